@@ -1,0 +1,327 @@
+"""The definition: scale rules, encode, decode and packing in plain torch.
+
+Every kernel of the package is held to this file bit for bit; this file is held to exact arithmetic by the tests. All
+exponent arithmetic is on the bits of float32 values, never through log2. The code traces (torch.compile fuses it into
+one loop on CPU) and is written so that it allocates little when it runs eagerly on a slice of rows.
+
+Sources: OCP Microscaling Formats (MX) v1.0, sections 5 and 6.3; "Recipes for Pre-training LLMs with MXFP8" (RCEIL);
+the NVFP4 two-level scale of Blackwell.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .formats import E8M0, FP32, FULL, UE4M3, ElementFormat, Format, ScaleCalculationMode, ScaleFormat
+from .recipe import Cast
+
+FLT_MAX = torch.finfo(torch.float32).max
+FLT_MIN_NORMAL = torch.finfo(torch.float32).tiny
+SOURCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@dataclass(frozen=True)
+class Operand:
+    """Values blocked along their last dimension: what a product kernel consumes.
+
+    ``data``: codes, shape ``format.data_shape(shape)``; ``scale``: shape ``format.scale_shape(shape)``;
+    ``global_scale``: a float32 scalar or None; ``shape``: the logical shape, tails not padded.
+    """
+
+    data: Tensor
+    scale: Tensor
+    global_scale: Tensor | None
+    format: Format
+    shape: tuple[int, ...]
+
+    @property
+    def scale_view(self) -> Tensor:
+        """``scale`` in its own dtype: float8_e8m0fnu (MX), float8_e4m3fn (NVFP4) or float32. Shares memory."""
+        return self.scale.view(self.format.scale.view_dtype)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        parts = (self.data, self.scale, self.global_scale)
+        return tuple(t for t in parts if t is not None)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.numel() * t.dtype.itemsize for t in self.tensors)
+
+
+# ---------------------------------------------------------------------------------------------- blocks
+
+
+def _extent(block: int, dim: int) -> int:
+    return max(dim, 1) if block == FULL else block
+
+
+def _split(x: Tensor, format: Format) -> tuple[Tensor, tuple[int, ...]]:
+    """``x`` zero-padded and viewed as whole blocks, and the dimensions that one block spans in that view."""
+    rows, cols = format.block
+    if rows == FULL:
+        return x, tuple(range(x.dim()))
+    cols = _extent(cols, x.shape[-1])
+    pad_cols = -x.shape[-1] % cols
+    if rows == 1 or x.dim() == 1:
+        if pad_cols:
+            x = F.pad(x, (0, pad_cols))
+        return x.reshape(*x.shape[:-1], -1, cols), (-1,)
+    pad_rows = -x.shape[-2] % rows
+    if pad_cols or pad_rows:
+        x = F.pad(x, (0, pad_cols, 0, pad_rows))
+    return x.reshape(*x.shape[:-2], x.shape[-2] // rows, rows, -1, cols), (-3, -1)
+
+
+def _spread(scale: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """One value a block, shaped to broadcast over the view that ``_split`` made."""
+    if dims == (-1,):
+        return scale.unsqueeze(-1)
+    if dims == (-3, -1):
+        return scale.unsqueeze(-2).unsqueeze(-1)
+    return scale
+
+
+def _join(blocks: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """The inverse view of ``_split``; padding is still there."""
+    if dims == (-1,):
+        return blocks.flatten(-2)
+    if dims == (-3, -1):
+        return blocks.flatten(-2).flatten(-3, -2)
+    return blocks
+
+
+def _crop(x: Tensor, rows: int | None, cols: int) -> Tensor:
+    if rows is not None and x.shape[-2] != rows:
+        x = x.narrow(-2, 0, rows)
+    if x.shape[-1] != cols:
+        x = x.narrow(-1, 0, cols)
+    return x.contiguous()
+
+
+# ---------------------------------------------------------------------------------------------- scales
+
+
+def _exponent_up(bits: Tensor) -> Tensor:
+    """Biased exponent of the smallest power of two >= the positive float32 with these bits (2^-127 counts as 0)."""
+    exponent, mantissa = bits >> 23, bits & 0x7FFFFF
+    up = torch.where(exponent > 0, mantissa > 0, mantissa > 0x400000)
+    return exponent + up.to(torch.int32)
+
+
+def e8m0_from_amax(amax: Tensor, element: ElementFormat, mode: ScaleCalculationMode) -> Tensor:
+    """The int32 E8M0 byte of each block from its finite float32 amax (shape kept); value 2^(byte - 127)."""
+    bits = amax.view(torch.int32)
+    if mode is ScaleCalculationMode.RCEIL:
+        byte = _exponent_up((amax * (1.0 / element.max)).view(torch.int32))
+    elif mode is ScaleCalculationMode.CEIL:
+        byte = _exponent_up(bits) - element.emax
+    elif mode is ScaleCalculationMode.EVEN:
+        byte = ((bits + (1 << (22 - element.mantissa_bits))) >> 23) - element.emax
+    else:
+        byte = (bits >> 23) - element.emax
+    return byte.clamp(0, 254)
+
+
+def _power_of_two(byte: Tensor) -> Tensor:
+    """float32 2^(byte - 127) for int32 bytes 0..254; byte 0 is a subnormal and cannot be shifted into place."""
+    return torch.where(byte == 0, 0x00400000, byte << 23).view(torch.float32)
+
+
+def scale_to_float(scale: Tensor, kind: ScaleFormat) -> Tensor:
+    """Stored scales as float32 values, NaN included."""
+    if kind is E8M0:
+        byte = scale.to(torch.int32)
+        return torch.where(byte == 255, float("nan"), _power_of_two(byte))
+    return scale.view(kind.view_dtype).to(torch.float32)
+
+
+def _scale_e8m0(amax: Tensor, cast: Cast, tensor_amax: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    finite = amax.isfinite()
+    byte = e8m0_from_amax(amax, cast.format.element, cast.scaling)
+    return torch.where(finite, byte, 255).to(torch.uint8), _power_of_two(254 - byte), None
+
+
+def _scale_nvfp4(amax: Tensor, cast: Cast, tensor_amax: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    largest = 448.0 * cast.format.element.max
+    encode = torch.ones_like(tensor_amax)
+    if cast.format.global_scale:
+        wanted = (largest / tensor_amax).clamp(max=FLT_MAX)
+        usable = (tensor_amax > 0) & (wanted > 0)
+        encode = torch.where(usable, wanted, encode)
+        global_scale = torch.where(usable, tensor_amax / largest, 1.0)
+    scaled = (amax * (encode * (1.0 / cast.format.element.max))).clamp(-448.0, 448.0)
+    scale = torch.where(amax.isfinite(), scaled, float("nan")).to(torch.float8_e4m3fn)
+    multiplier = (1.0 / (scale.to(torch.float32) * (1.0 / encode))).clamp(max=FLT_MAX)
+    return scale.view(torch.uint8), multiplier, global_scale if cast.format.global_scale else None
+
+
+def _scale_float32(amax: Tensor, cast: Cast, tensor_amax: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    scale = (amax * (1.0 / cast.format.element.max)).clamp(min=FLT_MIN_NORMAL)
+    scale = torch.where(amax > 0, scale, torch.ones_like(scale))
+    scale = torch.where(amax.isfinite(), scale, float("nan"))
+    return scale, (1.0 / scale).clamp(max=FLT_MAX), None
+
+
+SCALE_RULES = {E8M0: _scale_e8m0, UE4M3: _scale_nvfp4, FP32: _scale_float32}
+"""Scale format -> (amax of blocks, cast, amax of the tensor) -> (stored scale, float32 multiplier, global scale)."""
+
+
+# ---------------------------------------------------------------------------------------------- elements
+
+
+def encode_elements(y: Tensor, element: ElementFormat) -> Tensor:
+    """float32 values, already divided by their scale, to codes: nearest, ties to even, saturating. Overwrites ``y``.
+
+    Returns codes of ``element.dtype``, one entry a value (packing comes after).
+    """
+    if element.is_integer:
+        steps = float(1 << element.mantissa_bits)
+        return y.mul_(steps).round_().clamp_(-element.max * steps, element.max * steps).to(element.dtype)
+    y.clamp_(-element.max, element.max)
+    if not element.packed:
+        return y.to(element.dtype)
+    # Normal codes: round the float32 bits to the mantissa's width and move the exponent's bias. Subnormal codes: adding
+    # a power of two whose last bit weighs one code step lets the float adder do the rounding.
+    mantissa = element.mantissa_bits
+    shift = 23 - mantissa
+    magnitude = y.abs()
+    magic = 2.0 ** (23 + 1 - element.bias - mantissa)
+    small = (magnitude + magic).view(torch.int32)
+    small -= (23 + 1 - element.bias - mantissa + 127) << 23
+    bits = magnitude.view(torch.int32)
+    code = bits >> shift
+    code &= 1
+    code += bits
+    code += (1 << (shift - 1)) - 1 - ((127 - element.bias) << 23)
+    code >>= shift
+    code = torch.where(magnitude < 2.0 ** (1 - element.bias), small, code)
+    sign = y.view(torch.int32) >> (32 - element.bits)
+    sign &= 1 << (element.bits - 1)
+    code |= sign
+    return code.to(torch.uint8)
+
+
+def decode_elements(codes: Tensor, element: ElementFormat) -> Tensor:
+    """Codes, one entry a value, to float32, exactly."""
+    if element.is_integer:
+        return codes.to(torch.float32) * (1.0 / (1 << element.mantissa_bits))
+    if not element.packed:
+        return codes.to(torch.float32)
+    mantissa = element.mantissa_bits
+    code = codes.to(torch.int32)
+    magnitude = code & ((1 << (element.bits - 1)) - 1)
+    normal = ((magnitude << (23 - mantissa)) + ((127 - element.bias) << 23)).view(torch.float32)
+    small = magnitude.to(torch.float32) * 2.0 ** (1 - element.bias - mantissa)
+    value = torch.where(magnitude < (1 << mantissa), small, normal)
+    return torch.where(code >= (1 << (element.bits - 1)), -value, value)
+
+
+def pack(codes: Tensor, element: ElementFormat) -> Tensor:
+    """uint8 codes (..., K), K a multiple of the group, to packed bytes (..., K * bits / 8); a no-op for 8-bit codes.
+
+    4 bits: even index in the low nibble. 6 bits: v0 | v1 << 6 | v2 << 12 | v3 << 18, little endian.
+    """
+    if element.packing == (2, 1):
+        pair = codes.contiguous().view(torch.int16)
+        return (pair | (pair >> 4)).to(torch.uint8)
+    if element.packing == (4, 3):
+        four = codes.contiguous().view(torch.int32)
+        word = (four & 0x3F) | ((four >> 2) & 0xFC0) | ((four >> 4) & 0x3F000) | ((four >> 6) & 0xFC0000)
+        return torch.stack([word & 0xFF, (word >> 8) & 0xFF, word >> 16], -1).to(torch.uint8).flatten(-2)
+    return codes
+
+
+def unpack(data: Tensor, element: ElementFormat) -> Tensor:
+    """The inverse of ``pack``: whole groups of codes."""
+    if element.packing == (2, 1):
+        return torch.stack([data & 0xF, data >> 4], -1).flatten(-2)
+    if element.packing == (4, 3):
+        b0, b1, b2 = data.unflatten(-1, (-1, 3)).unbind(-1)
+        codes = [b0 & 0x3F, (b0 >> 6) | ((b1 & 0xF) << 2), (b1 >> 4) | ((b2 & 0x3) << 4), b2 >> 2]
+        return torch.stack(codes, -1).flatten(-2)
+    return data
+
+
+# ---------------------------------------------------------------------------------------------- the two ways
+
+
+def check_source(x: Tensor) -> None:
+    """Raise unless ``x`` is something that can be quantized."""
+    if x.dtype not in SOURCE_DTYPES:
+        names = ", ".join(str(d).removeprefix("torch.") for d in SOURCE_DTYPES)
+        raise TypeError(
+            f"cannot quantize a tensor of dtype {str(x.dtype).removeprefix('torch.')}; convert it first to one of {names}"
+        )
+    if x.dim() == 0:
+        raise ValueError("cannot quantize a 0-dimensional tensor: blocks need a dimension; use x.reshape(1)")
+
+
+def tensor_amax(x: Tensor) -> Tensor:
+    """The largest magnitude of the whole tensor in float32, NaN if any value is; 0 for an empty tensor."""
+    return x.detach().abs().amax().to(torch.float32) if x.numel() else x.new_zeros((), dtype=torch.float32)
+
+
+def encode(x: Tensor, cast: Cast, whole_amax: Tensor | None = None) -> Operand:
+    """Quantize ``x`` (float32, bfloat16, float16 or float64; 1-D or more; any strides) along its last dimension.
+
+    ``whole_amax`` replaces the amax of ``x`` where a scale depends on the whole tensor (NVFP4, per-tensor float8), for
+    callers that hold only a part of it. Raises TypeError for other dtypes, ValueError for a 0-dimensional tensor.
+    """
+    check_source(x)
+    format, element, shape = cast.format, cast.format.element, tuple(x.shape)
+    if x.numel() == 0:
+        data = x.new_zeros(format.data_shape(shape), dtype=element.dtype)
+        scale = x.new_zeros(format.scale_shape(shape), dtype=format.scale.dtype)
+        return Operand(data, scale, x.new_ones((), dtype=torch.float32) if format.global_scale else None, format, shape)
+    blocks, dims = _split(x.to(torch.float32), format)
+    amax = blocks.abs().amax(dims, keepdim=format.block[0] == FULL)
+    if whole_amax is None:
+        whole_amax = amax.amax()
+    elif format.block[0] == FULL:
+        amax = whole_amax.expand_as(amax)
+    scale, multiplier, global_scale = SCALE_RULES[format.scale](amax, cast, whole_amax)
+    poisoned = _spread(~amax.isfinite(), dims)
+    y = blocks * _spread(multiplier, dims)
+    y.masked_fill_(poisoned, float("nan") if element.nan_code else 0.0)
+    data = pack(_join(encode_elements(y, element), dims), element)
+    data = _crop(data, shape[-2] if dims == (-3, -1) else None, element.data_cols(shape[-1]))
+    return Operand(data, scale, global_scale, format, shape)
+
+
+def decode(operand: Operand, dtype: torch.dtype) -> Tensor:
+    """float32(element) * scale (* global scale), then one rounding to ``dtype``. Shape ``operand.shape``, contiguous."""
+    value = decode_local(operand)
+    if operand.global_scale is not None:
+        value = value * operand.global_scale
+    return value.to(dtype)
+
+
+def decode_local(operand: Operand) -> Tensor:
+    """The float32 values without the global scale."""
+    format, shape = operand.format, operand.shape
+    if 0 in shape:
+        return operand.data.new_zeros(shape, dtype=torch.float32)
+    codes = unpack(operand.data, format.element)
+    if codes.shape[-1] != shape[-1]:
+        codes = codes.narrow(-1, 0, shape[-1])
+    blocks, dims = _split(decode_elements(codes, format.element), format)
+    value = _join(blocks * _spread(scale_to_float(operand.scale, format.scale), dims), dims)
+    return _crop(value, shape[-2] if dims == (-3, -1) else None, shape[-1])
+
+
+def transposed(operand: Operand) -> Operand:
+    """A square-block operand of the transposed values: the same codes and scales turned, nothing rounded again."""
+    element, shape = operand.format.element, operand.shape
+    turned = (*shape[:-2], shape[-1], shape[-2])
+    if not element.packed:
+        data = operand.data.transpose(-1, -2)
+    else:
+        codes = unpack(operand.data, element).narrow(-1, 0, shape[-1]).transpose(-1, -2)
+        group = element.packing[0]
+        data = pack(F.pad(codes, (0, -shape[-2] % group)), element)
+    return Operand(data, operand.scale.transpose(-1, -2), operand.global_scale, operand.format, turned)

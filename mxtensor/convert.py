@@ -1,0 +1,172 @@
+"""Conversion of whole models: ``quantize_`` puts MXTensor parameters into torch's own modules."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from .formats import FORMATS, Format, ScaleCalculationMode, get_format
+from .recipe import Cast, KernelPreference, LinearRecipe
+from .tensor import MXTensor, quantize_as
+
+FilterFn = Callable[[nn.Module, str], bool]
+WEIGHT_ONLY = "-weight-only"
+
+
+@dataclass(frozen=True)
+class MXDynamicActivationMXWeightConfig:
+    """MX weights, and activations cast to MX on the fly (fields as torchao has them)."""
+
+    block_size: int = 32
+    activation_dtype: torch.dtype | str = torch.float8_e4m3fn
+    weight_dtype: torch.dtype | str = torch.float8_e4m3fn
+    kernel_preference: KernelPreference | str = KernelPreference.AUTO
+    scaling_mode: ScaleCalculationMode | str = ScaleCalculationMode.RCEIL
+
+    def recipe(self) -> LinearRecipe:
+        """The formats and rules this stands for."""
+        weight, activation = (
+            Cast.of(get_format(dtype).with_block(self.block_size), self.scaling_mode)
+            for dtype in (self.weight_dtype, self.activation_dtype)
+        )
+        return LinearRecipe(weight, activation, KernelPreference.of(self.kernel_preference))
+
+
+def _nvfp4(use_dynamic_per_tensor_scale: bool) -> Cast:
+    return Cast(FORMATS["nvfp4" if use_dynamic_per_tensor_scale else "nvfp4_single_level"])
+
+
+@dataclass(frozen=True)
+class NVFP4DynamicActivationNVFP4WeightConfig:
+    """NVFP4 weights, and activations cast to NVFP4 on the fly (fields as torchao has them)."""
+
+    use_triton_kernel: bool = True
+    """Accepted for torchao's sake: the kernel is chosen by what the device can run."""
+    use_dynamic_per_tensor_scale: bool = True
+    kernel_preference: KernelPreference | str = KernelPreference.AUTO
+
+    def recipe(self) -> LinearRecipe:
+        """The formats and rules this stands for."""
+        cast = _nvfp4(self.use_dynamic_per_tensor_scale)
+        return LinearRecipe(cast, cast, KernelPreference.of(self.kernel_preference))
+
+
+@dataclass(frozen=True)
+class NVFP4WeightOnlyConfig:
+    """NVFP4 weights under high-precision activations (fields as torchao has them)."""
+
+    use_dynamic_per_tensor_scale: bool = True
+    kernel_preference: KernelPreference | str = KernelPreference.AUTO
+
+    def recipe(self) -> LinearRecipe:
+        """The formats and rules this stands for."""
+        cast = _nvfp4(self.use_dynamic_per_tensor_scale)
+        return LinearRecipe(cast, None, KernelPreference.of(self.kernel_preference))
+
+
+Config = (
+    str
+    | torch.dtype
+    | Format
+    | LinearRecipe
+    | MXDynamicActivationMXWeightConfig
+    | NVFP4DynamicActivationNVFP4WeightConfig
+    | NVFP4WeightOnlyConfig
+)
+
+
+def recipe_of(config: Any) -> LinearRecipe:
+    """The recipe a config stands for: a config object, a LinearRecipe, or a format by name, ``-weight-only`` or not.
+
+    Raises ValueError for an unknown format name, TypeError for anything else.
+    """
+    if isinstance(config, LinearRecipe):
+        return config
+    if hasattr(config, "recipe"):
+        return config.recipe()  # type: ignore[no-any-return]
+    if isinstance(config, str) and config.endswith(WEIGHT_ONLY):
+        return LinearRecipe(Cast.of(config.removesuffix(WEIGHT_ONLY)))
+    if isinstance(config, (str, torch.dtype, Format)):
+        cast = Cast.of(config)
+        return LinearRecipe(cast, cast)
+    raise TypeError(
+        f"cannot quantize by {config!r}; pass a format name like 'mxfp8' or 'mxfp8-weight-only', a LinearRecipe, or one "
+        "of the configs MXDynamicActivationMXWeightConfig, NVFP4DynamicActivationNVFP4WeightConfig, "
+        "NVFP4WeightOnlyConfig"
+    )
+
+
+# ---------------------------------------------------------------------------------------------- which weights
+
+WEIGHTS: dict[type[nn.Module], tuple[str, ...]] = {
+    nn.Linear: ("weight",),
+    nn.MultiheadAttention: ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"),
+    nn.Embedding: ("weight",),
+}
+"""Module class -> its weights that enter a product (or, for an embedding, a lookup)."""
+
+SKIPPED_NAMES = ("lm_head", "router", "gate")
+"""Last parts of module names that the default filter leaves in high precision: heads and expert routers."""
+
+
+def default_filter(module: nn.Module, fqn: str) -> bool:
+    """Linear layers and attention; not heads, routers or embeddings, where rounding costs most and saves least."""
+    return not isinstance(module, nn.Embedding) and fqn.rpartition(".")[2] not in SKIPPED_NAMES
+
+
+def _weights(model: nn.Module, filter_fn: FilterFn) -> Iterator[tuple[nn.Module, str, str]]:
+    """(module, parameter name, fully qualified module name) of every weight to quantize."""
+    for fqn, module in model.named_modules():
+        names = next((names for kind, names in WEIGHTS.items() if isinstance(module, kind)), ())
+        if names and filter_fn(module, fqn):
+            for name in names:
+                weight = getattr(module, name, None)
+                if weight is not None and not isinstance(weight, MXTensor):
+                    yield module, name, fqn
+
+
+def _progress(items: list[Any], values: int) -> Iterable[Any]:
+    """A bar on large models, where tqdm is installed."""
+    if values < 100_000_000:
+        return items
+    try:
+        from tqdm.auto import tqdm
+    except ImportError:
+        return items
+    return tqdm(items, desc="quantizing", unit="weight")  # type: ignore[no-any-return]
+
+
+def quantize_(model: nn.Module, config: Config, filter_fn: FilterFn | None = None) -> nn.Module:
+    """Replace the weights of ``model``'s linear and attention layers by MXTensor parameters, in place.
+
+    The modules stay torch's own classes; a shared weight stays shared. ``config``: the name of any format (weights, and
+    activations on the fly in the same format), ``"NAME-weight-only"``, a LinearRecipe or one of torchao's configs.
+    ``filter_fn(module, fqn) -> bool`` sees every nn.Linear, nn.MultiheadAttention and nn.Embedding; without one,
+    embeddings, ``lm_head`` and routers are skipped. The new parameters are frozen. Returns ``model``.
+
+    Raises ValueError or TypeError for a config it does not know, before anything is changed; warns where no layer
+    matches.
+    """
+    recipe = recipe_of(config)
+    found = list(_weights(model, filter_fn or default_filter))
+    if not found:
+        warnings.warn(
+            f"quantize_ changed nothing: no nn.Linear, nn.MultiheadAttention or nn.Embedding of {type(model).__name__} "
+            "passed the filter",
+            UserWarning,
+            stacklevel=2,
+        )
+    shared: dict[int, nn.Parameter] = {}
+    lookup = LinearRecipe(recipe.weight, None, recipe.kernel_preference)
+    for module, name, _ in _progress(found, sum(getattr(m, n).numel() for m, n, _ in found)):
+        weight = getattr(module, name)
+        if id(weight) not in shared:
+            this = lookup if isinstance(module, nn.Embedding) else recipe
+            shared[id(weight)] = nn.Parameter(quantize_as(weight, this), requires_grad=False)
+        setattr(module, name, shared[id(weight)])
+    return model

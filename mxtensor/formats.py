@@ -1,0 +1,288 @@
+"""Number formats as rows: what one element is, what one scale is, and which elements share a scale.
+
+Source: OCP Microscaling Formats (MX) v1.0, sections 5 and 6; NVFP4 as published for Blackwell. Nothing in the
+package asks a format for its name to decide what to do: every difference between two formats is a field here.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from enum import Enum, Flag
+
+import torch
+
+FULL = -1
+"""A block extent that spans the whole dimension (FULL rows: every leading dimension as well)."""
+
+
+class Orientation(Flag):
+    """Which operands a tensor holds: blocks along the last dimension, along the one before it, or both."""
+
+    ROWWISE = 1
+    COLUMNWISE = 2
+    BOTH = 3
+
+    @classmethod
+    def of(cls, value: Orientation | str) -> Orientation:
+        """The member named by ``value`` ("rowwise", "columnwise" or "both")."""
+        if isinstance(value, Orientation):
+            return value
+        try:
+            return cls[str(value).upper()]
+        except KeyError:
+            raise ValueError(
+                f"unknown orientation {value!r}; choose 'rowwise' (blocks along the last dimension), 'columnwise' "
+                "(along the one before it) or 'both'"
+            ) from None
+
+    @property
+    def label(self) -> str:
+        return {1: "rowwise", 2: "columnwise", 3: "both"}[self.value]
+
+
+class ScaleCalculationMode(Enum):
+    """How a block's largest magnitude becomes a power-of-two scale (names and values as torchao has them)."""
+
+    FLOOR = "floor"
+    """floor(log2 amax) - emax: the OCP rule; the largest elements of a block may saturate."""
+    RCEIL = "rceil"
+    """the smallest power of two with amax <= max * scale: nothing saturates; NVIDIA's pre-training paper, cuBLAS."""
+    CEIL = "ceil"
+    """ceil(log2 amax) - emax: nothing saturates, up to one bit of range unused."""
+    EVEN = "even"
+    """amax rounded half up to the element's mantissa width, then FLOOR."""
+
+    @classmethod
+    def of(cls, value: ScaleCalculationMode | str) -> ScaleCalculationMode:
+        """The member named by ``value``; torchao's own enum members are accepted by their value."""
+        try:
+            return cls(str(getattr(value, "value", value)).lower())
+        except ValueError:
+            raise ValueError(f"unknown scaling {value!r}; choose one of {', '.join(m.value for m in cls)}") from None
+
+
+@dataclass(frozen=True)
+class ElementFormat:
+    """One element: sign, exponent and mantissa (``exponent_bits == 0``: a two's-complement fixed-point number)."""
+
+    name: str
+    exponent_bits: int
+    mantissa_bits: int
+    bias: int
+    max: float
+    """The largest finite value; larger ones saturate to it."""
+    dtype: torch.dtype
+    """What ``Operand.data`` is made of: the torch dtype of one code, or uint8 where codes are packed."""
+    packing: tuple[int, int] = (1, 1)
+    """(values, bytes): so many values share so many bytes."""
+    nan_code: int = 0
+    """The code stored in a block that is NaN as a whole; 0 where the format has no NaN."""
+
+    @property
+    def bits(self) -> int:
+        return 8 * self.packing[1] // self.packing[0]
+
+    @property
+    def emax(self) -> int:
+        """The exponent of the largest power of two among the elements."""
+        return math.frexp(self.max)[1] - 1
+
+    @property
+    def is_integer(self) -> bool:
+        return self.exponent_bits == 0
+
+    @property
+    def packed(self) -> bool:
+        return self.packing != (1, 1)
+
+    def data_cols(self, cols: int) -> int:
+        """Entries of ``data`` that hold ``cols`` values."""
+        values, size = self.packing
+        return -(-cols // values) * size
+
+
+@dataclass(frozen=True)
+class ScaleFormat:
+    """One scale: how it is stored and viewed."""
+
+    name: str
+    dtype: torch.dtype
+    """Storage: byte formats are held as uint8, which every backend and serializer knows."""
+    view_dtype: torch.dtype
+    """The torch dtype of the same bytes, for ``Operand.scale_view``."""
+
+    @property
+    def bits(self) -> int:
+        return 8 * self.dtype.itemsize
+
+    @property
+    def power_of_two(self) -> bool:
+        return self.view_dtype is torch.float8_e8m0fnu
+
+
+E4M3 = ElementFormat("e4m3", 4, 3, bias=7, max=448.0, dtype=torch.float8_e4m3fn, nan_code=0x7F)
+E5M2 = ElementFormat("e5m2", 5, 2, bias=15, max=57344.0, dtype=torch.float8_e5m2, nan_code=0x7F)
+E3M2 = ElementFormat("e3m2", 3, 2, bias=3, max=28.0, dtype=torch.uint8, packing=(4, 3))
+E2M3 = ElementFormat("e2m3", 2, 3, bias=1, max=7.5, dtype=torch.uint8, packing=(4, 3))
+E2M1 = ElementFormat("e2m1", 2, 1, bias=1, max=6.0, dtype=torch.uint8, packing=(2, 1))
+INT8 = ElementFormat("int8", 0, 6, bias=0, max=127 / 64, dtype=torch.int8)
+
+E8M0 = ScaleFormat("e8m0", torch.uint8, torch.float8_e8m0fnu)
+UE4M3 = ScaleFormat("ue4m3", torch.uint8, torch.float8_e4m3fn)
+FP32 = ScaleFormat("float32", torch.float32, torch.float32)
+
+BLOCK_SIZES = (16, 32, 64, 128)
+
+
+def _ceil_div(dim: int, block: int) -> int:
+    return min(dim, 1) if block == FULL else -(-dim // block)
+
+
+@dataclass(frozen=True)
+class Format:
+    """A block-scaled format: ``block`` = (rows, cols) elements of ``element`` share one ``scale``.
+
+    An operand is blocked along its last dimension; rows > 1 makes a tile with the dimension before it. A square block
+    (32x32, per tensor) means the same bytes serve both orientations.
+    """
+
+    name: str
+    element: ElementFormat
+    scale: ScaleFormat
+    block: tuple[int, int]
+    global_scale: bool = False
+    """A second, float32 scale for the whole tensor (NVFP4)."""
+
+    @property
+    def square(self) -> bool:
+        return self.block[0] == self.block[1]
+
+    @property
+    def rows_are_blocked(self) -> bool:
+        return self.block[0] != 1
+
+    @property
+    def bits_per_value(self) -> float:
+        """Bits of data and scale for one value of a large tensor (a FULL extent costs nothing)."""
+        rows, cols = self.block
+        shared = 0.0 if FULL in (rows, cols) else self.scale.bits / (rows * cols)
+        return self.element.bits + shared
+
+    def data_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of ``data`` for values of ``shape`` (last dimension blocked)."""
+        return (*shape[:-1], self.element.data_cols(shape[-1]))
+
+    def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of ``scale``: ceil(dim / block) in the last two dimensions; FULL rows also collapse the leading ones."""
+        rows, cols = self.block
+        last = _ceil_div(shape[-1], cols)
+        if rows == FULL:
+            return (*(min(d, 1) for d in shape[:-1]), last)
+        if rows == 1 or len(shape) == 1:
+            return (*shape[:-1], last)
+        return (*shape[:-2], _ceil_div(shape[-2], rows), last)
+
+    def with_block(self, block: int | tuple[int, int]) -> Format:
+        """The same element and scale over another block: a size along the contraction, or a square ``(n, n)``.
+
+        Raises ValueError for sizes other than 16, 32, 64, 128.
+        """
+        rows, cols = (1, block) if isinstance(block, int) else tuple(block)
+        if cols not in BLOCK_SIZES or rows not in (1, cols):
+            raise ValueError(
+                f"block {block!r} is not available; choose one of {', '.join(map(str, BLOCK_SIZES))} along the "
+                "contraction, or a square tile of one of these, like (32, 32)"
+            )
+        base = self.name.split("[")[0]
+        home = FORMATS.get(base)
+        if home is not None and home.block == (rows, cols):
+            return home
+        return replace(self, name=f"{base}[{rows}x{cols}]", block=(rows, cols))
+
+    def __repr__(self) -> str:
+        return f"Format({self.name!r})"
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class _Formats(Mapping[str, Format]):
+    """Read-only rows by name; aliases are looked up but not listed."""
+
+    def __init__(self, rows: list[Format], aliases: dict[str, str]) -> None:
+        self._rows = {row.name: row for row in rows}
+        self.aliases = aliases
+
+    def __getitem__(self, name: str) -> Format:
+        return self._rows[self.aliases.get(name, name)]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+
+FORMATS = _Formats(
+    [
+        Format("mxfp8_e4m3", E4M3, E8M0, (1, 32)),
+        Format("mxfp8_e5m2", E5M2, E8M0, (1, 32)),
+        Format("mxfp6_e3m2", E3M2, E8M0, (1, 32)),
+        Format("mxfp6_e2m3", E2M3, E8M0, (1, 32)),
+        Format("mxfp4_e2m1", E2M1, E8M0, (1, 32)),
+        Format("mxint8", INT8, E8M0, (1, 32)),
+        Format("nvfp4", E2M1, UE4M3, (1, 16), global_scale=True),
+        Format("nvfp4_single_level", E2M1, UE4M3, (1, 16)),
+        Format("float8_e4m3_tensor", E4M3, FP32, (FULL, FULL)),
+        Format("float8_e4m3_row", E4M3, FP32, (1, FULL)),
+        Format("float8_e4m3_1x128", E4M3, FP32, (1, 128)),
+        Format("float8_e4m3_128x128", E4M3, FP32, (128, 128)),
+        Format("float8_e5m2_tensor", E5M2, FP32, (FULL, FULL)),
+        Format("float8_e5m2_row", E5M2, FP32, (1, FULL)),
+        Format("float8_e5m2_1x128", E5M2, FP32, (1, 128)),
+        Format("float8_e5m2_128x128", E5M2, FP32, (128, 128)),
+    ],
+    aliases={
+        "mxfp8": "mxfp8_e4m3",
+        "mxfp6": "mxfp6_e2m3",
+        "mxfp4": "mxfp4_e2m1",
+        "fp6_e3m2": "mxfp6_e3m2",
+        "fp6_e2m3": "mxfp6_e2m3",
+        "float8_tensor": "float8_e4m3_tensor",
+        "float8_row": "float8_e4m3_row",
+        "float8_1x128": "float8_e4m3_1x128",
+        "float8_128x128": "float8_e4m3_128x128",
+        "torch.float8_e4m3fn": "mxfp8_e4m3",
+        "torch.float8_e5m2": "mxfp8_e5m2",
+        "torch.float4_e2m1fn_x2": "mxfp4_e2m1",
+        "torch.int8": "mxint8",
+    },
+)
+"""Every format by name. ``FORMATS.aliases`` maps further names (``mxfp8``, torch dtypes) to rows."""
+
+DTYPE_FP6_E2M3 = "fp6_e2m3"
+"""torchao's name for the element of mxfp6_e2m3, which torch has no dtype for."""
+DTYPE_FP6_E3M2 = "fp6_e3m2"
+
+_BLOCK_SUFFIX = re.compile(r"(.+)\[(\d+)x(\d+)\]")
+
+
+def get_format(name: Format | str | torch.dtype) -> Format:
+    """The format called ``name``: a row or alias of FORMATS, ``"mxfp8[32x32]"`` with a block, or a torch dtype.
+
+    Raises ValueError naming the formats there are.
+    """
+    if isinstance(name, Format):
+        return name
+    text = str(name)
+    if text in FORMATS:
+        return FORMATS[text]
+    match = _BLOCK_SUFFIX.fullmatch(text)
+    if match and match[1] in FORMATS:
+        rows, cols = int(match[2]), int(match[3])
+        return FORMATS[match[1]].with_block(cols if rows == 1 else (rows, cols))
+    names = ", ".join([*FORMATS, *(a for a in FORMATS.aliases if "." not in a)])
+    raise ValueError(f"unknown format {name!r}; the formats are {names}")

@@ -1,0 +1,1 @@
+"""Below the tensor: kernels know operands, never MXTensor. Each file holds one ``KERNEL``."""

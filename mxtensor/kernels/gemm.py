@@ -1,0 +1,38 @@
+"""Products: the tuple of product kernels, fastest first, and the one way through it."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..codec import Operand
+from ..dispatch import KERNEL_NAMES, Kernel, Spec, choose, is_traced
+from . import dequant, emulated
+from .gemm_spec import Factor, GemmArgs
+
+GEMM: tuple[Kernel, ...] = (dequant.KERNEL, emulated.KERNEL)
+KERNEL_NAMES.update(kernel.name for kernel in GEMM)
+
+
+def _label(factor: Factor) -> str:
+    return str(factor.format if isinstance(factor, Operand) else factor.dtype).removeprefix("torch.")
+
+
+def _tensors(factor: Factor) -> tuple[Tensor, ...]:
+    return factor.tensors if isinstance(factor, Operand) else (factor,)
+
+
+def gemm(op: str, a: Factor, b: Factor, args: GemmArgs, prefer: str | None = None) -> Tensor:
+    """``alpha * a @ b^T + beta * bias``: a (..., M, K), b (..., N, K), both blocked along K; result (..., M, N).
+
+    Accumulated in float32 and rounded once to ``args.out_dtype``. ``op`` names the caller in ``explain()``; ``prefer``
+    names the kernel that must run. Raises ValueError where the shapes do not fit.
+    """
+    if a.shape[-1] != b.shape[-1]:
+        raise ValueError(
+            f"{op}: the contracted dimensions differ: {tuple(a.shape)} has {a.shape[-1]} columns, the other operand "
+            f"{b.shape[-1]} rows"
+        )
+    shapes = (tuple(a.shape), tuple(b.shape))
+    device = _tensors(b)[0].device
+    spec = Spec(op, shapes, (_label(a), _label(b)), args.out_dtype, device, is_traced(*_tensors(a), *_tensors(b)))
+    return choose(GEMM, spec, a, b, args, prefer=prefer).run(a, b, args)

@@ -1,0 +1,24 @@
+"""What every product kernel is called with: ``run(a, b, args)`` computes ``alpha * a @ b^T + beta * bias``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from ..codec import Operand
+
+Factor: TypeAlias = Operand | Tensor
+"""One side of a product, (..., rows, K): an operand blocked along K, or plain values."""
+
+
+@dataclass(frozen=True)
+class GemmArgs:
+    """The rest of a product: the bias broadcasts to (..., M, N) and is added in float32 before the one rounding."""
+
+    out_dtype: torch.dtype
+    bias: Tensor | None = None
+    alpha: float = 1
+    beta: float = 1

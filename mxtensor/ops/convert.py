@@ -1,0 +1,81 @@
+"""Copies, conversions, and the few rules that leave the quantized world."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..codec import SOURCE_DTYPES, Operand
+from ..dispatch import implements
+from ..kernels.cast import dequantize_operand
+from ..tensor import MXTensor
+from .layout import facade
+
+aten = torch.ops.aten
+
+
+@implements(aten.dequantize.self)
+def dequantize(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """The values in the facade dtype, with the facade's strides."""
+    w = args[0]
+    if w._rowwise is not None:
+        return dequantize_operand(w._rowwise, w.dtype)
+    return dequantize_operand(w._columnwise, w.dtype).transpose(-1, -2)
+
+
+@implements(aten.clone.default)
+def clone(func: Any, args: Any, kwargs: Any) -> MXTensor:
+    """Copies of codes and scales; ``memory_format`` decides the facade's strides, as it does for a dense tensor."""
+    stride = facade(func, args[0], args, kwargs).stride()
+    return args[0].map_parts(torch.clone, stride=stride)  # type: ignore[no-any-return]
+
+
+@implements(aten._to_copy.default)
+def to_copy(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """Another float dtype changes the facade, not a code; another device moves the bytes; integers are plain values."""
+    w, dtype = args[0], kwargs.get("dtype") or args[0].dtype
+    if dtype not in SOURCE_DTYPES:
+        return w.dequantize(torch.float32).to(**{k: v for k, v in kwargs.items() if v is not None})  # type: ignore
+    where = {k: kwargs[k] for k in ("device", "non_blocking", "pin_memory") if kwargs.get(k) is not None}
+    return w.map_parts(lambda t: aten._to_copy.default(t, **where), dtype=dtype)  # type: ignore[no-any-return]
+
+
+@implements(aten.empty_like.default)
+def empty_like(func: Any, args: Any, kwargs: Any) -> MXTensor:
+    """The same kind of tensor with undefined values, on another device if asked (``to_empty``)."""
+    w = args[0]
+    where = {k: kwargs[k] for k in ("device", "pin_memory") if kwargs.get(k) is not None}
+    dtype = kwargs.get("dtype") or w.dtype
+    return w.map_parts(lambda t: torch.empty_like(t, **where), dtype=dtype)  # type: ignore[no-any-return]
+
+
+@implements(aten.zeros_like.default, aten.ones_like.default, aten.rand_like.default, aten.randn_like.default)
+def fresh_like(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """A plain tensor: what optimizers keep beside a parameter must not be rounded to its format."""
+    w = args[0]
+    shape = torch.empty_strided(tuple(w.shape), w.stride(), dtype=w.dtype, device=w.device)
+    return func(shape, *args[1:], **kwargs)  # type: ignore[no-any-return]
+
+
+@implements(aten.equal.default)
+def equal(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether all values are equal, whatever the formats."""
+    a, b = (t.dequantize() if isinstance(t, MXTensor) else t for t in args[:2])
+    return torch.equal(a, b)
+
+
+@implements(aten.embedding.default)
+def embedding(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """A lookup decodes only the rows it reads."""
+    w, indices = args[:2]
+    rowwise = w.rowwise
+    if rowwise is None or rowwise.format.rows_are_blocked:
+        return aten.embedding.default(w.dequantize(), *args[1:], **kwargs)  # type: ignore[no-any-return]
+    flat = indices.reshape(-1)
+    data = rowwise.data.view(torch.uint8).index_select(0, flat).view(rowwise.data.dtype)
+    scale = rowwise.scale.index_select(0, flat)
+    shape = (flat.shape[0], w.shape[1])
+    rows = Operand(data, scale, rowwise.global_scale, rowwise.format, shape)
+    return dequantize_operand(rows, w.dtype).view(*indices.shape, w.shape[1])

@@ -1,0 +1,80 @@
+"""einsum: seen whole, before torch turns it into permutes that would move a blocked dimension out of reach."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..dispatch import Spec, implements_function, record
+from ..tensor import MXTensor
+
+
+def _matrix_form(equation: str, x: Tensor, w: MXTensor) -> tuple[str, str, str, str, str] | None:
+    """(batch, rows, contracted, columns, output) letters where the equation is one batched product; None otherwise."""
+    text = equation.replace(" ", "")
+    if "." in text or text.count(",") != 1:
+        return None
+    inputs, _, output = text.partition("->")
+    left, right = inputs.split(",")
+    if "->" not in text:
+        letters = left + right
+        output = "".join(sorted(c for c in set(letters) if letters.count(c) == 1))
+    if any(len(set(s)) != len(s) for s in (left, right, output)) or len(left) != x.dim() or len(right) != w.dim():
+        return None
+    shared = [c for c in right if c in left]
+    batch = "".join(c for c in shared if c in output)
+    contracted = "".join(c for c in shared if c not in output)
+    rows = "".join(c for c in left if c not in shared)
+    columns = "".join(c for c in right if c not in shared)
+    if set(rows + columns) - set(output) or not contracted:
+        return None
+    return batch, rows, contracted, columns, output
+
+
+def _einsum(equation: str, x: Tensor, w: MXTensor) -> Tensor:
+    """Permute both sides to (batch, rows, contracted) and (batch, contracted, columns) and multiply."""
+    form = _matrix_form(equation, x, w)
+    if form is None:
+        raise ValueError("not one product")
+    batch, rows, contracted, columns, output = form
+    left, right = equation.replace(" ", "").partition("->")[0].split(",")
+    sizes = dict(zip(left, x.shape, strict=True)) | dict(zip(right, w.shape, strict=True))
+
+    def arrange(t: Tensor, letters: str, *groups: str) -> Tensor:
+        t = t.permute([letters.index(c) for g in groups for c in g])
+        return t.reshape([torch.Size(sizes[c] for c in g).numel() for g in groups])
+
+    if batch:
+        a, b = arrange(x, left, batch, rows, contracted), arrange(w, right, batch, columns, contracted)
+        out = torch.bmm(a, b.transpose(-1, -2))
+    else:
+        a, b = arrange(x, left, rows, contracted), arrange(w, right, columns, contracted)
+        out = torch.mm(a, b.t())
+    letters = batch + rows + columns
+    return out.reshape([sizes[c] for c in letters]).permute([letters.index(c) for c in output])
+
+
+@implements_function(torch.einsum)
+def einsum(equation: Any, *operands: Any) -> Tensor:
+    """One plain and one quantized operand multiply as matrices; anything else is dequantized, visibly."""
+    factors = list(operands[0]) if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else list(operands)
+    reason = "more than one product"
+    if isinstance(equation, str) and len(factors) == 2 and "," in equation:
+        x, w = factors
+        inputs, arrow, output = equation.partition("->")
+        if isinstance(x, MXTensor) and not isinstance(w, MXTensor):
+            x, w = w, x
+            inputs = ",".join(reversed(inputs.split(",")))
+        if isinstance(w, MXTensor):
+            try:
+                return _einsum(inputs + arrow + output, x, w)
+            except ValueError as error:
+                reason = str(error)
+    for f in factors:
+        if isinstance(f, MXTensor):
+            spec = Spec("einsum", (tuple(f.shape),), (str(f.format),), f.dtype, f.device)
+            record(spec, "high precision", {"quantized": reason})
+    plain = [f.dequantize() if isinstance(f, MXTensor) else f for f in factors]
+    return torch.einsum(equation, *plain)

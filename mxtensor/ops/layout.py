@@ -1,0 +1,111 @@
+"""How the dimensions of the facade map to those of the operands it holds.
+
+An operand lists the facade's dimensions with the blocked one last. Every structural rule asks the same three
+questions: where did the blocked dimension go, may this operand follow, and what happens to data and scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import return_and_correct_aliasing
+
+from ..codec import Operand
+from ..formats import FULL
+from ..tensor import MXTensor
+
+Dims = list[int | None]
+
+
+def order(ndim: int, columnwise: bool) -> list[int]:
+    """The facade's dimensions in the order an operand stores them."""
+    dims = list(range(ndim))
+    if columnwise:
+        dims[-2:] = reversed(dims[-2:])
+    return dims
+
+
+def sides(w: MXTensor) -> list[tuple[Operand, list[int]]]:
+    """Each operand held, with its dimension order."""
+    out = []
+    if w._rowwise is not None:
+        out.append((w._rowwise, order(w.dim(), False)))
+    if w._columnwise is not None:
+        out.append((w._columnwise, order(w.dim(), True)))
+    return out
+
+
+def both(operand: Operand, fn: Callable[[Tensor], Tensor], shape: tuple[int, ...]) -> Operand:
+    """The same function of data and scale."""
+    return Operand(fn(operand.data), fn(operand.scale), operand.global_scale, operand.format, shape)
+
+
+def relabel_operand(operand: Operand, old: list[int], new: Dims, size: tuple[int, ...]) -> tuple[bool, Operand] | None:
+    """Move an operand stored as ``old`` to a facade whose dimensions are ``new`` (old indices, None for a fresh one).
+
+    Returns (columnwise?, operand), or None where the blocked dimension does not end up in one of the last two places
+    or a tile would be torn apart. Old dimensions missing from ``new`` have size 1.
+    """
+    ndim = len(new)
+    if old[-1] not in new:
+        return None
+    place = new.index(old[-1]) - ndim
+    if place not in (-1, -2):
+        return None
+    target = order(ndim, place == -2)
+    dims = [new[d] for d in target]
+    if operand.format.block[0] not in (1, FULL) and len(old) > 1 and (ndim < 2 or dims[-2] != old[-2]):
+        return None
+    gone = [i for i, d in enumerate(old) if d not in new]
+    kept = [old.index(d) for d in dims if d is not None]
+
+    def move(t: Tensor) -> Tensor:
+        t = t.permute(*gone, *kept)
+        for _ in gone:
+            t = t.squeeze(0)
+        for i, d in enumerate(dims):
+            if d is None:
+                t = t.unsqueeze(i)
+        return t
+
+    return place == -2, both(operand, move, tuple(size[d] for d in target))
+
+
+def relabel(w: MXTensor, new: Dims, size: tuple[int, ...], stride: tuple[int, ...]) -> MXTensor | None:
+    """The facade with its dimensions permuted, inserted or (size 1) removed; None if no operand can follow."""
+    placed: dict[bool, Operand] = {}
+    for operand, old in sides(w):
+        moved = relabel_operand(operand, old, new, size)
+        if moved is not None:
+            placed[moved[0]] = moved[1]
+    return assemble(w, placed.get(False), placed.get(True), size, stride)
+
+
+def assemble(
+    w: MXTensor, rowwise: Operand | None, columnwise: Operand | None, size: tuple[int, ...], stride: tuple[int, ...]
+) -> MXTensor | None:
+    """``w.replace``, or None where no operand is left."""
+    if rowwise is None and columnwise is None:
+        return None
+    return w.replace(rowwise, columnwise, size, stride)
+
+
+def facade(func: Any, w: MXTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """``func`` of a tensor without storage that is shaped like ``w``: torch's own answer for size and stride."""
+    shadow = torch.empty_strided(tuple(w.shape), w.stride(), dtype=w.dtype, device="meta")
+    return func(shadow, *args[1:], **kwargs)  # type: ignore[no-any-return]
+
+
+def finish(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: MXTensor | None, what: str) -> Any:
+    """Return a view, marked as an alias of its base; raise ValueError where ``out`` is None."""
+    if out is None:
+        w = args[0]
+        block = "x".join("all" if b == FULL else str(b) for b in w.format.block)
+        raise ValueError(
+            f"{func}: {what} would cut the {block} blocks of a {w.orientation.label} {w.format} tensor of shape "
+            f"{tuple(w.shape)}; call .dequantize() on it first"
+        )
+    return return_and_correct_aliasing(func, args, kwargs, out)

@@ -1,0 +1,166 @@
+"""Products: every one is ``gemm(left.rowwise, right.columnwise)``, with plain factors cast on the fly."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..codec import Operand
+from ..dispatch import Spec, implements, record
+from ..kernels.cast import quantize_operand
+from ..kernels.gemm import gemm
+from ..kernels.gemm_spec import Factor, GemmArgs
+from ..recipe import KernelPreference
+from ..tensor import MXTensor
+
+aten = torch.ops.aten
+
+
+@dataclass
+class Side:
+    """One factor of a product: the tensor given, and the way it enters, (..., rows, contracted)."""
+
+    tensor: Tensor
+    turned: bool
+    """Whether the contracted dimension is the one before the last (the right factor of ``mm``)."""
+
+    @property
+    def mx(self) -> MXTensor | None:
+        return self.tensor if isinstance(self.tensor, MXTensor) else None
+
+    @property
+    def operand(self) -> Operand | None:
+        """What products can use: the copy blocked along the contraction."""
+        if self.mx is None:
+            return None
+        return self.mx.columnwise if self.turned else self.mx.rowwise
+
+    def plain(self) -> Tensor:
+        values = self.mx.dequantize() if self.mx is not None else self.tensor
+        return values.transpose(-1, -2) if self.turned else values
+
+
+def _note_dequantized(op: str, side: Side) -> None:
+    w = side.tensor
+    assert isinstance(w, MXTensor)
+    spec = Spec(op, (tuple(w.shape),), (str(w.format),), w.dtype, w.device)
+    reason = f"holds {w.orientation.label}, not blocked along the contraction"
+    record(spec, "high precision", {"quantized": reason})
+
+
+def _factors(op: str, left: Side, right: Side) -> tuple[Factor, Factor]:
+    """Both factors as kernels take them; raises ValueError where two MXTensors meet and neither can be used."""
+    a, b = left.operand, right.operand
+    if left.mx is not None and right.mx is not None and a is None and b is None:
+        raise ValueError(
+            f"{op}: neither operand is blocked along the contracted dimension: {left.mx!r} and {right.mx!r}; quantize "
+            "one of them with orientation='both', or call .dequantize() on it"
+        )
+    for side, operand in ((left, a), (right, b)):
+        if side.mx is not None and operand is None:
+            _note_dequantized(op, side)
+    if a is None and b is None:
+        return left.plain(), right.plain()
+    if b is not None and left.mx is None:
+        return _cast(left, right), b
+    if a is not None and right.mx is None:
+        return a, _cast(right, left)
+    return a if a is not None else left.plain(), b if b is not None else right.plain()
+
+
+def _cast(side: Side, weight: Side) -> Factor:
+    """A plain factor as the weight's recipe wants it."""
+    assert weight.mx is not None
+    cast = weight.mx.recipe.activation
+    return side.plain() if cast is None else quantize_operand(side.plain(), cast)
+
+
+def product(
+    op: str, left: Side, right: Side, bias: Tensor | None = None, alpha: float = 1, beta: float = 1
+) -> Tensor:
+    """``alpha * left @ right^T + beta * bias``, each side (..., rows, contracted); plain, in the facade dtype."""
+    a, b = left.tensor, right.tensor
+    if a.dtype != b.dtype:
+        raise TypeError(f"{op}: the operands must have one dtype, got {a.dtype} and {b.dtype}; convert one with .to()")
+    if isinstance(bias, MXTensor):
+        bias = bias.dequantize()
+    weight = right.mx if right.mx is not None else left.mx
+    prefer = None
+    if weight is not None and weight.recipe.kernel_preference is not KernelPreference.AUTO:
+        prefer = weight.recipe.kernel_preference.value
+    return gemm(op, *_factors(op, left, right), GemmArgs(a.dtype, bias, alpha, beta), prefer=prefer)
+
+
+def _first_of_repeats(t: Tensor) -> Tensor | None:
+    """The one matrix that a batch repeats with stride 0, as torch expands a weight for ``bmm``; None if there is none."""
+    if isinstance(t, MXTensor) and t.shape[0] > 1 and t.stride(0) == 0:
+        return aten.select.int(t, 0, 0)  # type: ignore[no-any-return]
+    return None
+
+
+# ---------------------------------------------------------------------------------------------- rules
+
+
+@implements(aten.mm.default)
+def mm(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """(M, K) @ (K, N)."""
+    return product("mm", Side(args[0], False), Side(args[1], True))
+
+
+@implements(aten.addmm.default)
+def addmm(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """beta * input + alpha * (M, K) @ (K, N)."""
+    bias, a, b = args
+    return product("addmm", Side(a, False), Side(b, True), bias, kwargs.get("alpha", 1), kwargs.get("beta", 1))
+
+
+@implements(aten.bmm.default)
+def bmm(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """(B, M, K) @ (B, K, N); a weight that the batch repeats is multiplied once, with all rows."""
+    a, b = args
+    one = _first_of_repeats(b)
+    if one is not None and not isinstance(a, MXTensor):
+        rows = a.reshape(-1, a.shape[-1])
+        return product("bmm", Side(rows, False), Side(one, True)).view(*a.shape[:-1], b.shape[-1])
+    return product("bmm", Side(a, False), Side(b, True))
+
+
+@implements(aten.baddbmm.default)
+def baddbmm(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """beta * input + alpha * (B, M, K) @ (B, K, N)."""
+    bias, a, b = args
+    return product("baddbmm", Side(a, False), Side(b, True), bias, kwargs.get("alpha", 1), kwargs.get("beta", 1))
+
+
+@implements(aten.mv.default)
+def mv(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """(M, K) @ (K,)."""
+    a, vector = args
+    return product("mv", Side(a, False), Side(vector.unsqueeze(0), False)).squeeze(-1)
+
+
+@implements(aten.addmv.default)
+def addmv(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """beta * input + alpha * (M, K) @ (K,)."""
+    bias, a, vector = args
+    scales = kwargs.get("alpha", 1), kwargs.get("beta", 1)
+    return product("addmv", Side(a, False), Side(vector.unsqueeze(0), False), bias.unsqueeze(-1), *scales).squeeze(-1)
+
+
+@implements(aten.linear.default)
+def linear(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """(..., K) @ (N, K)^T + bias, as inference mode hands it over whole."""
+    x, weight, bias = (*args, None)[:3] if len(args) > 1 else (args[0], kwargs["weight"], kwargs.get("bias"))
+    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    out = product("linear", Side(rows, False), Side(weight, False), bias)
+    return out if x.dim() == 2 else out.view(*x.shape[:-1], weight.shape[0])
+
+
+@implements(aten.mm.out, aten.addmm.out, aten.bmm.out, aten.baddbmm.out, aten.mv.out)
+def out_variant(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """The product, written into a plain ``out``."""
+    out = kwargs.pop("out")
+    return out.copy_(getattr(func._overloadpacket, "default")(*args, **kwargs))  # type: ignore[no-any-return]

@@ -1,0 +1,108 @@
+"""Parts of a tensor along a dimension: whole blocks stay quantized and share memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..codec import Operand
+from ..dispatch import implements
+from ..formats import FULL
+from ..tensor import MXTensor
+from .layout import assemble, facade, finish, order, relabel, sides
+
+aten = torch.ops.aten
+
+
+def _slice_operand(operand: Operand, place: int, start: int, end: int, step: int) -> Operand | None:
+    """``operand[start:end:step]`` along its own dimension ``place`` (negative); None if that cuts a block."""
+    length = operand.shape[place]
+    block = operand.format.block[place + 2] if place >= -2 else 1
+    shape = list(operand.shape)
+    shape[place] = len(range(start, end, step))
+
+    def take(t: Tensor, start: int, end: int, step: int = 1) -> Tensor:
+        return aten.slice.Tensor(t, t.dim() + place, start, end, step)  # type: ignore[no-any-return]
+
+    if block == 1:
+        data, scale = take(operand.data, start, end, step), operand.scale
+        if operand.format.block[0] != FULL:
+            scale = take(scale, start, end, step)
+    elif block == FULL and not operand.format.element.packed:
+        data, scale = take(operand.data, start, end, step), operand.scale
+    elif step == 1 and start % block == 0 and (end % block == 0 or end == length):
+        unit = operand.format.element.data_cols if place == -1 else int
+        data = take(operand.data, unit(start), unit(end))
+        scale = take(operand.scale, start // block, -(-end // block))
+    else:
+        return None
+    return Operand(data, scale, operand.global_scale, operand.format, tuple(shape))
+
+
+def sliced(w: MXTensor, dim: int, start: int, end: int, step: int, stride: tuple[int, ...]) -> MXTensor | None:
+    """The slice of every operand that can give it."""
+    kept: dict[bool, Operand] = {}
+    for operand, dims in sides(w):
+        part = _slice_operand(operand, dims.index(dim) - w.dim(), start, end, step)
+        if part is not None:
+            kept[dims != order(w.dim(), False)] = part
+    size = list(w.shape)
+    size[dim] = len(range(start, end, step))
+    return assemble(w, kept.get(False), kept.get(True), tuple(size), stride)
+
+
+@implements(aten.slice.Tensor)
+def slice_(func: Any, args: Any, kwargs: Any) -> Any:
+    """Any slice across blocks; along them, one that starts and ends on block boundaries."""
+    w, dim, start, end, step = (*args, *(0, None, None, 1)[len(args) - 1 :])
+    dim = dim % w.dim()
+    start, end, _ = slice(start, end, step).indices(w.shape[dim])
+    out = facade(func, w, args, kwargs)
+    result = sliced(w, dim, start, max(start, end), step, out.stride())
+    return finish(func, args, kwargs, result, f"[{start}:{end}:{step}] along dimension {dim}")
+
+
+@implements(aten.select.int)
+def select(func: Any, args: Any, kwargs: Any) -> Any:
+    """One index of a dimension that is not blocked."""
+    w, dim, index = args
+    dim = dim % w.dim()
+    out = facade(func, w, args, kwargs)
+    index = index + w.shape[dim] if index < 0 else index
+    one = sliced(w, dim, index, index + 1, 1, w.stride())
+    result = None
+    if one is not None:
+        result = relabel(one, [d for d in range(w.dim()) if d != dim], tuple(out.shape), out.stride())
+    return finish(func, args, kwargs, result, f"index {index} of dimension {dim}")
+
+
+def _split(func: Any, args: Any, kwargs: Any, dim: int, lengths: list[int]) -> list[MXTensor]:
+    w, out, start = args[0], [], 0
+    for length in lengths:
+        out.append(aten.slice.Tensor(w, dim, start, start + length))
+        start += length
+    return out
+
+
+@implements(aten.split.Tensor)
+def split(func: Any, args: Any, kwargs: Any) -> Any:
+    """Slices of equal length, the last one shorter."""
+    w, length, dim = (*args, 0)[:3] if "dim" not in kwargs else (*args[:2], kwargs["dim"])
+    total = w.shape[dim]
+    return _split(func, args, kwargs, dim, [min(length, total - i) for i in range(0, total, length)])
+
+
+@implements(aten.split_with_sizes.default)
+def split_with_sizes(func: Any, args: Any, kwargs: Any) -> Any:
+    """Slices of the lengths given."""
+    w, lengths, dim = (*args, 0)[:3] if "dim" not in kwargs else (*args[:2], kwargs["dim"])
+    return _split(func, args, kwargs, dim, list(lengths))
+
+
+@implements(aten.unbind.int)
+def unbind(func: Any, args: Any, kwargs: Any) -> Any:
+    """Every index of a dimension."""
+    w, dim = (*args, 0)[:2]
+    return [aten.select.int(w, dim, i) for i in range(w.shape[dim])]
