@@ -2,7 +2,7 @@
 
 import torch as _torch
 
-from . import ops as _ops
+from . import ops as _ops  # noqa: F401  (fills OP_TABLE)
 from .codec import Operand
 from .convert import (
     MXDynamicActivationMXWeightConfig,

@@ -1,4 +1,4 @@
-"""The definition: scale rules, encode, decode and packing in plain torch.
+"""The definition: blocks, scale rules, encode and decode in plain torch (elements and packing: ``elements.py``).
 
 Every kernel of the package is held to this file bit for bit; this file is held to exact arithmetic by the tests. All
 exponent arithmetic is on the bits of float32 values, never through log2. The code traces (torch.compile fuses it into
@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .dispatch import is_traced
+from .elements import decode_elements, decode_packed, encode_elements, pack, unpack
 from .formats import E8M0, FP32, FULL, UE4M3, ElementFormat, Format, ScaleCalculationMode, ScaleFormat
 from .recipe import Cast
 
@@ -95,12 +97,21 @@ def _join(blocks: Tensor, dims: tuple[int, ...]) -> Tensor:
     return blocks
 
 
+def _stored(x: Tensor) -> Tensor:
+    """``x`` itself; as_strided makes inductor compute it once a block and store it, not once an element."""
+    return x.as_strided(x.shape, x.stride())
+
+
 def _crop(x: Tensor, rows: int | None, cols: int) -> Tensor:
-    if rows is not None and x.shape[-2] != rows:
-        x = x.narrow(-2, 0, rows)
-    if x.shape[-1] != cols:
-        x = x.narrow(-1, 0, cols)
-    return x.contiguous()
+    """The part that is not padding, contiguous.
+
+    as_strided, because it makes inductor store whole blocks before anything is cut off. Fused with a cut (here, or a
+    slice that the caller takes), its CPU loop over ``i // block`` leaves out the last, shorter block: ``try_loop_split``
+    never asks whether the block divides the extent (seen in torch 2.13).
+    """
+    x = x.contiguous()
+    size = (cols,) if x.dim() == 1 else (*x.shape[:-2], x.shape[-2] if rows is None else rows, cols)
+    return x.as_strided(size, x.stride()).contiguous()
 
 
 # ---------------------------------------------------------------------------------------------- scales
@@ -147,7 +158,8 @@ def _scale_e8m0(amax: Tensor, cast: Cast, tensor_amax: Tensor) -> tuple[Tensor, 
 
 
 def _scale_nvfp4(amax: Tensor, cast: Cast, tensor_amax: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    largest = 448.0 * cast.format.element.max
+    # A tensor, because a float over a tensor is rounded twice (reciprocal, product), as is a tensor over a float on CUDA.
+    largest = torch.full_like(tensor_amax, 448.0 * cast.format.element.max)
     encode = torch.ones_like(tensor_amax)
     if cast.format.global_scale:
         wanted = (largest / tensor_amax).clamp(max=FLT_MAX)
@@ -171,82 +183,6 @@ SCALE_RULES = {E8M0: _scale_e8m0, UE4M3: _scale_nvfp4, FP32: _scale_float32}
 """Scale format -> (amax of blocks, cast, amax of the tensor) -> (stored scale, float32 multiplier, global scale)."""
 
 
-# ---------------------------------------------------------------------------------------------- elements
-
-
-def encode_elements(y: Tensor, element: ElementFormat) -> Tensor:
-    """float32 values, already divided by their scale, to codes: nearest, ties to even, saturating. Overwrites ``y``.
-
-    Returns codes of ``element.dtype``, one entry a value (packing comes after).
-    """
-    if element.is_integer:
-        steps = float(1 << element.mantissa_bits)
-        return y.mul_(steps).round_().clamp_(-element.max * steps, element.max * steps).to(element.dtype)
-    y.clamp_(-element.max, element.max)
-    if not element.packed:
-        return y.to(element.dtype)
-    # Normal codes: round the float32 bits to the mantissa's width and move the exponent's bias. Subnormal codes: adding
-    # a power of two whose last bit weighs one code step lets the float adder do the rounding.
-    mantissa = element.mantissa_bits
-    shift = 23 - mantissa
-    magnitude = y.abs()
-    magic = 2.0 ** (23 + 1 - element.bias - mantissa)
-    small = (magnitude + magic).view(torch.int32)
-    small -= (23 + 1 - element.bias - mantissa + 127) << 23
-    bits = magnitude.view(torch.int32)
-    code = bits >> shift
-    code &= 1
-    code += bits
-    code += (1 << (shift - 1)) - 1 - ((127 - element.bias) << 23)
-    code >>= shift
-    code = torch.where(magnitude < 2.0 ** (1 - element.bias), small, code)
-    sign = y.view(torch.int32) >> (32 - element.bits)
-    sign &= 1 << (element.bits - 1)
-    code |= sign
-    return code.to(torch.uint8)
-
-
-def decode_elements(codes: Tensor, element: ElementFormat) -> Tensor:
-    """Codes, one entry a value, to float32, exactly."""
-    if element.is_integer:
-        return codes.to(torch.float32) * (1.0 / (1 << element.mantissa_bits))
-    if not element.packed:
-        return codes.to(torch.float32)
-    mantissa = element.mantissa_bits
-    code = codes.to(torch.int32)
-    magnitude = code & ((1 << (element.bits - 1)) - 1)
-    normal = ((magnitude << (23 - mantissa)) + ((127 - element.bias) << 23)).view(torch.float32)
-    small = magnitude.to(torch.float32) * 2.0 ** (1 - element.bias - mantissa)
-    value = torch.where(magnitude < (1 << mantissa), small, normal)
-    return torch.where(code >= (1 << (element.bits - 1)), -value, value)
-
-
-def pack(codes: Tensor, element: ElementFormat) -> Tensor:
-    """uint8 codes (..., K), K a multiple of the group, to packed bytes (..., K * bits / 8); a no-op for 8-bit codes.
-
-    4 bits: even index in the low nibble. 6 bits: v0 | v1 << 6 | v2 << 12 | v3 << 18, little endian.
-    """
-    if element.packing == (2, 1):
-        pair = codes.contiguous().view(torch.int16)
-        return (pair | (pair >> 4)).to(torch.uint8)
-    if element.packing == (4, 3):
-        four = codes.contiguous().view(torch.int32)
-        word = (four & 0x3F) | ((four >> 2) & 0xFC0) | ((four >> 4) & 0x3F000) | ((four >> 6) & 0xFC0000)
-        return torch.stack([word & 0xFF, (word >> 8) & 0xFF, word >> 16], -1).to(torch.uint8).flatten(-2)
-    return codes
-
-
-def unpack(data: Tensor, element: ElementFormat) -> Tensor:
-    """The inverse of ``pack``: whole groups of codes."""
-    if element.packing == (2, 1):
-        return torch.stack([data & 0xF, data >> 4], -1).flatten(-2)
-    if element.packing == (4, 3):
-        b0, b1, b2 = data.unflatten(-1, (-1, 3)).unbind(-1)
-        codes = [b0 & 0x3F, (b0 >> 6) | ((b1 & 0xF) << 2), (b1 >> 4) | ((b2 & 0x3) << 4), b2 >> 2]
-        return torch.stack(codes, -1).flatten(-2)
-    return data
-
-
 # ---------------------------------------------------------------------------------------------- the two ways
 
 
@@ -255,7 +191,8 @@ def check_source(x: Tensor) -> None:
     if x.dtype not in SOURCE_DTYPES:
         names = ", ".join(str(d).removeprefix("torch.") for d in SOURCE_DTYPES)
         raise TypeError(
-            f"cannot quantize a tensor of dtype {str(x.dtype).removeprefix('torch.')}; convert it first to one of {names}"
+            f"cannot quantize a tensor of dtype {str(x.dtype).removeprefix('torch.')}; convert it first to one of "
+            f"{names}"
         )
     if x.dim() == 0:
         raise ValueError("cannot quantize a 0-dimensional tensor: blocks need a dimension; use x.reshape(1)")
@@ -278,23 +215,27 @@ def encode(x: Tensor, cast: Cast, whole_amax: Tensor | None = None) -> Operand:
         data = x.new_zeros(format.data_shape(shape), dtype=element.dtype)
         scale = x.new_zeros(format.scale_shape(shape), dtype=format.scale.dtype)
         return Operand(data, scale, x.new_ones((), dtype=torch.float32) if format.global_scale else None, format, shape)
-    blocks, dims = _split(x.to(torch.float32), format)
+    blocks, dims = _split(x.detach().to(torch.float32), format)
     amax = blocks.abs().amax(dims, keepdim=format.block[0] == FULL)
     if whole_amax is None:
         whole_amax = amax.amax()
     elif format.block[0] == FULL:
         amax = whole_amax.expand_as(amax)
     scale, multiplier, global_scale = SCALE_RULES[format.scale](amax, cast, whole_amax)
-    poisoned = _spread(~amax.isfinite(), dims)
-    y = blocks * _spread(multiplier, dims)
-    y.masked_fill_(poisoned, float("nan") if element.nan_code else 0.0)
-    data = pack(_join(encode_elements(y, element), dims), element)
-    data = _crop(data, shape[-2] if dims == (-3, -1) else None, element.data_cols(shape[-1]))
-    return Operand(data, scale, global_scale, format, shape)
+    finite = amax.isfinite()
+    multiplier = _stored(torch.where(finite, multiplier, float("nan")))
+    codes = encode_elements(blocks * _spread(multiplier, dims), element).view(torch.uint8)
+    if x.device.type != "cpu" or is_traced(x) or not finite.all():  # elsewhere a look costs more, or cannot be had (meta)
+        # A format's NaN without its sign, which eager and inductor set differently; a format without NaN gets 0.
+        codes &= _spread(_stored(torch.where(finite, 0xFF, element.nan_code).to(torch.uint8)), dims)
+    data = _crop(
+        pack(_join(codes, dims), element), shape[-2] if dims == (-3, -1) else None, element.data_cols(shape[-1])
+    )
+    return Operand(data.view(element.dtype), scale, global_scale, format, shape)
 
 
 def decode(operand: Operand, dtype: torch.dtype) -> Tensor:
-    """float32(element) * scale (* global scale), then one rounding to ``dtype``. Shape ``operand.shape``, contiguous."""
+    """float32(element) * scale (* global scale), then one rounding to ``dtype``. Contiguous, ``operand.shape``."""
     value = decode_local(operand)
     if operand.global_scale is not None:
         value = value * operand.global_scale
@@ -306,10 +247,11 @@ def decode_local(operand: Operand) -> Tensor:
     format, shape = operand.format, operand.shape
     if 0 in shape:
         return operand.data.new_zeros(shape, dtype=torch.float32)
-    codes = unpack(operand.data, format.element)
-    if codes.shape[-1] != shape[-1]:
-        codes = codes.narrow(-1, 0, shape[-1])
-    blocks, dims = _split(decode_elements(codes, format.element), format)
+    if format.element.packed:
+        elements = decode_packed(operand.data, format.element).narrow(-1, 0, shape[-1]).to(torch.float32)
+    else:
+        elements = decode_elements(operand.data, format.element)
+    blocks, dims = _split(elements, format)
     value = _join(blocks * _spread(scale_to_float(operand.scale, format.scale), dims), dims)
     return _crop(value, shape[-2] if dims == (-3, -1) else None, shape[-1])
 
@@ -321,7 +263,7 @@ def transposed(operand: Operand) -> Operand:
     if not element.packed:
         data = operand.data.transpose(-1, -2)
     else:
-        codes = unpack(operand.data, element).narrow(-1, 0, shape[-1]).transpose(-1, -2)
+        codes = torch.stack(unpack(operand.data, element), -1).flatten(-2).narrow(-1, 0, shape[-1]).transpose(-1, -2)
         group = element.packing[0]
         data = pack(F.pad(codes, (0, -shape[-2] % group)), element)
     return Operand(data, operand.scale.transpose(-1, -2), operand.global_scale, operand.format, turned)

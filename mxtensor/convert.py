@@ -95,8 +95,8 @@ def recipe_of(config: Any) -> LinearRecipe:
         cast = Cast.of(config)
         return LinearRecipe(cast, cast)
     raise TypeError(
-        f"cannot quantize by {config!r}; pass a format name like 'mxfp8' or 'mxfp8-weight-only', a LinearRecipe, or one "
-        "of the configs MXDynamicActivationMXWeightConfig, NVFP4DynamicActivationNVFP4WeightConfig, "
+        f"cannot quantize by {config!r}; pass a format name like 'mxfp8' or 'mxfp8-weight-only', a LinearRecipe, or "
+        "one of the configs MXDynamicActivationMXWeightConfig, NVFP4DynamicActivationNVFP4WeightConfig, "
         "NVFP4WeightOnlyConfig"
     )
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _len_torch_dispatch_stack
+from torch.utils._python_dispatch import _len_torch_dispatch_stack  # type: ignore[attr-defined]
 
 Rule = Callable[..., Any]
 
@@ -74,10 +74,12 @@ class Kernel:
 
 
 def is_traced(*tensors: torch.Tensor | None) -> bool:
-    """Whether these tensors are being traced rather than computed."""
+    """Whether these tensors are being traced (or have no values at all) rather than computed."""
     if torch.compiler.is_compiling() or _len_torch_dispatch_stack() > 0:
         return True
-    return any(t is not None and type(t) not in (torch.Tensor, torch.nn.Parameter) for t in tensors)
+    return any(
+        t is not None and (t.is_meta or type(t) not in (torch.Tensor, torch.nn.Parameter)) for t in tensors
+    )
 
 
 _forced: ContextVar[str | None] = ContextVar("mxtensor_kernels", default=None)
@@ -85,7 +87,7 @@ KERNEL_NAMES: set[str] = set()
 """Names that ``kernels()`` accepts: those of the product kernels, entered by ``kernels/gemm.py``."""
 
 
-def _forced_kernel() -> str | None:
+def forced_kernel() -> str | None:
     """The enclosing ``kernels()``; Dynamo, which cannot read a ContextVar, never sees it where it traces by itself."""
     return None if torch.compiler.is_dynamo_compiling() else _forced.get()
 
@@ -111,7 +113,7 @@ def choose(candidates: Sequence[Kernel], spec: Spec, *operands: Any, prefer: str
     ``prefer`` (a tensor's own preference) or an enclosing ``kernels()`` leaves one candidate, the latter winning.
     Raises NotImplementedError with every refusal when none accepts.
     """
-    forced = _forced_kernel() or prefer if candidates and candidates[0].name in KERNEL_NAMES else None
+    forced = forced_kernel() or prefer if candidates and candidates[0].name in KERNEL_NAMES else None
     refusals: dict[str, str] = {}
     for kernel in candidates:
         if forced is not None and kernel.name != forced:

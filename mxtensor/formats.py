@@ -86,6 +86,10 @@ class ElementFormat:
         return 8 * self.packing[1] // self.packing[0]
 
     @property
+    def significant_bits(self) -> int:
+        return self.mantissa_bits + 1
+
+    @property
     def emax(self) -> int:
         """The exponent of the largest power of two among the elements."""
         return math.frexp(self.max)[1] - 1
@@ -113,14 +117,12 @@ class ScaleFormat:
     """Storage: byte formats are held as uint8, which every backend and serializer knows."""
     view_dtype: torch.dtype
     """The torch dtype of the same bytes, for ``Operand.scale_view``."""
+    significant_bits: int
+    """Of its values; a power of two has 1."""
 
     @property
     def bits(self) -> int:
         return 8 * self.dtype.itemsize
-
-    @property
-    def power_of_two(self) -> bool:
-        return self.view_dtype is torch.float8_e8m0fnu
 
 
 E4M3 = ElementFormat("e4m3", 4, 3, bias=7, max=448.0, dtype=torch.float8_e4m3fn, nan_code=0x7F)
@@ -130,9 +132,9 @@ E2M3 = ElementFormat("e2m3", 2, 3, bias=1, max=7.5, dtype=torch.uint8, packing=(
 E2M1 = ElementFormat("e2m1", 2, 1, bias=1, max=6.0, dtype=torch.uint8, packing=(2, 1))
 INT8 = ElementFormat("int8", 0, 6, bias=0, max=127 / 64, dtype=torch.int8)
 
-E8M0 = ScaleFormat("e8m0", torch.uint8, torch.float8_e8m0fnu)
-UE4M3 = ScaleFormat("ue4m3", torch.uint8, torch.float8_e4m3fn)
-FP32 = ScaleFormat("float32", torch.float32, torch.float32)
+E8M0 = ScaleFormat("e8m0", torch.uint8, torch.float8_e8m0fnu, significant_bits=1)
+UE4M3 = ScaleFormat("ue4m3", torch.uint8, torch.float8_e4m3fn, significant_bits=4)
+FP32 = ScaleFormat("float32", torch.float32, torch.float32, significant_bits=24)
 
 BLOCK_SIZES = (16, 32, 64, 128)
 
@@ -165,6 +167,12 @@ class Format:
         return self.block[0] != 1
 
     @property
+    def exact_in_bfloat16(self) -> bool:
+        """Whether element times block scale fits bfloat16's 8 significant bits (the global scale left aside)."""
+        element, scale = self.element.significant_bits, self.scale.significant_bits
+        return (element if scale == 1 else element + scale) <= 8
+
+    @property
     def bits_per_value(self) -> float:
         """Bits of data and scale for one value of a large tensor (a FULL extent costs nothing)."""
         rows, cols = self.block
@@ -176,7 +184,7 @@ class Format:
         return (*shape[:-1], self.element.data_cols(shape[-1]))
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of ``scale``: ceil(dim / block) in the last two dimensions; FULL rows also collapse the leading ones."""
+        """Shape of ``scale``: ceil(dim / block) in the last two dimensions; FULL rows collapse the leading ones too."""
         rows, cols = self.block
         last = _ceil_div(shape[-1], cols)
         if rows == FULL:
@@ -266,6 +274,7 @@ FORMATS = _Formats(
 DTYPE_FP6_E2M3 = "fp6_e2m3"
 """torchao's name for the element of mxfp6_e2m3, which torch has no dtype for."""
 DTYPE_FP6_E3M2 = "fp6_e3m2"
+"""torchao's name for the element of mxfp6_e3m2."""
 
 _BLOCK_SUFFIX = re.compile(r"(.+)\[(\d+)x(\d+)\]")
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from .codec import Operand, transposed
-from .dispatch import FUNCTION_TABLE, OP_TABLE
+from .dispatch import FUNCTION_TABLE, OP_TABLE, forced_kernel
+from .fingerprint import fingerprint
 from .formats import Format, Orientation, ScaleCalculationMode, get_format
 from .kernels.cast import quantize_operand
 from .parts import check_parts
@@ -64,7 +65,7 @@ class MXTensor(Tensor):
         assert held is not None
         if size is None:
             size = held.shape if rowwise is not None else _swapped(held.shape)
-        self: MXTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        self: MXTensor = torch.Tensor._make_wrapper_subclass(
             cls,
             size,
             strides=contiguous_stride(size) if stride is None else stride,
@@ -100,8 +101,8 @@ class MXTensor(Tensor):
     ) -> MXTensor:
         """A rowwise MXTensor around codes and scales that exist already; nothing is copied.
 
-        ``data``: codes, in the element's dtype or uint8; ``scale``: uint8 (or its e8m0/e4m3 view) or float32; ``shape``:
-        the logical shape, needed only where packed data leaves the last dimension open. Raises ValueError or TypeError
+        ``data``: codes, in the element's dtype or uint8; ``scale``: uint8 (or its e8m0/e4m3 view) or float32;
+        ``shape``: the logical shape, needed only where packed data leaves the last dimension open. Raises ValueError or TypeError
         naming what was expected.
         """
         fmt = get_format(format)
@@ -144,7 +145,7 @@ class MXTensor(Tensor):
     @property
     def orientation(self) -> Orientation:
         """Which operands products can use; a square block serves both with one copy."""
-        if self.format.square and self.dim() > 1 or None not in (self._rowwise, self._columnwise):
+        if (self.format.square and self.dim() > 1) or None not in (self._rowwise, self._columnwise):
             return Orientation.BOTH
         return Orientation.ROWWISE if self._rowwise is not None else Orientation.COLUMNWISE
 
@@ -164,7 +165,7 @@ class MXTensor(Tensor):
         return tuple(o for o in (self._rowwise, self._columnwise) if o is not None)
 
     @property
-    def nbytes(self) -> int:
+    def nbytes(self) -> int:  # type: ignore[override]
         """Bytes of all codes and scales held."""
         return sum(o.nbytes for o in self.held)
 
@@ -173,7 +174,7 @@ class MXTensor(Tensor):
         """Bits actually held for one value: both copies, scales and tails counted."""
         return 8 * self.nbytes / max(self.numel(), 1)
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         fields = [f"shape={tuple(self.shape)}", f"format={self.format}", f"orientation={self.orientation.label}"]
         fields.append(f"dtype={str(self.dtype).removeprefix('torch.')}")
         fields += [f"device={self.device}"] if self.device.type != "cpu" else []
@@ -185,10 +186,11 @@ class MXTensor(Tensor):
 
     # ------------------------------------------------------------------------------------------ back to plain
 
-    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
-        """The values as a plain tensor of ``dtype`` (default: ``self.dtype``), shape and strides of ``self``."""
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The plain values in ``dtype`` (default: ``self.dtype``), shaped and strided as a copy of ``self``."""
         facade = self if dtype is None or dtype is self.dtype else self.to(dtype)
-        return torch.ops.aten.dequantize.self(facade)  # type: ignore[no-any-return]
+        plain = not isinstance(facade, MXTensor)  # an integer dtype
+        return facade if plain else torch.ops.aten.dequantize.self(facade)
 
     def to_dtype(self, dtype: torch.dtype) -> Tensor:
         """``dequantize`` as torchao names it."""
@@ -224,7 +226,8 @@ class MXTensor(Tensor):
     def _stable_hash_for_caching(self) -> str:
         names, (recipe, dtype) = self.__tensor_flatten__()
         parts = [(n, p.dtype, tuple(p.shape), p.stride()) for n in names for p in (getattr(self, n),)]
-        key = (recipe_to_row(recipe), dtype, tuple(self.shape), self.stride(), str(self.device), parts, self.requires_grad)
+        facade = (dtype, tuple(self.shape), self.stride(), str(self.device), self.requires_grad)
+        key = (fingerprint(), forced_kernel(), recipe_to_row(recipe), facade, parts)
         return hashlib.blake2b(repr(key).encode(), digest_size=16).hexdigest()
 
     @classmethod
@@ -234,7 +237,9 @@ class MXTensor(Tensor):
             return (rule or func)(*args, **(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         rule = OP_TABLE.get(func)
         if rule is None and func._can_decompose():
             return func.decompose(*args, **(kwargs or {}))  # inference mode hands composite ops over whole
@@ -245,10 +250,18 @@ class MXTensor(Tensor):
             )
         return rule(func, args, kwargs or {})
 
+    def share_memory_(self) -> MXTensor:
+        """Move codes and scales to shared memory (torch's own looks for a storage, and a wrapper has none)."""
+        self.map_parts(Tensor.share_memory_)
+        return self
+
+    def is_shared(self) -> bool:
+        return all(t.is_shared() for operand in self.held for t in operand.tensors)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> MXTensor:
         if id(self) in memo:
             return memo[id(self)]  # type: ignore[no-any-return]
-        out = self.detach().map_parts(torch.clone)
+        out: MXTensor = self.detach().map_parts(torch.clone)  # type: ignore[attr-defined]
         out.requires_grad_(self.requires_grad)
         if isinstance(self, torch.nn.Parameter):
             out = torch.nn.Parameter(out, self.requires_grad)  # type: ignore[assignment]
@@ -263,7 +276,7 @@ class MXTensor(Tensor):
 
 
 def rebuild(parts: dict[str, Any], row: dict[str, str | None], facade: tuple[Any, ...], is_parameter: bool) -> MXTensor:
-    """What a pickled MXTensor calls: plain uint8 and float32 tensors and words only, so that ``weights_only`` loads it."""
+    """What a pickled MXTensor calls: uint8 and float32 tensors and words only, so that ``weights_only`` loads it."""
     dtype, size, stride, requires_grad = facade
     recipe = recipe_from_row(row)
     format = recipe.weight.format

@@ -22,7 +22,7 @@ def quantize_operand(x: Tensor, cast: Cast) -> Operand:
     """``codec.encode`` by the fastest kernel that accepts. Same result, same errors."""
     check_source(x)
     spec = Spec("quantize", (tuple(x.shape),), (f"{_name(x.dtype)}->{cast.format}",), x.dtype, x.device, is_traced(x))
-    return choose(QUANTIZE, spec, x, cast).run(x, cast)
+    return choose(QUANTIZE, spec, x, cast).run(x, cast)  # type: ignore[no-any-return]
 
 
 def dequantize_operand(operand: Operand, dtype: torch.dtype) -> Tensor:
@@ -30,4 +30,4 @@ def dequantize_operand(operand: Operand, dtype: torch.dtype) -> Tensor:
     data = operand.data
     name = f"{operand.format}->{_name(dtype)}"
     spec = Spec("dequantize", (operand.shape,), (name,), dtype, data.device, is_traced(data))
-    return choose(DEQUANTIZE, spec, operand).run(operand, dtype)
+    return choose(DEQUANTIZE, spec, operand).run(operand, dtype)  # type: ignore[no-any-return]

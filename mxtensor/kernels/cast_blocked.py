@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..codec import Operand, decode, encode, scale_to_float, tensor_amax
 from ..dispatch import Kernel, Spec
+from ..elements import unpack
 from ..formats import FULL, ElementFormat, Format
 from ..recipe import Cast
 
@@ -55,7 +56,7 @@ def _refuses_quantize(spec: Spec, x: Tensor, cast: Cast) -> str | None:
 
 
 def _slice_amax(x: Tensor) -> Tensor:
-    parts = [tensor_amax(x.narrow(0, i, n)) for i, n in _slices(*x.shape, ENCODE_SLICE, 1)]
+    parts = [tensor_amax(x.narrow(0, i, n)) for i, n in _slices(x.shape[0], x.shape[1], ENCODE_SLICE, 1)]
     return torch.stack(parts).amax()
 
 
@@ -67,7 +68,7 @@ def _quantize(x: Tensor, cast: Cast) -> Operand:
     data = torch.empty(format.data_shape(tuple(x.shape)), dtype=format.element.dtype)
     scale = torch.empty(format.scale_shape(tuple(x.shape)), dtype=format.scale.dtype)
     global_scale = None
-    for start, length in _slices(*x.shape, ENCODE_SLICE, block_rows):
+    for start, length in _slices(x.shape[0], x.shape[1], ENCODE_SLICE, block_rows):
         part = encode(x.narrow(0, start, length), cast, whole)
         data.narrow(0, start, length).copy_(part.data)
         if format.block[0] == FULL:
@@ -84,28 +85,23 @@ def _quantize(x: Tensor, cast: Cast) -> Operand:
 
 
 def _refuses_dequantize(spec: Spec, operand: Operand) -> str | None:
-    format = operand.format
-    if not format.scale.power_of_two:
-        return f"scales are {format.scale.name}, not powers of two"
-    if format.rows_are_blocked:
-        return "blocks are tiles"
-    if operand.shape[-1] % format.block[1]:
-        return f"the last block of {operand.shape[-1]} values is shorter than {format.block[1]}"
-    return _refuses(spec, format, operand.data.is_contiguous() and operand.scale.is_contiguous())
+    rows, cols = operand.format.block
+    if cols != FULL and operand.shape[-1] % cols:
+        return f"the last block of {operand.shape[-1]} values is shorter than {cols}"
+    if rows not in (1, FULL) and len(operand.shape) > 1 and operand.shape[-2] % rows:
+        return f"the last tile of {operand.shape[-2]} rows is shorter than {rows}"
+    return _refuses(spec, operand.format, operand.data.is_contiguous() and operand.scale.is_contiguous())
 
 
 def half_from_codes(data: Tensor, element: ElementFormat) -> Tensor:
     """Codes as float16 values times 2^(bias - 15): a shift puts exponent and mantissa where float16 has them."""
     shift = 10 - element.mantissa_bits
     if element.packing == (2, 1):
-        word = data.to(torch.int32)
-        magnitude = (word & 0x7) | ((word & 0x70) << 12)
-        sign = ((word & 0x8) << 12) | ((word & 0x80) << 24)
-        return magnitude.bitwise_left_shift_(shift).bitwise_or_(sign).view(torch.float16)
+        word = data.to(torch.int32).mul_(0x1001)  # low nibble to bits 0-3, high nibble to bits 16-19
+        sign = (word & 0x00080008).bitwise_left_shift_(12)
+        return word.bitwise_and_(0x00070007).bitwise_left_shift_(shift).bitwise_or_(sign).view(torch.float16)
     if element.packing == (4, 3):
-        b0, b1, b2 = data.unflatten(-1, (-1, 3)).to(torch.int16).unbind(-1)
-        codes = [b0 & 0x3F, (b0 >> 6) | ((b1 & 0xF) << 2), (b1 >> 4) | ((b2 & 0x3) << 4), b2 >> 2]
-        code = torch.stack(codes, -1).flatten(-2)
+        code = torch.stack([part.to(torch.int16) for part in unpack(data, element)], -1).flatten(-2)
         return ((code & 0x1F) << shift).bitwise_or_((code & 0x20) << 10).view(torch.float16)
     code = data.view(torch.int8).to(torch.int16)
     return code.bitwise_left_shift_(shift).bitwise_and_((0x7F << shift) - 0x8000).view(torch.float16)
@@ -118,34 +114,49 @@ def _has_nan_code(data: Tensor, element: ElementFormat) -> bool:
     )
 
 
+def row_step(operand: Operand, values: int) -> int:
+    """How many rows of a 2-D operand to decode at a time: about ``values`` values, whole tiles."""
+    rows = max(operand.format.block[0], 1)
+    return max(rows, values // max(operand.shape[-1], 1) // rows * rows)
+
+
 def decode_rows(operand: Operand, start: int, length: int, out: Tensor) -> Tensor:
-    """Decode rows ``start`` to ``start + length`` of a 2-D operand that this kernel accepts into ``out``."""
-    format, element = operand.format, operand.format.element
-    data, scale = operand.data.narrow(0, start, length), operand.scale.narrow(0, start, length)
-    if _has_nan_code(data, element) or out.dtype not in (torch.float32, torch.bfloat16):
-        part = Operand(data, scale, operand.global_scale, format, (length, operand.shape[-1]))
+    """Decode rows ``start`` to ``start + length`` (whole tiles) of a 2-D operand this kernel accepts into ``out``."""
+    format, element, cols = operand.format, operand.format.element, operand.shape[-1]
+    rows = format.block[0]
+    data = operand.data.narrow(0, start, length)
+    scale = operand.scale if rows == FULL else operand.scale.narrow(0, start // rows, -(-length // rows))
+    if _has_nan_code(data, element):
+        part = Operand(data, scale, operand.global_scale, format, (length, cols))
         return out.copy_(decode(part, out.dtype))
-    blocks = out.view(length, -1, format.block[1])
-    multiplier = scale_to_float(scale, format.scale).unsqueeze(-1)
-    if element.is_integer:
-        out.copy_(data)
-        exponent = -element.mantissa_bits
+    value = out if out.dtype is torch.float32 else torch.empty(length, cols)
+    exponent = -element.mantissa_bits if element.is_integer else 15 - element.bias
+    value.copy_(data if element.is_integer else half_from_codes(data, element))
+    multiplier = scale_to_float(scale, format.scale)
+    if bool(multiplier.amax() < 2.0**100 if exponent > 0 else multiplier.amin() > 2.0**-100):
+        multiplier = multiplier * 2.0**exponent  # exact, and one pass less over the values
     else:
-        out.copy_(half_from_codes(data, element))
-        exponent = 15 - element.bias
-    # Exact twice: values have at most 7 significant bits, so no product with a power of two rounds but the last one.
-    blocks.mul_(2.0**exponent)
-    return blocks.mul_(multiplier.to(out.dtype)).view_as(out)
+        value.mul_(2.0**exponent)
+    if rows == FULL:
+        value.mul_(multiplier)
+    else:
+        blocks = value.view(length // rows, rows, *multiplier.shape[1:], -1)
+        blocks.mul_(multiplier[:, None, :, None])
+    if operand.global_scale is not None:
+        value.mul_(operand.global_scale)
+    return out if out is value else out.copy_(value)
 
 
 def _dequantize(operand: Operand, dtype: torch.dtype) -> Tensor:
-    rows = Operand(
-        operand.data.flatten(0, -2), operand.scale.flatten(0, -2), operand.global_scale, operand.format,
-        (torch.Size(operand.shape[:-1]).numel(), operand.shape[-1]),
-    )  # fmt: skip
-    out = torch.empty(rows.shape, dtype=dtype)
-    for start, length in _slices(*rows.shape, DECODE_SLICE, 1):
-        decode_rows(rows, start, length, out.narrow(0, start, length))
+    rows = (torch.Size(operand.shape[:-1]).numel(), operand.shape[-1])
+    format = operand.format
+    data, scale = operand.data.view(format.data_shape(rows)), operand.scale.view(format.scale_shape(rows))
+    flat = Operand(data, scale, operand.global_scale, format, rows)
+    out = torch.empty(rows, dtype=dtype)
+    step = row_step(flat, DECODE_SLICE)
+    for start in range(0, rows[0], step):
+        length = min(step, rows[0] - start)
+        decode_rows(flat, start, length, out.narrow(0, start, length))
     return out.view(operand.shape)
 
 

@@ -1,16 +1,48 @@
-"""The codec as it stands: accepts everything; under torch.compile on CPU it fuses into one loop."""
+"""The codec as it stands, in two forms: traced into the caller's graph, or as one opaque op.
+
+Under torch.compile on CPU it fuses into one loop. On other devices inductor divides to 2 ulps and contracts multiply
+and add, which moves a rounding wherever a multiplier is no power of two: those casts stay one op that runs eagerly.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from ..codec import decode, encode
-from ..dispatch import Kernel, Spec
+import torch
+from torch import Tensor
+
+from ..codec import Operand, decode, encode
+from ..dispatch import Kernel, Spec, is_traced
+from ..formats import ScaleCalculationMode, get_format
+from ..recipe import Cast
+
+
+@torch.library.custom_op("mxtensor::encode", mutates_args=())
+def encode_op(x: Tensor, format: str, scaling: str) -> tuple[Tensor, Tensor, Tensor]:
+    """``codec.encode`` of x: (data, scale, global scale or an empty tensor)."""
+    operand = encode(x, Cast(get_format(format), ScaleCalculationMode(scaling)))
+    last = x.new_empty(0, dtype=torch.float32) if operand.global_scale is None else operand.global_scale
+    return operand.data, operand.scale, last
+
+
+@encode_op.register_fake
+def _(x, format, scaling):  # type: ignore[no-untyped-def]
+    row = get_format(format)
+    last = x.new_empty(() if row.global_scale else (0,), dtype=torch.float32)
+    data = x.new_empty(row.data_shape(tuple(x.shape)), dtype=row.element.dtype)
+    return data, x.new_empty(row.scale_shape(tuple(x.shape)), dtype=row.scale.dtype), last
+
+
+def _quantize(x: Tensor, cast: Cast) -> Operand:
+    if x.device.type == "cpu" or cast.format.scale.significant_bits == 1 or not is_traced(x):
+        return encode(x, cast)
+    data, scale, last = encode_op(x, cast.format.name, cast.scaling.value)
+    return Operand(data, scale, last if cast.format.global_scale else None, cast.format, tuple(x.shape))
 
 
 def refuses(spec: Spec, *operands: Any) -> str | None:
     return None
 
 
-QUANTIZE = Kernel("codec", refuses, encode)
+QUANTIZE = Kernel("codec", refuses, _quantize)
 DEQUANTIZE = Kernel("codec", refuses, decode)

@@ -1,16 +1,20 @@
 """Decode to bfloat16, which loses nothing, and multiply with the backend's own bfloat16 product.
 
-An element of 8 bits or less times a power of two has at most 7 significant bits, so bfloat16 holds it exactly and a
-bfloat16 product that accumulates in float32 equals the definition up to the order of summation.
+Where element times block scale has at most 8 significant bits, bfloat16 holds it exactly, so that a bfloat16 product
+accumulated in float32 equals the definition up to the order of summation. A global scale multiplies the accumulator.
 """
 
 from __future__ import annotations
+
+import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ..codec import Operand
 from ..dispatch import Kernel, Spec, is_traced
+from ..formats import get_format
 from . import cast_blocked
 from .emulated import values
 from .gemm_spec import Factor, GemmArgs
@@ -19,11 +23,16 @@ SLICE = 1 << 21
 """Weight values decoded at a time on CPU: 4 MiB of bfloat16, reused, instead of a fresh copy of the weight."""
 
 
+def _global_scales(*factors: Factor) -> list[Tensor]:
+    scales = [f.global_scale for f in factors if isinstance(f, Operand)]
+    return [s for s in scales if s is not None]
+
+
 def refuses(spec: Spec, a: Factor, b: Factor, args: GemmArgs) -> str | None:
     if args.out_dtype is not torch.bfloat16:
         return f"computes in bfloat16, the result is {str(args.out_dtype).removeprefix('torch.')}"
     for factor in (a, b):
-        if isinstance(factor, Operand) and not factor.format.scale.power_of_two:
+        if isinstance(factor, Operand) and not factor.format.exact_in_bfloat16:
             return f"{factor.format} has {factor.format.scale.name} scales: its values are not exact in bfloat16"
         if not isinstance(factor, Operand) and factor.dtype is not torch.bfloat16:
             return f"a factor is {str(factor.dtype).removeprefix('torch.')}"
@@ -31,41 +40,75 @@ def refuses(spec: Spec, a: Factor, b: Factor, args: GemmArgs) -> str | None:
         return "this CPU has no bfloat16 product that accumulates in float32"
     if len(spec.shapes[0]) > 3 and args.bias is not None:
         return "adds a bias to two- and three-dimensional products only"
+    if _global_scales(a, b) and not _can_slice(spec, b):
+        return "a global scale multiplies the accumulator, which only the sliced product on CPU can reach"
     return None
 
 
-def _product(a: Tensor, b: Tensor, args: GemmArgs) -> Tensor:
-    """``a @ b`` with the bias added before rounding, which is what addmm and baddbmm do with bfloat16 operands."""
-    if args.bias is None:
-        return torch.matmul(a, b) if args.alpha == 1 else torch.matmul(a, b * args.alpha)
-    add = torch.addmm if a.dim() == 2 else torch.baddbmm
-    return add(args.bias, a, b, alpha=args.alpha, beta=args.beta)
+def _can_slice(spec: Spec, b: Factor) -> bool:
+    """Whether the weight can be decoded a few rows at a time: a matrix on CPU in whole blocks."""
+    if not isinstance(b, Operand) or len(spec.shapes[0]) != 2 or spec.shapes[0][0] == 0:
+        return False
+    here = Spec("dequantize", (b.shape,), (str(b.format),), torch.bfloat16, b.data.device)
+    return cast_blocked.DEQUANTIZE.refuses(here, b) is None
 
 
-def _sliced(a: Tensor, b: Operand, args: GemmArgs) -> Tensor:
-    rows, cols = b.shape
-    out = torch.empty(a.shape[0], rows, dtype=torch.bfloat16)
-    step = max(1, SLICE // cols)
-    buffer = torch.empty(min(step, rows), cols, dtype=torch.bfloat16)
+@torch.library.custom_op("mxtensor::sliced_mm", mutates_args=())
+def sliced_mm(
+    a: Tensor, data: Tensor, scale: Tensor, format: str, global_scales: list[Tensor], bias: Tensor | None,
+    alpha: float, beta: float,
+) -> Tensor:  # fmt: skip
+    """``alpha * a @ decode(data, scale)^T + beta * bias``: decode some rows, multiply, reuse the buffer.
+
+    a (M, K) bfloat16; data and scale of an (N, K) operand; result (M, N) bfloat16. One opaque op for torch.compile,
+    which would otherwise write out the whole decoded weight.
+    """
+    rows, cols = data.shape[0], a.shape[1]
+    b = Operand(data, scale, None, get_format(format), (rows, cols))
+    alpha = math.prod([s.item() for s in global_scales], start=alpha)
+    out = a.new_empty(a.shape[0], rows)
+    step = cast_blocked.row_step(b, SLICE)
+    buffer = a.new_empty(min(step, rows), cols)
     for start in range(0, rows, step):
         length = min(step, rows - start)
         weight = cast_blocked.decode_rows(b, start, length, buffer.narrow(0, 0, length)).t()
         target = out.narrow(1, start, length)
-        if args.bias is None:
-            torch.mm(a, weight, out=target)
+        if bias is not None:
+            added = bias.expand(a.shape[0], rows).narrow(-1, start, length)
+            torch.addmm(added, a, weight, alpha=alpha, beta=beta, out=target)
+        elif alpha != 1:
+            torch.addmm(target, a, weight, alpha=alpha, beta=0, out=target)
         else:
-            bias = args.bias.expand(a.shape[0], rows).narrow(-1, start, length)
-            torch.addmm(bias, a, weight, alpha=args.alpha, beta=args.beta, out=target)
+            torch.mm(a, weight, out=target)
     return out
 
 
+@sliced_mm.register_fake
+def _(a, data, scale, format, global_scales, bias, alpha, beta):  # type: ignore[no-untyped-def]
+    return a.new_empty(a.shape[0], data.shape[0])
+
+
+def _whole(a: Tensor, b: Tensor, args: GemmArgs) -> Tensor:
+    """``a @ b`` with the bias added before rounding, which is what addmm and baddbmm do with bfloat16 operands."""
+    if args.bias is None and args.alpha == 1:
+        return torch.matmul(a, b)
+    add = torch.addmm if a.dim() == 2 else torch.baddbmm
+    bias, beta = (a.new_zeros(()), 0.0) if args.bias is None else (args.bias, args.beta)
+    return add(bias, a, b, alpha=args.alpha, beta=beta)
+
+
+def _without_global(factor: Factor) -> Factor:
+    return replace(factor, global_scale=None) if isinstance(factor, Operand) else factor
+
+
 def run(a: Factor, b: Factor, args: GemmArgs) -> Tensor:
-    left = values(a, torch.bfloat16)
-    if isinstance(b, Operand) and left.dim() == 2 and left.shape[0] and (args.bias is not None or args.alpha == 1):
-        spec = Spec("dequantize", (b.shape,), (str(b.format),), torch.bfloat16, b.data.device, is_traced(left, b.data))
-        if cast_blocked.DEQUANTIZE.refuses(spec, b) is None:
-            return _sliced(left, b, args)
-    return _product(left, values(b, torch.bfloat16).transpose(-1, -2), args)
+    left = values(_without_global(a), torch.bfloat16)
+    spec = Spec("mm", (tuple(a.shape), tuple(b.shape)), (), torch.bfloat16, left.device)
+    if isinstance(b, Operand) and _can_slice(spec, b):
+        scales = _global_scales(a, b)
+        work = sliced_mm if is_traced(left, b.data) else sliced_mm._init_fn
+        return work(left, b.data, b.scale, b.format.name, scales, args.bias, args.alpha, args.beta)  # type: ignore[no-any-return]
+    return _whole(left, values(b, torch.bfloat16).transpose(-1, -2), args)
 
 
 KERNEL = Kernel("dequant", refuses, run)

@@ -25,7 +25,7 @@ def run(a: Factor, b: Factor, args: GemmArgs) -> Tensor:
     product = torch.matmul(values(a, compute), values(b, compute).transpose(-1, -2))
     if args.alpha != 1:
         product = product * args.alpha
-    if args.bias is not None:
+    if args.bias is not None and args.beta != 0:  # as addmm has it, not even a NaN of the bias enters then
         bias = args.bias.to(compute)
         product = product + (bias * args.beta if args.beta != 1 else bias)
     return product.to(args.out_dtype)

@@ -35,4 +35,4 @@ def gemm(op: str, a: Factor, b: Factor, args: GemmArgs, prefer: str | None = Non
     shapes = (tuple(a.shape), tuple(b.shape))
     device = _tensors(b)[0].device
     spec = Spec(op, shapes, (_label(a), _label(b)), args.out_dtype, device, is_traced(*_tensors(a), *_tensors(b)))
-    return choose(GEMM, spec, a, b, args, prefer=prefer).run(a, b, args)
+    return choose(GEMM, spec, a, b, args, prefer=prefer).run(a, b, args)  # type: ignore[no-any-return]

@@ -77,7 +77,7 @@ def transformer_encoder_layer_fwd(func: Any, args: Any, kwargs: Any) -> Tensor:
 
     if norm_first:
         x = x + attend(F.layer_norm(x, *first))
-        return x + feed(F.layer_norm(x, *second))
+        return x + feed(F.layer_norm(x, *second))  # type: ignore[no-any-return]
     x = F.layer_norm(x + attend(x), *first)
     return F.layer_norm(x + feed(x), *second)
 

@@ -18,18 +18,27 @@ aten = torch.ops.aten
 
 @implements(aten.dequantize.self)
 def dequantize(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """The values in the facade dtype, with the facade's strides."""
+    """The values in the facade dtype, with the strides that a copy of the facade has."""
     w = args[0]
     if w._rowwise is not None:
-        return dequantize_operand(w._rowwise, w.dtype)
-    return dequantize_operand(w._columnwise, w.dtype).transpose(-1, -2)
+        out = dequantize_operand(w._rowwise, w.dtype)
+    else:
+        out = dequantize_operand(w._columnwise, w.dtype).transpose(-1, -2)
+    stride = _copied_stride(w)
+    if out.stride() == stride:
+        return out
+    return torch.empty_strided(tuple(w.shape), stride, dtype=out.dtype, device=out.device).copy_(out)
+
+
+def _copied_stride(w: MXTensor, **memory_format: Any) -> tuple[int, ...]:
+    """The strides of a copy: a dense facade keeps its own, an expanded or sliced one becomes dense."""
+    return facade(aten.clone.default, w, (w,), memory_format).stride()
 
 
 @implements(aten.clone.default)
 def clone(func: Any, args: Any, kwargs: Any) -> MXTensor:
     """Copies of codes and scales; ``memory_format`` decides the facade's strides, as it does for a dense tensor."""
-    stride = facade(func, args[0], args, kwargs).stride()
-    return args[0].map_parts(torch.clone, stride=stride)  # type: ignore[no-any-return]
+    return args[0].map_parts(torch.clone, stride=_copied_stride(args[0], **kwargs))  # type: ignore[no-any-return]
 
 
 @implements(aten._to_copy.default)
@@ -39,7 +48,8 @@ def to_copy(func: Any, args: Any, kwargs: Any) -> Tensor:
     if dtype not in SOURCE_DTYPES:
         return w.dequantize(torch.float32).to(**{k: v for k, v in kwargs.items() if v is not None})  # type: ignore
     where = {k: kwargs[k] for k in ("device", "non_blocking", "pin_memory") if kwargs.get(k) is not None}
-    return w.map_parts(lambda t: aten._to_copy.default(t, **where), dtype=dtype)  # type: ignore[no-any-return]
+    stride = _copied_stride(w, **{k: kwargs[k] for k in ("memory_format",) if kwargs.get(k) is not None})
+    return w.map_parts(lambda t: aten._to_copy.default(t, **where), dtype=dtype, stride=stride)  # type: ignore
 
 
 @implements(aten.empty_like.default)
@@ -48,7 +58,8 @@ def empty_like(func: Any, args: Any, kwargs: Any) -> MXTensor:
     w = args[0]
     where = {k: kwargs[k] for k in ("device", "pin_memory") if kwargs.get(k) is not None}
     dtype = kwargs.get("dtype") or w.dtype
-    return w.map_parts(lambda t: torch.empty_like(t, **where), dtype=dtype)  # type: ignore[no-any-return]
+    stride = _copied_stride(w, **{k: kwargs[k] for k in ("memory_format",) if kwargs.get(k) is not None})
+    return w.map_parts(lambda t: torch.empty_like(t, **where), dtype=dtype, stride=stride)  # type: ignore[no-any-return]
 
 
 @implements(aten.zeros_like.default, aten.ones_like.default, aten.rand_like.default, aten.randn_like.default)

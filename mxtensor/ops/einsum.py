@@ -41,6 +41,8 @@ def _einsum(equation: str, x: Tensor, w: MXTensor) -> Tensor:
     batch, rows, contracted, columns, output = form
     left, right = equation.replace(" ", "").partition("->")[0].split(",")
     sizes = dict(zip(left, x.shape, strict=True)) | dict(zip(right, w.shape, strict=True))
+    if any(sizes[c] != size for c, size in zip(left, x.shape, strict=True)):
+        raise ValueError("a shared dimension differs in size")  # broadcasts, or torch's own error
 
     def arrange(t: Tensor, letters: str, *groups: str) -> Tensor:
         t = t.permute([letters.index(c) for g in groups for c in g])

@@ -108,4 +108,12 @@ def finish(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: MXTens
             f"{func}: {what} would cut the {block} blocks of a {w.orientation.label} {w.format} tensor of shape "
             f"{tuple(w.shape)}; call .dequantize() on it first"
         )
-    return return_and_correct_aliasing(func, args, kwargs, out)
+    return return_and_correct_aliasing(func, args, kwargs, _as_view_of(args[0], out))
+
+
+def _as_view_of(base: MXTensor, out: MXTensor) -> MXTensor:
+    """torch takes a view for its base's only if both are inference tensors or neither is, whatever the mode now."""
+    if out.is_inference() == base.is_inference():
+        return out
+    with torch.inference_mode(base.is_inference()):
+        return out.replace(out._rowwise, out._columnwise, tuple(out.shape), out.stride())

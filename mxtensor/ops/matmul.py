@@ -87,6 +87,10 @@ def product(
         raise TypeError(f"{op}: the operands must have one dtype, got {a.dtype} and {b.dtype}; convert one with .to()")
     if isinstance(bias, MXTensor):
         bias = bias.dequantize()
+    if a.shape[:-2] != b.shape[:-2]:
+        raise ValueError(
+            f"{op}: the dimensions before the last two must be equal, got {tuple(a.shape)} and {tuple(b.shape)}"
+        )
     weight = right.mx if right.mx is not None else left.mx
     prefer = None
     if weight is not None and weight.recipe.kernel_preference is not KernelPreference.AUTO:
@@ -95,7 +99,7 @@ def product(
 
 
 def _first_of_repeats(t: Tensor) -> Tensor | None:
-    """The one matrix that a batch repeats with stride 0, as torch expands a weight for ``bmm``; None if there is none."""
+    """The one matrix that a batch repeats with stride 0, as torch expands a weight for ``bmm``, or None."""
     if isinstance(t, MXTensor) and t.shape[0] > 1 and t.stride(0) == 0:
         return aten.select.int(t, 0, 0)  # type: ignore[no-any-return]
     return None
@@ -142,6 +146,13 @@ def mv(func: Any, args: Any, kwargs: Any) -> Tensor:
     return product("mv", Side(a, False), Side(vector.unsqueeze(0), False)).squeeze(-1)
 
 
+@implements(aten.dot.default)
+def dot(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """(K,) @ (K,)."""
+    a, b = (v.unsqueeze(0) for v in args)
+    return product("dot", Side(a, False), Side(b, False)).reshape(())
+
+
 @implements(aten.addmv.default)
 def addmv(func: Any, args: Any, kwargs: Any) -> Tensor:
     """beta * input + alpha * (M, K) @ (K,)."""
@@ -163,4 +174,4 @@ def linear(func: Any, args: Any, kwargs: Any) -> Tensor:
 def out_variant(func: Any, args: Any, kwargs: Any) -> Tensor:
     """The product, written into a plain ``out``."""
     out = kwargs.pop("out")
-    return out.copy_(getattr(func._overloadpacket, "default")(*args, **kwargs))  # type: ignore[no-any-return]
+    return out.copy_(func._overloadpacket.default(*args, **kwargs))  # type: ignore[no-any-return]

@@ -38,6 +38,8 @@ def _slice_operand(operand: Operand, place: int, start: int, end: int, step: int
         scale = take(operand.scale, start // block, -(-end // block))
     else:
         return None
+    if FULL in operand.format.block and shape[place] == 0:
+        scale = take(scale, 0, 0)  # no values, no scale
     return Operand(data, scale, operand.global_scale, operand.format, tuple(shape))
 
 
@@ -56,7 +58,8 @@ def sliced(w: MXTensor, dim: int, start: int, end: int, step: int, stride: tuple
 @implements(aten.slice.Tensor)
 def slice_(func: Any, args: Any, kwargs: Any) -> Any:
     """Any slice across blocks; along them, one that starts and ends on block boundaries."""
-    w, dim, start, end, step = (*args, *(0, None, None, 1)[len(args) - 1 :])
+    given: tuple[Any, ...] = (*args, *(0, None, None, 1)[len(args) - 1 :])
+    w, dim, start, end, step = given
     dim = dim % w.dim()
     start, end, _ = slice(start, end, step).indices(w.shape[dim])
     out = facade(func, w, args, kwargs)
@@ -91,13 +94,13 @@ def split(func: Any, args: Any, kwargs: Any) -> Any:
     """Slices of equal length, the last one shorter."""
     w, length, dim = (*args, 0)[:3] if "dim" not in kwargs else (*args[:2], kwargs["dim"])
     total = w.shape[dim]
-    return _split(func, args, kwargs, dim, [min(length, total - i) for i in range(0, total, length)])
+    return _split(func, args, kwargs, dim, [min(length, total - i) for i in range(0, total, length)] or [0])
 
 
 @implements(aten.split_with_sizes.default)
 def split_with_sizes(func: Any, args: Any, kwargs: Any) -> Any:
     """Slices of the lengths given."""
-    w, lengths, dim = (*args, 0)[:3] if "dim" not in kwargs else (*args[:2], kwargs["dim"])
+    _, lengths, dim = (*args, 0)[:3] if "dim" not in kwargs else (*args[:2], kwargs["dim"])
     return _split(func, args, kwargs, dim, list(lengths))
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from ..codec import Operand
 from ..dispatch import implements
 from ..formats import FULL
 from ..tensor import MXTensor, contiguous_stride
-from .layout import Dims, assemble, both, facade, finish, order, relabel, relabel_operand, sides
+from .layout import Dims, assemble, facade, finish, order, relabel, relabel_operand, sides
 
 aten = torch.ops.aten
 
@@ -19,7 +18,7 @@ aten = torch.ops.aten
 @implements(aten.detach.default, aten.alias.default)
 def alias(func: Any, args: Any, kwargs: Any) -> Any:
     """The same operands under a new facade."""
-    return return_and_correct_aliasing(func, args, kwargs, args[0].map_parts(func))
+    return finish(func, args, kwargs, args[0].map_parts(func), "an alias")
 
 
 def _permuted(func: Any, args: Any, kwargs: Any, dims: list[int]) -> Any:
@@ -107,6 +106,8 @@ def _reshape_rowwise(operand: Operand, size: tuple[int, ...]) -> Operand | None:
     """Row-major values keep their blocks if the last dimension stays, or was and becomes whole blocks."""
     rows, cols = operand.format.block
     old, shape = operand.shape, tuple(size)
+    if not shape:
+        return None
     whole_columns = cols != FULL and old[-1] % cols == 0 and shape[-1] % cols == 0
     if rows == FULL:
         pass
@@ -116,9 +117,7 @@ def _reshape_rowwise(operand: Operand, size: tuple[int, ...]) -> Operand | None:
         before, after = (s[-2] if len(s) > 1 else 1 for s in (old, shape))
         if before != after and (before % rows or after % rows):
             return None
-    data = operand.data.reshape(operand.format.data_shape(shape))
-    scale = operand.scale.reshape(operand.format.scale_shape(shape))
-    return Operand(data, scale, operand.global_scale, operand.format, shape)
+    return _reshape_parts(operand, shape)
 
 
 def _reshape_columnwise(operand: Operand, size: tuple[int, ...]) -> Operand | None:
@@ -126,7 +125,13 @@ def _reshape_columnwise(operand: Operand, size: tuple[int, ...]) -> Operand | No
     shape = (*size[:-2], *reversed(size[-2:]))
     if len(size) < 2 or shape[-2:] != operand.shape[-2:]:
         return None
-    return both(operand, lambda t: t.reshape(*size[:-2], *t.shape[-2:]), shape)
+    return _reshape_parts(operand, shape)
+
+
+def _reshape_parts(operand: Operand, shape: tuple[int, ...]) -> Operand:
+    data = operand.data.reshape(operand.format.data_shape(shape))
+    scale = operand.scale.reshape(operand.format.scale_shape(shape))
+    return Operand(data, scale, operand.global_scale, operand.format, shape)
 
 
 def reshaped(w: MXTensor, size: tuple[int, ...], stride: tuple[int, ...]) -> MXTensor | None:
@@ -140,7 +145,7 @@ def reshaped(w: MXTensor, size: tuple[int, ...], stride: tuple[int, ...]) -> MXT
 def view(func: Any, args: Any, kwargs: Any) -> Any:
     """Dimensions merge and split at block boundaries."""
     w = args[0]
-    if w.is_contiguous():
+    if w.is_contiguous() and w.numel():
         size = torch._prims_common.infer_size(args[1], w.numel()) if -1 in args[1] else tuple(args[1])
         stride = contiguous_stride(size)
         if torch.Size(size).numel() != w.numel():

@@ -1,0 +1,103 @@
+"""One element at a time: rounding to codes, codes back to values, and the packing of codes that are less than a byte.
+
+Part of the definition, like ``codec.py``. Source: OCP Microscaling Formats (MX) v1.0, section 5.3.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .formats import ElementFormat
+
+
+def encode_elements(y: Tensor, element: ElementFormat) -> Tensor:
+    """float32 values, already divided by their scale, to codes: nearest, ties to even, saturating. Overwrites ``y``.
+
+    Returns codes of ``element.dtype``, one entry a value (packing comes after).
+    """
+    if element.is_integer:
+        steps = float(1 << element.mantissa_bits)
+        return y.mul_(steps).round_().clamp_(-element.max * steps, element.max * steps).to(element.dtype)
+    y.clamp_(-element.max, element.max)
+    if not element.packed:
+        return y.to(element.dtype)
+    # Normal codes: round the float32 bits to the mantissa's width and move the exponent's bias. Subnormal codes: adding
+    # a power of two whose last bit weighs one code step lets the float adder do the rounding. The first is too small
+    # below the smallest normal value, the second too large above twice that: the two clamps choose, faster than where.
+    mantissa = element.mantissa_bits
+    shift = 23 - mantissa
+    magnitude = y.abs()
+    magic = 2.0 ** (23 + 1 - element.bias - mantissa)
+    small = (magnitude + magic).view(torch.int32)
+    small -= (23 + 1 - element.bias - mantissa + 127) << 23
+    bits = magnitude.view(torch.int32)
+    code = bits >> shift
+    code &= 1
+    code += bits
+    code += (1 << (shift - 1)) - 1 - ((127 - element.bias) << 23)
+    code >>= shift
+    code = torch.minimum(small, code.clamp_(min=1 << mantissa))
+    sign = y.view(torch.int32) >> (32 - element.bits)
+    sign &= 1 << (element.bits - 1)
+    code |= sign
+    return code.to(torch.uint8)
+
+
+def decode_elements(codes: Tensor, element: ElementFormat) -> Tensor:
+    """Codes, one entry a value, to float32, exactly."""
+    if element.is_integer:
+        return codes.to(torch.float32) * (1.0 / (1 << element.mantissa_bits))
+    if not element.packed:
+        return codes.to(torch.float32)
+    mantissa = element.mantissa_bits
+    code = codes.to(torch.int32)
+    magnitude = code & ((1 << (element.bits - 1)) - 1)
+    normal = ((magnitude << (23 - mantissa)) + ((127 - element.bias) << 23)).view(torch.float32)
+    small = magnitude.to(torch.float32) * 2.0 ** (1 - element.bias - mantissa)
+    value = torch.where(magnitude < (1 << mantissa), small, normal)
+    return torch.where(code >= (1 << (element.bits - 1)), -value, value)
+
+
+def _words(codes: Tensor, dtype: torch.dtype) -> Tensor:
+    """Groups of entries as one, or one as a group. Flat at first: ``view(dtype)`` minds the stride of a dimension of size 1."""
+    return codes.contiguous().flatten().view(dtype).view(*codes.shape[:-1], -1)
+
+
+def pack(codes: Tensor, element: ElementFormat) -> Tensor:
+    """uint8 codes (..., K), K a multiple of the group, to packed bytes (..., K * bits / 8); a no-op for 8-bit codes.
+
+    4 bits: even index in the low nibble. 6 bits: v0 | v1 << 6 | v2 << 12 | v3 << 18, little endian.
+    """
+    if element.packing == (2, 1):
+        pair = _words(codes, torch.int16)
+        return (pair | (pair >> 4)).to(torch.uint8)
+    if element.packing == (4, 3):
+        four = _words(codes, torch.int32)
+        word = (four & 0x3F) | ((four >> 2) & 0xFC0) | ((four >> 4) & 0x3F000) | ((four >> 6) & 0xFC0000)
+        return torch.stack([word & 0xFF, (word >> 8) & 0xFF, word >> 16], -1).to(torch.uint8).flatten(-2)
+    return codes
+
+
+def unpack(data: Tensor, element: ElementFormat) -> tuple[Tensor, ...]:
+    """The codes of packed bytes by their place in the group: (even, odd), or four; the inverse of ``pack``."""
+    if element.packing == (2, 1):
+        return data & 0xF, data >> 4
+    b0, b1, b2 = data.unflatten(-1, (-1, 3)).unbind(-1)
+    return b0 & 0x3F, (b0 >> 6) | ((b1 & 0xF) << 2), (b1 >> 4) | ((b2 & 0x3) << 4), b2 >> 2
+
+
+def decode_packed(data: Tensor, element: ElementFormat) -> Tensor:
+    """Packed bytes to bfloat16 values, exactly, in order.
+
+    A value has at most 4 significant bits, so the upper half of its float32 is all of it; the halves of a group share
+    one integer, which inductor stores in vectors where interleaving them would be a scalar loop.
+    """
+    word: Tensor | None = None
+    wide = torch.int32 if element.packing[0] == 2 else torch.int64
+    for place, codes in enumerate(unpack(data, element)):
+        half = (decode_elements(codes, element).view(torch.int32) >> 16) & 0xFFFF
+        part = half.to(wide) << (16 * place)
+        word = part if word is None else word | part
+    assert word is not None
+    return _words(word, torch.bfloat16)
