@@ -17,6 +17,7 @@ from .formats import (
     FORMATS,
     Format,
     Orientation,
+    Rounding,
     ScaleCalculationMode,
     get_format,
 )
@@ -39,6 +40,7 @@ __all__ = [
     "NVFP4WeightOnlyConfig",
     "Operand",
     "Orientation",
+    "Rounding",
     "ScaleCalculationMode",
     "explain",
     "get_format",

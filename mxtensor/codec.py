@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .dispatch import is_traced
-from .elements import decode_elements, decode_packed, encode_elements, pack, unpack
-from .formats import E8M0, FP32, FULL, UE4M3, ElementFormat, Format, ScaleCalculationMode, ScaleFormat
+from .elements import decode_elements, decode_packed, encode_elements, pack, round_stochastically, unpack
+from .formats import E8M0, FP32, FULL, UE4M3, ElementFormat, Format, Rounding, ScaleCalculationMode, ScaleFormat
 from .recipe import Cast
 
 FLT_MAX = torch.finfo(torch.float32).max
@@ -106,8 +106,8 @@ def _crop(x: Tensor, rows: int | None, cols: int) -> Tensor:
     """The part that is not padding, contiguous.
 
     as_strided, because it makes inductor store whole blocks before anything is cut off. Fused with a cut (here, or a
-    slice that the caller takes), its CPU loop over ``i // block`` leaves out the last, shorter block: ``try_loop_split``
-    never asks whether the block divides the extent (seen in torch 2.13).
+    slice that the caller takes), its CPU loop over ``i // block`` leaves out the last, shorter block:
+    ``try_loop_split`` never asks whether the block divides the extent (seen in torch 2.13).
     """
     x = x.contiguous()
     size = (cols,) if x.dim() == 1 else (*x.shape[:-2], x.shape[-2] if rows is None else rows, cols)
@@ -158,7 +158,7 @@ def _scale_e8m0(amax: Tensor, cast: Cast, tensor_amax: Tensor) -> tuple[Tensor, 
 
 
 def _scale_nvfp4(amax: Tensor, cast: Cast, tensor_amax: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    # A tensor, because a float over a tensor is rounded twice (reciprocal, product), as is a tensor over a float on CUDA.
+    # A tensor, because a float over a tensor is rounded twice (reciprocal, product), on CUDA a tensor over a float too.
     largest = torch.full_like(tensor_amax, 448.0 * cast.format.element.max)
     encode = torch.ones_like(tensor_amax)
     if cast.format.global_scale:
@@ -224,8 +224,12 @@ def encode(x: Tensor, cast: Cast, whole_amax: Tensor | None = None) -> Operand:
     scale, multiplier, global_scale = SCALE_RULES[format.scale](amax, cast, whole_amax)
     finite = amax.isfinite()
     multiplier = _stored(torch.where(finite, multiplier, float("nan")))
-    codes = encode_elements(blocks * _spread(multiplier, dims), element).view(torch.uint8)
-    if x.device.type != "cpu" or is_traced(x) or not finite.all():  # elsewhere a look costs more, or cannot be had (meta)
+    y = blocks * _spread(multiplier, dims)
+    if cast.rounding is Rounding.STOCHASTIC:
+        y = round_stochastically(y, element)
+    codes = encode_elements(y, element).view(torch.uint8)
+    # Off the CPU a look at the values costs more than the work, and a traced tensor has none.
+    if x.device.type != "cpu" or is_traced(x) or not finite.all():
         # A format's NaN without its sign, which eager and inductor set differently; a format without NaN gets 0.
         codes &= _spread(_stored(torch.where(finite, 0xFF, element.nan_code).to(torch.uint8)), dims)
     data = _crop(

@@ -5,15 +5,16 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from .formats import FORMATS, Format, ScaleCalculationMode, get_format
+from .formats import FORMATS, Format, ScaleCalculationMode, get_mx_format
 from .recipe import Cast, KernelPreference, LinearRecipe
 from .tensor import MXTensor, quantize_as
 
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
 FilterFn = Callable[[nn.Module, str], bool]
 WEIGHT_ONLY = "-weight-only"
 
@@ -31,7 +32,7 @@ class MXDynamicActivationMXWeightConfig:
     def recipe(self) -> LinearRecipe:
         """The formats and rules this stands for."""
         weight, activation = (
-            Cast.of(get_format(dtype).with_block(self.block_size), self.scaling_mode)
+            Cast.of(get_mx_format(dtype, self.block_size), self.scaling_mode)
             for dtype in (self.weight_dtype, self.activation_dtype)
         )
         return LinearRecipe(weight, activation, KernelPreference.of(self.kernel_preference))
@@ -141,7 +142,7 @@ def _progress(items: list[Any], values: int) -> Iterable[Any]:
     return tqdm(items, desc="quantizing", unit="weight")  # type: ignore[no-any-return]
 
 
-def quantize_(model: nn.Module, config: Config, filter_fn: FilterFn | None = None) -> nn.Module:
+def quantize_(model: ModuleT, config: Config, filter_fn: FilterFn | None = None) -> ModuleT:
     """Replace the weights of ``model``'s linear and attention layers by MXTensor parameters, in place.
 
     The modules stay torch's own classes; a shared weight stays shared. ``config``: the name of any format (weights, and

@@ -77,9 +77,7 @@ def is_traced(*tensors: torch.Tensor | None) -> bool:
     """Whether these tensors are being traced (or have no values at all) rather than computed."""
     if torch.compiler.is_compiling() or _len_torch_dispatch_stack() > 0:
         return True
-    return any(
-        t is not None and (t.is_meta or type(t) not in (torch.Tensor, torch.nn.Parameter)) for t in tensors
-    )
+    return any(t is not None and (t.is_meta or type(t) not in (torch.Tensor, torch.nn.Parameter)) for t in tensors)
 
 
 _forced: ContextVar[str | None] = ContextVar("mxtensor_kernels", default=None)

@@ -44,6 +44,16 @@ def encode_elements(y: Tensor, element: ElementFormat) -> Tensor:
     return code.to(torch.uint8)
 
 
+def round_stochastically(y: Tensor, element: ElementFormat) -> Tensor:
+    """float32 values to a neighbouring element value each, up with the probability of their distance from the lower."""
+    if element.is_integer:
+        step = torch.full_like(y, 2.0**-element.mantissa_bits)
+    else:
+        exponent = ((y.view(torch.int32) >> 23) & 0xFF).clamp(min=128 - element.bias)
+        step = ((exponent - element.mantissa_bits) << 23).view(torch.float32)
+    return torch.floor(y / step + torch.rand_like(y)) * step
+
+
 def decode_elements(codes: Tensor, element: ElementFormat) -> Tensor:
     """Codes, one entry a value, to float32, exactly."""
     if element.is_integer:
@@ -60,7 +70,7 @@ def decode_elements(codes: Tensor, element: ElementFormat) -> Tensor:
 
 
 def _words(codes: Tensor, dtype: torch.dtype) -> Tensor:
-    """Groups of entries as one, or one as a group. Flat at first: ``view(dtype)`` minds the stride of a dimension of size 1."""
+    """Groups of entries as one, or one as a group. Flat first: ``view(dtype)`` minds strides of size-1 dimensions."""
     return codes.contiguous().flatten().view(dtype).view(*codes.shape[:-1], -1)
 
 

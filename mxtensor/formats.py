@@ -64,6 +64,23 @@ class ScaleCalculationMode(Enum):
             raise ValueError(f"unknown scaling {value!r}; choose one of {', '.join(m.value for m in cls)}") from None
 
 
+class Rounding(Enum):
+    """How a value becomes one of its two neighbouring elements."""
+
+    NEAREST = "nearest"
+    """the nearer one, ties to even"""
+    STOCHASTIC = "stochastic"
+    """either, with the probability that makes the mean right: what a small update of a parameter needs"""
+
+    @classmethod
+    def of(cls, value: Rounding | str) -> Rounding:
+        """The member named by ``value``."""
+        try:
+            return cls(str(getattr(value, "value", value)).lower())
+        except ValueError:
+            raise ValueError(f"unknown rounding {value!r}; choose one of {', '.join(m.value for m in cls)}") from None
+
+
 @dataclass(frozen=True)
 class ElementFormat:
     """One element: sign, exponent and mantissa (``exponent_bits == 0``: a two's-complement fixed-point number)."""
@@ -80,6 +97,13 @@ class ElementFormat:
     """(values, bytes): so many values share so many bytes."""
     nan_code: int = 0
     """The code stored in a block that is NaN as a whole; 0 where the format has no NaN."""
+
+    def __post_init__(self) -> None:
+        if not self.is_integer and not 0 < self.emax + self.bias < 1 << self.exponent_bits:
+            raise ValueError(
+                f"{self.name}: max {self.max} has exponent {self.emax}, which {self.exponent_bits} exponent bits with bias "
+                f"{self.bias} cannot hold"
+            )
 
     @property
     def bits(self) -> int:
@@ -275,6 +299,13 @@ DTYPE_FP6_E2M3 = "fp6_e2m3"
 """torchao's name for the element of mxfp6_e2m3, which torch has no dtype for."""
 DTYPE_FP6_E3M2 = "fp6_e3m2"
 """torchao's name for the element of mxfp6_e3m2."""
+
+
+def get_mx_format(name: Format | str | torch.dtype, block_size: int) -> Format:
+    """``get_format`` with ``block_size``, which only MX formats take: NVFP4 and float8 keep their own blocks."""
+    format = get_format(name)
+    return format.with_block(block_size) if format.scale is E8M0 else format
+
 
 _BLOCK_SUFFIX = re.compile(r"(.+)\[(\d+)x(\d+)\]")
 

@@ -7,7 +7,7 @@ from enum import Enum
 
 import torch
 
-from .formats import Format, ScaleCalculationMode, get_format
+from .formats import Format, Rounding, ScaleCalculationMode, get_format
 
 
 class KernelPreference(Enum):
@@ -36,14 +36,20 @@ class Cast:
     format: Format
     scaling: ScaleCalculationMode = ScaleCalculationMode.RCEIL
     """For power-of-two scales; NVFP4 and float32 scales have one rule each."""
+    rounding: Rounding = Rounding.NEAREST
+    """Stochastic rounding draws from torch's global generator."""
 
     @classmethod
     def of(
-        cls, format: Format | str | torch.dtype | Cast, scaling: ScaleCalculationMode | str = ScaleCalculationMode.RCEIL
+        cls,
+        format: Format | str | torch.dtype | Cast,
+        scaling: ScaleCalculationMode | str = ScaleCalculationMode.RCEIL,
+        rounding: Rounding | str = Rounding.NEAREST,
     ) -> Cast:
+        """A cast from words. Raises ValueError for one it does not know."""
         if isinstance(format, Cast):
             return format
-        return cls(get_format(format), ScaleCalculationMode.of(scaling))
+        return cls(get_format(format), ScaleCalculationMode.of(scaling), Rounding.of(rounding))
 
 
 @dataclass(frozen=True)
@@ -58,22 +64,20 @@ class LinearRecipe:
 
 def recipe_to_row(recipe: LinearRecipe) -> dict[str, str | None]:
     """The recipe as words, for files: names outlive classes."""
-    act = recipe.activation
-    return {
-        "weight": recipe.weight.format.name,
-        "weight_scaling": recipe.weight.scaling.value,
-        "activation": act.format.name if act else None,
-        "activation_scaling": act.scaling.value if act else None,
-        "kernel_preference": recipe.kernel_preference.value,
-    }
+    row: dict[str, str | None] = {"kernel_preference": recipe.kernel_preference.value}
+    for role, cast in (("weight", recipe.weight), ("activation", recipe.activation)):
+        row[role] = cast.format.name if cast else None
+        row[f"{role}_scaling"] = cast.scaling.value if cast else None
+        row[f"{role}_rounding"] = cast.rounding.value if cast else None
+    return row
 
 
 def recipe_from_row(row: dict[str, str | None]) -> LinearRecipe:
     """The inverse of ``recipe_to_row``. Raises ValueError for names this version does not know."""
 
     def cast(role: str) -> Cast | None:
-        name, scaling = row[role], row[f"{role}_scaling"]
-        return None if name is None or scaling is None else Cast.of(name, scaling)
+        name, scaling, rounding = row[role], row[f"{role}_scaling"], row[f"{role}_rounding"]
+        return None if name is None or scaling is None or rounding is None else Cast.of(name, scaling, rounding)
 
     weight = cast("weight")
     if weight is None:

@@ -17,25 +17,13 @@ from torch import Tensor
 from .codec import Operand, transposed
 from .dispatch import FUNCTION_TABLE, OP_TABLE, forced_kernel
 from .fingerprint import fingerprint
-from .formats import Format, Orientation, ScaleCalculationMode, get_format
+from .formats import Format, Orientation, Rounding, ScaleCalculationMode, get_format, get_mx_format
 from .kernels.cast import quantize_operand
 from .parts import check_parts
 from .recipe import Cast, LinearRecipe, recipe_from_row, recipe_to_row
+from .shapes import contiguous_stride, readable_size, swapped
 
 _PARTS = tuple((side, part) for side in ("_rowwise", "_columnwise") for part in ("data", "scale", "global_scale"))
-
-
-def _swapped(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return (*shape[:-2], shape[-1], shape[-2])
-
-
-def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a fresh dense tensor of ``shape``."""
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
 
 
 class MXTensor(Tensor):
@@ -64,7 +52,7 @@ class MXTensor(Tensor):
         held = rowwise if rowwise is not None else columnwise
         assert held is not None
         if size is None:
-            size = held.shape if rowwise is not None else _swapped(held.shape)
+            size = held.shape if rowwise is not None else swapped(held.shape)
         self: MXTensor = torch.Tensor._make_wrapper_subclass(
             cls,
             size,
@@ -86,8 +74,11 @@ class MXTensor(Tensor):
         block_size: int = 32,
         scaling_mode: ScaleCalculationMode | str = ScaleCalculationMode.RCEIL,
     ) -> MXTensor:
-        """Quantize along the last dimension, with torchao's argument names. See :func:`mxtensor.quantize`."""
-        return quantize(data_hp, get_format(elem_dtype).with_block(block_size), scaling=scaling_mode)
+        """Quantize along the last dimension, with torchao's argument names; ``block_size`` is for MX formats.
+
+        See :func:`mxtensor.quantize`.
+        """
+        return quantize(data_hp, get_mx_format(elem_dtype, block_size), scaling=scaling_mode)
 
     @classmethod
     def from_parts(
@@ -102,8 +93,8 @@ class MXTensor(Tensor):
         """A rowwise MXTensor around codes and scales that exist already; nothing is copied.
 
         ``data``: codes, in the element's dtype or uint8; ``scale``: uint8 (or its e8m0/e4m3 view) or float32;
-        ``shape``: the logical shape, needed only where packed data leaves the last dimension open. Raises ValueError or TypeError
-        naming what was expected.
+        ``shape``: the logical shape, needed only where packed data leaves the last dimension open. Raises ValueError or
+        TypeError naming what was expected.
         """
         fmt = get_format(format)
         operand = check_parts(data, scale, fmt, shape, global_scale)
@@ -178,7 +169,7 @@ class MXTensor(Tensor):
         fields = [f"shape={tuple(self.shape)}", f"format={self.format}", f"orientation={self.orientation.label}"]
         fields.append(f"dtype={str(self.dtype).removeprefix('torch.')}")
         fields += [f"device={self.device}"] if self.device.type != "cpu" else []
-        fields.append(f"size={_size(self.nbytes)} ({self.bits_per_value:.4g} bits/value)")
+        fields.append(f"size={readable_size(self.nbytes)} ({self.bits_per_value:.4g} bits/value)")
         if self.recipe.activation is not None:
             fields.append(f"activation={self.recipe.activation.format}")
         fields += ["requires_grad=True"] if self.requires_grad else []
@@ -220,7 +211,7 @@ class MXTensor(Tensor):
             assert data is not None and scale is not None
             return Operand(data, scale, last, recipe.weight.format, shape)
 
-        columnwise = operand("_columnwise", _swapped(size)) if len(size) > 1 else None
+        columnwise = operand("_columnwise", swapped(size)) if len(size) > 1 else None
         return MXTensor(operand("_rowwise", size), columnwise, recipe, dtype, size, tuple(outer_stride))
 
     def _stable_hash_for_caching(self) -> str:
@@ -288,7 +279,7 @@ def rebuild(parts: dict[str, Any], row: dict[str, str | None], facade: tuple[Any
         return Operand(data.view(format.element.dtype), scale, global_scale, format, shape)
 
     size = tuple(size)
-    columnwise = operand("_columnwise", _swapped(size)) if len(size) > 1 else None
+    columnwise = operand("_columnwise", swapped(size)) if len(size) > 1 else None
     out = MXTensor(operand("_rowwise", size), columnwise, recipe, getattr(torch, dtype), size, tuple(stride))
     return torch.nn.Parameter(out, requires_grad) if is_parameter else out.requires_grad_(requires_grad)  # type: ignore
 
@@ -308,29 +299,22 @@ def _turned(operand: Operand | None) -> Operand | None:
     return transposed(operand)
 
 
-def _size(nbytes: int) -> str:
-    value = float(nbytes)
-    for unit in ("B", "KiB", "MiB"):
-        if value < 1024:
-            return f"{value:.4g} {unit}"
-        value /= 1024
-    return f"{value:.4g} GiB"
-
-
 def quantize(
     x: Tensor,
     format: Format | str | torch.dtype,
     scaling: ScaleCalculationMode | str = "rceil",
     orientation: Orientation | str = "rowwise",
+    rounding: Rounding | str = "nearest",
 ) -> MXTensor:
     """Quantize ``x`` (float32, bfloat16, float16 or float64; 1-D or more; any strides) to an MXTensor of its shape.
 
     ``format``: a name of FORMATS, a Format or a torch dtype. ``scaling``: rceil, floor, ceil or even, for power-of-two
     scales. ``orientation``: rowwise blocks the last dimension, columnwise the one before it, both holds a copy of each,
-    made from the same values. The result carries no gradient. Raises TypeError for other dtypes, ValueError for an
+    made from the same values. ``rounding``: nearest or stochastic, now and whenever the tensor is written. The result
+    carries no gradient. Raises TypeError for other dtypes, ValueError for an
     unknown name or a tensor with too few dimensions.
     """
-    return quantize_as(x, LinearRecipe(Cast.of(format, scaling)), Orientation.of(orientation))
+    return quantize_as(x, LinearRecipe(Cast.of(format, scaling, rounding)), Orientation.of(orientation))
 
 
 def quantize_as(x: Tensor, recipe: LinearRecipe, orientation: Orientation = Orientation.ROWWISE) -> MXTensor:

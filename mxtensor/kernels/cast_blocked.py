@@ -8,7 +8,6 @@ format as a shifted bit pattern and converts to other floats in vector instructi
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -109,8 +108,10 @@ def half_from_codes(data: Tensor, element: ElementFormat) -> Tensor:
 
 def _has_nan_code(data: Tensor, element: ElementFormat) -> bool:
     """Whether an e4m3 NaN, which float16 would read as 480, is among the codes."""
-    return element.nan_code == 0x7F and element.exponent_bits == 4 and bool(
-        (data.view(torch.int8).amax() == 0x7F) | (data.view(torch.uint8).amax() == 0xFF)
+    return (
+        element.nan_code == 0x7F
+        and element.exponent_bits == 4
+        and bool((data.view(torch.int8).amax() == 0x7F) | (data.view(torch.uint8).amax() == 0xFF))
     )
 
 

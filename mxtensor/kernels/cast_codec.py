@@ -13,20 +13,20 @@ from torch import Tensor
 
 from ..codec import Operand, decode, encode
 from ..dispatch import Kernel, Spec, is_traced
-from ..formats import ScaleCalculationMode, get_format
+from ..formats import get_format
 from ..recipe import Cast
 
 
 @torch.library.custom_op("mxtensor::encode", mutates_args=())
-def encode_op(x: Tensor, format: str, scaling: str) -> tuple[Tensor, Tensor, Tensor]:
+def encode_op(x: Tensor, format: str, scaling: str, rounding: str) -> tuple[Tensor, Tensor, Tensor]:
     """``codec.encode`` of x: (data, scale, global scale or an empty tensor)."""
-    operand = encode(x, Cast(get_format(format), ScaleCalculationMode(scaling)))
+    operand = encode(x, Cast.of(format, scaling, rounding))
     last = x.new_empty(0, dtype=torch.float32) if operand.global_scale is None else operand.global_scale
     return operand.data, operand.scale, last
 
 
 @encode_op.register_fake
-def _(x, format, scaling):  # type: ignore[no-untyped-def]
+def _(x, format, scaling, rounding):  # type: ignore[no-untyped-def]
     row = get_format(format)
     last = x.new_empty(() if row.global_scale else (0,), dtype=torch.float32)
     data = x.new_empty(row.data_shape(tuple(x.shape)), dtype=row.element.dtype)
@@ -36,7 +36,7 @@ def _(x, format, scaling):  # type: ignore[no-untyped-def]
 def _quantize(x: Tensor, cast: Cast) -> Operand:
     if x.device.type == "cpu" or cast.format.scale.significant_bits == 1 or not is_traced(x):
         return encode(x, cast)
-    data, scale, last = encode_op(x, cast.format.name, cast.scaling.value)
+    data, scale, last = encode_op(x, cast.format.name, cast.scaling.value, cast.rounding.value)
     return Operand(data, scale, last if cast.format.global_scale else None, cast.format, tuple(x.shape))
 
 

@@ -78,13 +78,11 @@ def _cast(side: Side, weight: Side) -> Factor:
     return side.plain() if cast is None else quantize_operand(side.plain(), cast)
 
 
-def product(
-    op: str, left: Side, right: Side, bias: Tensor | None = None, alpha: float = 1, beta: float = 1
-) -> Tensor:
+def product(op: str, left: Side, right: Side, bias: Tensor | None = None, alpha: float = 1, beta: float = 1) -> Tensor:
     """``alpha * left @ right^T + beta * bias``, each side (..., rows, contracted); plain, in the facade dtype."""
     a, b = left.tensor, right.tensor
-    if a.dtype != b.dtype:
-        raise TypeError(f"{op}: the operands must have one dtype, got {a.dtype} and {b.dtype}; convert one with .to()")
+    if a.dtype != b.dtype:  # not a TypeError, which torch's `@` would replace by "unsupported operand type(s)"
+        raise ValueError(f"{op}: the operands must have one dtype, got {a.dtype} and {b.dtype}; convert one with .to()")
     if isinstance(bias, MXTensor):
         bias = bias.dequantize()
     if a.shape[:-2] != b.shape[:-2]:

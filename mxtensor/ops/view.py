@@ -9,7 +9,8 @@ import torch
 from ..codec import Operand
 from ..dispatch import implements
 from ..formats import FULL
-from ..tensor import MXTensor, contiguous_stride
+from ..shapes import contiguous_stride
+from ..tensor import MXTensor
 from .layout import Dims, assemble, facade, finish, order, relabel, relabel_operand, sides
 
 aten = torch.ops.aten

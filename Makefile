@@ -1,0 +1,55 @@
+# Each target makes .venv and installs what it needs; a stamp in .venv keeps the second run from installing again, and a
+# change of pyproject.toml or constraints.txt makes it. pip's own settings (PIP_INDEX_URL and the like) are honoured.
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+
+VENV   ?= .venv
+# The interpreter behind .venv: the first of these that runs and is new enough. 3.11 is the one the tests ran with.
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.10 python3 python; do \
+            $$p -c 'import sys, venv; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1 && echo $$p && break; done)
+PY     := $(VENV)/bin/python
+PIP    := $(PY) -m pip install --disable-pip-version-check --no-input --quiet -c constraints.txt
+# One thread for each of the two test processes: more only make them wait for each other.
+TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false MPLBACKEND=Agg
+
+.PHONY: help demo test lint docs site bench clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' Makefile
+
+demo: $(VENV)/.installed-demo  ## quantize all-MiniLM-L6-v2 to every format and compare its embeddings
+	HF_HUB_OFFLINE=1 $(PY) -m examples.minilm $(ARGS)
+
+test: $(VENV)/.installed-test $(VENV)/.installed-demo  ## run the tests (ARGS="-k name" for some of them)
+	$(TEST_ENV) $(PY) -m pytest -n 2 -q -rs $(ARGS)
+	@echo "Skipped tests are counted and listed above; those marked gpu need a CUDA device."
+
+# mypy reads the types of what the code imports, so it wants the same packages as the tests.
+lint: $(VENV)/.installed-test $(VENV)/.installed-demo $(VENV)/.installed-dev  ## ruff and mypy
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+docs: $(VENV)/.installed-demo  ## write the generated parts of README.md, CONTRIBUTING.md and docs/
+	$(TEST_ENV) $(PY) -m docs.generate
+
+site: $(VENV)/.installed-docs  ## build the documentation site into out/site
+	$(VENV)/bin/mkdocs build --strict
+
+bench: $(VENV)/.installed-bench  ## time casts and linear layers on this CPU beside plain torch and torchao
+	$(PY) -m benchmarks.cpu $(ARGS)
+
+clean:  ## remove .venv, caches and results
+	rm -rf $(VENV) out build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# torch first and alone: it is the large download, and what follows finds it in place.
+$(VENV)/.installed-torch: constraints.txt
+	@test -n "$(PYTHON)" || { echo "no Python of 3.10 or newer was found; run make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PIP) torch
+	@touch $@
+
+$(VENV)/.installed-%: pyproject.toml constraints.txt $(VENV)/.installed-torch
+	$(PIP) -e '.[$*]'
+	@touch $@

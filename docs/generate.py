@@ -1,0 +1,280 @@
+"""Write the generated parts of the documentation, or check that they are current.
+
+    python -m docs.generate                    write them
+    python -m docs.generate --check            exit with 1 and name the pages that are out of date
+    python -m docs.generate [--check] PAGE...  of these pages only
+
+Two kinds of part are generated in README.md, CONTRIBUTING.md and docs/*.md. What stands between
+``<!-- generated: NAME -->`` and ``<!-- end -->`` is a table made by the function of that name in TABLES. A text block
+after ``<!-- output -->`` is what the python block before it prints. The python blocks of a page run in order and in one
+namespace, in a process and a working directory of the page's own, with warnings as errors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import inspect
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+GENERATED = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+OUTPUT = re.compile(r"<!-- output -->\n+```text\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+def pages() -> list[Path]:
+    """The files that hold documentation."""
+    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def first_line(obj: Any) -> str:
+    """The first paragraph of a docstring, on one line, as it may stand in a Markdown table."""
+    text = " ".join((inspect.getdoc(obj) or "").split("\n\n")[0].split())
+    return re.sub(r":\w+:`([^`]*)`", r"`\1`", text.replace("``", "`")).replace("|", "\\|")
+
+
+def table(header: str, body: Iterable[Sequence[str]]) -> str:
+    """A Markdown table; the column names of ``header`` are separated by commas."""
+    names = header.split(", ")
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in [names, ["---"] * len(names), *body])
+
+
+# ---------------------------------------------------------------------------------------------- tables
+
+
+def formats() -> str:
+    """Every row of FORMATS."""
+    import mxtensor as mx
+
+    def block(extent: int) -> str:
+        return "all" if extent < 0 else str(extent)
+
+    body = []
+    for name, f in mx.FORMATS.items():
+        aliases = [a for a, target in mx.FORMATS.aliases.items() if target == name]
+        e, scale = f.element, f.scale.name + (" and one float32" if f.global_scale else "")
+        body.append(
+            (
+                f"`{name}`", ", ".join(f"`{a}`" for a in aliases) or "-", e.name, f"{e.max:g}",
+                f"{block(f.block[0])} x {block(f.block[1])}", scale, f"{f.bits_per_value:.4g}",
+            )
+        )  # fmt: skip
+    return table("format, other names, element, largest, block, scale, bits a value", body)
+
+
+def _module(rule: Any) -> str:
+    name = rule.__module__.removeprefix("mxtensor.")
+    return f"`{name.replace('.', '/')}.py`"
+
+
+def ops() -> str:
+    """Every rule of OP_TABLE with the aten overloads it serves."""
+    import mxtensor  # noqa: F401  (fills the table)
+    from mxtensor.dispatch import OP_TABLE
+
+    served: dict[Any, list[str]] = {}
+    for op, rule in OP_TABLE.items():
+        served.setdefault(rule, []).append(f"`{str(op).removeprefix('aten.')}`")
+    body = [(" ".join(sorted(names)), first_line(rule), _module(rule)) for rule, names in served.items()]
+    return table("aten, what the rule does, where", sorted(body, key=lambda row: (row[2], row[0])))
+
+
+def functions() -> str:
+    """Every rule of FUNCTION_TABLE."""
+    import mxtensor  # noqa: F401
+    from mxtensor.dispatch import FUNCTION_TABLE
+
+    def name(function: Any) -> str:
+        from torch.overrides import resolve_name
+
+        return f"`{resolve_name(function) or function.__name__}`"
+
+    served: dict[Any, list[str]] = {}
+    for function, rule in FUNCTION_TABLE.items():
+        served.setdefault(rule, []).append(name(function))
+    body = [(" ".join(sorted(names)), first_line(rule), _module(rule)) for rule, names in served.items()]
+    return table("torch function, what the rule does, where", sorted(body, key=lambda row: (row[2], row[0])))
+
+
+def kernels() -> str:
+    """Every kernel in the order in which it is asked."""
+    from mxtensor.kernels.cast import DEQUANTIZE, QUANTIZE
+    from mxtensor.kernels.gemm import GEMM
+
+    body = [
+        (work, f"`{kernel.name}`", first_line(sys.modules[kernel.refuses.__module__]), _module(kernel.refuses))
+        for work, kernels in (("product", GEMM), ("quantize", QUANTIZE), ("dequantize", DEQUANTIZE))
+        for kernel in kernels
+    ]
+    return table("work, kernel, what it is, where", body)
+
+
+def _literal_docs(source: str) -> dict[str, str]:
+    """The string literals that follow module-level assignments."""
+    out: dict[str, str] = {}
+    body = ast.parse(source).body
+    for statement, after in pairwise(body):
+        if isinstance(statement, (ast.Assign, ast.AnnAssign)) and isinstance(after, ast.Expr):
+            target = statement.targets[0] if isinstance(statement, ast.Assign) else statement.target
+            if isinstance(target, ast.Name) and isinstance(after.value, ast.Constant):
+                out[target.id] = inspect.cleandoc(str(after.value.value))
+    return out
+
+
+def public_docs() -> dict[str, str]:
+    """Every name of ``mxtensor.__all__`` with its docstring: for a constant, the literal under it."""
+    import mxtensor as mx
+
+    literals: dict[str, str] = {}
+    for path in (ROOT / "mxtensor").rglob("*.py"):
+        literals |= _literal_docs(path.read_text())
+    objects = {name: getattr(mx, name) for name in mx.__all__}
+    return {
+        name: literals.get(name, "") if not callable(obj) else inspect.getdoc(obj) or ""
+        for name, obj in objects.items()
+    }
+
+
+def api() -> str:
+    """The public names."""
+    body = []
+    for name, doc in public_docs().items():
+        holder = type("holder", (), {"__doc__": doc})
+        body.append((f"`mx.{name}`", first_line(holder)))
+    return table("name, what it is", sorted(body, key=lambda row: row[0].strip("`").lower()))
+
+
+def torchao() -> str:
+    """The comparison; raises ImportError where torchao is not installed."""
+    from docs import compare
+
+    return compare.table()
+
+
+TABLES: dict[str, Callable[[], str]] = {f.__name__: f for f in (formats, ops, functions, kernels, api, torchao)}
+
+
+def with_tables(text: str) -> str:
+    """``text`` with every generated table made anew; one that needs a package that is missing stays as it is."""
+
+    def fill(match: re.Match[str]) -> str:
+        try:
+            return f"{match[1]}\n{TABLES[match[2]]()}\n\n{match[3]}"
+        except ImportError:
+            return match[0]
+
+    return GENERATED.sub(fill, text)
+
+
+# ---------------------------------------------------------------------------------------------- blocks
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced python block: its text, and where it stands."""
+
+    text: str
+    start: int
+    end: int
+
+
+def blocks(text: str) -> list[Block]:
+    """The python blocks of a page, in order."""
+    return [Block(m[2], m.start(2), m.end()) for m in FENCE.finditer(text) if m[1] == "python"]
+
+
+def run_here(path: Path) -> list[str]:
+    """Run the blocks of a page in this process; what each prints. Tracebacks show the page's own lines."""
+    warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", ".*isinstance.treespec, LeafSpec.*", FutureWarning)  # inside torch.compile
+    text = path.read_text()
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    printed = []
+    for block in blocks(text):
+        before = "\n" * text.count("\n", 0, block.start)
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            exec(compile(before + block.text, str(path), "exec"), namespace)
+        printed.append(out.getvalue())
+    return printed
+
+
+def run(path: Path) -> list[str]:
+    """``run_here`` in a fresh process and a temporary directory. Raises RuntimeError with the traceback."""
+    if not blocks(path.read_text()):
+        return []
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in paths if p)}
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "docs.generate", "--run", str(path.resolve())]
+        done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{path}: a python block failed\n{done.stderr[-4000:]}")
+    return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+
+
+DECIMAL = re.compile(r"-?\d+\.\d+")
+
+
+def same(shown: str, printed: str) -> bool:
+    """Equal words and whole numbers, and decimal numbers within 2 %: machines add up in different orders."""
+
+    def words(text: str) -> str:
+        return re.sub(r"-{2,}", "--", " ".join(DECIMAL.sub("#", text).split()))
+
+    pairs = zip(DECIMAL.findall(shown), DECIMAL.findall(printed), strict=False)
+    close = all(abs(float(a) - float(b)) <= 0.02 * max(1.0, abs(float(a))) for a, b in pairs)
+    return words(shown) == words(printed) and close
+
+
+def with_outputs(text: str, printed: list[str]) -> str:
+    """``text`` with every shown output that differs from what was printed replaced."""
+    found = blocks(text)
+
+    def fill(match: re.Match[str]) -> str:
+        last = max(i for i, block in enumerate(found) if block.end <= match.start())
+        new = "".join(f"{line.rstrip()}\n" for line in printed[last].splitlines())
+        return match[0] if same(match[1], new) else f"<!-- output -->\n\n```text\n{new}```"
+
+    return OUTPUT.sub(fill, text)
+
+
+def current(path: Path) -> str:
+    """The page as it should be. Raises RuntimeError where a python block fails."""
+    text = path.read_text()
+    return with_tables(with_outputs(text, run(path)))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m docs.generate", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("pages", nargs="*", type=Path, default=pages(), metavar="PAGE", help="all, if none is named")
+    parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if a page is out of date")
+    parser.add_argument("--run", type=Path, metavar="PAGE", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.run is not None:
+        print(json.dumps(run_here(args.run)))
+        return 0
+    stale = [(path, new) for path in args.pages for new in (current(path),) if new != path.read_text()]
+    for path, new in stale:
+        print(f"{path} {'is out of date: run make docs' if args.check else 'written'}")
+        if not args.check:
+            path.write_text(new)
+    return 1 if stale and args.check else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,197 @@
+"""The mechanism: tables that refuse a second entry, kernels that refuse with a sentence, and the log of both."""
+
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from torch import nn
+
+import mxtensor as mx
+from mxtensor.dispatch import (
+    FUNCTION_TABLE,
+    OP_TABLE,
+    Entry,
+    Kernel,
+    Spec,
+    choose,
+    describe,
+    implements,
+    implements_function,
+)
+from mxtensor.kernels.gemm import GEMM
+
+aten = torch.ops.aten
+BF16_ON_CPU = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def spec(op="mm", dtype=torch.float32):
+    return Spec(op, ((8, 64), (16, 64)), ("float32", "mxfp8_e4m3"), dtype, torch.device("cpu"))
+
+
+def kernel(name, reason=None):
+    return Kernel(name, lambda spec, *operands: reason, lambda *operands: name)
+
+
+# ---------------------------------------------------------------------------------------------- tables
+
+
+def test_an_op_has_one_rule():
+    before = dict(OP_TABLE)
+    with pytest.raises(RuntimeError, match=r"aten\.mm\.default already has the rule mxtensor\.ops\.matmul\.mm"):
+        implements(aten.mm.default)(lambda func, args, kwargs: None)
+    with pytest.raises(RuntimeError, match=r"already has the rule mxtensor\.ops\.einsum\.einsum"):
+        implements_function(torch.einsum)(lambda *args: None)
+    assert before == OP_TABLE and FUNCTION_TABLE[torch.einsum].__name__ == "einsum"
+
+
+def test_every_rule_says_what_it_does():
+    assert all(rule.__doc__ for rule in (*OP_TABLE.values(), *FUNCTION_TABLE.values()))
+
+
+def test_a_registered_rule_is_the_one_that_runs(monkeypatch):
+    w = mx.quantize(torch.randn(8, 64), "mxfp8")
+    with pytest.raises(NotImplementedError, match=r"aten\.neg\.default has no rule"):
+        torch.neg(w)
+    monkeypatch.setitem(OP_TABLE, aten.neg.default, lambda func, args, kwargs: func(args[0].dequantize()))
+    assert torch.equal(-w, -w.dequantize())
+
+
+# ---------------------------------------------------------------------------------------------- choosing
+
+
+def test_the_first_kernel_that_accepts_runs_and_the_refusals_before_it_are_logged():
+    with mx.explain() as log:
+        chosen = choose((kernel("a", "too tall"), kernel("b", "too wide"), kernel("c"), kernel("d")), spec())
+    assert chosen.name == "c"
+    assert log.entries == [Entry(spec(), "c", {"a": "too tall", "b": "too wide"})]
+
+
+def test_when_none_accepts_every_sentence_is_in_the_error():
+    message = "no kernel runs mm of float32 8x64, mxfp8_e4m3 16x64 on cpu: a: too tall; b: too wide"
+    with mx.explain() as log, pytest.raises(NotImplementedError) as error:
+        choose((kernel("a", "too tall"), kernel("b", "too wide")), spec())
+    assert str(error.value) == message and log.entries == []
+
+
+def test_a_kernel_decides_on_the_operands_it_would_run():
+    seen = []
+    picky = Kernel("picky", lambda spec, *operands: seen.append((spec, operands)), lambda *operands: None)
+    choose((picky,), spec(), "left", "right")
+    assert seen == [(spec(), ("left", "right"))]
+
+
+def test_a_kernel_that_refuses_shows_its_sentence_in_the_table(monkeypatch):
+    fast = Kernel("fast", lambda spec, *operands: "needs sm100, this device is a cpu", lambda *operands: None)
+    monkeypatch.setattr(sys.modules["mxtensor.kernels.gemm"], "GEMM", (fast, *GEMM))  # mx.kernels is the function
+    w, x = mx.quantize(torch.randn(16, 64), "mxfp8"), torch.randn(8, 64)
+    with mx.explain() as log:
+        y = F.linear(x, w)
+    assert "fast: needs sm100, this device is a cpu" in log.table()
+    assert torch.equal(y, F.linear(x, w))
+
+
+# ---------------------------------------------------------------------------------------------- kernels()
+
+
+def test_an_unknown_kernel_lists_the_names():
+    with (
+        pytest.raises(ValueError, match=r"unknown kernel 'nope'; the kernels are .*dequant.*emulated"),
+        mx.kernels("nope"),
+    ):
+        pass
+
+
+def kernels_of(log):
+    return [entry.kernel for entry in log.entries if entry.spec.op == "mm"]
+
+
+@pytest.mark.skipif(not BF16_ON_CPU, reason="this CPU has no bfloat16 product that accumulates in float32")
+def test_kernels_nest_and_end_with_their_block():
+    w, x = mx.quantize(torch.randn(16, 64).bfloat16(), "mxfp8"), torch.randn(8, 64).bfloat16()
+    with mx.explain() as log:
+        x @ w.t()
+        with mx.kernels("emulated"):
+            x @ w.t()
+            with mx.kernels("dequant"):
+                x @ w.t()
+            x @ w.t()
+        with pytest.raises(KeyError), mx.kernels("emulated"):
+            raise KeyError("an error ends the block too")
+        x @ w.t()
+    assert kernels_of(log) == ["dequant", "emulated", "dequant", "emulated", "dequant"]
+
+
+@pytest.mark.skipif(not BF16_ON_CPU, reason="this CPU has no bfloat16 product that accumulates in float32")
+def test_a_recipe_may_ask_for_a_kernel_and_kernels_overrules_it():
+    linear, x = nn.Linear(64, 16, bias=False).bfloat16(), torch.randn(8, 64).bfloat16()
+    mx.quantize_(linear, mx.NVFP4WeightOnlyConfig(kernel_preference="emulated"))
+    with mx.explain() as log:
+        linear(x)
+    assert kernels_of(log) == ["emulated"]
+    assert {e.refusals.get("dequant") for e in log.entries if e.spec.op == "mm"} == {"'emulated' was asked for"}
+    with (
+        mx.kernels("dequant"),
+        pytest.raises(NotImplementedError, match=r"dequant: .*emulated: 'dequant' was asked for"),
+    ):
+        linear.float()(x.float())
+
+
+# ---------------------------------------------------------------------------------------------- explain()
+
+
+def test_explain_logs_inside_its_block_only_and_nests():
+    w, x = mx.quantize(torch.randn(16, 64), "mxfp8"), torch.randn(8, 64)
+    with mx.explain() as outer:
+        x @ w.t()
+        with mx.explain() as inner:
+            x @ w.t()
+            x @ w.t()
+        x @ w.t()
+    x @ w.t()
+    assert (len(kernels_of(outer)), len(kernels_of(inner))) == (2, 2)
+
+
+def test_an_empty_log_says_so():
+    with mx.explain() as log:
+        torch.randn(4, 4) @ torch.randn(4, 4)
+    assert log.table() == "no MXTensor operation ran"
+
+
+def test_describe_names_operands_and_shapes():
+    assert describe(spec()) == "float32 8x64, mxfp8_e4m3 16x64"
+
+
+def explained(dtype, config="mxfp8"):
+    linear = nn.Linear(64, 16).to(dtype)
+    mx.quantize_(linear, config)
+    with mx.explain() as log, torch.no_grad():
+        linear(torch.randn(8, 64).to(dtype))
+        linear(torch.randn(8, 64).to(dtype))
+    return log.table()
+
+
+def test_the_table_of_a_small_float32_linear():
+    assert_expected_inline(
+        explained(torch.float32),
+        """\
+calls  op          operands                           kernel    refused
+-----  ----------  ---------------------------------  --------  -------
+2      quantize    float32->mxfp8_e4m3 8x64           codec     blocked: too small to slice
+2      addmm       mxfp8_e4m3 8x64, mxfp8_e4m3 16x64  emulated  dequant: computes in bfloat16, the result is float32
+2      dequantize  mxfp8_e4m3->float32 8x64           codec     blocked: too small to slice
+2      dequantize  mxfp8_e4m3->float32 16x64          codec     blocked: too small to slice""",
+    )
+
+
+@pytest.mark.skipif(not BF16_ON_CPU, reason="this CPU has no bfloat16 product that accumulates in float32")
+def test_the_table_of_a_small_bfloat16_linear():
+    assert_expected_inline(
+        explained(torch.bfloat16, "mxfp4-weight-only"),
+        """\
+calls  op          operands                         kernel   refused
+-----  ----------  -------------------------------  -------  -------
+2      addmm       bfloat16 8x64, mxfp4_e2m1 16x64  dequant  -
+2      dequantize  mxfp4_e2m1->bfloat16 16x64       codec    blocked: too small to slice""",
+    )
