@@ -101,8 +101,8 @@ class ElementFormat:
     def __post_init__(self) -> None:
         if not self.is_integer and not 0 < self.emax + self.bias < 1 << self.exponent_bits:
             raise ValueError(
-                f"{self.name}: max {self.max} has exponent {self.emax}, which {self.exponent_bits} exponent bits with bias "
-                f"{self.bias} cannot hold"
+                f"{self.name}: max {self.max} has exponent {self.emax}, which {self.exponent_bits} exponent bits "
+                f"with bias {self.bias} cannot hold"
             )
 
     @property

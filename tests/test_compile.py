@@ -33,16 +33,15 @@ def assert_close(got, expected):
 FORMATS = ["mxfp8", "mxfp4", "mxint8", "nvfp4"]
 
 
-def linear(format, dtype):
-    out = nn.Linear(96, 80).to(dtype)
-    mx.quantize_(out, format)
-    return out
+def linear(format, dtype, rows=80):
+    return mx.quantize_(nn.Linear(96, rows).to(dtype), format)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_linears_of_four_formats_in_one_graph(dtype):
-    """Activations are cast inside the graph; two- and three-dimensional inputs."""
+    """Activations are cast inside the graph; inputs of two and three dimensions; weights small, and enough to slice."""
     modules = nn.ModuleList(linear(format, dtype) for format in FORMATS)
+    modules.extend(linear(format, dtype, rows=700) for format in ("mxfp8-weight-only", "nvfp4"))
 
     def model(x, y):
         return [m(x) for m in modules], [m(y) for m in modules]

@@ -1,5 +1,7 @@
 """Products: each equals the product of the dequantized operands, accumulated in float32 and rounded once."""
 
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -44,13 +46,15 @@ def test_mm_and_linear_are_the_product_of_the_dequantized_operands(format, dtype
 
 @pytest.mark.skipif(not BF16_ON_CPU, reason="this CPU has no bfloat16 product that accumulates in float32")
 @pytest.mark.parametrize("format", [*mx.FORMATS, "mxfp8[32x32]", "mxfp4[16x16]"])
-def test_large_bfloat16_weights_multiply_slice_by_slice_without_another_rounding(format):
+def test_large_bfloat16_weights_multiply_slice_by_slice_without_another_rounding(format, monkeypatch):
+    monkeypatch.setattr(sys.modules["mxtensor.kernels.dequant"], "SLICE", 1 << 15)  # several slices of rows
     w = mx.quantize(torch.randn(640, 256, dtype=torch.bfloat16), format)
-    x, bias = torch.randn(7, 256, dtype=torch.bfloat16), torch.randn(640, dtype=torch.bfloat16)
-    y, with_bias = F.linear(x, w), F.linear(x, w, bias)
+    x, bias, c = (torch.randn(s, dtype=torch.bfloat16) for s in ((7, 256), (640,), (7, 640)))
     values = w.dequantize(torch.float64)
-    assert_same_product(y, lambda x, w: x @ w.t(), x, values)
-    assert_same_product(with_bias, lambda x, w, b: x @ w.t() + b, x, values, bias)
+    assert_same_product(F.linear(x, w), lambda x, w: x @ w.t(), x, values)
+    assert_same_product(F.linear(x, w, bias), lambda x, w, b: x @ w.t() + b, x, values, bias)
+    scaled = torch.addmm(c, x, w.t(), alpha=0.3, beta=1.7)
+    assert_same_product(scaled, lambda x, w, c: 1.7 * c + 0.3 * (x @ w.t()), x, values, c)
 
 
 # ---------------------------------------------------------------------------------------------- every op

@@ -168,6 +168,17 @@ def test_bits_per_value_counts_global_scales_tails_and_both_copies():
     assert mx.quantize(x[:, :33], "mxfp6").nbytes == 64 * (9 * 3 + 2)  # nine groups of four values in three bytes
 
 
+@pytest.mark.parametrize("shape", [(0,), (0, 64), (64, 0), (2, 0, 64)], ids=str)
+@pytest.mark.parametrize("format", ["mxfp8", "mxfp6", "nvfp4", "float8_tensor", "float8_row", "float8_128x128"])
+def test_a_tensor_without_values_is_a_tensor(format, shape):
+    w = mx.quantize(torch.randn(shape), format)
+    assert w.dequantize().shape == w.clone().shape == shape and f"shape={shape}" in repr(w)
+    if len(shape) == 2:
+        rows, cols = shape
+        assert w.t().dequantize().shape == (cols, rows)
+        assert torch.equal(torch.nn.functional.linear(torch.randn(5, cols), w), torch.zeros(5, rows))
+
+
 # ---------------------------------------------------------------------------------------------- operands
 
 

@@ -50,6 +50,7 @@ def assert_dense_op(op, w, dense):
         assert torch.equal(plain, e) and strides(plain) == strides(e.clone())
         (operand,) = g.held
         assert operand.data.shape == operand.format.data_shape(operand.shape)
+        assert operand.scale.shape == operand.format.scale_shape(operand.shape)
         if e.numel() and e.untyped_storage().data_ptr() == dense.untyped_storage().data_ptr():
             assert memory(g) <= memory(w)
     return got, expected
@@ -100,10 +101,7 @@ EVERYWHERE = {
     "alias": lambda w, n: aten.alias.default(w),
     "clone": lambda w, n: w.clone(),
     "transpose": lambda w, n: w.transpose(1, 2),
-    "transpose_negative": lambda w, n: w.transpose(-1, -2),
     "mT": lambda w, n: w.mT,
-    "swapaxes": lambda w, n: w.swapaxes(2, 1),
-    "movedim": lambda w, n: w.movedim(-1, 1),
     "permute_last_two": lambda w, n: w.permute(0, 2, 1),
     "permute_nothing": lambda w, n: w.permute(0, 1, 2),
     "there_and_back": lambda w, n: w.mT.mT,
@@ -114,16 +112,13 @@ EVERYWHERE = {
     "squeeze": lambda w, n: w[None, :, None].squeeze(),
     "squeeze_dim": lambda w, n: w.unsqueeze(0).squeeze(0),
     "squeeze_dims": lambda w, n: w[None, :, None].squeeze((0, 2)),
-    "squeeze_nothing": lambda w, n: w.squeeze(1),
     "select": lambda w, n: w[2],
     "select_negative": lambda w, n: w.select(0, -1),
     "slice": lambda w, n: w[1:3],
-    "slice_open": lambda w, n: w[:-1],
     "slice_step": lambda w, n: w[::2],
     "slice_rows": lambda w, n: w[:, n:],
     "slice_columns": lambda w, n: w[..., n:],
     "slice_both": lambda w, n: w[2, :n, n:],
-    "narrow": lambda w, n: w.narrow(1, n, n),
     "split": lambda w, n: w.split(3),
     "split_rows": lambda w, n: w.split(n, 1),
     "split_columns": lambda w, n: w.split(n, dim=-1),
@@ -131,7 +126,6 @@ EVERYWHERE = {
     "chunk": lambda w, n: w.chunk(2, 1),
     "tensor_split": lambda w, n: w.tensor_split(3),
     "unbind": lambda w, n: w.unbind(),
-    "iterate": lambda w, n: list(w),
     "view": lambda w, n: w.view(2, 2, 2 * n, 2 * n),
     "view_infers": lambda w, n: w.view(2, -1, 2 * n, 2 * n),
     "reshape": lambda w, n: w.reshape(2, 2, 2 * n, 2 * n),
@@ -139,7 +133,6 @@ EVERYWHERE = {
     "expand": lambda w, n: w[:1].expand(3, 2 * n, 2 * n),
     "expand_fresh": lambda w, n: w.expand(5, -1, -1, -1),
     "expand_select": lambda w, n: w.expand(2, 4, 2 * n, 2 * n)[1],
-    "broadcast_to": lambda w, n: torch.broadcast_to(w, (2, 4, 2 * n, 2 * n)),
 }
 
 
@@ -189,7 +182,6 @@ ROWS_ARE_FREE = {
     "rows_as_a_list": lambda w: w.unbind(1),
     "all_rows": lambda w: w.view(-1, 256),
     "vector": lambda w: w.view(-1),
-    "flatten": lambda w: w.flatten(),
     "flatten_columns": lambda w: w.flatten(1),
     "columns_in_two": lambda w: w.unflatten(-1, (2, 128)),
     "columns_merged": lambda w: w.reshape(2, 20, 1024),
@@ -308,11 +300,6 @@ def tensors(draw):
     return mx.quantize(torch.randn(shape, generator=generator), format, orientation=orientation)
 
 
-def _bounds(draw, size):
-    ends = st.sampled_from([None, 0, 1, 16, 32, 64, -16, -32, size])
-    return slice(draw(ends), draw(ends), draw(st.sampled_from([1, 1, 1, 2])))
-
-
 @st.composite
 def operations(draw, shape):
     """One structural op on a tensor of this shape."""
@@ -326,7 +313,8 @@ def operations(draw, shape):
         other = draw(st.integers(-ndim, ndim - 1))
         return lambda w: w.transpose(dim, other)
     if kind == "slice":
-        bounds = _bounds(draw, shape[dim])
+        ends = st.sampled_from([None, 0, 1, 16, 32, 64, -16, -32, shape[dim]])
+        bounds = slice(draw(ends), draw(ends), draw(st.sampled_from([1, 1, 1, 2])))
         return lambda w: w[tuple(bounds if d == dim % ndim else slice(None) for d in range(ndim))]
     if kind == "select" and shape[dim]:
         index = draw(st.integers(-shape[dim], shape[dim] - 1))
@@ -342,7 +330,7 @@ def operations(draw, shape):
     return draw(st.sampled_from([lambda w: w.reshape(merged), lambda w: w.view(split), lambda w: w.flatten(0, -2)]))
 
 
-@settings(max_examples=200, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=120, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_any_chain_of_structural_ops_equals_the_dense_one_or_is_refused(data):
     w = data.draw(tensors())

@@ -124,7 +124,7 @@ def bmm(func: Any, args: Any, kwargs: Any) -> Tensor:
     """(B, M, K) @ (B, K, N); a weight that the batch repeats is multiplied once, with all rows."""
     a, b = args
     one = _first_of_repeats(b)
-    if one is not None and not isinstance(a, MXTensor):
+    if one is not None and not isinstance(a, MXTensor) and a.shape[0] == b.shape[0]:
         rows = a.reshape(-1, a.shape[-1])
         return product("bmm", Side(rows, False), Side(one, True)).view(*a.shape[:-1], b.shape[-1])
     return product("bmm", Side(a, False), Side(b, True))

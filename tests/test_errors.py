@@ -1,0 +1,148 @@
+"""docs/errors.md is true and complete: every row raises what it says, whole text, and every raise has a row."""
+
+import ast
+import builtins
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import parts_of
+
+import mxtensor as mx
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = (ROOT / "docs" / "errors.md").read_text()
+ROW = re.compile(r"^\| `(.+?)` \| (\w+) \| `(.+?)` \| (.+) \|$", re.MULTILINE)
+ROWS = ROW.findall(PAGE)
+SETUP = re.search(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)[1]
+KINDS = (ValueError, TypeError, NotImplementedError, RuntimeError, ImportError, UserWarning)
+
+NEVER_SEEN = {
+    # raised and caught inside ops/einsum.py; they show as the reason in explain()
+    "not one product",
+    "a shared dimension differs in size",
+}
+
+
+def pattern(message):
+    """A message whose {words} stand for any text."""
+    return ".+?".join(map(re.escape, re.split(r"\{\w+\}", message)))
+
+
+def forced(kernel, call):
+    with mx.kernels(kernel):
+        return call()
+
+
+def without(package, call):
+    """``call`` where ``package`` is not installed."""
+
+    def find(name, *args, **kwargs):
+        if name.partition(".")[0] == package:
+            raise ImportError(name)
+        return original(name, *args, **kwargs)
+
+    original, builtins.__import__ = builtins.__import__, find
+    try:
+        return call()
+    finally:
+        builtins.__import__ = original
+
+
+@pytest.fixture
+def names():
+    """What the page sets up, and two helpers."""
+    space = {"forced": forced, "without": without}
+    exec(SETUP, space)
+    return space
+
+
+def state(names):
+    """Every tensor of the namespace, and each model's parameters by identity."""
+    tensors = [v for v in names.values() if isinstance(v, torch.Tensor)]
+    plain = [t for v in tensors for t in (parts_of(v) if isinstance(v, mx.MXTensor) else [v.clone()])]
+    parts = [t.view(torch.uint8) if t.dtype.itemsize == 1 else t for t in plain]
+    return [t.clone() for t in parts], [id(p) for m in ("model", "done") for p in names[m].parameters()]
+
+
+# ---------------------------------------------------------------------------------------------- each row
+
+
+def test_the_page_has_its_rows():
+    assert len(ROWS) == len(set(call for call, *_ in ROWS)) == PAGE.count("\n| `") >= 40
+
+
+@pytest.mark.parametrize(("call", "kind", "message"), [row[:3] for row in ROWS], ids=[row[0] for row in ROWS])
+def test_the_call_raises_exactly_this_and_changes_nothing(call, kind, message, names):
+    expected = {k.__name__: k for k in KINDS}[kind]
+    before = state(names)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(expected) as error:
+            eval(call, names)
+    assert type(error.value) is expected
+    assert re.fullmatch(pattern(message), str(error.value), re.DOTALL), str(error.value)
+    after = state(names)
+    assert all(torch.equal(a, b) for a, b in zip(before[0], after[0], strict=True))
+    assert before[1] == after[1]
+    assert not (ROOT / "errors.png").exists()
+
+
+# ---------------------------------------------------------------------------------------------- nothing is missing
+
+
+def raised():
+    """(file:line, message) of every raise and warning of the package, values as {value}."""
+    for path in sorted((ROOT / "mxtensor").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            call = node.exc if isinstance(node, ast.Raise) else node
+            is_warning = isinstance(call, ast.Call) and ast.unparse(call.func) == "warnings.warn"
+            if isinstance(call, ast.Call) and (isinstance(node, ast.Raise) or is_warning):
+                yield f"{path.relative_to(ROOT)}:{node.lineno}", text_of(call.args[0])
+
+
+def text_of(node):
+    if isinstance(node, ast.Constant):
+        return node.value
+    assert isinstance(node, ast.JoinedStr), ast.unparse(node)
+    return "".join(v.value if isinstance(v, ast.Constant) else "{value}" for v in node.values)
+
+
+def test_every_raise_of_the_package_has_a_row():
+    messages = [re.sub(r"\{\w+\}", "VALUE", message) for _, _, message, _ in ROWS]
+    found = [(place, text) for place, text in raised() if text not in NEVER_SEEN]
+    missing = [f"{place}: {text}" for place, text in found if not any(re.fullmatch(pattern(text), m) for m in messages)]
+    assert len(found) >= 30 and missing == []
+
+
+def test_every_message_ends_with_a_way_out():
+    assert all(way_out.strip(" -") for *_, way_out in ROWS)
+
+
+# ---------------------------------------------------------------------------------------------- beyond one line
+
+
+def test_a_failing_write_changes_nothing():
+    w = mx.quantize(torch.randn(64, 128), "mxfp8", orientation="both")
+    before = [t.clone() for t in parts_of(w)]
+    for bad in (torch.randn(64, 96), torch.randn(63, 128), torch.randn(2, 64, 128), torch.randn(64, 128) * 1j):
+        with pytest.raises((RuntimeError, TypeError)):
+            w.copy_(bad)
+    assert all(torch.equal(a, b) for a, b in zip(parts_of(w), before, strict=True))
+
+
+def test_an_error_inside_a_forced_block_ends_the_force():
+    w, x = mx.quantize(torch.randn(64, 128), "mxfp8"), torch.randn(5, 128)
+    with pytest.raises(NotImplementedError):
+        forced("dequant", lambda: x @ w.t())
+    assert (x @ w.t()).shape == (5, 64)
+
+
+@pytest.mark.parametrize("op", [torch.neg, torch.exp, torch.sum, lambda w: w * w, lambda w: w[torch.tensor([0, 1])]])
+def test_every_op_without_a_rule_names_itself_and_the_way_out(op):
+    w = mx.quantize(torch.randn(4, 64), "mxfp8")
+    with pytest.raises(NotImplementedError, match=r"^aten\.\S+ has no rule for MXTensor yet; call \.dequantize\(\)"):
+        op(w)
+    op(w.dequantize())
