@@ -7,7 +7,7 @@ import json
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
@@ -70,7 +70,7 @@ def side_by_side(
 
 def machine() -> dict[str, Any]:
     """What a figure means nothing without."""
-    names = ("mxtensor", "torch", "torchao", "triton", "numpy")
+    names = ("mxtensor", "torch", "torchao", "triton", "numpy", "transformers", "peft")
     versions = {}
     for name in names:
         try:
@@ -107,8 +107,8 @@ def arguments(description: str) -> argparse.Namespace:
     return parser.parse_args()
 
 
-def write_json(path: Path | None, rows: list[Row]) -> None:
-    """Raw results with the machine they were measured on."""
+def write_json(path: Path | None, rows: Sequence[Any]) -> None:
+    """Raw results, dataclasses, with the machine they were measured on."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"machine": machine(), "rows": [asdict(r) for r in rows]}, indent=1) + "\n")

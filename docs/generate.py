@@ -165,7 +165,14 @@ def torchao() -> str:
     return compare.table()
 
 
-TABLES: dict[str, Callable[[], str]] = {f.__name__: f for f in (formats, ops, functions, kernels, api, torchao)}
+def models() -> str:
+    """What benchmarks/models.py recorded."""
+    from benchmarks.models import HEADER, cells, recorded
+
+    return table(", ".join(HEADER), [cells(row) for row in recorded()])
+
+
+TABLES: dict[str, Callable[[], str]] = {f.__name__: f for f in (formats, ops, functions, kernels, api, torchao, models)}
 
 
 def with_tables(text: str) -> str:

@@ -10,7 +10,7 @@ from .convert import (
     NVFP4WeightOnlyConfig,
     quantize_,
 )
-from .dispatch import explain, kernels
+from .dispatch import explain, kernels, strict
 from .formats import (
     DTYPE_FP6_E2M3,
     DTYPE_FP6_E3M2,
@@ -47,6 +47,7 @@ __all__ = [
     "kernels",
     "quantize",
     "quantize_",
+    "strict",
 ]
 
 _torch.serialization.add_safe_globals([rebuild])

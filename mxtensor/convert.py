@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from .formats import FORMATS, Format, ScaleCalculationMode, get_mx_format
+from .formats import FORMATS, Format, Orientation, ScaleCalculationMode, get_mx_format
 from .recipe import Cast, KernelPreference, LinearRecipe
 from .tensor import MXTensor, quantize_as
 
@@ -104,12 +104,50 @@ def recipe_of(config: Any) -> LinearRecipe:
 
 # ---------------------------------------------------------------------------------------------- which weights
 
-WEIGHTS: dict[type[nn.Module], tuple[str, ...]] = {
-    nn.Linear: ("weight",),
-    nn.MultiheadAttention: ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"),
-    nn.Embedding: ("weight",),
-}
-"""Module class -> its weights that enter a product (or, for an embedding, a lookup)."""
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of module and its weights that enter a product (or, for an embedding, a lookup)."""
+
+    matches: Callable[[nn.Module], bool]
+    names: tuple[str, ...]
+    orientation: Orientation = Orientation.ROWWISE
+    """Which dimension products contract: the last of (out, in), or the one before it of (in, out)."""
+
+
+def _is(kind: type[nn.Module]) -> Callable[[nn.Module], bool]:
+    return lambda module: isinstance(module, kind)
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    """transformers' Conv1D, by name: a linear layer (GPT-2's) whose weight is (in, out)."""
+    weight = module._parameters.get("weight")
+    return weight is not None and weight.dim() == 2 and any(kind.__name__ == "Conv1D" for kind in type(module).__mro__)
+
+
+EXPERTS = ("gate_up_proj", "down_proj")
+
+
+def _are_experts(transposed: bool) -> Callable[[nn.Module], bool]:
+    """transformers' mixture of experts, by its parameters: (experts, out, in), or transposed (experts, in, out)."""
+
+    def matches(module: nn.Module) -> bool:
+        weights = [module._parameters.get(name) for name in EXPERTS]
+        stacked = all(weight is not None and weight.dim() == 3 for weight in weights)
+        return stacked and getattr(module, "is_transposed", False) == transposed
+
+    return matches
+
+
+KINDS = (
+    Kind(_is(nn.Linear), ("weight",)),
+    Kind(_is(nn.MultiheadAttention), ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")),
+    Kind(_is(nn.Embedding), ("weight",)),
+    Kind(_is_conv1d, ("weight",), Orientation.COLUMNWISE),
+    Kind(_are_experts(transposed=False), EXPERTS),
+    Kind(_are_experts(transposed=True), EXPERTS, Orientation.COLUMNWISE),
+)
+"""Every kind of module that ``quantize_`` knows; the first that matches counts."""
 
 SKIPPED_NAMES = ("lm_head", "router", "gate")
 """Last parts of module names that the default filter leaves in high precision: heads and expert routers."""
@@ -120,15 +158,20 @@ def default_filter(module: nn.Module, fqn: str) -> bool:
     return not isinstance(module, nn.Embedding) and fqn.rpartition(".")[2] not in SKIPPED_NAMES
 
 
-def _weights(model: nn.Module, filter_fn: FilterFn) -> Iterator[tuple[nn.Module, str, str]]:
-    """(module, parameter name, fully qualified module name) of every weight to quantize."""
+def _tied_to_lookups(model: nn.Module) -> set[int]:
+    """Identities of the embedding weights: a linear layer that holds one is a head, whatever its name."""
+    return {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+
+
+def _weights(model: nn.Module, filter_fn: FilterFn) -> Iterator[tuple[nn.Module, str, Kind]]:
+    """(module, parameter name, kind of module) of every weight to quantize."""
     for fqn, module in model.named_modules():
-        names = next((names for kind, names in WEIGHTS.items() if isinstance(module, kind)), ())
-        if names and filter_fn(module, fqn):
-            for name in names:
+        kind = next((kind for kind in KINDS if kind.matches(module)), None)
+        if kind is not None and filter_fn(module, fqn):
+            for name in kind.names:
                 weight = getattr(module, name, None)
                 if weight is not None and not isinstance(weight, MXTensor):
-                    yield module, name, fqn
+                    yield module, name, kind
 
 
 def _progress(items: list[Any], values: int) -> Iterable[Any]:
@@ -142,19 +185,51 @@ def _progress(items: list[Any], values: int) -> Iterable[Any]:
     return tqdm(items, desc="quantizing", unit="weight")  # type: ignore[no-any-return]
 
 
+def keep_quantized(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], strict: bool,
+    missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
+) -> None:  # fmt: skip
+    """Before a state dict is loaded: weights arrive in the format that the module holds.
+
+    High-precision values are quantized, also under ``assign=True``, which would put a plain parameter in the place of
+    an MXTensor. Values in another format are an error: quantizing twice loses what nobody asked to lose. (torch hands
+    every hook ``strict=True``, whatever ``load_state_dict`` was called with.)
+    """
+    for name, parameter in module._parameters.items():
+        value = state_dict.get(prefix + name)
+        if not isinstance(parameter, MXTensor) or value is None:
+            continue
+        if isinstance(value, MXTensor):
+            if value.format != parameter.format:
+                error_msgs.append(
+                    f"format mismatch for {prefix}{name}: the checkpoint holds {value.format}, the model "
+                    f"{parameter.format}; quantize the model in that format, or load the values' dequantize()"
+                )
+                state_dict[prefix + name] = parameter.detach()  # what is there stays; the error is raised at the end
+        elif local_metadata.get("assign_to_params_buffers") and value.shape == parameter.shape:
+            sides = {Orientation.ROWWISE: parameter._rowwise, Orientation.COLUMNWISE: parameter._columnwise}
+            held = Orientation(sum(side.value for side, operand in sides.items() if operand is not None))
+            new = quantize_as(value, parameter.recipe, held)
+            state_dict[prefix + name] = nn.Parameter(new, requires_grad=parameter.requires_grad)
+
+
 def quantize_(model: ModuleT, config: Config, filter_fn: FilterFn | None = None) -> ModuleT:
     """Replace the weights of ``model``'s linear and attention layers by MXTensor parameters, in place.
 
     The modules stay torch's own classes; a shared weight stays shared. ``config``: the name of any format (weights, and
     activations on the fly in the same format), ``"NAME-weight-only"``, a LinearRecipe or one of torchao's configs.
-    ``filter_fn(module, fqn) -> bool`` sees every nn.Linear, nn.MultiheadAttention and nn.Embedding; without one,
-    embeddings, ``lm_head`` and routers are skipped. The new parameters are frozen. Returns ``model``.
+    ``filter_fn(module, fqn) -> bool`` sees every nn.Linear, nn.MultiheadAttention and nn.Embedding, and of transformers
+    every Conv1D and every module of stacked experts; without one, embeddings, whatever shares a weight with one,
+    ``lm_head`` and routers are skipped. The new parameters are frozen. Returns ``model``.
 
     Raises ValueError or TypeError for a config it does not know, before anything is changed; warns where no layer
     matches.
     """
     recipe = recipe_of(config)
     found = list(_weights(model, filter_fn or default_filter))
+    if filter_fn is None:
+        lookups = _tied_to_lookups(model)
+        found = [(module, name, kind) for module, name, kind in found if id(getattr(module, name)) not in lookups]
     if not found:
         warnings.warn(
             f"quantize_ changed nothing: no nn.Linear, nn.MultiheadAttention or nn.Embedding of {type(model).__name__} "
@@ -164,10 +239,12 @@ def quantize_(model: ModuleT, config: Config, filter_fn: FilterFn | None = None)
         )
     shared: dict[int, nn.Parameter] = {}
     lookup = LinearRecipe(recipe.weight, None, recipe.kernel_preference)
-    for module, name, _ in _progress(found, sum(getattr(m, n).numel() for m, n, _ in found)):
+    for module, name, kind in _progress(found, sum(getattr(m, n).numel() for m, n, _ in found)):
         weight = getattr(module, name)
         if id(weight) not in shared:
             this = lookup if isinstance(module, nn.Embedding) else recipe
-            shared[id(weight)] = nn.Parameter(quantize_as(weight, this), requires_grad=False)
+            shared[id(weight)] = nn.Parameter(quantize_as(weight, this, kind.orientation), requires_grad=False)
         setattr(module, name, shared[id(weight)])
+    for module in dict.fromkeys(module for module, _, _ in found):
+        module.register_load_state_dict_pre_hook(keep_quantized)
     return model

@@ -9,15 +9,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._python_dispatch import _len_torch_dispatch_stack  # type: ignore[attr-defined]
 
 Rule = Callable[..., Any]
 
 OP_TABLE: dict[Any, Rule] = {}
 """aten overload -> rule(func, args, kwargs)."""
+FALLBACK: list[Rule] = []
+"""The one rule for every op that is not in OP_TABLE, entered by ``ops/fallback.py``."""
 FUNCTION_TABLE: dict[Any, Rule] = {}
 """torch function -> rule(*args, **kwargs), for what has to be seen before aten takes it apart."""
 
@@ -46,13 +49,14 @@ def implements_function(*functions: Any) -> Callable[[Rule], Rule]:
 # ---------------------------------------------------------------------------------------------- kernels
 
 
-@dataclass(frozen=True)
-class Spec:
-    """What a kernel decides on. Shapes are logical; formats are format names, or dtype names of plain operands."""
+class Spec(NamedTuple):
+    """What a kernel decides on. Shapes are logical; every call makes several, so that names are spelled out only when
+    somebody reads them."""
 
     op: str
     shapes: tuple[tuple[int, ...], ...]
-    formats: tuple[str, ...]
+    formats: tuple[object, ...]
+    """Of each operand its format, the dtype of a plain one, a name, or a pair of these (from, to)."""
     dtype: torch.dtype
     device: torch.device
     traced: bool = False
@@ -77,7 +81,13 @@ def is_traced(*tensors: torch.Tensor | None) -> bool:
     """Whether these tensors are being traced (or have no values at all) rather than computed."""
     if torch.compiler.is_compiling() or _len_torch_dispatch_stack() > 0:
         return True
-    return any(t is not None and (t.is_meta or type(t) not in (torch.Tensor, torch.nn.Parameter)) for t in tensors)
+    for t in tensors:
+        if t is not None and (type(t) not in _PLAIN or t.is_meta or is_functorch_wrapped_tensor(t)):
+            return True
+    return False
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 _forced: ContextVar[str | None] = ContextVar("mxtensor_kernels", default=None)
@@ -126,6 +136,29 @@ def choose(candidates: Sequence[Kernel], spec: Spec, *operands: Any, prefer: str
     raise NotImplementedError(f"no kernel runs {spec.op} of {describe(spec)} on {spec.device}: {why}")
 
 
+# ---------------------------------------------------------------------------------------------- strict
+
+_strict: ContextVar[bool] = ContextVar("mxtensor_strict", default=False)
+
+
+@contextmanager
+def strict() -> Iterator[None]:
+    """Inside the block, an op that would dequantize an MXTensor is a NotImplementedError that names it."""
+    token = _strict.set(True)
+    try:
+        yield
+    finally:
+        _strict.reset(token)
+
+
+def refuse_if_strict(op: str, reason: str) -> None:
+    """Raise where ``op`` is about to leave the quantized world inside ``strict()``."""
+    if not torch.compiler.is_dynamo_compiling() and _strict.get():
+        raise NotImplementedError(
+            f"{op} would dequantize ({reason}), which mx.strict() forbids; a rule for it would go to mxtensor/ops"
+        )
+
+
 # ---------------------------------------------------------------------------------------------- the log
 
 
@@ -140,8 +173,12 @@ class Entry:
 
 def describe(spec: Spec) -> str:
     """Operands as text: ``bfloat16 512x4096, mxfp8_e4m3 4096x4096``."""
+
+    def name(part: object) -> str:
+        return "->".join(map(name, part)) if isinstance(part, tuple) else str(part).removeprefix("torch.")
+
     shapes = ("x".join(map(str, shape)) for shape in spec.shapes)
-    return ", ".join(f"{name} {shape}" for name, shape in zip(spec.formats, shapes, strict=True))
+    return ", ".join(f"{name(part)} {shape}" for part, shape in zip(spec.formats, shapes, strict=True))
 
 
 @dataclass

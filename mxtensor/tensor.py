@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .autograd import dequantize_with_gradient
 from .codec import Operand, transposed
-from .dispatch import FUNCTION_TABLE, OP_TABLE, forced_kernel
+from .dispatch import FALLBACK, FUNCTION_TABLE, OP_TABLE, forced_kernel
 from .fingerprint import fingerprint
 from .formats import Format, Orientation, Rounding, ScaleCalculationMode, get_format, get_mx_format
 from .kernels.cast import quantize_operand
@@ -156,6 +157,11 @@ class MXTensor(Tensor):
         return tuple(o for o in (self._rowwise, self._columnwise) if o is not None)
 
     @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """Every tensor of codes and scales."""
+        return tuple(t for operand in self.held for t in operand.tensors)
+
+    @property
     def nbytes(self) -> int:  # type: ignore[override]
         """Bytes of all codes and scales held."""
         return sum(o.nbytes for o in self.held)
@@ -180,8 +186,7 @@ class MXTensor(Tensor):
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The plain values in ``dtype`` (default: ``self.dtype``), shaped and strided as a copy of ``self``."""
         facade = self if dtype is None or dtype is self.dtype else self.to(dtype)
-        plain = not isinstance(facade, MXTensor)  # an integer dtype
-        return facade if plain else torch.ops.aten.dequantize.self(facade)
+        return dequantize_with_gradient(facade) if isinstance(facade, MXTensor) else facade
 
     def to_dtype(self, dtype: torch.dtype) -> Tensor:
         """``dequantize`` as torchao names it."""
@@ -234,12 +239,7 @@ class MXTensor(Tensor):
         rule = OP_TABLE.get(func)
         if rule is None and func._can_decompose():
             return func.decompose(*args, **(kwargs or {}))  # inference mode hands composite ops over whole
-        if rule is None:
-            raise NotImplementedError(
-                f"{func} has no rule for MXTensor yet; call .dequantize() on the tensor first, or add a rule to "
-                "mxtensor/ops (docs/dispatch.md lists the rules there are)"
-            )
-        return rule(func, args, kwargs or {})
+        return (rule or FALLBACK[0])(func, args, kwargs or {})
 
     def share_memory_(self) -> MXTensor:
         """Move codes and scales to shared memory (torch's own looks for a storage, and a wrapper has none)."""

@@ -52,10 +52,11 @@ def test_every_rule_says_what_it_does():
 
 def test_a_registered_rule_is_the_one_that_runs(monkeypatch):
     w = mx.quantize(torch.randn(8, 64), "mxfp8")
-    with pytest.raises(NotImplementedError, match=r"aten\.neg\.default has no rule"):
+    with mx.strict(), pytest.raises(NotImplementedError, match=r"aten\.neg\.default would dequantize"):
         torch.neg(w)
     monkeypatch.setitem(OP_TABLE, aten.neg.default, lambda func, args, kwargs: func(args[0].dequantize()))
-    assert torch.equal(-w, -w.dequantize())
+    with mx.strict():
+        assert torch.equal(-w, -w.dequantize())
 
 
 # ---------------------------------------------------------------------------------------------- choosing
@@ -104,7 +105,7 @@ def test_an_unknown_kernel_lists_the_names():
 
 
 def kernels_of(log):
-    return [entry.kernel for entry in log.entries if entry.spec.op == "mm"]
+    return [entry.kernel for entry in log.entries if entry.spec.op in ("mm", "linear")]
 
 
 @pytest.mark.skipif(not BF16_ON_CPU, reason="this CPU has no bfloat16 product that accumulates in float32")
@@ -130,7 +131,7 @@ def test_a_recipe_may_ask_for_a_kernel_and_kernels_overrules_it():
     with mx.explain() as log:
         linear(x)
     assert kernels_of(log) == ["emulated"]
-    assert {e.refusals.get("dequant") for e in log.entries if e.spec.op == "mm"} == {"'emulated' was asked for"}
+    assert {e.refusals.get("dequant") for e in log.entries if e.spec.op == "linear"} == {"'emulated' was asked for"}
     with (
         mx.kernels("dequant"),
         pytest.raises(NotImplementedError, match=r"dequant: .*emulated: 'dequant' was asked for"),
@@ -178,10 +179,10 @@ def test_the_table_of_a_small_float32_linear():
         """\
 calls  op          operands                           kernel    refused
 -----  ----------  ---------------------------------  --------  -------
-2      quantize    float32->mxfp8_e4m3 8x64           codec     blocked: too small to slice
-2      addmm       mxfp8_e4m3 8x64, mxfp8_e4m3 16x64  emulated  dequant: computes in bfloat16, the result is float32
-2      dequantize  mxfp8_e4m3->float32 8x64           codec     blocked: too small to slice
-2      dequantize  mxfp8_e4m3->float32 16x64          codec     blocked: too small to slice""",
+2      quantize    float32->mxfp8_e4m3 8x64           native    -
+2      linear      mxfp8_e4m3 8x64, mxfp8_e4m3 16x64  emulated  dequant: computes in bfloat16, the result is float32
+2      dequantize  mxfp8_e4m3->float32 8x64           native    -
+2      dequantize  mxfp8_e4m3->float32 16x64          native    -""",
     )
 
 
@@ -192,6 +193,6 @@ def test_the_table_of_a_small_bfloat16_linear():
         """\
 calls  op          operands                         kernel   refused
 -----  ----------  -------------------------------  -------  -------
-2      addmm       bfloat16 8x64, mxfp4_e2m1 16x64  dequant  -
-2      dequantize  mxfp4_e2m1->bfloat16 16x64       codec    blocked: too small to slice""",
+2      linear      bfloat16 8x64, mxfp4_e2m1 16x64  dequant  -
+2      dequantize  mxfp4_e2m1->bfloat16 16x64       native   -""",
     )

@@ -14,6 +14,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 FLOORS = {
     # plain facts: numbers, names, rows
     "shapes": 0,
+    "autograd": 0,
     "formats": 0,
     "fingerprint": 0,
     # what is made of them

@@ -106,3 +106,47 @@ def test_the_log_names_the_device_that_a_kernel_refused():
     with torch.no_grad(), mx.explain() as log:
         layer(torch.randn(5, 416, device="cuda"))
     assert "blocked: runs on cpu, this tensor is on cuda" in log.table()
+
+
+@pytest.mark.parametrize("config", ["mxfp8", "mxfp4-weight-only", "nvfp4", "float8_row"])
+def test_a_linear_replays_in_a_cuda_graph(config):
+    layer = mx.quantize_(torch.nn.Linear(416, 96, dtype=torch.bfloat16, device="cuda"), config)
+    x = torch.randn(33, 416, dtype=torch.bfloat16, device="cuda")
+    with torch.no_grad():
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            layer(x)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = layer(x)
+        for _ in range(2):
+            x.copy_(torch.randn_like(x))
+            out.fill_(float("nan"))
+            graph.replay()
+            assert torch.equal(out, layer(x))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_adamw_trains_a_quantized_parameter(fused):
+    layer = torch.nn.Linear(64, 32, device="cuda")
+    layer.weight = torch.nn.Parameter(mx.quantize(layer.weight, "mxfp8"))
+    x, target = torch.randn(64, 64, device="cuda"), torch.randn(64, 32, device="cuda")
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-2, fused=fused)
+    losses = []
+    for _ in range(60):
+        loss = (layer(x) - target).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert isinstance(layer.weight, mx.MXTensor)
+    assert losses[-1] < 0.6 * losses[0]
+
+
+def test_pinned_memory_holds_the_same_codes():
+    w = mx.quantize(torch.randn(64, 128), "mxfp6")
+    pinned = w.pin_memory()
+    assert pinned.is_pinned() and not w.is_pinned()
+    assert same(pinned.rowwise.data, w.rowwise.data)
+    assert torch.equal(pinned.to("cuda", non_blocking=True).dequantize().cpu(), w.dequantize())

@@ -135,9 +135,14 @@ def test_quantized_values_loaded_into_a_plain_model_are_dequantized(format):
     assert torch.equal(target[0].weight, source[0].weight.dequantize())
 
 
-def test_values_of_another_format_are_quantized_again():
+def test_values_of_another_format_are_an_error_until_somebody_dequantizes_them():
     source, target = model("mxfp8"), model("mxfp4")
-    target.load_state_dict(source.state_dict())
+    before = parts_of(target[0].weight)[0].clone()
+    with pytest.raises(RuntimeError, match=r"0\.weight: the checkpoint holds mxfp8_e4m3, the model mxfp4_e2m1"):
+        target.load_state_dict(source.state_dict())
+    assert torch.equal(parts_of(target[0].weight)[0], before)
+    values = {k: v.dequantize() if isinstance(v, mx.MXTensor) else v for k, v in source.state_dict().items()}
+    target.load_state_dict(values)
     assert same_bytes(target[0].weight, mx.quantize(source[0].weight.dequantize(), "mxfp4"))
 
 
@@ -260,11 +265,12 @@ def test_state_kept_beside_a_parameter_is_plain(like):
         assert like(w, dtype=torch.float64).dtype is torch.float64
 
 
-def test_empty_like_is_of_the_same_kind_elsewhere_in_memory():
+def test_empty_like_on_a_named_device_is_of_the_same_kind_elsewhere_in_memory():
     w = mx.quantize(torch.randn(8, 64), "nvfp4", orientation="both")
-    empty = torch.empty_like(w)
+    empty = torch.empty_like(w, device="cpu")
     assert repr(empty) == repr(w) and not {t.data_ptr() for t in parts_of(w)} & {t.data_ptr() for t in parts_of(empty)}
-    assert torch.empty_like(w, device="meta").is_meta and torch.empty_like(w, dtype=torch.half).dtype is torch.half
+    assert torch.empty_like(w, device="meta", dtype=torch.half).is_meta and torch.empty_like(w).dtype is w.dtype
+    assert type(torch.empty_like(w)) is torch.Tensor  # a buffer that composites compute in
     assert torch.equal(empty.copy_(w).dequantize(), w.dequantize())
 
 

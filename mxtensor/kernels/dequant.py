@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -16,16 +17,25 @@ from ..codec import Operand
 from ..dispatch import Kernel, Spec, is_traced
 from ..formats import get_format
 from . import cast_blocked
+from .cast import rows_decoder
 from .emulated import values
 from .gemm_spec import Factor, GemmArgs
 
 SLICE = 1 << 21
 """Weight values decoded at a time on CPU: 4 MiB of bfloat16, reused, instead of a fresh copy of the weight."""
+WHOLE = 1 << 18
+"""Bytes of codes up to which a weight is decoded at once."""
 
 
 def _global_scales(*factors: Factor) -> list[Tensor]:
     scales = [f.global_scale for f in factors if isinstance(f, Operand)]
     return [s for s in scales if s is not None]
+
+
+@cache
+def _cpu_accumulates_in_float32() -> bool:
+    """Whether bfloat16 products on this CPU are oneDNN's."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def refuses(spec: Spec, a: Factor, b: Factor, args: GemmArgs) -> str | None:
@@ -36,7 +46,7 @@ def refuses(spec: Spec, a: Factor, b: Factor, args: GemmArgs) -> str | None:
             return f"{factor.format} has {factor.format.scale.name} scales: its values are not exact in bfloat16"
         if not isinstance(factor, Operand) and factor.dtype is not torch.bfloat16:
             return f"a factor is {str(factor.dtype).removeprefix('torch.')}"
-    if spec.device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if spec.device.type == "cpu" and not _cpu_accumulates_in_float32():
         return "this CPU has no bfloat16 product that accumulates in float32"
     if len(spec.shapes[0]) > 3 and args.bias is not None:
         return "adds a bias to two- and three-dimensional products only"
@@ -49,8 +59,7 @@ def _can_slice(spec: Spec, b: Factor) -> bool:
     """Whether the weight can be decoded a few rows at a time: a matrix on CPU in whole blocks."""
     if not isinstance(b, Operand) or len(spec.shapes[0]) != 2 or spec.shapes[0][0] == 0:
         return False
-    here = Spec("dequantize", (b.shape,), (str(b.format),), torch.bfloat16, b.data.device)
-    return cast_blocked.DEQUANTIZE.refuses(here, b) is None
+    return rows_decoder(b, torch.bfloat16) is not None
 
 
 @torch.library.custom_op("mxtensor::sliced_mm", mutates_args=())
@@ -67,11 +76,13 @@ def sliced_mm(
     b = Operand(data, scale, None, get_format(format), (rows, cols))
     alpha = math.prod([s.item() for s in global_scales], start=alpha)
     out = a.new_empty(a.shape[0], rows)
+    decode_rows = rows_decoder(b, torch.bfloat16)
+    assert decode_rows is not None
     step = cast_blocked.row_step(b, SLICE)
     buffer = a.new_empty(min(step, rows), cols)
     for start in range(0, rows, step):
         length = min(step, rows - start)
-        weight = cast_blocked.decode_rows(b, start, length, buffer.narrow(0, 0, length)).t()
+        weight = decode_rows(b, start, length, buffer.narrow(0, 0, length)).t()
         target = out.narrow(1, start, length)
         if bias is not None:
             added = bias.expand(a.shape[0], rows).narrow(-1, start, length)
@@ -103,11 +114,13 @@ def _without_global(factor: Factor) -> Factor:
 
 def run(a: Factor, b: Factor, args: GemmArgs) -> Tensor:
     left = values(_without_global(a), torch.bfloat16)
-    spec = Spec("mm", (tuple(a.shape), tuple(b.shape)), (), torch.bfloat16, left.device)
-    if isinstance(b, Operand) and _can_slice(spec, b):
-        scales = _global_scales(a, b)
-        work = sliced_mm if is_traced(left, b.data) else sliced_mm._init_fn
-        return work(left, b.data, b.scale, b.format.name, scales, args.bias, args.alpha, args.beta)  # type: ignore[no-any-return]
+    scales = _global_scales(a, b)
+    if isinstance(b, Operand) and (scales or (b.data.numel() >= WHOLE and left.dim() == 2)):
+        spec = Spec("mm", (tuple(a.shape), tuple(b.shape)), (), torch.bfloat16, left.device)
+        if _can_slice(spec, b):
+            work = sliced_mm if is_traced(left, b.data) else sliced_mm._init_fn
+            out: Tensor = work(left, b.data, b.scale, b.format.name, scales, args.bias, args.alpha, args.beta)
+            return out
     return _whole(left, values(b, torch.bfloat16).transpose(-1, -2), args)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..codec import Operand
@@ -22,7 +23,11 @@ def values(factor: Factor, dtype: torch.dtype) -> Tensor:
 
 def run(a: Factor, b: Factor, args: GemmArgs) -> Tensor:
     compute = torch.float64 if args.out_dtype is torch.float64 else torch.float32
-    product = torch.matmul(values(a, compute), values(b, compute).transpose(-1, -2))
+    left, right = values(a, compute), values(b, compute)
+    if left.dim() == 2 and args.alpha == 1 and (args.bias is None or (args.bias.dim() == 1 and args.beta == 1)):
+        bias = None if args.bias is None else args.bias.to(compute)
+        return F.linear(left, right, bias).to(args.out_dtype)
+    product = torch.matmul(left, right.transpose(-1, -2))
     if args.alpha != 1:
         product = product * args.alpha
     if args.bias is not None and args.beta != 0:  # as addmm has it, not even a NaN of the bias enters then

@@ -13,12 +13,12 @@ GEMM: tuple[Kernel, ...] = (dequant.KERNEL, emulated.KERNEL)
 KERNEL_NAMES.update(kernel.name for kernel in GEMM)
 
 
-def _label(factor: Factor) -> str:
-    return str(factor.format if isinstance(factor, Operand) else factor.dtype).removeprefix("torch.")
+def _format(factor: Factor) -> object:
+    return factor.format if isinstance(factor, Operand) else factor.dtype
 
 
-def _tensors(factor: Factor) -> tuple[Tensor, ...]:
-    return factor.tensors if isinstance(factor, Operand) else (factor,)
+def _data(factor: Factor) -> Tensor:
+    return factor.data if isinstance(factor, Operand) else factor
 
 
 def gemm(op: str, a: Factor, b: Factor, args: GemmArgs, prefer: str | None = None) -> Tensor:
@@ -33,6 +33,6 @@ def gemm(op: str, a: Factor, b: Factor, args: GemmArgs, prefer: str | None = Non
             f"{b.shape[-1]} rows"
         )
     shapes = (tuple(a.shape), tuple(b.shape))
-    device = _tensors(b)[0].device
-    spec = Spec(op, shapes, (_label(a), _label(b)), args.out_dtype, device, is_traced(*_tensors(a), *_tensors(b)))
+    data = _data(b)
+    spec = Spec(op, shapes, (_format(a), _format(b)), args.out_dtype, data.device, is_traced(_data(a), data))
     return choose(GEMM, spec, a, b, args, prefer=prefer).run(a, b, args)  # type: ignore[no-any-return]

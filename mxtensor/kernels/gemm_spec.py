@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,8 +13,7 @@ Factor: TypeAlias = Operand | Tensor
 """One side of a product, (..., rows, K): an operand blocked along K, or plain values."""
 
 
-@dataclass(frozen=True)
-class GemmArgs:
+class GemmArgs(NamedTuple):
     """The rest of a product: the bias broadcasts to (..., M, N) and is added in float32 before the one rounding."""
 
     out_dtype: torch.dtype

@@ -1,5 +1,16 @@
 """Above the tensor: one rule per aten op. Importing this package fills OP_TABLE and FUNCTION_TABLE."""
 
-from . import attention, convert, einsum, inplace, matmul, slice, view
+from . import attention, convert, einsum, fallback, functional, inplace, matmul, slice, structure, view
 
-__all__ = ["attention", "convert", "einsum", "inplace", "matmul", "slice", "view"]
+__all__ = [
+    "attention",
+    "convert",
+    "einsum",
+    "fallback",
+    "functional",
+    "inplace",
+    "matmul",
+    "slice",
+    "structure",
+    "view",
+]

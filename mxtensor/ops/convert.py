@@ -53,16 +53,26 @@ def to_copy(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 
 @implements(aten.empty_like.default)
-def empty_like(func: Any, args: Any, kwargs: Any) -> MXTensor:
-    """The same kind of tensor with undefined values, on another device if asked (``to_empty``)."""
+def empty_like(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """The same kind of tensor, undefined, where a device is named (``to_empty``); else a buffer to compute in: plain.
+
+    torch's composites compute in one: ``1 - w`` is ``empty_like(w).fill_(1).sub_(w)``, which must round nothing.
+    """
     w = args[0]
+    if kwargs.get("device") is None:
+        return fresh_like(func, args, kwargs)  # type: ignore[no-any-return]
     where = {k: kwargs[k] for k in ("device", "pin_memory") if kwargs.get(k) is not None}
     dtype = kwargs.get("dtype") or w.dtype
     stride = _copied_stride(w, **{k: kwargs[k] for k in ("memory_format",) if kwargs.get(k) is not None})
     return w.map_parts(lambda t: torch.empty_like(t, **where), dtype=dtype, stride=stride)  # type: ignore[no-any-return]
 
 
-@implements(aten.zeros_like.default, aten.ones_like.default, aten.rand_like.default, aten.randn_like.default)
+@implements(
+    aten.zeros_like.default, aten.ones_like.default, aten.full_like.default,
+    aten.rand_like.default, aten.randn_like.default, aten.randint_like.default, aten.randint_like.low_dtype,
+    aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default,
+    aten.new_empty_strided.default,
+)  # fmt: skip
 def fresh_like(func: Any, args: Any, kwargs: Any) -> Tensor:
     """A plain tensor: what optimizers keep beside a parameter must not be rounded to its format."""
     w = args[0]
@@ -90,3 +100,15 @@ def embedding(func: Any, args: Any, kwargs: Any) -> Tensor:
     shape = (flat.shape[0], w.shape[1])
     rows = Operand(data, scale, rowwise.global_scale, rowwise.format, shape)
     return dequantize_operand(rows, w.dtype).view(*indices.shape, w.shape[1])
+
+
+@implements(aten.is_pinned.default)
+def is_pinned(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether every code and scale is in page-locked memory."""
+    return all(part.is_pinned() for part in args[0].parts)
+
+
+@implements(aten._pin_memory.default)
+def pin_memory(func: Any, args: Any, kwargs: Any) -> MXTensor:
+    """Copies of codes and scales in page-locked memory."""
+    return args[0].map_parts(torch.Tensor.pin_memory)  # type: ignore[no-any-return]

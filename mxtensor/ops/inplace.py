@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ..codec import Operand
-from ..dispatch import implements
+from ..dispatch import implements, implements_function
+from ..formats import FULL
 from ..kernels.cast import quantize_operand
 from ..tensor import MXTensor
 
@@ -22,9 +23,23 @@ def _write(target: Operand, source: Operand) -> None:
         target.global_scale.copy_(source.global_scale)
 
 
+def _needs_base(w: MXTensor, base: Tensor | None) -> bool:
+    """Whether ``w`` views a part of what shares one scale, or of a tensor with a copy that ``w`` has no part in."""
+    if not isinstance(base, MXTensor):
+        return False
+    shared = w.format.global_scale or FULL in w.format.block
+    return len(w.held) != len(base.held) or (shared and w.numel() != base.numel())
+
+
 def write_back(w: MXTensor, values: Tensor) -> MXTensor:
     """Quantize ``values`` (any dtype, broadcastable to ``w``) into every operand of ``w``."""
     values = values.to(w.device).expand(w.shape)
+    base = w._base
+    if _needs_base(w, base):
+        dense = base.dequantize()  # type: ignore[union-attr]
+        w._view_func(dense).copy_(values)  # type: ignore[attr-defined]
+        write_back(base, dense)  # type: ignore[arg-type]
+        return w
     if w._rowwise is not None:
         _write(w._rowwise, quantize_operand(values, w.recipe.weight))
     if w._columnwise is not None:
@@ -47,9 +62,36 @@ def copy_(func: Any, args: Any, kwargs: Any) -> Tensor:
     if not isinstance(target, MXTensor):
         return target.copy_(source.dequantize())  # type: ignore[no-any-return]
     if isinstance(source, MXTensor):
-        if _same_operands(target, source):
+        if _same_operands(target, source) and not _needs_base(target, target._base):
             for mine, theirs in zip(target.held, source.held, strict=True):
                 _write(mine, theirs)
             return target
         source = source.dequantize(torch.float32)
     return write_back(target, source)
+
+
+@implements_function(Tensor.__setitem__)
+def setitem(target: Tensor, index: Any, value: Any) -> None:
+    """``w[index] = value``: a view of whole blocks is written in place; anything else writes all of ``w`` again."""
+    if not isinstance(target, MXTensor):
+        target[index] = value.dequantize()
+        return
+    with torch.no_grad():
+        part = target[index]
+    if isinstance(part, MXTensor) and part._is_view():
+        part.copy_(value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=target.dtype))
+        return
+    values = target.detach().dequantize()
+    values[index] = value.dequantize() if isinstance(value, MXTensor) else value
+    target.copy_(values)
+
+
+@implements_function(Tensor.data.__set__)  # type: ignore[attr-defined]
+def set_data(target: Tensor, value: Tensor) -> None:
+    """``w.data = values``: torch would change the facade and no code; here the values are quantized into ``w``."""
+    if not isinstance(target, MXTensor):
+        target.data = value.dequantize()
+        return
+    if value.shape != target.shape:
+        raise ValueError(f"cannot set the data of {target!r} to values of shape {tuple(value.shape)}")
+    copy_(None, (target, value), {})

@@ -6,7 +6,7 @@ questions: where did the blocked dimension go, may this operand follow, and what
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from ..codec import Operand
 from ..formats import FULL
 from ..tensor import MXTensor
+from .fallback import read
 
 Dims = list[int | None]
 
@@ -93,21 +94,18 @@ def assemble(
     return w.replace(rowwise, columnwise, size, stride)
 
 
-def facade(func: Any, w: MXTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def facade(func: Any, w: MXTensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     """``func`` of a tensor without storage that is shaped like ``w``: torch's own answer for size and stride."""
     shadow = torch.empty_strided(tuple(w.shape), w.stride(), dtype=w.dtype, device="meta")
     return func(shadow, *args[1:], **kwargs)  # type: ignore[no-any-return]
 
 
 def finish(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: MXTensor | None, what: str) -> Any:
-    """Return a view, marked as an alias of its base; raise ValueError where ``out`` is None."""
+    """Return a view, marked as an alias of its base; without an ``out``, the dequantized values: a copy."""
     if out is None:
         w = args[0]
         block = "x".join("all" if b == FULL else str(b) for b in w.format.block)
-        raise ValueError(
-            f"{func}: {what} would cut the {block} blocks of a {w.orientation.label} {w.format} tensor of shape "
-            f"{tuple(w.shape)}; call .dequantize() on it first"
-        )
+        return read(func, args, kwargs, f"{what} cuts {block} blocks of {w.orientation.label}")
     return return_and_correct_aliasing(func, args, kwargs, _as_view_of(args[0], out))
 
 

@@ -2,41 +2,37 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..codec import Operand
-from ..dispatch import Spec, implements, record
+from ..dispatch import Spec, implements, is_traced, record
 from ..kernels.cast import quantize_operand
 from ..kernels.gemm import gemm
 from ..kernels.gemm_spec import Factor, GemmArgs
 from ..recipe import KernelPreference
 from ..tensor import MXTensor
+from .fallback import read
 
 aten = torch.ops.aten
 
 
-@dataclass
 class Side:
-    """One factor of a product: the tensor given, and the way it enters, (..., rows, contracted)."""
+    """One factor of a product: the tensor given, and the way it enters, (..., rows, contracted).
 
-    tensor: Tensor
-    turned: bool
-    """Whether the contracted dimension is the one before the last (the right factor of ``mm``)."""
+    ``turned``: the contracted dimension is the one before the last (the right factor of ``mm``). ``operand``: the copy
+    blocked along the contraction, which is what products can use; None if it is not held.
+    """
 
-    @property
-    def mx(self) -> MXTensor | None:
-        return self.tensor if isinstance(self.tensor, MXTensor) else None
-
-    @property
-    def operand(self) -> Operand | None:
-        """What products can use: the copy blocked along the contraction."""
-        if self.mx is None:
-            return None
-        return self.mx.columnwise if self.turned else self.mx.rowwise
+    def __init__(self, tensor: Tensor, turned: bool) -> None:
+        self.tensor, self.turned = tensor, turned
+        self.mx = tensor if isinstance(tensor, MXTensor) else None
+        self.operand: Operand | None = None
+        if self.mx is not None:
+            self.operand = self.mx.columnwise if turned else self.mx.rowwise
 
     def plain(self) -> Tensor:
         values = self.mx.dequantize() if self.mx is not None else self.tensor
@@ -46,7 +42,7 @@ class Side:
 def _note_dequantized(op: str, side: Side) -> None:
     w = side.tensor
     assert isinstance(w, MXTensor)
-    spec = Spec(op, (tuple(w.shape),), (str(w.format),), w.dtype, w.device)
+    spec = Spec(op, (tuple(w.shape),), (w.format,), w.dtype, w.device)
     reason = f"holds {w.orientation.label}, not blocked along the contraction"
     record(spec, "high precision", {"quantized": reason})
 
@@ -59,15 +55,13 @@ def _factors(op: str, left: Side, right: Side) -> tuple[Factor, Factor]:
             f"{op}: neither operand is blocked along the contracted dimension: {left.mx!r} and {right.mx!r}; quantize "
             "one of them with orientation='both', or call .dequantize() on it"
         )
-    for side, operand in ((left, a), (right, b)):
-        if side.mx is not None and operand is None:
-            _note_dequantized(op, side)
-    if a is None and b is None:
-        return left.plain(), right.plain()
     if b is not None and left.mx is None:
         return _cast(left, right), b
     if a is not None and right.mx is None:
         return a, _cast(right, left)
+    for side in (left, right):
+        if side.mx is not None and side.operand is None:
+            _note_dequantized(op, side)
     return a if a is not None else left.plain(), b if b is not None else right.plain()
 
 
@@ -137,6 +131,21 @@ def baddbmm(func: Any, args: Any, kwargs: Any) -> Tensor:
     return product("baddbmm", Side(a, False), Side(b, True), bias, kwargs.get("alpha", 1), kwargs.get("beta", 1))
 
 
+@implements(aten._grouped_mm.default)
+def grouped_mm(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """(M, K) @ (G, K, N) with ``offs``, the end of each group's rows: one product a group."""
+    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    a, b, offs = given["self"], given["mat2"], given.get("offs")
+    plain_call = given.get("bias") is None and given.get("out_dtype") in (None, a.dtype)
+    if not plain_call or offs is None or a.dim() != 2 or not isinstance(b, MXTensor) or b.dim() != 3 or is_traced(offs):
+        return read(func, args, kwargs, "not rows for a stack of weights, with ends known")  # type: ignore[no-any-return]
+    out = torch.zeros(a.shape[0], b.shape[-1], dtype=a.dtype, device=a.device)
+    for i, (start, end) in enumerate(pairwise([0, *offs.tolist()])):
+        if start < end:
+            out[start:end] = product("_grouped_mm", Side(a[start:end], False), Side(b[i], True))
+    return out
+
+
 @implements(aten.mv.default)
 def mv(func: Any, args: Any, kwargs: Any) -> Tensor:
     """(M, K) @ (K,)."""
@@ -170,6 +179,9 @@ def linear(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 @implements(aten.mm.out, aten.addmm.out, aten.bmm.out, aten.baddbmm.out, aten.mv.out)
 def out_variant(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """The product, written into a plain ``out``."""
+    """The product, written into a plain ``out``, which takes its shape."""
     out = kwargs.pop("out")
-    return out.copy_(func._overloadpacket.default(*args, **kwargs))  # type: ignore[no-any-return]
+    result = func._overloadpacket.default(*args, **kwargs)
+    if out.shape != result.shape:
+        out.resize_(result.shape)
+    return out.copy_(result)  # type: ignore[no-any-return]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from ..codec import Operand
 from ..dispatch import implements
@@ -92,7 +93,7 @@ def expand(func: Any, args: Any, kwargs: Any) -> Any:
         if len(target) - 1 in grown or (tiled and len(target) - 2 in grown):
             continue
         shape = tuple(size[d] for d in target)
-        shared = {1: 1, FULL: len(target)}.get(operand.format.block[0], 2)  # trailing dimensions one scale spans
+        shared = {1: 1, FULL: len(target)}.get(operand.format.block[0], min(2, len(target)))  # dims one scale spans
         data = start.data.expand(*shape[:-1], -1)
         scale = start.scale.expand(*shape[: len(target) - shared], *([-1] * shared))
         placed[columnwise] = Operand(data, scale, start.global_scale, start.format, shape)
@@ -162,3 +163,38 @@ def reshape_alias(func: Any, args: Any, kwargs: Any) -> Any:
     """``view`` with the strides spelled out."""
     w, size, stride = args
     return finish(func, args, kwargs, reshaped(w, tuple(size), tuple(stride)), f"the shape {tuple(size)}")
+
+
+@implements(aten.as_strided.default)
+def as_strided(func: Any, args: Any, kwargs: Any) -> Any:
+    """The view that torch itself makes of a whole tensor: the same values in row-major order under another shape."""
+    w, size, stride, offset = (*args, None)[:4]
+    size, stride = tuple(size), tuple(stride)
+    same = size == tuple(w.shape) and stride == w.stride()
+    rows = w.is_contiguous() and stride == contiguous_stride(size) and torch.Size(size).numel() == w.numel()
+    out = None
+    if (same or rows) and not offset:
+        out = w.map_parts(aten.alias.default) if same else reshaped(w, size, stride)
+    return finish(func, args, kwargs, out, f"size {size} with strides {stride}")
+
+
+# ---------------------------------------------------------------------------------------------- in place
+
+
+@implements(
+    aten.t_.default, aten.transpose_.default, aten.unsqueeze_.default, aten.as_strided_.default,
+    aten.squeeze_.default, aten.squeeze_.dim, aten.squeeze_.dims,
+)  # fmt: skip
+def view_(func: Any, args: Any, kwargs: Any) -> Any:
+    """The view's operands and facade become the tensor's own, where blocks stay whole; refused where they do not."""
+    w = args[0]
+    views = getattr(aten, func._schema.name.removeprefix("aten::").removesuffix("_"))
+    view = getattr(views, func._overloadname, None) or views.int  # transpose_ has no overload name, transpose has
+    out = view(w, *args[1:], **kwargs)
+    if not isinstance(out, MXTensor):
+        raise NotImplementedError(
+            f"{func} of an MXTensor of shape {tuple(w.shape)} is refused: it would cut blocks of {w.format} held "
+            f"{w.orientation.label}; use the op without the underscore, whose result is dequantized"
+        )
+    w._rowwise, w._columnwise = out._rowwise, out._columnwise
+    return return_and_correct_aliasing(func, args, kwargs, out)

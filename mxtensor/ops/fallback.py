@@ -1,0 +1,96 @@
+"""What happens to an op without a rule of its own.
+
+One rule for reads: every MXTensor is dequantized, the op runs in high precision, the result is a plain tensor. One
+rule for writes: the values are dequantized, the op runs on them, and what it wrote is quantized again into the buffers
+that are there. Both are logged; inside ``mx.strict()`` both are errors that name the op and where a rule would go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from ..dispatch import FALLBACK, Spec, implements_function, record, refuse_if_strict
+from ..tensor import MXTensor
+from .inplace import write_back
+
+REFUSED: dict[Any, str] = {}
+"""aten overload -> why nothing sensible can be done, and the way out."""
+
+aten = torch.ops.aten
+REFUSED |= {
+    aten.view.dtype: "its bytes are codes and scales, not values of another dtype; use .rowwise.data for the codes",
+    aten.set_.source_Tensor: "its storage is codes and scales; use copy_() to write other values",
+    aten.resize_.default: "its blocks have no room for other values; use torch.nn.functional.pad and quantize again",
+}
+
+
+def _written(func: Any) -> set[str]:
+    """Names of the arguments that the schema says are written."""
+    return {a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+
+
+def note(op: str, tensors: list[MXTensor], what: str, reason: str) -> None:
+    """Log that MXTensors left the quantized world; raise inside ``mx.strict()``."""
+    refuse_if_strict(op, reason)
+    first = tensors[0]
+    shapes, names = tuple(tuple(t.shape) for t in tensors[:3]), tuple(str(t.format) for t in tensors[:3])
+    record(Spec(op, shapes, names, first.dtype, first.device), what, {"quantized": reason})
+
+
+def run_plain(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """``func`` of the dequantized values."""
+    flat, spec = tree_flatten((args, kwargs))
+    plain = [t.dequantize() if isinstance(t, MXTensor) else t for t in flat]
+    args, kwargs = tree_unflatten(plain, spec)
+    return func(*args, **kwargs)
+
+
+def read(func: Any, args: Any, kwargs: Any, reason: str = "no rule of its own") -> Any:
+    """The op on the dequantized values."""
+    tensors = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, MXTensor)]
+    note(str(func), tensors, "dequantized", reason)
+    return run_plain(func, args, kwargs)
+
+
+def write(func: Any, args: Any, kwargs: Any) -> Any:
+    """The op on the dequantized values, and what it wrote quantized again; returns the tensors given."""
+    named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+    targets = [t for name in _written(func) for t in tree_flatten(named.get(name))[0] if isinstance(t, MXTensor)]
+    if not targets:
+        return read(func, args, kwargs)
+    note(str(func), targets, "requantized", "writes values")
+    flat, spec = tree_flatten((args, kwargs))
+    plain: dict[int, Tensor] = {}
+    for t in flat:
+        if isinstance(t, MXTensor) and id(t) not in plain:
+            plain[id(t)] = t.dequantize()
+    args, kwargs = tree_unflatten([plain.get(id(t), t) for t in flat], spec)
+    out = func(*args, **kwargs)
+    for target in targets:
+        write_back(target, plain[id(target)])
+    given = {id(values): target for target in targets for values in (plain[id(target)],)}
+    results, shape = tree_flatten(out)
+    return tree_unflatten([given.get(id(r), r) for r in results], shape)
+
+
+def fallback(func: Any, args: Any, kwargs: Any) -> Any:
+    """The rule of last resort for ``func``."""
+    if func in REFUSED:
+        raise NotImplementedError(f"{func} of an MXTensor is refused: {REFUSED[func]}")
+    if _written(func):
+        return write(func, args, kwargs)
+    return read(func, args, kwargs)
+
+
+FALLBACK[:] = [fallback]
+
+
+@implements_function(torch.linalg.matrix_rank)
+def matrix_rank(*args: Any, **kwargs: Any) -> Any:
+    """Seen whole, because torch leaves ``out`` unwritten where the input is a tensor subclass."""
+    return read(torch.linalg.matrix_rank, args, kwargs)

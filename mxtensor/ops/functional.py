@@ -1,0 +1,35 @@
+"""Torch functions seen before aten takes them apart, where that saves work and changes nothing."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..dispatch import implements_function, is_traced
+from ..tensor import MXTensor
+from .matmul import linear as linear_rule
+
+aten = torch.ops.aten
+
+
+def _wanted_whole(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether nobody between torch's function and the product wants to see the aten ops."""
+    if torch.is_grad_enabled() and (
+        input.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    ):
+        return False
+    return not (
+        is_traced(input, bias)  # torch.compile, dispatch modes, functorch, other subclasses
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.is_autocast_enabled(input.device.type)
+    )
+
+
+@implements_function(F.linear)
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, **out: Tensor) -> Tensor:
+    """Without gradients the product runs at once: no ``t``, no second dispatch, no expanded batch."""
+    matrix = type(weight) is MXTensor and weight.dim() == 2 and input.dim() > 0 and not out
+    if matrix and _wanted_whole(input, weight, bias):
+        return linear_rule(aten.linear.default, (input, weight, bias), {})  # type: ignore[no-any-return]
+    return F.linear(input, weight, bias, **out)

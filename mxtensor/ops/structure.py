@@ -1,0 +1,200 @@
+"""Joining, picking and repeating: whatever moves whole blocks moves codes and scales and rounds nothing.
+
+One rule: if every value of the result can keep the code it has, the result is quantized; otherwise it is dequantized,
+and the log says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..codec import Operand
+from ..dispatch import implements, is_traced
+from ..formats import FULL
+from ..tensor import MXTensor
+from .fallback import read
+from .layout import assemble, both, facade, sides
+
+aten = torch.ops.aten
+
+CUTS = "the result would not be made of whole blocks"
+
+
+def _alike(tensors: Sequence[Any]) -> bool:
+    """Whether codes of these can stand side by side: one cast, one dtype, the same copies, equal global scales."""
+    first = tensors[0]
+    if not all(isinstance(t, MXTensor) and t.recipe.weight == first.recipe.weight for t in tensors):
+        return False
+    if any((t._rowwise is None) != (first._rowwise is None) or t.dtype != first.dtype for t in tensors):
+        return False
+    if any((t._columnwise is None) != (first._columnwise is None) or t.dim() != first.dim() for t in tensors):
+        return False
+    if first.format.block[0] == FULL:
+        return False
+    if not first.format.global_scale:
+        return True
+    scales = [o.global_scale for t in tensors for o in t.held]
+    return all(s is scales[0] for s in scales) or (not is_traced(*scales) and len({float(s) for s in scales}) == 1)
+
+
+def _joined(operands: list[Operand], place: int, shape: tuple[int, ...]) -> Operand | None:
+    """Operands one after the other along dimension ``place`` (negative); None if one but the last cuts a block."""
+    first = operands[0]
+    block = first.format.block[place + 2] if place >= -2 else 1
+    if block == FULL or any(o.shape[place] % block for o in operands[:-1]):
+        return None
+    data = torch.cat([o.data.view(torch.uint8) for o in operands], place).view(first.data.dtype)
+    return Operand(data, torch.cat([o.scale for o in operands], place), first.global_scale, first.format, shape)
+
+
+def _place(dims: list[int], dim: int) -> int:
+    return dims.index(dim) - len(dims)
+
+
+@implements(aten.cat.default)
+def cat(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """Equal formats join where every part but the last ends on a block boundary."""
+    tensors, dim = (*args, 0)[:2] if "dim" not in kwargs else (args[0], kwargs["dim"])
+    tensors = [t for t in tensors if t.dim() != 1 or t.shape[0]]  # torch skips the legacy empty tensor
+    if len(tensors) == 0 or not _alike(tensors):
+        return read(func, args, kwargs, "not one format throughout")  # type: ignore[no-any-return]
+    dim = dim % tensors[0].dim()
+    out = torch.cat([torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in tensors], dim)
+    kept: dict[bool, Operand] = {}
+    for i, (_, dims) in enumerate(sides(tensors[0])):
+        operand = _joined([sides(t)[i][0] for t in tensors], _place(dims, dim), tuple(out.shape[d] for d in dims))
+        if operand is not None:
+            kept[dims != sorted(dims)] = operand
+    result = assemble(tensors[0], kept.get(False), kept.get(True), tuple(out.shape), out.stride())
+    return read(func, args, kwargs, CUTS) if result is None else result
+
+
+@implements(aten.stack.default)
+def stack(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """A fresh dimension each, then ``cat``."""
+    tensors, dim = (*args, 0)[:2] if "dim" not in kwargs else (args[0], kwargs["dim"])
+    if not all(isinstance(t, MXTensor) for t in tensors):
+        return read(func, args, kwargs, "not one format throughout")  # type: ignore[no-any-return]
+    return torch.cat([t.unsqueeze(dim) for t in tensors], dim)
+
+
+def _move(
+    func: Any, args: Any, kwargs: Any, touched: Sequence[int], fn: Callable[[Tensor, list[int]], Tensor]
+) -> Tensor:
+    """Apply ``fn(part, places of touched)`` to data and scale of operands not blocked along ``touched``."""
+    w = args[0]
+    out = facade(func, w, [a.to("meta") if isinstance(a, Tensor) and a is not w else a for a in args], kwargs)
+    size, stride = tuple(out.shape), out.stride()
+    kept: dict[bool, Operand] = {}
+    for operand, dims in sides(w):
+        places = [_place(dims, d % w.dim()) for d in touched]
+        if operand.format.block[0] == FULL or any(p >= -2 and operand.format.block[p + 2] != 1 for p in places):
+            continue
+
+        def part(t: Tensor, places: list[int] = places) -> Tensor:
+            raw = t.view(torch.uint8) if t.dtype.itemsize == 1 else t
+            return fn(raw, [p + t.dim() for p in places]).view(t.dtype)
+
+        kept[dims != sorted(dims)] = both(operand, part, tuple(size[d] for d in dims))
+    result = assemble(w, kept.get(False), kept.get(True), size, stride)
+    return read(func, args, kwargs, CUTS) if result is None else result
+
+
+@implements(aten.index_select.default)
+def index_select(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """Rows by number, along a dimension that is not blocked."""
+    w, dim, index = args
+    if not isinstance(w, MXTensor):
+        return read(func, args, kwargs)  # type: ignore[no-any-return]
+    return _move(func, args, kwargs, [dim], lambda t, p: t.index_select(p[0], index))
+
+
+@implements(aten.flip.default)
+def flip(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """Dimensions that are not blocked, back to front."""
+    return _move(func, args, kwargs, args[1], lambda t, p: t.flip(p))
+
+
+@implements(aten.roll.default)
+def roll(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """Dimensions that are not blocked, turned round."""
+    _w, shifts, dims = (*args, kwargs.get("dims", []))[:3]
+    if not dims:
+        return read(func, args, kwargs, CUTS)  # type: ignore[no-any-return]
+    return _move(func, args, kwargs, dims, lambda t, p: t.roll(shifts, p))
+
+
+@implements(aten.repeat.default)
+def repeat(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """Copies along dimensions that are not blocked, or along blocked ones that hold whole blocks."""
+    w, repeats = args
+    out = facade(func, w, args, kwargs)
+    size, fresh = tuple(out.shape), out.dim() - w.dim()
+    w = w.expand(*([1] * fresh), *w.shape)
+    kept: dict[bool, Operand] = {}
+    for operand, dims in sides(w):
+        rows, cols = operand.format.block
+        counts = [repeats[d] for d in dims]
+        whole = all(
+            counts[place] == 1 or (block != FULL and operand.shape[place] % block == 0)
+            for place, block in ((-1, cols), (-2, rows))
+            if len(dims) >= -place
+        )
+        if rows != FULL and whole and operand.format.data_shape(operand.shape)[-1]:
+            kept[dims != sorted(dims)] = both(operand, lambda t: t.repeat(counts), tuple(size[d] for d in dims))  # noqa: B023
+    result = assemble(w, kept.get(False), kept.get(True), size, out.stride())
+    return read(func, args, kwargs, CUTS) if result is None else result
+
+
+@implements(aten.index.Tensor)
+def index(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """Advanced indices into leading dimensions pick whole rows of blocks."""
+    w, indices = args
+    if not isinstance(w, MXTensor):
+        return read(func, args, kwargs)  # type: ignore[no-any-return]
+    operand = w._rowwise
+    used = sum(i.dim() if i is not None and i.dtype in (torch.bool, torch.uint8) else 1 for i in indices)
+    trailing = 1 if w.format.block[0] == 1 else 2
+    if operand is None or w.format.block[0] == FULL or used > w.dim() - trailing:
+        return read(func, args, kwargs, CUTS)  # type: ignore[no-any-return]
+
+    def pick(t: Tensor) -> Tensor:
+        raw = t.view(torch.uint8) if t.dtype.itemsize == 1 else t
+        return aten.index.Tensor(raw, indices).contiguous().view(t.dtype)  # type: ignore[no-any-return]
+
+    data = pick(operand.data)
+    size = (*data.shape[:-1], w.shape[-1])
+    picked = Operand(data, pick(operand.scale), operand.global_scale, operand.format, size)
+    return w.replace(picked, None, size)
+
+
+@implements(aten.constant_pad_nd.default)
+def constant_pad_nd(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """Zeros after the last value of any dimension, or around one that is not blocked, are zero codes."""
+    w, pad, value = (*args, kwargs.get("value", 0))[:3]
+    zero_scale = 1.0 if w.format.scale.dtype is torch.float32 else 0
+    ends = {w.dim() - 1 - i // 2: (pad[i], pad[i + 1]) for i in range(0, len(pad), 2)}
+    kept: dict[bool, Operand] = {}
+    out = facade(func, w, args, kwargs)
+    for operand, dims in sides(w) if value == 0 and min(pad) >= 0 else ():
+        blocks = {len(dims) - 1: operand.format.block[1], len(dims) - 2: operand.format.block[0]}
+        before = [ends.get(d, (0, 0))[0] for d in dims]
+        if FULL in operand.format.block or any(n for i, n in enumerate(before) if blocks.get(i, 1) != 1):
+            continue
+        shape = tuple(out.shape[d] for d in dims)
+
+        def grow(t: Tensor, target: tuple[int, ...], fill: float, before: list[int] = before) -> Tensor:
+            raw = t.view(torch.uint8) if t.dtype.itemsize == 1 else t
+            spans = [n for i in reversed(range(t.dim())) for n in (before[i], target[i] - t.shape[i] - before[i])]
+            return F.pad(raw, spans, value=fill).view(t.dtype)
+
+        data = grow(operand.data, operand.format.data_shape(shape), 0)
+        scale = grow(operand.scale, operand.format.scale_shape(shape), zero_scale)
+        kept[dims != sorted(dims)] = Operand(data, scale, operand.global_scale, operand.format, shape)
+    result = assemble(w, kept.get(False), kept.get(True), tuple(out.shape), out.stride())
+    return read(func, args, kwargs, CUTS) if result is None else result
