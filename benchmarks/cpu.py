@@ -19,6 +19,7 @@ ROWS = 512
 CASTS = {"mxfp8": torch.float8_e4m3fn, "mxfp6_e2m3": "fp6_e2m3", "mxfp4": torch.float4_e2m1fn_x2, "nvfp4": "nvfp4"}
 """Our format -> torchao's element dtype (NVFP4 is a class of its own there)."""
 
+HEADER = ["work", "contender", "ms", "ratio", "GB/s"]
 Prepare = Callable[[], Work]
 
 
@@ -119,7 +120,8 @@ def linear_row(format: str, repeats: int) -> Row:
     return side_by_side(f"linear {ROWS}x{SIZE}x{SIZE} {format}", contenders, nbytes, repeats)
 
 
-def _cells(row: Row) -> list[list[str]]:
+def cells(row: Row) -> list[list[str]]:
+    """A line of the table for every contender: casts against torchao eager, linears against bfloat16."""
     base = "bfloat16" if "bfloat16" in row.times else "torchao"
     lines = []
     for name in [*row.times, *row.failed]:
@@ -147,8 +149,7 @@ def main() -> None:
     here = machine()
     print(f"\n{here['cpu']}, {here['threads']} threads, " + ", ".join(f"{k} {v}" for k, v in here["versions"].items()))
     print("ratios: casts against torchao eager (higher is faster), linears against bfloat16 (lower is faster)\n")
-    header = ["work", "contender", "ms", "ratio", "GB/s"]
-    print_table(header, [line for row in rows for line in _cells(row)])
+    print_table(HEADER, [line for row in rows for line in cells(row)])
     for row in rows:
         for name, why in row.failed.items():
             print(f"{row.work}, {name}: {why}")

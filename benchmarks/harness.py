@@ -107,6 +107,12 @@ def arguments(description: str) -> argparse.Namespace:
     return parser.parse_args()
 
 
+def read_json(path: Path) -> tuple[dict[str, Any], list[Row]]:
+    """What ``write_json`` wrote of Rows: the machine, and the rows."""
+    record = json.loads(path.read_text())
+    return record["machine"], [Row(**row) for row in record["rows"]]
+
+
 def write_json(path: Path | None, rows: Sequence[Any]) -> None:
     """Raw results, dataclasses, with the machine they were measured on."""
     if path is not None:

@@ -11,6 +11,7 @@ from .harness import Row, Work, arguments, machine, print_table, side_by_side, w
 
 CALLS = 500
 SIZE = 64
+HEADER = ["work", "contender", "us a call", "over plain"]
 CONTENDERS = {"weight-only": "mxfp8-weight-only", "activations": "mxfp8"}
 
 
@@ -33,6 +34,15 @@ def row(dtype: torch.dtype, repeats: int) -> Row:
     return side_by_side(f"F.linear 1x{SIZE}x{SIZE} {str(dtype).removeprefix('torch.')}", contenders, repeats=repeats)
 
 
+def cells(row: Row) -> list[list[str]]:
+    """A line of the table for every contender."""
+    base = row.times["plain torch"]
+    return [
+        [row.work, name, f"{ms / CALLS * 1e3:.1f}", f"{(ms - base) / CALLS * 1e3:+.1f}"]
+        for name, ms in row.times.items()
+    ]
+
+
 def main() -> None:
     """Print microseconds a call, and those above plain torch."""
     args = arguments(__doc__ or "")
@@ -42,12 +52,7 @@ def main() -> None:
     here = machine()
     versions = ", ".join(f"{name} {number}" for name, number in here["versions"].items())
     print(f"{here['cpu']}, {here['threads']} thread, {versions}\n")
-    lines = []
-    for r in rows:
-        base = r.times["plain torch"]
-        for name, ms in r.times.items():
-            lines.append([r.work, name, f"{ms / CALLS * 1e3:.1f}", f"{(ms - base) / CALLS * 1e3:+.1f}"])
-    print_table(["work", "contender", "us a call", "over plain"], lines)
+    print_table(HEADER, [line for r in rows for line in cells(r)])
     write_json(args.json, rows)
 
 

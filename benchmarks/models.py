@@ -2,7 +2,7 @@
 
     python -m benchmarks.models                               every model, a table
     python -m benchmarks.models llama gpt2                    of these only
-    python -m benchmarks.models --json benchmarks/models.json the record that docs/models.md shows
+    python -m benchmarks.models --json FILE      the record that docs/models.md shows
 
 Every model is built from a small configuration with random weights, so nothing is downloaded and an error says how
 formats and layers meet, not how good a trained model stays.
@@ -308,7 +308,7 @@ def rows(names: Collection[str] = ()) -> list[Row]:
 # ---------------------------------------------------------------------------------------------- the table
 
 HEADER = ("model", "layers quantized", "bits a weight", *(f"error {f}" for f in FORMATS), "compiled", "loaded", "LoRA")
-RECORD = Path(__file__).with_name("models.json")
+RECORD = Path(__file__).parent / "results" / "models.json"
 
 
 def cells(found: Mapping[str, Any]) -> list[str]:

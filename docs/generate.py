@@ -30,6 +30,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness import Row, read_json
+
 ROOT = Path(__file__).resolve().parent.parent
 GENERATED = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -172,7 +174,31 @@ def models() -> str:
     return table(", ".join(HEADER), [cells(row) for row in recorded()])
 
 
-TABLES: dict[str, Callable[[], str]] = {f.__name__: f for f in (formats, ops, functions, kernels, api, torchao, models)}
+def _recorded(name: str, header: list[str], cells: Callable[[Row], list[list[str]]]) -> str:
+    machine, rows = read_json(ROOT / "benchmarks" / "results" / f"{name}.json")
+    versions = ", ".join(f"{package} {version}" for package, version in machine["versions"].items())
+    where = (
+        f"{machine['cpu']}, {machine['threads']} threads, Python {machine['python']}, {versions}; {machine['date']}."
+    )
+    return f"{where}\n\n" + table(", ".join(header), [line for row in rows for line in cells(row)])
+
+
+def cpu() -> str:
+    """What benchmarks/cpu.py recorded."""
+    from benchmarks.cpu import HEADER, cells
+
+    return _recorded("cpu", HEADER, cells)
+
+
+def host() -> str:
+    """What benchmarks/host.py recorded."""
+    from benchmarks.host import HEADER, cells
+
+    return _recorded("host", HEADER, cells)
+
+
+GENERATORS = (formats, ops, functions, kernels, api, torchao, models, cpu, host)
+TABLES: dict[str, Callable[[], str]] = {generator.__name__: generator for generator in GENERATORS}
 
 
 def with_tables(text: str) -> str:

@@ -45,7 +45,7 @@ def test_a_model_runs_compiles_and_learns_as_the_record_says(name):
     assert all(0.05 < row.errors[four_bits] < 0.3 for four_bits in ("nvfp4", "mxfp4-weight-only"))
     found, shown = asdict(row), RECORD[name] | {"loaded": False}
     assert found.pop("errors") == pytest.approx(shown.pop("errors"), rel=0.1)
-    assert found == shown, "write the record again: python -m benchmarks.models --json benchmarks/models.json"
+    assert found == shown, "write the record again: python -m benchmarks.models --json benchmarks/results/models.json"
 
 
 def test_saved_models_compute_the_same_in_a_new_process():

@@ -1,7 +1,8 @@
-"""The codec as it stands, in two forms: traced into the caller's graph, or as one opaque op.
+"""The codec as it stands, in two forms: traced into the caller's graph, or as one opaque op that runs eagerly.
 
-Under torch.compile on CPU it fuses into one loop. On other devices inductor divides to 2 ulps and contracts multiply
-and add, which moves a rounding wherever a multiplier is no power of two: those casts stay one op that runs eagerly.
+Traced, it fuses into one loop and needs nothing but aten, which an exported program wants. Opaque it stays where that
+loop would be slower or wrong: on CPU the C++ casts beat what inductor makes of it, and elsewhere inductor divides to 2
+ulps and contracts multiply and add, which moves a rounding wherever a multiplier is no power of two.
 """
 
 from __future__ import annotations
@@ -13,14 +14,20 @@ from torch import Tensor
 
 from ..codec import Operand, decode, encode
 from ..dispatch import Kernel, Spec, is_traced
-from ..formats import get_format
+from ..formats import Rounding, get_format
 from ..recipe import Cast
+from . import native
+
+
+def _eager(x: Tensor, cast: Cast) -> Operand:
+    spec = Spec("quantize", (tuple(x.shape),), (), x.dtype, x.device)
+    return (native.QUANTIZE if native.QUANTIZE.refuses(spec, x, cast) is None else QUANTIZE).run(x, cast)  # type: ignore[no-any-return]
 
 
 @torch.library.custom_op("mxtensor::encode", mutates_args=())
 def encode_op(x: Tensor, format: str, scaling: str, rounding: str) -> tuple[Tensor, Tensor, Tensor]:
     """``codec.encode`` of x: (data, scale, global scale or an empty tensor)."""
-    operand = encode(x, Cast.of(format, scaling, rounding))
+    operand = _eager(x.contiguous(), Cast.of(format, scaling, rounding))
     last = x.new_empty(0, dtype=torch.float32) if operand.global_scale is None else operand.global_scale
     return operand.data, operand.scale, last
 
@@ -33,8 +40,18 @@ def _(x, format, scaling, rounding):  # type: ignore[no-untyped-def]
     return data, x.new_empty(row.scale_shape(tuple(x.shape)), dtype=row.scale.dtype), last
 
 
+def _wants_opaque(x: Tensor, cast: Cast) -> bool:
+    if not is_traced(x) or x.is_meta:
+        return False
+    power_of_two = cast.format.scale.significant_bits == 1
+    if x.device.type == "cpu":
+        rows = power_of_two and cast.format.block[0] == 1 and cast.rounding is Rounding.NEAREST
+        return rows and not torch.compiler.is_exporting()
+    return not power_of_two
+
+
 def _quantize(x: Tensor, cast: Cast) -> Operand:
-    if x.device.type == "cpu" or cast.format.scale.significant_bits == 1 or not is_traced(x):
+    if not _wants_opaque(x, cast):
         return encode(x, cast)
     data, scale, last = encode_op(x, cast.format.name, cast.scaling.value, cast.rounding.value)
     return Operand(data, scale, last if cast.format.global_scale else None, cast.format, tuple(x.shape))

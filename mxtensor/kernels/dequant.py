@@ -28,8 +28,7 @@ WHOLE = 1 << 18
 
 
 def _global_scales(*factors: Factor) -> list[Tensor]:
-    scales = [f.global_scale for f in factors if isinstance(f, Operand)]
-    return [s for s in scales if s is not None]
+    return [f.global_scale for f in factors if isinstance(f, Operand) and f.global_scale is not None]
 
 
 @cache
@@ -109,7 +108,8 @@ def _whole(a: Tensor, b: Tensor, args: GemmArgs) -> Tensor:
 
 
 def _without_global(factor: Factor) -> Factor:
-    return replace(factor, global_scale=None) if isinstance(factor, Operand) else factor
+    held = isinstance(factor, Operand) and factor.global_scale is not None
+    return replace(factor, global_scale=None) if held else factor  # type: ignore[type-var]
 
 
 def run(a: Factor, b: Factor, args: GemmArgs) -> Tensor:

@@ -117,29 +117,43 @@ void encode_rows(const T* x, int64_t first, int64_t last, int64_t cols, int bloc
   }
 }
 
+inline void unpack(const uint8_t* data, int n, int bits, uint8_t* codes) {
+  if (bits == 4) {
+    for (int i = 0; i < (n + 1) / 2; i++) codes[2 * i] = data[i] & 0xF, codes[2 * i + 1] = data[i] >> 4;
+  } else {
+    for (int i = 0; i < (n + 3) / 4; i++) {
+      const uint32_t w = data[3 * i] | uint32_t(data[3 * i + 1]) << 8 | uint32_t(data[3 * i + 2]) << 16;
+      for (int j = 0; j < 4; j++) codes[4 * i + j] = (w >> (6 * j)) & 0x3F;
+    }
+  }
+}
+
 template <typename T>
 void decode_rows(const uint8_t* data, const uint8_t* scale, int64_t first, int64_t last, int64_t cols, int block,
-                 int bits, const float* values, T* out) {
+                 const Element& e, const float* values, T* out) {
   const int64_t blocks = (cols + block - 1) / block;
-  const int group = bits == 8 ? 1 : bits == 4 ? 2 : 4;
+  const int bits = e.bits, group = bits == 8 ? 1 : bits == 4 ? 2 : 4, shift = 23 - e.mantissa_bits;
   const int64_t row_bytes = (cols + group - 1) / group * group * bits / 8;
+  const int32_t magnitudes = (1 << (bits - 1)) - 1, first_normal = 1 << e.mantissa_bits, offset = (127 - e.bias) << 23;
+  const float step = values[1];  // the smallest subnormal
+  alignas(64) uint8_t codes[MAX_BLOCK];
   for (int64_t r = first; r < last; r++) {
     for (int64_t b = 0; b < blocks; b++) {
       const int n = int(b + 1 < blocks ? block : cols - b * block);
       const int byte = scale[r * blocks + b];
       const float s = byte == 255 ? as_float(0x7FC00000u) : power_of_two(byte);
-      const uint8_t* codes = data + r * row_bytes + b * block * bits / 8;
+      const uint8_t* from = data + r * row_bytes + b * block * bits / 8;
       T* to = out + r * cols + b * block;
       if (bits == 8) {
-        for (int i = 0; i < n; i++) store(to + i, values[codes[i]] * s);
-      } else if (bits == 4) {
-        for (int i = 0; i < n; i++) store(to + i, values[(codes[i / 2] >> (i % 2 * 4)) & 0xF] * s);
-      } else {
-        for (int i = 0; i < n; i += 4) {
-          const uint8_t* three = codes + i / 4 * 3;
-          const uint32_t w = three[0] | uint32_t(three[1]) << 8 | uint32_t(three[2]) << 16;
-          for (int j = 0; j < 4 && i + j < n; j++) store(to + i + j, values[(w >> (6 * j)) & 0x3F] * s);
-        }
+        for (int i = 0; i < n; i++) store(to + i, values[from[i]] * s);
+        continue;
+      }
+      unpack(from, n, bits, codes);
+      for (int i = 0; i < n; i++) {  // arithmetic, not a table: it becomes vectors
+        const int32_t code = codes[i], magnitude = code & magnitudes;
+        const int32_t small = as_int(float(magnitude) * step), normal = (magnitude << shift) + offset;
+        const int32_t value = magnitude < first_normal ? small : normal;
+        store(to + i, as_float(uint32_t(value) | uint32_t(code >> (bits - 1)) << 31) * s);
       }
     }
   }
@@ -162,10 +176,10 @@ int mx_encode(const void* x, int kind, int64_t first, int64_t last, int64_t cols
 }
 
 // values: the element's value for every code. kind: 0 float32, 1 bfloat16.
-int mx_decode(const uint8_t* data, const uint8_t* scale, int64_t first, int64_t last, int64_t cols, int block, int bits,
-              const float* values, void* out, int kind) {
-  if (kind == 0) decode_rows(data, scale, first, last, cols, block, bits, values, static_cast<float*>(out));
-  else if (kind == 1) decode_rows(data, scale, first, last, cols, block, bits, values, static_cast<uint16_t*>(out));
+int mx_decode(const uint8_t* data, const uint8_t* scale, int64_t first, int64_t last, int64_t cols, int block,
+              const Element* e, const float* values, void* out, int kind) {
+  if (kind == 0) decode_rows(data, scale, first, last, cols, block, *e, values, static_cast<float*>(out));
+  else if (kind == 1) decode_rows(data, scale, first, last, cols, block, *e, values, static_cast<uint16_t*>(out));
   else return 1;
   return 0;
 }

@@ -27,7 +27,7 @@ from ..formats import ElementFormat, Format, Rounding, ScaleCalculationMode
 from ..recipe import Cast
 
 SOURCE = Path(__file__).with_name("native.cpp")
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off")
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off", "-fno-trapping-math")
 SOURCES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 TARGETS = {torch.float32: 0, torch.bfloat16: 1}
 MODES = {mode: i for i, mode in enumerate(ScaleCalculationMode)}
@@ -73,7 +73,7 @@ def library() -> ctypes.CDLL | str:
         return f"native.cpp did not build: {str(error).splitlines()[0]}"
     pointer, number, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
     lib.mx_encode.argtypes = [pointer, number, size, size, size, number, pointer, number, pointer, pointer]
-    lib.mx_decode.argtypes = [pointer, pointer, size, size, size, number, number, pointer, pointer, number]
+    lib.mx_decode.argtypes = [pointer, pointer, size, size, size, number, pointer, pointer, pointer, number]
     return lib
 
 
@@ -161,14 +161,15 @@ def _refuses_dequantize(spec: Spec, operand: Operand) -> str | None:
 
 def decode_rows(operand: Operand, start: int, length: int, out: Tensor) -> Tensor:
     """Decode rows ``start`` to ``start + length`` of an operand (leading dimensions flat) into a contiguous ``out``."""
-    lib, element, cols = library(), operand.format.element, operand.shape[-1]
+    lib, cols, block = library(), operand.shape[-1], operand.format.block[1]
     assert isinstance(lib, ctypes.CDLL)
-    block, bits, values, kind = operand.format.block[1], element.bits, _tables(element)[2], TARGETS[out.dtype]
+    _, fields, values = _tables(operand.format.element)
+    element, table, kind = ctypes.byref(fields), values.data_ptr(), TARGETS[out.dtype]
     codes = operand.data.data_ptr() + start * operand.data.shape[-1]
-    scales, to, table = operand.scale.data_ptr() + start * operand.scale.shape[-1], out.data_ptr(), values.data_ptr()
+    scales, to = operand.scale.data_ptr() + start * operand.scale.shape[-1], out.data_ptr()
 
     def work(first: int, last: int) -> int:
-        return lib.mx_decode(codes, scales, first, last, cols, block, bits, table, to, kind)  # type: ignore[no-any-return]
+        return lib.mx_decode(codes, scales, first, last, cols, block, element, table, to, kind)  # type: ignore[no-any-return]
 
     if length and cols:
         _over_rows(work, length, cols)
