@@ -302,6 +302,7 @@ def test_another_weight_of_the_same_kind_needs_no_graph(fresh_dynamo):
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="the C++ that AOTInductor 2.11 writes has no float8 type")
 @pytest.mark.filterwarnings(JIT)
 def test_an_ahead_of_time_package_runs(tmp_path, fresh_dynamo):
     module, x = model("mxfp8-weight-only").eval(), torch.randn(5, 64)

@@ -1,7 +1,9 @@
 """Models of transformers: the rows of benchmarks/models.py hold, and the logits are those of the rounded factors."""
 
 import copy
+import json
 from dataclasses import asdict
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ pytestmark = [
 
 
 RECORD = dict(zip(CASES, models.recorded(), strict=True))
+MACHINE = json.loads(models.RECORD.read_text())["machine"]
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +47,9 @@ def test_a_model_runs_compiles_and_learns_as_the_record_says(name):
     assert 0.01 < row.errors["mxfp8"] < 0.1
     assert all(0.05 < row.errors[four_bits] < 0.3 for four_bits in ("nvfp4", "mxfp4-weight-only"))
     found, shown = asdict(row), RECORD[name] | {"loaded": False}
-    assert found.pop("errors") == pytest.approx(shown.pop("errors"), rel=0.1)
+    errors, recorded = found.pop("errors"), shown.pop("errors")
+    if version("transformers") == MACHINE["versions"]["transformers"]:  # another one may draw other weights
+        assert errors == pytest.approx(recorded, rel=0.1)
     assert found == shown, "write the record again: python -m benchmarks.models --json benchmarks/results/models.json"
 
 
