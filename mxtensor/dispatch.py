@@ -151,11 +151,12 @@ def strict() -> Iterator[None]:
         _strict.reset(token)
 
 
-def refuse_if_strict(op: str, reason: str) -> None:
-    """Raise where ``op`` is about to leave the quantized world inside ``strict()``."""
+def refuse_if_strict(op: str, reason: str, home: str) -> None:
+    """Raise where ``op`` is to leave the quantized world inside ``strict()``; its rule would stand in ``home``."""
     if not torch.compiler.is_dynamo_compiling() and _strict.get():
         raise NotImplementedError(
-            f"{op} would dequantize ({reason}), which mx.strict() forbids; a rule for it would go to mxtensor/ops"
+            f"{op} would dequantize ({reason}), which mx.strict() forbids; "
+            f"a rule for it would go to mxtensor/ops/{home}"
         )
 
 

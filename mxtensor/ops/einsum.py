@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..dispatch import Spec, implements_function, record
+from ..dispatch import Spec, implements_function, record, refuse_if_strict
 from ..tensor import MXTensor
 
 
@@ -77,6 +77,7 @@ def einsum(equation: Any, *operands: Any) -> Tensor:
     for f in factors:
         if isinstance(f, MXTensor):
             spec = Spec("einsum", (tuple(f.shape),), (str(f.format),), f.dtype, f.device)
+            refuse_if_strict("einsum", reason, "einsum.py")
             record(spec, "high precision", {"quantized": reason})
     plain = [f.dequantize() if isinstance(f, MXTensor) else f for f in factors]
     return torch.einsum(equation, *plain)

@@ -34,9 +34,17 @@ def _written(func: Any) -> set[str]:
     return {a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
 
 
-def note(op: str, tensors: list[MXTensor], what: str, reason: str) -> None:
+def _home(func: Any) -> str:
+    """The file where a rule for ``func`` would stand."""
+    if _written(func):
+        return "inplace.py"
+    return "view.py" if any(r.alias_info is not None for r in func._schema.returns) else "structure.py"
+
+
+def note(func: Any, tensors: list[MXTensor], what: str, reason: str) -> None:
     """Log that MXTensors left the quantized world; raise inside ``mx.strict()``."""
-    refuse_if_strict(op, reason)
+    op = str(func)
+    refuse_if_strict(op, reason, _home(func))
     first = tensors[0]
     shapes, names = tuple(tuple(t.shape) for t in tensors[:3]), tuple(str(t.format) for t in tensors[:3])
     record(Spec(op, shapes, names, first.dtype, first.device), what, {"quantized": reason})
@@ -53,7 +61,7 @@ def run_plain(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 def read(func: Any, args: Any, kwargs: Any, reason: str = "no rule of its own") -> Any:
     """The op on the dequantized values."""
     tensors = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, MXTensor)]
-    note(str(func), tensors, "dequantized", reason)
+    note(func, tensors, "dequantized", reason)
     return run_plain(func, args, kwargs)
 
 
@@ -63,7 +71,7 @@ def write(func: Any, args: Any, kwargs: Any) -> Any:
     targets = [t for name in _written(func) for t in tree_flatten(named.get(name))[0] if isinstance(t, MXTensor)]
     if not targets:
         return read(func, args, kwargs)
-    note(str(func), targets, "requantized", "writes values")
+    note(func, targets, "requantized", "writes values")
     flat, spec = tree_flatten((args, kwargs))
     plain: dict[int, Tensor] = {}
     for t in flat:

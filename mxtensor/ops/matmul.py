@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..codec import Operand
-from ..dispatch import Spec, implements, is_traced, record
+from ..dispatch import Spec, implements, is_traced, record, refuse_if_strict
 from ..kernels.cast import quantize_operand
 from ..kernels.gemm import gemm
 from ..kernels.gemm_spec import Factor, GemmArgs
@@ -44,6 +44,7 @@ def _note_dequantized(op: str, side: Side) -> None:
     assert isinstance(w, MXTensor)
     spec = Spec(op, (tuple(w.shape),), (w.format,), w.dtype, w.device)
     reason = f"holds {w.orientation.label}, not blocked along the contraction"
+    refuse_if_strict(op, reason, "matmul.py")
     record(spec, "high precision", {"quantized": reason})
 
 
