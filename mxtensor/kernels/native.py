@@ -92,7 +92,8 @@ def _tables(e: ElementFormat) -> tuple[ElementFormat, _Element, Tensor]:
 
 
 _pool: list[ThreadPoolExecutor] = []
-os.register_at_fork(after_in_child=_pool.clear)
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_pool.clear)
 
 
 def _over_rows(work: Callable[[int, int], int], rows: int, cols: int) -> None:

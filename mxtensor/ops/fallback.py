@@ -36,6 +36,8 @@ def _written(func: Any) -> set[str]:
 
 def _home(func: Any) -> str:
     """The file where a rule for ``func`` would stand."""
+    if not hasattr(func, "_schema"):
+        return "fallback.py"  # a torch function, seen whole
     if _written(func):
         return "inplace.py"
     return "view.py" if any(r.alias_info is not None for r in func._schema.returns) else "structure.py"
