@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum, Flag
+from typing import TypeVar
 
 import torch
 
@@ -43,6 +44,17 @@ class Orientation(Flag):
         return {1: "rowwise", 2: "columnwise", 3: "both"}[self.value]
 
 
+Choice = TypeVar("Choice", bound=Enum)
+
+
+def member(kind: type[Choice], what: str, value: object) -> Choice:
+    """The member of ``kind`` with this value; another package's enum member counts by its own. Raises ValueError."""
+    try:
+        return kind(str(getattr(value, "value", value)).lower())
+    except ValueError:
+        raise ValueError(f"unknown {what} {value!r}; choose one of {', '.join(m.value for m in kind)}") from None
+
+
 class ScaleCalculationMode(Enum):
     """How a block's largest magnitude becomes a power-of-two scale (names and values as torchao has them)."""
 
@@ -58,10 +70,7 @@ class ScaleCalculationMode(Enum):
     @classmethod
     def of(cls, value: ScaleCalculationMode | str) -> ScaleCalculationMode:
         """The member named by ``value``; torchao's own enum members are accepted by their value."""
-        try:
-            return cls(str(getattr(value, "value", value)).lower())
-        except ValueError:
-            raise ValueError(f"unknown scaling {value!r}; choose one of {', '.join(m.value for m in cls)}") from None
+        return member(cls, "scaling", value)
 
 
 class Rounding(Enum):
@@ -75,10 +84,7 @@ class Rounding(Enum):
     @classmethod
     def of(cls, value: Rounding | str) -> Rounding:
         """The member named by ``value``."""
-        try:
-            return cls(str(getattr(value, "value", value)).lower())
-        except ValueError:
-            raise ValueError(f"unknown rounding {value!r}; choose one of {', '.join(m.value for m in cls)}") from None
+        return member(cls, "rounding", value)
 
 
 @dataclass(frozen=True)

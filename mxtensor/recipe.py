@@ -7,7 +7,7 @@ from enum import Enum
 
 import torch
 
-from .formats import Format, Rounding, ScaleCalculationMode, get_format
+from .formats import Format, Rounding, ScaleCalculationMode, get_format, member
 
 
 class KernelPreference(Enum):
@@ -21,12 +21,7 @@ class KernelPreference(Enum):
     @classmethod
     def of(cls, value: KernelPreference | str) -> KernelPreference:
         """The member named by ``value``; torchao's own enum members are accepted by their value."""
-        try:
-            return cls(str(getattr(value, "value", value)).lower())
-        except ValueError:
-            raise ValueError(
-                f"unknown kernel_preference {value!r}; choose one of {', '.join(m.value for m in cls)}"
-            ) from None
+        return member(cls, "kernel_preference", value)
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ def write(func: Any, args: Any, kwargs: Any) -> Any:
     out = func(*args, **kwargs)
     for target in targets:
         write_back(target, plain[id(target)])
-    given = {id(values): target for target in targets for values in (plain[id(target)],)}
+    given = {id(plain[id(target)]): target for target in targets}
     results, shape = tree_flatten(out)
     return tree_unflatten([given.get(id(r), r) for r in results], shape)
 

@@ -44,6 +44,11 @@ def both(operand: Operand, fn: Callable[[Tensor], Tensor], shape: tuple[int, ...
     return Operand(fn(operand.data), fn(operand.scale), operand.global_scale, operand.format, shape)
 
 
+def on_bytes(t: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
+    """``fn`` of codes or scales, one-byte dtypes as uint8: what moves values need not know float8."""
+    return fn(t.view(torch.uint8)).view(t.dtype) if t.dtype.itemsize == 1 else fn(t)
+
+
 def relabel_operand(operand: Operand, old: list[int], new: Dims, size: tuple[int, ...]) -> tuple[bool, Operand] | None:
     """Move an operand stored as ``old`` to a facade whose dimensions are ``new`` (old indices, None for a fresh one).
 

@@ -18,7 +18,7 @@ from ..dispatch import implements, is_traced
 from ..formats import FULL
 from ..tensor import MXTensor
 from .fallback import read
-from .layout import assemble, both, facade, sides
+from .layout import assemble, both, facade, on_bytes, sides
 
 aten = torch.ops.aten
 
@@ -97,8 +97,7 @@ def _move(
             continue
 
         def part(t: Tensor, places: list[int] = places) -> Tensor:
-            raw = t.view(torch.uint8) if t.dtype.itemsize == 1 else t
-            return fn(raw, [p + t.dim() for p in places]).view(t.dtype)
+            return on_bytes(t, lambda raw: fn(raw, [p + t.dim() for p in places]))
 
         kept[dims != sorted(dims)] = both(operand, part, tuple(size[d] for d in dims))
     result = assemble(w, kept.get(False), kept.get(True), size, stride)
@@ -164,8 +163,7 @@ def index(func: Any, args: Any, kwargs: Any) -> Tensor:
         return read(func, args, kwargs, CUTS)  # type: ignore[no-any-return]
 
     def pick(t: Tensor) -> Tensor:
-        raw = t.view(torch.uint8) if t.dtype.itemsize == 1 else t
-        return aten.index.Tensor(raw, indices).contiguous().view(t.dtype)  # type: ignore[no-any-return]
+        return on_bytes(t, lambda raw: aten.index.Tensor(raw, indices).contiguous())
 
     data = pick(operand.data)
     size = (*data.shape[:-1], w.shape[-1])
@@ -189,9 +187,8 @@ def constant_pad_nd(func: Any, args: Any, kwargs: Any) -> Tensor:
         shape = tuple(out.shape[d] for d in dims)
 
         def grow(t: Tensor, target: tuple[int, ...], fill: float, before: list[int] = before) -> Tensor:
-            raw = t.view(torch.uint8) if t.dtype.itemsize == 1 else t
             spans = [n for i in reversed(range(t.dim())) for n in (before[i], target[i] - t.shape[i] - before[i])]
-            return F.pad(raw, spans, value=fill).view(t.dtype)
+            return on_bytes(t, lambda raw: F.pad(raw, spans, value=fill))
 
         data = grow(operand.data, operand.format.data_shape(shape), 0)
         scale = grow(operand.scale, operand.format.scale_shape(shape), zero_scale)
