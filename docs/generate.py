@@ -24,13 +24,15 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import Row, read_json
+from docs.devices import devices
+from docs.markdown import table
+from docs.records import cast, cpu, host, linear
 
 ROOT = Path(__file__).resolve().parent.parent
 GENERATED = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -47,12 +49,6 @@ def first_line(obj: Any) -> str:
     """The first paragraph of a docstring, on one line, as it may stand in a Markdown table."""
     text = " ".join((inspect.getdoc(obj) or "").split("\n\n")[0].split())
     return re.sub(r":\w+:`([^`]*)`", r"`\1`", text.replace("``", "`")).replace("|", "\\|")
-
-
-def table(header: str, body: Iterable[Sequence[str]]) -> str:
-    """A Markdown table; the column names of ``header`` are separated by commas."""
-    names = header.split(", ")
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in [names, ["---"] * len(names), *body])
 
 
 # ---------------------------------------------------------------------------------------------- tables
@@ -113,16 +109,25 @@ def functions() -> str:
 
 
 def kernels() -> str:
-    """Every kernel in the order in which it is asked."""
-    from mxtensor.kernels.cast import DEQUANTIZE, QUANTIZE
-    from mxtensor.kernels.gemm import GEMM
+    """The kernels of each kind of work in the order in which they are asked, and what each of them is."""
+    from mxtensor.kernels import cast, gemm
 
+    works = (
+        ("product", gemm.GEMM), ("grouped product", gemm.GROUPED), ("quantize", cast.QUANTIZE),
+        ("quantize both ways", cast.QUANTIZE_BOTH), ("round trip", cast.ROUND_TRIP), ("dequantize", cast.DEQUANTIZE),
+    )  # fmt: skip
+    order = [(work, ", ".join(f"`{kernel.name}`" for kernel in row)) for work, row in works]
+    files: dict[tuple[str, str], None] = {}
+    for _, row in works:
+        for kernel in row:
+            module = kernel.refuses.__module__
+            if module not in (cast.__name__, gemm.__name__):  # those are made of the others
+                files[kernel.name, module] = None
     body = [
-        (work, f"`{kernel.name}`", first_line(sys.modules[kernel.refuses.__module__]), _module(kernel.refuses))
-        for work, kernels in (("product", GEMM), ("quantize", QUANTIZE), ("dequantize", DEQUANTIZE))
-        for kernel in kernels
+        (f"`{name}`", first_line(sys.modules[m]), f"`{m.removeprefix('mxtensor.').replace('.', '/')}.py`")
+        for name, m in files
     ]
-    return table("work, kernel, what it is, where", body)
+    return table("work, kernels", order) + "\n\n" + table("kernel, what it is, where", body)
 
 
 def _literal_docs(source: str) -> dict[str, str]:
@@ -174,30 +179,7 @@ def models() -> str:
     return table(", ".join(HEADER), [cells(row) for row in recorded()])
 
 
-def _recorded(name: str, header: list[str], cells: Callable[[Row], list[list[str]]]) -> str:
-    machine, rows = read_json(ROOT / "benchmarks" / "results" / f"{name}.json")
-    versions = ", ".join(f"{package} {version}" for package, version in machine["versions"].items())
-    where = (
-        f"{machine['cpu']}, {machine['threads']} threads, Python {machine['python']}, {versions}; {machine['date']}."
-    )
-    return f"{where}\n\n" + table(", ".join(header), [line for row in rows for line in cells(row)])
-
-
-def cpu() -> str:
-    """What benchmarks/cpu.py recorded."""
-    from benchmarks.cpu import HEADER, cells
-
-    return _recorded("cpu", HEADER, cells)
-
-
-def host() -> str:
-    """What benchmarks/host.py recorded."""
-    from benchmarks.host import HEADER, cells
-
-    return _recorded("host", HEADER, cells)
-
-
-GENERATORS = (formats, ops, functions, kernels, api, torchao, models, cpu, host)
+GENERATORS = (formats, ops, functions, kernels, devices, api, torchao, models, cpu, host, cast, linear)
 TABLES: dict[str, Callable[[], str]] = {generator.__name__: generator for generator in GENERATORS}
 
 

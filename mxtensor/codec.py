@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .dispatch import is_traced
-from .elements import decode_elements, decode_packed, encode_elements, pack, round_stochastically, unpack
+from .elements import decode_elements, decode_packed, encode_elements, pack, round_stochastically, uniform, unpack
 from .formats import E8M0, FP32, FULL, UE4M3, ElementFormat, Format, Rounding, ScaleCalculationMode, ScaleFormat
 from .recipe import Cast
 
@@ -226,7 +226,10 @@ def encode(x: Tensor, cast: Cast, whole_amax: Tensor | None = None) -> Operand:
     multiplier = _stored(torch.where(finite, multiplier, float("nan")))
     y = blocks * _spread(multiplier, dims)
     if cast.rounding is Rounding.STOCHASTIC:
-        y = round_stochastically(y, element)
+        noise = None
+        if cast.seed is not None:  # by the place in x, which padding must not move
+            noise = _split(uniform(cast.seed, x), format)[0]
+        y = round_stochastically(y, element, noise)
     codes = encode_elements(y, element).view(torch.uint8)
     # Off the CPU a look at the values costs more than the work, and a traced tensor has none.
     if x.device.type != "cpu" or is_traced(x) or not finite.all():

@@ -9,13 +9,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from functools import cache, wraps
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._python_dispatch import _len_torch_dispatch_stack  # type: ignore[attr-defined]
 
 Rule = Callable[..., Any]
+Result = TypeVar("Result")
 
 OP_TABLE: dict[Any, Rule] = {}
 """aten overload -> rule(func, args, kwargs)."""
@@ -65,7 +67,25 @@ class Spec(NamedTuple):
     @property
     def capability(self) -> tuple[int, int]:
         """CUDA compute capability; (0, 0) elsewhere."""
-        return torch.cuda.get_device_capability(self.device) if self.device.type == "cuda" else (0, 0)
+        return device_capability(self.device)
+
+
+def cached(function: Callable[..., Result]) -> Callable[..., Result]:
+    """``functools.cache`` that Dynamo, which warns of such caches, sees through."""
+    kept = cache(function)
+
+    @wraps(function)
+    def call(*args: Any) -> Result:
+        return function(*args) if torch.compiler.is_dynamo_compiling() else kept(*args)
+
+    return call
+
+
+@cached
+def device_capability(device: torch.device) -> tuple[int, int]:
+    """CUDA compute capability of ``device``; (0, 0) for one that is no CUDA device, or that is not there."""
+    there = device.type == "cuda" and torch.cuda.is_available()
+    return torch.cuda.get_device_capability(device) if there else (0, 0)
 
 
 @dataclass(frozen=True)
@@ -136,6 +156,21 @@ def choose(candidates: Sequence[Kernel], spec: Spec, *operands: Any, prefer: str
     raise NotImplementedError(f"no kernel runs {spec.op} of {describe(spec)} on {spec.device}: {why}")
 
 
+def perform(candidates: Sequence[Kernel], spec: Spec, *operands: Any, prefer: str | None = None) -> Any:
+    """``choose`` and run. What fails inside the kernel raises a RuntimeError that names it and its operands."""
+    kernel = choose(candidates, spec, *operands, prefer=prefer)
+    if spec.traced:
+        return kernel.run(*operands)
+    try:
+        return kernel.run(*operands)
+    except (ValueError, TypeError, NotImplementedError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise RuntimeError(
+            f"the kernel {kernel.name!r} failed in {spec.op} of {describe(spec)} on {spec.device}: {error}"
+        ) from error
+
+
 # ---------------------------------------------------------------------------------------------- strict
 
 _strict: ContextVar[bool] = ContextVar("mxtensor_strict", default=False)
@@ -182,6 +217,14 @@ def describe(spec: Spec) -> str:
     return ", ".join(f"{name(part)} {shape}" for part, shape in zip(spec.formats, shapes, strict=True))
 
 
+def by_reason(refusals: dict[str, str]) -> dict[str, list[str]]:
+    """Reason -> the kernels that gave it, in order."""
+    found: dict[str, list[str]] = {}
+    for name, reason in refusals.items():
+        found.setdefault(reason, []).append(name)
+    return found
+
+
 @dataclass
 class Log:
     """What ``explain()`` yields: the decisions taken inside its block, in order."""
@@ -194,7 +237,7 @@ class Log:
             return "no MXTensor operation ran"
         counts: dict[tuple[str, ...], int] = {}
         for e in self.entries:
-            why = "; ".join(f"{name}: {reason}" for name, reason in e.refusals.items())
+            why = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in by_reason(e.refusals).items())
             row = (e.spec.op, describe(e.spec), e.kernel, why or "-")
             counts[row] = counts.get(row, 0) + 1
         rows = [("calls", "op", "operands", "kernel", "refused"), *((f"{n}", *row) for row, n in counts.items())]

@@ -44,14 +44,39 @@ def encode_elements(y: Tensor, element: ElementFormat) -> Tensor:
     return code.to(torch.uint8)
 
 
-def round_stochastically(y: Tensor, element: ElementFormat) -> Tensor:
-    """float32 values to a neighbouring element value each, up with the probability of their distance from the lower."""
+def random_words(seed: int, index: Tensor) -> Tensor:
+    """One random number in 0 .. 2^32 - 1 (int64) for each int64 index: Philox 4x32-10, counter ``index``, key ``seed``.
+
+    Source: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (2011).
+    """
+    mask = 0xFFFFFFFF
+    key = (seed & mask, (seed >> 32) & mask)
+    c0, c1, c2, c3 = index & mask, (index >> 32) & mask, torch.zeros_like(index), torch.zeros_like(index)
+    for _ in range(10):
+        first, second = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # the high words survive the sign of int64
+        c0, c1 = ((second >> 32) & mask) ^ c1 ^ key[0], second & mask
+        c2, c3 = ((first >> 32) & mask) ^ c3 ^ key[1], first & mask
+        key = ((key[0] + 0x9E3779B9) & mask, (key[1] + 0xBB67AE85) & mask)
+    return c0
+
+
+def uniform(seed: int, like: Tensor) -> Tensor:
+    """float32 multiples of 2^-24 in [0, 1), the number of each decided by ``seed`` and its place in ``like``."""
+    index = torch.arange(like.numel(), dtype=torch.int64, device=like.device).view(like.shape)
+    return (random_words(seed, index) >> 8).to(torch.float32) * 2.0**-24
+
+
+def round_stochastically(y: Tensor, element: ElementFormat, noise: Tensor | None = None) -> Tensor:
+    """float32 values to a neighbouring element value each, up with the probability of their distance from the lower.
+
+    ``noise``: uniform in [0, 1), of the shape of y; None draws from torch's generator.
+    """
     if element.is_integer:
         step = torch.full_like(y, 2.0**-element.mantissa_bits)
     else:
         exponent = ((y.view(torch.int32) >> 23) & 0xFF).clamp(min=128 - element.bias)
         step = ((exponent - element.mantissa_bits) << 23).view(torch.float32)
-    return torch.floor(y / step + torch.rand_like(y)) * step
+    return torch.floor(y / step + (torch.rand_like(y) if noise is None else noise)) * step
 
 
 def decode_elements(codes: Tensor, element: ElementFormat) -> Tensor:

@@ -111,6 +111,9 @@ class ElementFormat:
                 f"with bias {self.bias} cannot hold"
             )
 
+    def __hash__(self) -> int:
+        return hash(self.name)  # every cast looks its rows up
+
     @property
     def bits(self) -> int:
         return 8 * self.packing[1] // self.packing[0]
@@ -239,6 +242,9 @@ class Format:
         if home is not None and home.block == (rows, cols):
             return home
         return replace(self, name=f"{base}[{rows}x{cols}]", block=(rows, cols))
+
+    def __hash__(self) -> int:
+        return hash(self.name)
 
     def __repr__(self) -> str:
         return f"Format({self.name!r})"

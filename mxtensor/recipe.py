@@ -32,7 +32,9 @@ class Cast:
     scaling: ScaleCalculationMode = ScaleCalculationMode.RCEIL
     """For power-of-two scales; NVFP4 and float32 scales have one rule each."""
     rounding: Rounding = Rounding.NEAREST
-    """Stochastic rounding draws from torch's global generator."""
+    """Stochastic rounding draws from torch's generator of the tensor's device, or from ``seed``."""
+    seed: int | None = None
+    """With one, stochastic rounding gives the same bits on every kernel and device, and the same at every call."""
 
     @classmethod
     def of(
@@ -40,11 +42,12 @@ class Cast:
         format: Format | str | torch.dtype | Cast,
         scaling: ScaleCalculationMode | str = ScaleCalculationMode.RCEIL,
         rounding: Rounding | str = Rounding.NEAREST,
+        seed: int | None = None,
     ) -> Cast:
         """A cast from words. Raises ValueError for one it does not know."""
         if isinstance(format, Cast):
             return format
-        return cls(get_format(format), ScaleCalculationMode.of(scaling), Rounding.of(rounding))
+        return cls(get_format(format), ScaleCalculationMode.of(scaling), Rounding.of(rounding), seed)
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,8 @@ def recipe_to_row(recipe: LinearRecipe) -> dict[str, str | None]:
         row[role] = cast.format.name if cast else None
         row[f"{role}_scaling"] = cast.scaling.value if cast else None
         row[f"{role}_rounding"] = cast.rounding.value if cast else None
+        if cast and cast.seed is not None:
+            row[f"{role}_seed"] = str(cast.seed)
     return row
 
 
@@ -72,7 +77,10 @@ def recipe_from_row(row: dict[str, str | None]) -> LinearRecipe:
 
     def cast(role: str) -> Cast | None:
         name, scaling, rounding = row[role], row[f"{role}_scaling"], row[f"{role}_rounding"]
-        return None if name is None or scaling is None or rounding is None else Cast.of(name, scaling, rounding)
+        if name is None or scaling is None or rounding is None:
+            return None
+        seed = row.get(f"{role}_seed")
+        return Cast.of(name, scaling, rounding, None if seed is None else int(seed))
 
     weight = cast("weight")
     if weight is None:

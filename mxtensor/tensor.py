@@ -16,10 +16,10 @@ from torch import Tensor
 
 from .autograd import dequantize_with_gradient
 from .codec import Operand, transposed
-from .dispatch import FALLBACK, FUNCTION_TABLE, OP_TABLE, forced_kernel
+from .dispatch import FALLBACK, FUNCTION_TABLE, OP_TABLE, cached, forced_kernel
 from .fingerprint import fingerprint
 from .formats import Format, Orientation, Rounding, ScaleCalculationMode, get_format, get_mx_format
-from .kernels.cast import quantize_operand
+from .kernels.cast import quantize_operands
 from .parts import check_parts
 from .recipe import Cast, LinearRecipe, recipe_from_row, recipe_to_row
 from .shapes import contiguous_stride, readable_size, swapped
@@ -305,16 +305,22 @@ def quantize(
     scaling: ScaleCalculationMode | str = "rceil",
     orientation: Orientation | str = "rowwise",
     rounding: Rounding | str = "nearest",
+    seed: int | None = None,
 ) -> MXTensor:
     """Quantize ``x`` (float32, bfloat16, float16 or float64; 1-D or more; any strides) to an MXTensor of its shape.
 
     ``format``: a name of FORMATS, a Format or a torch dtype. ``scaling``: rceil, floor, ceil or even, for power-of-two
     scales. ``orientation``: rowwise blocks the last dimension, columnwise the one before it, both holds a copy of each,
-    made from the same values. ``rounding``: nearest or stochastic, now and whenever the tensor is written. The result
-    carries no gradient. Raises TypeError for other dtypes, ValueError for an
-    unknown name or a tensor with too few dimensions.
+    made from the same values. ``rounding``: nearest or stochastic, now and whenever the tensor is written; ``seed``
+    makes stochastic rounding the same on every device, else torch's generator decides. The result carries no gradient.
+    Raises TypeError for other dtypes, ValueError for an unknown name or a tensor with too few dimensions.
     """
-    return quantize_as(x, LinearRecipe(Cast.of(format, scaling, rounding)), Orientation.of(orientation))
+    return quantize_as(x, _recipe(format, scaling, rounding, seed), Orientation.of(orientation))
+
+
+@cached
+def _recipe(format: Any, scaling: Any, rounding: Any, seed: int | None) -> LinearRecipe:
+    return LinearRecipe(Cast.of(format, scaling, rounding, seed))
 
 
 def quantize_as(x: Tensor, recipe: LinearRecipe, orientation: Orientation = Orientation.ROWWISE) -> MXTensor:
@@ -326,8 +332,4 @@ def quantize_as(x: Tensor, recipe: LinearRecipe, orientation: Orientation = Orie
         raise ValueError(f"orientation {orientation.label!r} needs two dimensions, this tensor has {x.dim()}")
     if recipe.weight.format.square and x.dim() > 1:
         orientation = Orientation.ROWWISE  # one copy serves both
-    rowwise = quantize_operand(x, recipe.weight) if orientation & Orientation.ROWWISE else None
-    columnwise = None
-    if orientation & Orientation.COLUMNWISE:
-        columnwise = quantize_operand(x.transpose(-1, -2), recipe.weight)
-    return MXTensor(rowwise, columnwise, recipe, x.dtype, tuple(x.shape))
+    return MXTensor(*quantize_operands(x, recipe.weight, orientation), recipe, x.dtype, tuple(x.shape))

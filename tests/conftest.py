@@ -1,6 +1,7 @@
 """Every test starts from one seed on one thread; helpers that say when two results are the same product."""
 
 import copy
+import os
 
 import pytest
 import torch
@@ -8,6 +9,8 @@ from torch import nn
 
 import mxtensor as mx
 
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, which nothing has done yet
 torch.set_num_threads(1)
 
 

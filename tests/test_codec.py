@@ -273,3 +273,50 @@ def test_operands_count_their_bytes_and_show_their_scales():
     operand = encode(GAUSSIAN[:8, :100], Cast.of("mxfp6"))
     assert operand.nbytes == 8 * 75 + 8 * 4 and len(operand.tensors) == 2
     assert operand.scale_view.dtype == torch.float8_e8m0fnu
+
+
+# ---------------------------------------------------------------------------------------------- stochastic rounding
+
+
+def stochastic(format, seed):
+    return Cast.of(format, rounding="stochastic", seed=seed)
+
+
+@pytest.mark.parametrize("format", [*FORMATS, "mxfp8[32x32]", "mxfp4[1x64]"])
+def test_a_seed_decides_every_code_whatever_lies_around(format):
+    """By the place in x: neither padding, nor strides, nor the dtype that holds the same values changes a number."""
+    x = GAUSSIAN[:37, :300].bfloat16()
+    first = encode(x, stochastic(format, 11))
+    for same in (x.clone(), x.float(), x.t().contiguous().t()):
+        again = encode(same, stochastic(format, 11))
+        assert np.array_equal(as_bytes(again.data), as_bytes(first.data))
+    assert not np.array_equal(as_codes(encode(x, stochastic(format, 12))), as_codes(first))
+    nearest = encode(x, Cast.of(format))
+    assert torch.equal(nearest.scale.view(torch.uint8), first.scale.view(torch.uint8))
+
+
+@pytest.mark.parametrize("format", ["mxfp8", "mxfp6", "mxfp4", "mxint8", "nvfp4", "float8_row"])
+def test_the_mean_over_seeds_is_the_value_where_the_nearest_is_not(format):
+    x = GAUSSIAN[:8, :256]
+    mean = torch.stack([decode(encode(x, stochastic(format, s)), torch.float64) for s in range(200)]).mean(0)
+    bias = (mean - x).norm() / x.norm()
+    nearest = (decode(encode(x, Cast.of(format)), torch.float64) - x).norm() / x.norm()
+    assert bias < 0.2 * nearest  # about sqrt(2 / 200) of it if unbiased
+
+
+def test_without_a_seed_torchs_generator_decides():
+    x = GAUSSIAN[:8, :256]
+    torch.manual_seed(1)
+    first, second = (as_codes(encode(x, stochastic("mxfp4", None))) for _ in range(2))
+    assert not np.array_equal(first, second)
+    torch.manual_seed(1)
+    assert np.array_equal(as_codes(encode(x, stochastic("mxfp4", None))), first)
+    before = torch.get_rng_state()
+    encode(x, stochastic("mxfp4", 3))
+    encode(x, Cast.of("mxfp4", seed=3))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_seed_changes_nothing_where_rounding_is_to_nearest():
+    one, other = (encode(GAUSSIAN[:8, :256], Cast.of("mxfp4", seed=s)) for s in (None, 5))
+    assert np.array_equal(as_bytes(one.data), as_bytes(other.data))

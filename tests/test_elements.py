@@ -10,7 +10,16 @@ from gfloat import formats as gf
 from oracle import as_bytes, same_floats
 
 from mxtensor import FORMATS
-from mxtensor.elements import decode_elements, decode_packed, encode_elements, pack, unpack
+from mxtensor.elements import (
+    decode_elements,
+    decode_packed,
+    encode_elements,
+    pack,
+    random_words,
+    round_stochastically,
+    uniform,
+    unpack,
+)
 
 ELEMENTS = {f.element.name: f.element for f in FORMATS.values()}
 PACKED = {name: element for name, element in ELEMENTS.items() if element.packed}
@@ -83,6 +92,72 @@ def test_every_code_decodes(element):
         finite = np.isfinite(values)
         again = as_bytes(encode_elements(torch.from_numpy(values[finite]), element))
         np.testing.assert_array_equal(again, codes[finite])
+
+
+# ---------------------------------------------------------------------------------------------- random numbers
+
+
+@pytest.mark.parametrize(
+    ("index", "seed", "word"),
+    [
+        (0, 0, 0x6627E8D5),
+        (0x85A308D3243F6A88, 0x299F31D0A4093822, None),
+        ((1 << 64) - 1, (1 << 64) - 1, None),
+        (123456789, 987654321, None),
+        ((1 << 40) + 3, (1 << 33) + 5, None),
+        (5, -1, None),
+    ],
+)
+def test_random_words_are_philox(index, seed, word):
+    """The first word of Philox 4x32-10 in plain integers, whose published answer for zeros is 6627e8d5."""
+    signed = index - (1 << 64) if index >> 63 else index
+    expected = philox(index, seed % (1 << 64))
+    assert word is None or expected == word
+    assert random_words(seed, torch.tensor([signed])).tolist() == [expected]
+
+
+def philox(index, seed):
+    """Philox 4x32-10 of counter (low, high, 0, 0) and key (low, high), by its paper; the first word."""
+    low = 0xFFFFFFFF
+    counter, key = [index & low, index >> 32, 0, 0], [seed & low, seed >> 32]
+    for _ in range(10):
+        first, second = 0xD2511F53 * counter[0], 0xCD9E8D57 * counter[2]
+        counter = [(second >> 32) ^ counter[1] ^ key[0], second & low, (first >> 32) ^ counter[3] ^ key[1], first & low]
+        key = [(key[0] + 0x9E3779B9) & low, (key[1] + 0xBB67AE85) & low]
+    return counter[0]
+
+
+def test_uniform_numbers_depend_on_seed_and_place_only():
+    flat = uniform(7, torch.empty(3 * 5000))
+    assert torch.equal(flat, uniform(7, torch.empty(3, 5000, dtype=torch.bfloat16)).flatten())
+    assert torch.equal(flat, uniform(7, torch.empty(5000, 3).t()).flatten())
+    assert torch.equal(flat[:100], uniform(7, torch.empty(100)))
+    assert (flat != uniform(8, torch.empty(3 * 5000))).float().mean() > 0.99
+
+
+def test_uniform_numbers_are_24_bits_of_the_words_evenly_spread():
+    numbers = uniform(3, torch.empty(1 << 16))
+    words = random_words(3, torch.arange(1 << 16))
+    assert words.min() >= 0 and words.max() < 1 << 32 and words.unique().numel() > 65_530
+    assert numbers.dtype is torch.float32
+    assert torch.equal(numbers.double(), (words >> 8).double() * 2.0**-24)
+    counts = torch.histc(numbers, 64, 0, 1)
+    assert ((counts - 1024).square() / 1024).sum() < 63 + 5 * (2 * 63) ** 0.5  # chi squared of 63 degrees, 5 sigma
+
+
+@each_element
+def test_stochastic_rounding_goes_up_where_the_noise_reaches_the_next_value(element):
+    """A quarter of the way up: up for noise of 3/4 and more; never below the lower one, never above the upper."""
+    values = torch.from_numpy(oracle.ELEMENTS[element.name].magnitudes).float()
+    lower, upper = values[:-1], values[1:]
+    y = lower + (upper - lower) / 4
+    for noise, expected in ((0.0, lower), (0.7499, lower), (0.75, upper), (1 - 2.0**-24, upper)):
+        got = round_stochastically(y.clone(), element, torch.full_like(y, noise))
+        assert torch.equal(got, expected)
+    assert torch.equal(round_stochastically(values.clone(), element, torch.full_like(values, 0.9999)), values)
+    negative = round_stochastically(-y, element, torch.full_like(y, 0.25))  # up is towards zero, three quarters likely
+    assert torch.equal(negative, -lower)
+    assert torch.equal(round_stochastically(-y, element, torch.full_like(y, 0.2499)), -upper)
 
 
 # ---------------------------------------------------------------------------------------------- packing

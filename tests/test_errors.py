@@ -11,6 +11,8 @@ import torch
 from conftest import parts_of
 
 import mxtensor as mx
+from mxtensor.dispatch import Kernel
+from mxtensor.kernels import gemm
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "errors.md").read_text()
@@ -23,6 +25,8 @@ NEVER_SEEN = {
     # raised and caught inside ops/einsum.py; they show as the reason in explain()
     "not one product",
     "a shared dimension differs in size",
+    # raised inside a kernel; it shows as the end of "the kernel ... failed"
+    "cublasGemmEx returned status {value}",
 }
 
 
@@ -56,10 +60,23 @@ def without(package, call):
         builtins.__import__ = original
 
 
+def failing(message, call):
+    """``call`` where the first product kernel fails with ``message`` after it accepted."""
+
+    def run(*operands):
+        raise RuntimeError(message)
+
+    original, gemm.GEMM = gemm.GEMM, (Kernel("broken", lambda *operands: None, run), *gemm.GEMM)
+    try:
+        return call()
+    finally:
+        gemm.GEMM = original
+
+
 @pytest.fixture
 def names():
-    """What the page sets up, and three helpers."""
-    space = {"forced": forced, "strictly": strictly, "without": without}
+    """What the page sets up, and four helpers."""
+    space = {"forced": forced, "strictly": strictly, "without": without, "failing": failing}
     exec(SETUP, space)
     return space
 

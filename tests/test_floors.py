@@ -38,8 +38,10 @@ FLOORS = {
 
 CORE = {"torch", "numpy"}
 """What every installation has."""
-OPTIONAL = {"tqdm", "matplotlib"}
+OPTIONAL = {"tqdm", "matplotlib", "triton"}
 """Extras, imported inside the functions that need them."""
+DEVICE = ("kernels", "device")
+"""The folder of Triton code: imports triton, and is itself imported inside functions only."""
 MAX_LINES = 350
 
 
@@ -140,6 +142,11 @@ def test_importing_needs_torch_numpy_and_the_standard_library_only(path):
     early = set(at_import(tree))
     for name, node in imports(tree, path):
         top = name.partition(".")[0]
+        target = inside(name) or ()
+        if target[:2] == DEVICE and module_of(path)[:2] != DEVICE:
+            assert node not in early, f"{path.name}:{node.lineno} imports Triton code at import time"
+        if top == "triton" and module_of(path)[:2] == DEVICE:
+            continue
         if top in sys.stdlib_module_names or top in CORE or top == "mxtensor":
             continue
         assert top in OPTIONAL, f"{path.name}:{node.lineno} imports {name}, which is no dependency"

@@ -1,11 +1,18 @@
 """On a CUDA device the same codes, the same products, the same modules: nothing here depends on the backend."""
 
+import dataclasses
+import sys
+
 import pytest
 import torch
 
 import mxtensor as mx
 from mxtensor import codec
+from mxtensor.kernels import cast_triton
+from mxtensor.kernels.cast import round_trip
+from mxtensor.kernels.swizzle import swizzle
 
+casts = sys.modules["mxtensor.kernels.cast"]
 pytestmark = pytest.mark.gpu
 FORMATS = [*mx.FORMATS, "mxfp8[32x32]", "mxfp4[1x64]"]
 
@@ -26,19 +33,228 @@ def relative_error(y, reference):
     return ((y.double().cpu() - reference.double().cpu()).norm() / reference.double().cpu().norm()).item()
 
 
+def same_operand(got, expected):
+    """Codes, scales and global scale, bit for bit."""
+    assert (got.format, got.shape) == (expected.format, expected.shape)
+    for ours, theirs in zip(got.tensors, expected.tensors, strict=True):
+        assert (ours.dtype, ours.shape, ours.is_contiguous()) == (theirs.dtype, theirs.shape, True)
+        assert same(ours.reshape(-1), theirs.reshape(-1))
+
+
+def same_values(got, expected):
+    got = got.cpu()
+    assert got.dtype == expected.dtype and torch.equal(got.isnan(), expected.isnan())
+    assert torch.equal(got.nan_to_num(7.0), expected.nan_to_num(7.0))
+
+
+def every_bfloat16():
+    """(1024, 2048): whole tiles, each block of 32 with another bfloat16 and in it a few values of its magnitude."""
+    word = torch.arange(65536, dtype=torch.int32)[torch.randperm(65536)]
+    x = torch.zeros(65536, 32, dtype=torch.bfloat16)
+    x[:, 0] = word.to(torch.int16).view(torch.bfloat16)
+    for column in (3, 17, 22):
+        below = word - (torch.randint(0, 9, word.shape) << 7) - torch.randint(0, 128, word.shape)
+        below = torch.where((below & 0x7FFF) > (word & 0x7FFF), word & 0x8000, below)
+        x[:, column] = below.to(torch.int16).view(torch.bfloat16)
+    return x.view(1024, 2048)
+
+
+# ---------------------------------------------------------------------------------------------- casts
+# A new pair of kernel and compile-time facts costs a second: formats, dtypes and modes are crossed where they meet.
+
+
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_casts_equal_the_cpu_codec_bit_for_bit(format, dtype):
-    x = special_values().to(dtype)
-    for scaling in mx.ScaleCalculationMode:
-        cast = mx.Cast.of(format, scaling)
-        expected = codec.encode(x, cast)
-        got = mx.quantize(x.cuda(), cast.format, scaling).rowwise
-        assert same(got.data, expected.data)
-        assert same(got.scale, expected.scale)
-        values, reference = codec.decode(got, torch.float32).cpu(), codec.decode(expected, torch.float32)
-        assert torch.equal(values.nan_to_num(7.0), reference.nan_to_num(7.0))
-        assert torch.equal(values.isnan(), reference.isnan())
+    cast, x = mx.Cast.of(format), special_values().to(dtype)
+    for y in (x, x[7:]):  # a scale of the whole tensor is NaN in the first, and finite in the second
+        with mx.explain() as log:
+            got = mx.quantize(y.cuda(), format).rowwise
+        assert [(e.spec.op, e.kernel) for e in log.entries] == [("quantize", "triton")]
+        same_operand(got, codec.encode(y, cast))
+
+
+@pytest.mark.parametrize("scaling", ["floor", "ceil", "even"])
+@pytest.mark.parametrize("format", ["mxfp8_e4m3", "mxfp4", "mxint8"])
+def test_scale_rules_equal_the_cpu_codec(format, scaling):
+    x = special_values().bfloat16()
+    same_operand(mx.quantize(x.cuda(), format, scaling).rowwise, codec.encode(x, mx.Cast.of(format, scaling)))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_every_bfloat16_value_and_whole_tiles(format):
+    x = every_bfloat16()
+    finite = torch.where(x.isfinite(), x, 1.0)
+    for y in (x, finite, torch.randn(1024, 2048).bfloat16()):
+        same_operand(mx.quantize(y.cuda(), format).rowwise, codec.encode(y, mx.Cast.of(format)))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_values_equal_the_cpu_codec(format):
+    for x, dtype in ((special_values(), torch.float32), (torch.randn(128, 2048), torch.bfloat16)):
+        expected = mx.quantize(x, format)
+        same_values(expected.cuda().dequantize(dtype), expected.dequantize(dtype))
+
+
+@pytest.mark.parametrize("format", ["mxfp8", "mxfp8_e5m2", "mxfp6", "mxfp4", "mxint8", "nvfp4", "float8_row"])
+def test_rounded_values_equal_the_cpu_codec(format):
+    x, cast = special_values()[7:].bfloat16(), mx.Cast.of(format)
+    operand = codec.encode(x, cast)
+    got, last = round_trip(x.cuda(), cast, torch.bfloat16)
+    same_values(got, codec.decode_local(operand).bfloat16())
+    assert (last is None) == (operand.global_scale is None)
+
+
+TWO_COPIES = [f for f in FORMATS if mx.get_format(f).block[0] == 1 and mx.get_format(f).block[1] > 0]
+
+
+def same_copies(x, format):
+    got = mx.quantize(x.cuda(), format, orientation="both")
+    same_operand(got.rowwise, codec.encode(x, mx.Cast.of(format)))
+    same_operand(got.columnwise, codec.encode(x.t(), mx.Cast.of(format)))
+
+
+@pytest.mark.parametrize("format", TWO_COPIES)
+def test_both_copies_equal_the_cpu_codec(format):
+    """Whole tiles, tails of pairs that lie evenly, and tails of odd rows and columns."""
+    for x in (torch.randn(512, 1024), special_values()[8:, :420], special_values()[7:, :419]):
+        same_copies(x.bfloat16(), format)
+
+
+@pytest.mark.parametrize("format", ["mxfp8", "mxfp6", "nvfp4"])
+def test_both_copies_of_float32_and_a_copy_along_columns(format):
+    x = special_values()[7:]
+    same_copies(x, format)
+    got = mx.quantize(x.bfloat16().cuda(), format, orientation="columnwise")
+    same_operand(got.columnwise, codec.encode(x.bfloat16().t(), mx.Cast.of(format)))
+
+
+@pytest.mark.parametrize("shape", [(200, 300), (256, 2048)])
+@pytest.mark.parametrize("format", ["mxfp8", "mxfp4", "nvfp4"])
+def test_swizzled_scales_are_the_swizzle_of_the_scales(format, shape):
+    x, cast = torch.randn(shape).bfloat16(), mx.Cast.of(format)
+    expected = codec.encode(x, cast)
+    data, scale, last = cast_triton.quantize_swizzled(x.cuda(), cast)
+    assert same(data, expected.data) and same(scale, swizzle(expected.scale))
+    assert last is None or last.cpu() == expected.global_scale
+
+
+@pytest.mark.parametrize("format", ["mxfp8", "mxfp4", "mxfp8[32x32]"])
+def test_a_compiled_kernel_meets_other_alignments_strides_and_sizes(format):
+    """Each follows one that it could be mistaken for; the first ones once more at the end."""
+    flat = torch.randn(80 * 512 + 64).bfloat16()
+    views = [
+        flat[: 64 * 512].view(64, 512),
+        flat[1 : 64 * 512 + 1].view(64, 512),
+        flat[2 : 64 * 512 + 2].view(64, 512),
+        flat[: 64 * 576].view(64, 576)[:, :512],
+        flat[: 64 * 513].view(64, 513)[:, :512],
+        flat[: 64 * 514].view(64, 514)[:, :512],
+        flat[: 1 * 512].view(1, 512),
+        flat[: 64 * 512].view(64, 512)[::2],
+        flat[: 64 * 512].view(512, 64).t(),
+        flat[:512].view(1, 512).expand(64, 512),
+    ]
+    on_device = flat.cuda()
+    for x in (*views, *views[:2]):
+        y = torch.as_strided(on_device, x.shape, x.stride(), x.storage_offset())
+        same_operand(mx.quantize(y, format).rowwise, codec.encode(x, mx.Cast.of(format)))
+
+
+@pytest.mark.parametrize("format", ["mxfp8", "mxfp4", "mxint8", "nvfp4", "float8_row", "mxfp8[32x32]"])
+def test_a_seed_gives_the_bits_of_the_cpu(format):
+    x = special_values()[7:].bfloat16()
+    for seed in (5, 2**40 + 1):
+        got = mx.quantize(x.cuda(), format, rounding="stochastic", seed=seed).rowwise
+        same_operand(got, codec.encode(x, mx.Cast.of(format, "rceil", "stochastic", seed)))
+
+
+@pytest.mark.parametrize("format", ["mxfp8", "mxfp4"])
+def test_both_copies_by_a_seed_and_by_the_generator(format):
+    x = torch.randn(96, 200)
+    both = mx.quantize(x.cuda(), format, orientation="both", rounding="stochastic", seed=9)
+    same_operand(both.rowwise, codec.encode(x, mx.Cast.of(format, "rceil", "stochastic", 9)))
+    same_operand(both.columnwise, codec.encode(x.t(), mx.Cast.of(format, "rceil", "stochastic", 10)))
+    draws = []
+    for seed in (1, 2, 1):
+        torch.manual_seed(seed)
+        draws.append(mx.quantize(x.cuda(), format, orientation="both", rounding="stochastic"))
+    assert same(draws[0].columnwise.data, draws[2].columnwise.data)
+    assert not same(draws[0].columnwise.data, draws[1].columnwise.data)
+
+
+@pytest.mark.parametrize("format", ["mxfp8", "mxfp4", "nvfp4", "float8_tensor", "float8_row"])
+def test_a_cast_replays_in_a_cuda_graph(format):
+    both = "both" if format in ("mxfp8", "nvfp4") else "rowwise"
+    x = torch.randn(64, 256, dtype=torch.bfloat16, device="cuda")
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        mx.quantize(x, format, orientation=both).dequantize()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        w = mx.quantize(x, format, orientation=both)
+        values = w.dequantize()
+    for _ in range(2):
+        x.copy_(torch.randn_like(x))
+        for held in (values, *(t for operand in w.held for t in operand.tensors)):
+            held.view(torch.uint8).fill_(0xAA) if held.dim() else held.fill_(-1.0)
+        graph.replay()
+        same_operand(w.rowwise, codec.encode(x.cpu(), mx.Cast.of(format)))
+        assert torch.equal(values, mx.quantize(x, format).dequantize())
+        if w.columnwise is not None and both == "both":
+            same_operand(w.columnwise, codec.encode(x.cpu().t(), mx.Cast.of(format)))
+
+
+def test_casts_run_on_the_current_stream():
+    x, late = torch.zeros(512, 1024, device="cuda"), torch.randn(512, 1024, device="cuda")
+    mx.quantize(late, "mxfp8").dequantize()  # compiled by now
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)  # tens of milliseconds in which another stream would read the zeros
+        x.copy_(late)
+        w = mx.quantize(x, "mxfp8")
+        values = w.dequantize()
+    stream.synchronize()
+    same_operand(w.rowwise, codec.encode(late.cpu(), mx.Cast.of("mxfp8")))
+    assert torch.equal(values.cpu(), codec.decode(codec.encode(late.cpu(), mx.Cast.of("mxfp8")), torch.float32))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one CUDA device")
+def test_casts_run_on_the_device_of_their_tensor():
+    x = torch.randn(64, 256)
+    for device in ("cuda:0", "cuda:1", "cuda:0"):
+        w = mx.quantize(x.to(device), "mxfp8", orientation="both")
+        assert {t.device for t in w.rowwise.tensors} == {torch.device(device)}
+        same_operand(w.rowwise, codec.encode(x, mx.Cast.of("mxfp8")))
+        same_operand(w.columnwise, codec.encode(x.t(), mx.Cast.of("mxfp8")))
+        assert w.dequantize().device == torch.device(device)
+    assert torch.cuda.current_device() == 0
+
+
+def test_an_error_of_the_device_names_the_kernel_and_its_operands(monkeypatch):
+    def fail(*operands):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(casts, "QUANTIZE", (dataclasses.replace(casts.QUANTIZE[0], run=fail), *casts.QUANTIZE[1:]))
+    text = r"'triton' failed in quantize of bfloat16->mxfp8_e4m3 8x64 on cuda:0: CUDA error: an illegal memory access"
+    with pytest.raises(RuntimeError, match=text):
+        mx.quantize(torch.randn(8, 64, dtype=torch.bfloat16, device="cuda"), "mxfp8")
+
+
+@pytest.mark.parametrize("format", ["mxfp8", "mxfp6", "nvfp4"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_a_compiled_cast_of_both_copies_equals_the_cpu_codec(format):
+    torch._dynamo.reset()
+    x = special_values()[7:]
+    got = torch.compile(lambda x: mx.quantize(x, format, orientation="both"), fullgraph=True)(x.cuda())
+    expected = mx.quantize(x, format, orientation="both")
+    same_operand(got.rowwise, expected.rowwise)
+    same_operand(got.columnwise, expected.columnwise)
+
+
+# ---------------------------------------------------------------------------------------------- products, modules
 
 
 @pytest.mark.parametrize("format", FORMATS)

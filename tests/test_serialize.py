@@ -11,6 +11,7 @@ from conftest import parts_of, relative_error, same_bytes
 from torch import nn
 
 import mxtensor as mx
+from mxtensor.recipe import LinearRecipe, recipe_from_row, recipe_to_row
 
 FORMATS = [*mx.FORMATS, "mxfp8[32x32]", "mxfp6_e3m2[1x16]"]
 
@@ -67,6 +68,19 @@ def test_the_whole_cast_is_kept_with_the_tensor():
     for got in (saved(w), copy.deepcopy(w), pickle.loads(pickle.dumps(w))):
         assert got.recipe == w.recipe and got.recipe.weight.rounding is mx.Rounding.STOCHASTIC
         assert same_bytes(got, w)
+
+
+def test_a_seed_is_kept_in_the_row_of_a_recipe_and_a_row_without_one_is_of_an_older_file():
+    cast = mx.Cast.of("mxfp4", "floor", "stochastic", 2**40 + 1)
+    for recipe in (LinearRecipe(cast, mx.Cast.of("mxfp8")), LinearRecipe(mx.Cast.of("mxfp8"), cast)):
+        row = recipe_to_row(recipe)
+        assert all(value is None or type(value) is str for value in row.values())
+        assert recipe_from_row(row) == recipe
+        older = {name: value for name, value in row.items() if not name.endswith("_seed")}
+        assert {recipe_from_row(older).weight.seed, recipe_from_row(older).activation.seed} == {None}
+    w = mx.quantize(torch.randn(8, 64), cast)
+    for got in (saved(w), copy.deepcopy(w), pickle.loads(pickle.dumps(w))):
+        assert got.recipe.weight.seed == 2**40 + 1
 
 
 def test_sharing_survives_within_one_copy_and_one_file():

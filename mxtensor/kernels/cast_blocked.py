@@ -51,6 +51,8 @@ def _slices(rows: int, cols: int, values: int, multiple: int) -> Iterator[tuple[
 
 
 def _refuses_quantize(spec: Spec, x: Tensor, cast: Cast) -> str | None:
+    if cast.seed is not None:
+        return "a seed counts the values of the whole tensor"
     return _refuses(spec, cast.format, x.is_contiguous())
 
 
@@ -83,7 +85,7 @@ def _quantize(x: Tensor, cast: Cast) -> Operand:
 # ---------------------------------------------------------------------------------------------- dequantize
 
 
-def _refuses_dequantize(spec: Spec, operand: Operand) -> str | None:
+def _refuses_dequantize(spec: Spec, operand: Operand, dtype: torch.dtype) -> str | None:
     rows, cols = operand.format.block
     if cols != FULL and operand.shape[-1] % cols:
         return f"the last block of {operand.shape[-1]} values is shorter than {cols}"

@@ -9,17 +9,18 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from ..codec import Operand
 from ..dispatch import Kernel, Spec, is_traced
-from ..formats import get_format
-from . import cast_blocked
-from .cast import rows_decoder
+from ..formats import Format, get_format
+from . import cast_blocked, cublas
+from .cast import dequantize_operand, round_trip, rows_decoder
 from .emulated import values
-from .gemm_spec import Factor, GemmArgs
+from .gemm_spec import Factor, GemmArgs, Uncast, format_of
 
 SLICE = 1 << 21
 """Weight values decoded at a time on CPU: 4 MiB of bfloat16, reused, instead of a fresh copy of the weight."""
@@ -27,8 +28,8 @@ WHOLE = 1 << 18
 """Bytes of codes up to which a weight is decoded at once."""
 
 
-def _global_scales(*factors: Factor) -> list[Tensor]:
-    return [f.global_scale for f in factors if isinstance(f, Operand) and f.global_scale is not None]
+def _has_global_scale(*factors: Factor) -> bool:
+    return any(not isinstance(f, Tensor) and f.format.global_scale for f in factors)
 
 
 @cache
@@ -41,22 +42,26 @@ def refuses(spec: Spec, a: Factor, b: Factor, args: GemmArgs) -> str | None:
     if args.out_dtype is not torch.bfloat16:
         return f"computes in bfloat16, the result is {str(args.out_dtype).removeprefix('torch.')}"
     for factor in (a, b):
-        if isinstance(factor, Operand) and not factor.format.exact_in_bfloat16:
-            return f"{factor.format} has {factor.format.scale.name} scales: its values are not exact in bfloat16"
-        if not isinstance(factor, Operand) and factor.dtype is not torch.bfloat16:
-            return f"a factor is {str(factor.dtype).removeprefix('torch.')}"
+        format = format_of(factor)
+        if isinstance(format, Format):
+            if not format.exact_in_bfloat16:
+                return f"{format} has {format.scale.name} scales: its values are not exact in bfloat16"
+        elif format is not torch.bfloat16:
+            return f"a factor is {str(format).removeprefix('torch.')}"
     if spec.device.type == "cpu" and not _cpu_accumulates_in_float32():
         return "this CPU has no bfloat16 product that accumulates in float32"
     if len(spec.shapes[0]) > 3 and args.bias is not None:
         return "adds a bias to two- and three-dimensional products only"
-    if _global_scales(a, b) and not _can_slice(spec, b):
-        return "a global scale multiplies the accumulator, which only the sliced product on CPU can reach"
+    if _has_global_scale(a, b) and not _can_slice(spec, b):
+        if spec.device.type != "cuda":
+            return "a global scale multiplies the accumulator, which only the sliced product on CPU can reach"
+        return cublas.refuses(spec, args)
     return None
 
 
 def _can_slice(spec: Spec, b: Factor) -> bool:
     """Whether the weight can be decoded a few rows at a time: a matrix on CPU in whole blocks."""
-    if not isinstance(b, Operand) or len(spec.shapes[0]) != 2 or spec.shapes[0][0] == 0:
+    if not isinstance(b, Operand) or len(spec.shapes[0]) != 2 or spec.shapes[0][0] == 0 or spec.device.type != "cpu":
         return False
     return rows_decoder(b, torch.bfloat16) is not None
 
@@ -107,21 +112,73 @@ def _whole(a: Tensor, b: Tensor, args: GemmArgs) -> Tensor:
     return add(bias, a, b, alpha=args.alpha, beta=beta)
 
 
-def _without_global(factor: Factor) -> Factor:
-    held = isinstance(factor, Operand) and factor.global_scale is not None
-    return replace(factor, global_scale=None) if held else factor  # type: ignore[type-var]
+def _values(factor: Factor) -> tuple[Tensor, list[Tensor]]:
+    """The factor in bfloat16 without its global scale, and that scale if it has one."""
+    if isinstance(factor, Uncast):
+        rounded, last = round_trip(factor.x, factor.cast, torch.bfloat16)
+        return rounded, [] if last is None else [last]
+    if isinstance(factor, Operand) and factor.global_scale is not None:
+        return dequantize_operand(replace(factor, global_scale=None), torch.bfloat16), [factor.global_scale]
+    return values(factor, torch.bfloat16), []
 
 
 def run(a: Factor, b: Factor, args: GemmArgs) -> Tensor:
-    left = values(_without_global(a), torch.bfloat16)
-    scales = _global_scales(a, b)
-    if isinstance(b, Operand) and (scales or (b.data.numel() >= WHOLE and left.dim() == 2)):
-        spec = Spec("mm", (tuple(a.shape), tuple(b.shape)), (), torch.bfloat16, left.device)
-        if _can_slice(spec, b):
-            work = sliced_mm if is_traced(left, b.data) else sliced_mm._init_fn
-            out: Tensor = work(left, b.data, b.scale, b.format.name, scales, args.bias, args.alpha, args.beta)
-            return out
-    return _whole(left, values(b, torch.bfloat16).transpose(-1, -2), args)
+    left, scales = _values(a)
+    spec = Spec("mm", (tuple(a.shape), tuple(b.shape)), (), torch.bfloat16, left.device)
+    if (
+        isinstance(b, Operand)
+        and (scales or b.global_scale is not None or b.data.numel() >= WHOLE)
+        and _can_slice(spec, b)
+    ):
+        scales += [] if b.global_scale is None else [b.global_scale]
+        work = sliced_mm if is_traced(left, b.data) else sliced_mm._init_fn
+        out: Tensor = work(left, b.data, b.scale, b.format.name, scales, args.bias, args.alpha, args.beta)
+        return out
+    right, last = _values(b)
+    if scales or last:
+        return cublas.mm(left, right, scales + last, args.bias, args.alpha, args.beta)
+    return _whole(left, right.transpose(-1, -2), args)
+
+
+# ---------------------------------------------------------------------------------------------- grouped
+
+
+def refuses_grouped(spec: Spec, a: Factor, b: Factor, ends: Tensor, args: GemmArgs) -> str | None:
+    if spec.device.type == "cuda":
+        if _has_global_scale(a, b):
+            return "a global scale multiplies the accumulator, which torch._grouped_mm does not let us reach"
+        if spec.shapes[1][2] % 8 or spec.shapes[1][1] % 8:
+            return f"torch._grouped_mm wants K and N in multiples of 8, got {spec.shapes[1][2]} and {spec.shapes[1][1]}"
+    elif spec.traced:
+        return "the ends of the groups are being traced: they have no values"
+    elif isinstance(b, Uncast) or _has_global_scale(a):
+        return "one matrix of the stack at a time, without a global scale of the rows"
+    one = b if isinstance(b, Uncast) else matrix(b, 0) if b.shape[0] else b
+    return refuses(spec._replace(shapes=(spec.shapes[0], spec.shapes[1][1:])), a, one, args)
+
+
+def matrix(stack: Operand | Tensor, i: int) -> Operand | Tensor:
+    """Matrix ``i`` of a stack (G, N, K); a scale that all of them share stays."""
+    if isinstance(stack, Tensor):
+        return stack[i]
+    scale = stack.scale[i if stack.scale.shape[0] > 1 else 0]
+    return Operand(stack.data[i], scale, stack.global_scale, stack.format, stack.shape[1:])
+
+
+def run_grouped(a: Factor, b: Factor, ends: Tensor, args: GemmArgs) -> Tensor:
+    left, _ = _values(a)
+    if left.device.type == "cuda":
+        right, _ = _values(b)
+        out = torch._grouped_mm(left, right.transpose(-1, -2), offs=ends)
+        rows = torch.arange(out.shape[0], device=out.device)
+        return torch.where((rows < ends[-1]).unsqueeze(-1), out, 0)
+    assert not isinstance(b, Uncast)
+    out = left.new_zeros(left.shape[0], b.shape[1])
+    for i, (start, end) in enumerate(pairwise([0, *ends.tolist()])):
+        if start < end:
+            out[start:end] = run(left[start:end], matrix(b, i), args)
+    return out
 
 
 KERNEL = Kernel("dequant", refuses, run)
+GROUPED = Kernel("dequant", refuses_grouped, run_grouped)

@@ -1,24 +1,23 @@
-"""Products: the tuple of product kernels, fastest first, and the one way through it."""
+"""Products: the tuples of product kernels, fastest first, and the one way through each."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from ..codec import Operand
-from ..dispatch import KERNEL_NAMES, Kernel, Spec, choose, is_traced
-from . import dequant, emulated
-from .gemm_spec import Factor, GemmArgs
+from ..dispatch import KERNEL_NAMES, Kernel, Spec, is_traced, perform
+from . import dequant, dot_scaled, emulated, scaled_grouped, scaled_mm
+from .gemm_spec import Factor, GemmArgs, data_of, format_of
 
-GEMM: tuple[Kernel, ...] = (dequant.KERNEL, emulated.KERNEL)
+GEMM: tuple[Kernel, ...] = (scaled_mm.KERNEL, dot_scaled.KERNEL, dequant.KERNEL, emulated.KERNEL)
+GROUPED: tuple[Kernel, ...] = (scaled_grouped.KERNEL, dot_scaled.GROUPED, dequant.GROUPED, emulated.GROUPED)
+"""The same kernels for a stack of weights, each with rows of its own."""
 KERNEL_NAMES.update(kernel.name for kernel in GEMM)
 
 
-def _format(factor: Factor) -> object:
-    return factor.format if isinstance(factor, Operand) else factor.dtype
-
-
-def _data(factor: Factor) -> Tensor:
-    return factor.data if isinstance(factor, Operand) else factor
+def _spec(op: str, a: Factor, b: Factor, args: GemmArgs) -> Spec:
+    data = data_of(b)
+    formats, shapes = (format_of(a), format_of(b)), (tuple(a.shape), tuple(b.shape))
+    return Spec(op, shapes, formats, args.out_dtype, data.device, is_traced(data_of(a), data))
 
 
 def gemm(op: str, a: Factor, b: Factor, args: GemmArgs, prefer: str | None = None) -> Tensor:
@@ -32,7 +31,20 @@ def gemm(op: str, a: Factor, b: Factor, args: GemmArgs, prefer: str | None = Non
             f"{op}: the contracted dimensions differ: {tuple(a.shape)} has {a.shape[-1]} columns, the other operand "
             f"{b.shape[-1]} rows"
         )
-    shapes = (tuple(a.shape), tuple(b.shape))
-    data = _data(b)
-    spec = Spec(op, shapes, (_format(a), _format(b)), args.out_dtype, data.device, is_traced(_data(a), data))
-    return choose(GEMM, spec, a, b, args, prefer=prefer).run(a, b, args)  # type: ignore[no-any-return]
+    return perform(GEMM, _spec(op, a, b, args), a, b, args, prefer=prefer)  # type: ignore[no-any-return]
+
+
+def grouped_gemm(op: str, a: Factor, b: Factor, ends: Tensor, args: GemmArgs, prefer: str | None = None) -> Tensor:
+    """Rows of a (M, K) times the weight of their group, b (G, N, K): row ``ends[g - 1]`` to ``ends[g]`` meet b[g].
+
+    ``ends``: int32 (G,) on the device of ``a``, never decreasing; a group may have no rows; rows after the last end
+    give zeros. A cast of ``a`` sees all its rows at once. Result (M, N). Raises ValueError where the shapes do not fit.
+    """
+    if len(a.shape) != 2 or len(b.shape) != 3 or a.shape[1] != b.shape[2] or tuple(ends.shape) != (b.shape[0],):
+        raise ValueError(
+            f"{op}: needs rows (M, K), weights (G, N, K) and G group ends, got {tuple(a.shape)}, {tuple(b.shape)} and "
+            f"{tuple(ends.shape)}"
+        )
+    if ends.device != data_of(a).device:
+        raise ValueError(f"{op}: the group ends are on {ends.device}, the rows on {data_of(a).device}")
+    return perform(GROUPED, _spec(op, a, b, args), a, b, ends, args, prefer=prefer)  # type: ignore[no-any-return]

@@ -1,16 +1,39 @@
-"""What every product kernel is called with: ``run(a, b, args)`` computes ``alpha * a @ b^T + beta * bias``."""
+"""What product kernels are called with: ``run(a, b, args)`` computes ``alpha * a @ b^T + beta * bias``."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from ..codec import Operand
+from ..formats import Format
+from ..recipe import Cast
 
-Factor: TypeAlias = Operand | Tensor
-"""One side of a product, (..., rows, K): an operand blocked along K, or plain values."""
+
+@dataclass(frozen=True)
+class Uncast:
+    """Plain values and the cast they are to go through: each kernel takes it in the form that costs it least.
+
+    Most products want codes with scales in a layout of their own, or the rounded values and never the codes.
+    """
+
+    x: Tensor
+    cast: Cast
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.x.shape)
+
+    @property
+    def format(self) -> Format:
+        return self.cast.format
+
+
+Factor: TypeAlias = Operand | Uncast | Tensor
+"""One side of a product, (..., rows, K): an operand blocked along K, values to be cast to one, or plain values."""
 
 
 class GemmArgs(NamedTuple):
@@ -20,3 +43,15 @@ class GemmArgs(NamedTuple):
     bias: Tensor | None = None
     alpha: float = 1
     beta: float = 1
+
+
+def format_of(factor: Factor) -> Format | torch.dtype:
+    """The format in which a factor enters the product; the dtype of plain values."""
+    return factor.dtype if isinstance(factor, Tensor) else factor.format
+
+
+def data_of(factor: Factor) -> Tensor:
+    """The tensor that says where a factor lives and whether it is being traced."""
+    if isinstance(factor, Tensor):
+        return factor
+    return factor.data if isinstance(factor, Operand) else factor.x

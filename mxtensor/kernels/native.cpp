@@ -1,186 +1,281 @@
-// Casts between float32, bfloat16 or float16 and MX operands (power-of-two scales, blocks along rows), held to
-// mxtensor/codec.py bit for bit. Plain loops that a compiler turns into vectors; compiled once a machine by native.py.
+// Casts between float32, bfloat16 or float16 and block-scaled operands, held to mxtensor/codec.py bit for bit.
+// Rows are taken CHUNK values at a time, which hold whole blocks (or lie in one), in plain loops that a compiler turns
+// into vectors: what a block shares is spread over its values first. Compiled once a machine by native.py.
+#include <cfloat>
 #include <cstdint>
 #include <cstring>
 
+#include "native_elements.h"
+
 namespace {
 
-struct Element {
-  int32_t exponent_bits, mantissa_bits, bias, emax, bits, nan_code;
-  float max, inverse_max;
+constexpr int FULL = -1;                      // an extent of a block, as in formats.py
+constexpr int CHUNK = 128;                    // a multiple of every block and of every group of packed codes
+constexpr int SPAN = 8 * CHUNK;               // columns whose scales are worked out at a time
+constexpr int MAX_BLOCKS = CHUNK * CHUNK / 16;  // of a panel in one span
+
+enum Scaling { FLOOR, RCEIL, CEIL, EVEN };
+enum Scale { E8M0, UE4M3, FP32 };
+
+// The fields of native.py's _Format.
+struct Format {
+  Element element;
+  int32_t scale, rows, cols;  // rows, cols of a block
+  float scale_values[256];    // of every byte
 };
-enum Mode { FLOOR, RCEIL, CEIL, EVEN };
-constexpr int MAX_BLOCK = 128;
 
-inline float as_float(uint32_t bits) { float f; std::memcpy(&f, &bits, 4); return f; }
-inline int32_t as_int(float f) { int32_t bits; std::memcpy(&bits, &f, 4); return bits; }
-inline float power_of_two(int32_t byte) { return as_float(byte == 0 ? 0x00400000u : uint32_t(byte) << 23); }
+// ------------------------------------------------------------------------------------------ blocks and scales
 
-inline float load(const float* x) { return *x; }
-inline float load(const uint16_t* x) { return as_float(uint32_t(*x) << 16); }
-#ifdef __FLT16_MAX__
-inline float load(const _Float16* x) { return float(*x); }
-#endif
-inline void store(float* out, float v) { *out = v; }
-inline void store(uint16_t* out, float v) {  // bfloat16, nearest even; a NaN keeps being one
-  uint32_t bits = uint32_t(as_int(v));
-  *out = (bits & 0x7FFFFFFFu) > 0x7F800000u ? 0x7FC0u : uint16_t((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
+template <typename T> void fold(const T* x, int n, int32_t* most) {  // bits of the largest magnitudes, place by place
+  for (int i = 0; i < n; i++) most[i] = larger(most[i], as_int(load(x[i])) & 0x7FFFFFFF);
+}
+template <int N> void reduce(const int32_t* most, int blocks, int32_t* amax) {
+  for (int b = 0; b < blocks; b++) {
+    int32_t of_block = amax[b];
+    for (int i = 0; i < N; i++) of_block = larger(of_block, most[b * N + i]);
+    amax[b] = of_block;
+  }
+}
+template <int N> void spread(const float* of_block, int blocks, float* of_value) {
+  for (int b = 0; b < blocks; b++)
+    for (int i = 0; i < N; i++) of_value[b * N + i] = of_block[b];
+}
+void reduce(int block, const int32_t* most, int blocks, int32_t* amax) {
+  (block == 16 ? reduce<16> : block == 32 ? reduce<32> : block == 64 ? reduce<64> : reduce<CHUNK>)(most, blocks, amax);
+}
+void spread(int block, const float* of_block, int blocks, float* of_value) {
+  (block == 16   ? spread<16>
+   : block == 32 ? spread<32>
+   : block == 64 ? spread<64>
+                 : spread<CHUNK>)(of_block, blocks, of_value);
 }
 
 // Biased exponent of the smallest power of two >= the positive float with these bits.
 inline int32_t exponent_up(int32_t bits) {
-  int32_t exponent = bits >> 23, mantissa = bits & 0x7FFFFF;
-  return exponent + (exponent > 0 ? mantissa > 0 : mantissa > 0x400000);
+  const int32_t exponent = bits >> 23, mantissa = bits & 0x7FFFFF;
+  return exponent + int32_t(mantissa > (exponent > 0 ? 0 : 0x400000));
+}
+inline int32_t scale_byte(int32_t amax, const Element& e, int scaling) {
+  const int32_t byte =
+      scaling == RCEIL  ? exponent_up(as_int(as_float(amax) * e.inverse_max))
+      : scaling == CEIL ? exponent_up(amax) - e.emax
+      : scaling == EVEN ? ((amax + (1 << (22 - e.mantissa_bits))) >> 23) - e.emax
+                        : (amax >> 23) - e.emax;
+  return smaller(larger(byte, 0), 254);
 }
 
-inline int32_t scale_byte(int32_t amax_bits, const Element& e, int mode) {
-  int32_t byte;
-  switch (mode) {
-    case RCEIL: byte = exponent_up(as_int(as_float(uint32_t(amax_bits)) * e.inverse_max)); break;
-    case CEIL: byte = exponent_up(amax_bits) - e.emax; break;
-    case EVEN: byte = ((amax_bits + (1 << (22 - e.mantissa_bits))) >> 23) - e.emax; break;
-    default: byte = (amax_bits >> 23) - e.emax;
-  }
-  return byte < 0 ? 0 : byte > 254 ? 254 : byte;
-}
+// From the amax of blocks to their scales and multipliers: codec.py's SCALE_RULES.
+struct Rule {
+  const Format& f;
+  int scaling;
+  int32_t whole;  // amax of the tensor, for a global scale or one block
+  float encode = 1.0f, global_scale = 1.0f;
 
-// Codes of one block: the bits rounded to the mantissa, or below the smallest normal the float adder's own rounding.
-template <typename T>
-void encode_block(const T* x, int n, float multiplier, const Element& e, uint8_t* codes) {
-  if (e.exponent_bits == 0) {
-    const float steps = float(1 << e.mantissa_bits), limit = e.max * steps;
-    for (int i = 0; i < n; i++) {
-      float y = load(x + i) * multiplier * steps;
-      y = y < -limit ? -limit : y > limit ? limit : y;
-      codes[i] = uint8_t(int8_t(int32_t((y + 12582912.0f) - 12582912.0f)));  // 1.5 * 2^23: nearest, ties to even
-    }
-    return;
+  Rule(const Format& f, int scaling, int32_t whole, bool global) : f(f), scaling(scaling), whole(whole) {
+    if (!global || whole == 0 || whole >= INFINITE) return;
+    const float largest = 448.0f * f.element.max;
+    encode = smaller(largest / as_float(whole), FLT_MAX), global_scale = as_float(whole) / largest;
   }
-  const int shift = 23 - e.mantissa_bits, sign_bit = e.bits - 1;
-  const int32_t magic_bits = (24 - e.bias - e.mantissa_bits + 127) << 23, first_normal = 1 << e.mantissa_bits;
-  const float magic = as_float(uint32_t(magic_bits)), max = e.max;
-  const int32_t offset = (1 << (shift - 1)) - 1 - ((127 - e.bias) << 23);
-  for (int i = 0; i < n; i++) {
-    float y = load(x + i) * multiplier;
-    int32_t raw = as_int(y);
-    float magnitude = as_float(uint32_t(raw) & 0x7FFFFFFFu);
-    magnitude = magnitude > max ? max : magnitude;
-    int32_t bits = as_int(magnitude), small = as_int(magnitude + magic) - magic_bits;
-    int32_t normal = (bits + offset + ((bits >> shift) & 1)) >> shift;
-    normal = normal < first_normal ? first_normal : normal;
-    codes[i] = uint8_t((small < normal ? small : normal) | (int32_t(uint32_t(raw) >> 31) << sign_bit));
-  }
-}
 
-inline void pack(const uint8_t* codes, int n, int bits, uint8_t* out) {  // codes beyond n are 0 up to a whole group
-  if (bits == 8) {
-    std::memcpy(out, codes, size_t(n));
-  } else if (bits == 4) {
-    for (int i = 0; i < (n + 1) / 2; i++) out[i] = uint8_t(codes[2 * i] | codes[2 * i + 1] << 4);
-  } else {
-    for (int i = 0; i < (n + 3) / 4; i++) {
-      uint32_t w = codes[4 * i] | uint32_t(codes[4 * i + 1]) << 6 | uint32_t(codes[4 * i + 2]) << 12 |
-                   uint32_t(codes[4 * i + 3]) << 18;
-      out[3 * i] = uint8_t(w), out[3 * i + 1] = uint8_t(w >> 8), out[3 * i + 2] = uint8_t(w >> 16);
+  // Of n blocks; scales are stored from ``at`` on. Multipliers of NaN blocks do not matter.
+  void operator()(const int32_t* __restrict amax, int n, void* scale, int64_t at, float* __restrict multiplier) const {
+    const Element e = f.element;  // a copy, which no store through a byte pointer can be thought to change
+    const int mode = scaling;
+    uint8_t* __restrict bytes = static_cast<uint8_t*>(scale) + at;
+    float* __restrict floats = static_cast<float*>(scale) + at;
+    if (f.scale == E8M0) {
+      for (int b = 0; b < n; b++) {
+        const int32_t byte = scale_byte(amax[b], e, mode);
+        bytes[b] = uint8_t(amax[b] < INFINITE ? byte : 255);
+        multiplier[b] = power_of_two(254 - byte);
+      }
+    } else if (f.scale == UE4M3) {
+      const float per_amax = encode * e.inverse_max, decode = 1.0f / encode;
+      for (int b = 0; b < n; b++) {
+        const int32_t byte = E4M3.encode(smaller(448.0f, as_float(amax[b]) * per_amax));  // 448 for a NaN
+        bytes[b] = uint8_t(amax[b] < INFINITE ? byte : 0x7F);
+        multiplier[b] = smaller(1.0f / (E4M3.decode(byte) * decode), FLT_MAX);
+      }
+    } else {
+      for (int b = 0; b < n; b++) {
+        const float s = amax[b] > 0 ? larger(as_float(amax[b]) * e.inverse_max, FLT_MIN) : 1.0f;
+        floats[b] = amax[b] < INFINITE ? s : as_float(0x7FC00000);
+        multiplier[b] = 1.0f / s;
+      }
     }
   }
+};
+
+// ------------------------------------------------------------------------------------------ the two ways
+
+// Where the blocks of a matrix lie.
+struct Grid {
+  int tile, block;          // rows and columns of a block as far as a chunk sees them
+  bool whole, across;       // one block for everything; one for a row
+  int64_t rows, bands, per_row;
+
+  Grid(const Format& f, int64_t rows, int64_t cols)
+      : tile(f.rows == FULL ? 1 : f.rows), block(f.cols == FULL ? CHUNK : f.cols), whole(f.rows == FULL),
+        across(f.cols == FULL), rows(rows), bands(ceil_div(rows, tile)), per_row(across ? 1 : ceil_div(cols, block)) {}
+  // The place of a scale, by the row and column of one of its values.
+  int64_t scale_of(int64_t matrix, int64_t row, int64_t col) const {
+    return whole ? 0 : (matrix * bands + row / tile) * per_row + (across ? 0 : col / block);
+  }
+};
+
+// Matrices one after the other: in rows, or turned, in columns.
+template <typename T> struct Source {
+  const T* x;
+  int64_t rows, cols;
+  bool turned;
+  alignas(64) T scratch[CHUNK * CHUNK];
+  int64_t step = 0;  // from a row of the last tile to the next
+
+  Source(const T* x, int64_t rows, int64_t cols, bool turned) : x(x), rows(rows), cols(cols), turned(turned) {}
+
+  const T* tile(int64_t matrix, int64_t top, int height, int64_t left, int width) {
+    const T* from = x + matrix * rows * cols + (turned ? left * rows + top : top * cols + left);
+    step = turned ? CHUNK : cols;
+    if (!turned) return from;
+    for (int j = 0; j < width; j += 16)
+      for (int i = 0; i < height; i += 16) turn(from + j * rows + i, height - i, width - j, scratch + i * CHUNK + j);
+    return scratch;
+  }
+  void turn(const T* from, int height, int width, T* to) {  // 16 x 16, of which height x width are there
+    T square[16][16] = {};
+    for (int j = 0; j < smaller(width, 16); j++)
+      if (height < 16) std::memcpy(square[j], from + j * rows, size_t(height) * sizeof(T));
+      else std::memcpy(square[j], from + j * rows, sizeof square[j]);
+    for (int i = 0; i < 16; i++)
+      for (int j = 0; j < 16; j++) to[i * CHUNK + j] = square[j][i];
+  }
+};
+
+// Panels first to last; a panel is ``height`` rows, or what is left of a matrix, in whole tiles.
+template <typename T>
+void encode_panels(const Format& f, const Rule& rule, Source<T>& x, int height, int64_t first, int64_t last,
+                   uint8_t* data, void* scale) {
+  const Element& e = f.element;
+  const Grid grid(f, x.rows, x.cols);
+  const int64_t panels = ceil_div(x.rows, height), row_bytes = packed_size(x.cols, e.bits);
+  const int64_t span = grid.across ? x.cols : x.turned ? CHUNK : SPAN;
+  const int stride = grid.across ? 1 : int(span / grid.block);  // from a band's blocks to the next band's
+  alignas(64) int32_t amax[MAX_BLOCKS], most[CHUNK];
+  alignas(64) float multiplier[MAX_BLOCKS], of_value[CHUNK];
+  alignas(64) uint8_t codes[CHUNK + 4];
+
+  for (int64_t panel = first; panel < last; panel++) {
+    const int64_t matrix = panel / panels, top = panel % panels * height;
+    const int rows = int(smaller<int64_t>(height, x.rows - top)), bands = int(ceil_div(rows, grid.tile));
+    for (int64_t left = 0; left < x.cols; left += span) {
+      const int64_t right = smaller(left + span, x.cols);
+      const auto width = [&](int64_t c) { return int(smaller<int64_t>(CHUNK, right - c)); };
+      const auto place = [&](int band, int64_t c) {
+        return band * stride + (grid.across ? 0 : int(c - left) / grid.block);
+      };
+      const T* tile = nullptr;
+
+      if (!grid.whole) std::memset(amax, 0, sizeof(int32_t) * size_t(bands * stride));
+      for (int64_t c = left; c < right && !grid.whole; c += CHUNK) {
+        tile = x.tile(matrix, top, rows, c, width(c));
+        for (int band = 0; band < bands; band++) {
+          std::memset(most, 0, sizeof most);
+          for (int r = band * grid.tile; r < smaller((band + 1) * grid.tile, rows); r++)
+            fold(tile + r * x.step, width(c), most);
+          reduce(grid.block, most, int(ceil_div(width(c), grid.block)), amax + place(band, c));
+        }
+      }
+      for (int band = 0; band < bands; band++) {
+        if (grid.whole) amax[band] = rule.whole;
+        const int at = place(band, left), n = grid.across ? 1 : int(ceil_div(right - left, grid.block));
+        rule(amax + at, n, scale, grid.scale_of(matrix, top + band * grid.tile, left), multiplier + at);
+      }
+      for (int64_t c = left; c < right; c += CHUNK) {
+        const int n = width(c), blocks = int(ceil_div(n, grid.block));
+        if (tile != x.scratch || span > CHUNK) tile = x.tile(matrix, top, rows, c, n);
+        for (int band = 0; band < bands; band++) {
+          const int at = place(band, c);
+          spread(grid.block, multiplier + at, blocks, of_value);
+          for (int r = band * grid.tile; r < smaller((band + 1) * grid.tile, rows); r++) {
+            std::memset(codes + n, 0, 4);  // the rest of a group
+            encode_chunk(tile + r * x.step, n, of_value, e, codes);
+            for (int b = 0; b < blocks; b++)
+              if (amax[at + b] >= INFINITE)
+                std::memset(codes + b * grid.block, e.nan_code, size_t(grid.block));
+            pack(codes, n, e.bits, data + (matrix * x.rows + top + r) * row_bytes + c * e.bits / 8);
+          }
+        }
+      }
+    }
+  }
 }
 
+// Rows first to last of matrices of ``rows`` rows.
 template <typename T>
-void encode_rows(const T* x, int64_t first, int64_t last, int64_t cols, int block, const Element& e, int mode,
-                 uint8_t* data, uint8_t* scale) {
-  const int64_t blocks = (cols + block - 1) / block;
-  const int group = e.bits == 8 ? 1 : e.bits == 4 ? 2 : 4;
-  const int64_t row_bytes = (cols + group - 1) / group * group * e.bits / 8;
-  alignas(64) uint8_t codes[MAX_BLOCK];
+void decode_rows(const Format& f, const uint8_t* data, const void* scale, float global_scale, int64_t rows,
+                 int64_t cols, int64_t first, int64_t last, T* out) {
+  const Element& e = f.element;
+  const Grid grid(f, rows, cols);
+  const int64_t row_bytes = packed_size(cols, e.bits);
+  alignas(64) float of_block[CHUNK / 16], of_value[CHUNK];
+  alignas(64) uint8_t codes[CHUNK] = {};
   for (int64_t r = first; r < last; r++) {
-    for (int64_t b = 0; b < blocks; b++) {
-      const T* values = x + r * cols + b * block;
-      const int n = int(b + 1 < blocks ? block : cols - b * block);
-      int32_t amax = 0;
-      for (int i = 0; i < n; i++) {
-        int32_t bits = as_int(load(values + i)) & 0x7FFFFFFF;
-        amax = bits > amax ? bits : amax;
+    for (int64_t c = 0; c < cols; c += CHUNK) {
+      const int n = int(smaller<int64_t>(CHUNK, cols - c)), blocks = int(ceil_div(n, grid.block));
+      if (c == 0 || !grid.across) {
+        const int64_t at = grid.scale_of(r / rows, r % rows, c);
+        for (int b = 0; b < blocks; b++)
+          of_block[b] = f.scale == FP32 ? static_cast<const float*>(scale)[at + b]
+                                        : f.scale_values[static_cast<const uint8_t*>(scale)[at + b]];
+        spread(grid.block, of_block, blocks, of_value);
       }
-      const bool finite = amax < 0x7F800000;
-      const int32_t byte = finite ? scale_byte(amax, e, mode) : 255;
-      scale[r * blocks + b] = uint8_t(byte);
-      if (finite) {
-        if (n < block) std::memset(codes, 0, sizeof codes);
-        encode_block(values, n, power_of_two(254 - byte), e, codes);
-      } else {
-        std::memset(codes, e.nan_code, size_t(n));
-        std::memset(codes + n, 0, sizeof codes - size_t(n));
-      }
-      pack(codes, n, e.bits, data + r * row_bytes + b * block * e.bits / 8);
+      const uint8_t* from = unpack(data + r * row_bytes + c * e.bits / 8, n, e.bits, codes);
+      decode_chunk(from, n, of_value, global_scale, e, out + (r - first) * cols + c);
     }
   }
 }
 
-inline void unpack(const uint8_t* data, int n, int bits, uint8_t* codes) {
-  if (bits == 4) {
-    for (int i = 0; i < (n + 1) / 2; i++) codes[2 * i] = data[i] & 0xF, codes[2 * i + 1] = data[i] >> 4;
-  } else {
-    for (int i = 0; i < (n + 3) / 4; i++) {
-      const uint32_t w = data[3 * i] | uint32_t(data[3 * i + 1]) << 8 | uint32_t(data[3 * i + 2]) << 16;
-      for (int j = 0; j < 4; j++) codes[4 * i + j] = (w >> (6 * j)) & 0x3F;
-    }
-  }
-}
-
-template <typename T>
-void decode_rows(const uint8_t* data, const uint8_t* scale, int64_t first, int64_t last, int64_t cols, int block,
-                 const Element& e, const float* values, T* out) {
-  const int64_t blocks = (cols + block - 1) / block;
-  const int bits = e.bits, group = bits == 8 ? 1 : bits == 4 ? 2 : 4, shift = 23 - e.mantissa_bits;
-  const int64_t row_bytes = (cols + group - 1) / group * group * bits / 8;
-  const int32_t magnitudes = (1 << (bits - 1)) - 1, first_normal = 1 << e.mantissa_bits, offset = (127 - e.bias) << 23;
-  const float step = values[1];  // the smallest subnormal
-  alignas(64) uint8_t codes[MAX_BLOCK];
-  for (int64_t r = first; r < last; r++) {
-    for (int64_t b = 0; b < blocks; b++) {
-      const int n = int(b + 1 < blocks ? block : cols - b * block);
-      const int byte = scale[r * blocks + b];
-      const float s = byte == 255 ? as_float(0x7FC00000u) : power_of_two(byte);
-      const uint8_t* from = data + r * row_bytes + b * block * bits / 8;
-      T* to = out + r * cols + b * block;
-      if (bits == 8) {
-        for (int i = 0; i < n; i++) store(to + i, values[from[i]] * s);
-        continue;
-      }
-      unpack(from, n, bits, codes);
-      for (int i = 0; i < n; i++) {  // arithmetic, not a table: it becomes vectors
-        const int32_t code = codes[i], magnitude = code & magnitudes;
-        const int32_t small = as_int(float(magnitude) * step), normal = (magnitude << shift) + offset;
-        const int32_t value = magnitude < first_normal ? small : normal;
-        store(to + i, as_float(uint32_t(value) | uint32_t(code >> (bits - 1)) << 31) * s);
-      }
-    }
-  }
+template <typename F> void with_kind(int kind, F work) {
+  if (kind == 0) work(float());
+  else if (kind == 1) work(BFloat16());
+  else work(Half());
 }
 
 }  // namespace
 
+// kind: 0 float32, 1 bfloat16, 2 float16.
 extern "C" {
 
-// kind: 0 float32, 1 bfloat16, 2 float16. Returns 0, or 1 for a kind this build does not have.
-int mx_encode(const void* x, int kind, int64_t first, int64_t last, int64_t cols, int block, const Element* e, int mode,
-              uint8_t* data, uint8_t* scale) {
-  if (kind == 0) encode_rows(static_cast<const float*>(x), first, last, cols, block, *e, mode, data, scale);
-  else if (kind == 1) encode_rows(static_cast<const uint16_t*>(x), first, last, cols, block, *e, mode, data, scale);
-#ifdef __FLT16_MAX__
-  else if (kind == 2) encode_rows(static_cast<const _Float16*>(x), first, last, cols, block, *e, mode, data, scale);
-#endif
-  else return 1;
+// The bits of the largest magnitude of values first to last.
+int32_t mx_amax(const void* x, int kind, int64_t first, int64_t last) {
+  alignas(64) int32_t most[CHUNK] = {}, amax = 0;
+  with_kind(kind, [&](auto value) {
+    const auto* values = static_cast<const decltype(value)*>(x);
+    for (int64_t i = first; i < last; i += CHUNK) fold(values + i, int(smaller<int64_t>(CHUNK, last - i)), most);
+  });
+  reduce<CHUNK>(most, 1, &amax);
+  return amax;
+}
+
+// Panels first to last of matrices (rows, cols). amax: bits of that of the whole tensor, where the format asks for it.
+int mx_encode(const Format* f, int scaling, const void* x, int kind, int64_t rows, int64_t cols, int turned, int height,
+              int32_t amax, int64_t first, int64_t last, uint8_t* data, void* scale, float* global_scale) {
+  const Rule rule(*f, scaling, amax, global_scale != nullptr);
+  if (global_scale && first == 0) *global_scale = rule.global_scale;
+  with_kind(kind, [&](auto value) {
+    Source<decltype(value)> source(static_cast<const decltype(value)*>(x), rows, cols, turned != 0);
+    encode_panels(*f, rule, source, height, first, last, data, scale);
+  });
   return 0;
 }
 
-// values: the element's value for every code. kind: 0 float32, 1 bfloat16.
-int mx_decode(const uint8_t* data, const uint8_t* scale, int64_t first, int64_t last, int64_t cols, int block,
-              const Element* e, const float* values, void* out, int kind) {
-  if (kind == 0) decode_rows(data, scale, first, last, cols, block, *e, values, static_cast<float*>(out));
-  else if (kind == 1) decode_rows(data, scale, first, last, cols, block, *e, values, static_cast<uint16_t*>(out));
-  else return 1;
+// Rows first to last of matrices of ``rows`` rows, to ``out``. global_scale: null for none.
+int mx_decode(const Format* f, const uint8_t* data, const void* scale, const float* global_scale, int64_t rows,
+              int64_t cols, int64_t first, int64_t last, void* out, int kind) {
+  with_kind(kind, [&](auto value) {
+    decode_rows(*f, data, scale, global_scale ? *global_scale : 1.0f, rows, cols, first, last,
+                static_cast<decltype(value)*>(out));
+  });
   return 0;
 }
 }

@@ -1,6 +1,6 @@
-"""Eager casts on CPU in C++: MX formats in blocks along rows, one pass over the values.
+"""Eager casts on CPU in C++: every format, one pass over the values, and one before it where a scale is the tensor's.
 
-``native.cpp`` is compiled once a machine (about half a second) by the C++ compiler that torch.compile uses too, without
+``native.cpp`` is compiled once a machine (about two seconds) by the C++ compiler that torch.compile uses too, without
 torch's headers, and called through ctypes. Where there is none, the slices of ``cast_blocked`` do the same work.
 """
 
@@ -16,28 +16,50 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..codec import Operand
+from ..codec import Operand, scale_to_float
 from ..dispatch import Kernel, Spec
 from ..elements import decode_elements
-from ..formats import ElementFormat, Format, Rounding, ScaleCalculationMode
+from ..formats import (
+    BLOCK_SIZES,
+    E8M0,
+    FP32,
+    FULL,
+    UE4M3,
+    Format,
+    Rounding,
+    ScaleCalculationMode,
+)
 from ..recipe import Cast
 
-SOURCE = Path(__file__).with_name("native.cpp")
+SOURCE, HEADER = (Path(__file__).with_name(name) for name in ("native.cpp", "native_elements.h"))
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off", "-fno-trapping-math")
-SOURCES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-TARGETS = {torch.float32: 0, torch.bfloat16: 1}
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MODES = {mode: i for i, mode in enumerate(ScaleCalculationMode)}
+SCALES = (E8M0, UE4M3, FP32)
+BLOCKS = frozenset({(FULL, FULL), (1, FULL), *((rows, n) for n in BLOCK_SIZES for rows in (1, n))})
+TURNED_ROWS = 128
+"""Of a source whose columns are contiguous, transposed at a time: whole cache lines of each column."""
 VALUES_PER_THREAD = 1 << 16
 
 
 class _Element(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("exponent_bits", "mantissa_bits", "bias", "emax", "bits", "nan_code")),
+        ("first_special", ctypes.c_int32),
         *((name, ctypes.c_float) for name in ("max", "inverse_max")),
+    )
+
+
+class _Format(ctypes.Structure):
+    _fields_ = (
+        ("element", _Element),
+        *((name, ctypes.c_int32) for name in ("scale", "rows", "cols")),
+        ("scale_values", ctypes.c_float * 256),
     )
 
 
@@ -49,7 +71,9 @@ def _cache_path(compiler: str) -> Path:
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     flags = [line for line in lines if line.startswith(("flags", "Features"))][:1]
-    key = hashlib.blake2b(repr((SOURCE.read_text(), FLAGS, compiler, flags)).encode(), digest_size=10).hexdigest()
+    key = hashlib.blake2b(
+        repr((SOURCE.read_text(), HEADER.read_text(), FLAGS, compiler, flags)).encode(), digest_size=10
+    ).hexdigest()
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return home / "mxtensor" / f"native-{key}.so"
 
@@ -72,23 +96,31 @@ def library() -> ctypes.CDLL | str:
     except (OSError, subprocess.CalledProcessError) as error:
         return f"native.cpp did not build: {str(error).splitlines()[0]}"
     pointer, number, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
-    lib.mx_encode.argtypes = [pointer, number, size, size, size, number, pointer, number, pointer, pointer]
-    lib.mx_decode.argtypes = [pointer, pointer, size, size, size, number, pointer, pointer, pointer, number]
+    lib.mx_amax.argtypes = [pointer, number, size, size]
+    lib.mx_encode.argtypes = [
+        pointer, number, pointer, number, size, size, number, number, number, size, size, pointer, pointer, pointer,
+    ]  # fmt: skip
+    lib.mx_decode.argtypes = [pointer, pointer, pointer, pointer, size, size, size, size, pointer, number]
     return lib
 
 
-_TABLES: dict[int, tuple[ElementFormat, _Element, Tensor]] = {}
+_ROWS: dict[object, tuple[object, ...]] = {}
 
 
-def _tables(e: ElementFormat) -> tuple[ElementFormat, _Element, Tensor]:
-    """(the format, so that its id stays its own; its fields for C; the value of every code, by the codec)."""
-    tables = _TABLES.get(id(e))  # not functools.cache: hashing nine fields costs as much as the call into C
-    if tables is None:
-        codes = torch.arange(1 << e.bits, dtype=torch.uint8)
-        values = decode_elements(codes if e.packed else codes.view(e.dtype), e)
-        fields = (e.exponent_bits, e.mantissa_bits, e.bias, e.emax, e.bits, e.nan_code, e.max, 1.0 / e.max)
-        tables = _TABLES[id(e)] = (e, _Element(*fields), values)
-    return tables
+def _row(format: Format) -> Any:
+    """A reference to the fields of ``format`` for C."""
+    e, kind, block = format.element, format.scale, format.block
+    row = _ROWS.get((id(e), id(kind), block))  # by identity: hashing an element costs as much as the call into C
+    if row is None:
+        codes = torch.arange(256, dtype=torch.uint8)
+        magnitudes = codes[: 1 << (e.bits - 1)]
+        finite = decode_elements(magnitudes if e.packed else magnitudes.view(e.dtype), e).isfinite()
+        fields = (e.exponent_bits, e.mantissa_bits, e.bias, e.emax, e.bits, e.nan_code, int(finite.sum()))
+        values = scale_to_float(codes, kind).tolist() if kind.dtype is torch.uint8 else ()
+        element = _Element(*fields, e.max, 1.0 / e.max)
+        c = _Format(element, SCALES.index(kind), *block, (ctypes.c_float * 256)(*values))
+        row = _ROWS[id(e), id(kind), block] = (ctypes.byref(c), e, kind)  # kept, so that their ids stay their own
+    return row[0]
 
 
 _pool: list[ThreadPoolExecutor] = []
@@ -96,31 +128,28 @@ if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(after_in_child=_pool.clear)
 
 
-def _over_rows(work: Callable[[int, int], int], rows: int, cols: int) -> None:
-    """Run ``work(first, last)`` on spans of rows in as many threads as torch uses; ctypes lets go of the GIL."""
-    spans_worth = rows * cols // VALUES_PER_THREAD
-    threads = min(torch.get_num_threads(), spans_worth, rows) if spans_worth > 1 else 1
+def _in_spans(work: Callable[[int, int], int], units: int, values: int) -> int:
+    """The largest result of ``work(first, last)`` on spans of so many units, which hold so many values in all, in as
+    many threads as torch uses; ctypes lets go of the GIL."""
+    spans_worth = values // VALUES_PER_THREAD
+    threads = min(torch.get_num_threads(), spans_worth, units) if spans_worth > 1 else 1
     if threads == 1:
-        failed = work(0, rows)
-    else:
-        if not _pool:
-            _pool.append(ThreadPoolExecutor(torch.get_num_threads(), "mxtensor"))
-        spans = [(rows * i // threads, rows * (i + 1) // threads) for i in range(threads)]
-        failed = max(_pool[0].map(lambda span: work(*span), spans))
-    assert not failed
+        return work(0, units)
+    if not _pool:
+        _pool.append(ThreadPoolExecutor(torch.get_num_threads(), "mxtensor"))
+    spans = [(units * i // threads, units * (i + 1) // threads) for i in range(threads)]
+    return max(_pool[0].map(lambda span: work(*span), spans))
 
 
-def _refuses(spec: Spec, format: Format, dtypes: dict[torch.dtype, int], contiguous: bool) -> str | None:
+def _refuses(spec: Spec, format: Format) -> str | None:
     if spec.device.type != "cpu":
         return f"runs on cpu, this tensor is on {spec.device.type}"
     if spec.traced:
         return "being traced: the codec itself fuses better"
-    if format.scale.significant_bits != 1 or format.block[0] != 1:
-        return "only MX formats in blocks along rows"
-    if spec.dtype not in dtypes:
+    if spec.dtype not in KINDS:
         return f"not for {str(spec.dtype).removeprefix('torch.')}"
-    if not contiguous:
-        return "not contiguous"
+    if format.block not in BLOCKS or format.scale not in SCALES:
+        return f"not for {format.scale.name} scales of {format.block[0]}x{format.block[1]} blocks"
     built = library()
     return built if isinstance(built, str) else None
 
@@ -131,56 +160,75 @@ def _refuses(spec: Spec, format: Format, dtypes: dict[torch.dtype, int], contigu
 def _refuses_quantize(spec: Spec, x: Tensor, cast: Cast) -> str | None:
     if cast.rounding is not Rounding.NEAREST:
         return "rounds to nearest only"
-    return _refuses(spec, cast.format, SOURCES, x.is_contiguous())
+    reason = _refuses(spec, cast.format)
+    if reason is None and not (x.is_contiguous() or (x.dim() > 1 and x.transpose(-1, -2).is_contiguous())):
+        return "neither contiguous nor the transpose of something contiguous"
+    return reason
 
 
 def _quantize(x: Tensor, cast: Cast) -> Operand:
     lib, format, shape = library(), cast.format, tuple(x.shape)
     assert isinstance(lib, ctypes.CDLL)
     data = torch.empty(format.data_shape(shape), dtype=format.element.dtype)
-    scale = torch.empty(format.scale_shape(shape), dtype=torch.uint8)
+    scale = torch.empty(format.scale_shape(shape), dtype=format.scale.dtype)
     last = torch.ones(()) if format.global_scale else None
-    if x.numel():
-        cols, element = shape[-1], ctypes.byref(_tables(format.element)[1])
-        kind, mode, block = SOURCES[x.dtype], MODES[cast.scaling], format.block[1]
-        source, codes, scales = x.data_ptr(), data.data_ptr(), scale.data_ptr()
+    values, cols, tile = x.numel(), shape[-1], format.block[0]
+    if not values:
+        return Operand(data, scale, last, format, shape)
+    rows, height, turned = values // cols, max(tile, 1), not x.is_contiguous()
+    if turned or (tile > 1 and len(shape) > 1):
+        rows = shape[-2]  # of one matrix; where no block spans rows, those of all are alike
+    if turned:
+        height = TURNED_ROWS
+    row, mode, kind = _row(format), MODES[cast.scaling], KINDS[x.dtype]
+    source, codes, scales = x.data_ptr(), data.data_ptr(), scale.data_ptr()
+    last_scale = None if last is None else last.data_ptr()
+    amax = 0
+    if last is not None or tile == FULL:
+        amax = _in_spans(lambda first, end: lib.mx_amax(source, kind, first, end), values, values)
 
-        def work(first: int, end: int) -> int:
-            return lib.mx_encode(source, kind, first, end, cols, block, element, mode, codes, scales)  # type: ignore[no-any-return]
+    def work(first: int, end: int) -> int:
+        return lib.mx_encode(  # type: ignore[no-any-return]
+            row, mode, source, kind, rows, cols, turned, height, amax, first, end, codes, scales, last_scale
+        )
 
-        _over_rows(work, x.numel() // cols, cols)
+    _in_spans(work, values // (rows * cols) * -(-rows // height), values)
     return Operand(data, scale, last, format, shape)
 
 
 # ---------------------------------------------------------------------------------------------- dequantize
 
 
-def _refuses_dequantize(spec: Spec, operand: Operand) -> str | None:
-    contiguous = operand.data.is_contiguous() and operand.scale.is_contiguous()
-    return _refuses(spec, operand.format, TARGETS, contiguous)
+def _refuses_dequantize(spec: Spec, operand: Operand, dtype: torch.dtype) -> str | None:
+    reason = _refuses(spec, operand.format)
+    if reason is None and not (operand.data.is_contiguous() and operand.scale.is_contiguous()):
+        return "not contiguous"
+    return reason
 
 
 def decode_rows(operand: Operand, start: int, length: int, out: Tensor) -> Tensor:
     """Decode rows ``start`` to ``start + length`` of an operand (leading dimensions flat) into a contiguous ``out``."""
-    lib, cols, block = library(), operand.shape[-1], operand.format.block[1]
+    lib, shape, last = library(), operand.shape, operand.global_scale
     assert isinstance(lib, ctypes.CDLL)
-    _, fields, values = _tables(operand.format.element)
-    element, table, kind = ctypes.byref(fields), values.data_ptr(), TARGETS[out.dtype]
-    codes = operand.data.data_ptr() + start * operand.data.shape[-1]
-    scales, to = operand.scale.data_ptr() + start * operand.scale.shape[-1], out.data_ptr()
+    if not out.numel():
+        return out
+    rows, cols = shape[-2] if len(shape) > 1 else 1, shape[-1]
+    row, kind, size = _row(operand.format), KINDS[out.dtype], cols * out.itemsize
+    codes, scales, to = operand.data.data_ptr(), operand.scale.data_ptr(), out.data_ptr()
+    last_scale = None if last is None else last.data_ptr()
 
-    def work(first: int, last: int) -> int:
-        return lib.mx_decode(codes, scales, first, last, cols, block, element, table, to, kind)  # type: ignore[no-any-return]
+    def work(first: int, end: int) -> int:
+        return lib.mx_decode(  # type: ignore[no-any-return]
+            row, codes, scales, last_scale, rows, cols, start + first, start + end, to + first * size, kind
+        )
 
-    if length and cols:
-        _over_rows(work, length, cols)
+    _in_spans(work, length, length * cols)
     return out
 
 
 def _dequantize(operand: Operand, dtype: torch.dtype) -> Tensor:
     out = torch.empty(operand.shape, dtype=dtype)
-    rows = out.numel() // max(operand.shape[-1], 1)
-    return decode_rows(operand, 0, rows, out)
+    return decode_rows(operand, 0, out.numel() // max(operand.shape[-1], 1), out)
 
 
 QUANTIZE = Kernel("native", _refuses_quantize, _quantize)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -10,9 +9,8 @@ from torch import Tensor
 
 from ..codec import Operand
 from ..dispatch import Spec, implements, is_traced, record, refuse_if_strict
-from ..kernels.cast import quantize_operand
-from ..kernels.gemm import gemm
-from ..kernels.gemm_spec import Factor, GemmArgs
+from ..kernels.gemm import gemm, grouped_gemm
+from ..kernels.gemm_spec import Factor, GemmArgs, Uncast
 from ..recipe import KernelPreference
 from ..tensor import MXTensor
 from .fallback import read
@@ -70,7 +68,14 @@ def _cast(side: Side, weight: Side) -> Factor:
     """A plain factor as the weight's recipe wants it."""
     assert weight.mx is not None
     cast = weight.mx.recipe.activation
-    return side.plain() if cast is None else quantize_operand(side.plain(), cast)
+    return side.plain() if cast is None else Uncast(side.plain(), cast)
+
+
+def _preference(weight: MXTensor | None) -> str | None:
+    """The product kernel that a weight asks for by name, if it does."""
+    if weight is None or weight.recipe.kernel_preference is KernelPreference.AUTO:
+        return None
+    return str(weight.recipe.kernel_preference.value)
 
 
 def product(op: str, left: Side, right: Side, bias: Tensor | None = None, alpha: float = 1, beta: float = 1) -> Tensor:
@@ -85,10 +90,8 @@ def product(op: str, left: Side, right: Side, bias: Tensor | None = None, alpha:
             f"{op}: the dimensions before the last two must be equal, got {tuple(a.shape)} and {tuple(b.shape)}"
         )
     weight = right.mx if right.mx is not None else left.mx
-    prefer = None
-    if weight is not None and weight.recipe.kernel_preference is not KernelPreference.AUTO:
-        prefer = weight.recipe.kernel_preference.value
-    return gemm(op, *_factors(op, left, right), GemmArgs(a.dtype, bias, alpha, beta), prefer=prefer)
+    args = GemmArgs(a.dtype, bias, alpha, beta)
+    return gemm(op, *_factors(op, left, right), args, prefer=_preference(weight))
 
 
 def _first_of_repeats(t: Tensor) -> Tensor | None:
@@ -134,17 +137,15 @@ def baddbmm(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 @implements(aten._grouped_mm.default)
 def grouped_mm(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """(M, K) @ (G, K, N) with ``offs``, the end of each group's rows: one product a group."""
+    """(M, K) @ (G, K, N) with ``offs``, the end of each group's rows."""
     given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
     a, b, offs = given["self"], given["mat2"], given.get("offs")
     plain_call = given.get("bias") is None and given.get("out_dtype") in (None, a.dtype)
-    if not plain_call or offs is None or a.dim() != 2 or not isinstance(b, MXTensor) or b.dim() != 3 or is_traced(offs):
+    known = offs is not None and (offs.device.type == "cuda" or not is_traced(offs))
+    if not plain_call or not known or a.dim() != 2 or not isinstance(b, MXTensor) or b.dim() != 3:
         return read(func, args, kwargs, "not rows for a stack of weights, with ends known")  # type: ignore[no-any-return]
-    out = torch.zeros(a.shape[0], b.shape[-1], dtype=a.dtype, device=a.device)
-    for i, (start, end) in enumerate(pairwise([0, *offs.tolist()])):
-        if start < end:
-            out[start:end] = product("_grouped_mm", Side(a[start:end], False), Side(b[i], True))
-    return out
+    factors = _factors("_grouped_mm", Side(a, False), Side(b, True))
+    return grouped_gemm("_grouped_mm", *factors, offs, GemmArgs(a.dtype), prefer=_preference(b))
 
 
 @implements(aten.mv.default)

@@ -1,0 +1,173 @@
+"""torchao on a GPU, beside our own contenders. Where it is not installed, its rows are failures that say so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .cpu import torchao_cast
+from .cuda import over
+from .harness import Prepare, Work
+
+Fn = Callable[[Any], Any]
+
+
+def _imports() -> None:
+    """Raise ImportError where torchao is not installed, so that the record says that and not something behind it."""
+    import torchao  # noqa: F401
+
+
+def eager(make: Callable[[], Fn], inputs: Sequence[Any]) -> Prepare:
+    """The work of the function that ``make`` returns, on these inputs in turn."""
+
+    def prepare() -> Work:
+        _imports()
+        return over(inputs, make())()
+
+    return prepare
+
+
+def compiled(make: Callable[[], Fn], inputs: Sequence[Any]) -> Prepare:
+    """``eager`` through torch.compile, for these shapes alone."""
+
+    def prepare() -> Work:
+        _imports()
+        torch._dynamo.reset()
+        return over(inputs, torch.compile(make(), fullgraph=True, dynamic=False))()
+
+    return prepare
+
+
+# ---------------------------------------------------------------------------------------------- casts
+
+
+def cast(elem: Any, scaling: str) -> Callable[[], Fn]:
+    """torchao's cast along the last dimension; NVFP4 has one scale rule."""
+
+    def make() -> Fn:
+        if elem == "nvfp4":
+            return lambda x: torchao_cast(x, elem)
+        from torchao.prototype.mx_formats.config import ScaleCalculationMode
+        from torchao.prototype.mx_formats.mx_tensor import MXTensor
+
+        mode = ScaleCalculationMode(scaling)
+        return lambda x: MXTensor.to_mx(x, elem, 32, scaling_mode=mode)
+
+    return make
+
+
+def cast_columns(elem: Any, scaling: str) -> Callable[[], Fn]:
+    """torchao's cast along the first dimension: that of the transpose."""
+
+    def make() -> Fn:
+        along_rows = cast(elem, scaling)()
+        return lambda x: along_rows(x.t().contiguous())
+
+    return make
+
+
+def triton_columns() -> Fn:
+    """torchao's own Triton kernel for the cast along the first dimension (e4m3, rceil)."""
+    from torchao.prototype.mx_formats.kernels import triton_to_mxfp8_dim1
+
+    return lambda x: triton_to_mxfp8_dim1(x, inner_block_size=32)
+
+
+def decoding(elem: Any, inputs: Sequence[Tensor], through: Callable[..., Prepare]) -> Prepare:
+    """torchao's dequantize of the cast inputs, ``through`` eager or compiled."""
+
+    def prepare() -> Work:
+        _imports()
+        held = [torchao_cast(x, elem) for x in inputs]
+        return through(lambda: lambda q: q.dequantize(torch.bfloat16), held)()
+
+    return prepare
+
+
+CASTS: dict[str, Any] = {"mxfp8_e4m3": torch.float8_e4m3fn, "mxfp4_e2m1": torch.float4_e2m1fn_x2, "nvfp4": "nvfp4"}
+"""Our format -> torchao's element dtype (NVFP4 is a class of its own there)."""
+
+
+def cast_contenders(format: str, work: str, inputs: Sequence[Tensor], compile: bool) -> dict[str, Prepare]:
+    """torchao's contenders for one of our rows; none where it has nothing of the kind."""
+    if format not in CASTS:
+        return {}
+    elem, mx = CASTS[format], CASTS[format] != "nvfp4"
+    found: dict[str, Prepare] = {}
+    if work == "dequantize":
+        found["torchao"] = decoding(elem, inputs, eager)
+        if compile:
+            found["torchao compiled"] = decoding(elem, inputs, compiled)
+        return found
+    if work == "rowwise":
+        found["torchao"] = eager(cast(elem, "rceil"), inputs)
+        if compile:
+            found["torchao compiled"] = compiled(cast(elem, "rceil"), inputs)
+            if mx:
+                found["torchao compiled, floor"] = compiled(cast(elem, "floor"), inputs)
+    if work == "columnwise" and elem is torch.float8_e4m3fn:
+        found["torchao"] = eager(cast_columns(elem, "rceil"), inputs)
+        if compile:
+            found["torchao compiled"] = compiled(cast_columns(elem, "rceil"), inputs)
+            found["torchao Triton"] = eager(triton_columns, inputs)
+    return found
+
+
+# ---------------------------------------------------------------------------------------------- linear layers
+
+
+def mx_linear(elem: Any) -> Callable[[nn.Module], Any]:
+    """Converts a model as torchao's MX inference configuration does, with the emulated product (no Blackwell)."""
+
+    def convert(model: nn.Module) -> Any:
+        from torchao.prototype.mx_formats.inference_workflow import MXDynamicActivationMXWeightConfig
+        from torchao.quantization import quantize_
+        from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
+
+        config = MXDynamicActivationMXWeightConfig(
+            activation_dtype=elem, weight_dtype=elem, kernel_preference=KernelPreference.EMULATED
+        )
+        return quantize_(model, config)
+
+    return convert
+
+
+def float8_linear(granularity: str) -> Callable[[nn.Module], Any]:
+    """Converts a model to torchao's dynamic float8, ``PerTensor`` or ``PerRow``."""
+
+    def convert(model: nn.Module) -> Any:
+        from torchao import quantization as q
+
+        return q.quantize_(model, q.Float8DynamicActivationFloat8WeightConfig(granularity=getattr(q, granularity)()))
+
+    return convert
+
+
+LINEARS: dict[str, tuple[Callable[[nn.Module], Any], bool]] = {
+    "torchao mxfp8": (mx_linear(torch.float8_e4m3fn), True),
+    "torchao mxfp4": (mx_linear(torch.float4_e2m1fn_x2), False),
+    "torchao float8_tensor": (float8_linear("PerTensor"), True),
+    "torchao float8_row": (float8_linear("PerRow"), True),
+}
+"""Label -> (conversion, whether it is timed compiled as well)."""
+
+
+def linear(convert: Callable[[nn.Module], Any], pairs: Sequence[tuple[Tensor, Tensor]], compile: bool) -> Prepare:
+    """The work of torchao's linear layers on (x, weight) in turn."""
+
+    def prepare() -> Work:
+        _imports()
+        held = []
+        for x, weight in pairs:
+            layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+            layer.weight = nn.Parameter(weight.clone(), requires_grad=False)
+            model = nn.Sequential(layer)  # torchao converts the children of what it is given
+            convert(model)
+            held.append((x, model[0].weight))
+        return (compiled if compile else eager)(lambda: lambda pair: F.linear(*pair), held)()
+
+    return prepare

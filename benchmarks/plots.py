@@ -1,0 +1,234 @@
+"""Pictures of the GPU records for the documentation: ``python -m benchmarks.plots`` (extra ``plot``).
+
+Each is drawn from benchmarks/results/NAME.json to docs/assets/NAME.png, and holds the checksum of that record.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from mxtensor.report import COLORS
+
+from . import cast, linear
+from .cuda import GpuRow
+from .harness import read_json
+
+ROOT = Path(__file__).resolve().parent.parent
+GRAY, INK = "#8a8a8a", "#333333"
+PEER_COLOR = COLORS[1]
+TARGET_KEY = {"linestyle": "", "marker": "|", "color": COLORS[2], "markersize": 11, "markeredgewidth": 1.8}
+
+
+def checksum(record: Path) -> str:
+    """What a picture says about the record it was drawn from."""
+    return hashlib.sha256(record.read_bytes()).hexdigest()
+
+
+def _figure(width: float, height: float) -> Any:
+    try:
+        from matplotlib.figure import Figure  # not pyplot: no global state, no display
+    except ImportError as error:
+        raise ImportError("benchmarks.plots needs matplotlib: pip install 'mxtensor[plot]'") from error
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _names_down(axes: Any, names: Sequence[str]) -> None:
+    """One row of the picture for each name, the first on top, told apart by bands."""
+    axes.set_yticks(range(len(names)), names, fontsize=9)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    for i in range(0, len(names), 2):
+        axes.axhspan(i - 0.5, i + 0.5, color="#f4f4f4", linewidth=0, zorder=0)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(axis="x", color="#dddddd", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+
+
+def _title(figure: Any, title: str, machine: dict[str, Any]) -> None:
+    versions = machine["versions"]
+    parts = [machine["gpu"] or machine["cpu"], *(f"{p} {versions[p]}" for p in ("torch", "torchao") if p in versions)]
+    figure.suptitle(f"{title}\n", fontsize=13, color=INK)
+    below = 1 - 0.34 / figure.get_figheight()
+    figure.text(0.5, below, ", ".join([*parts, machine["date"]]), ha="center", va="top", fontsize=9, color=GRAY)
+
+
+def _legend(figure: Any, keys: dict[str, dict[str, Any]], columns: int) -> None:
+    """A legend of drawn samples, filled column by column: label -> properties of a line."""
+    from matplotlib.lines import Line2D
+
+    handles = [Line2D([], [], label=label, **style) for label, style in keys.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
+
+
+# ---------------------------------------------------------------------------------------------- casts
+
+RULES = {cast.OURS: "", cast.FLOOR: ", floor"}
+"""Our contender -> what its row's name ends in."""
+OFFSETS = (-0.17, 0.17)
+CROSS: dict[str, Any] = {"linestyle": "", "marker": "x", "markersize": 6, "markeredgewidth": 1.6}
+
+
+def _cast_targets(kind: str) -> dict[str, float]:
+    """Format -> the share that is asked of it for one work; of several the lowest."""
+    asked: dict[str, float] = {}
+    for name in cast.FORMATS:
+        probe = cast.CastRow("", {cast.OURS: 1.0}, 1, relative={cast.OURS: 1.0}, format=name, kind=kind)
+        probe.twice_nbytes = probe.copy_nbytes = 1
+        limits = [target.limit for target in cast.TARGETS if target.sign == ">=" and list(target.figures([probe]))]
+        if limits:
+            asked[name] = min(limits)
+    return asked
+
+
+def draw_cast(machine: dict[str, Any], rows: Sequence[cast.CastRow]) -> Any:
+    """Share of the copy bandwidth: a panel for each work, a row for each format, a mark for each size."""
+    rows = [row for row in rows if row.kind in cast.WORKS]
+    sizes = list(dict.fromkeys(row.size for row in rows))[:2]
+    names = [
+        row_name
+        for name in dict.fromkeys(row.format for row in rows)
+        for row_name in (name, *((name + ", floor",) if name in cast.WITH_FLOOR else ()))
+    ]
+    shares = [row.fraction(cast.OURS, twice) for row in rows for twice in (False, True)]
+    shares = [0.0, *(share for share in shares if share == share)]
+    drawn = {(row.kind, row.format + suffix) for row in rows for name, suffix in RULES.items() if name in row.relative}
+    figure = _figure(13, 1.9 + 0.36 * len(names))
+    panels = figure.subplots(1, len(cast.WORKS), sharey=True)
+    for axes, kind in zip(panels, cast.WORKS, strict=True):
+        _names_down(axes, names)
+        axes.set_title(kind, fontsize=11, color=INK)
+        axes.set_xlim(0, max(1.08, *(share + 0.05 for share in shares)))
+        axes.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0", "25 %", "50 %", "75 %", "copy"], fontsize=8.5)
+        axes.axvline(1, color=INK, linewidth=0.9)
+        for name, limit in _cast_targets(kind).items():
+            for i in (names.index(n) for n in (name, name + ", floor") if (kind, n) in drawn):
+                axes.plot([limit, limit], [i - 0.42, i + 0.42], color=COLORS[2], linewidth=1.8, zorder=2)
+        for row in (row for row in rows if row.kind == kind and row.size in sizes):
+            place = sizes.index(row.size)
+            for contender, suffix in RULES.items():
+                if contender in row.relative and row.format + suffix in names:
+                    y = names.index(row.format + suffix) + OFFSETS[place]
+                    _share(axes, row, contender, y, filled=place == 1)
+            for contender, suffix in (("torchao compiled", ""), ("torchao compiled, floor", ", floor")):
+                if contender in row.relative and row.format + suffix in names:
+                    y = names.index(row.format + suffix)
+                    axes.plot(row.fraction(contender), y, color=PEER_COLOR, zorder=3, **CROSS)
+    dot = {"linestyle": "", "color": COLORS[0], "markersize": 6.5, "marker": "o"}
+    keys: dict[str, dict[str, Any]] = {
+        size: dot | ({} if place else {"markerfacecolor": "white"}) for place, size in enumerate(sizes)
+    }
+    keys["input counted twice"] = {"color": COLORS[5], "linewidth": 2.2}
+    keys["torchao compiled"] = {"color": PEER_COLOR} | CROSS
+    keys["target"] = TARGET_KEY
+    _title(figure, "Casts of bfloat16: share of the copy bandwidth (higher is better)", machine)
+    _legend(figure, keys, len(keys))
+    return figure
+
+
+def _share(axes: Any, row: cast.CastRow, contender: str, y: float, filled: bool) -> None:
+    """A dot at the share, and a line on to what it is where the input counts twice."""
+    once, twice = row.fraction(contender), row.fraction(contender, twice=True)
+    if twice == twice:
+        axes.plot([once, twice], [y, y], color=COLORS[5], linewidth=2.2, solid_capstyle="butt", zorder=2)
+        axes.plot([twice, twice], [y - 0.11, y + 0.11], color=COLORS[5], linewidth=2.2, zorder=2)
+    face = COLORS[0] if filled else "white"
+    axes.plot(once, y, marker="o", markersize=6, color=COLORS[0], markerfacecolor=face, zorder=4)
+
+
+# ---------------------------------------------------------------------------------------------- linear layers
+
+SHAPE_MARKERS = "osD"
+
+
+def draw_linear(machine: dict[str, Any], rows: Sequence[linear.LinearRow]) -> Any:
+    """Time over bfloat16: a row for each contender, a mark for each shape, on a logarithmic axis."""
+    names = list(dict.fromkeys(row.contender for row in rows))
+    weights = list(dict.fromkeys(row.shape.partition("x")[2] for row in rows))
+    tokens = list(dict.fromkeys(row.shape.partition("x")[0] for row in rows))
+    figure = _figure(10.5, 2.0 + 0.4 * len(names))
+    axes = figure.add_subplot()
+    _names_down(axes, names)
+    axes.axvline(1, color=INK, linewidth=0.9)
+    for name, limit in _linear_targets(names).items():
+        i = names.index(name)
+        axes.plot([limit, limit], [i - 0.42, i + 0.42], color=COLORS[2], linewidth=1.8, zorder=2)
+    spread = 0.6 / max(len(weights) * len(tokens) - 1, 1)
+
+    def style(place: int, token: int) -> dict[str, Any]:
+        color = COLORS[(0, 1, 3)[place % 3]]
+        face = color if token else "white"
+        return {"marker": SHAPE_MARKERS[place % 3], "color": color, "markerfacecolor": face, "markersize": 6}
+
+    for row in (row for row in rows if row.contender in row.relative):
+        m, _, weight = row.shape.partition("x")
+        place, token = weights.index(weight), tokens.index(m)
+        y = names.index(row.contender) - 0.3 + spread * (place * len(tokens) + token)
+        axes.plot(row.over_base, y, zorder=3, **style(place, token))
+    axes.set_xscale("log")
+    found = [row.over_base for row in rows if row.contender in row.relative]
+    low, high = min([*found, 0.6]) / 1.08, max([*found, 1.25]) * 1.08
+    ticks = [t for t in (0.25, 0.35, 0.5, 0.65, 0.8, 1, 1.25, 1.6, 2, 3, 4, 6, 8, 12, 16, 24, 32) if low <= t <= high]
+    axes.set_xticks(ticks, ["bf16" if t == 1 else f"{t:g}x" for t in ticks], fontsize=9)
+    axes.minorticks_off()
+    axes.set_xlim(low, high)
+    axes.set_xlabel("time over bfloat16 F.linear of the same round (logarithmic)", fontsize=9.5, color=INK)
+    keys = {
+        f"M {m}, N x K {weight.replace('x', ' x ')}": {"linestyle": ""} | style(place, token)
+        for place, weight in enumerate(weights)
+        for token, m in enumerate(tokens)
+    }
+    _title(figure, "Linear layers: time over bfloat16 (lower is better)", machine)
+    _legend(figure, keys | {"target": TARGET_KEY}, len(weights) + 1)
+    return figure
+
+
+def _linear_targets(names: Sequence[str]) -> dict[str, float]:
+    """Contender -> the time over bfloat16 that is asked of it."""
+    asked = {}
+    for name in names:
+        probe = linear.LinearRow("", {}, contender=name, relative={name: 1.0})
+        for target in linear.TARGETS:
+            if list(target.figures([probe])):
+                asked[name] = target.limit
+    return asked
+
+
+# ---------------------------------------------------------------------------------------------- the command
+
+DRAWN: dict[str, tuple[type[GpuRow], Callable[[dict[str, Any], Any], Any]]] = {
+    "cast": (cast.CastRow, draw_cast),
+    "linear": (linear.LinearRow, draw_linear),
+}
+"""Name of the record -> (its rows, what draws them)."""
+
+
+def draw(name: str, results: Path, pictures: Path) -> Path | None:
+    """The picture of one record; None where there is no record. Raises ImportError without matplotlib."""
+    record = results / f"{name}.json"
+    if not record.exists():
+        return None
+    kind, drawing = DRAWN[name]
+    figure = drawing(*read_json(record, kind))
+    path = pictures / f"{name}.png"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130, metadata={"Source": checksum(record)})
+    return path
+
+
+def main() -> None:
+    """Draw every record that there is."""
+    options = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    options.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
+    options.add_argument("--pictures", type=Path, default=ROOT / "docs" / "assets")
+    args = options.parse_args()
+    for name in DRAWN:
+        path = draw(name, args.results, args.pictures)
+        print(path or f"{name}: no record in {args.results}; python -m benchmarks.{name} --json writes one")
+
+
+if __name__ == "__main__":
+    main()

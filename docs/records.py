@@ -1,0 +1,97 @@
+"""What the benchmarks recorded, as text and tables of docs/benchmarks.md: one function for each record."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import Row, RowT, read_json
+from docs.markdown import table
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+ASSETS = ROOT / "docs" / "assets"
+
+
+def _where(device: str, machine: dict[str, Any]) -> str:
+    """What the figures of a record were measured on."""
+    versions = ", ".join(f"{package} {version}" for package, version in machine["versions"].items())
+    return f"{device}, Python {machine['python']}, {versions}; {machine['date']}."
+
+
+def _recorded(name: str, header: list[str], cells: Callable[[Row], list[list[str]]]) -> str:
+    machine, rows = read_json(RESULTS / f"{name}.json", Row)
+    where = _where(f"{machine['cpu']}, {machine['threads']} threads", machine)
+    return f"{where}\n\n" + table(", ".join(header), [line for row in rows for line in cells(row)])
+
+
+def _on_gpu(name: str, kind: type[RowT], sections: Callable[[list[RowT]], list[str]]) -> str:
+    """The record of a GPU benchmark as text, tables and its picture; a sentence where there is none yet."""
+    path = RESULTS / f"{name}.json"
+    if not path.exists():
+        return (
+            f"Not recorded yet: `python -m benchmarks.{name} --json benchmarks/results/{name}.json` writes the record."
+        )
+    machine, rows = read_json(path, kind)
+    parts = [_where(f"{machine['gpu']}, CUDA {machine['cuda']}", machine), *sections(rows)]
+    if (ASSETS / f"{name}.png").exists():
+        parts.insert(1, f"![{PICTURES[name]}](assets/{name}.png)")
+    return "\n\n".join(parts)
+
+
+PICTURES = {
+    "cast": "Share of the copy bandwidth that each cast reaches, by format and size",
+    "linear": "Time of a linear layer over that of bfloat16, by format and shape",
+}
+"""What benchmarks/plots.py draws of a record, in words."""
+
+
+def cpu() -> str:
+    """What benchmarks/cpu.py recorded."""
+    from benchmarks.cpu import HEADER, cells
+
+    return _recorded("cpu", HEADER, cells)
+
+
+def host() -> str:
+    """What benchmarks/host.py recorded."""
+    from benchmarks.host import HEADER, cells
+
+    return _recorded("host", HEADER, cells)
+
+
+def cast() -> str:
+    """What benchmarks/cast.py recorded."""
+    from benchmarks import cast as bench
+    from benchmarks.cuda import VERDICT_HEADER
+
+    def sections(rows: list[bench.CastRow]) -> list[str]:
+        by_torchao = [line for row in rows for line in bench.peer_cells(row)]
+        host = [bench.host_cells(row) for row in rows if row.kind == bench.HOST]
+        return [
+            table(", ".join(VERDICT_HEADER), [t.verdict(rows) for t in bench.TARGETS]),
+            "Share of the copy bandwidth, and time:",
+            table(", ".join(bench.SUMMARY_HEADER), bench.summary(rows)),
+            *(["Beside torchao:", table(", ".join(bench.PEER_HEADER), by_torchao)] if by_torchao else []),
+            f"Microseconds of host time of one `mx.quantize` of a {bench.SMALL}x{bench.SMALL} tensor:",
+            table("format, rowwise, both, torchao", host),
+        ]
+
+    return _on_gpu("cast", bench.CastRow, sections)
+
+
+def linear() -> str:
+    """What benchmarks/linear.py recorded."""
+    from benchmarks import linear as bench
+    from benchmarks.cuda import VERDICT_HEADER
+
+    def sections(rows: list[bench.LinearRow]) -> list[str]:
+        header, lines = bench.summary(rows)
+        return [
+            table(", ".join(VERDICT_HEADER), [t.verdict(rows) for t in bench.TARGETS]),
+            "Time over bfloat16 by shape (M x N x K), lower is better:",
+            table(", ".join(header), lines),
+        ]
+
+    return _on_gpu("linear", bench.LinearRow, sections)

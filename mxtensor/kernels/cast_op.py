@@ -1,0 +1,131 @@
+"""The Triton casts as custom ops for traced code, and the kernels that choose between call and op.
+
+A custom op is opaque to torch.compile, so that the bits stay those of the kernel: inductor's own code would divide to
+2 ulps and contract products with sums.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..codec import Operand
+from ..dispatch import Kernel, is_traced
+from ..formats import Format, get_format
+from ..recipe import Cast
+from . import cast_triton
+
+
+def _cast(format: str, scaling: str, rounding: str, seed: int | None) -> Cast:
+    return Cast.of(format, scaling, rounding, seed)
+
+
+def _words(cast: Cast) -> tuple[str, str, str, int | None]:
+    return cast.format.name, cast.scaling.value, cast.rounding.value, cast.seed
+
+
+def _tensors(operands: tuple[Operand, ...]) -> list[Tensor]:
+    """Codes and scales of each operand, and at the end the global scale that they share, if there is one."""
+    parts = [t for o in operands for t in (o.data, o.scale)]
+    last = operands[0].global_scale
+    return parts if last is None else [*parts, last]
+
+
+def _fake(x: Tensor, format: Format, shapes: list[tuple[int, ...]]) -> list[Tensor]:
+    parts = []
+    for shape in shapes:
+        parts.append(x.new_empty(format.data_shape(shape), dtype=format.element.dtype))
+        parts.append(x.new_empty(format.scale_shape(shape), dtype=format.scale.dtype))
+    return [*parts, x.new_empty((), dtype=torch.float32)] if format.global_scale else parts
+
+
+@torch.library.custom_op("mxtensor::quantize", mutates_args=())
+def quantize_op(x: Tensor, format: str, scaling: str, rounding: str, seed: int | None) -> list[Tensor]:
+    """``cast_triton.quantize`` of x: codes, scales, and the global scale where the format has one."""
+    return _tensors((cast_triton.quantize(x, _cast(format, scaling, rounding, seed)),))
+
+
+@quantize_op.register_fake
+def _(x, format, scaling, rounding, seed):  # type: ignore[no-untyped-def]
+    return _fake(x, get_format(format), [tuple(x.shape)])
+
+
+@torch.library.custom_op("mxtensor::quantize_both", mutates_args=())
+def quantize_both_op(x: Tensor, format: str, scaling: str, rounding: str, seed: int | None) -> list[Tensor]:
+    """``cast_triton.quantize_both`` of a matrix: codes and scales of x, those of its transpose, the global scale."""
+    parts = _tensors(cast_triton.quantize_both(x, _cast(format, scaling, rounding, seed)))
+    return parts
+
+
+@quantize_both_op.register_fake
+def _(x, format, scaling, rounding, seed):  # type: ignore[no-untyped-def]
+    return _fake(x, get_format(format), [tuple(x.shape), (x.shape[1], x.shape[0])])
+
+
+@torch.library.custom_op("mxtensor::round_trip", mutates_args=())
+def round_trip_op(
+    x: Tensor, format: str, scaling: str, rounding: str, seed: int | None, dtype: torch.dtype
+) -> list[Tensor]:
+    """``cast_triton.round_trip`` of x: the values, and the global scale where the format has one."""
+    out, last = cast_triton.round_trip(x, _cast(format, scaling, rounding, seed), dtype)
+    return [out] if last is None else [out, last]
+
+
+@round_trip_op.register_fake
+def _(x, format, scaling, rounding, seed, dtype):  # type: ignore[no-untyped-def]
+    out = [x.new_empty(x.shape, dtype=dtype)]
+    return [*out, x.new_empty((), dtype=torch.float32)] if get_format(format).global_scale else out
+
+
+@torch.library.custom_op("mxtensor::dequantize", mutates_args=())
+def dequantize_op(
+    data: Tensor, scale: Tensor, last: Tensor | None, format: str, shape: list[int], dtype: torch.dtype
+) -> Tensor:
+    """``cast_triton.dequantize`` of an operand's tensors; ``shape``: the logical one."""
+    return cast_triton.dequantize(Operand(data, scale, last, get_format(format), tuple(shape)), dtype)
+
+
+@dequantize_op.register_fake
+def _(data, scale, last, format, shape, dtype):  # type: ignore[no-untyped-def]
+    return data.new_empty(shape, dtype=dtype)
+
+
+# ---------------------------------------------------------------------------------------------- kernels
+
+
+def _quantize(x: Tensor, cast: Cast) -> Operand:
+    if not is_traced(x):
+        return cast_triton.quantize(x, cast)
+    data, scale, *last = quantize_op(x.detach(), *_words(cast))
+    return Operand(data, scale, last[0] if last else None, cast.format, tuple(x.shape))
+
+
+def _quantize_both(x: Tensor, cast: Cast) -> tuple[Operand, Operand]:
+    if not is_traced(x):
+        return cast_triton.quantize_both(x, cast)
+    data, scale, turned_data, turned_scale, *rest = quantize_both_op(x.detach(), *_words(cast))
+    last, shape = rest[0] if rest else None, tuple(x.shape)
+    rowwise = Operand(data, scale, last, cast.format, shape)
+    return rowwise, Operand(turned_data, turned_scale, last, cast.format, shape[::-1])
+
+
+def _round_trip(x: Tensor, cast: Cast, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    if not is_traced(x):
+        return cast_triton.round_trip(x, cast, dtype)
+    out, *last = round_trip_op(x.detach(), *_words(cast), dtype)
+    return out, last[0] if last else None
+
+
+def _dequantize(operand: Operand, dtype: torch.dtype) -> Any:
+    if not is_traced(operand.data):
+        return cast_triton.dequantize(operand, dtype)
+    parts = (operand.data, operand.scale, operand.global_scale)
+    return dequantize_op(*parts, operand.format.name, list(operand.shape), dtype)
+
+
+QUANTIZE = Kernel("triton", cast_triton.refuses_quantize, _quantize)
+QUANTIZE_BOTH = Kernel("triton", cast_triton.refuses_both, _quantize_both)
+ROUND_TRIP = Kernel("triton", cast_triton.refuses_round_trip, _round_trip)
+DEQUANTIZE = Kernel("triton", cast_triton.refuses_dequantize, _dequantize)

@@ -1,0 +1,194 @@
+"""Blocks along columns, stored transposed, and both copies of one pass over x.
+
+A thread holds whole columns of a block: 32 rows of 4 neighbouring columns, loaded as four groups of rows so that the
+codes of rows 4j to 4j + 3 are four registers that become one word. The amax of a column block then needs no other
+thread, and what crosses shared memory on its way to the transposed store is words, a quarter of the codes.
+"""
+
+import triton
+import triton.language as tl
+
+from .elements import amax_bits, magnitude_bits, to_codes, widened
+from .quantize import (
+    block_scales,
+    finish_codes,
+    load_tile,
+    rounded,
+    store_codes,
+    store_tile,
+    swizzled_offset,
+    tensor_factor,
+)
+
+E4M3_WORD = tl.constexpr("""{
+.reg .b16 lo, hi;
+cvt.rn.satfinite.e4m3x2.f32 lo, $2, $1;
+cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3;
+mov.b32 $0, {lo, hi};
+}""")
+E5M2_WORD = tl.constexpr("""{
+.reg .b16 lo, hi;
+cvt.rn.satfinite.e5m2x2.f32 lo, $2, $1;
+cvt.rn.satfinite.e5m2x2.f32 hi, $4, $3;
+mov.b32 $0, {lo, hi};
+}""")
+
+
+@triton.jit
+def word_of(y0, y1, y2, y3, finite, C: tl.constexpr):
+    """The codes of four rows in one int32, the first in the low bits: C.bits each."""
+    if C.float8 == "e4m3":
+        return tl.inline_asm_elementwise(E4M3_WORD, "=r,f,f,f,f", [y0, y1, y2, y3], tl.int32, is_pure=True, pack=1)
+    elif C.float8 == "e5m2":
+        return tl.inline_asm_elementwise(E5M2_WORD, "=r,f,f,f,f", [y0, y1, y2, y3], tl.int32, is_pure=True, pack=1)
+    else:
+        c0 = finish_codes(to_codes(y0, C), finite, C).to(tl.int32)
+        c1 = finish_codes(to_codes(y1, C), finite, C).to(tl.int32)
+        c2 = finish_codes(to_codes(y2, C), finite, C).to(tl.int32)
+        c3 = finish_codes(to_codes(y3, C), finite, C).to(tl.int32)
+        return c0 | (c1 << C.bits) | (c2 << (2 * C.bits)) | (c3 << (3 * C.bits))
+
+
+@triton.jit
+def load_group(x_ptr, row, col, rows, cols, stride, EVEN: tl.constexpr):
+    return load_tile(x_ptr + row.to(tl.int64) * stride + col, (row < rows) & (col < cols), EVEN)
+
+
+@triton.jit
+def as_matrix(t):
+    """(Q, W, J, V) of a group of rows as (W * J, Q * V): its rows in order."""
+    Q: tl.constexpr = t.shape[0]
+    W: tl.constexpr = t.shape[1]
+    J: tl.constexpr = t.shape[2]
+    V: tl.constexpr = t.shape[3]
+    return tl.reshape(tl.permute(t, (1, 2, 0, 3)), (W * J, Q * V))
+
+
+@triton.jit
+def store_rows(
+    x, row, col, tile, data_ptr, encode, seed_ptr, rows, cols, data_stride,
+    C: tl.constexpr, NB: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Rowwise codes of one group of rows, x (Q, W, J, V) at ``row`` and ``col``; its scales (NB, W, J)."""
+    Q: tl.constexpr = x.shape[0]
+    W: tl.constexpr = x.shape[1]
+    J: tl.constexpr = x.shape[2]
+    largest = tl.max(tl.reshape(tl.max(magnitude_bits(x), axis=3), (NB, Q // NB, W, J)), axis=1)
+    stored, multiplier, _, finite = block_scales(amax_bits(largest, x), encode, C)
+    shared = tl.reshape(tl.broadcast_to(multiplier[:, None, :, :], (NB, Q // NB, W, J)), (Q, W, J))
+    y = rounded(widened(x) * shared[:, :, :, None], row.to(tl.int64) * cols + col, seed_ptr, 0, C)
+    whole = tl.reshape(tl.broadcast_to(finite.to(tl.int32)[:, None, :, :], (NB, Q // NB, W, J)), (Q, W, J)) != 0
+    code = finish_codes(to_codes(y, C), whole[:, :, :, None], C)
+    if C.bits == 8:
+        store_tile(data_ptr + row.to(tl.int64) * data_stride + col, code, (row < rows) & (col < cols), EVEN)
+    else:
+        flat_row = tl.reshape(row, (W * J, 1))
+        start = flat_row.to(tl.int64) * data_stride
+        store_codes(as_matrix(code), data_ptr, start, tile, flat_row < rows, cols, C, EVEN)
+    return stored
+
+
+@triton.jit
+def in_row_order(s0, s1, s2, s3):
+    """The scales (NB, W, J) of the four groups as (rows of the tile, NB): row w * 4J + 4j + i of group i."""
+    NB: tl.constexpr = s0.shape[0]
+    W: tl.constexpr = s0.shape[1]
+    J: tl.constexpr = s0.shape[2]
+    four = tl.join(tl.join(s0, s1), tl.join(s2, s3))  # (NB, W, J, i % 2, i // 2)
+    return tl.reshape(tl.permute(four, (1, 2, 4, 3, 0)), (W * J * 4, NB))
+
+
+@triton.jit
+def quantize_columns(
+    x_ptr, data_ptr, scale_ptr, tdata_ptr, tscale_ptr, amax_ptr, global_ptr, seed_ptr,
+    rows, cols, stride, data_stride, scale_cols, tdata_stride, tscale_cols, words, word_stride,
+    C: tl.constexpr, W: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BOTH: tl.constexpr, EVEN: tl.constexpr,
+    SWIZZLED: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    """Codes (cols, rows) and scales (cols, rows / block) of the columns of x; with BOTH also those of its rows.
+
+    W: spans of 32 rows (16 where a block has 16) that a program holds, G of them to a block; V: adjacent columns of
+    a thread. WORDS: the transposed codes can be stored as ``words`` whole words a row, ``word_stride`` apart. Axes
+    are (Q, W, J, V) = (columns / V, spans, fours of rows, V): Triton lays threads along V, then Q, W and J in turn,
+    so that a warp reads along rows and J stays inside a thread.
+    """
+    SPAN: tl.constexpr = min(C.block, 32)
+    J: tl.constexpr = SPAN // 4
+    G: tl.constexpr = C.block // SPAN
+    NB: tl.constexpr = BK // C.block
+    Q: tl.constexpr = BK // V
+    tiles = tl.cdiv(cols, BK)
+    pid = tl.program_id(0)
+    if C.reverse:
+        pid = tl.num_programs(0) - 1 - pid
+    tile_row, first_col = (pid // tiles) * (W * SPAN), (pid % tiles) * BK
+    j = tl.arange(0, J)[None, None, :, None]
+    w = tl.arange(0, W)[None, :, None, None]
+    col = first_col + tl.arange(0, Q)[:, None, None, None] * V + tl.arange(0, V)[None, None, None, :]
+    row = tile_row + w * SPAN + j * 4
+    x0 = load_group(x_ptr, row, col, rows, cols, stride, EVEN)
+    x1 = load_group(x_ptr, row + 1, col, rows, cols, stride, EVEN)
+    x2 = load_group(x_ptr, row + 2, col, rows, cols, stride, EVEN)
+    x3 = load_group(x_ptr, row + 3, col, rows, cols, stride, EVEN)
+    encode, undo = tensor_factor(amax_ptr, C)
+    if pid == 0 and C.global_scale:
+        tl.store(global_ptr, undo)
+
+    upper = tl.maximum(magnitude_bits(x0), magnitude_bits(x1))
+    lower = tl.maximum(magnitude_bits(x2), magnitude_bits(x3))
+    amax = amax_bits(tl.max(tl.maximum(upper, lower), axis=2), x0)
+    if G > 1:
+        amax = tl.max(tl.reshape(amax, (Q, W // G, G, V)), axis=2)
+    stored, multiplier, _, finite = block_scales(amax, encode, C)
+    block = (pid // tiles) * (W // G) + tl.arange(0, W // G)[:, None]
+    column = first_col + tl.arange(0, BK)[None, :]
+    if SWIZZLED:
+        to = swizzled_offset(column, block, tscale_cols)
+    else:
+        to = column.to(tl.int64) * tscale_cols + block
+    inside = (column < cols) & (block < tscale_cols)
+    store_tile(tscale_ptr + to, tl.reshape(tl.permute(stored, (1, 0, 2)), (W // G, BK)), inside, EVEN)
+    if G > 1:
+        multiplier = tl.reshape(tl.broadcast_to(multiplier[:, :, None, :], (Q, W // G, G, V)), (Q, W, V))
+        whole = tl.broadcast_to(finite.to(tl.int32)[:, :, None, :], (Q, W // G, G, V))
+        finite = tl.reshape(whole, (Q, W, V)) != 0
+    multiplier, finite = multiplier[:, :, None, :], finite[:, :, None, :]
+    at = col.to(tl.int64) * rows + row
+    word = word_of(
+        rounded(widened(x0) * multiplier, at, seed_ptr, BOTH, C),
+        rounded(widened(x1) * multiplier, at + 1, seed_ptr, BOTH, C),
+        rounded(widened(x2) * multiplier, at + 2, seed_ptr, BOTH, C),
+        rounded(widened(x3) * multiplier, at + 3, seed_ptr, BOTH, C),
+        finite,
+        C,
+    )
+    if WORDS and C.bits != 6:
+        # In this shape a row of transposed codes is one run of words, W * J of them, which are stored as whole lines.
+        word_row = (pid // tiles) * (W * J) + tl.arange(0, W * J)[:, None]
+        to = column.to(tl.int64) * word_stride + word_row
+        inside = (word_row < words) & (column < cols)
+        if C.bits == 8:
+            pointer = tdata_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+            store_tile(pointer + to, as_matrix(word), inside, EVEN)
+        else:
+            pointer = tdata_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
+            store_tile(pointer + to, as_matrix(word).to(tl.int16), inside, EVEN)
+    else:
+        BYTES: tl.constexpr = C.bits // 2
+        to = tdata_ptr + col.to(tl.int64) * tdata_stride + row // 4 * BYTES
+        for i in tl.static_range(BYTES):
+            # A byte is there if the first row with a bit in it is; those of 6-bit codes are there in threes.
+            inside = (row + (8 * i // C.bits if C.bits != 6 else 0) < rows) & (col < cols)
+            tl.store(to + i, ((word >> (8 * i)) & 0xFF).to(tl.uint8), mask=inside)
+    if BOTH:
+        s0 = store_rows(x0, row, col, pid % tiles, data_ptr, encode, seed_ptr, rows, cols, data_stride, C, NB, EVEN)
+        s1 = store_rows(x1, row + 1, col, pid % tiles, data_ptr, encode, seed_ptr, rows, cols, data_stride, C, NB, EVEN)
+        s2 = store_rows(x2, row + 2, col, pid % tiles, data_ptr, encode, seed_ptr, rows, cols, data_stride, C, NB, EVEN)
+        s3 = store_rows(x3, row + 3, col, pid % tiles, data_ptr, encode, seed_ptr, rows, cols, data_stride, C, NB, EVEN)
+        tile = tile_row + tl.arange(0, W * SPAN)[:, None]
+        block = (pid % tiles) * NB + tl.arange(0, NB)[None, :]
+        if SWIZZLED:
+            to = swizzled_offset(tile, block, scale_cols)
+        else:
+            to = tile.to(tl.int64) * scale_cols + block
+        store_tile(scale_ptr + to, in_row_order(s0, s1, s2, s3), (tile < rows) & (block < scale_cols), EVEN)

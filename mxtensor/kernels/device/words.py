@@ -1,0 +1,164 @@
+"""bfloat16 two by two: words of two neighbouring values, which take half the registers and, on sm_90, half the minima.
+
+``C.pairs`` says that the device has maxima and products of such words in one instruction; the other branch of each
+function computes the same with plain integers and floats.
+"""
+
+import triton
+import triton.language as tl
+
+from .elements import bits_of, float_of, to_codes
+
+MAGNITUDES = tl.constexpr(0x7FFF7FFF)
+
+E4M3_COLUMNS = tl.constexpr("""{
+.reg .b32 l0, l1, l2, l3, h0, h1, h2, h3;
+.reg .b16 p, q;
+shl.b32 l0, $2, 16;
+shl.b32 l1, $3, 16;
+shl.b32 l2, $4, 16;
+shl.b32 l3, $5, 16;
+and.b32 h0, $2, 0xffff0000;
+and.b32 h1, $3, 0xffff0000;
+and.b32 h2, $4, 0xffff0000;
+and.b32 h3, $5, 0xffff0000;
+mul.f32 l0, l0, $6;
+mul.f32 l1, l1, $6;
+mul.f32 l2, l2, $6;
+mul.f32 l3, l3, $6;
+mul.f32 h0, h0, $7;
+mul.f32 h1, h1, $7;
+mul.f32 h2, h2, $7;
+mul.f32 h3, h3, $7;
+cvt.rn.satfinite.e4m3x2.f32 p, l1, l0;
+cvt.rn.satfinite.e4m3x2.f32 q, l3, l2;
+mov.b32 $0, {p, q};
+cvt.rn.satfinite.e4m3x2.f32 p, h1, h0;
+cvt.rn.satfinite.e4m3x2.f32 q, h3, h2;
+mov.b32 $1, {p, q};
+}""")
+E5M2_COLUMNS = tl.constexpr(E4M3_COLUMNS.value.replace("e4m3", "e5m2"))
+
+E4M3_ROW = tl.constexpr("""{
+.reg .b32 l0, l1, h0, h1;
+.reg .b16 p, q;
+shl.b32 l0, $1, 16;
+and.b32 h0, $1, 0xffff0000;
+shl.b32 l1, $2, 16;
+and.b32 h1, $2, 0xffff0000;
+mul.f32 l0, l0, $3;
+mul.f32 h0, h0, $3;
+mul.f32 l1, l1, $4;
+mul.f32 h1, h1, $4;
+cvt.rn.satfinite.e4m3x2.f32 p, h0, l0;
+cvt.rn.satfinite.e4m3x2.f32 q, h1, l1;
+mov.b32 $0, {p, q};
+}""")
+E5M2_ROW = tl.constexpr(E4M3_ROW.value.replace("e4m3", "e5m2"))
+
+# y = w * 2^-s, exactly; the three lines of ``elements.round_float`` in bfloat16, where 192 leaves integers in the low
+# bits; their minimum is the code; then signs, and both nibbles in one byte.
+E2M1_PAIR = tl.constexpr("""{
+.reg .b32 y, a, t, u, s, c;
+mov.b32 c, 0x80008000;
+fma.rn.bf16x2 y, $1, $2, c;
+and.b32 a, y, 0x7fff7fff;
+mov.b32 c, 0x40004000;
+mov.b32 u, 0x43404340;
+fma.rn.bf16x2 t, a, c, u;
+mov.b32 c, 0x3f803f80;
+mov.b32 u, 0x43424342;
+fma.rn.bf16x2 u, a, c, u;
+min.u16x2 t, t, u;
+mov.b32 c, 0x3f003f00;
+mov.b32 u, 0x43444344;
+fma.rn.bf16x2 u, a, c, u;
+min.u16x2 t, t, u;
+mov.b32 c, 0x43474347;
+min.u16x2 t, t, c;
+shr.u32 s, $1, 12;
+mov.b32 c, 0x00070007;
+lop3.b32 t, c, t, s, 0xca;
+and.b32 t, t, 0x000f000f;
+shr.u32 s, t, 12;
+or.b32 $0, t, s;
+}""")
+
+
+@triton.jit
+def low_value(word):
+    """The value in the low half, in float32."""
+    return float_of(word << 16)
+
+
+@triton.jit
+def high_value(word):
+    return float_of(word & -0x10000)
+
+
+@triton.jit
+def _larger_in_one(a, b):
+    return tl.inline_asm_elementwise("max.u16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _larger_apart(a, b):
+    return tl.maximum(a & 0x7FFF0000, b & 0x7FFF0000) | tl.maximum(a & 0x7FFF, b & 0x7FFF)
+
+
+@triton.jit
+def larger(a, b, C: tl.constexpr):
+    """The larger of two words of magnitudes, half by half."""
+    if C.pairs:
+        return _larger_in_one(a, b)
+    else:
+        return _larger_apart(a, b)
+
+
+@triton.jit
+def largest(word, axis: tl.constexpr, C: tl.constexpr):
+    """The largest words of magnitudes along an axis, half by half."""
+    if C.pairs:
+        return tl.reduce(word, axis, _larger_in_one)
+    else:
+        return tl.reduce(word, axis, _larger_apart)
+
+
+@triton.jit
+def column_codes(w0, w1, w2, w3, low, high, C: tl.constexpr):
+    """Float8 codes of four rows of words, scaled: of their low columns and of their high ones, an int32 each."""
+    if C.float8 == "e4m3":
+        return tl.inline_asm_elementwise(
+            E4M3_COLUMNS, "=r,=r,r,r,r,r,r,r", [w0, w1, w2, w3, low, high], (tl.int32, tl.int32), is_pure=True, pack=1
+        )
+    elif C.float8 == "e5m2":
+        return tl.inline_asm_elementwise(
+            E5M2_COLUMNS, "=r,=r,r,r,r,r,r,r", [w0, w1, w2, w3, low, high], (tl.int32, tl.int32), is_pure=True, pack=1
+        )
+    else:
+        l0, h0 = to_codes(low_value(w0) * low, C).to(tl.int32), to_codes(high_value(w0) * high, C).to(tl.int32)
+        l1, h1 = to_codes(low_value(w1) * low, C).to(tl.int32), to_codes(high_value(w1) * high, C).to(tl.int32)
+        l2, h2 = to_codes(low_value(w2) * low, C).to(tl.int32), to_codes(high_value(w2) * high, C).to(tl.int32)
+        l3, h3 = to_codes(low_value(w3) * low, C).to(tl.int32), to_codes(high_value(w3) * high, C).to(tl.int32)
+        return l0 | (l1 << 8) | (l2 << 16) | (l3 << 24), h0 | (h1 << 8) | (h2 << 16) | (h3 << 24)
+
+
+@triton.jit
+def row_codes(word, factor, C: tl.constexpr):
+    """Float8 codes of both values of a word, the low one in the low byte: int16."""
+    if C.float8 == "e4m3":
+        return tl.inline_asm_elementwise(E4M3_ROW, "=r,r,r,r,r", [word, factor], tl.int16, is_pure=True, pack=2)
+    elif C.float8 == "e5m2":
+        return tl.inline_asm_elementwise(E5M2_ROW, "=r,r,r,r,r", [word, factor], tl.int16, is_pure=True, pack=2)
+    else:
+        low, high = to_codes(low_value(word) * factor, C), to_codes(high_value(word) * factor, C)
+        return (low.to(tl.int32) | (high.to(tl.int32) << 8)).to(tl.int16)
+
+
+@triton.jit
+def e2m1_byte(word, factor, C: tl.constexpr):
+    """Codes of both values of a word scaled by a float32 power of two, in the low byte of an int32."""
+    halves = bits_of(factor) >> 16
+    return tl.inline_asm_elementwise(
+        E2M1_PAIR, "=r,r,r", [word, halves | (halves << 16)], tl.int32, is_pure=True, pack=1
+    )

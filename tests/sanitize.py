@@ -1,0 +1,60 @@
+"""Every GPU kernel once, on shapes with tails: ``compute-sanitizer python -m tests.sanitize``.
+
+The sanitizer watches loads and stores, which the tests of values cannot see when they go astray by a little. PyTorch's
+caching allocator is off, so that every tensor has an allocation, and so an end, of its own.
+"""
+
+import os
+
+os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+
+import torch
+
+import mxtensor as mx
+from mxtensor.dispatch import Spec
+from mxtensor.kernels import cast_triton
+from mxtensor.kernels.gemm import GEMM, GROUPED
+from mxtensor.kernels.gemm_spec import GemmArgs, Uncast
+from mxtensor.recipe import Cast
+
+FORMATS = ["mxfp8", "mxfp8_e5m2", "mxfp6", "mxfp4", "mxint8", "nvfp4", "mxfp8[32x32]", "mxfp4[1x64]", "nvfp4[16x16]"]
+FLOAT8 = ["float8_tensor", "float8_row", "float8_1x128", "float8_128x128"]
+
+
+def casts(name: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    x = torch.randn(*shape, device="cuda").to(dtype)
+    for cast in (Cast.of(name), Cast.of(name, rounding="stochastic", seed=1)):
+        cast_triton.dequantize(cast_triton.quantize(x, cast), dtype)
+        cast_triton.quantize(x.t(), cast)
+        cast_triton.round_trip(x, cast, dtype)
+        if cast.format.block[0] == 1 and cast.format.block[1] > 0:
+            cast_triton.quantize_both(x, cast)
+            cast_triton.quantize_swizzled(x, cast)
+
+
+def products(name: str) -> None:
+    """Each product kernel that accepts, as ``choose`` would ask it."""
+    x, w = (torch.randn(*shape, device="cuda", dtype=torch.bfloat16) for shape in ((100, 272), (80, 272)))
+    stack = torch.randn(3, 80, 272, device="cuda", dtype=torch.bfloat16)
+    ends = torch.tensor([40, 40, 97], dtype=torch.int32, device="cuda")
+    a, args = Uncast(x, Cast.of(name)), GemmArgs(torch.bfloat16)
+    one, many = mx.quantize(w, name).rowwise, mx.quantize(stack, name).rowwise
+    for table, operands in ((GEMM, (a, one, args)), (GROUPED, (a, many, ends, args))):
+        for kernel in table:
+            spec = Spec("sanitize", (a.shape, operands[1].shape), (a.format, a.format), x.dtype, x.device)
+            if kernel.refuses(spec, *operands) is None:
+                kernel.run(*operands)
+
+
+def main() -> None:
+    for name in [*FORMATS, *FLOAT8]:
+        for dtype in (torch.bfloat16, torch.float32) if name in ("mxfp8", "nvfp4", "mxfp4") else (torch.bfloat16,):
+            for shape in ((129, 161), (96, 256)):
+                casts(name, dtype, shape)
+        products(name)
+        torch.cuda.synchronize()
+    print("every kernel has run")
+
+
+if __name__ == "__main__":
+    main()
