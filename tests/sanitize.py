@@ -1,10 +1,11 @@
-"""Every GPU kernel once, on shapes with tails: ``compute-sanitizer python -m tests.sanitize``.
+"""Every GPU kernel once, on shapes with tails: ``compute-sanitizer python -m tests.sanitize [FORMAT ...]``.
 
 The sanitizer watches loads and stores, which the tests of values cannot see when they go astray by a little. PyTorch's
 caching allocator is off, so that every tensor has an allocation, and so an end, of its own.
 """
 
 import os
+import sys
 
 os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
 
@@ -46,8 +47,8 @@ def products(name: str) -> None:
                 kernel.run(*operands)
 
 
-def main() -> None:
-    for name in [*FORMATS, *FLOAT8]:
+def main(names: list[str]) -> None:
+    for name in names or [*FORMATS, *FLOAT8]:
         for dtype in (torch.bfloat16, torch.float32) if name in ("mxfp8", "nvfp4", "mxfp4") else (torch.bfloat16,):
             for shape in ((129, 161), (96, 256)):
                 casts(name, dtype, shape)
@@ -57,4 +58,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -194,5 +194,5 @@ def test_the_table_of_a_small_bfloat16_linear():
 calls  op          operands                         kernel   refused
 -----  ----------  -------------------------------  -------  -------
 2      linear      bfloat16 8x64, mxfp4_e2m1 16x64  dequant  scaled_mm, dot_scaled: runs on cuda, this tensor is on cpu
-2      dequantize  mxfp4_e2m1->bfloat16 16x64       native   triton: runs on cuda, this tensor is on cpu""",  # noqa: E501
+2      dequantize  mxfp4_e2m1->bfloat16 16x64       native   triton: runs on cuda, this tensor is on cpu""",
     )

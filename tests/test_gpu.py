@@ -321,7 +321,10 @@ def test_the_log_names_the_device_that_a_kernel_refused():
     layer = mx.quantize_(torch.nn.Linear(416, 96, device="cuda"), "mxfp8")
     with torch.no_grad(), mx.explain() as log:
         layer(torch.randn(5, 416, device="cuda"))
-    assert "blocked: runs on cpu, this tensor is on cuda" in log.table()
+    major, minor = torch.cuda.get_device_capability()
+    if major >= 10:
+        pytest.skip("a device that runs it itself")
+    assert f"this device is sm{major}{minor}" in log.table()
 
 
 @pytest.mark.parametrize("config", ["mxfp8", "mxfp4-weight-only", "nvfp4", "float8_row"])

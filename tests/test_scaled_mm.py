@@ -87,7 +87,8 @@ def test_what_the_kernel_cannot_add_is_added_in_float32(
     bias = None if bias_shape is None else torch.randn(bias_shape, dtype=bias_dtype)
     args = GemmArgs(dtype, bias, alpha, beta)
     if scaled_mm.refuses(spec_of(a, b, dtype), a, b, args) is not None:
-        assert left == "float8_row" and capability == BLACKWELL  # CUTLASS has no float32 result
+        row_by_cutlass = left == "float8_row" and capability == BLACKWELL  # has no float32 result
+        assert row_by_cutlass or (dtype is FP32 and capability == HOPPER)  # whose sums have fewer bits
         return
     y = scaled_mm.KERNEL.run(a, b, args)
     operands = (values(a), values(b)) if bias is None else (values(a), values(b), bias)
@@ -307,7 +308,16 @@ def test_what_would_be_rounded_twice_is_refused(pretend):
     for args in (GemmArgs(FP32), GemmArgs(FP16), GemmArgs(BF16, None, 2.0), GemmArgs(torch.float64)):
         assert "rounds the product" in refusal(pretend, "mxfp4", "mxfp4", BLACKWELL, args)
     assert refusal(pretend, "mxfp4", "mxfp4", BLACKWELL, GemmArgs(BF16, bias, 1, 0)) is None
-    assert "rounds the product" in refusal(pretend, "float8_row", "float8_row", (8, 9), GemmArgs(FP32))
+    assert "rounds the product" in refusal(pretend, "float8_row", "float8_row", BLACKWELL, GemmArgs(FP32))
+
+
+def test_a_float32_result_is_refused_where_sums_have_fewer_bits(pretend):
+    for capability in ((8, 9), HOPPER):
+        assert "in about 14 bits" in refusal(pretend, "float8_row", "float8_row", capability, GemmArgs(FP32))
+    assert refusal(pretend, "float8_tensor", "float8_tensor", BLACKWELL, GemmArgs(FP32)) is None
+
+
+def test_a_float64_result_is_refused(pretend):
     assert "rounds the product" in refusal(pretend, "float8_row", "float8_row", HOPPER, GemmArgs(torch.float64))
 
 

@@ -158,11 +158,15 @@ def encode_columns(
     (rows, cols), format = x.shape, cast.format
     code, seed = _code(cast, x.device), _seed(cast, x.device)
     amax = _tensor_amax(x) if _needs_amax(format) else None
+    if code.block == -1:
+        amax = torch.linalg.vector_norm(x, float("inf"), dim=0).to(torch.float32).view(torch.int32)
     last = x.new_empty((), dtype=torch.float32) if format.global_scale else None
     data, scale = (None, None) if rowwise is None else rowwise
     tdata, tscale = columnwise
-    both, data_stride, spans = data is not None, 0 if data is None else data.shape[-1], code.block // 32
-    if code.bits == 8 and code.exponent_bits and seed is None and _in_pairs(x) and rows % 4 == 0:
+    both, data_stride = data is not None, 0 if data is None else data.shape[-1]
+    block = 32 if code.block == -1 else code.block
+    spans = block // 32
+    if code.block > 0 and code.bits == 8 and code.exponent_bits and seed is None and _in_pairs(x) and rows % 4 == 0:
         from .device.quantize_columns_words import quantize_columns_words
 
         groups, wide, warps = triton_tiles.WORDS[both]
@@ -180,14 +184,14 @@ def encode_columns(
         )  # fmt: skip
         return last
     groups, wide, warps = triton_tiles.COLUMNS[both]
-    groups, wide = max(groups, spans), max(wide, code.block)
-    high = groups * min(code.block, 32)
+    groups, wide = max(groups, spans), max(wide, block)
+    high = groups * min(block, 32)
     launch(
         quantize_columns,
         _up(rows, high) * _up(cols, wide),
         (
             x, data, scale, tdata, tscale, amax, last, seed, rows, cols, x.stride(0), data_stride,
-            _up(cols, code.block), tdata.shape[-1], _up(rows, code.block), rows // 4,
+            _up(cols, block), tdata.shape[-1], _up(rows, block), rows // 4,
             tdata.shape[-1] // (code.bits // 2),
         ),
         (code, groups, wide, 4, both, rows % high == 0 and cols % wide == 0, swizzled, rows % 4 == 0),
@@ -209,7 +213,7 @@ def _operand(parts: tuple[Tensor, Tensor], last: Tensor | None, format: Format, 
 
 def _runs_down_columns(x: Tensor, format: Format) -> bool:
     """Whether x is the transpose of a matrix that is stored by rows, so that its blocks lie along columns there."""
-    return x.dim() == 2 and x.stride(0) == 1 and x.stride(1) != 1 and format.block[0] == 1 and format.block[1] != FULL
+    return x.dim() == 2 and x.stride(0) == 1 and x.stride(1) != 1 and format.block[0] == 1
 
 
 def _matrices(x: Tensor, format: Format) -> bool:

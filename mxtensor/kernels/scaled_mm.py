@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..codec import Operand
-from ..dispatch import Kernel, Spec
-from ..formats import FULL, Format
+from ..dispatch import Kernel, Spec, is_traced
+from ..formats import FP32, FULL, Format
 from ..recipe import Cast
+from . import cast_triton
 from .cast import quantize_operand
 from .gemm_spec import Factor, GemmArgs, Uncast, data_of, format_of
 from .scaled_call import multiply
@@ -35,6 +36,9 @@ from .scaled_contract import (
 )
 from .swizzle import kept, round_up, swizzle
 
+WHOLE_SUMS = (10, 0)
+"""The first compute capability whose tensor cores add float8 products with all bits of a float32."""
+
 
 def refuses(spec: Spec, a: Factor, b: Factor, args: GemmArgs) -> str | None:
     scaling = chosen(SCALINGS, spec, a, b)
@@ -45,6 +49,11 @@ def refuses(spec: Spec, a: Factor, b: Factor, args: GemmArgs) -> str | None:
     for factor in (a, b):
         if len(factor.shape) < 2 or not _flattens(factor):
             return f"a {format_of(factor)} factor of shape {tuple(factor.shape)} is no matrix of whole blocks of rows"
+    if args.out_dtype is FLOAT32 and scaling.scale is FP32 and spec.capability < WHOLE_SUMS:
+        return (
+            f"tensor cores of sm{spec.capability[0]}{spec.capability[1]} add float8 products in about 14 bits, fewer "
+            "than a float32 result shows"
+        )
     if _output(scaling, args, spec.shapes[1][-2]) is None:
         names = " or ".join(str(d).removeprefix("torch.") for d in scaling.outputs)
         return (
@@ -144,7 +153,11 @@ def _lay_out(scale: Tensor, block: Block, target: Block, shape: tuple[int, ...],
 
 
 def quantize_swizzled(x: Tensor, cast: Cast) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(data, swizzled scale, global scale) of a matrix: the one place to change for a cast that writes them so."""
+    """(data, swizzled scale, global scale) of a matrix, by one kernel where Triton runs."""
+    spec = Spec("quantize", (tuple(x.shape),), ((x.dtype, cast.format),), x.dtype, x.device, is_traced(x))
+    if not spec.traced and cast_triton.refuses_quantize(spec, x, cast) is None:
+        data, scale, last = cast_triton.quantize_swizzled(x, cast)
+        return data.view(cast.format.element.dtype), scale, last
     operand = quantize_operand(x, cast)
     return operand.data, swizzle(operand.scale), operand.global_scale
 

@@ -112,10 +112,11 @@ def quantize_columns(
     are (Q, W, J, V) = (columns / V, spans, fours of rows, V): Triton lays threads along V, then Q, W and J in turn,
     so that a warp reads along rows and J stays inside a thread.
     """
-    SPAN: tl.constexpr = min(C.block, 32)
+    BLOCK: tl.constexpr = C.block if C.block > 0 else 32
+    SPAN: tl.constexpr = min(BLOCK, 32)
     J: tl.constexpr = SPAN // 4
-    G: tl.constexpr = C.block // SPAN
-    NB: tl.constexpr = BK // C.block
+    G: tl.constexpr = BLOCK // SPAN
+    NB: tl.constexpr = BK // BLOCK
     Q: tl.constexpr = BK // V
     tiles = tl.cdiv(cols, BK)
     pid = tl.program_id(0)
@@ -134,20 +135,27 @@ def quantize_columns(
     if pid == 0 and C.global_scale:
         tl.store(global_ptr, undo)
 
-    upper = tl.maximum(magnitude_bits(x0), magnitude_bits(x1))
-    lower = tl.maximum(magnitude_bits(x2), magnitude_bits(x3))
-    amax = amax_bits(tl.max(tl.maximum(upper, lower), axis=2), x0)
-    if G > 1:
-        amax = tl.max(tl.reshape(amax, (Q, W // G, G, V)), axis=2)
-    stored, multiplier, _, finite = block_scales(amax, encode, C)
-    block = (pid // tiles) * (W // G) + tl.arange(0, W // G)[:, None]
     column = first_col + tl.arange(0, BK)[None, :]
-    if SWIZZLED:
-        to = swizzled_offset(column, block, tscale_cols)
+    if C.block == -1:  # one scale a column: ``amax_ptr`` has the bits of them all
+        whole_col = tl.reshape(col, (Q, 1, V))
+        amax = tl.load(amax_ptr + whole_col, mask=whole_col < cols, other=0) & 0x7FFFFFFF
+        stored, multiplier, _, finite = block_scales(amax, encode, C)
+        if pid // tiles == 0:
+            tl.store(tscale_ptr + whole_col, stored, mask=whole_col < cols)
     else:
-        to = column.to(tl.int64) * tscale_cols + block
-    inside = (column < cols) & (block < tscale_cols)
-    store_tile(tscale_ptr + to, tl.reshape(tl.permute(stored, (1, 0, 2)), (W // G, BK)), inside, EVEN)
+        upper = tl.maximum(magnitude_bits(x0), magnitude_bits(x1))
+        lower = tl.maximum(magnitude_bits(x2), magnitude_bits(x3))
+        amax = amax_bits(tl.max(tl.maximum(upper, lower), axis=2), x0)
+        if G > 1:
+            amax = tl.max(tl.reshape(amax, (Q, W // G, G, V)), axis=2)
+        stored, multiplier, _, finite = block_scales(amax, encode, C)
+        block = (pid // tiles) * (W // G) + tl.arange(0, W // G)[:, None]
+        if SWIZZLED:
+            to = swizzled_offset(column, block, tscale_cols)
+        else:
+            to = column.to(tl.int64) * tscale_cols + block
+        inside = (column < cols) & (block < tscale_cols)
+        store_tile(tscale_ptr + to, tl.reshape(tl.permute(stored, (1, 0, 2)), (W // G, BK)), inside, EVEN)
     if G > 1:
         multiplier = tl.reshape(tl.broadcast_to(multiplier[:, :, None, :], (Q, W // G, G, V)), (Q, W, V))
         whole = tl.broadcast_to(finite.to(tl.int32)[:, :, None, :], (Q, W // G, G, V))
@@ -162,23 +170,22 @@ def quantize_columns(
         finite,
         C,
     )
+    # In this shape a row of transposed codes is one run of words, W * J of them, which are stored as whole lines.
+    word = as_matrix(word)
+    word_row = (pid // tiles) * (W * J) + tl.arange(0, W * J)[:, None]
     if WORDS and C.bits != 6:
-        # In this shape a row of transposed codes is one run of words, W * J of them, which are stored as whole lines.
-        word_row = (pid // tiles) * (W * J) + tl.arange(0, W * J)[:, None]
         to = column.to(tl.int64) * word_stride + word_row
         inside = (word_row < words) & (column < cols)
         if C.bits == 8:
-            pointer = tdata_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
-            store_tile(pointer + to, as_matrix(word), inside, EVEN)
+            store_tile(tdata_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + to, word, inside, EVEN)
         else:
-            pointer = tdata_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
-            store_tile(pointer + to, as_matrix(word).to(tl.int16), inside, EVEN)
+            store_tile(tdata_ptr.to(tl.pointer_type(tl.int16), bitcast=True) + to, word.to(tl.int16), inside, EVEN)
     else:
         BYTES: tl.constexpr = C.bits // 2
-        to = tdata_ptr + col.to(tl.int64) * tdata_stride + row // 4 * BYTES
+        to = tdata_ptr + column.to(tl.int64) * tdata_stride + word_row * BYTES
         for i in tl.static_range(BYTES):
             # A byte is there if the first row with a bit in it is; those of 6-bit codes are there in threes.
-            inside = (row + (8 * i // C.bits if C.bits != 6 else 0) < rows) & (col < cols)
+            inside = (word_row * 4 + (8 * i // C.bits if C.bits != 6 else 0) < rows) & (column < cols)
             tl.store(to + i, ((word >> (8 * i)) & 0xFF).to(tl.uint8), mask=inside)
     if BOTH:
         s0 = store_rows(x0, row, col, pid % tiles, data_ptr, encode, seed_ptr, rows, cols, data_stride, C, NB, EVEN)
