@@ -17,7 +17,7 @@ from ..formats import FULL, Format, Rounding
 from ..recipe import Cast
 from . import triton_host, triton_tiles
 from .cast_code import CastCode, cast_code, format_code
-from .triton_host import launch
+from .triton_host import device_code, launch
 
 SOURCES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -26,11 +26,12 @@ def _up(n: int, multiple: int) -> int:
     return -(-n // multiple)
 
 
+_HERE = nullcontext()
+
+
 def _on(device: torch.device) -> AbstractContextManager[Any]:
     """Triton launches on the current device."""
-    if device.type != "cuda" or device.index == torch._C._cuda_getDevice():
-        return nullcontext()
-    return torch.cuda.device(device)
+    return _HERE if device.type != "cuda" or device.index == torch._C._cuda_getDevice() else torch.cuda.device(device)
 
 
 def _rows_of(x: Tensor) -> Tensor:
@@ -53,29 +54,29 @@ def _seed(cast: Cast, device: torch.device) -> Tensor | None:
     return torch.empty(1, dtype=torch.int64, device=device).random_()
 
 
-_zeros: dict[torch.device, list[Tensor]] = {}
+_zeros: dict[torch.device, tuple[Tensor, list[Tensor]]] = {}
 
 
 def _zero(device: torch.device) -> Tensor:
     """An int32 zero that nobody has used or will use again: one of a thousand that were made at once."""
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():  # a graph runs more than once
         return torch.zeros(1, dtype=torch.int32, device=device)
-    left = _zeros.setdefault(device, [])
+    left = _zeros[device][1] if device in _zeros else []
     if not left:
-        left.extend(torch.zeros(1024, dtype=torch.int32, device=device).split(1))
-        torch.cuda.current_stream(device).synchronize()  # other streams may take theirs
+        whole = torch.zeros(1024, dtype=torch.int32, device=device)
+        torch.cuda.synchronize(device)  # any stream may take one, and may still be reading one of the thousand before
+        left = list(whole.split(1))
+        _zeros[device] = whole, left
     return left.pop()
 
 
 def _tensor_amax(x: Tensor) -> Tensor:
     """The bits of the largest magnitude of a matrix, int32 (1,)."""
-    from .device.quantize import amax_of_tensor
-
     x = x if x.is_contiguous() else x.contiguous()
     out = _zero(x.device)
     block, rounds, warps = triton_tiles.AMAX
     size = x.numel()
-    launch(amax_of_tensor, _up(size, block * rounds), (x, out, size), (block, rounds), warps)
+    launch(device_code("quantize.amax_of_tensor"), _up(size, block * rounds), (x, out, size), (block, rounds), warps)
     return out
 
 
@@ -89,6 +90,12 @@ def _in_pairs(x: Tensor) -> bool:
     return x.dtype is torch.bfloat16 and even
 
 
+def _in_words(x: Tensor, code: CastCode) -> bool:
+    """Whether columns are cast in words of two values: bfloat16 to float8, fours of rows, offsets of 32 bits in a tile."""
+    float8 = code.bits == 8 and code.exponent_bits > 0 and code.block > 0
+    return float8 and _in_pairs(x) and x.shape[0] % 4 == 0 and x.stride(0) < 1 << 23
+
+
 # ---------------------------------------------------------------------------------------------- quantize
 
 
@@ -97,8 +104,6 @@ def encode_matrix(x: Tensor, cast: Cast, out: Tensor, scale: Tensor, swizzled: b
 
     With ``values``, ``out`` takes the rounded values, in its dtype, instead of codes, and ``scale`` nothing.
     """
-    from .device import quantize as device
-
     format, (rows, cols) = cast.format, x.shape
     code, seed = _code(cast, x.device), _seed(cast, x.device)
     amax = _tensor_amax(x) if _needs_amax(format) else None
@@ -110,7 +115,7 @@ def encode_matrix(x: Tensor, cast: Cast, out: Tensor, scale: Tensor, swizzled: b
         whole = width >= cols
         width, warps = (width, min(warps, max(1, width // 512))) if whole else (span, warps)
         launch(
-            device.quantize_full_rows,
+            device_code("quantize.quantize_full_rows"),
             rows,
             (x, out, scale, seed, rows, cols, stride, data_stride),
             (code, 1, width, cols % width == 0, whole, values),
@@ -119,19 +124,17 @@ def encode_matrix(x: Tensor, cast: Cast, out: Tensor, scale: Tensor, swizzled: b
     elif format.rows_are_blocked and code.block:
         wide = max(1, 128 // code.block)
         launch(
-            device.quantize_tiles,
+            device_code("quantize.quantize_tiles"),
             _up(rows, code.block) * _up(cols, wide * code.block),
             (x, out, scale, amax, last, seed, rows, cols, stride, data_stride, scale.shape[-1]),
             (code, wide, rows % code.block == 0 and cols % (wide * code.block) == 0, values),
             4 if code.block < 128 else 8,
         )
     elif code.bits == 4 and not values and seed is None and _in_pairs(x):
-        from .device.quantize_fp4 import quantize_rows_fp4
-
         high, wide, warps = triton_tiles.PAIRS
         words = cols // 2
         launch(
-            quantize_rows_fp4,
+            device_code("quantize_fp4.quantize_rows_fp4"),
             _up(rows, high) * _up(words, wide),
             (x, out, scale, amax, last, rows, words, stride // 2, data_stride, _up(cols, code.block)),
             (code, high, wide, rows % high == 0 and words % wide == 0, swizzled),
@@ -140,7 +143,7 @@ def encode_matrix(x: Tensor, cast: Cast, out: Tensor, scale: Tensor, swizzled: b
     else:
         high, wide, warps = triton_tiles.ROWS[x.element_size()]
         launch(
-            device.quantize_rows,
+            device_code("quantize.quantize_rows"),
             _up(rows, high) * _up(cols, wide),
             (x, out, scale, amax, last, seed, rows, cols, stride, data_stride, _up(cols, max(code.block, 1))),
             (code, high, wide, rows % high == 0 and cols % wide == 0, swizzled, values),
@@ -153,8 +156,6 @@ def encode_columns(
     x: Tensor, cast: Cast, rowwise: tuple[Tensor, Tensor] | None, columnwise: tuple[Tensor, Tensor], swizzled: bool
 ) -> Tensor | None:
     """Cast the columns of a matrix (and its rows) into (codes, scales); the columnwise ones are stored transposed."""
-    from .device.quantize_columns import quantize_columns
-
     (rows, cols), format = x.shape, cast.format
     code, seed = _code(cast, x.device), _seed(cast, x.device)
     amax = _tensor_amax(x) if _needs_amax(format) else None
@@ -166,14 +167,12 @@ def encode_columns(
     both, data_stride = data is not None, 0 if data is None else data.shape[-1]
     block = 32 if code.block == -1 else code.block
     spans = block // 32
-    if code.block > 0 and code.bits == 8 and code.exponent_bits and seed is None and _in_pairs(x) and rows % 4 == 0:
-        from .device.quantize_columns_words import quantize_columns_words
-
+    if seed is None and _in_words(x, code):
         groups, wide, warps = triton_tiles.WORDS[both]
         groups, wide, words = max(groups, spans), max(wide, code.block // 2), cols // 2
         high = groups * min(code.block, 32)
         launch(
-            quantize_columns_words,
+            device_code("quantize_columns_words.quantize_columns_words"),
             _up(rows, high) * _up(words, wide),
             (
                 x, data, scale, tdata, tscale, rows, words, x.stride(0) // 2, data_stride // 2, _up(cols, code.block),
@@ -187,7 +186,7 @@ def encode_columns(
     groups, wide = max(groups, spans), max(wide, block)
     high = groups * min(block, 32)
     launch(
-        quantize_columns,
+        device_code("quantize_columns.quantize_columns"),
         _up(rows, high) * _up(cols, wide),
         (
             x, data, scale, tdata, tscale, amax, last, seed, rows, cols, x.stride(0), data_stride,
@@ -281,8 +280,6 @@ def round_trip(x: Tensor, cast: Cast, dtype: torch.dtype) -> tuple[Tensor, Tenso
 
 def dequantize(operand: Operand, dtype: torch.dtype) -> Tensor:
     """``codec.decode`` of operands on a CUDA device."""
-    from .device.dequantize import dequantize_tiles
-
     format, shape, last = operand.format, operand.shape, operand.global_scale
     code = format_code(format, triton_host.instructions_of(operand.data.device), last is not None)
     out = torch.empty(shape, dtype=dtype, device=operand.data.device)
@@ -293,7 +290,7 @@ def dequantize(operand: Operand, dtype: torch.dtype) -> Tensor:
     def decode(data: Tensor, scale: Tensor, out: Tensor) -> None:
         rows, cols = out.shape
         launch(
-            dequantize_tiles,
+            device_code("dequantize.dequantize_tiles"),
             _up(rows, high) * _up(cols, wide),
             (data, scale, last, out, rows, cols, data.stride(0), scale.stride(0) if scale.dim() > 1 else 0),
             (code, block_rows, block_cols, high, wide, rows % high == 0 and cols % wide == 0),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -45,6 +46,13 @@ def missing(spec: Spec) -> str | None:
 def instructions_of(device: torch.device) -> tuple[int, int]:
     """The compute capability whose instructions kernels may use on the device; (0, 0) in the interpreter, none."""
     return (0, 0) if interpreted() else device_capability(device)
+
+
+@cache
+def device_code(name: str) -> Any:
+    """A kernel of ``device/`` as "file.function", imported, and triton with it, when it is first asked for."""
+    file, function = name.split(".")
+    return getattr(import_module(f".device.{file}", __package__), function)
 
 
 _compiled: dict[tuple[Any, ...], tuple[Any, Any]] = {}
