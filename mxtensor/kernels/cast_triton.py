@@ -91,7 +91,7 @@ def _in_pairs(x: Tensor) -> bool:
 
 
 def _in_words(x: Tensor, code: CastCode) -> bool:
-    """Whether columns are cast in words of two values: bfloat16 to float8, fours of rows, offsets of 32 bits in a tile."""
+    """Whether columns are cast two by two: bfloat16 to float8, whole fours of rows, offsets of 32 bits in a tile."""
     float8 = code.bits == 8 and code.exponent_bits > 0 and code.block > 0
     return float8 and _in_pairs(x) and x.shape[0] % 4 == 0 and x.stride(0) < 1 << 23
 
