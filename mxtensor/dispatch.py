@@ -95,6 +95,19 @@ class Kernel:
     name: str
     refuses: Callable[..., str | None]
     run: Callable[..., Any]
+    device: str | None = None
+    """The type of the only device it runs on: what ``choose`` looks at first, at next to no cost."""
+
+
+_ELSEWHERE: dict[tuple[str, str], str] = {}
+
+
+def elsewhere(wanted: str, device: str) -> str:
+    """Why a kernel for one type of device refuses another; the sentences are kept, every call needs a few."""
+    sentence = _ELSEWHERE.get((wanted, device))
+    if sentence is None:
+        sentence = _ELSEWHERE[wanted, device] = f"runs on {wanted}, this tensor is on {device}"
+    return sentence
 
 
 def is_traced(*tensors: torch.Tensor | None) -> bool:
@@ -143,9 +156,13 @@ def choose(candidates: Sequence[Kernel], spec: Spec, *operands: Any, prefer: str
     """
     forced = forced_kernel() or prefer if candidates and candidates[0].name in KERNEL_NAMES else None
     refusals: dict[str, str] = {}
+    device = spec.device.type
     for kernel in candidates:
         if forced is not None and kernel.name != forced:
             refusals[kernel.name] = f"{forced!r} was asked for"
+            continue
+        if kernel.device is not None and kernel.device != device:
+            refusals[kernel.name] = elsewhere(kernel.device, device)
             continue
         reason = kernel.refuses(spec, *operands)
         if reason is None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..codec import Operand, decode, encode, scale_to_float, tensor_amax
-from ..dispatch import Kernel, Spec
+from ..dispatch import Kernel, Spec, elsewhere
 from ..elements import unpack
 from ..formats import FULL, ElementFormat, Format
 from ..recipe import Cast
@@ -27,7 +27,7 @@ MIN_VALUES = 1 << 16
 
 def _refuses(spec: Spec, format: Format, contiguous: bool) -> str | None:
     if spec.device.type != "cpu":
-        return f"runs on cpu, this tensor is on {spec.device.type}"
+        return elsewhere("cpu", spec.device.type)
     if spec.traced:
         return "being traced: the codec itself fuses better"
     shape = spec.shapes[0]
@@ -163,5 +163,5 @@ def _dequantize(operand: Operand, dtype: torch.dtype) -> Tensor:
     return out.view(operand.shape)
 
 
-QUANTIZE = Kernel("blocked", _refuses_quantize, _quantize)
-DEQUANTIZE = Kernel("blocked", _refuses_dequantize, _dequantize)
+QUANTIZE = Kernel("blocked", _refuses_quantize, _quantize, "cpu")
+DEQUANTIZE = Kernel("blocked", _refuses_dequantize, _dequantize, "cpu")

@@ -125,7 +125,7 @@ def _dequantize(operand: Operand, dtype: torch.dtype) -> Any:
     return dequantize_op(*parts, operand.format.name, list(operand.shape), dtype)
 
 
-QUANTIZE = Kernel("triton", cast_triton.refuses_quantize, _quantize)
-QUANTIZE_BOTH = Kernel("triton", cast_triton.refuses_both, _quantize_both)
-ROUND_TRIP = Kernel("triton", cast_triton.refuses_round_trip, _round_trip)
-DEQUANTIZE = Kernel("triton", cast_triton.refuses_dequantize, _dequantize)
+QUANTIZE = Kernel("triton", cast_triton.refuses_quantize, _quantize, "cuda")
+QUANTIZE_BOTH = Kernel("triton", cast_triton.refuses_both, _quantize_both, "cuda")
+ROUND_TRIP = Kernel("triton", cast_triton.refuses_round_trip, _round_trip, "cuda")
+DEQUANTIZE = Kernel("triton", cast_triton.refuses_dequantize, _dequantize, "cuda")

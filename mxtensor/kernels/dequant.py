@@ -124,12 +124,9 @@ def _values(factor: Factor) -> tuple[Tensor, list[Tensor]]:
 
 def run(a: Factor, b: Factor, args: GemmArgs) -> Tensor:
     left, scales = _values(a)
-    spec = Spec("mm", (tuple(a.shape), tuple(b.shape)), (), torch.bfloat16, left.device)
-    if (
-        isinstance(b, Operand)
-        and (scales or b.global_scale is not None or b.data.numel() >= WHOLE)
-        and _can_slice(spec, b)
-    ):
+    large = isinstance(b, Operand) and (scales or b.global_scale is not None or b.data.numel() >= WHOLE)
+    if large and _can_slice(Spec("mm", (tuple(a.shape), b.shape), (), torch.bfloat16, left.device), b):
+        assert isinstance(b, Operand)
         scales += [] if b.global_scale is None else [b.global_scale]
         work = sliced_mm if is_traced(left, b.data) else sliced_mm._init_fn
         out: Tensor = work(left, b.data, b.scale, b.format.name, scales, args.bias, args.alpha, args.beta)

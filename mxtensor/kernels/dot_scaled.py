@@ -258,5 +258,5 @@ def run_grouped(a: Factor, b: Factor, ends: Tensor, args: GemmArgs) -> Tensor:
     return _call(left, right, _bias(args, (left.shape[0], right.shape[1])), ends, args)
 
 
-KERNEL = Kernel("dot_scaled", refuses, run)
-GROUPED = Kernel("dot_scaled", refuses_grouped, run_grouped)
+KERNEL = Kernel("dot_scaled", refuses, run, "cuda")
+GROUPED = Kernel("dot_scaled", refuses_grouped, run_grouped, "cuda")

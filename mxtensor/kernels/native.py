@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..codec import Operand, scale_to_float
-from ..dispatch import Kernel, Spec
+from ..dispatch import Kernel, Spec, elsewhere
 from ..elements import decode_elements
 from ..formats import (
     BLOCK_SIZES,
@@ -143,7 +143,7 @@ def _in_spans(work: Callable[[int, int], int], units: int, values: int) -> int:
 
 def _refuses(spec: Spec, format: Format) -> str | None:
     if spec.device.type != "cpu":
-        return f"runs on cpu, this tensor is on {spec.device.type}"
+        return elsewhere("cpu", spec.device.type)
     if spec.traced:
         return "being traced: the codec itself fuses better"
     if spec.dtype not in KINDS:
@@ -231,5 +231,5 @@ def _dequantize(operand: Operand, dtype: torch.dtype) -> Tensor:
     return decode_rows(operand, 0, out.numel() // max(operand.shape[-1], 1), out)
 
 
-QUANTIZE = Kernel("native", _refuses_quantize, _quantize)
-DEQUANTIZE = Kernel("native", _refuses_dequantize, _dequantize)
+QUANTIZE = Kernel("native", _refuses_quantize, _quantize, "cpu")
+DEQUANTIZE = Kernel("native", _refuses_dequantize, _dequantize, "cpu")

@@ -60,4 +60,4 @@ def run(a: Factor, b: Factor, ends: Tensor, args: GemmArgs) -> Tensor:
     return torch.where((row < ends.narrow(0, groups - 1, 1)).unsqueeze(-1), out, 0)
 
 
-KERNEL = Kernel("scaled_mm", refuses, run)
+KERNEL = Kernel("scaled_mm", refuses, run, "cuda")

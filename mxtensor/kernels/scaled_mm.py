@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..codec import Operand
-from ..dispatch import Kernel, Spec, is_traced
+from ..dispatch import Kernel, Spec, elsewhere, is_traced
 from ..formats import FP32, FULL, Format
 from ..recipe import Cast
 from . import cast_triton
@@ -66,7 +66,7 @@ def refuses(spec: Spec, a: Factor, b: Factor, args: GemmArgs) -> str | None:
 def chosen(table: tuple[Scaling, ...], spec: Spec, a: Factor, b: Factor) -> Scaling | str:
     """The scaling of these factors on the device of ``spec``, or why there is none."""
     if spec.device.type != "cuda":
-        return f"runs on cuda, this tensor is on {spec.device.type}"
+        return elsewhere("cuda", spec.device.type)
     if torch.version.hip is not None:
         return "written for CUDA devices, this build of torch is for ROCm"
     left, right = format_of(a), format_of(b)
@@ -238,4 +238,4 @@ def run(a: Factor, b: Factor, args: GemmArgs) -> Tensor:
     return out if inside else _finish(out, args)
 
 
-KERNEL = Kernel("scaled_mm", refuses, run)
+KERNEL = Kernel("scaled_mm", refuses, run, "cuda")

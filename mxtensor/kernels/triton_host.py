@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..dispatch import Spec, cached, device_capability
+from ..dispatch import Spec, cached, device_capability, elsewhere
 
 OLDEST = (8, 0)
 """The first compute capability that Triton compiles for."""
@@ -32,7 +32,7 @@ def interpreted() -> bool:
 def missing(spec: Spec) -> str | None:
     """Why no Triton kernel runs on the device of ``spec``; None if one can."""
     if spec.device.type != "cuda":
-        return f"runs on cuda, this tensor is on {spec.device.type}"
+        return elsewhere("cuda", spec.device.type)
     if not _installed():
         return "triton is not installed"
     if torch.version.hip is not None:
