@@ -14,6 +14,7 @@ from ..dispatch import Kernel, Spec, is_traced, perform
 from ..formats import Orientation
 from ..recipe import Cast
 from . import cast_blocked, cast_codec, cast_op, native
+from .gemm_spec import Uncast
 
 QUANTIZE: tuple[Kernel, ...] = (cast_op.QUANTIZE, native.QUANTIZE, cast_blocked.QUANTIZE, cast_codec.QUANTIZE)
 """``run(x, cast)``: the operand of x."""
@@ -44,6 +45,11 @@ def quantize_operands(x: Tensor, cast: Cast, orientation: Orientation) -> tuple[
         return None, quantize_operand(x.transpose(-1, -2), cast)
     check_source(x)
     return perform(QUANTIZE_BOTH, _spec("quantize both", x, cast), x, cast)  # type: ignore[no-any-return]
+
+
+def operand_of(factor: Operand | Uncast) -> Operand:
+    """A quantized factor of a product as an operand: cast now, if it is still to be."""
+    return quantize_operand(factor.x, factor.cast) if isinstance(factor, Uncast) else factor
 
 
 def dequantize_operand(operand: Operand, dtype: torch.dtype) -> Tensor:

@@ -18,10 +18,6 @@ from ..recipe import Cast
 from . import cast_triton
 
 
-def _cast(format: str, scaling: str, rounding: str, seed: int | None) -> Cast:
-    return Cast.of(format, scaling, rounding, seed)
-
-
 def _words(cast: Cast) -> tuple[str, str, str, int | None]:
     return cast.format.name, cast.scaling.value, cast.rounding.value, cast.seed
 
@@ -44,7 +40,7 @@ def _fake(x: Tensor, format: Format, shapes: list[tuple[int, ...]]) -> list[Tens
 @torch.library.custom_op("mxtensor::quantize", mutates_args=())
 def quantize_op(x: Tensor, format: str, scaling: str, rounding: str, seed: int | None) -> list[Tensor]:
     """``cast_triton.quantize`` of x: codes, scales, and the global scale where the format has one."""
-    return _tensors((cast_triton.quantize(x, _cast(format, scaling, rounding, seed)),))
+    return _tensors((cast_triton.quantize(x, Cast.of(format, scaling, rounding, seed)),))
 
 
 @quantize_op.register_fake
@@ -55,8 +51,7 @@ def _(x, format, scaling, rounding, seed):  # type: ignore[no-untyped-def]
 @torch.library.custom_op("mxtensor::quantize_both", mutates_args=())
 def quantize_both_op(x: Tensor, format: str, scaling: str, rounding: str, seed: int | None) -> list[Tensor]:
     """``cast_triton.quantize_both`` of a matrix: codes and scales of x, those of its transpose, the global scale."""
-    parts = _tensors(cast_triton.quantize_both(x, _cast(format, scaling, rounding, seed)))
-    return parts
+    return _tensors(cast_triton.quantize_both(x, Cast.of(format, scaling, rounding, seed)))
 
 
 @quantize_both_op.register_fake
@@ -69,7 +64,7 @@ def round_trip_op(
     x: Tensor, format: str, scaling: str, rounding: str, seed: int | None, dtype: torch.dtype
 ) -> list[Tensor]:
     """``cast_triton.round_trip`` of x: the values, and the global scale where the format has one."""
-    out, last = cast_triton.round_trip(x, _cast(format, scaling, rounding, seed), dtype)
+    out, last = cast_triton.round_trip(x, Cast.of(format, scaling, rounding, seed), dtype)
     return [out] if last is None else [out, last]
 
 

@@ -5,8 +5,7 @@ Eager calls go straight to the kernels; traced ones through the custom ops of ``
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+import math
 
 import torch
 from torch import Tensor
@@ -17,21 +16,14 @@ from ..formats import FULL, Format, Rounding
 from ..recipe import Cast
 from . import triton_host, triton_tiles
 from .cast_code import CastCode, cast_code, format_code
-from .triton_host import device_code, launch
+from .swizzle import swizzled_shape
+from .triton_host import device_code, launch, on
 
 SOURCES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def _up(n: int, multiple: int) -> int:
-    return -(-n // multiple)
-
-
-_HERE = nullcontext()
-
-
-def _on(device: torch.device) -> AbstractContextManager[Any]:
-    """Triton launches on the current device."""
-    return _HERE if device.type != "cuda" or device.index == torch._C._cuda_getDevice() else torch.cuda.device(device)
+def _ceil_div(n: int, size: int) -> int:
+    return -(-n // size)
 
 
 def _rows_of(x: Tensor) -> Tensor:
@@ -76,7 +68,9 @@ def _tensor_amax(x: Tensor) -> Tensor:
     out = _zero(x.device)
     block, rounds, warps = triton_tiles.AMAX
     size = x.numel()
-    launch(device_code("quantize.amax_of_tensor"), _up(size, block * rounds), (x, out, size), (block, rounds), warps)
+    launch(
+        device_code("quantize.amax_of_tensor"), _ceil_div(size, block * rounds), (x, out, size), (block, rounds), warps
+    )
     return out
 
 
@@ -125,7 +119,7 @@ def encode_matrix(x: Tensor, cast: Cast, out: Tensor, scale: Tensor, swizzled: b
         wide = max(1, 128 // code.block)
         launch(
             device_code("quantize.quantize_tiles"),
-            _up(rows, code.block) * _up(cols, wide * code.block),
+            _ceil_div(rows, code.block) * _ceil_div(cols, wide * code.block),
             (x, out, scale, amax, last, seed, rows, cols, stride, data_stride, scale.shape[-1]),
             (code, wide, rows % code.block == 0 and cols % (wide * code.block) == 0, values),
             4 if code.block < 128 else 8,
@@ -135,8 +129,8 @@ def encode_matrix(x: Tensor, cast: Cast, out: Tensor, scale: Tensor, swizzled: b
         words = cols // 2
         launch(
             device_code("quantize_fp4.quantize_rows_fp4"),
-            _up(rows, high) * _up(words, wide),
-            (x, out, scale, amax, last, rows, words, stride // 2, data_stride, _up(cols, code.block)),
+            _ceil_div(rows, high) * _ceil_div(words, wide),
+            (x, out, scale, amax, last, rows, words, stride // 2, data_stride, _ceil_div(cols, code.block)),
             (code, high, wide, rows % high == 0 and words % wide == 0, swizzled),
             warps,
         )
@@ -144,8 +138,8 @@ def encode_matrix(x: Tensor, cast: Cast, out: Tensor, scale: Tensor, swizzled: b
         high, wide, warps = triton_tiles.ROWS[x.element_size()]
         launch(
             device_code("quantize.quantize_rows"),
-            _up(rows, high) * _up(cols, wide),
-            (x, out, scale, amax, last, seed, rows, cols, stride, data_stride, _up(cols, max(code.block, 1))),
+            _ceil_div(rows, high) * _ceil_div(cols, wide),
+            (x, out, scale, amax, last, seed, rows, cols, stride, data_stride, _ceil_div(cols, max(code.block, 1))),
             (code, high, wide, rows % high == 0 and cols % wide == 0, swizzled, values),
             warps,
         )
@@ -173,10 +167,10 @@ def encode_columns(
         high = groups * min(code.block, 32)
         launch(
             device_code("quantize_columns_words.quantize_columns_words"),
-            _up(rows, high) * _up(words, wide),
+            _ceil_div(rows, high) * _ceil_div(words, wide),
             (
-                x, data, scale, tdata, tscale, rows, words, x.stride(0) // 2, data_stride // 2, _up(cols, code.block),
-                _up(rows, code.block), rows // 4, rows // 4,
+                x, data, scale, tdata, tscale, rows, words, x.stride(0) // 2, data_stride // 2,
+                _ceil_div(cols, code.block), _ceil_div(rows, code.block), rows // 4,
             ),
             (code, groups, wide, both, rows % high == 0 and words % wide == 0, swizzled),
             warps,
@@ -187,13 +181,12 @@ def encode_columns(
     high = groups * min(block, 32)
     launch(
         device_code("quantize_columns.quantize_columns"),
-        _up(rows, high) * _up(cols, wide),
+        _ceil_div(rows, high) * _ceil_div(cols, wide),
         (
             x, data, scale, tdata, tscale, amax, last, seed, rows, cols, x.stride(0), data_stride,
-            _up(cols, block), tdata.shape[-1], _up(rows, block), rows // 4,
-            tdata.shape[-1] // (code.bits // 2),
+            _ceil_div(cols, block), tdata.shape[-1], _ceil_div(rows, block), rows // 4,
         ),
-        (code, groups, wide, 4, both, rows % high == 0 and cols % wide == 0, swizzled, rows % 4 == 0),
+        (code, groups, wide, both, rows % high == 0 and cols % wide == 0, swizzled, rows % 4 == 0),
         warps,
     )  # fmt: skip
     return last
@@ -225,7 +218,7 @@ def quantize(x: Tensor, cast: Cast) -> Operand:
     """``codec.encode`` of a CUDA tensor."""
     format, shape = cast.format, tuple(x.shape)
     parts = _empty(x, format, shape)
-    with _on(x.device):
+    with on(x.device):
         if _runs_down_columns(x, format):
             last = encode_columns(x.t(), cast, None, parts, False)
         elif _matrices(x, format):
@@ -244,7 +237,7 @@ def quantize_both(x: Tensor, cast: Cast) -> tuple[Operand, Operand]:
     format, shape = cast.format, tuple(x.shape)
     turned = (shape[1], shape[0])
     rowwise, columnwise = _empty(x, format, shape), _empty(x, format, turned)
-    with _on(x.device):
+    with on(x.device):
         last = encode_columns(_rows_of(x), cast, rowwise, columnwise, False)
     return _operand(rowwise, last, format, shape), _operand(columnwise, last, format, turned)
 
@@ -253,11 +246,11 @@ def quantize_swizzled(x: Tensor, cast: Cast) -> tuple[Tensor, Tensor, Tensor | N
     """A matrix as (codes, scales in the 128x4 layout, global scale): blocks along rows, padding scales zero."""
     format, shape = cast.format, tuple(x.shape)
     data = torch.empty(format.data_shape(shape), dtype=torch.uint8, device=x.device)
-    scale_cols = _up(shape[1], format.block[1])
-    full = shape[0] % 128 == 0 and scale_cols % 4 == 0
-    make = torch.empty if full else torch.zeros
-    scale = make(_up(shape[0], 128) * 128 * _up(scale_cols, 4) * 4, dtype=torch.uint8, device=x.device)
-    with _on(x.device):
+    scale_cols = _ceil_div(shape[1], format.block[1])
+    whole = swizzled_shape(shape[0], scale_cols)
+    make = torch.empty if whole == (shape[0], scale_cols) else torch.zeros
+    scale = make(math.prod(whole), dtype=torch.uint8, device=x.device)
+    with on(x.device):
         last = encode_matrix(_rows_of(x), cast, data, scale, True, False)
     return data, scale, last
 
@@ -266,7 +259,7 @@ def round_trip(x: Tensor, cast: Cast, dtype: torch.dtype) -> tuple[Tensor, Tenso
     """The values that x has in the format, without the global scale, and that scale."""
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     unused = torch.empty(1, dtype=cast.format.scale.dtype, device=x.device)
-    with _on(x.device):
+    with on(x.device):
         if _matrices(x, cast.format):
             for matrix, target in zip(x.flatten(0, -3), out.flatten(0, -3), strict=True):
                 encode_matrix(_rows_of(matrix), cast, target, unused, False, True)
@@ -291,13 +284,13 @@ def dequantize(operand: Operand, dtype: torch.dtype) -> Tensor:
         rows, cols = out.shape
         launch(
             device_code("dequantize.dequantize_tiles"),
-            _up(rows, high) * _up(cols, wide),
+            _ceil_div(rows, high) * _ceil_div(cols, wide),
             (data, scale, last, out, rows, cols, data.stride(0), scale.stride(0) if scale.dim() > 1 else 0),
             (code, block_rows, block_cols, high, wide, rows % high == 0 and cols % wide == 0),
             warps,
         )
 
-    with _on(out.device):
+    with on(out.device):
         if _matrices(out, format):
             for part in zip(*(t.flatten(0, -3) for t in (data, scale, out)), strict=True):
                 decode(*map(_rows_of, part))
@@ -310,11 +303,11 @@ def dequantize(operand: Operand, dtype: torch.dtype) -> Tensor:
 # ---------------------------------------------------------------------------------------------- what is refused
 
 
-def _refuses(spec: Spec, x: Tensor, dtypes: tuple[torch.dtype, ...]) -> str | None:
+def _refuses(spec: Spec) -> str | None:
     missing = triton_host.missing(spec)
     if missing:
         return missing
-    if spec.dtype not in dtypes:
+    if spec.dtype not in SOURCES:
         return f"not for {str(spec.dtype).removeprefix('torch.')}"
     if spec.traced and torch.compiler.is_exporting():
         return "an exported program holds aten ops only"
@@ -322,7 +315,7 @@ def _refuses(spec: Spec, x: Tensor, dtypes: tuple[torch.dtype, ...]) -> str | No
 
 
 def refuses_quantize(spec: Spec, x: Tensor, cast: Cast) -> str | None:
-    return _refuses(spec, x, SOURCES)
+    return _refuses(spec)
 
 
 def refuses_both(spec: Spec, x: Tensor, cast: Cast) -> str | None:
@@ -331,14 +324,14 @@ def refuses_both(spec: Spec, x: Tensor, cast: Cast) -> str | None:
         return "only blocks along rows have two copies to make at once"
     if x.dim() != 2:
         return "matrices only"
-    return _refuses(spec, x, SOURCES)
+    return _refuses(spec)
 
 
 def refuses_round_trip(spec: Spec, x: Tensor, cast: Cast, dtype: torch.dtype) -> str | None:
     if dtype not in SOURCES:
         return f"not for {str(dtype).removeprefix('torch.')}"
-    return _refuses(spec, x, SOURCES)
+    return _refuses(spec)
 
 
 def refuses_dequantize(spec: Spec, operand: Operand, dtype: torch.dtype) -> str | None:
-    return _refuses(spec, operand.data, SOURCES)
+    return _refuses(spec)

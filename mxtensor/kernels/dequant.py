@@ -20,7 +20,7 @@ from ..formats import Format, get_format
 from . import cast_blocked, cublas
 from .cast import dequantize_operand, round_trip, rows_decoder
 from .emulated import values
-from .gemm_spec import Factor, GemmArgs, Uncast, format_of
+from .gemm_spec import Factor, GemmArgs, Uncast, format_of, zero_after
 
 SLICE = 1 << 21
 """Weight values decoded at a time on CPU: 4 MiB of bfloat16, reused, instead of a fresh copy of the weight."""
@@ -166,9 +166,7 @@ def run_grouped(a: Factor, b: Factor, ends: Tensor, args: GemmArgs) -> Tensor:
     left, _ = _values(a)
     if left.device.type == "cuda":
         right, _ = _values(b)
-        out = torch._grouped_mm(left, right.transpose(-1, -2), offs=ends)
-        rows = torch.arange(out.shape[0], device=out.device)
-        return torch.where((rows < ends[-1]).unsqueeze(-1), out, 0)
+        return zero_after(torch._grouped_mm(left, right.transpose(-1, -2), offs=ends), ends)
     assert not isinstance(b, Uncast)
     out = left.new_zeros(left.shape[0], b.shape[1])
     for i, (start, end) in enumerate(pairwise([0, *ends.tolist()])):

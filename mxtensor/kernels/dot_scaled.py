@@ -7,7 +7,6 @@ elements, groups of rows, an epilogue in float32. Kernels: ``device/dot_scaled.p
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -18,8 +17,8 @@ from ..codec import Operand
 from ..dispatch import Kernel, Spec, device_capability, is_traced
 from ..formats import E2M1, E4M3, E5M2, E8M0, UE4M3, ElementFormat, Format, get_format
 from . import triton_host
-from .cast import quantize_operand
-from .gemm_spec import Factor, GemmArgs, Uncast
+from .cast import operand_of
+from .gemm_spec import Factor, GemmArgs
 
 MIXES = {(10, 0): True, (10, 3): True, (11, 0): True, (12, 0): False}
 """The compute capabilities for which Triton 3.6 and 3.7 compile ``tl.dot_scaled`` to block-scaled instructions, and
@@ -205,7 +204,7 @@ def dot_scaled(
         plan = plan._replace(groups=1 << count.bit_length())
         row_tiles = rows // tile.m + count + 1
         kernel, groups = device.grouped, [ends.contiguous(), count]
-    with torch.cuda.device(a.device) if a.device.type == "cuda" else nullcontext():
+    with triton_host.on(a.device):
         kernel[(row_tiles * col_tiles,)](
             a, a_scale, b, b_scale, out, a_global, b_global, bias, *groups, rows, width, -(-cols // 16) * 16,
             a.shape[-1], a_scale.shape[-1] // unit, b.shape[-1], b_scale.shape[-1] // unit, float(alpha), float(beta),
@@ -220,13 +219,6 @@ def _(a, a_scale, b, b_scale, a_format, b_format, cols, a_global, b_global, bias
 
 
 # ---------------------------------------------------------------------------------------------- the kernels
-
-
-def _operand(factor: Factor) -> Operand:
-    if isinstance(factor, Uncast):
-        return quantize_operand(factor.x, factor.cast)
-    assert isinstance(factor, Operand)
-    return factor
 
 
 def _bias(args: GemmArgs, shape: tuple[int, ...]) -> Tensor | None:
@@ -248,13 +240,15 @@ def _call(a: Operand, b: Operand, bias: Tensor | None, ends: Tensor | None, args
 
 
 def run(a: Factor, b: Factor, args: GemmArgs) -> Tensor:
-    left, right = _operand(a), _operand(b)
+    assert not isinstance(a, Tensor) and not isinstance(b, Tensor)
+    left, right = operand_of(a), operand_of(b)
     shape = (*left.shape[:-1], right.shape[0])
     return _call(left, right, _bias(args, shape), None, args).view(shape)
 
 
 def run_grouped(a: Factor, b: Factor, ends: Tensor, args: GemmArgs) -> Tensor:
-    left, right = _operand(a), _operand(b)
+    assert not isinstance(a, Tensor) and not isinstance(b, Tensor)
+    left, right = operand_of(a), operand_of(b)
     return _call(left, right, _bias(args, (left.shape[0], right.shape[1])), ends, args)
 
 

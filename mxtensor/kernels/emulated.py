@@ -8,10 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..codec import Operand
 from ..dispatch import Kernel, Spec
-from .cast import dequantize_operand, quantize_operand
-from .gemm_spec import Factor, GemmArgs, Uncast, data_of
+from .cast import dequantize_operand, operand_of
+from .gemm_spec import Factor, GemmArgs, data_of
 
 
 def refuses(spec: Spec, a: Factor, b: Factor, args: GemmArgs) -> str | None:
@@ -20,9 +19,7 @@ def refuses(spec: Spec, a: Factor, b: Factor, args: GemmArgs) -> str | None:
 
 def values(factor: Factor, dtype: torch.dtype) -> Tensor:
     """The factor as a plain tensor of ``dtype``."""
-    if isinstance(factor, Uncast):
-        factor = quantize_operand(factor.x, factor.cast)
-    return dequantize_operand(factor, dtype) if isinstance(factor, Operand) else factor.to(dtype)
+    return factor.to(dtype) if isinstance(factor, Tensor) else dequantize_operand(operand_of(factor), dtype)
 
 
 def multiply(left: Tensor, right: Tensor, args: GemmArgs) -> Tensor:

@@ -55,3 +55,9 @@ def data_of(factor: Factor) -> Tensor:
     if isinstance(factor, Tensor):
         return factor
     return factor.data if isinstance(factor, Operand) else factor.x
+
+
+def zero_after(out: Tensor, ends: Tensor) -> Tensor:
+    """A grouped product with zeros in the rows after the last group's end, which stays on the device."""
+    row = torch.arange(out.shape[0], device=out.device)
+    return torch.where((row < ends.narrow(0, ends.shape[0] - 1, 1)).unsqueeze(-1), out, 0)

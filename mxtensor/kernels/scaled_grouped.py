@@ -10,11 +10,10 @@ from typing import cast as typed
 import torch
 from torch import Tensor
 
-from ..codec import Operand
 from ..dispatch import Kernel, Spec
 from ..formats import Format
-from .cast import quantize_operand
-from .gemm_spec import Factor, GemmArgs, Uncast, data_of, format_of
+from .cast import operand_of
+from .gemm_spec import Factor, GemmArgs, data_of, format_of, zero_after
 from .scaled_call import multiply
 from .scaled_contract import GROUPED_SCALINGS, MAX_GROUPS, ROW_BLOCK, Product, Scaling, plan_here
 from .scaled_mm import chosen, dense, padded, side, spread
@@ -37,7 +36,7 @@ def refuses(spec: Spec, a: Factor, b: Factor, ends: Tensor, args: GemmArgs) -> s
 def prepare(scaling: Scaling, a: Factor, b: Factor, ends: Tensor) -> Product:
     """The arguments for rows a (M, K) in groups that end at ``ends`` (G,), and weights b (G, N, K)."""
     assert not isinstance(a, Tensor) and not isinstance(b, Tensor)
-    rows: Operand = quantize_operand(a.x, a.cast) if isinstance(a, Uncast) else a
+    rows = operand_of(a)
     scale_a = spread(rows.scale, rows.format.block, scaling.blocks[0], rows.shape)
     scale_a = swizzle_groups(scale_a, ends) if scaling.swizzled else dense(scale_a)
     right, scale_b, _ = side(b, scaling, 1)
@@ -55,9 +54,7 @@ def run(a: Factor, b: Factor, ends: Tensor, args: GemmArgs) -> Tensor:
     formats = typed(Format, format_of(a)), typed(Format, format_of(b))
     scaling = plan_here(GROUPED_SCALINGS, *formats, data_of(a).device)
     assert isinstance(scaling, Scaling)
-    out = multiply(prepare(scaling, a, b, ends)).narrow(1, 0, cols)
-    row = torch.arange(rows, device=out.device)
-    return torch.where((row < ends.narrow(0, groups - 1, 1)).unsqueeze(-1), out, 0)
+    return zero_after(multiply(prepare(scaling, a, b, ends)).narrow(1, 0, cols), ends)
 
 
 KERNEL = Kernel("scaled_mm", refuses, run, "cuda")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -48,6 +49,14 @@ def instructions_of(device: torch.device) -> tuple[int, int]:
     return (0, 0) if interpreted() else device_capability(device)
 
 
+_HERE = nullcontext()
+
+
+def on(device: torch.device) -> AbstractContextManager[Any]:
+    """Triton launches on the current device, which this is inside the block."""
+    return _HERE if device.type != "cuda" or device.index == torch._C._cuda_getDevice() else torch.cuda.device(device)
+
+
 @cache
 def device_code(name: str) -> Any:
     """A kernel of ``device/`` as "file.function", imported, and triton with it, when it is first asked for."""
@@ -86,20 +95,8 @@ def launch(kernel: Any, programs: int, arguments: tuple[Any, ...], constants: tu
     if enter.calls or leave.calls:  # a profiler wants to know of every launch
         compiled[(programs, 1, 1)](*arguments, *constants)
     else:
-        run, none = compiled.run, None
-        run(
-            programs,
-            1,
-            1,
-            stream,
-            compiled.function,
-            compiled.packed_metadata,
-            none,
-            none,
-            none,
-            *arguments,
-            *constants,
-        )
+        handles = (stream, compiled.function, compiled.packed_metadata)
+        compiled.run(programs, 1, 1, *handles, None, None, None, *arguments, *constants)
 
 
 @cache

@@ -4,15 +4,7 @@ import triton
 import triton.language as tl
 
 from .elements import from_codes, scale_value
-
-
-@triton.jit
-def load_bytes(at, inside, EVEN: tl.constexpr):
-    """Bytes; zero where ``inside`` says there are none, which EVEN says is nowhere."""
-    if EVEN:
-        return tl.load(at)
-    else:
-        return tl.load(at, mask=inside, other=0)
+from .quantize import load_tile, store_tile
 
 
 @triton.jit
@@ -21,18 +13,18 @@ def load_codes(data_ptr, row_start, rows_in, tile, cols, C: tl.constexpr, BK: tl
     BM: tl.constexpr = row_start.shape[0]
     if C.bits == 8:
         col = tile * BK + tl.arange(0, BK)[None, :]
-        return load_bytes(data_ptr + row_start + col, rows_in & (col < cols), EVEN)
+        return load_tile(data_ptr + row_start + col, rows_in & (col < cols), EVEN)
     elif C.bits == 4:
         pair = tile * (BK // 2) + tl.arange(0, BK // 2)[None, :]
-        byte = load_bytes(data_ptr + row_start + pair, rows_in & (pair * 2 < cols), EVEN)
+        byte = load_tile(data_ptr + row_start + pair, rows_in & (pair * 2 < cols), EVEN)
         return tl.reshape(tl.join(byte & 0xF, byte >> 4), (BM, BK))
     else:
         group = tile * (BK // 4) + tl.arange(0, BK // 4)[None, :]
         inside = rows_in & (group * 4 < cols)
         at = data_ptr + row_start + group * 3
-        b0 = load_bytes(at, inside, EVEN)
-        b1 = load_bytes(at + 1, inside, EVEN)
-        b2 = load_bytes(at + 2, inside, EVEN)
+        b0 = load_tile(at, inside, EVEN)
+        b1 = load_tile(at + 1, inside, EVEN)
+        b2 = load_tile(at + 2, inside, EVEN)
         even = tl.join(b0 & 0x3F, (b1 >> 4) | ((b2 & 0x3) << 4))
         odd = tl.join((b0 >> 6) | ((b1 & 0xF) << 2), b2 >> 2)
         return tl.reshape(tl.join(even, odd), (BM, BK))
@@ -60,14 +52,11 @@ def dequantize_tiles(
         NB: tl.constexpr = BK // COLS
         block = tile * NB + tl.arange(0, NB)[None, :]
         inside = rows_in & (block * COLS < cols)
-        stored = load_bytes(scale_ptr + (row // ROWS).to(tl.int64) * scale_stride + block, inside, EVEN)
+        stored = load_tile(scale_ptr + (row // ROWS).to(tl.int64) * scale_stride + block, inside, EVEN)
         blocks = tl.reshape(value, (BM, NB, COLS)) * scale_value(stored, C)[:, :, None]
         value = tl.reshape(blocks, (BM, BK))
     if C.global_scale:
         value = value * tl.load(global_ptr)
     col = tile * BK + tl.arange(0, BK)[None, :]
     to = out_ptr + row.to(tl.int64) * cols + col
-    if EVEN:
-        tl.store(to, value.to(out_ptr.dtype.element_ty))
-    else:
-        tl.store(to, value.to(out_ptr.dtype.element_ty), mask=rows_in & (col < cols))
+    store_tile(to, value.to(out_ptr.dtype.element_ty), rows_in & (col < cols), EVEN)

@@ -27,12 +27,24 @@ def swizzled_offset(row, col, scale_cols):
 
 
 @triton.jit
-def tensor_factor(amax_ptr, C: tl.constexpr):
-    """(NVFP4's factor of the tensor, the global scale) from the tensor's amax bits; ones where there is none."""
-    if C.global_scale:
-        return global_encode(tl.load(amax_ptr).to(tl.float32, bitcast=True), C)
+def scale_offset(row, col, scale_cols, SWIZZLED: tl.constexpr):
+    """Where the scale (row, col) lies, in rows of ``scale_cols`` or in the 128x4 layout."""
+    if SWIZZLED:
+        return swizzled_offset(row, col, scale_cols)
     else:
-        return tl.full((), 1.0, tl.float32), tl.full((), 1.0, tl.float32)
+        return row.to(tl.int64) * scale_cols + col
+
+
+@triton.jit
+def tensor_factor(amax_ptr, global_ptr, pid, C: tl.constexpr):
+    """NVFP4's factor of the tensor from its amax bits, 1 where there is none; program 0 stores the global scale."""
+    if C.global_scale:
+        encode, undo = global_encode(tl.load(amax_ptr).to(tl.float32, bitcast=True), C)
+        if pid == 0:
+            tl.store(global_ptr, undo)
+        return encode
+    else:
+        return tl.full((), 1.0, tl.float32)
 
 
 @triton.jit
@@ -138,9 +150,7 @@ def quantize_rows(
     col = (pid % tiles) * BK + tl.arange(0, BK)[None, :]
     rows_in = row < rows
     x = load_tile(x_ptr + row.to(tl.int64) * stride + col, rows_in & (col < cols), EVEN)
-    encode, undo = tensor_factor(amax_ptr, C)
-    if pid == 0 and C.global_scale:
-        tl.store(global_ptr, undo)
+    encode = tensor_factor(amax_ptr, global_ptr, pid, C)
     index = row.to(tl.int64) * cols + col
     if C.block == 0:
         stored, multiplier, value, finite = block_scales(tl.load(amax_ptr), encode, C)
@@ -160,10 +170,7 @@ def quantize_rows(
             decoded = tl.reshape(from_codes(code, C) * value[:, :, None], (BM, BK))
         else:
             block = (pid % tiles) * NB + tl.arange(0, NB)[None, :]
-            if SWIZZLED:
-                to = swizzled_offset(row, block, scale_cols)
-            else:
-                to = row.to(tl.int64) * scale_cols + block
+            to = scale_offset(row, block, scale_cols, SWIZZLED)
             store_tile(scale_ptr + to, stored, rows_in & (block < scale_cols), EVEN)
             code = tl.reshape(code, (BM, BK))
     if VALUES:
@@ -218,9 +225,7 @@ def quantize_tiles(
     BK: tl.constexpr = NB * B
     tiles = tl.cdiv(cols, BK)
     pid = tl.program_id(0)
-    encode, undo = tensor_factor(amax_ptr, C)
-    if pid == 0 and C.global_scale:
-        tl.store(global_ptr, undo)
+    encode = tensor_factor(amax_ptr, global_ptr, pid, C)
     row = (pid // tiles) * B + tl.arange(0, B)[:, None]
     col = (pid % tiles) * BK + tl.arange(0, BK)[None, :]
     rows_in = row < rows

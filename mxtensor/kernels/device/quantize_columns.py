@@ -8,30 +8,17 @@ thread, and what crosses shared memory on its way to the transposed store is wor
 import triton
 import triton.language as tl
 
-from .elements import amax_bits, magnitude_bits, to_codes, widened
+from .elements import E4M3_WORD, E5M2_WORD, amax_bits, magnitude_bits, to_codes, widened
 from .quantize import (
     block_scales,
     finish_codes,
     load_tile,
     rounded,
+    scale_offset,
     store_codes,
     store_tile,
-    swizzled_offset,
     tensor_factor,
 )
-
-E4M3_WORD = tl.constexpr("""{
-.reg .b16 lo, hi;
-cvt.rn.satfinite.e4m3x2.f32 lo, $2, $1;
-cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3;
-mov.b32 $0, {lo, hi};
-}""")
-E5M2_WORD = tl.constexpr("""{
-.reg .b16 lo, hi;
-cvt.rn.satfinite.e5m2x2.f32 lo, $2, $1;
-cvt.rn.satfinite.e5m2x2.f32 hi, $4, $3;
-mov.b32 $0, {lo, hi};
-}""")
 
 
 @triton.jit
@@ -65,6 +52,24 @@ def as_matrix(t):
 
 
 @triton.jit
+def over_spans(t, G: tl.constexpr):
+    """A value of each block (Q, W / G, V) for each of the G spans that the block has: (Q, W, V)."""
+    Q: tl.constexpr = t.shape[0]
+    B: tl.constexpr = t.shape[1]
+    V: tl.constexpr = t.shape[2]
+    return tl.reshape(tl.broadcast_to(t[:, :, None, :], (Q, B, G, V)), (Q, B * G, V))
+
+
+@triton.jit
+def over_columns(t, Q: tl.constexpr):
+    """A value of each block of a row (NB, W, J) for each column that the block has: (Q, W, J, 1)."""
+    NB: tl.constexpr = t.shape[0]
+    W: tl.constexpr = t.shape[1]
+    J: tl.constexpr = t.shape[2]
+    return tl.reshape(tl.broadcast_to(t[:, None, :, :], (NB, Q // NB, W, J)), (Q, W, J, 1))
+
+
+@triton.jit
 def store_rows(
     x, row, col, tile, data_ptr, encode, seed_ptr, rows, cols, data_stride,
     C: tl.constexpr, NB: tl.constexpr, EVEN: tl.constexpr,
@@ -75,10 +80,8 @@ def store_rows(
     J: tl.constexpr = x.shape[2]
     largest = tl.max(tl.reshape(tl.max(magnitude_bits(x), axis=3), (NB, Q // NB, W, J)), axis=1)
     stored, multiplier, _, finite = block_scales(amax_bits(largest, x), encode, C)
-    shared = tl.reshape(tl.broadcast_to(multiplier[:, None, :, :], (NB, Q // NB, W, J)), (Q, W, J))
-    y = rounded(widened(x) * shared[:, :, :, None], row.to(tl.int64) * cols + col, seed_ptr, 0, C)
-    whole = tl.reshape(tl.broadcast_to(finite.to(tl.int32)[:, None, :, :], (NB, Q // NB, W, J)), (Q, W, J)) != 0
-    code = finish_codes(to_codes(y, C), whole[:, :, :, None], C)
+    y = rounded(widened(x) * over_columns(multiplier, Q), row.to(tl.int64) * cols + col, seed_ptr, 0, C)
+    code = finish_codes(to_codes(y, C), over_columns(finite.to(tl.int32), Q) != 0, C)
     if C.bits == 8:
         store_tile(data_ptr + row.to(tl.int64) * data_stride + col, code, (row < rows) & (col < cols), EVEN)
     else:
@@ -101,17 +104,18 @@ def in_row_order(s0, s1, s2, s3):
 @triton.jit
 def quantize_columns(
     x_ptr, data_ptr, scale_ptr, tdata_ptr, tscale_ptr, amax_ptr, global_ptr, seed_ptr,
-    rows, cols, stride, data_stride, scale_cols, tdata_stride, tscale_cols, words, word_stride,
-    C: tl.constexpr, W: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BOTH: tl.constexpr, EVEN: tl.constexpr,
+    rows, cols, stride, data_stride, scale_cols, tdata_stride, tscale_cols, words,
+    C: tl.constexpr, W: tl.constexpr, BK: tl.constexpr, BOTH: tl.constexpr, EVEN: tl.constexpr,
     SWIZZLED: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """Codes (cols, rows) and scales (cols, rows / block) of the columns of x; with BOTH also those of its rows.
 
     W: spans of 32 rows (16 where a block has 16) that a program holds, G of them to a block; V: adjacent columns of
-    a thread. WORDS: the transposed codes can be stored as ``words`` whole words a row, ``word_stride`` apart. Axes
+    a thread. WORDS: the transposed codes can be stored as ``words`` whole words a row. Axes
     are (Q, W, J, V) = (columns / V, spans, fours of rows, V): Triton lays threads along V, then Q, W and J in turn,
     so that a warp reads along rows and J stays inside a thread.
     """
+    V: tl.constexpr = 4
     BLOCK: tl.constexpr = C.block if C.block > 0 else 32
     SPAN: tl.constexpr = min(BLOCK, 32)
     J: tl.constexpr = SPAN // 4
@@ -131,9 +135,7 @@ def quantize_columns(
     x1 = load_group(x_ptr, row + 1, col, rows, cols, stride, EVEN)
     x2 = load_group(x_ptr, row + 2, col, rows, cols, stride, EVEN)
     x3 = load_group(x_ptr, row + 3, col, rows, cols, stride, EVEN)
-    encode, undo = tensor_factor(amax_ptr, C)
-    if pid == 0 and C.global_scale:
-        tl.store(global_ptr, undo)
+    encode = tensor_factor(amax_ptr, global_ptr, pid, C)
 
     column = first_col + tl.arange(0, BK)[None, :]
     if C.block == -1:  # one scale a column: ``amax_ptr`` has the bits of them all
@@ -150,16 +152,11 @@ def quantize_columns(
             amax = tl.max(tl.reshape(amax, (Q, W // G, G, V)), axis=2)
         stored, multiplier, _, finite = block_scales(amax, encode, C)
         block = (pid // tiles) * (W // G) + tl.arange(0, W // G)[:, None]
-        if SWIZZLED:
-            to = swizzled_offset(column, block, tscale_cols)
-        else:
-            to = column.to(tl.int64) * tscale_cols + block
+        to = scale_offset(column, block, tscale_cols, SWIZZLED)
         inside = (column < cols) & (block < tscale_cols)
         store_tile(tscale_ptr + to, tl.reshape(tl.permute(stored, (1, 0, 2)), (W // G, BK)), inside, EVEN)
     if G > 1:
-        multiplier = tl.reshape(tl.broadcast_to(multiplier[:, :, None, :], (Q, W // G, G, V)), (Q, W, V))
-        whole = tl.broadcast_to(finite.to(tl.int32)[:, :, None, :], (Q, W // G, G, V))
-        finite = tl.reshape(whole, (Q, W, V)) != 0
+        multiplier, finite = over_spans(multiplier, G), over_spans(finite.to(tl.int32), G) != 0
     multiplier, finite = multiplier[:, :, None, :], finite[:, :, None, :]
     at = col.to(tl.int64) * rows + row
     word = word_of(
@@ -174,7 +171,7 @@ def quantize_columns(
     word = as_matrix(word)
     word_row = (pid // tiles) * (W * J) + tl.arange(0, W * J)[:, None]
     if WORDS and C.bits != 6:
-        to = column.to(tl.int64) * word_stride + word_row
+        to = column.to(tl.int64) * words + word_row
         inside = (word_row < words) & (column < cols)
         if C.bits == 8:
             store_tile(tdata_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + to, word, inside, EVEN)
@@ -194,8 +191,5 @@ def quantize_columns(
         s3 = store_rows(x3, row + 3, col, pid % tiles, data_ptr, encode, seed_ptr, rows, cols, data_stride, C, NB, EVEN)
         tile = tile_row + tl.arange(0, W * SPAN)[:, None]
         block = (pid % tiles) * NB + tl.arange(0, NB)[None, :]
-        if SWIZZLED:
-            to = swizzled_offset(tile, block, scale_cols)
-        else:
-            to = tile.to(tl.int64) * scale_cols + block
+        to = scale_offset(tile, block, scale_cols, SWIZZLED)
         store_tile(scale_ptr + to, in_row_order(s0, s1, s2, s3), (tile < rows) & (block < scale_cols), EVEN)

@@ -3,9 +3,8 @@
 import triton
 import triton.language as tl
 
-from .elements import scales_of
-from .quantize import load_tile, store_tile, swizzled_offset
-from .quantize_columns import as_matrix, in_row_order
+from .quantize import block_scales, load_tile, scale_offset, store_tile
+from .quantize_columns import as_matrix, in_row_order, over_columns, over_spans
 from .words import MAGNITUDES, column_codes, larger, largest, row_codes
 
 
@@ -13,22 +12,6 @@ from .words import MAGNITUDES, column_codes, larger, largest, row_codes
 def load_words(tile_ptr, row, col, rows, words, stride, EVEN: tl.constexpr):
     """Words at ``row`` and ``col`` of the tile, of which ``rows`` and ``words`` are there."""
     return load_tile(tile_ptr + (row * stride + col), (row < rows) & (col < words), EVEN)
-
-
-@triton.jit
-def float8_scales(amax_bits, C: tl.constexpr):
-    """(stored, factor), the factor NaN where the block is, of which the conversion makes the NaN code."""
-    stored, factor, _, finite = scales_of(amax_bits, tl.full((), 1.0, tl.float32), C)
-    return stored, tl.where(finite, factor, float("nan")), finite
-
-
-@triton.jit
-def over_spans(t, G: tl.constexpr):
-    """A value of each block (Q, W / G, V) for each of the G spans that the block has: (Q, W, V)."""
-    Q: tl.constexpr = t.shape[0]
-    B: tl.constexpr = t.shape[1]
-    V: tl.constexpr = t.shape[2]
-    return tl.reshape(tl.broadcast_to(t[:, :, None, :], (Q, B, G, V)), (Q, B * G, V))
 
 
 @triton.jit
@@ -41,12 +24,11 @@ def store_rows(
     J: tl.constexpr = word.shape[2]
     V: tl.constexpr = word.shape[3]
     pair = largest(tl.reshape(largest(word & MAGNITUDES, 3, C), (NB, Q // NB, W, J)), 1, C)
-    stored, factor, finite = float8_scales(tl.maximum(pair << 16, pair & 0x7FFF0000), C)
-    factor = tl.reshape(tl.broadcast_to(factor[:, None, :, :], (NB, Q // NB, W, J)), (Q, W, J))
-    code = row_codes(word, tl.broadcast_to(factor[:, :, :, None], (Q, W, J, V)), C)
+    one = tl.full((), 1.0, tl.float32)
+    stored, factor, _, finite = block_scales(tl.maximum(pair << 16, pair & 0x7FFF0000), one, C)
+    code = row_codes(word, tl.broadcast_to(over_columns(factor, Q), (Q, W, J, V)), C)
     if C.float8 == "":
-        whole = tl.broadcast_to(finite.to(tl.int32)[:, None, :, :], (NB, Q // NB, W, J))
-        code = tl.where(tl.reshape(whole, (Q, W, J))[:, :, :, None] != 0, code, C.nan_code * 0x101).to(tl.int16)
+        code = tl.where(over_columns(finite.to(tl.int32), Q) != 0, code, C.nan_code * 0x101).to(tl.int16)
     store_tile(tile_ptr + (row * data_stride + col), code, (row < rows) & (col < words), EVEN)
     return stored
 
@@ -54,13 +36,13 @@ def store_rows(
 @triton.jit
 def quantize_columns_words(
     x_ptr, data_ptr, scale_ptr, tdata_ptr, tscale_ptr, rows, words, stride, data_stride, scale_cols, tscale_cols,
-    fours, four_stride,
+    fours,
     C: tl.constexpr, W: tl.constexpr, BK: tl.constexpr, BOTH: tl.constexpr, EVEN: tl.constexpr,
     SWIZZLED: tl.constexpr,
 ):  # fmt: skip
     """x (rows, words) int32; strides of x and of the rowwise codes in words and pairs; BK words to a program.
 
-    ``fours``: groups of four rows, rows / 4; ``four_stride``: from one transposed row of codes to the next, in words.
+    ``fours``: groups of four rows, rows / 4, which is also the length of a transposed row of codes in words.
     """
     V: tl.constexpr = 2
     SPAN: tl.constexpr = min(C.block, 32)
@@ -86,15 +68,13 @@ def quantize_columns_words(
     pair = largest(larger(upper, lower, C), 2, C)
     if G > 1:
         pair = largest(tl.reshape(pair, (Q, W // G, G, V)), 2, C)
-    low_stored, low, low_finite = float8_scales(pair << 16, C)
-    high_stored, high, high_finite = float8_scales(pair & 0x7FFF0000, C)
+    one = tl.full((), 1.0, tl.float32)
+    low_stored, low, _, low_finite = block_scales(pair << 16, one, C)
+    high_stored, high, _, high_finite = block_scales(pair & 0x7FFF0000, one, C)
     stored = tl.reshape(tl.permute(tl.join(low_stored, high_stored), (1, 0, 2, 3)), (W // G, 2 * BK))
     block = down * (W // G) + tl.arange(0, W // G)[:, None]
     column = first * 2 + tl.arange(0, 2 * BK)[None, :]
-    if SWIZZLED:
-        to = swizzled_offset(column, block, tscale_cols)
-    else:
-        to = column.to(tl.int64) * tscale_cols + block
+    to = scale_offset(column, block, tscale_cols, SWIZZLED)
     store_tile(tscale_ptr + to, stored, (column < 2 * words) & (block < tscale_cols), EVEN)
     if G > 1:
         low, high = over_spans(low, G), over_spans(high, G)
@@ -110,8 +90,8 @@ def quantize_columns_words(
     four = tl.reshape(tl.join(low_four, high_four), (Q, W, J, 2 * V))
     four_row = down * (W * J) + tl.arange(0, W * J)[:, None]
     turned_ptr = tdata_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
-    turned_ptr += (2 * first).to(tl.int64) * four_stride + down * (W * J)
-    pointer = turned_ptr + (tl.arange(0, 2 * BK)[None, :] * four_stride + tl.arange(0, W * J)[:, None])
+    turned_ptr += (2 * first).to(tl.int64) * fours + down * (W * J)
+    pointer = turned_ptr + (tl.arange(0, 2 * BK)[None, :] * fours + tl.arange(0, W * J)[:, None])
     store_tile(pointer, as_matrix(four), (four_row < fours) & (column < 2 * words), EVEN)
     if BOTH:
         row_ptr = data_ptr.to(tl.pointer_type(tl.int16), bitcast=True) + (tile_row.to(tl.int64) * data_stride + first)
@@ -121,8 +101,5 @@ def quantize_columns_words(
         s3 = store_rows(w3, row + 3, col, row_ptr, there, across, data_stride, C, NB, EVEN)
         tile = tile_row + tl.arange(0, W * SPAN)[:, None]
         block = right * NB + tl.arange(0, NB)[None, :]
-        if SWIZZLED:
-            to = swizzled_offset(tile, block, scale_cols)
-        else:
-            to = tile.to(tl.int64) * scale_cols + block
+        to = scale_offset(tile, block, scale_cols, SWIZZLED)
         store_tile(scale_ptr + to, in_row_order(s0, s1, s2, s3), (tile < rows) & (block < scale_cols), EVEN)
