@@ -15,7 +15,7 @@ from torch import Tensor
 import mxtensor as mx
 from mxtensor.formats import FULL, Format, Orientation, get_format
 from mxtensor.kernels.cast import dequantize_operand, quantize_operand, quantize_operands
-from mxtensor.recipe import Cast
+from mxtensor.roles import Cast
 
 from . import peers
 from .cuda import (

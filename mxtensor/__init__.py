@@ -21,7 +21,7 @@ from .formats import (
     ScaleCalculationMode,
     get_format,
 )
-from .recipe import Cast, KernelPreference, LinearRecipe
+from .roles import Cast, KernelPreference, LinearRecipe
 from .tensor import MXTensor, quantize, rebuild
 
 __version__ = "0.1.0"

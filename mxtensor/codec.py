@@ -19,7 +19,7 @@ from torch import Tensor
 from .dispatch import is_traced
 from .elements import decode_elements, decode_packed, encode_elements, pack, round_stochastically, uniform, unpack
 from .formats import E8M0, FP32, FULL, UE4M3, ElementFormat, Format, Rounding, ScaleCalculationMode, ScaleFormat
-from .recipe import Cast
+from .roles import Cast
 
 FLT_MAX = torch.finfo(torch.float32).max
 FLT_MIN_NORMAL = torch.finfo(torch.float32).tiny

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from .formats import FORMATS, Format, Orientation, ScaleCalculationMode, get_mx_format
-from .recipe import Cast, KernelPreference, LinearRecipe
+from .roles import Cast, KernelPreference, LinearRecipe
 from .tensor import MXTensor, quantize_as
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)

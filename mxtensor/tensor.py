@@ -21,7 +21,7 @@ from .fingerprint import fingerprint
 from .formats import Format, Orientation, Rounding, ScaleCalculationMode, get_format, get_mx_format
 from .kernels.cast import quantize_operands
 from .parts import check_parts
-from .recipe import Cast, LinearRecipe, recipe_from_row, recipe_to_row
+from .roles import Cast, LinearRecipe, recipe_from_row, recipe_to_row
 from .shapes import contiguous_stride, readable_size, swapped
 
 _PARTS = tuple((side, part) for side in ("_rowwise", "_columnwise") for part in ("data", "scale", "global_scale"))
@@ -199,7 +199,7 @@ class MXTensor(Tensor):
         for side, part in _PARTS:
             operand = getattr(self, side)
             if operand is not None and getattr(operand, part) is not None:
-                names.append(f"{side}_{part}")
+                names.append(f"_inner{side}_{part}")
         return names, (self.recipe, self.dtype)
 
     @staticmethod
@@ -210,9 +210,9 @@ class MXTensor(Tensor):
         size = tuple(outer_size)
 
         def operand(side: str, shape: tuple[int, ...]) -> Operand | None:
-            if f"{side}_data" not in inner:
+            if f"_inner{side}_data" not in inner:
                 return None
-            data, scale, last = (inner.get(f"{side}_{part}") for part in ("data", "scale", "global_scale"))
+            data, scale, last = (inner.get(f"_inner{side}_{part}") for part in ("data", "scale", "global_scale"))
             assert data is not None and scale is not None
             return Operand(data, scale, last, recipe.weight.format, shape)
 
@@ -289,7 +289,7 @@ def _part(side: str, part: str) -> property:
 
 
 for _side, _name in _PARTS:
-    setattr(MXTensor, f"{_side}_{_name}", _part(_side, _name))
+    setattr(MXTensor, f"_inner{_side}_{_name}", _part(_side, _name))
 
 
 def _turned(operand: Operand | None) -> Operand | None:

@@ -16,7 +16,7 @@ from mxtensor.dispatch import Spec
 from mxtensor.kernels import cast_triton
 from mxtensor.kernels.gemm import GEMM, GROUPED
 from mxtensor.kernels.gemm_spec import GemmArgs, Uncast
-from mxtensor.recipe import Cast
+from mxtensor.roles import Cast
 
 FORMATS = ["mxfp8", "mxfp8_e5m2", "mxfp6", "mxfp4", "mxint8", "nvfp4", "mxfp8[32x32]", "mxfp4[1x64]", "nvfp4[16x16]"]
 FLOAT8 = ["float8_tensor", "float8_row", "float8_1x128", "float8_128x128"]

@@ -15,7 +15,7 @@ from docs import generate
 from docs import records as records_of_docs
 from mxtensor.formats import Orientation, get_format
 from mxtensor.kernels.cast import quantize_operands
-from mxtensor.recipe import Cast
+from mxtensor.roles import Cast
 
 ON_CPU = argparse.Namespace(device="cpu", repeats=5, quick=True)
 MACHINE = {

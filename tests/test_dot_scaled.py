@@ -15,7 +15,7 @@ from mxtensor.elements import decode_elements, decode_packed
 from mxtensor.formats import E2M1, E4M3, E5M2, E8M0, UE4M3, get_format
 from mxtensor.kernels import dot_scaled, gemm
 from mxtensor.kernels.gemm_spec import GemmArgs, Uncast
-from mxtensor.recipe import Cast
+from mxtensor.roles import Cast
 
 pytest.importorskip("triton")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -18,7 +18,7 @@ FLOORS = {
     "formats": 0,
     "fingerprint": 0,
     # what is made of them
-    "recipe": 0.5,
+    "roles": 0.5,
     "elements": 0.5,
     # the definition, the mechanism, checks of what comes from outside
     "dispatch": 1,

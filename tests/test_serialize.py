@@ -11,7 +11,7 @@ from conftest import parts_of, relative_error, same_bytes
 from torch import nn
 
 import mxtensor as mx
-from mxtensor.recipe import LinearRecipe, recipe_from_row, recipe_to_row
+from mxtensor.roles import LinearRecipe, recipe_from_row, recipe_to_row
 
 FORMATS = [*mx.FORMATS, "mxfp8[32x32]", "mxfp6_e3m2[1x16]"]
 

@@ -27,7 +27,7 @@ import torch
 from mxtensor.codec import Operand
 from mxtensor.formats import get_format
 from mxtensor.kernels import cast_triton, dot_scaled, triton_host
-from mxtensor.recipe import Cast
+from mxtensor.roles import Cast
 
 TARGETS = (80, 89, 90, 100, 120)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..codec import Operand, check_source
 from ..dispatch import Kernel, Spec, is_traced, perform
 from ..formats import Orientation
-from ..recipe import Cast
+from ..roles import Cast
 from . import cast_blocked, cast_codec, cast_op, native
 from .gemm_spec import Uncast
 

@@ -16,7 +16,7 @@ from ..codec import Operand, decode, encode, scale_to_float, tensor_amax
 from ..dispatch import Kernel, Spec, elsewhere
 from ..elements import unpack
 from ..formats import FULL, ElementFormat, Format
-from ..recipe import Cast
+from ..roles import Cast
 
 ENCODE_SLICE = 1 << 19
 """Values a slice of an encode: 2 MiB of float32."""

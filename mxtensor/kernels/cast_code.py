@@ -6,7 +6,7 @@ from functools import cache
 from typing import NamedTuple
 
 from ..formats import FULL, Format, Rounding
-from ..recipe import Cast
+from ..roles import Cast
 
 FLOAT8 = {(4, 3): "e4m3", (5, 2): "e5m2"}
 """(exponent bits, mantissa bits) -> the element that instructions of sm_89 and later round to."""

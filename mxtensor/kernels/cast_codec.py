@@ -15,7 +15,7 @@ from torch import Tensor
 from ..codec import Operand, decode, encode
 from ..dispatch import Kernel, Spec, is_traced
 from ..formats import Rounding, get_format
-from ..recipe import Cast
+from ..roles import Cast
 from . import native
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..codec import Operand
 from ..dispatch import Kernel, is_traced
 from ..formats import Format, get_format
-from ..recipe import Cast
+from ..roles import Cast
 from . import cast_triton
 
 

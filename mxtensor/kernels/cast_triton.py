@@ -13,7 +13,7 @@ from torch import Tensor
 from ..codec import Operand
 from ..dispatch import Spec
 from ..formats import FULL, Format, Rounding
-from ..recipe import Cast
+from ..roles import Cast
 from . import triton_host, triton_tiles
 from .cast_code import CastCode, cast_code, format_code
 from .swizzle import swizzled_shape

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..codec import Operand
 from ..formats import Format
-from ..recipe import Cast
+from ..roles import Cast
 
 
 @dataclass(frozen=True)

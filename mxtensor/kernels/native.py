@@ -34,7 +34,7 @@ from ..formats import (
     Rounding,
     ScaleCalculationMode,
 )
-from ..recipe import Cast
+from ..roles import Cast
 
 SOURCE, HEADER = (Path(__file__).with_name(name) for name in ("native.cpp", "native_elements.h"))
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off", "-fno-trapping-math")

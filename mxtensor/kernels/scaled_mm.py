@@ -16,7 +16,7 @@ from torch import Tensor
 from ..codec import Operand
 from ..dispatch import Kernel, Spec, elsewhere, is_traced
 from ..formats import FP32, FULL, Format
-from ..recipe import Cast
+from ..roles import Cast
 from . import cast_triton
 from .cast import quantize_operand
 from .gemm_spec import Factor, GemmArgs, Uncast, data_of, format_of

@@ -11,7 +11,7 @@ from ..codec import Operand
 from ..dispatch import Spec, implements, is_traced, record, refuse_if_strict
 from ..kernels.gemm import gemm, grouped_gemm
 from ..kernels.gemm_spec import Factor, GemmArgs, Uncast
-from ..recipe import KernelPreference
+from ..roles import KernelPreference
 from ..tensor import MXTensor
 from .fallback import read
 
