@@ -13,13 +13,16 @@ PIP    := $(PY) -m pip install --disable-pip-version-check --no-input --quiet -c
 # One thread for each of the two test processes: more only make them wait for each other.
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false MPLBACKEND=Agg
 
-.PHONY: help demo test lint docs site bench clean
+.PHONY: help demo train test lint docs site bench clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' Makefile
 
 demo: $(VENV)/.installed-demo  ## quantize all-MiniLM-L6-v2 to every format and compare its embeddings
 	HF_HUB_OFFLINE=1 $(PY) -m examples.minilm $(ARGS)
+
+train: $(VENV)/.installed-demo  ## train a small language model quantized, on the sources of the standard library
+	$(PY) -m examples.train_lm $(ARGS)
 
 test: $(VENV)/.installed-test $(VENV)/.installed-demo  ## run the tests (ARGS="-k name" for some of them)
 	$(TEST_ENV) $(PY) -m pytest -n 2 -q -rs $(ARGS)

@@ -167,9 +167,9 @@ def read_json(path: Path, kind: type[RowT]) -> tuple[dict[str, Any], list[RowT]]
     return record["machine"], [kind(**row) for row in record["rows"]]
 
 
-def write_json(path: Path | None, rows: Sequence[Any]) -> None:
-    """Raw results, dataclasses, with the machine they were measured on."""
+def write_json(path: Path | None, rows: Sequence[Any], **more: Any) -> None:
+    """Raw results, dataclasses and ``more``, with the machine they were measured on."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        record = {"command": command(), "machine": machine(), "rows": [asdict(r) for r in rows]}
+        record = {"command": command(), "machine": machine(), "rows": [asdict(r) for r in rows]} | more
         path.write_text(json.dumps(record, indent=1) + "\n")

@@ -171,3 +171,34 @@ def linear(convert: Callable[[nn.Module], Any], pairs: Sequence[tuple[Tensor, Te
         return (compiled if compile else eager)(lambda: lambda pair: F.linear(*pair), held)()
 
     return prepare
+
+
+# ---------------------------------------------------------------------------------------------- training
+
+
+def mx_training(model: nn.Module) -> Any:
+    """torchao's MXFP8 training with the emulated product (no Blackwell)."""
+    from torchao.prototype.moe_training.config import MXFP8TrainingOpConfig, MXFP8TrainingRecipe
+    from torchao.quantization import quantize_
+
+    config = MXFP8TrainingOpConfig.from_recipe(MXFP8TrainingRecipe.MXFP8_EMULATED_RCEIL)
+    return quantize_(model, config, filter_fn=lambda module, fqn: isinstance(module, nn.Linear))
+
+
+def float8_training(recipe: str) -> Callable[[nn.Module], Any]:
+    """torchao's float8 training, ``tensorwise`` or ``rowwise``."""
+
+    def convert(model: nn.Module) -> Any:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        return convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name(recipe))
+
+    return convert
+
+
+TRAINING: dict[str, Callable[[nn.Module], Any]] = {
+    "torchao float8 tensorwise": float8_training("tensorwise"),
+    "torchao float8 rowwise": float8_training("rowwise"),
+    "torchao mxfp8": mx_training,
+}
+"""Label -> conversion."""

@@ -29,6 +29,8 @@ class Package:
     """Quantizes along the last dimension."""
     convert: Callable[[nn.Module], Any]
     """Quantizes the linear layers of a model in place."""
+    train: Callable[[nn.Module], Any]
+    """Makes the linear layers of a model train in MXFP8, in place."""
 
 
 def values(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -92,6 +94,27 @@ def compiled(package: Package) -> bool:
     return near(torch.compile(layer, fullgraph=True)(x), layer(x).float())
 
 
+def trained(
+    package: Package, rows: int = 32, inputs: int = 64, dtype: torch.dtype = torch.bfloat16, bias: bool = True
+) -> bool:
+    """Whether a training layer's result and gradients are near those of its high-precision products."""
+    layer = nn.Linear(inputs, 96, bias, dtype=dtype)
+    w, b = (p.detach().float() if p is not None else None for p in (layer.weight, layer.bias))
+    x, grad = values(rows, inputs, dtype=dtype).requires_grad_(), values(rows, 96, dtype=dtype)
+    package.train(layer)
+    y = layer(x)
+    y.backward(grad)
+    assert w is not None and x.grad is not None and layer.weight.grad is not None
+    right = near(y, F.linear(x.float(), w, b)) and near(x.grad, grad.float() @ w)
+    return right and near(layer.weight.grad, grad.float().t() @ x.float())
+
+
+def trained_compiled(package: Package) -> bool:
+    layer, x = nn.Linear(64, 96, False, dtype=torch.bfloat16), values(32, 64)
+    package.train(layer)
+    return near(torch.compile(layer, fullgraph=True)(x), layer(x).float())
+
+
 CASES: dict[str, Callable[[Package], Any]] = {
     "linear layer, all sizes multiples of 32": lambda p: runs(linear(p), values(32, 64)),
     "input features not a multiple of 32": lambda p: runs(linear(p, 72), values(32, 72)),
@@ -113,6 +136,12 @@ CASES: dict[str, Callable[[Package], Any]] = {
     "`torch.cat([w, w])`": grown,
     "`w * 2`": lambda p: w_equal(p, lambda w: w * 2),
     "a block of bfloat16 subnormals keeps its values": tiny,
+    "training: a layer without bias, all sizes multiples of 32": lambda p: trained(p, bias=False),
+    "training: a layer with bias": trained,
+    "training: 33 rows in a batch": lambda p: trained(p, 33, bias=False),
+    "training: input features not a multiple of 32": lambda p: trained(p, 32, 72, bias=False),
+    "training: float16 model": lambda p: trained(p, dtype=torch.float16, bias=False),
+    "training: `torch.compile(fullgraph=True)`": trained_compiled,
 }
 
 
@@ -138,7 +167,12 @@ def here() -> Package:
     from mxtensor.tensor import quantize_as
 
     recipe = recipe_of("mxfp8")
-    return Package(lambda x: quantize_as(x, recipe), lambda model: mx.quantize_(model, recipe))
+    training = mx.recipe.MXFP8BlockScaling()
+    return Package(
+        lambda x: quantize_as(x, recipe),
+        lambda model: mx.quantize_(model, recipe),
+        lambda model: mx.quantize_(model, training),
+    )
 
 
 @contextmanager
@@ -159,6 +193,7 @@ def torchao_package() -> Package:
 
     if not torchao.__version__.startswith(TORCHAO):
         raise ImportError(f"the comparison is with torchao {TORCHAO}, {torchao.__version__} is installed")
+    from torchao.prototype.moe_training.config import MXFP8TrainingOpConfig, MXFP8TrainingRecipe
     from torchao.prototype.mx_formats import MXDynamicActivationMXWeightConfig
     from torchao.prototype.mx_formats.config import ScaleCalculationMode
     from torchao.prototype.mx_formats.mx_tensor import MXTensor, QuantizeTensorToMXKwargs
@@ -168,9 +203,11 @@ def torchao_package() -> Package:
     emulated, rceil = KernelPreference.EMULATED, ScaleCalculationMode.RCEIL
     activation = QuantizeTensorToMXKwargs(scaling_mode=rceil, kernel_preference=emulated)
     config = MXDynamicActivationMXWeightConfig(kernel_preference=emulated, scaling_mode=rceil)
+    training = MXFP8TrainingOpConfig.from_recipe(MXFP8TrainingRecipe.MXFP8_EMULATED_RCEIL)
     return Package(
         lambda x: MXTensor.to_mx(x, torch.float8_e4m3fn, 32, rceil, emulated, activation),
         lambda model: quantize_(model, config),
+        lambda model: quantize_(model, training),
     )
 
 

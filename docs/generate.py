@@ -32,6 +32,7 @@ from typing import Any
 
 from docs.devices import devices
 from docs.markdown import table
+from docs.recipes import recipes
 from docs.records import cast, cpu, host, linear
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -147,11 +148,11 @@ def public_docs() -> dict[str, str]:
     import mxtensor as mx
 
     literals: dict[str, str] = {}
-    for path in (ROOT / "mxtensor").rglob("*.py"):
+    for path in (ROOT / "mxtensor").glob("*.py"):
         literals |= _literal_docs(path.read_text())
     objects = {name: getattr(mx, name) for name in mx.__all__}
     return {
-        name: literals.get(name, "") if not callable(obj) else inspect.getdoc(obj) or ""
+        name: inspect.getdoc(obj) or "" if callable(obj) or inspect.ismodule(obj) else literals.get(name, "")
         for name, obj in objects.items()
     }
 
@@ -179,7 +180,7 @@ def models() -> str:
     return table(", ".join(HEADER), [cells(row) for row in recorded()])
 
 
-GENERATORS = (formats, ops, functions, kernels, devices, api, torchao, models, cpu, host, cast, linear)
+GENERATORS = (formats, ops, functions, kernels, devices, api, torchao, models, recipes, cpu, host, cast, linear)
 TABLES: dict[str, Callable[[], str]] = {generator.__name__: generator for generator in GENERATORS}
 
 

@@ -18,7 +18,18 @@ from torch import Tensor
 
 from .dispatch import is_traced
 from .elements import decode_elements, decode_packed, encode_elements, pack, round_stochastically, uniform, unpack
-from .formats import E8M0, FP32, FULL, UE4M3, ElementFormat, Format, Rounding, ScaleCalculationMode, ScaleFormat
+from .formats import (
+    E8M0,
+    FP32,
+    FP32_POW2,
+    FULL,
+    UE4M3,
+    ElementFormat,
+    Format,
+    Rounding,
+    ScaleCalculationMode,
+    ScaleFormat,
+)
 from .roles import Cast
 
 FLT_MAX = torch.finfo(torch.float32).max
@@ -179,7 +190,14 @@ def _scale_float32(amax: Tensor, cast: Cast, tensor_amax: Tensor) -> tuple[Tenso
     return scale, (1.0 / scale).clamp(max=FLT_MAX), None
 
 
-SCALE_RULES = {E8M0: _scale_e8m0, UE4M3: _scale_nvfp4, FP32: _scale_float32}
+def _scale_float32_pow2(amax: Tensor, cast: Cast, tensor_amax: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    byte = e8m0_from_amax(amax, cast.format.element, cast.scaling).clamp(1, 253)  # the reciprocal is normal too
+    byte = torch.where(amax > 0, byte, 127)
+    scale = torch.where(amax.isfinite(), _power_of_two(byte), float("nan"))
+    return scale, _power_of_two(254 - byte), None
+
+
+SCALE_RULES = {E8M0: _scale_e8m0, UE4M3: _scale_nvfp4, FP32: _scale_float32, FP32_POW2: _scale_float32_pow2}
 """Scale format -> (amax of blocks, cast, amax of the tensor) -> (stored scale, float32 multiplier, global scale)."""
 
 

@@ -5,14 +5,18 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from importlib import import_module
+from types import MethodType
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from .formats import FORMATS, Format, Orientation, ScaleCalculationMode, get_mx_format
-from .roles import Cast, KernelPreference, LinearRecipe
+from .recipe_base import Recipe
+from .roles import Cast, KernelPreference, LinearRecipe, Roles
 from .tensor import MXTensor, quantize_as
+from .training_weight import TrainingWeight
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 FilterFn = Callable[[nn.Module, str], bool]
@@ -78,6 +82,8 @@ Config = (
     | MXDynamicActivationMXWeightConfig
     | NVFP4DynamicActivationNVFP4WeightConfig
     | NVFP4WeightOnlyConfig
+    | Recipe
+    | Roles
 )
 
 
@@ -98,7 +104,7 @@ def recipe_of(config: Any) -> LinearRecipe:
     raise TypeError(
         f"cannot quantize by {config!r}; pass a format name like 'mxfp8' or 'mxfp8-weight-only', a LinearRecipe, or "
         "one of the configs MXDynamicActivationMXWeightConfig, NVFP4DynamicActivationNVFP4WeightConfig, "
-        "NVFP4WeightOnlyConfig"
+        "NVFP4WeightOnlyConfig; to train, MXLinearConfig or a recipe such as MXFP8BlockScaling()"
     )
 
 
@@ -113,6 +119,8 @@ class Kind:
     names: tuple[str, ...]
     orientation: Orientation = Orientation.ROWWISE
     """Which dimension products contract: the last of (out, in), or the one before it of (in, out)."""
+    trains: bool = True
+    """Whether the three products of training can be quantized."""
 
 
 def _is(kind: type[nn.Module]) -> Callable[[nn.Module], bool]:
@@ -142,10 +150,10 @@ def _are_experts(transposed: bool) -> Callable[[nn.Module], bool]:
 KINDS = (
     Kind(_is(nn.Linear), ("weight",)),
     Kind(_is(nn.MultiheadAttention), ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")),
-    Kind(_is(nn.Embedding), ("weight",)),
+    Kind(_is(nn.Embedding), ("weight",), trains=False),
     Kind(_is_conv1d, ("weight",), Orientation.COLUMNWISE),
-    Kind(_are_experts(transposed=False), EXPERTS),
-    Kind(_are_experts(transposed=True), EXPERTS, Orientation.COLUMNWISE),
+    Kind(_are_experts(transposed=False), EXPERTS, trains=False),
+    Kind(_are_experts(transposed=True), EXPERTS, Orientation.COLUMNWISE, trains=False),
 )
 """Every kind of module that ``quantize_`` knows; the first that matches counts."""
 
@@ -171,7 +179,18 @@ def _weights(model: nn.Module, filter_fn: FilterFn) -> Iterator[tuple[nn.Module,
             for name in kind.names:
                 weight = getattr(module, name, None)
                 if weight is not None and not isinstance(weight, MXTensor):
+                    _check_parameter(weight, f"{fqn}.{name}" if fqn else name)
                     yield module, name, kind
+
+
+def _check_parameter(weight: Any, fqn: str) -> None:
+    if nn.parameter.is_lazy(weight):
+        raise ValueError(f"quantize_: {fqn} has no values yet; run one batch through the lazy module first")
+    if not isinstance(weight, nn.Parameter):
+        raise ValueError(
+            f"quantize_: {fqn} is no parameter, but computed from others (parametrize, weight_norm, prune); remove "
+            "that first, leave the layer out by filter_fn, or train inside mx.autocast(recipe=...)"
+        )
 
 
 def _progress(items: list[Any], values: int) -> Iterable[Any]:
@@ -213,23 +232,33 @@ def keep_quantized(
             state_dict[prefix + name] = nn.Parameter(new, requires_grad=parameter.requires_grad)
 
 
-def quantize_(model: ModuleT, config: Config, filter_fn: FilterFn | None = None) -> ModuleT:
-    """Replace the weights of ``model``'s linear and attention layers by MXTensor parameters, in place.
-
-    The modules stay torch's own classes; a shared weight stays shared. ``config``: the name of any format (weights, and
-    activations on the fly in the same format), ``"NAME-weight-only"``, a LinearRecipe or one of torchao's configs.
-    ``filter_fn(module, fqn) -> bool`` sees every nn.Linear, nn.MultiheadAttention and nn.Embedding, and of transformers
-    every Conv1D and every module of stacked experts; without one, embeddings, whatever shares a weight with one,
-    ``lm_head`` and routers are skipped. The new parameters are frozen. Returns ``model``.
-
-    Raises ValueError or TypeError for a config it does not know, before anything is changed; warns where no layer
-    matches.
-    """
-    recipe = recipe_of(config)
+def _found(model: nn.Module, filter_fn: FilterFn | None) -> list[tuple[nn.Module, str, Kind]]:
     found = list(_weights(model, filter_fn or default_filter))
     if filter_fn is None:
         lookups = _tied_to_lookups(model)
         found = [(module, name, kind) for module, name, kind in found if id(getattr(module, name)) not in lookups]
+    return found
+
+
+def quantize_(model: ModuleT, config: Config, filter_fn: FilterFn | None = None) -> ModuleT:
+    """Quantize the linear and attention layers of ``model``, in place, for inference or for training.
+
+    The modules stay torch's own classes; a shared weight stays shared. ``config`` for inference: the name of any format
+    (weights, and activations on the fly in the same format), ``"NAME-weight-only"``, a LinearRecipe or one of torchao's
+    configs; weights become frozen MXTensor parameters. For training: MXLinearConfig or a recipe; weights stay
+    high-precision parameters, to optimizers and state dicts as before, and their three products run quantized.
+
+    ``filter_fn(module, fqn) -> bool`` sees every nn.Linear, nn.MultiheadAttention and nn.Embedding, and of transformers
+    every Conv1D and every module of stacked experts; without one, embeddings, whatever shares a weight with one,
+    ``lm_head`` and routers are skipped. Embeddings and experts are not trained quantized. Returns ``model``.
+
+    Raises ValueError or TypeError for a config it does not know, ValueError for a weight that is no parameter (as under
+    weight_norm), both before anything is changed; warns where no layer matches. An optimizer for training is made
+    afterwards: parameters are new objects over the same memory.
+    """
+    roles = _training_roles(config)
+    recipe = recipe_of(config) if roles is None else None
+    found = [f for f in _found(model, filter_fn) if roles is None or f[2].trains]
     if not found:
         warnings.warn(
             f"quantize_ changed nothing: no nn.Linear, nn.MultiheadAttention or nn.Embedding of {type(model).__name__} "
@@ -237,14 +266,49 @@ def quantize_(model: ModuleT, config: Config, filter_fn: FilterFn | None = None)
             UserWarning,
             stacklevel=2,
         )
+    originals: dict[int, nn.Parameter] = {}  # alive, so that no other parameter takes over an identity
     shared: dict[int, nn.Parameter] = {}
-    lookup = LinearRecipe(recipe.weight, None, recipe.kernel_preference)
     for module, name, kind in _progress(found, sum(getattr(m, n).numel() for m, n, _ in found)):
         weight = getattr(module, name)
         if id(weight) not in shared:
-            this = lookup if isinstance(module, nn.Embedding) else recipe
-            shared[id(weight)] = nn.Parameter(quantize_as(weight, this, kind.orientation), requires_grad=False)
+            originals[id(weight)] = weight
+            shared[id(weight)] = _parameter(weight, module, kind, recipe, roles)
         setattr(module, name, shared[id(weight)])
-    for module in dict.fromkeys(module for module, _, _ in found):
-        module.register_load_state_dict_pre_hook(keep_quantized)
+    changed = dict.fromkeys(module for module, _, _ in found)
+    if roles is not None:  # an embedding, say, that the filter left out trains the same values
+        for module in model.modules():
+            for name, parameter in list(module._parameters.items()):
+                if id(parameter) in originals:
+                    setattr(module, name, shared[id(parameter)])
+                    changed[module] = None
+    for module in changed:
+        if roles is None:
+            module.register_load_state_dict_pre_hook(keep_quantized)
+        else:
+            _training().register_hooks(module)
     return model
+
+
+def _training() -> Any:
+    """``convert_training``, which brings torch's compiler with it: imported for those who train."""
+    return import_module(".convert_training", __package__)
+
+
+def _training_roles(config: Any) -> Roles | None:
+    """The roles that a config for training stands for; None for any other config."""
+    if isinstance(config, Roles):
+        return config
+    return config.roles() if isinstance(getattr(config, "roles", None), MethodType) else None
+
+
+def _parameter(
+    weight: nn.Parameter, module: nn.Module, kind: Kind, recipe: LinearRecipe | None, roles: Roles | None
+) -> nn.Parameter:
+    """What stands in the place of ``weight``."""
+    if roles is not None:
+        return _training().training_parameter(weight, roles)  # type: ignore[no-any-return]
+    assert recipe is not None
+    values = weight.high_precision if isinstance(weight, TrainingWeight) else weight
+    if isinstance(module, nn.Embedding):
+        recipe = LinearRecipe(recipe.weight, None, recipe.kernel_preference)
+    return nn.Parameter(quantize_as(values, recipe, kind.orientation), requires_grad=False)

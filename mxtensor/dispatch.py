@@ -6,7 +6,7 @@ Knows neither the tensor nor any kernel. ``ops/`` fills OP_TABLE, ``kernels/`` h
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache, wraps
@@ -123,6 +123,11 @@ def is_traced(*tensors: torch.Tensor | None) -> bool:
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
+def torch_autocasts(device: torch.device) -> bool:
+    """Whether torch.autocast is active for tensors of ``device``; torch has none for meta, and raises."""
+    return device.type != "meta" and torch.is_autocast_enabled(device.type)
+
+
 _forced: ContextVar[str | None] = ContextVar("mxtensor_kernels", default=None)
 KERNEL_NAMES: set[str] = set()
 """Names that ``kernels()`` accepts: those of the product kernels, entered by ``kernels/gemm.py``."""
@@ -154,6 +159,18 @@ def choose(candidates: Sequence[Kernel], spec: Spec, *operands: Any, prefer: str
     ``prefer`` (a tensor's own preference) or an enclosing ``kernels()`` leaves one candidate, the latter winning.
     Raises NotImplementedError with every refusal when none accepts.
     """
+    kernel, refusals = accepting(candidates, spec, *operands, prefer=prefer)
+    if kernel is not None:
+        record(spec, kernel.name, refusals)
+        return kernel
+    why = "; ".join(f"{name}: {reason}" for name, reason in refusals.items())
+    raise NotImplementedError(f"no kernel runs {spec.op} of {describe(spec)} on {spec.device}: {why}")
+
+
+def accepting(
+    candidates: Sequence[Kernel], spec: Spec, *operands: Any, prefer: str | None = None
+) -> tuple[Kernel | None, dict[str, str]]:
+    """What ``choose`` would choose, and what refused before it; nothing is logged."""
     forced = forced_kernel() or prefer if candidates and candidates[0].name in KERNEL_NAMES else None
     refusals: dict[str, str] = {}
     device = spec.device.type
@@ -166,11 +183,9 @@ def choose(candidates: Sequence[Kernel], spec: Spec, *operands: Any, prefer: str
             continue
         reason = kernel.refuses(spec, *operands)
         if reason is None:
-            record(spec, kernel.name, refusals)
-            return kernel
+            return kernel, refusals
         refusals[kernel.name] = reason
-    why = "; ".join(f"{name}: {reason}" for name, reason in refusals.items())
-    raise NotImplementedError(f"no kernel runs {spec.op} of {describe(spec)} on {spec.device}: {why}")
+    return None, refusals
 
 
 def perform(candidates: Sequence[Kernel], spec: Spec, *operands: Any, prefer: str | None = None) -> Any:
@@ -278,6 +293,30 @@ def explain() -> Iterator[Log]:
         yield log
     finally:
         _log.reset(token)
+
+
+def resumed(log: Log | None, forced: str | None) -> AbstractContextManager[None]:
+    """Where there are none, the log and the forced kernel of ``surroundings()``: autograd's threads have neither."""
+    return nullcontext() if log is None and forced is None else _resumed(log, forced)
+
+
+@contextmanager
+def _resumed(log: Log | None, forced: str | None) -> Iterator[None]:
+    tokens: list[tuple[ContextVar[Any], Any]] = []
+    pairs: tuple[tuple[ContextVar[Any], Any], ...] = ((_log, log), (_forced, forced))
+    for variable, value in pairs:
+        if value is not None and variable.get() is None:
+            tokens.append((variable, variable.set(value)))
+    try:
+        yield
+    finally:
+        for variable, token in tokens:
+            variable.reset(token)
+
+
+def surroundings() -> tuple[Log | None, str | None]:
+    """The enclosing ``explain()`` and ``kernels()``, for a backward pass to resume."""
+    return (None, None) if torch.compiler.is_dynamo_compiling() else (_log.get(), _forced.get())
 
 
 def record(spec: Spec, kernel: str, refusals: dict[str, str]) -> None:

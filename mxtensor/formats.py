@@ -168,6 +168,7 @@ INT8 = ElementFormat("int8", 0, 6, bias=0, max=127 / 64, dtype=torch.int8)
 E8M0 = ScaleFormat("e8m0", torch.uint8, torch.float8_e8m0fnu, significant_bits=1)
 UE4M3 = ScaleFormat("ue4m3", torch.uint8, torch.float8_e4m3fn, significant_bits=4)
 FP32 = ScaleFormat("float32", torch.float32, torch.float32, significant_bits=24)
+FP32_POW2 = ScaleFormat("float32_pow2", torch.float32, torch.float32, significant_bits=1)
 
 BLOCK_SIZES = (16, 32, 64, 128)
 
@@ -288,6 +289,14 @@ FORMATS = _Formats(
         Format("float8_e5m2_row", E5M2, FP32, (1, FULL)),
         Format("float8_e5m2_1x128", E5M2, FP32, (1, 128)),
         Format("float8_e5m2_128x128", E5M2, FP32, (128, 128)),
+        Format("float8_e4m3_tensor_pow2", E4M3, FP32_POW2, (FULL, FULL)),
+        Format("float8_e4m3_row_pow2", E4M3, FP32_POW2, (1, FULL)),
+        Format("float8_e4m3_1x128_pow2", E4M3, FP32_POW2, (1, 128)),
+        Format("float8_e4m3_128x128_pow2", E4M3, FP32_POW2, (128, 128)),
+        Format("float8_e5m2_tensor_pow2", E5M2, FP32_POW2, (FULL, FULL)),
+        Format("float8_e5m2_row_pow2", E5M2, FP32_POW2, (1, FULL)),
+        Format("float8_e5m2_1x128_pow2", E5M2, FP32_POW2, (1, 128)),
+        Format("float8_e5m2_128x128_pow2", E5M2, FP32_POW2, (128, 128)),
     ],
     aliases={
         "mxfp8": "mxfp8_e4m3",
@@ -295,16 +304,16 @@ FORMATS = _Formats(
         "mxfp4": "mxfp4_e2m1",
         "fp6_e3m2": "mxfp6_e3m2",
         "fp6_e2m3": "mxfp6_e2m3",
-        "float8_tensor": "float8_e4m3_tensor",
-        "float8_row": "float8_e4m3_row",
-        "float8_1x128": "float8_e4m3_1x128",
-        "float8_128x128": "float8_e4m3_128x128",
+        "float8_tensor": "float8_e4m3_tensor", "float8_tensor_pow2": "float8_e4m3_tensor_pow2",
+        "float8_row": "float8_e4m3_row", "float8_row_pow2": "float8_e4m3_row_pow2",
+        "float8_1x128": "float8_e4m3_1x128", "float8_1x128_pow2": "float8_e4m3_1x128_pow2",
+        "float8_128x128": "float8_e4m3_128x128", "float8_128x128_pow2": "float8_e4m3_128x128_pow2",
         "torch.float8_e4m3fn": "mxfp8_e4m3",
         "torch.float8_e5m2": "mxfp8_e5m2",
         "torch.float4_e2m1fn_x2": "mxfp4_e2m1",
         "torch.int8": "mxint8",
     },
-)
+)  # fmt: skip
 """Every format by name. ``FORMATS.aliases`` maps further names (``mxfp8``, torch dtypes) to rows."""
 
 DTYPE_FP6_E2M3 = "fp6_e2m3"

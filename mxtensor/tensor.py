@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,14 @@ from .kernels.cast import quantize_operands
 from .parts import check_parts
 from .roles import Cast, LinearRecipe, recipe_from_row, recipe_to_row
 from .shapes import contiguous_stride, readable_size, swapped
+
+
+class Rotated(NamedTuple):
+    """A columnwise copy for wgrad alone: rotated along the contraction, it stands for other values than the tensor."""
+
+    operand: Operand
+    signs: int
+
 
 _PARTS = tuple((side, part) for side in ("_rowwise", "_columnwise") for part in ("data", "scale", "global_scale"))
 
@@ -38,6 +46,8 @@ class MXTensor(Tensor):
     _rowwise: Operand | None
     _columnwise: Operand | None
     recipe: LinearRecipe
+    _rotated: Rotated | None = None
+    """In the place of ``_columnwise``; torch ops leave it behind."""
 
     @staticmethod
     def __new__(

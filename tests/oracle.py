@@ -249,7 +249,20 @@ def _encode_float32(x, amax, element, format, mode):
     return scale, x * spread(np.minimum(np.float32(1) / scale, FLT_MAX), x.shape, format.block), None
 
 
-RULES = {"e8m0": _encode_e8m0, "ue4m3": _encode_ue4m3, "float32": _encode_float32}
+def _encode_float32_pow2(x, amax, element, format, mode):
+    ordinary = np.isfinite(amax) & (amax > 0)
+    exponent = np.clip(scale_exponents(np.where(ordinary, amax, np.float32(1)), element, mode), -126, 126)
+    exponent = np.where(ordinary, exponent, 0)
+    scale = np.where(np.isfinite(amax), np.ldexp(1.0, exponent), np.nan).astype(np.float32)
+    return scale, np.ldexp(x.astype(np.float64), -spread(exponent, x.shape, format.block)), None
+
+
+RULES = {
+    "e8m0": _encode_e8m0,
+    "ue4m3": _encode_ue4m3,
+    "float32": _encode_float32,
+    "float32_pow2": _encode_float32_pow2,
+}
 
 
 @np.errstate(all="ignore")
@@ -260,6 +273,7 @@ def decode(encoded, format, shape):
         "e8m0": lambda s: e8m0_values()[s],
         "ue4m3": lambda s: element_values(ELEMENTS["e4m3"])[s],
         "float32": lambda s: s.astype(np.float64),
+        "float32_pow2": lambda s: s.astype(np.float64),
     }[format.scale.name](encoded.scale)
     values = element_values(element)[unpack(encoded.data, element, shape[-1])]
     out = (values * spread(scale, shape, format.block)).astype(np.float32)

@@ -18,7 +18,8 @@ PAIRS = {
         ("float8_tensor", "float8_tensor"), ("float8_row", "float8_row"), ("float8_1x128", "float8_1x128"),
         ("float8_1x128", "float8_128x128"), ("float8_128x128", "float8_1x128"), ("float8_128x128", "float8_128x128"),
         ("float8_row", "float8_tensor"), ("float8_1x128", "float8_row"), ("float8_e5m2_tensor", "float8_tensor"),
-        ("float8_row", "float8_e5m2_row"),
+        ("float8_row", "float8_e5m2_row"), ("float8_row_pow2", "float8_row"),
+        ("float8_1x128_pow2", "float8_128x128_pow2"),
     ],
     BLACKWELL: [
         ("float8_tensor", "float8_tensor"), ("float8_row", "float8_row"), ("mxfp8", "mxfp8"), ("mxfp8_e5m2", "mxfp8"),

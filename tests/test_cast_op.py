@@ -25,7 +25,7 @@ each_kind = pytest.mark.parametrize("name", KINDS)
 def on_the_interpreters_device(monkeypatch):
     """The Triton casts accept tensors on the CPU, where the interpreter runs them."""
     monkeypatch.setattr(triton_host, "missing", lambda spec: None)
-    for name in ("QUANTIZE", "QUANTIZE_BOTH", "ROUND_TRIP", "DEQUANTIZE"):
+    for name in ("QUANTIZE", "QUANTIZE_BOTH", "ROUND_TRIP", "PAIR", "DEQUANTIZE"):
         kernels = tuple(replace(k, device=None) if k.device == "cuda" else k for k in getattr(cast, name))
         monkeypatch.setattr(cast, name, kernels)
 

@@ -5,12 +5,15 @@ import builtins
 import re
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 from conftest import parts_of
 
 import mxtensor as mx
+from mxtensor import recompute
 from mxtensor.dispatch import Kernel
 from mxtensor.kernels import gemm
 
@@ -19,7 +22,7 @@ PAGE = (ROOT / "docs" / "errors.md").read_text()
 ROW = re.compile(r"^\| `(.+?)` \| (\w+) \| `(.+?)` \| (.+) \|$", re.MULTILINE)
 ROWS = ROW.findall(PAGE)
 SETUP = re.search(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)[1]
-KINDS = (ValueError, TypeError, NotImplementedError, RuntimeError, ImportError, UserWarning)
+KINDS = (ValueError, TypeError, NotImplementedError, RuntimeError, ImportError, AttributeError, UserWarning)
 
 NEVER_SEEN = {
     # raised and caught inside ops/einsum.py; they show as the reason in explain()
@@ -73,10 +76,30 @@ def failing(message, call):
         gemm.GEMM = original
 
 
+def inside(recipe, call):
+    with mx.autocast(recipe=recipe):
+        return call()
+
+
+def traced(call):
+    """``call`` as torch.compile's tracing sees it."""
+    with mock.patch("torch.compiler.is_compiling", lambda: True):
+        return call()
+
+
+def other_torch(call):
+    """``call`` where torch's checkpoints are made of other classes."""
+    with mock.patch.multiple(recompute, torch_checkpoint=SimpleNamespace(), _installed=[]):
+        return call()
+
+
+HELPERS = (forced, strictly, without, failing, inside, traced, other_torch)
+
+
 @pytest.fixture
 def names():
-    """What the page sets up, and four helpers."""
-    space = {"forced": forced, "strictly": strictly, "without": without, "failing": failing}
+    """What the page sets up, and the helpers."""
+    space = {helper.__name__: helper for helper in HELPERS}
     exec(SETUP, space)
     return space
 
@@ -86,7 +109,8 @@ def state(names):
     tensors = [v for v in names.values() if isinstance(v, torch.Tensor)]
     plain = [t for v in tensors for t in (parts_of(v) if isinstance(v, mx.MXTensor) else [v.clone()])]
     parts = [t.view(torch.uint8) if t.dtype.itemsize == 1 else t for t in plain]
-    return [t.clone() for t in parts], [id(p) for m in ("model", "done") for p in names[m].parameters()]
+    modules = [v for v in names.values() if isinstance(v, torch.nn.Module)]
+    return [t.clone() for t in parts], [id(p) for module in modules for p in module.parameters()]
 
 
 # ---------------------------------------------------------------------------------------------- each row

@@ -20,6 +20,9 @@ FLOORS = {
     # what is made of them
     "roles": 0.5,
     "elements": 0.5,
+    # recipes that users choose by name
+    "recipe_base": 0.8,
+    "recipe": 0.9,
     # the definition, the mechanism, checks of what comes from outside
     "dispatch": 1,
     "codec": 1,
@@ -27,9 +30,27 @@ FLOORS = {
     # kernels know operands, never the tensor
     "kernels": 2,
     "tensor": 3,
+    "te_names": 3,
+    "training_weight": 3,
     # above the tensor: one rule per aten op
     "ops": 4,
-    "convert": 7,
+    # training: the three products, what decides that they run quantized, how unmodified models are reached
+    "linear": 5,
+    "grouped": 5.1,
+    "delayed": 5.2,
+    "recompute": 5,
+    "interception": 5.4,
+    "ambient": 5.5,
+    "quantizer_base": 6,
+    "quantizers": 6,
+    "te_gemm": 6.5,
+    "model_init": 6.5,
+    "convert_training": 7,
+    "convert": 7.1,
+    "optim": 7.5,
+    "grad_scaler": 7.5,
+    "mxfp8": 7.5,
+    "nn": 7.5,
     "report": 8,
     # the face: public names
     "__init__": 9,

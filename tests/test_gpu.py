@@ -9,7 +9,10 @@ import torch
 import mxtensor as mx
 from mxtensor import codec
 from mxtensor.kernels import cast_triton
-from mxtensor.kernels.cast import round_trip
+from mxtensor.kernels.cast import cast_pair, round_trip
+from mxtensor.kernels.cast_codec import encode_under
+from mxtensor.kernels.gemm import gemm
+from mxtensor.kernels.gemm_spec import Form, GemmArgs, Rounded
 from mxtensor.kernels.swizzle import swizzle
 
 casts = sys.modules["mxtensor.kernels.cast"]
@@ -127,6 +130,109 @@ def test_both_copies_of_float32_and_a_copy_along_columns(format):
     same_copies(x, format)
     got = mx.quantize(x.bfloat16().cuda(), format, orientation="columnwise")
     same_operand(got.columnwise, codec.encode(x.bfloat16().t(), mx.Cast.of(format)))
+
+
+def same_factor(got, operand, dtype=torch.bfloat16):
+    """A factor of ``cast_pair`` is the operand, or the values that the operand has."""
+    if not isinstance(got, Rounded):
+        same_operand(got, operand)
+        return
+    same_values(got.values.contiguous(), codec.decode_local(operand).to(dtype))
+    last = operand.global_scale
+    assert (got.global_scale is None) == (last is None) and (last is None or got.global_scale.cpu() == last)
+
+
+PAIRS = [(Form.VALUES, Form.CODES), (Form.VALUES, Form.VALUES), (Form.CODES, Form.VALUES)]
+
+
+@pytest.mark.parametrize("forms", PAIRS, ids=lambda forms: "-".join(form.value for form in forms))
+@pytest.mark.parametrize("format", TWO_COPIES)
+def test_pairs_of_factors_equal_the_cpu_codec(format, forms):
+    """Whole tiles, tails of pairs that lie evenly, and tails of odd rows and columns."""
+    cast = mx.Cast.of(format)
+    for x in (torch.randn(512, 1024), special_values()[8:, :420], special_values()[7:, :419]):
+        x = x.bfloat16()
+        with mx.explain() as log:
+            row, column = cast_pair(x.cuda(), cast, *forms, torch.bfloat16)
+        assert [(e.spec.op, e.kernel) for e in log.entries] == [("cast pair", "triton")]
+        same_factor(row, codec.encode(x, cast))
+        same_factor(column, codec.encode(x.t(), cast))
+
+
+@pytest.mark.parametrize("scaling", ["rceil", "floor", "ceil", "even"])
+@pytest.mark.parametrize("format", ["mxfp8", "mxfp8_e5m2", "mxfp6", "mxfp6_e3m2", "mxfp4", "mxint8"])
+def test_every_bfloat16_rounds_to_the_value_of_its_code(format, scaling):
+    """By words of two, which is arithmetic that no interpreter has; rows, columns and both."""
+    x, cast = every_bfloat16(), mx.Cast.of(format, scaling)
+    row, column = codec.encode(x, cast), codec.encode(x.t(), cast)
+    got = cast_pair(x.cuda(), cast, Form.VALUES, Form.VALUES, torch.bfloat16)
+    same_factor(got[0], row)
+    same_factor(got[1], column)
+    same_values(round_trip(x.cuda(), cast, torch.bfloat16)[0], codec.decode_local(row).bfloat16())
+    values, _ = round_trip(x.cuda().t(), cast, torch.bfloat16)
+    assert values.t().is_contiguous()
+    same_values(values.contiguous(), codec.decode_local(column).bfloat16())
+
+
+@pytest.mark.parametrize("format", ["mxfp8", "nvfp4", "float8_1x128"])
+def test_pairs_of_float32_and_by_seeds_equal_the_cpu_codec(format):
+    x = special_values()[7:]
+    for dtype in (torch.float32, torch.float16):
+        row, column = cast_pair(x.cuda(), mx.Cast.of(format), *PAIRS[0], dtype)
+        same_factor(row, codec.encode(x, mx.Cast.of(format)), dtype)
+        same_factor(column, codec.encode(x.t(), mx.Cast.of(format)))
+    casts = [mx.Cast.of(format, rounding="stochastic", seed=seed) for seed in (3, 4)]
+    row, column = cast_pair(x.cuda(), casts[0], *PAIRS[1], torch.float32)
+    same_factor(row, codec.encode(x, casts[0]), torch.float32)
+    same_factor(column, codec.encode(x.t(), casts[1]), torch.float32)
+
+
+@pytest.mark.parametrize("format", ["float8_tensor", "float8_e5m2_tensor", "float8_tensor_pow2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_codes_by_one_scale_and_their_transpose_equal_the_cpu_codec(format, dtype):
+    cast, codes = mx.Cast.of(format), (Form.CODES, Form.CODES)
+    for x in (torch.randn(512, 1024), special_values()[:, :420], torch.randn(93, 419)):
+        x = x.to(dtype)
+        row, column = cast_pair(x.cuda(), cast, *codes, dtype)
+        same_operand(row, codec.encode(x, cast))
+        same_operand(column, codec.encode(x.t(), cast))
+        amax, record = torch.tensor(1.5), torch.tensor(0.25, device="cuda")
+        row, column = cast_pair(x.cuda(), cast, *codes, dtype, amax.cuda(), record)
+        same_operand(row, encode_under(x, cast, amax))
+        same_operand(column, encode_under(x.t(), cast, amax))
+        own = codec.tensor_amax(x).clamp(min=0.25)
+        assert record.cpu() == own or (record.isnan() and own.isnan())
+
+
+@pytest.mark.parametrize("format", ["mxfp8", "mxfp6", "nvfp4"])
+@pytest.mark.parametrize("shape", [(33, 416), (3, 33, 416)])
+def test_a_float32_result_of_bfloat16_values_is_not_rounded(format, shape):
+    x, w, bias = torch.randn(shape).bfloat16(), torch.randn(96, 416).bfloat16(), torch.randn(96)
+    cast = mx.Cast.of(format)
+    if len(shape) > 2 and format == "nvfp4":
+        pytest.skip("a global scale multiplies the accumulator of matrices only")
+    a = Rounded(*round_trip(x.cuda(), cast, torch.bfloat16), cast.format)
+    b = cast_pair(w.t().contiguous().cuda(), cast, None, Form.VALUES, torch.bfloat16)[1]  # stored by columns
+    assert not b.values.is_contiguous()
+    with mx.explain() as log:
+        y = gemm("mm", a, b, GemmArgs(torch.float32, bias.cuda(), 2.0, 0.5))
+    assert [e.kernel for e in log.entries] == ["dequant"] and y.dtype is torch.float32
+    left, right = (codec.decode(codec.encode(t, cast), torch.float64) for t in (x, w))
+    assert relative_error(y, 2 * (left @ right.t()) + 0.5 * bias.double()) < 2e-6
+
+
+@pytest.mark.parametrize("format", ["mxfp8", "float8_tensor"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_a_compiled_pair_equals_the_eager_one(format):
+    torch._dynamo.reset()
+    cast, x = mx.Cast.of(format), torch.randn(128, 416, dtype=torch.bfloat16, device="cuda")
+    forms = PAIRS[0] if format == "mxfp8" else (Form.CODES, Form.CODES)
+    eager = cast_pair(x, cast, *forms, x.dtype)
+    compiled = torch.compile(lambda x: cast_pair(x, cast, *forms, x.dtype), fullgraph=True)(x)
+    for ours, theirs in zip(compiled, eager, strict=True):
+        assert type(ours) is type(theirs)
+        for part in ("values",) if isinstance(ours, Rounded) else ("data", "scale"):
+            assert torch.equal(getattr(ours, part).float(), getattr(theirs, part).float())
 
 
 @pytest.mark.parametrize("shape", [(200, 300), (256, 2048)])

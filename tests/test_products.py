@@ -6,8 +6,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import assert_same_product, relative_error
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mxtensor as mx
+from mxtensor import dispatch
+from mxtensor.dispatch import Spec
+from mxtensor.kernels import dot_scaled, scaled_contract, triton_host
+from mxtensor.kernels.cast import quantize_operand, round_trip
+from mxtensor.kernels.gemm import GEMM, GROUPED, gemm, grouped_gemm
+from mxtensor.kernels.gemm_spec import GemmArgs, Rounded
 from mxtensor.tensor import quantize_as
 
 FORMATS = list(mx.FORMATS)
@@ -236,6 +243,97 @@ def test_dequant_refuses_with_its_sentence(format, dtype, sentence):
         x @ w.t()
     with mx.kernels("emulated"):
         assert (x @ w.t()).shape == (5, 48)
+
+
+# ---------------------------------------------------------------------------------------------- values already rounded
+
+
+def rounded(x, format, dtype=torch.float32):
+    return Rounded(*round_trip(x, mx.Cast.of(format), dtype), mx.get_format(format))
+
+
+def whole(factor):
+    """The float64 values that a rounded factor stands for."""
+    scale = 1.0 if factor.global_scale is None else factor.global_scale.double()
+    return factor.values.double() * scale
+
+
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("format", EACH_SCALE)
+def test_rounded_values_multiply_as_the_operand_they_were_rounded_to(format, out_dtype):
+    x, w, bias = torch.randn(3, 17, 160), torch.randn(48, 160), torch.randn(48)
+    a, b, args = rounded(x, format), rounded(w, format), GemmArgs(out_dtype, bias, 2.0, 0.5)
+    operand = quantize_operand(w, mx.Cast.of(format))
+    with mx.explain() as log:
+        both, mixed = gemm("mm", a, b, args), gemm("mm", a, operand, args)
+    assert "emulated" in log.table() and a.shape == (3, 17, 160)
+    for y in (both, mixed):
+        assert_same_product(y, lambda x, w, b: 2 * (x @ w.t()) + 0.5 * b, whole(a), whole(b), bias)
+
+
+@pytest.mark.skipif(not BF16_ON_CPU, reason="this CPU has no bfloat16 product that accumulates in float32")
+@pytest.mark.parametrize("format", ["mxfp8", "mxfp6", "mxfp4", "mxint8", "mxfp8[32x32]"])
+def test_rounded_bfloat16_values_are_multiplied_as_they_lie_in_memory(format):
+    """No copy of a factor that lies transposed: both of a weight's gradient do."""
+    g, x = torch.randn(96, 48).bfloat16(), torch.randn(96, 160).bfloat16()
+    a, b = rounded(g.t(), format, torch.bfloat16), rounded(x.t(), format, torch.bfloat16)
+    for left, right in ((a, b), (Rounded(a.values.t().contiguous().t(), None, a.format), b)):
+        with mx.explain() as log:
+            y = gemm("mm", left, right, GemmArgs(torch.bfloat16))
+        assert [e.kernel for e in log.entries] == ["dequant"]
+        assert_same_product(y, lambda a, b: a @ b.t(), whole(a), whole(b))
+
+
+@pytest.mark.parametrize("kernel", ["emulated", "dequant"])
+def test_rounded_rows_in_groups_meet_rounded_weights(kernel):
+    if kernel == "dequant" and not BF16_ON_CPU:
+        pytest.skip("no bf16 product")
+    a, b = (rounded(torch.randn(shape), "mxfp8", torch.bfloat16) for shape in ((11, 64), (3, 40, 64)))
+    y = grouped_gemm("grouped", a, b, torch.tensor([4, 4, 9], dtype=torch.int32), GemmArgs(torch.bfloat16), kernel)
+    for rows, i in ((slice(0, 4), 0), (slice(4, 9), 2)):
+        assert_same_product(y[rows], lambda a, b: a @ b.t(), whole(a)[rows], whole(b)[i])
+    assert not y[9:].any()
+
+
+def test_kernels_refuse_rounded_values_with_a_sentence():
+    x = torch.randn(32, 64, dtype=torch.bfloat16)
+    a, b = rounded(x, "mxfp8", torch.bfloat16), rounded(x, "mxfp8", torch.float32)
+    with mx.kernels("dequant"), pytest.raises(NotImplementedError, match="the rounded values of a factor are float32"):
+        gemm("mm", a, b, GemmArgs(torch.bfloat16))
+
+
+@pytest.mark.parametrize("kernel", ["scaled_mm", "dot_scaled"])
+@pytest.mark.parametrize("which", [0, 1])
+def test_kernels_that_read_codes_refuse_rounded_values(kernel, which, monkeypatch):
+    """On a Blackwell that takes the same factors as operands."""
+    monkeypatch.setattr(triton_host, "_installed", lambda: True)
+    for module in (dispatch, dot_scaled):
+        monkeypatch.setattr(module, "device_capability", lambda device: (10, 0))
+    monkeypatch.setattr(scaled_contract, "toolkit_version", lambda: (13, 0))
+    args, ends = GemmArgs(torch.bfloat16), torch.tensor([32], dtype=torch.int32)
+    with FakeTensorMode():
+        x = torch.empty(32, 64, dtype=torch.bfloat16, device="cuda")
+        factors = [quantize_operand(x, mx.Cast.of("mxfp8")), quantize_operand(x, mx.Cast.of("mxfp8"))]
+        (taken,) = [k for k in GEMM if k.name == kernel]
+        (grouped,) = [k for k in GROUPED if k.name == kernel]
+        spec = Spec("mm", ((32, 64), (32, 64)), tuple(f.format for f in factors), torch.bfloat16, x.device, True)
+        assert taken.refuses(spec, *factors, args) is None
+        factors[which] = Rounded(x, None, factors[0].format)
+        assert taken.refuses(spec, *factors, args) == "needs codes, a factor is rounded values"
+        stack = spec._replace(shapes=((32, 64), (1, 32, 64)))
+        assert grouped.refuses(stack, *factors, ends, args) == "needs codes, a factor is rounded values"
+
+
+def test_on_a_device_a_float32_result_is_the_accumulator_of_a_bfloat16_product(monkeypatch):
+    """By torch.mm with a dtype for its result, which is for CUDA; the values are in test_gpu.py."""
+    monkeypatch.setattr(triton_host, "_installed", lambda: True)
+    monkeypatch.setattr(dispatch, "device_capability", lambda device: (9, 0) if device.type == "cuda" else (0, 0))
+    with FakeTensorMode(), mx.explain() as log:
+        a = Rounded(torch.empty(3, 5, 64, dtype=torch.bfloat16, device="cuda"), None, mx.get_format("mxfp8"))
+        b = Rounded(torch.empty(64, 40, dtype=torch.bfloat16, device="cuda").t(), None, mx.get_format("mxfp8"))
+        y = gemm("mm", a, b, GemmArgs(torch.float32, torch.empty(40, device="cuda")))
+    assert [e.kernel for e in log.entries] == ["dequant"]
+    assert (y.shape, y.dtype, y.device.type) == ((3, 5, 40), torch.float32, "cuda")
 
 
 # ---------------------------------------------------------------------------------------------- against no rounding

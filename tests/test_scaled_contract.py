@@ -1,6 +1,7 @@
 """Every wrong call of a scaled product is a sentence that names the tensor, before it reaches torch."""
 
 import dataclasses
+from itertools import product
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import mxtensor as mx
 from mxtensor.codec import encode
 from mxtensor.kernels import scaled_call, scaled_grouped, scaled_mm
 from mxtensor.kernels.gemm_spec import Uncast
-from mxtensor.kernels.scaled_contract import GROUPED_SCALINGS, SCALINGS, check
+from mxtensor.kernels.scaled_contract import GROUPED_SCALINGS, SCALINGS, check, plan
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -33,6 +34,21 @@ NAMES = sorted({s.name for s in SCALINGS})
 @pytest.mark.parametrize("name", NAMES)
 def test_a_right_call_passes(name):
     check(right_call(name))
+
+
+@pytest.mark.parametrize("capability", [(8, 9), (9, 0), (10, 0), (12, 0)])
+@pytest.mark.parametrize("table", [SCALINGS, GROUPED_SCALINGS], ids=["one", "grouped"])
+def test_float32_scales_that_are_powers_of_two_use_the_rows_of_float32(table, capability):
+    def chosen(left, right):
+        found = plan(table, mx.get_format(left), mx.get_format(right), capability, (13, 0))
+        return found.replace("_pow2", "") if isinstance(found, str) else found
+
+    plain = [name for name in mx.FORMATS if name.startswith("float8") and not name.endswith("_pow2")]
+    for left, right in product(plain, plain):
+        expected = chosen(left, right)
+        for pair in ((f"{left}_pow2", right), (left, f"{right}_pow2"), (f"{left}_pow2", f"{right}_pow2")):
+            assert chosen(*pair) == expected, pair
+    assert "no scaling for" in chosen("float8_row_pow2", "mxfp8")
 
 
 def fields(**changes):

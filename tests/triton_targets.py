@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -26,10 +27,13 @@ import torch
 
 from mxtensor.codec import Operand
 from mxtensor.formats import get_format
-from mxtensor.kernels import cast_triton, dot_scaled, triton_host
+from mxtensor.kernels import cast_columns, cast_host, cast_pair_triton, cast_triton, dot_scaled, triton_host
+from mxtensor.kernels.gemm_spec import Form
 from mxtensor.roles import Cast
 
 TARGETS = (80, 89, 90, 100, 120)
+HOSTS = (cast_host, cast_columns, cast_triton, cast_pair_triton)
+"""The modules that launch casts."""
 
 
 class Variant(NamedTuple):
@@ -156,6 +160,21 @@ def quantize(name: str, dtype: torch.dtype, rows: int = 4096, cols: int = 4096, 
     cast_triton.quantize(values(rows, cols, dtype), Cast.of(name, rounding=rounding))
 
 
+def pair(
+    name: str, rowwise: str, columnwise: str, rows: int = 4096, cols: int = 4096, dtype: torch.dtype = BF16,
+    delayed: bool = False,
+) -> None:  # fmt: skip
+    """``cast_pair_triton.pair`` of a matrix of this size, values in its dtype."""
+    amax, record = torch.empty(2, dtype=FP32, device="meta").unbind() if delayed else (None, None)
+    forms = Form(rowwise), Form(columnwise)
+    cast_pair_triton.pair(values(rows, cols, dtype), Cast.of(name), *forms, dtype, amax, record)
+
+
+def turned_values(name: str, dtype: torch.dtype) -> None:
+    """``cast_triton.round_trip`` of a matrix that is stored by columns."""
+    cast_triton.round_trip(values(4096, 4096, dtype).t(), Cast.of(name), dtype)
+
+
 CASTS: dict[str, tuple[Callable[[], Any], bool]] = {
     "mxfp8 bf16": (lambda: quantize("mxfp8", BF16), True),
     "mxfp8 fp32": (lambda: quantize("mxfp8", FP32), True),
@@ -178,12 +197,25 @@ CASTS: dict[str, tuple[Callable[[], Any], bool]] = {
         lambda: cast_triton.quantize_swizzled(values(4095, 4088, BF16), Cast.of("nvfp4")),
         False,
     ),
-    "mxfp8 bf16 values": (lambda: cast_triton.round_trip(values(4096, 4096, BF16), Cast.of("mxfp8"), BF16), True),
+    "mxfp8 bf16 values": (lambda: cast_triton.round_trip(values(4096, 4096, BF16), Cast.of("mxfp8"), BF16), False),
     "mxfp8 bf16 columns": (lambda: cast_triton.quantize(values(4096, 4096, BF16).t(), Cast.of("mxfp8")), True),
     "mxfp8 bf16 both": (lambda: cast_triton.quantize_both(values(4096, 4096, BF16), Cast.of("mxfp8")), True),
     "mxfp8 bf16 both tail": (lambda: cast_triton.quantize_both(values(4095, 4095, BF16), Cast.of("mxfp8")), True),
     "mxfp8 fp32 both": (lambda: cast_triton.quantize_both(values(4096, 4096, FP32), Cast.of("mxfp8")), True),
     "nvfp4 bf16 both": (lambda: cast_triton.quantize_both(values(4096, 4096, BF16), Cast.of("nvfp4")), False),
+    "mxfp8 bf16 both values": (lambda: pair("mxfp8", "values", "values"), False),
+    "mxfp8 bf16 both values tail": (lambda: pair("mxfp8", "values", "values", 4094, 4094), False),
+    "mxfp8 bf16 values and codes": (lambda: pair("mxfp8", "values", "codes"), True),
+    "mxfp8 bf16 values and codes tail": (lambda: pair("mxfp8", "values", "codes", 4092, 4094), True),
+    "mxfp8_e5m2 bf16 values of columns": (lambda: turned_values("mxfp8_e5m2", BF16), False),
+    "mxint8 bf16 values": (lambda: cast_triton.round_trip(values(4096, 4096, BF16), Cast.of("mxint8"), BF16), False),
+    "mxfp8 fp32 both values": (lambda: pair("mxfp8", "values", "values", dtype=FP32), True),
+    "nvfp4 bf16 both values": (lambda: pair("nvfp4", "values", "values"), False),
+    "nvfp4 bf16 values and codes": (lambda: pair("nvfp4", "values", "codes"), False),
+    "nvfp4 bf16 values of columns": (lambda: turned_values("nvfp4", BF16), False),
+    "float8_tensor bf16 both": (lambda: pair("float8_tensor", "codes", "codes"), True),
+    "float8_tensor bf16 both delayed": (lambda: pair("float8_tensor", "codes", "codes", delayed=True), True),
+    "float8_e5m2_tensor fp32 tail": (lambda: pair("float8_e5m2_tensor", "codes", "codes", 4095, 4095, FP32), False),
     "mxfp8 to bf16": (lambda: cast_triton.dequantize(operand("mxfp8"), BF16), False),
     "mxfp6 to fp32": (lambda: cast_triton.dequantize(operand("mxfp6"), FP32), False),
     "nvfp4 to bf16": (lambda: cast_triton.dequantize(operand("nvfp4"), BF16), False),
@@ -207,10 +239,10 @@ def launches(call: Callable[[], Any], target: int) -> list[tuple[Any, tuple[Any,
     def launch(kernel: Any, programs: int, arguments: Any, constants: Any, warps: int) -> None:
         made.append((kernel, arguments, constants, warps))
 
-    with (
-        patch.object(cast_triton, "launch", launch),
-        patch.object(triton_host, "instructions_of", lambda device: divmod(target, 10)),
-    ):
+    with ExitStack() as stack:
+        for host in HOSTS:
+            stack.enter_context(patch.object(host, "launch", launch))
+        stack.enter_context(patch.object(triton_host, "instructions_of", lambda device: divmod(target, 10)))
         call()
     return made
 

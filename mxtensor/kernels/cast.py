@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..codec import Operand, check_source
+from ..codec import Operand, check_source, tensor_amax, transposed
 from ..dispatch import Kernel, Spec, is_traced, perform
-from ..formats import Orientation
+from ..formats import FULL, Orientation
 from ..roles import Cast
 from . import cast_blocked, cast_codec, cast_op, native
-from .gemm_spec import Uncast
+from .gemm_spec import Factor, Rounded, Uncast
+from .gemm_spec import Form as Form
 
 QUANTIZE: tuple[Kernel, ...] = (cast_op.QUANTIZE, native.QUANTIZE, cast_blocked.QUANTIZE, cast_codec.QUANTIZE)
 """``run(x, cast)``: the operand of x."""
@@ -65,6 +66,42 @@ def round_trip(x: Tensor, cast: Cast, dtype: torch.dtype) -> tuple[Tensor, Tenso
     return perform(ROUND_TRIP, _spec("round trip", x, cast), x, cast, dtype)  # type: ignore[no-any-return]
 
 
+def cast_pair(
+    x: Tensor,
+    cast: Cast,
+    rowwise: Form | None,
+    columnwise: Form | None,
+    dtype: torch.dtype,
+    amax: Tensor | None = None,
+    record: Tensor | None = None,
+) -> tuple[Factor | None, Factor | None]:
+    """Factors of x (..., rows, cols) and of its transpose, each in its form, None where not wanted.
+
+    Rowwise: ``quantize_operand`` (CODES) or ``round_trip`` in ``dtype`` (VALUES) of x. Columnwise: of x transposed,
+    with a stream of random numbers of its own (``seed + 1``); its values may lie as x does, seen transposed. A square
+    block is rounded once and turned.
+
+    For formats with one scale a tensor, delayed scaling: ``amax``, a float32 scalar, makes the scale in place of the
+    amax of x (``cast_codec.encode_under``), and into ``record``, another one, goes the larger of what it holds and the
+    amax of x, NaN above all. Raises ValueError for them with another format, and for x of fewer than two dimensions.
+    """
+    check_source(x)
+    if x.dim() < 2:
+        raise ValueError(f"a pair of factors is cast from a matrix or a stack of them, not from {tuple(x.shape)}")
+    for name, value in (("amax", amax), ("record", record)):
+        if value is None:
+            continue
+        if cast.format.block[0] != FULL:
+            raise ValueError(f"{cast.format} has a scale for each block: {name} is for formats with one scale a tensor")
+        if value.dtype is not torch.float32 or value.numel() != 1:
+            kind = str(value.dtype).removeprefix("torch.")
+            raise TypeError(f"{name} must be one float32, got {kind} {tuple(value.shape)}")
+        if value.device != x.device:
+            raise ValueError(f"{name} is on {value.device}, the values on {x.device}")
+    operands = (x, cast, rowwise, columnwise, dtype, amax, record)
+    return perform(PAIR, _spec("cast pair", x, cast), *operands)  # type: ignore[no-any-return]
+
+
 # ---------------------------------------------------------------------------------------------- in two steps
 
 
@@ -78,9 +115,52 @@ def _quantize_twice(x: Tensor, cast: Cast) -> tuple[Operand, Operand]:
 
 
 def _there_and_back(x: Tensor, cast: Cast, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    operand = quantize_operand(x, cast)
+    rounded = _rounded(quantize_operand(x, cast), dtype)
+    return rounded.values, rounded.global_scale
+
+
+def _rounded(operand: Operand, dtype: torch.dtype) -> Rounded:
     last = operand.global_scale
-    return dequantize_operand(operand if last is None else replace(operand, global_scale=None), dtype), last
+    local = operand if last is None else replace(operand, global_scale=None)
+    return Rounded(dequantize_operand(local, dtype), last, operand.format)
+
+
+def _in_form(x: Tensor, cast: Cast, form: Form | None, dtype: torch.dtype) -> Factor | None:
+    if form is Form.VALUES:
+        return Rounded(*round_trip(x, cast, dtype), cast.format)
+    return quantize_operand(x, cast) if form is Form.CODES else None
+
+
+def _turned(factor: Factor | None) -> Factor | None:
+    """The factor of the transpose in square blocks: codes in memory of their own, as products want them."""
+    if isinstance(factor, Rounded):
+        return replace(factor, values=factor.values.transpose(-1, -2))
+    if isinstance(factor, Operand):
+        factor = transposed(factor)
+        data, scale = (t.clone(memory_format=torch.contiguous_format) for t in (factor.data, factor.scale))
+        return replace(factor, data=data, scale=scale)
+    return None
+
+
+def _pair_in_two(
+    x: Tensor, cast: Cast, rowwise: Form | None, columnwise: Form | None, dtype: torch.dtype,
+    amax: Tensor | None, record: Tensor | None,
+) -> tuple[Factor | None, Factor | None]:  # fmt: skip
+    if not cast.format.square:
+        other = cast if cast.seed is None else replace(cast, seed=cast.seed + 1)
+        return _in_form(x, cast, rowwise, dtype), _in_form(x.transpose(-1, -2), other, columnwise, dtype)
+    forms = (rowwise, columnwise)
+    held: dict[Form | None, Factor | None] = {None: None}
+    if amax is not None or Form.CODES in forms:
+        held[Form.CODES] = operand = (
+            quantize_operand(x, cast) if amax is None else cast_codec.encode_under(x, cast, amax.reshape(()))
+        )
+        held[Form.VALUES] = _rounded(operand, dtype) if Form.VALUES in forms else None
+    elif Form.VALUES in forms:
+        held[Form.VALUES] = _in_form(x, cast, Form.VALUES, dtype)
+    if record is not None:
+        record.copy_(torch.maximum(record, tensor_amax(x).reshape(record.shape)))
+    return held[rowwise], _turned(held[columnwise])
 
 
 QUANTIZE_BOTH: tuple[Kernel, ...] = (
@@ -93,7 +173,11 @@ ROUND_TRIP: tuple[Kernel, ...] = (
     Kernel("two casts", _accepts, _there_and_back),
 )
 """``run(x, cast, dtype)``: the values that x has in the format, without the global scale, and that scale."""
-
+PAIR: tuple[Kernel, ...] = (
+    cast_op.PAIR,
+    Kernel("two casts", _accepts, _pair_in_two),
+)
+"""``run(x, cast, rowwise, columnwise, dtype, amax, record)``: the factors that ``cast_pair`` gives."""
 
 RowsDecoder = Callable[[Operand, int, int, Tensor], Tensor]
 

@@ -24,7 +24,7 @@ class CastCode(NamedTuple):
     inverse_max: float
     nan_code: int
     scale: str
-    """e8m0, ue4m3 or float32"""
+    """e8m0, ue4m3, float32 or float32_pow2"""
     block: int
     """values along the blocked dimension that share a scale; 0 for the whole tensor, -1 for a whole row"""
     global_scale: bool

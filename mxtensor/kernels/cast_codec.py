@@ -40,6 +40,15 @@ def _(x, format, scaling, rounding):  # type: ignore[no-untyped-def]
     return data, x.new_empty(row.scale_shape(tuple(x.shape)), dtype=row.scale.dtype), last
 
 
+def encode_under(x: Tensor, cast: Cast, amax: Tensor) -> Operand:
+    """``codec.encode`` of x under the amax of other values (delayed scaling), for formats with one scale a tensor.
+
+    What lies beyond the scale saturates. What is not finite has no place under any scale: it becomes the format's NaN
+    by itself, as it makes a whole block NaN where the amax is its own, so that an overflow is never taken for a number.
+    """
+    return encode(torch.where(x.isfinite(), x, float("nan")), cast, amax)
+
+
 def _wants_opaque(x: Tensor, cast: Cast) -> bool:
     if not is_traced(x) or x.is_meta:
         return False

@@ -6,6 +6,7 @@ A custom op is opaque to torch.compile, so that the bits stay those of the kerne
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +16,9 @@ from ..codec import Operand
 from ..dispatch import Kernel, is_traced
 from ..formats import Format, get_format
 from ..roles import Cast
-from . import cast_triton
+from . import cast_pair_triton, cast_triton
+from .cast_host import runs_down_columns
+from .gemm_spec import Factor, Form, Rounded
 
 
 def _words(cast: Cast) -> tuple[str, str, str, int | None]:
@@ -74,6 +77,48 @@ def _(x, format, scaling, rounding, seed, dtype):  # type: ignore[no-untyped-def
     return [*out, x.new_empty((), dtype=torch.float32)] if get_format(format).global_scale else out
 
 
+@torch.library.custom_op("mxtensor::cast_pair", mutates_args=())
+def cast_pair_op(
+    x: Tensor,
+    format: str,
+    scaling: str,
+    rounding: str,
+    seed: int | None,
+    rowwise: str | None,
+    columnwise: str | None,
+    dtype: torch.dtype,
+    amax: Tensor | None,
+    recorded: bool,
+) -> list[Tensor]:
+    """``cast_pair_triton.pair`` of a matrix: codes and scales or values, of rows, of columns, then the global scale.
+
+    Values of columns lie as those of x. Forms are named by ``Form``. With ``recorded``, last comes the amax of x.
+    """
+    record = x.new_zeros((), dtype=torch.float32) if recorded else None
+    row, column = (None if form is None else Form(form) for form in (rowwise, columnwise))
+    cast = Cast.of(format, scaling, rounding, seed)
+    parts, last = [], None
+    for factor in cast_pair_triton.pair(x, cast, row, column, dtype, amax, record):
+        if factor is not None:
+            assert isinstance(factor, (Operand, Rounded))
+            parts += [factor.values] if isinstance(factor, Rounded) else [factor.data, factor.scale]
+            last = factor.global_scale
+    if columnwise == Form.VALUES.value:
+        parts[-1] = parts[-1].t()
+    return [*parts, *(t for t in (last, record) if t is not None)]
+
+
+@cast_pair_op.register_fake
+def _(x, format, scaling, rounding, seed, rowwise, columnwise, dtype, amax, recorded):  # type: ignore[no-untyped-def]
+    row, parts = get_format(format), []
+    for form, shape in ((rowwise, tuple(x.shape)), (columnwise, (x.shape[1], x.shape[0]))):
+        if form == Form.VALUES.value:
+            parts.append(x.new_empty(x.shape, dtype=dtype))
+        elif form is not None:
+            parts += _fake(x, replace(row, global_scale=False), [shape])
+    return [*parts, *(x.new_empty((), dtype=torch.float32) for there in (row.global_scale, recorded) if there)]
+
+
 @torch.library.custom_op("mxtensor::dequantize", mutates_args=())
 def dequantize_op(
     data: Tensor, scale: Tensor, last: Tensor | None, format: str, shape: list[int], dtype: torch.dtype
@@ -109,8 +154,37 @@ def _quantize_both(x: Tensor, cast: Cast) -> tuple[Operand, Operand]:
 def _round_trip(x: Tensor, cast: Cast, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     if not is_traced(x):
         return cast_triton.round_trip(x, cast, dtype)
+    if runs_down_columns(x, cast.format):  # said by a name, for a graph may lay its tensors out anew
+        out, *last = cast_pair_op(x.detach().t(), *_words(cast), None, Form.VALUES.value, dtype, None, False)
+        return out.t(), last[0] if last else None
     out, *last = round_trip_op(x.detach(), *_words(cast), dtype)
     return out, last[0] if last else None
+
+
+def _pair(
+    x: Tensor, cast: Cast, rowwise: Form | None, columnwise: Form | None, dtype: torch.dtype,
+    amax: Tensor | None, record: Tensor | None,
+) -> tuple[Factor | None, Factor | None]:  # fmt: skip
+    if not is_traced(x, amax, record):
+        return cast_pair_triton.pair(x, cast, rowwise, columnwise, dtype, amax, record)
+    row, column = (None if form is None else form.value for form in (rowwise, columnwise))
+    parts = cast_pair_op(x.detach(), *_words(cast), row, column, dtype, amax, record is not None)
+    if record is not None:
+        record.copy_(torch.maximum(record, parts[-1].reshape(record.shape)))
+    rest = int(record is not None)
+    last = parts[-1 - rest] if cast.format.global_scale else None
+    taken = 0 if rowwise is None else 1 if rowwise is Form.VALUES else 2
+    factor = _factor(parts[:taken], last, cast.format, tuple(x.shape))
+    held = 0 if columnwise is None else 1 if columnwise is Form.VALUES else 2
+    turned = _factor(parts[taken : taken + held], last, cast.format, (x.shape[1], x.shape[0]))
+    return factor, replace(turned, values=turned.values.t()) if isinstance(turned, Rounded) else turned
+
+
+def _factor(parts: list[Tensor], last: Tensor | None, format: Format, shape: tuple[int, ...]) -> Factor | None:
+    """Values, or codes and scales, or nothing, as a factor."""
+    if len(parts) == 1:
+        return Rounded(parts[0], last, format)
+    return Operand(parts[0], parts[1], last, format, shape) if parts else None
 
 
 def _dequantize(operand: Operand, dtype: torch.dtype) -> Any:
@@ -123,4 +197,5 @@ def _dequantize(operand: Operand, dtype: torch.dtype) -> Any:
 QUANTIZE = Kernel("triton", cast_triton.refuses_quantize, _quantize, "cuda")
 QUANTIZE_BOTH = Kernel("triton", cast_triton.refuses_both, _quantize_both, "cuda")
 ROUND_TRIP = Kernel("triton", cast_triton.refuses_round_trip, _round_trip, "cuda")
+PAIR = Kernel("triton", cast_pair_triton.refuses_pair, _pair, "cuda")
 DEQUANTIZE = Kernel("triton", cast_triton.refuses_dequantize, _dequantize, "cuda")

@@ -17,6 +17,7 @@ from .gemm_spec import GemmArgs
 
 _TRANSPOSE, _PLAIN = 1, 0
 _BFLOAT16, _COMPUTE_FLOAT32, _DEFAULT_ALGORITHM = 14, 68, -1
+_OUT = {torch.bfloat16: _BFLOAT16, torch.float32: 0}
 _HOST_POINTERS, _DEVICE_POINTERS = 0, 1
 
 
@@ -56,23 +57,40 @@ def _constant(value: float, device: torch.device) -> Tensor:
     return kept
 
 
+def _by_rows(t: Tensor) -> tuple[Tensor, bool]:
+    """A matrix or its transpose, whichever lies in memory row after row, and whether it is the former; else a copy."""
+    for one, plain in ((t, True), (t.t(), False)):
+        if one.stride(1) == 1 and one.stride(0) >= max(one.shape[1], 1):
+            return one, plain
+    return t.contiguous(), True
+
+
 @torch.library.custom_op("mxtensor::device_scaled_mm", mutates_args=())
 def device_scaled_mm(
-    a: Tensor, b: Tensor, scales: list[Tensor], bias: Tensor | None, alpha: float, beta: float
+    a: Tensor,
+    b: Tensor,
+    scales: list[Tensor],
+    bias: Tensor | None,
+    alpha: float,
+    beta: float,
+    out_dtype: torch.dtype,
 ) -> Tensor:
-    """``alpha * prod(scales) * a @ b^T + beta * bias``: a (M, K), b (N, K) bfloat16; result (M, N) bfloat16."""
+    """``alpha * prod(scales) * a @ b^T + beta * bias``: a (M, K), b (N, K) bfloat16, stored by rows or by columns.
+
+    Result (M, N) in bfloat16 or float32.
+    """
     library = _library()
     assert isinstance(library, ctypes.CDLL)
     rows, inner, cols = a.shape[0], a.shape[1], b.shape[0]
-    a, b = a.contiguous(), b.contiguous()
+    (a, a_plain), (b, b_plain) = _by_rows(a), _by_rows(b)
     factor = scales[0] if len(scales) == 1 else scales[0] * scales[1]
     if alpha != 1:
         factor = factor * alpha
     if bias is not None and beta != 0:
-        out = bias.to(torch.bfloat16).expand(rows, cols).contiguous()
+        out = bias.to(out_dtype).expand(rows, cols).contiguous()
         out = out.clone() if out.data_ptr() == bias.data_ptr() else out
     else:
-        out, beta = a.new_empty(rows, cols), 0.0
+        out, beta = a.new_empty(rows, cols, dtype=out_dtype), 0.0
     if not rows or not cols:
         return out
     if not inner:
@@ -84,9 +102,10 @@ def device_scaled_mm(
         library.cublasSetPointerMode_v2(handle, _DEVICE_POINTERS)
         try:  # column-major, so that out^T = b a^T
             status = library.cublasGemmEx(
-                handle, _TRANSPOSE, _PLAIN, cols, rows, inner, pointer(factor.data_ptr()),
-                pointer(b.data_ptr()), _BFLOAT16, inner, pointer(a.data_ptr()), _BFLOAT16, inner,
-                pointer(start.data_ptr()), pointer(out.data_ptr()), _BFLOAT16, cols,
+                handle, _TRANSPOSE if b_plain else _PLAIN, _PLAIN if a_plain else _TRANSPOSE, cols, rows, inner,
+                pointer(factor.data_ptr()), pointer(b.data_ptr()), _BFLOAT16, b.stride(0),
+                pointer(a.data_ptr()), _BFLOAT16, a.stride(0),
+                pointer(start.data_ptr()), pointer(out.data_ptr()), _OUT[out_dtype], cols,
                 _COMPUTE_FLOAT32, _DEFAULT_ALGORITHM,
             )  # fmt: skip
         finally:
@@ -97,11 +116,11 @@ def device_scaled_mm(
 
 
 @device_scaled_mm.register_fake
-def _(a, b, scales, bias, alpha, beta):  # type: ignore[no-untyped-def]
-    return a.new_empty(a.shape[0], b.shape[0])
+def _(a, b, scales, bias, alpha, beta, out_dtype):  # type: ignore[no-untyped-def]
+    return a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
 
 
-def mm(a: Tensor, b: Tensor, scales: list[Tensor], bias: Tensor | None, alpha: float, beta: float) -> Tensor:
+def mm(a: Tensor, b: Tensor, scales: list[Tensor], args: GemmArgs) -> Tensor:
     """``device_scaled_mm``, past torch's dispatcher where nobody is tracing."""
     work = device_scaled_mm if is_traced(a, b) else device_scaled_mm._init_fn
-    return work(a, b, scales, bias, alpha, beta)  # type: ignore[no-any-return]
+    return work(a, b, scales, args.bias, args.alpha, args.beta, args.out_dtype)  # type: ignore[no-any-return]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import cache
 from itertools import pairwise
 
 import torch
@@ -20,7 +19,7 @@ from ..formats import Format, get_format
 from . import cast_blocked, cublas
 from .cast import dequantize_operand, round_trip, rows_decoder
 from .emulated import values
-from .gemm_spec import Factor, GemmArgs, Uncast, format_of, zero_after
+from .gemm_spec import Factor, GemmArgs, Rounded, Uncast, finish, format_of, zero_after
 
 SLICE = 1 << 21
 """Weight values decoded at a time on CPU: 4 MiB of bfloat16, reused, instead of a fresh copy of the weight."""
@@ -32,31 +31,41 @@ def _has_global_scale(*factors: Factor) -> bool:
     return any(not isinstance(f, Tensor) and f.format.global_scale for f in factors)
 
 
-@cache
-def _cpu_accumulates_in_float32() -> bool:
-    """Whether bfloat16 products on this CPU are oneDNN's."""
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+_CPU_ACCUMULATES_IN_FLOAT32 = torch.backends.mkldnn.is_available() and bool(
+    torch.ops.mkldnn._is_mkldnn_bf16_supported()
+)
+"""Whether bfloat16 products on this CPU are oneDNN's."""
 
 
 def refuses(spec: Spec, a: Factor, b: Factor, args: GemmArgs) -> str | None:
-    if args.out_dtype is not torch.bfloat16:
+    if args.out_dtype is not torch.bfloat16 and (args.out_dtype is not torch.float32 or spec.device.type != "cuda"):
         return f"computes in bfloat16, the result is {str(args.out_dtype).removeprefix('torch.')}"
     for factor in (a, b):
         format = format_of(factor)
+        if isinstance(factor, Rounded) and factor.values.dtype is not torch.bfloat16:
+            return f"the rounded values of a factor are {str(factor.values.dtype).removeprefix('torch.')}"
         if isinstance(format, Format):
             if not format.exact_in_bfloat16:
                 return f"{format} has {format.scale.name} scales: its values are not exact in bfloat16"
         elif format is not torch.bfloat16:
             return f"a factor is {str(format).removeprefix('torch.')}"
-    if spec.device.type == "cpu" and not _cpu_accumulates_in_float32():
+    if spec.device.type == "cpu" and not _CPU_ACCUMULATES_IN_FLOAT32:
         return "this CPU has no bfloat16 product that accumulates in float32"
-    if len(spec.shapes[0]) > 3 and args.bias is not None:
+    if args.out_dtype is torch.float32:
+        if len(spec.shapes[1]) > 2 and (len(spec.shapes[0]) != 3 or spec.shapes[0][0] != spec.shapes[1][0]):
+            return "torch gives float32 results of a matrix, or of a batch of as many, on the right only"
+    elif len(spec.shapes[0]) > 3 and args.bias is not None:
         return "adds a bias to two- and three-dimensional products only"
     if _has_global_scale(a, b) and not _can_slice(spec, b):
         if spec.device.type != "cuda":
             return "a global scale multiplies the accumulator, which only the sliced product on CPU can reach"
         return cublas.refuses(spec, args)
     return None
+
+
+def values_dtype(args: GemmArgs) -> torch.dtype:
+    """What the product is computed in."""
+    return torch.bfloat16
 
 
 def _can_slice(spec: Spec, b: Factor) -> bool:
@@ -112,8 +121,18 @@ def _whole(a: Tensor, b: Tensor, args: GemmArgs) -> Tensor:
     return add(bias, a, b, alpha=args.alpha, beta=beta)
 
 
+def _in_float32(a: Tensor, b: Tensor, args: GemmArgs) -> Tensor:
+    """``a @ b`` as it was accumulated, the bias added to that; CUDA only, since torch 2.8."""
+    if b.dim() == 2:
+        out = torch.mm(a.reshape(-1, a.shape[-1]), b, out_dtype=torch.float32)
+        return finish(out.view(*a.shape[:-1], b.shape[1]), args)
+    return finish(torch.bmm(a, b, out_dtype=torch.float32), args)
+
+
 def _values(factor: Factor) -> tuple[Tensor, list[Tensor]]:
     """The factor in bfloat16 without its global scale, and that scale if it has one."""
+    if isinstance(factor, Rounded):
+        return factor.values, [] if factor.global_scale is None else [factor.global_scale]
     if isinstance(factor, Uncast):
         rounded, last = round_trip(factor.x, factor.cast, torch.bfloat16)
         return rounded, [] if last is None else [last]
@@ -133,8 +152,9 @@ def run(a: Factor, b: Factor, args: GemmArgs) -> Tensor:
         return out
     right, last = _values(b)
     if scales or last:
-        return cublas.mm(left, right, scales + last, args.bias, args.alpha, args.beta)
-    return _whole(left, right.transpose(-1, -2), args)
+        return cublas.mm(left, right, scales + last, args)
+    multiply = _in_float32 if args.out_dtype is torch.float32 else _whole
+    return multiply(left, right.transpose(-1, -2), args)
 
 
 # ---------------------------------------------------------------------------------------------- grouped
@@ -142,6 +162,8 @@ def run(a: Factor, b: Factor, args: GemmArgs) -> Tensor:
 
 def refuses_grouped(spec: Spec, a: Factor, b: Factor, ends: Tensor, args: GemmArgs) -> str | None:
     if spec.device.type == "cuda":
+        if args.out_dtype is torch.float32:
+            return "torch._grouped_mm rounds to bfloat16, the result is float32"
         if _has_global_scale(a, b):
             return "a global scale multiplies the accumulator, which torch._grouped_mm does not let us reach"
         if spec.shapes[1][2] % 8 or spec.shapes[1][1] % 8:
@@ -154,10 +176,12 @@ def refuses_grouped(spec: Spec, a: Factor, b: Factor, ends: Tensor, args: GemmAr
     return refuses(spec._replace(shapes=(spec.shapes[0], spec.shapes[1][1:])), a, one, args)
 
 
-def matrix(stack: Operand | Tensor, i: int) -> Operand | Tensor:
+def matrix(stack: Operand | Rounded | Tensor, i: int) -> Operand | Rounded | Tensor:
     """Matrix ``i`` of a stack (G, N, K); a scale that all of them share stays."""
     if isinstance(stack, Tensor):
         return stack[i]
+    if isinstance(stack, Rounded):
+        return replace(stack, values=stack.values[i])
     scale = stack.scale[i if stack.scale.shape[0] > 1 else 0]
     return Operand(stack.data[i], scale, stack.global_scale, stack.format, stack.shape[1:])
 

@@ -18,7 +18,7 @@ from ..dispatch import Kernel, Spec, device_capability, is_traced
 from ..formats import E2M1, E4M3, E5M2, E8M0, UE4M3, ElementFormat, Format, get_format
 from . import triton_host
 from .cast import operand_of
-from .gemm_spec import Factor, GemmArgs
+from .gemm_spec import Factor, GemmArgs, Rounded, needs_codes
 
 MIXES = {(10, 0): True, (10, 3): True, (11, 0): True, (12, 0): False}
 """The compute capabilities for which Triton 3.6 and 3.7 compile ``tl.dot_scaled`` to block-scaled instructions, and
@@ -121,6 +121,9 @@ def _refuses(spec: Spec, a: Factor, b: Factor, args: GemmArgs) -> str | None:
         reason = _refuses_format(format)  # type: ignore[arg-type]
         if reason is not None:
             return reason
+    reason = needs_codes(a, b)
+    if reason is not None:
+        return reason
     left, right = (f for f in spec.formats if isinstance(f, Format))
     if left.scale is not right.scale:
         return f"one instruction takes one kind of scale, not {left.scale.name} with {right.scale.name}"
@@ -240,14 +243,14 @@ def _call(a: Operand, b: Operand, bias: Tensor | None, ends: Tensor | None, args
 
 
 def run(a: Factor, b: Factor, args: GemmArgs) -> Tensor:
-    assert not isinstance(a, Tensor) and not isinstance(b, Tensor)
+    assert not isinstance(a, (Tensor, Rounded)) and not isinstance(b, (Tensor, Rounded))
     left, right = operand_of(a), operand_of(b)
     shape = (*left.shape[:-1], right.shape[0])
     return _call(left, right, _bias(args, shape), None, args).view(shape)
 
 
 def run_grouped(a: Factor, b: Factor, ends: Tensor, args: GemmArgs) -> Tensor:
-    assert not isinstance(a, Tensor) and not isinstance(b, Tensor)
+    assert not isinstance(a, (Tensor, Rounded)) and not isinstance(b, (Tensor, Rounded))
     left, right = operand_of(a), operand_of(b)
     return _call(left, right, _bias(args, (left.shape[0], right.shape[1])), ends, args)
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from ..dispatch import KERNEL_NAMES, Kernel, Spec, is_traced, perform
+from ..dispatch import KERNEL_NAMES, Kernel, Spec, accepting, is_traced, perform
 from . import dequant, dot_scaled, emulated, scaled_grouped, scaled_mm
 from .gemm_spec import Factor, GemmArgs, data_of, format_of
 
 GEMM: tuple[Kernel, ...] = (scaled_mm.KERNEL, dot_scaled.KERNEL, dequant.KERNEL, emulated.KERNEL)
 GROUPED: tuple[Kernel, ...] = (scaled_grouped.KERNEL, dot_scaled.GROUPED, dequant.GROUPED, emulated.GROUPED)
 """The same kernels for a stack of weights, each with rows of its own."""
+VALUES = {dequant.KERNEL.name: dequant.values_dtype, emulated.KERNEL.name: emulated.values_dtype}
+"""Kernels that multiply values rather than codes -> the dtype they want them in, by the product's arguments."""
 KERNEL_NAMES.update(kernel.name for kernel in GEMM)
 
 
@@ -32,6 +35,18 @@ def gemm(op: str, a: Factor, b: Factor, args: GemmArgs, prefer: str | None = Non
             f"{b.shape[-1]} rows"
         )
     return perform(GEMM, _spec(op, a, b, args), a, b, args, prefer=prefer)  # type: ignore[no-any-return]
+
+
+def values_dtype(op: str, a: Factor, b: Factor, args: GemmArgs, prefer: str | None = None) -> torch.dtype | None:
+    """The dtype in which the kernel for this product wants ``Rounded`` factors; None if it wants codes."""
+    wanted = VALUES.get(kernel_for(op, a, b, args, prefer) or "")
+    return None if wanted is None else wanted(args)
+
+
+def kernel_for(op: str, a: Factor, b: Factor, args: GemmArgs, prefer: str | None = None) -> str | None:
+    """The name of the kernel that ``gemm`` would run; nothing is logged."""
+    kernel, _ = accepting(GEMM, _spec(op, a, b, args), a, b, args, prefer=prefer)
+    return None if kernel is None else kernel.name
 
 
 def grouped_gemm(op: str, a: Factor, b: Factor, ends: Tensor, args: GemmArgs, prefer: str | None = None) -> Tensor:

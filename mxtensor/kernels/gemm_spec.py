@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -32,8 +33,34 @@ class Uncast:
         return self.cast.format
 
 
-Factor: TypeAlias = Operand | Uncast | Tensor
-"""One side of a product, (..., rows, K): an operand blocked along K, values to be cast to one, or plain values."""
+class Form(Enum):
+    """What a cast leaves behind of a factor: what the product kernels of a device will ask for."""
+
+    CODES = "codes"
+    """an Operand: codes and scales"""
+    VALUES = "values"
+    """a Rounded: the values that the codes stand for"""
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """Values that a cast to ``format`` has rounded already, without the global scale.
+
+    ``values``: (..., rows, K) with any strides; ``global_scale``: a float32 scalar or None.
+    """
+
+    values: Tensor
+    global_scale: Tensor | None
+    format: Format
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.values.shape)
+
+
+Factor: TypeAlias = Operand | Uncast | Rounded | Tensor
+"""One side of a product, (..., rows, K): an operand blocked along K, values to be cast to one or rounded as one, or
+plain values."""
 
 
 class GemmArgs(NamedTuple):
@@ -54,7 +81,24 @@ def data_of(factor: Factor) -> Tensor:
     """The tensor that says where a factor lives and whether it is being traced."""
     if isinstance(factor, Tensor):
         return factor
-    return factor.data if isinstance(factor, Operand) else factor.x
+    if isinstance(factor, Uncast):
+        return factor.x
+    return factor.data if isinstance(factor, Operand) else factor.values
+
+
+def needs_codes(a: Factor, b: Factor) -> str | None:
+    """Why a kernel that reads codes refuses factors of which one has none."""
+    return "needs codes, a factor is rounded values" if isinstance(a, Rounded) or isinstance(b, Rounded) else None
+
+
+def finish(product: Tensor, args: GemmArgs) -> Tensor:
+    """Alpha and the bias on a product in float32 or float64, rounded once."""
+    if args.alpha != 1:
+        product = product * args.alpha
+    if args.bias is not None and args.beta != 0:  # as addmm has it, not even a NaN of the bias enters then
+        bias = args.bias.to(product.dtype)
+        product = product + (bias * args.beta if args.beta != 1 else bias)
+    return product.to(args.out_dtype)
 
 
 def zero_after(out: Tensor, ends: Tensor) -> Tensor:

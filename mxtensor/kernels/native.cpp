@@ -15,7 +15,7 @@ constexpr int SPAN = 8 * CHUNK;               // columns whose scales are worked
 constexpr int MAX_BLOCKS = CHUNK * CHUNK / 16;  // of a panel in one span
 
 enum Scaling { FLOOR, RCEIL, CEIL, EVEN };
-enum Scale { E8M0, UE4M3, FP32 };
+enum Scale { E8M0, UE4M3, FP32, FP32_POW2 };  // as native.py's SCALES
 
 // The fields of native.py's _Format.
 struct Format {
@@ -95,6 +95,12 @@ struct Rule {
         const int32_t byte = E4M3.encode(smaller(448.0f, as_float(amax[b]) * per_amax));  // 448 for a NaN
         bytes[b] = uint8_t(amax[b] < INFINITE ? byte : 0x7F);
         multiplier[b] = smaller(1.0f / (E4M3.decode(byte) * decode), FLT_MAX);
+      }
+    } else if (f.scale == FP32_POW2) {
+      for (int b = 0; b < n; b++) {
+        const int32_t byte = amax[b] > 0 ? smaller(larger(scale_byte(amax[b], e, mode), 1), 253) : 127;
+        floats[b] = amax[b] < INFINITE ? power_of_two(byte) : as_float(0x7FC00000);
+        multiplier[b] = power_of_two(254 - byte);
       }
     } else {
       for (int b = 0; b < n; b++) {
@@ -217,6 +223,7 @@ void decode_rows(const Format& f, const uint8_t* data, const void* scale, float 
   const Element& e = f.element;
   const Grid grid(f, rows, cols);
   const int64_t row_bytes = packed_size(cols, e.bits);
+  const bool floats = f.scale == FP32 || f.scale == FP32_POW2;
   alignas(64) float of_block[CHUNK / 16], of_value[CHUNK];
   alignas(64) uint8_t codes[CHUNK] = {};
   for (int64_t r = first; r < last; r++) {
@@ -225,8 +232,8 @@ void decode_rows(const Format& f, const uint8_t* data, const void* scale, float 
       if (c == 0 || !grid.across) {
         const int64_t at = grid.scale_of(r / rows, r % rows, c);
         for (int b = 0; b < blocks; b++)
-          of_block[b] = f.scale == FP32 ? static_cast<const float*>(scale)[at + b]
-                                        : f.scale_values[static_cast<const uint8_t*>(scale)[at + b]];
+          of_block[b] = floats ? static_cast<const float*>(scale)[at + b]
+                               : f.scale_values[static_cast<const uint8_t*>(scale)[at + b]];
         spread(grid.block, of_block, blocks, of_value);
       }
       const uint8_t* from = unpack(data + r * row_bytes + c * e.bits / 8, n, e.bits, codes);

@@ -28,6 +28,7 @@ from ..formats import (
     BLOCK_SIZES,
     E8M0,
     FP32,
+    FP32_POW2,
     FULL,
     UE4M3,
     Format,
@@ -40,7 +41,7 @@ SOURCE, HEADER = (Path(__file__).with_name(name) for name in ("native.cpp", "nat
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off", "-fno-trapping-math")
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MODES = {mode: i for i, mode in enumerate(ScaleCalculationMode)}
-SCALES = (E8M0, UE4M3, FP32)
+SCALES = (E8M0, UE4M3, FP32, FP32_POW2)
 BLOCKS = frozenset({(FULL, FULL), (1, FULL), *((rows, n) for n in BLOCK_SIZES for rows in (1, n))})
 TURNED_ROWS = 128
 """Of a source whose columns are contiguous, transposed at a time: whole cache lines of each column."""

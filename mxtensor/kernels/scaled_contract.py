@@ -36,6 +36,7 @@ class Scaling:
 
     name: str
     scale: ScaleFormat
+    """Of both sides, or another that is viewed as the same dtype: a power of two in float32 is a float32."""
     blocks: tuple[Block, Block]
     """The block of one scale, left and right; finer than a format's own where its scales can be repeated."""
     elements: tuple[frozenset[ElementFormat], frozenset[ElementFormat]]
@@ -56,6 +57,10 @@ class Scaling:
     """Whether it adds a bias, in float32, before the result is rounded."""
     named: bool = False
     """Whether the recipe has to be named (``torch.nn.functional.scaled_mm``): ``_scaled_mm`` guesses it from shapes."""
+
+    def reads(self, scale: ScaleFormat) -> bool:
+        """Whether scales of this kind are what the product takes, as far as it can see."""
+        return scale.view_dtype is self.scale.view_dtype
 
     @property
     def swizzled(self) -> bool:
@@ -153,7 +158,7 @@ def plan(
         if left.block[1] == right.block[1] == FULL != s.blocks[0][1]:
             continue  # scales that K does not divide are not repeated along it
         sides = zip((left, right), s.blocks, s.elements, strict=True)
-        if any(f.scale is not s.scale or f.element not in e or not _repeats(f.block, b) for f, b, e in sides):
+        if any(not s.reads(f.scale) or f.element not in e or not _repeats(f.block, b) for f, b, e in sides):
             continue
         if not s.oldest <= capability < s.before:
             end = f" and before sm{_dotted(s.before)}" if s.before[0] < 99 else ""

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..dispatch import Kernel, Spec
 from ..formats import Format
 from .cast import operand_of
-from .gemm_spec import Factor, GemmArgs, data_of, format_of, zero_after
+from .gemm_spec import Factor, GemmArgs, Rounded, data_of, format_of, zero_after
 from .scaled_call import multiply
 from .scaled_contract import GROUPED_SCALINGS, MAX_GROUPS, ROW_BLOCK, Product, Scaling, plan_here
 from .scaled_mm import chosen, dense, padded, side, spread
@@ -35,7 +35,7 @@ def refuses(spec: Spec, a: Factor, b: Factor, ends: Tensor, args: GemmArgs) -> s
 
 def prepare(scaling: Scaling, a: Factor, b: Factor, ends: Tensor) -> Product:
     """The arguments for rows a (M, K) in groups that end at ``ends`` (G,), and weights b (G, N, K)."""
-    assert not isinstance(a, Tensor) and not isinstance(b, Tensor)
+    assert not isinstance(a, (Tensor, Rounded)) and not isinstance(b, (Tensor, Rounded))
     rows = operand_of(a)
     scale_a = spread(rows.scale, rows.format.block, scaling.blocks[0], rows.shape)
     scale_a = swizzle_groups(scale_a, ends) if scaling.swizzled else dense(scale_a)

@@ -19,7 +19,7 @@ from ..formats import FP32, FULL, Format
 from ..roles import Cast
 from . import cast_triton
 from .cast import quantize_operand
-from .gemm_spec import Factor, GemmArgs, Uncast, data_of, format_of
+from .gemm_spec import Factor, GemmArgs, Rounded, Uncast, data_of, finish, format_of, needs_codes
 from .scaled_call import multiply
 from .scaled_contract import (
     FLOAT32,
@@ -73,7 +73,7 @@ def chosen(table: tuple[Scaling, ...], spec: Spec, a: Factor, b: Factor) -> Scal
     for format in (left, right):
         if not isinstance(format, Format):
             return f"needs both factors quantized, one is {str(format).removeprefix('torch.')}"
-    return plan_here(table, typed(Format, left), typed(Format, right), spec.device)
+    return needs_codes(a, b) or plan_here(table, typed(Format, left), typed(Format, right), spec.device)
 
 
 def _flattens(factor: Factor) -> bool:
@@ -194,7 +194,7 @@ def side(factor: Operand | Uncast, scaling: Scaling, which: int) -> tuple[Tensor
 
 def prepare(scaling: Scaling, a: Factor, b: Factor, bias: Tensor | None, out_dtype: torch.dtype) -> Product:
     """The arguments of the product of two quantized factors, both of them matrices once flattened."""
-    assert not isinstance(a, Tensor) and not isinstance(b, Tensor)
+    assert not isinstance(a, (Tensor, Rounded)) and not isinstance(b, (Tensor, Rounded))
     left, scale_a, last_a = side(_as_matrix(a), scaling, 0)
     right, scale_b, last_b = side(_as_matrix(b), scaling, 1)
     last = [t for t in (last_a, last_b) if t is not None]
@@ -209,21 +209,11 @@ def prepare(scaling: Scaling, a: Factor, b: Factor, bias: Tensor | None, out_dty
 # ---------------------------------------------------------------------------------------------- the product
 
 
-def _finish(out: Tensor, args: GemmArgs) -> Tensor:
-    """Alpha and the bias on a float32 product, rounded once."""
-    if args.alpha != 1:
-        out = out * args.alpha
-    if args.bias is not None and args.beta != 0:
-        bias = args.bias.to(FLOAT32)
-        out = out + (bias * args.beta if args.beta != 1 else bias)
-    return out.to(args.out_dtype)
-
-
 def run(a: Factor, b: Factor, args: GemmArgs) -> Tensor:
     rows, cols, device = math.prod(a.shape[:-1]), b.shape[-2], data_of(b).device
     shape = (*a.shape[:-1], cols) if len(a.shape) >= len(b.shape) else (*b.shape[:-2], rows, cols)
     if 0 in (rows, cols, a.shape[-1]):
-        return _finish(torch.zeros(shape, dtype=FLOAT32, device=device), args)
+        return finish(torch.zeros(shape, dtype=FLOAT32, device=device), args)
     scaling = plan_here(SCALINGS, typed(Format, format_of(a)), typed(Format, format_of(b)), device)
     assert isinstance(scaling, Scaling)
     inside = _added_inside(scaling, args, cols) and args.out_dtype in scaling.outputs
@@ -235,7 +225,7 @@ def run(a: Factor, b: Factor, args: GemmArgs) -> Tensor:
     if out.shape[0] != rows:
         out = out.narrow(0, 0, rows)
     out = out.view(shape)
-    return out if inside else _finish(out, args)
+    return out if inside else finish(out, args)
 
 
 KERNEL = Kernel("scaled_mm", refuses, run, "cuda")

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..dispatch import implements_function, is_traced
+from ..dispatch import implements_function, is_traced, torch_autocasts
 from ..tensor import MXTensor
 from .matmul import linear as linear_rule
 
@@ -22,7 +22,7 @@ def _wanted_whole(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     return not (
         is_traced(input, bias)  # torch.compile, dispatch modes, functorch, other subclasses
         or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch.is_autocast_enabled(input.device.type)
+        or torch_autocasts(input.device)
     )
 
 

@@ -72,7 +72,7 @@ def rounded(y, index, seed_ptr, stream: tl.constexpr, C: tl.constexpr):
         low, high = index.to(tl.uint32), (index >> 32).to(tl.uint32)
         zero = low * 0
         random, _1, _2, _3 = tl.philox(tl.load(seed_ptr) + stream, low, high, zero, zero)
-        return dither(y, random.to(tl.uint32), C)
+        return tl.where(y == y, dither(y, random.to(tl.uint32), C), y)
     else:
         return y
 

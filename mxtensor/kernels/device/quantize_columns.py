@@ -1,4 +1,4 @@
-"""Blocks along columns, stored transposed, and both copies of one pass over x.
+"""Blocks along columns, codes stored transposed or values as x lies, and both copies of one pass over x.
 
 A thread holds whole columns of a block: 32 rows of 4 neighbouring columns, loaded as four groups of rows so that the
 codes of rows 4j to 4j + 3 are four registers that become one word. The amax of a column block then needs no other
@@ -8,7 +8,7 @@ thread, and what crosses shared memory on its way to the transposed store is wor
 import triton
 import triton.language as tl
 
-from .elements import E4M3_WORD, E5M2_WORD, amax_bits, magnitude_bits, to_codes, widened
+from .elements import E4M3_WORD, E5M2_WORD, amax_bits, from_codes, magnitude_bits, to_codes, widened
 from .quantize import (
     block_scales,
     finish_codes,
@@ -70,19 +70,38 @@ def over_columns(t, Q: tl.constexpr):
 
 
 @triton.jit
+def store_values(code, scale, row, col, out_ptr, rows, cols, stride, C: tl.constexpr, EVEN: tl.constexpr):
+    """What codes of one byte stand for under ``scale``, which broadcasts: as x lies, in the dtype of ``out_ptr``."""
+    value = (from_codes(code, C) * scale).to(out_ptr.dtype.element_ty)
+    store_tile(out_ptr + row.to(tl.int64) * stride + col, value, (row < rows) & (col < cols), EVEN)
+
+
+@triton.jit
+def store_column_values(
+    x, row, col, multiplier, value, finite, out_ptr, seed_ptr, rows, cols, stride,
+    STREAM: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Columnwise values of one group of rows, x (Q, W, J, V) at ``row`` and ``col``, by scales of their columns."""
+    y = rounded(widened(x) * multiplier, col.to(tl.int64) * rows + row, seed_ptr, STREAM, C)
+    store_values(finish_codes(to_codes(y, C), finite, C), value, row, col, out_ptr, rows, cols, stride, C, EVEN)
+
+
+@triton.jit
 def store_rows(
     x, row, col, tile, data_ptr, encode, seed_ptr, rows, cols, data_stride,
-    C: tl.constexpr, NB: tl.constexpr, EVEN: tl.constexpr,
+    C: tl.constexpr, NB: tl.constexpr, VALUES: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Rowwise codes of one group of rows, x (Q, W, J, V) at ``row`` and ``col``; its scales (NB, W, J)."""
+    """Rowwise codes, or VALUES, of one group of rows, x (Q, W, J, V) at ``row`` and ``col``; its scales (NB, W, J)."""
     Q: tl.constexpr = x.shape[0]
     W: tl.constexpr = x.shape[1]
     J: tl.constexpr = x.shape[2]
     largest = tl.max(tl.reshape(tl.max(magnitude_bits(x), axis=3), (NB, Q // NB, W, J)), axis=1)
-    stored, multiplier, _, finite = block_scales(amax_bits(largest, x), encode, C)
+    stored, multiplier, value, finite = block_scales(amax_bits(largest, x), encode, C)
     y = rounded(widened(x) * over_columns(multiplier, Q), row.to(tl.int64) * cols + col, seed_ptr, 0, C)
     code = finish_codes(to_codes(y, C), over_columns(finite.to(tl.int32), Q) != 0, C)
-    if C.bits == 8:
+    if VALUES:
+        store_values(code, over_columns(value, Q), row, col, data_ptr, rows, cols, data_stride, C, EVEN)
+    elif C.bits == 8:
         store_tile(data_ptr + row.to(tl.int64) * data_stride + col, code, (row < rows) & (col < cols), EVEN)
     else:
         flat_row = tl.reshape(row, (W * J, 1))
@@ -105,11 +124,13 @@ def in_row_order(s0, s1, s2, s3):
 def quantize_columns(
     x_ptr, data_ptr, scale_ptr, tdata_ptr, tscale_ptr, amax_ptr, global_ptr, seed_ptr,
     rows, cols, stride, data_stride, scale_cols, tdata_stride, tscale_cols, words,
-    C: tl.constexpr, W: tl.constexpr, BK: tl.constexpr, BOTH: tl.constexpr, EVEN: tl.constexpr,
-    SWIZZLED: tl.constexpr, WORDS: tl.constexpr,
+    C: tl.constexpr, W: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    EVEN: tl.constexpr, SWIZZLED: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Codes (cols, rows) and scales (cols, rows / block) of the columns of x; with BOTH also those of its rows.
+    """Codes (cols, rows) and scales (cols, rows / block) of the columns of x, and what ROWS says of its rows.
 
+    ROWS: "", "codes" (with scales) or "values"; COLUMNS: "codes" or "values": ``tdata`` then lies as x does, and there
+    are no scales.
     W: spans of 32 rows (16 where a block has 16) that a program holds, G of them to a block; V: adjacent columns of
     a thread. WORDS: the transposed codes can be stored as ``words`` whole words a row. Axes
     are (Q, W, J, V) = (columns / V, spans, fours of rows, V): Triton lays threads along V, then Q, W and J in turn,
@@ -141,8 +162,8 @@ def quantize_columns(
     if C.block == -1:  # one scale a column: ``amax_ptr`` has the bits of them all
         whole_col = tl.reshape(col, (Q, 1, V))
         amax = tl.load(amax_ptr + whole_col, mask=whole_col < cols, other=0) & 0x7FFFFFFF
-        stored, multiplier, _, finite = block_scales(amax, encode, C)
-        if pid // tiles == 0:
+        stored, multiplier, value, finite = block_scales(amax, encode, C)
+        if COLUMNS == "codes" and pid // tiles == 0:
             tl.store(tscale_ptr + whole_col, stored, mask=whole_col < cols)
     else:
         upper = tl.maximum(magnitude_bits(x0), magnitude_bits(x1))
@@ -150,46 +171,63 @@ def quantize_columns(
         amax = amax_bits(tl.max(tl.maximum(upper, lower), axis=2), x0)
         if G > 1:
             amax = tl.max(tl.reshape(amax, (Q, W // G, G, V)), axis=2)
-        stored, multiplier, _, finite = block_scales(amax, encode, C)
-        block = (pid // tiles) * (W // G) + tl.arange(0, W // G)[:, None]
-        to = scale_offset(column, block, tscale_cols, SWIZZLED)
-        inside = (column < cols) & (block < tscale_cols)
-        store_tile(tscale_ptr + to, tl.reshape(tl.permute(stored, (1, 0, 2)), (W // G, BK)), inside, EVEN)
+        stored, multiplier, value, finite = block_scales(amax, encode, C)
+        if COLUMNS == "codes":
+            block = (pid // tiles) * (W // G) + tl.arange(0, W // G)[:, None]
+            to = scale_offset(column, block, tscale_cols, SWIZZLED)
+            inside = (column < cols) & (block < tscale_cols)
+            store_tile(tscale_ptr + to, tl.reshape(tl.permute(stored, (1, 0, 2)), (W // G, BK)), inside, EVEN)
     if G > 1:
         multiplier, finite = over_spans(multiplier, G), over_spans(finite.to(tl.int32), G) != 0
-    multiplier, finite = multiplier[:, :, None, :], finite[:, :, None, :]
-    at = col.to(tl.int64) * rows + row
-    word = word_of(
-        rounded(widened(x0) * multiplier, at, seed_ptr, BOTH, C),
-        rounded(widened(x1) * multiplier, at + 1, seed_ptr, BOTH, C),
-        rounded(widened(x2) * multiplier, at + 2, seed_ptr, BOTH, C),
-        rounded(widened(x3) * multiplier, at + 3, seed_ptr, BOTH, C),
-        finite,
-        C,
-    )
-    # In this shape a row of transposed codes is one run of words, W * J of them, which are stored as whole lines.
-    word = as_matrix(word)
-    word_row = (pid // tiles) * (W * J) + tl.arange(0, W * J)[:, None]
-    if WORDS and C.bits != 6:
-        to = column.to(tl.int64) * words + word_row
-        inside = (word_row < words) & (column < cols)
-        if C.bits == 8:
-            store_tile(tdata_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + to, word, inside, EVEN)
-        else:
-            store_tile(tdata_ptr.to(tl.pointer_type(tl.int16), bitcast=True) + to, word.to(tl.int16), inside, EVEN)
+        value = over_spans(value, G)
+    multiplier, finite, value = multiplier[:, :, None, :], finite[:, :, None, :], value[:, :, None, :]
+    STREAM: tl.constexpr = 0 if ROWS == "" else 1
+    if COLUMNS == "values":
+        for i in tl.static_range(4):
+            x = x0 if i == 0 else x1 if i == 1 else x2 if i == 2 else x3
+            store_column_values(
+                x, row + i, col, multiplier, value, finite, tdata_ptr, seed_ptr, rows, cols, tdata_stride,
+                STREAM, C, EVEN,
+            )  # fmt: skip
     else:
-        BYTES: tl.constexpr = C.bits // 2
-        to = tdata_ptr + column.to(tl.int64) * tdata_stride + word_row * BYTES
-        for i in tl.static_range(BYTES):
-            # A byte is there if the first row with a bit in it is; those of 6-bit codes are there in threes.
-            inside = (word_row * 4 + (8 * i // C.bits if C.bits != 6 else 0) < rows) & (column < cols)
-            tl.store(to + i, ((word >> (8 * i)) & 0xFF).to(tl.uint8), mask=inside)
-    if BOTH:
-        s0 = store_rows(x0, row, col, pid % tiles, data_ptr, encode, seed_ptr, rows, cols, data_stride, C, NB, EVEN)
-        s1 = store_rows(x1, row + 1, col, pid % tiles, data_ptr, encode, seed_ptr, rows, cols, data_stride, C, NB, EVEN)
-        s2 = store_rows(x2, row + 2, col, pid % tiles, data_ptr, encode, seed_ptr, rows, cols, data_stride, C, NB, EVEN)
-        s3 = store_rows(x3, row + 3, col, pid % tiles, data_ptr, encode, seed_ptr, rows, cols, data_stride, C, NB, EVEN)
-        tile = tile_row + tl.arange(0, W * SPAN)[:, None]
-        block = (pid % tiles) * NB + tl.arange(0, NB)[None, :]
-        to = scale_offset(tile, block, scale_cols, SWIZZLED)
-        store_tile(scale_ptr + to, in_row_order(s0, s1, s2, s3), (tile < rows) & (block < scale_cols), EVEN)
+        at = col.to(tl.int64) * rows + row
+        word = word_of(
+            rounded(widened(x0) * multiplier, at, seed_ptr, STREAM, C),
+            rounded(widened(x1) * multiplier, at + 1, seed_ptr, STREAM, C),
+            rounded(widened(x2) * multiplier, at + 2, seed_ptr, STREAM, C),
+            rounded(widened(x3) * multiplier, at + 3, seed_ptr, STREAM, C),
+            finite,
+            C,
+        )
+        # In this shape a row of transposed codes is one run of words, W * J of them, which are stored as whole lines.
+        word = as_matrix(word)
+        word_row = (pid // tiles) * (W * J) + tl.arange(0, W * J)[:, None]
+        if WORDS and C.bits != 6:
+            to = column.to(tl.int64) * words + word_row
+            inside = (word_row < words) & (column < cols)
+            if C.bits == 8:
+                store_tile(tdata_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + to, word, inside, EVEN)
+            else:
+                store_tile(tdata_ptr.to(tl.pointer_type(tl.int16), bitcast=True) + to, word.to(tl.int16), inside, EVEN)
+        else:
+            BYTES: tl.constexpr = C.bits // 2
+            to = tdata_ptr + column.to(tl.int64) * tdata_stride + word_row * BYTES
+            for i in tl.static_range(BYTES):
+                # A byte is there if the first row with a bit in it is; those of 6-bit codes are there in threes.
+                inside = (word_row * 4 + (8 * i // C.bits if C.bits != 6 else 0) < rows) & (column < cols)
+                tl.store(to + i, ((word >> (8 * i)) & 0xFF).to(tl.uint8), mask=inside)
+    if ROWS != "":
+        VALUES: tl.constexpr = ROWS == "values"
+        place = pid % tiles
+        s0 = store_rows(x0, row, col, place, data_ptr, encode, seed_ptr, rows, cols, data_stride, C, NB, VALUES, EVEN)
+        row += 1
+        s1 = store_rows(x1, row, col, place, data_ptr, encode, seed_ptr, rows, cols, data_stride, C, NB, VALUES, EVEN)
+        row += 1
+        s2 = store_rows(x2, row, col, place, data_ptr, encode, seed_ptr, rows, cols, data_stride, C, NB, VALUES, EVEN)
+        row += 1
+        s3 = store_rows(x3, row, col, place, data_ptr, encode, seed_ptr, rows, cols, data_stride, C, NB, VALUES, EVEN)
+        if ROWS == "codes":
+            tile = tile_row + tl.arange(0, W * SPAN)[:, None]
+            block = (pid % tiles) * NB + tl.arange(0, NB)[None, :]
+            to = scale_offset(tile, block, scale_cols, SWIZZLED)
+            store_tile(scale_ptr + to, in_row_order(s0, s1, s2, s3), (tile < rows) & (block < scale_cols), EVEN)

@@ -5,6 +5,7 @@ import triton.language as tl
 
 from .quantize import block_scales, load_tile, scale_offset, store_tile
 from .quantize_columns import as_matrix, in_row_order, over_columns, over_spans
+from .values import round_words, words_of_scale
 from .words import MAGNITUDES, column_codes, larger, largest, row_codes
 
 
@@ -34,13 +35,28 @@ def store_rows(
 
 
 @triton.jit
+def row_values(word, C: tl.constexpr, NB: tl.constexpr):
+    """Rowwise values of one group of rows of words (Q, W, J, V)."""
+    Q: tl.constexpr = word.shape[0]
+    W: tl.constexpr = word.shape[1]
+    J: tl.constexpr = word.shape[2]
+    V: tl.constexpr = word.shape[3]
+    factor, back = words_of_scale(largest(tl.reshape(largest(word & MAGNITUDES, 3, C), (NB, Q // NB, W, J)), 1, C), C)
+    shape: tl.constexpr = (Q, W, J, V)
+    factor = tl.broadcast_to(over_columns(factor, Q), shape)
+    return round_words(word, factor, tl.broadcast_to(over_columns(back, Q), shape), C)
+
+
+@triton.jit
 def quantize_columns_words(
     x_ptr, data_ptr, scale_ptr, tdata_ptr, tscale_ptr, rows, words, stride, data_stride, scale_cols, tscale_cols,
     fours,
-    C: tl.constexpr, W: tl.constexpr, BK: tl.constexpr, BOTH: tl.constexpr, EVEN: tl.constexpr,
+    C: tl.constexpr, W: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr,
     SWIZZLED: tl.constexpr,
 ):  # fmt: skip
-    """x (rows, words) int32; strides of x and of the rowwise codes in words and pairs; BK words to a program.
+    """x (rows, words) int32; strides of x and of what is written of its rows in words and pairs; BK words to a program.
+
+    ROWS: "", "codes" (with scales) or "values" (bfloat16, by powers of two).
 
     ``fours``: groups of four rows, rows / 4, which is also the length of a transposed row of codes in words.
     """
@@ -93,7 +109,13 @@ def quantize_columns_words(
     turned_ptr += (2 * first).to(tl.int64) * fours + down * (W * J)
     pointer = turned_ptr + (tl.arange(0, 2 * BK)[None, :] * fours + tl.arange(0, W * J)[:, None])
     store_tile(pointer, as_matrix(four), (four_row < fours) & (column < 2 * words), EVEN)
-    if BOTH:
+    if ROWS == "values":
+        value_ptr = data_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + (tile_row.to(tl.int64) * data_stride + first)
+        for i in tl.static_range(4):
+            group = w0 if i == 0 else w1 if i == 1 else w2 if i == 2 else w3
+            inside = (row + i < there) & (col < across)
+            store_tile(value_ptr + ((row + i) * data_stride + col), row_values(group, C, NB), inside, EVEN)
+    elif ROWS == "codes":
         row_ptr = data_ptr.to(tl.pointer_type(tl.int16), bitcast=True) + (tile_row.to(tl.int64) * data_stride + first)
         s0 = store_rows(w0, row, col, row_ptr, there, across, data_stride, C, NB, EVEN)
         s1 = store_rows(w1, row + 1, col, row_ptr, there, across, data_stride, C, NB, EVEN)

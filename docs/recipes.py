@@ -1,0 +1,49 @@
+"""The table of recipes of docs/training.md, made from the recipes themselves."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import fields
+from typing import Any
+
+from docs.markdown import table
+
+ATTENTION = ("fp8_dpa", "fp8_mha")
+"""Fields of TransformerEngine that can only be False here."""
+
+
+def _role(role: Any, delayed: bool) -> str:
+    """A role of Roles in words."""
+    cast = role.rowwise
+    if cast is None:
+        return "high precision"
+    words = [f"`{cast.format.name}`"]
+    if cast.rounding.value != "nearest":
+        words.append(cast.rounding.value)
+    if role.signs is not None:
+        words.append("rotated for wgrad")
+    if delayed:
+        words.append("scale of earlier steps")
+    return ", ".join(words)
+
+
+def _value(value: Any) -> str:
+    value = getattr(value, "name", value) if type(value).__name__ == "Format" else getattr(value, "value", value)
+    return f'"{value}"' if isinstance(value, str) and value != value.upper() else str(value)
+
+
+def recipes() -> str:
+    """Every recipe with what it does by default, and its own options."""
+    from mxtensor import recipe as module
+    from mxtensor.recipe_base import BackwardOptions
+
+    body = []
+    for kind in vars(module).values():
+        if not (isinstance(kind, type) and issubclass(kind, BackwardOptions) and kind.__name__ in module.__all__):
+            continue
+        roles = kind().roles()
+        mine = inspect.get_annotations(kind).keys() - set(ATTENTION)
+        options = [f"`{f.name}={_value(f.default)}`" for f in fields(kind) if f.name in mine]
+        casts = [_role(role, roles.delayed is not None) for role in (roles.weight, roles.input, roles.grad)]
+        body.append((f"`{kind.__name__}`", *casts, ", ".join(options)))
+    return table("recipe, weights, inputs, gradients, options of its own", body)

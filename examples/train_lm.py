@@ -1,0 +1,349 @@
+"""A small GPT that learns the Python sources of the standard library, its linear layers in block-scaled formats.
+
+Tokens are bytes, the model is plain torch, nothing is downloaded. About two minutes on two CPU cores:
+
+    python -m examples.train_lm
+    python -m examples.train_lm --recipe nvfp4 --compare
+    python -m examples.train_lm --text book.txt --minutes 30 --checkpoint out/book.pt     and later also --resume
+
+with ``pip install 'mxtensor[demo]'``, and with OMP_NUM_THREADS=1 where other programs keep the cores busy.
+
+``--recipe`` takes a name of RECIPES or any format of mxtensor. As in NVIDIA's recipe for MXFP8 pre-training, the four
+linear layers of every block are quantized; embeddings, norms, the products of attention, softmax, residuals and the
+head stay in high precision.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import math
+import os
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import mxtensor as mx
+from mxtensor import recipe as recipes
+from mxtensor.interception import delayed_state
+from mxtensor.training_weight import TrainingWeight
+
+from .curves import Curve, plot
+from .gpt import GPT, SIZES, Size, is_linear, load_text, paper_layers, split, windows
+
+# ---------------------------------------------------------------------------------------------- the recipes
+
+RECIPES: dict[str, Callable[[], recipes.Recipe] | None] = {
+    "none": None,
+    "bf16": None,
+    "mxfp8": recipes.MXFP8BlockScaling,
+    "mxfp8-hybrid": partial(recipes.MXFP8BlockScaling, fp8_format=recipes.Format.HYBRID),
+    "mxfp6": recipes.MXFP6BlockScaling,
+    "mxfp4": recipes.MXFP4BlockScaling,
+    "nvfp4": recipes.NVFP4BlockScaling,
+    "float8-current": recipes.Float8CurrentScaling,
+    "float8-delayed": recipes.DelayedScaling,
+    "float8-block": recipes.Float8BlockScaling,
+}
+"""``none``: float32; ``bf16``: torch.autocast; with the others what is not quantized is float32 on a CPU, else bf16."""
+
+
+def recipe_of(name: str) -> recipes.Recipe | None:
+    """A row of RECIPES, or any format by name for inputs, weights and gradients. Raises ValueError for neither."""
+    if name not in RECIPES:
+        return recipes.CustomRecipe(name, name, name)
+    make = RECIPES[name]
+    return None if make is None else make()
+
+
+def quantized_weights(model: nn.Module) -> dict[str, TrainingWeight]:
+    """The parameters that carry a recipe, by name."""
+    return {name: p for name, p in model.named_parameters() if isinstance(p, TrainingWeight)}
+
+
+# ---------------------------------------------------------------------------------------------- training
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What two runs must share for one to go on where the other stopped."""
+
+    recipe: str
+    quantize_all: bool
+    size: str
+    seed: int
+    device: str
+    text: str
+    """A digest of it."""
+
+
+@dataclass
+class Run:
+    """A model in training: everything that the next step depends on, and what the steps so far gave."""
+
+    settings: Settings
+    model: GPT
+    optimizer: torch.optim.Optimizer
+    sampler: torch.Generator
+    """Draws the windows."""
+    losses: list[float] = field(default_factory=list)
+    """Of each step, before it."""
+    held_out: list[tuple[int, float]] = field(default_factory=list)
+    """(step, loss)."""
+    seconds: list[float] = field(default_factory=list)
+    """Of each step in this process."""
+
+    @classmethod
+    def of(cls, settings: Settings) -> Run:
+        """A run at its beginning. Sets torch's seed: twins of another recipe begin with the same weights and text."""
+        torch.manual_seed(settings.seed)
+        size = SIZES[settings.size]
+        model = GPT(size).to(settings.device)
+        recipe = recipe_of(settings.recipe)
+        if recipe is not None:
+            mx.quantize_(model, recipe, is_linear if settings.quantize_all else paper_layers)
+        optimizer = torch.optim.AdamW(model.parameters(), size.rate, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+        return cls(settings, model, optimizer, torch.Generator().manual_seed(settings.seed))
+
+    @property
+    def size(self) -> Size:
+        return SIZES[self.settings.size]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """By the median step of this process; nan where it has run none."""
+        size = self.size
+        return size.batch * size.context / statistics.median(self.seconds) if self.seconds else math.nan
+
+    def precision(self) -> AbstractContextManager[Any]:
+        """What runs in bfloat16 where it is not quantized."""
+        device, name = self.settings.device, self.settings.recipe
+        half = name == "bf16" or (name != "none" and device != "cpu")
+        return torch.autocast(device, torch.bfloat16) if half else nullcontext()
+
+    def gradients(self, text: Tensor) -> float:
+        """One forward and backward pass over random windows; returns the loss."""
+        size = self.size
+        starts = torch.randint(len(text) - size.context, (size.batch,), generator=self.sampler)
+        with self.precision():
+            loss = self.model.loss(windows(text, starts, size.context + 1).to(self.settings.device))
+        loss.backward()
+        return loss.item()
+
+    def step(self, text: Tensor) -> None:
+        """One step of training."""
+        began = time.perf_counter()
+        size, done = self.size, len(self.losses) + 1
+        rate = size.rate * min(done / size.warm_up, (size.warm_up / done) ** 0.5)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        loss = self.gradients(text)
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.losses.append(loss)
+        self.seconds.append(time.perf_counter() - began)
+
+    @torch.no_grad()
+    def look(self, text: Tensor) -> None:
+        """Note the loss over windows spread evenly over ``text``; draws nothing at random."""
+        size = self.size
+        starts = torch.linspace(0, len(text) - size.context - 1, 4 * size.batch).long()
+        with self.precision():
+            batches = windows(text, starts, size.context + 1).to(self.settings.device).split(size.batch)
+            loss = statistics.fmean(self.model.loss(batch).item() for batch in batches)
+        self.held_out.append((len(self.losses), loss))
+
+    def save(self, path: Path) -> None:
+        """Write all that the next step depends on; the file is replaced once the new one is whole."""
+        delayed = {n: w for n, w in quantized_weights(self.model).items() if w.roles.delayed is not None}
+        random = {"cpu": torch.get_rng_state(), "sampler": self.sampler.get_state()}
+        if self.settings.device == "cuda":
+            random["cuda"] = torch.cuda.get_rng_state()
+        state = {
+            "settings": asdict(self.settings),
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "delayed": {name: delayed_state(w, w.roles).state_dict() for name, w in delayed.items()},
+            "random": random,
+            "losses": self.losses,
+            "held_out": self.held_out,
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(state, path.with_name(path.name + ".part"))
+        os.replace(path.with_name(path.name + ".part"), path)
+
+    def load(self, path: Path) -> None:
+        """Go on where ``save`` was: the next steps are those of a run that never stopped.
+
+        Bit for bit on a CPU with as many threads; on a GPU as far as torch's own kernels repeat themselves.
+
+        Raises ValueError where the settings differ.
+        """
+        state = torch.load(path, weights_only=True, map_location="cpu")
+        for name, value in asdict(self.settings).items():
+            if state["settings"][name] != value:
+                raise ValueError(f"{path} was trained with {name} {state['settings'][name]}, not {value}")
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        weights = quantized_weights(self.model)
+        for name, amaxes in state["delayed"].items():
+            delayed_state(weights[name], weights[name].roles).load_state_dict(amaxes)
+        torch.set_rng_state(state["random"]["cpu"])
+        self.sampler.set_state(state["random"]["sampler"])
+        if self.settings.device == "cuda":
+            torch.cuda.set_rng_state(state["random"]["cuda"])
+        self.losses, self.held_out = state["losses"], state["held_out"]
+
+
+def train(run: Run, text: Tensor, steps: int | None, minutes: float | None, checkpoint: Path | None) -> None:
+    """Steps until there are ``steps`` in all or ``minutes`` are over, under a bar; looks and saves at intervals."""
+    from tqdm import tqdm
+
+    learned, held_out = split(text)
+    end = math.inf if minutes is None else time.monotonic() + 60 * minutes
+    if not run.held_out:
+        run.look(held_out)
+    with tqdm(desc=run.settings.recipe, total=steps, initial=len(run.losses), unit="step") as bar:
+        while steps is None or len(run.losses) < steps:
+            run.step(learned)
+            if len(run.losses) % run.size.every == 0:
+                run.look(held_out)
+                if checkpoint is not None:
+                    run.save(checkpoint)
+            held = f"{run.held_out[-1][1]:.3f}"
+            rate = f"{run.size.batch * run.size.context / run.seconds[-1]:,.0f}"
+            bar.set_postfix_str(f"loss {run.losses[-1]:.3f}, held out {held}, {rate} tokens/s", refresh=False)
+            bar.update()
+            if time.monotonic() > end:
+                break
+    if run.held_out[-1][0] != len(run.losses):
+        run.look(held_out)
+    if checkpoint is not None:
+        run.save(checkpoint)
+
+
+# ---------------------------------------------------------------------------------------------- what it shows
+
+
+def table(runs: Sequence[Run]) -> str:
+    """One line a run; the training loss is the mean of the last tenth of its steps."""
+    lines = [f"{'recipe':<16}{'steps':>7}{'training':>10}{'held out':>10}{'tokens/s':>10}{'quantized layers':>18}"]
+    for run in runs:
+        last = run.losses[-max(1, len(run.losses) // 10) :]
+        layers = sum(isinstance(module, nn.Linear) for module in run.model.modules())
+        numbers = f"{statistics.fmean(last):>10.3f}{run.held_out[-1][1]:>10.3f}{run.tokens_per_second:>10,.0f}"
+        quantized = f"{len(quantized_weights(run.model))} of {layers}"
+        lines.append(f"{run.settings.recipe:<16}{len(run.losses):>7}{numbers}{quantized:>18}")
+    return "\n".join(lines)
+
+
+def evidence(run: Run, text: Tensor) -> str:
+    """The products of quantized factors that ``mx.explain()`` sees in one more pass forward and backward."""
+    with mx.explain() as log:
+        run.gradients(split(text)[0])
+    counts = Counter(
+        f"{entry.spec.op} by {entry.kernel}"
+        for entry in log.entries
+        if entry.spec.op in ("fprop", "dgrad", "wgrad") and all(isinstance(f, mx.Format) for f in entry.spec.formats)
+    )
+    layers, found = len(quantized_weights(run.model)), ", ".join(f"{n} {what}" for what, n in counts.items())
+    return f"mx.explain() of one step in {run.settings.recipe}, {layers} quantized layers: {found or 'no product'}"
+
+
+def recipe_name(name: str) -> str:
+    """An argument that ``recipe_of`` knows."""
+    try:
+        recipe_of(name)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{', '.join(RECIPES)}, or any format by name; {error}") from error
+    return name
+
+
+def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments, checked."""
+    cuda = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(prog="python -m examples.train_lm", description=(__doc__ or "").partition("\n")[0])
+    add = parser.add_argument
+    add("--recipe", type=recipe_name, default="mxfp8", metavar="NAME", help=f"{', '.join(RECIPES)}, or any format")
+    add("--quantize-all", action="store_true", help="every linear layer, the head too, not only the paper's choice")
+    add("--compare", action="store_true", help="train the same model unquantized too, and plot both")
+    add("--text", type=Path, metavar="FILE", help="what to learn (Python's standard library)")
+    add("--size", choices=SIZES, default="base" if cuda else "small", help="of the model (%(default)s)")
+    add("--device", choices=("cuda", "cpu") if cuda else ("cpu",), default="cuda" if cuda else "cpu")
+    add("--steps", type=int, metavar="N", help="in all (of the size, unless --minutes is given)")
+    add("--minutes", type=float, metavar="N", help="stop after so many, each model")
+    add("--seed", type=int, default=0, metavar="N", help="of weights and batches (0)")
+    add("--checkpoint", type=Path, metavar="FILE", help="where to save at intervals and at the end")
+    add("--resume", action="store_true", help="go on from --checkpoint")
+    add("--plot", type=Path, default=Path("out/train_lm.png"), metavar="FILE", help="the loss (out/train_lm.png)")
+    args = parser.parse_args(argv)
+    size = SIZES[args.size]
+    if args.steps is None and args.minutes is None:
+        args.steps = size.steps
+    if args.steps is not None and args.steps < 1:
+        parser.error(f"--steps: {args.steps} is not positive")
+    if args.text is not None and not args.text.is_file():
+        parser.error(f"--text: there is no file {args.text}")
+    args.bytes = load_text(args.text)
+    least = 10 * (size.context + 1)
+    if len(args.bytes) < least:
+        parser.error(f"--text: {args.text} has {len(args.bytes)} bytes; windows of {size.context} need {least} or more")
+    if args.resume and args.checkpoint is None:
+        parser.error("--resume: name the file with --checkpoint")
+    if args.resume and not args.checkpoint.is_file():
+        parser.error(f"--resume: there is no file {args.checkpoint}")
+    if args.checkpoint is not None and args.checkpoint.exists() and not args.resume:
+        parser.error(f"--checkpoint: {args.checkpoint} is there already; add --resume, or name another file")
+    args.error = parser.error
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train, print the table and write the plot."""
+    args = parsed(argv)
+    try:
+        import matplotlib  # noqa: F401  (after the training would be late)
+        import tqdm  # noqa: F401
+    except ImportError as error:
+        raise ImportError("the example needs tqdm and matplotlib: pip install 'mxtensor[demo]'") from error
+
+    digest = hashlib.sha256(args.bytes.numpy().tobytes()).hexdigest()[:16]
+    names, steps, minutes = [args.recipe], args.steps, args.minutes
+    if args.compare:
+        names.append("none" if args.device == "cpu" else "bf16")
+    runs: list[Run] = []
+    for name in dict.fromkeys(names):
+        run = Run.of(Settings(name, args.quantize_all, args.size, args.seed, args.device, digest))
+        checkpoint = args.checkpoint
+        if checkpoint is not None and runs:
+            checkpoint = checkpoint.with_name(f"{checkpoint.stem}-{name}{checkpoint.suffix}")
+        if args.resume and checkpoint.is_file():
+            try:
+                run.load(checkpoint)
+            except ValueError as error:
+                args.error(f"--resume: {error}")
+        train(run, args.bytes, steps, minutes, checkpoint)
+        runs.append(run)
+        steps, minutes = len(run.losses), None  # the twin does as many
+
+    source = args.text or "Python's standard library"
+    print(f"\n{source}, {len(args.bytes):,} bytes; losses in nats a byte\n\n{table(runs)}\n")
+    print(evidence(runs[0], args.bytes))
+    curves = [Curve(run.settings.recipe, run.losses, run.held_out) for run in runs]
+    title = f"A GPT of {sum(p.numel() for p in runs[0].model.parameters()) / 1e6:.2g} million parameters"
+    unit = f"{runs[0].size.batch * runs[0].size.context:,} bytes"
+    print(f"\nThe losses as a picture: {plot(curves, args.plot, title, unit)}")
+
+
+if __name__ == "__main__":
+    main()

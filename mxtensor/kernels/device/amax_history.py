@@ -1,0 +1,32 @@
+"""One step of delayed scaling in one program: the record enters the history, and the next amax comes out."""
+
+import triton
+import triton.language as tl
+
+from .elements import bits_of, float_of
+
+INFINITY = tl.constexpr(0x7F800000)
+
+
+@triton.jit
+def advance_history(
+    history_ptr, record_ptr, amax_ptr, out_ptr, next_ptr, rows,
+    NEWEST: tl.constexpr, FACTOR: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """history (rows, COLUMNS) to out, one row down, with ``record`` in front; record to zero; the next amax to next.
+
+    Magnitudes are compared as integers, among which NaN is the largest.
+    """
+    row = tl.arange(0, BLOCK)[:, None]
+    column = tl.arange(0, 4)[None, :]
+    inside = (row < rows) & (column < COLUMNS)
+    before = tl.load(history_ptr + (row - 1) * COLUMNS + column, mask=inside & (row > 0), other=0.0)
+    one = tl.arange(0, 4)
+    record = tl.load(record_ptr + one, mask=one < COLUMNS, other=0.0)
+    moved = tl.where(row == 0, record[None, :], before)
+    tl.store(out_ptr + row * COLUMNS + column, moved, mask=inside)
+    tl.store(record_ptr + one, tl.zeros((4,), tl.float32), mask=one < COLUMNS)
+    largest = bits_of(record) if NEWEST else tl.max(bits_of(moved), axis=0)
+    usable = (largest > 0) & (largest < INFINITY)
+    last = tl.load(amax_ptr + one, mask=one < COLUMNS, other=0.0)
+    tl.store(next_ptr + one, tl.where(usable, float_of(largest) * FACTOR, last), mask=one < COLUMNS)

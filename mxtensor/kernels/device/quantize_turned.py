@@ -1,0 +1,101 @@
+"""One scale for the tensor: codes, the same codes of the transpose, and the amax for a later scale, of one pass over x.
+
+The four rows of a word of transposed codes are four registers, as in ``quantize_columns``.
+"""
+
+import triton
+import triton.language as tl
+
+from .elements import INFINITY_BITS, amax_bits, bits_of, magnitude_bits, scales_of, to_codes, widened
+from .quantize import rounded, store_tile
+from .quantize_columns import load_group, word_of
+
+
+@triton.jit
+def scaled(x, row, col, multiplier, finite, seed_ptr, cols, C: tl.constexpr, GIVEN: tl.constexpr):
+    """Values to be encoded, NaN where there is no number: everywhere unless ``finite``, or with GIVEN by themselves."""
+    y = rounded(widened(x) * multiplier, row.to(tl.int64) * cols + col, seed_ptr, 0, C)
+    if GIVEN:
+        finite = finite & (amax_bits(magnitude_bits(x), x) < INFINITY_BITS)
+    return tl.where(finite, y, float("nan"))
+
+
+@triton.jit
+def codes_of(y, C: tl.constexpr):
+    """Codes of one byte, the format's NaN for a NaN."""
+    if C.float8 != "":
+        return to_codes(y, C)
+    else:
+        return tl.where(y == y, to_codes(y, C), C.nan_code).to(tl.uint8)
+
+
+@triton.jit
+def codes_in_word(y0, y1, y2, y3, C: tl.constexpr):
+    """The codes of four rows in one int32, the first in the low byte."""
+    if C.float8 != "":
+        return word_of(y0, y1, y2, y3, y0 == y0, C)
+    else:
+        low = codes_of(y0, C).to(tl.int32) | (codes_of(y1, C).to(tl.int32) << 8)
+        return low | (codes_of(y2, C).to(tl.int32) << 16) | (codes_of(y3, C).to(tl.int32) << 24)
+
+
+@triton.jit
+def quantize_turned(
+    x_ptr, data_ptr, scale_ptr, tdata_ptr, tscale_ptr, amax_ptr, record_ptr, seed_ptr, rows, cols, stride, fours,
+    C: tl.constexpr, J: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    GIVEN: tl.constexpr, RECORD: tl.constexpr, EVEN: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    """Codes (rows, cols) with ROWS, (cols, rows) with COLUMNS, each with the scale; 4 * J rows to a program.
+
+    GIVEN: ``amax_ptr`` holds a float32 that need not be the amax of x, otherwise its bits. RECORD: ``record_ptr`` holds
+    a float32 that becomes the larger of itself and the amax of x. WORDS: a row of the transpose is ``fours`` words.
+    """
+    tiles = tl.cdiv(cols, BK)
+    pid = tl.program_id(0)
+    if not GIVEN:
+        pid = tl.num_programs(0) - 1 - pid  # start with what the pass for the amax has left in the cache
+    first_four, first_col = (pid // tiles) * J, (pid % tiles) * BK
+    four = first_four + tl.arange(0, J)[:, None]
+    row, col = four * 4, first_col + tl.arange(0, BK)[None, :]
+    x0 = load_group(x_ptr, row, col, rows, cols, stride, EVEN)
+    x1 = load_group(x_ptr, row + 1, col, rows, cols, stride, EVEN)
+    x2 = load_group(x_ptr, row + 2, col, rows, cols, stride, EVEN)
+    x3 = load_group(x_ptr, row + 3, col, rows, cols, stride, EVEN)
+    if GIVEN:
+        given = tl.load(amax_ptr)
+        amax = tl.where(given == given, bits_of(given), 0x7FC00000)
+    else:
+        amax = tl.load(amax_ptr)
+    stored, multiplier, _, finite = scales_of(amax, tl.full((), 1.0, tl.float32), C)
+    if pid == 0:
+        if ROWS:
+            tl.store(scale_ptr, stored)
+        if COLUMNS:
+            tl.store(tscale_ptr, stored)
+    if RECORD:
+        record_ptr = record_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+        if GIVEN:
+            upper = tl.maximum(magnitude_bits(x0), magnitude_bits(x1))
+            most = tl.maximum(upper, tl.maximum(magnitude_bits(x2), magnitude_bits(x3)))
+            own = amax_bits(tl.max(tl.max(most, axis=1), axis=0), x0)
+            tl.atomic_max(record_ptr, own, sem="relaxed")
+        elif pid == 0:
+            tl.atomic_max(record_ptr, amax, sem="relaxed")
+    y0 = scaled(x0, row, col, multiplier, finite, seed_ptr, cols, C, GIVEN)
+    y1 = scaled(x1, row + 1, col, multiplier, finite, seed_ptr, cols, C, GIVEN)
+    y2 = scaled(x2, row + 2, col, multiplier, finite, seed_ptr, cols, C, GIVEN)
+    y3 = scaled(x3, row + 3, col, multiplier, finite, seed_ptr, cols, C, GIVEN)
+    if ROWS:
+        for i in tl.static_range(4):
+            y = y0 if i == 0 else y1 if i == 1 else y2 if i == 2 else y3
+            to = data_ptr + (row + i).to(tl.int64) * cols + col
+            store_tile(to, codes_of(y, C), (row + i < rows) & (col < cols), EVEN)
+    if COLUMNS:
+        word = codes_in_word(y0, y1, y2, y3, C)
+        if WORDS:
+            to = tdata_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + col.to(tl.int64) * fours + four
+            store_tile(to, word, (four < fours) & (col < cols), EVEN)
+        else:
+            to = tdata_ptr + col.to(tl.int64) * rows + four * 4
+            for i in tl.static_range(4):
+                tl.store(to + i, ((word >> (8 * i)) & 0xFF).to(tl.uint8), mask=(four * 4 + i < rows) & (col < cols))

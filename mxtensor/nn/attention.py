@@ -1,0 +1,247 @@
+"""MultiheadAttention: projections that run quantized under a recipe around attention that never does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .base import Init, check_parallelism
+from .dot_product import ATTENTION_TYPES, DotProductAttention, PaddingMask, Window, check_heads, member
+from .layernorm_linear import LayerNormLinear
+from .linear import Linear
+from .rope import apply_rotary_pos_emb
+
+
+class MultiheadAttention(nn.Module):
+    """Self-attention, or cross-attention to ``encoder_output``: (s, b, hidden_size), for ``bshd`` (b, s, hidden_size).
+
+    Parameters, as TransformerEngine names them: ``qkv`` (``layernorm_qkv`` with ``input_layernorm``), for ``cross``
+    ``query_layer`` (``layernorm_query``) and ``key_value``; then ``proj``. Projections hold ``query_weight``,
+    ``key_weight``, ``value_weight`` and biases, or with ``fuse_qkv_params`` one ``weight`` and ``bias``, in which each
+    group's query heads, key and value follow each other, unless ``qkv_weight_interleaved=False``: all queries, all
+    keys, all values. A state dict of nn.MultiheadAttention loads too.
+
+    Raises ValueError for sizes that do not divide and words it does not know, NotImplementedError for parallelism.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_attention_heads: int,
+        kv_channels: int | None = None,
+        attention_dropout: float = 0.1,
+        layernorm_epsilon: float = 1e-5,
+        init_method: Init | None = None,
+        output_layer_init_method: Init | None = None,
+        layer_number: int | None = None,
+        attn_mask_type: str = "causal",
+        window_size: Window | None = None,
+        *,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        num_gqa_groups: int | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        get_rng_state_tracker: Any = None,
+        sequence_parallel: bool = False,
+        params_dtype: torch.dtype | None = None,
+        return_bias: bool = False,
+        return_layernorm_output: bool = False,
+        input_layernorm: bool = False,
+        attention_type: str = "self",
+        set_parallel_mode: bool = False,
+        fuse_qkv_params: bool = False,
+        zero_centered_gamma: bool = False,
+        qkv_weight_interleaved: bool = True,
+        rotary_pos_interleaved: bool = False,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        device: torch.device | str | None = None,
+        qkv_format: str = "sbhd",
+        name: str | None = None,
+    ) -> None:
+        super().__init__()
+        title = name or type(self).__name__
+        check_parallelism(
+            title, sequence_parallel=sequence_parallel, tp_group=tp_group, tp_size=tp_size,
+            get_rng_state_tracker=get_rng_state_tracker, set_parallel_mode=set_parallel_mode,
+        )  # fmt: skip
+        self.num_gqa_groups = check_heads(title, num_attention_heads, num_gqa_groups)
+        if kv_channels is None and hidden_size % num_attention_heads:
+            raise ValueError(
+                f"{title}: hidden_size={hidden_size} does not divide into num_attention_heads={num_attention_heads}; "
+                "pass kv_channels"
+            )
+        self.num_attention_heads = num_attention_heads
+        self.kv_channels = kv_channels or hidden_size // num_attention_heads
+        self.attention_type = member(f"{title}: attention_type", attention_type, ATTENTION_TYPES)
+        self.input_layernorm, self.return_bias = input_layernorm, return_bias
+        self.return_layernorm_output = return_layernorm_output and input_layernorm
+        self.fuse_qkv_params = fuse_qkv_params
+        self.qkv_weight_interleaved = qkv_weight_interleaved and fuse_qkv_params
+        self.rotary_pos_interleaved = rotary_pos_interleaved
+
+        common: dict[str, Any] = {
+            "bias": bias,
+            "params_dtype": params_dtype,
+            "device": device,
+            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+        }
+        norm: dict[str, Any] = {
+            "eps": layernorm_epsilon,
+            "normalization": normalization,
+            "zero_centered_gamma": zero_centered_gamma,
+            "return_layernorm_output": self.return_layernorm_output,
+        }
+
+        n, g, d = num_attention_heads, self.num_gqa_groups, self.kv_channels
+        parts = {"query": n * d, "key": g * d, "value": g * d}
+        self.projections = SELF[input_layernorm] if attention_type == "self" else CROSS[input_layernorm]
+        for attribute, names in self.projections.items():
+            split = {part: parts[part] for part in names}
+            normed = attribute.startswith("layernorm_")
+            layer: type[nn.Module] = LayerNormLinear if normed else Linear
+            module = layer(
+                hidden_size,
+                sum(split.values()),
+                init_method=init_method,
+                parameters_split=None if self._is_fused(attribute) else split,
+                name=f"{title}.{attribute}",
+                **common,
+                **(norm if normed else {}),
+            )
+            self.add_module(attribute, module)
+        self.core_attention = DotProductAttention(
+            n, d, g, attention_dropout, qkv_format, attn_mask_type, window_size,
+            layer_number=layer_number, attention_type=attention_type,
+        )  # fmt: skip
+        self.proj = Linear(
+            n * d,
+            hidden_size,
+            init_method=output_layer_init_method,
+            return_bias=return_bias,
+            name=f"{title}.proj",
+            **common,
+        )
+        self.register_load_state_dict_pre_hook(_from_torch_names)
+
+    def _is_fused(self, projection: str) -> bool:
+        """Whether a projection holds one parameter; TransformerEngine's ``query_layer`` always does."""
+        return self.fuse_qkv_params or projection == "query_layer"
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: PaddingMask | None = None,
+        encoder_output: Tensor | None = None,
+        attn_mask_type: str | None = None,
+        window_size: Window | None = None,
+        is_first_microbatch: bool | None = None,
+        *,
+        checkpoint_core_attention: bool = False,
+        rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None = None,
+    ) -> Any:
+        """The output, or a tuple of it, the bias if ``return_bias``, the norm's output if ``return_layernorm_output``.
+
+        Masks and ``checkpoint_core_attention`` as in DotProductAttention. ``rotary_pos_emb``: angles for queries and
+        keys, or one tensor of angles for each. Raises ValueError where cross-attention has no ``encoder_output``, or
+        self-attention one.
+        """
+        if (encoder_output is None) is (self.attention_type == "cross"):
+            needs = "needs encoder_output" if encoder_output is None else "takes no encoder_output"
+            raise ValueError(f"MultiheadAttention: attention_type={self.attention_type!r} {needs}")
+        normed: Tensor | None = None
+        heads: dict[str, Tensor] = {}
+        for attribute, names in self.projections.items():
+            source = encoder_output if attribute == "key_value" else hidden_states
+            y = getattr(self, attribute)(source, is_first_microbatch=is_first_microbatch)
+            if attribute.startswith("layernorm_") and self.return_layernorm_output:
+                y, normed = y
+            heads |= zip(names, self._heads(y, names), strict=True)
+        q, k, v = heads["query"], heads["key"], heads["value"]
+        if rotary_pos_emb is not None:
+            angles = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
+            form, interleaved = self.core_attention.qkv_format, self.rotary_pos_interleaved
+            q = apply_rotary_pos_emb(q, angles[0], form, interleaved=interleaved)
+            k = apply_rotary_pos_emb(k, angles[1], form, interleaved=interleaved)
+        context = self.core_attention(
+            q, k, v, attention_mask, attn_mask_type=attn_mask_type, window_size=window_size,
+            checkpoint_core_attention=checkpoint_core_attention,
+        )  # fmt: skip
+        y = self.proj(context, is_first_microbatch=is_first_microbatch)
+        outputs = (*(y if self.return_bias else (y,)), *((normed,) if self.return_layernorm_output else ()))
+        return outputs if len(outputs) > 1 else outputs[0]
+
+    # ------------------------------------------------------------------------------------------ heads in a projection
+
+    def _counts(self, names: Sequence[str]) -> list[int]:
+        return [self.num_attention_heads if name == "query" else self.num_gqa_groups for name in names]
+
+    def _heads(self, mixed: Tensor, names: Sequence[str]) -> list[Tensor]:
+        """(..., channels of all) -> (..., heads, kv_channels) for each name."""
+        counts, groups = self._counts(names), self.num_gqa_groups
+        # torch.unflatten, for Dynamo does not follow Tensor.unflatten under autocast's torch function mode.
+        if self.qkv_weight_interleaved:
+            grouped = torch.unflatten(mixed, -1, (groups, -1, self.kv_channels))
+            return [part.flatten(-3, -2) for part in grouped.split([n // groups for n in counts], -2)]
+        return list(torch.unflatten(mixed, -1, (-1, self.kv_channels)).split(counts, -2))
+
+    def _fused(self, parts: Sequence[Tensor]) -> Tensor:
+        """Rows of each part, one after the other or interleaved by group: what ``_heads`` takes apart."""
+        if not self.qkv_weight_interleaved:
+            return torch.cat(list(parts))
+        grouped = [part.unflatten(0, (self.num_gqa_groups, -1, self.kv_channels)) for part in parts]
+        return torch.cat(grouped, 1).flatten(0, 2)
+
+    # ------------------------------------------------------------------------------------------ from torch
+
+    @classmethod
+    def from_torch(cls, module: nn.MultiheadAttention, **options: Any) -> MultiheadAttention:
+        """The layer that computes what ``module`` does, with copies of its parameters; ``options`` override arguments.
+
+        Raises NotImplementedError for key or value sizes other than embed_dim, ``add_bias_kv`` and ``add_zero_attn``.
+        """
+        if not module._qkv_same_embed_dim or module.bias_k is not None or module.add_zero_attn:
+            raise NotImplementedError(
+                f"MultiheadAttention.from_torch: kdim={module.kdim}, vdim={module.vdim}, add_bias_kv="
+                f"{module.bias_k is not None}, add_zero_attn={module.add_zero_attn}; only kdim = vdim = embed_dim "
+                f"({module.embed_dim}) without these is offered: keep torch's module, which autocast reaches too"
+            )
+        weight = module.out_proj.weight
+        known: dict[str, Any] = {
+            "attention_dropout": module.dropout,
+            "attn_mask_type": "no_mask",
+            "bias": module.in_proj_bias is not None,
+            "qkv_format": "bshd" if module.batch_first else "sbhd",
+            "params_dtype": weight.dtype,
+            "device": weight.device,
+        }
+        made = cls(module.embed_dim, module.num_heads, **(known | options))
+        made.load_state_dict(module.state_dict())
+        return made.train(module.training)
+
+
+SELF = {True: {"layernorm_qkv": ("query", "key", "value")}, False: {"qkv": ("query", "key", "value")}}
+CROSS = {
+    True: {"layernorm_query": ("query",), "key_value": ("key", "value")},
+    False: {"query_layer": ("query",), "key_value": ("key", "value")},
+}
+"""With a norm or without: attribute -> the parts that its projection makes, in order."""
+
+
+def _from_torch_names(module: MultiheadAttention, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """Before a state dict is loaded: what nn.MultiheadAttention calls its parameters."""
+    for kind in ("weight", "bias"):
+        if f"{prefix}out_proj.{kind}" in state_dict:
+            state_dict[f"{prefix}proj.{kind}"] = state_dict.pop(f"{prefix}out_proj.{kind}")
+        packed = state_dict.pop(f"{prefix}in_proj_{kind}", None)
+        if packed is None:
+            continue
+        parts = dict(zip(("query", "key", "value"), packed.chunk(3), strict=True))
+        for attribute, names in module.projections.items():
+            if module._is_fused(attribute):
+                state_dict[f"{prefix}{attribute}.{kind}"] = module._fused([parts[name] for name in names])
+            else:
+                state_dict.update({f"{prefix}{attribute}.{name}_{kind}": parts[name] for name in names})

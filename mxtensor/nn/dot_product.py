@@ -1,0 +1,257 @@
+"""DotProductAttention: softmax(Q K^T) V in high precision, whatever recipe is active.
+
+The MXFP8 pre-training paper quantizes linear layers only, and so does ``autocast``: the two products in here are those
+of torch's scaled_dot_product_attention.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from .base import check_parallelism
+
+PaddingMask = Tensor | tuple[Tensor, Tensor]
+Window = tuple[int, int]
+Sizes = tuple[int, int, int, int]
+"""Batch, heads, queries, keys."""
+
+
+@dataclass(frozen=True)
+class Mask:
+    """What a mask type hides. Positions count along the diagonal on which a query meets its own key."""
+
+    causal: bool = False
+    """keys after the query"""
+    padding: bool = False
+    """what the caller's mask of positions marks; such queries give zeros"""
+    arbitrary: bool = False
+    """what the caller's mask of (query, key) marks"""
+    bottom_right: bool = True
+    """The diagonal ends where the last query meets the last key; else it begins where the first meets the first."""
+
+
+MASKS = {
+    "no_mask": Mask(),
+    "causal": Mask(causal=True, bottom_right=False),
+    "causal_bottom_right": Mask(causal=True),
+    "padding": Mask(padding=True),
+    "padding_causal": Mask(causal=True, padding=True, bottom_right=False),
+    "padding_causal_bottom_right": Mask(causal=True, padding=True),
+    "arbitrary": Mask(arbitrary=True),
+}
+FORMATS = {"sbhd": (1, 2, 0, 3), "bshd": (0, 2, 1, 3)}
+"""Format -> the permutation that takes it to (batch, head, position, channel)."""
+BACK = {"sbhd": (2, 0, 1, 3), "bshd": (0, 2, 1, 3)}
+"""Format -> the permutation back."""
+ATTENTION_TYPES = ("self", "cross")
+
+
+def member(what: str, value: str, choices: Iterable[str]) -> str:
+    """``value`` if it is one of ``choices``. Raises ValueError otherwise."""
+    if value not in choices:
+        raise ValueError(f"{what} is {value!r}; choose one of {', '.join(choices)}")
+    return value
+
+
+def check_heads(name: str, heads: int, groups: int | None) -> int:
+    """The number of key and value heads. Raises ValueError unless query heads divide into as many groups."""
+    groups = heads if groups is None else groups
+    if heads < 1 or groups < 1 or heads % groups:
+        raise ValueError(f"{name}: num_attention_heads={heads} must be a multiple of num_gqa_groups={groups}")
+    return groups
+
+
+class DotProductAttention(nn.Module):
+    """Attention of queries (s, b, h, d) over keys and values (s, b, g, d), for ``bshd`` (b, s, ...); no parameters.
+
+    ``kv_channels``: d, or (d of queries and keys, d of values). ``attn_mask_type``: one of ``MASKS``; the diagonal of
+    ``causal`` and ``padding_causal`` begins top left, that of the others ends bottom right. ``window_size`` (left,
+    right): a query sees so many keys to each side of the diagonal, -1 for all. ``attention_dropout`` acts in training
+    only. The arguments up to ``window_size`` may be set anew in each call.
+
+    Raises ValueError for numbers of heads that do not divide and words it does not know.
+    """
+
+    def __init__(
+        self,
+        num_attention_heads: int,
+        kv_channels: int | tuple[int, int],
+        num_gqa_groups: int | None = None,
+        attention_dropout: float = 0.0,
+        qkv_format: str = "sbhd",
+        attn_mask_type: str = "causal",
+        window_size: Window | None = None,
+        *,
+        sequence_parallel: bool = False,
+        tp_size: int = 1,
+        get_rng_state_tracker: Any = None,
+        tp_group: Any = None,
+        layer_number: int | None = None,
+        attention_type: str = "self",
+        softmax_scale: float | None = None,
+    ) -> None:
+        super().__init__()
+        name = type(self).__name__
+        check_parallelism(
+            name, sequence_parallel=sequence_parallel, tp_group=tp_group, tp_size=tp_size,
+            get_rng_state_tracker=get_rng_state_tracker,
+        )  # fmt: skip
+        self.num_attention_heads = num_attention_heads
+        self.num_gqa_groups = check_heads(name, num_attention_heads, num_gqa_groups)
+        self.channels = (kv_channels, kv_channels) if isinstance(kv_channels, int) else tuple(kv_channels)
+        self.attention_dropout = attention_dropout
+        self.qkv_format = member(f"{name}: qkv_format", qkv_format, FORMATS)
+        self.attn_mask_type = member(f"{name}: attn_mask_type", attn_mask_type, MASKS)
+        self.attention_type = member(f"{name}: attention_type", attention_type, ATTENTION_TYPES)
+        self.window_size = window_size
+        self.softmax_scale = 1 / math.sqrt(self.channels[0]) if softmax_scale is None else softmax_scale
+        self.layer_number = layer_number
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.num_attention_heads}, {self.channels}, num_gqa_groups={self.num_gqa_groups}, "
+            f"attn_mask_type={self.attn_mask_type!r}, qkv_format={self.qkv_format!r}"
+        )
+
+    def forward(
+        self,
+        query_layer: Tensor,
+        key_layer: Tensor,
+        value_layer: Tensor,
+        attention_mask: PaddingMask | None = None,
+        qkv_format: str | None = None,
+        *,
+        attn_mask_type: str | None = None,
+        window_size: Window | None = None,
+        checkpoint_core_attention: bool = False,
+    ) -> Tensor:
+        """(s, b, h * d of values), for ``bshd`` (b, s, ...).
+
+        ``attention_mask`` is bool, True for what is masked out: for ``padding`` types (b, 1, 1, s) of queries and keys
+        alike or a pair of these, padding at the end; for ``arbitrary`` broadcastable to (b, h, s of queries, s of
+        keys). Other types do not read it. A query that sees no key gives zeros. ``checkpoint_core_attention`` computes
+        all this again in the backward pass instead of keeping it. Raises ValueError for shapes and masks that do not
+        fit, TypeError for masks that are not bool.
+        """
+        name = type(self).__name__
+        form = member(f"{name}: qkv_format", qkv_format or self.qkv_format, FORMATS)
+        mask_type = member(f"{name}: attn_mask_type", attn_mask_type or self.attn_mask_type, MASKS)
+        window = window_size or self.window_size or (-1, -1)
+        self._check(query_layer, key_layer, value_layer, form)
+        q, k, v = (t.permute(FORMATS[form]) for t in (query_layer, key_layer, value_layer))
+        causal, seen = visible(mask_type, window, attention_mask, (*q.shape[:3], k.shape[2]), q.device)
+        if checkpoint_core_attention:
+            with torch._C.DisableTorchFunction():  # nothing in there is autocast's, which no compiled checkpoint keeps
+                y = checkpoint(self._core, q, k, v, seen, causal, use_reentrant=False)
+        else:
+            y = self._core(q, k, v, seen, causal)
+        out: Tensor = y.permute(BACK[form]).flatten(2)
+        return out
+
+    def _check(self, q: Tensor, k: Tensor, v: Tensor, form: str) -> None:
+        batch, shapes = form.index("b"), (tuple(q.shape), tuple(k.shape), tuple(v.shape))
+        heads = (self.num_attention_heads, self.num_gqa_groups, self.num_gqa_groups)
+        channels = (self.channels[0], *self.channels)
+        fits = all(len(s) == 4 and s[2:] == (h, d) for s, h, d in zip(shapes, heads, channels, strict=True))
+        if not fits or shapes[1][:2] != shapes[2][:2] or shapes[0][batch] != shapes[1][batch]:
+            wanted = ", ".join(f"(..., {h}, {d})" for h, d in zip(heads, channels, strict=True))
+            raise ValueError(
+                f"{type(self).__name__}: query, key and value {shapes[0]}, {shapes[1]}, {shapes[2]} do not fit: as "
+                f"{form} of one batch and {wanted}, keys and values of one length"
+            )
+
+    def _core(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, causal: bool) -> Tensor:
+        groups, dropout = (
+            self.num_attention_heads // self.num_gqa_groups,
+            self.attention_dropout if self.training else 0.0,
+        )
+        if seen is None:
+            return F.scaled_dot_product_attention(
+                q, k, v, dropout_p=dropout, is_causal=causal, scale=self.softmax_scale, enable_gqa=groups > 1
+            )
+        if groups > 1:  # torch's memory-efficient kernel takes masks but no groups
+            k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        blind = ~seen.any(-1, keepdim=True)  # what a kernel gives for a row without keys is its own affair
+        y = F.scaled_dot_product_attention(q, k, v, seen | blind, dropout_p=dropout, scale=self.softmax_scale)
+        return y.masked_fill(blind, 0)
+
+
+# ---------------------------------------------------------------------------------------------- masks
+
+
+def visible(
+    mask_type: str, window: Window, given: PaddingMask | None, sizes: Sizes, device: torch.device
+) -> tuple[bool, Tensor | None]:
+    """(whether the kernel's own causal mask says all, else which keys a query sees or None for all).
+
+    The tensor is bool and broadcastable to ``sizes``.
+    """
+    mask, (_, _, queries, keys) = MASKS[mask_type], sizes
+    left, right = window[0], 0 if mask.causal else window[1]
+    seen: Tensor | None = None
+    shift: int | Tensor = keys - queries if mask.bottom_right else 0
+    if mask.padding:
+        of_queries, of_keys = _paddings(mask_type, given, sizes)
+        seen = ~(of_queries.transpose(2, 3) | of_keys)
+        if mask.bottom_right:
+            lengths = [(~padding).sum(3, keepdim=True) for padding in (of_queries, of_keys)]
+            shift = lengths[1] - lengths[0]
+    elif mask.arbitrary:
+        seen = ~_arbitrary(given, sizes)
+    if left < 0 and right < 0:
+        return False, seen
+    if seen is None and left < 0 and right == 0 and isinstance(shift, int) and shift == 0:
+        return True, None
+    rows = torch.arange(queries, device=device)[:, None] + shift
+    columns = torch.arange(keys, device=device)
+    for limit, near in ((left, columns >= rows - left), (right, columns <= rows + right)):
+        if limit >= 0:
+            seen = near if seen is None else seen & near
+    return False, seen
+
+
+def _boolean(masks: Iterable[Tensor]) -> None:
+    for mask in masks:
+        if mask.dtype != torch.bool:
+            raise TypeError(f"attention_mask is {mask.dtype}; pass bool, True for what is masked out")
+
+
+def _paddings(mask_type: str, given: PaddingMask | None, sizes: Sizes) -> tuple[Tensor, Tensor]:
+    batch, _, queries, keys = sizes
+    pair = (given, given) if isinstance(given, Tensor) else given
+    if pair is None:
+        raise ValueError(
+            f"attn_mask_type={mask_type!r} needs an attention_mask ({batch}, 1, 1, {queries}), True for padding, or a "
+            "pair of these for queries and keys"
+        )
+    _boolean(pair)
+    shapes = tuple(tuple(mask.shape) for mask in pair)
+    if shapes != ((batch, 1, 1, queries), (batch, 1, 1, keys)):
+        raise ValueError(
+            f"attn_mask_type={mask_type!r}: masks {shapes[0]} of queries and {shapes[1]} of keys do not fit; "
+            f"pass a pair of shapes ({batch}, 1, 1, {queries}) and ({batch}, 1, 1, {keys})"
+        )
+    return pair
+
+
+def _arbitrary(given: PaddingMask | None, sizes: Sizes) -> Tensor:
+    shape = tuple(given.shape) if isinstance(given, Tensor) else None
+    if (
+        not isinstance(given, Tensor)
+        or given.dim() > 4
+        or any(n not in (1, size) for n, size in zip(given.shape[::-1], sizes[::-1], strict=False))
+    ):
+        raise ValueError(
+            f"attn_mask_type='arbitrary' needs one attention_mask that broadcasts to (batch, heads, queries, keys) = "
+            f"{tuple(sizes)}, True for what is masked out; got {shape or type(given).__name__}"
+        )
+    _boolean([given])
+    return given

@@ -1,0 +1,102 @@
+"""GroupedLinear: linear layers side by side, each for a group of the rows: the experts of a mixture."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..grouped import Splits, groups_of, row_counts, stacked
+from .base import Init, QuantizedModule, check_parallelism, kaiming
+
+
+class GroupedLinear(QuantizedModule):
+    """``num_gemms`` linear layers of one shape: the first ``m_splits[0]`` rows go through the first, and so on.
+
+    Arguments as TransformerEngine has them. Parameters ``weight0``, ``weight1`` ... (out_features, in_features), then
+    ``bias0`` ... (out_features,), initialized as ``Linear``'s are. Any row counts, zero included, need no padding: each
+    group is cast from its own rows, and the result and all gradients are to the bit those of ``num_gemms`` modules
+    ``Linear`` over ``torch.split(inp, m_splits)``. Every group has quantizers and, with delayed scaling, histories of
+    its own.
+
+    The other options are those of ``Linear``; with ``return_bias`` the result is ``(y, [bias0, ...])``.
+
+    Raises NotImplementedError for arguments that ask for tensor parallelism, ValueError for ``num_gemms`` below 1.
+    """
+
+    def __init__(
+        self,
+        num_gemms: int,
+        in_features: int,
+        out_features: int,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable[..., Any] | None = None,
+        rng_tracker_name: str | None = None,
+        init_method: Init | None = None,
+        bias: bool = True,
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        device: Any = None,
+        delay_wgrad_compute: bool = False,
+        save_original_input: bool = False,
+        name: str | None = None,
+    ) -> None:
+        check_parallelism(
+            "GroupedLinear", sequence_parallel=sequence_parallel, tp_group=tp_group, tp_size=tp_size,
+            get_rng_state_tracker=get_rng_state_tracker, rng_tracker_name=rng_tracker_name, parallel_mode=parallel_mode,
+        )  # fmt: skip
+        if num_gemms < 1:
+            raise ValueError(f"GroupedLinear: num_gemms is {num_gemms}; there is one group or more")
+        super().__init__(
+            name,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            delay_wgrad_compute=delay_wgrad_compute,
+            save_original_input=save_original_input,
+        )
+        self.num_gemms, self.in_features, self.out_features = num_gemms, in_features, out_features
+        self.return_bias = return_bias
+        bound = 1 / math.sqrt(in_features) if in_features > 0 else 0.0
+        start: Init = (lambda t: nn.init.uniform_(t, -bound, bound)) if init_method is None else nn.init.zeros_
+        for i in range(num_gemms):
+            self.add_parameter(f"weight{i}", (out_features, in_features), init_method or kaiming, device, params_dtype)
+        for i in range(num_gemms):
+            if bias:
+                self.add_parameter(f"bias{i}", (out_features,), start, device, params_dtype)
+            else:
+                self.register_parameter(f"bias{i}", None)
+
+    def forward(
+        self, inp: Tensor, m_splits: Splits, is_first_microbatch: bool | None = None
+    ) -> Tensor | tuple[Tensor, list[Tensor | None]]:
+        """inp (..., in_features), its leading dimensions counted as one; m_splits: the row count of each group.
+
+        Result (..., out_features), with ``return_bias`` and the biases. ``m_splits`` may be a tensor of integers on any
+        device, which is waited for; a compiled model wants a list, and compiles anew where the row count of a group is
+        0, 1, or goes above a block for the first time. ``is_first_microbatch`` as ``Linear``. Raises ValueError and
+        TypeError for m_splits that are no row counts of ``inp``, and what ``Linear`` raises, with nothing changed.
+        """
+        name = self.name or type(self).__name__
+        groups = groups_of(inp, row_counts(m_splits, self.num_gemms, name), name)
+        weights = [[getattr(self, f"weight{i}")] for i in range(self.num_gemms)]
+        biases = [getattr(self, f"bias{i}") for i in range(self.num_gemms)]
+        active = self.prepare(inp, weights)
+        out = stacked(
+            [
+                self.product(i, rows, weights[i], None if self.return_bias else biases[i], active, is_first_microbatch)
+                for i, rows in enumerate(groups)
+            ],
+            inp,
+        )
+        if not self.return_bias:
+            return out
+        return out, [None if bias is None else bias.to(out.dtype) for bias in biases]
+
+    def extra_repr(self) -> str:
+        return f"num_gemms={self.num_gemms}, in_features={self.in_features}, out_features={self.out_features}"

@@ -1,0 +1,68 @@
+"""LayerNormLinear: a norm in high precision and a linear layer that runs quantized inside ``autocast``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .base import Init, check_parallelism
+from .linear import LinearBase, Split
+from .norm import NormBase, check_normalization
+
+
+class LayerNormLinear(NormBase, LinearBase):
+    """``y = norm(x) weight^T + bias``. Arguments as TransformerEngine has them, most as :class:`Linear`'s.
+
+    Parameters ``layer_norm_weight`` and ``layer_norm_bias`` (in_features,), ``weight`` and ``bias``;
+    ``layer_norm_bias`` is None for ``normalization="RMSNorm"``. ``zero_centered_gamma``: the norm multiplies by
+    ``1 + layer_norm_weight``. ``return_layernorm_output``: the norm's result is returned last.
+
+    Raises as Linear, and ValueError for a norm that there is not.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        eps: float = 1e-5,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable[..., Any] | None = None,
+        init_method: Init | None = None,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        return_layernorm_output: bool = False,
+        return_layernorm_output_gathered: bool = False,
+        parameters_split: Split = None,
+        zero_centered_gamma: bool = False,
+        device: Any = None,
+        delay_wgrad_compute: bool = False,
+        name: str | None = None,
+    ) -> None:
+        check_parallelism(
+            "LayerNormLinear", sequence_parallel=sequence_parallel, tp_group=tp_group, tp_size=tp_size,
+            get_rng_state_tracker=get_rng_state_tracker, parallel_mode=parallel_mode,
+        )  # fmt: skip
+        check_normalization("LayerNormLinear", normalization)
+        super().__init__(name, fuse_wgrad_accumulation=fuse_wgrad_accumulation, delay_wgrad_compute=delay_wgrad_compute)
+        self.return_bias, self.return_layernorm_output = return_bias, return_layernorm_output
+        self.add_norm(in_features, eps, normalization, zero_centered_gamma, device, params_dtype)
+        self.add_split_linear(in_features, out_features, parameters_split, init_method, bias, device, params_dtype)
+
+    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
+        """inp (..., in_features); y (..., out_features), or a tuple of y, the bias and the norm's result as asked.
+
+        ``is_first_microbatch`` as in :class:`Linear`.
+        """
+        weights = self.weights()
+        active = self.prepare(inp, weights)
+        normed = self.norm(inp)
+        return self.returned(self.by_weight(normed, weights, active, is_first_microbatch), self.full_bias(), normed)

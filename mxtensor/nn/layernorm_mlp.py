@@ -1,0 +1,129 @@
+"""LayerNormMLP: a norm, a linear layer, an activation and a linear layer; both products quantized inside autocast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .base import Init, Parts, check_parallelism
+from .norm import NormBase, check_normalization
+
+
+def _gelu(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def _qgelu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
+def _srelu(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
+ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
+    "gelu": (_gelu, False),
+    "gelu_erf": (F.gelu, False),
+    "geglu": (_gelu, True),
+    "qgelu": (_qgelu, False),
+    "qgeglu": (_qgelu, True),
+    "relu": (F.relu, False),
+    "reglu": (F.relu, True),
+    "srelu": (_srelu, False),
+    "sreglu": (_srelu, True),
+    "silu": (F.silu, False),
+    "swiglu": (F.silu, True),
+    "glu": (torch.sigmoid, True),
+}
+"""Name -> (function, gated): gated ones multiply the function of the first half by the second half."""
+
+
+class LayerNormMLP(NormBase):
+    """``y = act(norm(x) fc1_weight^T + fc1_bias) fc2_weight^T + fc2_bias``. Arguments as TransformerEngine has them.
+
+    Parameters ``layer_norm_weight``, ``layer_norm_bias`` (hidden_size,), ``fc1_weight`` (ffn_hidden_size, hidden_size),
+    ``fc1_bias``, ``fc2_weight`` (hidden_size, ffn_hidden_size), ``fc2_bias``. ``activation``: gelu (by tanh), gelu_erf
+    (exact, as torch's default), qgelu, relu, srelu, silu, or gated: geglu, qgeglu, reglu, sreglu, swiglu, glu. For
+    gated ones fc1 has 2 * ffn_hidden_size rows, and the function of the first half of its result multiplies the second
+    half. ``init_method`` initializes fc1_weight, ``output_layer_init_method`` fc2_weight; without one, weight and bias
+    start as torch.nn.Linear's.
+    ``return_bias``: fc2_bias is returned instead of added. ``seq_length`` and ``micro_batch_size`` are accepted for
+    TransformerEngine's sake: nothing is compiled ahead. The rest as in :class:`LayerNormLinear`.
+
+    Raises NotImplementedError for arguments that ask for tensor parallelism, ValueError for a norm or an activation
+    that there is not.
+    """
+
+    fc1_weight: Tensor
+    fc1_bias: Tensor | None
+    fc2_weight: Tensor
+    fc2_bias: Tensor | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        eps: float = 1e-5,
+        sequence_parallel: bool = False,
+        return_bias: bool = False,
+        get_rng_state_tracker: Callable[..., Any] | None = None,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        init_method: Init | None = None,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        activation: str = "gelu",
+        output_layer_init_method: Init | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        params_dtype: torch.dtype | None = None,
+        return_layernorm_output: bool = False,
+        return_layernorm_output_gathered: bool = False,
+        seq_length: int | None = None,
+        micro_batch_size: int | None = None,
+        set_parallel_mode: bool = False,
+        zero_centered_gamma: bool = False,
+        device: Any = None,
+        delay_wgrad_compute: bool = False,
+        name: str | None = None,
+    ) -> None:
+        check_parallelism(
+            "LayerNormMLP", sequence_parallel=sequence_parallel, tp_group=tp_group, tp_size=tp_size,
+            get_rng_state_tracker=get_rng_state_tracker,
+        )  # fmt: skip
+        check_normalization("LayerNormMLP", normalization)
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"LayerNormMLP: activation is {activation!r}; choose one of {', '.join(ACTIVATIONS)}")
+        super().__init__(name, fuse_wgrad_accumulation=fuse_wgrad_accumulation, delay_wgrad_compute=delay_wgrad_compute)
+        self.hidden_size, self.ffn_hidden_size, self.activation = hidden_size, ffn_hidden_size, activation
+        self.return_bias, self.return_layernorm_output = return_bias, return_layernorm_output
+        self._function, self._gated = ACTIVATIONS[activation]
+        self.add_norm(hidden_size, eps, normalization, zero_centered_gamma, device, params_dtype)
+        rows = 2 * ffn_hidden_size if self._gated else ffn_hidden_size
+        self.add_linear("fc1_", (rows, hidden_size), init_method, bias, device, params_dtype)
+        self.add_linear("fc2_", (hidden_size, ffn_hidden_size), output_layer_init_method, bias, device, params_dtype)
+
+    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
+        """inp (..., hidden_size); y of its shape, or a tuple of y, the bias and the norm's result as asked.
+
+        ``is_first_microbatch`` as in :class:`Linear`.
+        """
+        weights: list[Parts] = [[self.fc1_weight], [self.fc2_weight]]
+        active = self.prepare(inp, weights)
+        normed = self.norm(inp)
+        inner = self.product(0, normed, weights[0], self.fc1_bias, active, is_first_microbatch)
+        if self._gated:
+            first, second = inner.chunk(2, -1)
+            inner = self._function(first) * second
+        else:
+            inner = self._function(inner)
+        added = None if self.return_bias else self.fc2_bias
+        out = self.product(1, inner, weights[1], added, active, is_first_microbatch)
+        return self.returned(out, self.fc2_bias, normed)
+
+    def extra_repr(self) -> str:
+        sizes = f"hidden_size={self.hidden_size}, ffn_hidden_size={self.ffn_hidden_size}"
+        return f"{sizes}, normalization={self.normalization}, activation={self.activation}"

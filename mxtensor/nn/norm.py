@@ -1,0 +1,88 @@
+"""The norm in front of a linear layer: LayerNorm or RMSNorm by torch, in high precision."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .base import QuantizedModule, cast_bias
+
+NORMALIZATIONS = ("LayerNorm", "RMSNorm")
+
+
+def check_normalization(owner: str, normalization: str) -> None:
+    """Raise ValueError for a norm that there is not."""
+    if normalization not in NORMALIZATIONS:
+        raise ValueError(f"{owner}: normalization is {normalization!r}; choose one of {', '.join(NORMALIZATIONS)}")
+
+
+class NormBase(QuantizedModule):
+    """A module that begins with a norm: ``layer_norm_weight`` (H,) and, for LayerNorm, ``layer_norm_bias`` (H,)."""
+
+    layer_norm_weight: Tensor
+    layer_norm_bias: Tensor | None
+    return_bias: bool
+    return_layernorm_output: bool
+
+    def add_norm(
+        self, size: int, eps: float, normalization: str, zero_centered_gamma: bool, device: Any,
+        dtype: torch.dtype | None,
+    ) -> None:  # fmt: skip
+        """Register the norm's parameters. With ``zero_centered_gamma`` values are multiplied by 1 + weight."""
+        self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, zero_centered_gamma
+        ones = nn.init.zeros_ if zero_centered_gamma else nn.init.ones_
+        self.add_parameter("layer_norm_weight", (size,), ones, device, dtype)
+        if normalization == "LayerNorm":
+            self.add_parameter("layer_norm_bias", (size,), nn.init.zeros_, device, dtype)
+        else:
+            self.register_parameter("layer_norm_bias", None)
+
+    def norm(self, x: Tensor) -> Tensor:
+        """x (..., H) normalized, in its dtype."""
+        weight, bias = self.layer_norm_weight, self.layer_norm_bias
+        return normalized(x, weight, bias, self.eps, self.normalization, self.zero_centered_gamma)
+
+    def returned(self, out: Tensor, bias: Tensor | None, normed: Tensor) -> Any:
+        """The result alone, or with the bias and the norm's result where they are asked for."""
+        more = [cast_bias(bias, out)] if self.return_bias else []
+        more += [normed] if self.return_layernorm_output else []
+        return (out, *more) if more else out
+
+
+class Norm(nn.Module):
+    """A norm of its own: ``weight`` (H,) and, for LayerNorm, ``bias`` (H,)."""
+
+    bias: nn.Parameter | None
+
+    def __init__(
+        self, size: int, eps: float, normalization: str, zero_centered_gamma: bool, device: Any,
+        dtype: torch.dtype | None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, zero_centered_gamma
+        self.weight = nn.Parameter(torch.full((size,), 0.0 if zero_centered_gamma else 1.0, device=device, dtype=dtype))
+        has_bias = normalization == "LayerNorm"
+        self.bias = nn.Parameter(torch.zeros(size, device=device, dtype=dtype)) if has_bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., H) normalized, in its dtype."""
+        return normalized(x, self.weight, self.bias, self.eps, self.normalization, self.zero_centered_gamma)
+
+
+def normalized(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, normalization: str, zero_centered_gamma: bool
+) -> Tensor:
+    """x (..., H) normalized over its last dimension, in its dtype."""
+    shape, dtype = (weight.shape[0],), x.dtype
+    if zero_centered_gamma or weight.dtype is not dtype:
+        # 1 + weight would lose bits in 16, and torch's norms take one dtype.
+        wide = torch.promote_types(dtype, torch.float32)
+        x, weight, bias = x.to(wide), weight.to(wide), None if bias is None else bias.to(wide)
+    if zero_centered_gamma:
+        weight = 1 + weight
+    if normalization == "RMSNorm":
+        return F.rms_norm(x, shape, weight, eps).to(dtype)
+    return F.layer_norm(x, shape, weight, bias, eps).to(dtype)

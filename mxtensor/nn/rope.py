@@ -1,0 +1,99 @@
+"""Rotary position embedding (Su et al., RoFormer, arXiv:2104.09864): angles, and the rotation by them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .dot_product import FORMATS, member
+
+
+class RotaryPositionEmbedding(nn.Module):
+    """The angles ``position * base^(-2i / dim)`` of the first ``dim * rotary_percent`` channels of a head.
+
+    ``interleaved``: channels 2i and 2i + 1 turn together, otherwise i and i + half. ``seq_len_interpolation_factor``
+    divides positions (arXiv:2306.15595); with ``pretrained_max_position_embeddings`` sequences longer than that many
+    times the factor are squeezed into it instead. ``inv_freq`` stays float32 whatever the model is converted to: in
+    bfloat16 positions beyond 256 would run together.
+
+    Raises ValueError for a rotary dimension that is not even and positive.
+    """
+
+    inv_freq: Tensor
+
+    def __init__(
+        self,
+        dim: int,
+        rotary_percent: float = 1.0,
+        *,
+        seq_len_interpolation_factor: float | None = None,
+        pretrained_max_position_embeddings: int | None = None,
+        rotary_base: float = 10000.0,
+        interleaved: bool = False,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.dim = int(dim * rotary_percent)
+        if not 0 < self.dim <= dim or self.dim % 2:
+            raise ValueError(
+                f"RotaryPositionEmbedding: dim={dim} and rotary_percent={rotary_percent} leave {self.dim} channels, "
+                f"which turn in pairs; choose them so that an even number from 2 to {dim} is left"
+            )
+        self.rotary_base, self.interleaved = rotary_base, interleaved
+        self.factor, self.pretrained = seq_len_interpolation_factor, pretrained_max_position_embeddings
+        self.register_buffer("inv_freq", self._frequencies(device), persistent=False)
+        self.register_load_state_dict_pre_hook(_without_frequencies)
+
+    def _frequencies(self, device: torch.device | str | None) -> Tensor:
+        exponents = torch.arange(0, self.dim, 2, dtype=torch.float32, device=device) / self.dim
+        return 1.0 / self.rotary_base**exponents
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> RotaryPositionEmbedding:
+        super()._apply(fn, recurse)
+        self.inv_freq = self._frequencies(self.inv_freq.device)
+        return self
+
+    def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
+        """The angles of positions offset ... offset + max_seq_len - 1: (max_seq_len, 1, 1, dim) float32."""
+        positions = torch.arange(max_seq_len, dtype=torch.float32, device=self.inv_freq.device) + offset
+        if self.factor is not None:
+            known = None if self.pretrained is None else self.pretrained * self.factor
+            squeeze = self.factor if known is None or max_seq_len <= known else max_seq_len / self.pretrained  # type: ignore[operator]
+            positions = positions / squeeze
+        angles = positions[:, None] * self.inv_freq
+        pairs = angles.repeat_interleave(2, -1) if self.interleaved else torch.cat((angles, angles), -1)
+        return pairs[:, None, None, :]
+
+
+def _without_frequencies(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """TransformerEngine saves ``inv_freq``; here it follows from the arguments."""
+    state_dict.pop(prefix + "inv_freq", None)
+
+
+def _quarter_turn(x: Tensor, interleaved: bool) -> Tensor:
+    """Each pair (a, b) as (-b, a)."""
+    a, b = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
+    return torch.stack((-b, a), -1).flatten(-2) if interleaved else torch.cat((-b, a), -1)
+
+
+def apply_rotary_pos_emb(t: Tensor, freqs: Tensor, tensor_format: str = "sbhd", *, interleaved: bool = False) -> Tensor:
+    """``t`` (s, b, h, d), or (b, s, h, d) for ``bshd``, with its first ``freqs.shape[-1]`` channels turned.
+
+    ``freqs`` (s or more, 1, 1, d or fewer) as ``RotaryPositionEmbedding`` gives them, with the same ``interleaved``.
+    Computed in float32 (float64 for float64) and rounded once to the dtype of ``t``. Raises ValueError for a format
+    it does not know, or angles that are too few or too wide.
+    """
+    member("apply_rotary_pos_emb: tensor_format", tensor_format, FORMATS)
+    length, turned = t.shape[tensor_format.index("s")], freqs.shape[-1]
+    if length > freqs.shape[0] or turned > t.shape[-1]:
+        raise ValueError(
+            f"apply_rotary_pos_emb: angles {tuple(freqs.shape)} do not reach over {tensor_format} {tuple(t.shape)}; "
+            f"make them by RotaryPositionEmbedding(dim={t.shape[-1]})({length})"
+        )
+    freqs = freqs[:length] if tensor_format == "sbhd" else freqs[:length].transpose(0, 1)
+    x = t[..., :turned].to(torch.promote_types(t.dtype, torch.float32))
+    x = x * freqs.cos() + _quarter_turn(x, interleaved) * freqs.sin()
+    return torch.cat((x.to(t.dtype), t[..., turned:]), -1)

@@ -1,0 +1,143 @@
+"""What one product of a module keeps from one call to the next: amax histories, a quantized weight, wgrads to come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..codec import Operand
+from ..delayed import DelayedState
+from ..dispatch import resumed, surroundings, torch_autocasts
+from ..linear import Scales, WgradHook, weight_copies
+from ..roles import Roles
+from ..tensor import MXTensor
+
+Operands = tuple[Operand | None, Operand | None]
+"""The rowwise and the columnwise copy of a weight."""
+Compute = Callable[[torch.dtype], Tensor]
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A weight quantized for several microbatches, and what it was made of."""
+
+    operands: Operands
+    roles: Roles
+    versions: tuple[tuple[int, int], ...]
+
+
+def _versions(parts: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
+    """Identity and version of each parameter: every write in place, an optimizer's step too, makes another version."""
+    return tuple((id(part), -1 if part.is_inference() else part._version) for part in parts)
+
+
+class Slot:
+    """The state of one product of a module."""
+
+    def __init__(self) -> None:
+        self.state: DelayedState | None = None
+        self.loaded: dict[str, Tensor] | None = None
+        """A delayed state from a checkpoint, until a recipe says what it is for."""
+        self._kept: _Kept | None = None
+        self._pending: list[Callable[[], None]] = []
+
+    # ---------------------------------------------------------------------------------------- delayed scaling
+
+    def settle(self, roles: Roles, device: torch.device) -> None:
+        """Make the delayed state that ``roles`` ask for; a state of other roles goes.
+
+        Raises ValueError where a checkpoint's history has another length than the recipe's.
+        """
+        if roles.delayed is None:
+            self.state = None
+        elif self.state is None or self.state.roles != roles:
+            with torch.inference_mode(False):  # training goes on with what an evaluation has made
+                state = DelayedState(roles, device)
+            if self.loaded is not None:
+                state.load_state_dict(self.loaded)
+            self.state, self.loaded = state, None
+        elif self.state.amax.device != device:
+            self.move(device)
+
+    def move(self, device: torch.device) -> None:
+        """The delayed state on another device."""
+        if self.state is not None:
+            old, self.state = self.state.state_dict(), DelayedState(self.state.roles, device)
+            self.state.load_state_dict(old)
+
+    def scales(self, group: Any) -> Scales | None:
+        """The scales of this forward pass, which becomes a step of the history."""
+        return None if self.state is None else self.state.step(group)
+
+    # ---------------------------------------------------------------------------------------- weights kept
+
+    def operands(
+        self, weight: Tensor, parts: Sequence[Tensor], roles: Roles, scales: Scales | None, first: bool | None
+    ) -> Operands | None:
+        """The quantized copies of ``weight``, made of ``parts``, for this microbatch; None: it is to be cast there.
+
+        ``first`` True makes them and keeps them, False takes those kept unless the weight or its roles have changed
+        since, None keeps none.
+        """
+        if first is None or isinstance(weight, MXTensor) or roles.weight.rowwise is None:
+            return None
+        versions, kept = _versions(parts), self._kept
+        if first or kept is None or kept.roles.weight != roles.weight or kept.versions != versions:
+            with torch.inference_mode(False):
+                kept = self._kept = _Kept(weight_copies(weight, roles, scales), roles, versions)
+        return kept.operands
+
+    # ---------------------------------------------------------------------------------------- weight gradients
+
+    def on_wgrad(self, parts: Sequence[Any], dtype: torch.dtype, fused: bool, later: bool) -> WgradHook | None:
+        """What the backward pass is to do with the gradient of the weight made of ``parts``; None: as torch does.
+
+        ``fused`` adds it, in float32, to ``main_grad``; ``later`` leaves it to ``backward_dw``. ``dtype``: in which
+        the product would be made otherwise.
+        """
+        if not fused and not later:
+            return None
+
+        def add(compute: Compute) -> None:
+            accumulate(parts, compute(torch.float32 if fused else dtype), fused)
+
+        def hook(compute: Compute) -> None:
+            if not later:
+                return add(compute)
+            there, device = surroundings(), parts[0].device
+
+            def run() -> None:
+                plain = torch.autocast(device.type, enabled=False) if torch_autocasts(device) else nullcontext()
+                with torch.no_grad(), plain, resumed(*there):
+                    add(compute)
+
+            self._pending.append(run)
+
+        return hook
+
+    def backward_dw(self) -> None:
+        """Make the weight gradients of all backward passes since the last call, and add them up."""
+        while self._pending:
+            self._pending.pop(0)()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies: they keep the histories; weights kept and gradients to come are of the original's parameters."""
+        return self.__dict__ | {"_kept": None, "_pending": []}
+
+
+def accumulate(parts: Sequence[Any], dw: Tensor, fused: bool) -> None:
+    """Add the gradient (N, K) to ``main_grad`` or ``grad`` of the parameters whose rows make up the weight."""
+    for part, rows in zip(parts, dw.split([part.shape[0] for part in parts]), strict=True):
+        if not part.requires_grad:
+            continue
+        if fused:
+            part.main_grad.add_(rows)
+        elif part.grad is None:
+            part.grad = rows.to(part.dtype, copy=len(parts) > 1)
+        else:
+            part.grad.add_(rows.to(part.dtype))

@@ -1,0 +1,284 @@
+"""TransformerLayer: attention and a feed-forward network around residual connections."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .attention import MultiheadAttention
+from .base import Init, check_parallelism
+from .dot_product import PaddingMask, Window, member
+from .layernorm_mlp import LayerNormMLP
+from .norm import Norm
+
+LAYER_TYPES = ("encoder", "decoder")
+
+
+class TransformerLayer(nn.Module):
+    """(s, b, hidden_size) -> the same, for ``bshd`` (b, s, hidden_size); a norm precedes each block.
+
+    Blocks, named as TransformerEngine names them: ``self_attention``, for ``decoder`` ``inter_attention``, then
+    ``layernorm_mlp``. ``output_layernorm`` puts the first norm behind everything (``layernorm``);
+    ``apply_residual_connection_post_layernorm`` takes residuals after the norms; ``parallel_attention_mlp`` gives both
+    blocks the same input. ``drop_path_rate`` skips self-attention and feed-forward network for that share of samples.
+    A state dict of nn.TransformerEncoderLayer (of nn.TransformerDecoderLayer, for ``decoder``) with
+    ``norm_first=True`` loads too. ``seq_length`` and ``micro_batch_size`` are accepted for TransformerEngine's sake:
+    nothing is compiled ahead.
+
+    Raises ValueError for sizes that do not divide, words it does not know and options that exclude each other,
+    NotImplementedError for parallelism.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        num_attention_heads: int,
+        num_gqa_groups: int | None = None,
+        layernorm_epsilon: float = 1e-5,
+        hidden_dropout: float = 0.1,
+        attention_dropout: float = 0.1,
+        init_method: Init | None = None,
+        output_layer_init_method: Init | None = None,
+        layer_number: int | None = None,
+        kv_channels: int | None = None,
+        *,
+        self_attn_mask_type: str = "causal",
+        window_size: Window | None = None,
+        enc_dec_attn_mask_type: str = "no_mask",
+        enc_dec_window_size: Window | None = None,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        params_dtype: torch.dtype | None = None,
+        get_rng_state_tracker: Any = None,
+        fuse_wgrad_accumulation: bool = False,
+        seq_length: int | None = None,
+        micro_batch_size: int | None = None,
+        sequence_parallel: bool = False,
+        apply_residual_connection_post_layernorm: bool = False,
+        output_layernorm: bool = False,
+        parallel_attention_mlp: bool = False,
+        layer_type: str = "encoder",
+        drop_path_rate: float = 0.0,
+        set_parallel_mode: bool = False,
+        fuse_qkv_params: bool = False,
+        zero_centered_gamma: bool = False,
+        qkv_weight_interleaved: bool = True,
+        rotary_pos_interleaved: bool = False,
+        bias: bool = True,
+        activation: str = "gelu",
+        normalization: str = "LayerNorm",
+        device: torch.device | str | None = None,
+        attn_input_format: str = "sbhd",
+        name: str | None = None,
+    ) -> None:
+        super().__init__()
+        title = name or type(self).__name__
+        check_parallelism(
+            title, sequence_parallel=sequence_parallel, tp_group=tp_group, tp_size=tp_size,
+            get_rng_state_tracker=get_rng_state_tracker, set_parallel_mode=set_parallel_mode,
+        )  # fmt: skip
+        member(f"{title}: layer_type", layer_type, LAYER_TYPES)
+        post_norm = apply_residual_connection_post_layernorm
+        if parallel_attention_mlp and (layer_type == "decoder" or post_norm or output_layernorm):
+            raise ValueError(
+                f"{title}: parallel_attention_mlp excludes layer_type='decoder', output_layernorm and "
+                "apply_residual_connection_post_layernorm; leave those out"
+            )
+        self.layer_type, self.residual_after_norm = layer_type, post_norm
+        self.parallel_attention_mlp, self.output_layernorm = parallel_attention_mlp, output_layernorm
+        self.hidden_dropout, self.drop_path_rate = hidden_dropout, drop_path_rate
+        common: dict[str, Any] = {
+            "init_method": init_method,
+            "output_layer_init_method": output_layer_init_method,
+            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+            "params_dtype": params_dtype,
+            "zero_centered_gamma": zero_centered_gamma,
+            "bias": bias,
+            "normalization": normalization,
+            "device": device,
+            "return_layernorm_output": post_norm,
+        }
+
+        def attention(kind: str, attribute: str, mask_type: str, window: Window | None, normed: bool) -> nn.Module:
+            return MultiheadAttention(
+                hidden_size,
+                num_attention_heads,
+                kv_channels,
+                attention_dropout,
+                layernorm_epsilon,
+                layer_number=layer_number,
+                attn_mask_type=mask_type,
+                window_size=window,
+                num_gqa_groups=num_gqa_groups,
+                input_layernorm=normed,
+                attention_type=kind,
+                fuse_qkv_params=fuse_qkv_params,
+                qkv_weight_interleaved=qkv_weight_interleaved,
+                rotary_pos_interleaved=rotary_pos_interleaved,
+                qkv_format=attn_input_format,
+                name=f"{title}.{attribute}",
+                **common,
+            )
+
+        self.self_attention = attention(
+            "self", "self_attention", self_attn_mask_type, window_size, not output_layernorm
+        )
+        if layer_type == "decoder":
+            self.inter_attention = attention(
+                "cross", "inter_attention", enc_dec_attn_mask_type, enc_dec_window_size, True
+            )
+        self.layernorm_mlp = LayerNormMLP(
+            hidden_size,
+            ffn_hidden_size,
+            eps=layernorm_epsilon,
+            activation=activation,
+            name=f"{title}.layernorm_mlp",
+            **common,
+        )
+        if output_layernorm:
+            self.layernorm = Norm(
+                hidden_size, layernorm_epsilon, normalization, zero_centered_gamma, device, params_dtype
+            )
+        self.batch_dim = attn_input_format.index("b")
+        self.register_load_state_dict_pre_hook(_from_torch_names)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: PaddingMask | None = None,
+        self_attn_mask_type: str | None = None,
+        window_size: Window | None = None,
+        encoder_output: Tensor | None = None,
+        enc_dec_attn_mask: PaddingMask | None = None,
+        enc_dec_attn_mask_type: str | None = None,
+        enc_dec_window_size: Window | None = None,
+        is_first_microbatch: bool | None = None,
+        *,
+        checkpoint_core_attention: bool = False,
+        rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """Masks as in DotProductAttention, those that begin with ``enc_dec`` for ``inter_attention``.
+
+        ``rotary_pos_emb`` turns queries and keys of self-attention. Raises ValueError where a decoder has no
+        ``encoder_output``, or an encoder one.
+        """
+        if (encoder_output is None) is (self.layer_type == "decoder"):
+            needs = "needs encoder_output" if encoder_output is None else "takes no encoder_output"
+            raise ValueError(f"TransformerLayer: layer_type={self.layer_type!r} {needs}")
+        both: dict[str, Any] = {
+            "is_first_microbatch": is_first_microbatch,
+            "checkpoint_core_attention": checkpoint_core_attention,
+        }
+        x = hidden_states
+        attended = self.self_attention(
+            x, attention_mask, attn_mask_type=self_attn_mask_type, window_size=window_size,
+            rotary_pos_emb=rotary_pos_emb, **both,
+        )  # fmt: skip
+        if self.parallel_attention_mlp:
+            y = self.layernorm_mlp(x, is_first_microbatch=is_first_microbatch)
+            return self._added(attended + y, x, self.drop_path_rate)
+        x = self._residual(attended, x, self.drop_path_rate, self.residual_after_norm and not self.output_layernorm)
+        if self.layer_type == "decoder":
+            attended = self.inter_attention(
+                x, enc_dec_attn_mask, encoder_output, enc_dec_attn_mask_type, enc_dec_window_size, **both
+            )
+            x = self._residual(attended, x, 0.0, self.residual_after_norm)
+        y = self.layernorm_mlp(x, is_first_microbatch=is_first_microbatch)
+        x = self._residual(y, x, self.drop_path_rate, self.residual_after_norm)
+        return self.layernorm(x) if self.output_layernorm else x
+
+    def _residual(self, block: Any, x: Tensor, drop_path_rate: float, after_norm: bool) -> Tensor:
+        """A block's output added to its input, or to the norm's output that came with it."""
+        y, x = block if after_norm else (block, x)
+        return self._added(y, x, drop_path_rate)
+
+    def _added(self, y: Tensor, x: Tensor, drop_path_rate: float) -> Tensor:
+        y = F.dropout(y, self.hidden_dropout, self.training)
+        if self.training and drop_path_rate > 0.0:
+            shape = [1] * y.dim()
+            shape[self.batch_dim] = y.shape[self.batch_dim]
+            y = y * F.dropout(y.new_ones(shape), drop_path_rate)
+        return x + y
+
+    @classmethod
+    def from_torch(
+        cls, module: nn.TransformerEncoderLayer | nn.TransformerDecoderLayer, **options: Any
+    ) -> TransformerLayer:
+        """The layer that computes what ``module`` does, with copies of its parameters; ``options`` override arguments.
+
+        Its mask type is ``no_mask``: masks that torch takes as tensors are ``arbitrary`` here. torch's dropout behind
+        the activation has no counterpart. Raises NotImplementedError for ``norm_first=False`` and activations that
+        LayerNormMLP does not have.
+        """
+        if not module.norm_first:
+            raise NotImplementedError(
+                "TransformerLayer.from_torch: norm_first=False puts norms behind the residual connections; only "
+                "norm_first=True is offered: keep torch's module, which autocast reaches too"
+            )
+        decoder = isinstance(module, nn.TransformerDecoderLayer)
+        weight = module.linear1.weight
+        known: dict[str, Any] = {
+            "layernorm_epsilon": module.norm1.eps,
+            "hidden_dropout": module.dropout1.p,
+            "attention_dropout": module.self_attn.dropout,
+            "self_attn_mask_type": "no_mask",
+            "layer_type": "decoder" if decoder else "encoder",
+            "bias": module.linear1.bias is not None,
+            "activation": _activation_name(module.activation),
+            "attn_input_format": "bshd" if module.self_attn.batch_first else "sbhd",
+            "params_dtype": weight.dtype,
+            "device": weight.device,
+        }
+        made = cls(weight.shape[1], weight.shape[0], module.self_attn.num_heads, **(known | options))
+        made.load_state_dict(module.state_dict())
+        return made.train(module.training)
+
+
+ENCODER_NAMES = {
+    "norm1.": "self_attention.layernorm_qkv.layer_norm_",
+    "self_attn.": "self_attention.",
+    "norm2.": "layernorm_mlp.layer_norm_",
+    "linear1.": "layernorm_mlp.fc1_",
+    "linear2.": "layernorm_mlp.fc2_",
+}
+DECODER_NAMES = ENCODER_NAMES | {
+    "norm2.": "inter_attention.layernorm_query.layer_norm_",
+    "multihead_attn.": "inter_attention.",
+    "norm3.": "layernorm_mlp.layer_norm_",
+}
+"""How names begin in torch's layers -> here; MultiheadAttention takes it from there."""
+
+
+def _from_torch_names(module: TransformerLayer, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """Before a state dict is loaded: what torch's layers call their parameters."""
+    names = DECODER_NAMES if module.layer_type == "decoder" else ENCODER_NAMES
+    for theirs, ours in names.items():
+        found = [key for key in state_dict if key.startswith(prefix + theirs)]
+        for key in found:
+            state_dict[f"{prefix}{ours}{key.removeprefix(prefix + theirs)}"] = state_dict.pop(key)
+        # Where torch's layers have no biases, their norms have none; here norms always have one.
+        if theirs.startswith("norm") and found == [f"{prefix}{theirs}weight"]:
+            state_dict[f"{prefix}{ours}bias"] = torch.zeros_like(state_dict[f"{prefix}{ours}weight"])
+
+
+TORCH_ACTIVATIONS = {
+    F.relu: "relu", torch.relu: "relu", nn.ReLU: "relu", F.silu: "silu", nn.SiLU: "silu",
+    F.gelu: "gelu_erf", nn.GELU: "gelu_erf",
+}  # fmt: skip
+"""Functions and classes of modules -> the activation here."""
+
+
+def _activation_name(activation: Any) -> str:
+    if isinstance(activation, nn.GELU) and activation.approximate == "tanh":
+        return "gelu"
+    name = TORCH_ACTIVATIONS.get(activation) or TORCH_ACTIVATIONS.get(type(activation))
+    if name is None:
+        raise NotImplementedError(
+            f"TransformerLayer.from_torch: activation {activation!r}; relu, gelu and silu of torch are offered: keep "
+            "torch's module, which autocast reaches too"
+        )
+    return name

@@ -1,0 +1,225 @@
+"""The training example: it learns, stops and goes on bit for bit, and says what it did."""
+
+import pytest
+import torch
+
+pytest.importorskip("tqdm")
+pytest.importorskip("matplotlib")
+
+from examples import train_lm
+from examples.curves import smooth
+from examples.gpt import SIZES, load_text, split
+from examples.train_lm import RECIPES, Run, Settings, quantized_weights
+
+PAPER = ["qkv", "projection", "up", "down"]
+
+
+@pytest.fixture(autouse=True)
+def generators():
+    """``main`` seeds torch's generator."""
+    state = torch.get_rng_state()
+    yield
+    torch.set_rng_state(state)
+
+
+@pytest.fixture
+def main(tmp_path):
+    """The example on the smallest model and the CPU, its picture in a folder of the test."""
+
+    def run(*arguments):
+        picture = tmp_path / "picture.png"
+        train_lm.main(["--size", "tiny", "--device", "cpu", "--plot", str(picture), *map(str, arguments)])
+        return picture
+
+    return run
+
+
+def row(out, recipe):
+    """The numbers of a recipe's line of the table, as text."""
+    (cells,) = (line.split() for line in out.splitlines() if line.startswith(f"{recipe} "))
+    return cells[1:]
+
+
+def test_it_learns_beside_its_twin_and_shows_it(main, capsys):
+    picture = main("--compare")
+    out = capsys.readouterr().out
+    assert "Python's standard library" in out
+    for recipe, layers in (("mxfp8", "4"), ("none", "0")):
+        steps, training, held_out, speed, *quantized = row(out, recipe)
+        assert steps == "60"
+        assert float(training) < 3.3 and float(held_out) < 3.3  # from ln 256 = 5.5
+        assert float(speed.replace(",", "")) > 0
+        assert quantized == [layers, "of", "5"]
+    trained = [float(row(out, recipe)[2]) for recipe in ("mxfp8", "none")]
+    assert abs(trained[0] - trained[1]) < 0.05
+    assert "4 quantized layers: 4 fprop by emulated, 4 dgrad by emulated, 4 wgrad by emulated" in out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert picture.stat().st_size > 20_000
+
+
+def assert_same(a, b, where="checkpoint"):
+    """Equal values, tensors bit for bit, in containers of every kind."""
+    assert type(a) is type(b), where
+    if isinstance(a, torch.Tensor):
+        assert a.dtype == b.dtype and torch.equal(a, b), where
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys(), where
+        for key in a:
+            assert_same(a[key], b[key], f"{where}[{key!r}]")
+    elif isinstance(a, (list, tuple)):
+        assert len(a) == len(b), where
+        for i, pair in enumerate(zip(a, b, strict=True)):
+            assert_same(*pair, f"{where}[{i}]")
+    else:
+        assert a == b, where
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp4", "nvfp4", "float8-delayed"])
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(recipe, main, tmp_path):
+    """Also where gradients round stochastically and where scales come from earlier steps."""
+    whole, parts = tmp_path / "whole.pt", tmp_path / "parts.pt"
+    main("--recipe", recipe, "--steps", 24, "--checkpoint", whole)
+    main("--recipe", recipe, "--steps", 11, "--checkpoint", parts)
+    torch.manual_seed(7)  # another process
+    main("--recipe", recipe, "--steps", 24, "--checkpoint", parts, "--resume")
+    expected, resumed = (torch.load(path, weights_only=True) for path in (whole, parts))
+    assert [step for step, _ in resumed["held_out"]] == [0, 11, 20, 24]  # one look more
+    assert [look for look in resumed["held_out"] if look[0] != 11] == expected["held_out"]
+    del expected["held_out"], resumed["held_out"]
+    assert len(expected["losses"]) == 24
+    assert bool(expected["delayed"]) == (recipe == "float8-delayed")
+    assert_same(expected, resumed)
+
+
+def test_a_twin_has_a_checkpoint_of_its_own(main, tmp_path, capsys):
+    path = tmp_path / "run.pt"
+    main("--steps", 4, "--checkpoint", path, "--compare")
+    assert sorted(p.name for p in tmp_path.glob("*.pt")) == ["run-none.pt", "run.pt"]
+    capsys.readouterr()
+    main("--steps", 6, "--checkpoint", path, "--compare", "--resume")
+    out = capsys.readouterr().out
+    assert [row(out, recipe)[0] for recipe in ("mxfp8", "none")] == ["6", "6"]
+
+
+def test_a_finished_run_resumes_to_its_own_table(main, tmp_path, capsys):
+    path = tmp_path / "run.pt"
+    main("--steps", 4, "--checkpoint", path)
+    first = row(capsys.readouterr().out, "mxfp8")
+    main("--steps", 4, "--checkpoint", path, "--resume")
+    assert row(capsys.readouterr().out, "mxfp8")[:3] == first[:3]
+
+
+def test_minutes_stop_it_and_the_twin_does_as_many_steps(main, capsys):
+    main("--minutes", 0.002, "--compare")
+    out = capsys.readouterr().out
+    steps = row(out, "mxfp8")[0]
+    assert int(steps) >= 1
+    assert row(out, "none")[0] == steps
+
+
+def settings(recipe, quantize_all=False):
+    return Settings(recipe, quantize_all, size="tiny", seed=0, device="cpu", text="")
+
+
+@pytest.fixture(scope="module")
+def text():
+    return load_text(None)
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES, "mxint8", "float8_e4m3_1x128"])
+def test_every_recipe_trains_its_layers_in_three_products(recipe, text):
+    run = Run.of(settings(recipe))
+    names = [name.split(".")[-2] for name in quantized_weights(run.model)]
+    assert names == ([] if recipe in ("none", "bf16") else PAPER)
+    said = train_lm.evidence(run, text)
+    if names:
+        assert [said.count(f"4 {product} by ") for product in ("fprop", "dgrad", "wgrad")] == [1, 1, 1]
+    else:
+        assert said.endswith("0 quantized layers: no product")
+    run.optimizer.zero_grad()
+    learned, held_out = split(text)
+    run.look(held_out)
+    for _ in range(20):
+        run.step(learned)
+    run.look(held_out)
+    (_, before), (_, after) = run.held_out
+    assert 5.3 < before < 5.7
+    assert after < 4.3
+
+
+def test_quantize_all_takes_the_head_too(text):
+    run = Run.of(settings("mxfp8", quantize_all=True))
+    assert [name.split(".")[-2] for name in quantized_weights(run.model)] == [*PAPER, "head"]
+    assert "5 fprop by emulated, 5 dgrad by emulated, 5 wgrad by emulated" in train_lm.evidence(run, text)
+
+
+def test_twins_begin_alike():
+    plain, quantized = Run.of(settings("none")), Run.of(settings("mxfp8"))
+    assert_same(plain.model.state_dict(), quantized.model.state_dict())
+    assert torch.equal(plain.sampler.get_state(), quantized.sampler.get_state())
+
+
+def test_the_text_of_a_file(main, tmp_path, capsys):
+    """One byte repeated is learned at once."""
+    book = tmp_path / "book.txt"
+    book.write_text("a" * 2000)
+    main("--text", book, "--steps", 20)
+    out = capsys.readouterr().out
+    assert f"{book}, 2,000 bytes" in out
+    assert float(row(out, "mxfp8")[2]) < 0.5
+
+
+def test_held_out_text_is_not_learned_from():
+    learned, held_out = split(torch.arange(95, dtype=torch.uint8))
+    assert torch.cat([learned, held_out]).tolist() == list(range(95))
+    assert len(held_out) == 10
+
+
+def test_smoothing_by_hand():
+    assert smooth([3.0, 3.0, 3.0]) == pytest.approx([3, 3, 3])
+    assert smooth([1.0, 4.0], keep=0.5) == pytest.approx([1, (0.5 * 1 + 4) / 1.5])
+
+
+def test_parameters_of_the_largest_size():
+    with torch.device("meta"):
+        model = train_lm.GPT(SIZES["base"])
+    assert 85e6 < sum(p.numel() for p in model.parameters()) < 87e6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--recipe", "mxfp7"], "nvfp4, float8-current, float8-delayed, float8-block, or any format by name"),
+        (["--recipe", "mxfp7"], "unknown format 'mxfp7'"),
+        (["--text", "nowhere.txt"], "there is no file nowhere.txt"),
+        (["--text", "{short}"], "has 14 bytes; windows of 32 need 330 or more"),
+        (["--steps", "0"], "--steps: 0 is not positive"),
+        (["--resume"], "name the file with --checkpoint"),
+        (["--resume", "--checkpoint", "nowhere.pt"], "there is no file nowhere.pt"),
+        (["--checkpoint", "{short}"], "is there already; add --resume, or name another file"),
+    ],
+)
+def test_mistakes_are_named(arguments, message, main, tmp_path, capsys):
+    short = tmp_path / "short.txt"
+    short.write_text("print('short')")
+    with pytest.raises(SystemExit):
+        main(*(argument.format(short=short) for argument in arguments))
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--recipe", "mxfp4"], "was trained with recipe mxfp8, not mxfp4"),
+        (["--seed", "1"], "was trained with seed 0, not 1"),
+        (["--quantize-all"], "was trained with quantize_all False, not True"),
+    ],
+)
+def test_a_checkpoint_of_other_settings_is_refused(arguments, message, main, tmp_path, capsys):
+    path = tmp_path / "run.pt"
+    main("--steps", 1, "--checkpoint", path)
+    before = path.read_bytes()
+    with pytest.raises(SystemExit):
+        main("--checkpoint", path, "--resume", *arguments)
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert path.read_bytes() == before
