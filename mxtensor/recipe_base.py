@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any, ClassVar, TypeVar
 
-from .roles import Delayed, KernelPreference, Role, Roles
+from .roles import Delayed, KernelPreference, Role, Roles, roles_by_key
 
 Parsed = TypeVar("Parsed")
 
@@ -54,18 +54,24 @@ class Recipe:
     """
 
     def __post_init__(self) -> None:
-        self.roles()
+        self._now: Roles | None = self._one_of_its_kind()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set a field. The roles follow at once, for Dynamo can read them but not make them."""
+        object.__setattr__(self, name, value)
+        if name != "_now" and "_now" in self.__dict__:
+            try:
+                self._now = self._one_of_its_kind()
+            except ValueError:  # said by roles(), when all fields have been set
+                self._now = None
 
     def roles(self) -> Roles:
         """The casts that this recipe stands for now. Raises ValueError for impossible fields."""
-        key = (type(self), *vars(self).values())
-        try:
-            found = _known.get(key)
-        except TypeError:  # a list, say, where a name belongs
-            return self._roles()
-        if found is None:
-            found = _known[key] = self._roles()
-        return found
+        return self._roles() if self._now is None else self._now
+
+    def _one_of_its_kind(self) -> Roles:
+        """The roles as one object for all recipes that say the same."""
+        return roles_by_key(self._roles().key)
 
     def _roles(self) -> Roles:
         raise NotImplementedError(f"{type(self).__name__} must define _roles(); CustomRecipe takes any formats")
@@ -123,10 +129,6 @@ class Recipe:
             if field.name not in shown and value != field.default:
                 parts.append(f"{field.name}={_text(value)}")
         return ", ".join(parts)
-
-
-_known: dict[tuple[Any, ...], Roles] = {}
-"""Type and fields of a recipe -> its roles: every forward pass of every layer asks."""
 
 
 def _text(value: Any) -> str:

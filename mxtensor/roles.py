@@ -135,7 +135,7 @@ class Roles:
                 f"weight {self.weight.signs}"
             )
         object.__setattr__(self, "key", repr(self))
-        _by_key[self.key] = self
+        _by_key.setdefault(self.key, self)
 
     def __reduce__(self) -> Any:
         """Made anew where it is unpickled, so that ``roles_by_key`` knows it there."""
@@ -152,7 +152,7 @@ _by_key: dict[str, Roles] = {}
 
 
 def roles_by_key(key: str) -> Roles:
-    """The Roles whose ``key`` this is."""
+    """The first Roles made whose ``key`` this is."""
     return _by_key[key]
 
 
