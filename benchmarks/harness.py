@@ -97,8 +97,10 @@ def timed(
     for done in range(repeats):
         if done >= FEWEST_ROUNDS and time.perf_counter() - begin > seconds:
             break
-        for name, sample in ready.items():
-            samples[name].append(sample())
+        names = list(ready)
+        first = done % max(len(names), 1)  # each comes first in turn: what ran before leaves a chip warm or cool
+        for name in names[first:] + names[:first]:
+            samples[name].append(ready[name]())
     row.times = {name: statistics.median(values) for name, values in samples.items()}
     base = samples.get(next(iter(contenders), ""))
     if base:

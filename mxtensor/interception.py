@@ -17,7 +17,7 @@ from torch import Tensor
 from . import recompute
 from .delayed import DelayedState
 from .dispatch import torch_autocasts
-from .linear import Options, Scales, linear
+from .linear import Options, Scales, linear, values_of
 from .roles import Role, Roles
 from .tensor import MXTensor
 from .training_weight import STATE, WEIGHT_FUNCTIONS, TrainingWeight
@@ -101,7 +101,8 @@ def delayed_state(weight: Tensor, roles: Roles) -> DelayedState:
             state = state.to(weight.device)
             setattr(home, name, state)
         return state
-    if torch.compiler.is_compiling():  # not by Dynamo alone: AOTAutograd gives weights of quantize_ without attributes
+    # Not by Dynamo alone: AOTAutograd gives weights of quantize_ without attributes, and is no compiler in torch 2.11.
+    if torch.compiler.is_compiling() or type(values_of(weight)) not in (Tensor, torch.nn.Parameter):
         raise RuntimeError(
             "delayed scaling has no amax history for this layer, and torch.compile cannot make one: run one step "
             "in eager mode before you compile, inside mx.autocast(recipe=DelayedScaling()), not by mx.quantize_"
