@@ -13,7 +13,7 @@ from typing import Any
 
 from mxtensor.report import COLORS
 
-from . import cast, linear
+from . import cast, linear, train_linear
 from .cuda import GpuRow
 from .harness import read_json
 
@@ -197,11 +197,58 @@ def _linear_targets(names: Sequence[str]) -> dict[str, float]:
     return asked
 
 
+# ---------------------------------------------------------------------------------------------- training
+
+
+def draw_train_linear(machine: dict[str, Any], rows: Sequence[train_linear.TrainRow]) -> Any:
+    """Time over bfloat16 of a step: a row for each contender, a mark for each shape, full where it is compiled."""
+    names = list(dict.fromkeys(row.contender for row in rows if row.relative.keys() - {train_linear.BASE}))
+    shapes = list(dict.fromkeys(row.shape for row in rows))
+    figure = _figure(10.5, 2.0 + 0.42 * len(names))
+    axes = figure.add_subplot()
+    _names_down(axes, names)
+    axes.axvline(1, color=INK, linewidth=0.9)
+    for name in names:
+        probe = train_linear.TrainRow("", {}, contender=name, relative={train_linear.EAGER: 1.0})
+        for target in train_linear.TARGETS:
+            if list(target.figures([probe])):
+                i = names.index(name)
+                axes.plot([target.limit] * 2, [i - 0.42, i + 0.42], color=COLORS[2], linewidth=1.8, zorder=2)
+
+    def style(shape: str, how: str) -> dict[str, Any]:
+        place = shapes.index(shape)
+        color = COLORS[(0, 1, 3)[place % 3]]
+        face = color if how == train_linear.COMPILED else "white"
+        return {"marker": SHAPE_MARKERS[place % 3], "color": color, "markerfacecolor": face, "markersize": 6.5}
+
+    ways = (train_linear.EAGER, train_linear.COMPILED)
+    found = [1.0]
+    for row in (row for row in rows if row.contender in names):
+        for how in (how for how in ways if how in row.relative):
+            y = names.index(row.contender) + (-0.2, 0.2)[shapes.index(row.shape) % 2]
+            axes.plot(row.over_base(how), y, zorder=3, **style(row.shape, how))
+            found.append(row.over_base(how))
+    low, high = min(found) / 1.1, max(found) * 1.1
+    ticks = [t for t in (0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.2, 1.5, 2, 3, 4) if low <= t <= high]
+    axes.set_xscale("log")
+    axes.set_xticks(ticks, ["bf16" if t == 1 else f"{t:g}x" for t in ticks], fontsize=9)
+    axes.minorticks_off()
+    axes.set_xlim(low, high)
+    axes.set_xlabel("time of forward and backward over bfloat16's of the same round (logarithmic)", fontsize=9.5)
+    keys = {
+        f"{shape.replace('x', ' x ')}, {how}": {"linestyle": ""} | style(shape, how) for shape in shapes for how in ways
+    }
+    _title(figure, "Training a linear layer: time over bfloat16 (lower is better)", machine)
+    _legend(figure, keys | {"target": TARGET_KEY}, 3)
+    return figure
+
+
 # ---------------------------------------------------------------------------------------------- the command
 
 DRAWN: dict[str, tuple[type[GpuRow], Callable[[dict[str, Any], Any], Any]]] = {
     "cast": (cast.CastRow, draw_cast),
     "linear": (linear.LinearRow, draw_linear),
+    "train_linear": (train_linear.TrainRow, draw_train_linear),
 }
 """Name of the record -> (its rows, what draws them)."""
 

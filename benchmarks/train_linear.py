@@ -189,35 +189,44 @@ def measured(name: str, problem: Problem, make: Make, args: Any, guard: Callable
 # ---------------------------------------------------------------------------------------------- memory of a chain
 
 
+MEMORY_HEADER = ["rows", "recipe", "kept MiB", "over bf16", "peak MiB", "over bf16", "peak, new gradients", "over bf16"]
+
+
 def chain_memory(device: str, rows: int, width: int = 8192) -> list[list[str]]:
-    """Lines: rows of activations, recipe, peak MiB of a step of a chain of linear layers and what is kept for backward,
-    both over bfloat16's."""
-    lines: list[list[str]] = []
-    base: tuple[float, float] | None = None
+    """Lines: rows of activations, recipe; MiB that wait for backward; the peak of a step whose gradients are there
+    before it (accumulated, or in the buckets of data parallelism), and of one that allocates them; all over bfloat16's.
+    """
+    before = torch.cuda.memory_allocated()
     x = torch.randn(rows, width, dtype=torch.bfloat16, device=device, requires_grad=True)
+    found: dict[str, list[float]] = {}
     for name, make in {BASE: None, **RECIPES}.items():
         layers = [nn.Linear(width, width, bias=False, dtype=torch.bfloat16, device=device) for _ in range(CHAIN)]
         model = nn.Sequential(*layers)
         if make is not None:
             mx.quantize_(model, make())
-        for _ in range(2):
-            model.zero_grad(set_to_none=True)
-            x.grad = None
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            y = model(x * 1)  # an activation, as in a network, which nobody keeps but the layer
-            kept = (torch.cuda.memory_allocated() - before - y.nbytes) / 2**20
-            y.backward(torch.randn_like(y))
-            torch.cuda.synchronize()
-            peak = torch.cuda.max_memory_allocated() / 2**20
-            del y
-        base = base or (peak, kept)
-        figures = [f"{peak:.0f}", f"{peak / base[0]:.3f}", f"{kept:.0f}", f"{kept / base[1]:.3f}"]
-        lines.append([str(rows), name, *figures])
+        figures: list[float] = []
+        for new in (True, False):
+            for _ in range(2):
+                model.zero_grad(set_to_none=new)
+                x.grad = None
+                torch.cuda.synchronize()
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
+                start = torch.cuda.memory_allocated()
+                y = model(x * 1)  # an activation, as in a network, which nobody keeps but the layer
+                kept = torch.cuda.memory_allocated() - start - y.nbytes
+                y.backward(torch.randn_like(y))
+                torch.cuda.synchronize()
+                peak = torch.cuda.max_memory_allocated() - before
+                del y
+            figures = [kept / 2**20, peak / 2**20, *figures[1:]]
+        found[name] = figures
         del model, layers
-    return lines
+    base = found[BASE]
+    return [
+        [str(rows), name, *(text for f, b in zip(figures, base, strict=True) for text in (f"{f:.0f}", f"{f / b:.3f}"))]
+        for name, figures in found.items()
+    ]
 
 
 # ---------------------------------------------------------------------------------------------- targets
@@ -263,8 +272,10 @@ def main() -> None:
     rows: list[TrainRow] = []
     shapes = SHAPES[:1] if args.quick else SHAPES
     warm = Problem.of(*SHAPES[0], args.device)
-    for run in [step(warm.layer(), warm.x, warm.grad)] * (20 if args.quick else 500):  # to the clock of a long training
+    run = step(warm.layer(), warm.x, warm.grad)
+    for _ in range(20 if args.quick else 500):  # to the clock of a long training
         run()
+    del warm, run
     for shape in shapes:
         problem = Problem.of(*shape, args.device)
         rows += [measured(name, problem, ours(name), args, lambda prepare: prepare) for name in RECIPES]
@@ -272,11 +283,12 @@ def main() -> None:
         problem = Problem.of(*shape, args.device)
         for name, convert in peers.TRAINING.items():
             rows.append(measured(name, problem, theirs(convert), args, deadline.guard))
+    del problem
     memory = [line for tokens in (8192, 32768) for line in chain_memory(args.device, tokens)]
     print(f"\n{here()}\n")
     print_table(HEADER, [cells(row) for row in rows])
     print(f"\na step of {CHAIN} layers 8192x8192, parameters and gradients in bfloat16\n")
-    print_table(["rows", "recipe", "peak MiB", "over bf16", "kept for backward MiB", "over bf16"], memory)
+    print_table(MEMORY_HEADER, memory)
     print_failures(rows)
     print_verdicts(TARGETS, rows)
     write_json(args.json, rows, chain_memory=memory)

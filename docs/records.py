@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ def _on_gpu(name: str, kind: type[RowT], sections: Callable[[list[RowT]], list[s
 PICTURES = {
     "cast": "Share of the copy bandwidth that each cast reaches, by format and size",
     "linear": "Time of a linear layer over that of bfloat16, by format and shape",
+    "train_linear": "Time of forward and backward of a linear layer over that of bfloat16, by recipe and shape",
 }
 """What benchmarks/plots.py draws of a record, in words."""
 
@@ -95,3 +97,21 @@ def linear() -> str:
         ]
 
     return _on_gpu("linear", bench.LinearRow, sections)
+
+
+def train_linear() -> str:
+    """What benchmarks/train_linear.py recorded."""
+    from benchmarks import train_linear as bench
+    from benchmarks.cuda import VERDICT_HEADER
+
+    def sections(rows: list[bench.TrainRow]) -> list[str]:
+        memory = json.loads((RESULTS / "train_linear.json").read_text())["chain_memory"]
+        return [
+            table(", ".join(VERDICT_HEADER), [t.verdict(rows) for t in bench.TARGETS]),
+            "Forward and backward of one layer, M x N x K:",
+            table(", ".join(bench.HEADER), [bench.cells(row) for row in rows]),
+            f"Memory of a step of {bench.CHAIN} layers 8192x8192, parameters and gradients in bfloat16:",
+            table(", ".join(h.replace(",", "") for h in bench.MEMORY_HEADER), memory),
+        ]
+
+    return _on_gpu("train_linear", bench.TrainRow, sections)

@@ -20,8 +20,15 @@ def advance(history: Tensor, record: Tensor, amax: Tensor, factor: float, newest
     of the history (``newest``: its first row), or the last one where that is zero or not finite.
     """
     spec = Spec("advance history", (tuple(history.shape),), (history.dtype,), history.dtype, history.device)
-    if is_traced(history) or triton_host.missing(spec) is not None or history.shape[0] > LONGEST:
-        return _advance(history, record, amax, factor, newest)
+    if triton_host.missing(spec) is not None or history.shape[0] > LONGEST:
+        out = _advance(history, record, amax, factor, newest)
+    else:
+        out = (advance_op if is_traced(history) else _on_device)(history, record, amax, factor, newest)
+    record.zero_()
+    return out
+
+
+def _on_device(history: Tensor, record: Tensor, amax: Tensor, factor: float, newest: bool) -> tuple[Tensor, Tensor]:
     rows, columns = history.shape
     out, following = torch.empty_like(history), torch.empty_like(amax)
     with on(history.device):
@@ -35,8 +42,18 @@ def advance(history: Tensor, record: Tensor, amax: Tensor, factor: float, newest
     return out, following
 
 
+@torch.library.custom_op("mxtensor::advance_history", mutates_args=())
+def advance_op(history: Tensor, record: Tensor, amax: Tensor, factor: float, newest: bool) -> tuple[Tensor, Tensor]:
+    """``advance`` without the zeros in ``record``, one op for torch.compile."""
+    return _on_device(history, record, amax, factor, newest)
+
+
+@advance_op.register_fake
+def _(history, record, amax, factor, newest):  # type: ignore[no-untyped-def]
+    return torch.empty_like(history), torch.empty_like(amax)
+
+
 def _advance(history: Tensor, record: Tensor, amax: Tensor, factor: float, newest: bool) -> tuple[Tensor, Tensor]:
     out = torch.cat([record.unsqueeze(0), history[:-1]])
-    record.zero_()
     largest = out[0] if newest else out.amax(0)
     return out, torch.where((largest > 0) & largest.isfinite(), largest * factor, amax)

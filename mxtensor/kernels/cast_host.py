@@ -73,6 +73,14 @@ def needs_amax(format: Format) -> bool:
     return format.global_scale or format.block[0] == FULL
 
 
+def slow_in_one_pass(cast: Cast) -> bool:
+    """Whether codes of columns beside anything of rows take longer in one pass than in two (measured on an H200): packed
+    codes, which leave in small pieces, and many random numbers for long blocks."""
+    format = cast.format
+    packed = format.element.packed and not format.global_scale
+    return packed or (cast.rounding is Rounding.STOCHASTIC and format.block[1] > 32)
+
+
 def in_pairs(x: Tensor) -> bool:
     """Whether a matrix can be read as words of two bfloat16 values."""
     even = x.shape[1] % 2 == 0 and x.stride(0) % 2 == 0 and x.storage_offset() % 2 == 0

@@ -11,7 +11,18 @@ from ..formats import FULL, Format
 from ..roles import Cast
 from . import triton_tiles
 from .cast_columns import Target, encode_columns
-from .cast_host import SOURCES, amax_of, ceil_div, code_of, empty, operand_of, refuses, rows_of, seed_of
+from .cast_host import (
+    SOURCES,
+    amax_of,
+    ceil_div,
+    code_of,
+    empty,
+    operand_of,
+    refuses,
+    rows_of,
+    seed_of,
+    slow_in_one_pass,
+)
 from .gemm_spec import Factor, Form, Rounded
 from .triton_host import device_code, launch, on
 
@@ -33,6 +44,8 @@ def refuses_pair(
         return "square tiles are rounded once and turned, and whole rows take two passes"
     if rowwise is None or columnwise is None:
         return "one factor is a cast of its own"
+    if columnwise is Form.CODES and slow_in_one_pass(cast):
+        return "two casts are faster"
     if Form.VALUES in (rowwise, columnwise) and dtype not in SOURCES:
         return f"not for {str(dtype).removeprefix('torch.')}"
     return refuses(spec)

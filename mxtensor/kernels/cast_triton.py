@@ -30,6 +30,7 @@ from .cast_host import (
     rows_of,
     runs_down_columns,
     seed_of,
+    slow_in_one_pass,
 )
 from .swizzle import swizzled_shape
 from .triton_host import device_code, launch, on
@@ -204,6 +205,8 @@ def refuses_both(spec: Spec, x: Tensor, cast: Cast) -> str | None:
         return "only blocks along rows have two copies to make at once"
     if x.dim() != 2:
         return "matrices only"
+    if slow_in_one_pass(cast):
+        return "two casts are faster"
     return refuses(spec)
 
 

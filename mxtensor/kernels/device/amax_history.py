@@ -13,7 +13,7 @@ def advance_history(
     history_ptr, record_ptr, amax_ptr, out_ptr, next_ptr, rows,
     NEWEST: tl.constexpr, FACTOR: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """history (rows, COLUMNS) to out, one row down, with ``record`` in front; record to zero; the next amax to next.
+    """history (rows, COLUMNS) to out, one row down, with ``record`` in front; the next amax to next.
 
     Magnitudes are compared as integers, among which NaN is the largest.
     """
@@ -25,7 +25,6 @@ def advance_history(
     record = tl.load(record_ptr + one, mask=one < COLUMNS, other=0.0)
     moved = tl.where(row == 0, record[None, :], before)
     tl.store(out_ptr + row * COLUMNS + column, moved, mask=inside)
-    tl.store(record_ptr + one, tl.zeros((4,), tl.float32), mask=one < COLUMNS)
     largest = bits_of(record) if NEWEST else tl.max(bits_of(moved), axis=0)
     usable = (largest > 0) & (largest < INFINITY)
     last = tl.load(amax_ptr + one, mask=one < COLUMNS, other=0.0)
