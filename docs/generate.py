@@ -180,22 +180,8 @@ def models() -> str:
     return table(", ".join(HEADER), [cells(row) for row in recorded()])
 
 
-GENERATORS = (
-    formats,
-    ops,
-    functions,
-    kernels,
-    devices,
-    api,
-    torchao,
-    models,
-    recipes,
-    cpu,
-    host,
-    cast,
-    linear,
-    train_linear,
-)
+RECORDS = (cpu, host, cast, linear, train_linear)
+GENERATORS = (formats, ops, functions, kernels, devices, api, torchao, models, recipes, *RECORDS)
 TABLES: dict[str, Callable[[], str]] = {generator.__name__: generator for generator in GENERATORS}
 
 

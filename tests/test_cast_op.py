@@ -13,6 +13,7 @@ from mxtensor import FORMATS, Cast, dispatch, get_format
 from mxtensor.codec import decode, decode_local, encode
 from mxtensor.formats import FULL
 from mxtensor.kernels import cast, cast_op, triton_host
+from mxtensor.kernels.cast_host import slow_in_one_pass
 
 NAMES = [*FORMATS, "mxfp8[32x32]", "mxfp6[1x64]", "nvfp4[16x16]"]
 TWO_COPIES = [n for n in NAMES if get_format(n).block[0] == 1 and get_format(n).block[1] != FULL]
@@ -90,7 +91,7 @@ def test_two_copies_of_traced_code(name, cuda):
         rowwise, columnwise = cast.quantize_operands(x, Cast.of(name), mx.Orientation.BOTH)
     one_pass = [("quantize both", "triton")]
     two = [("quantize both", "two casts"), ("quantize", "triton"), ("quantize", "triton")]
-    assert chosen(log) == (one_pass if name in TWO_COPIES else two)
+    assert chosen(log) == (one_pass if name in TWO_COPIES and not slow_in_one_pass(Cast.of(name)) else two)
     for operand, shape in ((rowwise, (37, 300)), (columnwise, (300, 37))):
         assert like(operand) == like(encode(torch.empty(shape, device="meta"), Cast.of(name)))
         assert operand.shape == shape
@@ -169,7 +170,7 @@ def test_the_ops_give_what_the_codec_gives(name):
 
 @interpreter
 @warns
-@pytest.mark.parametrize("name", ["mxfp8", "mxfp6", "nvfp4"])
+@pytest.mark.parametrize("name", ["mxfp8", "mxint8", "nvfp4"])
 def test_compiled_code_calls_the_ops(name, monkeypatch):
     """A graph of the kernels' own, traced and run: the casts of a traced call are the ops, with the cast as words."""
     on_the_interpreters_device(monkeypatch)

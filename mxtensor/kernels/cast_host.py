@@ -74,8 +74,8 @@ def needs_amax(format: Format) -> bool:
 
 
 def slow_in_one_pass(cast: Cast) -> bool:
-    """Whether codes of columns beside anything of rows take longer in one pass than in two (measured on an H200): packed
-    codes, which leave in small pieces, and many random numbers for long blocks."""
+    """Whether codes of columns beside anything of rows take longer in one pass than in two, as an H200 has it: packed
+    codes, which leave in small pieces, and random numbers for long blocks."""
     format = cast.format
     packed = format.element.packed and not format.global_scale
     return packed or (cast.rounding is Rounding.STOCHASTIC and format.block[1] > 32)
