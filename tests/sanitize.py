@@ -4,6 +4,7 @@ The sanitizer watches loads and stores, which the tests of values cannot see whe
 caching allocator is off, so that every tensor has an allocation, and so an end, of its own.
 """
 
+import itertools
 import os
 import sys
 
@@ -13,7 +14,10 @@ import torch
 
 import mxtensor as mx
 from mxtensor.dispatch import Spec
+from mxtensor.formats import FULL
 from mxtensor.kernels import cast_triton
+from mxtensor.kernels.amax_history import advance
+from mxtensor.kernels.cast import PAIR, Form
 from mxtensor.kernels.gemm import GEMM, GROUPED
 from mxtensor.kernels.gemm_spec import GemmArgs, Uncast
 from mxtensor.roles import Cast
@@ -31,6 +35,23 @@ def casts(name: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
         if cast.format.block[0] == 1 and cast.format.block[1] > 0:
             cast_triton.quantize_both(x, cast)
             cast_triton.quantize_swizzled(x, cast)
+        pairs(x, cast)
+
+
+def pairs(x: torch.Tensor, cast: Cast) -> None:
+    """Both factors of a matrix in every form that the fused kernels have, and a step of delayed scaling."""
+    forms = itertools.product((None, *Form), Form)
+    whole = cast.format.block[0] == FULL
+    amax = torch.tensor([2.0], device="cuda") if whole else None
+    for rowwise, columnwise in forms:
+        operands = (x, cast, rowwise, columnwise, x.dtype, amax, amax if amax is None else amax.clone())
+        spec = Spec("sanitize", (tuple(x.shape),), (cast.format,), x.dtype, x.device)
+        if PAIR[0].refuses(spec, *operands) is None:
+            PAIR[0].run(*operands)
+    if cast.format.block[0] == 1:
+        cast_triton.round_trip(x.t(), cast, x.dtype)
+    history = torch.rand(100, 3, device="cuda")
+    advance(history, history[0].clone(), history[1].clone(), 1.0, False)
 
 
 def products(name: str) -> None:
