@@ -4,6 +4,8 @@
     dgrad  dx = g.rowwise     @ w.columnwise^T    (M, N) by (K, N)
     wgrad  dw = g.columnwise  @ x.columnwise^T    (N, M) by (K, M)
 
+A bias wider than the result is rounded to its dtype first, as torch.autocast has it.
+
 Each tensor is cast once for both products it enters, from its high-precision values. A copy that its kernel will
 multiply as values (``gemm.values_dtype``) is written as values; one that waits for the backward pass waits as codes,
 about half the bytes of the bfloat16 input that torch would keep.
