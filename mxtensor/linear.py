@@ -23,11 +23,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .codec import Operand
-from .dispatch import Spec, record, resumed, surroundings, torch_autocasts
+from .dispatch import Spec, forced_kernel, is_traced, record, resumed, surroundings, torch_autocasts
 from .kernels import emulated
 from .kernels.cast import cast_pair
 from .kernels.gemm import gemm, kernel_for, values_dtype
-from .kernels.gemm_spec import Factor, Form, GemmArgs, Uncast, data_of
+from .kernels.gemm_spec import Factor, Form, GemmArgs, Uncast, data_of, format_of
 from .kernels.rotate import rotated
 from .roles import Cast, KernelPreference, Role, Roles, roles_by_key
 from .tensor import MXTensor
@@ -166,11 +166,24 @@ def _standing_for(x: Tensor, cast: Cast | None) -> Factor:
     return x if cast is None else Uncast(x, cast)
 
 
+_wants: dict[tuple[Any, ...], Want] = {}
+"""Answers of ``_want``; every eager step asks the same three questions, and each asks several kernels."""
+
+
 def _want(op: str, a: Factor, b: Factor, dtype: torch.dtype, prefer: str | None) -> Want:
     """How the kernel that will run this product wants factors that are cast for it."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return dtype
-    return values_dtype(op, a, b, GemmArgs(dtype), prefer) or Form.CODES
+    if is_traced(data_of(a), data_of(b)):
+        return values_dtype(op, a, b, GemmArgs(dtype), prefer) or Form.CODES
+    sides = ((type(f), format_of(f), tuple(f.shape), data_of(f).dtype) for f in (a, b))
+    key = (op, *sides, dtype, prefer, forced_kernel(), data_of(b).device)
+    known = _wants.get(key)
+    if known is None:
+        if len(_wants) > 4096:  # shapes that never come again
+            _wants.clear()
+        known = _wants[key] = values_dtype(op, a, b, GemmArgs(dtype), prefer) or Form.CODES
+    return known
 
 
 def _product(
