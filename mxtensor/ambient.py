@@ -103,8 +103,8 @@ class autocast(ContextDecorator):  # noqa: N801  (as torch and TransformerEngine
     """
 
     def __init__(self, enabled: bool = True, recipe: Recipe | None = None, *, amax_reduction_group: Any = None) -> None:
-        if isinstance(enabled, Recipe):
-            raise TypeError(f"autocast: enabled is {enabled!r}, a recipe; pass it as recipe=")
+        if isinstance(enabled, (str, Recipe)):
+            raise TypeError(f"autocast: enabled is {enabled!r}; it is True or False, a recipe goes to recipe=")
         if recipe is not None and not isinstance(recipe, Recipe):
             raise TypeError(
                 f"autocast: {recipe!r} is no recipe; pass an instance of one of mxtensor.recipe, such as "

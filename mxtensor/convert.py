@@ -92,6 +92,8 @@ def recipe_of(config: Any) -> LinearRecipe:
 
     Raises ValueError for an unknown format name, TypeError for anything else.
     """
+    if isinstance(config, type):
+        raise TypeError(f"cannot quantize by the class {config.__name__}; pass an instance: {config.__name__}()")
     if isinstance(config, LinearRecipe):
         return config
     if hasattr(config, "recipe"):
@@ -260,12 +262,13 @@ def quantize_(model: ModuleT, config: Config, filter_fn: FilterFn | None = None)
     recipe = recipe_of(config) if roles is None else None
     found = [f for f in _found(model, filter_fn) if roles is None or f[2].trains]
     if not found:
-        warnings.warn(
-            f"quantize_ changed nothing: no nn.Linear, nn.MultiheadAttention or nn.Embedding of {type(model).__name__} "
-            "passed the filter",
-            UserWarning,
-            stacklevel=2,
+        done = any(isinstance(parameter, MXTensor) for parameter in model.parameters())
+        why = (
+            "its weights are quantized already, and frozen; quantize the model anew from its high-precision values"
+            if done
+            else f"no nn.Linear, nn.MultiheadAttention or nn.Embedding of {type(model).__name__} passed the filter"
         )
+        warnings.warn(f"quantize_ changed nothing: {why}", UserWarning, stacklevel=2)
     originals: dict[int, nn.Parameter] = {}  # alive, so that no other parameter takes over an identity
     shared: dict[int, nn.Parameter] = {}
     for module, name, kind in _progress(found, sum(getattr(m, n).numel() for m, n, _ in found)):

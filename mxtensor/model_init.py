@@ -63,6 +63,10 @@ class quantized_model_init(ContextDecorator):  # noqa: N801  (as TransformerEngi
     def __init__(
         self, enabled: bool = True, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False
     ) -> None:
+        if isinstance(enabled, (str, Recipe)):
+            raise TypeError(
+                f"quantized_model_init: enabled is {enabled!r}; it is True or False, a recipe goes to recipe="
+            )
         if recipe is not None and not isinstance(recipe, Recipe):
             raise TypeError(
                 f"quantized_model_init: {recipe!r} is no recipe; pass an instance of one of mxtensor.recipe, such as "

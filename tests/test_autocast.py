@@ -150,7 +150,7 @@ def test_what_is_no_recipe_is_a_type_error(wrong):
 
 def test_a_recipe_in_the_place_of_enabled_is_a_type_error():
     """It would be true, and the default recipe would run."""
-    with pytest.raises(TypeError, match="pass it as recipe="):
+    with pytest.raises(TypeError, match="a recipe goes to recipe="):
         mx.autocast(NVFP4BlockScaling())
 
 
@@ -804,3 +804,9 @@ def test_compiled_by_inductor():
     layer, x, g = nn.Linear(64, 48), leaf(20, 64), torch.randn(20, 48)
     out = step(torch.compile(layer, fullgraph=True), x, [layer.weight, layer.bias], g)
     check_step(out, x, layer.weight, layer.bias, g, MXFP8.roles())
+
+
+@pytest.mark.parametrize("block", [mx.autocast, mx.quantized_model_init])
+def test_a_name_in_the_place_of_enabled_is_a_type_error(block):
+    with pytest.raises(TypeError, match="enabled is 'nvfp4'"):
+        block("nvfp4")

@@ -92,6 +92,11 @@ def fallback(func: Any, args: Any, kwargs: Any) -> Any:
     """The rule of last resort for ``func``."""
     if func in REFUSED:
         raise NotImplementedError(f"{func} of an MXTensor is refused: {REFUSED[func]}")
+    if getattr(func, "namespace", "") == "c10d":  # whose schemas do not say what they write
+        raise NotImplementedError(
+            f"{func} of an MXTensor is refused: it would move a copy of the values; use dequantize() and quantize "
+            "again, or move each of .parts"
+        )
     if _written(func):
         return write(func, args, kwargs)
     return read(func, args, kwargs)
