@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from . import recompute
 from .interception import MODE_BODIES, MODE_FUNCTIONS
-from .recipe import MXFP8BlockScaling, Recipe
+from .recipe import MXFP8BlockScaling, Recipe, chosen
 from .roles import Roles
 
 
@@ -103,14 +103,7 @@ class autocast(ContextDecorator):  # noqa: N801  (as torch and TransformerEngine
     """
 
     def __init__(self, enabled: bool = True, recipe: Recipe | None = None, *, amax_reduction_group: Any = None) -> None:
-        if isinstance(enabled, (str, Recipe)):
-            raise TypeError(f"autocast: enabled is {enabled!r}; it is True or False, a recipe goes to recipe=")
-        if recipe is not None and not isinstance(recipe, Recipe):
-            raise TypeError(
-                f"autocast: {recipe!r} is no recipe; pass an instance of one of mxtensor.recipe, such as "
-                "MXFP8BlockScaling()"
-            )
-        self.recipe = (recipe or MXFP8BlockScaling()) if enabled else None
+        self.recipe = chosen("autocast", enabled, recipe)
         self.group = amax_reduction_group
         self._entered: list[Ambient] = []
         """The blocks that are open, of all threads and tasks."""

@@ -16,7 +16,7 @@ from .formats import FORMATS, Format, Orientation, ScaleCalculationMode, get_mx_
 from .recipe_base import Recipe
 from .roles import Cast, KernelPreference, LinearRecipe, Roles
 from .tensor import MXTensor, quantize_as
-from .training_weight import TrainingWeight
+from .training_weight import values_of
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 FilterFn = Callable[[nn.Module, str], bool]
@@ -228,9 +228,7 @@ def keep_quantized(
                 )
                 state_dict[prefix + name] = parameter.detach()  # what is there stays; the error is raised at the end
         elif local_metadata.get("assign_to_params_buffers") and value.shape == parameter.shape:
-            sides = {Orientation.ROWWISE: parameter._rowwise, Orientation.COLUMNWISE: parameter._columnwise}
-            held = Orientation(sum(side.value for side, operand in sides.items() if operand is not None))
-            new = quantize_as(value, parameter.recipe, held)
+            new = quantize_as(value, parameter.recipe, parameter.copies)
             state_dict[prefix + name] = nn.Parameter(new, requires_grad=parameter.requires_grad)
 
 
@@ -311,7 +309,6 @@ def _parameter(
     if roles is not None:
         return _training().training_parameter(weight, roles)  # type: ignore[no-any-return]
     assert recipe is not None
-    values = weight.high_precision if isinstance(weight, TrainingWeight) else weight
     if isinstance(module, nn.Embedding):
         recipe = LinearRecipe(recipe.weight, None, recipe.kernel_preference)
-    return nn.Parameter(quantize_as(values, recipe, kind.orientation), requires_grad=False)
+    return nn.Parameter(quantize_as(values_of(weight), recipe, kind.orientation), requires_grad=False)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from .formats import FORMATS, ScaleCalculationMode, get_mx_format
 from .interception import delayed_state
 from .roles import Cast, KernelPreference, Role, Roles
-from .training_weight import STATE, TrainingWeight
+from .training_weight import STATE, TrainingWeight, values_of
 
 RECIPE_KERNELS = {
     "emulated": KernelPreference.EMULATED,
@@ -67,8 +67,7 @@ class MXLinearConfig:
 
 def training_parameter(weight: nn.Parameter, roles: Roles) -> nn.Parameter:
     """A parameter over the same memory that carries ``roles``."""
-    values: Tensor = weight.high_precision if isinstance(weight, TrainingWeight) else weight
-    out = nn.Parameter(TrainingWeight(values.detach(), roles), requires_grad=weight.requires_grad)
+    out = nn.Parameter(TrainingWeight(values_of(weight).detach(), roles), requires_grad=weight.requires_grad)
     if roles.delayed is not None:
         delayed_state(out, roles)
     return out

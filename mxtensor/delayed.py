@@ -18,6 +18,7 @@ class DelayedState:
     amax for this step comes out. TransformerEngine does the same at the end of its autocast.
     """
 
+    @torch.inference_mode(False)  # training goes on with what an evaluation has made
     def __init__(self, roles: Roles, device: torch.device) -> None:
         assert roles.delayed is not None
         self.roles, self.delayed = roles, roles.delayed
@@ -85,7 +86,7 @@ class DelayedState:
 
     def to(self, device: torch.device) -> DelayedState:
         """A copy on ``device``."""
-        with torch.inference_mode(False):  # training goes on with what an evaluation has made
+        with torch.inference_mode(False):  # as where one is made
             out = DelayedState(self.roles, device)
             out.load_state_dict(self.state_dict())
         return out

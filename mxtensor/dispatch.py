@@ -128,6 +128,18 @@ def torch_autocasts(device: torch.device) -> bool:
     return device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 
+def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
+    """The dtype that torch.autocast gives products of ``x``; None outside it, and for float64, left alone."""
+    if torch_autocasts(x.device) and x.dtype is not torch.float64:
+        return torch.get_autocast_dtype(x.device.type)
+    return None
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """torch.autocast switched off, for code that decides on dtypes itself."""
+    return torch.autocast(device.type, enabled=False) if torch_autocasts(device) else nullcontext()
+
+
 _forced: ContextVar[str | None] = ContextVar("mxtensor_kernels", default=None)
 KERNEL_NAMES: set[str] = set()
 """Names that ``kernels()`` accepts: those of the product kernels, entered by ``kernels/gemm.py``."""

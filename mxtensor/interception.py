@@ -16,11 +16,11 @@ from torch import Tensor
 
 from . import recompute
 from .delayed import DelayedState
-from .dispatch import torch_autocasts
-from .linear import Options, Scales, linear, values_of
-from .roles import Role, Roles
+from .dispatch import autocast_dtype
+from .linear import Options, Scales, linear
+from .roles import HIGH_PRECISION, Roles
 from .tensor import MXTensor
-from .training_weight import STATE, WEIGHT_FUNCTIONS, TrainingWeight
+from .training_weight import STATE, WEIGHT_FUNCTIONS, TrainingWeight, values_of
 
 # ---------------------------------------------------------------------------------------------- spellings
 
@@ -113,8 +113,7 @@ def delayed_state(weight: Tensor, roles: Roles) -> DelayedState:
             "computed anew in each step; use a recipe without a history, such as Float8CurrentScaling()"
         )
     recompute.install()
-    with torch.inference_mode(False):  # training goes on with what an evaluation has made
-        state = DelayedState(roles, weight.device)
+    state = DelayedState(roles, weight.device)
     setattr(home, name, state)
     return state
 
@@ -125,14 +124,13 @@ def _scales(weight: Tensor, roles: Roles, group: Any) -> Scales | None:
 
 def _dtype(x: Tensor, weight: Tensor) -> torch.dtype | None:
     """The dtype that torch.autocast gives a linear layer; None outside it. Raises ValueError for two dtypes there."""
-    if torch_autocasts(x.device) and x.dtype is not torch.float64:
-        return torch.get_autocast_dtype(x.device.type)
-    if x.dtype != weight.dtype and x.dtype.is_floating_point:
+    dtype = autocast_dtype(x)
+    if dtype is None and x.dtype != weight.dtype and x.dtype.is_floating_point:
         raise ValueError(
             f"linear: input and weight must have one dtype, got {x.dtype} and {weight.dtype}; convert one with .to(), "
             "or use torch.autocast"
         )
-    return None
+    return dtype
 
 
 def check_recipe(weight: Tensor, roles: Roles, name: str, made_for: Roles | None = None) -> None:
@@ -157,8 +155,6 @@ def run(layer: Call, roles: Roles, group: Any = None) -> Tensor:
 
 
 # ---------------------------------------------------------------------------------------------- the ways in
-
-HIGH_PRECISION = Roles(Role(), Role(), Role(), name="high precision")
 
 
 def _plain(func: Any, args: Any, kwargs: Any) -> Any:

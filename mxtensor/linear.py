@@ -14,7 +14,6 @@ about half the bytes of the bfloat16 input that torch would keep.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .codec import Operand
-from .dispatch import Spec, forced_kernel, is_traced, record, resumed, surroundings, torch_autocasts
+from .dispatch import Spec, forced_kernel, is_traced, record, resumed, surroundings, without_autocast
 from .kernels import emulated
 from .kernels.cast import cast_pair
 from .kernels.gemm import gemm, kernel_for, values_dtype
@@ -31,6 +30,7 @@ from .kernels.gemm_spec import Factor, Form, GemmArgs, Uncast, data_of, format_o
 from .kernels.rotate import rotated
 from .roles import Cast, KernelPreference, Role, Roles, roles_by_key
 from .tensor import MXTensor
+from .training_weight import values_of
 
 Want = Form | torch.dtype | None
 """How a copy is wanted: Form.CODES, the dtype of its values, or None for not at all."""
@@ -232,16 +232,6 @@ def _kept(factor: Factor | None) -> tuple[_Kept, list[Tensor]]:
     return _Kept(len(tensors), factor.format, factor.shape), tensors
 
 
-def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """The dtypes of products are decided here, not by torch.autocast."""
-    return torch.autocast(device.type, enabled=False) if torch_autocasts(device) else nullcontext()
-
-
-def values_of(weight: Tensor) -> Tensor:
-    """The high-precision values of a weight that wraps them."""
-    return getattr(weight, "high_precision", weight)
-
-
 # ---------------------------------------------------------------------------------------------- the function
 
 
@@ -255,14 +245,15 @@ class _Linear(torch.autograd.Function):
         dtype = options.dtype or x.dtype
         need_dx, need_dw, _ = ctx.needs_input_grad[:3]
         w = values_of(weight)  # of a quantized weight ``held`` is used
-        with _without_autocast(x.device):
-            grad_like = rows.new_empty((1, 1), dtype=dtype).expand(rows.shape[0], weight.shape[0])
+        with without_autocast(x.device):
+            grad_like = _of_shape(rows.shape[0], weight.shape[0], dtype, rows)
             b_row: Any = held[0] if held is not None else _standing_for(w, roles.weight.rowwise)
             want = _want("fprop", _standing_for(rows, roles.input.rowwise), b_row, dtype, prefer)
             dgrad_want: Want = None
             if need_dx:
                 b_col: Any = held[1] if held is not None else _standing_for(w.t(), roles.weight.columnwise)
-                b_col = _values_turned(weight) if b_col is None else b_col
+                if b_col is None:  # ``_values_turned``, which backward makes
+                    b_col = _of_shape(weight.shape[1], weight.shape[0], weight.dtype, rows)
                 dgrad_want = _want("dgrad", _standing_for(grad_like, roles.grad.rowwise), b_col, dtype, prefer)
 
             later = Form.CODES if need_dw and roles.input.columnwise is not None and not options.save_input else None
@@ -292,7 +283,7 @@ class _Linear(torch.autograd.Function):
         need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
         x_dtype, w_dtype, bias_dtype, dtype = ctx.dtypes
         dx = dw = db = None
-        with torch._C.DisableTorchFunction(), _without_autocast(grad.device), resumed(*ctx.surroundings):
+        with torch._C.DisableTorchFunction(), without_autocast(grad.device), resumed(*ctx.surroundings):
             x_col, weight = x_kept.factor(tensors), w_kept.factor(tensors)
             g = grad.reshape(-1, grad.shape[-1])
             wgrad_want: Want = None
@@ -325,6 +316,11 @@ class _Linear(torch.autograd.Function):
             if need_db:
                 db = g.sum(0, dtype=torch.float32).to(bias_dtype)
         return dx, dw, db, None, None, None
+
+
+def _of_shape(rows: int, cols: int, dtype: torch.dtype, like: Tensor) -> Tensor:
+    """What stands for a plain matrix that is yet to come where kernels are asked: a value of memory."""
+    return like.new_empty((1, 1), dtype=dtype).expand(rows, cols)
 
 
 def _values_turned(weight: Tensor) -> Tensor:

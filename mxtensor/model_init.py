@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .formats import Orientation
-from .recipe import MXFP8BlockScaling, Recipe
+from .recipe import Recipe, chosen
 from .roles import LinearRecipe, Roles
 from .tensor import quantize_as
 
@@ -63,16 +63,7 @@ class quantized_model_init(ContextDecorator):  # noqa: N801  (as TransformerEngi
     def __init__(
         self, enabled: bool = True, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False
     ) -> None:
-        if isinstance(enabled, (str, Recipe)):
-            raise TypeError(
-                f"quantized_model_init: enabled is {enabled!r}; it is True or False, a recipe goes to recipe="
-            )
-        if recipe is not None and not isinstance(recipe, Recipe):
-            raise TypeError(
-                f"quantized_model_init: {recipe!r} is no recipe; pass an instance of one of mxtensor.recipe, such as "
-                "MXFP8BlockScaling()"
-            )
-        self.recipe = (recipe or MXFP8BlockScaling()) if enabled else None
+        self.recipe = chosen("quantized_model_init", enabled, recipe)
         self.preserve = preserve_high_precision_init_val
         self._before: list[ModelInit | None] = []
 

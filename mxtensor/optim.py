@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .linear import values_of
 from .tensor import MXTensor
+from .training_weight import values_of
 
 MASTER = "master_weight"
 """The master's name in ``state`` and ``state_dict``, beside the moments of its parameter."""

@@ -104,13 +104,8 @@ class Quantizer:
             self.signs is not None and dst._columnwise is not None
         ):
             raise ValueError(f"one of {self!r} and the tensor's columnwise copy is rotated otherwise; use make_empty()")
-        held = {
-            (True, False): Orientation.ROWWISE,
-            (False, True): Orientation.COLUMNWISE,
-            (True, True): Orientation.BOTH,
-        }
         x = _plain(src)
-        row, column = self._operands(x, held[dst._rowwise is not None, dst._columnwise is not None])
+        row, column = self._operands(x, dst.copies)
         with torch.no_grad():
             dst.copy_(dst.replace(row, column, tuple(dst.shape), dst.stride()))
             if turned is not None:

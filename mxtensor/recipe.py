@@ -274,3 +274,20 @@ class CustomRecipe(BackwardOptions):
         return self.finished(
             parsed(self, "input", Role.of), parsed(self, "weight", Role.of), parsed(self, "grad", Role.of)
         )
+
+
+# ---------------------------------------------------------------------------------------------- what blocks are given
+
+
+def chosen(owner: str, enabled: bool, recipe: Recipe | None) -> Recipe | None:
+    """The recipe of a block that is called ``owner``: the one given or MXFP8BlockScaling(); None where not enabled.
+
+    Raises TypeError for what is no recipe, and for a recipe in the place of ``enabled``.
+    """
+    if isinstance(enabled, (str, Recipe)):
+        raise TypeError(f"{owner}: enabled is {enabled!r}; it is True or False, a recipe goes to recipe=")
+    if recipe is not None and not isinstance(recipe, Recipe):
+        raise TypeError(
+            f"{owner}: {recipe!r} is no recipe; pass an instance of one of mxtensor.recipe, such as MXFP8BlockScaling()"
+        )
+    return (recipe or MXFP8BlockScaling()) if enabled else None

@@ -156,6 +156,10 @@ def roles_by_key(key: str) -> Roles:
     return _by_key[key]
 
 
+HIGH_PRECISION = Roles(Role(), Role(), Role(), name="high precision")
+"""No product quantized."""
+
+
 def recipe_to_row(recipe: LinearRecipe) -> dict[str, str | None]:
     """The recipe as words, for files: names outlive classes."""
     row: dict[str, str | None] = {"kernel_preference": recipe.kernel_preference.value}

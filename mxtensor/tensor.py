@@ -147,9 +147,12 @@ class MXTensor(Tensor):
     @property
     def orientation(self) -> Orientation:
         """Which operands products can use; a square block serves both with one copy."""
-        if (self.format.square and self.dim() > 1) or None not in (self._rowwise, self._columnwise):
-            return Orientation.BOTH
-        return Orientation.ROWWISE if self._rowwise is not None else Orientation.COLUMNWISE
+        return Orientation.BOTH if self.format.square and self.dim() > 1 else self.copies
+
+    @property
+    def copies(self) -> Orientation:
+        """Which operands are in memory."""
+        return Orientation((self._rowwise is not None) + 2 * (self._columnwise is not None))
 
     @property
     def rowwise(self) -> Operand | None:

@@ -136,6 +136,11 @@ class TrainingWeight(Tensor):
         return bool(self.high_precision.is_shared())
 
 
+def values_of(weight: Tensor) -> Tensor:
+    """The high-precision values of a weight that wraps them; any other weight itself."""
+    return weight.high_precision if isinstance(weight, TrainingWeight) else weight
+
+
 def is_parameter(t: Tensor) -> bool:
     """Whether a module would register ``t``."""
     return isinstance(t, torch.nn.Parameter)

@@ -109,9 +109,13 @@ def _accepts(spec: Spec, *operands: Any) -> None:
     return None
 
 
+def _of_columns(cast: Cast) -> Cast:
+    """The cast with a stream of random numbers of its own for the columnwise copy."""
+    return cast if cast.seed is None else replace(cast, seed=cast.seed + 1)
+
+
 def _quantize_twice(x: Tensor, cast: Cast) -> tuple[Operand, Operand]:
-    other = cast if cast.seed is None else replace(cast, seed=cast.seed + 1)  # a stream of its own
-    return quantize_operand(x, cast), quantize_operand(x.transpose(-1, -2), other)
+    return quantize_operand(x, cast), quantize_operand(x.transpose(-1, -2), _of_columns(cast))
 
 
 def _there_and_back(x: Tensor, cast: Cast, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
@@ -147,8 +151,8 @@ def _pair_in_two(
     amax: Tensor | None, record: Tensor | None,
 ) -> tuple[Factor | None, Factor | None]:  # fmt: skip
     if not cast.format.square:
-        other = cast if cast.seed is None else replace(cast, seed=cast.seed + 1)
-        return _in_form(x, cast, rowwise, dtype), _in_form(x.transpose(-1, -2), other, columnwise, dtype)
+        left = _in_form(x, cast, rowwise, dtype)
+        return left, _in_form(x.transpose(-1, -2), _of_columns(cast), columnwise, dtype)
     forms = (rowwise, columnwise)
     held: dict[Form | None, Factor | None] = {None: None}
     if amax is not None or Form.CODES in forms:

@@ -173,11 +173,14 @@ def _pair(
         record.copy_(torch.maximum(record, parts[-1].reshape(record.shape)))
     rest = int(record is not None)
     last = parts[-1 - rest] if cast.format.global_scale else None
-    taken = 0 if rowwise is None else 1 if rowwise is Form.VALUES else 2
+    taken, held = TENSORS[rowwise], TENSORS[columnwise]
     factor = _factor(parts[:taken], last, cast.format, tuple(x.shape))
-    held = 0 if columnwise is None else 1 if columnwise is Form.VALUES else 2
     turned = _factor(parts[taken : taken + held], last, cast.format, (x.shape[1], x.shape[0]))
     return factor, replace(turned, values=turned.values.t()) if isinstance(turned, Rounded) else turned
+
+
+TENSORS = {None: 0, Form.VALUES: 1, Form.CODES: 2}
+"""Of how many tensors a factor in each form consists, the global scale left aside."""
 
 
 def _factor(parts: list[Tensor], last: Tensor | None, format: Format, shape: tuple[int, ...]) -> Factor | None:

@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ambient import ambient
-from ..dispatch import torch_autocasts
+from ..dispatch import autocast_dtype, torch_autocasts
 from ..interception import check_recipe
 from ..linear import Options, Scales, linear
 from ..model_init import init_roles, preserve, preserves, weight_parameter
 from ..quantizers import quantizers_of
 from ..recipe import Recipe
-from ..roles import Role, Roles
+from ..roles import HIGH_PRECISION, Roles
 from .slot import Operands, Slot
 
 Init = Callable[[Tensor], Any]
@@ -36,8 +36,6 @@ NO_PARALLELISM: dict[str, tuple[Any, ...]] = {
     "set_parallel_mode": (False, True),
 }
 """Argument -> the values that ask for no parallelism; the last two do nothing on one rank."""
-
-HIGH_PRECISION = Roles(Role(), Role(), Role(), name="high precision")
 
 
 def check_parallelism(owner: str, **given: Any) -> None:
@@ -65,9 +63,7 @@ class Active(NamedTuple):
 
 def result_dtype(x: Tensor) -> torch.dtype:
     """torch.autocast's dtype inside it; else the input's, whatever the weight's is."""
-    if torch_autocasts(x.device) and x.dtype is not torch.float64:
-        return torch.get_autocast_dtype(x.device.type)
-    return x.dtype
+    return autocast_dtype(x) or x.dtype
 
 
 class QuantizedModule(nn.Module):
@@ -118,16 +114,23 @@ class QuantizedModule(nn.Module):
 
     def add_linear(
         self, prefix: str, shape: tuple[int, int], init: Init | None, bias: bool, device: Any,
-        dtype: torch.dtype | None, suffix: str = "",
+        dtype: torch.dtype | None,
     ) -> None:  # fmt: skip
         """Register a weight (N, K) and its bias (N,) or None: by ``init`` and zero, or as torch.nn.Linear starts."""
+        self.add_parameter(f"{prefix}weight", shape, init or kaiming, device, dtype)
+        self.add_bias(f"{prefix}bias", shape, init, bias, device, dtype)
+
+    def add_bias(
+        self, name: str, shape: tuple[int, int], init: Init | None, bias: bool, device: Any,
+        dtype: torch.dtype | None,
+    ) -> None:  # fmt: skip
+        """Register the bias (N,) of a weight (N, K) that ``init`` fills, or None: zero, or as torch.nn.Linear."""
+        if not bias:
+            self.register_parameter(name, None)
+            return
         bound = 1 / math.sqrt(shape[1]) if shape[1] > 0 else 0.0
         start: Init = partial(nn.init.uniform_, a=-bound, b=bound) if init is None else nn.init.zeros_
-        self.add_parameter(f"{prefix}weight{suffix}", shape, init or kaiming, device, dtype)
-        if bias:
-            self.add_parameter(f"{prefix}bias{suffix}", shape[:1], start, device, dtype)
-        else:
-            self.register_parameter(f"{prefix}bias{suffix}", None)
+        self.add_parameter(name, shape[:1], start, device, dtype)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

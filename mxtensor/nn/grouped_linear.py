@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..grouped import Splits, groups_of, row_counts, stacked
-from .base import Init, QuantizedModule, check_parallelism, kaiming
+from .base import Init, QuantizedModule, cast_bias, check_parallelism, kaiming
 
 
 class GroupedLinear(QuantizedModule):
@@ -62,15 +61,11 @@ class GroupedLinear(QuantizedModule):
         )
         self.num_gemms, self.in_features, self.out_features = num_gemms, in_features, out_features
         self.return_bias = return_bias
-        bound = 1 / math.sqrt(in_features) if in_features > 0 else 0.0
-        start: Init = (lambda t: nn.init.uniform_(t, -bound, bound)) if init_method is None else nn.init.zeros_
+        shape = (out_features, in_features)
         for i in range(num_gemms):
-            self.add_parameter(f"weight{i}", (out_features, in_features), init_method or kaiming, device, params_dtype)
+            self.add_parameter(f"weight{i}", shape, init_method or kaiming, device, params_dtype)
         for i in range(num_gemms):
-            if bias:
-                self.add_parameter(f"bias{i}", (out_features,), start, device, params_dtype)
-            else:
-                self.register_parameter(f"bias{i}", None)
+            self.add_bias(f"bias{i}", shape, init_method, bias, device, params_dtype)
 
     def forward(
         self, inp: Tensor, m_splits: Splits, is_first_microbatch: bool | None = None
@@ -82,8 +77,7 @@ class GroupedLinear(QuantizedModule):
         0, 1, or goes above a block for the first time. ``is_first_microbatch`` as ``Linear``. Raises ValueError and
         TypeError for m_splits that are no row counts of ``inp``, and what ``Linear`` raises, with nothing changed.
         """
-        name = self.name or type(self).__name__
-        groups = groups_of(inp, row_counts(m_splits, self.num_gemms, name), name)
+        groups = groups_of(inp, row_counts(m_splits, self.num_gemms, self.label), self.label)
         weights = [[getattr(self, f"weight{i}")] for i in range(self.num_gemms)]
         biases = [getattr(self, f"bias{i}") for i in range(self.num_gemms)]
         active = self.prepare(inp, weights)
@@ -96,7 +90,7 @@ class GroupedLinear(QuantizedModule):
         )
         if not self.return_bias:
             return out
-        return out, [None if bias is None else bias.to(out.dtype) for bias in biases]
+        return out, [cast_bias(bias, out) for bias in biases]
 
     def extra_repr(self) -> str:
         return f"num_gemms={self.num_gemms}, in_features={self.in_features}, out_features={self.out_features}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from ..codec import Operand
 from ..delayed import DelayedState
-from ..dispatch import resumed, surroundings, torch_autocasts
+from ..dispatch import resumed, surroundings, without_autocast
 from ..linear import Scales, WgradHook, weight_copies
 from ..roles import Roles
 from ..tensor import MXTensor
@@ -56,8 +55,7 @@ class Slot:
         if roles.delayed is None:
             self.state = None
         elif self.state is None or self.state.roles != roles:
-            with torch.inference_mode(False):  # training goes on with what an evaluation has made
-                state = DelayedState(roles, device)
+            state = DelayedState(roles, device)
             if self.loaded is not None:
                 state.load_state_dict(self.loaded)
             self.state, self.loaded = state, None
@@ -67,8 +65,7 @@ class Slot:
     def move(self, device: torch.device) -> None:
         """The delayed state on another device."""
         if self.state is not None:
-            old, self.state = self.state.state_dict(), DelayedState(self.state.roles, device)
-            self.state.load_state_dict(old)
+            self.state = self.state.to(device)
 
     def scales(self, group: Any) -> Scales | None:
         """The scales of this forward pass, which becomes a step of the history."""
@@ -112,8 +109,7 @@ class Slot:
             there, device = surroundings(), parts[0].device
 
             def run() -> None:
-                plain = torch.autocast(device.type, enabled=False) if torch_autocasts(device) else nullcontext()
-                with torch.no_grad(), plain, resumed(*there):
+                with torch.no_grad(), without_autocast(device), resumed(*there):
                     add(compute)
 
             self._pending.append(run)

@@ -29,6 +29,12 @@ REFUSED |= {
 }
 
 
+REFUSED_NAMESPACES = {
+    "c10d": "it would move a copy of the values; use dequantize() and quantize again, or move each of .parts",
+}
+"""The same for all ops of a namespace: those of collectives do not say in their schemas what they write."""
+
+
 def _written(func: Any) -> set[str]:
     """Names of the arguments that the schema says are written."""
     return {a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
@@ -90,13 +96,9 @@ def write(func: Any, args: Any, kwargs: Any) -> Any:
 
 def fallback(func: Any, args: Any, kwargs: Any) -> Any:
     """The rule of last resort for ``func``."""
-    if func in REFUSED:
-        raise NotImplementedError(f"{func} of an MXTensor is refused: {REFUSED[func]}")
-    if getattr(func, "namespace", "") == "c10d":  # whose schemas do not say what they write
-        raise NotImplementedError(
-            f"{func} of an MXTensor is refused: it would move a copy of the values; use dequantize() and quantize "
-            "again, or move each of .parts"
-        )
+    reason = REFUSED.get(func) or REFUSED_NAMESPACES.get(getattr(func, "namespace", ""))
+    if reason is not None:
+        raise NotImplementedError(f"{func} of an MXTensor is refused: {reason}")
     if _written(func):
         return write(func, args, kwargs)
     return read(func, args, kwargs)
