@@ -66,6 +66,37 @@ def events(batch_ms: float, most: int = 20) -> Callable[[Work], Callable[[], flo
     return clock
 
 
+class Graph:
+    """Some calls as one CUDA graph: what a decoding loop replays."""
+
+    def __init__(self, calls: Sequence[Work]) -> None:
+        for call in calls[:2]:
+            call()
+        torch.cuda.synchronize()
+        self.calls, self.graph = len(calls), torch.cuda.CUDAGraph()
+        self.kept = calls  # and all that they hold, which the graph reads
+        with torch.cuda.graph(self.graph):
+            for call in calls:
+                call()
+
+    def __call__(self) -> None:
+        self.graph.replay()
+
+
+def graph_clock(run: Work) -> Callable[[], float]:
+    """The clock of a ``Graph``: GPU time of one of its calls."""
+
+    def sample() -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) / getattr(run, "calls", 1)
+
+    return sample
+
+
 def queued(calls: int) -> Callable[[Work], Callable[[], float]]:
     """A clock of host time: ``calls`` of them queued, the GPU not waited for."""
 

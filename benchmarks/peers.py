@@ -202,3 +202,52 @@ TRAINING: dict[str, Callable[[nn.Module], Any]] = {
     "torchao mxfp8": mx_training,
 }
 """Label -> conversion."""
+
+
+# ---------------------------------------------------------------------------------------------- decoding
+
+Calls = list[Work]
+
+
+def gemlite_mxfp(bits: int, dynamic: bool) -> Callable[[Sequence[Tensor], Tensor], Calls]:
+    """gemlite's MX layers of these weights on ``x``, which tune themselves at the first call."""
+
+    def make(weights: Sequence[Tensor], x: Tensor) -> Calls:
+        from gemlite import helper
+
+        kind = helper.A8W8_MXFP_dynamic if dynamic else helper.A16W8_MXFP if bits == 8 else helper.A16W4_MXFP
+        held = []
+        for weight in weights:
+            layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+            layer.weight = nn.Parameter(weight.clone(), requires_grad=False)
+            held.append(kind(device="cuda:0", dtype=torch.bfloat16).from_linear(layer))
+        return [lambda layer=layer: layer(x) for layer in held]  # type: ignore[misc]
+
+    return make
+
+
+def torchao_mx(elem: Any) -> Callable[[Sequence[Tensor], Tensor], Calls]:
+    """torchao's MX inference layers, compiled, with the emulated product (no Blackwell)."""
+
+    def make(weights: Sequence[Tensor], x: Tensor) -> Calls:
+        _imports()
+        held = []
+        for weight in weights:
+            model = nn.Sequential(nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta"))
+            model[0].weight = nn.Parameter(weight.clone(), requires_grad=False)
+            mx_linear(elem)(model)
+            held.append(model[0].weight)
+        torch._dynamo.reset()
+        run = torch.compile(F.linear, fullgraph=True, dynamic=False)
+        return [lambda w=w: run(x, w) for w in held]  # type: ignore[misc]
+
+    return make
+
+
+DECODE: dict[str, Callable[[Sequence[Tensor], Tensor], Calls]] = {
+    "gemlite mxfp8-weight-only": gemlite_mxfp(8, False),
+    "gemlite mxfp4-weight-only": gemlite_mxfp(4, False),
+    "gemlite mxfp8": gemlite_mxfp(8, True),
+    "torchao mxfp8, compiled": torchao_mx(torch.float8_e4m3fn),
+}
+"""Label -> the calls of its layers with these weights."""

@@ -179,7 +179,7 @@ def test_the_table_of_a_small_float32_linear():
         """\
 calls  op          operands                           kernel    refused
 -----  ----------  ---------------------------------  --------  -------
-2      linear      mxfp8_e4m3 8x64, mxfp8_e4m3 16x64  emulated  scaled_mm, dot_scaled: runs on cuda, this tensor is on cpu; dequant: computes in bfloat16, the result is float32
+2      linear      mxfp8_e4m3 8x64, mxfp8_e4m3 16x64  emulated  scaled_mm, dot_scaled, small_batch: runs on cuda, this tensor is on cpu; dequant: computes in bfloat16, the result is float32
 2      quantize    float32->mxfp8_e4m3 8x64           native    triton: runs on cuda, this tensor is on cpu
 2      dequantize  mxfp8_e4m3->float32 8x64           native    triton: runs on cuda, this tensor is on cpu
 2      dequantize  mxfp8_e4m3->float32 16x64          native    triton: runs on cuda, this tensor is on cpu""",  # noqa: E501
@@ -193,6 +193,6 @@ def test_the_table_of_a_small_bfloat16_linear():
         """\
 calls  op          operands                         kernel   refused
 -----  ----------  -------------------------------  -------  -------
-2      linear      bfloat16 8x64, mxfp4_e2m1 16x64  dequant  scaled_mm, dot_scaled: runs on cuda, this tensor is on cpu
-2      dequantize  mxfp4_e2m1->bfloat16 16x64       native   triton: runs on cuda, this tensor is on cpu""",
+2      linear      bfloat16 8x64, mxfp4_e2m1 16x64  dequant  scaled_mm, dot_scaled, small_batch: runs on cuda, this tensor is on cpu
+2      dequantize  mxfp4_e2m1->bfloat16 16x64       native   triton: runs on cuda, this tensor is on cpu""",  # noqa: E501
     )

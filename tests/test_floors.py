@@ -52,6 +52,7 @@ FLOORS = {
     "mxfp8": 7.5,
     "nn": 7.5,
     "report": 8,
+    "tune": 8,
     # the face: public names
     "__init__": 9,
 }

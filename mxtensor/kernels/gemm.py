@@ -6,11 +6,15 @@ import torch
 from torch import Tensor
 
 from ..dispatch import KERNEL_NAMES, Kernel, Spec, accepting, is_traced, perform
-from . import dequant, dot_scaled, emulated, scaled_grouped, scaled_mm
+from . import dequant, dot_scaled, emulated, scaled_grouped, scaled_mm, small_batch
 from .gemm_spec import Factor, GemmArgs, data_of, format_of
 
-GEMM: tuple[Kernel, ...] = (scaled_mm.KERNEL, dot_scaled.KERNEL, dequant.KERNEL, emulated.KERNEL)
-GROUPED: tuple[Kernel, ...] = (scaled_grouped.KERNEL, dot_scaled.GROUPED, dequant.GROUPED, emulated.GROUPED)
+GEMM: tuple[Kernel, ...] = (
+    scaled_mm.KERNEL, dot_scaled.KERNEL, small_batch.KERNEL, dequant.KERNEL, emulated.KERNEL,
+)  # fmt: skip
+GROUPED: tuple[Kernel, ...] = (
+    scaled_grouped.KERNEL, dot_scaled.GROUPED, small_batch.GROUPED, dequant.GROUPED, emulated.GROUPED,
+)  # fmt: skip
 """The same kernels for a stack of weights, each with rows of its own."""
 VALUES = {dequant.KERNEL.name: dequant.values_dtype, emulated.KERNEL.name: emulated.values_dtype}
 """Kernels that multiply values rather than codes -> the dtype they want them in, by the product's arguments."""

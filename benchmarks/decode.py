@@ -1,0 +1,232 @@
+"""Linear layers at few rows beside bfloat16 cuBLAS, gemlite and torchao: ``python -m benchmarks.decode --json F``.
+
+Every contender is a CUDA graph of calls over weights that take turns, so that none is in the cache when it is read
+again. ``--curve`` also draws the time against the number of rows into ``docs/assets/decode.png``.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import mxtensor as mx
+
+from . import peers
+from .cuda import (
+    Deadline,
+    GpuRow,
+    Graph,
+    Target,
+    cold_copies,
+    gpu_arguments,
+    graph_clock,
+    here,
+    print_failures,
+    print_verdicts,
+)
+from .harness import Prepare, print_table, timed, write_json
+
+BASE = "bfloat16"
+ROWS = (1, 4, 16, 64)
+CURVE = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
+SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336), (8192, 8192), (28672, 8192))
+"""(N, K)"""
+CURVE_SHAPE = (14336, 4096)
+FORMATS = ("mxfp8", "mxfp4", "nvfp4", "mxfp6")
+WEIGHT_ONLY = "-weight-only"
+CURVES = ("mxfp8-weight-only", "mxfp4-weight-only")
+PEER_SHAPE = (14336, 4096)
+"""The shape at which peers are timed: gemlite tunes itself for seconds at each."""
+
+
+@dataclass
+class DecodeRow(GpuRow):
+    """Contenders and bfloat16 ``F.linear`` in turn, at one number of rows of one shape."""
+
+    m: int = 0
+    n: int = 0
+    k: int = 0
+
+    def speedup(self, contender: str) -> float:
+        """bfloat16's time over this contender's."""
+        return 1 / self.relative[contender] if contender in self.relative else float("nan")
+
+
+def dense(n: int, k: int) -> list[Tensor]:
+    """bfloat16 weights, as many as keep each other out of the cache."""
+    return [
+        torch.randn(n, k, dtype=torch.bfloat16, device="cuda") * 0.02 for _ in range(max(2, cold_copies(2 * n * k)))
+    ]
+
+
+def layer(weight: Tensor) -> nn.Linear:
+    """A linear layer that holds this weight."""
+    out = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    out.weight = nn.Parameter(weight, requires_grad=False)
+    return out
+
+
+def ours(row: DecodeRow, config: str, held: Sequence[nn.Module], x: Tensor) -> Prepare:
+    """Layers that ``mx.quantize_`` has converted, in turn."""
+
+    def prepare() -> Graph:
+        with mx.explain() as log:
+            held[0](x)
+        row.kernels[config] = ", ".join(dict.fromkeys(entry.kernel for entry in log.entries))
+        return Graph([lambda module=module: module(x) for module in held])  # type: ignore[misc]
+
+    return prepare
+
+
+def quantized(config: str, n: int, k: int) -> list[nn.Module]:
+    """As many layers as keep each other out of the cache."""
+    bits = mx.get_format(config.removesuffix(WEIGHT_ONLY)).bits_per_value
+    weight = torch.randn(n, k, dtype=torch.bfloat16, device="cuda") * 0.02
+    return [mx.quantize_(layer(weight), config) for _ in range(max(2, cold_copies(int(n * k * bits / 8))))]
+
+
+def rows_of(n: int, k: int, rows: Sequence[int], configs: Sequence[str], args: Any) -> list[DecodeRow]:
+    """Every config at every number of rows of one shape, in turn with bfloat16."""
+    plain = dense(n, k)
+    held = {config: quantized(config, n, k) for config in configs}
+    found = []
+    for m in rows:
+        x = torch.randn(m, k, dtype=torch.bfloat16, device="cuda")
+        row = DecodeRow(f"{m}x{n}x{k}", {}, n * k, m=m, n=n, k=k)
+        contenders: dict[str, Prepare] = {BASE: lambda x=x: Graph([lambda w=w: F.linear(x, w) for w in plain])}  # type: ignore[misc]
+        contenders |= {config: ours(row, config, layers, x) for config, layers in held.items()}
+        timed(row, contenders, args.repeats, clock=graph_clock)
+        figures = ", ".join(f"{config} {row.speedup(config):.2f}x" for config in configs)
+        print(f"{row.work}: {row.times.get(BASE, float('nan')) * 1e3:.1f} us, {figures}", flush=True)
+        found.append(row)
+    return found
+
+
+def peer_rows(rows: Sequence[int], args: Any, deadline: Deadline) -> list[DecodeRow]:
+    """gemlite and torchao at one shape, while there is time."""
+    n, k = PEER_SHAPE
+    plain = dense(n, k)
+    found = []
+    for m in rows:
+        x = torch.randn(m, k, dtype=torch.bfloat16, device="cuda")
+        row = DecodeRow(f"{m}x{n}x{k}, peers", {}, n * k, m=m, n=n, k=k)
+        contenders: dict[str, Prepare] = {BASE: lambda x=x: Graph([lambda w=w: F.linear(x, w) for w in plain])}  # type: ignore[misc]
+        for name, make in peers.DECODE.items():
+            contenders[name] = deadline.guard(lambda make=make, x=x: Graph(make(plain, x)))  # type: ignore[misc]
+        timed(row, contenders, args.repeats, clock=graph_clock)
+        figures = ", ".join(f"{name} {row.speedup(name):.2f}x" for name in peers.DECODE)
+        print(f"{row.work}: {figures}", flush=True)
+        found.append(row)
+    return found
+
+
+# ---------------------------------------------------------------------------------------------- targets
+
+LIMITS: dict[str, dict[int, tuple[float, float]]] = {
+    "mxfp8": {1: (1.85, 1.6), 4: (1.8, 0), 16: (1.6, 1.4), 64: (1.3, 1.1)},
+    "mxfp4": {1: (3.0, 2.4), 4: (2.8, 0), 16: (2.2, 1.8), 64: (1.5, 1.2)},
+    "nvfp4": {1: (3.0, 2.4), 4: (2.8, 0), 16: (2.2, 1.8), 64: (1.5, 1.2)},
+    "mxfp6": {1: (2.2, 0), 4: (2.1, 0), 16: (1.7, 0), 64: (1.2, 0)},
+}
+"""Format -> rows -> times bfloat16, as the geometric mean of the shapes and at the worst of them."""
+
+
+def mean_speedup(rows: Sequence[DecodeRow], config: str, m: int) -> float:
+    """The geometric mean over the shapes of the table."""
+    figures = [
+        row.speedup(config) for row in rows if row.m == m and config in row.relative and (row.n, row.k) in SHAPES
+    ]
+    return statistics.geometric_mean(figures) if figures else float("nan")
+
+
+def means(format: str, m: int) -> Callable[[Sequence[DecodeRow]], Iterable[tuple[str, float]]]:
+    """Both configs of a format, by the mean of the shapes."""
+    configs = (format + WEIGHT_ONLY, format)
+    return lambda rows: [(config, mean_speedup(rows, config, m)) for config in configs]
+
+
+def worst(format: str, m: int) -> Callable[[Sequence[DecodeRow]], Iterable[tuple[str, float]]]:
+    """Both configs of a format, by shape."""
+    configs = (format + WEIGHT_ONLY, format)
+    return lambda rows: [
+        (f"{config} {row.work}", row.speedup(config)) for row in rows for config in configs if row.m == m
+    ]
+
+
+def large(rows: Sequence[DecodeRow]) -> Iterable[tuple[str, float]]:
+    """Time over bfloat16's where the rows are many."""
+    for row in rows:
+        for config in CURVES:
+            if row.m >= 128 and config in row.relative:
+                yield f"{config} {row.work}", row.relative[config]
+
+
+TARGETS = (
+    *(
+        Target(f"{format}, {m} rows, mean", ">=", limit, means(format, m))
+        for format, limits in LIMITS.items()
+        for m, (limit, _) in limits.items()
+    ),
+    *(
+        Target(f"{format}, {m} rows, every shape", ">=", limit, worst(format, m))
+        for format, limits in LIMITS.items()
+        for m, (_, limit) in limits.items()
+        if limit
+    ),
+    Target("128 to 512 rows, time over bfloat16", "<=", 1.10, large),
+)
+
+
+HEADER = ["rows", "config", *(f"{n}x{k}" for n, k in SHAPES), "mean", "kernels"]
+
+
+def lines(rows: Sequence[DecodeRow]) -> list[list[str]]:
+    """A line for each number of rows and config: times bfloat16 (and microseconds) by shape."""
+    found = []
+    for m in ROWS:
+        for config in [f + end for f in FORMATS for end in (WEIGHT_ONLY, "")]:
+            by_shape = {(row.n, row.k): row for row in rows if row.m == m and config in row.relative}
+            cells = []
+            for shape in SHAPES:
+                row = by_shape.get(shape)
+                cells.append(f"{row.speedup(config):.2f} ({row.times[config] * 1e3:.1f} us)" if row else "")
+            if any(cells):
+                kernels = "; ".join(dict.fromkeys(row.kernels.get(config, "") for row in by_shape.values()))
+                mean = mean_speedup(rows, config, m)
+                found.append([str(m), config, *cells, "" if math.isnan(mean) else f"{mean:.2f}", kernels])
+    return found
+
+
+def main() -> None:
+    """Time every config on every shape, the curve, then the peers while there is time."""
+    args = gpu_arguments(__doc__ or "", seconds=240)
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    deadline = Deadline(args.seconds)
+    configs = [f + end for f in FORMATS for end in (WEIGHT_ONLY, "")]
+    rows: list[DecodeRow] = []
+    with torch.no_grad():
+        for n, k in SHAPES[:1] if args.quick else SHAPES:
+            rows += rows_of(n, k, ROWS, configs, args)
+        rest = [m for m in CURVE if m not in ROWS]
+        if not args.quick:
+            rows += rows_of(*CURVE_SHAPE, rest, CURVES, args)
+            rows += peer_rows(ROWS, args, deadline)
+    print(f"\n{here()}\n")
+    print_table(HEADER, lines(rows))
+    print_failures(rows)
+    print_verdicts(TARGETS, rows)
+    write_json(args.json, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+// Activations as float16, which is what the products multiply: each row times a power of two that brings its largest
+// magnitude to 2^13, so that what is within 2^30 of it is exact, and the rest off by less than 2^-38 of it. (Sums are
+// that much larger, too: where a row of x is about 1, they overflow from 2^115 on.) They may be cast to a format with
+// power-of-two scales for 32 values on the way.
+
+enum { FLOOR, RCEIL, CEIL, EVEN };
+
+DEVICE float power(int exponent) { return float_of_bits(exponent > -127 ? u32(exponent + 127) << 23 : 0x00400000); }
+
+DEVICE u32 largest(u32 value, u32 lanes) {  // of so many neighbouring threads
+    for (u32 mask = 1; mask < lanes; mask *= 2) {
+        u32 other = from_lane_xor(value, mask);
+        value = other > value ? other : value;
+    }
+    return value;
+}
+
+#if CAST
+// A power-of-two scale for 32 values from the bits of their amax, as 2^(byte - 127); the four rules of mxtensor.codec.
+DEVICE int exponent_up(u32 bits) {
+    u32 e = bits >> 23, m = bits & 0x7FFFFF;
+    return e + (e > 0 ? m > 0 : m > 0x400000);
+}
+DEVICE int scale_byte(u32 amax) {
+    int byte;
+    if constexpr (CAST_RULE == RCEIL) byte = exponent_up(bits_of_float(float_of_bits(amax) * CAST_INVERSE_MAX));
+    else if constexpr (CAST_RULE == CEIL) byte = exponent_up(amax) - CAST_EMAX;
+    else if constexpr (CAST_RULE == EVEN) byte = int((amax + (1u << (22 - CAST_MANTISSA))) >> 23) - CAST_EMAX;
+    else byte = int(amax >> 23) - CAST_EMAX;
+    return byte < 0 ? 0 : byte > 254 ? 254 : byte;
+}
+
+// The nearest element, ties to even: added to a power of two whose lowest bit is worth one step there, and taken off.
+DEVICE float rounded(float value) {
+    int exponent = int(bits_of_float(value) >> 23 & 255) - 127;
+    exponent = exponent > CAST_EMIN ? exponent : CAST_EMIN;
+    float step = float_of_bits(u32(exponent + 23 - CAST_MANTISSA + 127) << 23) * 1.5f;
+    float sign = float_of_bits((bits_of_float(value) & 0x80000000) | 0x3F800000);
+    float magnitude = (value * sign + step) - step;
+    return (magnitude < CAST_MAX ? magnitude : CAST_MAX) * sign;
+}
+
+// Eight values of a block of 32 that four neighbouring threads hold.
+DEVICE void cast_eight(float (&x)[8]) {
+    u32 amax = 0;
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        u32 bits = bits_of_float(x[i]) & 0x7FFFFFFF;
+        amax = bits > amax ? bits : amax;
+    }
+    amax = largest(amax, 4);
+    int exponent = scale_byte(amax) - 127;
+    float down = power(-exponent), up = power(exponent);
+#pragma unroll
+    for (int i = 0; i < 8; i++) x[i] = amax < 0x7F800000 ? rounded(x[i] * down) * up : float_of_bits(0x7FFFFFFF);
+}
+#endif
+
+struct Rows {  // of activations, from column ``first`` on ``count`` of them; zeros after column ``k``
+    const u16* x;
+    u32 stride, k, rows, first, count;
+};
+
+DEVICE void read_eight(float (&out)[8], const Rows& r, u32 row, u32 at) {
+    const u16* x = r.x + u64(row) * r.stride + at;
+    u32 words[4];
+    if (X_COPY == 16 && at + 8 <= r.k) {
+        uint4 loaded = *reinterpret_cast<const uint4*>(x);
+        words[0] = loaded.x, words[1] = loaded.y, words[2] = loaded.z, words[3] = loaded.w;
+    } else {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            u32 low = at + 2 * i < r.k ? x[2 * i] : 0, high = at + 2 * i + 1 < r.k ? x[2 * i + 1] : 0;
+            words[i] = low | high << 16;
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        u32 bits = words[i / 2] >> (16 * (i % 2)) & 0xFFFF;
+        out[i] = X == FLOAT16 ? float_of_half(bits) : float_of_bits(bits << 16);
+    }
+}
+
+// The exponent that brings a row with this largest magnitude, its bits, to 2^13.
+DEVICE int exponent_of(u32 amax) {
+    int exponent = int(amax >> 23) - 127 - 13;
+    return exponent > -126 ? exponent : -126;
+}
+
+// The bits of the largest magnitude of each row, into zeroed ``maxima``; all threads of a block.
+DEVICE void find_maxima(u32* maxima, const Rows& r) {
+    u32 across = r.count / 8;  // whole warps of a row
+    for (u32 i = thread(); i < r.rows * across; i += threads()) {
+        float x[8];
+        read_eight(x, r, i / across, r.first + i % across * 8);
+        u32 amax = 0;
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            u32 bits = bits_of_float(x[j]) & 0x7FFFFFFF;
+            amax = bits > amax ? bits : amax;
+        }
+        amax = largest(amax, 32);
+        if (thread() % 32 == 0) raise_to(maxima + i / across, amax);
+    }
+}
+
+// Rows as float16 in the order of ``decode``, ``stride`` bytes apart.
+DEVICE void write_rows(u8* to, u32 stride, const Rows& r, const u32* maxima) {
+    u32 across = r.count / 8;
+    for (u32 i = thread(); i < r.rows * across; i += threads()) {
+        u32 row = i / across, at = i % across * 8, words[4];
+        float x[8], factor = power(-exponent_of(maxima[row]));
+        read_eight(x, r, row, r.first + at);
+#if CAST
+        cast_eight(x);
+#endif
+#pragma unroll
+        for (int j = 0; j < 4; j++) words[j] = pair_of_halves(x[2 * j] * factor, x[2 * j + 1] * factor);
+        in_order(words);
+        *reinterpret_cast<uint4*>(to + row * stride + 2 * at) = {words[0], words[1], words[2], words[3]};
+    }
+}
+
+struct ActivationArguments {
+    const u16* x;
+    u16* out;      // (rows, width): k rounded up to 256
+    float* scale;  // of each row: 2^exponent
+    u32 k, width, x_stride;
+};
+
+KERNEL void BOUNDS(256, 1) activations(const ActivationArguments a) {
+    let_next_start();
+    u32* maximum = reinterpret_cast<u32*>(shared_memory());
+    if (thread() == 0) *maximum = 0;
+    sync_block();
+    wait_for_previous();
+    u32 row = block_x();
+    Rows r = {a.x + u64(row) * a.x_stride, a.x_stride, a.k, 1, 0, a.width};
+    find_maxima(maximum, r);
+    sync_block();
+    write_rows(reinterpret_cast<u8*>(a.out + u64(row) * a.width), 0, r, maximum);
+    if (thread() == 0) a.scale[row] = power(exponent_of(*maximum));
+}

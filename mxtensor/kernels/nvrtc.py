@@ -1,0 +1,182 @@
+"""CUDA sources compiled at run time by the NVRTC that torch brings along, kept on disk, and launched by the driver.
+
+The sources lie in ``cuda/``; what is known when they are compiled goes in front of them as constants. A kernel compiles
+in about a second, once a machine: ``~/.cache/mxtensor`` (``XDG_CACHE_HOME``) keeps what came out.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import struct
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from functools import cache
+from importlib.metadata import PackageNotFoundError, files
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.cuda import check_error
+
+from ..dispatch import device_capability
+
+SOURCES = Path(__file__).with_name("cuda")
+OLDEST = (8, 0)
+"""The first compute capability with asynchronous copies and bfloat16 matrix instructions."""
+CLUSTERS = (9, 0)
+"""The first with clusters of blocks and launches that overlap."""
+FLAGS = ("-std=c++17",)
+Constants = tuple[tuple[str, object], ...]
+"""What a source is compiled with, in order."""
+
+
+# ---------------------------------------------------------------------------------------------- the compiler
+
+
+def _wheel() -> list[str]:
+    """Where the NVRTC of a wheel lies that torch has not loaded: beside a torch for CPUs, in tests."""
+    found: list[str] = []
+    for name in ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"):
+        try:
+            names = files(name) or []
+        except PackageNotFoundError:
+            continue
+        found += [str(f.locate()) for f in names if f.name.startswith("libnvrtc.so") and "alt" not in f.name]
+    return found
+
+
+@cache
+def library() -> ctypes.CDLL | str:
+    """NVRTC, or the sentence that says why there is none."""
+    major = (torch.version.cuda or "").split(".")[0]
+    for name in [*([f"libnvrtc.so.{major}"] if major else []), "libnvrtc.so", *_wheel()]:
+        try:
+            return ctypes.CDLL(name)
+        except OSError:
+            continue
+    return "NVRTC, which torch for CUDA brings along, is not installed"
+
+
+def _text(names: Sequence[str], constants: Constants) -> str:
+    defines = "".join(f"#define {name} {value}\n" for name, value in constants)
+    return defines + "".join((SOURCES / name).read_text() for name in names)
+
+
+def _cache_path(key: object) -> Path:
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return home / "mxtensor" / f"cuda-{hashlib.blake2b(repr(key).encode(), digest_size=12).hexdigest()}.cubin"
+
+
+def compiled(names: Sequence[str], constants: Constants, capability: tuple[int, int]) -> bytes:
+    """Machine code of these sources, one after the other, for a compute capability. Raises RuntimeError."""
+    lib = library()
+    assert not isinstance(lib, str)
+    text, version = _text(names, constants), (ctypes.c_int * 2)()
+    lib.nvrtcVersion(ctypes.byref(version, 0), ctypes.byref(version, 4))
+    path = _cache_path((text, FLAGS, capability, tuple(version)))
+    if path.exists():
+        return path.read_bytes()
+    program, size = ctypes.c_void_p(), ctypes.c_size_t()
+    options = [flag.encode() for flag in (f"--gpu-architecture=sm_{capability[0]}{capability[1]}", *FLAGS)]
+    lib.nvrtcCreateProgram(ctypes.byref(program), text.encode(), names[-1].encode(), 0, None, None)
+    try:
+        if lib.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options)):
+            lib.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+            log = ctypes.create_string_buffer(size.value)
+            lib.nvrtcGetProgramLog(program, log)
+            where = f"sm{capability[0]}{capability[1]}"
+            raise RuntimeError(f"{names[-1]} did not compile for {where}: {log.value.decode().strip()}")
+        lib.nvrtcGetCUBINSize(program, ctypes.byref(size))
+        code = ctypes.create_string_buffer(size.value)
+        lib.nvrtcGetCUBIN(program, code)
+    finally:
+        lib.nvrtcDestroyProgram(ctypes.byref(program))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(code.raw)
+        os.replace(file.name, path)  # whole or not at all
+    except OSError:
+        pass  # a home that cannot be written to: compiled again next time
+    return code.raw
+
+
+# ---------------------------------------------------------------------------------------------- the driver
+
+
+class _Attribute(ctypes.Structure):
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_uint * 16))
+
+
+class _Config(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_uint) for name in ("x", "y", "z", "threads", "ty", "tz", "memory")),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint),
+    )
+
+
+_CLUSTER, _OVERLAP, _MEMORY = 4, 6, 8  # ids of launch attributes, and of a function's shared memory
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    lib = ctypes.CDLL("libcuda.so.1")
+    pointer = ctypes.c_void_p
+    lib.cuLaunchKernelEx.argtypes = [ctypes.POINTER(_Config), pointer, ctypes.POINTER(pointer), pointer]
+    return lib
+
+
+class Function:
+    """A kernel on the device that is current when it is made. Its arguments are one C struct, packed by ``layout``."""
+
+    def __init__(self, code: bytes, name: str, layout: struct.Struct, threads: int) -> None:
+        lib, module, self._function = _driver(), ctypes.c_void_p(), ctypes.c_void_p()
+        self._code, self._layout, self._local = code, layout, threading.local()
+        self._threads, self._memory = threads, 0
+        self._overlaps = torch.cuda.get_device_capability() >= CLUSTERS
+        check_error(lib.cuModuleLoadData(ctypes.byref(module), code))
+        check_error(lib.cuModuleGetFunction(ctypes.byref(self._function), module, name.encode()))
+        self._launch = lib.cuLaunchKernelEx
+
+    def _make(self, cluster: int) -> Any:
+        attributes = (_Attribute * 2)()
+        count = 0
+        if self._overlaps:
+            attributes[0].id, attributes[0].value[0] = _OVERLAP, 1
+            count = 1
+            if cluster > 1:
+                attributes[1].id = _CLUSTER
+                attributes[1].value[0], attributes[1].value[1], attributes[1].value[2] = 1, 1, cluster
+                count = 2
+        config = _Config(1, 1, cluster, self._threads, 1, 1, 0, None, attributes, count)
+        buffer = ctypes.create_string_buffer(self._layout.size)
+        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
+        return config, ctypes.byref(config), buffer, arguments, attributes
+
+    def __call__(self, x: int, y: int, cluster: int, memory: int, arguments: Sequence[int | float]) -> None:
+        """Run in x * y clusters of so many blocks, each with so many bytes of shared memory, on the current stream."""
+        if memory > self._memory:
+            check_error(_driver().cuFuncSetAttribute(self._function, _MEMORY, memory))
+            self._memory = memory
+        held = getattr(self._local, "held", None)
+        if held is None:
+            held = self._local.held = self._make(cluster)
+        config, reference, buffer, pointers, _ = held
+        self._layout.pack_into(buffer, 0, *arguments)
+        config.x, config.y, config.memory = x, y, memory
+        config.stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
+        result = self._launch(reference, self._function, pointers, None)
+        if result:
+            check_error(result)
+
+
+def function(
+    device: torch.device, sources: tuple[str, ...], constants: Constants, name: str, layout: struct.Struct, threads: int
+) -> Callable[[int, int, int, int, Sequence[int | float]], None]:
+    """The kernel ``name`` of these sources on ``device``, which must be current, compiled."""
+    return Function(compiled(sources, constants, device_capability(device)), name, layout, threads)

@@ -1,0 +1,242 @@
+"""Products of few rows, on any GPU since sm_80: the codes of the weight are read once and decoded in registers.
+
+With so few rows the time is that of reading the weight, so that 8 bits take half of bfloat16's and 4 bits a quarter.
+``cuda/product.cu`` multiplies, by one weight or, rows in groups, by a stack of them. Activations come as bfloat16 or
+float16 and are multiplied as float16 (``cuda/activations.cuh``), cast to a power-of-two format on the way if the weight
+wants that: in the same launch for a row or two, else in one before it.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..codec import Operand
+from ..dispatch import Kernel, Spec, cached, is_traced
+from ..formats import E8M0, ElementFormat, Format, Rounding, ScaleCalculationMode, get_format
+from ..roles import Cast
+from . import nvrtc, triton_host
+from .cast import dequantize_operand, round_trip
+from .gemm_spec import Factor, GemmArgs, Rounded, Uncast
+from .small_batch_plan import ELEMENTS, SCALES, TYPES, Facts, Plan, cast_constants, constants, copy_size, shared_memory
+from .small_batch_table import MOST_ROWS, choose_plan
+
+PRODUCT = struct.Struct("11Q7I2f4x")
+ACTIVATIONS = struct.Struct("3Q3I4x")
+HEADERS = ("machine.cuh", "elements.cuh", "activations.cuh")
+ACTIVATION_THREADS = 256
+HALVES = (torch.bfloat16, torch.float16)
+
+
+# ---------------------------------------------------------------------------------------------- refusals
+
+
+def _refuses(spec: Spec, a: Factor, b: Factor, args: GemmArgs) -> str | None:
+    if torch.version.hip is not None:
+        return "written for CUDA devices, this build of torch is for ROCm"
+    if spec.capability < nvrtc.OLDEST:
+        return f"needs sm80, this device is sm{spec.capability[0]}{spec.capability[1]}"
+    library = nvrtc.library()
+    if isinstance(library, str):
+        return library
+    if spec.traced and torch.compiler.is_exporting():
+        return "an exported program holds aten ops only"
+    if not isinstance(b, Operand):
+        return "reads the codes of a quantized right factor, which has none"
+    f = b.format
+    if f.element not in ELEMENTS or (f.scale, f.block[1]) not in SCALES:
+        return f"has no decoder for {f.scale.name} scales of {f.block[0]}x{f.block[1]} blocks"
+    if args.out_dtype not in TYPES:
+        return f"writes bfloat16, float16 or float32, not {str(args.out_dtype).removeprefix('torch.')}"
+    x = a.values if isinstance(a, Rounded) else a
+    if isinstance(x, Tensor) and x.dtype not in HALVES:
+        return f"multiplies bfloat16 or float16 by bfloat16 or float16, the activations are {str(x.dtype)[6:]}"
+    if not isinstance(a, Tensor) and not a.format.exact_in_bfloat16:
+        return f"{a.format} has {a.format.scale.name} scales: its values are not exact in bfloat16"
+    if 0 in (*spec.shapes[0], *spec.shapes[1]):
+        return "no values"
+    return None
+
+
+def refuses(spec: Spec, a: Factor, b: Factor, args: GemmArgs) -> str | None:
+    left, right = spec.shapes
+    if len(right) != 2 or len(left) < 2:
+        return f"multiplies rows with one matrix, not {left} with {right}"
+    if not isinstance(a, Tensor) and len(left) > 2 and a.format.rows_are_blocked:
+        return f"the rows of {left} cannot be flattened: {a.format} shares scales between rows"
+    reason = _refuses(spec, a, b, args)
+    if reason is None:
+        rows = math.prod(left[:-1])
+        if rows > MOST_ROWS:
+            return f"for at most {MOST_ROWS} rows, where reading the weight is what takes the time; these are {rows}"
+    return reason
+
+
+def refuses_grouped(spec: Spec, a: Factor, b: Factor, ends: Tensor, args: GemmArgs) -> str | None:
+    if args.bias is not None and args.bias.dim() > 1:
+        return f"a bias of groups is one value a column, not {tuple(args.bias.shape)}"
+    reason = _refuses(spec, a, b, args)
+    if reason is None:
+        assert isinstance(b, Operand)
+        if b.format.rows_are_blocked and b.scale.shape[0] != b.shape[0]:
+            return f"{b.format} has one scale for all groups"
+        most = MOST_ROWS * b.shape[0]
+        if spec.shapes[0][0] > most:
+            return f"for at most {most} rows in {b.shape[0]} groups; these are {spec.shapes[0][0]}"
+    return reason
+
+
+# ---------------------------------------------------------------------------------------------- the launch
+
+
+@cached
+def _product_kernel(device: torch.device, facts: Facts, plan: Plan) -> Any:
+    sources = (*HEADERS, "product.cu")
+    return nvrtc.function(device, sources, constants(facts, plan), "product", PRODUCT, plan.threads)
+
+
+@cached
+def _activations_kernel(
+    device: torch.device, element: ElementFormat, dtype: torch.dtype, copy: int, cast: Cast | None
+) -> Any:
+    row = (("ELEMENT", ELEMENTS[element]), ("X", TYPES[dtype]), ("X_COPY", copy), *cast_constants(cast))
+    return nvrtc.function(device, HEADERS, row, "activations", ACTIVATIONS, ACTIVATION_THREADS)
+
+
+def _prepared(x: Tensor, format: Format, cast: Cast | None, spare: int) -> tuple[Tensor, Tensor]:
+    """A matrix, cast, as float16 in the order in which codes of ``format`` are decoded, and what scales each row.
+
+    ``spare`` rows follow that nobody has written.
+    """
+    rows, k = x.shape
+    width = -(-k // 256) * 256
+    out, scale = x.new_empty(rows + spare, width, dtype=torch.float16), x.new_empty(rows, dtype=torch.float32)
+    copy = copy_size(x.data_ptr(), 2 * x.stride(0))
+    kernel = _activations_kernel(x.device, format.element, x.dtype, copy, cast)
+    kernel(rows, 1, 1, 16, (x.data_ptr(), out.data_ptr(), scale.data_ptr(), k, width, x.stride(0)))
+    return out, scale
+
+
+def launch(
+    x: Tensor, data: Tensor, scale: Tensor, format: Format, cols: int, x_global: Tensor | None,
+    last: Tensor | None, bias: Tensor | None, ends: Tensor | None, alpha: float, beta: float,
+    out_dtype: torch.dtype, cast: Cast | None, plan: Plan | None = None,
+) -> Tensor:  # fmt: skip
+    """The product as ``small_batch`` has it, cut up by ``plan`` where one is given."""
+    device, rows = x.device, x.shape[0]
+    width, groups = data.shape[-2], data.shape[0] if ends is not None else 1
+    out = x.new_empty(rows, width, dtype=out_dtype) if ends is None else x.new_zeros(rows, width, dtype=out_dtype)
+    with triton_host.on(device):
+        if plan is None:
+            plan = choose_plan(device, format, -(-rows // groups), width, cols, rows)
+        x_scale = None
+        if not plan.whole_x:
+            x, x_scale = _prepared(x, format, cast, plan.cols)
+        scale_bytes = scale.shape[-1] * scale.element_size()
+        facts = Facts(
+            format, x.dtype, out_dtype, out_dtype if bias is None else bias.dtype,
+            copy_size(data.data_ptr(), data.shape[-1]), copy_size(scale.data_ptr(), scale_bytes),
+            copy_size(x.data_ptr(), 2 * x.stride(0)), width % plan.rows == 0 and cols % plan.depth == 0,
+            cast if plan.whole_x else None,
+        )  # fmt: skip
+        memory = shared_memory(format, plan, rows, cols)
+        kernel = _product_kernel(device, facts, plan)
+        kernel(
+            -(-width // plan.rows), groups if ends is not None else -(-rows // plan.cols), plan.split, memory,
+            (
+                data.data_ptr(), scale.data_ptr(), x.data_ptr(), out.data_ptr(),
+                0 if x_scale is None else x_scale.data_ptr(), 0 if last is None else last.data_ptr(),
+                0 if x_global is None else x_global.data_ptr(),
+                0 if bias is None else bias.data_ptr(), 0 if ends is None else ends.data_ptr(),
+                data.shape[-2] * data.shape[-1], scale.shape[-2] * scale_bytes, data.shape[-1], scale_bytes,
+                x.stride(0), rows, width, cols, width if bias is not None and bias.dim() == 2 else 0, alpha, beta,
+            ),
+        )  # fmt: skip
+    return out
+
+
+@torch.library.custom_op("mxtensor::small_batch", mutates_args=())
+def small_batch(
+    x: Tensor, data: Tensor, scale: Tensor, format: str, cols: int, x_global: Tensor | None, last: Tensor | None,
+    bias: Tensor | None, ends: Tensor | None, alpha: float, beta: float, out_dtype: torch.dtype, cast: str,
+    scaling: str,
+) -> Tensor:  # fmt: skip
+    """``alpha * global scales * x @ decode(data, scale)^T + beta * bias``: summed in float32, rounded once; (M, N).
+
+    x (M, K) bfloat16 or float16, cast to the format ``cast`` first unless that is empty; data and scale of an (N, K)
+    operand, ``cols`` = K. ``bias`` is (N,) or (M, N). With ``ends`` (G,) they are of a stack (G, N, K), and row
+    ``ends[g - 1]`` to ``ends[g]`` of x meets matrix g; later rows give zeros.
+    """
+    to = Cast(get_format(cast), ScaleCalculationMode(scaling)) if cast else None
+    return launch(x, data, scale, get_format(format), cols, x_global, last, bias, ends, alpha, beta, out_dtype, to)
+
+
+@small_batch.register_fake
+def _(x, data, scale, format, cols, x_global, last, bias, ends, alpha, beta, out_dtype, cast, scaling):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape[0], data.shape[-2], dtype=out_dtype)
+
+
+# ---------------------------------------------------------------------------------------------- the kernels
+
+
+def _is_cast_here(cast: Cast, x: Tensor) -> bool:
+    """Whether this file casts: to 32 values under a power of two, from 16 bits."""
+    f = cast.format
+    return f.scale is E8M0 and f.block == (1, 32) and cast.rounding is Rounding.NEAREST and x.dtype in HALVES
+
+
+def _activations(a: Factor) -> tuple[Tensor, Tensor | None, Cast | None]:
+    """Values of 16 bits, their global scale, and the cast that they still have to go through."""
+    if isinstance(a, Uncast):
+        if _is_cast_here(a.cast, a.x):
+            return a.x, None, a.cast
+        return *round_trip(a.x, a.cast, torch.bfloat16), None
+    if isinstance(a, Rounded):
+        return a.values, a.global_scale, None
+    if isinstance(a, Operand):
+        return dequantize_operand(replace(a, global_scale=None), torch.bfloat16), a.global_scale, None
+    return a, None, None
+
+
+def _bias(args: GemmArgs, shape: tuple[int, ...]) -> Tensor | None:
+    """(N,) where it is the same for every row, else (M, N); contiguous. A factor of 0 keeps even its NaNs out."""
+    if args.bias is None or args.beta == 0:
+        return None
+    bias = args.bias if args.bias.dtype in TYPES else args.bias.float()
+    if math.prod(bias.shape[:-1]) == 1:
+        return bias.reshape(-1).expand(shape[-1]).contiguous()
+    return bias.expand(shape).flatten(0, -2).contiguous()
+
+
+def _call(a: Factor, b: Factor, ends: Tensor | None, args: GemmArgs) -> Tensor:
+    assert isinstance(b, Operand)
+    x, x_global, cast = _activations(a)
+    shape = (*x.shape[:-1], b.shape[-2])
+    x = x.reshape(-1, x.shape[-1])
+    x = x if x.stride(1) == 1 and x.stride(0) >= x.shape[1] else x.contiguous()
+    bias, ends = _bias(args, shape), None if ends is None else ends.contiguous()
+    data, scale = b.data.contiguous(), b.scale.contiguous()
+    rest = (x_global, b.global_scale, bias, ends, float(args.alpha), float(args.beta), args.out_dtype)
+    if is_traced(x, data):
+        words = (cast.format.name, cast.scaling.value) if cast is not None else ("", "")
+        out: Tensor = small_batch(x, data, scale, b.format.name, b.shape[-1], *rest, *words)
+    else:
+        out = launch(x, data, scale, b.format, b.shape[-1], *rest, cast)
+    return out.view(shape)
+
+
+def run(a: Factor, b: Factor, args: GemmArgs) -> Tensor:
+    return _call(a, b, None, args)
+
+
+def run_grouped(a: Factor, b: Factor, ends: Tensor, args: GemmArgs) -> Tensor:
+    return _call(a, b, ends, args)
+
+
+KERNEL = Kernel("small_batch", refuses, run, "cuda")
+GROUPED = Kernel("small_batch", refuses_grouped, run_grouped, "cuda")

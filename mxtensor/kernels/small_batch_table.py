@@ -1,0 +1,104 @@
+"""Which plan goes with which shape: what ``python -m mxtensor.tune`` has measured on each kind of GPU.
+
+``small_batch_sm90.json`` and its like hold, for some formats, rows and shapes, the fastest plan. A shape that is not
+there takes the plan of the nearest one; a GPU that has no table, the plans of another that it has room for.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ..dispatch import cached, device_capability
+from ..formats import Format
+from .nvrtc import CLUSTERS
+from .small_batch_plan import Plan, shared_memory
+
+FOLDER = Path(__file__).parent
+ROWS = (1, 4, 16, 32, 64)
+"""Rows of activations that are measured; what lies between takes the next plan that has as many."""
+MOST_ROWS = 64
+"""Where decoding the weight once, for a product of the library's, takes as long."""
+STAND_INS = {8: "mxfp8_e4m3", 6: "mxfp6_e2m3", 4: "mxfp4_e2m1"}
+"""Bits of an element -> the format whose plans its formats take; nvfp4 has its own."""
+SHARED = {
+    capability: kibibytes * 1024
+    for kibibytes, capabilities in (
+        (163, ((8, 0), (8, 7))),
+        (227, ((9, 0), (10, 0), (10, 3), (11, 0))),
+        (99, ((8, 9),)),
+    )
+    for capability in capabilities
+}
+"""Compute capability -> bytes of shared memory of a block (CUDA C++ Programming Guide, compute capabilities); others
+have what the least of them has."""
+LAST = Plan(1, 1, 1, 4, 4, 2, 1, 1, False)
+"""A plan that any GPU has room for."""
+
+
+class Measured(NamedTuple):
+    """A line of a table."""
+
+    format: str
+    m: int
+    n: int
+    k: int
+    us: float
+    """microseconds, under a CUDA graph"""
+    plan: Plan
+
+
+def path_of(capability: tuple[int, int]) -> Path:
+    """Where the table of GPUs with this compute capability lies."""
+    return FOLDER / f"small_batch_sm{capability[0]}{capability[1]}.json"
+
+
+def line(measured: Measured) -> list[Any]:
+    """As it stands in a file."""
+    return [*measured[:4], round(measured.us, 2), *map(int, measured.plan)]
+
+
+@cache
+def table(capability: tuple[int, int]) -> tuple[Measured, ...]:
+    """The lines for a compute capability, or for the one nearest below that has a table, or above."""
+    known = sorted(int(path.stem.removeprefix("small_batch_sm")) for path in FOLDER.glob("small_batch_sm*.json"))
+    if not known:
+        return ()
+    number = 10 * capability[0] + capability[1]
+    best = max((n for n in known if n <= number), default=known[0])
+    rows: list[Any] = json.loads((FOLDER / f"small_batch_sm{best}.json").read_text())
+    return tuple(Measured._make([*row[:5], Plan._make([*row[5:-1], bool(row[-1])])]) for row in rows)
+
+
+def stand_in(format: Format) -> str:
+    """The format that was measured in place of this one."""
+    return format.name if format.global_scale else STAND_INS[format.element.bits]
+
+
+def room(device: torch.device) -> tuple[tuple[int, int], int]:
+    """Compute capability and bytes of shared memory that a block can have; elsewhere, those of sm_90."""
+    capability = device_capability(device) if device.type == "cuda" else (9, 0)
+    return capability, SHARED.get(capability, SHARED[8, 9])
+
+
+@cached
+def choose_plan(device: torch.device, format: Format, m: int, n: int, k: int, x_rows: int) -> Plan:
+    """The plan for m rows (of a group; ``x_rows`` of all), n and k on ``device``: fast, and with room for it."""
+    capability, memory = room(device)
+    rows = next((rows for rows in ROWS if m <= rows), ROWS[-1])
+
+    def distance(line: Measured) -> tuple[float, float]:
+        return abs(math.log2(line.n / n)) + abs(math.log2(line.k / k)), line.us
+
+    name = stand_in(format)
+    lines = [line for line in table(capability) if line.m == rows and line.format == name]
+    for line in sorted(lines, key=distance):
+        plan = line.plan if capability >= CLUSTERS else line.plan._replace(split=1)
+        if plan.split <= -(-k // plan.depth) and shared_memory(format, plan, x_rows, k) <= memory:
+            return plan
+    return LAST

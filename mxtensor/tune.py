@@ -1,0 +1,156 @@
+"""Times the plans of small products on the GPU that is here: ``python -m mxtensor.tune`` writes its table.
+
+For each format, number of rows and shape, every plan that fits is run under a CUDA graph over weights that are not in
+the cache; the fastest goes to ``kernels/small_batch_sm90.json`` (of this GPU's compute capability), from which
+``kernels/small_batch_table.py`` chooses. Nothing is tuned while a model runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .codec import Operand
+from .formats import Format, get_format
+from .kernels import nvrtc, small_batch
+from .kernels.cast import quantize_operand
+from .kernels.small_batch_plan import Facts, Plan, constants, shared_memory
+from .kernels.small_batch_table import ROWS, Measured, line, path_of, room
+from .roles import Cast
+
+FORMATS = ("mxfp8_e4m3", "mxfp6_e2m3", "mxfp4_e2m1", "nvfp4")
+SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336), (8192, 8192), (28672, 8192), (1024, 4096))
+"""(N, K)"""
+CACHES = 4
+"""Weights take turns until together they are so many times the L2 cache."""
+RESERVED = 1024
+"""Bytes of shared memory that the system takes of each block."""
+
+
+def candidates(format: Format, rows: int, n: int, k: int) -> Iterator[Plan]:
+    """Plans that fill this GPU and for which its shared memory has room."""
+    capability, memory = room(torch.device("cuda", torch.cuda.current_device()))
+    multiprocessors = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+    nt = next(t for t in (1, 2, 4, 8) if 8 * t >= min(rows, 64))
+    splits = (1, 2, 4) if capability >= nvrtc.CLUSTERS else (1,)
+    cuts = itertools.product((1, 2), (1, 2, 4, 8), (1, 2, 4, 8), (4, 8), (2, 3, 4), (8, 16), splits, (False, True))
+    for mt, wr, wk, slabs, stages, warps, split, whole in cuts:
+        if wr * wk not in (4, 8) or (wr * wk == 4 and warps == 8):
+            continue
+        if mt * nt > 8 and warps > 8:
+            continue
+        if whole and (rows > 2 or slabs * wk < 8):
+            continue
+        if (nt < 4 and (slabs, stages) in ((8, 4), (4, 2))) or (
+            nt == 1 and warps == 8
+        ):  # too much under way, too little
+            continue
+        plan = Plan(mt, nt, wr, wk, slabs, stages, warps // (wr * wk), split, whole)
+        blocks = -(-n // plan.rows) * split
+        fits = memory // (shared_memory(format, plan, rows, k) + RESERVED)
+        if fits < plan.blocks or blocks < 0.7 * multiprocessors or -(-k // plan.depth) < split:
+            continue
+        if split > 1 and blocks > 2 * split * multiprocessors:
+            continue
+        yield plan
+
+
+def graph_time(calls: Sequence[Callable[[], Any]], repeats: int = 5) -> float:
+    """Microseconds of one of these calls, which a CUDA graph runs one after the other."""
+    calls[0]()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    times: list[float] = []
+    graph.replay()
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / len(calls))
+    return statistics.median(times)
+
+
+def weights(format: Format, n: int, k: int) -> list[Operand]:
+    """Random weights, as many as keep each other out of the cache."""
+    cache = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
+    count = max(2, -(-CACHES * cache // int(n * k * format.bits_per_value / 8)))
+    first = quantize_operand(torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * 0.02, Cast(format))
+    out = [first]
+    for _ in range(count - 1):
+        out.append(Operand(first.data.clone(), first.scale.clone(), first.global_scale, format, first.shape))
+    return out
+
+
+def call(x: Tensor, w: Operand, plan: Plan | None) -> Tensor:
+    """The product with this plan, weight-only."""
+    return small_batch.launch(
+        x, w.data, w.scale, w.format, w.shape[1], None, w.global_scale, None, None, 1.0, 1.0, x.dtype, None, plan
+    )
+
+
+def compile_all(format: Format, plans: Iterable[Plan]) -> None:
+    """Compile the kernels of these plans in as many threads as there are processors."""
+    capability = torch.cuda.get_device_capability()
+
+    def one(plan: Plan) -> None:
+        x = torch.bfloat16 if plan.whole_x else torch.float16
+        facts = Facts(format, x, torch.bfloat16, torch.bfloat16, 16, 16, 16, True)
+        nvrtc.compiled((*small_batch.HEADERS, "product.cu"), constants(facts, plan), capability)
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(one, plans))
+
+
+def fastest(format: Format, m: int, n: int, k: int, held: Sequence[Operand]) -> Measured:
+    """The plan that takes the least time; a plan that the device refuses is left out."""
+    x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+    timed = []
+    for plan in candidates(format, m, n, k):
+        try:
+            timed.append((graph_time([partial(call, x, w, plan) for w in held], 3), plan))
+        except RuntimeError as error:
+            print(f"{format} {m}x{n}x{k} {tuple(plan)}: {error}", flush=True)
+    us, plan = min(timed)
+    print(f"{format} {m}x{n}x{k}: {us:.2f} us by {tuple(map(int, plan))}, of {len(timed)}", flush=True)
+    return Measured(format.name, m, n, k, us, plan)
+
+
+def main() -> None:
+    """Time, print and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--formats", nargs="+", default=FORMATS)
+    parser.add_argument("--rows", nargs="+", type=int, default=ROWS)
+    parser.add_argument("--json", type=Path, help="the table to write (default: that of this GPU)")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.exit(1, "This command times CUDA kernels, and torch finds no CUDA device here.\n")
+    found: list[Measured] = []
+    for format in map(get_format, args.formats):
+        plans = {plan for m, (n, k) in itertools.product(args.rows, SHAPES) for plan in candidates(format, m, n, k)}
+        print(f"{format}: compiling {len(plans)} kernels", flush=True)
+        compile_all(format, plans)
+        for n, k in SHAPES:
+            held = weights(format, n, k)
+            found += [fastest(format, m, n, k, held) for m in args.rows]
+    path = args.json or path_of(torch.cuda.get_device_capability())
+    path.write_text("[\n" + ",\n".join(" " + json.dumps(line(row)) for row in found) + "\n]\n")
+    print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,205 @@
+// The functions of mxtensor/kernels/cuda/machine.cuh for a CPU: each thread of a block is a fiber, and one that waits
+// for others (a barrier, a matrix instruction, a shuffle) lets them run. Blocks of a cluster run together.
+
+#include <ucontext.h>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <vector>
+
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+struct uint2 { u32 x, y; };
+struct uint4 { u32 x, y, z, w; };
+
+#define DEVICE static inline
+#define KERNEL static
+#define BOUNDS(threads, blocks)
+
+// ---------------------------------------------------------------------------------------------- fibers
+
+struct Barrier {
+    u32 size = 0, waiting = 0, generation = 0;
+};
+struct Warp {
+    Barrier barrier;
+    u32 words[32][6];
+};
+struct Block {
+    u32 x, y, z, size;
+    Barrier barrier;
+    std::vector<Warp> warps;
+    std::vector<u8> memory;
+};
+struct Fiber {
+    ucontext_t context;
+    std::unique_ptr<u8[]> stack;
+    Block* block;
+    u32 thread;
+    bool done = false;
+};
+
+static ucontext_t scheduler;
+static Fiber* fiber;                // the one that runs
+static std::vector<Block>* cluster;
+static Barrier cluster_barrier;
+static u64 progress;
+static std::function<void()> body;
+
+static void run_body() {
+    body();
+    fiber->done = true, progress++;
+    swapcontext(&fiber->context, &scheduler);
+}
+
+static void meet(Barrier& barrier) {
+    u32 generation = barrier.generation;
+    progress++;
+    if (++barrier.waiting == barrier.size) {
+        barrier.waiting = 0, barrier.generation++;
+        return;
+    }
+    while (barrier.generation == generation) swapcontext(&fiber->context, &scheduler);
+}
+
+// ``kernel`` in a grid of blocks, those along z as one cluster; shared memory begins as NaNs.
+static void launch(std::function<void()> kernel, u32 x, u32 y, u32 z, u32 threads, u32 bytes) {
+    body = kernel;
+    for (u32 i = 0; i < x * y; i++) {
+        std::vector<Block> blocks(z);
+        std::vector<Fiber> fibers(z * threads);
+        cluster = &blocks, cluster_barrier = {z * threads};
+        for (u32 b = 0; b < z; b++) {
+            blocks[b] = {i % x, i / x, b, threads, {threads}, std::vector<Warp>(threads / 32), std::vector<u8>(bytes + 16, 0xFF)};
+            for (Warp& warp : blocks[b].warps) warp.barrier = {32};
+        }
+        for (u32 f = 0; f < fibers.size(); f++) {
+            constexpr size_t size = 1 << 16;
+            fibers[f].stack.reset(new u8[size]);
+            fibers[f].block = &blocks[f / threads], fibers[f].thread = f % threads;
+            getcontext(&fibers[f].context);
+            fibers[f].context.uc_stack.ss_sp = fibers[f].stack.get(), fibers[f].context.uc_stack.ss_size = size;
+            makecontext(&fibers[f].context, run_body, 0);
+        }
+        for (bool left = true; left;) {
+            left = false;
+            u64 before = progress;
+            for (Fiber& next : fibers)
+                if (!next.done) left = true, fiber = &next, swapcontext(&scheduler, &next.context);
+            if (left && progress == before) fprintf(stderr, "threads wait for each other for ever\n"), abort();
+        }
+    }
+}
+
+// ---------------------------------------------------------------------------------------------- where a thread is
+
+DEVICE u32 thread() { return fiber->thread; }
+DEVICE u32 threads() { return fiber->block->size; }
+DEVICE u32 block_x() { return fiber->block->x; }
+DEVICE u32 block_y() { return fiber->block->y; }
+DEVICE u32 block_z() { return fiber->block->z; }
+DEVICE u8* shared_memory() { return reinterpret_cast<u8*>((reinterpret_cast<u64>(fiber->block->memory.data()) + 15) / 16 * 16); }
+DEVICE void raise_to(u32* shared, u32 value) { *shared = value > *shared ? value : *shared; }
+DEVICE void sync_block() { meet(fiber->block->barrier); }
+DEVICE void sync_cluster() { meet(cluster_barrier); }
+DEVICE float read_of_block(const float* mine, u32 rank) {
+    u8* base = reinterpret_cast<u8*>((reinterpret_cast<u64>((*cluster)[rank].memory.data()) + 15) / 16 * 16);
+    return *reinterpret_cast<const float*>(base + (reinterpret_cast<const u8*>(mine) - shared_memory()));
+}
+DEVICE void let_next_start() {}
+DEVICE void wait_for_previous() {}
+DEVICE Warp& warp() { return fiber->block->warps[fiber->thread / 32]; }
+DEVICE u32 from_lane_xor(u32 value, u32 mask) {
+    u32 lane = thread() % 32;
+    warp().words[lane][0] = value;
+    meet(warp().barrier);
+    u32 other = warp().words[lane ^ mask][0];
+    meet(warp().barrier);
+    return other;
+}
+
+// ---------------------------------------------------------------------------------------------- memory
+
+template <int BYTES> DEVICE void copy(void* to, const void* from, bool there) {
+    if (there && (reinterpret_cast<u64>(from) % BYTES || reinterpret_cast<u64>(to) % BYTES))
+        fprintf(stderr, "a copy of %d bytes is not aligned\n", BYTES), abort();
+    if (there) memcpy(to, from, BYTES);
+    else memset(to, 0, BYTES);
+}
+DEVICE void end_of_stage() {}
+template <int LATER> DEVICE void wait_for_stage() {}
+
+// ---------------------------------------------------------------------------------------------- words
+
+DEVICE u32 bytes_of(u32 low, u32 high, u32 selector) {
+    u64 both = u64(high) << 32 | low;
+    u32 out = 0;
+    for (int i = 0; i < 4; i++) {
+        u32 pick = selector >> (4 * i) & 15, byte = both >> (8 * (pick & 7)) & 255;
+        if (pick & 8) byte = byte & 128 ? 255 : 0;
+        out |= byte << (8 * i);
+    }
+    return out;
+}
+DEVICE float float_of_bits(u32 bits) { float value; memcpy(&value, &bits, 4); return value; }
+DEVICE u32 bits_of_float(float value) { u32 bits; memcpy(&bits, &value, 4); return bits; }
+DEVICE float float_of_half(u32 word) {
+    _Float16 half;
+    u16 bits = word;
+    memcpy(&half, &bits, 2);
+    return half;
+}
+DEVICE u16 half_of(float value) {
+    _Float16 half = value;
+    u16 bits;
+    memcpy(&bits, &half, 2);
+    return bits;
+}
+DEVICE u16 bfloat16_of(float value) {
+    u32 bits = bits_of_float(value);
+    return value != value ? 0x7FFF : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+}
+DEVICE u32 pair_of_halves(float low, float high) { return half_of(low) | u32(half_of(high)) << 16; }
+DEVICE float larger(float a, float b) { return fmaxf(a, b); }
+DEVICE float value_of_e4m3(u32 code) {
+    u32 e = code >> 3 & 15, m = code & 7;
+    float value = e == 15 && m == 7 ? NAN : e ? ldexpf(8 + m, int(e) - 10) : ldexpf(m, -9);
+    return code & 128 ? -value : value;
+}
+DEVICE void halves_of_e4m3(u32& low, u32& high, u32 bytes) {
+    low = pair_of_halves(value_of_e4m3(bytes & 255), value_of_e4m3(bytes >> 8 & 255));
+    high = pair_of_halves(value_of_e4m3(bytes >> 16 & 255), value_of_e4m3(bytes >> 24));
+}
+DEVICE float half(u32 word, int i) { return float_of_half(word >> (16 * i) & 0xFFFF); }
+DEVICE u32 multiply_half(u32 a, u32 b) {
+    return half_of(half(a, 0) * half(b, 0)) | u32(half_of(half(a, 1) * half(b, 1))) << 16;
+}
+DEVICE u32 add_half(u32 a, u32 b) {
+    return half_of(half(a, 0) + half(b, 0)) | u32(half_of(half(a, 1) + half(b, 1))) << 16;
+}
+
+// ---------------------------------------------------------------------------------------------- the product
+
+DEVICE void multiply_add(float (&d)[4], const u32* a, u32 b0, u32 b1, const float (&c)[4]) {
+    u32 lane = thread() % 32, g = lane / 4, t = lane % 4, mine[6] = {a[0], a[1], a[2], a[3], b0, b1};
+    Warp& w = warp();
+    memcpy(w.words[lane], mine, sizeof mine);
+    meet(w.barrier);
+    for (int e = 0; e < 4; e++) {
+        u32 row = g + e / 2 * 8, col = 2 * t + e % 2;
+        double sum = c[e];
+        for (int k = 0; k < 16; k++) {  // word and half of a (row, k) and b (k, col)
+            u32 a_word = w.words[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2];
+            u32 b_word = w.words[col * 4 + k % 8 / 2][4 + k / 8];
+            sum += double(half(a_word, k % 2)) * half(b_word, k % 2);
+        }
+        d[e] = sum;
+    }
+    meet(w.barrier);
+}
+DEVICE void multiply(float (&d)[4], const u32* a, u32 b0, u32 b1) { multiply_add(d, a, b0, b1, {0, 0, 0, 0}); }

@@ -1,0 +1,139 @@
+"""Products of few rows on a CUDA device: what the emulation gives, to the rounding of a float32 accumulation."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import mxtensor as mx
+from mxtensor.codec import decode, encode
+from mxtensor.kernels import small_batch
+from mxtensor.kernels.gemm import gemm, grouped_gemm
+from mxtensor.kernels.gemm_spec import GemmArgs, Uncast
+from mxtensor.roles import Cast
+
+pytestmark = pytest.mark.gpu
+FORMATS = (
+    "mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4", "mxint8", "nvfp4", "nvfp4_single_level",
+    "mxfp8[32x32]", "mxfp4[32x32]", "float8_e4m3_tensor", "float8_e4m3_row", "float8_e5m2_row", "float8_e4m3_1x128",
+    "float8_e4m3_128x128",
+)  # fmt: skip
+TOLERANCE = 1e-6
+"""Of a float32 result, by norm: the matrix instruction truncates what it adds."""
+
+
+def relative_error(y, reference):
+    return ((y.double() - reference).norm() / reference.norm()).item()
+
+
+def operand(format, n, k):
+    w = torch.randn(n, k, device="cuda") * 2.0 ** torch.randint(-4, 4, (n, 1), device="cuda").float()
+    return mx.quantize(w, format).rowwise
+
+
+def values(x):
+    return decode(x, torch.float32).double()
+
+
+def ran(log):
+    return {entry.kernel for entry in log.entries if entry.spec.op in ("test", "linear", "mm", "addmm")}
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(1, 256, 4096), (2, 515, 1000), (5, 96, 77), (16, 1024, 2048), (63, 130, 641)])
+def test_a_product_equals_the_decoded_operands(format, dtype, shape):
+    m, n, k = shape
+    w, x = operand(format, n, k), torch.randn(m, k, device="cuda").to(dtype)
+    bias = torch.randn(n, device="cuda").to(dtype)
+    with mx.explain() as log, mx.kernels("small_batch"):
+        y = gemm("test", x, w, GemmArgs(torch.float32, bias, alpha=0.5, beta=2.0))
+    assert ran(log) == {"small_batch"}
+    assert relative_error(y, 0.5 * x.double() @ values(w).t() + 2 * bias.double()) < TOLERANCE
+
+
+@pytest.mark.parametrize("activation", ["mxfp8_e4m3", "mxfp6_e2m3", "mxfp4", "mxint8", "nvfp4"])
+@pytest.mark.parametrize("rows", [1, 3, 40])
+def test_activations_are_cast_as_the_codec_casts_them(activation, rows):
+    w, x = operand("mxfp8", 384, 1056), torch.randn(rows, 1056, device="cuda").bfloat16()
+    cast = Cast.of(activation)
+    with mx.kernels("small_batch"):
+        y = gemm("test", Uncast(x, cast), w, GemmArgs(torch.float32))
+    assert relative_error(y, values(encode(x, cast)) @ values(w).t()) < TOLERANCE
+
+
+@pytest.mark.parametrize("format", ["mxfp8", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize("rows", [1, 7, 64])
+def test_the_same_bits_again(format, rows):
+    w, x = operand(format, 512, 8192), torch.randn(rows, 8192, device="cuda").bfloat16()
+    with mx.kernels("small_batch"):
+        first = gemm("test", x, w, GemmArgs(torch.bfloat16))
+        assert all(torch.equal(first, gemm("test", x, w, GemmArgs(torch.bfloat16))) for _ in range(5))
+
+
+@pytest.mark.parametrize("format", ["mxfp8", "mxfp4", "nvfp4"])
+def test_groups_of_rows_each_meet_a_weight(format):
+    ends = torch.tensor([3, 3, 20, 21], dtype=torch.int32, device="cuda")
+    w = mx.quantize(torch.randn(4, 200, 512, device="cuda"), format).rowwise
+    x = torch.randn(24, 512, device="cuda").bfloat16()
+    with mx.kernels("small_batch"):
+        y = grouped_gemm("test", x, w, ends, GemmArgs(torch.float32))
+    reference = torch.zeros(24, 200, dtype=torch.float64, device="cuda")
+    for g, (start, end) in enumerate([(0, 3), (3, 3), (3, 20), (20, 21)]):
+        reference[start:end] = x[start:end].double() @ values(w)[g].t()
+    assert relative_error(y, reference) < TOLERANCE and (y[21:] == 0).all()
+
+
+def test_nan_blocks_and_the_largest_and_smallest_scales():
+    w = operand("mxfp8", 64, 256)
+    w.scale[3, 2], w.scale[5, :] = 255, 0
+    x = torch.randn(2, 256, device="cuda").bfloat16()
+    with mx.kernels("small_batch"):
+        y = gemm("test", x, w, GemmArgs(torch.float32))
+    assert y[:, 3].isnan().all() and not y[:, 4:].isnan().any()
+    assert relative_error(y[:, 5], x.double() @ values(w)[5]) < 1e-5
+
+
+@pytest.mark.parametrize("config", ["mxfp8", "mxfp8-weight-only", "mxfp4", "nvfp4-weight-only", "mxfp6"])
+def test_a_layer_runs_under_a_cuda_graph(config):
+    layer = torch.nn.Linear(1024, 512, device="cuda", dtype=torch.bfloat16)
+    mx.quantize_(layer, config)
+    x = torch.randn(4, 1024, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        expected = layer(x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = layer(x)
+        for _ in range(3):
+            x.normal_()
+            graph.replay()
+            assert torch.equal(y, layer(x))
+        assert y.shape == expected.shape
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_a_compiled_layer_gives_the_bits_of_the_eager_one(mode):
+    layers = torch.nn.Sequential(*(torch.nn.Linear(512, 512, device="cuda", dtype=torch.bfloat16) for _ in range(2)))
+    mx.quantize_(layers, "mxfp8")
+    x = torch.randn(4, 512, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        compiled = torch.compile(layers, mode=mode, fullgraph=True)
+        for _ in range(4):
+            assert torch.equal(compiled(x).clone(), layers(x))
+
+
+def test_a_layer_of_any_size_chooses_it_by_itself():
+    layer = torch.nn.Linear(640, 320, device="cuda", dtype=torch.bfloat16)
+    weight = layer.weight.detach().clone()
+    mx.quantize_(layer, "mxfp8-weight-only")
+    x = torch.randn(2, 3, 640, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad(), mx.explain() as log:
+        y = layer(x)
+    assert ran(log) == {"small_batch"}
+    assert relative_error(y, F.linear(x.double(), weight.double(), layer.bias.double())) < 0.05
+
+
+def test_more_rows_than_it_is_for_are_refused_with_a_sentence():
+    w, x = operand("mxfp8", 64, 64), torch.randn(300, 64, device="cuda").bfloat16()
+    with mx.explain() as log:
+        gemm("test", x, w, GemmArgs(torch.bfloat16))
+    assert "for at most 64 rows" in log.table() and small_batch.KERNEL.name not in ran(log)

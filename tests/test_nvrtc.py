@@ -1,0 +1,98 @@
+"""CUDA sources compiled for devices that are not here, by the compiler that torch for CUDA brings along."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+import mxtensor as mx
+from mxtensor.kernels import nvrtc, small_batch
+from mxtensor.kernels.small_batch_plan import ELEMENTS, TYPES, Facts, cast_constants, constants
+from mxtensor.kernels.small_batch_table import ROWS, stand_in, table
+
+pytestmark = pytest.mark.skipif(isinstance(nvrtc.library(), str), reason="needs NVRTC")
+TARGETS = ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))
+FORMATS = ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4", "mxint8", "nvfp4", "mxfp8[32x32]",
+           "float8_e4m3_row", "float8_e4m3_128x128")  # fmt: skip
+ELSEWHERE = ("mxfp8_e4m3", "nvfp4")
+"""The formats that are compiled for the targets other than sm_90 as well: an element that older devices decode in other
+instructions, and scales that they do."""
+SM90 = (9, 0)
+
+
+def plans(format):
+    """The plan that the table has for each number of rows on one shape."""
+    lines = [line for line in table(SM90) if line.format == stand_in(format) and (line.n, line.k) == (14336, 4096)]
+    return {line.m: line.plan for line in lines}
+
+
+def resources(code, tmp_path):
+    """What ``cuobjdump``, which Triton brings along, says of registers and stack of each kernel."""
+    triton = pytest.importorskip("triton")
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    file = tmp_path / "kernel.cubin"
+    file.write_bytes(code)
+    text = subprocess.run([tool, "-res-usage", file], check=True, capture_output=True, text=True).stdout
+    found = re.findall(r"Function (\w+):\s+REG:(\d+) STACK:(\d+)", text)
+    return {name: (int(registers), int(stack)) for name, registers, stack in found}
+
+
+def product(format, plan, capability, even=True):
+    facts = Facts(format, torch.bfloat16 if plan.whole_x else torch.float16, torch.bfloat16, torch.bfloat16,
+                  *((16, 16, 16) if even else (1, 2, 4)), even)  # fmt: skip
+    return nvrtc.compiled((*small_batch.HEADERS, "product.cu"), constants(facts, plan), capability)
+
+
+CASES = [(name, SM90) for name in FORMATS] + [(name, c) for name in ELSEWHERE for c in TARGETS if c != SM90]
+
+
+@pytest.mark.parametrize(("name", "capability"), CASES)
+def test_products_compile_and_the_narrow_ones_keep_to_registers(name, capability, tmp_path):
+    format = mx.get_format(name)
+    for m, plan in plans(format).items():
+        if m not in (ROWS[0], ROWS[-1]) and capability != SM90:
+            continue
+        code = product(format, plan if capability >= SM90 else plan._replace(split=1), capability)
+        registers, stack = resources(code, tmp_path)["product"]
+        assert registers * plan.threads * plan.blocks <= 65536
+        assert stack <= (0 if m <= 16 and capability >= SM90 else 256), f"{m} rows: {stack} bytes of stack"
+
+
+def test_tails_and_odd_alignments_compile():
+    format = mx.get_format("mxfp6")
+    for capability in ((8, 0), (9, 0)):
+        assert product(format, plans(format)[1]._replace(split=1), capability, even=False)
+
+
+@pytest.mark.parametrize("capability", TARGETS)
+def test_casts_of_activations_compile(capability, tmp_path):
+    for cast in (None, mx.Cast.of("mxfp8"), mx.Cast.of("mxint8", "floor")):
+        row = (("ELEMENT", next(iter(ELEMENTS.values()))), ("X", TYPES[torch.bfloat16]), ("X_COPY", 16))
+        code = nvrtc.compiled(small_batch.HEADERS, (*row, *cast_constants(cast)), capability)
+        assert resources(code, tmp_path)["activations"][1] == 0
+
+
+def test_what_is_compiled_is_kept_on_disk(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    row = (("ELEMENT", "E4M3"), ("X", "BFLOAT16"), ("X_COPY", 2), ("CAST", 0))
+    code = nvrtc.compiled(small_batch.HEADERS, row, SM90)
+    (file,) = tmp_path.rglob("*.cubin")
+    assert file.read_bytes() == code
+    file.write_bytes(b"kept")
+    assert nvrtc.compiled(small_batch.HEADERS, row, SM90) == b"kept"
+    assert nvrtc.compiled(small_batch.HEADERS, row, (8, 0)) != b"kept"
+
+
+def test_a_home_that_cannot_be_written_to_is_no_obstacle(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    row = (("ELEMENT", "E4M3"), ("X", "BFLOAT16"), ("X_COPY", 1), ("CAST", 0))
+    assert nvrtc.compiled(small_batch.HEADERS, row, SM90)
+
+
+def test_without_the_compiler_the_kernel_refuses_with_a_sentence(monkeypatch):
+    monkeypatch.setattr(nvrtc, "_wheel", list)
+    monkeypatch.setattr(nvrtc.ctypes, "CDLL", lambda name: (_ for _ in ()).throw(OSError(name)))
+    assert nvrtc.library.__wrapped__() == "NVRTC, which torch for CUDA brings along, is not installed"

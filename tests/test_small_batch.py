@@ -1,0 +1,234 @@
+"""Products of few rows: the CUDA sources themselves, run on the CPU by ``cuda_on_cpu``, against the codec."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import mxtensor as mx
+from mxtensor.codec import Operand, decode, encode
+from mxtensor.dispatch import Spec
+from mxtensor.formats import FORMATS
+from mxtensor.kernels import nvrtc, small_batch
+from mxtensor.kernels.gemm_spec import GemmArgs, Rounded, Uncast
+from mxtensor.kernels.small_batch_plan import ELEMENTS, SCALES, Plan, copy_size, shared_memory
+from mxtensor.kernels.small_batch_table import LAST, MOST_ROWS, ROWS, SHARED, choose_plan, room, table
+from mxtensor.roles import Cast
+from tests import cuda_on_cpu
+
+pytestmark = pytest.mark.skipif(cuda_on_cpu.compiler() is None, reason="needs a C++ compiler")
+STAGED = Plan(1, 1, 1, 2, 4, 3, 1, 1, False)
+"""Activations in float16 from a kernel before, stage by stage."""
+WHOLE = STAGED._replace(whole_x=True)
+"""All activations at once, cast in the same kernel."""
+WIDE = Plan(2, 2, 2, 1, 8, 2, 1, 2, False)
+"""Two tiles of rows and of columns a warp, and two blocks that share the columns of the product."""
+TOLERANCE = 2e-7
+"""Of a float32 result, by norm."""
+KINDS = sorted(name for name, f in FORMATS.items() if (f.scale, f.block[1]) in SCALES and not name.endswith("_pow2"))
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch):
+    monkeypatch.setattr(nvrtc, "function", cuda_on_cpu.function)
+
+
+def weight(format, n, k, spread=3):
+    return mx.quantize(torch.randn(n, k) * 2.0 ** torch.randint(-spread, spread, (n, 1)).float(), format).rowwise
+
+
+def values(x):
+    return decode(x, torch.float32).double()
+
+
+def product(x, w, plan, cast=None, bias=None, out=torch.float32, alpha=1.0, beta=1.0, ends=None):
+    rest = (bias, ends, alpha, beta, out, cast, plan)
+    return small_batch.launch(x, w.data, w.scale, w.format, w.shape[-1], None, w.global_scale, *rest)
+
+
+def error(y, reference):
+    return ((y.double() - reference).norm() / reference.norm()).item()
+
+
+@pytest.mark.parametrize("format", KINDS)
+@pytest.mark.parametrize(("plan", "dtype"), [(STAGED, torch.bfloat16), (WIDE, torch.float16)])
+def test_every_format_equals_the_decoded_operands(format, plan, dtype):
+    w, x, bias = weight(format, 40, 320), torch.randn(5, 320).to(dtype), torch.randn(40).to(dtype)
+    y = product(x, w, plan, bias=bias, alpha=0.5, beta=2.0)
+    assert error(y, 0.5 * x.double() @ values(w).t() + 2 * bias.double()) < TOLERANCE
+
+
+@pytest.mark.parametrize("plan", [STAGED, WHOLE, WIDE])
+@pytest.mark.parametrize("activation", ["mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "mxint8"])
+def test_activations_are_cast_as_the_codec_casts_them(activation, plan):
+    rows = 3 if plan.whole_x else 9
+    w, x = weight("mxfp8", 33, 300), torch.randn(rows, 300).bfloat16() * 2.0 ** torch.randint(-9, 9, (rows, 1))
+    x = x.bfloat16()
+    cast = Cast.of(activation)
+    assert error(product(x, w, plan, cast), values(encode(x, cast)) @ values(w).t()) < TOLERANCE
+
+
+@pytest.mark.parametrize("scaling", ["floor", "rceil", "ceil", "even"])
+def test_every_scale_rule(scaling):
+    w, x = weight("mxfp4", 16, 64), (torch.randn(4, 64) * 1.7).bfloat16()
+    cast = Cast.of("mxfp8", scaling)
+    assert error(product(x, w, WHOLE, cast), values(encode(x, cast)) @ values(w).t()) < TOLERANCE
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    st.integers(1, 11), st.integers(1, 70), st.integers(1, 150), st.sampled_from(["mxfp8", "mxfp6", "mxfp4", "nvfp4"])
+)
+def test_tails_and_odd_shapes(m, n, k, format):
+    torch.manual_seed(m * n * k)
+    w, x = weight(format, n, k), torch.randn(m, k).bfloat16()
+    for plan in (STAGED, WHOLE) if m <= 2 else (STAGED,):
+        assert error(product(x, w, plan), x.double() @ values(w).t()) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", [*ELEMENTS.values()])
+def test_every_code_of_every_element(name):
+    """A weight whose rows hold all codes, times an identity: what comes out are the elements, bit for bit."""
+    element = next(e for e, text in ELEMENTS.items() if text == name)
+    format = next(f for f in FORMATS.values() if f.element is element and f.scale is mx.FORMATS["mxfp8"].scale)
+    codes = torch.arange(256, dtype=torch.uint8).repeat_interleave(element.packing[1]).view(8, -1)
+    codes = torch.stack([codes.roll(i, 0) for i in range(2)]).view(16, -1)[:, : element.data_cols(32)].contiguous()
+    data = codes if element.packed else codes.view(element.dtype)
+    w = Operand(data, torch.full((16, 1), 127, dtype=torch.uint8), None, format, (16, 32))
+    y = product(torch.eye(32).bfloat16(), w, WIDE._replace(nt=4, split=1)).t()
+    expected = decode(w, torch.float32)
+    finite = expected.isfinite().all(1)  # a NaN or an infinity takes its row along
+    assert torch.equal(y[finite], expected[finite]) and finite.any()
+    assert not y[~finite].isfinite().all(1).any()
+
+
+def test_scales_of_every_power_of_two_and_nan():
+    scale = torch.arange(256, dtype=torch.uint8).view(256, 1)
+    w = Operand(
+        torch.full((256, 32), 0x38).to(torch.uint8).view(torch.float8_e4m3fn),
+        scale,
+        None,
+        mx.FORMATS["mxfp8"],
+        (256, 32),
+    )
+    x = torch.zeros(1, 32).bfloat16()
+    x[0, 5] = 1.0
+    y, exact = product(x, w, STAGED)[0], torch.exp2(torch.arange(256).double() - 127).float()
+    assert torch.equal(y[:242], exact[:242]) and y[255].isnan()
+    assert torch.equal(y[242:255], torch.full((13,), float("inf")))  # 2^13 for the row of x, then above 2^128
+
+
+def test_activations_far_below_the_largest_of_their_row_are_exact():
+    x = torch.zeros(1, 64).bfloat16()
+    x[0, 0], x[0, 40] = 2.0**20, 2.0**-9 * 1.5
+    w = Operand(
+        torch.zeros(16, 64).to(torch.float8_e4m3fn),
+        torch.full((16, 2), 127, dtype=torch.uint8),
+        None,
+        mx.FORMATS["mxfp8"],
+        (16, 64),
+    )
+    w.data[:, 40] = 1.0
+    for plan in (STAGED, WHOLE):
+        assert (product(x, w, plan) == 2.0**-9 * 1.5).all()
+
+
+def test_infinities_and_nans_of_activations_stay_in_their_row():
+    w, x = weight("mxfp8", 16, 64), torch.randn(3, 64).bfloat16()
+    x[0, 3], x[2, 7] = float("inf"), float("nan")
+    y = product(x, w, STAGED)
+    assert not y[0].isfinite().any() and y[1].isfinite().all() and y[2].isnan().all()
+
+
+@pytest.mark.parametrize("format", ["mxfp8", "mxfp4", "nvfp4", "mxfp8[32x32]", "float8_row"])
+def test_groups_of_rows_each_meet_a_weight(format):
+    w, ends = mx.quantize(torch.randn(3, 40, 96), format).rowwise, torch.tensor([2, 2, 20], dtype=torch.int32)
+    x = torch.randn(23, 96).bfloat16()
+    y = product(x, w, STAGED, ends=ends)
+    reference = torch.zeros(23, 40, dtype=torch.float64)
+    reference[:2], reference[2:20] = x[:2].double() @ values(w)[0].t(), x[2:20].double() @ values(w)[2].t()
+    assert error(y, reference) < TOLERANCE and (y[20:] == 0).all()
+
+
+@pytest.mark.parametrize("out", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("bias", [None, torch.float32, torch.bfloat16])
+def test_results_are_rounded_once_and_biases_added_before(out, bias):
+    w, x = weight("mxfp8", 24, 64), torch.randn(3, 64).bfloat16()
+    added = None if bias is None else torch.randn(3, 24).to(bias)
+    exact = x.double() @ values(w).t() + (0 if added is None else added.double())
+    y = product(x, w, STAGED, bias=added, out=out)
+    assert y.dtype is out and error(y, exact) < 2 * torch.finfo(out).eps
+
+
+# ---------------------------------------------------------------------------------------------- the kernel
+
+
+def spec(m, n, k, format="mxfp8", capability=(9, 0)):
+    class Device(Spec):
+        @property
+        def capability(self):
+            return capability
+
+    return Device("mm", ((m, k), (n, k)), (torch.bfloat16, mx.FORMATS[format]), torch.bfloat16, torch.device("cuda", 0))
+
+
+def test_it_says_why_it_refuses():
+    w, x, args = weight("mxfp8", 32, 64), torch.randn(2, 64).bfloat16(), GemmArgs(torch.bfloat16)
+
+    def why(a=x, b=w, args=args, m=2, capability=(9, 0)):
+        return small_batch.refuses(spec(m, 32, 64, capability=capability), a, b, args)
+
+    assert why() is None
+    assert why(capability=(7, 5)) == "needs sm80, this device is sm75"
+    assert why(b=x) == "reads the codes of a quantized right factor, which has none"
+    assert why(b=weight("mxfp8[1x64]", 32, 64)) == "has no decoder for e8m0 scales of 1x64 blocks"
+    assert why(a=x.float()).endswith("the activations are float32")
+    assert why(args=GemmArgs(torch.float64)) == "writes bfloat16, float16 or float32, not float64"
+    assert why(a=Uncast(x, Cast.of("float8_row"))).endswith("its values are not exact in bfloat16")
+    assert why(m=MOST_ROWS + 1).startswith(f"for at most {MOST_ROWS} rows")
+    assert why(m=0) == "no values"
+
+
+@pytest.mark.parametrize("kind", ["plain", "uncast", "nvfp4", "rounded", "operand", "stack of rows"])
+def test_factors_of_every_kind_reach_it(kind, monkeypatch):
+    monkeypatch.setattr(small_batch, "choose_plan", lambda *args: STAGED)
+    w, x = weight("mxfp4", 32, 64), torch.randn(4, 64).bfloat16()
+    cast = Cast.of("nvfp4" if kind == "nvfp4" else "mxfp8")
+    cast_values = values(encode(x, cast))
+    factors = {
+        "plain": (x, x.double()),
+        "uncast": (Uncast(x, cast), cast_values),
+        "nvfp4": (Uncast(x, cast), cast_values),
+        "rounded": (Rounded(cast_values.bfloat16(), None, cast.format), cast_values),
+        "operand": (encode(x, cast), cast_values),
+        "stack of rows": (x.view(2, 2, 64), x.double()),
+    }
+    factor, reference = factors[kind]
+    y = small_batch.run(factor, w, GemmArgs(torch.float32))
+    assert y.shape == (*factor.shape[:-1], 32)
+    assert error(y.view(4, 32), reference @ values(w).t()) < TOLERANCE
+
+
+# ---------------------------------------------------------------------------------------------- the table
+
+
+def test_the_table_of_sm90_has_every_row_and_its_plans_fit():
+    lines = table((9, 0))
+    assert {line.m for line in lines} == set(ROWS)
+    for line in lines:
+        assert shared_memory(mx.FORMATS[line.format], line.plan, line.m, line.k) <= SHARED[9, 0]
+        assert line.plan.cols >= line.m and line.plan.threads in (128, 256)
+
+
+def test_an_unknown_gpu_takes_plans_that_it_has_room_for():
+    assert table((12, 0)) == table((10, 0)) == table((8, 0)) == table((9, 0))
+    assert room(torch.device("cpu")) == ((9, 0), SHARED[9, 0])
+    for m, k in ((1, 4096), (40, 14336), (64, 77)):
+        plan = choose_plan(torch.device("cpu"), mx.FORMATS["mxfp8"], m, 4096, k, m)
+        assert shared_memory(mx.FORMATS["mxfp8"], plan, m, k) <= SHARED[9, 0]
+    smallest = max(shared_memory(f, LAST, 1, 65536) for f in FORMATS.values() if (f.scale, f.block[1]) in SCALES)
+    assert smallest <= min(SHARED.values()) // 2
+
+
+def test_rows_are_copied_in_the_largest_pieces_that_their_alignment_allows():
+    assert [copy_size(0, n) for n in (4096, 24, 20, 6, 33)] == [16, 8, 4, 2, 1]
