@@ -25,7 +25,7 @@ from .formats import Format, get_format
 from .kernels import nvrtc, small_batch
 from .kernels.cast import quantize_operand
 from .kernels.small_batch_plan import Facts, Plan, constants, shared_memory
-from .kernels.small_batch_table import ROWS, Measured, line, path_of, room
+from .kernels.small_batch_table import ROWS, TOGETHER, Measured, line, path_of, room
 from .roles import Cast
 
 FORMATS = ("mxfp8_e4m3", "mxfp6_e2m3", "mxfp4_e2m1", "nvfp4")
@@ -37,10 +37,13 @@ RESERVED = 1024
 """Bytes of shared memory that the system takes of each block."""
 
 
-def candidates(format: Format, rows: int, n: int, k: int) -> Iterator[Plan]:
-    """Plans that fill this GPU and for which its shared memory has room."""
+def candidates(format: Format, rows: int, n: int, k: int, together: bool) -> Iterator[Plan]:
+    """Plans that fill this GPU and for which its shared memory has room, of one kind or the other."""
     capability, memory = room(torch.device("cuda", torch.cuda.current_device()))
     multiprocessors = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+    if together:
+        yield from _together(format, rows, n, k, multiprocessors, memory)
+        return
     nt = next(t for t in (1, 2, 4, 8) if 8 * t >= min(rows, 64))
     splits = (1, 2, 4) if capability >= nvrtc.CLUSTERS else (1,)
     cuts = itertools.product((1, 2), (1, 2, 4, 8), (1, 2, 4, 8), (4, 8), (2, 3, 4), (8, 16), splits, (False, True))
@@ -63,6 +66,19 @@ def candidates(format: Format, rows: int, n: int, k: int) -> Iterator[Plan]:
         if split > 1 and blocks > 2 * split * multiprocessors:
             continue
         yield plan
+
+
+def _together(format: Format, rows: int, n: int, k: int, multiprocessors: int, memory: int) -> Iterator[Plan]:
+    """Plans in which four warps multiply together."""
+    nt = next((t for t in (4, 8) if 8 * t >= rows), 16)
+    for wr, slabs, stages, blocks, split in itertools.product((4, 8), (4, 8), (2, 3, 4), (1, 2, 3), (1, 2, 4)):
+        plan = Plan(1, nt, wr, 1, slabs, stages, blocks, split, False, True)
+        if nt == 16 and wr * blocks > 8:
+            continue
+        room_for = memory // (shared_memory(format, plan, rows, k) + RESERVED)
+        count = -(-n // plan.rows) * split * -(-rows // plan.cols)
+        if blocks <= room_for and count >= 0.4 * multiprocessors and not (split > 1 and count > 2 * multiprocessors):
+            yield plan
 
 
 def graph_time(calls: Sequence[Callable[[], Any]], repeats: int = 5) -> float:
@@ -116,15 +132,24 @@ def compile_all(format: Format, plans: Iterable[Plan]) -> None:
         list(pool.map(one, plans))
 
 
-def fastest(format: Format, m: int, n: int, k: int, held: Sequence[Operand]) -> Measured:
+def kinds(rows: int) -> tuple[bool, ...]:
+    """The kinds of plans worth timing at so many rows: the line of the other kind is for GPUs that have no table."""
+    if torch.cuda.get_device_capability() != TOGETHER or rows <= 16:
+        return (False,)
+    return (False, True) if rows <= 64 else (True,)
+
+
+def fastest(format: Format, m: int, n: int, k: int, together: bool, held: Sequence[Operand]) -> Measured | None:
     """The plan that takes the least time; a plan that the device refuses is left out."""
     x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
     timed = []
-    for plan in candidates(format, m, n, k):
+    for plan in candidates(format, m, n, k, together):
         try:
             timed.append((graph_time([partial(call, x, w, plan) for w in held], 3), plan))
         except RuntimeError as error:
             print(f"{format} {m}x{n}x{k} {tuple(plan)}: {error}", flush=True)
+    if not timed:
+        return None
     us, plan = min(timed)
     print(f"{format} {m}x{n}x{k}: {us:.2f} us by {tuple(map(int, plan))}, of {len(timed)}", flush=True)
     return Measured(format.name, m, n, k, us, plan)
@@ -135,18 +160,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--formats", nargs="+", default=FORMATS)
     parser.add_argument("--rows", nargs="+", type=int, default=ROWS)
+    parser.add_argument(
+        "--kinds", nargs="+", type=int, default=(0, 1), help="1: plans in which four warps multiply together"
+    )
     parser.add_argument("--json", type=Path, help="the table to write (default: that of this GPU)")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.exit(1, "This command times CUDA kernels, and torch finds no CUDA device here.\n")
     found: list[Measured] = []
     for format in map(get_format, args.formats):
-        plans = {plan for m, (n, k) in itertools.product(args.rows, SHAPES) for plan in candidates(format, m, n, k)}
+        cases = [(m, n, k, kind) for n, k in SHAPES for m in args.rows for kind in kinds(m) if kind in args.kinds]
+        plans = {plan for case in cases for plan in candidates(format, *case)}
         print(f"{format}: compiling {len(plans)} kernels", flush=True)
         compile_all(format, plans)
         for n, k in SHAPES:
             held = weights(format, n, k)
-            found += [fastest(format, m, n, k, held) for m in args.rows]
+            found += filter(None, (fastest(format, *case, held) for case in cases if case[1:3] == (n, k)))
     path = args.json or path_of(torch.cuda.get_device_capability())
     path.write_text("[\n" + ",\n".join(" " + json.dumps(line(row)) for row in found) + "\n]\n")
     print(f"wrote {path}")

@@ -75,7 +75,7 @@ static void launch(std::function<void()> kernel, u32 x, u32 y, u32 z, u32 thread
         std::vector<Fiber> fibers(z * threads);
         cluster = &blocks, cluster_barrier = {z * threads};
         for (u32 b = 0; b < z; b++) {
-            blocks[b] = {i % x, i / x, b, threads, {threads}, std::vector<Warp>(threads / 32), std::vector<u8>(bytes + 16, 0xFF)};
+            blocks[b] = {i % x, i / x, b, threads, {threads}, std::vector<Warp>(threads / 32), std::vector<u8>(bytes + 1024, 0xFF)};
             for (Warp& warp : blocks[b].warps) warp.barrier = {32};
         }
         for (u32 f = 0; f < fibers.size(); f++) {
@@ -103,12 +103,12 @@ DEVICE u32 threads() { return fiber->block->size; }
 DEVICE u32 block_x() { return fiber->block->x; }
 DEVICE u32 block_y() { return fiber->block->y; }
 DEVICE u32 block_z() { return fiber->block->z; }
-DEVICE u8* shared_memory() { return reinterpret_cast<u8*>((reinterpret_cast<u64>(fiber->block->memory.data()) + 15) / 16 * 16); }
+DEVICE u8* shared_memory() { return reinterpret_cast<u8*>((reinterpret_cast<u64>(fiber->block->memory.data()) + 1023) / 1024 * 1024); }
 DEVICE void raise_to(u32* shared, u32 value) { *shared = value > *shared ? value : *shared; }
 DEVICE void sync_block() { meet(fiber->block->barrier); }
 DEVICE void sync_cluster() { meet(cluster_barrier); }
 DEVICE float read_of_block(const float* mine, u32 rank) {
-    u8* base = reinterpret_cast<u8*>((reinterpret_cast<u64>((*cluster)[rank].memory.data()) + 15) / 16 * 16);
+    u8* base = reinterpret_cast<u8*>((reinterpret_cast<u64>((*cluster)[rank].memory.data()) + 1023) / 1024 * 1024);
     return *reinterpret_cast<const float*>(base + (reinterpret_cast<const u8*>(mine) - shared_memory()));
 }
 DEVICE void let_next_start() {}
@@ -203,3 +203,32 @@ DEVICE void multiply_add(float (&d)[4], const u32* a, u32 b0, u32 b1, const floa
     meet(w.barrier);
 }
 DEVICE void multiply(float (&d)[4], const u32* a, u32 b0, u32 b1) { multiply_add(d, a, b0, b1, {0, 0, 0, 0}); }
+
+// ---------------------------------------------------------------------------------------------- products of four warps
+
+DEVICE u64 place_of(const u8* x) { return reinterpret_cast<u64>(x); }
+template <int N> DEVICE void multiply_group(float (&d)[N][4], const u32* a, u64 x, int add) {
+    u32 lane = thread() % 32, g = lane / 4, t = lane % 4;
+    Warp& w = warp();
+    memcpy(w.words[lane], a, 16);
+    meet(w.barrier);
+    const u8* tile = reinterpret_cast<const u8*>(x / 1024 * 1024);
+    for (int j = 0; j < N; j++)
+        for (int e = 0; e < 4; e++) {
+            u32 row = g + e / 2 * 8, col = 8 * j + 2 * t + e % 2;
+            double sum = add ? d[j][e] : 0;
+            for (u32 k = 0; k < 16; k++) {
+                u32 at = x % 1024 + 2 * k;
+                const u8* piece = tile + col * 128 + ((at / 16) ^ (col % 8)) * 16 + at % 16;
+                u32 a_word = w.words[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2];
+                sum += double(half(a_word, k % 2)) * float_of_half(*reinterpret_cast<const u16*>(piece));
+            }
+            d[j][e] = sum;
+        }
+    meet(w.barrier);
+}
+DEVICE void show_to_products() {}
+DEVICE void begin_products() {}
+DEVICE void end_products() {}
+DEVICE void wait_for_products() {}
+template <int N> DEVICE void settle(float (&)[N][4]) {}

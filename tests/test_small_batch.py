@@ -12,7 +12,7 @@ from mxtensor.formats import FORMATS
 from mxtensor.kernels import nvrtc, small_batch
 from mxtensor.kernels.gemm_spec import GemmArgs, Rounded, Uncast
 from mxtensor.kernels.small_batch_plan import ELEMENTS, SCALES, Plan, copy_size, shared_memory
-from mxtensor.kernels.small_batch_table import LAST, MOST_ROWS, ROWS, SHARED, choose_plan, room, table
+from mxtensor.kernels.small_batch_table import LAST, ROWS, SHARED, choose_plan, most_rows, room, table
 from mxtensor.roles import Cast
 from tests import cuda_on_cpu
 
@@ -23,6 +23,8 @@ WHOLE = STAGED._replace(whole_x=True)
 """All activations at once, cast in the same kernel."""
 WIDE = Plan(2, 2, 2, 1, 8, 2, 1, 2, False)
 """Two tiles of rows and of columns a warp, and two blocks that share the columns of the product."""
+TOGETHER = Plan(1, 8, 4, 1, 4, 2, 1, 1, False, True)
+"""Four warps that multiply together."""
 TOLERANCE = 2e-7
 """Of a float32 result, by norm."""
 KINDS = sorted(name for name, f in FORMATS.items() if (f.scale, f.block[1]) in SCALES and not name.endswith("_pow2"))
@@ -51,14 +53,16 @@ def error(y, reference):
 
 
 @pytest.mark.parametrize("format", KINDS)
-@pytest.mark.parametrize(("plan", "dtype"), [(STAGED, torch.bfloat16), (WIDE, torch.float16)])
+@pytest.mark.parametrize(
+    ("plan", "dtype"), [(STAGED, torch.bfloat16), (WIDE, torch.float16), (TOGETHER, torch.bfloat16)]
+)
 def test_every_format_equals_the_decoded_operands(format, plan, dtype):
     w, x, bias = weight(format, 40, 320), torch.randn(5, 320).to(dtype), torch.randn(40).to(dtype)
     y = product(x, w, plan, bias=bias, alpha=0.5, beta=2.0)
     assert error(y, 0.5 * x.double() @ values(w).t() + 2 * bias.double()) < TOLERANCE
 
 
-@pytest.mark.parametrize("plan", [STAGED, WHOLE, WIDE])
+@pytest.mark.parametrize("plan", [STAGED, WHOLE, WIDE, TOGETHER])
 @pytest.mark.parametrize("activation", ["mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "mxint8"])
 def test_activations_are_cast_as_the_codec_casts_them(activation, plan):
     rows = 3 if plan.whole_x else 9
@@ -82,7 +86,7 @@ def test_every_scale_rule(scaling):
 def test_tails_and_odd_shapes(m, n, k, format):
     torch.manual_seed(m * n * k)
     w, x = weight(format, n, k), torch.randn(m, k).bfloat16()
-    for plan in (STAGED, WHOLE) if m <= 2 else (STAGED,):
+    for plan in (STAGED, WHOLE) if m <= 2 else (STAGED, TOGETHER):
         assert error(product(x, w, plan), x.double() @ values(w).t()) < TOLERANCE
 
 
@@ -185,7 +189,8 @@ def test_it_says_why_it_refuses():
     assert why(a=x.float()).endswith("the activations are float32")
     assert why(args=GemmArgs(torch.float64)) == "writes bfloat16, float16 or float32, not float64"
     assert why(a=Uncast(x, Cast.of("float8_row"))).endswith("its values are not exact in bfloat16")
-    assert why(m=MOST_ROWS + 1).startswith(f"for at most {MOST_ROWS} rows")
+    assert why(m=129).startswith("for at most 128 rows") and most_rows((9, 0)) == 128
+    assert why(m=65, capability=(8, 0)).startswith("for at most 64 rows")
     assert why(m=0) == "no values"
 
 

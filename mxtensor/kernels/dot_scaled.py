@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..codec import Operand
-from ..dispatch import Kernel, Spec, device_capability, is_traced
+from ..dispatch import Kernel, Spec, cached, device_capability, is_traced
 from ..formats import E2M1, E4M3, E5M2, E8M0, UE4M3, ElementFormat, Format, get_format
 from . import triton_host
 from .cast import operand_of
@@ -96,6 +96,13 @@ def _sm(capability: tuple[int, int]) -> str:
     return f"sm{capability[0]}{capability[1]}"
 
 
+@cached
+def _lacks_instructions(capability: tuple[int, int]) -> str | None:
+    if capability in MIXES:
+        return None
+    return f"block-scaled instructions of Triton are for {', '.join(map(_sm, MIXES))}, this device is {_sm(capability)}"
+
+
 def _refuses_format(format: Format | torch.dtype) -> str | None:
     if not isinstance(format, Format):
         return f"both factors must be quantized, one is {str(format).removeprefix('torch.')}"
@@ -114,9 +121,9 @@ def _refuses(spec: Spec, a: Factor, b: Factor, args: GemmArgs) -> str | None:
     reason = triton_host.missing(spec)
     if reason is not None:
         return reason
-    if spec.capability not in MIXES:
-        known = ", ".join(map(_sm, MIXES))
-        return f"block-scaled instructions of Triton are for {known}, this device is {_sm(spec.capability)}"
+    reason = _lacks_instructions(spec.capability)
+    if reason is not None:
+        return reason
     for format in spec.formats:
         reason = _refuses_format(format)  # type: ignore[arg-type]
         if reason is not None:

@@ -29,6 +29,8 @@ OLDEST = (8, 0)
 CLUSTERS = (9, 0)
 """The first with clusters of blocks and launches that overlap."""
 FLAGS = ("-std=c++17",)
+SUFFIX = {(9, 0): "a"}
+"""Of the architecture's name, where some instructions are those of one generation alone."""
 Constants = tuple[tuple[str, object], ...]
 """What a source is compiled with, in order."""
 
@@ -80,7 +82,10 @@ def compiled(names: Sequence[str], constants: Constants, capability: tuple[int, 
     if path.exists():
         return path.read_bytes()
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
-    options = [flag.encode() for flag in (f"--gpu-architecture=sm_{capability[0]}{capability[1]}", *FLAGS)]
+    options = [
+        flag.encode()
+        for flag in (f"--gpu-architecture=sm_{capability[0]}{capability[1]}{SUFFIX.get(capability, '')}", *FLAGS)
+    ]
     lib.nvrtcCreateProgram(ctypes.byref(program), text.encode(), names[-1].encode(), 0, None, None)
     try:
         if lib.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options)):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import struct
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from . import nvrtc, triton_host
 from .cast import dequantize_operand, round_trip
 from .gemm_spec import Factor, GemmArgs, Rounded, Uncast
 from .small_batch_plan import ELEMENTS, SCALES, TYPES, Facts, Plan, cast_constants, constants, copy_size, shared_memory
-from .small_batch_table import MOST_ROWS, choose_plan
+from .small_batch_table import choose_plan, most_rows
 
 PRODUCT = struct.Struct("11Q7I2f4x")
 ACTIVATIONS = struct.Struct("3Q3I4x")
@@ -71,9 +71,9 @@ def refuses(spec: Spec, a: Factor, b: Factor, args: GemmArgs) -> str | None:
         return f"the rows of {left} cannot be flattened: {a.format} shares scales between rows"
     reason = _refuses(spec, a, b, args)
     if reason is None:
-        rows = math.prod(left[:-1])
-        if rows > MOST_ROWS:
-            return f"for at most {MOST_ROWS} rows, where reading the weight is what takes the time; these are {rows}"
+        rows, most = math.prod(left[:-1]), most_rows(spec.capability)
+        if rows > most:
+            return f"for at most {most} rows, where reading the weight is what takes the time; these are {rows}"
     return reason
 
 
@@ -85,7 +85,7 @@ def refuses_grouped(spec: Spec, a: Factor, b: Factor, ends: Tensor, args: GemmAr
         assert isinstance(b, Operand)
         if b.format.rows_are_blocked and b.scale.shape[0] != b.shape[0]:
             return f"{b.format} has one scale for all groups"
-        most = MOST_ROWS * b.shape[0]
+        most = most_rows(spec.capability) * b.shape[0]
         if spec.shapes[0][0] > most:
             return f"for at most {most} rows in {b.shape[0]} groups; these are {spec.shapes[0][0]}"
     return reason
@@ -94,21 +94,49 @@ def refuses_grouped(spec: Spec, a: Factor, b: Factor, ends: Tensor, args: GemmAr
 # ---------------------------------------------------------------------------------------------- the launch
 
 
+class Cut(NamedTuple):
+    """What is launched for products of one kind."""
+
+    plan: Plan
+    kernel: Any
+    blocks: tuple[int, int, int, int]
+    """along N, along M or groups, of a cluster; bytes of shared memory of each"""
+
+
 @cached
-def _product_kernel(device: torch.device, facts: Facts, plan: Plan) -> Any:
-    sources = (*HEADERS, "product.cu")
-    return nvrtc.function(device, sources, constants(facts, plan), "product", PRODUCT, plan.threads)
+def cut(
+    device: torch.device, format: Format, types: tuple[torch.dtype, torch.dtype, torch.dtype],
+    sizes: tuple[int, int, int, int], copies: tuple[int, int, int], cast: Cast | None, given: Plan | None,
+) -> Cut:  # fmt: skip
+    """How products of these types (x, result, bias) and sizes (M, N, K, groups or 0) are cut up, or by ``given``."""
+    rows, width, cols, groups = sizes
+    plan = given or choose_plan(device, format, -(-rows // (groups or 1)), width, cols, rows)
+    even = width % plan.rows == 0 and cols % plan.depth == 0
+    if plan.whole_x:
+        facts = Facts(format, types[0], types[1], types[2], *copies, even, cast)
+    else:
+        facts = Facts(format, torch.float16, types[1], types[2], copies[0], copies[1], 16, even)
+    row = constants(facts, plan)
+    kernel = nvrtc.function(device, (*HEADERS, "product.cu"), row, "product", PRODUCT, plan.threads)
+    blocks = -(-width // plan.rows), groups or -(-rows // plan.cols), plan.split
+    return Cut(plan, kernel, (*blocks, shared_memory(format, plan, rows, cols)))
 
 
 @cached
 def _activations_kernel(
-    device: torch.device, element: ElementFormat, dtype: torch.dtype, copy: int, cast: Cast | None
+    device: torch.device, element: ElementFormat, dtype: torch.dtype, copy: int, cast: Cast | None, spread: bool
 ) -> Any:
-    row = (("ELEMENT", ELEMENTS[element]), ("X", TYPES[dtype]), ("X_COPY", copy), *cast_constants(cast))
+    row = (
+        ("ELEMENT", ELEMENTS[element]),
+        ("X", TYPES[dtype]),
+        ("X_COPY", copy),
+        ("SPREAD", int(spread)),
+        *cast_constants(cast),
+    )
     return nvrtc.function(device, HEADERS, row, "activations", ACTIVATIONS, ACTIVATION_THREADS)
 
 
-def _prepared(x: Tensor, format: Format, cast: Cast | None, spare: int) -> tuple[Tensor, Tensor]:
+def _prepared(x: Tensor, format: Format, cast: Cast | None, spare: int, spread: bool) -> tuple[Tensor, Tensor]:
     """A matrix, cast, as float16 in the order in which codes of ``format`` are decoded, and what scales each row.
 
     ``spare`` rows follow that nobody has written.
@@ -117,7 +145,7 @@ def _prepared(x: Tensor, format: Format, cast: Cast | None, spare: int) -> tuple
     width = -(-k // 256) * 256
     out, scale = x.new_empty(rows + spare, width, dtype=torch.float16), x.new_empty(rows, dtype=torch.float32)
     copy = copy_size(x.data_ptr(), 2 * x.stride(0))
-    kernel = _activations_kernel(x.device, format.element, x.dtype, copy, cast)
+    kernel = _activations_kernel(x.device, format.element, x.dtype, copy, cast, spread)
     kernel(rows, 1, 1, 16, (x.data_ptr(), out.data_ptr(), scale.data_ptr(), k, width, x.stride(0)))
     return out, scale
 
@@ -128,32 +156,28 @@ def launch(
     out_dtype: torch.dtype, cast: Cast | None, plan: Plan | None = None,
 ) -> Tensor:  # fmt: skip
     """The product as ``small_batch`` has it, cut up by ``plan`` where one is given."""
-    device, rows = x.device, x.shape[0]
-    width, groups = data.shape[-2], data.shape[0] if ends is not None else 1
-    out = x.new_empty(rows, width, dtype=out_dtype) if ends is None else x.new_zeros(rows, width, dtype=out_dtype)
+    device, rows, width = x.device, x.shape[0], data.shape[-2]
+    groups = 0 if ends is None else data.shape[0]
+    out = x.new_zeros(rows, width, dtype=out_dtype) if groups else x.new_empty(rows, width, dtype=out_dtype)
+    codes, scales, bytes_a_row = data.data_ptr(), scale.data_ptr(), data.shape[-1]
+    scale_bytes = scale.shape[-1] * scale.element_size()
+    copies = (
+        copy_size(codes, bytes_a_row), copy_size(scales, scale_bytes), copy_size(x.data_ptr(), 2 * x.stride(0))
+    )  # fmt: skip
+    types = (x.dtype, out_dtype, out_dtype if bias is None else bias.dtype)
     with triton_host.on(device):
-        if plan is None:
-            plan = choose_plan(device, format, -(-rows // groups), width, cols, rows)
+        plan, kernel, blocks = cut(device, format, types, (rows, width, cols, groups), copies, cast, plan)
         x_scale = None
         if not plan.whole_x:
-            x, x_scale = _prepared(x, format, cast, plan.cols)
-        scale_bytes = scale.shape[-1] * scale.element_size()
-        facts = Facts(
-            format, x.dtype, out_dtype, out_dtype if bias is None else bias.dtype,
-            copy_size(data.data_ptr(), data.shape[-1]), copy_size(scale.data_ptr(), scale_bytes),
-            copy_size(x.data_ptr(), 2 * x.stride(0)), width % plan.rows == 0 and cols % plan.depth == 0,
-            cast if plan.whole_x else None,
-        )  # fmt: skip
-        memory = shared_memory(format, plan, rows, cols)
-        kernel = _product_kernel(device, facts, plan)
+            x, x_scale = _prepared(x, format, cast, plan.cols, plan.together)
         kernel(
-            -(-width // plan.rows), groups if ends is not None else -(-rows // plan.cols), plan.split, memory,
+            *blocks,
             (
-                data.data_ptr(), scale.data_ptr(), x.data_ptr(), out.data_ptr(),
+                codes, scales, x.data_ptr(), out.data_ptr(),
                 0 if x_scale is None else x_scale.data_ptr(), 0 if last is None else last.data_ptr(),
                 0 if x_global is None else x_global.data_ptr(),
                 0 if bias is None else bias.data_ptr(), 0 if ends is None else ends.data_ptr(),
-                data.shape[-2] * data.shape[-1], scale.shape[-2] * scale_bytes, data.shape[-1], scale_bytes,
+                width * bytes_a_row, scale.shape[-2] * scale_bytes, bytes_a_row, scale_bytes,
                 x.stride(0), rows, width, cols, width if bias is not None and bias.dim() == 2 else 0, alpha, beta,
             ),
         )  # fmt: skip

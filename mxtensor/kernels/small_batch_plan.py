@@ -40,6 +40,8 @@ class Plan(NamedTuple):
     """blocks that share the columns of the product: a cluster"""
     whole_x: bool
     """whether all activations are brought into shared memory before the first stage, cast on the way"""
+    together: bool = False
+    """whether four warps multiply together, by the matrix instructions of sm_90 that run beside them"""
 
     @property
     def threads(self) -> int:
@@ -59,6 +61,10 @@ class Plan(NamedTuple):
     def depth(self) -> int:
         """Columns of the contraction, a stage."""
         return 32 * self.slabs * self.wk
+
+
+PLAN = ("MT", "NT", "WR", "WK", "SLABS", "STAGES", "BLOCKS", "SPLIT", "WHOLE_X", "SPREAD")
+"""The fields of a plan as the sources name them."""
 
 
 class Facts(NamedTuple):
@@ -109,7 +115,7 @@ def constants(facts: Facts, plan: Plan) -> Constants:
         ("X_COPY", facts.x_copy),
         ("WHOLE_TILES", int(facts.even)),
         *cast_constants(facts.cast),
-        *(zip(("MT", "NT", "WR", "WK", "SLABS", "STAGES", "BLOCKS", "SPLIT", "WHOLE_X"), map(int, plan), strict=True)),
+        *zip(PLAN, map(int, plan), strict=True),
     )  # fmt: skip
 
 
@@ -125,7 +131,9 @@ def shared_memory(format: Format, plan: Plan, x_rows: int, k: int) -> int:
     bits, per_row = format.element.bits, scale_bytes(format, plan)
     codes = plan.depth * bits // 8 + (32 if bits == 8 else 16)
     scales = -(-per_row // 16) * 16 + 16 if per_row else 0
-    stage = plan.rows * (codes + scales) + (0 if plan.whole_x else plan.cols * (2 * plan.depth + 64))
+    x = 0 if plan.whole_x else plan.cols * (2 * plan.depth + (0 if plan.together else 64))
+    align = 1024 if plan.together else 16
+    stage = -(-(plan.rows * (codes + scales) + x) // align) * align
     stages = -(-k // plan.depth)
     sums = 4 * plan.wk * plan.rows * (plan.cols + 2)
     if not plan.whole_x:
@@ -136,4 +144,7 @@ def shared_memory(format: Format, plan: Plan, x_rows: int, k: int) -> int:
 
 def copy_size(address: int, *strides: int) -> int:
     """The largest piece, of 16 bytes at most, in which rows of so many bytes from an address on can be read."""
-    return next(size for size in (16, 8, 4, 2, 1) if all(n % size == 0 for n in (address, *strides)))
+    bits = 16 | address
+    for stride in strides:
+        bits |= stride
+    return bits & -bits

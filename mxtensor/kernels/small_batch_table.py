@@ -20,10 +20,10 @@ from .nvrtc import CLUSTERS
 from .small_batch_plan import Plan, shared_memory
 
 FOLDER = Path(__file__).parent
-ROWS = (1, 4, 16, 32, 64)
+ROWS = (1, 4, 16, 32, 64, 128)
 """Rows of activations that are measured; what lies between takes the next plan that has as many."""
-MOST_ROWS = 64
-"""Where decoding the weight once, for a product of the library's, takes as long."""
+TOGETHER = (9, 0)
+"""The compute capability whose matrix instructions four warps issue together."""
 STAND_INS = {8: "mxfp8_e4m3", 6: "mxfp6_e2m3", 4: "mxfp4_e2m1"}
 """Bits of an element -> the format whose plans its formats take; nvfp4 has its own."""
 SHARED = {
@@ -72,7 +72,7 @@ def table(capability: tuple[int, int]) -> tuple[Measured, ...]:
     number = 10 * capability[0] + capability[1]
     best = max((n for n in known if n <= number), default=known[0])
     rows: list[Any] = json.loads((FOLDER / f"small_batch_sm{best}.json").read_text())
-    return tuple(Measured._make([*row[:5], Plan._make([*row[5:-1], bool(row[-1])])]) for row in rows)
+    return tuple(Measured._make([*row[:5], Plan._make([*row[5:-2], bool(row[-2]), bool(row[-1])])]) for row in rows)
 
 
 def stand_in(format: Format) -> str:
@@ -86,17 +86,27 @@ def room(device: torch.device) -> tuple[tuple[int, int], int]:
     return capability, SHARED.get(capability, SHARED[8, 9])
 
 
+def most_rows(capability: tuple[int, int]) -> int:
+    """Up to where the product takes less time than decoding the weight once, for a product of the library's."""
+    return 128 if capability == TOGETHER else 64
+
+
 @cached
 def choose_plan(device: torch.device, format: Format, m: int, n: int, k: int, x_rows: int) -> Plan:
     """The plan for m rows (of a group; ``x_rows`` of all), n and k on ``device``: fast, and with room for it."""
     capability, memory = room(device)
     rows = next((rows for rows in ROWS if m <= rows), ROWS[-1])
+    if capability != TOGETHER:
+        rows = min(rows, 64)
 
     def distance(line: Measured) -> tuple[float, float]:
         return abs(math.log2(line.n / n)) + abs(math.log2(line.k / k)), line.us
 
-    name = stand_in(format)
-    lines = [line for line in table(capability) if line.m == rows and line.format == name]
+    lines = [
+        line for line in table(capability) if line.m == rows and (capability == TOGETHER or not line.plan.together)
+    ]
+    own = [line for line in lines if line.format == stand_in(format)]
+    lines = own or [line for line in lines if line.format == STAND_INS[8]]  # where a format was not measured
     for line in sorted(lines, key=distance):
         plan = line.plan if capability >= CLUSTERS else line.plan._replace(split=1)
         if plan.split <= -(-k // plan.depth) and shared_memory(format, plan, x_rows, k) <= memory:

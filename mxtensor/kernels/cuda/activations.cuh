@@ -117,7 +117,13 @@ DEVICE void write_rows(u8* to, u32 stride, const Rows& r, const u32* maxima) {
 #pragma unroll
         for (int j = 0; j < 4; j++) words[j] = pair_of_halves(x[2 * j] * factor, x[2 * j + 1] * factor);
         in_order(words);
-        *reinterpret_cast<uint4*>(to + row * stride + 2 * at) = {words[0], words[1], words[2], words[3]};
+        u8* here = to + row * stride;
+        if constexpr (SPREAD) {  // where the fragments of a slab of 32 columns want them, as ``multiply_group`` reads them
+#pragma unroll
+            for (int j = 0; j < 4; j++) *reinterpret_cast<u32*>(here + at / 32 * 64 + 16 * j + at / 8 % 4 * 4) = words[j];
+        } else {
+            *reinterpret_cast<uint4*>(here + 2 * at) = {words[0], words[1], words[2], words[3]};
+        }
     }
 }
 

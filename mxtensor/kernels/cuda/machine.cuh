@@ -18,7 +18,7 @@ DEVICE u32 block_x() { return blockIdx.x; }
 DEVICE u32 block_y() { return blockIdx.y; }
 DEVICE u32 block_z() { return blockIdx.z; }
 DEVICE u8* shared_memory() {
-    extern __shared__ __align__(16) u8 memory[];
+    extern __shared__ __align__(1024) u8 memory[];
     return memory;
 }
 DEVICE void raise_to(u32* shared, u32 value) { atomicMax(shared, value); }
@@ -140,3 +140,67 @@ DEVICE void multiply(float (&d)[4], const u32* a, u32 b0, u32 b1) {
         : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
+
+// ---------------------------------------------------------------------------------------------- products of four warps
+
+// The matrix instructions of sm_90 that run beside the warps: d (64 x COLS) = [d +] a (64x16) b (16 x COLS), a in the
+// registers of four warps as above, 16 rows each, b in shared memory: rows of 64 columns of x, 128 bytes, of which the
+// eight pieces of 16 bytes lie in the order piece ^ (row % 8). ``x`` says where, 32 bytes for each 16 columns.
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+DEVICE u64 place_of(const u8* x) {
+    u64 address = static_cast<u32>(__cvta_generic_to_shared(x));
+    return (address & 0x3FFFF) >> 4 | 1ull << 16 | 64ull << 32 | 1ull << 62;  // 1024 bytes from 8 rows to the next 8
+}
+template <int N> DEVICE void multiply_group(float (&)[N][4], const u32*, u64, int) {}  // of other widths: never called
+#define OF(j) "+f"(d[j][0]), "+f"(d[j][1]), "+f"(d[j][2]), "+f"(d[j][3])
+DEVICE void multiply_group(float (&d)[4][4], const u32* a, u64 x, int add) {
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %21, 0; wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15 "
+        "}, {%16, %17, %18, %19}, %20, p, 1, 1, 0; }"
+        :
+          OF(0), OF(1), OF(2), OF(3)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x), "r"(add));
+}
+DEVICE void multiply_group(float (&d)[8][4], const u32* a, u64 x, int add) {
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %37, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, "
+        "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31 "
+        "}, {%32, %33, %34, %35}, %36, p, 1, 1, 0; }"
+        :
+          OF(0), OF(1), OF(2), OF(3), OF(4), OF(5), OF(6), OF(7)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x), "r"(add));
+}
+DEVICE void multiply_group(float (&d)[16][4], const u32* a, u64 x, int add) {
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %69, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, "
+        "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, "
+        "%42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, "
+        "%62, %63 "
+        "}, {%64, %65, %66, %67}, %68, p, 1, 1, 0; }"
+        :
+          OF(0), OF(1), OF(2), OF(3), OF(4), OF(5), OF(6), OF(7), OF(8), OF(9), OF(10), OF(11), OF(12),
+          OF(13), OF(14), OF(15)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x), "r"(add));
+}
+#undef OF
+DEVICE void show_to_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }  // what was copied
+DEVICE void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+DEVICE void wait_for_products() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+template <int N> DEVICE void settle(float (&d)[N][4]) {  // what a wait has completed: not to be read before it
+#pragma unroll
+    for (int i = 0; i < N; i++)
+        asm volatile("" : "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])::"memory");
+}
+#else
+DEVICE void show_to_products() {}
+DEVICE u64 place_of(const u8*) { return 0; }
+template <int N> DEVICE void multiply_group(float (&)[N][4], const u32*, u64, int) {}
+DEVICE void begin_products() {}
+DEVICE void end_products() {}
+DEVICE void wait_for_products() {}
+template <int N> DEVICE void settle(float (&)[N][4]) {}
+#endif

@@ -6,19 +6,25 @@
 // Where columns lie in K is free as long as both sides agree: thread t of four takes columns 8 t to 8 t + 7 of 32, a
 // slab, so that its codes are consecutive bytes. A block scale multiplies the sum of a slab's products in float32, as
 // the definition has it; nvfp4's, for 16, multiplies the codes, whose products with it float16 holds exactly.
+//
+// With SPREAD (sm_90) four warps multiply together, 64 rows of w by all COLS rows of x, which the matrix instruction
+// reads from shared memory by itself while the warps decode what comes next.
 
 constexpr int WARPS = WR * WK, THREADS = 32 * WARPS;
 constexpr int ROWS = 16 * MT * WR, COLS = 8 * NT, BK = 32 * SLABS * WK;  // a warp takes SLABS slabs of a stage
 constexpr int CODES = BK * BITS / 8, CODES_STRIDE = CODES + (BITS == 8 ? 32 : 16);  // bytes; strides free of conflicts
 constexpr int SCALES = SCALE == AT_THE_END ? 0 : SCALE == UE4M3 ? BK / 16 : BK / 32;  // bytes of a row and stage
 constexpr int SCALES_STRIDE = (SCALES + 15) / 16 * 16 + 16;
-constexpr int X_STRIDE = 2 * BK + 64;
-constexpr int STAGE = ROWS * CODES_STRIDE + (SCALES ? ROWS * SCALES_STRIDE : 0) + (WHOLE_X ? 0 : COLS * X_STRIDE);
+constexpr int X_STRIDE = SPREAD ? 2 * BK : 2 * BK + 64;
+constexpr int X_BYTES = WHOLE_X ? 0 : COLS * X_STRIDE, SCALES_BYTES = SCALES ? ROWS * SCALES_STRIDE : 0;
+constexpr int CODES_AT = X_BYTES, SCALES_AT = CODES_AT + ROWS * CODES_STRIDE, ALIGN = SPREAD ? 1024 : 16;  // in a stage
+constexpr int STAGE = (SCALES_AT + SCALES_BYTES + ALIGN - 1) / ALIGN * ALIGN;
 constexpr int SUM_STRIDE = COLS + 2;  // float32 of the sums that the warps of one row of warps bring together
 constexpr int SUMS = 4 * WK * ROWS * SUM_STRIDE;  // bytes, where the stages were
 constexpr int WHOLE_AT = STAGES * STAGE > SUMS ? STAGES * STAGE : SUMS;
 constexpr int WHOLE_HEAD = 8 * COLS;  // in front of the rows of WHOLE_X: what scales them, and maxima
 static_assert(!WHOLE_X || BK % 256 == 0, "a warp casts 256 columns at a time");
+static_assert(!SPREAD || (MT == 1 && WK == 1 && WR % 4 == 0 && !WHOLE_X && NT >= 4), "four warps have 64 rows of w");
 
 struct Arguments {
     const u8* codes;
@@ -84,14 +90,25 @@ DEVICE void fetch(u8* to, const u8* from, u32 first, u32 rows, u32 most, u64 str
 
 DEVICE void fetch_weights(const Arguments& a, const Place& p, u8* stage, u32 index) {
     fetch<CODES, CODES_COPY, CODES_STRIDE, 1, WHOLE_TILES>(
-        stage, p.codes, p.row, p.rows, ROWS, a.codes_stride, index * CODES, a.codes_stride);
+        stage + CODES_AT, p.codes, p.row, p.rows, ROWS, a.codes_stride, index * CODES, a.codes_stride);
     if constexpr (SCALES > 0)
         fetch<SCALES, SCALES_COPY, SCALES_STRIDE, BLOCK_ROWS, WHOLE_TILES>(
-            stage + ROWS * CODES_STRIDE, p.scales, p.row, p.rows, ROWS, a.scales_stride, index * SCALES, a.scales_stride);
+            stage + SCALES_AT, p.scales, p.row, p.rows, ROWS, a.scales_stride, index * SCALES, a.scales_stride);
 }
 
 // COLS rows whether or not there are as many: what follows x can be read, and comes into columns that nobody wants.
 DEVICE void fetch_x(const Arguments& a, const Place& p, u8* to, u32 index) {
+    if constexpr (SPREAD) {
+        constexpr u32 pieces = BK / 8;  // of 16 bytes; 8 of a row lie together
+        const u8* from = reinterpret_cast<const u8*>(p.x) + index * 2 * BK;
+#pragma unroll
+        for (u32 i = thread(); i < COLS * pieces; i += THREADS) {
+            u32 row = i / pieces, piece = i % pieces;
+            u8* at = to + (piece / 8 * COLS + row) * 128 + (piece % 8 ^ row % 8) * 16;
+            copy<16>(at, from + row * u64(2 * a.x_stride) + piece * 16, WHOLE_TILES || index * BK + piece * 8 < a.x_stride);
+        }
+        return;
+    }
     fetch<2 * BK, 16, X_STRIDE, 1, WHOLE_TILES>(
         to, reinterpret_cast<const u8*>(p.x), 0, COLS, COLS, 2 * a.x_stride, index * 2 * BK, 2 * a.x_stride);
 }
@@ -130,7 +147,7 @@ template <int Q> DEVICE void multiply_slab(Sums& sums, const Lane& l, u32 slab, 
 #pragma unroll
     for (int i = 0; i < 2 * MT; i++) {
         u32 words[4];
-        decode(words, l.stage + (l.row + 8 * i) * CODES_STRIDE + slab * (4 * BITS), l.t);
+        decode(words, l.stage + CODES_AT + (l.row + 8 * i) * CODES_STRIDE + slab * (4 * BITS), l.t);
         if constexpr (SCALE == UE4M3)
 #pragma unroll
             for (int j = 0; j < 4; j++) words[j] = multiply_half(words[j], scales[i]);
@@ -174,7 +191,7 @@ constexpr int UNROLL = MT * NT > 2 ? 1 : SLABS / SLABS_A_WORD;
 
 DEVICE void multiply_stage(Sums& sums, Lane& l, const u8* stage, const u8* x) {
     l.stage = stage, l.x = x;
-    const u8* at = stage + ROWS * CODES_STRIDE + l.row * SCALES_STRIDE + l.slab * (SCALE == UE4M3 ? 2 : 1);
+    const u8* at = stage + SCALES_AT + l.row * SCALES_STRIDE + l.slab * (SCALE == UE4M3 ? 2 : 1);
 #pragma unroll UNROLL
     for (int word = 0; word < SLABS / SLABS_A_WORD; word++) {
         u32 scales[2 * MT], second[2 * MT], slab = l.slab + word * SLABS_A_WORD;
@@ -189,6 +206,64 @@ DEVICE void multiply_stage(Sums& sums, Lane& l, const u8* stage, const u8* x) {
         if constexpr (SLABS_A_WORD == 4) {
             multiply_slab<2>(sums, l, slab + 2, scales);
             multiply_slab<3>(sums, l, slab + 3, scales);
+        }
+    }
+}
+
+// The same by four warps together. While the products of a slab run, the next one is decoded.
+DEVICE void multiply_stage_together(Sums& sums, Lane& l, const u8* stage, const u8* x) {
+    l.stage = stage;
+    const u8* at = stage + SCALES_AT + l.row * SCALES_STRIDE;
+    u32 a[2][8], words[2][SCALES > 0 ? SLABS / SLABS_A_WORD : 1];
+    float scale[2][2], sum[NT][4];
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+#pragma unroll
+        for (int word = 0; word < (SCALES > 0 ? SLABS / SLABS_A_WORD : 0); word++) {
+            words[i][word] = *reinterpret_cast<const u32*>(at + 8 * i * SCALES_STRIDE + 4 * word);
+            if constexpr (SCALE == E8M0) l.nans[i] |= nans_of(words[i][word]);
+        }
+    auto prepare = [&](int q) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            u32 values[4];
+            decode(values, stage + CODES_AT + (l.row + 8 * i) * CODES_STRIDE + q * (4 * BITS), l.t);
+            u32 word = words[i][SCALES > 0 ? q / SLABS_A_WORD : 0];
+            if constexpr (SCALE == UE4M3) {
+                u32 both[2];
+                pairs_of_ue4m3(both[0], both[1], word >> l.t / 2 * 8);
+#pragma unroll
+                for (int j = 0; j < 4; j++) values[j] = multiply_half(values[j], both[q % 2]);
+            }
+#pragma unroll
+            for (int j = 0; j < 4; j++) a[q % 2][j / 2 * 4 + j % 2 * 2 + i] = values[j];
+            if constexpr (SCALE == E8M0) scale[q % 2][i] = power_of_two<0>(word >> q % 4 * 8);
+            if constexpr (SCALE == FLOAT32) scale[q % 2][i] = float_of_bits(word);
+        }
+    };
+    prepare(0);
+#pragma unroll
+    for (int q = 0; q < SLABS; q++) {
+        const u8* columns = x + q / 2 * COLS * 128 + q % 2 * 64;
+        begin_products();
+        if constexpr (SCALES_SUMS) {
+            multiply_group(sum, a[q % 2], place_of(columns), 0);
+            multiply_group(sum, a[q % 2] + 4, place_of(columns + 32), 1);
+        } else {
+            multiply_group(sums[0], a[q % 2], place_of(columns), 1);
+            multiply_group(sums[0], a[q % 2] + 4, place_of(columns + 32), 1);
+        }
+        end_products();
+        if (q + 1 < SLABS) prepare(q + 1);
+        wait_for_products();
+        if constexpr (SCALES_SUMS) {
+            settle(sum);
+#pragma unroll
+            for (int j = 0; j < NT; j++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) sums[0][j][e] += scale[q % 2][e / 2] * sum[j][e];
+        } else {
+            settle(sums[0]);
         }
     }
 }
@@ -256,7 +331,6 @@ DEVICE void write(const Arguments& a, const Place& p, u32 x_row, const Sums& sum
 DEVICE void multiply_rows(const Arguments& a, const Place& p, u32 x_row) {
     u8* shared = shared_memory();
     u8* whole = shared + WHOLE_AT;
-    u8* x_of_stages = shared + STAGE - COLS * X_STRIDE;
     u32 lane = thread() % 32, warp = thread() / 32, stages = p.last - p.first;
     Lane l = {lane / 4, lane % 4, warp / WK * (16 * MT) + lane / 4, warp % WK * SLABS};
 #pragma unroll
@@ -274,7 +348,7 @@ DEVICE void multiply_rows(const Arguments& a, const Place& p, u32 x_row) {
         wait_for_previous();
 #pragma unroll
         for (int s = 0; s < STAGES - 1; s++) {
-            if (s < stages) fetch_x(a, p, x_of_stages + s * STAGE, p.first + s);
+            if (s < stages) fetch_x(a, p, shared + s * STAGE, p.first + s);
             end_of_stage();
         }
     }
@@ -283,15 +357,17 @@ DEVICE void multiply_rows(const Arguments& a, const Place& p, u32 x_row) {
     Sums sums = {};
     for (u32 index = 0, slot = 0; index < stages; index++) {
         wait_for_stage<STAGES - 2>();
+        if constexpr (SPREAD) show_to_products();
         sync_block();
         if (index + STAGES - 1 < stages) {
             u32 free = (slot == 0 ? STAGES - 1 : slot - 1) * STAGE;
             fetch_weights(a, p, shared + free, p.first + index + STAGES - 1);
-            if constexpr (!WHOLE_X) fetch_x(a, p, x_of_stages + free, p.first + index + STAGES - 1);
+            if constexpr (!WHOLE_X) fetch_x(a, p, shared + free, p.first + index + STAGES - 1);
         }
         end_of_stage();
-        const u8* x = WHOLE_X ? whole + WHOLE_HEAD + index * 2 * BK : x_of_stages + slot * STAGE;
-        multiply_stage(sums, l, shared + slot * STAGE, x);
+        const u8* x = WHOLE_X ? whole + WHOLE_HEAD + index * 2 * BK : shared + slot * STAGE;
+        if constexpr (SPREAD) multiply_stage_together(sums, l, shared + slot * STAGE, x);
+        else multiply_stage(sums, l, shared + slot * STAGE, x);
         slot = slot + 1 == STAGES ? 0 : slot + 1;
     }
     wait_for_stage<0>();
