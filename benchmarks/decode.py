@@ -206,6 +206,22 @@ def lines(rows: Sequence[DecodeRow]) -> list[list[str]]:
     return found
 
 
+def peer_names() -> list[str]:
+    """Ours, then the peers."""
+    return [*CURVES, *peers.DECODE]
+
+
+def peer_lines(rows: Sequence[DecodeRow]) -> list[list[str]]:
+    """A line for each number of rows at which a peer was timed."""
+    found = []
+    for m in ROWS:
+        same = [row for row in rows if row.m == m and (row.n, row.k) == PEER_SHAPE]
+        figures = {name: row.speedup(name) for row in same for name in row.relative}
+        if figures.keys() & peers.DECODE.keys():
+            found.append([str(m), *(f"{figures[name]:.2f}" if name in figures else "" for name in peer_names())])
+    return found
+
+
 def main() -> None:
     """Time every config on every shape, the curve, then the peers while there is time."""
     args = gpu_arguments(__doc__ or "", seconds=240)

@@ -113,7 +113,7 @@ def timed(
 
 def machine() -> dict[str, Any]:
     """What a figure means nothing without."""
-    names = ("mxtensor", "torch", "torchao", "triton", "numpy", "transformers", "peft")
+    names = ("mxtensor", "torch", "torchao", "gemlite", "triton", "numpy", "transformers", "peft")
     versions = {}
     for name in names:
         try:

@@ -13,7 +13,7 @@ from typing import Any
 
 from mxtensor.report import COLORS
 
-from . import cast, linear, train_linear
+from . import cast, decode, linear, train_linear
 from .cuda import GpuRow
 from .harness import read_json
 
@@ -197,6 +197,41 @@ def _linear_targets(names: Sequence[str]) -> dict[str, float]:
     return asked
 
 
+# ---------------------------------------------------------------------------------------------- decoding
+
+
+def draw_decode(machine: dict[str, Any], rows: Sequence[decode.DecodeRow]) -> Any:
+    """Time against the number of rows on one shape: bfloat16 and two formats, and where one kernel hands over."""
+    n, k = decode.CURVE_SHAPE
+    same = sorted((row for row in rows if (row.n, row.k) == (n, k)), key=lambda row: row.m)
+    figure = _figure(9.5, 5.2)
+    axes = figure.add_subplot()
+    names = (decode.BASE, *decode.CURVES)
+    for name, color in zip(names, (INK, COLORS[0], COLORS[1]), strict=True):
+        points = {row.m: row.times[name] * 1e3 for row in same if name in row.times}
+        axes.plot(list(points), list(points.values()), color=color, marker="o", markersize=4, linewidth=1.6)
+        axes.annotate(
+            name, (max(points), points[max(points)]), (6, 0), textcoords="offset points", fontsize=9, color=color
+        )
+    kernels = {row.m: row.kernels.get(decode.CURVES[0], "") for row in same if decode.CURVES[0] in row.times}
+    ends = [m for m, kernel in kernels.items() if kernel.startswith("small_batch")]
+    if ends:
+        axes.axvline(max(ends), color=GRAY, linewidth=0.9, linestyle=":")
+        axes.annotate("small_batch up to here", (max(ends), axes.get_ylim()[1]), (-4, -12), textcoords="offset points",
+                      ha="right", fontsize=8.5, color=GRAY)  # fmt: skip
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(list(decode.CURVE), [str(m) for m in decode.CURVE], fontsize=9)
+    axes.minorticks_off()
+    axes.set_xlim(0.9, 1100)
+    axes.set_ylim(0)
+    axes.grid(color="#dddddd", linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_xlabel("rows of activations (logarithmic)", fontsize=9.5, color=INK)
+    axes.set_ylabel("microseconds", fontsize=9.5, color=INK)
+    _title(figure, f"A linear layer of {n} x {k} at few rows (lower is better)", machine)
+    return figure
+
+
 # ---------------------------------------------------------------------------------------------- training
 
 
@@ -248,6 +283,7 @@ def draw_train_linear(machine: dict[str, Any], rows: Sequence[train_linear.Train
 DRAWN: dict[str, tuple[type[GpuRow], Callable[[dict[str, Any], Any], Any]]] = {
     "cast": (cast.CastRow, draw_cast),
     "linear": (linear.LinearRow, draw_linear),
+    "decode": (decode.DecodeRow, draw_decode),
     "train_linear": (train_linear.TrainRow, draw_train_linear),
 }
 """Name of the record -> (its rows, what draws them)."""

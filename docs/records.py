@@ -43,6 +43,7 @@ def _on_gpu(name: str, kind: type[RowT], sections: Callable[[list[RowT]], list[s
 
 PICTURES = {
     "cast": "Share of the copy bandwidth that each cast reaches, by format and size",
+    "decode": "Time of a linear layer over the number of rows, bfloat16 and weight-only MXFP8 and MXFP4",
     "linear": "Time of a linear layer over that of bfloat16, by format and shape",
     "train_linear": "Time of forward and backward of a linear layer over that of bfloat16, by recipe and shape",
 }
@@ -115,3 +116,34 @@ def train_linear() -> str:
         ]
 
     return _on_gpu("train_linear", bench.TrainRow, sections)
+
+
+def decode() -> str:
+    """What benchmarks/decode.py recorded."""
+    from benchmarks import decode as bench
+    from benchmarks.cuda import VERDICT_HEADER
+
+    def sections(rows: list[bench.DecodeRow]) -> list[str]:
+        return [
+            table(", ".join(VERDICT_HEADER), [t.verdict(rows) for t in bench.TARGETS]),
+            "Times as fast as bfloat16 by shape (N x K), and microseconds:",
+            table(", ".join(bench.HEADER), bench.lines(rows)),
+            "Beside peers, at {}x{}, times as fast as bfloat16:".format(*bench.PEER_SHAPE),
+            table(", ".join(["rows", *bench.peer_names()]), bench.peer_lines(rows)),
+        ]
+
+    return _on_gpu("decode", bench.DecodeRow, sections)
+
+
+def decode_model() -> str:
+    """What benchmarks/decode_model.py recorded."""
+    from benchmarks import decode_model as bench
+    from benchmarks.cuda import VERDICT_HEADER
+
+    def sections(rows: list[bench.ModelRow]) -> list[str]:
+        return [
+            table(", ".join(VERDICT_HEADER), [t.verdict(rows) for t in bench.TARGETS]),
+            table(", ".join(bench.HEADER), bench.lines(rows)),
+        ]
+
+    return _on_gpu("decode_model", bench.ModelRow, sections)

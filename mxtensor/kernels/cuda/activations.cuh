@@ -89,24 +89,27 @@ DEVICE int exponent_of(u32 amax) {
 
 // The bits of the largest magnitude of each row, into zeroed ``maxima``; all threads of a block.
 DEVICE void find_maxima(u32* maxima, const Rows& r) {
-    u32 across = r.count / 8;  // whole warps of a row
-    for (u32 i = thread(); i < r.rows * across; i += threads()) {
-        float x[8];
-        read_eight(x, r, i / across, r.first + i % across * 8);
+    for (u32 row = 0; row < r.rows; row++) {
         u32 amax = 0;
+#pragma unroll 4
+        for (u32 i = thread(); i < r.count / 8; i += threads()) {
+            float x[8];
+            read_eight(x, r, row, r.first + 8 * i);
 #pragma unroll
-        for (int j = 0; j < 8; j++) {
-            u32 bits = bits_of_float(x[j]) & 0x7FFFFFFF;
-            amax = bits > amax ? bits : amax;
+            for (int j = 0; j < 8; j++) {
+                u32 bits = bits_of_float(x[j]) & 0x7FFFFFFF;
+                amax = bits > amax ? bits : amax;
+            }
         }
         amax = largest(amax, 32);
-        if (thread() % 32 == 0) raise_to(maxima + i / across, amax);
+        if (thread() % 32 == 0) raise_to(maxima + row, amax);
     }
 }
 
 // Rows as float16 in the order of ``decode``, ``stride`` bytes apart.
 DEVICE void write_rows(u8* to, u32 stride, const Rows& r, const u32* maxima) {
     u32 across = r.count / 8;
+#pragma unroll 4
     for (u32 i = thread(); i < r.rows * across; i += threads()) {
         u32 row = i / across, at = i % across * 8, words[4];
         float x[8], factor = power(-exponent_of(maxima[row]));

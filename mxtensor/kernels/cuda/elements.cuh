@@ -61,14 +61,11 @@ DEVICE void in_order(u32 (&x)[4]) {
 
 // ---------------------------------------------------------------------------------------------- scales
 
-// Byte I of a word as 2^(byte - 127); 255, which stands for a NaN, as infinity.
+// Byte I of a word as 2^(byte - 127); 255, which stands for a NaN, as infinity: ``write`` makes it one.
 template <int I> DEVICE float power_of_two(u32 bytes) {
     u32 bits = (I < 3 ? bytes << (I < 3 ? 23 - 8 * I : 0) : bytes >> 1) & 0x7F800000;
     return larger(float_of_bits(bits), float_of_bits(0x00400000));
 }
-
-// The bytes of a word that are 255, each as 128.
-DEVICE u32 nans_of(u32 bytes) { return ((bytes & 0x7F7F7F7F) + 0x01010101) & bytes & 0x80808080; }
 
 // Two e4m3 without sign, the bytes 0 and 2 of a word, each twice in a word of float16.
 DEVICE void pairs_of_ue4m3(u32& first, u32& second, u32 bytes) {

@@ -137,7 +137,6 @@ struct Lane {  // where a thread stands in a fragment: row g of 8, group t of 8 
     const u8* stage;
     const u8* x;
     u32 columns[NT];   // bytes from x to what this thread reads of it: row g, g + 8, ...
-    u32 nans[2 * MT];  // of rows g, g + 8, ...: what ``nans_of`` has found in their scales
 };
 
 // Slab Q of those that share a word of scales; of ue4m3 scales each twice in a word.
@@ -199,7 +198,6 @@ DEVICE void multiply_stage(Sums& sums, Lane& l, const u8* stage, const u8* x) {
         for (int i = 0; i < 2 * MT; i++) {
             if constexpr (SCALES > 0) scales[i] = *reinterpret_cast<const u32*>(at + 8 * i * SCALES_STRIDE + 4 * word);
             if constexpr (SCALE == UE4M3) pairs_of_ue4m3(scales[i], second[i], scales[i] >> l.t / 2 * 8);
-            if constexpr (SCALE == E8M0) l.nans[i] |= nans_of(scales[i]);
         }
         multiply_slab<0>(sums, l, slab, scales);
         multiply_slab<1>(sums, l, slab + 1, SCALE == UE4M3 ? second : scales);
@@ -221,7 +219,6 @@ DEVICE void multiply_stage_together(Sums& sums, Lane& l, const u8* stage, const 
 #pragma unroll
         for (int word = 0; word < (SCALES > 0 ? SLABS / SLABS_A_WORD : 0); word++) {
             words[i][word] = *reinterpret_cast<const u32*>(at + 8 * i * SCALES_STRIDE + 4 * word);
-            if constexpr (SCALE == E8M0) l.nans[i] |= nans_of(words[i][word]);
         }
     auto prepare = [&](int q) {
 #pragma unroll
@@ -270,6 +267,14 @@ DEVICE void multiply_stage_together(Sums& sums, Lane& l, const u8* stage, const 
 
 // ---------------------------------------------------------------------------------------------- the result
 
+// Whether a scale of row n of w is a NaN. Its block has made the sum infinite, if not a NaN already.
+DEVICE bool has_nan(const Arguments& a, const Place& p, u32 n) {
+    bool found = false;
+    const u8* scales = p.scales + u64(row_of_scales(n)) * a.scales_stride;
+    for (u32 i = 0; i < a.scales_stride; i++) found |= scales[i] == 255;
+    return found;
+}
+
 // What the warps along K and the blocks of a cluster have summed, in that order, with what belongs at the end.
 DEVICE void write(const Arguments& a, const Place& p, u32 x_row, const Sums& sums, const Lane& l, float* shared,
                   const float* x_scale) {
@@ -282,8 +287,7 @@ DEVICE void write(const Arguments& a, const Place& p, u32 x_row, const Sums& sum
 #pragma unroll
             for (int e = 0; e < 4; e++) {
                 u32 row = l.row + 16 * i + e / 2 * 8, col = 8 * j + 2 * l.t + e % 2;
-                float sum = l.nans[2 * i + e / 2] ? float_of_bits(0x7FFFFFFF) : sums[i][j][e];
-                shared[(warp % WK * ROWS + row) * SUM_STRIDE + col] = sum;
+                shared[(warp % WK * ROWS + row) * SUM_STRIDE + col] = sums[i][j][e];
             }
     sync_block();
     u32 rank = block_z(), span = (ROWS * p.x_rows + SPLIT - 1) / SPLIT, begin = 0, end = ROWS * p.x_rows;
@@ -314,6 +318,8 @@ DEVICE void write(const Arguments& a, const Place& p, u32 x_row, const Sums& sum
             for (int w = 0; w < WK; w++) sum += shared[at + w * ROWS * SUM_STRIDE];
             sum *= x_scale[col];
         }
+        if constexpr (SCALE == E8M0)
+            if ((bits_of_float(sum) & 0x7FFFFFFF) == 0x7F800000 && has_nan(a, p, n)) sum = float_of_bits(0x7FFFFFFF);
         if constexpr (SCALE == AT_THE_END) sum *= reinterpret_cast<const float*>(p.scales)[row_of_scales(n)];
         sum *= factor;
         u64 m = x_row + col;
