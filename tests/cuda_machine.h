@@ -166,6 +166,7 @@ DEVICE u16 bfloat16_of(float value) {
 }
 DEVICE u32 pair_of_halves(float low, float high) { return half_of(low) | u32(half_of(high)) << 16; }
 DEVICE float larger(float a, float b) { return fmaxf(a, b); }
+DEVICE float smaller(float a, float b) { return fminf(a, b); }
 DEVICE float value_of_e4m3(u32 code) {
     u32 e = code >> 3 & 15, m = code & 7;
     float value = e == 15 && m == 7 ? NAN : e ? ldexpf(8 + m, int(e) - 10) : ldexpf(m, -9);

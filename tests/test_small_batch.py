@@ -72,6 +72,25 @@ def test_activations_are_cast_as_the_codec_casts_them(activation, plan):
     assert error(product(x, w, plan, cast), values(encode(x, cast)) @ values(w).t()) < TOLERANCE
 
 
+@pytest.mark.parametrize("activation", ["nvfp4", "nvfp4_single_level"])
+@pytest.mark.parametrize("plan", [STAGED, WHOLE, WHOLE._replace(split=2)])
+@pytest.mark.parametrize("size", [1e-6, 1.0, 1e6])
+def test_nvfp4_activations_are_cast_by_the_largest_of_the_whole_tensor(activation, plan, size):
+    rows = 2 if plan.whole_x else 5
+    w, cast = weight("nvfp4", 33, 600), Cast.of(activation)
+    x = (torch.randn(rows, 600) * torch.tensor([size, 0.1 * size] * 3)[:rows, None]).bfloat16()
+    expected = values(encode(x, cast)) @ values(w).t()
+    y = product(x, w, plan, cast)
+    assert error(y, expected) < TOLERANCE if expected.any() else not y.any()
+
+
+def test_nvfp4_activations_with_infinities_are_nan_in_their_blocks_alone():
+    w, cast, x = weight("mxfp8", 16, 64), Cast.of("nvfp4"), torch.randn(2, 64).bfloat16()
+    x[1, 20] = float("inf")
+    y, reference = product(x, w, WHOLE, cast), values(encode(x, cast)) @ values(w).t()
+    assert y[1].isnan().all() and error(y[0], reference[0]) < TOLERANCE
+
+
 @pytest.mark.parametrize("scaling", ["floor", "rceil", "ceil", "even"])
 def test_every_scale_rule(scaling):
     w, x = weight("mxfp4", 16, 64), (torch.randn(4, 64) * 1.7).bfloat16()

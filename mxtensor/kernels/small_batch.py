@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..codec import Operand
 from ..dispatch import Kernel, Spec, cached, is_traced
-from ..formats import E8M0, ElementFormat, Format, Rounding, ScaleCalculationMode, get_format
+from ..formats import E8M0, UE4M3, ElementFormat, Format, Rounding, ScaleCalculationMode, get_format
 from ..roles import Cast
 from . import nvrtc, triton_host
 from .cast import dequantize_operand, round_trip
@@ -27,9 +27,11 @@ from .small_batch_plan import ELEMENTS, SCALES, TYPES, Facts, Plan, cast_constan
 from .small_batch_table import choose_plan, most_rows
 
 PRODUCT = struct.Struct("11Q7I2f4x")
-ACTIVATIONS = struct.Struct("3Q3I4x")
+ACTIVATIONS = struct.Struct("3Q4I")
 HEADERS = ("machine.cuh", "elements.cuh", "activations.cuh")
 ACTIVATION_THREADS = 256
+WHOLE_ROWS = 8
+"""Up to so many rows each block looks at the whole tensor, where a cast wants the largest of it."""
 HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -146,7 +148,7 @@ def _prepared(x: Tensor, format: Format, cast: Cast | None, spare: int, spread: 
     out, scale = x.new_empty(rows + spare, width, dtype=torch.float16), x.new_empty(rows, dtype=torch.float32)
     copy = copy_size(x.data_ptr(), 2 * x.stride(0))
     kernel = _activations_kernel(x.device, format.element, x.dtype, copy, cast, spread)
-    kernel(rows, 1, 1, 16, (x.data_ptr(), out.data_ptr(), scale.data_ptr(), k, width, x.stride(0)))
+    kernel(rows, 1, 1, 4 * WHOLE_ROWS, (x.data_ptr(), out.data_ptr(), scale.data_ptr(), k, width, x.stride(0), rows))
     return out, scale
 
 
@@ -209,9 +211,12 @@ def _(x, data, scale, format, cols, x_global, last, bias, ends, alpha, beta, out
 
 
 def _is_cast_here(cast: Cast, x: Tensor) -> bool:
-    """Whether this file casts: to 32 values under a power of two, from 16 bits."""
+    """Whether this file casts: to 32 values under a power of two, or few rows to nvfp4, from 16 bits."""
     f = cast.format
-    return f.scale is E8M0 and f.block == (1, 32) and cast.rounding is Rounding.NEAREST and x.dtype in HALVES
+    if cast.rounding is not Rounding.NEAREST or x.dtype not in HALVES:
+        return False
+    few = f.scale is UE4M3 and f.block == (1, 16) and math.prod(x.shape[:-1]) <= WHOLE_ROWS
+    return few or (f.scale is E8M0 and f.block == (1, 32))
 
 
 def _activations(a: Factor) -> tuple[Tensor, Tensor | None, Cast | None]:

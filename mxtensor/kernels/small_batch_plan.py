@@ -84,12 +84,13 @@ class Facts(NamedTuple):
 
 @cache
 def cast_constants(cast: Cast | None) -> Constants:
-    """The rounding of activations to an element under power-of-two scales of 32."""
+    """The rounding of activations: to an element under power-of-two scales of 32, or to nvfp4."""
     if cast is None:
         return (("CAST", 0),)
     e = cast.format.element
     return (
-        ("CAST", 1),
+        ("CAST", 1 if cast.format.scale is E8M0 else 2),
+        ("CAST_GLOBAL", int(cast.format.global_scale)),
         ("CAST_RULE", cast.scaling.name),
         ("CAST_INVERSE_MAX", f"{float(torch.tensor(1.0 / e.max, dtype=torch.float32)).hex()}f"),
         ("CAST_MAX", f"{e.max.hex()}f"),

@@ -1,11 +1,13 @@
 // Activations as float16, which is what the products multiply: each row times a power of two that brings its largest
 // magnitude to 2^13, so that what is within 2^30 of it is exact, and the rest off by less than 2^-38 of it. (Sums are
 // that much larger, too: where a row of x is about 1, they overflow from 2^115 on.) They may be cast to a format with
-// power-of-two scales for 32 values on the way.
+// power-of-two scales for 32 values on the way, or to nvfp4.
 
 enum { FLOOR, RCEIL, CEIL, EVEN };
 
 DEVICE float power(int exponent) { return float_of_bits(exponent > -127 ? u32(exponent + 127) << 23 : 0x00400000); }
+
+constexpr float LARGEST = 3.40282346638528859812e+38f;
 
 DEVICE u32 largest(u32 value, u32 lanes) {  // of so many neighbouring threads
     for (u32 mask = 1; mask < lanes; mask *= 2) {
@@ -15,7 +17,20 @@ DEVICE u32 largest(u32 value, u32 lanes) {  // of so many neighbouring threads
     return value;
 }
 
+enum { NO_CAST, POWER_OF_TWO, TWO_LEVELS };
+
 #if CAST
+// The nearest float of so many mantissa bits and least exponent, ties to even: added to a power of two whose lowest bit
+// is worth one step there, and taken off.
+template <int MANTISSA, int EMIN> DEVICE float nearest(float value, float most) {
+    int exponent = int(bits_of_float(value) >> 23 & 255) - 127;
+    exponent = exponent > EMIN ? exponent : EMIN;
+    float step = float_of_bits(u32(exponent + 23 - MANTISSA + 127) << 23) * 1.5f;
+    float sign = float_of_bits((bits_of_float(value) & 0x80000000) | 0x3F800000);
+    float magnitude = (value * sign + step) - step;
+    return (magnitude < most ? magnitude : most) * sign;
+}
+
 // A power-of-two scale for 32 values from the bits of their amax, as 2^(byte - 127); the four rules of mxtensor.codec.
 DEVICE int exponent_up(u32 bits) {
     u32 e = bits >> 23, m = bits & 0x7FFFFF;
@@ -30,29 +45,35 @@ DEVICE int scale_byte(u32 amax) {
     return byte < 0 ? 0 : byte > 254 ? 254 : byte;
 }
 
-// The nearest element, ties to even: added to a power of two whose lowest bit is worth one step there, and taken off.
-DEVICE float rounded(float value) {
-    int exponent = int(bits_of_float(value) >> 23 & 255) - 127;
-    exponent = exponent > CAST_EMIN ? exponent : CAST_EMIN;
-    float step = float_of_bits(u32(exponent + 23 - CAST_MANTISSA + 127) << 23) * 1.5f;
-    float sign = float_of_bits((bits_of_float(value) & 0x80000000) | 0x3F800000);
-    float magnitude = (value * sign + step) - step;
-    return (magnitude < CAST_MAX ? magnitude : CAST_MAX) * sign;
+// nvfp4: what codes and scales of a tensor with this largest magnitude are multiplied by before they are rounded.
+DEVICE bool has_global_scale(u32 amax) { return CAST_GLOBAL && amax > 0 && amax < 0x7F800000; }
+DEVICE float encoding(u32 amax) {
+    return has_global_scale(amax) ? smaller(448 * CAST_MAX / float_of_bits(amax), LARGEST) : 1.0f;
 }
 
-// Eight values of a block of 32 that four neighbouring threads hold.
-DEVICE void cast_eight(float (&x)[8]) {
+// Eight values of a block that four neighbouring threads hold, or two of nvfp4; ``whole``: bits of the tensor's amax.
+DEVICE void cast_eight(float (&x)[8], u32 whole) {
     u32 amax = 0;
 #pragma unroll
     for (int i = 0; i < 8; i++) {
         u32 bits = bits_of_float(x[i]) & 0x7FFFFFFF;
         amax = bits > amax ? bits : amax;
     }
-    amax = largest(amax, 4);
-    int exponent = scale_byte(amax) - 127;
-    float down = power(-exponent), up = power(exponent);
+    amax = largest(amax, CAST == TWO_LEVELS ? 2 : 4);
+    float down, up;
+    if constexpr (CAST == TWO_LEVELS) {
+        float encode = encoding(whole);
+        up = nearest<3, -6>(smaller(float_of_bits(amax) * (encode * CAST_INVERSE_MAX), 448.0f), 448.0f);
+        down = smaller(1.0f / (up * (1.0f / encode)), LARGEST);
+    } else {
+        int exponent = scale_byte(amax) - 127;
+        down = power(-exponent), up = power(exponent);
+    }
 #pragma unroll
-    for (int i = 0; i < 8; i++) x[i] = amax < 0x7F800000 ? rounded(x[i] * down) * up : float_of_bits(0x7FFFFFFF);
+    for (int i = 0; i < 8; i++) {
+        float element = nearest<CAST_MANTISSA, CAST_EMIN>(x[i] * down, CAST_MAX);
+        x[i] = amax < 0x7F800000 ? element * up : float_of_bits(0x7FFFFFFF);
+    }
 }
 #endif
 
@@ -81,8 +102,16 @@ DEVICE void read_eight(float (&out)[8], const Rows& r, u32 row, u32 at) {
     }
 }
 
-// The exponent that brings a row with this largest magnitude, its bits, to 2^13.
+// The largest of the maxima of some rows.
+DEVICE u32 largest_of(const u32* maxima, u32 rows) {
+    u32 amax = 0;
+    for (u32 i = 0; i < rows; i++) amax = maxima[i] > amax ? maxima[i] : amax;
+    return amax;
+}
+
+// The exponent that brings a row with this largest magnitude, its bits, to 2^13; values of nvfp4 fit as they are.
 DEVICE int exponent_of(u32 amax) {
+    if constexpr (CAST == TWO_LEVELS) return 0;
     int exponent = int(amax >> 23) - 127 - 13;
     return exponent > -126 ? exponent : -126;
 }
@@ -106,8 +135,18 @@ DEVICE void find_maxima(u32* maxima, const Rows& r) {
     }
 }
 
-// Rows as float16 in the order of ``decode``, ``stride`` bytes apart.
-DEVICE void write_rows(u8* to, u32 stride, const Rows& r, const u32* maxima) {
+// What a row of float16 is to be multiplied by; ``maxima`` of all rows.
+DEVICE float scale_of_row(const u32* maxima, u32 row, u32 rows) {
+#if CAST == 2
+    u32 amax = largest_of(maxima, rows);
+    return has_global_scale(amax) ? float_of_bits(amax) / (448 * CAST_MAX) : 1.0f;
+#else
+    return power(exponent_of(maxima[row]));
+#endif
+}
+
+// Rows as float16 in the order of ``decode``, ``stride`` bytes apart; ``whole``: bits of the largest of the tensor.
+DEVICE void write_rows(u8* to, u32 stride, const Rows& r, const u32* maxima, u32 whole) {
     u32 across = r.count / 8;
 #pragma unroll 4
     for (u32 i = thread(); i < r.rows * across; i += threads()) {
@@ -115,7 +154,7 @@ DEVICE void write_rows(u8* to, u32 stride, const Rows& r, const u32* maxima) {
         float x[8], factor = power(-exponent_of(maxima[row]));
         read_eight(x, r, row, r.first + at);
 #if CAST
-        cast_eight(x);
+        cast_eight(x, whole);
 #endif
 #pragma unroll
         for (int j = 0; j < 4; j++) words[j] = pair_of_halves(x[2 * j] * factor, x[2 * j + 1] * factor);
@@ -133,20 +172,22 @@ DEVICE void write_rows(u8* to, u32 stride, const Rows& r, const u32* maxima) {
 struct ActivationArguments {
     const u16* x;
     u16* out;      // (rows, width): k rounded up to 256
-    float* scale;  // of each row: 2^exponent
-    u32 k, width, x_stride;
+    float* scale;  // of each row
+    u32 k, width, x_stride, rows;
 };
 
+// One row a block; all rows are looked at where the cast wants the largest magnitude of the tensor.
 KERNEL void BOUNDS(256, 1) activations(const ActivationArguments a) {
     let_next_start();
-    u32* maximum = reinterpret_cast<u32*>(shared_memory());
-    if (thread() == 0) *maximum = 0;
+    u32* maxima = reinterpret_cast<u32*>(shared_memory());
+    u32 row = block_x(), first = CAST == TWO_LEVELS ? 0 : row, rows = CAST == TWO_LEVELS ? a.rows : 1;
+    if (thread() < rows) maxima[thread()] = 0;
     sync_block();
     wait_for_previous();
-    u32 row = block_x();
-    Rows r = {a.x + u64(row) * a.x_stride, a.x_stride, a.k, 1, 0, a.width};
-    find_maxima(maximum, r);
+    Rows all = {a.x + u64(first) * a.x_stride, a.x_stride, a.k, rows, 0, a.width};
+    find_maxima(maxima, all);
     sync_block();
-    write_rows(reinterpret_cast<u8*>(a.out + u64(row) * a.width), 0, r, maximum);
-    if (thread() == 0) a.scale[row] = power(exponent_of(*maximum));
+    Rows mine = {a.x + u64(row) * a.x_stride, a.x_stride, a.k, 1, 0, a.width};
+    write_rows(reinterpret_cast<u8*>(a.out + u64(row) * a.width), 0, mine, maxima + row - first, largest_of(maxima, rows));
+    if (thread() == 0) a.scale[row] = scale_of_row(maxima, row - first, rows);
 }

@@ -100,6 +100,7 @@ DEVICE u32 pair_of_halves(float low, float high) {
     return word;
 }
 DEVICE float larger(float a, float b) { return fmaxf(a, b); }
+DEVICE float smaller(float a, float b) { return fminf(a, b); }
 // Four e4m3 as two times two float16.
 DEVICE void halves_of_e4m3(u32& low, u32& high, u32 bytes) {
 #if __CUDA_ARCH__ >= 890

@@ -120,11 +120,12 @@ DEVICE void read_x(const Arguments& a, const Place& p, u8* to, u32 stride) {
     if (thread() < COLS) maxima[thread()] = 0;
     sync_block();
     wait_for_previous();
-    Rows r = {p.x, a.x_stride, a.k, p.x_rows, p.first * BK, (p.last - p.first) * BK};
-    find_maxima(maxima, r);
+    Rows mine = {p.x, a.x_stride, a.k, p.x_rows, p.first * BK, (p.last - p.first) * BK};
+    Rows all = {p.x, a.x_stride, a.k, p.x_rows, 0, (a.k + 255) / 256 * 256};
+    find_maxima(maxima, CAST == TWO_LEVELS ? all : mine);
     sync_block();
-    write_rows(to + WHOLE_HEAD, stride, r, maxima);
-    if (thread() < p.x_rows) scale[thread()] = power(exponent_of(maxima[thread()]));
+    write_rows(to + WHOLE_HEAD, stride, mine, maxima, largest_of(maxima, p.x_rows));
+    if (thread() < p.x_rows) scale[thread()] = scale_of_row(maxima, thread(), p.x_rows);
 }
 
 // ---------------------------------------------------------------------------------------------- the sum
