@@ -172,12 +172,12 @@ def large(rows: Sequence[DecodeRow]) -> Iterable[tuple[str, float]]:
 
 TARGETS = (
     *(
-        Target(f"{format}, {m} rows, mean", ">=", limit, means(format, m))
+        Target(f"{format}, {m} row{'' if m == 1 else 's'}, mean", ">=", limit, means(format, m))
         for format, limits in LIMITS.items()
         for m, (limit, _) in limits.items()
     ),
     *(
-        Target(f"{format}, {m} rows, every shape", ">=", limit, worst(format, m))
+        Target(f"{format}, {m} row{'' if m == 1 else 's'}, every shape", ">=", limit, worst(format, m))
         for format, limits in LIMITS.items()
         for m, (_, limit) in limits.items()
         if limit

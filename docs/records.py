@@ -129,7 +129,7 @@ def decode() -> str:
             "Times as fast as bfloat16 by shape (N x K), and microseconds:",
             table(", ".join(bench.HEADER), bench.lines(rows)),
             "Beside peers, at {}x{}, times as fast as bfloat16:".format(*bench.PEER_SHAPE),
-            table(", ".join(["rows", *bench.peer_names()]), bench.peer_lines(rows)),
+            table(", ".join(["rows", *(name.replace(",", "") for name in bench.peer_names())]), bench.peer_lines(rows)),
         ]
 
     return _on_gpu("decode", bench.DecodeRow, sections)
