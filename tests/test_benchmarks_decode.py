@@ -66,7 +66,7 @@ SMALL = dict(
 
 def test_a_decoder_gives_the_tokens_of_transformers_own_loop():
     torch.manual_seed(0)
-    model, prompt = decode_model.build(**SMALL), torch.randint(0, 200, (1, 5))
+    model, prompt = decode_model.build(**SMALL).float(), torch.randint(0, 200, (1, 5))
     with torch.no_grad():
         expected = model.generate(prompt, max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)[0, 5:]
         decoder = decode_model.Decoder(model, 16)
