@@ -126,7 +126,7 @@ def compile_all(format: Format, plans: Iterable[Plan]) -> None:
     def one(plan: Plan) -> None:
         x = torch.bfloat16 if plan.whole_x else torch.float16
         facts = Facts(format, x, torch.bfloat16, torch.bfloat16, 16, 16, 16, True)
-        nvrtc.compiled((*small_batch.HEADERS, "product.cu"), constants(facts, plan), capability)
+        nvrtc.compiled(small_batch.SOURCES, constants(facts, plan), capability)
 
     with ThreadPoolExecutor() as pool:
         list(pool.map(one, plans))

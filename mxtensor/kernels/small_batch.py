@@ -29,6 +29,7 @@ from .small_batch_table import choose_plan, most_rows
 PRODUCT = struct.Struct("11Q7I2f4x")
 ACTIVATIONS = struct.Struct("3Q4I")
 HEADERS = ("machine.cuh", "elements.cuh", "activations.cuh")
+SOURCES = (*HEADERS, "stages.cuh", "sums.cuh", "product.cu")
 ACTIVATION_THREADS = 256
 WHOLE_ROWS = 8
 """Up to so many rows each block looks at the whole tensor, where a cast wants the largest of it."""
@@ -119,7 +120,7 @@ def cut(
     else:
         facts = Facts(format, torch.float16, types[1], types[2], copies[0], copies[1], 16, even)
     row = constants(facts, plan)
-    kernel = nvrtc.function(device, (*HEADERS, "product.cu"), row, "product", PRODUCT, plan.threads)
+    kernel = nvrtc.function(device, SOURCES, row, "product", PRODUCT, plan.threads)
     blocks = -(-width // plan.rows), groups or -(-rows // plan.cols), plan.split
     return Cut(plan, kernel, (*blocks, shared_memory(format, plan, rows, cols)))
 

@@ -1,0 +1,114 @@
+// Stages: what a block works on, and how it comes into shared memory.
+
+constexpr int WARPS = WR * WK, THREADS = 32 * WARPS;
+constexpr int ROWS = 16 * MT * WR, COLS = 8 * NT, BK = 32 * SLABS * WK;  // a warp takes SLABS slabs of a stage
+constexpr int CODES = BK * BITS / 8, CODES_STRIDE = CODES + (BITS == 8 ? 32 : 16);  // bytes; strides free of conflicts
+constexpr int SCALES = SCALE == AT_THE_END ? 0 : SCALE == UE4M3 ? BK / 16 : BK / 32;  // bytes of a row and stage
+constexpr int SCALES_STRIDE = (SCALES + 15) / 16 * 16 + 16;
+constexpr int X_STRIDE = SPREAD ? 2 * BK : 2 * BK + 64;
+constexpr int X_BYTES = WHOLE_X ? 0 : COLS * X_STRIDE, SCALES_BYTES = SCALES ? ROWS * SCALES_STRIDE : 0;
+constexpr int CODES_AT = X_BYTES, SCALES_AT = CODES_AT + ROWS * CODES_STRIDE, ALIGN = SPREAD ? 1024 : 16;  // in a stage
+constexpr int STAGE = (SCALES_AT + SCALES_BYTES + ALIGN - 1) / ALIGN * ALIGN;
+constexpr int SUM_STRIDE = COLS + 2;  // float32 of the sums that the warps of one row of warps bring together
+constexpr int SUMS = 4 * WK * ROWS * SUM_STRIDE;  // bytes, where the stages were
+constexpr int WHOLE_AT = STAGES * STAGE > SUMS ? STAGES * STAGE : SUMS;
+constexpr int WHOLE_HEAD = 8 * COLS;  // in front of the rows of WHOLE_X: what scales them, and maxima
+static_assert(!WHOLE_X || BK % 256 == 0, "a warp casts 256 columns at a time");
+static_assert(!SPREAD || (MT == 1 && WK == 1 && WR % 4 == 0 && !WHOLE_X && NT >= 4), "four warps have 64 rows of w");
+
+struct Arguments {
+    const u8* codes;
+    const u8* scales;
+    const u16* x;
+    void* y;
+    const float* x_scale;      // of each row of x, where they are float16 already
+    const float* global_scale;
+    const float* x_global_scale;
+    const void* bias;
+    const int* ends;           // of the groups of rows of x, each with a w of its own; null for one w
+    u64 codes_group, scales_group;  // bytes from one w to the next
+    u32 codes_stride, scales_stride, x_stride;  // of a row: bytes, bytes, values
+    u32 m, n, k;
+    u32 bias_stride;           // from one row of y to the next: 0 where all have the same
+    float alpha, beta;
+};
+
+// ---------------------------------------------------------------------------------------------- what is fetched
+
+struct Place {  // what this block works on
+    const u8* codes;
+    const u8* scales;
+    const u16* x;
+    u32 row, rows;       // of w: the first, and how many there are
+    u32 x_rows;          // of x, at most COLS
+    u32 first, last;     // stages along K
+};
+
+DEVICE u32 row_of_scales(u32 row) {
+    if constexpr (BLOCK_ROWS == 0) return 0;  // one for the whole tensor
+    else return row / BLOCK_ROWS;
+}
+
+DEVICE constexpr u32 common(u32 a, u32 b) { return b == 0 ? a : common(b, a % b); }
+
+// ``most`` rows of WIDTH bytes, COPY at a time, of a matrix with ``stride`` bytes a row: rows from ``first`` on, bytes
+// from ``begin`` on; zeros where it has no row (``rows``) or byte (``limit``), unless ALL says that it has them all.
+// SHARED_ROWS rows of what is copied are one of the matrix.
+template <int WIDTH, int COPY, int STRIDE, int SHARED_ROWS, bool ALL>
+DEVICE void fetch(u8* to, const u8* from, u32 first, u32 rows, u32 most, u64 stride, u32 begin, u32 limit) {
+    constexpr u32 pieces = WIDTH / COPY, across = common(pieces, THREADS), down = THREADS / across;
+    u32 row = thread() / across, at = thread() % across * COPY;
+    to += row * STRIDE + at, from += begin + at;
+    const u8* line = from + (first + row) * stride;
+#pragma unroll 8
+    for (u32 i = 0; i < most; i += down) {
+        if constexpr (SHARED_ROWS != 1) line = from + row_of_scales(first + row + i) * stride;
+#pragma unroll
+        for (u32 j = 0; j < pieces / across; j++) {
+            bool there = ALL || row + i < rows && begin + at + j * across * COPY < limit;
+            if (most % down == 0 || row + i < most)
+                copy<COPY>(to + i * STRIDE + j * across * COPY, line + j * across * COPY, there);
+        }
+        line += down * stride;
+    }
+}
+
+DEVICE void fetch_weights(const Arguments& a, const Place& p, u8* stage, u32 index) {
+    fetch<CODES, CODES_COPY, CODES_STRIDE, 1, WHOLE_TILES>(
+        stage + CODES_AT, p.codes, p.row, p.rows, ROWS, a.codes_stride, index * CODES, a.codes_stride);
+    if constexpr (SCALES > 0)
+        fetch<SCALES, SCALES_COPY, SCALES_STRIDE, BLOCK_ROWS, WHOLE_TILES>(
+            stage + SCALES_AT, p.scales, p.row, p.rows, ROWS, a.scales_stride, index * SCALES, a.scales_stride);
+}
+
+// COLS rows whether or not there are as many: what follows x can be read, and comes into columns that nobody wants.
+DEVICE void fetch_x(const Arguments& a, const Place& p, u8* to, u32 index) {
+    if constexpr (SPREAD) {
+        constexpr u32 pieces = BK / 8;  // of 16 bytes; 8 of a row lie together
+        const u8* from = reinterpret_cast<const u8*>(p.x) + index * 2 * BK;
+#pragma unroll
+        for (u32 i = thread(); i < COLS * pieces; i += THREADS) {
+            u32 row = i / pieces, piece = i % pieces;
+            u8* at = to + (piece / 8 * COLS + row) * 128 + (piece % 8 ^ row % 8) * 16;
+            copy<16>(at, from + row * u64(2 * a.x_stride) + piece * 16, WHOLE_TILES || index * BK + piece * 8 < a.x_stride);
+        }
+        return;
+    }
+    fetch<2 * BK, 16, X_STRIDE, 1, WHOLE_TILES>(
+        to, reinterpret_cast<const u8*>(p.x), 0, COLS, COLS, 2 * a.x_stride, index * 2 * BK, 2 * a.x_stride);
+}
+
+// All columns of this block at once: in front what scales each row, and its largest magnitude, then the rows.
+DEVICE void read_x(const Arguments& a, const Place& p, u8* to, u32 stride) {
+    float* scale = reinterpret_cast<float*>(to);
+    u32* maxima = reinterpret_cast<u32*>(scale + COLS);
+    if (thread() < COLS) maxima[thread()] = 0;
+    sync_block();
+    wait_for_previous();
+    Rows mine = {p.x, a.x_stride, a.k, p.x_rows, p.first * BK, (p.last - p.first) * BK};
+    Rows all = {p.x, a.x_stride, a.k, p.x_rows, 0, (a.k + 255) / 256 * 256};
+    find_maxima(maxima, CAST == TWO_LEVELS ? all : mine);
+    sync_block();
+    write_rows(to + WHOLE_HEAD, stride, mine, maxima, largest_of(maxima, p.x_rows));
+    if (thread() < p.x_rows) scale[thread()] = scale_of_row(maxima, thread(), p.x_rows);
+}

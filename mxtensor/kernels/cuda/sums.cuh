@@ -1,0 +1,137 @@
+// Sums: what the codes and activations of a stage add to them, warp by warp or by four warps together.
+
+using Sums = float[MT][NT][4];
+constexpr bool SCALES_SUMS = SCALE == E8M0 || SCALE == FLOAT32;
+
+struct Lane {  // where a thread stands in a fragment: row g of 8, group t of 8 columns
+    u32 g, t, row, slab;
+    const u8* stage;
+    const u8* x;
+    u32 columns[NT];   // bytes from x to what this thread reads of it: row g, g + 8, ...
+};
+
+// Slab Q of those that share a word of scales; of ue4m3 scales each twice in a word.
+template <int Q> DEVICE void multiply_slab(Sums& sums, const Lane& l, u32 slab, const u32 (&scales)[2 * MT]) {
+    u32 a[MT][8];
+    float scale[2 * MT];
+#pragma unroll
+    for (int i = 0; i < 2 * MT; i++) {
+        u32 words[4];
+        decode(words, l.stage + CODES_AT + (l.row + 8 * i) * CODES_STRIDE + slab * (4 * BITS), l.t);
+        if constexpr (SCALE == UE4M3)
+#pragma unroll
+            for (int j = 0; j < 4; j++) words[j] = multiply_half(words[j], scales[i]);
+#pragma unroll
+        for (int j = 0; j < 4; j++) a[i / 2][j / 2 * 4 + j % 2 * 2 + i % 2] = words[j];
+        if constexpr (SCALE == E8M0) scale[i] = power_of_two<Q % 4>(scales[i]);
+        if constexpr (SCALE == FLOAT32) scale[i] = float_of_bits(scales[i]);
+    }
+    constexpr int together = NT < 4 ? NT : 4 / MT;  // products that do not wait for each other
+#pragma unroll
+    for (int j0 = 0; j0 < NT; j0 += together) {
+        uint4 b[together];
+        float sum[MT][together][4];
+#pragma unroll
+        for (int j = 0; j < together; j++) b[j] = *reinterpret_cast<const uint4*>(l.x + l.columns[j0 + j] + slab * 64);
+#pragma unroll
+        for (int j = 0; j < together; j++)
+#pragma unroll
+            for (int i = 0; i < MT; i++)
+                if constexpr (SCALES_SUMS) multiply(sum[i][j], a[i], b[j].x, b[j].y);
+                else multiply_add(sums[i][j0 + j], a[i], b[j].x, b[j].y, sums[i][j0 + j]);
+#pragma unroll
+        for (int j = 0; j < together; j++)
+#pragma unroll
+            for (int i = 0; i < MT; i++)
+                if constexpr (SCALES_SUMS) multiply_add(sum[i][j], a[i] + 4, b[j].z, b[j].w, sum[i][j]);
+                else multiply_add(sums[i][j0 + j], a[i] + 4, b[j].z, b[j].w, sums[i][j0 + j]);
+        if constexpr (SCALES_SUMS)
+#pragma unroll
+            for (int j = 0; j < together; j++)
+#pragma unroll
+                for (int i = 0; i < MT; i++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++) sums[i][j0 + j][e] += scale[2 * i + e / 2] * sum[i][j][e];
+    }
+}
+
+// The slabs that share one word of scales: four of e8m0, two of ue4m3.
+constexpr int SLABS_A_WORD = SCALE == UE4M3 ? 2 : 4;
+constexpr int UNROLL = MT * NT > 2 ? 1 : SLABS / SLABS_A_WORD;
+
+DEVICE void multiply_stage(Sums& sums, Lane& l, const u8* stage, const u8* x) {
+    l.stage = stage, l.x = x;
+    const u8* at = stage + SCALES_AT + l.row * SCALES_STRIDE + l.slab * (SCALE == UE4M3 ? 2 : 1);
+#pragma unroll UNROLL
+    for (int word = 0; word < SLABS / SLABS_A_WORD; word++) {
+        u32 scales[2 * MT], second[2 * MT], slab = l.slab + word * SLABS_A_WORD;
+#pragma unroll
+        for (int i = 0; i < 2 * MT; i++) {
+            if constexpr (SCALES > 0) scales[i] = *reinterpret_cast<const u32*>(at + 8 * i * SCALES_STRIDE + 4 * word);
+            if constexpr (SCALE == UE4M3) pairs_of_ue4m3(scales[i], second[i], scales[i] >> l.t / 2 * 8);
+        }
+        multiply_slab<0>(sums, l, slab, scales);
+        multiply_slab<1>(sums, l, slab + 1, SCALE == UE4M3 ? second : scales);
+        if constexpr (SLABS_A_WORD == 4) {
+            multiply_slab<2>(sums, l, slab + 2, scales);
+            multiply_slab<3>(sums, l, slab + 3, scales);
+        }
+    }
+}
+
+// The same by four warps together. While the products of a slab run, the next one is decoded.
+DEVICE void multiply_stage_together(Sums& sums, Lane& l, const u8* stage, const u8* x) {
+    l.stage = stage;
+    const u8* at = stage + SCALES_AT + l.row * SCALES_STRIDE;
+    u32 a[2][8], words[2][SCALES > 0 ? SLABS / SLABS_A_WORD : 1];
+    float scale[2][2], sum[NT][4];
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+#pragma unroll
+        for (int word = 0; word < (SCALES > 0 ? SLABS / SLABS_A_WORD : 0); word++) {
+            words[i][word] = *reinterpret_cast<const u32*>(at + 8 * i * SCALES_STRIDE + 4 * word);
+        }
+    auto prepare = [&](int q) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            u32 values[4];
+            decode(values, stage + CODES_AT + (l.row + 8 * i) * CODES_STRIDE + q * (4 * BITS), l.t);
+            u32 word = words[i][SCALES > 0 ? q / SLABS_A_WORD : 0];
+            if constexpr (SCALE == UE4M3) {
+                u32 both[2];
+                pairs_of_ue4m3(both[0], both[1], word >> l.t / 2 * 8);
+#pragma unroll
+                for (int j = 0; j < 4; j++) values[j] = multiply_half(values[j], both[q % 2]);
+            }
+#pragma unroll
+            for (int j = 0; j < 4; j++) a[q % 2][j / 2 * 4 + j % 2 * 2 + i] = values[j];
+            if constexpr (SCALE == E8M0) scale[q % 2][i] = power_of_two<0>(word >> q % 4 * 8);
+            if constexpr (SCALE == FLOAT32) scale[q % 2][i] = float_of_bits(word);
+        }
+    };
+    prepare(0);
+#pragma unroll
+    for (int q = 0; q < SLABS; q++) {
+        const u8* columns = x + q / 2 * COLS * 128 + q % 2 * 64;
+        begin_products();
+        if constexpr (SCALES_SUMS) {
+            multiply_group(sum, a[q % 2], place_of(columns), 0);
+            multiply_group(sum, a[q % 2] + 4, place_of(columns + 32), 1);
+        } else {
+            multiply_group(sums[0], a[q % 2], place_of(columns), 1);
+            multiply_group(sums[0], a[q % 2] + 4, place_of(columns + 32), 1);
+        }
+        end_products();
+        if (q + 1 < SLABS) prepare(q + 1);
+        wait_for_products();
+        if constexpr (SCALES_SUMS) {
+            settle(sum);
+#pragma unroll
+            for (int j = 0; j < NT; j++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) sums[0][j][e] += scale[q % 2][e / 2] * sum[j][e];
+        } else {
+            settle(sums[0]);
+        }
+    }
+}
