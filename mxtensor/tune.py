@@ -71,8 +71,9 @@ def candidates(format: Format, rows: int, n: int, k: int, together: bool) -> Ite
 def _together(format: Format, rows: int, n: int, k: int, multiprocessors: int, memory: int) -> Iterator[Plan]:
     """Plans in which four warps multiply together."""
     nt = next((t for t in (4, 8) if 8 * t >= rows), 16)
-    for wr, slabs, stages, blocks, split in itertools.product((4, 8), (4, 8), (2, 3, 4), (1, 2, 3), (1, 2, 4)):
-        plan = Plan(1, nt, wr, 1, slabs, stages, blocks, split, False, True)
+    cuts = itertools.product((4, 8), (4, 8), (2, 3, 4), (1, 2, 3), (1, 2, 4), (False, True))
+    for wr, slabs, stages, blocks, split, ahead in cuts:
+        plan = Plan(1, nt, wr, 1, slabs, stages, blocks, split, False, True, ahead)
         if nt == 16 and wr * blocks > 8:
             continue
         room_for = memory // (shared_memory(format, plan, rows, k) + RESERVED)

@@ -75,7 +75,8 @@ static void launch(std::function<void()> kernel, u32 x, u32 y, u32 z, u32 thread
         std::vector<Fiber> fibers(z * threads);
         cluster = &blocks, cluster_barrier = {z * threads};
         for (u32 b = 0; b < z; b++) {
-            blocks[b] = {i % x, i / x, b, threads, {threads}, std::vector<Warp>(threads / 32), std::vector<u8>(bytes + 1024, 0xFF)};
+            std::vector<u8> memory(bytes + 1024, 0xFF);
+            blocks[b] = {i % x, i / x, b, threads, {threads}, std::vector<Warp>(threads / 32), memory};
             for (Warp& warp : blocks[b].warps) warp.barrier = {32};
         }
         for (u32 f = 0; f < fibers.size(); f++) {
@@ -103,13 +104,15 @@ DEVICE u32 threads() { return fiber->block->size; }
 DEVICE u32 block_x() { return fiber->block->x; }
 DEVICE u32 block_y() { return fiber->block->y; }
 DEVICE u32 block_z() { return fiber->block->z; }
-DEVICE u8* shared_memory() { return reinterpret_cast<u8*>((reinterpret_cast<u64>(fiber->block->memory.data()) + 1023) / 1024 * 1024); }
+DEVICE u8* memory_of(Block& block) {
+    return reinterpret_cast<u8*>((reinterpret_cast<u64>(block.memory.data()) + 1023) / 1024 * 1024);
+}
+DEVICE u8* shared_memory() { return memory_of(*fiber->block); }
 DEVICE void raise_to(u32* shared, u32 value) { *shared = value > *shared ? value : *shared; }
 DEVICE void sync_block() { meet(fiber->block->barrier); }
 DEVICE void sync_cluster() { meet(cluster_barrier); }
 DEVICE float read_of_block(const float* mine, u32 rank) {
-    u8* base = reinterpret_cast<u8*>((reinterpret_cast<u64>((*cluster)[rank].memory.data()) + 1023) / 1024 * 1024);
-    return *reinterpret_cast<const float*>(base + (reinterpret_cast<const u8*>(mine) - shared_memory()));
+    return *reinterpret_cast<const float*>(memory_of((*cluster)[rank]) + (reinterpret_cast<const u8*>(mine) - shared_memory()));
 }
 DEVICE void let_next_start() {}
 DEVICE void wait_for_previous() {}
@@ -231,5 +234,5 @@ template <int N> DEVICE void multiply_group(float (&d)[N][4], const u32* a, u64 
 DEVICE void show_to_products() {}
 DEVICE void begin_products() {}
 DEVICE void end_products() {}
-DEVICE void wait_for_products() {}
+template <int LATER> DEVICE void wait_for_products() {}
 template <int N> DEVICE void settle(float (&)[N][4]) {}

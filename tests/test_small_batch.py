@@ -25,6 +25,8 @@ WIDE = Plan(2, 2, 2, 1, 8, 2, 1, 2, False)
 """Two tiles of rows and of columns a warp, and two blocks that share the columns of the product."""
 TOGETHER = Plan(1, 8, 4, 1, 4, 2, 1, 1, False, True)
 """Four warps that multiply together."""
+AHEAD = TOGETHER._replace(ahead=True)
+"""The same, a slab ahead of the sums."""
 TOLERANCE = 2e-7
 """Of a float32 result, by norm."""
 KINDS = sorted(name for name, f in FORMATS.items() if (f.scale, f.block[1]) in SCALES and not name.endswith("_pow2"))
@@ -54,7 +56,8 @@ def error(y, reference):
 
 @pytest.mark.parametrize("format", KINDS)
 @pytest.mark.parametrize(
-    ("plan", "dtype"), [(STAGED, torch.bfloat16), (WIDE, torch.float16), (TOGETHER, torch.bfloat16)]
+    ("plan", "dtype"),
+    [(STAGED, torch.bfloat16), (WIDE, torch.float16), (TOGETHER, torch.bfloat16), (AHEAD, torch.float16)],
 )
 def test_every_format_equals_the_decoded_operands(format, plan, dtype):
     w, x, bias = weight(format, 40, 320), torch.randn(5, 320).to(dtype), torch.randn(40).to(dtype)

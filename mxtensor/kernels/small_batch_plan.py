@@ -42,6 +42,8 @@ class Plan(NamedTuple):
     """whether all activations are brought into shared memory before the first stage, cast on the way"""
     together: bool = False
     """whether four warps multiply together, by the matrix instructions of sm_90 that run beside them"""
+    ahead: bool = False
+    """whether they begin the products of a slab before those of the one before are added up"""
 
     @property
     def threads(self) -> int:
@@ -63,7 +65,7 @@ class Plan(NamedTuple):
         return 32 * self.slabs * self.wk
 
 
-PLAN = ("MT", "NT", "WR", "WK", "SLABS", "STAGES", "BLOCKS", "SPLIT", "WHOLE_X", "SPREAD")
+PLAN = ("MT", "NT", "WR", "WK", "SLABS", "STAGES", "BLOCKS", "SPLIT", "WHOLE_X", "SPREAD", "AHEAD")
 """The fields of a plan as the sources name them."""
 
 

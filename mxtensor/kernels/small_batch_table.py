@@ -72,7 +72,7 @@ def table(capability: tuple[int, int]) -> tuple[Measured, ...]:
     number = 10 * capability[0] + capability[1]
     best = max((n for n in known if n <= number), default=known[0])
     rows: list[Any] = json.loads((FOLDER / f"small_batch_sm{best}.json").read_text())
-    return tuple(Measured._make([*row[:5], Plan._make([*row[5:-2], bool(row[-2]), bool(row[-1])])]) for row in rows)
+    return tuple(Measured._make([*row[:5], Plan._make([*row[5:-3], *map(bool, row[-3:])])]) for row in rows)
 
 
 def stand_in(format: Format) -> str:

@@ -160,9 +160,10 @@ DEVICE void write_rows(u8* to, u32 stride, const Rows& r, const u32* maxima, u32
         for (int j = 0; j < 4; j++) words[j] = pair_of_halves(x[2 * j] * factor, x[2 * j + 1] * factor);
         in_order(words);
         u8* here = to + row * stride;
-        if constexpr (SPREAD) {  // where the fragments of a slab of 32 columns want them, as ``multiply_group`` reads them
+        if constexpr (SPREAD) {  // where ``multiply_group`` reads those of this thread of a slab of 32 columns
+            u8* place = here + at / 32 * 64 + at / 8 % 4 * 4;
 #pragma unroll
-            for (int j = 0; j < 4; j++) *reinterpret_cast<u32*>(here + at / 32 * 64 + 16 * j + at / 8 % 4 * 4) = words[j];
+            for (int j = 0; j < 4; j++) *reinterpret_cast<u32*>(place + 16 * j) = words[j];
         } else {
             *reinterpret_cast<uint4*>(here + 2 * at) = {words[0], words[1], words[2], words[3]};
         }
@@ -188,6 +189,7 @@ KERNEL void BOUNDS(256, 1) activations(const ActivationArguments a) {
     find_maxima(maxima, all);
     sync_block();
     Rows mine = {a.x + u64(row) * a.x_stride, a.x_stride, a.k, 1, 0, a.width};
-    write_rows(reinterpret_cast<u8*>(a.out + u64(row) * a.width), 0, mine, maxima + row - first, largest_of(maxima, rows));
+    u8* to = reinterpret_cast<u8*>(a.out + u64(row) * a.width);
+    write_rows(to, 0, mine, maxima + row - first, largest_of(maxima, rows));
     if (thread() == 0) a.scale[row] = scale_of_row(maxima, row - first, rows);
 }

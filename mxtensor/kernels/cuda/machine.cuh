@@ -62,7 +62,8 @@ template <int BYTES> DEVICE void copy(void* to, const void* from, bool there) {
         if constexpr (BYTES == 16)
             asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(address), "l"(from), "r"(size));
         else
-            asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(address), "l"(from), "n"(BYTES), "r"(size));
+            asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(address), "l"(from), "n"(BYTES),
+                         "r"(size));
     } else if constexpr (BYTES == 2) {
         *static_cast<u16*>(to) = there ? *static_cast<const u16*>(from) : 0;
     } else {
@@ -137,7 +138,8 @@ DEVICE void multiply_add(float (&d)[4], const u32* a, u32 b0, u32 b1, const floa
 }
 DEVICE void multiply(float (&d)[4], const u32* a, u32 b0, u32 b1) {
     asm(
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {0f00000000,0f00000000,0f00000000,0f00000000};"
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+        "{0f00000000,0f00000000,0f00000000,0f00000000};"
         : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
@@ -190,7 +192,9 @@ DEVICE void multiply_group(float (&d)[16][4], const u32* a, u64 x, int add) {
 DEVICE void show_to_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }  // what was copied
 DEVICE void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-DEVICE void wait_for_products() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+template <int LATER> DEVICE void wait_for_products() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LATER) : "memory");
+}
 template <int N> DEVICE void settle(float (&d)[N][4]) {  // what a wait has completed: not to be read before it
 #pragma unroll
     for (int i = 0; i < N; i++)
@@ -202,6 +206,6 @@ DEVICE u64 place_of(const u8*) { return 0; }
 template <int N> DEVICE void multiply_group(float (&)[N][4], const u32*, u64, int) {}
 DEVICE void begin_products() {}
 DEVICE void end_products() {}
-DEVICE void wait_for_products() {}
+template <int LATER> DEVICE void wait_for_products() {}
 template <int N> DEVICE void settle(float (&)[N][4]) {}
 #endif

@@ -2,7 +2,7 @@
 //
 // A block of WR x WK warps makes ROWS rows of w times COLS rows of x. The codes, scales and activations of BK columns
 // at a time, a stage, come asynchronously into shared memory, STAGES of them under way; the warps of one row of
-// warps take turns along K. w is the left factor of the matrix instruction, 16 rows of it at a time, x the right one, 8.
+// warps take turns along K. w is the left factor of the matrix instruction, 16 rows of it at a time, x the right, 8.
 // Where columns lie in K is free as long as both sides agree: thread t of four takes columns 8 t to 8 t + 7 of 32, a
 // slab, so that its codes are consecutive bytes. A block scale multiplies the sum of a slab's products in float32, as
 // the definition has it; nvfp4's, for 16, multiplies the codes, whose products with it float16 holds exactly.
@@ -110,7 +110,10 @@ DEVICE void multiply_rows(const Arguments& a, const Place& p, u32 x_row) {
         }
     }
 #pragma unroll
-    for (int j = 0; j < NT; j++) l.columns[j] = (WHOLE_X && 8 * j + l.g >= p.x_rows ? 0 : 8 * j + l.g) * x_stride + l.t * 16;
+    for (int j = 0; j < NT; j++) {
+        u32 column = 8 * j + l.g;
+        l.columns[j] = (WHOLE_X && column >= p.x_rows ? 0 : column) * x_stride + l.t * 16;
+    }
     Sums sums = {};
     for (u32 index = 0, slot = 0; index < stages; index++) {
         wait_for_stage<STAGES - 2>();

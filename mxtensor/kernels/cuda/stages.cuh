@@ -90,7 +90,8 @@ DEVICE void fetch_x(const Arguments& a, const Place& p, u8* to, u32 index) {
         for (u32 i = thread(); i < COLS * pieces; i += THREADS) {
             u32 row = i / pieces, piece = i % pieces;
             u8* at = to + (piece / 8 * COLS + row) * 128 + (piece % 8 ^ row % 8) * 16;
-            copy<16>(at, from + row * u64(2 * a.x_stride) + piece * 16, WHOLE_TILES || index * BK + piece * 8 < a.x_stride);
+            bool there = WHOLE_TILES || index * BK + piece * 8 < a.x_stride;
+            copy<16>(at, from + row * u64(2 * a.x_stride) + piece * 16, there);
         }
         return;
     }

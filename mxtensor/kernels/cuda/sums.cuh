@@ -79,12 +79,13 @@ DEVICE void multiply_stage(Sums& sums, Lane& l, const u8* stage, const u8* x) {
     }
 }
 
-// The same by four warps together. While the products of a slab run, the next one is decoded.
+// The same by four warps together. While the products of a slab run, the next one is decoded and, with AHEAD, begun
+// before the sums are added up.
 DEVICE void multiply_stage_together(Sums& sums, Lane& l, const u8* stage, const u8* x) {
     l.stage = stage;
     const u8* at = stage + SCALES_AT + l.row * SCALES_STRIDE;
     u32 a[2][8], words[2][SCALES > 0 ? SLABS / SLABS_A_WORD : 1];
-    float scale[2][2], sum[NT][4];
+    float scale[2][2], sum[AHEAD + 1][NT][4];
 #pragma unroll
     for (int i = 0; i < 2; i++)
 #pragma unroll
@@ -109,29 +110,33 @@ DEVICE void multiply_stage_together(Sums& sums, Lane& l, const u8* stage, const 
             if constexpr (SCALE == FLOAT32) scale[q % 2][i] = float_of_bits(word);
         }
     };
-    prepare(0);
-#pragma unroll
-    for (int q = 0; q < SLABS; q++) {
+    auto begin = [&](int q) {
         const u8* columns = x + q / 2 * COLS * 128 + q % 2 * 64;
         begin_products();
         if constexpr (SCALES_SUMS) {
-            multiply_group(sum, a[q % 2], place_of(columns), 0);
-            multiply_group(sum, a[q % 2] + 4, place_of(columns + 32), 1);
+            multiply_group(sum[q % (AHEAD + 1)], a[q % 2], place_of(columns), 0);
+            multiply_group(sum[q % (AHEAD + 1)], a[q % 2] + 4, place_of(columns + 32), 1);
         } else {
             multiply_group(sums[0], a[q % 2], place_of(columns), 1);
             multiply_group(sums[0], a[q % 2] + 4, place_of(columns + 32), 1);
         }
         end_products();
-        if (q + 1 < SLABS) prepare(q + 1);
-        wait_for_products();
+    };
+    prepare(0), begin(0);
+#pragma unroll
+    for (int q = 0; q < SLABS; q++) {
+        bool more = q + 1 < SLABS;
+        if (more) prepare(q + 1);
+        if (more && AHEAD) begin(q + 1), wait_for_products<1>();
+        else wait_for_products<0>();
         if constexpr (SCALES_SUMS) {
-            settle(sum);
+            settle(sum[q % (AHEAD + 1)]);
 #pragma unroll
             for (int j = 0; j < NT; j++)
 #pragma unroll
-                for (int e = 0; e < 4; e++) sums[0][j][e] += scale[q % 2][e / 2] * sum[j][e];
-        } else {
-            settle(sums[0]);
+                for (int e = 0; e < 4; e++) sums[0][j][e] += scale[q % 2][e / 2] * sum[q % (AHEAD + 1)][j][e];
         }
+        if (more && !AHEAD) begin(q + 1);
     }
+    if constexpr (!SCALES_SUMS) settle(sums[0]);
 }
