@@ -11,13 +11,14 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 import mxtensor as mx
+from mxtensor.tune import Graph as Graph
+from mxtensor.tune import cold_copies as cold_copies
 
 from .harness import Prepare, Row, Work, machine, parser, print_table
 
-COLD = 4
-"""Inputs take turns until together they are so many times the L2 cache."""
 SLEEP_CYCLES_PER_MS = 2_000_000
 """Of a GPU clock of 2 GHz; a slower clock sleeps longer, which costs time and changes no figure."""
 
@@ -66,35 +67,10 @@ def events(batch_ms: float, most: int = 20) -> Callable[[Work], Callable[[], flo
     return clock
 
 
-class Graph:
-    """Some calls as one CUDA graph: what a decoding loop replays."""
-
-    def __init__(self, calls: Sequence[Work]) -> None:
-        for call in calls[:2]:
-            call()
-        torch.cuda.synchronize()
-        self.calls, self.graph = len(calls), torch.cuda.CUDAGraph()
-        self.kept = calls  # and all that they hold, which the graph reads
-        with torch.cuda.graph(self.graph):
-            for call in calls:
-                call()
-
-    def __call__(self) -> None:
-        self.graph.replay()
-
-
 def graph_clock(run: Work) -> Callable[[], float]:
     """The clock of a ``Graph``: GPU time of one of its calls."""
-
-    def sample() -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end)) / getattr(run, "calls", 1)
-
-    return sample
+    assert isinstance(run, Graph)
+    return run.milliseconds
 
 
 def queued(calls: int) -> Callable[[Work], Callable[[], float]]:
@@ -117,10 +93,11 @@ def queued(calls: int) -> Callable[[Work], Callable[[], float]]:
 # ---------------------------------------------------------------------------------------------- work
 
 
-def cold_copies(nbytes: int) -> int:
-    """How many inputs of ``nbytes`` have to take turns so that each has left the L2 cache when it comes again."""
-    cache = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
-    return max(1, math.ceil(COLD * cache / max(nbytes, 1)))
+def layer_of(weight: torch.Tensor) -> nn.Linear:
+    """A frozen linear layer without bias that holds this weight."""
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    return layer
 
 
 def in_turn(works: Sequence[Work]) -> Work:

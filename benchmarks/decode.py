@@ -30,6 +30,7 @@ from .cuda import (
     gpu_arguments,
     graph_clock,
     here,
+    layer_of,
     print_failures,
     print_verdicts,
 )
@@ -68,13 +69,6 @@ def dense(n: int, k: int) -> list[Tensor]:
     ]
 
 
-def layer(weight: Tensor) -> nn.Linear:
-    """A linear layer that holds this weight."""
-    out = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    out.weight = nn.Parameter(weight, requires_grad=False)
-    return out
-
-
 def ours(row: DecodeRow, config: str, held: Sequence[nn.Module], x: Tensor) -> Prepare:
     """Layers that ``mx.quantize_`` has converted, in turn."""
 
@@ -91,7 +85,7 @@ def quantized(config: str, n: int, k: int) -> list[nn.Module]:
     """As many layers as keep each other out of the cache."""
     bits = mx.get_format(config.removesuffix(WEIGHT_ONLY)).bits_per_value
     weight = torch.randn(n, k, dtype=torch.bfloat16, device="cuda") * 0.02
-    return [mx.quantize_(layer(weight), config) for _ in range(max(2, cold_copies(int(n * k * bits / 8))))]
+    return [mx.quantize_(layer_of(weight), config) for _ in range(max(2, cold_copies(int(n * k * bits / 8))))]
 
 
 def rows_of(n: int, k: int, rows: Sequence[int], configs: Sequence[str], args: Any) -> list[DecodeRow]:

@@ -24,6 +24,7 @@ from .cuda import (
     explained,
     gpu_arguments,
     here,
+    layer_of,
     over,
     print_failures,
     print_verdicts,
@@ -77,9 +78,7 @@ def ours(config: str, pairs: Pairs) -> Callable[[LinearRow], Prepare]:
     def layers() -> list[tuple[Tensor, nn.Module]]:
         held: list[tuple[Tensor, nn.Module]] = []
         for x, weight in pairs:
-            layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-            layer.weight = nn.Parameter(weight, requires_grad=False)
-            held.append((x, mx.quantize_(layer, config)))
+            held.append((x, mx.quantize_(layer_of(weight), config)))
         return held
 
     def contender(row: LinearRow) -> Prepare:

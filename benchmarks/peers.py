@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .cpu import torchao_cast
-from .cuda import over
+from .cuda import layer_of, over
 from .harness import Prepare, Work
 
 Fn = Callable[[Any], Any]
@@ -163,9 +163,7 @@ def linear(convert: Callable[[nn.Module], Any], pairs: Sequence[tuple[Tensor, Te
         _imports()
         held = []
         for x, weight in pairs:
-            layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-            layer.weight = nn.Parameter(weight.clone(), requires_grad=False)
-            model = nn.Sequential(layer)  # torchao converts the children of what it is given
+            model = nn.Sequential(layer_of(weight.clone()))  # torchao converts the children of what it is given
             convert(model)
             held.append((x, model[0].weight))
         return (compiled if compile else eager)(lambda: lambda pair: F.linear(*pair), held)()
@@ -218,9 +216,7 @@ def gemlite_mxfp(bits: int, dynamic: bool) -> Callable[[Sequence[Tensor], Tensor
         kind = helper.A8W8_MXFP_dynamic if dynamic else helper.A16W8_MXFP if bits == 8 else helper.A16W4_MXFP
         held = []
         for weight in weights:
-            layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-            layer.weight = nn.Parameter(weight.clone(), requires_grad=False)
-            held.append(kind(device="cuda:0", dtype=torch.bfloat16).from_linear(layer))
+            held.append(kind(device="cuda:0", dtype=torch.bfloat16).from_linear(layer_of(weight.clone())))
         return [lambda layer=layer: layer(x) for layer in held]  # type: ignore[misc]
 
     return make
@@ -233,8 +229,7 @@ def torchao_mx(elem: Any) -> Callable[[Sequence[Tensor], Tensor], Calls]:
         _imports()
         held = []
         for weight in weights:
-            model = nn.Sequential(nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta"))
-            model[0].weight = nn.Parameter(weight.clone(), requires_grad=False)
+            model = nn.Sequential(layer_of(weight.clone()))
             mx_linear(elem)(model)
             held.append(model[0].weight)
         torch._dynamo.reset()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,8 +32,8 @@ from .roles import Cast
 FORMATS = ("mxfp8_e4m3", "mxfp6_e2m3", "mxfp4_e2m1", "nvfp4")
 SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336), (8192, 8192), (28672, 8192), (1024, 4096))
 """(N, K)"""
-CACHES = 4
-"""Weights take turns until together they are so many times the L2 cache."""
+COLD = 4
+"""Inputs take turns until together they are so many times the L2 cache."""
 RESERVED = 1024
 """Bytes of shared memory that the system takes of each block."""
 
@@ -54,9 +55,9 @@ def candidates(format: Format, rows: int, n: int, k: int, together: bool) -> Ite
             continue
         if whole and (rows > 2 or slabs * wk < 8):
             continue
-        if (nt < 4 and (slabs, stages) in ((8, 4), (4, 2))) or (
-            nt == 1 and warps == 8
-        ):  # too much under way, too little
+        if nt < 4 and (slabs, stages) in ((8, 4), (4, 2)):  # too much under way, too little
+            continue
+        if nt == 1 and warps == 8:
             continue
         plan = Plan(mt, nt, wr, wk, slabs, stages, warps // (wr * wk), split, whole)
         blocks = -(-n // plan.rows) * split
@@ -82,30 +83,47 @@ def _together(format: Format, rows: int, n: int, k: int, multiprocessors: int, m
             yield plan
 
 
-def graph_time(calls: Sequence[Callable[[], Any]], repeats: int = 5) -> float:
-    """Microseconds of one of these calls, which a CUDA graph runs one after the other."""
-    calls[0]()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
+class Graph:
+    """Some calls as one CUDA graph: what a decoding loop replays."""
+
+    def __init__(self, calls: Sequence[Callable[[], Any]]) -> None:
+        for call in calls[:2]:
             call()
-    times: list[float] = []
-    graph.replay()
-    for _ in range(repeats):
+        torch.cuda.synchronize()
+        self.calls, self.graph = calls, torch.cuda.CUDAGraph()  # kept, with all that they hold: the graph reads it
+        with torch.cuda.graph(self.graph):
+            for call in calls:
+                call()
+
+    def __call__(self) -> None:
+        self.graph.replay()
+
+    def milliseconds(self) -> float:
+        """GPU time of one of its calls, by replaying all."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        graph.replay()
+        self()
         end.record()
         end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / len(calls))
-    return statistics.median(times)
+        return float(start.elapsed_time(end)) / len(self.calls)
+
+
+def graph_time(calls: Sequence[Callable[[], Any]], repeats: int = 5) -> float:
+    """Microseconds of one of these calls, which a CUDA graph runs one after the other."""
+    graph = Graph(calls)
+    graph()
+    return 1e3 * statistics.median(graph.milliseconds() for _ in range(repeats))
+
+
+def cold_copies(nbytes: int) -> int:
+    """How many inputs of ``nbytes`` have to take turns so that each has left the L2 cache when it comes again."""
+    cache = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
+    return max(1, math.ceil(COLD * cache / max(nbytes, 1)))
 
 
 def weights(format: Format, n: int, k: int) -> list[Operand]:
     """Random weights, as many as keep each other out of the cache."""
-    cache = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
-    count = max(2, -(-CACHES * cache // int(n * k * format.bits_per_value / 8)))
+    count = max(2, cold_copies(int(n * k * format.bits_per_value / 8)))
     first = quantize_operand(torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * 0.02, Cast(format))
     out = [first]
     for _ in range(count - 1):

@@ -51,10 +51,10 @@ def library(sources, constants, name):
     return ctypes.CDLL(str(path))
 
 
-def function(device, sources, constants, name, layout, threads):
+def function(device, sources, constants, name, layout, threads, cluster=1):
     run = library(sources, constants, name).run
 
-    def call(x, y, cluster, memory, arguments):
+    def call(x, y, memory, arguments):
         run(layout.pack(*arguments), x, y, cluster, threads, memory)
 
     return call

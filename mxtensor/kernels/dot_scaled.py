@@ -18,7 +18,7 @@ from ..dispatch import Kernel, Spec, cached, device_capability, is_traced
 from ..formats import E2M1, E4M3, E5M2, E8M0, UE4M3, ElementFormat, Format, get_format
 from . import triton_host
 from .cast import operand_of
-from .gemm_spec import Factor, GemmArgs, Rounded, needs_codes
+from .gemm_spec import Factor, GemmArgs, Rounded, flat_bias, needs_codes, not_a_bias_of_groups, not_rows_by_matrix
 
 MIXES = {(10, 0): True, (10, 3): True, (11, 0): True, (12, 0): False}
 """The compute capabilities for which Triton 3.6 and 3.7 compile ``tl.dot_scaled`` to block-scaled instructions, and
@@ -147,19 +147,12 @@ def refuses(spec: Spec, a: Factor, b: Factor, args: GemmArgs) -> str | None:
     reason = _refuses(spec, a, b, args)
     if reason is not None:
         return reason
-    left, right = spec.shapes
-    if len(right) != 2 or len(left) < 2:
-        return f"multiplies rows with one matrix, not {left} with {right}"
-    if len(left) > 2 and a.format.rows_are_blocked:  # type: ignore[union-attr]
-        return f"the rows of {left} cannot be flattened: {a.format} shares scales between rows"  # type: ignore[union-attr]
-    return None
+    return not_rows_by_matrix(spec, a)
 
 
 def refuses_grouped(spec: Spec, a: Factor, b: Factor, ends: Tensor, args: GemmArgs) -> str | None:
     reason = _refuses(spec, a, b, args)
-    if reason is None and args.bias is not None and args.bias.dim() > 1:
-        return f"a bias of groups is one value a column, not {tuple(args.bias.shape)}"
-    return reason
+    return not_a_bias_of_groups(args) if reason is None else reason
 
 
 # ---------------------------------------------------------------------------------------------- the launch
@@ -231,15 +224,6 @@ def _(a, a_scale, b, b_scale, a_format, b_format, cols, a_global, b_global, bias
 # ---------------------------------------------------------------------------------------------- the kernels
 
 
-def _bias(args: GemmArgs, shape: tuple[int, ...]) -> Tensor | None:
-    """(N,) where it is the same for every row, else (M, N); contiguous. A factor of 0 keeps even its NaNs out."""
-    if args.bias is None or args.beta == 0:
-        return None
-    if math.prod(args.bias.shape[:-1]) == 1:
-        return args.bias.reshape(-1).expand(shape[-1]).contiguous()
-    return args.bias.expand(shape).flatten(0, -2).contiguous()
-
-
 def _call(a: Operand, b: Operand, bias: Tensor | None, ends: Tensor | None, args: GemmArgs) -> Tensor:
     work = dot_scaled if is_traced(a.data, b.data) else dot_scaled._init_fn
     return work(  # type: ignore[no-any-return]
@@ -253,13 +237,13 @@ def run(a: Factor, b: Factor, args: GemmArgs) -> Tensor:
     assert not isinstance(a, (Tensor, Rounded)) and not isinstance(b, (Tensor, Rounded))
     left, right = operand_of(a), operand_of(b)
     shape = (*left.shape[:-1], right.shape[0])
-    return _call(left, right, _bias(args, shape), None, args).view(shape)
+    return _call(left, right, flat_bias(args, shape), None, args).view(shape)
 
 
 def run_grouped(a: Factor, b: Factor, ends: Tensor, args: GemmArgs) -> Tensor:
     assert not isinstance(a, (Tensor, Rounded)) and not isinstance(b, (Tensor, Rounded))
     left, right = operand_of(a), operand_of(b)
-    return _call(left, right, _bias(args, (left.shape[0], right.shape[1])), ends, args)
+    return _call(left, right, flat_bias(args, (left.shape[0], right.shape[1])), ends, args)
 
 
 KERNEL = Kernel("dot_scaled", refuses, run, "cuda")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, TypeAlias
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..codec import Operand
+from ..dispatch import Spec
 from ..formats import Format
 from ..roles import Cast
 
@@ -89,6 +91,35 @@ def data_of(factor: Factor) -> Tensor:
 def needs_codes(a: Factor, b: Factor) -> str | None:
     """Why a kernel that reads codes refuses factors of which one has none."""
     return "needs codes, a factor is rounded values" if isinstance(a, Rounded) or isinstance(b, Rounded) else None
+
+
+def not_rows_by_matrix(spec: Spec, a: Factor) -> str | None:
+    """Why a kernel for rows (..., M, K) times one matrix (N, K) refuses; None for those."""
+    left, right = spec.shapes
+    if len(right) != 2 or len(left) < 2:
+        return f"multiplies rows with one matrix, not {left} with {right}"
+    if not isinstance(a, Tensor) and len(left) > 2 and a.format.rows_are_blocked:
+        return f"the rows of {left} cannot be flattened: {a.format} shares scales between rows"
+    return None
+
+
+def not_a_bias_of_groups(args: GemmArgs) -> str | None:
+    """Why a grouped kernel refuses a bias that is not the same for every row."""
+    if args.bias is not None and args.bias.dim() > 1:
+        return f"a bias of groups is one value a column, not {tuple(args.bias.shape)}"
+    return None
+
+
+def flat_bias(args: GemmArgs, shape: tuple[int, ...]) -> Tensor | None:
+    """The bias of a product of this shape: (N,) where it is the same for every row, else (M, N); contiguous.
+
+    A factor of 0 keeps even its NaNs out.
+    """
+    if args.bias is None or args.beta == 0:
+        return None
+    if math.prod(args.bias.shape[:-1]) == 1:
+        return args.bias.reshape(-1).expand(shape[-1]).contiguous()
+    return args.bias.expand(shape).flatten(0, -2).contiguous()
 
 
 def finish(product: Tensor, args: GemmArgs) -> Tensor:

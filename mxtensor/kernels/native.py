@@ -7,11 +7,9 @@ torch's headers, and called through ctypes. Where there is none, the slices of `
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import os
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -36,6 +34,7 @@ from ..formats import (
     ScaleCalculationMode,
 )
 from ..roles import Cast
+from .kept import kept_path, new_file
 
 SOURCE, HEADER = (Path(__file__).with_name(name) for name in ("native.cpp", "native_elements.h"))
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off", "-fno-trapping-math")
@@ -72,11 +71,7 @@ def _cache_path(compiler: str) -> Path:
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     flags = [line for line in lines if line.startswith(("flags", "Features"))][:1]
-    key = hashlib.blake2b(
-        repr((SOURCE.read_text(), HEADER.read_text(), FLAGS, compiler, flags)).encode(), digest_size=10
-    ).hexdigest()
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return home / "mxtensor" / f"native-{key}.so"
+    return kept_path("native", (SOURCE.read_text(), HEADER.read_text(), FLAGS, compiler, flags), "so")
 
 
 @cache
@@ -88,11 +83,8 @@ def library() -> ctypes.CDLL | str:
     try:
         path = _cache_path(compiler)
         if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-                built = Path(folder) / path.name
+            with new_file(path) as built:
                 subprocess.run([compiler, *FLAGS, "-o", str(built), str(SOURCE)], check=True, capture_output=True)
-                built.replace(path)  # whole or not at all, whoever else is building it
         lib = ctypes.CDLL(str(path))
     except (OSError, subprocess.CalledProcessError) as error:
         return f"native.cpp did not build: {str(error).splitlines()[0]}"

@@ -7,12 +7,10 @@ in about a second, once a machine: ``~/.cache/mxtensor`` (``XDG_CACHE_HOME``) ke
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import os
 import struct
-import tempfile
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
@@ -22,6 +20,7 @@ import torch
 from torch.cuda import check_error
 
 from ..dispatch import device_capability
+from .kept import kept_path, new_file
 
 SOURCES = Path(__file__).with_name("cuda")
 OLDEST = (8, 0)
@@ -67,18 +66,13 @@ def _text(names: Sequence[str], constants: Constants) -> str:
     return defines + "".join((SOURCES / name).read_text() for name in names)
 
 
-def _cache_path(key: object) -> Path:
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return home / "mxtensor" / f"cuda-{hashlib.blake2b(repr(key).encode(), digest_size=12).hexdigest()}.cubin"
-
-
 def compiled(names: Sequence[str], constants: Constants, capability: tuple[int, int]) -> bytes:
     """Machine code of these sources, one after the other, for a compute capability. Raises RuntimeError."""
     lib = library()
     assert not isinstance(lib, str)
     text, version = _text(names, constants), (ctypes.c_int * 2)()
     lib.nvrtcVersion(ctypes.byref(version, 0), ctypes.byref(version, 4))
-    path = _cache_path((text, FLAGS, capability, tuple(version)))
+    path = kept_path("cuda", (text, FLAGS, capability, tuple(version)), "cubin")
     if path.exists():
         return path.read_bytes()
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
@@ -99,13 +93,8 @@ def compiled(names: Sequence[str], constants: Constants, capability: tuple[int, 
         lib.nvrtcGetCUBIN(program, code)
     finally:
         lib.nvrtcDestroyProgram(ctypes.byref(program))
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(code.raw)
-        os.replace(file.name, path)  # whole or not at all
-    except OSError:
-        pass  # a home that cannot be written to: compiled again next time
+    with suppress(OSError), new_file(path) as file:  # where a home cannot be written to: compiled again next time
+        file.write_bytes(code.raw)
     return code.raw
 
 
@@ -137,18 +126,22 @@ def _driver() -> ctypes.CDLL:
 
 
 class Function:
-    """A kernel on the device that is current when it is made. Its arguments are one C struct, packed by ``layout``."""
+    """A kernel on the device that is current when it is made, in clusters of ``cluster`` blocks of ``threads``.
 
-    def __init__(self, code: bytes, name: str, layout: struct.Struct, threads: int) -> None:
+    Its arguments are one C struct, packed by ``layout``.
+    """
+
+    def __init__(self, code: bytes, name: str, layout: struct.Struct, threads: int, cluster: int) -> None:
         lib, module, self._function = _driver(), ctypes.c_void_p(), ctypes.c_void_p()
         self._code, self._layout, self._local = code, layout, threading.local()
-        self._threads, self._memory = threads, 0
+        self._threads, self._cluster, self._memory = threads, cluster, 0
         self._overlaps = torch.cuda.get_device_capability() >= CLUSTERS
         check_error(lib.cuModuleLoadData(ctypes.byref(module), code))
         check_error(lib.cuModuleGetFunction(ctypes.byref(self._function), module, name.encode()))
         self._launch = lib.cuLaunchKernelEx
 
-    def _make(self, cluster: int) -> Any:
+    def _make(self) -> Any:
+        cluster = self._cluster
         attributes = (_Attribute * 2)()
         count = 0
         if self._overlaps:
@@ -163,14 +156,14 @@ class Function:
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
         return config, ctypes.byref(config), buffer, arguments, attributes
 
-    def __call__(self, x: int, y: int, cluster: int, memory: int, arguments: Sequence[int | float]) -> None:
-        """Run in x * y clusters of so many blocks, each with so many bytes of shared memory, on the current stream."""
+    def __call__(self, x: int, y: int, memory: int, arguments: Sequence[int | float]) -> None:
+        """Run in x * y clusters of blocks, each with so many bytes of shared memory, on the current stream."""
         if memory > self._memory:
             check_error(_driver().cuFuncSetAttribute(self._function, _MEMORY, memory))
             self._memory = memory
         held = getattr(self._local, "held", None)
         if held is None:
-            held = self._local.held = self._make(cluster)
+            held = self._local.held = self._make()
         config, reference, buffer, pointers, _ = held
         self._layout.pack_into(buffer, 0, *arguments)
         config.x, config.y, config.memory = x, y, memory
@@ -181,7 +174,8 @@ class Function:
 
 
 def function(
-    device: torch.device, sources: tuple[str, ...], constants: Constants, name: str, layout: struct.Struct, threads: int
-) -> Callable[[int, int, int, int, Sequence[int | float]], None]:
-    """The kernel ``name`` of these sources on ``device``, which must be current, compiled."""
-    return Function(compiled(sources, constants, device_capability(device)), name, layout, threads)
+    device: torch.device, sources: tuple[str, ...], constants: Constants, name: str, layout: struct.Struct,
+    threads: int, cluster: int = 1,
+) -> Callable[[int, int, int, Sequence[int | float]], None]:  # fmt: skip
+    """The kernel ``name`` of these sources, compiled for ``device``, which must be current; see ``Function``."""
+    return Function(compiled(sources, constants, device_capability(device)), name, layout, threads, cluster)

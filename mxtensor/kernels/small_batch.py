@@ -2,8 +2,8 @@
 
 With so few rows the time is that of reading the weight, so that 8 bits take half of bfloat16's and 4 bits a quarter.
 ``cuda/product.cu`` multiplies, by one weight or, rows in groups, by a stack of them. Activations come as bfloat16 or
-float16 and are multiplied as float16 (``cuda/activations.cuh``), cast to a power-of-two format on the way if the weight
-wants that: in the same launch for a row or two, else in one before it.
+float16 and are multiplied as float16 (``cuda/activations.cuh``), cast on the way if the weight wants that: in the same
+launch for a row or two, else in one before it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..formats import E8M0, UE4M3, ElementFormat, Format, Rounding, ScaleCalcula
 from ..roles import Cast
 from . import nvrtc, triton_host
 from .cast import dequantize_operand, round_trip
-from .gemm_spec import Factor, GemmArgs, Rounded, Uncast
+from .gemm_spec import Factor, GemmArgs, Rounded, Uncast, flat_bias, not_a_bias_of_groups, not_rows_by_matrix
 from .small_batch_plan import ELEMENTS, SCALES, TYPES, Facts, Plan, cast_constants, constants, copy_size, shared_memory
 from .small_batch_table import choose_plan, most_rows
 
@@ -58,7 +58,8 @@ def _refuses(spec: Spec, a: Factor, b: Factor, args: GemmArgs) -> str | None:
         return f"writes bfloat16, float16 or float32, not {str(args.out_dtype).removeprefix('torch.')}"
     x = a.values if isinstance(a, Rounded) else a
     if isinstance(x, Tensor) and x.dtype not in HALVES:
-        return f"multiplies bfloat16 or float16 by bfloat16 or float16, the activations are {str(x.dtype)[6:]}"
+        name = str(x.dtype).removeprefix("torch.")
+        return f"multiplies bfloat16 or float16 by bfloat16 or float16, the activations are {name}"
     if not isinstance(a, Tensor) and not a.format.exact_in_bfloat16:
         return f"{a.format} has {a.format.scale.name} scales: its values are not exact in bfloat16"
     if 0 in (*spec.shapes[0], *spec.shapes[1]):
@@ -67,23 +68,16 @@ def _refuses(spec: Spec, a: Factor, b: Factor, args: GemmArgs) -> str | None:
 
 
 def refuses(spec: Spec, a: Factor, b: Factor, args: GemmArgs) -> str | None:
-    left, right = spec.shapes
-    if len(right) != 2 or len(left) < 2:
-        return f"multiplies rows with one matrix, not {left} with {right}"
-    if not isinstance(a, Tensor) and len(left) > 2 and a.format.rows_are_blocked:
-        return f"the rows of {left} cannot be flattened: {a.format} shares scales between rows"
-    reason = _refuses(spec, a, b, args)
+    reason = not_rows_by_matrix(spec, a) or _refuses(spec, a, b, args)
     if reason is None:
-        rows, most = math.prod(left[:-1]), most_rows(spec.capability)
+        rows, most = math.prod(spec.shapes[0][:-1]), most_rows(spec.capability)
         if rows > most:
             return f"for at most {most} rows, where reading the weight is what takes the time; these are {rows}"
     return reason
 
 
 def refuses_grouped(spec: Spec, a: Factor, b: Factor, ends: Tensor, args: GemmArgs) -> str | None:
-    if args.bias is not None and args.bias.dim() > 1:
-        return f"a bias of groups is one value a column, not {tuple(args.bias.shape)}"
-    reason = _refuses(spec, a, b, args)
+    reason = not_a_bias_of_groups(args) or _refuses(spec, a, b, args)
     if reason is None:
         assert isinstance(b, Operand)
         if b.format.rows_are_blocked and b.scale.shape[0] != b.shape[0]:
@@ -102,8 +96,8 @@ class Cut(NamedTuple):
 
     plan: Plan
     kernel: Any
-    blocks: tuple[int, int, int, int]
-    """along N, along M or groups, of a cluster; bytes of shared memory of each"""
+    blocks: tuple[int, int, int]
+    """along N, along M or groups; bytes of shared memory of each"""
 
 
 @cached
@@ -120,8 +114,8 @@ def cut(
     else:
         facts = Facts(format, torch.float16, types[1], types[2], copies[0], copies[1], 16, even)
     row = constants(facts, plan)
-    kernel = nvrtc.function(device, SOURCES, row, "product", PRODUCT, plan.threads)
-    blocks = -(-width // plan.rows), groups or -(-rows // plan.cols), plan.split
+    kernel = nvrtc.function(device, SOURCES, row, "product", PRODUCT, plan.threads, plan.split)
+    blocks = -(-width // plan.rows), groups or -(-rows // plan.cols)
     return Cut(plan, kernel, (*blocks, shared_memory(format, plan, rows, cols)))
 
 
@@ -149,7 +143,7 @@ def _prepared(x: Tensor, format: Format, cast: Cast | None, spare: int, spread: 
     out, scale = x.new_empty(rows + spare, width, dtype=torch.float16), x.new_empty(rows, dtype=torch.float32)
     copy = copy_size(x.data_ptr(), 2 * x.stride(0))
     kernel = _activations_kernel(x.device, format.element, x.dtype, copy, cast, spread)
-    kernel(rows, 1, 1, 4 * WHOLE_ROWS, (x.data_ptr(), out.data_ptr(), scale.data_ptr(), k, width, x.stride(0), rows))
+    kernel(rows, 1, 4 * WHOLE_ROWS, (x.data_ptr(), out.data_ptr(), scale.data_ptr(), k, width, x.stride(0), rows))
     return out, scale
 
 
@@ -233,23 +227,15 @@ def _activations(a: Factor) -> tuple[Tensor, Tensor | None, Cast | None]:
     return a, None, None
 
 
-def _bias(args: GemmArgs, shape: tuple[int, ...]) -> Tensor | None:
-    """(N,) where it is the same for every row, else (M, N); contiguous. A factor of 0 keeps even its NaNs out."""
-    if args.bias is None or args.beta == 0:
-        return None
-    bias = args.bias if args.bias.dtype in TYPES else args.bias.float()
-    if math.prod(bias.shape[:-1]) == 1:
-        return bias.reshape(-1).expand(shape[-1]).contiguous()
-    return bias.expand(shape).flatten(0, -2).contiguous()
-
-
 def _call(a: Factor, b: Factor, ends: Tensor | None, args: GemmArgs) -> Tensor:
     assert isinstance(b, Operand)
     x, x_global, cast = _activations(a)
     shape = (*x.shape[:-1], b.shape[-2])
     x = x.reshape(-1, x.shape[-1])
     x = x if x.stride(1) == 1 and x.stride(0) >= x.shape[1] else x.contiguous()
-    bias, ends = _bias(args, shape), None if ends is None else ends.contiguous()
+    bias, ends = flat_bias(args, shape), None if ends is None else ends.contiguous()
+    if bias is not None and bias.dtype not in TYPES:
+        bias = bias.float()
     data, scale = b.data.contiguous(), b.scale.contiguous()
     rest = (x_global, b.global_scale, bias, ends, float(args.alpha), float(args.beta), args.out_dtype)
     if is_traced(x, data):

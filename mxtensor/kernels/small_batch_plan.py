@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -84,7 +83,6 @@ class Facts(NamedTuple):
     cast: Cast | None = None
 
 
-@cache
 def cast_constants(cast: Cast | None) -> Constants:
     """The rounding of activations: to an element under power-of-two scales of 32, or to nvfp4."""
     if cast is None:
@@ -102,7 +100,6 @@ def cast_constants(cast: Cast | None) -> Constants:
     )
 
 
-@cache
 def constants(facts: Facts, plan: Plan) -> Constants:
     """Facts and plan as the sources name them."""
     f, rows = facts.format, facts.format.block[0]
@@ -128,7 +125,6 @@ def scale_bytes(format: Format, plan: Plan) -> int:
     return {"AT_THE_END": 0, "UE4M3": plan.depth // 16}.get(kind, plan.depth // 32)
 
 
-@cache
 def shared_memory(format: Format, plan: Plan, x_rows: int, k: int) -> int:
     """Bytes of shared memory of a block, as ``cuda/product.cu`` lays them out."""
     bits, per_row = format.element.bits, scale_bytes(format, plan)

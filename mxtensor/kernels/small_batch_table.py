@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..dispatch import cached, device_capability
+from ..dispatch import device_capability
 from ..formats import Format
 from .nvrtc import CLUSTERS
 from .small_batch_plan import Plan, shared_memory
@@ -91,13 +91,10 @@ def most_rows(capability: tuple[int, int]) -> int:
     return 128 if capability == TOGETHER else 64
 
 
-@cached
 def choose_plan(device: torch.device, format: Format, m: int, n: int, k: int, x_rows: int) -> Plan:
     """The plan for m rows (of a group; ``x_rows`` of all), n and k on ``device``: fast, and with room for it."""
     capability, memory = room(device)
-    rows = next((rows for rows in ROWS if m <= rows), ROWS[-1])
-    if capability != TOGETHER:
-        rows = min(rows, 64)
+    rows = next(rows for rows in ROWS if rows >= min(m, most_rows(capability)))
 
     def distance(line: Measured) -> tuple[float, float]:
         return abs(math.log2(line.n / n)) + abs(math.log2(line.k / k)), line.us

@@ -1,6 +1,6 @@
 // Stages: what a block works on, and how it comes into shared memory.
 
-constexpr int WARPS = WR * WK, THREADS = 32 * WARPS;
+constexpr int THREADS = 32 * WR * WK;
 constexpr int ROWS = 16 * MT * WR, COLS = 8 * NT, BK = 32 * SLABS * WK;  // a warp takes SLABS slabs of a stage
 constexpr int CODES = BK * BITS / 8, CODES_STRIDE = CODES + (BITS == 8 ? 32 : 16);  // bytes; strides free of conflicts
 constexpr int SCALES = SCALE == AT_THE_END ? 0 : SCALE == UE4M3 ? BK / 16 : BK / 32;  // bytes of a row and stage

@@ -10,19 +10,23 @@ struct Lane {  // where a thread stands in a fragment: row g of 8, group t of 8 
     u32 columns[NT];   // bytes from x to what this thread reads of it: row g, g + 8, ...
 };
 
+// Half of a fragment, row g or g + 8: the codes of a slab; ``scale`` is what multiplies those of ue4m3 scales.
+DEVICE void decode_half(u32 (&a)[8], int half, const u8* slab, u32 t, u32 scale) {
+    u32 words[4];
+    decode(words, slab, t);
+#pragma unroll
+    for (int j = 0; j < 4; j++)
+        a[j / 2 * 4 + j % 2 * 2 + half] = SCALE == UE4M3 ? multiply_half(words[j], scale) : words[j];
+}
+
 // Slab Q of those that share a word of scales; of ue4m3 scales each twice in a word.
 template <int Q> DEVICE void multiply_slab(Sums& sums, const Lane& l, u32 slab, const u32 (&scales)[2 * MT]) {
     u32 a[MT][8];
     float scale[2 * MT];
 #pragma unroll
     for (int i = 0; i < 2 * MT; i++) {
-        u32 words[4];
-        decode(words, l.stage + CODES_AT + (l.row + 8 * i) * CODES_STRIDE + slab * (4 * BITS), l.t);
-        if constexpr (SCALE == UE4M3)
-#pragma unroll
-            for (int j = 0; j < 4; j++) words[j] = multiply_half(words[j], scales[i]);
-#pragma unroll
-        for (int j = 0; j < 4; j++) a[i / 2][j / 2 * 4 + j % 2 * 2 + i % 2] = words[j];
+        const u8* codes = l.stage + CODES_AT + (l.row + 8 * i) * CODES_STRIDE + slab * (4 * BITS);
+        decode_half(a[i / 2], i % 2, codes, l.t, SCALE == UE4M3 ? scales[i] : 0);
         if constexpr (SCALE == E8M0) scale[i] = power_of_two<Q % 4>(scales[i]);
         if constexpr (SCALE == FLOAT32) scale[i] = float_of_bits(scales[i]);
     }
@@ -81,31 +85,22 @@ DEVICE void multiply_stage(Sums& sums, Lane& l, const u8* stage, const u8* x) {
 
 // The same by four warps together. While the products of a slab run, the next one is decoded and, with AHEAD, begun
 // before the sums are added up.
-DEVICE void multiply_stage_together(Sums& sums, Lane& l, const u8* stage, const u8* x) {
-    l.stage = stage;
+DEVICE void multiply_stage_together(Sums& sums, const Lane& l, const u8* stage, const u8* x) {
     const u8* at = stage + SCALES_AT + l.row * SCALES_STRIDE;
     u32 a[2][8], words[2][SCALES > 0 ? SLABS / SLABS_A_WORD : 1];
     float scale[2][2], sum[AHEAD + 1][NT][4];
 #pragma unroll
     for (int i = 0; i < 2; i++)
 #pragma unroll
-        for (int word = 0; word < (SCALES > 0 ? SLABS / SLABS_A_WORD : 0); word++) {
+        for (int word = 0; word < (SCALES > 0 ? SLABS / SLABS_A_WORD : 0); word++)
             words[i][word] = *reinterpret_cast<const u32*>(at + 8 * i * SCALES_STRIDE + 4 * word);
-        }
     auto prepare = [&](int q) {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            u32 values[4];
-            decode(values, stage + CODES_AT + (l.row + 8 * i) * CODES_STRIDE + q * (4 * BITS), l.t);
-            u32 word = words[i][SCALES > 0 ? q / SLABS_A_WORD : 0];
-            if constexpr (SCALE == UE4M3) {
-                u32 both[2];
-                pairs_of_ue4m3(both[0], both[1], word >> l.t / 2 * 8);
-#pragma unroll
-                for (int j = 0; j < 4; j++) values[j] = multiply_half(values[j], both[q % 2]);
-            }
-#pragma unroll
-            for (int j = 0; j < 4; j++) a[q % 2][j / 2 * 4 + j % 2 * 2 + i] = values[j];
+            u32 word = words[i][SCALES > 0 ? q / SLABS_A_WORD : 0], both[2] = {0, 0};
+            if constexpr (SCALE == UE4M3) pairs_of_ue4m3(both[0], both[1], word >> l.t / 2 * 8);
+            const u8* codes = stage + CODES_AT + (l.row + 8 * i) * CODES_STRIDE + q * (4 * BITS);
+            decode_half(a[q % 2], i, codes, l.t, both[q % 2]);
             if constexpr (SCALE == E8M0) scale[q % 2][i] = power_of_two<0>(word >> q % 4 * 8);
             if constexpr (SCALE == FLOAT32) scale[q % 2][i] = float_of_bits(word);
         }
