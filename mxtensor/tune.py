@@ -25,8 +25,8 @@ from .codec import Operand
 from .formats import Format, get_format
 from .kernels import nvrtc, small_batch
 from .kernels.cast import quantize_operand
-from .kernels.small_batch_plan import Facts, Plan, constants, shared_memory
-from .kernels.small_batch_table import ROWS, TOGETHER, Measured, line, path_of, room
+from .kernels.small_batch_plan import RESERVED, Facts, Gpu, Plan, constants, room_of
+from .kernels.small_batch_table import ROWS, TOGETHER, Measured, gpu_of, line, path_of
 from .roles import Cast
 
 FORMATS = ("mxfp8_e4m3", "mxfp6_e2m3", "mxfp4_e2m1", "nvfp4")
@@ -34,19 +34,15 @@ SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336), (8192, 8192), (28672, 8192
 """(N, K)"""
 COLD = 4
 """Inputs take turns until together they are so many times the L2 cache."""
-RESERVED = 1024
-"""Bytes of shared memory that the system takes of each block."""
+
+KINDS = ("staged", "together", "resident")
+"""Of plans: blocks that fetch stages together, four warps that multiply together, blocks that keep the activations."""
 
 
-def candidates(format: Format, rows: int, n: int, k: int, together: bool) -> Iterator[Plan]:
-    """Plans that fill this GPU and for which its shared memory has room, of one kind or the other."""
-    capability, memory = room(torch.device("cuda", torch.cuda.current_device()))
-    multiprocessors = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
-    if together:
-        yield from _together(format, rows, n, k, multiprocessors, memory)
-        return
+def staged(bits: int, rows: int, n: int, k: int, gpu: Gpu) -> Iterator[Plan]:
+    """Plans of warps that share the stages of a block."""
     nt = next(t for t in (1, 2, 4, 8) if 8 * t >= min(rows, 64))
-    splits = (1, 2, 4) if capability >= nvrtc.CLUSTERS else (1,)
+    splits = (1, 2, 4) if gpu.capability >= nvrtc.CLUSTERS else (1,)
     cuts = itertools.product((1, 2), (1, 2, 4, 8), (1, 2, 4, 8), (4, 8), (2, 3, 4), (8, 16), splits, (False, True))
     for mt, wr, wk, slabs, stages, warps, split, whole in cuts:
         if wr * wk not in (4, 8) or (wr * wk == 4 and warps == 8):
@@ -61,25 +57,50 @@ def candidates(format: Format, rows: int, n: int, k: int, together: bool) -> Ite
             continue
         plan = Plan(mt, nt, wr, wk, slabs, stages, warps // (wr * wk), split, whole)
         blocks = -(-n // plan.rows) * split
-        fits = memory // (shared_memory(format, plan, rows, k) + RESERVED)
-        if fits < plan.blocks or blocks < 0.7 * multiprocessors or -(-k // plan.depth) < split:
-            continue
-        if split > 1 and blocks > 2 * split * multiprocessors:
-            continue
-        yield plan
+        if blocks >= 0.7 * gpu.multiprocessors and not (split > 1 and blocks > 2 * split * gpu.multiprocessors):
+            yield plan
 
 
-def _together(format: Format, rows: int, n: int, k: int, multiprocessors: int, memory: int) -> Iterator[Plan]:
+def together(bits: int, rows: int, n: int, k: int, gpu: Gpu) -> Iterator[Plan]:
     """Plans in which four warps multiply together."""
     nt = next((t for t in (4, 8) if 8 * t >= rows), 16)
     cuts = itertools.product((4, 8), (4, 8), (2, 3, 4), (1, 2, 3), (1, 2, 4), (False, True))
     for wr, slabs, stages, blocks, split, ahead in cuts:
         plan = Plan(1, nt, wr, 1, slabs, stages, blocks, split, False, True, ahead)
+        count = -(-n // plan.rows) * split * -(-rows // plan.cols)
         if nt == 16 and wr * blocks > 8:
             continue
-        room_for = memory // (shared_memory(format, plan, rows, k) + RESERVED)
-        count = -(-n // plan.rows) * split * -(-rows // plan.cols)
-        if blocks <= room_for and count >= 0.4 * multiprocessors and not (split > 1 and count > 2 * multiprocessors):
+        if count >= 0.4 * gpu.multiprocessors and not (split > 1 and count > 2 * gpu.multiprocessors):
+            yield plan
+
+
+def resident(bits: int, rows: int, n: int, k: int, gpu: Gpu) -> Iterator[Plan]:
+    """Plans that keep the activations."""
+    nt = next((t for t in (1, 2, 4) if 8 * t >= rows), None)
+    if nt is None:
+        return
+    splits = (1, 2, 4) if gpu.capability >= nvrtc.CLUSTERS else (1,)
+    shapes = ((1, 4), (1, 8), (1, 16), (2, 4), (2, 8), (4, 2), (4, 4))
+    numbers = ((1, 2), shapes, (4, 8), (2, 3, 4), (1, 2, 4), splits, (False, True))
+    for mt, (wr, wk), slabs, stages, blocks, split, whole in itertools.product(*numbers):
+        warps = wr * wk * blocks
+        if warps not in (8, 16) or whole != (rows <= 2) or mt * nt > 4 or (wr > 1 and (rows <= 4 or blocks > 1)):
+            continue
+        if not 2**15 <= bits * warps * (stages - 1) * mt * slabs * 64 <= 2**17:  # bytes under way
+            continue
+        if split > 1 and rows * k < 2**15 and n > 2048:  # where one block has room for them
+            continue
+        yield Plan(mt, nt, wr, wk, slabs, stages, blocks, split, whole, resident=blocks)
+
+
+def candidates(format: Format, rows: int, n: int, k: int, kind: str) -> Iterator[Plan]:
+    """Plans of a kind that fill this GPU and for which its shared memory has room."""
+    gpu = gpu_of(torch.device("cuda", torch.cuda.current_device()))
+    for plan in {"staged": staged, "together": together, "resident": resident}[kind](
+        format.element.bits, rows, n, k, gpu
+    ):
+        room = room_of(format, plan, rows, n, k, gpu)
+        if room and plan.blocks * (room.bytes + RESERVED) <= gpu.memory + RESERVED:
             yield plan
 
 
@@ -145,24 +166,24 @@ def compile_all(format: Format, plans: Iterable[Plan]) -> None:
     def one(plan: Plan) -> None:
         x = torch.bfloat16 if plan.whole_x else torch.float16
         facts = Facts(format, x, torch.bfloat16, torch.bfloat16, 16, 16, 16, True)
-        nvrtc.compiled(small_batch.SOURCES, constants(facts, plan), capability)
+        nvrtc.compiled(small_batch.sources_of(plan), constants(facts, plan), capability)
 
     with ThreadPoolExecutor() as pool:
         list(pool.map(one, plans))
 
 
-def kinds(rows: int) -> tuple[bool, ...]:
-    """The kinds of plans worth timing at so many rows: the line of the other kind is for GPUs that have no table."""
-    if torch.cuda.get_device_capability() != TOGETHER or rows <= 16:
-        return (False,)
-    return (False, True) if rows <= 64 else (True,)
+def kinds(rows: int) -> tuple[str, ...]:
+    """The kinds of plans worth timing at so many rows."""
+    if torch.cuda.get_device_capability() != TOGETHER:
+        return ("staged", "resident")
+    return ("staged", "resident") if rows <= 16 else ("staged", "together", "resident") if rows <= 64 else ("together",)
 
 
-def fastest(format: Format, m: int, n: int, k: int, together: bool, held: Sequence[Operand]) -> Measured | None:
+def fastest(format: Format, m: int, n: int, k: int, kind: str, held: Sequence[Operand]) -> Measured | None:
     """The plan that takes the least time; a plan that the device refuses is left out."""
     x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
     timed = []
-    for plan in candidates(format, m, n, k, together):
+    for plan in candidates(format, m, n, k, kind):
         try:
             timed.append((graph_time([partial(call, x, w, plan) for w in held], 3), plan))
         except RuntimeError as error:
@@ -179,9 +200,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--formats", nargs="+", default=FORMATS)
     parser.add_argument("--rows", nargs="+", type=int, default=ROWS)
-    parser.add_argument(
-        "--kinds", nargs="+", type=int, default=(0, 1), help="1: plans in which four warps multiply together"
-    )
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="of plans")
     parser.add_argument("--json", type=Path, help="the table to write (default: that of this GPU)")
     args = parser.parse_args()
     if not torch.cuda.is_available():

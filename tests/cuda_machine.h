@@ -31,7 +31,7 @@ struct Warp {
     u32 words[32][6];
 };
 struct Block {
-    u32 x, y, z, size;
+    u32 x, y, z, size, across;
     Barrier barrier;
     std::vector<Warp> warps;
     std::vector<u8> memory;
@@ -76,7 +76,7 @@ static void launch(std::function<void()> kernel, u32 x, u32 y, u32 z, u32 thread
         cluster = &blocks, cluster_barrier = {z * threads};
         for (u32 b = 0; b < z; b++) {
             std::vector<u8> memory(bytes + 1024, 0xFF);
-            blocks[b] = {i % x, i / x, b, threads, {threads}, std::vector<Warp>(threads / 32), memory};
+            blocks[b] = {i % x, i / x, b, threads, x, {threads}, std::vector<Warp>(threads / 32), memory};
             for (Warp& warp : blocks[b].warps) warp.barrier = {32};
         }
         for (u32 f = 0; f < fibers.size(); f++) {
@@ -104,6 +104,7 @@ DEVICE u32 threads() { return fiber->block->size; }
 DEVICE u32 block_x() { return fiber->block->x; }
 DEVICE u32 block_y() { return fiber->block->y; }
 DEVICE u32 block_z() { return fiber->block->z; }
+DEVICE u32 blocks_x() { return fiber->block->across; }
 DEVICE u8* memory_of(Block& block) {
     return reinterpret_cast<u8*>((reinterpret_cast<u64>(block.memory.data()) + 1023) / 1024 * 1024);
 }
@@ -117,6 +118,7 @@ DEVICE float read_of_block(const float* mine, u32 rank) {
 DEVICE void let_next_start() {}
 DEVICE void wait_for_previous() {}
 DEVICE Warp& warp() { return fiber->block->warps[fiber->thread / 32]; }
+DEVICE void sync_warp() { meet(warp().barrier); }
 DEVICE u32 from_lane_xor(u32 value, u32 mask) {
     u32 lane = thread() % 32;
     warp().words[lane][0] = value;
@@ -149,6 +151,8 @@ DEVICE u32 bytes_of(u32 low, u32 high, u32 selector) {
     }
     return out;
 }
+DEVICE u32 bits_of_either(u32 mask, u32 a, u32 b) { return (a & mask) | (b & ~mask); }
+DEVICE u32 hidden(u32 value) { return value; }
 DEVICE float float_of_bits(u32 bits) { float value; memcpy(&value, &bits, 4); return value; }
 DEVICE u32 bits_of_float(float value) { u32 bits; memcpy(&bits, &value, 4); return bits; }
 DEVICE float float_of_half(u32 word) {

@@ -42,7 +42,7 @@ def resources(code, tmp_path):
 def product(format, plan, capability, even=True):
     facts = Facts(format, torch.bfloat16 if plan.whole_x else torch.float16, torch.bfloat16, torch.bfloat16,
                   *((16, 16, 16) if even else (1, 2, 4)), even)  # fmt: skip
-    return nvrtc.compiled(small_batch.SOURCES, constants(facts, plan), capability)
+    return nvrtc.compiled(small_batch.sources_of(plan), constants(facts, plan), capability)
 
 
 CASES = [(name, SM90) for name in FORMATS] + [(name, c) for name in ELSEWHERE for c in TARGETS if c != SM90]

@@ -1,5 +1,7 @@
 """Products of few rows: the CUDA sources themselves, run on the CPU by ``cuda_on_cpu``, against the codec."""
 
+import sys
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,8 +13,8 @@ from mxtensor.dispatch import Spec
 from mxtensor.formats import FORMATS
 from mxtensor.kernels import nvrtc, small_batch
 from mxtensor.kernels.gemm_spec import GemmArgs, Rounded, Uncast
-from mxtensor.kernels.small_batch_plan import ELEMENTS, SCALES, Plan, copy_size, shared_memory
-from mxtensor.kernels.small_batch_table import LAST, ROWS, SHARED, choose_plan, most_rows, room, table
+from mxtensor.kernels.small_batch_plan import ELEMENTS, RESERVED, SCALES, Gpu, Plan, copy_size, room_of, shared_memory
+from mxtensor.kernels.small_batch_table import LAST, ROWS, SHARED, choose_plan, gpu_of, most_rows, table
 from mxtensor.roles import Cast
 from tests import cuda_on_cpu
 
@@ -27,6 +29,12 @@ TOGETHER = Plan(1, 8, 4, 1, 4, 2, 1, 1, False, True)
 """Four warps that multiply together."""
 AHEAD = TOGETHER._replace(ahead=True)
 """The same, a slab ahead of the sums."""
+RESIDENT = Plan(1, 1, 1, 4, 4, 2, 1, 1, False, resident=1)
+"""Activations that stay, warps that fetch for themselves."""
+RESIDENT_CAST = RESIDENT._replace(whole_x=True, stages=3)
+"""The same, cast in the same kernel."""
+RESIDENT_WIDE = Plan(2, 2, 1, 2, 8, 3, 1, 1, False, resident=1)
+"""The same with two tiles of rows and of columns a warp."""
 TOLERANCE = 2e-7
 """Of a float32 result, by norm."""
 KINDS = sorted(name for name, f in FORMATS.items() if (f.scale, f.block[1]) in SCALES and not name.endswith("_pow2"))
@@ -57,7 +65,14 @@ def error(y, reference):
 @pytest.mark.parametrize("format", KINDS)
 @pytest.mark.parametrize(
     ("plan", "dtype"),
-    [(STAGED, torch.bfloat16), (WIDE, torch.float16), (TOGETHER, torch.bfloat16), (AHEAD, torch.float16)],
+    [
+        (STAGED, torch.bfloat16),
+        (WIDE, torch.float16),
+        (TOGETHER, torch.bfloat16),
+        (AHEAD, torch.float16),
+        (RESIDENT, torch.float16),
+        (RESIDENT_WIDE, torch.bfloat16),
+    ],  # fmt: skip
 )
 def test_every_format_equals_the_decoded_operands(format, plan, dtype):
     w, x, bias = weight(format, 40, 320), torch.randn(5, 320).to(dtype), torch.randn(40).to(dtype)
@@ -65,7 +80,7 @@ def test_every_format_equals_the_decoded_operands(format, plan, dtype):
     assert error(y, 0.5 * x.double() @ values(w).t() + 2 * bias.double()) < TOLERANCE
 
 
-@pytest.mark.parametrize("plan", [STAGED, WHOLE, WIDE, TOGETHER])
+@pytest.mark.parametrize("plan", [STAGED, WHOLE, WIDE, TOGETHER, RESIDENT_WIDE, RESIDENT_CAST])
 @pytest.mark.parametrize("activation", ["mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "mxint8"])
 def test_activations_are_cast_as_the_codec_casts_them(activation, plan):
     rows = 3 if plan.whole_x else 9
@@ -76,7 +91,9 @@ def test_activations_are_cast_as_the_codec_casts_them(activation, plan):
 
 
 @pytest.mark.parametrize("activation", ["nvfp4", "nvfp4_single_level"])
-@pytest.mark.parametrize("plan", [STAGED, WHOLE, WHOLE._replace(split=2)])
+@pytest.mark.parametrize(
+    "plan", [STAGED, WHOLE, WHOLE._replace(split=2), RESIDENT_CAST, RESIDENT_CAST._replace(split=2)]
+)
 @pytest.mark.parametrize("size", [1e-6, 1.0, 1e6])
 def test_nvfp4_activations_are_cast_by_the_largest_of_the_whole_tensor(activation, plan, size):
     rows = 2 if plan.whole_x else 5
@@ -108,8 +125,24 @@ def test_every_scale_rule(scaling):
 def test_tails_and_odd_shapes(m, n, k, format):
     torch.manual_seed(m * n * k)
     w, x = weight(format, n, k), torch.randn(m, k).bfloat16()
-    for plan in (STAGED, WHOLE) if m <= 2 else (STAGED, TOGETHER):
+    for plan in (STAGED, WHOLE, RESIDENT_CAST) if m <= 2 else (STAGED, TOGETHER, RESIDENT_WIDE):
         assert error(product(x, w, plan), x.double() @ values(w).t()) < TOLERANCE
+
+
+@pytest.mark.parametrize("few", [False, True], ids=["a tile for each block", "blocks with many tiles"])
+@pytest.mark.parametrize("plan", [RESIDENT, RESIDENT._replace(wr=3), RESIDENT_WIDE._replace(wr=2, split=2)])
+@pytest.mark.parametrize("memory", [SHARED[9, 0], 64 * 1024], ids=["one round", "rounds"])
+def test_blocks_take_their_share_of_the_rows(plan, few, memory, monkeypatch):
+    monkeypatch.setattr(small_batch, "gpu_of", lambda device: Gpu((9, 0), memory, 3 if few else 132, {}))
+    monkeypatch.setattr(small_batch, "cut", small_batch.cut.__wrapped__)
+    plan = plan if memory > 65536 else plan._replace(mt=1, slabs=4, stages=2)
+    w, x = weight("mxfp4", 530, 1300), torch.randn(7, 1300).bfloat16()
+    assert error(product(x, w, plan), x.double() @ values(w).t()) < TOLERANCE
+
+
+def test_a_product_without_room_is_refused_with_its_numbers():
+    with pytest.raises(RuntimeError, match="a product of 9x16x64 by Plan.* has no room on this device"):
+        product(torch.randn(9, 64).bfloat16(), weight("mxfp8", 16, 64), RESIDENT)
 
 
 @pytest.mark.parametrize("name", [*ELEMENTS.values()])
@@ -239,22 +272,45 @@ def test_factors_of_every_kind_reach_it(kind, monkeypatch):
 # ---------------------------------------------------------------------------------------------- the table
 
 
+H100 = Gpu((9, 0), SHARED[9, 0], 132, {2: 66, 4: 30})
+
+
 def test_the_table_of_sm90_has_every_row_and_its_plans_fit():
     lines = table((9, 0))
     assert {line.m for line in lines} == set(ROWS)
     for line in lines:
-        assert shared_memory(mx.FORMATS[line.format], line.plan, line.m, line.k) <= SHARED[9, 0]
-        assert line.plan.cols >= line.m and line.plan.threads in (128, 256)
+        assert room_of(mx.FORMATS[line.format], line.plan, line.m, line.n, line.k, H100)
+        assert line.plan.cols >= line.m and line.plan.threads in (128, 256, 512)
 
 
 def test_an_unknown_gpu_takes_plans_that_it_has_room_for():
     assert table((12, 0)) == table((10, 0)) == table((8, 0)) == table((9, 0))
-    assert room(torch.device("cpu")) == ((9, 0), SHARED[9, 0])
+    cpu = torch.device("cpu")
+    assert gpu_of(cpu) == Gpu((9, 0), SHARED[9, 0], 132, {})
     for m, k in ((1, 4096), (40, 14336), (64, 77)):
-        plan = choose_plan(torch.device("cpu"), mx.FORMATS["mxfp8"], m, 4096, k, m)
-        assert shared_memory(mx.FORMATS["mxfp8"], plan, m, k) <= SHARED[9, 0]
+        plan = choose_plan(cpu, mx.FORMATS["mxfp8"], m, 4096, k, m, False)
+        assert room_of(mx.FORMATS["mxfp8"], plan, m, 4096, k, gpu_of(cpu))
     smallest = max(shared_memory(f, LAST, 1, 65536) for f in FORMATS.values() if (f.scale, f.block[1]) in SCALES)
     assert smallest <= min(SHARED.values()) // 2
+
+
+def test_groups_take_no_plan_that_keeps_the_activations(monkeypatch):
+    lines = [line._replace(plan=RESIDENT) if i % 2 else line for i, line in enumerate(table((9, 0)))]
+    monkeypatch.setattr(sys.modules[choose_plan.__module__], "table", lambda capability: lines)
+    for m in ROWS:
+        assert not choose_plan(torch.device("cpu"), mx.FORMATS["mxfp8"], m, 4096, 4096, 8 * m, True).resident
+
+
+def test_a_resident_plan_keeps_the_sums_of_as_many_tiles_as_there_is_room_for():
+    f, x = mx.FORMATS["mxfp8"], RESIDENT_WIDE._replace(mt=1, wk=8, slabs=4)
+    whole, tight = room_of(f, x, 16, 14336, 4096, H100), room_of(f, x, 16, 28672, 4096, H100)
+    assert whole.x_width == tight.x_width == 4096 and tight.bytes <= H100.memory
+    assert 1 <= tight.round < 14 and whole.round <= 7  # of 14 and 7 tiles a block
+    assert room_of(f, x, 16, 4096, 14336, H100) is None  # 16 rows of 14336 are twice what there is
+    assert room_of(f, x._replace(split=4), 16, 4096, 14336, H100).x_width == 3584
+    assert room_of(f, x, 17, 4096, 4096, H100) is None  # more rows than its columns
+    alone = room_of(f, RESIDENT, 1, 4096, 4096, H100)
+    assert 2 * (alone.bytes + RESERVED) > H100.memory + RESERVED  # no second block beside it
 
 
 def test_rows_are_copied_in_the_largest_pieces_that_their_alignment_allows():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, files
@@ -136,6 +136,7 @@ class Function:
         self._code, self._layout, self._local = code, layout, threading.local()
         self._threads, self._cluster, self._memory = threads, cluster, 0
         self._overlaps = torch.cuda.get_device_capability() >= CLUSTERS
+        torch.empty(1, device="cuda")  # a device that was not used yet has no context
         check_error(lib.cuModuleLoadData(ctypes.byref(module), code))
         check_error(lib.cuModuleGetFunction(ctypes.byref(self._function), module, name.encode()))
         self._launch = lib.cuLaunchKernelEx
@@ -156,11 +157,22 @@ class Function:
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
         return config, ctypes.byref(config), buffer, arguments, attributes
 
-    def __call__(self, x: int, y: int, memory: int, arguments: Sequence[int | float]) -> None:
-        """Run in x * y clusters of blocks, each with so many bytes of shared memory, on the current stream."""
+    def _allow(self, memory: int) -> None:
         if memory > self._memory:
             check_error(_driver().cuFuncSetAttribute(self._function, _MEMORY, memory))
             self._memory = memory
+
+    def clusters(self, memory: int) -> int:
+        """How many clusters of blocks with so many bytes of shared memory the device runs at a time."""
+        self._allow(memory)
+        config, count = self._make()[0], ctypes.c_int()
+        config.memory, config.x, config.y = memory, 1, 1
+        check_error(_driver().cuOccupancyMaxActiveClusters(ctypes.byref(count), self._function, ctypes.byref(config)))
+        return count.value
+
+    def __call__(self, x: int, y: int, memory: int, arguments: Sequence[int | float]) -> None:
+        """Run in x * y clusters of blocks, each with so many bytes of shared memory, on the current stream."""
+        self._allow(memory)
         held = getattr(self._local, "held", None)
         if held is None:
             held = self._local.held = self._make()
@@ -176,6 +188,6 @@ class Function:
 def function(
     device: torch.device, sources: tuple[str, ...], constants: Constants, name: str, layout: struct.Struct,
     threads: int, cluster: int = 1,
-) -> Callable[[int, int, int, Sequence[int | float]], None]:  # fmt: skip
+) -> Function:  # fmt: skip
     """The kernel ``name`` of these sources, compiled for ``device``, which must be current; see ``Function``."""
     return Function(compiled(sources, constants, device_capability(device)), name, layout, threads, cluster)

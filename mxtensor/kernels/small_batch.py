@@ -23,14 +23,26 @@ from ..roles import Cast
 from . import nvrtc, triton_host
 from .cast import dequantize_operand, round_trip
 from .gemm_spec import Factor, GemmArgs, Rounded, Uncast, flat_bias, not_a_bias_of_groups, not_rows_by_matrix
-from .small_batch_plan import ELEMENTS, SCALES, TYPES, Facts, Plan, cast_constants, constants, copy_size, shared_memory
-from .small_batch_table import choose_plan, most_rows
+from .small_batch_plan import (
+    ELEMENTS,
+    SCALES,
+    TYPES,
+    Facts,
+    Plan,
+    Room,
+    cast_constants,
+    clusters,
+    constants,
+    copy_size,
+    room_of,
+)
+from .small_batch_table import choose_plan, gpu_of, most_rows
 
-PRODUCT = struct.Struct("11Q7I2f4x")
+PRODUCT = struct.Struct("11Q9I2f4x")
 ACTIVATIONS = struct.Struct("3Q4I")
 HEADERS = ("machine.cuh", "elements.cuh", "activations.cuh")
-SOURCES = (*HEADERS, "stages.cuh", "sums.cuh", "product.cu")
-ACTIVATION_THREADS = 256
+SOURCES = (*HEADERS, "stages.cuh", "sums.cuh", "result.cuh")
+ACTIVATION_THREADS = 512
 WHOLE_ROWS = 8
 """Up to so many rows each block looks at the whole tensor, where a cast wants the largest of it."""
 HALVES = (torch.bfloat16, torch.float16)
@@ -95,9 +107,20 @@ class Cut(NamedTuple):
     """What is launched for products of one kind."""
 
     plan: Plan
+    room: Room
     kernel: Any
-    blocks: tuple[int, int, int]
-    """along N, along M or groups; bytes of shared memory of each"""
+    blocks: tuple[int, int]
+    """along N; along M, or groups"""
+
+
+def kernel_of(plan: Plan) -> str:
+    """Its kernel, in the source of that name."""
+    return "resident" if plan.resident else "product"
+
+
+def sources_of(plan: Plan) -> tuple[str, ...]:
+    """The sources of its kernel."""
+    return (*SOURCES, f"{kernel_of(plan)}.cu")
 
 
 @cached
@@ -107,16 +130,24 @@ def cut(
 ) -> Cut:  # fmt: skip
     """How products of these types (x, result, bias) and sizes (M, N, K, groups or 0) are cut up, or by ``given``."""
     rows, width, cols, groups = sizes
-    plan = given or choose_plan(device, format, -(-rows // (groups or 1)), width, cols, rows)
+    gpu = gpu_of(device)
+    plan = given or choose_plan(device, format, -(-rows // (groups or 1)), width, cols, rows, bool(groups))
+    room = room_of(format, plan, rows, width, cols, gpu)
+    if room is None:
+        raise RuntimeError(f"a product of {rows}x{width}x{cols} by {plan} has no room on this device")
     even = width % plan.rows == 0 and cols % plan.depth == 0
     if plan.whole_x:
         facts = Facts(format, types[0], types[1], types[2], *copies, even, cast)
     else:
         facts = Facts(format, torch.float16, types[1], types[2], copies[0], copies[1], 16, even)
     row = constants(facts, plan)
-    kernel = nvrtc.function(device, SOURCES, row, "product", PRODUCT, plan.threads, plan.split)
-    blocks = -(-width // plan.rows), groups or -(-rows // plan.cols)
-    return Cut(plan, kernel, (*blocks, shared_memory(format, plan, rows, cols)))
+    kernel = nvrtc.function(device, sources_of(plan), row, kernel_of(plan), PRODUCT, plan.threads, plan.split)
+    tiles = -(-width // plan.rows)
+    if plan.resident:
+        blocks = min(tiles, clusters(plan, gpu)), 1
+    else:
+        blocks = tiles, groups or -(-rows // plan.cols)
+    return Cut(plan, room, kernel, blocks)
 
 
 @cached
@@ -163,19 +194,20 @@ def launch(
     )  # fmt: skip
     types = (x.dtype, out_dtype, out_dtype if bias is None else bias.dtype)
     with triton_host.on(device):
-        plan, kernel, blocks = cut(device, format, types, (rows, width, cols, groups), copies, cast, plan)
+        plan, room, kernel, blocks = cut(device, format, types, (rows, width, cols, groups), copies, cast, plan)
         x_scale = None
         if not plan.whole_x:
             x, x_scale = _prepared(x, format, cast, plan.cols, plan.together)
         kernel(
-            *blocks,
+            *blocks, room.bytes,
             (
                 codes, scales, x.data_ptr(), out.data_ptr(),
                 0 if x_scale is None else x_scale.data_ptr(), 0 if last is None else last.data_ptr(),
                 0 if x_global is None else x_global.data_ptr(),
                 0 if bias is None else bias.data_ptr(), 0 if ends is None else ends.data_ptr(),
                 width * bytes_a_row, scale.shape[-2] * scale_bytes, bytes_a_row, scale_bytes,
-                x.stride(0), rows, width, cols, width if bias is not None and bias.dim() == 2 else 0, alpha, beta,
+                x.stride(0), rows, width, cols, width if bias is not None and bias.dim() == 2 else 0,
+                room.x_width, room.round, alpha, beta,
             ),
         )  # fmt: skip
     return out

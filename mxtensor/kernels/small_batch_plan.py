@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -43,6 +44,9 @@ class Plan(NamedTuple):
     """whether four warps multiply together, by the matrix instructions of sm_90 that run beside them"""
     ahead: bool = False
     """whether they begin the products of a slab before those of the one before are added up"""
+    resident: int = 0
+    """how many blocks, of each multiprocessor, keep the activations and have a share of all rows of the weight, each
+    warp with stages of its own; 0: blocks that share their stages, one for each tile"""
 
     @property
     def threads(self) -> int:
@@ -51,7 +55,7 @@ class Plan(NamedTuple):
     @property
     def rows(self) -> int:
         """Of the weight, a block."""
-        return 16 * self.mt * self.wr
+        return 16 * self.mt * (1 if self.resident else self.wr)
 
     @property
     def cols(self) -> int:
@@ -61,11 +65,32 @@ class Plan(NamedTuple):
     @property
     def depth(self) -> int:
         """Columns of the contraction, a stage."""
-        return 32 * self.slabs * self.wk
+        return 32 * self.slabs * (1 if self.resident else self.wk)
 
 
-PLAN = ("MT", "NT", "WR", "WK", "SLABS", "STAGES", "BLOCKS", "SPLIT", "WHOLE_X", "SPREAD", "AHEAD")
+def plan_of(values: Sequence[int]) -> Plan:
+    """A plan from its fields as numbers."""
+    kinds = Plan.__annotations__.values()
+    return Plan._make(bool(v) if kind in (bool, "bool") else v for v, kind in zip(values, kinds, strict=True))
+
+
+PLAN = ("MT", "NT", "WR", "WK", "SLABS", "STAGES", "BLOCKS", "SPLIT", "WHOLE_X", "SPREAD", "AHEAD", "RESIDENT")
 """The fields of a plan as the sources name them."""
+
+
+class Gpu(NamedTuple):
+    """What a plan has to fit."""
+
+    capability: tuple[int, int]
+    memory: int
+    """bytes of shared memory that a block can have"""
+    multiprocessors: int
+    clusters: Mapping[int, int]
+    """blocks of a cluster -> how many such clusters it runs at a time, one block a multiprocessor"""
+
+
+RESERVED = 1024
+"""Bytes of shared memory that the system takes of each block."""
 
 
 class Facts(NamedTuple):
@@ -125,20 +150,69 @@ def scale_bytes(format: Format, plan: Plan) -> int:
     return {"AT_THE_END": 0, "UE4M3": plan.depth // 16}.get(kind, plan.depth // 32)
 
 
-def shared_memory(format: Format, plan: Plan, x_rows: int, k: int) -> int:
-    """Bytes of shared memory of a block, as ``cuda/product.cu`` lays them out."""
+class Room(NamedTuple):
+    """What of a product a block has in shared memory at a time."""
+
+    bytes: int
+    x_width: int = 0
+    """columns of the activations that stay, of a resident plan"""
+    round: int = 0
+    """tiles of the weight whose sums are kept, of a resident plan"""
+
+
+def stage_bytes(format: Format, plan: Plan) -> int:
+    """Of the codes and scales of a stage, with activations where these come along, as ``cuda/stages.cuh`` has it."""
     bits, per_row = format.element.bits, scale_bytes(format, plan)
     codes = plan.depth * bits // 8 + (32 if bits == 8 else 16)
-    scales = -(-per_row // 16) * 16 + 16 if per_row else 0
-    x = 0 if plan.whole_x else plan.cols * (2 * plan.depth + (0 if plan.together else 64))
+    scales = -(-per_row // 4) * 4 if plan.resident else -(-per_row // 16) * 16 + 16 if per_row else 0
+    x = 0 if plan.whole_x or plan.resident else plan.cols * (2 * plan.depth + (0 if plan.together else 64))
     align = 1024 if plan.together else 16
-    stage = -(-(plan.rows * (codes + scales) + x) // align) * align
+    return -(-(plan.rows * (codes + scales) + x) // align) * align
+
+
+def shared_memory(format: Format, plan: Plan, x_rows: int, k: int) -> int:
+    """Bytes of shared memory of a block, as ``cuda/product.cu`` lays them out."""
     stages = -(-k // plan.depth)
-    sums = 4 * plan.wk * plan.rows * (plan.cols + 2)
+    ring = max(plan.stages * stage_bytes(format, plan), 4 * plan.wk * plan.rows * (plan.cols + 2))
     if not plan.whole_x:
-        return max(plan.stages * stage, sums)
+        return ring
     most = max((r + 1) * stages // plan.split - r * stages // plan.split for r in range(plan.split))
-    return max(plan.stages * stage, sums) + 8 * plan.cols + min(x_rows, plan.cols) * (2 * most * plan.depth + 64)
+    return ring + 8 * plan.cols + min(x_rows, plan.cols) * (2 * most * plan.depth + 64)
+
+
+def resident_room(format: Format, plan: Plan, x_rows: int, n: int, k: int, gpu: Gpu) -> Room | None:
+    """What a block holds as ``cuda/resident.cu`` lays it out: sums of as many tiles as there is room for."""
+    tiles, stages = -(-n // plan.rows), -(-k // plan.depth)
+    most = -(-tiles // min(clusters(plan, gpu), tiles))
+    of_a_block = -(-stages // plan.split)
+    x_width = -(-of_a_block * plan.depth // 256) * 256
+    bytes = plan.wr * plan.wk * plan.stages * stage_bytes(format, plan) + (8 * plan.cols if plan.whole_x else 0)
+    bytes += x_rows * (2 * x_width + 64)
+    of_a_tile = 4 * plan.wk * x_rows * (plan.rows + 4)
+    memory = min(gpu.memory, (gpu.memory + RESERVED) // plan.blocks - RESERVED)
+    fits = min(-(-most // plan.wr), (memory - bytes) // (of_a_tile * plan.wr))  # times wr tiles
+    if x_rows > plan.cols or fits < 1:
+        return None
+    round = -(-most // (-(-most // (fits * plan.wr)) * plan.wr)) * plan.wr
+    bytes += round * of_a_tile
+    if not plan.whole_x:  # more than one more block has room for, or blocks of the next product would crowd together
+        bytes = max(bytes, ((gpu.memory + RESERVED) // (plan.resident + 1) - RESERVED) // 16 * 16 + 16)
+    return Room(bytes, x_width, round)
+
+
+def clusters(plan: Plan, gpu: Gpu) -> int:
+    """How many clusters of a resident plan run at a time."""
+    return plan.resident * gpu.clusters.get(plan.split, gpu.multiprocessors // plan.split)
+
+
+def room_of(format: Format, plan: Plan, x_rows: int, n: int, k: int, gpu: Gpu) -> Room | None:
+    """What of a product a block of this plan holds at a time, if ``gpu`` has as much memory for it."""
+    if plan.split > -(-k // plan.depth):
+        return None
+    if plan.resident:
+        return resident_room(format, plan, x_rows, n, k, gpu)
+    bytes = shared_memory(format, plan, x_rows, k)
+    return Room(bytes) if bytes <= gpu.memory else None
 
 
 def copy_size(address: int, *strides: int) -> int:

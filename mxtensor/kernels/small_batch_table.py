@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import struct
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,8 +17,8 @@ import torch
 
 from ..dispatch import device_capability
 from ..formats import Format
-from .nvrtc import CLUSTERS
-from .small_batch_plan import Plan, shared_memory
+from .nvrtc import CLUSTERS, function, library
+from .small_batch_plan import Gpu, Plan, plan_of, room_of
 
 FOLDER = Path(__file__).parent
 ROWS = (1, 4, 16, 32, 64, 128)
@@ -72,7 +73,7 @@ def table(capability: tuple[int, int]) -> tuple[Measured, ...]:
     number = 10 * capability[0] + capability[1]
     best = max((n for n in known if n <= number), default=known[0])
     rows: list[Any] = json.loads((FOLDER / f"small_batch_sm{best}.json").read_text())
-    return tuple(Measured._make([*row[:5], Plan._make([*row[5:-3], *map(bool, row[-3:])])]) for row in rows)
+    return tuple(Measured._make([*row[:5], plan_of(row[5:])]) for row in rows)
 
 
 def stand_in(format: Format) -> str:
@@ -80,10 +81,17 @@ def stand_in(format: Format) -> str:
     return format.name if format.global_scale else STAND_INS[format.element.bits]
 
 
-def room(device: torch.device) -> tuple[tuple[int, int], int]:
-    """Compute capability and bytes of shared memory that a block can have; elsewhere, those of sm_90."""
+@cache
+def gpu_of(device: torch.device) -> Gpu:
+    """Compute capability, shared memory and multiprocessors; elsewhere, those of an H100."""
     capability = device_capability(device) if device.type == "cuda" else (9, 0)
-    return capability, SHARED.get(capability, SHARED[8, 9])
+    count = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+    memory, clusters = SHARED.get(capability, SHARED[8, 9]), {}
+    if device.type == "cuda" and capability >= CLUSTERS and not isinstance(library(), str):
+        for size in (2, 4, 8):
+            probe = function(device, ("machine.cuh", "probe.cu"), (), "probe", struct.Struct(""), 32, size)
+            clusters[size] = probe.clusters(memory)
+    return Gpu(capability, memory, count, clusters)
 
 
 def most_rows(capability: tuple[int, int]) -> int:
@@ -91,21 +99,26 @@ def most_rows(capability: tuple[int, int]) -> int:
     return 128 if capability == TOGETHER else 64
 
 
-def choose_plan(device: torch.device, format: Format, m: int, n: int, k: int, x_rows: int) -> Plan:
+def choose_plan(device: torch.device, format: Format, m: int, n: int, k: int, x_rows: int, grouped: bool) -> Plan:
     """The plan for m rows (of a group; ``x_rows`` of all), n and k on ``device``: fast, and with room for it."""
-    capability, memory = room(device)
+    gpu = gpu_of(device)
+    capability = gpu.capability
     rows = next(rows for rows in ROWS if rows >= min(m, most_rows(capability)))
 
     def distance(line: Measured) -> tuple[float, float]:
         return abs(math.log2(line.n / n)) + abs(math.log2(line.k / k)), line.us
 
     lines = [
-        line for line in table(capability) if line.m == rows and (capability == TOGETHER or not line.plan.together)
+        line
+        for line in table(capability)
+        if line.m == rows
+        and not (line.plan.together and capability != TOGETHER)
+        and not (line.plan.resident and grouped)
     ]
     own = [line for line in lines if line.format == stand_in(format)]
     lines = own or [line for line in lines if line.format == STAND_INS[8]]  # where a format was not measured
     for line in sorted(lines, key=distance):
         plan = line.plan if capability >= CLUSTERS else line.plan._replace(split=1)
-        if plan.split <= -(-k // plan.depth) and shared_memory(format, plan, x_rows, k) <= memory:
+        if room_of(format, plan, x_rows, n, k, gpu):
             return plan
     return LAST

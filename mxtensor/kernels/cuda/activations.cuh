@@ -82,24 +82,37 @@ struct Rows {  // of activations, from column ``first`` on ``count`` of them; ze
     u32 stride, k, rows, first, count;
 };
 
-DEVICE void read_eight(float (&out)[8], const Rows& r, u32 row, u32 at) {
-    const u16* x = r.x + u64(row) * r.stride + at;
+struct Eight {  // neighbours of a row, two in a word
     u32 words[4];
+};
+
+DEVICE Eight load_eight(const Rows& r, u32 row, u32 at) {
+    const u16* x = r.x + u64(row) * r.stride + at;
+    Eight out;
     if (X_COPY == 16 && at + 8 <= r.k) {
         uint4 loaded = *reinterpret_cast<const uint4*>(x);
-        words[0] = loaded.x, words[1] = loaded.y, words[2] = loaded.z, words[3] = loaded.w;
+        out = {loaded.x, loaded.y, loaded.z, loaded.w};
     } else {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             u32 low = at + 2 * i < r.k ? x[2 * i] : 0, high = at + 2 * i + 1 < r.k ? x[2 * i + 1] : 0;
-            words[i] = low | high << 16;
+            out.words[i] = low | high << 16;
         }
     }
+    return out;
+}
+DEVICE float value_of(const Eight& x, int i) {
+    u32 bits = x.words[i / 2] >> (16 * (i % 2)) & 0xFFFF;
+    return X == FLOAT16 ? float_of_half(bits) : float_of_bits(bits << 16);
+}
+DEVICE u32 amax_of(const Eight& x) {  // its bits
+    u32 amax = 0;
 #pragma unroll
     for (int i = 0; i < 8; i++) {
-        u32 bits = words[i / 2] >> (16 * (i % 2)) & 0xFFFF;
-        out[i] = X == FLOAT16 ? float_of_half(bits) : float_of_bits(bits << 16);
+        u32 bits = bits_of_float(value_of(x, i)) & 0x7FFFFFFF;
+        amax = bits > amax ? bits : amax;
     }
+    return amax;
 }
 
 // The largest of the maxima of some rows.
@@ -122,13 +135,8 @@ DEVICE void find_maxima(u32* maxima, const Rows& r) {
         u32 amax = 0;
 #pragma unroll 4
         for (u32 i = thread(); i < r.count / 8; i += threads()) {
-            float x[8];
-            read_eight(x, r, row, r.first + 8 * i);
-#pragma unroll
-            for (int j = 0; j < 8; j++) {
-                u32 bits = bits_of_float(x[j]) & 0x7FFFFFFF;
-                amax = bits > amax ? bits : amax;
-            }
+            u32 bits = amax_of(load_eight(r, row, r.first + 8 * i));
+            amax = bits > amax ? bits : amax;
         }
         amax = largest(amax, 32);
         if (thread() % 32 == 0) raise_to(maxima + row, amax);
@@ -145,28 +153,61 @@ DEVICE float scale_of_row(const u32* maxima, u32 row, u32 rows) {
 #endif
 }
 
-// Rows as float16 in the order of ``decode``, ``stride`` bytes apart; ``whole``: bits of the largest of the tensor.
-DEVICE void write_rows(u8* to, u32 stride, const Rows& r, const u32* maxima, u32 whole) {
-    u32 across = r.count / 8;
-#pragma unroll 4
-    for (u32 i = thread(); i < r.rows * across; i += threads()) {
-        u32 row = i / across, at = i % across * 8, words[4];
-        float x[8], factor = power(-exponent_of(maxima[row]));
-        read_eight(x, r, row, r.first + at);
+// Eight values as float16 in the order of ``decode``, at column ``at`` of what is written at ``to``.
+DEVICE void write_eight(u8* to, u32 at, const Eight& values, u32 amax, u32 whole) {
+    u32 words[4];
+    float x[8], factor = power(-exponent_of(amax));
+#pragma unroll
+    for (int j = 0; j < 8; j++) x[j] = value_of(values, j);
 #if CAST
-        cast_eight(x, whole);
+    cast_eight(x, whole);
 #endif
 #pragma unroll
-        for (int j = 0; j < 4; j++) words[j] = pair_of_halves(x[2 * j] * factor, x[2 * j + 1] * factor);
-        in_order(words);
-        u8* here = to + row * stride;
-        if constexpr (SPREAD) {  // where ``multiply_group`` reads those of this thread of a slab of 32 columns
-            u8* place = here + at / 32 * 64 + at / 8 % 4 * 4;
+    for (int j = 0; j < 4; j++) words[j] = pair_of_halves(x[2 * j] * factor, x[2 * j + 1] * factor);
+    in_order(words);
+    if constexpr (SPREAD) {  // where ``multiply_group`` reads those of this thread of a slab of 32 columns
+        u8* place = to + at / 32 * 64 + at / 8 % 4 * 4;
 #pragma unroll
-            for (int j = 0; j < 4; j++) *reinterpret_cast<u32*>(place + 16 * j) = words[j];
-        } else {
-            *reinterpret_cast<uint4*>(here + 2 * at) = {words[0], words[1], words[2], words[3]};
+        for (int j = 0; j < 4; j++) *reinterpret_cast<u32*>(place + 16 * j) = words[j];
+    } else {
+        *reinterpret_cast<uint4*>(to + 2 * at) = {words[0], words[1], words[2], words[3]};
+    }
+}
+
+// Rows, ``stride`` bytes apart, and their largest magnitudes into zeroed ``maxima``; nvfp4 looks at those of ``all``.
+constexpr int HELD = 4;  // of Eight, a thread: what is read once where that is all
+
+DEVICE void convert(u8* to, u32 stride, const Rows& r, const Rows& all, u32* maxima) {
+    u32 across = r.count / 8, count = r.rows * across;
+    if (count <= HELD * threads() && (CAST != TWO_LEVELS || all.rows * all.count == 8 * count)) {
+        Eight held[HELD];
+#pragma unroll
+        for (int h = 0; h < HELD; h++) {
+            u32 i = thread() + h * threads();
+            if (i < count) held[h] = load_eight(r, i / across, r.first + i % across * 8);
         }
+#pragma unroll
+        for (int h = 0; h < HELD; h++) {  // a warp has one row: ``across`` is a multiple of 32
+            u32 i = thread() + h * threads();
+            if (i >= count) continue;
+            u32 amax = largest(amax_of(held[h]), 32);
+            if (thread() % 32 == 0) raise_to(maxima + i / across, amax);
+        }
+        sync_block();
+#pragma unroll
+        for (int h = 0; h < HELD; h++) {
+            u32 i = thread() + h * threads(), row = i / across;
+            if (i < count) write_eight(to + row * stride, i % across * 8, held[h], maxima[row], largest_of(maxima, r.rows));
+        }
+        return;
+    }
+    find_maxima(maxima, CAST == TWO_LEVELS ? all : r);
+    sync_block();
+    u32 whole = largest_of(maxima, CAST == TWO_LEVELS ? all.rows : 1);
+#pragma unroll 4
+    for (u32 i = thread(); i < count; i += threads()) {
+        u32 row = i / across, at = i % across * 8;
+        write_eight(to + row * stride, at, load_eight(r, row, r.first + at), CAST == TWO_LEVELS ? 0 : maxima[row], whole);
     }
 }
 
@@ -178,7 +219,7 @@ struct ActivationArguments {
 };
 
 // One row a block; all rows are looked at where the cast wants the largest magnitude of the tensor.
-KERNEL void BOUNDS(256, 1) activations(const ActivationArguments a) {
+KERNEL void BOUNDS(512, 1) activations(const ActivationArguments a) {
     let_next_start();
     u32* maxima = reinterpret_cast<u32*>(shared_memory());
     u32 row = block_x(), first = CAST == TWO_LEVELS ? 0 : row, rows = CAST == TWO_LEVELS ? a.rows : 1;
@@ -186,10 +227,7 @@ KERNEL void BOUNDS(256, 1) activations(const ActivationArguments a) {
     sync_block();
     wait_for_previous();
     Rows all = {a.x + u64(first) * a.x_stride, a.x_stride, a.k, rows, 0, a.width};
-    find_maxima(maxima, all);
-    sync_block();
     Rows mine = {a.x + u64(row) * a.x_stride, a.x_stride, a.k, 1, 0, a.width};
-    u8* to = reinterpret_cast<u8*>(a.out + u64(row) * a.width);
-    write_rows(to, 0, mine, maxima + row - first, largest_of(maxima, rows));
+    convert(reinterpret_cast<u8*>(a.out + u64(row) * a.width), 0, mine, all, maxima);
     if (thread() == 0) a.scale[row] = scale_of_row(maxima, row - first, rows);
 }

@@ -1,20 +1,20 @@
 // Elements and scales: eight consecutive codes of a row as four words of two float16, exactly.
 //
-// Every element is exact in float16 up to a power of two, 2^FACTOR, which is left to the end. Codes of 4 and 6 bits are
-// first spread to bytes: e2m1 and e3m2 as e5m2, whose byte is the upper half of a float16, e2m3 as e4m3.
+// Every element is exact in float16 up to a power of two, 2^FACTOR, which is left to the end: signs and magnitudes of
+// 4 and 6 bits are moved to where float16 has them. Which two share a word is free, if ``in_order`` does the same to x.
 
 enum { E4M3, E5M2, E3M2, E2M3, E2M1, INT8 };
 enum { AT_THE_END, E8M0, UE4M3, FLOAT32 };  // how a scale enters: for a whole row, or for blocks
 enum { BFLOAT16, FLOAT16, FLOAT };          // types of inputs and results
 
 constexpr int BITS = ELEMENT == E2M1 ? 4 : ELEMENT == E3M2 || ELEMENT == E2M3 ? 6 : 8;
-constexpr int FACTOR = ELEMENT == INT8 ? -6 : ELEMENT == E2M1 ? 14 : ELEMENT == E3M2 ? 12 : ELEMENT == E2M3 ? 6 : 0;
+constexpr int FACTOR = ELEMENT == INT8 ? -6 : ELEMENT == E2M1 ? 14 : ELEMENT == E3M2 ? 12 : ELEMENT == E2M3 ? 14 : 0;
 
 // ---------------------------------------------------------------------------------------------- elements
 
 // Four codes of 8 bits as two times two float16.
 DEVICE void widen(u32& low, u32& high, u32 bytes) {
-    if constexpr (ELEMENT == E4M3 || ELEMENT == E2M3) {
+    if constexpr (ELEMENT == E4M3) {
         halves_of_e4m3(low, high, bytes);
     } else if constexpr (ELEMENT == INT8) {  // a byte with its sign flipped is 128 more; under 2^10, then 1152 less
         low = add_half(bytes_of(bytes ^ 0x80808080, 0x64646464, 0x4140), 0xE480E480);
@@ -24,30 +24,31 @@ DEVICE void widen(u32& low, u32& high, u32 bytes) {
     }
 }
 
-// Four codes of 6 bits in the lower 24 as bytes: sign at 7, magnitude from 4 down.
-DEVICE u32 bytes_of_six(u32 codes) {
-    u32 halves = bytes_of(codes, codes << 4, 0x7610);
-    u32 bytes = bytes_of(halves, halves << 2, 0x7250);
-    return ((bytes << 2) & 0x80808080) | (bytes & 0x1F1F1F1F);
+// One code of 6 bits of each half of a word, at bit AT, as float16.
+template <int AT> DEVICE u32 pair_of_six(u32 codes) {
+    constexpr int place = ELEMENT == E3M2 ? 8 : 7;  // of the five bits of the magnitude
+    u32 magnitude = AT > place ? codes >> (AT > place ? AT - place : 0) : codes << (AT > place ? 0 : place - AT);
+    return (magnitude & (0x001F001F << place)) | ((codes << (10 - AT)) & 0x80008000);
 }
 
 // Eight codes of a slab in shared memory, those of thread ``t`` of four: BITS bytes.
 DEVICE void decode(u32 (&out)[4], const u8* slab, u32 t) {
-    u32 left, right;  // four bytes each
     if constexpr (BITS == 8) {
         uint2 codes = *reinterpret_cast<const uint2*>(slab + t * 8);
-        left = codes.x, right = codes.y;
+        widen(out[0], out[1], codes.x), widen(out[2], out[3], codes.y);
     } else if constexpr (BITS == 4) {
         u32 codes = *reinterpret_cast<const u32*>(slab + t * 4);
-        left = ((codes << 1) & 0x0E0E0E0E) | ((codes << 4) & 0x80808080);   // 0 2 4 6
-        right = ((codes >> 3) & 0x0E0E0E0E) | (codes & 0x80808080);         // 1 3 5 7
-    } else {  // 48 bits that begin at an even byte
+        u32 signs = codes & hidden(0x88888888);  // or it would mask the signs of both words once more
+        u32 even = bits_of_either(0x0E0E0E0E, codes << 1, signs << 4);  // 0 2 4 6 as bytes of e5m2
+        u32 odd = bits_of_either(0x0E0E0E0E, codes >> 3, signs);
+        widen(out[0], out[1], even), widen(out[2], out[3], odd);
+    } else {  // 48 bits that begin at an even byte: 0 1 | 4 5, and 2 3 | 6 7 in the upper 12 bits of a half
         const u32* words = reinterpret_cast<const u32*>(slab + (t * 6 & ~3));
-        u32 odd = t & 1;  // selectors, not branches, which the compiler would follow with everything after
-        left = bytes_of_six(bytes_of(words[0], words[1], 0x3210 + odd * 0x2222));
-        right = bytes_of_six(bytes_of(words[0], words[1], 0x6543 + odd * 0x1222));
+        u32 odd = (t & 1) * 0x2222;  // selectors, not branches, which the compiler would follow with everything after
+        u32 first = bytes_of(words[0], words[1], 0x4310 + odd), second = bytes_of(words[0], words[1], 0x5421 + odd);
+        out[0] = pair_of_six<0>(first), out[1] = pair_of_six<6>(first);
+        out[2] = pair_of_six<4>(second), out[3] = pair_of_six<10>(second);
     }
-    widen(out[0], out[1], left), widen(out[2], out[3], right);
 }
 
 // Eight activations, two in a word, in the order of ``decode``.
@@ -55,6 +56,10 @@ DEVICE void in_order(u32 (&x)[4]) {
     if constexpr (BITS == 4) {
         u32 a = bytes_of(x[0], x[1], 0x5410), b = bytes_of(x[2], x[3], 0x5410);
         u32 c = bytes_of(x[0], x[1], 0x7632), d = bytes_of(x[2], x[3], 0x7632);
+        x[0] = a, x[1] = b, x[2] = c, x[3] = d;
+    } else if constexpr (BITS == 6) {
+        u32 a = bytes_of(x[0], x[2], 0x5410), b = bytes_of(x[0], x[2], 0x7632);
+        u32 c = bytes_of(x[1], x[3], 0x5410), d = bytes_of(x[1], x[3], 0x7632);
         x[0] = a, x[1] = b, x[2] = c, x[3] = d;
     }
 }

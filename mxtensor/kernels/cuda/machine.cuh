@@ -17,12 +17,14 @@ DEVICE u32 threads() { return blockDim.x; }
 DEVICE u32 block_x() { return blockIdx.x; }
 DEVICE u32 block_y() { return blockIdx.y; }
 DEVICE u32 block_z() { return blockIdx.z; }
+DEVICE u32 blocks_x() { return gridDim.x; }
 DEVICE u8* shared_memory() {
     extern __shared__ __align__(1024) u8 memory[];
     return memory;
 }
 DEVICE void raise_to(u32* shared, u32 value) { atomicMax(shared, value); }
 DEVICE void sync_block() { __syncthreads(); }
+DEVICE void sync_warp() { __syncwarp(); }
 DEVICE u32 from_lane_xor(u32 value, u32 mask) { return __shfl_xor_sync(0xFFFFFFFF, value, mask); }
 
 // A cluster of blocks (sm_90) lies along z: rank, barrier, and what another block has in shared memory.
@@ -76,6 +78,12 @@ template <int LATER> DEVICE void wait_for_stage() { asm volatile("cp.async.wait_
 // ---------------------------------------------------------------------------------------------- words
 
 DEVICE u32 bytes_of(u32 low, u32 high, u32 selector) { return __byte_perm(low, high, selector); }
+DEVICE u32 bits_of_either(u32 mask, u32 a, u32 b) {  // of ``a`` where the mask has ones; one instruction
+    u32 out;
+    asm("lop3.b32 %0, %1, %2, %3, 0xCA;" : "=r"(out) : "r"(mask), "r"(a), "r"(b));
+    return out;
+}
+DEVICE u32 hidden(u32 value) { return value * blockDim.y; }  // the same, which the compiler does not know
 DEVICE float float_of_bits(u32 bits) { return __uint_as_float(bits); }
 DEVICE u32 bits_of_float(float value) { return __float_as_uint(value); }
 

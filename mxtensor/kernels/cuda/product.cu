@@ -10,21 +10,7 @@
 // With SPREAD (sm_90) four warps multiply together, 64 rows of w by all COLS rows of x, which the matrix instruction
 // reads from shared memory by itself while the warps decode what comes next.
 
-DEVICE float number(const void* at, u64 i, int type) {
-    if (type == FLOAT) return static_cast<const float*>(at)[i];
-    u32 bits = static_cast<const u16*>(at)[i];
-    return type == FLOAT16 ? float_of_half(bits) : float_of_bits(bits << 16);
-}
-
 // ---------------------------------------------------------------------------------------------- the result
-
-// Whether a scale of row n of w is a NaN. Its block has made the sum infinite, if not a NaN already.
-DEVICE bool has_nan(const Arguments& a, const Place& p, u32 n) {
-    bool found = false;
-    const u8* scales = p.scales + u64(row_of_scales(n)) * a.scales_stride;
-    for (u32 i = 0; i < a.scales_stride; i++) found |= scales[i] == 255;
-    return found;
-}
 
 // What the warps along K and the blocks of a cluster have summed, in that order, with what belongs at the end.
 DEVICE void write(const Arguments& a, const Place& p, u32 x_row, const Sums& sums, const Lane& l, float* shared,
@@ -53,9 +39,7 @@ DEVICE void write(const Arguments& a, const Place& p, u32 x_row, const Sums& sum
         sync_cluster();
         begin = rank * span, end = begin + span < end ? begin + span : end;
     }
-    float factor = a.alpha * float_of_bits((FACTOR + 127) << 23);
-    if (a.global_scale) factor *= *a.global_scale;
-    if (a.x_global_scale) factor *= *a.x_global_scale;
+    float factor = factor_of_all(a);
     for (u32 i = begin + thread(); i < end; i += THREADS) {
         u32 row = i % ROWS, col = i / ROWS, n = p.row + row;
         u32 at = row * SUM_STRIDE + col;
@@ -69,16 +53,7 @@ DEVICE void write(const Arguments& a, const Place& p, u32 x_row, const Sums& sum
             for (int w = 0; w < WK; w++) sum += shared[at + w * ROWS * SUM_STRIDE];
             sum *= x_scale[col];
         }
-        if constexpr (SCALE == E8M0)
-            if ((bits_of_float(sum) & 0x7FFFFFFF) == 0x7F800000 && has_nan(a, p, n)) sum = float_of_bits(0x7FFFFFFF);
-        if constexpr (SCALE == AT_THE_END) sum *= reinterpret_cast<const float*>(p.scales)[row_of_scales(n)];
-        sum *= factor;
-        u64 m = x_row + col;
-        if (a.bias) sum += a.beta * number(a.bias, m * a.bias_stride + n, BIAS);
-        u64 to = m * a.n + n;
-        if constexpr (RESULT == FLOAT) static_cast<float*>(a.y)[to] = sum;
-        else if constexpr (RESULT == FLOAT16) static_cast<u16*>(a.y)[to] = half_of(sum);
-        else static_cast<u16*>(a.y)[to] = bfloat16_of(sum);
+        finish(a, p.scales, x_row + col, n, sum, factor);
     }
     if constexpr (SPLIT > 1) sync_cluster();  // nobody leaves while others read
 }
@@ -99,7 +74,7 @@ DEVICE void multiply_rows(const Arguments& a, const Place& p, u32 x_row) {
     const float* x_scale = a.x_scale + x_row;
     if constexpr (WHOLE_X) {
         x_stride = 2 * stages * BK + 64;
-        read_x(a, p, whole, x_stride);
+        read_x(a, p.x, p.x_rows, p.first * BK, stages * BK, whole, x_stride);
         x_scale = reinterpret_cast<const float*>(whole);
     } else {
         wait_for_previous();

@@ -1,19 +1,21 @@
 // Stages: what a block works on, and how it comes into shared memory.
 
 constexpr int THREADS = 32 * WR * WK;
-constexpr int ROWS = 16 * MT * WR, COLS = 8 * NT, BK = 32 * SLABS * WK;  // a warp takes SLABS slabs of a stage
+constexpr int FETCHERS = RESIDENT ? 32 : THREADS;  // threads that fetch a stage: a warp its own, or all of a block
+constexpr int ROWS = 16 * MT * (RESIDENT ? 1 : WR), COLS = 8 * NT;
+constexpr int BK = 32 * SLABS * (RESIDENT ? 1 : WK);  // a warp takes SLABS slabs of a stage
 constexpr int CODES = BK * BITS / 8, CODES_STRIDE = CODES + (BITS == 8 ? 32 : 16);  // bytes; strides free of conflicts
 constexpr int SCALES = SCALE == AT_THE_END ? 0 : SCALE == UE4M3 ? BK / 16 : BK / 32;  // bytes of a row and stage
-constexpr int SCALES_STRIDE = (SCALES + 15) / 16 * 16 + 16;
+constexpr int SCALES_STRIDE = RESIDENT ? (SCALES + 3) / 4 * 4 : (SCALES + 15) / 16 * 16 + 16;
 constexpr int X_STRIDE = SPREAD ? 2 * BK : 2 * BK + 64;
-constexpr int X_BYTES = WHOLE_X ? 0 : COLS * X_STRIDE, SCALES_BYTES = SCALES ? ROWS * SCALES_STRIDE : 0;
+constexpr int X_BYTES = WHOLE_X || RESIDENT ? 0 : COLS * X_STRIDE, SCALES_BYTES = SCALES ? ROWS * SCALES_STRIDE : 0;
 constexpr int CODES_AT = X_BYTES, SCALES_AT = CODES_AT + ROWS * CODES_STRIDE, ALIGN = SPREAD ? 1024 : 16;  // in a stage
 constexpr int STAGE = (SCALES_AT + SCALES_BYTES + ALIGN - 1) / ALIGN * ALIGN;
 constexpr int SUM_STRIDE = COLS + 2;  // float32 of the sums that the warps of one row of warps bring together
 constexpr int SUMS = 4 * WK * ROWS * SUM_STRIDE;  // bytes, where the stages were
 constexpr int WHOLE_AT = STAGES * STAGE > SUMS ? STAGES * STAGE : SUMS;
 constexpr int WHOLE_HEAD = 8 * COLS;  // in front of the rows of WHOLE_X: what scales them, and maxima
-static_assert(!WHOLE_X || BK % 256 == 0, "a warp casts 256 columns at a time");
+static_assert(!WHOLE_X || RESIDENT || BK % 256 == 0, "a warp casts 256 columns at a time");
 static_assert(!SPREAD || (MT == 1 && WK == 1 && WR % 4 == 0 && !WHOLE_X && NT >= 4), "four warps have 64 rows of w");
 
 struct Arguments {
@@ -30,6 +32,7 @@ struct Arguments {
     u32 codes_stride, scales_stride, x_stride;  // of a row: bytes, bytes, values
     u32 m, n, k;
     u32 bias_stride;           // from one row of y to the next: 0 where all have the same
+    u32 x_width, round;  // where x stays: its columns in a block, and tiles of w whose sums there is room for
     float alpha, beta;
 };
 
@@ -56,8 +59,8 @@ DEVICE constexpr u32 common(u32 a, u32 b) { return b == 0 ? a : common(b, a % b)
 // SHARED_ROWS rows of what is copied are one of the matrix.
 template <int WIDTH, int COPY, int STRIDE, int SHARED_ROWS, bool ALL>
 DEVICE void fetch(u8* to, const u8* from, u32 first, u32 rows, u32 most, u64 stride, u32 begin, u32 limit) {
-    constexpr u32 pieces = WIDTH / COPY, across = common(pieces, THREADS), down = THREADS / across;
-    u32 row = thread() / across, at = thread() % across * COPY;
+    constexpr u32 pieces = WIDTH / COPY, across = common(pieces, FETCHERS), down = FETCHERS / across;
+    u32 fetcher = thread() % FETCHERS, row = fetcher / across, at = fetcher % across * COPY;
     to += row * STRIDE + at, from += begin + at;
     const u8* line = from + (first + row) * stride;
 #pragma unroll 8
@@ -99,17 +102,16 @@ DEVICE void fetch_x(const Arguments& a, const Place& p, u8* to, u32 index) {
         to, reinterpret_cast<const u8*>(p.x), 0, COLS, COLS, 2 * a.x_stride, index * 2 * BK, 2 * a.x_stride);
 }
 
-// All columns of this block at once: in front what scales each row, and its largest magnitude, then the rows.
-DEVICE void read_x(const Arguments& a, const Place& p, u8* to, u32 stride) {
+// Columns ``first`` on of all rows, ``count`` of them, into shared memory: in front what scales each row, and its largest
+// magnitude, then the rows.
+DEVICE void read_x(const Arguments& a, const u16* x, u32 rows, u32 first, u32 count, u8* to, u32 stride) {
     float* scale = reinterpret_cast<float*>(to);
     u32* maxima = reinterpret_cast<u32*>(scale + COLS);
     if (thread() < COLS) maxima[thread()] = 0;
     sync_block();
     wait_for_previous();
-    Rows mine = {p.x, a.x_stride, a.k, p.x_rows, p.first * BK, (p.last - p.first) * BK};
-    Rows all = {p.x, a.x_stride, a.k, p.x_rows, 0, (a.k + 255) / 256 * 256};
-    find_maxima(maxima, CAST == TWO_LEVELS ? all : mine);
-    sync_block();
-    write_rows(to + WHOLE_HEAD, stride, mine, maxima, largest_of(maxima, p.x_rows));
-    if (thread() < p.x_rows) scale[thread()] = scale_of_row(maxima, thread(), p.x_rows);
+    Rows mine = {x, a.x_stride, a.k, rows, first, count};
+    Rows all = {x, a.x_stride, a.k, rows, 0, (a.k + 255) / 256 * 256};
+    convert(to + WHOLE_HEAD, stride, mine, all, maxima);
+    if (thread() < rows) scale[thread()] = scale_of_row(maxima, thread(), rows);
 }

@@ -19,16 +19,15 @@ DEVICE void decode_half(u32 (&a)[8], int half, const u8* slab, u32 t, u32 scale)
         a[j / 2 * 4 + j % 2 * 2 + half] = SCALE == UE4M3 ? multiply_half(words[j], scale) : words[j];
 }
 
-// Slab Q of those that share a word of scales; of ue4m3 scales each twice in a word.
-template <int Q> DEVICE void multiply_slab(Sums& sums, const Lane& l, u32 slab, const u32 (&scales)[2 * MT]) {
+// ``scales`` of the rows of this thread: bits of float32, or of ue4m3 scales two float16.
+DEVICE void multiply_slab(Sums& sums, const Lane& l, u32 slab, const u32 (&scales)[2 * MT]) {
     u32 a[MT][8];
     float scale[2 * MT];
 #pragma unroll
     for (int i = 0; i < 2 * MT; i++) {
         const u8* codes = l.stage + CODES_AT + (l.row + 8 * i) * CODES_STRIDE + slab * (4 * BITS);
         decode_half(a[i / 2], i % 2, codes, l.t, SCALE == UE4M3 ? scales[i] : 0);
-        if constexpr (SCALE == E8M0) scale[i] = power_of_two<Q % 4>(scales[i]);
-        if constexpr (SCALE == FLOAT32) scale[i] = float_of_bits(scales[i]);
+        scale[i] = float_of_bits(scales[i]);
     }
     constexpr int together = NT < 4 ? NT : 4 / MT;  // products that do not wait for each other
 #pragma unroll
@@ -63,23 +62,30 @@ template <int Q> DEVICE void multiply_slab(Sums& sums, const Lane& l, u32 slab, 
 constexpr int SLABS_A_WORD = SCALE == UE4M3 ? 2 : 4;
 constexpr int UNROLL = MT * NT > 2 ? 1 : SLABS / SLABS_A_WORD;
 
+// The scales of those slabs, for row i of this thread; ``word`` counts from its first slab on.
+DEVICE void read_scales(u32 (&scales)[SLABS_A_WORD][2 * MT], int i, const Lane& l, int word) {
+    u32 at = (l.row + 8 * i) * SCALES_STRIDE + l.slab * (SCALE == UE4M3 ? 2 : 1) + 4 * word, bytes = 0;
+    if constexpr (SCALES > 0) bytes = *reinterpret_cast<const u32*>(l.stage + SCALES_AT + at);
+    if constexpr (SCALE == UE4M3) {
+        pairs_of_ue4m3(scales[0][i], scales[1][i], bytes >> l.t / 2 * 8);
+    } else if constexpr (SCALE == E8M0) {
+        scales[0][i] = bits_of_float(power_of_two<0>(bytes)), scales[1][i] = bits_of_float(power_of_two<1>(bytes));
+        scales[2][i] = bits_of_float(power_of_two<2>(bytes)), scales[3][i] = bits_of_float(power_of_two<3>(bytes));
+    } else {
+#pragma unroll
+        for (int q = 0; q < SLABS_A_WORD; q++) scales[q][i] = bytes;
+    }
+}
+
 DEVICE void multiply_stage(Sums& sums, Lane& l, const u8* stage, const u8* x) {
     l.stage = stage, l.x = x;
-    const u8* at = stage + SCALES_AT + l.row * SCALES_STRIDE + l.slab * (SCALE == UE4M3 ? 2 : 1);
 #pragma unroll UNROLL
     for (int word = 0; word < SLABS / SLABS_A_WORD; word++) {
-        u32 scales[2 * MT], second[2 * MT], slab = l.slab + word * SLABS_A_WORD;
+        u32 scales[SLABS_A_WORD][2 * MT];
 #pragma unroll
-        for (int i = 0; i < 2 * MT; i++) {
-            if constexpr (SCALES > 0) scales[i] = *reinterpret_cast<const u32*>(at + 8 * i * SCALES_STRIDE + 4 * word);
-            if constexpr (SCALE == UE4M3) pairs_of_ue4m3(scales[i], second[i], scales[i] >> l.t / 2 * 8);
-        }
-        multiply_slab<0>(sums, l, slab, scales);
-        multiply_slab<1>(sums, l, slab + 1, SCALE == UE4M3 ? second : scales);
-        if constexpr (SLABS_A_WORD == 4) {
-            multiply_slab<2>(sums, l, slab + 2, scales);
-            multiply_slab<3>(sums, l, slab + 3, scales);
-        }
+        for (int i = 0; i < 2 * MT; i++) read_scales(scales, i, l, word);
+#pragma unroll
+        for (int q = 0; q < SLABS_A_WORD; q++) multiply_slab(sums, l, l.slab + word * SLABS_A_WORD + q, scales[q]);
     }
 }
 

@@ -1,0 +1,143 @@
+// y (M, N) = x (M, K) w (N, K)^T for the fewest rows of x, which stay in shared memory.
+//
+// A block has its share of the rows of w, tiles of ROWS, as many as any other. Its WR rows of warps take turns with them;
+// each of the WK warps of one has columns of its own, a stage of BK and again one WK stages further, whose codes and
+// scales it fetches for itself, and with WR = 1 of x what belongs to them: no warp waits for another until the sums of
+// ``round`` tiles, a multiple of WR, are brought together. Blocks of a cluster have the same tiles, and each of them a
+// part of the columns.
+
+constexpr int SLOT = ROWS + 4;  // float32 of the sums of a warp, tile and row of x
+constexpr int RING = STAGES * STAGE, X_AT = WR * WK * RING, X_HEAD = WHOLE_X ? WHOLE_HEAD : 0;
+
+struct Share {  // what a block works on
+    u32 begin, end;   // tiles of w
+    u32 first, last;  // stages along K
+    u32 x_stride;     // bytes of a row of x
+    u8* x;
+};
+
+struct Walk {  // through the stages of a warp, tile by tile: what is fetched next
+    u32 tile, stage;
+};
+DEVICE u32 row_of_warps() { return thread() / 32 / WK; }
+DEVICE u32 place_in_row() { return thread() / 32 % WK; }
+DEVICE Walk first_of(const Share& s) {
+    u32 stage = s.first + place_in_row();
+    return {stage < s.last ? s.begin + row_of_warps() : s.end, stage};
+}
+DEVICE bool is_left(const Walk& w, const Share& s) { return w.tile < s.end; }
+DEVICE void step(Walk& w, const Share& s) {
+    w.stage += WK;
+    if (w.stage >= s.last) w.stage = s.first + place_in_row(), w.tile += WR;
+}
+
+DEVICE void fetch_codes(const Arguments& a, const Walk& w, u8* stage) {
+    Place p = {a.codes, a.scales, a.x, w.tile * ROWS};
+    p.rows = a.n - p.row;
+    fetch_weights(a, p, stage, w.stage);
+}
+// Columns of x, ``count`` from those of stage ``first`` on, by so many threads of which this is one.
+DEVICE void fetch_x(const Arguments& a, const Share& s, u32 first, u32 count, u32 fetcher, u32 fetchers) {
+    u32 pieces = count / 8;  // of 16 bytes
+    u8* to = s.x + (first - s.first) * 2 * BK;
+    for (u32 i = fetcher; i < a.m * pieces; i += fetchers)
+        copy<16>(to + i / pieces * s.x_stride + i % pieces * 16,
+                 a.x + i / pieces * u64(a.x_stride) + first * BK + i % pieces * 8, true);
+}
+DEVICE void fetch_columns(const Arguments& a, const Share& s, const Walk& w) {
+    if (!WHOLE_X && WR == 1 && w.tile == s.begin) fetch_x(a, s, w.stage, BK, thread() % 32, 32);
+}
+
+DEVICE void keep(float* slot, const Sums& sums, const Lane& l, u32 m) {
+#pragma unroll
+    for (int j = 0; j < NT; j++)
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+            u32 col = 8 * j + 2 * l.t + e;
+            if (col < m)
+#pragma unroll
+                for (int i = 0; i < 2 * MT; i++) slot[col * SLOT + l.g + 8 * i] = sums[i / 2][j][i % 2 * 2 + e];
+        }
+}
+
+// ``tiles`` tiles from ``first`` on: what the warps, then the blocks of a cluster have summed, in that order.
+DEVICE void write_tiles(const Arguments& a, u32 first, u32 tiles, float* slots, const float* x_scale) {
+    float factor = factor_of_all(a);
+    u32 count = tiles * a.m * ROWS, span = (count + SPLIT - 1) / SPLIT, begin = 0, end = count;
+    sync_block();
+    for (int pass = 0; pass < (SPLIT > 1 ? 2 : 1); pass++) {
+        for (u32 i = begin + thread(); i < end; i += THREADS) {
+            u32 row = i % ROWS, col = i / ROWS % a.m, tile = i / ROWS / a.m, n = (first + tile) * ROWS + row;
+            float *slot = slots + (tile * WK * a.m + col) * SLOT + row, sum = 0;
+            if (pass == 0) {
+#pragma unroll
+                for (u32 w = 0; w < WK; w++) sum += slot[w * a.m * SLOT];
+                sum *= x_scale[col];
+            } else {
+#pragma unroll
+                for (u32 r = 0; r < SPLIT; r++) sum += read_of_block(slot, r);
+            }
+            if (SPLIT > 1 && pass == 0) *slot = sum;
+            else if (n < a.n) finish(a, a.scales, col, n, sum, factor);
+        }
+        if (SPLIT == 1) sync_block();
+        else sync_cluster();
+        begin = block_z() * span, end = begin + span < count ? begin + span : count;
+    }
+}
+
+KERNEL void BOUNDS(THREADS, BLOCKS) resident(const Arguments a) {
+    let_next_start();
+    u32 lane = thread() % 32, warp = thread() / 32, tiles = (a.n + ROWS - 1) / ROWS, stages = (a.k + BK - 1) / BK;
+    u32 others = blocks_x() / RESIDENT, block = block_x();  // blocks of one multiprocessor have neighbouring tiles
+    if (block < others * RESIDENT) block = block % others * RESIDENT + block / others;
+    u8 *shared = shared_memory(), *ring = shared + warp * RING;
+    Share s = {block * tiles / blocks_x(), (block + 1) * tiles / blocks_x(), block_z() * stages / SPLIT,
+               (block_z() + 1) * stages / SPLIT, 2 * a.x_width + 64, shared + X_AT + X_HEAD};
+    float* slots = reinterpret_cast<float*>(s.x + a.m * s.x_stride);
+    const float* x_scale = WHOLE_X ? reinterpret_cast<const float*>(shared + X_AT) : a.x_scale;
+    Lane l = {lane / 4, lane % 4, lane / 4, 0};
+#pragma unroll
+    for (int j = 0; j < NT; j++) l.columns[j] = (8 * j + l.g < a.m ? 8 * j + l.g : 0) * s.x_stride + l.t * 16;
+
+    Walk next = first_of(s), ahead = next;
+#pragma unroll
+    for (int i = 0; i < STAGES - 1; i++)  // weights do not wait for the kernel before this one
+        if (is_left(ahead, s)) fetch_codes(a, ahead, ring + i * STAGE), step(ahead, s);
+    if constexpr (WHOLE_X) {
+        read_x(a, a.x, a.m, s.first * BK, a.x_width, shared + X_AT, s.x_stride);
+    } else {
+        wait_for_previous();
+        if constexpr (WR > 1) fetch_x(a, s, s.first, (s.last - s.first) * BK, thread(), THREADS);
+    }
+#pragma unroll
+    for (int i = 0; i < STAGES - 1; i++) {
+        if (is_left(next, s)) fetch_columns(a, s, next), step(next, s);
+        end_of_stage();
+    }
+    if constexpr (!WHOLE_X && WR > 1) wait_for_stage<0>();
+    if constexpr (WHOLE_X || WR > 1) sync_block();
+    u32 slot = 0;
+    for (u32 round = s.begin; round < s.end; round += a.round) {
+        u32 count = s.end - round < a.round ? s.end - round : a.round;
+        for (u32 tile = row_of_warps(); tile < count; tile += WR) {
+            Sums sums = {};
+            const u8* x = s.x + place_in_row() * 2 * BK;
+            for (u32 stage = s.first + place_in_row(); stage < s.last; stage += WK) {
+                wait_for_stage<STAGES - 2>();
+                sync_warp();
+                if (is_left(next, s)) {
+                    fetch_codes(a, next, ring + (slot == 0 ? STAGES - 1 : slot - 1) * STAGE);
+                    fetch_columns(a, s, next);
+                    step(next, s);
+                }
+                end_of_stage();
+                multiply_stage(sums, l, ring + slot * STAGE, x);
+                slot = slot + 1 == STAGES ? 0 : slot + 1, x += WK * 2 * BK;
+            }
+            keep(slots + (tile * WK + place_in_row()) * a.m * SLOT, sums, l, a.m);
+        }
+        write_tiles(a, round, count, slots, x_scale);
+    }
+    wait_for_stage<0>();
+}

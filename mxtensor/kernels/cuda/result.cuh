@@ -1,0 +1,34 @@
+// The result: what is done to a sum of products before it is written, once, in the type that is wanted.
+
+DEVICE float number(const void* at, u64 i, int type) {
+    if (type == FLOAT) return static_cast<const float*>(at)[i];
+    u32 bits = static_cast<const u16*>(at)[i];
+    return type == FLOAT16 ? float_of_half(bits) : float_of_bits(bits << 16);
+}
+
+// Whether a scale of row n of w is a NaN. Its block has made the sum infinite, if not a NaN already.
+DEVICE bool has_nan(const Arguments& a, const u8* scales, u32 n) {
+    bool found = false;
+    scales += u64(row_of_scales(n)) * a.scales_stride;
+    for (u32 i = 0; i < a.scales_stride; i++) found |= scales[i] == 255;
+    return found;
+}
+
+// Element (m, n) of the result from the sum of its products, with what belongs at the end; ``factor`` of the tensor.
+DEVICE float factor_of_all(const Arguments& a) {
+    float factor = a.alpha * float_of_bits((FACTOR + 127) << 23);
+    if (a.global_scale) factor *= *a.global_scale;
+    if (a.x_global_scale) factor *= *a.x_global_scale;
+    return factor;
+}
+DEVICE void finish(const Arguments& a, const u8* scales, u64 m, u32 n, float sum, float factor) {
+    if constexpr (SCALE == E8M0)
+        if ((bits_of_float(sum) & 0x7FFFFFFF) == 0x7F800000 && has_nan(a, scales, n)) sum = float_of_bits(0x7FFFFFFF);
+    if constexpr (SCALE == AT_THE_END) sum *= reinterpret_cast<const float*>(scales)[row_of_scales(n)];
+    sum *= factor;
+    if (a.bias) sum += a.beta * number(a.bias, m * a.bias_stride + n, BIAS);
+    u64 to = m * a.n + n;
+    if constexpr (RESULT == FLOAT) static_cast<float*>(a.y)[to] = sum;
+    else if constexpr (RESULT == FLOAT16) static_cast<u16*>(a.y)[to] = half_of(sum);
+    else static_cast<u16*>(a.y)[to] = bfloat16_of(sum);
+}
