@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..codec import Operand
-from ..dispatch import Kernel, Spec, cached, is_traced
+from ..dispatch import Kernel, Spec
 from ..formats import E8M0, UE4M3, ElementFormat, Format, Rounding, ScaleCalculationMode, get_format
 from ..roles import Cast
 from . import nvrtc, triton_host
@@ -100,13 +102,17 @@ class Cut(NamedTuple):
     """along N, along M or groups; bytes of shared memory of each"""
 
 
-@cached
+@cache
 def cut(
     device: torch.device, format: Format, types: tuple[torch.dtype, torch.dtype, torch.dtype],
-    sizes: tuple[int, int, int, int], copies: tuple[int, int, int], cast: Cast | None, given: Plan | None,
+    sizes: tuple[int, int, int, int], lie: tuple[int, int, int], cast: Cast | None, given: Plan | None,
 ) -> Cut:  # fmt: skip
-    """How products of these types (x, result, bias) and sizes (M, N, K, groups or 0) are cut up, or by ``given``."""
+    """How products of these types (x, result, bias) and sizes (M, N, K, groups or 0) are cut up, or by ``given``.
+
+    ``lie``: of codes, scales and x, what address and bytes of a row leave over from a multiple of 16, or'ed.
+    """
     rows, width, cols, groups = sizes
+    copies = copy_size(lie[0]), copy_size(lie[1]), copy_size(lie[2])
     plan = given or choose_plan(device, format, -(-rows // (groups or 1)), width, cols, rows)
     even = width % plan.rows == 0 and cols % plan.depth == 0
     if plan.whole_x:
@@ -119,7 +125,7 @@ def cut(
     return Cut(plan, kernel, (*blocks, shared_memory(format, plan, rows, cols)))
 
 
-@cached
+@cache
 def _activations_kernel(
     device: torch.device, element: ElementFormat, dtype: torch.dtype, copy: int, cast: Cast | None, spread: bool
 ) -> Any:
@@ -153,29 +159,28 @@ def launch(
     out_dtype: torch.dtype, cast: Cast | None, plan: Plan | None = None,
 ) -> Tensor:  # fmt: skip
     """The product as ``small_batch`` has it, cut up by ``plan`` where one is given."""
-    device, rows, width = x.device, x.shape[0], data.shape[-2]
+    device, rows, (*_, width, bytes_a_row), (*_, scale_rows, scale_cols) = x.device, x.shape[0], data.shape, scale.shape
     groups = 0 if ends is None else data.shape[0]
     out = x.new_zeros(rows, width, dtype=out_dtype) if groups else x.new_empty(rows, width, dtype=out_dtype)
-    codes, scales, bytes_a_row = data.data_ptr(), scale.data_ptr(), data.shape[-1]
-    scale_bytes = scale.shape[-1] * scale.element_size()
-    copies = (
-        copy_size(codes, bytes_a_row), copy_size(scales, scale_bytes), copy_size(x.data_ptr(), 2 * x.stride(0))
-    )  # fmt: skip
+    codes, scales, values, stride = data.data_ptr(), scale.data_ptr(), x.data_ptr(), x.stride()[0]
+    scale_bytes = scale_cols * scale.element_size()
+    lie = (codes | bytes_a_row) & 15, (scales | scale_bytes) & 15, (values | 2 * stride) & 15
     types = (x.dtype, out_dtype, out_dtype if bias is None else bias.dtype)
     with triton_host.on(device):
-        plan, kernel, blocks = cut(device, format, types, (rows, width, cols, groups), copies, cast, plan)
+        plan, kernel, blocks = cut(device, format, types, (rows, width, cols, groups), lie, cast, plan)
         x_scale = None
         if not plan.whole_x:
             x, x_scale = _prepared(x, format, cast, plan.cols, plan.together)
+            values, stride = x.data_ptr(), x.stride()[0]
         kernel(
             *blocks,
             (
-                codes, scales, x.data_ptr(), out.data_ptr(),
+                codes, scales, values, out.data_ptr(),
                 0 if x_scale is None else x_scale.data_ptr(), 0 if last is None else last.data_ptr(),
                 0 if x_global is None else x_global.data_ptr(),
                 0 if bias is None else bias.data_ptr(), 0 if ends is None else ends.data_ptr(),
-                width * bytes_a_row, scale.shape[-2] * scale_bytes, bytes_a_row, scale_bytes,
-                x.stride(0), rows, width, cols, width if bias is not None and bias.dim() == 2 else 0, alpha, beta,
+                width * bytes_a_row, scale_rows * scale_bytes, bytes_a_row, scale_bytes,
+                stride, rows, width, cols, width if bias is not None and bias.dim() == 2 else 0, alpha, beta,
             ),
         )  # fmt: skip
     return out
@@ -210,8 +215,9 @@ def _is_cast_here(cast: Cast, x: Tensor) -> bool:
     f = cast.format
     if cast.rounding is not Rounding.NEAREST or x.dtype not in HALVES:
         return False
-    few = f.scale is UE4M3 and f.block == (1, 16) and math.prod(x.shape[:-1]) <= WHOLE_ROWS
-    return few or (f.scale is E8M0 and f.block == (1, 32))
+    if f.scale is E8M0:
+        return f.block == (1, 32)
+    return f.scale is UE4M3 and f.block == (1, 16) and math.prod(x.shape[:-1]) <= WHOLE_ROWS
 
 
 def _activations(a: Factor) -> tuple[Tensor, Tensor | None, Cast | None]:
@@ -227,32 +233,49 @@ def _activations(a: Factor) -> tuple[Tensor, Tensor | None, Cast | None]:
     return a, None, None
 
 
-def _call(a: Factor, b: Factor, ends: Tensor | None, args: GemmArgs) -> Tensor:
+def _call(a: Factor, b: Factor, ends: Tensor | None, args: GemmArgs, work: Callable[..., Tensor]) -> Tensor:
+    """``work`` of the arguments that ``launch`` takes."""
     assert isinstance(b, Operand)
     x, x_global, cast = _activations(a)
     shape = (*x.shape[:-1], b.shape[-2])
-    x = x.reshape(-1, x.shape[-1])
-    x = x if x.stride(1) == 1 and x.stride(0) >= x.shape[1] else x.contiguous()
-    bias, ends = flat_bias(args, shape), None if ends is None else ends.contiguous()
+    if len(shape) != 2:
+        x = x.reshape(-1, x.shape[-1])
+    if not x.is_contiguous() and (x.stride(1) != 1 or x.stride(0) < x.shape[1]):
+        x = x.contiguous()
+    bias = flat_bias(args, shape)
     if bias is not None and bias.dtype not in TYPES:
         bias = bias.float()
-    data, scale = b.data.contiguous(), b.scale.contiguous()
-    rest = (x_global, b.global_scale, bias, ends, float(args.alpha), float(args.beta), args.out_dtype)
-    if is_traced(x, data):
-        words = (cast.format.name, cast.scaling.value) if cast is not None else ("", "")
-        out: Tensor = small_batch(x, data, scale, b.format.name, b.shape[-1], *rest, *words)
-    else:
-        out = launch(x, data, scale, b.format, b.shape[-1], *rest, cast)
-    return out.view(shape)
+    if ends is not None:
+        ends = ends.contiguous()
+    out = work(
+        x, b.data.contiguous(), b.scale.contiguous(), b.format, b.shape[-1], x_global, b.global_scale, bias, ends,
+        float(args.alpha), float(args.beta), args.out_dtype, cast,
+    )  # fmt: skip
+    return out if len(shape) == 2 else out.view(shape)
+
+
+def _op(x: Tensor, data: Tensor, scale: Tensor, format: Format, *rest: Any) -> Tensor:
+    """``launch`` as the op that graphs hold."""
+    *others, cast = rest
+    words = ("", "") if cast is None else (cast.format.name, cast.scaling.value)
+    return small_batch(x, data, scale, format.name, *others, *words)  # type: ignore[no-any-return]
 
 
 def run(a: Factor, b: Factor, args: GemmArgs) -> Tensor:
-    return _call(a, b, None, args)
+    return _call(a, b, None, args, launch)
+
+
+def run_traced(a: Factor, b: Factor, args: GemmArgs) -> Tensor:
+    return _call(a, b, None, args, _op)
 
 
 def run_grouped(a: Factor, b: Factor, ends: Tensor, args: GemmArgs) -> Tensor:
-    return _call(a, b, ends, args)
+    return _call(a, b, ends, args, launch)
 
 
-KERNEL = Kernel("small_batch", refuses, run, "cuda")
-GROUPED = Kernel("small_batch", refuses_grouped, run_grouped, "cuda")
+def run_grouped_traced(a: Factor, b: Factor, ends: Tensor, args: GemmArgs) -> Tensor:
+    return _call(a, b, ends, args, _op)
+
+
+KERNEL = Kernel("small_batch", refuses, run, "cuda", run_traced)
+GROUPED = Kernel("small_batch", refuses_grouped, run_grouped, "cuda", run_grouped_traced)
