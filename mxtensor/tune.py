@@ -2,7 +2,8 @@
 
 For each format, number of rows and shape, every plan that fits is run under a CUDA graph over weights that are not in
 the cache; the fastest goes to ``kernels/small_batch_sm90.json`` (of this GPU's compute capability), from which
-``kernels/small_batch_table.py`` chooses. Nothing is tuned while a model runs.
+``kernels/small_batch_table.py`` chooses. What is not measured this time stays in the table. Nothing is tuned while a
+model runs.
 """
 
 from __future__ import annotations
@@ -174,6 +175,25 @@ def fastest(format: Format, m: int, n: int, k: int, together: bool, held: Sequen
     return Measured(format.name, m, n, k, us, plan)
 
 
+def _case(row: Sequence[Any]) -> tuple[Any, ...]:
+    """What a line of a file is about: format, shape, rows and the kind of plan."""
+    format, m, n, k, _, *plan = row
+    return format, n, k, m, bool(plan[Plan._fields.index("together")])
+
+
+def merged(old: Iterable[Sequence[Any]], new: Iterable[Sequence[Any]]) -> list[Sequence[Any]]:
+    """The lines of a file, each new one in the place of the old one of the same case; in the order of the cases."""
+    by_case = {_case(row): row for row in (*old, *new)}
+    return [by_case[case] for case in sorted(by_case)]
+
+
+def write(path: Path, found: Iterable[Measured]) -> None:
+    """Put what was measured into the table at ``path``; what else it holds stays."""
+    old = json.loads(path.read_text()) if path.exists() else []
+    lines = merged(old, map(line, found))
+    path.write_text("[\n" + ",\n".join(" " + json.dumps(row) for row in lines) + "\n]\n")
+
+
 def main() -> None:
     """Time, print and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -182,7 +202,9 @@ def main() -> None:
     parser.add_argument(
         "--kinds", nargs="+", type=int, default=(0, 1), help="1: plans in which four warps multiply together"
     )
-    parser.add_argument("--json", type=Path, help="the table to write (default: that of this GPU)")
+    parser.add_argument(
+        "--json", type=Path, help="the table to write to; lines of other cases stay (default: that of this GPU)"
+    )
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.exit(1, "This command times CUDA kernels, and torch finds no CUDA device here.\n")
@@ -196,7 +218,7 @@ def main() -> None:
             held = weights(format, n, k)
             found += filter(None, (fastest(format, *case, held) for case in cases if case[1:3] == (n, k)))
     path = args.json or path_of(torch.cuda.get_device_capability())
-    path.write_text("[\n" + ",\n".join(" " + json.dumps(line(row)) for row in found) + "\n]\n")
+    write(path, found)
     print(f"wrote {path}")
 
 
