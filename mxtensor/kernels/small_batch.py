@@ -25,6 +25,7 @@ from ..roles import Cast
 from . import nvrtc, triton_host
 from .cast import dequantize_operand, round_trip
 from .gemm_spec import Factor, GemmArgs, Rounded, Uncast, flat_bias, not_a_bias_of_groups, not_rows_by_matrix
+from .refusals import exported, other_build
 from .small_batch_plan import ELEMENTS, SCALES, TYPES, Facts, Plan, cast_constants, constants, copy_size, shared_memory
 from .small_batch_table import choose_plan, most_rows
 
@@ -42,15 +43,17 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 def _refuses(spec: Spec, a: Factor, b: Factor, args: GemmArgs) -> str | None:
-    if torch.version.hip is not None:
-        return "written for CUDA devices, this build of torch is for ROCm"
+    reason = other_build()
+    if reason is not None:
+        return reason
     if spec.capability < nvrtc.OLDEST:
         return f"needs sm80, this device is sm{spec.capability[0]}{spec.capability[1]}"
     library = nvrtc.library()
     if isinstance(library, str):
         return library
-    if spec.traced and torch.compiler.is_exporting():
-        return "an exported program holds aten ops only"
+    reason = exported(spec)
+    if reason is not None:
+        return reason
     if not isinstance(b, Operand):
         return "reads the codes of a quantized right factor, which has none"
     f = b.format
