@@ -173,11 +173,13 @@ VERDICT_HEADER = ["target", "limit", "worst", "where", "holds"]
 # ---------------------------------------------------------------------------------------------- the command
 
 
-def gpu_arguments(description: str, seconds: int) -> argparse.Namespace:
-    """The options of the GPU benchmarks. Leaves with a sentence where there is no CUDA device."""
+def gpu_arguments(description: str, seconds: int, **flags: str) -> argparse.Namespace:
+    """The options of the GPU benchmarks, and ``flags`` of one: name and help. Leaves where there is no CUDA device."""
     options = parser(description)
     options.add_argument("--quick", action="store_true", help="one small size, few rounds, nothing compiled")
     options.add_argument("--seconds", type=float, default=seconds, help="after so many, peers are left out")
+    for name, text in flags.items():
+        options.add_argument(f"--{name}", action="store_true", help=text)
     args = options.parse_args()
     if not torch.cuda.is_available():
         options.exit(1, "This benchmark times CUDA kernels, and torch finds no CUDA device here; nothing was timed.\n")

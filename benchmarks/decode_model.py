@@ -1,7 +1,8 @@
 """A Llama-3-8B-shaped model that decodes greedily, by format: ``python -m benchmarks.decode_model --json F``.
 
 transformers' own model with random weights, batch 1, a static cache, one CUDA graph a token; every format is the same
-model, converted by ``mx.quantize_``. Beside tokens a second: bytes of the weights, and the time of a prefill.
+model, converted by ``mx.quantize_``, its decoder layers compiled (``--eager``: not). Beside tokens a second: bytes of
+the weights, and the time of a prefill.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -92,8 +94,42 @@ class Decoder:
         self.token.copy_(out.logits[:, -1].argmax(-1, keepdim=True))
 
 
-def measured(config: str, make: Callable[[], nn.Module], device: str, prefill: int = PREFILL) -> ModelRow:
-    """Convert a model and decode with it; on a CPU without a graph."""
+class OfOneLayer:
+    """What a decoder layer sees of the cache: its own part, whatever its number."""
+
+    def __init__(self, part: Any) -> None:
+        self.part = part
+
+    def update(self, keys: Tensor, values: Tensor, index: int, *rest: Any, **more: Any) -> tuple[Tensor, Tensor]:
+        return self.part.update(keys, values, *rest, **more)  # type: ignore[no-any-return]
+
+
+def compile_layers(decoder: Decoder) -> None:
+    """Compile the decoder layers, all of them as one function: none knows its number, or the address of its cache.
+
+    To be called after a prefill, which makes the cache.
+    """
+    torch._dynamo.reset()  # what was compiled for models before counts towards its limit
+    layers: Any = decoder.model.model.layers  # type: ignore[union-attr]
+    run = torch.compile(type(layers[0]).forward, fullgraph=True, dynamic=False)
+    for layer, part in zip(layers, cast(Any, decoder.cache).layers, strict=True):
+        for t in vars(part).values():
+            if isinstance(t, Tensor):
+                torch._dynamo.mark_static_address(t, guard=False)
+        layer.self_attn.layer_idx = 0
+        layer.forward = partial(_forward, run, layer, OfOneLayer(part))
+
+
+def _forward(run: Callable[..., Tensor], layer: nn.Module, own: OfOneLayer, *args: Any, **kwargs: Any) -> Tensor:
+    if kwargs.get("past_key_values") is not None:
+        kwargs["past_key_values"] = own
+    return run(layer, *args, **kwargs)
+
+
+def measured(
+    config: str, make: Callable[[], nn.Module], device: str, prefill: int = PREFILL, compiles: bool = False
+) -> ModelRow:
+    """Convert a model and decode with it, its layers compiled or not; on a CPU without a graph."""
     cuda = device == "cuda"
     model = make()
     row = ModelRow(config, {})
@@ -108,6 +144,8 @@ def measured(config: str, make: Callable[[], nn.Module], device: str, prefill: i
     with mx.explain() as log:
         decoder.step()
     row.kernels = ", ".join(dict.fromkeys(e.kernel for e in log.entries if e.spec.op == "linear"))
+    if compiles:
+        compile_layers(decoder)
     decoder.step()
     step: Callable[[], Any] = decoder.step
     if cuda:
@@ -204,7 +242,7 @@ def lines(rows: Sequence[ModelRow]) -> list[list[str]]:
 
 def main() -> None:
     """Measure every config, then print them beside bfloat16."""
-    args = gpu_arguments(__doc__ or "", seconds=240)
+    args = gpu_arguments(__doc__ or "", seconds=240, eager="leave the decoder layers uncompiled")
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
 
@@ -215,7 +253,7 @@ def main() -> None:
     rows = []
     with torch.no_grad():
         for config in CONFIGS:
-            rows.append(measured(config, make, args.device))
+            rows.append(measured(config, make, args.device, compiles=not (args.eager or args.quick)))
             torch.cuda.empty_cache()
             print(f"{config}: {rows[-1].tokens_a_second:.1f} tokens/s", flush=True)
     print(f"\n{here()}\n")

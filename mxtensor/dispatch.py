@@ -5,7 +5,7 @@ Knows neither the tensor nor any kernel. ``ops/`` fills OP_TABLE, ``kernels/`` h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -88,7 +88,7 @@ def device_capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if there else (0, 0)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Kernel:
     """``refuses(spec, *operands)`` returns a sentence or None; ``run`` does the work."""
 
@@ -97,6 +97,8 @@ class Kernel:
     run: Callable[..., Any]
     device: str | None = None
     """The type of the only device it runs on: what ``choose`` looks at first, at next to no cost."""
+    run_traced: Callable[..., Any] | None = None
+    """What runs in the place of ``run`` where the spec is traced: the same work as ops that a graph can hold."""
 
 
 _ELSEWHERE: dict[tuple[str, str], str] = {}
@@ -121,23 +123,6 @@ def is_traced(*tensors: torch.Tensor | None) -> bool:
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-
-
-def torch_autocasts(device: torch.device) -> bool:
-    """Whether torch.autocast is active for tensors of ``device``; torch has none for meta, and raises."""
-    return device.type != "meta" and torch.is_autocast_enabled(device.type)
-
-
-def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
-    """The dtype that torch.autocast gives products of ``x``; None outside it, and for float64, left alone."""
-    if torch_autocasts(x.device) and x.dtype is not torch.float64:
-        return torch.get_autocast_dtype(x.device.type)
-    return None
-
-
-def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """torch.autocast switched off, for code that decides on dtypes itself."""
-    return torch.autocast(device.type, enabled=False) if torch_autocasts(device) else nullcontext()
 
 
 _forced: ContextVar[str | None] = ContextVar("mxtensor_kernels", default=None)
@@ -165,13 +150,29 @@ def kernels(name: str) -> Iterator[None]:
         _forced.reset(token)
 
 
-def choose(candidates: Sequence[Kernel], spec: Spec, *operands: Any, prefer: str | None = None) -> Kernel:
+_decisions: dict[Hashable, tuple[Kernel | None, dict[str, str]]] = {}
+MOST_DECISIONS = 4096
+"""That are kept; then all are forgotten."""
+
+
+def choose(
+    candidates: tuple[Kernel, ...], spec: Spec, *operands: Any, prefer: str | None = None, facts: Hashable = None
+) -> Kernel:
     """The first kernel that accepts, logged with the refusals of those before it.
 
     ``prefer`` (a tensor's own preference) or an enclosing ``kernels()`` leaves one candidate, the latter winning.
-    Raises NotImplementedError with every refusal when none accepts.
+    ``facts``: all that the refusals look at beside the spec; with them, kernels are asked once for calls that are
+    alike, unless these are traced. Raises NotImplementedError with every refusal when none accepts.
     """
-    kernel, refusals = accepting(candidates, spec, *operands, prefer=prefer)
+    key = None if facts is None or spec.traced else (candidates, spec, facts, prefer, _forced.get())
+    known = _decisions.get(key)
+    if known is None:
+        known = accepting(candidates, spec, *operands, prefer=prefer)
+        if key is not None:
+            if len(_decisions) >= MOST_DECISIONS:
+                _decisions.clear()
+            _decisions[key] = known
+    kernel, refusals = known
     if kernel is not None:
         record(spec, kernel.name, refusals)
         return kernel
@@ -200,11 +201,13 @@ def accepting(
     return None, refusals
 
 
-def perform(candidates: Sequence[Kernel], spec: Spec, *operands: Any, prefer: str | None = None) -> Any:
+def perform(
+    candidates: tuple[Kernel, ...], spec: Spec, *operands: Any, prefer: str | None = None, facts: Hashable = None
+) -> Any:
     """``choose`` and run. What fails inside the kernel raises a RuntimeError that names it and its operands."""
-    kernel = choose(candidates, spec, *operands, prefer=prefer)
+    kernel = choose(candidates, spec, *operands, prefer=prefer, facts=facts)
     if spec.traced:
-        return kernel.run(*operands)
+        return (kernel.run_traced or kernel.run)(*operands)
     try:
         return kernel.run(*operands)
     except (ValueError, TypeError, NotImplementedError, torch.OutOfMemoryError):

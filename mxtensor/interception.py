@@ -16,10 +16,10 @@ from torch import Tensor
 
 from . import recompute
 from .delayed import DelayedState
-from .dispatch import autocast_dtype
 from .linear import Options, Scales, linear
 from .roles import HIGH_PRECISION, Roles
 from .tensor import MXTensor
+from .torch_autocast import autocast_dtype
 from .training_weight import STATE, WEIGHT_FUNCTIONS, TrainingWeight, values_of
 
 # ---------------------------------------------------------------------------------------------- spellings

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .codec import Operand
-from .dispatch import Spec, forced_kernel, is_traced, record, resumed, surroundings, without_autocast
+from .dispatch import Spec, forced_kernel, is_traced, record, resumed, surroundings
 from .kernels import emulated
 from .kernels.cast import cast_pair
 from .kernels.gemm import gemm, kernel_for, values_dtype
@@ -30,6 +30,7 @@ from .kernels.gemm_spec import Factor, Form, GemmArgs, Uncast, data_of, format_o
 from .kernels.rotate import rotated
 from .roles import Cast, KernelPreference, Role, Roles, roles_by_key
 from .tensor import MXTensor
+from .torch_autocast import without_autocast
 from .training_weight import values_of
 
 Want = Form | torch.dtype | None

@@ -2,7 +2,8 @@
 
 For each format, number of rows and shape, every plan that fits is run under a CUDA graph over weights that are not in
 the cache; the fastest goes to ``kernels/small_batch_sm90.json`` (of this GPU's compute capability), from which
-``kernels/small_batch_table.py`` chooses. Nothing is tuned while a model runs.
+``kernels/small_batch_table.py`` chooses. What is not measured this time stays in the table. Nothing is tuned while a
+model runs.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from .codec import Operand
 from .formats import Format, get_format
 from .kernels import nvrtc, small_batch
 from .kernels.cast import quantize_operand
-from .kernels.small_batch_plan import RESERVED, Facts, Gpu, Plan, constants, room_of
+from .kernels.small_batch_plan import KINDS, RESERVED, Facts, Gpu, Plan, constants, plan_of, room_of
 from .kernels.small_batch_table import ROWS, TOGETHER, Measured, gpu_of, line, path_of
 from .roles import Cast
 
@@ -34,9 +35,6 @@ SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336), (8192, 8192), (28672, 8192
 """(N, K)"""
 COLD = 4
 """Inputs take turns until together they are so many times the L2 cache."""
-
-KINDS = ("staged", "together", "resident")
-"""Of plans: blocks that fetch stages together, four warps that multiply together, blocks that keep the activations."""
 
 
 def staged(bits: int, rows: int, n: int, k: int, gpu: Gpu) -> Iterator[Plan]:
@@ -195,13 +193,34 @@ def fastest(format: Format, m: int, n: int, k: int, kind: str, held: Sequence[Op
     return Measured(format.name, m, n, k, us, plan)
 
 
+def _case(row: Sequence[Any]) -> tuple[Any, ...]:
+    """What a line of a file is about: format, shape, rows and the kind of plan."""
+    format, m, n, k, _, *plan = row
+    return format, n, k, m, plan_of(plan).kind
+
+
+def merged(old: Iterable[Sequence[Any]], new: Iterable[Sequence[Any]]) -> list[Sequence[Any]]:
+    """The lines of a file, each new one in the place of the old one of the same case; in the order of the cases."""
+    by_case = {_case(row): row for row in (*old, *new)}
+    return [by_case[case] for case in sorted(by_case)]
+
+
+def write(path: Path, found: Iterable[Measured]) -> None:
+    """Put what was measured into the table at ``path``; what else it holds stays."""
+    old = json.loads(path.read_text()) if path.exists() else []
+    lines = merged(old, map(line, found))
+    path.write_text("[\n" + ",\n".join(" " + json.dumps(row) for row in lines) + "\n]\n")
+
+
 def main() -> None:
     """Time, print and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--formats", nargs="+", default=FORMATS)
     parser.add_argument("--rows", nargs="+", type=int, default=ROWS)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="of plans")
-    parser.add_argument("--json", type=Path, help="the table to write (default: that of this GPU)")
+    parser.add_argument(
+        "--json", type=Path, help="the table to write to; lines of other cases stay (default: that of this GPU)"
+    )
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.exit(1, "This command times CUDA kernels, and torch finds no CUDA device here.\n")
@@ -215,7 +234,7 @@ def main() -> None:
             held = weights(format, n, k)
             found += filter(None, (fastest(format, *case, held) for case in cases if case[1:3] == (n, k)))
     path = args.json or path_of(torch.cuda.get_device_capability())
-    path.write_text("[\n" + ",\n".join(" " + json.dumps(line(row)) for row in found) + "\n]\n")
+    write(path, found)
     print(f"wrote {path}")
 
 

@@ -81,6 +81,32 @@ def test_a_decoder_gives_the_tokens_that_the_model_gives_without_a_cache():
     assert tokens == whole[0, 5:].tolist() and isinstance(model, transformers.LlamaForCausalLM)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("config", ["bfloat16", "mxfp8-weight-only", "mxfp8", "mxfp4-weight-only"])
+def test_compiled_layers_are_one_graph_for_all_layers_and_tokens(config):
+    torch._dynamo.utils.counters.clear()
+    torch.manual_seed(0)
+    model, prompt = decode_model.build(**SMALL), torch.randint(0, 1000, (1, 8))
+    if config != "bfloat16":
+        mx.quantize_(model, config)
+    caches = []
+    with torch.no_grad():
+        for compiles in (False, True):
+            decoder = decode_model.Decoder(model, 16)
+            decoder.prefill(prompt)
+            if compiles:
+                decode_model.compile_layers(decoder)
+            for token in (5, 400, 31):
+                decoder.token.fill_(token)
+                decoder.step()
+            caches.append(torch.stack([t for part in decoder.cache.layers for t in (part.keys, part.values)]).double())
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        for _ in range(2):
+            model(input_ids=prompt, use_cache=False, logits_to_keep=1)
+    assert (graphs, torch._dynamo.utils.counters["stats"]["unique_graphs"]) == (1, 2)
+    assert (caches[0] - caches[1]).norm() / caches[0].norm() < 0.01 and caches[0].norm() > 0
+
+
 def test_a_model_is_measured_and_its_weights_counted(monkeypatch):
     monkeypatch.setattr(decode_model, "TOKENS", 2)
     monkeypatch.setattr(decode_model, "ROUNDS", 1)

@@ -1,6 +1,7 @@
 """The mechanism: tables that refuse a second entry, kernels that refuse with a sentence, and the log of both."""
 
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from expecttest import assert_expected_inline
 from torch import nn
 
 import mxtensor as mx
+from mxtensor import dispatch
 from mxtensor.dispatch import (
     FUNCTION_TABLE,
     OP_TABLE,
@@ -19,6 +21,7 @@ from mxtensor.dispatch import (
     describe,
     implements,
     implements_function,
+    perform,
 )
 from mxtensor.kernels.gemm import GEMM
 
@@ -91,6 +94,65 @@ def test_a_kernel_that_refuses_shows_its_sentence_in_the_table(monkeypatch):
         y = F.linear(x, w)
     assert "fast: needs sm100, this device is a cpu" in log.table()
     assert torch.equal(y, F.linear(x, w))
+
+
+# ---------------------------------------------------------------------------------------------- asked once
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The kernels (a refuses, b accepts) and the specs that a was asked about; no decision is known yet."""
+    monkeypatch.setattr(dispatch, "_decisions", {})
+    seen = []
+    a = Kernel("a", lambda spec: seen.append(spec) or "too tall", lambda: "a")
+    return (a, kernel("b")), seen
+
+
+def test_with_all_facts_given_kernels_are_asked_once_and_logged_at_every_call(asked):
+    kernels, seen = asked
+    with mx.explain() as log:
+        assert [choose(kernels, spec(), facts=("bias",)).name for _ in range(3)] == ["b"] * 3
+    assert seen == [spec()] and log.entries == [Entry(spec(), "b", {"a": "too tall"})] * 3
+
+
+def test_another_fact_spec_or_preference_is_another_question(asked):
+    kernels, seen = asked
+    others = (kernel("c"), *kernels)
+    choose(kernels, spec(), facts=("bias",))
+    choose(kernels, spec(), facts=("no bias",))
+    choose(kernels, spec(dtype=torch.bfloat16), facts=("bias",))
+    assert len(seen) == 3 and choose(others, spec(), facts=("bias",)).name == "c"
+    forced = (kernel("emulated"), kernel("dequant"))
+    assert choose(forced, spec(), facts=()).name == choose(forced, spec(), prefer="emulated", facts=()).name
+    assert choose(forced, spec(), prefer="dequant", facts=()).name == "dequant"
+    with mx.kernels("dequant"):
+        assert choose(forced, spec(), prefer="emulated", facts=()).name == "dequant"
+
+
+def test_without_facts_and_where_a_call_is_traced_kernels_are_asked_again(asked):
+    kernels, seen = asked
+    for _ in range(2):
+        choose(kernels, spec())
+        choose(kernels, spec()._replace(traced=True), facts=())
+    assert len(seen) == 4
+
+
+def test_a_refusal_of_all_is_one_at_every_call_and_decisions_do_not_pile_up(asked, monkeypatch):
+    monkeypatch.setattr(dispatch, "MOST_DECISIONS", 2)
+    kernels, seen = asked
+    for _ in range(2):
+        with pytest.raises(NotImplementedError, match="a: too tall"):
+            choose(kernels[:1], spec(), facts=())
+    assert len(seen) == 1
+    for fact in range(5):
+        assert choose(kernels, spec(), facts=(fact,)).name == "b"
+    assert len(dispatch._decisions) <= 2
+
+
+def test_what_is_traced_runs_the_op_of_a_kernel_that_has_one():
+    plain, both = kernel("plain"), replace(kernel("both"), run_traced=lambda: "op")
+    found = [perform((k,), spec()._replace(traced=traced)) for k in (plain, both) for traced in (False, True)]
+    assert found == ["plain", "plain", "both", "op"]
 
 
 # ---------------------------------------------------------------------------------------------- kernels()

@@ -17,6 +17,7 @@ FLOORS = {
     "autograd": 0,
     "formats": 0,
     "fingerprint": 0,
+    "torch_autocast": 0,
     # what is made of them
     "roles": 0.5,
     "elements": 0.5,

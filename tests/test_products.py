@@ -1,6 +1,7 @@
 """Products: each equals the product of the dequantized operands, accumulated in float32 and rounded once."""
 
 import sys
+from itertools import product
 
 import pytest
 import torch
@@ -10,11 +11,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mxtensor as mx
 from mxtensor import dispatch
-from mxtensor.dispatch import Spec
-from mxtensor.kernels import dot_scaled, scaled_contract, triton_host
+from mxtensor.dispatch import Spec, accepting, choose
+from mxtensor.kernels import dot_scaled, nvrtc, scaled_contract, triton_host
 from mxtensor.kernels.cast import quantize_operand, round_trip
-from mxtensor.kernels.gemm import GEMM, GROUPED, gemm, grouped_gemm
-from mxtensor.kernels.gemm_spec import GemmArgs, Rounded
+from mxtensor.kernels.gemm import GEMM, GROUPED, _spec, gemm, grouped_gemm
+from mxtensor.kernels.gemm_spec import GemmArgs, Rounded, Uncast, facts_of
 from mxtensor.tensor import quantize_as
 
 FORMATS = list(mx.FORMATS)
@@ -334,6 +335,47 @@ def test_on_a_device_a_float32_result_is_the_accumulator_of_a_bfloat16_product(m
         y = gemm("mm", a, b, GemmArgs(torch.float32, torch.empty(40, device="cuda")))
     assert [e.kernel for e in log.entries] == ["dequant"]
     assert (y.shape, y.dtype, y.device.type) == ((3, 5, 40), torch.float32, "cuda")
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (9, 0), (10, 0), (12, 0)], ids=str)
+def test_what_is_decided_once_is_what_the_kernels_say_when_asked_again(capability, monkeypatch):
+    """``facts_of`` holds all that refusals look at: no two products are taken for alike that are not."""
+    monkeypatch.setattr(triton_host, "_installed", lambda: True)
+    monkeypatch.setattr(nvrtc, "library", lambda: None)
+    for module in (dispatch, dot_scaled):
+        monkeypatch.setattr(module, "device_capability", lambda device: capability)
+    monkeypatch.setattr(scaled_contract, "toolkit_version", lambda: (13, 0))
+    monkeypatch.setattr(dispatch, "_decisions", {})
+    monkeypatch.setattr(dispatch, "MOST_DECISIONS", 1 << 20)
+    bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+    with FakeTensorMode():
+        x = torch.empty(2, 64, dtype=bf16, device="cuda")
+        rows = [x, x.half(), x.float(), x.view(1, 2, 64), torch.empty(200, 64, dtype=bf16, device="cuda")]
+        right = [quantize_operand(torch.empty(32, 64, dtype=bf16, device="cuda"), mx.Cast.of(f)) for f in EACH_SCALE]
+        left = [
+            *rows,
+            *(Rounded(t, None, right[0].format) for t in rows[:3]),
+            *(quantize_operand(x, mx.Cast.of(f)) for f in EACH_SCALE),
+        ]
+        left += [Uncast(t, mx.Cast.of(f)) for t in rows[:3] for f in ("mxfp8", "nvfp4")]
+        right += [Rounded(right[0].data.to(bf16), None, right[0].format), right[0].data.to(bf16)]
+        bias = torch.empty(32, dtype=bf16, device="cuda")
+        biases = (None, bias, bias.float(), torch.empty(2, 32, dtype=bf16, device="cuda"))
+        numbers = ((1, 1), (2, 1), (1, 0), (1, 2))
+        for a, b, dtype, added, (alpha, beta) in product(left, right, (bf16, fp16, fp32), biases, numbers):
+            args = GemmArgs(dtype, added, alpha, beta)
+            spec = _spec("mm", a, b, args)._replace(traced=False)
+            assert facts_of(a, b, args) is not None
+            with mx.explain() as log:
+                choose(GEMM, spec, a, b, args, facts=facts_of(a, b, args))
+            (entry,) = log.entries
+            kernel, refusals = accepting(GEMM, spec, a, b, args)
+            assert (entry.kernel, entry.refusals) == (kernel.name, refusals)
+
+
+def test_on_a_cpu_kernels_look_at_how_codes_lie_and_are_asked_at_every_call():
+    w = quantize_operand(torch.randn(32, 64), mx.Cast.of("mxfp8"))
+    assert facts_of(torch.randn(2, 64), w, GemmArgs(torch.float32)) is None
 
 
 # ---------------------------------------------------------------------------------------------- against no rounding

@@ -11,6 +11,7 @@ from ..formats import FULL, Format, Rounding
 from ..roles import Cast
 from . import triton_host, triton_tiles
 from .cast_code import CastCode, cast_code
+from .refusals import exported
 from .triton_host import device_code, launch
 
 SOURCES = (torch.bfloat16, torch.float16, torch.float32)
@@ -110,6 +111,4 @@ def refuses(spec: Spec) -> str | None:
         return missing
     if spec.dtype not in SOURCES:
         return f"not for {str(spec.dtype).removeprefix('torch.')}"
-    if spec.traced and torch.compiler.is_exporting():
-        return "an exported program holds aten ops only"
-    return "no values" if 0 in spec.shapes[0] else None
+    return exported(spec) or ("no values" if 0 in spec.shapes[0] else None)

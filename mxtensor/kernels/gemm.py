@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..dispatch import KERNEL_NAMES, Kernel, Spec, accepting, is_traced, perform
 from . import dequant, dot_scaled, emulated, scaled_grouped, scaled_mm, small_batch
-from .gemm_spec import Factor, GemmArgs, data_of, format_of
+from .gemm_spec import Factor, GemmArgs, data_of, facts_of, format_of
 
 GEMM: tuple[Kernel, ...] = (
     scaled_mm.KERNEL, dot_scaled.KERNEL, small_batch.KERNEL, dequant.KERNEL, emulated.KERNEL,
@@ -22,9 +22,9 @@ KERNEL_NAMES.update(kernel.name for kernel in GEMM)
 
 
 def _spec(op: str, a: Factor, b: Factor, args: GemmArgs) -> Spec:
-    data = data_of(b)
+    left, right = data_of(a), data_of(b)
     formats, shapes = (format_of(a), format_of(b)), (tuple(a.shape), tuple(b.shape))
-    return Spec(op, shapes, formats, args.out_dtype, data.device, is_traced(data_of(a), data))
+    return Spec(op, shapes, formats, args.out_dtype, right.device, is_traced(left, right))
 
 
 def gemm(op: str, a: Factor, b: Factor, args: GemmArgs, prefer: str | None = None) -> Tensor:
@@ -33,12 +33,13 @@ def gemm(op: str, a: Factor, b: Factor, args: GemmArgs, prefer: str | None = Non
     Accumulated in float32 and rounded once to ``args.out_dtype``. ``op`` names the caller in ``explain()``; ``prefer``
     names the kernel that must run. Raises ValueError where the shapes do not fit.
     """
-    if a.shape[-1] != b.shape[-1]:
+    spec = _spec(op, a, b, args)
+    left, right = spec.shapes
+    if left[-1] != right[-1]:
         raise ValueError(
-            f"{op}: the contracted dimensions differ: {tuple(a.shape)} has {a.shape[-1]} columns, the other operand "
-            f"{b.shape[-1]} rows"
+            f"{op}: the contracted dimensions differ: {left} has {left[-1]} columns, the other operand {right[-1]} rows"
         )
-    return perform(GEMM, _spec(op, a, b, args), a, b, args, prefer=prefer)  # type: ignore[no-any-return]
+    return perform(GEMM, spec, a, b, args, prefer=prefer, facts=facts_of(a, b, args))  # type: ignore[no-any-return]
 
 
 def values_dtype(op: str, a: Factor, b: Factor, args: GemmArgs, prefer: str | None = None) -> torch.dtype | None:

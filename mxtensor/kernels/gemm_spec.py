@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, TypeAlias
@@ -88,6 +89,15 @@ def data_of(factor: Factor) -> Tensor:
     return factor.data if isinstance(factor, Operand) else factor.values
 
 
+def facts_of(a: Factor, b: Factor, args: GemmArgs) -> Hashable:
+    """All that refusals of product kernels look at beside the spec; None on a CPU, where they see how codes lie too."""
+    bias, data = args.bias, data_of(b)
+    if not data.is_cuda:
+        return None
+    added = None if bias is None else (bias.dtype, tuple(bias.shape))
+    return type(a), data_of(a).dtype, type(b), data.dtype, added, args.alpha, args.beta
+
+
 def needs_codes(a: Factor, b: Factor) -> str | None:
     """Why a kernel that reads codes refuses factors of which one has none."""
     return "needs codes, a factor is rounded values" if isinstance(a, Rounded) or isinstance(b, Rounded) else None
@@ -115,11 +125,14 @@ def flat_bias(args: GemmArgs, shape: tuple[int, ...]) -> Tensor | None:
 
     A factor of 0 keeps even its NaNs out.
     """
-    if args.bias is None or args.beta == 0:
+    bias = args.bias
+    if bias is None or args.beta == 0:
         return None
-    if math.prod(args.bias.shape[:-1]) == 1:
-        return args.bias.reshape(-1).expand(shape[-1]).contiguous()
-    return args.bias.expand(shape).flatten(0, -2).contiguous()
+    if bias.shape == shape[-1:]:
+        return bias.contiguous()
+    if math.prod(bias.shape[:-1]) == 1:
+        return bias.reshape(-1).expand(shape[-1]).contiguous()
+    return bias.expand(shape).flatten(0, -2).contiguous()
 
 
 def finish(product: Tensor, args: GemmArgs) -> Tensor:

@@ -20,6 +20,7 @@ from ..roles import Cast
 from . import cast_triton
 from .cast import quantize_operand
 from .gemm_spec import Factor, GemmArgs, Rounded, Uncast, data_of, finish, format_of, needs_codes
+from .refusals import other_build
 from .scaled_call import multiply
 from .scaled_contract import (
     FLOAT32,
@@ -67,8 +68,9 @@ def chosen(table: tuple[Scaling, ...], spec: Spec, a: Factor, b: Factor) -> Scal
     """The scaling of these factors on the device of ``spec``, or why there is none."""
     if spec.device.type != "cuda":
         return elsewhere("cuda", spec.device.type)
-    if torch.version.hip is not None:
-        return "written for CUDA devices, this build of torch is for ROCm"
+    reason = other_build()
+    if reason is not None:
+        return reason
     left, right = format_of(a), format_of(b)
     for format in (left, right):
         if not isinstance(format, Format):

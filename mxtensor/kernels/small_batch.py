@@ -10,19 +10,22 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..codec import Operand
-from ..dispatch import Kernel, Spec, cached, is_traced
+from ..dispatch import Kernel, Spec
 from ..formats import E8M0, UE4M3, ElementFormat, Format, Rounding, ScaleCalculationMode, get_format
 from ..roles import Cast
 from . import nvrtc, triton_host
 from .cast import dequantize_operand, round_trip
 from .gemm_spec import Factor, GemmArgs, Rounded, Uncast, flat_bias, not_a_bias_of_groups, not_rows_by_matrix
+from .refusals import exported, other_build
 from .small_batch_plan import (
     ELEMENTS,
     SCALES,
@@ -52,15 +55,17 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 def _refuses(spec: Spec, a: Factor, b: Factor, args: GemmArgs) -> str | None:
-    if torch.version.hip is not None:
-        return "written for CUDA devices, this build of torch is for ROCm"
+    reason = other_build()
+    if reason is not None:
+        return reason
     if spec.capability < nvrtc.OLDEST:
         return f"needs sm80, this device is sm{spec.capability[0]}{spec.capability[1]}"
     library = nvrtc.library()
     if isinstance(library, str):
         return library
-    if spec.traced and torch.compiler.is_exporting():
-        return "an exported program holds aten ops only"
+    reason = exported(spec)
+    if reason is not None:
+        return reason
     if not isinstance(b, Operand):
         return "reads the codes of a quantized right factor, which has none"
     f = b.format
@@ -123,13 +128,17 @@ def sources_of(plan: Plan) -> tuple[str, ...]:
     return (*SOURCES, f"{kernel_of(plan)}.cu")
 
 
-@cached
+@cache
 def cut(
     device: torch.device, format: Format, types: tuple[torch.dtype, torch.dtype, torch.dtype],
-    sizes: tuple[int, int, int, int], copies: tuple[int, int, int], cast: Cast | None, given: Plan | None,
+    sizes: tuple[int, int, int, int], lie: tuple[int, int, int], cast: Cast | None, given: Plan | None,
 ) -> Cut:  # fmt: skip
-    """How products of these types (x, result, bias) and sizes (M, N, K, groups or 0) are cut up, or by ``given``."""
+    """How products of these types (x, result, bias) and sizes (M, N, K, groups or 0) are cut up, or by ``given``.
+
+    ``lie``: of codes, scales and x, what address and bytes of a row leave over from a multiple of 16, or'ed.
+    """
     rows, width, cols, groups = sizes
+    copies = copy_size(lie[0]), copy_size(lie[1]), copy_size(lie[2])
     gpu = gpu_of(device)
     plan = given or choose_plan(device, format, -(-rows // (groups or 1)), width, cols, rows, bool(groups))
     room = room_of(format, plan, rows, width, cols, gpu)
@@ -142,15 +151,11 @@ def cut(
         facts = Facts(format, torch.float16, types[1], types[2], copies[0], copies[1], 16, even)
     row = constants(facts, plan)
     kernel = nvrtc.function(device, sources_of(plan), row, kernel_of(plan), PRODUCT, plan.threads, plan.split)
-    tiles = -(-width // plan.rows)
-    if plan.resident:
-        blocks = min(tiles, clusters(plan, gpu)), 1
-    else:
-        blocks = tiles, groups or -(-rows // plan.cols)
-    return Cut(plan, room, kernel, blocks)
+    tiles, columns = -(-width // plan.rows), groups or -(-rows // plan.cols)
+    return Cut(plan, room, kernel, (min(tiles, clusters(plan, gpu)), 1) if plan.resident else (tiles, columns))
 
 
-@cached
+@cache
 def _activations_kernel(
     device: torch.device, element: ElementFormat, dtype: torch.dtype, copy: int, cast: Cast | None, spread: bool
 ) -> Any:
@@ -184,29 +189,28 @@ def launch(
     out_dtype: torch.dtype, cast: Cast | None, plan: Plan | None = None,
 ) -> Tensor:  # fmt: skip
     """The product as ``small_batch`` has it, cut up by ``plan`` where one is given."""
-    device, rows, width = x.device, x.shape[0], data.shape[-2]
+    device, rows, (*_, width, bytes_a_row), (*_, scale_rows, scale_cols) = x.device, x.shape[0], data.shape, scale.shape
     groups = 0 if ends is None else data.shape[0]
     out = x.new_zeros(rows, width, dtype=out_dtype) if groups else x.new_empty(rows, width, dtype=out_dtype)
-    codes, scales, bytes_a_row = data.data_ptr(), scale.data_ptr(), data.shape[-1]
-    scale_bytes = scale.shape[-1] * scale.element_size()
-    copies = (
-        copy_size(codes, bytes_a_row), copy_size(scales, scale_bytes), copy_size(x.data_ptr(), 2 * x.stride(0))
-    )  # fmt: skip
+    codes, scales, values, stride = data.data_ptr(), scale.data_ptr(), x.data_ptr(), x.stride()[0]
+    scale_bytes = scale_cols * scale.element_size()
+    lie = (codes | bytes_a_row) & 15, (scales | scale_bytes) & 15, (values | 2 * stride) & 15
     types = (x.dtype, out_dtype, out_dtype if bias is None else bias.dtype)
     with triton_host.on(device):
-        plan, room, kernel, blocks = cut(device, format, types, (rows, width, cols, groups), copies, cast, plan)
+        plan, room, kernel, blocks = cut(device, format, types, (rows, width, cols, groups), lie, cast, plan)
         x_scale = None
         if not plan.whole_x:
             x, x_scale = _prepared(x, format, cast, plan.cols, plan.together)
+            values, stride = x.data_ptr(), x.stride()[0]
         kernel(
             *blocks, room.bytes,
             (
-                codes, scales, x.data_ptr(), out.data_ptr(),
+                codes, scales, values, out.data_ptr(),
                 0 if x_scale is None else x_scale.data_ptr(), 0 if last is None else last.data_ptr(),
                 0 if x_global is None else x_global.data_ptr(),
                 0 if bias is None else bias.data_ptr(), 0 if ends is None else ends.data_ptr(),
-                width * bytes_a_row, scale.shape[-2] * scale_bytes, bytes_a_row, scale_bytes,
-                x.stride(0), rows, width, cols, width if bias is not None and bias.dim() == 2 else 0,
+                width * bytes_a_row, scale_rows * scale_bytes, bytes_a_row, scale_bytes,
+                stride, rows, width, cols, width if bias is not None and bias.dim() == 2 else 0,
                 room.x_width, room.round, alpha, beta,
             ),
         )  # fmt: skip
@@ -242,8 +246,9 @@ def _is_cast_here(cast: Cast, x: Tensor) -> bool:
     f = cast.format
     if cast.rounding is not Rounding.NEAREST or x.dtype not in HALVES:
         return False
-    few = f.scale is UE4M3 and f.block == (1, 16) and math.prod(x.shape[:-1]) <= WHOLE_ROWS
-    return few or (f.scale is E8M0 and f.block == (1, 32))
+    if f.scale is E8M0:
+        return f.block == (1, 32)
+    return f.scale is UE4M3 and f.block == (1, 16) and math.prod(x.shape[:-1]) <= WHOLE_ROWS
 
 
 def _activations(a: Factor) -> tuple[Tensor, Tensor | None, Cast | None]:
@@ -259,32 +264,49 @@ def _activations(a: Factor) -> tuple[Tensor, Tensor | None, Cast | None]:
     return a, None, None
 
 
-def _call(a: Factor, b: Factor, ends: Tensor | None, args: GemmArgs) -> Tensor:
+def _call(a: Factor, b: Factor, ends: Tensor | None, args: GemmArgs, work: Callable[..., Tensor]) -> Tensor:
+    """``work`` of the arguments that ``launch`` takes."""
     assert isinstance(b, Operand)
     x, x_global, cast = _activations(a)
     shape = (*x.shape[:-1], b.shape[-2])
-    x = x.reshape(-1, x.shape[-1])
-    x = x if x.stride(1) == 1 and x.stride(0) >= x.shape[1] else x.contiguous()
-    bias, ends = flat_bias(args, shape), None if ends is None else ends.contiguous()
+    if len(shape) != 2:
+        x = x.reshape(-1, x.shape[-1])
+    if not x.is_contiguous() and (x.stride(1) != 1 or x.stride(0) < x.shape[1]):
+        x = x.contiguous()
+    bias = flat_bias(args, shape)
     if bias is not None and bias.dtype not in TYPES:
         bias = bias.float()
-    data, scale = b.data.contiguous(), b.scale.contiguous()
-    rest = (x_global, b.global_scale, bias, ends, float(args.alpha), float(args.beta), args.out_dtype)
-    if is_traced(x, data):
-        words = (cast.format.name, cast.scaling.value) if cast is not None else ("", "")
-        out: Tensor = small_batch(x, data, scale, b.format.name, b.shape[-1], *rest, *words)
-    else:
-        out = launch(x, data, scale, b.format, b.shape[-1], *rest, cast)
-    return out.view(shape)
+    if ends is not None:
+        ends = ends.contiguous()
+    out = work(
+        x, b.data.contiguous(), b.scale.contiguous(), b.format, b.shape[-1], x_global, b.global_scale, bias, ends,
+        float(args.alpha), float(args.beta), args.out_dtype, cast,
+    )  # fmt: skip
+    return out if len(shape) == 2 else out.view(shape)
+
+
+def _op(x: Tensor, data: Tensor, scale: Tensor, format: Format, *rest: Any) -> Tensor:
+    """``launch`` as the op that graphs hold."""
+    *others, cast = rest
+    words = ("", "") if cast is None else (cast.format.name, cast.scaling.value)
+    return small_batch(x, data, scale, format.name, *others, *words)  # type: ignore[no-any-return]
 
 
 def run(a: Factor, b: Factor, args: GemmArgs) -> Tensor:
-    return _call(a, b, None, args)
+    return _call(a, b, None, args, launch)
+
+
+def run_traced(a: Factor, b: Factor, args: GemmArgs) -> Tensor:
+    return _call(a, b, None, args, _op)
 
 
 def run_grouped(a: Factor, b: Factor, ends: Tensor, args: GemmArgs) -> Tensor:
-    return _call(a, b, ends, args)
+    return _call(a, b, ends, args, launch)
 
 
-KERNEL = Kernel("small_batch", refuses, run, "cuda")
-GROUPED = Kernel("small_batch", refuses_grouped, run_grouped, "cuda")
+def run_grouped_traced(a: Factor, b: Factor, ends: Tensor, args: GemmArgs) -> Tensor:
+    return _call(a, b, ends, args, _op)
+
+
+KERNEL = Kernel("small_batch", refuses, run, "cuda", run_traced)
+GROUPED = Kernel("small_batch", refuses_grouped, run_grouped, "cuda", run_grouped_traced)

@@ -20,6 +20,10 @@ SCALES = {(E8M0, 32): "E8M0", (UE4M3, 16): "UE4M3", (FP32, 128): "FLOAT32", (FP3
 TYPES = {torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16", torch.float32: "FLOAT"}
 
 
+KINDS = ("staged", "together", "resident")
+"""Of plans: blocks that fetch stages together, four warps that multiply together, blocks that keep the activations."""
+
+
 class Plan(NamedTuple):
     """A block of threads and what it makes: see ``cuda/product.cu``."""
 
@@ -47,6 +51,11 @@ class Plan(NamedTuple):
     resident: int = 0
     """how many blocks, of each multiprocessor, keep the activations and have a share of all rows of the weight, each
     warp with stages of its own; 0: blocks that share their stages, one for each tile"""
+
+    @property
+    def kind(self) -> str:
+        """One of ``KINDS``."""
+        return "resident" if self.resident else "together" if self.together else "staged"
 
     @property
     def threads(self) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ..dispatch import Spec, cached, device_capability, elsewhere
+from .refusals import other_build
 
 OLDEST = (8, 0)
 """The first compute capability that Triton compiles for."""
@@ -36,8 +37,9 @@ def missing(spec: Spec) -> str | None:
         return elsewhere("cuda", spec.device.type)
     if not _installed():
         return "triton is not installed"
-    if torch.version.hip is not None:
-        return "written for CUDA devices, this build of torch is for ROCm"
+    reason = other_build()
+    if reason is not None:
+        return reason
     if spec.capability < OLDEST:
         major, minor = spec.capability
         return f"Triton needs sm{OLDEST[0]}{OLDEST[1]}, this device is sm{major}{minor}"

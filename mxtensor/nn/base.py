@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ambient import ambient
-from ..dispatch import autocast_dtype, torch_autocasts
 from ..interception import check_recipe
 from ..linear import Options, Scales, linear
 from ..model_init import init_roles, preserve, preserves, weight_parameter
 from ..quantizers import quantizers_of
 from ..recipe import Recipe
 from ..roles import HIGH_PRECISION, Roles
+from ..torch_autocast import autocast_dtype, torch_autocasts
 from .slot import Operands, Slot
 
 Init = Callable[[Tensor], Any]

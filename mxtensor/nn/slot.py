@@ -11,10 +11,11 @@ from torch import Tensor
 
 from ..codec import Operand
 from ..delayed import DelayedState
-from ..dispatch import resumed, surroundings, without_autocast
+from ..dispatch import resumed, surroundings
 from ..linear import Scales, WgradHook, weight_copies
 from ..roles import Roles
 from ..tensor import MXTensor
+from ..torch_autocast import without_autocast
 
 Operands = tuple[Operand | None, Operand | None]
 """The rowwise and the columnwise copy of a weight."""

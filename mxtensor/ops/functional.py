@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..dispatch import implements_function, is_traced, torch_autocasts
+from ..dispatch import implements_function, is_traced
 from ..tensor import MXTensor
+from ..torch_autocast import torch_autocasts
 from .matmul import linear as linear_rule
 
 aten = torch.ops.aten

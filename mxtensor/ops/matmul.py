@@ -85,7 +85,7 @@ def product(op: str, left: Side, right: Side, bias: Tensor | None = None, alpha:
         raise ValueError(f"{op}: the operands must have one dtype, got {a.dtype} and {b.dtype}; convert one with .to()")
     if isinstance(bias, MXTensor):
         bias = bias.dequantize()
-    if a.shape[:-2] != b.shape[:-2]:
+    if (a.dim() > 2 or b.dim() > 2) and a.shape[:-2] != b.shape[:-2]:
         raise ValueError(
             f"{op}: the dimensions before the last two must be equal, got {tuple(a.shape)} and {tuple(b.shape)}"
         )

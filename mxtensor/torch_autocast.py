@@ -1,0 +1,26 @@
+"""torch.autocast (that of this package is in ``ambient.py``): whether it is on, its dtype, and code without it."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+
+def torch_autocasts(device: torch.device) -> bool:
+    """Whether torch.autocast is active for tensors of ``device``; torch has none for meta, and raises."""
+    kind = device.type
+    return kind != "meta" and torch.is_autocast_enabled(kind)
+
+
+def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
+    """The dtype that torch.autocast gives products of ``x``; None outside it, and for float64, left alone."""
+    if torch_autocasts(x.device) and x.dtype is not torch.float64:
+        return torch.get_autocast_dtype(x.device.type)
+    return None
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """torch.autocast switched off, for code that decides on dtypes itself."""
+    return torch.autocast(device.type, enabled=False) if torch_autocasts(device) else nullcontext()
