@@ -1,10 +1,13 @@
 """Products of few rows on a CUDA device: what the emulation gives, to the rounding of a float32 accumulation."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 import mxtensor as mx
+from mxtensor import tune
 from mxtensor.codec import decode, encode
 from mxtensor.kernels import small_batch
 from mxtensor.kernels.gemm import gemm, grouped_gemm
@@ -92,6 +95,27 @@ def test_nan_blocks_and_the_largest_and_smallest_scales():
         y = gemm("test", x, w, GemmArgs(torch.float32))
     assert y[:, 3].isnan().all() and not y[:, 4:].isnan().any()
     assert relative_error(y[:, 5], x.double() @ values(w)[5]) < 1e-5
+
+
+def test_a_thread_of_its_own_compiles_and_runs_a_kernel():
+    layer = mx.quantize_(torch.nn.Linear(672, 352, device="cuda", dtype=torch.bfloat16), "mxfp8-weight-only")
+    x = torch.randn(3, 672, device="cuda", dtype=torch.bfloat16)
+    torch.empty_like(x @ x.t())  # the caching allocator has memory: no call of the runtime gives the thread a context
+    with torch.no_grad(), ThreadPoolExecutor(1) as pool:
+        assert torch.equal(pool.submit(layer, x).result(), layer(x))
+
+
+@pytest.mark.parametrize("shape", [(1, 4096, 4096), (3, 14336, 1024), (16, 4096, 14336), (24, 2048, 4096)])
+@pytest.mark.parametrize("format", ["mxfp8_e4m3", "mxfp4", "nvfp4", "mxfp6_e3m2"])
+def test_plans_that_keep_the_activations(format, shape):
+    m, n, k = shape
+    w, x = operand(format, n, k), torch.randn(m, k, device="cuda").bfloat16()
+    plans = list(tune.candidates(mx.get_format(format), m, n, k, "resident"))
+    for plan in plans[:: max(1, len(plans) // 4)]:
+        y = small_batch.launch(
+            x, w.data, w.scale, w.format, k, None, w.global_scale, None, None, 1.0, 1.0, torch.float32, None, plan
+        )
+        assert relative_error(y, x.double() @ values(w).t()) < TOLERANCE, plan
 
 
 @pytest.mark.parametrize("config", ["mxfp8", "mxfp8-weight-only", "mxfp4", "nvfp4-weight-only", "mxfp6"])

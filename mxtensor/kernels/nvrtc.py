@@ -125,6 +125,16 @@ def _driver() -> ctypes.CDLL:
     return lib
 
 
+def _use_context() -> None:
+    """Make torch's context the driver's: a thread that has not called CUDA's runtime yet has none."""
+    lib, context, device = _driver(), ctypes.c_void_p(), ctypes.c_int()
+    check_error(lib.cuCtxGetCurrent(ctypes.byref(context)))
+    if not context:
+        check_error(lib.cuDeviceGet(ctypes.byref(device), torch._C._cuda_getDevice()))
+        check_error(lib.cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
+        check_error(lib.cuCtxSetCurrent(context))
+
+
 class Function:
     """A kernel on the device that is current when it is made, in clusters of ``cluster`` blocks of ``threads``.
 
@@ -136,12 +146,13 @@ class Function:
         self._code, self._layout, self._local = code, layout, threading.local()
         self._threads, self._cluster, self._memory = threads, cluster, 0
         self._overlaps = torch.cuda.get_device_capability() >= CLUSTERS
-        torch.empty(1, device="cuda")  # a device that was not used yet has no context
+        _use_context()
         check_error(lib.cuModuleLoadData(ctypes.byref(module), code))
         check_error(lib.cuModuleGetFunction(ctypes.byref(self._function), module, name.encode()))
         self._launch = lib.cuLaunchKernelEx
 
     def _make(self) -> Any:
+        _use_context()
         cluster = self._cluster
         attributes = (_Attribute * 2)()
         count = 0
@@ -164,18 +175,18 @@ class Function:
 
     def clusters(self, memory: int) -> int:
         """How many clusters of blocks with so many bytes of shared memory the device runs at a time."""
-        self._allow(memory)
         config, count = self._make()[0], ctypes.c_int()
+        self._allow(memory)
         config.memory, config.x, config.y = memory, 1, 1
         check_error(_driver().cuOccupancyMaxActiveClusters(ctypes.byref(count), self._function, ctypes.byref(config)))
         return count.value
 
     def __call__(self, x: int, y: int, memory: int, arguments: Sequence[int | float]) -> None:
         """Run in x * y clusters of blocks, each with so many bytes of shared memory, on the current stream."""
-        self._allow(memory)
         held = getattr(self._local, "held", None)
         if held is None:
             held = self._local.held = self._make()
+        self._allow(memory)
         config, reference, buffer, pointers, _ = held
         self._layout.pack_into(buffer, 0, *arguments)
         config.x, config.y, config.memory = x, y, memory
