@@ -1,7 +1,7 @@
 """Linear layers at few rows beside bfloat16 cuBLAS, gemlite and torchao: ``python -m benchmarks.decode --json F``.
 
 Every contender is a CUDA graph of calls over weights that take turns, so that none is in the cache when it is read
-again. ``--curve`` also draws the time against the number of rows into ``docs/assets/decode.png``.
+again. ``--peers`` times gemlite and torchao instead, beside two of ours.
 """
 
 from __future__ import annotations
@@ -217,24 +217,28 @@ def peer_lines(rows: Sequence[DecodeRow]) -> list[list[str]]:
 
 
 def main() -> None:
-    """Time every config on every shape, the curve, then the peers while there is time."""
-    args = gpu_arguments(__doc__ or "", seconds=240)
+    """Time every config on every shape and the curve; or two configs and the peers, while there is time."""
+    args = gpu_arguments(__doc__ or "", seconds=240, peers="time gemlite and torchao, at one shape")
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     deadline = Deadline(args.seconds)
     configs = [f + end for f in FORMATS for end in (WEIGHT_ONLY, "")]
     rows: list[DecodeRow] = []
     with torch.no_grad():
-        for n, k in SHAPES[:1] if args.quick else SHAPES:
-            rows += rows_of(n, k, ROWS, configs, args)
-        rest = [m for m in CURVE if m not in ROWS]
-        if not args.quick:
-            rows += rows_of(*CURVE_SHAPE, rest, CURVES, args)
-            rows += peer_rows(ROWS, args, deadline)
+        if args.peers:
+            rows += rows_of(*PEER_SHAPE, ROWS, CURVES, args) + peer_rows(ROWS, args, deadline)
+        else:
+            for n, k in SHAPES[:1] if args.quick else SHAPES:
+                rows += rows_of(n, k, ROWS, configs, args)
+            if not args.quick:
+                rows += rows_of(*CURVE_SHAPE, [m for m in CURVE if m not in ROWS], CURVES, args)
     print(f"\n{here()}\n")
-    print_table(HEADER, lines(rows))
+    if args.peers:
+        print_table(["rows", *peer_names()], peer_lines(rows))
+    else:
+        print_table(HEADER, lines(rows))
+        print_verdicts(TARGETS, rows)
     print_failures(rows)
-    print_verdicts(TARGETS, rows)
     write_json(args.json, rows)
 
 

@@ -128,11 +128,17 @@ def decode() -> str:
             table(", ".join(VERDICT_HEADER), [t.verdict(rows) for t in bench.TARGETS]),
             "Times as fast as bfloat16 by shape (N x K), and microseconds:",
             table(", ".join(bench.HEADER), bench.lines(rows)),
+        ]
+
+    def beside_peers(rows: list[bench.DecodeRow]) -> list[str]:
+        return [
             "Beside peers, at {}x{}, times as fast as bfloat16:".format(*bench.PEER_SHAPE),
             table(", ".join(["rows", *(name.replace(",", "") for name in bench.peer_names())]), bench.peer_lines(rows)),
         ]
 
-    return _on_gpu("decode", bench.DecodeRow, sections)
+    return "\n\n".join(
+        (_on_gpu("decode", bench.DecodeRow, sections), _on_gpu("decode_peers", bench.DecodeRow, beside_peers))
+    )
 
 
 def decode_model() -> str:

@@ -96,9 +96,9 @@ def test_activations_are_cast_as_the_codec_casts_them(activation, plan):
 @pytest.mark.parametrize("size", [1e-6, 1.0, 1e6])
 def test_nvfp4_activations_are_cast_by_the_largest_of_the_whole_tensor(activation, plan, split, size):
     plan = plan._replace(split=split)
-    rows = 2 if plan.whole_x else 5
+    rows = 2 if plan.whole_x else 13
     w, cast = weight("nvfp4", 33, 600), Cast.of(activation)
-    x = (torch.randn(rows, 600) * torch.tensor([size, 0.1 * size] * 3)[:rows, None]).bfloat16()
+    x = (torch.randn(rows, 600) * torch.tensor([size, 0.1 * size] * 7)[:rows, None]).bfloat16()
     expected = values(encode(x, cast)) @ values(w).t()
     y = product(x, w, plan, cast)
     assert error(y, expected) < TOLERANCE if expected.any() else not y.any()
@@ -292,6 +292,14 @@ def test_an_unknown_gpu_takes_plans_that_it_has_room_for():
         assert room_of(mx.FORMATS["mxfp8"], plan, m, 4096, k, gpu_of(cpu))
     smallest = max(shared_memory(f, LAST, 1, 65536) for f in FORMATS.values() if (f.scale, f.block[1]) in SCALES)
     assert smallest <= min(SHARED.values()) // 2
+
+
+def test_the_plans_of_four_rows_are_those_of_up_to_eight():
+    def of(m):
+        return choose_plan(torch.device("cpu"), mx.FORMATS["mxfp8"], m, 14336, 4096, m, False)
+
+    assert of(1) != of(2) == of(4) == of(8) != of(9) == of(16)
+    assert of(17).cols >= 17 and of(33).cols >= 33 and of(128).together
 
 
 def test_groups_take_no_plan_that_keeps_the_activations(monkeypatch):

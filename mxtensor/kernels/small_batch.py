@@ -46,7 +46,7 @@ ACTIVATIONS = struct.Struct("3Q4I")
 HEADERS = ("machine.cuh", "elements.cuh", "activations.cuh")
 SOURCES = (*HEADERS, "stages.cuh", "sums.cuh", "result.cuh")
 ACTIVATION_THREADS = 512
-WHOLE_ROWS = 8
+WHOLE_ROWS = 16
 """Up to so many rows each block looks at the whole tensor, where a cast wants the largest of it."""
 HALVES = (torch.bfloat16, torch.float16)
 

@@ -22,7 +22,7 @@ from .small_batch_plan import Gpu, Plan, plan_of, room_of
 
 FOLDER = Path(__file__).parent
 ROWS = (1, 4, 16, 32, 64, 128)
-"""Rows of activations that are measured; what lies between takes the next plan that has as many."""
+"""Rows of activations that are measured; others, but one, take the first plan that has as many times 8."""
 TOGETHER = (9, 0)
 """The compute capability whose matrix instructions four warps issue together."""
 STAND_INS = {8: "mxfp8_e4m3", 6: "mxfp6_e2m3", 4: "mxfp4_e2m1"}
@@ -103,7 +103,8 @@ def choose_plan(device: torch.device, format: Format, m: int, n: int, k: int, x_
     """The plan for m rows (of a group; ``x_rows`` of all), n and k on ``device``: fast, and with room for it."""
     gpu = gpu_of(device)
     capability = gpu.capability
-    rows = next(rows for rows in ROWS if rows >= min(m, most_rows(capability)))
+    m = min(m, most_rows(capability))
+    rows = next(rows for rows in ROWS if rows >= m or -(-rows // 8) * 8 >= m > 1 < rows)
 
     def distance(line: Measured) -> tuple[float, float]:
         return abs(math.log2(line.n / n)) + abs(math.log2(line.k / k)), line.us
