@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from ..ambient import ambient
 from ..dispatch import autocast_dtype, torch_autocasts
+from ..factors import Scales
 from ..interception import check_recipe
-from ..linear import Options, Scales, linear
+from ..linear import Options, linear
 from ..model_init import init_roles, preserve, preserves, weight_parameter
 from ..quantizers import quantizers_of
 from ..recipe import Recipe
