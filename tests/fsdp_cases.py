@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mxtensor as mx
 from mxtensor.recipe import (
+    CustomRecipe,
     DelayedScaling,
     Float8BlockScaling,
     MXFP4BlockScaling,
@@ -29,14 +30,23 @@ RECIPES = {
     "tiles": MXFP8BlockScaling(two_dimensional_weights=True),
     "off": MXFP8BlockScaling(two_dimensional_weights=True, quantized_gather=False),
 }
+APART = {
+    "two copies, integers": CustomRecipe(weight="mxint8"),
+    "one copy, integers": CustomRecipe(weight="mxint8", single_weight_copy=True),
+    "tiles, integers": CustomRecipe(weight="mxint8[32x32]"),
+}
+"""Floating-point codes of a value hardly depend on the scale of its block; these do, and so does a second rounding."""
 DIMENSIONS = (128, 160, 100, 127, 33)
 STEPS, WIDTH, ROWS = 5, 64, 24
 
 
 def net(features, recipe, width=WIDTH, bias=True):
-    """Two layers whose weights have ``features`` rows and ``features`` columns."""
+    """Two layers whose weights have ``features`` rows and ``features`` columns, of many magnitudes."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(width, features, bias=bias), nn.GELU(), nn.Linear(features, width, bias=False))
+    with torch.no_grad():
+        for layer in (model[0], model[2]):
+            layer.weight.mul_(torch.randn(layer.weight.shape).mul(1.5).exp2())
     return mx.quantize_(model, recipe)
 
 
@@ -113,9 +123,8 @@ def trained(recipe, features, rank, **options):
 
 @case
 def five_steps(rank, folder):
-    return {
-        (name, features): trained(recipe, features, rank) for name, recipe in RECIPES.items() for features in DIMENSIONS
-    }
+    recipes = RECIPES | APART
+    return {(name, n): trained(recipe, n, rank) for name, recipe in recipes.items() for n in DIMENSIONS}
 
 
 @case

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_cases import DIMENSIONS, HELD, RECIPES, STEPS, WIDTH, compare, gathers, net, shard
+from fsdp_cases import APART, DIMENSIONS, HELD, RECIPES, STEPS, WIDTH, compare, gathers, net, shard
 from ranks import cases
 from torch import nn
 
@@ -36,21 +36,34 @@ def why(gathered):
 
 
 @pytest.mark.parametrize("features", DIMENSIONS)
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", RECIPES | APART)
 def test_five_steps_are_those_of_one_process(name, features, ranks):
     for results in ranks("five_steps"):
         same, gathered = results[name, features]
         assert len(same) == STEPS + 3 and all(same)
         aligned = -(-features // 2) % 32 == 0
-        first = {"one copy": True, "tiles": aligned}.get(name, False)
-        second = name in ("one copy", "tiles")  # 64 rows: two whole tiles
+        copies = name.partition(",")[0]
+        first = {"one copy": True, "tiles": aligned}.get(copies, False)
+        second = copies in ("one copy", "tiles")  # 64 rows: two whole tiles
         assert what(gathered) == {
             (features, WIDTH): CODES if first else "high precision",
             (WIDTH, features): CODES if second else "high precision",
         }
-        if name == "tiles" and not aligned:
+        if copies == "tiles" and not aligned:
             rows = -(-features // 2)
             assert why(gathered) == {f"shards of {rows} rows of {features} cut tiles of 32 rows"}
+
+
+def test_the_recipes_round_apart():
+    """Were they alike, the steps of one would be those of another."""
+    found = []
+    for recipe in APART.values():
+        model, x = net(100, recipe), torch.linspace(-1, 1, 24 * WIDTH).view(24, WIDTH).requires_grad_()
+        model(x).square().mean().backward()
+        found.append((model(x).detach(), x.grad))
+    two, one, tiles = found
+    assert torch.equal(two[0], one[0]) and not torch.equal(two[1], one[1])
+    assert not torch.equal(two[0], tiles[0]) and not torch.equal(one[1], tiles[1])
 
 
 def test_weights_may_stay_gathered(ranks):
