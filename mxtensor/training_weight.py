@@ -37,7 +37,7 @@ KEEPING = {
 }  # fmt: skip
 """Ops whose results are weights still, as those of all views: what modules, FSDP2 and hooks do to a parameter without
 computing with it."""
-SAME = {aten.alias.default, aten.detach.default, aten.as_strided.default}
+SAME = {aten.alias.default, aten.detach.default}
 COPIES = {aten.clone.default, aten._to_copy.default}
 """Ops whose results take the amax history of delayed scaling along."""
 SHAPES = {
@@ -162,11 +162,7 @@ class TrainingWeight(Tensor):
             gathered.refill(values_of(out))
             return None
         values = gathered_values(outputs, gathered, self.roles, dtype)
-        weight = TrainingWeight(values, self.roles)
-        state = self.__dict__.get(STATE)
-        if state is not None:
-            setattr(weight, STATE, state)
-        return weight, outputs
+        return TrainingWeight(values, self.roles), outputs
 
     def share_memory_(self) -> TrainingWeight:
         """Move the values to shared memory (torch's own looks for a storage, and a wrapper has none)."""

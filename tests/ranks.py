@@ -12,7 +12,7 @@ import sys
 import traceback
 import warnings
 
-MODULES = ("fsdp_cases", "dcp_cases")
+MODULES = ("fsdp_cases", "dcp_cases", "train_cases")
 WORLD = 2
 
 
