@@ -11,7 +11,8 @@ The choice depends on the recipe, the shape and the number of ranks alone, so th
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -46,10 +47,22 @@ class Gathered:
     """On a single rank, where torch passes on the first tensor only."""
 
     def refill(self, values: Tensor) -> None:
-        """Bring up to date what torch does not: ``data``, because autograd may have kept the tensor for backward."""
-        if self.scale is not None:
-            assert isinstance(values, MXTensor) and values.rowwise is not None
-            values.rowwise.scale.data.copy_(self.scale)
+        """Bring up to date what torch does not, once it has filled the tensors inside."""
+        if isinstance(values, MXTensor):
+            values._rowwise = filled_again(values._rowwise, None if self.scale is None else [None, self.scale])
+
+
+def filled_again(operand: Operand | None, contents: Sequence[Tensor | None] | None = None) -> Operand | None:
+    """The operand over the same memory, which was written to unseen: in new tensors, for kernels keep what they make of
+    a scale with the tensor and its version. ``contents`` goes into what torch does not fill, through ``data``, because
+    autograd may have kept the tensor for backward.
+    """
+    if operand is None:
+        return None
+    for mine, new in zip(operand.tensors, contents or (), strict=False):
+        if new is not None:
+            mine.data.copy_(new)
+    return replace(operand, data=operand.data.detach(), scale=operand.scale.detach())
 
 
 def refusal(roles: Roles, shard: Shard | None) -> str | None:

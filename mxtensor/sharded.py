@@ -19,7 +19,7 @@ from torch import Tensor
 from .codec import Operand
 from .dispatch import Spec, record
 from .formats import FULL
-from .gather import Shard
+from .gather import Shard, filled_again
 from .shapes import contiguous_stride, swapped
 from .tensor import MXTensor
 
@@ -142,9 +142,13 @@ def _post(
         shape = swapped(size) if columnwise else size
         made[columnwise] = replace(operand, data=data.view(operand.data.dtype), scale=scale, shape=shape)
     if out is not None:  # made of these tensors at first, it is filled with them, but for what torch does not know of
-        fresh = [t for side in (False, True) if side in made for t in made[side].tensors]
-        for mine, new in zip(out.parts[1:], fresh[1:], strict=True) if gathered.rest else ():
-            mine.data.copy_(new)
+        contents: dict[bool, list[Tensor | None]] = {side: [*operand.tensors] for side, operand in made.items()}
+        if not gathered.rest:
+            contents = {}
+        elif made:
+            contents[next(iter(made))][0] = None  # the tensor that torch has filled
+        out._rowwise = filled_again(out._rowwise, contents.get(False))
+        out._columnwise = filled_again(out._columnwise, contents.get(True))
         return None
     return MXTensor(made.get(False), made.get(True), w.recipe, dtype, size), outputs
 

@@ -221,6 +221,35 @@ def other_formats(rank, folder):
     return {name: trained(recipe, 256, rank) for name, recipe in recipes.items()}
 
 
+class Attention(nn.Module):
+    """torch's attention over itself, whose projection is one product, and over something else, which takes parts."""
+
+    def __init__(self, recipe):
+        super().__init__()
+        torch.manual_seed(0)
+        self.attention = mx.quantize_(nn.MultiheadAttention(WIDTH, 2, batch_first=True), recipe)
+
+    def forward(self, x):
+        y = self.attention(x, x, x, need_weights=False)[0]
+        return x + self.attention(y, x, x, need_weights=False)[0]
+
+
+@case
+def attention(rank, folder):
+    told = {}
+    for name in ("one copy", "tiles"):
+        model, reference = Attention(RECIPES[name]), Attention(RECIPES[name])
+        fully_shard(model)
+        x = torch.randn(2, 3, ROWS, WIDTH)
+        with mx.explain() as log:
+            model(x[rank]).square().mean().backward()
+        for batch in x:
+            (reference(batch).square().mean() / 2).backward()
+        pairs = zip(model.parameters(), reference.parameters(), strict=True)
+        told[name] = all(torch.equal(whole(a.grad), b.grad) for a, b in pairs), gathers(log)
+    return told
+
+
 @case
 def delayed_scaling(rank, folder):
     """On the same data on each rank, for amax histories are each rank's own; they are those of the shards too."""

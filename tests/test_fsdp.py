@@ -3,17 +3,19 @@
 The cases of two ranks stand in ``fsdp_cases.py``.
 """
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_cases import APART, DIMENSIONS, HELD, RECIPES, STEPS, WIDTH, compare, gathers, net, shard
+from fsdp_cases import APART, DIMENSIONS, HELD, RECIPES, STEPS, WIDTH, compare, gathers, held, net, shard
 from ranks import cases
 from torch import nn
 
 import mxtensor as mx
 from mxtensor.gather import Shard, refusal
+from mxtensor.kernels import swizzle
 from mxtensor.recipe import CustomRecipe, MXFP4BlockScaling, MXFP8BlockScaling
 from mxtensor.roles import Cast
 from mxtensor.training_weight import TrainingWeight
@@ -111,6 +113,12 @@ def test_other_formats_and_what_cannot_be_gathered(ranks):
         }
 
 
+def test_attention_and_parts_of_its_projection(ranks):
+    for results in ranks("attention"):
+        for same, gathered in results.values():
+            assert same and what(gathered) == {(3 * WIDTH, WIDTH): CODES, (WIDTH, WIDTH): CODES}
+
+
 def test_delayed_scaling_is_gathered_in_high_precision(ranks):
     assert ranks("delayed_scaling") == [[True] * 3] * 2
 
@@ -176,6 +184,27 @@ def test_one_process_sharded_by_itself(name, alone):
     assert set(what(gathers(log)).values()) == {CODES if name in ("one copy", "tiles") else "high precision"}
 
 
+@pytest.mark.parametrize("make", [partial(net, 64, RECIPES["one copy"]), partial(held, 64, "mxfp8", "both", True)])
+def test_what_kernels_keep_of_a_scale_goes_with_the_gather(make, alone):
+    """FSDP2 fills the tensors again without a new version: what was swizzled of the scales before would be stale."""
+    model = shard(make())
+    x = torch.randn(4, WIDTH)
+    seen = []
+    for _ in range(2):
+        model(x).sum().backward()
+        layer = model[0]
+        layer.unshard()
+        gathered = layer.weight.high_precision if isinstance(layer.weight, TrainingWeight) else layer.weight
+        for operand in gathered.held:
+            assert torch.equal(swizzle.kept(operand.scale, "doubled", lambda scale: scale * 2), operand.scale * 2)
+        seen.append([operand.scale.clone() for operand in gathered.held])
+        layer.reshard()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(4)
+    assert not any(torch.equal(a, b) for a, b in zip(*seen, strict=True))
+
+
 ONE, TILES = (RECIPES[name].roles() for name in ("one copy", "tiles"))
 
 
@@ -210,6 +239,14 @@ def test_weights_of_conv1d_are_gathered_in_high_precision():
     conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D(48, 64)
     weight = mx.quantize_(conv1d, RECIPES["one copy"]).weight
     assert "(in_features, out_features)" in refusal(weight.roles, Shard((64, 48), (32, 48)))
+
+
+def test_parts_that_cut_tiles_are_refused():
+    """Cross-attention of a width that is no multiple of 32, say; a part in whole tiles is a weight still."""
+    weight = TrainingWeight(mx.quantize(torch.randn(120, 64), "mxfp8[32x32]"), TILES)
+    with pytest.raises(NotImplementedError, match="quantized_gather=False"):
+        weight.chunk(3)
+    assert isinstance(weight[:64].high_precision, mx.MXTensor)
 
 
 def test_a_shard_knows_its_place_through_what_modules_do():
