@@ -153,3 +153,10 @@ def decode_model() -> str:
         ]
 
     return _on_gpu("decode_model", bench.ModelRow, sections)
+
+
+def sharding() -> str:
+    """The estimate of benchmarks/estimate.py."""
+    from benchmarks import estimate
+
+    return table(", ".join(estimate.HEADER), estimate.lines())

@@ -5,6 +5,7 @@ Tokens are bytes, the model is plain torch, nothing is downloaded. About two min
     python -m examples.train_lm
     python -m examples.train_lm --recipe nvfp4 --compare
     python -m examples.train_lm --text book.txt --minutes 30 --checkpoint out/book.pt     and later also --resume
+    torchrun --nproc-per-node 2 -m examples.train_lm --fsdp
 
 with ``pip install 'mxtensor[demo]'``, and with OMP_NUM_THREADS=1 where other programs keep the cores busy.
 
@@ -22,10 +23,9 @@ import os
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,41 +33,19 @@ import torch
 from torch import Tensor, nn
 
 import mxtensor as mx
-from mxtensor import recipe as recipes
 from mxtensor.interception import delayed_state
-from mxtensor.training_weight import TrainingWeight
+from mxtensor.training_weight import TrainingWeight, local_of
 
 from .curves import Curve, plot
 from .gpt import GPT, SIZES, Size, is_linear, load_text, paper_layers, split, windows
-
-# ---------------------------------------------------------------------------------------------- the recipes
-
-RECIPES: dict[str, Callable[[], recipes.Recipe] | None] = {
-    "none": None,
-    "bf16": None,
-    "mxfp8": recipes.MXFP8BlockScaling,
-    "mxfp8-hybrid": partial(recipes.MXFP8BlockScaling, fp8_format=recipes.Format.HYBRID),
-    "mxfp6": recipes.MXFP6BlockScaling,
-    "mxfp4": recipes.MXFP4BlockScaling,
-    "nvfp4": recipes.NVFP4BlockScaling,
-    "float8-current": recipes.Float8CurrentScaling,
-    "float8-delayed": recipes.DelayedScaling,
-    "float8-block": recipes.Float8BlockScaling,
-}
-"""``none``: float32; ``bf16``: torch.autocast; with the others what is not quantized is float32 on a CPU, else bf16."""
-
-
-def recipe_of(name: str) -> recipes.Recipe | None:
-    """A row of RECIPES, or any format by name for inputs, weights and gradients. Raises ValueError for neither."""
-    if name not in RECIPES:
-        return recipes.CustomRecipe(name, name, name)
-    make = RECIPES[name]
-    return None if make is None else make()
+from .ranks import ALONE, Ranks, joined, load_whole, started_by_torchrun, whole_state
+from .recipes import RECIPES, recipe_name, recipe_of
 
 
 def quantized_weights(model: nn.Module) -> dict[str, TrainingWeight]:
-    """The parameters that carry a recipe, by name."""
-    return {name: p for name, p in model.named_parameters() if isinstance(p, TrainingWeight)}
+    """The parameters that carry a recipe, by name; of sharded ones the part that this rank has."""
+    weights = {name: local_of(p) for name, p in model.named_parameters()}
+    return {name: p for name, p in weights.items() if isinstance(p, TrainingWeight)}
 
 
 # ---------------------------------------------------------------------------------------------- training
@@ -95,6 +73,7 @@ class Run:
     optimizer: torch.optim.Optimizer
     sampler: torch.Generator
     """Draws the windows."""
+    ranks: Ranks = ALONE
     losses: list[float] = field(default_factory=list)
     """Of each step, before it."""
     held_out: list[tuple[int, float]] = field(default_factory=list)
@@ -103,7 +82,7 @@ class Run:
     """Of each step in this process."""
 
     @classmethod
-    def of(cls, settings: Settings) -> Run:
+    def of(cls, settings: Settings, ranks: Ranks = ALONE) -> Run:
         """A run at its beginning. Sets torch's seed: twins of another recipe begin with the same weights and text."""
         torch.manual_seed(settings.seed)
         size = SIZES[settings.size]
@@ -111,8 +90,9 @@ class Run:
         recipe = recipe_of(settings.recipe)
         if recipe is not None:
             mx.quantize_(model, recipe, is_linear if settings.quantize_all else paper_layers)
+        ranks.shard(model, model.blocks)
         optimizer = torch.optim.AdamW(model.parameters(), size.rate, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-        return cls(settings, model, optimizer, torch.Generator().manual_seed(settings.seed))
+        return cls(settings, model, optimizer, torch.Generator().manual_seed(settings.seed), ranks)
 
     @property
     def size(self) -> Size:
@@ -133,11 +113,11 @@ class Run:
     def gradients(self, text: Tensor) -> float:
         """One forward and backward pass over random windows; returns the loss."""
         size = self.size
-        starts = torch.randint(len(text) - size.context, (size.batch,), generator=self.sampler)
+        starts = self.ranks.part(torch.randint(len(text) - size.context, (size.batch,), generator=self.sampler))
         with self.precision():
             loss = self.model.loss(windows(text, starts, size.context + 1).to(self.settings.device))
         loss.backward()
-        return loss.item()
+        return self.ranks.mean(loss)
 
     def step(self, text: Tensor) -> None:
         """One step of training."""
@@ -171,16 +151,17 @@ class Run:
             random["cuda"] = torch.cuda.get_rng_state()
         state = {
             "settings": asdict(self.settings),
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            **whole_state(self.model, self.optimizer),
             "delayed": {name: delayed_state(w, w.roles).state_dict() for name, w in delayed.items()},
             "random": random,
             "losses": self.losses,
             "held_out": self.held_out,
         }
-        path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(state, path.with_name(path.name + ".part"))
-        os.replace(path.with_name(path.name + ".part"), path)
+        if self.ranks.first:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.save(state, path.with_name(path.name + ".part"))
+            os.replace(path.with_name(path.name + ".part"), path)
+        self.ranks.wait()
 
     def load(self, path: Path) -> None:
         """Go on where ``save`` was: the next steps are those of a run that never stopped.
@@ -193,8 +174,7 @@ class Run:
         for name, value in asdict(self.settings).items():
             if state["settings"][name] != value:
                 raise ValueError(f"{path} was trained with {name} {state['settings'][name]}, not {value}")
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        load_whole(self.model, self.optimizer, state)
         weights = quantized_weights(self.model)
         for name, amaxes in state["delayed"].items():
             delayed_state(weights[name], weights[name].roles).load_state_dict(amaxes)
@@ -213,7 +193,8 @@ def train(run: Run, text: Tensor, steps: int | None, minutes: float | None, chec
     end = math.inf if minutes is None else time.monotonic() + 60 * minutes
     if not run.held_out:
         run.look(held_out)
-    with tqdm(desc=run.settings.recipe, total=steps, initial=len(run.losses), unit="step") as bar:
+    quiet = None if run.ranks.first else True
+    with tqdm(desc=run.settings.recipe, total=steps, initial=len(run.losses), unit="step", disable=quiet) as bar:
         while steps is None or len(run.losses) < steps:
             run.step(learned)
             if len(run.losses) % run.size.every == 0:
@@ -224,7 +205,7 @@ def train(run: Run, text: Tensor, steps: int | None, minutes: float | None, chec
             rate = f"{run.size.batch * run.size.context / run.seconds[-1]:,.0f}"
             bar.set_postfix_str(f"loss {run.losses[-1]:.3f}, held out {held}, {rate} tokens/s", refresh=False)
             bar.update()
-            if time.monotonic() > end:
+            if minutes is not None and run.ranks.any(time.monotonic() > end):
                 break
     if run.held_out[-1][0] != len(run.losses):
         run.look(held_out)
@@ -260,15 +241,6 @@ def evidence(run: Run, text: Tensor) -> str:
     return f"mx.explain() of one step in {run.settings.recipe}, {layers} quantized layers: {found or 'no product'}"
 
 
-def recipe_name(name: str) -> str:
-    """An argument that ``recipe_of`` knows."""
-    try:
-        recipe_of(name)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{', '.join(RECIPES)}, or any format by name; {error}") from error
-    return name
-
-
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     """The arguments, checked."""
     cuda = torch.cuda.is_available()
@@ -276,6 +248,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--recipe", type=recipe_name, default="mxfp8", metavar="NAME", help=f"{', '.join(RECIPES)}, or any format")
     add("--quantize-all", action="store_true", help="every linear layer, the head too, not only the paper's choice")
+    add("--fsdp", action="store_true", help="shard the model over the ranks of torchrun")
     add("--compare", action="store_true", help="train the same model unquantized too, and plot both")
     add("--text", type=Path, metavar="FILE", help="what to learn (Python's standard library)")
     add("--size", choices=SIZES, default="base" if cuda else "small", help="of the model (%(default)s)")
@@ -304,6 +277,13 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--resume: there is no file {args.checkpoint}")
     if args.checkpoint is not None and args.checkpoint.exists() and not args.resume:
         parser.error(f"--checkpoint: {args.checkpoint} is there already; add --resume, or name another file")
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    if args.fsdp != started_by_torchrun():
+        parser.error("--fsdp and torchrun go together: torchrun --nproc-per-node 2 -m examples.train_lm --fsdp")
+    if size.batch % ranks:
+        parser.error(f"--fsdp: {ranks} ranks cannot share batches of {size.batch}; take a divisor of it")
+    if args.fsdp and args.recipe == "float8-delayed":
+        parser.error("--fsdp: float8-delayed keeps an amax history on each rank; take float8-current")
     args.error = parser.error
     return args
 
@@ -317,13 +297,29 @@ def main(argv: Sequence[str] | None = None) -> None:
     except ImportError as error:
         raise ImportError("the example needs tqdm and matplotlib: pip install 'mxtensor[demo]'") from error
 
+    with joined(args.device) as ranks:
+        runs = trained(args, ranks)
+        said = evidence(runs[0], args.bytes)
+    if not ranks.first:
+        return
+    source = args.text or "Python's standard library"
+    print(f"\n{source}, {len(args.bytes):,} bytes; losses in nats a byte\n\n{table(runs)}\n")
+    print(said)
+    curves = [Curve(run.settings.recipe, run.losses, run.held_out) for run in runs]
+    title = f"A GPT of {sum(p.numel() for p in runs[0].model.parameters()) / 1e6:.2g} million parameters"
+    unit = f"{runs[0].size.batch * runs[0].size.context:,} bytes"
+    print(f"\nThe losses as a picture: {plot(curves, args.plot, title, unit)}")
+
+
+def trained(args: argparse.Namespace, ranks: Ranks) -> list[Run]:
+    """The run that was asked for, and its twin."""
     digest = hashlib.sha256(args.bytes.numpy().tobytes()).hexdigest()[:16]
     names, steps, minutes = [args.recipe], args.steps, args.minutes
     if args.compare:
         names.append("none" if args.device == "cpu" else "bf16")
     runs: list[Run] = []
     for name in dict.fromkeys(names):
-        run = Run.of(Settings(name, args.quantize_all, args.size, args.seed, args.device, digest))
+        run = Run.of(Settings(name, args.quantize_all, args.size, args.seed, args.device, digest), ranks)
         checkpoint = args.checkpoint
         if checkpoint is not None and runs:
             checkpoint = checkpoint.with_name(f"{checkpoint.stem}-{name}{checkpoint.suffix}")
@@ -335,14 +331,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         train(run, args.bytes, steps, minutes, checkpoint)
         runs.append(run)
         steps, minutes = len(run.losses), None  # the twin does as many
-
-    source = args.text or "Python's standard library"
-    print(f"\n{source}, {len(args.bytes):,} bytes; losses in nats a byte\n\n{table(runs)}\n")
-    print(evidence(runs[0], args.bytes))
-    curves = [Curve(run.settings.recipe, run.losses, run.held_out) for run in runs]
-    title = f"A GPT of {sum(p.numel() for p in runs[0].model.parameters()) / 1e6:.2g} million parameters"
-    unit = f"{runs[0].size.batch * runs[0].size.context:,} bytes"
-    print(f"\nThe losses as a picture: {plot(curves, args.plot, title, unit)}")
+    return runs
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from .roles import Cast, KernelPreference, LinearRecipe
 from .tensor import MXTensor, quantize, rebuild
 
 if TYPE_CHECKING:
-    from . import nn, optim
+    from . import nn, optim, parallel
     from .ambient import autocast
     from .convert_training import MXLinearConfig
     from .grad_scaler import MXFP8GradientScaler
@@ -86,6 +86,7 @@ __all__ = [
     "kernels",
     "nn",
     "optim",
+    "parallel",
     "quantize",
     "quantize_",
     "quantized_model_init",
@@ -102,6 +103,7 @@ _TRAINING = {
     "mxfp8": ("MXFP8Config", "MXFP8Linear", "to_mxfp8"),
     "nn": ("nn",),
     "optim": ("optim",),
+    "parallel": ("parallel",),
     "quantizer_base": ("DType", "Quantizer"),
     "quantizers": (
         "Float8BlockQuantizer", "Float8CurrentScalingQuantizer", "Float8Quantizer", "MXFP8Quantizer", "MXQuantizer",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from types import MethodType
 from typing import Any, TypeVar
@@ -16,7 +16,7 @@ from .formats import FORMATS, Format, Orientation, ScaleCalculationMode, get_mx_
 from .recipe_base import Recipe
 from .roles import Cast, KernelPreference, LinearRecipe, Roles
 from .tensor import MXTensor, quantize_as
-from .training_weight import values_of
+from .training_weight import local_of, values_of
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 FilterFn = Callable[[nn.Module, str], bool]
@@ -193,6 +193,11 @@ def _check_parameter(weight: Any, fqn: str) -> None:
             f"quantize_: {fqn} is no parameter, but computed from others (parametrize, weight_norm, prune); remove "
             "that first, leave the layer out by filter_fn, or train inside mx.autocast(recipe=...)"
         )
+    if local_of(weight) is not weight:
+        raise ValueError(
+            f"quantize_: {fqn} is sharded already, {tuple(weight.shape)} as {weight.placements}; call quantize_ before "  # type: ignore[attr-defined]
+            "fully_shard or parallelize_module"
+        )
 
 
 def _progress(items: list[Any], values: int) -> Iterable[Any]:
@@ -307,6 +312,8 @@ def _parameter(
 ) -> nn.Parameter:
     """What stands in the place of ``weight``."""
     if roles is not None:
+        if kind.orientation is Orientation.COLUMNWISE:  # products contract the dimension that FSDP2 cuts
+            roles = replace(roles, gather=False)
         return _training().training_parameter(weight, roles)  # type: ignore[no-any-return]
     assert recipe is not None
     if isinstance(module, nn.Embedding):

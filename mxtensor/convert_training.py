@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from .formats import FORMATS, ScaleCalculationMode, get_mx_format
 from .interception import delayed_state
+from .recipe_base import one_weight_copy
 from .roles import Cast, KernelPreference, Role, Roles
-from .training_weight import STATE, TrainingWeight, values_of
+from .training_weight import STATE, TrainingWeight, local_of, sharded_like, values_of
 
 RECIPE_KERNELS = {
     "emulated": KernelPreference.EMULATED,
@@ -31,6 +32,10 @@ class MXLinearConfig:
     elem_dtype_grad_output_override: torch.dtype | str | None = None
     kernel_preference: KernelPreference | str = KernelPreference.AUTO
     scale_calculation_mode: ScaleCalculationMode | str = ScaleCalculationMode.RCEIL
+    single_weight_copy: bool = False
+    """As that of recipes: dgrad's copy of a weight is cast from fprop's, what FSDP2 needs to gather one copy."""
+    quantized_gather: bool = True
+    """As that of recipes: FSDP2 gathers codes where that changes no bit."""
 
     @classmethod
     def from_recipe_name(cls, name: str) -> MXLinearConfig:
@@ -55,13 +60,15 @@ class MXLinearConfig:
             format = get_mx_format(self.elem_dtype if override is None else override, self.block_size)
             return Role.of(Cast.of(format, self.scale_calculation_mode))
 
+        weight = role(self.elem_dtype_weight_override)
         return Roles(
             role(None),
-            role(self.elem_dtype_weight_override),
+            one_weight_copy(weight) if self.single_weight_copy else weight,
             role(self.elem_dtype_grad_output_override),
             None,
             KernelPreference.of(self.kernel_preference),
             "MXLinearConfig",
+            self.quantized_gather,
         )
 
 
@@ -77,8 +84,9 @@ def plain_in_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: s
     """After a module's state dict is made: what is saved are ordinary tensors over the parameters' memory."""
     for name in module._parameters:
         value = state_dict.get(prefix + name)
-        if isinstance(value, TrainingWeight):
-            state_dict[prefix + name] = value.high_precision
+        weight = local_of(value)
+        if isinstance(weight, TrainingWeight):
+            state_dict[prefix + name] = sharded_like(value, weight.high_precision)
 
 
 def register_hooks(module: nn.Module) -> None:
@@ -93,11 +101,19 @@ def keep_roles(
 ) -> None:  # fmt: skip
     """Before a state dict is loaded: ``assign=True`` would put a plain parameter in the place of one with roles."""
     for name, parameter in module._parameters.items():
-        value = state_dict.get(prefix + name)
-        if not local_metadata.get("assign_to_params_buffers") or not isinstance(parameter, TrainingWeight):
+        if parameter is None:
             continue
-        if isinstance(value, Tensor) and not isinstance(value, TrainingWeight):
-            value = nn.Parameter(value, requires_grad=parameter.requires_grad)
-            state_dict[prefix + name] = new = training_parameter(value, parameter.roles)
-            if hasattr(parameter, STATE):
-                setattr(new, STATE, getattr(parameter, STATE))
+        value, weight = state_dict.get(prefix + name), local_of(parameter)
+        if not local_metadata.get("assign_to_params_buffers") or not isinstance(weight, TrainingWeight):
+            continue
+        values = local_of(value)
+        if not isinstance(values, Tensor) or isinstance(values, TrainingWeight):
+            continue
+        if values is not value:  # a shard for a shard
+            new = TrainingWeight(values.detach(), weight.roles, weight.shard)
+            state_dict[prefix + name] = nn.Parameter(sharded_like(value, new), parameter.requires_grad)
+            continue
+        value = nn.Parameter(value, requires_grad=weight.requires_grad)
+        state_dict[prefix + name] = made = training_parameter(value, weight.roles)
+        if hasattr(weight, STATE):
+            setattr(made, STATE, getattr(weight, STATE))

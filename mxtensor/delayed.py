@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .factors import Scales
 from .kernels.amax_history import advance
-from .linear import Scales
 from .recompute import in_first_pass
 from .roles import Roles
 

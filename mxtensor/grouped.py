@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from .codec import Operand
-from .linear import Options, Scales, linear
+from .factors import Scales
+from .linear import Options, linear
 
 Splits: TypeAlias = Sequence[int] | Tensor
 """How many rows each group has: (groups,) integers, on any device as a tensor."""

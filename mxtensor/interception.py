@@ -16,7 +16,8 @@ from torch import Tensor
 
 from . import recompute
 from .delayed import DelayedState
-from .linear import Options, Scales, linear
+from .factors import Scales
+from .linear import Options, linear
 from .roles import HIGH_PRECISION, Roles
 from .tensor import MXTensor
 from .torch_autocast import autocast_dtype
@@ -135,13 +136,19 @@ def _dtype(x: Tensor, weight: Tensor) -> torch.dtype | None:
 
 def check_recipe(weight: Tensor, roles: Roles, name: str, made_for: Roles | None = None) -> None:
     """Raise RuntimeError where a quantized weight is not in the format that the active recipe gives weights."""
-    if not isinstance(weight, MXTensor):
+    values = values_of(weight)
+    if not isinstance(values, MXTensor):
         return
     wanted = roles.weight.rowwise
-    if wanted is None or wanted.format != weight.format:
+    if values is not weight and roles.weight != weight.roles.weight:  # type: ignore[attr-defined]
+        raise RuntimeError(
+            f"Recipe mismatch for {name}: FSDP2 has gathered it in the codes of {weight.roles}, the active "  # type: ignore[attr-defined]
+            f"recipe is {roles}; give quantize_ a recipe with quantized_gather=False"
+        )
+    if wanted is None or wanted.format != values.format:
         by = "" if made_for is None else f", made for {made_for}"
         raise RuntimeError(
-            f"Recipe mismatch for {name}: the weight is held in {weight.format}{by}, the active recipe is {roles}; "
+            f"Recipe mismatch for {name}: the weight is held in {values.format}{by}, the active recipe is {roles}; "
             "use the recipe that the weight was made for, or a high-precision weight, which takes any"
         )
 

@@ -15,14 +15,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .tensor import MXTensor
-from .training_weight import values_of
+from .training_weight import local_of, sharded_like, values_of
 
 MASTER = "master_weight"
 """The master's name in ``state`` and ``state_dict``, beside the moments of its parameter."""
 
 _HAS_MASTER: dict[str, Callable[[Tensor], bool]] = {
-    "quantized": lambda p: isinstance(p, MXTensor),
-    "all": lambda p: isinstance(p, MXTensor) or (p.is_floating_point() and p.itemsize < 4),
+    "quantized": lambda p: isinstance(local_of(p), MXTensor),
+    "all": lambda p: isinstance(local_of(p), MXTensor) or (p.is_floating_point() and p.itemsize < 4),
 }
 
 
@@ -224,8 +224,9 @@ class MasterWeights(Optimizer):
 def _values(p: Tensor) -> Tensor:
     """The values that a parameter stands for, in the dtype of a master."""
     dtype = torch.promote_types(p.dtype, torch.float32)
-    p = p.detach()
-    return p.dequantize(dtype) if isinstance(p, MXTensor) else values_of(p).to(dtype)
+    local = local_of(p.detach())
+    values = local.dequantize(dtype) if isinstance(local, MXTensor) else values_of(local).to(dtype)
+    return sharded_like(p, values)
 
 
 def _refined(p: Tensor, values: Tensor, candidate: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 from typing import Any, ClassVar, TypeVar
 
@@ -153,6 +153,11 @@ class BackwardOptions(Recipe):
     high_precision_wgrad: bool = False
     """wgrad in the input's own dtype."""
     kernel_preference: KernelPreference | str = KernelPreference.AUTO
+    single_weight_copy: bool = False
+    """dgrad's copy of a weight is cast from the rounded values of fprop's, not from high precision: what FSDP2 needs to
+    gather one copy in codes. Square tiles are one copy anyway, without a second rounding."""
+    quantized_gather: bool = True
+    """FSDP2 gathers the codes of weights instead of their values, where that changes no bit."""
 
     def finished(self, input: Role, weight: Role, grad: Role, delayed: Delayed | None = None) -> Roles:
         """Roles of these casts without those of the products that are to stay in high precision."""
@@ -160,5 +165,12 @@ class BackwardOptions(Recipe):
             input, grad = Role(input.rowwise), Role(grad.rowwise)
         if self.high_precision_backward:
             weight, grad = Role(weight.rowwise), Role()
+        weight = one_weight_copy(weight) if self.single_weight_copy else weight
         preference = parsed(self, "kernel_preference", KernelPreference.of)
-        return Roles(input, weight, grad, delayed, preference, type(self).__name__)
+        return Roles(input, weight, grad, delayed, preference, type(self).__name__, self.quantized_gather)
+
+
+def one_weight_copy(weight: Role) -> Role:
+    """The role of a weight with dgrad's copy made of fprop's; as it was where one of the two is in high precision."""
+    both = weight.rowwise is not None and weight.columnwise is not None
+    return replace(weight, from_rowwise=True) if both else weight

@@ -95,6 +95,16 @@ class Role:
     signs: int | None = None
     """With a number, the columnwise copy is rotated before it is cast: along the contraction, each 16 values times
     diag(signs) * H16 / 4, the signs being the 16 bits. Both factors of a product must be."""
+    from_rowwise: bool = False
+    """Of a weight: the columnwise copy is cast from the rounded values of the rowwise one, not from high precision, so
+    that the rowwise copy is all of it that a layer needs."""
+
+    @property
+    def one_copy(self) -> bool:
+        """Whether both products can be made of the rowwise copy alone, to the bit: a square block serves both."""
+        if self.rowwise is None or self.columnwise is None:
+            return False
+        return self.from_rowwise or (self.rowwise == self.columnwise and self.rowwise.format.square)
 
     @classmethod
     def of(cls, cast: Role | Cast | Format | str | torch.dtype | None) -> Role:
@@ -107,7 +117,8 @@ class Role:
 
 @dataclass(frozen=True)
 class Roles:
-    """The casts of a linear layer's three products. Raises ValueError where only one factor of one is rotated.
+    """The casts of a linear layer's three products. Raises ValueError where only one factor of one is rotated, and for
+    ``from_rowwise`` of anything but a weight.
 
     ======  ==================  =====================  =====================
     fprop   y = x w^T           input.rowwise          weight.rowwise
@@ -124,6 +135,8 @@ class Roles:
     kernel_preference: KernelPreference = KernelPreference.AUTO
     name: str = "CustomRecipe"
     """What messages call it."""
+    gather: bool = True
+    """Whether sharded training gathers the codes of a weight instead of its values, where that changes no bit."""
     key: str = field(init=False, compare=False, repr=False, default="")
     """Every field as one string: what a traced graph holds in the place of this object (``roles_by_key``)."""
 
@@ -133,6 +146,11 @@ class Roles:
             raise ValueError(
                 f"Roles: only wgrad's two factors can be rotated, and only by the same signs; got input {x}, grad {g}, "
                 f"weight {self.weight.signs}"
+            )
+        if self.input.from_rowwise or self.grad.from_rowwise:
+            raise ValueError(
+                "Roles: only a weight's columnwise copy can be cast from the rowwise one; got from_rowwise of input "
+                f"{self.input.from_rowwise}, of grad {self.grad.from_rowwise}"
             )
         object.__setattr__(self, "key", repr(self))
         _by_key.setdefault(self.key, self)

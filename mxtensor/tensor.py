@@ -48,6 +48,8 @@ class MXTensor(Tensor):
     recipe: LinearRecipe
     _rotated: Rotated | None = None
     """In the place of ``_columnwise``; torch ops leave it behind."""
+    _shard: Any = None
+    """The place of a part that FSDP2 has made (``sharded.py``)."""
 
     @staticmethod
     def __new__(
@@ -121,7 +123,9 @@ class MXTensor(Tensor):
         recipe: LinearRecipe | None = None,
     ) -> MXTensor:
         """The same kind of tensor around other operands."""
-        return MXTensor(rowwise, columnwise, recipe or self.recipe, dtype or self.dtype, size, stride)
+        out = MXTensor(rowwise, columnwise, recipe or self.recipe, dtype or self.dtype, size, stride)
+        out._shard = self._shard
+        return out
 
     def map_parts(self, fn: Callable[[Tensor], Tensor], **changes: Any) -> MXTensor:
         """Apply ``fn`` to every tensor held; ``changes`` as in :meth:`replace`."""
@@ -129,10 +133,8 @@ class MXTensor(Tensor):
         def apply(operand: Operand | None) -> Operand | None:
             if operand is None:
                 return None
-            last = operand.global_scale
-            return Operand(
-                fn(operand.data), fn(operand.scale), None if last is None else fn(last), operand.format, operand.shape
-            )
+            last = None if operand.global_scale is None else fn(operand.global_scale)
+            return Operand(fn(operand.data), fn(operand.scale), last, operand.format, operand.shape)
 
         changes = {"size": tuple(self.shape), "stride": self.stride()} | changes
         return self.replace(apply(self._rowwise), apply(self._columnwise), **changes)

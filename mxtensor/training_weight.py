@@ -8,8 +8,10 @@ WEIGHT_FUNCTIONS, and run quantized.
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -18,7 +20,9 @@ from torch.utils._pytree import tree_map_only
 
 from .dispatch import forced_kernel
 from .fingerprint import fingerprint
+from .gather import Gathered, Shard, gathered_values, in_codes, in_high_precision, refusal
 from .roles import Roles
+from .tensor import MXTensor
 
 aten = torch.ops.aten
 
@@ -36,18 +40,31 @@ computing with it."""
 SAME = {aten.alias.default, aten.detach.default}
 COPIES = {aten.clone.default, aten._to_copy.default}
 """Ops whose results take the amax history of delayed scaling along."""
+SHAPES = {
+    aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.rand_like.default,
+    aten.randn_like.default, aten.is_pinned.default,
+}  # fmt: skip
+"""Ops that ask no weight for its values."""
+PRODUCTS = {aten.mm.default, aten.addmm.default, aten.linear.default, aten.matmul.default, aten.bmm.default}
 INSIDE = {Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.__format__}
 """Functions that torch refuses to run on a wrapper."""
 
 
 class TrainingWeight(Tensor):
-    """``high_precision``, the tensor inside, whose shape, strides, dtype and device this has, and its ``roles``."""
+    """``high_precision``, the tensor inside, whose shape, strides, dtype and device this has, and its ``roles``.
+
+    Sharded by FSDP2, it knows its ``shard``. Gathered in codes, it is a parameter for the products of its layer and
+    nothing else: the tensor inside is an MXTensor then, and what would compute with the values is refused.
+    """
 
     high_precision: Tensor
     roles: Roles
+    shard: Shard | None
+    scattered = False
+    """Whether a style of tensor parallelism has handed this part of a weight out to its rank."""
 
     @staticmethod
-    def __new__(cls, high_precision: Tensor, roles: Roles) -> TrainingWeight:
+    def __new__(cls, high_precision: Tensor, roles: Roles, shard: Shard | None = None) -> TrainingWeight:
         self: TrainingWeight = torch.Tensor._make_wrapper_subclass(
             cls,
             high_precision.size(),
@@ -61,18 +78,18 @@ class TrainingWeight(Tensor):
         )
         # Under torch.compile a needless detach would hide from AOTAutograd that an optimizer writes into its input.
         self.high_precision = high_precision.detach() if high_precision.requires_grad else high_precision
-        self.roles = roles
+        self.roles, self.shard = roles, shard
         return self
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"TrainingWeight({self.roles}, {self.high_precision!r})"
 
-    def __tensor_flatten__(self) -> tuple[list[str], Roles]:
-        return ["high_precision"], self.roles
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Roles, Shard | None]]:
+        return ["high_precision"], (self.roles, self.shard)
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], roles: Roles, size: Any, stride: Any) -> TrainingWeight:
-        return TrainingWeight(inner["high_precision"], roles)
+    def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> TrainingWeight:
+        return TrainingWeight(inner["high_precision"], *context)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -95,17 +112,36 @@ class TrainingWeight(Tensor):
             return weight.high_precision
 
         def outside(values: Tensor) -> TrainingWeight:
-            return _with_state(TrainingWeight(values, weights[0].roles), weights[0], func)  # type: ignore[no-any-return]
+            if isinstance(weights[0].high_precision, MXTensor) and not isinstance(values, MXTensor):
+                _refuse_values(func, weights[0])
+            out = TrainingWeight(values, weights[0].roles, _shard_of(values, weights[0], func))
+            if weights[0].scattered:
+                out.scattered = True
+            return _with_state(out, weights[0], func)  # type: ignore[no-any-return]
 
         plain_args, plain_kwargs = tree_map_only(TrainingWeight, inside, (args, kwargs or {}))
+        keeps = func in KEEPING or func.is_view
+        if not keeps and func not in SHAPES:
+            for weight in weights:
+                if isinstance(weight.high_precision, MXTensor):
+                    _refuse_values(func, weight)
+        if func in PRODUCTS and any(weight.scattered for weight in weights):
+            raise RuntimeError(
+                "torch's style of tensor parallelism would multiply this layer in high precision, for it takes the "
+                "product apart above the recipe; use mx.parallel.ColwiseParallel and RowwiseParallel in its place"
+            )
         out = func(*plain_args, **plain_kwargs)
-        if func in KEEPING or func.is_view:
+        if func.namespace == "c10d" and func._schema.name == "c10d::scatter_":
+            for weight in args[0]:
+                weight.scattered = True
+        if keeps:
             out = tree_map_only(Tensor, outside, out)
         return return_and_correct_aliasing(func, args, kwargs or {}, out)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TrainingWeight:
         if id(self) not in memo:
             copied = _rebuild(self.high_precision.clone(), self.roles, self.requires_grad, is_parameter(self))
+            copied.shard = self.shard  # type: ignore[attr-defined]
             memo[id(self)] = _with_state(copied, self, aten.clone.default)
         return memo[id(self)]  # type: ignore[no-any-return]
 
@@ -115,17 +151,31 @@ class TrainingWeight(Tensor):
 
     def _stable_hash_for_caching(self) -> str:
         facade = (self.dtype, tuple(self.shape), self.stride(), str(self.device), self.requires_grad)
-        key = (fingerprint(), forced_kernel(), self.roles.key, facade)
+        inside = type(self.high_precision).__name__, self.shard
+        key = (fingerprint(), forced_kernel(), self.roles.key, facade, inside)
         return hashlib.blake2b(repr(key).encode(), digest_size=16).hexdigest()
 
-    def fsdp_pre_all_gather(self, *arguments: Any) -> Any:
-        """FSDP2 asks for this; what it gathered otherwise would be plain, and run in high precision without a word."""
-        raise NotImplementedError(
-            "FSDP2 of weights that carry a recipe is not there yet; leave quantize_ away, and call the sharded model "
-            "inside mx.autocast(recipe=...)"
-        )
+    @property
+    def fsdp_pre_all_gather(self) -> Callable[..., Any]:
+        """What FSDP2 calls for the tensors to gather: codes and scales, or values with the reason in ``explain()``.
 
-    fsdp_post_all_gather = fsdp_pre_all_gather
+        torch reads off the number of arguments what to pass and check: with one, a shard of any length may give
+        tensors of any shape; with five, one of the padded shape, and the dtype of a mixed-precision policy is known.
+        """
+        reason = refusal(self.roles, self.shard)
+        if reason is None and self.shard is not None:
+            return partial(in_codes, self.high_precision, self.roles, self.shard)
+        return partial(in_high_precision, self.high_precision, self.shard, reason or "")
+
+    def fsdp_post_all_gather(
+        self, outputs: tuple[Tensor, ...], gathered: Gathered, dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> tuple[TrainingWeight, tuple[Tensor, ...]] | None:
+        """The whole weight over the gathered tensors, and those which FSDP2 is to free and fill between its uses."""
+        if out is not None:  # made of these tensors at first, it is filled with them; ``refill`` what they are not
+            gathered.refill(values_of(out))
+            return None
+        values = gathered_values(outputs, gathered, self.roles, dtype)
+        return TrainingWeight(values, self.roles), outputs
 
     def share_memory_(self) -> TrainingWeight:
         """Move the values to shared memory (torch's own looks for a storage, and a wrapper has none)."""
@@ -139,6 +189,25 @@ class TrainingWeight(Tensor):
 def values_of(weight: Tensor) -> Tensor:
     """The high-precision values of a weight that wraps them; any other weight itself."""
     return weight.high_precision if isinstance(weight, TrainingWeight) else weight
+
+
+def local_of(t: Any) -> Any:
+    """The part of a DTensor that this rank holds; anything else itself."""
+    module = sys.modules.get("torch.distributed.tensor")  # where nobody has loaded it, there is none
+    if module is None or not isinstance(t, module.DTensor):
+        return t
+    with torch.no_grad():  # the tensor itself, not a view of it
+        return t.to_local()
+
+
+def sharded_like(t: Any, part: Tensor) -> Tensor:
+    """``part`` in the place of what this rank holds of ``t``; where that is no DTensor, ``part`` itself."""
+    if local_of(t) is t:
+        return part
+    kind, size, stride = sys.modules["torch.distributed.tensor"].DTensor, t.shape, t.stride()
+    with torch.no_grad():
+        out: Tensor = kind.from_local(part, t.device_mesh, t.placements, run_check=False, shape=size, stride=stride)
+    return out
 
 
 def is_parameter(t: Tensor) -> bool:
@@ -160,6 +229,22 @@ def _with_state(out: Tensor, weight: TrainingWeight, func: Any) -> Any:
     if state is not None and (func in SAME or func in COPIES):
         setattr(out, STATE, state if func in SAME else state.to(out.device))
     return out
+
+
+def _shard_of(values: Tensor, weight: TrainingWeight, func: Any) -> Shard | None:
+    """The shard that ``values`` are of. FSDP2 makes one by ``new_zeros`` of the whole weight, in the padded shape."""
+    if func is not aten.new_zeros.default:
+        return weight.shard
+    shape, known = tuple(values.shape), weight.shard
+    return known if known is not None and known.padded == shape else Shard(tuple(weight.shape), shape)
+
+
+def _refuse_values(func: Any, weight: TrainingWeight) -> NoReturn:
+    """For an op that would compute with the values of a weight of which only codes are there."""
+    raise NotImplementedError(
+        f"{func} of a weight {tuple(weight.shape)} that FSDP2 has gathered in the codes of {weight.roles}: its "
+        "high-precision values are in the shards; use the sharded parameter, or a recipe with quantized_gather=False"
+    )
 
 
 def _set_data(func: Any, args: Any, kwargs: Any) -> None:

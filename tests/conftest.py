@@ -1,10 +1,13 @@
 """Every test starts from one seed on one thread; helpers that say when two results are the same product."""
 
 import copy
+import fcntl
 import os
+import pickle
 
 import pytest
 import torch
+from ranks import WORLD, run
 from torch import nn
 
 import mxtensor as mx
@@ -74,3 +77,31 @@ def same_bytes(a, b):
     """Whether two MXTensors hold the same codes and scales."""
     mine, theirs = parts_of(a), parts_of(b)
     return len(mine) == len(theirs) and all(torch.equal(p, q) for p, q in zip(mine, theirs, strict=True))
+
+
+@pytest.fixture(scope="session")
+def all_ranks(tmp_path_factory):
+    """What the cases of ``ranks.py`` told, by name and rank: run once, whichever process of pytest-xdist asks first."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "ranks"
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        kept = folder / "told"
+        if not kept.exists():
+            kept.write_bytes(pickle.dumps(run(folder)))
+    return pickle.loads(kept.read_bytes())
+
+
+@pytest.fixture
+def ranks(all_ranks):
+    """The results of a case on every rank."""
+
+    def results(name):
+        failed = [r for told in all_ranks.values() for r in told.values() if isinstance(r, Exception)]
+        told = all_ranks.get(name, {})
+        if len(told) < WORLD or any(isinstance(r, Exception) for r in told.values()):
+            raise next(iter(failed), RuntimeError(f"{name} never ran: see what the ranks printed"))
+        return [told[rank] for rank in range(WORLD)]
+
+    return results

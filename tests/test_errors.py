@@ -16,6 +16,7 @@ import mxtensor as mx
 from mxtensor import recompute
 from mxtensor.dispatch import Kernel
 from mxtensor.kernels import gemm
+from mxtensor.training_weight import values_of
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "errors.md").read_text()
@@ -95,7 +96,27 @@ def other_torch(call):
         return call()
 
 
-HELPERS = (forced, strictly, without, failing, inside, traced, other_torch)
+def alone(call):
+    """``call`` in a process group of one."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        return call()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def of_two(call):
+    """``call`` with the mesh of a group of two whose other rank is not there: what it sends is nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        return call(torch.distributed.device_mesh.init_device_mesh("cpu", (2,)))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+HELPERS = (forced, strictly, without, failing, inside, traced, other_torch, alone, of_two)
 
 
 @pytest.fixture
@@ -108,7 +129,7 @@ def names():
 
 def state(names):
     """Every tensor of the namespace, and each model's parameters by identity."""
-    tensors = [v for v in names.values() if isinstance(v, torch.Tensor)]
+    tensors = [values_of(v) for v in names.values() if isinstance(v, torch.Tensor)]
     plain = [t for v in tensors for t in (parts_of(v) if isinstance(v, mx.MXTensor) else [v.clone()])]
     parts = [t.view(torch.uint8) if t.dtype.itemsize == 1 else t for t in plain]
     modules = [v for v in names.values() if isinstance(v, torch.nn.Module)]

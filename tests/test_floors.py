@@ -31,13 +31,17 @@ FLOORS = {
     # kernels know operands, never the tensor
     "kernels": 2,
     "tensor": 3,
+    "gather": 3.1,
+    "sharded": 3.1,
     "te_names": 3,
-    "training_weight": 3,
+    "training_weight": 3.2,
     # above the tensor: one rule per aten op
     "ops": 4,
     # training: the three products, what decides that they run quantized, how unmodified models are reached
+    "factors": 5,
     "linear": 5,
     "grouped": 5.1,
+    "gathered_linear": 5.1,
     "delayed": 5.2,
     "recompute": 5,
     "interception": 5.4,
@@ -52,6 +56,7 @@ FLOORS = {
     "grad_scaler": 7.5,
     "mxfp8": 7.5,
     "nn": 7.5,
+    "parallel": 7.5,
     "report": 8,
     "tune": 8,
     # the face: public names

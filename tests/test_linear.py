@@ -8,7 +8,8 @@ from training_reference import check_step
 
 import mxtensor as mx
 from mxtensor.dispatch import describe
-from mxtensor.linear import Options, Scales, linear
+from mxtensor.factors import Scales
+from mxtensor.linear import Options, linear
 from mxtensor.recipe import (
     CustomRecipe,
     DelayedScaling,
@@ -26,6 +27,8 @@ NEAREST = {
     "mxfp8 hybrid": MXFP8BlockScaling(fp8_format=Format.HYBRID),
     "mxfp8 floor": MXFP8BlockScaling(input_scaling="floor", weight_scaling="ceil", grad_scaling="even"),
     "mxfp8 32x32 weights": MXFP8BlockScaling(two_dimensional_weights=True),
+    "mxfp8 one copy": MXFP8BlockScaling(single_weight_copy=True),
+    "mxfp6 one copy, floor": MXFP6BlockScaling(single_weight_copy=True, weight_scaling="floor"),
     "mxfp8 plain wgrad": MXFP8BlockScaling(high_precision_wgrad=True),
     "mxfp8 plain backward": MXFP8BlockScaling(high_precision_backward=True),
     "mxfp6": MXFP6BlockScaling(),

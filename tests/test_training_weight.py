@@ -590,9 +590,3 @@ def test_a_compiled_model_follows_another_recipe(compiled_anew):
     fine = compiled(x)
     mx.quantize_(net, MXFP6)
     assert torch.equal(compiled(x), net(x)) and not torch.equal(compiled(x), fine)
-
-
-def test_fsdp2_is_told_rather_than_left_in_high_precision():
-    weight = mx.quantize_(nn.Linear(64, 48), mx.recipe.MXFP8BlockScaling()).weight
-    with pytest.raises(NotImplementedError, match=r"inside mx\.autocast"):
-        weight.fsdp_pre_all_gather(None)

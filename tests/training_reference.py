@@ -46,8 +46,10 @@ def rounded(x, cast):
 def factors(x, role):
     """Both copies of a matrix (float64): rowwise (rows, cols), columnwise (cols, rows)."""
     turned = x.T if role.signs is None or role.columnwise is None else rotated(x.T, role.signs)
-    columnwise = rounded(np.ascontiguousarray(turned), role.columnwise)
-    return rounded(np.ascontiguousarray(x), role.rowwise), columnwise
+    rowwise = rounded(np.ascontiguousarray(x), role.rowwise)
+    if role.from_rowwise and not (role.rowwise == role.columnwise and role.rowwise.format.square):
+        turned = rowwise.T  # a tile is the same values turned, whatever its rule makes of them a second time
+    return rowwise, rounded(np.ascontiguousarray(turned), role.columnwise)
 
 
 def train_step(x, w, b, g, roles):

@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ambient import ambient
+from ..factors import Scales
 from ..interception import check_recipe
-from ..linear import Options, Scales, linear
+from ..linear import Options, linear
 from ..model_init import init_roles, preserve, preserves, weight_parameter
 from ..quantizers import quantizers_of
 from ..recipe import Recipe

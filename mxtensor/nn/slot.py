@@ -12,7 +12,8 @@ from torch import Tensor
 from ..codec import Operand
 from ..delayed import DelayedState
 from ..dispatch import resumed, surroundings
-from ..linear import Scales, WgradHook, weight_copies
+from ..factors import Scales, weight_copies
+from ..linear import WgradHook
 from ..roles import Roles
 from ..tensor import MXTensor
 from ..torch_autocast import without_autocast

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..codec import SOURCE_DTYPES, Operand
 from ..dispatch import implements
 from ..kernels.cast import dequantize_operand
+from ..sharded import zeros_of_rows
 from ..tensor import MXTensor
 from .layout import facade
 
@@ -70,7 +71,7 @@ def empty_like(func: Any, args: Any, kwargs: Any) -> Tensor:
 @implements(
     aten.zeros_like.default, aten.ones_like.default, aten.full_like.default,
     aten.rand_like.default, aten.randn_like.default, aten.randint_like.default, aten.randint_like.low_dtype,
-    aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default,
+    aten.new_empty.default, aten.new_ones.default, aten.new_full.default,
     aten.new_empty_strided.default,
 )  # fmt: skip
 def fresh_like(func: Any, args: Any, kwargs: Any) -> Tensor:
@@ -78,6 +79,16 @@ def fresh_like(func: Any, args: Any, kwargs: Any) -> Tensor:
     w = args[0]
     shape = torch.empty_strided(tuple(w.shape), w.stride(), dtype=w.dtype, device=w.device)
     return func(shape, *args[1:], **kwargs)  # type: ignore[no-any-return]
+
+
+@implements(aten.new_zeros.default)
+def new_zeros(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """Other rows of the same columns: a buffer for a shard, as FSDP2 makes it. Any other shape, or dtype: plain."""
+    w, size = args
+    rows_of_it = w.dim() == len(size) > 1 and tuple(size[1:]) == tuple(w.shape[1:]) and w.is_contiguous()
+    if not rows_of_it or any(kwargs.get(k) is not None for k in ("dtype", "device", "layout")):
+        return fresh_like(func, args, kwargs)  # type: ignore[no-any-return]
+    return zeros_of_rows(w, size[0])
 
 
 @implements(aten.equal.default)

@@ -11,6 +11,7 @@ from ..codec import Operand
 from ..dispatch import implements
 from ..formats import FULL
 from ..shapes import contiguous_stride
+from ..sharded import flat_values
 from ..tensor import MXTensor
 from .layout import Dims, assemble, facade, finish, order, relabel, relabel_operand, sides
 
@@ -155,7 +156,10 @@ def view(func: Any, args: Any, kwargs: Any) -> Any:
     else:
         out = facade(func, w, args, kwargs)
         size, stride = tuple(out.shape), out.stride()
-    return finish(func, args, kwargs, reshaped(w, tuple(size), stride), f"the shape {tuple(size)}")
+    result = reshaped(w, tuple(size), stride)
+    if result is None and w._shard is not None and len(size) == 1:
+        return flat_values(w)
+    return finish(func, args, kwargs, result, f"the shape {tuple(size)}")
 
 
 @implements(aten._reshape_alias.default)

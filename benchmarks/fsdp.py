@@ -1,0 +1,219 @@
+"""FSDP2 training of a 1B-parameter Llama by what is gathered: ``python -m benchmarks.fsdp --json F``, a rank a GPU.
+
+transformers' own model with random weights, float32 shards and bfloat16 layers (``MixedPrecisionPolicy``), AdamW.
+Beside tokens a second: the peak of the memory that torch hands out, and the bytes that a rank gathers in a step.
+Without a GPU, ``--quick`` runs two ranks over gloo on a tiny model, to see that it runs.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import mxtensor as mx
+from mxtensor.recipe import MXFP8BlockScaling
+
+from .cuda import Target, print_verdicts
+from .harness import Row, parser, print_table, write_json
+
+BASE, VALUES, CODES = "bfloat16", "mxfp8, values gathered", "mxfp8, codes gathered"
+RECIPES = {
+    BASE: None,
+    VALUES: MXFP8BlockScaling(two_dimensional_weights=True, quantized_gather=False),
+    CODES: MXFP8BlockScaling(two_dimensional_weights=True),
+}
+LLAMA_1B = dict(
+    vocab_size=32768, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
+    num_key_value_heads=8,
+)  # fmt: skip
+TINY = dict(
+    vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2,
+)  # fmt: skip
+BATCH, LENGTH, STEPS, ROUNDS = 4, 2048, 5, 3
+
+
+@dataclass
+class FsdpRow(Row):
+    """One config: ``times`` holds the milliseconds of a step of the fastest round."""
+
+    tokens_a_second: float = 0.0
+    """of all ranks"""
+    peak_bytes: int = 0
+    gathered_bytes: int = 0
+    """that reach a rank in a step"""
+    ranks: int = 0
+
+
+def sharded(recipe: Any, sizes: dict[str, int], device: str) -> nn.Module:
+    """The model, quantized where a recipe is given (not its head), a shard of it on this rank."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = LlamaForCausalLM(LlamaConfig(**sizes))  # type: ignore[arg-type]
+    if recipe is not None:
+        mx.quantize_(model, recipe, filter_fn=lambda m, name: isinstance(m, nn.Linear) and not name.endswith("lm_head"))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in model.model.layers:
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    return model  # type: ignore[no-any-return]
+
+
+@contextmanager
+def counted() -> Iterator[list[int]]:
+    """The bytes of each all-gather, as they reach a rank."""
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    old, sizes = getattr(dist, name), []
+
+    def count(output: Any, *args: Any, **kwargs: Any) -> Any:
+        sizes.append(output.nbytes)
+        return old(output, *args, **kwargs)
+
+    setattr(dist, name, count)
+    try:
+        yield sizes
+    finally:
+        setattr(dist, name, old)
+
+
+def measured(config: str, sizes: dict[str, int], device: str, batch: int, length: int, steps: int) -> FsdpRow:
+    """Train with one config on this rank; the times of all ranks are alike, for they wait for each other."""
+    cuda, world = device == "cuda", dist.get_world_size()
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    with counted() as bytes:
+        model = sharded(RECIPES[config], sizes, device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=cuda)
+        ids = torch.randint(0, sizes["vocab_size"], (batch, length), device=device)
+
+        for _ in range(2):
+            step(model, optimizer, ids)
+        bytes.clear()
+        step(model, optimizer, ids)
+        row = FsdpRow(config, {}, gathered_bytes=sum(bytes), ranks=world)
+    best = float("inf")
+    for _ in range(ROUNDS):
+        _settle(cuda)
+        start = time.perf_counter()
+        for _ in range(steps):
+            step(model, optimizer, ids)
+        _settle(cuda)
+        best = min(best, (time.perf_counter() - start) / steps)
+    row.times["step"] = best * 1e3
+    row.tokens_a_second = world * batch * length / best
+    row.peak_bytes = torch.cuda.max_memory_allocated() if cuda else 0
+    del model, optimizer
+    gc.collect()
+    if cuda:
+        torch.cuda.empty_cache()
+    return row
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, ids: torch.Tensor) -> None:
+    """One of training."""
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _settle(cuda: bool) -> None:
+    if cuda:
+        torch.cuda.synchronize()
+    dist.barrier()
+
+
+def work(rank: int, world: int, folder: str, device: str, quick: bool) -> None:
+    """What each process does; the first writes what it measured."""
+    warnings.filterwarnings("ignore")
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    sizes, shape = (TINY, (2, 64, 1)) if quick else (LLAMA_1B, (BATCH, LENGTH, STEPS))
+    rows = []
+    for config in RECIPES:
+        rows.append(measured(config, sizes, device, *shape))
+        if rank == 0:
+            print(f"{config}: {rows[-1].tokens_a_second:.0f} tokens/s", flush=True)
+    if rank == 0:
+        Path(folder, "rows").write_text(json.dumps([asdict(row) for row in rows]))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run(world: int, device: str, quick: bool) -> list[FsdpRow]:
+    """Every config, on so many new processes."""
+    from torch.multiprocessing.spawn import spawn
+
+    with tempfile.TemporaryDirectory() as folder:
+        spawn(work, args=(world, folder, device, quick), nprocs=world)
+        return [FsdpRow(**row) for row in json.loads(Path(folder, "rows").read_text())]
+
+
+# ---------------------------------------------------------------------------------------------- targets
+
+
+def over(base: str, figure: Callable[[FsdpRow], float]) -> Callable[[Sequence[FsdpRow]], Iterable[tuple[str, float]]]:
+    """A figure of the gather in codes over that of another config."""
+
+    def figures(rows: Sequence[FsdpRow]) -> Iterable[tuple[str, float]]:
+        by_name = {row.work: row for row in rows}
+        return [(CODES, figure(by_name[CODES]) / (figure(by_name[base]) or float("nan")))]
+
+    return figures
+
+
+TARGETS = (
+    Target("tokens a second over a gather of values", ">=", 1.0, over(VALUES, lambda row: row.tokens_a_second)),
+    Target("peak memory over a gather of values", "<=", 1.0, over(VALUES, lambda row: row.peak_bytes)),
+    Target("bytes gathered over a gather of values", "<=", 0.6, over(VALUES, lambda row: row.gathered_bytes)),
+)
+HEADER = ["config", "tokens/s", "over bf16", "ms a step", "peak GB", "gathered MB a step"]
+
+
+def lines(rows: Sequence[FsdpRow]) -> list[list[str]]:
+    """A line for each config."""
+    return [
+        [
+            row.work, f"{row.tokens_a_second:.0f}", f"{row.tokens_a_second / rows[0].tokens_a_second:.2f}",
+            f"{row.times['step']:.1f}", f"{row.peak_bytes / 1e9:.2f}", f"{row.gathered_bytes / 1e6:.2f}",
+        ]
+        for row in rows
+    ]  # fmt: skip
+
+
+def main() -> None:
+    """Measure every config on all GPUs, then print them."""
+    options = parser(__doc__ or "")
+    options.add_argument(
+        "--quick", action="store_true", help="a tiny model; two ranks on the CPU where there is no GPU"
+    )
+    args = options.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu" and not args.quick:
+        options.exit(1, "This benchmark needs CUDA devices, and torch finds none; --quick runs it on the CPU.\n")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    rows = run(torch.cuda.device_count() if device == "cuda" else 2, device, args.quick)
+    print_table(HEADER, lines(rows))
+    print_verdicts(TARGETS, rows)
+    write_json(args.json, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""Cases that need two ranks: one spawn of two gloo processes runs them all, for a torch takes seconds to start.
+
+A case is a function of ``*_cases.py`` that both ranks call in turn, with a folder that they share; what it returns, or
+that it failed, is told to the tests by the ``ranks`` fixture.
+"""
+
+import datetime
+import importlib
+import os
+import pickle
+import sys
+import traceback
+import warnings
+
+MODULES = ("fsdp_cases", "dcp_cases", "train_cases", "parallel_cases", "bench_cases")
+WORLD = 2
+
+
+def case(function):
+    """Mark a function of a module of cases."""
+    function.is_case = True
+    return function
+
+
+def cases():
+    """Name -> function, in the order of their definition."""
+    found = {}
+    for module in map(importlib.import_module, MODULES):
+        found |= {name: f for name, f in vars(module).items() if getattr(f, "is_case", False)}
+    return found
+
+
+def work(rank, folder):
+    """What each process does; the first failure ends both, for the other rank would wait for it."""
+    import torch
+    import torch.distributed as dist
+
+    warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", ".*isinstance.treespec, LeafSpec.*", FutureWarning)
+    torch.set_num_threads(1)
+    store, limit = f"file://{folder}/store", datetime.timedelta(seconds=60)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=WORLD, timeout=limit)
+    results = {}
+    for name, function in cases().items():
+        torch.manual_seed(0)
+        try:
+            results[name] = function(rank, folder)
+        except BaseException:
+            results[name] = RuntimeError(f"{name} failed on rank {rank}:\n{traceback.format_exc()}")
+            save(folder, rank, results)
+            os._exit(1)
+    save(folder, rank, results)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def save(folder, rank, results):
+    with open(f"{folder}/results-{rank}", "wb") as file:
+        pickle.dump(results, file)
+
+
+def run(folder):
+    """Run all cases in new processes; name -> the results of the ranks."""
+    import torch.multiprocessing as mp
+
+    try:
+        mp.spawn(work, args=(str(folder),), nprocs=WORLD)
+    except (mp.ProcessExitedException, mp.ProcessRaisedException) as error:
+        print(error, file=sys.stderr)
+    told = {}
+    for rank in range(WORLD):
+        path = f"{folder}/results-{rank}"
+        if os.path.exists(path):
+            with open(path, "rb") as file:
+                for name, result in pickle.load(file).items():
+                    told.setdefault(name, {})[rank] = result
+    return told

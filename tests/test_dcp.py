@@ -1,0 +1,101 @@
+"""Distributed checkpoints of quantized models: what is saved sharded goes on bit for bit, on as many ranks or on fewer.
+
+The cases of two ranks stand in ``dcp_cases.py``.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from dcp_cases import FEATURES, RECIPES, STEPS, batches, in_one_process, load, losses, made
+from fsdp_cases import held, net, values
+from ranks import cases
+from torch import nn
+
+import mxtensor as mx
+
+
+def test_every_case_of_two_ranks_is_looked_at():
+    text = Path(__file__).read_text()
+    assert [n for n, f in cases().items() if f.__module__ == "dcp_cases" and f'ranks("{n}")' not in text] == []
+
+
+def test_what_is_saved_is_plain_and_goes_on(ranks):
+    for results in ranks("saved_and_resumed"):
+        assert results.keys() == RECIPES.keys()
+        for went_on, resumed, saved, stays, _ in results.values():
+            assert went_on == resumed and len(went_on) == STEPS
+            assert saved == {"DTensor Tensor"} and stays == {"TrainingWeight"}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_two_ranks_to_one_process(name, ranks):
+    first, second = (results[name] for results in ranks("saved_and_resumed"))
+    fresh = made(RECIPES[name], sharded=False)
+    load(*fresh, first[-1], alone=True)
+    both = [[*a, *b] for a, b in zip(first[0], second[0], strict=True)]
+    assert losses(*fresh, batches(2 * STEPS)[2 * STEPS :]) == both
+
+
+def test_one_process_to_two_ranks(ranks):
+    for went_on, resumed in ranks("of_one_process"):
+        assert went_on == resumed and len(went_on) == STEPS
+
+
+def test_into_high_precision_and_back(ranks, tmp_path):
+    """The file holds the values of an ordinary model: one loads it, saves it, and the quantized model goes on."""
+    first, second = (results["one copy"] for results in ranks("saved_and_resumed"))
+    quantized = made(RECIPES["one copy"], sharded=False)
+    load(*quantized, first[-1], alone=True)
+    torch.manual_seed(9)
+    ordinary = nn.Sequential(nn.Linear(64, FEATURES), nn.GELU(), nn.Linear(FEATURES, 64, bias=False))
+    saved = {"model": ordinary.state_dict()}
+    in_one_process(dcp.load, saved, first[-1])
+    ordinary.load_state_dict(saved["model"])
+    pairs = zip(ordinary.parameters(), quantized[0].parameters(), strict=True)
+    assert all(torch.equal(a, values(b)) for a, b in pairs)
+    in_one_process(dcp.save, {"model": ordinary.state_dict()}, tmp_path / "ordinary")
+    model, optimizer = quantized
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    saved = {"model": model.state_dict()}
+    in_one_process(dcp.load, saved, tmp_path / "ordinary")
+    model.load_state_dict(saved["model"])
+    both = [[*a, *b] for a, b in zip(first[0], second[0], strict=True)]
+    assert losses(model, optimizer, batches(2 * STEPS)[2 * STEPS :]) == both
+
+
+def test_async_save_holds_the_moment_it_was_called(ranks):
+    for went_on, resumed in ranks("saved_while_training_goes_on"):
+        assert went_on == resumed and len(went_on) == STEPS
+
+
+def test_whole_state_dicts(ranks):
+    first, second = ranks("whole_state_dicts")
+    assert (first[0], second[0]) == ({"Tensor"}, set())  # rank 0 has it
+    for _, same, assigned, answers in (first, second):
+        assert all(same) and assigned and answers
+
+
+def test_codes_are_saved_as_codes(ranks):
+    for same, before, kinds, _ in ranks("codes_saved"):
+        assert same and not before and kinds == {"MXTensor"}
+
+
+def test_codes_of_two_ranks_in_one_process(ranks):
+    path = ranks("codes_saved")[0][-1]
+    expected, model = (held(128, "mxfp8[32x32]", "rowwise", False) for _ in range(2))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(0.5)
+    saved = {"model": model.state_dict()}
+    in_one_process(dcp.load, saved, path)
+    model.load_state_dict(saved["model"])
+    for mine, its in zip(model.parameters(), expected.parameters(), strict=True):
+        assert type(mine) is type(its) and torch.equal(mine, its)
+    ordinary = net(128, mx.recipe.MXFP8BlockScaling())
+    saved = {"model": ordinary.state_dict()}
+    in_one_process(dcp.load, saved, path)
+    assert torch.equal(saved["model"]["0.weight"], expected[0].weight.dequantize())
