@@ -72,7 +72,7 @@ def sharded(recipe: Any, sizes: dict[str, int], device: str) -> nn.Module:
     for layer in model.model.layers:
         fully_shard(layer, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 @contextmanager
