@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -25,6 +26,9 @@ from .formats import FULL, Rounding
 from .kernels.cast import quantize_operand
 from .roles import Cast, LinearRecipe, Roles
 from .tensor import MXTensor
+
+AGREED = "_mxtensor_agreed"
+"""The attribute of a shard's values that holds what all ranks have said they gather."""
 
 
 class Shard(NamedTuple):
@@ -95,6 +99,7 @@ def in_codes(values: Tensor, roles: Roles, shard: Shard, mesh: Any) -> tuple[tup
     """(codes, scales) of this rank's rows (rows, K), padded to the largest shard; bytes, or float32 scales."""
     cast = roles.weight.rowwise
     assert cast is not None
+    _agree(values, roles, "codes", shard.whole, mesh)
     _note(values, shard, (values.dtype, cast.format), "codes", {})
     operand = quantize_operand(_padded(values, shard.padded), cast)
     codes, scale = operand.data.view(torch.uint8).contiguous(), operand.scale.contiguous()
@@ -102,10 +107,12 @@ def in_codes(values: Tensor, roles: Roles, shard: Shard, mesh: Any) -> tuple[tup
 
 
 def in_high_precision(
-    values: Tensor, shard: Shard | None, reason: str, mesh: Any, size: Any, stride: Any, module: Any, policy: Any
-) -> tuple[tuple[Tensor, ...], Gathered]:
+    values: Tensor, roles: Roles, shard: Shard | None, reason: str, mesh: Any, size: Any, stride: Any, module: Any,
+    policy: Any,
+) -> tuple[tuple[Tensor, ...], Gathered]:  # fmt: skip
     """The values of this rank's rows in the policy's dtype, padded to the largest shard."""
     whole = tuple(size)
+    _agree(values, roles, "values", whole, mesh)
     padded = shard.padded if shard is not None else (-(-whole[0] // mesh.size()), *whole[1:])
     _note(values, Shard(whole, padded), values.dtype, "high precision", {"codes": reason})
     values = values if policy.param_dtype is None else values.to(policy.param_dtype)
@@ -122,6 +129,23 @@ def gathered_values(outputs: tuple[Tensor, ...], gathered: Gathered, roles: Role
     rows = cast.format.scale_shape(whole)[0]
     operand = Operand(codes[: whole[0]].view(cast.format.element.dtype), scale[:rows], None, cast.format, whole)
     return MXTensor(operand, None, LinearRecipe(cast, cast, roles.kernel_preference), dtype, whole)
+
+
+def _agree(values: Tensor, roles: Roles, sent: str, whole: tuple[int, ...], mesh: Any) -> None:
+    """Ask, at the first gather of a weight, whether all ranks gather the same of it: what they send would not fit, or
+    they would train different models. Raises RuntimeError on every rank where they do not."""
+    key = (roles.key, sent)
+    if mesh.size() == 1 or getattr(values, AGREED, None) == key or is_traced(values):
+        return
+    group = mesh.get_group(-1)
+    said: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(said, (*key, f"{roles} in {sent}"), group=group)
+    if len({each[:2] for each in said}) > 1:
+        names = ", ".join(f"rank {rank} {name}" for rank, (*_, name) in enumerate(said))
+        raise RuntimeError(
+            f"ranks do not gather the weight {whole} alike: {names}; give quantize_ the same recipe on every rank"
+        )
+    setattr(values, AGREED, key)
 
 
 def _padded(values: Tensor, shape: tuple[int, ...]) -> Tensor:

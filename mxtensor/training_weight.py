@@ -165,7 +165,7 @@ class TrainingWeight(Tensor):
         reason = refusal(self.roles, self.shard)
         if reason is None and self.shard is not None:
             return partial(in_codes, self.high_precision, self.roles, self.shard)
-        return partial(in_high_precision, self.high_precision, self.shard, reason or "")
+        return partial(in_high_precision, self.high_precision, self.roles, self.shard, reason or "")
 
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], gathered: Gathered, dtype: torch.dtype, *, out: Tensor | None = None

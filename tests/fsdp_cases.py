@@ -423,3 +423,13 @@ def mistakes(rank, folder):
     told["tiles"] = message(lambda: shard(held(100, "mxfp8[32x32]", "rowwise", True)))
     told["global scale"] = message(lambda: shard(held(128, "nvfp4", "rowwise", False)))
     return told
+
+
+@case
+def different_recipes(rank, folder):
+    """What each rank says where they prepare a weight by different recipes, or send different things of it."""
+    told = []
+    for mine in ((RECIPES["tiles"], RECIPES["one copy"]), (MXFP8BlockScaling(), CustomRecipe(weight="mxfp4"))):
+        model = shard(net(128, mine[rank]))
+        told.append(message(lambda model=model: model(torch.ones(32, 128))))
+    return told

@@ -270,3 +270,11 @@ def test_a_shard_knows_its_place_through_what_modules_do():
 def test_the_buffer_of_a_shard_is_zero(format):
     zeros = mx.quantize(torch.randn(128, 100), format).new_zeros(128, 100)
     assert isinstance(zeros, mx.MXTensor) and torch.equal(zeros.dequantize(), torch.zeros(128, 100))
+
+
+def test_ranks_with_different_recipes_are_told_so_on_every_rank_before_anything_is_sent(ranks):
+    first, second = ranks("different_recipes")
+    assert first == second
+    for kind, text in first:
+        assert kind == "RuntimeError" and text.startswith("ranks do not gather the weight (")
+        assert "rank 0 " in text and "rank 1 " in text and text.endswith("the same recipe on every rank")
