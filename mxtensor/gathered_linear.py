@@ -19,11 +19,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .codec import Operand
+from .dispatch import resumed, surroundings
+from .factors import copies, held_by, kept, turned
 from .formats import FULL, Rounding
-from .kernels.cast import cast_pair
-from .kernels.gemm import gemm
-from .kernels.gemm_spec import Form, GemmArgs
-from .roles import Cast, KernelPreference, Role, Roles
+from .kernels.gemm_spec import Form
+from .linear import Options, product
+from .roles import Roles
+from .torch_autocast import without_autocast
 from .training_weight import values_of
 
 Group = Any
@@ -70,68 +72,60 @@ def _gathered_columns(t: Tensor, world: int, group: Group) -> Tensor:
     return _gathered_rows(t, world, group).view(world, n, m).transpose(0, 1).reshape(n, world * m)
 
 
-def _operand(x: Tensor, cast: Cast, side: int) -> Operand:
-    rowwise, columnwise = (Form.CODES, None) if side == 0 else (None, Form.CODES)
-    factor = cast_pair(x, cast, rowwise, columnwise, torch.bfloat16)[side]
-    assert isinstance(factor, Operand)
-    return factor
+def _of_all_rows(mine: Operand, world: int, group: Group) -> Operand:
+    rows, cols = mine.shape
+    data, scale = (_gathered_rows(t, world, group) for t in (mine.data, mine.scale))
+    return Operand(data, scale, None, mine.format, (world * rows, cols))
 
 
-def _factor(x: Tensor, role: Role, side: int) -> Operand | Tensor:
-    """A matrix, or its transpose, for one product: cast, or as it is where the role says so."""
-    cast = role.rowwise if side == 0 else role.columnwise
-    if cast is None:
-        return x if side == 0 else x.t()
-    return _operand(x, cast, side)
-
-
-def _product(op: str, a: Any, b: Any, dtype: torch.dtype, bias: Tensor | None, prefer: str | None) -> Tensor:
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return torch.nn.functional.linear(a.to(dtype), b.to(dtype), bias)
-    a, b = (f.to(dtype) if isinstance(f, Tensor) else f for f in (a, b))
-    return gemm(op, a, b, GemmArgs(dtype, bias), prefer=prefer)
+def _of_all_columns(mine: Operand, world: int, group: Group) -> Operand:
+    rows, cols = mine.shape
+    data, scale = (_gathered_columns(t, world, group) for t in (mine.data, mine.scale))
+    return Operand(data, scale, None, mine.format, (rows, world * cols))
 
 
 class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, roles: Roles, group: Group, dtype: torch.dtype
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, options: Options, group: Group, dtype: torch.dtype
     ) -> Tensor:
-        world, (rows, cols) = dist.get_world_size(group), x.shape
-        preference = roles.kernel_preference
-        prefer = None if preference is KernelPreference.AUTO else preference.value
-        assert roles.input.rowwise is not None and roles.input.columnwise is not None
-        mine = _operand(x, roles.input.rowwise, 0)
-        data, scale = (_gathered_rows(t, world, group) for t in (mine.data, mine.scale))
-        everything = Operand(data, scale, None, mine.format, (world * rows, cols))
-        bias = None if bias is None else bias.to(dtype)
-        y = _product("fprop", everything, _factor(values_of(weight), roles.weight, 0), dtype, bias, prefer)
-        later = _operand(x, roles.input.columnwise, 1)
-        ctx.save_for_backward(later.data, later.scale, weight)
-        ctx.roles, ctx.group, ctx.world, ctx.prefer, ctx.later = roles, group, world, prefer, later.format
-        ctx.shape, ctx.dtypes = (rows, cols), (x.dtype, weight.dtype, None if bias is None else bias.dtype, dtype)
+        roles, world = options.roles, dist.get_world_size(group)
+        with torch._C.DisableTorchFunction(), without_autocast(x.device):
+            later = Form.CODES if ctx.needs_input_grad[1] else None
+            mine, x_col = copies(x, roles.input, (Form.CODES, later), ())
+            assert isinstance(mine, Operand)
+            held = held_by(weight, roles)
+            w_row = held[0] if held is not None else copies(values_of(weight), roles.weight, (Form.CODES, None), ())[0]
+            y = product("fprop", _of_all_rows(mine, world, group), w_row, dtype, bias, options.prefer)
+        x_kept, x_tensors = kept(x_col)
+        ctx.save_for_backward(*x_tensors, weight)
+        ctx.kept, ctx.options, ctx.group, ctx.world = x_kept, options, group, world
+        ctx.shape, ctx.dtypes = tuple(x.shape), (x.dtype, weight.dtype, None if bias is None else bias.dtype, dtype)
+        ctx.surroundings = surroundings()
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        data, scale, weight = ctx.saved_tensors
-        roles, group, world, prefer = ctx.roles, ctx.group, ctx.world, ctx.prefer
-        (rows, cols), (x_dtype, w_dtype, bias_dtype, dtype) = ctx.shape, ctx.dtypes
+        *x_tensors, weight = ctx.saved_tensors
+        options, group, world = ctx.options, ctx.group, ctx.world
+        roles, prefer = options.roles, options.prefer
+        need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
+        x_dtype, w_dtype, bias_dtype, dtype = ctx.dtypes
         dx = dw = db = None
-        if ctx.needs_input_grad[0]:
-            product = _product(
-                "dgrad", _factor(grad, roles.grad, 0), _factor(values_of(weight), roles.weight, 1), dtype, None, prefer
-            )
-            dx = product.new_empty(rows, cols)
-            reduce_scatter(dx, product.contiguous(), group=group)
-            dx = dx.to(x_dtype)
-        if ctx.needs_input_grad[1]:
-            data, scale = (_gathered_columns(t, world, group) for t in (data, scale))
-            x_col = Operand(data, scale, None, ctx.later, (cols, world * rows))
-            dw = _product("wgrad", _factor(grad, roles.grad, 1), x_col, dtype, None, prefer).to(w_dtype)
-        if ctx.needs_input_grad[2]:
-            db = grad.sum(0, dtype=torch.float32).to(bias_dtype)
+        with torch._C.DisableTorchFunction(), without_autocast(grad.device), resumed(*ctx.surroundings):
+            wants = Form.CODES if need_dx else None, Form.CODES if need_dw else None
+            g_row, g_col = copies(grad, roles.grad, wants, ())
+            if need_dx:
+                of_all = product("dgrad", g_row, turned(weight, roles, Form.CODES, ()), dtype, None, prefer)
+                dx = of_all.new_empty(ctx.shape)
+                reduce_scatter(dx, of_all.contiguous(), group=group)
+                dx = dx.to(x_dtype)
+            if need_dw:
+                x_col = _of_all_columns(ctx.kept.factor(iter(x_tensors)), world, group)
+                dw = product("wgrad", g_col, x_col, dtype, None, prefer).to(w_dtype)
+            if need_db:
+                db = grad.sum(0, dtype=torch.float32).to(bias_dtype)
         return dx, dw, db, None, None, None
 
 
@@ -147,4 +141,4 @@ def gathered_linear(
     if why is not None:
         raise ValueError(f"gathered_linear: {why}; gather x in high precision")
     with torch._C.DisableTorchFunction():
-        return _Gathered.apply(x, weight, bias, roles, group, dtype)  # type: ignore[no-any-return]
+        return _Gathered.apply(x, weight, bias, Options(roles), group, dtype)  # type: ignore[no-any-return]

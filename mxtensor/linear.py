@@ -144,7 +144,7 @@ def _want(op: str, a: Factor, b: Factor, dtype: torch.dtype, prefer: str | None)
     return known
 
 
-def _product(
+def product(
     op: str, a: Factor | None, b: Factor | None, dtype: torch.dtype, bias: Tensor | None, prefer: str | None
 ) -> Tensor:
     """``a @ b^T + bias`` in ``dtype``: by a product kernel, or by torch where both factors are plain."""
@@ -201,7 +201,7 @@ class _Linear(torch.autograd.Function):
                 # Codes wait for dgrad; values, twice as large, are made of the weight again, which is there anyway.
                 now = Form.CODES if dgrad_want is Form.CODES and roles.weight.columnwise is not None else None
                 w_row, w_col = copies(w, roles.weight, (want, now), scales_of(scales, WEIGHT))
-            y = _product("fprop", x_row, w_row, dtype, bias, prefer)
+            y = product("fprop", x_row, w_row, dtype, bias, prefer)
         x_kept, x_tensors = kept(x_col if x_col is not None else x if need_dw else None)
         w_kept, w_tensors = kept(weight if w_col is None or is_gathered(weight) else w_col)
         ctx.save_for_backward(*x_tensors, *w_tensors)
@@ -233,7 +233,7 @@ class _Linear(torch.autograd.Function):
                 w_col = weight
                 if w_kept.format is None:
                     w_col = turned(weight, roles, ctx.dgrad_want, scales_of(ctx.scales, WEIGHT))
-                dx = _product("dgrad", g_row, w_col, dtype, None, prefer).to(x_dtype).view(ctx.shape)
+                dx = product("dgrad", g_row, w_col, dtype, None, prefer).to(x_dtype).view(ctx.shape)
                 del g_row, w_col
             if need_dw:
                 if x_kept.format is None:
@@ -242,7 +242,7 @@ class _Linear(torch.autograd.Function):
 
                 def wgrad(result: torch.dtype) -> Tensor:
                     as_asked = result is dtype or _runs_fast(g_col, x_col, result, prefer)
-                    return _product("wgrad", g_col, x_col, result if as_asked else dtype, None, prefer).to(result)
+                    return product("wgrad", g_col, x_col, result if as_asked else dtype, None, prefer).to(result)
 
                 dw = wgrad(dtype).to(w_dtype) if options.on_wgrad is None else options.on_wgrad(wgrad)
             if need_db:

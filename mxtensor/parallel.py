@@ -27,12 +27,12 @@ from .gathered_linear import gathered_linear, refuses
 from .roles import Roles
 from .tensor import MXTensor
 from .torch_autocast import autocast_dtype
-from .training_weight import TrainingWeight
+from .training_weight import TrainingWeight, local_of
 
 
 def _roles(weight: Any) -> Roles | None:
     """The recipe of a weight that is trained; None for any other."""
-    local = weight._local_tensor if isinstance(weight, DTensor) else weight
+    local = local_of(weight)
     return local.roles if isinstance(local, TrainingWeight) else None
 
 
@@ -47,8 +47,7 @@ def _from_one_rank(t: Tensor, mesh: DeviceMesh, source: int | None) -> None:
     """
     if source is None:
         return
-    parts = [p for o in t.held for p in o.tensors] if isinstance(t, MXTensor) else [t.detach()]
-    for part in parts:
+    for part in t.parts if isinstance(t, MXTensor) else (t.detach(),):
         dist.broadcast(part.view(torch.uint8), group=mesh.get_group(), group_src=source)
 
 

@@ -162,6 +162,24 @@ def sequence_parallel(rank, folder):
 
 
 @case
+def sequence_parallel_of_one_copy(rank, folder):
+    """Where dgrad's copy of the weight is cast from fprop's: the error of x's gradient, and what rounding it from high
+    precision would make of it."""
+    found = []
+    for given in (CustomRecipe(weight="mxint8", single_weight_copy=True), CustomRecipe(weight="mxint8")):
+        one = mlp(given)[:1]
+        style = mx.parallel.ColwiseParallel(input_layouts=Shard(0), output_layouts=Replicate())
+        two = parallelize_module(mlp(CustomRecipe(weight="mxint8", single_weight_copy=True))[:1], mesh(), {"0": style})
+        torch.manual_seed(2)
+        x = torch.randn(TOKENS, IN)
+        a, b = x.chunk(2)[rank].clone().requires_grad_(), x.clone().requires_grad_()
+        two(a).square().sum().backward()
+        one(b).square().sum().backward()
+        found.append(error(a.grad, b.grad.chunk(2)[rank]))
+    return found
+
+
+@case
 def torchs_own_styles(rank, folder):
     """Over a weight that is trained they raise; frozen MXTensors they run."""
     x, messages = torch.randn(4, IN), []

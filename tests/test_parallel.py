@@ -42,6 +42,11 @@ def test_rows_spread_over_the_ranks_are_gathered_as_codes(ranks):
         assert same[0] and max(errors) < TOLERANCE and gathers == [("quantized", {})]
 
 
+def test_a_recipe_of_one_weight_copy_holds_for_gathered_rows_too(ranks):
+    for same, other in ranks("sequence_parallel_of_one_copy"):
+        assert same < TOLERANCE < 1e-4 < other
+
+
 def test_rows_that_are_no_whole_blocks_are_gathered_in_high_precision_and_explain_says_why(ranks):
     for found in ranks("sequence_parallel"):
         same, _, gathers, bytes, _ = found[40, 128]

@@ -174,9 +174,9 @@ DEVICE void write_eight(u8* to, u32 at, const Eight& values, u32 amax, u32 whole
     }
 }
 
-// Rows, ``stride`` bytes apart, and their largest magnitudes into zeroed ``maxima``; nvfp4 looks at those of ``all``.
 constexpr int HELD = 4;  // of Eight, a thread: what is read once where that is all
 
+// Rows, ``stride`` bytes apart, and their largest magnitudes into zeroed ``maxima``; nvfp4 looks at those of ``all``.
 DEVICE void convert(u8* to, u32 stride, const Rows& r, const Rows& all, u32* maxima) {
     u32 across = r.count / 8, count = r.rows * across;
     if (count <= HELD * threads() && (CAST != TWO_LEVELS || all.rows * all.count == 8 * count)) {

@@ -14,13 +14,15 @@ DEVICE bool has_nan(const Arguments& a, const u8* scales, u32 n) {
     return found;
 }
 
-// Element (m, n) of the result from the sum of its products, with what belongs at the end; ``factor`` of the tensor.
+// What multiplies every sum of the tensor.
 DEVICE float factor_of_all(const Arguments& a) {
     float factor = a.alpha * float_of_bits((FACTOR + 127) << 23);
     if (a.global_scale) factor *= *a.global_scale;
     if (a.x_global_scale) factor *= *a.x_global_scale;
     return factor;
 }
+
+// Element (m, n) of the result from the sum of its products, with what belongs at the end; ``factor`` of the tensor.
 DEVICE void finish(const Arguments& a, const u8* scales, u64 m, u32 n, float sum, float factor) {
     if constexpr (SCALE == E8M0)
         if ((bits_of_float(sum) & 0x7FFFFFFF) == 0x7F800000 && has_nan(a, scales, n)) sum = float_of_bits(0x7FFFFFFF);
