@@ -25,6 +25,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import mxtensor as mx
+from examples.ranks import settle
 from mxtensor.recipe import MXFP8BlockScaling
 
 from .cuda import Target, print_verdicts
@@ -153,7 +154,7 @@ def work(rank: int, world: int, folder: str, device: str, quick: bool) -> None:
             print(f"{config}: {rows[-1].tokens_a_second:.0f} tokens/s", flush=True)
     if rank == 0:
         Path(folder, "rows").write_text(json.dumps([asdict(row) for row in rows]))
-    dist.barrier()
+    settle()
     dist.destroy_process_group()
 
 

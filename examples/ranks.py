@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -78,8 +79,20 @@ def joined(device: str) -> Iterator[Ranks]:
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
     try:
         yield Ranks(dist.get_rank(), dist.get_world_size())
+        settle()
     finally:
         dist.destroy_process_group()
+
+
+def settle() -> None:
+    """What ranks do last: wait for each other, and for gloo's threads to let go of the tensors that they sent.
+
+    A thread that does so later asks for Python's lock; once Python shuts down it is ended for that, and aborts the
+    process ("terminate called without an active exception", pytorch issue 190489). Nothing says when it has done so.
+    """
+    dist.barrier()
+    if dist.get_backend() == "gloo":
+        time.sleep(0.5)
 
 
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)

@@ -35,6 +35,8 @@ def work(rank, folder):
     import torch
     import torch.distributed as dist
 
+    from examples.ranks import settle
+
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", ".*isinstance.treespec, LeafSpec.*", FutureWarning)
     torch.set_num_threads(1)
@@ -50,7 +52,7 @@ def work(rank, folder):
             save(folder, rank, results)
             os._exit(1)
     save(folder, rank, results)
-    dist.barrier()
+    settle()
     dist.destroy_process_group()
 
 
