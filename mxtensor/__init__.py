@@ -31,7 +31,7 @@ from .roles import Cast, KernelPreference, LinearRecipe
 from .tensor import MXTensor, quantize, rebuild
 
 if TYPE_CHECKING:
-    from . import nn, optim, parallel
+    from . import checkpoint, nn, optim, parallel
     from .ambient import autocast
     from .convert_training import MXLinearConfig
     from .grad_scaler import MXFP8GradientScaler
@@ -79,6 +79,7 @@ __all__ = [
     "Rounding",
     "ScaleCalculationMode",
     "autocast",
+    "checkpoint",
     "explain",
     "general_gemm",
     "get_format",
@@ -97,6 +98,7 @@ __all__ = [
 
 _TRAINING = {
     "ambient": ("autocast",),
+    "checkpoint": ("checkpoint",),
     "convert_training": ("MXLinearConfig",),
     "grad_scaler": ("MXFP8GradientScaler",),
     "model_init": ("quantized_model_init",),

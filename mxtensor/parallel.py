@@ -13,8 +13,6 @@ from __future__ import annotations
 import types
 from typing import Any, cast
 
-import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -38,31 +36,6 @@ def _roles(weight: Any) -> Roles | None:
 
 def _local(t: DTensor | None) -> Tensor | None:
     return None if t is None else t.to_local()
-
-
-def _from_one_rank(t: Tensor, mesh: DeviceMesh, source: int | None) -> None:
-    """Give every rank of a mesh of one dimension what rank ``source`` of it holds; None: what each has is the same.
-
-    torch's styles scatter from there, into ``empty_like``, which of an MXTensor is a tensor of values.
-    """
-    if source is None:
-        return
-    for part in t.parts if isinstance(t, MXTensor) else (t.detach(),):
-        dist.broadcast(part.view(torch.uint8), group=mesh.get_group(), group_src=source)
-
-
-def _apply(style: Any, apply: Any, module: nn.Linear, mesh: DeviceMesh) -> nn.Module:
-    """What torch's style does to a module, whose weight may be an MXTensor."""
-    if not isinstance(module.weight, MXTensor):
-        return apply(module, mesh)  # type: ignore[no-any-return]
-    source = style.src_data_rank
-    for parameter in module.parameters():
-        _from_one_rank(parameter, mesh, source)
-    style.src_data_rank = None
-    try:
-        return apply(module, mesh)  # type: ignore[no-any-return]
-    finally:
-        style.src_data_rank = source
 
 
 def _check_split(module: nn.Linear, mesh: DeviceMesh, dim: int) -> None:
@@ -146,7 +119,7 @@ class ColwiseParallel(torch_parallel.ColwiseParallel):
         quantized = _roles(module.weight) is not None or isinstance(module.weight, MXTensor)
         if quantized and isinstance(self.input_layouts[0], Shard):
             self.desired_input_layouts = cast(Any, self.input_layouts)  # gathered by ``_columns``
-        module = _apply(self, super()._apply, module, device_mesh)
+        module = super()._apply(module, device_mesh)
         if quantized:
             module.forward = types.MethodType(_columns, module)
         return module
@@ -178,7 +151,7 @@ class RowwiseParallel(torch_parallel.RowwiseParallel):
             return super()._apply(module, device_mesh)
         _check_split(module, device_mesh, 1)
         quantized = _roles(module.weight) is not None or isinstance(module.weight, MXTensor)
-        module = _apply(self, super()._apply, module, device_mesh)
+        module = super()._apply(module, device_mesh)
         if quantized:
             module._mx_output_layouts = self.output_layouts  # type: ignore[assignment]
             module.forward = types.MethodType(_rows, module)

@@ -1,6 +1,8 @@
 """What two ranks do for ``test_dcp.py``: training that is saved sharded, and goes on from what was saved."""
 
+import os
 import warnings
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -15,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
+from mxtensor.checkpoint import CHECKSUMS, METADATA, Reader, Writer, latest
 from mxtensor.recipe import MXFP8BlockScaling
 from mxtensor.training_weight import TrainingWeight
 
@@ -170,3 +173,88 @@ def codes_saved(rank, folder):
     set_model_state_dict(model, saved["model"])
     kinds = {type(local_of(m.weight)).__name__ for m in (model[0], model[2])}
     return torch.equal(model(x), before), torch.equal(changed, before), kinds, f"{folder}/codes"
+
+
+def said(call):
+    """The text of what ``call`` raises, as one line; None."""
+    try:
+        call()
+    except BaseException as error:  # torch's CheckpointException is no Exception
+        return type(error).__name__, " ".join(str(error).split())
+    return None
+
+
+def flip(path, place):
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+
+
+@case
+def damaged(rank, folder):
+    """How a checkpoint was damaged -> what loading it says here, and what the intact one before it gives."""
+    model, optimizer = made(RECIPES["tiles"])
+    parent, expected = Path(folder, "damaged"), []
+    for step in (1, 2):
+        losses(model, optimizer, batches(1), rank)
+        dcp.save(state(model, optimizer), storage_writer=Writer(parent / f"step-{step}"))
+        expected.append([whole(plain(p)).clone() for p in model.parameters()])
+    told, last = {}, latest(parent)
+    files = {
+        "data": last / "__0_0.distcp", "other rank's data": last / "__1_0.distcp", "metadata": last / METADATA,
+        "checksums": last / CHECKSUMS,
+    }  # fmt: skip
+    fresh = made(RECIPES["tiles"])
+    for name, file in files.items():
+        for what in ("flipped", "truncated", "gone"):
+            dist.barrier()
+            intact = file.read_bytes()
+            dist.barrier()
+            if rank == 0 and what == "flipped":
+                flip(file, len(intact) // 2)
+            elif rank == 0 and what == "truncated":
+                os.truncate(file, len(intact) // 2)
+            elif rank == 0:
+                file.unlink()
+            dist.barrier()
+            saved = state(*fresh)
+            told[name, what] = said(lambda saved=saved: dcp.load(saved, storage_reader=Reader(last)))
+            dist.barrier()
+            if rank == 0:
+                file.write_bytes(intact)
+    dist.barrier()
+    load(*fresh, parent / "step-1")  # by torch's own reader
+    same = [torch.equal(a, whole(plain(b))) for a, b in zip(expected[0], fresh[0].parameters(), strict=True)]
+    saved = state(*fresh)
+    again = said(lambda: dcp.load(saved, storage_reader=Reader(last)))
+    twice = said(lambda: dcp.save(saved, storage_writer=Writer(last)))
+    return last.name, told, same, again, twice
+
+
+@case
+def saved_over_what_a_dead_run_left(rank, folder):
+    """A folder with files of an attempt that was never finished; the writer's, by ``dcp.save``'s own argument too."""
+    parent = Path(folder, "attempts")
+    if rank == 0:
+        (parent / "step-1.part").mkdir(parents=True)
+        (parent / "step-1.part" / "__7_0.distcp").write_bytes(b"half")
+        (parent / "step-1.part" / CHECKSUMS).write_text("{")
+    dist.barrier()
+    nothing = said(lambda: latest(parent))
+    model, optimizer = made(RECIPES["one copy"])
+    dcp.save(state(model, optimizer), storage_writer=Writer(parent / "elsewhere"), checkpoint_id=parent / "step-1")
+    names = sorted(path.name for path in (parent / "step-1").iterdir())
+    fresh = made(RECIPES["one copy"])
+    with torch.no_grad():
+        for p in fresh[0].parameters():
+            p.zero_()
+    saved = state(*fresh)
+    dcp.load(saved, storage_reader=Reader(latest(parent)))
+    set_model_state_dict(fresh[0], saved["model"])
+    pairs = zip(model.parameters(), fresh[0].parameters(), strict=True)
+    return (
+        nothing,
+        names,
+        [path.name for path in parent.iterdir()],
+        all(torch.equal(whole(plain(a)), whole(plain(b))) for a, b in pairs),
+    )

@@ -402,6 +402,74 @@ def master_weights(rank, folder):
     return same, torch.equal(whole(mine), its)
 
 
+def modules(**options):
+    """Two of mx.nn's modules, whose weights have many magnitudes."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        mx.nn.LayerNormLinear(WIDTH, 100, **options), nn.GELU(), mx.nn.LayerNormMLP(100, 96, **options),
+        mx.nn.Linear(100, WIDTH, bias=False, **options),
+    )  # fmt: skip
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(torch.randn(p.shape).mul(1.5).exp2())
+    return model
+
+
+def through(model, x, first):
+    """The modules' answers, of a first microbatch, for which weights are quantized, or of a later one."""
+    with mx.autocast(recipe=RECIPES["two copies"]):
+        for module in model:
+            x = module(x) if isinstance(module, nn.GELU) else module(x, is_first_microbatch=first)
+    return x
+
+
+@case
+def modules_of_transformer_engine(rank, folder):
+    """mx.nn under autocast, two microbatches a step: gradients as torch has them, in main_grad, and made later."""
+    told = {}
+    for name, options in {
+        "grad": {}, "main_grad": {"fuse_wgrad_accumulation": True}, "later": {"delay_wgrad_compute": True},
+        "main_grad later": {"fuse_wgrad_accumulation": True, "delay_wgrad_compute": True},
+    }.items():  # fmt: skip
+        model, reference = shard(modules(**options)), modules()
+        optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, reference)]
+        same = []
+        torch.manual_seed(1)
+        for step in range(2):
+            sums = [torch.zeros_like(its) for its in reference.parameters()]
+            for p in model.parameters():
+                if "main_grad" in name and p.dim() == 2:
+                    p.main_grad = torch.zeros_like(p)
+            for micro, batches in enumerate(torch.randn(2, 2, ROWS, WIDTH)):
+                first = step == micro == 0  # later ones notice that the weights have been stepped
+                mine = through(model, batches[rank], first)
+                mine.square().mean().backward()
+                for module in model:
+                    if hasattr(module, "backward_dw"):
+                        module.backward_dw()
+                of_all = [torch.zeros_like(its) for its in reference.parameters()]
+                for each, x in enumerate(batches):
+                    y = through(reference, x, first)
+                    same.append(each != rank or torch.equal(mine, y))
+                    y.square().mean().backward()
+                    for total, its in zip(of_all, reference.parameters(), strict=True):
+                        total += its.grad
+                        its.grad = None
+                for total, part in zip(sums, of_all, strict=True):
+                    total += part / 2
+            for total, a, b in zip(sums, model.parameters(), reference.parameters(), strict=True):
+                fused = hasattr(a, "main_grad")
+                same.append(fused == ("main_grad" in name and a.dim() == 2) and not (fused and a.grad is not None))
+                a.grad, b.grad = a.main_grad if fused else a.grad, total
+                same.append(torch.equal(whole(a.grad), total))
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        pairs = zip(model.parameters(), reference.parameters(), strict=True)
+        told[name] = [*same, *(torch.equal(whole(a), b) for a, b in pairs)]
+    return told
+
+
 def message(call):
     """The type and text of what ``call`` raises."""
     try:

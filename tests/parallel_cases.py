@@ -181,7 +181,7 @@ def sequence_parallel_of_one_copy(rank, folder):
 
 @case
 def torchs_own_styles(rank, folder):
-    """Over a weight that is trained they raise; frozen MXTensors they run."""
+    """What they say of a weight that is trained."""
     x, messages = torch.randn(4, IN), []
     dist.broadcast(x, 0)
     for style in (plain.ColwiseParallel(), plain.RowwiseParallel(input_layouts=Replicate())):
@@ -197,18 +197,51 @@ def torchs_own_styles(rank, folder):
 
 @case
 def frozen_weights(rank, folder):
-    """Errors of layers whose weights are MXTensors, those of rank 0 everywhere, and the types of their parts."""
-    x, errors, kinds = torch.randn(4, IN), [], set()
+    """By our styles and by torch's own: errors of layers whose weights are MXTensors, those of rank 0 everywhere; and
+    the types of their parts."""
+    x, errors, kinds = torch.randn(4, IN), {}, set()
     dist.broadcast(x, 0)
-    for config in ("mxfp8-weight-only", "mxfp8", "mxfp4-weight-only", "mxint8"):
-        for bias in (True, False):
-            one = mlp(config, bias)
-            plan = {"0": mx.parallel.ColwiseParallel(), "2": mx.parallel.RowwiseParallel()}
-            two = parallelize_module(mlp(config, bias, seed=1 + rank), mesh(), plan)
-            kinds |= {type(m.weight.to_local()).__name__ for m in (two[0], two[2])}
-            with torch.no_grad():
-                errors.append(error(two(x), one(x)))
+    for styles in (mx.parallel, plain):
+        for config in ("mxfp8-weight-only", "mxfp8", "mxfp4-weight-only", "mxint8", "nvfp4_single_level-weight-only"):
+            for bias in (True, False):
+                one = mlp(config, bias)
+                plan = {"0": styles.ColwiseParallel(), "2": styles.RowwiseParallel()}
+                two = parallelize_module(mlp(config, bias, seed=1 + rank), mesh(), plan)
+                kinds |= {type(m.weight.to_local()).__name__ for m in (two[0], two[2])}
+                with torch.no_grad():
+                    errors[styles.__name__, config, bias] = error(two(x), one(x))
     return errors, kinds
+
+
+@case
+def frozen_weights_of_uneven_parts(rank, folder):
+    """(features out, in) -> what torch's own style makes of parts of different sizes, or that would cut blocks: the
+    error of the result and the type of a part, or what it says."""
+    found = {}
+    for out, into, style in (
+        (33, 64, plain.ColwiseParallel(output_layouts=Replicate())),
+        (64, 96, plain.RowwiseParallel(input_layouts=Replicate())),
+        (64, 127, plain.RowwiseParallel(input_layouts=Replicate())),
+    ):
+        torch.manual_seed(3)
+        one = mx.quantize_(nn.Sequential(nn.Linear(into, out)), "mxfp8-weight-only")
+        two, x = copy.deepcopy(one), torch.randn(4, into)
+        said = message(lambda two=two, style=style: parallelize_module(two, mesh(), {"0": style}))
+        found[out, into] = said or (error(two(x), one(x)), type(two[0].weight.to_local()).__name__)
+    return found
+
+
+@case
+def other_collectives(rank, folder):
+    told = []
+    q = mx.quantize(torch.randn(4, 64), "mxfp8")
+    told += [message(lambda: dist.all_reduce(q)), message(lambda: dist.all_gather([q, q], torch.randn(4, 64)))]
+    same = torch.full((2, 32), 1.0 + rank)
+    sent = mx.quantize(same, "mxfp8")
+    dist.broadcast(sent, 1)
+    work = dist.broadcast(again := mx.quantize(same, "mxfp8"), 0, async_op=True)
+    work.wait()
+    return told, [sent.dequantize().unique().tolist(), again.dequantize().unique().tolist()]
 
 
 @case

@@ -99,3 +99,23 @@ def test_codes_of_two_ranks_in_one_process(ranks):
     saved = {"model": ordinary.state_dict()}
     in_one_process(dcp.load, saved, path)
     assert torch.equal(saved["model"]["0.weight"], expected[0].weight.dequantize())
+
+
+def test_what_is_damaged_raises_on_every_rank_and_the_checkpoint_before_it_is_there(ranks):
+    for name, told, same, again, twice in ranks("damaged"):
+        assert name == "step-2" and len(told) == 12 and all(same) and again is None
+        for (file, what), said in told.items():
+            assert said is not None, (file, what)
+            kind, text = said
+            assert kind == "CheckpointException" and "step-2" in text and "Error" in text, (file, what, text)
+            if file in ("data", "other rank's data"):
+                assert "is damaged: where it holds '" in text
+        assert told["checksums", "gone"][1].count("mx.checkpoint.latest names the last one that is") >= 1
+        assert twice is not None and "is there already; give each checkpoint a folder of its own" in twice[1]
+
+
+def test_what_a_dead_run_left_is_no_checkpoint_and_is_written_over(ranks):
+    for nothing, names, folders, same in ranks("saved_over_what_a_dead_run_left"):
+        assert nothing[0] == "FileNotFoundError" and "holds no whole checkpoint" in nothing[1]
+        assert names == [".metadata", "__0_0.distcp", "__1_0.distcp", "checksums.json"]
+        assert folders == ["step-1"] and same

@@ -3,6 +3,7 @@
 import ast
 import builtins
 import re
+import tempfile
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +24,10 @@ PAGE = (ROOT / "docs" / "errors.md").read_text()
 ROW = re.compile(r"^\| `(.+?)` \| (\w+) \| `(.+?)` \| (.+) \|$", re.MULTILINE)
 ROWS = ROW.findall(PAGE)
 SETUP = re.search(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)[1]
-KINDS = (ValueError, TypeError, NotImplementedError, RuntimeError, ImportError, AttributeError, UserWarning)
+KINDS = (
+    ValueError, TypeError, NotImplementedError, RuntimeError, ImportError, AttributeError, FileExistsError,
+    FileNotFoundError, UserWarning,
+)  # fmt: skip
 
 NEVER_SEEN = {
     # raised and caught inside ops/einsum.py; they show as the reason in explain()
@@ -107,18 +111,30 @@ def alone(call):
         torch.distributed.destroy_process_group()
 
 
-def of_two(call):
-    """``call`` with the mesh of a group of two whose other rank is not there: what it sends is nothing."""
+def ranked(world, call):
+    """``call`` with the mesh of so many ranks, the others not there: what is sent is nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     try:
-        return call(torch.distributed.device_mesh.init_device_mesh("cpu", (2,)))
+        return call(torch.distributed.device_mesh.init_device_mesh("cpu", (world,)))
     finally:
         torch.distributed.destroy_process_group()
 
 
-HELPERS = (forced, strictly, without, failing, inside, traced, other_torch, alone, of_two)
+def saved(call):
+    """``call`` with the path of a checkpoint."""
+    from torch.distributed import checkpoint as dcp
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "step-1"
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is")
+            dcp.save({"x": torch.ones(4)}, storage_writer=mx.checkpoint.Writer(path), no_dist=True)
+        return call(path)
+
+
+HELPERS = (forced, strictly, without, failing, inside, traced, other_torch, alone, ranked, saved)
 
 
 @pytest.fixture

@@ -57,6 +57,7 @@ FLOORS = {
     "mxfp8": 7.5,
     "nn": 7.5,
     "parallel": 7.5,
+    "checkpoint": 7.5,
     "report": 8,
     "tune": 8,
     # the face: public names

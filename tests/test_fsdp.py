@@ -155,6 +155,13 @@ def test_master_weights_of_shards(ranks):
     assert ranks("master_weights") == [([True] * 3, True)] * 2
 
 
+def test_modules_of_transformer_engine(ranks):
+    for results in ranks("modules_of_transformer_engine"):
+        assert len(results) == 4
+        for name, same in results.items():
+            assert len(same) > 30 and all(same), name
+
+
 def test_mistakes_are_the_same_on_every_rank(ranks):
     first, second = ranks("mistakes")
     assert first == second

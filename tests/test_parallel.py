@@ -60,9 +60,26 @@ def test_torchs_own_styles_do_not_run_a_recipe_in_high_precision_without_a_word(
         assert all("mx.parallel.ColwiseParallel" in message for message in messages)
 
 
-def test_frozen_weights_are_split_with_their_codes(ranks):
+def test_frozen_weights_are_split_with_their_codes_by_our_styles_and_by_torchs_own(ranks):
     for errors, kinds in ranks("frozen_weights"):
-        assert len(errors) == 8 and max(errors) < TOLERANCE and kinds == {"MXTensor"}
+        assert len(errors) == 20 and max(errors.values()) < TOLERANCE and kinds == {"MXTensor"}
+
+
+def test_torchs_own_styles_pad_uneven_parts_and_dequantize_what_would_cut_blocks(ranks):
+    first, second = ranks("frozen_weights_of_uneven_parts")
+    for found in (first, second):
+        assert all(error < TOLERANCE for error, _ in found.values())
+    kinds = {shape: (first[shape][1], second[shape][1]) for shape in first}
+    assert kinds == {(33, 64): ("MXTensor",) * 2, (64, 96): ("Tensor",) * 2, (64, 127): ("MXTensor", "Tensor")}
+
+
+def test_collectives_send_codes_and_refuse_what_would_add_or_mix_them(ranks):
+    first, second = ranks("other_collectives")
+    assert first == second
+    told, broadcasts = first
+    for kind, text in told:
+        assert kind == "NotImplementedError" and ".parts" in text
+    assert len(told) == 2 and broadcasts == [[2.0], [1.0]]
 
 
 def test_a_layer_that_does_not_divide_is_refused_with_its_numbers(ranks):

@@ -21,6 +21,7 @@ from ..quantizers import quantizers_of
 from ..recipe import Recipe
 from ..roles import HIGH_PRECISION, Roles
 from ..torch_autocast import autocast_dtype, torch_autocasts
+from .sharded import owner, remember
 from .slot import Operands, Slot
 
 Init = Callable[[Tensor], Any]
@@ -85,6 +86,8 @@ class QuantizedModule(nn.Module):
         save_original_input: bool = False,
     ) -> None:
         super().__init__()
+        self._sharded: dict[str, Any] = {}
+        """Name -> the parameter that FSDP2 has sharded."""
         self.name = name
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.delay_wgrad_compute = delay_wgrad_compute
@@ -95,6 +98,11 @@ class QuantizedModule(nn.Module):
         self._init_roles = init_roles()
         self._inits: dict[str, Init] = {}
         self._slots: list[Slot] = []
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, nn.Parameter):
+            remember(name, value, self._sharded)
+        super().__setattr__(name, value)
 
     @property
     def label(self) -> str:
@@ -168,22 +176,22 @@ class QuantizedModule(nn.Module):
         return Active(roles, around.group)
 
     def _check(self, x: Tensor, weights: Sequence[Parts]) -> None:
-        owner, weight = self.label, weights[0][0]
+        label, weight = self.label, weights[0][0]
         if not x.dtype.is_floating_point:
-            raise TypeError(f"{owner}: the input is {str(x.dtype).removeprefix('torch.')}; convert it to a float dtype")
+            raise TypeError(f"{label}: the input is {str(x.dtype).removeprefix('torch.')}; convert it to a float dtype")
         if x.device != weight.device:
-            raise ValueError(f"{owner}: the input is on {x.device}, the weight on {weight.device}; move one with .to()")
+            raise ValueError(f"{label}: the input is on {x.device}, the weight on {weight.device}; move one with .to()")
         if x.dim() == 0 or x.shape[-1] != weight.shape[1]:
             raise ValueError(
-                f"{owner}: input {tuple(x.shape)} does not fit: its last dimension is in_features, {weight.shape[1]}"
+                f"{label}: input {tuple(x.shape)} does not fit: its last dimension is in_features, {weight.shape[1]}"
             )
         if self.fuse_wgrad_accumulation and torch.is_grad_enabled():
             for part in (part for parts in weights for part in parts if part.requires_grad):
-                main = getattr(part, "main_grad", None)
+                main = getattr(owner(part), "main_grad", None)
                 if main is None or main.shape != part.shape:
                     has = "no main_grad" if main is None else f"a main_grad of shape {tuple(main.shape)}"
                     raise RuntimeError(
-                        f"{owner}: fuse_wgrad_accumulation adds to weight.main_grad, and a weight of shape "
+                        f"{label}: fuse_wgrad_accumulation adds to weight.main_grad, and a weight of shape "
                         f"{tuple(part.shape)} has {has}; give it one: weight.main_grad = "
                         "torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)"
                     )

@@ -17,6 +17,7 @@ from ..linear import WgradHook
 from ..roles import Roles
 from ..tensor import MXTensor
 from ..torch_autocast import without_autocast
+from .sharded import owner, shard_of
 
 Operands = tuple[Operand | None, Operand | None]
 """The rowwise and the columnwise copy of a weight."""
@@ -34,7 +35,8 @@ class _Kept:
 
 def _versions(parts: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
     """Identity and version of each parameter: every write in place, an optimizer's step too, makes another version."""
-    return tuple((id(part), -1 if part.is_inference() else part._version) for part in parts)
+    owners = [owner(part) for part in parts]
+    return tuple((id(part), -1 if part.is_inference() else part._version) for part in owners)
 
 
 class Slot:
@@ -133,9 +135,12 @@ def accumulate(parts: Sequence[Any], dw: Tensor, fused: bool) -> None:
     for part, rows in zip(parts, dw.split([part.shape[0] for part in parts]), strict=True):
         if not part.requires_grad:
             continue
+        parameter: Any = owner(part)
         if fused:
-            part.main_grad.add_(rows)
-        elif part.grad is None:
-            part.grad = rows.to(part.dtype, copy=len(parts) > 1)
+            parameter.main_grad.add_(shard_of(rows, parameter))
+            continue
+        rows = shard_of(rows.to(parameter.dtype, copy=len(parts) > 1), parameter)
+        if parameter.grad is None:
+            parameter.grad = rows
         else:
-            part.grad.add_(rows.to(part.dtype))
+            parameter.grad.add_(rows)

@@ -1,9 +1,10 @@
 """Above the tensor: one rule per aten op. Importing this package fills OP_TABLE and FUNCTION_TABLE."""
 
-from . import attention, convert, einsum, fallback, functional, inplace, matmul, slice, structure, view
+from . import attention, collectives, convert, einsum, fallback, functional, inplace, matmul, slice, structure, view
 
 __all__ = [
     "attention",
+    "collectives",
     "convert",
     "einsum",
     "fallback",

@@ -7,7 +7,6 @@ that are there. Both are logged; inside ``mx.strict()`` both are errors that nam
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -112,17 +111,3 @@ FALLBACK[:] = [fallback]
 def matrix_rank(*args: Any, **kwargs: Any) -> Any:
     """Seen whole, because torch leaves ``out`` unwritten where the input is a tensor subclass."""
     return read(torch.linalg.matrix_rank, args, kwargs)
-
-
-@implements_function(Tensor.is_complex)
-def is_complex(t: MXTensor) -> bool:
-    """Never; torch.distributed asks before it hands tensors to C++, which for lists of them (scatter, gather) asks no
-    more and reads a memory that a wrapper has not."""
-    if not torch.compiler.is_dynamo_compiling():
-        caller = sys._getframe(2).f_globals.get("__name__")  # of ``__torch_function__``
-        if caller == "torch.distributed.distributed_c10d":
-            raise NotImplementedError(
-                "torch.distributed cannot send an MXTensor; send each of .parts, and split layers with "
-                "mx.parallel.ColwiseParallel and RowwiseParallel"
-            )
-    return False

@@ -81,12 +81,15 @@ def select(func: Any, args: Any, kwargs: Any) -> Any:
     return finish(func, args, kwargs, result, f"index {index} of dimension {dim}")
 
 
-def _split(func: Any, args: Any, kwargs: Any, dim: int, lengths: list[int]) -> list[MXTensor]:
-    w, out, start = args[0], [], 0
+def _split(w: MXTensor, dim: int, lengths: list[int]) -> list[Tensor]:
+    """Slices one after the other: all quantized, or none, as ranks that get one each must hold the same."""
+    out, start = [], 0
     for length in lengths:
         out.append(aten.slice.Tensor(w, dim, start, start + length))
         start += length
-    return out
+    if all(isinstance(t, MXTensor) for t in out):
+        return out
+    return [t.dequantize() if isinstance(t, MXTensor) else t for t in out]
 
 
 @implements(aten.split.Tensor)
@@ -94,14 +97,14 @@ def split(func: Any, args: Any, kwargs: Any) -> Any:
     """Slices of equal length, the last one shorter."""
     w, length, dim = (*args, 0)[:3] if "dim" not in kwargs else (*args[:2], kwargs["dim"])
     total = w.shape[dim]
-    return _split(func, args, kwargs, dim, [min(length, total - i) for i in range(0, total, length)] or [0])
+    return _split(w, dim, [min(length, total - i) for i in range(0, total, length)] or [0])
 
 
 @implements(aten.split_with_sizes.default)
 def split_with_sizes(func: Any, args: Any, kwargs: Any) -> Any:
     """Slices of the lengths given."""
-    _, lengths, dim = (*args, 0)[:3] if "dim" not in kwargs else (*args[:2], kwargs["dim"])
-    return _split(func, args, kwargs, dim, list(lengths))
+    w, lengths, dim = (*args, 0)[:3] if "dim" not in kwargs else (*args[:2], kwargs["dim"])
+    return _split(w, dim, list(lengths))
 
 
 @implements(aten.unbind.int)

@@ -1,0 +1,166 @@
+"""Distributed checkpoints that are whole or not there, and whose damage is seen before it is trained on.
+
+    dcp.save(state, storage_writer=mx.checkpoint.Writer("run/step-100"))
+    dcp.load(state, storage_reader=mx.checkpoint.Reader(mx.checkpoint.latest("run")))
+
+The files are those of ``torch.distributed.checkpoint``, which reads them too. They are written into a folder beside the
+one that is asked for, which gets its name when everything is on the disk; a checksum of every tensor stands in a file
+of its own. What a rank raises, torch raises on all of them (``CheckpointException``).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+CHECKSUMS = "checksums.json"
+METADATA = ".metadata"
+PIECE = 1 << 24
+"""Bytes that are read at a time."""
+
+
+def _pieces(path: Path, offset: int, length: int) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        file.seek(offset)
+        while length > 0 and (piece := file.read(min(PIECE, length))):
+            yield piece
+            length -= len(piece)
+
+
+def checksum(path: Path, offset: int = 0, length: int | None = None) -> int:
+    """The CRC-32 of bytes of a file; of fewer where it ends before."""
+    crc = 0
+    for piece in _pieces(path, offset, path.stat().st_size if length is None else length):
+        crc = zlib.crc32(piece, crc)
+    return crc
+
+
+@dataclass(frozen=True)
+class _Checked(WriteResult):
+    """What a rank says of a tensor that it has written."""
+
+    crc: int = 0
+
+
+def _place(stored: Any) -> str:
+    """Where a tensor stands, as a key."""
+    return f"{stored.relative_path}:{stored.offset}:{stored.length}"
+
+
+class Writer(FileSystemWriter):
+    """Writes a checkpoint into the new folder ``path``; options as ``torch.distributed.checkpoint``'s writer has them.
+
+    Raises FileExistsError if ``path`` is there: each checkpoint has a folder of its own, and the last one stays until
+    this one is whole. What a run that died has left of it ("PATH.part") is overwritten.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], **options: Any) -> None:
+        self.to = Path(path)
+        super().__init__(self._part, **options)
+
+    @property
+    def _part(self) -> Path:
+        return self.to.with_name(self.to.name + ".part")
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """torch's hook: another folder, if ``dcp.save`` names one."""
+        self.to = Path(checkpoint_id or self.to)
+        super().reset(self._part)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """torch's hook, on every rank."""
+        if not kwargs.get("use_collectives", True):
+            raise NotImplementedError(
+                "mx.checkpoint.Writer writes one checkpoint of all ranks; leave use_collectives=True"
+            )
+        if self.to.exists():
+            raise FileExistsError(f"{self.to} is there already; give each checkpoint a folder of its own")
+        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """torch's hook, on one rank, before any writes: nothing of an earlier attempt stays."""
+        for left in self._part.iterdir():
+            left.unlink()
+        return super().prepare_global_plan(plans)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """torch's hook, on every rank: its tensors, and what their bytes add up to."""
+        results = super().write_data(plan, planner).wait()
+        checked: Future[list[WriteResult]] = Future()
+        checked.set_result([self._checked(result) for result in results])
+        return checked
+
+    def _checked(self, result: WriteResult) -> WriteResult:
+        stored = result.storage_data
+        crc = checksum(self._part / stored.relative_path, stored.offset, stored.length)
+        return _Checked(result.index, result.size_in_bytes, stored, crc)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """torch's hook, on one rank, after all have written: the checkpoint gets its name."""
+        super().finish(metadata, results)
+        sums = {_place(r.storage_data): cast(_Checked, r).crc for written in results for r in written}
+        with (self._part / CHECKSUMS).open("w") as file:
+            json.dump({METADATA: checksum(self._part / METADATA), "tensors": sums}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(self._part, self.to)
+
+
+class Reader(FileSystemReader):
+    """Reads a checkpoint that ``Writer`` has written, and compares the checksum of each tensor that this rank reads.
+
+    Raises, through torch on every rank: FileNotFoundError where there is no whole checkpoint, ValueError where a file
+    is shorter than it was or a byte has changed, naming file and tensor.
+    """
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """torch's hook, on every rank."""
+        path = Path(self.path)
+        if not (path / CHECKSUMS).is_file():
+            raise FileNotFoundError(
+                f"{path} is no whole checkpoint of mx.checkpoint.Writer: it has no {CHECKSUMS}; "
+                "mx.checkpoint.latest names the last one that is"
+            )
+        try:
+            self.sums = json.loads((path / CHECKSUMS).read_text())
+            expected, found = int(self.sums[METADATA]), checksum(path / METADATA)
+        except (ValueError, KeyError, TypeError, OSError) as error:
+            raise ValueError(f"{path / CHECKSUMS} is damaged ({error!r}); load another checkpoint") from error
+        self._compare(METADATA, "what is where", expected, found)
+        return super().read_metadata(*args, **kwargs)
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """torch's hook, on every rank."""
+        for index in {item.storage_index for item in plan.items}:
+            stored = self.storage_data[index]
+            file = Path(self.path) / stored.relative_path
+            found = checksum(file, stored.offset, stored.length) if file.is_file() else None
+            self._compare(stored.relative_path, repr(index.fqn), self.sums["tensors"].get(_place(stored)), found)
+        return super().read_data(plan, planner)
+
+    def _compare(self, name: str, holds: str, expected: int | None, found: int | None) -> None:
+        if expected is None or expected != found:
+            expected_, found_ = ("none" if crc is None else f"{crc:08x}" for crc in (expected, found))
+            raise ValueError(
+                f"{Path(self.path) / name} is damaged: where it holds {holds}, its checksum is {found_}, and was "
+                f"{expected_}; load another checkpoint"
+            )
+
+
+def latest(folder: str | os.PathLike[str]) -> Path:
+    """The checkpoint in ``folder`` that was finished last. Raises FileNotFoundError where none was."""
+    whole = [path for path in Path(folder).glob(f"*/{CHECKSUMS}") if path.parent.suffix != ".part"]
+    if not whole:
+        raise FileNotFoundError(f"{folder} holds no whole checkpoint of mx.checkpoint.Writer")
+    return max(whole, key=lambda path: path.stat().st_mtime_ns).parent

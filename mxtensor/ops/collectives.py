@@ -1,0 +1,88 @@
+"""What torch's own tensor parallelism sends a weight through: its codes and scales are sent, one after the other.
+
+``distribute_tensor`` cuts a parameter, makes a buffer for a part by ``empty_like``, and scatters; what every rank has
+whole it broadcasts. Any other collective is refused: it would move values, or add up codes.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..dispatch import implements, implements_function
+from ..tensor import MXTensor
+
+
+def _caller(module: str) -> FrameType | None:
+    """The frame that called a torch function, if it is of ``module`` of torch."""
+    if torch.compiler.is_dynamo_compiling():
+        return None
+    frame: FrameType | None = sys._getframe(3)  # below: the rule, and ``__torch_function__``
+    if frame is not None and frame.f_code.co_name == "<listcomp>":
+        frame = frame.f_back
+    return frame if frame is not None and frame.f_globals.get("__name__") == f"torch.distributed.{module}" else None
+
+
+@implements_function(Tensor.is_complex)
+def is_complex(t: MXTensor) -> bool:
+    """Never; torch.distributed asks before it hands tensors to C++, which for lists of them (gather, or scatter into a
+    plain tensor) asks no more and reads a memory that a wrapper has not."""
+    frame = _caller("distributed_c10d")
+    if frame is not None and not (
+        frame.f_code.co_name in ("broadcast", "scatter") and isinstance(frame.f_locals.get("tensor"), MXTensor)
+    ):
+        raise NotImplementedError(
+            "torch.distributed cannot send an MXTensor; send each of .parts, and split layers with "
+            "mx.parallel.ColwiseParallel and RowwiseParallel"
+        )
+    return False
+
+
+@implements_function(torch.empty_like)
+def empty_like(t: MXTensor, **options: Any) -> Tensor:
+    """As the op has it; for ``distribute_tensor`` a buffer for codes and scales.
+
+    Raises NotImplementedError there, on every rank alike, where ranks would not hold the same orientations.
+    """
+    frame = _caller("tensor.placement_types")
+    parts = [] if frame is None else frame.f_locals.get("scatter_list", [])
+    if not parts:
+        return torch.empty_like(t, **options)
+    first = tuple(p.shape for p in t.parts)
+    if not all(isinstance(p, MXTensor) and tuple(q.shape for q in p.parts) == first for p in parts):
+        raise NotImplementedError(
+            f"an MXTensor in {t.format} does not divide into {len(parts)} parts that hold the same, such as "
+            f"{tuple(t.shape)} {t.copies.label}; use a mesh of fewer ranks, hold one orientation only, or pad the layer"
+        )
+    return t.map_parts(lambda part: part.new_empty(part.shape))
+
+
+def _part(value: Any, i: int) -> Any:
+    """The i-th part of each MXTensor among the arguments of a collective, as bytes."""
+    if isinstance(value, list | tuple):
+        return type(value)(_part(v, i) for v in value)
+    return value.parts[i].contiguous().view(torch.uint8) if isinstance(value, MXTensor) else value
+
+
+def sent(func: Any, args: Any, kwargs: Any) -> Any:
+    """A collective of MXTensors, part by part; the work of the last is that of all."""
+    written, work = args[0], None
+    for i, part in enumerate(written[0].parts):
+        if not part.is_contiguous():
+            raise NotImplementedError(f"{func} cannot fill an MXTensor whose parts are views; use contiguous()")
+        if work is not None:
+            work.wait()
+        work = Work.unbox(func(*_part(args, i), **kwargs)[1])
+    assert work is not None
+    return written, work.boxed()
+
+
+if dist.is_available():
+    from torch.distributed.distributed_c10d import Work
+
+    implements(torch.ops.c10d.broadcast_.default, torch.ops.c10d.scatter_.default)(sent)
