@@ -54,9 +54,10 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(batch, time, width) to the same."""
         batch, time, width = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(batch, time, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        each = (batch, time, -1, 3, width // self.heads)  # of all heads, or of those that a rank has
+        q, k, v = self.qkv(self.norm1(x)).view(each).permute(3, 0, 2, 1, 4)
         heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.projection(heads.transpose(1, 2).reshape(batch, time, width))
+        x = x + self.projection(heads.transpose(1, 2).flatten(2))
         out: Tensor = x + self.down(F.gelu(self.up(self.norm2(x))))
         return out
 

@@ -1,10 +1,12 @@
-"""The ranks that torchrun starts: each learns from its part of a batch and, by FSDP2, holds its part of the weights."""
+"""The ranks that torchrun starts: each learns from its part of a batch and holds its part of the weights, by FSDP2 and
+tensor parallelism."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,31 +15,45 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+import mxtensor as mx
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This rank among so many; one that is alone shards nothing."""
+    """This rank among so many, of which ``split`` share each layer; one that is alone shards nothing."""
 
     rank: int = 0
     world: int = 1
+    split: int = 1
 
     @property
     def first(self) -> bool:
         """Whether this is the rank that prints and writes."""
         return self.rank == 0
 
-    def shard(self, model: nn.Module, blocks: nn.Sequential) -> None:
-        """FSDP2 of each block and of the model: weights are gathered a block at a time."""
-        if self.world > 1:
-            for block in blocks:
-                fully_shard(block)
-            fully_shard(model)
+    def shard(self, model: nn.Module, blocks: nn.Sequential, device: str) -> None:
+        """The layers of each block over the ranks that share them, and FSDP2 over the others: a block at a time."""
+        if self.world == 1:
+            return
+        mesh = init_device_mesh(device, (self.world // self.split, self.split), mesh_dim_names=("data", "layer"))
+        columns, rows = mx.parallel.ColwiseParallel(), mx.parallel.RowwiseParallel()
+        for block in blocks:
+            if self.split > 1:
+                styles = {"qkv": columns, "projection": rows, "up": columns, "down": rows}
+                parallelize_module(block, mesh["layer"], styles)
+            if self.split < self.world:
+                fully_shard(block, mesh=mesh["data"])
+        if self.split < self.world:
+            fully_shard(model, mesh=mesh["data"])
 
     def part(self, batch: Tensor) -> Tensor:
-        """This rank's rows of what all ranks have drawn alike."""
-        return batch.chunk(self.world)[self.rank]
+        """This rank's rows of what all ranks have drawn alike; those that share layers have the same."""
+        return batch.chunk(self.world // self.split)[self.rank // self.split]
 
     def mean(self, value: Tensor) -> float:
         """The mean over all ranks."""
@@ -68,8 +84,41 @@ def started_by_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def check_ranks(args: argparse.Namespace, parser: argparse.ArgumentParser, heads: int, batch: int) -> None:
+    """Whether torchrun's ranks can share layers and batches as ``args`` says; fills in ``args.tp``."""
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    if (args.fsdp or args.tp is not None) != started_by_torchrun():
+        parser.error("--fsdp, --tp and torchrun go together: torchrun --nproc-per-node 2 -m examples.train_lm --fsdp")
+    args.tp = 1 if args.tp is None else args.tp or ranks
+    if args.tp < 1 or ranks % args.tp or heads % args.tp:
+        parser.error(f"--tp: {args.tp} of {ranks} ranks cannot share {heads} heads; take a divisor of both")
+    if args.tp < ranks and not args.fsdp:
+        parser.error(f"--tp: {args.tp} of {ranks} ranks share a layer; add --fsdp to shard over the others")
+    if batch % (ranks // args.tp):
+        parser.error(f"--fsdp: {ranks // args.tp} ranks cannot share batches of {batch}; take a divisor of it")
+    if ranks > 1 and args.recipe == "float8-delayed":
+        parser.error("--fsdp, --tp: float8-delayed keeps an amax history on each rank; take float8-current")
+
+
+def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Parameters that lie on the same ranks, together: torch's fused optimizers take no others."""
+    groups: dict[Any, list[nn.Parameter]] = {}
+    for p in parameters:
+        groups.setdefault(p.device_mesh if isinstance(p, DTensor) else None, []).append(p)
+    return list(groups.values())
+
+
+def clip(groups: list[list[nn.Parameter]], largest: float) -> None:
+    """``clip_grad_norm_`` of all groups of ``by_mesh`` together."""
+    norms = [nn.utils.get_total_norm([p.grad for p in group if p.grad is not None]) for group in groups]
+    whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    total = whole[0] if len(whole) == 1 else torch.linalg.vector_norm(torch.stack(whole))
+    for group in groups:
+        nn.utils.clip_grads_with_norm_(group, largest, total)
+
+
 @contextmanager
-def joined(device: str) -> Iterator[Ranks]:
+def joined(device: str, split: int = 1) -> Iterator[Ranks]:
     """The ranks of torchrun over NCCL (each on a GPU of its own) or gloo; alone without torchrun."""
     if not started_by_torchrun():
         yield ALONE
@@ -78,7 +127,7 @@ def joined(device: str) -> Iterator[Ranks]:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
     try:
-        yield Ranks(dist.get_rank(), dist.get_world_size())
+        yield Ranks(dist.get_rank(), dist.get_world_size(), split)
         settle()
     finally:
         dist.destroy_process_group()

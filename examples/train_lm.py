@@ -38,7 +38,7 @@ from mxtensor.training_weight import TrainingWeight, local_of
 
 from .curves import Curve, plot
 from .gpt import GPT, SIZES, Size, is_linear, load_text, paper_layers, split, windows
-from .ranks import ALONE, Ranks, joined, load_whole, started_by_torchrun, whole_state
+from .ranks import ALONE, Ranks, by_mesh, check_ranks, clip, joined, load_whole, whole_state
 from .recipes import RECIPES, recipe_name, recipe_of
 
 
@@ -90,8 +90,9 @@ class Run:
         recipe = recipe_of(settings.recipe)
         if recipe is not None:
             mx.quantize_(model, recipe, is_linear if settings.quantize_all else paper_layers)
-        ranks.shard(model, model.blocks)
-        optimizer = torch.optim.AdamW(model.parameters(), size.rate, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+        ranks.shard(model, model.blocks, settings.device)
+        groups = [{"params": group} for group in by_mesh(model.parameters())]
+        optimizer = torch.optim.AdamW(groups, size.rate, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
         return cls(settings, model, optimizer, torch.Generator().manual_seed(settings.seed), ranks)
 
     @property
@@ -127,7 +128,7 @@ class Run:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         loss = self.gradients(text)
-        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        clip(by_mesh(self.model.parameters()), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.losses.append(loss)
@@ -249,6 +250,14 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--recipe", type=recipe_name, default="mxfp8", metavar="NAME", help=f"{', '.join(RECIPES)}, or any format")
     add("--quantize-all", action="store_true", help="every linear layer, the head too, not only the paper's choice")
     add("--fsdp", action="store_true", help="shard the model over the ranks of torchrun")
+    add(
+        "--tp",
+        type=int,
+        nargs="?",
+        const=0,
+        metavar="N",
+        help="split each layer over N ranks of torchrun (all of them)",
+    )
     add("--compare", action="store_true", help="train the same model unquantized too, and plot both")
     add("--text", type=Path, metavar="FILE", help="what to learn (Python's standard library)")
     add("--size", choices=SIZES, default="base" if cuda else "small", help="of the model (%(default)s)")
@@ -277,13 +286,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--resume: there is no file {args.checkpoint}")
     if args.checkpoint is not None and args.checkpoint.exists() and not args.resume:
         parser.error(f"--checkpoint: {args.checkpoint} is there already; add --resume, or name another file")
-    ranks = int(os.environ.get("WORLD_SIZE", 1))
-    if args.fsdp != started_by_torchrun():
-        parser.error("--fsdp and torchrun go together: torchrun --nproc-per-node 2 -m examples.train_lm --fsdp")
-    if size.batch % ranks:
-        parser.error(f"--fsdp: {ranks} ranks cannot share batches of {size.batch}; take a divisor of it")
-    if args.fsdp and args.recipe == "float8-delayed":
-        parser.error("--fsdp: float8-delayed keeps an amax history on each rank; take float8-current")
+    check_ranks(args, parser, size.heads, size.batch)
     args.error = parser.error
     return args
 
@@ -297,7 +300,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except ImportError as error:
         raise ImportError("the example needs tqdm and matplotlib: pip install 'mxtensor[demo]'") from error
 
-    with joined(args.device) as ranks:
+    with joined(args.device, args.tp) as ranks:
         runs = trained(args, ranks)
         said = evidence(runs[0], args.bytes)
     if not ranks.first:

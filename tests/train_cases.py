@@ -1,5 +1,6 @@
 """What two ranks do for ``test_train_ranks.py``: the training example sharded, and DistributedDataParallel."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from examples.ranks import Ranks
 from examples.train_lm import Run, Settings
 
 SETTINGS = Settings("mxfp8", False, size="tiny", seed=0, device="cpu", text="")
+SPLIT = replace(SETTINGS, size="small")  # whose layers are whole blocks on each of two ranks
 
 
 @case
@@ -31,6 +33,23 @@ def example_resumed(rank, folder):
     for _ in range(3):
         again.step(learned)
     for each in (run, again):
+        each.look(held_out)
+    return run.losses, again.losses, run.held_out == again.held_out, str(path)
+
+
+@case
+def example_split(rank, folder):
+    """Each layer over two ranks: three steps, and three more from the file."""
+    learned, held_out = split(load_text(None))
+    run, again = (Run.of(SPLIT, Ranks(rank, WORLD, split=WORLD)) for _ in range(2))
+    for _ in range(3):
+        run.step(learned)
+    path = Path(folder) / "split.pt"
+    run.save(path)
+    again.load(path)
+    for each in (run, again):
+        for _ in range(3):
+            each.step(learned)
         each.look(held_out)
     return run.losses, again.losses, run.held_out == again.held_out, str(path)
 
