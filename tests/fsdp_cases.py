@@ -324,12 +324,13 @@ def from_meta(rank, folder):
 def compiled_layers(rank, folder):
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)  # Dynamo's
     told = {}
-    for name in RECIPES:
-        recipe = RECIPES[name]
-        model = net(128, recipe)
+    for name, backend in (*((name, "aot_eager") for name in RECIPES), ("tiles", "inductor")):
+        model, reference = net(128, RECIPES[name]), net(128, RECIPES[name])
         for i in (0, 2):
-            model[i] = torch.compile(model[i], backend="aot_eager", fullgraph=True)
-        told[name] = compare(shard(model), net(128, recipe), rank, steps=3)
+            model[i] = torch.compile(model[i], backend=backend, fullgraph=True)
+            if backend == "inductor":  # which multiplies by other loops than eager code
+                reference[i] = torch.compile(reference[i], fullgraph=True)
+        told[name, backend] = compare(shard(model), reference, rank, steps=3)
         torch._dynamo.reset()
     return told
 
