@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -69,11 +68,6 @@ class Ranks:
         flag = torch.tensor(float(here), device="cuda" if dist.get_backend() == "nccl" else "cpu")
         dist.all_reduce(flag, dist.ReduceOp.MAX)
         return bool(flag)
-
-    def wait(self) -> None:
-        """Until all ranks are here."""
-        if self.world > 1:
-            dist.barrier()
 
 
 ALONE = Ranks()
@@ -142,21 +136,3 @@ def settle() -> None:
     dist.barrier()
     if dist.get_backend() == "gloo":
         time.sleep(0.5)
-
-
-WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
-"""State dicts as one process has them, whatever the number of ranks; on the first rank only."""
-
-
-def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """``model`` and ``optimizer`` by the names of the parameters, plain tensors. Every rank must call it."""
-    weights, moments = get_state_dict(model, optimizer, options=WHOLE)
-    return {"model": weights, "optimizer": moments}
-
-
-def load_whole(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """The inverse of ``whole_state``; every rank brings the whole."""
-    options = StateDictOptions(full_state_dict=True)
-    set_state_dict(
-        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=options
-    )

@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import math
-import os
 import statistics
 import time
 from collections import Counter
@@ -36,9 +35,10 @@ import mxtensor as mx
 from mxtensor.interception import delayed_state
 from mxtensor.training_weight import TrainingWeight, local_of
 
+from . import saving
 from .curves import Curve, plot
 from .gpt import GPT, SIZES, Size, is_linear, load_text, paper_layers, split, windows
-from .ranks import ALONE, Ranks, by_mesh, check_ranks, clip, joined, load_whole, whole_state
+from .ranks import ALONE, Ranks, by_mesh, check_ranks, clip, joined
 from .recipes import RECIPES, recipe_name, recipe_of
 
 
@@ -144,46 +144,40 @@ class Run:
             loss = statistics.fmean(self.model.loss(batch).item() for batch in batches)
         self.held_out.append((len(self.losses), loss))
 
-    def save(self, path: Path) -> None:
-        """Write all that the next step depends on; the file is replaced once the new one is whole."""
+    def rest(self) -> dict[str, Any]:
+        """What the next step depends on beside model and optimizer, and what the steps so far gave."""
         delayed = {n: w for n, w in quantized_weights(self.model).items() if w.roles.delayed is not None}
         random = {"cpu": torch.get_rng_state(), "sampler": self.sampler.get_state()}
         if self.settings.device == "cuda":
             random["cuda"] = torch.cuda.get_rng_state()
-        state = {
+        return {
             "settings": asdict(self.settings),
-            **whole_state(self.model, self.optimizer),
             "delayed": {name: delayed_state(w, w.roles).state_dict() for name, w in delayed.items()},
             "random": random,
             "losses": self.losses,
             "held_out": self.held_out,
         }
-        if self.ranks.first:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            torch.save(state, path.with_name(path.name + ".part"))
-            os.replace(path.with_name(path.name + ".part"), path)
-        self.ranks.wait()
 
-    def load(self, path: Path) -> None:
+    def save(self, folder: Path) -> None:
+        """Write all that the next step depends on, on every rank; the checkpoint before stays until it is whole."""
+        saving.save(folder, len(self.losses), self.model, self.optimizer, self.rest(), self.ranks.world == 1)
+
+    def load(self, folder: Path) -> None:
         """Go on where ``save`` was: the next steps are those of a run that never stopped.
 
-        Bit for bit on a CPU with as many threads; on a GPU as far as torch's own kernels repeat themselves.
-
-        Raises ValueError where the settings differ.
+        Bit for bit on a CPU with as many threads and ranks; on a GPU as far as torch's own kernels repeat themselves.
+        Raises ValueError where the settings differ or the checkpoint is damaged.
         """
-        state = torch.load(path, weights_only=True, map_location="cpu")
-        for name, value in asdict(self.settings).items():
-            if state["settings"][name] != value:
-                raise ValueError(f"{path} was trained with {name} {state['settings'][name]}, not {value}")
-        load_whole(self.model, self.optimizer, state)
+        expected, alone = asdict(self.settings), self.ranks.world == 1
+        rest = saving.load(folder, self.model, self.optimizer, self.rest(), expected, alone)
         weights = quantized_weights(self.model)
-        for name, amaxes in state["delayed"].items():
+        for name, amaxes in rest["delayed"].items():
             delayed_state(weights[name], weights[name].roles).load_state_dict(amaxes)
-        torch.set_rng_state(state["random"]["cpu"])
-        self.sampler.set_state(state["random"]["sampler"])
+        torch.set_rng_state(rest["random"]["cpu"])
+        self.sampler.set_state(rest["random"]["sampler"])
         if self.settings.device == "cuda":
-            torch.cuda.set_rng_state(state["random"]["cuda"])
-        self.losses, self.held_out = state["losses"], state["held_out"]
+            torch.cuda.set_rng_state(rest["random"]["cuda"].cpu())
+        self.losses, self.held_out = list(rest["losses"]), list(rest["held_out"])
 
 
 def train(run: Run, text: Tensor, steps: int | None, minutes: float | None, checkpoint: Path | None) -> None:
@@ -265,7 +259,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--steps", type=int, metavar="N", help="in all (of the size, unless --minutes is given)")
     add("--minutes", type=float, metavar="N", help="stop after so many, each model")
     add("--seed", type=int, default=0, metavar="N", help="of weights and batches (0)")
-    add("--checkpoint", type=Path, metavar="FILE", help="where to save at intervals and at the end")
+    add("--checkpoint", type=Path, metavar="FOLDER", help="where to save at intervals and at the end")
     add("--resume", action="store_true", help="go on from --checkpoint")
     add("--plot", type=Path, default=Path("out/train_lm.png"), metavar="FILE", help="the loss (out/train_lm.png)")
     args = parser.parse_args(argv)
@@ -281,11 +275,11 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     if len(args.bytes) < least:
         parser.error(f"--text: {args.text} has {len(args.bytes)} bytes; windows of {size.context} need {least} or more")
     if args.resume and args.checkpoint is None:
-        parser.error("--resume: name the file with --checkpoint")
-    if args.resume and not args.checkpoint.is_file():
-        parser.error(f"--resume: there is no file {args.checkpoint}")
+        parser.error("--resume: name the folder with --checkpoint")
+    if args.resume and not args.checkpoint.is_dir():
+        parser.error(f"--resume: there is no folder {args.checkpoint}")
     if args.checkpoint is not None and args.checkpoint.exists() and not args.resume:
-        parser.error(f"--checkpoint: {args.checkpoint} is there already; add --resume, or name another file")
+        parser.error(f"--checkpoint: {args.checkpoint} is there already; add --resume, or name another folder")
     check_ranks(args, parser, size.heads, size.batch)
     args.error = parser.error
     return args
@@ -314,22 +308,26 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"\nThe losses as a picture: {plot(curves, args.plot, title, unit)}")
 
 
+def digest(text: Tensor) -> str:
+    """What tells one text from another."""
+    return hashlib.sha256(text.numpy().tobytes()).hexdigest()[:16]
+
+
 def trained(args: argparse.Namespace, ranks: Ranks) -> list[Run]:
     """The run that was asked for, and its twin."""
-    digest = hashlib.sha256(args.bytes.numpy().tobytes()).hexdigest()[:16]
     names, steps, minutes = [args.recipe], args.steps, args.minutes
     if args.compare:
         names.append("none" if args.device == "cpu" else "bf16")
     runs: list[Run] = []
     for name in dict.fromkeys(names):
-        run = Run.of(Settings(name, args.quantize_all, args.size, args.seed, args.device, digest), ranks)
+        run = Run.of(Settings(name, args.quantize_all, args.size, args.seed, args.device, digest(args.bytes)), ranks)
         checkpoint = args.checkpoint
         if checkpoint is not None and runs:
             checkpoint = checkpoint.with_name(f"{checkpoint.stem}-{name}{checkpoint.suffix}")
-        if args.resume and checkpoint.is_file():
+        if args.resume and checkpoint.is_dir():
             try:
                 run.load(checkpoint)
-            except ValueError as error:
+            except (ValueError, FileNotFoundError) as error:
                 args.error(f"--resume: {error}")
         train(run, args.bytes, steps, minutes, checkpoint)
         runs.append(run)

@@ -39,6 +39,7 @@ def work(rank, folder):
 
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", ".*isinstance.treespec, LeafSpec.*", FutureWarning)
+    warnings.filterwarnings("ignore", "`torch.jit.script", DeprecationWarning)  # of importing inductor
     torch.set_num_threads(1)
     store, limit = f"file://{folder}/store", datetime.timedelta(seconds=60)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=WORLD, timeout=limit)

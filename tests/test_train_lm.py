@@ -1,7 +1,10 @@
 """The training example: it learns, stops and goes on bit for bit, and says what it did."""
 
+import shutil
+
 import pytest
 import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 pytest.importorskip("tqdm")
 pytest.importorskip("matplotlib")
@@ -78,24 +81,31 @@ def assert_same(a, b, where="checkpoint"):
 @pytest.mark.parametrize("recipe", ["mxfp8", "mxfp4", "nvfp4", "float8-delayed"])
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(recipe, main, tmp_path):
     """Also where gradients round stochastically and where scales come from earlier steps."""
-    whole, parts = tmp_path / "whole.pt", tmp_path / "parts.pt"
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
     main("--recipe", recipe, "--steps", 24, "--checkpoint", whole)
     main("--recipe", recipe, "--steps", 11, "--checkpoint", parts)
     torch.manual_seed(7)  # another process
     main("--recipe", recipe, "--steps", 24, "--checkpoint", parts, "--resume")
-    expected, resumed = (torch.load(path, weights_only=True) for path in (whole, parts))
-    assert [step for step, _ in resumed["held_out"]] == [0, 11, 20, 24]  # one look more
-    assert [look for look in resumed["held_out"] if look[0] != 11] == expected["held_out"]
-    del expected["held_out"], resumed["held_out"]
-    assert len(expected["losses"]) == 24
-    assert bool(expected["delayed"]) == (recipe == "float8-delayed")
+    assert {p.name for p in parts.iterdir()} == {"step-20", "step-24"}  # the last two
+    expected, resumed = (saved(path / "step-24", tmp_path / "file") for path in (whole, parts))
+    mine, its = resumed["rest"].pop("held_out"), expected["rest"].pop("held_out")
+    assert [step for step, _ in mine] == [0, 11, 20, 24]  # one look more
+    assert [look for look in mine if look[0] != 11] == its
+    assert len(expected["rest"]["losses"]) == 24 and expected.keys() == {"model", "optimizer", "rest"}
+    assert bool(expected["rest"].get("delayed")) == (recipe == "float8-delayed")
     assert_same(expected, resumed)
 
 
+def saved(folder, file):
+    """What a checkpoint holds."""
+    dcp_to_torch_save(folder, file)
+    return torch.load(file, weights_only=False)
+
+
 def test_a_twin_has_a_checkpoint_of_its_own(main, tmp_path, capsys):
-    path = tmp_path / "run.pt"
+    path = tmp_path / "run"
     main("--steps", 4, "--checkpoint", path, "--compare")
-    assert sorted(p.name for p in tmp_path.glob("*.pt")) == ["run-none.pt", "run.pt"]
+    assert sorted(p.name for p in tmp_path.glob("run*")) == ["run", "run-none"]
     capsys.readouterr()
     main("--steps", 6, "--checkpoint", path, "--compare", "--resume")
     out = capsys.readouterr().out
@@ -103,7 +113,7 @@ def test_a_twin_has_a_checkpoint_of_its_own(main, tmp_path, capsys):
 
 
 def test_a_finished_run_resumes_to_its_own_table(main, tmp_path, capsys):
-    path = tmp_path / "run.pt"
+    path = tmp_path / "run"
     main("--steps", 4, "--checkpoint", path)
     first = row(capsys.readouterr().out, "mxfp8")
     main("--steps", 4, "--checkpoint", path, "--resume")
@@ -195,9 +205,9 @@ def test_parameters_of_the_largest_size():
         (["--text", "nowhere.txt"], "there is no file nowhere.txt"),
         (["--text", "{short}"], "has 14 bytes; windows of 32 need 330 or more"),
         (["--steps", "0"], "--steps: 0 is not positive"),
-        (["--resume"], "name the file with --checkpoint"),
-        (["--resume", "--checkpoint", "nowhere.pt"], "there is no file nowhere.pt"),
-        (["--checkpoint", "{short}"], "is there already; add --resume, or name another file"),
+        (["--resume"], "name the folder with --checkpoint"),
+        (["--resume", "--checkpoint", "nowhere"], "there is no folder nowhere"),
+        (["--checkpoint", "{short}"], "is there already; add --resume, or name another folder"),
     ],
 )
 def test_mistakes_are_named(arguments, message, main, tmp_path, capsys):
@@ -217,10 +227,41 @@ def test_mistakes_are_named(arguments, message, main, tmp_path, capsys):
     ],
 )
 def test_a_checkpoint_of_other_settings_is_refused(arguments, message, main, tmp_path, capsys):
-    path = tmp_path / "run.pt"
+    path = tmp_path / "run"
     main("--steps", 1, "--checkpoint", path)
-    before = path.read_bytes()
+    before = contents(path)
     with pytest.raises(SystemExit):
         main("--checkpoint", path, "--resume", *arguments)
     assert message in " ".join(capsys.readouterr().err.split())
-    assert path.read_bytes() == before
+    assert contents(path) == before
+
+
+def contents(folder):
+    return {str(p): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda data: data[: len(data) // 2], "is damaged: where it holds '"),
+        (lambda data: data[:999] + bytes([data[999] ^ 1]) + data[1000:], "is damaged: where it holds '"),
+    ],
+    ids=["truncated", "flipped"],
+)
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_goes_on(damage, message, main, tmp_path, capsys):
+    path = tmp_path / "run"
+    main("--steps", 3, "--checkpoint", path)
+    main("--steps", 5, "--checkpoint", path, "--resume")
+    (file,) = (path / "step-5").glob("*.distcp")
+    file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(SystemExit):
+        main("--steps", 6, "--checkpoint", path, "--resume")
+    assert message in " ".join(capsys.readouterr().err.split())
+    shutil.rmtree(path / "step-5")
+    main("--steps", 6, "--checkpoint", path, "--resume")
+    assert row(capsys.readouterr().out, "mxfp8")[0] == "6"
+    shutil.rmtree(path / "step-3")
+    shutil.rmtree(path / "step-6")
+    with pytest.raises(SystemExit):
+        main("--steps", 6, "--checkpoint", path, "--resume")
+    assert "holds no whole checkpoint" in " ".join(capsys.readouterr().err.split())

@@ -24,7 +24,7 @@ def example_resumed(rank, folder):
     run = Run.of(SETTINGS, ranks)
     for _ in range(3):
         run.step(learned)
-    path = Path(folder) / "run.pt"
+    path = Path(folder) / "run"
     run.save(path)
     for _ in range(3):
         run.step(learned)
@@ -44,7 +44,7 @@ def example_split(rank, folder):
     run, again = (Run.of(SPLIT, Ranks(rank, WORLD, split=WORLD)) for _ in range(2))
     for _ in range(3):
         run.step(learned)
-    path = Path(folder) / "split.pt"
+    path = Path(folder) / "split"
     run.save(path)
     again.load(path)
     for each in (run, again):

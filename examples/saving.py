@@ -1,0 +1,69 @@
+"""Checkpoints of ``examples.train_lm``: a folder for each, whole or not there, on as many ranks as there are."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as load_into
+from torch.distributed.checkpoint.state_dict_saver import save as save_all
+from torch.optim import Optimizer
+
+from mxtensor.checkpoint import Reader, Writer, latest
+
+BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
+"""An optimizer's state by the names of the parameters, however they are grouped."""
+KEPT = 2
+"""Checkpoints: the last one, and the one before it, should the last be damaged."""
+
+
+def _state(model: nn.Module, optimizer: Optimizer, rest: dict[str, Any]) -> dict[str, Any]:
+    weights, moments = get_state_dict(model, optimizer, options=BY_NAME)
+    return {"model": weights, "optimizer": moments, "rest": rest}
+
+
+def save(folder: Path, step: int, model: nn.Module, optimizer: Optimizer, rest: dict[str, Any], alone: bool) -> None:
+    """Write ``folder/step-N``; every rank must call it. A step that is saved already is left as it is."""
+    path = folder / f"step-{step}"
+    state = _state(model, optimizer, rest)
+    if path.exists():
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is")  # alone, which is meant
+        save_all(state, storage_writer=Writer(path), no_dist=alone)
+    for old in sorted(folder.glob("step-*[0-9]"), key=lambda p: int(p.name[5:]))[:-KEPT]:
+        shutil.rmtree(old, ignore_errors=True)  # by whichever rank comes first
+
+
+def load(
+    folder: Path, model: nn.Module, optimizer: Optimizer, rest: dict[str, Any], expected: dict[str, Any], alone: bool
+) -> dict[str, Any]:
+    """Fill model and optimizer from the last checkpoint in ``folder``; returns its ``rest``.
+
+    Raises ValueError on every rank, with nothing changed, where its settings are not ``expected`` or it is damaged,
+    FileNotFoundError where there is none.
+    """
+    path = latest(folder)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is")
+            found: dict[str, Any] = {"rest": {"settings": dict(expected)}}
+            load_into(found, storage_reader=Reader(path), no_dist=alone)
+            for name, value in expected.items():
+                if found["rest"]["settings"][name] != value:
+                    was = found["rest"]["settings"][name]
+                    raise ValueError(f"{path} was trained with {name} {was}, not {value}")
+            state = _state(model, optimizer, rest)
+            load_into(state, storage_reader=Reader(path), no_dist=alone)
+    except CheckpointException as error:
+        reasons = sorted({str(failure[0]) for failure in error.failures.values()})
+        raise ValueError("; ".join(reasons)) from error
+    set_state_dict(
+        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=BY_NAME
+    )
+    return state["rest"]  # type: ignore[no-any-return]
