@@ -36,7 +36,8 @@ def save(folder: Path, step: int, model: nn.Module, optimizer: Optimizer, rest: 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is")  # alone, which is meant
         save_all(state, storage_writer=Writer(path), no_dist=alone)
-    for old in sorted(folder.glob("step-*[0-9]"), key=lambda p: int(p.name[5:]))[:-KEPT]:
+    whole = [p for p in folder.glob("step-*") if p.name[5:].isdigit()]
+    for old in sorted(whole, key=lambda p: int(p.name[5:]))[:-KEPT]:
         shutil.rmtree(old, ignore_errors=True)  # by whichever rank comes first
 
 
@@ -45,7 +46,7 @@ def load(
 ) -> dict[str, Any]:
     """Fill model and optimizer from the last checkpoint in ``folder``; returns its ``rest``.
 
-    Raises ValueError on every rank, with nothing changed, where its settings are not ``expected`` or it is damaged,
+    Raises ValueError on every rank, with no weight changed, where its settings are not ``expected`` or it is damaged,
     FileNotFoundError where there is none.
     """
     path = latest(folder)

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import time
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,7 +22,7 @@ from typing import Any, cast
 
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -91,12 +93,16 @@ class Writer(FileSystemWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """torch's hook, on one rank, before any writes: nothing of an earlier attempt stays."""
         for left in self._part.iterdir():
-            left.unlink()
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """torch's hook, on every rank: its tensors, and what their bytes add up to."""
         results = super().write_data(plan, planner).wait()
+        if len(results) != len(plan.items):  # torch prints what its threads raise, and goes on
+            raise OSError(
+                f"{len(plan.items) - len(results)} of {len(plan.items)} items were not written to {self._part}"
+            )
         checked: Future[list[WriteResult]] = Future()
         checked.set_result([self._checked(result) for result in results])
         return checked
@@ -108,20 +114,27 @@ class Writer(FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """torch's hook, on one rank, after all have written: the checkpoint gets its name."""
+        for stored in (result.storage_data for written in results for result in written):
+            if not (self._part / stored.relative_path).is_file():
+                raise FileNotFoundError(
+                    f"{self._part} has no {stored.relative_path}, which another rank has written; give all ranks a "
+                    "folder that they share"
+                )
         super().finish(metadata, results)
         sums = {_place(r.storage_data): cast(_Checked, r).crc for written in results for r in written}
+        saved = {METADATA: checksum(self._part / METADATA), "tensors": sums, "time": time.time_ns()}
         with (self._part / CHECKSUMS).open("w") as file:
-            json.dump({METADATA: checksum(self._part / METADATA), "tensors": sums}, file)
+            json.dump(saved, file)
             file.flush()
             os.fsync(file.fileno())
         os.rename(self._part, self.to)
 
 
 class Reader(FileSystemReader):
-    """Reads a checkpoint that ``Writer`` has written, and compares the checksum of each tensor that this rank reads.
+    """Reads a checkpoint that ``Writer`` has written, after comparing the checksum of each tensor that this rank reads.
 
-    Raises, through torch on every rank: FileNotFoundError where there is no whole checkpoint, ValueError where a file
-    is shorter than it was or a byte has changed, naming file and tensor.
+    Raises, with nothing loaded, through torch on every rank: FileNotFoundError where there is no whole checkpoint,
+    ValueError where a file is shorter than it was or a byte has changed, naming file and tensor.
     """
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -133,21 +146,22 @@ class Reader(FileSystemReader):
                 "mx.checkpoint.latest names the last one that is"
             )
         try:
-            self.sums = json.loads((path / CHECKSUMS).read_text())
-            expected, found = int(self.sums[METADATA]), checksum(path / METADATA)
+            saved = json.loads((path / CHECKSUMS).read_text())
+            self.sums, expected = dict(saved["tensors"]), int(saved[METADATA])
+            found = checksum(path / METADATA)
         except (ValueError, KeyError, TypeError, OSError) as error:
             raise ValueError(f"{path / CHECKSUMS} is damaged ({error!r}); load another checkpoint") from error
         self._compare(METADATA, "what is where", expected, found)
         return super().read_metadata(*args, **kwargs)
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """torch's hook, on every rank."""
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """torch's hook, on every rank, before any reads: nothing is loaded where one finds damage."""
         for index in {item.storage_index for item in plan.items}:
             stored = self.storage_data[index]
             file = Path(self.path) / stored.relative_path
             found = checksum(file, stored.offset, stored.length) if file.is_file() else None
-            self._compare(stored.relative_path, repr(index.fqn), self.sums["tensors"].get(_place(stored)), found)
-        return super().read_data(plan, planner)
+            self._compare(stored.relative_path, repr(index.fqn), self.sums.get(_place(stored)), found)
+        return super().prepare_local_plan(plan)
 
     def _compare(self, name: str, holds: str, expected: int | None, found: int | None) -> None:
         if expected is None or expected != found:
@@ -158,9 +172,17 @@ class Reader(FileSystemReader):
             )
 
 
+def _time(path: Path) -> int:
+    try:
+        return int(json.loads(path.read_text())["time"])
+    except (ValueError, KeyError, TypeError):
+        return path.stat().st_mtime_ns  # damaged, which ``Reader`` says
+
+
 def latest(folder: str | os.PathLike[str]) -> Path:
-    """The checkpoint in ``folder`` that was finished last. Raises FileNotFoundError where none was."""
+    """The checkpoint in ``folder`` that was finished last, by what it says itself. Raises FileNotFoundError where none
+    was."""
     whole = [path for path in Path(folder).glob(f"*/{CHECKSUMS}") if path.parent.suffix != ".part"]
     if not whole:
         raise FileNotFoundError(f"{folder} holds no whole checkpoint of mx.checkpoint.Writer")
-    return max(whole, key=lambda path: path.stat().st_mtime_ns).parent
+    return max(whole, key=_time).parent

@@ -471,6 +471,43 @@ def modules_of_transformer_engine(rank, folder):
     return told
 
 
+@case
+def modules_on_the_way(rank, folder):
+    """What modules of mx.nn do under FSDP2 beside steps: begin on meta, notice writes to a shard, and name mistakes."""
+    with torch.device("meta"):
+        model = modules(fuse_wgrad_accumulation=True)
+    shard(model).to_empty(device="cpu")
+    torch.manual_seed(rank)
+    for module in model:
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    weight = model[3].weight
+    drawn = whole(weight).detach()
+    filled = [float(drawn.std()), bool(drawn.isfinite().all())]
+    x, sharded = torch.randn(ROWS, WIDTH), [p for p in model.parameters() if p.dim() == 2]
+    told = [message(lambda: through(model, x, None))]
+    model = shard(modules(fuse_wgrad_accumulation=True))
+    for p in model.parameters():
+        if p.dim() == 2:
+            p.main_grad = torch.zeros(p.shape)
+    told.append(message(lambda: through(model, x, None)))
+    late = shard(modules(delay_wgrad_compute=True).bfloat16(), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    through(late, x.bfloat16(), True).square().mean().backward()
+    for module in late:
+        if hasattr(module, "backward_dw"):
+            module.backward_dw()
+    dtypes = {p.grad.dtype for p in late.parameters()}
+    with torch.no_grad():
+        before = through(late, x.bfloat16(), True)
+        for module in late:
+            if hasattr(module, "reshard"):
+                module.reshard()
+        for p in late.parameters():
+            p.to_local().mul_(0.5)
+        stale = torch.equal(before, through(late, x.bfloat16(), False))
+    return filled, len(sharded), told, dtypes, stale
+
+
 def message(call):
     """The type and text of what ``call`` raises."""
     try:

@@ -202,7 +202,7 @@ def frozen_weights(rank, folder):
     x, errors, kinds = torch.randn(4, IN), {}, set()
     dist.broadcast(x, 0)
     for styles in (mx.parallel, plain):
-        for config in ("mxfp8-weight-only", "mxfp8", "mxfp4-weight-only", "mxint8", "nvfp4_single_level-weight-only"):
+        for config in ("mxfp8-weight-only", "mxfp8", "mxfp4-weight-only", "mxint8", "nvfp4-weight-only"):
             for bias in (True, False):
                 one = mlp(config, bias)
                 plan = {"0": styles.ColwiseParallel(), "2": styles.RowwiseParallel()}

@@ -3,7 +3,11 @@
 The cases of two ranks stand in ``dcp_cases.py``.
 """
 
+import json
+import shutil
+import warnings
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -12,8 +16,10 @@ from dcp_cases import FEATURES, RECIPES, STEPS, batches, in_one_process, load, l
 from fsdp_cases import held, net, values
 from ranks import cases
 from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 import mxtensor as mx
+from mxtensor.checkpoint import CHECKSUMS, Reader, Writer, latest
 
 
 def test_every_case_of_two_ranks_is_looked_at():
@@ -119,3 +125,55 @@ def test_what_a_dead_run_left_is_no_checkpoint_and_is_written_over(ranks):
         assert nothing[0] == "FileNotFoundError" and "holds no whole checkpoint" in nothing[1]
         assert names == [".metadata", "__0_0.distcp", "__1_0.distcp", "checksums.json"]
         assert folders == ["step-1"] and same
+
+
+# ---------------------------------------------------------------------------------------------- one process
+
+
+def save(path, writer=Writer, **options):
+    """What torch says of saving two tensors; None."""
+    state = {"a": torch.ones(4), "b": torch.zeros(1000)}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is")
+        try:
+            dcp.save(state, storage_writer=writer(path, **options), no_dist=True)
+        except BaseException as error:
+            return str(error)
+    return None
+
+
+def test_items_that_torch_has_lost_leave_no_checkpoint(tmp_path):
+    """torch prints what its threads raise, of a full disk say, and goes on without what they were to write."""
+    assert save(tmp_path / "step-1", thread_count=2) is None
+    with mock.patch.object(FileSystemWriter, "write_data", lambda *arguments: mock.Mock(wait=list)):
+        said = save(tmp_path / "step-2")
+    assert "2 of 2 items were not written to" in said and latest(tmp_path).name == "step-1"
+
+
+def test_a_folder_that_ranks_do_not_share_is_no_checkpoint(tmp_path):
+    class Elsewhere(Writer):
+        def finish(self, metadata, results):
+            for file in self._part.iterdir():
+                file.unlink()
+            super().finish(metadata, results)
+
+    said = save(tmp_path / "step-1", Elsewhere)
+    assert "has no __0_0.distcp, which another rank has written; give all ranks a folder" in said
+    with pytest.raises(FileNotFoundError):
+        latest(tmp_path)
+
+
+def test_the_latest_is_the_one_that_was_finished_last_wherever_it_was_copied_to(tmp_path):
+    for step in (1, 2, 3):
+        assert save(tmp_path / f"step-{step}") is None
+    for step in (3, 1, 2):
+        shutil.copytree(tmp_path / f"step-{step}", tmp_path / "copies" / f"step-{step}")
+    assert latest(tmp_path / "copies").name == "step-3"
+    (tmp_path / "step-3" / CHECKSUMS).write_text(json.dumps({".metadata": 1}))
+    with pytest.raises(ValueError, match=r"is damaged \(KeyError\('tensors'\)\)"):
+        Reader(tmp_path / "step-3").read_metadata()
+
+
+def test_what_a_dead_run_left_may_hold_folders(tmp_path):
+    (tmp_path / "step-1.part" / "folder").mkdir(parents=True)
+    assert save(tmp_path / "step-1") is None and not (tmp_path / "step-1" / "folder").exists()

@@ -37,6 +37,9 @@ NEVER_SEEN = {
     "cublasGemmEx returned status {value}",
     # needs two ranks: tests/test_fsdp.py
     "ranks do not gather the weight {value} alike: {value}; give quantize_ the same recipe on every rank",
+    # of a disk that is full, or not shared: tests/test_dcp.py
+    "{value} of {value} items were not written to {value}",
+    "{value} has no {value}, which another rank has written; give all ranks a folder that they share",
     # of a plan that `python -m mxtensor.tune` gives itself; the table is asked for plans that have room
     "a product of {value}x{value}x{value} by {value} has no room on this device",
 }

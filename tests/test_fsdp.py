@@ -162,6 +162,16 @@ def test_modules_of_transformer_engine(ranks):
             assert len(same) > 30 and all(same), name
 
 
+def test_modules_begin_on_meta_notice_writes_to_shards_and_name_mistakes(ranks):
+    first, second = ranks("modules_on_the_way")
+    assert first == second
+    (deviation, finite), count, (missing, whole), dtypes, stale = first
+    assert finite and 0.01 < deviation < 1 and count == 4
+    assert "has no main_grad; give it one: weight.main_grad = torch.zeros_like(weight" in missing[1]
+    assert "has a main_grad that is not sharded as it is" in whole[1]
+    assert dtypes == {torch.bfloat16} and not stale
+
+
 def test_mistakes_are_the_same_on_every_rank(ranks):
     first, second = ranks("mistakes")
     assert first == second

@@ -21,7 +21,7 @@ from ..quantizers import quantizers_of
 from ..recipe import Recipe
 from ..roles import HIGH_PRECISION, Roles
 from ..torch_autocast import autocast_dtype, torch_autocasts
-from .sharded import owner, remember
+from .sharded import misfit, owner, remember, spread
 from .slot import Operands, Slot
 
 Init = Callable[[Tensor], Any]
@@ -143,12 +143,12 @@ class QuantizedModule(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Fill all parameters anew, in place: after ``to_empty()``, say."""
+        """Fill all parameters anew, in place: after ``to_empty()``, say; shards with what the first rank draws."""
         for name, init in self._inits.items():
             parameter = getattr(self, name)
             values = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
             init(values)
-            parameter.copy_(values)
+            parameter.copy_(spread(values, parameter))
             if preserves(parameter):
                 preserve(parameter, values)
 
@@ -187,13 +187,12 @@ class QuantizedModule(nn.Module):
             )
         if self.fuse_wgrad_accumulation and torch.is_grad_enabled():
             for part in (part for parts in weights for part in parts if part.requires_grad):
-                main = getattr(owner(part), "main_grad", None)
-                if main is None or main.shape != part.shape:
-                    has = "no main_grad" if main is None else f"a main_grad of shape {tuple(main.shape)}"
+                has = misfit(owner(part))
+                if has is not None:
                     raise RuntimeError(
                         f"{label}: fuse_wgrad_accumulation adds to weight.main_grad, and a weight of shape "
                         f"{tuple(part.shape)} has {has}; give it one: weight.main_grad = "
-                        "torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)"
+                        "torch.zeros_like(weight, dtype=torch.float32)"
                     )
 
     def product(

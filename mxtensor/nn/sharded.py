@@ -13,16 +13,18 @@ import torch
 from torch import Tensor
 
 if torch.distributed.is_available():
-    from torch.distributed.tensor import DTensor, Partial
+    from torch.distributed.tensor import DTensor, Partial, distribute_tensor
 
 STANDS_FOR = "_mx_stands_for"
 
 
+def _is_sharded(t: Any) -> bool:
+    return torch.distributed.is_available() and isinstance(t, DTensor)
+
+
 def remember(name: str, value: Any, sharded: dict[str, Any]) -> None:
     """Take note that parameter ``name`` of a module becomes ``value``: a sharded one, or what FSDP2 has gathered."""
-    if not torch.distributed.is_available():
-        return
-    if isinstance(value, DTensor):
+    if _is_sharded(value):
         sharded[name] = value
     elif name in sharded:
         setattr(value, STANDS_FOR, sharded[name])
@@ -33,12 +35,50 @@ def owner(part: Tensor) -> Tensor:
     return getattr(part, STANDS_FOR, part)
 
 
-def shard_of(dw: Tensor, parameter: Tensor) -> Tensor:
-    """What ``parameter`` gets of the gradient ``dw`` of the whole: its shard of the mean over all ranks, each of which
-    must call this; ``dw`` where nothing is sharded.
-    """
-    if not torch.distributed.is_available() or not isinstance(parameter, DTensor):
-        return dw
+def spread(values: Tensor, parameter: Any) -> Tensor:
+    """``values`` of the first rank, sharded as ``parameter`` is."""
+    if not _is_sharded(parameter):
+        return values
+    return distribute_tensor(values, parameter.device_mesh, parameter.placements)
+
+
+def version(parameter: Any) -> int:
+    """What every write in place raises, also one to a shard alone; -1 for a tensor of inference mode."""
+    if parameter.is_inference():
+        return -1
+    if not _is_sharded(parameter):
+        return int(parameter._version)
+    with torch.no_grad():  # DTensor's own writes do not count as writes of the shard
+        return int(parameter._version + parameter.to_local()._version)
+
+
+def misfit(parameter: Any) -> str | None:
+    """What is wrong with ``parameter.main_grad``; None where gradients can be added to it."""
+    main = getattr(parameter, "main_grad", None)
+    if main is None:
+        return "no main_grad"
+    if main.shape != parameter.shape:
+        return f"a main_grad of shape {tuple(main.shape)}"
+    if _is_sharded(parameter) and not (_is_sharded(main) and main.placements == parameter.placements):
+        return "a main_grad that is not sharded as it is"
+    return None
+
+
+def add_gradient(parameter: Any, dw: Tensor, to_main_grad: bool) -> None:
+    """Add ``dw``, of the whole weight, to ``main_grad`` or ``grad``: of a sharded parameter its shard of the mean over
+    all ranks, made in float32, for which each of them must call this."""
+    if not _is_sharded(parameter):
+        if to_main_grad:
+            parameter.main_grad.add_(dw)
+        elif parameter.grad is None:
+            parameter.grad = dw.to(parameter.dtype, copy=dw._base is not None)
+        else:
+            parameter.grad.add_(dw.to(parameter.dtype))
+        return
     mesh = parameter.device_mesh
-    sums = DTensor.from_local(dw / mesh.size(), mesh, [Partial()] * mesh.ndim, run_check=False)
-    return sums.redistribute(placements=parameter.placements)
+    part = DTensor.from_local(dw.float() / mesh.size(), mesh, [Partial()] * mesh.ndim, run_check=False)
+    shard = part.redistribute(placements=parameter.placements).to_local()
+    if not to_main_grad and parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    held = (parameter.main_grad if to_main_grad else parameter.grad).to_local()
+    held.add_(shard.to(held.device, held.dtype))  # which may be offloaded

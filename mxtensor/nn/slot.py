@@ -17,7 +17,7 @@ from ..linear import WgradHook
 from ..roles import Roles
 from ..tensor import MXTensor
 from ..torch_autocast import without_autocast
-from .sharded import owner, shard_of
+from .sharded import add_gradient, owner, version
 
 Operands = tuple[Operand | None, Operand | None]
 """The rowwise and the columnwise copy of a weight."""
@@ -35,8 +35,7 @@ class _Kept:
 
 def _versions(parts: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
     """Identity and version of each parameter: every write in place, an optimizer's step too, makes another version."""
-    owners = [owner(part) for part in parts]
-    return tuple((id(part), -1 if part.is_inference() else part._version) for part in owners)
+    return tuple((id(part), version(part)) for part in map(owner, parts))
 
 
 class Slot:
@@ -132,15 +131,8 @@ class Slot:
 
 def accumulate(parts: Sequence[Any], dw: Tensor, fused: bool) -> None:
     """Add the gradient (N, K) to ``main_grad`` or ``grad`` of the parameters whose rows make up the weight."""
-    for part, rows in zip(parts, dw.split([part.shape[0] for part in parts]), strict=True):
+    pieces = (dw,) if len(parts) == 1 else dw.split([part.shape[0] for part in parts])
+    for part, rows in zip(parts, pieces, strict=True):
         if not part.requires_grad:
             continue
-        parameter: Any = owner(part)
-        if fused:
-            parameter.main_grad.add_(shard_of(rows, parameter))
-            continue
-        rows = shard_of(rows.to(parameter.dtype, copy=len(parts) > 1), parameter)
-        if parameter.grad is None:
-            parameter.grad = rows
-        else:
-            parameter.grad.add_(rows)
+        add_gradient(owner(part), rows, fused)

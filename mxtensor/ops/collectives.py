@@ -66,7 +66,7 @@ def _part(value: Any, i: int) -> Any:
     """The i-th part of each MXTensor among the arguments of a collective, as bytes."""
     if isinstance(value, list | tuple):
         return type(value)(_part(v, i) for v in value)
-    return value.parts[i].contiguous().view(torch.uint8) if isinstance(value, MXTensor) else value
+    return value.parts[i].reshape(-1).view(torch.uint8) if isinstance(value, MXTensor) else value
 
 
 def sent(func: Any, args: Any, kwargs: Any) -> Any:
