@@ -16,7 +16,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, spawn
 
 from mxtensor.checkpoint import Reader, Writer, latest
 
-TIMEOUT = 15
+TIMEOUT = 30
 NAME = "tiles"
 
 
