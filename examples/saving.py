@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shutil
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,40 +29,43 @@ def _state(model: nn.Module, optimizer: Optimizer, rest: dict[str, Any]) -> dict
     return {"model": weights, "optimizer": moments, "rest": rest}
 
 
-def save(folder: Path, step: int, model: nn.Module, optimizer: Optimizer, rest: dict[str, Any], alone: bool) -> None:
+@contextmanager
+def _alone_if_need_be() -> Iterator[None]:
+    """torch warns of saving and loading without a process group, as one process does."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is")
+        yield
+
+
+def save(folder: Path, step: int, model: nn.Module, optimizer: Optimizer, rest: dict[str, Any]) -> None:
     """Write ``folder/step-N``; every rank must call it. A step that is saved already is left as it is."""
     path = folder / f"step-{step}"
-    state = _state(model, optimizer, rest)
     if path.exists():
         return
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is")  # alone, which is meant
-        save_all(state, storage_writer=Writer(path), no_dist=alone)
+    with _alone_if_need_be():
+        save_all(_state(model, optimizer, rest), storage_writer=Writer(path))
     whole = [p for p in folder.glob("step-*") if p.name[5:].isdigit()]
     for old in sorted(whole, key=lambda p: int(p.name[5:]))[:-KEPT]:
         shutil.rmtree(old, ignore_errors=True)  # by whichever rank comes first
 
 
-def load(
-    folder: Path, model: nn.Module, optimizer: Optimizer, rest: dict[str, Any], expected: dict[str, Any], alone: bool
-) -> dict[str, Any]:
-    """Fill model and optimizer from the last checkpoint in ``folder``; returns its ``rest``.
+def load(folder: Path, model: nn.Module, optimizer: Optimizer, rest: dict[str, Any]) -> dict[str, Any]:
+    """Fill model and optimizer from the last checkpoint in ``folder``; returns what stands there for ``rest``.
 
-    Raises ValueError on every rank, with no weight changed, where its settings are not ``expected`` or it is damaged,
+    Raises ValueError on every rank, with no weight changed, where the settings in ``rest`` are others or it is damaged,
     FileNotFoundError where there is none.
     """
     path = latest(folder)
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is")
-            found: dict[str, Any] = {"rest": {"settings": dict(expected)}}
-            load_into(found, storage_reader=Reader(path), no_dist=alone)
-            for name, value in expected.items():
-                if found["rest"]["settings"][name] != value:
-                    was = found["rest"]["settings"][name]
+        with _alone_if_need_be():
+            found: dict[str, Any] = {"rest": {"settings": dict(rest["settings"])}}
+            load_into(found, storage_reader=Reader(path))
+            for name, value in rest["settings"].items():
+                was = found["rest"]["settings"][name]
+                if was != value:
                     raise ValueError(f"{path} was trained with {name} {was}, not {value}")
             state = _state(model, optimizer, rest)
-            load_into(state, storage_reader=Reader(path), no_dist=alone)
+            load_into(state, storage_reader=Reader(path))
     except CheckpointException as error:
         reasons = sorted({str(failure[0]) for failure in error.failures.values()})
         raise ValueError("; ".join(reasons)) from error

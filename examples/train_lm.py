@@ -128,7 +128,7 @@ class Run:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         loss = self.gradients(text)
-        clip(by_mesh(self.model.parameters()), 1.0)
+        clip([group["params"] for group in self.optimizer.param_groups], 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.losses.append(loss)
@@ -160,7 +160,7 @@ class Run:
 
     def save(self, folder: Path) -> None:
         """Write all that the next step depends on, on every rank; the checkpoint before stays until it is whole."""
-        saving.save(folder, len(self.losses), self.model, self.optimizer, self.rest(), self.ranks.world == 1)
+        saving.save(folder, len(self.losses), self.model, self.optimizer, self.rest())
 
     def load(self, folder: Path) -> None:
         """Go on where ``save`` was: the next steps are those of a run that never stopped.
@@ -168,8 +168,7 @@ class Run:
         Bit for bit on a CPU with as many threads and ranks; on a GPU as far as torch's own kernels repeat themselves.
         Raises ValueError where the settings differ or the checkpoint is damaged.
         """
-        expected, alone = asdict(self.settings), self.ranks.world == 1
-        rest = saving.load(folder, self.model, self.optimizer, self.rest(), expected, alone)
+        rest = saving.load(folder, self.model, self.optimizer, self.rest())
         weights = quantized_weights(self.model)
         for name, amaxes in rest["delayed"].items():
             delayed_state(weights[name], weights[name].roles).load_state_dict(amaxes)
@@ -244,14 +243,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--recipe", type=recipe_name, default="mxfp8", metavar="NAME", help=f"{', '.join(RECIPES)}, or any format")
     add("--quantize-all", action="store_true", help="every linear layer, the head too, not only the paper's choice")
     add("--fsdp", action="store_true", help="shard the model over the ranks of torchrun")
-    add(
-        "--tp",
-        type=int,
-        nargs="?",
-        const=0,
-        metavar="N",
-        help="split each layer over N ranks of torchrun (all of them)",
-    )
+    add("--tp", type=int, nargs="?", const=0, metavar="N", help="split each layer over N of the ranks (all)")
     add("--compare", action="store_true", help="train the same model unquantized too, and plot both")
     add("--text", type=Path, metavar="FILE", help="what to learn (Python's standard library)")
     add("--size", choices=SIZES, default="base" if cuda else "small", help="of the model (%(default)s)")

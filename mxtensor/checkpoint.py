@@ -114,14 +114,15 @@ class Writer(FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """torch's hook, on one rank, after all have written: the checkpoint gets its name."""
-        for stored in (result.storage_data for written in results for result in written):
-            if not (self._part / stored.relative_path).is_file():
+        all_written = [cast(_Checked, result) for written in results for result in written]
+        for name in {result.storage_data.relative_path for result in all_written}:
+            if not (self._part / name).is_file():
                 raise FileNotFoundError(
-                    f"{self._part} has no {stored.relative_path}, which another rank has written; give all ranks a "
+                    f"{self._part} has no {name}, which another rank has written; give all ranks a "
                     "folder that they share"
                 )
         super().finish(metadata, results)
-        sums = {_place(r.storage_data): cast(_Checked, r).crc for written in results for r in written}
+        sums = {_place(result.storage_data): result.crc for result in all_written}
         saved = {METADATA: checksum(self._part / METADATA), "tensors": sums, "time": time.time_ns()}
         with (self._part / CHECKSUMS).open("w") as file:
             json.dump(saved, file)

@@ -16,7 +16,7 @@ from .formats import FORMATS, Format, Orientation, ScaleCalculationMode, get_mx_
 from .recipe_base import Recipe
 from .roles import Cast, KernelPreference, LinearRecipe, Roles
 from .tensor import MXTensor, quantize_as
-from .training_weight import local_of, values_of
+from .training_weight import is_sharded, values_of
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 FilterFn = Callable[[nn.Module, str], bool]
@@ -193,7 +193,7 @@ def _check_parameter(weight: Any, fqn: str) -> None:
             f"quantize_: {fqn} is no parameter, but computed from others (parametrize, weight_norm, prune); remove "
             "that first, leave the layer out by filter_fn, or train inside mx.autocast(recipe=...)"
         )
-    if local_of(weight) is not weight:
+    if is_sharded(weight):
         raise ValueError(
             f"quantize_: {fqn} is sharded already, {tuple(weight.shape)} as {weight.placements}; call quantize_ before "  # type: ignore[attr-defined]
             "fully_shard or parallelize_module"

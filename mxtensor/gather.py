@@ -40,6 +40,17 @@ class Shard(NamedTuple):
     """The shape of the largest shard, which all gather."""
 
 
+def place_of(known: Shard | None, whole: tuple[int, ...], padded: tuple[int, ...]) -> Shard:
+    """The place of a shard's buffer, made of the whole weight in the padded shape, or of a shard that knows its own."""
+    return known if known is not None and known.padded == padded else Shard(whole, padded)
+
+
+def padded_to(values: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """``values`` with rows of zeros after them, contiguous."""
+    missing = shape[0] - values.shape[0]
+    return (F.pad(values, (0, 0) * (len(shape) - 1) + (0, missing)) if missing else values).contiguous()
+
+
 @dataclass(frozen=True)
 class Gathered:
     """What the tensors that were gathered are, for the hook that puts them together."""
@@ -101,7 +112,7 @@ def in_codes(values: Tensor, roles: Roles, shard: Shard, mesh: Any) -> tuple[tup
     assert cast is not None
     _agree(values, roles, "codes", shard.whole, mesh)
     _note(values, shard, (values.dtype, cast.format), "codes", {})
-    operand = quantize_operand(_padded(values, shard.padded), cast)
+    operand = quantize_operand(padded_to(values, shard.padded), cast)
     codes, scale = operand.data.view(torch.uint8).contiguous(), operand.scale.contiguous()
     return (codes, scale), Gathered(shard.whole, cast, scale if mesh.size() == 1 else None)
 
@@ -116,7 +127,7 @@ def in_high_precision(
     padded = shard.padded if shard is not None else (-(-whole[0] // mesh.size()), *whole[1:])
     _note(values, Shard(whole, padded), values.dtype, "high precision", {"codes": reason})
     values = values if policy.param_dtype is None else values.to(policy.param_dtype)
-    return (_padded(values, padded).contiguous(),), Gathered(whole)
+    return (padded_to(values, padded),), Gathered(whole)
 
 
 def gathered_values(outputs: tuple[Tensor, ...], gathered: Gathered, roles: Roles, dtype: torch.dtype) -> Tensor:
@@ -146,11 +157,6 @@ def _agree(values: Tensor, roles: Roles, sent: str, whole: tuple[int, ...], mesh
             f"ranks do not gather the weight {whole} alike: {names}; give quantize_ the same recipe on every rank"
         )
     setattr(values, AGREED, key)
-
-
-def _padded(values: Tensor, shape: tuple[int, ...]) -> Tensor:
-    missing = shape[0] - values.shape[0]
-    return F.pad(values, (0, 0) * (len(shape) - 1) + (0, missing)) if missing else values
 
 
 def _note(values: Tensor, shard: Shard, formats: Any, chosen: str, refusals: dict[str, str]) -> None:

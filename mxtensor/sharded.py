@@ -13,13 +13,12 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .codec import Operand
 from .dispatch import Spec, record
 from .formats import FULL
-from .gather import Shard, filled_again
+from .gather import Shard, filled_again, padded_to, place_of
 from .shapes import contiguous_stride, swapped
 from .tensor import MXTensor
 
@@ -50,7 +49,7 @@ def zeros_of_rows(w: MXTensor, rows: int) -> MXTensor:
             f"an MXTensor of shape {tuple(w.shape)} cannot be sharded into {rows} rows: {reason}; shard it in high "
             "precision and quantize_ it for training, or hold it rowwise in 1xN blocks"
         )
-    size, known = (rows, w.shape[1]), w._shard
+    size = rows, w.shape[1]
 
     def zeros(operand: Operand | None, shape: tuple[int, ...]) -> Operand | None:
         if operand is None:
@@ -61,7 +60,7 @@ def zeros_of_rows(w: MXTensor, rows: int) -> MXTensor:
         return Operand(data, operand.scale.new_full(format.scale_shape(shape), fill), None, format, shape)
 
     out = w.replace(zeros(w._rowwise, size), zeros(w._columnwise, swapped(size)), size, contiguous_stride(size))
-    out._shard = known if known is not None and known.padded == size else Shard(tuple(w.shape), size)
+    out._shard = place_of(w._shard, tuple(w.shape), size)
     return out
 
 
@@ -110,8 +109,7 @@ def _pre(w: MXTensor, place: Shard, mesh: Any) -> tuple[tuple[Tensor, ...], _Who
     for operand, columnwise in _sides(w):
         lengths = _rows_of(operand, columnwise, place.padded)
         for part, rows in zip(_rows_first(operand, columnwise), lengths, strict=True):
-            missing = rows - part.shape[0]
-            inputs.append((F.pad(part, (0, 0, 0, missing)) if missing else part).contiguous())
+            inputs.append(padded_to(part, (rows, part.shape[1])))
     record(Spec("all-gather", (place.whole,), (w.format,), w.dtype, w.device), "codes", {})
     return tuple(inputs), _Whole(place.whole, tuple(inputs[1:]) if mesh.size() == 1 else ())
 

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from .dispatch import forced_kernel
 from .fingerprint import fingerprint
-from .gather import Gathered, Shard, gathered_values, in_codes, in_high_precision, refusal
+from .gather import Gathered, Shard, gathered_values, in_codes, in_high_precision, place_of, refusal
 from .roles import Roles
 from .tensor import MXTensor
 
@@ -200,9 +200,14 @@ def local_of(t: Any) -> Any:
         return t.to_local()
 
 
+def is_sharded(t: Any) -> bool:
+    """Whether this is a DTensor, of which a rank holds a part."""
+    return local_of(t) is not t
+
+
 def sharded_like(t: Any, part: Tensor) -> Tensor:
     """``part`` in the place of what this rank holds of ``t``; where that is no DTensor, ``part`` itself."""
-    if local_of(t) is t:
+    if not is_sharded(t):
         return part
     kind, size, stride = sys.modules["torch.distributed.tensor"].DTensor, t.shape, t.stride()
     with torch.no_grad():
@@ -235,8 +240,7 @@ def _shard_of(values: Tensor, weight: TrainingWeight, func: Any) -> Shard | None
     """The shard that ``values`` are of. FSDP2 makes one by ``new_zeros`` of the whole weight, in the padded shape."""
     if func is not aten.new_zeros.default:
         return weight.shard
-    shape, known = tuple(values.shape), weight.shard
-    return known if known is not None and known.padded == shape else Shard(tuple(weight.shape), shape)
+    return place_of(weight.shard, tuple(weight.shape), tuple(values.shape))
 
 
 def _refuse_values(func: Any, weight: TrainingWeight) -> NoReturn:

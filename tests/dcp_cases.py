@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from fsdp_cases import ROWS, WIDTH, held, local_of, net, plain, shard, whole
+from fsdp_cases import ROWS, WIDTH, held, local_of, message, net, plain, shard, whole
 from ranks import case
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -61,11 +61,11 @@ def state(model, optimizer):
     return {"model": model_state, "optimizer": optimizer_state}
 
 
-def in_one_process(function, saved, path):
+def in_one_process(function, saved, path, **options):
     """``dcp.save`` or ``dcp.load`` without a process group, of which it warns."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is")
-        function(saved, checkpoint_id=path, no_dist=True)
+        function(saved, checkpoint_id=path, no_dist=True, **options)
 
 
 def load(model, optimizer, path, alone=False):
@@ -175,15 +175,6 @@ def codes_saved(rank, folder):
     return torch.equal(model(x), before), torch.equal(changed, before), kinds, f"{folder}/codes"
 
 
-def said(call):
-    """The text of what ``call`` raises, as one line; None."""
-    try:
-        call()
-    except BaseException as error:  # torch's CheckpointException is no Exception
-        return type(error).__name__, " ".join(str(error).split())
-    return None
-
-
 def flip(path, place):
     data = bytearray(path.read_bytes())
     data[place] ^= 1
@@ -219,7 +210,7 @@ def damaged(rank, folder):
                 file.unlink()
             dist.barrier()
             saved = state(*fresh)
-            told[name, what] = said(lambda saved=saved: dcp.load(saved, storage_reader=Reader(last)))
+            told[name, what] = message(lambda saved=saved: dcp.load(saved, storage_reader=Reader(last)))
             dist.barrier()
             if rank == 0:
                 file.write_bytes(intact)
@@ -228,8 +219,8 @@ def damaged(rank, folder):
     load(*fresh, parent / "step-1")  # by torch's own reader
     same += [torch.equal(a, whole(plain(b))) for a, b in zip(expected[0], fresh[0].parameters(), strict=True)]
     saved = state(*fresh)
-    again = said(lambda: dcp.load(saved, storage_reader=Reader(last)))
-    twice = said(lambda: dcp.save(saved, storage_writer=Writer(last)))
+    again = message(lambda: dcp.load(saved, storage_reader=Reader(last)))
+    twice = message(lambda: dcp.save(saved, storage_writer=Writer(last)))
     return last.name, told, same, again, twice
 
 
@@ -242,7 +233,7 @@ def saved_over_what_a_dead_run_left(rank, folder):
         (parent / "step-1.part" / "__7_0.distcp").write_bytes(b"half")
         (parent / "step-1.part" / CHECKSUMS).write_text("{")
     dist.barrier()
-    nothing = said(lambda: latest(parent))
+    nothing = message(lambda: latest(parent))
     model, optimizer = made(RECIPES["one copy"])
     dcp.save(state(model, optimizer), storage_writer=Writer(parent / "elsewhere"), checkpoint_id=parent / "step-1")
     names = sorted(path.name for path in (parent / "step-1").iterdir())

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from ranks import case
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -512,7 +513,7 @@ def message(call):
     """The type and text of what ``call`` raises."""
     try:
         call()
-    except Exception as error:
+    except (Exception, CheckpointException) as error:  # which is none
         return type(error).__name__, str(error)
     return None
 

@@ -96,8 +96,7 @@ def test_a_rank_that_dies_is_an_error_on_the_other_and_the_last_checkpoint_loads
     assert not (tmp_path / "step-2").exists() and latest(tmp_path).name == "step-1"
     model, optimizer = made(RECIPES[NAME], sharded=False)
     saved = state(model, optimizer)
-    in_one_process(lambda s, checkpoint_id, no_dist: dcp.load(s, storage_reader=Reader(checkpoint_id), no_dist=no_dist),
-                   saved, tmp_path / "step-1")  # fmt: skip
+    in_one_process(dcp.load, saved, tmp_path / "step-1", storage_reader=Reader(tmp_path / "step-1"))
     model.load_state_dict(saved["model"])
     expected = torch.load(tmp_path / "expected")
     for mine, its in zip(model.parameters(), expected, strict=True):

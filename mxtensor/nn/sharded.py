@@ -12,19 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-if torch.distributed.is_available():
-    from torch.distributed.tensor import DTensor, Partial, distribute_tensor
+from ..training_weight import is_sharded, local_of
 
 STANDS_FOR = "_mx_stands_for"
 
 
-def _is_sharded(t: Any) -> bool:
-    return torch.distributed.is_available() and isinstance(t, DTensor)
-
-
 def remember(name: str, value: Any, sharded: dict[str, Any]) -> None:
     """Take note that parameter ``name`` of a module becomes ``value``: a sharded one, or what FSDP2 has gathered."""
-    if _is_sharded(value):
+    if is_sharded(value):
         sharded[name] = value
     elif name in sharded:
         setattr(value, STANDS_FOR, sharded[name])
@@ -37,8 +32,10 @@ def owner(part: Tensor) -> Tensor:
 
 def spread(values: Tensor, parameter: Any) -> Tensor:
     """``values`` of the first rank, sharded as ``parameter`` is."""
-    if not _is_sharded(parameter):
+    if not is_sharded(parameter):
         return values
+    from torch.distributed.tensor import distribute_tensor
+
     return distribute_tensor(values, parameter.device_mesh, parameter.placements)
 
 
@@ -46,10 +43,8 @@ def version(parameter: Any) -> int:
     """What every write in place raises, also one to a shard alone; -1 for a tensor of inference mode."""
     if parameter.is_inference():
         return -1
-    if not _is_sharded(parameter):
-        return int(parameter._version)
-    with torch.no_grad():  # DTensor's own writes do not count as writes of the shard
-        return int(parameter._version + parameter.to_local()._version)
+    local = local_of(parameter)  # of which DTensor's own writes are none
+    return int(parameter._version + (0 if local is parameter else local._version))
 
 
 def misfit(parameter: Any) -> str | None:
@@ -59,26 +54,29 @@ def misfit(parameter: Any) -> str | None:
         return "no main_grad"
     if main.shape != parameter.shape:
         return f"a main_grad of shape {tuple(main.shape)}"
-    if _is_sharded(parameter) and not (_is_sharded(main) and main.placements == parameter.placements):
+    if is_sharded(parameter) and not (is_sharded(main) and main.placements == parameter.placements):
         return "a main_grad that is not sharded as it is"
     return None
 
 
-def add_gradient(parameter: Any, dw: Tensor, to_main_grad: bool) -> None:
+def add_gradient(parameter: Any, dw: Tensor, to_main_grad: bool, copy: bool) -> None:
     """Add ``dw``, of the whole weight, to ``main_grad`` or ``grad``: of a sharded parameter its shard of the mean over
-    all ranks, made in float32, for which each of them must call this."""
-    if not _is_sharded(parameter):
+    all ranks, made in float32, for which each of them must call this. ``copy``: ``dw`` itself must not become ``grad``.
+    """
+    if not is_sharded(parameter):
         if to_main_grad:
             parameter.main_grad.add_(dw)
         elif parameter.grad is None:
-            parameter.grad = dw.to(parameter.dtype, copy=dw._base is not None)
+            parameter.grad = dw.to(parameter.dtype, copy=copy)
         else:
             parameter.grad.add_(dw.to(parameter.dtype))
         return
+    from torch.distributed.tensor import DTensor, Partial
+
     mesh = parameter.device_mesh
     part = DTensor.from_local(dw.float() / mesh.size(), mesh, [Partial()] * mesh.ndim, run_check=False)
-    shard = part.redistribute(placements=parameter.placements).to_local()
+    shard = local_of(part.redistribute(placements=parameter.placements))
     if not to_main_grad and parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
-    held = (parameter.main_grad if to_main_grad else parameter.grad).to_local()
+    held = local_of(parameter.main_grad if to_main_grad else parameter.grad)
     held.add_(shard.to(held.device, held.dtype))  # which may be offloaded

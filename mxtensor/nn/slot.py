@@ -131,8 +131,6 @@ class Slot:
 
 def accumulate(parts: Sequence[Any], dw: Tensor, fused: bool) -> None:
     """Add the gradient (N, K) to ``main_grad`` or ``grad`` of the parameters whose rows make up the weight."""
-    pieces = (dw,) if len(parts) == 1 else dw.split([part.shape[0] for part in parts])
-    for part, rows in zip(parts, pieces, strict=True):
-        if not part.requires_grad:
-            continue
-        add_gradient(owner(part), rows, fused)
+    for part, rows in zip(parts, dw.split([part.shape[0] for part in parts]), strict=True):
+        if part.requires_grad:
+            add_gradient(owner(part), rows, fused, len(parts) > 1)
