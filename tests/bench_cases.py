@@ -2,7 +2,7 @@
 
 import warnings
 
-from ranks import case
+from ranks import DEVICE, case
 
 from benchmarks import fsdp
 
@@ -11,4 +11,4 @@ from benchmarks import fsdp
 def benchmark_of_fsdp(rank, folder):
     """A row for each config."""
     warnings.simplefilter("ignore")  # of transformers
-    return [fsdp.measured(config, fsdp.TINY, "cpu", 1, 32, 1) for config in fsdp.RECIPES]
+    return [fsdp.measured(config, fsdp.TINY, DEVICE, 1, 32, 1) for config in fsdp.RECIPES]

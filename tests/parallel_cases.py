@@ -7,7 +7,7 @@ import warnings
 import torch
 import torch.distributed as dist
 from fsdp_cases import message
-from ranks import case
+from ranks import DEVICE, case
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -29,7 +29,7 @@ CONFIGS = {
 
 
 def mesh():
-    return init_device_mesh("cpu", (2,))
+    return init_device_mesh(DEVICE, (2,))
 
 
 def mlp(config=None, bias=True, seed=1):
@@ -273,7 +273,7 @@ def two_dimensions(rank, folder):
     warnings.filterwarnings("ignore", ".* returned a view tensor", UserWarning)  # to_local, of torch's styles
     told = {}
     for shape in ((1, 2), (2, 1)):
-        grid = init_device_mesh("cpu", shape, mesh_dim_names=("shard", "parallel"))
+        grid = init_device_mesh(DEVICE, shape, mesh_dim_names=("shard", "parallel"))
         one = mlp(MXFP8BlockScaling(two_dimensional_weights=True))
         two = mlp(MXFP8BlockScaling(two_dimensional_weights=True))
         plan = {"0": mx.parallel.ColwiseParallel(), "2": mx.parallel.RowwiseParallel()}

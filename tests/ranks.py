@@ -1,4 +1,6 @@
-"""Cases that need two ranks: one spawn of two gloo processes runs them all, for a torch takes seconds to start.
+"""Cases that need two ranks: one spawn of two processes runs them all, for a torch takes seconds to start.
+
+They compute on two GPUs, through NCCL, where there are two, and on the CPU, through gloo, elsewhere.
 
 A case is a function of ``*_cases.py`` that both ranks call in turn, with a folder that they share; what it returns, or
 that it failed, is told to the tests by the ``ranks`` fixture.
@@ -12,8 +14,12 @@ import sys
 import traceback
 import warnings
 
+import torch
+import torch.distributed as dist
+
 MODULES = ("fsdp_cases", "dcp_cases", "train_cases", "parallel_cases", "bench_cases")
 WORLD = 2
+DEVICE = "cuda" if torch.cuda.device_count() >= WORLD else "cpu"
 
 
 def case(function):
@@ -32,9 +38,6 @@ def cases():
 
 def work(rank, folder):
     """What each process does; the first failure ends both, for the other rank would wait for it."""
-    import torch
-    import torch.distributed as dist
-
     from examples.ranks import settle
 
     warnings.simplefilter("error")
@@ -42,7 +45,11 @@ def work(rank, folder):
     warnings.filterwarnings("ignore", "`torch.jit.script", DeprecationWarning)  # of importing inductor
     torch.set_num_threads(1)
     store, limit = f"file://{folder}/store", datetime.timedelta(seconds=60)
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=WORLD, timeout=limit)
+    if DEVICE == "cuda":
+        torch.cuda.set_device(rank)
+        torch.set_default_device(f"cuda:{rank}")
+    backend = "cpu:gloo,cuda:nccl" if DEVICE == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=WORLD, timeout=limit)
     results = {}
     for name, function in cases().items():
         torch.manual_seed(0)

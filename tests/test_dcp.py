@@ -20,6 +20,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 import mxtensor as mx
 from mxtensor.checkpoint import CHECKSUMS, Reader, Writer, latest
 
+TELLS_LESS = torch.__version__ < "2.13"
+"""Whether torch logs why it cannot read what a checkpoint holds, and raises that it cannot."""
+
 
 def test_every_case_of_two_ranks_is_looked_at():
     text = Path(__file__).read_text()
@@ -112,7 +115,8 @@ def test_what_is_damaged_raises_on_every_rank_and_the_checkpoint_before_it_is_th
         for (file, what), said in told.items():
             assert said is not None, (file, what)
             kind, text = said
-            assert kind == "CheckpointException" and "step-2" in text and "Error" in text, (file, what, text)
+            assert kind == "CheckpointException" and "Error" in text, (file, what, text)
+            assert "step-2" in text or (TELLS_LESS and "metadata is None" in text), (file, what, text)
             if file in ("data", "other rank's data"):
                 assert "is damaged: where it holds '" in text
         assert told["checksums", "gone"][1].count("mx.checkpoint.latest names the last one that is") >= 1

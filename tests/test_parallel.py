@@ -21,7 +21,7 @@ def test_layers_split_by_columns_and_rows_train_like_those_of_one_rank(config, b
     for found in ranks("columns_and_rows"):
         losses, alone, errors, products = found[config, bias]
         assert losses == pytest.approx(alone, rel=1e-5) and losses[-1] < losses[0]
-        assert max(errors) < 1e-4  # after three steps, in which a sum in another order may round a code the other way
+        assert max(errors) < 1e-3  # after three steps, in which a sum in another order may round a code the other way
         assert [op for op, kernel in products[:5]] == ["fprop", "fprop", "dgrad", "wgrad", "wgrad"]
         assert "high precision" not in {kernel for _, kernel in products}
 

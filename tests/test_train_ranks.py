@@ -34,16 +34,19 @@ def test_the_example_resumes_on_two_ranks_bit_for_bit(case, ranks):
     assert first[2] and second[2]
 
 
-@pytest.mark.parametrize(("case", "settings"), [("example_resumed", SETTINGS), ("example_split", SPLIT)])
-def test_the_example_goes_on_alone(case, settings, ranks):
-    """What two ranks wrote is the file of one process; sums are in another order there."""
+@pytest.mark.parametrize(
+    ("case", "settings", "close"), [("example_resumed", SETTINGS, 1e-5), ("example_split", SPLIT, 1e-3)]
+)
+def test_the_example_goes_on_alone(case, settings, close, ranks):
+    """What two ranks wrote is the file of one process; sums are in another order there, so that codes may round the
+    other way where layers are split."""
     losses, _, _, path = ranks(case)[0]
     run = Run.of(settings)
     run.load(Path(path))
     assert run.losses == losses[:3]
     for _ in range(3):
         run.step(split(load_text(None))[0])
-    assert run.losses == pytest.approx(losses, rel=1e-5)
+    assert run.losses == pytest.approx(losses, rel=close)
 
 
 @pytest.mark.parametrize(("option", "settings", "close"), [("--fsdp", SETTINGS, 1e-5), ("--tp", SPLIT, 1e-3)])

@@ -1,22 +1,35 @@
 """What two ranks do for ``test_train_ranks.py``: the training example sharded, and DistributedDataParallel."""
 
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
 
 import torch
 from fsdp_cases import RECIPES, ROWS, STEPS, WIDTH, held, net
-from ranks import WORLD, case
+from ranks import DEVICE, WORLD, case
 from torch.nn.parallel import DistributedDataParallel
 
 from examples.gpt import load_text, split
 from examples.ranks import Ranks
 from examples.train_lm import Run, Settings
 
-SETTINGS = Settings("mxfp8", False, size="tiny", seed=0, device="cpu", text="")
+SETTINGS = Settings("mxfp8", False, size="tiny", seed=0, device=DEVICE, text="")
 SPLIT = replace(SETTINGS, size="small")  # whose layers are whole blocks on each of two ranks
 
 
+def on_cpu(function):
+    """With no default device: the example says itself where things lie."""
+
+    @wraps(function)
+    def run(*args):
+        with torch.device("cpu"):
+            return function(*args)
+
+    return run
+
+
 @case
+@on_cpu
 def example_resumed(rank, folder):
     """Six steps, and three and three more from the file."""
     learned, held_out = split(load_text(None))
@@ -38,6 +51,7 @@ def example_resumed(rank, folder):
 
 
 @case
+@on_cpu
 def example_split(rank, folder):
     """Each layer over two ranks: three steps, and three more from the file."""
     learned, held_out = split(load_text(None))
