@@ -61,14 +61,15 @@ def staged(bits: int, rows: int, n: int, k: int, gpu: Gpu) -> Iterator[Plan]:
 
 def together(bits: int, rows: int, n: int, k: int, gpu: Gpu) -> Iterator[Plan]:
     """Plans in which four warps multiply together."""
-    nt = next((t for t in (4, 8) if 8 * t >= rows), 16)
-    cuts = itertools.product((4, 8), (4, 8), (2, 3, 4), (1, 2, 3), (1, 2, 4), (False, True))
-    for wr, slabs, stages, blocks, split, ahead in cuts:
-        plan = Plan(1, nt, wr, 1, slabs, stages, blocks, split, False, True, ahead)
-        count = -(-n // plan.rows) * split * -(-rows // plan.cols)
-        if nt == 16 and wr * blocks > 8:
+    nt = next((t for t in (1, 2, 4, 8, 16) if 8 * t >= rows), 32)
+    cuts = itertools.product((4, 8, 16), (4, 6, 8, 12), (1, 2, 4), (1, 2, 4, 8), (2, 3, 4))
+    for wr, stages, blocks, split, ahead in cuts:
+        plan = Plan(1, nt, wr, 1, 4, stages, blocks, split, False, True, ahead)
+        warps, chunks = wr * blocks, k // 128
+        if warps not in ((8,) if nt > 8 else (8, 12, 16)) or stages // 2 % ahead or (bits == 8 and ahead > 3) or split * ahead > 2 * chunks:
             continue
-        if count >= 0.4 * gpu.multiprocessors and not (split > 1 and count > 2 * gpu.multiprocessors):
+        count = -(-n // plan.rows) * split * -(-rows // plan.cols)
+        if count >= 0.4 * gpu.multiprocessors and not (split > 1 and count > 2 * blocks * gpu.multiprocessors):
             yield plan
 
 
@@ -174,7 +175,7 @@ def kinds(rows: int) -> tuple[str, ...]:
     """The kinds of plans worth timing at so many rows."""
     if torch.cuda.get_device_capability() != TOGETHER:
         return ("staged", "resident")
-    return ("staged", "resident") if rows <= 16 else ("staged", "together", "resident") if rows <= 64 else ("together",)
+    return KINDS if rows <= 64 else ("together",)
 
 
 def fastest(format: Format, m: int, n: int, k: int, kind: str, held: Sequence[Operand]) -> Measured | None:

@@ -35,6 +35,7 @@ struct Block {
     Barrier barrier;
     std::vector<Warp> warps;
     std::vector<u8> memory;
+    bool any = false;
 };
 struct Fiber {
     ucontext_t context;
@@ -214,8 +215,26 @@ DEVICE void multiply(float (&d)[4], const u32* a, u32 b0, u32 b1) { multiply_add
 
 // ---------------------------------------------------------------------------------------------- products of four warps
 
+DEVICE float bfloat(u32 word, int i) { return float_of_bits((i ? word >> 16 : word & 0xFFFF) << 16); }
+DEVICE u32 pair_of_bfloat16(float low, float high) { return bfloat16_of(low) | u32(bfloat16_of(high)) << 16; }
+DEVICE u32 multiply_pair(u32 a, u32 b) {
+    return pair_of_bfloat16(bfloat(a, 0) * bfloat(b, 0), bfloat(a, 1) * bfloat(b, 1));
+}
+DEVICE u32 subtract_pair(u32 a, u32 b) {
+    return pair_of_bfloat16(bfloat(a, 0) - bfloat(b, 0), bfloat(a, 1) - bfloat(b, 1));
+}
+DEVICE u32 largest_halves(u32 a, u32 b, u32 c) {
+    u32 out = 0;
+    for (int i = 0; i < 32; i += 16) {
+        short most = -32768;
+        for (u32 word : {a, b, c}) most = short(word >> i) > most ? short(word >> i) : most;
+        out |= u32(u16(most)) << i;
+    }
+    return out;
+}
 DEVICE u64 place_of(const u8* x) { return reinterpret_cast<u64>(x); }
-template <int N> DEVICE void multiply_group(float (&d)[N][4], const u32* a, u64 x, int add) {
+DEVICE constexpr u64 step_of(u32 bytes) { return bytes; }
+template <int N> DEVICE void multiply_group(float (&d)[N][4], const u32* a, u64 x) {
     u32 lane = thread() % 32, g = lane / 4, t = lane % 4;
     Warp& w = warp();
     memcpy(w.words[lane], a, 16);
@@ -224,19 +243,71 @@ template <int N> DEVICE void multiply_group(float (&d)[N][4], const u32* a, u64 
     for (int j = 0; j < N; j++)
         for (int e = 0; e < 4; e++) {
             u32 row = g + e / 2 * 8, col = 8 * j + 2 * t + e % 2;
-            double sum = add ? d[j][e] : 0;
+            double sum = d[j][e];
             for (u32 k = 0; k < 16; k++) {
                 u32 at = x % 1024 + 2 * k;
                 const u8* piece = tile + col * 128 + ((at / 16) ^ (col % 8)) * 16 + at % 16;
                 u32 a_word = w.words[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2];
-                sum += double(half(a_word, k % 2)) * float_of_half(*reinterpret_cast<const u16*>(piece));
+                sum += double(bfloat(a_word, k % 2)) * bfloat(*reinterpret_cast<const u16*>(piece), 0);
             }
             d[j][e] = sum;
         }
     meet(w.barrier);
 }
-DEVICE void show_to_products() {}
 DEVICE void begin_products() {}
 DEVICE void end_products() {}
 template <int LATER> DEVICE void wait_for_products() {}
 template <int N> DEVICE void settle(float (&)[N][4]) {}
+
+// A barrier in shared memory: phases that have ended, arrivals that end one, and those that are missing.
+struct Counted {
+    u32 phases;
+    u16 count, missing;
+};
+DEVICE Counted& counted(u64* barrier) { return *reinterpret_cast<Counted*>(barrier); }
+DEVICE void begin_barrier(u64* barrier, u32 count) { counted(barrier) = {0, u16(count), u16(count)}; }
+DEVICE void show_barriers() {}
+DEVICE void arrived(u64* barrier) {
+    Counted& b = counted(barrier);
+    progress++;
+    if (--b.missing == 0) b.phases++, b.missing = b.count;
+}
+DEVICE void arrive_at(u64* barrier) {
+    if (thread() % 32 == 0) arrived(barrier);
+}
+DEVICE void wait_at(u64* barrier, u32 phase) {
+    if (counted(barrier).phases > phase + 1) fprintf(stderr, "a barrier is two phases ahead\n"), abort();
+    while (counted(barrier).phases <= phase) swapcontext(&fiber->context, &scheduler);
+}
+DEVICE void copy_whole(void* to, const void* from, u32 bytes, u64* barrier) {
+    if ((reinterpret_cast<u64>(to) | reinterpret_cast<u64>(from) | bytes) % 16)
+        fprintf(stderr, "a whole copy is not aligned\n"), abort();
+    memcpy(to, from, bytes);
+    arrived(barrier);
+}
+DEVICE void add_four_of_block(float (&sum)[4], const float* mine, u32 rank) {
+    for (int i = 0; i < 4; i++) sum[i] += read_of_block(mine + i, rank);
+}
+DEVICE bool any_of_block(bool mine) {
+    Block& block = *fiber->block;
+    sync_block();
+    block.any |= mine;
+    sync_block();
+    bool any = block.any;
+    sync_block();
+    block.any = false;
+    sync_block();
+    return any;
+}
+template <int BYTES, int AT> DEVICE void load_once(u32* to, const u8* from) {
+    from += AT;
+    if (reinterpret_cast<u64>(from) % BYTES) fprintf(stderr, "a load of %d bytes is not aligned\n", BYTES), abort();
+    memcpy(to, from, BYTES);
+}
+template <int BYTES, int AT> DEVICE u32 load_scale(const u8* from) {
+    from += AT;
+    u32 out = 0;
+    if (reinterpret_cast<u64>(from) % BYTES) fprintf(stderr, "a scale of %d bytes is not aligned\n", BYTES), abort();
+    memcpy(&out, from, BYTES);
+    return out;
+}

@@ -25,7 +25,7 @@ extern "C" void run(const void* arguments, u32 x, u32 y, u32 z, u32 threads, u32
     launch([&] {{ {kernel}(a); }}, x, y, z, threads, bytes);
 }}
 """
-STRUCTS = {"product": "Arguments", "resident": "Arguments", "activations": "ActivationArguments"}
+STRUCTS = {"product": "Arguments", "resident": "Arguments", "together": "Arguments", "activations": "ActivationArguments", "tiles": "ActivationArguments"}
 
 
 def compiler():

@@ -33,6 +33,7 @@ from .small_batch_plan import (
     Facts,
     Plan,
     Room,
+    can_multiply_together,
     cast_constants,
     clusters,
     constants,
@@ -45,7 +46,7 @@ PRODUCT = struct.Struct("11Q9I2f4x")
 ACTIVATIONS = struct.Struct("3Q4I")
 HEADERS = ("machine.cuh", "elements.cuh", "activations.cuh")
 SOURCES = (*HEADERS, "stages.cuh", "sums.cuh", "result.cuh")
-ACTIVATION_THREADS = 512
+TOGETHER_SOURCES = (*HEADERS, "stages.cuh", "result.cuh", "words.cuh", "together.cu")
 WHOLE_ROWS = 16
 """Up to so many rows each block looks at the whole tensor, where a cast wants the largest of it."""
 HALVES = (torch.bfloat16, torch.float16)
@@ -120,12 +121,12 @@ class Cut(NamedTuple):
 
 def kernel_of(plan: Plan) -> str:
     """Its kernel, in the source of that name."""
-    return "resident" if plan.resident else "product"
+    return "resident" if plan.resident else "together" if plan.together else "product"
 
 
 def sources_of(plan: Plan) -> tuple[str, ...]:
     """The sources of its kernel."""
-    return (*SOURCES, f"{kernel_of(plan)}.cu")
+    return TOGETHER_SOURCES if plan.together else (*SOURCES, f"{kernel_of(plan)}.cu")
 
 
 @cache
@@ -139,12 +140,14 @@ def cut(
     """
     rows, width, cols, groups = sizes
     copies = copy_size(lie[0]), copy_size(lie[1]), copy_size(lie[2])
-    gpu = gpu_of(device)
-    plan = given or choose_plan(device, format, -(-rows // (groups or 1)), width, cols, rows, bool(groups))
+    gpu, together = gpu_of(device), can_multiply_together(format, types[0], cast, cols, groups, lie)
+    plan = given or choose_plan(device, format, -(-rows // (groups or 1)), width, cols, rows, bool(groups), together)
     room = room_of(format, plan, rows, width, cols, gpu)
     if room is None:
         raise RuntimeError(f"a product of {rows}x{width}x{cols} by {plan} has no room on this device")
     even = width % plan.rows == 0 and cols % plan.depth == 0
+    if plan.together and not together:
+        raise RuntimeError(f"{plan} is for whole chunks of aligned weights and activations that are bfloat16")
     if plan.whole_x:
         facts = Facts(format, types[0], types[1], types[2], *copies, even, cast)
     else:
@@ -157,29 +160,40 @@ def cut(
 
 @cache
 def _activations_kernel(
-    device: torch.device, element: ElementFormat, dtype: torch.dtype, copy: int, cast: Cast | None, spread: bool
+    device: torch.device, element: ElementFormat, dtype: torch.dtype, copy: int, cast: Cast | None, tiles: int
 ) -> Any:
     row = (
         ("ELEMENT", ELEMENTS[element]),
         ("X", TYPES[dtype]),
         ("X_COPY", copy),
-        ("SPREAD", int(spread)),
+        ("TILES", tiles),
         *cast_constants(cast),
     )
-    return nvrtc.function(device, HEADERS, row, "activations", ACTIVATIONS, ACTIVATION_THREADS)
+    return nvrtc.function(device, HEADERS, row, *activations_of(tiles, cast))
 
 
-def _prepared(x: Tensor, format: Format, cast: Cast | None, spare: int, spread: bool) -> tuple[Tensor, Tensor]:
-    """A matrix, cast, as float16 in the order in which codes of ``format`` are decoded, and what scales each row.
+def activations_of(tiles: int, cast: Cast | None) -> tuple[str, struct.Struct, int]:
+    """The kernel that prepares activations, its arguments and the threads of a block: of a row, or of eight values each."""
+    alone = tiles > 0 and (cast is None or cast.format.scale is E8M0)
+    return ("tiles", ACTIVATIONS, 256) if alone else ("activations", ACTIVATIONS, 512)
 
-    ``spare`` rows follow that nobody has written.
+
+def _prepared(x: Tensor, format: Format, cast: Cast | None, plan: Plan) -> tuple[Tensor, Tensor]:
+    """A matrix, cast, as the kernel of ``plan`` reads it, in the order in which codes of ``format`` are decoded, and what
+    scales each row: bfloat16 in tiles of 128 columns, or rows of float16.
+
+    What fills the last tile, or as many rows after the last one, nobody has written.
     """
     rows, k = x.shape
-    width = -(-k // 256) * 256
-    out, scale = x.new_empty(rows + spare, width, dtype=torch.float16), x.new_empty(rows, dtype=torch.float32)
+    width, tiles = -(-k // 256) * 256, plan.cols if plan.together else 0
+    shape = (-(-rows // tiles) * tiles, k) if tiles else (rows + plan.cols, width)
+    out = x.new_empty(shape, dtype=torch.bfloat16 if tiles else torch.float16)
+    scale = x.new_empty(rows, dtype=torch.float32)
     copy = copy_size(x.data_ptr(), 2 * x.stride(0))
-    kernel = _activations_kernel(x.device, format.element, x.dtype, copy, cast, spread)
-    kernel(rows, 1, 4 * WHOLE_ROWS, (x.data_ptr(), out.data_ptr(), scale.data_ptr(), k, width, x.stride(0), rows))
+    kernel = _activations_kernel(x.device, format.element, x.dtype, copy, cast, tiles)
+    name, _, threads = activations_of(tiles, cast)
+    blocks = rows if name == "activations" else -(-rows * k // (8 * threads))
+    kernel(blocks, 1, 4 * WHOLE_ROWS, (x.data_ptr(), out.data_ptr(), scale.data_ptr(), k, width, x.stride(0), rows))
     return out, scale
 
 
@@ -200,7 +214,7 @@ def launch(
         plan, room, kernel, blocks = cut(device, format, types, (rows, width, cols, groups), lie, cast, plan)
         x_scale = None
         if not plan.whole_x:
-            x, x_scale = _prepared(x, format, cast, plan.cols, plan.together)
+            x, x_scale = _prepared(x, format, cast, plan)
             values, stride = x.data_ptr(), x.stride()[0]
         kernel(
             *blocks, room.bytes,

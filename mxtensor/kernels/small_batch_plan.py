@@ -46,8 +46,8 @@ class Plan(NamedTuple):
     """whether all activations are brought into shared memory before the first stage, cast on the way"""
     together: bool = False
     """whether four warps multiply together, by the matrix instructions of sm_90 that run beside them"""
-    ahead: bool = False
-    """whether they begin the products of a slab before those of the one before are added up"""
+    ahead: int = 0
+    """where they do: chunks of 128 columns of the weight that each thread has under way"""
     resident: int = 0
     """how many blocks, of each multiprocessor, keep the activations and have a share of all rows of the weight, each
     warp with stages of its own; 0: blocks that share their stages, one for each tile"""
@@ -83,7 +83,7 @@ def plan_of(values: Sequence[int]) -> Plan:
     return Plan._make(bool(v) if kind in (bool, "bool") else v for v, kind in zip(values, kinds, strict=True))
 
 
-PLAN = ("MT", "NT", "WR", "WK", "SLABS", "STAGES", "BLOCKS", "SPLIT", "WHOLE_X", "SPREAD", "AHEAD", "RESIDENT")
+PLAN = ("MT", "NT", "WR", "WK", "SLABS", "STAGES", "BLOCKS", "SPLIT", "WHOLE_X", "TOGETHER", "AHEAD", "RESIDENT")
 """The fields of a plan as the sources name them."""
 
 
@@ -138,6 +138,7 @@ def constants(facts: Facts, plan: Plan) -> Constants:
     """Facts and plan as the sources name them."""
     f, rows = facts.format, facts.format.block[0]
     return (
+        *(group_instruction(plan.cols) if plan.together else ()),
         ("ELEMENT", ELEMENTS[f.element]),
         ("SCALE", SCALES[f.scale, f.block[1]]),
         ("BLOCK_ROWS", 0 if rows == FULL else rows),
@@ -148,15 +149,42 @@ def constants(facts: Facts, plan: Plan) -> Constants:
         ("SCALES_COPY", min(facts.scales_copy, scale_bytes(f, plan) or 1)),
         ("X_COPY", facts.x_copy),
         ("WHOLE_TILES", int(facts.even)),
+        ("TILES", plan.cols if plan.together else 0),
         *cast_constants(facts.cast),
         *zip(PLAN, map(int, plan), strict=True),
     )  # fmt: skip
+
+
+def group_instruction(cols: int) -> Constants:
+    """The matrix instruction of four warps with so many columns, as ``machine.cuh`` takes it: its text and its sums."""
+    sums = ", ".join(f"%{i}" for i in range(cols // 2))
+    left = ", ".join(f"%{cols // 2 + i}" for i in range(4))
+    right = f"%{cols // 2 + 4}"
+    text = f"wgmma.mma_async.sync.aligned.m64n{cols}k16.f32.bf16.bf16 {{{sums}}}, {{{left}}}, {right}, 1, 1, 1, 0;"
+    return (
+        ("GROUP_TEXT", f'"{text}"'),
+        ("GROUP_SUMS(d)", ", ".join(f'"+f"(d[{i // 4}][{i % 4}])' for i in range(cols // 2))),
+    )
 
 
 def scale_bytes(format: Format, plan: Plan) -> int:
     """Of a row of the weight and a stage."""
     kind = SCALES[format.scale, format.block[1]]
     return {"AT_THE_END": 0, "UE4M3": plan.depth // 16}.get(kind, plan.depth // 32)
+
+
+ALIGNED = {8: (16, 4), 6: (8, 1), 4: (16, 1)}
+"""Bits of an element -> the alignment of codes and scales of a row that plans in which warps multiply together read by."""
+
+
+def can_multiply_together(
+    format: Format, x: torch.dtype, cast: Cast | None, k: int, groups: int, lie: Sequence[int]
+) -> bool:
+    """Whether four warps may: whole chunks of columns, for activations that bfloat16 holds. ``lie`` as for ``cut``."""
+    kind, (codes, scales) = SCALES[format.scale, format.block[1]], ALIGNED[format.element.bits]
+    if groups or k % 128 or kind == "FLOAT32" or (x is not torch.bfloat16 and cast is None):
+        return False
+    return lie[0] % codes == 0 and (kind == "AT_THE_END" or lie[1] % (2 if kind == "UE4M3" else scales) == 0)
 
 
 class Room(NamedTuple):
@@ -174,13 +202,14 @@ def stage_bytes(format: Format, plan: Plan) -> int:
     bits, per_row = format.element.bits, scale_bytes(format, plan)
     codes = plan.depth * bits // 8 + (32 if bits == 8 else 16)
     scales = -(-per_row // 4) * 4 if plan.resident else -(-per_row // 16) * 16 + 16 if per_row else 0
-    x = 0 if plan.whole_x or plan.resident else plan.cols * (2 * plan.depth + (0 if plan.together else 64))
-    align = 1024 if plan.together else 16
-    return -(-(plan.rows * (codes + scales) + x) // align) * align
+    x = 0 if plan.whole_x or plan.resident else plan.cols * (2 * plan.depth + 64)
+    return -(-(plan.rows * (codes + scales) + x) // 16) * 16
 
 
 def shared_memory(format: Format, plan: Plan, x_rows: int, k: int) -> int:
-    """Bytes of shared memory of a block, as ``cuda/product.cu`` lays them out."""
+    """Bytes of shared memory of a block, as ``cuda/product.cu`` or ``cuda/together.cu`` lays them out."""
+    if plan.together:
+        return max(plan.stages * plan.cols * plan.depth, 4 * plan.cols * (plan.rows + 4)) + 16 * plan.stages
     stages = -(-k // plan.depth)
     ring = max(plan.stages * stage_bytes(format, plan), 4 * plan.wk * plan.rows * (plan.cols + 2))
     if not plan.whole_x:

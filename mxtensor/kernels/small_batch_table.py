@@ -99,8 +99,13 @@ def most_rows(capability: tuple[int, int]) -> int:
     return 128 if capability == TOGETHER else 64
 
 
-def choose_plan(device: torch.device, format: Format, m: int, n: int, k: int, x_rows: int, grouped: bool) -> Plan:
-    """The plan for m rows (of a group; ``x_rows`` of all), n and k on ``device``: fast, and with room for it."""
+def choose_plan(
+    device: torch.device, format: Format, m: int, n: int, k: int, x_rows: int, grouped: bool, together: bool = True
+) -> Plan:
+    """The plan for m rows (of a group; ``x_rows`` of all), n and k on ``device``: fast, and with room for it.
+
+    ``together``: whether it may be one in which four warps multiply together.
+    """
     gpu = gpu_of(device)
     capability = gpu.capability
     m = min(m, most_rows(capability))
@@ -113,7 +118,7 @@ def choose_plan(device: torch.device, format: Format, m: int, n: int, k: int, x_
         line
         for line in table(capability)
         if line.m == rows
-        and not (line.plan.together and capability != TOGETHER)
+        and not (line.plan.together and not (together and capability == TOGETHER))
         and not (line.plan.resident and grouped)
     ]
     own = [line for line in lines if line.format == stand_in(format)]

@@ -1,7 +1,8 @@
-// Activations as float16, which is what the products multiply: each row times a power of two that brings its largest
+// Activations as the products multiply them, cast on the way to a format with power-of-two scales for 32 values, or to
+// nvfp4, if that is wanted. As float16: each row times a power of two that brings its largest
 // magnitude to 2^13, so that what is within 2^30 of it is exact, and the rest off by less than 2^-38 of it. (Sums are
-// that much larger, too: where a row of x is about 1, they overflow from 2^115 on.) They may be cast to a format with
-// power-of-two scales for 32 values on the way, or to nvfp4.
+// that much larger, too: where a row of x is about 1, they overflow from 2^115 on.) As bfloat16, for together.cu: with TILES,
+// in tiles of so many rows and 128 columns, in which every word lies where the matrix instruction reads it.
 
 enum { FLOOR, RCEIL, CEIL, EVEN };
 
@@ -77,9 +78,9 @@ DEVICE void cast_eight(float (&x)[8], u32 whole) {
 }
 #endif
 
-struct Rows {  // of activations, from column ``first`` on ``count`` of them; zeros after column ``k``
+struct Rows {  // of activations from row ``row`` on, from column ``first`` on ``count`` of them; zeros after column ``k``
     const u16* x;
-    u32 stride, k, rows, first, count;
+    u32 stride, k, row, rows, first, count;
 };
 
 struct Eight {  // neighbours of a row, two in a word
@@ -124,7 +125,7 @@ DEVICE u32 largest_of(const u32* maxima, u32 rows) {
 
 // The exponent that brings a row with this largest magnitude, its bits, to 2^13; values of nvfp4 fit as they are.
 DEVICE int exponent_of(u32 amax) {
-    if constexpr (CAST == TWO_LEVELS) return 0;
+    if constexpr (CAST == TWO_LEVELS || TILES > 0) return 0;
     int exponent = int(amax >> 23) - 127 - 13;
     return exponent > -126 ? exponent : -126;
 }
@@ -149,12 +150,25 @@ DEVICE float scale_of_row(const u32* maxima, u32 row, u32 rows) {
     u32 amax = largest_of(maxima, rows);
     return has_global_scale(amax) ? float_of_bits(amax) / (448 * CAST_MAX) : 1.0f;
 #else
+    if constexpr (TILES > 0) return 1.0f;
     return power(exponent_of(maxima[row]));
 #endif
 }
 
-// Eight values as float16 in the order of ``decode``, at column ``at`` of what is written at ``to``.
-DEVICE void write_eight(u8* to, u32 at, const Eight& values, u32 amax, u32 whole) {
+// Eight values at column ``at`` of row ``row`` of the tiles at ``to``.
+DEVICE void write_in_tile(u8* to, u32 row, u32 at, u32 chunks, const float (&x)[8]) {
+    u32 in = at % 128, h = BITS == 8 ? in / 64 : in / 16 % 2, t = BITS == 8 ? in / 16 % 4 : in / 32, second = in / 8 % 2;
+    u8* line = to + ((u64(row / TILES) * chunks + at / 128) * 2 + h) * (TILES * 128) + row % TILES * 128 + 4 * t;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        u32 piece = (4 * second + i) ^ row % 8;
+        *reinterpret_cast<u32*>(line + piece * 16) = pair_of_bfloat16(x[index_of_word(i, 0)], x[index_of_word(i, 1)]);
+    }
+}
+
+// Eight values at column ``at`` of a row, of which ``to`` has the first, or of the tiles there: float16 in the order of
+// ``decode``, or bfloat16.
+DEVICE void write_eight(u8* to, const Rows& r, u32 row, u32 at, const Eight& values, u32 amax, u32 whole) {
     u32 words[4];
     float x[8], factor = power(-exponent_of(amax));
 #pragma unroll
@@ -162,16 +176,14 @@ DEVICE void write_eight(u8* to, u32 at, const Eight& values, u32 amax, u32 whole
 #if CAST
     cast_eight(x, whole);
 #endif
+    if constexpr (TILES > 0) {
+        if (at < r.k) write_in_tile(to, r.row + row, at, r.k / 128, x);
+        return;
+    }
 #pragma unroll
     for (int j = 0; j < 4; j++) words[j] = pair_of_halves(x[2 * j] * factor, x[2 * j + 1] * factor);
     in_order(words);
-    if constexpr (SPREAD) {  // where ``multiply_group`` reads those of this thread of a slab of 32 columns
-        u8* place = to + at / 32 * 64 + at / 8 % 4 * 4;
-#pragma unroll
-        for (int j = 0; j < 4; j++) *reinterpret_cast<u32*>(place + 16 * j) = words[j];
-    } else {
-        *reinterpret_cast<uint4*>(to + 2 * at) = {words[0], words[1], words[2], words[3]};
-    }
+    *reinterpret_cast<uint4*>(to + 2 * at) = {words[0], words[1], words[2], words[3]};
 }
 
 constexpr int HELD = 4;  // of Eight, a thread: what is read once where that is all
@@ -197,7 +209,8 @@ DEVICE void convert(u8* to, u32 stride, const Rows& r, const Rows& all, u32* max
 #pragma unroll
         for (int h = 0; h < HELD; h++) {
             u32 i = thread() + h * threads(), row = i / across;
-            if (i < count) write_eight(to + row * stride, i % across * 8, held[h], maxima[row], largest_of(maxima, r.rows));
+            if (i < count)
+                write_eight(to + row * stride, r, row, i % across * 8, held[h], maxima[row], largest_of(maxima, r.rows));
         }
         return;
     }
@@ -207,16 +220,29 @@ DEVICE void convert(u8* to, u32 stride, const Rows& r, const Rows& all, u32* max
 #pragma unroll 4
     for (u32 i = thread(); i < count; i += threads()) {
         u32 row = i / across, at = i % across * 8;
-        write_eight(to + row * stride, at, load_eight(r, row, r.first + at), CAST == TWO_LEVELS ? 0 : maxima[row], whole);
+        u32 amax = CAST == TWO_LEVELS ? 0 : maxima[row];
+        write_eight(to + row * stride, r, row, at, load_eight(r, row, r.first + at), amax, whole);
     }
 }
 
 struct ActivationArguments {
     const u16* x;
-    u16* out;      // (rows, width): k rounded up to 256
+    u16* out;      // (rows, width): k rounded up to 256; or tiles
     float* scale;  // of each row
     u32 k, width, x_stride, rows;
 };
+
+// In tiles, eight values a thread, unless the cast wants the largest magnitude of the tensor.
+KERNEL void BOUNDS(256, 1) tiles(const ActivationArguments a) {
+    let_next_start();
+    Rows r = {a.x, a.x_stride, a.k, 0, a.rows, 0, a.k};
+    u32 across = a.k / 8, i = block_x() * threads() + thread(), row = i / across, at = i % across * 8;
+    bool there = row < a.rows;  // or else a thread casts along with its neighbours, and writes nothing
+    wait_for_previous();
+    Eight values = load_eight(r, there ? row : 0, at);
+    write_eight(reinterpret_cast<u8*>(a.out), r, row, there ? at : a.k, values, 0, 0);
+    if (i < a.rows) a.scale[i] = 1.0f;
+}
 
 // One row a block; all rows are looked at where the cast wants the largest magnitude of the tensor.
 KERNEL void BOUNDS(512, 1) activations(const ActivationArguments a) {
@@ -226,8 +252,8 @@ KERNEL void BOUNDS(512, 1) activations(const ActivationArguments a) {
     if (thread() < rows) maxima[thread()] = 0;
     sync_block();
     wait_for_previous();
-    Rows all = {a.x + u64(first) * a.x_stride, a.x_stride, a.k, rows, 0, a.width};
-    Rows mine = {a.x + u64(row) * a.x_stride, a.x_stride, a.k, 1, 0, a.width};
-    convert(reinterpret_cast<u8*>(a.out + u64(row) * a.width), 0, mine, all, maxima);
+    Rows all = {a.x + u64(first) * a.x_stride, a.x_stride, a.k, first, rows, 0, a.width};
+    Rows mine = {a.x + u64(row) * a.x_stride, a.x_stride, a.k, row, 1, 0, a.width};
+    convert(reinterpret_cast<u8*>(a.out + (TILES > 0 ? 0 : u64(row) * a.width)), 0, mine, all, maxima);
     if (thread() == 0) a.scale[row] = scale_of_row(maxima, row - first, rows);
 }

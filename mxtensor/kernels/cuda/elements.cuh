@@ -64,6 +64,15 @@ DEVICE void in_order(u32 (&x)[4]) {
     }
 }
 
+// Where together.cu's words have them: the code of half ``half`` of word ``word`` (0 to 3) of eight.
+DEVICE constexpr int index_of_word(int word, int half) {
+    if (BITS == 8) return word / 2 * 4 + (word % 2 ? 0 : 1) + 2 * half;
+    return (BITS == 4 ? 3 - word : word) + 4 * half;
+}
+
+// And of 128 columns, the first of piece ``h`` of thread ``t`` of four.
+DEVICE constexpr u32 column_of(u32 h, u32 t) { return BITS == 8 ? 64 * h + 16 * t : 32 * t + 16 * h; }
+
 // ---------------------------------------------------------------------------------------------- scales
 
 // Byte I of a word as 2^(byte - 127); 255, which stands for a NaN, as infinity: ``write`` makes it one.

@@ -103,6 +103,11 @@ DEVICE u16 bfloat16_of(float value) {
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
     return bits;
 }
+DEVICE u32 pair_of_bfloat16(float low, float high) {
+    u32 word;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+    return word;
+}
 DEVICE u32 pair_of_halves(float low, float high) {
     u32 word;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
@@ -148,50 +153,18 @@ DEVICE void multiply(float (&d)[4], const u32* a, u32 b0, u32 b1) { multiply_add
 
 // ---------------------------------------------------------------------------------------------- products of four warps
 
-// The matrix instructions of sm_90 that run beside the warps: d (64 x COLS) = [d +] a (64x16) b (16 x COLS), a in the
-// registers of four warps as above, 16 rows each, b in shared memory: rows of 64 columns of x, 128 bytes, of which the
+// The matrix instruction of sm_90 that runs beside the warps: d (64 x COLS) += a (64x16) b (16 x COLS) in bfloat16, a in
+// the registers of four warps as above, 16 rows each, b in shared memory: rows of 64 columns of x, 128 bytes, of which the
 // eight pieces of 16 bytes lie in the order piece ^ (row % 8). ``x`` says where, 32 bytes for each 16 columns.
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#ifdef GROUP_TEXT  // the instruction and its sums, of as many columns as the plan has
 DEVICE u64 place_of(const u8* x) {
     u64 address = static_cast<u32>(__cvta_generic_to_shared(x));
     return (address & 0x3FFFF) >> 4 | 1ull << 16 | 64ull << 32 | 1ull << 62;  // 1024 bytes from 8 rows to the next 8
 }
-template <int N> DEVICE void multiply_group(float (&)[N][4], const u32*, u64, int) {}  // of other widths: never called
-#define OF(j) "+f"(d[j][0]), "+f"(d[j][1]), "+f"(d[j][2]), "+f"(d[j][3])
-DEVICE void multiply_group(float (&d)[4][4], const u32* a, u64 x, int add) {
-    asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, %21, 0; wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15 "
-        "}, {%16, %17, %18, %19}, %20, p, 1, 1, 0; }"
-        :
-          OF(0), OF(1), OF(2), OF(3)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x), "r"(add));
+DEVICE constexpr u64 step_of(u32 bytes) { return bytes >> 4; }  // from one place to another
+DEVICE void multiply_group(float (&d)[NT][4], const u32* a, u64 x) {
+    asm volatile(GROUP_TEXT : GROUP_SUMS(d) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x));
 }
-DEVICE void multiply_group(float (&d)[8][4], const u32* a, u64 x, int add) {
-    asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, %37, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, "
-        "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31 "
-        "}, {%32, %33, %34, %35}, %36, p, 1, 1, 0; }"
-        :
-          OF(0), OF(1), OF(2), OF(3), OF(4), OF(5), OF(6), OF(7)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x), "r"(add));
-}
-DEVICE void multiply_group(float (&d)[16][4], const u32* a, u64 x, int add) {
-    asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, %69, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, "
-        "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, "
-        "%42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, "
-        "%62, %63 "
-        "}, {%64, %65, %66, %67}, %68, p, 1, 1, 0; }"
-        :
-          OF(0), OF(1), OF(2), OF(3), OF(4), OF(5), OF(6), OF(7), OF(8), OF(9), OF(10), OF(11), OF(12),
-          OF(13), OF(14), OF(15)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x), "r"(add));
-}
-#undef OF
-DEVICE void show_to_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }  // what was copied
 DEVICE void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int LATER> DEVICE void wait_for_products() {
@@ -202,12 +175,67 @@ template <int N> DEVICE void settle(float (&d)[N][4]) {  // what a wait has comp
     for (int i = 0; i < N; i++)
         asm volatile("" : "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])::"memory");
 }
-#else
-DEVICE void show_to_products() {}
-DEVICE u64 place_of(const u8*) { return 0; }
-template <int N> DEVICE void multiply_group(float (&)[N][4], const u32*, u64, int) {}
-DEVICE void begin_products() {}
-DEVICE void end_products() {}
-template <int LATER> DEVICE void wait_for_products() {}
-template <int N> DEVICE void settle(float (&)[N][4]) {}
+
+// Barriers in shared memory, which count arrivals and bytes; their phases are numbered from 0.
+DEVICE u32 shared_address(const void* at) { return static_cast<u32>(__cvta_generic_to_shared(at)); }
+DEVICE void begin_barrier(u64* barrier, u32 count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count) : "memory");
+}
+DEVICE void show_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+DEVICE void arrive_at(u64* barrier) {  // a warp
+    if (thread() % 32 == 0)
+        asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+DEVICE void wait_at(u64* barrier, u32 phase) {
+    asm volatile(
+        "{ .reg .pred p;\nAGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra DONE;\nbra AGAIN;\n"
+        "DONE: }" ::"r"(shared_address(barrier)), "r"(phase & 1) : "memory");
+}
+// A copy by the copy engine, which ``barrier`` waits for; one thread.
+DEVICE void copy_whole(void* to, const void* from, u32 bytes, u64* barrier) {
+    u32 at = shared_address(barrier);
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+            shared_address(to)), "l"(from), "r"(bytes), "r"(at) : "memory");
+}
+DEVICE void add_four_of_block(float (&sum)[4], const float* mine, u32 rank) {  // as ``read_of_block``
+    float value[4];
+    u32 there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(mine)), "r"(rank));
+    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(value[0]), "=f"(value[1]), "=f"(value[2]), "=f"(value[3]) : "r"(there) : "memory");
+#pragma unroll
+    for (int i = 0; i < 4; i++) sum[i] += value[i];
+}
+DEVICE bool any_of_block(bool mine) { return __syncthreads_or(mine); }
+
+// Of weights, which are read once: 16 bytes, and 8 that a neighbour shares a sector with; from AT bytes on.
+template <int BYTES, int AT> DEVICE void load_once(u32* to, const u8* from) {
+    if constexpr (BYTES == 16)
+        asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4 + %5];"
+                     : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "l"(from), "n"(AT));
+    else asm volatile("ld.global.nc.L2::256B.v2.u32 {%0, %1}, [%2 + %3];" : "=r"(to[0]), "=r"(to[1]) : "l"(from), "n"(AT));
+}
+template <int BYTES, int AT> DEVICE u32 load_scale(const u8* from) {
+    u32 out;
+    if constexpr (BYTES == 4) asm volatile("ld.global.nc.u32 %0, [%1 + %2];" : "=r"(out) : "l"(from), "n"(AT));
+    else if constexpr (BYTES == 2)
+        asm volatile("{ .reg .u16 h; ld.global.nc.u16 h, [%1 + %2]; cvt.u32.u16 %0, h; }" : "=r"(out) : "l"(from), "n"(AT));
+    else asm volatile("{ .reg .u16 h; ld.global.nc.u8 h, [%1 + %2]; cvt.u32.u16 %0, h; }" : "=r"(out) : "l"(from), "n"(AT));
+    return out;
+}
+
+// Two bfloat16.
+DEVICE u32 multiply_pair(u32 a, u32 b) {
+    u32 out;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
+    return out;
+}
+DEVICE u32 subtract_pair(u32 a, u32 b) {
+    u32 out;
+    asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
+    return out;
+}
+DEVICE u32 largest_halves(u32 a, u32 b, u32 c) { return __vimax3_s16x2(a, b, c); }
 #endif

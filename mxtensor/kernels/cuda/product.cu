@@ -6,9 +6,6 @@
 // Where columns lie in K is free as long as both sides agree: thread t of four takes columns 8 t to 8 t + 7 of 32, a
 // slab, so that its codes are consecutive bytes. A block scale multiplies the sum of a slab's products in float32, as
 // the definition has it; nvfp4's, for 16, multiplies the codes, whose products with it float16 holds exactly.
-//
-// With SPREAD (sm_90) four warps multiply together, 64 rows of w by all COLS rows of x, which the matrix instruction
-// reads from shared memory by itself while the warps decode what comes next.
 
 // ---------------------------------------------------------------------------------------------- the result
 
@@ -39,7 +36,7 @@ DEVICE void write(const Arguments& a, const Place& p, u32 x_row, const Sums& sum
         sync_cluster();
         begin = rank * span, end = begin + span < end ? begin + span : end;
     }
-    float factor = factor_of_all(a);
+    float factor = factor_of_all<FACTOR>(a);
     for (u32 i = begin + thread(); i < end; i += THREADS) {
         u32 row = i % ROWS, col = i / ROWS, n = p.row + row;
         u32 at = row * SUM_STRIDE + col;
@@ -92,7 +89,6 @@ DEVICE void multiply_rows(const Arguments& a, const Place& p, u32 x_row) {
     Sums sums = {};
     for (u32 index = 0, slot = 0; index < stages; index++) {
         wait_for_stage<STAGES - 2>();
-        if constexpr (SPREAD) show_to_products();
         sync_block();
         if (index + STAGES - 1 < stages) {
             u32 free = (slot == 0 ? STAGES - 1 : slot - 1) * STAGE;
@@ -101,8 +97,7 @@ DEVICE void multiply_rows(const Arguments& a, const Place& p, u32 x_row) {
         }
         end_of_stage();
         const u8* x = WHOLE_X ? whole + WHOLE_HEAD + index * 2 * BK : shared + slot * STAGE;
-        if constexpr (SPREAD) multiply_stage_together(sums, l, shared + slot * STAGE, x);
-        else multiply_stage(sums, l, shared + slot * STAGE, x);
+        multiply_stage(sums, l, shared + slot * STAGE, x);
         slot = slot + 1 == STAGES ? 0 : slot + 1;
     }
     wait_for_stage<0>();

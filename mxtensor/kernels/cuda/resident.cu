@@ -62,7 +62,7 @@ DEVICE void keep(float* slot, const Sums& sums, const Lane& l, u32 m) {
 
 // ``tiles`` tiles from ``first`` on: what the warps, then the blocks of a cluster have summed, in that order.
 DEVICE void write_tiles(const Arguments& a, u32 first, u32 tiles, float* slots, const float* x_scale) {
-    float factor = factor_of_all(a);
+    float factor = factor_of_all<FACTOR>(a);
     u32 count = tiles * a.m * ROWS, span = (count + SPLIT - 1) / SPLIT, begin = 0, end = count;
     sync_block();
     for (int pass = 0; pass < (SPLIT > 1 ? 2 : 1); pass++) {

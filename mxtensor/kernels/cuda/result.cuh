@@ -14,9 +14,9 @@ DEVICE bool has_nan(const Arguments& a, const u8* scales, u32 n) {
     return found;
 }
 
-// What multiplies every sum of the tensor.
-DEVICE float factor_of_all(const Arguments& a) {
-    float factor = a.alpha * float_of_bits((FACTOR + 127) << 23);
+// What multiplies every sum of the tensor; the sums are 2^-EXPONENT of what they should be.
+template <int EXPONENT> DEVICE float factor_of_all(const Arguments& a) {
+    float factor = a.alpha * float_of_bits((EXPONENT + 127) << 23);
     if (a.global_scale) factor *= *a.global_scale;
     if (a.x_global_scale) factor *= *a.x_global_scale;
     return factor;

@@ -7,16 +7,15 @@ constexpr int BK = 32 * SLABS * (RESIDENT ? 1 : WK);  // a warp takes SLABS slab
 constexpr int CODES = BK * BITS / 8, CODES_STRIDE = CODES + (BITS == 8 ? 32 : 16);  // bytes; strides free of conflicts
 constexpr int SCALES = SCALE == AT_THE_END ? 0 : SCALE == UE4M3 ? BK / 16 : BK / 32;  // bytes of a row and stage
 constexpr int SCALES_STRIDE = RESIDENT ? (SCALES + 3) / 4 * 4 : (SCALES + 15) / 16 * 16 + 16;
-constexpr int X_STRIDE = SPREAD ? 2 * BK : 2 * BK + 64;
+constexpr int X_STRIDE = 2 * BK + 64;
 constexpr int X_BYTES = WHOLE_X || RESIDENT ? 0 : COLS * X_STRIDE, SCALES_BYTES = SCALES ? ROWS * SCALES_STRIDE : 0;
-constexpr int CODES_AT = X_BYTES, SCALES_AT = CODES_AT + ROWS * CODES_STRIDE, ALIGN = SPREAD ? 1024 : 16;  // in a stage
-constexpr int STAGE = (SCALES_AT + SCALES_BYTES + ALIGN - 1) / ALIGN * ALIGN;
+constexpr int CODES_AT = X_BYTES, SCALES_AT = CODES_AT + ROWS * CODES_STRIDE;  // in a stage
+constexpr int STAGE = (SCALES_AT + SCALES_BYTES + 15) / 16 * 16;
 constexpr int SUM_STRIDE = COLS + 2;  // float32 of the sums that the warps of one row of warps bring together
 constexpr int SUMS = 4 * WK * ROWS * SUM_STRIDE;  // bytes, where the stages were
 constexpr int WHOLE_AT = STAGES * STAGE > SUMS ? STAGES * STAGE : SUMS;
 constexpr int WHOLE_HEAD = 8 * COLS;  // in front of the rows of WHOLE_X: what scales them, and maxima
 static_assert(!WHOLE_X || RESIDENT || BK % 256 == 0, "a warp casts 256 columns at a time");
-static_assert(!SPREAD || (MT == 1 && WK == 1 && WR % 4 == 0 && !WHOLE_X && NT >= 4), "four warps have 64 rows of w");
 
 struct Arguments {
     const u8* codes;
@@ -86,18 +85,6 @@ DEVICE void fetch_weights(const Arguments& a, const Place& p, u8* stage, u32 ind
 
 // COLS rows whether or not there are as many: what follows x can be read, and comes into columns that nobody wants.
 DEVICE void fetch_x(const Arguments& a, const Place& p, u8* to, u32 index) {
-    if constexpr (SPREAD) {
-        constexpr u32 pieces = BK / 8;  // of 16 bytes; 8 of a row lie together
-        const u8* from = reinterpret_cast<const u8*>(p.x) + index * 2 * BK;
-#pragma unroll
-        for (u32 i = thread(); i < COLS * pieces; i += THREADS) {
-            u32 row = i / pieces, piece = i % pieces;
-            u8* at = to + (piece / 8 * COLS + row) * 128 + (piece % 8 ^ row % 8) * 16;
-            bool there = WHOLE_TILES || index * BK + piece * 8 < a.x_stride;
-            copy<16>(at, from + row * u64(2 * a.x_stride) + piece * 16, there);
-        }
-        return;
-    }
     fetch<2 * BK, 16, X_STRIDE, 1, WHOLE_TILES>(
         to, reinterpret_cast<const u8*>(p.x), 0, COLS, COLS, 2 * a.x_stride, index * 2 * BK, 2 * a.x_stride);
 }
@@ -110,8 +97,8 @@ DEVICE void read_x(const Arguments& a, const u16* x, u32 rows, u32 first, u32 co
     if (thread() < COLS) maxima[thread()] = 0;
     sync_block();
     wait_for_previous();
-    Rows mine = {x, a.x_stride, a.k, rows, first, count};
-    Rows all = {x, a.x_stride, a.k, rows, 0, (a.k + 255) / 256 * 256};
+    Rows mine = {x, a.x_stride, a.k, 0, rows, first, count};
+    Rows all = {x, a.x_stride, a.k, 0, rows, 0, (a.k + 255) / 256 * 256};
     convert(to + WHOLE_HEAD, stride, mine, all, maxima);
     if (thread() < rows) scale[thread()] = scale_of_row(maxima, thread(), rows);
 }

@@ -1,4 +1,4 @@
-// Sums: what the codes and activations of a stage add to them, warp by warp or by four warps together.
+// Sums: what the codes and activations of a stage add to them.
 
 using Sums = float[MT][NT][4];
 constexpr bool SCALES_SUMS = SCALE == E8M0 || SCALE == FLOAT32;
@@ -87,57 +87,4 @@ DEVICE void multiply_stage(Sums& sums, Lane& l, const u8* stage, const u8* x) {
 #pragma unroll
         for (int q = 0; q < SLABS_A_WORD; q++) multiply_slab(sums, l, l.slab + word * SLABS_A_WORD + q, scales[q]);
     }
-}
-
-// The same by four warps together. While the products of a slab run, the next one is decoded and, with AHEAD, begun
-// before the sums are added up.
-DEVICE void multiply_stage_together(Sums& sums, const Lane& l, const u8* stage, const u8* x) {
-    const u8* at = stage + SCALES_AT + l.row * SCALES_STRIDE;
-    u32 a[2][8], words[2][SCALES > 0 ? SLABS / SLABS_A_WORD : 1];
-    float scale[2][2], sum[AHEAD + 1][NT][4];
-#pragma unroll
-    for (int i = 0; i < 2; i++)
-#pragma unroll
-        for (int word = 0; word < (SCALES > 0 ? SLABS / SLABS_A_WORD : 0); word++)
-            words[i][word] = *reinterpret_cast<const u32*>(at + 8 * i * SCALES_STRIDE + 4 * word);
-    auto prepare = [&](int q) {
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            u32 word = words[i][SCALES > 0 ? q / SLABS_A_WORD : 0], both[2] = {0, 0};
-            if constexpr (SCALE == UE4M3) pairs_of_ue4m3(both[0], both[1], word >> l.t / 2 * 8);
-            const u8* codes = stage + CODES_AT + (l.row + 8 * i) * CODES_STRIDE + q * (4 * BITS);
-            decode_half(a[q % 2], i, codes, l.t, both[q % 2]);
-            if constexpr (SCALE == E8M0) scale[q % 2][i] = power_of_two<0>(word >> q % 4 * 8);
-            if constexpr (SCALE == FLOAT32) scale[q % 2][i] = float_of_bits(word);
-        }
-    };
-    auto begin = [&](int q) {
-        const u8* columns = x + q / 2 * COLS * 128 + q % 2 * 64;
-        begin_products();
-        if constexpr (SCALES_SUMS) {
-            multiply_group(sum[q % (AHEAD + 1)], a[q % 2], place_of(columns), 0);
-            multiply_group(sum[q % (AHEAD + 1)], a[q % 2] + 4, place_of(columns + 32), 1);
-        } else {
-            multiply_group(sums[0], a[q % 2], place_of(columns), 1);
-            multiply_group(sums[0], a[q % 2] + 4, place_of(columns + 32), 1);
-        }
-        end_products();
-    };
-    prepare(0), begin(0);
-#pragma unroll
-    for (int q = 0; q < SLABS; q++) {
-        bool more = q + 1 < SLABS;
-        if (more) prepare(q + 1);
-        if (more && AHEAD) begin(q + 1), wait_for_products<1>();
-        else wait_for_products<0>();
-        if constexpr (SCALES_SUMS) {
-            settle(sum[q % (AHEAD + 1)]);
-#pragma unroll
-            for (int j = 0; j < NT; j++)
-#pragma unroll
-                for (int e = 0; e < 4; e++) sums[0][j][e] += scale[q % 2][e / 2] * sum[q % (AHEAD + 1)][j][e];
-        }
-        if (more && !AHEAD) begin(q + 1);
-    }
-    if constexpr (!SCALES_SUMS) settle(sums[0]);
 }
