@@ -62,14 +62,19 @@ def staged(bits: int, rows: int, n: int, k: int, gpu: Gpu) -> Iterator[Plan]:
 def together(bits: int, rows: int, n: int, k: int, gpu: Gpu) -> Iterator[Plan]:
     """Plans in which four warps multiply together."""
     nt = next((t for t in (1, 2, 4, 8, 16) if 8 * t >= rows), 32)
-    cuts = itertools.product((4, 8, 16), (4, 6, 8, 12), (1, 2, 4), (1, 2, 4, 8), (2, 3, 4))
-    for wr, stages, blocks, split, ahead in cuts:
-        plan = Plan(1, nt, wr, 1, 4, stages, blocks, split, False, True, ahead)
-        warps, chunks = wr * blocks, k // 128
-        if warps not in ((8,) if nt > 8 else (8, 12, 16)) or stages // 2 % ahead or (bits == 8 and ahead > 3) or split * ahead > 2 * chunks:
+    under_way = [(8, 2), (8, 4), (12, 3), (12, 6), (16, 8)] if nt < 32 else [(4, 2), (6, 3)]  # tiles, chunks
+    cuts = itertools.product((8, 12, 16), (1, 2), under_way, (1, 2, 3, 4, 6, 8), ("", "whole", "apart"))
+    for wr, blocks, (stages, ahead), split, how in cuts:
+        plan = Plan(1, nt, wr, 1, 4, stages, blocks, split, how == "whole", True, ahead, 0, how == "apart")
+        warps, held = wr * blocks, 4 * nt + ahead * 2 * bits  # registers for sums and for what is under way
+        if warps > (16 if nt <= 8 else 12 if nt == 16 else 8) or (blocks == 2 and wr != 8) or (wr == 12 and nt != 16):
+            continue
+        if held > (64 if warps == 16 else 128 if warps == 12 else 176) or (how == "whole" and (stages, rows > 16) != (8, False)):
+            continue
+        if (split == 1 and how == "apart") or (split in (3, 6) and how != "apart"):
             continue
         count = -(-n // plan.rows) * split * -(-rows // plan.cols)
-        if count >= 0.4 * gpu.multiprocessors and not (split > 1 and count > 2 * blocks * gpu.multiprocessors):
+        if count >= 0.6 * gpu.multiprocessors and (split == 1 or count <= blocks * gpu.multiprocessors):
             yield plan
 
 
@@ -175,7 +180,7 @@ def kinds(rows: int) -> tuple[str, ...]:
     """The kinds of plans worth timing at so many rows."""
     if torch.cuda.get_device_capability() != TOGETHER:
         return ("staged", "resident")
-    return KINDS if rows <= 64 else ("together",)
+    return KINDS if 1 < rows <= 64 else ("staged", "resident") if rows == 1 else ("together",)
 
 
 def fastest(format: Format, m: int, n: int, k: int, kind: str, held: Sequence[Operand]) -> Measured | None:

@@ -68,16 +68,19 @@ static void meet(Barrier& barrier) {
     while (barrier.generation == generation) swapcontext(&fiber->context, &scheduler);
 }
 
-// ``kernel`` in a grid of blocks, those along z as one cluster; shared memory begins as NaNs.
-static void launch(std::function<void()> kernel, u32 x, u32 y, u32 z, u32 threads, u32 bytes) {
+// ``kernel`` in a grid of blocks, those along z as one cluster if they are ``clustered``, or one after the other from the
+// last on; shared memory begins as NaNs.
+static void launch(std::function<void()> kernel, u32 x, u32 y, u32 depth, bool clustered, u32 threads, u32 bytes) {
     body = kernel;
-    for (u32 i = 0; i < x * y; i++) {
+    u32 z = clustered ? depth : 1;
+    for (u32 i = 0; i < x * y * depth / z; i++) {
         std::vector<Block> blocks(z);
         std::vector<Fiber> fibers(z * threads);
         cluster = &blocks, cluster_barrier = {z * threads};
         for (u32 b = 0; b < z; b++) {
             std::vector<u8> memory(bytes + 1024, 0xFF);
-            blocks[b] = {i % x, i / x, b, threads, x, {threads}, std::vector<Warp>(threads / 32), memory};
+            u32 at_z = clustered ? b : depth - 1 - i / (x * y), at = i % (x * y);
+            blocks[b] = {at % x, at / x, at_z, threads, x, {threads}, std::vector<Warp>(threads / 32), memory};
             for (Warp& warp : blocks[b].warps) warp.barrier = {32};
         }
         for (u32 f = 0; f < fibers.size(); f++) {
@@ -259,32 +262,36 @@ DEVICE void end_products() {}
 template <int LATER> DEVICE void wait_for_products() {}
 template <int N> DEVICE void settle(float (&)[N][4]) {}
 
-// A barrier in shared memory: phases that have ended, arrivals that end one, and those that are missing.
+// A barrier in shared memory: phases that have ended; arrivals that end one, those that are missing, and bytes.
 struct Counted {
-    u32 phases;
-    u16 count, missing;
+    u16 phases;
+    u8 count, missing;
+    int bytes;
 };
 DEVICE Counted& counted(u64* barrier) { return *reinterpret_cast<Counted*>(barrier); }
-DEVICE void begin_barrier(u64* barrier, u32 count) { counted(barrier) = {0, u16(count), u16(count)}; }
+DEVICE void begin_barrier(u64* barrier, u32 count) { counted(barrier) = {0, u8(count), u8(count), 0}; }
 DEVICE void show_barriers() {}
-DEVICE void arrived(u64* barrier) {
+DEVICE void arrived(u64* barrier, int arrivals, int bytes) {
     Counted& b = counted(barrier);
     progress++;
-    if (--b.missing == 0) b.phases++, b.missing = b.count;
+    b.missing -= arrivals, b.bytes += bytes;
+    if (b.missing == 0 && b.bytes == 0) b.phases++, b.missing = b.count;
 }
 DEVICE void arrive_at(u64* barrier) {
-    if (thread() % 32 == 0) arrived(barrier);
+    if (thread() % 32 == 0) arrived(barrier, 1, 0);
 }
 DEVICE void wait_at(u64* barrier, u32 phase) {
     if (counted(barrier).phases > phase + 1) fprintf(stderr, "a barrier is two phases ahead\n"), abort();
     while (counted(barrier).phases <= phase) swapcontext(&fiber->context, &scheduler);
 }
+DEVICE void expect_bytes(u64* barrier, u32 bytes) { arrived(barrier, 1, bytes); }
 DEVICE void copy_whole(void* to, const void* from, u32 bytes, u64* barrier) {
     if ((reinterpret_cast<u64>(to) | reinterpret_cast<u64>(from) | bytes) % 16)
         fprintf(stderr, "a whole copy is not aligned\n"), abort();
     memcpy(to, from, bytes);
-    arrived(barrier);
+    arrived(barrier, 0, -int(bytes));
 }
+DEVICE void show_to_products() {}
 DEVICE void add_four_of_block(float (&sum)[4], const float* mine, u32 rank) {
     for (int i = 0; i < 4; i++) sum[i] += read_of_block(mine + i, rank);
 }
@@ -298,6 +305,12 @@ DEVICE bool any_of_block(bool mine) {
     block.any = false;
     sync_block();
     return any;
+}
+DEVICE void store_four(float* to, const float (&value)[4]) { memcpy(to, value, 16); }
+DEVICE void load_four(float (&value)[4], const float* from) { memcpy(value, from, 16); }
+DEVICE bool is_last_of(u32* counter, u32 blocks) {
+    sync_block();
+    return any_of_block(thread() == 0 && (*counter)++ == blocks - 1);
 }
 template <int BYTES, int AT> DEVICE void load_once(u32* to, const u8* from) {
     from += AT;

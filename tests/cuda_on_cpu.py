@@ -19,10 +19,10 @@ from mxtensor.kernels import nvrtc
 MACHINE = Path(__file__).with_name("cuda_machine.h")
 FLAGS = ("-O1", "-std=c++17", "-shared", "-fPIC", "-w", "-ffp-contract=off", "-fno-strict-aliasing")
 ENTRY = """
-extern "C" void run(const void* arguments, u32 x, u32 y, u32 z, u32 threads, u32 bytes) {{
+extern "C" void run(const void* arguments, u32 x, u32 y, u32 z, u32 clustered, u32 threads, u32 bytes) {{
     {struct} a;
     memcpy(&a, arguments, sizeof a);
-    launch([&] {{ {kernel}(a); }}, x, y, z, threads, bytes);
+    launch([&] {{ {kernel}(a); }}, x, y, z, clustered, threads, bytes);
 }}
 """
 STRUCTS = {"product": "Arguments", "resident": "Arguments", "together": "Arguments", "activations": "ActivationArguments", "tiles": "ActivationArguments"}
@@ -51,10 +51,10 @@ def library(sources, constants, name):
     return ctypes.CDLL(str(path))
 
 
-def function(device, sources, constants, name, layout, threads, cluster=1):
+def function(device, sources, constants, name, layout, threads, depth=1, clustered=True):
     run = library(sources, constants, name).run
 
     def call(x, y, memory, arguments):
-        run(layout.pack(*arguments), x, y, cluster, threads, memory)
+        run(layout.pack(*arguments), x, y, depth, clustered, threads, memory)
 
     return call

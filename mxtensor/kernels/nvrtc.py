@@ -136,15 +136,15 @@ def _use_context() -> None:
 
 
 class Function:
-    """A kernel on the device that is current when it is made, in clusters of ``cluster`` blocks of ``threads``.
+    """A kernel on the device that is current when it is made: blocks of ``threads``, ``depth`` along z, in clusters or not.
 
     Its arguments are one C struct, packed by ``layout``.
     """
 
-    def __init__(self, code: bytes, name: str, layout: struct.Struct, threads: int, cluster: int) -> None:
+    def __init__(self, code: bytes, name: str, layout: struct.Struct, threads: int, depth: int, clustered: bool) -> None:
         lib, module, self._function = _driver(), ctypes.c_void_p(), ctypes.c_void_p()
         self._code, self._layout, self._local = code, layout, threading.local()
-        self._threads, self._cluster, self._memory = threads, cluster, 0
+        self._threads, self._depth, self._clustered, self._memory = threads, depth, clustered and depth > 1, 0
         self._overlaps = torch.cuda.get_device_capability() >= CLUSTERS
         _use_context()
         check_error(lib.cuModuleLoadData(ctypes.byref(module), code))
@@ -153,17 +153,16 @@ class Function:
 
     def _make(self) -> Any:
         _use_context()
-        cluster = self._cluster
         attributes = (_Attribute * 2)()
         count = 0
         if self._overlaps:
             attributes[0].id, attributes[0].value[0] = _OVERLAP, 1
             count = 1
-            if cluster > 1:
+            if self._clustered:
                 attributes[1].id = _CLUSTER
-                attributes[1].value[0], attributes[1].value[1], attributes[1].value[2] = 1, 1, cluster
+                attributes[1].value[0], attributes[1].value[1], attributes[1].value[2] = 1, 1, self._depth
                 count = 2
-        config = _Config(1, 1, cluster, self._threads, 1, 1, 0, None, attributes, count)
+        config = _Config(1, 1, self._depth, self._threads, 1, 1, 0, None, attributes, count)
         buffer = ctypes.create_string_buffer(self._layout.size)
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
         return config, ctypes.byref(config), buffer, arguments, attributes
@@ -182,7 +181,7 @@ class Function:
         return count.value
 
     def __call__(self, x: int, y: int, memory: int, arguments: Sequence[int | float]) -> None:
-        """Run in x * y clusters of blocks, each with so many bytes of shared memory, on the current stream."""
+        """Run in x * y * depth blocks, each with so many bytes of shared memory, on the current stream."""
         held = getattr(self._local, "held", None)
         if held is None:
             held = self._local.held = self._make()
@@ -198,7 +197,7 @@ class Function:
 
 def function(
     device: torch.device, sources: tuple[str, ...], constants: Constants, name: str, layout: struct.Struct,
-    threads: int, cluster: int = 1,
+    threads: int, depth: int = 1, clustered: bool = True,
 ) -> Function:  # fmt: skip
     """The kernel ``name`` of these sources, compiled for ``device``, which must be current; see ``Function``."""
-    return Function(compiled(sources, constants, device_capability(device)), name, layout, threads, cluster)
+    return Function(compiled(sources, constants, device_capability(device)), name, layout, threads, depth, clustered)

@@ -42,8 +42,8 @@ from .small_batch_plan import (
 )
 from .small_batch_table import choose_plan, gpu_of, most_rows
 
-PRODUCT = struct.Struct("11Q9I2f4x")
-ACTIVATIONS = struct.Struct("3Q4I")
+PRODUCT = struct.Struct("11Q7I4x2Q2I2f")
+ACTIVATIONS = struct.Struct("4Q5I4x")
 HEADERS = ("machine.cuh", "elements.cuh", "activations.cuh")
 SOURCES = (*HEADERS, "stages.cuh", "sums.cuh", "result.cuh")
 TOGETHER_SOURCES = (*HEADERS, "stages.cuh", "result.cuh", "words.cuh", "together.cu")
@@ -88,7 +88,11 @@ def _refuses(spec: Spec, a: Factor, b: Factor, args: GemmArgs) -> str | None:
 def refuses(spec: Spec, a: Factor, b: Factor, args: GemmArgs) -> str | None:
     reason = not_rows_by_matrix(spec, a) or _refuses(spec, a, b, args)
     if reason is None:
-        rows, most = math.prod(spec.shapes[0][:-1]), most_rows(spec.capability)
+        assert isinstance(b, Operand)
+        x, cast = (a.x, a.cast) if isinstance(a, Uncast) else (a, None)
+        half = torch.bfloat16 if not isinstance(x, Tensor) else x.dtype  # values that are rounded are bfloat16
+        together = can_multiply_together(b.format, half, cast, b.shape[-1], 0, (0, 0))
+        rows, most = math.prod(spec.shapes[0][:-1]), most_rows(spec.capability, together)
         if rows > most:
             return f"for at most {most} rows, where reading the weight is what takes the time; these are {rows}"
     return reason
@@ -100,7 +104,7 @@ def refuses_grouped(spec: Spec, a: Factor, b: Factor, ends: Tensor, args: GemmAr
         assert isinstance(b, Operand)
         if b.format.rows_are_blocked and b.scale.shape[0] != b.shape[0]:
             return f"{b.format} has one scale for all groups"
-        most = most_rows(spec.capability) * b.shape[0]
+        most = most_rows(spec.capability, False) * b.shape[0]
         if spec.shapes[0][0] > most:
             return f"for at most {most} rows in {b.shape[0]} groups; these are {spec.shapes[0][0]}"
     return reason
@@ -141,19 +145,25 @@ def cut(
     rows, width, cols, groups = sizes
     copies = copy_size(lie[0]), copy_size(lie[1]), copy_size(lie[2])
     gpu, together = gpu_of(device), can_multiply_together(format, types[0], cast, cols, groups, lie)
-    plan = given or choose_plan(device, format, -(-rows // (groups or 1)), width, cols, rows, bool(groups), together)
+
+    def allowed(plan: Plan) -> bool:
+        alone = cast is None or cast.format.scale is E8M0  # where no block has to look at all activations
+        return together and (alone or not plan.whole_x) if plan.together else not (plan.resident and groups)
+
+    plan = given or choose_plan(device, format, -(-rows // (groups or 1)), width, cols, rows, allowed)
     room = room_of(format, plan, rows, width, cols, gpu)
     if room is None:
         raise RuntimeError(f"a product of {rows}x{width}x{cols} by {plan} has no room on this device")
     even = width % plan.rows == 0 and cols % plan.depth == 0
-    if plan.together and not together:
+    if plan.together and not allowed(plan):
         raise RuntimeError(f"{plan} is for whole chunks of aligned weights and activations that are bfloat16")
     if plan.whole_x:
         facts = Facts(format, types[0], types[1], types[2], *copies, even, cast)
     else:
         facts = Facts(format, torch.float16, types[1], types[2], copies[0], copies[1], 16, even)
     row = constants(facts, plan)
-    kernel = nvrtc.function(device, sources_of(plan), row, kernel_of(plan), PRODUCT, plan.threads, plan.split)
+    grid = plan.split, not plan.apart
+    kernel = nvrtc.function(device, sources_of(plan), row, kernel_of(plan), PRODUCT, plan.threads, *grid)
     tiles, columns = -(-width // plan.rows), groups or -(-rows // plan.cols)
     return Cut(plan, room, kernel, (min(tiles, clusters(plan, gpu)), 1) if plan.resident else (tiles, columns))
 
@@ -178,11 +188,13 @@ def activations_of(tiles: int, cast: Cast | None) -> tuple[str, struct.Struct, i
     return ("tiles", ACTIVATIONS, 256) if alone else ("activations", ACTIVATIONS, 512)
 
 
-def _prepared(x: Tensor, format: Format, cast: Cast | None, plan: Plan) -> tuple[Tensor, Tensor]:
+def _prepared(
+    x: Tensor, format: Format, cast: Cast | None, plan: Plan, counters: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """A matrix, cast, as the kernel of ``plan`` reads it, in the order in which codes of ``format`` are decoded, and what
     scales each row: bfloat16 in tiles of 128 columns, or rows of float16.
 
-    What fills the last tile, or as many rows after the last one, nobody has written.
+    What fills the last tile, or as many rows after the last one, nobody has written. ``counters`` become zeros.
     """
     rows, k = x.shape
     width, tiles = -(-k // 256) * 256, plan.cols if plan.together else 0
@@ -193,7 +205,9 @@ def _prepared(x: Tensor, format: Format, cast: Cast | None, plan: Plan) -> tuple
     kernel = _activations_kernel(x.device, format.element, x.dtype, copy, cast, tiles)
     name, _, threads = activations_of(tiles, cast)
     blocks = rows if name == "activations" else -(-rows * k // (8 * threads))
-    kernel(blocks, 1, 4 * WHOLE_ROWS, (x.data_ptr(), out.data_ptr(), scale.data_ptr(), k, width, x.stride(0), rows))
+    count = (0, 0) if counters is None else (counters.data_ptr(), counters.numel())
+    pointers = x.data_ptr(), out.data_ptr(), scale.data_ptr(), count[0]
+    kernel(blocks, 1, 4 * WHOLE_ROWS, (*pointers, k, width, x.stride(0), rows, count[1]))
     return out, scale
 
 
@@ -212,9 +226,12 @@ def launch(
     types = (x.dtype, out_dtype, out_dtype if bias is None else bias.dtype)
     with triton_host.on(device):
         plan, room, kernel, blocks = cut(device, format, types, (rows, width, cols, groups), lie, cast, plan)
-        x_scale = None
+        x_scale = parts = counters = None
+        if plan.apart:
+            parts = x.new_empty(blocks[0] * blocks[1] * plan.split * plan.rows * plan.cols, dtype=torch.float32)
+            counters = x.new_empty(blocks[0] * blocks[1], dtype=torch.int32)
         if not plan.whole_x:
-            x, x_scale = _prepared(x, format, cast, plan)
+            x, x_scale = _prepared(x, format, cast, plan, counters)
             values, stride = x.data_ptr(), x.stride()[0]
         kernel(
             *blocks, room.bytes,
@@ -225,6 +242,7 @@ def launch(
                 0 if bias is None else bias.data_ptr(), 0 if ends is None else ends.data_ptr(),
                 width * bytes_a_row, scale_rows * scale_bytes, bytes_a_row, scale_bytes,
                 stride, rows, width, cols, width if bias is not None and bias.dim() == 2 else 0,
+                0 if parts is None else parts.data_ptr(), 0 if counters is None else counters.data_ptr(),
                 room.x_width, room.round, alpha, beta,
             ),
         )  # fmt: skip

@@ -52,6 +52,9 @@ class Plan(NamedTuple):
     """how many blocks, of each multiprocessor, keep the activations and have a share of all rows of the weight, each
     warp with stages of its own; 0: blocks that share their stages, one for each tile"""
 
+    apart: bool = False
+    """whether blocks that share the columns bring their sums together in memory, not as a cluster"""
+
     @property
     def kind(self) -> str:
         """One of ``KINDS``."""
@@ -83,7 +86,7 @@ def plan_of(values: Sequence[int]) -> Plan:
     return Plan._make(bool(v) if kind in (bool, "bool") else v for v, kind in zip(values, kinds, strict=True))
 
 
-PLAN = ("MT", "NT", "WR", "WK", "SLABS", "STAGES", "BLOCKS", "SPLIT", "WHOLE_X", "TOGETHER", "AHEAD", "RESIDENT")
+PLAN = ("MT", "NT", "WR", "WK", "SLABS", "STAGES", "BLOCKS", "SPLIT", "WHOLE_X", "TOGETHER", "AHEAD", "RESIDENT", "APART")
 """The fields of a plan as the sources name them."""
 
 
@@ -209,7 +212,10 @@ def stage_bytes(format: Format, plan: Plan) -> int:
 def shared_memory(format: Format, plan: Plan, x_rows: int, k: int) -> int:
     """Bytes of shared memory of a block, as ``cuda/product.cu`` or ``cuda/together.cu`` lays them out."""
     if plan.together:
-        return max(plan.stages * plan.cols * plan.depth, 4 * plan.cols * (plan.rows + 4)) + 16 * plan.stages
+        chunks = -(-k // plan.depth)
+        tiles = 2 * -(-chunks // plan.split) if plan.whole_x else plan.stages
+        barriers = 0 if plan.whole_x else 32 * plan.stages
+        return max(tiles * plan.cols * plan.depth, 4 * plan.cols * (plan.rows + 4)) + barriers
     stages = -(-k // plan.depth)
     ring = max(plan.stages * stage_bytes(format, plan), 4 * plan.wk * plan.rows * (plan.cols + 2))
     if not plan.whole_x:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import struct
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ from .nvrtc import CLUSTERS, function, library
 from .small_batch_plan import Gpu, Plan, plan_of, room_of
 
 FOLDER = Path(__file__).parent
-ROWS = (1, 4, 16, 32, 64, 128)
+ROWS = (1, 4, 16, 32, 64, 128, 256, 512)
 """Rows of activations that are measured; others, but one, take the first plan that has as many times 8."""
 TOGETHER = (9, 0)
 """The compute capability whose matrix instructions four warps issue together."""
@@ -94,36 +95,38 @@ def gpu_of(device: torch.device) -> Gpu:
     return Gpu(capability, memory, count, clusters)
 
 
-def most_rows(capability: tuple[int, int]) -> int:
-    """Up to where the product takes less time than decoding the weight once, for a product of the library's."""
-    return 128 if capability == TOGETHER else 64
+def most_rows(capability: tuple[int, int], together: bool = True) -> int:
+    """Up to where the product takes less time than decoding the weight once, for a product of the library's.
+
+    ``together``: whether four warps may multiply together.
+    """
+    if capability != TOGETHER:
+        return 64
+    return 512 if together else 128
 
 
 def choose_plan(
-    device: torch.device, format: Format, m: int, n: int, k: int, x_rows: int, grouped: bool, together: bool = True
-) -> Plan:
-    """The plan for m rows (of a group; ``x_rows`` of all), n and k on ``device``: fast, and with room for it.
-
-    ``together``: whether it may be one in which four warps multiply together.
-    """
+    device: torch.device, format: Format, m: int, n: int, k: int, x_rows: int,
+    allowed: Callable[[Plan], bool] = lambda plan: True,
+) -> Plan:  # fmt: skip
+    """The plan for m rows (of a group; ``x_rows`` of all), n and k on ``device``: ``allowed``, fast, with room for it."""
     gpu = gpu_of(device)
     capability = gpu.capability
     m = min(m, most_rows(capability))
-    rows = next(rows for rows in ROWS if rows >= m or -(-rows // 8) * 8 >= m > 1 < rows)
+    enough = next(rows for rows in ROWS if rows >= m or -(-rows // 8) * 8 >= m > 1 < rows)
 
     def distance(line: Measured) -> tuple[float, float]:
         return abs(math.log2(line.n / n)) + abs(math.log2(line.k / k)), line.us
 
-    lines = [
+    fit = [
         line
         for line in table(capability)
-        if line.m == rows
-        and not (line.plan.together and not (together and capability == TOGETHER))
-        and not (line.plan.resident and grouped)
+        if line.m <= enough and allowed(line.plan) and not (line.plan.together and capability != TOGETHER)
     ]
-    own = [line for line in lines if line.format == stand_in(format)]
-    lines = own or [line for line in lines if line.format == STAND_INS[8]]  # where a format was not measured
-    for line in sorted(lines, key=distance):
+    own = [line for line in fit if line.format == stand_in(format)]
+    fit = own or [line for line in fit if line.format == STAND_INS[8]]  # where a format was not measured
+    most = max((line.m for line in fit), default=0)  # or as many as were
+    for line in sorted((line for line in fit if line.m == most), key=distance):
         plan = line.plan if capability >= CLUSTERS else line.plan._replace(split=1)
         if room_of(format, plan, x_rows, n, k, gpu):
             return plan

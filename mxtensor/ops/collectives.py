@@ -17,13 +17,19 @@ from torch import Tensor
 from ..dispatch import implements, implements_function
 from ..tensor import MXTensor
 
+PACKAGE = __name__.partition(".")[0] + "."
+
 
 def _caller(module: str) -> FrameType | None:
-    """The frame that called a torch function, if it is of ``module`` of torch."""
+    """The frame that called a torch function, if it is of ``module`` of torch; modes, of a default device for one, may
+    have taken the call on its way."""
     if torch.compiler.is_dynamo_compiling():
         return None
-    frame: FrameType | None = sys._getframe(3)  # below: the rule, and ``__torch_function__``
-    if frame is not None and frame.f_code.co_name == "<listcomp>":
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and (
+        frame.f_code.co_name in ("__torch_function__", "<listcomp>")
+        or frame.f_globals.get("__name__", "").startswith(PACKAGE)
+    ):
         frame = frame.f_back
     return frame if frame is not None and frame.f_globals.get("__name__") == f"torch.distributed.{module}" else None
 

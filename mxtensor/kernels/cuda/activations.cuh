@@ -229,7 +229,8 @@ struct ActivationArguments {
     const u16* x;
     u16* out;      // (rows, width): k rounded up to 256; or tiles
     float* scale;  // of each row
-    u32 k, width, x_stride, rows;
+    u32* counters;  // to be zeroed, so many
+    u32 k, width, x_stride, rows, counted;
 };
 
 // In tiles, eight values a thread, unless the cast wants the largest magnitude of the tensor.
@@ -242,6 +243,7 @@ KERNEL void BOUNDS(256, 1) tiles(const ActivationArguments a) {
     Eight values = load_eight(r, there ? row : 0, at);
     write_eight(reinterpret_cast<u8*>(a.out), r, row, there ? at : a.k, values, 0, 0);
     if (i < a.rows) a.scale[i] = 1.0f;
+    for (; i < a.counted; i += blocks_x() * threads()) a.counters[i] = 0;
 }
 
 // One row a block; all rows are looked at where the cast wants the largest magnitude of the tensor.
@@ -256,4 +258,5 @@ KERNEL void BOUNDS(512, 1) activations(const ActivationArguments a) {
     Rows mine = {a.x + u64(row) * a.x_stride, a.x_stride, a.k, row, 1, 0, a.width};
     convert(reinterpret_cast<u8*>(a.out + (TILES > 0 ? 0 : u64(row) * a.width)), 0, mine, all, maxima);
     if (thread() == 0) a.scale[row] = scale_of_row(maxima, row - first, rows);
+    for (u32 i = block_x() * threads() + thread(); i < a.counted; i += blocks_x() * threads()) a.counters[i] = 0;
 }

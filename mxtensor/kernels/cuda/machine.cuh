@@ -192,13 +192,16 @@ DEVICE void wait_at(u64* barrier, u32 phase) {
         "DONE: }" ::"r"(shared_address(barrier)), "r"(phase & 1) : "memory");
 }
 // A copy by the copy engine, which ``barrier`` waits for; one thread.
+DEVICE void expect_bytes(u64* barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+                 : "memory");
+}
 DEVICE void copy_whole(void* to, const void* from, u32 bytes, u64* barrier) {
-    u32 at = shared_address(barrier);
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-            shared_address(to)), "l"(from), "r"(bytes), "r"(at) : "memory");
+            shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(barrier)) : "memory");
 }
+DEVICE void show_to_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }  // what was written
 DEVICE void add_four_of_block(float (&sum)[4], const float* mine, u32 rank) {  // as ``read_of_block``
     float value[4];
     u32 there;
@@ -207,6 +210,23 @@ DEVICE void add_four_of_block(float (&sum)[4], const float* mine, u32 rank) {  /
                  : "=f"(value[0]), "=f"(value[1]), "=f"(value[2]), "=f"(value[3]) : "r"(there) : "memory");
 #pragma unroll
     for (int i = 0; i < 4; i++) sum[i] += value[i];
+}
+// Sums in memory, between blocks: all of a block have stored theirs before it is counted, and the last sees them all.
+DEVICE void store_four(float* to, const float (&value)[4]) {
+    *reinterpret_cast<float4*>(to) = make_float4(value[0], value[1], value[2], value[3]);
+}
+DEVICE void load_four(float (&value)[4], const float* from) {
+    float4 found = __ldcg(reinterpret_cast<const float4*>(from));
+    value[0] = found.x, value[1] = found.y, value[2] = found.z, value[3] = found.w;
+}
+DEVICE bool is_last_of(u32* counter, u32 blocks) {
+    bool last = false;
+    __threadfence();
+    __syncthreads();
+    if (thread() == 0) last = atomicAdd(counter, 1) == blocks - 1;
+    last = __syncthreads_or(last);
+    if (last) __threadfence();
+    return last;
 }
 DEVICE bool any_of_block(bool mine) { return __syncthreads_or(mine); }
 

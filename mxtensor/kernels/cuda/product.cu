@@ -50,7 +50,7 @@ DEVICE void write(const Arguments& a, const Place& p, u32 x_row, const Sums& sum
             for (int w = 0; w < WK; w++) sum += shared[at + w * ROWS * SUM_STRIDE];
             sum *= x_scale[col];
         }
-        finish(a, p.scales, x_row + col, n, sum, factor);
+        finish(a, p.scales, x_row + col, n, with_nans(a, p.scales, n, sum), factor);
     }
     if constexpr (SPLIT > 1) sync_cluster();  // nobody leaves while others read
 }

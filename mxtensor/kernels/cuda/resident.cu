@@ -78,7 +78,7 @@ DEVICE void write_tiles(const Arguments& a, u32 first, u32 tiles, float* slots, 
                 for (u32 r = 0; r < SPLIT; r++) sum += read_of_block(slot, r);
             }
             if (SPLIT > 1 && pass == 0) *slot = sum;
-            else if (n < a.n) finish(a, a.scales, col, n, sum, factor);
+            else if (n < a.n) finish(a, a.scales, col, n, with_nans(a, a.scales, n, sum), factor);
         }
         if (SPLIT == 1) sync_block();
         else sync_cluster();

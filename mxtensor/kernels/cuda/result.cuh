@@ -22,10 +22,15 @@ template <int EXPONENT> DEVICE float factor_of_all(const Arguments& a) {
     return factor;
 }
 
+// A sum of row n of w that is infinite, a NaN if that is what a scale made of it.
+DEVICE float with_nans(const Arguments& a, const u8* scales, u32 n, float sum) {
+    if constexpr (SCALE == E8M0)
+        if ((bits_of_float(sum) & 0x7FFFFFFF) == 0x7F800000 && has_nan(a, scales, n)) return float_of_bits(0x7FFFFFFF);
+    return sum;
+}
+
 // Element (m, n) of the result from the sum of its products, with what belongs at the end; ``factor`` of the tensor.
 DEVICE void finish(const Arguments& a, const u8* scales, u64 m, u32 n, float sum, float factor) {
-    if constexpr (SCALE == E8M0)
-        if ((bits_of_float(sum) & 0x7FFFFFFF) == 0x7F800000 && has_nan(a, scales, n)) sum = float_of_bits(0x7FFFFFFF);
     if constexpr (SCALE == AT_THE_END) sum *= reinterpret_cast<const float*>(scales)[row_of_scales(n)];
     sum *= factor;
     if (a.bias) sum += a.beta * number(a.bias, m * a.bias_stride + n, BIAS);
