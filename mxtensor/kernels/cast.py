@@ -54,10 +54,21 @@ def operand_of(factor: Operand | Uncast) -> Operand:
 
 
 def dequantize_operand(operand: Operand, dtype: torch.dtype) -> Tensor:
-    """``codec.decode`` by the fastest kernel that accepts. Same result."""
+    """``codec.decode`` by the fastest kernel that accepts. Same result.
+
+    Where the codes of square blocks lie transposed, so do the values: kernels read rows, and products take either.
+    """
     data = operand.data
     spec = Spec("dequantize", (operand.shape,), ((operand.format, dtype),), dtype, data.device, is_traced(data))
+    if operand.format.square and not spec.traced and _lies_turned(operand):
+        return perform(DEQUANTIZE, spec, transposed(operand), dtype).transpose(-1, -2)  # type: ignore[no-any-return]
     return perform(DEQUANTIZE, spec, operand, dtype)  # type: ignore[no-any-return]
+
+
+def _lies_turned(operand: Operand) -> bool:
+    """Whether the codes, one byte each, are the transpose of something contiguous, and not contiguous themselves."""
+    data, whole = operand.data, not operand.format.element.packed
+    return whole and data.dim() > 1 and not data.is_contiguous() and data.transpose(-1, -2).is_contiguous()
 
 
 def round_trip(x: Tensor, cast: Cast, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
