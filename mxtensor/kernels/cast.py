@@ -28,8 +28,8 @@ DEQUANTIZE: tuple[Kernel, ...] = (
 """``run(operand, dtype)``: the values."""
 
 
-def _spec(op: str, x: Tensor, cast: Cast) -> Spec:
-    return Spec(op, (tuple(x.shape),), ((x.dtype, cast.format),), x.dtype, x.device, is_traced(x))
+def _spec(op: str, x: Tensor, cast: Cast, *more: Tensor | None) -> Spec:
+    return Spec(op, (tuple(x.shape),), ((x.dtype, cast.format),), x.dtype, x.device, is_traced(x, *more))
 
 
 def quantize_operand(x: Tensor, cast: Cast) -> Operand:
@@ -110,7 +110,7 @@ def cast_pair(
         if value.device != x.device:
             raise ValueError(f"{name} is on {value.device}, the values on {x.device}")
     operands = (x, cast, rowwise, columnwise, dtype, amax, record)
-    return perform(PAIR, _spec("cast pair", x, cast), *operands)  # type: ignore[no-any-return]
+    return perform(PAIR, _spec("cast pair", x, cast, amax, record), *operands)  # type: ignore[no-any-return]
 
 
 # ---------------------------------------------------------------------------------------------- in two steps
