@@ -54,7 +54,7 @@ def copies(x: Tensor, role: Role, wants: tuple[Want, Want], scales: tuple[Tensor
     """The factors of a matrix for its two products, in one pass over it where one will do."""
     row, column = role.rowwise, role.columnwise
     twice = _rounds_twice(role)
-    if row is not None and row == column and role.signs is None and None not in wants and not twice:
+    if None not in wants and row is not None and row == column and role.signs is None and not twice:
         dtypes = {want for want in wants if isinstance(want, torch.dtype)}
         if len(dtypes) < 2:
             first, second = (Form.VALUES if isinstance(want, torch.dtype) else Form.CODES for want in wants)

@@ -11,8 +11,10 @@ The choice depends on the recipe, the shape and the number of ranks alone, so th
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from inspect import Signature, signature
 from typing import Any, NamedTuple
 
 import torch
@@ -74,10 +76,26 @@ def filled_again(operand: Operand | None, contents: Sequence[Tensor | None] | No
     """
     if operand is None:
         return None
-    for mine, new in zip(operand.tensors, contents or (), strict=False):
-        if new is not None:
-            mine.data.copy_(new)
-    return replace(operand, data=operand.data.detach(), scale=operand.scale.detach())
+    if contents is not None:
+        for mine, new in zip(operand.tensors, contents, strict=False):
+            if new is not None:
+                mine.data.copy_(new)
+    return Operand(operand.data.detach(), operand.scale.detach(), operand.global_scale, operand.format, operand.shape)
+
+
+@cache
+def _rest(function: Callable[..., Any], given: int) -> Signature:
+    """The signature of a function without so many of its first parameters."""
+    whole = signature(function)
+    return whole.replace(parameters=list(whole.parameters.values())[given:])
+
+
+def hook(function: Callable[..., Any], *given: Any) -> Callable[..., Any]:
+    """``function`` with its first arguments given, as FSDP2 is to call it. It counts the parameters at each gather,
+    which takes as long as a cast where they are not at hand."""
+    call = partial(function, *given)
+    call.__signature__ = _rest(function, len(given))  # type: ignore[attr-defined]
+    return call
 
 
 def refusal(roles: Roles, shard: Shard | None) -> str | None:

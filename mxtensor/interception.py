@@ -134,31 +134,37 @@ def _dtype(x: Tensor, weight: Tensor) -> torch.dtype | None:
     return dtype
 
 
-def check_recipe(weight: Tensor, roles: Roles, name: str, made_for: Roles | None = None) -> None:
+def check_recipe(weight: Tensor, roles: Roles, name: str = "", made_for: Roles | None = None) -> None:
     """Raise RuntimeError where a quantized weight is not in the format that the active recipe gives weights."""
     values = values_of(weight)
     if not isinstance(values, MXTensor):
         return
-    wanted = roles.weight.rowwise
-    if values is not weight and roles.weight != weight.roles.weight:  # type: ignore[attr-defined]
+    wanted, made = roles.weight.rowwise, roles if values is weight else weight.roles  # type: ignore[attr-defined]
+    if made is not roles and made.weight != roles.weight:
         raise RuntimeError(
-            f"Recipe mismatch for {name}: FSDP2 has gathered it in the codes of {weight.roles}, the active "  # type: ignore[attr-defined]
+            f"Recipe mismatch for {_named(name, weight)}: FSDP2 has gathered it in the codes of {made}, the active "
             f"recipe is {roles}; give quantize_ a recipe with quantized_gather=False"
         )
     if wanted is None or wanted.format != values.format:
         by = "" if made_for is None else f", made for {made_for}"
         raise RuntimeError(
-            f"Recipe mismatch for {name}: the weight is held in {values.format}{by}, the active recipe is {roles}; "
-            "use the recipe that the weight was made for, or a high-precision weight, which takes any"
+            f"Recipe mismatch for {_named(name, weight)}: the weight is held in {values.format}{by}, the active recipe "
+            f"is {roles}; use the recipe that the weight was made for, or a high-precision weight, which takes any"
         )
+
+
+def _named(name: str, weight: Tensor) -> str:
+    return name or f"a weight of shape {tuple(weight.shape)}"
 
 
 def run(layer: Call, roles: Roles, group: Any = None) -> Tensor:
     """A layer quantized as ``roles`` says."""
     x, given, bias, turned = layer
     weight = given.t() if turned else given
-    check_recipe(weight, roles, f"a weight of shape {tuple(weight.shape)}")
-    return linear(x, weight, bias, Options(roles, _dtype(x, weight)), _scales(given, roles, group))
+    with torch._C.DisableTorchFunctionSubclass():  # through it, each look at the weight costs as much as an op
+        check_recipe(weight, roles)
+        options = Options(roles, _dtype(x, weight))
+    return linear(x, weight, bias, options, _scales(given, roles, group))
 
 
 # ---------------------------------------------------------------------------------------------- the ways in

@@ -91,9 +91,9 @@ def linear(
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, options: Options, scales: Any, held: Any) -> Tensor:
-    _check(x, weight, bias)
-    held = held_by(weight, options.roles) if held is None else held
     with torch._C.DisableTorchFunction():  # an autocast around the call has done its part
+        _check(x, weight, bias)
+        held = held_by(weight, options.roles) if held is None else held
         return _Linear.apply(x, weight, bias, options, scales, held)  # type: ignore[no-any-return]
 
 
@@ -132,10 +132,11 @@ def _want(op: str, a: Factor, b: Factor, dtype: torch.dtype, prefer: str | None)
     """How the kernel that will run this product wants factors that are cast for it."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return dtype
-    if is_traced(data_of(a), data_of(b)):
+    left, right = data_of(a), data_of(b)
+    if is_traced(left, right):
         return values_dtype(op, a, b, GemmArgs(dtype), prefer) or Form.CODES
-    sides = ((type(f), format_of(f), tuple(f.shape), data_of(f).dtype) for f in (a, b))
-    key = (op, *sides, dtype, prefer, forced_kernel(), data_of(b).device)
+    sides = type(a), format_of(a), a.shape, left.dtype, type(b), format_of(b), b.shape, right.dtype
+    key = (op, *sides, dtype, prefer, forced_kernel(), right.device)
     known = _wants.get(key)
     if known is None:
         if len(_wants) > 4096:  # shapes that never come again
@@ -209,7 +210,7 @@ class _Linear(torch.autograd.Function):
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype, dtype
         ctx.shape, ctx.surroundings = tuple(x.shape), surroundings()
         # As torch's own linear layer has it: FSDP2 warns of modules whose result is a view.
-        return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], weight.shape[0]))  # type: ignore[no-any-return]
+        return torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], weight.shape[0]))  # type: ignore[no-any-return]
 
     @staticmethod
     @once_differentiable

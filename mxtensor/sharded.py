@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 from .codec import Operand
 from .dispatch import Spec, record
 from .formats import FULL
-from .gather import Shard, filled_again, padded_to, place_of
+from .gather import Shard, filled_again, hook, padded_to, place_of
 from .shapes import contiguous_stride, swapped
 from .tensor import MXTensor
 
@@ -124,7 +123,7 @@ def _refuse(w: MXTensor, *arguments: Any) -> Any:
 def _pre_hook(w: MXTensor) -> Callable[..., Any]:
     """What FSDP2 calls for the tensors to gather; with one argument, shards of any length are allowed."""
     place = w._shard
-    return partial(_refuse, w) if place is None else partial(_pre, w, place)
+    return hook(_refuse, w) if place is None else hook(_pre, w, place)
 
 
 def _post(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property
 from typing import Any, NoReturn
 
 import torch
@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from .dispatch import forced_kernel
 from .fingerprint import fingerprint
-from .gather import Gathered, Shard, gathered_values, in_codes, in_high_precision, place_of, refusal
+from .gather import Gathered, Shard, gathered_values, hook, in_codes, in_high_precision, place_of, refusal
 from .roles import Roles
 from .tensor import MXTensor
 
@@ -155,17 +155,18 @@ class TrainingWeight(Tensor):
         key = (fingerprint(), forced_kernel(), self.roles.key, facade, inside)
         return hashlib.blake2b(repr(key).encode(), digest_size=16).hexdigest()
 
-    @property
+    @cached_property
     def fsdp_pre_all_gather(self) -> Callable[..., Any]:
         """What FSDP2 calls for the tensors to gather: codes and scales, or values with the reason in ``explain()``.
 
         torch reads off the number of arguments what to pass and check: with one, a shard of any length may give
         tensors of any shape; with five, one of the padded shape, and the dtype of a mixed-precision policy is known.
+        It looks this up four times a gather.
         """
         reason = refusal(self.roles, self.shard)
         if reason is None and self.shard is not None:
-            return partial(in_codes, self.high_precision, self.roles, self.shard)
-        return partial(in_high_precision, self.high_precision, self.roles, self.shard, reason or "")
+            return hook(in_codes, self.high_precision, self.roles, self.shard)
+        return hook(in_high_precision, self.high_precision, self.roles, self.shard, reason or "")
 
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], gathered: Gathered, dtype: torch.dtype, *, out: Tensor | None = None
@@ -258,6 +259,7 @@ def _set_data(func: Any, args: Any, kwargs: Any) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         func(weight, TrainingWeight(values, weight.roles))
     weight.high_precision = values
+    weight.__dict__.pop("fsdp_pre_all_gather", None)  # which has the old ones
 
 
 WEIGHT_FUNCTIONS[Tensor.data.__set__] = _set_data  # type: ignore[attr-defined]

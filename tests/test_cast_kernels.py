@@ -11,7 +11,7 @@ from oracle import as_bytes, same_floats
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mxtensor import FORMATS, Cast, Operand, explain, get_format
-from mxtensor.codec import decode, encode
+from mxtensor.codec import decode, encode, transposed
 from mxtensor.kernels import cast_blocked, cast_codec
 from mxtensor.kernels.cast import dequantize_operand, quantize_operand
 
@@ -262,6 +262,20 @@ def test_blocked_does_not_dequantize_parts_that_are_not_contiguous():
         out = dequantize_operand(part, torch.float32)
     assert why_not_blocked(log) == "not contiguous"
     assert torch.equal(out, decode(operand, torch.float32)[:, :384])
+
+
+@pytest.mark.parametrize("name", ["mxfp8[32x32]", "mxint8[16x16]", "float8_tensor", "float8_128x128"])
+@pytest.mark.parametrize("shape", [(256, 384), (260, 390), (3, 96, 64), (1, 64)])
+def test_codes_that_lie_transposed_are_decoded_as_they_lie(name, shape):
+    """Square blocks turned, which is what dgrad reads of a weight in one copy."""
+    operand = quantize_operand(torch.randn(shape), Cast.of(name))
+    turned = transposed(operand)
+    with explain() as log:
+        out = dequantize_operand(turned, torch.bfloat16)
+    (entry,) = log.entries
+    assert entry.spec.shapes == (turned.shape,) and "not contiguous" not in entry.refusals.values()
+    assert_same_values(out.contiguous(), decode(turned, torch.bfloat16))
+    assert out.transpose(-1, -2).is_contiguous()
 
 
 def test_other_devices_are_refused():

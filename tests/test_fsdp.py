@@ -4,6 +4,7 @@ The cases of two ranks stand in ``fsdp_cases.py``.
 """
 
 from functools import partial
+from inspect import signature
 from pathlib import Path
 
 import pytest
@@ -250,6 +251,20 @@ ONE, TILES = (RECIPES[name].roles() for name in ("one copy", "tiles"))
 def test_what_can_be_gathered(roles, shard, reason):
     said = refusal(roles, shard)
     assert said is None if reason is None else reason in said
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"), [("tiles", ["mesh"]), ("off", ["mesh", "size", "stride", "module", "policy"])]
+)
+def test_a_hook_says_what_it_takes_and_follows_the_values(name, parameters):
+    """FSDP2 counts the parameters, and takes the hook anew at each gather."""
+    weight = TrainingWeight(torch.randn(32, 64), RECIPES[name].roles(), Shard((64, 64), (32, 64)))
+    hook = weight.fsdp_pre_all_gather
+    assert list(signature(hook).parameters) == parameters and signature(hook) == signature(
+        partial(hook.func, *hook.args)
+    )
+    weight.data = values = torch.randn(32, 64)
+    assert hook.args[0] is not values and weight.fsdp_pre_all_gather.args[0].data_ptr() == values.data_ptr()
 
 
 def test_weights_of_conv1d_are_gathered_in_high_precision():

@@ -170,6 +170,11 @@ def pair(
     cast_pair_triton.pair(values(rows, cols, dtype), Cast.of(name), *forms, dtype, amax, record)
 
 
+def rounded(name: str, dtype: torch.dtype) -> None:
+    """``cast_triton.round_trip`` of a matrix to its own dtype."""
+    cast_triton.round_trip(values(4096, 4096, dtype), Cast.of(name), dtype)
+
+
 def turned_values(name: str, dtype: torch.dtype) -> None:
     """``cast_triton.round_trip`` of a matrix that is stored by columns."""
     cast_triton.round_trip(values(4096, 4096, dtype).t(), Cast.of(name), dtype)
@@ -197,7 +202,11 @@ CASTS: dict[str, tuple[Callable[[], Any], bool]] = {
         lambda: cast_triton.quantize_swizzled(values(4095, 4088, BF16), Cast.of("nvfp4")),
         False,
     ),
-    "mxfp8 bf16 values": (lambda: cast_triton.round_trip(values(4096, 4096, BF16), Cast.of("mxfp8"), BF16), False),
+    "mxfp8 bf16 values": (lambda: rounded("mxfp8", BF16), False),
+    "mxfp8 fp32 values": (lambda: rounded("mxfp8", FP32), True),
+    "mxfp8[32x32] bf16 values": (lambda: rounded("mxfp8[32x32]", BF16), True),
+    "float8_tensor bf16 values": (lambda: rounded("float8_tensor", BF16), True),
+    "float8_row bf16 values": (lambda: rounded("float8_row", BF16), True),
     "mxfp8 bf16 columns": (lambda: cast_triton.quantize(values(4096, 4096, BF16).t(), Cast.of("mxfp8")), True),
     "mxfp8 bf16 both": (lambda: cast_triton.quantize_both(values(4096, 4096, BF16), Cast.of("mxfp8")), True),
     "mxfp8 bf16 both tail": (lambda: cast_triton.quantize_both(values(4095, 4095, BF16), Cast.of("mxfp8")), True),
@@ -208,7 +217,7 @@ CASTS: dict[str, tuple[Callable[[], Any], bool]] = {
     "mxfp8 bf16 values and codes": (lambda: pair("mxfp8", "values", "codes"), True),
     "mxfp8 bf16 values and codes tail": (lambda: pair("mxfp8", "values", "codes", 4092, 4094), True),
     "mxfp8_e5m2 bf16 values of columns": (lambda: turned_values("mxfp8_e5m2", BF16), False),
-    "mxint8 bf16 values": (lambda: cast_triton.round_trip(values(4096, 4096, BF16), Cast.of("mxint8"), BF16), False),
+    "mxint8 bf16 values": (lambda: rounded("mxint8", BF16), False),
     "mxfp8 fp32 both values": (lambda: pair("mxfp8", "values", "values", dtype=FP32), True),
     "nvfp4 bf16 both values": (lambda: pair("nvfp4", "values", "values"), False),
     "nvfp4 bf16 values and codes": (lambda: pair("nvfp4", "values", "codes"), False),

@@ -28,8 +28,8 @@ DEQUANTIZE: tuple[Kernel, ...] = (
 """``run(operand, dtype)``: the values."""
 
 
-def _spec(op: str, x: Tensor, cast: Cast) -> Spec:
-    return Spec(op, (tuple(x.shape),), ((x.dtype, cast.format),), x.dtype, x.device, is_traced(x))
+def _spec(op: str, x: Tensor, cast: Cast, *more: Tensor | None) -> Spec:
+    return Spec(op, (tuple(x.shape),), ((x.dtype, cast.format),), x.dtype, x.device, is_traced(x, *more))
 
 
 def quantize_operand(x: Tensor, cast: Cast) -> Operand:
@@ -54,10 +54,21 @@ def operand_of(factor: Operand | Uncast) -> Operand:
 
 
 def dequantize_operand(operand: Operand, dtype: torch.dtype) -> Tensor:
-    """``codec.decode`` by the fastest kernel that accepts. Same result."""
+    """``codec.decode`` by the fastest kernel that accepts. Same result.
+
+    Where the codes of square blocks lie transposed, so do the values: kernels read rows, and products take either.
+    """
     data = operand.data
     spec = Spec("dequantize", (operand.shape,), ((operand.format, dtype),), dtype, data.device, is_traced(data))
+    if operand.format.square and not spec.traced and _lies_turned(operand):
+        return perform(DEQUANTIZE, spec, transposed(operand), dtype).transpose(-1, -2)  # type: ignore[no-any-return]
     return perform(DEQUANTIZE, spec, operand, dtype)  # type: ignore[no-any-return]
+
+
+def _lies_turned(operand: Operand) -> bool:
+    """Whether the codes, one byte each, are the transpose of something contiguous, and not contiguous themselves."""
+    data, whole = operand.data, not operand.format.element.packed
+    return whole and data.dim() > 1 and not data.is_contiguous() and data.transpose(-1, -2).is_contiguous()
 
 
 def round_trip(x: Tensor, cast: Cast, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
@@ -99,7 +110,7 @@ def cast_pair(
         if value.device != x.device:
             raise ValueError(f"{name} is on {value.device}, the values on {x.device}")
     operands = (x, cast, rowwise, columnwise, dtype, amax, record)
-    return perform(PAIR, _spec("cast pair", x, cast), *operands)  # type: ignore[no-any-return]
+    return perform(PAIR, _spec("cast pair", x, cast, amax, record), *operands)  # type: ignore[no-any-return]
 
 
 # ---------------------------------------------------------------------------------------------- in two steps

@@ -1,4 +1,4 @@
-"""The Triton casts as custom ops for traced code, and the kernels that choose between call and op.
+"""The Triton casts as custom ops for traced code, and the kernels that are a call or such an op.
 
 A custom op is opaque to torch.compile, so that the bits stay those of the kernel: inductor's own code would divide to
 2 ulps and contract products with sums.
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..codec import Operand
-from ..dispatch import Kernel, is_traced
+from ..dispatch import Kernel
 from ..formats import Format, get_format
 from ..roles import Cast
 from . import cast_pair_triton, cast_triton
@@ -136,15 +136,11 @@ def _(data, scale, last, format, shape, dtype):  # type: ignore[no-untyped-def]
 
 
 def _quantize(x: Tensor, cast: Cast) -> Operand:
-    if not is_traced(x):
-        return cast_triton.quantize(x, cast)
     data, scale, *last = quantize_op(x.detach(), *_words(cast))
     return Operand(data, scale, last[0] if last else None, cast.format, tuple(x.shape))
 
 
 def _quantize_both(x: Tensor, cast: Cast) -> tuple[Operand, Operand]:
-    if not is_traced(x):
-        return cast_triton.quantize_both(x, cast)
     data, scale, turned_data, turned_scale, *rest = quantize_both_op(x.detach(), *_words(cast))
     last, shape = rest[0] if rest else None, tuple(x.shape)
     rowwise = Operand(data, scale, last, cast.format, shape)
@@ -152,8 +148,6 @@ def _quantize_both(x: Tensor, cast: Cast) -> tuple[Operand, Operand]:
 
 
 def _round_trip(x: Tensor, cast: Cast, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    if not is_traced(x):
-        return cast_triton.round_trip(x, cast, dtype)
     if runs_down_columns(x, cast.format):  # said by a name, for a graph may lay its tensors out anew
         out, *last = cast_pair_op(x.detach().t(), *_words(cast), None, Form.VALUES.value, dtype, None, False)
         return out.t(), last[0] if last else None
@@ -165,8 +159,6 @@ def _pair(
     x: Tensor, cast: Cast, rowwise: Form | None, columnwise: Form | None, dtype: torch.dtype,
     amax: Tensor | None, record: Tensor | None,
 ) -> tuple[Factor | None, Factor | None]:  # fmt: skip
-    if not is_traced(x, amax, record):
-        return cast_pair_triton.pair(x, cast, rowwise, columnwise, dtype, amax, record)
     row, column = (None if form is None else form.value for form in (rowwise, columnwise))
     parts = cast_pair_op(x.detach(), *_words(cast), row, column, dtype, amax, record is not None)
     if record is not None:
@@ -191,14 +183,12 @@ def _factor(parts: list[Tensor], last: Tensor | None, format: Format, shape: tup
 
 
 def _dequantize(operand: Operand, dtype: torch.dtype) -> Any:
-    if not is_traced(operand.data):
-        return cast_triton.dequantize(operand, dtype)
     parts = (operand.data, operand.scale, operand.global_scale)
     return dequantize_op(*parts, operand.format.name, list(operand.shape), dtype)
 
 
-QUANTIZE = Kernel("triton", cast_triton.refuses_quantize, _quantize, "cuda")
-QUANTIZE_BOTH = Kernel("triton", cast_triton.refuses_both, _quantize_both, "cuda")
-ROUND_TRIP = Kernel("triton", cast_triton.refuses_round_trip, _round_trip, "cuda")
-PAIR = Kernel("triton", cast_pair_triton.refuses_pair, _pair, "cuda")
-DEQUANTIZE = Kernel("triton", cast_triton.refuses_dequantize, _dequantize, "cuda")
+QUANTIZE = Kernel("triton", cast_triton.refuses_quantize, cast_triton.quantize, "cuda", _quantize)
+QUANTIZE_BOTH = Kernel("triton", cast_triton.refuses_both, cast_triton.quantize_both, "cuda", _quantize_both)
+ROUND_TRIP = Kernel("triton", cast_triton.refuses_round_trip, cast_triton.round_trip, "cuda", _round_trip)
+PAIR = Kernel("triton", cast_pair_triton.refuses_pair, cast_pair_triton.pair, "cuda", _pair)
+DEQUANTIZE = Kernel("triton", cast_triton.refuses_dequantize, cast_triton.dequantize, "cuda", _dequantize)

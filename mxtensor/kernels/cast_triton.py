@@ -38,11 +38,12 @@ from .triton_host import device_code, launch, on
 # ---------------------------------------------------------------------------------------------- quantize
 
 
-def encode_matrix(x: Tensor, cast: Cast, out: Tensor, scale: Tensor, swizzled: bool, values: bool) -> Tensor | None:
+def encode_matrix(x: Tensor, cast: Cast, out: Tensor, scale: Tensor | None, swizzled: bool) -> Tensor | None:
     """Cast a matrix with unit stride along its rows into ``out`` and ``scale``; the global scale or None.
 
-    With ``values``, ``out`` takes the rounded values, in its dtype, instead of codes, and ``scale`` nothing.
+    Without ``scale``, ``out`` takes the rounded values, in its dtype, instead of codes.
     """
+    values = scale is None
     format, (rows, cols) = cast.format, x.shape
     code, seed = code_of(cast, x.device), seed_of(cast, x.device)
     amax = amax_of(x) if needs_amax(format) else None
@@ -65,7 +66,7 @@ def encode_matrix(x: Tensor, cast: Cast, out: Tensor, scale: Tensor, swizzled: b
         launch(
             device_code("quantize.quantize_tiles"),
             ceil_div(rows, code.block) * ceil_div(cols, wide * code.block),
-            (x, out, scale, amax, last, seed, rows, cols, stride, data_stride, scale.shape[-1]),
+            (x, out, scale, amax, last, seed, rows, cols, stride, data_stride, ceil_div(cols, code.block)),
             (code, wide, rows % code.block == 0 and cols % (wide * code.block) == 0, values),
             4 if code.block < 128 else 8,
         )
@@ -109,11 +110,11 @@ def quantize(x: Tensor, cast: Cast) -> Operand:
         elif _matrices(x, format):
             last = None
             for matrix, data, scale in zip(*(t.flatten(0, -3) for t in (x, *parts)), strict=True):
-                encode_matrix(rows_of(matrix), cast, data, scale, False, False)
+                encode_matrix(rows_of(matrix), cast, data, scale, False)
         else:
             rows = rows_of(x)
             data = parts[0] if rows is x else parts[0].view(rows.shape[0], -1)
-            last = encode_matrix(rows, cast, data, parts[1], False, False)
+            last = encode_matrix(rows, cast, data, parts[1], False)
     return operand_of(parts, last, format, shape)
 
 
@@ -136,7 +137,7 @@ def quantize_swizzled(x: Tensor, cast: Cast) -> tuple[Tensor, Tensor, Tensor | N
     make = torch.empty if whole == (shape[0], scale_cols) else torch.zeros
     scale = make(math.prod(whole), dtype=torch.uint8, device=x.device)
     with on(x.device):
-        last = encode_matrix(rows_of(x), cast, data, scale, True, False)
+        last = encode_matrix(rows_of(x), cast, data, scale, True)
     return data, scale, last
 
 
@@ -150,14 +151,13 @@ def round_trip(x: Tensor, cast: Cast, dtype: torch.dtype) -> tuple[Tensor, Tenso
         with on(x.device):
             return turned.t(), encode_columns(x.t(), cast, None, (turned, None), False)
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
-    unused = torch.empty(1, dtype=cast.format.scale.dtype, device=x.device)
     with on(x.device):
         if _matrices(x, cast.format):
             for matrix, target in zip(x.flatten(0, -3), out.flatten(0, -3), strict=True):
-                encode_matrix(rows_of(matrix), cast, target, unused, False, True)
+                encode_matrix(rows_of(matrix), cast, target, None, False)
             return out, None
         rows = rows_of(x)
-        return out, encode_matrix(rows, cast, out.view(rows.shape), unused, False, True)
+        return out, encode_matrix(rows, cast, out.view(rows.shape), None, False)
 
 
 # ---------------------------------------------------------------------------------------------- dequantize
@@ -187,8 +187,7 @@ def dequantize(operand: Operand, dtype: torch.dtype) -> Tensor:
             for part in zip(*(t.flatten(0, -3) for t in (data, scale, out)), strict=True):
                 decode(*map(rows_of, part))
         else:
-            scale = scale if block_rows == 0 else rows_of(scale)
-            decode(rows_of(data), scale, out.view(-1, shape[-1]))
+            decode(rows_of(data), scale if block_rows == 0 else rows_of(scale), rows_of(out))
     return out
 
 

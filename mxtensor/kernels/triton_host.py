@@ -66,7 +66,7 @@ def device_code(name: str) -> Any:
     return getattr(import_module(f".device.{file}", __package__), function)
 
 
-_compiled: dict[tuple[Any, ...], tuple[Any, Any]] = {}
+_compiled: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
 
 def launch(kernel: Any, programs: int, arguments: tuple[Any, ...], constants: tuple[Any, ...], warps: int) -> None:
@@ -85,11 +85,11 @@ def launch(kernel: Any, programs: int, arguments: tuple[Any, ...], constants: tu
         for a in arguments
     ]  # fmt: skip
     device = torch._C._cuda_getDevice()
-    key = (kernel, device, warps, id(constants[0]), *constants[1:], *facts)
+    key = (id(kernel), device, warps, id(constants[0]), *constants[1:], *facts)
     found = _compiled.get(key)
     if found is None:
         compiled = kernel[(programs,)](*arguments, *constants, num_warps=warps, enable_fp_fusion=False)
-        _compiled[key] = compiled, constants[0]  # kept, so that its id stays its own
+        _compiled[key] = compiled, kernel, constants[0]  # kept, so that their ids stay their own
         return
     compiled = found[0]
     stream = torch._C._cuda_getCurrentRawStream(device)
