@@ -45,7 +45,7 @@ TINY = dict(
     vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2,
 )  # fmt: skip
-BATCH, LENGTH, STEPS, ROUNDS = 4, 2048, 5, 3
+BATCH, LENGTH, STEPS, ROUNDS = 8, 2048, 5, 3
 
 
 @dataclass
@@ -139,14 +139,14 @@ def _settle(cuda: bool) -> None:
     dist.barrier()
 
 
-def work(rank: int, world: int, folder: str, device: str, quick: bool) -> None:
+def work(rank: int, world: int, folder: str, device: str, quick: bool, batch: int) -> None:
     """What each process does; the first writes what it measured."""
     warnings.filterwarnings("ignore")
     if device == "cuda":
         torch.cuda.set_device(rank)
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=world)
-    sizes, shape = (TINY, (2, 64, 1)) if quick else (LLAMA_1B, (BATCH, LENGTH, STEPS))
+    sizes, shape = (TINY, (2, 64, 1)) if quick else (LLAMA_1B, (batch, LENGTH, STEPS))
     rows = []
     for config in RECIPES:
         rows.append(measured(config, sizes, device, *shape))
@@ -158,12 +158,12 @@ def work(rank: int, world: int, folder: str, device: str, quick: bool) -> None:
     dist.destroy_process_group()
 
 
-def run(world: int, device: str, quick: bool) -> list[FsdpRow]:
+def run(world: int, device: str, quick: bool, batch: int = BATCH) -> list[FsdpRow]:
     """Every config, on so many new processes."""
     from torch.multiprocessing.spawn import spawn
 
     with tempfile.TemporaryDirectory() as folder:
-        spawn(work, args=(world, folder, device, quick), nprocs=world)
+        spawn(work, args=(world, folder, device, quick, batch), nprocs=world)
         return [FsdpRow(**row) for row in json.loads(Path(folder, "rows").read_text())]
 
 
@@ -205,12 +205,13 @@ def main() -> None:
     options.add_argument(
         "--quick", action="store_true", help="a tiny model; two ranks on the CPU where there is no GPU"
     )
+    options.add_argument("--batch", type=int, default=BATCH, help=f"sequences of {LENGTH} tokens a rank (default: {BATCH})")
     args = options.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu" and not args.quick:
         options.exit(1, "This benchmark needs CUDA devices, and torch finds none; --quick runs it on the CPU.\n")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    rows = run(torch.cuda.device_count() if device == "cuda" else 2, device, args.quick)
+    rows = run(torch.cuda.device_count() if device == "cuda" else 2, device, args.quick, args.batch)
     print_table(HEADER, lines(rows))
     print_verdicts(TARGETS, rows)
     write_json(args.json, rows)

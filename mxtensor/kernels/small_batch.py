@@ -47,7 +47,7 @@ ACTIVATIONS = struct.Struct("4Q5I4x")
 HEADERS = ("machine.cuh", "elements.cuh", "activations.cuh")
 SOURCES = (*HEADERS, "stages.cuh", "sums.cuh", "result.cuh")
 TOGETHER_SOURCES = (*HEADERS, "stages.cuh", "result.cuh", "words.cuh", "together.cu")
-WHOLE_ROWS = 16
+WHOLE_ROWS = 8
 """Up to so many rows each block looks at the whole tensor, where a cast wants the largest of it."""
 HALVES = (torch.bfloat16, torch.float16)
 

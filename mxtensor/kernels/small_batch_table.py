@@ -105,6 +105,12 @@ def most_rows(capability: tuple[int, int], together: bool = True) -> int:
     return 512 if together else 128
 
 
+def fitted(plan: Plan, m: int) -> Plan:
+    """The plan with as many columns as m rows of activations need, in multiples of 32, where it has more."""
+    tiles = -(-m // plan.cols)
+    return plan._replace(nt=min(plan.nt, 4 * -(-m // (32 * tiles))))
+
+
 def choose_plan(
     device: torch.device, format: Format, m: int, n: int, k: int, x_rows: int,
     allowed: Callable[[Plan], bool] = lambda plan: True,
@@ -128,6 +134,8 @@ def choose_plan(
     most = max((line.m for line in fit), default=0)  # or as many as were
     for line in sorted((line for line in fit if line.m == most), key=distance):
         plan = line.plan if capability >= CLUSTERS else line.plan._replace(split=1)
+        if plan.together and m > 64:
+            plan = fitted(plan, m)
         if room_of(format, plan, x_rows, n, k, gpu):
             return plan
     return LAST
