@@ -205,7 +205,9 @@ def main() -> None:
     options.add_argument(
         "--quick", action="store_true", help="a tiny model; two ranks on the CPU where there is no GPU"
     )
-    options.add_argument("--batch", type=int, default=BATCH, help=f"sequences of {LENGTH} tokens a rank (default: {BATCH})")
+    options.add_argument(
+        "--batch", type=int, default=BATCH, help=f"sequences of {LENGTH} tokens a rank (default: {BATCH})"
+    )
     args = options.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu" and not args.quick:

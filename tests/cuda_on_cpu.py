@@ -25,7 +25,13 @@ extern "C" void run(const void* arguments, u32 x, u32 y, u32 z, u32 clustered, u
     launch([&] {{ {kernel}(a); }}, x, y, z, clustered, threads, bytes);
 }}
 """
-STRUCTS = {"product": "Arguments", "resident": "Arguments", "together": "Arguments", "activations": "ActivationArguments", "tiles": "ActivationArguments"}
+STRUCTS = {
+    "product": "Arguments",
+    "resident": "Arguments",
+    "together": "Arguments",
+    "activations": "ActivationArguments",
+    "tiles": "ActivationArguments",
+}
 
 
 def compiler():

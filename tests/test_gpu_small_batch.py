@@ -20,7 +20,15 @@ FORMATS = (
     "mxfp8[32x32]", "mxfp4[32x32]", "float8_e4m3_tensor", "float8_e4m3_row", "float8_e5m2_row", "float8_e4m3_1x128",
     "float8_e4m3_128x128",
 )  # fmt: skip
-SHAPES = ((1, 256, 4096), (2, 515, 1000), (5, 96, 77), (16, 1024, 2048), (63, 130, 641), (128, 515, 1000))
+SHAPES = (
+    (1, 256, 4096),
+    (2, 515, 1000),
+    (5, 96, 77),
+    (16, 1024, 2048),
+    (63, 130, 641),
+    (128, 515, 1000),
+    (40, 515, 1024),
+)
 TOLERANCE = 1e-6
 """Of a float32 result, by norm: the matrix instruction truncates what it adds."""
 
@@ -55,10 +63,21 @@ def test_a_product_equals_the_decoded_operands(format, dtype, shape):
     assert relative_error(y, 0.5 * x.double() @ values(w).t() + 2 * bias.double()) < TOLERANCE
 
 
+@pytest.mark.parametrize("format", ["mxfp8_e4m3", "mxfp4", "nvfp4", "mxfp6_e3m2", "mxint8", "float8_e5m2_row"])
+@pytest.mark.parametrize("shape", [(70, 4096, 1024), (200, 515, 2048), (300, 1030, 512), (500, 256, 4096)])
+def test_a_product_of_many_rows_equals_the_decoded_operands(format, shape):
+    m, n, k = shape
+    w, x = operand(format, n, k), torch.randn(m, k, device="cuda").bfloat16()
+    with mx.kernels("small_batch"):
+        y = gemm("test", x, w, GemmArgs(torch.float32))
+    assert relative_error(y, x.double() @ values(w).t()) < TOLERANCE
+
+
 @pytest.mark.parametrize("activation", ["mxfp8_e4m3", "mxfp6_e2m3", "mxfp4", "mxint8", "nvfp4"])
-@pytest.mark.parametrize("rows", [1, 3, 40])
+@pytest.mark.parametrize("rows", [1, 3, 7, 40, 300])
 def test_activations_are_cast_as_the_codec_casts_them(activation, rows):
-    w, x = operand("mxfp8", 384, 1056), torch.randn(rows, 1056, device="cuda").bfloat16()
+    k = 1056 if rows < 40 else 1152
+    w, x = operand("mxfp8", 384, k), torch.randn(rows, k, device="cuda").bfloat16()
     cast = Cast.of(activation)
     with mx.kernels("small_batch"):
         y = gemm("test", Uncast(x, cast), w, GemmArgs(torch.float32))
@@ -66,7 +85,7 @@ def test_activations_are_cast_as_the_codec_casts_them(activation, rows):
 
 
 @pytest.mark.parametrize("format", ["mxfp8", "mxfp4", "nvfp4"])
-@pytest.mark.parametrize("rows", [1, 7, 64, 100])
+@pytest.mark.parametrize("rows", [1, 7, 64, 100, 200])
 def test_the_same_bits_again(format, rows):
     w, x = operand(format, 512, 8192), torch.randn(rows, 8192, device="cuda").bfloat16()
     with mx.kernels("small_batch"):
@@ -87,10 +106,11 @@ def test_groups_of_rows_each_meet_a_weight(format):
     assert relative_error(y, reference) < TOLERANCE and (y[21:] == 0).all()
 
 
-def test_nan_blocks_and_the_largest_and_smallest_scales():
+@pytest.mark.parametrize("rows", [2, 40])
+def test_nan_blocks_and_the_largest_and_smallest_scales(rows):
     w = operand("mxfp8", 64, 256)
     w.scale[3, 2], w.scale[5, :] = 255, 0
-    x = torch.randn(2, 256, device="cuda").bfloat16()
+    x = torch.randn(rows, 256, device="cuda").bfloat16()
     with mx.kernels("small_batch"):
         y = gemm("test", x, w, GemmArgs(torch.float32))
     assert y[:, 3].isnan().all() and not y[:, 4:].isnan().any()
@@ -111,6 +131,20 @@ def test_plans_that_keep_the_activations(format, shape):
     m, n, k = shape
     w, x = operand(format, n, k), torch.randn(m, k, device="cuda").bfloat16()
     plans = list(tune.candidates(mx.get_format(format), m, n, k, "resident"))
+    for plan in plans[:: max(1, len(plans) // 4)]:
+        y = small_batch.launch(
+            x, w.data, w.scale, w.format, k, None, w.global_scale, None, None, 1.0, 1.0, torch.float32, None, plan
+        )
+        assert relative_error(y, x.double() @ values(w).t()) < TOLERANCE, plan
+
+
+@pytest.mark.parametrize("shape", [(4, 4096, 1024), (16, 4096, 2048), (24, 2048, 4096), (130, 4096, 1024)])
+@pytest.mark.parametrize("format", ["mxfp8_e4m3", "mxfp4", "nvfp4", "mxfp6_e3m2"])
+def test_plans_in_which_warps_multiply_together(format, shape):
+    m, n, k = shape
+    w, x = operand(format, n, k), torch.randn(m, k, device="cuda").bfloat16()
+    plans = list(tune.candidates(mx.get_format(format), m, n, k, "together"))
+    assert plans
     for plan in plans[:: max(1, len(plans) // 4)]:
         y = small_batch.launch(
             x, w.data, w.scale, w.format, k, None, w.global_scale, None, None, 1.0, 1.0, torch.float32, None, plan

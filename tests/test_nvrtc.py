@@ -1,5 +1,6 @@
 """CUDA sources compiled for devices that are not here, by the compiler that torch for CUDA brings along."""
 
+import itertools
 import re
 import subprocess
 from pathlib import Path
@@ -72,15 +73,20 @@ def test_tails_and_odd_alignments_compile():
 
 @pytest.mark.parametrize("capability", TARGETS)
 def test_casts_of_activations_compile(capability, tmp_path):
-    for cast in (None, mx.Cast.of("mxfp8"), mx.Cast.of("mxint8", "floor")):
-        row = (("ELEMENT", next(iter(ELEMENTS.values()))), ("X", TYPES[torch.bfloat16]), ("X_COPY", 16), ("SPREAD", 0))
+    for cast, tiles in itertools.product((None, mx.Cast.of("mxfp8"), mx.Cast.of("mxint8", "floor")), (0, 64)):
+        row = (
+            ("ELEMENT", next(iter(ELEMENTS.values()))),
+            ("X", TYPES[torch.bfloat16]),
+            ("X_COPY", 16),
+            ("TILES", tiles),
+        )
         code = nvrtc.compiled(small_batch.HEADERS, (*row, *cast_constants(cast)), capability)
-        assert resources(code, tmp_path)["activations"][1] == 0
+        assert {stack for _, stack in resources(code, tmp_path).values()} == {0}
 
 
 def test_what_is_compiled_is_kept_on_disk(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    row = (("ELEMENT", "E4M3"), ("X", "BFLOAT16"), ("X_COPY", 2), ("SPREAD", 0), ("CAST", 0))
+    row = (("ELEMENT", "E4M3"), ("X", "BFLOAT16"), ("X_COPY", 2), ("TILES", 0), ("CAST", 0))
     code = nvrtc.compiled(small_batch.HEADERS, row, SM90)
     (file,) = tmp_path.rglob("*.cubin")
     assert file.read_bytes() == code
@@ -92,7 +98,7 @@ def test_what_is_compiled_is_kept_on_disk(monkeypatch, tmp_path):
 def test_a_home_that_cannot_be_written_to_is_no_obstacle(monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    row = (("ELEMENT", "E4M3"), ("X", "BFLOAT16"), ("X_COPY", 1), ("SPREAD", 0), ("CAST", 0))
+    row = (("ELEMENT", "E4M3"), ("X", "BFLOAT16"), ("X_COPY", 1), ("TILES", 0), ("CAST", 0))
     assert nvrtc.compiled(small_batch.HEADERS, row, SM90)
 
 

@@ -4,6 +4,7 @@ import sys
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,10 +26,13 @@ WHOLE = STAGED._replace(whole_x=True)
 """All activations at once, cast in the same kernel."""
 WIDE = Plan(2, 2, 2, 1, 8, 2, 1, 2, False)
 """Two tiles of rows and of columns a warp, and two blocks that share the columns of the product."""
-TOGETHER = Plan(1, 8, 4, 1, 4, 2, 1, 1, False, True)
-"""Four warps that multiply together."""
-AHEAD = TOGETHER._replace(ahead=True)
-"""The same, a slab ahead of the sums."""
+TOGETHER = Plan(1, 1, 4, 1, 4, 4, 1, 1, False, True, 2)
+"""Four warps that multiply together, tiles of activations on their way."""
+TOGETHER_WHOLE = TOGETHER._replace(whole_x=True, split=2)
+"""The same, all tiles made in the same kernel; and two blocks that share the columns of the product, as a cluster."""
+TOGETHER_APART = TOGETHER._replace(wr=8, nt=2, stages=6, ahead=3, split=3, apart=True)
+"""Three such blocks that bring their sums together in memory, longer rounds, and two groups of four warps."""
+TOGETHERS = (TOGETHER, TOGETHER_WHOLE, TOGETHER_APART)
 RESIDENT = Plan(1, 1, 1, 4, 4, 2, 1, 1, False, resident=1)
 """Activations that stay, warps that fetch for themselves."""
 RESIDENT_CAST = RESIDENT._replace(whole_x=True, stages=3)
@@ -68,8 +72,6 @@ def error(y, reference):
     [
         (STAGED, torch.bfloat16),
         (WIDE, torch.float16),
-        (TOGETHER, torch.bfloat16),
-        (AHEAD, torch.float16),
         (RESIDENT, torch.float16),
         (RESIDENT_WIDE, torch.bfloat16),
     ],
@@ -80,11 +82,19 @@ def test_every_format_equals_the_decoded_operands(format, plan, dtype):
     assert error(y, 0.5 * x.double() @ values(w).t() + 2 * bias.double()) < TOLERANCE
 
 
-@pytest.mark.parametrize("plan", [STAGED, WHOLE, WIDE, TOGETHER, RESIDENT_WIDE, RESIDENT_CAST])
+@pytest.mark.parametrize("format", [name for name in KINDS if FORMATS[name].block[1] != 128])
+@pytest.mark.parametrize("plan", TOGETHERS)
+def test_every_format_multiplied_together_equals_the_decoded_operands(format, plan):
+    w, x, bias = weight(format, 140, 640), torch.randn(5, 640).bfloat16(), torch.randn(140).bfloat16()
+    y = product(x, w, plan, bias=bias, alpha=0.5, beta=2.0)
+    assert error(y, 0.5 * x.double() @ values(w).t() + 2 * bias.double()) < TOLERANCE
+
+
+@pytest.mark.parametrize("plan", [STAGED, WHOLE, WIDE, RESIDENT_WIDE, RESIDENT_CAST, *TOGETHERS])
 @pytest.mark.parametrize("activation", ["mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "mxint8"])
 def test_activations_are_cast_as_the_codec_casts_them(activation, plan):
-    rows = 3 if plan.whole_x else 9
-    w, x = weight("mxfp8", 33, 300), torch.randn(rows, 300).bfloat16() * 2.0 ** torch.randint(-9, 9, (rows, 1))
+    rows, k = 3 if plan.whole_x else 9, 384 if plan.together else 300
+    w, x = weight("mxfp8", 33, k), torch.randn(rows, k).bfloat16() * 2.0 ** torch.randint(-9, 9, (rows, 1))
     x = x.bfloat16()
     cast = Cast.of(activation)
     assert error(product(x, w, plan, cast), values(encode(x, cast)) @ values(w).t()) < TOLERANCE
@@ -92,13 +102,13 @@ def test_activations_are_cast_as_the_codec_casts_them(activation, plan):
 
 @pytest.mark.parametrize("activation", ["nvfp4", "nvfp4_single_level"])
 @pytest.mark.parametrize("split", [1, 2])
-@pytest.mark.parametrize("plan", [STAGED, WHOLE, RESIDENT_CAST])
+@pytest.mark.parametrize("plan", [STAGED, WHOLE, RESIDENT_CAST, TOGETHER])
 @pytest.mark.parametrize("size", [1e-6, 1.0, 1e6])
 def test_nvfp4_activations_are_cast_by_the_largest_of_the_whole_tensor(activation, plan, split, size):
     plan = plan._replace(split=split)
-    rows = 2 if plan.whole_x else 13
-    w, cast = weight("nvfp4", 33, 600), Cast.of(activation)
-    x = (torch.randn(rows, 600) * torch.tensor([size, 0.1 * size] * 7)[:rows, None]).bfloat16()
+    rows, k = 2 if plan.whole_x else 7, 640 if plan.together else 600
+    w, cast = weight("nvfp4", 33, k), Cast.of(activation)
+    x = (torch.randn(rows, k) * torch.tensor([size, 0.1 * size] * 7)[:rows, None]).bfloat16()
     expected = values(encode(x, cast)) @ values(w).t()
     y = product(x, w, plan, cast)
     assert error(y, expected) < TOLERANCE if expected.any() else not y.any()
@@ -125,8 +135,35 @@ def test_every_scale_rule(scaling):
 def test_tails_and_odd_shapes(m, n, k, format):
     torch.manual_seed(m * n * k)
     w, x = weight(format, n, k), torch.randn(m, k).bfloat16()
-    for plan in (STAGED, WHOLE, RESIDENT_CAST) if m <= 2 else (STAGED, TOGETHER, RESIDENT_WIDE):
+    for plan in (STAGED, WHOLE, RESIDENT_CAST) if m <= 2 else (STAGED, RESIDENT_WIDE):
         assert error(product(x, w, plan), x.double() @ values(w).t()) < TOLERANCE
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    st.integers(1, 21), st.integers(1, 200), st.integers(3, 9), st.sampled_from(["mxfp8", "mxfp6", "mxfp4", "nvfp4"])
+)
+def test_any_number_of_rows_and_chunks_multiplied_together(m, n, chunks, format):
+    torch.manual_seed(m * n * chunks)
+    w, x = weight(format, n, 128 * chunks), torch.randn(m, 128 * chunks).bfloat16()
+    for plan in TOGETHERS:
+        assert error(product(x, w, plan), x.double() @ values(w).t()) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("x", "k", "cast"),
+    [(torch.bfloat16, 320, None), (torch.float16, 256, None), (torch.bfloat16, 256, Cast.of("nvfp4"))],
+    ids=["part of a chunk", "float16", "a scale of the tensor"],
+)
+def test_what_cannot_be_multiplied_together_is_refused(x, k, cast):
+    with pytest.raises(RuntimeError, match="is for whole chunks of aligned weights and activations that are bfloat16"):
+        product(torch.randn(3, k).to(x), weight("mxfp8", 16, k), TOGETHER_WHOLE._replace(split=1), cast)
+
+
+def test_activations_in_float16_are_multiplied_together_once_cast():
+    w, x, cast = weight("mxfp8", 16, 256), torch.randn(3, 256).half(), Cast.of("mxfp8")
+    for plan in (TOGETHER, TOGETHER_WHOLE):
+        assert error(product(x, w, plan, cast), values(encode(x, cast)) @ values(w).t()) < TOLERANCE
 
 
 @pytest.mark.parametrize("few", [False, True], ids=["a tile for each block", "blocks with many tiles"])
@@ -154,11 +191,17 @@ def test_every_code_of_every_element(name):
     codes = torch.stack([codes.roll(i, 0) for i in range(2)]).view(16, -1)[:, : element.data_cols(32)].contiguous()
     data = codes if element.packed else codes.view(element.dtype)
     w = Operand(data, torch.full((16, 1), 127, dtype=torch.uint8), None, format, (16, 32))
-    y = product(torch.eye(32).bfloat16(), w, WIDE._replace(nt=4, split=1)).t()
     expected = decode(w, torch.float32)
     finite = expected.isfinite().all(1)  # a NaN or an infinity takes its row along
+    y = product(torch.eye(32).bfloat16(), w, WIDE._replace(nt=4, split=1)).t()
     assert torch.equal(y[finite], expected[finite]) and finite.any()
     assert not y[~finite].isfinite().all(1).any()
+    wide = Operand(w.data.repeat(1, 4), w.scale.repeat(1, 4), None, format, (16, 128))
+    for rows in (slice(None), finite):  # with the rest, which makes blocks careful, and without
+        some = Operand(wide.data[rows], wide.scale[rows], None, format, (len(wide.data[rows]), 128))
+        y = product(torch.eye(32).repeat(1, 4).bfloat16() / 4, some, TOGETHER._replace(nt=4)).t()
+        assert torch.equal(y[finite[rows]], expected[rows][finite[rows]])
+        assert not y[~finite[rows]].isfinite().all(1).any()
 
 
 def test_scales_of_every_power_of_two_and_nan():
@@ -175,6 +218,22 @@ def test_scales_of_every_power_of_two_and_nan():
     y, exact = product(x, w, STAGED)[0], torch.exp2(torch.arange(256).double() - 127).float()
     assert torch.equal(y[:242], exact[:242]) and y[255].isnan()
     assert torch.equal(y[242:255], torch.full((13,), float("inf")))  # 2^13 for the row of x, then above 2^128
+    wide = Operand(w.data.repeat(1, 4), scale.repeat(1, 4), None, w.format, (256, 128))
+    for plan in TOGETHERS[:1], TOGETHERS[1:2]:
+        y = product(F.pad(x, (0, 96)), wide, plan[0]._replace(split=1))[0]
+        assert torch.equal(y[:255], exact[:255]) and y[255].isnan()
+
+
+@pytest.mark.parametrize("element", ["mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp4", "mxint8"])
+def test_scales_out_of_range_change_nothing_but_their_row(element):
+    """The blocks that have one begin again, careful; the others are fast."""
+    w, x = weight(element, 130, 384), torch.randn(4, 384).bfloat16()
+    usual = product(x, w, TOGETHER)
+    w.scale[7, 3], w.scale[9, 0], w.scale[70, 11], w.scale[129, 5] = 200, 3, 255, 160
+    y, exact = product(x, w, TOGETHER), x.double() @ values(w).t()
+    assert y[:, 70].isnan().all() and error(y[:, 7], exact[:, 7]) < 1e-6 and error(y[:, 129], exact[:, 129]) < 1e-6
+    same = [i for i in range(130) if i not in (7, 9, 70, 129)]
+    assert error(y[:, same], exact[:, same]) < TOLERANCE and error(usual[:, same], exact[:, same]) < TOLERANCE
 
 
 def test_activations_far_below_the_largest_of_their_row_are_exact():
@@ -244,14 +303,14 @@ def test_it_says_why_it_refuses():
     assert why(a=x.float()).endswith("the activations are float32")
     assert why(args=GemmArgs(torch.float64)) == "writes bfloat16, float16 or float32, not float64"
     assert why(a=Uncast(x, Cast.of("float8_row"))).endswith("its values are not exact in bfloat16")
-    assert why(m=129).startswith("for at most 128 rows") and most_rows((9, 0)) == 128
+    assert why(m=129).startswith("for at most 128 rows") and most_rows((9, 0)) == 512  # 64 columns are half a chunk
     assert why(m=65, capability=(8, 0)).startswith("for at most 64 rows")
     assert why(m=0) == "no values"
 
 
 @pytest.mark.parametrize("kind", ["plain", "uncast", "nvfp4", "rounded", "operand", "stack of rows"])
 def test_factors_of_every_kind_reach_it(kind, monkeypatch):
-    monkeypatch.setattr(small_batch, "choose_plan", lambda *args: STAGED)
+    monkeypatch.setattr(small_batch, "choose_plan", lambda *args, **options: STAGED)
     w, x = weight("mxfp4", 32, 64), torch.randn(4, 64).bfloat16()
     cast = Cast.of("nvfp4" if kind == "nvfp4" else "mxfp8")
     cast_values = values(encode(x, cast))
@@ -280,7 +339,7 @@ def test_the_table_of_sm90_has_every_row_and_its_plans_fit():
     assert {line.m for line in lines} == set(ROWS)
     for line in lines:
         assert room_of(mx.FORMATS[line.format], line.plan, line.m, line.n, line.k, H100)
-        assert line.plan.cols >= line.m and line.plan.threads in (128, 256, 512)
+        assert line.plan.cols >= min(line.m, 128) and line.plan.threads in (128, 256, 384, 512)
 
 
 def test_an_unknown_gpu_takes_plans_that_it_has_room_for():
@@ -288,7 +347,7 @@ def test_an_unknown_gpu_takes_plans_that_it_has_room_for():
     cpu = torch.device("cpu")
     assert gpu_of(cpu) == Gpu((9, 0), SHARED[9, 0], 132, {})
     for m, k in ((1, 4096), (40, 14336), (64, 77)):
-        plan = choose_plan(cpu, mx.FORMATS["mxfp8"], m, 4096, k, m, False)
+        plan = choose_plan(cpu, mx.FORMATS["mxfp8"], m, 4096, k, m, lambda plan: not plan.together or k % 128 == 0)
         assert room_of(mx.FORMATS["mxfp8"], plan, m, 4096, k, gpu_of(cpu))
     smallest = max(shared_memory(f, LAST, 1, 65536) for f in FORMATS.values() if (f.scale, f.block[1]) in SCALES)
     assert smallest <= min(SHARED.values()) // 2
@@ -296,17 +355,29 @@ def test_an_unknown_gpu_takes_plans_that_it_has_room_for():
 
 def test_the_plans_of_four_rows_are_those_of_up_to_eight():
     def of(m):
-        return choose_plan(torch.device("cpu"), mx.FORMATS["mxfp8"], m, 14336, 4096, m, False)
+        return choose_plan(torch.device("cpu"), mx.FORMATS["mxfp8"], m, 14336, 4096, m)
 
     assert of(1) != of(2) == of(4) == of(8) != of(9) == of(16)
     assert of(17).cols >= 17 and of(33).cols >= 33 and of(128).together
+
+
+def test_plans_have_as_many_columns_as_rows_of_activations_need():
+    def of(m, **options):
+        return choose_plan(torch.device("cpu"), mx.FORMATS["mxfp4"], m, 14336, 4096, m, **options)
+
+    assert [of(m).cols for m in (65, 96, 97, 128, 160, 192)] == [96, 96, 128, 128, 160, 192]
+    assert [of(m).cols * -(-m // of(m).cols) for m in (257, 384, 500, 512)] == [320, 384, 512, 512]
+    assert not of(512, allowed=lambda plan: not plan.together).together  # a plan of fewer rows, several times
 
 
 def test_groups_take_no_plan_that_keeps_the_activations(monkeypatch):
     lines = [line._replace(plan=RESIDENT) if i % 2 else line for i, line in enumerate(table((9, 0)))]
     monkeypatch.setattr(sys.modules[choose_plan.__module__], "table", lambda capability: lines)
     for m in ROWS:
-        assert not choose_plan(torch.device("cpu"), mx.FORMATS["mxfp8"], m, 4096, 4096, 8 * m, True).resident
+        plan = choose_plan(
+            torch.device("cpu"), mx.FORMATS["mxfp8"], m, 4096, 4096, 8 * m, lambda plan: not plan.resident
+        )
+        assert not plan.resident
 
 
 def test_a_resident_plan_keeps_the_sums_of_as_many_tiles_as_there_is_room_for():

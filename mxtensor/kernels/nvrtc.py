@@ -136,12 +136,15 @@ def _use_context() -> None:
 
 
 class Function:
-    """A kernel on the device that is current when it is made: blocks of ``threads``, ``depth`` along z, in clusters or not.
+    """A kernel on the device that is current when it is made: blocks of ``threads``, ``depth`` of them along z, as a
+    cluster or each for itself.
 
     Its arguments are one C struct, packed by ``layout``.
     """
 
-    def __init__(self, code: bytes, name: str, layout: struct.Struct, threads: int, depth: int, clustered: bool) -> None:
+    def __init__(
+        self, code: bytes, name: str, layout: struct.Struct, threads: int, depth: int, clustered: bool
+    ) -> None:
         lib, module, self._function = _driver(), ctypes.c_void_p(), ctypes.c_void_p()
         self._code, self._layout, self._local = code, layout, threading.local()
         self._threads, self._depth, self._clustered, self._memory = threads, depth, clustered and depth > 1, 0

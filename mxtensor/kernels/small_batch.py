@@ -183,7 +183,8 @@ def _activations_kernel(
 
 
 def activations_of(tiles: int, cast: Cast | None) -> tuple[str, struct.Struct, int]:
-    """The kernel that prepares activations, its arguments and the threads of a block: of a row, or of eight values each."""
+    """The kernel that prepares activations, its arguments, and the threads of a block: of a row, or of eight values
+    each."""
     alone = tiles > 0 and (cast is None or cast.format.scale is E8M0)
     return ("tiles", ACTIVATIONS, 256) if alone else ("activations", ACTIVATIONS, 512)
 
@@ -191,8 +192,8 @@ def activations_of(tiles: int, cast: Cast | None) -> tuple[str, struct.Struct, i
 def _prepared(
     x: Tensor, format: Format, cast: Cast | None, plan: Plan, counters: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """A matrix, cast, as the kernel of ``plan`` reads it, in the order in which codes of ``format`` are decoded, and what
-    scales each row: bfloat16 in tiles of 128 columns, or rows of float16.
+    """A matrix, cast, as the kernel of ``plan`` reads it, in the order in which codes of ``format`` are decoded, and
+    what scales each row: bfloat16 in tiles of 128 columns, or rows of float16.
 
     What fills the last tile, or as many rows after the last one, nobody has written. ``counters`` become zeros.
     """

@@ -86,7 +86,21 @@ def plan_of(values: Sequence[int]) -> Plan:
     return Plan._make(bool(v) if kind in (bool, "bool") else v for v, kind in zip(values, kinds, strict=True))
 
 
-PLAN = ("MT", "NT", "WR", "WK", "SLABS", "STAGES", "BLOCKS", "SPLIT", "WHOLE_X", "TOGETHER", "AHEAD", "RESIDENT", "APART")
+PLAN = (
+    "MT",
+    "NT",
+    "WR",
+    "WK",
+    "SLABS",
+    "STAGES",
+    "BLOCKS",
+    "SPLIT",
+    "WHOLE_X",
+    "TOGETHER",
+    "AHEAD",
+    "RESIDENT",
+    "APART",
+)
 """The fields of a plan as the sources name them."""
 
 
@@ -177,7 +191,7 @@ def scale_bytes(format: Format, plan: Plan) -> int:
 
 
 ALIGNED = {8: (16, 4), 6: (8, 1), 4: (16, 1)}
-"""Bits of an element -> the alignment of codes and scales of a row that plans in which warps multiply together read by."""
+"""Bits of an element -> the bytes of codes and of scales that are read at a time where warps multiply together."""
 
 
 def can_multiply_together(
