@@ -54,6 +54,8 @@ class Plan(NamedTuple):
 
     apart: bool = False
     """whether blocks that share the columns bring their sums together in memory, not as a cluster"""
+    fetched: int = 0
+    """where warps multiply together: rounds of the weight that are on their way into the L2 cache"""
 
     @property
     def kind(self) -> str:
@@ -100,6 +102,7 @@ PLAN = (
     "AHEAD",
     "RESIDENT",
     "APART",
+    "FETCHED",
 )
 """The fields of a plan as the sources name them."""
 
@@ -190,7 +193,7 @@ def scale_bytes(format: Format, plan: Plan) -> int:
     return {"AT_THE_END": 0, "UE4M3": plan.depth // 16}.get(kind, plan.depth // 32)
 
 
-ALIGNED = {8: (16, 4), 6: (8, 1), 4: (16, 1)}
+ALIGNED = {8: (16, 4), 6: (16, 1), 4: (16, 1)}
 """Bits of an element -> the bytes of codes and of scales that are read at a time where warps multiply together."""
 
 
