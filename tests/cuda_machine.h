@@ -312,11 +312,6 @@ DEVICE bool is_last_of(u32* counter, u32 blocks) {
     sync_block();
     return any_of_block(thread() == 0 && (*counter)++ == blocks - 1);
 }
-DEVICE void bring_to_cache(const u8* from, u32 bytes) {  // and read, so that a wrong place is noticed
-    if ((reinterpret_cast<u64>(from) | bytes) % 16) fprintf(stderr, "a row is not aligned\n"), abort();
-    volatile u8 read = from[0];
-    read = from[bytes - 1];
-}
 template <int BYTES, int AT> DEVICE void load_once(u32* to, const u8* from) {
     from += AT;
     if (reinterpret_cast<u64>(from) % BYTES) fprintf(stderr, "a load of %d bytes is not aligned\n", BYTES), abort();

@@ -347,7 +347,7 @@ def test_an_unknown_gpu_takes_plans_that_it_has_room_for():
     cpu = torch.device("cpu")
     assert gpu_of(cpu) == Gpu((9, 0), SHARED[9, 0], 132, {})
     for m, k in ((1, 4096), (40, 14336), (64, 77)):
-        plan = choose_plan(cpu, mx.FORMATS["mxfp8"], m, 4096, k, m, lambda plan: not plan.together or k % 128 == 0)
+        plan = choose_plan(cpu, mx.FORMATS["mxfp8"], m, 4096, k, m, lambda plan, k=k: not plan.together or k % 128 == 0)
         assert room_of(mx.FORMATS["mxfp8"], plan, m, 4096, k, gpu_of(cpu))
     smallest = max(shared_memory(f, LAST, 1, 65536) for f in FORMATS.values() if (f.scale, f.block[1]) in SCALES)
     assert smallest <= min(SHARED.values()) // 2

@@ -54,8 +54,6 @@ class Plan(NamedTuple):
 
     apart: bool = False
     """whether blocks that share the columns bring their sums together in memory, not as a cluster"""
-    fetched: int = 0
-    """where warps multiply together: rounds of the weight that are on their way into the L2 cache"""
 
     @property
     def kind(self) -> str:
@@ -102,7 +100,6 @@ PLAN = (
     "AHEAD",
     "RESIDENT",
     "APART",
-    "FETCHED",
 )
 """The fields of a plan as the sources name them."""
 

@@ -76,7 +76,10 @@ def _part(value: Any, i: int) -> Any:
 
 
 def sent(func: Any, args: Any, kwargs: Any) -> Any:
-    """A collective of MXTensors, part by part; the work of the last is that of all."""
+    """A collective of MXTensors, part by part; the work of the last is that of all.
+
+    Of one that is to be waited for, NCCL gives no work: it runs among what the device does anyway.
+    """
     written, work = args[0], None
     for i, part in enumerate(written[0].parts):
         if not part.is_contiguous():
@@ -84,11 +87,18 @@ def sent(func: Any, args: Any, kwargs: Any) -> Any:
         if work is not None:
             work.wait()
         work = Work.unbox(func(*_part(args, i), **kwargs)[1])
-    assert work is not None
-    return written, work.boxed()
+    return written, (done() if work is None else work).boxed()
+
+
+def done() -> Any:
+    """Work that is over."""
+    future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+    future.set_result([])
+    return _create_work_from_future(future)
 
 
 if dist.is_available():
+    from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
     from torch.distributed.distributed_c10d import Work
 
     implements(torch.ops.c10d.broadcast_.default, torch.ops.c10d.scatter_.default)(sent)

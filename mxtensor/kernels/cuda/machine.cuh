@@ -230,10 +230,6 @@ DEVICE bool is_last_of(u32* counter, u32 blocks) {
 }
 DEVICE bool any_of_block(bool mine) { return __syncthreads_or(mine); }
 
-DEVICE void bring_to_cache(const u8* from, u32 bytes) {  // L2; multiples of 16
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-}
-
 // Of weights, which are read once: 16 bytes, and 8 that a neighbour shares a sector with; from AT bytes on.
 template <int BYTES, int AT> DEVICE void load_once(u32* to, const u8* from) {
     if constexpr (BYTES == 16)

@@ -84,31 +84,6 @@ DEVICE void fetch_tile(const Tiles& tiles, u32 index, int slot, u32 round) {
     copy_whole(tiles.ring + slot * TILE, tiles.x + u64(index) * TILE, TILE, tiles.full + slot);
 }
 
-// The copy engine brings codes of rounds to come into the L2 cache, of each row in one piece, which memory likes better
-// than the pieces of a chunk; half of a warp asks for its 16 rows, at first the others for their scales.
-struct Asked {
-    const u8* codes;
-    u32 left;  // bytes
-};
-DEVICE void ask(Asked& asked, u32 bytes) {
-    if (FETCHED == 0 || thread() % 32 >= 16) return;
-    bytes = bytes < asked.left ? bytes : asked.left;
-    if (bytes > 0) bring_to_cache(asked.codes, bytes);
-    asked.codes += bytes, asked.left -= bytes;
-}
-DEVICE Asked ask_first(const Arguments& a, u32 first, u32 count) {
-    u32 row = block_x() * ROWS + thread() / 32 * 16 + thread() % 16;
-    row = row < a.n ? row : a.n - 1;
-    Asked asked = {a.codes + u64(row) * a.codes_stride + first * CODES_A_CHUNK, count * CODES_A_CHUNK};
-    if (FETCHED > 0 && SCALE_BYTES > 0 && BLOCK_ROWS == 1 && thread() % 32 >= 16) {
-        u64 begin = u64(a.scales) + u64(row) * a.scales_stride + first * SCALES_A_CHUNK, end = begin + count * SCALES_A_CHUNK;
-        begin = (begin + 15) / 16 * 16, end = end / 16 * 16;
-        if (begin < end) bring_to_cache(reinterpret_cast<const u8*>(begin), end - begin);
-    }
-    ask(asked, FETCHED * ROUND * CODES_A_CHUNK);
-    return asked;
-}
-
 struct Work {  // of a warp: what it holds, and which round it is
     Chunk ring[AHEAD];
     u32 a[2][16], round;
@@ -158,7 +133,7 @@ template <int INDEX> DEVICE void load_first(Work& work, const Mine& mine, const 
 }
 
 // The sums of this block's chunks, of which the first are under way; whether it takes care to get them right.
-template <bool CAREFUL> DEVICE bool multiply_chunks(Total& sums, Work& work, Mine mine, const Tiles& tiles, Asked asked) {
+template <bool CAREFUL> DEVICE bool multiply_chunks(Total& sums, Work& work, Mine mine, const Tiles& tiles) {
 #pragma unroll
     for (int j = 0; j < NT; j++)
 #pragma unroll
@@ -167,7 +142,6 @@ template <bool CAREFUL> DEVICE bool multiply_chunks(Total& sums, Work& work, Min
     if (!WHOLE_X && thread() == 0)
         for (int i = 0; i < UNDER_WAY && i < 2 * tiles.count; i++) fetch_tile(tiles, i, i, 0);
     for (work.round = 0; work.round * ROUND < tiles.count; work.round++) {
-        ask(asked, ROUND * CODES_A_CHUNK);
         multiply_round<0, CAREFUL>(sums, work, mine, tiles);
         if constexpr (WHOLE_X) work.place += step_of(STAGES * TILE);
 #pragma unroll
@@ -256,7 +230,6 @@ KERNEL void BOUNDS(THREADS, BLOCKS) together(const Arguments a) {
     u32 chunks = a.k / CHUNK, first = block_z() * chunks / SPLIT, last = (block_z() + 1) * chunks / SPLIT;
     const u8* x = reinterpret_cast<const u8*>(a.x) + (u64(block_y()) * chunks + first) * (2 * TILE);
     Tiles tiles = {x, last - first, shared, barriers, barriers + STAGES};
-    Asked asked = ask_first(a, first, last - first);
     Mine mine = rows_of_thread(a, first);
     Work work;
     load_first<0>(work, mine, tiles);  // weights do not wait for the kernel before this one
@@ -270,10 +243,10 @@ KERNEL void BOUNDS(THREADS, BLOCKS) together(const Arguments a) {
         wait_for_previous();
     }
     Total sums;
-    if (multiply_chunks<false>(sums, work, mine, tiles, asked)) {
+    if (multiply_chunks<false>(sums, work, mine, tiles)) {
         load_first<0>(work, mine, tiles);
         tiles.full += BARRIERS, tiles.empty += BARRIERS;
-        multiply_chunks<true>(sums, work, mine, tiles, {});
+        multiply_chunks<true>(sums, work, mine, tiles);
         constexpr float down = SCALE == E8M0 ? 1.0f / (1 << DOWN) : 1.0f;
 #pragma unroll
         for (int j = 0; j < NT; j++)
