@@ -33,7 +33,7 @@ from typing import Any
 from docs.devices import devices
 from docs.markdown import table
 from docs.recipes import recipes
-from docs.records import cast, cpu, decode, decode_model, host, linear, sharding, train_linear
+from docs.records import cast, cpu, decode, decode_model, fsdp, host, linear, sharding, train_linear
 
 ROOT = Path(__file__).resolve().parent.parent
 GENERATED = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -180,7 +180,7 @@ def models() -> str:
     return table(", ".join(HEADER), [cells(row) for row in recorded()])
 
 
-RECORDS = (cpu, host, cast, linear, decode, decode_model, train_linear, sharding)
+RECORDS = (cpu, host, cast, linear, decode, decode_model, train_linear, fsdp, sharding)
 GENERATORS = (formats, ops, functions, kernels, devices, api, torchao, models, recipes, *RECORDS)
 TABLES: dict[str, Callable[[], str]] = {generator.__name__: generator for generator in GENERATORS}
 

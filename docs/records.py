@@ -155,6 +155,21 @@ def decode_model() -> str:
     return _on_gpu("decode_model", bench.ModelRow, sections)
 
 
+def fsdp() -> str:
+    """What benchmarks/fsdp.py recorded."""
+    from benchmarks import fsdp as bench
+    from benchmarks.cuda import VERDICT_HEADER
+
+    def sections(rows: list[bench.FsdpRow]) -> list[str]:
+        return [
+            f"On {rows[0].ranks} GPUs:",
+            table(", ".join(bench.HEADER), bench.lines(rows)),
+            table(", ".join(VERDICT_HEADER), [t.verdict(rows) for t in bench.TARGETS]),
+        ]
+
+    return _on_gpu("fsdp", bench.FsdpRow, sections)
+
+
 def sharding() -> str:
     """The estimate of benchmarks/estimate.py."""
     from benchmarks import estimate
