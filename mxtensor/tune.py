@@ -24,8 +24,9 @@ from torch import Tensor
 
 from .codec import Operand
 from .formats import Format, get_format
-from .kernels import nvrtc, small_batch
+from .kernels import nvrtc
 from .kernels.cast import quantize_operand
+from .kernels.small_batch_launch import launch, sources_of
 from .kernels.small_batch_plan import KINDS, RESERVED, Facts, Gpu, Plan, constants, plan_of, room_of
 from .kernels.small_batch_table import ROWS, TOGETHER, Measured, gpu_of, line, path_of
 from .roles import Cast
@@ -170,7 +171,7 @@ def weights(format: Format, n: int, k: int) -> list[Operand]:
 
 def call(x: Tensor, w: Operand, plan: Plan | None) -> Tensor:
     """The product with this plan, weight-only."""
-    return small_batch.launch(
+    return launch(
         x, w.data, w.scale, w.format, w.shape[1], None, w.global_scale, None, None, 1.0, 1.0, x.dtype, None, plan
     )
 
@@ -182,7 +183,7 @@ def compile_all(format: Format, plans: Iterable[Plan]) -> None:
     def one(plan: Plan) -> None:
         x = torch.bfloat16 if plan.whole_x else torch.float16
         facts = Facts(format, x, torch.bfloat16, torch.bfloat16, 16, 16, 16, True)
-        nvrtc.compiled(small_batch.sources_of(plan), constants(facts, plan), capability)
+        nvrtc.compiled(sources_of(plan), constants(facts, plan), capability)
 
     with ThreadPoolExecutor() as pool:
         list(pool.map(one, plans))

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 import mxtensor as mx
 from mxtensor import tune
 from mxtensor.codec import decode, encode
-from mxtensor.kernels import small_batch
 from mxtensor.kernels.gemm import gemm, grouped_gemm
 from mxtensor.kernels.gemm_spec import GemmArgs, Uncast
+from mxtensor.kernels.small_batch_launch import launch
 from mxtensor.roles import Cast
 
 pytestmark = pytest.mark.gpu
@@ -132,7 +132,7 @@ def test_plans_that_keep_the_activations(format, shape):
     w, x = operand(format, n, k), torch.randn(m, k, device="cuda").bfloat16()
     plans = list(tune.candidates(mx.get_format(format), m, n, k, "resident"))
     for plan in plans[:: max(1, len(plans) // 4)]:
-        y = small_batch.launch(
+        y = launch(
             x, w.data, w.scale, w.format, k, None, w.global_scale, None, None, 1.0, 1.0, torch.float32, None, plan
         )
         assert relative_error(y, x.double() @ values(w).t()) < TOLERANCE, plan
@@ -146,7 +146,7 @@ def test_plans_in_which_warps_multiply_together(format, shape):
     plans = list(tune.candidates(mx.get_format(format), m, n, k, "together"))
     assert plans
     for plan in plans[:: max(1, len(plans) // 4)]:
-        y = small_batch.launch(
+        y = launch(
             x, w.data, w.scale, w.format, k, None, w.global_scale, None, None, 1.0, 1.0, torch.float32, None, plan
         )
         assert relative_error(y, x.double() @ values(w).t()) < TOLERANCE, plan
@@ -195,4 +195,4 @@ def test_more_rows_than_it_is_for_are_refused_with_a_sentence():
     w, x = operand("mxfp8", 64, 64), torch.randn(300, 64, device="cuda").bfloat16()
     with mx.explain() as log:
         gemm("test", x, w, GemmArgs(torch.bfloat16))
-    assert "for at most 128 rows" in log.table() and small_batch.KERNEL.name not in ran(log)
+    assert "for at most 128 rows" in log.table() and "small_batch" not in ran(log)

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import mxtensor as mx
-from mxtensor.kernels import nvrtc, small_batch
+from mxtensor.kernels import nvrtc
+from mxtensor.kernels.small_batch_launch import HEADERS, kernel_of, sources_of
 from mxtensor.kernels.small_batch_plan import ELEMENTS, TYPES, Facts, cast_constants, constants
 from mxtensor.kernels.small_batch_table import ROWS, stand_in, table
 
@@ -43,7 +44,7 @@ def resources(code, tmp_path):
 def product(format, plan, capability, even=True):
     facts = Facts(format, torch.bfloat16 if plan.whole_x else torch.float16, torch.bfloat16, torch.bfloat16,
                   *((16, 16, 16) if even else (1, 2, 4)), even)  # fmt: skip
-    return nvrtc.compiled(small_batch.sources_of(plan), constants(facts, plan), capability)
+    return nvrtc.compiled(sources_of(plan), constants(facts, plan), capability)
 
 
 CASES = [(name, SM90) for name in FORMATS] + [(name, c) for name in ELSEWHERE for c in TARGETS if c != SM90]
@@ -58,7 +59,7 @@ def test_products_compile_and_the_narrow_ones_keep_to_registers(name, capability
         if plan.together and capability != SM90:
             continue
         code = product(format, plan if capability >= SM90 else plan._replace(split=1), capability)
-        registers, stack = resources(code, tmp_path)[small_batch.kernel_of(plan)]
+        registers, stack = resources(code, tmp_path)[kernel_of(plan)]
         assert registers * plan.threads * plan.blocks <= 65536
         most = (0 if plan.resident else 16) if m <= 16 and capability >= SM90 else 256
         assert stack <= most, f"{m} rows by {plan}: {stack} bytes of stack"
@@ -80,26 +81,26 @@ def test_casts_of_activations_compile(capability, tmp_path):
             ("X_COPY", 16),
             ("TILES", tiles),
         )
-        code = nvrtc.compiled(small_batch.HEADERS, (*row, *cast_constants(cast)), capability)
+        code = nvrtc.compiled(HEADERS, (*row, *cast_constants(cast)), capability)
         assert {stack for _, stack in resources(code, tmp_path).values()} == {0}
 
 
 def test_what_is_compiled_is_kept_on_disk(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     row = (("ELEMENT", "E4M3"), ("X", "BFLOAT16"), ("X_COPY", 2), ("TILES", 0), ("CAST", 0))
-    code = nvrtc.compiled(small_batch.HEADERS, row, SM90)
+    code = nvrtc.compiled(HEADERS, row, SM90)
     (file,) = tmp_path.rglob("*.cubin")
     assert file.read_bytes() == code
     file.write_bytes(b"kept")
-    assert nvrtc.compiled(small_batch.HEADERS, row, SM90) == b"kept"
-    assert nvrtc.compiled(small_batch.HEADERS, row, (8, 0)) != b"kept"
+    assert nvrtc.compiled(HEADERS, row, SM90) == b"kept"
+    assert nvrtc.compiled(HEADERS, row, (8, 0)) != b"kept"
 
 
 def test_a_home_that_cannot_be_written_to_is_no_obstacle(monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     row = (("ELEMENT", "E4M3"), ("X", "BFLOAT16"), ("X_COPY", 1), ("TILES", 0), ("CAST", 0))
-    assert nvrtc.compiled(small_batch.HEADERS, row, SM90)
+    assert nvrtc.compiled(HEADERS, row, SM90)
 
 
 def test_without_the_compiler_the_kernel_refuses_with_a_sentence(monkeypatch):

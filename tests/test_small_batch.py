@@ -12,7 +12,7 @@ import mxtensor as mx
 from mxtensor.codec import Operand, decode, encode
 from mxtensor.dispatch import Spec
 from mxtensor.formats import FORMATS
-from mxtensor.kernels import nvrtc, small_batch
+from mxtensor.kernels import nvrtc, small_batch, small_batch_launch
 from mxtensor.kernels.gemm_spec import GemmArgs, Rounded, Uncast
 from mxtensor.kernels.small_batch_plan import ELEMENTS, RESERVED, SCALES, Gpu, Plan, copy_size, room_of, shared_memory
 from mxtensor.kernels.small_batch_table import LAST, ROWS, SHARED, choose_plan, gpu_of, most_rows, table
@@ -59,7 +59,7 @@ def values(x):
 
 def product(x, w, plan, cast=None, bias=None, out=torch.float32, alpha=1.0, beta=1.0, ends=None):
     rest = (bias, ends, alpha, beta, out, cast, plan)
-    return small_batch.launch(x, w.data, w.scale, w.format, w.shape[-1], None, w.global_scale, *rest)
+    return small_batch_launch.launch(x, w.data, w.scale, w.format, w.shape[-1], None, w.global_scale, *rest)
 
 
 def error(y, reference):
@@ -170,8 +170,8 @@ def test_activations_in_float16_are_multiplied_together_once_cast():
 @pytest.mark.parametrize("plan", [RESIDENT, RESIDENT._replace(wr=3), RESIDENT_WIDE._replace(wr=2, split=2)])
 @pytest.mark.parametrize("memory", [SHARED[9, 0], 64 * 1024], ids=["one round", "rounds"])
 def test_blocks_take_their_share_of_the_rows(plan, few, memory, monkeypatch):
-    monkeypatch.setattr(small_batch, "gpu_of", lambda device: Gpu((9, 0), memory, 3 if few else 132, {}))
-    monkeypatch.setattr(small_batch, "cut", small_batch.cut.__wrapped__)
+    monkeypatch.setattr(small_batch_launch, "gpu_of", lambda device: Gpu((9, 0), memory, 3 if few else 132, {}))
+    monkeypatch.setattr(small_batch_launch, "cut", small_batch_launch.cut.__wrapped__)
     plan = plan if memory > 65536 else plan._replace(mt=1, slabs=4, stages=2)
     w, x = weight("mxfp4", 530, 1300), torch.randn(7, 1300).bfloat16()
     assert error(product(x, w, plan), x.double() @ values(w).t()) < TOLERANCE
@@ -310,7 +310,7 @@ def test_it_says_why_it_refuses():
 
 @pytest.mark.parametrize("kind", ["plain", "uncast", "nvfp4", "rounded", "operand", "stack of rows"])
 def test_factors_of_every_kind_reach_it(kind, monkeypatch):
-    monkeypatch.setattr(small_batch, "choose_plan", lambda *args, **options: STAGED)
+    monkeypatch.setattr(small_batch_launch, "choose_plan", lambda *args, **options: STAGED)
     w, x = weight("mxfp4", 32, 64), torch.randn(4, 64).bfloat16()
     cast = Cast.of("nvfp4" if kind == "nvfp4" else "mxfp8")
     cast_values = values(encode(x, cast))

@@ -1,54 +1,31 @@
 """Products of few rows, on any GPU since sm_80: the codes of the weight are read once and decoded in registers.
 
 With so few rows the time is that of reading the weight, so that 8 bits take half of bfloat16's and 4 bits a quarter.
-``cuda/product.cu`` multiplies, by one weight or, rows in groups, by a stack of them. Activations come as bfloat16 or
-float16 and are multiplied as float16 (``cuda/activations.cuh``), cast on the way if the weight wants that: in the same
-launch for a row or two, else in one before it.
+``small_batch_launch`` says how it is done.
 """
 
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..codec import Operand
 from ..dispatch import Kernel, Spec
-from ..formats import E8M0, UE4M3, ElementFormat, Format, Rounding, ScaleCalculationMode, get_format
+from ..formats import E8M0, UE4M3, Format, Rounding, ScaleCalculationMode, get_format
 from ..roles import Cast
-from . import nvrtc, triton_host
+from . import nvrtc
 from .cast import dequantize_operand, round_trip
 from .gemm_spec import Factor, GemmArgs, Rounded, Uncast, flat_bias, not_a_bias_of_groups, not_rows_by_matrix
 from .refusals import exported, other_build
-from .small_batch_plan import (
-    ELEMENTS,
-    SCALES,
-    TYPES,
-    Facts,
-    Plan,
-    Room,
-    can_multiply_together,
-    cast_constants,
-    clusters,
-    constants,
-    copy_size,
-    room_of,
-)
-from .small_batch_table import choose_plan, gpu_of, most_rows
+from .small_batch_launch import WHOLE_ROWS, launch
+from .small_batch_plan import ELEMENTS, SCALES, TYPES, can_multiply_together
+from .small_batch_table import most_rows
 
-PRODUCT = struct.Struct("11Q7I4x2Q2I2f")
-ACTIVATIONS = struct.Struct("4Q5I4x")
-HEADERS = ("machine.cuh", "elements.cuh", "activations.cuh")
-SOURCES = (*HEADERS, "stages.cuh", "sums.cuh", "result.cuh")
-TOGETHER_SOURCES = (*HEADERS, "stages.cuh", "result.cuh", "words.cuh", "together.cu")
-WHOLE_ROWS = 8
-"""Up to so many rows each block looks at the whole tensor, where a cast wants the largest of it."""
 HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -110,144 +87,7 @@ def refuses_grouped(spec: Spec, a: Factor, b: Factor, ends: Tensor, args: GemmAr
     return reason
 
 
-# ---------------------------------------------------------------------------------------------- the launch
-
-
-class Cut(NamedTuple):
-    """What is launched for products of one kind."""
-
-    plan: Plan
-    room: Room
-    kernel: Any
-    blocks: tuple[int, int]
-    """along N; along M, or groups"""
-
-
-def kernel_of(plan: Plan) -> str:
-    """Its kernel, in the source of that name."""
-    return "resident" if plan.resident else "together" if plan.together else "product"
-
-
-def sources_of(plan: Plan) -> tuple[str, ...]:
-    """The sources of its kernel."""
-    return TOGETHER_SOURCES if plan.together else (*SOURCES, f"{kernel_of(plan)}.cu")
-
-
-@cache
-def cut(
-    device: torch.device, format: Format, types: tuple[torch.dtype, torch.dtype, torch.dtype],
-    sizes: tuple[int, int, int, int], lie: tuple[int, int, int], cast: Cast | None, given: Plan | None,
-) -> Cut:  # fmt: skip
-    """How products of these types (x, result, bias) and sizes (M, N, K, groups or 0) are cut up, or by ``given``.
-
-    ``lie``: of codes, scales and x, what address and bytes of a row leave over from a multiple of 16, or'ed.
-    """
-    rows, width, cols, groups = sizes
-    copies = copy_size(lie[0]), copy_size(lie[1]), copy_size(lie[2])
-    gpu, together = gpu_of(device), can_multiply_together(format, types[0], cast, cols, groups, lie)
-
-    def allowed(plan: Plan) -> bool:
-        alone = cast is None or cast.format.scale is E8M0  # where no block has to look at all activations
-        return together and (alone or not plan.whole_x) if plan.together else not (plan.resident and groups)
-
-    plan = given or choose_plan(device, format, -(-rows // (groups or 1)), width, cols, rows, allowed)
-    room = room_of(format, plan, rows, width, cols, gpu)
-    if room is None:
-        raise RuntimeError(f"a product of {rows}x{width}x{cols} by {plan} has no room on this device")
-    even = width % plan.rows == 0 and cols % plan.depth == 0
-    if plan.together and not allowed(plan):
-        raise RuntimeError(f"{plan} is for whole chunks of aligned weights and activations that are bfloat16")
-    if plan.whole_x:
-        facts = Facts(format, types[0], types[1], types[2], *copies, even, cast)
-    else:
-        facts = Facts(format, torch.float16, types[1], types[2], copies[0], copies[1], 16, even)
-    row = constants(facts, plan)
-    grid = plan.split, not plan.apart
-    kernel = nvrtc.function(device, sources_of(plan), row, kernel_of(plan), PRODUCT, plan.threads, *grid)
-    tiles, columns = -(-width // plan.rows), groups or -(-rows // plan.cols)
-    return Cut(plan, room, kernel, (min(tiles, clusters(plan, gpu)), 1) if plan.resident else (tiles, columns))
-
-
-@cache
-def _activations_kernel(
-    device: torch.device, element: ElementFormat, dtype: torch.dtype, copy: int, cast: Cast | None, tiles: int
-) -> Any:
-    row = (
-        ("ELEMENT", ELEMENTS[element]),
-        ("X", TYPES[dtype]),
-        ("X_COPY", copy),
-        ("TILES", tiles),
-        *cast_constants(cast),
-    )
-    return nvrtc.function(device, HEADERS, row, *activations_of(tiles, cast))
-
-
-def activations_of(tiles: int, cast: Cast | None) -> tuple[str, struct.Struct, int]:
-    """The kernel that prepares activations, its arguments, and the threads of a block: of a row, or of eight values
-    each."""
-    alone = tiles > 0 and (cast is None or cast.format.scale is E8M0)
-    return ("tiles", ACTIVATIONS, 256) if alone else ("activations", ACTIVATIONS, 512)
-
-
-def _prepared(
-    x: Tensor, format: Format, cast: Cast | None, plan: Plan, counters: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """A matrix, cast, as the kernel of ``plan`` reads it, in the order in which codes of ``format`` are decoded, and
-    what scales each row: bfloat16 in tiles of 128 columns, or rows of float16.
-
-    What fills the last tile, or as many rows after the last one, nobody has written. ``counters`` become zeros.
-    """
-    rows, k = x.shape
-    width, tiles = -(-k // 256) * 256, plan.cols if plan.together else 0
-    shape = (-(-rows // tiles) * tiles, k) if tiles else (rows + plan.cols, width)
-    out = x.new_empty(shape, dtype=torch.bfloat16 if tiles else torch.float16)
-    scale = x.new_empty(rows, dtype=torch.float32)
-    copy = copy_size(x.data_ptr(), 2 * x.stride(0))
-    kernel = _activations_kernel(x.device, format.element, x.dtype, copy, cast, tiles)
-    name, _, threads = activations_of(tiles, cast)
-    blocks = rows if name == "activations" else -(-rows * k // (8 * threads))
-    count = (0, 0) if counters is None else (counters.data_ptr(), counters.numel())
-    pointers = x.data_ptr(), out.data_ptr(), scale.data_ptr(), count[0]
-    kernel(blocks, 1, 4 * WHOLE_ROWS, (*pointers, k, width, x.stride(0), rows, count[1]))
-    return out, scale
-
-
-def launch(
-    x: Tensor, data: Tensor, scale: Tensor, format: Format, cols: int, x_global: Tensor | None,
-    last: Tensor | None, bias: Tensor | None, ends: Tensor | None, alpha: float, beta: float,
-    out_dtype: torch.dtype, cast: Cast | None, plan: Plan | None = None,
-) -> Tensor:  # fmt: skip
-    """The product as ``small_batch`` has it, cut up by ``plan`` where one is given."""
-    device, rows, (*_, width, bytes_a_row), (*_, scale_rows, scale_cols) = x.device, x.shape[0], data.shape, scale.shape
-    groups = 0 if ends is None else data.shape[0]
-    out = x.new_zeros(rows, width, dtype=out_dtype) if groups else x.new_empty(rows, width, dtype=out_dtype)
-    codes, scales, values, stride = data.data_ptr(), scale.data_ptr(), x.data_ptr(), x.stride()[0]
-    scale_bytes = scale_cols * scale.element_size()
-    lie = (codes | bytes_a_row) & 15, (scales | scale_bytes) & 15, (values | 2 * stride) & 15
-    types = (x.dtype, out_dtype, out_dtype if bias is None else bias.dtype)
-    with triton_host.on(device):
-        plan, room, kernel, blocks = cut(device, format, types, (rows, width, cols, groups), lie, cast, plan)
-        x_scale = parts = counters = None
-        if plan.apart:
-            parts = x.new_empty(blocks[0] * blocks[1] * plan.split * plan.rows * plan.cols, dtype=torch.float32)
-            counters = x.new_empty(blocks[0] * blocks[1], dtype=torch.int32)
-        if not plan.whole_x:
-            x, x_scale = _prepared(x, format, cast, plan, counters)
-            values, stride = x.data_ptr(), x.stride()[0]
-        kernel(
-            *blocks, room.bytes,
-            (
-                codes, scales, values, out.data_ptr(),
-                0 if x_scale is None else x_scale.data_ptr(), 0 if last is None else last.data_ptr(),
-                0 if x_global is None else x_global.data_ptr(),
-                0 if bias is None else bias.data_ptr(), 0 if ends is None else ends.data_ptr(),
-                width * bytes_a_row, scale_rows * scale_bytes, bytes_a_row, scale_bytes,
-                stride, rows, width, cols, width if bias is not None and bias.dim() == 2 else 0,
-                0 if parts is None else parts.data_ptr(), 0 if counters is None else counters.data_ptr(),
-                room.x_width, room.round, alpha, beta,
-            ),
-        )  # fmt: skip
-    return out
+# ---------------------------------------------------------------------------------------------- the op
 
 
 @torch.library.custom_op("mxtensor::small_batch", mutates_args=())

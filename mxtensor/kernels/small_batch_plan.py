@@ -41,7 +41,7 @@ class Plan(NamedTuple):
     blocks: int
     """that shall fit into one multiprocessor: what bounds the registers of a thread"""
     split: int
-    """blocks that share the columns of the product: a cluster"""
+    """blocks that share the columns of the product: a cluster, if they are not apart"""
     whole_x: bool
     """whether all activations are brought into shared memory before the first stage, cast on the way"""
     together: bool = False

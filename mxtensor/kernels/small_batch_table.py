@@ -115,7 +115,7 @@ def choose_plan(
     device: torch.device, format: Format, m: int, n: int, k: int, x_rows: int,
     allowed: Callable[[Plan], bool] = lambda plan: True,
 ) -> Plan:  # fmt: skip
-    """The plan for m rows (of a group; ``x_rows`` of all), n and k: ``allowed``, fast on ``device``, with room for it."""
+    """The plan for m rows (of a group; ``x_rows`` of all), n and k: ``allowed``, fast on ``device``, and with room."""
     gpu = gpu_of(device)
     capability = gpu.capability
     m = min(m, most_rows(capability))
