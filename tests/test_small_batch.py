@@ -150,13 +150,30 @@ def test_any_number_of_rows_and_chunks_multiplied_together(m, n, chunks, format)
         assert error(product(x, w, plan), x.double() @ values(w).t()) < TOLERANCE
 
 
+def test_many_rows_of_a_weight_that_is_not_aligned_are_multiplied_together_from_a_copy():
+    w, x = weight("mxfp8", 16, 128), torch.randn(130, 128).bfloat16()
+    shifted = torch.empty(16 * 128 + 3, dtype=torch.uint8)[3:].view(16, 128).view(w.data.dtype).copy_(w.data)
+    plan = TOGETHER._replace(nt=16)
+    y = product(x, Operand(shifted, w.scale, None, w.format, w.shape), plan)
+    assert torch.equal(y, product(x, w, plan))
+    with pytest.raises(RuntimeError, match="is not for"):
+        product(x[:9], Operand(shifted, w.scale, None, w.format, w.shape), plan)
+
+
+def test_plans_that_contradict_themselves_are_refused():
+    w, x = weight("mxfp8", 16, 512), torch.randn(3, 512).bfloat16()
+    for plan in (TOGETHER_WHOLE._replace(apart=True), STAGED._replace(split=2, apart=True)):
+        with pytest.raises(RuntimeError, match="is not for 16x512"):
+            product(x, w, plan)
+
+
 @pytest.mark.parametrize(
     ("x", "k", "cast"),
     [(torch.bfloat16, 320, None), (torch.float16, 256, None), (torch.bfloat16, 256, Cast.of("nvfp4"))],
     ids=["part of a chunk", "float16", "a scale of the tensor"],
 )
 def test_what_cannot_be_multiplied_together_is_refused(x, k, cast):
-    with pytest.raises(RuntimeError, match="is for whole chunks of aligned weights and activations that are bfloat16"):
+    with pytest.raises(RuntimeError, match=rf"is not for 16x{k} in mxfp8_e4m3 with activations in (b?)float16"):
         product(torch.randn(3, k).to(x), weight("mxfp8", 16, k), TOGETHER_WHOLE._replace(split=1), cast)
 
 
@@ -222,6 +239,15 @@ def test_scales_of_every_power_of_two_and_nan():
     for plan in TOGETHERS[:1], TOGETHERS[1:2]:
         y = product(F.pad(x, (0, 96)), wide, plan[0]._replace(split=1))[0]
         assert torch.equal(y[:255], exact[:255]) and y[255].isnan()
+
+
+@pytest.mark.parametrize("scale", [0x7F, 0xFF, 0x80, 0xB8, 0x00])
+def test_scales_of_nvfp4_with_a_sign_or_a_nan_are_what_the_codec_makes_of_them(scale):
+    w, x = weight("nvfp4", 130, 384), torch.randn(4, 384).bfloat16()
+    w.scale[9, 5] = torch.tensor(scale, dtype=torch.uint8).view(w.scale.dtype)
+    y, exact = product(x, w, TOGETHER), x.double() @ values(w).t()
+    finite = exact.isfinite()
+    assert error(y[finite], exact[finite]) < TOLERANCE and torch.equal(y.isnan(), exact.isnan())
 
 
 @pytest.mark.parametrize("element", ["mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp4", "mxint8"])

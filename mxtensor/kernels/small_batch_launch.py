@@ -76,8 +76,10 @@ def cut(
     gpu, together = gpu_of(device), can_multiply_together(format, types[0], cast, cols, groups, lie)
 
     def possible(plan: Plan) -> bool:
-        alone = cast is None or cast.format.scale is E8M0  # where no block has to look at all activations
-        return together and (alone or not plan.whole_x) if plan.together else not (plan.resident and groups)
+        if not plan.together:
+            return not (plan.apart or (plan.resident and groups))
+        alone = cast is None or cast.format.scale is E8M0  # no block has to look at all activations
+        return together and (not plan.whole_x or (alone and not plan.apart))
 
     def wanted(plan: Plan) -> bool:
         twice = plan.together and plan.whole_x and cast is not None  # many blocks would make the same cast
@@ -88,8 +90,8 @@ def cut(
     if room is None:
         raise RuntimeError(f"a product of {rows}x{width}x{cols} by {plan} has no room on this device")
     even = width % plan.rows == 0 and cols % plan.depth == 0
-    if plan.together and not possible(plan):
-        raise RuntimeError(f"{plan} is for whole chunks of aligned weights and activations that are bfloat16")
+    if not possible(plan):
+        raise RuntimeError(f"{plan} is not for {width}x{cols} in {format} with activations in {str(types[0])[6:]}")
     if plan.whole_x:
         facts = Facts(format, types[0], types[1], types[2], *copies, even, cast)
     else:
@@ -152,6 +154,8 @@ def launch(
 ) -> Tensor:  # fmt: skip
     """The product as ``small_batch`` has it, cut up by ``plan`` where one is given."""
     device, rows, (*_, width, bytes_a_row), (*_, scale_rows, scale_cols) = x.device, x.shape[0], data.shape, scale.shape
+    if rows > 128 and ends is None:  # so many are multiplied together or by a detour: worth a copy that is aligned
+        data, scale = (t if t.data_ptr() % 16 == 0 else t.clone() for t in (data, scale))
     groups = 0 if ends is None else data.shape[0]
     out = x.new_zeros(rows, width, dtype=out_dtype) if groups else x.new_empty(rows, width, dtype=out_dtype)
     codes, scales, values, stride = data.data_ptr(), scale.data_ptr(), x.data_ptr(), x.stride()[0]

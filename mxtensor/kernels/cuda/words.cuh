@@ -1,4 +1,5 @@
-// Words: sixteen consecutive codes of a row, a piece, as eight words of two bfloat16, times their scale, exactly.
+// Words: sixteen consecutive codes of a row, a piece, as eight words of two bfloat16, times their scale:
+// exactly, down to 2^-133.
 //
 // Sign and magnitude are moved to where bfloat16 has them; its exponent then stands for 2^-LIFT of what it should, which
 // the product with the scale makes up for. A scale too large or small for that, a NaN among scales or codes: the block
@@ -80,7 +81,7 @@ DEVICE u32 scale_of_piece(u32 scales, u32 h, u32 t) {
 constexpr u32 SCALES_SHOW = SCALE == E8M0 ? (BITS == 8 ? 0x80808080 : 0x80) : SCALE == UE4M3 ? 0x8080 : 0;
 DEVICE u32 shown_by(u32 scales) {
     if constexpr (SCALE == E8M0) return ~(scales + OFFSET * (SCALE_BYTES == 4 ? 0x01010101 : 1));
-    else return scales + 0x0101;
+    else return scales | ((scales & 0x7F7F) + 0x0101);  // a NaN, or a sign
 }
 
 // What multiplies the words of a piece with this scale.
@@ -95,10 +96,12 @@ DEVICE u32 multiplier(u32 scale) {
 // The same for lifted words.
 DEVICE u32 careful_multiplier(u32 scale) {
     if constexpr (SCALE == E8M0) return (scale == 0 ? 0x0040 : scale == 255 ? 0x7FFF : scale << 7) * TWICE;
-    else if constexpr (SCALE == UE4M3)
-        return scale == 0x7F ? 0x7FFF * TWICE
-                             : multiply_pair(multiply_pair(scale * (TWICE << 4), (ONE + (120 << 7)) * TWICE),
-                                             (ONE - (DOWN << 7)) * TWICE);
+    else if constexpr (SCALE == UE4M3) {
+        u32 moved = (scale & 0x7F) * (TWICE << 4) | (scale & 0x80) * (TWICE << 8);
+        return (scale & 0x7F) == 0x7F
+                   ? 0x7FFF * TWICE
+                   : multiply_pair(multiply_pair(moved, (ONE + (120 << 7)) * TWICE), (ONE - (DOWN << 7)) * TWICE);
+    }
     else return ONE * TWICE;
 }
 
