@@ -31,6 +31,7 @@ STRUCTS = {
     "together": "Arguments",
     "activations": "ActivationArguments",
     "tiles": "ActivationArguments",
+    "maxima": "ActivationArguments",
 }
 
 

@@ -22,7 +22,7 @@ from . import nvrtc
 from .cast import dequantize_operand, round_trip
 from .gemm_spec import Factor, GemmArgs, Rounded, Uncast, flat_bias, not_a_bias_of_groups, not_rows_by_matrix
 from .refusals import exported, other_build
-from .small_batch_launch import WHOLE_ROWS, launch
+from .small_batch_launch import launch
 from .small_batch_plan import ELEMENTS, SCALES, TYPES, can_multiply_together
 from .small_batch_table import most_rows
 
@@ -115,13 +115,13 @@ def _(x, data, scale, format, cols, x_global, last, bias, ends, alpha, beta, out
 
 
 def _is_cast_here(cast: Cast, x: Tensor) -> bool:
-    """Whether this file casts: to 32 values under a power of two, or few rows to nvfp4, from 16 bits."""
+    """Whether this file casts: to 32 values under a power of two, or to nvfp4, from 16 bits."""
     f = cast.format
     if cast.rounding is not Rounding.NEAREST or x.dtype not in HALVES:
         return False
     if f.scale is E8M0:
         return f.block == (1, 32)
-    return f.scale is UE4M3 and f.block == (1, 16) and math.prod(x.shape[:-1]) <= WHOLE_ROWS
+    return f.scale is UE4M3 and f.block == (1, 16)
 
 
 def _activations(a: Factor) -> tuple[Tensor, Tensor | None, Cast | None]:

@@ -34,12 +34,14 @@ from .small_batch_plan import (
 from .small_batch_table import choose_plan, gpu_of
 
 PRODUCT = struct.Struct("11Q7I4x2Q2I2f")
-ACTIVATIONS = struct.Struct("4Q5I4x")
+ACTIVATIONS = struct.Struct("5Q6I")
 HEADERS = ("machine.cuh", "elements.cuh", "activations.cuh")
 SOURCES = (*HEADERS, "stages.cuh", "sums.cuh", "result.cuh")
 TOGETHER_SOURCES = (*HEADERS, "stages.cuh", "result.cuh", "words.cuh", "together.cu")
-WHOLE_ROWS = 8
-"""Up to so many rows each block looks at the whole tensor, where a cast wants the largest of it."""
+ACTIVATION_THREADS = {"maxima": 256, "tiles": 256, "activations": 512}
+"""Kernels of activations -> threads of a block."""
+MAXIMA = 128
+"""Blocks that look for the largest magnitude of activations, at most."""
 
 
 class Cut(NamedTuple):
@@ -105,7 +107,13 @@ def cut(
 
 @cache
 def _activations_kernel(
-    device: torch.device, element: ElementFormat, dtype: torch.dtype, copy: int, cast: Cast | None, tiles: int
+    device: torch.device,
+    name: str,
+    element: ElementFormat,
+    dtype: torch.dtype,
+    copy: int,
+    cast: Cast | None,
+    tiles: int,
 ) -> Any:
     row = (
         ("ELEMENT", ELEMENTS[element]),
@@ -114,14 +122,7 @@ def _activations_kernel(
         ("TILES", tiles),
         *cast_constants(cast),
     )
-    return nvrtc.function(device, HEADERS, row, *activations_of(tiles, cast))
-
-
-def activations_of(tiles: int, cast: Cast | None) -> tuple[str, struct.Struct, int]:
-    """The kernel that prepares activations, its arguments, and the threads of a block: of a row, or of eight values
-    each."""
-    alone = tiles > 0 and (cast is None or cast.format.scale is E8M0)
-    return ("tiles", ACTIVATIONS, 256) if alone else ("activations", ACTIVATIONS, 512)
+    return nvrtc.function(device, HEADERS, row, name, ACTIVATIONS, ACTIVATION_THREADS[name])
 
 
 def _prepared(
@@ -136,14 +137,19 @@ def _prepared(
     width, tiles = -(-k // 256) * 256, plan.cols if plan.together else 0
     shape = (-(-rows // tiles) * tiles, k) if tiles else (rows + plan.cols, width)
     out = x.new_empty(shape, dtype=torch.bfloat16 if tiles else torch.float16)
-    scale = x.new_empty(rows, dtype=torch.float32)
-    copy = copy_size(x.data_ptr(), 2 * x.stride(0))
-    kernel = _activations_kernel(x.device, format.element, x.dtype, copy, cast, tiles)
-    name, _, threads = activations_of(tiles, cast)
-    blocks = rows if name == "activations" else -(-rows * k // (8 * threads))
-    count = (0, 0) if counters is None else (counters.data_ptr(), counters.numel())
-    pointers = x.data_ptr(), out.data_ptr(), scale.data_ptr(), count[0]
-    kernel(blocks, 1, 4 * WHOLE_ROWS, (*pointers, k, width, x.stride(0), rows, count[1]))
+    blocks = 0
+    if cast is not None and cast.format.global_scale:
+        blocks = min(MAXIMA, -(-rows * k // (16 * ACTIVATION_THREADS["maxima"])))
+    scale = x.new_empty(rows + blocks, dtype=torch.float32)  # and the bits of maxima after them
+    zeroed = (0, 0) if counters is None else (counters.data_ptr(), counters.numel())
+    kind = format.element, x.dtype, copy_size(x.data_ptr(), 2 * x.stride(0)), cast, tiles
+    pointers = x.data_ptr(), out.data_ptr(), scale.data_ptr(), zeroed[0], scale.data_ptr() + 4 * rows
+    arguments = (*pointers, k, width, x.stride(0), rows, zeroed[1], blocks)
+    if blocks:
+        _activations_kernel(x.device, "maxima", *kind)(blocks, 1, 4, arguments)
+    name = "tiles" if tiles else "activations"
+    count = -(-rows * k // (8 * ACTIVATION_THREADS[name])) if tiles else rows
+    _activations_kernel(x.device, name, *kind)(count, 1, 4, arguments)
     return out, scale
 
 

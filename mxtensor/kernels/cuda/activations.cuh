@@ -227,36 +227,75 @@ DEVICE void convert(u8* to, u32 stride, const Rows& r, const Rows& all, u32* max
 
 struct ActivationArguments {
     const u16* x;
-    u16* out;      // (rows, width): k rounded up to 256; or tiles
-    float* scale;  // of each row
+    u16* out;       // (rows, width): k rounded up to 256; or tiles
+    float* scale;   // of each row
     u32* counters;  // to be zeroed, so many
-    u32 k, width, x_stride, rows, counted;
+    u32* maxima;    // of each block of ``maxima``, where the cast wants the largest magnitude of the tensor
+    u32 k, width, x_stride, rows, counted, blocks;
 };
 
-// In tiles, eight values a thread, unless the cast wants the largest magnitude of the tensor.
+DEVICE void raise_by_block(u32* shared, u32 value) {  // all threads of a block
+    value = largest(value, 32);
+    if (thread() % 32 == 0) raise_to(shared, value);
+    sync_block();
+}
+
+// The largest magnitude of each block's share.
+KERNEL void BOUNDS(256, 1) maxima(const ActivationArguments a) {
+    let_next_start();
+    u32* shared = reinterpret_cast<u32*>(shared_memory());
+    u32 across = (a.k + 7) / 8, count = a.rows * across, amax = 0;
+    if (thread() == 0) *shared = 0;
+    sync_block();
+    wait_for_previous();
+    Rows r = {a.x, a.x_stride, a.k, 0, a.rows, 0, a.k};
+#pragma unroll 4
+    for (u32 i = block_x() * threads() + thread(); i < count; i += blocks_x() * threads()) {
+        u32 bits = amax_of(load_eight(r, i / across, i % across * 8));
+        amax = bits > amax ? bits : amax;
+    }
+    raise_by_block(shared, amax);
+    if (thread() == 0) a.maxima[block_x()] = *shared;
+}
+
+// The largest of those into zeroed ``shared``; all threads of a block.
+DEVICE void take_maxima(u32* shared, const ActivationArguments& a) {
+    u32 amax = 0;
+    for (u32 i = thread(); i < a.blocks; i += threads()) amax = a.maxima[i] > amax ? a.maxima[i] : amax;
+    raise_by_block(shared, amax);
+}
+DEVICE void zero_counters(const ActivationArguments& a) {
+    for (u32 i = block_x() * threads() + thread(); i < a.counted; i += blocks_x() * threads()) a.counters[i] = 0;
+}
+
+// In tiles, eight values a thread.
 KERNEL void BOUNDS(256, 1) tiles(const ActivationArguments a) {
     let_next_start();
+    u32* whole = reinterpret_cast<u32*>(shared_memory());
     Rows r = {a.x, a.x_stride, a.k, 0, a.rows, 0, a.k};
     u32 across = a.k / 8, i = block_x() * threads() + thread(), row = i / across, at = i % across * 8;
     bool there = row < a.rows;  // or else a thread casts along with its neighbours, and writes nothing
+    if (CAST == TWO_LEVELS && thread() == 0) *whole = 0;
+    if (CAST == TWO_LEVELS) sync_block();
     wait_for_previous();
     Eight values = load_eight(r, there ? row : 0, at);
-    write_eight(reinterpret_cast<u8*>(a.out), r, row, there ? at : a.k, values, 0, 0);
-    if (i < a.rows) a.scale[i] = 1.0f;
-    for (; i < a.counted; i += blocks_x() * threads()) a.counters[i] = 0;
+    if (CAST == TWO_LEVELS) take_maxima(whole, a);
+    u32 amax = CAST == TWO_LEVELS ? *whole : 0;
+    write_eight(reinterpret_cast<u8*>(a.out), r, row, there ? at : a.k, values, 0, amax);
+    if (i < a.rows) a.scale[i] = scale_of_row(&amax, 0, 1);
+    zero_counters(a);
 }
 
-// One row a block; all rows are looked at where the cast wants the largest magnitude of the tensor.
+// One row a block.
 KERNEL void BOUNDS(512, 1) activations(const ActivationArguments a) {
     let_next_start();
-    u32* maxima = reinterpret_cast<u32*>(shared_memory());
-    u32 row = block_x(), first = CAST == TWO_LEVELS ? 0 : row, rows = CAST == TWO_LEVELS ? a.rows : 1;
-    if (thread() < rows) maxima[thread()] = 0;
+    u32 *amax = reinterpret_cast<u32*>(shared_memory()), row = block_x();
+    if (thread() == 0) *amax = 0;
     sync_block();
     wait_for_previous();
-    Rows all = {a.x + u64(first) * a.x_stride, a.x_stride, a.k, first, rows, 0, a.width};
+    if (CAST == TWO_LEVELS) take_maxima(amax, a);  // which those of the row do not exceed
     Rows mine = {a.x + u64(row) * a.x_stride, a.x_stride, a.k, row, 1, 0, a.width};
-    convert(reinterpret_cast<u8*>(a.out + (TILES > 0 ? 0 : u64(row) * a.width)), 0, mine, all, maxima);
-    if (thread() == 0) a.scale[row] = scale_of_row(maxima, row - first, rows);
-    for (u32 i = block_x() * threads() + thread(); i < a.counted; i += blocks_x() * threads()) a.counters[i] = 0;
+    convert(reinterpret_cast<u8*>(a.out + u64(row) * a.width), 0, mine, mine, amax);
+    if (thread() == 0) a.scale[row] = scale_of_row(amax, 0, 1);
+    zero_counters(a);
 }
