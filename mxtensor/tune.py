@@ -63,15 +63,7 @@ def staged(bits: int, rows: int, n: int, k: int, gpu: Gpu) -> Iterator[Plan]:
 def together(bits: int, rows: int, n: int, k: int, gpu: Gpu) -> Iterator[Plan]:
     """Plans in which four warps multiply together."""
     least = next((t for t in (1, 2, 4, 8, 16) if 8 * t >= rows), 16)
-    under_way = (
-        (8, 2),
-        (8, 4),
-        (12, 3),
-        (12, 6),
-        (16, 8),
-        (4, 2),
-        (6, 3),
-    )  # tiles, chunks; the last two for 256 columns
+    under_way = ((8, 2), (8, 4), (12, 3), (12, 6), (16, 8), (4, 2), (6, 3))  # tiles, chunks; two for 256 columns
     numbers = ((least, 32) if rows > 128 else (least,), (8, 12, 16), (1, 2), under_way, (1, 2, 3, 4, 6, 8))
     for nt, wr, blocks, (stages, ahead), split, how in itertools.product(*numbers, ("", "whole", "apart")):
         if (nt == 32) != (stages < 8):
@@ -80,9 +72,9 @@ def together(bits: int, rows: int, n: int, k: int, gpu: Gpu) -> Iterator[Plan]:
         warps, held = wr * blocks, 4 * nt + ahead * 2 * bits  # registers for sums and for what is under way
         if warps > (16 if nt <= 8 else 12 if nt == 16 else 8) or (blocks == 2 and wr != 8) or (wr == 12 and nt != 16):
             continue
-        if held > (64 if warps == 16 else 128 if warps == 12 else 176) or (
-            how == "whole" and (stages > 8 or rows > 16)
-        ):
+        if held > (64 if warps == 16 else 128 if warps == 12 else 176):
+            continue
+        if how == "whole" and (stages > 8 or rows > 16):
             continue
         if (split == 1 and how == "apart") or (split in (3, 6) and how != "apart"):
             continue

@@ -31,7 +31,7 @@ from .small_batch_plan import (
     copy_size,
     room_of,
 )
-from .small_batch_table import choose_plan, gpu_of
+from .small_batch_table import BY_WARPS, choose_plan, gpu_of
 
 PRODUCT = struct.Struct("11Q7I4x2Q2I2f")
 ACTIVATIONS = struct.Struct("5Q6I")
@@ -160,7 +160,7 @@ def launch(
 ) -> Tensor:  # fmt: skip
     """The product as ``small_batch`` has it, cut up by ``plan`` where one is given."""
     device, rows, (*_, width, bytes_a_row), (*_, scale_rows, scale_cols) = x.device, x.shape[0], data.shape, scale.shape
-    if rows > 128 and ends is None:  # so many are multiplied together or by a detour: worth a copy that is aligned
+    if rows > BY_WARPS and ends is None:  # so many are multiplied together or by a detour: worth a copy that is aligned
         data, scale = (t if t.data_ptr() % 16 == 0 else t.clone() for t in (data, scale))
     groups = 0 if ends is None else data.shape[0]
     out = x.new_zeros(rows, width, dtype=out_dtype) if groups else x.new_empty(rows, width, dtype=out_dtype)

@@ -86,21 +86,8 @@ def plan_of(values: Sequence[int]) -> Plan:
     return Plan._make(bool(v) if kind in (bool, "bool") else v for v, kind in zip(values, kinds, strict=True))
 
 
-PLAN = (
-    "MT",
-    "NT",
-    "WR",
-    "WK",
-    "SLABS",
-    "STAGES",
-    "BLOCKS",
-    "SPLIT",
-    "WHOLE_X",
-    "TOGETHER",
-    "AHEAD",
-    "RESIDENT",
-    "APART",
-)
+PLAN = ("MT", "NT", "WR", "WK", "SLABS", "STAGES", "BLOCKS", "SPLIT", "WHOLE_X", "TOGETHER", "AHEAD", "RESIDENT",
+        "APART")  # fmt: skip
 """The fields of a plan as the sources name them."""
 
 

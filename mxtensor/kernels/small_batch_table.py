@@ -39,6 +39,8 @@ SHARED = {
 }
 """Compute capability -> bytes of shared memory of a block (CUDA C++ Programming Guide, compute capabilities); others
 have what the least of them has."""
+BY_WARPS = 128
+"""Rows up to which plans are worth it whose warps multiply each for itself, where others might multiply together."""
 LAST = Plan(1, 1, 1, 4, 4, 2, 1, 1, False)
 """A plan that any GPU has room for."""
 
@@ -102,7 +104,7 @@ def most_rows(capability: tuple[int, int], together: bool = True) -> int:
     """
     if capability != TOGETHER:
         return 64
-    return 512 if together else 128
+    return 512 if together else BY_WARPS
 
 
 def fitted(plan: Plan, m: int) -> Plan:

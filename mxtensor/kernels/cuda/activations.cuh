@@ -20,6 +20,16 @@ DEVICE u32 largest(u32 value, u32 lanes) {  // of so many neighbouring threads
 
 enum { NO_CAST, POWER_OF_TWO, TWO_LEVELS };
 
+DEVICE u32 amax_of(const float (&x)[8]) {  // its bits
+    u32 amax = 0;
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        u32 bits = bits_of_float(x[i]) & 0x7FFFFFFF;
+        amax = bits > amax ? bits : amax;
+    }
+    return amax;
+}
+
 #if CAST
 // The nearest float of so many mantissa bits and least exponent, ties to even: added to a power of two whose lowest bit
 // is worth one step there, and taken off.
@@ -54,13 +64,7 @@ DEVICE float encoding(u32 amax) {
 
 // Eight values of a block that four neighbouring threads hold, or two of nvfp4; ``whole``: bits of the tensor's amax.
 DEVICE void cast_eight(float (&x)[8], u32 whole) {
-    u32 amax = 0;
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-        u32 bits = bits_of_float(x[i]) & 0x7FFFFFFF;
-        amax = bits > amax ? bits : amax;
-    }
-    amax = largest(amax, CAST == TWO_LEVELS ? 2 : 4);
+    u32 amax = largest(amax_of(x), CAST == TWO_LEVELS ? 2 : 4);
     float down, up;
     if constexpr (CAST == TWO_LEVELS) {
         float encode = encoding(whole);
@@ -78,9 +82,9 @@ DEVICE void cast_eight(float (&x)[8], u32 whole) {
 }
 #endif
 
-struct Rows {  // of activations from row ``row`` on, from column ``first`` on ``count`` of them; zeros after column ``k``
+struct Rows {  // of activations, from column ``first`` on ``count`` of them; zeros after column ``k``
     const u16* x;
-    u32 stride, k, row, rows, first, count;
+    u32 stride, k, rows, first, count;
 };
 
 struct Eight {  // neighbours of a row, two in a word
@@ -106,14 +110,19 @@ DEVICE float value_of(const Eight& x, int i) {
     u32 bits = x.words[i / 2] >> (16 * (i % 2)) & 0xFFFF;
     return X == FLOAT16 ? float_of_half(bits) : float_of_bits(bits << 16);
 }
-DEVICE u32 amax_of(const Eight& x) {  // its bits
-    u32 amax = 0;
+DEVICE void values_of(float (&x)[8], const Eight& values) {
 #pragma unroll
-    for (int i = 0; i < 8; i++) {
-        u32 bits = bits_of_float(value_of(x, i)) & 0x7FFFFFFF;
-        amax = bits > amax ? bits : amax;
-    }
-    return amax;
+    for (int i = 0; i < 8; i++) x[i] = value_of(values, i);
+}
+DEVICE u32 amax_of(const Eight& values) {
+    float x[8];
+    values_of(x, values);
+    return amax_of(x);
+}
+
+DEVICE void raise_by_warp(u32* shared, u32 value) {  // to the largest of a warp's
+    value = largest(value, 32);
+    if (thread() % 32 == 0) raise_to(shared, value);
 }
 
 // The largest of the maxima of some rows.
@@ -139,8 +148,7 @@ DEVICE void find_maxima(u32* maxima, const Rows& r) {
             u32 bits = amax_of(load_eight(r, row, r.first + 8 * i));
             amax = bits > amax ? bits : amax;
         }
-        amax = largest(amax, 32);
-        if (thread() % 32 == 0) raise_to(maxima + row, amax);
+        raise_by_warp(maxima + row, amax);
     }
 }
 
@@ -150,7 +158,6 @@ DEVICE float scale_of_row(const u32* maxima, u32 row, u32 rows) {
     u32 amax = largest_of(maxima, rows);
     return has_global_scale(amax) ? float_of_bits(amax) / (448 * CAST_MAX) : 1.0f;
 #else
-    if constexpr (TILES > 0) return 1.0f;
     return power(exponent_of(maxima[row]));
 #endif
 }
@@ -171,19 +178,29 @@ DEVICE void write_in_tile(u8* to, u32 row, u32 at, u32 chunks, const float (&x)[
 DEVICE void write_eight(u8* to, const Rows& r, u32 row, u32 at, const Eight& values, u32 amax, u32 whole) {
     u32 words[4];
     float x[8], factor = power(-exponent_of(amax));
-#pragma unroll
-    for (int j = 0; j < 8; j++) x[j] = value_of(values, j);
+    values_of(x, values);
 #if CAST
     cast_eight(x, whole);
 #endif
     if constexpr (TILES > 0) {
-        if (at < r.k) write_in_tile(to, r.row + row, at, r.k / 128, x);
+        if (at < r.k) write_in_tile(to, row, at, r.k / 128, x);
         return;
     }
 #pragma unroll
     for (int j = 0; j < 4; j++) words[j] = pair_of_halves(x[2 * j] * factor, x[2 * j + 1] * factor);
     in_order(words);
     *reinterpret_cast<uint4*>(to + 2 * at) = {words[0], words[1], words[2], words[3]};
+}
+
+// The i-th eight values of all rows, and into tiles; after the last, a thread casts along with its neighbours, and writes
+// nothing.
+DEVICE Eight load_turn(const Rows& r, u32 i) {
+    u32 across = r.count / 8, row = i / across;
+    return load_eight(r, row < r.rows ? row : 0, i % across * 8);
+}
+DEVICE void write_turn(u8* to, const Rows& r, u32 i, const Eight& values, u32 whole) {
+    u32 across = r.count / 8, row = i / across;
+    write_eight(to, r, row, row < r.rows ? i % across * 8 : r.k, values, 0, whole);
 }
 
 constexpr int HELD = 4;  // of Eight, a thread: what is read once where that is all
@@ -202,8 +219,7 @@ DEVICE void convert(u8* to, u32 stride, const Rows& r, const Rows& all, u32* max
         for (int h = 0; h < HELD; h++) {  // a warp has one row: ``across`` is a multiple of 32
             u32 i = thread() + h * threads();
             if (i >= count) continue;
-            u32 amax = largest(amax_of(held[h]), 32);
-            if (thread() % 32 == 0) raise_to(maxima + i / across, amax);
+            raise_by_warp(maxima + i / across, amax_of(held[h]));
         }
         sync_block();
 #pragma unroll
@@ -234,9 +250,8 @@ struct ActivationArguments {
     u32 k, width, x_stride, rows, counted, blocks;
 };
 
-DEVICE void raise_by_block(u32* shared, u32 value) {  // all threads of a block
-    value = largest(value, 32);
-    if (thread() % 32 == 0) raise_to(shared, value);
+DEVICE void raise_by_block(u32* shared, u32 value) {  // to the largest of a block's
+    raise_by_warp(shared, value);
     sync_block();
 }
 
@@ -248,7 +263,7 @@ KERNEL void BOUNDS(256, 1) maxima(const ActivationArguments a) {
     if (thread() == 0) *shared = 0;
     sync_block();
     wait_for_previous();
-    Rows r = {a.x, a.x_stride, a.k, 0, a.rows, 0, a.k};
+    Rows r = {a.x, a.x_stride, a.k, a.rows, 0, a.k};
 #pragma unroll 4
     for (u32 i = block_x() * threads() + thread(); i < count; i += blocks_x() * threads()) {
         u32 bits = amax_of(load_eight(r, i / across, i % across * 8));
@@ -272,16 +287,15 @@ DEVICE void zero_counters(const ActivationArguments& a) {
 KERNEL void BOUNDS(256, 1) tiles(const ActivationArguments a) {
     let_next_start();
     u32* whole = reinterpret_cast<u32*>(shared_memory());
-    Rows r = {a.x, a.x_stride, a.k, 0, a.rows, 0, a.k};
-    u32 across = a.k / 8, i = block_x() * threads() + thread(), row = i / across, at = i % across * 8;
-    bool there = row < a.rows;  // or else a thread casts along with its neighbours, and writes nothing
+    Rows r = {a.x, a.x_stride, a.k, a.rows, 0, a.k};
+    u32 i = block_x() * threads() + thread();
     if (CAST == TWO_LEVELS && thread() == 0) *whole = 0;
     if (CAST == TWO_LEVELS) sync_block();
     wait_for_previous();
-    Eight values = load_eight(r, there ? row : 0, at);
+    Eight values = load_turn(r, i);
     if (CAST == TWO_LEVELS) take_maxima(whole, a);
     u32 amax = CAST == TWO_LEVELS ? *whole : 0;
-    write_eight(reinterpret_cast<u8*>(a.out), r, row, there ? at : a.k, values, 0, amax);
+    write_turn(reinterpret_cast<u8*>(a.out), r, i, values, amax);
     if (i < a.rows) a.scale[i] = scale_of_row(&amax, 0, 1);
     zero_counters(a);
 }
@@ -294,7 +308,7 @@ KERNEL void BOUNDS(512, 1) activations(const ActivationArguments a) {
     sync_block();
     wait_for_previous();
     if (CAST == TWO_LEVELS) take_maxima(amax, a);  // which those of the row do not exceed
-    Rows mine = {a.x + u64(row) * a.x_stride, a.x_stride, a.k, row, 1, 0, a.width};
+    Rows mine = {a.x + u64(row) * a.x_stride, a.x_stride, a.k, 1, 0, a.width};
     convert(reinterpret_cast<u8*>(a.out + u64(row) * a.width), 0, mine, mine, amax);
     if (thread() == 0) a.scale[row] = scale_of_row(amax, 0, 1);
     zero_counters(a);

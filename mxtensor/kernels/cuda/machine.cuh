@@ -27,18 +27,25 @@ DEVICE void sync_block() { __syncthreads(); }
 DEVICE void sync_warp() { __syncwarp(); }
 DEVICE u32 from_lane_xor(u32 value, u32 mask) { return __shfl_xor_sync(0xFFFFFFFF, value, mask); }
 
+DEVICE u32 shared_address(const void* at) { return static_cast<u32>(__cvta_generic_to_shared(at)); }
+
 // A cluster of blocks (sm_90) lies along z: rank, barrier, and what another block has in shared memory.
 DEVICE void sync_cluster() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 #endif
 }
+DEVICE u32 address_in_block(const void* mine, u32 rank) {
+    u32 there = 0;
+#if __CUDA_ARCH__ >= 900
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(mine)), "r"(rank));
+#endif
+    return there;
+}
 DEVICE float read_of_block(const float* mine, u32 rank) {
     float value = *mine;
 #if __CUDA_ARCH__ >= 900
-    u32 address = static_cast<u32>(__cvta_generic_to_shared(mine)), there;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
-    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(there) : "memory");
+    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(address_in_block(mine, rank)) : "memory");
 #endif
     return value;
 }
@@ -60,7 +67,7 @@ DEVICE void wait_for_previous() {
 // Copies of BYTES from global to shared memory, zeros where ``there`` is false; asynchronous from 4 bytes on.
 template <int BYTES> DEVICE void copy(void* to, const void* from, bool there) {
     if constexpr (BYTES >= 4) {
-        u32 address = static_cast<u32>(__cvta_generic_to_shared(to)), size = there ? BYTES : 0;
+        u32 address = shared_address(to), size = there ? BYTES : 0;
         if constexpr (BYTES == 16)
             asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(address), "l"(from), "r"(size));
         else
@@ -158,7 +165,7 @@ DEVICE void multiply(float (&d)[4], const u32* a, u32 b0, u32 b1) { multiply_add
 // eight pieces of 16 bytes lie in the order piece ^ (row % 8). ``x`` says where, 32 bytes for each 16 columns.
 #ifdef GROUP_TEXT  // the instruction and its sums, of as many columns as the plan has
 DEVICE u64 place_of(const u8* x) {
-    u64 address = static_cast<u32>(__cvta_generic_to_shared(x));
+    u64 address = shared_address(x);
     return (address & 0x3FFFF) >> 4 | 1ull << 16 | 64ull << 32 | 1ull << 62;  // 1024 bytes from 8 rows to the next 8
 }
 DEVICE constexpr u64 step_of(u32 bytes) { return bytes >> 4; }  // from one place to another
@@ -177,7 +184,6 @@ template <int N> DEVICE void settle(float (&d)[N][4]) {  // what a wait has comp
 }
 
 // Barriers in shared memory, which count arrivals and bytes; their phases are numbered from 0.
-DEVICE u32 shared_address(const void* at) { return static_cast<u32>(__cvta_generic_to_shared(at)); }
 DEVICE void begin_barrier(u64* barrier, u32 count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count) : "memory");
 }
@@ -204,10 +210,9 @@ DEVICE void copy_whole(void* to, const void* from, u32 bytes, u64* barrier) {
 DEVICE void show_to_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }  // what was written
 DEVICE void add_four_of_block(float (&sum)[4], const float* mine, u32 rank) {  // as ``read_of_block``
     float value[4];
-    u32 there;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(mine)), "r"(rank));
     asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(value[0]), "=f"(value[1]), "=f"(value[2]), "=f"(value[3]) : "r"(there) : "memory");
+                 : "=f"(value[0]), "=f"(value[1]), "=f"(value[2]), "=f"(value[3])
+                 : "r"(address_in_block(mine, rank)) : "memory");
 #pragma unroll
     for (int i = 0; i < 4; i++) sum[i] += value[i];
 }

@@ -99,8 +99,8 @@ DEVICE void read_x(const Arguments& a, const u16* x, u32 rows, u32 first, u32 co
     if (thread() < COLS) maxima[thread()] = 0;
     sync_block();
     wait_for_previous();
-    Rows mine = {x, a.x_stride, a.k, 0, rows, first, count};
-    Rows all = {x, a.x_stride, a.k, 0, rows, 0, (a.k + 255) / 256 * 256};
+    Rows mine = {x, a.x_stride, a.k, rows, first, count};
+    Rows all = {x, a.x_stride, a.k, rows, 0, (a.k + 255) / 256 * 256};
     convert(to + WHOLE_HEAD, stride, mine, all, maxima);
     if (thread() < rows) scale[thread()] = scale_of_row(maxima, thread(), rows);
 }

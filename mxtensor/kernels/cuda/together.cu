@@ -12,7 +12,7 @@ constexpr int CHUNK = 128, CODES_A_CHUNK = 16 * BITS;  // columns of w at a time
 constexpr int TILE = COLS * 128;                      // bytes of x for half a chunk
 constexpr int SUMS_APART = ROWS + 4;                  // float32, from one row of x to the next: free of conflicts
 constexpr int RING = STAGES * TILE > 4 * COLS * SUMS_APART ? STAGES * TILE : 4 * COLS * SUMS_APART;  // bytes
-constexpr int BARRIERS = WHOLE_X ? 0 : 2 * STAGES;    // for tiles that come and that have been read
+constexpr int BARRIERS = 2 * STAGES;                  // for tiles that come and that have been read
 constexpr int UNDER_WAY = STAGES - 2;                 // tiles: warps may be a tile apart and do not wait for each other
 constexpr int ROUND = STAGES / 2;                     // chunks until tiles lie where others lay
 static_assert(STAGES % 2 == 0 && ROUND % AHEAD == 0, "places of tiles and chunks are known in the loop");
@@ -206,20 +206,17 @@ DEVICE void write(const Arguments& a, const Total& sums, float* shared) {
 // The tiles' barriers, twice: once more for careful blocks.
 DEVICE void begin_barriers(u64* barriers) {
     if (thread() == 0)
-        for (int i = 0; i < 4 * STAGES; i++) begin_barrier(barriers + i, i / STAGES % 2 ? WR : 1);
+        for (int i = 0; i < 2 * BARRIERS; i++) begin_barrier(barriers + i, i / STAGES % 2 ? WR : 1);
     show_barriers();
 }
 
 // All tiles of this block's chunks, by itself.
 DEVICE void write_tiles(const Arguments& a, u32 first, u32 count, u8* to) {
     u32 x_row = block_y() * COLS, rows = a.m - x_row < COLS ? a.m - x_row : COLS, across = count * (CHUNK / 8);
-    Rows r = {a.x + u64(x_row) * a.x_stride + first * CHUNK, a.x_stride, count * CHUNK, 0, rows, 0, count * CHUNK};
+    Rows r = {a.x + u64(x_row) * a.x_stride + first * CHUNK, a.x_stride, count * CHUNK, rows, 0, count * CHUNK};
 #pragma unroll 2
-    for (u32 i = thread(); i < (rows * across + 31) / 32 * 32; i += THREADS) {  // whole warps, which cast together
-        u32 row = i / across, at = i % across * 8;
-        bool there = row < rows;
-        write_eight(to, r, row, there ? at : r.k, load_eight(r, there ? row : 0, at), 0, 0);
-    }
+    for (u32 i = thread(); i < (rows * across + 31) / 32 * 32; i += THREADS)  // whole warps, which cast together
+        write_turn(to, r, i, load_turn(r, i), 0);
     show_to_products();
 }
 

@@ -84,12 +84,15 @@ DEVICE u32 shown_by(u32 scales) {
     else return scales | ((scales & 0x7F7F) + 0x0101);  // a NaN, or a sign
 }
 
+// 2^EXPONENT times the value of an e4m3 in both halves, its sign in bit 15 and the rest from bit 4 on.
+template <int EXPONENT> DEVICE u32 scaled_e4m3(u32 moved) {
+    return multiply_pair(multiply_pair(moved, (ONE + (120 << 7)) * TWICE), (ONE + EXPONENT * 128) * TWICE);
+}
+
 // What multiplies the words of a piece with this scale.
 DEVICE u32 multiplier(u32 scale) {
     if constexpr (SCALE == E8M0) return scale * (TWICE << 7) + u32((LIFT - DOWN) << 7) * TWICE;
-    else if constexpr (SCALE == UE4M3)
-        return multiply_pair(multiply_pair(scale * (TWICE << 4), (ONE + (120 << 7)) * TWICE),
-                             (ONE + ((LIFT - DOWN) << 7)) * TWICE);
+    else if constexpr (SCALE == UE4M3) return scaled_e4m3<LIFT - DOWN>(scale * (TWICE << 4));
     else return (ONE + (LIFT << 7)) * TWICE;
 }
 
@@ -98,9 +101,7 @@ DEVICE u32 careful_multiplier(u32 scale) {
     if constexpr (SCALE == E8M0) return (scale == 0 ? 0x0040 : scale == 255 ? 0x7FFF : scale << 7) * TWICE;
     else if constexpr (SCALE == UE4M3) {
         u32 moved = (scale & 0x7F) * (TWICE << 4) | (scale & 0x80) * (TWICE << 8);
-        return (scale & 0x7F) == 0x7F
-                   ? 0x7FFF * TWICE
-                   : multiply_pair(multiply_pair(moved, (ONE + (120 << 7)) * TWICE), (ONE - (DOWN << 7)) * TWICE);
+        return (scale & 0x7F) == 0x7F ? 0x7FFF * TWICE : scaled_e4m3<-DOWN>(moved);
     }
     else return ONE * TWICE;
 }
