@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 import torch
-from ranks import WORLD, run
+from ranks import DEVICE, WORLD, run
 from torch import nn
 
 import mxtensor as mx
@@ -91,6 +91,13 @@ def all_ranks(tmp_path_factory):
         if not kept.exists():
             kept.write_bytes(pickle.dumps(run(folder)))
     return pickle.loads(kept.read_bytes())
+
+
+@pytest.fixture
+def on_their_device():
+    """Makes tensors where the ranks do, whose random numbers and sums are that device's."""
+    with torch.device(DEVICE):
+        yield
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from fsdp_cases import ROWS, WIDTH, held, local_of, message, net, plain, shard, whole
+from fsdp_cases import ROWS, WIDTH, adamw, held, local_of, message, net, plain, shard, whole
 from ranks import case
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -53,7 +53,7 @@ def losses(model, optimizer, data, rank=None):
 def made(recipe, sharded=True):
     model = net(FEATURES, recipe)
     model = shard(model) if sharded else model
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return model, adamw(model)
 
 
 def state(model, optimizer):

@@ -65,11 +65,17 @@ def whole(t):
     return t.full_tensor().to(DEVICE) if hasattr(t, "full_tensor") else t
 
 
+def adamw(model, **options):
+    """AdamW that rounds alike for every kind of parameter: on a GPU torch steps plain tensors and DTensors by its foreach
+    kernels, and parameters of a class of their own, as in one process, by a loop."""
+    return torch.optim.AdamW(model.parameters(), **{"lr": 1e-2, "foreach": False} | options)
+
+
 def compare(model, reference, rank, steps=STEPS, call=None, its_call=None, dtype=torch.float32, micro=1):
     """Steps of AdamW over other data on each rank, beside the reference over the data of all: for each step whether
     the loss and every gradient are the same, to the bit; then whether every parameter is."""
     call, its_call, world = call or model, its_call or reference, dist.get_world_size()
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, reference)]
+    optimizers = [adamw(m) for m in (model, reference)]
     torch.manual_seed(1)
     same = []
     for _ in range(steps):
@@ -362,7 +368,7 @@ def quantized_parameters(rank, folder):
         model, reference = (held(features, format, orientation, trains) for _ in range(2))
         shard(model)
         kinds = {type(layer.weight.to_local()).__name__ for layer in (model[0], model[2])}
-        optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, reference)]
+        optimizers = [adamw(m) for m in (model, reference)]
         torch.manual_seed(1)
         same = []
         for _ in range(3):
@@ -436,7 +442,7 @@ def modules_of_transformer_engine(rank, folder):
         "main_grad later": {"fuse_wgrad_accumulation": True, "delay_wgrad_compute": True},
     }.items():  # fmt: skip
         model, reference = shard(modules(**options)), modules()
-        optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, reference)]
+        optimizers = [adamw(m) for m in (model, reference)]
         same = []
         torch.manual_seed(1)
         for step in range(2):

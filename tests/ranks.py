@@ -20,6 +20,7 @@ import torch.distributed as dist
 MODULES = ("fsdp_cases", "dcp_cases", "train_cases", "parallel_cases", "bench_cases")
 WORLD = 2
 DEVICE = "cuda" if torch.cuda.device_count() >= WORLD else "cpu"
+BACKEND = "cpu:gloo,cuda:nccl" if DEVICE == "cuda" else "gloo"
 
 
 def case(function):
@@ -48,8 +49,7 @@ def work(rank, folder):
     if DEVICE == "cuda":
         torch.cuda.set_device(rank)
         torch.set_default_device(f"cuda:{rank}")
-    backend = "cpu:gloo,cuda:nccl" if DEVICE == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=store, rank=rank, world_size=WORLD, timeout=limit)
+    dist.init_process_group(BACKEND, init_method=store, rank=rank, world_size=WORLD, timeout=limit)
     results = {}
     for name, function in cases().items():
         torch.manual_seed(0)

@@ -37,6 +37,7 @@ def test_what_is_saved_is_plain_and_goes_on(ranks):
             assert saved == {"DTensor Tensor"} and stays == {"TrainingWeight"}
 
 
+@pytest.mark.usefixtures("on_their_device")
 @pytest.mark.parametrize("name", RECIPES)
 def test_two_ranks_to_one_process(name, ranks):
     first, second = (results[name] for results in ranks("saved_and_resumed"))
@@ -51,6 +52,7 @@ def test_one_process_to_two_ranks(ranks):
         assert went_on == resumed and len(went_on) == STEPS
 
 
+@pytest.mark.usefixtures("on_their_device")
 def test_into_high_precision_and_back(ranks, tmp_path):
     """The file holds the values of an ordinary model: one loads it, saves it, and the quantized model goes on."""
     first, second = (results["one copy"] for results in ranks("saved_and_resumed"))
@@ -92,6 +94,7 @@ def test_codes_are_saved_as_codes(ranks):
         assert same and not before and kinds == {"MXTensor"}
 
 
+@pytest.mark.usefixtures("on_their_device")
 def test_codes_of_two_ranks_in_one_process(ranks):
     path = ranks("codes_saved")[0][-1]
     expected, model = (held(128, "mxfp8[32x32]", "rowwise", False) for _ in range(2))
@@ -119,7 +122,7 @@ def test_what_is_damaged_raises_on_every_rank_and_the_checkpoint_before_it_is_th
             assert "step-2" in text or (TELLS_LESS and "metadata is None" in text), (file, what, text)
             if file in ("data", "other rank's data"):
                 assert "is damaged: where it holds '" in text
-        assert told["checksums", "gone"][1].count("mx.checkpoint.latest names the last one that is") >= 1
+        assert TELLS_LESS or "mx.checkpoint.latest names the last one that is" in told["checksums", "gone"][1]
         assert twice is not None and "is there already; give each checkpoint a folder of its own" in twice[1]
 
 

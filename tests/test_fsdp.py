@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp_cases import APART, DIMENSIONS, HELD, RECIPES, STEPS, WIDTH, compare, gathers, held, net, shard
-from ranks import cases
+from ranks import BACKEND, cases
 from torch import nn
 
 import mxtensor as mx
@@ -188,8 +188,8 @@ def test_mistakes_are_the_same_on_every_rank(ranks):
 
 
 @pytest.fixture
-def alone():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+def alone(on_their_device):
+    dist.init_process_group(BACKEND, store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 

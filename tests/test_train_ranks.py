@@ -63,6 +63,7 @@ def test_under_torchrun(option, settings, close, tmp_path):
     said = f"mx.explain() of one step in mxfp8, {layers} quantized layers: {layers} fprop by emulated"
     assert done.stdout.count(said) == 1
     assert picture.is_file()
+    settings = replace(settings, device="cpu")
     alone, run = Run.of(settings), Run.of(settings)
     run.settings = replace(settings, text=digest(load_text(None)))
     run.load(file)

@@ -5,7 +5,7 @@ from functools import wraps
 from pathlib import Path
 
 import torch
-from fsdp_cases import RECIPES, ROWS, STEPS, WIDTH, held, net
+from fsdp_cases import RECIPES, ROWS, STEPS, WIDTH, adamw, held, net
 from ranks import DEVICE, WORLD, case
 from torch.nn.parallel import DistributedDataParallel
 
@@ -71,7 +71,7 @@ def example_split(rank, folder):
 def compared(model, reference, rank):
     """For each step whether the loss and every gradient under DDP are those of one process with the data of both."""
     parallel = DistributedDataParallel(model)
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, reference)]
+    optimizers = [adamw(m) for m in (model, reference)]
     torch.manual_seed(1)
     same = []
     for _ in range(STEPS):
