@@ -63,24 +63,28 @@ def staged(bits: int, rows: int, n: int, k: int, gpu: Gpu) -> Iterator[Plan]:
 def together(bits: int, rows: int, n: int, k: int, gpu: Gpu) -> Iterator[Plan]:
     """Plans in which four warps multiply together."""
     least = next((t for t in (1, 2, 4, 8, 16) if 8 * t >= rows), 16)
-    under_way = ((8, 2), (8, 4), (12, 3), (12, 6), (16, 8), (4, 2), (6, 3))  # tiles, chunks; two for 256 columns
-    numbers = ((least, 32) if rows > 128 else (least,), (8, 12, 16), (1, 2), under_way, (1, 2, 3, 4, 6, 8))
+    under_way = ((8, 2), (8, 4), (12, 3), (12, 6), (4, 2), (6, 3))  # tiles, chunks; two for 256 columns
+    numbers = ((least, 32) if rows > 128 else (least,), (4, 8, 12, 16), (1, 2, 3), under_way, (1, 2, 3, 4, 6, 8))
     for nt, wr, blocks, (stages, ahead), split, how in itertools.product(*numbers, ("", "whole", "apart")):
-        if (nt == 32) != (stages < 8):
+        whole, apart = how == "whole", how == "apart"
+        plan = Plan(1, nt, wr, 1, 4, stages, blocks, split, whole, True, ahead, 0, apart)
+        held = 4 * nt + ahead * 2 * bits  # registers for sums and for what is under way
+        if (nt == 32) != (stages < 8) or not 8 <= wr * blocks <= 16 or (blocks == 3 and wr != 4):
             continue
-        plan = Plan(1, nt, wr, 1, 4, stages, blocks, split, how == "whole", True, ahead, 0, how == "apart")
-        warps, held = wr * blocks, 4 * nt + ahead * 2 * bits  # registers for sums and for what is under way
-        if warps > (16 if nt <= 8 else 12 if nt == 16 else 8) or (blocks == 2 and wr != 8) or (wr == 12 and nt != 16):
+        if held + 60 > registers(plan) or (ahead > 2 and held < 32):
             continue
-        if held > (64 if warps == 16 else 128 if warps == 12 else 176):
-            continue
-        if how == "whole" and (stages > 8 or rows > 16):
-            continue
-        if (split == 1 and how == "apart") or (split in (3, 6) and how != "apart"):
+        if (split == 1 and apart) or (split in (3, 6) and not apart) or (whole and rows > 16):
             continue
         count = -(-n // plan.rows) * split * -(-rows // plan.cols)
         if count >= 0.6 * gpu.multiprocessors and (split == 1 or count <= blocks * gpu.multiprocessors):
             yield plan
+
+
+def registers(plan: Plan) -> int:
+    """Of a thread that multiplies together with others, as ``cuda/together.cu`` has it."""
+    at_first = 65536 // plan.blocks // plan.threads // 8 * 8
+    fetching = 0 if plan.whole_x else 24 * 128
+    return min((at_first * plan.threads - fetching) // (32 * plan.wr) // 8 * 8, 240)
 
 
 def resident(bits: int, rows: int, n: int, k: int, gpu: Gpu) -> Iterator[Plan]:
@@ -185,7 +189,7 @@ def kinds(rows: int) -> tuple[str, ...]:
     """The kinds of plans worth timing at so many rows."""
     if torch.cuda.get_device_capability() != TOGETHER:
         return ("staged", "resident")
-    return KINDS if 1 < rows <= 64 else ("staged", "resident") if rows == 1 else ("together",)
+    return KINDS if rows <= 64 else ("together",)
 
 
 def fastest(format: Format, m: int, n: int, k: int, kind: str, held: Sequence[Operand]) -> Measured | None:

@@ -52,9 +52,13 @@ static Barrier cluster_barrier;
 static u64 progress;
 static std::function<void()> body;
 
+static void leave(Barrier& barrier) {
+    if (barrier.waiting == --barrier.size && barrier.size) barrier.waiting = 0, barrier.generation++;
+}
 static void run_body() {
     body();
     fiber->done = true, progress++;
+    leave(fiber->block->barrier), leave(cluster_barrier);
     swapcontext(&fiber->context, &scheduler);
 }
 
@@ -105,6 +109,7 @@ static void launch(std::function<void()> kernel, u32 x, u32 y, u32 depth, bool c
 
 DEVICE u32 thread() { return fiber->thread; }
 DEVICE u32 threads() { return fiber->block->size; }
+DEVICE u32 warp_of_block() { return fiber->thread / 32; }
 DEVICE u32 block_x() { return fiber->block->x; }
 DEVICE u32 block_y() { return fiber->block->y; }
 DEVICE u32 block_z() { return fiber->block->z; }
@@ -218,23 +223,6 @@ DEVICE void multiply(float (&d)[4], const u32* a, u32 b0, u32 b1) { multiply_add
 
 // ---------------------------------------------------------------------------------------------- products of four warps
 
-DEVICE float bfloat(u32 word, int i) { return float_of_bits((i ? word >> 16 : word & 0xFFFF) << 16); }
-DEVICE u32 pair_of_bfloat16(float low, float high) { return bfloat16_of(low) | u32(bfloat16_of(high)) << 16; }
-DEVICE u32 multiply_pair(u32 a, u32 b) {
-    return pair_of_bfloat16(bfloat(a, 0) * bfloat(b, 0), bfloat(a, 1) * bfloat(b, 1));
-}
-DEVICE u32 subtract_pair(u32 a, u32 b) {
-    return pair_of_bfloat16(bfloat(a, 0) - bfloat(b, 0), bfloat(a, 1) - bfloat(b, 1));
-}
-DEVICE u32 largest_halves(u32 a, u32 b, u32 c) {
-    u32 out = 0;
-    for (int i = 0; i < 32; i += 16) {
-        short most = -32768;
-        for (u32 word : {a, b, c}) most = short(word >> i) > most ? short(word >> i) : most;
-        out |= u32(u16(most)) << i;
-    }
-    return out;
-}
 DEVICE u64 place_of(const u8* x) { return reinterpret_cast<u64>(x); }
 DEVICE constexpr u64 step_of(u32 bytes) { return bytes; }
 template <int N> DEVICE void multiply_group(float (&d)[N][4], const u32* a, u64 x) {
@@ -251,14 +239,16 @@ template <int N> DEVICE void multiply_group(float (&d)[N][4], const u32* a, u64 
                 u32 at = x % 1024 + 2 * k;
                 const u8* piece = tile + col * 128 + ((at / 16) ^ (col % 8)) * 16 + at % 16;
                 u32 a_word = w.words[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2];
-                sum += double(bfloat(a_word, k % 2)) * bfloat(*reinterpret_cast<const u16*>(piece), 0);
+                sum += double(half(a_word, k % 2)) * half(*reinterpret_cast<const u16*>(piece), 0);
             }
             d[j][e] = sum;
         }
     meet(w.barrier);
 }
-DEVICE void begin_products() {}
+DEVICE void begin_products(u32 (&)[16]) {}
 DEVICE void end_products() {}
+template <int COUNT> DEVICE void take_registers() {}
+template <int COUNT> DEVICE void give_registers() {}
 template <int LATER> DEVICE void wait_for_products() {}
 template <int N> DEVICE void settle(float (&)[N][4]) {}
 

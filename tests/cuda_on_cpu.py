@@ -30,7 +30,6 @@ STRUCTS = {
     "resident": "Arguments",
     "together": "Arguments",
     "activations": "ActivationArguments",
-    "tiles": "ActivationArguments",
     "maxima": "ActivationArguments",
 }
 

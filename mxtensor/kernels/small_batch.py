@@ -66,9 +66,7 @@ def refuses(spec: Spec, a: Factor, b: Factor, args: GemmArgs) -> str | None:
     reason = not_rows_by_matrix(spec, a) or _refuses(spec, a, b, args)
     if reason is None:
         assert isinstance(b, Operand)
-        x, cast = (a.x, a.cast) if isinstance(a, Uncast) else (a, None)
-        half = torch.bfloat16 if not isinstance(x, Tensor) else x.dtype  # values that are rounded are bfloat16
-        together = can_multiply_together(b.format, half, cast, b.shape[-1], 0, (0, 0))
+        together = can_multiply_together(b.format, b.shape[-1], 0, (0, 0))
         rows, most = math.prod(spec.shapes[0][:-1]), most_rows(spec.capability, together)
         if rows > most:
             return f"for at most {most} rows, where reading the weight is what takes the time; these are {rows}"

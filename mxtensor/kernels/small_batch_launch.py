@@ -1,9 +1,9 @@
 """How products of few rows are launched: cut up by a plan, their activations prepared, their sources compiled.
 
 ``cuda/product.cu`` multiplies, by one weight or, rows in groups, by a stack of them; ``cuda/resident.cu`` and, on
-sm_90, ``cuda/together.cu`` by one. Activations come as bfloat16 or float16 and are multiplied as float16, or together
-as bfloat16 (``cuda/activations.cuh``), cast on the way if the weight wants that: in the same launch for a row or two,
-else in one before it.
+sm_90, ``cuda/together.cu`` by one. Activations come as bfloat16 or float16 and are multiplied as float16
+(``cuda/activations.cuh``), cast on the way if the weight wants that: in the same launch for a row or two, else in one
+before it.
 """
 
 from __future__ import annotations
@@ -38,8 +38,10 @@ ACTIVATIONS = struct.Struct("5Q6I")
 HEADERS = ("machine.cuh", "elements.cuh", "activations.cuh")
 SOURCES = (*HEADERS, "stages.cuh", "sums.cuh", "result.cuh")
 TOGETHER_SOURCES = (*HEADERS, "stages.cuh", "result.cuh", "words.cuh", "together.cu")
-ACTIVATION_THREADS = {"maxima": 256, "tiles": 256, "activations": 512}
+ACTIVATION_THREADS = {"maxima": 256, "activations": 512}
 """Kernels of activations -> threads of a block."""
+CAST_BY_ALL = 4
+"""Rows that every block may cast for itself, at most, where warps multiply together."""
 MAXIMA = 128
 """Blocks that look for the largest magnitude of activations, at most."""
 
@@ -75,7 +77,7 @@ def cut(
     """
     rows, width, cols, groups = sizes
     copies = copy_size(lie[0]), copy_size(lie[1]), copy_size(lie[2])
-    gpu, together = gpu_of(device), can_multiply_together(format, types[0], cast, cols, groups, lie)
+    gpu, together = gpu_of(device), can_multiply_together(format, cols, groups, lie)
 
     def possible(plan: Plan) -> bool:
         if not plan.together:
@@ -84,8 +86,8 @@ def cut(
         return together and (not plan.whole_x or (alone and not plan.apart))
 
     def wanted(plan: Plan) -> bool:
-        twice = plan.together and plan.whole_x and cast is not None  # many blocks would make the same cast
-        return possible(plan) and not twice
+        dear = plan.together and plan.whole_x and cast is not None and rows > CAST_BY_ALL
+        return possible(plan) and not dear
 
     plan = given or choose_plan(device, format, -(-rows // (groups or 1)), width, cols, rows, wanted)
     room = room_of(format, plan, rows, width, cols, gpu)
@@ -129,14 +131,14 @@ def _prepared(
     x: Tensor, format: Format, cast: Cast | None, plan: Plan, counters: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """A matrix, cast, as the kernel of ``plan`` reads it, in the order in which codes of ``format`` are decoded, and
-    what scales each row: bfloat16 in tiles of 128 columns, or rows of float16.
+    what scales each row: float16, in rows or in tiles of 128 columns.
 
     What fills the last tile, or as many rows after the last one, nobody has written. ``counters`` become zeros.
     """
     rows, k = x.shape
     width, tiles = -(-k // 256) * 256, plan.cols if plan.together else 0
     shape = (-(-rows // tiles) * tiles, k) if tiles else (rows + plan.cols, width)
-    out = x.new_empty(shape, dtype=torch.bfloat16 if tiles else torch.float16)
+    out = x.new_empty(shape, dtype=torch.float16)
     blocks = 0
     if cast is not None and cast.format.global_scale:
         blocks = min(MAXIMA, -(-rows * k // (16 * ACTIVATION_THREADS["maxima"])))
@@ -147,9 +149,7 @@ def _prepared(
     arguments = (*pointers, k, width, x.stride(0), rows, zeroed[1], blocks)
     if blocks:
         _activations_kernel(x.device, "maxima", *kind)(blocks, 1, 4, arguments)
-    name = "tiles" if tiles else "activations"
-    count = -(-rows * k // (8 * ACTIVATION_THREADS[name])) if tiles else rows
-    _activations_kernel(x.device, name, *kind)(count, 1, 4, arguments)
+    _activations_kernel(x.device, "activations", *kind)(rows, 1, 4, arguments)
     return out, scale
 
 

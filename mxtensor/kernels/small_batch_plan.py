@@ -62,7 +62,8 @@ class Plan(NamedTuple):
 
     @property
     def threads(self) -> int:
-        return 32 * self.wr * self.wk
+        """Of a block; where four warps multiply together, four more fetch activations that are not made here."""
+        return 32 * (self.wr * self.wk + 4 * (self.together and not self.whole_x))
 
     @property
     def rows(self) -> int:
@@ -164,7 +165,7 @@ def group_instruction(cols: int) -> Constants:
     sums = ", ".join(f"%{i}" for i in range(cols // 2))
     left = ", ".join(f"%{cols // 2 + i}" for i in range(4))
     right = f"%{cols // 2 + 4}"
-    text = f"wgmma.mma_async.sync.aligned.m64n{cols}k16.f32.bf16.bf16 {{{sums}}}, {{{left}}}, {right}, 1, 1, 1, 0;"
+    text = f"wgmma.mma_async.sync.aligned.m64n{cols}k16.f32.f16.f16 {{{sums}}}, {{{left}}}, {right}, 1, 1, 1, 0;"
     return (
         ("GROUP_TEXT", f'"{text}"'),
         ("GROUP_SUMS(d)", ", ".join(f'"+f"(d[{i // 4}][{i % 4}])' for i in range(cols // 2))),
@@ -182,11 +183,11 @@ ALIGNED = {8: (16, 4), 6: (16, 1), 4: (16, 1)}
 
 
 def can_multiply_together(
-    format: Format, x: torch.dtype, cast: Cast | None, k: int, groups: int, lie: Sequence[int]
+    format: Format, k: int, groups: int, lie: Sequence[int]
 ) -> bool:
-    """Whether four warps may: whole chunks of columns, for activations that bfloat16 holds. ``lie`` as for ``cut``."""
+    """Whether four warps may: whole chunks of columns. ``lie`` as for ``cut``."""
     kind, (codes, scales) = SCALES[format.scale, format.block[1]], ALIGNED[format.element.bits]
-    if groups or k % 128 or kind == "FLOAT32" or (x is not torch.bfloat16 and cast is None):
+    if groups or k % 128 or kind == "FLOAT32":
         return False
     return lie[0] % codes == 0 and (kind == "AT_THE_END" or lie[1] % (2 if kind == "UE4M3" else scales) == 0)
 
@@ -213,10 +214,9 @@ def stage_bytes(format: Format, plan: Plan) -> int:
 def shared_memory(format: Format, plan: Plan, x_rows: int, k: int) -> int:
     """Bytes of shared memory of a block, as ``cuda/product.cu`` or ``cuda/together.cu`` lays them out."""
     if plan.together:
-        chunks = -(-k // plan.depth)
+        chunks, sums = -(-k // plan.depth), 4 * plan.cols * (plan.rows + 4)
         tiles = 2 * -(-chunks // plan.split) if plan.whole_x else plan.stages
-        barriers = 0 if plan.whole_x else 32 * plan.stages
-        return max(tiles * plan.cols * plan.depth, 4 * plan.cols * (plan.rows + 4)) + barriers
+        return max(tiles * plan.cols * plan.depth, sums) + (8 * plan.cols if plan.whole_x else 16 * plan.stages + 8)
     stages = -(-k // plan.depth)
     ring = max(plan.stages * stage_bytes(format, plan), 4 * plan.wk * plan.rows * (plan.cols + 2))
     if not plan.whole_x:

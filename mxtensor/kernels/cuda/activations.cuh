@@ -1,8 +1,8 @@
 // Activations as the products multiply them, cast on the way to a format with power-of-two scales for 32 values, or to
 // nvfp4, if that is wanted. As float16: each row times a power of two that brings its largest
 // magnitude to 2^13, so that what is within 2^30 of it is exact, and the rest off by less than 2^-38 of it. (Sums are
-// that much larger, too: where a row of x is about 1, they overflow from 2^115 on.) As bfloat16, for together.cu: with TILES,
-// in tiles of so many rows and 128 columns, in which every word lies where the matrix instruction reads it.
+// that much larger, too: where a row of x is about 1, they overflow from 2^115 on.) With TILES, for together.cu, in tiles
+// of so many rows and 128 columns, in which every word lies where the matrix instruction reads it.
 
 enum { FLOOR, RCEIL, CEIL, EVEN };
 
@@ -85,6 +85,7 @@ DEVICE void cast_eight(float (&x)[8], u32 whole) {
 struct Rows {  // of activations, from column ``first`` on ``count`` of them; zeros after column ``k``
     const u16* x;
     u32 stride, k, rows, first, count;
+    u32 above = 0;  // as many rows of the matrix
 };
 
 struct Eight {  // neighbours of a row, two in a word
@@ -134,7 +135,7 @@ DEVICE u32 largest_of(const u32* maxima, u32 rows) {
 
 // The exponent that brings a row with this largest magnitude, its bits, to 2^13; values of nvfp4 fit as they are.
 DEVICE int exponent_of(u32 amax) {
-    if constexpr (CAST == TWO_LEVELS || TILES > 0) return 0;
+    if constexpr (CAST == TWO_LEVELS) return 0;
     int exponent = int(amax >> 23) - 127 - 13;
     return exponent > -126 ? exponent : -126;
 }
@@ -162,19 +163,15 @@ DEVICE float scale_of_row(const u32* maxima, u32 row, u32 rows) {
 #endif
 }
 
-// Eight values at column ``at`` of row ``row`` of the tiles at ``to``.
-DEVICE void write_in_tile(u8* to, u32 row, u32 at, u32 chunks, const float (&x)[8]) {
+// Four words at column ``at`` of row ``row`` of the tiles at ``to``.
+DEVICE void write_in_tile(u8* to, u32 row, u32 at, u32 chunks, const u32 (&words)[4]) {
     u32 in = at % 128, h = BITS == 8 ? in / 64 : in / 16 % 2, t = BITS == 8 ? in / 16 % 4 : in / 32, second = in / 8 % 2;
     u8* line = to + ((u64(row / TILES) * chunks + at / 128) * 2 + h) * (TILES * 128) + row % TILES * 128 + 4 * t;
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-        u32 piece = (4 * second + i) ^ row % 8;
-        *reinterpret_cast<u32*>(line + piece * 16) = pair_of_bfloat16(x[index_of_word(i, 0)], x[index_of_word(i, 1)]);
-    }
+    for (int i = 0; i < 4; i++) *reinterpret_cast<u32*>(line + ((4 * second + i) ^ row % 8) * 16) = words[i];
 }
 
-// Eight values at column ``at`` of a row, of which ``to`` has the first, or of the tiles there: float16 in the order of
-// ``decode``, or bfloat16.
+// Eight values at column ``at`` of a row, of which ``to`` has the first, or of the tiles there, in the order of ``decode``.
 DEVICE void write_eight(u8* to, const Rows& r, u32 row, u32 at, const Eight& values, u32 amax, u32 whole) {
     u32 words[4];
     float x[8], factor = power(-exponent_of(amax));
@@ -182,25 +179,11 @@ DEVICE void write_eight(u8* to, const Rows& r, u32 row, u32 at, const Eight& val
 #if CAST
     cast_eight(x, whole);
 #endif
-    if constexpr (TILES > 0) {
-        if (at < r.k) write_in_tile(to, row, at, r.k / 128, x);
-        return;
-    }
 #pragma unroll
     for (int j = 0; j < 4; j++) words[j] = pair_of_halves(x[2 * j] * factor, x[2 * j + 1] * factor);
     in_order(words);
-    *reinterpret_cast<uint4*>(to + 2 * at) = {words[0], words[1], words[2], words[3]};
-}
-
-// The i-th eight values of all rows, and into tiles; after the last, a thread casts along with its neighbours, and writes
-// nothing.
-DEVICE Eight load_turn(const Rows& r, u32 i) {
-    u32 across = r.count / 8, row = i / across;
-    return load_eight(r, row < r.rows ? row : 0, i % across * 8);
-}
-DEVICE void write_turn(u8* to, const Rows& r, u32 i, const Eight& values, u32 whole) {
-    u32 across = r.count / 8, row = i / across;
-    write_eight(to, r, row, row < r.rows ? i % across * 8 : r.k, values, 0, whole);
+    if constexpr (TILES == 0) *reinterpret_cast<uint4*>(to + 2 * at) = {words[0], words[1], words[2], words[3]};
+    else if (at < r.k) write_in_tile(to, r.above + row, at, r.k / 128, words);
 }
 
 constexpr int HELD = 4;  // of Eight, a thread: what is read once where that is all
@@ -283,23 +266,6 @@ DEVICE void zero_counters(const ActivationArguments& a) {
     for (u32 i = block_x() * threads() + thread(); i < a.counted; i += blocks_x() * threads()) a.counters[i] = 0;
 }
 
-// In tiles, eight values a thread.
-KERNEL void BOUNDS(256, 1) tiles(const ActivationArguments a) {
-    let_next_start();
-    u32* whole = reinterpret_cast<u32*>(shared_memory());
-    Rows r = {a.x, a.x_stride, a.k, a.rows, 0, a.k};
-    u32 i = block_x() * threads() + thread();
-    if (CAST == TWO_LEVELS && thread() == 0) *whole = 0;
-    if (CAST == TWO_LEVELS) sync_block();
-    wait_for_previous();
-    Eight values = load_turn(r, i);
-    if (CAST == TWO_LEVELS) take_maxima(whole, a);
-    u32 amax = CAST == TWO_LEVELS ? *whole : 0;
-    write_turn(reinterpret_cast<u8*>(a.out), r, i, values, amax);
-    if (i < a.rows) a.scale[i] = scale_of_row(&amax, 0, 1);
-    zero_counters(a);
-}
-
 // One row a block.
 KERNEL void BOUNDS(512, 1) activations(const ActivationArguments a) {
     let_next_start();
@@ -308,8 +274,8 @@ KERNEL void BOUNDS(512, 1) activations(const ActivationArguments a) {
     sync_block();
     wait_for_previous();
     if (CAST == TWO_LEVELS) take_maxima(amax, a);  // which those of the row do not exceed
-    Rows mine = {a.x + u64(row) * a.x_stride, a.x_stride, a.k, 1, 0, a.width};
-    convert(reinterpret_cast<u8*>(a.out + u64(row) * a.width), 0, mine, mine, amax);
+    Rows mine = {a.x + u64(row) * a.x_stride, a.x_stride, a.k, 1, 0, a.width, row};
+    convert(reinterpret_cast<u8*>(TILES ? a.out : a.out + u64(row) * a.width), 0, mine, mine, amax);
     if (thread() == 0) a.scale[row] = scale_of_row(amax, 0, 1);
     zero_counters(a);
 }

@@ -31,23 +31,35 @@ template <int AT> DEVICE u32 pair_of_six(u32 codes) {
     return (magnitude & (0x001F001F << place)) | ((codes << (10 - AT)) & 0x80008000);
 }
 
+constexpr u32 UPPER = 0x2222;  // added to a selector of bytes: those two further
+
+// Eight codes from ``codes`` on; of 6 bits, ``odd`` is UPPER where they begin in the upper half of a word: a selector, not
+// a branch, which the compiler would follow with everything after.
+DEVICE void decode_eight(u32* out, const u32* codes, u32 odd = 0) {
+    if constexpr (BITS == 8) {
+        widen(out[0], out[1], codes[0]), widen(out[2], out[3], codes[1]);
+    } else if constexpr (BITS == 4) {
+        u32 signs = codes[0] & hidden(0x88888888);  // or it would mask the signs of both words once more
+        u32 even = bits_of_either(0x0E0E0E0E, codes[0] << 1, signs << 4);  // 0 2 4 6 as bytes of e5m2
+        u32 odds = bits_of_either(0x0E0E0E0E, codes[0] >> 3, signs);
+        widen(out[0], out[1], even), widen(out[2], out[3], odds);
+    } else {  // 48 bits that begin at an even byte: 0 1 | 4 5, and 2 3 | 6 7 in the upper 12 bits of a half
+        u32 first = bytes_of(codes[0], codes[1], 0x4310 + odd), second = bytes_of(codes[0], codes[1], 0x5421 + odd);
+        out[0] = pair_of_six<0>(first), out[1] = pair_of_six<6>(first);
+        out[2] = pair_of_six<4>(second), out[3] = pair_of_six<10>(second);
+    }
+}
+
 // Eight codes of a slab in shared memory, those of thread ``t`` of four: BITS bytes.
 DEVICE void decode(u32 (&out)[4], const u8* slab, u32 t) {
     if constexpr (BITS == 8) {
         uint2 codes = *reinterpret_cast<const uint2*>(slab + t * 8);
-        widen(out[0], out[1], codes.x), widen(out[2], out[3], codes.y);
+        u32 words[2] = {codes.x, codes.y};
+        decode_eight(out, words);
     } else if constexpr (BITS == 4) {
-        u32 codes = *reinterpret_cast<const u32*>(slab + t * 4);
-        u32 signs = codes & hidden(0x88888888);  // or it would mask the signs of both words once more
-        u32 even = bits_of_either(0x0E0E0E0E, codes << 1, signs << 4);  // 0 2 4 6 as bytes of e5m2
-        u32 odd = bits_of_either(0x0E0E0E0E, codes >> 3, signs);
-        widen(out[0], out[1], even), widen(out[2], out[3], odd);
-    } else {  // 48 bits that begin at an even byte: 0 1 | 4 5, and 2 3 | 6 7 in the upper 12 bits of a half
-        const u32* words = reinterpret_cast<const u32*>(slab + (t * 6 & ~3));
-        u32 odd = (t & 1) * 0x2222;  // selectors, not branches, which the compiler would follow with everything after
-        u32 first = bytes_of(words[0], words[1], 0x4310 + odd), second = bytes_of(words[0], words[1], 0x5421 + odd);
-        out[0] = pair_of_six<0>(first), out[1] = pair_of_six<6>(first);
-        out[2] = pair_of_six<4>(second), out[3] = pair_of_six<10>(second);
+        decode_eight(out, reinterpret_cast<const u32*>(slab + t * 4));
+    } else {
+        decode_eight(out, reinterpret_cast<const u32*>(slab + (t * 6 & ~3)), (t & 1) * UPPER);
     }
 }
 
@@ -64,13 +76,7 @@ DEVICE void in_order(u32 (&x)[4]) {
     }
 }
 
-// Where together.cu's words have them: the code of half ``half`` of word ``word`` (0 to 3) of eight.
-DEVICE constexpr int index_of_word(int word, int half) {
-    if (BITS == 8) return word / 2 * 4 + (word % 2 ? 0 : 1) + 2 * half;
-    return (BITS == 4 ? 3 - word : word) + 4 * half;
-}
-
-// And of 128 columns, the first of piece ``h`` of thread ``t`` of four.
+// Of 128 columns, the first of the sixteen of piece ``h`` of thread ``t`` of four, where warps multiply together.
 DEVICE constexpr u32 column_of(u32 h, u32 t) { return BITS == 8 ? 64 * h + 16 * t : 32 * t + 16 * h; }
 
 // ---------------------------------------------------------------------------------------------- scales

@@ -14,6 +14,7 @@ using u64 = unsigned long long;
 
 DEVICE u32 thread() { return threadIdx.x; }
 DEVICE u32 threads() { return blockDim.x; }
+DEVICE u32 warp_of_block() { return __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0); }  // which the compiler sees is one
 DEVICE u32 block_x() { return blockIdx.x; }
 DEVICE u32 block_y() { return blockIdx.y; }
 DEVICE u32 block_z() { return blockIdx.z; }
@@ -110,11 +111,6 @@ DEVICE u16 bfloat16_of(float value) {
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
     return bits;
 }
-DEVICE u32 pair_of_bfloat16(float low, float high) {
-    u32 word;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
-    return word;
-}
 DEVICE u32 pair_of_halves(float low, float high) {
     u32 word;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
@@ -160,7 +156,7 @@ DEVICE void multiply(float (&d)[4], const u32* a, u32 b0, u32 b1) { multiply_add
 
 // ---------------------------------------------------------------------------------------------- products of four warps
 
-// The matrix instruction of sm_90 that runs beside the warps: d (64 x COLS) += a (64x16) b (16 x COLS) in bfloat16, a in
+// The matrix instruction of sm_90 that runs beside the warps: d (64 x COLS) += a (64x16) b (16 x COLS) in float16, a in
 // the registers of four warps as above, 16 rows each, b in shared memory: rows of 64 columns of x, 128 bytes, of which the
 // eight pieces of 16 bytes lie in the order piece ^ (row % 8). ``x`` says where, 32 bytes for each 16 columns.
 #ifdef GROUP_TEXT  // the instruction and its sums, of as many columns as the plan has
@@ -172,8 +168,15 @@ DEVICE constexpr u64 step_of(u32 bytes) { return bytes >> 4; }  // from one plac
 DEVICE void multiply_group(float (&d)[NT][4], const u32* a, u64 x) {
     asm volatile(GROUP_TEXT : GROUP_SUMS(d) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x));
 }
-DEVICE void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void begin_products(u32 (&a)[16]) {  // of factors that are made before this and not after
+#pragma unroll
+    for (int i = 0; i < 16; i++) asm volatile("" : "+r"(a[i])::"memory");
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
 DEVICE void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// As many registers as each thread of four warps has from here on, which have had fewer or more.
+template <int COUNT> DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT)); }
+template <int COUNT> DEVICE void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT)); }
 template <int LATER> DEVICE void wait_for_products() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LATER) : "memory");
 }
@@ -250,17 +253,4 @@ template <int BYTES, int AT> DEVICE u32 load_scale(const u8* from) {
     else asm volatile("{ .reg .u16 h; ld.global.nc.u8 h, [%1 + %2]; cvt.u32.u16 %0, h; }" : "=r"(out) : "l"(from), "n"(AT));
     return out;
 }
-
-// Two bfloat16.
-DEVICE u32 multiply_pair(u32 a, u32 b) {
-    u32 out;
-    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
-    return out;
-}
-DEVICE u32 subtract_pair(u32 a, u32 b) {
-    u32 out;
-    asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
-    return out;
-}
-DEVICE u32 largest_halves(u32 a, u32 b, u32 c) { return __vimax3_s16x2(a, b, c); }
 #endif

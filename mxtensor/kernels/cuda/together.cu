@@ -3,23 +3,28 @@
 //
 // A block makes 16 WR rows of w times COLS rows of x, along its share of the columns, 128 at a time, a chunk. Each
 // thread brings the codes of its two rows from memory into registers by itself, AHEAD chunks of them under way, and makes
-// of them its part of the left factor, scales included. Of x there are tiles laid out as the instruction reads them: by
-// ``tiles``, from which bulk copies bring them, STAGES at a time; or with WHOLE_X by this kernel itself, all that it needs
-// before it begins. What blocks that share the columns have summed comes together within their cluster, or with APART,
-// where they are none, in memory, by the block that is last.
+// of them its part of the left factor, scales included. Of x there are tiles laid out as the instruction reads them;
+// one more thread has the copy engine bring them, STAGES at a time, or with WHOLE_X this kernel makes them itself, all that
+// it needs before it begins. What blocks that share the columns
+// have summed comes together within their cluster, or with APART, where they are none, in memory, by the block that is last.
 
 constexpr int CHUNK = 128, CODES_A_CHUNK = 16 * BITS;  // columns of w at a time; bytes of a row of them
 constexpr int TILE = COLS * 128;                      // bytes of x for half a chunk
 constexpr int SUMS_APART = ROWS + 4;                  // float32, from one row of x to the next: free of conflicts
-constexpr int RING = STAGES * TILE > 4 * COLS * SUMS_APART ? STAGES * TILE : 4 * COLS * SUMS_APART;  // bytes
-constexpr int BARRIERS = 2 * STAGES;                  // for tiles that come and that have been read
-constexpr int UNDER_WAY = STAGES - 2;                 // tiles: warps may be a tile apart and do not wait for each other
+constexpr int OF_SUMS = 4 * COLS * SUMS_APART;       // bytes, where the tiles were
+constexpr int RING = !WHOLE_X && STAGES * TILE > OF_SUMS ? STAGES * TILE : OF_SUMS;
+constexpr int BARRIERS = 2 * STAGES + 1;              // for tiles that come and that have been read
 constexpr int ROUND = STAGES / 2;                     // chunks until tiles lie where others lay
+constexpr int ALL_THREADS = THREADS + (WHOLE_X ? 0 : 128);  // with four warps of which one has the copy engine bring x
+// Registers of a thread: as many as all can have, as few as there can be, and what is left for those that multiply.
+constexpr int AT_FIRST = 65536 / BLOCKS / ALL_THREADS / 8 * 8, LEAST_REGISTERS = 24;
+constexpr int LEFT = (AT_FIRST * ALL_THREADS - LEAST_REGISTERS * 128) / THREADS / 8 * 8, REGISTERS = LEFT < 240 ? LEFT : 240;
 static_assert(STAGES % 2 == 0 && ROUND % AHEAD == 0, "places of tiles and chunks are known in the loop");
+constexpr bool SCALED = SCALE_BYTES > 0;              // whether words are multiplied
 static_assert(MT == 1 && WK == 1 && WR % 4 == 0, "four warps have 64 rows of w");
 
 using Total = float[NT][4];
-struct Mine {  // where this thread reads its two rows from, in this round
+struct Mine {  // where this thread reads its two rows from
     const u8 *codes[2], *scales[2];
     u32 t;
 };
@@ -32,7 +37,6 @@ struct Tiles {  // of x, and the part of them that this block multiplies
     u8* ring;
     u64 *full, *empty;
 };
-
 // From chunk ``first`` on. Of rows after the last one nobody writes the results.
 DEVICE Mine rows_of_thread(const Arguments& a, u32 first) {
     u32 lane = thread() % 32;
@@ -47,7 +51,7 @@ DEVICE Mine rows_of_thread(const Arguments& a, u32 first) {
     return mine;
 }
 
-// Piece H of both rows of chunk INDEX of a round; where codes have fewer than 8 bits, both pieces with the second.
+// Piece H of both rows of the INDEX-th chunk from here; where codes have fewer than 8 bits, both pieces with the second.
 template <int INDEX, int H> DEVICE void load_codes(Chunk& chunk, const Mine& mine) {
     if constexpr (BITS != 8 && H == 0) return;
     constexpr int at = INDEX * CODES_A_CHUNK + (BITS == 8 ? 64 * H : 0);
@@ -70,59 +74,70 @@ template <int INDEX> DEVICE void load_scales(Chunk& chunk, const Mine& mine) {
 }
 
 // Piece H of both rows as four fragments.
-template <int H, bool CAREFUL>
-DEVICE void decode_both(u32 (&a)[16], const Chunk& chunk, const u32 (&scales)[2], u32 t, Seen& seen) {
+template <int H> DEVICE void decode_both(u32 (&a)[16], const Chunk& chunk, const u32 (&factor)[2][2]) {
 #pragma unroll
-    for (int r = 0; r < 2; r++)
-        decode_piece<CAREFUL>(a, r, chunk.codes[r] + H * (BITS / 2), scale_of_piece(scales[r], H, t), seen);
+    for (int r = 0; r < 2; r++) decode_piece<SCALED>(a, r, chunk.codes[r] + H * (BITS / 2), factor[r][H]);
 }
 
-// Tile ``index`` of this block's, by one thread, once the one that lay there has been read.
-DEVICE void fetch_tile(const Tiles& tiles, u32 index, int slot, u32 round) {
-    if (index >= STAGES) wait_at(tiles.empty + slot, round - 1);
-    expect_bytes(tiles.full + slot, TILE);
-    copy_whole(tiles.ring + slot * TILE, tiles.x + u64(index) * TILE, TILE, tiles.full + slot);
+DEVICE void fetch(u8* to, const u8* from, u32 bytes, u64* barrier) {
+    expect_bytes(barrier, bytes);
+    copy_whole(to, from, bytes, barrier);
 }
 
-struct Work {  // of a warp: what it holds, and which round it is
+// All tiles of this block's, one after the other, each once the one that lay there has been read; one thread.
+DEVICE void fetch_tiles(const Tiles& tiles) {
+    for (u32 i = 0; i < 2 * tiles.count; i++) {
+        u32 slot = i % STAGES, round = i / STAGES;
+        if (round > 0) wait_at(tiles.empty + slot, round - 1);
+        fetch(tiles.ring + slot * TILE, tiles.x + u64(i) * TILE, TILE, tiles.full + slot);
+    }
+}
+
+struct Work {  // of a warp that multiplies
     Chunk ring[AHEAD];
-    u32 a[2][16], round;
-    Seen seen;
+    u32 a[2][16], windows[2], seen, round;
     u64 place;
 };
 
+DEVICE void clear(Total& sums) {
+#pragma unroll
+    for (int j = 0; j < NT; j++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) sums[j][e] = 0;
+}
+
 // Four fragments times tile SLOT of a round; then the tile before, whose fragments are free as well, makes room.
-template <int SLOT> DEVICE void multiply_tile(Total& sums, const Work& work, const Tiles& tiles) {
-    constexpr int later = SLOT + UNDER_WAY;
+template <int SLOT> DEVICE void multiply_tile(Total& sums, Work& work, const Tiles& tiles) {
     if constexpr (!WHOLE_X) wait_at(tiles.full + SLOT, work.round);
-    begin_products();
+    begin_products(work.a[SLOT % 2]);
 #pragma unroll
     for (int j = 0; j < 4; j++)
         multiply_group(sums, work.a[SLOT % 2] + 4 * j, work.place + step_of(SLOT * TILE + 32 * j));
     end_products();
     wait_for_products<1>();
-    if constexpr (WHOLE_X) return;
-    if (SLOT > 0 || work.round > 0) arrive_at(tiles.empty + (SLOT + STAGES - 1) % STAGES);
-    u32 next = work.round * STAGES + later;
-    if (thread() == 0 && next < 2 * tiles.count)
-        fetch_tile(tiles, next, later % STAGES, work.round + later / STAGES);
+    if (!WHOLE_X && (SLOT > 0 || work.round > 0)) arrive_at(tiles.empty + (SLOT + STAGES - 1) % STAGES);
 }
 
 // Chunk INDEX of a round and those after it.
-template <int INDEX, bool CAREFUL> DEVICE void multiply_round(Total& sums, Work& work, const Mine& mine, const Tiles& tiles) {
+template <int INDEX> DEVICE void multiply_round(Total& sums, Work& work, const Mine& mine, const Tiles& tiles) {
     u32 index = work.round * ROUND + INDEX;
     if (index >= tiles.count) return;
     bool more = index + AHEAD < tiles.count;
     Chunk& chunk = work.ring[INDEX % AHEAD];
-    u32 scales[2] = {chunk.scales[0], chunk.scales[1]};
-    if constexpr (SCALE_BYTES > 0 && !CAREFUL) work.seen.scales |= shown_by(scales[0]) | shown_by(scales[1]);
-    decode_both<0, CAREFUL>(work.a[0], chunk, scales, mine.t, work.seen);
-    if (more) load_codes<INDEX + AHEAD, 0>(chunk, mine);
+    u32 factor[2][2] = {};
+#pragma unroll
+    for (int r = 0; SCALED && r < 2; r++) {
+        u32 scales = chunk.scales[r];
+        if (SCALE == E8M0) scales -= work.windows[r], work.seen |= scales;
+        factors(factor[r], scales, mine.t);
+    }
+    decode_both<0>(work.a[0], chunk, factor);
+    if (more) load_codes<INDEX + AHEAD, 0>(chunk, mine), load_scales<INDEX + AHEAD>(chunk, mine);
     multiply_tile<2 * INDEX>(sums, work, tiles);
-    decode_both<1, CAREFUL>(work.a[1], chunk, scales, mine.t, work.seen);
-    if (more) load_codes<INDEX + AHEAD, 1>(chunk, mine), load_scales<INDEX + AHEAD>(chunk, mine);
+    decode_both<1>(work.a[1], chunk, factor);
+    if (more) load_codes<INDEX + AHEAD, 1>(chunk, mine);
     multiply_tile<2 * INDEX + 1>(sums, work, tiles);
-    if constexpr (INDEX + 1 < ROUND) multiply_round<INDEX + 1, CAREFUL>(sums, work, mine, tiles);
+    if constexpr (INDEX + 1 < ROUND) multiply_round<INDEX + 1>(sums, work, mine, tiles);
 }
 
 template <int INDEX> DEVICE void load_first(Work& work, const Mine& mine, const Tiles& tiles) {
@@ -132,25 +147,80 @@ template <int INDEX> DEVICE void load_first(Work& work, const Mine& mine, const 
     if constexpr (INDEX + 1 < AHEAD) load_first<INDEX + 1>(work, mine, tiles);
 }
 
-// The sums of this block's chunks, of which the first are under way; whether it takes care to get them right.
-template <bool CAREFUL> DEVICE bool multiply_chunks(Total& sums, Work& work, Mine mine, const Tiles& tiles) {
+// The sums of this block's chunks, of which the first are under way; whether they are right.
+DEVICE bool multiply_all(Total& sums, Work& work, Mine mine, const Tiles& tiles) {
+    work.seen = 0, work.place = place_of(tiles.ring);
+    clear(sums);
 #pragma unroll
-    for (int j = 0; j < NT; j++)
-#pragma unroll
-        for (int e = 0; e < 4; e++) sums[j][e] = 0;
-    work.seen = {0, 0}, work.place = place_of(tiles.ring);
-    if (!WHOLE_X && thread() == 0)
-        for (int i = 0; i < UNDER_WAY && i < 2 * tiles.count; i++) fetch_tile(tiles, i, i, 0);
+    for (int r = 0; r < 2; r++)
+        if (SCALE == E8M0) work.windows[r] = window_around(work.ring[0].scales[r]);
     for (work.round = 0; work.round * ROUND < tiles.count; work.round++) {
-        multiply_round<0, CAREFUL>(sums, work, mine, tiles);
+        multiply_round<0>(sums, work, mine, tiles);
         if constexpr (WHOLE_X) work.place += step_of(STAGES * TILE);
 #pragma unroll
         for (int r = 0; r < 2; r++) mine.codes[r] += ROUND * CODES_A_CHUNK, mine.scales[r] += ROUND * SCALES_A_CHUNK;
     }
     wait_for_products<0>();
     settle(sums);
-    return any_of_block(is_special(work.seen));
+    if constexpr (SCALE != E8M0) return true;
+#pragma unroll
+    for (int j = 0; j < NT; j++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) sums[j][e] *= power_of(work.windows[e / 2]);
+    return (work.seen & OUTSIDE) == 0;
 }
+
+// ---------------------------------------------------------------------------------------------- careful
+
+// A tile, piece H of a chunk, as many times as it has blocks, by the words of one of them each time; each warp for itself.
+template <int H> DEVICE void multiply_blocks(Total& sums, const Chunk& chunk, const u8* const (&scales)[2], u32 t, const u8* tile) {
+    constexpr u32 blocks = BITS == 8 ? 2 : 4;
+    u32 words[16], a[16], g = thread() % 32 / 4, mine = BITS == 8 ? t / 2 : t;
+#pragma unroll
+    for (int r = 0; r < 2; r++) decode_piece<false>(words, r, chunk.codes[r] + H * (BITS / 2), 0);
+#pragma unroll 1
+    for (u32 block = 0; block < blocks; block++) {
+        float scale[2];
+#pragma unroll
+        for (int r = 0; r < 2; r++)
+            scale[r] = power_of_scale(*(scales[r] - place_of_scales(t) + (BITS == 8 ? 2 * H : 0) + block));
+#pragma unroll
+        for (int i = 0; i < 16; i++) a[i] = block == mine ? words[i] : 0;
+#pragma unroll
+        for (int j = 0; j < NT; j++) {
+            const u8* line = tile + (8 * j + g) * 128 + 4 * t;
+            float part[4] = {};
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                multiply_add(part, a + 4 * i, *reinterpret_cast<const u32*>(line + (2 * i ^ g) * 16),
+                             *reinterpret_cast<const u32*>(line + ((2 * i + 1) ^ g) * 16), part);
+#pragma unroll
+            for (int e = 0; e < 4; e++) sums[j][e] += scale[e / 2] * part[e];
+        }
+    }
+}
+
+// The same sums for scales of any size; ``arrived``, a barrier for the tiles of a chunk at a time.
+DEVICE void multiply_carefully(Total& sums, Mine mine, const Tiles& tiles, u64* arrived) {
+    clear(sums);
+    for (u32 i = 0; i < tiles.count; i++) {
+        Chunk chunk;
+        const u8* both = tiles.ring + (WHOLE_X ? 2 * i * TILE : 0);
+        load_codes<0, 0>(chunk, mine), load_codes<0, 1>(chunk, mine);
+        if constexpr (!WHOLE_X) {
+            sync_block();  // nobody reads any more what lies there
+            if (thread() == 0) fetch(tiles.ring, tiles.x + u64(2 * i) * TILE, 2 * TILE, arrived);
+            wait_at(arrived, i);
+        }
+        multiply_blocks<0>(sums, chunk, mine.scales, mine.t, both);
+        multiply_blocks<1>(sums, chunk, mine.scales, mine.t, both + TILE);
+#pragma unroll
+        for (int r = 0; r < 2; r++) mine.codes[r] += CODES_A_CHUNK, mine.scales[r] += SCALES_A_CHUNK;
+    }
+    sync_block();
+}
+
+// ---------------------------------------------------------------------------------------------- results
 
 // APART: leave what this block has summed, for the last of those that share its tile, which adds up all in their order.
 // Whether it is that block.
@@ -175,81 +245,90 @@ DEVICE bool is_last_and_adds(const Arguments& a, Total& sums) {
     return true;
 }
 
-// What the blocks of a cluster have summed, in that order, with what belongs at the end.
-DEVICE void write(const Arguments& a, const Total& sums, float* shared) {
+// What the blocks of a cluster have summed, in that order, with what belongs at the end; ``x_scale`` of this block's rows.
+DEVICE void write(const Arguments& a, const Total& sums, const float* x_scale, float* shared) {
     constexpr int blocks = APART ? 1 : SPLIT;
     u32 lane = thread() % 32, first = thread() / 32 * 16 + lane / 4, x_row = block_y() * COLS;
     u32 rows = a.m - x_row < COLS ? a.m - x_row : COLS;
 #pragma unroll
     for (int j = 0; j < NT; j++)
 #pragma unroll
-        for (int e = 0; e < 4; e++)
-            shared[(8 * j + 2 * (lane % 4) + e % 2) * SUMS_APART + first + e / 2 * 8] = sums[j][e];
+        for (int e = 0; e < 4; e++) {
+            u32 col = 8 * j + 2 * (lane % 4) + e % 2;
+            shared[col * SUMS_APART + first + e / 2 * 8] = col < rows ? sums[j][e] * x_scale[col] : 0;
+        }
     if constexpr (blocks > 1) sync_cluster();
     else sync_block();
     u32 count = ROWS / 4 * rows, span = (count + blocks - 1) / blocks, begin = blocks > 1 ? block_z() * span : 0;
     u32 end = begin + span < count ? begin + span : count;
-    float factor = factor_of_all<ELEMENT == INT8 ? -6 : DOWN>(a);
+    float factor = factor_of_all<FACTOR>(a);
 #pragma unroll 2
     for (u32 i = begin + thread(); i < end; i += THREADS) {  // four rows of w at a time
         u32 row = i % (ROWS / 4) * 4, col = i / (ROWS / 4), n = block_x() * ROWS + row;
-        float sum[4] = {}, scale = WHOLE_X ? 1.0f : a.x_scale[x_row + col];
+        float sum[4] = {};
 #pragma unroll
         for (u32 r = 0; r < blocks; r++) add_four_of_block(sum, shared + col * SUMS_APART + row, r);
 #pragma unroll
         for (int e = 0; e < 4; e++)
-            if (n + e < a.n) finish(a, a.scales, x_row + col, n + e, sum[e] * scale, factor);
+            if (n + e < a.n) finish(a, a.scales, x_row + col, n + e, sum[e], factor);
     }
     if constexpr (blocks > 1) sync_cluster();  // nobody leaves while others read
 }
 
-// The tiles' barriers, twice: once more for careful blocks.
+// All tiles of this block's chunks by itself, and after RING or as many what scales each of its rows of x.
+DEVICE float* make_tiles(const Arguments& a, const Tiles& tiles, u32 first, u32 most) {
+    u32 x_row = block_y() * COLS, rows = a.m - x_row < COLS ? a.m - x_row : COLS, k = tiles.count * CHUNK;
+    u32 bytes = most * 2 * TILE > RING ? most * 2 * TILE : RING;
+    float* scale = reinterpret_cast<float*>(tiles.ring + bytes);
+    u32* maxima = reinterpret_cast<u32*>(scale + COLS);
+    Rows mine = {a.x + u64(x_row) * a.x_stride + first * CHUNK, a.x_stride, k, rows, 0, (k + 255) / 256 * 256};
+    if (thread() < COLS) maxima[thread()] = 0;
+    sync_block();
+    wait_for_previous();
+    convert(tiles.ring, 0, mine, mine, maxima);
+    if (thread() < rows) scale[thread()] = scale_of_row(maxima, thread(), rows);
+    show_to_products();
+    sync_block();
+    return scale;
+}
+
+// The tiles' barriers, and one more for careful blocks.
 DEVICE void begin_barriers(u64* barriers) {
     if (thread() == 0)
-        for (int i = 0; i < 2 * BARRIERS; i++) begin_barrier(barriers + i, i / STAGES % 2 ? WR : 1);
+        for (int i = 0; i < BARRIERS; i++) begin_barrier(barriers + i, i >= STAGES && i < 2 * STAGES ? WR : 1);
     show_barriers();
 }
 
-// All tiles of this block's chunks, by itself.
-DEVICE void write_tiles(const Arguments& a, u32 first, u32 count, u8* to) {
-    u32 x_row = block_y() * COLS, rows = a.m - x_row < COLS ? a.m - x_row : COLS, across = count * (CHUNK / 8);
-    Rows r = {a.x + u64(x_row) * a.x_stride + first * CHUNK, a.x_stride, count * CHUNK, rows, 0, count * CHUNK};
-#pragma unroll 2
-    for (u32 i = thread(); i < (rows * across + 31) / 32 * 32; i += THREADS)  // whole warps, which cast together
-        write_turn(to, r, i, load_turn(r, i), 0);
-    show_to_products();
-}
-
-KERNEL void BOUNDS(THREADS, BLOCKS) together(const Arguments a) {
+KERNEL void BOUNDS(ALL_THREADS, BLOCKS) together(const Arguments a) {
     let_next_start();
     u8* shared = shared_memory();
     u64* barriers = reinterpret_cast<u64*>(shared + RING);
     u32 chunks = a.k / CHUNK, first = block_z() * chunks / SPLIT, last = (block_z() + 1) * chunks / SPLIT;
     const u8* x = reinterpret_cast<const u8*>(a.x) + (u64(block_y()) * chunks + first) * (2 * TILE);
     Tiles tiles = {x, last - first, shared, barriers, barriers + STAGES};
+    if (!WHOLE_X && warp_of_block() >= WR) {
+        if constexpr (REGISTERS > AT_FIRST) give_registers<LEAST_REGISTERS>();
+        sync_block();
+        wait_for_previous();
+        if (thread() == THREADS) fetch_tiles(tiles);
+        return;
+    }
+    if constexpr (!WHOLE_X && REGISTERS > AT_FIRST) take_registers<REGISTERS>();
     Mine mine = rows_of_thread(a, first);
     Work work;
     load_first<0>(work, mine, tiles);  // weights do not wait for the kernel before this one
+    const float* x_scale = a.x_scale + block_y() * COLS;
     if constexpr (WHOLE_X) {
-        wait_for_previous();
-        write_tiles(a, first, tiles.count, shared);
-        sync_block();
+        x_scale = make_tiles(a, tiles, first, (chunks + SPLIT - 1) / SPLIT);
     } else {
         begin_barriers(barriers);
         sync_block();
         wait_for_previous();
     }
     Total sums;
-    if (multiply_chunks<false>(sums, work, mine, tiles)) {
-        load_first<0>(work, mine, tiles);
-        tiles.full += BARRIERS, tiles.empty += BARRIERS;
-        multiply_chunks<true>(sums, work, mine, tiles);
-        constexpr float down = SCALE == E8M0 ? 1.0f / (1 << DOWN) : 1.0f;
-#pragma unroll
-        for (int j = 0; j < NT; j++)
-#pragma unroll
-            for (int e = 0; e < 4; e++) sums[j][e] *= down;
-    }
+    bool right = multiply_all(sums, work, mine, tiles);
+    if constexpr (SCALE != E8M0) sync_block();
+    else if (any_of_block(!right)) multiply_carefully(sums, mine, tiles, barriers + 2 * STAGES);
     if (APART && !is_last_and_adds(a, sums)) return;
-    write(a, sums, reinterpret_cast<float*>(shared));
+    write(a, sums, x_scale, reinterpret_cast<float*>(shared));
 }
