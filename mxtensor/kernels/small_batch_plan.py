@@ -216,7 +216,7 @@ def shared_memory(format: Format, plan: Plan, x_rows: int, k: int) -> int:
     if plan.together:
         chunks, sums = -(-k // plan.depth), 4 * plan.cols * (plan.rows + 4)
         tiles = 2 * -(-chunks // plan.split) if plan.whole_x else plan.stages
-        return max(tiles * plan.cols * plan.depth, sums) + (8 * plan.cols if plan.whole_x else 16 * plan.stages + 8)
+        return max(tiles * plan.cols * plan.depth, sums) + (8 * plan.cols if plan.whole_x else 16 * plan.stages + 8 + 4 * plan.cols)
     stages = -(-k // plan.depth)
     ring = max(plan.stages * stage_bytes(format, plan), 4 * plan.wk * plan.rows * (plan.cols + 2))
     if not plan.whole_x:

@@ -163,12 +163,29 @@ DEVICE float scale_of_row(const u32* maxima, u32 row, u32 rows) {
 #endif
 }
 
-// Four words at column ``at`` of row ``row`` of the tiles at ``to``.
-DEVICE void write_in_tile(u8* to, u32 row, u32 at, u32 chunks, const u32 (&words)[4]) {
-    u32 in = at % 128, h = BITS == 8 ? in / 64 : in / 16 % 2, t = BITS == 8 ? in / 16 % 4 : in / 32, second = in / 8 % 2;
-    u8* line = to + ((u64(row / TILES) * chunks + at / 128) * 2 + h) * (TILES * 128) + row % TILES * 128 + 4 * t;
+// Word i of this thread and word j of the i-th of four threads, of which it is the j-th, change places; the lanes of those
+// four differ in BIT and 2 BIT.
+template <u32 BIT> DEVICE void turn(u32 (&words)[4], u32 j) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) *reinterpret_cast<u32*>(line + ((4 * second + i) ^ row % 8) * 16) = words[i];
+    for (int b = 1; b < 3; b++) {
+        bool mine = j & b;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            if (i & b) continue;
+            u32 other = from_lane_xor(mine ? words[i] : words[i | b], b * BIT);
+            if (mine) words[i] = other;
+            else words[i | b] = other;
+        }
+    }
+}
+
+// Four words at column ``at`` of row ``row`` of the tiles at ``to``, whose columns end at ``k``; all threads of a warp, with
+// neighbouring columns. In a piece of 16 bytes a tile has one word of each of four threads.
+DEVICE void write_in_tile(u8* to, u32 row, u32 at, u32 k, u32 (&words)[4]) {
+    u32 in = at % 128, h = BITS == 8 ? in / 64 : in / 16 % 2, t = BITS == 8 ? in / 16 % 4 : in / 32, second = in / 8 % 2;
+    turn<BITS == 8 ? 2 : 4>(words, t);
+    u8* line = to + ((u64(row / TILES) * (k / 128) + at / 128) * 2 + h) * (TILES * 128) + row % TILES * 128;
+    if (at < k) *reinterpret_cast<uint4*>(line + ((4 * second + t) ^ row % 8) * 16) = {words[0], words[1], words[2], words[3]};
 }
 
 // Eight values at column ``at`` of a row, of which ``to`` has the first, or of the tiles there, in the order of ``decode``.
@@ -183,10 +200,10 @@ DEVICE void write_eight(u8* to, const Rows& r, u32 row, u32 at, const Eight& val
     for (int j = 0; j < 4; j++) words[j] = pair_of_halves(x[2 * j] * factor, x[2 * j + 1] * factor);
     in_order(words);
     if constexpr (TILES == 0) *reinterpret_cast<uint4*>(to + 2 * at) = {words[0], words[1], words[2], words[3]};
-    else if (at < r.k) write_in_tile(to, r.above + row, at, r.k / 128, words);
+    else write_in_tile(to, r.above + row, at, r.k, words);
 }
 
-constexpr int HELD = 4;  // of Eight, a thread: what is read once where that is all
+constexpr int HELD = TILES > 0 ? 8 : 4;  // of Eight, a thread: what is read once where that is all
 
 // Rows, ``stride`` bytes apart, and their largest magnitudes into zeroed ``maxima``; nvfp4 looks at those of ``all``.
 DEVICE void convert(u8* to, u32 stride, const Rows& r, const Rows& all, u32* maxima) {

@@ -30,12 +30,18 @@ DEVICE u32 from_lane_xor(u32 value, u32 mask) { return __shfl_xor_sync(0xFFFFFFF
 
 DEVICE u32 shared_address(const void* at) { return static_cast<u32>(__cvta_generic_to_shared(at)); }
 
-// A cluster of blocks (sm_90) lies along z: rank, barrier, and what another block has in shared memory.
-DEVICE void sync_cluster() {
+// A cluster of blocks (sm_90) lies along z: rank, barrier, in two parts, and what another block has in shared memory.
+DEVICE void arrive_at_cluster() {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.arrive.aligned;" ::: "memory");
 #endif
 }
+DEVICE void wait_for_cluster() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+#endif
+}
+DEVICE void sync_cluster() { arrive_at_cluster(), wait_for_cluster(); }
 DEVICE u32 address_in_block(const void* mine, u32 rank) {
     u32 there = 0;
 #if __CUDA_ARCH__ >= 900

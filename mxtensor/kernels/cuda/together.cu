@@ -247,7 +247,7 @@ DEVICE bool is_last_and_adds(const Arguments& a, Total& sums) {
 
 // What the blocks of a cluster have summed, in that order, with what belongs at the end; ``x_scale`` of this block's rows.
 DEVICE void write(const Arguments& a, const Total& sums, const float* x_scale, float* shared) {
-    constexpr int blocks = APART ? 1 : SPLIT;
+    constexpr int blocks = APART ? 1 : SPLIT, batch = NT < 2 * blocks ? 1 : NT < 4 * blocks ? 2 : 4;
     u32 lane = thread() % 32, first = thread() / 32 * 16 + lane / 4, x_row = block_y() * COLS;
     u32 rows = a.m - x_row < COLS ? a.m - x_row : COLS;
 #pragma unroll
@@ -255,22 +255,28 @@ DEVICE void write(const Arguments& a, const Total& sums, const float* x_scale, f
 #pragma unroll
         for (int e = 0; e < 4; e++) {
             u32 col = 8 * j + 2 * (lane % 4) + e % 2;
-            shared[col * SUMS_APART + first + e / 2 * 8] = col < rows ? sums[j][e] * x_scale[col] : 0;
+            shared[col * SUMS_APART + first + e / 2 * 8] = sums[j][e] * x_scale[col];
         }
     if constexpr (blocks > 1) sync_cluster();
     else sync_block();
     u32 count = ROWS / 4 * rows, span = (count + blocks - 1) / blocks, begin = blocks > 1 ? block_z() * span : 0;
     u32 end = begin + span < count ? begin + span : count;
     float factor = factor_of_all<FACTOR>(a);
-#pragma unroll 2
-    for (u32 i = begin + thread(); i < end; i += THREADS) {  // four rows of w at a time
-        u32 row = i % (ROWS / 4) * 4, col = i / (ROWS / 4), n = block_x() * ROWS + row;
-        float sum[4] = {};
+    for (u32 i = begin + thread(); i < end; i += batch * THREADS) {  // four rows of w at a time
+        float sum[batch][4] = {};
 #pragma unroll
-        for (u32 r = 0; r < blocks; r++) add_four_of_block(sum, shared + col * SUMS_APART + row, r);
+        for (u32 r = 0; r < blocks; r++)
 #pragma unroll
-        for (int e = 0; e < 4; e++)
-            if (n + e < a.n) finish(a, a.scales, x_row + col, n + e, sum[e], factor);
+            for (int b = 0; b < batch; b++) {
+                u32 at = i + b * THREADS < end ? i + b * THREADS : i;
+                add_four_of_block(sum[b], shared + at / (ROWS / 4) * SUMS_APART + at % (ROWS / 4) * 4, r);
+            }
+#pragma unroll
+        for (int b = 0; b < batch; b++) {
+            u32 at = i + b * THREADS;
+            if (at < end)
+                finish_four(a, a.scales, x_row + at / (ROWS / 4), block_x() * ROWS + at % (ROWS / 4) * 4, sum[b], factor);
+        }
     }
     if constexpr (blocks > 1) sync_cluster();  // nobody leaves while others read
 }
@@ -317,13 +323,15 @@ KERNEL void BOUNDS(ALL_THREADS, BLOCKS) together(const Arguments a) {
     Mine mine = rows_of_thread(a, first);
     Work work;
     load_first<0>(work, mine, tiles);  // weights do not wait for the kernel before this one
-    const float* x_scale = a.x_scale + block_y() * COLS;
+    float* x_scale = reinterpret_cast<float*>(barriers + BARRIERS);
     if constexpr (WHOLE_X) {
         x_scale = make_tiles(a, tiles, first, (chunks + SPLIT - 1) / SPLIT);
     } else {
         begin_barriers(barriers);
         sync_block();
         wait_for_previous();
+        for (u32 i = thread(), row = block_y() * COLS; i < COLS; i += THREADS)
+            x_scale[i] = row + i < a.m ? a.x_scale[row + i] : 0;
     }
     Total sums;
     bool right = multiply_all(sums, work, mine, tiles);
