@@ -65,15 +65,14 @@ def together(bits: int, rows: int, n: int, k: int, gpu: Gpu) -> Iterator[Plan]:
     least = next((t for t in (1, 2, 4, 8, 16) if 8 * t >= rows), 16)
     under_way = ((8, 2), (8, 4), (12, 3), (12, 6), (4, 2), (6, 3))  # tiles, chunks; two for 256 columns
     numbers = ((least, 32) if rows > 128 else (least,), (4, 8, 12, 16), (1, 2, 3), under_way, (1, 2, 3, 4, 6, 8))
-    for nt, wr, blocks, (stages, ahead), split, how in itertools.product(*numbers, ("", "whole", "apart")):
-        whole, apart = how == "whole", how == "apart"
-        plan = Plan(1, nt, wr, 1, 4, stages, blocks, split, whole, True, ahead, 0, apart)
+    for nt, wr, blocks, (stages, ahead), split, apart in itertools.product(*numbers, (False, True)):
+        plan = Plan(1, nt, wr, 1, 4, stages, blocks, split, False, True, ahead, 0, apart)
         held = 4 * nt + ahead * 2 * bits  # registers for sums and for what is under way
         if (nt == 32) != (stages < 8) or not 8 <= wr * blocks <= 16 or (blocks == 3 and wr != 4):
             continue
         if held + 60 > registers(plan) or (ahead > 2 and held < 32):
             continue
-        if (split == 1 and apart) or (split in (3, 6) and not apart) or (whole and rows > 16):
+        if (split == 1 and apart) or (split in (3, 6) and not apart):
             continue
         count = -(-n // plan.rows) * split * -(-rows // plan.cols)
         if count >= 0.6 * gpu.multiprocessors and (split == 1 or count <= blocks * gpu.multiprocessors):
@@ -83,8 +82,7 @@ def together(bits: int, rows: int, n: int, k: int, gpu: Gpu) -> Iterator[Plan]:
 def registers(plan: Plan) -> int:
     """Of a thread that multiplies together with others, as ``cuda/together.cu`` has it."""
     at_first = 65536 // plan.blocks // plan.threads // 8 * 8
-    fetching = 0 if plan.whole_x else 24 * 128
-    return min((at_first * plan.threads - fetching) // (32 * plan.wr) // 8 * 8, 240)
+    return min((at_first * plan.threads - 24 * 128) // (32 * plan.wr) // 8 * 8, 240)
 
 
 def resident(bits: int, rows: int, n: int, k: int, gpu: Gpu) -> Iterator[Plan]:
@@ -189,7 +187,7 @@ def kinds(rows: int) -> tuple[str, ...]:
     """The kinds of plans worth timing at so many rows."""
     if torch.cuda.get_device_capability() != TOGETHER:
         return ("staged", "resident")
-    return KINDS if rows <= 64 else ("together",)
+    return KINDS if 1 < rows <= 64 else ("staged", "resident") if rows == 1 else ("together",)
 
 
 def fastest(format: Format, m: int, n: int, k: int, kind: str, held: Sequence[Operand]) -> Measured | None:

@@ -30,11 +30,9 @@ TOGETHER = Plan(1, 1, 4, 1, 4, 4, 1, 1, False, True, 2)
 """Four warps that multiply together, tiles of activations on their way."""
 TOGETHER_SPLIT = TOGETHER._replace(split=2)
 """Two such blocks that share the columns of the product, as a cluster."""
-TOGETHER_WHOLE = TOGETHER_SPLIT._replace(whole_x=True)
-"""The same, all tiles made in the same kernel."""
 TOGETHER_APART = TOGETHER._replace(wr=8, nt=2, stages=6, ahead=3, split=3, apart=True)
 """Three such blocks that bring their sums together in memory, longer rounds, and two groups of four warps."""
-TOGETHERS = (TOGETHER, TOGETHER_SPLIT, TOGETHER_WHOLE, TOGETHER_APART)
+TOGETHERS = (TOGETHER, TOGETHER_SPLIT, TOGETHER_APART)
 RESIDENT = Plan(1, 1, 1, 4, 4, 2, 1, 1, False, resident=1)
 """Activations that stay, warps that fetch for themselves."""
 RESIDENT_CAST = RESIDENT._replace(whole_x=True, stages=3)
@@ -165,7 +163,7 @@ def test_many_rows_of_a_weight_that_is_not_aligned_are_multiplied_together_from_
 
 def test_plans_that_contradict_themselves_are_refused():
     w, x = weight("mxfp8", 16, 512), torch.randn(3, 512).bfloat16()
-    for plan in (TOGETHER_WHOLE._replace(apart=True), STAGED._replace(split=2, apart=True)):
+    for plan in (TOGETHER._replace(whole_x=True), STAGED._replace(split=2, apart=True)):
         with pytest.raises(RuntimeError, match="is not for 16x512"):
             product(x, w, plan)
 
@@ -232,7 +230,10 @@ def test_scales_of_every_power_of_two_and_nan():
     x[0, 5] = 1.0
     wide = Operand(w.data.repeat(1, 4), scale.repeat(1, 4), None, w.format, (256, 128))
     exact = torch.exp2(torch.arange(256).double() - 127).float()
-    for y in product(x, w, STAGED)[0], *(product(F.pad(x, (0, 96)), wide, p._replace(split=1))[0] for p in TOGETHERS[:3]):
+    for y in (
+        product(x, w, STAGED)[0],
+        *(product(F.pad(x, (0, 96)), wide, p._replace(split=1))[0] for p in TOGETHERS[:2]),
+    ):
         assert torch.equal(y[:242], exact[:242]) and y[255].isnan()
         assert torch.equal(y[242:255], torch.full((13,), float("inf")))  # 2^13 for the row of x, then above 2^128
 

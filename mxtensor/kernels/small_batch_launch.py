@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..formats import E8M0, ElementFormat, Format
+from ..formats import ElementFormat, Format
 from ..roles import Cast
 from . import nvrtc, triton_host
 from .small_batch_plan import (
@@ -40,8 +40,6 @@ SOURCES = (*HEADERS, "stages.cuh", "sums.cuh", "result.cuh")
 TOGETHER_SOURCES = (*HEADERS, "stages.cuh", "result.cuh", "words.cuh", "together.cu")
 ACTIVATION_THREADS = {"maxima": 256, "activations": 512}
 """Kernels of activations -> threads of a block."""
-CAST_BY_ALL = 4
-"""Rows that every block may cast for itself, at most, where warps multiply together."""
 MAXIMA = 128
 """Blocks that look for the largest magnitude of activations, at most."""
 
@@ -82,14 +80,9 @@ def cut(
     def possible(plan: Plan) -> bool:
         if not plan.together:
             return not (plan.apart or (plan.resident and groups))
-        alone = cast is None or cast.format.scale is E8M0  # no block has to look at all activations
-        return together and (not plan.whole_x or (alone and not plan.apart))
+        return together and not plan.whole_x
 
-    def wanted(plan: Plan) -> bool:
-        dear = plan.together and plan.whole_x and cast is not None and rows > CAST_BY_ALL
-        return possible(plan) and not dear
-
-    plan = given or choose_plan(device, format, -(-rows // (groups or 1)), width, cols, rows, wanted)
+    plan = given or choose_plan(device, format, -(-rows // (groups or 1)), width, cols, rows, possible)
     room = room_of(format, plan, rows, width, cols, gpu)
     if room is None:
         raise RuntimeError(f"a product of {rows}x{width}x{cols} by {plan} has no room on this device")

@@ -62,8 +62,8 @@ class Plan(NamedTuple):
 
     @property
     def threads(self) -> int:
-        """Of a block; where four warps multiply together, four more fetch activations that are not made here."""
-        return 32 * (self.wr * self.wk + 4 * (self.together and not self.whole_x))
+        """Of a block; where four warps multiply together, four more bring activations."""
+        return 32 * (self.wr * self.wk + 4 * self.together)
 
     @property
     def rows(self) -> int:
@@ -182,9 +182,7 @@ ALIGNED = {8: (16, 4), 6: (16, 1), 4: (16, 1)}
 """Bits of an element -> the bytes of codes and of scales that are read at a time where warps multiply together."""
 
 
-def can_multiply_together(
-    format: Format, k: int, groups: int, lie: Sequence[int]
-) -> bool:
+def can_multiply_together(format: Format, k: int, groups: int, lie: Sequence[int]) -> bool:
     """Whether four warps may: whole chunks of columns. ``lie`` as for ``cut``."""
     kind, (codes, scales) = SCALES[format.scale, format.block[1]], ALIGNED[format.element.bits]
     if groups or k % 128 or kind == "FLOAT32":
@@ -214,9 +212,8 @@ def stage_bytes(format: Format, plan: Plan) -> int:
 def shared_memory(format: Format, plan: Plan, x_rows: int, k: int) -> int:
     """Bytes of shared memory of a block, as ``cuda/product.cu`` or ``cuda/together.cu`` lays them out."""
     if plan.together:
-        chunks, sums = -(-k // plan.depth), 4 * plan.cols * (plan.rows + 4)
-        tiles = 2 * -(-chunks // plan.split) if plan.whole_x else plan.stages
-        return max(tiles * plan.cols * plan.depth, sums) + (8 * plan.cols if plan.whole_x else 16 * plan.stages + 8 + 4 * plan.cols)
+        tiles, sums = plan.stages * plan.cols * plan.depth, 4 * plan.cols * (plan.rows + 4)
+        return max(tiles, sums) + 16 * plan.stages + 8 + 4 * plan.cols
     stages = -(-k // plan.depth)
     ring = max(plan.stages * stage_bytes(format, plan), 4 * plan.wk * plan.rows * (plan.cols + 2))
     if not plan.whole_x:

@@ -203,7 +203,7 @@ DEVICE void write_eight(u8* to, const Rows& r, u32 row, u32 at, const Eight& val
     else write_in_tile(to, r.above + row, at, r.k, words);
 }
 
-constexpr int HELD = TILES > 0 ? 8 : 4;  // of Eight, a thread: what is read once where that is all
+constexpr int HELD = 4;  // of Eight, a thread: what is read once where that is all
 
 // Rows, ``stride`` bytes apart, and their largest magnitudes into zeroed ``maxima``; nvfp4 looks at those of ``all``.
 DEVICE void convert(u8* to, u32 stride, const Rows& r, const Rows& all, u32* maxima) {

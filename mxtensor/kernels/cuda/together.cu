@@ -4,18 +4,17 @@
 // A block makes 16 WR rows of w times COLS rows of x, along its share of the columns, 128 at a time, a chunk. Each
 // thread brings the codes of its two rows from memory into registers by itself, AHEAD chunks of them under way, and makes
 // of them its part of the left factor, scales included. Of x there are tiles laid out as the instruction reads them;
-// one more thread has the copy engine bring them, STAGES at a time, or with WHOLE_X this kernel makes them itself, all that
-// it needs before it begins. What blocks that share the columns
+// one more thread has the copy engine bring them, STAGES at a time. What blocks that share the columns
 // have summed comes together within their cluster, or with APART, where they are none, in memory, by the block that is last.
 
 constexpr int CHUNK = 128, CODES_A_CHUNK = 16 * BITS;  // columns of w at a time; bytes of a row of them
 constexpr int TILE = COLS * 128;                      // bytes of x for half a chunk
 constexpr int SUMS_APART = ROWS + 4;                  // float32, from one row of x to the next: free of conflicts
 constexpr int OF_SUMS = 4 * COLS * SUMS_APART;       // bytes, where the tiles were
-constexpr int RING = !WHOLE_X && STAGES * TILE > OF_SUMS ? STAGES * TILE : OF_SUMS;
+constexpr int RING = STAGES * TILE > OF_SUMS ? STAGES * TILE : OF_SUMS;
 constexpr int BARRIERS = 2 * STAGES + 1;              // for tiles that come and that have been read
 constexpr int ROUND = STAGES / 2;                     // chunks until tiles lie where others lay
-constexpr int ALL_THREADS = THREADS + (WHOLE_X ? 0 : 128);  // with four warps of which one has the copy engine bring x
+constexpr int ALL_THREADS = THREADS + 128;            // with four warps of which one has the copy engine bring x
 // Registers of a thread: as many as all can have, as few as there can be, and what is left for those that multiply.
 constexpr int AT_FIRST = 65536 / BLOCKS / ALL_THREADS / 8 * 8, LEAST_REGISTERS = 24;
 constexpr int LEFT = (AT_FIRST * ALL_THREADS - LEAST_REGISTERS * 128) / THREADS / 8 * 8, REGISTERS = LEFT < 240 ? LEFT : 240;
@@ -108,14 +107,14 @@ DEVICE void clear(Total& sums) {
 
 // Four fragments times tile SLOT of a round; then the tile before, whose fragments are free as well, makes room.
 template <int SLOT> DEVICE void multiply_tile(Total& sums, Work& work, const Tiles& tiles) {
-    if constexpr (!WHOLE_X) wait_at(tiles.full + SLOT, work.round);
+    wait_at(tiles.full + SLOT, work.round);
     begin_products(work.a[SLOT % 2]);
 #pragma unroll
     for (int j = 0; j < 4; j++)
         multiply_group(sums, work.a[SLOT % 2] + 4 * j, work.place + step_of(SLOT * TILE + 32 * j));
     end_products();
     wait_for_products<1>();
-    if (!WHOLE_X && (SLOT > 0 || work.round > 0)) arrive_at(tiles.empty + (SLOT + STAGES - 1) % STAGES);
+    if (SLOT > 0 || work.round > 0) arrive_at(tiles.empty + (SLOT + STAGES - 1) % STAGES);
 }
 
 // Chunk INDEX of a round and those after it.
@@ -156,7 +155,6 @@ DEVICE bool multiply_all(Total& sums, Work& work, Mine mine, const Tiles& tiles)
         if (SCALE == E8M0) work.windows[r] = window_around(work.ring[0].scales[r]);
     for (work.round = 0; work.round * ROUND < tiles.count; work.round++) {
         multiply_round<0>(sums, work, mine, tiles);
-        if constexpr (WHOLE_X) work.place += step_of(STAGES * TILE);
 #pragma unroll
         for (int r = 0; r < 2; r++) mine.codes[r] += ROUND * CODES_A_CHUNK, mine.scales[r] += ROUND * SCALES_A_CHUNK;
     }
@@ -205,15 +203,12 @@ DEVICE void multiply_carefully(Total& sums, Mine mine, const Tiles& tiles, u64* 
     clear(sums);
     for (u32 i = 0; i < tiles.count; i++) {
         Chunk chunk;
-        const u8* both = tiles.ring + (WHOLE_X ? 2 * i * TILE : 0);
         load_codes<0, 0>(chunk, mine), load_codes<0, 1>(chunk, mine);
-        if constexpr (!WHOLE_X) {
-            sync_block();  // nobody reads any more what lies there
-            if (thread() == 0) fetch(tiles.ring, tiles.x + u64(2 * i) * TILE, 2 * TILE, arrived);
-            wait_at(arrived, i);
-        }
-        multiply_blocks<0>(sums, chunk, mine.scales, mine.t, both);
-        multiply_blocks<1>(sums, chunk, mine.scales, mine.t, both + TILE);
+        sync_block();  // nobody reads any more what lies there
+        if (thread() == 0) fetch(tiles.ring, tiles.x + u64(2 * i) * TILE, 2 * TILE, arrived);
+        wait_at(arrived, i);
+        multiply_blocks<0>(sums, chunk, mine.scales, mine.t, tiles.ring);
+        multiply_blocks<1>(sums, chunk, mine.scales, mine.t, tiles.ring + TILE);
 #pragma unroll
         for (int r = 0; r < 2; r++) mine.codes[r] += CODES_A_CHUNK, mine.scales[r] += SCALES_A_CHUNK;
     }
@@ -281,23 +276,6 @@ DEVICE void write(const Arguments& a, const Total& sums, const float* x_scale, f
     if constexpr (blocks > 1) sync_cluster();  // nobody leaves while others read
 }
 
-// All tiles of this block's chunks by itself, and after RING or as many what scales each of its rows of x.
-DEVICE float* make_tiles(const Arguments& a, const Tiles& tiles, u32 first, u32 most) {
-    u32 x_row = block_y() * COLS, rows = a.m - x_row < COLS ? a.m - x_row : COLS, k = tiles.count * CHUNK;
-    u32 bytes = most * 2 * TILE > RING ? most * 2 * TILE : RING;
-    float* scale = reinterpret_cast<float*>(tiles.ring + bytes);
-    u32* maxima = reinterpret_cast<u32*>(scale + COLS);
-    Rows mine = {a.x + u64(x_row) * a.x_stride + first * CHUNK, a.x_stride, k, rows, 0, (k + 255) / 256 * 256};
-    if (thread() < COLS) maxima[thread()] = 0;
-    sync_block();
-    wait_for_previous();
-    convert(tiles.ring, 0, mine, mine, maxima);
-    if (thread() < rows) scale[thread()] = scale_of_row(maxima, thread(), rows);
-    show_to_products();
-    sync_block();
-    return scale;
-}
-
 // The tiles' barriers, and one more for careful blocks.
 DEVICE void begin_barriers(u64* barriers) {
     if (thread() == 0)
@@ -312,27 +290,23 @@ KERNEL void BOUNDS(ALL_THREADS, BLOCKS) together(const Arguments a) {
     u32 chunks = a.k / CHUNK, first = block_z() * chunks / SPLIT, last = (block_z() + 1) * chunks / SPLIT;
     const u8* x = reinterpret_cast<const u8*>(a.x) + (u64(block_y()) * chunks + first) * (2 * TILE);
     Tiles tiles = {x, last - first, shared, barriers, barriers + STAGES};
-    if (!WHOLE_X && warp_of_block() >= WR) {
+    if (warp_of_block() >= WR) {
         if constexpr (REGISTERS > AT_FIRST) give_registers<LEAST_REGISTERS>();
         sync_block();
         wait_for_previous();
         if (thread() == THREADS) fetch_tiles(tiles);
         return;
     }
-    if constexpr (!WHOLE_X && REGISTERS > AT_FIRST) take_registers<REGISTERS>();
+    if constexpr (REGISTERS > AT_FIRST) take_registers<REGISTERS>();
     Mine mine = rows_of_thread(a, first);
     Work work;
     load_first<0>(work, mine, tiles);  // weights do not wait for the kernel before this one
     float* x_scale = reinterpret_cast<float*>(barriers + BARRIERS);
-    if constexpr (WHOLE_X) {
-        x_scale = make_tiles(a, tiles, first, (chunks + SPLIT - 1) / SPLIT);
-    } else {
-        begin_barriers(barriers);
-        sync_block();
-        wait_for_previous();
-        for (u32 i = thread(), row = block_y() * COLS; i < COLS; i += THREADS)
-            x_scale[i] = row + i < a.m ? a.x_scale[row + i] : 0;
-    }
+    begin_barriers(barriers);
+    sync_block();
+    wait_for_previous();
+    for (u32 i = thread(), row = block_y() * COLS; i < COLS; i += THREADS)
+        x_scale[i] = row + i < a.m ? a.x_scale[row + i] : 0;
     Total sums;
     bool right = multiply_all(sums, work, mine, tiles);
     if constexpr (SCALE != E8M0) sync_block();
