@@ -139,6 +139,14 @@ DEVICE u32 from_lane_xor(u32 value, u32 mask) {
     return other;
 }
 
+DEVICE u32 largest_of_warp(u32 value) {
+    for (u32 mask = 1; mask < 32; mask *= 2) {
+        u32 other = from_lane_xor(value, mask);
+        value = other > value ? other : value;
+    }
+    return value;
+}
+
 // ---------------------------------------------------------------------------------------------- memory
 
 template <int BYTES> DEVICE void copy(void* to, const void* from, bool there) {

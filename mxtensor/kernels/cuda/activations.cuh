@@ -122,7 +122,7 @@ DEVICE u32 amax_of(const Eight& values) {
 }
 
 DEVICE void raise_by_warp(u32* shared, u32 value) {  // to the largest of a warp's
-    value = largest(value, 32);
+    value = largest_of_warp(value);
     if (thread() % 32 == 0) raise_to(shared, value);
 }
 
@@ -205,28 +205,34 @@ DEVICE void write_eight(u8* to, const Rows& r, u32 row, u32 at, const Eight& val
 
 constexpr int HELD = 4;  // of Eight, a thread: what is read once where that is all
 
-// Rows, ``stride`` bytes apart, and their largest magnitudes into zeroed ``maxima``; nvfp4 looks at those of ``all``.
-DEVICE void convert(u8* to, u32 stride, const Rows& r, const Rows& all, u32* maxima) {
+// Rows, ``stride`` bytes apart, and their largest magnitudes into zeroed ``maxima``; nvfp4 looks at those of ``all``. ONE
+// row: nothing is divided.
+template <bool ONE> DEVICE void convert(u8* to, u32 stride, const Rows& r, const Rows& all, u32* maxima) {
     u32 across = r.count / 8, count = r.rows * across;
+    auto row_of = [&](u32 i) { return ONE ? 0 : i / across; };
+    auto column_in = [&](u32 i) { return (ONE ? i : i % across) * 8; };
     if (count <= HELD * threads() && (CAST != TWO_LEVELS || all.rows * all.count == 8 * count)) {
         Eight held[HELD];
+        u32 most = 0;
 #pragma unroll
         for (int h = 0; h < HELD; h++) {
             u32 i = thread() + h * threads();
-            if (i < count) held[h] = load_eight(r, i / across, r.first + i % across * 8);
+            if (i < count) held[h] = load_eight(r, row_of(i), r.first + column_in(i));
         }
 #pragma unroll
         for (int h = 0; h < HELD; h++) {  // a warp has one row: ``across`` is a multiple of 32
             u32 i = thread() + h * threads();
             if (i >= count) continue;
-            raise_by_warp(maxima + i / across, amax_of(held[h]));
+            u32 amax = amax_of(held[h]);
+            most = amax > most ? amax : most;
+            if (!ONE || h + 1 == HELD || i + threads() >= count) raise_by_warp(maxima + row_of(i), most), most = 0;
         }
         sync_block();
 #pragma unroll
         for (int h = 0; h < HELD; h++) {
-            u32 i = thread() + h * threads(), row = i / across;
+            u32 i = thread() + h * threads(), row = row_of(i);
             if (i < count)
-                write_eight(to + row * stride, r, row, i % across * 8, held[h], maxima[row], largest_of(maxima, r.rows));
+                write_eight(to + row * stride, r, row, column_in(i), held[h], maxima[row], largest_of(maxima, r.rows));
         }
         return;
     }
@@ -235,7 +241,7 @@ DEVICE void convert(u8* to, u32 stride, const Rows& r, const Rows& all, u32* max
     u32 whole = largest_of(maxima, CAST == TWO_LEVELS ? all.rows : 1);
 #pragma unroll 4
     for (u32 i = thread(); i < count; i += threads()) {
-        u32 row = i / across, at = i % across * 8;
+        u32 row = row_of(i), at = column_in(i);
         u32 amax = CAST == TWO_LEVELS ? 0 : maxima[row];
         write_eight(to + row * stride, r, row, at, load_eight(r, row, r.first + at), amax, whole);
     }
@@ -292,7 +298,7 @@ KERNEL void BOUNDS(512, 1) activations(const ActivationArguments a) {
     wait_for_previous();
     if (CAST == TWO_LEVELS) take_maxima(amax, a);  // which those of the row do not exceed
     Rows mine = {a.x + u64(row) * a.x_stride, a.x_stride, a.k, 1, 0, a.width, row};
-    convert(reinterpret_cast<u8*>(TILES ? a.out : a.out + u64(row) * a.width), 0, mine, mine, amax);
+    convert<true>(reinterpret_cast<u8*>(TILES ? a.out : a.out + u64(row) * a.width), 0, mine, mine, amax);
     if (thread() == 0) a.scale[row] = scale_of_row(amax, 0, 1);
     zero_counters(a);
 }

@@ -101,6 +101,7 @@ DEVICE void read_x(const Arguments& a, const u16* x, u32 rows, u32 first, u32 co
     wait_for_previous();
     Rows mine = {x, a.x_stride, a.k, rows, first, count};
     Rows all = {x, a.x_stride, a.k, rows, 0, (a.k + 255) / 256 * 256};
-    convert(to + WHOLE_HEAD, stride, mine, all, maxima);
+    if (rows == 1) convert<true>(to + WHOLE_HEAD, stride, mine, all, maxima);
+    else convert<false>(to + WHOLE_HEAD, stride, mine, all, maxima);
     if (thread() < rows) scale[thread()] = scale_of_row(maxima, thread(), rows);
 }
