@@ -40,6 +40,8 @@ SOURCES = (*HEADERS, "stages.cuh", "sums.cuh", "result.cuh")
 TOGETHER_SOURCES = (*HEADERS, "stages.cuh", "result.cuh", "words.cuh", "together.cu")
 ACTIVATION_THREADS = {"maxima": 256, "activations": 512}
 """Kernels of activations -> threads of a block."""
+ALONE = 65536
+"""Activations that every block looks at by itself for their largest magnitude, at most."""
 MAXIMA = 128
 """Blocks that look for the largest magnitude of activations, at most."""
 
@@ -133,7 +135,7 @@ def _prepared(
     shape = (-(-rows // tiles) * tiles, k) if tiles else (rows + plan.cols, width)
     out = x.new_empty(shape, dtype=torch.float16)
     blocks = 0
-    if cast is not None and cast.format.global_scale:
+    if cast is not None and cast.format.global_scale and rows * k > ALONE:
         blocks = min(MAXIMA, -(-rows * k // (16 * ACTIVATION_THREADS["maxima"])))
     scale = x.new_empty(rows + blocks, dtype=torch.float32)  # and the bits of maxima after them
     zeroed = (0, 0) if counters is None else (counters.data_ptr(), counters.numel())

@@ -121,6 +121,9 @@ DEVICE u32 amax_of(const Eight& values) {
     return amax_of(x);
 }
 
+// i / n, from ``inverse`` = 1.0f / n in fewer instructions than a division has, where that is exact.
+DEVICE u32 quotient(u32 i, u32 n, float inverse) { return i < 1 << 21 ? u32((float(i) + 0.5f) * inverse) : i / n; }
+
 DEVICE void raise_by_warp(u32* shared, u32 value) {  // to the largest of a warp's
     value = largest_of_warp(value);
     if (thread() % 32 == 0) raise_to(shared, value);
@@ -209,8 +212,9 @@ constexpr int HELD = 4;  // of Eight, a thread: what is read once where that is 
 // row: nothing is divided.
 template <bool ONE> DEVICE void convert(u8* to, u32 stride, const Rows& r, const Rows& all, u32* maxima) {
     u32 across = r.count / 8, count = r.rows * across;
-    auto row_of = [&](u32 i) { return ONE ? 0 : i / across; };
-    auto column_in = [&](u32 i) { return (ONE ? i : i % across) * 8; };
+    float inverse = 1.0f / across;
+    auto row_of = [&](u32 i) { return ONE ? 0 : quotient(i, across, inverse); };
+    auto column_in = [&](u32 i) { return (i - row_of(i) * across) * 8; };
     if (count <= HELD * threads() && (CAST != TWO_LEVELS || all.rows * all.count == 8 * count)) {
         Eight held[HELD];
         u32 most = 0;
@@ -261,27 +265,33 @@ DEVICE void raise_by_block(u32* shared, u32 value) {  // to the largest of a blo
     sync_block();
 }
 
+// That of every ``step``-th eight of all rows, into zeroed ``shared``; all threads of a block.
+DEVICE void find_largest(u32* shared, const Rows& r, u32 first, u32 step) {
+    u32 across = (r.k + 7) / 8, count = r.rows * across, amax = 0;
+    float inverse = 1.0f / across;
+#pragma unroll 8
+    for (u32 i = first; i < count; i += step) {
+        u32 row = quotient(i, across, inverse), bits = amax_of(load_eight(r, row, (i - row * across) * 8));
+        amax = bits > amax ? bits : amax;
+    }
+    raise_by_block(shared, amax);
+}
+
 // The largest magnitude of each block's share.
 KERNEL void BOUNDS(256, 1) maxima(const ActivationArguments a) {
     let_next_start();
     u32* shared = reinterpret_cast<u32*>(shared_memory());
-    u32 across = (a.k + 7) / 8, count = a.rows * across, amax = 0;
     if (thread() == 0) *shared = 0;
     sync_block();
     wait_for_previous();
-    Rows r = {a.x, a.x_stride, a.k, a.rows, 0, a.k};
-#pragma unroll 4
-    for (u32 i = block_x() * threads() + thread(); i < count; i += blocks_x() * threads()) {
-        u32 bits = amax_of(load_eight(r, i / across, i % across * 8));
-        amax = bits > amax ? bits : amax;
-    }
-    raise_by_block(shared, amax);
+    find_largest(shared, {a.x, a.x_stride, a.k, a.rows, 0, a.k}, block_x() * threads() + thread(), blocks_x() * threads());
     if (thread() == 0) a.maxima[block_x()] = *shared;
 }
 
-// The largest of those into zeroed ``shared``; all threads of a block.
+// The largest of those into zeroed ``shared``, or of all rows where nobody has looked; all threads of a block.
 DEVICE void take_maxima(u32* shared, const ActivationArguments& a) {
     u32 amax = 0;
+    if (a.blocks == 0) return find_largest(shared, {a.x, a.x_stride, a.k, a.rows, 0, a.k}, thread(), threads());
     for (u32 i = thread(); i < a.blocks; i += threads()) amax = a.maxima[i] > amax ? a.maxima[i] : amax;
     raise_by_block(shared, amax);
 }
