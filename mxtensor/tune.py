@@ -95,9 +95,7 @@ def resident(bits: int, rows: int, n: int, k: int, gpu: Gpu) -> Iterator[Plan]:
     numbers = ((1, 2), shapes, (4, 8), (2, 3, 4), (1, 2, 4), splits, (False, True))
     for mt, (wr, wk), slabs, stages, blocks, split, whole in itertools.product(*numbers):
         warps = wr * wk * blocks
-        if warps not in (8, 16) or mt * nt > 4 or (wr > 1 and (rows <= 4 or blocks > 1)):
-            continue
-        if (whole and rows > 4) or (not whole and rows <= 2):
+        if warps not in (8, 16) or whole != (rows <= 2) or mt * nt > 4 or (wr > 1 and (rows <= 4 or blocks > 1)):
             continue
         if not 2**15 <= bits * warps * (stages - 1) * mt * slabs * 64 <= 2**17:  # bytes under way
             continue

@@ -7,7 +7,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from fsdp_cases import message
+from fsdp_cases import message, same_as
 from ranks import DEVICE, case
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -69,7 +69,7 @@ def steps(model, x, count=3, clip=None):
 
 
 def same_gradients(two, one):
-    return [torch.equal(full(p.grad), q.grad) for p, q in zip(two.parameters(), one.parameters(), strict=True)]
+    return [same_as(full(p.grad), q.grad) for p, q in zip(two.parameters(), one.parameters(), strict=True)]
 
 
 def gradient_errors(two, one):
@@ -157,7 +157,7 @@ def sequence_parallel(rank, folder):
         z = one(b)
         z.square().sum().backward()
         errors = [error(a.grad, b.grad.chunk(2, dim)[rank]), *gradient_errors(two, one)]
-        same = [torch.equal(y, z), *same_gradients(two, one)]
+        same = [same_as(y, z), *same_gradients(two, one)]
         gathers = [(e.kernel, e.refusals) for e in log.entries if e.spec.op == "gather"]
         found[shape] = same, errors, gathers, forward / (2 * x.numel()), products(log)
     return found

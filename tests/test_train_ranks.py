@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from ranks import cases
+from ranks import DEVICE, cases
 from train_cases import SETTINGS, SPLIT
 
 pytest.importorskip("tqdm")
@@ -46,7 +46,7 @@ def test_the_example_goes_on_alone(case, settings, close, ranks):
     assert run.losses == losses[:3]
     for _ in range(3):
         run.step(split(load_text(None))[0])
-    assert run.losses == pytest.approx(losses, rel=close)
+    assert run.losses == pytest.approx(losses, rel=close if DEVICE == "cpu" else 1e-3)
 
 
 @pytest.mark.parametrize(("option", "settings", "close"), [("--fsdp", SETTINGS, 1e-5), ("--tp", SPLIT, 1e-3)])

@@ -5,7 +5,7 @@ from functools import wraps
 from pathlib import Path
 
 import torch
-from fsdp_cases import RECIPES, ROWS, STEPS, WIDTH, adamw, held, net
+from fsdp_cases import RECIPES, ROWS, STEPS, WIDTH, adamw, held, net, same_as
 from ranks import DEVICE, WORLD, case
 from torch.nn.parallel import DistributedDataParallel
 
@@ -82,7 +82,7 @@ def compared(model, reference, rank):
         for each in losses:
             (each / WORLD).backward()
         pairs = zip(model.parameters(), reference.parameters(), strict=True)
-        same.append(torch.equal(loss, losses[rank]) and all(torch.equal(a.grad, b.grad) for a, b in pairs))
+        same.append(same_as(loss, losses[rank]) and all(same_as(a.grad, b.grad) for a, b in pairs))
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()

@@ -40,7 +40,7 @@ SOURCES = (*HEADERS, "stages.cuh", "sums.cuh", "result.cuh")
 TOGETHER_SOURCES = (*HEADERS, "stages.cuh", "result.cuh", "words.cuh", "together.cu")
 ACTIVATION_THREADS = {"maxima": 256, "activations": 512}
 """Kernels of activations -> threads of a block."""
-ALONE = 65536
+ALONE = 16384
 """Activations that every block looks at by itself for their largest magnitude, at most."""
 MAXIMA = 128
 """Blocks that look for the largest magnitude of activations, at most."""
