@@ -72,8 +72,8 @@ def adamw(model):
 
 
 def same_as(a, b):
-    """Whether two results are the same, to the bit on a CPU. On GPUs gathered codes are multiplied by other kernels than
-    the weight of one process, whose sums are in another order and round a code the other way now and then."""
+    """Whether two results are the same: to the bit on a CPU. On GPUs gathered codes meet other kernels than the weight
+    of one process, whose sums are in another order, which rounds a code the other way now and then."""
     if DEVICE == "cpu":
         return torch.equal(a, b)
     a, b = a.detach().double(), b.detach().double()

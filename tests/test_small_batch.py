@@ -260,6 +260,22 @@ def test_scales_out_of_range_change_nothing_but_their_row(element, plan):
     assert error(y[:, same], exact[:, same]) < TOLERANCE and error(usual[:, same], exact[:, same]) < TOLERANCE
 
 
+@settings(max_examples=10, deadline=None)
+@given(
+    st.sampled_from(["mxfp8", "mxfp8_e5m2", "mxfp6", "mxfp6_e3m2", "mxfp4", "mxint8"]),
+    st.integers(0, 40),
+    st.integers(0, 99),
+)
+def test_scales_of_a_row_may_lie_any_number_of_octaves_apart(format, octaves, seed):
+    torch.manual_seed(seed)
+    w, x = weight(format, 40, 256), torch.randn(3, 256).bfloat16()
+    w.scale.add_(torch.randint(-octaves, octaves + 1, w.scale.shape).to(torch.uint8))  # modulo 256
+    w.scale.masked_fill_(torch.rand(w.scale.shape) < 0.1, 0)  # as of blocks of zeros
+    y, exact = product(x, w, TOGETHER), x.double() @ values(w).t()
+    bound = x.double().abs() @ values(w).abs().t()
+    assert ((y.double() - exact).abs() <= 2.0**-20 * bound).all()
+
+
 def test_activations_far_below_the_largest_of_their_row_are_exact():
     x = torch.zeros(1, 64).bfloat16()
     x[0, 0], x[0, 40] = 2.0**20, 2.0**-9 * 1.5

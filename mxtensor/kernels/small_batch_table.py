@@ -132,8 +132,7 @@ def choose_plan(
         if line.m <= enough and allowed(line.plan) and not (line.plan.together and capability != TOGETHER)
     ]
     own = [line for line in fit if line.format == stand_in(format)]
-    eight = [line for line in fit if line.format == STAND_INS[8]]  # 4 bits are decoded together in fewer instructions
-    fit = own + [line for line in eight if format.element.bits == 4 and line.plan.together] if own else eight
+    fit = own or [line for line in fit if line.format == STAND_INS[8]]
     most = max((line.m for line in fit), default=0)  # or as many as were
     for line in sorted((line for line in fit if line.m == most), key=distance):
         plan = line.plan if capability >= CLUSTERS else line.plan._replace(split=1)
