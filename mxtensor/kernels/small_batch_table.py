@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ import torch
 from ..dispatch import device_capability
 from ..formats import Format
 from .nvrtc import CLUSTERS, function, library
-from .small_batch_plan import Gpu, Plan, plan_of, room_of
+from .small_batch_plan import KINDS, Gpu, Plan, plan_of, room_of
 
 FOLDER = Path(__file__).parent
 ROWS = (1, 4, 16, 32, 64, 128, 256, 512)
@@ -27,7 +27,7 @@ ROWS = (1, 4, 16, 32, 64, 128, 256, 512)
 TOGETHER = (9, 0)
 """The compute capability whose matrix instructions four warps issue together."""
 STAND_INS = {8: "mxfp8_e4m3", 6: "mxfp6_e2m3", 4: "mxfp4_e2m1"}
-"""Bits of an element -> the format whose plans its formats take; nvfp4 has its own."""
+"""Bits of an element -> the format whose plans its formats take; nvfp4 has its own, of the kinds that were measured."""
 SHARED = {
     capability: kibibytes * 1024
     for kibibytes, capabilities in (
@@ -113,6 +113,13 @@ def fitted(plan: Plan, m: int) -> Plan:
     return plan._replace(nt=min(plan.nt, 4 * -(-m // (32 * tiles))))
 
 
+def measured_for(format: Format, lines: Sequence[Measured]) -> list[Measured]:
+    """Those of the format itself, or where it has none, of the one that stands for as many bits, or for 8."""
+    names = (stand_in(format), STAND_INS[format.element.bits], STAND_INS[8])
+    found = ([line for line in lines if line.format == name] for name in names)
+    return next(filter(None, found), [])
+
+
 def choose_plan(
     device: torch.device, format: Format, m: int, n: int, k: int, x_rows: int,
     allowed: Callable[[Plan], bool] = lambda plan: True,
@@ -131,8 +138,7 @@ def choose_plan(
         for line in table(capability)
         if line.m <= enough and allowed(line.plan) and not (line.plan.together and capability != TOGETHER)
     ]
-    own = [line for line in fit if line.format == stand_in(format)]
-    fit = own or [line for line in fit if line.format == STAND_INS[8]]
+    fit = [line for kind in KINDS for line in measured_for(format, [line for line in fit if line.plan.kind == kind])]
     most = max((line.m for line in fit), default=0)  # or as many as were
     for line in sorted((line for line in fit if line.m == most), key=distance):
         plan = line.plan if capability >= CLUSTERS else line.plan._replace(split=1)

@@ -166,8 +166,8 @@ DEVICE float scale_of_row(const u32* maxima, u32 row, u32 rows) {
 #endif
 }
 
-// Word i of this thread and word j of the i-th of four threads, of which it is the j-th, change places; the lanes of those
-// four differ in BIT and 2 BIT.
+// Word i of this thread and word j of the i-th of four threads, of which it is the j-th, change places; the lanes of
+// those four differ in BIT and 2 BIT.
 template <u32 BIT> DEVICE void turn(u32 (&words)[4], u32 j) {
 #pragma unroll
     for (int b = 1; b < 3; b++) {

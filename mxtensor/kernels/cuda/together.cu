@@ -3,23 +3,23 @@
 //
 // A block makes 16 WR rows of w times COLS rows of x, along its share of the columns, 128 at a time, a chunk. Each
 // thread brings the codes of its two rows from memory into registers by itself, AHEAD chunks of them under way, and makes
-// of them its part of the left factor, scales included. Of x there are tiles laid out as the instruction reads them;
-// one more thread has the copy engine bring them, STAGES at a time. What blocks that share the columns
-// have summed comes together within their cluster, or with APART, where they are none, in memory, by the block that is last.
+// of them its part of the left factor, scales included. Of x there are tiles laid out as the instruction reads them; one
+// more thread has the copy engine bring them, STAGES at a time. What blocks that share the columns have summed comes
+// together within their cluster, or with APART, where they are none, in memory, by the block that is last.
 
 constexpr int CHUNK = 128, CODES_A_CHUNK = 16 * BITS;  // columns of w at a time; bytes of a row of them
-constexpr int TILE = COLS * 128;                      // bytes of x for half a chunk
-constexpr int SUMS_APART = ROWS + 4;                  // float32, from one row of x to the next: free of conflicts
-constexpr int OF_SUMS = 4 * COLS * SUMS_APART;       // bytes, where the tiles were
-constexpr int RING = STAGES * TILE > OF_SUMS ? STAGES * TILE : OF_SUMS;
-constexpr int BARRIERS = 2 * STAGES + 1;              // for tiles that come and that have been read
-constexpr int ROUND = STAGES / 2;                     // chunks until tiles lie where others lay
-constexpr int ALL_THREADS = THREADS + 128;            // with four warps of which one has the copy engine bring x
+constexpr int TILE = COLS * 128;            // bytes of x for half a chunk
+constexpr int SUMS_APART = ROWS + 4;        // float32, from one row of x to the next: free of conflicts
+constexpr int OF_SUMS = 4 * COLS * SUMS_APART, RING = STAGES * TILE > OF_SUMS ? STAGES * TILE : OF_SUMS;  // bytes
+constexpr int BARRIERS = 2 * STAGES + 1;    // for tiles that come, tiles that have been read, and careful blocks
+constexpr int ROUND = STAGES / 2;           // chunks until tiles lie where others lay
+constexpr int ALL_THREADS = THREADS + 128;  // with four warps of which one has the copy engine bring x
+constexpr bool SCALED = SCALE_BYTES > 0;    // whether words are multiplied
 // Registers of a thread: as many as all can have, as few as there can be, and what is left for those that multiply.
 constexpr int AT_FIRST = 65536 / BLOCKS / ALL_THREADS / 8 * 8, LEAST_REGISTERS = 24;
-constexpr int LEFT = (AT_FIRST * ALL_THREADS - LEAST_REGISTERS * 128) / THREADS / 8 * 8, REGISTERS = LEFT < 240 ? LEFT : 240;
+constexpr int LEFT = (AT_FIRST * ALL_THREADS - LEAST_REGISTERS * 128) / THREADS / 8 * 8;
+constexpr int REGISTERS = LEFT < 240 ? LEFT : 240;
 static_assert(STAGES % 2 == 0 && ROUND % AHEAD == 0, "places of tiles and chunks are known in the loop");
-constexpr bool SCALED = SCALE_BYTES > 0;              // whether words are multiplied
 static_assert(MT == 1 && WK == 1 && WR % 4 == 0, "four warps have 64 rows of w");
 
 using Total = float[NT][4];
@@ -36,6 +36,7 @@ struct Tiles {  // of x, and the part of them that this block multiplies
     u8* ring;
     u64 *full, *empty;
 };
+
 // From chunk ``first`` on. Of rows after the last one nobody writes the results.
 DEVICE Mine rows_of_thread(const Arguments& a, u32 first) {
     u32 lane = thread() % 32;
@@ -44,8 +45,9 @@ DEVICE Mine rows_of_thread(const Arguments& a, u32 first) {
     for (int r = 0; r < 2; r++) {
         u32 row = block_x() * ROWS + thread() / 32 * 16 + lane / 4 + 8 * r;
         row = row < a.n ? row : a.n - 1;
+        u64 scales = u64(row_of_scales(row)) * a.scales_stride + first * SCALES_A_CHUNK + place_of_scales(mine.t);
         mine.codes[r] = a.codes + u64(row) * a.codes_stride + first * CODES_A_CHUNK + column_of(0, mine.t) * BITS / 8;
-        mine.scales[r] = a.scales + u64(row_of_scales(row)) * a.scales_stride + first * SCALES_A_CHUNK + place_of_scales(mine.t);
+        mine.scales[r] = a.scales + scales;
     }
     return mine;
 }
@@ -153,11 +155,12 @@ DEVICE bool multiply_all(Total& sums, Work& work, Mine mine, const Tiles& tiles)
 #pragma unroll
     for (int r = 0; r < 2; r++)
         if (SCALE == E8M0) work.windows[r] = window_around(work.ring[0].scales[r]);
-    for (work.round = 0; work.round * ROUND < tiles.count; work.round++) {
+    work.round = 0;
+    do {  // there is one: a loop that might not begin would keep ptxas from running products beside other instructions
         multiply_round<0>(sums, work, mine, tiles);
 #pragma unroll
         for (int r = 0; r < 2; r++) mine.codes[r] += ROUND * CODES_A_CHUNK, mine.scales[r] += ROUND * SCALES_A_CHUNK;
-    }
+    } while (++work.round * ROUND < tiles.count);
     wait_for_products<0>();
     settle(sums);
     if constexpr (SCALE != E8M0) return true;
@@ -170,10 +173,11 @@ DEVICE bool multiply_all(Total& sums, Work& work, Mine mine, const Tiles& tiles)
 
 // ---------------------------------------------------------------------------------------------- careful
 
-// A tile, piece H of a chunk, as many times as it has blocks, by the words of one of them each time; each warp for itself.
-template <int H> DEVICE void multiply_blocks(Total& sums, const Chunk& chunk, const u8* const (&scales)[2], u32 t, const u8* tile) {
+// A tile, piece H of a chunk, as many times as it has blocks, by the words of one of them each time: each warp for itself,
+// for ptxas would have the instructions above wait for each other if there were more of them here.
+template <int H> DEVICE void multiply_blocks(Total& sums, const Chunk& chunk, const Mine& m, const u8* tile) {
     constexpr u32 blocks = BITS == 8 ? 2 : 4;
-    u32 words[16], a[16], g = thread() % 32 / 4, mine = BITS == 8 ? t / 2 : t;
+    u32 words[16], a[16], g = thread() % 32 / 4, mine = BITS == 8 ? m.t / 2 : m.t;
 #pragma unroll
     for (int r = 0; r < 2; r++) decode_piece<false>(words, r, chunk.codes[r] + H * (BITS / 2), 0);
 #pragma unroll 1
@@ -181,12 +185,12 @@ template <int H> DEVICE void multiply_blocks(Total& sums, const Chunk& chunk, co
         float scale[2];
 #pragma unroll
         for (int r = 0; r < 2; r++)
-            scale[r] = power_of_scale(*(scales[r] - place_of_scales(t) + (BITS == 8 ? 2 * H : 0) + block));
+            scale[r] = power_of_scale(*(m.scales[r] - place_of_scales(m.t) + (BITS == 8 ? 2 * H : 0) + block));
 #pragma unroll
         for (int i = 0; i < 16; i++) a[i] = block == mine ? words[i] : 0;
 #pragma unroll
         for (int j = 0; j < NT; j++) {
-            const u8* line = tile + (8 * j + g) * 128 + 4 * t;
+            const u8* line = tile + (8 * j + g) * 128 + 4 * m.t;
             float part[4] = {};
 #pragma unroll
             for (int i = 0; i < 4; i++)
@@ -207,8 +211,8 @@ DEVICE void multiply_carefully(Total& sums, Mine mine, const Tiles& tiles, u64* 
         sync_block();  // nobody reads any more what lies there
         if (thread() == 0) fetch(tiles.ring, tiles.x + u64(2 * i) * TILE, 2 * TILE, arrived);
         wait_at(arrived, i);
-        multiply_blocks<0>(sums, chunk, mine.scales, mine.t, tiles.ring);
-        multiply_blocks<1>(sums, chunk, mine.scales, mine.t, tiles.ring + TILE);
+        multiply_blocks<0>(sums, chunk, mine, tiles.ring);
+        multiply_blocks<1>(sums, chunk, mine, tiles.ring + TILE);
 #pragma unroll
         for (int r = 0; r < 2; r++) mine.codes[r] += CODES_A_CHUNK, mine.scales[r] += SCALES_A_CHUNK;
     }
@@ -240,7 +244,8 @@ DEVICE bool is_last_and_adds(const Arguments& a, Total& sums) {
     return true;
 }
 
-// What the blocks of a cluster have summed, in that order, with what belongs at the end; ``x_scale`` of this block's rows.
+// What the blocks of a cluster have summed, in that order, with what belongs at the end; ``x_scale`` is of the block's
+// rows of x.
 DEVICE void write(const Arguments& a, const Total& sums, const float* x_scale, float* shared) {
     constexpr int blocks = APART ? 1 : SPLIT, batch = NT < 2 * blocks ? 1 : NT < 4 * blocks ? 2 : 4;
     u32 lane = thread() % 32, first = thread() / 32 * 16 + lane / 4, x_row = block_y() * COLS;
