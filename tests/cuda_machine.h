@@ -120,8 +120,6 @@ DEVICE u8* memory_of(Block& block) {
 DEVICE u8* shared_memory() { return memory_of(*fiber->block); }
 DEVICE void raise_to(u32* shared, u32 value) { *shared = value > *shared ? value : *shared; }
 DEVICE void sync_block() { meet(fiber->block->barrier); }
-DEVICE void arrive_at_cluster() {}
-DEVICE void wait_for_cluster() { meet(cluster_barrier); }
 DEVICE void sync_cluster() { meet(cluster_barrier); }
 DEVICE float read_of_block(const float* mine, u32 rank) {
     return *reinterpret_cast<const float*>(memory_of((*cluster)[rank]) + (reinterpret_cast<const u8*>(mine) - shared_memory()));
@@ -291,7 +289,6 @@ DEVICE void copy_whole(void* to, const void* from, u32 bytes, u64* barrier) {
     memcpy(to, from, bytes);
     arrived(barrier, 0, -int(bytes));
 }
-DEVICE void show_to_products() {}
 DEVICE void add_four_of_block(float (&sum)[4], const float* mine, u32 rank) {
     for (int i = 0; i < 4; i++) sum[i] += read_of_block(mine + i, rank);
 }

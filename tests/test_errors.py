@@ -42,7 +42,7 @@ NEVER_SEEN = {
     "{value} has no {value}, which another rank has written; give all ranks a folder that they share",
     # of a plan that `python -m mxtensor.tune` gives itself; the table is asked for plans that have room
     "a product of {value}x{value}x{value} by {value} has no room on this device",
-    "{value} is not for {value}x{value} in {value} with activations in {value}",
+    "{value} is not for {value}x{value} in {value}, {value} groups, aligned to {value} bytes",
 }
 
 

@@ -72,6 +72,8 @@ def test_products_compile_and_the_narrow_ones_keep_to_registers(name, capability
         code = product(format, plan if capability >= SM90 else plan._replace(split=1), capability)
         registers, stack = resources(code, tmp_path)[kernel_of(plan)]
         assert registers * plan.threads * plan.blocks <= 65536
+        if plan.together:  # all that there are, of which some threads give theirs to others
+            assert registers == min(65536 // plan.blocks // plan.threads // 8 * 8, 255)
         most = (0 if plan.resident else 16) if m <= 16 and capability >= SM90 else 256
         assert stack <= most, f"{m} rows by {plan}: {stack} bytes of stack"
         assert not plan.together or waiting(code, tmp_path) == 0.25, f"products of {name} by {plan} wait for each other"

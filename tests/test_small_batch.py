@@ -169,7 +169,7 @@ def test_plans_that_contradict_themselves_are_refused():
 
 
 def test_parts_of_chunks_are_not_multiplied_together():
-    with pytest.raises(RuntimeError, match=r"is not for 16x320 in mxfp8_e4m3 with activations in bfloat16"):
+    with pytest.raises(RuntimeError, match=r"is not for 16x320 in mxfp8_e4m3, 0 groups, aligned to \(16, "):
         product(torch.randn(3, 320).bfloat16(), weight("mxfp8", 16, 320), TOGETHER)
 
 
@@ -210,11 +210,12 @@ def test_every_code_of_every_element(name):
     assert torch.equal(y[finite], expected[finite]) and finite.any()
     assert not y[~finite].isfinite().all(1).any()
     wide = Operand(w.data.repeat(1, 4), w.scale.repeat(1, 4), None, format, (16, 128))
-    for rows in (slice(None), finite):  # with the rest, which makes blocks careful, and without
-        some = Operand(wide.data[rows], wide.scale[rows], None, format, (len(wide.data[rows]), 128))
-        y = product(torch.eye(32).repeat(1, 4).bfloat16() / 4, some, TOGETHER._replace(nt=4)).t()
-        assert torch.equal(y[finite[rows]], expected[rows][finite[rows]])
-        assert not y[~finite[rows]].isfinite().all(1).any()
+    for apart in (0, 16):  # blocks of rows whose scales lie so far apart are careful
+        scale = wide.scale + torch.tensor([0, 0, apart, 0]).to(torch.uint8)
+        some = Operand(wide.data, scale, None, format, (16, 128))
+        x = torch.eye(32).repeat(1, 4) * torch.tensor([1, 1, 2.0**-apart, 1]).repeat_interleave(32) / 4
+        y = product(x.bfloat16(), some, TOGETHER._replace(nt=4)).t()
+        assert torch.equal(y[finite], expected[finite]) and not y[~finite].isfinite().all(1).any()
 
 
 def test_scales_of_every_power_of_two_and_nan():
@@ -274,6 +275,15 @@ def test_scales_of_a_row_may_lie_any_number_of_octaves_apart(format, octaves, se
     y, exact = product(x, w, TOGETHER), x.double() @ values(w).t()
     bound = x.double().abs() @ values(w).abs().t()
     assert ((y.double() - exact).abs() <= 2.0**-20 * bound).all()
+
+
+@pytest.mark.parametrize("format", ["mxfp8", "mxfp4"])
+def test_an_infinity_meets_its_own_block_alone_where_blocks_are_careful(format):
+    w, x = weight(format, 70, 256), torch.randn(3, 256).bfloat16()
+    x[1, 40], w.scale[5, 6] = float("inf"), 240
+    y, exact = product(x, w, TOGETHER), x.double() @ values(w).t()
+    assert torch.equal(y[1], exact[1].float()) or torch.equal(y[1].isnan(), exact[1].isnan())
+    assert torch.equal(y[1][~exact[1].isnan()], exact[1][~exact[1].isnan()].float())
 
 
 def test_activations_far_below_the_largest_of_their_row_are_exact():

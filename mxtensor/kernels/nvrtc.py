@@ -24,7 +24,7 @@ from .kept import kept_path, new_file
 
 SOURCES = Path(__file__).with_name("cuda")
 OLDEST = (8, 0)
-"""The first compute capability with asynchronous copies and bfloat16 matrix instructions."""
+"""The first compute capability with asynchronous copies."""
 CLUSTERS = (9, 0)
 """The first with clusters of blocks and launches that overlap."""
 FLAGS = ("-std=c++17",)

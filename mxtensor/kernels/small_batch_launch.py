@@ -88,9 +88,9 @@ def cut(
     room = room_of(format, plan, rows, width, cols, gpu)
     if room is None:
         raise RuntimeError(f"a product of {rows}x{width}x{cols} by {plan} has no room on this device")
-    even = width % plan.rows == 0 and cols % plan.depth == 0
+    even = plan.together or (width % plan.rows == 0 and cols % plan.depth == 0)  # which looks at each row by itself
     if not possible(plan):
-        raise RuntimeError(f"{plan} is not for {width}x{cols} in {format} with activations in {str(types[0])[6:]}")
+        raise RuntimeError(f"{plan} is not for {width}x{cols} in {format}, {groups} groups, aligned to {copies} bytes")
     if plan.whole_x:
         facts = Facts(format, types[0], types[1], types[2], *copies, even, cast)
     else:
@@ -126,7 +126,7 @@ def _prepared(
     x: Tensor, format: Format, cast: Cast | None, plan: Plan, counters: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """A matrix, cast, as the kernel of ``plan`` reads it, in the order in which codes of ``format`` are decoded, and
-    what scales each row: float16, in rows or in tiles of 128 columns.
+    what scales each row: float16, in rows or in tiles of 64 of each 128 columns.
 
     What fills the last tile, or as many rows after the last one, nobody has written. ``counters`` become zeros.
     """

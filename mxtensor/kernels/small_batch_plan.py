@@ -38,6 +38,7 @@ class Plan(NamedTuple):
     slabs: int
     """of 32 columns of a stage, a warp: 4 or 8"""
     stages: int
+    """that a block has in shared memory, or where four warps multiply together, tiles of activations: half a chunk"""
     blocks: int
     """that shall fit into one multiprocessor: what bounds the registers of a thread"""
     split: int
@@ -212,7 +213,7 @@ def stage_bytes(format: Format, plan: Plan) -> int:
 def shared_memory(format: Format, plan: Plan, x_rows: int, k: int) -> int:
     """Bytes of shared memory of a block, as ``cuda/product.cu`` or ``cuda/together.cu`` lays them out."""
     if plan.together:
-        tiles, sums = plan.stages * plan.cols * plan.depth, 4 * plan.cols * (plan.rows + 4)
+        tiles, sums = plan.stages * plan.cols * 128, 4 * plan.cols * (plan.rows + 4)  # 64 columns of float16 a tile
         return max(tiles, sums) + 16 * plan.stages + 8 + 4 * plan.cols
     stages = -(-k // plan.depth)
     ring = max(plan.stages * stage_bytes(format, plan), 4 * plan.wk * plan.rows * (plan.cols + 2))

@@ -76,9 +76,6 @@ DEVICE void in_order(u32 (&x)[4]) {
     }
 }
 
-// Of 128 columns, the first of the sixteen of piece ``h`` of thread ``t`` of four, where warps multiply together.
-DEVICE constexpr u32 column_of(u32 h, u32 t) { return BITS == 8 ? 64 * h + 16 * t : 32 * t + 16 * h; }
-
 // ---------------------------------------------------------------------------------------------- scales
 
 // Byte I of a word as 2^(byte - 127); 255, which stands for a NaN, as infinity: ``write`` makes it one.

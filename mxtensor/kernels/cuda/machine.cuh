@@ -32,18 +32,12 @@ DEVICE u32 largest_of_warp(u32 value) { return __reduce_max_sync(0xFFFFFFFF, val
 
 DEVICE u32 shared_address(const void* at) { return static_cast<u32>(__cvta_generic_to_shared(at)); }
 
-// A cluster of blocks (sm_90) lies along z: rank, barrier, in two parts, and what another block has in shared memory.
-DEVICE void arrive_at_cluster() {
+// A cluster of blocks (sm_90) lies along z: rank, barrier, and what another block has in shared memory.
+DEVICE void sync_cluster() {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("barrier.cluster.arrive.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 #endif
 }
-DEVICE void wait_for_cluster() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
-#endif
-}
-DEVICE void sync_cluster() { arrive_at_cluster(), wait_for_cluster(); }
 DEVICE u32 address_in_block(const void* mine, u32 rank) {
     u32 there = 0;
 #if __CUDA_ARCH__ >= 900
@@ -218,7 +212,6 @@ DEVICE void copy_whole(void* to, const void* from, u32 bytes, u64* barrier) {
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
             shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(barrier)) : "memory");
 }
-DEVICE void show_to_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }  // what was written
 DEVICE void add_four_of_block(float (&sum)[4], const float* mine, u32 rank) {  // as ``read_of_block``
     float value[4];
     asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"

@@ -15,7 +15,7 @@ constexpr int SUM_STRIDE = COLS + 2;  // float32 of the sums that the warps of o
 constexpr int SUMS = 4 * WK * ROWS * SUM_STRIDE;  // bytes, where the stages were
 constexpr int WHOLE_AT = STAGES * STAGE > SUMS ? STAGES * STAGE : SUMS;
 constexpr int WHOLE_HEAD = 8 * COLS;  // in front of the rows of WHOLE_X: what scales them, and maxima
-static_assert(!WHOLE_X || RESIDENT || TOGETHER || BK % 256 == 0, "a warp casts 256 columns at a time");
+static_assert(!WHOLE_X || RESIDENT || BK % 256 == 0, "a warp casts 256 columns at a time");
 
 struct Arguments {
     const u8* codes;

@@ -20,7 +20,7 @@ constexpr int AT_FIRST = 65536 / BLOCKS / ALL_THREADS / 8 * 8, LEAST_REGISTERS =
 constexpr int LEFT = (AT_FIRST * ALL_THREADS - LEAST_REGISTERS * 128) / THREADS / 8 * 8;
 constexpr int REGISTERS = LEFT < 240 ? LEFT : 240;
 static_assert(STAGES % 2 == 0 && ROUND % AHEAD == 0, "places of tiles and chunks are known in the loop");
-static_assert(MT == 1 && WK == 1 && WR % 4 == 0, "four warps have 64 rows of w");
+static_assert(MT == 1 && WK == 1 && WR % 4 == 0 && SLABS == 4, "four warps have 64 rows of w, and a chunk of it");
 
 using Total = float[NT][4];
 struct Mine {  // where this thread reads its two rows from
@@ -46,7 +46,7 @@ DEVICE Mine rows_of_thread(const Arguments& a, u32 first) {
         u32 row = block_x() * ROWS + thread() / 32 * 16 + lane / 4 + 8 * r;
         row = row < a.n ? row : a.n - 1;
         u64 scales = u64(row_of_scales(row)) * a.scales_stride + first * SCALES_A_CHUNK + place_of_scales(mine.t);
-        mine.codes[r] = a.codes + u64(row) * a.codes_stride + first * CODES_A_CHUNK + column_of(0, mine.t) * BITS / 8;
+        mine.codes[r] = a.codes + u64(row) * a.codes_stride + first * CODES_A_CHUNK + column_of(mine.t) * BITS / 8;
         mine.scales[r] = a.scales + scales;
     }
     return mine;
@@ -193,9 +193,11 @@ template <int H> DEVICE void multiply_blocks(Total& sums, const Chunk& chunk, co
             const u8* line = tile + (8 * j + g) * 128 + 4 * m.t;
             float part[4] = {};
 #pragma unroll
-            for (int i = 0; i < 4; i++)
-                multiply_add(part, a + 4 * i, *reinterpret_cast<const u32*>(line + (2 * i ^ g) * 16),
-                             *reinterpret_cast<const u32*>(line + ((2 * i + 1) ^ g) * 16), part);
+            for (int i = 0; i < 4; i++) {  // x is zero elsewhere, too: it may be infinite
+                u32 low = *reinterpret_cast<const u32*>(line + (2 * i ^ g) * 16);
+                u32 high = *reinterpret_cast<const u32*>(line + ((2 * i + 1) ^ g) * 16);
+                multiply_add(part, a + 4 * i, block == mine ? low : 0, block == mine ? high : 0, part);
+            }
 #pragma unroll
             for (int e = 0; e < 4; e++) sums[j][e] += scale[e / 2] * part[e];
         }

@@ -7,6 +7,8 @@
 constexpr int SCALE_BYTES = SCALE == E8M0 ? (BITS == 8 ? 4 : 1) : SCALE == UE4M3 ? 2 : 0;  // a thread's, of 128 columns
 constexpr int SCALES_A_CHUNK = SCALE == E8M0 ? 4 : SCALE == UE4M3 ? 8 : 0;                 // of a row
 
+// Of 128 columns, the first whose codes thread ``t`` of four reads, and of their scales, of which byte.
+DEVICE constexpr u32 column_of(u32 t) { return BITS == 8 ? 16 * t : 32 * t; }
 DEVICE constexpr u32 place_of_scales(u32 t) { return BITS == 8 ? 0 : SCALE == UE4M3 ? 2 * t : t; }
 
 // ---------------------------------------------------------------------------------------------- windows
@@ -29,7 +31,7 @@ DEVICE u32 window_around(u32 scales) {
     u32 most = largest_byte(scales);
     if constexpr (SCALE_BYTES == 1) most = largest(most, 4);
     u32 least = most + ABOVE < OCTAVES ? 0 : most + ABOVE + 1 - OCTAVES;
-    least = least + OCTAVES > NAN_SCALE ? NAN_SCALE - OCTAVES : least;
+    least = least + OCTAVES > NAN_SCALE ? NAN_SCALE - OCTAVES : least;  // nor does 0 come out within, modulo 256
     return least * EACH;
 }
 
