@@ -27,7 +27,7 @@ from .formats import Format, get_format
 from .kernels import nvrtc
 from .kernels.cast import quantize_operand
 from .kernels.small_batch_launch import launch, sources_of
-from .kernels.small_batch_plan import KINDS, RESERVED, Facts, Gpu, Plan, constants, plan_of, room_of
+from .kernels.small_batch_plan import KINDS, RESERVED, Facts, Gpu, Plan, constants, plan_of, registers, room_of
 from .kernels.small_batch_table import ROWS, TOGETHER, Measured, gpu_of, line, path_of
 from .roles import Cast
 
@@ -70,19 +70,13 @@ def together(bits: int, rows: int, n: int, k: int, gpu: Gpu) -> Iterator[Plan]:
         held = 4 * nt + ahead * 2 * bits  # registers for sums and for what is under way
         if (nt == 32) != (stages < 8) or not 8 <= wr * blocks <= 16 or (blocks == 3 and wr != 4):
             continue
-        if held + 60 > registers(plan) or (ahead > 2 and held < 32):
+        if held + 60 > registers(plan).multiplying or (ahead > 2 and held < 32):
             continue
         if (split == 1 and apart) or (split in (3, 6) and not apart):
             continue
         count = -(-n // plan.rows) * split * -(-rows // plan.cols)
         if count >= 0.6 * gpu.multiprocessors and (split == 1 or count <= blocks * gpu.multiprocessors):
             yield plan
-
-
-def registers(plan: Plan) -> int:
-    """Of a thread that multiplies together with others, as ``cuda/together.cu`` has it."""
-    at_first = 65536 // plan.blocks // plan.threads // 8 * 8
-    return min((at_first * plan.threads - 24 * 128) // (32 * plan.wr) // 8 * 8, 240)
 
 
 def resident(bits: int, rows: int, n: int, k: int, gpu: Gpu) -> Iterator[Plan]:

@@ -11,7 +11,8 @@ import torch
 import mxtensor as mx
 from mxtensor.kernels import nvrtc
 from mxtensor.kernels.small_batch_launch import HEADERS, kernel_of, sources_of
-from mxtensor.kernels.small_batch_plan import ELEMENTS, KINDS, TYPES, Facts, cast_constants, constants
+from mxtensor.kernels.small_batch_plan import ELEMENTS, TYPES, Facts, cast_constants, constants
+from mxtensor.kernels.small_batch_plan import registers as shared_out
 from mxtensor.kernels.small_batch_table import ROWS, measured_for, table
 
 pytestmark = pytest.mark.skipif(isinstance(nvrtc.library(), str), reason="needs NVRTC")
@@ -27,28 +28,27 @@ SM90 = (9, 0)
 def plans(format):
     """The plans that the table has for one shape, with their numbers of rows."""
     lines = [line for line in table(SM90) if (line.n, line.k) == (14336, 4096)]
-    of_a_kind = ([line for line in lines if line.plan.kind == kind] for kind in KINDS)
-    return [(line.m, line.plan) for some in of_a_kind for line in measured_for(format, some)]
+    return [(line.m, line.plan) for line in measured_for(format, lines)]
+
+
+def said_of(code, tool, option, tmp_path):
+    """What a tool that Triton brings along says of machine code."""
+    triton = pytest.importorskip("triton")
+    path, file = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool, tmp_path / "kernel.cubin"
+    file.write_bytes(code)
+    return subprocess.run([path, option, file], check=True, capture_output=True, text=True).stdout
 
 
 def resources(code, tmp_path):
-    """What ``cuobjdump``, which Triton brings along, says of registers and stack of each kernel."""
-    triton = pytest.importorskip("triton")
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    file = tmp_path / "kernel.cubin"
-    file.write_bytes(code)
-    text = subprocess.run([tool, "-res-usage", file], check=True, capture_output=True, text=True).stdout
+    """Registers and stack of each kernel."""
+    text = said_of(code, "cuobjdump", "-res-usage", tmp_path)
     found = re.findall(r"Function (\w+):\s+REG:(\d+) STACK:(\d+)", text)
     return {name: (int(registers), int(stack)) for name, registers, stack in found}
 
 
 def waiting(code, tmp_path):
     """How many of the matrix instructions of four warps wait for those before them: one in four, which ends a group."""
-    triton = pytest.importorskip("triton")
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
-    (tmp_path / "kernel.cubin").write_bytes(code)
-    text = subprocess.run([tool, "-c", tmp_path / "kernel.cubin"], check=True, capture_output=True, text=True).stdout
-    products = re.findall(r"HGMMA[^;]*;", text)
+    products = re.findall(r"HGMMA[^;]*;", said_of(code, "nvdisasm", "-c", tmp_path))
     return sum("gsb0" in one for one in products) / len(products)
 
 
@@ -73,7 +73,7 @@ def test_products_compile_and_the_narrow_ones_keep_to_registers(name, capability
         registers, stack = resources(code, tmp_path)[kernel_of(plan)]
         assert registers * plan.threads * plan.blocks <= 65536
         if plan.together:  # all that there are, of which some threads give theirs to others
-            assert registers == min(65536 // plan.blocks // plan.threads // 8 * 8, 255)
+            assert registers == min(65536 // plan.blocks // plan.threads // 8 * 8, 255) == shared_out(plan).at_first
         most = (0 if plan.resident else 16) if m <= 16 and capability >= SM90 else 256
         assert stack <= most, f"{m} rows by {plan}: {stack} bytes of stack"
         assert not plan.together or waiting(code, tmp_path) == 0.25, f"products of {name} by {plan} wait for each other"

@@ -282,7 +282,7 @@ def test_an_infinity_meets_its_own_block_alone_where_blocks_are_careful(format):
     w, x = weight(format, 70, 256), torch.randn(3, 256).bfloat16()
     x[1, 40], w.scale[5, 6] = float("inf"), 240
     y, exact = product(x, w, TOGETHER), x.double() @ values(w).t()
-    assert torch.equal(y[1], exact[1].float()) or torch.equal(y[1].isnan(), exact[1].isnan())
+    assert torch.equal(y[1].isnan(), exact[1].isnan())
     assert torch.equal(y[1][~exact[1].isnan()], exact[1][~exact[1].isnan()].float())
 
 

@@ -93,6 +93,26 @@ PLAN = ("MT", "NT", "WR", "WK", "SLABS", "STAGES", "BLOCKS", "SPLIT", "WHOLE_X",
 """The fields of a plan as the sources name them."""
 
 
+LEAST_REGISTERS = 24
+"""That a thread can have."""
+
+
+class Registers(NamedTuple):
+    """Of each thread of a plan whose warps multiply together."""
+
+    at_first: int
+    """as many as all threads can have"""
+    multiplying: int
+    """of those that multiply, once the others have kept the least"""
+
+
+def registers(plan: Plan) -> Registers:
+    """How a multiprocessor's 65536 are shared out, in steps of 8."""
+    at_first = 65536 // plan.blocks // plan.threads // 8 * 8
+    left = (at_first * plan.threads - LEAST_REGISTERS * 128) // (plan.threads - 128) // 8 * 8
+    return Registers(min(at_first, 255), min(left, 240))
+
+
 class Gpu(NamedTuple):
     """What a plan has to fit."""
 
@@ -144,7 +164,7 @@ def constants(facts: Facts, plan: Plan) -> Constants:
     """Facts and plan as the sources name them."""
     f, rows = facts.format, facts.format.block[0]
     return (
-        *(group_instruction(plan.cols) if plan.together else ()),
+        *(group_constants(plan) if plan.together else ()),
         ("ELEMENT", ELEMENTS[f.element]),
         ("SCALE", SCALES[f.scale, f.block[1]]),
         ("BLOCK_ROWS", 0 if rows == FULL else rows),
@@ -161,8 +181,10 @@ def constants(facts: Facts, plan: Plan) -> Constants:
     )  # fmt: skip
 
 
-def group_instruction(cols: int) -> Constants:
-    """The matrix instruction of four warps with so many columns, as ``machine.cuh`` takes it: its text and its sums."""
+def group_constants(plan: Plan) -> Constants:
+    """Where warps multiply together: the matrix instruction of four, as ``machine.cuh`` takes it, its text and its
+    sums; and how threads share the registers."""
+    cols, held = plan.cols, registers(plan)
     sums = ", ".join(f"%{i}" for i in range(cols // 2))
     left = ", ".join(f"%{cols // 2 + i}" for i in range(4))
     right = f"%{cols // 2 + 4}"
@@ -170,6 +192,9 @@ def group_instruction(cols: int) -> Constants:
     return (
         ("GROUP_TEXT", f'"{text}"'),
         ("GROUP_SUMS(d)", ", ".join(f'"+f"(d[{i // 4}][{i % 4}])' for i in range(cols // 2))),
+        ("AT_FIRST", held.at_first),
+        ("REGISTERS", held.multiplying),
+        ("LEAST_REGISTERS", LEAST_REGISTERS),
     )
 
 

@@ -114,10 +114,13 @@ def fitted(plan: Plan, m: int) -> Plan:
 
 
 def measured_for(format: Format, lines: Sequence[Measured]) -> list[Measured]:
-    """Those of the format itself, or where it has none, of the one that stands for as many bits, or for 8."""
-    names = (stand_in(format), STAND_INS[format.element.bits], STAND_INS[8])
-    found = ([line for line in lines if line.format == name] for name in names)
-    return next(filter(None, found), [])
+    """Of each kind of plans those of the format itself, or where it has none, of the one that stands for as many bits,
+    or for 8."""
+    names, found = (stand_in(format), STAND_INS[format.element.bits], STAND_INS[8]), []
+    for kind in KINDS:
+        of_a_kind = ([line for line in lines if (line.plan.kind, line.format) == (kind, name)] for name in names)
+        found += next(filter(None, of_a_kind), [])
+    return found
 
 
 def choose_plan(
@@ -138,7 +141,7 @@ def choose_plan(
         for line in table(capability)
         if line.m <= enough and allowed(line.plan) and not (line.plan.together and capability != TOGETHER)
     ]
-    fit = [line for kind in KINDS for line in measured_for(format, [line for line in fit if line.plan.kind == kind])]
+    fit = measured_for(format, fit)
     most = max((line.m for line in fit), default=0)  # or as many as were
     for line in sorted((line for line in fit if line.m == most), key=distance):
         plan = line.plan if capability >= CLUSTERS else line.plan._replace(split=1)

@@ -1,8 +1,8 @@
 // Activations as the products multiply them, cast on the way to a format with power-of-two scales for 32 values, or to
-// nvfp4, if that is wanted. As float16: each row times a power of two that brings its largest
-// magnitude to 2^13, so that what is within 2^30 of it is exact (of float16, 2^27), and the rest off by less than 2^-38 of it. (Sums are
-// that much larger, too: where a row of x is about 1, they overflow from 2^115 on.) With TILES, for together.cu, in tiles
-// of so many rows and 128 columns, in which every word lies where the matrix instruction reads it.
+// nvfp4, if that is wanted. As float16: each row times a power of two that brings its largest magnitude to 2^13, so that
+// what is within 2^30 of it is exact (of float16, 2^27), and the rest off by less than 2^-38 of it. (Sums are that much
+// larger, too: where a row of x is about 1, they overflow from 2^115 on.) With TILES, for together.cu, in tiles of so many
+// rows and 64 of each 128 columns, in which every word lies where the matrix instruction reads it.
 
 enum { FLOOR, RCEIL, CEIL, EVEN };
 
@@ -265,7 +265,7 @@ DEVICE void raise_by_block(u32* shared, u32 value) {  // to the largest of a blo
     sync_block();
 }
 
-// That of every ``step``-th eight of all rows, into zeroed ``shared``; all threads of a block.
+// The largest magnitude of every ``step``-th eight of all rows, from the ``first``, into zeroed ``shared``; all threads of a block.
 DEVICE void find_largest(u32* shared, const Rows& r, u32 first, u32 step) {
     u32 across = (r.k + 7) / 8, count = r.rows * across, amax = 0;
     float inverse = 1.0f / across;

@@ -15,10 +15,6 @@ constexpr int BARRIERS = 2 * STAGES + 1;    // for tiles that come, tiles that h
 constexpr int ROUND = STAGES / 2;           // chunks until tiles lie where others lay
 constexpr int ALL_THREADS = THREADS + 128;  // with four warps of which one has the copy engine bring x
 constexpr bool SCALED = SCALE_BYTES > 0;    // whether words are multiplied
-// Registers of a thread: as many as all can have, as few as there can be, and what is left for those that multiply.
-constexpr int AT_FIRST = 65536 / BLOCKS / ALL_THREADS / 8 * 8, LEAST_REGISTERS = 24;
-constexpr int LEFT = (AT_FIRST * ALL_THREADS - LEAST_REGISTERS * 128) / THREADS / 8 * 8;
-constexpr int REGISTERS = LEFT < 240 ? LEFT : 240;
 static_assert(STAGES % 2 == 0 && ROUND % AHEAD == 0, "places of tiles and chunks are known in the loop");
 static_assert(MT == 1 && WK == 1 && WR % 4 == 0 && SLABS == 4, "four warps have 64 rows of w, and a chunk of it");
 
