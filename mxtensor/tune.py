@@ -27,7 +27,18 @@ from .formats import Format, get_format
 from .kernels import nvrtc
 from .kernels.cast import quantize_operand
 from .kernels.small_batch_launch import launch, sources_of
-from .kernels.small_batch_plan import KINDS, RESERVED, Facts, Gpu, Plan, constants, plan_of, registers, room_of
+from .kernels.small_batch_plan import (
+    KINDS,
+    RESERVED,
+    Facts,
+    Gpu,
+    Plan,
+    classes_of,
+    constants,
+    plan_of,
+    registers,
+    room_of,
+)
 from .kernels.small_batch_table import ROWS, TOGETHER, Measured, gpu_of, line, path_of
 from .roles import Cast
 
@@ -86,7 +97,7 @@ def resident(bits: int, rows: int, n: int, k: int, gpu: Gpu) -> Iterator[Plan]:
         return
     splits = (1, 2, 4) if gpu.capability >= nvrtc.CLUSTERS else (1,)
     shapes = ((1, 4), (1, 8), (1, 16), (2, 4), (2, 8), (4, 2), (4, 4))
-    numbers = ((1, 2), shapes, (4, 8), (2, 3, 4), (1, 2, 4), splits, (False, True))
+    numbers = ((1, 2), shapes, (4, 8, 16), (2, 3, 4), (1, 2, 4), splits, (False, True))
     for mt, (wr, wk), slabs, stages, blocks, split, whole in itertools.product(*numbers):
         warps = wr * wk * blocks
         if warps not in (8, 16) or whole != (rows <= 2) or mt * nt > 4 or (wr > 1 and (rows <= 4 or blocks > 1)):
@@ -157,24 +168,31 @@ def weights(format: Format, n: int, k: int) -> list[Operand]:
     return out
 
 
-def call(x: Tensor, w: Operand, plan: Plan | None) -> Tensor:
-    """The product with this plan, weight-only."""
+def call(x: Tensor, w: Operand, plan: Plan | None, cast: Cast | None = None) -> Tensor:
+    """The product with this plan, weight-only or of activations that are cast."""
     return launch(
-        x, w.data, w.scale, w.format, w.shape[1], None, w.global_scale, None, None, 1.0, 1.0, x.dtype, None, plan
+        x, w.data, w.scale, w.format, w.shape[1], None, w.global_scale, None, None, 1.0, 1.0, x.dtype, cast, plan
     )
 
 
-def compile_all(format: Format, plans: Iterable[Plan]) -> None:
-    """Compile the kernels of these plans in as many threads as there are processors."""
+def casts_of(format: Format, plan: Plan) -> tuple[Cast | None, ...]:
+    """What its activations go through when it is timed: the cast makes a difference to plans that cast themselves."""
+    return (None, Cast(format)) if plan.whole_x else (None,)
+
+
+def compile_all(format: Format, kernels: Iterable[tuple[Plan, int]]) -> None:
+    """Compile the kernels of these plans and classes in as many threads as there are processors."""
     capability = torch.cuda.get_device_capability()
 
-    def one(plan: Plan) -> None:
+    def one(kernel: tuple[Plan, int]) -> None:
+        plan, classes = kernel
         x = torch.bfloat16 if plan.whole_x else torch.float16
-        facts = Facts(format, x, torch.bfloat16, torch.bfloat16, 16, 16, 16, True)
-        nvrtc.compiled(sources_of(plan), constants(facts, plan), capability)
+        for cast in casts_of(format, plan):
+            facts = Facts(format, x, torch.bfloat16, torch.bfloat16, 16, 16, 16, True, cast, classes)
+            nvrtc.compiled(sources_of(plan), constants(facts, plan), capability)
 
     with ThreadPoolExecutor() as pool:
-        list(pool.map(one, plans))
+        list(pool.map(one, kernels))
 
 
 def kinds(rows: int) -> tuple[str, ...]:
@@ -185,12 +203,14 @@ def kinds(rows: int) -> tuple[str, ...]:
 
 
 def fastest(format: Format, m: int, n: int, k: int, kind: str, held: Sequence[Operand]) -> Measured | None:
-    """The plan that takes the least time; a plan that the device refuses is left out."""
+    """The plan that takes the least time, on the average of its casts; a plan that the device refuses is left out."""
     x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
     timed = []
     for plan in candidates(format, m, n, k, kind):
         try:
-            timed.append((graph_time([partial(call, x, w, plan) for w in held], 3), plan))
+            casts = casts_of(format, plan)
+            took = [graph_time([partial(call, x, w, plan, cast) for w in held], 3) for cast in casts]
+            timed.append((statistics.mean(took), plan))
         except RuntimeError as error:
             print(f"{format} {m}x{n}x{k} {tuple(plan)}: {error}", flush=True)
     if not timed:
@@ -234,9 +254,9 @@ def main() -> None:
     found: list[Measured] = []
     for format in map(get_format, args.formats):
         cases = [(m, n, k, kind) for n, k in SHAPES for m in args.rows for kind in kinds(m) if kind in args.kinds]
-        plans = {plan for case in cases for plan in candidates(format, *case)}
-        print(f"{format}: compiling {len(plans)} kernels", flush=True)
-        compile_all(format, plans)
+        kernels = {(plan, classes_of(format, plan, case[0])) for case in cases for plan in candidates(format, *case)}
+        print(f"{format}: compiling {len(kernels)} kernels", flush=True)
+        compile_all(format, kernels)
         for n, k in SHAPES:
             held = weights(format, n, k)
             found += filter(None, (fastest(format, *case, held) for case in cases if case[1:3] == (n, k)))

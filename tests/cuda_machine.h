@@ -200,7 +200,20 @@ DEVICE void halves_of_e4m3(u32& low, u32& high, u32 bytes) {
     low = pair_of_halves(value_of_e4m3(bytes & 255), value_of_e4m3(bytes >> 8 & 255));
     high = pair_of_halves(value_of_e4m3(bytes >> 16 & 255), value_of_e4m3(bytes >> 24));
 }
+constexpr bool CONVERTS = true;
+DEVICE float nearest_float(float value, int mantissa, int emin, float most) {
+    if (value == 0 || value != value) return value;
+    int step = (ilogbf(value) > emin ? ilogbf(value) : emin) - mantissa;
+    return fmaxf(fminf(ldexpf(nearbyintf(ldexpf(value, -step)), step), most), -most);
+}
+DEVICE u32 nearest_e4m3(float low, float high) {
+    return pair_of_halves(nearest_float(low, 3, -6, 448), nearest_float(high, 3, -6, 448));
+}
+DEVICE u32 nearest_e5m2(float low, float high) {
+    return pair_of_halves(nearest_float(low, 2, -14, 57344), nearest_float(high, 2, -14, 57344));
+}
 DEVICE float half(u32 word, int i) { return float_of_half(word >> (16 * i) & 0xFFFF); }
+DEVICE void floats_of_halves(float& low, float& high, u32 word) { low = half(word, 0), high = half(word, 1); }
 DEVICE u32 multiply_half(u32 a, u32 b) {
     return half_of(half(a, 0) * half(b, 0)) | u32(half_of(half(a, 1) * half(b, 1))) << 16;
 }

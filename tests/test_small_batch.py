@@ -1,5 +1,6 @@
 """Products of few rows: the CUDA sources themselves, run on the CPU by ``cuda_on_cpu``, against the codec."""
 
+import math
 import sys
 
 import pytest
@@ -14,7 +15,17 @@ from mxtensor.dispatch import Spec
 from mxtensor.formats import FORMATS
 from mxtensor.kernels import nvrtc, small_batch, small_batch_launch
 from mxtensor.kernels.gemm_spec import GemmArgs, Rounded, Uncast
-from mxtensor.kernels.small_batch_plan import ELEMENTS, RESERVED, SCALES, Gpu, Plan, copy_size, room_of, shared_memory
+from mxtensor.kernels.small_batch_plan import (
+    ELEMENTS,
+    RESERVED,
+    SCALES,
+    Gpu,
+    Plan,
+    classes_of,
+    copy_size,
+    room_of,
+    shared_memory,
+)
 from mxtensor.kernels.small_batch_table import LAST, ROWS, SHARED, choose_plan, gpu_of, most_rows, table
 from mxtensor.roles import Cast
 from tests import cuda_on_cpu
@@ -188,6 +199,24 @@ def test_blocks_take_their_share_of_the_rows(plan, few, memory, monkeypatch):
     plan = plan if memory > 65536 else plan._replace(mt=1, slabs=4, stages=2)
     w, x = weight("mxfp4", 530, 1300), torch.randn(7, 1300).bfloat16()
     assert error(product(x, w, plan), x.double() @ values(w).t()) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4", "mxint8", "nvfp4", "mxfp8[32x32]"])
+@pytest.mark.parametrize(("rows", "most"), [(1, 8), (2, 4), (3, 2), (4, 2), (5, 1)])
+def test_rows_leave_columns_free_for_other_blocks(name, rows, most):
+    w, x = weight(name, 50, 1300), torch.randn(rows, 1300).bfloat16()
+    for slabs in (4, 8, 16) if w.format.element.bits == 4 else (8,):
+        plan = RESIDENT._replace(slabs=slabs, whole_x=rows < 3, mt=1 + (slabs == 8))
+        assert classes_of(w.format, plan, rows) == min(most, plan.depth // w.format.block[1])
+        assert error(product(x, w, plan), x.double() @ values(w).t()) < TOLERANCE
+
+
+def test_an_infinity_of_one_block_stays_an_infinity():
+    w = mx.quantize(torch.ones(16, 256), "mxfp8_e5m2").rowwise
+    w.data.view(torch.uint8)[3, 40] = 0x7C
+    y = product(torch.ones(1, 256).bfloat16(), w, RESIDENT._replace(slabs=8, whole_x=True))
+    assert y[0, 3] == math.inf
+    assert y.isfinite().sum() == 15
 
 
 def test_a_product_without_room_is_refused_with_its_numbers():

@@ -26,6 +26,7 @@ from .small_batch_plan import (
     Room,
     can_multiply_together,
     cast_constants,
+    classes_of,
     clusters,
     constants,
     copy_size,
@@ -63,7 +64,8 @@ def kernel_of(plan: Plan) -> str:
 
 def sources_of(plan: Plan) -> tuple[str, ...]:
     """The sources of its kernel."""
-    return TOGETHER_SOURCES if plan.together else (*SOURCES, f"{kernel_of(plan)}.cu")
+    own = ("spread.cuh", "resident.cu") if plan.resident else ("product.cu",)
+    return TOGETHER_SOURCES if plan.together else (*SOURCES, *own)
 
 
 @cache
@@ -91,10 +93,11 @@ def cut(
     even = plan.together or (width % plan.rows == 0 and cols % plan.depth == 0)  # which looks at each row by itself
     if not possible(plan):
         raise RuntimeError(f"{plan} is not for {width}x{cols} in {format}, {groups} groups, aligned to {copies} bytes")
+    classes = classes_of(format, plan, rows)
     if plan.whole_x:
-        facts = Facts(format, types[0], types[1], types[2], *copies, even, cast)
+        facts = Facts(format, types[0], types[1], types[2], *copies, even, cast, classes)
     else:
-        facts = Facts(format, torch.float16, types[1], types[2], copies[0], copies[1], 16, even)
+        facts = Facts(format, torch.float16, types[1], types[2], copies[0], copies[1], 16, even, None, classes)
     row = constants(facts, plan)
     grid = plan.split, not plan.apart
     kernel = nvrtc.function(device, sources_of(plan), row, kernel_of(plan), PRODUCT, plan.threads, *grid)
@@ -131,7 +134,8 @@ def _prepared(
     What fills the last tile, or as many rows after the last one, nobody has written. ``counters`` become zeros.
     """
     rows, k = x.shape
-    width, tiles = -(-k // 256) * 256, plan.cols if plan.together else 0
+    step, tiles = max(256, plan.depth) if plan.resident else 256, plan.cols if plan.together else 0
+    width = -(-k // step) * step
     shape = (-(-rows // tiles) * tiles, k) if tiles else (rows + plan.cols, width)
     out = x.new_empty(shape, dtype=torch.float16)
     blocks = 0

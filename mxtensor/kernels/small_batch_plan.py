@@ -141,6 +141,8 @@ class Facts(NamedTuple):
     even: bool
     """whether rows and columns of the weight are whole blocks and stages"""
     cast: Cast | None = None
+    classes: int = 1
+    """``classes_of`` the product"""
 
 
 def cast_constants(cast: Cast | None) -> Constants:
@@ -175,6 +177,8 @@ def constants(facts: Facts, plan: Plan) -> Constants:
         ("SCALES_COPY", min(facts.scales_copy, scale_bytes(f, plan) or 1)),
         ("X_COPY", facts.x_copy),
         ("WHOLE_TILES", int(facts.even)),
+        ("CLASSES", facts.classes),
+        ("CODES_PAD", pad_of_codes(f, facts.classes)),
         ("TILES", plan.cols if plan.together else 0),
         *cast_constants(facts.cast),
         *zip(PLAN, map(int, plan), strict=True),
@@ -204,6 +208,31 @@ def scale_bytes(format: Format, plan: Plan) -> int:
     return {"AT_THE_END": 0, "UE4M3": plan.depth // 16}.get(kind, plan.depth // 32)
 
 
+def classes_of(format: Format, plan: Plan, x_rows: int) -> int:
+    """Blocks of the weight that are summed in one go, for so many rows of activations: see ``cuda/spread.cuh``.
+
+    An infinity among the codes would meet the zeros of other blocks there.
+    """
+    block = {"E8M0": 32, "UE4M3": 16}.get(SCALES[format.scale, format.block[1]])
+    if block is None or not plan.resident or plan.nt > 1 or x_rows > 4 or format.element is E5M2:
+        return 1
+    return min(8 // next(r for r in (1, 2, 4) if r >= x_rows), plan.depth // block)
+
+
+PADS = {
+    (8, 8): 32, (6, 8): 16, (4, 8): 16,
+    (8, 16): 64, (6, 16): 16, (4, 16): 32,
+    (8, 32): 16, (6, 32): 32, (4, 32): 64,
+}  # fmt: skip
+"""Bits of an element, codes that a thread reads in one go -> bytes between rows of a stage: reads without conflicts"""
+
+
+def pad_of_codes(format: Format, classes: int) -> int:
+    """Bytes after the codes of a row and a stage in shared memory."""
+    block = 16 if format.scale is UE4M3 else 32
+    return PADS[format.element.bits, min(32, max(8, block * classes // 4))]
+
+
 ALIGNED = {8: (16, 4), 6: (16, 1), 4: (16, 1)}
 """Bits of an element -> the bytes of codes and of scales that are read at a time where warps multiply together."""
 
@@ -226,10 +255,10 @@ class Room(NamedTuple):
     """tiles of the weight whose sums are kept, of a resident plan"""
 
 
-def stage_bytes(format: Format, plan: Plan) -> int:
+def stage_bytes(format: Format, plan: Plan, classes: int = 1) -> int:
     """Of the codes and scales of a stage, with activations where these come along, as ``cuda/stages.cuh`` has it."""
-    bits, per_row = format.element.bits, scale_bytes(format, plan)
-    codes = plan.depth * bits // 8 + (32 if bits == 8 else 16)
+    per_row = scale_bytes(format, plan)
+    codes = plan.depth * format.element.bits // 8 + pad_of_codes(format, classes)
     scales = -(-per_row // 4) * 4 if plan.resident else -(-per_row // 16) * 16 + 16 if per_row else 0
     x = 0 if plan.whole_x or plan.resident else plan.cols * (2 * plan.depth + 64)
     return -(-(plan.rows * (codes + scales) + x) // 16) * 16
@@ -254,8 +283,9 @@ def resident_room(format: Format, plan: Plan, x_rows: int, n: int, k: int, gpu: 
     most = -(-tiles // min(clusters(plan, gpu), tiles))
     of_a_block = -(-stages // plan.split)
     x_width = -(-of_a_block * plan.depth // 256) * 256
-    bytes = plan.wr * plan.wk * plan.stages * stage_bytes(format, plan) + (8 * plan.cols if plan.whole_x else 0)
-    bytes += x_rows * (2 * x_width + 64)
+    classes = classes_of(format, plan, x_rows)
+    bytes = plan.wr * plan.wk * plan.stages * stage_bytes(format, plan, classes) + 8 * plan.cols * plan.whole_x
+    bytes += x_rows * (2 * x_width + 64) + 2 * plan.depth * (classes > 1)
     of_a_tile = 4 * plan.wk * x_rows * (plan.rows + 4)
     memory = min(gpu.memory, (gpu.memory + RESERVED) // plan.blocks - RESERVED)
     fits = min(-(-most // plan.wr), (memory - bytes) // (of_a_tile * plan.wr))  # times wr tiles

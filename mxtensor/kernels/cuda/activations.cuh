@@ -32,14 +32,18 @@ DEVICE u32 amax_of(const float (&x)[8]) {  // its bits
 
 #if CAST
 // The nearest float of so many mantissa bits and least exponent, ties to even: added to a power of two whose lowest bit
-// is worth one step there, and taken off.
+// is worth one step there (and half as much again, so that it stays the largest), and taken off.
 template <int MANTISSA, int EMIN> DEVICE float nearest(float value, float most) {
-    int exponent = int(bits_of_float(value) >> 23 & 255) - 127;
-    exponent = exponent > EMIN ? exponent : EMIN;
-    float step = float_of_bits(u32(exponent + 23 - MANTISSA + 127) << 23) * 1.5f;
-    float sign = float_of_bits((bits_of_float(value) & 0x80000000) | 0x3F800000);
-    float magnitude = (value * sign + step) - step;
-    return (magnitude < most ? magnitude : most) * sign;
+    u32 exponent = bits_of_float(value) & 0x7F800000, least = u32(EMIN + 127) << 23;
+    float step = float_of_bits((exponent > least ? exponent : least) + ((23 - MANTISSA) << 23) + 0x400000);
+    return larger(smaller((value + step) - step, most), -most);
+}
+
+// The same of two values.
+template <int MANTISSA, int EMIN> DEVICE void round_two(float& a, float& b, float most) {
+    if constexpr (CONVERTS && MANTISSA == 3 && EMIN == -6) floats_of_halves(a, b, nearest_e4m3(a, b));
+    else if constexpr (CONVERTS && MANTISSA == 2 && EMIN == -14) floats_of_halves(a, b, nearest_e5m2(a, b));
+    else a = nearest<MANTISSA, EMIN>(a, most), b = nearest<MANTISSA, EMIN>(b, most);
 }
 
 // A power-of-two scale for 32 values from the bits of their amax, as 2^(byte - 127); the four rules of mxtensor.codec.
@@ -74,11 +78,13 @@ DEVICE void cast_eight(float (&x)[8], u32 whole) {
         int exponent = scale_byte(amax) - 127;
         down = power(-exponent), up = power(exponent);
     }
+    if (amax >= 0x7F800000) up = float_of_bits(0x7FFFFFFF);  // a NaN, as are all values of the block
 #pragma unroll
-    for (int i = 0; i < 8; i++) {
-        float element = nearest<CAST_MANTISSA, CAST_EMIN>(x[i] * down, CAST_MAX);
-        x[i] = amax < 0x7F800000 ? element * up : float_of_bits(0x7FFFFFFF);
-    }
+    for (int i = 0; i < 8; i++) x[i] *= down;
+#pragma unroll
+    for (int i = 0; i < 8; i += 2) round_two<CAST_MANTISSA, CAST_EMIN>(x[i], x[i + 1], CAST_MAX);
+#pragma unroll
+    for (int i = 0; i < 8; i++) x[i] *= up;
 }
 #endif
 
@@ -253,7 +259,7 @@ template <bool ONE> DEVICE void convert(u8* to, u32 stride, const Rows& r, const
 
 struct ActivationArguments {
     const u16* x;
-    u16* out;       // (rows, width): k rounded up to 256; or tiles
+    u16* out;       // (rows, width): k rounded up, to 256 at least; or tiles
     float* scale;   // of each row
     u32* counters;  // to be zeroed, so many
     u32* maxima;    // of each block of ``maxima``, where the cast wants the largest magnitude of the tensor

@@ -134,6 +134,30 @@ DEVICE void halves_of_e4m3(u32& low, u32& high, u32 bytes) {
     low |= __byte_perm(nans, 0, 0x9988), high |= __byte_perm(nans, 0, 0xBBAA);
 #endif
 }
+DEVICE void floats_of_halves(float& low, float& high, u32 word) {
+    asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h; }"
+        : "=f"(low), "=f"(high) : "r"(word));
+}
+// Two values as two float16: the nearest finite numbers of e4m3 or e5m2, by the machine's own conversions (sm_89).
+#if __CUDA_ARCH__ >= 890
+constexpr bool CONVERTS = true;
+DEVICE u32 nearest_e4m3(float low, float high) {
+    u32 word;
+    asm("{ .reg .b16 b; cvt.rn.satfinite.e4m3x2.f32 b, %2, %1; cvt.rn.f16x2.e4m3x2 %0, b; }"
+        : "=r"(word) : "f"(low), "f"(high));
+    return word;
+}
+DEVICE u32 nearest_e5m2(float low, float high) {
+    u32 word;
+    asm("{ .reg .b16 b; cvt.rn.satfinite.e5m2x2.f32 b, %2, %1; cvt.rn.f16x2.e5m2x2 %0, b; }"
+        : "=r"(word) : "f"(low), "f"(high));
+    return word;
+}
+#else
+constexpr bool CONVERTS = false;
+DEVICE u32 nearest_e4m3(float, float) { return 0; }
+DEVICE u32 nearest_e5m2(float, float) { return 0; }
+#endif
 DEVICE u32 multiply_half(u32 a, u32 b) {
     u32 product;
     asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));

@@ -48,7 +48,37 @@ DEVICE void fetch_columns(const Arguments& a, const Share& s, const Walk& w) {
     if (!WHOLE_X && WR == 1 && w.tile == s.begin) fetch_x(a, s, w.stage, BK, thread() % 32, 32);
 }
 
-DEVICE void keep(float* slot, const Sums& sums, const Lane& l, u32 m) {
+// What a warp sums for a tile, where in x the columns of the stage that is next begin, and the results.
+#if CLASSES > 1
+using Partial = Few;
+using Columns = Spread;
+DEVICE Columns columns_of(const Lane& l, const Share& s, u32 rows, const u8* zeros) {
+    return spread_of(l, s.x + place_in_row() * 2 * BK, s.x_stride, rows, zeros, WK * 2 * BK);
+}
+DEVICE void multiply_columns(Partial& sums, Lane& l, const u8* stage, Columns& x) {
+    multiply_spread(sums, l, stage, x);
+#pragma unroll
+    for (int h = 0; h < HALVES; h++) x.x[h] += x.step[h];
+}
+DEVICE void keep(float* slot, const Partial& sums, const Lane& l, u32 m) {
+#pragma unroll
+    for (int i = 0; i < 2 * MT; i++) {
+        float sum[MINE];
+        sum_of_classes(sum, sums, i);
+#pragma unroll
+        for (int e = 0; e < MINE; e++)
+            if (MINE * l.t < X_ROWS && MINE * l.t + e < m) slot[(MINE * l.t + e) * SLOT + l.g + 8 * i] = sum[e];
+    }
+}
+#else
+using Partial = Sums;
+using Columns = const u8*;
+DEVICE Columns columns_of(const Lane&, const Share& s, u32, const u8*) { return s.x + place_in_row() * 2 * BK; }
+DEVICE void multiply_columns(Partial& sums, Lane& l, const u8* stage, Columns& x) {
+    multiply_stage(sums, l, stage, x);
+    x += WK * 2 * BK;
+}
+DEVICE void keep(float* slot, const Partial& sums, const Lane& l, u32 m) {
 #pragma unroll
     for (int j = 0; j < NT; j++)
 #pragma unroll
@@ -59,19 +89,21 @@ DEVICE void keep(float* slot, const Sums& sums, const Lane& l, u32 m) {
                 for (int i = 0; i < 2 * MT; i++) slot[col * SLOT + l.g + 8 * i] = sums[i / 2][j][i % 2 * 2 + e];
         }
 }
+#endif
 
 // ``tiles`` tiles from ``first`` on: what the warps, then the blocks of a cluster have summed, in that order.
 DEVICE void write_tiles(const Arguments& a, u32 first, u32 tiles, float* slots, const float* x_scale) {
     float factor = factor_of_all<FACTOR>(a);
-    u32 count = tiles * a.m * ROWS, span = (count + SPLIT - 1) / SPLIT, begin = 0, end = count;
+    const u32 m = CLASSES == 8 ? 1 : a.m;
+    u32 count = tiles * m * ROWS, span = (count + SPLIT - 1) / SPLIT, begin = 0, end = count;
     sync_block();
     for (int pass = 0; pass < (SPLIT > 1 ? 2 : 1); pass++) {
         for (u32 i = begin + thread(); i < end; i += THREADS) {
-            u32 row = i % ROWS, col = i / ROWS % a.m, tile = i / ROWS / a.m, n = (first + tile) * ROWS + row;
-            float *slot = slots + (tile * WK * a.m + col) * SLOT + row, sum = 0;
+            u32 row = i % ROWS, col = i / ROWS % m, tile = i / ROWS / m, n = (first + tile) * ROWS + row;
+            float *slot = slots + (tile * WK * m + col) * SLOT + row, sum = 0;
             if (pass == 0) {
 #pragma unroll
-                for (u32 w = 0; w < WK; w++) sum += slot[w * a.m * SLOT];
+                for (u32 w = 0; w < WK; w++) sum += slot[w * m * SLOT];
                 sum *= x_scale[col];
             } else {
 #pragma unroll
@@ -94,7 +126,9 @@ KERNEL void BOUNDS(THREADS, BLOCKS) resident(const Arguments a) {
     u8 *shared = shared_memory(), *ring = shared + warp * RING;
     Share s = {block * tiles / blocks_x(), (block + 1) * tiles / blocks_x(), block_z() * stages / SPLIT,
                (block_z() + 1) * stages / SPLIT, 2 * a.x_width + 64, shared + X_AT + X_HEAD};
-    float* slots = reinterpret_cast<float*>(s.x + a.m * s.x_stride);
+    u8* zeros = s.x + a.m * s.x_stride;
+    for (u32 i = thread() * 16; i < ZEROS; i += THREADS * 16) *reinterpret_cast<uint4*>(zeros + i) = {0, 0, 0, 0};
+    float* slots = reinterpret_cast<float*>(zeros + ZEROS);
     const float* x_scale = WHOLE_X ? reinterpret_cast<const float*>(shared + X_AT) : a.x_scale;
     Lane l = {lane / 4, lane % 4, lane / 4, 0};
 #pragma unroll
@@ -116,13 +150,13 @@ KERNEL void BOUNDS(THREADS, BLOCKS) resident(const Arguments a) {
         end_of_stage();
     }
     if constexpr (!WHOLE_X && WR > 1) wait_for_stage<0>();
-    if constexpr (WHOLE_X || WR > 1) sync_block();
+    if constexpr (WHOLE_X || WR > 1 || ZEROS > 0) sync_block();
     u32 slot = 0;
     for (u32 round = s.begin; round < s.end; round += a.round) {
         u32 count = s.end - round < a.round ? s.end - round : a.round;
         for (u32 tile = row_of_warps(); tile < count; tile += WR) {
-            Sums sums = {};
-            const u8* x = s.x + place_in_row() * 2 * BK;
+            Partial sums = {};
+            Columns x = columns_of(l, s, a.m, zeros);
             for (u32 stage = s.first + place_in_row(); stage < s.last; stage += WK) {
                 wait_for_stage<STAGES - 2>();
                 sync_warp();
@@ -132,8 +166,8 @@ KERNEL void BOUNDS(THREADS, BLOCKS) resident(const Arguments a) {
                     step(next, s);
                 }
                 end_of_stage();
-                multiply_stage(sums, l, ring + slot * STAGE, x);
-                slot = slot + 1 == STAGES ? 0 : slot + 1, x += WK * 2 * BK;
+                multiply_columns(sums, l, ring + slot * STAGE, x);
+                slot = slot + 1 == STAGES ? 0 : slot + 1;
             }
             keep(slots + (tile * WK + place_in_row()) * a.m * SLOT, sums, l, a.m);
         }

@@ -1,0 +1,121 @@
+// Sums where x has at most four rows: blocks of w that share a column of x no longer wait for their scales.
+//
+// The matrix instruction has eight columns, for X_ROWS rows. With CLASSES > 1 each of them has a row of x, but only every
+// CLASSES-th block of it, and zeros elsewhere: products of CLASSES blocks, a group, are summed in one go, each block in
+// a column of its own, and scaled once. So a thread may take more codes of a row one after the other, RUN, a block's worth.
+
+#if CLASSES == 1
+constexpr int ZEROS = 0;
+#else
+constexpr int X_ROWS = 8 / CLASSES;                  // of the columns: all rows of a class, then those of the next
+constexpr int BLOCK = SCALE == UE4M3 ? 16 : 32;      // columns of w that share a scale
+constexpr int GROUP = BLOCK * CLASSES;               // columns that are summed in one go
+constexpr int RUN = GROUP < 128 ? GROUP / 4 : 32;    // of them, of a thread, one after the other
+constexpr int RUNS = GROUP / (4 * RUN), EIGHTS = RUN / 8;
+constexpr int HALVES = CLASSES == 8 ? 2 : 1;         // of a thread's codes of a group: they are of so many blocks
+constexpr int ZEROS = 2 * BK;                        // bytes, which a thread reads where its column has zeros
+
+struct Spread {  // what a thread reads of x for each half of its codes: from where on, and how far apart stages are
+    const u8* x[HALVES];
+    u32 step[HALVES];
+};
+
+// Of column g, where its class is that of the first block of the half, else zeros.
+DEVICE Spread spread_of(const Lane& l, const u8* x, u32 x_stride, u32 rows, const u8* zeros, u32 step) {
+    Spread spread;
+    u32 row = l.g % X_ROWS;
+#pragma unroll
+    for (u32 h = 0; h < HALVES; h++) {
+        bool mine = l.g / X_ROWS == l.t * RUN / BLOCK + (SCALE == UE4M3 ? h : 4 * h) && row < rows;
+        spread.x[h] = mine ? x + row * x_stride + l.t * RUN * 2 : zeros;  // all of them the same: no conflicts
+        spread.step[h] = mine ? step : 0;
+    }
+    return spread;
+}
+
+constexpr int WORDS = RUN * BITS / 32;  // of codes, a thread and row
+
+DEVICE void load_run(u32 (&codes)[WORDS], const u8* from) {
+#pragma unroll
+    for (int i = 0; i < WORDS;)
+        if constexpr (WORDS % 4 == 0) {
+            uint4 loaded = *reinterpret_cast<const uint4*>(from + 4 * i);
+            codes[i] = loaded.x, codes[i + 1] = loaded.y, codes[i + 2] = loaded.z, codes[i + 3] = loaded.w, i += 4;
+        } else if constexpr (WORDS % 2 == 0) {
+            uint2 loaded = *reinterpret_cast<const uint2*>(from + 4 * i);
+            codes[i] = loaded.x, codes[i + 1] = loaded.y, i += 2;
+        } else {
+            codes[i] = *reinterpret_cast<const u32*>(from + 4 * i), i++;
+        }
+}
+
+// The scales that columns 2 t and 2 t + 1 have to do with: of two neighbouring blocks, or where they are of a class, of one.
+DEVICE void two_scales(float (&scale)[2], const u8* scales, u32 t) {
+    u32 bytes = X_ROWS > 1 ? scales[2 * t / X_ROWS] : *reinterpret_cast<const u16*>(scales + 2 * t);
+    if constexpr (SCALE == UE4M3) {
+        u32 low, high;
+        halves_of_e4m3(low, high, bytes);
+        floats_of_halves(scale[0], scale[1], low);
+    } else {
+        scale[0] = power_of_two<0>(bytes), scale[1] = power_of_two<1>(bytes);
+    }
+    if (X_ROWS > 1) scale[1] = scale[0];
+}
+
+using Few = float[MT][4];  // sums of rows g and g + 8 of w, columns 2 t and 2 t + 1 of the instruction
+
+DEVICE void multiply_spread(Few& sums, const Lane& l, const u8* stage, const Spread& spread) {
+#pragma unroll
+    for (int group = 0; group < BK / GROUP; group++) {
+        Few part[2] = {};  // which do not wait for each other
+#pragma unroll
+        for (int run = 0; run < RUNS; run++) {
+            u32 codes[2 * MT][WORDS], at = group * GROUP + run * 4 * RUN;  // the columns of the four threads begin here
+#pragma unroll
+            for (int i = 0; i < 2 * MT; i++)
+                load_run(codes[i], stage + CODES_AT + (l.row + 8 * i) * CODES_STRIDE + (at + l.t * RUN) * BITS / 8);
+#pragma unroll
+            for (int q = 0; q < EIGHTS; q++) {
+                int h = HALVES == 1 ? 0 : SCALE == UE4M3 ? q / (EIGHTS / 2) : run;
+                uint4 x = *reinterpret_cast<const uint4*>(spread.x[h] + at * 2 + q * 16);
+#pragma unroll
+                for (int i = 0; i < MT; i++) {
+                    u32 a[8];
+#pragma unroll
+                    for (int half = 0; half < 2; half++) {
+                        u32 words[4];
+                        decode_eight(words, codes[2 * i + half] + q * BITS / 4, BITS == 6 && q % 2 ? UPPER : 0);
+#pragma unroll
+                        for (int j = 0; j < 4; j++) a[j / 2 * 4 + j % 2 * 2 + half] = words[j];
+                    }
+                    multiply_add(part[0][i], a, x.x, x.y, part[0][i]);
+                    multiply_add(part[1][i], a + 4, x.z, x.w, part[1][i]);
+                }
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < 2 * MT; i++) {
+            float scale[2];
+            two_scales(scale, stage + SCALES_AT + (l.row + 8 * i) * SCALES_STRIDE + group * CLASSES, l.t);
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                int at = i % 2 * 2 + e;
+                sums[i / 2][at] += scale[e] * (part[0][i / 2][at] + part[1][i / 2][at]);
+            }
+        }
+    }
+}
+
+// The classes together, for row g + 8 i of w and as many rows of x as a thread has columns of; all threads of a warp.
+constexpr int MINE = X_ROWS > 1 ? 2 : 1;
+DEVICE void sum_of_classes(float (&sum)[MINE], const Few& sums, int i) {
+    const float* of_columns = sums[i / 2] + i % 2 * 2;
+    sum[0] = MINE > 1 ? of_columns[0] : of_columns[0] + of_columns[1];
+    if constexpr (MINE > 1) sum[1] = of_columns[1];
+#pragma unroll
+    for (int e = 0; e < MINE; e++)
+#pragma unroll
+        for (u32 mask = X_ROWS > 2 ? 2 : 1; mask < 4; mask *= 2)
+            sum[e] += float_of_bits(from_lane_xor(bits_of_float(sum[e]), mask));
+}
+#endif
