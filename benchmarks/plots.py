@@ -207,12 +207,15 @@ def draw_decode(machine: dict[str, Any], rows: Sequence[decode.DecodeRow]) -> An
     figure = _figure(9.5, 5.2)
     axes = figure.add_subplot()
     names = (decode.BASE, *decode.CURVES)
+    ends_of: dict[str, tuple[int, float, str]] = {}
     for name, color in zip(names, (INK, COLORS[0], COLORS[1]), strict=True):
         points = {row.m: row.times[name] * 1e3 for row in same if name in row.times}
         axes.plot(list(points), list(points.values()), color=color, marker="o", markersize=4, linewidth=1.6)
-        axes.annotate(
-            name, (max(points), points[max(points)]), (6, 0), textcoords="offset points", fontsize=9, color=color
-        )
+        ends_of[name] = max(points), points[max(points)], color
+    apart, below = 0.045 * max(us for _, us, _ in ends_of.values()), float("-inf")  # so that labels keep off each other
+    for name, (m, us, color) in sorted(ends_of.items(), key=lambda item: item[1][1]):
+        below = max(us, below + apart)
+        axes.annotate(name, (m, below), (6, -3), textcoords="offset points", fontsize=9, color=color)
     kernels = {row.m: row.kernels.get(decode.CURVES[0], "") for row in same if decode.CURVES[0] in row.times}
     ends = [m for m, kernel in kernels.items() if kernel.startswith("small_batch")]
     if ends:

@@ -33,6 +33,7 @@ from .tensor import MXTensor, quantize, rebuild
 if TYPE_CHECKING:
     from . import checkpoint, nn, optim, parallel
     from .ambient import autocast
+    from .compiled import inference_options
     from .convert_training import MXLinearConfig
     from .grad_scaler import MXFP8GradientScaler
     from .model_init import quantized_model_init
@@ -84,6 +85,7 @@ __all__ = [
     "general_gemm",
     "get_format",
     "get_workspace",
+    "inference_options",
     "kernels",
     "nn",
     "optim",
@@ -99,6 +101,7 @@ __all__ = [
 _TRAINING = {
     "ambient": ("autocast",),
     "checkpoint": ("checkpoint",),
+    "compiled": ("inference_options",),
     "convert_training": ("MXLinearConfig",),
     "grad_scaler": ("MXFP8GradientScaler",),
     "model_init": ("quantized_model_init",),

@@ -156,6 +156,8 @@ template <int BYTES> DEVICE void copy(void* to, const void* from, bool there) {
 DEVICE void end_of_stage() {}
 template <int LATER> DEVICE void wait_for_stage() {}
 
+template <class T> DEVICE T load_fresh(const T* from) { return *from; }
+
 // ---------------------------------------------------------------------------------------------- words
 
 DEVICE u32 bytes_of(u32 low, u32 high, u32 selector) {

@@ -60,6 +60,7 @@ FLOORS = {
     "checkpoint": 7.5,
     "report": 8,
     "tune": 8,
+    "compiled": 8,
     # the face: public names
     "__init__": 9,
 }

@@ -9,9 +9,10 @@ import torch.nn.functional as F
 import mxtensor as mx
 from mxtensor import tune
 from mxtensor.codec import decode, encode
+from mxtensor.kernels import small_batch
 from mxtensor.kernels.gemm import gemm, grouped_gemm
 from mxtensor.kernels.gemm_spec import GemmArgs, Uncast
-from mxtensor.kernels.small_batch_launch import launch
+from mxtensor.kernels.small_batch_launch import launch, launch_shared
 from mxtensor.roles import Cast
 
 pytestmark = pytest.mark.gpu
@@ -189,3 +190,63 @@ def test_more_rows_than_it_is_for_are_refused_with_a_sentence():
     with mx.explain() as log:
         gemm("test", x, w, GemmArgs(torch.bfloat16))
     assert "for at most 128 rows" in log.table() and "small_batch" not in ran(log)
+
+
+# ---------------------------------------------------------------------------------------------- weights of one x
+
+
+@pytest.mark.parametrize("format", ["mxfp8", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize("rows", [1, 2, 4, 16])
+def test_products_of_one_input_read_it_only_once_it_is_there(format, rows):
+    """Between kernels that make x and kernels that use all results, over and over, in a graph."""
+    held = [operand(format, n, 4096) for n in (4096, 1024, 1024, 256)]
+    given = [(w.data, w.scale, w.global_scale, None) for w in held]
+    base, cast = torch.randn(rows, 4096, device="cuda").bfloat16(), Cast.of(format)
+    rest = held[0].format, 4096, None, 1.0, 1.0, torch.bfloat16, cast
+
+    def steps(count):
+        found = []
+        for i in range(count):
+            x = (base.float() * 2.0 ** (i % 3)).roll(i, 1).bfloat16()
+            found.append(torch.cat(launch_shared(x, given, *rest), dim=1) * 2)
+        return found
+
+    def alone(i):
+        x = (base.float() * 2.0 ** (i % 3)).roll(i, 1).bfloat16()
+        kept = [launch(x, *w[:2], rest[0], 4096, None, w[2], None, None, *rest[3:]) for w in given]
+        return torch.cat(kept, dim=1) * 2
+
+    steps(2)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = steps(12)
+    for _ in range(20):
+        for y in found:
+            y.fill_(float("nan"))
+        graph.replay()
+    torch.cuda.synchronize()
+    for i, y in enumerate(found):
+        torch.testing.assert_close(y, alone(i), rtol=0, atol=0)
+
+
+def test_compiled_layers_of_one_input_are_one_call(monkeypatch):
+    class Attention(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.k, self.v = (torch.nn.Linear(1024, n, bias=n == 256) for n in (1024, 256, 512))
+
+        def forward(self, x):
+            x = F.rms_norm(x, (1024,))
+            return self.q(x).sin(), self.k(x), self.v(x)
+
+    calls = []
+    monkeypatch.setattr(small_batch, "launch_shared", lambda *a: calls.append(len(a[1])) or launch_shared(*a))
+    model = mx.quantize_(Attention().cuda().bfloat16(), "mxfp4-weight-only")
+    x = torch.randn(1, 1, 1024, device="cuda").bfloat16()
+    with torch.no_grad():
+        compiled = torch.compile(model, options=mx.inference_options())
+        for _ in range(3):
+            for y, expected in zip(compiled(x), model(x), strict=True):
+                torch.testing.assert_close(y, expected, rtol=2e-2, atol=2e-2)
+    assert calls == [3, 3, 3]

@@ -11,7 +11,7 @@ import torch
 import mxtensor as mx
 from mxtensor.kernels import nvrtc
 from mxtensor.kernels.small_batch_launch import HEADERS, kernel_of, sources_of
-from mxtensor.kernels.small_batch_plan import ELEMENTS, TYPES, Facts, cast_constants, constants
+from mxtensor.kernels.small_batch_plan import ELEMENTS, TYPES, Facts, cast_constants, classes_of, constants
 from mxtensor.kernels.small_batch_plan import registers as shared_out
 from mxtensor.kernels.small_batch_table import ROWS, measured_for, table
 
@@ -52,9 +52,9 @@ def waiting(code, tmp_path):
     return sum("gsb0" in one for one in products) / len(products)
 
 
-def product(format, plan, capability, even=True):
+def product(format, plan, capability, even=True, rows=8):
     facts = Facts(format, torch.bfloat16 if plan.whole_x else torch.float16, torch.bfloat16, torch.bfloat16,
-                  *((16, 16, 16) if even else (1, 2, 4)), even)  # fmt: skip
+                  *((16, 16, 16) if even else (1, 2, 4)), even, None, classes_of(format, plan, rows))  # fmt: skip
     return nvrtc.compiled(sources_of(plan), constants(facts, plan), capability)
 
 
@@ -69,7 +69,7 @@ def test_products_compile_and_the_narrow_ones_keep_to_registers(name, capability
             continue
         if plan.together and capability != SM90:
             continue
-        code = product(format, plan if capability >= SM90 else plan._replace(split=1), capability)
+        code = product(format, plan if capability >= SM90 else plan._replace(split=1), capability, rows=m)
         registers, stack = resources(code, tmp_path)[kernel_of(plan)]
         assert registers * plan.threads * plan.blocks <= 65536
         if plan.together:  # all that there are, of which some threads give theirs to others

@@ -7,7 +7,7 @@ With so few rows the time is that of reading the weight, so that 8 bits take hal
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from . import nvrtc
 from .cast import dequantize_operand, round_trip
 from .gemm_spec import Factor, GemmArgs, Rounded, Uncast, flat_bias, not_a_bias_of_groups, not_rows_by_matrix
 from .refusals import exported, other_build
-from .small_batch_launch import launch
+from .small_batch_launch import launch, launch_shared
 from .small_batch_plan import ELEMENTS, SCALES, TYPES, can_multiply_together
 from .small_batch_table import most_rows
 
@@ -107,6 +107,23 @@ def small_batch(
 @small_batch.register_fake
 def _(x, data, scale, format, cols, x_global, last, bias, ends, alpha, beta, out_dtype, cast, scaling):  # type: ignore[no-untyped-def]
     return x.new_empty(x.shape[0], data.shape[-2], dtype=out_dtype)
+
+
+@torch.library.custom_op("mxtensor::small_batch_shared", mutates_args=())
+def small_batch_shared(
+    x: Tensor, data: list[Tensor], scale: list[Tensor], format: str, cols: int, x_global: Tensor | None,
+    last: Sequence[Tensor | None], bias: Sequence[Tensor | None], alpha: float, beta: float, out_dtype: torch.dtype,
+    cast: str, scaling: str,
+) -> list[Tensor]:  # fmt: skip
+    """``small_batch`` of one x and several weights, without groups."""
+    to = Cast(get_format(cast), ScaleCalculationMode(scaling)) if cast else None
+    weights = list(zip(data, scale, last, bias, strict=True))
+    return launch_shared(x, weights, get_format(format), cols, x_global, alpha, beta, out_dtype, to)
+
+
+@small_batch_shared.register_fake
+def _(x, data, scale, format, cols, x_global, last, bias, alpha, beta, out_dtype, cast, scaling):  # type: ignore[no-untyped-def]
+    return [x.new_empty(x.shape[0], d.shape[-2], dtype=out_dtype) for d in data]
 
 
 # ---------------------------------------------------------------------------------------------- the kernels

@@ -9,6 +9,7 @@ before it.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -34,7 +35,7 @@ from .small_batch_plan import (
 )
 from .small_batch_table import BY_WARPS, choose_plan, gpu_of
 
-PRODUCT = struct.Struct("11Q7I4x2Q2I2f")
+PRODUCT = struct.Struct("11Q8I2Q2I2f")
 ACTIVATIONS = struct.Struct("5Q6I")
 HEADERS = ("machine.cuh", "elements.cuh", "activations.cuh")
 SOURCES = (*HEADERS, "stages.cuh", "sums.cuh", "result.cuh")
@@ -152,10 +153,24 @@ def _prepared(
     return out, scale
 
 
+IN_TURN, FIRST, FOLLOWS = range(3)
+"""How a launch goes with those before and after it: ``cuda/stages.cuh``."""
+
+
+def _lie(x: Tensor, data: Tensor, scale: Tensor) -> tuple[int, int, int]:
+    """As ``cut`` has it."""
+    bytes_a_row, scale_bytes = data.shape[-1], scale.shape[-1] * scale.element_size()
+    return (
+        (data.data_ptr() | bytes_a_row) & 15,
+        (scale.data_ptr() | scale_bytes) & 15,
+        (x.data_ptr() | 2 * x.stride()[0]) & 15,
+    )
+
+
 def launch(
     x: Tensor, data: Tensor, scale: Tensor, format: Format, cols: int, x_global: Tensor | None,
     last: Tensor | None, bias: Tensor | None, ends: Tensor | None, alpha: float, beta: float,
-    out_dtype: torch.dtype, cast: Cast | None, plan: Plan | None = None,
+    out_dtype: torch.dtype, cast: Cast | None, plan: Plan | None = None, order: int = IN_TURN,
 ) -> Tensor:  # fmt: skip
     """The product as ``small_batch`` has it, cut up by ``plan`` where one is given."""
     device, rows, (*_, width, bytes_a_row), (*_, scale_rows, scale_cols) = x.device, x.shape[0], data.shape, scale.shape
@@ -163,30 +178,49 @@ def launch(
         data, scale = (t if t.data_ptr() % 16 == 0 else t.clone() for t in (data, scale))
     groups = 0 if ends is None else data.shape[0]
     out = x.new_zeros(rows, width, dtype=out_dtype) if groups else x.new_empty(rows, width, dtype=out_dtype)
-    codes, scales, values, stride = data.data_ptr(), scale.data_ptr(), x.data_ptr(), x.stride()[0]
     scale_bytes = scale_cols * scale.element_size()
-    lie = (codes | bytes_a_row) & 15, (scales | scale_bytes) & 15, (values | 2 * stride) & 15
     types = (x.dtype, out_dtype, out_dtype if bias is None else bias.dtype)
     with triton_host.on(device):
-        plan, room, kernel, blocks = cut(device, format, types, (rows, width, cols, groups), lie, cast, plan)
+        sizes = rows, width, cols, groups
+        plan, room, kernel, blocks = cut(device, format, types, sizes, _lie(x, data, scale), cast, plan)
         x_scale = parts = counters = None
         if plan.apart:
             parts = x.new_empty(blocks[0] * blocks[1] * plan.split * plan.rows * plan.cols, dtype=torch.float32)
             counters = x.new_empty(blocks[0] * blocks[1], dtype=torch.int32)
         if not plan.whole_x:
             x, x_scale = _prepared(x, format, cast, plan, counters)
-            values, stride = x.data_ptr(), x.stride()[0]
         kernel(
             *blocks, room.bytes,
             (
-                codes, scales, values, out.data_ptr(),
+                data.data_ptr(), scale.data_ptr(), x.data_ptr(), out.data_ptr(),
                 0 if x_scale is None else x_scale.data_ptr(), 0 if last is None else last.data_ptr(),
                 0 if x_global is None else x_global.data_ptr(),
                 0 if bias is None else bias.data_ptr(), 0 if ends is None else ends.data_ptr(),
                 width * bytes_a_row, scale_rows * scale_bytes, bytes_a_row, scale_bytes,
-                stride, rows, width, cols, width if bias is not None and bias.dim() == 2 else 0,
+                x.stride()[0], rows, width, cols, width if bias is not None and bias.dim() == 2 else 0, order,
                 0 if parts is None else parts.data_ptr(), 0 if counters is None else counters.data_ptr(),
                 room.x_width, room.round, alpha, beta,
             ),
         )  # fmt: skip
     return out
+
+
+def launch_shared(
+    x: Tensor, weights: Sequence[tuple[Tensor, Tensor, Tensor | None, Tensor | None]], format: Format, cols: int,
+    x_global: Tensor | None, alpha: float, beta: float, out_dtype: torch.dtype, cast: Cast | None,
+) -> list[Tensor]:  # fmt: skip
+    """Products of one x and several weights (data, scale, global scale, bias): where their kernels read x themselves,
+    they do not wait for each other."""
+
+    def reads_x(data: Tensor, scale: Tensor, last: Tensor | None, bias: Tensor | None) -> bool:
+        types = (x.dtype, out_dtype, out_dtype if bias is None else bias.dtype)
+        sizes = x.shape[0], data.shape[0], cols, 0
+        with triton_host.on(x.device):
+            plan = cut(x.device, format, types, sizes, _lie(x, data, scale), cast, None).plan
+        return bool(plan.resident and plan.whole_x)
+
+    orders = [FIRST] + [FOLLOWS] * (len(weights) - 1) if all(reads_x(*w) for w in weights) else [IN_TURN] * len(weights)
+    return [
+        launch(x, data, scale, format, cols, x_global, last, bias, None, alpha, beta, out_dtype, cast, order=order)
+        for (data, scale, last, bias), order in zip(weights, orders, strict=True)
+    ]

@@ -102,12 +102,12 @@ DEVICE Eight load_eight(const Rows& r, u32 row, u32 at) {
     const u16* x = r.x + u64(row) * r.stride + at;
     Eight out;
     if (X_COPY == 16 && at + 8 <= r.k) {
-        uint4 loaded = *reinterpret_cast<const uint4*>(x);
+        uint4 loaded = load_fresh(reinterpret_cast<const uint4*>(x));
         out = {loaded.x, loaded.y, loaded.z, loaded.w};
     } else {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            u32 low = at + 2 * i < r.k ? x[2 * i] : 0, high = at + 2 * i + 1 < r.k ? x[2 * i + 1] : 0;
+            u32 low = at + 2 * i < r.k ? load_fresh(x + 2 * i) : 0, high = at + 2 * i + 1 < r.k ? load_fresh(x + 2 * i + 1) : 0;
             out.words[i] = low | high << 16;
         }
     }

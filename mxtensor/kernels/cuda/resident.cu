@@ -119,7 +119,7 @@ DEVICE void write_tiles(const Arguments& a, u32 first, u32 tiles, float* slots, 
 }
 
 KERNEL void BOUNDS(THREADS, BLOCKS) resident(const Arguments a) {
-    let_next_start();
+    if (a.order != FIRST) let_next_start();
     u32 lane = thread() % 32, warp = thread() / 32, tiles = (a.n + ROWS - 1) / ROWS, stages = (a.k + BK - 1) / BK;
     u32 others = blocks_x() / RESIDENT, block = block_x();  // blocks of one multiprocessor have neighbouring tiles
     if (block < others * RESIDENT) block = block % others * RESIDENT + block / others;
@@ -174,4 +174,5 @@ KERNEL void BOUNDS(THREADS, BLOCKS) resident(const Arguments a) {
         write_tiles(a, round, count, slots, x_scale);
     }
     wait_for_stage<0>();
+    if (a.order == FOLLOWS) wait_for_previous();
 }

@@ -17,6 +17,10 @@ constexpr int WHOLE_AT = STAGES * STAGE > SUMS ? STAGES * STAGE : SUMS;
 constexpr int WHOLE_HEAD = 8 * COLS;  // in front of the rows of WHOLE_X: what scales them, and maxima
 static_assert(!WHOLE_X || RESIDENT || BK % 256 == 0, "a warp casts 256 columns at a time");
 
+// Launches one after the other: each waits for the one before, or of some that read one x, only the first does before it
+// reads, and lets the next start then. The others wait in the end, so that whoever waits for the last waits for all.
+enum { IN_TURN, FIRST, FOLLOWS };
+
 struct Arguments {
     const u8* codes;
     const u8* scales;
@@ -31,6 +35,7 @@ struct Arguments {
     u32 codes_stride, scales_stride, x_stride;  // of a row: bytes, bytes, values
     u32 m, n, k;
     u32 bias_stride;           // from one row of y to the next: 0 where all have the same
+    u32 order;                 // IN_TURN, or of products that read one x
     float* parts;      // sums of blocks that come together in memory, and
     u32* counters;     // how many of those of a tile are there
     u32 x_width, round;  // where x stays: its columns in a block, and tiles of w whose sums there is room for
@@ -98,10 +103,12 @@ DEVICE void read_x(const Arguments& a, const u16* x, u32 rows, u32 first, u32 co
     u32* maxima = reinterpret_cast<u32*>(scale + COLS);
     if (thread() < COLS) maxima[thread()] = 0;
     sync_block();
-    wait_for_previous();
+    if (a.order != FOLLOWS) wait_for_previous();
+    if (a.order == FIRST) let_next_start();
     Rows mine = {x, a.x_stride, a.k, rows, first, count};
     Rows all = {x, a.x_stride, a.k, rows, 0, (a.k + 255) / 256 * 256};
-    if (rows == 1) convert<true>(to + WHOLE_HEAD, stride, mine, all, maxima);
+    if constexpr (CLASSES == 8) convert<true>(to + WHOLE_HEAD, stride, mine, all, maxima);  // the less code to be fetched
+    else if (rows == 1) convert<true>(to + WHOLE_HEAD, stride, mine, all, maxima);
     else convert<false>(to + WHOLE_HEAD, stride, mine, all, maxima);
     if (thread() < rows) scale[thread()] = scale_of_row(maxima, thread(), rows);
 }

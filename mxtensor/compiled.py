@@ -1,0 +1,113 @@
+"""What ``torch.compile`` is told of a model that decodes: ``torch.compile(model, options=mx.inference_options())``.
+
+Layers that read one input (query, key and value; gate and up) become one call, whose kernels do not wait for each
+other, and kernels may start while the one before them ends (programmatic dependent launch, sm_90 on).
+"""
+
+from __future__ import annotations
+
+from operator import getitem
+from typing import Any
+
+import torch
+from torch._inductor import config
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch.fx import Graph, Node
+
+from .kernels import small_batch  # noqa: F401  (registers the ops)
+
+ONE, SHARED = torch.ops.mxtensor.small_batch.default, torch.ops.mxtensor.small_batch_shared.default
+NAMES = tuple(argument.name for argument in ONE._schema.arguments)
+OF_A_WEIGHT = ("data", "scale", "last", "bias")
+"""Arguments of a product that go with its weight; the others are the same in products that are made together."""
+aten = torch.ops.aten
+VIEWS = (
+    aten.reshape.default, aten.view.default, aten.view.dtype, aten.permute.default, aten.transpose.int, aten.t.default,
+    aten.slice.Tensor, aten.select.int, aten.unsqueeze.default, aten.squeeze.dim, aten.alias.default,
+    aten.detach.default,
+)  # fmt: skip
+"""What layers put between what they share and their products, each for itself."""
+
+
+def _arguments(node: Node) -> dict[str, Any]:
+    """By name, with the defaults."""
+    return dict(zip(NAMES, node.args, strict=False)) | dict(node.kwargs)
+
+
+def _is_view(value: Any) -> bool:
+    return isinstance(value, Node) and value.target in VIEWS
+
+
+def _root(value: Any) -> Any:
+    """What a view is of."""
+    while _is_view(value):
+        value = value.args[0]
+    return value
+
+
+def _key(value: Any) -> Any:
+    """The same for equal views of one node."""
+    if not _is_view(value):
+        return value
+    return value.target, _key(value.args[0]), repr(value.args[1:]), repr(value.kwargs)
+
+
+def _again(graph: Graph, value: Any) -> Any:
+    """The same view, made where the graph is inserting."""
+    if not _is_view(value):
+        return value
+    made = graph.call_function(value.target, (_again(graph, value.args[0]), *value.args[1:]), dict(value.kwargs))
+    made.meta.update(value.meta)
+    return made
+
+
+def _groups(graph: Graph) -> list[list[Node]]:
+    """Products of one input, in their order: those that could all be made where the first one is."""
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    found: dict[Any, list[Node]] = {}
+    for node in graph.find_nodes(op="call_function", target=ONE):
+        arguments = _arguments(node)
+        if arguments["ends"] is not None:
+            continue
+        same = tuple(_key(v) for name, v in arguments.items() if name not in OF_A_WEIGHT)
+        group = found.setdefault(same, [])
+        roots = [v for name in OF_A_WEIGHT if isinstance(v := _root(arguments[name]), Node)]
+        if all(place[v] < place[(group or [node])[0]] for v in roots):
+            group.append(node)
+    return [group for group in found.values() if len(group) > 1]
+
+
+class SharedInputs(CustomGraphPass):
+    """Products of one input by several weights as one call: ``mxtensor::small_batch_shared``."""
+
+    def __call__(self, graph: Graph) -> None:
+        """Change the graph in place."""
+        for group in _groups(graph):
+            all_of = [_arguments(node) for node in group]
+            shared = {name: v for name, v in all_of[0].items() if name not in (*OF_A_WEIGHT, "ends")}
+            with graph.inserting_before(group[0]):
+                of_each = {name: [_again(graph, arguments[name]) for arguments in all_of] for name in OF_A_WEIGHT}
+                call = graph.call_function(SHARED, kwargs=shared | of_each)
+                call.meta["val"] = [node.meta.get("val") for node in group]
+                for i, node in enumerate(group):
+                    result = graph.call_function(getitem, (call, i))
+                    result.meta.update(node.meta)
+                    node.replace_all_uses_with(result)
+            for node in group:
+                graph.erase_node(node)
+
+    def uuid(self) -> bytes:
+        """Of this file, for torch's cache of compiled graphs."""
+        return get_hash_for_files((__file__,))
+
+
+def inference_options() -> dict[str, Any]:
+    """Options of ``torch.compile`` for a model of quantized layers that decodes.
+
+    They go with the default backend and no ``mode``; what this torch does not know is left out.
+    """
+    known = {
+        "post_grad_custom_pre_pass": SharedInputs(),
+        "triton.enable_pdl": True,
+    }
+    return {name: value for name, value in known.items() if name in config.get_config_copy()}

@@ -1,0 +1,90 @@
+"""Products of one input by several weights, as one call of a compiled graph: the pass, and what its call gives."""
+
+from operator import getitem
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import mxtensor as mx
+from mxtensor.compiled import ONE, SHARED, SharedInputs
+from mxtensor.kernels import nvrtc
+from tests import cuda_on_cpu
+
+pytestmark = pytest.mark.skipif(cuda_on_cpu.compiler() is None, reason="needs a C++ compiler")
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch):
+    monkeypatch.setattr(nvrtc, "function", cuda_on_cpu.function)
+
+
+def one(x, w, out=torch.bfloat16, cast="", bias=None):
+    data, scale, last, format = w
+    return ONE(x, data, scale, format, x.shape[1], None, last, bias, None, 1.0, 1.0, out, cast, "rceil")
+
+
+def weights(*rows, format="mxfp4", k=512):
+    made = [mx.quantize(torch.randn(n, k), format).rowwise for n in rows]
+    return [(w.data.view(torch.uint8), w.scale.view(torch.uint8), w.global_scale, w.format.name) for w in made]
+
+
+def calls(graph):
+    return [node.target for node in graph.nodes if node.target in (ONE, SHARED)]
+
+
+def shared(f, *inputs):
+    """The traced function after the pass, and the calls that it holds."""
+    traced = make_fx(f, tracing_mode="fake")(*inputs)
+    SharedInputs()(traced.graph)
+    traced.graph.lint()
+    traced.recompile()
+    return traced, calls(traced.graph)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+@pytest.mark.parametrize("format", ["mxfp8", "nvfp4"])
+def test_products_of_one_input_are_one_call(rows, format):
+    def attention(x, q, k, v, bias):
+        a = one(x.reshape(-1, 512), q).sin()
+        k = k[0].permute(0, 1), *k[1:]
+        return a, one(x.reshape(-1, 512), k), one(x.reshape(-1, 512), v, bias=bias) * a.sum()
+
+    inputs = torch.randn(rows, 512).bfloat16(), *weights(48, 16, 32, format=format), torch.randn(32).bfloat16()
+    traced, found = shared(attention, *inputs)
+    assert found == [SHARED]
+    for y, expected in zip(traced(*inputs), attention(*inputs), strict=True):
+        torch.testing.assert_close(y, expected, rtol=0, atol=0)
+
+
+def test_other_inputs_types_and_casts_stay_apart():
+    def f(x, z, q, k):
+        return one(x, q), one(z, k), one(x, k, out=torch.float32), one(x, k, cast="mxfp4_e2m1")
+
+    inputs = torch.randn(1, 512).bfloat16(), torch.randn(1, 512).bfloat16(), *weights(16, 16)
+    assert shared(f, *inputs)[1] == [ONE] * 4
+
+
+def test_a_weight_that_is_made_later_is_not_waited_for():
+    def f(x, q, k, v):
+        a = one(x, q)
+        later = k[0] ^ (a.sum() > 0), *k[1:]
+        return a, one(x, later), one(x, v)
+
+    inputs = torch.randn(1, 512).bfloat16(), *weights(16, 16, 16)
+    traced, found = shared(f, *inputs)
+    assert found == [SHARED, ONE]
+    call = next(node for node in traced.graph.nodes if node.target is SHARED)
+    assert [user.target for user in call.users] == [getitem, getitem]
+    for y, expected in zip(traced(*inputs), f(*inputs), strict=True):
+        torch.testing.assert_close(y, expected, rtol=0, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler, on itself
+def test_options_are_ones_that_this_torch_takes():
+    options = mx.inference_options()
+    assert isinstance(options["post_grad_custom_pre_pass"], SharedInputs)
+    layer = mx.quantize_(torch.nn.Linear(64, 32, bias=False).bfloat16(), "mxfp8-weight-only")
+    x = torch.randn(2, 64).bfloat16()
+    y = torch.compile(layer, options=options)(x)
+    torch.testing.assert_close(y, layer(x))
