@@ -219,7 +219,8 @@ def launch_shared(
             plan = cut(x.device, format, types, sizes, _lie(x, data, scale), cast, None).plan
         return bool(plan.resident and plan.whole_x)
 
-    orders = [FIRST] + [FOLLOWS] * (len(weights) - 1) if all(reads_x(*w) for w in weights) else [IN_TURN] * len(weights)
+    early = x_global is None and all(reads_x(*w) for w in weights)  # which would be read as early as x
+    orders = [FIRST] + [FOLLOWS] * (len(weights) - 1) if early else [IN_TURN] * len(weights)
     return [
         launch(x, data, scale, format, cols, x_global, last, bias, None, alpha, beta, out_dtype, cast, order=order)
         for (data, scale, last, bias), order in zip(weights, orders, strict=True)
