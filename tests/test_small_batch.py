@@ -111,6 +111,19 @@ def test_activations_are_cast_as_the_codec_casts_them(activation, plan):
     assert error(product(x, w, plan, cast), values(encode(x, cast)) @ values(w).t()) < TOLERANCE
 
 
+@pytest.mark.parametrize("activation", ["mxfp8_e4m3", "mxfp6_e2m3", "mxfp4", "mxint8"])
+@pytest.mark.parametrize("rule", ["floor", "rceil", "ceil", "even"])
+def test_every_value_is_rounded_as_the_codec_rounds_it(activation, rule):
+    """All mantissas and both signs, where nothing is near a limit and where bfloat16 ends, times an identity."""
+    top = 253 if activation == "mxint8" else 252  # of others, what is rounded up is beyond float32
+    bits = torch.arange(256) + torch.tensor([[120 << 7], [top << 7], [0]])  # two binades; and all that is least
+    x = (bits | torch.randint(0, 2, bits.shape) << 15)[:, torch.randperm(256)].short().view(torch.bfloat16)
+    cast = Cast.of(activation, rule)
+    for row, factor in zip(x, (1, 2.0**-40, 2.0**40), strict=True):  # so that no sum comes near a limit
+        y = product(row[None], mx.quantize(torch.eye(256) * factor, "mxint8").rowwise, RESIDENT_CAST, cast)
+        assert y.double().equal(values(encode(row[None], cast)) * factor)
+
+
 @pytest.mark.parametrize("activation", ["nvfp4", "nvfp4_single_level"])
 @pytest.mark.parametrize("split", [1, 2])
 @pytest.mark.parametrize("plan", [STAGED, WHOLE, RESIDENT_CAST, TOGETHER])

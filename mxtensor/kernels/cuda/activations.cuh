@@ -31,19 +31,25 @@ DEVICE u32 amax_of(const float (&x)[8]) {  // its bits
 }
 
 #if CAST
+// Whether a value may round to more than the largest element: not under a scale that is rounded up, if there is one.
+constexpr bool EXCEEDS = CAST == TWO_LEVELS || CAST_RULE == FLOOR || CAST_RULE == EVEN || CAST_EMAX == 0;
+
 // The nearest float of so many mantissa bits and least exponent, ties to even: added to a power of two whose lowest bit
 // is worth one step there (and half as much again, so that it stays the largest), and taken off.
-template <int MANTISSA, int EMIN> DEVICE float nearest(float value, float most) {
+template <int MANTISSA, int EMIN> DEVICE float nearest(float value) {
     u32 exponent = bits_of_float(value) & 0x7F800000, least = u32(EMIN + 127) << 23;
     float step = float_of_bits((exponent > least ? exponent : least) + ((23 - MANTISSA) << 23) + 0x400000);
-    return larger(smaller((value + step) - step, most), -most);
+    return (value + step) - step;
 }
 
-// The same of two values.
-template <int MANTISSA, int EMIN> DEVICE void round_two(float& a, float& b, float most) {
-    if constexpr (CONVERTS && MANTISSA == 3 && EMIN == -6) floats_of_halves(a, b, nearest_e4m3(a, b));
-    else if constexpr (CONVERTS && MANTISSA == 2 && EMIN == -14) floats_of_halves(a, b, nearest_e5m2(a, b));
-    else a = nearest<MANTISSA, EMIN>(a, most), b = nearest<MANTISSA, EMIN>(b, most);
+// Two values as CAST's elements.
+DEVICE void round_two(float& a, float& b) {
+    if constexpr (CONVERTS && CAST_MANTISSA == 3 && CAST_EMIN == -6) floats_of_halves(a, b, nearest_e4m3(a, b));
+    else if constexpr (CONVERTS && CAST_MANTISSA == 2 && CAST_EMIN == -14) floats_of_halves(a, b, nearest_e5m2(a, b));
+    else {
+        a = nearest<CAST_MANTISSA, CAST_EMIN>(a), b = nearest<CAST_MANTISSA, CAST_EMIN>(b);
+        if (EXCEEDS) a = larger(smaller(a, CAST_MAX), -CAST_MAX), b = larger(smaller(b, CAST_MAX), -CAST_MAX);
+    }
 }
 
 // A power-of-two scale for 32 values from the bits of their amax, as 2^(byte - 127); the four rules of mxtensor.codec.
@@ -66,26 +72,37 @@ DEVICE float encoding(u32 amax) {
     return has_global_scale(amax) ? smaller(448 * CAST_MAX / float_of_bits(amax), LARGEST) : 1.0f;
 }
 
-// Eight values of a block that four neighbouring threads hold, or two of nvfp4; ``whole``: bits of the tensor's amax.
-DEVICE void cast_eight(float (&x)[8], u32 whole) {
-    u32 amax = largest(amax_of(x), CAST == TWO_LEVELS ? 2 : 4);
+struct Level {  // of a tensor: that, and one over it
+    float encode, decode;
+};
+DEVICE Level level_of(u32 amax) {
+    if constexpr (CAST != TWO_LEVELS) return {};
+    float encode = encoding(amax);
+    return {encode, 1.0f / encode};
+}
+
+// Eight values of a block that four neighbouring threads hold, or two of nvfp4, times ``factor``; ``amax``: of the eight.
+DEVICE void cast_eight(float (&x)[8], u32 amax, const Level& level, float factor) {
+    amax = largest(amax, CAST == TWO_LEVELS ? 2 : 4);
     float down, up;
     if constexpr (CAST == TWO_LEVELS) {
-        float encode = encoding(whole);
-        up = nearest<3, -6>(smaller(float_of_bits(amax) * (encode * CAST_INVERSE_MAX), 448.0f), 448.0f);
-        down = smaller(1.0f / (up * (1.0f / encode)), LARGEST);
+        up = nearest<3, -6>(smaller(float_of_bits(amax) * (level.encode * CAST_INVERSE_MAX), 448.0f));
+        down = smaller(1.0f / (up * level.decode), LARGEST);
     } else {
         int exponent = scale_byte(amax) - 127;
         down = power(-exponent), up = power(exponent);
     }
-    if (amax >= 0x7F800000) up = float_of_bits(0x7FFFFFFF);  // a NaN, as are all values of the block
+    up = amax < 0x7F800000 ? up * factor : float_of_bits(0x7FFFFFFF);  // or all values of the block are NaNs
 #pragma unroll
     for (int i = 0; i < 8; i++) x[i] *= down;
 #pragma unroll
-    for (int i = 0; i < 8; i += 2) round_two<CAST_MANTISSA, CAST_EMIN>(x[i], x[i + 1], CAST_MAX);
+    for (int i = 0; i < 8; i += 2) round_two(x[i], x[i + 1]);
 #pragma unroll
     for (int i = 0; i < 8; i++) x[i] *= up;
 }
+#else
+struct Level {};
+DEVICE Level level_of(u32) { return {}; }
 #endif
 
 struct Rows {  // of activations, from column ``first`` on ``count`` of them; zeros after column ``k``
@@ -197,16 +214,21 @@ DEVICE void write_in_tile(u8* to, u32 row, u32 at, u32 k, u32 (&words)[4]) {
     if (at < k) *reinterpret_cast<uint4*>(line + ((4 * second + t) ^ row % 8) * 16) = {words[0], words[1], words[2], words[3]};
 }
 
-// Eight values at column ``at`` of a row, of which ``to`` has the first, or of the tiles there, in the order of ``decode``.
-DEVICE void write_eight(u8* to, const Rows& r, u32 row, u32 at, const Eight& values, u32 amax, u32 whole) {
+// Eight values at column ``at`` of a row, of which ``to`` has the first, or of the tiles there, in the order of ``decode``;
+// ``own``: their largest magnitude, ``amax`` that of the row.
+DEVICE void write_eight(
+    u8* to, const Rows& r, u32 row, u32 at, const Eight& values, u32 own, u32 amax, const Level& level) {
     u32 words[4];
     float x[8], factor = power(-exponent_of(amax));
     values_of(x, values);
 #if CAST
-    cast_eight(x, whole);
+    cast_eight(x, own, level, factor);
+#else
+#pragma unroll
+    for (int i = 0; i < 8; i++) x[i] *= factor;
 #endif
 #pragma unroll
-    for (int j = 0; j < 4; j++) words[j] = pair_of_halves(x[2 * j] * factor, x[2 * j + 1] * factor);
+    for (int j = 0; j < 4; j++) words[j] = pair_of_halves(x[2 * j], x[2 * j + 1]);
     in_order(words);
     if constexpr (TILES == 0) *reinterpret_cast<uint4*>(to + 2 * at) = {words[0], words[1], words[2], words[3]};
     else write_in_tile(to, r.above + row, at, r.k, words);
@@ -223,7 +245,7 @@ template <bool ONE> DEVICE void convert(u8* to, u32 stride, const Rows& r, const
     auto column_in = [&](u32 i) { return (i - row_of(i) * across) * 8; };
     if (count <= HELD * threads() && (CAST != TWO_LEVELS || all.rows * all.count == 8 * count)) {
         Eight held[HELD];
-        u32 most = 0;
+        u32 own[HELD], most = 0;
 #pragma unroll
         for (int h = 0; h < HELD; h++) {
             u32 i = thread() + h * threads();
@@ -233,27 +255,27 @@ template <bool ONE> DEVICE void convert(u8* to, u32 stride, const Rows& r, const
         for (int h = 0; h < HELD; h++) {  // a warp has one row: ``across`` is a multiple of 32
             u32 i = thread() + h * threads();
             if (i >= count) continue;
-            u32 amax = amax_of(held[h]);
-            most = amax > most ? amax : most;
+            own[h] = amax_of(held[h]);
+            most = own[h] > most ? own[h] : most;
             if (!ONE || h + 1 == HELD || i + threads() >= count) raise_by_warp(maxima + row_of(i), most), most = 0;
         }
         sync_block();
+        Level level = level_of(CAST == TWO_LEVELS ? largest_of(maxima, r.rows) : 0);
 #pragma unroll
         for (int h = 0; h < HELD; h++) {
             u32 i = thread() + h * threads(), row = row_of(i);
-            if (i < count)
-                write_eight(to + row * stride, r, row, column_in(i), held[h], maxima[row], largest_of(maxima, r.rows));
+            if (i < count) write_eight(to + row * stride, r, row, column_in(i), held[h], own[h], maxima[row], level);
         }
         return;
     }
     find_maxima(maxima, CAST == TWO_LEVELS ? all : r);
     sync_block();
-    u32 whole = largest_of(maxima, CAST == TWO_LEVELS ? all.rows : 1);
+    Level level = level_of(CAST == TWO_LEVELS ? largest_of(maxima, all.rows) : 0);
 #pragma unroll 4
     for (u32 i = thread(); i < count; i += threads()) {
         u32 row = row_of(i), at = column_in(i);
-        u32 amax = CAST == TWO_LEVELS ? 0 : maxima[row];
-        write_eight(to + row * stride, r, row, at, load_eight(r, row, r.first + at), amax, whole);
+        Eight values = load_eight(r, row, r.first + at);
+        write_eight(to + row * stride, r, row, at, values, CAST ? amax_of(values) : 0, maxima[row], level);
     }
 }
 
