@@ -12,7 +12,7 @@ from mxtensor.codec import decode, encode
 from mxtensor.kernels import small_batch
 from mxtensor.kernels.gemm import gemm, grouped_gemm
 from mxtensor.kernels.gemm_spec import GemmArgs, Uncast
-from mxtensor.kernels.small_batch_launch import launch, launch_shared
+from mxtensor.kernels.small_batch_launch import Weight, launch, launch_shared
 from mxtensor.roles import Cast
 
 pytestmark = pytest.mark.gpu
@@ -200,7 +200,7 @@ def test_more_rows_than_it_is_for_are_refused_with_a_sentence():
 def test_products_of_one_input_read_it_only_once_it_is_there(format, rows):
     """Between kernels that make x and kernels that use all results, over and over, in a graph."""
     held = [operand(format, n, 4096) for n in (4096, 1024, 1024, 256)]
-    given = [(w.data, w.scale, w.global_scale, None) for w in held]
+    given = [Weight(w.data, w.scale, w.global_scale, None) for w in held]
     base, cast = torch.randn(rows, 4096, device="cuda").bfloat16(), Cast.of(format)
     rest = held[0].format, 4096, None, 1.0, 1.0, torch.bfloat16, cast
 

@@ -22,7 +22,7 @@ from . import nvrtc
 from .cast import dequantize_operand, round_trip
 from .gemm_spec import Factor, GemmArgs, Rounded, Uncast, flat_bias, not_a_bias_of_groups, not_rows_by_matrix
 from .refusals import exported, other_build
-from .small_batch_launch import launch, launch_shared
+from .small_batch_launch import Weight, launch, launch_shared
 from .small_batch_plan import ELEMENTS, SCALES, TYPES, can_multiply_together
 from .small_batch_table import most_rows
 
@@ -117,7 +117,7 @@ def small_batch_shared(
 ) -> list[Tensor]:  # fmt: skip
     """``small_batch`` of one x and several weights, without groups."""
     to = Cast(get_format(cast), ScaleCalculationMode(scaling)) if cast else None
-    weights = list(zip(data, scale, last, bias, strict=True))
+    weights = [Weight(*of_one) for of_one in zip(data, scale, last, bias, strict=True)]
     return launch_shared(x, weights, get_format(format), cols, x_global, alpha, beta, out_dtype, to)
 
 

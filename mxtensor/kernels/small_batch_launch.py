@@ -47,6 +47,9 @@ ALONE = 16384
 MAXIMA = 128
 """Blocks that look for the largest magnitude of activations, at most."""
 
+IN_TURN, FIRST, FOLLOWS = range(3)
+"""How a launch goes with those before and after it: ``cuda/stages.cuh``."""
+
 
 class Cut(NamedTuple):
     """What is launched for products of one kind."""
@@ -126,19 +129,29 @@ def _activations_kernel(
     return nvrtc.function(device, HEADERS, row, name, ACTIVATIONS, ACTIVATION_THREADS[name])
 
 
-def _prepared(
-    x: Tensor, format: Format, cast: Cast | None, plan: Plan, counters: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """A matrix, cast, as the kernel of ``plan`` reads it, in the order in which codes of ``format`` are decoded, and
-    what scales each row: float16, in rows or in tiles of 64 of each 128 columns.
+class Prepared(NamedTuple):
+    """A matrix, cast, as a kernel reads it, in the order in which codes of a format are decoded."""
 
-    What fills the last tile, or as many rows after the last one, nobody has written. ``counters`` become zeros.
-    """
-    rows, k = x.shape
-    step, tiles = max(256, plan.depth) if plan.resident else 256, plan.cols if plan.together else 0
-    width = -(-k // step) * step
-    shape = (-(-rows // tiles) * tiles, k) if tiles else (rows + plan.cols, width)
-    out = x.new_empty(shape, dtype=torch.float16)
+    values: Tensor
+    """float16, in rows or in tiles of 64 of each 128 columns; what fills the last tile, or as many rows after the last
+    one, nobody has written"""
+    scale: Tensor
+    """what scales each row"""
+
+
+def _layout(plan: Plan, k: int) -> tuple[int, int, int]:
+    """Of ``Prepared`` for k columns: rows of a tile (0: no tiles), columns of a row, and rows after the last one."""
+    step = max(256, plan.depth) if plan.resident else 256
+    return (plan.cols, k, 0) if plan.together else (0, -(-k // step) * step, plan.cols)
+
+
+def _prepared(
+    x: Tensor, format: Format, cast: Cast | None, layout: tuple[int, int, int], counters: Tensor | None
+) -> Prepared:
+    """``x`` for a weight in ``format``; ``counters`` become zeros."""
+    (rows, k), (tiles, width, more) = x.shape, layout
+    out = x.new_empty(-(-rows // tiles) * tiles if tiles else rows + more, width, dtype=torch.float16)
+    width = -(-width // 256) * 256
     blocks = 0
     if cast is not None and cast.format.global_scale and rows * k > ALONE:
         blocks = min(MAXIMA, -(-rows * k // (16 * ACTIVATION_THREADS["maxima"])))
@@ -150,78 +163,115 @@ def _prepared(
     if blocks:
         _activations_kernel(x.device, "maxima", *kind)(blocks, 1, 4, arguments)
     _activations_kernel(x.device, "activations", *kind)(rows, 1, 4, arguments)
-    return out, scale
+    return Prepared(out, scale)
 
 
-IN_TURN, FIRST, FOLLOWS = range(3)
-"""How a launch goes with those before and after it: ``cuda/stages.cuh``."""
+class Weight(NamedTuple):
+    """What a product has of its own, where several share their activations."""
+
+    data: Tensor
+    scale: Tensor
+    last: Tensor | None
+    """the global scale"""
+    bias: Tensor | None
 
 
-def _lie(x: Tensor, data: Tensor, scale: Tensor) -> tuple[int, int, int]:
-    """As ``cut`` has it."""
-    bytes_a_row, scale_bytes = data.shape[-1], scale.shape[-1] * scale.element_size()
-    return (
-        (data.data_ptr() | bytes_a_row) & 15,
-        (scale.data_ptr() | scale_bytes) & 15,
+def _cut_of(
+    x: Tensor, w: Weight, format: Format, cols: int, groups: int, out_dtype: torch.dtype, cast: Cast | None,
+    plan: Plan | None = None,
+) -> Cut:  # fmt: skip
+    """``cut`` of these tensors."""
+    lie = (
+        (w.data.data_ptr() | w.data.shape[-1]) & 15,
+        (w.scale.data_ptr() | w.scale.shape[-1] * w.scale.element_size()) & 15,
         (x.data_ptr() | 2 * x.stride()[0]) & 15,
     )
+    types = (x.dtype, out_dtype, out_dtype if w.bias is None else w.bias.dtype)
+    return cut(x.device, format, types, (x.shape[0], w.data.shape[-2], cols, groups), lie, cast, plan)
+
+
+def _counters(x: Tensor, cuts: Sequence[Cut]) -> tuple[Tensor | None, list[Tensor | None]]:
+    """Counters of blocks whose sums come together in memory: of all products, and of each."""
+    counts = [made.blocks[0] * made.blocks[1] if made.plan.apart else 0 for made in cuts]
+    if not any(counts):
+        return None, [None] * len(cuts)
+    counters = x.new_empty(sum(counts), dtype=torch.int32)
+    return counters, [own if len(own) else None for own in counters.split(counts)]
+
+
+def _run(
+    x: Tensor, w: Weight, format: Format, cols: int, x_global: Tensor | None, ends: Tensor | None, alpha: float,
+    beta: float, out_dtype: torch.dtype, made: Cut, prepared: Prepared | None, counters: Tensor | None, order: int,
+) -> Tensor:  # fmt: skip
+    """The product, its activations prepared where its kernel does not read ``x`` itself."""
+    (plan, room, kernel, blocks), rows = made, x.shape[0]
+    (*_, width, bytes_a_row), (*_, scale_rows, scale_cols) = w.data.shape, w.scale.shape
+    groups = 0 if ends is None else w.data.shape[0]
+    out = x.new_zeros(rows, width, dtype=out_dtype) if groups else x.new_empty(rows, width, dtype=out_dtype)
+    scale_bytes = scale_cols * w.scale.element_size()
+    parts = None
+    if plan.apart:
+        parts = x.new_empty(blocks[0] * blocks[1] * plan.split * plan.rows * plan.cols, dtype=torch.float32)
+    if prepared is not None:
+        x = prepared.values
+    kernel(
+        *blocks, room.bytes,
+        (
+            w.data.data_ptr(), w.scale.data_ptr(), x.data_ptr(), out.data_ptr(),
+            0 if prepared is None else prepared.scale.data_ptr(), 0 if w.last is None else w.last.data_ptr(),
+            0 if x_global is None else x_global.data_ptr(),
+            0 if w.bias is None else w.bias.data_ptr(), 0 if ends is None else ends.data_ptr(),
+            width * bytes_a_row, scale_rows * scale_bytes, bytes_a_row, scale_bytes,
+            x.stride()[0], rows, width, cols, width if w.bias is not None and w.bias.dim() == 2 else 0, order,
+            0 if parts is None else parts.data_ptr(), 0 if counters is None else counters.data_ptr(),
+            room.x_width, room.round, alpha, beta,
+        ),
+    )  # fmt: skip
+    return out
 
 
 def launch(
     x: Tensor, data: Tensor, scale: Tensor, format: Format, cols: int, x_global: Tensor | None,
     last: Tensor | None, bias: Tensor | None, ends: Tensor | None, alpha: float, beta: float,
-    out_dtype: torch.dtype, cast: Cast | None, plan: Plan | None = None, order: int = IN_TURN,
+    out_dtype: torch.dtype, cast: Cast | None, plan: Plan | None = None,
 ) -> Tensor:  # fmt: skip
     """The product as ``small_batch`` has it, cut up by ``plan`` where one is given."""
-    device, rows, (*_, width, bytes_a_row), (*_, scale_rows, scale_cols) = x.device, x.shape[0], data.shape, scale.shape
-    if rows > BY_WARPS and ends is None:  # so many are multiplied together or by a detour: worth a copy that is aligned
-        data, scale = (t if t.data_ptr() % 16 == 0 else t.clone() for t in (data, scale))
-    groups = 0 if ends is None else data.shape[0]
-    out = x.new_zeros(rows, width, dtype=out_dtype) if groups else x.new_empty(rows, width, dtype=out_dtype)
-    scale_bytes = scale_cols * scale.element_size()
-    types = (x.dtype, out_dtype, out_dtype if bias is None else bias.dtype)
-    with triton_host.on(device):
-        sizes = rows, width, cols, groups
-        plan, room, kernel, blocks = cut(device, format, types, sizes, _lie(x, data, scale), cast, plan)
-        x_scale = parts = counters = None
-        if plan.apart:
-            parts = x.new_empty(blocks[0] * blocks[1] * plan.split * plan.rows * plan.cols, dtype=torch.float32)
-            counters = x.new_empty(blocks[0] * blocks[1], dtype=torch.int32)
-        if not plan.whole_x:
-            x, x_scale = _prepared(x, format, cast, plan, counters)
-        kernel(
-            *blocks, room.bytes,
-            (
-                data.data_ptr(), scale.data_ptr(), x.data_ptr(), out.data_ptr(),
-                0 if x_scale is None else x_scale.data_ptr(), 0 if last is None else last.data_ptr(),
-                0 if x_global is None else x_global.data_ptr(),
-                0 if bias is None else bias.data_ptr(), 0 if ends is None else ends.data_ptr(),
-                width * bytes_a_row, scale_rows * scale_bytes, bytes_a_row, scale_bytes,
-                x.stride()[0], rows, width, cols, width if bias is not None and bias.dim() == 2 else 0, order,
-                0 if parts is None else parts.data_ptr(), 0 if counters is None else counters.data_ptr(),
-                room.x_width, room.round, alpha, beta,
-            ),
-        )  # fmt: skip
-    return out
+    if x.shape[0] > BY_WARPS and ends is None:
+        data, scale = _aligned(data), _aligned(scale)
+    w, groups = Weight(data, scale, last, bias), 0 if ends is None else data.shape[0]
+    with triton_host.on(x.device):
+        made = _cut_of(x, w, format, cols, groups, out_dtype, cast, plan)
+        counters, _ = _counters(x, (made,))
+        prepared = None
+        if not made.plan.whole_x:
+            prepared = _prepared(x, format, cast, _layout(made.plan, x.shape[1]), counters)
+        return _run(x, w, format, cols, x_global, ends, alpha, beta, out_dtype, made, prepared, counters, IN_TURN)
+
+
+def _aligned(codes: Tensor) -> Tensor:
+    """So many rows are multiplied together or by a detour: worth a copy that is aligned."""
+    return codes if codes.data_ptr() % 16 == 0 else codes.clone()
 
 
 def launch_shared(
-    x: Tensor, weights: Sequence[tuple[Tensor, Tensor, Tensor | None, Tensor | None]], format: Format, cols: int,
-    x_global: Tensor | None, alpha: float, beta: float, out_dtype: torch.dtype, cast: Cast | None,
+    x: Tensor, weights: Sequence[Weight], format: Format, cols: int, x_global: Tensor | None, alpha: float,
+    beta: float, out_dtype: torch.dtype, cast: Cast | None,
 ) -> list[Tensor]:  # fmt: skip
-    """Products of one x and several weights (data, scale, global scale, bias): where their kernels read x themselves,
-    they do not wait for each other."""
-
-    def reads_x(data: Tensor, scale: Tensor, last: Tensor | None, bias: Tensor | None) -> bool:
-        types = (x.dtype, out_dtype, out_dtype if bias is None else bias.dtype)
-        sizes = x.shape[0], data.shape[0], cols, 0
-        with triton_host.on(x.device):
-            plan = cut(x.device, format, types, sizes, _lie(x, data, scale), cast, None).plan
-        return bool(plan.resident and plan.whole_x)
-
-    early = x_global is None and all(reads_x(*w) for w in weights)  # which would be read as early as x
-    orders = [FIRST] + [FOLLOWS] * (len(weights) - 1) if early else [IN_TURN] * len(weights)
-    return [
-        launch(x, data, scale, format, cols, x_global, last, bias, None, alpha, beta, out_dtype, cast, order=order)
-        for (data, scale, last, bias), order in zip(weights, orders, strict=True)
-    ]
+    """Products of one x and several weights: where their kernels read x themselves, they do not wait for each other,
+    and where one prepares it, it does so once."""
+    if x.shape[0] > BY_WARPS:
+        weights = [w._replace(data=_aligned(w.data), scale=_aligned(w.scale)) for w in weights]
+    with triton_host.on(x.device):
+        cuts = [_cut_of(x, w, format, cols, 0, out_dtype, cast) for w in weights]
+        counters, own = _counters(x, cuts)
+        layouts = [None if made.plan.whole_x else _layout(made.plan, x.shape[1]) for made in cuts]
+        prepared: dict[Any, Prepared | None] = {None: None}
+        for layout in layouts:
+            if layout is not None and layout not in prepared:
+                prepared[layout] = _prepared(x, format, cast, layout, counters if len(prepared) == 1 else None)
+        early = x_global is None and all(made.plan.resident and made.plan.whole_x for made in cuts)  # read as x is
+        orders = [FIRST, *[FOLLOWS] * (len(cuts) - 1)] if early else [IN_TURN] * len(cuts)
+        return [
+            _run(x, w, format, cols, x_global, None, alpha, beta, out_dtype, made, prepared[layout], mine, order)
+            for w, made, layout, mine, order in zip(weights, cuts, layouts, own, orders, strict=True)
+        ]
