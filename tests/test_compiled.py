@@ -8,7 +8,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import mxtensor as mx
 from mxtensor.compiled import ONE, SHARED, SharedInputs
-from mxtensor.kernels import nvrtc
+from mxtensor.kernels import nvrtc, small_batch_launch
 from tests import cuda_on_cpu
 
 pytestmark = pytest.mark.skipif(cuda_on_cpu.compiler() is None, reason="needs a C++ compiler")
@@ -55,6 +55,23 @@ def test_products_of_one_input_are_one_call(rows, format):
     assert found == [SHARED]
     for y, expected in zip(traced(*inputs), attention(*inputs), strict=True):
         torch.testing.assert_close(y, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("rows", "kernels"), [(1, ["resident"] * 3), (40, ["activations", *["together"] * 3])])
+def test_activations_are_prepared_once(rows, kernels, monkeypatch):
+    ran = []
+
+    def function(device, sources, constants, name, *rest):
+        call = cuda_on_cpu.function(device, sources, constants, name, *rest)
+        return lambda *arguments: (ran.append(name), call(*arguments))
+
+    monkeypatch.setattr(nvrtc, "function", function)
+    monkeypatch.setattr(small_batch_launch, "cut", small_batch_launch.cut.__wrapped__)
+    monkeypatch.setattr(small_batch_launch, "_activations_kernel", small_batch_launch._activations_kernel.__wrapped__)
+    data, scale, last, names = zip(*weights(48, 16, 32), strict=True)
+    SHARED(torch.randn(rows, 512).bfloat16(), data, scale, names[0], 512, None, last, [None] * 3, 1.0, 1.0,
+           torch.bfloat16, "", "")  # fmt: skip
+    assert ran == kernels
 
 
 def test_other_inputs_types_and_casts_stay_apart():
