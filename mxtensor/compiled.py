@@ -1,11 +1,13 @@
 """What ``torch.compile`` is told of a model that decodes: ``torch.compile(model, options=mx.inference_options())``.
 
-Layers that read one input (query, key and value; gate and up) become one call, whose kernels do not wait for each
-other, and kernels may start while the one before them ends (programmatic dependent launch, sm_90 on).
+Layers that read one input (query, key and value; gate and up) become one call: at one row their kernels do not wait for
+each other, at more their activations are prepared once. Kernels may start while the one before them ends (programmatic
+dependent launch, sm_90 on).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from operator import getitem
 from typing import Any
 
@@ -38,11 +40,13 @@ def _is_view(value: Any) -> bool:
     return isinstance(value, Node) and value.target in VIEWS
 
 
-def _root(value: Any) -> Any:
-    """What a view is of."""
-    while _is_view(value):
-        value = value.args[0]
-    return value
+def _needs(value: Any) -> Iterator[Node]:
+    """What there has to be before a view can be made again."""
+    if _is_view(value):
+        yield from _needs(value.args[0])
+        yield from (node for node in value.all_input_nodes if node is not value.args[0])
+    elif isinstance(value, Node):
+        yield value
 
 
 def _key(value: Any) -> Any:
@@ -64,17 +68,57 @@ def _again(graph: Graph, value: Any) -> Any:
 def _groups(graph: Graph) -> list[list[Node]]:
     """Products of one input, in their order: those that could all be made where the first one is."""
     place = {node: i for i, node in enumerate(graph.nodes)}
-    found: dict[Any, list[Node]] = {}
+    found: dict[Any, list[list[Node]]] = {}
     for node in graph.find_nodes(op="call_function", target=ONE):
         arguments = _arguments(node)
         if arguments["ends"] is not None:
             continue
-        same = tuple(_key(v) for name, v in arguments.items() if name not in OF_A_WEIGHT)
-        group = found.setdefault(same, [])
-        roots = [v for name in OF_A_WEIGHT if isinstance(v := _root(arguments[name]), Node)]
-        if all(place[v] < place[(group or [node])[0]] for v in roots):
+        same = found.setdefault(tuple(_key(v) for name, v in arguments.items() if name not in OF_A_WEIGHT), [])
+        last = max((place[v] for name in OF_A_WEIGHT for v in _needs(arguments[name])), default=-1)
+        group = next((group for group in same if last < place[group[0]]), None)
+        if group is None:
+            same.append([node])
+        else:
             group.append(node)
-    return [group for group in found.values() if len(group) > 1]
+    return [group for groups in found.values() for group in groups if len(group) > 1]
+
+
+def _make_one(graph: Graph, group: list[Node]) -> None:
+    """One call in the place of some products."""
+    all_of = [_arguments(node) for node in group]
+    shared = {name: v for name, v in all_of[0].items() if name not in (*OF_A_WEIGHT, "ends")}
+    with graph.inserting_before(group[0]):
+        of_each = {name: [_again(graph, arguments[name]) for arguments in all_of] for name in OF_A_WEIGHT}
+        call = graph.call_function(SHARED, kwargs=shared | of_each)
+        call.meta["val"] = [node.meta.get("val") for node in group]
+        seen: list[Any] = [node.meta.get("eager_input_vals") for node in group]
+        if all(seen):  # by which the compiler keeps inputs laid out as they were
+            own = [dict(zip(NAMES, args, strict=False)) | kwargs for args, kwargs in seen]
+            values = {name: own[0][name] for name in shared}
+            call.meta["eager_input_vals"] = (), values | {name: [v[name] for v in own] for name in OF_A_WEIGHT}
+        for i, node in enumerate(group):
+            result = graph.call_function(getitem, (call, i))
+            result.meta.update(node.meta)
+            node.replace_all_uses_with(result)
+    for node in group:
+        graph.erase_node(node)
+
+
+def _wait_for_weights(graph: Graph) -> None:
+    """Products read their weights before the kernel before them has ended. Where that may be one of the compiler's that
+    makes the weight, and lets the next one start before it has written, a copy comes between, which does not."""
+    for target in (ONE, SHARED):
+        for node in graph.find_nodes(op="call_function", target=target):
+            arguments = _arguments(node)
+            for name in ("data", "scale"):
+                given = arguments[name] if target is SHARED else [arguments[name]]
+                for value in given:
+                    if all(v.op in ("placeholder", "get_attr") for v in _needs(value)):
+                        continue
+                    with graph.inserting_before(node):
+                        written = graph.call_function(torch.ops.mxtensor.written.default, (value,))
+                    written.meta.update(value.meta)
+                    node.replace_input_with(value, written)
 
 
 class SharedInputs(CustomGraphPass):
@@ -83,18 +127,8 @@ class SharedInputs(CustomGraphPass):
     def __call__(self, graph: Graph) -> None:
         """Change the graph in place."""
         for group in _groups(graph):
-            all_of = [_arguments(node) for node in group]
-            shared = {name: v for name, v in all_of[0].items() if name not in (*OF_A_WEIGHT, "ends")}
-            with graph.inserting_before(group[0]):
-                of_each = {name: [_again(graph, arguments[name]) for arguments in all_of] for name in OF_A_WEIGHT}
-                call = graph.call_function(SHARED, kwargs=shared | of_each)
-                call.meta["val"] = [node.meta.get("val") for node in group]
-                for i, node in enumerate(group):
-                    result = graph.call_function(getitem, (call, i))
-                    result.meta.update(node.meta)
-                    node.replace_all_uses_with(result)
-            for node in group:
-                graph.erase_node(node)
+            _make_one(graph, group)
+        _wait_for_weights(graph)
 
     def uuid(self) -> bytes:
         """Of this file, for torch's cache of compiled graphs."""

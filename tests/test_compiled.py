@@ -91,6 +91,9 @@ def test_a_weight_that_is_made_later_is_not_waited_for():
     inputs = torch.randn(1, 512).bfloat16(), *weights(16, 16, 16)
     traced, found = shared(f, *inputs)
     assert found == [SHARED, ONE]
+    (late,) = traced.graph.find_nodes(op="call_function", target=ONE)
+    assert late.args[1].target is torch.ops.mxtensor.written.default  # which the compiler lets nobody overtake
+    assert late.args[2].op == "placeholder"
     call = next(node for node in traced.graph.nodes if node.target is SHARED)
     assert [user.target for user in call.users] == [getitem, getitem]
     for y, expected in zip(traced(*inputs), f(*inputs), strict=True):
@@ -98,6 +101,20 @@ def test_a_weight_that_is_made_later_is_not_waited_for():
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler, on itself
+def test_compiled_graphs_hand_over_inputs_as_they_lie():
+    """The compiler would keep x as its values come, columns of rows, if it did not know what the op was traced with."""
+
+    def f(h, q, k):
+        x = h.transpose(1, 2).tanh().transpose(1, 2).reshape(-1, 512)
+        return one(x, q), one(x, k)
+
+    inputs = torch.randn(1, 2, 512).bfloat16(), *weights(16, 16)
+    compiled = torch.compile(f, fullgraph=True, options=mx.inference_options())
+    for y, expected in zip(compiled(*inputs), f(*inputs), strict=True):
+        torch.testing.assert_close(y, expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_options_are_ones_that_this_torch_takes():
     options = mx.inference_options()
     assert isinstance(options["post_grad_custom_pre_pass"], SharedInputs)

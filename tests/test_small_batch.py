@@ -224,6 +224,20 @@ def test_rows_leave_columns_free_for_other_blocks(name, rows, most):
         assert error(product(x, w, plan), x.double() @ values(w).t()) < TOLERANCE
 
 
+def test_blocks_with_a_part_of_the_columns_look_for_the_largest_of_all():
+    w, x, cast = weight("mxfp8", 32, 256), torch.randn(1, 256).bfloat16(), Cast.of("nvfp4")
+    x[0, :128] *= 64
+    y = product(x, w, RESIDENT_CAST._replace(split=2), cast)
+    assert error(y, values(encode(x, cast)) @ values(w).t()) < TOLERANCE
+
+
+@pytest.mark.parametrize("value", [-4e34, 4e34, -1e35, 3e38])
+def test_activations_beyond_a_bounded_scale_keep_their_sign(value):
+    w, cast = mx.quantize(torch.eye(64) * 2.0**-60, "mxint8").rowwise, Cast.of("nvfp4_single_level")
+    x = torch.full((1, 64), value).bfloat16()
+    assert product(x, w, RESIDENT_CAST, cast).double().equal(values(encode(x, cast)) * 2.0**-60)
+
+
 def test_an_infinity_of_one_block_stays_an_infinity():
     w = mx.quantize(torch.ones(16, 256), "mxfp8_e5m2").rowwise
     w.data.view(torch.uint8)[3, 40] = 0x7C

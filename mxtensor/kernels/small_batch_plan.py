@@ -36,7 +36,7 @@ class Plan(NamedTuple):
     wk: int
     """warps that share the columns of a stage"""
     slabs: int
-    """of 32 columns of a stage, a warp: 4 or 8"""
+    """of 32 columns of a stage, a warp: 4, 8, or 16 where it has stages of its own"""
     stages: int
     """that a block has in shared memory, or where four warps multiply together, tiles of activations: half a chunk"""
     blocks: int
@@ -178,7 +178,7 @@ def constants(facts: Facts, plan: Plan) -> Constants:
         ("X_COPY", facts.x_copy),
         ("WHOLE_TILES", int(facts.even)),
         ("CLASSES", facts.classes),
-        ("CODES_PAD", pad_of_codes(f, facts.classes)),
+        ("CODES_PAD", pad_of_codes(f, facts.classes, plan.depth)),
         ("TILES", plan.cols if plan.together else 0),
         *cast_constants(facts.cast),
         *zip(PLAN, map(int, plan), strict=True),
@@ -224,13 +224,15 @@ PADS = {
     (8, 16): 64, (6, 16): 16, (4, 16): 32,
     (8, 32): 16, (6, 32): 32, (4, 32): 64,
 }  # fmt: skip
-"""Bits of an element, codes that a thread reads in one go -> bytes between rows of a stage: reads without conflicts"""
+"""Bits of an element, codes that a thread reads in one go -> bytes between rows of a stage, so that few reads meet in a
+bank: none but of 6 bits, 8 at a time, which take twice as long"""
 
 
-def pad_of_codes(format: Format, classes: int) -> int:
-    """Bytes after the codes of a row and a stage in shared memory."""
-    block = 16 if format.scale is UE4M3 else 32
-    return PADS[format.element.bits, min(32, max(8, block * classes // 4))]
+def pad_of_codes(format: Format, classes: int, depth: int) -> int:
+    """Bytes after the codes of a row and a stage of ``depth`` columns in shared memory."""
+    block, bits = 16 if format.scale is UE4M3 else 32, format.element.bits
+    run = min(32, max(8, block * classes // 4))
+    return 0 if run == 32 and bits < 8 and depth == 128 else PADS[bits, run]  # rows of 64 and 96 bytes: none is needed
 
 
 ALIGNED = {8: (16, 4), 6: (16, 1), 4: (16, 1)}
@@ -258,7 +260,7 @@ class Room(NamedTuple):
 def stage_bytes(format: Format, plan: Plan, classes: int = 1) -> int:
     """Of the codes and scales of a stage, with activations where these come along, as ``cuda/stages.cuh`` has it."""
     per_row = scale_bytes(format, plan)
-    codes = plan.depth * format.element.bits // 8 + pad_of_codes(format, classes)
+    codes = plan.depth * format.element.bits // 8 + pad_of_codes(format, classes, plan.depth)
     scales = -(-per_row // 4) * 4 if plan.resident else -(-per_row // 16) * 16 + 16 if per_row else 0
     x = 0 if plan.whole_x or plan.resident else plan.cols * (2 * plan.depth + 64)
     return -(-(plan.rows * (codes + scales) + x) // 16) * 16
@@ -285,7 +287,7 @@ def resident_room(format: Format, plan: Plan, x_rows: int, n: int, k: int, gpu: 
     x_width = -(-of_a_block * plan.depth // 256) * 256
     classes = classes_of(format, plan, x_rows)
     bytes = plan.wr * plan.wk * plan.stages * stage_bytes(format, plan, classes) + 8 * plan.cols * plan.whole_x
-    bytes += x_rows * (2 * x_width + 64) + 2 * plan.depth * (classes > 1)
+    bytes += x_rows * (2 * x_width + 64) + (2 * plan.depth + 16) * (classes > 1)
     of_a_tile = 4 * plan.wk * x_rows * (plan.rows + 4)
     memory = min(gpu.memory, (gpu.memory + RESERVED) // plan.blocks - RESERVED)
     fits = min(-(-most // plan.wr), (memory - bytes) // (of_a_tile * plan.wr))  # times wr tiles

@@ -35,7 +35,7 @@ DEVICE u32 amax_of(const float (&x)[8]) {  // its bits
 constexpr bool EXCEEDS = CAST == TWO_LEVELS || CAST_RULE == FLOOR || CAST_RULE == EVEN || CAST_EMAX == 0;
 
 // The nearest float of so many mantissa bits and least exponent, ties to even: added to a power of two whose lowest bit
-// is worth one step there (and half as much again, so that it stays the largest), and taken off.
+// is worth one step there (and half as much again, so that it stays the largest), and taken off. Not near float's end.
 template <int MANTISSA, int EMIN> DEVICE float nearest(float value) {
     u32 exponent = bits_of_float(value) & 0x7F800000, least = u32(EMIN + 127) << 23;
     float step = float_of_bits((exponent > least ? exponent : least) + ((23 - MANTISSA) << 23) + 0x400000);
@@ -47,8 +47,8 @@ DEVICE void round_two(float& a, float& b) {
     if constexpr (CONVERTS && CAST_MANTISSA == 3 && CAST_EMIN == -6) floats_of_halves(a, b, nearest_e4m3(a, b));
     else if constexpr (CONVERTS && CAST_MANTISSA == 2 && CAST_EMIN == -14) floats_of_halves(a, b, nearest_e5m2(a, b));
     else {
-        a = nearest<CAST_MANTISSA, CAST_EMIN>(a), b = nearest<CAST_MANTISSA, CAST_EMIN>(b);
         if (EXCEEDS) a = larger(smaller(a, CAST_MAX), -CAST_MAX), b = larger(smaller(b, CAST_MAX), -CAST_MAX);
+        a = nearest<CAST_MANTISSA, CAST_EMIN>(a), b = nearest<CAST_MANTISSA, CAST_EMIN>(b);
     }
 }
 
@@ -243,7 +243,8 @@ template <bool ONE> DEVICE void convert(u8* to, u32 stride, const Rows& r, const
     float inverse = 1.0f / across;
     auto row_of = [&](u32 i) { return ONE ? 0 : quotient(i, across, inverse); };
     auto column_in = [&](u32 i) { return (i - row_of(i) * across) * 8; };
-    if (count <= HELD * threads() && (CAST != TWO_LEVELS || all.rows * all.count == 8 * count)) {
+    bool is_all = r.first == 0 && r.count >= all.count && r.rows == all.rows;
+    if (count <= HELD * threads() && (CAST != TWO_LEVELS || is_all)) {
         Eight held[HELD];
         u32 own[HELD], most = 0;
 #pragma unroll

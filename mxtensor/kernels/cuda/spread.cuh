@@ -13,7 +13,7 @@ constexpr int GROUP = BLOCK * CLASSES;               // columns that are summed 
 constexpr int RUN = GROUP < 128 ? GROUP / 4 : 32;    // of them, of a thread, one after the other
 constexpr int RUNS = GROUP / (4 * RUN), EIGHTS = RUN / 8;
 constexpr int HALVES = CLASSES == 8 ? 2 : 1;         // of a thread's codes of a group: they are of so many blocks
-constexpr int ZEROS = 2 * BK;                        // bytes, which a thread reads where its column has zeros
+constexpr int ZEROS = 2 * BK + 16;                   // bytes, which a thread reads where its column has zeros
 
 struct Spread {  // what a thread reads of x for each half of its codes: from where on, and how far apart stages are
     const u8* x[HALVES];
@@ -27,7 +27,7 @@ DEVICE Spread spread_of(const Lane& l, const u8* x, u32 x_stride, u32 rows, cons
 #pragma unroll
     for (u32 h = 0; h < HALVES; h++) {
         bool mine = l.g / X_ROWS == l.t * RUN / BLOCK + (SCALE == UE4M3 ? h : 4 * h) && row < rows;
-        spread.x[h] = mine ? x + row * x_stride + l.t * RUN * 2 : zeros;  // all of them the same: no conflicts
+        spread.x[h] = mine ? x + row * x_stride + l.t * RUN * 2 : zeros + 16;  // off the banks of rows of x
         spread.step[h] = mine ? step : 0;
     }
     return spread;

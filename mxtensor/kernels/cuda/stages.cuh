@@ -4,7 +4,7 @@ constexpr int THREADS = 32 * WR * WK;
 constexpr int FETCHERS = RESIDENT ? 32 : THREADS;  // threads that fetch a stage: a warp its own, or all of a block
 constexpr int ROWS = 16 * MT * (RESIDENT ? 1 : WR), COLS = 8 * NT;
 constexpr int BK = 32 * SLABS * (RESIDENT ? 1 : WK);  // a warp takes SLABS slabs of a stage
-constexpr int CODES = BK * BITS / 8, CODES_STRIDE = CODES + CODES_PAD;  // bytes; strides free of conflicts
+constexpr int CODES = BK * BITS / 8, CODES_STRIDE = CODES + CODES_PAD;  // bytes
 constexpr int SCALES = SCALE == AT_THE_END ? 0 : SCALE == UE4M3 ? BK / 16 : BK / 32;  // bytes of a row and stage
 constexpr int SCALES_STRIDE = RESIDENT ? (SCALES + 3) / 4 * 4 : (SCALES + 15) / 16 * 16 + 16;
 constexpr int X_STRIDE = 2 * BK + 64;
