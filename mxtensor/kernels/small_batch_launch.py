@@ -181,13 +181,12 @@ def _cut_of(
     plan: Plan | None = None,
 ) -> Cut:  # fmt: skip
     """``cut`` of these tensors."""
-    lie = (
-        (w.data.data_ptr() | w.data.shape[-1]) & 15,
-        (w.scale.data_ptr() | w.scale.shape[-1] * w.scale.element_size()) & 15,
-        (x.data_ptr() | 2 * x.stride()[0]) & 15,
-    )
-    types = (x.dtype, out_dtype, out_dtype if w.bias is None else w.bias.dtype)
-    return cut(x.device, format, types, (x.shape[0], w.data.shape[-2], cols, groups), lie, cast, plan)
+    data, scale, _, bias = w
+    (*_, width, bytes_a_row), scale_cols = data.shape, scale.shape[-1]
+    codes, scales = data.data_ptr() | bytes_a_row, scale.data_ptr() | scale_cols * scale.element_size()
+    lie = codes & 15, scales & 15, (x.data_ptr() | 2 * x.stride()[0]) & 15
+    types = (x.dtype, out_dtype, out_dtype if bias is None else bias.dtype)
+    return cut(x.device, format, types, (x.shape[0], width, cols, groups), lie, cast, plan)
 
 
 def _counters(x: Tensor, cuts: Sequence[Cut]) -> tuple[Tensor | None, list[Tensor | None]]:
@@ -204,11 +203,10 @@ def _run(
     beta: float, out_dtype: torch.dtype, made: Cut, prepared: Prepared | None, counters: Tensor | None, order: int,
 ) -> Tensor:  # fmt: skip
     """The product, its activations prepared where its kernel does not read ``x`` itself."""
-    (plan, room, kernel, blocks), rows = made, x.shape[0]
-    (*_, width, bytes_a_row), (*_, scale_rows, scale_cols) = w.data.shape, w.scale.shape
-    groups = 0 if ends is None else w.data.shape[0]
-    out = x.new_zeros(rows, width, dtype=out_dtype) if groups else x.new_empty(rows, width, dtype=out_dtype)
-    scale_bytes = scale_cols * w.scale.element_size()
+    (plan, room, kernel, blocks), (data, scale, last, bias), rows = made, w, x.shape[0]
+    (*_, width, bytes_a_row), (*_, scale_rows, scale_cols) = data.shape, scale.shape
+    out = (x.new_empty if ends is None else x.new_zeros)(rows, width, dtype=out_dtype)
+    scale_bytes = scale_cols * scale.element_size()
     parts = None
     if plan.apart:
         parts = x.new_empty(blocks[0] * blocks[1] * plan.split * plan.rows * plan.cols, dtype=torch.float32)
@@ -217,12 +215,12 @@ def _run(
     kernel(
         *blocks, room.bytes,
         (
-            w.data.data_ptr(), w.scale.data_ptr(), x.data_ptr(), out.data_ptr(),
-            0 if prepared is None else prepared.scale.data_ptr(), 0 if w.last is None else w.last.data_ptr(),
+            data.data_ptr(), scale.data_ptr(), x.data_ptr(), out.data_ptr(),
+            0 if prepared is None else prepared.scale.data_ptr(), 0 if last is None else last.data_ptr(),
             0 if x_global is None else x_global.data_ptr(),
-            0 if w.bias is None else w.bias.data_ptr(), 0 if ends is None else ends.data_ptr(),
+            0 if bias is None else bias.data_ptr(), 0 if ends is None else ends.data_ptr(),
             width * bytes_a_row, scale_rows * scale_bytes, bytes_a_row, scale_bytes,
-            x.stride()[0], rows, width, cols, width if w.bias is not None and w.bias.dim() == 2 else 0, order,
+            x.stride()[0], rows, width, cols, width if bias is not None and bias.dim() == 2 else 0, order,
             0 if parts is None else parts.data_ptr(), 0 if counters is None else counters.data_ptr(),
             room.x_width, room.round, alpha, beta,
         ),
@@ -241,7 +239,7 @@ def launch(
     w, groups = Weight(data, scale, last, bias), 0 if ends is None else data.shape[0]
     with triton_host.on(x.device):
         made = _cut_of(x, w, format, cols, groups, out_dtype, cast, plan)
-        counters, _ = _counters(x, (made,))
+        counters = _counters(x, (made,))[0] if made.plan.apart else None
         prepared = None
         if not made.plan.whole_x:
             prepared = _prepared(x, format, cast, _layout(made.plan, x.shape[1]), counters)
