@@ -2,8 +2,8 @@
 
 transformers' own model with random weights, batch 1, a static cache, one CUDA graph a token; every format is the same
 model, converted by ``mx.quantize_``, its decoder layers compiled with ``mx.inference_options()`` (``--eager``: not).
-Attention is torch's flex_attention, the fastest of bfloat16's. Beside tokens a second: bytes of the weights, and the
-time of a prefill.
+Compiled on a GPU, attention is torch's flex_attention, the fastest of bfloat16's. Beside tokens a second: bytes of the
+weights, and the time of a prefill.
 """
 
 from __future__ import annotations

@@ -140,8 +140,5 @@ def inference_options() -> dict[str, Any]:
 
     They go with the default backend and no ``mode``; what this torch does not know is left out.
     """
-    known = {
-        "post_grad_custom_pre_pass": SharedInputs(),
-        "triton.enable_pdl": True,
-    }
-    return {name: value for name, value in known.items() if name in config.get_config_copy()}
+    options, known = {"post_grad_custom_pre_pass": SharedInputs(), "triton.enable_pdl": True}, config.get_config_copy()
+    return {name: value for name, value in options.items() if name in known}

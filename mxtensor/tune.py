@@ -204,11 +204,10 @@ def kinds(rows: int) -> tuple[str, ...]:
 
 def fastest(format: Format, m: int, n: int, k: int, kind: str, held: Sequence[Operand]) -> Measured | None:
     """The plan that takes the least time, on the average of its casts; a plan that the device refuses is left out."""
-    x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+    x, casts = torch.randn(m, k, device="cuda", dtype=torch.bfloat16), casts_of(format, m)
     timed = []
     for plan in candidates(format, m, n, k, kind):
         try:
-            casts = casts_of(format, m)
             took = [graph_time([partial(call, x, w, plan, cast) for w in held], 3) for cast in casts]
             timed.append((statistics.mean(took), plan))
         except RuntimeError as error:

@@ -88,6 +88,11 @@ def refuses_grouped(spec: Spec, a: Factor, b: Factor, ends: Tensor, args: GemmAr
 # ---------------------------------------------------------------------------------------------- the op
 
 
+def _cast_of(cast: str, scaling: str) -> Cast | None:
+    """A cast as the ops have it, in words."""
+    return Cast(get_format(cast), ScaleCalculationMode(scaling)) if cast else None
+
+
 @torch.library.custom_op("mxtensor::small_batch", mutates_args=())
 def small_batch(
     x: Tensor, data: Tensor, scale: Tensor, format: str, cols: int, x_global: Tensor | None, last: Tensor | None,
@@ -100,7 +105,7 @@ def small_batch(
     operand, ``cols`` = K. ``bias`` is (N,) or (M, N). With ``ends`` (G,) they are of a stack (G, N, K), and row
     ``ends[g - 1]`` to ``ends[g]`` of x meets matrix g; later rows give zeros.
     """
-    to = Cast(get_format(cast), ScaleCalculationMode(scaling)) if cast else None
+    to = _cast_of(cast, scaling)
     return launch(x, data, scale, get_format(format), cols, x_global, last, bias, ends, alpha, beta, out_dtype, to)
 
 
@@ -116,8 +121,7 @@ def small_batch_shared(
     cast: str, scaling: str,
 ) -> list[Tensor]:  # fmt: skip
     """``small_batch`` of one x and several weights, without groups."""
-    to = Cast(get_format(cast), ScaleCalculationMode(scaling)) if cast else None
-    weights = [Weight(*of_one) for of_one in zip(data, scale, last, bias, strict=True)]
+    to, weights = _cast_of(cast, scaling), [Weight(*of_one) for of_one in zip(data, scale, last, bias, strict=True)]
     return launch_shared(x, weights, get_format(format), cols, x_global, alpha, beta, out_dtype, to)
 
 

@@ -140,9 +140,10 @@ class Prepared(NamedTuple):
 
 
 def _layout(plan: Plan, k: int) -> tuple[int, int, int]:
-    """Of ``Prepared`` for k columns: rows of a tile (0: no tiles), columns of a row, and rows after the last one."""
+    """Of ``Prepared`` for k columns: rows of a tile (0: no tiles), columns looked at, and rows after the last one."""
     step = max(256, plan.depth) if plan.resident else 256
-    return (plan.cols, k, 0) if plan.together else (0, -(-k // step) * step, plan.cols)
+    width = -(-k // step) * step
+    return (plan.cols, width, 0) if plan.together else (0, width, plan.cols)
 
 
 def _prepared(
@@ -150,9 +151,8 @@ def _prepared(
 ) -> Prepared:
     """``x`` for a weight in ``format``; ``counters`` become zeros."""
     (rows, k), (tiles, width, more) = x.shape, layout
-    out = x.new_empty(-(-rows // tiles) * tiles if tiles else rows + more, width, dtype=torch.float16)
-    width = -(-width // 256) * 256
-    blocks = 0
+    shape = (-(-rows // tiles) * tiles, k) if tiles else (rows + more, width)
+    out, blocks = x.new_empty(shape, dtype=torch.float16), 0
     if cast is not None and cast.format.global_scale and rows * k > ALONE:
         blocks = min(MAXIMA, -(-rows * k // (16 * ACTIVATION_THREADS["maxima"])))
     scale = x.new_empty(rows + blocks, dtype=torch.float32)  # and the bits of maxima after them

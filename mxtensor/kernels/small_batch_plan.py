@@ -213,10 +213,10 @@ def classes_of(format: Format, plan: Plan, x_rows: int) -> int:
 
     An infinity among the codes would meet the zeros of other blocks there.
     """
-    block = {"E8M0": 32, "UE4M3": 16}.get(SCALES[format.scale, format.block[1]])
-    if block is None or not plan.resident or plan.nt > 1 or x_rows > 4 or format.element is E5M2:
+    in_blocks = SCALES[format.scale, format.block[1]] in ("E8M0", "UE4M3")
+    if not in_blocks or not plan.resident or plan.nt > 1 or x_rows > 4 or format.element is E5M2:
         return 1
-    return min(8 // next(r for r in (1, 2, 4) if r >= x_rows), plan.depth // block)
+    return min(8 // next(r for r in (1, 2, 4) if r >= x_rows), plan.depth // format.block[1])
 
 
 PADS = {
@@ -230,8 +230,7 @@ bank: none but of 6 bits, 8 at a time, which take twice as long"""
 
 def pad_of_codes(format: Format, classes: int, depth: int) -> int:
     """Bytes after the codes of a row and a stage of ``depth`` columns in shared memory."""
-    block, bits = 16 if format.scale is UE4M3 else 32, format.element.bits
-    run = min(32, max(8, block * classes // 4))
+    bits, run = format.element.bits, 8 if classes == 1 else min(32, format.block[1] * classes // 4)
     return 0 if run == 32 and bits < 8 and depth == 128 else PADS[bits, run]  # rows of 64 and 96 bytes: none is needed
 
 

@@ -124,7 +124,8 @@ DEVICE Eight load_eight(const Rows& r, u32 row, u32 at) {
     } else {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            u32 low = at + 2 * i < r.k ? load_fresh(x + 2 * i) : 0, high = at + 2 * i + 1 < r.k ? load_fresh(x + 2 * i + 1) : 0;
+            u32 low = at + 2 * i < r.k ? load_fresh(x + 2 * i) : 0;
+            u32 high = at + 2 * i + 1 < r.k ? load_fresh(x + 2 * i + 1) : 0;
             out.words[i] = low | high << 16;
         }
     }
@@ -276,7 +277,7 @@ template <bool ONE> DEVICE void convert(u8* to, u32 stride, const Rows& r, const
     for (u32 i = thread(); i < count; i += threads()) {
         u32 row = row_of(i), at = column_in(i);
         Eight values = load_eight(r, row, r.first + at);
-        write_eight(to + row * stride, r, row, at, values, CAST ? amax_of(values) : 0, maxima[row], level);
+        write_eight(to + row * stride, r, row, at, values, amax_of(values), maxima[row], level);
     }
 }
 

@@ -2,9 +2,9 @@
 //
 // A block has its share of the rows of w, tiles of ROWS, as many as any other. Its WR rows of warps take turns with them;
 // each of the WK warps of one has columns of its own, a stage of BK and again one WK stages further, whose codes and
-// scales it fetches for itself, and with WR = 1 of x what belongs to them: once x is there no warp waits for another until
-// the sums of ``round`` tiles, a multiple of WR, are brought together. Blocks of a cluster have the same tiles, and each of them a
-// part of the columns.
+// scales it fetches for itself, and with WR = 1 of x what belongs to them: once x is there no warp waits for another
+// until the sums of ``round`` tiles, a multiple of WR, are brought together. Blocks of a cluster have the same tiles, and
+// each of them a part of the columns.
 
 constexpr int SLOT = ROWS + 4;  // float32 of the sums of a warp, tile and row of x
 constexpr int RING = STAGES * STAGE, X_AT = WR * WK * RING, X_HEAD = WHOLE_X ? WHOLE_HEAD : 0;

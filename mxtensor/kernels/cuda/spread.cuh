@@ -85,8 +85,7 @@ DEVICE void multiply_spread(Few& sums, const Lane& l, const u8* stage, const Spr
                     for (int half = 0; half < 2; half++) {
                         u32 words[4];
                         decode_eight(words, codes[2 * i + half] + q * BITS / 4, BITS == 6 && q % 2 ? UPPER : 0);
-#pragma unroll
-                        for (int j = 0; j < 4; j++) a[j / 2 * 4 + j % 2 * 2 + half] = words[j];
+                        place_half(a, half, words);
                     }
                     multiply_add(part[0][i], a, x.x, x.y, part[0][i]);
                     multiply_add(part[1][i], a + 4, x.z, x.w, part[1][i]);

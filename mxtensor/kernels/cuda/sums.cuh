@@ -10,13 +10,19 @@ struct Lane {  // where a thread stands in a fragment: row g of 8, group t of 8 
     u32 columns[NT];   // bytes from x to what this thread reads of it: row g, g + 8, ...
 };
 
-// Half of a fragment, row g or g + 8: the codes of a slab; ``scale`` is what multiplies those of ue4m3 scales.
+// Eight factors of a row, as half of a fragment: row g or g + 8.
+DEVICE void place_half(u32 (&a)[8], int half, const u32 (&words)[4]) {
+#pragma unroll
+    for (int j = 0; j < 4; j++) a[j / 2 * 4 + j % 2 * 2 + half] = words[j];
+}
+
+// The same from the codes of a slab; ``scale`` is what multiplies those of ue4m3 scales.
 DEVICE void decode_half(u32 (&a)[8], int half, const u8* slab, u32 t, u32 scale) {
     u32 words[4];
     decode(words, slab, t);
 #pragma unroll
-    for (int j = 0; j < 4; j++)
-        a[j / 2 * 4 + j % 2 * 2 + half] = SCALE == UE4M3 ? multiply_half(words[j], scale) : words[j];
+    for (int j = 0; SCALE == UE4M3 && j < 4; j++) words[j] = multiply_half(words[j], scale);
+    place_half(a, half, words);
 }
 
 // ``scales`` of the rows of this thread: bits of float32, or of ue4m3 scales two float16.
