@@ -1,8 +1,7 @@
 """What ``torch.compile`` is told of a model that decodes: ``torch.compile(model, options=mx.inference_options())``.
 
-Layers that read one input (query, key and value; gate and up) become one call: at one row their kernels do not wait for
-each other, at more their activations are prepared once. Kernels may start while the one before them ends (programmatic
-dependent launch, sm_90 on).
+Layers that read one input (query, key and value; gate and up) become one launch. Kernels may start while the one before
+them ends (programmatic dependent launch, sm_90 on).
 """
 
 from __future__ import annotations

@@ -69,8 +69,16 @@ def values(x):
 
 
 def product(x, w, plan, cast=None, bias=None, out=torch.float32, alpha=1.0, beta=1.0, ends=None):
-    rest = (bias, ends, alpha, beta, out, cast, plan)
-    return small_batch_launch.launch(x, w.data, w.scale, w.format, w.shape[-1], None, w.global_scale, *rest)
+    return products(x, [w], plan, cast, [bias], out, alpha, beta, ends)[0]
+
+
+def products(x, weights, plan, cast=None, biases=None, out=torch.float32, alpha=1.0, beta=1.0, ends=None):
+    given = [
+        small_batch_launch.Weight(w.data, w.scale, w.global_scale, bias)
+        for w, bias in zip(weights, biases or [None] * len(weights), strict=True)
+    ]
+    f, k = weights[0].format, weights[0].shape[-1]
+    return small_batch_launch.launch(x, given, f, k, None, ends, alpha, beta, out, cast, plan)
 
 
 def error(y, reference):
@@ -201,6 +209,20 @@ def test_activations_in_float16_are_multiplied_together():
     w, x, cast = weight("mxfp8", 16, 256), torch.randn(3, 256).half(), Cast.of("mxfp8")
     assert error(product(x, w, TOGETHER), x.double() @ values(w).t()) < TOLERANCE
     assert error(product(x, w, TOGETHER, cast), values(encode(x, cast)) @ values(w).t()) < TOLERANCE
+
+
+@pytest.mark.parametrize("format", ["mxfp8", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize("plan", [STAGED, WHOLE, WIDE, RESIDENT, RESIDENT_CAST, RESIDENT._replace(wr=2), *TOGETHERS])
+def test_weights_of_one_input_are_multiplied_in_one_launch(plan, format, monkeypatch):
+    monkeypatch.setattr(small_batch_launch, "gpu_of", lambda device: Gpu((9, 0), SHARED[9, 0], 5, {}))
+    monkeypatch.setattr(small_batch_launch, "cut", small_batch_launch.cut.__wrapped__)
+    x = torch.randn(1 if plan.resident else 3, 640).bfloat16()
+    weights = [weight(format, n, 640) for n in (70, 16, 1, 90, 33, 64)]  # more than one launch takes
+    biases = [None, torch.randn(16), torch.randn(len(x), 1), None, torch.randn(33).bfloat16(), None]
+    made = products(x, weights, plan, None, biases, alpha=0.5)
+    exact = [0.5 * x.double() @ values(w).t() + (0 if b is None else b) for w, b in zip(weights, biases, strict=True)]
+    assert [y.shape for y in made] == [y.shape for y in exact]
+    assert error(torch.cat(made, 1), torch.cat(exact, 1)) < TOLERANCE
 
 
 @pytest.mark.parametrize("few", [False, True], ids=["a tile for each block", "blocks with many tiles"])

@@ -22,7 +22,7 @@ from . import nvrtc
 from .cast import dequantize_operand, round_trip
 from .gemm_spec import Factor, GemmArgs, Rounded, Uncast, flat_bias, not_a_bias_of_groups, not_rows_by_matrix
 from .refusals import exported, other_build
-from .small_batch_launch import Weight, launch, launch_shared
+from .small_batch_launch import Weight, launch
 from .small_batch_plan import ELEMENTS, SCALES, TYPES, can_multiply_together
 from .small_batch_table import most_rows
 
@@ -93,6 +93,14 @@ def _cast_of(cast: str, scaling: str) -> Cast | None:
     return Cast(get_format(cast), ScaleCalculationMode(scaling)) if cast else None
 
 
+def _one(
+    x: Tensor, data: Tensor, scale: Tensor, format: Format, cols: int, x_global: Tensor | None, last: Tensor | None,
+    bias: Tensor | None, *rest: Any,
+) -> Tensor:  # fmt: skip
+    """``launch`` of one weight."""
+    return launch(x, (Weight(data, scale, last, bias),), format, cols, x_global, *rest)[0]
+
+
 @torch.library.custom_op("mxtensor::small_batch", mutates_args=())
 def small_batch(
     x: Tensor, data: Tensor, scale: Tensor, format: str, cols: int, x_global: Tensor | None, last: Tensor | None,
@@ -105,8 +113,8 @@ def small_batch(
     operand, ``cols`` = K. ``bias`` is (N,) or (M, N). With ``ends`` (G,) they are of a stack (G, N, K), and row
     ``ends[g - 1]`` to ``ends[g]`` of x meets matrix g; later rows give zeros.
     """
-    to = _cast_of(cast, scaling)
-    return launch(x, data, scale, get_format(format), cols, x_global, last, bias, ends, alpha, beta, out_dtype, to)
+    f, to = get_format(format), _cast_of(cast, scaling)
+    return _one(x, data, scale, f, cols, x_global, last, bias, ends, alpha, beta, out_dtype, to)
 
 
 @small_batch.register_fake
@@ -121,8 +129,8 @@ def small_batch_shared(
     cast: str, scaling: str,
 ) -> list[Tensor]:  # fmt: skip
     """``small_batch`` of one x and several weights, without groups."""
-    to, weights = _cast_of(cast, scaling), [Weight(*of_one) for of_one in zip(data, scale, last, bias, strict=True)]
-    return launch_shared(x, weights, get_format(format), cols, x_global, alpha, beta, out_dtype, to)
+    f, to, weights = get_format(format), _cast_of(cast, scaling), [*map(Weight, data, scale, last, bias)]
+    return launch(x, weights, f, cols, x_global, None, alpha, beta, out_dtype, to)
 
 
 @small_batch_shared.register_fake
@@ -168,7 +176,7 @@ def _activations(a: Factor) -> tuple[Tensor, Tensor | None, Cast | None]:
 
 
 def _call(a: Factor, b: Factor, ends: Tensor | None, args: GemmArgs, work: Callable[..., Tensor]) -> Tensor:
-    """``work`` of the arguments that ``launch`` takes."""
+    """``work`` of the arguments that ``_one`` takes."""
     assert isinstance(b, Operand)
     x, x_global, cast = _activations(a)
     shape = (*x.shape[:-1], b.shape[-2])
@@ -189,14 +197,14 @@ def _call(a: Factor, b: Factor, ends: Tensor | None, args: GemmArgs, work: Calla
 
 
 def _op(x: Tensor, data: Tensor, scale: Tensor, format: Format, *rest: Any) -> Tensor:
-    """``launch`` as the op that graphs hold."""
+    """``_one`` as the op that graphs hold."""
     *others, cast = rest
     words = ("", "") if cast is None else (cast.format.name, cast.scaling.value)
     return small_batch(x, data, scale, format.name, *others, *words)  # type: ignore[no-any-return]
 
 
 def run(a: Factor, b: Factor, args: GemmArgs) -> Tensor:
-    return _call(a, b, None, args, launch)
+    return _call(a, b, None, args, _one)
 
 
 def run_traced(a: Factor, b: Factor, args: GemmArgs) -> Tensor:
@@ -204,7 +212,7 @@ def run_traced(a: Factor, b: Factor, args: GemmArgs) -> Tensor:
 
 
 def run_grouped(a: Factor, b: Factor, ends: Tensor, args: GemmArgs) -> Tensor:
-    return _call(a, b, ends, args, launch)
+    return _call(a, b, ends, args, _one)
 
 
 def run_grouped_traced(a: Factor, b: Factor, ends: Tensor, args: GemmArgs) -> Tensor:

@@ -1,7 +1,7 @@
 """How products of few rows are launched: cut up by a plan, their activations prepared, their sources compiled.
 
-``cuda/product.cu`` multiplies, by one weight or, rows in groups, by a stack of them; ``cuda/resident.cu`` and, on
-sm_90, ``cuda/together.cu`` by one. Activations come as bfloat16 or float16 and are multiplied as float16
+``cuda/product.cu`` multiplies by one weight or several, or rows in groups by a stack of them; ``cuda/resident.cu`` and
+on sm_90 ``cuda/together.cu`` by one or several. Activations come as bfloat16 or float16 and are multiplied as float16
 (``cuda/activations.cuh``), cast on the way if the weight wants that: in the same launch where a plan says so, mostly
 for one row, else in one before it.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from functools import cache
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -35,7 +36,8 @@ from .small_batch_plan import (
 )
 from .small_batch_table import BY_WARPS, choose_plan, gpu_of
 
-PRODUCT = struct.Struct("11Q8I2Q2I2f")
+WEIGHT, SHARED = "5Q3I0Q", "8Q7I2f0Q"
+"""Arguments of a product as ``cuda/stages.cuh`` has them: of each weight, and the others."""
 ACTIVATIONS = struct.Struct("5Q6I")
 HEADERS = ("machine.cuh", "elements.cuh", "activations.cuh")
 SOURCES = (*HEADERS, "stages.cuh", "sums.cuh", "result.cuh")
@@ -47,8 +49,8 @@ ALONE = 16384
 MAXIMA = 128
 """Blocks that look for the largest magnitude of activations, at most."""
 
-IN_TURN, FIRST, FOLLOWS = range(3)
-"""How a launch goes with those before and after it: ``cuda/stages.cuh``."""
+MOST_WEIGHTS = 4
+"""That one launch takes."""
 
 
 class Cut(NamedTuple):
@@ -59,6 +61,13 @@ class Cut(NamedTuple):
     kernel: Any
     blocks: tuple[int, int]
     """along N; along M, or groups"""
+    first: tuple[int, ...]
+    """tiles before those of each weight"""
+
+
+def arguments(weights: int) -> struct.Struct:
+    """Of a kernel that takes so many weights."""
+    return struct.Struct(weights * WEIGHT + SHARED)
 
 
 def kernel_of(plan: Plan) -> str:
@@ -75,13 +84,15 @@ def sources_of(plan: Plan) -> tuple[str, ...]:
 @cache
 def cut(
     device: torch.device, format: Format, types: tuple[torch.dtype, torch.dtype, torch.dtype],
-    sizes: tuple[int, int, int, int], lie: tuple[int, int, int], cast: Cast | None, given: Plan | None,
+    sizes: tuple[int, int, int], widths: tuple[int, ...], lie: tuple[int, int, int], cast: Cast | None,
+    given: Plan | None,
 ) -> Cut:  # fmt: skip
-    """How products of these types (x, result, bias) and sizes (M, N, K, groups or 0) are cut up, or by ``given``.
+    """How products of these types (x, result, bias) and sizes (M, K, groups or 0) with weights of so many rows are cut
+    up, or by ``given``.
 
     ``lie``: of codes, scales and x, what address and bytes of a row leave over from a multiple of 16, or'ed.
     """
-    rows, width, cols, groups = sizes
+    (rows, cols, groups), width = sizes, sum(widths)
     copies = copy_size(lie[0]), copy_size(lie[1]), copy_size(lie[2])
     gpu, together = gpu_of(device), can_multiply_together(format, cols, groups, lie)
 
@@ -91,22 +102,28 @@ def cut(
         return together and not plan.whole_x
 
     plan = given or choose_plan(device, format, -(-rows // (groups or 1)), width, cols, rows, possible)
-    room = room_of(format, plan, rows, width, cols, gpu)
+    tiles = [-(-n // plan.rows) for n in widths]
+    room = room_of(format, plan, rows, sum(tiles) * plan.rows, cols, gpu)
     if room is None:
         raise RuntimeError(f"a product of {rows}x{width}x{cols} by {plan} has no room on this device")
-    even = plan.together or (width % plan.rows == 0 and cols % plan.depth == 0)  # which looks at each row by itself
+    whole = cols % plan.depth == 0 and not any(n % plan.rows for n in widths)
+    even = plan.together or whole  # which looks at each row by itself
     if not possible(plan):
         raise RuntimeError(f"{plan} is not for {width}x{cols} in {format}, {groups} groups, aligned to {copies} bytes")
     classes = classes_of(format, plan, rows)
     if plan.whole_x:
-        facts = Facts(format, types[0], types[1], types[2], *copies, even, cast, classes)
+        facts = Facts(format, types[0], types[1], types[2], *copies, even, cast, classes, len(widths))
     else:
-        facts = Facts(format, torch.float16, types[1], types[2], copies[0], copies[1], 16, even, None, classes)
+        facts = Facts(
+            format, torch.float16, types[1], types[2], copies[0], copies[1], 16, even, None, classes, len(widths)
+        )
     row = constants(facts, plan)
     grid = plan.split, not plan.apart
-    kernel = nvrtc.function(device, sources_of(plan), row, kernel_of(plan), PRODUCT, plan.threads, *grid)
-    tiles, columns = -(-width // plan.rows), groups or -(-rows // plan.cols)
-    return Cut(plan, room, kernel, (min(tiles, clusters(plan, gpu)), 1) if plan.resident else (tiles, columns))
+    kernel = nvrtc.function(device, sources_of(plan), row, kernel_of(plan), arguments(len(widths)), plan.threads, *grid)
+    blocks = min(sum(tiles), clusters(plan, gpu)), 1
+    if not plan.resident:
+        blocks = sum(tiles), groups or -(-rows // plan.cols)
+    return Cut(plan, room, kernel, blocks, (0, *accumulate(tiles[:-1])))
 
 
 @cache
@@ -177,99 +194,84 @@ class Weight(NamedTuple):
 
 
 def _cut_of(
-    x: Tensor, w: Weight, format: Format, cols: int, groups: int, out_dtype: torch.dtype, cast: Cast | None,
-    plan: Plan | None = None,
+    x: Tensor, weights: Sequence[Weight], format: Format, cols: int, groups: int, out_dtype: torch.dtype,
+    cast: Cast | None, plan: Plan | None,
 ) -> Cut:  # fmt: skip
     """``cut`` of these tensors."""
-    data, scale, _, bias = w
-    (*_, width, bytes_a_row), scale_cols = data.shape, scale.shape[-1]
-    codes, scales = data.data_ptr() | bytes_a_row, scale.data_ptr() | scale_cols * scale.element_size()
+    codes, scales, bias, widths = 0, 0, out_dtype, []
+    for data, scale, _, added in weights:
+        *_, width, bytes_a_row = data.shape
+        codes |= data.data_ptr() | bytes_a_row
+        scales |= scale.data_ptr() | scale.shape[-1] * scale.element_size()
+        widths.append(width)
+        if added is not None:
+            bias = added.dtype
     lie = codes & 15, scales & 15, (x.data_ptr() | 2 * x.stride()[0]) & 15
-    types = (x.dtype, out_dtype, out_dtype if bias is None else bias.dtype)
-    return cut(x.device, format, types, (x.shape[0], width, cols, groups), lie, cast, plan)
+    sizes = x.shape[0], cols, groups
+    return cut(x.device, format, (x.dtype, out_dtype, bias), sizes, tuple(widths), lie, cast, plan)
 
 
-def _counters(x: Tensor, cuts: Sequence[Cut]) -> tuple[Tensor | None, list[Tensor | None]]:
-    """Counters of blocks whose sums come together in memory: of all products, and of each."""
-    counts = [made.blocks[0] * made.blocks[1] if made.plan.apart else 0 for made in cuts]
-    if not any(counts):
-        return None, [None] * len(cuts)
-    counters = x.new_empty(sum(counts), dtype=torch.int32)
-    return counters, [own if len(own) else None for own in counters.split(counts)]
-
-
-def _run(
-    x: Tensor, w: Weight, format: Format, cols: int, x_global: Tensor | None, ends: Tensor | None, alpha: float,
-    beta: float, out_dtype: torch.dtype, made: Cut, prepared: Prepared | None, counters: Tensor | None, order: int,
-) -> Tensor:  # fmt: skip
-    """The product, its activations prepared where its kernel does not read ``x`` itself."""
-    (plan, room, kernel, blocks), (data, scale, last, bias), rows = made, w, x.shape[0]
+def _made(
+    x: Tensor, weights: Sequence[Weight], format: Format, cols: int, x_global: Tensor | None, ends: Tensor | None,
+    alpha: float, beta: float, out_dtype: torch.dtype, cast: Cast | None, given: Plan | None,
+) -> list[Tensor]:  # fmt: skip
+    """The products with up to ``MOST_WEIGHTS`` weights, whose biases are of one type, in one launch."""
+    rows, (data, scale, _, _) = x.shape[0], weights[0]
     (*_, width, bytes_a_row), (*_, scale_rows, scale_cols) = data.shape, scale.shape
-    out = (x.new_empty if ends is None else x.new_zeros)(rows, width, dtype=out_dtype)
-    scale_bytes = scale_cols * scale.element_size()
-    parts = None
+    plan, room, kernel, blocks, tiles = _cut_of(
+        x, weights, format, cols, 0 if ends is None else data.shape[0], out_dtype, cast, given
+    )
+    counters = parts = prepared = None
     if plan.apart:
-        parts = x.new_empty(blocks[0] * blocks[1] * plan.split * plan.rows * plan.cols, dtype=torch.float32)
-    if prepared is not None:
-        x = prepared.values
+        count = blocks[0] * blocks[1]
+        counters = x.new_empty(count, dtype=torch.int32)
+        parts = x.new_empty(count * plan.split * plan.rows * plan.cols, dtype=torch.float32)
+    if not plan.whole_x:
+        prepared = _prepared(x, format, cast, _layout(plan, x.shape[1]), counters)
+    results: list[Tensor] = []
+    of_each: list[int] = []
+    for w, first in zip(weights, tiles, strict=True):
+        n = w.data.shape[-2]
+        out = (x.new_empty if ends is None else x.new_zeros)(rows, n, dtype=out_dtype)
+        results.append(out)
+        of_each += (
+            w.data.data_ptr(), w.scale.data_ptr(), out.data_ptr(), 0 if w.last is None else w.last.data_ptr(),
+            0 if w.bias is None else w.bias.data_ptr(), n, first,
+            n if w.bias is not None and w.bias.dim() == 2 else 0,
+        )  # fmt: skip
+    values = x if prepared is None else prepared.values
+    scale_bytes = scale_cols * scale.element_size()
     kernel(
         *blocks, room.bytes,
         (
-            data.data_ptr(), scale.data_ptr(), x.data_ptr(), out.data_ptr(),
-            0 if prepared is None else prepared.scale.data_ptr(), 0 if last is None else last.data_ptr(),
-            0 if x_global is None else x_global.data_ptr(),
-            0 if bias is None else bias.data_ptr(), 0 if ends is None else ends.data_ptr(),
-            width * bytes_a_row, scale_rows * scale_bytes, bytes_a_row, scale_bytes,
-            x.stride()[0], rows, width, cols, width if bias is not None and bias.dim() == 2 else 0, order,
-            0 if parts is None else parts.data_ptr(), 0 if counters is None else counters.data_ptr(),
+            *of_each, 0 if ends is None else ends.data_ptr(), width * bytes_a_row, scale_rows * scale_bytes,
+            values.data_ptr(), 0 if prepared is None else prepared.scale.data_ptr(),
+            0 if x_global is None else x_global.data_ptr(), 0 if parts is None else parts.data_ptr(),
+            0 if counters is None else counters.data_ptr(), bytes_a_row, scale_bytes, values.stride()[0], rows, cols,
             room.x_width, room.round, alpha, beta,
         ),
     )  # fmt: skip
-    return out
+    return results
 
 
 def launch(
-    x: Tensor, data: Tensor, scale: Tensor, format: Format, cols: int, x_global: Tensor | None,
-    last: Tensor | None, bias: Tensor | None, ends: Tensor | None, alpha: float, beta: float,
-    out_dtype: torch.dtype, cast: Cast | None, plan: Plan | None = None,
-) -> Tensor:  # fmt: skip
-    """The product as ``small_batch`` has it, cut up by ``plan`` where one is given."""
+    x: Tensor, weights: Sequence[Weight], format: Format, cols: int, x_global: Tensor | None, ends: Tensor | None,
+    alpha: float, beta: float, out_dtype: torch.dtype, cast: Cast | None, plan: Plan | None = None,
+) -> list[Tensor]:  # fmt: skip
+    """The products as ``small_batch`` has them, of one x and each of some weights, cut up by ``plan`` where one is
+    given."""
     if x.shape[0] > BY_WARPS and ends is None:
-        data, scale = _aligned(data), _aligned(scale)
-    w, groups = Weight(data, scale, last, bias), 0 if ends is None else data.shape[0]
+        weights = [w._replace(data=_aligned(w.data), scale=_aligned(w.scale)) for w in weights]
+    if len({w.bias.dtype for w in weights if w.bias is not None}) > 1:
+        weights = [w if w.bias is None else w._replace(bias=w.bias.float()) for w in weights]
+    made: list[Tensor] = []
     with triton_host.on(x.device):
-        made = _cut_of(x, w, format, cols, groups, out_dtype, cast, plan)
-        counters = _counters(x, (made,))[0] if made.plan.apart else None
-        prepared = None
-        if not made.plan.whole_x:
-            prepared = _prepared(x, format, cast, _layout(made.plan, x.shape[1]), counters)
-        return _run(x, w, format, cols, x_global, ends, alpha, beta, out_dtype, made, prepared, counters, IN_TURN)
+        for first in range(0, len(weights), MOST_WEIGHTS):
+            some = weights[first : first + MOST_WEIGHTS]
+            made += _made(x, some, format, cols, x_global, ends, alpha, beta, out_dtype, cast, plan)
+    return made
 
 
 def _aligned(codes: Tensor) -> Tensor:
     """So many rows are multiplied together or by a detour: worth a copy that is aligned."""
     return codes if codes.data_ptr() % 16 == 0 else codes.clone()
-
-
-def launch_shared(
-    x: Tensor, weights: Sequence[Weight], format: Format, cols: int, x_global: Tensor | None, alpha: float,
-    beta: float, out_dtype: torch.dtype, cast: Cast | None,
-) -> list[Tensor]:  # fmt: skip
-    """Products of one x and several weights: where their kernels read x themselves, they do not wait for each other,
-    and where one prepares it, it does so once."""
-    if x.shape[0] > BY_WARPS:
-        weights = [w._replace(data=_aligned(w.data), scale=_aligned(w.scale)) for w in weights]
-    with triton_host.on(x.device):
-        cuts = [_cut_of(x, w, format, cols, 0, out_dtype, cast) for w in weights]
-        counters, own = _counters(x, cuts)
-        layouts = [None if made.plan.whole_x else _layout(made.plan, x.shape[1]) for made in cuts]
-        prepared: dict[Any, Prepared | None] = {None: None}
-        for layout in layouts:
-            if layout is not None and layout not in prepared:
-                prepared[layout] = _prepared(x, format, cast, layout, counters if len(prepared) == 1 else None)
-        early = x_global is None and all(made.plan.resident and made.plan.whole_x for made in cuts)  # read as x is
-        orders = [FIRST, *[FOLLOWS] * (len(cuts) - 1)] if early else [IN_TURN] * len(cuts)
-        return [
-            _run(x, w, format, cols, x_global, None, alpha, beta, out_dtype, made, prepared[layout], mine, order)
-            for w, made, layout, mine, order in zip(weights, cuts, layouts, own, orders, strict=True)
-        ]

@@ -143,6 +143,8 @@ class Facts(NamedTuple):
     cast: Cast | None = None
     classes: int = 1
     """``classes_of`` the product"""
+    weights: int = 1
+    """that meet the activations in one launch"""
 
 
 def cast_constants(cast: Cast | None) -> Constants:
@@ -178,6 +180,7 @@ def constants(facts: Facts, plan: Plan) -> Constants:
         ("X_COPY", facts.x_copy),
         ("WHOLE_TILES", int(facts.even)),
         ("CLASSES", facts.classes),
+        ("WEIGHTS", facts.weights),
         ("CODES_PAD", pad_of_codes(f, facts.classes, plan.depth)),
         ("TILES", plan.cols if plan.together else 0),
         *cast_constants(facts.cast),

@@ -10,7 +10,7 @@
 // ---------------------------------------------------------------------------------------------- the result
 
 // What the warps along K and the blocks of a cluster have summed, in that order, with what belongs at the end.
-DEVICE void write(const Arguments& a, const Place& p, u32 x_row, const Sums& sums, const Lane& l, float* shared,
+DEVICE void write(const Arguments& a, const Weight& weight, const Place& p, u32 x_row, const Sums& sums, const Lane& l, float* shared,
                   const float* x_scale) {
     u32 warp = thread() / 32;
     sync_block();  // the stages are no longer read
@@ -36,7 +36,7 @@ DEVICE void write(const Arguments& a, const Place& p, u32 x_row, const Sums& sum
         sync_cluster();
         begin = rank * span, end = begin + span < end ? begin + span : end;
     }
-    float factor = factor_of_all<FACTOR>(a);
+    float factor = factor_of_all<FACTOR>(a, weight);
     for (u32 i = begin + thread(); i < end; i += THREADS) {
         u32 row = i % ROWS, col = i / ROWS, n = p.row + row;
         u32 at = row * SUM_STRIDE + col;
@@ -50,14 +50,14 @@ DEVICE void write(const Arguments& a, const Place& p, u32 x_row, const Sums& sum
             for (int w = 0; w < WK; w++) sum += shared[at + w * ROWS * SUM_STRIDE];
             sum *= x_scale[col];
         }
-        finish(a, p.scales, x_row + col, n, with_nans(a, p.scales, n, sum), factor);
+        finish(a, weight, p.scales, x_row + col, n, with_nans(a, p.scales, n, sum), factor);
     }
     if constexpr (SPLIT > 1) sync_cluster();  // nobody leaves while others read
 }
 
 // ---------------------------------------------------------------------------------------------- the kernel
 
-DEVICE void multiply_rows(const Arguments& a, const Place& p, u32 x_row) {
+DEVICE void multiply_rows(const Arguments& a, const Weight& w, const Place& p, u32 x_row) {
     u8* shared = shared_memory();
     u8* whole = shared + WHOLE_AT;
     u32 lane = thread() % 32, warp = thread() / 32, stages = p.last - p.first;
@@ -101,17 +101,18 @@ DEVICE void multiply_rows(const Arguments& a, const Place& p, u32 x_row) {
         slot = slot + 1 == STAGES ? 0 : slot + 1;
     }
     wait_for_stage<0>();
-    write(a, p, x_row, sums, l, reinterpret_cast<float*>(shared), x_scale);
+    write(a, w, p, x_row, sums, l, reinterpret_cast<float*>(shared), x_scale);
 }
 
 KERNEL void BOUNDS(THREADS, BLOCKS) product(const Arguments a) {
     let_next_start();
     u32 group = a.ends ? block_y() : 0, stages = (a.k + BK - 1) / BK;
     Place p;
-    p.codes = a.codes + group * a.codes_group;
-    p.scales = a.scales + group * a.scales_group;
-    p.row = block_x() * ROWS;
-    p.rows = a.n - p.row < ROWS ? a.n - p.row : ROWS;
+    const Weight& w = a.weights[weight_of(a, block_x())];
+    p.codes = w.codes + group * a.codes_group;
+    p.scales = w.scales + group * a.scales_group;
+    p.row = (block_x() - w.first) * ROWS;
+    p.rows = w.n - p.row < ROWS ? w.n - p.row : ROWS;
     p.first = block_z() * stages / SPLIT;
     p.last = (block_z() + 1) * stages / SPLIT;
     u32 x_row = block_y() * COLS, x_end = a.m;
@@ -122,7 +123,7 @@ KERNEL void BOUNDS(THREADS, BLOCKS) product(const Arguments a) {
     for (; x_row < x_end; x_row += COLS) {
         p.x = a.x + u64(x_row) * a.x_stride;
         p.x_rows = x_end - x_row < COLS ? x_end - x_row : COLS;
-        multiply_rows(a, p, x_row);
+        multiply_rows(a, w, p, x_row);
         if (!a.ends) break;
         sync_block();  // before the next rows of the group take the same memory
     }

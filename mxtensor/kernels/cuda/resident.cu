@@ -17,23 +17,24 @@ struct Share {  // what a block works on
 };
 
 struct Walk {  // through the stages of a warp, tile by tile: what is fetched next
-    u32 tile, stage;
+    u32 tile, stage, weight;
 };
 DEVICE u32 row_of_warps() { return thread() / 32 / WK; }
 DEVICE u32 place_in_row() { return thread() / 32 % WK; }
-DEVICE Walk first_of(const Share& s) {
-    u32 stage = s.first + place_in_row();
-    return {stage < s.last ? s.begin + row_of_warps() : s.end, stage};
+DEVICE Walk first_of(const Arguments& a, const Share& s) {
+    u32 stage = s.first + place_in_row(), tile = stage < s.last ? s.begin + row_of_warps() : s.end;
+    return {tile, stage, weight_of(a, tile)};
 }
 DEVICE bool is_left(const Walk& w, const Share& s) { return w.tile < s.end; }
-DEVICE void step(Walk& w, const Share& s) {
+DEVICE void step(const Arguments& a, Walk& w, const Share& s) {
     w.stage += WK;
-    if (w.stage >= s.last) w.stage = s.first + place_in_row(), w.tile += WR;
+    if (w.stage >= s.last) w.stage = s.first + place_in_row(), w.tile += WR, w.weight = weight_of(a, w.tile);
 }
 
 DEVICE void fetch_codes(const Arguments& a, const Walk& w, u8* stage) {
-    Place p = {a.codes, a.scales, a.x, w.tile * ROWS};
-    p.rows = a.n - p.row;
+    const Weight& weight = a.weights[w.weight];
+    Place p = {weight.codes, weight.scales, a.x, (w.tile - weight.first) * ROWS};
+    p.rows = weight.n - p.row;
     fetch_weights(a, p, stage, w.stage);
 }
 // Columns of x, ``count`` from those of stage ``first`` on, by so many threads of which this is one.
@@ -93,13 +94,17 @@ DEVICE void keep(float* slot, const Partial& sums, const Lane& l, u32 m) {
 
 // ``tiles`` tiles from ``first`` on: what the warps, then the blocks of a cluster have summed, in that order.
 DEVICE void write_tiles(const Arguments& a, u32 first, u32 tiles, float* slots, const float* x_scale) {
-    float factor = factor_of_all<FACTOR>(a);
+    float factors[WEIGHTS];
+#pragma unroll
+    for (int i = 0; i < WEIGHTS; i++) factors[i] = factor_of_all<FACTOR>(a, a.weights[i]);
     const u32 m = CLASSES == 8 ? 1 : a.m;
     u32 count = tiles * m * ROWS, span = (count + SPLIT - 1) / SPLIT, begin = 0, end = count;
     sync_block();
     for (int pass = 0; pass < (SPLIT > 1 ? 2 : 1); pass++) {
         for (u32 i = begin + thread(); i < end; i += THREADS) {
-            u32 row = i % ROWS, col = i / ROWS % m, tile = i / ROWS / m, n = (first + tile) * ROWS + row;
+            u32 row = i % ROWS, col = i / ROWS % m, tile = i / ROWS / m, of = weight_of(a, first + tile);
+            const Weight& weight = a.weights[of];
+            u32 n = (first + tile - weight.first) * ROWS + row;
             float *slot = slots + (tile * WK * m + col) * SLOT + row, sum = 0;
             if (pass == 0) {
 #pragma unroll
@@ -110,7 +115,12 @@ DEVICE void write_tiles(const Arguments& a, u32 first, u32 tiles, float* slots, 
                 for (u32 r = 0; r < SPLIT; r++) sum += read_of_block(slot, r);
             }
             if (SPLIT > 1 && pass == 0) *slot = sum;
-            else if (n < a.n) finish(a, a.scales, col, n, with_nans(a, a.scales, n, sum), factor);
+            else if (n < weight.n) {
+                float factor = factors[0];
+#pragma unroll
+                for (int j = 1; j < WEIGHTS; j++) factor = of == j ? factors[j] : factor;
+                finish(a, weight, weight.scales, col, n, with_nans(a, weight.scales, n, sum), factor);
+            }
         }
         if (SPLIT == 1) sync_block();
         else sync_cluster();
@@ -119,8 +129,8 @@ DEVICE void write_tiles(const Arguments& a, u32 first, u32 tiles, float* slots, 
 }
 
 KERNEL void BOUNDS(THREADS, BLOCKS) resident(const Arguments a) {
-    if (a.order != FIRST) let_next_start();
-    u32 lane = thread() % 32, warp = thread() / 32, tiles = (a.n + ROWS - 1) / ROWS, stages = (a.k + BK - 1) / BK;
+    let_next_start();
+    u32 lane = thread() % 32, warp = thread() / 32, tiles = tiles_of_all(a), stages = (a.k + BK - 1) / BK;
     u32 others = blocks_x() / RESIDENT, block = block_x();  // blocks of one multiprocessor have neighbouring tiles
     if (block < others * RESIDENT) block = block % others * RESIDENT + block / others;
     u8 *shared = shared_memory(), *ring = shared + warp * RING;
@@ -134,10 +144,10 @@ KERNEL void BOUNDS(THREADS, BLOCKS) resident(const Arguments a) {
 #pragma unroll
     for (int j = 0; j < NT; j++) l.columns[j] = (8 * j + l.g < a.m ? 8 * j + l.g : 0) * s.x_stride + l.t * 16;
 
-    Walk next = first_of(s), ahead = next;
+    Walk next = first_of(a, s), ahead = next;
 #pragma unroll
     for (int i = 0; i < STAGES - 1; i++)  // weights do not wait for the kernel before this one
-        if (is_left(ahead, s)) fetch_codes(a, ahead, ring + i * STAGE), step(ahead, s);
+        if (is_left(ahead, s)) fetch_codes(a, ahead, ring + i * STAGE), step(a, ahead, s);
     if constexpr (WHOLE_X) {
         read_x(a, a.x, a.m, s.first * BK, a.x_width, shared + X_AT, s.x_stride);
     } else {
@@ -146,7 +156,7 @@ KERNEL void BOUNDS(THREADS, BLOCKS) resident(const Arguments a) {
     }
 #pragma unroll
     for (int i = 0; i < STAGES - 1; i++) {
-        if (is_left(next, s)) fetch_columns(a, s, next), step(next, s);
+        if (is_left(next, s)) fetch_columns(a, s, next), step(a, next, s);
         end_of_stage();
     }
     if constexpr (!WHOLE_X && WR > 1) wait_for_stage<0>();
@@ -163,7 +173,7 @@ KERNEL void BOUNDS(THREADS, BLOCKS) resident(const Arguments a) {
                 if (is_left(next, s)) {
                     fetch_codes(a, next, ring + (slot == 0 ? STAGES - 1 : slot - 1) * STAGE);
                     fetch_columns(a, s, next);
-                    step(next, s);
+                    step(a, next, s);
                 }
                 end_of_stage();
                 multiply_columns(sums, l, ring + slot * STAGE, x);
@@ -174,5 +184,4 @@ KERNEL void BOUNDS(THREADS, BLOCKS) resident(const Arguments a) {
         write_tiles(a, round, count, slots, x_scale);
     }
     wait_for_stage<0>();
-    if (a.order == FOLLOWS) wait_for_previous();
 }

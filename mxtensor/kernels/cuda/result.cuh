@@ -15,9 +15,9 @@ DEVICE bool has_nan(const Arguments& a, const u8* scales, u32 n) {
 }
 
 // What multiplies every sum of the tensor; the sums are 2^-EXPONENT of what they should be.
-template <int EXPONENT> DEVICE float factor_of_all(const Arguments& a) {
+template <int EXPONENT> DEVICE float factor_of_all(const Arguments& a, const Weight& w) {
     float factor = a.alpha * float_of_bits((EXPONENT + 127) << 23);
-    if (a.global_scale) factor *= *a.global_scale;
+    if (w.global_scale) factor *= *w.global_scale;
     if (a.x_global_scale) factor *= *a.x_global_scale;
     return factor;
 }
@@ -30,31 +30,31 @@ DEVICE float with_nans(const Arguments& a, const u8* scales, u32 n, float sum) {
 }
 
 // Element (m, n) of the result from the sum of its products, with what belongs at the end; ``factor`` of the tensor.
-DEVICE float result(const Arguments& a, const u8* scales, u64 m, u32 n, float sum, float factor) {
+DEVICE float result(const Arguments& a, const Weight& w, const u8* scales, u64 m, u32 n, float sum, float factor) {
     if constexpr (SCALE == AT_THE_END) sum *= reinterpret_cast<const float*>(scales)[row_of_scales(n)];
     sum *= factor;
-    if (a.bias) sum += a.beta * number(a.bias, m * a.bias_stride + n, BIAS);
+    if (w.bias) sum += a.beta * number(w.bias, m * w.bias_stride + n, BIAS);
     return sum;
 }
 DEVICE u16 sixteen_bits(float value) { return RESULT == FLOAT16 ? half_of(value) : bfloat16_of(value); }
-DEVICE void finish(const Arguments& a, const u8* scales, u64 m, u32 n, float sum, float factor) {
-    float value = result(a, scales, m, n, sum, factor);
-    u64 to = m * a.n + n;
-    if constexpr (RESULT == FLOAT) static_cast<float*>(a.y)[to] = value;
-    else static_cast<u16*>(a.y)[to] = sixteen_bits(value);
+DEVICE void finish(const Arguments& a, const Weight& w, const u8* scales, u64 m, u32 n, float sum, float factor) {
+    float value = result(a, w, scales, m, n, sum, factor);
+    u64 to = m * w.n + n;
+    if constexpr (RESULT == FLOAT) static_cast<float*>(w.y)[to] = value;
+    else static_cast<u16*>(w.y)[to] = sixteen_bits(value);
 }
 
 // Elements (m, n) to (m, n + 3), as far as there are so many.
-DEVICE void finish_four(const Arguments& a, const u8* scales, u64 m, u32 n, const float (&sum)[4], float factor) {
-    if (RESULT == FLOAT || a.n % 4) {
+DEVICE void finish_four(const Arguments& a, const Weight& w, u64 m, u32 n, const float (&sum)[4], float factor) {
+    if (RESULT == FLOAT || w.n % 4) {
 #pragma unroll
         for (int e = 0; e < 4; e++)
-            if (n + e < a.n) finish(a, scales, m, n + e, sum[e], factor);
-    } else if (n < a.n) {
+            if (n + e < w.n) finish(a, w, w.scales, m, n + e, sum[e], factor);
+    } else if (n < w.n) {
         u16 bits[4];
 #pragma unroll
-        for (int e = 0; e < 4; e++) bits[e] = sixteen_bits(result(a, scales, m, n + e, sum[e], factor));
+        for (int e = 0; e < 4; e++) bits[e] = sixteen_bits(result(a, w, w.scales, m, n + e, sum[e], factor));
         uint2 words = {bits[0] | u32(bits[1]) << 16, bits[2] | u32(bits[3]) << 16};
-        *reinterpret_cast<uint2*>(static_cast<u16*>(a.y) + m * a.n + n) = words;
+        *reinterpret_cast<uint2*>(static_cast<u16*>(w.y) + m * w.n + n) = words;
     }
 }

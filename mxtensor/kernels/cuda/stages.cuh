@@ -17,30 +17,41 @@ constexpr int WHOLE_AT = STAGES * STAGE > SUMS ? STAGES * STAGE : SUMS;
 constexpr int WHOLE_HEAD = 8 * COLS;  // in front of the rows of WHOLE_X: what scales them, and maxima
 static_assert(!WHOLE_X || RESIDENT || BK % 256 == 0, "a warp casts 256 columns at a time");
 
-// Launches one after the other: each waits for the one before, or of some that read one x, only the first does before it
-// reads, and lets the next start then. The others wait in the end, so that whoever waits for the last waits for all.
-enum { IN_TURN, FIRST, FOLLOWS };
-
-struct Arguments {
+struct Weight {  // one w, and what it alone has to do with
     const u8* codes;
     const u8* scales;
-    const u16* x;
     void* y;
-    const float* x_scale;      // of each row of x, where they are float16 already
     const float* global_scale;
-    const float* x_global_scale;
     const void* bias;
-    const int* ends;           // of the groups of rows of x, each with a w of its own; null for one w
-    u64 codes_group, scales_group;  // bytes from one w to the next
-    u32 codes_stride, scales_stride, x_stride;  // of a row: bytes, bytes, values
-    u32 m, n, k;
+    u32 n, first;              // rows; tiles of ROWS that the weights before it have
     u32 bias_stride;           // from one row of y to the next: 0 where all have the same
-    u32 order;                 // IN_TURN, or of products that read one x
+};
+
+struct Arguments {
+    Weight weights[WEIGHTS];   // which all rows of x meet, or
+    const int* ends;           // of the groups of rows of x, each with a w of its own, of a stack: else null
+    u64 codes_group, scales_group;  // bytes from one of them to the next
+    const u16* x;
+    const float* x_scale;      // of each row of x, where they are float16 already
+    const float* x_global_scale;
     float* parts;      // sums of blocks that come together in memory, and
     u32* counters;     // how many of those of a tile are there
+    u32 codes_stride, scales_stride, x_stride;  // of a row: bytes, bytes, values
+    u32 m, k;
     u32 x_width, round;  // where x stays: its columns in a block, and tiles of w whose sums there is room for
     float alpha, beta;
 };
+
+// Which weight a tile is of, counted through all of them.
+DEVICE u32 weight_of(const Arguments& a, u32 tile) {
+    u32 found = 0;
+#pragma unroll
+    for (int i = 1; i < WEIGHTS; i++) found += tile >= a.weights[i].first;
+    return found;
+}
+DEVICE u32 tiles_of_all(const Arguments& a) {
+    return a.weights[WEIGHTS - 1].first + (a.weights[WEIGHTS - 1].n + ROWS - 1) / ROWS;
+}
 
 // ---------------------------------------------------------------------------------------------- what is fetched
 
@@ -103,8 +114,7 @@ DEVICE void read_x(const Arguments& a, const u16* x, u32 rows, u32 first, u32 co
     u32* maxima = reinterpret_cast<u32*>(scale + COLS);
     if (thread() < COLS) maxima[thread()] = 0;
     sync_block();
-    if (a.order != FOLLOWS) wait_for_previous();
-    if (a.order == FIRST) let_next_start();
+    wait_for_previous();
     Rows mine = {x, a.x_stride, a.k, rows, first, count};
     Rows all = {x, a.x_stride, a.k, rows, 0, (a.k + 255) / 256 * 256};
     if constexpr (CLASSES == 8) convert<true>(to + WHOLE_HEAD, stride, mine, all, maxima);  // the less code to be fetched

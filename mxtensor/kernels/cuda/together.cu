@@ -34,16 +34,16 @@ struct Tiles {  // of x, and the part of them that this block multiplies
 };
 
 // From chunk ``first`` on. Of rows after the last one nobody writes the results.
-DEVICE Mine rows_of_thread(const Arguments& a, u32 first) {
+DEVICE Mine rows_of_thread(const Arguments& a, const Weight& w, u32 first) {
     u32 lane = thread() % 32;
     Mine mine = {{}, {}, lane % 4};
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-        u32 row = block_x() * ROWS + thread() / 32 * 16 + lane / 4 + 8 * r;
-        row = row < a.n ? row : a.n - 1;
+        u32 row = (block_x() - w.first) * ROWS + thread() / 32 * 16 + lane / 4 + 8 * r;
+        row = row < w.n ? row : w.n - 1;
         u64 scales = u64(row_of_scales(row)) * a.scales_stride + first * SCALES_A_CHUNK + place_of_scales(mine.t);
-        mine.codes[r] = a.codes + u64(row) * a.codes_stride + first * CODES_A_CHUNK + column_of(mine.t) * BITS / 8;
-        mine.scales[r] = a.scales + scales;
+        mine.codes[r] = w.codes + u64(row) * a.codes_stride + first * CODES_A_CHUNK + column_of(mine.t) * BITS / 8;
+        mine.scales[r] = w.scales + scales;
     }
     return mine;
 }
@@ -244,7 +244,7 @@ DEVICE bool is_last_and_adds(const Arguments& a, Total& sums) {
 
 // What the blocks of a cluster have summed, in that order, with what belongs at the end; ``x_scale`` is of the block's
 // rows of x.
-DEVICE void write(const Arguments& a, const Total& sums, const float* x_scale, float* shared) {
+DEVICE void write(const Arguments& a, const Weight& w, const Total& sums, const float* x_scale, float* shared) {
     constexpr int blocks = APART ? 1 : SPLIT, batch = NT < 2 * blocks ? 1 : NT < 4 * blocks ? 2 : 4;
     u32 lane = thread() % 32, first = thread() / 32 * 16 + lane / 4, x_row = block_y() * COLS;
     u32 rows = a.m - x_row < COLS ? a.m - x_row : COLS;
@@ -259,7 +259,8 @@ DEVICE void write(const Arguments& a, const Total& sums, const float* x_scale, f
     else sync_block();
     u32 count = ROWS / 4 * rows, span = (count + blocks - 1) / blocks, begin = blocks > 1 ? block_z() * span : 0;
     u32 end = begin + span < count ? begin + span : count;
-    float factor = factor_of_all<FACTOR>(a);
+    float factor = factor_of_all<FACTOR>(a, w);
+    u32 row = (block_x() - w.first) * ROWS;
     for (u32 i = begin + thread(); i < end; i += batch * THREADS) {  // four rows of w at a time
         float sum[batch][4] = {};
 #pragma unroll
@@ -273,7 +274,7 @@ DEVICE void write(const Arguments& a, const Total& sums, const float* x_scale, f
         for (int b = 0; b < batch; b++) {
             u32 at = i + b * THREADS;
             if (at < end)
-                finish_four(a, a.scales, x_row + at / (ROWS / 4), block_x() * ROWS + at % (ROWS / 4) * 4, sum[b], factor);
+                finish_four(a, w, x_row + at / (ROWS / 4), row + at % (ROWS / 4) * 4, sum[b], factor);
         }
     }
     if constexpr (blocks > 1) sync_cluster();  // nobody leaves while others read
@@ -301,7 +302,8 @@ KERNEL void BOUNDS(ALL_THREADS, BLOCKS) together(const Arguments a) {
         return;
     }
     if constexpr (REGISTERS > AT_FIRST) take_registers<REGISTERS>();
-    Mine mine = rows_of_thread(a, first);
+    const Weight& w = a.weights[weight_of(a, block_x())];
+    Mine mine = rows_of_thread(a, w, first);
     Work work;
     load_first<0>(work, mine, tiles);  // weights do not wait for the kernel before this one
     float* x_scale = reinterpret_cast<float*>(barriers + BARRIERS);
@@ -315,5 +317,5 @@ KERNEL void BOUNDS(ALL_THREADS, BLOCKS) together(const Arguments a) {
     if constexpr (SCALE != E8M0) sync_block();
     else if (any_of_block(!right)) multiply_carefully(sums, mine, tiles, barriers + 2 * STAGES);
     if (APART && !is_last_and_adds(a, sums)) return;
-    write(a, sums, x_scale, reinterpret_cast<float*>(shared));
+    write(a, w, sums, x_scale, reinterpret_cast<float*>(shared));
 }
