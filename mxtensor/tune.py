@@ -239,11 +239,18 @@ def write(path: Path, found: Iterable[Measured]) -> None:
     path.write_text("[\n" + ",\n".join(" " + json.dumps(row) for row in lines) + "\n]\n")
 
 
+def shape_of(text: str) -> tuple[int, int]:
+    """(N, K) from ``NxK``."""
+    n, k = text.split("x")
+    return int(n), int(k)
+
+
 def main() -> None:
     """Time, print and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--formats", nargs="+", default=FORMATS)
     parser.add_argument("--rows", nargs="+", type=int, default=ROWS)
+    parser.add_argument("--shapes", nargs="+", type=shape_of, help="of weights, as NxK (default: all)")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="of plans")
     parser.add_argument(
         "--json", type=Path, help="the table to write to; lines of other cases stay (default: that of this GPU)"
@@ -253,7 +260,7 @@ def main() -> None:
         parser.exit(1, "This command times CUDA kernels, and torch finds no CUDA device here.\n")
     path = args.json or path_of(torch.cuda.get_device_capability())
     for format in map(get_format, args.formats):
-        shapes = [(m, n, k) for m in args.rows for n, k in (SHAPES + JOINED if m == 1 else SHAPES)]
+        shapes = [(m, n, k) for m in args.rows for n, k in args.shapes or (SHAPES + JOINED if m == 1 else SHAPES)]
         cases = [(*shape, kind) for shape in shapes for kind in kinds(shape[0]) if kind in args.kinds]
         kernels = {(plan, classes_of(format, plan, case[0])) for case in cases for plan in candidates(format, *case)}
         print(f"{format}: compiling {len(kernels)} kernels", flush=True)
