@@ -7,7 +7,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import mxtensor as mx
-from mxtensor.compiled import ONE, SHARED, SharedInputs
+from mxtensor.compiled import ONE, SHARED, Products
 from mxtensor.kernels import nvrtc, small_batch_launch
 from tests import cuda_on_cpu
 
@@ -30,13 +30,15 @@ def weights(*rows, format="mxfp4", k=512):
 
 
 def calls(graph):
-    return [node.target for node in graph.nodes if node.target in (ONE, SHARED)]
+    """How many weights each product has."""
+    products = [node for node in graph.nodes if node.target in (ONE, SHARED)]
+    return [len(node.kwargs["data"]) if node.target is SHARED else 1 for node in products]
 
 
 def shared(f, *inputs):
-    """The traced function after the pass, and the calls that it holds."""
+    """The traced function after the pass, and its products."""
     traced = make_fx(f, tracing_mode="fake")(*inputs)
-    SharedInputs()(traced.graph)
+    Products()(traced.graph)
     traced.graph.lint()
     traced.recompile()
     return traced, calls(traced.graph)
@@ -53,7 +55,7 @@ def test_products_of_one_input_are_one_call(rows, format):
 
     inputs = torch.randn(rows, 512).bfloat16(), *weights(48, 16, 32, format=format), torch.randn(32).bfloat16()
     traced, found = shared(attention, *inputs)
-    assert found == [SHARED]
+    assert found == [3]
     for y, expected in zip(traced(*inputs), attention(*inputs), strict=True):
         torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-4)  # sums in another order
 
@@ -71,8 +73,28 @@ def test_a_call_is_one_launch_and_prepares_its_activations_once(rows, kernels, m
     monkeypatch.setattr(small_batch_launch, "_activations_kernel", small_batch_launch._activations_kernel.__wrapped__)
     data, scale, last, names = zip(*weights(48, 16, 32), strict=True)
     SHARED(torch.randn(rows, 512).bfloat16(), data, scale, names[0], 512, None, last, [None] * 3, 1.0, 1.0,
-           torch.bfloat16, "", "")  # fmt: skip
+           torch.bfloat16, "", "", [], [])  # fmt: skip
     assert ran == kernels
+
+
+def test_products_ask_for_the_weights_of_those_after_them(monkeypatch):
+    def layer(x, q, k, o, late, up):
+        x = one(one(x, q) + one(x, k), o)
+        return one(one(one(x, late).sin(), (late[0] ^ (x.sum() > 0), *late[1:])), up)
+
+    monkeypatch.setattr("mxtensor.compiled.CACHED", 100_000 / 2**25)
+    inputs = torch.randn(1, 512).bfloat16(), *weights(*[512] * 5)
+    traced, found = shared(layer, *inputs)
+    assert found == [2, 1, 1, 1, 1]
+    codes, scales = 512 * 256, 512 * 16
+    products = [node for node in traced.graph.nodes if node.target in (ONE, SHARED)]
+    later = [node.kwargs.get("later_bytes", []) for node in products]
+    part = 100_000 / (codes + scales)
+    some = [int(codes * part), int(scales * part)]
+    assert later == [some, some, [], some, []]  # what is made in the graph is not there yet
+    assert products[0].kwargs["later"] == [*products[1].kwargs["data"], *products[1].kwargs["scale"]]
+    for y, expected in zip(traced(*inputs), layer(*inputs), strict=True):
+        torch.testing.assert_close(y, expected, rtol=2e-2, atol=2e-2)
 
 
 def test_other_inputs_types_and_casts_stay_apart():
@@ -80,7 +102,7 @@ def test_other_inputs_types_and_casts_stay_apart():
         return one(x, q), one(z, k), one(x, k, out=torch.float32), one(x, k, cast="mxfp4_e2m1")
 
     inputs = torch.randn(1, 512).bfloat16(), torch.randn(1, 512).bfloat16(), *weights(16, 16)
-    assert shared(f, *inputs)[1] == [ONE] * 4
+    assert shared(f, *inputs)[1] == [1] * 4
 
 
 def test_a_weight_that_is_made_later_is_not_waited_for():
@@ -91,7 +113,7 @@ def test_a_weight_that_is_made_later_is_not_waited_for():
 
     inputs = torch.randn(1, 512).bfloat16(), *weights(16, 16, 16)
     traced, found = shared(f, *inputs)
-    assert found == [SHARED, ONE]
+    assert found == [2, 1]
     (late,) = traced.graph.find_nodes(op="call_function", target=ONE)
     assert late.args[1].target is torch.ops.mxtensor.written.default  # which the compiler lets nobody overtake
     assert late.args[2].op == "placeholder"
@@ -118,7 +140,7 @@ def test_compiled_graphs_hand_over_inputs_as_they_lie():
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_options_are_ones_that_this_torch_takes():
     options = mx.inference_options()
-    assert isinstance(options["post_grad_custom_pre_pass"], SharedInputs)
+    assert isinstance(options["post_grad_custom_pre_pass"], Products)
     layer = mx.quantize_(torch.nn.Linear(64, 32, bias=False).bfloat16(), "mxfp8-weight-only")
     x = torch.randn(2, 64).bfloat16()
     y = torch.compile(layer, options=options)(x)

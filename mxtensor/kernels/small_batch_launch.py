@@ -36,8 +36,8 @@ from .small_batch_plan import (
 )
 from .small_batch_table import BY_WARPS, choose_plan, gpu_of
 
-WEIGHT, SHARED = "5Q3I0Q", "8Q7I2f0Q"
-"""Arguments of a product as ``cuda/stages.cuh`` has them: of each weight, and the others."""
+WEIGHT, OTHERS, LATER = "5Q3I0Q", "8Q7I2f0Q", "Q2I"
+"""Arguments of a product as ``cuda/stages.cuh`` has them: of each weight, those of all, of each piece for later."""
 ACTIVATIONS = struct.Struct("5Q6I")
 HEADERS = ("machine.cuh", "elements.cuh", "activations.cuh")
 SOURCES = (*HEADERS, "stages.cuh", "sums.cuh", "result.cuh")
@@ -65,9 +65,9 @@ class Cut(NamedTuple):
     """tiles before those of each weight"""
 
 
-def arguments(weights: int) -> struct.Struct:
-    """Of a kernel that takes so many weights."""
-    return struct.Struct(weights * WEIGHT + SHARED)
+def arguments(weights: int, later: int) -> struct.Struct:
+    """Of a kernel that takes so many weights and pieces of memory to ask for."""
+    return struct.Struct(weights * WEIGHT + OTHERS + later * LATER)
 
 
 def kernel_of(plan: Plan) -> str:
@@ -85,10 +85,10 @@ def sources_of(plan: Plan) -> tuple[str, ...]:
 def cut(
     device: torch.device, format: Format, types: tuple[torch.dtype, torch.dtype, torch.dtype],
     sizes: tuple[int, int, int], widths: tuple[int, ...], lie: tuple[int, int, int], cast: Cast | None,
-    given: Plan | None,
+    given: Plan | None, later: int,
 ) -> Cut:  # fmt: skip
     """How products of these types (x, result, bias) and sizes (M, K, groups or 0) with weights of so many rows are cut
-    up, or by ``given``.
+    up, or by ``given``; ``later``: pieces of memory that they ask for.
 
     ``lie``: of codes, scales and x, what address and bytes of a row leave over from a multiple of 16, or'ed.
     """
@@ -112,14 +112,13 @@ def cut(
         raise RuntimeError(f"{plan} is not for {width}x{cols} in {format}, {groups} groups, aligned to {copies} bytes")
     classes = classes_of(format, plan, rows)
     if plan.whole_x:
-        facts = Facts(format, types[0], types[1], types[2], *copies, even, cast, classes, len(widths))
+        facts = Facts(format, *types, *copies, even, cast, classes, len(widths), later)
     else:
-        facts = Facts(
-            format, torch.float16, types[1], types[2], copies[0], copies[1], 16, even, None, classes, len(widths)
-        )
+        facts = Facts(format, torch.float16, *types[1:], *copies[:2], 16, even, None, classes, len(widths), later)
     row = constants(facts, plan)
     grid = plan.split, not plan.apart
-    kernel = nvrtc.function(device, sources_of(plan), row, kernel_of(plan), arguments(len(widths)), plan.threads, *grid)
+    layout = arguments(len(widths), later)
+    kernel = nvrtc.function(device, sources_of(plan), row, kernel_of(plan), layout, plan.threads, *grid)
     blocks = min(sum(tiles), clusters(plan, gpu)), 1
     if not plan.resident:
         blocks = sum(tiles), groups or -(-rows // plan.cols)
@@ -195,7 +194,7 @@ class Weight(NamedTuple):
 
 def _cut_of(
     x: Tensor, weights: Sequence[Weight], format: Format, cols: int, groups: int, out_dtype: torch.dtype,
-    cast: Cast | None, plan: Plan | None,
+    cast: Cast | None, plan: Plan | None, later: int,
 ) -> Cut:  # fmt: skip
     """``cut`` of these tensors."""
     codes, scales, bias, widths = 0, 0, out_dtype, []
@@ -208,18 +207,37 @@ def _cut_of(
             bias = added.dtype
     lie = codes & 15, scales & 15, (x.data_ptr() | 2 * x.stride()[0]) & 15
     sizes = x.shape[0], cols, groups
-    return cut(x.device, format, (x.dtype, out_dtype, bias), sizes, tuple(widths), lie, cast, plan)
+    return cut(x.device, format, (x.dtype, out_dtype, bias), sizes, tuple(widths), lie, cast, plan, later)
+
+
+class Later(NamedTuple):
+    """Memory that another product reads afterwards, for which one asks in its end, so that it is in the L2 cache."""
+
+    weight: Tensor
+    """contiguous"""
+    bytes: int
+    """of it, in equal parts from as many places as there are blocks"""
+
+
+def _later(later: Sequence[Later], blocks: int) -> list[int]:
+    """As a kernel takes it."""
+    out: list[int] = []
+    for tensor, nbytes in later:
+        step = tensor.nbytes // blocks & -16
+        out += tensor.data_ptr(), step, min(step, -(-nbytes // blocks) + 15 & -16)
+    return out
 
 
 def _made(
     x: Tensor, weights: Sequence[Weight], format: Format, cols: int, x_global: Tensor | None, ends: Tensor | None,
     alpha: float, beta: float, out_dtype: torch.dtype, cast: Cast | None, given: Plan | None,
+    later: Sequence[Later],
 ) -> list[Tensor]:  # fmt: skip
     """The products with up to ``MOST_WEIGHTS`` weights, whose biases are of one type, in one launch."""
     rows, (data, scale, _, _) = x.shape[0], weights[0]
     (*_, width, bytes_a_row), (*_, scale_rows, scale_cols) = data.shape, scale.shape
     plan, room, kernel, blocks, tiles = _cut_of(
-        x, weights, format, cols, 0 if ends is None else data.shape[0], out_dtype, cast, given
+        x, weights, format, cols, 0 if ends is None else data.shape[0], out_dtype, cast, given, len(later)
     )
     counters = parts = prepared = None
     if plan.apart:
@@ -248,7 +266,7 @@ def _made(
             values.data_ptr(), 0 if prepared is None else prepared.scale.data_ptr(),
             0 if x_global is None else x_global.data_ptr(), 0 if parts is None else parts.data_ptr(),
             0 if counters is None else counters.data_ptr(), bytes_a_row, scale_bytes, values.stride()[0], rows, cols,
-            room.x_width, room.round, alpha, beta,
+            room.x_width, room.round, alpha, beta, *_later(later, blocks[0] * blocks[1] * plan.split),
         ),
     )  # fmt: skip
     return results
@@ -257,18 +275,21 @@ def _made(
 def launch(
     x: Tensor, weights: Sequence[Weight], format: Format, cols: int, x_global: Tensor | None, ends: Tensor | None,
     alpha: float, beta: float, out_dtype: torch.dtype, cast: Cast | None, plan: Plan | None = None,
+    later: Sequence[Later] = (),
 ) -> list[Tensor]:  # fmt: skip
     """The products as ``small_batch`` has them, of one x and each of some weights, cut up by ``plan`` where one is
-    given."""
+    given. ``later``: what is read after them."""
     if x.shape[0] > BY_WARPS and ends is None:
         weights = [w._replace(data=_aligned(w.data), scale=_aligned(w.scale)) for w in weights]
     if len({w.bias.dtype for w in weights if w.bias is not None}) > 1:
         weights = [w if w.bias is None else w._replace(bias=w.bias.float()) for w in weights]
+    later = [piece for piece in later if piece.weight.data_ptr() % 16 == 0]
     made: list[Tensor] = []
     with triton_host.on(x.device):
         for first in range(0, len(weights), MOST_WEIGHTS):
             some = weights[first : first + MOST_WEIGHTS]
-            made += _made(x, some, format, cols, x_global, ends, alpha, beta, out_dtype, cast, plan)
+            at_end = later if first + MOST_WEIGHTS >= len(weights) else ()
+            made += _made(x, some, format, cols, x_global, ends, alpha, beta, out_dtype, cast, plan, at_end)
     return made
 
 

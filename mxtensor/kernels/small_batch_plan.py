@@ -145,6 +145,8 @@ class Facts(NamedTuple):
     """``classes_of`` the product"""
     weights: int = 1
     """that meet the activations in one launch"""
+    later: int = 0
+    """pieces of memory that the kernel asks for in its end"""
 
 
 def cast_constants(cast: Cast | None) -> Constants:
@@ -181,6 +183,7 @@ def constants(facts: Facts, plan: Plan) -> Constants:
         ("WHOLE_TILES", int(facts.even)),
         ("CLASSES", facts.classes),
         ("WEIGHTS", facts.weights),
+        ("LATER", facts.later),
         ("CODES_PAD", pad_of_codes(f, facts.classes, plan.depth)),
         ("TILES", plan.cols if plan.together else 0),
         *cast_constants(facts.cast),

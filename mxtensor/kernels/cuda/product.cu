@@ -101,6 +101,7 @@ DEVICE void multiply_rows(const Arguments& a, const Weight& w, const Place& p, u
         slot = slot + 1 == STAGES ? 0 : slot + 1;
     }
     wait_for_stage<0>();
+    ask_for_later(a, thread(), THREADS);
     write(a, w, p, x_row, sums, l, reinterpret_cast<float*>(shared), x_scale);
 }
 

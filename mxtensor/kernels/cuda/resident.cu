@@ -181,6 +181,7 @@ KERNEL void BOUNDS(THREADS, BLOCKS) resident(const Arguments a) {
             }
             keep(slots + (tile * WK + place_in_row()) * a.m * SLOT, sums, l, a.m);
         }
+        if (round + count == s.end) ask_for_later(a, thread(), THREADS);
         write_tiles(a, round, count, slots, x_scale);
     }
     wait_for_stage<0>();

@@ -298,7 +298,7 @@ KERNEL void BOUNDS(ALL_THREADS, BLOCKS) together(const Arguments a) {
         if constexpr (REGISTERS > AT_FIRST) give_registers<LEAST_REGISTERS>();
         sync_block();
         wait_for_previous();
-        if (thread() == THREADS) fetch_tiles(tiles);
+        if (thread() == THREADS) fetch_tiles(tiles), ask_for_later(a, 0, 1);
         return;
     }
     if constexpr (REGISTERS > AT_FIRST) take_registers<REGISTERS>();
