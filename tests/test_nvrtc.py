@@ -52,9 +52,10 @@ def waiting(code, tmp_path):
     return sum("gsb0" in one for one in products) / len(products)
 
 
-def product(format, plan, capability, even=True, rows=8):
+def product(format, plan, capability, even=True, rows=8, weights=1, later=0):
     facts = Facts(format, torch.bfloat16 if plan.whole_x else torch.float16, torch.bfloat16, torch.bfloat16,
-                  *((16, 16, 16) if even else (1, 2, 4)), even, None, classes_of(format, plan, rows))  # fmt: skip
+                  *((16, 16, 16) if even else (1, 2, 4)), even, None, classes_of(format, plan, rows), weights,
+                  later)  # fmt: skip
     return nvrtc.compiled(sources_of(plan), constants(facts, plan), capability)
 
 
@@ -84,6 +85,16 @@ def test_tails_and_odd_alignments_compile():
     for capability in ((8, 0), (9, 0)):
         for plan in {plan._replace(split=1) for m, plan in plans(format) if m == 1}:
             assert product(format, plan, capability, even=False)
+
+
+@pytest.mark.parametrize("capability", TARGETS)
+def test_products_of_several_weights_that_ask_for_more_compile(capability, tmp_path):
+    format = mx.get_format("mxfp4")
+    for plan in dict(plans(format)[::-1] if capability == SM90 else plans(format)[:1]).values():
+        plan = plan if capability >= SM90 else plan._replace(split=1)
+        code = product(format, plan, capability, rows=plan.cols, weights=3, later=6)
+        assert resources(code, tmp_path)[kernel_of(plan)][1] <= 256
+        assert not plan.together or waiting(code, tmp_path) == 0.25
 
 
 @pytest.mark.parametrize("capability", TARGETS)

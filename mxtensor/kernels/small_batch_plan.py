@@ -183,7 +183,7 @@ def constants(facts: Facts, plan: Plan) -> Constants:
         ("WHOLE_TILES", int(facts.even)),
         ("CLASSES", facts.classes),
         ("WEIGHTS", facts.weights),
-        ("LATER", facts.later),
+        ("PIECES", facts.later),
         ("CODES_PAD", pad_of_codes(f, facts.classes, plan.depth)),
         ("TILES", plan.cols if plan.together else 0),
         *cast_constants(facts.cast),
