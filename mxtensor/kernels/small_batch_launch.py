@@ -50,7 +50,8 @@ MAXIMA = 128
 """Blocks that look for the largest magnitude of activations, at most."""
 
 MOST_WEIGHTS = 4
-"""That one launch takes."""
+"""That one launch takes: a kernel is compiled for one or for so many, so that few kernels make all layers of a model and
+their code stays where it is run from."""
 
 
 class Cut(NamedTuple):
@@ -92,7 +93,7 @@ def cut(
 
     ``lie``: of codes, scales and x, what address and bytes of a row leave over from a multiple of 16, or'ed.
     """
-    (rows, cols, groups), width = sizes, sum(widths)
+    (rows, cols, groups), width, weights = sizes, sum(widths), 1 if len(widths) == 1 else MOST_WEIGHTS
     copies = copy_size(lie[0]), copy_size(lie[1]), copy_size(lie[2])
     gpu, together = gpu_of(device), can_multiply_together(format, cols, groups, lie)
 
@@ -102,7 +103,7 @@ def cut(
         return together and not plan.whole_x
 
     plan = given or choose_plan(device, format, -(-rows // (groups or 1)), width, cols, rows, possible)
-    tiles = [-(-n // plan.rows) for n in widths]
+    tiles = [-(-n // plan.rows) for n in widths] + [0] * (weights - len(widths))
     room = room_of(format, plan, rows, sum(tiles) * plan.rows, cols, gpu)
     if room is None:
         raise RuntimeError(f"a product of {rows}x{width}x{cols} by {plan} has no room on this device")
@@ -112,12 +113,12 @@ def cut(
         raise RuntimeError(f"{plan} is not for {width}x{cols} in {format}, {groups} groups, aligned to {copies} bytes")
     classes = classes_of(format, plan, rows)
     if plan.whole_x:
-        facts = Facts(format, *types, *copies, even, cast, classes, len(widths), later)
+        facts = Facts(format, *types, *copies, even, cast, classes, weights, later)
     else:
-        facts = Facts(format, torch.float16, *types[1:], *copies[:2], 16, even, None, classes, len(widths), later)
+        facts = Facts(format, torch.float16, *types[1:], *copies[:2], 16, even, None, classes, weights, later)
     row = constants(facts, plan)
     grid = plan.split, not plan.apart
-    layout = arguments(len(widths), later)
+    layout = arguments(weights, later)
     kernel = nvrtc.function(device, sources_of(plan), row, kernel_of(plan), layout, plan.threads, *grid)
     blocks = min(sum(tiles), clusters(plan, gpu)), 1
     if not plan.resident:
@@ -248,7 +249,7 @@ def _made(
         prepared = _prepared(x, format, cast, _layout(plan, x.shape[1]), counters)
     results: list[Tensor] = []
     of_each: list[int] = []
-    for w, first in zip(weights, tiles, strict=True):
+    for w, first in zip(weights, tiles, strict=False):
         n = w.data.shape[-2]
         out = (x.new_empty if ends is None else x.new_zeros)(rows, n, dtype=out_dtype)
         results.append(out)
@@ -257,6 +258,8 @@ def _made(
             0 if w.bias is None else w.bias.data_ptr(), n, first,
             n if w.bias is not None and w.bias.dim() == 2 else 0,
         )  # fmt: skip
+    for first in tiles[len(weights) :]:  # none
+        of_each += 0, 0, 0, 0, 0, 0, first, 0
     values = x if prepared is None else prepared.values
     scale_bytes = scale_cols * scale.element_size()
     kernel(
