@@ -17,6 +17,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch.fx import Graph, Node
 
 from .kernels import small_batch  # noqa: F401  (registers the ops)
+from .kernels.small_batch_launch import MOST_LATER
 
 ONE, SHARED = torch.ops.mxtensor.small_batch.default, torch.ops.mxtensor.small_batch_shared.default
 NAMES = tuple(argument.name for argument in ONE._schema.arguments)
@@ -24,8 +25,6 @@ OF_A_WEIGHT = ("data", "scale", "last", "bias")
 """Arguments of a product that go with its weight; the others are the same in products that are made together."""
 CACHED = 0.4
 """Of the L2 cache, what is filled with weights of products that come later."""
-MOST_LATER = 8
-"""Tensors of such weights, at most."""
 aten = torch.ops.aten
 VIEWS = (
     aten.reshape.default, aten.view.default, aten.view.dtype, aten.permute.default, aten.transpose.int, aten.t.default,
@@ -116,10 +115,9 @@ def _is_input(value: Any) -> bool:
 
 
 def _read_by(call: Node) -> list[Node]:
-    """Codes and scales that a product reads, of one weight or several."""
-    given: Any = call.kwargs if call.target is SHARED else _arguments(call)
-    codes, scales = given["data"], given["scale"]
-    return [*codes, *scales] if call.target is SHARED else [codes, scales]
+    """Codes and scales that a product reads."""
+    given: Any = call.kwargs
+    return [*given["data"], *given["scale"]]
 
 
 def _after(calls: list[Node], room: float) -> list[tuple[Node, int]]:
@@ -139,14 +137,13 @@ def _after(calls: list[Node], room: float) -> list[tuple[Node, int]]:
 def _ask(graph: Graph) -> None:
     """Have each product ask for the weights of those after it, as many as the cache shall hold."""
     calls = [v for v in graph.nodes if v.target is SHARED or (v.target is ONE and _arguments(v)["ends"] is None)]
+    if len(calls) < 2:
+        return
+    calls = [_make_one(graph, [call]) if call.target is ONE else call for call in calls]  # all by one kernel
     for i, call in enumerate(calls):
         device = _read_by(call)[0].meta["val"].device
         cache = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 2**25
         later = _after(calls[i + 1 :], CACHED * cache)
-        if not later:
-            continue
-        if call.target is ONE:
-            call = _make_one(graph, [call])
         with graph.inserting_before(call):
             pieces = [_again(graph, v) for v, _ in later]
         given = {"later": pieces, "later_bytes": [nbytes for _, nbytes in later]}

@@ -11,7 +11,15 @@ import torch
 import mxtensor as mx
 from mxtensor.kernels import nvrtc
 from mxtensor.kernels.small_batch_launch import HEADERS, kernel_of, sources_of
-from mxtensor.kernels.small_batch_plan import ELEMENTS, TYPES, Facts, cast_constants, classes_of, constants
+from mxtensor.kernels.small_batch_plan import (
+    ELEMENTS,
+    MOST_WEIGHTS,
+    TYPES,
+    Facts,
+    cast_constants,
+    classes_of,
+    constants,
+)
 from mxtensor.kernels.small_batch_plan import registers as shared_out
 from mxtensor.kernels.small_batch_table import ROWS, measured_for, table
 
@@ -52,10 +60,9 @@ def waiting(code, tmp_path):
     return sum("gsb0" in one for one in products) / len(products)
 
 
-def product(format, plan, capability, even=True, rows=8, weights=1, later=0):
+def product(format, plan, capability, even=True, rows=8, weights=1):
     facts = Facts(format, torch.bfloat16 if plan.whole_x else torch.float16, torch.bfloat16, torch.bfloat16,
-                  *((16, 16, 16) if even else (1, 2, 4)), even, None, classes_of(format, plan, rows), weights,
-                  later)  # fmt: skip
+                  *((16, 16, 16) if even else (1, 2, 4)), even, None, classes_of(format, plan, rows), weights)  # fmt: skip
     return nvrtc.compiled(sources_of(plan), constants(facts, plan), capability)
 
 
@@ -88,11 +95,11 @@ def test_tails_and_odd_alignments_compile():
 
 
 @pytest.mark.parametrize("capability", TARGETS)
-def test_products_of_several_weights_that_ask_for_more_compile(capability, tmp_path):
+def test_products_of_several_weights_compile(capability, tmp_path):
     format = mx.get_format("mxfp4")
     for plan in dict(plans(format)[::-1] if capability == SM90 else plans(format)[:1]).values():
         plan = plan if capability >= SM90 else plan._replace(split=1)
-        code = product(format, plan, capability, rows=plan.cols, weights=3, later=6)
+        code = product(format, plan, capability, rows=plan.cols, weights=MOST_WEIGHTS)
         assert resources(code, tmp_path)[kernel_of(plan)][1] <= 256
         assert not plan.together or waiting(code, tmp_path) == 0.25
 

@@ -489,7 +489,8 @@ def test_the_table_of_sm90_has_every_row_and_its_plans_fit():
     lines = table((9, 0))
     assert {line.m for line in lines} == set(ROWS)
     for line in lines:
-        assert room_of(mx.FORMATS[line.format], line.plan, line.m, line.n, line.k, H100)
+        n, k = (line.n, line.k) if line.n else (4096, 4096)
+        assert room_of(mx.FORMATS[line.format], line.plan, line.m, n, k, H100)
         assert line.plan.cols >= min(line.m, 128) and line.plan.wr * line.plan.wk in (4, 8, 12, 16)
 
 
@@ -510,6 +511,18 @@ def test_the_plans_of_four_rows_are_those_of_up_to_eight():
 
     assert of(1) != of(2) == of(4) == of(8) != of(9) == of(16)
     assert of(17).cols >= 17 and of(33).cols >= 33 and of(128).together
+
+
+def test_products_of_several_weights_take_the_common_plan():
+    def of(name, m, n, k, common):
+        return choose_plan(torch.device("cpu"), mx.FORMATS[name], m, n, k, m, common=common)
+
+    for name in ("mxfp8", "mxfp4", "nvfp4", "mxfp6_e2m3", "mxint8"):
+        for m in (1, 4):
+            chosen = {of(name, m, n, k, True) for n, k in ((6144, 4096), (28672, 4096), (4096, 14336))}
+            assert len(chosen) == 1 and chosen.pop().resident
+    assert len({of("mxfp4", 1, n, k, False) for n, k in ((4096, 4096), (28672, 8192))}) == 2
+    assert of("mxfp4", 16, 4096, 4096, True) == of("mxfp4", 16, 4096, 4096, False)
 
 
 def test_plans_have_as_many_columns_as_rows_of_activations_need():

@@ -124,6 +124,9 @@ class Gpu(NamedTuple):
     """blocks of a cluster -> how many such clusters it runs at a time, one block a multiprocessor"""
 
 
+MOST_WEIGHTS = 4
+"""That one launch takes. A kernel is compiled for one or for so many, so that one kernel makes all layers of a model:
+code that has not run for a while has to come from memory, 2 us of a launch."""
 RESERVED = 1024
 """Bytes of shared memory that the system takes of each block."""
 
@@ -144,9 +147,7 @@ class Facts(NamedTuple):
     classes: int = 1
     """``classes_of`` the product"""
     weights: int = 1
-    """that meet the activations in one launch"""
-    later: int = 0
-    """pieces of memory that the kernel asks for in its end"""
+    """that one launch takes: one, or ``MOST_WEIGHTS``, when it may also ask for what is read after it"""
 
 
 def cast_constants(cast: Cast | None) -> Constants:
@@ -183,7 +184,6 @@ def constants(facts: Facts, plan: Plan) -> Constants:
         ("WHOLE_TILES", int(facts.even)),
         ("CLASSES", facts.classes),
         ("WEIGHTS", facts.weights),
-        ("PIECES", facts.later),
         ("CODES_PAD", pad_of_codes(f, facts.classes, plan.depth)),
         ("TILES", plan.cols if plan.together else 0),
         *cast_constants(facts.cast),

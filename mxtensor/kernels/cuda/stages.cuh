@@ -45,8 +45,9 @@ struct Arguments {
     u32 m, k;
     u32 x_width, round;  // where x stays: its columns in a block, and tiles of w whose sums there is room for
     float alpha, beta;
-#if PIECES
-    Later later[PIECES];
+#if WEIGHTS > 1
+    Later later[8];
+    u32 pieces;        // so many of them
 #endif
 };
 
@@ -63,10 +64,10 @@ DEVICE u32 tiles_of_all(const Arguments& a) {
 
 // Ask for what comes later, where memory would have nothing to do: this block's share, by ``count`` threads.
 DEVICE void ask_for_later(const Arguments& a, u32 index, u32 count) {
-#if PIECES
+#if WEIGHTS > 1
     constexpr u32 piece = 2048;
     u32 block = (block_y() * blocks_x() + block_x()) * SPLIT + block_z();
-    for (int i = 0; i < PIECES; i++) {
+    for (u32 i = 0; i < a.pieces; i++) {
         const u8* from = a.later[i].from + u64(block) * a.later[i].step;
         for (u32 at = index * piece; at < a.later[i].bytes; at += count * piece)
             ask_for(from + at, a.later[i].bytes - at < piece ? a.later[i].bytes - at : piece);
