@@ -288,10 +288,8 @@ def main() -> None:
         for n, k in dict.fromkeys(shape[1:] for shape in shapes):
             held = weights(format, n, k)
             timed |= {case: times(format, case, held) for case in cases if case[1:3] == (n, k)}
-            write(
-                path,
-                [fastest(format, case, of_one) for case, of_one in timed.items() if case[1:3] == (n, k) and of_one],
-            )
+            here = {case: of_one for case, of_one in timed.items() if case[1:3] == (n, k) and of_one}
+            write(path, [fastest(format, *item) for item in here.items()])
         for m in [] if args.shapes else args.rows:
             resident = [of_one for (rows, *_, kind), of_one in timed.items() if (rows, kind) == (m, "resident")]
             write(path, common(format, m, resident) if resident else [])

@@ -61,8 +61,9 @@ def waiting(code, tmp_path):
 
 
 def product(format, plan, capability, even=True, rows=8, weights=1):
-    facts = Facts(format, torch.bfloat16 if plan.whole_x else torch.float16, torch.bfloat16, torch.bfloat16,
-                  *((16, 16, 16) if even else (1, 2, 4)), even, None, classes_of(format, plan, rows), weights)  # fmt: skip
+    x = torch.bfloat16 if plan.whole_x else torch.float16
+    copies, classes = (16, 16, 16) if even else (1, 2, 4), classes_of(format, plan, rows)
+    facts = Facts(format, x, torch.bfloat16, torch.bfloat16, *copies, even, None, classes, weights)
     return nvrtc.compiled(sources_of(plan), constants(facts, plan), capability)
 
 

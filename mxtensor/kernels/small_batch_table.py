@@ -2,8 +2,8 @@
 
 ``small_batch_sm90.json`` and its like hold, for some formats, rows and shapes, the fastest plan. A shape that is not
 there takes the plan of the nearest one; a GPU that has no table, the plans of another that it has room for. For few
-rows there is also the plan that is best for all shapes, of size 0: with it one kernel makes all layers of a model, while
-the code of a kernel for each would have to come from memory every time.
+rows there is also the plan that is best for all shapes, of size 0: with it one kernel makes all layers of a model; the
+code of a kernel for each would have to come from memory every time.
 """
 
 from __future__ import annotations
