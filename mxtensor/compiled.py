@@ -1,7 +1,6 @@
 """What ``torch.compile`` is told of a model that decodes: ``torch.compile(model, options=mx.inference_options())``.
 
-Layers that read one input (query, key and value; gate and up) become one launch. In its end each asks for what the next
-ones will read, so that memory is not idle while other kernels run. Kernels may start while the one before
+Layers that read one input (query, key and value; gate and up) become one launch. Kernels may start while the one before
 them ends (programmatic dependent launch, sm_90 on).
 """
 
@@ -17,14 +16,11 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch.fx import Graph, Node
 
 from .kernels import small_batch  # noqa: F401  (registers the ops)
-from .kernels.small_batch_launch import MOST_LATER
 
 ONE, SHARED = torch.ops.mxtensor.small_batch.default, torch.ops.mxtensor.small_batch_shared.default
 NAMES = tuple(argument.name for argument in ONE._schema.arguments)
 OF_A_WEIGHT = ("data", "scale", "last", "bias")
 """Arguments of a product that go with its weight; the others are the same in products that are made together."""
-CACHED = 0.4
-"""Of the L2 cache, what is filled with weights of products that come later."""
 aten = torch.ops.aten
 VIEWS = (
     aten.reshape.default, aten.view.default, aten.view.dtype, aten.permute.default, aten.transpose.int, aten.t.default,
@@ -86,19 +82,18 @@ def _groups(graph: Graph) -> list[list[Node]]:
     return [group for groups in found.values() for group in groups if len(group) > 1]
 
 
-def _make_one(graph: Graph, group: list[Node]) -> Node:
-    """One call in the place of some products, or of one."""
+def _make_one(graph: Graph, group: list[Node]) -> None:
+    """One call in the place of some products."""
     all_of = [_arguments(node) for node in group]
     shared = {name: v for name, v in all_of[0].items() if name not in (*OF_A_WEIGHT, "ends")}
-    nothing: dict[str, Any] = {"later": [], "later_bytes": []}
     with graph.inserting_before(group[0]):
         of_each = {name: [_again(graph, arguments[name]) for arguments in all_of] for name in OF_A_WEIGHT}
-        call = graph.call_function(SHARED, kwargs=shared | of_each | nothing)
+        call = graph.call_function(SHARED, kwargs=shared | of_each)
         call.meta["val"] = [node.meta.get("val") for node in group]
         seen: list[Any] = [node.meta.get("eager_input_vals") for node in group]
         if all(seen):  # by which the compiler keeps inputs laid out as they were
             own = [dict(zip(NAMES, args, strict=False)) | kwargs for args, kwargs in seen]
-            values = {name: own[0][name] for name in shared} | nothing
+            values = {name: own[0][name] for name in shared}
             call.meta["eager_input_vals"] = (), values | {name: [v[name] for v in own] for name in OF_A_WEIGHT}
         for i, node in enumerate(group):
             result = graph.call_function(getitem, (call, i))
@@ -106,51 +101,11 @@ def _make_one(graph: Graph, group: list[Node]) -> Node:
             node.replace_all_uses_with(result)
     for node in group:
         graph.erase_node(node)
-    return call
 
 
 def _is_input(value: Any) -> bool:
     """Whether it is there before the graph begins."""
     return all(node.op in ("placeholder", "get_attr") for node in _needs(value))
-
-
-def _read_by(call: Node) -> list[Node]:
-    """Codes and scales that a product reads."""
-    given: Any = call.kwargs
-    return [*given["data"], *given["scale"]]
-
-
-def _after(calls: list[Node], room: float) -> list[tuple[Node, int]]:
-    """What these products, one after the other, read of weights, and how many bytes of it fit into so many."""
-    found: list[tuple[Node, int]] = []
-    for call in calls:
-        tensors = _read_by(call)
-        sizes = [v.meta["val"].nbytes for v in tensors]
-        if room <= 0 or len(found) + len(tensors) > MOST_LATER or not all(map(_is_input, tensors)):
-            break
-        part = min(1.0, room / sum(sizes))
-        found += [(v, int(part * size)) for v, size in zip(tensors, sizes, strict=True)]
-        room -= sum(sizes)
-    return found
-
-
-def _ask(graph: Graph) -> None:
-    """Have each product ask for the weights of those after it, as many as the cache shall hold."""
-    calls = [v for v in graph.nodes if v.target is SHARED or (v.target is ONE and _arguments(v)["ends"] is None)]
-    if len(calls) < 2:
-        return
-    calls = [_make_one(graph, [call]) if call.target is ONE else call for call in calls]  # all by one kernel
-    for i, call in enumerate(calls):
-        device = _read_by(call)[0].meta["val"].device
-        cache = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 2**25
-        later = _after(calls[i + 1 :], CACHED * cache)
-        with graph.inserting_before(call):
-            pieces = [_again(graph, v) for v, _ in later]
-        given = {"later": pieces, "later_bytes": [nbytes for _, nbytes in later]}
-        call.kwargs = {**call.kwargs, **given}
-        if "eager_input_vals" in call.meta:
-            args, values = call.meta["eager_input_vals"]
-            call.meta["eager_input_vals"] = args, values | given | {"later": [v.meta["val"] for v in pieces]}
 
 
 def _wait_for_weights(graph: Graph) -> None:
@@ -159,7 +114,7 @@ def _wait_for_weights(graph: Graph) -> None:
     for target in (ONE, SHARED):
         for node in graph.find_nodes(op="call_function", target=target):
             arguments = _arguments(node)
-            for name in ("data", "scale"):
+            for name in ("data", "scale", "last"):
                 given = arguments[name] if target is SHARED else [arguments[name]]
                 for value in given:
                     if _is_input(value):
@@ -171,13 +126,12 @@ def _wait_for_weights(graph: Graph) -> None:
 
 
 class Products(CustomGraphPass):
-    """Products of one input as one call, ``mxtensor::small_batch_shared``, which asks for the weights of the next."""
+    """Products of one input by several weights as one call: ``mxtensor::small_batch_shared``."""
 
     def __call__(self, graph: Graph) -> None:
         """Change the graph in place."""
         for group in _groups(graph):
             _make_one(graph, group)
-        _ask(graph)
         _wait_for_weights(graph)
 
     def uuid(self) -> bytes:

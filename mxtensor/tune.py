@@ -13,7 +13,7 @@ import itertools
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -104,7 +104,7 @@ def resident(bits: int, rows: int, n: int, k: int, gpu: Gpu) -> Iterator[Plan]:
         warps = wr * wk * blocks
         if warps not in (8, 16) or whole != (rows <= 2) or mt * nt > 4 or (wr > 1 and (rows <= 4 or blocks > 1)):
             continue
-        if not 2**15 <= bits * warps * (stages - 1) * mt * slabs * 64 <= 2**17:  # bytes under way
+        if not 2**15 <= bits * warps * stages * mt * slabs * 64 <= 2**17:  # bytes under way
             continue
         if split > 1 and rows * k < 2**15 and n > 2048:  # where one block has room for them
             continue
@@ -203,40 +203,21 @@ def kinds(rows: int) -> tuple[str, ...]:
     return KINDS if 1 < rows <= 64 else ("staged", "resident") if rows == 1 else ("together",)
 
 
-Case = tuple[int, int, int, str]
-"""Rows, the shape of the weight and the kind of plans."""
-
-
-def times(format: Format, case: Case, held: Sequence[Operand]) -> dict[Plan, float]:
-    """Microseconds of each plan, on the average of its casts; a plan that the device refuses is left out."""
-    m, n, k, kind = case
+def fastest(format: Format, m: int, n: int, k: int, kind: str, held: Sequence[Operand]) -> Measured | None:
+    """The plan that takes the least time, on the average of its casts; a plan that the device refuses is left out."""
     x, casts = torch.randn(m, k, device="cuda", dtype=torch.bfloat16), casts_of(format, m)
-    timed = {}
+    timed = []
     for plan in candidates(format, m, n, k, kind):
         try:
             took = [graph_time([partial(call, x, w, plan, cast) for w in held], 3) for cast in casts]
-            timed[plan] = statistics.mean(took)
+            timed.append((statistics.mean(took), plan))
         except RuntimeError as error:
             print(f"{format} {m}x{n}x{k} {tuple(plan)}: {error}", flush=True)
-    return timed
-
-
-def fastest(format: Format, case: Case, timed: Mapping[Plan, float]) -> Measured:
-    """The plan that takes the least time."""
-    (m, n, k, _), plan = case, min(timed, key=timed.__getitem__)
-    print(f"{format} {m}x{n}x{k}: {timed[plan]:.2f} us by {tuple(map(int, plan))}, of {len(timed)}", flush=True)
-    return Measured(format.name, m, n, k, timed[plan], plan)
-
-
-def common(format: Format, m: int, timed: Sequence[Mapping[Plan, float]]) -> list[Measured]:
-    """The plan that is best for all shapes, by the geometric mean of its time over the least; a line of size 0."""
-    of_all = set.intersection(*(set(of_one) for of_one in timed))
-    mean = {plan: statistics.geometric_mean(t[plan] / min(t.values()) for t in timed) for plan in of_all}
-    if not mean:
-        return []
-    plan = min(mean, key=mean.__getitem__)
-    print(f"{format} {m} rows: {mean[plan]:.3f} times the least by {tuple(map(int, plan))}", flush=True)
-    return [Measured(format.name, m, 0, 0, mean[plan], plan)]
+    if not timed:
+        return None
+    us, plan = min(timed)
+    print(f"{format} {m}x{n}x{k}: {us:.2f} us by {tuple(map(int, plan))}, of {len(timed)}", flush=True)
+    return Measured(format.name, m, n, k, us, plan)
 
 
 def _case(row: Sequence[Any]) -> tuple[Any, ...]:
@@ -284,15 +265,9 @@ def main() -> None:
         kernels = {(plan, classes_of(format, plan, case[0])) for case in cases for plan in candidates(format, *case)}
         print(f"{format}: compiling {len(kernels)} kernels", flush=True)
         compile_all(format, kernels)
-        timed: dict[Case, dict[Plan, float]] = {}
         for n, k in dict.fromkeys(shape[1:] for shape in shapes):
             held = weights(format, n, k)
-            timed |= {case: times(format, case, held) for case in cases if case[1:3] == (n, k)}
-            here = {case: of_one for case, of_one in timed.items() if case[1:3] == (n, k) and of_one}
-            write(path, [fastest(format, *item) for item in here.items()])
-        for m in [] if args.shapes else args.rows:
-            resident = [of_one for (rows, *_, kind), of_one in timed.items() if (rows, kind) == (m, "resident")]
-            write(path, common(format, m, resident) if resident else [])
+            write(path, filter(None, (fastest(format, *case, held) for case in cases if case[1:3] == (n, k))))
     print(f"wrote {path}")
 
 

@@ -153,14 +153,6 @@ template <int BYTES> DEVICE void copy(void* to, const void* from, bool there) {
     if (there) memcpy(to, from, BYTES);
     else memset(to, 0, BYTES);
 }
-extern "C" u64 asked_bytes, asked_begin, asked_end;  // how many in all, and the first and the last of them
-u64 asked_bytes = 0, asked_begin = ~0ull, asked_end = 0;
-DEVICE void ask_for(const u8* from, u32 bytes) {
-    u64 begin = reinterpret_cast<u64>(from), end = begin + bytes;
-    if (begin % 16 || bytes % 16 || !bytes) fprintf(stderr, "%u bytes at %p are asked for\n", bytes, from), abort();
-    asked_bytes += bytes, asked_begin = begin < asked_begin ? begin : asked_begin;
-    asked_end = end > asked_end ? end : asked_end;
-}
 DEVICE void end_of_stage() {}
 template <int LATER> DEVICE void wait_for_stage() {}
 

@@ -58,19 +58,9 @@ def library(sources, constants, name):
 
 
 def function(device, sources, constants, name, layout, threads, depth=1, clustered=True):
-    built = library(sources, constants, name)
+    run = library(sources, constants, name).run
 
     def call(x, y, memory, arguments):
-        built.run(layout.pack(*arguments), x, y, depth, clustered, threads, memory)
+        run(layout.pack(*arguments), x, y, depth, clustered, threads, memory)
 
-    call.library = built
     return call
-
-
-def asked(call):
-    """Bytes that a kernel has asked for since this was looked at, and their first and last address."""
-    kept = [ctypes.c_uint64.in_dll(call.library, f"asked_{name}") for name in ("bytes", "begin", "end")]
-    found = [counter.value for counter in kept]
-    for counter, start in zip(kept, (0, 2**64 - 1, 0), strict=True):
-        counter.value = start
-    return found

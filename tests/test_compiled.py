@@ -73,28 +73,8 @@ def test_a_call_is_one_launch_and_prepares_its_activations_once(rows, kernels, m
     monkeypatch.setattr(small_batch_launch, "_activations_kernel", small_batch_launch._activations_kernel.__wrapped__)
     data, scale, last, names = zip(*weights(48, 16, 32), strict=True)
     SHARED(torch.randn(rows, 512).bfloat16(), data, scale, names[0], 512, None, last, [None] * 3, 1.0, 1.0,
-           torch.bfloat16, "", "", [], [])  # fmt: skip
+           torch.bfloat16, "", "")  # fmt: skip
     assert ran == kernels
-
-
-def test_products_ask_for_the_weights_of_those_after_them(monkeypatch):
-    def layer(x, q, k, o, late, up):
-        x = one(one(x, q) + one(x, k), o)
-        return one(one(one(x, late).sin(), (late[0] ^ (x.sum() > 0), *late[1:])), up)
-
-    monkeypatch.setattr("mxtensor.compiled.CACHED", 100_000 / 2**25)
-    inputs = torch.randn(1, 512).bfloat16(), *weights(*[512] * 5)
-    traced, found = shared(layer, *inputs)
-    assert found == [2, 1, 1, 1, 1]
-    codes, scales = 512 * 256, 512 * 16
-    products = [node for node in traced.graph.nodes if node.target in (ONE, SHARED)]
-    later = [node.kwargs.get("later_bytes", []) for node in products]
-    part = 100_000 / (codes + scales)
-    some = [int(codes * part), int(scales * part)]
-    assert later == [some, some, [], some, []]  # what is made in the graph is not there yet
-    assert products[0].kwargs["later"] == [*products[1].kwargs["data"], *products[1].kwargs["scale"]]
-    for y, expected in zip(traced(*inputs), layer(*inputs), strict=True):
-        torch.testing.assert_close(y, expected, rtol=2e-2, atol=2e-2)
 
 
 def test_other_inputs_types_and_casts_stay_apart():

@@ -22,7 +22,7 @@ from . import nvrtc
 from .cast import dequantize_operand, round_trip
 from .gemm_spec import Factor, GemmArgs, Rounded, Uncast, flat_bias, not_a_bias_of_groups, not_rows_by_matrix
 from .refusals import exported, other_build
-from .small_batch_launch import Later, Weight, launch
+from .small_batch_launch import Weight, launch
 from .small_batch_plan import ELEMENTS, SCALES, TYPES, can_multiply_together
 from .small_batch_table import most_rows
 
@@ -126,17 +126,15 @@ def _(x, data, scale, format, cols, x_global, last, bias, ends, alpha, beta, out
 def small_batch_shared(
     x: Tensor, data: list[Tensor], scale: list[Tensor], format: str, cols: int, x_global: Tensor | None,
     last: Sequence[Tensor | None], bias: Sequence[Tensor | None], alpha: float, beta: float, out_dtype: torch.dtype,
-    cast: str, scaling: str, later: list[Tensor], later_bytes: list[int],
+    cast: str, scaling: str,
 ) -> list[Tensor]:  # fmt: skip
-    """``small_batch`` of one x and some weights, without groups. Of ``later``, what other products read afterwards, so
-    many bytes each are in the L2 cache then: it is read by nobody here, and may be anything."""
+    """``small_batch`` of one x and several weights, without groups."""
     f, to, weights = get_format(format), _cast_of(cast, scaling), [*map(Weight, data, scale, last, bias)]
-    pieces = [*map(Later, later, later_bytes)]
-    return launch(x, weights, f, cols, x_global, None, alpha, beta, out_dtype, to, None, pieces)
+    return launch(x, weights, f, cols, x_global, None, alpha, beta, out_dtype, to)
 
 
 @small_batch_shared.register_fake
-def _(x, data, scale, format, cols, x_global, last, bias, alpha, beta, out_dtype, cast, scaling, later, later_bytes):  # type: ignore[no-untyped-def]
+def _(x, data, scale, format, cols, x_global, last, bias, alpha, beta, out_dtype, cast, scaling):  # type: ignore[no-untyped-def]
     return [x.new_empty(x.shape[0], d.shape[-2], dtype=out_dtype) for d in data]
 
 

@@ -37,10 +37,8 @@ from .small_batch_plan import (
 )
 from .small_batch_table import BY_WARPS, choose_plan, gpu_of
 
-MOST_LATER = 8
-"""Pieces of memory that a launch of several weights asks for, at most."""
-WEIGHT, OTHERS, LATER = "5Q3I0Q", "8Q7I2f0Q", MOST_LATER * "Q2I" + "I0Q"
-"""Arguments of a product as ``cuda/stages.cuh`` has them: of each weight, those of all, of what is read later."""
+WEIGHT, OTHERS = "5Q3I0Q", "8Q7I2f0Q"
+"""Arguments of a product as ``cuda/stages.cuh`` has them: of each weight, and the others."""
 ACTIVATIONS = struct.Struct("5Q6I")
 HEADERS = ("machine.cuh", "elements.cuh", "activations.cuh")
 SOURCES = (*HEADERS, "stages.cuh", "sums.cuh", "result.cuh")
@@ -67,7 +65,7 @@ class Cut(NamedTuple):
 
 def arguments(weights: int) -> struct.Struct:
     """Of a kernel that takes so many weights."""
-    return struct.Struct(weights * WEIGHT + OTHERS + (LATER if weights > 1 else ""))
+    return struct.Struct(weights * WEIGHT + OTHERS)
 
 
 def kernel_of(plan: Plan) -> str:
@@ -85,14 +83,14 @@ def sources_of(plan: Plan) -> tuple[str, ...]:
 def cut(
     device: torch.device, format: Format, types: tuple[torch.dtype, torch.dtype, torch.dtype],
     sizes: tuple[int, int, int], widths: tuple[int, ...], lie: tuple[int, int, int], cast: Cast | None,
-    given: Plan | None, several: bool,
+    given: Plan | None,
 ) -> Cut:  # fmt: skip
     """How products of these types (x, result, bias) and sizes (M, K, groups or 0) with weights of so many rows are cut
-    up, or by ``given``; ``several``: by a kernel that takes several weights.
+    up, or by ``given``.
 
     ``lie``: of codes, scales and x, what address and bytes of a row leave over from a multiple of 16, or'ed.
     """
-    (rows, cols, groups), width, weights = sizes, sum(widths), MOST_WEIGHTS if several else 1
+    (rows, cols, groups), width, weights = sizes, sum(widths), 1 if len(widths) == 1 else MOST_WEIGHTS
     copies = copy_size(lie[0]), copy_size(lie[1]), copy_size(lie[2])
     gpu, together = gpu_of(device), can_multiply_together(format, cols, groups, lie)
 
@@ -101,7 +99,7 @@ def cut(
             return not (plan.apart or (plan.resident and groups))
         return together and not plan.whole_x
 
-    plan = given or choose_plan(device, format, -(-rows // (groups or 1)), width, cols, rows, possible, several)
+    plan = given or choose_plan(device, format, -(-rows // (groups or 1)), width, cols, rows, possible)
     tiles = [-(-n // plan.rows) for n in widths] + [0] * (weights - len(widths))
     room = room_of(format, plan, rows, sum(tiles) * plan.rows, cols, gpu)
     if room is None:
@@ -194,7 +192,7 @@ class Weight(NamedTuple):
 
 def _cut_of(
     x: Tensor, weights: Sequence[Weight], format: Format, cols: int, groups: int, out_dtype: torch.dtype,
-    cast: Cast | None, plan: Plan | None, several: bool,
+    cast: Cast | None, plan: Plan | None,
 ) -> Cut:  # fmt: skip
     """``cut`` of these tensors."""
     codes, scales, bias, widths = 0, 0, out_dtype, []
@@ -207,39 +205,18 @@ def _cut_of(
             bias = added.dtype
     lie = codes & 15, scales & 15, (x.data_ptr() | 2 * x.stride()[0]) & 15
     sizes = x.shape[0], cols, groups
-    return cut(x.device, format, (x.dtype, out_dtype, bias), sizes, tuple(widths), lie, cast, plan, several)
-
-
-class Later(NamedTuple):
-    """Memory that another product reads afterwards, for which one asks in its end, so that it is in the L2 cache."""
-
-    weight: Tensor
-    """contiguous"""
-    bytes: int
-    """of it, in equal parts from as many places as there are blocks"""
-
-
-def _later(later: Sequence[Later], blocks: int) -> list[int]:
-    """As a kernel takes it."""
-    out: list[int] = []
-    pieces = [piece for piece in later if piece.weight.data_ptr() % 16 == 0]
-    for tensor, nbytes in pieces:
-        step = tensor.nbytes // blocks & -16
-        out += tensor.data_ptr(), step, min(step, -(-nbytes // blocks) + 15 & -16)
-    return [*out, *[0] * (3 * (MOST_LATER - len(pieces))), len(pieces)]
+    return cut(x.device, format, (x.dtype, out_dtype, bias), sizes, tuple(widths), lie, cast, plan)
 
 
 def _made(
     x: Tensor, weights: Sequence[Weight], format: Format, cols: int, x_global: Tensor | None, ends: Tensor | None,
     alpha: float, beta: float, out_dtype: torch.dtype, cast: Cast | None, given: Plan | None,
-    later: Sequence[Later] | None,
 ) -> list[Tensor]:  # fmt: skip
-    """The products with up to ``MOST_WEIGHTS`` weights, whose biases are of one type, in one launch; where ``later`` is
-    None, with one by the kernel that takes but one."""
+    """The products with up to ``MOST_WEIGHTS`` weights, whose biases are of one type, in one launch."""
     rows, (data, scale, _, _) = x.shape[0], weights[0]
     (*_, width, bytes_a_row), (*_, scale_rows, scale_cols) = data.shape, scale.shape
     plan, room, kernel, blocks, tiles = _cut_of(
-        x, weights, format, cols, 0 if ends is None else data.shape[0], out_dtype, cast, given, later is not None
+        x, weights, format, cols, 0 if ends is None else data.shape[0], out_dtype, cast, given
     )
     counters = parts = prepared = None
     if plan.apart:
@@ -271,7 +248,6 @@ def _made(
             0 if x_global is None else x_global.data_ptr(), 0 if parts is None else parts.data_ptr(),
             0 if counters is None else counters.data_ptr(), bytes_a_row, scale_bytes, values.stride()[0], rows, cols,
             room.x_width, room.round, alpha, beta,
-            *(() if later is None else _later(later, blocks[0] * blocks[1] * plan.split)),
         ),
     )  # fmt: skip
     return results
@@ -280,10 +256,9 @@ def _made(
 def launch(
     x: Tensor, weights: Sequence[Weight], format: Format, cols: int, x_global: Tensor | None, ends: Tensor | None,
     alpha: float, beta: float, out_dtype: torch.dtype, cast: Cast | None, plan: Plan | None = None,
-    later: Sequence[Later] | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """The products as ``small_batch`` has them, of one x and each of some weights, cut up by ``plan`` where one is
-    given. ``later``: what is read after them, up to ``MOST_LATER`` pieces, if by a kernel that asks for some."""
+    given."""
     if x.shape[0] > BY_WARPS and ends is None:
         weights = [w._replace(data=_aligned(w.data), scale=_aligned(w.scale)) for w in weights]
     if len({w.bias.dtype for w in weights if w.bias is not None}) > 1:
@@ -292,9 +267,7 @@ def launch(
     with triton_host.on(x.device):
         for first in range(0, len(weights), MOST_WEIGHTS):
             some = weights[first : first + MOST_WEIGHTS]
-            more = (later or ()) if first + MOST_WEIGHTS >= len(weights) else ()
-            asks = None if later is None and len(weights) == 1 else more
-            made += _made(x, some, format, cols, x_global, ends, alpha, beta, out_dtype, cast, plan, asks)
+            made += _made(x, some, format, cols, x_global, ends, alpha, beta, out_dtype, cast, plan)
     return made
 
 

@@ -125,8 +125,8 @@ class Gpu(NamedTuple):
 
 
 MOST_WEIGHTS = 4
-"""That one launch takes. A kernel is compiled for one or for so many, so that one kernel makes all layers of a model:
-code that has not run for a while has to come from memory, 2 us of a launch."""
+"""That one launch takes. A kernel is compiled for one or for so many, so that few kernels make all layers of a model:
+code that has not run for a while has to come from memory."""
 RESERVED = 1024
 """Bytes of shared memory that the system takes of each block."""
 
@@ -147,7 +147,7 @@ class Facts(NamedTuple):
     classes: int = 1
     """``classes_of`` the product"""
     weights: int = 1
-    """that one launch takes: one, or ``MOST_WEIGHTS``, when it may also ask for what is read after it"""
+    """that one launch takes: one, or ``MOST_WEIGHTS``"""
 
 
 def cast_constants(cast: Cast | None) -> Constants:
@@ -275,7 +275,7 @@ def shared_memory(format: Format, plan: Plan, x_rows: int, k: int) -> int:
     """Bytes of shared memory of a block, as ``cuda/product.cu`` or ``cuda/together.cu`` lays them out."""
     if plan.together:
         tiles, sums = plan.stages * plan.cols * 128, 4 * plan.cols * (plan.rows + 4)  # 64 columns of float16 a tile
-        return max(tiles, sums) + 16 * plan.stages + 8 + 4 * plan.cols
+        return max(tiles, sums) + 16 * plan.stages + 8 + 4 * plan.cols + 4
     stages = -(-k // plan.depth)
     ring = max(plan.stages * stage_bytes(format, plan), 4 * plan.wk * plan.rows * (plan.cols + 2))
     if not plan.whole_x:
@@ -292,7 +292,7 @@ def resident_room(format: Format, plan: Plan, x_rows: int, n: int, k: int, gpu: 
     x_width = -(-of_a_block * plan.depth // 256) * 256
     classes = classes_of(format, plan, x_rows)
     bytes = plan.wr * plan.wk * plan.stages * stage_bytes(format, plan, classes) + 8 * plan.cols * plan.whole_x
-    bytes += x_rows * (2 * x_width + 64) + (2 * plan.depth + 16) * (classes > 1)
+    bytes += 16 + x_rows * (2 * x_width + 64) + (2 * plan.depth + 16) * (classes > 1)
     of_a_tile = 4 * plan.wk * x_rows * (plan.rows + 4)
     memory = min(gpu.memory, (gpu.memory + RESERVED) // plan.blocks - RESERVED)
     fits = min(-(-most // plan.wr), (memory - bytes) // (of_a_tile * plan.wr))  # times wr tiles

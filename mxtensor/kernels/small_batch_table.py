@@ -1,10 +1,7 @@
 """Which plan goes with which shape: what ``python -m mxtensor.tune`` has measured on each kind of GPU.
 
 ``small_batch_sm90.json`` and its like hold, for some formats, rows and shapes, the fastest plan. A shape that is not
-there takes the plan of the nearest one; a GPU that has no table, the plans of another that it has room for. For few
-rows there is also the plan that is best for all shapes, of size 0: with it one kernel makes all layers of a model; the
-code of a kernel for each would have to come from memory every time.
-"""
+there takes the plan of the nearest one; a GPU that has no table, the plans of another that it has room for."""
 
 from __future__ import annotations
 
@@ -127,18 +124,15 @@ def measured_for(format: Format, lines: Sequence[Measured]) -> list[Measured]:
 
 def choose_plan(
     device: torch.device, format: Format, m: int, n: int, k: int, x_rows: int,
-    allowed: Callable[[Plan], bool] = lambda plan: True, common: bool = False,
+    allowed: Callable[[Plan], bool] = lambda plan: True,
 ) -> Plan:  # fmt: skip
-    """The plan for m rows (of a group; ``x_rows`` of all), n and k: ``allowed``, fast on ``device``, and with room; if
-    there is one, the ``common`` one of all shapes."""
+    """The plan for m rows (of a group; ``x_rows`` of all), n and k: ``allowed``, fast on ``device``, and with room."""
     gpu = gpu_of(device)
     capability = gpu.capability
     m = min(m, most_rows(capability))
     enough = next(rows for rows in ROWS if rows >= m or -(-rows // 8) * 8 >= m > 1 < rows)
 
     def distance(line: Measured) -> tuple[float, float]:
-        if line.n == 0:
-            return -math.inf if common else math.inf, line.us
         return abs(math.log2(line.n / n)) + abs(math.log2(line.k / k)), line.us
 
     fit = [

@@ -82,14 +82,6 @@ template <int BYTES> DEVICE void copy(void* to, const void* from, bool there) {
         *static_cast<u8*>(to) = there ? *static_cast<const u8*>(from) : 0;
     }
 }
-// Bring so many bytes, a multiple of 16, into the L2 cache, some time.
-DEVICE void ask_for(const u8* from, u32 bytes) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-#else
-    for (u32 at = 0; at < bytes; at += 128) asm volatile("prefetch.global.L2 [%0];" ::"l"(from + at));
-#endif
-}
 DEVICE void end_of_stage() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int LATER> DEVICE void wait_for_stage() { asm volatile("cp.async.wait_group %0;" ::"n"(LATER) : "memory"); }
 

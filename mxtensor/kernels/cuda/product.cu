@@ -36,7 +36,7 @@ DEVICE void write(const Arguments& a, const Weight& weight, const Place& p, u32 
         sync_cluster();
         begin = rank * span, end = begin + span < end ? begin + span : end;
     }
-    float factor = factor_of_all<FACTOR>(a, weight);
+    float factor = factor_of_all<FACTOR>(a, global_scale_of(weight));
     for (u32 i = begin + thread(); i < end; i += THREADS) {
         u32 row = i % ROWS, col = i / ROWS, n = p.row + row;
         u32 at = row * SUM_STRIDE + col;
@@ -73,6 +73,7 @@ DEVICE void multiply_rows(const Arguments& a, const Weight& w, const Place& p, u
         x_stride = 2 * stages * BK + 64;
         read_x(a, p.x, p.x_rows, p.first * BK, stages * BK, whole, x_stride);
         x_scale = reinterpret_cast<const float*>(whole);
+        let_next_start();
     } else {
         wait_for_previous();
 #pragma unroll
@@ -101,12 +102,11 @@ DEVICE void multiply_rows(const Arguments& a, const Weight& w, const Place& p, u
         slot = slot + 1 == STAGES ? 0 : slot + 1;
     }
     wait_for_stage<0>();
-    ask_for_later(a, thread(), THREADS);
     write(a, w, p, x_row, sums, l, reinterpret_cast<float*>(shared), x_scale);
 }
 
 KERNEL void BOUNDS(THREADS, BLOCKS) product(const Arguments a) {
-    let_next_start();
+    if (!WHOLE_X) let_next_start();  // which else would ask for its weights before this one has asked for x
     u32 group = a.ends ? block_y() : 0, stages = (a.k + BK - 1) / BK;
     Place p;
     const Weight& w = a.weights[weight_of(a, block_x())];

@@ -7,7 +7,9 @@
 // each of them a part of the columns.
 
 constexpr int SLOT = ROWS + 4;  // float32 of the sums of a warp, tile and row of x
-constexpr int RING = STAGES * STAGE, X_AT = WR * WK * RING, X_HEAD = WHOLE_X ? WHOLE_HEAD : 0;
+constexpr int RING = STAGES * STAGE, GLOBALS_AT = WR * WK * RING;  // the global scales of the weights
+constexpr int X_AT = GLOBALS_AT + 16, X_HEAD = WHOLE_X ? WHOLE_HEAD : 0;
+static_assert(WEIGHTS <= 4, "there is room for so many global scales");
 
 struct Share {  // what a block works on
     u32 begin, end;   // tiles of w
@@ -93,10 +95,8 @@ DEVICE void keep(float* slot, const Partial& sums, const Lane& l, u32 m) {
 #endif
 
 // ``tiles`` tiles from ``first`` on: what the warps, then the blocks of a cluster have summed, in that order.
-DEVICE void write_tiles(const Arguments& a, u32 first, u32 tiles, float* slots, const float* x_scale) {
-    float factors[WEIGHTS];
-#pragma unroll
-    for (int i = 0; i < WEIGHTS; i++) factors[i] = factor_of_all<FACTOR>(a, a.weights[i]);
+DEVICE void write_tiles(
+    const Arguments& a, u32 first, u32 tiles, float* slots, const float* x_scale, const float* globals) {
     const u32 m = CLASSES == 8 ? 1 : a.m;
     u32 count = tiles * m * ROWS, span = (count + SPLIT - 1) / SPLIT, begin = 0, end = count;
     sync_block();
@@ -116,9 +116,7 @@ DEVICE void write_tiles(const Arguments& a, u32 first, u32 tiles, float* slots, 
             }
             if (SPLIT > 1 && pass == 0) *slot = sum;
             else if (n < weight.n) {
-                float factor = factors[0];
-#pragma unroll
-                for (int j = 1; j < WEIGHTS; j++) factor = of == j ? factors[j] : factor;
+                float factor = factor_of_all<FACTOR>(a, globals[of]);
                 finish(a, weight, weight.scales, col, n, with_nans(a, weight.scales, n, sum), factor);
             }
         }
@@ -129,7 +127,6 @@ DEVICE void write_tiles(const Arguments& a, u32 first, u32 tiles, float* slots, 
 }
 
 KERNEL void BOUNDS(THREADS, BLOCKS) resident(const Arguments a) {
-    let_next_start();
     u32 lane = thread() % 32, warp = thread() / 32, tiles = tiles_of_all(a), stages = (a.k + BK - 1) / BK;
     u32 others = blocks_x() / RESIDENT, block = block_x();  // blocks of one multiprocessor have neighbouring tiles
     if (block < others * RESIDENT) block = block % others * RESIDENT + block / others;
@@ -138,29 +135,31 @@ KERNEL void BOUNDS(THREADS, BLOCKS) resident(const Arguments a) {
                (block_z() + 1) * stages / SPLIT, 2 * a.x_width + 64, shared + X_AT + X_HEAD};
     u8* zeros = s.x + a.m * s.x_stride;
     for (u32 i = thread() * 16; i < ZEROS; i += THREADS * 16) *reinterpret_cast<uint4*>(zeros + i) = {0, 0, 0, 0};
-    float* slots = reinterpret_cast<float*>(zeros + ZEROS);
+    float *slots = reinterpret_cast<float*>(zeros + ZEROS), *globals = reinterpret_cast<float*>(shared + GLOBALS_AT);
     const float* x_scale = WHOLE_X ? reinterpret_cast<const float*>(shared + X_AT) : a.x_scale;
     Lane l = {lane / 4, lane % 4, lane / 4, 0};
 #pragma unroll
     for (int j = 0; j < NT; j++) l.columns[j] = (8 * j + l.g < a.m ? 8 * j + l.g : 0) * s.x_stride + l.t * 16;
 
     Walk next = first_of(a, s), ahead = next;
-#pragma unroll
-    for (int i = 0; i < STAGES - 1; i++)  // weights do not wait for the kernel before this one
+#pragma unroll 1
+    for (int i = 0; i < STAGES; i++)  // weights do not wait for the kernel before this one
         if (is_left(ahead, s)) fetch_codes(a, ahead, ring + i * STAGE), step(a, ahead, s);
+    if (thread() < WEIGHTS) globals[thread()] = global_scale_of(a.weights[thread()]);
     if constexpr (WHOLE_X) {
         read_x(a, a.x, a.m, s.first * BK, a.x_width, shared + X_AT, s.x_stride);
     } else {
         wait_for_previous();
         if constexpr (WR > 1) fetch_x(a, s, s.first, (s.last - s.first) * BK, thread(), THREADS);
     }
-#pragma unroll
-    for (int i = 0; i < STAGES - 1; i++) {
+#pragma unroll 1
+    for (int i = 0; i < STAGES; i++) {
         if (is_left(next, s)) fetch_columns(a, s, next), step(a, next, s);
         end_of_stage();
     }
     if constexpr (!WHOLE_X && WR > 1) wait_for_stage<0>();
     if constexpr (WHOLE_X || WR > 1 || ZEROS > 0) sync_block();
+    let_next_start();  // only now: it would ask for its weights before this one has asked for x
     u32 slot = 0;
     for (u32 round = s.begin; round < s.end; round += a.round) {
         u32 count = s.end - round < a.round ? s.end - round : a.round;
@@ -168,21 +167,21 @@ KERNEL void BOUNDS(THREADS, BLOCKS) resident(const Arguments a) {
             Partial sums = {};
             Columns x = columns_of(l, s, a.m, zeros);
             for (u32 stage = s.first + place_in_row(); stage < s.last; stage += WK) {
-                wait_for_stage<STAGES - 2>();
+                wait_for_stage<STAGES - 1>();
+                sync_warp();
+                multiply_columns(sums, l, ring + slot * STAGE, x);
                 sync_warp();
                 if (is_left(next, s)) {
-                    fetch_codes(a, next, ring + (slot == 0 ? STAGES - 1 : slot - 1) * STAGE);
+                    fetch_codes(a, next, ring + slot * STAGE);
                     fetch_columns(a, s, next);
                     step(a, next, s);
                 }
                 end_of_stage();
-                multiply_columns(sums, l, ring + slot * STAGE, x);
                 slot = slot + 1 == STAGES ? 0 : slot + 1;
             }
             keep(slots + (tile * WK + place_in_row()) * a.m * SLOT, sums, l, a.m);
         }
-        if (round + count == s.end) ask_for_later(a, thread(), THREADS);
-        write_tiles(a, round, count, slots, x_scale);
+        write_tiles(a, round, count, slots, x_scale, globals);
     }
     wait_for_stage<0>();
 }

@@ -27,11 +27,6 @@ struct Weight {  // one w, and what it alone has to do with
     u32 bias_stride;           // from one row of y to the next: 0 where all have the same
 };
 
-struct Later {  // what another kernel will read: of each block's share, one ``step`` from the next, so many bytes
-    const u8* from;
-    u32 step, bytes;
-};
-
 struct Arguments {
     Weight weights[WEIGHTS];   // which all rows of x meet, or
     const int* ends;           // of the groups of rows of x, each with a w of its own, of a stack: else null
@@ -45,10 +40,6 @@ struct Arguments {
     u32 m, k;
     u32 x_width, round;  // where x stays: its columns in a block, and tiles of w whose sums there is room for
     float alpha, beta;
-#if WEIGHTS > 1
-    Later later[8];
-    u32 pieces;        // so many of them
-#endif
 };
 
 // Which weight a tile is of, counted through all of them.
@@ -60,19 +51,6 @@ DEVICE u32 weight_of(const Arguments& a, u32 tile) {
 }
 DEVICE u32 tiles_of_all(const Arguments& a) {
     return a.weights[WEIGHTS - 1].first + (a.weights[WEIGHTS - 1].n + ROWS - 1) / ROWS;
-}
-
-// Ask for what comes later, where memory would have nothing to do: this block's share, by ``count`` threads.
-DEVICE void ask_for_later(const Arguments& a, u32 index, u32 count) {
-#if WEIGHTS > 1
-    constexpr u32 piece = 2048;
-    u32 block = (block_y() * blocks_x() + block_x()) * SPLIT + block_z();
-    for (u32 i = 0; i < a.pieces; i++) {
-        const u8* from = a.later[i].from + u64(block) * a.later[i].step;
-        for (u32 at = index * piece; at < a.later[i].bytes; at += count * piece)
-            ask_for(from + at, a.later[i].bytes - at < piece ? a.later[i].bytes - at : piece);
-    }
-#endif
 }
 
 // ---------------------------------------------------------------------------------------------- what is fetched

@@ -243,7 +243,7 @@ DEVICE bool is_last_and_adds(const Arguments& a, Total& sums) {
 }
 
 // What the blocks of a cluster have summed, in that order, with what belongs at the end; ``x_scale`` is of the block's
-// rows of x.
+// rows of x, then that of the weight.
 DEVICE void write(const Arguments& a, const Weight& w, const Total& sums, const float* x_scale, float* shared) {
     constexpr int blocks = APART ? 1 : SPLIT, batch = NT < 2 * blocks ? 1 : NT < 4 * blocks ? 2 : 4;
     u32 lane = thread() % 32, first = thread() / 32 * 16 + lane / 4, x_row = block_y() * COLS;
@@ -259,7 +259,7 @@ DEVICE void write(const Arguments& a, const Weight& w, const Total& sums, const 
     else sync_block();
     u32 count = ROWS / 4 * rows, span = (count + blocks - 1) / blocks, begin = blocks > 1 ? block_z() * span : 0;
     u32 end = begin + span < count ? begin + span : count;
-    float factor = factor_of_all<FACTOR>(a, w);
+    float factor = factor_of_all<FACTOR>(a, x_scale[COLS]);
     u32 row = (block_x() - w.first) * ROWS;
     for (u32 i = begin + thread(); i < end; i += batch * THREADS) {  // four rows of w at a time
         float sum[batch][4] = {};
@@ -298,7 +298,7 @@ KERNEL void BOUNDS(ALL_THREADS, BLOCKS) together(const Arguments a) {
         if constexpr (REGISTERS > AT_FIRST) give_registers<LEAST_REGISTERS>();
         sync_block();
         wait_for_previous();
-        if (thread() == THREADS) fetch_tiles(tiles), ask_for_later(a, 0, 1);
+        if (thread() == THREADS) fetch_tiles(tiles);
         return;
     }
     if constexpr (REGISTERS > AT_FIRST) take_registers<REGISTERS>();
@@ -307,6 +307,7 @@ KERNEL void BOUNDS(ALL_THREADS, BLOCKS) together(const Arguments a) {
     Work work;
     load_first<0>(work, mine, tiles);  // weights do not wait for the kernel before this one
     float* x_scale = reinterpret_cast<float*>(barriers + BARRIERS);
+    if (thread() == 0) x_scale[COLS] = global_scale_of(w);
     begin_barriers(barriers);
     sync_block();
     wait_for_previous();
