@@ -35,6 +35,7 @@ from .kernels.small_batch_plan import (
     Plan,
     classes_of,
     constants,
+    engine_brings,
     plan_of,
     registers,
     room_of,
@@ -184,12 +185,14 @@ def casts_of(format: Format, rows: int) -> tuple[Cast | None, ...]:
 def compile_all(format: Format, kernels: Iterable[tuple[Plan, int]]) -> None:
     """Compile the kernels of these plans and classes in as many threads as there are processors."""
     capability = torch.cuda.get_device_capability()
+    gpu = gpu_of(torch.device("cuda", torch.cuda.current_device()))
 
     def one(kernel: tuple[Plan, int]) -> None:
         plan, classes = kernel
         x = torch.bfloat16 if plan.whole_x else torch.float16
         for cast in casts_of(format, 1) if plan.whole_x else (None,):
             facts = Facts(format, x, torch.bfloat16, torch.bfloat16, 16, 16, 16, True, cast, classes)
+            facts = facts._replace(engine=engine_brings(facts, plan, 4096, gpu))
             nvrtc.compiled(sources_of(plan), constants(facts, plan), capability)
 
     with ThreadPoolExecutor() as pool:

@@ -33,6 +33,7 @@ from .small_batch_plan import (
     clusters,
     constants,
     copy_size,
+    engine_brings,
     room_of,
 )
 from .small_batch_table import BY_WARPS, choose_plan, gpu_of
@@ -113,7 +114,7 @@ def cut(
         facts = Facts(format, *types, *copies, even, cast, classes, weights)
     else:
         facts = Facts(format, torch.float16, *types[1:], *copies[:2], 16, even, None, classes, weights)
-    row = constants(facts, plan)
+    row = constants(facts._replace(engine=engine_brings(facts, plan, cols, gpu)), plan)
     grid = plan.split, not plan.apart
     layout = arguments(weights)
     kernel = nvrtc.function(device, sources_of(plan), row, kernel_of(plan), layout, plan.threads, *grid)

@@ -281,6 +281,32 @@ template <bool ONE> DEVICE void convert(u8* to, u32 stride, const Rows& r, const
     }
 }
 
+// Rows in shared memory, ``stride`` bytes apart, in their own place; all threads of a block. Their maxima as above.
+DEVICE void convert_here(u8* rows, u32 stride, const Rows& r, u32* maxima) {
+    auto eight_at = [&](u32 row, u32 at) {
+        uint4 found = {0, 0, 0, 0};
+        if (r.first + at < r.k) found = *reinterpret_cast<const uint4*>(rows + row * stride + 2 * at);
+        return Eight{{found.x, found.y, found.z, found.w}};
+    };
+    for (u32 row = 0; row < r.rows; row++) {
+        u32 amax = 0;
+#pragma unroll 2
+        for (u32 at = 8 * thread(); at < r.count; at += 8 * threads()) {
+            u32 bits = amax_of(eight_at(row, at));
+            amax = bits > amax ? bits : amax;
+        }
+        raise_by_warp(maxima + row, amax);
+    }
+    sync_block();
+    Level level = level_of(CAST == TWO_LEVELS ? largest_of(maxima, r.rows) : 0);
+    for (u32 row = 0; row < r.rows; row++)
+#pragma unroll 2
+        for (u32 at = 8 * thread(); at < r.count; at += 8 * threads()) {
+            Eight values = eight_at(row, at);
+            write_eight(rows + row * stride, r, row, at, values, amax_of(values), maxima[row], level);
+        }
+}
+
 struct ActivationArguments {
     const u16* x;
     u16* out;       // (rows, width): k rounded up, to 256 at least; or tiles

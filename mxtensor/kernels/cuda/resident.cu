@@ -7,8 +7,8 @@
 // each of them a part of the columns.
 
 constexpr int SLOT = ROWS + 4;  // float32 of the sums of a warp, tile and row of x
-constexpr int RING = STAGES * STAGE, GLOBALS_AT = WR * WK * RING;  // the global scales of the weights
-constexpr int X_AT = GLOBALS_AT + 16, X_HEAD = WHOLE_X ? WHOLE_HEAD : 0;
+constexpr int RING = STAGES * STAGE, GLOBALS_AT = WR * WK * RING, BARRIER_AT = GLOBALS_AT + 16;
+constexpr int X_AT = GLOBALS_AT + 32, X_HEAD = WHOLE_X ? WHOLE_HEAD : 4 * COLS;  // what scales rows of x, and maxima
 static_assert(WEIGHTS <= 4, "there is room for so many global scales");
 
 struct Share {  // what a block works on
@@ -48,7 +48,20 @@ DEVICE void fetch_x(const Arguments& a, const Share& s, u32 first, u32 count, u3
                  a.x + i / pieces * u64(a.x_stride) + first * BK + i % pieces * 8, true);
 }
 DEVICE void fetch_columns(const Arguments& a, const Share& s, const Walk& w) {
-    if (!WHOLE_X && WR == 1 && w.tile == s.begin) fetch_x(a, s, w.stage, BK, thread() % 32, 32);
+    if (!WHOLE_X && !ENGINE && WR == 1 && w.tile == s.begin) fetch_x(a, s, w.stage, BK, thread() % 32, 32);
+}
+
+// All of this block's, by the copy engine: it does not stand in line behind the weights that are under way.
+DEVICE void bring_x(const Arguments& a, const Share& s, u32 columns, u64* barrier) {
+    if (thread() == 0) begin_barrier(barrier, 1), show_barriers();
+    sync_block();
+    wait_for_previous();
+    if (thread() == 0) {
+        expect_bytes(barrier, a.m * columns * 2);
+        for (u32 row = 0; row < a.m; row++)
+            copy_whole(s.x + row * s.x_stride, a.x + row * u64(a.x_stride) + s.first * BK, columns * 2, barrier);
+    }
+    wait_at(barrier, 0);
 }
 
 // What a warp sums for a tile, where in x the columns of the stage that is next begin, and the results.
@@ -136,7 +149,7 @@ KERNEL void BOUNDS(THREADS, BLOCKS) resident(const Arguments a) {
     u8* zeros = s.x + a.m * s.x_stride;
     for (u32 i = thread() * 16; i < ZEROS; i += THREADS * 16) *reinterpret_cast<uint4*>(zeros + i) = {0, 0, 0, 0};
     float *slots = reinterpret_cast<float*>(zeros + ZEROS), *globals = reinterpret_cast<float*>(shared + GLOBALS_AT);
-    const float* x_scale = WHOLE_X ? reinterpret_cast<const float*>(shared + X_AT) : a.x_scale;
+    float* x_scale = reinterpret_cast<float*>(shared + X_AT);
     Lane l = {lane / 4, lane % 4, lane / 4, 0};
 #pragma unroll
     for (int j = 0; j < NT; j++) l.columns[j] = (8 * j + l.g < a.m ? 8 * j + l.g : 0) * s.x_stride + l.t * 16;
@@ -146,18 +159,28 @@ KERNEL void BOUNDS(THREADS, BLOCKS) resident(const Arguments a) {
     for (int i = 0; i < STAGES; i++)  // weights do not wait for the kernel before this one
         if (is_left(ahead, s)) fetch_codes(a, ahead, ring + i * STAGE), step(a, ahead, s);
     if (thread() < WEIGHTS) globals[thread()] = global_scale_of(a.weights[thread()]);
-    if constexpr (WHOLE_X) {
-        read_x(a, a.x, a.m, s.first * BK, a.x_width, shared + X_AT, s.x_stride);
+    u64* barrier = reinterpret_cast<u64*>(shared + BARRIER_AT);
+    u32 begin = s.first * BK;
+    if constexpr (WHOLE_X && ENGINE) {
+        u32* maxima = reinterpret_cast<u32*>(x_scale + COLS);
+        if (thread() < COLS) maxima[thread()] = 0;
+        bring_x(a, s, a.k - begin < a.x_width ? a.k - begin : a.x_width, barrier);
+        convert_here(s.x, s.x_stride, {nullptr, 0, a.k, a.m, begin, a.x_width}, maxima);
+        if (thread() < a.m) x_scale[thread()] = scale_of_row(maxima, thread(), a.m);
+    } else if constexpr (WHOLE_X) {
+        read_x(a, a.x, a.m, begin, a.x_width, shared + X_AT, s.x_stride);
     } else {
-        wait_for_previous();
-        if constexpr (WR > 1) fetch_x(a, s, s.first, (s.last - s.first) * BK, thread(), THREADS);
+        if constexpr (ENGINE) bring_x(a, s, (s.last - s.first) * BK, barrier);
+        else wait_for_previous();
+        if constexpr (!ENGINE && WR > 1) fetch_x(a, s, s.first, (s.last - s.first) * BK, thread(), THREADS);
+        if (thread() < a.m) x_scale[thread()] = a.x_scale[thread()];
     }
 #pragma unroll 1
     for (int i = 0; i < STAGES; i++) {
         if (is_left(next, s)) fetch_columns(a, s, next), step(a, next, s);
         end_of_stage();
     }
-    if constexpr (!WHOLE_X && WR > 1) wait_for_stage<0>();
+    if constexpr (!WHOLE_X && !ENGINE && WR > 1) wait_for_stage<0>();
     if constexpr (WHOLE_X || WR > 1 || ZEROS > 0) sync_block();
     let_next_start();  // only now: it would ask for its weights before this one has asked for x
     u32 slot = 0;
