@@ -103,7 +103,9 @@ def resident(bits: int, rows: int, n: int, k: int, gpu: Gpu) -> Iterator[Plan]:
     numbers = ((1, 2), shapes, (4, 8, 16), (2, 3, 4), (1, 2, 4), splits, (False, True))
     for mt, (wr, wk), slabs, stages, blocks, split, whole in itertools.product(*numbers):
         warps = wr * wk * blocks
-        if warps not in (8, 16) or whole != (rows <= 2) or mt * nt > 4 or (wr > 1 and (rows <= 4 or blocks > 1)):
+        if warps not in (8, 16) or mt * nt > 4 or (wr > 1 and (rows <= 4 or blocks > 1)):
+            continue
+        if (rows <= 2 and not whole) or (rows > 4 and whole):  # in between it depends
             continue
         if not 2**15 <= bits * warps * stages * mt * slabs * 64 <= 2**17:  # bytes under way
             continue

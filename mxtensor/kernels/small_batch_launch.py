@@ -133,12 +133,14 @@ def _activations_kernel(
     copy: int,
     cast: Cast | None,
     tiles: int,
+    engine: bool = False,
 ) -> Any:
     row = (
         ("ELEMENT", ELEMENTS[element]),
         ("X", TYPES[dtype]),
         ("X_COPY", copy),
         ("TILES", tiles),
+        ("ENGINE", int(engine)),
         *cast_constants(cast),
     )
     return nvrtc.function(device, HEADERS, row, name, ACTIVATIONS, ACTIVATION_THREADS[name])
@@ -172,12 +174,15 @@ def _prepared(
         blocks = min(MAXIMA, -(-rows * k // (16 * ACTIVATION_THREADS["maxima"])))
     scale = x.new_empty(rows + blocks, dtype=torch.float32)  # and the bits of maxima after them
     zeroed = (0, 0) if counters is None else (counters.data_ptr(), counters.numel())
-    kind = format.element, x.dtype, copy_size(x.data_ptr(), 2 * x.stride(0)), cast, tiles
+    copy, gpu = copy_size(x.data_ptr(), 2 * x.stride(0)), gpu_of(x.device)
+    engine = gpu.capability >= nvrtc.CLUSTERS and copy == 16 and k % 8 == 0 and 2 * k + 16 <= gpu.memory
+    kind = format.element, x.dtype, copy, cast, tiles
     pointers = x.data_ptr(), out.data_ptr(), scale.data_ptr(), zeroed[0], scale.data_ptr() + 4 * rows
     arguments = (*pointers, k, width, x.stride(0), rows, zeroed[1], blocks)
     if blocks:
         _activations_kernel(x.device, "maxima", *kind)(blocks, 1, 4, arguments)
-    _activations_kernel(x.device, "activations", *kind)(rows, 1, 4, arguments)
+    bytes = 16 + 2 * k if engine else 4
+    _activations_kernel(x.device, "activations", *kind, engine)(rows, 1, bytes, arguments)
     return Prepared(out, scale)
 
 
@@ -237,8 +242,8 @@ def _made(
             0 if w.bias is None else w.bias.data_ptr(), n, first,
             n if w.bias is not None and w.bias.dim() == 2 else 0,
         )  # fmt: skip
-    for first in tiles[len(weights) :]:  # none
-        of_each += 0, 0, 0, 0, 0, 0, first, 0
+    if len(tiles) > len(weights):  # there are no others
+        of_each += (0, 0, 0, 0, 0, 0, tiles[-1], 0) * (len(tiles) - len(weights))
     values = x if prepared is None else prepared.values
     scale_bytes = scale_cols * scale.element_size()
     kernel(
@@ -262,14 +267,14 @@ def launch(
     given."""
     if x.shape[0] > BY_WARPS and ends is None:
         weights = [w._replace(data=_aligned(w.data), scale=_aligned(w.scale)) for w in weights]
-    if len({w.bias.dtype for w in weights if w.bias is not None}) > 1:
-        weights = [w if w.bias is None else w._replace(bias=w.bias.float()) for w in weights]
-    made: list[Tensor] = []
+    rest = format, cols, x_global, ends, alpha, beta, out_dtype, cast, plan
     with triton_host.on(x.device):
-        for first in range(0, len(weights), MOST_WEIGHTS):
-            some = weights[first : first + MOST_WEIGHTS]
-            made += _made(x, some, format, cols, x_global, ends, alpha, beta, out_dtype, cast, plan)
-    return made
+        if len(weights) == 1:
+            return _made(x, weights, *rest)
+        if len({w.bias.dtype for w in weights if w.bias is not None}) > 1:
+            weights = [w if w.bias is None else w._replace(bias=w.bias.float()) for w in weights]
+        some = (weights[first : first + MOST_WEIGHTS] for first in range(0, len(weights), MOST_WEIGHTS))
+        return [y for of_one_launch in some for y in _made(x, of_one_launch, *rest)]
 
 
 def _aligned(codes: Tensor) -> Tensor:

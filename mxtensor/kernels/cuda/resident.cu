@@ -51,19 +51,6 @@ DEVICE void fetch_columns(const Arguments& a, const Share& s, const Walk& w) {
     if (!WHOLE_X && !ENGINE && WR == 1 && w.tile == s.begin) fetch_x(a, s, w.stage, BK, thread() % 32, 32);
 }
 
-// All of this block's, by the copy engine: it does not stand in line behind the weights that are under way.
-DEVICE void bring_x(const Arguments& a, const Share& s, u32 columns, u64* barrier) {
-    if (thread() == 0) begin_barrier(barrier, 1), show_barriers();
-    sync_block();
-    wait_for_previous();
-    if (thread() == 0) {
-        expect_bytes(barrier, a.m * columns * 2);
-        for (u32 row = 0; row < a.m; row++)
-            copy_whole(s.x + row * s.x_stride, a.x + row * u64(a.x_stride) + s.first * BK, columns * 2, barrier);
-    }
-    wait_at(barrier, 0);
-}
-
 // What a warp sums for a tile, where in x the columns of the stage that is next begin, and the results.
 #if CLASSES > 1
 using Partial = Few;
@@ -164,13 +151,14 @@ KERNEL void BOUNDS(THREADS, BLOCKS) resident(const Arguments a) {
     if constexpr (WHOLE_X && ENGINE) {
         u32* maxima = reinterpret_cast<u32*>(x_scale + COLS);
         if (thread() < COLS) maxima[thread()] = 0;
-        bring_x(a, s, a.k - begin < a.x_width ? a.k - begin : a.x_width, barrier);
-        convert_here(s.x, s.x_stride, {nullptr, 0, a.k, a.m, begin, a.x_width}, maxima);
+        u32 count = a.k - begin < a.x_width ? a.k - begin : a.x_width;
+        bring(s.x, s.x_stride, a.x + begin, a.x_stride, a.m, count, barrier);
+        convert_brought(s.x, s.x, s.x_stride, {nullptr, 0, a.k, a.m, begin, a.x_width}, maxima);
         if (thread() < a.m) x_scale[thread()] = scale_of_row(maxima, thread(), a.m);
     } else if constexpr (WHOLE_X) {
         read_x(a, a.x, a.m, begin, a.x_width, shared + X_AT, s.x_stride);
     } else {
-        if constexpr (ENGINE) bring_x(a, s, (s.last - s.first) * BK, barrier);
+        if constexpr (ENGINE) bring(s.x, s.x_stride, a.x + begin, a.x_stride, a.m, (s.last - s.first) * BK, barrier);
         else wait_for_previous();
         if constexpr (!ENGINE && WR > 1) fetch_x(a, s, s.first, (s.last - s.first) * BK, thread(), THREADS);
         if (thread() < a.m) x_scale[thread()] = a.x_scale[thread()];
