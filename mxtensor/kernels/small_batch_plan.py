@@ -303,7 +303,7 @@ def resident_room(format: Format, plan: Plan, x_rows: int, n: int, k: int, gpu: 
         return None
     round = -(-most // (-(-most // (fits * plan.wr)) * plan.wr)) * plan.wr
     bytes += round * of_a_tile
-    if not plan.whole_x:  # more than one more block has room for, or blocks of the next product would crowd together
+    if not plan.whole_x and plan.blocks == plan.resident:  # no room for another: those of the next product would crowd
         bytes = max(bytes, ((gpu.memory + RESERVED) // (plan.resident + 1) - RESERVED) // 16 * 16 + 16)
     return Room(bytes, x_width, round)
 
