@@ -14,6 +14,7 @@ import torch
 from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, Node
+from torch.utils import _pytree as pytree
 
 from .kernels import small_batch  # noqa: F401  (registers the ops)
 
@@ -114,15 +115,14 @@ def _wait_for_weights(graph: Graph) -> None:
     for target in (ONE, SHARED):
         for node in graph.find_nodes(op="call_function", target=target):
             arguments = _arguments(node)
-            for name in ("data", "scale", "last"):
-                given = arguments[name] if target is SHARED else [arguments[name]]
-                for value in given:
-                    if _is_input(value):
-                        continue
-                    with graph.inserting_before(node):
-                        written = graph.call_function(torch.ops.mxtensor.written.default, (value,))
-                    written.meta.update(value.meta)
-                    node.replace_input_with(value, written)
+            given = [v for name in ("data", "scale", "last") for v in pytree.tree_leaves(arguments[name])]
+            for value in dict.fromkeys(given):
+                if _is_input(value):
+                    continue
+                with graph.inserting_before(node):
+                    written = graph.call_function(torch.ops.mxtensor.written.default, (value,))
+                written.meta.update(value.meta)
+                node.replace_input_with(value, written)
 
 
 class Products(CustomGraphPass):

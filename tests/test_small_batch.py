@@ -409,6 +409,17 @@ def test_groups_of_rows_each_meet_a_weight(format):
     assert error(y, reference) < TOLERANCE and (y[20:] == 0).all()
 
 
+def test_groups_are_cast_to_nvfp4_by_the_largest_of_all_rows():
+    w, ends = mx.quantize(torch.randn(4, 40, 256), "mxfp8").rowwise, torch.tensor([1, 2, 2, 4], dtype=torch.int32)
+    x = (torch.randn(4, 256) * torch.tensor([[0.1], [1.0], [30.0], [0.3]])).bfloat16()
+    cast, group = Cast.of("nvfp4"), torch.tensor([0, 1, 3, 3])
+    exact = torch.einsum("mk,mnk->mn", values(encode(x, cast)), values(w)[group])
+    for y, expected in zip(product(x, w, None, cast, ends=ends), exact, strict=True):
+        assert error(y, expected) < TOLERANCE
+    with pytest.raises(RuntimeError, match="is not for 40x256 in mxfp8_e4m3, 4 groups"):
+        product(x, w, WHOLE, cast, ends=ends)
+
+
 @pytest.mark.parametrize("out", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("bias", [None, torch.float32, torch.bfloat16])
 def test_results_are_rounded_once_and_biases_added_before(out, bias):

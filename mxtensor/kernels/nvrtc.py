@@ -198,9 +198,11 @@ class Function:
             check_error(result)
 
 
+@cache
 def function(
     device: torch.device, sources: tuple[str, ...], constants: Constants, name: str, layout: struct.Struct,
     threads: int, depth: int = 1, clustered: bool = True,
 ) -> Function:  # fmt: skip
-    """The kernel ``name`` of these sources, compiled for ``device``, which must be current; see ``Function``."""
+    """The kernel ``name`` of these sources, compiled for ``device``, which must be current; see ``Function``. The same
+    one for the same arguments: code that is loaded once is where it is run from more often."""
     return Function(compiled(sources, constants, device_capability(device)), name, layout, threads, depth, clustered)

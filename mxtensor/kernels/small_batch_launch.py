@@ -64,6 +64,7 @@ class Cut(NamedTuple):
     """tiles before those of each weight"""
 
 
+@cache
 def arguments(weights: int) -> struct.Struct:
     """Of a kernel that takes so many weights."""
     return struct.Struct(weights * WEIGHT + OTHERS)
@@ -97,7 +98,8 @@ def cut(
 
     def possible(plan: Plan) -> bool:
         if not plan.together:
-            return not (plan.apart or (plan.resident and groups))
+            others = plan.whole_x and cast is not None and cast.format.global_scale  # looks for the largest of its rows
+            return not (plan.apart or (plan.resident and groups) or (others and (groups or rows > plan.cols)))
         return together and not plan.whole_x
 
     plan = given or choose_plan(device, format, -(-rows // (groups or 1)), width, cols, rows, possible)

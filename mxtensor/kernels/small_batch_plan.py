@@ -289,8 +289,10 @@ def shared_memory(format: Format, plan: Plan, x_rows: int, k: int) -> int:
 
 def resident_room(format: Format, plan: Plan, x_rows: int, n: int, k: int, gpu: Gpu) -> Room | None:
     """What a block holds as ``cuda/resident.cu`` lays it out: sums of as many tiles as there is room for."""
-    tiles, stages = -(-n // plan.rows), -(-k // plan.depth)
-    most = -(-tiles // min(clusters(plan, gpu), tiles))
+    tiles, stages, at_a_time = -(-n // plan.rows), -(-k // plan.depth), clusters(plan, gpu)
+    if at_a_time == 0:
+        return None
+    most = -(-tiles // min(at_a_time, tiles))
     of_a_block = -(-stages // plan.split)
     x_width = -(-of_a_block * plan.depth // 256) * 256
     classes = classes_of(format, plan, x_rows)

@@ -10,8 +10,8 @@
 // ---------------------------------------------------------------------------------------------- the result
 
 // What the warps along K and the blocks of a cluster have summed, in that order, with what belongs at the end.
-DEVICE void write(const Arguments& a, const Weight& weight, const Place& p, u32 x_row, const Sums& sums, const Lane& l, float* shared,
-                  const float* x_scale) {
+DEVICE void write(const Arguments& a, const Weight& weight, const Place& p, u32 x_row, const Sums& sums, const Lane& l,
+                  float* shared, const float* x_scale) {
     u32 warp = thread() / 32;
     sync_block();  // the stages are no longer read
 #pragma unroll

@@ -2,9 +2,9 @@
 //
 // A block has its share of the rows of w, tiles of ROWS, as many as any other. Its WR rows of warps take turns with them;
 // each of the WK warps of one has columns of its own, a stage of BK and again one WK stages further, whose codes and
-// scales it fetches for itself, and with WR = 1 of x what belongs to them: once x is there no warp waits for another
-// until the sums of ``round`` tiles, a multiple of WR, are brought together. Blocks of a cluster have the same tiles, and
-// each of them a part of the columns.
+// scales it fetches for itself: once x is there no warp waits for another until the sums of ``round`` tiles, a multiple
+// of WR, are brought together. The copy engine brings x, or without one (ENGINE) all threads do, with WR = 1 each warp
+// what belongs to its own columns. Blocks of a cluster have the same tiles, and each of them a part of the columns.
 
 constexpr int SLOT = ROWS + 4;  // float32 of the sums of a warp, tile and row of x
 constexpr int RING = STAGES * STAGE, GLOBALS_AT = WR * WK * RING, BARRIER_AT = GLOBALS_AT + 16;
@@ -47,8 +47,30 @@ DEVICE void fetch_x(const Arguments& a, const Share& s, u32 first, u32 count, u3
         copy<16>(to + i / pieces * s.x_stride + i % pieces * 16,
                  a.x + i / pieces * u64(a.x_stride) + first * BK + i % pieces * 8, true);
 }
+constexpr bool COMMITTED = WHOLE_X || ENGINE;  // stages of w alone: no part of x comes with them
 DEVICE void fetch_columns(const Arguments& a, const Share& s, const Walk& w) {
-    if (!WHOLE_X && !ENGINE && WR == 1 && w.tile == s.begin) fetch_x(a, s, w.stage, BK, thread() % 32, 32);
+    if (!COMMITTED && WR == 1 && w.tile == s.begin) fetch_x(a, s, w.stage, BK, thread() % 32, 32);
+}
+
+// x, and what scales its rows; without the copy engine only under way, or with WR = 1 but for what scales them not at all.
+DEVICE void have_x(const Arguments& a, const Share& s, u8* shared) {
+    u64* barrier = reinterpret_cast<u64*>(shared + BARRIER_AT);
+    float* x_scale = reinterpret_cast<float*>(shared + X_AT);
+    u32 first = s.first * BK, left = a.k - first;
+    if constexpr (WHOLE_X && ENGINE) {
+        u32* maxima = reinterpret_cast<u32*>(x_scale + COLS);
+        if (thread() < COLS) maxima[thread()] = 0;
+        bring(s.x, s.x_stride, a.x + first, a.x_stride, a.m, left < a.x_width ? left : a.x_width, barrier);
+        convert_brought(s.x, s.x, s.x_stride, {nullptr, 0, a.k, a.m, first, a.x_width}, maxima);
+        if (thread() < a.m) x_scale[thread()] = scale_of_row(maxima, thread(), a.m);
+    } else if constexpr (WHOLE_X) {
+        read_x(a, a.x, a.m, first, a.x_width, shared + X_AT, s.x_stride);
+    } else {
+        if constexpr (ENGINE) bring(s.x, s.x_stride, a.x + first, a.x_stride, a.m, (s.last - s.first) * BK, barrier);
+        else wait_for_previous();
+        if constexpr (!ENGINE && WR > 1) fetch_x(a, s, s.first, (s.last - s.first) * BK, thread(), THREADS);
+        if (thread() < a.m) x_scale[thread()] = a.x_scale[thread()];
+    }
 }
 
 // What a warp sums for a tile, where in x the columns of the stage that is next begin, and the results.
@@ -142,33 +164,22 @@ KERNEL void BOUNDS(THREADS, BLOCKS) resident(const Arguments a) {
     for (int j = 0; j < NT; j++) l.columns[j] = (8 * j + l.g < a.m ? 8 * j + l.g : 0) * s.x_stride + l.t * 16;
 
     Walk next = first_of(a, s), ahead = next;
+    float global_scale = thread() < WEIGHTS ? global_scale_of(a.weights[thread()]) : 0;  // on its way
 #pragma unroll 1
-    for (int i = 0; i < STAGES; i++)  // weights do not wait for the kernel before this one
+    for (int i = 0; i < STAGES; i++) {  // weights do not wait for the kernel before this one
         if (is_left(ahead, s)) fetch_codes(a, ahead, ring + i * STAGE), step(a, ahead, s);
-    if (thread() < WEIGHTS) globals[thread()] = global_scale_of(a.weights[thread()]);
-    u64* barrier = reinterpret_cast<u64*>(shared + BARRIER_AT);
-    u32 begin = s.first * BK;
-    if constexpr (WHOLE_X && ENGINE) {
-        u32* maxima = reinterpret_cast<u32*>(x_scale + COLS);
-        if (thread() < COLS) maxima[thread()] = 0;
-        u32 count = a.k - begin < a.x_width ? a.k - begin : a.x_width;
-        bring(s.x, s.x_stride, a.x + begin, a.x_stride, a.m, count, barrier);
-        convert_brought(s.x, s.x, s.x_stride, {nullptr, 0, a.k, a.m, begin, a.x_width}, maxima);
-        if (thread() < a.m) x_scale[thread()] = scale_of_row(maxima, thread(), a.m);
-    } else if constexpr (WHOLE_X) {
-        read_x(a, a.x, a.m, begin, a.x_width, shared + X_AT, s.x_stride);
-    } else {
-        if constexpr (ENGINE) bring(s.x, s.x_stride, a.x + begin, a.x_stride, a.m, (s.last - s.first) * BK, barrier);
-        else wait_for_previous();
-        if constexpr (!ENGINE && WR > 1) fetch_x(a, s, s.first, (s.last - s.first) * BK, thread(), THREADS);
-        if (thread() < a.m) x_scale[thread()] = a.x_scale[thread()];
+        if (COMMITTED) end_of_stage();
     }
+    have_x(a, s, shared);
+    if (thread() < WEIGHTS) globals[thread()] = global_scale;
+    if constexpr (!COMMITTED)
 #pragma unroll 1
-    for (int i = 0; i < STAGES; i++) {
-        if (is_left(next, s)) fetch_columns(a, s, next), step(a, next, s);
-        end_of_stage();
-    }
-    if constexpr (!WHOLE_X && !ENGINE && WR > 1) wait_for_stage<0>();
+        for (int i = 0; i < STAGES; i++) {
+            if (is_left(next, s)) fetch_columns(a, s, next), step(a, next, s);
+            end_of_stage();
+        }
+    else next = ahead;
+    if constexpr (!COMMITTED && WR > 1) wait_for_stage<0>();
     if constexpr (WHOLE_X || WR > 1 || ZEROS > 0) sync_block();
     let_next_start();  // only now: it would ask for its weights before this one has asked for x
     u32 slot = 0;

@@ -307,12 +307,13 @@ KERNEL void BOUNDS(ALL_THREADS, BLOCKS) together(const Arguments a) {
     Work work;
     load_first<0>(work, mine, tiles);  // weights do not wait for the kernel before this one
     float* x_scale = reinterpret_cast<float*>(barriers + BARRIERS);
-    if (thread() == 0) x_scale[COLS] = global_scale_of(w);
+    float global_scale = thread() == 0 ? global_scale_of(w) : 0;  // on its way
     begin_barriers(barriers);
     sync_block();
     wait_for_previous();
     for (u32 i = thread(), row = block_y() * COLS; i < COLS; i += THREADS)
         x_scale[i] = row + i < a.m ? a.x_scale[row + i] : 0;
+    if (thread() == 0) x_scale[COLS] = global_scale;
     Total sums;
     bool right = multiply_all(sums, work, mine, tiles);
     if constexpr (SCALE != E8M0) sync_block();
