@@ -77,7 +77,8 @@ def staged(bits: int, rows: int, n: int, k: int, gpu: Gpu) -> Iterator[Plan]:
 def together(bits: int, rows: int, n: int, k: int, gpu: Gpu) -> Iterator[Plan]:
     """Plans in which four warps multiply together."""
     least = next((t for t in (1, 2, 4, 8, 16) if 8 * t >= rows), 16)
-    under_way = ((8, 2), (8, 4), (12, 3), (12, 6), (4, 2), (6, 3))  # tiles, chunks; two for 256 columns
+    # tiles and chunks under way; of 256 columns fewer
+    under_way = ((8, 2), (8, 4), (12, 3), (12, 6), (16, 8), (24, 12), (4, 2), (6, 3))
     numbers = ((least, 32) if rows > 128 else (least,), (4, 8, 12, 16), (1, 2, 3), under_way, (1, 2, 3, 4, 6, 8))
     for nt, wr, blocks, (stages, ahead), split, apart in itertools.product(*numbers, (False, True)):
         plan = Plan(1, nt, wr, 1, 4, stages, blocks, split, False, True, ahead, 0, apart)
