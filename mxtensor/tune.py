@@ -33,9 +33,9 @@ from .kernels.small_batch_plan import (
     Facts,
     Gpu,
     Plan,
+    as_taken,
     classes_of,
     constants,
-    engine_brings,
     plan_of,
     registers,
     room_of,
@@ -199,12 +199,10 @@ def compile_all(format: Format, kernels: Iterable[tuple[Plan, int]]) -> None:
     gpu = gpu_of(torch.device("cuda", torch.cuda.current_device()))
 
     def one(kernel: tuple[Plan, int]) -> None:
-        plan, classes = kernel
-        x = torch.bfloat16 if plan.whole_x else torch.float16
+        (plan, classes), half = kernel, torch.bfloat16
         for cast in casts_of(format, 1) if plan.whole_x else (None,):
-            facts = Facts(format, x, torch.bfloat16, torch.bfloat16, 16, 16, 16, True, cast, classes)
-            facts = facts._replace(engine=engine_brings(facts, plan, 4096, gpu))
-            nvrtc.compiled(sources_of(plan), constants(facts, plan), capability)
+            facts = Facts(format, half, half, half, 16, 16, 16, True, cast, classes)
+            nvrtc.compiled(sources_of(plan), constants(as_taken(facts, plan, 4096, gpu), plan), capability)
 
     with ThreadPoolExecutor() as pool:
         list(pool.map(one, kernels))

@@ -17,10 +17,10 @@ from mxtensor.kernels.small_batch_plan import (
     TYPES,
     Facts,
     Gpu,
+    as_taken,
     cast_constants,
     classes_of,
     constants,
-    engine_brings,
 )
 from mxtensor.kernels.small_batch_plan import registers as shared_out
 from mxtensor.kernels.small_batch_table import ROWS, measured_for, table
@@ -63,10 +63,9 @@ def waiting(code, tmp_path):
 
 
 def product(format, plan, capability, even=True, rows=8, weights=1):
-    x = torch.bfloat16 if plan.whole_x else torch.float16
     copies, classes = (16, 16, 16) if even else (1, 2, 4), classes_of(format, plan, rows)
-    facts = Facts(format, x, torch.bfloat16, torch.bfloat16, *copies, even, None, classes, weights)
-    facts = facts._replace(engine=engine_brings(facts, plan, 4096, Gpu(capability, 0, 0, {})))
+    facts = Facts(format, *[torch.bfloat16] * 3, *copies, even, None, classes, weights)
+    facts = as_taken(facts, plan, 4096, Gpu(capability, 0, 0, {}))
     return nvrtc.compiled(sources_of(plan), constants(facts, plan), capability)
 
 

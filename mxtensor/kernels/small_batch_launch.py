@@ -27,13 +27,13 @@ from .small_batch_plan import (
     Facts,
     Plan,
     Room,
+    as_taken,
     can_multiply_together,
     cast_constants,
     classes_of,
     clusters,
     constants,
     copy_size,
-    engine_brings,
     room_of,
 )
 from .small_batch_table import BY_WARPS, choose_plan, gpu_of
@@ -112,11 +112,8 @@ def cut(
     if not possible(plan):
         raise RuntimeError(f"{plan} is not for {width}x{cols} in {format}, {groups} groups, aligned to {copies} bytes")
     classes = classes_of(format, plan, rows)
-    if plan.whole_x:
-        facts = Facts(format, *types, *copies, even, cast, classes, weights)
-    else:
-        facts = Facts(format, torch.float16, *types[1:], *copies[:2], 16, even, None, classes, weights)
-    row = constants(facts._replace(engine=engine_brings(facts, plan, cols, gpu)), plan)
+    facts = as_taken(Facts(format, *types, *copies, even, cast, classes, weights), plan, cols, gpu)
+    row = constants(facts, plan)
     grid = plan.split, not plan.apart
     layout = arguments(weights)
     kernel = nvrtc.function(device, sources_of(plan), row, kernel_of(plan), layout, plan.threads, *grid)

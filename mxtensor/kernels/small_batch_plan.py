@@ -325,10 +325,13 @@ def room_of(format: Format, plan: Plan, x_rows: int, n: int, k: int, gpu: Gpu) -
     return Room(bytes) if bytes <= gpu.memory else None
 
 
-def engine_brings(facts: Facts, plan: Plan, k: int, gpu: Gpu) -> bool:
-    """Whether the copy engine brings the activations: whole sixteens of bytes, of which a block needs no others."""
+def as_taken(facts: Facts, plan: Plan, k: int, gpu: Gpu) -> Facts:
+    """Facts of a product as the kernel of this plan takes them, which another one may prepare its activations for."""
+    if not plan.whole_x:
+        facts = facts._replace(x=torch.float16, x_copy=16, cast=None)
     others = facts.cast is not None and facts.cast.format.global_scale and plan.split > 1  # for the largest of all
-    return plan.resident > 0 and gpu.capability >= CLUSTERS and facts.x_copy == 16 and k % 8 == 0 and not others
+    pieces = facts.x_copy == 16 and k % 8 == 0  # whole ones of 16 bytes, as the copy engine takes them
+    return facts._replace(engine=plan.resident > 0 and gpu.capability >= CLUSTERS and pieces and not others)
 
 
 def copy_size(address: int, *strides: int) -> int:
