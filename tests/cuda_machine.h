@@ -304,6 +304,14 @@ DEVICE void copy_whole(void* to, const void* from, u32 bytes, u64* barrier) {
     memcpy(to, from, bytes);
     arrived(barrier, 0, -int(bytes));
 }
+DEVICE void show_to_engine() {}
+DEVICE void send_to_block(void* mine, const void* from, u32 bytes, u64* barrier, u32 rank) {
+    auto there = [&](void* at) { return memory_of((*cluster)[rank]) + (reinterpret_cast<u8*>(at) - shared_memory()); };
+    if ((reinterpret_cast<u64>(mine) | reinterpret_cast<u64>(from) | bytes) % 16)
+        fprintf(stderr, "what is sent is not aligned\n"), abort();
+    memcpy(there(mine), from, bytes);
+    arrived(reinterpret_cast<u64*>(there(barrier)), 0, -int(bytes));
+}
 DEVICE void add_four_of_block(float (&sum)[4], const float* mine, u32 rank) {
     for (int i = 0; i < 4; i++) sum[i] += read_of_block(mine + i, rank);
 }

@@ -43,7 +43,10 @@ TOGETHER_SPLIT = TOGETHER._replace(split=2)
 """Two such blocks that share the columns of the product, as a cluster."""
 TOGETHER_APART = TOGETHER._replace(wr=8, nt=2, stages=6, ahead=3, split=3, apart=True)
 """Three such blocks that bring their sums together in memory, longer rounds, and two groups of four warps."""
-TOGETHERS = (TOGETHER, TOGETHER_SPLIT, TOGETHER_APART)
+TOGETHER_SENDS = TOGETHER._replace(nt=2, split=2, sends=True)
+"""Two that send each other their sums."""
+FOUR_SEND = TOGETHER_SENDS._replace(split=4, wr=8)
+TOGETHERS = (TOGETHER, TOGETHER_SPLIT, TOGETHER_APART, TOGETHER_SENDS)
 RESIDENT = Plan(1, 1, 1, 4, 4, 2, 1, 1, False, resident=1)
 """Activations that stay, warps that fetch for themselves."""
 RESIDENT_CAST = RESIDENT._replace(whole_x=True, stages=3)
@@ -195,7 +198,7 @@ def test_many_rows_of_a_weight_that_is_not_aligned_are_multiplied_together_from_
 
 def test_plans_that_contradict_themselves_are_refused():
     w, x = weight("mxfp8", 16, 512), torch.randn(3, 512).bfloat16()
-    for plan in (TOGETHER._replace(whole_x=True), STAGED._replace(split=2, apart=True)):
+    for plan in (TOGETHER._replace(whole_x=True), STAGED._replace(split=2, apart=True), TOGETHER._replace(sends=True)):
         with pytest.raises(RuntimeError, match="is not for 16x512"):
             product(x, w, plan)
 
@@ -212,7 +215,9 @@ def test_activations_in_float16_are_multiplied_together():
 
 
 @pytest.mark.parametrize("format", ["mxfp8", "mxfp4", "nvfp4"])
-@pytest.mark.parametrize("plan", [STAGED, WHOLE, WIDE, RESIDENT, RESIDENT_CAST, RESIDENT._replace(wr=2), *TOGETHERS])
+@pytest.mark.parametrize(
+    "plan", [STAGED, WHOLE, WIDE, RESIDENT, RESIDENT_CAST, RESIDENT._replace(wr=2), *TOGETHERS, FOUR_SEND]
+)
 def test_weights_of_one_input_are_multiplied_in_one_launch(plan, format, monkeypatch):
     monkeypatch.setattr(small_batch_launch, "gpu_of", lambda device: Gpu((9, 0), SHARED[9, 0], 5, {}))
     monkeypatch.setattr(small_batch_launch, "cut", small_batch_launch.cut.__wrapped__)

@@ -41,9 +41,9 @@ from .small_batch_table import BY_WARPS, choose_plan, gpu_of
 WEIGHT, OTHERS = "5Q3I0Q", "8Q7I2f0Q"
 """Arguments of a product as ``cuda/stages.cuh`` has them: of each weight, and the others."""
 ACTIVATIONS = struct.Struct("5Q6I")
-HEADERS = ("machine.cuh", "elements.cuh", "activations.cuh")
+HEADERS = ("machine.cuh", "elements.cuh", "casts.cuh", "activations.cuh")
 SOURCES = (*HEADERS, "stages.cuh", "sums.cuh", "result.cuh")
-TOGETHER_SOURCES = (*HEADERS, "stages.cuh", "result.cuh", "words.cuh", "together.cu")
+TOGETHER_SOURCES = (*HEADERS, "stages.cuh", "result.cuh", "words.cuh", "meeting.cuh", "together.cu")
 ACTIVATION_THREADS = {"maxima": 256, "activations": 512}
 """Kernels of activations -> threads of a block."""
 ALONE = 16384
@@ -97,6 +97,8 @@ def cut(
     gpu, together = gpu_of(device), can_multiply_together(format, cols, groups, lie)
 
     def possible(plan: Plan) -> bool:
+        if plan.sends and (not plan.together or plan.apart or plan.split < 2 or plan.cols % plan.split):
+            return False
         if not plan.together:
             others = plan.whole_x and cast is not None and cast.format.global_scale  # looks for the largest of its rows
             return not (plan.apart or (plan.resident and groups) or (others and (groups or rows > plan.cols)))

@@ -55,6 +55,8 @@ class Plan(NamedTuple):
 
     apart: bool = False
     """whether blocks that share the columns bring their sums together in memory, not as a cluster"""
+    sends: bool = False
+    """whether warps that multiply together send their sums to the other blocks of a cluster, which else read them"""
 
     @property
     def kind(self) -> str:
@@ -83,13 +85,14 @@ class Plan(NamedTuple):
 
 
 def plan_of(values: Sequence[int]) -> Plan:
-    """A plan from its fields as numbers."""
-    kinds = Plan.__annotations__.values()
-    return Plan._make(bool(v) if kind in (bool, "bool") else v for v, kind in zip(values, kinds, strict=True))
+    """A plan from its fields as numbers; those that are left out are as in most plans."""
+    kinds = Plan.__annotations__.items()
+    fields = {name: bool(v) if kind in (bool, "bool") else v for v, (name, kind) in zip(values, kinds, strict=False)}
+    return Plan(**fields)  # type: ignore[arg-type]
 
 
 PLAN = ("MT", "NT", "WR", "WK", "SLABS", "STAGES", "BLOCKS", "SPLIT", "WHOLE_X", "TOGETHER", "AHEAD", "RESIDENT",
-        "APART")  # fmt: skip
+        "APART", "SENDS")  # fmt: skip
 """The fields of a plan as the sources name them."""
 
 
@@ -278,7 +281,8 @@ def shared_memory(format: Format, plan: Plan, x_rows: int, k: int) -> int:
     """Bytes of shared memory of a block, as ``cuda/product.cu`` or ``cuda/together.cu`` lays them out."""
     if plan.together:
         tiles, sums = plan.stages * plan.cols * 128, 4 * plan.cols * (plan.rows + 4)  # 64 columns of float16 a tile
-        return max(tiles, sums) + 16 * plan.stages + 8 + 4 * plan.cols + 4
+        bytes = max(tiles, sums) + 8 * (2 * plan.stages + 2) + 4 * plan.cols + 4
+        return -(-bytes // 16) * 16 + (plan.split - 1) * sums // plan.split if plan.sends else bytes
     stages = -(-k // plan.depth)
     ring = max(plan.stages * stage_bytes(format, plan), 4 * plan.wk * plan.rows * (plan.cols + 2))
     if not plan.whole_x:

@@ -249,6 +249,15 @@ DEVICE void add_four_of_block(float (&sum)[4], const float* mine, u32 rank) {  /
 #pragma unroll
     for (int i = 0; i < 4; i++) sum[i] += value[i];
 }
+// To the same place in another block of the cluster, which ``barrier`` there waits for; one thread, after all have shown
+// the copy engine what they have stored.
+DEVICE void show_to_engine() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+DEVICE void send_to_block(void* mine, const void* from, u32 bytes, u64* barrier, u32 rank) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+            address_in_block(mine, rank)), "r"(shared_address(from)), "r"(bytes), "r"(address_in_block(barrier, rank))
+        : "memory");
+}
 // Sums in memory, between blocks: all of a block have stored theirs before it is counted, and the last sees them all.
 DEVICE void store_four(float* to, const float (&value)[4]) {
     *reinterpret_cast<float4*>(to) = make_float4(value[0], value[1], value[2], value[3]);

@@ -4,21 +4,15 @@
 // A block makes 16 WR rows of w times COLS rows of x, along its share of the columns, 128 at a time, a chunk. Each
 // thread brings the codes of its two rows from memory into registers by itself, AHEAD chunks of them under way, and makes
 // of them its part of the left factor, scales included. Of x there are tiles laid out as the instruction reads them; one
-// more thread has the copy engine bring them, STAGES at a time. What blocks that share the columns have summed comes
-// together within their cluster, or with APART, where they are none, in memory, by the block that is last.
+// more thread has the copy engine bring them, STAGES at a time.
 
 constexpr int CHUNK = 128, CODES_A_CHUNK = 16 * BITS;  // columns of w at a time; bytes of a row of them
-constexpr int TILE = COLS * 128;            // bytes of x for half a chunk
-constexpr int SUMS_APART = ROWS + 4;        // float32, from one row of x to the next: free of conflicts
-constexpr int OF_SUMS = 4 * COLS * SUMS_APART, RING = STAGES * TILE > OF_SUMS ? STAGES * TILE : OF_SUMS;  // bytes
-constexpr int BARRIERS = 2 * STAGES + 1;    // for tiles that come, tiles that have been read, and careful blocks
 constexpr int ROUND = STAGES / 2;           // chunks until tiles lie where others lay
 constexpr int ALL_THREADS = THREADS + 128;  // with four warps of which one has the copy engine bring x
 constexpr bool SCALED = SCALE_BYTES > 0;    // whether words are multiplied
 static_assert(STAGES % 2 == 0 && ROUND % AHEAD == 0, "places of tiles and chunks are known in the loop");
 static_assert(MT == 1 && WK == 1 && WR % 4 == 0 && SLABS == 4, "four warps have 64 rows of w, and a chunk of it");
 
-using Total = float[NT][4];
 struct Mine {  // where this thread reads its two rows from
     const u8 *codes[2], *scales[2];
     u32 t;
@@ -217,70 +211,14 @@ DEVICE void multiply_carefully(Total& sums, Mine mine, const Tiles& tiles, u64* 
     sync_block();
 }
 
-// ---------------------------------------------------------------------------------------------- results
+// ---------------------------------------------------------------------------------------------- the kernel
 
-// APART: leave what this block has summed, for the last of those that share its tile, which adds up all in their order.
-// Whether it is that block.
-DEVICE bool is_last_and_adds(const Arguments& a, Total& sums) {
-    u32 tile = block_y() * blocks_x() + block_x(), apart = NT * THREADS * 4;
-    float* part = a.parts + u64(tile * SPLIT + block_z()) * apart + thread() * 4;
-#pragma unroll
-    for (int j = 0; j < NT; j++) store_four(part + j * THREADS * 4, sums[j]);
-    if (!is_last_of(a.counters + tile, SPLIT)) return false;
-    part = a.parts + u64(tile * SPLIT) * apart + thread() * 4;
-#pragma unroll
-    for (int j = 0; j < NT; j++) load_four(sums[j], part + j * THREADS * 4);
-    for (int r = 1; r < SPLIT; r++) {
-#pragma unroll
-        for (int j = 0; j < NT; j++) {
-            float more[4];
-            load_four(more, part + r * apart + j * THREADS * 4);
-#pragma unroll
-            for (int e = 0; e < 4; e++) sums[j][e] += more[e];
-        }
-    }
-    return true;
-}
-
-// What the blocks of a cluster have summed, in that order, with what belongs at the end; ``x_scale`` is of the block's
-// rows of x, then that of the weight.
-DEVICE void write(const Arguments& a, const Weight& w, const Total& sums, const float* x_scale, float* shared) {
-    constexpr int blocks = APART ? 1 : SPLIT, batch = NT < 2 * blocks ? 1 : NT < 4 * blocks ? 2 : 4;
-    u32 lane = thread() % 32, first = thread() / 32 * 16 + lane / 4, x_row = block_y() * COLS;
-    u32 rows = a.m - x_row < COLS ? a.m - x_row : COLS;
-#pragma unroll
-    for (int j = 0; j < NT; j++)
-#pragma unroll
-        for (int e = 0; e < 4; e++) {
-            u32 col = 8 * j + 2 * (lane % 4) + e % 2;
-            shared[col * SUMS_APART + first + e / 2 * 8] = sums[j][e] * x_scale[col];
-        }
-    if constexpr (blocks > 1) sync_cluster();
+DEVICE void sync_all() {  // with those whose barriers are used from here
+    if constexpr (SENDS) sync_cluster();
     else sync_block();
-    u32 count = ROWS / 4 * rows, span = (count + blocks - 1) / blocks, begin = blocks > 1 ? block_z() * span : 0;
-    u32 end = begin + span < count ? begin + span : count;
-    float factor = factor_of_all<FACTOR>(a, x_scale[COLS]);
-    u32 row = (block_x() - w.first) * ROWS;
-    for (u32 i = begin + thread(); i < end; i += batch * THREADS) {  // four rows of w at a time
-        float sum[batch][4] = {};
-#pragma unroll
-        for (u32 r = 0; r < blocks; r++)
-#pragma unroll
-            for (int b = 0; b < batch; b++) {
-                u32 at = i + b * THREADS < end ? i + b * THREADS : i;
-                add_four_of_block(sum[b], shared + at / (ROWS / 4) * SUMS_APART + at % (ROWS / 4) * 4, r);
-            }
-#pragma unroll
-        for (int b = 0; b < batch; b++) {
-            u32 at = i + b * THREADS;
-            if (at < end)
-                finish_four(a, w, x_row + at / (ROWS / 4), row + at % (ROWS / 4) * 4, sum[b], factor);
-        }
-    }
-    if constexpr (blocks > 1) sync_cluster();  // nobody leaves while others read
 }
 
-// The tiles' barriers, and one more for careful blocks.
+// The tiles' barriers, one more for careful blocks, and one for sums.
 DEVICE void begin_barriers(u64* barriers) {
     if (thread() == 0)
         for (int i = 0; i < BARRIERS; i++) begin_barrier(barriers + i, i >= STAGES && i < 2 * STAGES ? WR : 1);
@@ -296,7 +234,7 @@ KERNEL void BOUNDS(ALL_THREADS, BLOCKS) together(const Arguments a) {
     Tiles tiles = {x, last - first, shared, barriers, barriers + STAGES};
     if (warp_of_block() >= WR) {
         if constexpr (REGISTERS > AT_FIRST) give_registers<LEAST_REGISTERS>();
-        sync_block();
+        sync_all();
         wait_for_previous();
         if (thread() == THREADS) fetch_tiles(tiles);
         return;
@@ -309,7 +247,7 @@ KERNEL void BOUNDS(ALL_THREADS, BLOCKS) together(const Arguments a) {
     float* x_scale = reinterpret_cast<float*>(barriers + BARRIERS);
     float global_scale = thread() == 0 ? global_scale_of(w) : 0;  // on its way
     begin_barriers(barriers);
-    sync_block();
+    sync_all();
     wait_for_previous();
     for (u32 i = thread(), row = block_y() * COLS; i < COLS; i += THREADS)
         x_scale[i] = row + i < a.m ? a.x_scale[row + i] : 0;
@@ -319,5 +257,7 @@ KERNEL void BOUNDS(ALL_THREADS, BLOCKS) together(const Arguments a) {
     if constexpr (SCALE != E8M0) sync_block();
     else if (any_of_block(!right)) multiply_carefully(sums, mine, tiles, barriers + 2 * STAGES);
     if (APART && !is_last_and_adds(a, sums)) return;
-    write(a, w, sums, x_scale, reinterpret_cast<float*>(shared));
+    float* kept = reinterpret_cast<float*>(shared);
+    if constexpr (SENDS) send_and_write(a, w, sums, x_scale, kept, barriers + 2 * STAGES + 1);
+    else write(a, w, sums, x_scale, kept);
 }

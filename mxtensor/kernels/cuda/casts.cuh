@@ -1,0 +1,102 @@
+// Casts of eight neighbouring values to elements under power-of-two scales for 32, or to nvfp4, as mxtensor.codec has them.
+
+enum { FLOOR, RCEIL, CEIL, EVEN };
+
+DEVICE float power(int exponent) { return float_of_bits(exponent > -127 ? u32(exponent + 127) << 23 : 0x00400000); }
+
+constexpr float LARGEST = 3.40282346638528859812e+38f;
+
+DEVICE u32 largest(u32 value, u32 lanes) {  // of so many neighbouring threads
+    for (u32 mask = 1; mask < lanes; mask *= 2) {
+        u32 other = from_lane_xor(value, mask);
+        value = other > value ? other : value;
+    }
+    return value;
+}
+
+enum { NO_CAST, POWER_OF_TWO, TWO_LEVELS };
+
+DEVICE u32 amax_of(const float (&x)[8]) {  // its bits
+    u32 amax = 0;
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        u32 bits = bits_of_float(x[i]) & 0x7FFFFFFF;
+        amax = bits > amax ? bits : amax;
+    }
+    return amax;
+}
+
+#if CAST
+// Whether a value may round to more than the largest element: not under a scale that is rounded up, if there is one.
+constexpr bool EXCEEDS = CAST == TWO_LEVELS || CAST_RULE == FLOOR || CAST_RULE == EVEN || CAST_EMAX == 0;
+
+// The nearest float of so many mantissa bits and least exponent, ties to even: added to a power of two whose lowest bit
+// is worth one step there (and half as much again, so that it stays the largest), and taken off. Not near float's end.
+template <int MANTISSA, int EMIN> DEVICE float nearest(float value) {
+    u32 exponent = bits_of_float(value) & 0x7F800000, least = u32(EMIN + 127) << 23;
+    float step = float_of_bits((exponent > least ? exponent : least) + ((23 - MANTISSA) << 23) + 0x400000);
+    return (value + step) - step;
+}
+
+// Two values as CAST's elements.
+DEVICE void round_two(float& a, float& b) {
+    if constexpr (CONVERTS && CAST_MANTISSA == 3 && CAST_EMIN == -6) floats_of_halves(a, b, nearest_e4m3(a, b));
+    else if constexpr (CONVERTS && CAST_MANTISSA == 2 && CAST_EMIN == -14) floats_of_halves(a, b, nearest_e5m2(a, b));
+    else {
+        if (EXCEEDS) a = larger(smaller(a, CAST_MAX), -CAST_MAX), b = larger(smaller(b, CAST_MAX), -CAST_MAX);
+        a = nearest<CAST_MANTISSA, CAST_EMIN>(a), b = nearest<CAST_MANTISSA, CAST_EMIN>(b);
+    }
+}
+
+// A power-of-two scale for 32 values from the bits of their amax, as 2^(byte - 127); the four rules of mxtensor.codec.
+DEVICE int exponent_up(u32 bits) {
+    u32 e = bits >> 23, m = bits & 0x7FFFFF;
+    return e + (e > 0 ? m > 0 : m > 0x400000);
+}
+DEVICE int scale_byte(u32 amax) {
+    int byte;
+    if constexpr (CAST_RULE == RCEIL) byte = exponent_up(bits_of_float(float_of_bits(amax) * CAST_INVERSE_MAX));
+    else if constexpr (CAST_RULE == CEIL) byte = exponent_up(amax) - CAST_EMAX;
+    else if constexpr (CAST_RULE == EVEN) byte = int((amax + (1u << (22 - CAST_MANTISSA))) >> 23) - CAST_EMAX;
+    else byte = int(amax >> 23) - CAST_EMAX;
+    return byte < 0 ? 0 : byte > 254 ? 254 : byte;
+}
+
+// nvfp4: what codes and scales of a tensor with this largest magnitude are multiplied by before they are rounded.
+DEVICE bool has_global_scale(u32 amax) { return CAST_GLOBAL && amax > 0 && amax < 0x7F800000; }
+DEVICE float encoding(u32 amax) {
+    return has_global_scale(amax) ? smaller(448 * CAST_MAX / float_of_bits(amax), LARGEST) : 1.0f;
+}
+
+struct Level {  // of a tensor: that, and one over it
+    float encode, decode;
+};
+DEVICE Level level_of(u32 amax) {
+    if constexpr (CAST != TWO_LEVELS) return {};
+    float encode = encoding(amax);
+    return {encode, 1.0f / encode};
+}
+
+// Eight values of a block that four neighbouring threads hold, or two of nvfp4, times ``factor``; ``amax``: of the eight.
+DEVICE void cast_eight(float (&x)[8], u32 amax, const Level& level, float factor) {
+    amax = largest(amax, CAST == TWO_LEVELS ? 2 : 4);
+    float down, up;
+    if constexpr (CAST == TWO_LEVELS) {
+        up = nearest<3, -6>(smaller(float_of_bits(amax) * (level.encode * CAST_INVERSE_MAX), 448.0f));
+        down = smaller(1.0f / (up * level.decode), LARGEST);
+    } else {
+        int exponent = scale_byte(amax) - 127;
+        down = power(-exponent), up = power(exponent);
+    }
+    up = amax < 0x7F800000 ? up * factor : float_of_bits(0x7FFFFFFF);  // or all values of the block are NaNs
+#pragma unroll
+    for (int i = 0; i < 8; i++) x[i] *= down;
+#pragma unroll
+    for (int i = 0; i < 8; i += 2) round_two(x[i], x[i + 1]);
+#pragma unroll
+    for (int i = 0; i < 8; i++) x[i] *= up;
+}
+#else
+struct Level {};
+DEVICE Level level_of(u32) { return {}; }
+#endif

@@ -1,0 +1,110 @@
+// Where four warps multiply together: what a block has in shared memory, and how sums become results. What blocks that
+// share the columns have summed comes together within their cluster, where each reads, or with SENDS is sent, its part of
+// x's rows, or with APART, where they are none, in memory, by the block that is last.
+
+constexpr int TILE = COLS * 128;            // bytes of x for half a chunk
+constexpr int SUMS_APART = ROWS + 4;        // float32, from one row of x to the next: free of conflicts
+constexpr int OF_SUMS = 4 * COLS * SUMS_APART, RING = STAGES * TILE > OF_SUMS ? STAGES * TILE : OF_SUMS;  // bytes
+constexpr int BARRIERS = 2 * STAGES + 2;    // for tiles that come, tiles that have been read, careful blocks, and sums
+constexpr int OWN = COLS / SPLIT, PART = OWN * SUMS_APART;  // rows of x that a block writes; float32 of their sums
+constexpr int SENT_AT = (RING + 8 * BARRIERS + 4 * COLS + 4 + 15) / 16 * 16;  // those of other blocks
+
+using Total = float[NT][4];
+
+// APART: leave what this block has summed, for the last of those that share its tile, which adds up all in their order.
+// Whether it is that block.
+DEVICE bool is_last_and_adds(const Arguments& a, Total& sums) {
+    u32 tile = block_y() * blocks_x() + block_x(), apart = NT * THREADS * 4;
+    float* part = a.parts + u64(tile * SPLIT + block_z()) * apart + thread() * 4;
+#pragma unroll
+    for (int j = 0; j < NT; j++) store_four(part + j * THREADS * 4, sums[j]);
+    if (!is_last_of(a.counters + tile, SPLIT)) return false;
+    part = a.parts + u64(tile * SPLIT) * apart + thread() * 4;
+#pragma unroll
+    for (int j = 0; j < NT; j++) load_four(sums[j], part + j * THREADS * 4);
+    for (int r = 1; r < SPLIT; r++) {
+#pragma unroll
+        for (int j = 0; j < NT; j++) {
+            float more[4];
+            load_four(more, part + r * apart + j * THREADS * 4);
+#pragma unroll
+            for (int e = 0; e < 4; e++) sums[j][e] += more[e];
+        }
+    }
+    return true;
+}
+
+// What this block has summed, times the scales of its rows of x.
+DEVICE void keep(const Total& sums, const float* x_scale, float* shared) {
+    u32 lane = thread() % 32, first = thread() / 32 * 16 + lane / 4;
+#pragma unroll
+    for (int j = 0; j < NT; j++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            u32 col = 8 * j + 2 * (lane % 4) + e % 2;
+            shared[col * SUMS_APART + first + e / 2 * 8] = sums[j][e] * x_scale[col];
+        }
+}
+
+// What the blocks of a cluster have summed, in that order, with what belongs at the end; ``x_scale`` is of the block's
+// rows of x, then that of the weight.
+DEVICE void write(const Arguments& a, const Weight& w, const Total& sums, const float* x_scale, float* shared) {
+    constexpr int blocks = APART ? 1 : SPLIT, batch = NT < 2 * blocks ? 1 : NT < 4 * blocks ? 2 : 4;
+    u32 x_row = block_y() * COLS, rows = a.m - x_row < COLS ? a.m - x_row : COLS;
+    keep(sums, x_scale, shared);
+    if constexpr (blocks > 1) sync_cluster();
+    else sync_block();
+    u32 count = ROWS / 4 * rows, span = (count + blocks - 1) / blocks, begin = blocks > 1 ? block_z() * span : 0;
+    u32 end = begin + span < count ? begin + span : count;
+    float factor = factor_of_all<FACTOR>(a, x_scale[COLS]);
+    u32 row = (block_x() - w.first) * ROWS;
+    for (u32 i = begin + thread(); i < end; i += batch * THREADS) {  // four rows of w at a time
+        float sum[batch][4] = {};
+#pragma unroll
+        for (u32 r = 0; r < blocks; r++)
+#pragma unroll
+            for (int b = 0; b < batch; b++) {
+                u32 at = i + b * THREADS < end ? i + b * THREADS : i;
+                add_four_of_block(sum[b], shared + at / (ROWS / 4) * SUMS_APART + at % (ROWS / 4) * 4, r);
+            }
+#pragma unroll
+        for (int b = 0; b < batch; b++) {
+            u32 at = i + b * THREADS;
+            if (at < end)
+                finish_four(a, w, x_row + at / (ROWS / 4), row + at % (ROWS / 4) * 4, sum[b], factor);
+        }
+    }
+    if constexpr (blocks > 1) sync_cluster();  // nobody leaves while others read
+}
+
+// The same with SENDS: each block has the copy engine bring what it has summed to those that write it.
+DEVICE void send_and_write(
+    const Arguments& a, const Weight& w, const Total& sums, const float* x_scale, float* shared, u64* arrived) {
+    u32 rank = block_z(), x_row = block_y() * COLS + rank * OWN, row = (block_x() - w.first) * ROWS;
+    float* others = shared + SENT_AT / 4;  // a PART of each, in their order
+    keep(sums, x_scale, shared);
+    show_to_engine();
+    sync_block();
+    if (thread() == 0) {
+        expect_bytes(arrived, (SPLIT - 1) * PART * 4);
+        for (u32 i = 1; i < SPLIT; i++) {
+            u32 to = (rank + i) % SPLIT;
+            send_to_block(others + (rank < to ? rank : rank - 1) * PART, shared + to * PART, PART * 4, arrived, to);
+        }
+    }
+    float factor = factor_of_all<FACTOR>(a, x_scale[COLS]);
+    wait_at(arrived, 0);
+    for (u32 i = thread(); i < OWN * ROWS / 4; i += THREADS) {
+        u32 col = i / (ROWS / 4), at = col * SUMS_APART + i % (ROWS / 4) * 4;
+        if (x_row + col >= a.m) break;
+        float sum[4] = {};
+#pragma unroll
+        for (u32 r = 0; r < SPLIT; r++) {
+            const float* part = r == rank ? shared + rank * PART : others + (r < rank ? r : r - 1) * PART;
+#pragma unroll
+            for (int e = 0; e < 4; e++) sum[e] += part[at + e];
+        }
+        finish_four(a, w, x_row + col, row + i % (ROWS / 4) * 4, sum, factor);
+    }
+    sync_cluster();  // nobody leaves while its sums are on their way
+}
