@@ -102,12 +102,7 @@ def resident(bits: int, rows: int, n: int, k: int, gpu: Gpu) -> Iterator[Plan]:
         return
     splits = (1, 2, 4) if gpu.capability >= nvrtc.CLUSTERS else (1,)
     shapes = ((1, 4), (1, 8), (1, 16), (2, 4), (2, 8), (4, 2), (4, 4))
-    places = (
-        (1, 1),
-        (2, 1),
-        (2, 2),
-        (4, 4),
-    )  # blocks of a multiprocessor: room for so many, of this product or the next
+    places = ((1, 1), (2, 1), (2, 2), (4, 4))  # blocks of a multiprocessor: room, with the next product's; of this one
     numbers = ((1, 2), shapes, (4, 8, 16), (2, 3, 4), places, splits, (False, True))
     for mt, (wr, wk), slabs, stages, (room, blocks), split, whole in itertools.product(*numbers):
         warps = wr * wk * blocks

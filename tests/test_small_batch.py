@@ -46,6 +46,7 @@ TOGETHER_APART = TOGETHER._replace(wr=8, nt=2, stages=6, ahead=3, split=3, apart
 TOGETHER_SENDS = TOGETHER._replace(nt=2, split=2, sends=True)
 """Two that send each other their sums."""
 FOUR_SEND = TOGETHER_SENDS._replace(split=4, wr=8)
+"""Four of twice the rows."""
 TOGETHERS = (TOGETHER, TOGETHER_SPLIT, TOGETHER_APART, TOGETHER_SENDS)
 RESIDENT = Plan(1, 1, 1, 4, 4, 2, 1, 1, False, resident=1)
 """Activations that stay, warps that fetch for themselves."""

@@ -34,6 +34,7 @@ from .small_batch_plan import (
     clusters,
     constants,
     copy_size,
+    engine_takes,
     room_of,
 )
 from .small_batch_table import BY_WARPS, choose_plan, gpu_of
@@ -147,36 +148,25 @@ def _activations_kernel(
     return nvrtc.function(device, HEADERS, row, name, ACTIVATIONS, ACTIVATION_THREADS[name])
 
 
-class Prepared(NamedTuple):
-    """A matrix, cast, as a kernel reads it, in the order in which codes of a format are decoded."""
-
-    values: Tensor
-    """float16, in rows or in tiles of 64 of each 128 columns; what fills the last tile, or as many rows after the last
-    one, nobody has written"""
-    scale: Tensor
-    """what scales each row"""
-
-
-def _layout(plan: Plan, k: int) -> tuple[int, int, int]:
-    """Of ``Prepared`` for k columns: rows of a tile (0: no tiles), columns looked at, and rows after the last one."""
-    step = max(256, plan.depth) if plan.resident else 256
-    width = -(-k // step) * step
-    return (plan.cols, width, 0) if plan.together else (0, width, plan.cols)
-
-
 def _prepared(
-    x: Tensor, format: Format, cast: Cast | None, layout: tuple[int, int, int], counters: Tensor | None
-) -> Prepared:
-    """``x`` for a weight in ``format``; ``counters`` become zeros."""
-    (rows, k), (tiles, width, more) = x.shape, layout
-    shape = (-(-rows // tiles) * tiles, k) if tiles else (rows + more, width)
+    x: Tensor, format: Format, cast: Cast | None, plan: Plan, counters: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """A matrix, cast, as the kernel of ``plan`` reads it, in the order in which codes of ``format`` are decoded, and
+    what scales each row: float16, in rows or in tiles of 64 of each 128 columns.
+
+    What fills the last tile, or as many rows after the last one, nobody has written. ``counters`` become zeros.
+    """
+    rows, k = x.shape
+    step, tiles = max(256, plan.depth) if plan.resident else 256, plan.cols if plan.together else 0
+    width = -(-k // step) * step
+    shape = (-(-rows // tiles) * tiles, k) if tiles else (rows + plan.cols, width)
     out, blocks = x.new_empty(shape, dtype=torch.float16), 0
     if cast is not None and cast.format.global_scale and rows * k > ALONE:
         blocks = min(MAXIMA, -(-rows * k // (16 * ACTIVATION_THREADS["maxima"])))
     scale = x.new_empty(rows + blocks, dtype=torch.float32)  # and the bits of maxima after them
     zeroed = (0, 0) if counters is None else (counters.data_ptr(), counters.numel())
     copy, gpu = copy_size(x.data_ptr(), 2 * x.stride(0)), gpu_of(x.device)
-    engine = gpu.capability >= nvrtc.CLUSTERS and copy == 16 and k % 8 == 0 and 2 * k + 16 <= gpu.memory
+    engine = engine_takes(copy, k, gpu) and 2 * k + 16 <= gpu.memory
     kind = format.element, x.dtype, copy, cast, tiles
     pointers = x.data_ptr(), out.data_ptr(), scale.data_ptr(), zeroed[0], scale.data_ptr() + 4 * rows
     arguments = (*pointers, k, width, x.stride(0), rows, zeroed[1], blocks)
@@ -184,7 +174,7 @@ def _prepared(
         _activations_kernel(x.device, "maxima", *kind)(blocks, 1, 4, arguments)
     bytes = 16 + 2 * k if engine else 4
     _activations_kernel(x.device, "activations", *kind, engine)(rows, 1, bytes, arguments)
-    return Prepared(out, scale)
+    return out, scale
 
 
 class Weight(NamedTuple):
@@ -225,13 +215,13 @@ def _made(
     plan, room, kernel, blocks, tiles = _cut_of(
         x, weights, format, cols, 0 if ends is None else data.shape[0], out_dtype, cast, given
     )
-    counters = parts = prepared = None
+    values, x_scale, counters, parts = x, None, None, None
     if plan.apart:
         count = blocks[0] * blocks[1]
         counters = x.new_empty(count, dtype=torch.int32)
         parts = x.new_empty(count * plan.split * plan.rows * plan.cols, dtype=torch.float32)
     if not plan.whole_x:
-        prepared = _prepared(x, format, cast, _layout(plan, x.shape[1]), counters)
+        values, x_scale = _prepared(x, format, cast, plan, counters)
     results: list[Tensor] = []
     of_each: list[int] = []
     for w, first in zip(weights, tiles, strict=False):
@@ -243,15 +233,13 @@ def _made(
             0 if w.bias is None else w.bias.data_ptr(), n, first,
             n if w.bias is not None and w.bias.dim() == 2 else 0,
         )  # fmt: skip
-    if len(tiles) > len(weights):  # there are no others
-        of_each += (0, 0, 0, 0, 0, 0, tiles[-1], 0) * (len(tiles) - len(weights))
-    values = x if prepared is None else prepared.values
+    of_each += (0, 0, 0, 0, 0, 0, tiles[-1], 0) * (len(tiles) - len(weights))  # there are no others
     scale_bytes = scale_cols * scale.element_size()
     kernel(
         *blocks, room.bytes,
         (
             *of_each, 0 if ends is None else ends.data_ptr(), width * bytes_a_row, scale_rows * scale_bytes,
-            values.data_ptr(), 0 if prepared is None else prepared.scale.data_ptr(),
+            values.data_ptr(), 0 if x_scale is None else x_scale.data_ptr(),
             0 if x_global is None else x_global.data_ptr(), 0 if parts is None else parts.data_ptr(),
             0 if counters is None else counters.data_ptr(), bytes_a_row, scale_bytes, values.stride()[0], rows, cols,
             room.x_width, room.round, alpha, beta,

@@ -152,7 +152,7 @@ class Facts(NamedTuple):
     weights: int = 1
     """that one launch takes: one, or ``MOST_WEIGHTS``"""
     engine: bool = False
-    """whether the copy engine (sm_90) brings the activations of a resident plan"""
+    """whether the copy engine (sm_90) brings the activations, of a resident plan"""
 
 
 def cast_constants(cast: Cast | None) -> Constants:
@@ -329,13 +329,17 @@ def room_of(format: Format, plan: Plan, x_rows: int, n: int, k: int, gpu: Gpu) -
     return Room(bytes) if bytes <= gpu.memory else None
 
 
+def engine_takes(copy: int, k: int, gpu: Gpu) -> bool:
+    """Whether there is a copy engine that can bring rows of k activations, which lie in pieces of so many bytes."""
+    return gpu.capability >= CLUSTERS and copy == 16 and k % 8 == 0
+
+
 def as_taken(facts: Facts, plan: Plan, k: int, gpu: Gpu) -> Facts:
     """Facts of a product as the kernel of this plan takes them, which another one may prepare its activations for."""
     if not plan.whole_x:
         facts = facts._replace(x=torch.float16, x_copy=16, cast=None)
     others = facts.cast is not None and facts.cast.format.global_scale and plan.split > 1  # for the largest of all
-    pieces = facts.x_copy == 16 and k % 8 == 0  # whole ones of 16 bytes, as the copy engine takes them
-    return facts._replace(engine=plan.resident > 0 and gpu.capability >= CLUSTERS and pieces and not others)
+    return facts._replace(engine=plan.resident > 0 and engine_takes(facts.x_copy, k, gpu) and not others)
 
 
 def copy_size(address: int, *strides: int) -> int:

@@ -1,7 +1,8 @@
 """Which plan goes with which shape: what ``python -m mxtensor.tune`` has measured on each kind of GPU.
 
 ``small_batch_sm90.json`` and its like hold, for some formats, rows and shapes, the fastest plan. A shape that is not
-there takes the plan of the nearest one; a GPU that has no table, the plans of another that it has room for."""
+there takes the plan of the nearest one; a GPU that has no table, the plans of another that it has room for.
+"""
 
 from __future__ import annotations
 

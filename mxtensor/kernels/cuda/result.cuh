@@ -14,8 +14,9 @@ DEVICE bool has_nan(const Arguments& a, const u8* scales, u32 n) {
     return found;
 }
 
-// What multiplies every sum of the tensor; the sums are 2^-EXPONENT of what they should be.
 DEVICE float global_scale_of(const Weight& w) { return w.global_scale ? *w.global_scale : 1.0f; }
+
+// What multiplies every sum of the tensor; the sums are 2^-EXPONENT of what they should be.
 template <int EXPONENT> DEVICE float factor_of_all(const Arguments& a, float global_scale) {
     float factor = a.alpha * float_of_bits((EXPONENT + 127) << 23) * global_scale;
     if (a.x_global_scale) factor *= *a.x_global_scale;
