@@ -192,13 +192,12 @@ def casts_of(format: Format, rows: int) -> tuple[Cast | None, ...]:
 def compile_all(format: Format, kernels: Iterable[tuple[Plan, int]]) -> None:
     """Compile the kernels of these plans and classes in as many threads as there are processors."""
     capability = torch.cuda.get_device_capability()
-    gpu = gpu_of(torch.device("cuda", torch.cuda.current_device()))
 
     def one(kernel: tuple[Plan, int]) -> None:
         (plan, classes), half = kernel, torch.bfloat16
         for cast in casts_of(format, 1) if plan.whole_x else (None,):
             facts = Facts(format, half, half, half, 16, 16, 16, True, cast, classes)
-            nvrtc.compiled(sources_of(plan), constants(as_taken(facts, plan, 4096, gpu), plan), capability)
+            nvrtc.compiled(sources_of(plan), constants(as_taken(facts, plan), plan), capability)
 
     with ThreadPoolExecutor() as pool:
         list(pool.map(one, kernels))

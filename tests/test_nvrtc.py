@@ -16,7 +16,6 @@ from mxtensor.kernels.small_batch_plan import (
     MOST_WEIGHTS,
     TYPES,
     Facts,
-    Gpu,
     as_taken,
     cast_constants,
     classes_of,
@@ -65,8 +64,7 @@ def waiting(code, tmp_path):
 def product(format, plan, capability, even=True, rows=8, weights=1):
     copies, classes = (16, 16, 16) if even else (1, 2, 4), classes_of(format, plan, rows)
     facts = Facts(format, *[torch.bfloat16] * 3, *copies, even, None, classes, weights)
-    facts = as_taken(facts, plan, 4096, Gpu(capability, 0, 0, {}))
-    return nvrtc.compiled(sources_of(plan), constants(facts, plan), capability)
+    return nvrtc.compiled(sources_of(plan), constants(as_taken(facts, plan), plan), capability)
 
 
 CASES = [(name, SM90) for name in FORMATS] + [(name, c) for name in ELSEWHERE for c in TARGETS if c != SM90]
@@ -109,14 +107,12 @@ def test_products_of_several_weights_compile(capability, tmp_path):
 
 @pytest.mark.parametrize("capability", TARGETS)
 def test_casts_of_activations_compile(capability, tmp_path):
-    casts, engines = (None, mx.Cast.of("mxfp8"), mx.Cast.of("mxint8", "floor")), (0, 1) if capability >= SM90 else (0,)
-    for cast, tiles, engine in itertools.product(casts, (0, 64), engines):
+    for cast, tiles in itertools.product((None, mx.Cast.of("mxfp8"), mx.Cast.of("mxint8", "floor")), (0, 64)):
         row = (
             ("ELEMENT", next(iter(ELEMENTS.values()))),
             ("X", TYPES[torch.bfloat16]),
             ("X_COPY", 16),
             ("TILES", tiles),
-            ("ENGINE", engine),
         )
         code = nvrtc.compiled(HEADERS, (*row, *cast_constants(cast)), capability)
         assert {stack for _, stack in resources(code, tmp_path).values()} == {0}
@@ -124,7 +120,7 @@ def test_casts_of_activations_compile(capability, tmp_path):
 
 def test_what_is_compiled_is_kept_on_disk(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    row = (("ELEMENT", "E4M3"), ("X", "BFLOAT16"), ("X_COPY", 2), ("TILES", 0), ("ENGINE", 0), ("CAST", 0))
+    row = (("ELEMENT", "E4M3"), ("X", "BFLOAT16"), ("X_COPY", 2), ("TILES", 0), ("CAST", 0))
     code = nvrtc.compiled(HEADERS, row, SM90)
     (file,) = tmp_path.rglob("*.cubin")
     assert file.read_bytes() == code
@@ -136,7 +132,7 @@ def test_what_is_compiled_is_kept_on_disk(monkeypatch, tmp_path):
 def test_a_home_that_cannot_be_written_to_is_no_obstacle(monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    row = (("ELEMENT", "E4M3"), ("X", "BFLOAT16"), ("X_COPY", 1), ("TILES", 0), ("ENGINE", 0), ("CAST", 0))
+    row = (("ELEMENT", "E4M3"), ("X", "BFLOAT16"), ("X_COPY", 1), ("TILES", 0), ("CAST", 0))
     assert nvrtc.compiled(HEADERS, row, SM90)
 
 

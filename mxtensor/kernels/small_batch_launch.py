@@ -34,12 +34,11 @@ from .small_batch_plan import (
     clusters,
     constants,
     copy_size,
-    engine_takes,
     room_of,
 )
 from .small_batch_table import BY_WARPS, choose_plan, gpu_of
 
-WEIGHT, OTHERS = "5Q3I0Q", "8Q7I2f0Q"
+WEIGHT, OTHERS = "5Q3I0Q", "8Q9I2f0Q"
 """Arguments of a product as ``cuda/stages.cuh`` has them: of each weight, and the others."""
 ACTIVATIONS = struct.Struct("5Q6I")
 HEADERS = ("machine.cuh", "elements.cuh", "casts.cuh", "activations.cuh")
@@ -63,6 +62,8 @@ class Cut(NamedTuple):
     """along N; along M, or groups"""
     first: tuple[int, ...]
     """tiles before those of each weight"""
+    share: tuple[int, int]
+    """of a resident plan: tiles of each block, and blocks that have one more"""
 
 
 @cache
@@ -94,7 +95,7 @@ def cut(
     ``lie``: of codes, scales and x, what address and bytes of a row leave over from a multiple of 16, or'ed.
     """
     (rows, cols, groups), width, weights = sizes, sum(widths), 1 if len(widths) == 1 else MOST_WEIGHTS
-    copies = copy_size(lie[0]), copy_size(lie[1]), copy_size(lie[2])
+    copies = copy_size(lie[0]), copy_size(lie[1]), copy_size(lie[2], 2 * cols)
     gpu, together = gpu_of(device), can_multiply_together(format, cols, groups, lie)
 
     def possible(plan: Plan) -> bool:
@@ -115,7 +116,7 @@ def cut(
     if not possible(plan):
         raise RuntimeError(f"{plan} is not for {width}x{cols} in {format}, {groups} groups, aligned to {copies} bytes")
     classes = classes_of(format, plan, rows)
-    facts = as_taken(Facts(format, *types, *copies, even, cast, classes, weights), plan, cols, gpu)
+    facts = as_taken(Facts(format, *types, *copies, even, cast, classes, weights), plan)
     row = constants(facts, plan)
     grid = plan.split, not plan.apart
     layout = arguments(weights)
@@ -123,26 +124,19 @@ def cut(
     blocks = min(sum(tiles), clusters(plan, gpu)), 1
     if not plan.resident:
         blocks = sum(tiles), groups or -(-rows // plan.cols)
-    return Cut(plan, room, kernel, blocks, (0, *accumulate(tiles[:-1])))
+    return Cut(plan, room, kernel, blocks, (0, *accumulate(tiles[:-1])), divmod(sum(tiles), blocks[0]))
 
 
 @cache
 def _activations_kernel(
-    device: torch.device,
-    name: str,
-    element: ElementFormat,
-    dtype: torch.dtype,
-    copy: int,
-    cast: Cast | None,
+    device: torch.device, name: str, element: ElementFormat, dtype: torch.dtype, copy: int, cast: Cast | None,
     tiles: int,
-    engine: bool = False,
-) -> Any:
+) -> Any:  # fmt: skip
     row = (
         ("ELEMENT", ELEMENTS[element]),
         ("X", TYPES[dtype]),
         ("X_COPY", copy),
         ("TILES", tiles),
-        ("ENGINE", int(engine)),
         *cast_constants(cast),
     )
     return nvrtc.function(device, HEADERS, row, name, ACTIVATIONS, ACTIVATION_THREADS[name])
@@ -165,15 +159,12 @@ def _prepared(
         blocks = min(MAXIMA, -(-rows * k // (16 * ACTIVATION_THREADS["maxima"])))
     scale = x.new_empty(rows + blocks, dtype=torch.float32)  # and the bits of maxima after them
     zeroed = (0, 0) if counters is None else (counters.data_ptr(), counters.numel())
-    copy, gpu = copy_size(x.data_ptr(), 2 * x.stride(0)), gpu_of(x.device)
-    engine = engine_takes(copy, k, gpu) and 2 * k + 16 <= gpu.memory
-    kind = format.element, x.dtype, copy, cast, tiles
+    kind = format.element, x.dtype, copy_size(x.data_ptr(), 2 * x.stride(0), 2 * k), cast, tiles
     pointers = x.data_ptr(), out.data_ptr(), scale.data_ptr(), zeroed[0], scale.data_ptr() + 4 * rows
     arguments = (*pointers, k, width, x.stride(0), rows, zeroed[1], blocks)
     if blocks:
         _activations_kernel(x.device, "maxima", *kind)(blocks, 1, 4, arguments)
-    bytes = 16 + 2 * k if engine else 4
-    _activations_kernel(x.device, "activations", *kind, engine)(rows, 1, bytes, arguments)
+    _activations_kernel(x.device, "activations", *kind)(rows, 1, 4, arguments)
     return out, scale
 
 
@@ -212,7 +203,7 @@ def _made(
     """The products with up to ``MOST_WEIGHTS`` weights, whose biases are of one type, in one launch."""
     rows, (data, scale, _, _) = x.shape[0], weights[0]
     (*_, width, bytes_a_row), (*_, scale_rows, scale_cols) = data.shape, scale.shape
-    plan, room, kernel, blocks, tiles = _cut_of(
+    plan, room, kernel, blocks, tiles, share = _cut_of(
         x, weights, format, cols, 0 if ends is None else data.shape[0], out_dtype, cast, given
     )
     values, x_scale, counters, parts = x, None, None, None
@@ -242,7 +233,7 @@ def _made(
             values.data_ptr(), 0 if x_scale is None else x_scale.data_ptr(),
             0 if x_global is None else x_global.data_ptr(), 0 if parts is None else parts.data_ptr(),
             0 if counters is None else counters.data_ptr(), bytes_a_row, scale_bytes, values.stride()[0], rows, cols,
-            room.x_width, room.round, alpha, beta,
+            room.x_width, room.round, *share, alpha, beta,
         ),
     )  # fmt: skip
     return results

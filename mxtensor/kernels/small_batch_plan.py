@@ -9,7 +9,7 @@ import torch
 
 from ..formats import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, FP32, FP32_POW2, FULL, INT8, UE4M3, ElementFormat, Format
 from ..roles import Cast
-from .nvrtc import CLUSTERS, Constants
+from .nvrtc import Constants
 
 ELEMENTS: dict[ElementFormat, str] = {
     E4M3: "E4M3", E5M2: "E5M2", E3M2: "E3M2", E2M3: "E2M3", E2M1: "E2M1", INT8: "INT8",
@@ -151,8 +151,6 @@ class Facts(NamedTuple):
     """``classes_of`` the product"""
     weights: int = 1
     """that one launch takes: one, or ``MOST_WEIGHTS``"""
-    engine: bool = False
-    """whether the copy engine (sm_90) brings the activations, of a resident plan"""
 
 
 def cast_constants(cast: Cast | None) -> Constants:
@@ -189,7 +187,6 @@ def constants(facts: Facts, plan: Plan) -> Constants:
         ("WHOLE_TILES", int(facts.even)),
         ("CLASSES", facts.classes),
         ("WEIGHTS", facts.weights),
-        ("ENGINE", int(facts.engine)),
         ("CODES_PAD", pad_of_codes(f, facts.classes, plan.depth)),
         ("TILES", plan.cols if plan.together else 0),
         *cast_constants(facts.cast),
@@ -300,8 +297,8 @@ def resident_room(format: Format, plan: Plan, x_rows: int, n: int, k: int, gpu: 
     of_a_block = -(-stages // plan.split)
     x_width = -(-of_a_block * plan.depth // 256) * 256
     classes = classes_of(format, plan, x_rows)
-    bytes = plan.wr * plan.wk * plan.stages * stage_bytes(format, plan, classes) + 4 * plan.cols * (1 + plan.whole_x)
-    bytes += 32 + x_rows * (2 * x_width + 64) + (2 * plan.depth + 16) * (classes > 1)
+    bytes = -(-plan.wr * plan.wk * plan.stages * stage_bytes(format, plan, classes) // 128) * 128 + 16 + 8 * plan.cols
+    bytes += x_rows * (2 * x_width + 64) + (2 * plan.depth + 16) * (classes > 1)
     of_a_tile = 4 * plan.wk * x_rows * (plan.rows + 4)
     memory = min(gpu.memory, (gpu.memory + RESERVED) // plan.blocks - RESERVED)
     fits = min(-(-most // plan.wr), (memory - bytes) // (of_a_tile * plan.wr))  # times wr tiles
@@ -329,17 +326,9 @@ def room_of(format: Format, plan: Plan, x_rows: int, n: int, k: int, gpu: Gpu) -
     return Room(bytes) if bytes <= gpu.memory else None
 
 
-def engine_takes(copy: int, k: int, gpu: Gpu) -> bool:
-    """Whether there is a copy engine that can bring rows of k activations, which lie in pieces of so many bytes."""
-    return gpu.capability >= CLUSTERS and copy == 16 and k % 8 == 0
-
-
-def as_taken(facts: Facts, plan: Plan, k: int, gpu: Gpu) -> Facts:
+def as_taken(facts: Facts, plan: Plan) -> Facts:
     """Facts of a product as the kernel of this plan takes them, which another one may prepare its activations for."""
-    if not plan.whole_x:
-        facts = facts._replace(x=torch.float16, x_copy=16, cast=None)
-    others = facts.cast is not None and facts.cast.format.global_scale and plan.split > 1  # for the largest of all
-    return facts._replace(engine=plan.resident > 0 and engine_takes(facts.x_copy, k, gpu) and not others)
+    return facts if plan.whole_x else facts._replace(x=torch.float16, x_copy=16, cast=None)
 
 
 def copy_size(address: int, *strides: int) -> int:

@@ -17,8 +17,9 @@ struct Eight {  // neighbours of a row, two in a word
 DEVICE Eight load_eight(const Rows& r, u32 row, u32 at) {
     const u16* x = r.x + u64(row) * r.stride + at;
     Eight out;
-    if (X_COPY == 16 && at + 8 <= r.k) {
-        uint4 loaded = load_fresh(reinterpret_cast<const uint4*>(x));
+    if constexpr (X_COPY == 16) {  // then there are whole eights
+        uint4 loaded = {0, 0, 0, 0};
+        if (at < r.k) loaded = load_fresh(reinterpret_cast<const uint4*>(x));
         out = {loaded.x, loaded.y, loaded.z, loaded.w};
     } else {
 #pragma unroll
@@ -180,45 +181,6 @@ template <bool ONE> DEVICE void convert(u8* to, u32 stride, const Rows& r, const
     }
 }
 
-// Rows by the copy engine, ``count`` columns of each, to places ``stride`` bytes apart in shared memory: it does not stand
-// in line behind other loads that are under way, as of weights; all threads of a block.
-DEVICE void bring(u8* to, u32 stride, const u16* x, u32 x_stride, u32 rows, u32 count, u64* barrier) {
-    if (thread() == 0) begin_barrier(barrier, 1), show_barriers();
-    sync_block();
-    wait_for_previous();
-    if (thread() == 0) {
-        expect_bytes(barrier, rows * count * 2);
-        for (u32 row = 0; row < rows; row++) copy_whole(to + row * stride, x + u64(row) * x_stride, count * 2, barrier);
-    }
-    wait_at(barrier, 0);
-}
-
-// ``convert`` of rows that lie in shared memory, ``stride`` bytes apart, maybe to where they are.
-DEVICE void convert_brought(u8* to, const u8* rows, u32 stride, const Rows& r, u32* maxima) {
-    auto eight_at = [&](u32 row, u32 at) {
-        uint4 found = {0, 0, 0, 0};
-        if (r.first + at < r.k) found = *reinterpret_cast<const uint4*>(rows + row * stride + 2 * at);
-        return Eight{{found.x, found.y, found.z, found.w}};
-    };
-    for (u32 row = 0; row < r.rows; row++) {
-        u32 amax = 0;
-#pragma unroll 2
-        for (u32 at = 8 * thread(); at < r.count; at += 8 * threads()) {
-            u32 bits = amax_of(eight_at(row, at));
-            amax = bits > amax ? bits : amax;
-        }
-        raise_by_warp(maxima + row, amax);
-    }
-    sync_block();
-    Level level = level_of(CAST == TWO_LEVELS ? largest_of(maxima, r.rows) : 0);
-    for (u32 row = 0; row < r.rows; row++)
-#pragma unroll 2
-        for (u32 at = 8 * thread(); at < r.count; at += 8 * threads()) {
-            Eight values = eight_at(row, at);
-            write_eight(to + row * stride, r, row, at, values, amax_of(values), maxima[row], level);
-        }
-}
-
 struct ActivationArguments {
     const u16* x;
     u16* out;       // (rows, width): k rounded up, to 256 at least; or tiles
@@ -270,20 +232,13 @@ DEVICE void zero_counters(const ActivationArguments& a) {
 // One row a block.
 KERNEL void BOUNDS(512, 1) activations(const ActivationArguments a) {
     let_next_start();
-    u8* shared = shared_memory();
-    u32 *amax = reinterpret_cast<u32*>(shared), row = block_x();
+    u32 *amax = reinterpret_cast<u32*>(shared_memory()), row = block_x();
     if (thread() == 0) *amax = 0;
     Rows mine = {a.x + u64(row) * a.x_stride, a.x_stride, a.k, 1, 0, a.width, row};
-    if constexpr (ENGINE) {
-        bring(shared + 16, 0, mine.x, 0, 1, a.k, reinterpret_cast<u64*>(shared + 8));
-    } else {
-        sync_block();
-        wait_for_previous();
-    }
+    sync_block();
+    wait_for_previous();
     if (CAST == TWO_LEVELS) take_maxima(amax, a);  // which those of the row do not exceed
-    u8* to = reinterpret_cast<u8*>(TILES ? a.out : a.out + u64(row) * a.width);
-    if constexpr (ENGINE) convert_brought(to, shared + 16, 0, mine, amax);
-    else convert<true>(to, 0, mine, mine, amax);
+    convert<true>(reinterpret_cast<u8*>(TILES ? a.out : a.out + u64(row) * a.width), 0, mine, mine, amax);
     if (thread() == 0) a.scale[row] = scale_of_row(amax, 0, 1);
     zero_counters(a);
 }

@@ -71,8 +71,9 @@ DEVICE void multiply_rows(const Arguments& a, const Weight& w, const Place& p, u
     const float* x_scale = a.x_scale + x_row;
     if constexpr (WHOLE_X) {
         x_stride = 2 * stages * BK + 64;
-        read_x(a, p.x, p.x_rows, p.first * BK, stages * BK, whole, x_stride);
-        x_scale = reinterpret_cast<const float*>(whole);
+        float* scale = reinterpret_cast<float*>(whole);
+        read_x(a, p.x, p.x_rows, p.first * BK, stages * BK, whole + WHOLE_HEAD, x_stride, scale);
+        x_scale = scale;
         let_next_start();
     } else {
         wait_for_previous();

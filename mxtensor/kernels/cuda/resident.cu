@@ -2,14 +2,16 @@
 //
 // A block has its share of the rows of w, tiles of ROWS, as many as any other. Its WR rows of warps take turns with them;
 // each of the WK warps of one has columns of its own, a stage of BK and again one WK stages further, whose codes and
-// scales it fetches for itself: once x is there no warp waits for another until the sums of ``round`` tiles, a multiple
-// of WR, are brought together. The copy engine brings x, or without one (ENGINE) all threads do, with WR = 1 each warp
-// what belongs to its own columns. Blocks of a cluster have the same tiles, and each of them a part of the columns.
+// scales it fetches for itself, and with WR = 1 of x what belongs to them: once x is there no warp waits for another
+// until the sums of ``round`` tiles, a multiple of WR, are brought together. Blocks of a cluster have the same tiles, and
+// each of them a part of the columns. What comes before the first codes are asked for is short: no other instruction of a
+// kernel costs as much time.
 
 constexpr int SLOT = ROWS + 4;  // float32 of the sums of a warp, tile and row of x
-constexpr int RING = STAGES * STAGE, GLOBALS_AT = WR * WK * RING, BARRIER_AT = GLOBALS_AT + 16;
-constexpr int X_AT = GLOBALS_AT + 32, X_HEAD = WHOLE_X ? WHOLE_HEAD : 4 * COLS;  // what scales rows of x, and maxima
-static_assert(WEIGHTS <= 4, "there is room for so many global scales");
+constexpr int RING = STAGES * STAGE;
+constexpr int X_AT = (WR * WK * RING + 127) / 128 * 128;  // or it would take longer to come
+constexpr int HEAD = 16 + 8 * COLS;  // the global scales of the weights; what scales rows of x, and their maxima
+static_assert(WEIGHTS <= 4 && ZEROS <= 16 * THREADS, "there is room for so many global scales; threads for zeros");
 
 struct Share {  // what a block works on
     u32 begin, end;   // tiles of w
@@ -47,30 +49,8 @@ DEVICE void fetch_x(const Arguments& a, const Share& s, u32 first, u32 count, u3
         copy<16>(to + i / pieces * s.x_stride + i % pieces * 16,
                  a.x + i / pieces * u64(a.x_stride) + first * BK + i % pieces * 8, true);
 }
-constexpr bool COMMITTED = WHOLE_X || ENGINE;  // stages of w alone: no part of x comes with them
 DEVICE void fetch_columns(const Arguments& a, const Share& s, const Walk& w) {
-    if (!COMMITTED && WR == 1 && w.tile == s.begin) fetch_x(a, s, w.stage, BK, thread() % 32, 32);
-}
-
-// x, and what scales its rows; without the copy engine only under way, or with WR = 1 but for what scales them not at all.
-DEVICE void have_x(const Arguments& a, const Share& s, u8* shared) {
-    u64* barrier = reinterpret_cast<u64*>(shared + BARRIER_AT);
-    float* x_scale = reinterpret_cast<float*>(shared + X_AT);
-    u32 first = s.first * BK, left = a.k - first;
-    if constexpr (WHOLE_X && ENGINE) {
-        u32* maxima = reinterpret_cast<u32*>(x_scale + COLS);
-        if (thread() < COLS) maxima[thread()] = 0;
-        bring(s.x, s.x_stride, a.x + first, a.x_stride, a.m, left < a.x_width ? left : a.x_width, barrier);
-        convert_brought(s.x, s.x, s.x_stride, {nullptr, 0, a.k, a.m, first, a.x_width}, maxima);
-        if (thread() < a.m) x_scale[thread()] = scale_of_row(maxima, thread(), a.m);
-    } else if constexpr (WHOLE_X) {
-        read_x(a, a.x, a.m, first, a.x_width, shared + X_AT, s.x_stride);
-    } else {
-        if constexpr (ENGINE) bring(s.x, s.x_stride, a.x + first, a.x_stride, a.m, (s.last - s.first) * BK, barrier);
-        else wait_for_previous();
-        if constexpr (!ENGINE && WR > 1) fetch_x(a, s, s.first, (s.last - s.first) * BK, thread(), THREADS);
-        if (thread() < a.m) x_scale[thread()] = a.x_scale[thread()];
-    }
+    if (!WHOLE_X && WR == 1 && w.tile == s.begin) fetch_x(a, s, w.stage, BK, thread() % 32, 32);
 }
 
 // What a warp sums for a tile, where in x the columns of the stage that is next begin, and the results.
@@ -148,40 +128,46 @@ DEVICE void write_tiles(
     }
 }
 
-KERNEL void BOUNDS(THREADS, BLOCKS) resident(const Arguments a) {
-    u32 lane = thread() % 32, warp = thread() / 32, tiles = tiles_of_all(a), stages = (a.k + BK - 1) / BK;
+DEVICE Share share_of(const Arguments& a, u8* x) {
     u32 others = blocks_x() / RESIDENT, block = block_x();  // blocks of one multiprocessor have neighbouring tiles
-    if (block < others * RESIDENT) block = block % others * RESIDENT + block / others;
-    u8 *shared = shared_memory(), *ring = shared + warp * RING;
-    Share s = {block * tiles / blocks_x(), (block + 1) * tiles / blocks_x(), block_z() * stages / SPLIT,
-               (block_z() + 1) * stages / SPLIT, 2 * a.x_width + 64, shared + X_AT + X_HEAD};
+    if (RESIDENT > 1 && block < others * RESIDENT) block = block % others * RESIDENT + block / others;
+    u32 begin = block * a.tiles + (block < a.more ? block : a.more), stages = (a.k + BK - 1) / BK;
+    Share s = {begin, begin + a.tiles + (block < a.more), 0, stages, 2 * a.x_width + 64, x};
+    if constexpr (SPLIT > 1) s.first = block_z() * stages / SPLIT, s.last = (block_z() + 1) * stages / SPLIT;
+    return s;
+}
+
+KERNEL void BOUNDS(THREADS, BLOCKS) resident(const Arguments a) {
+    u32 lane = thread() % 32;
+    u8 *shared = shared_memory(), *ring = shared + thread() / 32 * RING;
+    Share s = share_of(a, shared + X_AT);
+    Walk next = first_of(a, s), ahead = next;
+#pragma unroll
+    for (int i = 0; i < STAGES - 1; i++)  // weights do not wait for the kernel before this one
+        if (is_left(ahead, s)) fetch_codes(a, ahead, ring + i * STAGE), step(a, ahead, s);
+    if (!WHOLE_X) let_next_start();
+    float global_scale = thread() < WEIGHTS ? global_scale_of(a.weights[thread()]) : 0, own_scale = 0;  // on their way
     u8* zeros = s.x + a.m * s.x_stride;
-    for (u32 i = thread() * 16; i < ZEROS; i += THREADS * 16) *reinterpret_cast<uint4*>(zeros + i) = {0, 0, 0, 0};
-    float *slots = reinterpret_cast<float*>(zeros + ZEROS), *globals = reinterpret_cast<float*>(shared + GLOBALS_AT);
-    float* x_scale = reinterpret_cast<float*>(shared + X_AT);
+    if (thread() * 16 < ZEROS) *reinterpret_cast<uint4*>(zeros + thread() * 16) = {0, 0, 0, 0};
+    float *globals = reinterpret_cast<float*>(zeros + ZEROS), *x_scale = globals + 4, *slots = globals + HEAD / 4;
+    if constexpr (WHOLE_X) {
+        read_x(a, a.x, a.m, s.first * BK, a.x_width, s.x, s.x_stride, x_scale);
+    } else {
+        wait_for_previous();
+        if constexpr (WR > 1) fetch_x(a, s, s.first, (s.last - s.first) * BK, thread(), THREADS);
+        if (thread() < a.m) own_scale = a.x_scale[thread()];
+    }
+#pragma unroll
+    for (int i = 0; i < STAGES - 1; i++) {
+        if (is_left(next, s)) fetch_columns(a, s, next), step(a, next, s);
+        end_of_stage();
+    }
+    if constexpr (!WHOLE_X && WR > 1) wait_for_stage<0>();
+    if constexpr (WHOLE_X || WR > 1 || ZEROS > 0) sync_block();
+    if (WHOLE_X) let_next_start();  // only now: it would ask for its weights before this one has asked for x
     Lane l = {lane / 4, lane % 4, lane / 4, 0};
 #pragma unroll
     for (int j = 0; j < NT; j++) l.columns[j] = (8 * j + l.g < a.m ? 8 * j + l.g : 0) * s.x_stride + l.t * 16;
-
-    Walk next = first_of(a, s), ahead = next;
-    float global_scale = thread() < WEIGHTS ? global_scale_of(a.weights[thread()]) : 0;  // on its way
-#pragma unroll 1
-    for (int i = 0; i < STAGES; i++) {  // weights do not wait for the kernel before this one
-        if (is_left(ahead, s)) fetch_codes(a, ahead, ring + i * STAGE), step(a, ahead, s);
-        if (COMMITTED) end_of_stage();
-    }
-    have_x(a, s, shared);
-    if (thread() < WEIGHTS) globals[thread()] = global_scale;
-    if constexpr (!COMMITTED)
-#pragma unroll 1
-        for (int i = 0; i < STAGES; i++) {
-            if (is_left(next, s)) fetch_columns(a, s, next), step(a, next, s);
-            end_of_stage();
-        }
-    else next = ahead;
-    if constexpr (!COMMITTED && WR > 1) wait_for_stage<0>();
-    if constexpr (WHOLE_X || WR > 1 || ZEROS > 0) sync_block();
-    let_next_start();  // only now: it would ask for its weights before this one has asked for x
     u32 slot = 0;
     for (u32 round = s.begin; round < s.end; round += a.round) {
         u32 count = s.end - round < a.round ? s.end - round : a.round;
@@ -189,20 +175,21 @@ KERNEL void BOUNDS(THREADS, BLOCKS) resident(const Arguments a) {
             Partial sums = {};
             Columns x = columns_of(l, s, a.m, zeros);
             for (u32 stage = s.first + place_in_row(); stage < s.last; stage += WK) {
-                wait_for_stage<STAGES - 1>();
-                sync_warp();
-                multiply_columns(sums, l, ring + slot * STAGE, x);
+                wait_for_stage<STAGES - 2>();
                 sync_warp();
                 if (is_left(next, s)) {
-                    fetch_codes(a, next, ring + slot * STAGE);
+                    fetch_codes(a, next, ring + (slot == 0 ? STAGES - 1 : slot - 1) * STAGE);
                     fetch_columns(a, s, next);
                     step(a, next, s);
                 }
                 end_of_stage();
+                multiply_columns(sums, l, ring + slot * STAGE, x);
                 slot = slot + 1 == STAGES ? 0 : slot + 1;
             }
             keep(slots + (tile * WK + place_in_row()) * a.m * SLOT, sums, l, a.m);
         }
+        if (!WHOLE_X && thread() < a.m) x_scale[thread()] = own_scale;  // not before: they would be waited for
+        if (thread() < WEIGHTS) globals[thread()] = global_scale;
         write_tiles(a, round, count, slots, x_scale, globals);
     }
     wait_for_stage<0>();

@@ -38,7 +38,8 @@ struct Arguments {
     u32* counters;     // how many of those of a tile are there
     u32 codes_stride, scales_stride, x_stride;  // of a row: bytes, bytes, values
     u32 m, k;
-    u32 x_width, round;  // where x stays: its columns in a block, and tiles of w whose sums there is room for
+    u32 x_width, round;  // where x stays: its columns in a block, and tiles of w whose sums there is room for; and
+    u32 tiles, more;     // the tiles of each block, of the first ``more`` one more
     float alpha, beta;
 };
 
@@ -107,18 +108,17 @@ DEVICE void fetch_x(const Arguments& a, const Place& p, u8* to, u32 index) {
         to, reinterpret_cast<const u8*>(p.x), 0, COLS, COLS, 2 * a.x_stride, index * 2 * BK, 2 * a.x_stride);
 }
 
-// Columns ``first`` on of all rows, ``count`` of them, into shared memory: in front what scales each row, and its largest
-// magnitude, then the rows.
-DEVICE void read_x(const Arguments& a, const u16* x, u32 rows, u32 first, u32 count, u8* to, u32 stride) {
-    float* scale = reinterpret_cast<float*>(to);
+// Columns ``first`` on of all rows, ``count`` of them, into shared memory; what scales each row, and after those their
+// largest magnitudes.
+DEVICE void read_x(const Arguments& a, const u16* x, u32 rows, u32 first, u32 count, u8* to, u32 stride, float* scale) {
     u32* maxima = reinterpret_cast<u32*>(scale + COLS);
     if (thread() < COLS) maxima[thread()] = 0;
     sync_block();
     wait_for_previous();
     Rows mine = {x, a.x_stride, a.k, rows, first, count};
     Rows all = {x, a.x_stride, a.k, rows, 0, (a.k + 255) / 256 * 256};
-    if constexpr (CLASSES == 8) convert<true>(to + WHOLE_HEAD, stride, mine, all, maxima);  // the less code to be fetched
-    else if (rows == 1) convert<true>(to + WHOLE_HEAD, stride, mine, all, maxima);
-    else convert<false>(to + WHOLE_HEAD, stride, mine, all, maxima);
+    if constexpr (CLASSES == 8) convert<true>(to, stride, mine, all, maxima);  // the less code to be fetched
+    else if (rows == 1) convert<true>(to, stride, mine, all, maxima);
+    else convert<false>(to, stride, mine, all, maxima);
     if (thread() < rows) scale[thread()] = scale_of_row(maxima, thread(), rows);
 }
