@@ -112,7 +112,7 @@ def resident(bits: int, rows: int, n: int, k: int, gpu: Gpu) -> Iterator[Plan]:
             continue
         if (rows <= 2 and not whole) or (rows > (4 if split == 1 else 2) and whole):  # in between it depends
             continue
-        if not 2**15 <= bits * warps * stages * mt * slabs * 64 <= 2**17:  # bytes under way
+        if not 2**15 <= bits * warps * (stages - 1) * mt * slabs * 64 <= 2**17:  # bytes under way
             continue
         if split > 1 and rows * k < 2**15 and n > 2048:  # where one block has room for them
             continue
@@ -185,8 +185,8 @@ def call(x: Tensor, w: Operand, plan: Plan | None, cast: Cast | None = None) -> 
 
 
 def casts_of(format: Format, rows: int) -> tuple[Cast | None, ...]:
-    """What activations go through when plans are timed: at one row the cast makes a difference to those that cast."""
-    return (None, Cast(format)) if rows == 1 else (None,)
+    """What activations go through when plans are timed: at few rows the cast makes a difference to those that cast."""
+    return (None, Cast(format)) if rows <= 4 else (None,)
 
 
 def compile_all(format: Format, kernels: Iterable[tuple[Plan, int]]) -> None:

@@ -187,7 +187,7 @@ def constants(facts: Facts, plan: Plan) -> Constants:
         ("WHOLE_TILES", int(facts.even)),
         ("CLASSES", facts.classes),
         ("WEIGHTS", facts.weights),
-        ("CODES_PAD", pad_of_codes(f, facts.classes, plan.depth)),
+        *zip(("TURN_SHIFT", "TURN_MASK", "TURN_PIECES"), turn_of_codes(f, facts.classes, plan.depth), strict=True),
         ("TILES", plan.cols if plan.together else 0),
         *cast_constants(facts.cast),
         *zip(PLAN, map(int, plan), strict=True),
@@ -228,19 +228,30 @@ def classes_of(format: Format, plan: Plan, x_rows: int) -> int:
     return min(8 // next(r for r in (1, 2, 4) if r >= x_rows), plan.depth // format.block[1])
 
 
-PADS = {
-    (8, 8): 32, (6, 8): 16, (4, 8): 16,
-    (8, 16): 64, (6, 16): 16, (4, 16): 32,
-    (8, 32): 16, (6, 32): 32, (4, 32): 64,
+TURNS = {
+    (8, 8): (0, 3, 2), (8, 16): (0, 1, 4), (8, 32): (0, 1, 1),
+    (6, 8): (0, 3, 2), (6, 16): (0, 7, 1), (6, 32): (0, 3, 2),
+    (4, 8): (0, 7, 1), (4, 16): (0, 3, 2), (4, 32): (0, 1, 4),
 }  # fmt: skip
-"""Bits of an element, codes that a thread reads in one go -> bytes between rows of a stage, so that few reads meet in a
-bank: none but of 6 bits, 8 at a time, which take twice as long"""
+"""Bits of an element, codes that a thread reads in one go -> how pieces of 16 bytes change places in a row of codes: row r
+has them xor (r >> first & second) * third, so that no two reads meet in a bank, but of 6 bits, 8 at a time, two"""
+NARROW_TURNS = {
+    (6, 8, 128): (0, 0, 1), (6, 16, 128): (2, 1, 1), (6, 32, 128): (0, 0, 1),
+    (6, 8, 256): (1, 1, 2), (6, 16, 256): (1, 3, 1), (6, 32, 256): (1, 1, 2),
+    (4, 8, 128): (1, 3, 1), (4, 16, 128): (1, 1, 2), (4, 32, 128): (0, 0, 1),
+}  # fmt: skip
+"""The same of stages with so few columns."""
 
 
-def pad_of_codes(format: Format, classes: int, depth: int) -> int:
-    """Bytes after the codes of a row and a stage of ``depth`` columns in shared memory."""
-    bits, run = format.element.bits, 8 if classes == 1 else min(32, format.block[1] * classes // 4)
-    return 0 if run == 32 and bits < 8 and depth == 128 else PADS[bits, run]  # rows of 64 and 96 bytes: none is needed
+def codes_a_read(format: Format, classes: int) -> int:
+    """Of a row, one after the other, that a thread reads before it multiplies them."""
+    return 8 if classes == 1 else min(32, format.block[1] * classes // 4)
+
+
+def turn_of_codes(format: Format, classes: int, depth: int) -> tuple[int, int, int]:
+    """Of the rows of a stage of ``depth`` columns in shared memory: see ``TURNS``."""
+    case = format.element.bits, codes_a_read(format, classes)
+    return NARROW_TURNS.get((*case, depth)) or TURNS[case]
 
 
 ALIGNED = {8: (16, 4), 6: (16, 1), 4: (16, 1)}
@@ -265,13 +276,13 @@ class Room(NamedTuple):
     """tiles of the weight whose sums are kept, of a resident plan"""
 
 
-def stage_bytes(format: Format, plan: Plan, classes: int = 1) -> int:
+def stage_bytes(format: Format, plan: Plan) -> int:
     """Of the codes and scales of a stage, with activations where these come along, as ``cuda/stages.cuh`` has it."""
     per_row = scale_bytes(format, plan)
-    codes = plan.depth * format.element.bits // 8 + pad_of_codes(format, classes, plan.depth)
+    codes = plan.depth * format.element.bits // 8
     scales = -(-per_row // 4) * 4 if plan.resident else -(-per_row // 16) * 16 + 16 if per_row else 0
     x = 0 if plan.whole_x or plan.resident else plan.cols * (2 * plan.depth + 64)
-    return -(-(plan.rows * (codes + scales) + x) // 16) * 16
+    return -(-(plan.rows * (codes + scales) + x) // 128) * 128
 
 
 def shared_memory(format: Format, plan: Plan, x_rows: int, k: int) -> int:
@@ -297,7 +308,7 @@ def resident_room(format: Format, plan: Plan, x_rows: int, n: int, k: int, gpu: 
     of_a_block = -(-stages // plan.split)
     x_width = -(-of_a_block * plan.depth // 256) * 256
     classes = classes_of(format, plan, x_rows)
-    bytes = -(-plan.wr * plan.wk * plan.stages * stage_bytes(format, plan, classes) // 128) * 128 + 16 + 8 * plan.cols
+    bytes = plan.wr * plan.wk * plan.stages * stage_bytes(format, plan) + 16 + 8 * plan.cols
     bytes += x_rows * (2 * x_width + 64) + (2 * plan.depth + 16) * (classes > 1)
     of_a_tile = 4 * plan.wk * x_rows * (plan.rows + 4)
     memory = min(gpu.memory, (gpu.memory + RESERVED) // plan.blocks - RESERVED)

@@ -50,17 +50,18 @@ DEVICE void decode_eight(u32* out, const u32* codes, u32 odd = 0) {
     }
 }
 
-// Eight codes of a slab in shared memory, those of thread ``t`` of four: BITS bytes.
-DEVICE void decode(u32 (&out)[4], const u8* slab, u32 t) {
+// Eight codes of a slab of a row in shared memory, those of thread ``t`` of four: BITS bytes; each is where its place in the
+// row is xor ``turn``, a multiple of 16.
+DEVICE void decode(u32 (&out)[4], const u8* row, u32 slab, u32 t, u32 turn) {
+    u32 at = slab * (4 * BITS) + (BITS == 6 ? t * 6 & ~3 : t * BITS), words[2];
     if constexpr (BITS == 8) {
-        uint2 codes = *reinterpret_cast<const uint2*>(slab + t * 8);
-        u32 words[2] = {codes.x, codes.y};
-        decode_eight(out, words);
-    } else if constexpr (BITS == 4) {
-        decode_eight(out, reinterpret_cast<const u32*>(slab + t * 4));
+        uint2 codes = *reinterpret_cast<const uint2*>(row + (at ^ turn));
+        words[0] = codes.x, words[1] = codes.y;
     } else {
-        decode_eight(out, reinterpret_cast<const u32*>(slab + (t * 6 & ~3)), (t & 1) * UPPER);
+        words[0] = *reinterpret_cast<const u32*>(row + (at ^ turn));
+        if constexpr (BITS == 6) words[1] = *reinterpret_cast<const u32*>(row + ((at + 4) ^ turn));
     }
+    decode_eight(out, words, BITS == 6 ? (t & 1) * UPPER : 0);
 }
 
 // Eight activations, two in a word, in the order of ``decode``.

@@ -35,18 +35,21 @@ DEVICE Spread spread_of(const Lane& l, const u8* x, u32 x_stride, u32 rows, cons
 
 constexpr int WORDS = RUN * BITS / 32;  // of codes, a thread and row
 
-DEVICE void load_run(u32 (&codes)[WORDS], const u8* from) {
+// From byte ``at`` of a row on, which is where that is xor ``turn``.
+DEVICE void load_run(u32 (&codes)[WORDS], const u8* row, u32 at, u32 turn) {
 #pragma unroll
-    for (int i = 0; i < WORDS;)
+    for (int i = 0; i < WORDS;) {
+        const u8* from = row + ((at + 4 * i) ^ turn);
         if constexpr (WORDS % 4 == 0) {
-            uint4 loaded = *reinterpret_cast<const uint4*>(from + 4 * i);
+            uint4 loaded = *reinterpret_cast<const uint4*>(from);
             codes[i] = loaded.x, codes[i + 1] = loaded.y, codes[i + 2] = loaded.z, codes[i + 3] = loaded.w, i += 4;
         } else if constexpr (WORDS % 2 == 0) {
-            uint2 loaded = *reinterpret_cast<const uint2*>(from + 4 * i);
+            uint2 loaded = *reinterpret_cast<const uint2*>(from);
             codes[i] = loaded.x, codes[i + 1] = loaded.y, i += 2;
         } else {
-            codes[i] = *reinterpret_cast<const u32*>(from + 4 * i), i++;
+            codes[i] = *reinterpret_cast<const u32*>(from), i++;
         }
+    }
 }
 
 // The scales that columns 2 t and 2 t + 1 have to do with: of two neighbouring blocks, or where they are of a class, of one.
@@ -73,7 +76,7 @@ DEVICE void multiply_spread(Few& sums, const Lane& l, const u8* stage, const Spr
             u32 codes[2 * MT][WORDS], at = group * GROUP + run * 4 * RUN;  // the columns of the four threads begin here
 #pragma unroll
             for (int i = 0; i < 2 * MT; i++)
-                load_run(codes[i], stage + CODES_AT + (l.row + 8 * i) * CODES_STRIDE + (at + l.t * RUN) * BITS / 8);
+                load_run(codes[i], stage + CODES_AT + (l.row + 8 * i) * CODES, (at + l.t * RUN) * BITS / 8, turn_of(l.g));
 #pragma unroll
             for (int q = 0; q < EIGHTS; q++) {
                 int h = HALVES == 1 ? 0 : SCALE == UE4M3 ? q / (EIGHTS / 2) : run;

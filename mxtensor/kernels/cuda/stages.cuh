@@ -4,13 +4,13 @@ constexpr int THREADS = 32 * WR * WK;
 constexpr int FETCHERS = RESIDENT ? 32 : THREADS;  // threads that fetch a stage: a warp its own, or all of a block
 constexpr int ROWS = 16 * MT * (RESIDENT ? 1 : WR), COLS = 8 * NT;
 constexpr int BK = 32 * SLABS * (RESIDENT ? 1 : WK);  // a warp takes SLABS slabs of a stage
-constexpr int CODES = BK * BITS / 8, CODES_STRIDE = CODES + CODES_PAD;  // bytes
+constexpr int CODES = BK * BITS / 8;  // bytes of a row
 constexpr int SCALES = SCALE == AT_THE_END ? 0 : SCALE == UE4M3 ? BK / 16 : BK / 32;  // bytes of a row and stage
 constexpr int SCALES_STRIDE = RESIDENT ? (SCALES + 3) / 4 * 4 : (SCALES + 15) / 16 * 16 + 16;
 constexpr int X_STRIDE = 2 * BK + 64;
 constexpr int X_BYTES = WHOLE_X || RESIDENT ? 0 : COLS * X_STRIDE, SCALES_BYTES = SCALES ? ROWS * SCALES_STRIDE : 0;
-constexpr int CODES_AT = X_BYTES, SCALES_AT = CODES_AT + ROWS * CODES_STRIDE;  // in a stage
-constexpr int STAGE = (SCALES_AT + SCALES_BYTES + 15) / 16 * 16;
+constexpr int CODES_AT = X_BYTES, SCALES_AT = CODES_AT + ROWS * CODES;  // in a stage
+constexpr int STAGE = (SCALES_AT + SCALES_BYTES + 127) / 128 * 128;
 constexpr int SUM_STRIDE = COLS + 2;  // float32 of the sums that the warps of one row of warps bring together
 constexpr int SUMS = 4 * WK * ROWS * SUM_STRIDE;  // bytes, where the stages were
 constexpr int WHOLE_AT = STAGES * STAGE > SUMS ? STAGES * STAGE : SUMS;
@@ -72,14 +72,19 @@ DEVICE u32 row_of_scales(u32 row) {
 
 DEVICE constexpr u32 common(u32 a, u32 b) { return b == 0 ? a : common(b, a % b); }
 
+// Codes lie row after row, so that lines of 128 bytes come in one piece, which is faster; but in odd rows, as it were,
+// their pieces of 16 bytes change places, so that threads of several rows find them in banks of their own: bytes are
+// where their place in the row is xor this.
+DEVICE u32 turn_of(u32 row) { return (row >> TURN_SHIFT & TURN_MASK) * (16 * TURN_PIECES); }
+
 // ``most`` rows of WIDTH bytes, COPY at a time, of a matrix with ``stride`` bytes a row: rows from ``first`` on, bytes
 // from ``begin`` on; zeros where it has no row (``rows``) or byte (``limit``), unless ALL says that it has them all.
-// SHARED_ROWS rows of what is copied are one of the matrix.
-template <int WIDTH, int COPY, int STRIDE, int SHARED_ROWS, bool ALL>
+// SHARED_ROWS rows of what is copied are one of the matrix; TURNED as codes are.
+template <int WIDTH, int COPY, int STRIDE, int SHARED_ROWS, bool ALL, bool TURNED = false>
 DEVICE void fetch(u8* to, const u8* from, u32 first, u32 rows, u32 most, u64 stride, u32 begin, u32 limit) {
     constexpr u32 pieces = WIDTH / COPY, across = common(pieces, FETCHERS), down = FETCHERS / across;
     u32 fetcher = thread() % FETCHERS, row = fetcher / across, at = fetcher % across * COPY;
-    to += row * STRIDE + at, from += begin + at;
+    to += row * STRIDE, from += begin + at;
     const u8* line = from + (first + row) * stride;
 #pragma unroll 8
     for (u32 i = 0; i < most; i += down) {
@@ -87,15 +92,16 @@ DEVICE void fetch(u8* to, const u8* from, u32 first, u32 rows, u32 most, u64 str
 #pragma unroll
         for (u32 j = 0; j < pieces / across; j++) {
             bool there = ALL || row + i < rows && begin + at + j * across * COPY < limit;
+            u32 place = (at + j * across * COPY) ^ (TURNED ? turn_of(row + i) : 0);
             if (most % down == 0 || row + i < most)
-                copy<COPY>(to + i * STRIDE + j * across * COPY, line + j * across * COPY, there);
+                copy<COPY>(to + i * STRIDE + place, line + j * across * COPY, there);
         }
         line += down * stride;
     }
 }
 
 DEVICE void fetch_weights(const Arguments& a, const Place& p, u8* stage, u32 index) {
-    fetch<CODES, CODES_COPY, CODES_STRIDE, 1, WHOLE_TILES>(
+    fetch<CODES, CODES_COPY, CODES, 1, WHOLE_TILES, true>(
         stage + CODES_AT, p.codes, p.row, p.rows, ROWS, a.codes_stride, index * CODES, a.codes_stride);
     if constexpr (SCALES > 0)
         fetch<SCALES, SCALES_COPY, SCALES_STRIDE, BLOCK_ROWS, WHOLE_TILES>(

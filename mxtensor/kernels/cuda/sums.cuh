@@ -16,10 +16,10 @@ DEVICE void place_half(u32 (&a)[8], int half, const u32 (&words)[4]) {
     for (int j = 0; j < 4; j++) a[j / 2 * 4 + j % 2 * 2 + half] = words[j];
 }
 
-// The same from the codes of a slab; ``scale`` is what multiplies those of ue4m3 scales.
-DEVICE void decode_half(u32 (&a)[8], int half, const u8* slab, u32 t, u32 scale) {
+// The same from the codes of a slab of ``row``, in a stage; ``scale`` is what multiplies those of ue4m3 scales.
+DEVICE void decode_half(u32 (&a)[8], int half, const u8* row, u32 slab, const Lane& l, u32 scale) {
     u32 words[4];
-    decode(words, slab, t);
+    decode(words, row, slab, l.t, turn_of(l.g));
 #pragma unroll
     for (int j = 0; SCALE == UE4M3 && j < 4; j++) words[j] = multiply_half(words[j], scale);
     place_half(a, half, words);
@@ -31,8 +31,8 @@ DEVICE void multiply_slab(Sums& sums, const Lane& l, u32 slab, const u32 (&scale
     float scale[2 * MT];
 #pragma unroll
     for (int i = 0; i < 2 * MT; i++) {
-        const u8* codes = l.stage + CODES_AT + (l.row + 8 * i) * CODES_STRIDE + slab * (4 * BITS);
-        decode_half(a[i / 2], i % 2, codes, l.t, SCALE == UE4M3 ? scales[i] : 0);
+        const u8* row = l.stage + CODES_AT + (l.row + 8 * i) * CODES;
+        decode_half(a[i / 2], i % 2, row, slab, l, SCALE == UE4M3 ? scales[i] : 0);
         scale[i] = float_of_bits(scales[i]);
     }
     constexpr int together = NT < 4 ? NT : 4 / MT;  // products that do not wait for each other
