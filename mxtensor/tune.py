@@ -102,21 +102,16 @@ def resident(bits: int, rows: int, n: int, k: int, gpu: Gpu) -> Iterator[Plan]:
         return
     splits = (1, 2, 4) if gpu.capability >= nvrtc.CLUSTERS else (1,)
     shapes = ((1, 4), (1, 8), (1, 16), (2, 4), (2, 8), (4, 2), (4, 4))
-    places = ((1, 1), (2, 1), (2, 2), (4, 4))  # blocks of a multiprocessor: room, with the next product's; of this one
-    numbers = ((1, 2), shapes, (4, 8, 16), (2, 3, 4), places, splits, (False, True))
-    for mt, (wr, wk), slabs, stages, (room, blocks), split, whole in itertools.product(*numbers):
+    numbers = ((1, 2), shapes, (4, 8, 16), (2, 3, 4), (1, 2, 4), splits)
+    for mt, (wr, wk), slabs, stages, blocks, split in itertools.product(*numbers):
         warps = wr * wk * blocks
         if warps not in (8, 16) or mt * nt > 4 or (wr > 1 and (rows <= 4 or blocks > 1)):
-            continue
-        if room > blocks and (warps < 16 or wr > 1):  # registers of 8 warps leave room anyway
-            continue
-        if (rows <= 2 and not whole) or (rows > (4 if split == 1 else 2) and whole):  # in between it depends
             continue
         if not 2**15 <= bits * warps * (stages - 1) * mt * slabs * 64 <= 2**17:  # bytes under way
             continue
         if split > 1 and rows * k < 2**15 and n > 2048:  # where one block has room for them
             continue
-        yield Plan(mt, nt, wr, wk, slabs, stages, room, split, whole, resident=blocks)
+        yield Plan(mt, nt, wr, wk, slabs, stages, blocks, split, rows <= 2, resident=blocks)
 
 
 def candidates(format: Format, rows: int, n: int, k: int, kind: str) -> Iterator[Plan]:

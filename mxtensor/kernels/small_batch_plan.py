@@ -233,8 +233,9 @@ TURNS = {
     (6, 8): (0, 3, 2), (6, 16): (0, 7, 1), (6, 32): (0, 3, 2),
     (4, 8): (0, 7, 1), (4, 16): (0, 3, 2), (4, 32): (0, 1, 4),
 }  # fmt: skip
-"""Bits of an element, codes that a thread reads in one go -> how pieces of 16 bytes change places in a row of codes: row r
-has them xor (r >> first & second) * third, so that no two reads meet in a bank, but of 6 bits, 8 at a time, two"""
+"""Bits of an element, codes that a thread reads in one go -> how pieces of 16 bytes change places in a row of codes:
+row r has them xor (r >> first & second) * third, so that no two reads meet in a bank, but of 6 bits, 8 at a time,
+two"""
 NARROW_TURNS = {
     (6, 8, 128): (0, 0, 1), (6, 16, 128): (2, 1, 1), (6, 32, 128): (0, 0, 1),
     (6, 8, 256): (1, 1, 2), (6, 16, 256): (1, 3, 1), (6, 32, 256): (1, 1, 2),
@@ -317,7 +318,7 @@ def resident_room(format: Format, plan: Plan, x_rows: int, n: int, k: int, gpu: 
         return None
     round = -(-most // (-(-most // (fits * plan.wr)) * plan.wr)) * plan.wr
     bytes += round * of_a_tile
-    if not plan.whole_x and plan.blocks == plan.resident:  # no room for another: those of the next product would crowd
+    if not plan.whole_x:  # no room for another: those of the next product would crowd
         bytes = max(bytes, ((gpu.memory + RESERVED) // (plan.resident + 1) - RESERVED) // 16 * 16 + 16)
     return Room(bytes, x_width, round)
 
