@@ -38,8 +38,8 @@ from .kernels.small_batch_plan import (
     constants,
     plan_of,
     registers,
-    room_of,
 )
+from .kernels.small_batch_room import room_of
 from .kernels.small_batch_table import ROWS, TOGETHER, Measured, gpu_of, line, path_of
 from .roles import Cast
 

@@ -15,17 +15,8 @@ from mxtensor.dispatch import Spec
 from mxtensor.formats import FORMATS
 from mxtensor.kernels import nvrtc, small_batch, small_batch_launch
 from mxtensor.kernels.gemm_spec import GemmArgs, Rounded, Uncast
-from mxtensor.kernels.small_batch_plan import (
-    ELEMENTS,
-    RESERVED,
-    SCALES,
-    Gpu,
-    Plan,
-    classes_of,
-    copy_size,
-    room_of,
-    shared_memory,
-)
+from mxtensor.kernels.small_batch_plan import ELEMENTS, RESERVED, SCALES, Gpu, Plan, classes_of, copy_size
+from mxtensor.kernels.small_batch_room import room_of, shared_memory
 from mxtensor.kernels.small_batch_table import LAST, ROWS, SHARED, choose_plan, gpu_of, most_rows, table
 from mxtensor.roles import Cast
 from tests import cuda_on_cpu

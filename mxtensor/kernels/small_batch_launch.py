@@ -26,16 +26,14 @@ from .small_batch_plan import (
     TYPES,
     Facts,
     Plan,
-    Room,
     as_taken,
     can_multiply_together,
     cast_constants,
     classes_of,
-    clusters,
     constants,
     copy_size,
-    room_of,
 )
+from .small_batch_room import Room, clusters, room_of
 from .small_batch_table import BY_WARPS, choose_plan, gpu_of
 
 WEIGHT, OTHERS = "5Q3I0Q", "8Q9I2f0Q"

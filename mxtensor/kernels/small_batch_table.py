@@ -19,7 +19,8 @@ import torch
 from ..dispatch import device_capability
 from ..formats import Format
 from .nvrtc import CLUSTERS, function, library
-from .small_batch_plan import KINDS, Gpu, Plan, plan_of, room_of
+from .small_batch_plan import KINDS, Gpu, Plan, plan_of
+from .small_batch_room import room_of
 
 FOLDER = Path(__file__).parent
 ROWS = (1, 4, 16, 32, 64, 128, 256, 512)
