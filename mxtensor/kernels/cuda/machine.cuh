@@ -89,31 +89,6 @@ template <int LATER> DEVICE void wait_for_stage() { asm volatile("cp.async.wait_
 DEVICE uint4 load_fresh(const uint4* from) { return __ldcg(from); }
 DEVICE u16 load_fresh(const u16* from) { return __ldcg(from); }
 
-// Barriers in shared memory, which count arrivals and bytes; their phases are numbered from 0.
-DEVICE void begin_barrier(u64* barrier, u32 count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count) : "memory");
-}
-DEVICE void show_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-DEVICE void arrive_at(u64* barrier) {  // a warp
-    if (thread() % 32 == 0)
-        asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
-}
-DEVICE void wait_at(u64* barrier, u32 phase) {
-    asm volatile(
-        "{ .reg .pred p;\nAGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra DONE;\nbra AGAIN;\n"
-        "DONE: }" ::"r"(shared_address(barrier)), "r"(phase & 1) : "memory");
-}
-// A copy by the copy engine (sm_90), which ``barrier`` waits for; one thread.
-DEVICE void expect_bytes(u64* barrier, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
-                 : "memory");
-}
-DEVICE void copy_whole(void* to, const void* from, u32 bytes, u64* barrier) {
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-            shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(barrier)) : "memory");
-}
-
 // ---------------------------------------------------------------------------------------------- words
 
 DEVICE u32 bytes_of(u32 low, u32 high, u32 selector) { return __byte_perm(low, high, selector); }
@@ -241,6 +216,30 @@ template <int N> DEVICE void settle(float (&d)[N][4]) {  // what a wait has comp
         asm volatile("" : "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])::"memory");
 }
 
+// Barriers in shared memory, which count arrivals and bytes; their phases are numbered from 0.
+DEVICE void begin_barrier(u64* barrier, u32 count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count) : "memory");
+}
+DEVICE void show_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+DEVICE void arrive_at(u64* barrier) {  // a warp
+    if (thread() % 32 == 0)
+        asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+DEVICE void wait_at(u64* barrier, u32 phase) {
+    asm volatile(
+        "{ .reg .pred p;\nAGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra DONE;\nbra AGAIN;\n"
+        "DONE: }" ::"r"(shared_address(barrier)), "r"(phase & 1) : "memory");
+}
+// A copy by the copy engine, which ``barrier`` waits for; one thread.
+DEVICE void expect_bytes(u64* barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+                 : "memory");
+}
+DEVICE void copy_whole(void* to, const void* from, u32 bytes, u64* barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+            shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(barrier)) : "memory");
+}
 DEVICE void add_four_of_block(float (&sum)[4], const float* mine, u32 rank) {  // as ``read_of_block``
     float value[4];
     asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"

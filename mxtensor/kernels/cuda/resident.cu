@@ -10,7 +10,7 @@
 constexpr int SLOT = ROWS + 4;  // float32 of the sums of a warp, tile and row of x
 constexpr int RING = STAGES * STAGE;
 constexpr int X_AT = WR * WK * RING;  // in lines of 128 bytes, or it would take longer to come
-constexpr int HEAD = 16 + 8 * COLS;  // the global scales of the weights; what scales rows of x, and their maxima
+constexpr int HEAD = 16 + WHOLE_HEAD;  // the global scales of the weights; what scales rows of x, and their maxima
 static_assert(WEIGHTS <= 4 && ZEROS <= 16 * THREADS, "there is room for so many global scales; threads for zeros");
 
 struct Share {  // what a block works on

@@ -50,9 +50,6 @@ DEVICE u32 weight_of(const Arguments& a, u32 tile) {
     for (int i = 1; i < WEIGHTS; i++) found += tile >= a.weights[i].first;
     return found;
 }
-DEVICE u32 tiles_of_all(const Arguments& a) {
-    return a.weights[WEIGHTS - 1].first + (a.weights[WEIGHTS - 1].n + ROWS - 1) / ROWS;
-}
 
 // ---------------------------------------------------------------------------------------------- what is fetched
 
