@@ -121,6 +121,8 @@ DEVICE u8* shared_memory() { return memory_of(*fiber->block); }
 DEVICE void raise_to(u32* shared, u32 value) { *shared = value > *shared ? value : *shared; }
 DEVICE void sync_block() { meet(fiber->block->barrier); }
 DEVICE void sync_cluster() { meet(cluster_barrier); }
+DEVICE void arrive_in_cluster() {}
+DEVICE void wait_for_cluster() { meet(cluster_barrier); }
 DEVICE float read_of_block(const float* mine, u32 rank) {
     return *reinterpret_cast<const float*>(memory_of((*cluster)[rank]) + (reinterpret_cast<const u8*>(mine) - shared_memory()));
 }

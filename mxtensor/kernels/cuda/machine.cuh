@@ -38,6 +38,18 @@ DEVICE void sync_cluster() {
     asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 #endif
 }
+// The same in two steps for blocks that only must not run ahead of each other: nothing stored before is waited for, which
+// else takes as long as memory does. What was read of another block has been used by then.
+DEVICE void arrive_in_cluster() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+}
+DEVICE void wait_for_cluster() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+#endif
+}
 DEVICE u32 address_in_block(const void* mine, u32 rank) {
     u32 there = 0;
 #if __CUDA_ARCH__ >= 900

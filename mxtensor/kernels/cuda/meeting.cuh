@@ -74,7 +74,7 @@ DEVICE void write(const Arguments& a, const Weight& w, const Total& sums, const 
                 finish_four(a, w, x_row + at / (ROWS / 4), row + at % (ROWS / 4) * 4, sum[b], factor);
         }
     }
-    if constexpr (blocks > 1) sync_cluster();  // nobody leaves while others read
+    if constexpr (blocks > 1) arrive_in_cluster(), wait_for_cluster();  // nobody leaves while others read
 }
 
 // The same with SENDS: each block has the copy engine bring what it has summed to those that write it.
@@ -84,6 +84,7 @@ DEVICE void send_and_write(
     float* others = shared + SENT_AT / 4;  // a PART of each, in their order
     keep(sums, x_scale, shared);
     show_to_engine();
+    wait_for_cluster();  // for barriers there to begin
     sync_block();
     if (thread() == 0) {
         expect_bytes(arrived, (SPLIT - 1) * PART * 4);
@@ -106,5 +107,5 @@ DEVICE void send_and_write(
         }
         finish_four(a, w, x_row + col, row + i % (ROWS / 4) * 4, sum, factor);
     }
-    sync_cluster();  // nobody leaves while its sums are on their way
+    arrive_in_cluster(), wait_for_cluster();  // nobody leaves while its sums are on their way
 }

@@ -213,9 +213,9 @@ DEVICE void multiply_carefully(Total& sums, Mine mine, const Tiles& tiles, u64* 
 
 // ---------------------------------------------------------------------------------------------- the kernel
 
-DEVICE void sync_all() {  // with those whose barriers are used from here
-    if constexpr (SENDS) sync_cluster();
-    else sync_block();
+DEVICE void sync_all() {  // and tell those who send to here that there are barriers
+    if constexpr (SENDS) arrive_in_cluster();
+    sync_block();
 }
 
 // The tiles' barriers, one more for careful blocks, and one for sums.
