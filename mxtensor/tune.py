@@ -102,7 +102,7 @@ def resident(bits: int, rows: int, n: int, k: int, gpu: Gpu) -> Iterator[Plan]:
         return
     splits = (1, 2, 4) if gpu.capability >= nvrtc.CLUSTERS else (1,)
     shapes = ((1, 4), (1, 8), (1, 16), (2, 4), (2, 8), (4, 2), (4, 4))
-    numbers = ((1, 2), shapes, (4, 8, 16), (2, 3, 4), (1, 2, 4), splits)
+    numbers = ((1, 2), shapes, (4, 8, 16), (2, 3, 4, 5), (1, 2, 4), splits)
     for mt, (wr, wk), slabs, stages, blocks, split in itertools.product(*numbers):
         warps = wr * wk * blocks
         if warps not in (8, 16) or mt * nt > 4 or (wr > 1 and (rows <= 4 or blocks > 1)):
@@ -111,7 +111,8 @@ def resident(bits: int, rows: int, n: int, k: int, gpu: Gpu) -> Iterator[Plan]:
             continue
         if split > 1 and rows * k < 2**15 and n > 2048:  # where one block has room for them
             continue
-        yield Plan(mt, nt, wr, wk, slabs, stages, blocks, split, rows <= 2, resident=blocks)
+        for first in (0,) if stages == 2 else (0, 1, 2):  # asked for before activations
+            yield Plan(mt, nt, wr, wk, slabs, stages, blocks, split, rows <= 2, ahead=first, resident=blocks)
 
 
 def candidates(format: Format, rows: int, n: int, k: int, kind: str) -> Iterator[Plan]:

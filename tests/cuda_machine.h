@@ -110,6 +110,7 @@ static void launch(std::function<void()> kernel, u32 x, u32 y, u32 depth, bool c
 DEVICE u32 thread() { return fiber->thread; }
 DEVICE u32 threads() { return fiber->block->size; }
 DEVICE u32 warp_of_block() { return fiber->thread / 32; }
+DEVICE u32 lane_of_warp() { return fiber->thread % 32; }
 DEVICE u32 block_x() { return fiber->block->x; }
 DEVICE u32 block_y() { return fiber->block->y; }
 DEVICE u32 block_z() { return fiber->block->z; }

@@ -77,7 +77,7 @@ def kernel_of(plan: Plan) -> str:
 
 def sources_of(plan: Plan) -> tuple[str, ...]:
     """The sources of its kernel."""
-    own = ("spread.cuh", "resident.cu") if plan.resident else ("product.cu",)
+    own = ("spread.cuh", "own.cuh", "resident.cu") if plan.resident else ("product.cu",)
     return TOGETHER_SOURCES if plan.together else (*SOURCES, *own)
 
 

@@ -51,6 +51,7 @@ def resident_room(format: Format, plan: Plan, x_rows: int, n: int, k: int, gpu: 
     x_width = -(-of_a_block * plan.depth // 256) * 256
     classes = classes_of(format, plan, x_rows)
     bytes = plan.wr * plan.wk * plan.stages * stage_bytes(format, plan) + 16 + 8 * plan.cols
+    bytes += 4 * plan.cols * plan.wk * plan.whole_x
     bytes += x_rows * (2 * x_width + 64) + (2 * plan.depth + 16) * (classes > 1)
     of_a_tile = 4 * plan.wk * x_rows * (plan.rows + 4)
     memory = min(gpu.memory, (gpu.memory + RESERVED) // plan.blocks - RESERVED)

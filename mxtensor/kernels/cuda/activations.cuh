@@ -115,11 +115,9 @@ DEVICE void write_in_tile(u8* to, u32 row, u32 at, u32 k, u32 (&words)[4]) {
     if (at < k) *reinterpret_cast<uint4*>(line + ((4 * second + t) ^ row % 8) * 16) = {words[0], words[1], words[2], words[3]};
 }
 
-// Eight values at column ``at`` of a row, of which ``to`` has the first, or of the tiles there, in the order of ``decode``;
-// ``own``: their largest magnitude, ``amax`` that of the row.
-DEVICE void write_eight(
-    u8* to, const Rows& r, u32 row, u32 at, const Eight& values, u32 own, u32 amax, const Level& level) {
-    u32 words[4];
+// Eight values as float16, in the order of ``decode``; ``own``: their largest magnitude, ``amax`` that of what is scaled
+// with them.
+DEVICE void words_of(u32 (&words)[4], const Eight& values, u32 own, u32 amax, const Level& level) {
     float x[8], factor = power(-exponent_of(amax));
     values_of(x, values);
 #if CAST
@@ -131,6 +129,13 @@ DEVICE void write_eight(
 #pragma unroll
     for (int j = 0; j < 4; j++) words[j] = pair_of_halves(x[2 * j], x[2 * j + 1]);
     in_order(words);
+}
+
+// Those at column ``at`` of a row, of which ``to`` has the first, or of the tiles there.
+DEVICE void write_eight(
+    u8* to, const Rows& r, u32 row, u32 at, const Eight& values, u32 own, u32 amax, const Level& level) {
+    u32 words[4];
+    words_of(words, values, own, amax, level);
     if constexpr (TILES == 0) *reinterpret_cast<uint4*>(to + 2 * at) = {words[0], words[1], words[2], words[3]};
     else write_in_tile(to, r.above + row, at, r.k, words);
 }

@@ -15,6 +15,11 @@ using u64 = unsigned long long;
 DEVICE u32 thread() { return threadIdx.x; }
 DEVICE u32 threads() { return blockDim.x; }
 DEVICE u32 warp_of_block() { return __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0); }  // which the compiler sees is one
+DEVICE u32 lane_of_warp() {  // which is kept, where threadIdx would be read again, and waited for
+    u32 lane;
+    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+    return lane;
+}
 DEVICE u32 block_x() { return blockIdx.x; }
 DEVICE u32 block_y() { return blockIdx.y; }
 DEVICE u32 block_z() { return blockIdx.z; }

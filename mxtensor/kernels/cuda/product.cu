@@ -64,7 +64,7 @@ DEVICE void multiply_rows(const Arguments& a, const Weight& w, const Place& p, u
     Lane l = {lane / 4, lane % 4, warp / WK * (16 * MT) + lane / 4, warp % WK * SLABS};
 #pragma unroll
     for (int s = 0; s < STAGES - 1; s++) {  // weights do not wait for the kernel before this one
-        if (s < stages) fetch_weights(a, p, shared + s * STAGE, p.first + s);
+        if (s < stages) fetch_weights(a, p, shared + s * STAGE, p.first + s, thread());
         end_of_stage();
     }
     u32 x_stride = X_STRIDE;
@@ -94,7 +94,7 @@ DEVICE void multiply_rows(const Arguments& a, const Weight& w, const Place& p, u
         sync_block();
         if (index + STAGES - 1 < stages) {
             u32 free = (slot == 0 ? STAGES - 1 : slot - 1) * STAGE;
-            fetch_weights(a, p, shared + free, p.first + index + STAGES - 1);
+            fetch_weights(a, p, shared + free, p.first + index + STAGES - 1, thread());
             if constexpr (!WHOLE_X) fetch_x(a, p, shared + free, p.first + index + STAGES - 1);
         }
         end_of_stage();

@@ -10,7 +10,10 @@
 constexpr int SLOT = ROWS + 4;  // float32 of the sums of a warp, tile and row of x
 constexpr int RING = STAGES * STAGE;
 constexpr int X_AT = WR * WK * RING;  // in lines of 128 bytes, or it would take longer to come
-constexpr int HEAD = 16 + WHOLE_HEAD;  // the global scales of the weights; what scales rows of x, and their maxima
+// The global scales of the weights; what scales rows of x, and their maxima, of all columns or of those of each warp.
+constexpr int HEAD = 16 + WHOLE_HEAD + (WHOLE_X ? 4 * COLS * WK : 0);
+// Stages that are asked for before x is: it would come after all of them.
+constexpr int ASKED_FIRST = (OWN_X || !WHOLE_X) && AHEAD > 0 && AHEAD < STAGES ? AHEAD : STAGES - 1;
 static_assert(WEIGHTS <= 4 && ZEROS <= 16 * THREADS, "there is room for so many global scales; threads for zeros");
 
 struct Share {  // what a block works on
@@ -18,28 +21,27 @@ struct Share {  // what a block works on
     u32 first, last;  // stages along K
     u32 x_stride;     // bytes of a row of x
     u8* x;
+    u32 lane, row_of_warps, place;  // of this thread; of its warp, which is the place-th of its row
 };
 
 struct Walk {  // through the stages of a warp, tile by tile: what is fetched next
     u32 tile, stage, weight;
 };
-DEVICE u32 row_of_warps() { return thread() / 32 / WK; }
-DEVICE u32 place_in_row() { return thread() / 32 % WK; }
 DEVICE Walk first_of(const Arguments& a, const Share& s) {
-    u32 stage = s.first + place_in_row(), tile = stage < s.last ? s.begin + row_of_warps() : s.end;
+    u32 stage = s.first + s.place, tile = stage < s.last ? s.begin + s.row_of_warps : s.end;
     return {tile, stage, weight_of(a, tile)};
 }
 DEVICE bool is_left(const Walk& w, const Share& s) { return w.tile < s.end; }
 DEVICE void step(const Arguments& a, Walk& w, const Share& s) {
     w.stage += WK;
-    if (w.stage >= s.last) w.stage = s.first + place_in_row(), w.tile += WR, w.weight = weight_of(a, w.tile);
+    if (w.stage >= s.last) w.stage = s.first + s.place, w.tile += WR, w.weight = weight_of(a, w.tile);
 }
 
-DEVICE void fetch_codes(const Arguments& a, const Walk& w, u8* stage) {
+DEVICE void fetch_codes(const Arguments& a, const Share& s, const Walk& w, u8* stage) {
     const Weight& weight = a.weights[w.weight];
     Place p = {weight.codes, weight.scales, a.x, (w.tile - weight.first) * ROWS};
     p.rows = weight.n - p.row;
-    fetch_weights(a, p, stage, w.stage);
+    fetch_weights(a, p, stage, w.stage, s.lane);
 }
 // Columns of x, ``count`` from those of stage ``first`` on, by so many threads of which this is one.
 DEVICE void fetch_x(const Arguments& a, const Share& s, u32 first, u32 count, u32 fetcher, u32 fetchers) {
@@ -50,51 +52,59 @@ DEVICE void fetch_x(const Arguments& a, const Share& s, u32 first, u32 count, u3
                  a.x + i / pieces * u64(a.x_stride) + first * BK + i % pieces * 8, true);
 }
 DEVICE void fetch_columns(const Arguments& a, const Share& s, const Walk& w) {
-    if (!WHOLE_X && WR == 1 && w.tile == s.begin) fetch_x(a, s, w.stage, BK, thread() % 32, 32);
+    if (!WHOLE_X && WR == 1 && w.tile == s.begin) fetch_x(a, s, w.stage, BK, s.lane, 32);
 }
 
 // What a warp sums for a tile, where in x the columns of the stage that is next begin, and the results.
+constexpr int MY_ROWS = CLASSES > 1 ? (8 / CLASSES > 1 ? 2 : 1) : 2 * NT;  // of x, that a thread has sums of
+using Factors = float[MY_ROWS];
 #if CLASSES > 1
 using Partial = Few;
 using Columns = Spread;
 DEVICE Columns columns_of(const Lane& l, const Share& s, u32 rows, const u8* zeros) {
-    return spread_of(l, s.x + place_in_row() * 2 * BK, s.x_stride, rows, zeros, WK * 2 * BK);
+    return spread_of(l, s.x + s.place * 2 * BK, s.x_stride, rows, zeros, WK * 2 * BK);
 }
 DEVICE void multiply_columns(Partial& sums, Lane& l, const u8* stage, Columns& x) {
     multiply_spread(sums, l, stage, x);
 #pragma unroll
     for (int h = 0; h < HALVES; h++) x.x[h] += x.step[h];
 }
-DEVICE void keep(float* slot, const Partial& sums, const Lane& l, u32 m) {
+DEVICE constexpr u32 row_of(const Lane& l, int e) { return MINE * l.t + e; }
+DEVICE void keep(float* slot, const Partial& sums, const Factors& factors, const Lane& l, u32 m) {
 #pragma unroll
     for (int i = 0; i < 2 * MT; i++) {
         float sum[MINE];
         sum_of_classes(sum, sums, i);
 #pragma unroll
         for (int e = 0; e < MINE; e++)
-            if (MINE * l.t < X_ROWS && MINE * l.t + e < m) slot[(MINE * l.t + e) * SLOT + l.g + 8 * i] = sum[e];
+            if (MINE * l.t < X_ROWS && row_of(l, e) < m) slot[row_of(l, e) * SLOT + l.g + 8 * i] = sum[e] * factors[e];
     }
 }
 #else
 using Partial = Sums;
 using Columns = const u8*;
-DEVICE Columns columns_of(const Lane&, const Share& s, u32, const u8*) { return s.x + place_in_row() * 2 * BK; }
+DEVICE Columns columns_of(const Lane&, const Share& s, u32, const u8*) { return s.x + s.place * 2 * BK; }
 DEVICE void multiply_columns(Partial& sums, Lane& l, const u8* stage, Columns& x) {
     multiply_stage(sums, l, stage, x);
     x += WK * 2 * BK;
 }
-DEVICE void keep(float* slot, const Partial& sums, const Lane& l, u32 m) {
+DEVICE constexpr u32 row_of(const Lane& l, int e) { return 8 * (e / 2) + 2 * l.t + e % 2; }
+DEVICE void keep(float* slot, const Partial& sums, const Factors& factors, const Lane& l, u32 m) {
 #pragma unroll
-    for (int j = 0; j < NT; j++)
+    for (int e = 0; e < 2 * NT; e++)
+        if (row_of(l, e) < m)
 #pragma unroll
-        for (int e = 0; e < 2; e++) {
-            u32 col = 8 * j + 2 * l.t + e;
-            if (col < m)
-#pragma unroll
-                for (int i = 0; i < 2 * MT; i++) slot[col * SLOT + l.g + 8 * i] = sums[i / 2][j][i % 2 * 2 + e];
-        }
+            for (int i = 0; i < 2 * MT; i++)
+                slot[row_of(l, e) * SLOT + l.g + 8 * i] = sums[i / 2][e / 2][i % 2 * 2 + e % 2] * factors[e];
 }
 #endif
+
+// What scales the rows of x that this thread has sums of, where its warp has read them; ``maxima`` of them.
+DEVICE void factors_of(Factors& factors, const Lane& l, const u32* maxima, u32 m) {
+#pragma unroll
+    for (int e = 0; e < MY_ROWS; e++)
+        factors[e] = OWN_SCALES && row_of(l, e) < m ? power(exponent_of(maxima[row_of(l, e)])) : 1;
+}
 
 // ``tiles`` tiles from ``first`` on: what the warps, then the blocks of a cluster have summed, in that order.
 DEVICE void write_tiles(
@@ -111,7 +121,7 @@ DEVICE void write_tiles(
             if (pass == 0) {
 #pragma unroll
                 for (u32 w = 0; w < WK; w++) sum += slot[w * m * SLOT];
-                sum *= x_scale[col];
+                if constexpr (!OWN_SCALES) sum *= x_scale[col];
             } else {
 #pragma unroll
                 for (u32 r = 0; r < SPLIT; r++) sum += read_of_block(slot, r);
@@ -128,29 +138,47 @@ DEVICE void write_tiles(
     }
 }
 
-DEVICE Share share_of(const Arguments& a, u8* x) {
+DEVICE Share share_of(const Arguments& a, u8* x, u32 warp, u32 lane) {
     u32 others = blocks_x() / RESIDENT, block = block_x();  // blocks of one multiprocessor have neighbouring tiles
     if (RESIDENT > 1 && block < others * RESIDENT) block = block % others * RESIDENT + block / others;
     u32 begin = block * a.tiles + (block < a.more ? block : a.more), stages = (a.k + BK - 1) / BK;
-    Share s = {begin, begin + a.tiles + (block < a.more), 0, stages, 2 * a.x_width + 64, x};
+    Share s = {begin, begin + a.tiles + (block < a.more), 0, stages, 2 * a.x_width + 64, x, lane, warp / WK, warp % WK};
     if constexpr (SPLIT > 1) s.first = block_z() * stages / SPLIT, s.last = (block_z() + 1) * stages / SPLIT;
     return s;
 }
 
 KERNEL void BOUNDS(THREADS, BLOCKS) resident(const Arguments a) {
-    u32 lane = thread() % 32;
-    u8 *shared = shared_memory(), *ring = shared + thread() / 32 * RING;
-    Share s = share_of(a, shared + X_AT);
+    u32 warp = warp_of_block(), lane = lane_of_warp();
+    u8 *shared = shared_memory(), *ring = shared + warp * RING;
+    Share s = share_of(a, shared + X_AT, warp, lane);
     Walk next = first_of(a, s), ahead = next;
 #pragma unroll
-    for (int i = 0; i < STAGES - 1; i++)  // weights do not wait for the kernel before this one
-        if (is_left(ahead, s)) fetch_codes(a, ahead, ring + i * STAGE), step(a, ahead, s);
+    for (int i = 0; i < ASKED_FIRST; i++) {  // weights do not wait for the kernel before this one
+        if (is_left(ahead, s)) fetch_codes(a, s, ahead, ring + i * STAGE), step(a, ahead, s);
+        if (WHOLE_X) end_of_stage();
+    }
     if (!WHOLE_X) let_next_start();
     float global_scale = thread() < WEIGHTS ? global_scale_of(a.weights[thread()]) : 0, own_scale = 0;  // on their way
     u8* zeros = s.x + a.m * s.x_stride;
     if (thread() * 16 < ZEROS) *reinterpret_cast<uint4*>(zeros + thread() * 16) = {0, 0, 0, 0};
     float *globals = reinterpret_cast<float*>(zeros + ZEROS), *x_scale = globals + 4, *slots = globals + HEAD / 4;
-    if constexpr (WHOLE_X) {
+    u32* maxima = reinterpret_cast<u32*>(x_scale + 2 * COLS) + s.place * COLS;
+    if constexpr (OWN_X) {
+        u32* of_all = reinterpret_cast<u32*>(x_scale + COLS);
+        if (OF_ALL && thread() == 0) *of_all = 0;
+        sync_block();  // for the zeros
+        wait_for_previous();
+        Own own = own_of(s.first, s.last, s.place, lane);
+        Held held;
+        begin_own(held, a, own);
+#pragma unroll
+        for (int i = ASKED_FIRST; i < STAGES - 1; i++) {
+            if (is_left(ahead, s)) fetch_codes(a, s, ahead, ring + i * STAGE), step(a, ahead, s);
+            end_of_stage();
+        }
+        finish_own(held, a, own, s.x, s.x_stride, maxima, of_all);
+        if (OF_ALL) own_scale = scale_of_row(of_all, 0, 1);
+    } else if constexpr (WHOLE_X) {
         read_x(a, a.x, a.m, s.first * BK, a.x_width, s.x, s.x_stride, x_scale);
     } else {
         wait_for_previous();
@@ -158,27 +186,31 @@ KERNEL void BOUNDS(THREADS, BLOCKS) resident(const Arguments a) {
         if (thread() < a.m) own_scale = a.x_scale[thread()];
     }
 #pragma unroll
-    for (int i = 0; i < STAGES - 1; i++) {
+    for (int i = 0; !WHOLE_X && i < STAGES - 1; i++) {
+        if (i >= ASKED_FIRST && is_left(ahead, s)) fetch_codes(a, s, ahead, ring + i * STAGE), step(a, ahead, s);
         if (is_left(next, s)) fetch_columns(a, s, next), step(a, next, s);
         end_of_stage();
     }
+    if (WHOLE_X) next = ahead;
     if constexpr (!WHOLE_X && WR > 1) wait_for_stage<0>();
-    if constexpr (WHOLE_X || WR > 1 || ZEROS > 0) sync_block();
+    if constexpr (!OWN_X && (WHOLE_X || WR > 1 || ZEROS > 0)) sync_block();
     if (WHOLE_X) let_next_start();  // only now: it would ask for its weights before this one has asked for x
     Lane l = {lane / 4, lane % 4, lane / 4, 0};
 #pragma unroll
     for (int j = 0; j < NT; j++) l.columns[j] = (8 * j + l.g < a.m ? 8 * j + l.g : 0) * s.x_stride + l.t * 16;
+    Factors factors;
+    factors_of(factors, l, maxima, a.m);
     u32 slot = 0;
     for (u32 round = s.begin; round < s.end; round += a.round) {
         u32 count = s.end - round < a.round ? s.end - round : a.round;
-        for (u32 tile = row_of_warps(); tile < count; tile += WR) {
+        for (u32 tile = s.row_of_warps; tile < count; tile += WR) {
             Partial sums = {};
             Columns x = columns_of(l, s, a.m, zeros);
-            for (u32 stage = s.first + place_in_row(); stage < s.last; stage += WK) {
+            for (u32 stage = s.first + s.place; stage < s.last; stage += WK) {
                 wait_for_stage<STAGES - 2>();
                 sync_warp();
                 if (is_left(next, s)) {
-                    fetch_codes(a, next, ring + (slot == 0 ? STAGES - 1 : slot - 1) * STAGE);
+                    fetch_codes(a, s, next, ring + (slot == 0 ? STAGES - 1 : slot - 1) * STAGE);
                     fetch_columns(a, s, next);
                     step(a, next, s);
                 }
@@ -186,9 +218,9 @@ KERNEL void BOUNDS(THREADS, BLOCKS) resident(const Arguments a) {
                 multiply_columns(sums, l, ring + slot * STAGE, x);
                 slot = slot + 1 == STAGES ? 0 : slot + 1;
             }
-            keep(slots + (tile * WK + place_in_row()) * a.m * SLOT, sums, l, a.m);
+            keep(slots + (tile * WK + s.place) * a.m * SLOT, sums, factors, l, a.m);
         }
-        if (!WHOLE_X && thread() < a.m) x_scale[thread()] = own_scale;  // not before: they would be waited for
+        if ((!WHOLE_X || (OWN_X && OF_ALL)) && thread() < a.m) x_scale[thread()] = own_scale;  // not before: they would be waited for
         if (thread() < WEIGHTS) globals[thread()] = global_scale;
         write_tiles(a, round, count, slots, x_scale, globals);
     }

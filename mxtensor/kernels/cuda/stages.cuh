@@ -78,9 +78,10 @@ DEVICE u32 turn_of(u32 row) { return (row >> TURN_SHIFT & TURN_MASK) * (16 * TUR
 // from ``begin`` on; zeros where it has no row (``rows``) or byte (``limit``), unless ALL says that it has them all.
 // SHARED_ROWS rows of what is copied are one of the matrix; TURNED as codes are.
 template <int WIDTH, int COPY, int STRIDE, int SHARED_ROWS, bool ALL, bool TURNED = false>
-DEVICE void fetch(u8* to, const u8* from, u32 first, u32 rows, u32 most, u64 stride, u32 begin, u32 limit) {
+DEVICE void fetch(
+    u8* to, const u8* from, u32 first, u32 rows, u32 most, u64 stride, u32 begin, u32 limit, u32 fetcher) {
     constexpr u32 pieces = WIDTH / COPY, across = common(pieces, FETCHERS), down = FETCHERS / across;
-    u32 fetcher = thread() % FETCHERS, row = fetcher / across, at = fetcher % across * COPY;
+    u32 row = fetcher / across, at = fetcher % across * COPY;
     to += row * STRIDE, from += begin + at;
     const u8* line = from + (first + row) * stride;
 #pragma unroll 8
@@ -97,18 +98,19 @@ DEVICE void fetch(u8* to, const u8* from, u32 first, u32 rows, u32 most, u64 str
     }
 }
 
-DEVICE void fetch_weights(const Arguments& a, const Place& p, u8* stage, u32 index) {
+// By so many FETCHERS, of which this is one.
+DEVICE void fetch_weights(const Arguments& a, const Place& p, u8* stage, u32 index, u32 fetcher) {
     fetch<CODES, CODES_COPY, CODES, 1, WHOLE_TILES, true>(
-        stage + CODES_AT, p.codes, p.row, p.rows, ROWS, a.codes_stride, index * CODES, a.codes_stride);
+        stage + CODES_AT, p.codes, p.row, p.rows, ROWS, a.codes_stride, index * CODES, a.codes_stride, fetcher);
     if constexpr (SCALES > 0)
         fetch<SCALES, SCALES_COPY, SCALES_STRIDE, BLOCK_ROWS, WHOLE_TILES>(
-            stage + SCALES_AT, p.scales, p.row, p.rows, ROWS, a.scales_stride, index * SCALES, a.scales_stride);
+            stage + SCALES_AT, p.scales, p.row, p.rows, ROWS, a.scales_stride, index * SCALES, a.scales_stride, fetcher);
 }
 
 // COLS rows whether or not there are as many: what follows x can be read, and comes into columns that nobody wants.
 DEVICE void fetch_x(const Arguments& a, const Place& p, u8* to, u32 index) {
     fetch<2 * BK, 16, X_STRIDE, 1, WHOLE_TILES>(
-        to, reinterpret_cast<const u8*>(p.x), 0, COLS, COLS, 2 * a.x_stride, index * 2 * BK, 2 * a.x_stride);
+        to, reinterpret_cast<const u8*>(p.x), 0, COLS, COLS, 2 * a.x_stride, index * 2 * BK, 2 * a.x_stride, thread());
 }
 
 // Columns ``first`` on of all rows, ``count`` of them, into shared memory; what scales each row, and after those their
