@@ -126,9 +126,9 @@ DEVICE void words_of(u32 (&words)[4], const Eight& values, u32 own, u32 amax, co
 #pragma unroll
     for (int i = 0; i < 8; i++) x[i] *= factor;
 #endif
+    in_order(x);
 #pragma unroll
     for (int j = 0; j < 4; j++) words[j] = pair_of_halves(x[2 * j], x[2 * j + 1]);
-    in_order(words);
 }
 
 // Those at column ``at`` of a row, of which ``to`` has the first, or of the tiles there.

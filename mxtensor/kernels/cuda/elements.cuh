@@ -64,17 +64,14 @@ DEVICE void decode(u32 (&out)[4], const u8* row, u32 slab, u32 t, u32 turn) {
     decode_eight(out, words, BITS == 6 ? (t & 1) * UPPER : 0);
 }
 
-// Eight activations, two in a word, in the order of ``decode``.
-DEVICE void in_order(u32 (&x)[4]) {
-    if constexpr (BITS == 4) {
-        u32 a = bytes_of(x[0], x[1], 0x5410), b = bytes_of(x[2], x[3], 0x5410);
-        u32 c = bytes_of(x[0], x[1], 0x7632), d = bytes_of(x[2], x[3], 0x7632);
-        x[0] = a, x[1] = b, x[2] = c, x[3] = d;
-    } else if constexpr (BITS == 6) {
-        u32 a = bytes_of(x[0], x[2], 0x5410), b = bytes_of(x[0], x[2], 0x7632);
-        u32 c = bytes_of(x[1], x[3], 0x5410), d = bytes_of(x[1], x[3], 0x7632);
-        x[0] = a, x[1] = b, x[2] = c, x[3] = d;
-    }
+// Eight activations, of which two will share a word, in the order of ``decode``.
+DEVICE void in_order(float (&x)[8]) {
+    constexpr u32 order = BITS == 4 ? 0x75316420 : BITS == 6 ? 0x73625140 : 0x76543210;
+    float values[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++) values[i] = x[i];
+#pragma unroll
+    for (int i = 0; i < 8; i++) x[i] = values[order >> 4 * i & 7];
 }
 
 // ---------------------------------------------------------------------------------------------- scales

@@ -43,7 +43,10 @@ DEVICE void begin_own(Held& held, const Arguments& a, const Own& own) {
     u32 count = rows_of(a) * own.across;
 #pragma unroll
     for (u32 h = 0, row = 0, i = 0; h < FIRST_HELD; h++, next_of(own, row, i))
-        if (h < count && is_held(a, own)) held[h] = load_own(a, own, row, i);
+    {
+        if (h >= count || !is_held(a, own)) break;
+        held[h] = load_own(a, own, row, i);
+    }
 }
 
 // The level of the tensor, where that is wanted, from the largest magnitude of each warp, into zeroed ``of_all``.
@@ -62,7 +65,7 @@ DEVICE void finish_own(
         u32 amax[FIRST_HELD], most = 0;  // of what is held, and of all of it, or where maxima are of rows, of a row
 #pragma unroll
         for (u32 h = 0, row = 0, i = 0; h < FIRST_HELD; h++, next_of(own, row, i)) {
-            if (h >= count) continue;
+            if (h >= count) break;
             amax[h] = amax_of(held[h]);
             most = amax[h] > most ? amax[h] : most;
             if (ONE_ROW || OF_ALL || i + 1 < own.across) continue;
@@ -76,7 +79,10 @@ DEVICE void finish_own(
         Level level = level_of_all(of_all, own, most);
 #pragma unroll
         for (u32 h = 0, row = 0, i = 0; h < FIRST_HELD; h++, next_of(own, row, i))
-            if (h < count) write_own(to + row * stride, own, i, held[h], amax[h], ONE_ROW ? most : maxima[row], level);
+        {
+            if (h >= count) break;
+            write_own(to + row * stride, own, i, held[h], amax[h], ONE_ROW ? most : maxima[row], level);
+        }
     } else {
         u32 of_rows = 0;
         for (u32 row = 0; row < rows; row++) {
