@@ -79,19 +79,21 @@ def together(bits: int, rows: int, n: int, k: int, gpu: Gpu) -> Iterator[Plan]:
     least = next((t for t in (1, 2, 4, 8, 16) if 8 * t >= rows), 16)
     # tiles and chunks under way; of 256 columns fewer
     under_way = ((8, 2), (8, 4), (12, 3), (12, 6), (16, 8), (24, 12), (4, 2), (6, 3))
-    numbers = ((least, 32) if rows > 128 else (least,), (4, 8, 12, 16), (1, 2, 3), under_way, (1, 2, 3, 4, 6, 8))
+    warps = tuple((wr, wk) for wr in (4, 8, 12, 16) for wk in (1, 2, 3, 4) if wr * wk <= 16 and (wk == 1 or rows <= 64))
+    numbers = ((least, 32) if rows > 128 else (least,), warps, (1, 2, 3), under_way, (1, 2, 3, 4, 6, 8))
     meetings = (False, False), (True, False), (False, True)  # apart, sends
-    for nt, wr, blocks, (stages, ahead), split, (apart, sends) in itertools.product(*numbers, meetings):
-        plan = Plan(1, nt, wr, 1, 4, stages, blocks, split, False, True, ahead, 0, apart, sends)
+    for nt, (wr, wk), blocks, (stages, ahead), split, (apart, sends) in itertools.product(*numbers, meetings):
+        plan = Plan(1, nt, wr, wk, 4, stages, blocks, split, False, True, ahead, 0, apart, sends)
         held = 4 * nt + ahead * 2 * bits  # registers for sums and for what is under way
-        if (nt == 32) != (stages < 8) or not 8 <= wr * blocks <= 16 or (blocks == 3 and wr != 4):
+        if (nt == 32) != (stages < 8) or not 8 <= wr * wk * blocks <= 16 or (blocks == 3 and wr * wk != 4):
             continue
         if held + 60 > registers(plan).multiplying or (ahead > 2 and held < 32):
             continue
         if (split == 1 and (apart or sends)) or (split in (3, 6) and not apart) or (sends and plan.cols % split):
             continue
-        count = -(-n // plan.rows) * split * -(-rows // plan.cols)
-        if count >= 0.6 * gpu.multiprocessors and (split == 1 or count <= blocks * gpu.multiprocessors):
+        count = -(-n // plan.rows) * -(-rows // plan.cols)  # of clusters, or blocks that take turns
+        at_a_time = gpu.multiprocessors // split if apart or split == 1 else gpu.clusters[split]
+        if count * split >= 0.6 * gpu.multiprocessors and (split == 1 or count <= blocks * at_a_time):
             yield plan
 
 

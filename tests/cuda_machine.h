@@ -32,7 +32,7 @@ struct Warp {
 };
 struct Block {
     u32 x, y, z, size, across;
-    Barrier barrier;
+    Barrier barrier, of_some[8];
     std::vector<Warp> warps;
     std::vector<u8> memory;
     bool any = false;
@@ -84,7 +84,7 @@ static void launch(std::function<void()> kernel, u32 x, u32 y, u32 depth, bool c
         for (u32 b = 0; b < z; b++) {
             std::vector<u8> memory(bytes + 1024, 0xFF);
             u32 at_z = clustered ? b : depth - 1 - i / (x * y), at = i % (x * y);
-            blocks[b] = {at % x, at / x, at_z, threads, x, {threads}, std::vector<Warp>(threads / 32), memory};
+            blocks[b] = {at % x, at / x, at_z, threads, x, {threads}, {}, std::vector<Warp>(threads / 32), memory};
             for (Warp& warp : blocks[b].warps) warp.barrier = {32};
         }
         for (u32 f = 0; f < fibers.size(); f++) {
@@ -121,6 +121,10 @@ DEVICE u8* memory_of(Block& block) {
 DEVICE u8* shared_memory() { return memory_of(*fiber->block); }
 DEVICE void raise_to(u32* shared, u32 value) { *shared = value > *shared ? value : *shared; }
 DEVICE void sync_block() { meet(fiber->block->barrier); }
+DEVICE void sync_some(u32 which, u32 count) {
+    fiber->block->of_some[which].size = count;
+    meet(fiber->block->of_some[which]);
+}
 DEVICE void sync_cluster() { meet(cluster_barrier); }
 DEVICE void arrive_in_cluster() {}
 DEVICE void wait_for_cluster() { meet(cluster_barrier); }

@@ -30,8 +30,9 @@ def stage_bytes(format: Format, plan: Plan) -> int:
 def shared_memory(format: Format, plan: Plan, x_rows: int, k: int) -> int:
     """Bytes of shared memory of a block, as ``cuda/product.cu`` or ``cuda/together.cu`` lays them out."""
     if plan.together:
-        tiles, sums = plan.stages * plan.cols * 128, 4 * plan.cols * (plan.rows + 4)  # 64 columns of float16 a tile
-        bytes = max(tiles, sums) + 8 * (2 * plan.stages + 2) + 4 * plan.cols + 4
+        tiles, sums = plan.wk * plan.stages * plan.cols * 128, 4 * plan.cols * (plan.rows + 4)  # 64 float16 a row
+        others = (plan.wk - 1) * plan.nt * plan.wr * 32 * 16
+        bytes = max(tiles, sums + others) + 8 * (plan.wk * (2 * plan.stages + 1) + 1) + 4 * plan.cols + 4
         return -(-bytes // 16) * 16 + (plan.split - 1) * sums // plan.split if plan.sends else bytes
     stages = -(-k // plan.depth)
     ring = max(plan.stages * stage_bytes(format, plan), 4 * plan.wk * plan.rows * (plan.cols + 2))
@@ -72,7 +73,7 @@ def clusters(plan: Plan, gpu: Gpu) -> int:
 
 def room_of(format: Format, plan: Plan, x_rows: int, n: int, k: int, gpu: Gpu) -> Room | None:
     """What of a product a block of this plan holds at a time, if ``gpu`` has as much memory for it."""
-    if plan.split > -(-k // plan.depth):
+    if plan.split > (k // 128 // plan.wk if plan.together else -(-k // plan.depth)):
         return None
     if plan.resident:
         return resident_room(format, plan, x_rows, n, k, gpu)

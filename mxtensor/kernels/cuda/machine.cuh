@@ -30,6 +30,9 @@ DEVICE u8* shared_memory() {
 }
 DEVICE void raise_to(u32* shared, u32 value) { atomicMax(shared, value); }
 DEVICE void sync_block() { __syncthreads(); }
+DEVICE void sync_some(u32 which, u32 count) {  // threads of a block, who else has a number of their own
+    asm volatile("bar.sync %0, %1;" ::"r"(which + 1), "r"(count) : "memory");
+}
 DEVICE void sync_warp() { __syncwarp(); }
 DEVICE u32 from_lane_xor(u32 value, u32 mask) { return __shfl_xor_sync(0xFFFFFFFF, value, mask); }
 

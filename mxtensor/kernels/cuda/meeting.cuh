@@ -4,29 +4,53 @@
 
 constexpr int TILE = COLS * 128;            // bytes of x for half a chunk
 constexpr int SUMS_APART = ROWS + 4;        // float32, from one row of x to the next: free of conflicts
-constexpr int OF_SUMS = 4 * COLS * SUMS_APART, RING = STAGES * TILE > OF_SUMS ? STAGES * TILE : OF_SUMS;  // bytes
-constexpr int BARRIERS = 2 * STAGES + 2;    // for tiles that come, tiles that have been read, careful blocks, and sums
+constexpr int GROUP_THREADS = 32 * WR;      // of a group of warps, of which WK share the columns
+constexpr int OF_SUMS = 4 * COLS * SUMS_APART, ALL_SUMS = OF_SUMS + (WK - 1) * NT * GROUP_THREADS * 16;  // bytes
+constexpr int RING = WK * STAGES * TILE > ALL_SUMS ? WK * STAGES * TILE : ALL_SUMS;
+constexpr int OF_TILES = 2 * STAGES * WK;   // barriers, for tiles that come and tiles that have been read,
+constexpr int BARRIERS = OF_TILES + WK + 1; // with those for careful blocks, and for sums
 constexpr int OWN = COLS / SPLIT, PART = OWN * SUMS_APART;  // rows of x that a block writes; float32 of their sums
 constexpr int SENT_AT = (RING + 8 * BARRIERS + 4 * COLS + 4 + 15) / 16 * 16;  // those of other blocks
 
 using Total = float[NT][4];
 
+// The sums of all groups, for the first of them; ``others``: room for those of the rest.
+DEVICE void add_groups(Total& sums, float* others, u32 group) {
+    float* mine = others + thread() % GROUP_THREADS * 4;
+    if (group > 0)
+#pragma unroll
+        for (int j = 0; j < NT; j++) store_four(mine + ((group - 1) * NT + j) * (GROUP_THREADS * 4), sums[j]);
+    sync_block();
+    if (group > 0) return;
+#pragma unroll
+    for (int g = 1; g < WK; g++)
+#pragma unroll
+        for (int j = 0; j < NT; j++) {
+            const float* from = mine + ((g - 1) * NT + j) * (GROUP_THREADS * 4);
+#pragma unroll
+            for (int e = 0; e < 4; e++) sums[j][e] += from[e];
+        }
+}
+DEVICE bool has_sums() { return WK == 1 || thread() < GROUP_THREADS; }  // the first group
+
 // APART: leave what this block has summed, for the last of those that share its tile, which adds up all in their order.
 // Whether it is that block.
 DEVICE bool is_last_and_adds(const Arguments& a, Total& sums) {
-    u32 tile = block_y() * blocks_x() + block_x(), apart = NT * THREADS * 4;
+    u32 tile = block_y() * blocks_x() + block_x(), apart = NT * GROUP_THREADS * 4;
     float* part = a.parts + u64(tile * SPLIT + block_z()) * apart + thread() * 4;
+    if (has_sums())
 #pragma unroll
-    for (int j = 0; j < NT; j++) store_four(part + j * THREADS * 4, sums[j]);
+        for (int j = 0; j < NT; j++) store_four(part + j * GROUP_THREADS * 4, sums[j]);
     if (!is_last_of(a.counters + tile, SPLIT)) return false;
+    if (!has_sums()) return true;
     part = a.parts + u64(tile * SPLIT) * apart + thread() * 4;
 #pragma unroll
-    for (int j = 0; j < NT; j++) load_four(sums[j], part + j * THREADS * 4);
+    for (int j = 0; j < NT; j++) load_four(sums[j], part + j * GROUP_THREADS * 4);
     for (int r = 1; r < SPLIT; r++) {
 #pragma unroll
         for (int j = 0; j < NT; j++) {
             float more[4];
-            load_four(more, part + r * apart + j * THREADS * 4);
+            load_four(more, part + r * apart + j * GROUP_THREADS * 4);
 #pragma unroll
             for (int e = 0; e < 4; e++) sums[j][e] += more[e];
         }
@@ -36,6 +60,7 @@ DEVICE bool is_last_and_adds(const Arguments& a, Total& sums) {
 
 // What this block has summed, times the scales of its rows of x.
 DEVICE void keep(const Total& sums, const float* x_scale, float* shared) {
+    if (!has_sums()) return;
     u32 lane = thread() % 32, first = thread() / 32 * 16 + lane / 4;
 #pragma unroll
     for (int j = 0; j < NT; j++)

@@ -1,7 +1,8 @@
 // y (M, N) = x (M, K) w (N, K)^T by the matrix instructions of sm_90 that four warps issue together, beside which they
 // decode what comes next.
 //
-// A block makes 16 WR rows of w times COLS rows of x, along its share of the columns, 128 at a time, a chunk. Each
+// A block makes 16 WR rows of w times COLS rows of x, along its share of the columns, 128 at a time, a chunk, in WK groups
+// of warps, each with a part of that share and tiles of its own. Each
 // thread brings the codes of its two rows from memory into registers by itself, AHEAD chunks of them under way, and makes
 // of them its part of the left factor, scales included. Of x there are tiles laid out as the instruction reads them; one
 // more thread has the copy engine bring them, STAGES at a time.
@@ -11,7 +12,8 @@ constexpr int ROUND = STAGES / 2;           // chunks until tiles lie where othe
 constexpr int ALL_THREADS = THREADS + 128;  // with four warps of which one has the copy engine bring x
 constexpr bool SCALED = SCALE_BYTES > 0;    // whether words are multiplied
 static_assert(STAGES % 2 == 0 && ROUND % AHEAD == 0, "places of tiles and chunks are known in the loop");
-static_assert(MT == 1 && WK == 1 && WR % 4 == 0 && SLABS == 4, "four warps have 64 rows of w, and a chunk of it");
+static_assert(WK <= 4, "there are four warps of which one a group has x brought");
+static_assert(MT == 1 && WR % 4 == 0 && SLABS == 4, "four warps have 64 rows of w, and a chunk of it");
 
 struct Mine {  // where this thread reads its two rows from
     const u8 *codes[2], *scales[2];
@@ -33,7 +35,7 @@ DEVICE Mine rows_of_thread(const Arguments& a, const Weight& w, u32 first) {
     Mine mine = {{}, {}, lane % 4};
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-        u32 row = (block_x() - w.first) * ROWS + thread() / 32 * 16 + lane / 4 + 8 * r;
+        u32 row = (block_x() - w.first) * ROWS + thread() / 32 % WR * 16 + lane / 4 + 8 * r;
         row = row < w.n ? row : w.n - 1;
         u64 scales = u64(row_of_scales(row)) * a.scales_stride + first * SCALES_A_CHUNK + place_of_scales(mine.t);
         mine.codes[r] = w.codes + u64(row) * a.codes_stride + first * CODES_A_CHUNK + column_of(mine.t) * BITS / 8;
@@ -195,13 +197,13 @@ template <int H> DEVICE void multiply_blocks(Total& sums, const Chunk& chunk, co
 }
 
 // The same sums for scales of any size; ``arrived``, a barrier for the tiles of a chunk at a time.
-DEVICE void multiply_carefully(Total& sums, Mine mine, const Tiles& tiles, u64* arrived) {
+DEVICE void multiply_carefully(Total& sums, Mine mine, const Tiles& tiles, u64* arrived, u32 group) {
     clear(sums);
     for (u32 i = 0; i < tiles.count; i++) {
         Chunk chunk;
         load_codes<0, 0>(chunk, mine), load_codes<0, 1>(chunk, mine);
-        sync_block();  // nobody reads any more what lies there
-        if (thread() == 0) fetch(tiles.ring, tiles.x + u64(2 * i) * TILE, 2 * TILE, arrived);
+        sync_some(group, GROUP_THREADS);  // nobody reads any more what lies there
+        if (thread() % GROUP_THREADS == 0) fetch(tiles.ring, tiles.x + u64(2 * i) * TILE, 2 * TILE, arrived);
         wait_at(arrived, i);
         multiply_blocks<0>(sums, chunk, mine, tiles.ring);
         multiply_blocks<1>(sums, chunk, mine, tiles.ring + TILE);
@@ -221,7 +223,7 @@ DEVICE void sync_all() {  // and tell those who send to here that there are barr
 // The tiles' barriers, one more for careful blocks, and one for sums.
 DEVICE void begin_barriers(u64* barriers) {
     if (thread() == 0)
-        for (int i = 0; i < BARRIERS; i++) begin_barrier(barriers + i, i >= STAGES && i < 2 * STAGES ? WR : 1);
+        for (int i = 0; i < BARRIERS; i++) begin_barrier(barriers + i, i < OF_TILES && i / STAGES % 2 ? WR : 1);
     show_barriers();
 }
 
@@ -229,14 +231,17 @@ KERNEL void BOUNDS(ALL_THREADS, BLOCKS) together(const Arguments a) {
     let_next_start();
     u8* shared = shared_memory();
     u64* barriers = reinterpret_cast<u64*>(shared + RING);
-    u32 chunks = a.k / CHUNK, first = block_z() * chunks / SPLIT, last = (block_z() + 1) * chunks / SPLIT;
+    u32 warp = warp_of_block(), group = warp < WR * WK ? warp / WR : (warp - WR * WK) % WK;  // that multiplies, or its x
+    u32 chunks = a.k / CHUNK, part = block_z() * WK + group;
+    u32 first = part * chunks / (SPLIT * WK), last = (part + 1) * chunks / (SPLIT * WK);
     const u8* x = reinterpret_cast<const u8*>(a.x) + (u64(block_y()) * chunks + first) * (2 * TILE);
-    Tiles tiles = {x, last - first, shared, barriers, barriers + STAGES};
-    if (warp_of_block() >= WR) {
+    u64* of_tiles = barriers + group * (2 * STAGES);
+    Tiles tiles = {x, last - first, shared + group * (STAGES * TILE), of_tiles, of_tiles + STAGES};
+    if (warp >= WR * WK) {
         if constexpr (REGISTERS > AT_FIRST) give_registers<LEAST_REGISTERS>();
         sync_all();
         wait_for_previous();
-        if (thread() == THREADS) fetch_tiles(tiles);
+        if (warp < WR * WK + WK && thread() % 32 == 0) fetch_tiles(tiles);
         return;
     }
     if constexpr (REGISTERS > AT_FIRST) take_registers<REGISTERS>();
@@ -255,9 +260,10 @@ KERNEL void BOUNDS(ALL_THREADS, BLOCKS) together(const Arguments a) {
     Total sums;
     bool right = multiply_all(sums, work, mine, tiles);
     if constexpr (SCALE != E8M0) sync_block();
-    else if (any_of_block(!right)) multiply_carefully(sums, mine, tiles, barriers + 2 * STAGES);
+    else if (any_of_block(!right)) multiply_carefully(sums, mine, tiles, barriers + OF_TILES + group, group);
+    if constexpr (WK > 1) add_groups(sums, reinterpret_cast<float*>(shared + OF_SUMS), group);
     if (APART && !is_last_and_adds(a, sums)) return;
     float* kept = reinterpret_cast<float*>(shared);
-    if constexpr (SENDS) send_and_write(a, w, sums, x_scale, kept, barriers + 2 * STAGES + 1);
+    if constexpr (SENDS) send_and_write(a, w, sums, x_scale, kept, barriers + OF_TILES + WK);
     else write(a, w, sums, x_scale, kept);
 }
