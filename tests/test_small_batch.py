@@ -113,7 +113,7 @@ def test_every_format_multiplied_together_equals_the_decoded_operands(format, pl
 @pytest.mark.parametrize("plan", [STAGED, WHOLE, WIDE, RESIDENT_WIDE, RESIDENT_CAST, *TOGETHERS])
 @pytest.mark.parametrize("activation", ["mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "mxint8"])
 def test_activations_are_cast_as_the_codec_casts_them(activation, plan):
-    rows, k = 3 if plan.whole_x else 9, 384 if plan.together else 300
+    rows, k = 3 if plan.whole_x else 9, 512 if plan.together else 300
     w, x = weight("mxfp8", 33, k), torch.randn(rows, k).bfloat16() * 2.0 ** torch.randint(-9, 9, (rows, 1))
     x = x.bfloat16()
     cast = Cast.of(activation)
@@ -145,6 +145,12 @@ def test_nvfp4_activations_are_cast_by_the_largest_of_the_whole_tensor(activatio
     expected = values(encode(x, cast)) @ values(w).t()
     y = product(x, w, plan, cast)
     assert error(y, expected) < TOLERANCE if expected.any() else not y.any()
+
+
+@pytest.mark.parametrize("plan", [STAGED, TOGETHER])
+def test_wide_rows_that_are_cast_to_nvfp4_are_shared_by_blocks(plan):
+    w, cast, x = weight("nvfp4", 16, 4480), Cast.of("nvfp4"), torch.randn(2, 4480).bfloat16()
+    assert error(product(x, w, plan, cast), values(encode(x, cast)) @ values(w).t()) < TOLERANCE
 
 
 @pytest.mark.parametrize("plan", [WHOLE, STAGED, TOGETHER])
@@ -230,8 +236,12 @@ def test_weights_of_one_input_are_multiplied_in_one_launch(plan, format, monkeyp
     assert error(torch.cat(made, 1), torch.cat(exact, 1)) < TOLERANCE
 
 
-@pytest.mark.parametrize("plan", [RESIDENT, RESIDENT_CAST, RESIDENT._replace(wr=2), RESIDENT_CAST._replace(split=2)])
-@pytest.mark.parametrize(("rows", "k"), [(1, 1300), (1, 1302), (1, 640), (2, 640), (4, 1304), (7, 640)])
+RESIDENTS = (RESIDENT, RESIDENT._replace(stages=4, ahead=1), RESIDENT_CAST, RESIDENT_CAST._replace(ahead=1, slabs=8),
+             RESIDENT._replace(wr=2), RESIDENT_CAST._replace(split=2))  # fmt: skip
+
+
+@pytest.mark.parametrize("plan", RESIDENTS)
+@pytest.mark.parametrize(("rows", "k"), [(1, 1300), (1, 1302), (1, 640), (2, 640), (4, 1304), (7, 640), (1, 4400)])
 def test_activations_that_stay(plan, rows, k):
     w, x = weight("nvfp4", 150, k), torch.randn(rows, k + 8).bfloat16()[:, :k]
     x[0, -100:] *= 2.0**20

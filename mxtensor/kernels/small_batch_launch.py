@@ -42,7 +42,7 @@ ACTIVATIONS = struct.Struct("5Q6I")
 HEADERS = ("machine.cuh", "elements.cuh", "casts.cuh", "activations.cuh")
 SOURCES = (*HEADERS, "stages.cuh", "sums.cuh", "result.cuh")
 TOGETHER_SOURCES = (*HEADERS, "stages.cuh", "result.cuh", "words.cuh", "meeting.cuh", "together.cu")
-ACTIVATION_THREADS = {"maxima": 256, "activations": 512}
+ACTIVATION_THREADS = {"maxima": 256, "activations": 256}
 """Kernels of activations -> threads of a block."""
 ALONE = 16384
 """Activations that every block looks at by itself for their largest magnitude, at most."""
@@ -162,7 +162,8 @@ def _prepared(
     arguments = (*pointers, k, width, x.stride(0), rows, zeroed[1], blocks)
     if blocks:
         _activations_kernel(x.device, "maxima", *kind)(blocks, 1, 4, arguments)
-    _activations_kernel(x.device, "activations", *kind)(rows, 1, 4, arguments)
+    parts = -(-width // (8 * ACTIVATION_THREADS["activations"]))
+    _activations_kernel(x.device, "activations", *kind)(rows * parts, 1, 4, arguments)
     return out, scale
 
 

@@ -234,16 +234,33 @@ DEVICE void zero_counters(const ActivationArguments& a) {
     for (u32 i = block_x() * threads() + thread(); i < a.counted; i += blocks_x() * threads()) a.counters[i] = 0;
 }
 
-// One row a block.
+// Eight columns a thread, and as many blocks a row as that takes, each of which looks at all of it.
 KERNEL void BOUNDS(512, 1) activations(const ActivationArguments a) {
     let_next_start();
-    u32 *amax = reinterpret_cast<u32*>(shared_memory()), row = block_x();
-    if (thread() == 0) *amax = 0;
+    u32 parts = blocks_x() / a.rows, row = block_x() / parts, part = block_x() % parts, of_part = threads() * 8;
+    u32 *amax = reinterpret_cast<u32*>(shared_memory()), in = thread() * 8, at = part * of_part + in, own = 0;
+    u8* to = reinterpret_cast<u8*>(TILES ? a.out : a.out + u64(row) * a.width);
     Rows mine = {a.x + u64(row) * a.x_stride, a.x_stride, a.k, 1, 0, a.width, row};
+    if (thread() == 0) *amax = 0;
     sync_block();
     wait_for_previous();
-    if (CAST == TWO_LEVELS) take_maxima(amax, a);  // which those of the row do not exceed
-    convert<true>(reinterpret_cast<u8*>(TILES ? a.out : a.out + u64(row) * a.width), 0, mine, mine, amax);
-    if (thread() == 0) a.scale[row] = scale_of_row(amax, 0, 1);
+    Eight values;
+    if (at < a.width) values = load_eight(mine, 0, at);
+    if constexpr (CAST == TWO_LEVELS) {
+        take_maxima(amax, a);
+        if (at < a.width) own = amax_of(values);
+    } else {
+        u32 most = 0;
+#pragma unroll 4
+        for (u32 other = 1; other < parts; other++) {
+            u32 column = (part + other < parts ? part + other : part + other - parts) * of_part + in;
+            u32 bits = column < a.width ? amax_of(load_eight(mine, 0, column)) : 0;
+            most = bits > most ? bits : most;
+        }
+        if (at < a.width) own = amax_of(values);
+        raise_by_block(amax, own > most ? own : most);
+    }
+    if (at < a.width) write_eight(to, mine, 0, at, values, own, *amax, level_of(*amax));
+    if (part == 0 && thread() == 0) a.scale[row] = scale_of_row(amax, 0, 1);
     zero_counters(a);
 }
