@@ -42,8 +42,7 @@ using Held = Eight[FIRST_HELD];
 DEVICE void begin_own(Held& held, const Arguments& a, const Own& own) {
     u32 count = rows_of(a) * own.across;
 #pragma unroll
-    for (u32 h = 0, row = 0, i = 0; h < FIRST_HELD; h++, next_of(own, row, i))
-    {
+    for (u32 h = 0, row = 0, i = 0; h < FIRST_HELD; h++, next_of(own, row, i)) {
         if (h >= count || !is_held(a, own)) break;
         held[h] = load_own(a, own, row, i);
     }
@@ -78,8 +77,7 @@ DEVICE void finish_own(
         if (!ONE_ROW) sync_warp();
         Level level = level_of_all(of_all, own, most);
 #pragma unroll
-        for (u32 h = 0, row = 0, i = 0; h < FIRST_HELD; h++, next_of(own, row, i))
-        {
+        for (u32 h = 0, row = 0, i = 0; h < FIRST_HELD; h++, next_of(own, row, i)) {
             if (h >= count) break;
             write_own(to + row * stride, own, i, held[h], amax[h], ONE_ROW ? most : maxima[row], level);
         }

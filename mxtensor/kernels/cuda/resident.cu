@@ -14,6 +14,7 @@ constexpr int X_AT = WR * WK * RING;  // in lines of 128 bytes, or it would take
 constexpr int HEAD = 16 + WHOLE_HEAD + (WHOLE_X ? 4 * COLS * WK : 0);
 // Stages that are asked for before x is: it would come after all of them.
 constexpr int ASKED_FIRST = (OWN_X || !WHOLE_X) && AHEAD > 0 && AHEAD < STAGES ? AHEAD : STAGES - 1;
+constexpr bool HAS_SCALES = !WHOLE_X || (OWN_X && OF_ALL);  // threads have what scales rows of x until the end
 static_assert(WEIGHTS <= 4 && ZEROS <= 16 * THREADS, "there is room for so many global scales; threads for zeros");
 
 struct Share {  // what a block works on
@@ -220,7 +221,7 @@ KERNEL void BOUNDS(THREADS, BLOCKS) resident(const Arguments a) {
             }
             keep(slots + (tile * WK + s.place) * a.m * SLOT, sums, factors, l, a.m);
         }
-        if ((!WHOLE_X || (OWN_X && OF_ALL)) && thread() < a.m) x_scale[thread()] = own_scale;  // not before: they would be waited for
+        if (HAS_SCALES && thread() < a.m) x_scale[thread()] = own_scale;  // not before: they would be waited for
         if (thread() < WEIGHTS) globals[thread()] = global_scale;
         write_tiles(a, round, count, slots, x_scale, globals);
     }
