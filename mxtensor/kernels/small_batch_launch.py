@@ -42,7 +42,7 @@ ACTIVATIONS = struct.Struct("5Q6I")
 HEADERS = ("machine.cuh", "elements.cuh", "casts.cuh", "activations.cuh")
 SOURCES = (*HEADERS, "stages.cuh", "sums.cuh", "result.cuh")
 TOGETHER_SOURCES = (*HEADERS, "stages.cuh", "result.cuh", "words.cuh", "meeting.cuh", "together.cu")
-ACTIVATION_THREADS = {"maxima": 256, "activations": 256}
+ACTIVATION_THREADS = {"maxima": 256, "activations": 512}
 """Kernels of activations -> threads of a block."""
 ALONE = 16384
 """Activations that every block looks at by itself for their largest magnitude, at most."""
