@@ -34,7 +34,7 @@ class Plan(NamedTuple):
     wr: int
     """rows of warps"""
     wk: int
-    """warps that share the columns of a stage"""
+    """warps that share the columns of a stage, or where four multiply together, groups of ``wr`` that share a block's"""
     slabs: int
     """of 32 columns of a stage, a warp: 4, 8, or 16 where it has stages of its own"""
     stages: int
@@ -48,7 +48,8 @@ class Plan(NamedTuple):
     together: bool = False
     """whether four warps multiply together, by the matrix instructions of sm_90 that run beside them"""
     ahead: int = 0
-    """where they do: chunks of 128 columns of the weight that each thread has under way"""
+    """where they do: chunks of 128 columns of the weight that each thread has under way; of a resident plan: stages
+    that are asked for before the activations are, which come after them (0: all there is room for)"""
     resident: int = 0
     """how many blocks, of each multiprocessor, keep the activations and have a share of all rows of the weight, each
     warp with stages of its own; 0: blocks that share their stages, one for each tile"""
