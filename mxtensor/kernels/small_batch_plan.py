@@ -34,7 +34,7 @@ class Plan(NamedTuple):
     wr: int
     """rows of warps"""
     wk: int
-    """warps that share the columns of a stage, or where four multiply together, groups of ``wr`` that share a block's"""
+    """warps that share the columns of a stage, or where four multiply together, groups of warps that do a block's"""
     slabs: int
     """of 32 columns of a stage, a warp: 4, 8, or 16 where it has stages of its own"""
     stages: int
