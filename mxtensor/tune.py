@@ -113,7 +113,7 @@ def resident(bits: int, rows: int, n: int, k: int, gpu: Gpu) -> Iterator[Plan]:
             continue
         if split > 1 and rows * k < 2**15 and n > 2048:  # where one block has room for them
             continue
-        for first in (0,) if stages == 2 else (0, 1, 2):  # asked for before activations
+        for first in range(min(3, stages - 1)):  # stages asked for before activations; 0: all but one
             yield Plan(mt, nt, wr, wk, slabs, stages, blocks, split, rows <= 2, ahead=first, resident=blocks)
 
 

@@ -1,5 +1,6 @@
 // The functions of mxtensor/kernels/cuda/machine.cuh for a CPU: each thread of a block is a fiber, and one that waits
-// for others (a barrier, a matrix instruction, a shuffle) lets them run. Blocks of a cluster run together.
+// for others (a barrier, a matrix instruction, a shuffle) lets them run. Blocks of a cluster run together. Copies are done at
+// once, so that nothing here sees whether they are waited for.
 
 #include <ucontext.h>
 #include <cmath>
@@ -41,7 +42,7 @@ struct Fiber {
     ucontext_t context;
     std::unique_ptr<u8[]> stack;
     Block* block;
-    u32 thread;
+    u32 thread, arrived = 0;  // in which generation of the cluster's barrier
     bool done = false;
 };
 
@@ -73,7 +74,8 @@ static void meet(Barrier& barrier) {
 }
 
 // ``kernel`` in a grid of blocks, those along z as one cluster if they are ``clustered``, or one after the other from the
-// last on; shared memory begins as NaNs.
+// last on; shared memory begins as ``fill``, NaNs unless a test wants others.
+static u32 fill = 0xFFFFFFFF;
 static void launch(std::function<void()> kernel, u32 x, u32 y, u32 depth, bool clustered, u32 threads, u32 bytes) {
     body = kernel;
     u32 z = clustered ? depth : 1;
@@ -82,7 +84,8 @@ static void launch(std::function<void()> kernel, u32 x, u32 y, u32 depth, bool c
         std::vector<Fiber> fibers(z * threads);
         cluster = &blocks, cluster_barrier = {z * threads};
         for (u32 b = 0; b < z; b++) {
-            std::vector<u8> memory(bytes + 1024, 0xFF);
+            std::vector<u8> memory(bytes + 1024);
+            for (u32 i = 0; i < memory.size(); i++) memory[i] = fill >> i % 4 * 8;
             u32 at_z = clustered ? b : depth - 1 - i / (x * y), at = i % (x * y);
             blocks[b] = {at % x, at / x, at_z, threads, x, {threads}, {}, std::vector<Warp>(threads / 32), memory};
             for (Warp& warp : blocks[b].warps) warp.barrier = {32};
@@ -126,8 +129,14 @@ DEVICE void sync_some(u32 which, u32 count) {
     meet(fiber->block->of_some[which]);
 }
 DEVICE void sync_cluster() { meet(cluster_barrier); }
-DEVICE void arrive_in_cluster() {}
-DEVICE void wait_for_cluster() { meet(cluster_barrier); }
+DEVICE void arrive_in_cluster() {
+    fiber->arrived = cluster_barrier.generation, progress++;
+    if (++cluster_barrier.waiting == cluster_barrier.size) cluster_barrier.waiting = 0, cluster_barrier.generation++;
+}
+DEVICE void wait_for_cluster() {
+    while (cluster_barrier.generation == fiber->arrived) swapcontext(&fiber->context, &scheduler);
+    progress++;
+}
 DEVICE float read_of_block(const float* mine, u32 rank) {
     return *reinterpret_cast<const float*>(memory_of((*cluster)[rank]) + (reinterpret_cast<const u8*>(mine) - shared_memory()));
 }

@@ -19,6 +19,7 @@ from mxtensor.kernels import nvrtc
 MACHINE = Path(__file__).with_name("cuda_machine.h")
 FLAGS = ("-O1", "-std=c++17", "-shared", "-fPIC", "-w", "-ffp-contract=off", "-fno-strict-aliasing")
 ENTRY = """
+extern "C" void fill_with(u32 value) {{ fill = value; }}
 extern "C" void run(const void* arguments, u32 x, u32 y, u32 z, u32 clustered, u32 threads, u32 bytes) {{
     {struct} a;
     memcpy(&a, arguments, sizeof a);
@@ -32,6 +33,10 @@ STRUCTS = {
     "activations": "ActivationArguments",
     "maxima": "ActivationArguments",
 }
+
+
+FILL = 0xFFFFFFFF
+"""What is in each word of shared memory before a kernel writes there."""
 
 
 def compiler():
@@ -58,9 +63,10 @@ def library(sources, constants, name):
 
 
 def function(device, sources, constants, name, layout, threads, depth=1, clustered=True):
-    run = library(sources, constants, name).run
+    kernel = library(sources, constants, name)
 
     def call(x, y, memory, arguments):
-        run(layout.pack(*arguments), x, y, depth, clustered, threads, memory)
+        kernel.fill_with(ctypes.c_uint32(FILL))
+        kernel.run(layout.pack(*arguments), x, y, depth, clustered, threads, memory)
 
     return call

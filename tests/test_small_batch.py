@@ -240,6 +240,15 @@ RESIDENTS = (RESIDENT, RESIDENT._replace(stages=4, ahead=1), RESIDENT_CAST, RESI
              RESIDENT._replace(wr=2), RESIDENT_CAST._replace(split=2))  # fmt: skip
 
 
+@pytest.mark.parametrize("format", ["mxfp8_e5m2", "float8_e4m3_row", "mxfp4"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_warps_without_columns_add_nothing_whatever_is_in_shared_memory(format, rows, monkeypatch):
+    monkeypatch.setattr(cuda_on_cpu, "FILL", 0x86400000)  # which as a largest magnitude would make an infinite scale
+    w, x = weight(format, 40, 256), torch.randn(rows, 256).bfloat16()
+    for plan in (RESIDENT_CAST, RESIDENT_CAST._replace(slabs=8, stages=4, ahead=1)):
+        assert error(product(x, w, plan), x.double() @ values(w).t()) < TOLERANCE
+
+
 @pytest.mark.parametrize("plan", RESIDENTS)
 @pytest.mark.parametrize(("rows", "k"), [(1, 1300), (1, 1302), (1, 640), (2, 640), (4, 1304), (7, 640), (1, 4400)])
 def test_activations_that_stay(plan, rows, k):

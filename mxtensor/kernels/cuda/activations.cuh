@@ -1,7 +1,8 @@
 // Activations as the products multiply them, cast on the way to a format with power-of-two scales for 32 values, or to
 // nvfp4, if that is wanted. As float16: each row times a power of two that brings its largest magnitude to 2^13, so that
 // what is within 2^30 of it is exact (of float16, 2^27), and the rest off by less than 2^-38 of it. (Sums are that much
-// larger, too: where a row of x is about 1, they overflow from 2^115 on.) With TILES, for together.cu, in tiles of so many
+// larger, too: where a row of x is about 1, they overflow from 2^115 on. In own.cuh all of this is said of the columns of
+// a warp, not of a row.) With TILES, for together.cu, in tiles of so many
 // rows and 64 of each 128 columns, in which every word lies where the matrix instruction reads it.
 
 struct Rows {  // of activations, from column ``first`` on ``count`` of them; zeros after column ``k``

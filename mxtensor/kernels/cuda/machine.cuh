@@ -46,8 +46,8 @@ DEVICE void sync_cluster() {
     asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 #endif
 }
-// The same in two steps for blocks that only must not run ahead of each other: nothing stored before is waited for, which
-// else takes as long as memory does. What was read of another block has been used by then.
+// The same in two steps, of which every thread takes both, for blocks that only must not run ahead of each other: nothing
+// that was stored or asked for is waited for, which else takes as long as memory does.
 DEVICE void arrive_in_cluster() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");

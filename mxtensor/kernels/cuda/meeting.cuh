@@ -99,7 +99,7 @@ DEVICE void write(const Arguments& a, const Weight& w, const Total& sums, const 
                 finish_four(a, w, x_row + at / (ROWS / 4), row + at % (ROWS / 4) * 4, sum[b], factor);
         }
     }
-    if constexpr (blocks > 1) arrive_in_cluster(), wait_for_cluster();  // nobody leaves while others read
+    if constexpr (blocks > 1) sync_cluster();  // nobody leaves while others read
 }
 
 // The same with SENDS: each block has the copy engine bring what it has summed to those that write it.
@@ -132,5 +132,5 @@ DEVICE void send_and_write(
         }
         finish_four(a, w, x_row + col, row + i % (ROWS / 4) * 4, sum, factor);
     }
-    arrive_in_cluster(), wait_for_cluster();  // nobody leaves while its sums are on their way
+    arrive_in_cluster(), wait_for_cluster();  // nobody leaves while its sums are on their way: all have come
 }

@@ -52,7 +52,7 @@ DEVICE void write(const Arguments& a, const Weight& weight, const Place& p, u32 
         }
         finish(a, weight, p.scales, x_row + col, n, with_nans(a, p.scales, n, sum), factor);
     }
-    if constexpr (SPLIT > 1) arrive_in_cluster(), wait_for_cluster();  // nobody leaves while others read
+    if constexpr (SPLIT > 1) sync_cluster();  // nobody leaves while others read
 }
 
 // ---------------------------------------------------------------------------------------------- the kernel

@@ -5,11 +5,11 @@
 // of warps, each with a part of that share and tiles of its own. Each
 // thread brings the codes of its two rows from memory into registers by itself, AHEAD chunks of them under way, and makes
 // of them its part of the left factor, scales included. Of x there are tiles laid out as the instruction reads them; one
-// more thread has the copy engine bring them, STAGES at a time.
+// more thread a group has the copy engine bring them, STAGES at a time.
 
 constexpr int CHUNK = 128, CODES_A_CHUNK = 16 * BITS;  // columns of w at a time; bytes of a row of them
 constexpr int ROUND = STAGES / 2;           // chunks until tiles lie where others lay
-constexpr int ALL_THREADS = THREADS + 128;  // with four warps of which one has the copy engine bring x
+constexpr int ALL_THREADS = THREADS + 128;  // with four warps, of which one a group has x brought
 constexpr bool SCALED = SCALE_BYTES > 0;    // whether words are multiplied
 static_assert(STAGES % 2 == 0 && ROUND % AHEAD == 0, "places of tiles and chunks are known in the loop");
 static_assert(WK <= 4, "there are four warps of which one a group has x brought");
@@ -220,7 +220,7 @@ DEVICE void sync_all() {  // and tell those who send to here that there are barr
     sync_block();
 }
 
-// The tiles' barriers, one more for careful blocks, and one for sums.
+// The tiles' barriers, one more a group for careful blocks, and one for sums.
 DEVICE void begin_barriers(u64* barriers) {
     if (thread() == 0)
         for (int i = 0; i < BARRIERS; i++) begin_barrier(barriers + i, i < OF_TILES && i / STAGES % 2 ? WR : 1);
@@ -242,6 +242,8 @@ KERNEL void BOUNDS(ALL_THREADS, BLOCKS) together(const Arguments a) {
         sync_all();
         wait_for_previous();
         if (warp < WR * WK + WK && thread() % 32 == 0) fetch_tiles(tiles);
+        sync_warp();
+        if constexpr (SENDS) wait_for_cluster();
         return;
     }
     if constexpr (REGISTERS > AT_FIRST) take_registers<REGISTERS>();
