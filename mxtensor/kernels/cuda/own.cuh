@@ -1,6 +1,6 @@
 // Activations that a warp reads for itself: those of the columns that it alone multiplies, so that no warp waits for
 // another. Each of their rows is brought near 2^13, unless they are cast to nvfp4, by a power of two of its own, which
-// multiplies what the warp sums. A warp may have none: its sums are zeros, and must be scaled by something finite.
+// multiplies what the warp sums.
 
 constexpr bool OF_ALL = CAST == 2;  // nvfp4 wants the largest magnitude of all of them first, that of the block
 constexpr bool OWN_X = WHOLE_X && WR == 1 && !(OF_ALL && SPLIT > 1), OWN_SCALES = OWN_X && !OF_ALL;
@@ -33,9 +33,7 @@ DEVICE void write_own(
 }
 
 DEVICE u32 rows_of(const Arguments& a) { return ONE_ROW ? 1 : a.m; }
-DEVICE bool is_held(const Arguments& a, const Own& own) {
-    return own.across > 0 && rows_of(a) * own.across <= FIRST_HELD;
-}
+DEVICE bool is_held(const Arguments& a, const Own& own) { return rows_of(a) * own.across <= FIRST_HELD; }
 DEVICE void next_of(const Own& own, u32& row, u32& i) {
     if (++i == own.across && !ONE_ROW) i = 0, row++;
 }
@@ -59,7 +57,8 @@ DEVICE Level level_of_all(u32* of_all, const Own& own, u32 most) {
     return level_of(*of_all);
 }
 
-// Into rows of ``stride`` bytes at ``to``; the bits of the largest magnitude of each row into ``maxima``.
+// Into rows of ``stride`` bytes at ``to``; the bits of the largest magnitude of each row into zeroed ``maxima``: there may
+// be no columns.
 DEVICE void finish_own(
     const Held& held, const Arguments& a, const Own& own, u8* to, u32 stride, u32* maxima, u32* of_all) {
     const u32 rows = rows_of(a), count = rows * own.across;

@@ -167,6 +167,7 @@ KERNEL void BOUNDS(THREADS, BLOCKS) resident(const Arguments a) {
     if constexpr (OWN_X) {
         u32* of_all = reinterpret_cast<u32*>(x_scale + COLS);
         if (OF_ALL && thread() == 0) *of_all = 0;
+        for (u32 i = lane; !ONE_ROW && i < COLS; i += 32) maxima[i] = 0;
         sync_block();  // for the zeros
         wait_for_previous();
         Own own = own_of(s.first, s.last, s.place, lane);
