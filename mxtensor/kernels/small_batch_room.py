@@ -73,7 +73,7 @@ def clusters(plan: Plan, gpu: Gpu) -> int:
 
 def room_of(format: Format, plan: Plan, x_rows: int, n: int, k: int, gpu: Gpu) -> Room | None:
     """What of a product a block of this plan holds at a time, if ``gpu`` has as much memory for it."""
-    if plan.split > (k // 128 // plan.wk if plan.together else -(-k // plan.depth)):
+    if plan.split > (k // plan.depth if plan.together else -(-k // plan.depth)):
         return None
     if plan.resident:
         return resident_room(format, plan, x_rows, n, k, gpu)

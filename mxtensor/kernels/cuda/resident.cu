@@ -57,9 +57,9 @@ DEVICE void fetch_columns(const Arguments& a, const Share& s, const Walk& w) {
 }
 
 // What a warp sums for a tile, where in x the columns of the stage that is next begin, and the results.
-constexpr int MY_ROWS = CLASSES > 1 ? (8 / CLASSES > 1 ? 2 : 1) : 2 * NT;  // of x, that a thread has sums of
-using Factors = float[MY_ROWS];
 #if CLASSES > 1
+constexpr int MY_ROWS = MINE;  // of x, that a thread has sums of
+using Factors = float[MY_ROWS];
 using Partial = Few;
 using Columns = Spread;
 DEVICE Columns columns_of(const Lane& l, const Share& s, u32 rows, const u8* zeros) {
@@ -82,6 +82,8 @@ DEVICE void keep(float* slot, const Partial& sums, const Factors& factors, const
     }
 }
 #else
+constexpr int MY_ROWS = 2 * NT;
+using Factors = float[MY_ROWS];
 using Partial = Sums;
 using Columns = const u8*;
 DEVICE Columns columns_of(const Lane&, const Share& s, u32, const u8*) { return s.x + s.place * 2 * BK; }
@@ -110,7 +112,7 @@ DEVICE void factors_of(Factors& factors, const Lane& l, const u32* maxima, u32 m
 // ``tiles`` tiles from ``first`` on: what the warps, then the blocks of a cluster have summed, in that order.
 DEVICE void write_tiles(
     const Arguments& a, u32 first, u32 tiles, float* slots, const float* x_scale, const float* globals) {
-    const u32 m = CLASSES == 8 ? 1 : a.m;
+    const u32 m = rows_of(a);
     u32 count = tiles * m * ROWS, span = (count + SPLIT - 1) / SPLIT, begin = 0, end = count;
     sync_block();
     for (int pass = 0; pass < (SPLIT > 1 ? 2 : 1); pass++) {
