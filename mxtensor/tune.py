@@ -36,11 +36,10 @@ from .kernels.small_batch_plan import (
     as_taken,
     classes_of,
     constants,
-    plan_of,
     registers,
 )
 from .kernels.small_batch_room import room_of
-from .kernels.small_batch_table import ROWS, TOGETHER, Measured, gpu_of, line, path_of
+from .kernels.small_batch_table import ROWS, TOGETHER, Measured, gpu_of, line, measured_of, path_of
 from .roles import Cast
 
 FORMATS = ("mxfp8_e4m3", "mxfp6_e2m3", "mxfp4_e2m1", "nvfp4")
@@ -48,6 +47,8 @@ SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336), (8192, 8192), (28672, 8192
 """(N, K)"""
 JOINED = ((6144, 4096), (28672, 4096))
 """The same of layers of Llama 3 8B that are made together, at one row."""
+FEW = 8
+"""Rows of activations up to which warps may read and cast their own."""
 COLD = 4
 """Inputs take turns until together they are so many times the L2 cache."""
 
@@ -113,8 +114,10 @@ def resident(bits: int, rows: int, n: int, k: int, gpu: Gpu) -> Iterator[Plan]:
             continue
         if split > 1 and rows * k < 2**15 and n > 2048:  # where one block has room for them
             continue
-        for first in range(min(3, stages - 1)):  # stages asked for before activations; 0: all but one
-            yield Plan(mt, nt, wr, wk, slabs, stages, blocks, split, rows <= 2, ahead=first, resident=blocks)
+        firsts = range(min(3, stages - 1))  # stages asked for before activations; 0: all but one
+        for first, whole in itertools.product(firsts, (False, True)):
+            if whole == (rows == 1) or 1 < rows <= FEW:
+                yield Plan(mt, nt, wr, wk, slabs, stages, blocks, split, whole, ahead=first, resident=blocks)
 
 
 def candidates(format: Format, rows: int, n: int, k: int, kind: str) -> Iterator[Plan]:
@@ -182,9 +185,9 @@ def call(x: Tensor, w: Operand, plan: Plan | None, cast: Cast | None = None) -> 
     return launch(x, (weight,), w.format, w.shape[1], None, None, 1.0, 1.0, x.dtype, cast, plan)[0]
 
 
-def casts_of(format: Format, rows: int) -> tuple[Cast | None, ...]:
-    """What activations go through when plans are timed: at one row the cast makes a difference to those that cast."""
-    return (None, Cast(format)) if rows == 1 else (None,)
+def casts_of(format: Format, rows: int, kind: str) -> tuple[Cast | None, ...]:
+    """What activations go through when plans are timed: a cast makes a difference to those that cast themselves."""
+    return (None, Cast(format)) if rows <= FEW and kind == "resident" else (None,)
 
 
 def compile_all(format: Format, kernels: Iterable[tuple[Plan, int]]) -> None:
@@ -193,7 +196,7 @@ def compile_all(format: Format, kernels: Iterable[tuple[Plan, int]]) -> None:
 
     def one(kernel: tuple[Plan, int]) -> None:
         (plan, classes), half = kernel, torch.bfloat16
-        for cast in casts_of(format, 1) if plan.whole_x else (None,):
+        for cast in casts_of(format, 1, plan.kind) if plan.whole_x else (None,):
             facts = Facts(format, half, half, half, 16, 16, 16, True, cast, classes)
             nvrtc.compiled(sources_of(plan), constants(as_taken(facts, plan), plan), capability)
 
@@ -205,30 +208,30 @@ def kinds(rows: int) -> tuple[str, ...]:
     """The kinds of plans worth timing at so many rows."""
     if torch.cuda.get_device_capability() != TOGETHER:
         return ("staged", "resident")
-    return KINDS if 1 < rows <= 64 else ("staged", "resident") if rows == 1 else ("together",)
+    most = {1: ("staged", "resident"), 2: ("resident",), FEW: ("together", "resident")}  # the rest is as of 4 rows
+    return most.get(rows, KINDS if rows <= 64 else ("together",))
 
 
-def fastest(format: Format, m: int, n: int, k: int, kind: str, held: Sequence[Operand]) -> Measured | None:
-    """The plan that takes the least time, on the average of its casts; a plan that the device refuses is left out."""
-    x, casts = torch.randn(m, k, device="cuda", dtype=torch.bfloat16), casts_of(format, m)
-    timed = []
-    for plan in candidates(format, m, n, k, kind):
-        try:
-            took = [graph_time([partial(call, x, w, plan, cast) for w in held], 3) for cast in casts]
-            timed.append((statistics.mean(took), plan))
-        except RuntimeError as error:
-            print(f"{format} {m}x{n}x{k} {tuple(plan)}: {error}", flush=True)
-    if not timed:
-        return None
-    us, plan = min(timed)
-    print(f"{format} {m}x{n}x{k}: {us:.2f} us by {tuple(map(int, plan))}, of {len(timed)}", flush=True)
-    return Measured(format.name, m, n, k, us, plan)
+def fastest(format: Format, m: int, n: int, k: int, kind: str, held: Sequence[Operand]) -> Iterator[Measured]:
+    """The plan that takes the least time, for each of its casts; a plan that the device refuses is left out."""
+    x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+    for cast in casts_of(format, m, kind):
+        timed, name = [], f"{format} {m}x{n}x{k}{' cast' if cast else ''}"
+        for plan in candidates(format, m, n, k, kind):
+            try:
+                timed.append((graph_time([partial(call, x, w, plan, cast) for w in held], 3), plan))
+            except RuntimeError as error:
+                print(f"{name} {tuple(plan)}: {error}", flush=True)
+        if timed:
+            us, plan = min(timed)
+            print(f"{name}: {us:.2f} us by {tuple(map(int, plan))}, of {len(timed)}", flush=True)
+            yield Measured(format.name, cast is not None, m, n, k, us, plan)
 
 
 def _case(row: Sequence[Any]) -> tuple[Any, ...]:
-    """What a line of a file is about: format, shape, rows and the kind of plan."""
-    format, m, n, k, _, *plan = row
-    return format, n, k, m, plan_of(plan).kind
+    """What a line of a file is about: format, shape, rows, the kind of plan, and whether activations were cast."""
+    line = measured_of(row)
+    return line.format, line.n, line.k, line.m, line.plan.kind, line.casts
 
 
 def merged(old: Iterable[Sequence[Any]], new: Iterable[Sequence[Any]]) -> list[Sequence[Any]]:
@@ -272,7 +275,7 @@ def main() -> None:
         compile_all(format, kernels)
         for n, k in dict.fromkeys(shape[1:] for shape in shapes):
             held = weights(format, n, k)
-            write(path, filter(None, (fastest(format, *case, held) for case in cases if case[1:3] == (n, k))))
+            write(path, [line for case in cases if case[1:3] == (n, k) for line in fastest(format, *case, held)])
     print(f"wrote {path}")
 
 

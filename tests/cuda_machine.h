@@ -207,6 +207,10 @@ DEVICE u16 bfloat16_of(float value) {
     return value != value ? 0x7FFF : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
 }
 DEVICE u32 pair_of_halves(float low, float high) { return half_of(low) | u32(half_of(high)) << 16; }
+DEVICE u32 larger_halves(u32 a, u32 b) {
+    u32 high = a >> 16 > b >> 16 ? a >> 16 : b >> 16, low = (a & 0xFFFF) > (b & 0xFFFF) ? a & 0xFFFF : b & 0xFFFF;
+    return high << 16 | low;
+}
 DEVICE float larger(float a, float b) { return fmaxf(a, b); }
 DEVICE float smaller(float a, float b) { return fminf(a, b); }
 DEVICE float value_of_e4m3(u32 code) {

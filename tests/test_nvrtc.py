@@ -10,7 +10,7 @@ import torch
 
 import mxtensor as mx
 from mxtensor.kernels import nvrtc
-from mxtensor.kernels.small_batch_launch import HEADERS, kernel_of, sources_of
+from mxtensor.kernels.small_batch_launch import ACTIVATION_SOURCES, kernel_of, sources_of
 from mxtensor.kernels.small_batch_plan import (
     ELEMENTS,
     MOST_WEIGHTS,
@@ -107,33 +107,34 @@ def test_products_of_several_weights_compile(capability, tmp_path):
 
 @pytest.mark.parametrize("capability", TARGETS)
 def test_casts_of_activations_compile(capability, tmp_path):
-    for cast, tiles in itertools.product((None, mx.Cast.of("mxfp8"), mx.Cast.of("mxint8", "floor")), (0, 64)):
+    casts = (None, mx.Cast.of("mxfp8"), mx.Cast.of("mxint8", "floor"), mx.Cast.of("nvfp4"))
+    for cast, tiles in itertools.product(casts, (0, 64)):
         row = (
             ("ELEMENT", next(iter(ELEMENTS.values()))),
             ("X", TYPES[torch.bfloat16]),
             ("X_COPY", 16),
             ("TILES", tiles),
         )
-        code = nvrtc.compiled(HEADERS, (*row, *cast_constants(cast)), capability)
+        code = nvrtc.compiled(ACTIVATION_SOURCES, (*row, *cast_constants(cast)), capability)
         assert {stack for _, stack in resources(code, tmp_path).values()} == {0}
 
 
 def test_what_is_compiled_is_kept_on_disk(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     row = (("ELEMENT", "E4M3"), ("X", "BFLOAT16"), ("X_COPY", 2), ("TILES", 0), ("CAST", 0))
-    code = nvrtc.compiled(HEADERS, row, SM90)
+    code = nvrtc.compiled(ACTIVATION_SOURCES, row, SM90)
     (file,) = tmp_path.rglob("*.cubin")
     assert file.read_bytes() == code
     file.write_bytes(b"kept")
-    assert nvrtc.compiled(HEADERS, row, SM90) == b"kept"
-    assert nvrtc.compiled(HEADERS, row, (8, 0)) != b"kept"
+    assert nvrtc.compiled(ACTIVATION_SOURCES, row, SM90) == b"kept"
+    assert nvrtc.compiled(ACTIVATION_SOURCES, row, (8, 0)) != b"kept"
 
 
 def test_a_home_that_cannot_be_written_to_is_no_obstacle(monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     row = (("ELEMENT", "E4M3"), ("X", "BFLOAT16"), ("X_COPY", 1), ("TILES", 0), ("CAST", 0))
-    assert nvrtc.compiled(HEADERS, row, SM90)
+    assert nvrtc.compiled(ACTIVATION_SOURCES, row, SM90)
 
 
 def test_without_the_compiler_the_kernel_refuses_with_a_sentence(monkeypatch):

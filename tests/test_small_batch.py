@@ -17,7 +17,7 @@ from mxtensor.kernels import nvrtc, small_batch, small_batch_launch
 from mxtensor.kernels.gemm_spec import GemmArgs, Rounded, Uncast
 from mxtensor.kernels.small_batch_plan import ELEMENTS, RESERVED, SCALES, Gpu, Plan, classes_of, copy_size
 from mxtensor.kernels.small_batch_room import room_of, shared_memory
-from mxtensor.kernels.small_batch_table import LAST, ROWS, SHARED, choose_plan, gpu_of, most_rows, table
+from mxtensor.kernels.small_batch_table import LAST, ROWS, SHARED, Measured, choose_plan, gpu_of, most_rows, table
 from mxtensor.roles import Cast
 from tests import cuda_on_cpu
 
@@ -148,8 +148,10 @@ def test_nvfp4_activations_are_cast_by_the_largest_of_the_whole_tensor(activatio
 
 
 @pytest.mark.parametrize("plan", [STAGED, TOGETHER])
-def test_wide_rows_that_are_cast_to_nvfp4_are_shared_by_blocks(plan):
-    w, cast, x = weight("nvfp4", 16, 4480), Cast.of("nvfp4"), torch.randn(2, 4480).bfloat16()
+@pytest.mark.parametrize("rows", [2, 5])  # of which each block looks at all, and a kernel of its own
+def test_wide_rows_that_are_cast_to_nvfp4_are_shared_by_blocks(plan, rows):
+    w, cast, x = weight("nvfp4", 16, 4480), Cast.of("nvfp4"), torch.randn(rows, 4480).bfloat16()
+    x[1, -9] = 100.0  # the largest, where not every block writes
     assert error(product(x, w, plan, cast), values(encode(x, cast)) @ values(w).t()) < TOLERANCE
 
 
@@ -250,7 +252,9 @@ def test_warps_without_columns_add_nothing_whatever_is_in_shared_memory(format, 
 
 
 @pytest.mark.parametrize("plan", RESIDENTS)
-@pytest.mark.parametrize(("rows", "k"), [(1, 1300), (1, 1302), (1, 640), (2, 640), (4, 1304), (7, 640), (1, 4400)])
+@pytest.mark.parametrize(
+    ("rows", "k"), [(1, 1300), (1, 1302), (1, 640), (2, 640), (4, 1304), (7, 640), (1, 4400), (5, 4400)]
+)
 def test_activations_that_stay(plan, rows, k):
     w, x = weight("nvfp4", 150, k), torch.randn(rows, k + 8).bfloat16()[:, :k]
     x[0, -100:] *= 2.0**20
@@ -526,12 +530,27 @@ def test_an_unknown_gpu_takes_plans_that_it_has_room_for():
     assert smallest <= min(SHARED.values()) // 2
 
 
-def test_the_plans_of_four_rows_are_those_of_up_to_eight():
-    def of(m):
-        return choose_plan(torch.device("cpu"), mx.FORMATS["mxfp8"], m, 14336, 4096, m)
+def test_rows_that_were_not_measured_take_the_plan_of_the_next_more():
+    def of(m, k=4096, **options):
+        return choose_plan(torch.device("cpu"), mx.FORMATS["mxfp8"], m, 14336, k, m, **options)
 
-    assert of(1) != of(2) == of(4) == of(8) != of(9) == of(16)
+    assert of(1) != of(2) != of(3) == of(4) != of(5) == of(8) != of(9) == of(16)
     assert of(17).cols >= 17 and of(33).cols >= 33 and of(128).together
+    few = of(2, 100_000)  # of which no block can keep two rows
+    assert few in {line.plan for line in table((9, 0)) if line.m > 2} and not few.whole_x
+
+
+def test_rows_that_are_cast_take_the_plans_that_were_measured_so(monkeypatch):
+    fast, of_casts = RESIDENT._replace(stages=4), RESIDENT._replace(stages=3)
+    lines = [Measured("mxfp8_e4m3", casts, 4, 4096, 4096, 1.0, plan) for casts, plan in ((0, fast), (1, of_casts))]
+    lines.append(Measured("mxfp8_e4m3", False, 16, 4096, 4096, 1.0, STAGED))
+    monkeypatch.setattr(sys.modules[choose_plan.__module__], "table", lambda capability: lines)
+
+    def of(m, casts):
+        return choose_plan(torch.device("cpu"), mx.FORMATS["mxfp8"], m, 4096, 4096, m, casts=casts)
+
+    assert (of(4, False), of(4, True)) == (fast, of_casts)
+    assert of(16, False) == of(16, True) == STAGED
 
 
 def test_plans_have_as_many_columns_as_rows_of_activations_need():

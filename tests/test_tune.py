@@ -10,13 +10,13 @@ from mxtensor.kernels.small_batch_table import LAST, Measured, line
 TOGETHER, RESIDENT = LAST._replace(together=True), LAST._replace(resident=1)
 
 
-def row(format="mxfp8_e4m3", m=1, n=4096, k=4096, us=1.0, plan=LAST):
-    return line(Measured(format, m, n, k, us, plan))
+def row(format="mxfp8_e4m3", m=1, n=4096, k=4096, us=1.0, plan=LAST, casts=False):
+    return line(Measured(format, casts, m, n, k, us, plan))
 
 
 OLD = [
     row("nvfp4"), row(m=16), row(), row(m=32), row(m=32, us=2.0, plan=TOGETHER), row(n=1024), row(k=14336),
-    row("mxfp4_e2m1"),
+    row("mxfp4_e2m1"), row(casts=True),
 ]  # fmt: skip
 
 
@@ -38,13 +38,15 @@ def test_the_order_depends_on_the_cases_alone():
     rng, found = random.Random(0), tune.merged(OLD, [])
     for _ in range(5):
         assert tune.merged(rng.sample(OLD, len(OLD)), []) == found
-    assert [r[:4] for r in found[:2]] == [["mxfp4_e2m1", 1, 4096, 4096], ["mxfp8_e4m3", 1, 1024, 4096]]
+    assert [r[:5] for r in found[:2]] == [["mxfp4_e2m1", 0, 1, 4096, 4096], ["mxfp8_e4m3", 0, 1, 1024, 4096]]
 
 
 def test_a_table_is_read_and_written_a_line_a_case(tmp_path):
     path = tmp_path / "table.json"
-    tune.write(path, [Measured("nvfp4", 1, 64, 64, 1.234, LAST)])
-    tune.write(path, [Measured("nvfp4", 4, 64, 64, 2.0, TOGETHER), Measured("nvfp4", 1, 64, 64, 1.111, LAST)])
+    tune.write(path, [Measured("nvfp4", False, 1, 64, 64, 1.234, LAST)])
+    tune.write(
+        path, [Measured("nvfp4", False, 4, 64, 64, 2.0, TOGETHER), Measured("nvfp4", False, 1, 64, 64, 1.111, LAST)]
+    )
     assert path.read_text().count("\n") == 4
     rows = json.loads(path.read_text())
-    assert [(r[1], r[4], Plan._make(r[5:]).together) for r in rows] == [(1, 1.11, 0), (4, 2.0, 1)]
+    assert [(r[2], r[5], Plan._make(r[6:]).together) for r in rows] == [(1, 1.11, 0), (4, 2.0, 1)]

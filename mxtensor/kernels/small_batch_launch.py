@@ -38,8 +38,9 @@ from .small_batch_table import BY_WARPS, choose_plan, gpu_of
 
 WEIGHT, OTHERS = "5Q3I0Q", "8Q9I2f0Q"
 """Arguments of a product as ``cuda/stages.cuh`` has them: of each weight, and the others."""
-ACTIVATIONS = struct.Struct("5Q6I")
+ACTIVATIONS = struct.Struct("5Q7I0Q")
 HEADERS = ("machine.cuh", "elements.cuh", "casts.cuh", "activations.cuh")
+ACTIVATION_SOURCES = (*HEADERS, "activations.cu")
 SOURCES = (*HEADERS, "stages.cuh", "sums.cuh", "result.cuh")
 TOGETHER_SOURCES = (*HEADERS, "stages.cuh", "result.cuh", "words.cuh", "meeting.cuh", "together.cu")
 ACTIVATION_THREADS = {"maxima": 256, "activations": 512}
@@ -104,7 +105,9 @@ def cut(
             return not (plan.apart or (plan.resident and groups) or (others and (groups or rows > plan.cols)))
         return together and not plan.whole_x
 
-    plan = given or choose_plan(device, format, -(-rows // (groups or 1)), width, cols, rows, possible)
+    plan = given or choose_plan(
+        device, format, -(-rows // (groups or 1)), width, cols, rows, possible, cast is not None
+    )
     tiles = [-(-n // plan.rows) for n in widths] + [0] * (weights - len(widths))
     room = room_of(format, plan, rows, sum(tiles) * plan.rows, cols, gpu)
     if room is None:
@@ -137,7 +140,7 @@ def _activations_kernel(
         ("TILES", tiles),
         *cast_constants(cast),
     )
-    return nvrtc.function(device, HEADERS, row, name, ACTIVATIONS, ACTIVATION_THREADS[name])
+    return nvrtc.function(device, ACTIVATION_SOURCES, row, name, ACTIVATIONS, ACTIVATION_THREADS[name])
 
 
 def _prepared(
@@ -159,11 +162,11 @@ def _prepared(
     zeroed = (0, 0) if counters is None else (counters.data_ptr(), counters.numel())
     kind = format.element, x.dtype, copy_size(x.data_ptr(), 2 * x.stride(0), 2 * k), cast, tiles
     pointers = x.data_ptr(), out.data_ptr(), scale.data_ptr(), zeroed[0], scale.data_ptr() + 4 * rows
-    arguments = (*pointers, k, width, x.stride(0), rows, zeroed[1], blocks)
+    parts = -(-width // (8 * ACTIVATION_THREADS["activations"]))
+    arguments = (*pointers, k, width, x.stride(0), rows, zeroed[1], blocks, parts)
     if blocks:
         _activations_kernel(x.device, "maxima", *kind)(blocks, 1, 4, arguments)
-    parts = -(-width // (8 * ACTIVATION_THREADS["activations"]))
-    _activations_kernel(x.device, "activations", *kind)(rows * parts, 1, 4, arguments)
+    _activations_kernel(x.device, "activations", *kind)(rows, parts, 4, arguments)
     return out, scale
 
 

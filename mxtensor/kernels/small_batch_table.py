@@ -23,8 +23,8 @@ from .small_batch_plan import KINDS, Gpu, Plan, plan_of
 from .small_batch_room import room_of
 
 FOLDER = Path(__file__).parent
-ROWS = (1, 4, 16, 32, 64, 128, 256, 512)
-"""Rows of activations that are measured; others, but one, take the first plan that has as many times 8."""
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+"""Rows of activations that are measured; others take the plan of the next more."""
 TOGETHER = (9, 0)
 """The compute capability whose matrix instructions four warps issue together."""
 STAND_INS = {8: "mxfp8_e4m3", 6: "mxfp6_e2m3", 4: "mxfp4_e2m1"}
@@ -50,6 +50,8 @@ class Measured(NamedTuple):
     """A line of a table."""
 
     format: str
+    casts: bool
+    """whether activations were cast on the way; up to 8 rows that makes a difference to which plan is best"""
     m: int
     n: int
     k: int
@@ -65,7 +67,13 @@ def path_of(capability: tuple[int, int]) -> Path:
 
 def line(measured: Measured) -> list[Any]:
     """As it stands in a file."""
-    return [*measured[:4], round(measured.us, 2), *map(int, measured.plan)]
+    return [measured.format, int(measured.casts), *measured[2:5], round(measured.us, 2), *map(int, measured.plan)]
+
+
+def measured_of(row: Sequence[Any]) -> Measured:
+    """From a line of a file."""
+    format, casts, m, n, k, us, *plan = row
+    return Measured(format, bool(casts), m, n, k, us, plan_of(plan))
 
 
 @cache
@@ -76,8 +84,7 @@ def table(capability: tuple[int, int]) -> tuple[Measured, ...]:
         return ()
     number = 10 * capability[0] + capability[1]
     best = max((n for n in known if n <= number), default=known[0])
-    rows: list[Any] = json.loads((FOLDER / f"small_batch_sm{best}.json").read_text())
-    return tuple(Measured._make([*row[:5], plan_of(row[5:])]) for row in rows)
+    return tuple(map(measured_of, json.loads((FOLDER / f"small_batch_sm{best}.json").read_text())))
 
 
 def stand_in(format: Format) -> str:
@@ -126,28 +133,29 @@ def measured_for(format: Format, lines: Sequence[Measured]) -> list[Measured]:
 
 def choose_plan(
     device: torch.device, format: Format, m: int, n: int, k: int, x_rows: int,
-    allowed: Callable[[Plan], bool] = lambda plan: True,
+    allowed: Callable[[Plan], bool] = lambda plan: True, casts: bool = False,
 ) -> Plan:  # fmt: skip
-    """The plan for m rows (of a group; ``x_rows`` of all), n and k: ``allowed``, fast on ``device``, and with room."""
+    """The plan for m rows (of a group; ``x_rows`` of all), n and k: ``allowed``, fast on ``device``, and with room.
+
+    ``casts``: whether activations are cast on the way.
+    """
     gpu = gpu_of(device)
     capability = gpu.capability
     m = min(m, most_rows(capability))
-    enough = next(rows for rows in ROWS if rows >= m or -(-rows // 8) * 8 >= m > 1 < rows)
 
     def distance(line: Measured) -> tuple[float, float]:
         return abs(math.log2(line.n / n)) + abs(math.log2(line.k / k)), line.us
 
     fit = [
-        line
-        for line in table(capability)
-        if line.m <= enough and allowed(line.plan) and not (line.plan.together and capability != TOGETHER)
+        line for line in table(capability) if allowed(line.plan) and not (line.plan.together and capability != TOGETHER)
     ]
     fit = measured_for(format, fit)
-    most = max((line.m for line in fit), default=0)  # or as many as were
-    for line in sorted((line for line in fit if line.m == most), key=distance):
-        plan = line.plan if capability >= CLUSTERS else line.plan._replace(split=1)
-        if plan.together and m > 64:
-            plan = fitted(plan, m)
-        if room_of(format, plan, x_rows, n, k, gpu):
-            return plan
+    for rows in sorted({line.m for line in fit}, key=lambda rows: (rows < m, abs(rows - m))):  # as many, more, fewer
+        lines = [line for line in fit if line.m == rows]
+        for line in sorted([line for line in lines if line.casts == casts] or lines, key=distance):
+            plan = line.plan if capability >= CLUSTERS else line.plan._replace(split=1)
+            if plan.together and m > 64:
+                plan = fitted(plan, m)
+            if room_of(format, plan, x_rows, n, k, gpu):
+                return plan
     return LAST

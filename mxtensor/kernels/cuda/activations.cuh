@@ -8,7 +8,6 @@
 struct Rows {  // of activations, from column ``first`` on ``count`` of them; zeros after column ``k``
     const u16* x;
     u32 stride, k, rows, first, count;
-    u32 above = 0;  // as many rows of the matrix
 };
 
 struct Eight {  // neighbours of a row, two in a word
@@ -40,10 +39,12 @@ DEVICE void values_of(float (&x)[8], const Eight& values) {
 #pragma unroll
     for (int i = 0; i < 8; i++) x[i] = value_of(values, i);
 }
-DEVICE u32 amax_of(const Eight& values) {
-    float x[8];
-    values_of(x, values);
-    return amax_of(x);
+DEVICE u32 amax_of(const Eight& values) {  // bits without their sign are in the order of magnitudes, two at a time
+    u32 most = values.words[0] & 0x7FFF7FFF;
+#pragma unroll
+    for (int i = 1; i < 4; i++) most = larger_halves(most, values.words[i] & 0x7FFF7FFF);
+    most = larger_halves(most, bytes_of(most, 0, 0x1032));
+    return X == FLOAT16 ? bits_of_float(float_of_half(most)) : most << 16;
 }
 
 // i / n, from ``inverse`` = 1.0f / n in fewer instructions than a division has, where that is exact.
@@ -107,14 +108,14 @@ template <u32 BIT> DEVICE void turn(u32 (&words)[4], u32 j) {
     }
 }
 
-// Four words at column ``at`` of row ``row`` of the tiles at ``to``, whose columns end at ``k``; all threads of a warp, with
-// neighbouring columns. In a piece of 16 bytes a tile has one word of each of four threads.
-DEVICE void write_in_tile(u8* to, u32 row, u32 at, u32 k, u32 (&words)[4]) {
+// Where the words at column ``at`` of row ``row`` belong, in the tiles at ``to`` of rows with ``k`` columns; a piece of 16 bytes
+// of a tile has one word of each of four threads, which ``in_pieces`` brings together.
+DEVICE u8* place_in_tile(u8* to, u32 row, u32 at, u32 k) {
     u32 in = at % 128, h = BITS == 8 ? in / 64 : in / 16 % 2, t = BITS == 8 ? in / 16 % 4 : in / 32, second = in / 8 % 2;
-    turn<BITS == 8 ? 2 : 4>(words, t);
     u8* line = to + ((u64(row / TILES) * (k / 128) + at / 128) * 2 + h) * (TILES * 128) + row % TILES * 128;
-    if (at < k) *reinterpret_cast<uint4*>(line + ((4 * second + t) ^ row % 8) * 16) = {words[0], words[1], words[2], words[3]};
+    return line + ((4 * second + t) ^ row % 8) * 16;
 }
+DEVICE void in_pieces(u32 (&words)[4], u32 at) { turn<BITS == 8 ? 2 : 4>(words, BITS == 8 ? at / 16 % 4 : at % 128 / 32); }
 
 // Eight values as float16, in the order of ``decode``; ``own``: their largest magnitude, ``amax`` that of what is scaled
 // with them.
@@ -132,13 +133,14 @@ DEVICE void words_of(u32 (&words)[4], const Eight& values, u32 own, u32 amax, co
     for (int j = 0; j < 4; j++) words[j] = pair_of_halves(x[2 * j], x[2 * j + 1]);
 }
 
-// Those at column ``at`` of a row, of which ``to`` has the first, or of the tiles there.
-DEVICE void write_eight(
-    u8* to, const Rows& r, u32 row, u32 at, const Eight& values, u32 own, u32 amax, const Level& level) {
+DEVICE void store_words(u8* to, const u32 (&words)[4]) {
+    *reinterpret_cast<uint4*>(to) = {words[0], words[1], words[2], words[3]};
+}
+
+DEVICE void write_eight(u8* to, const Eight& values, u32 own, u32 amax, const Level& level) {
     u32 words[4];
     words_of(words, values, own, amax, level);
-    if constexpr (TILES == 0) *reinterpret_cast<uint4*>(to + 2 * at) = {words[0], words[1], words[2], words[3]};
-    else write_in_tile(to, r.above + row, at, r.k, words);
+    store_words(to, words);
 }
 
 constexpr int HELD = 4;  // of Eight, a thread: what is read once where that is all
@@ -172,7 +174,7 @@ template <bool ONE> DEVICE void convert(u8* to, u32 stride, const Rows& r, const
 #pragma unroll
         for (int h = 0; h < HELD; h++) {
             u32 i = thread() + h * threads(), row = row_of(i);
-            if (i < count) write_eight(to + row * stride, r, row, column_in(i), held[h], own[h], maxima[row], level);
+            if (i < count) write_eight(to + row * stride + 2 * column_in(i), held[h], own[h], maxima[row], level);
         }
         return;
     }
@@ -183,85 +185,6 @@ template <bool ONE> DEVICE void convert(u8* to, u32 stride, const Rows& r, const
     for (u32 i = thread(); i < count; i += threads()) {
         u32 row = row_of(i), at = column_in(i);
         Eight values = load_eight(r, row, r.first + at);
-        write_eight(to + row * stride, r, row, at, values, amax_of(values), maxima[row], level);
+        write_eight(to + row * stride + 2 * at, values, amax_of(values), maxima[row], level);
     }
-}
-
-struct ActivationArguments {
-    const u16* x;
-    u16* out;       // (rows, width): k rounded up, to 256 at least; or tiles
-    float* scale;   // of each row
-    u32* counters;  // to be zeroed, so many
-    u32* maxima;    // of each block of ``maxima``, where the cast wants the largest magnitude of the tensor
-    u32 k, width, x_stride, rows, counted, blocks;
-};
-
-DEVICE void raise_by_block(u32* shared, u32 value) {  // to the largest of a block's
-    raise_by_warp(shared, value);
-    sync_block();
-}
-
-// The largest magnitude of every ``step``-th eight of all rows, from the ``first``, into zeroed ``shared``; all threads of a block.
-DEVICE void find_largest(u32* shared, const Rows& r, u32 first, u32 step) {
-    u32 across = (r.k + 7) / 8, count = r.rows * across, amax = 0;
-    float inverse = 1.0f / across;
-#pragma unroll 8
-    for (u32 i = first; i < count; i += step) {
-        u32 row = quotient(i, across, inverse), bits = amax_of(load_eight(r, row, (i - row * across) * 8));
-        amax = bits > amax ? bits : amax;
-    }
-    raise_by_block(shared, amax);
-}
-
-// The largest magnitude of each block's share.
-KERNEL void BOUNDS(256, 1) maxima(const ActivationArguments a) {
-    let_next_start();
-    u32* shared = reinterpret_cast<u32*>(shared_memory());
-    if (thread() == 0) *shared = 0;
-    sync_block();
-    wait_for_previous();
-    find_largest(shared, {a.x, a.x_stride, a.k, a.rows, 0, a.k}, block_x() * threads() + thread(), blocks_x() * threads());
-    if (thread() == 0) a.maxima[block_x()] = *shared;
-}
-
-// The largest of those into zeroed ``shared``, or of all rows where nobody has looked; all threads of a block.
-DEVICE void take_maxima(u32* shared, const ActivationArguments& a) {
-    u32 amax = 0;
-    if (a.blocks == 0) return find_largest(shared, {a.x, a.x_stride, a.k, a.rows, 0, a.k}, thread(), threads());
-    for (u32 i = thread(); i < a.blocks; i += threads()) amax = a.maxima[i] > amax ? a.maxima[i] : amax;
-    raise_by_block(shared, amax);
-}
-DEVICE void zero_counters(const ActivationArguments& a) {
-    for (u32 i = block_x() * threads() + thread(); i < a.counted; i += blocks_x() * threads()) a.counters[i] = 0;
-}
-
-// Eight columns a thread, and as many blocks a row as that takes, each of which looks at all of it.
-KERNEL void BOUNDS(512, 1) activations(const ActivationArguments a) {
-    let_next_start();
-    u32 parts = blocks_x() / a.rows, row = block_x() / parts, part = block_x() % parts, of_part = threads() * 8;
-    u32 *amax = reinterpret_cast<u32*>(shared_memory()), in = thread() * 8, at = part * of_part + in, own = 0;
-    u8* to = reinterpret_cast<u8*>(TILES ? a.out : a.out + u64(row) * a.width);
-    Rows mine = {a.x + u64(row) * a.x_stride, a.x_stride, a.k, 1, 0, a.width, row};
-    if (thread() == 0) *amax = 0;
-    sync_block();
-    wait_for_previous();
-    Eight values;
-    if (at < a.width) values = load_eight(mine, 0, at);
-    if constexpr (CAST == TWO_LEVELS) {
-        take_maxima(amax, a);
-        if (at < a.width) own = amax_of(values);
-    } else {
-        u32 most = 0;
-#pragma unroll 4
-        for (u32 other = 1; other < parts; other++) {
-            u32 column = (part + other < parts ? part + other : part + other - parts) * of_part + in;
-            u32 bits = column < a.width ? amax_of(load_eight(mine, 0, column)) : 0;
-            most = bits > most ? bits : most;
-        }
-        if (at < a.width) own = amax_of(values);
-        raise_by_block(amax, own > most ? own : most);
-    }
-    if (at < a.width) write_eight(to, mine, 0, at, values, own, *amax, level_of(*amax));
-    if (part == 0 && thread() == 0) a.scale[row] = scale_of_row(amax, 0, 1);
-    zero_counters(a);
 }

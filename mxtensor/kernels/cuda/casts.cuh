@@ -16,17 +16,8 @@ DEVICE u32 largest(u32 value, u32 lanes) {  // of so many neighbouring threads
 
 enum { NO_CAST, POWER_OF_TWO, TWO_LEVELS };
 
-DEVICE u32 amax_of(const float (&x)[8]) {  // its bits
-    u32 amax = 0;
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-        u32 bits = bits_of_float(x[i]) & 0x7FFFFFFF;
-        amax = bits > amax ? bits : amax;
-    }
-    return amax;
-}
-
 #if CAST
+constexpr bool LOOKS_AT_ALL = CAST_GLOBAL;  // for the largest magnitude of the tensor
 // Whether a value may round to more than the largest element: not under a scale that is rounded up, if there is one.
 constexpr bool EXCEEDS = CAST == TWO_LEVELS || CAST_RULE == FLOOR || CAST_RULE == EVEN || CAST_EMAX == 0;
 
@@ -97,6 +88,7 @@ DEVICE void cast_eight(float (&x)[8], u32 amax, const Level& level, float factor
     for (int i = 0; i < 8; i++) x[i] *= up;
 }
 #else
+constexpr bool LOOKS_AT_ALL = false;
 struct Level {};
 DEVICE Level level_of(u32) { return {}; }
 #endif

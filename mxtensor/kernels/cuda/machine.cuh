@@ -28,7 +28,6 @@ DEVICE u8* shared_memory() {
     extern __shared__ __align__(1024) u8 memory[];
     return memory;
 }
-DEVICE void raise_to(u32* shared, u32 value) { atomicMax(shared, value); }
 DEVICE void sync_block() { __syncthreads(); }
 DEVICE void sync_some(u32 which, u32 count) {  // threads of a block, who else has a number of their own
     asm volatile("bar.sync %0, %1;" ::"r"(which + 1), "r"(count) : "memory");
@@ -39,6 +38,9 @@ DEVICE u32 from_lane_xor(u32 value, u32 mask) { return __shfl_xor_sync(0xFFFFFFF
 DEVICE u32 largest_of_warp(u32 value) { return __reduce_max_sync(0xFFFFFFFF, value); }
 
 DEVICE u32 shared_address(const void* at) { return static_cast<u32>(__cvta_generic_to_shared(at)); }
+DEVICE void raise_to(u32* shared, u32 value) {  // atomicMax would first look for other threads of the warp
+    asm volatile("red.shared.max.u32 [%0], %1;" ::"r"(shared_address(shared)), "r"(value) : "memory");
+}
 
 // A cluster of blocks (sm_90) lies along z: rank, barrier, and what another block has in shared memory.
 DEVICE void sync_cluster() {
@@ -142,6 +144,7 @@ DEVICE u32 pair_of_halves(float low, float high) {
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
     return word;
 }
+DEVICE u32 larger_halves(u32 a, u32 b) { return __vmaxu2(a, b); }  // of 16 bits, as numbers without sign
 DEVICE float larger(float a, float b) { return fmaxf(a, b); }
 DEVICE float smaller(float a, float b) { return fminf(a, b); }
 // Four e4m3 as two times two float16.

@@ -5,7 +5,7 @@
 constexpr bool OF_ALL = CAST == 2;  // nvfp4 wants the largest magnitude of all of them first, that of the block
 constexpr bool OWN_X = WHOLE_X && WR == 1 && !(OF_ALL && SPLIT > 1), OWN_SCALES = OWN_X && !OF_ALL;
 constexpr bool ONE_ROW = CLASSES == 8;
-constexpr u32 IN_A_STAGE = BK / 8, FIRST_HELD = ONE_ROW ? 4 : 8;
+constexpr u32 IN_A_STAGE = BK / 8, FIRST_HELD = ONE_ROW ? 4 : 16;
 
 struct Own {  // of a warp: the columns of ``stages``, WK apart, the first of them ``place`` after the block's first stage
     u32 first, place, stages, lane;
