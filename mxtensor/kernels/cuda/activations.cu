@@ -50,15 +50,14 @@ DEVICE void zero_counters(const ActivationArguments& a) {
     for (u32 i = block_x() * threads() + thread(); i < a.counted; i += blocks_x() * threads()) a.counters[i] = 0;
 }
 
-// Eight columns a thread, and as many blocks a row as that takes, each of which looks at all of it.
+// Eight columns a thread, and as many blocks a row as that takes, each of which looks at all of it. Four of them find room
+// where the kernel before has no block, and begin early: registers are few, and what is known then is worked out then.
 KERNEL void BOUNDS(512, 4) activations(const ActivationArguments a) {
     let_next_start();
     u32 row = block_x(), part = block_y(), of_part = threads() * 8, in = thread() * 8, at = part * of_part + in;
+    u32 place = TILES > 0 ? place_in_tile(row, at, a.k) : (row * a.width + at) * 2;
     u32 *shared = reinterpret_cast<u32*>(shared_memory()), amax = 0, words[4];
     Rows all = {a.x + u64(row) * a.x_stride, a.x_stride, a.k, 1, 0, a.width};
-    u8* to = reinterpret_cast<u8*>(a.out);  // known before what is to be read is there
-    if constexpr (TILES > 0) to = place_in_tile(to, row, at, a.k);
-    else to += (u64(row) * a.width + at) * 2;
     if (thread() == 0) *shared = 0;
     sync_block();
     wait_for_previous();
@@ -68,7 +67,7 @@ KERNEL void BOUNDS(512, 4) activations(const ActivationArguments a) {
         if (LOOKS_AT_ALL) amax = take_maxima(shared, a);
     } else {
         u32 most = own;
-#pragma unroll 4
+#pragma unroll 3
         for (u32 other = 1; other < a.parts; other++) {
             u32 column = (part + other < a.parts ? part + other : part + other - a.parts) * of_part + in;
             u32 bits = amax_of(load_eight(all, 0, column));
@@ -79,7 +78,7 @@ KERNEL void BOUNDS(512, 4) activations(const ActivationArguments a) {
     }
     words_of(words, values, own, amax, level_of(amax));
     if (TILES > 0) in_pieces(words, at);
-    if (at < (TILES > 0 ? a.k : a.width)) store_words(to, words);
+    if (at < (TILES > 0 ? a.k : a.width)) store_words(reinterpret_cast<u8*>(a.out) + place, words);
     if (part == 0 && thread() == 0) a.scale[row] = scale_of_row(&amax, 0, 1);
     zero_counters(a);
 }
