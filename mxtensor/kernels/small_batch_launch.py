@@ -2,8 +2,8 @@
 
 ``cuda/product.cu`` multiplies by one weight or several, or rows in groups by a stack of them; ``cuda/resident.cu`` and
 on sm_90 ``cuda/together.cu`` by one or several. Activations come as bfloat16 or float16 and are multiplied as float16
-(``cuda/activations.cuh``), cast on the way if the weight wants that: in the same launch where a plan says so, mostly
-for one row, else in one before it.
+(``cuda/activations.cuh``), cast on the way if the weight wants that: in the same launch where a plan says so, up to 8
+rows, else in one before it (``cuda/activations.cu``).
 """
 
 from __future__ import annotations
