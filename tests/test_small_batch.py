@@ -17,7 +17,17 @@ from mxtensor.kernels import nvrtc, small_batch, small_batch_launch
 from mxtensor.kernels.gemm_spec import GemmArgs, Rounded, Uncast
 from mxtensor.kernels.small_batch_plan import ELEMENTS, RESERVED, SCALES, Gpu, Plan, classes_of, copy_size
 from mxtensor.kernels.small_batch_room import room_of, shared_memory
-from mxtensor.kernels.small_batch_table import LAST, ROWS, SHARED, Measured, choose_plan, gpu_of, most_rows, table
+from mxtensor.kernels.small_batch_table import (
+    LAST,
+    ROWS,
+    SHARED,
+    Measured,
+    choose_plan,
+    gpu_of,
+    measured_of,
+    most_rows,
+    table,
+)
 from mxtensor.roles import Cast
 from tests import cuda_on_cpu
 
@@ -261,6 +271,17 @@ def test_activations_that_stay(plan, rows, k):
     for cast in (None, Cast.of("mxfp8"), Cast.of("nvfp4")):
         expected = (x if cast is None else values(encode(x.contiguous(), cast))).double() @ values(w).t()
         assert error(product(x, w, plan, cast), expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [1, 2, 4, 8])
+@pytest.mark.parametrize("plan", [RESIDENT_CAST, RESIDENT_CAST._replace(wk=8, slabs=8), RESIDENT_CAST._replace(mt=2)])
+def test_up_to_eight_rows_of_either_type_are_read_by_the_warps_that_multiply_them(plan, rows, dtype):
+    w, x = weight("mxfp4", 40, 1288), (torch.randn(rows, 1288) * 2.0 ** torch.arange(-4, rows - 4)[:, None]).to(dtype)
+    for cast in (None, Cast.of("mxfp4"), Cast.of("nvfp4")):
+        expected = (x if cast is None else values(encode(x, cast))).double() @ values(w).t()
+        y = product(x, w, plan, cast)
+        assert all(error(of_row, exact) < TOLERANCE for of_row, exact in zip(y, expected, strict=True))
 
 
 @pytest.mark.parametrize("few", [False, True], ids=["a tile for each block", "blocks with many tiles"])
@@ -540,17 +561,35 @@ def test_rows_that_were_not_measured_take_the_plan_of_the_next_more():
     assert few in {line.plan for line in table((9, 0)) if line.m > 2} and not few.whole_x
 
 
-def test_rows_that_are_cast_take_the_plans_that_were_measured_so(monkeypatch):
+def test_rows_that_are_cast_take_the_plan_that_was_measured_so_of_the_kind_that_is_best_without(monkeypatch):
     fast, of_casts = RESIDENT._replace(stages=4), RESIDENT._replace(stages=3)
-    lines = [Measured("mxfp8_e4m3", casts, 4, 4096, 4096, 1.0, plan) for casts, plan in ((0, fast), (1, of_casts))]
-    lines.append(Measured("mxfp8_e4m3", False, 16, 4096, 4096, 1.0, STAGED))
+    lines = [
+        Measured("mxfp8_e4m3", False, 4, 4096, 4096, 2.0, fast),
+        Measured("mxfp8_e4m3", True, 4, 4096, 4096, 2.5, of_casts),
+    ]
     monkeypatch.setattr(sys.modules[choose_plan.__module__], "table", lambda capability: lines)
 
     def of(m, casts):
         return choose_plan(torch.device("cpu"), mx.FORMATS["mxfp8"], m, 4096, 4096, m, casts=casts)
 
     assert (of(4, False), of(4, True)) == (fast, of_casts)
+    lines.append(Measured("mxfp8_e4m3", False, 4, 4096, 4096, 1.9, TOGETHER))
+    assert of(4, False) == of(4, True) == TOGETHER
+    lines.append(Measured("mxfp8_e4m3", False, 16, 4096, 4096, 1.0, STAGED))
     assert of(16, False) == of(16, True) == STAGED
+
+
+def test_up_to_eight_rows_that_can_take_neither_kind_for_few_take_plans_of_four():
+    def of(m):
+        cpu, mxfp4 = torch.device("cpu"), mx.FORMATS["mxfp4"]
+        return choose_plan(cpu, mxfp4, m, 14336, 4096, 8 * m, lambda plan: plan.kind == "staged")
+
+    assert of(5) == of(8) == of(4) and of(8).cols == 8 and of(9).cols == 16
+
+
+def test_a_line_of_another_form_is_refused():
+    with pytest.raises(ValueError, match=r"not \['nvfp4', 4, 14336, 4096, 12.3, 1\]; python -m mxtensor.tune measures"):
+        measured_of(["nvfp4", 4, 14336, 4096, 12.3, 1])
 
 
 def test_plans_have_as_many_columns_as_rows_of_activations_need():

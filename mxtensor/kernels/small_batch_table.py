@@ -10,7 +10,7 @@ import json
 import math
 import struct
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from .small_batch_room import room_of
 
 FOLDER = Path(__file__).parent
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-"""Rows of activations that are measured; others take the plan of the next more."""
+"""Rows of activations that are measured; others take the plans of the next more, if there are any for them."""
 TOGETHER = (9, 0)
 """The compute capability whose matrix instructions four warps issue together."""
 STAND_INS = {8: "mxfp8_e4m3", 6: "mxfp6_e2m3", 4: "mxfp4_e2m1"}
@@ -73,6 +73,11 @@ def line(measured: Measured) -> list[Any]:
 def measured_of(row: Sequence[Any]) -> Measured:
     """From a line of a file."""
     format, casts, m, n, k, us, *plan = row
+    if casts not in (0, 1) or not all(isinstance(value, int) for value in (m, n, k)):
+        raise ValueError(
+            f"a line of a table of plans is [format, casts, m, n, k, us, *plan], not {list(row)}; "
+            "python -m mxtensor.tune measures it anew"
+        )
     return Measured(format, bool(casts), m, n, k, us, plan_of(plan))
 
 
@@ -131,6 +136,14 @@ def measured_for(format: Format, lines: Sequence[Measured]) -> list[Measured]:
     return found
 
 
+def _preference(m: int, rows: int) -> tuple[int, int]:
+    """Plans of which number of rows are looked at first for m: as many or the next more, fewer that fill as many
+    columns of the matrix instruction, more, fewer."""
+    enough = next((known for known in ROWS if known >= m), rows)
+    rank = 0 if rows == enough else 1 if 1 < rows < m <= -(-rows // 8) * 8 else 2 if rows > m else 3
+    return rank, abs(rows - m)
+
+
 def choose_plan(
     device: torch.device, format: Format, m: int, n: int, k: int, x_rows: int,
     allowed: Callable[[Plan], bool] = lambda plan: True, casts: bool = False,
@@ -150,10 +163,13 @@ def choose_plan(
         line for line in table(capability) if allowed(line.plan) and not (line.plan.together and capability != TOGETHER)
     ]
     fit = measured_for(format, fit)
-    for rows in sorted({line.m for line in fit}, key=lambda rows: (rows < m, abs(rows - m))):  # as many, more, fewer
-        lines = [line for line in fit if line.m == rows]
-        for line in sorted([line for line in lines if line.casts == casts] or lines, key=distance):
-            plan = line.plan if capability >= CLUSTERS else line.plan._replace(split=1)
+    of_casts = {(line.m, line.n, line.k, line.plan.kind): line for line in fit if line.casts}
+    for rows in sorted({line.m for line in fit}, key=partial(_preference, m)):
+        # all kinds are measured without a cast, which says which of them is best; with one, which plan of it
+        for line in sorted((line for line in fit if line.m == rows and not line.casts), key=distance):
+            of_cast = of_casts.get((rows, line.n, line.k, line.plan.kind)) if casts else None
+            plan = (of_cast or line).plan
+            plan = plan if capability >= CLUSTERS else plan._replace(split=1)
             if plan.together and m > 64:
                 plan = fitted(plan, m)
             if room_of(format, plan, x_rows, n, k, gpu):

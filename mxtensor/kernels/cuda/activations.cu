@@ -55,7 +55,8 @@ DEVICE void zero_counters(const ActivationArguments& a) {
 KERNEL void BOUNDS(512, 4) activations(const ActivationArguments a) {
     let_next_start();
     u32 row = block_x(), part = block_y(), of_part = threads() * 8, in = thread() * 8, at = part * of_part + in;
-    u32 place = TILES > 0 ? place_in_tile(row, at, a.k) : (row * a.width + at) * 2;
+    u8* to = reinterpret_cast<u8*>(a.out) + (TILES > 0 ? u64(row / TILES) * TILES * a.k : u64(row) * a.width) * 2;
+    u32 place = TILES > 0 ? place_in_tile(row % TILES, at) : at * 2;
     u32 *shared = reinterpret_cast<u32*>(shared_memory()), amax = 0, words[4];
     Rows all = {a.x + u64(row) * a.x_stride, a.x_stride, a.k, 1, 0, a.width};
     if (thread() == 0) *shared = 0;
@@ -78,7 +79,7 @@ KERNEL void BOUNDS(512, 4) activations(const ActivationArguments a) {
     }
     words_of(words, values, own, amax, level_of(amax));
     if (TILES > 0) in_pieces(words, at);
-    if (at < (TILES > 0 ? a.k : a.width)) store_words(reinterpret_cast<u8*>(a.out) + place, words);
+    if (at < (TILES > 0 ? a.k : a.width)) store_words(to + place, words);
     if (part == 0 && thread() == 0) a.scale[row] = scale_of_row(&amax, 0, 1);
     zero_counters(a);
 }

@@ -108,12 +108,11 @@ template <u32 BIT> DEVICE void turn(u32 (&words)[4], u32 j) {
     }
 }
 
-// Where the words at column ``at`` of row ``row`` belong, in the tiles of rows with ``k`` columns; a piece of 16 bytes of a
-// tile has one word of each of four threads, which ``in_pieces`` brings together.
-DEVICE u32 place_in_tile(u32 row, u32 at, u32 k) {
+// Where the words at column ``at`` of row ``row`` of a row of tiles belong; a piece of 16 bytes of a tile has one word of each
+// of four threads, which ``in_pieces`` brings together.
+DEVICE u32 place_in_tile(u32 row, u32 at) {
     u32 in = at % 128, h = BITS == 8 ? in / 64 : in / 16 % 2, t = BITS == 8 ? in / 16 % 4 : in / 32, second = in / 8 % 2;
-    u32 line = ((row / TILES * (k / 128) + at / 128) * 2 + h) * (TILES * 128) + row % TILES * 128;
-    return line + ((4 * second + t) ^ row % 8) * 16;
+    return (at / 128 * 2 + h) * (TILES * 128) + row * 128 + ((4 * second + t) ^ row % 8) * 16;
 }
 DEVICE void in_pieces(u32 (&words)[4], u32 at) { turn<BITS == 8 ? 2 : 4>(words, BITS == 8 ? at / 16 % 4 : at % 128 / 32); }
 
