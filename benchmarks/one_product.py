@@ -15,7 +15,7 @@ import mxtensor as mx
 
 def main() -> None:
     """Multiply once."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "format", help="of the weight, as quantize_ names it; with -weight-only, activations stay as they are"
     )

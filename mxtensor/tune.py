@@ -105,6 +105,7 @@ def resident(bits: int, rows: int, n: int, k: int, gpu: Gpu) -> Iterator[Plan]:
         return
     splits = (1, 2, 4) if gpu.capability >= nvrtc.CLUSTERS else (1,)
     shapes = ((1, 4), (1, 8), (1, 16), (2, 4), (2, 8), (4, 2), (4, 4))
+    wholes = (True,) if rows == 1 else (False, True) if rows <= FEW else (False,)
     numbers = ((1, 2), shapes, (4, 8, 16), (2, 3, 4, 5), (1, 2, 4), splits)
     for mt, (wr, wk), slabs, stages, blocks, split in itertools.product(*numbers):
         warps = wr * wk * blocks
@@ -115,9 +116,8 @@ def resident(bits: int, rows: int, n: int, k: int, gpu: Gpu) -> Iterator[Plan]:
         if split > 1 and rows * k < 2**15 and n > 2048:  # where one block has room for them
             continue
         firsts = range(min(3, stages - 1))  # stages asked for before activations; 0: all but one
-        for first, whole in itertools.product(firsts, (False, True)):
-            if whole == (rows == 1) or 1 < rows <= FEW:
-                yield Plan(mt, nt, wr, wk, slabs, stages, blocks, split, whole, ahead=first, resident=blocks)
+        for first, whole in itertools.product(firsts, wholes):
+            yield Plan(mt, nt, wr, wk, slabs, stages, blocks, split, whole, ahead=first, resident=blocks)
 
 
 def candidates(format: Format, rows: int, n: int, k: int, kind: str) -> Iterator[Plan]:
@@ -208,8 +208,8 @@ def kinds(rows: int) -> tuple[str, ...]:
     """The kinds of plans worth timing at so many rows."""
     if torch.cuda.get_device_capability() != TOGETHER:
         return ("staged", "resident")
-    most = {1: ("staged", "resident"), 2: ("resident",), FEW: ("together", "resident")}  # the rest is as of 4 rows
-    return most.get(rows, KINDS if rows <= 64 else ("together",))
+    few = {1: ("staged", "resident"), 2: ("resident",), FEW: ("together", "resident")}  # the rest is as of 4 rows
+    return few.get(rows, KINDS if rows <= 64 else ("together",))
 
 
 def fastest(format: Format, m: int, n: int, k: int, kind: str, held: Sequence[Operand]) -> Iterator[Measured]:

@@ -108,13 +108,14 @@ template <u32 BIT> DEVICE void turn(u32 (&words)[4], u32 j) {
     }
 }
 
+DEVICE u32 thread_of_four(u32 at) { return BITS == 8 ? at / 16 % 4 : at % 128 / 32; }  // who has the codes of column ``at``
 // Where the words at column ``at`` of row ``row`` of a row of tiles belong; a piece of 16 bytes of a tile has one word of each
 // of four threads, which ``in_pieces`` brings together.
 DEVICE u32 place_in_tile(u32 row, u32 at) {
-    u32 in = at % 128, h = BITS == 8 ? in / 64 : in / 16 % 2, t = BITS == 8 ? in / 16 % 4 : in / 32, second = in / 8 % 2;
-    return (at / 128 * 2 + h) * (TILES * 128) + row * 128 + ((4 * second + t) ^ row % 8) * 16;
+    u32 in = at % 128, h = BITS == 8 ? in / 64 : in / 16 % 2, second = in / 8 % 2;
+    return (at / 128 * 2 + h) * (TILES * 128) + row * 128 + ((4 * second + thread_of_four(at)) ^ row % 8) * 16;
 }
-DEVICE void in_pieces(u32 (&words)[4], u32 at) { turn<BITS == 8 ? 2 : 4>(words, BITS == 8 ? at / 16 % 4 : at % 128 / 32); }
+DEVICE void in_pieces(u32 (&words)[4], u32 at) { turn<BITS == 8 ? 2 : 4>(words, thread_of_four(at)); }
 
 // Eight values as float16, in the order of ``decode``; ``own``: their largest magnitude, ``amax`` that of what is scaled
 // with them.

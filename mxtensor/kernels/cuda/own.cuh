@@ -29,7 +29,7 @@ DEVICE void write_own(
     u8* to, const Own& own, u32 i, const Eight& values, u32 amax_of_eight, u32 amax, const Level& level) {
     u32 words[4];
     words_of(words, values, amax_of_eight, amax, level);
-    if (has(own, i)) *reinterpret_cast<uint4*>(to + 2 * column_of(own, i)) = {words[0], words[1], words[2], words[3]};
+    if (has(own, i)) store_words(to + 2 * column_of(own, i), words);
 }
 
 DEVICE u32 rows_of(const Arguments& a) { return ONE_ROW ? 1 : a.m; }
