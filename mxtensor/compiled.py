@@ -1,12 +1,13 @@
 """What ``torch.compile`` is told of a model that decodes: ``torch.compile(model, options=mx.inference_options())``.
 
 Layers that read one input (query, key and value; gate and up) become one launch. Kernels may start while the one before
-them ends (programmatic dependent launch, sm_90 on).
+them ends (programmatic dependent launch, sm_90 on), and a product, which asks for its weights first, while it begins.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import cache
 from operator import getitem
 from typing import Any
 
@@ -125,11 +126,53 @@ def _wait_for_weights(graph: Graph) -> None:
                 node.replace_input_with(value, written)
 
 
+# ---------------------------------------------------------------------------------------------- launches
+
+
+def _product_is_next(scheduler: Any) -> bool:
+    """Whether the kernel after the one that is being written is one of ours."""
+    nodes = iter(scheduler.nodes if scheduler else ())
+    if not any(node is scheduler.current_node for node in nodes):
+        return False
+    following = next((node.node for node in nodes if type(node).__name__ != "NopKernelSchedulerNode"), None)
+    return getattr(following, "op_overload", None) in (ONE, SHARED)
+
+
+def _launch_first(lines: Sequence[Any], launch: str) -> list[Any]:
+    """Those of a kernel, which lets the next one start before anything else, and not after it has read."""
+    kept = [line for line in lines if not (isinstance(line, str) and launch in line)]
+    return [launch, *kept] if len(kept) < len(lines) else kept
+
+
+@cache
+def _launch_products_early() -> None:
+    """Have torch's compiler write kernels that let a product start as soon as they begin themselves.
+
+    It lets the next kernel start once one has read its inputs, for a kernel of its own may read without waiting what
+    comes from the one before the last. Products wait before they read anything but weights: started as soon as there is
+    room, they have weights by the time that their input is there. A torch that writes kernels otherwise is left alone.
+    """
+    from torch._inductor.codegen.triton import TritonKernel
+    from torch._inductor.virtualized import V
+
+    usual, launch = getattr(TritonKernel, "_filter_pdl", None), getattr(TritonKernel, "GDC_LAUNCH", None)
+    if usual is None or launch is None:
+        return
+
+    def filter_pdl(self: Any, code: Any) -> None:
+        usual(self, code)
+        if _product_is_next(V.graph.scheduler):
+            code._lines = _launch_first(code._lines, launch)
+
+    TritonKernel._filter_pdl = filter_pdl  # type: ignore[method-assign]
+
+
 class Products(CustomGraphPass):
     """Products of one input by several weights as one call: ``mxtensor::small_batch_shared``."""
 
     def __call__(self, graph: Graph) -> None:
         """Change the graph in place."""
+        _launch_products_early()
         for group in _groups(graph):
             _make_one(graph, group)
         _wait_for_weights(graph)

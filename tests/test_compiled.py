@@ -1,9 +1,12 @@
 """Products of one input by several weights, as one call of a compiled graph: the pass, and what its call gives."""
 
 from operator import getitem
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._inductor.codegen.triton import TritonKernel
+from torch._inductor.virtualized import V
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import mxtensor as mx
@@ -125,3 +128,37 @@ def test_options_are_ones_that_this_torch_takes():
     x = torch.randn(2, 64).bfloat16()
     y = torch.compile(layer, options=options)(x)
     torch.testing.assert_close(y, layer(x))
+
+
+WAIT, LAUNCH = TritonKernel.GDC_WAIT, TritonKernel.GDC_LAUNCH
+
+
+class NopKernelSchedulerNode(SimpleNamespace):
+    """As torch's scheduler calls what is none."""
+
+
+def written(following):
+    """The lines of a kernel that this torch's compiler writes before these nodes."""
+    Products()(make_fx(torch.neg)(torch.ones(2)).graph)
+    current = SimpleNamespace(node=None)
+    code = SimpleNamespace(_lines=["a", WAIT, "load", WAIT, LAUNCH, "load", WAIT, LAUNCH, 7, "store"])
+    scheduler = SimpleNamespace(nodes=[SimpleNamespace(node=None), current, *following], current_node=current)
+    with V.set_graph_handler(SimpleNamespace(scheduler=scheduler)):
+        TritonKernel._filter_pdl(SimpleNamespace(GDC_WAIT=WAIT, GDC_LAUNCH=LAUNCH), code)
+    return code._lines
+
+
+@pytest.mark.parametrize("op", [ONE, SHARED])
+def test_a_product_may_start_as_soon_as_the_kernel_before_it(op):
+    product, other = (SimpleNamespace(node=SimpleNamespace(op_overload=o)) for o in (op, torch.ops.aten.mm.default))
+    late = ["a", WAIT, "load", "load", LAUNCH, 7, "store"]
+    nothing = NopKernelSchedulerNode(node=None)
+    assert written([product]) == written([nothing, product, other]) == [LAUNCH, *(v for v in late if v != LAUNCH)]
+    assert written([]) == written([other, product]) == written([SimpleNamespace(node=None), product]) == late
+
+
+def test_kernels_that_start_nothing_stay_as_they_are():
+    with V.set_graph_handler(SimpleNamespace(scheduler=None)):
+        code = SimpleNamespace(_lines=["a", "store"])
+        TritonKernel._filter_pdl(SimpleNamespace(GDC_WAIT=WAIT, GDC_LAUNCH=LAUNCH), code)
+    assert code._lines == ["a", "store"]

@@ -12,6 +12,7 @@ constexpr int BLOCK = SCALE == UE4M3 ? 16 : 32;      // columns of w that share 
 constexpr int GROUP = BLOCK * CLASSES;               // columns that are summed in one go
 constexpr int RUN = GROUP < 128 ? GROUP / 4 : 32;    // of them, of a thread, one after the other
 constexpr int RUNS = GROUP / (4 * RUN), EIGHTS = RUN / 8;
+constexpr int CHAINS = GROUP > 128 ? 2 : 1;          // of products that wait for each other: sixteen took longer than eight
 constexpr int HALVES = CLASSES == 8 ? 2 : 1;         // of a thread's codes of a group: they are of so many blocks
 constexpr int ZEROS = 2 * BK + 16;                   // bytes, which a thread reads where its column has zeros
 
@@ -70,7 +71,7 @@ using Few = float[MT][4];  // sums of rows g and g + 8 of w, columns 2 t and 2 t
 DEVICE void multiply_spread(Few& sums, const Lane& l, const u8* stage, const Spread& spread) {
 #pragma unroll
     for (int group = 0; group < BK / GROUP; group++) {
-        Few part[2] = {};  // which do not wait for each other
+        Few part[CHAINS] = {};
 #pragma unroll
         for (int run = 0; run < RUNS; run++) {
             u32 codes[2 * MT][WORDS], at = group * GROUP + run * 4 * RUN;  // the columns of the four threads begin here
@@ -91,7 +92,7 @@ DEVICE void multiply_spread(Few& sums, const Lane& l, const u8* stage, const Spr
                         place_half(a, half, words);
                     }
                     multiply_add(part[0][i], a, x.x, x.y, part[0][i]);
-                    multiply_add(part[1][i], a + 4, x.z, x.w, part[1][i]);
+                    multiply_add(part[CHAINS - 1][i], a + 4, x.z, x.w, part[CHAINS - 1][i]);
                 }
             }
         }
@@ -102,7 +103,9 @@ DEVICE void multiply_spread(Few& sums, const Lane& l, const u8* stage, const Spr
 #pragma unroll
             for (int e = 0; e < 2; e++) {
                 int at = i % 2 * 2 + e;
-                sums[i / 2][at] += scale[e] * (part[0][i / 2][at] + part[1][i / 2][at]);
+                float sum = part[0][i / 2][at];
+                if (CHAINS > 1) sum += part[CHAINS - 1][i / 2][at];
+                sums[i / 2][at] += scale[e] * sum;
             }
         }
     }
