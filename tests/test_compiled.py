@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._inductor import config
 from torch._inductor.codegen.triton import TritonKernel
 from torch._inductor.virtualized import V
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -137,13 +138,12 @@ class NopKernelSchedulerNode(SimpleNamespace):
     """As torch's scheduler calls what is none."""
 
 
-def written(following):
-    """The lines of a kernel that this torch's compiler writes before these nodes."""
+def kernel_before(following, lines, the_pass):
+    """The lines of a kernel that this torch's compiler writes before these nodes, under a pass over the graph."""
     Products()(make_fx(torch.neg)(torch.ones(2)).graph)
-    current = SimpleNamespace(node=None)
-    code = SimpleNamespace(_lines=["a", WAIT, "load", WAIT, LAUNCH, "load", WAIT, LAUNCH, 7, "store"])
+    current, code = SimpleNamespace(node=None), SimpleNamespace(_lines=list(lines))
     scheduler = SimpleNamespace(nodes=[SimpleNamespace(node=None), current, *following], current_node=current)
-    with V.set_graph_handler(SimpleNamespace(scheduler=scheduler)):
+    with V.set_graph_handler(SimpleNamespace(scheduler=scheduler)), config.patch(post_grad_custom_pre_pass=the_pass):
         TritonKernel._filter_pdl(SimpleNamespace(GDC_WAIT=WAIT, GDC_LAUNCH=LAUNCH), code)
     return code._lines
 
@@ -151,14 +151,68 @@ def written(following):
 @pytest.mark.parametrize("op", [ONE, SHARED])
 def test_a_product_may_start_as_soon_as_the_kernel_before_it(op):
     product, other = (SimpleNamespace(node=SimpleNamespace(op_overload=o)) for o in (op, torch.ops.aten.mm.default))
-    late = ["a", WAIT, "load", "load", LAUNCH, 7, "store"]
-    nothing = NopKernelSchedulerNode(node=None)
-    assert written([product]) == written([nothing, product, other]) == [LAUNCH, *(v for v in late if v != LAUNCH)]
-    assert written([]) == written([other, product]) == written([SimpleNamespace(node=None), product]) == late
+    nothing, unknown = NopKernelSchedulerNode(node=None), SimpleNamespace(node=None)
+    lines = ["a", WAIT, "load", WAIT, LAUNCH, "load", WAIT, LAUNCH, 7, "store"]
+    early, late = [LAUNCH, "a", WAIT, "load", "load", 7, "store"], ["a", WAIT, "load", "load", LAUNCH, 7, "store"]
+    for following in ([product], [nothing, product, other]):
+        assert kernel_before(following, lines, Products()) == early
+    for following in ([], [other, product], [unknown, product]):
+        assert kernel_before(following, lines, Products()) == late
+    assert kernel_before([product], lines, None) == late  # a graph that is compiled without these options
+    assert kernel_before([product], ["a", "load", "store"], Products()) == ["a", "load", "store"]  # it launches nothing
 
 
-def test_kernels_that_start_nothing_stay_as_they_are():
-    with V.set_graph_handler(SimpleNamespace(scheduler=None)):
-        code = SimpleNamespace(_lines=["a", "store"])
-        TritonKernel._filter_pdl(SimpleNamespace(GDC_WAIT=WAIT, GDC_LAUNCH=LAUNCH), code)
-    assert code._lines == ["a", "store"]
+def copies(f, *inputs):
+    """What the compiled function gives, and how many copies each of its graphs makes, inner ones first."""
+    found = []
+
+    class Seen(Products):
+        def __call__(self, graph):
+            super().__call__(graph)
+            graph.lint()
+            found.append(len(graph.find_nodes(op="call_function", target=torch.ops.mxtensor.written.default)))
+
+    torch._dynamo.reset()
+    options = {"post_grad_custom_pre_pass": Seen(), "fx_graph_cache": False}  # a graph from there meets no pass
+    return torch.compile(f, fullgraph=True, options=options)(*inputs), found
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("deep", [False, True])
+def test_a_weight_that_a_graph_makes_is_written_before_a_region_in_it_reads_it(deep):
+    @torch.compiler.nested_compile_region
+    def inner(x, data, scale):
+        return ONE(x.tanh(), data, scale, "mxfp4_e2m1", 512, None, None, None, None, 1.0, 1.0, torch.bfloat16, "", "")
+
+    @torch.compiler.nested_compile_region
+    def outer(x, data, scale):
+        return inner(x * 2, data.view(64, -1), scale)
+
+    def f(x, data, scale, other):
+        region = outer if deep else inner
+        return region(x, data, scale), region(x, data ^ other, scale), x.float()
+
+    ((data, scale, _, _),) = weights(64)
+    inputs = torch.randn(2, 512).bfloat16(), data, scale, torch.tensor(8, dtype=torch.uint8)
+    found, made = copies(f, *inputs)
+    assert made[-1] == 1 and not any(made[:-1])
+    for y, expected in zip(found, f(*inputs), strict=True):
+        torch.testing.assert_close(y, expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_weight_that_a_graph_makes_is_written_before_a_branch_reads_it():
+    def f(x, data, scale, other):
+        def product(x, data, scale):
+            return ONE(x, data, scale, "mxfp4_e2m1", 512, None, None, None, None, 1.0, 1.0, torch.bfloat16, "", "")
+
+        def nothing(x, data, scale):
+            return x.new_zeros(2, 64)
+
+        return torch.cond(x.sum() > 0, product, nothing, (x.tanh(), data ^ other, scale))
+
+    ((data, scale, _, _),) = weights(64)
+    inputs = torch.randn(2, 512).bfloat16().abs(), data, scale, torch.tensor(8, dtype=torch.uint8)
+    found, made = copies(f, *inputs)
+    assert made[-1] == 1 and not any(made[:-1])
+    torch.testing.assert_close(found, f(*inputs), rtol=2e-2, atol=2e-2)

@@ -250,6 +250,7 @@ def test_compiled_layers_of_one_input_are_one_call(monkeypatch):
             for y, again, expected in zip(compiled(x), found, model(x), strict=True):
                 assert torch.equal(y, again)
                 torch.testing.assert_close(y, expected, rtol=2e-2, atol=2e-2)
-    norm = codes[0].split("@triton.jit")[1]  # which comes before the products, whose weights are asked for meanwhile
-    assert norm.index("gdc_launch_dependents") < norm.index("gdc_wait")
+    if torch.cuda.get_device_capability() >= (9, 0):  # products ask for their weights while the norm runs
+        norm = codes[0].split("@triton.jit")[1]
+        assert norm.index("gdc_launch_dependents") < norm.index("gdc_wait")
     assert [weights for weights in calls if weights > 1] == [3, 3, 3]
