@@ -28,15 +28,14 @@ def _is_input(value: Any) -> bool:
     return all(node.op in ("placeholder", "get_attr") for node in needs(value))
 
 
-def _subgraphs(node: Node) -> Iterator[list[tuple[Node, Any]]]:
-    """Of each graph that a node calls (a region, a branch, a loop), the inputs with what they are here."""
-    leaves = pytree.tree_leaves((node.args, node.kwargs))
+def _subgraphs(node: Node) -> Iterator[Graph]:
+    """The graphs that a node calls: a region, branches, a loop."""
     owner = node.graph.owning_module
-    for leaf in leaves:
-        if isinstance(leaf, Node) and leaf.op == "get_attr":
-            module = attrgetter(str(leaf.target))(owner)
-            inputs = module.graph.find_nodes(op="placeholder") if isinstance(module, GraphModule) else []
-            yield list(zip(inputs, leaves[len(leaves) - len(inputs) :], strict=True))
+    for given in node.all_input_nodes if owner is not None else ():
+        if given.op == "get_attr":
+            module = attrgetter(str(given.target))(owner)
+            if isinstance(module, GraphModule):
+                yield module.graph
 
 
 def _weights_of(node: Node) -> list[Node]:
@@ -45,11 +44,11 @@ def _weights_of(node: Node) -> list[Node]:
         given = arguments(node)
         found = [v for name in ("data", "scale", "last") for v in pytree.tree_leaves(given[name])]
     else:
-        found = []
-        for inputs in _subgraphs(node):
-            if inputs:
-                inside = {v for other in inputs[0][0].graph.nodes for w in _weights_of(other) for v in needs(w)}
-                found += [here for there, here in inputs if there in inside]
+        found, leaves = [], pytree.tree_leaves((node.args, node.kwargs))
+        for graph in _subgraphs(node):
+            inside = {v for other in graph.nodes for weight in _weights_of(other) for v in needs(weight)}
+            inputs = graph.find_nodes(op="placeholder")  # which are the last of what a node is given
+            found += [here for there, here in zip(reversed(inputs), reversed(leaves), strict=False) if there in inside]
     return [value for value in dict.fromkeys(found) if isinstance(value, Node)]
 
 
