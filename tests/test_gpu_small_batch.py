@@ -229,6 +229,34 @@ def test_products_of_one_input_read_it_only_once_it_is_there(format, rows):
         assert relative_error(y, step(i, *([w] for w in given)).double()) < TOLERANCE
 
 
+@pytest.mark.parametrize("format", ["mxfp8", "nvfp4"])
+@pytest.mark.parametrize("rows", [3, 16, 64])
+def test_products_one_right_after_the_other_read_what_was_made_for_them(format, rows):
+    """Kernels of several calls run side by side, and what one call made lies where the call before had its own."""
+    w, cast = operand(format, 512, 2048), Cast.of(format)
+    given, rest = (
+        (Weight(w.data, w.scale, w.global_scale, None),),
+        (w.format, 2048, None, None, 1.0, 1.0, torch.float32),
+    )
+    inputs = [torch.randn(rows, 2048, device="cuda").bfloat16() * 8.0 ** (i % 5 - 2) for i in range(16)]
+
+    def steps(how):
+        return [launch(x, given, *rest, how)[0] for x in inputs]
+
+    for how in (None, cast):
+        apart = []
+        for x in inputs:
+            apart.append(launch(x, given, *rest, how)[0])
+            torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = steps(how)
+        for _ in range(10):
+            graph.replay()
+        torch.cuda.synchronize()
+        assert all(map(torch.equal, found, apart))
+
+
 def test_compiled_layers_of_one_input_are_one_call(monkeypatch):
     class Attention(torch.nn.Module):
         def __init__(self):

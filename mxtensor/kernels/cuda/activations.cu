@@ -41,7 +41,10 @@ KERNEL void BOUNDS(256, 1) maxima(const ActivationArguments a) {
 // The largest of those, or of all rows where nobody has looked; all threads of a block, which have zeroed ``shared``.
 DEVICE u32 take_maxima(u32* shared, const ActivationArguments& a) {
     u32 amax = 0;
-    for (u32 i = thread(); i < a.blocks; i += threads()) amax = a.maxima[i] > amax ? a.maxima[i] : amax;
+    for (u32 i = thread(); i < a.blocks; i += threads()) {
+        u32 of_block = load_fresh(a.maxima + i);
+        amax = of_block > amax ? of_block : amax;
+    }
     if (a.blocks > 0) raise_by_block(shared, amax);
     else find_largest(shared, {a.x, a.x_stride, a.k, a.rows, 0, a.k}, thread(), threads());
     return *shared;

@@ -107,9 +107,8 @@ template <int BYTES> DEVICE void copy(void* to, const void* from, bool there) {
 DEVICE void end_of_stage() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int LATER> DEVICE void wait_for_stage() { asm volatile("cp.async.wait_group %0;" ::"n"(LATER) : "memory"); }
 
-// Of activations: past the first cache, which may have what was there before the kernel that wrote them.
-DEVICE uint4 load_fresh(const uint4* from) { return __ldcg(from); }
-DEVICE u16 load_fresh(const u16* from) { return __ldcg(from); }
+// Of activations, and all that kernels before make: past the first cache, which may have what was there before.
+template <class T> DEVICE T load_fresh(const T* from) { return __ldcg(from); }
 
 // ---------------------------------------------------------------------------------------------- words
 

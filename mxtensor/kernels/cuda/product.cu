@@ -9,6 +9,9 @@
 
 // ---------------------------------------------------------------------------------------------- the result
 
+// Of a row of x: this block has found it itself, or a kernel before.
+DEVICE float scale_of(const float* x_scale, u32 row) { return WHOLE_X ? x_scale[row] : load_fresh(x_scale + row); }
+
 // What the warps along K and the blocks of a cluster have summed, in that order, with what belongs at the end.
 DEVICE void write(const Arguments& a, const Weight& weight, const Place& p, u32 x_row, const Sums& sums, const Lane& l,
                   float* shared, const float* x_scale) {
@@ -31,7 +34,7 @@ DEVICE void write(const Arguments& a, const Weight& weight, const Place& p, u32 
             float sum = shared[at];
 #pragma unroll
             for (int w = 1; w < WK; w++) sum += shared[at + w * ROWS * SUM_STRIDE];
-            shared[at] = sum * x_scale[i / ROWS];
+            shared[at] = sum * scale_of(x_scale, i / ROWS);
         }
         sync_cluster();
         begin = rank * span, end = begin + span < end ? begin + span : end;
@@ -48,7 +51,7 @@ DEVICE void write(const Arguments& a, const Weight& weight, const Place& p, u32 
         } else {
 #pragma unroll
             for (int w = 0; w < WK; w++) sum += shared[at + w * ROWS * SUM_STRIDE];
-            sum *= x_scale[col];
+            sum *= scale_of(x_scale, col);
         }
         finish(a, weight, p.scales, x_row + col, n, with_nans(a, p.scales, n, sum), factor);
     }
@@ -120,7 +123,7 @@ KERNEL void BOUNDS(THREADS, BLOCKS) product(const Arguments a) {
     u32 x_row = block_y() * COLS, x_end = a.m;
     if (a.ends) {
         wait_for_previous();
-        x_row = group ? a.ends[group - 1] : 0, x_end = a.ends[group];
+        x_row = group ? load_fresh(a.ends + group - 1) : 0, x_end = load_fresh(a.ends + group);
     }
     for (; x_row < x_end; x_row += COLS) {
         p.x = a.x + u64(x_row) * a.x_stride;

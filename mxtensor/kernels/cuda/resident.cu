@@ -187,7 +187,7 @@ KERNEL void BOUNDS(THREADS, BLOCKS) resident(const Arguments a) {
     } else {
         wait_for_previous();
         if constexpr (WR > 1) fetch_x(a, s, s.first, (s.last - s.first) * BK, thread(), THREADS);
-        if (thread() < a.m) own_scale = a.x_scale[thread()];
+        if (thread() < a.m) own_scale = load_fresh(a.x_scale + thread());
     }
 #pragma unroll
     for (int i = 0; !WHOLE_X && i < STAGES - 1; i++) {

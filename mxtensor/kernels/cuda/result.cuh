@@ -1,8 +1,8 @@
 // The result: what is done to a sum of products before it is written, once, in the type that is wanted.
 
 DEVICE float number(const void* at, u64 i, int type) {
-    if (type == FLOAT) return static_cast<const float*>(at)[i];
-    u32 bits = static_cast<const u16*>(at)[i];
+    if (type == FLOAT) return load_fresh(static_cast<const float*>(at) + i);
+    u32 bits = load_fresh(static_cast<const u16*>(at) + i);
     return type == FLOAT16 ? float_of_half(bits) : float_of_bits(bits << 16);
 }
 
@@ -19,7 +19,7 @@ DEVICE float global_scale_of(const Weight& w) { return w.global_scale ? *w.globa
 // What multiplies every sum of the tensor; the sums are 2^-EXPONENT of what they should be.
 template <int EXPONENT> DEVICE float factor_of_all(const Arguments& a, float global_scale) {
     float factor = a.alpha * float_of_bits((EXPONENT + 127) << 23) * global_scale;
-    if (a.x_global_scale) factor *= *a.x_global_scale;
+    if (a.x_global_scale) factor *= load_fresh(a.x_global_scale);
     return factor;
 }
 

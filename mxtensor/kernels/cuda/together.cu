@@ -257,7 +257,7 @@ KERNEL void BOUNDS(ALL_THREADS, BLOCKS) together(const Arguments a) {
     sync_all();
     wait_for_previous();
     for (u32 i = thread(), row = block_y() * COLS; i < COLS; i += THREADS)
-        x_scale[i] = row + i < a.m ? a.x_scale[row + i] : 0;
+        x_scale[i] = row + i < a.m ? load_fresh(a.x_scale + row + i) : 0;
     if (thread() == 0) x_scale[COLS] = global_scale;
     Total sums;
     bool right = multiply_all(sums, work, mine, tiles);
