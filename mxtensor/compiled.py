@@ -77,6 +77,7 @@ class Products(CustomGraphPass):
     """Products of one input by several weights as one call: ``mxtensor::small_batch_shared``."""
 
     launches_early = True
+    """What ``launch_products_early`` looks for."""
 
     def __call__(self, graph: Graph) -> None:
         """Change the graph in place."""

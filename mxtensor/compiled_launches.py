@@ -44,10 +44,11 @@ def _weights_of(node: Node) -> list[Node]:
         given = arguments(node)
         found = [v for name in ("data", "scale", "last") for v in pytree.tree_leaves(given[name])]
     else:
-        found, leaves = [], pytree.tree_leaves((node.args, node.kwargs))
+        found = []
         for graph in _subgraphs(node):
             inside = {v for other in graph.nodes for weight in _weights_of(other) for v in needs(weight)}
             inputs = graph.find_nodes(op="placeholder")  # which are the last of what a node is given
+            leaves = pytree.tree_leaves((node.args, node.kwargs))
             found += [here for there, here in zip(reversed(inputs), reversed(leaves), strict=False) if there in inside]
     return [value for value in dict.fromkeys(found) if isinstance(value, Node)]
 

@@ -212,6 +212,7 @@ DEVICE u32 larger_halves(u32 a, u32 b) {
     return high << 16 | low;
 }
 DEVICE float larger(float a, float b) { return fmaxf(a, b); }
+DEVICE u32 larger(u32 a, u32 b) { return b > a ? b : a; }
 DEVICE float smaller(float a, float b) { return fminf(a, b); }
 DEVICE float value_of_e4m3(u32 code) {
     u32 e = code >> 3 & 15, m = code & 7;

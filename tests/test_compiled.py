@@ -182,7 +182,7 @@ def copies(f, *inputs):
 def test_a_weight_that_a_graph_makes_is_written_before_a_region_in_it_reads_it(deep):
     @torch.compiler.nested_compile_region
     def inner(x, data, scale):
-        return ONE(x.tanh(), data, scale, "mxfp4_e2m1", 512, None, None, None, None, 1.0, 1.0, torch.bfloat16, "", "")
+        return one(x.tanh(), (data, scale, None, "mxfp4_e2m1"))
 
     @torch.compiler.nested_compile_region
     def outer(x, data, scale):
@@ -204,7 +204,7 @@ def test_a_weight_that_a_graph_makes_is_written_before_a_region_in_it_reads_it(d
 def test_a_weight_that_a_graph_makes_is_written_before_a_branch_reads_it():
     def f(x, data, scale, other):
         def product(x, data, scale):
-            return ONE(x, data, scale, "mxfp4_e2m1", 512, None, None, None, None, 1.0, 1.0, torch.bfloat16, "", "")
+            return one(x, (data, scale, None, "mxfp4_e2m1"))
 
         def nothing(x, data, scale):
             return x.new_zeros(2, 64)

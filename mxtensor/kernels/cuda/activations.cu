@@ -21,8 +21,8 @@ DEVICE void find_largest(u32* shared, const Rows& r, u32 first, u32 step) {
     float inverse = 1.0f / across;
 #pragma unroll 8
     for (u32 i = first; i < count; i += step) {
-        u32 row = quotient(i, across, inverse), bits = amax_of(load_eight(r, row, (i - row * across) * 8));
-        amax = bits > amax ? bits : amax;
+        u32 row = quotient(i, across, inverse);
+        amax = larger(amax, amax_of(load_eight(r, row, (i - row * across) * 8)));
     }
     raise_by_block(shared, amax);
 }
@@ -41,10 +41,7 @@ KERNEL void BOUNDS(256, 1) maxima(const ActivationArguments a) {
 // The largest of those, or of all rows where nobody has looked; all threads of a block, which have zeroed ``shared``.
 DEVICE u32 take_maxima(u32* shared, const ActivationArguments& a) {
     u32 amax = 0;
-    for (u32 i = thread(); i < a.blocks; i += threads()) {
-        u32 of_block = load_fresh(a.maxima + i);
-        amax = of_block > amax ? of_block : amax;
-    }
+    for (u32 i = thread(); i < a.blocks; i += threads()) amax = larger(amax, load_fresh(a.maxima + i));
     if (a.blocks > 0) raise_by_block(shared, amax);
     else find_largest(shared, {a.x, a.x_stride, a.k, a.rows, 0, a.k}, thread(), threads());
     return *shared;
@@ -74,8 +71,7 @@ KERNEL void BOUNDS(512, 4) activations(const ActivationArguments a) {
 #pragma unroll 3
         for (u32 other = 1; other < a.parts; other++) {
             u32 column = (part + other < a.parts ? part + other : part + other - a.parts) * of_part + in;
-            u32 bits = amax_of(load_eight(all, 0, column));
-            most = bits > most ? bits : most;
+            most = larger(most, amax_of(load_eight(all, 0, column)));
         }
         raise_by_block(shared, most);
         amax = *shared;

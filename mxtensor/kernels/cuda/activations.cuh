@@ -58,7 +58,7 @@ DEVICE void raise_by_warp(u32* shared, u32 value) {  // to the largest of a warp
 // The largest of the maxima of some rows.
 DEVICE u32 largest_of(const u32* maxima, u32 rows) {
     u32 amax = 0;
-    for (u32 i = 0; i < rows; i++) amax = maxima[i] > amax ? maxima[i] : amax;
+    for (u32 i = 0; i < rows; i++) amax = larger(amax, maxima[i]);
     return amax;
 }
 
@@ -75,8 +75,7 @@ DEVICE void find_maxima(u32* maxima, const Rows& r) {
         u32 amax = 0;
 #pragma unroll 4
         for (u32 i = thread(); i < r.count / 8; i += threads()) {
-            u32 bits = amax_of(load_eight(r, row, r.first + 8 * i));
-            amax = bits > amax ? bits : amax;
+            amax = larger(amax, amax_of(load_eight(r, row, r.first + 8 * i)));
         }
         raise_by_warp(maxima + row, amax);
     }
@@ -166,7 +165,7 @@ template <bool ONE> DEVICE void convert(u8* to, u32 stride, const Rows& r, const
             u32 i = thread() + h * threads();
             if (i >= count) continue;
             own[h] = amax_of(held[h]);
-            most = own[h] > most ? own[h] : most;
+            most = larger(most, own[h]);
             if (!ONE || h + 1 == HELD || i + threads() >= count) raise_by_warp(maxima + row_of(i), most), most = 0;
         }
         sync_block();

@@ -145,6 +145,7 @@ DEVICE u32 pair_of_halves(float low, float high) {
 }
 DEVICE u32 larger_halves(u32 a, u32 b) { return __vmaxu2(a, b); }  // of 16 bits, as numbers without sign
 DEVICE float larger(float a, float b) { return fmaxf(a, b); }
+DEVICE u32 larger(u32 a, u32 b) { return b > a ? b : a; }
 DEVICE float smaller(float a, float b) { return fminf(a, b); }
 // Four e4m3 as two times two float16.
 DEVICE void halves_of_e4m3(u32& low, u32& high, u32 bytes) {

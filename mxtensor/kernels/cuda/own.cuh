@@ -68,7 +68,7 @@ DEVICE void finish_own(
         for (u32 h = 0, row = 0, i = 0; h < FIRST_HELD; h++, next_of(own, row, i)) {
             if (h >= count) break;
             amax[h] = amax_of(held[h]);
-            most = amax[h] > most ? amax[h] : most;
+            most = larger(most, amax[h]);
             if (ONE_ROW || OF_ALL || i + 1 < own.across) continue;
             most = largest_of_warp(most);
             if (own.lane == 0) maxima[row] = most;
@@ -89,11 +89,10 @@ DEVICE void finish_own(
             u32 most = 0;
 #pragma unroll 4
             for (u32 i = 0; i < own.across; i++) {
-                u32 amax = amax_of(load_own(a, own, row, i));
-                most = amax > most ? amax : most;
+                most = larger(most, amax_of(load_own(a, own, row, i)));
             }
             most = largest_of_warp(most);
-            of_rows = most > of_rows ? most : of_rows;
+            of_rows = larger(of_rows, most);
             if (own.lane == 0) maxima[row] = most;
         }
         sync_warp();

@@ -22,7 +22,7 @@ constexpr u32 BOTH = 0x00010001 << 10;  // one octave, in both halves of a word
 DEVICE u32 largest_byte(u32 word) {
     u32 most = 0;
 #pragma unroll
-    for (int i = 0; i < 32; i += 8) most = (word >> i & 255) > most ? word >> i & 255 : most;
+    for (int i = 0; i < 32; i += 8) most = larger(most, word >> i & 255);
     return most;
 }
 
