@@ -1,5 +1,6 @@
 """Products of few rows on a CUDA device: what the emulation gives, to the rounding of a float32 accumulation."""
 
+import math
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -73,6 +74,19 @@ def test_a_product_of_many_rows_equals_the_decoded_operands(format, shape):
     with mx.kernels("small_batch"):
         y = gemm("test", x, w, GemmArgs(torch.float32))
     assert relative_error(y, x.double() @ values(w).t()) < TOLERANCE
+
+
+@pytest.mark.parametrize("rows", [1, 4, 16, 64, 300])
+@pytest.mark.parametrize("n", [1024, 1030])
+@pytest.mark.parametrize("shift", [0, 1], ids=["aligned", "between"])
+def test_biases_may_be_of_a_row_or_of_all_and_lie_anywhere(rows, n, shift):
+    w, x = operand("mxfp8", n, 1024), torch.randn(rows, 1024, device="cuda").bfloat16()
+    exact = x.double() @ values(w).t()
+    for shape in ((n,), (rows, n)):
+        bias = torch.randn(math.prod(shape) + shift, device="cuda").bfloat16()[shift:].view(shape)
+        with mx.kernels("small_batch"):
+            y = gemm("test", x, w, GemmArgs(torch.bfloat16, bias, beta=3.0))
+        assert relative_error(y, exact + 3 * bias.double()) < torch.finfo(torch.bfloat16).eps / 2
 
 
 @pytest.mark.parametrize("activation", ["mxfp8_e4m3", "mxfp6_e2m3", "mxfp4", "mxint8", "nvfp4"])

@@ -476,6 +476,19 @@ def test_results_are_rounded_once_and_biases_added_before(out, bias):
     assert y.dtype is out and error(y, exact) < 2 * torch.finfo(out).eps
 
 
+@pytest.mark.parametrize("plan", [STAGED, WIDE, RESIDENT_WIDE, *TOGETHERS])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("n", [132, 135])
+@pytest.mark.parametrize("shift", [0, 1], ids=["aligned", "between"])
+def test_biases_may_be_of_a_row_or_of_all_and_lie_anywhere(plan, dtype, n, shift):
+    w, x = weight("mxfp8", n, 512), torch.randn(13, 512).bfloat16()
+    exact = x.double() @ values(w).t()
+    for shape in ((n,), (13, n)):
+        bias = torch.randn(math.prod(shape) + shift).to(dtype)[shift:].view(shape)
+        y = product(x, w, plan, bias=bias, out=torch.bfloat16, beta=3.0)
+        assert error(y, exact + 3 * bias.double()) < torch.finfo(torch.bfloat16).eps / 2
+
+
 # ---------------------------------------------------------------------------------------------- the kernel
 
 

@@ -76,15 +76,22 @@ DEVICE void keep(const Total& sums, const float* x_scale, float* shared) {
 DEVICE void write(const Arguments& a, const Weight& w, const Total& sums, const float* x_scale, float* shared) {
     constexpr int blocks = APART ? 1 : SPLIT, batch = NT < 2 * blocks ? 1 : NT < 4 * blocks ? 2 : 4;
     u32 x_row = block_y() * COLS, rows = a.m - x_row < COLS ? a.m - x_row : COLS;
-    keep(sums, x_scale, shared);
-    if constexpr (blocks > 1) sync_cluster();
-    else sync_block();
     u32 count = ROWS / 4 * rows, span = (count + blocks - 1) / blocks, begin = blocks > 1 ? block_z() * span : 0;
     u32 end = begin + span < count ? begin + span : count;
+    keep(sums, x_scale, shared);
+    u32 mine = (block_x() - w.first) * ROWS + (begin + thread()) % (ROWS / 4) * 4;  // rows of w, four, all the time
+    float common[4];
+    biases_at(common, w, 0, mine);
+    if constexpr (blocks > 1) sync_cluster();
+    else sync_block();
     float factor = factor_of_all<FACTOR>(a, x_scale[COLS]);
-    u32 row = (block_x() - w.first) * ROWS;
     for (u32 i = begin + thread(); i < end; i += batch * THREADS) {  // four rows of w at a time
-        float sum[batch][4] = {};
+        float sum[batch][4] = {}, bias[batch][4];
+#pragma unroll
+        for (int b = 0; b < batch; b++) {
+            u32 at = i + b * THREADS < end ? i + b * THREADS : i;
+            biases_of(bias[b], w, x_row + at / (ROWS / 4), mine, common);
+        }
 #pragma unroll
         for (u32 r = 0; r < blocks; r++)
 #pragma unroll
@@ -95,8 +102,7 @@ DEVICE void write(const Arguments& a, const Weight& w, const Total& sums, const 
 #pragma unroll
         for (int b = 0; b < batch; b++) {
             u32 at = i + b * THREADS;
-            if (at < end)
-                finish_four(a, w, x_row + at / (ROWS / 4), row + at % (ROWS / 4) * 4, sum[b], factor);
+            if (at < end) finish_four(a, w, x_row + at / (ROWS / 4), mine, sum[b], factor, bias[b]);
         }
     }
     if constexpr (blocks > 1) sync_cluster();  // nobody leaves while others read
@@ -105,7 +111,8 @@ DEVICE void write(const Arguments& a, const Weight& w, const Total& sums, const 
 // The same with SENDS: each block has the copy engine bring what it has summed to those that write it.
 DEVICE void send_and_write(
     const Arguments& a, const Weight& w, const Total& sums, const float* x_scale, float* shared, u64* arrived) {
-    u32 rank = block_z(), x_row = block_y() * COLS + rank * OWN, row = (block_x() - w.first) * ROWS;
+    u32 rank = block_z(), x_row = block_y() * COLS + rank * OWN;
+    u32 mine = (block_x() - w.first) * ROWS + thread() % (ROWS / 4) * 4;  // rows of w, four, all the time
     float* others = shared + SENT_AT / 4;  // a PART of each, in their order
     keep(sums, x_scale, shared);
     show_to_engine();
@@ -119,18 +126,21 @@ DEVICE void send_and_write(
         }
     }
     float factor = factor_of_all<FACTOR>(a, x_scale[COLS]);
+    float common[4];
+    biases_at(common, w, 0, mine);
     wait_at(arrived, 0);
     for (u32 i = thread(); i < OWN * ROWS / 4; i += THREADS) {
         u32 col = i / (ROWS / 4), at = col * SUMS_APART + i % (ROWS / 4) * 4;
         if (x_row + col >= a.m) break;
-        float sum[4] = {};
+        float sum[4] = {}, bias[4];
+        biases_of(bias, w, x_row + col, mine, common);
 #pragma unroll
         for (u32 r = 0; r < SPLIT; r++) {
             const float* part = r == rank ? shared + rank * PART : others + (r < rank ? r : r - 1) * PART;
 #pragma unroll
             for (int e = 0; e < 4; e++) sum[e] += part[at + e];
         }
-        finish_four(a, w, x_row + col, row + i % (ROWS / 4) * 4, sum, factor);
+        finish_four(a, w, x_row + col, mine, sum, factor, bias);
     }
     arrive_in_cluster(), wait_for_cluster();  // nobody leaves while its sums are on their way: all have come
 }

@@ -40,10 +40,12 @@ DEVICE void write(const Arguments& a, const Weight& weight, const Place& p, u32 
         begin = rank * span, end = begin + span < end ? begin + span : end;
     }
     float factor = factor_of_all<FACTOR>(a, global_scale_of(weight));
+    static_assert(THREADS % ROWS == 0, "threads stay with a row of w");
+    u32 row = (begin + thread()) % ROWS, n = p.row + row;
+    float common = row < p.rows ? bias_at(weight, 0, n) : 0;
     for (u32 i = begin + thread(); i < end; i += THREADS) {
-        u32 row = i % ROWS, col = i / ROWS, n = p.row + row;
-        u32 at = row * SUM_STRIDE + col;
-        if (row >= p.rows) continue;
+        u32 col = i / ROWS, at = row * SUM_STRIDE + col;
+        if (row >= p.rows) break;
         float sum = 0;
         if constexpr (SPLIT > 1) {
 #pragma unroll
@@ -53,7 +55,8 @@ DEVICE void write(const Arguments& a, const Weight& weight, const Place& p, u32 
             for (int w = 0; w < WK; w++) sum += shared[at + w * ROWS * SUM_STRIDE];
             sum *= scale_of(x_scale, col);
         }
-        finish(a, weight, p.scales, x_row + col, n, with_nans(a, p.scales, n, sum), factor);
+        float bias = bias_of(weight, x_row + col, n, common);
+        finish(a, weight, p.scales, x_row + col, n, with_nans(a, p.scales, n, sum), factor, bias);
     }
     if constexpr (SPLIT > 1) sync_cluster();  // nobody leaves while others read
 }

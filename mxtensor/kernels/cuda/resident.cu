@@ -132,7 +132,8 @@ DEVICE void write_tiles(
             if (SPLIT > 1 && pass == 0) *slot = sum;
             else if (n < weight.n) {
                 float factor = factor_of_all<FACTOR>(a, globals[of]);
-                finish(a, weight, weight.scales, col, n, with_nans(a, weight.scales, n, sum), factor);
+                float bias = bias_at(weight, col, n);
+                finish(a, weight, weight.scales, col, n, with_nans(a, weight.scales, n, sum), factor, bias);
             }
         }
         if (SPLIT == 1) sync_block();

@@ -1,9 +1,26 @@
 // The result: what is done to a sum of products before it is written, once, in the type that is wanted.
 
-DEVICE float number(const void* at, u64 i, int type) {
-    if (type == FLOAT) return load_fresh(static_cast<const float*>(at) + i);
-    u32 bits = load_fresh(static_cast<const u16*>(at) + i);
-    return type == FLOAT16 ? float_of_half(bits) : float_of_bits(bits << 16);
+// What is added to element (m, n) of the result.
+DEVICE float bias_at(const Weight& w, u64 m, u32 n) {
+    if (!w.bias) return 0;
+    u64 at = m * w.bias_stride + n;
+    if constexpr (BIAS == FLOAT) return load_fresh(static_cast<const float*>(w.bias) + at);
+    u32 bits = load_fresh(static_cast<const u16*>(w.bias) + at);
+    return BIAS == FLOAT16 ? float_of_half(bits) : float_of_bits(bits << 16);
+}
+// The same where ``common`` is that of the row of w, which most biases have for all rows of x: it is read once.
+DEVICE float bias_of(const Weight& w, u64 m, u32 n, float common) { return w.bias_stride ? bias_at(w, m, n) : common; }
+
+// To elements (m, n) to (m, n + 3), as far as there are so many.
+DEVICE void biases_at(float (&bias)[4], const Weight& w, u64 m, u32 n) {
+#pragma unroll
+    for (int e = 0; e < 4; e++) bias[e] = n + e < w.n ? bias_at(w, m, n + e) : 0;
+}
+DEVICE void biases_of(float (&bias)[4], const Weight& w, u64 m, u32 n, const float (&common)[4]) {
+    if (w.bias_stride) biases_at(bias, w, m, n);
+    else
+#pragma unroll
+        for (int e = 0; e < 4; e++) bias[e] = common[e];
 }
 
 // Whether a scale of row n of w is a NaN. Its block has made the sum infinite, if not a NaN already.
@@ -30,31 +47,34 @@ DEVICE float with_nans(const Arguments& a, const u8* scales, u32 n, float sum) {
     return sum;
 }
 
-// Element (m, n) of the result from the sum of its products, with what belongs at the end; ``factor`` of the tensor.
-DEVICE float result(const Arguments& a, const Weight& w, const u8* scales, u64 m, u32 n, float sum, float factor) {
+// An element of row n of w of the result from the sum of its products, with what belongs at the end; ``factor`` of the tensor.
+DEVICE float result(
+    const Arguments& a, const Weight& w, const u8* scales, u32 n, float sum, float factor, float bias) {
     if constexpr (SCALE == AT_THE_END) sum *= reinterpret_cast<const float*>(scales)[row_of_scales(n)];
     sum *= factor;
-    if (w.bias) sum += a.beta * number(w.bias, m * w.bias_stride + n, BIAS);
+    if (w.bias) sum += a.beta * bias;
     return sum;
 }
 DEVICE u16 sixteen_bits(float value) { return RESULT == FLOAT16 ? half_of(value) : bfloat16_of(value); }
-DEVICE void finish(const Arguments& a, const Weight& w, const u8* scales, u64 m, u32 n, float sum, float factor) {
-    float value = result(a, w, scales, m, n, sum, factor);
+DEVICE void finish(
+    const Arguments& a, const Weight& w, const u8* scales, u64 m, u32 n, float sum, float factor, float bias) {
+    float value = result(a, w, scales, n, sum, factor, bias);
     u64 to = m * w.n + n;
     if constexpr (RESULT == FLOAT) static_cast<float*>(w.y)[to] = value;
     else static_cast<u16*>(w.y)[to] = sixteen_bits(value);
 }
 
 // Elements (m, n) to (m, n + 3), as far as there are so many.
-DEVICE void finish_four(const Arguments& a, const Weight& w, u64 m, u32 n, const float (&sum)[4], float factor) {
+DEVICE void finish_four(
+    const Arguments& a, const Weight& w, u64 m, u32 n, const float (&sum)[4], float factor, const float (&bias)[4]) {
     if (RESULT == FLOAT || w.n % 4) {
 #pragma unroll
         for (int e = 0; e < 4; e++)
-            if (n + e < w.n) finish(a, w, w.scales, m, n + e, sum[e], factor);
+            if (n + e < w.n) finish(a, w, w.scales, m, n + e, sum[e], factor, bias[e]);
     } else if (n < w.n) {
         u16 bits[4];
 #pragma unroll
-        for (int e = 0; e < 4; e++) bits[e] = sixteen_bits(result(a, w, w.scales, m, n + e, sum[e], factor));
+        for (int e = 0; e < 4; e++) bits[e] = sixteen_bits(result(a, w, w.scales, n + e, sum[e], factor, bias[e]));
         uint2 words = {bits[0] | u32(bits[1]) << 16, bits[2] | u32(bits[3]) << 16};
         *reinterpret_cast<uint2*>(static_cast<u16*>(w.y) + m * w.n + n) = words;
     }
