@@ -2,6 +2,7 @@
 
 Layers that read one input (query, key and value; gate and up) become one launch. Kernels may start while the one before
 them ends (programmatic dependent launch, sm_90 on), and a product, which asks for its weights first, while it begins.
+Kernels of torch's compiler that do not need each other become one.
 """
 
 from __future__ import annotations
@@ -96,5 +97,6 @@ def inference_options() -> dict[str, Any]:
 
     They go with the default backend and no ``mode``; what this torch does not know is left out.
     """
-    options, known = {"post_grad_custom_pre_pass": Products(), "triton.enable_pdl": True}, config.get_config_copy()
+    options = {"post_grad_custom_pre_pass": Products(), "triton.enable_pdl": True, "combo_kernels": True}
+    known = config.get_config_copy()
     return {name: value for name, value in options.items() if name in known}
