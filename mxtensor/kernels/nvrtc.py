@@ -42,10 +42,13 @@ def _wheel() -> list[str]:
     found: list[str] = []
     for name in ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"):
         try:
-            names = files(name) or []
+            names = [f for f in files(name) or [] if ".alt." not in f.name]
         except PackageNotFoundError:
             continue
-        found += [str(f.locate()) for f in names if f.name.startswith("libnvrtc.so") and "alt" not in f.name]
+        for built_in in (f for f in names if f.name.startswith("libnvrtc-builtins.so")):
+            with suppress(OSError):  # before 13.1 it would be looked for where the system has its libraries
+                ctypes.CDLL(str(built_in.locate()))
+        found += [str(f.locate()) for f in names if f.name.startswith("libnvrtc.so")]
     return found
 
 

@@ -170,6 +170,9 @@ DEVICE bool multiply_all(Total& sums, Work& work, Mine mine, const Tiles& tiles)
 template <int H> DEVICE void multiply_blocks(Total& sums, const Chunk& chunk, const Mine& m, const u8* tile) {
     constexpr u32 blocks = BITS == 8 ? 2 : 4;
     u32 words[16], a[16], g = thread() % 32 / 4, mine = BITS == 8 ? m.t / 2 : m.t;
+    const u8* lines[8];  // of the first row of x: eight rows on are 1024 bytes
+#pragma unroll
+    for (u32 i = 0; i < 8; i++) lines[i] = tile + g * 128 + (i ^ g) * 16 + 4 * m.t;
 #pragma unroll
     for (int r = 0; r < 2; r++) decode_piece<false>(words, r, chunk.codes[r] + H * (BITS / 2), 0);
 #pragma unroll 1
@@ -182,12 +185,11 @@ template <int H> DEVICE void multiply_blocks(Total& sums, const Chunk& chunk, co
         for (int i = 0; i < 16; i++) a[i] = block == mine ? words[i] : 0;
 #pragma unroll
         for (int j = 0; j < NT; j++) {
-            const u8* line = tile + (8 * j + g) * 128 + 4 * m.t;
             float part[4] = {};
 #pragma unroll
             for (int i = 0; i < 4; i++) {  // x is zero elsewhere, too: it may be infinite
-                u32 low = *reinterpret_cast<const u32*>(line + (2 * i ^ g) * 16);
-                u32 high = *reinterpret_cast<const u32*>(line + ((2 * i + 1) ^ g) * 16);
+                u32 low = *reinterpret_cast<const u32*>(lines[2 * i] + 1024 * j);
+                u32 high = *reinterpret_cast<const u32*>(lines[2 * i + 1] + 1024 * j);
                 multiply_add(part, a + 4 * i, block == mine ? low : 0, block == mine ? high : 0, part);
             }
 #pragma unroll
