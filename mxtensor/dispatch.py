@@ -125,6 +125,12 @@ def is_traced(*tensors: torch.Tensor | None) -> bool:
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
+def is_exporting() -> bool:
+    """``torch.compiler.is_exporting``, which Dynamo of torch 2.11 takes to be true of all that it traces."""
+    flag = getattr(torch.compiler, "_is_exporting_flag", None)
+    return torch.compiler.is_exporting() if flag is None else bool(flag)
+
+
 _forced: ContextVar[str | None] = ContextVar("mxtensor_kernels", default=None)
 KERNEL_NAMES: set[str] = set()
 """Names that ``kernels()`` accepts: those of the product kernels, entered by ``kernels/gemm.py``."""

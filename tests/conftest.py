@@ -55,7 +55,7 @@ def assert_same_product(y, product, *factors):
         assert relative_error(y, exact) < 1e-6
     else:
         differing = (y != exact.to(y.dtype)).double().mean().item()
-        assert differing <= max(0.01, 1 / y.numel())
+        assert differing <= max(0.01, 2 / y.numel())
 
 
 def dequantized(module):

@@ -180,7 +180,7 @@ def test_vmap_over_activations():
     assert_close(vmap(lambda a, b: module(a * b), in_dims=(0, None))(x, x[0]), module(x * x[0]))
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # torch's own, on its first jvp
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")  # torch's own, on its first jvp
 def test_grad_and_jacobian_products():
     module = model()
     twin = dequantized(module)

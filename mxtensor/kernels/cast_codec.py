@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..codec import Operand, decode, encode
-from ..dispatch import Kernel, Spec, is_traced
+from ..dispatch import Kernel, Spec, is_exporting, is_traced
 from ..formats import Rounding, get_format
 from ..roles import Cast
 from . import native
@@ -55,7 +55,7 @@ def _wants_opaque(x: Tensor, cast: Cast) -> bool:
     power_of_two = cast.format.scale.significant_bits == 1
     if x.device.type == "cpu":
         rows = power_of_two and cast.format.block[0] == 1 and cast.rounding is Rounding.NEAREST
-        return rows and not torch.compiler.is_exporting()
+        return rows and not is_exporting()
     return not power_of_two
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..dispatch import Spec
+from ..dispatch import Spec, is_exporting
 
 
 def other_build() -> str | None:
@@ -14,4 +14,4 @@ def other_build() -> str | None:
 
 def exported(spec: Spec) -> str | None:
     """Why an op of our own does not go into what is being traced; None if it does."""
-    return "an exported program holds aten ops only" if spec.traced and torch.compiler.is_exporting() else None
+    return "an exported program holds aten ops only" if spec.traced and is_exporting() else None

@@ -91,7 +91,7 @@ def finish(out, total, row, rows, col, cols, N, a_global, b_global, bias, alpha,
         if P.bias_rows:
             total += beta * tl.load(bias + origin + at, mask=mask, other=0.0).to(tl.float32)
         else:
-            added = tl.load(bias + col + right, mask=(right < cols) & live, other=0.0)
+            added = tl.load(bias + col + right, mask=right < tl.where(live, cols, 0), other=0.0)
             total += (beta * added.to(tl.float32))[None, :]
     tl.store(out + origin + at, total.to(out.dtype.element_ty), mask=mask)
 
