@@ -41,7 +41,8 @@ def check_parts(
         raise TypeError(
             f"{format}: global_scale must be one float32, got {_name(global_scale.dtype)} {tuple(global_scale.shape)}"
         )
-    if data.device != scale.device:
-        raise ValueError(f"{format}: data is on {data.device}, scale on {scale.device}")
+    for name, part in (("scale", scale), ("global_scale", global_scale)):
+        if part is not None and part.device != data.device:
+            raise ValueError(f"{format}: data is on {data.device}, {name} on {part.device}")
     last = None if global_scale is None else global_scale.reshape(())
     return Operand(data.view(element.dtype), scale.view(format.scale.dtype), last, format, tuple(shape))

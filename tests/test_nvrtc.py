@@ -3,13 +3,15 @@
 import itertools
 import re
 import subprocess
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import mxtensor as mx
-from mxtensor.kernels import nvrtc
+from mxtensor.kernels import kept, nvrtc
 from mxtensor.kernels.small_batch_launch import ACTIVATION_SOURCES, kernel_of, sources_of
 from mxtensor.kernels.small_batch_plan import (
     ELEMENTS,
@@ -135,6 +137,61 @@ def test_a_home_that_cannot_be_written_to_is_no_obstacle(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     row = (("ELEMENT", "E4M3"), ("X", "BFLOAT16"), ("X_COPY", 1), ("TILES", 0), ("CAST", 0))
     assert nvrtc.compiled(ACTIVATION_SOURCES, row, SM90)
+
+
+def test_what_is_kept_and_cannot_be_read_is_compiled_again(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    row = (("ELEMENT", "E4M3"), ("X", "BFLOAT16"), ("X_COPY", 4), ("TILES", 0), ("CAST", 0))
+    code = nvrtc.compiled(ACTIVATION_SOURCES, row, SM90)
+
+    def refuse(path):
+        raise PermissionError(path)
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    assert nvrtc.compiled(ACTIVATION_SOURCES, row, SM90) == code
+
+
+def test_a_user_without_a_home_has_a_folder_for_the_process(monkeypatch):
+    def none():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", none)
+    path = kept.kept_path("cuda", "key", "cubin")
+    with kept.new_file(path) as file:
+        file.write_bytes(b"kept")
+    assert path.read_bytes() == b"kept" and path == kept.kept_path("cuda", "key", "cubin")
+
+
+def test_a_device_that_the_compiler_does_not_know_runs_the_code_of_its_generation_or_is_refused():
+    assert [nvrtc._target(c) for c in TARGETS] == list(TARGETS)
+    assert nvrtc._target((9, 5)) == (9, 0) and nvrtc._target((10, 9)) == (10, 3) and nvrtc.unknown((9, 5)) is None
+    row = (("ELEMENT", "E4M3"), ("X", "BFLOAT16"), ("X_COPY", 2), ("TILES", 0), ("CAST", 0))
+    assert nvrtc.compiled(ACTIVATION_SOURCES, row, (9, 5)) == nvrtc.compiled(ACTIVATION_SOURCES, row, SM90)
+    assert re.fullmatch(r"NVRTC 1\d\.\d+ knows no code that sm990 runs; a newer torch .*", nvrtc.unknown((99, 0)))
+
+
+def test_threads_that_want_more_shared_memory_agree_with_the_driver(monkeypatch):
+    """The first to ask, with less, is held up in the driver until the second has asked, or for a moment."""
+    fun = nvrtc.Function.__new__(nvrtc.Function)
+    fun._memory, fun._function, fun._changes = 0, None, threading.Lock()
+    begun, asked, allowed = threading.Event(), threading.Event(), []
+
+    def allow(function, which, memory):
+        begun.set()
+        if memory == 100:
+            asked.wait(0.2)
+        allowed.append(memory)
+        asked.set()
+
+    monkeypatch.setattr(nvrtc, "_driver", lambda: SimpleNamespace(cuFuncSetAttribute=allow))
+    monkeypatch.setattr(nvrtc, "check_error", lambda result: None)
+    first = threading.Thread(target=fun._allow, args=(100,))
+    first.start()
+    begun.wait()
+    fun._allow(200)
+    first.join()
+    assert allowed == [100, 200] and fun._memory == 200
 
 
 def test_without_the_compiler_the_kernel_refuses_with_a_sentence(monkeypatch):

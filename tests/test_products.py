@@ -342,6 +342,7 @@ def test_what_is_decided_once_is_what_the_kernels_say_when_asked_again(capabilit
     """``facts_of`` holds all that refusals look at: no two products are taken for alike that are not."""
     monkeypatch.setattr(triton_host, "_installed", lambda: True)
     monkeypatch.setattr(nvrtc, "library", lambda: None)
+    monkeypatch.setattr(nvrtc, "unknown", lambda capability: None)
     for module in (dispatch, dot_scaled):
         monkeypatch.setattr(module, "device_capability", lambda device: capability)
     monkeypatch.setattr(scaled_contract, "toolkit_version", lambda: (13, 0))

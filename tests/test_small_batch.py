@@ -636,5 +636,13 @@ def test_a_resident_plan_keeps_the_sums_of_as_many_tiles_as_there_is_room_for():
     assert 2 * (alone.bytes + RESERVED) > H100.memory + RESERVED  # no second block beside it
 
 
+def test_clusters_that_a_device_does_not_run_have_no_room():
+    without = H100._replace(clusters={2: 66, 4: 0})
+    for plan in (STAGED, TOGETHER, RESIDENT):
+        two, four = (room_of(mx.FORMATS["mxfp8"], plan._replace(split=n), 1, 4096, 4096, without) for n in (2, 4))
+        assert two and not four
+    assert room_of(mx.FORMATS["mxfp8"], TOGETHER._replace(split=4, apart=True), 1, 4096, 4096, without)
+
+
 def test_rows_are_copied_in_the_largest_pieces_that_their_alignment_allows():
     assert [copy_size(0, n) for n in (4096, 24, 20, 6, 33)] == [16, 8, 4, 2, 1]

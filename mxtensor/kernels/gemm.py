@@ -27,13 +27,22 @@ def _spec(op: str, a: Factor, b: Factor, args: GemmArgs) -> Spec:
     return Spec(op, shapes, formats, args.out_dtype, right.device, is_traced(left, right))
 
 
+def _check_devices(op: str, device: torch.device, **tensors: Tensor | None) -> None:
+    """Raise ValueError unless all are on the right factor's device: a kernel takes them by their addresses there."""
+    for name, t in tensors.items():
+        if t is not None and t.device != device:
+            what = name.replace("_", " ")
+            raise ValueError(f"{op}: {what} on {t.device}, right factor on {device}; move one with .to()")
+
+
 def gemm(op: str, a: Factor, b: Factor, args: GemmArgs, prefer: str | None = None) -> Tensor:
     """``alpha * a @ b^T + beta * bias``: a (..., M, K), b (..., N, K), both blocked along K; result (..., M, N).
 
     Accumulated in float32 and rounded once to ``args.out_dtype``. ``op`` names the caller in ``explain()``; ``prefer``
-    names the kernel that must run. Raises ValueError where the shapes do not fit.
+    names the kernel that must run. Raises ValueError where shapes or devices do not fit.
     """
     spec = _spec(op, a, b, args)
+    _check_devices(op, spec.device, left_factor=data_of(a), bias=args.bias)
     left, right = spec.shapes
     if left[-1] != right[-1]:
         raise ValueError(
@@ -57,14 +66,18 @@ def kernel_for(op: str, a: Factor, b: Factor, args: GemmArgs, prefer: str | None
 def grouped_gemm(op: str, a: Factor, b: Factor, ends: Tensor, args: GemmArgs, prefer: str | None = None) -> Tensor:
     """Rows of a (M, K) times the weight of their group, b (G, N, K): row ``ends[g - 1]`` to ``ends[g]`` meet b[g].
 
-    ``ends``: int32 (G,) on the device of ``a``, never decreasing; a group may have no rows; rows after the last end
-    give zeros. A cast of ``a`` sees all its rows at once. Result (M, N). Raises ValueError where the shapes do not fit.
+    ``ends``: int32 (G,), never decreasing; a group may have no rows; rows after the last end give zeros. A cast of
+    ``a`` sees all its rows at once. Result (M, N). Raises ValueError where shapes or devices do not fit, TypeError for
+    ends of another dtype.
     """
     if len(a.shape) != 2 or len(b.shape) != 3 or a.shape[1] != b.shape[2] or tuple(ends.shape) != (b.shape[0],):
         raise ValueError(
             f"{op}: needs rows (M, K), weights (G, N, K) and G group ends, got {tuple(a.shape)}, {tuple(b.shape)} and "
             f"{tuple(ends.shape)}"
         )
-    if ends.device != data_of(a).device:
-        raise ValueError(f"{op}: the group ends are on {ends.device}, the rows on {data_of(a).device}")
-    return perform(GROUPED, _spec(op, a, b, args), a, b, ends, args, prefer=prefer)  # type: ignore[no-any-return]
+    if ends.dtype is not torch.int32:
+        kind = str(ends.dtype).removeprefix("torch.")
+        raise TypeError(f"{op}: the group ends must be int32, got {kind}; convert them with .to(torch.int32)")
+    spec = _spec(op, a, b, args)
+    _check_devices(op, spec.device, left_factor=data_of(a), group_ends=ends, bias=args.bias)
+    return perform(GROUPED, spec, a, b, ends, args, prefer=prefer)  # type: ignore[no-any-return]

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.cuda import check_error
 
-from ..dispatch import device_capability
+from ..dispatch import cached, device_capability
 from .kept import kept_path, new_file
 
 SOURCES = Path(__file__).with_name("cuda")
@@ -69,19 +69,46 @@ def _text(names: Sequence[str], constants: Constants) -> str:
     return defines + "".join((SOURCES / name).read_text() for name in names)
 
 
+@cache
+def _version() -> tuple[int, int]:
+    lib, version = library(), (ctypes.c_int * 2)()
+    assert not isinstance(lib, str)
+    lib.nvrtcVersion(ctypes.byref(version, 0), ctypes.byref(version, 4))
+    return version[0], version[1]
+
+
+@cached
+def _target(capability: tuple[int, int]) -> tuple[int, int] | None:
+    """What to compile for: the last architecture that NVRTC knows whose code such a device runs; None for none."""
+    lib, count = library(), ctypes.c_int()
+    assert not isinstance(lib, str)
+    lib.nvrtcGetNumSupportedArchs(ctypes.byref(count))
+    known = (ctypes.c_int * count.value)()
+    lib.nvrtcGetSupportedArchs(known)
+    found = [divmod(number, 10) for number in known]
+    return max((arch for arch in found if arch[0] == capability[0] and arch <= capability), default=None)
+
+
+def unknown(capability: tuple[int, int]) -> str | None:
+    """Why nothing can be compiled for devices of a compute capability; None if something can."""
+    if _target(capability) is not None:
+        return None
+    version, device = ".".join(map(str, _version())), "".join(map(str, capability))
+    return f"NVRTC {version} knows no code that sm{device} runs; a newer torch brings a newer one"
+
+
 def compiled(names: Sequence[str], constants: Constants, capability: tuple[int, int]) -> bytes:
     """Machine code of these sources, one after the other, for a compute capability. Raises RuntimeError."""
-    lib = library()
+    lib, text = library(), _text(names, constants)
     assert not isinstance(lib, str)
-    text, version = _text(names, constants), (ctypes.c_int * 2)()
-    lib.nvrtcVersion(ctypes.byref(version, 0), ctypes.byref(version, 4))
-    path = kept_path("cuda", (text, FLAGS, capability, tuple(version)), "cubin")
-    if path.exists():
+    target = _target(capability)
+    assert target is not None, unknown(capability)
+    path = kept_path("cuda", (text, FLAGS, target, _version()), "cubin")
+    with suppress(OSError):
         return path.read_bytes()
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
     options = [
-        flag.encode()
-        for flag in (f"--gpu-architecture=sm_{capability[0]}{capability[1]}{SUFFIX.get(capability, '')}", *FLAGS)
+        flag.encode() for flag in (f"--gpu-architecture=sm_{target[0]}{target[1]}{SUFFIX.get(target, '')}", *FLAGS)
     ]
     lib.nvrtcCreateProgram(ctypes.byref(program), text.encode(), names[-1].encode(), 0, None, None)
     try:
@@ -89,7 +116,7 @@ def compiled(names: Sequence[str], constants: Constants, capability: tuple[int, 
             lib.nvrtcGetProgramLogSize(program, ctypes.byref(size))
             log = ctypes.create_string_buffer(size.value)
             lib.nvrtcGetProgramLog(program, log)
-            where = f"sm{capability[0]}{capability[1]}"
+            where = f"sm{target[0]}{target[1]}"
             raise RuntimeError(f"{names[-1]} did not compile for {where}: {log.value.decode().strip()}")
         lib.nvrtcGetCUBINSize(program, ctypes.byref(size))
         code = ctypes.create_string_buffer(size.value)
@@ -118,6 +145,7 @@ class _Config(ctypes.Structure):
 
 
 _CLUSTER, _OVERLAP, _MEMORY = 4, 6, 8  # ids of launch attributes, and of a function's shared memory
+_NO_SUCH_CLUSTER = 912  # what the driver says of one that the device cannot run
 
 
 @cache
@@ -151,6 +179,7 @@ class Function:
         lib, module, self._function = _driver(), ctypes.c_void_p(), ctypes.c_void_p()
         self._code, self._layout, self._local = code, layout, threading.local()
         self._threads, self._depth, self._clustered, self._memory = threads, depth, clustered and depth > 1, 0
+        self._changes = threading.Lock()
         self._overlaps = torch.cuda.get_device_capability() >= CLUSTERS
         _use_context()
         check_error(lib.cuModuleLoadData(ctypes.byref(module), code))
@@ -175,15 +204,20 @@ class Function:
 
     def _allow(self, memory: int) -> None:
         if memory > self._memory:
-            check_error(_driver().cuFuncSetAttribute(self._function, _MEMORY, memory))
-            self._memory = memory
+            with self._changes:  # of the driver's value and ours together
+                if memory > self._memory:
+                    check_error(_driver().cuFuncSetAttribute(self._function, _MEMORY, memory))
+                    self._memory = memory
 
     def clusters(self, memory: int) -> int:
-        """How many clusters of blocks with so many bytes of shared memory the device runs at a time."""
+        """How many clusters of blocks with so many bytes of shared memory the device runs at a time; 0 if none."""
         config, count = self._make()[0], ctypes.c_int()
         self._allow(memory)
         config.memory, config.x, config.y = memory, 1, 1
-        check_error(_driver().cuOccupancyMaxActiveClusters(ctypes.byref(count), self._function, ctypes.byref(config)))
+        of_driver = _driver().cuOccupancyMaxActiveClusters
+        result = of_driver(ctypes.byref(count), self._function, ctypes.byref(config))
+        if result and result != _NO_SUCH_CLUSTER:
+            check_error(result)
         return count.value
 
     def __call__(self, x: int, y: int, memory: int, arguments: Sequence[int | float]) -> None:

@@ -41,7 +41,7 @@ def _refuses(spec: Spec, a: Factor, b: Factor, args: GemmArgs) -> str | None:
     library = nvrtc.library()
     if isinstance(library, str):
         return library
-    reason = exported(spec)
+    reason = nvrtc.unknown(spec.capability) or exported(spec)
     if reason is not None:
         return reason
     if not isinstance(b, Operand):

@@ -77,5 +77,7 @@ def room_of(format: Format, plan: Plan, x_rows: int, n: int, k: int, gpu: Gpu) -
         return None
     if plan.resident:
         return resident_room(format, plan, x_rows, n, k, gpu)
+    if not plan.apart and gpu.clusters.get(plan.split) == 0:
+        return None
     bytes = shared_memory(format, plan, x_rows, k)
     return Room(bytes) if bytes <= gpu.memory else None
