@@ -311,13 +311,16 @@ DEVICE void arrived(u64* barrier, int arrivals, int bytes) {
     b.missing -= arrivals, b.bytes += bytes;
     if (b.missing == 0 && b.bytes == 0) b.phases++, b.missing = b.count;
 }
-DEVICE void arrive_at(u64* barrier) {
-    if (thread() % 32 == 0) arrived(barrier, 1, 0);
+using Kept = u64*;
+DEVICE Kept kept(u64* barriers) { return barriers; }
+template <int WHICH> DEVICE void arrive_at(Kept barriers) {
+    if (thread() % 32 == 0) arrived(barriers + WHICH, 1, 0);
 }
 DEVICE void wait_at(u64* barrier, u32 phase) {
     if (counted(barrier).phases > phase + 1) fprintf(stderr, "a barrier is two phases ahead\n"), abort();
     while (counted(barrier).phases <= phase) swapcontext(&fiber->context, &scheduler);
 }
+template <int WHICH> DEVICE void wait_at(Kept barriers, u32 phase) { wait_at(barriers + WHICH, phase); }
 DEVICE void expect_bytes(u64* barrier, u32 bytes) { arrived(barrier, 1, bytes); }
 DEVICE void copy_whole(void* to, const void* from, u32 bytes, u64* barrier) {
     if ((reinterpret_cast<u64>(to) | reinterpret_cast<u64>(from) | bytes) % 16)

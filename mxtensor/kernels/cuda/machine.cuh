@@ -244,15 +244,23 @@ DEVICE void begin_barrier(u64* barrier, u32 count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count) : "memory");
 }
 DEVICE void show_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-DEVICE void arrive_at(u64* barrier) {  // a warp
+// The WHICH-th barrier of some, whose address a register keeps: the compiler would make each anew, each time.
+using Kept = u32;
+DEVICE Kept kept(u64* barriers) {
+    Kept at;
+    asm volatile("mov.u32 %0, %1;" : "=r"(at) : "r"(shared_address(barriers)));
+    return at;
+}
+template <int WHICH> DEVICE void arrive_at(Kept barriers) {  // a warp
     if (thread() % 32 == 0)
-        asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+        asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0 + %1];" ::"r"(barriers), "n"(8 * WHICH) : "memory");
 }
-DEVICE void wait_at(u64* barrier, u32 phase) {
+template <int WHICH> DEVICE void wait_at(Kept barriers, u32 phase) {
     asm volatile(
-        "{ .reg .pred p;\nAGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra DONE;\nbra AGAIN;\n"
-        "DONE: }" ::"r"(shared_address(barrier)), "r"(phase & 1) : "memory");
+        "{ .reg .pred p;\nAGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [%0 + %2], %1;\n@p bra DONE;\nbra AGAIN;\n"
+        "DONE: }" ::"r"(barriers), "r"(phase & 1), "n"(8 * WHICH) : "memory");
 }
+DEVICE void wait_at(u64* barrier, u32 phase) { wait_at<0>(shared_address(barrier), phase); }
 // A copy by the copy engine, which ``barrier`` waits for; one thread.
 DEVICE void expect_bytes(u64* barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)

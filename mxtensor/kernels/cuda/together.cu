@@ -26,7 +26,7 @@ struct Tiles {  // of x, and the part of them that this block multiplies
     const u8* x;
     u32 count;  // of chunks; there are two tiles for each
     u8* ring;
-    u64 *full, *empty;
+    u64 *full, *empty;  // barriers, STAGES each, one after the other
 };
 
 // From chunk ``first`` on. Of rows after the last one nobody writes the results.
@@ -90,6 +90,7 @@ struct Work {  // of a warp that multiplies
     Chunk ring[AHEAD];
     u32 a[2][16], windows[2], seen, round;
     u64 place;
+    Kept barriers;
 };
 
 DEVICE void clear(Total& sums) {
@@ -101,14 +102,14 @@ DEVICE void clear(Total& sums) {
 
 // Four fragments times tile SLOT of a round; then the tile before, whose fragments are free as well, makes room.
 template <int SLOT> DEVICE void multiply_tile(Total& sums, Work& work, const Tiles& tiles) {
-    wait_at(tiles.full + SLOT, work.round);
+    wait_at<SLOT>(work.barriers, work.round);
     begin_products(work.a[SLOT % 2]);
 #pragma unroll
     for (int j = 0; j < 4; j++)
         multiply_group(sums, work.a[SLOT % 2] + 4 * j, work.place + step_of(SLOT * TILE + 32 * j));
     end_products();
     wait_for_products<1>();
-    if (SLOT > 0 || work.round > 0) arrive_at(tiles.empty + (SLOT + STAGES - 1) % STAGES);
+    if (SLOT > 0 || work.round > 0) arrive_at<STAGES + (SLOT + STAGES - 1) % STAGES>(work.barriers);
 }
 
 // Chunk INDEX of a round and those after it.
@@ -142,7 +143,7 @@ template <int INDEX> DEVICE void load_first(Work& work, const Mine& mine, const 
 
 // The sums of this block's chunks, of which the first are under way; whether they are right.
 DEVICE bool multiply_all(Total& sums, Work& work, Mine mine, const Tiles& tiles) {
-    work.seen = 0, work.place = place_of(tiles.ring);
+    work.seen = 0, work.place = place_of(tiles.ring), work.barriers = kept(tiles.full);
     clear(sums);
 #pragma unroll
     for (int r = 0; r < 2; r++)
