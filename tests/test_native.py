@@ -227,6 +227,44 @@ def test_without_a_compiler_the_other_casts_do_the_work(monkeypatch):
     assert native.library.__wrapped__().startswith("native.cpp did not build: ")
 
 
+DEFAULTS = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64, "meta": torch.device("meta")}
+
+
+@pytest.mark.parametrize("without", [None, "a compiler"])
+@pytest.mark.parametrize("default", DEFAULTS)
+def test_what_torch_makes_tensors_of_by_default_changes_nothing(default, without, monkeypatch):
+    if without:
+        monkeypatch.setattr(native, "library", lambda: "there is no C++ compiler")
+    monkeypatch.setattr(native, "_ROWS", {})
+    x, w = (torch.randn(rows, 320, dtype=torch.float16) for rows in (5, 288))
+
+    def made():
+        parts = []
+        for name in ("mxfp8", "mxfp4", "nvfp4", "float8_tensor", "float8_128x128"):
+            operand = quantize_operand(w, mx.Cast.of(name))
+            parts += [*operand.tensors, dequantize_operand(operand, torch.float16)]
+            parts.append(torch.nn.functional.linear(x, mx.quantize(w, name)))
+        return parts
+
+    expected = made()
+    native._ROWS.clear()
+    if default == "meta":
+        with DEFAULTS[default]:
+            found = made()
+    else:
+        torch.set_default_dtype(DEFAULTS[default])
+        try:
+            found = made()
+        finally:
+            torch.set_default_dtype(torch.float32)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.dtype is theirs.dtype and torch.equal(codec_bytes(ours), codec_bytes(theirs))
+
+
+def codec_bytes(t):
+    return t.contiguous().reshape(-1).view(torch.uint8)
+
+
 def test_a_forked_child_casts_on():
     """A child has none of its parent's threads."""
     code = (

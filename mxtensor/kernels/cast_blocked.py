@@ -66,8 +66,8 @@ def _quantize(x: Tensor, cast: Cast) -> Operand:
     x = x.detach().reshape(-1, shape[-1])
     whole = _slice_amax(x) if format.global_scale or format.block[0] == FULL else None
     block_rows = 1 if format.block[0] == FULL else format.block[0]
-    data = torch.empty(format.data_shape(tuple(x.shape)), dtype=format.element.dtype)
-    scale = torch.empty(format.scale_shape(tuple(x.shape)), dtype=format.scale.dtype)
+    data = torch.empty(format.data_shape(tuple(x.shape)), dtype=format.element.dtype, device=x.device)
+    scale = torch.empty(format.scale_shape(tuple(x.shape)), dtype=format.scale.dtype, device=x.device)
     global_scale = None
     for start, length in _slices(x.shape[0], x.shape[1], ENCODE_SLICE, block_rows):
         part = encode(x.narrow(0, start, length), cast, whole)
@@ -132,7 +132,7 @@ def decode_rows(operand: Operand, start: int, length: int, out: Tensor) -> Tenso
     if _has_nan_code(data, element):
         part = Operand(data, scale, operand.global_scale, format, (length, cols))
         return out.copy_(decode(part, out.dtype))
-    value = out if out.dtype is torch.float32 else torch.empty(length, cols)
+    value = out if out.dtype is torch.float32 else out.new_empty(length, cols, dtype=torch.float32)
     exponent = -element.mantissa_bits if element.is_integer else 15 - element.bias
     value.copy_(data if element.is_integer else half_from_codes(data, element))
     multiplier = scale_to_float(scale, format.scale)
@@ -155,7 +155,7 @@ def _dequantize(operand: Operand, dtype: torch.dtype) -> Tensor:
     format = operand.format
     data, scale = operand.data.view(format.data_shape(rows)), operand.scale.view(format.scale_shape(rows))
     flat = Operand(data, scale, operand.global_scale, format, rows)
-    out = torch.empty(rows, dtype=dtype)
+    out = torch.empty(rows, dtype=dtype, device=operand.data.device)
     step = row_step(flat, DECODE_SLICE)
     for start in range(0, rows[0], step):
         length = min(step, rows[0] - start)

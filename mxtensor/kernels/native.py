@@ -105,7 +105,7 @@ def _row(format: Format) -> Any:
     e, kind, block = format.element, format.scale, format.block
     row = _ROWS.get((id(e), id(kind), block))  # by identity: hashing an element costs as much as the call into C
     if row is None:
-        codes = torch.arange(256, dtype=torch.uint8)
+        codes = torch.arange(256, dtype=torch.uint8, device="cpu")  # whatever torch takes where nothing is said
         magnitudes = codes[: 1 << (e.bits - 1)]
         finite = decode_elements(magnitudes if e.packed else magnitudes.view(e.dtype), e).isfinite()
         fields = (e.exponent_bits, e.mantissa_bits, e.bias, e.emax, e.bits, e.nan_code, int(finite.sum()))
@@ -162,9 +162,9 @@ def _refuses_quantize(spec: Spec, x: Tensor, cast: Cast) -> str | None:
 def _quantize(x: Tensor, cast: Cast) -> Operand:
     lib, format, shape = library(), cast.format, tuple(x.shape)
     assert isinstance(lib, ctypes.CDLL)
-    data = torch.empty(format.data_shape(shape), dtype=format.element.dtype)
-    scale = torch.empty(format.scale_shape(shape), dtype=format.scale.dtype)
-    last = torch.ones(()) if format.global_scale else None
+    data = torch.empty(format.data_shape(shape), dtype=format.element.dtype, device="cpu")
+    scale = torch.empty(format.scale_shape(shape), dtype=format.scale.dtype, device="cpu")
+    last = torch.ones((), dtype=torch.float32, device="cpu") if format.global_scale else None
     values, cols, tile = x.numel(), shape[-1], format.block[0]
     if not values:
         return Operand(data, scale, last, format, shape)
@@ -220,7 +220,7 @@ def decode_rows(operand: Operand, start: int, length: int, out: Tensor) -> Tenso
 
 
 def _dequantize(operand: Operand, dtype: torch.dtype) -> Tensor:
-    out = torch.empty(operand.shape, dtype=dtype)
+    out = torch.empty(operand.shape, dtype=dtype, device="cpu")
     return decode_rows(operand, 0, out.numel() // max(operand.shape[-1], 1), out)
 
 
