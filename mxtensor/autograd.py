@@ -1,7 +1,10 @@
-"""The one derivative torch lacks: that of a change of representation."""
+"""What torch's autograd lacks: the derivative of a change of representation, and the mode in which a wrapper's views
+are made."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,3 +26,17 @@ def dequantize_with_gradient(w: Tensor) -> Tensor:
     if w.requires_grad and torch.is_grad_enabled():
         return _Dequantize.apply(w)  # type: ignore[no-any-return]
     return torch.ops.aten.dequantize.self(w)  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _outside_inference() -> Iterator[None]:
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def mode_of_views(func: Any, base: Any) -> AbstractContextManager[None]:
+    """In which ``func`` of ``base`` is to run: torch takes a view for its base's only if both are inference tensors or
+    neither is, and a wrapper that is made in inference mode is one."""
+    if not torch.is_inference_mode_enabled() or not getattr(func, "is_view", False) or base.is_inference():
+        return nullcontext()
+    return _outside_inference()

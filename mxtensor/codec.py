@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .dispatch import is_traced
 from .elements import decode_elements, decode_packed, encode_elements, pack, round_stochastically, uniform, unpack
 from .formats import (
     E8M0,
@@ -31,6 +30,7 @@ from .formats import (
     ScaleFormat,
 )
 from .roles import Cast
+from .tracing import is_traced
 
 FLT_MAX = torch.finfo(torch.float32).max
 FLT_MIN_NORMAL = torch.finfo(torch.float32).tiny

@@ -139,12 +139,18 @@ EXPERTS = ("gate_up_proj", "down_proj")
 
 
 def _are_experts(transposed: bool) -> Callable[[nn.Module], bool]:
-    """transformers' mixture of experts, by its parameters: (experts, out, in), or transposed (experts, in, out)."""
+    """transformers' mixture of experts, by its parameters: (experts, out, in), or transposed (experts, in, out).
+
+    Llama 4's does not say which: ``down`` takes half of what ``gate_up`` gives, and gives what that takes.
+    """
 
     def matches(module: nn.Module) -> bool:
-        weights = [module._parameters.get(name) for name in EXPERTS]
-        stacked = all(weight is not None and weight.dim() == 3 for weight in weights)
-        return stacked and getattr(module, "is_transposed", False) == transposed
+        first, second = (module._parameters.get(name) for name in EXPERTS)
+        if first is None or second is None or first.dim() != 3 or second.dim() != 3:
+            return False
+        gate_up, (low, high) = tuple(first.shape[1:]), second.shape[1:]
+        by_shape = gate_up == (high, 2 * low) and gate_up != (2 * high, low)
+        return getattr(module, "is_transposed", by_shape) == transposed
 
     return matches
 

@@ -12,6 +12,7 @@ from .formats import FORMATS, ScaleCalculationMode, get_mx_format
 from .interception import delayed_state
 from .recipe_base import one_weight_copy
 from .roles import Cast, KernelPreference, Role, Roles
+from .tensor import MXTensor
 from .training_weight import STATE, TrainingWeight, local_of, sharded_like, values_of
 
 RECIPE_KERNELS = {
@@ -113,7 +114,10 @@ def keep_roles(
             new = TrainingWeight(values.detach(), weight.roles, weight.shard)
             state_dict[prefix + name] = nn.Parameter(sharded_like(value, new), parameter.requires_grad)
             continue
+        if isinstance(value, MXTensor):  # of a model for inference
+            value = value.dequantize()
         value = nn.Parameter(value, requires_grad=weight.requires_grad)
         state_dict[prefix + name] = made = training_parameter(value, weight.roles)
-        if hasattr(weight, STATE):
-            setattr(made, STATE, getattr(weight, STATE))
+        state = getattr(weight, STATE, None)
+        if state is not None and state.history.device == value.device:  # not of a model that was made on meta
+            setattr(made, STATE, state)

@@ -13,8 +13,6 @@ from functools import cache, wraps
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch._C._functorch import is_functorch_wrapped_tensor
-from torch.utils._python_dispatch import _len_torch_dispatch_stack  # type: ignore[attr-defined]
 
 Rule = Callable[..., Any]
 Result = TypeVar("Result")
@@ -110,25 +108,6 @@ def elsewhere(wanted: str, device: str) -> str:
     if sentence is None:
         sentence = _ELSEWHERE[wanted, device] = f"runs on {wanted}, this tensor is on {device}"
     return sentence
-
-
-def is_traced(*tensors: torch.Tensor | None) -> bool:
-    """Whether these tensors are being traced (or have no values at all) rather than computed."""
-    if torch.compiler.is_compiling() or _len_torch_dispatch_stack() > 0:
-        return True
-    for t in tensors:
-        if t is not None and (type(t) not in _PLAIN or t.is_meta or is_functorch_wrapped_tensor(t)):
-            return True
-    return False
-
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-
-
-def is_exporting() -> bool:
-    """``torch.compiler.is_exporting``, which Dynamo of torch 2.11 takes to be true of all that it traces."""
-    flag = getattr(torch.compiler, "_is_exporting_flag", None)
-    return torch.compiler.is_exporting() if flag is None else bool(flag)
 
 
 _forced: ContextVar[str | None] = ContextVar("mxtensor_kernels", default=None)

@@ -23,11 +23,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .codec import Operand
-from .dispatch import Spec, is_traced, record
+from .dispatch import Spec, record
 from .formats import FULL, Rounding
 from .kernels.cast import quantize_operand
 from .roles import Cast, LinearRecipe, Roles
 from .tensor import MXTensor
+from .tracing import is_traced
 
 AGREED = "_mxtensor_agreed"
 """The attribute of a shard's values that holds what all ranks have said they gather."""

@@ -13,6 +13,7 @@ about half the bytes of the bfloat16 input that torch would keep.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .codec import Operand
-from .dispatch import Spec, forced_kernel, is_traced, record, resumed, surroundings
+from .dispatch import Spec, forced_kernel, record, resumed, surroundings
 from .factors import (
     GRAD,
     INPUT,
@@ -44,6 +45,7 @@ from .kernels.gemm import gemm, kernel_for, values_dtype
 from .kernels.gemm_spec import Factor, Form, GemmArgs, data_of, format_of
 from .roles import KernelPreference, Roles, roles_by_key
 from .torch_autocast import without_autocast
+from .tracing import is_recorded, is_traced
 from .training_weight import values_of
 
 WgradHook = Callable[[Callable[[torch.dtype], Tensor]], Tensor | None]
@@ -106,7 +108,17 @@ def _traced(key: str, dtype: str, save_input: bool, has_bias: bool, x: Tensor, w
     return _linear(x, weight, bias, options, Scales(*scales) if scales else None, None)
 
 
+def _rows(t: Tensor) -> Tensor:
+    """As a matrix, of no columns, too."""
+    return t.reshape(math.prod(t.shape[:-1]), t.shape[-1])
+
+
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    if is_recorded():
+        raise NotImplementedError(
+            "linear: torch.jit.trace cannot record a layer that trains quantized; use torch.export or torch.compile, "
+            "or trace a model that was quantized for inference"
+        )
     for name, t in (("input", x), ("weight", weight), ("bias", bias)):
         if t is not None and not t.dtype.is_floating_point:
             raise TypeError(f"linear: the {name} is {str(t.dtype).removeprefix('torch.')}; convert it to a float dtype")
@@ -176,7 +188,7 @@ class _Linear(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, options: Options, scales: Scales | None,
         held: tuple[Operand | None, Operand | None] | None,
     ) -> Tensor:  # fmt: skip
-        roles, prefer, rows = options.roles, options.prefer, x.reshape(-1, x.shape[-1])
+        roles, prefer, rows = options.roles, options.prefer, _rows(x)
         dtype = options.dtype or x.dtype
         need_dx, need_dw, _ = ctx.needs_input_grad[:3]
         w = values_of(weight)  # of a quantized weight ``held`` is used
@@ -222,11 +234,11 @@ class _Linear(torch.autograd.Function):
         dx = dw = db = None
         with torch._C.DisableTorchFunction(), without_autocast(grad.device), resumed(*ctx.surroundings):
             x_col, weight = x_kept.factor(tensors), w_kept.factor(tensors)
-            g = grad.reshape(-1, grad.shape[-1])
+            g = _rows(grad)
             wgrad_want: Want = None
             if need_dw:
                 if x_kept.format is None:
-                    rows = x_col.reshape(-1, x_col.shape[-1])
+                    rows = _rows(x_col)
                     x_col = standing_for(rows.t(), roles.input.columnwise)
                 wgrad_want = _want("wgrad", standing_for(g.t(), roles.grad.columnwise), x_col, dtype, prefer)
             g_row, g_col = copies(g, roles.grad, (ctx.dgrad_want, wgrad_want), scales_of(ctx.scales, GRAD))

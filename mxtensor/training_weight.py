@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map_only
 
+from .autograd import mode_of_views
 from .dispatch import forced_kernel
 from .fingerprint import fingerprint
 from .gather import Gathered, Shard, gathered_values, hook, in_codes, in_high_precision, place_of, refusal
@@ -130,13 +131,14 @@ class TrainingWeight(Tensor):
                 "torch's style of tensor parallelism would multiply this layer in high precision, for it takes the "
                 "product apart above the recipe; use mx.parallel.ColwiseParallel and RowwiseParallel in its place"
             )
-        out = func(*plain_args, **plain_kwargs)
-        if func.namespace == "c10d" and func._schema.name == "c10d::scatter_":
-            for weight in args[0]:
-                weight.scattered = True
-        if keeps:
-            out = tree_map_only(Tensor, outside, out)
-        return return_and_correct_aliasing(func, args, kwargs or {}, out)
+        with mode_of_views(func, weights[0]):
+            out = func(*plain_args, **plain_kwargs)
+            if func.namespace == "c10d" and func._schema.name == "c10d::scatter_":
+                for weight in args[0]:
+                    weight.scattered = True
+            if keeps:
+                out = tree_map_only(Tensor, outside, out)
+            return return_and_correct_aliasing(func, args, kwargs or {}, out)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TrainingWeight:
         if id(self) not in memo:

@@ -112,6 +112,29 @@ def test_a_shared_weight_stays_shared():
     assert twins[0].weight is twins[1].weight
 
 
+class Experts(nn.Module):
+    def __init__(self, gate_up, down, **told):
+        super().__init__()
+        self.gate_up_proj, self.down_proj = (nn.Parameter(torch.randn(2, *shape)) for shape in (gate_up, down))
+        self.__dict__.update(told)
+
+
+@pytest.mark.parametrize(
+    ("experts", "orientation"),
+    [
+        (Experts((192, 64), (64, 96)), "ROWWISE"),
+        (Experts((64, 192), (96, 64)), "COLUMNWISE"),  # as Llama 4 has them
+        (Experts((64, 64), (64, 32)), "ROWWISE"),
+        (Experts((64, 64), (32, 64)), "COLUMNWISE"),
+        (Experts((64, 192), (96, 64), is_transposed=False), "ROWWISE"),
+        (Experts((192, 64), (64, 96), is_transposed=True), "COLUMNWISE"),
+    ],
+)
+def test_experts_are_blocked_along_what_their_products_contract(experts, orientation):
+    mx.quantize_(experts, "mxfp8")
+    assert {w.orientation.name for w in experts.parameters()} == {orientation}
+
+
 def test_a_quantized_model_keeps_its_weights_when_more_of_it_is_quantized():
     model = Block()
     mx.quantize_(model, "mxfp4", lambda module, fqn: fqn == "down")

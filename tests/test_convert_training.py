@@ -22,7 +22,7 @@ from mxtensor.recipe import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
 )
-from mxtensor.training_weight import TrainingWeight
+from mxtensor.training_weight import TrainingWeight, values_of
 
 MXFP8, MXFP6 = MXFP8BlockScaling(), MXFP6BlockScaling()
 LINEAR = lambda module, fqn: isinstance(module, nn.Linear)  # noqa: E731
@@ -438,3 +438,22 @@ def test_a_model_trains():
         losses[name].append(loss.item())
     assert losses["mxfp8"][1] < 1.2 * losses["plain"][1] < 0.1 * losses["plain"][0]
     assert losses["mxfp4"][1] < 0.2 * losses["mxfp4"][0]
+
+
+def test_weights_of_a_model_for_inference_are_values_to_one_that_trains():
+    source, target = (mx.quantize_(nn.Linear(64, 32), c) for c in ("mxfp8", mx.recipe.MXFP8BlockScaling()))
+    target.load_state_dict(source.state_dict(), assign=True)
+    assert torch.equal(values_of(target.weight), source.weight.dequantize())
+    target(torch.randn(4, 64)).square().sum().backward()
+    torch.optim.SGD(target.parameters(), 0.1).step()
+    assert not torch.equal(values_of(target.weight), source.weight.dequantize())
+
+
+def test_a_model_made_on_meta_has_histories_where_its_values_come_to():
+    with torch.device("meta"):
+        layer = mx.quantize_(nn.Linear(64, 32), mx.recipe.DelayedScaling())
+    source = nn.Linear(64, 32)
+    layer.load_state_dict(source.state_dict(), assign=True)
+    twin, x = mx.quantize_(nn.Linear(64, 32), mx.recipe.DelayedScaling()), torch.randn(4, 64)
+    twin.load_state_dict(source.state_dict())
+    assert torch.equal(layer(x), twin(x))

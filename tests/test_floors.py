@@ -18,6 +18,7 @@ FLOORS = {
     "formats": 0,
     "fingerprint": 0,
     "torch_autocast": 0,
+    "tracing": 0,
     # what is made of them
     "roles": 0.5,
     "elements": 0.5,

@@ -311,3 +311,40 @@ def test_an_ahead_of_time_package_runs(tmp_path, fresh_dynamo):
         path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
         loaded = torch._inductor.aoti_load_package(path)
         assert relative_error(loaded(x), module(x)) < 1e-6
+
+
+# ---------------------------------------------------------------------------------------------- jit, Python, numpy
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("config", ["mxfp8", "mxfp4-weight-only", "nvfp4"])
+def test_what_torch_jit_traces_computes_the_same(config):
+    quantized, x = model(config).eval(), torch.randn(5, 64)
+    with torch.no_grad():
+        traced = torch.jit.trace(quantized, x)
+        for rows in (5, 7):
+            x = torch.randn(rows, 64)
+            assert torch.equal(traced(x), quantized(x))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_torch_jit_does_not_trace_what_trains():
+    with pytest.raises(NotImplementedError, match="cannot record a layer that trains quantized"):
+        torch.jit.trace(model(mx.recipe.MXFP8BlockScaling()), torch.randn(5, 64))
+
+
+def test_values_for_python_and_numpy():
+    weight = model("nvfp4")[0].weight
+    values = weight.dequantize()
+    assert torch.equal(torch.from_numpy(weight.numpy()), values) and weight.tolist() == values.tolist()
+    assert (weight.numpy() == weight.__array__()).all()
+    with mx.strict(), pytest.raises(NotImplementedError, match="values for Python or numpy"):
+        weight.numpy()
+
+
+@pytest.mark.parametrize("config", ["mxfp8", mx.recipe.MXFP8BlockScaling()], ids=["inference", "training"])
+def test_a_layer_of_no_columns_takes_inputs_of_any_shape(config):
+    with pytest.warns(UserWarning, match="zero-element"):
+        layer = mx.quantize_(nn.Linear(0, 4), config)
+    for shape in ((0,), (3, 0), (2, 3, 0)):
+        assert torch.equal(layer(torch.randn(shape)), layer.bias.expand(*shape[:-1], 4))

@@ -232,3 +232,14 @@ def test_mistakes():
     with pytest.raises(ValueError, match="one MXTensor holds one format"), quantized_model_init(recipe=two):
         pass
     assert not quantized()
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_a_state_dict_of_high_precision_that_is_assigned_is_quantized(device):
+    with torch.device(device), quantized_model_init():
+        layer = Linear(64, 32)
+    source = nn.Linear(64, 32)
+    layer.load_state_dict(source.state_dict(), assign=True)
+    expected = mx.quantize(source.weight.detach(), layer.weight.format, orientation="both")
+    assert isinstance(layer.weight, mx.MXTensor) and same_bytes(layer.weight, expected)
+    assert torch.equal(layer.bias, source.bias)

@@ -227,7 +227,12 @@ def test_without_a_compiler_the_other_casts_do_the_work(monkeypatch):
     assert native.library.__wrapped__().startswith("native.cpp did not build: ")
 
 
-DEFAULTS = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64, "meta": torch.device("meta")}
+DEFAULTS = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+    "meta": torch.device("meta"),
+}
 
 
 @pytest.mark.parametrize("without", [None, "a compiler"])
@@ -249,7 +254,7 @@ def test_what_torch_makes_tensors_of_by_default_changes_nothing(default, without
     expected = made()
     native._ROWS.clear()
     if default == "meta":
-        with DEFAULTS[default]:
+        with torch.device(default):
             found = made()
     else:
         torch.set_default_dtype(DEFAULTS[default])

@@ -12,8 +12,10 @@ import torch
 from conftest import parts_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 import mxtensor as mx
+from mxtensor.training_weight import values_of
 
 aten = torch.ops.aten
 FORMATS = [*mx.FORMATS, "mxfp4[32x32]", "mxfp6[16x16]"]
@@ -233,6 +235,27 @@ def test_views_work_alike_in_inference_mode_and_outside():
             assert_same_op(lambda w, op=op: op(w, 32), made_inside)
     assert made_outside[0].is_inference() is False and made_inside[0].is_inference() is True
     assert made_inside.clone().is_inference() is False  # torch's way out of inference mode
+
+
+def test_what_cuts_a_block_or_trains_works_in_inference_mode_as_outside():
+    w, layer = (
+        mx.quantize(torch.randn(64, 96), "mxfp8"),
+        mx.quantize_(nn.MultiheadAttention(64, 4), mx.recipe.MXFP8BlockScaling()),
+    )
+    weight, x = layer.in_proj_weight, torch.randn(5, 2, 64)
+    cuts = (lambda t: t[:, :20], lambda t: t[:, ::2], lambda t: t[:64].diagonal(), lambda t: t.reshape(-1))
+    of_weight = (*cuts, torch.t, torch.detach, lambda t: t.split(64)[1], lambda t: t.chunk(3)[2], lambda t: t[:32])
+    outside = [op(w) for op in cuts] + [values_of(op(weight)) for op in of_weight]
+    with torch.no_grad():
+        y = layer(x, x + 1, x + 2)[0]
+    with torch.inference_mode():
+        inside = [op(w) for op in cuts] + [values_of(op(weight)) for op in of_weight]
+        assert torch.equal(layer(x, x + 1, x + 2)[0], y)
+        layer.load_state_dict(layer.state_dict())
+    for ours, theirs in zip(inside, outside, strict=True):
+        assert torch.equal(ours, theirs) and not ours.is_inference()
+    layer(x, x, x)[0].square().mean().backward()
+    assert layer.in_proj_weight.grad.norm() > 0
 
 
 # ---------------------------------------------------------------------------------------------- what cuts a block

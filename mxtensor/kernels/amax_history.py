@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..dispatch import Spec, is_traced
+from ..dispatch import Spec
+from ..tracing import is_traced
 from . import triton_host
 from .triton_host import device_code, launch, on
 

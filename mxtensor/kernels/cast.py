@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from ..codec import Operand, check_source, tensor_amax, transposed
-from ..dispatch import Kernel, Spec, is_traced, perform
+from ..dispatch import Kernel, Spec, perform
 from ..formats import FULL, Orientation
 from ..roles import Cast
+from ..tracing import is_traced
 from . import cast_blocked, cast_codec, cast_op, native
 from .gemm_spec import Factor, Rounded, Uncast
 from .gemm_spec import Form as Form

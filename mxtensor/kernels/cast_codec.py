@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from ..codec import Operand, decode, encode
-from ..dispatch import Kernel, Spec, is_exporting, is_traced
+from ..dispatch import Kernel, Spec
 from ..formats import Rounding, get_format
 from ..roles import Cast
+from ..tracing import is_exporting, is_traced
 from . import native
 
 

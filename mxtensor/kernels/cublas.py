@@ -12,7 +12,8 @@ import ctypes
 import torch
 from torch import Tensor
 
-from ..dispatch import Spec, cached, is_traced
+from ..dispatch import Spec, cached
+from ..tracing import is_traced
 from .gemm_spec import GemmArgs
 
 _TRANSPOSE, _PLAIN = 1, 0

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from ..codec import Operand
-from ..dispatch import Kernel, Spec, is_traced
+from ..dispatch import Kernel, Spec
 from ..formats import Format, get_format
+from ..tracing import is_traced
 from . import cast_blocked, cublas
 from .cast import dequantize_operand, round_trip, rows_decoder
 from .emulated import values

@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..codec import Operand
-from ..dispatch import Kernel, Spec, cached, device_capability, is_traced
+from ..dispatch import Kernel, Spec, cached, device_capability
 from ..formats import E2M1, E4M3, E5M2, E8M0, UE4M3, ElementFormat, Format, get_format
+from ..tracing import is_traced
 from . import triton_host
 from .cast import operand_of
 from .gemm_spec import Factor, GemmArgs, Rounded, flat_bias, needs_codes, not_a_bias_of_groups, not_rows_by_matrix

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..dispatch import KERNEL_NAMES, Kernel, Spec, accepting, is_traced, perform
+from ..dispatch import KERNEL_NAMES, Kernel, Spec, accepting, perform
+from ..tracing import is_traced
 from . import dequant, dot_scaled, emulated, scaled_grouped, scaled_mm, small_batch
 from .gemm_spec import Factor, GemmArgs, data_of, facts_of, format_of
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ..dispatch import Spec, is_exporting
+from ..dispatch import Spec
+from ..tracing import is_exporting
 
 
 def other_build() -> str | None:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..dispatch import is_traced
+from ..tracing import is_traced
 
 GROUP = 16
 

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..dispatch import is_traced
 from ..formats import FULL
+from ..tracing import is_traced
 from .scaled_contract import GROUPED_SCALINGS, ROW_BLOCK, SCALINGS, SQUARE_BLOCK, Product, Scaling, check
 
 USE_FAST_ACCUM = False

@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..codec import Operand
-from ..dispatch import Kernel, Spec, elsewhere, is_traced
+from ..dispatch import Kernel, Spec, elsewhere
 from ..formats import FP32, FULL, Format
 from ..roles import Cast
+from ..tracing import is_traced
 from . import cast_triton
 from .cast import quantize_operand
 from .gemm_spec import Factor, GemmArgs, Rounded, Uncast, data_of, finish, format_of, needs_codes

@@ -164,7 +164,7 @@ def cast_constants(cast: Cast | None) -> Constants:
         ("CAST", 1 if cast.format.scale is E8M0 else 2),
         ("CAST_GLOBAL", int(cast.format.global_scale)),
         ("CAST_RULE", cast.scaling.name),
-        ("CAST_INVERSE_MAX", f"{inverse.item().hex()}f"),
+        ("CAST_INVERSE_MAX", f"{float(inverse).hex()}f"),
         ("CAST_MAX", f"{e.max.hex()}f"),
         ("CAST_EMAX", e.emax),
         ("CAST_MANTISSA", e.mantissa_bits),

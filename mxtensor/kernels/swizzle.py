@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..dispatch import is_traced
+from ..tracing import is_traced
 
 TILE_ROWS, TILE_COLS = 128, 4
 _ATOM = 32

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ambient import ambient
+from ..convert import keep_quantized
 from ..factors import Scales
 from ..interception import check_recipe
 from ..linear import Options, linear
@@ -98,6 +99,7 @@ class QuantizedModule(nn.Module):
         self._init_roles = init_roles()
         self._inits: dict[str, Init] = {}
         self._slots: list[Slot] = []
+        self.register_load_state_dict_pre_hook(keep_quantized)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, nn.Parameter):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from ..autograd import mode_of_views
 from ..dispatch import FALLBACK, Spec, implements_function, record, refuse_if_strict
 from ..tensor import MXTensor
 from .inplace import write_back
@@ -70,7 +71,8 @@ def read(func: Any, args: Any, kwargs: Any, reason: str = "no rule of its own") 
     """The op on the dequantized values."""
     tensors = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, MXTensor)]
     note(func, tensors, "dequantized", reason)
-    return run_plain(func, args, kwargs)
+    with mode_of_views(func, tensors[0]):
+        return run_plain(func, args, kwargs)
 
 
 def write(func: Any, args: Any, kwargs: Any) -> Any:
@@ -111,3 +113,14 @@ FALLBACK[:] = [fallback]
 def matrix_rank(*args: Any, **kwargs: Any) -> Any:
     """Seen whole, because torch leaves ``out`` unwritten where the input is a tensor subclass."""
     return read(torch.linalg.matrix_rank, args, kwargs)
+
+
+def _in_python(func: Any) -> Callable[..., Any]:
+    def values(*args: Any, **kwargs: Any) -> Any:
+        return read(func, args, kwargs, "values for Python or numpy")
+
+    return values
+
+
+for _function in (Tensor.numpy, Tensor.tolist, Tensor.__array__):  # which torch refuses to run on a wrapper
+    implements_function(_function)(_in_python(_function))

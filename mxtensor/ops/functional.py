@@ -6,9 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..dispatch import implements_function, is_traced
+from ..dispatch import implements_function
 from ..tensor import MXTensor
 from ..torch_autocast import torch_autocasts
+from ..tracing import is_traced
 from .matmul import linear as linear_rule
 
 aten = torch.ops.aten

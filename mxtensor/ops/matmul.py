@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..codec import Operand
-from ..dispatch import Spec, implements, is_traced, record, refuse_if_strict
+from ..dispatch import Spec, implements, record, refuse_if_strict
 from ..kernels.gemm import gemm, grouped_gemm
 from ..kernels.gemm_spec import Factor, GemmArgs, Uncast
 from ..roles import KernelPreference
 from ..tensor import MXTensor
+from ..tracing import is_traced
 from .fallback import read
 
 aten = torch.ops.aten
@@ -174,7 +176,7 @@ def addmv(func: Any, args: Any, kwargs: Any) -> Tensor:
 def linear(func: Any, args: Any, kwargs: Any) -> Tensor:
     """(..., K) @ (N, K)^T + bias, as inference mode hands it over whole."""
     x, weight, bias = (*args, None)[:3] if len(args) > 1 else (args[0], kwargs["weight"], kwargs.get("bias"))
-    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    rows = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     out = product("linear", Side(rows, False), Side(weight, False), bias)
     return out if x.dim() == 2 else out.view(*x.shape[:-1], weight.shape[0])
 

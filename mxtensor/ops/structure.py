@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..codec import Operand
-from ..dispatch import implements, is_traced
+from ..dispatch import implements
 from ..formats import FULL
 from ..tensor import MXTensor
+from ..tracing import is_traced
 from .fallback import read
 from .layout import assemble, both, facade, on_bytes, sides
 
