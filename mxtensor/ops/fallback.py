@@ -117,6 +117,7 @@ def matrix_rank(*args: Any, **kwargs: Any) -> Any:
 
 def _in_python(func: Any) -> Callable[..., Any]:
     def values(*args: Any, **kwargs: Any) -> Any:
+        """The dequantized values, which torch does not give Python of a wrapper."""
         return read(func, args, kwargs, "values for Python or numpy")
 
     return values
