@@ -11,6 +11,7 @@ the NVFP4 two-level scale of Blackwell.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -64,6 +65,13 @@ class Operand:
     @property
     def nbytes(self) -> int:
         return sum(t.numel() * t.dtype.itemsize for t in self.tensors)
+
+
+class Rotated(NamedTuple):
+    """A columnwise copy for wgrad alone: rotated along the contraction, it stands for other values than the tensor."""
+
+    operand: Operand
+    signs: int
 
 
 # ---------------------------------------------------------------------------------------------- blocks

@@ -9,13 +9,13 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from .codec import SOURCE_DTYPES, Operand, check_source
+from .codec import SOURCE_DTYPES, Operand, Rotated, check_source
 from .formats import Format, Orientation
 from .kernels.cast import quantize_operand, quantize_operands
 from .kernels.rotate import GROUP, rotated
 from .roles import Cast, LinearRecipe
 from .shapes import swapped
-from .tensor import MXTensor, Rotated
+from .tensor import MXTensor
 
 Q = TypeVar("Q", bound="Quantizer")
 

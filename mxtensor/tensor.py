@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .autograd import dequantize_with_gradient
-from .codec import Operand, transposed
+from .codec import Operand, Rotated, transposed
 from .dispatch import FALLBACK, FUNCTION_TABLE, OP_TABLE, cached, forced_kernel
 from .fingerprint import fingerprint
 from .formats import Format, Orientation, Rounding, ScaleCalculationMode, get_format, get_mx_format
@@ -23,14 +23,6 @@ from .kernels.cast import quantize_operands
 from .parts import check_parts
 from .roles import Cast, LinearRecipe, recipe_from_row, recipe_to_row
 from .shapes import contiguous_stride, readable_size, swapped
-
-
-class Rotated(NamedTuple):
-    """A columnwise copy for wgrad alone: rotated along the contraction, it stands for other values than the tensor."""
-
-    operand: Operand
-    signs: int
-
 
 _PARTS = tuple((side, part) for side in ("_rowwise", "_columnwise") for part in ("data", "scale", "global_scale"))
 
@@ -54,16 +46,23 @@ class MXTensor(Tensor):
     @staticmethod
     def __new__(
         cls,
-        rowwise: Operand | None,
-        columnwise: Operand | None,
-        recipe: LinearRecipe,
-        dtype: torch.dtype,
+        rowwise: Operand | Tensor | None,
+        columnwise: Operand | None = None,
+        recipe: LinearRecipe | None = None,
+        dtype: torch.dtype | None = None,
         size: tuple[int, ...] | None = None,
         stride: tuple[int, ...] | None = None,
         requires_grad: bool = False,
     ) -> MXTensor:
+        if isinstance(rowwise, MXTensor):  # accelerate makes a parameter that it has moved as torch's own are made
+            return torch.nn.Parameter(rowwise.detach(), requires_grad)  # type: ignore[return-value]
+        if isinstance(rowwise, Tensor):
+            raise TypeError(
+                "values alone say no format: mx.quantize(x, format) makes an MXTensor of them (of accelerate, offloads "
+                "to the CPU keep codes, those to disk values)"
+            )
         held = rowwise if rowwise is not None else columnwise
-        assert held is not None
+        assert held is not None and recipe is not None and dtype is not None
         if size is None:
             size = held.shape if rowwise is not None else swapped(held.shape)
         self: MXTensor = torch.Tensor._make_wrapper_subclass(

@@ -348,3 +348,13 @@ def test_a_layer_of_no_columns_takes_inputs_of_any_shape(config):
         layer = mx.quantize_(nn.Linear(0, 4), config)
     for shape in ((0,), (3, 0), (2, 3, 0)):
         assert torch.equal(layer(torch.randn(shape)), layer.bias.expand(*shape[:-1], 4))
+
+
+def test_accelerate_offloads_a_model_and_runs_it():
+    accelerate = pytest.importorskip("accelerate")
+    quantized, x = model("mxfp4"), torch.randn(5, 64)
+    y = quantized(x)
+    accelerate.cpu_offload(quantized, execution_device=torch.device("cpu"))
+    for _ in range(2):
+        assert {(type(p), p.device.type) for p in (quantized[0].weight, quantized[2].weight)} == {(mx.MXTensor, "meta")}
+        assert torch.equal(quantized(x), y)
