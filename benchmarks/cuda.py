@@ -173,6 +173,12 @@ VERDICT_HEADER = ["target", "limit", "worst", "where", "holds"]
 # ---------------------------------------------------------------------------------------------- the command
 
 
+def leave_without_cuda(options: argparse.ArgumentParser) -> None:
+    """With a sentence, where there is no CUDA device."""
+    if not torch.cuda.is_available():
+        options.exit(1, "This benchmark times CUDA kernels, and torch finds no CUDA device here; nothing was timed.\n")
+
+
 def gpu_arguments(description: str, seconds: int, **flags: str) -> argparse.Namespace:
     """The options of the GPU benchmarks, and ``flags`` of one: name and help. Leaves where there is no CUDA device."""
     options = parser(description)
@@ -181,8 +187,7 @@ def gpu_arguments(description: str, seconds: int, **flags: str) -> argparse.Name
     for name, text in flags.items():
         options.add_argument(f"--{name}", action="store_true", help=text)
     args = options.parse_args()
-    if not torch.cuda.is_available():
-        options.exit(1, "This benchmark times CUDA kernels, and torch finds no CUDA device here; nothing was timed.\n")
+    leave_without_cuda(options)
     args.device = "cuda"
     if args.quick:
         args.repeats = min(args.repeats, 7)

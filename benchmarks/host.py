@@ -1,4 +1,7 @@
-"""What an eager F.linear on a small MXTensor weight costs over plain torch: ``python -m benchmarks.host --json F``."""
+"""What an eager F.linear on a small MXTensor weight costs over plain torch: ``python -m benchmarks.host --json F``.
+
+With ``--cuda``, of a decoding layer on a GPU, whose kernel takes less time than the call that launches it.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,15 @@ import torch.nn.functional as F
 
 import mxtensor as mx
 
-from .harness import Row, Work, arguments, machine, print_table, side_by_side, write_json
+from .cuda import leave_without_cuda
+from .harness import Row, Work, machine, parser, print_table, side_by_side, write_json
 
 CALLS = 500
-SIZE = 64
+SIZE, DECODING = 64, 4096
+"""Rows and columns of the weight, on CPU and with ``--cuda``."""
 HEADER = ["work", "contender", "us a call", "over plain"]
 CONTENDERS = {"weight-only": "mxfp8-weight-only", "activations": "mxfp8"}
+FORMATS = {name: name for name in ("mxfp8", "mxfp8-weight-only", "mxfp4", "mxfp4-weight-only", "nvfp4", "mxfp6")}
 
 
 def _calls(weight: torch.Tensor, x: torch.Tensor) -> Work:
@@ -23,15 +29,16 @@ def _calls(weight: torch.Tensor, x: torch.Tensor) -> Work:
     return work
 
 
-def row(dtype: torch.dtype, repeats: int) -> Row:
-    """Milliseconds of CALLS calls at one row of activations and a 64x64 weight: nothing but host time."""
-    x, dense = torch.randn(1, SIZE, dtype=dtype), torch.randn(SIZE, SIZE, dtype=dtype)
+def row(dtype: torch.dtype, repeats: int, device: str = "cpu") -> Row:
+    """Milliseconds of CALLS calls at one row of activations: nothing but host time."""
+    size, configs = (SIZE, CONTENDERS) if device == "cpu" else (DECODING, FORMATS)
+    x, dense = (torch.randn(rows, size, dtype=dtype, device=device) for rows in (1, size))
     contenders = {"plain torch": lambda: _calls(dense, x), "plain torch again": lambda: _calls(dense.clone(), x)}
-    for name, config in CONTENDERS.items():
-        layer = torch.nn.Linear(SIZE, SIZE, bias=False, dtype=dtype)
+    for name, config in configs.items():
+        layer = torch.nn.Linear(size, size, bias=False, dtype=dtype, device=device)
         weight = mx.quantize_(layer, config).weight
         contenders[name] = lambda weight=weight: _calls(weight, x)  # type: ignore[misc]
-    return side_by_side(f"F.linear 1x{SIZE}x{SIZE} {str(dtype).removeprefix('torch.')}", contenders, repeats=repeats)
+    return side_by_side(f"F.linear 1x{size}x{size} {str(dtype).removeprefix('torch.')}", contenders, repeats=repeats)
 
 
 def cells(row: Row) -> list[list[str]]:
@@ -45,10 +52,16 @@ def cells(row: Row) -> list[list[str]]:
 
 def main() -> None:
     """Print microseconds a call, and those above plain torch."""
-    args = arguments(__doc__ or "")
+    options = parser(__doc__ or "")
+    options.add_argument("--cuda", action="store_true", help="a decoding layer on a GPU")
+    args = options.parse_args()
     torch.set_num_threads(1)
     with torch.no_grad():
-        rows = [row(dtype, args.repeats) for dtype in (torch.float32, torch.bfloat16)]
+        if args.cuda:
+            leave_without_cuda(options)
+            rows = [row(torch.bfloat16, args.repeats, "cuda")]
+        else:
+            rows = [row(dtype, args.repeats) for dtype in (torch.float32, torch.bfloat16)]
     here = machine()
     versions = ", ".join(f"{name} {number}" for name, number in here["versions"].items())
     print(f"{here['cpu']}, {here['threads']} thread, {versions}\n")
