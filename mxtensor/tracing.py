@@ -6,15 +6,17 @@ import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._python_dispatch import _len_torch_dispatch_stack  # type: ignore[attr-defined]
 
+_recorder = torch._C._get_tracing_state
+
 
 def is_recorded() -> bool:
     """Whether ``torch.jit.trace`` looks on: it sees ops, not what is written to memory."""
-    return torch._C._get_tracing_state() is not None
+    return _recorder() is not None
 
 
 def is_traced(*tensors: torch.Tensor | None) -> bool:
     """Whether these tensors are being traced (or have no values at all) rather than computed."""
-    if torch.compiler.is_compiling() or _len_torch_dispatch_stack() > 0 or is_recorded():
+    if torch.compiler.is_compiling() or _len_torch_dispatch_stack() > 0 or _recorder() is not None:
         return True
     for t in tensors:
         if t is not None and (type(t) not in _PLAIN or t.is_meta or is_functorch_wrapped_tensor(t)):

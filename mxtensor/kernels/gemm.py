@@ -28,12 +28,13 @@ def _spec(op: str, a: Factor, b: Factor, args: GemmArgs) -> Spec:
     return Spec(op, shapes, formats, args.out_dtype, right.device, is_traced(left, right))
 
 
-def _check_devices(op: str, device: torch.device, **tensors: Tensor | None) -> None:
+def _check_devices(
+    op: str, device: torch.device, left: Tensor, bias: Tensor | None, ends: Tensor | None = None
+) -> None:
     """Raise ValueError unless all are on the right factor's device: a kernel takes them by their addresses there."""
-    for name, t in tensors.items():
+    for name, t in (("left factor", left), ("bias", bias), ("group ends", ends)):
         if t is not None and t.device != device:
-            what = name.replace("_", " ")
-            raise ValueError(f"{op}: {what} on {t.device}, right factor on {device}; move one with .to()")
+            raise ValueError(f"{op}: {name} on {t.device}, right factor on {device}; move one with .to()")
 
 
 def gemm(op: str, a: Factor, b: Factor, args: GemmArgs, prefer: str | None = None) -> Tensor:
@@ -43,7 +44,7 @@ def gemm(op: str, a: Factor, b: Factor, args: GemmArgs, prefer: str | None = Non
     names the kernel that must run. Raises ValueError where shapes or devices do not fit.
     """
     spec = _spec(op, a, b, args)
-    _check_devices(op, spec.device, left_factor=data_of(a), bias=args.bias)
+    _check_devices(op, spec.device, data_of(a), args.bias)
     left, right = spec.shapes
     if left[-1] != right[-1]:
         raise ValueError(
@@ -80,5 +81,5 @@ def grouped_gemm(op: str, a: Factor, b: Factor, ends: Tensor, args: GemmArgs, pr
         kind = str(ends.dtype).removeprefix("torch.")
         raise TypeError(f"{op}: the group ends must be int32, got {kind}; convert them with .to(torch.int32)")
     spec = _spec(op, a, b, args)
-    _check_devices(op, spec.device, left_factor=data_of(a), group_ends=ends, bias=args.bias)
+    _check_devices(op, spec.device, data_of(a), args.bias, ends)
     return perform(GROUPED, spec, a, b, ends, args, prefer=prefer)  # type: ignore[no-any-return]

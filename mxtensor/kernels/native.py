@@ -162,9 +162,9 @@ def _refuses_quantize(spec: Spec, x: Tensor, cast: Cast) -> str | None:
 def _quantize(x: Tensor, cast: Cast) -> Operand:
     lib, format, shape = library(), cast.format, tuple(x.shape)
     assert isinstance(lib, ctypes.CDLL)
-    data = torch.empty(format.data_shape(shape), dtype=format.element.dtype, device="cpu")
-    scale = torch.empty(format.scale_shape(shape), dtype=format.scale.dtype, device="cpu")
-    last = torch.ones((), dtype=torch.float32, device="cpu") if format.global_scale else None
+    data = torch.empty(format.data_shape(shape), dtype=format.element.dtype, device=x.device)
+    scale = torch.empty(format.scale_shape(shape), dtype=format.scale.dtype, device=x.device)
+    last = torch.ones((), dtype=torch.float32, device=x.device) if format.global_scale else None
     values, cols, tile = x.numel(), shape[-1], format.block[0]
     if not values:
         return Operand(data, scale, last, format, shape)
@@ -220,7 +220,7 @@ def decode_rows(operand: Operand, start: int, length: int, out: Tensor) -> Tenso
 
 
 def _dequantize(operand: Operand, dtype: torch.dtype) -> Tensor:
-    out = torch.empty(operand.shape, dtype=dtype, device="cpu")
+    out = torch.empty(operand.shape, dtype=dtype, device=operand.data.device)
     return decode_rows(operand, 0, out.numel() // max(operand.shape[-1], 1), out)
 
 
