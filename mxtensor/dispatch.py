@@ -314,6 +314,11 @@ def _resumed(log: Log | None, forced: str | None) -> Iterator[None]:
             variable.reset(token)
 
 
+def observed() -> bool:
+    """Whether there is an enclosing ``explain()`` or ``kernels()``, for which every product is chosen anew."""
+    return _log.get() is not None or _forced.get() is not None
+
+
 def surroundings() -> tuple[Log | None, str | None]:
     """The enclosing ``explain()`` and ``kernels()``, for a backward pass to resume."""
     return (None, None) if torch.compiler.is_dynamo_compiling() else (_log.get(), _forced.get())

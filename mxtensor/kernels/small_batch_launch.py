@@ -259,6 +259,43 @@ def launch(
         return [y for of_one_launch in some for y in _made(x, of_one_launch, *rest)]
 
 
+class Again(NamedTuple):
+    """A product of one weight as it was made before, for activations of the same size, type and alignment."""
+
+    kernel: Any
+    grid: tuple[int, int, int]
+    """blocks, and bytes of shared memory of each"""
+    shape: tuple[int, ...]
+    before: tuple[int, ...]
+    """arguments before the result,"""
+    between: tuple[int, ...]
+    """between that and the activations,"""
+    after: tuple[int | float, ...]
+    """and after those"""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x is on the current device."""
+        out = x.new_empty(self.shape)
+        self.kernel(*self.grid, (*self.before, out.data_ptr(), *self.between, x.data_ptr(), *self.after))
+        return out
+
+
+def launched_again(x: Tensor, weight: Weight, format: Format, cols: int, cast: Cast | None) -> Again | None:
+    """``launch`` of this weight, with alpha and beta 1, into the type of x (..., K), if one kernel does all of it."""
+    rows, (data, scale, last, bias) = x.reshape(-1, cols), weight
+    plan, room, kernel, blocks, tiles, share = _cut_of(rows, (weight,), format, cols, 0, x.dtype, cast, None)
+    if plan.apart or not plan.whole_x:
+        return None
+    (n, bytes_a_row), (scale_rows, scale_cols) = data.shape, scale.shape
+    scale_bytes = scale_cols * scale.element_size()
+    others = (0, 0, 0, 0, 0, 0, tiles[-1], 0) * (len(tiles) - 1)
+    addresses = 0 if last is None else last.data_ptr(), 0 if bias is None else bias.data_ptr()
+    between = (*addresses, n, tiles[0], 0, *others, 0, n * bytes_a_row, scale_rows * scale_bytes)
+    sizes = bytes_a_row, scale_bytes, rows.stride()[0], rows.shape[0], cols, room.x_width, room.round
+    before, after = (data.data_ptr(), scale.data_ptr()), (0, 0, 0, 0, *sizes, *share, 1.0, 1.0)
+    return Again(kernel, (*blocks, room.bytes), (*x.shape[:-1], n), before, between, after)
+
+
 def _aligned(codes: Tensor) -> Tensor:
     """So many rows are multiplied together or by a detour: worth a copy that is aligned."""
     return codes if codes.data_ptr() % 16 == 0 else codes.clone()

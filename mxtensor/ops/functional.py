@@ -10,6 +10,7 @@ from ..dispatch import implements_function
 from ..tensor import MXTensor
 from ..torch_autocast import torch_autocasts
 from ..tracing import is_traced
+from .again import keep, made_again
 from .matmul import linear as linear_rule
 
 aten = torch.ops.aten
@@ -32,6 +33,11 @@ def _wanted_whole(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, **out: Tensor) -> Tensor:
     """Without gradients the product runs at once: no ``t``, no second dispatch, no expanded batch."""
     matrix = type(weight) is MXTensor and weight.dim() == 2 and input.dim() > 0 and not out
-    if matrix and _wanted_whole(input, weight, bias):
-        return linear_rule(aten.linear.default, (input, weight, bias), {})  # type: ignore[no-any-return]
-    return F.linear(input, weight, bias, **out)
+    if not matrix or not _wanted_whole(input, weight, bias):
+        return F.linear(input, weight, bias, **out)
+    assert isinstance(weight, MXTensor)
+    product = made_again(input, weight, bias)
+    if product is None:
+        product = linear_rule(aten.linear.default, (input, weight, bias), {})
+        keep(input, weight, bias)
+    return product
