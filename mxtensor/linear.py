@@ -13,7 +13,6 @@ about half the bytes of the bfloat16 input that torch would keep.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -44,6 +43,7 @@ from .kernels import emulated
 from .kernels.gemm import gemm, kernel_for, values_dtype
 from .kernels.gemm_spec import Factor, Form, GemmArgs, data_of, format_of
 from .roles import KernelPreference, Roles, roles_by_key
+from .shapes import as_matrix
 from .torch_autocast import without_autocast
 from .tracing import is_recorded, is_traced
 from .training_weight import values_of
@@ -106,11 +106,6 @@ def _traced(key: str, dtype: str, save_input: bool, has_bias: bool, x: Tensor, w
     bias, scales = (rest[0], rest[1:]) if has_bias else (None, rest)
     options = Options(roles_by_key(key), getattr(torch, dtype), save_input)
     return _linear(x, weight, bias, options, Scales(*scales) if scales else None, None)
-
-
-def _rows(t: Tensor) -> Tensor:
-    """As a matrix, of no columns, too."""
-    return t.reshape(math.prod(t.shape[:-1]), t.shape[-1])
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -188,7 +183,7 @@ class _Linear(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, options: Options, scales: Scales | None,
         held: tuple[Operand | None, Operand | None] | None,
     ) -> Tensor:  # fmt: skip
-        roles, prefer, rows = options.roles, options.prefer, _rows(x)
+        roles, prefer, rows = options.roles, options.prefer, as_matrix(x)
         dtype = options.dtype or x.dtype
         need_dx, need_dw, _ = ctx.needs_input_grad[:3]
         w = values_of(weight)  # of a quantized weight ``held`` is used
@@ -234,11 +229,11 @@ class _Linear(torch.autograd.Function):
         dx = dw = db = None
         with torch._C.DisableTorchFunction(), without_autocast(grad.device), resumed(*ctx.surroundings):
             x_col, weight = x_kept.factor(tensors), w_kept.factor(tensors)
-            g = _rows(grad)
+            g = as_matrix(grad)
             wgrad_want: Want = None
             if need_dw:
                 if x_kept.format is None:
-                    rows = _rows(x_col)
+                    rows = as_matrix(x_col)
                     x_col = standing_for(rows.t(), roles.input.columnwise)
                 wgrad_want = _want("wgrad", standing_for(g.t(), roles.grad.columnwise), x_col, dtype, prefer)
             g_row, g_col = copies(g, roles.grad, (ctx.dgrad_want, wgrad_want), scales_of(ctx.scales, GRAD))

@@ -1,6 +1,15 @@
-"""Shapes, strides and sizes as plain numbers."""
+"""Shapes, strides and sizes as plain numbers, and the one shape that products want."""
 
 from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+
+def as_matrix(t: Tensor) -> Tensor:
+    """(..., K) as (rows, K), also where K is 0, which says nothing of how many rows there are."""
+    return t if t.dim() == 2 else t.reshape(math.prod(t.shape[:-1]), t.shape[-1])
 
 
 def swapped(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ import torch
 
 import mxtensor as mx
 from mxtensor import dispatch
-from mxtensor.kernels import gemm, nvrtc, small_batch_launch
+from mxtensor.kernels import gemm, nvrtc, small_batch, small_batch_launch
 from mxtensor.kernels.small_batch_plan import Plan
 from mxtensor.ops import again
 from tests import cuda_on_cpu
@@ -26,8 +26,9 @@ def on_the_cpu(monkeypatch):
     monkeypatch.setattr(nvrtc, "unknown", lambda capability: None)
     monkeypatch.setattr(small_batch_launch, "choose_plan", lambda *args: RESIDENT)
     small_batch_launch.cut.cache_clear()
-    few = tuple(replace(k, device=None) if k.name == "small_batch" else k for k in gemm.GEMM)
-    monkeypatch.setattr(gemm, "GEMM", few)
+    anywhere = replace(small_batch.KERNEL, device=None)
+    monkeypatch.setattr(gemm, "GEMM", tuple(anywhere if k is small_batch.KERNEL else k for k in gemm.GEMM))
+    monkeypatch.setattr(small_batch, "KERNEL", anywhere)
     yield
     small_batch_launch.cut.cache_clear()
 
@@ -85,7 +86,8 @@ def test_what_has_changed_is_found_out_anew(made):
     assert linear(x.requires_grad_()).requires_grad
 
 
-def test_few_sizes_are_kept(made):
+def test_few_sizes_are_kept(made, monkeypatch):
+    monkeypatch.setattr(again, "MOST", 8)
     linear = layer("mxfp8")
     with torch.no_grad():
         for rows in range(1, 9):
@@ -93,6 +95,24 @@ def test_few_sizes_are_kept(made):
         assert len(linear.weight.__dict__[again.KEPT]) == again.MOST
         linear(torch.randn(1, 1, 320).bfloat16())
         assert len(linear.weight.__dict__[again.KEPT]) == 1
+
+
+@pytest.mark.parametrize("config", ["mxfp8", "mxfp8-weight-only"])
+def test_what_is_no_single_launch_is_asked_about_once(config, made, monkeypatch):
+    monkeypatch.setattr(small_batch_launch, "choose_plan", lambda *args: RESIDENT._replace(whole_x=False, stages=2))
+    asked, kernel_for = [], again.kernel_for
+    monkeypatch.setattr(again, "kernel_for", lambda *args: asked.append(args) or kernel_for(*args))
+    linear, x = layer(config), torch.randn(2, 320).bfloat16()
+    with torch.no_grad():
+        assert torch.equal(linear(x), linear(x)) and len(asked) == 1 and not made
+
+
+def test_where_the_kernel_does_not_run_nothing_is_kept(monkeypatch):
+    monkeypatch.setattr(small_batch, "KERNEL", replace(small_batch.KERNEL, device="cuda"))
+    linear = layer("mxfp8")
+    with torch.no_grad():
+        linear(torch.randn(2, 320).bfloat16())
+    assert again.KEPT not in linear.weight.__dict__
 
 
 def test_a_copy_of_a_weight_has_no_calls_of_its_own(made):

@@ -24,7 +24,6 @@ from .gemm_spec import Factor, GemmArgs, Rounded, Uncast, flat_bias, not_a_bias_
 from .refusals import exported, other_build
 from .small_batch_launch import Again, Weight, launch, launched_again
 from .small_batch_plan import ELEMENTS, SCALES, TYPES, can_multiply_together
-from .small_batch_table import BY_WARPS as BY_WARPS
 from .small_batch_table import most_rows
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -215,18 +214,13 @@ def run_traced(a: Factor, b: Factor, args: GemmArgs) -> Tensor:
 def again(x: Tensor, factor: Factor, b: Operand, bias: Tensor | None) -> Again | None:
     """``run`` of ``factor``, the rows of x, with alpha and beta 1, for other values that lie as x does; None where it
     is more than one launch."""
-    rows, x_global, cast = _activations(factor) if isinstance(factor, Tensor) else _uncast(factor)
-    simple = bias is None or (bias.dim() == 1 and bias.is_contiguous() and bias.dtype in TYPES)
-    if rows is None or x_global is not None or not simple or not x.is_contiguous() or rows.dtype not in HALVES:
+    cast = factor.cast if isinstance(factor, Uncast) else None
+    if not isinstance(factor, Tensor) and (cast is None or not _is_cast_here(cast, x)):
         return None
-    if not (b.data.is_contiguous() and b.scale.is_contiguous()):
+    simple = bias is None or (bias.dim() == 1 and bias.is_contiguous() and bias.dtype in TYPES)
+    if not (simple and x.is_contiguous() and b.data.is_contiguous() and b.scale.is_contiguous()):
         return None
     return launched_again(x, Weight(b.data, b.scale, b.global_scale, bias), b.format, b.shape[-1], cast)
-
-
-def _uncast(a: Factor) -> tuple[Tensor | None, None, Cast | None]:
-    """Values that this file casts, and the cast."""
-    return (a.x, None, a.cast) if isinstance(a, Uncast) and _is_cast_here(a.cast, a.x) else (None, None, None)
 
 
 def run_grouped(a: Factor, b: Factor, ends: Tensor, args: GemmArgs) -> Tensor:

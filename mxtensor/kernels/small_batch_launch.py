@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..formats import ElementFormat, Format
 from ..roles import Cast
+from ..shapes import as_matrix
 from . import nvrtc, triton_host
 from .small_batch_plan import (
     ELEMENTS,
@@ -203,11 +204,9 @@ def _made(
     alpha: float, beta: float, out_dtype: torch.dtype, cast: Cast | None, given: Plan | None,
 ) -> list[Tensor]:  # fmt: skip
     """The products with up to ``MOST_WEIGHTS`` weights, whose biases are of one type, in one launch."""
-    rows, (data, scale, _, _) = x.shape[0], weights[0]
-    (*_, width, bytes_a_row), (*_, scale_rows, scale_cols) = data.shape, scale.shape
-    plan, room, kernel, blocks, tiles, share = _cut_of(
-        x, weights, format, cols, 0 if ends is None else data.shape[0], out_dtype, cast, given
-    )
+    rows, groups = x.shape[0], 0 if ends is None else weights[0].data.shape[0]
+    made = _cut_of(x, weights, format, cols, groups, out_dtype, cast, given)
+    plan, blocks = made.plan, made.blocks
     values, x_scale, counters, parts = x, None, None, None
     if plan.apart:
         count = blocks[0] * blocks[1]
@@ -215,30 +214,41 @@ def _made(
         parts = x.new_empty(count * plan.split * plan.rows * plan.cols, dtype=torch.float32)
     if not plan.whole_x:
         values, x_scale = _prepared(x, format, cast, plan, counters)
-    results: list[Tensor] = []
-    of_each: list[int] = []
-    for w, first in zip(weights, tiles, strict=False):
-        n = w.data.shape[-2]
-        out = (x.new_empty if ends is None else x.new_zeros)(rows, n, dtype=out_dtype)
-        results.append(out)
-        of_each += (
-            w.data.data_ptr(), w.scale.data_ptr(), out.data_ptr(), 0 if w.last is None else w.last.data_ptr(),
-            0 if w.bias is None else w.bias.data_ptr(), n, first,
-            n if w.bias is not None and w.bias.dim() == 2 else 0,
-        )  # fmt: skip
-    of_each += (0, 0, 0, 0, 0, 0, tiles[-1], 0) * (len(tiles) - len(weights))  # there are no others
-    scale_bytes = scale_cols * scale.element_size()
-    kernel(
-        *blocks, room.bytes,
-        (
-            *of_each, 0 if ends is None else ends.data_ptr(), width * bytes_a_row, scale_rows * scale_bytes,
-            values.data_ptr(), 0 if x_scale is None else x_scale.data_ptr(),
-            0 if x_global is None else x_global.data_ptr(), 0 if parts is None else parts.data_ptr(),
-            0 if counters is None else counters.data_ptr(), bytes_a_row, scale_bytes, values.stride()[0], rows, cols,
-            room.x_width, room.round, *share, alpha, beta,
-        ),
-    )  # fmt: skip
+    new = x.new_empty if ends is None else x.new_zeros
+    results = [new(rows, w.data.shape[-2], dtype=out_dtype) for w in weights]
+    others = x_scale, x_global, parts, counters
+    arguments = _arguments(made, weights, results, values, rows, cols, alpha, beta, ends, *others)
+    made.kernel(*blocks, made.room.bytes, arguments)
     return results
+
+
+def _address(t: Tensor | None) -> int:
+    return 0 if t is None else t.data_ptr()
+
+
+def _arguments(
+    made: Cut, weights: Sequence[Weight], results: Sequence[Tensor], values: Tensor, rows: int, cols: int,
+    alpha: float = 1.0, beta: float = 1.0, ends: Tensor | None = None, x_scale: Tensor | None = None,
+    x_global: Tensor | None = None, parts: Tensor | None = None, counters: Tensor | None = None,
+) -> list[int | float]:  # fmt: skip
+    """What a product's kernel is called with, as ``OTHERS`` and ``WEIGHT`` lay it out."""
+    (data, scale, _, _), room, tiles = weights[0], made.room, made.first
+    (*_, width, bytes_a_row), (*_, scale_rows, scale_cols) = data.shape, scale.shape
+    scale_bytes = scale_cols * scale.element_size()
+    out: list[int | float] = []
+    for w, y, first in zip(weights, results, tiles, strict=False):
+        n, bias = w.data.shape[-2], w.bias
+        out += (
+            w.data.data_ptr(), w.scale.data_ptr(), y.data_ptr(), _address(w.last), _address(bias), n, first,
+            n if bias is not None and bias.dim() == 2 else 0,
+        )  # fmt: skip
+    out += (0, 0, 0, 0, 0, 0, tiles[-1], 0) * (len(tiles) - len(weights))  # there are no others
+    out += (
+        _address(ends), width * bytes_a_row, scale_rows * scale_bytes, values.data_ptr(), _address(x_scale),
+        _address(x_global), _address(parts), _address(counters), bytes_a_row, scale_bytes, values.stride()[0],
+        rows, cols, room.x_width, room.round, *made.share, alpha, beta,
+    )  # fmt: skip
+    return out
 
 
 def launch(
@@ -259,6 +269,10 @@ def launch(
         return [y for of_one_launch in some for y in _made(x, of_one_launch, *rest)]
 
 
+OF_A_WEIGHT, RESULT_AT, X_AT = 8, 2, 3
+"""Arguments of each weight; where they have its result; and where those after all weights have the activations."""
+
+
 class Again(NamedTuple):
     """A product of one weight as it was made before, for activations of the same size, type and alignment."""
 
@@ -266,34 +280,27 @@ class Again(NamedTuple):
     grid: tuple[int, int, int]
     """blocks, and bytes of shared memory of each"""
     shape: tuple[int, ...]
-    before: tuple[int, ...]
-    """arguments before the result,"""
-    between: tuple[int, ...]
-    """between that and the activations,"""
-    after: tuple[int | float, ...]
-    """and after those"""
+    arguments: Sequence[int | float]
+    x_at: int
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x is on the current device."""
-        out = x.new_empty(self.shape)
-        self.kernel(*self.grid, (*self.before, out.data_ptr(), *self.between, x.data_ptr(), *self.after))
+        out, arguments = x.new_empty(self.shape), [*self.arguments]
+        arguments[RESULT_AT], arguments[self.x_at] = out.data_ptr(), x.data_ptr()
+        with triton_host.on(x.device):
+            self.kernel(*self.grid, arguments)
         return out
 
 
 def launched_again(x: Tensor, weight: Weight, format: Format, cols: int, cast: Cast | None) -> Again | None:
     """``launch`` of this weight, with alpha and beta 1, into the type of x (..., K), if one kernel does all of it."""
-    rows, (data, scale, last, bias) = x.reshape(-1, cols), weight
-    plan, room, kernel, blocks, tiles, share = _cut_of(rows, (weight,), format, cols, 0, x.dtype, cast, None)
-    if plan.apart or not plan.whole_x:
+    rows, n = as_matrix(x), weight.data.shape[-2]
+    with triton_host.on(x.device):
+        made = _cut_of(rows, (weight,), format, cols, 0, x.dtype, cast, None)
+    if made.plan.apart or not made.plan.whole_x:
         return None
-    (n, bytes_a_row), (scale_rows, scale_cols) = data.shape, scale.shape
-    scale_bytes = scale_cols * scale.element_size()
-    others = (0, 0, 0, 0, 0, 0, tiles[-1], 0) * (len(tiles) - 1)
-    addresses = 0 if last is None else last.data_ptr(), 0 if bias is None else bias.data_ptr()
-    between = (*addresses, n, tiles[0], 0, *others, 0, n * bytes_a_row, scale_rows * scale_bytes)
-    sizes = bytes_a_row, scale_bytes, rows.stride()[0], rows.shape[0], cols, room.x_width, room.round
-    before, after = (data.data_ptr(), scale.data_ptr()), (0, 0, 0, 0, *sizes, *share, 1.0, 1.0)
-    return Again(kernel, (*blocks, room.bytes), (*x.shape[:-1], n), before, between, after)
+    arguments = _arguments(made, (weight,), (x,), rows, rows.shape[0], cols)  # x in the place of a result
+    x_at = OF_A_WEIGHT * len(made.first) + X_AT
+    return Again(made.kernel, (*made.blocks, made.room.bytes), (*x.shape[:-1], n), arguments, x_at)
 
 
 def _aligned(codes: Tensor) -> Tensor:

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from ..codec import Operand
 from ..dispatch import observed
 from ..kernels import small_batch
 from ..kernels.gemm import kernel_for
-from ..kernels.gemm_spec import GemmArgs, Uncast
-from ..roles import KernelPreference, LinearRecipe
+from ..kernels.gemm_spec import GemmArgs
+from ..kernels.small_batch_launch import Again
+from ..kernels.small_batch_table import BY_WARPS
+from ..roles import LinearRecipe
+from ..shapes import as_matrix
 from ..tensor import MXTensor
+from .matmul import Side, factors, preference
 
-MOST = 8
+MOST = 64
 """Sizes of activations that a weight keeps calls for; then all are forgotten."""
 KEPT = "_mxtensor_again"
 """The attribute of a weight that holds them."""
@@ -28,7 +31,8 @@ KEPT = "_mxtensor_again"
 class Kept(NamedTuple):
     """A call, and what it was found out for: these very objects, which lie where they lay."""
 
-    call: Any
+    call: Again | None
+    """None where it takes more than one launch, or another kernel"""
     operand: Operand
     recipe: LinearRecipe
     bias: Tensor | None
@@ -47,8 +51,8 @@ def _key(x: Tensor) -> tuple[Any, ...]:
     return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15
 
 
-def made_again(x: Tensor, weight: MXTensor, bias: Tensor | None) -> Tensor | None:
-    """``F.linear`` without gradients, if a call like this was kept and nobody looks on; else None."""
+def found(x: Tensor, weight: MXTensor, bias: Tensor | None) -> Kept | None:
+    """What is kept of an ``F.linear`` like this without gradients; None for nothing, or where somebody looks on."""
     calls = weight.__dict__.get(KEPT)
     if calls is None or observed():
         return None
@@ -57,24 +61,20 @@ def made_again(x: Tensor, weight: MXTensor, bias: Tensor | None) -> Tensor | Non
         return None
     if kept.operand is not weight._rowwise or kept.recipe is not weight.recipe or kept.bias is not bias:
         return None
-    if x.is_cuda and x.device.index != torch._C._cuda_getDevice():
-        return None
-    return kept.call(x)  # type: ignore[no-any-return]
+    return kept
 
 
 def keep(x: Tensor, weight: MXTensor, bias: Tensor | None) -> None:
-    """After ``F.linear`` was computed: keep how, if that was one launch of ``small_batch``."""
+    """After ``F.linear`` was computed, of which nothing was found: keep how, or that it was no single launch."""
     operand, recipe = weight._rowwise, weight.recipe
-    if operand is None or x.shape[-1] == 0 or x.numel() // x.shape[-1] > small_batch.BY_WARPS or observed():
+    if small_batch.KERNEL.device not in (None, x.device.type) or operand is None or observed():
         return
-    rows = x.reshape(-1, x.shape[-1])
-    factor = rows if recipe.activation is None else Uncast(rows, recipe.activation)
-    prefer = None if recipe.kernel_preference is KernelPreference.AUTO else recipe.kernel_preference.value
-    if kernel_for("linear", factor, operand, GemmArgs(x.dtype, bias), prefer) != small_batch.KERNEL.name:
+    if x.shape[-1] == 0 or x.numel() // x.shape[-1] > BY_WARPS:
         return
-    call = small_batch.again(x, factor, operand, bias)
-    if call is not None:
-        calls = weight.__dict__.setdefault(KEPT, {})
-        if len(calls) >= MOST:
-            calls.clear()
-        calls[_key(x)] = Kept(call, operand, recipe, bias, _addresses(operand, bias))
+    factor, _ = factors("linear", Side(as_matrix(x), False), Side(weight, False))
+    chosen = kernel_for("linear", factor, operand, GemmArgs(x.dtype, bias), preference(weight))
+    call = small_batch.again(x, factor, operand, bias) if chosen == small_batch.KERNEL.name else None
+    calls = weight.__dict__.setdefault(KEPT, {})
+    if len(calls) >= MOST:
+        calls.clear()
+    calls[_key(x)] = Kept(call, operand, recipe, bias, _addresses(operand, bias))

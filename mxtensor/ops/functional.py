@@ -10,7 +10,7 @@ from ..dispatch import implements_function
 from ..tensor import MXTensor
 from ..torch_autocast import torch_autocasts
 from ..tracing import is_traced
-from .again import keep, made_again
+from .again import found, keep
 from .matmul import linear as linear_rule
 
 aten = torch.ops.aten
@@ -36,8 +36,10 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, **out: Ten
     if not matrix or not _wanted_whole(input, weight, bias):
         return F.linear(input, weight, bias, **out)
     assert isinstance(weight, MXTensor)
-    product = made_again(input, weight, bias)
-    if product is None:
-        product = linear_rule(aten.linear.default, (input, weight, bias), {})
+    kept = found(input, weight, bias)
+    if kept is not None and kept.call is not None:
+        return kept.call(input)
+    product: Tensor = linear_rule(aten.linear.default, (input, weight, bias), {})
+    if kept is None:
         keep(input, weight, bias)
     return product

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from ..dispatch import Spec, implements, record, refuse_if_strict
 from ..kernels.gemm import gemm, grouped_gemm
 from ..kernels.gemm_spec import Factor, GemmArgs, Uncast
 from ..roles import KernelPreference
+from ..shapes import as_matrix
 from ..tensor import MXTensor
 from ..tracing import is_traced
 from .fallback import read
@@ -48,7 +48,7 @@ def _note_dequantized(op: str, side: Side) -> None:
     record(spec, "high precision", {"quantized": reason})
 
 
-def _factors(op: str, left: Side, right: Side) -> tuple[Factor, Factor]:
+def factors(op: str, left: Side, right: Side) -> tuple[Factor, Factor]:
     """Both factors as kernels take them; raises ValueError where two MXTensors meet and neither can be used."""
     a, b = left.operand, right.operand
     if left.mx is not None and right.mx is not None and a is None and b is None:
@@ -73,7 +73,7 @@ def _cast(side: Side, weight: Side) -> Factor:
     return side.plain() if cast is None else Uncast(side.plain(), cast)
 
 
-def _preference(weight: MXTensor | None) -> str | None:
+def preference(weight: MXTensor | None) -> str | None:
     """The product kernel that a weight asks for by name, if it does."""
     if weight is None or weight.recipe.kernel_preference is KernelPreference.AUTO:
         return None
@@ -93,7 +93,7 @@ def product(op: str, left: Side, right: Side, bias: Tensor | None = None, alpha:
         )
     weight = right.mx if right.mx is not None else left.mx
     args = GemmArgs(a.dtype, bias, alpha, beta)
-    return gemm(op, *_factors(op, left, right), args, prefer=_preference(weight))
+    return gemm(op, *factors(op, left, right), args, prefer=preference(weight))
 
 
 def _first_of_repeats(t: Tensor) -> Tensor | None:
@@ -146,8 +146,8 @@ def grouped_mm(func: Any, args: Any, kwargs: Any) -> Tensor:
     known = offs is not None and (offs.device.type == "cuda" or not is_traced(offs))
     if not plain_call or not known or a.dim() != 2 or not isinstance(b, MXTensor) or b.dim() != 3:
         return read(func, args, kwargs, "not rows for a stack of weights, with ends known")  # type: ignore[no-any-return]
-    factors = _factors("_grouped_mm", Side(a, False), Side(b, True))
-    return grouped_gemm("_grouped_mm", *factors, offs, GemmArgs(a.dtype), prefer=_preference(b))
+    sides = factors("_grouped_mm", Side(a, False), Side(b, True))
+    return grouped_gemm("_grouped_mm", *sides, offs, GemmArgs(a.dtype), prefer=preference(b))
 
 
 @implements(aten.mv.default)
@@ -176,8 +176,7 @@ def addmv(func: Any, args: Any, kwargs: Any) -> Tensor:
 def linear(func: Any, args: Any, kwargs: Any) -> Tensor:
     """(..., K) @ (N, K)^T + bias, as inference mode hands it over whole."""
     x, weight, bias = (*args, None)[:3] if len(args) > 1 else (args[0], kwargs["weight"], kwargs.get("bias"))
-    rows = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    out = product("linear", Side(rows, False), Side(weight, False), bias)
+    out = product("linear", Side(as_matrix(x), False), Side(weight, False), bias)
     return out if x.dim() == 2 else out.view(*x.shape[:-1], weight.shape[0])
 
 
