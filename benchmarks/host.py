@@ -1,6 +1,6 @@
 """What an eager F.linear on a small MXTensor weight costs over plain torch: ``python -m benchmarks.host --json F``.
 
-With ``--cuda``, of a decoding layer on a GPU, whose kernel takes less time than the call that launches it.
+With ``--cuda``, of a decoding layer on a GPU: calls are queued and their kernels not waited for.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import torch.nn.functional as F
 
 import mxtensor as mx
 
-from .cuda import leave_without_cuda
-from .harness import Row, Work, machine, parser, print_table, side_by_side, write_json
+from .cuda import leave_without_cuda, queued
+from .harness import Row, Work, machine, parser, print_table, timed, wall, write_json
 
 CALLS = 500
+"""Timed at a time: fewer than the launches that CUDA queues before it makes the host wait."""
 SIZE, DECODING = 64, 4096
 """Rows and columns of the weight, on CPU and with ``--cuda``."""
 HEADER = ["work", "contender", "us a call", "over plain"]
@@ -38,7 +39,8 @@ def row(dtype: torch.dtype, repeats: int, device: str = "cpu") -> Row:
         layer = torch.nn.Linear(size, size, bias=False, dtype=dtype, device=device)
         weight = mx.quantize_(layer, config).weight
         contenders[name] = lambda weight=weight: _calls(weight, x)  # type: ignore[misc]
-    return side_by_side(f"F.linear 1x{size}x{size} {str(dtype).removeprefix('torch.')}", contenders, repeats=repeats)
+    work = Row(f"F.linear 1x{size}x{size} {str(dtype).removeprefix('torch.')}", {})
+    return timed(work, contenders, repeats, clock=wall if device == "cpu" else queued(1))
 
 
 def cells(row: Row) -> list[list[str]]:

@@ -58,10 +58,13 @@ def cpu() -> str:
 
 
 def host() -> str:
-    """What benchmarks/host.py recorded."""
+    """What benchmarks/host.py recorded, on CPU and with ``--cuda``."""
     from benchmarks.host import HEADER, cells
 
-    return _recorded("host", HEADER, cells)
+    def sections(rows: list[Row]) -> list[str]:
+        return [table(", ".join(HEADER), [line for row in rows for line in cells(row)])]
+
+    return "\n\n".join((_recorded("host", HEADER, cells), _on_gpu("host_gpu", Row, sections)))
 
 
 def cast() -> str:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import mxtensor as mx
-from benchmarks import cast, cuda, harness, linear, plots
+from benchmarks import cast, cuda, harness, host, linear, plots
 from docs import generate
 from docs import records as records_of_docs
 from mxtensor.formats import Orientation, get_format
@@ -208,6 +208,16 @@ def test_every_format_is_cast(work, no_gpu_needed):
 def test_host_time_is_of_one_call(no_gpu_needed):
     row = cast.host_row("mxfp8_e4m3[32x32]", ON_CPU)
     assert set(row.times) == {cast.OURS} and 0.001 < row.times[cast.OURS] < 1000
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_host_time_of_a_linear_layer_stands_beside_torchs_own(device):
+    row = host.row(torch.bfloat16, 2, device)
+    ours = host.CONTENDERS if device == "cpu" else host.FORMATS
+    assert set(row.times) == {"plain torch", "plain torch again", *ours} and row.failed == {}
+    for name, (_, contender, us, _) in zip(row.times, host.cells(row), strict=True):
+        assert contender == name and float(us) == pytest.approx(row.times[name] / host.CALLS * 1e3, abs=0.06)
+        assert 0.1 < float(us) < 10_000
 
 
 @pytest.mark.parametrize("config", linear.CONFIGS)
