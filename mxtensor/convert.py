@@ -135,24 +135,32 @@ def _is_conv1d(module: nn.Module) -> bool:
     return weight is not None and weight.dim() == 2 and any(kind.__name__ == "Conv1D" for kind in type(module).__mro__)
 
 
-EXPERTS = ("gate_up_proj", "down_proj")
+EXPERTS = (("gate_up_proj", "down_proj"), ("gate_proj", "up_proj", "down_proj"), ("up_proj", "down_proj"))
+"""Parameters that hold all experts of a module, from the first product to the last; a row for each way to have them."""
 
 
-def _are_experts(transposed: bool) -> Callable[[nn.Module], bool]:
+def _are_experts(names: tuple[str, ...], transposed: bool) -> Callable[[nn.Module], bool]:
     """transformers' mixture of experts, by its parameters: (experts, out, in), or transposed (experts, in, out).
 
     Llama 4's does not say which: ``down`` takes half of what ``gate_up`` gives, and gives what that takes.
     """
 
     def matches(module: nn.Module) -> bool:
-        first, second = (module._parameters.get(name) for name in EXPERTS)
-        if first is None or second is None or first.dim() != 3 or second.dim() != 3:
+        weights = [weight for name in names if (weight := module._parameters.get(name)) is not None]
+        if len(weights) < len(names) or any(weight.dim() != 3 for weight in weights):
             return False
-        gate_up, (low, high) = tuple(first.shape[1:]), second.shape[1:]
-        by_shape = gate_up == (high, 2 * low) and gate_up != (2 * high, low)
+        first, (low, high) = tuple(weights[0].shape[1:]), weights[-1].shape[1:]
+        by_shape = first == (high, 2 * low) and first != (2 * high, low)
         return getattr(module, "is_transposed", by_shape) == transposed
 
     return matches
+
+
+def _are_parallel_experts(module: nn.Module) -> bool:
+    """transformers' ParallelExperts (JetMoe's), by name: one linear layer for each expert, (experts, out, in)."""
+    weight = module._parameters.get("weight")
+    named = any(kind.__name__.endswith("ParallelExperts") for kind in type(module).__mro__)
+    return named and weight is not None and weight.dim() == 3
 
 
 KINDS = (
@@ -160,8 +168,9 @@ KINDS = (
     Kind(_is(nn.MultiheadAttention), ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")),
     Kind(_is(nn.Embedding), ("weight",), trains=False),
     Kind(_is_conv1d, ("weight",), Orientation.COLUMNWISE),
-    Kind(_are_experts(transposed=False), EXPERTS, trains=False),
-    Kind(_are_experts(transposed=True), EXPERTS, Orientation.COLUMNWISE, trains=False),
+    *(Kind(_are_experts(names, transposed=False), names, trains=False) for names in EXPERTS),
+    *(Kind(_are_experts(names, transposed=True), names, Orientation.COLUMNWISE, trains=False) for names in EXPERTS),
+    Kind(_are_parallel_experts, ("weight",), trains=False),
 )
 """Every kind of module that ``quantize_`` knows; the first that matches counts."""
 

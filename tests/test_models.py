@@ -85,7 +85,11 @@ def test_no_weight_is_dequantized(name):
             models.generated(name, model)
 
 
-@pytest.mark.parametrize("way", ["eager", "batched_mm", "grouped_mm"])
+WAYS = ("eager", "batched_mm", "grouped_mm")
+"""transformers' ways to multiply experts, ``set_experts_implementation``."""
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_experts_multiply_in_every_way_that_transformers_has(way):
     model = built("mixtral", "mxfp8")
     expected = logits("mixtral", model)
@@ -94,6 +98,45 @@ def test_experts_multiply_in_every_way_that_transformers_has(way):
         got = logits("mixtral", model)
     assert relative_error(got, expected) < 1e-5
     assert "dequantized" not in log.table()
+
+
+def nemotron():
+    from transformers import NemotronHConfig
+    from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
+
+    config = NemotronHConfig(
+        hidden_size=64, moe_intermediate_size=96, n_routed_experts=4, moe_latent_size=None, layers_block_type=["moe"]
+    )
+    return NemotronHExperts(config), (torch.randn(6, 64), torch.randint(4, (6, 2)), torch.rand(6, 2))
+
+
+def inkling():
+    from transformers import InklingTextConfig
+    from transformers.models.inkling.modeling_inkling import InklingSharedExperts
+
+    config = InklingTextConfig(hidden_size=64, moe_intermediate_size=96, n_shared_experts=2)
+    return InklingSharedExperts(config), (torch.randn(2, 3, 64), torch.rand(2, 3, 2))
+
+
+def jetmoe():
+    from transformers.models.jetmoe.modeling_jetmoe import JetMoeParallelExperts
+
+    return JetMoeParallelExperts(3, 64, 96), (torch.randn(6, 64), [2, 0, 4])
+
+
+@pytest.mark.parametrize("made, way", [*((nemotron, way) for way in WAYS), (inkling, None), (jetmoe, None)])
+def test_experts_of_other_layouts_multiply_quantized(made, way):
+    experts, inputs = made()
+    for weight in experts.parameters():
+        nn.init.normal_(weight)
+    if way is not None:
+        experts.config._experts_implementation = way
+    mx.quantize_(experts, "mxfp8-weight-only")
+    assert all(w.orientation is mx.Orientation.ROWWISE for w in experts.parameters())
+    with torch.no_grad(), mx.strict():
+        got = experts(*inputs)
+    with torch.no_grad():
+        assert relative_error(got, dequantized(experts)(*inputs)) < 1e-5
 
 
 def test_experts_stored_in_by_out_are_quantized_along_the_contraction():
