@@ -58,6 +58,12 @@ class Operand:
         return self.scale.view(self.format.scale.view_dtype)
 
     @property
+    def offset(self) -> int:
+        """Values that its codes' memory has room for before the first of them."""
+        values, size = self.format.element.packing
+        return self.data.storage_offset() * values // size
+
+    @property
     def tensors(self) -> tuple[Tensor, ...]:
         parts = (self.data, self.scale, self.global_scale)
         return tuple(t for t in parts if t is not None)

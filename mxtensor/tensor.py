@@ -53,6 +53,7 @@ class MXTensor(Tensor):
         size: tuple[int, ...] | None = None,
         stride: tuple[int, ...] | None = None,
         requires_grad: bool = False,
+        offset: int = 0,
     ) -> MXTensor:
         if isinstance(rowwise, MXTensor):  # accelerate makes a parameter that it has moved as torch's own are made
             return torch.nn.Parameter(rowwise.detach(), requires_grad)  # type: ignore[return-value]
@@ -69,6 +70,7 @@ class MXTensor(Tensor):
             cls,
             size,
             strides=contiguous_stride(size) if stride is None else stride,
+            storage_offset=offset,
             dtype=dtype,
             device=held.data.device,
             requires_grad=requires_grad,
@@ -120,9 +122,10 @@ class MXTensor(Tensor):
         stride: tuple[int, ...] | None = None,
         dtype: torch.dtype | None = None,
         recipe: LinearRecipe | None = None,
+        offset: int = 0,
     ) -> MXTensor:
         """The same kind of tensor around other operands."""
-        out = MXTensor(rowwise, columnwise, recipe or self.recipe, dtype or self.dtype, size, stride)
+        out = MXTensor(rowwise, columnwise, recipe or self.recipe, dtype or self.dtype, size, stride, offset=offset)
         out._shard = self._shard
         return out
 
@@ -189,7 +192,8 @@ class MXTensor(Tensor):
         fields = [f"shape={tuple(self.shape)}", f"format={self.format}", f"orientation={self.orientation.label}"]
         fields.append(f"dtype={str(self.dtype).removeprefix('torch.')}")
         fields += [f"device={self.device}"] if self.device.type != "cpu" else []
-        fields.append(f"size={readable_size(self.nbytes)} ({self.bits_per_value:.4g} bits/value)")
+        if type(self.bits_per_value) is float:  # and not a symbol
+            fields.append(f"size={readable_size(self.nbytes)} ({self.bits_per_value:.4g} bits/value)")
         if self.recipe.activation is not None:
             fields.append(f"activation={self.recipe.activation.format}")
         fields += ["requires_grad=True"] if self.requires_grad else []
@@ -227,11 +231,11 @@ class MXTensor(Tensor):
             if f"_inner{side}_data" not in inner:
                 return None
             data, scale, last = (inner.get(f"_inner{side}_{part}") for part in ("data", "scale", "global_scale"))
-            assert data is not None and scale is not None
-            return Operand(data, scale, last, recipe.weight.format, shape)
+            return Operand(data, scale, last, recipe.weight.format, shape)  # type: ignore[arg-type]
 
-        columnwise = operand("_columnwise", swapped(size)) if len(size) > 1 else None
-        return MXTensor(operand("_rowwise", size), columnwise, recipe, dtype, size, tuple(outer_stride))
+        row, column = operand("_rowwise", size), operand("_columnwise", swapped(size)) if len(size) > 1 else None
+        begin = (row or column).offset  # type: ignore[union-attr]  # a view says so by nothing else
+        return MXTensor(row, column, recipe, dtype, size, tuple(outer_stride), offset=begin)
 
     def _stable_hash_for_caching(self) -> str:
         names, (recipe, dtype) = self.__tensor_flatten__()
@@ -266,16 +270,13 @@ class MXTensor(Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> MXTensor:
         if id(self) in memo:
             return memo[id(self)]  # type: ignore[no-any-return]
-        out: MXTensor = self.detach().map_parts(torch.clone)  # type: ignore[attr-defined]
-        out.requires_grad_(self.requires_grad)
-        if isinstance(self, torch.nn.Parameter):
-            out = torch.nn.Parameter(out, self.requires_grad)  # type: ignore[assignment]
-        memo[id(self)] = out
-        return out
+        out: MXTensor = self.detach().map_parts(torch.clone).requires_grad_(self.requires_grad)  # type: ignore
+        memo[id(self)] = torch.nn.Parameter(out, out.requires_grad) if isinstance(self, torch.nn.Parameter) else out
+        return memo[id(self)]  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        held = {"_rowwise": self._rowwise, "_columnwise": self._columnwise}
-        parts = {side: (o.data.view(torch.uint8), o.scale, o.global_scale) for side, o in held.items() if o is not None}
+        held = ((side, getattr(self, side)) for side in ("_rowwise", "_columnwise"))
+        parts = {side: (o.data.view(torch.uint8), o.scale, o.global_scale) for side, o in held if o is not None}
         facade = (str(self.dtype).removeprefix("torch."), tuple(self.shape), self.stride(), self.requires_grad)
         return rebuild, (parts, recipe_to_row(self.recipe), facade, isinstance(self, torch.nn.Parameter))
 

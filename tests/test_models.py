@@ -124,19 +124,31 @@ def jetmoe():
     return JetMoeParallelExperts(3, 64, 96), (torch.randn(6, 64), [2, 0, 4])
 
 
-@pytest.mark.parametrize("made, way", [*((nemotron, way) for way in WAYS), (inkling, None), (jetmoe, None)])
-def test_experts_of_other_layouts_multiply_quantized(made, way):
+def quantized(made, way, config):
     experts, inputs = made()
     for weight in experts.parameters():
         nn.init.normal_(weight)
     if way is not None:
         experts.config._experts_implementation = way
-    mx.quantize_(experts, "mxfp8-weight-only")
+    return mx.quantize_(experts, config), inputs
+
+
+@pytest.mark.parametrize("made, way", [*((nemotron, way) for way in WAYS), (inkling, None), (jetmoe, None)])
+def test_experts_of_other_layouts_multiply_quantized(made, way):
+    experts, inputs = quantized(made, way, "mxfp8-weight-only")
     assert all(w.orientation is mx.Orientation.ROWWISE for w in experts.parameters())
-    with torch.no_grad(), mx.strict():
-        got = experts(*inputs)
     with torch.no_grad():
+        with mx.strict():
+            got = experts(*inputs)
         assert relative_error(got, dequantized(experts)(*inputs)) < 1e-5
+
+
+@pytest.mark.parametrize("made, way", [(nemotron, "eager"), (nemotron, "batched_mm"), (inkling, None), (jetmoe, None)])
+def test_compiled_experts_give_the_same(made, way):
+    """One after the other (eager), each expert is a view of the weight that crosses from graph to graph."""
+    experts, inputs = quantized(made, way, "mxfp8")
+    with torch.no_grad():
+        assert relative_error(torch.compile(experts, backend="aot_eager")(*inputs), experts(*inputs)) < 1e-6
 
 
 def test_experts_stored_in_by_out_are_quantized_along_the_contraction():

@@ -1,6 +1,19 @@
 """Above the tensor: one rule per aten op. Importing this package fills OP_TABLE and FUNCTION_TABLE."""
 
-from . import attention, collectives, convert, einsum, fallback, functional, inplace, matmul, slice, structure, view
+from . import (
+    attention,
+    collectives,
+    convert,
+    einsum,
+    fallback,
+    functional,
+    inplace,
+    matmul,
+    slice,
+    strided,
+    structure,
+    view,
+)
 
 __all__ = [
     "attention",
@@ -12,6 +25,7 @@ __all__ = [
     "inplace",
     "matmul",
     "slice",
+    "strided",
     "structure",
     "view",
 ]

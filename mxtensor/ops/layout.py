@@ -105,18 +105,25 @@ def facade(func: Any, w: MXTensor, args: Sequence[Any], kwargs: dict[str, Any]) 
     return func(shadow, *args[1:], **kwargs)  # type: ignore[no-any-return]
 
 
-def finish(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: MXTensor | None, what: str) -> Any:
-    """Return a view, marked as an alias of its base; without an ``out``, the dequantized values: a copy."""
+def finish(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: MXTensor | None, what: str, offset: int | None = None
+) -> Any:
+    """Return a view, marked as an alias of its base; without an ``out``, the dequantized values: a copy.
+
+    ``offset``: that of the view in its storage, where it is not its base's.
+    """
+    base = args[0]
     if out is None:
-        w = args[0]
-        block = "x".join("all" if b == FULL else str(b) for b in w.format.block)
-        return read(func, args, kwargs, f"{what} cuts {block} blocks of {w.orientation.label}")
-    return return_and_correct_aliasing(func, args, kwargs, _as_view_of(args[0], out))
+        block = "x".join("all" if b == FULL else str(b) for b in base.format.block)
+        return read(func, args, kwargs, f"{what} cuts {block} blocks of {base.orientation.label}")
+    offset = base.storage_offset() if offset is None else offset
+    return return_and_correct_aliasing(func, args, kwargs, _as_view_of(base, out, offset))
 
 
-def _as_view_of(base: MXTensor, out: MXTensor) -> MXTensor:
+def _as_view_of(base: MXTensor, out: MXTensor, offset: int) -> MXTensor:
     """torch takes a view for its base's only if both are inference tensors or neither is, whatever the mode now."""
-    if out.is_inference() == base.is_inference():
+    inference = base.is_inference()
+    if out.is_inference() == inference and out.storage_offset() == offset:
         return out
-    with torch.inference_mode(base.is_inference()):
-        return out.replace(out._rowwise, out._columnwise, tuple(out.shape), out.stride())
+    with torch.inference_mode(inference):
+        return out.replace(out._rowwise, out._columnwise, tuple(out.shape), out.stride(), offset=offset)

@@ -16,12 +16,17 @@ from .layout import assemble, facade, finish, order, relabel, sides
 aten = torch.ops.aten
 
 
+def _count(start: int, end: int, step: int) -> int:
+    """How many indices a slice has; of one whose start is a symbol, without asking which."""
+    return end - start if step == 1 else len(range(start, end, step))
+
+
 def _slice_operand(operand: Operand, place: int, start: int, end: int, step: int) -> Operand | None:
     """``operand[start:end:step]`` along its own dimension ``place`` (negative); None if that cuts a block."""
     length = operand.shape[place]
     block = operand.format.block[place + 2] if place >= -2 else 1
     shape = list(operand.shape)
-    shape[place] = len(range(start, end, step))
+    shape[place] = _count(start, end, step)
 
     def take(t: Tensor, start: int, end: int, step: int = 1) -> Tensor:
         return aten.slice.Tensor(t, t.dim() + place, start, end, step)  # type: ignore[no-any-return]
@@ -51,7 +56,7 @@ def sliced(w: MXTensor, dim: int, start: int, end: int, step: int, stride: tuple
         if part is not None:
             kept[dims != order(w.dim(), False)] = part
     size = list(w.shape)
-    size[dim] = len(range(start, end, step))
+    size[dim] = _count(start, end, step)
     return assemble(w, kept.get(False), kept.get(True), tuple(size), stride)
 
 
@@ -64,7 +69,8 @@ def slice_(func: Any, args: Any, kwargs: Any) -> Any:
     start, end, _ = slice(start, end, step).indices(w.shape[dim])
     out = facade(func, w, args, kwargs)
     result = sliced(w, dim, start, max(start, end), step, out.stride())
-    return finish(func, args, kwargs, result, f"[{start}:{end}:{step}] along dimension {dim}")
+    what, begin = f"[{start}:{end}:{step}] along dimension {dim}", w.storage_offset() + out.storage_offset()
+    return finish(func, args, kwargs, result, what, begin)
 
 
 @implements(aten.select.int)
@@ -78,7 +84,8 @@ def select(func: Any, args: Any, kwargs: Any) -> Any:
     result = None
     if one is not None:
         result = relabel(one, [d for d in range(w.dim()) if d != dim], tuple(out.shape), out.stride())
-    return finish(func, args, kwargs, result, f"index {index} of dimension {dim}")
+    what, begin = f"index {index} of dimension {dim}", w.storage_offset() + out.storage_offset()
+    return finish(func, args, kwargs, result, what, begin)
 
 
 def _split(w: MXTensor, dim: int, lengths: list[int]) -> list[Tensor]:

@@ -169,19 +169,6 @@ def reshape_alias(func: Any, args: Any, kwargs: Any) -> Any:
     return finish(func, args, kwargs, reshaped(w, tuple(size), tuple(stride)), f"the shape {tuple(size)}")
 
 
-@implements(aten.as_strided.default)
-def as_strided(func: Any, args: Any, kwargs: Any) -> Any:
-    """The view that torch itself makes of a whole tensor: the same values in row-major order under another shape."""
-    w, size, stride, offset = (*args, None)[:4]
-    size, stride = tuple(size), tuple(stride)
-    same = size == tuple(w.shape) and stride == w.stride()
-    rows = w.is_contiguous() and stride == contiguous_stride(size) and torch.Size(size).numel() == w.numel()
-    out = None
-    if (same or rows) and not offset:
-        out = w.map_parts(aten.alias.default) if same else reshaped(w, size, stride)
-    return finish(func, args, kwargs, out, f"size {size} with strides {stride}")
-
-
 # ---------------------------------------------------------------------------------------------- in place
 
 
