@@ -89,8 +89,9 @@ def _starts(operand: Operand, dims: list[int], offset: int) -> list[int] | None:
     (values, size), data = operand.format.element.packing, operand.data
     rest = (offset * size + values - 1) // values - data.storage_offset()
     starts = [0] * len(dims)
-    for place in sorted((d for d in range(data.dim()) if data.shape[d] > 1), key=lambda d: -data.stride(d)):
-        step = data.stride(place)
+    steps = data.stride()
+    for place in sorted((d for d in range(data.dim()) if data.shape[d] > 1), key=lambda d: steps[d], reverse=True):
+        step = steps[place]
         if step:
             starts[dims[place]], rest = rest // step, rest % step  # divmod knows no symbols
     starts[dims[-1]] = starts[dims[-1]] // size * values
