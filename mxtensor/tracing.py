@@ -31,3 +31,15 @@ def is_exporting() -> bool:
     """``torch.compiler.is_exporting``, which Dynamo of torch 2.11 takes to be true of all that it traces."""
     flag = getattr(torch.compiler, "_is_exporting_flag", None)
     return torch.compiler.is_exporting() if flag is None else bool(flag)
+
+
+def settled(number: int) -> int:
+    """``number``; decided now, where it is a symbol for an argument of a view that torch makes anew to trace it.
+
+    No guard can name such a symbol, so that none may be left of it.
+    """
+    if type(number) is int:
+        return number
+    node = number.node  # type: ignore[attr-defined]
+    sources = node.shape_env.var_to_sources.get(node.expr, ())
+    return int(number) if any(source.is_ephemeral() for source in sources) else number

@@ -135,19 +135,20 @@ def test_any_expert_is_multiplied_by_one_compiled_graph():
     torch._dynamo.reset()
 
 
-def test_a_matrix_of_experts_crosses_a_graph_break():
+@pytest.mark.parametrize("index", [torch.Tensor.item, lambda i: i], ids=["number", "tensor"])
+def test_a_matrix_of_experts_crosses_a_graph_break(index):
     recipe = LinearRecipe(Cast.of("mxfp8"), Cast.of("mxfp8"))
-    w = nn.Parameter(quantize_as(torch.randn(4, 96, 64), recipe), requires_grad=False)
+    w = nn.Parameter(quantize_as(torch.randn(6, 96, 64), recipe), requires_grad=False)
 
     def forward(x, experts):
         out = []
         for i in experts:
-            picked = w[i.item()]
+            picked = w[index(i)]
             torch._dynamo.graph_break()
             out.append(torch.nn.functional.linear(x, picked))
         return torch.stack(out)
 
-    x, experts = torch.randn(3, 64), torch.tensor([2, 0, 3, 1])
+    x, experts = torch.randn(3, 64), torch.tensor([2, 0, 3, 1, 5, 4])
     with torch.no_grad():
         assert torch.equal(torch.compile(forward, backend="aot_eager")(x, experts), forward(x, experts))
     torch._dynamo.reset()

@@ -11,6 +11,7 @@ from ..codec import Operand
 from ..dispatch import implements
 from ..formats import FULL
 from ..tensor import MXTensor
+from ..tracing import settled
 from .layout import assemble, facade, finish, order, relabel, sides
 
 aten = torch.ops.aten
@@ -77,7 +78,8 @@ def slice_(func: Any, args: Any, kwargs: Any) -> Any:
 def select(func: Any, args: Any, kwargs: Any) -> Any:
     """One index of a dimension that is not blocked."""
     w, dim, index = args
-    dim = dim % w.dim()
+    dim, index = dim % w.dim(), settled(index)
+    args = (w, dim, index)
     out = facade(func, w, args, kwargs)
     index = index + w.shape[dim] if index < 0 else index
     one = sliced(w, dim, index, index + 1, 1, w.stride())

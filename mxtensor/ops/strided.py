@@ -14,6 +14,7 @@ from ..codec import Operand
 from ..dispatch import implements
 from ..shapes import contiguous_stride
 from ..tensor import MXTensor
+from ..tracing import settled
 from .layout import Dims, finish, relabel, sides
 from .slice import sliced
 from .view import reshaped
@@ -34,8 +35,8 @@ class Target(NamedTuple):
 def as_strided(func: Any, args: Any, kwargs: Any) -> Any:
     """The whole tensor as it is or in row-major order under another shape, or slices of it that cut no block."""
     w, size, stride, offset = (*args, None)[:4]
-    begin = w.storage_offset()
-    target = Target(tuple(size), tuple(stride), None if offset == begin else offset)
+    begin, offset = w.storage_offset(), None if offset is None else settled(offset)
+    target = Target(tuple(map(settled, size)), tuple(map(settled, stride)), None if offset == begin else offset)
     out = _whole(w, target)
     if out is None:
         out = _part(w, target)
