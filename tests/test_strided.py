@@ -40,13 +40,22 @@ def same(a, b):
     return True
 
 
+def remade(w, v, name):
+    """The view of ``w`` with the numbers of ``v``; None where they fit another as well, which slices of blocks may."""
+    try:
+        return w.as_strided(v.size(), v.stride(), v.storage_offset())
+    except NotImplementedError as error:
+        assert "more than one view" in str(error) and name in ("columns", "a tile")
+        return None
+
+
 def views(format):
     fmt = mx.quantize(torch.ones(1, 1, 1), format).format
     cut = fmt.block[1] != 32 or fmt.block[0] == -1
     return ROWS if cut or fmt.element.packing == (4, 3) else ROWS | BLOCKS
 
 
-@pytest.mark.parametrize("orientation", ["rowwise", "both"])
+@pytest.mark.parametrize("orientation", ["rowwise", "columnwise", "both"])
 @pytest.mark.parametrize("format", FORMATS)
 def test_numbers_of_a_view_give_the_view(format, orientation):
     dense = torch.randn(SHAPE)
@@ -56,7 +65,10 @@ def test_numbers_of_a_view_give_the_view(format, orientation):
         if not isinstance(v, MXTensor):
             continue
         assert v.storage_offset() == view(dense).storage_offset(), name
-        again = w.as_strided(v.size(), v.stride(), v.storage_offset())
+        again = remade(w, v, name)
+        if again is None:
+            assert orientation != "rowwise"
+            continue
         assert torch.equal(again.dequantize(), v.dequantize()), name
         assert again.storage_offset() == v.storage_offset()
         assert type(again) is MXTensor and again.held[0].data.data_ptr() == v.held[0].data.data_ptr()
@@ -89,7 +101,10 @@ def test_a_view_is_found_by_where_its_codes_begin(format, orientation, begin):
         v = view(w)
         if isinstance(v, MXTensor) and (orientation == "rowwise" or "shape" not in name):
             out = handed_out(v)
-            again = w.as_strided(out.size(), out.stride(), out.storage_offset())
+            again = remade(w, out, name)
+            if again is None:
+                assert begin and "float8" in format  # which are cut anywhere
+                continue
             assert same(again, v), name
             seen += 1
     assert seen >= 5
@@ -173,5 +188,5 @@ def test_values_are_read_where_no_block_is_whole():
     ],
 )
 def test_a_view_that_could_be_any_is_refused(w):
-    with pytest.raises(NotImplementedError, match=r"no blocks of this MXTensor of shape .* are the view of size"):
+    with pytest.raises(NotImplementedError, match=r"no view of whole blocks of this MXTensor of shape"):
         w.as_strided((3, 3), (64, 1), 7 * 64 + 3)

@@ -6,6 +6,7 @@ before them, and with sizes and strides that says which slices of the tensor it 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +29,7 @@ class Target(NamedTuple):
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int | None
-    """Values before its first, in the memory of the codes; None: it begins where the tensor does."""
+    """Values before its first; None: it begins where the tensor does."""
 
 
 @implements(aten.as_strided.default)
@@ -37,17 +38,17 @@ def as_strided(func: Any, args: Any, kwargs: Any) -> Any:
     w, size, stride, offset = (*args, None)[:4]
     begin, offset = w.storage_offset(), None if offset is None else settled(offset)
     target = Target(tuple(map(settled, size)), tuple(map(settled, stride)), None if offset == begin else offset)
-    out = _whole(w, target)
-    if out is None:
-        out = _part(w, target)
-    if out is None and not _can_be_read(w, target):
+    whole = _whole(w, target)
+    found = [whole] if whole is not None else _parts(w, target)
+    if len(found) > 1 or (not found and not _can_be_read(w, target)):
+        which = "more than one view" if found else "no view"
         raise NotImplementedError(
-            f"{func}: no blocks of this MXTensor of shape {tuple(w.shape)} are the view of size {target.size} with "
+            f"{func}: {which} of whole blocks of this MXTensor of shape {tuple(w.shape)} has size {target.size}, "
             f"strides {target.stride} and storage offset {offset}; use indexing, slices and views instead, or "
             "dequantize() first"
         )
     offset = begin if offset is None else offset
-    what = f"size {target.size} with strides {target.stride}"
+    what, out = f"size {target.size} with strides {target.stride}", found[0] if found else None
     return finish(func, (w, target.size, target.stride, offset - begin), kwargs, out, what, offset)
 
 
@@ -70,59 +71,73 @@ def _whole(w: MXTensor, target: Target) -> MXTensor | None:
     return reshaped(w, size, stride) if rows else None
 
 
-def _part(w: MXTensor, target: Target) -> MXTensor | None:
-    """Slices of ``w``, some of one index that is left out; or rows of it in another shape."""
-    for operand, dims in sides(w):
-        begin = operand.offset if target.offset is None else target.offset
-        starts = _starts(operand, dims, begin)
-        if starts is None:
-            continue
-        out = _slices(w, starts, target)
-        if out is None and dims == sorted(dims):
-            out = _rows(w, starts, target)
-        if out is not None and out.held[0].offset == begin:
-            return out
-    return None
+# ---------------------------------------------------------------------------------------------- parts
 
 
-def _starts(operand: Operand, dims: list[int], offset: int) -> list[int] | None:
-    """For each dimension of the facade, where in ``operand`` the value is that has ``offset`` values before it."""
-    (values, size), data = operand.format.element.packing, operand.data
-    rest = (offset * size + values - 1) // values - data.storage_offset()
+def _parts(w: MXTensor, target: Target) -> list[MXTensor]:
+    """The views of parts of ``w`` that a target can mean.
+
+    Its offset counts the values of the tensor that ``w`` stands for, as those of slices do, or the codes of what a
+    graph has returned: mostly the same, but not with codes that lie transposed, behind others, or with tails.
+    """
+    readings: list[tuple[list[int], Operand | None]] = [([0] * w.dim(), None)]
+    if target.offset is not None:
+        before: Any = target.offset - w.storage_offset()
+        readings = [(_starts(w.shape, w.stride(), list(range(w.dim())), before), None)]
+        for operand, dims in sides(w):
+            (values, size), data = operand.format.element.packing, operand.data
+            codes: Any = (target.offset * size + values - 1) // values - data.storage_offset()
+            starts = _starts(data.shape, data.stride(), dims, codes)
+            starts[dims[-1]] = starts[dims[-1]] // size * values
+            readings.append((starts, operand))
+    found: dict[tuple[int, ...], MXTensor] = {}
+    for starts, held in readings:
+        for part, make in (_slices(w, starts, target), _rows(w, starts, target)):
+            # what holds codes of rows is returned with their place
+            if part is not None and (held is None or (held is w._rowwise) == (part._rowwise is not None)):
+                out = make(part)
+                if out is not None:
+                    found.setdefault(tuple(starts), out)
+    return list(found.values())
+
+
+def _starts(shape: Sequence[int], strides: Sequence[int], dims: list[int], offset: int) -> list[int]:
+    """For each dimension (``dims``: their order) where the value with ``offset`` before it is; -1 where none has."""
     starts = [0] * len(dims)
-    steps = data.stride()
-    for place in sorted((d for d in range(data.dim()) if data.shape[d] > 1), key=lambda d: steps[d], reverse=True):
-        step = steps[place]
-        if step:
-            starts[dims[place]], rest = rest // step, rest % step  # divmod knows no symbols
-    starts[dims[-1]] = starts[dims[-1]] // size * values
-    return None if rest or min(starts) < 0 else starts
+    order = sorted((d for d in range(len(dims)) if shape[d] > 1), key=lambda d: strides[d], reverse=True)
+    for place in order:
+        if strides[place]:
+            starts[dims[place]], offset = offset // strides[place], offset % strides[place]  # divmod knows no symbols
+    return [-1] * len(dims) if offset else starts
 
 
-def _slices(w: MXTensor, starts: list[int], target: Target) -> MXTensor | None:
+Made = tuple[MXTensor | None, Callable[[MXTensor], MXTensor | None]]
+"""A part, and what makes the view of it."""
+
+
+def _slices(w: MXTensor, starts: list[int], target: Target) -> Made:
+    """A slice of each dimension; those that the view has not are of one index."""
     lengths, new = [1] * w.dim(), Dims()
     for n, step in zip(target.size, target.stride, strict=True):
         fits = (d for d in range(w.dim()) if d not in new and w.stride(d) == step and starts[d] + n <= w.shape[d])
         dim = next(fits, None)
-        if dim is None and n != 1:
-            return None
         new.append(dim)
         if dim is not None:
             lengths[dim] = n
-    part: MXTensor | None = w
+    fresh = all(dim is not None or n == 1 for dim, n in zip(new, target.size, strict=True))
+    part = w if fresh and all(0 <= start < max(n, 1) for start, n in zip(starts, w.shape, strict=True)) else None
     for dim, (start, n) in enumerate(zip(starts, lengths, strict=True)):
         if part is not None and n != w.shape[dim]:
             part = sliced(part, dim, start, start + n, 1, w.stride())
-    return None if part is None else relabel(part, new, target.size, target.stride)
+    return part, lambda part: relabel(part, new, target.size, target.stride)
 
 
-def _rows(w: MXTensor, starts: list[int], target: Target) -> MXTensor | None:
-    total, cols = torch.Size(target.size).numel(), w.shape[-1]
-    if not w.is_contiguous() or target.stride != contiguous_stride(target.size) or starts[-1] or not cols:
-        return None
-    first = sum(start * step for start, step in zip(starts, w.stride(), strict=True)) // cols
-    matrix = reshaped(w, (w.numel() // cols, cols), (cols, 1))
-    if matrix is None or total % cols or first + total // cols > matrix.shape[0]:
-        return None
-    part = sliced(matrix, 0, first, first + total // cols, 1, matrix.stride())
-    return None if part is None else reshaped(part, target.size, target.stride)
+def _rows(w: MXTensor, starts: list[int], target: Target) -> Made:
+    """Whole rows, one after the other, in another shape."""
+    part, total, cols = None, torch.Size(target.size).numel(), w.shape[-1]
+    if w.is_contiguous() and target.stride == contiguous_stride(target.size) and starts[-1] == 0 and cols:
+        first = sum(start * step for start, step in zip(starts, w.stride(), strict=True)) // cols
+        matrix = reshaped(w, (w.numel() // cols, cols), (cols, 1))
+        if matrix is not None and total % cols == 0 and first + total // cols <= matrix.shape[0]:
+            part = sliced(matrix, 0, first, first + total // cols, 1, matrix.stride())
+    return part, lambda part: reshaped(part, target.size, target.stride)
