@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 from torch import Tensor
 
@@ -48,15 +50,10 @@ def check_parts(
     return Operand(data.view(element.dtype), scale.view(format.scale.dtype), last, format, tuple(shape))
 
 
-SIZES_FOR_STRIDES = torch.__version__.startswith(("2.11.", "2.12."))
-"""Whether torch takes sizes for strides of what a compiled graph returns, where these are symbols (until 2.12)."""
+def facade_size(inner: Mapping[str, Tensor], outer: Sequence[int]) -> tuple[int, ...]:
+    """``outer``, the size of a tensor that stands for these codes; decided by theirs where torch has symbols for it.
 
-
-def facade_strides(rowwise: Operand | None, given: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of what a graph has returned: ``given``, or those of its codes where the first of them are sizes."""
-    if not SIZES_FOR_STRIDES or rowwise is None or not all(type(n) is int for n in (*given, *rowwise.shape)):
-        return given
-    (values, size), shape = rowwise.format.element.packing, rowwise.shape
-    found = (*(step * values // size for step in rowwise.data.stride()[:-1]), rowwise.data.stride(-1))
-    wrong = any(given == (*shape[:k], *found[k:]) for k in range(1, len(shape)))
-    return found if wrong and shape[-1] % values == 0 else given
+    torch.compile gives the two symbols of their own, as if one could change without the other.
+    """
+    known = all(type(n) is int for t in inner.values() for n in t.shape)
+    return tuple(map(int, outer)) if known else tuple(outer)

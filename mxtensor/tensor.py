@@ -20,7 +20,7 @@ from .dispatch import FALLBACK, FUNCTION_TABLE, OP_TABLE, cached, forced_kernel
 from .fingerprint import fingerprint
 from .formats import Format, Orientation, Rounding, ScaleCalculationMode, get_format, get_mx_format
 from .kernels.cast import quantize_operands
-from .parts import check_parts, facade_strides
+from .parts import check_parts, facade_size
 from .roles import Cast, LinearRecipe, recipe_from_row, recipe_to_row
 from .shapes import contiguous_stride, readable_size, swapped
 
@@ -225,7 +225,7 @@ class MXTensor(Tensor):
         inner: dict[str, Tensor], context: Any, outer_size: tuple[int, ...], outer_stride: tuple[int, ...]
     ) -> MXTensor:
         recipe, dtype = context
-        size = tuple(outer_size)
+        size = facade_size(inner, outer_size)
 
         def operand(side: str, shape: tuple[int, ...]) -> Operand | None:
             if f"_inner{side}_data" not in inner:
@@ -234,8 +234,8 @@ class MXTensor(Tensor):
             return Operand(data, scale, last, recipe.weight.format, shape)  # type: ignore[arg-type]
 
         row, column = operand("_rowwise", size), operand("_columnwise", swapped(size)) if len(size) > 1 else None
-        stride, begin = facade_strides(row, tuple(outer_stride)), (row or column).offset  # type: ignore[union-attr]
-        return MXTensor(row, column, recipe, dtype, size, stride, offset=begin)
+        begin = (row or column).offset  # type: ignore[union-attr]  # a view says so by nothing else
+        return MXTensor(row, column, recipe, dtype, size, tuple(outer_stride), offset=begin)
 
     def _stable_hash_for_caching(self) -> str:
         names, (recipe, dtype) = self.__tensor_flatten__()
