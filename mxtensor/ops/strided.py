@@ -90,15 +90,15 @@ def _parts(w: MXTensor, target: Target) -> list[MXTensor]:
             starts = _starts(data.shape, data.stride(), dims, codes)
             starts[dims[-1]] = starts[dims[-1]] // size * values
             readings.append((starts, operand))
-    found: dict[tuple[int, ...], MXTensor] = {}
+    found: list[tuple[list[int], MXTensor]] = []  # by where it starts, which may be symbols: they have no hash
     for starts, held in readings:
         for part, make in (_slices(w, starts, target), _rows(w, starts, target)):
             # what holds codes of rows is returned with their place
             if part is not None and (held is None or (held is w._rowwise) == (part._rowwise is not None)):
                 out = make(part)
-                if out is not None:
-                    found.setdefault(tuple(starts), out)
-    return list(found.values())
+                if out is not None and all(starts != before for before, _ in found):
+                    found.append((starts, out))
+    return [out for _, out in found]
 
 
 def _starts(shape: Sequence[int], strides: Sequence[int], dims: list[int], offset: int) -> list[int]:
