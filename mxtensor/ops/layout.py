@@ -106,18 +106,18 @@ def facade(func: Any, w: MXTensor, args: Sequence[Any], kwargs: dict[str, Any]) 
 
 
 def finish(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: MXTensor | None, what: str, offset: int | None = None
-) -> Any:
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: MXTensor | None, what: str,
+    offset: int | torch.SymInt = 0,
+) -> Any:  # fmt: skip
     """Return a view, marked as an alias of its base; without an ``out``, the dequantized values: a copy.
 
-    ``offset``: that of the view in its storage, where it is not its base's.
+    ``offset``: values of the base before the view's first.
     """
     base = args[0]
     if out is None:
         block = "x".join("all" if b == FULL else str(b) for b in base.format.block)
         return read(func, args, kwargs, f"{what} cuts {block} blocks of {base.orientation.label}")
-    offset = base.storage_offset() if offset is None else offset
-    return return_and_correct_aliasing(func, args, kwargs, _as_view_of(base, out, offset))
+    return return_and_correct_aliasing(func, args, kwargs, _as_view_of(base, out, base.storage_offset() + offset))
 
 
 def _as_view_of(base: MXTensor, out: MXTensor, offset: int) -> MXTensor:

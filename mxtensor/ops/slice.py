@@ -70,8 +70,7 @@ def slice_(func: Any, args: Any, kwargs: Any) -> Any:
     start, end, _ = slice(start, end, step).indices(w.shape[dim])
     out = facade(func, w, args, kwargs)
     result = sliced(w, dim, start, max(start, end), step, out.stride())
-    what, begin = f"[{start}:{end}:{step}] along dimension {dim}", w.storage_offset() + out.storage_offset()
-    return finish(func, args, kwargs, result, what, begin)
+    return finish(func, args, kwargs, result, f"[{start}:{end}:{step}] along dimension {dim}", out.storage_offset())
 
 
 @implements(aten.select.int)
@@ -86,8 +85,7 @@ def select(func: Any, args: Any, kwargs: Any) -> Any:
     result = None
     if one is not None:
         result = relabel(one, [d for d in range(w.dim()) if d != dim], tuple(out.shape), out.stride())
-    what, begin = f"index {index} of dimension {dim}", w.storage_offset() + out.storage_offset()
-    return finish(func, args, kwargs, result, what, begin)
+    return finish(func, args, kwargs, result, f"index {index} of dimension {dim}", out.storage_offset())
 
 
 def _split(w: MXTensor, dim: int, lengths: list[int]) -> list[Tensor]:

@@ -47,9 +47,9 @@ def as_strided(func: Any, args: Any, kwargs: Any) -> Any:
             f"strides {target.stride} and storage offset {offset}; use indexing, slices and views instead, or "
             "dequantize() first"
         )
-    offset = begin if offset is None else offset
     what, out = f"size {target.size} with strides {target.stride}", found[0] if found else None
-    return finish(func, (w, target.size, target.stride, offset - begin), kwargs, out, what, offset)
+    after = 0 if offset is None else offset - begin
+    return finish(func, (w, target.size, target.stride, after), kwargs, out, what, after)
 
 
 def _can_be_read(w: MXTensor, target: Target) -> bool:
@@ -96,7 +96,7 @@ def _parts(w: MXTensor, target: Target) -> list[MXTensor]:
             # what holds codes of rows is returned with their place
             if part is not None and (held is None or (held is w._rowwise) == (part._rowwise is not None)):
                 out = make(part)
-                if out is not None and all(starts != before for before, _ in found):
+                if out is not None and all(starts != other for other, _ in found):
                     found.append((starts, out))
     return [out for _, out in found]
 
