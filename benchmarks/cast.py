@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 import mxtensor as mx
-from mxtensor.formats import FULL, Format, Orientation, get_format
-from mxtensor.kernels.cast import dequantize_operand, quantize_operand, quantize_operands
-from mxtensor.roles import Cast
+from mxtensor.kernels.quantize.select import dequantize_operand, quantize_operand, quantize_operands
+from mxtensor.numerics.cast import Cast
+from mxtensor.numerics.formats import FULL, Format, Orientation, get_format
 
 from . import peers
 from .cuda import (

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import mxtensor as mx
-from mxtensor.tune import Graph as Graph
-from mxtensor.tune import cold_copies as cold_copies
+from mxtensor.report.tune import Graph as Graph
+from mxtensor.report.tune import cold_copies as cold_copies
 
 from .harness import Prepare, Row, Work, machine, parser, print_table
 

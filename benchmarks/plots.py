@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from mxtensor.report import COLORS
+from mxtensor.report.model_report import COLORS
 
 from . import cast, decode, linear, train_linear
 from .cuda import GpuRow

@@ -163,8 +163,8 @@ def verdict(case: Callable[[Package], Any], package: Package) -> str:
 def here() -> Package:
     """This package."""
     import mxtensor as mx
-    from mxtensor.convert import recipe_of
-    from mxtensor.tensor import quantize_as
+    from mxtensor.convert.quantize import recipe_of
+    from mxtensor.tensor.mxtensor import quantize_as
 
     recipe = recipe_of("mxfp8")
     training = mx.recipe.MXFP8BlockScaling()

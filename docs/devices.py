@@ -15,10 +15,11 @@ DEVICES = {"sm80": (8, 0), "sm89": (8, 9), "sm90": (9, 0), "sm100": (10, 0), "sm
 def chosen(name: str, weight_only: bool, capability: tuple[int, int]) -> str:
     """The kernel for a bfloat16 linear layer in this format on a device of this compute capability."""
     import mxtensor as mx
-    from mxtensor import dispatch
-    from mxtensor.kernels import cublas, scaled_contract, triton_host
-    from mxtensor.kernels.gemm import GEMM
-    from mxtensor.kernels.gemm_spec import GemmArgs, Uncast
+    from mxtensor.core import dispatch
+    from mxtensor.kernels.gemm import cublas, scaled_mm_contract
+    from mxtensor.kernels.gemm.select import GEMM
+    from mxtensor.kernels.gemm.spec import GemmArgs, Uncast
+    from mxtensor.kernels.runtime import triton_launch
 
     x, cast = torch.empty(4096, 4096, dtype=torch.bfloat16, device="meta"), mx.Cast.of(name)
     formats = (x.dtype if weight_only else cast.format, cast.format)
@@ -27,8 +28,8 @@ def chosen(name: str, weight_only: bool, capability: tuple[int, int]) -> str:
     with ExitStack() as pretended:  # the device, and a torch with CUDA 13 and Triton
         for module, function, answer in (
             (dispatch, "device_capability", capability),
-            (scaled_contract, "toolkit_version", (13, 0)),
-            (triton_host, "_installed", True),
+            (scaled_mm_contract, "toolkit_version", (13, 0)),
+            (triton_launch, "_installed", True),
             (cublas, "refuses", None),
         ):
             pretended.enter_context(patch.object(module, function, lambda *args, answer=answer: answer))

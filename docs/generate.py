@@ -33,7 +33,7 @@ from typing import Any
 from docs.devices import devices
 from docs.markdown import table
 from docs.recipes import recipes
-from docs.records import cast, cpu, decode, decode_model, fsdp, host, linear, sharding, train_linear
+from docs.records import cpu, decode, decode_model, fsdp, host, linear, sharding, train_linear
 
 ROOT = Path(__file__).resolve().parent.parent
 GENERATED = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -83,7 +83,7 @@ def _module(rule: Any) -> str:
 def ops() -> str:
     """Every rule of OP_TABLE with the aten overloads it serves."""
     import mxtensor  # noqa: F401  (fills the table)
-    from mxtensor.dispatch import OP_TABLE
+    from mxtensor.core.dispatch import OP_TABLE
 
     served: dict[Any, list[str]] = {}
     for op, rule in OP_TABLE.items():
@@ -95,7 +95,7 @@ def ops() -> str:
 def functions() -> str:
     """Every rule of FUNCTION_TABLE."""
     import mxtensor  # noqa: F401
-    from mxtensor.dispatch import FUNCTION_TABLE
+    from mxtensor.core.dispatch import FUNCTION_TABLE
 
     def name(function: Any) -> str:
         from torch.overrides import resolve_name
@@ -111,18 +111,19 @@ def functions() -> str:
 
 def kernels() -> str:
     """The kernels of each kind of work in the order in which they are asked, and what each of them is."""
-    from mxtensor.kernels import cast, gemm
+    from mxtensor.kernels.gemm import select
+    from mxtensor.kernels.quantize import select
 
     works = (
-        ("product", gemm.GEMM), ("grouped product", gemm.GROUPED), ("quantize", cast.QUANTIZE),
-        ("quantize both ways", cast.QUANTIZE_BOTH), ("round trip", cast.ROUND_TRIP), ("dequantize", cast.DEQUANTIZE),
+        ("product", select.GEMM), ("grouped product", select.GROUPED), ("quantize", select.QUANTIZE),
+        ("quantize both ways", select.QUANTIZE_BOTH), ("round trip", select.ROUND_TRIP), ("dequantize", select.DEQUANTIZE),
     )  # fmt: skip
     order = [(work, ", ".join(f"`{kernel.name}`" for kernel in row)) for work, row in works]
     files: dict[tuple[str, str], None] = {}
     for _, row in works:
         for kernel in row:
             module = kernel.refuses.__module__
-            if module not in (cast.__name__, gemm.__name__):  # those are made of the others
+            if module not in (select.__name__, select.__name__):  # those are made of the others
                 files[kernel.name, module] = None
     body = [
         (f"`{name}`", first_line(sys.modules[m]), f"`{m.removeprefix('mxtensor.').replace('.', '/')}.py`")
@@ -180,7 +181,7 @@ def models() -> str:
     return table(", ".join(HEADER), [cells(row) for row in recorded()])
 
 
-RECORDS = (cpu, host, cast, linear, decode, decode_model, train_linear, fsdp, sharding)
+RECORDS = (cpu, host, select, linear, decode, decode_model, train_linear, fsdp, sharding)
 GENERATORS = (formats, ops, functions, kernels, devices, api, torchao, models, recipes, *RECORDS)
 TABLES: dict[str, Callable[[], str]] = {generator.__name__: generator for generator in GENERATORS}
 

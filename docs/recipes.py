@@ -35,7 +35,7 @@ def _value(value: Any) -> str:
 def recipes() -> str:
     """Every recipe with what it does by default, and its own options."""
     from mxtensor import recipe as module
-    from mxtensor.recipe_base import BackwardOptions
+    from mxtensor.recipe.base import BackwardOptions
 
     body = []
     for kind in vars(module).values():

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mxtensor.report import COLORS
+from mxtensor.report.model_report import COLORS
 
 MARKERS = "osD^vPX*"
 DASHES = ("-", (0, (3, 2)), (0, (1, 1.5)))

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 import mxtensor as mx
-from mxtensor.convert import recipe_of
-from mxtensor.report import LayerError, layer_errors, plot_layer_errors, short_names
+from mxtensor.convert.quantize import recipe_of
+from mxtensor.report.model_report import LayerError, layer_errors, plot_layer_errors, short_names
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_into
 from torch.distributed.checkpoint.state_dict_saver import save as save_all
 from torch.optim import Optimizer
 
-from mxtensor.checkpoint import Reader, Writer, latest
+from mxtensor.distributed.checkpoint import Reader, Writer, latest
 
 BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
 """An optimizer's state by the names of the parameters, however they are grouped."""

@@ -32,8 +32,8 @@ import torch
 from torch import Tensor, nn
 
 import mxtensor as mx
-from mxtensor.interception import delayed_state
-from mxtensor.training_weight import TrainingWeight, local_of
+from mxtensor.training.interception import delayed_state
+from mxtensor.training.training_weight import TrainingWeight, local_of
 
 from . import saving
 from .curves import Curve, plot

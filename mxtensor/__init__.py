@@ -8,16 +8,15 @@ import torch as _torch
 
 from . import ops as _ops  # noqa: F401  (fills OP_TABLE)
 from . import recipe
-from . import te_names as _te_names  # noqa: F401  (gives MXTensor TransformerEngine's names)
-from .codec import Operand
-from .convert import (
+from .convert.quantize import (
     MXDynamicActivationMXWeightConfig,
     NVFP4DynamicActivationNVFP4WeightConfig,
     NVFP4WeightOnlyConfig,
     quantize_,
 )
-from .dispatch import explain, kernels, strict
-from .formats import (
+from .core.dispatch import explain, kernels, strict
+from .numerics.cast import Cast
+from .numerics.formats import (
     DTYPE_FP6_E2M3,
     DTYPE_FP6_E3M2,
     FORMATS,
@@ -27,19 +26,19 @@ from .formats import (
     ScaleCalculationMode,
     get_format,
 )
-from .roles import Cast, KernelPreference, LinearRecipe
-from .tensor import MXTensor, quantize, rebuild
+from .numerics.operand import Operand
+from .recipe.linear_recipe import KernelPreference, LinearRecipe
+from .te import tensor_attributes as _te_names  # noqa: F401  (gives MXTensor TransformerEngine's names)
+from .tensor.mxtensor import MXTensor, quantize, rebuild
 
 if TYPE_CHECKING:
     from . import checkpoint, nn, optim, parallel
-    from .ambient import autocast
-    from .compiled import inference_options
-    from .convert_training import MXLinearConfig
-    from .grad_scaler import MXFP8GradientScaler
-    from .model_init import quantized_model_init
-    from .mxfp8 import MXFP8Config, MXFP8Linear, to_mxfp8
-    from .quantizer_base import DType, Quantizer
-    from .quantizers import (
+    from .compile.inference_options import inference_options
+    from .convert.mxfp8 import MXFP8Config, MXFP8Linear, to_mxfp8
+    from .convert.training import MXLinearConfig
+    from .te.general_gemm import general_gemm, get_workspace
+    from .te.quantizer_base import DType, Quantizer
+    from .te.quantizers import (
         Float8BlockQuantizer,
         Float8CurrentScalingQuantizer,
         Float8Quantizer,
@@ -47,7 +46,9 @@ if TYPE_CHECKING:
         MXQuantizer,
         NVFP4Quantizer,
     )
-    from .te_gemm import general_gemm, get_workspace
+    from .training.autocast import autocast
+    from .training.grad_scaler import MXFP8GradientScaler
+    from .training.model_init import quantized_model_init
 
 __version__ = "0.1.0"
 

@@ -7,10 +7,10 @@ import pickle
 
 import pytest
 import torch
-from ranks import DEVICE, WORLD, run
 from torch import nn
 
 import mxtensor as mx
+from tests.helpers.ranks import DEVICE, WORLD, run
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, which nothing has done yet

@@ -12,18 +12,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..ambient import ambient
-from ..convert import keep_quantized
-from ..factors import Scales
-from ..interception import check_recipe
-from ..linear import Options, linear
-from ..model_init import init_roles, preserve, preserves, weight_parameter
-from ..quantizers import quantizers_of
-from ..recipe import Recipe
-from ..roles import HIGH_PRECISION, Roles
-from ..torch_autocast import autocast_dtype, torch_autocasts
-from .sharded import misfit, owner, remember, spread
+from ..convert.quantize import keep_quantized
+from ..core.torch_autocast import autocast_dtype, torch_autocasts
+from ..recipe.linear_recipe import HIGH_PRECISION, Roles
+from ..recipe.training_recipes import Recipe
+from ..te.quantizers import quantizers_of
+from ..training.autocast import ambient
+from ..training.interception import check_recipe
+from ..training.linear import Options, linear
+from ..training.model_init import init_roles, preserve, preserves, weight_parameter
+from ..training.operands import Scales
 from .slot import Operands, Slot
+from .weight_shards import misfit, owner, remember, spread
 
 Init = Callable[[Tensor], Any]
 Parts = Sequence[Tensor]

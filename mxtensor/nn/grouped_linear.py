@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..grouped import Splits, groups_of, row_counts, stacked
+from ..training.grouped import Splits, groups_of, row_counts, stacked
 from .base import Init, QuantizedModule, cast_bias, check_parallelism, kaiming
 
 

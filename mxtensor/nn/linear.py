@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..tensor import MXTensor
+from ..tensor.mxtensor import MXTensor
 from .base import Active, Init, Parts, QuantizedModule, cast_bias, check_parallelism
 
 Split = dict[str, int] | Sequence[str] | None

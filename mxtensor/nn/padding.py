@@ -11,10 +11,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..ambient import get_recipe
-from ..formats import FULL
-from ..grouped import Splits, groups_of, row_counts
-from ..roles import Roles
+from ..numerics.formats import FULL
+from ..recipe.linear_recipe import Roles
+from ..training.autocast import get_recipe
+from ..training.grouped import Splits, groups_of, row_counts
 
 WITHOUT_BLOCKS = 16
 """What float8 kernels want of a contraction, blocks or none."""

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..codec import Operand
-from ..delayed import DelayedState
-from ..dispatch import resumed, surroundings
-from ..factors import Scales, weight_copies
-from ..linear import WgradHook
-from ..roles import Roles
-from ..tensor import MXTensor
-from ..torch_autocast import without_autocast
-from .sharded import add_gradient, owner, version
+from ..core.dispatch import resumed, surroundings
+from ..core.torch_autocast import without_autocast
+from ..numerics.operand import Operand
+from ..recipe.linear_recipe import Roles
+from ..tensor.mxtensor import MXTensor
+from ..training.delayed_scaling import DelayedState
+from ..training.linear import WgradHook
+from ..training.operands import Scales, weight_copies
+from .weight_shards import add_gradient, owner, version
 
 Operands = tuple[Operand | None, Operand | None]
 """The rowwise and the columnwise copy of a weight."""

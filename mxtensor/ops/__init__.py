@@ -1,6 +1,6 @@
 """Above the tensor: one rule per aten op. Importing this package fills OP_TABLE and FUNCTION_TABLE."""
 
-from . import (
+from ..ops import (
     attention,
     collectives,
     convert,

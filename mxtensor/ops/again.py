@@ -10,16 +10,16 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..codec import Operand
-from ..dispatch import observed
-from ..kernels import small_batch
-from ..kernels.gemm import kernel_for
-from ..kernels.gemm_spec import GemmArgs
-from ..kernels.small_batch_launch import Again
-from ..kernels.small_batch_table import BY_WARPS
-from ..roles import LinearRecipe
-from ..shapes import as_matrix
-from ..tensor import MXTensor
+from ..core.dispatch import observed
+from ..core.shapes import as_matrix
+from ..kernels.gemm.select import kernel_for
+from ..kernels.gemm.spec import GemmArgs
+from ..kernels.small_m import kernel as small_m
+from ..kernels.small_m.heuristics import BY_WARPS
+from ..kernels.small_m.launch import Again
+from ..numerics.operand import Operand
+from ..recipe.linear_recipe import LinearRecipe
+from ..tensor.mxtensor import MXTensor
 from .matmul import Side, factors, preference
 
 MOST = 64
@@ -67,13 +67,13 @@ def found(x: Tensor, weight: MXTensor, bias: Tensor | None) -> Kept | None:
 def keep(x: Tensor, weight: MXTensor, bias: Tensor | None) -> None:
     """After ``F.linear`` was computed, of which nothing was found: keep how, or that it was no single launch."""
     operand, recipe = weight._rowwise, weight.recipe
-    if small_batch.KERNEL.device not in (None, x.device.type) or operand is None or observed():
+    if small_m.KERNEL.device not in (None, x.device.type) or operand is None or observed():
         return
     if x.shape[-1] == 0 or x.numel() // x.shape[-1] > BY_WARPS:
         return
     factor, _ = factors("linear", Side(as_matrix(x), False), Side(weight, False))
     chosen = kernel_for("linear", factor, operand, GemmArgs(x.dtype, bias), preference(weight))
-    call = small_batch.again(x, factor, operand, bias) if chosen == small_batch.KERNEL.name else None
+    call = small_m.again(x, factor, operand, bias) if chosen == small_m.KERNEL.name else None
     calls = weight.__dict__.setdefault(KEPT, {})
     if len(calls) >= MOST:
         calls.clear()

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..dispatch import implements
+from ..core.dispatch import implements
 
 aten = torch.ops.aten
 

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..dispatch import implements, implements_function
-from ..tensor import MXTensor
+from ..core.dispatch import implements, implements_function
+from ..tensor.mxtensor import MXTensor
 
 PACKAGE = __name__.partition(".")[0] + "."
 

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..codec import SOURCE_DTYPES, Operand
-from ..dispatch import implements
-from ..kernels.cast import dequantize_operand
-from ..sharded import zeros_of_rows
-from ..tensor import MXTensor
+from ..core.dispatch import implements
+from ..kernels.quantize.select import dequantize_operand
+from ..numerics.operand import Operand
+from ..numerics.reference import SOURCE_DTYPES
+from ..tensor.fsdp_shards import zeros_of_rows
+from ..tensor.mxtensor import MXTensor
 from .layout import facade
 
 aten = torch.ops.aten

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..dispatch import Spec, implements_function, record, refuse_if_strict
-from ..tensor import MXTensor
+from ..core.dispatch import Spec, implements_function, record, refuse_if_strict
+from ..tensor.mxtensor import MXTensor
 
 
 def _matrix_form(equation: str, x: Tensor, w: MXTensor) -> tuple[str, str, str, str, str] | None:

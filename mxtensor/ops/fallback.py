@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ..autograd import mode_of_views
-from ..dispatch import FALLBACK, Spec, implements_function, record, refuse_if_strict
-from ..tensor import MXTensor
+from ..core.autograd import mode_of_views
+from ..core.dispatch import FALLBACK, Spec, implements_function, record, refuse_if_strict
+from ..tensor.mxtensor import MXTensor
 from .inplace import write_back
 
 REFUSED: dict[Any, str] = {}

@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..dispatch import implements_function
-from ..tensor import MXTensor
-from ..torch_autocast import torch_autocasts
-from ..tracing import is_traced
+from ..core.dispatch import implements_function
+from ..core.torch_autocast import torch_autocasts
+from ..core.tracing import is_traced
+from ..tensor.mxtensor import MXTensor
 from .again import found, keep
 from .matmul import linear as linear_rule
 

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..codec import Operand
-from ..dispatch import implements, implements_function
-from ..formats import FULL
-from ..kernels.cast import quantize_operand
-from ..tensor import MXTensor
+from ..core.dispatch import implements, implements_function
+from ..kernels.quantize.select import quantize_operand
+from ..numerics.formats import FULL
+from ..numerics.operand import Operand
+from ..tensor.mxtensor import MXTensor
 
 aten = torch.ops.aten
 

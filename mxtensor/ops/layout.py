@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from ..codec import Operand
-from ..formats import FULL
-from ..tensor import MXTensor
+from ..numerics.formats import FULL
+from ..numerics.operand import Operand
+from ..tensor.mxtensor import MXTensor
 from .fallback import read
 
 Dims = list[int | None]

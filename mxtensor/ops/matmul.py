@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..codec import Operand
-from ..dispatch import Spec, implements, record, refuse_if_strict
-from ..kernels.gemm import gemm, grouped_gemm
-from ..kernels.gemm_spec import Factor, GemmArgs, Uncast
-from ..roles import KernelPreference
-from ..shapes import as_matrix
-from ..tensor import MXTensor
-from ..tracing import is_traced
+from ..core.dispatch import Spec, implements, record, refuse_if_strict
+from ..core.shapes import as_matrix
+from ..core.tracing import is_traced
+from ..kernels.gemm.select import gemm, grouped_gemm
+from ..kernels.gemm.spec import Factor, GemmArgs, Uncast
+from ..numerics.operand import Operand
+from ..recipe.linear_recipe import KernelPreference
+from ..tensor.mxtensor import MXTensor
 from .fallback import read
 
 aten = torch.ops.aten

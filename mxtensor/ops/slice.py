@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..codec import Operand
-from ..dispatch import implements
-from ..formats import FULL
-from ..tensor import MXTensor
-from ..tracing import settled
+from ..core.dispatch import implements
+from ..core.tracing import settled
+from ..numerics.formats import FULL
+from ..numerics.operand import Operand
+from ..tensor.mxtensor import MXTensor
 from .layout import assemble, facade, finish, order, relabel, sides
 
 aten = torch.ops.aten

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..codec import Operand
-from ..dispatch import implements
-from ..shapes import contiguous_stride
-from ..tensor import MXTensor
-from ..tracing import settled
+from ..core.dispatch import implements
+from ..core.shapes import contiguous_stride
+from ..core.tracing import settled
+from ..numerics.operand import Operand
+from ..tensor.mxtensor import MXTensor
 from .layout import Dims, finish, relabel, sides
 from .slice import sliced
 from .view import reshaped

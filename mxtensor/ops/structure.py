@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..codec import Operand
-from ..dispatch import implements
-from ..formats import FULL
-from ..tensor import MXTensor
-from ..tracing import is_traced
+from ..core.dispatch import implements
+from ..core.tracing import is_traced
+from ..numerics.formats import FULL
+from ..numerics.operand import Operand
+from ..tensor.mxtensor import MXTensor
 from .fallback import read
 from .layout import assemble, both, facade, on_bytes, sides
 

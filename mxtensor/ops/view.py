@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from ..codec import Operand
-from ..dispatch import implements
-from ..formats import FULL
-from ..shapes import contiguous_stride
-from ..sharded import flat_values
-from ..tensor import MXTensor
+from ..core.dispatch import implements
+from ..core.shapes import contiguous_stride
+from ..numerics.formats import FULL
+from ..numerics.operand import Operand
+from ..tensor.fsdp_shards import flat_values
+from ..tensor.mxtensor import MXTensor
 from .layout import Dims, assemble, facade, finish, order, relabel, relabel_operand, sides
 
 aten = torch.ops.aten

@@ -1,0 +1,41 @@
+"""Products in the graphs of torch's compiler: what they are given, through the views that layers put before them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from ..kernels.small_m import kernel  # noqa: F401  (registers the ops)
+
+ONE, SHARED = torch.ops.mxtensor.small_batch.default, torch.ops.mxtensor.small_batch_shared.default
+NAMES = tuple(argument.name for argument in ONE._schema.arguments)
+OF_A_WEIGHT = ("data", "scale", "last", "bias")
+"""Arguments of a product that go with its weight; the others are the same in products that are made together."""
+aten = torch.ops.aten
+VIEWS = (
+    aten.reshape.default, aten.view.default, aten.view.dtype, aten.permute.default, aten.transpose.int, aten.t.default,
+    aten.slice.Tensor, aten.select.int, aten.unsqueeze.default, aten.squeeze.dim, aten.alias.default,
+    aten.detach.default,
+)  # fmt: skip
+"""What layers put between what they share and their products, each for itself."""
+
+
+def arguments(node: Node) -> dict[str, Any]:
+    """By name, with the defaults."""
+    return dict(zip(NAMES, node.args, strict=False)) | dict(node.kwargs)
+
+
+def is_view(value: Any) -> bool:
+    return isinstance(value, Node) and value.target in VIEWS
+
+
+def needs(value: Any) -> Iterator[Node]:
+    """What there has to be before a view can be made again."""
+    if is_view(value):
+        yield from needs(value.args[0])
+        yield from (node for node in value.all_input_nodes if node is not value.args[0])
+    elif isinstance(value, Node):
+        yield value

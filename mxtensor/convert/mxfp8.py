@@ -1,0 +1,77 @@
+"""The small front door to MXFP8: one function, one layer, one config."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..numerics.formats import get_mx_format
+from ..recipe.base import BackwardOptions
+from ..recipe.linear_recipe import Role, Roles
+from ..tensor.mxtensor import MXTensor, quantize
+from ..training.interception import Call, run
+
+
+def to_mxfp8(x: Tensor, block_size: int = 32) -> MXTensor:
+    """``x`` in MXFP8 E4M3, ``block_size`` (16, 32, 64 or 128) values of the last dimension to a power-of-two scale.
+
+    ``.dequantize()`` gives the values in the dtype of ``x``. One byte a value and one a block: 1 + 1 / block_size bytes
+    a value. Raises ValueError for other block sizes, TypeError for a dtype that is not floating-point.
+    """
+    return quantize(x, get_mx_format("mxfp8_e4m3", block_size))
+
+
+@dataclass(repr=False)
+class MXFP8Config(BackwardOptions):
+    """MXFP8 by three facts: a recipe, for MXFP8Linear, ``quantize_`` and ``autocast``.
+
+    E4M3 has more precision (3 bits, to 448), E5M2 more range (2 bits, to 57344). Block scales give range enough, so
+    that E4M3 for gradients too, ``e5m2_backward=False``, is what NVIDIA's pre-training paper found best.
+    """
+
+    block_size: int = 32
+    """Values that share a scale: 16, 32 (OCP MX), 64 or 128."""
+    e4m3_forward: bool = True
+    """Inputs and weights in E4M3; else in E5M2."""
+    e5m2_backward: bool = True
+    """Gradients in E5M2; else in E4M3."""
+    _kinds = frozenset({"mxfp8", "block_scaling"})
+    _shown = (("block_size", "block_size"), ("e4m3_forward", "e4m3_forward"), ("e5m2_backward", "e5m2_backward"))
+
+    def _roles(self) -> Roles:
+        forward = Role.of(get_mx_format("mxfp8_e4m3" if self.e4m3_forward else "mxfp8_e5m2", self.block_size))
+        grad = Role.of(get_mx_format("mxfp8_e5m2" if self.e5m2_backward else "mxfp8_e4m3", self.block_size))
+        return self.finished(forward, forward, grad)
+
+
+class MXFP8Linear(nn.Linear):
+    """nn.Linear whose three products run in MXFP8, inside ``autocast`` or not; the parameters stay as they are.
+
+    ``config``: an MXFP8Config in the place of ``MXFP8Config(block_size)``; it may be edited, and the next forward pass
+    follows. Input (..., in_features), any sizes; arguments, initial values and state dict as nn.Linear's. Raises
+    TypeError for another kind of config, ValueError where config and ``block_size`` contradict each other.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = True, block_size: int = 32,
+        config: MXFP8Config | None = None, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        if config is not None and not isinstance(config, MXFP8Config):
+            raise TypeError(
+                f"MXFP8Linear: {config!r} is no MXFP8Config; for other recipes use mxtensor.nn.Linear, or quantize_"
+            )
+        if config is not None and block_size not in (32, config.block_size):
+            raise ValueError(
+                f"MXFP8Linear: block_size is {block_size}, that of config {config.block_size}; give one of the two"
+            )
+        config = MXFP8Config(block_size) if config is None else config
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self.config = config
+
+    def forward(self, input: Tensor) -> Tensor:
+        return run(Call(input, self.weight, self.bias), self.config.roles())
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, {self.config!r}"

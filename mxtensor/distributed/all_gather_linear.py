@@ -1,0 +1,144 @@
+"""A linear layer whose input rows are spread over ranks, gathered as codes and scales instead of values.
+
+Each rank casts its own rows before they travel, so that MXFP8 sends 0.516 of bfloat16's bytes. Rows are rounded by
+themselves for fprop, tokens in blocks for wgrad; as long as the rows of a rank are whole blocks, what arrives is what
+one rank would have made of all rows in their order (rank, then row).
+
+    forward   x.rowwise gathered     -> fprop, all rows by the columns of this rank
+    backward  dgrad of all rows      -> summed and scattered to the ranks whose rows they are
+              x.columnwise gathered  -> wgrad of the columns of this rank
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..core.dispatch import resumed, surroundings
+from ..core.torch_autocast import without_autocast
+from ..kernels.gemm.spec import Form
+from ..numerics.formats import FULL, Rounding
+from ..numerics.operand import Operand
+from ..recipe.linear_recipe import Roles
+from ..training.linear import Options, product
+from ..training.operands import copies, held_by, kept, turned
+from ..training.training_weight import values_of
+
+Group = Any
+"""A process group."""
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""The names of torch 2.13, or those before."""
+
+
+def refuses(roles: Roles, rows: int, cols: int) -> str | None:
+    """Why rows of this recipe cannot travel as codes, ``rows`` x ``cols`` a rank; None where they can."""
+    for name, cast in (("fprop", roles.input.rowwise), ("wgrad", roles.input.columnwise)):
+        if cast is None:
+            return f"the recipe leaves the input of {name} in high precision"
+        f = cast.format
+        if f.global_scale or FULL in f.block:
+            return f"{f} has one scale for more than one rank holds"
+        if f.block[0] != 1:
+            return f"{f} has blocks of {f.block[0]} rows, which are cast for both products at once"
+        if cast.rounding is Rounding.STOCHASTIC:
+            return f"{f} is rounded stochastically, by numbers that would be the same on every rank"
+    if roles.input.signs is not None:
+        return "the recipe rotates the input of wgrad across ranks"
+    if roles.delayed is not None:
+        return "delayed scaling has one scale for more than one rank holds"
+    assert roles.input.columnwise is not None
+    block = roles.input.columnwise.format.block[1]
+    if rows % block:
+        return f"{rows} rows a rank are not whole blocks of {block}"
+    return None
+
+
+def _gathered_rows(t: Tensor, world: int, group: Group) -> Tensor:
+    """(n, ...) of each rank as (world * n, ...); any dtype travels as bytes."""
+    mine = t.contiguous().view(torch.uint8)
+    out = mine.new_empty((world * mine.shape[0], *mine.shape[1:]))
+    all_gather(out, mine, group=group)
+    return out.view(t.dtype)
+
+
+def _gathered_columns(t: Tensor, world: int, group: Group) -> Tensor:
+    """(n, m) of each rank as (n, world * m)."""
+    n, m = t.shape
+    return _gathered_rows(t, world, group).view(world, n, m).transpose(0, 1).reshape(n, world * m)
+
+
+def _of_all_rows(mine: Operand, world: int, group: Group) -> Operand:
+    rows, cols = mine.shape
+    data, scale = (_gathered_rows(t, world, group) for t in (mine.data, mine.scale))
+    return Operand(data, scale, None, mine.format, (world * rows, cols))
+
+
+def _of_all_columns(mine: Operand, world: int, group: Group) -> Operand:
+    rows, cols = mine.shape
+    data, scale = (_gathered_columns(t, world, group) for t in (mine.data, mine.scale))
+    return Operand(data, scale, None, mine.format, (rows, world * cols))
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, options: Options, group: Group, dtype: torch.dtype
+    ) -> Tensor:
+        roles, world = options.roles, dist.get_world_size(group)
+        with torch._C.DisableTorchFunction(), without_autocast(x.device):
+            later = Form.CODES if ctx.needs_input_grad[1] else None
+            mine, x_col = copies(x, roles.input, (Form.CODES, later), ())
+            assert isinstance(mine, Operand)
+            held = held_by(weight, roles)
+            w_row = held[0] if held is not None else copies(values_of(weight), roles.weight, (Form.CODES, None), ())[0]
+            y = product("fprop", _of_all_rows(mine, world, group), w_row, dtype, bias, options.prefer)
+        x_kept, x_tensors = kept(x_col)
+        ctx.save_for_backward(*x_tensors, weight)
+        ctx.kept, ctx.options, ctx.group, ctx.world = x_kept, options, group, world
+        ctx.shape, ctx.dtypes = tuple(x.shape), (x.dtype, weight.dtype, None if bias is None else bias.dtype, dtype)
+        ctx.surroundings = surroundings()
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        *x_tensors, weight = ctx.saved_tensors
+        options, group, world = ctx.options, ctx.group, ctx.world
+        roles, prefer = options.roles, options.prefer
+        need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
+        x_dtype, w_dtype, bias_dtype, dtype = ctx.dtypes
+        dx = dw = db = None
+        with torch._C.DisableTorchFunction(), without_autocast(grad.device), resumed(*ctx.surroundings):
+            wants = Form.CODES if need_dx else None, Form.CODES if need_dw else None
+            g_row, g_col = copies(grad, roles.grad, wants, ())
+            if need_dx:
+                of_all = product("dgrad", g_row, turned(weight, roles, Form.CODES, ()), dtype, None, prefer)
+                dx = of_all.new_empty(ctx.shape)
+                reduce_scatter(dx, of_all.contiguous(), group=group)
+                dx = dx.to(x_dtype)
+            if need_dw:
+                x_col = _of_all_columns(ctx.kept.factor(iter(x_tensors)), world, group)
+                dw = product("wgrad", g_col, x_col, dtype, None, prefer).to(w_dtype)
+            if need_db:
+                db = grad.sum(0, dtype=torch.float32).to(bias_dtype)
+        return dx, dw, db, None, None, None
+
+
+def gathered_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, roles: Roles, group: Group, dtype: torch.dtype
+) -> Tensor:
+    """``x_all @ weight^T + bias``, (world * M, N): ``x`` (M, K) are the rows of this rank, ``weight`` (N, K) and
+    ``bias`` (N,) its columns, in high precision; ``x_all`` the rows of all ranks of ``group`` in the order of ranks.
+
+    The gradient of ``x`` is summed over the ranks. Raises ValueError where ``refuses`` has a reason.
+    """
+    why = refuses(roles, *x.shape)
+    if why is not None:
+        raise ValueError(f"gathered_linear: {why}; gather x in high precision")
+    with torch._C.DisableTorchFunction():
+        return _Gathered.apply(x, weight, bias, Options(roles), group, dtype)  # type: ignore[no-any-return]

@@ -1,0 +1,127 @@
+"""cuBLAS called by its own name, for the one thing torch keeps from us: a factor of the accumulator on the device.
+
+``y = round(s * (a @ b^T) + beta * bias)`` with ``s`` a float32 on the GPU. torch's products take such a factor from the
+host only, and reading it back would stop the queue and forbid CUDA graphs.
+Source: the cuBLAS manual, cublasGemmEx and CUBLAS_POINTER_MODE_DEVICE.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from ...core.dispatch import Spec, cached
+from ...core.tracing import is_traced
+from .spec import GemmArgs
+
+_TRANSPOSE, _PLAIN = 1, 0
+_BFLOAT16, _COMPUTE_FLOAT32, _DEFAULT_ALGORITHM = 14, 68, -1
+_OUT = {torch.bfloat16: _BFLOAT16, torch.float32: 0}
+_HOST_POINTERS, _DEVICE_POINTERS = 0, 1
+
+
+@cached
+def _library() -> ctypes.CDLL | str:
+    """The cuBLAS that torch has loaded, or the sentence that says why it cannot be called."""
+    if torch.version.cuda is None:
+        return "this build of torch has no cuBLAS"
+    name = f"libcublas.so.{torch.version.cuda.split('.')[0]}"
+    try:
+        return ctypes.CDLL(name)
+    except OSError as error:
+        return f"{name} cannot be called: {error}"
+
+
+def refuses(spec: Spec, args: GemmArgs) -> str | None:
+    """Why a product with a factor on the device cannot run here; None if it can."""
+    library = _library()
+    if isinstance(library, str):
+        return library
+    if len(spec.shapes[0]) != 2:
+        return "a global scale multiplies the accumulator, which the cuBLAS call does for matrices only"
+    return None
+
+
+_constants: dict[tuple[float, torch.device], Tensor] = {}
+
+
+def _constant(value: float, device: torch.device) -> Tensor:
+    """A float32 on the device; 0 and 1 are kept."""
+    kept = _constants.get((value, device))
+    if kept is None:
+        kept = torch.full((), value, dtype=torch.float32, device=device)
+        if value in (0.0, 1.0) and not torch.cuda.is_current_stream_capturing():
+            torch.cuda.current_stream(device).synchronize()  # other streams will read it
+            _constants[value, device] = kept
+    return kept
+
+
+def _by_rows(t: Tensor) -> tuple[Tensor, bool]:
+    """A matrix or its transpose, whichever lies in memory row after row, and whether it is the former; else a copy."""
+    for one, plain in ((t, True), (t.t(), False)):
+        if one.stride(1) == 1 and one.stride(0) >= max(one.shape[1], 1):
+            return one, plain
+    return t.contiguous(), True
+
+
+@torch.library.custom_op("mxtensor::device_scaled_mm", mutates_args=())
+def device_scaled_mm(
+    a: Tensor,
+    b: Tensor,
+    scales: list[Tensor],
+    bias: Tensor | None,
+    alpha: float,
+    beta: float,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """``alpha * prod(scales) * a @ b^T + beta * bias``: a (M, K), b (N, K) bfloat16, stored by rows or by columns.
+
+    Result (M, N) in bfloat16 or float32.
+    """
+    library = _library()
+    assert isinstance(library, ctypes.CDLL)
+    rows, inner, cols = a.shape[0], a.shape[1], b.shape[0]
+    (a, a_plain), (b, b_plain) = _by_rows(a), _by_rows(b)
+    factor = scales[0] if len(scales) == 1 else scales[0] * scales[1]
+    if alpha != 1:
+        factor = factor * alpha
+    if bias is not None and beta != 0:
+        out = bias.to(out_dtype).expand(rows, cols).contiguous()
+        out = out.clone() if out.data_ptr() == bias.data_ptr() else out
+    else:
+        out, beta = a.new_empty(rows, cols, dtype=out_dtype), 0.0
+    if not rows or not cols:
+        return out
+    if not inner:
+        return out.mul_(beta) if beta else out.zero_()
+    start = _constant(beta, a.device)
+    with torch.cuda.device(a.device):
+        handle = ctypes.c_void_p(torch.cuda.current_blas_handle())
+        pointer = ctypes.c_void_p
+        library.cublasSetPointerMode_v2(handle, _DEVICE_POINTERS)
+        try:  # column-major, so that out^T = b a^T
+            status = library.cublasGemmEx(
+                handle, _TRANSPOSE if b_plain else _PLAIN, _PLAIN if a_plain else _TRANSPOSE, cols, rows, inner,
+                pointer(factor.data_ptr()), pointer(b.data_ptr()), _BFLOAT16, b.stride(0),
+                pointer(a.data_ptr()), _BFLOAT16, a.stride(0),
+                pointer(start.data_ptr()), pointer(out.data_ptr()), _OUT[out_dtype], cols,
+                _COMPUTE_FLOAT32, _DEFAULT_ALGORITHM,
+            )  # fmt: skip
+        finally:
+            library.cublasSetPointerMode_v2(handle, _HOST_POINTERS)
+    if status:
+        raise RuntimeError(f"cublasGemmEx returned status {status}")
+    return out
+
+
+@device_scaled_mm.register_fake
+def _(a, b, scales, bias, alpha, beta, out_dtype):  # type: ignore[no-untyped-def]
+    return a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
+
+
+def mm(a: Tensor, b: Tensor, scales: list[Tensor], args: GemmArgs) -> Tensor:
+    """``device_scaled_mm``, past torch's dispatcher where nobody is tracing."""
+    work = device_scaled_mm if is_traced(a, b) else device_scaled_mm._init_fn
+    return work(a, b, scales, args.bias, args.alpha, args.beta, args.out_dtype)  # type: ignore[no-any-return]

@@ -1,0 +1,205 @@
+"""Decode to bfloat16, which loses nothing, and multiply with the backend's own bfloat16 product.
+
+Where element times block scale has at most 8 significant bits, bfloat16 holds it exactly, so that a bfloat16 product
+accumulated in float32 equals the definition up to the order of summation. A global scale multiplies the accumulator.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from ...core.dispatch import Kernel, Spec
+from ...core.tracing import is_traced
+from ...numerics.formats import Format, get_format
+from ...numerics.operand import Operand
+from ..gemm import cublas
+from ..quantize import blocked
+from ..quantize.select import dequantize_operand, round_trip, rows_decoder
+from .emulated import values
+from .spec import Factor, GemmArgs, Rounded, Uncast, finish, format_of, zero_after
+
+SLICE = 1 << 21
+"""Weight values decoded at a time on CPU: 4 MiB of bfloat16, reused, instead of a fresh copy of the weight."""
+WHOLE = 1 << 18
+"""Bytes of codes up to which a weight is decoded at once."""
+
+
+def _has_global_scale(*factors: Factor) -> bool:
+    return any(not isinstance(f, Tensor) and f.format.global_scale for f in factors)
+
+
+_CPU_ACCUMULATES_IN_FLOAT32 = torch.backends.mkldnn.is_available() and bool(
+    torch.ops.mkldnn._is_mkldnn_bf16_supported()
+)
+"""Whether bfloat16 products on this CPU are oneDNN's."""
+
+
+def refuses(spec: Spec, a: Factor, b: Factor, args: GemmArgs) -> str | None:
+    if args.out_dtype is not torch.bfloat16 and (args.out_dtype is not torch.float32 or spec.device.type != "cuda"):
+        return f"computes in bfloat16, the result is {str(args.out_dtype).removeprefix('torch.')}"
+    for factor in (a, b):
+        format = format_of(factor)
+        if isinstance(factor, Rounded) and factor.values.dtype is not torch.bfloat16:
+            return f"the rounded values of a factor are {str(factor.values.dtype).removeprefix('torch.')}"
+        if isinstance(format, Format):
+            if not format.exact_in_bfloat16:
+                return f"{format} has {format.scale.name} scales: its values are not exact in bfloat16"
+        elif format is not torch.bfloat16:
+            return f"a factor is {str(format).removeprefix('torch.')}"
+    if spec.device.type == "cpu" and not _CPU_ACCUMULATES_IN_FLOAT32:
+        return "this CPU has no bfloat16 product that accumulates in float32"
+    if args.out_dtype is torch.float32:
+        if len(spec.shapes[1]) > 2 and (len(spec.shapes[0]) != 3 or spec.shapes[0][0] != spec.shapes[1][0]):
+            return "torch gives float32 results of a matrix, or of a batch of as many, on the right only"
+    elif len(spec.shapes[0]) > 3 and args.bias is not None:
+        return "adds a bias to two- and three-dimensional products only"
+    if _has_global_scale(a, b) and not _can_slice(spec, b):
+        if spec.device.type != "cuda":
+            return "a global scale multiplies the accumulator, which only the sliced product on CPU can reach"
+        return cublas.refuses(spec, args)
+    return None
+
+
+def values_dtype(args: GemmArgs) -> torch.dtype:
+    """What the product is computed in."""
+    return torch.bfloat16
+
+
+def _can_slice(spec: Spec, b: Factor) -> bool:
+    """Whether the weight can be decoded a few rows at a time: a matrix on CPU in whole blocks."""
+    if not isinstance(b, Operand) or len(spec.shapes[0]) != 2 or spec.shapes[0][0] == 0 or spec.device.type != "cpu":
+        return False
+    return rows_decoder(b, torch.bfloat16) is not None
+
+
+@torch.library.custom_op("mxtensor::sliced_mm", mutates_args=())
+def sliced_mm(
+    a: Tensor, data: Tensor, scale: Tensor, format: str, global_scales: list[Tensor], bias: Tensor | None,
+    alpha: float, beta: float,
+) -> Tensor:  # fmt: skip
+    """``alpha * a @ decode(data, scale)^T + beta * bias``: decode some rows, multiply, reuse the buffer.
+
+    a (M, K) bfloat16; data and scale of an (N, K) operand; result (M, N) bfloat16. One opaque op for torch.compile,
+    which would otherwise write out the whole decoded weight.
+    """
+    rows, cols = data.shape[0], a.shape[1]
+    b = Operand(data, scale, None, get_format(format), (rows, cols))
+    alpha = math.prod([s.item() for s in global_scales], start=alpha)
+    out = a.new_empty(a.shape[0], rows)
+    decode_rows = rows_decoder(b, torch.bfloat16)
+    assert decode_rows is not None
+    step = blocked.row_step(b, SLICE)
+    buffer = a.new_empty(min(step, rows), cols)
+    for start in range(0, rows, step):
+        length = min(step, rows - start)
+        weight = decode_rows(b, start, length, buffer.narrow(0, 0, length)).t()
+        target = out.narrow(1, start, length)
+        if bias is not None:
+            added = bias.expand(a.shape[0], rows).narrow(-1, start, length)
+            torch.addmm(added, a, weight, alpha=alpha, beta=beta, out=target)
+        elif alpha != 1:
+            torch.addmm(target, a, weight, alpha=alpha, beta=0, out=target)
+        else:
+            torch.mm(a, weight, out=target)
+    return out
+
+
+@sliced_mm.register_fake
+def _(a, data, scale, format, global_scales, bias, alpha, beta):  # type: ignore[no-untyped-def]
+    return a.new_empty(a.shape[0], data.shape[0])
+
+
+def _whole(a: Tensor, b: Tensor, args: GemmArgs) -> Tensor:
+    """``a @ b`` with the bias added before rounding, which is what addmm and baddbmm do with bfloat16 operands."""
+    if args.bias is None and args.alpha == 1:
+        return torch.matmul(a, b)
+    add = torch.addmm if a.dim() == 2 else torch.baddbmm
+    bias, beta = (a.new_zeros(()), 0.0) if args.bias is None else (args.bias, args.beta)
+    return add(bias, a, b, alpha=args.alpha, beta=beta)
+
+
+def _in_float32(a: Tensor, b: Tensor, args: GemmArgs) -> Tensor:
+    """``a @ b`` as it was accumulated, the bias added to that; CUDA only, since torch 2.8."""
+    if b.dim() == 2:
+        out = torch.mm(a.reshape(-1, a.shape[-1]), b, out_dtype=torch.float32)
+        return finish(out.view(*a.shape[:-1], b.shape[1]), args)
+    return finish(torch.bmm(a, b, out_dtype=torch.float32), args)
+
+
+def _values(factor: Factor) -> tuple[Tensor, list[Tensor]]:
+    """The factor in bfloat16 without its global scale, and that scale if it has one."""
+    if isinstance(factor, Rounded):
+        return factor.values, [] if factor.global_scale is None else [factor.global_scale]
+    if isinstance(factor, Uncast):
+        rounded, last = round_trip(factor.x, factor.cast, torch.bfloat16)
+        return rounded, [] if last is None else [last]
+    if isinstance(factor, Operand) and factor.global_scale is not None:
+        return dequantize_operand(replace(factor, global_scale=None), torch.bfloat16), [factor.global_scale]
+    return values(factor, torch.bfloat16), []
+
+
+def run(a: Factor, b: Factor, args: GemmArgs) -> Tensor:
+    left, scales = _values(a)
+    large = isinstance(b, Operand) and (scales or b.global_scale is not None or b.data.numel() >= WHOLE)
+    if large and _can_slice(Spec("mm", (tuple(a.shape), b.shape), (), torch.bfloat16, left.device), b):
+        assert isinstance(b, Operand)
+        scales += [] if b.global_scale is None else [b.global_scale]
+        work = sliced_mm if is_traced(left, b.data) else sliced_mm._init_fn
+        out: Tensor = work(left, b.data, b.scale, b.format.name, scales, args.bias, args.alpha, args.beta)
+        return out
+    right, last = _values(b)
+    if scales or last:
+        return cublas.mm(left, right, scales + last, args)
+    multiply = _in_float32 if args.out_dtype is torch.float32 else _whole
+    return multiply(left, right.transpose(-1, -2), args)
+
+
+# ---------------------------------------------------------------------------------------------- grouped
+
+
+def refuses_grouped(spec: Spec, a: Factor, b: Factor, ends: Tensor, args: GemmArgs) -> str | None:
+    if spec.device.type == "cuda":
+        if args.out_dtype is torch.float32:
+            return "torch._grouped_mm rounds to bfloat16, the result is float32"
+        if _has_global_scale(a, b):
+            return "a global scale multiplies the accumulator, which torch._grouped_mm does not let us reach"
+        if spec.shapes[1][2] % 8 or spec.shapes[1][1] % 8:
+            return f"torch._grouped_mm wants K and N in multiples of 8, got {spec.shapes[1][2]} and {spec.shapes[1][1]}"
+    elif spec.traced:
+        return "the ends of the groups are being traced: they have no values"
+    elif isinstance(b, Uncast) or _has_global_scale(a):
+        return "one matrix of the stack at a time, without a global scale of the rows"
+    one = b if isinstance(b, Uncast) else matrix(b, 0) if b.shape[0] else b
+    return refuses(spec._replace(shapes=(spec.shapes[0], spec.shapes[1][1:])), a, one, args)
+
+
+def matrix(stack: Operand | Rounded | Tensor, i: int) -> Operand | Rounded | Tensor:
+    """Matrix ``i`` of a stack (G, N, K); a scale that all of them share stays."""
+    if isinstance(stack, Tensor):
+        return stack[i]
+    if isinstance(stack, Rounded):
+        return replace(stack, values=stack.values[i])
+    scale = stack.scale[i if stack.scale.shape[0] > 1 else 0]
+    return Operand(stack.data[i], scale, stack.global_scale, stack.format, stack.shape[1:])
+
+
+def run_grouped(a: Factor, b: Factor, ends: Tensor, args: GemmArgs) -> Tensor:
+    left, _ = _values(a)
+    if left.device.type == "cuda":
+        right, _ = _values(b)
+        return zero_after(torch._grouped_mm(left, right.transpose(-1, -2), offs=ends), ends)
+    assert not isinstance(b, Uncast)
+    out = left.new_zeros(left.shape[0], b.shape[1])
+    for i, (start, end) in enumerate(pairwise([0, *ends.tolist()])):
+        if start < end:
+            out[start:end] = run(left[start:end], matrix(b, i), args)
+    return out
+
+
+KERNEL = Kernel("dequant", refuses, run)
+GROUPED = Kernel("dequant", refuses_grouped, run_grouped)

@@ -1,0 +1,251 @@
+"""The block-scaled matrix instructions of Blackwell through Triton's ``tl.dot_scaled``: codes and scales as they lie.
+
+Where cuBLAS takes a product (``scaled_mm``) it comes first; this takes the rest: any M, N and K, pairs of unlike
+elements, groups of rows, an epilogue in float32. Kernels: ``device/dot_scaled.py``. Scales need no other layout.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...core.dispatch import Kernel, Spec, cached, device_capability
+from ...core.tracing import is_traced
+from ...numerics.formats import E2M1, E4M3, E5M2, E8M0, UE4M3, ElementFormat, Format, get_format
+from ...numerics.operand import Operand
+from ..quantize.select import operand_of
+from ..runtime import triton_launch
+from .spec import Factor, GemmArgs, Rounded, flat_bias, needs_codes, not_a_bias_of_groups, not_rows_by_matrix
+
+MIXES = {(10, 0): True, (10, 3): True, (11, 0): True, (12, 0): False}
+"""The compute capabilities for which Triton 3.6 and 3.7 compile ``tl.dot_scaled`` to block-scaled instructions, and
+whether also for 8 bits times 4. Elsewhere it decodes to bfloat16 in registers that it does not have (seen in its PTX,
+sm121 included, where UE4M3 scales do not compile at all)."""
+ELEMENTS = {E4M3: "e4m3", E5M2: "e5m2", E2M1: "e2m1"}
+"""An element as ``tl.dot_scaled`` calls it."""
+
+
+class ScaleKind(NamedTuple):
+    """What goes with one kind of scale."""
+
+    block: int
+    elements: tuple[ElementFormat, ...]
+    dtype: torch.dtype
+    """As what Triton reads it, and how it tells blocks of 16 from blocks of 32."""
+
+
+SCALES = {
+    E8M0: ScaleKind(32, (E4M3, E5M2, E2M1), torch.uint8),
+    UE4M3: ScaleKind(16, (E2M1,), torch.float8_e4m3fn),
+}
+OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class Tile(NamedTuple):
+    """What one program computes, and with how many warps; its K is 128 bytes of codes."""
+
+    rows: float
+    """for products of so many rows at most"""
+    m: int
+    n: int
+    warps: int
+    stages: int
+    band: int
+
+
+_TENSOR_MEMORY = (Tile(128, 128, 64, 4, 4, 8), Tile(math.inf, 128, 128, 4, 4, 8))
+_REGISTERS = (Tile(64, 64, 64, 4, 3, 8), Tile(math.inf, 128, 64, 8, 3, 8))
+TILES = {10: _TENSOR_MEMORY, 11: _TENSOR_MEMORY, 12: _REGISTERS}
+"""Major compute capability -> tiles. tcgen05 multiplies 128 rows whatever M is; two programs of these fit in one SM's
+tensor memory. All are free of spills (``tests/triton_targets.py``); no Blackwell has timed them yet."""
+SMALL = (Tile(math.inf, 32, 32, 4, 2, 2),)
+"""The tile elsewhere: for tests in Triton's interpreter and on older devices."""
+
+
+class Plan(NamedTuple):
+    """The compile-time argument ``P`` of the kernels."""
+
+    a: str
+    a_pack: int
+    """values in a byte"""
+    a_rows: int
+    """rows that share a scale"""
+    b: str
+    b_pack: int
+    b_rows: int
+    block: int
+    unit: int
+    """what the rows of scales are a multiple of, in bytes"""
+    even: bool
+    """whether K is a multiple of tile_k"""
+    bias_rows: bool
+    tile_m: int
+    tile_n: int
+    tile_k: int
+    band: int
+    groups: int = 0
+
+
+# ---------------------------------------------------------------------------------------------- refusals
+
+
+def _sm(capability: tuple[int, int]) -> str:
+    return f"sm{capability[0]}{capability[1]}"
+
+
+@cached
+def _lacks_instructions(capability: tuple[int, int]) -> str | None:
+    if capability in MIXES:
+        return None
+    return f"block-scaled instructions of Triton are for {', '.join(map(_sm, MIXES))}, this device is {_sm(capability)}"
+
+
+def _refuses_format(format: Format | torch.dtype) -> str | None:
+    if not isinstance(format, Format):
+        return f"both factors must be quantized, one is {str(format).removeprefix('torch.')}"
+    kind = SCALES.get(format.scale)
+    taken = kind and format.element in kind.elements and format.block in ((1, kind.block), (kind.block, kind.block))
+    if not taken:
+        return (
+            f"tl.dot_scaled takes e4m3, e5m2 and e2m1 with an e8m0 scale for 32, or e2m1 with an e4m3 scale for 16, "
+            f"not {format}"
+        )
+    return None
+
+
+def _refuses(spec: Spec, a: Factor, b: Factor, args: GemmArgs) -> str | None:
+    """What single and grouped products have in common."""
+    reason = triton_launch.missing(spec)
+    if reason is not None:
+        return reason
+    reason = _lacks_instructions(spec.capability)
+    if reason is not None:
+        return reason
+    for format in spec.formats:
+        reason = _refuses_format(format)  # type: ignore[arg-type]
+        if reason is not None:
+            return reason
+    reason = needs_codes(a, b)
+    if reason is not None:
+        return reason
+    left, right = (f for f in spec.formats if isinstance(f, Format))
+    if left.scale is not right.scale:
+        return f"one instruction takes one kind of scale, not {left.scale.name} with {right.scale.name}"
+    if left.element.bits != right.element.bits and not MIXES[spec.capability]:
+        return (
+            f"Triton has no instruction for {left.element.name} with {right.element.name} on sm%d%d" % spec.capability
+        )
+    if args.out_dtype not in OUT_DTYPES:
+        return f"writes bfloat16, float16 or float32, not {str(args.out_dtype).removeprefix('torch.')}"
+    return None
+
+
+def refuses(spec: Spec, a: Factor, b: Factor, args: GemmArgs) -> str | None:
+    reason = _refuses(spec, a, b, args)
+    if reason is not None:
+        return reason
+    return not_rows_by_matrix(spec, a)
+
+
+def refuses_grouped(spec: Spec, a: Factor, b: Factor, ends: Tensor, args: GemmArgs) -> str | None:
+    reason = _refuses(spec, a, b, args)
+    return not_a_bias_of_groups(args) if reason is None else reason
+
+
+# ---------------------------------------------------------------------------------------------- the launch
+
+
+def _padded(t: Tensor) -> Tensor:
+    """Contiguous, each row zero-padded to a multiple of 16 bytes, which is what the kernels can load at once."""
+    short = -t.shape[-1] % 16
+    return F.pad(t.contiguous().view(torch.uint8), (0, short)).view(t.dtype) if short else t.contiguous()
+
+
+def _tile(device: torch.device, rows: float) -> Tile:
+    tiles = TILES.get(device_capability(device)[0], SMALL)
+    return next(tile for tile in tiles if rows <= tile.rows)
+
+
+@torch.library.custom_op("mxtensor::dot_scaled", mutates_args=())
+def dot_scaled(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, a_format: str, b_format: str, cols: int,
+    a_global: Tensor | None, b_global: Tensor | None, bias: Tensor | None, ends: Tensor | None,
+    alpha: float, beta: float, out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """``alpha * global scales * a @ b^T + beta * bias`` of codes and scales, rounded once; result (M, N).
+
+    Data and scale of a (M, K) and b (N, K) as an ``Operand`` holds them, ``cols`` = K. ``bias`` is (N,) or (M, N). With
+    ``ends`` (G,) b is (G, N, K) and row ``ends[g - 1]`` to ``ends[g]`` of a meets b[g]; later rows give zeros.
+    """
+    from ..triton_device import dot_scaled as device
+
+    left, right = get_format(a_format), get_format(b_format)
+    rows, width = a.shape[0], b.shape[-2]
+    out = a.new_empty(rows, width, dtype=out_dtype)
+    if out.numel() == 0:
+        return out
+    tile = _tile(a.device, math.inf if ends is not None else rows)
+    packs = (left.element.packing[0], right.element.packing[0])
+    tile_k = 128 * min(packs)
+    even = cols % tile_k == 0
+    a, b = _padded(a), _padded(b)
+    fit = Tensor.contiguous if even else _padded
+    kind = SCALES[left.scale]
+    a_scale, b_scale = (fit(scale).view(kind.dtype) for scale in (a_scale, b_scale))
+    unit = math.gcd(16, a_scale.shape[-1], b_scale.shape[-1])
+    plan = Plan(
+        ELEMENTS[left.element], packs[0], left.block[0], ELEMENTS[right.element], packs[1], right.block[0],
+        kind.block, unit, even, bias is not None and bias.dim() == 2, tile.m, tile.n, tile_k, tile.band,
+    )  # fmt: skip
+    row_tiles, col_tiles = -(-rows // tile.m), -(-width // tile.n)
+    kernel, groups = device.matrix, []
+    if ends is not None:
+        count = ends.shape[0]
+        plan = plan._replace(groups=1 << count.bit_length())
+        row_tiles = rows // tile.m + count + 1
+        kernel, groups = device.grouped, [ends.contiguous(), count]
+    with triton_launch.on(a.device):
+        kernel[(row_tiles * col_tiles,)](
+            a, a_scale, b, b_scale, out, a_global, b_global, bias, *groups, rows, width, -(-cols // 16) * 16,
+            a.shape[-1], a_scale.shape[-1] // unit, b.shape[-1], b_scale.shape[-1] // unit, float(alpha), float(beta),
+            plan, num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+    return out
+
+
+@dot_scaled.register_fake
+def _(a, a_scale, b, b_scale, a_format, b_format, cols, a_global, b_global, bias, ends, alpha, beta, out_dtype):  # type: ignore[no-untyped-def]
+    return a.new_empty(a.shape[0], b.shape[-2], dtype=out_dtype)
+
+
+# ---------------------------------------------------------------------------------------------- the kernels
+
+
+def _call(a: Operand, b: Operand, bias: Tensor | None, ends: Tensor | None, args: GemmArgs) -> Tensor:
+    work = dot_scaled if is_traced(a.data, b.data) else dot_scaled._init_fn
+    return work(  # type: ignore[no-any-return]
+        a.data.flatten(0, -2), a.scale.flatten(0, -2), b.data, b.scale,
+        a.format.name, b.format.name, a.shape[-1], a.global_scale, b.global_scale, bias, ends,
+        float(args.alpha), float(args.beta), args.out_dtype,
+    )  # fmt: skip
+
+
+def run(a: Factor, b: Factor, args: GemmArgs) -> Tensor:
+    assert not isinstance(a, (Tensor, Rounded)) and not isinstance(b, (Tensor, Rounded))
+    left, right = operand_of(a), operand_of(b)
+    shape = (*left.shape[:-1], right.shape[0])
+    return _call(left, right, flat_bias(args, shape), None, args).view(shape)
+
+
+def run_grouped(a: Factor, b: Factor, ends: Tensor, args: GemmArgs) -> Tensor:
+    assert not isinstance(a, (Tensor, Rounded)) and not isinstance(b, (Tensor, Rounded))
+    left, right = operand_of(a), operand_of(b)
+    return _call(left, right, flat_bias(args, (left.shape[0], right.shape[1])), ends, args)
+
+
+KERNEL = Kernel("dot_scaled", refuses, run, "cuda")
+GROUPED = Kernel("dot_scaled", refuses_grouped, run_grouped, "cuda")

@@ -1,0 +1,62 @@
+"""The definition of a product: decode both operands to float32, multiply and add in float32, round once."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from ...core.dispatch import Kernel, Spec
+from ..quantize.select import dequantize_operand, operand_of
+from .spec import Factor, GemmArgs, Rounded, data_of, finish
+
+
+def refuses(spec: Spec, a: Factor, b: Factor, args: GemmArgs) -> str | None:
+    return None
+
+
+def values(factor: Factor, dtype: torch.dtype) -> Tensor:
+    """The factor as a plain tensor of ``dtype``."""
+    if isinstance(factor, Tensor):
+        return factor.to(dtype)
+    if isinstance(factor, Rounded):
+        plain: Tensor = factor.values.to(dtype)
+        return plain if factor.global_scale is None else plain * factor.global_scale
+    return dequantize_operand(operand_of(factor), dtype)
+
+
+def multiply(left: Tensor, right: Tensor, args: GemmArgs) -> Tensor:
+    """``alpha * left @ right^T + beta * bias`` of factors that are plain already, rounded once."""
+    if left.dim() == 2 and args.alpha == 1 and (args.bias is None or (args.bias.dim() == 1 and args.beta == 1)):
+        bias = None if args.bias is None else args.bias.to(left.dtype)
+        product: Tensor = torch.ops.aten.linear.default(left, right, bias)
+        return product.to(args.out_dtype)
+    return finish(torch.matmul(left, right.transpose(-1, -2)), args)
+
+
+def values_dtype(args: GemmArgs) -> torch.dtype:
+    """What the product is computed in."""
+    return torch.float64 if args.out_dtype is torch.float64 else torch.float32
+
+
+def run(a: Factor, b: Factor, args: GemmArgs) -> Tensor:
+    compute = values_dtype(args)
+    return multiply(values(a, compute), values(b, compute), args)
+
+
+def refuses_grouped(spec: Spec, a: Factor, b: Factor, ends: Tensor, args: GemmArgs) -> str | None:
+    return "the ends of the groups are being traced: they have no values" if spec.traced else None
+
+
+def run_grouped(a: Factor, b: Factor, ends: Tensor, args: GemmArgs) -> Tensor:
+    compute = values_dtype(args)
+    left, right = values(a, compute), values(b, compute)
+    out = torch.zeros(left.shape[0], right.shape[1], dtype=args.out_dtype, device=data_of(a).device)
+    for weight, (start, end) in zip(right, pairwise([0, *ends.tolist()]), strict=True):
+        out[start:end] = multiply(left[start:end], weight, args)
+    return out
+
+
+KERNEL = Kernel("emulated", refuses, run)
+GROUPED = Kernel("emulated", refuses_grouped, run_grouped)

@@ -1,0 +1,234 @@
+"""Both factors quantized, multiplied by the tensor cores with their scales: ``torch._scaled_mm`` and its relatives.
+
+float8 from sm89 on, MXFP8, MXFP4 and NVFP4 from sm100 on: the rows of ``scaled_contract``. What these kernels cannot do
+with one rounding (alpha, a bias of another shape or dtype) is done on a float32 result, or refused where there is none.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import cast as typed
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...core.dispatch import Kernel, Spec, elsewhere
+from ...core.tracing import is_traced
+from ...numerics.cast import Cast
+from ...numerics.formats import FP32, FULL, Format
+from ...numerics.operand import Operand
+from ...numerics.swizzle import kept, round_up, swizzle
+from ..quantize import triton_rows
+from ..quantize.select import quantize_operand
+from ..runtime.availability import other_build
+from .scaled_mm_call import multiply
+from .scaled_mm_contract import (
+    FLOAT32,
+    LINE,
+    SCALINGS,
+    SQUARE_BLOCK,
+    TENSOR_BLOCK,
+    VECTOR_BLOCK,
+    Block,
+    Product,
+    Scaling,
+    plan_here,
+    row_major,
+)
+from .spec import Factor, GemmArgs, Rounded, Uncast, data_of, finish, format_of, needs_codes
+
+WHOLE_SUMS = (10, 0)
+"""The first compute capability whose tensor cores add float8 products with all bits of a float32."""
+
+
+def refuses(spec: Spec, a: Factor, b: Factor, args: GemmArgs) -> str | None:
+    scaling = chosen(SCALINGS, spec, a, b)
+    if isinstance(scaling, str):
+        return scaling
+    if len(spec.shapes[1]) > 2 and math.prod(spec.shapes[1][:-2]) != 1:
+        return f"multiplies by one matrix, the right factor is a batch: {spec.shapes[1]}"
+    for factor in (a, b):
+        if len(factor.shape) < 2 or not _flattens(factor):
+            return f"a {format_of(factor)} factor of shape {tuple(factor.shape)} is no matrix of whole blocks of rows"
+    if args.out_dtype is FLOAT32 and scaling.scale is FP32 and spec.capability < WHOLE_SUMS:
+        return (
+            f"tensor cores of sm{spec.capability[0]}{spec.capability[1]} add float8 products in about 14 bits, fewer "
+            "than a float32 result shows"
+        )
+    if _output(scaling, args, spec.shapes[1][-2]) is None:
+        names = " or ".join(str(d).removeprefix("torch.") for d in scaling.outputs)
+        return (
+            f"{scaling.name} scaling rounds the product to {names} at once: a bias, an alpha or a result in "
+            f"{str(args.out_dtype).removeprefix('torch.')} would need it in float32"
+        )
+    return None
+
+
+def chosen(table: tuple[Scaling, ...], spec: Spec, a: Factor, b: Factor) -> Scaling | str:
+    """The scaling of these factors on the device of ``spec``, or why there is none."""
+    if spec.device.type != "cuda":
+        return elsewhere("cuda", spec.device.type)
+    reason = other_build()
+    if reason is not None:
+        return reason
+    left, right = format_of(a), format_of(b)
+    for format in (left, right):
+        if not isinstance(format, Format):
+            return f"needs both factors quantized, one is {str(format).removeprefix('torch.')}"
+    return needs_codes(a, b) or plan_here(table, typed(Format, left), typed(Format, right), spec.device)
+
+
+def _flattens(factor: Factor) -> bool:
+    """Whether leading dimensions and rows are the rows of one matrix: no block would cross from one to the next."""
+    rows = typed(Format, format_of(factor)).block[0]
+    return rows in (1, FULL) or math.prod(factor.shape[:-2]) == 1 or factor.shape[-2] % rows == 0
+
+
+def _added_inside(scaling: Scaling, args: GemmArgs, cols: int) -> bool:
+    """Whether alpha and the bias are what the kernel does by itself."""
+    if args.alpha != 1 or args.bias is None or args.beta == 0:
+        return args.alpha == 1
+    fits = tuple(args.bias.shape) == (cols,) and args.bias.dtype is args.out_dtype and args.out_dtype is not FLOAT32
+    return scaling.bias and args.beta == 1 and fits
+
+
+def _output(scaling: Scaling, args: GemmArgs, cols: int) -> torch.dtype | None:
+    """The dtype to ask of the kernel so that the result is rounded once; None if it cannot be."""
+    if args.out_dtype not in (torch.bfloat16, torch.float16, FLOAT32):
+        return None
+    if args.out_dtype in scaling.outputs and _added_inside(scaling, args, cols):
+        return args.out_dtype
+    return FLOAT32 if FLOAT32 in scaling.outputs else None
+
+
+# ---------------------------------------------------------------------------------------------- arguments
+
+
+def dense(t: Tensor) -> Tensor:
+    """``t`` row-major, strides of dimensions of size 1 included, and starting at a multiple of 16 bytes."""
+    if not t.is_contiguous():
+        t = t.clone(memory_format=torch.contiguous_format)
+    if t.stride() != row_major(tuple(t.shape)):
+        t = t.as_strided(t.shape, row_major(tuple(t.shape)))
+    return t.clone() if t.storage_offset() * t.dtype.itemsize % LINE else t
+
+
+def padded(t: Tensor, rows: int, cols: int) -> Tensor:
+    """The last two dimensions with zero bytes up to multiples of ``rows`` and ``cols``."""
+    down, right = -t.shape[-2] % rows, -t.shape[-1] % cols
+    if not down and not right:
+        return dense(t)
+    one_byte = t.view(torch.uint8) if t.dtype.itemsize == 1 else t
+    return F.pad(one_byte, (0, right, 0, down)).view(t.dtype)
+
+
+def spread(scale: Tensor, block: Block, target: Block, shape: tuple[int, ...]) -> Tensor:
+    """Scales of ``block`` repeated to be scales of ``target``, for values of ``shape``."""
+    rows, cols = shape[-2:]
+    if target[0] == 1 and block[0] == FULL:
+        scale = scale.expand(*shape[:-1], scale.shape[-1])
+    elif target[0] == 1 and block[0] != 1:
+        scale = scale.repeat_interleave(block[0], -2).narrow(-2, 0, rows)
+    if target[1] != block[1]:
+        blocks = -(-cols // target[1])
+        times = blocks if block[1] == FULL else block[1] // target[1]
+        scale = scale.repeat_interleave(times, -1).narrow(-1, 0, blocks)
+    return scale
+
+
+def _lay_out(scale: Tensor, block: Block, target: Block, shape: tuple[int, ...], whole_rows: int) -> Tensor:
+    """The scales of values of ``shape`` as ``Product`` holds them, for data padded to ``whole_rows``."""
+    scale = spread(scale, block, target, shape)
+    if scale.dtype is torch.uint8:
+        return swizzle(scale)
+    if target == TENSOR_BLOCK:
+        return dense(scale)
+    if target == VECTOR_BLOCK:
+        return (
+            padded(scale.transpose(-1, -2), 1, whole_rows)
+            if whole_rows != shape[-2]
+            else dense(scale.transpose(-1, -2))
+        )
+    if target == SQUARE_BLOCK:
+        return padded(scale, 1, 4)
+    return padded(scale, whole_rows, 1)  # per row
+
+
+def quantize_swizzled(x: Tensor, cast: Cast) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(data, swizzled scale, global scale) of a matrix, by one kernel where Triton runs."""
+    spec = Spec("quantize", (tuple(x.shape),), ((x.dtype, cast.format),), x.dtype, x.device, is_traced(x))
+    if not spec.traced and triton_rows.refuses_quantize(spec, x, cast) is None:
+        data, scale, last = triton_rows.quantize_swizzled(x, cast)
+        return data.view(cast.format.element.dtype), scale, last
+    operand = quantize_operand(x, cast)
+    return operand.data, swizzle(operand.scale), operand.global_scale
+
+
+def _as_matrix(factor: Operand | Uncast) -> Operand | Uncast:
+    if len(factor.shape) == 2:
+        return factor
+    shape = (math.prod(factor.shape[:-1]), factor.shape[-1])
+    if isinstance(factor, Uncast):
+        return Uncast(factor.x.reshape(shape), factor.cast)
+    data, scale = factor.data.reshape(shape[0], -1), factor.scale.reshape(-1, factor.scale.shape[-1])
+    return Operand(data, scale, factor.global_scale, factor.format, shape)
+
+
+def side(factor: Operand | Uncast, scaling: Scaling, which: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(codes, scales, global scale) of a matrix or a stack, padded and laid out for the left (0) or right (1) side."""
+    target, multiple = scaling.blocks[which], (scaling.rows, scaling.cols)[which]
+    if isinstance(factor, Uncast):
+        if scaling.swizzled and factor.format.block == target and factor.x.dim() == 2:
+            data, scale, last = quantize_swizzled(factor.x, factor.cast)
+            return padded(data, multiple, scaling.inner), scale, last
+        operand, fresh = quantize_operand(factor.x, factor.cast), True
+    else:
+        operand, fresh = factor, False
+    shape, block, whole = operand.shape, operand.format.block, round_up(operand.shape[-2], multiple)
+
+    def lay_out(scale: Tensor) -> Tensor:
+        return _lay_out(scale, block, target, shape, whole)
+
+    trivial = fresh or (block == target and block[1] == FULL)
+    scale = lay_out(operand.scale) if trivial else kept(operand.scale, (block, target, shape, whole), lay_out)
+    return padded(operand.data, multiple, scaling.inner), scale, operand.global_scale
+
+
+def prepare(scaling: Scaling, a: Factor, b: Factor, bias: Tensor | None, out_dtype: torch.dtype) -> Product:
+    """The arguments of the product of two quantized factors, both of them matrices once flattened."""
+    assert not isinstance(a, (Tensor, Rounded)) and not isinstance(b, (Tensor, Rounded))
+    left, scale_a, last_a = side(_as_matrix(a), scaling, 0)
+    right, scale_b, last_b = side(_as_matrix(b), scaling, 1)
+    last = [t for t in (last_a, last_b) if t is not None]
+    if len(last) == 1:  # torch wants one of each side or none
+        one = torch.ones_like(last[0])
+        last = [one, last[0]] if last_a is None else [last[0], one]
+    if bias is not None:
+        bias = dense(bias) if bias.shape[0] == right.shape[0] else F.pad(bias, (0, right.shape[0] - bias.shape[0]))
+    return Product(scaling, left, right, scale_a, scale_b, last, bias, out_dtype)
+
+
+# ---------------------------------------------------------------------------------------------- the product
+
+
+def run(a: Factor, b: Factor, args: GemmArgs) -> Tensor:
+    rows, cols, device = math.prod(a.shape[:-1]), b.shape[-2], data_of(b).device
+    shape = (*a.shape[:-1], cols) if len(a.shape) >= len(b.shape) else (*b.shape[:-2], rows, cols)
+    if 0 in (rows, cols, a.shape[-1]):
+        return finish(torch.zeros(shape, dtype=FLOAT32, device=device), args)
+    scaling = plan_here(SCALINGS, typed(Format, format_of(a)), typed(Format, format_of(b)), device)
+    assert isinstance(scaling, Scaling)
+    inside = _added_inside(scaling, args, cols) and args.out_dtype in scaling.outputs
+    dtype = args.out_dtype if inside else FLOAT32
+    bias = args.bias if inside and args.beta != 0 else None
+    out = multiply(prepare(scaling, a, b, bias, dtype))
+    if out.shape[1] != cols:
+        out = out.narrow(1, 0, cols).clone(memory_format=torch.contiguous_format)
+    if out.shape[0] != rows:
+        out = out.narrow(0, 0, rows)
+    out = out.view(shape)
+    return out if inside else finish(out, args)
+
+
+KERNEL = Kernel("scaled_mm", refuses, run, "cuda")

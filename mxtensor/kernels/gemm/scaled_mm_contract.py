@@ -1,0 +1,336 @@
+"""What ``torch._scaled_mm`` takes, as rows, and the check that every call passes.
+
+torch's own checks differ by version and leave out, in fake mode at least, whether the inner dimensions agree, the bias,
+the output dtype and the pairs of formats; cuBLAS answers most mistakes with NOT_SUPPORTED, some with wrong numbers.
+Sources: PyTorch's ScaledBlas.cpp, RowwiseScaledMM.cu, GroupedBlas.cpp; the cuBLAS manual, "Narrow Precision Data Types
+Usage" and "Scaling factors layouts".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ...core import dispatch
+from ...core.dispatch import cached
+from ...numerics.formats import E2M1, E4M3, E5M2, E8M0, FP32, FULL, UE4M3, ElementFormat, Format, ScaleFormat
+from ...numerics.swizzle import round_up, swizzled_shape
+
+Version = tuple[int, int]
+Block = tuple[int, int]
+
+TENSOR_BLOCK, ROW_BLOCK, VECTOR_BLOCK, SQUARE_BLOCK = (FULL, FULL), (1, FULL), (1, 128), (128, 128)
+BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
+FLOAT8 = frozenset((E4M3, E5M2))
+LINE = 16
+"""Bytes that every row, scale and bias has to start at a multiple of."""
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """One way in which scales enter a product: what may use it, where it exists, what it needs."""
+
+    name: str
+    scale: ScaleFormat
+    """Of both sides, or another that is viewed as the same dtype: a power of two in float32 is a float32."""
+    blocks: tuple[Block, Block]
+    """The block of one scale, left and right; finer than a format's own where its scales can be repeated."""
+    elements: tuple[frozenset[ElementFormat], frozenset[ElementFormat]]
+    outputs: tuple[torch.dtype, ...]
+    oldest: Version
+    """The first compute capability that has it."""
+    before: Version = (99, 0)
+    """The first one that no longer has it."""
+    toolkit: Version = (11, 8)
+    """The CUDA release whose cuBLAS brought it."""
+    rows: int = 1
+    """M comes in multiples of this."""
+    cols: int = 16
+    """and N of this,"""
+    inner: int = 16
+    """and the bytes of a row of this."""
+    bias: bool = True
+    """Whether it adds a bias, in float32, before the result is rounded."""
+    named: bool = False
+    """Whether the recipe has to be named (``torch.nn.functional.scaled_mm``): ``_scaled_mm`` guesses it from shapes."""
+
+    def reads(self, scale: ScaleFormat) -> bool:
+        """Whether scales of this kind are what the product takes, as far as it can see."""
+        return scale.view_dtype is self.scale.view_dtype
+
+    @property
+    def swizzled(self) -> bool:
+        return self.scale is not FP32
+
+    @cached_property
+    def dtypes(self) -> tuple[frozenset[torch.dtype], ...]:
+        """Of the codes, left and right."""
+        return tuple(frozenset(e.dtype for e in side) for side in self.elements)
+
+    @cached_property
+    def packing(self) -> int:
+        """Values in one entry of the codes."""
+        return max(e.packing[0] // e.packing[1] for e in self.elements[0])
+
+
+BLOCK_128 = {
+    "scale": FP32, "elements": (FLOAT8, FLOAT8), "outputs": (BFLOAT16, FLOAT32), "oldest": (9, 0), "before": (10, 0),
+    # M: the left scales are M apart and start at 16 bytes each; inner: whole blocks, so that no tail is left to cuBLAS
+    "toolkit": (12, 9), "rows": 4, "inner": 128, "named": True,
+}  # fmt: skip
+"""The DeepSeek scalings, which torch has on Hopper only."""
+
+SCALINGS = (
+    Scaling(
+        "float8 per tensor", FP32, (TENSOR_BLOCK, TENSOR_BLOCK), (FLOAT8, FLOAT8), (BFLOAT16, FLOAT16, FLOAT32), (8, 9)
+    ),
+    Scaling(  # cuBLAS
+        "float8 per row", FP32, (ROW_BLOCK, ROW_BLOCK), (FLOAT8, FLOAT8), (BFLOAT16, FLOAT16, FLOAT32), (9, 0), (10, 0),
+        toolkit=(12, 9),
+    ),
+    Scaling(  # CUTLASS
+        "float8 per row", FP32, (ROW_BLOCK, ROW_BLOCK), (FLOAT8, frozenset((E4M3,))), (BFLOAT16, FLOAT16), (8, 9)
+    ),
+    Scaling("float8 1x128 by 128x128", blocks=(VECTOR_BLOCK, SQUARE_BLOCK), **BLOCK_128),  # type: ignore[arg-type]
+    Scaling("float8 128x128 by 1x128", blocks=(SQUARE_BLOCK, VECTOR_BLOCK), **BLOCK_128),  # type: ignore[arg-type]
+    Scaling("float8 1x128 by 1x128", blocks=(VECTOR_BLOCK, VECTOR_BLOCK), **BLOCK_128),  # type: ignore[arg-type]
+    Scaling(
+        "mxfp8", E8M0, ((1, 32), (1, 32)), (FLOAT8, FLOAT8), (BFLOAT16, FLOAT16, FLOAT32), (10, 0), toolkit=(12, 8),
+        inner=32,
+    ),
+    Scaling(  # MSLK; its bias argument is ignored
+        "mxfp4", E8M0, ((1, 32), (1, 32)), (frozenset((E2M1,)), frozenset((E2M1,))), (BFLOAT16,), (10, 0), (11, 0),
+        toolkit=(12, 8), bias=False, named=True,
+    ),
+    Scaling(
+        "nvfp4", UE4M3, ((1, 16), (1, 16)), (frozenset((E2M1,)), frozenset((E2M1,))), (BFLOAT16, FLOAT16, FLOAT32),
+        (10, 0), toolkit=(12, 8),
+    ),
+)  # fmt: skip
+"""In the order in which they are tried: those with fewer scales first."""
+
+GROUPED_SCALINGS = (
+    Scaling(  # CUTLASS for sm90
+        "float8 per row", FP32, (ROW_BLOCK, ROW_BLOCK), (frozenset((E4M3,)), frozenset((E4M3,))), (BFLOAT16,), (9, 0),
+        (10, 0), bias=False,
+    ),
+    Scaling(  # MSLK
+        "mxfp8", E8M0, ((1, 32), (1, 32)), (frozenset((E4M3,)), frozenset((E4M3,))), (BFLOAT16,), (10, 0), (11, 0),
+        toolkit=(12, 8), inner=32, bias=False,
+    ),
+)  # fmt: skip
+MAX_GROUPS = 1023
+
+
+@cached
+def toolkit_version() -> Version:
+    """The CUDA release that torch was built with; a build without one meets fake tensors only, and has the newest."""
+    version = torch.version.cuda
+    if version is None:
+        return (99, 0)
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
+
+
+def _dotted(version: Version) -> str:
+    return f"{version[0]}{version[1]}"
+
+
+def _repeats(block: Block, target: Block) -> bool:
+    """Whether scales of ``block`` can be repeated to be scales of ``target``."""
+    rows = target[0] in (1, block[0])
+    return rows and (target[1] == block[1] or (target[1] != FULL and (block[1] == FULL or block[1] % target[1] == 0)))
+
+
+@cached
+def plan(
+    table: tuple[Scaling, ...], left: Format, right: Format, capability: Version, toolkit: Version
+) -> Scaling | str:
+    """The first scaling that these formats can use on this device, or the sentence that says why there is none."""
+    if left.element is E5M2 and right.element is E5M2:
+        return f"no tensor core multiplies e5m2 by e5m2, which {left} and {right} are"
+    reason = f"has no scaling for {left} by {right}"
+    for s in table:
+        if left.block[1] == right.block[1] == FULL != s.blocks[0][1]:
+            continue  # scales that K does not divide are not repeated along it
+        sides = zip((left, right), s.blocks, s.elements, strict=True)
+        if any(not s.reads(f.scale) or f.element not in e or not _repeats(f.block, b) for f, b, e in sides):
+            continue
+        if not s.oldest <= capability < s.before:
+            end = f" and before sm{_dotted(s.before)}" if s.before[0] < 99 else ""
+            reason = f"{s.name} scaling needs sm{_dotted(s.oldest)}{end}, this device is sm{_dotted(capability)}"
+        elif toolkit < s.toolkit:
+            want, have = (".".join(map(str, v)) for v in (s.toolkit, toolkit))
+            reason = f"{s.name} scaling needs CUDA {want}, this torch was built with {have}"
+        else:
+            return s
+    return reason
+
+
+def plan_here(table: tuple[Scaling, ...], left: Format, right: Format, device: torch.device) -> Scaling | str:
+    """``plan`` for a device and the torch that is running."""
+    return plan(table, left, right, dispatch.device_capability(device), toolkit_version())
+
+
+# ---------------------------------------------------------------------------------------------- the check
+
+
+@dataclass(frozen=True)
+class Product:
+    """The arguments of one product, each tensor row-major and padded: a (M, K'), b (N, K') with K' stored bytes a row.
+
+    Grouped: b (G, N, K') and ``ends`` (G,). Packed codes and byte scales are uint8.
+    """
+
+    scaling: Scaling
+    a: Tensor
+    b: Tensor
+    scale_a: Tensor
+    scale_b: Tensor
+    global_scales: Sequence[Tensor]
+    bias: Tensor | None
+    out_dtype: torch.dtype
+    ends: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.a.shape[0], self.b.shape[-2]
+
+
+def scale_shape(scaling: Scaling, side: int, data_shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of one side's scales for padded data (..., rows, K'), as ``Product`` holds them.
+
+    (1, 1) per tensor, (rows, 1) per row, (blocks of K, rows) for 1x128, (blocks of rows, blocks of K in fours) for
+    128x128, one buffer in tiles otherwise; a stack has one row of it for each matrix.
+    """
+    block = scaling.blocks[side]
+    lead, rows, inner = data_shape[:-2], data_shape[-2], data_shape[-1] * scaling.packing
+    if block == TENSOR_BLOCK:
+        return (1, 1)
+    if block == ROW_BLOCK:
+        return (*lead, rows) if lead else (rows, 1)
+    blocks = -(-inner // block[1])
+    if block == VECTOR_BLOCK:
+        return (blocks, rows)
+    if block == SQUARE_BLOCK:
+        return (-(-rows // block[0]), round_up(blocks, 4))
+    whole_rows, whole_cols = swizzled_shape(rows, blocks)
+    return (*lead, whole_rows * whole_cols)
+
+
+def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a row-major tensor; those of dimensions of size 1 as well, which ``is_contiguous`` leaves open."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))
+
+
+def _dense(name: str, t: Tensor) -> None:
+    if tuple(t.stride()) != row_major(tuple(t.shape)):
+        raise ValueError(f"{name} must be row-major, got shape {tuple(t.shape)} with strides {t.stride()}; copy it")
+    if t.storage_offset() * t.dtype.itemsize % LINE and t.numel() > 1:
+        raise ValueError(
+            f"{name} must start at a multiple of {LINE} bytes, got byte {t.storage_offset() * t.dtype.itemsize} of its "
+            "storage; clone it"
+        )
+
+
+def _check_codes(p: Product) -> None:
+    s = p.scaling
+    for name, t, dtypes, dims in (
+        ("a", p.a, s.dtypes[0], 2),
+        ("b", p.b, s.dtypes[1], 2 if p.ends is None else 3),
+    ):
+        if t.dtype not in dtypes:
+            names = " or ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
+            raise TypeError(f"{name} must hold {names} codes for {s.name} scaling, got {t.dtype}")
+        if t.dim() != dims:
+            raise ValueError(f"{name} must have {dims} dimensions, got shape {tuple(t.shape)}")
+        if 0 in t.shape:
+            raise ValueError(f"{name} is empty, shape {tuple(t.shape)}: a product of nothing needs no kernel")
+    if p.a.dtype is E5M2.dtype and p.b.dtype is E5M2.dtype:
+        raise TypeError("a and b are both e5m2, which no tensor core multiplies; cast one of them to e4m3")
+    if p.a.shape[-1] != p.b.shape[-1]:
+        raise ValueError(
+            f"a and b must have rows of one length, got {p.a.shape[-1]} and {p.b.shape[-1]} bytes (shapes "
+            f"{tuple(p.a.shape)} and {tuple(p.b.shape)})"
+        )
+    for what, size, multiple in (
+        ("a row of a and b", p.a.shape[-1], s.inner),
+        ("the rows of a", p.a.shape[-2], s.rows),
+        ("the rows of b", p.b.shape[-2], s.cols),
+    ):
+        if size % multiple:
+            raise ValueError(f"{what} must come in multiples of {multiple} for {s.name} scaling, got {size}; pad them")
+    _dense("a", p.a)
+    _dense("b", p.b)
+
+
+def _check_scales(p: Product) -> None:
+    s = p.scaling
+    for side, (name, scale, data) in enumerate((("scale_a", p.scale_a, p.a), ("scale_b", p.scale_b, p.b))):
+        if scale.dtype is not s.scale.dtype:
+            raise TypeError(f"{name} must be {s.scale.dtype} ({s.scale.name}) for {s.name} scaling, got {scale.dtype}")
+        expected = scale_shape(s, side, data.shape)
+        if p.ends is not None and s.swizzled and side == 0:
+            blocks = round_up(-(-data.shape[-1] * s.packing // s.blocks[0][1]), 4)
+            expected = (round_up(data.shape[0] + 127 * p.ends.shape[0], 128), blocks)
+        if tuple(scale.shape) != tuple(expected):
+            raise ValueError(
+                f"{name} must have shape {tuple(expected)} for {s.name} scaling of {tuple(data.shape)} codes, got "
+                f"{tuple(scale.shape)}"
+            )
+        _dense(name, scale)
+    if len(p.global_scales) not in (0, 2) or (p.global_scales and s.scale is not UE4M3):
+        raise ValueError(
+            f"global_scales must be none, or one of each side for nvfp4; got {len(p.global_scales)} for {s.name}"
+        )
+    for i, scale in enumerate(p.global_scales):
+        if scale.dtype is not FLOAT32 or scale.numel() != 1:
+            raise ValueError(f"global_scales[{i}] must be one float32, got {scale.dtype} of shape {tuple(scale.shape)}")
+
+
+def _check_result(p: Product) -> None:
+    s = p.scaling
+    if p.out_dtype not in s.outputs:
+        names = ", ".join(str(d) for d in s.outputs)
+        raise TypeError(f"out_dtype must be one of {names} for {s.name} scaling, got {p.out_dtype}")
+    if p.bias is not None:
+        if not s.bias:
+            raise ValueError(f"{s.name} scaling adds no bias here; add it to the result in float32")
+        if p.out_dtype is FLOAT32:
+            raise TypeError("a float32 result takes no bias; add it to the result")
+        if p.bias.dtype is not p.out_dtype:
+            raise TypeError(f"bias must have the dtype of the result, {p.out_dtype}, got {p.bias.dtype}")
+        if tuple(p.bias.shape) != (p.b.shape[-2],):
+            raise ValueError(
+                f"bias must have shape ({p.b.shape[-2]},), one for each row of b, got {tuple(p.bias.shape)}"
+            )
+        _dense("bias", p.bias)
+    if p.ends is not None:
+        if p.ends.dtype is not torch.int32 or tuple(p.ends.shape) != (p.b.shape[0],):
+            raise ValueError(
+                f"ends must be int32 of shape ({p.b.shape[0]},), one for each matrix of b, got {p.ends.dtype} of shape "
+                f"{tuple(p.ends.shape)}"
+            )
+        if p.ends.shape[0] > MAX_GROUPS:
+            raise ValueError(f"ends must name at most {MAX_GROUPS} groups, got {p.ends.shape[0]}; split the product")
+        _dense("ends", p.ends)
+    labels = ("b", "scale_a", "scale_b", "bias", "ends", "global_scales[0]", "global_scales[1]")
+    device = p.a.device
+    for name, t in zip(labels, (p.b, p.scale_a, p.scale_b, p.bias, p.ends, *p.global_scales), strict=False):
+        if t is not None and t.device != device:
+            raise ValueError(f"{name} must be on the device of a, {device}, got {t.device}")
+
+
+def check(p: Product) -> None:
+    """Raise TypeError or ValueError, naming the tensor, what it is and what is wanted, unless ``p`` is a right call."""
+    _check_codes(p)
+    _check_scales(p)
+    _check_result(p)

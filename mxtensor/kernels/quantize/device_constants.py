@@ -1,0 +1,73 @@
+"""A cast as compile-time facts of a Triton kernel: what ``Cast`` and its rows say, as numbers and words."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+from ...numerics.cast import Cast
+from ...numerics.formats import FULL, Format, Rounding
+
+FLOAT8 = {(4, 3): "e4m3", (5, 2): "e5m2"}
+"""(exponent bits, mantissa bits) -> the element that instructions of sm_89 and later round to."""
+
+
+class CastCode(NamedTuple):
+    """One compile-time argument of the kernels in ``device/``."""
+
+    bits: int
+    exponent_bits: int
+    mantissa_bits: int
+    bias: int
+    emax: int
+    max: float
+    inverse_max: float
+    nan_code: int
+    scale: str
+    """e8m0, ue4m3, float32 or float32_pow2"""
+    block: int
+    """values along the blocked dimension that share a scale; 0 for the whole tensor, -1 for a whole row"""
+    global_scale: bool
+    mode: str
+    stochastic: bool
+    float8: str
+    """the element that the device rounds to in one instruction; "" for integer arithmetic"""
+    pairs: bool
+    """whether the device has maxima and minima of words of two 16-bit numbers"""
+    reverse: bool
+    """whether a pass over the same values came before, whose last ones are still in the cache"""
+
+
+@cache
+def cast_code(cast: Cast, capability: tuple[int, int]) -> CastCode:
+    """The code of a cast on devices of this compute capability; (0, 0): by integer arithmetic alone."""
+    return _code(cast.format, cast.scaling.value, cast.rounding is Rounding.STOCHASTIC, capability)
+
+
+@cache
+def format_code(format: Format, capability: tuple[int, int], global_scale: bool) -> CastCode:
+    """The code for reading a format; ``global_scale``: whether the values are to be multiplied by one."""
+    return _code(format, "", False, capability)._replace(global_scale=global_scale, reverse=False)
+
+
+def _code(format: Format, mode: str, stochastic: bool, capability: tuple[int, int]) -> CastCode:
+    e = format.element
+    whole_tensor = format.block[0] == FULL
+    return CastCode(
+        bits=e.bits,
+        exponent_bits=e.exponent_bits,
+        mantissa_bits=e.mantissa_bits,
+        bias=e.bias,
+        emax=e.emax,
+        max=e.max,
+        inverse_max=1.0 / e.max,
+        nan_code=e.nan_code,
+        scale=format.scale.name,
+        block=0 if whole_tensor else format.block[1],
+        global_scale=format.global_scale,
+        mode=mode if format.scale.significant_bits == 1 else "",
+        stochastic=stochastic,
+        float8=FLOAT8.get((e.exponent_bits, e.mantissa_bits), "") if capability >= (8, 9) else "",
+        pairs=capability >= (9, 0),
+        reverse=format.global_scale or whole_tensor,
+    )

@@ -1,0 +1,114 @@
+"""Casts of the columns of a matrix in Triton, alone or with its rows: which kernel, in which tiles.
+
+What is made of the columns or of the rows is a ``Target``: codes as bytes (those of columns stored transposed) with
+their scales, or values, which lie as a contiguous x would, and no scales.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from ...numerics.cast import Cast
+from ..quantize import tiles
+from ..runtime.triton_launch import device_code, launch
+from .device_constants import CastCode
+from .triton_common import amax_of, ceil_div, code_of, in_pairs, needs_amax, seed_of
+
+Target: TypeAlias = tuple[Tensor, Tensor | None]
+FAR = 1 << 23
+"""Values in a row up to which offsets in a tile fit 32 bits."""
+
+
+def rounds_in_words(code: CastCode, *values: Tensor | None) -> bool:
+    """Whether bfloat16 is rounded two values at a time and without codes: by powers of two, to bfloat16."""
+    return code.mode != "" and code.block > 0 and all(v is None or v.dtype is torch.bfloat16 for v in values)
+
+
+def round_tiles(x: Tensor, code: CastCode, rowwise: Tensor | None, columnwise: Tensor | None) -> None:
+    """Values of a matrix of pairs (``in_pairs``) in blocks along its rows, its columns or both; results contiguous."""
+    (rows, cols), (high, wide, warps) = x.shape, tiles.ROUND[columnwise is not None]
+    words, pairs = cols // 2, code.block // 2
+    if columnwise is not None and code.block > high:
+        high, wide = code.block, wide * high // code.block
+    wide = max(wide, pairs)
+    launch(
+        device_code("values.round_tiles"),
+        ceil_div(rows, high) * ceil_div(words, wide),
+        (x, rowwise, columnwise, rows, words, x.stride(0) // 2, words),
+        (code, high, wide, rowwise is not None, columnwise is not None, rows % high == 0 and words % wide == 0),
+        warps,
+    )
+
+
+def _form(target: Target | None) -> str:
+    """What the kernels call it."""
+    return "" if target is None else "values" if target[1] is None else "codes"
+
+
+def encode_columns(x: Tensor, cast: Cast, rowwise: Target | None, columnwise: Target, swizzled: bool) -> Tensor | None:
+    """Cast the columns of a matrix (and its rows) into their targets; the global scale or None."""
+    code, seed = code_of(cast, x.device), seed_of(cast, x.device)
+    forms = _form(rowwise), _form(columnwise)
+    if seed is None and in_pairs(x) and code.block > 0:
+        values = [t[0] for t in (rowwise, columnwise) if t is not None and t[1] is None]
+        words = rounds_in_words(code, *values)
+        if words and forms in (("", "values"), ("values", "values")):
+            round_tiles(x, code, None if rowwise is None else rowwise[0], columnwise[0])
+            return None
+        float8 = code.bits == 8 and code.exponent_bits > 0 and max(x.stride(0), x.shape[1]) < FAR
+        if float8 and x.shape[0] % 4 == 0 and forms[1] == "codes" and (words or forms[0] != "values"):
+            _encode_words(x, code, forms[0], rowwise or (None, None), columnwise, swizzled)
+            return None
+    return _encode(x, cast, code, seed, forms, rowwise or (None, None), columnwise, swizzled)
+
+
+def _encode_words(
+    x: Tensor, code: CastCode, form: str, rowwise: tuple[Tensor | None, Tensor | None], columnwise: Target,
+    swizzled: bool,
+) -> None:  # fmt: skip
+    """Float8 codes of the columns of pairs of bfloat16, in whole fours of rows."""
+    (rows, cols), (data, scale), (tdata, tscale) = x.shape, rowwise, columnwise
+    groups, wide, warps = tiles.WORDS[form]
+    groups, wide, words = max(groups, code.block // 32), max(wide, code.block // 2), cols // 2
+    high = groups * min(code.block, 32)
+    launch(
+        device_code("quantize_columns_words.quantize_columns_words"),
+        ceil_div(rows, high) * ceil_div(words, wide),
+        (
+            x, data, scale, tdata, tscale, rows, words, x.stride(0) // 2, 0 if data is None else words,
+            ceil_div(cols, code.block), ceil_div(rows, code.block), rows // 4,
+        ),
+        (code, groups, wide, form, rows % high == 0 and words % wide == 0, swizzled),
+        warps,
+    )  # fmt: skip
+
+
+def _encode(
+    x: Tensor, cast: Cast, code: CastCode, seed: Tensor | None, forms: tuple[str, str],
+    rowwise: tuple[Tensor | None, Tensor | None], columnwise: Target, swizzled: bool,
+) -> Tensor | None:  # fmt: skip
+    """Any format from any dtype, value by value."""
+    (rows, cols), (data, scale), (tdata, tscale) = x.shape, rowwise, columnwise
+    amax = amax_of(x) if needs_amax(cast.format) else None
+    if code.block == -1:
+        amax = torch.linalg.vector_norm(x, float("inf"), dim=0).to(torch.float32).view(torch.int32)
+    last = x.new_empty((), dtype=torch.float32) if cast.format.global_scale else None
+    block = 32 if code.block == -1 else code.block
+    groups, wide, warps = tiles.COLUMNS[forms[0]]
+    groups, wide = max(groups, block // 32), max(wide, block)
+    high = groups * min(block, 32)
+    launch(
+        device_code("quantize_columns.quantize_columns"),
+        ceil_div(rows, high) * ceil_div(cols, wide),
+        (
+            x, data, scale, tdata, tscale, amax, last, seed, rows, cols, x.stride(0),
+            0 if data is None else data.shape[-1], ceil_div(cols, block), tdata.shape[-1], ceil_div(rows, block),
+            rows // 4,
+        ),
+        (code, groups, wide, *forms, rows % high == 0 and cols % wide == 0, swizzled, rows % 4 == 0),
+        warps,
+    )  # fmt: skip
+    return last

@@ -1,0 +1,113 @@
+"""Both factors of a matrix in Triton, of one pass: codes or values of its rows, codes or values of its columns."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...core.dispatch import Spec
+from ...numerics.cast import Cast
+from ...numerics.formats import FULL, Format
+from ...numerics.operand import Operand
+from ..gemm.spec import Factor, Form, Rounded
+from ..quantize import tiles
+from ..runtime.triton_launch import device_code, launch, on
+from .triton_columns import Target, encode_columns
+from .triton_common import (
+    SOURCES,
+    amax_of,
+    ceil_div,
+    code_of,
+    empty,
+    operand_of,
+    refuses,
+    rows_of,
+    seed_of,
+    slow_in_one_pass,
+)
+
+
+def refuses_pair(
+    spec: Spec, x: Tensor, cast: Cast, rowwise: Form | None, columnwise: Form | None, dtype: torch.dtype,
+    amax: Tensor | None, record: Tensor | None,
+) -> str | None:  # fmt: skip
+    rows, cols = cast.format.block
+    if x.dim() != 2:
+        return "matrices only"
+    if rows == FULL:
+        if Form.VALUES in (rowwise, columnwise) or (rowwise is None and columnwise is None):
+            return "codes only for formats with one scale a tensor"
+        if columnwise is None and amax is None and record is None:
+            return "codes of rows are a cast of their own"
+        return refuses(spec)
+    if rows != 1 or cols == FULL:
+        return "square tiles are rounded once and turned, and whole rows take two passes"
+    if rowwise is None or columnwise is None:
+        return "one factor is a cast of its own"
+    if columnwise is Form.CODES and slow_in_one_pass(cast):
+        return "two casts are faster"
+    if Form.VALUES in (rowwise, columnwise) and dtype not in SOURCES:
+        return f"not for {str(dtype).removeprefix('torch.')}"
+    return refuses(spec)
+
+
+def pair(
+    x: Tensor, cast: Cast, rowwise: Form | None, columnwise: Form | None, dtype: torch.dtype,
+    amax: Tensor | None, record: Tensor | None,
+) -> tuple[Factor | None, Factor | None]:  # fmt: skip
+    """What ``kernels/cast.py`` says of ``cast_pair``."""
+    format, shape = cast.format, tuple(x.shape)
+    x = rows_of(x)
+    if format.block[0] == FULL:
+        return _of_one_scale(x, cast, rowwise is not None, columnwise is not None, amax, record)
+    targets = _target(x, format, rowwise, shape, dtype), _target(x, format, columnwise, shape[::-1], dtype)
+    assert targets[1] is not None
+    with on(x.device):
+        last = encode_columns(x, cast, targets[0], targets[1], False)
+    return _factor(targets[0], last, format, shape, False), _factor(targets[1], last, format, shape[::-1], True)
+
+
+def _target(x: Tensor, format: Format, form: Form | None, shape: tuple[int, ...], dtype: torch.dtype) -> Target | None:
+    if form is Form.VALUES:
+        return torch.empty(x.shape, dtype=dtype, device=x.device), None
+    return None if form is None else empty(x, format, shape)
+
+
+def _factor(
+    target: Target | None, last: Tensor | None, format: Format, shape: tuple[int, ...], turned: bool
+) -> Factor | None:
+    if target is None:
+        return None
+    data, scale = target
+    if scale is None:
+        return Rounded(data.t() if turned else data, last, format)
+    return operand_of((data, scale), last, format, shape)
+
+
+def _of_one_scale(
+    x: Tensor, cast: Cast, rowwise: bool, columnwise: bool, amax: Tensor | None, record: Tensor | None
+) -> tuple[Operand | None, Operand | None]:
+    """Codes of a matrix and of its transpose by one scale: that of ``amax``, or of a first pass over x."""
+    format, (rows, cols), code, seed = cast.format, x.shape, code_of(cast, x.device), seed_of(cast, x.device)
+    fours, wide, warps = tiles.TURN
+    parts = empty(x, format, (rows, cols)) if rowwise else (None, None)
+    turned = empty(x, format, (cols, rows)) if columnwise else (None, None)
+    whole = rows % (4 * fours) == 0 and cols % wide == 0
+    with on(x.device):
+        bits = amax_of(x) if amax is None else amax.detach()
+        launch(
+            device_code("quantize_turned.quantize_turned"),
+            ceil_div(rows, 4 * fours) * ceil_div(cols, wide),
+            (
+                x, *parts, *turned, bits, None if record is None else record.detach(), seed, rows, cols, x.stride(0),
+                rows // 4,
+            ),
+            (code, fours, wide, rowwise, columnwise, amax is not None, record is not None, whole, rows % 4 == 0),
+            warps,
+        )  # fmt: skip
+
+    def operand(parts: tuple[Tensor | None, Tensor | None], shape: tuple[int, int]) -> Operand | None:
+        data, scale = parts
+        return None if data is None or scale is None else operand_of((data, scale), None, format, shape)
+
+    return operand(parts, (rows, cols)), operand(turned, (cols, rows))

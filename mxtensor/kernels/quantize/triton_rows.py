@@ -1,0 +1,220 @@
+"""Casts on CUDA devices in Triton: one pass over the values, every format (device code: ``device/``).
+
+Eager calls go straight to the kernels; traced ones through the custom ops of ``cast_op.py``, which call these.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ...core.dispatch import Spec
+from ...numerics.cast import Cast
+from ...numerics.formats import FULL, Format
+from ...numerics.operand import Operand
+from ...numerics.swizzle import swizzled_shape
+from ..quantize import tiles
+from ..runtime import triton_launch
+from ..runtime.triton_launch import device_code, launch, on
+from .device_constants import format_code
+from .triton_columns import encode_columns, round_tiles, rounds_in_words
+from .triton_common import (
+    SOURCES,
+    amax_of,
+    ceil_div,
+    code_of,
+    empty,
+    in_pairs,
+    needs_amax,
+    operand_of,
+    refuses,
+    rows_of,
+    runs_down_columns,
+    seed_of,
+    slow_in_one_pass,
+)
+
+# ---------------------------------------------------------------------------------------------- quantize
+
+
+def encode_matrix(x: Tensor, cast: Cast, out: Tensor, scale: Tensor | None, swizzled: bool) -> Tensor | None:
+    """Cast a matrix with unit stride along its rows into ``out`` and ``scale``; the global scale or None.
+
+    Without ``scale``, ``out`` takes the rounded values, in its dtype, instead of codes.
+    """
+    values = scale is None
+    format, (rows, cols) = cast.format, x.shape
+    code, seed = code_of(cast, x.device), seed_of(cast, x.device)
+    amax = amax_of(x) if needs_amax(format) else None
+    last = x.new_empty((), dtype=torch.float32) if format.global_scale else None
+    stride, data_stride = x.stride(0), out.shape[-1]
+    if code.block == -1:
+        span, warps = tiles.FULL_ROWS
+        width = min(span * 4, max(128, 1 << (cols - 1).bit_length()))
+        whole = width >= cols
+        width, warps = (width, min(warps, max(1, width // 512))) if whole else (span, warps)
+        launch(
+            device_code("quantize.quantize_full_rows"),
+            rows,
+            (x, out, scale, seed, rows, cols, stride, data_stride),
+            (code, 1, width, cols % width == 0, whole, values),
+            warps,
+        )
+    elif format.rows_are_blocked and code.block:
+        wide = max(1, 128 // code.block)
+        launch(
+            device_code("quantize.quantize_tiles"),
+            ceil_div(rows, code.block) * ceil_div(cols, wide * code.block),
+            (x, out, scale, amax, last, seed, rows, cols, stride, data_stride, ceil_div(cols, code.block)),
+            (code, wide, rows % code.block == 0 and cols % (wide * code.block) == 0, values),
+            4 if code.block < 128 else 8,
+        )
+    elif values and seed is None and in_pairs(x) and rounds_in_words(code, out):
+        round_tiles(x, code, out, None)
+    elif code.bits == 4 and not values and seed is None and in_pairs(x):
+        high, wide, warps = tiles.PAIRS
+        words = cols // 2
+        launch(
+            device_code("quantize_fp4.quantize_rows_fp4"),
+            ceil_div(rows, high) * ceil_div(words, wide),
+            (x, out, scale, amax, last, rows, words, stride // 2, data_stride, ceil_div(cols, code.block)),
+            (code, high, wide, rows % high == 0 and words % wide == 0, swizzled),
+            warps,
+        )
+    else:
+        high, wide, warps = tiles.ROWS[x.element_size()]
+        launch(
+            device_code("quantize.quantize_rows"),
+            ceil_div(rows, high) * ceil_div(cols, wide),
+            (x, out, scale, amax, last, seed, rows, cols, stride, data_stride, ceil_div(cols, max(code.block, 1))),
+            (code, high, wide, rows % high == 0 and cols % wide == 0, swizzled, values),
+            warps,
+        )
+    return last
+
+
+def _matrices(x: Tensor, format: Format) -> bool:
+    """Whether the matrices of a stack must be cast one by one: tiles that would reach from one into the next."""
+    tiles = format.rows_are_blocked and format.block[0] != FULL
+    return x.dim() > 2 and tiles and x.shape[-2] % format.block[0] != 0
+
+
+def quantize(x: Tensor, cast: Cast) -> Operand:
+    """``codec.encode`` of a CUDA tensor."""
+    format, shape = cast.format, tuple(x.shape)
+    parts = empty(x, format, shape)
+    with on(x.device):
+        if runs_down_columns(x, format):
+            last = encode_columns(x.t(), cast, None, parts, False)
+        elif _matrices(x, format):
+            last = None
+            for matrix, data, scale in zip(*(t.flatten(0, -3) for t in (x, *parts)), strict=True):
+                encode_matrix(rows_of(matrix), cast, data, scale, False)
+        else:
+            rows = rows_of(x)
+            data = parts[0] if rows is x else parts[0].view(rows.shape[0], -1)
+            last = encode_matrix(rows, cast, data, parts[1], False)
+    return operand_of(parts, last, format, shape)
+
+
+def quantize_both(x: Tensor, cast: Cast) -> tuple[Operand, Operand]:
+    """The operand of a matrix and that of its transpose, of one pass."""
+    format, shape = cast.format, tuple(x.shape)
+    turned = (shape[1], shape[0])
+    rowwise, columnwise = empty(x, format, shape), empty(x, format, turned)
+    with on(x.device):
+        last = encode_columns(rows_of(x), cast, rowwise, columnwise, False)
+    return operand_of(rowwise, last, format, shape), operand_of(columnwise, last, format, turned)
+
+
+def quantize_swizzled(x: Tensor, cast: Cast) -> tuple[Tensor, Tensor, Tensor | None]:
+    """A matrix as (codes, scales in the 128x4 layout, global scale): blocks along rows, padding scales zero."""
+    format, shape = cast.format, tuple(x.shape)
+    data = torch.empty(format.data_shape(shape), dtype=torch.uint8, device=x.device)
+    scale_cols = ceil_div(shape[1], format.block[1])
+    whole = swizzled_shape(shape[0], scale_cols)
+    make = torch.empty if whole == (shape[0], scale_cols) else torch.zeros
+    scale = make(math.prod(whole), dtype=torch.uint8, device=x.device)
+    with on(x.device):
+        last = encode_matrix(rows_of(x), cast, data, scale, True)
+    return data, scale, last
+
+
+def round_trip(x: Tensor, cast: Cast, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """The values that x has in the format, without the global scale, and that scale.
+
+    Those of a matrix that is stored by columns, in blocks along them, are stored so too.
+    """
+    if runs_down_columns(x, cast.format):
+        turned = torch.empty(x.t().shape, dtype=dtype, device=x.device)
+        with on(x.device):
+            return turned.t(), encode_columns(x.t(), cast, None, (turned, None), False)
+    out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    with on(x.device):
+        if _matrices(x, cast.format):
+            for matrix, target in zip(x.flatten(0, -3), out.flatten(0, -3), strict=True):
+                encode_matrix(rows_of(matrix), cast, target, None, False)
+            return out, None
+        rows = rows_of(x)
+        return out, encode_matrix(rows, cast, out.view(rows.shape), None, False)
+
+
+# ---------------------------------------------------------------------------------------------- dequantize
+
+
+def dequantize(operand: Operand, dtype: torch.dtype) -> Tensor:
+    """``codec.decode`` of operands on a CUDA device."""
+    format, shape, last = operand.format, operand.shape, operand.global_scale
+    code = format_code(format, triton_launch.instructions_of(operand.data.device), last is not None)
+    out = torch.empty(shape, dtype=dtype, device=operand.data.device)
+    data, scale = operand.data.view(torch.uint8), operand.scale
+    high, wide, warps = tiles.DECODE[code.bits]
+    block_rows, block_cols = (0 if b == FULL else b for b in format.block)
+
+    def decode(data: Tensor, scale: Tensor, out: Tensor) -> None:
+        rows, cols = out.shape
+        launch(
+            device_code("dequantize.dequantize_tiles"),
+            ceil_div(rows, high) * ceil_div(cols, wide),
+            (data, scale, last, out, rows, cols, data.stride(0), scale.stride(0) if scale.dim() > 1 else 0),
+            (code, block_rows, block_cols, high, wide, rows % high == 0 and cols % wide == 0),
+            warps,
+        )
+
+    with on(out.device):
+        if _matrices(out, format):
+            for part in zip(*(t.flatten(0, -3) for t in (data, scale, out)), strict=True):
+                decode(*map(rows_of, part))
+        else:
+            decode(rows_of(data), scale if block_rows == 0 else rows_of(scale), rows_of(out))
+    return out
+
+
+# ---------------------------------------------------------------------------------------------- what is refused
+
+
+def refuses_quantize(spec: Spec, x: Tensor, cast: Cast) -> str | None:
+    return refuses(spec)
+
+
+def refuses_both(spec: Spec, x: Tensor, cast: Cast) -> str | None:
+    rows, cols = cast.format.block
+    if rows != 1 or cols == FULL:
+        return "only blocks along rows have two copies to make at once"
+    if x.dim() != 2:
+        return "matrices only"
+    if slow_in_one_pass(cast):
+        return "two casts are faster"
+    return refuses(spec)
+
+
+def refuses_round_trip(spec: Spec, x: Tensor, cast: Cast, dtype: torch.dtype) -> str | None:
+    if dtype not in SOURCES:
+        return f"not for {str(dtype).removeprefix('torch.')}"
+    return refuses(spec)
+
+
+def refuses_dequantize(spec: Spec, operand: Operand, dtype: torch.dtype) -> str | None:
+    return refuses(spec)

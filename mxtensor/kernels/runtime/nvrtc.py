@@ -1,0 +1,245 @@
+"""CUDA sources compiled at run time by the NVRTC that torch brings along, kept on disk, and launched by the driver.
+
+The sources lie in ``cuda/``; what is known when they are compiled goes in front of them as constants. A kernel compiles
+in about a second, once a machine: ``~/.cache/mxtensor`` (``XDG_CACHE_HOME``) keeps what came out.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import cache
+from importlib.metadata import PackageNotFoundError, files
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.cuda import check_error
+
+from ...core.dispatch import cached, device_capability
+from .disk_cache import kept_path, new_file
+
+SOURCES = Path(__file__).with_name("cuda")
+OLDEST = (8, 0)
+"""The first compute capability with asynchronous copies."""
+CLUSTERS = (9, 0)
+"""The first with clusters of blocks and launches that overlap."""
+FLAGS = ("-std=c++17",)
+SUFFIX = {(9, 0): "a"}
+"""Of the architecture's name, where some instructions are those of one generation alone."""
+Constants = tuple[tuple[str, object], ...]
+"""What a source is compiled with, in order."""
+
+
+# ---------------------------------------------------------------------------------------------- the compiler
+
+
+def _wheel() -> list[str]:
+    """Where the NVRTC of a wheel lies that torch has not loaded: beside a torch for CPUs, in tests."""
+    found: list[str] = []
+    for name in ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"):
+        try:
+            names = [f for f in files(name) or [] if ".alt." not in f.name]
+        except PackageNotFoundError:
+            continue
+        for built_in in (f for f in names if f.name.startswith("libnvrtc-builtins.so")):
+            with suppress(OSError):  # before 13.1 it would be looked for where the system has its libraries
+                ctypes.CDLL(str(built_in.locate()))
+        found += [str(f.locate()) for f in names if f.name.startswith("libnvrtc.so")]
+    return found
+
+
+@cache
+def library() -> ctypes.CDLL | str:
+    """NVRTC, or the sentence that says why there is none."""
+    major = (torch.version.cuda or "").split(".")[0]
+    for name in [*([f"libnvrtc.so.{major}"] if major else []), "libnvrtc.so", *_wheel()]:
+        try:
+            return ctypes.CDLL(name)
+        except OSError:
+            continue
+    return "NVRTC, which torch for CUDA brings along, is not installed"
+
+
+def _text(names: Sequence[str], constants: Constants) -> str:
+    defines = "".join(f"#define {name} {value}\n" for name, value in constants)
+    return defines + "".join((SOURCES / name).read_text() for name in names)
+
+
+@cache
+def _version() -> tuple[int, int]:
+    lib, version = library(), (ctypes.c_int * 2)()
+    assert not isinstance(lib, str)
+    lib.nvrtcVersion(ctypes.byref(version, 0), ctypes.byref(version, 4))
+    return version[0], version[1]
+
+
+@cached
+def _target(capability: tuple[int, int]) -> tuple[int, int] | None:
+    """What to compile for: the last architecture that NVRTC knows whose code such a device runs; None for none."""
+    lib, count = library(), ctypes.c_int()
+    assert not isinstance(lib, str)
+    lib.nvrtcGetNumSupportedArchs(ctypes.byref(count))
+    known = (ctypes.c_int * count.value)()
+    lib.nvrtcGetSupportedArchs(known)
+    found = [divmod(number, 10) for number in known]
+    return max((arch for arch in found if arch[0] == capability[0] and arch <= capability), default=None)
+
+
+def unknown(capability: tuple[int, int]) -> str | None:
+    """Why nothing can be compiled for devices of a compute capability; None if something can."""
+    if _target(capability) is not None:
+        return None
+    version, device = ".".join(map(str, _version())), "".join(map(str, capability))
+    return f"NVRTC {version} knows no code that sm{device} runs; a newer torch brings a newer one"
+
+
+def compiled(names: Sequence[str], constants: Constants, capability: tuple[int, int]) -> bytes:
+    """Machine code of these sources, one after the other, for a compute capability. Raises RuntimeError."""
+    lib, text = library(), _text(names, constants)
+    assert not isinstance(lib, str)
+    target = _target(capability)
+    assert target is not None, unknown(capability)
+    path = kept_path("cuda", (text, FLAGS, target, _version()), "cubin")
+    with suppress(OSError):
+        return path.read_bytes()
+    program, size = ctypes.c_void_p(), ctypes.c_size_t()
+    options = [
+        flag.encode() for flag in (f"--gpu-architecture=sm_{target[0]}{target[1]}{SUFFIX.get(target, '')}", *FLAGS)
+    ]
+    lib.nvrtcCreateProgram(ctypes.byref(program), text.encode(), names[-1].encode(), 0, None, None)
+    try:
+        if lib.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options)):
+            lib.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+            log = ctypes.create_string_buffer(size.value)
+            lib.nvrtcGetProgramLog(program, log)
+            where = f"sm{target[0]}{target[1]}"
+            raise RuntimeError(f"{names[-1]} did not compile for {where}: {log.value.decode().strip()}")
+        lib.nvrtcGetCUBINSize(program, ctypes.byref(size))
+        code = ctypes.create_string_buffer(size.value)
+        lib.nvrtcGetCUBIN(program, code)
+    finally:
+        lib.nvrtcDestroyProgram(ctypes.byref(program))
+    with suppress(OSError), new_file(path) as file:  # where a home cannot be written to: compiled again next time
+        file.write_bytes(code.raw)
+    return code.raw
+
+
+# ---------------------------------------------------------------------------------------------- the driver
+
+
+class _Attribute(ctypes.Structure):
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_uint * 16))
+
+
+class _Config(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_uint) for name in ("x", "y", "z", "threads", "ty", "tz", "memory")),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint),
+    )
+
+
+_CLUSTER, _OVERLAP, _MEMORY = 4, 6, 8  # ids of launch attributes, and of a function's shared memory
+_NO_SUCH_CLUSTER = 912  # what the driver says of one that the device cannot run
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    lib = ctypes.CDLL("libcuda.so.1")
+    pointer = ctypes.c_void_p
+    lib.cuLaunchKernelEx.argtypes = [ctypes.POINTER(_Config), pointer, ctypes.POINTER(pointer), pointer]
+    return lib
+
+
+def _use_context() -> None:
+    """Make torch's context the driver's: a thread that has not called CUDA's runtime yet has none."""
+    lib, context, device = _driver(), ctypes.c_void_p(), ctypes.c_int()
+    check_error(lib.cuCtxGetCurrent(ctypes.byref(context)))
+    if not context:
+        check_error(lib.cuDeviceGet(ctypes.byref(device), torch._C._cuda_getDevice()))
+        check_error(lib.cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
+        check_error(lib.cuCtxSetCurrent(context))
+
+
+class Function:
+    """A kernel on the device that is current when it is made: blocks of ``threads``, ``depth`` of them along z, as a
+    cluster or each for itself.
+
+    Its arguments are one C struct, packed by ``layout``.
+    """
+
+    def __init__(
+        self, code: bytes, name: str, layout: struct.Struct, threads: int, depth: int, clustered: bool
+    ) -> None:
+        lib, module, self._function = _driver(), ctypes.c_void_p(), ctypes.c_void_p()
+        self._code, self._layout, self._local = code, layout, threading.local()
+        self._threads, self._depth, self._clustered, self._memory = threads, depth, clustered and depth > 1, 0
+        self._changes = threading.Lock()
+        self._overlaps = torch.cuda.get_device_capability() >= CLUSTERS
+        _use_context()
+        check_error(lib.cuModuleLoadData(ctypes.byref(module), code))
+        check_error(lib.cuModuleGetFunction(ctypes.byref(self._function), module, name.encode()))
+        self._launch = lib.cuLaunchKernelEx
+
+    def _make(self) -> Any:
+        _use_context()
+        attributes = (_Attribute * 2)()
+        count = 0
+        if self._overlaps:
+            attributes[0].id, attributes[0].value[0] = _OVERLAP, 1
+            count = 1
+            if self._clustered:
+                attributes[1].id = _CLUSTER
+                attributes[1].value[0], attributes[1].value[1], attributes[1].value[2] = 1, 1, self._depth
+                count = 2
+        config = _Config(1, 1, self._depth, self._threads, 1, 1, 0, None, attributes, count)
+        buffer = ctypes.create_string_buffer(self._layout.size)
+        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
+        return config, ctypes.byref(config), buffer, arguments, attributes
+
+    def _allow(self, memory: int) -> None:
+        if memory > self._memory:
+            with self._changes:  # of the driver's value and ours together
+                if memory > self._memory:
+                    check_error(_driver().cuFuncSetAttribute(self._function, _MEMORY, memory))
+                    self._memory = memory
+
+    def clusters(self, memory: int) -> int:
+        """How many clusters of blocks with so many bytes of shared memory the device runs at a time; 0 if none."""
+        config, count = self._make()[0], ctypes.c_int()
+        self._allow(memory)
+        config.memory, config.x, config.y = memory, 1, 1
+        of_driver = _driver().cuOccupancyMaxActiveClusters
+        result = of_driver(ctypes.byref(count), self._function, ctypes.byref(config))
+        if result and result != _NO_SUCH_CLUSTER:
+            check_error(result)
+        return count.value
+
+    def __call__(self, x: int, y: int, memory: int, arguments: Sequence[int | float]) -> None:
+        """Run in x * y * depth blocks, each with so many bytes of shared memory, on the current stream."""
+        held = getattr(self._local, "held", None)
+        if held is None:
+            held = self._local.held = self._make()
+        self._allow(memory)
+        config, reference, buffer, pointers, _ = held
+        self._layout.pack_into(buffer, 0, *arguments)
+        config.x, config.y, config.memory = x, y, memory
+        config.stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
+        result = self._launch(reference, self._function, pointers, None)
+        if result:
+            check_error(result)
+
+
+@cache
+def function(
+    device: torch.device, sources: tuple[str, ...], constants: Constants, name: str, layout: struct.Struct,
+    threads: int, depth: int = 1, clustered: bool = True,
+) -> Function:  # fmt: skip
+    """The kernel ``name`` of these sources, compiled for ``device``, which must be current; see ``Function``. The same
+    one for the same arguments: code that is loaded once is where it is run from more often."""
+    return Function(compiled(sources, constants, device_capability(device)), name, layout, threads, depth, clustered)

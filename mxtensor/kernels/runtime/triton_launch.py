@@ -1,0 +1,108 @@
+"""What the hosts of Triton kernels share: whether Triton can run here, and which instructions its device has."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from ...core.dispatch import Spec, cached, device_capability, elsewhere
+from .availability import other_build
+
+OLDEST = (8, 0)
+"""The first compute capability that Triton compiles for."""
+
+
+_INSTALLED = importlib.util.find_spec("triton") is not None
+
+
+def _installed() -> bool:
+    return _INSTALLED
+
+
+@cached
+def interpreted() -> bool:
+    """Whether Triton kernels run in its interpreter, on the CPU; decided when triton is imported."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def missing(spec: Spec) -> str | None:
+    """Why no Triton kernel runs on the device of ``spec``; None if one can."""
+    if spec.device.type != "cuda":
+        return elsewhere("cuda", spec.device.type)
+    if not _installed():
+        return "triton is not installed"
+    reason = other_build()
+    if reason is not None:
+        return reason
+    if spec.capability < OLDEST:
+        major, minor = spec.capability
+        return f"Triton needs sm{OLDEST[0]}{OLDEST[1]}, this device is sm{major}{minor}"
+    return None
+
+
+def instructions_of(device: torch.device) -> tuple[int, int]:
+    """The compute capability whose instructions kernels may use on the device; (0, 0) in the interpreter, none."""
+    return (0, 0) if interpreted() else device_capability(device)
+
+
+_HERE = nullcontext()
+
+
+def on(device: torch.device) -> AbstractContextManager[Any]:
+    """Triton launches on the current device, which this is inside the block."""
+    return _HERE if device.type != "cuda" or device.index == torch._C._cuda_getDevice() else torch.cuda.device(device)
+
+
+@cache
+def device_code(name: str) -> Any:
+    """A kernel of ``device/`` as "file.function", imported, and triton with it, when it is first asked for."""
+    file, function = name.split(".")
+    return getattr(import_module(f".device.{file}", __package__), function)
+
+
+_compiled: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+
+
+def launch(kernel: Any, programs: int, arguments: tuple[Any, ...], constants: tuple[Any, ...], warps: int) -> None:
+    """Run a Triton kernel whose signature is ``arguments`` (tensors, ints, None) followed by ``constants``.
+
+    Triton's own call binds and hashes every argument anew, which takes longer than a small cast. A compiled kernel
+    depends on its constants and on a few facts of each argument alone, which are the key here.
+    """
+    if interpreted():
+        kernel[(programs,)](*arguments, *constants, num_warps=warps, enable_fp_fusion=False)
+        return
+    facts = [
+        a and (a % 16 == 0, a == 1, a > 0x7FFFFFFF)
+        if type(a) is int
+        else a if a is None else (a.dtype, a.data_ptr() % 16 == 0)
+        for a in arguments
+    ]  # fmt: skip
+    device = torch._C._cuda_getDevice()
+    key = (id(kernel), device, warps, id(constants[0]), *constants[1:], *facts)
+    found = _compiled.get(key)
+    if found is None:
+        compiled = kernel[(programs,)](*arguments, *constants, num_warps=warps, enable_fp_fusion=False)
+        _compiled[key] = compiled, kernel, constants[0]  # kept, so that their ids stay their own
+        return
+    compiled = found[0]
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    enter, leave = _hooks()
+    if enter.calls or leave.calls:  # a profiler wants to know of every launch
+        compiled[(programs, 1, 1)](*arguments, *constants)
+    else:
+        handles = (stream, compiled.function, compiled.packed_metadata)
+        compiled.run(programs, 1, 1, *handles, None, None, None, *arguments, *constants)
+
+
+@cache
+def _hooks() -> tuple[Any, Any]:
+    from triton import knobs
+
+    return knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook

@@ -1,0 +1,235 @@
+"""Products of few rows, on any GPU since sm_80: the codes of the weight are read once and decoded in registers.
+
+With so few rows the time is that of reading the weight, so that 8 bits take half of bfloat16's and 4 bits a quarter.
+``small_batch_launch`` says how it is done.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...core.dispatch import Kernel, Spec
+from ...numerics.cast import Cast
+from ...numerics.formats import E8M0, UE4M3, Format, Rounding, ScaleCalculationMode, get_format
+from ...numerics.operand import Operand
+from ..gemm.spec import Factor, GemmArgs, Rounded, Uncast, flat_bias, not_a_bias_of_groups, not_rows_by_matrix
+from ..quantize.select import dequantize_operand, round_trip
+from ..runtime import nvrtc
+from ..runtime.availability import exported, other_build
+from .config import ELEMENTS, SCALES, TYPES, can_multiply_together
+from .heuristics import most_rows
+from .launch import Again, Weight, launch, launched_again
+
+HALVES = (torch.bfloat16, torch.float16)
+
+
+# ---------------------------------------------------------------------------------------------- refusals
+
+
+def _refuses(spec: Spec, a: Factor, b: Factor, args: GemmArgs) -> str | None:
+    reason = other_build()
+    if reason is not None:
+        return reason
+    if spec.capability < nvrtc.OLDEST:
+        return f"needs sm80, this device is sm{spec.capability[0]}{spec.capability[1]}"
+    library = nvrtc.library()
+    if isinstance(library, str):
+        return library
+    reason = nvrtc.unknown(spec.capability) or exported(spec)
+    if reason is not None:
+        return reason
+    if not isinstance(b, Operand):
+        return "reads the codes of a quantized right factor, which has none"
+    f = b.format
+    if f.element not in ELEMENTS or (f.scale, f.block[1]) not in SCALES:
+        return f"has no decoder for {f.scale.name} scales of {f.block[0]}x{f.block[1]} blocks"
+    if args.out_dtype not in TYPES:
+        return f"writes bfloat16, float16 or float32, not {str(args.out_dtype).removeprefix('torch.')}"
+    x = a.values if isinstance(a, Rounded) else a
+    if isinstance(x, Tensor) and x.dtype not in HALVES:
+        name = str(x.dtype).removeprefix("torch.")
+        return f"multiplies bfloat16 or float16 by bfloat16 or float16, the activations are {name}"
+    if not isinstance(a, Tensor) and not a.format.exact_in_bfloat16:
+        return f"{a.format} has {a.format.scale.name} scales: its values are not exact in bfloat16"
+    if 0 in (*spec.shapes[0], *spec.shapes[1]):
+        return "no values"
+    return None
+
+
+def refuses(spec: Spec, a: Factor, b: Factor, args: GemmArgs) -> str | None:
+    reason = not_rows_by_matrix(spec, a) or _refuses(spec, a, b, args)
+    if reason is None:
+        assert isinstance(b, Operand)
+        together = can_multiply_together(b.format, b.shape[-1], 0, (0, 0))
+        rows, most = math.prod(spec.shapes[0][:-1]), most_rows(spec.capability, together)
+        if rows > most:
+            return f"for at most {most} rows, where reading the weight is what takes the time; these are {rows}"
+    return reason
+
+
+def refuses_grouped(spec: Spec, a: Factor, b: Factor, ends: Tensor, args: GemmArgs) -> str | None:
+    reason = not_a_bias_of_groups(args) or _refuses(spec, a, b, args)
+    if reason is None:
+        assert isinstance(b, Operand)
+        if b.format.rows_are_blocked and b.scale.shape[0] != b.shape[0]:
+            return f"{b.format} has one scale for all groups"
+        most = most_rows(spec.capability, False) * b.shape[0]
+        if spec.shapes[0][0] > most:
+            return f"for at most {most} rows in {b.shape[0]} groups; these are {spec.shapes[0][0]}"
+    return reason
+
+
+# ---------------------------------------------------------------------------------------------- the op
+
+
+def _cast_of(cast: str, scaling: str) -> Cast | None:
+    """A cast as the ops have it, in words."""
+    return Cast(get_format(cast), ScaleCalculationMode(scaling)) if cast else None
+
+
+def _one(
+    x: Tensor, data: Tensor, scale: Tensor, format: Format, cols: int, x_global: Tensor | None, last: Tensor | None,
+    bias: Tensor | None, *rest: Any,
+) -> Tensor:  # fmt: skip
+    """``launch`` of one weight."""
+    return launch(x, (Weight(data, scale, last, bias),), format, cols, x_global, *rest)[0]
+
+
+@torch.library.custom_op("mxtensor::small_batch", mutates_args=())
+def small_batch(
+    x: Tensor, data: Tensor, scale: Tensor, format: str, cols: int, x_global: Tensor | None, last: Tensor | None,
+    bias: Tensor | None, ends: Tensor | None, alpha: float, beta: float, out_dtype: torch.dtype, cast: str,
+    scaling: str,
+) -> Tensor:  # fmt: skip
+    """``alpha * global scales * x @ decode(data, scale)^T + beta * bias``: summed in float32, rounded once; (M, N).
+
+    x (M, K) bfloat16 or float16, cast to the format ``cast`` first unless that is empty; data and scale of an (N, K)
+    operand, ``cols`` = K. ``bias`` is (N,) or (M, N). With ``ends`` (G,) they are of a stack (G, N, K), and row
+    ``ends[g - 1]`` to ``ends[g]`` of x meets matrix g; later rows give zeros.
+    """
+    f, to = get_format(format), _cast_of(cast, scaling)
+    return _one(x, data, scale, f, cols, x_global, last, bias, ends, alpha, beta, out_dtype, to)
+
+
+@small_batch.register_fake
+def _(x, data, scale, format, cols, x_global, last, bias, ends, alpha, beta, out_dtype, cast, scaling):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape[0], data.shape[-2], dtype=out_dtype)
+
+
+@torch.library.custom_op("mxtensor::small_batch_shared", mutates_args=())
+def small_batch_shared(
+    x: Tensor, data: list[Tensor], scale: list[Tensor], format: str, cols: int, x_global: Tensor | None,
+    last: Sequence[Tensor | None], bias: Sequence[Tensor | None], alpha: float, beta: float, out_dtype: torch.dtype,
+    cast: str, scaling: str,
+) -> list[Tensor]:  # fmt: skip
+    """``small_batch`` of one x and several weights, without groups."""
+    f, to, weights = get_format(format), _cast_of(cast, scaling), [*map(Weight, data, scale, last, bias)]
+    return launch(x, weights, f, cols, x_global, None, alpha, beta, out_dtype, to)
+
+
+@small_batch_shared.register_fake
+def _(x, data, scale, format, cols, x_global, last, bias, alpha, beta, out_dtype, cast, scaling):  # type: ignore[no-untyped-def]
+    return [x.new_empty(x.shape[0], d.shape[-2], dtype=out_dtype) for d in data]
+
+
+@torch.library.custom_op("mxtensor::written", mutates_args=())
+def written(x: Tensor) -> Tensor:
+    """A copy, by a kernel that lets none start before it has ended: what it copies is there by then, and the copy."""
+    return x.clone()
+
+
+@written.register_fake
+def _(x):  # type: ignore[no-untyped-def]
+    return torch.empty_like(x)
+
+
+# ---------------------------------------------------------------------------------------------- the kernels
+
+
+def _is_cast_here(cast: Cast, x: Tensor) -> bool:
+    """Whether this file casts: to 32 values under a power of two, or to nvfp4, from 16 bits."""
+    f = cast.format
+    if cast.rounding is not Rounding.NEAREST or x.dtype not in HALVES:
+        return False
+    if f.scale is E8M0:
+        return f.block == (1, 32)
+    return f.scale is UE4M3 and f.block == (1, 16)
+
+
+def _activations(a: Factor) -> tuple[Tensor, Tensor | None, Cast | None]:
+    """Values of 16 bits, their global scale, and the cast that they still have to go through."""
+    if isinstance(a, Uncast):
+        if _is_cast_here(a.cast, a.x):
+            return a.x, None, a.cast
+        return *round_trip(a.x, a.cast, torch.bfloat16), None
+    if isinstance(a, Rounded):
+        return a.values, a.global_scale, None
+    if isinstance(a, Operand):
+        return dequantize_operand(replace(a, global_scale=None), torch.bfloat16), a.global_scale, None
+    return a, None, None
+
+
+def _call(a: Factor, b: Factor, ends: Tensor | None, args: GemmArgs, work: Callable[..., Tensor]) -> Tensor:
+    """``work`` of the arguments that ``_one`` takes."""
+    assert isinstance(b, Operand)
+    x, x_global, cast = _activations(a)
+    shape = (*x.shape[:-1], b.shape[-2])
+    if len(shape) != 2:
+        x = x.reshape(-1, x.shape[-1])
+    if not x.is_contiguous() and (x.stride(1) != 1 or x.stride(0) < x.shape[1]):
+        x = x.contiguous()
+    bias = flat_bias(args, shape)
+    if bias is not None and bias.dtype not in TYPES:
+        bias = bias.float()
+    if ends is not None:
+        ends = ends.contiguous()
+    out = work(
+        x, b.data.contiguous(), b.scale.contiguous(), b.format, b.shape[-1], x_global, b.global_scale, bias, ends,
+        float(args.alpha), float(args.beta), args.out_dtype, cast,
+    )  # fmt: skip
+    return out if len(shape) == 2 else out.view(shape)
+
+
+def _op(x: Tensor, data: Tensor, scale: Tensor, format: Format, *rest: Any) -> Tensor:
+    """``_one`` as the op that graphs hold."""
+    *others, cast = rest
+    words = ("", "") if cast is None else (cast.format.name, cast.scaling.value)
+    return small_batch(x, data, scale, format.name, *others, *words)  # type: ignore[no-any-return]
+
+
+def run(a: Factor, b: Factor, args: GemmArgs) -> Tensor:
+    return _call(a, b, None, args, _one)
+
+
+def run_traced(a: Factor, b: Factor, args: GemmArgs) -> Tensor:
+    return _call(a, b, None, args, _op)
+
+
+def again(x: Tensor, factor: Factor, b: Operand, bias: Tensor | None) -> Again | None:
+    """``run`` of ``factor``, the rows of x, with alpha and beta 1, for other values that lie as x does; None where it
+    is more than one launch."""
+    cast = factor.cast if isinstance(factor, Uncast) else None
+    if not isinstance(factor, Tensor) and (cast is None or not _is_cast_here(cast, x)):
+        return None
+    simple = bias is None or (bias.dim() == 1 and bias.is_contiguous() and bias.dtype in TYPES)
+    if not (simple and x.is_contiguous() and b.data.is_contiguous() and b.scale.is_contiguous()):
+        return None
+    return launched_again(x, Weight(b.data, b.scale, b.global_scale, bias), b.format, b.shape[-1], cast)
+
+
+def run_grouped(a: Factor, b: Factor, ends: Tensor, args: GemmArgs) -> Tensor:
+    return _call(a, b, ends, args, _one)
+
+
+def run_grouped_traced(a: Factor, b: Factor, ends: Tensor, args: GemmArgs) -> Tensor:
+    return _call(a, b, ends, args, _op)
+
+
+KERNEL = Kernel("small_batch", refuses, run, "cuda", run_traced)
+GROUPED = Kernel("small_batch", refuses_grouped, run_grouped, "cuda", run_grouped_traced)

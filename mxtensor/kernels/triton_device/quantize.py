@@ -1,0 +1,237 @@
+"""Casts in Triton, one program a tile: blocks along rows, blocks along columns (with or without rows), square tiles.
+
+x is (rows, cols) with unit stride along the last dimension; ``C`` is a ``CastCode``. Values outside x count as zero and
+are never written. Offsets of rows are 64 bits wide.
+"""
+
+import triton
+import triton.language as tl
+
+from .elements import amax_bits, dither, from_codes, global_encode, magnitude_bits, scales_of, to_codes, widened
+
+
+@triton.jit
+def swizzled_offset(row, col, scale_cols):
+    """Where the scale (row, col) lies in the 128x4 layout of a matrix with ``scale_cols`` scales a row."""
+    tile = (row // 128).to(tl.int64) * ((scale_cols + 3) // 4) + col // 4
+    return tile * 512 + (row % 32) * 16 + (row % 128) // 32 * 4 + col % 4
+
+
+@triton.jit
+def scale_offset(row, col, scale_cols, SWIZZLED: tl.constexpr):
+    """Where the scale (row, col) lies, in rows of ``scale_cols`` or in the 128x4 layout."""
+    if SWIZZLED:
+        return swizzled_offset(row, col, scale_cols)
+    else:
+        return row.to(tl.int64) * scale_cols + col
+
+
+@triton.jit
+def tensor_factor(amax_ptr, global_ptr, pid, C: tl.constexpr):
+    """NVFP4's factor of the tensor from its amax bits, 1 where there is none; program 0 stores the global scale."""
+    if C.global_scale:
+        encode, undo = global_encode(tl.load(amax_ptr).to(tl.float32, bitcast=True), C)
+        if pid == 0:
+            tl.store(global_ptr, undo)
+        return encode
+    else:
+        return tl.full((), 1.0, tl.float32)
+
+
+@triton.jit
+def block_scales(amax_bits, encode, C: tl.constexpr):
+    """``scales_of`` with the factor of the values turned into NaN where float8 instructions make the NaN code of it."""
+    stored, multiplier, value, finite = scales_of(amax_bits, encode, C)
+    if C.float8 != "":
+        multiplier = tl.where(finite, multiplier, float("nan"))
+    return stored, multiplier, value, finite
+
+
+@triton.jit
+def finish_codes(code, finite, C: tl.constexpr):
+    """The format's NaN (or 0 where it has none) in blocks that are not finite; ``finite`` broadcasts."""
+    if C.float8 != "":
+        return code
+    else:
+        return tl.where(finite, code, C.nan_code).to(tl.uint8)
+
+
+@triton.jit
+def rounded(y, index, seed_ptr, stream: tl.constexpr, C: tl.constexpr):
+    """y as it is, or moved to one of its two neighbours by a random number that ``seed + stream`` and place decide."""
+    if C.stochastic:
+        low, high = index.to(tl.uint32), (index >> 32).to(tl.uint32)
+        zero = low * 0
+        random, _1, _2, _3 = tl.philox(tl.load(seed_ptr) + stream, low, high, zero, zero)
+        return tl.where(y == y, dither(y, random.to(tl.uint32), C), y)
+    else:
+        return y
+
+
+@triton.jit
+def load_tile(at, inside, EVEN: tl.constexpr):
+    """The values at ``at``; zero where ``inside`` says they are none, which EVEN says is nowhere."""
+    if EVEN:
+        return tl.load(at)
+    else:
+        return tl.load(at, mask=inside, other=0.0)
+
+
+@triton.jit
+def store_tile(at, value, inside, EVEN: tl.constexpr):
+    """The inverse of ``load_tile``."""
+    if EVEN:
+        tl.store(at, value)
+    else:
+        tl.store(at, value, mask=inside)
+
+
+@triton.jit
+def store_codes(code, data_ptr, row_start, tile, rows_in, cols, C: tl.constexpr, EVEN: tl.constexpr):
+    """Codes (BM, BK) of column tile ``tile`` as packed bytes; ``row_start`` (BM, 1): the first entry of each row."""
+    BM: tl.constexpr = code.shape[0]
+    BK: tl.constexpr = code.shape[1]
+    if C.bits == 8:
+        col = tile * BK + tl.arange(0, BK)[None, :]
+        store_tile(data_ptr + row_start + col, code, rows_in & (col < cols), EVEN)
+    elif C.bits == 4:
+        even, odd = tl.split(tl.reshape(code, (BM, BK // 2, 2)))
+        pair = tile * (BK // 2) + tl.arange(0, BK // 2)[None, :]
+        store_tile(data_ptr + row_start + pair, even | (odd << 4), rows_in & (pair * 2 < cols), EVEN)
+    else:
+        even, odd = tl.split(tl.reshape(code, (BM, BK // 4, 2, 2)))
+        v0, v2 = tl.split(even)
+        v1, v3 = tl.split(odd)
+        group = tile * (BK // 4) + tl.arange(0, BK // 4)[None, :]
+        inside = rows_in & (group * 4 < cols)
+        to = data_ptr + row_start + group * 3
+        store_tile(to, v0 | (v1 << 6), inside, EVEN)
+        store_tile(to + 1, (v1 >> 2) | (v2 << 4), inside, EVEN)
+        store_tile(to + 2, (v2 >> 4) | (v3 << 2), inside, EVEN)
+
+
+@triton.jit
+def amax_of_tensor(x_ptr, out_ptr, size, BLOCK: tl.constexpr, ROUNDS: tl.constexpr):
+    """The largest magnitude bits of a contiguous x, into an int32 that starts as zero."""
+    start = tl.program_id(0).to(tl.int64) * (BLOCK * ROUNDS)
+    at = start + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + at, mask=at < size, other=0.0)
+    largest = magnitude_bits(x)
+    for i in tl.static_range(1, ROUNDS):
+        at = start + i * BLOCK + tl.arange(0, BLOCK)
+        largest = tl.maximum(largest, magnitude_bits(tl.load(x_ptr + at, mask=at < size, other=0.0)))
+    tl.atomic_max(out_ptr, amax_bits(tl.max(largest, axis=0), x), sem="relaxed")
+
+
+@triton.jit
+def quantize_rows(
+    x_ptr, data_ptr, scale_ptr, amax_ptr, global_ptr, seed_ptr, rows, cols, stride, data_stride, scale_cols,
+    C: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, SWIZZLED: tl.constexpr,
+    VALUES: tl.constexpr,
+):  # fmt: skip
+    """Blocks along rows, or one scale for the tensor (its amax is in ``amax_ptr``).
+
+    Writes codes and scales; with VALUES, instead of both, the values that the codes stand for without the global scale.
+    """
+    tiles = tl.cdiv(cols, BK)
+    pid = tl.program_id(0)
+    if C.reverse:
+        pid = tl.num_programs(0) - 1 - pid  # start with what the pass for the amax has left in the cache
+    row = (pid // tiles) * BM + tl.arange(0, BM)[:, None]
+    col = (pid % tiles) * BK + tl.arange(0, BK)[None, :]
+    rows_in = row < rows
+    x = load_tile(x_ptr + row.to(tl.int64) * stride + col, rows_in & (col < cols), EVEN)
+    encode = tensor_factor(amax_ptr, global_ptr, pid, C)
+    index = row.to(tl.int64) * cols + col
+    if C.block == 0:
+        stored, multiplier, value, finite = block_scales(tl.load(amax_ptr), encode, C)
+        code = finish_codes(to_codes(rounded(widened(x) * multiplier, index, seed_ptr, 0, C), C), finite, C)
+        if VALUES:
+            decoded = from_codes(code, C) * value
+        elif pid == 0:
+            tl.store(scale_ptr, stored)
+    else:
+        NB: tl.constexpr = BK // C.block
+        amax = amax_bits(tl.max(magnitude_bits(tl.reshape(x, (BM, NB, C.block))), axis=2), x)
+        stored, multiplier, value, finite = block_scales(amax, encode, C)
+        y = tl.reshape(widened(tl.reshape(x, (BM, NB, C.block))) * multiplier[:, :, None], (BM, BK))
+        code = to_codes(rounded(y, index, seed_ptr, 0, C), C)
+        code = finish_codes(tl.reshape(code, (BM, NB, C.block)), finite[:, :, None], C)
+        if VALUES:
+            decoded = tl.reshape(from_codes(code, C) * value[:, :, None], (BM, BK))
+        else:
+            block = (pid % tiles) * NB + tl.arange(0, NB)[None, :]
+            to = scale_offset(row, block, scale_cols, SWIZZLED)
+            store_tile(scale_ptr + to, stored, rows_in & (block < scale_cols), EVEN)
+            code = tl.reshape(code, (BM, BK))
+    if VALUES:
+        to = data_ptr + row.to(tl.int64) * data_stride + col
+        store_tile(to, decoded.to(data_ptr.dtype.element_ty), rows_in & (col < cols), EVEN)
+    else:
+        store_codes(code, data_ptr, row.to(tl.int64) * data_stride, pid % tiles, rows_in, cols, C, EVEN)
+
+
+@triton.jit
+def quantize_full_rows(
+    x_ptr, data_ptr, scale_ptr, seed_ptr, rows, cols, stride, data_stride,
+    C: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, ONE: tl.constexpr, VALUES: tl.constexpr,
+):  # fmt: skip
+    """One scale a row. ONE: BK covers the row, which is then read once; else it is read for the amax and again."""
+    row = tl.program_id(0) * BM + tl.arange(0, BM)[:, None]
+    rows_in = row < rows
+    x_row, data_row = row.to(tl.int64) * stride, row.to(tl.int64) * data_stride
+    col = tl.arange(0, BK)[None, :]
+    x = load_tile(x_ptr + x_row + col, rows_in & (col < cols), EVEN)
+    largest = magnitude_bits(x)
+    tiles = tl.cdiv(cols, BK)
+    if not ONE:
+        for i in range(1, tiles):
+            at = i * BK + col
+            largest = tl.maximum(largest, magnitude_bits(load_tile(x_ptr + x_row + at, rows_in & (at < cols), EVEN)))
+    amax = amax_bits(tl.max(largest, axis=1), x)
+    stored, multiplier, value, finite = block_scales(amax, tl.full((), 1.0, tl.float32), C)
+    for i in range(0, 1 if ONE else tiles):
+        at = i * BK + col
+        if not ONE:
+            x = load_tile(x_ptr + x_row + at, rows_in & (at < cols), EVEN)
+        y = rounded(widened(x) * multiplier[:, None], row.to(tl.int64) * cols + at, seed_ptr, 0, C)
+        code = finish_codes(to_codes(y, C), finite[:, None], C)
+        if VALUES:
+            decoded = (from_codes(code, C) * value[:, None]).to(data_ptr.dtype.element_ty)
+            store_tile(data_ptr + data_row + at, decoded, rows_in & (at < cols), EVEN)
+        else:
+            store_codes(code, data_ptr, data_row, i, rows_in, cols, C, EVEN)
+    if not VALUES:
+        one = tl.program_id(0) * BM + tl.arange(0, BM)
+        tl.store(scale_ptr + one, stored, mask=one < rows)
+
+
+@triton.jit
+def quantize_tiles(
+    x_ptr, data_ptr, scale_ptr, amax_ptr, global_ptr, seed_ptr, rows, cols, stride, data_stride, scale_cols,
+    C: tl.constexpr, NB: tl.constexpr, EVEN: tl.constexpr, VALUES: tl.constexpr,
+):  # fmt: skip
+    """Square tiles of C.block, NB of them side by side."""
+    B: tl.constexpr = C.block
+    BK: tl.constexpr = NB * B
+    tiles = tl.cdiv(cols, BK)
+    pid = tl.program_id(0)
+    encode = tensor_factor(amax_ptr, global_ptr, pid, C)
+    row = (pid // tiles) * B + tl.arange(0, B)[:, None]
+    col = (pid % tiles) * BK + tl.arange(0, BK)[None, :]
+    rows_in = row < rows
+    x = load_tile(x_ptr + row.to(tl.int64) * stride + col, rows_in & (col < cols), EVEN)
+    amax = amax_bits(tl.max(tl.max(magnitude_bits(tl.reshape(x, (B, NB, B))), axis=2), axis=0), x)
+    stored, multiplier, value, finite = block_scales(amax, encode, C)
+    y = tl.reshape(widened(tl.reshape(x, (B, NB, B))) * multiplier[None, :, None], (B, BK))
+    code = to_codes(rounded(y, row.to(tl.int64) * cols + col, seed_ptr, 0, C), C)
+    code = finish_codes(tl.reshape(code, (B, NB, B)), finite[None, :, None], C)
+    if VALUES:
+        decoded = tl.reshape(from_codes(code, C) * value[None, :, None], (B, BK))
+        to = data_ptr + row.to(tl.int64) * data_stride + col
+        store_tile(to, decoded.to(data_ptr.dtype.element_ty), rows_in & (col < cols), EVEN)
+    else:
+        block = (pid % tiles) * NB + tl.arange(0, NB)
+        tl.store(scale_ptr + (pid // tiles).to(tl.int64) * scale_cols + block, stored, mask=block < scale_cols)
+        start = row.to(tl.int64) * data_stride
+        store_codes(tl.reshape(code, (B, BK)), data_ptr, start, pid % tiles, rows_in, cols, C, EVEN)

@@ -1,0 +1,251 @@
+"""The definition: blocks, scale rules, encode and decode in plain torch (elements and packing: ``elements.py``).
+
+Every kernel of the package is held to this file bit for bit; this file is held to exact arithmetic by the tests. All
+exponent arithmetic is on the bits of float32 values, never through log2. The code traces (torch.compile fuses it into
+one loop on CPU) and is written so that it allocates little when it runs eagerly on a slice of rows.
+
+Sources: OCP Microscaling Formats (MX) v1.0, sections 5 and 6.3; "Recipes for Pre-training LLMs with MXFP8" (RCEIL);
+the NVFP4 two-level scale of Blackwell.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..core.tracing import is_traced
+from .cast import Cast
+from .elements import decode_elements, decode_packed, encode_elements, pack, round_stochastically, uniform
+from .formats import (
+    E8M0,
+    FP32,
+    FP32_POW2,
+    FULL,
+    UE4M3,
+    ElementFormat,
+    Format,
+    Rounding,
+    ScaleCalculationMode,
+    ScaleFormat,
+)
+from .operand import Operand
+
+FLT_MAX = torch.finfo(torch.float32).max
+FLT_MIN_NORMAL = torch.finfo(torch.float32).tiny
+SOURCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+# ---------------------------------------------------------------------------------------------- blocks
+
+
+def _extent(block: int, dim: int) -> int:
+    return max(dim, 1) if block == FULL else block
+
+
+def _split(x: Tensor, format: Format) -> tuple[Tensor, tuple[int, ...]]:
+    """``x`` zero-padded and viewed as whole blocks, and the dimensions that one block spans in that view."""
+    rows, cols = format.block
+    if rows == FULL:
+        return x, tuple(range(x.dim()))
+    cols = _extent(cols, x.shape[-1])
+    pad_cols = -x.shape[-1] % cols
+    if rows == 1 or x.dim() == 1:
+        if pad_cols:
+            x = F.pad(x, (0, pad_cols))
+        return x.reshape(*x.shape[:-1], -1, cols), (-1,)
+    pad_rows = -x.shape[-2] % rows
+    if pad_cols or pad_rows:
+        x = F.pad(x, (0, pad_cols, 0, pad_rows))
+    return x.reshape(*x.shape[:-2], x.shape[-2] // rows, rows, -1, cols), (-3, -1)
+
+
+def _spread(scale: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """One value a block, shaped to broadcast over the view that ``_split`` made."""
+    if dims == (-1,):
+        return scale.unsqueeze(-1)
+    if dims == (-3, -1):
+        return scale.unsqueeze(-2).unsqueeze(-1)
+    return scale
+
+
+def _join(blocks: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """The inverse view of ``_split``; padding is still there."""
+    if dims == (-1,):
+        return blocks.flatten(-2)
+    if dims == (-3, -1):
+        return blocks.flatten(-2).flatten(-3, -2)
+    return blocks
+
+
+def _stored(x: Tensor) -> Tensor:
+    """``x`` itself; as_strided makes inductor compute it once a block and store it, not once an element."""
+    return x.as_strided(x.shape, x.stride())
+
+
+def _crop(x: Tensor, rows: int | None, cols: int) -> Tensor:
+    """The part that is not padding, contiguous.
+
+    as_strided, because it makes inductor store whole blocks before anything is cut off. Fused with a cut (here, or a
+    slice that the caller takes), its CPU loop over ``i // block`` leaves out the last, shorter block:
+    ``try_loop_split`` never asks whether the block divides the extent (seen in torch 2.13).
+    """
+    x = x.contiguous()
+    size = (cols,) if x.dim() == 1 else (*x.shape[:-2], x.shape[-2] if rows is None else rows, cols)
+    return x.as_strided(size, x.stride()).contiguous()
+
+
+# ---------------------------------------------------------------------------------------------- scales
+
+
+def _exponent_up(bits: Tensor) -> Tensor:
+    """Biased exponent of the smallest power of two >= the positive float32 with these bits (2^-127 counts as 0)."""
+    exponent, mantissa = bits >> 23, bits & 0x7FFFFF
+    up = torch.where(exponent > 0, mantissa > 0, mantissa > 0x400000)
+    return exponent + up.to(torch.int32)
+
+
+def e8m0_from_amax(amax: Tensor, element: ElementFormat, mode: ScaleCalculationMode) -> Tensor:
+    """The int32 E8M0 byte of each block from its finite float32 amax (shape kept); value 2^(byte - 127)."""
+    bits = amax.view(torch.int32)
+    if mode is ScaleCalculationMode.RCEIL:
+        byte = _exponent_up((amax * (1.0 / element.max)).view(torch.int32))
+    elif mode is ScaleCalculationMode.CEIL:
+        byte = _exponent_up(bits) - element.emax
+    elif mode is ScaleCalculationMode.EVEN:
+        byte = ((bits + (1 << (22 - element.mantissa_bits))) >> 23) - element.emax
+    else:
+        byte = (bits >> 23) - element.emax
+    return byte.clamp(0, 254)
+
+
+def _power_of_two(byte: Tensor) -> Tensor:
+    """float32 2^(byte - 127) for int32 bytes 0..254; byte 0 is a subnormal and cannot be shifted into place."""
+    return torch.where(byte == 0, 0x00400000, byte << 23).view(torch.float32)
+
+
+def scale_to_float(scale: Tensor, kind: ScaleFormat) -> Tensor:
+    """Stored scales as float32 values, NaN included."""
+    if kind is E8M0:
+        byte = scale.to(torch.int32)
+        return torch.where(byte == 255, float("nan"), _power_of_two(byte))
+    return scale.view(kind.view_dtype).to(torch.float32)
+
+
+def _scale_e8m0(amax: Tensor, cast: Cast, tensor_amax: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    finite = amax.isfinite()
+    byte = e8m0_from_amax(amax, cast.format.element, cast.scaling)
+    return torch.where(finite, byte, 255).to(torch.uint8), _power_of_two(254 - byte), None
+
+
+def _scale_nvfp4(amax: Tensor, cast: Cast, tensor_amax: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    # A tensor, because a float over a tensor is rounded twice (reciprocal, product), on CUDA a tensor over a float too.
+    largest = torch.full_like(tensor_amax, 448.0 * cast.format.element.max)
+    encode = torch.ones_like(tensor_amax)
+    if cast.format.global_scale:
+        wanted = (largest / tensor_amax).clamp(max=FLT_MAX)
+        usable = (tensor_amax > 0) & (wanted > 0)
+        encode = torch.where(usable, wanted, encode)
+        global_scale = torch.where(usable, tensor_amax / largest, 1.0)
+    scaled = (amax * (encode * (1.0 / cast.format.element.max))).clamp(-448.0, 448.0)
+    scale = torch.where(amax.isfinite(), scaled, float("nan")).to(torch.float8_e4m3fn)
+    multiplier = (1.0 / (scale.to(torch.float32) * (1.0 / encode))).clamp(max=FLT_MAX)
+    return scale.view(torch.uint8), multiplier, global_scale if cast.format.global_scale else None
+
+
+def _scale_float32(amax: Tensor, cast: Cast, tensor_amax: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    scale = (amax * (1.0 / cast.format.element.max)).clamp(min=FLT_MIN_NORMAL)
+    scale = torch.where(amax > 0, scale, torch.ones_like(scale))
+    scale = torch.where(amax.isfinite(), scale, float("nan"))
+    return scale, (1.0 / scale).clamp(max=FLT_MAX), None
+
+
+def _scale_float32_pow2(amax: Tensor, cast: Cast, tensor_amax: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    byte = e8m0_from_amax(amax, cast.format.element, cast.scaling).clamp(1, 253)  # the reciprocal is normal too
+    byte = torch.where(amax > 0, byte, 127)
+    scale = torch.where(amax.isfinite(), _power_of_two(byte), float("nan"))
+    return scale, _power_of_two(254 - byte), None
+
+
+SCALE_RULES = {E8M0: _scale_e8m0, UE4M3: _scale_nvfp4, FP32: _scale_float32, FP32_POW2: _scale_float32_pow2}
+"""Scale format -> (amax of blocks, cast, amax of the tensor) -> (stored scale, float32 multiplier, global scale)."""
+
+
+# ---------------------------------------------------------------------------------------------- the two ways
+
+
+def check_source(x: Tensor) -> None:
+    """Raise unless ``x`` is something that can be quantized."""
+    if x.dtype not in SOURCE_DTYPES:
+        names = ", ".join(str(d).removeprefix("torch.") for d in SOURCE_DTYPES)
+        raise TypeError(
+            f"cannot quantize a tensor of dtype {str(x.dtype).removeprefix('torch.')}; convert it first to one of "
+            f"{names}"
+        )
+    if x.dim() == 0:
+        raise ValueError("cannot quantize a 0-dimensional tensor: blocks need a dimension; use x.reshape(1)")
+
+
+def tensor_amax(x: Tensor) -> Tensor:
+    """The largest magnitude of the whole tensor in float32, NaN if any value is; 0 for an empty tensor."""
+    return x.detach().abs().amax().to(torch.float32) if x.numel() else x.new_zeros((), dtype=torch.float32)
+
+
+def encode(x: Tensor, cast: Cast, whole_amax: Tensor | None = None) -> Operand:
+    """Quantize ``x`` (float32, bfloat16, float16 or float64; 1-D or more; any strides) along its last dimension.
+
+    ``whole_amax`` replaces the amax of ``x`` where a scale depends on the whole tensor (NVFP4, per-tensor float8), for
+    callers that hold only a part of it. Raises TypeError for other dtypes, ValueError for a 0-dimensional tensor.
+    """
+    check_source(x)
+    format, element, shape = cast.format, cast.format.element, tuple(x.shape)
+    if x.numel() == 0:
+        data = x.new_zeros(format.data_shape(shape), dtype=element.dtype)
+        scale = x.new_zeros(format.scale_shape(shape), dtype=format.scale.dtype)
+        return Operand(data, scale, x.new_ones((), dtype=torch.float32) if format.global_scale else None, format, shape)
+    blocks, dims = _split(x.detach().to(torch.float32), format)
+    amax = blocks.abs().amax(dims, keepdim=format.block[0] == FULL)
+    if whole_amax is None:
+        whole_amax = amax.amax()
+    elif format.block[0] == FULL:
+        amax = whole_amax.expand_as(amax)
+    scale, multiplier, global_scale = SCALE_RULES[format.scale](amax, cast, whole_amax)
+    finite = amax.isfinite()
+    multiplier = _stored(torch.where(finite, multiplier, float("nan")))
+    y = blocks * _spread(multiplier, dims)
+    if cast.rounding is Rounding.STOCHASTIC:
+        noise = None
+        if cast.seed is not None:  # by the place in x, which padding must not move
+            noise = _split(uniform(cast.seed, x), format)[0]
+        y = round_stochastically(y, element, noise)
+    codes = encode_elements(y, element).view(torch.uint8)
+    # Off the CPU a look at the values costs more than the work, and a traced tensor has none.
+    if x.device.type != "cpu" or is_traced(x) or not finite.all():
+        # A format's NaN without its sign, which eager and inductor set differently; a format without NaN gets 0.
+        codes &= _spread(_stored(torch.where(finite, 0xFF, element.nan_code).to(torch.uint8)), dims)
+    data = _crop(
+        pack(_join(codes, dims), element), shape[-2] if dims == (-3, -1) else None, element.data_cols(shape[-1])
+    )
+    return Operand(data.view(element.dtype), scale, global_scale, format, shape)
+
+
+def decode(operand: Operand, dtype: torch.dtype) -> Tensor:
+    """float32(element) * scale (* global scale), then one rounding to ``dtype``. Contiguous, ``operand.shape``."""
+    value = decode_local(operand)
+    if operand.global_scale is not None:
+        value = value * operand.global_scale
+    return value.to(dtype)
+
+
+def decode_local(operand: Operand) -> Tensor:
+    """The float32 values without the global scale."""
+    format, shape = operand.format, operand.shape
+    if 0 in shape:
+        return operand.data.new_zeros(shape, dtype=torch.float32)
+    if format.element.packed:
+        elements = decode_packed(operand.data, format.element).narrow(-1, 0, shape[-1]).to(torch.float32)
+    else:
+        elements = decode_elements(operand.data, format.element)
+    blocks, dims = _split(elements, format)
+    value = _join(blocks * _spread(scale_to_float(operand.scale, format.scale), dims), dims)
+    return _crop(value, shape[-2] if dims == (-3, -1) else None, shape[-1])

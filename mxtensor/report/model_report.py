@@ -1,0 +1,163 @@
+"""What quantization did to each layer: signal against error, bytes, and a plot of both by format."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ..tensor.mxtensor import MXTensor
+
+
+def sqnr_db(reference: Tensor, approximation: Tensor) -> float:
+    """Signal-to-quantization-noise ratio in dB: ``10 * log10(sum(reference^2) / sum((reference - approximation)^2))``.
+
+    Both of one shape, any float dtypes; summed in float64. Every 6.02 dB is one bit of precision. ``inf`` where the two
+    are equal, ``-inf`` where only the reference is zero, ``nan`` where either holds a nan. Raises ValueError where the
+    shapes differ, because broadcasting would compare other values than meant.
+    """
+    if reference.shape != approximation.shape:
+        raise ValueError(f"shapes differ: reference {tuple(reference.shape)}, other {tuple(approximation.shape)}")
+    wanted = reference.detach().double()
+    signal = wanted.square().sum().item()
+    noise = (wanted - approximation.detach().to(wanted)).square().sum().item()
+    if math.isnan(signal) or math.isnan(noise):
+        return math.nan
+    if noise == 0:
+        return math.inf
+    return 10 * math.log10(signal / noise) if signal else -math.inf
+
+
+@dataclass(frozen=True)
+class LayerError:
+    """One quantized parameter beside the tensor it was made from."""
+
+    fqn: str
+    """Name of the parameter in the model, as ``named_parameters()`` has it."""
+    format: str
+    shape: tuple[int, ...]
+    sqnr_db: float
+    """Of the dequantized values; see :func:`sqnr_db`."""
+    max_abs_error: float
+    """Largest absolute error, in the units of the weight."""
+    bits_per_value: float
+    """Bits held for one value: every copy, scales and tails counted."""
+    bytes_before: int
+    """Bytes of the reference tensor."""
+    bytes_after: int
+    """Bytes of all codes and scales held."""
+
+
+def layer_errors(model: nn.Module, reference: nn.Module | Mapping[str, Tensor]) -> list[LayerError]:
+    """One row for every MXTensor parameter of ``model``, in the model's order; a shared parameter has one.
+
+    ``reference``: the model before ``quantize_``, or its state dict; each tensor is looked up by its parameter's name.
+    ``quantize_`` works in place, so take a ``copy.deepcopy(model)`` or its ``state_dict()`` first. Raises ValueError
+    where the reference lacks a tensor, has it in another shape or is quantized itself.
+    """
+    if isinstance(reference, nn.Module):
+        reference = dict(reference.named_parameters(remove_duplicate=False))
+    return [
+        _layer_error(fqn, weight, reference.get(fqn))
+        for fqn, weight in model.named_parameters()
+        if isinstance(weight, MXTensor)
+    ]
+
+
+def _layer_error(fqn: str, weight: MXTensor, reference: Tensor | None) -> LayerError:
+    if reference is None:
+        raise ValueError(f"the reference has no tensor {fqn!r}; pass the model before quantize_, or its state dict")
+    if isinstance(reference, MXTensor):
+        raise ValueError(
+            f"{fqn!r} of the reference is quantized itself; quantize_ works in place, so copy.deepcopy the model before"
+        )
+    if reference.shape != weight.shape:
+        raise ValueError(f"{fqn!r} has shape {tuple(weight.shape)}, the reference {tuple(reference.shape)}")
+    with torch.no_grad():
+        # float32, not the facade dtype: rounding the values to bfloat16 would add an error the format does not make
+        values = weight.dequantize(torch.float32)
+        wanted = reference.detach().to(values.device)
+        error = (wanted.double() - values).abs()
+        return LayerError(
+            fqn,
+            weight.format.name,
+            tuple(weight.shape),
+            sqnr_db(wanted, values),
+            error.max().item() if error.numel() else 0.0,
+            weight.bits_per_value,
+            wanted.numel() * wanted.dtype.itemsize,
+            weight.nbytes,
+        )
+
+
+def short_names(fqns: Sequence[str]) -> list[str]:
+    """The names without the module path that all of them share and without a final ``.weight``."""
+    paths = [fqn.removesuffix(".weight").split(".") for fqn in fqns]
+    modules = [path[:-1] for path in paths]  # the last part stays, so that no name becomes empty
+    shared = len(list(takewhile(lambda parts: len(set(parts)) == 1, zip(*modules, strict=False))))
+    return [".".join(path[shared:]) for path in paths]
+
+
+# ---------------------------------------------------------------------------------------------- the plot
+
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999")
+"""Okabe and Ito's palette: tells series apart for every kind of color vision."""
+MARKERS = "osD^vPX*"
+
+
+def plot_layer_errors(
+    rows_by_format: Mapping[str, Sequence[LayerError]],
+    path: str | os.PathLike[str],
+    title: str = "Weight error by layer and format",
+) -> Path:
+    """Draw the SQNR of each layer, one row of dots a layer and one color a format, and write it to ``path``.
+
+    ``rows_by_format``: legend label -> what :func:`layer_errors` gave for that format; the legend adds the bits held
+    for one value. The suffix of ``path`` chooses the kind of file (png, svg, pdf); its folder is made. A layer without
+    a finite SQNR has no dot. Returns the path. Raises ValueError where there is nothing to draw, ImportError without
+    matplotlib.
+    """
+    try:
+        from matplotlib.figure import Figure  # not pyplot: no global state, no display
+    except ImportError as error:
+        raise ImportError("plot_layer_errors needs matplotlib: pip install 'mxtensor[plot]'") from error
+
+    fqns = list(dict.fromkeys(row.fqn for rows in rows_by_format.values() for row in rows))
+    if not fqns:
+        raise ValueError("no rows to plot: no model had an MXTensor parameter")
+    position = {fqn: i for i, fqn in enumerate(fqns)}
+    figure = Figure(figsize=(10, 2.2 + 0.24 * len(fqns)), layout="constrained")
+    axes = figure.add_subplot()
+    for i, (label, rows) in enumerate(rows_by_format.items()):
+        finite = [row for row in rows if math.isfinite(row.sqnr_db)]
+        values = sum(math.prod(row.shape) for row in rows)
+        bits = 8 * sum(row.bytes_after for row in rows) / max(values, 1)
+        axes.plot(
+            [row.sqnr_db for row in finite],
+            [position[row.fqn] for row in finite],
+            linestyle="",
+            marker=MARKERS[(i + i // len(COLORS)) % len(MARKERS)],  # a second round pairs them anew
+            markersize=6.5,
+            color=COLORS[i % len(COLORS)],
+            markerfacecolor="none",  # formats with equal mantissas fall on each other; outlines keep both visible
+            markeredgewidth=1.4,
+            label=f"{label}, {bits:.3g} bits",
+        )
+    axes.set_yticks(range(len(fqns)), short_names(fqns), fontsize=8)
+    axes.set_ylim(len(fqns) - 0.4, -0.6)  # the first layer on top
+    axes.set_xlabel("SQNR of the weights [dB], higher is better")
+    axes.grid(color="#dddddd", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(title, fontsize=13)
+    figure.legend(loc="outside lower center", ncols=min(len(rows_by_format), 3), frameon=False)
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    return path

@@ -1,0 +1,210 @@
+"""``general_gemm``: a product of quantized or plain matrices, with the arguments of TransformerEngine's function."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..kernels.gemm.select import gemm
+from ..kernels.gemm.spec import Factor, GemmArgs
+from ..tensor.mxtensor import MXTensor
+from .quantizer_base import Quantizer
+
+
+class Layout(NamedTuple):
+    """Which copy of each matrix a product contracts."""
+
+    a: str
+    b: str
+    formula: str
+
+
+LAYOUTS = {
+    "TN": Layout("rowwise", "rowwise", "B @ A^T, with A (N, K) and B (M, K)"),
+    "NN": Layout("columnwise", "rowwise", "B @ A, with A (N, K) and B (M, N)"),
+    "NT": Layout("columnwise", "columnwise", "B^T @ A, with A (M, K) and B (M, N)"),
+}
+"""Letters of A, then of B, as of column-major matrices: fprop, dgrad and wgrad."""
+
+
+class GemmResult(NamedTuple):
+    """What ``general_gemm`` returns; None where nothing was asked for."""
+
+    out: Tensor
+    bias_grad: Tensor | None
+    gelu_input: Tensor | None
+    extra_output: Tensor | None
+
+
+def get_workspace() -> Tensor:
+    """An empty tensor: the kernels of this package allocate what they need."""
+    return torch.empty(0, dtype=torch.uint8)
+
+
+@torch.no_grad()
+def general_gemm(
+    A: Tensor,  # noqa: N803
+    B: Tensor,  # noqa: N803
+    workspace: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    quantization_params: Quantizer | None = None,
+    gelu: bool = False,
+    gelu_in: Tensor | None = None,
+    alpha: float = 1.0,
+    beta: float | None = None,
+    accumulate: bool = False,
+    layout: str = "TN",
+    out: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_split_accumulator: bool = False,
+    grad: bool = False,
+) -> GemmResult:
+    """A product of A, weight-like, and B, input-like, accumulated in float32 and rounded once to ``out_dtype``.
+
+    TN: ``B @ A^T`` (fprop; A (N, K), B (..., K)); NN: ``B @ A`` (dgrad; A (N, K), B (..., N)); NT: ``B^T @ A`` (wgrad;
+    A (M, K), B (M, N)). A and B: MXTensors that hold the copy which the layout contracts, or plain; leading dimensions
+    are the result's for TN and NN. ``out_dtype``: that of ``out``, or else of B.
+
+    alpha times the product, + ``bias`` (N,), + ``beta`` (default 1) times ``out`` with ``accumulate``, then gelu (the
+    tanh form), whose argument is ``gelu_input``. With ``grad``: ``bias_grad`` is the sum of B's rows instead, in the
+    dtype of ``bias``, and gelu multiplies by its derivative at ``gelu_in``. ``quantization_params`` quantizes the
+    result, to the bits of quantizing it afterwards. ``workspace`` and ``use_split_accumulator`` change nothing.
+    Carries no gradient. Raises ValueError or TypeError for what does not fit, naming the way out.
+    """
+    if layout not in LAYOUTS:
+        formulas = "; ".join(f"{name}: {row.formula}" for name, row in LAYOUTS.items())
+        raise ValueError(f"general_gemm: unknown layout {layout!r}; choose one of {formulas}")
+    if beta is not None and not accumulate:
+        raise ValueError(f"general_gemm: beta is {beta}, but nothing is added to; use accumulate=True with out=")
+    if gelu and grad and gelu_in is None:
+        raise ValueError("general_gemm: the derivative of gelu needs gelu_in, the gelu_input of the forward product")
+    dtype = out_dtype or (out.dtype if out is not None else B.dtype)
+    added = None if grad else bias
+    _check_tensors(A, B, {"bias": added, "out": out, "gelu_in": gelu_in})
+    _check_out(out, dtype, quantization_params, accumulate)
+    a, b = _factors(A, B, layout)
+    shape = (b.shape[0], a.shape[0]) if layout == "NT" else (*B.shape[:-1], a.shape[0])
+    _check_shapes(layout, shape, {"bias": added, "out": out, "gelu_in": gelu_in})
+
+    wide = torch.float64 if dtype is torch.float64 else torch.float32
+    apart = gelu or accumulate or (added is not None and added.dtype is not dtype)  # then a kernel must not round
+    args = GemmArgs(wide if apart else dtype, None if apart else added, alpha)
+    y = gemm(f"general_gemm {layout}", b, a, args).view(shape)
+    if apart and added is not None:
+        y = y + added.to(wide)
+    if accumulate and out is not None:
+        y = y + (1.0 if beta is None else beta) * out.to(wide)
+    gelu_input = None
+    if gelu and grad and gelu_in is not None:
+        gelu_input = gelu_in
+        y = torch.ops.aten.gelu_backward(y, gelu_in.to(wide), approximate="tanh")
+    elif gelu:
+        gelu_input = y.to(dtype) if gelu_in is None else gelu_in.copy_(y)
+        y = F.gelu(y, approximate="tanh")
+    y = y.to(dtype)
+    if quantization_params is not None:
+        y = quantization_params.quantize(y, out)  # type: ignore[arg-type]
+    elif out is not None:
+        y = out.copy_(y)
+    bias_grad = None
+    if grad and bias is not None:
+        rows = B.dequantize(torch.float32) if isinstance(B, MXTensor) else B
+        bias_grad = rows.reshape(-1, B.shape[-1]).sum(0, dtype=wide).to(bias.dtype)
+    return GemmResult(y, bias_grad, gelu_input, None)
+
+
+# ---------------------------------------------------------------------------------------------- checks
+
+
+def _check_tensors(a: Tensor, b: Tensor, others: dict[str, Tensor | None]) -> None:
+    for name, t in (("A", a), ("B", b)):
+        if not t.dtype.is_floating_point:
+            raise TypeError(f"general_gemm: {name} is {_name(t.dtype)}; convert it to a float dtype or quantize it")
+    for name, other in {"A": a, **others}.items():
+        if other is not None and other.device != b.device:
+            raise ValueError(f"general_gemm: B is on {b.device}, {name} on {other.device}; move one with .to()")
+
+
+def _check_out(out: Tensor | None, dtype: torch.dtype, quantizer: Quantizer | None, accumulate: bool) -> None:
+    if accumulate and quantizer is not None:
+        raise ValueError(
+            "general_gemm: accumulate=True with quantization_params would round the sum at every step; accumulate in "
+            "high precision and quantize the last sum"
+        )
+    if out is None:
+        if accumulate:
+            raise ValueError("general_gemm: accumulate=True needs out=, what is added to")
+        return
+    if isinstance(out, MXTensor) != (quantizer is not None):
+        raise ValueError(
+            "general_gemm: a quantized out= and quantization_params go together; make one with "
+            "quantization_params.make_empty(shape)"
+        )
+    if out.dtype != dtype:
+        raise ValueError(f"general_gemm: out is {_name(out.dtype)}, out_dtype {_name(dtype)}; leave out_dtype out")
+
+
+def _check_shapes(layout: str, shape: tuple[int, ...], tensors: dict[str, Tensor | None]) -> None:
+    for name, t in tensors.items():
+        wanted = shape[-1:] if name == "bias" else shape
+        if t is not None and tuple(t.shape) != wanted:
+            raise ValueError(f"general_gemm: {name} is {tuple(t.shape)}, the result of {layout} needs {wanted}")
+
+
+# ---------------------------------------------------------------------------------------------- the copies
+
+
+def _factors(a: Tensor, b: Tensor, layout: str) -> tuple[Factor, Factor]:
+    """The copies of A and B that ``layout`` contracts, (rows, contraction) each."""
+    row = LAYOUTS[layout]
+    signs = _signs(a, row.a), _signs(b, row.b)
+    if signs[0] != signs[1]:
+        raise ValueError(
+            f"general_gemm {layout}: A's {row.a} and B's {row.b} copy are not rotated alike; quantize both with the "
+            "same with_rht and signs, and use rotated copies with layout 'NT' only"
+        )
+    mine, other = _factor("A", a, row.a, layout), _factor("B", b, row.b, layout)
+    if (a.shape[-1] if row.a == "rowwise" else a.shape[0]) != (b.shape[-1] if row.b == "rowwise" else b.shape[0]):
+        raise ValueError(
+            f"general_gemm: A {tuple(a.shape)} and B {tuple(b.shape)} do not fit; {layout} is {row.formula}"
+        )
+    return mine, other
+
+
+def _signs(t: Tensor, side: str) -> int | None:
+    """Those of the rotation of the copy that is contracted, None if it is not rotated."""
+    turned = t._rotated if side == "columnwise" and isinstance(t, MXTensor) else None
+    return None if turned is None else turned.signs
+
+
+def _factor(name: str, t: Tensor, side: str, layout: str) -> Factor:
+    """The copy of a matrix that is contracted along its last dimension; leading dimensions as rows."""
+    least = 2 if name == "A" or layout == "NT" else 1
+    if t.dim() < least or (least == 2 and t.dim() > 2):
+        formula = LAYOUTS[layout].formula
+        raise ValueError(
+            f"general_gemm: {name} is {tuple(t.shape)}; {layout} is {formula}: flatten it before it is cast"
+        )
+    if isinstance(t, MXTensor):
+        operand = t.rowwise if side == "rowwise" else t._rotated.operand if t._rotated is not None else t.columnwise
+        if operand is None:
+            raise ValueError(
+                f"general_gemm {layout} needs a {side} copy of {name}, {t!r} has none; quantize it after "
+                f"quantizer.set_usage({side}=True)"
+            )
+        if t.dim() == 2:
+            return operand
+        t = t.replace(operand, None, tuple(t.shape))
+    flat = t.reshape(math.prod(t.shape[:-1]), t.shape[-1])
+    if isinstance(flat, MXTensor):
+        assert flat.rowwise is not None
+        return flat.rowwise
+    return flat if side == "rowwise" else flat.t()
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,240 @@
+"""What all quantizers share: objects that make MXTensors, by the methods that TransformerEngine's users know."""
+
+from __future__ import annotations
+
+import copy
+from enum import Enum
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..core.shapes import swapped
+from ..kernels.quantize.hadamard import GROUP, rotated
+from ..kernels.quantize.select import quantize_operand, quantize_operands
+from ..numerics.cast import Cast
+from ..numerics.formats import Format, Orientation
+from ..numerics.operand import Operand, Rotated
+from ..numerics.reference import SOURCE_DTYPES, check_source
+from ..recipe.linear_recipe import LinearRecipe
+from ..tensor.mxtensor import MXTensor
+
+Q = TypeVar("Q", bound="Quantizer")
+
+
+class DType(Enum):
+    """Elements by TransformerEngine's names."""
+
+    kFloat8E4M3 = "e4m3"  # noqa: N815
+    kFloat8E5M2 = "e5m2"  # noqa: N815
+    kFloat4E2M1 = "e2m1"  # noqa: N815
+
+    @classmethod
+    def of(cls, value: DType | torch.dtype | str, allowed: tuple[DType, ...] | None = None) -> DType:
+        """The member meant by a member, a torch dtype, TransformerEngine's own member or a name. Raises ValueError."""
+        name = str(getattr(value, "name", value)).removeprefix("torch.")
+        member = cls._member_map_.get(name) or _OTHER_NAMES.get(name.lower())
+        choices = allowed or tuple(cls)
+        if member not in choices:
+            names = " or ".join(f"DType.{m.name}" for m in choices)
+            raise ValueError(f"the element {value!r} is not available here; choose {names}")
+        return member
+
+
+_OTHER_NAMES = {m.value: m for m in DType} | {
+    "float8_e4m3fn": DType.kFloat8E4M3,
+    "float8_e5m2": DType.kFloat8E5M2,
+    "float4_e2m1fn_x2": DType.kFloat4E2M1,
+}
+FP8 = (DType.kFloat8E4M3, DType.kFloat8E5M2)
+
+
+class Quantizer:
+    """What all quantizers share: a cast, and which copies it makes (``rowwise``, ``columnwise``).
+
+    Calling one is ``quantize``. Where ``x`` requires a gradient the result does, and the gradient passes through
+    unchanged. Of square blocks or one scale a tensor, one copy serves both; of a 1-D tensor there is the rowwise one.
+    """
+
+    rows: ClassVar[tuple[Format, ...]] = ()
+    """The formats that this class is for."""
+    device: torch.device | None = None
+    """Where ``make_empty`` makes tensors, unless it is told."""
+
+    def __init__(self, cast: Cast, rowwise: bool, columnwise: bool, signs: int | None = None) -> None:
+        self.cast, self.signs, self.recipe = cast, signs, LinearRecipe(cast)
+        self.rowwise = self.columnwise = True
+        self.set_usage(rowwise=rowwise, columnwise=columnwise)
+
+    @classmethod
+    def of(cls: type[Q], cast: Cast, rowwise: bool, columnwise: bool, signs: int | None = None) -> Q:
+        """One for any cast to a format of this class."""
+        self = cls.__new__(cls)
+        Quantizer.__init__(self, cast, rowwise, columnwise, signs)
+        return self
+
+    # ------------------------------------------------------------------------------------------ quantizing
+
+    def __call__(self, x: Tensor) -> MXTensor:
+        return self.quantize(x)
+
+    def quantize(self, x: Tensor, out: MXTensor | None = None) -> MXTensor:
+        """``x`` (float32, bfloat16, float16 or float64) quantized; into ``out``, without a gradient, where given.
+
+        Raises TypeError for other dtypes, ValueError for a tensor without the dimensions that the copies need.
+        """
+        if out is not None:
+            return self.update_quantized(x, out)
+        if x.requires_grad and torch.is_grad_enabled():
+            return _StraightThrough.apply(x, self)  # type: ignore[no-any-return]
+        return self._made(x)
+
+    def update_quantized(self, src: Tensor, dst: MXTensor) -> MXTensor:
+        """Quantize ``src`` into every copy that ``dst`` holds, in its own memory; returns ``dst``.
+
+        Raises TypeError if ``dst`` is no MXTensor, ValueError if it has another format, shape or rotation.
+        """
+        if not isinstance(dst, MXTensor):
+            raise TypeError(f"can only update an MXTensor, got {type(dst).__name__}; make one with make_empty()")
+        if dst.format != self.cast.format or dst.shape != src.shape:
+            raise ValueError(
+                f"cannot write {self.cast.format} values of shape {tuple(src.shape)} into {dst!r}; use make_empty"
+                f"({tuple(src.shape)}, dtype={dst.dtype})"
+            )
+        turned = dst._rotated
+        if (turned.signs if turned else self.signs) != self.signs or (
+            self.signs is not None and dst._columnwise is not None
+        ):
+            raise ValueError(f"one of {self!r} and the tensor's columnwise copy is rotated otherwise; use make_empty()")
+        x = _plain(src)
+        row, column = self._operands(x, dst.copies)
+        with torch.no_grad():
+            dst.copy_(dst.replace(row, column, tuple(dst.shape), dst.stride()))
+            if turned is not None:
+                fresh = self._rotated(x)
+                for mine, theirs in zip(turned.operand.tensors, fresh.operand.tensors, strict=True):
+                    mine.copy_(theirs)
+        return dst
+
+    def make_empty(
+        self, shape: Any, dtype: torch.dtype = torch.float32, device: Any = None, requires_grad: bool = False
+    ) -> MXTensor:
+        """An MXTensor with the copies that this quantizer makes, its memory not initialized, for ``update_quantized``.
+
+        Raises TypeError for a dtype that cannot be quantized, ValueError for a shape without the dimensions needed.
+        """
+        x = torch.empty(tuple(shape), dtype=dtype, device="meta")
+        place = torch.empty(0, device=device if device is not None else self.device).device
+
+        def empty(shape: tuple[int, ...]) -> Operand:
+            row = self.cast.format
+            data = torch.empty(row.data_shape(shape), dtype=torch.uint8, device=place).view(row.element.dtype)
+            scale = torch.empty(row.scale_shape(shape), dtype=row.scale.dtype, device=place)
+            last = torch.empty((), dtype=torch.float32, device=place) if row.global_scale else None
+            return Operand(data, scale, last, row, shape)
+
+        wanted, size = self._wanted(x), tuple(x.shape)
+        row = empty(size) if Orientation.ROWWISE in wanted else None
+        column = empty(swapped(size)) if Orientation.COLUMNWISE in wanted and self.signs is None else None
+        out = MXTensor(row, column, self.recipe, dtype, size)
+        if self.signs is not None and Orientation.COLUMNWISE in wanted:
+            *outer, rows, cols = size
+            out._rotated = Rotated(empty((*outer, cols, -(-rows // GROUP) * GROUP)), self.signs)
+        return out.requires_grad_(requires_grad)  # type: ignore[return-value]
+
+    def _made(self, x: Tensor) -> MXTensor:
+        x = _plain(x)
+        wanted = self._wanted(x)
+        out = MXTensor(*self._operands(x, wanted), self.recipe, x.dtype, tuple(x.shape))
+        if self.signs is not None and Orientation.COLUMNWISE in wanted:
+            out._rotated = self._rotated(x)
+        return out
+
+    def _wanted(self, x: Tensor) -> Orientation:
+        """The copies to make of ``x``."""
+        check_source(x)
+        if x.dim() == 1 and not self.rowwise:
+            raise ValueError("a columnwise copy needs two dimensions, this tensor has 1; use set_usage(rowwise=True)")
+        if x.dim() == 1 or self.cast.format.square or not self.columnwise:
+            return Orientation.ROWWISE
+        return Orientation.BOTH if self.rowwise else Orientation.COLUMNWISE
+
+    def _operands(self, x: Tensor, orientation: Orientation) -> tuple[Operand | None, Operand | None]:
+        if self.signs is not None:
+            orientation = Orientation.ROWWISE
+        return quantize_operands(x, self.cast, orientation)
+
+    def _rotated(self, x: Tensor) -> Rotated:
+        assert self.signs is not None
+        return Rotated(quantize_operand(rotated(x.transpose(-1, -2), self.signs), self.cast), self.signs)
+
+    # ------------------------------------------------------------------------------------------ what it is
+
+    def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
+        """Choose the copies that are made from now on; None leaves one as it is. Raises ValueError for neither."""
+        rowwise = self.rowwise if rowwise is None else rowwise
+        columnwise = self.columnwise if columnwise is None else columnwise
+        if not rowwise and not columnwise:
+            raise ValueError(f"{type(self).__name__}: rowwise and columnwise are both False; a tensor needs one copy")
+        if not rowwise and self.signs is not None:
+            raise ValueError(
+                f"{type(self).__name__}: a rotated columnwise copy goes beside a rowwise one; use rowwise=True, or "
+                "with_rht=False"
+            )
+        self.rowwise, self.columnwise = rowwise, columnwise
+
+    @property
+    def rowwise_usage(self) -> bool:
+        """``rowwise`` as TransformerEngine names it."""
+        return self.rowwise
+
+    @property
+    def columnwise_usage(self) -> bool:
+        """``columnwise`` as TransformerEngine names it."""
+        return self.columnwise
+
+    @property
+    def dtype(self) -> DType | str:
+        """The element: a DType, or its name where TransformerEngine has none."""
+        return _OTHER_NAMES.get(self.cast.format.element.name, self.cast.format.element.name)
+
+    fp8_dtype = dtype
+
+    def is_quantizable(self, x: Tensor) -> bool:
+        """Whether ``quantize`` takes ``x``: a dtype and dimensions that it knows; sizes never matter."""
+        return x.dtype in SOURCE_DTYPES and x.dim() >= (1 if self.rowwise else 2)
+
+    def copy(self: Q) -> Q:
+        """Another quantizer of the same settings, and of the same tensors ``scale`` and ``amax`` where it has them."""
+        return copy.copy(self)
+
+    def _arguments(self) -> dict[str, Any]:
+        """What ``repr`` shows before the usages."""
+        return {"fp8_dtype": self.dtype}
+
+    def __repr__(self) -> str:
+        shown = self._arguments() | {"rowwise": self.rowwise, "columnwise": self.columnwise}
+        plain = Cast(self.cast.format)
+        for name in ("scaling", "rounding", "seed"):
+            if getattr(self.cast, name) != getattr(plain, name) and f"stochastic_{name}" not in shown:
+                shown[name] = getattr(self.cast, name)
+        text = (f"{name}={value.name if isinstance(value, DType) else _word(value)}" for name, value in shown.items())
+        return f"{type(self).__name__}({', '.join(text)})"
+
+
+def _word(value: Any) -> str:
+    return repr(value.value if isinstance(value, Enum) else value)
+
+
+def _plain(x: Tensor) -> Tensor:
+    return (x.dequantize() if isinstance(x, MXTensor) else x).detach()
+
+
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, quantizer: Quantizer) -> MXTensor:
+        return quantizer._made(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None

@@ -1,0 +1,272 @@
+"""Quantizers by the names and with the arguments that TransformerEngine's users know.
+
+Each gives what ``mxtensor.quantize`` gives for its format, bit for bit. All but ``Float8Quantizer`` are stateless. Any
+shape can be quantized: a tail shorter than a block is a block of its own, so that no dimension has to be padded.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels.quantize.select import Form, cast_pair
+from ..numerics.cast import Cast
+from ..numerics.formats import FORMATS, Format, Orientation, Rounding, ScaleCalculationMode
+from ..numerics.operand import Operand
+from ..numerics.reference import tensor_amax
+from ..recipe.linear_recipe import Role, Roles
+from ..recipe.training_recipes import RANDOM_SIGNS, Recipe
+from ..training.delayed_scaling import DelayedState
+from .quantizer_base import FP8, DType, Quantizer
+
+# ---------------------------------------------------------------------------------------------- stateless ones
+
+
+class MXQuantizer(Quantizer):
+    """Any format of this package: ``MXQuantizer("mxfp6_e2m3")``; its words as in :func:`mxtensor.quantize`."""
+
+    def __init__(
+        self,
+        format: Format | str | torch.dtype,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        scaling: ScaleCalculationMode | str = "rceil",
+        rounding: Rounding | str = "nearest",
+        seed: int | None = None,
+    ) -> None:
+        super().__init__(Cast.of(format, scaling, rounding, seed), rowwise, columnwise)
+
+    def _arguments(self) -> dict[str, Any]:
+        return {"format": self.cast.format.name}
+
+
+class MXFP8Quantizer(Quantizer):
+    """MXFP8: 32 values share a power-of-two scale (RCEIL); with_2d_quantization: a tile of 32x32 does."""
+
+    rows = tuple(FORMATS[f"mxfp8_{e}"].with_block(block) for e in ("e4m3", "e5m2") for block in (32, (32, 32)))
+
+    def __init__(
+        self,
+        fp8_dtype: DType | torch.dtype | str = DType.kFloat8E4M3,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        with_2d_quantization: bool = False,
+    ) -> None:
+        row = FORMATS[f"mxfp8_{DType.of(fp8_dtype, FP8).value}"]
+        super().__init__(Cast(row.with_block((32, 32)) if with_2d_quantization else row), rowwise, columnwise)
+
+    def _arguments(self) -> dict[str, Any]:
+        return super()._arguments() | ({"with_2d_quantization": True} if self.cast.format.square else {})
+
+
+class NVFP4Quantizer(Quantizer):
+    """NVFP4: 16 values share an E4M3 scale, the tensor a float32 one.
+
+    ``with_rht``: the columnwise copy is rotated by a random Hadamard transform of these signs. Only products of two
+    rotated copies, ``general_gemm(..., layout="NT")``, use it, and it stays behind when the tensor goes through a torch
+    op. ``with_2d_quantization``: tiles of 16x16 share a scale; ``stochastic_rounding``: for gradients.
+    """
+
+    rows = tuple(FORMATS["nvfp4"].with_block(block) for block in (16, (16, 16)))
+    fp4_dtype = Quantizer.dtype
+
+    def __init__(
+        self,
+        fp4_dtype: DType | torch.dtype | str = DType.kFloat4E2M1,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        with_rht: bool = False,
+        with_2d_quantization: bool = False,
+        stochastic_rounding: bool = False,
+        signs: int = RANDOM_SIGNS,
+    ) -> None:
+        DType.of(fp4_dtype, (DType.kFloat4E2M1,))
+        if with_rht and with_2d_quantization:
+            raise ValueError(
+                "NVFP4Quantizer: a tile serves both copies, so that with_rht cannot rotate one; choose one"
+            )
+        row = FORMATS["nvfp4"].with_block((16, 16) if with_2d_quantization else 16)
+        rounding = Rounding.STOCHASTIC if stochastic_rounding else Rounding.NEAREST
+        super().__init__(Cast(row, rounding=rounding), rowwise, columnwise, signs if with_rht else None)
+
+    def _arguments(self) -> dict[str, Any]:
+        stochastic = self.cast.rounding is Rounding.STOCHASTIC
+        options = {"with_rht": self.signs is not None, "with_2d_quantization": self.cast.format.square}
+        return {"fp4_dtype": self.dtype} | options | {"stochastic_rounding": stochastic}
+
+
+class Float8CurrentScalingQuantizer(Quantizer):
+    """Float8 with one float32 scale a tensor, from its own amax; force_pow_2_scales: powers of two only."""
+
+    rows = tuple(FORMATS[f"float8_{e}_tensor{s}"] for e in ("e4m3", "e5m2") for s in ("", "_pow2"))
+
+    def __init__(
+        self,
+        fp8_dtype: DType | torch.dtype | str = DType.kFloat8E4M3,
+        device: torch.device | str | None = None,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        force_pow_2_scales: bool = False,
+    ) -> None:
+        row = FORMATS[f"float8_{DType.of(fp8_dtype, FP8).value}_tensor{'_pow2' if force_pow_2_scales else ''}"]
+        super().__init__(Cast(row), rowwise, columnwise)
+        self.device = None if device is None else torch.device(device)
+
+    def _arguments(self) -> dict[str, Any]:
+        return super()._arguments() | {"force_pow_2_scales": self.cast.format.scale.significant_bits == 1}
+
+
+class Float8BlockQuantizer(Quantizer):
+    """Float8 with a float32 scale for tiles of 128x128 values (block_scaling_dim=2) or for 128 in a row (1)."""
+
+    rows = tuple(
+        FORMATS[f"float8_{e}_{b}{s}"] for e in ("e4m3", "e5m2") for b in ("1x128", "128x128") for s in ("", "_pow2")
+    )
+
+    def __init__(
+        self,
+        fp8_dtype: DType | torch.dtype | str = DType.kFloat8E4M3,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        force_pow_2_scales: bool = True,
+        block_scaling_dim: int = 2,
+    ) -> None:
+        if block_scaling_dim not in (1, 2):
+            raise ValueError(f"Float8BlockQuantizer: block_scaling_dim is {block_scaling_dim!r}; use 1 or 2")
+        block = "1x128" if block_scaling_dim == 1 else "128x128"
+        row = FORMATS[f"float8_{DType.of(fp8_dtype, FP8).value}_{block}{'_pow2' if force_pow_2_scales else ''}"]
+        super().__init__(Cast(row), rowwise, columnwise)
+
+    def _arguments(self) -> dict[str, Any]:
+        return super()._arguments() | {
+            "force_pow_2_scales": self.cast.format.scale.significant_bits == 1,
+            "block_scaling_dim": 2 if self.cast.format.square else 1,
+        }
+
+
+# ---------------------------------------------------------------------------------------------- delayed scaling
+
+
+class Float8Quantizer(Quantizer):
+    """Float8 with one scale a tensor, decided before: values are multiplied by ``scale`` and saturate.
+
+    ``scale`` and ``amax``: one float32 each, read and written at each call: ``amax`` takes the larger of what it holds
+    and the amax of the values. Raises TypeError or ValueError for tensors of another kind.
+    """
+
+    scale: Tensor
+    amax: Tensor
+
+    def __init__(
+        self,
+        scale: Tensor,
+        amax: Tensor,
+        fp8_dtype: DType | torch.dtype | str = DType.kFloat8E4M3,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+    ) -> None:
+        super().__init__(Cast(FORMATS[f"float8_{DType.of(fp8_dtype, FP8).value}_tensor"]), rowwise, columnwise)
+        for name, value in (("scale", scale), ("amax", amax)):
+            if not isinstance(value, Tensor) or value.dtype is not torch.float32:
+                raise TypeError(f"Float8Quantizer: {name} must be a float32 tensor, got {value!r}")
+            if value.numel() != 1:
+                raise ValueError(f"Float8Quantizer: {name} must be one value, got {tuple(value.shape)}")
+        self.scale, self.amax, self.device = scale.detach(), amax.detach(), scale.device
+
+    def _operands(self, x: Tensor, orientation: Orientation) -> tuple[Operand | None, Operand | None]:
+        if x.device != self.scale.device:
+            raise ValueError(f"Float8Quantizer: scale is on {self.scale.device}, the values on {x.device}")
+        if orientation is Orientation.COLUMNWISE:
+            return None, self._operands(x.transpose(-1, -2), Orientation.ROWWISE)[0]
+        operand = self._under_scale(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]))
+        shape = tuple(x.shape)
+        scale = operand.scale.reshape(self.cast.format.scale_shape(shape))
+        return replace(operand, data=operand.data.view(shape), scale=scale, shape=shape), None
+
+    def _under_scale(self, x: Tensor) -> Operand:
+        """The operand of a matrix whose stored scale is 1 / ``scale``."""
+        self.amax.copy_(torch.maximum(self.amax, tensor_amax(x).reshape(self.amax.shape)))
+        largest = self.cast.format.element.max
+        x, bound = x.to(torch.float32), torch.finfo(torch.float32).max
+        scaled = torch.where(x.isfinite(), (x * self.scale.reshape(())).clamp(-bound, bound), float("nan"))
+        full = torch.full((), largest, dtype=torch.float32, device=x.device)  # of amax ``largest`` the scale is 1
+        operand = cast_pair(scaled, self.cast, Form.CODES, None, torch.bfloat16, full)[0]
+        assert isinstance(operand, Operand)
+        return replace(operand, scale=self.scale.reciprocal().expand_as(operand.scale).clone())
+
+    def _arguments(self) -> dict[str, Any]:
+        return {"scale": self.scale.tolist(), "amax": self.amax.tolist()} | super()._arguments()
+
+
+class _LayerQuantizer(Float8Quantizer):
+    """A Float8Quantizer of the histories of a layer: casts as the layer's own products do, and records as they do."""
+
+    def __init__(self, cast: Cast, state: DelayedState, index: int, rowwise: bool, columnwise: bool) -> None:
+        Quantizer.__init__(self, cast, rowwise, columnwise)
+        self.state, self.index, self.device = state, index, state.record.device
+
+    @property
+    def scale(self) -> Tensor:  # type: ignore[override]
+        """The factor of this step; a new tensor, for the state makes a new amax at each step."""
+        return self.state.scale[self.index]
+
+    @property
+    def amax(self) -> Tensor:  # type: ignore[override]
+        """A view of the state's record."""
+        return self.state.record[self.index]
+
+    def _under_scale(self, x: Tensor) -> Operand:
+        mine = self.state.amax[self.index], self.amax
+        operand = cast_pair(x, self.cast, Form.CODES, None, torch.bfloat16, *mine)[0]
+        assert isinstance(operand, Operand)
+        return operand
+
+    def __repr__(self) -> str:
+        return super().__repr__().replace(type(self).__name__, Float8Quantizer.__name__)
+
+
+# ---------------------------------------------------------------------------------------------- of a recipe
+
+_STATELESS = (MXFP8Quantizer, NVFP4Quantizer, Float8CurrentScalingQuantizer, Float8BlockQuantizer)
+QUANTIZER_OF: dict[Format, type[Quantizer]] = {row: kind for kind in _STATELESS for row in kind.rows}
+"""Format -> its class; all others are for MXQuantizer."""
+
+
+def quantizers_of(
+    recipe: Recipe | Roles, device: torch.device | str, state: DelayedState | None = None
+) -> dict[str, list[Quantizer | None]]:
+    """The quantizers of a linear layer: ``{"scaling_fwd": [input, weight], "scaling_bwd": [grad]}``.
+
+    Each makes the copies that the layer's products take; None stands for a tensor that stays in high precision. Where
+    the two copies have different casts the quantizer makes the rowwise one. Delayed scaling: Float8Quantizers of
+    ``state``; without one, of a fresh state with scale 1 and amax 0.
+    """
+    roles, device = recipe if isinstance(recipe, Roles) else recipe.roles(), torch.device(device)
+    if roles.delayed is not None and state is None:
+        state = DelayedState(roles, device)
+    made = [_of_role(role, index, state, device) for index, role in enumerate((roles.input, roles.weight, roles.grad))]
+    return {"scaling_fwd": made[:2], "scaling_bwd": made[2:]}
+
+
+def _of_role(role: Role, index: int, state: DelayedState | None, device: torch.device) -> Quantizer | None:
+    rowwise = role.rowwise is not None
+    columnwise = role.columnwise is not None and role.columnwise == (role.rowwise or role.columnwise)
+    cast = role.rowwise or role.columnwise
+    if cast is None or (role.signs is not None and not rowwise):  # a rotated copy alone is no tensor
+        return None
+    if state is not None:
+        return _LayerQuantizer(cast, state, index, rowwise, columnwise)
+    kind = QUANTIZER_OF.get(cast.format, MXQuantizer)
+    made = kind.of(cast, rowwise, columnwise, role.signs)
+    made.device = device
+    return made

@@ -1,0 +1,92 @@
+"""Delayed scaling: the state of one linear layer, three amax histories and the scales that they make."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..kernels.quantize.amax_history import advance
+from ..recipe.linear_recipe import Roles
+from .operands import Scales
+from .recompute import in_first_pass
+
+
+class DelayedState:
+    """The amax histories of input, weight and grad of one layer, (history_len, 3) float32 with the newest row first.
+
+    ``step`` is called once in each forward pass: what the casts of the last step recorded enters the history, and the
+    amax for this step comes out. TransformerEngine does the same at the end of its autocast.
+    """
+
+    @torch.inference_mode(False)  # training goes on with what an evaluation has made
+    def __init__(self, roles: Roles, device: torch.device) -> None:
+        assert roles.delayed is not None
+        self.roles, self.delayed = roles, roles.delayed
+        casts = (role.rowwise for role in (roles.input, roles.weight, roles.grad))
+        maxima = [cast.format.element.max if cast else 1.0 for cast in casts]
+        self.maxima = torch.tensor(maxima, dtype=torch.float32, device=device)
+        self.history = torch.zeros(roles.delayed.history_len, 3, dtype=torch.float32, device=device)
+        self.record = torch.zeros(3, dtype=torch.float32, device=device)
+        self.amax = self.maxima.clone()
+
+    @property
+    def scale(self) -> Tensor:
+        """The factors (3,) that values are multiplied by before they are rounded: fp8_max / amax."""
+        return self.maxima / self.amax
+
+    def step(self, group: object = None) -> Scales:
+        """The scales of this forward pass and of its backward pass.
+
+        A recomputation inside a backward pass, and a pass without gradients, change nothing.
+        """
+        if not torch.is_grad_enabled() and not in_first_pass():
+            return Scales(self.amax, torch.zeros_like(self.record))
+        if torch.compiler.is_dynamo_compiling() or torch._C._current_graph_task_id() == -1:
+            if group is not None and self.delayed.reduce:
+                torch.distributed.all_reduce(self.record, torch.distributed.ReduceOp.MAX, group=group)
+            self._advance()
+        return Scales(self.amax, self.record)
+
+    def _advance(self) -> None:
+        """What was recorded enters the history, and makes the amax of this step; where the history has none, or one
+        that is not finite, the last one stays. ``record`` is zeroed in place: backward passes to come write there."""
+        delayed = self.delayed
+        factor = 2.0**delayed.margin
+        newest = delayed.amax_of == "most_recent"
+        last = self.amax
+        self.history, self.amax = advance(self.history, self.record, last, factor, newest)
+        if isinstance(delayed.amax_of, str) and delayed.scale_of is None:
+            return
+        if isinstance(delayed.amax_of, str):
+            amax = self.history[0] if newest else self.history.amax(0)
+        else:
+            amax = torch.stack([delayed.amax_of(self.history[:, i]).reshape(()) for i in range(3)])
+        usable = (amax > 0) & amax.isfinite()
+        if delayed.scale_of is None:
+            amax = amax * factor
+        else:
+            scale, maxima = self.maxima / last, self.maxima
+            scales = [delayed.scale_of(amax[i], scale[i], maxima[i], delayed).reshape(()) for i in range(3)]
+            amax = maxima / torch.stack(scales)
+        self.amax = torch.where(usable, amax, last)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The tensors that a checkpoint must hold."""
+        return {"history": self.history, "record": self.record, "amax": self.amax}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """The inverse of ``state_dict``, by copies. Raises ValueError for a history of another length."""
+        if state["history"].shape != self.history.shape:
+            raise ValueError(
+                f"the checkpoint's amax history is {tuple(state['history'].shape)}, the recipe's "
+                f"{tuple(self.history.shape)}; use amax_history_len={state['history'].shape[0]}"
+            )
+        for name in self.state_dict():
+            setattr(self, name, state[name].detach().to(self.history.device, copy=True))
+
+    def to(self, device: torch.device) -> DelayedState:
+        """A copy on ``device``."""
+        with torch.inference_mode(False):  # as where one is made
+            out = DelayedState(self.roles, device)
+            out.load_state_dict(self.state_dict())
+        return out

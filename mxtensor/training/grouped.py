@@ -1,0 +1,96 @@
+"""Linear layers side by side: rows in groups, each group with a weight of its own, as mixtures of experts need them.
+
+Each group runs as the layer alone would: its copies are cast from its rows only, so that neither a block along the rows
+nor the amax of a tensor spans two groups, and its products go to the kernels of single products. That makes the result
+and every gradient those of the sequence of layers to the bit. One product over a stack of weights
+(``kernels.gemm.grouped_gemm``) is not used: on CPU its kernels loop as this file does, over a copy of all weights, and
+on CUDA torch's grouped products are other kernels than its single ones, with sums in an order of their own.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from ..numerics.operand import Operand
+from .linear import Options, linear
+from .operands import Scales
+
+Splits: TypeAlias = Sequence[int] | Tensor
+"""How many rows each group has: (groups,) integers, on any device as a tensor."""
+
+
+def row_counts(m_splits: Splits, groups: int, name: str) -> list[int]:
+    """``m_splits`` as a list of ``groups`` row counts, zeros allowed; a tensor on a device is waited for.
+
+    Raises TypeError for what is not integers, ValueError for another number of groups and for negative counts; ``name``
+    is what messages call the caller.
+    """
+    if isinstance(m_splits, Tensor):
+        m_splits = m_splits.reshape(-1).tolist()
+    if torch.compiler.is_compiling():  # symbolic integers stay as they are
+        sizes = list(m_splits)
+    else:
+        try:
+            sizes = [operator.index(n) for n in m_splits]
+        except TypeError:
+            raise TypeError(f"{name}: m_splits is {m_splits!r}; row counts are integers") from None
+    if len(sizes) != groups:
+        raise ValueError(f"{name}: m_splits has {len(sizes)} row counts, there are {groups} groups: {sizes}")
+    if any(n < 0 for n in sizes):
+        raise ValueError(f"{name}: m_splits has negative row counts: {sizes}")
+    return sizes
+
+
+def groups_of(x: Tensor, sizes: list[int], name: str) -> tuple[Tensor, ...]:
+    """The rows of x (..., K), its leading dimensions counted as one, in groups of ``sizes``: (rows, K) each.
+
+    Raises ValueError where x has more or fewer rows, or no dimensions.
+    """
+    if x.dim() == 0:
+        raise ValueError(f"{name}: the input has no dimensions; rows in groups are (rows, features)")
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    if sum(sizes) != rows.shape[0]:
+        raise ValueError(f"{name}: m_splits {sizes} sum to {sum(sizes)}, the input has {rows.shape[0]} rows")
+    return torch.split(rows, sizes)
+
+
+def grouped_linear(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None] | None,
+    m_splits: Splits,
+    options: Options | Sequence[Options],
+    scales: Sequence[Scales | None] | None = None,
+    held: Sequence[tuple[Operand | None, Operand | None] | None] | None = None,
+) -> Tensor:
+    """``linear`` of each group of rows with its own weight: the first ``m_splits[0]`` rows of x meet ``weights[0]``.
+
+    x (..., K) with leading dimensions counted as one; weights: (N, K) each; biases: (N,) each; result (..., N).
+    ``options`` for all groups or one for each, ``scales`` and ``held`` one for each. Any row counts, zero included; a
+    group without rows gives its weight a gradient of zeros. Result and gradients equal, to the bit, those of
+    ``linear`` over ``torch.split(x, m_splits)``. Raises TypeError and ValueError for m_splits that do not fit
+    (``row_counts``, ``groups_of``) and for weights of different shapes, and what ``linear`` raises.
+    """
+    groups = groups_of(x, row_counts(m_splits, len(weights), "grouped_linear"), "grouped_linear")
+    shapes = {tuple(weight.shape) for weight in weights}
+    if len(shapes) > 1:
+        raise ValueError(f"grouped_linear: the weights have different shapes: {sorted(shapes)}")
+    y = []
+    for i, rows in enumerate(groups):
+        bias = None if biases is None else biases[i]
+        each = options if isinstance(options, Options) else options[i]
+        scale, copies = None if scales is None else scales[i], None if held is None else held[i]
+        y.append(linear(rows, weights[i], bias, each, scale, copies))
+    return stacked(y, x)
+
+
+def stacked(groups: Sequence[Tensor], x: Tensor) -> Tensor:
+    """The results (rows, N) of x's groups, one below the other, with the leading dimensions of x (..., K)."""
+    y = torch.cat(list(groups))
+    return y.view(*x.shape[:-1], y.shape[-1])

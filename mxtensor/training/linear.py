@@ -1,0 +1,258 @@
+"""The three products of a linear layer and their one autograd function.
+
+    fprop  y  = x.rowwise     @ w.rowwise^T       (M, K) by (N, K), bias added in float32
+    dgrad  dx = g.rowwise     @ w.columnwise^T    (M, N) by (K, N)
+    wgrad  dw = g.columnwise  @ x.columnwise^T    (N, M) by (K, M)
+
+A bias wider than the result is rounded to its dtype first, as torch.autocast has it.
+
+Each tensor is cast once for both products it enters, from its high-precision values. A copy that its kernel will
+multiply as values (``gemm.values_dtype``) is written as values; one that waits for the backward pass waits as codes,
+about half the bytes of the bfloat16 input that torch would keep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..core.dispatch import Spec, forced_kernel, record, resumed, surroundings
+from ..core.shapes import as_matrix
+from ..core.torch_autocast import without_autocast
+from ..core.tracing import is_recorded, is_traced
+from ..kernels.gemm import emulated
+from ..kernels.gemm.select import gemm, kernel_for, values_dtype
+from ..kernels.gemm.spec import Factor, Form, GemmArgs, data_of, format_of
+from ..numerics.operand import Operand
+from ..recipe.linear_recipe import KernelPreference, Roles, roles_by_key
+from .operands import (
+    GRAD,
+    INPUT,
+    WEIGHT,
+    Scales,
+    Want,
+    copies,
+    dgrad_weight,
+    held_by,
+    is_gathered,
+    kept,
+    of_shape,
+    scales_of,
+    standing_for,
+    turned,
+)
+from .training_weight import values_of
+
+WgradHook = Callable[[Callable[[torch.dtype], Tensor]], Tensor | None]
+
+
+@dataclass(frozen=True)
+class Options:
+    """How one layer computes its products."""
+
+    roles: Roles
+    dtype: torch.dtype | None = None
+    """Of the result (torch.autocast's, say); None: that of the input."""
+    save_input: bool = False
+    """Keep the input itself for wgrad and cast it there: for inputs that somebody keeps anyway."""
+    on_wgrad: WgradHook | None = None
+    """Called in backward with wgrad as a function of its dtype; what it returns is the weight's gradient."""
+
+    @property
+    def prefer(self) -> str | None:
+        """The product kernel asked for by name, if one is."""
+        preference = self.roles.kernel_preference
+        return None if preference is KernelPreference.AUTO else preference.value
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    options: Options,
+    scales: Scales | None = None,
+    held: tuple[Operand | None, Operand | None] | None = None,
+) -> Tensor:
+    """``x @ weight^T + bias`` with its gradients, cast as ``options.roles`` says.
+
+    x (..., K), weight (N, K), bias (N,); result (..., N). An MXTensor weight enters as it is; so does ``held``, the
+    (rowwise, columnwise) operands of ``weight`` from an earlier call. Raises TypeError for dtypes that have no
+    gradient, ValueError where shapes or devices do not fit.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        assert options.on_wgrad is None and held is None, "these options are for eager code"
+        tensors = [t for t in (bias, *(scales or ())) if t is not None]
+        dtype = str(options.dtype or x.dtype).removeprefix("torch.")
+        return _traced(options.roles.key, dtype, options.save_input, bias is not None, x, weight, *tensors)
+    return _linear(x, weight, bias, options, scales, held)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, options: Options, scales: Any, held: Any) -> Tensor:
+    with torch._C.DisableTorchFunction():  # an autocast around the call has done its part
+        _check(x, weight, bias)
+        held = held_by(weight, options.roles) if held is None else held
+        return _Linear.apply(x, weight, bias, options, scales, held)  # type: ignore[no-any-return]
+
+
+@torch._dynamo.nonstrict_trace
+def _traced(key: str, dtype: str, save_input: bool, has_bias: bool, x: Tensor, weight: Tensor, *rest: Tensor) -> Tensor:
+    """``linear`` for Dynamo, which does not look inside but leaves it to AOTAutograd to trace: kernels are chosen, and
+    choices logged, as in eager code. Its arguments may be tensors and plain constants only."""
+    bias, scales = (rest[0], rest[1:]) if has_bias else (None, rest)
+    options = Options(roles_by_key(key), getattr(torch, dtype), save_input)
+    return _linear(x, weight, bias, options, Scales(*scales) if scales else None, None)
+
+
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    if is_recorded():
+        raise NotImplementedError(
+            "linear: torch.jit.trace cannot record a layer that trains quantized; use torch.export or torch.compile, "
+            "or trace a model that was quantized for inference"
+        )
+    for name, t in (("input", x), ("weight", weight), ("bias", bias)):
+        if t is not None and not t.dtype.is_floating_point:
+            raise TypeError(f"linear: the {name} is {str(t.dtype).removeprefix('torch.')}; convert it to a float dtype")
+        if t is not None and t.device != x.device:
+            raise ValueError(f"linear: the input is on {x.device}, the {name} on {t.device}; move one with .to()")
+    if x.dim() == 0 or weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"linear: input {tuple(x.shape)} and weight {tuple(weight.shape)} do not fit: a weight is (out_features, "
+            "in_features), and the input's last dimension is in_features"
+        )
+    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
+        raise ValueError(f"linear: bias {tuple(bias.shape)} does not fit weight {tuple(weight.shape)}")
+
+
+# ---------------------------------------------------------------------------------------------- casts and products
+
+
+_wants: dict[tuple[Any, ...], Want] = {}
+"""Answers of ``_want``; every eager step asks the same three questions, and each asks several kernels."""
+
+
+def _want(op: str, a: Factor, b: Factor, dtype: torch.dtype, prefer: str | None) -> Want:
+    """How the kernel that will run this product wants factors that are cast for it."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return dtype
+    left, right = data_of(a), data_of(b)
+    if is_traced(left, right):
+        return values_dtype(op, a, b, GemmArgs(dtype), prefer) or Form.CODES
+    sides = type(a), format_of(a), a.shape, left.dtype, type(b), format_of(b), b.shape, right.dtype
+    key = (op, *sides, dtype, prefer, forced_kernel(), right.device)
+    known = _wants.get(key)
+    if known is None:
+        if len(_wants) > 4096:  # shapes that never come again
+            _wants.clear()
+        known = _wants[key] = values_dtype(op, a, b, GemmArgs(dtype), prefer) or Form.CODES
+    return known
+
+
+def product(
+    op: str, a: Factor | None, b: Factor | None, dtype: torch.dtype, bias: Tensor | None, prefer: str | None
+) -> Tensor:
+    """``a @ b^T + bias`` in ``dtype``: by a product kernel, or by torch where both factors are plain."""
+    assert a is not None and b is not None
+    bias = None if bias is None else bias.to(dtype)
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        a, b = (f.to(dtype) if isinstance(f, Tensor) else f for f in (a, b))
+        return gemm(op, a, b, GemmArgs(dtype, bias), prefer=prefer)
+    reason = {"quantized": "the recipe leaves this product in high precision"}
+    record(Spec(op, (tuple(a.shape), tuple(b.shape)), (a.dtype, b.dtype), dtype, a.device), "high precision", reason)
+    return torch.nn.functional.linear(a.to(dtype), b.to(dtype), bias)
+
+
+def _runs_fast(a: Any, b: Any, dtype: torch.dtype, prefer: str | None) -> bool:
+    """Whether a result in ``dtype`` costs no more than one in the dtype of the layer. Hopper has float32 results of
+    float8 factors by emulation only; rounding them to bfloat16 on the way is what they can have."""
+    if data_of(a).device.type != "cuda" or (isinstance(a, Tensor) and isinstance(b, Tensor)):
+        return True
+    return kernel_for("wgrad", a, b, GemmArgs(dtype), prefer) != emulated.KERNEL.name
+
+
+# ---------------------------------------------------------------------------------------------- the function
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, options: Options, scales: Scales | None,
+        held: tuple[Operand | None, Operand | None] | None,
+    ) -> Tensor:  # fmt: skip
+        roles, prefer, rows = options.roles, options.prefer, as_matrix(x)
+        dtype = options.dtype or x.dtype
+        need_dx, need_dw, _ = ctx.needs_input_grad[:3]
+        w = values_of(weight)  # of a quantized weight ``held`` is used
+        with without_autocast(x.device):
+            grad_like = of_shape(rows.shape[0], weight.shape[0], dtype, rows)
+            b_row: Any = held[0] if held is not None else standing_for(w, roles.weight.rowwise)
+            want = _want("fprop", standing_for(rows, roles.input.rowwise), b_row, dtype, prefer)
+            dgrad_want: Want = None
+            if need_dx:
+                if held is not None:
+                    b_col = dgrad_weight(weight, roles, rows, held[1])
+                else:
+                    b_col = standing_for(w.t(), roles.weight.columnwise)
+                dgrad_want = _want("dgrad", standing_for(grad_like, roles.grad.rowwise), b_col, dtype, prefer)
+
+            later = Form.CODES if need_dw and roles.input.columnwise is not None and not options.save_input else None
+            x_row, x_col = copies(rows, roles.input, (want, later), scales_of(scales, INPUT))
+            w_row: Factor | None
+            w_col: Factor | None
+            if held is not None:
+                w_row, w_col = held
+            else:
+                # Codes wait for dgrad; values, twice as large, are made of the weight again, which is there anyway.
+                now = Form.CODES if dgrad_want is Form.CODES and roles.weight.columnwise is not None else None
+                w_row, w_col = copies(w, roles.weight, (want, now), scales_of(scales, WEIGHT))
+            y = product("fprop", x_row, w_row, dtype, bias, prefer)
+        x_kept, x_tensors = kept(x_col if x_col is not None else x if need_dw else None)
+        w_kept, w_tensors = kept(weight if w_col is None or is_gathered(weight) else w_col)
+        ctx.save_for_backward(*x_tensors, *w_tensors)
+        ctx.kept, ctx.options, ctx.scales, ctx.dgrad_want = (x_kept, w_kept), options, scales, dgrad_want
+        ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype, dtype
+        ctx.shape, ctx.surroundings = tuple(x.shape), surroundings()
+        # As torch's own linear layer has it: FSDP2 warns of modules whose result is a view.
+        return torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], weight.shape[0]))  # type: ignore[no-any-return]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (x_kept, w_kept), options, tensors = ctx.kept, ctx.options, iter(ctx.saved_tensors)
+        roles, prefer = options.roles, options.prefer
+        need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
+        x_dtype, w_dtype, bias_dtype, dtype = ctx.dtypes
+        dx = dw = db = None
+        with torch._C.DisableTorchFunction(), without_autocast(grad.device), resumed(*ctx.surroundings):
+            x_col, weight = x_kept.factor(tensors), w_kept.factor(tensors)
+            g = as_matrix(grad)
+            wgrad_want: Want = None
+            if need_dw:
+                if x_kept.format is None:
+                    rows = as_matrix(x_col)
+                    x_col = standing_for(rows.t(), roles.input.columnwise)
+                wgrad_want = _want("wgrad", standing_for(g.t(), roles.grad.columnwise), x_col, dtype, prefer)
+            g_row, g_col = copies(g, roles.grad, (ctx.dgrad_want, wgrad_want), scales_of(ctx.scales, GRAD))
+            if need_dx:
+                w_col = weight
+                if w_kept.format is None:
+                    w_col = turned(weight, roles, ctx.dgrad_want, scales_of(ctx.scales, WEIGHT))
+                dx = product("dgrad", g_row, w_col, dtype, None, prefer).to(x_dtype).view(ctx.shape)
+                del g_row, w_col
+            if need_dw:
+                if x_kept.format is None:
+                    wants = (None, wgrad_want)
+                    x_col = copies(rows, roles.input, wants, scales_of(ctx.scales, INPUT))[1]
+
+                def wgrad(result: torch.dtype) -> Tensor:
+                    as_asked = result is dtype or _runs_fast(g_col, x_col, result, prefer)
+                    return product("wgrad", g_col, x_col, result if as_asked else dtype, None, prefer).to(result)
+
+                dw = wgrad(dtype).to(w_dtype) if options.on_wgrad is None else options.on_wgrad(wgrad)
+            if need_db:
+                db = g.sum(0, dtype=torch.float32).to(bias_dtype)
+        return dx, dw, db, None, None, None

@@ -1,0 +1,185 @@
+"""The factors of a linear layer's three products: which copies of a matrix are made, and what waits for backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..kernels.gemm.spec import Factor, Form, Uncast
+from ..kernels.quantize.hadamard import rotated
+from ..kernels.quantize.select import cast_pair, dequantize_operand, quantize_operand
+from ..numerics.cast import Cast
+from ..numerics.operand import Operand
+from ..recipe.linear_recipe import Role, Roles
+from ..tensor.mxtensor import MXTensor
+from .training_weight import values_of
+
+Want = Form | torch.dtype | None
+"""How a copy is wanted: Form.CODES, the dtype of its values, or None for not at all."""
+
+
+class Scales(NamedTuple):
+    """Delayed scaling: float32 (3,), one value for each of input, weight and grad."""
+
+    amax: Tensor
+    """makes the scales of this step"""
+    record: Tensor
+    """takes the larger of what it holds and the amax of this step"""
+
+
+INPUT, WEIGHT, GRAD = range(3)
+
+
+def scales_of(scales: Scales | None, index: int) -> tuple[Tensor, ...]:
+    """What delayed scaling gives one role's casts; nothing without it."""
+    return () if scales is None else (scales.amax[index], scales.record[index])
+
+
+# ---------------------------------------------------------------------------------------------- one matrix
+
+
+def _copy(x: Tensor, cast: Cast, want: Want, side: int, scales: tuple[Tensor, ...]) -> Factor:
+    """One copy of a matrix, rowwise (0) or columnwise (1)."""
+    form = Form.VALUES if isinstance(want, torch.dtype) else Form.CODES
+    dtype = want if isinstance(want, torch.dtype) else torch.bfloat16
+    rowwise, columnwise = (form, None) if side == 0 else (None, form)
+    factor = cast_pair(x, cast, rowwise, columnwise, dtype, *scales)[side]
+    assert factor is not None
+    return factor
+
+
+def copies(x: Tensor, role: Role, wants: tuple[Want, Want], scales: tuple[Tensor, ...]) -> list[Factor | None]:
+    """The factors of a matrix for its two products, in one pass over it where one will do."""
+    row, column = role.rowwise, role.columnwise
+    twice = _rounds_twice(role)
+    if None not in wants and row is not None and row == column and role.signs is None and not twice:
+        dtypes = {want for want in wants if isinstance(want, torch.dtype)}
+        if len(dtypes) < 2:
+            first, second = (Form.VALUES if isinstance(want, torch.dtype) else Form.CODES for want in wants)
+            return list(cast_pair(x, row, first, second, next(iter(dtypes), torch.bfloat16), *scales))
+    out: list[Factor | None] = [None, None]
+    if wants[0] is not None:
+        out[0] = x if row is None else _copy(x, row, wants[0], 0, scales)
+    if wants[1] is not None:
+        if column is None:
+            out[1] = x.transpose(0, 1)
+        elif role.signs is not None:
+            out[1] = _copy(rotated(x.transpose(0, 1), role.signs), column, wants[1], 0, scales)
+        elif twice and row is not None:
+            first_copy = out[0] if isinstance(out[0], Operand) else quantize_operand(x, row)
+            out[1] = _copy(_exact(first_copy), column, wants[1], 1, scales)
+        else:
+            out[1] = _copy(x, column, wants[1], 1, scales)
+    return out
+
+
+def standing_for(x: Tensor, cast: Cast | None) -> Factor:
+    """A factor that is yet to be cast, as kernels judge it."""
+    return x if cast is None else Uncast(x, cast)
+
+
+def of_shape(rows: int, cols: int, dtype: torch.dtype, like: Tensor) -> Tensor:
+    """What stands for a plain matrix that is yet to come where kernels are asked: a value of memory."""
+    return like.new_empty((1, 1), dtype=dtype).expand(rows, cols)
+
+
+# ---------------------------------------------------------------------------------------------- weights
+
+
+def _rounds_twice(role: Role) -> bool:
+    """Whether the columnwise copy is a second rounding of the rowwise one; a tile needs none."""
+    row, column = role.rowwise, role.columnwise
+    return role.from_rowwise and row is not None and column is not None and not (row == column and row.format.square)
+
+
+def _exact(operand: Operand) -> Tensor:
+    """The values of an operand, in the narrowest dtype that a second rounding can read them from."""
+    narrow = operand.format.exact_in_bfloat16 and not operand.format.global_scale
+    return dequantize_operand(operand, torch.bfloat16 if narrow else torch.float32)
+
+
+def held_by(weight: Tensor, roles: Roles) -> tuple[Operand | None, Operand | None] | None:
+    """The (rowwise, columnwise) operands of a weight that holds codes; None for one of high-precision values.
+
+    Raises ValueError where the copy that fprop needs is missing.
+    """
+    values = values_of(weight)
+    if not isinstance(values, MXTensor):
+        return None
+    if values.rowwise is None:
+        raise ValueError(
+            f"linear: the quantized weight {tuple(weight.shape)} holds no copy blocked along in_features; quantize "
+            "it with orientation='both'"
+        )
+    if is_gathered(weight) and _rounds_twice(roles.weight):
+        return values.rowwise, None
+    return values.rowwise, values.columnwise
+
+
+def is_gathered(weight: Tensor) -> bool:
+    """Whether this is a parameter for training of which FSDP2 has gathered codes. What holds them is freed and filled
+    again between forward and backward, so that the parameter is kept and not what is inside."""
+    return values_of(weight) is not weight and isinstance(values_of(weight), MXTensor)
+
+
+def dgrad_weight(weight: Tensor, roles: Roles, x: Tensor, columnwise: Operand | None) -> Factor:
+    """dgrad's factor of a weight that holds codes, as kernels judge it; x: any tensor on its device."""
+    if columnwise is not None:
+        return columnwise
+    values = of_shape(weight.shape[1], weight.shape[0], weight.dtype, x)
+    return standing_for(values, roles.weight.columnwise if is_gathered(weight) else None)
+
+
+def turned(weight: Tensor, roles: Roles, want: Want, scales: tuple[Tensor, ...]) -> Factor:
+    """dgrad's factor of a weight that was kept whole, made in the backward pass."""
+    values = values_of(weight)
+    if not isinstance(values, MXTensor):
+        factor = copies(values, roles.weight, (None, want), scales)[1]
+        assert factor is not None
+        return factor
+    if not is_gathered(weight):  # its values without a columnwise copy: exact, where a second cast would round again
+        return values.dequantize().detach().t()
+    rowwise, columnwise = held_by(weight, roles)  # type: ignore[misc]
+    if columnwise is not None:
+        return columnwise
+    assert rowwise is not None and roles.weight.columnwise is not None
+    return _copy(_exact(rowwise), roles.weight.columnwise, want, 1, scales)
+
+
+def weight_copies(weight: Tensor, roles: Roles, scales: Scales | None = None) -> tuple[Operand | None, Operand | None]:
+    """The (rowwise, columnwise) operands of a high-precision weight (N, K), for later calls to be given as ``held``."""
+    column = None if roles.weight.columnwise is None else Form.CODES
+    both = copies(values_of(weight).detach(), roles.weight, (Form.CODES, column), scales_of(scales, WEIGHT))
+    return both[0], both[1]  # type: ignore[return-value]
+
+
+# ---------------------------------------------------------------------------------------------- for backward
+
+
+class Kept(NamedTuple):
+    """What ``save_for_backward`` holds of a factor: so many tensors, of this format and shape."""
+
+    tensors: int
+    format: Any = None
+    shape: tuple[int, ...] = ()
+
+    def factor(self, saved: Iterator[Tensor]) -> Any:
+        """The factor again, from the tensors that were saved."""
+        mine = [next(saved) for _ in range(self.tensors)]
+        if self.format is None:
+            return mine[0] if mine else None
+        return Operand(mine[0], mine[1], mine[2] if len(mine) > 2 else None, self.format, self.shape)
+
+
+def kept(factor: Factor | None) -> tuple[Kept, list[Tensor]]:
+    """A factor as tensors that autograd can keep, and what they are."""
+    if factor is None:
+        return Kept(0), []
+    if isinstance(factor, Tensor):
+        return Kept(1), [factor]
+    assert isinstance(factor, Operand)
+    tensors = [factor.data, factor.scale] + ([] if factor.global_scale is None else [factor.global_scale])
+    return Kept(len(tensors), factor.format, factor.shape), tensors

@@ -1,0 +1,267 @@
+"""TrainingWeight: a high-precision parameter that carries the roles of its linear layer.
+
+To optimizers, hooks, clipping and initialization it is an ordinary parameter: every op runs on the tensor inside, and
+what is not a view or a copy of it comes out plain. Only functions that multiply by a weight are seen first, through
+WEIGHT_FUNCTIONS, and run quantized.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._pytree import tree_map_only
+
+from ..core.autograd import mode_of_views
+from ..core.dispatch import forced_kernel
+from ..core.fingerprint import fingerprint
+from ..recipe.linear_recipe import Roles
+from ..tensor.fsdp import Gathered, Shard, gathered_values, hook, in_codes, in_high_precision, place_of, refusal
+from ..tensor.mxtensor import MXTensor
+
+aten = torch.ops.aten
+
+WEIGHT_FUNCTIONS: dict[Any, Callable[..., Any]] = {}
+"""torch function -> rule(func, args, kwargs), entered by ``interception.py``."""
+
+STATE = "_mxtensor_delayed_state"
+"""The attribute of a weight that holds the DelayedState of its layer."""
+KEEPING = {
+    aten.clone.default, aten.copy_.default, aten.empty_like.default, aten.new_empty.default, aten.new_zeros.default,
+    aten._pin_memory.default, aten._to_copy.default,
+}  # fmt: skip
+"""Ops whose results are weights still, as those of all views: what modules, FSDP2 and hooks do to a parameter without
+computing with it."""
+SAME = {aten.alias.default, aten.detach.default}
+COPIES = {aten.clone.default, aten._to_copy.default}
+"""Ops whose results take the amax history of delayed scaling along."""
+SHAPES = {
+    aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.rand_like.default,
+    aten.randn_like.default, aten.is_pinned.default,
+}  # fmt: skip
+"""Ops that ask no weight for its values."""
+PRODUCTS = {aten.mm.default, aten.addmm.default, aten.linear.default, aten.matmul.default, aten.bmm.default}
+INSIDE = {Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.__format__}
+"""Functions that torch refuses to run on a wrapper."""
+
+
+class TrainingWeight(Tensor):
+    """``high_precision``, the tensor inside, whose shape, strides, dtype and device this has, and its ``roles``.
+
+    Sharded by FSDP2, it knows its ``shard``. Gathered in codes, it is a parameter for the products of its layer and
+    nothing else: the tensor inside is an MXTensor then, and what would compute with the values is refused.
+    """
+
+    high_precision: Tensor
+    roles: Roles
+    shard: Shard | None
+    scattered = False
+    """Whether a style of tensor parallelism has handed this part of a weight out to its rank."""
+
+    @staticmethod
+    def __new__(cls, high_precision: Tensor, roles: Roles, shard: Shard | None = None) -> TrainingWeight:
+        self: TrainingWeight = torch.Tensor._make_wrapper_subclass(
+            cls,
+            high_precision.size(),
+            strides=high_precision.stride(),
+            storage_offset=high_precision.storage_offset(),
+            dtype=high_precision.dtype,
+            layout=high_precision.layout,
+            device=high_precision.device,
+            pin_memory=high_precision.is_pinned(),
+            requires_grad=high_precision.requires_grad,
+        )
+        # Under torch.compile a needless detach would hide from AOTAutograd that an optimizer writes into its input.
+        self.high_precision = high_precision.detach() if high_precision.requires_grad else high_precision
+        self.roles, self.shard = roles, shard
+        return self
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        return f"TrainingWeight({self.roles}, {self.high_precision!r})"
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Roles, Shard | None]]:
+        return ["high_precision"], (self.roles, self.shard)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> TrainingWeight:
+        return TrainingWeight(inner["high_precision"], *context)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        rule = WEIGHT_FUNCTIONS.get(func)
+        if rule is not None:
+            return rule(func, args, kwargs or {})
+        if func in INSIDE and isinstance(args[0], TrainingWeight):
+            return func(args[0].high_precision, *args[1:], **(kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        weights: list[TrainingWeight] = []
+
+        def inside(weight: TrainingWeight) -> Tensor:
+            weights.append(weight)
+            return weight.high_precision
+
+        def outside(values: Tensor) -> TrainingWeight:
+            if isinstance(weights[0].high_precision, MXTensor) and not isinstance(values, MXTensor):
+                _refuse_values(func, weights[0])
+            out = TrainingWeight(values, weights[0].roles, _shard_of(values, weights[0], func))
+            if weights[0].scattered:
+                out.scattered = True
+            return _with_state(out, weights[0], func)  # type: ignore[no-any-return]
+
+        plain_args, plain_kwargs = tree_map_only(TrainingWeight, inside, (args, kwargs or {}))
+        keeps = func in KEEPING or func.is_view
+        if not keeps and func not in SHAPES:
+            for weight in weights:
+                if isinstance(weight.high_precision, MXTensor):
+                    _refuse_values(func, weight)
+        if func in PRODUCTS and any(weight.scattered for weight in weights):
+            raise RuntimeError(
+                "torch's style of tensor parallelism would multiply this layer in high precision, for it takes the "
+                "product apart above the recipe; use mx.parallel.ColwiseParallel and RowwiseParallel in its place"
+            )
+        with mode_of_views(func, weights[0]):
+            out = func(*plain_args, **plain_kwargs)
+            if func.namespace == "c10d" and func._schema.name == "c10d::scatter_":
+                for weight in args[0]:
+                    weight.scattered = True
+            if keeps:
+                out = tree_map_only(Tensor, outside, out)
+            return return_and_correct_aliasing(func, args, kwargs or {}, out)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TrainingWeight:
+        if id(self) not in memo:
+            copied = _rebuild(self.high_precision.clone(), self.roles, self.requires_grad, is_parameter(self))
+            copied.shard = self.shard  # type: ignore[attr-defined]
+            memo[id(self)] = _with_state(copied, self, aten.clone.default)
+        return memo[id(self)]  # type: ignore[no-any-return]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        state = self.__dict__.get(STATE)
+        return _rebuild, (self.high_precision, self.roles, self.requires_grad, is_parameter(self), state)
+
+    def _stable_hash_for_caching(self) -> str:
+        facade = (self.dtype, tuple(self.shape), self.stride(), str(self.device), self.requires_grad)
+        inside = type(self.high_precision).__name__, self.shard
+        key = (fingerprint(), forced_kernel(), self.roles.key, facade, inside)
+        return hashlib.blake2b(repr(key).encode(), digest_size=16).hexdigest()
+
+    @cached_property
+    def fsdp_pre_all_gather(self) -> Callable[..., Any]:
+        """What FSDP2 calls for the tensors to gather: codes and scales, or values with the reason in ``explain()``.
+
+        torch reads off the number of arguments what to pass and check: with one, a shard of any length may give
+        tensors of any shape; with five, one of the padded shape, and the dtype of a mixed-precision policy is known.
+        It looks this up four times a gather.
+        """
+        reason = refusal(self.roles, self.shard)
+        if reason is None and self.shard is not None:
+            return hook(in_codes, self.high_precision, self.roles, self.shard)
+        return hook(in_high_precision, self.high_precision, self.roles, self.shard, reason or "")
+
+    def fsdp_post_all_gather(
+        self, outputs: tuple[Tensor, ...], gathered: Gathered, dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> tuple[TrainingWeight, tuple[Tensor, ...]] | None:
+        """The whole weight over the gathered tensors, and those which FSDP2 is to free and fill between its uses."""
+        if out is not None:  # made of these tensors at first, it is filled with them; ``refill`` what they are not
+            gathered.refill(values_of(out))
+            return None
+        values = gathered_values(outputs, gathered, self.roles, dtype)
+        return TrainingWeight(values, self.roles), outputs
+
+    def share_memory_(self) -> TrainingWeight:
+        """Move the values to shared memory (torch's own looks for a storage, and a wrapper has none)."""
+        self.high_precision.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        return bool(self.high_precision.is_shared())
+
+
+def values_of(weight: Tensor) -> Tensor:
+    """The high-precision values of a weight that wraps them; any other weight itself."""
+    return weight.high_precision if isinstance(weight, TrainingWeight) else weight
+
+
+def local_of(t: Any) -> Any:
+    """The part of a DTensor that this rank holds; anything else itself."""
+    module = sys.modules.get("torch.distributed.tensor")  # where nobody has loaded it, there is none
+    if module is None or not isinstance(t, module.DTensor):
+        return t
+    with torch.no_grad():  # the tensor itself, not a view of it
+        return t.to_local()
+
+
+def is_sharded(t: Any) -> bool:
+    """Whether this is a DTensor, of which a rank holds a part."""
+    return local_of(t) is not t
+
+
+def sharded_like(t: Any, part: Tensor) -> Tensor:
+    """``part`` in the place of what this rank holds of ``t``; where that is no DTensor, ``part`` itself."""
+    if not is_sharded(t):
+        return part
+    kind, size, stride = sys.modules["torch.distributed.tensor"].DTensor, t.shape, t.stride()
+    with torch.no_grad():
+        out: Tensor = kind.from_local(part, t.device_mesh, t.placements, run_check=False, shape=size, stride=stride)
+    return out
+
+
+def is_parameter(t: Tensor) -> bool:
+    """Whether a module would register ``t``."""
+    return isinstance(t, torch.nn.Parameter)
+
+
+def _rebuild(values: Tensor, roles: Roles, requires_grad: bool, parameter: bool, state: Any = None) -> Tensor:
+    out: Tensor = TrainingWeight(values, roles)
+    out = torch.nn.Parameter(out, requires_grad) if parameter else out.requires_grad_(requires_grad)
+    if state is not None:
+        setattr(out, STATE, state)
+    return out
+
+
+def _with_state(out: Tensor, weight: TrainingWeight, func: Any) -> Any:
+    """``out``, the result of ``func``, with the amax history of ``weight`` if it stands for the same weight."""
+    state = weight.__dict__.get(STATE)
+    if state is not None and (func in SAME or func in COPIES):
+        setattr(out, STATE, state if func in SAME else state.to(out.device))
+    return out
+
+
+def _shard_of(values: Tensor, weight: TrainingWeight, func: Any) -> Shard | None:
+    """The shard that ``values`` are of. FSDP2 makes one by ``new_zeros`` of the whole weight, in the padded shape."""
+    if func is not aten.new_zeros.default:
+        return weight.shard
+    return place_of(weight.shard, tuple(weight.shape), tuple(values.shape))
+
+
+def _refuse_values(func: Any, weight: TrainingWeight) -> NoReturn:
+    """For an op that would compute with the values of a weight of which only codes are there."""
+    raise NotImplementedError(
+        f"{func} of a weight {tuple(weight.shape)} that FSDP2 has gathered in the codes of {weight.roles}: its "
+        "high-precision values are in the shards; use the sharded parameter, or a recipe with quantized_gather=False"
+    )
+
+
+def _set_data(func: Any, args: Any, kwargs: Any) -> None:
+    """``weight.data = values``: torch exchanges what is outside, and the values inside have to follow."""
+    weight, value = args
+    values = getattr(value, "high_precision", value).detach()
+    with torch._C.DisableTorchFunctionSubclass():
+        func(weight, TrainingWeight(values, weight.roles))
+    weight.high_precision = values
+    weight.__dict__.pop("fsdp_pre_all_gather", None)  # which has the old ones
+
+
+WEIGHT_FUNCTIONS[Tensor.data.__set__] = _set_data  # type: ignore[attr-defined]

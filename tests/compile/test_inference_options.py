@@ -1,0 +1,219 @@
+"""Products of one input by several weights, as one call of a compiled graph: the pass, and what its call gives."""
+
+from operator import getitem
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch._inductor import config
+from torch._inductor.codegen.triton import TritonKernel
+from torch._inductor.virtualized import V
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import mxtensor as mx
+from mxtensor.compile.inference_options import ONE, SHARED, Products
+from mxtensor.kernels.runtime import nvrtc
+from mxtensor.kernels.small_m import launch
+from tests.helpers import cuda_on_cpu
+
+pytestmark = pytest.mark.skipif(cuda_on_cpu.compiler() is None, reason="needs a C++ compiler")
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch):
+    monkeypatch.setattr(nvrtc, "function", cuda_on_cpu.function)
+
+
+def one(x, w, out=torch.bfloat16, cast="", bias=None):
+    data, scale, last, format = w
+    return ONE(x, data, scale, format, x.shape[1], None, last, bias, None, 1.0, 1.0, out, cast, "rceil")
+
+
+def weights(*rows, format="mxfp4", k=512):
+    made = [mx.quantize(torch.randn(n, k), format).rowwise for n in rows]
+    return [(w.data.view(torch.uint8), w.scale.view(torch.uint8), w.global_scale, w.format.name) for w in made]
+
+
+def calls(graph):
+    """How many weights each product has."""
+    products = [node for node in graph.nodes if node.target in (ONE, SHARED)]
+    return [len(node.kwargs["data"]) if node.target is SHARED else 1 for node in products]
+
+
+def shared(f, *inputs):
+    """The traced function after the pass, and its products."""
+    traced = make_fx(f, tracing_mode="fake")(*inputs)
+    Products()(traced.graph)
+    traced.graph.lint()
+    traced.recompile()
+    return traced, calls(traced.graph)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 40])
+@pytest.mark.parametrize("format", ["mxfp8", "nvfp4"])
+def test_products_of_one_input_are_one_call(rows, format):
+    def attention(x, q, k, v, bias):
+        a = one(x.reshape(-1, 512), q, torch.float32).sin()
+        k = k[0].permute(0, 1), *k[1:]
+        b, c = (one(x.reshape(-1, 512), w, torch.float32, bias=added) for w, added in ((k, None), (v, bias)))
+        return a, b, c * a.mean()
+
+    inputs = torch.randn(rows, 512).bfloat16(), *weights(48, 16, 32, format=format), torch.randn(32).bfloat16()
+    traced, found = shared(attention, *inputs)
+    assert found == [3]
+    for y, expected in zip(traced(*inputs), attention(*inputs), strict=True):
+        torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-4)  # sums in another order
+
+
+@pytest.mark.parametrize(("rows", "kernels"), [(1, ["resident"]), (40, ["activations", "together"])])
+def test_a_call_is_one_launch_and_prepares_its_activations_once(rows, kernels, monkeypatch):
+    ran = []
+
+    def function(device, sources, constants, name, *rest):
+        call = cuda_on_cpu.function(device, sources, constants, name, *rest)
+        return lambda *arguments: (ran.append(name), call(*arguments))
+
+    monkeypatch.setattr(nvrtc, "function", function)
+    monkeypatch.setattr(launch, "cut", launch.cut.__wrapped__)
+    monkeypatch.setattr(launch, "_activations_kernel", launch._activations_kernel.__wrapped__)
+    data, scale, last, names = zip(*weights(48, 16, 32), strict=True)
+    SHARED(torch.randn(rows, 512).bfloat16(), data, scale, names[0], 512, None, last, [None] * 3, 1.0, 1.0,
+           torch.bfloat16, "", "")  # fmt: skip
+    assert ran == kernels
+
+
+def test_other_inputs_types_and_casts_stay_apart():
+    def f(x, z, q, k):
+        return one(x, q), one(z, k), one(x, k, out=torch.float32), one(x, k, cast="mxfp4_e2m1")
+
+    inputs = torch.randn(1, 512).bfloat16(), torch.randn(1, 512).bfloat16(), *weights(16, 16)
+    assert shared(f, *inputs)[1] == [1] * 4
+
+
+def test_a_weight_that_is_made_later_is_not_waited_for():
+    def f(x, q, k, v):
+        a = one(x, q)
+        later = k[0] ^ (a.sum() > 0), *k[1:]
+        return a, one(x, later), one(x, v)
+
+    inputs = torch.randn(1, 512).bfloat16(), *weights(16, 16, 16)
+    traced, found = shared(f, *inputs)
+    assert found == [2, 1]
+    (late,) = traced.graph.find_nodes(op="call_function", target=ONE)
+    assert late.args[1].target is torch.ops.mxtensor.written.default  # which the compiler lets nobody overtake
+    assert late.args[2].op == "placeholder"
+    call = next(node for node in traced.graph.nodes if node.target is SHARED)
+    assert [user.target for user in call.users] == [getitem, getitem]
+    for y, expected in zip(traced(*inputs), f(*inputs), strict=True):
+        torch.testing.assert_close(y, expected, rtol=0, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler, on itself
+def test_compiled_graphs_hand_over_inputs_as_they_lie():
+    """The compiler would keep x as its values come, columns of rows, if it did not know what the op was traced with."""
+
+    def f(h, q, k):
+        x = h.transpose(1, 2).tanh().transpose(1, 2).reshape(-1, 512)
+        return one(x, q), one(x, k)
+
+    inputs = torch.randn(1, 2, 512).bfloat16(), *weights(16, 16)
+    compiled = torch.compile(f, fullgraph=True, options=mx.inference_options())
+    for y, expected in zip(compiled(*inputs), f(*inputs), strict=True):
+        torch.testing.assert_close(y, expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_options_are_ones_that_this_torch_takes():
+    options = mx.inference_options()
+    assert isinstance(options["post_grad_custom_pre_pass"], Products)
+    layer = mx.quantize_(torch.nn.Linear(64, 32, bias=False).bfloat16(), "mxfp8-weight-only")
+    x = torch.randn(2, 64).bfloat16()
+    y = torch.compile(layer, options=options)(x)
+    torch.testing.assert_close(y, layer(x))
+
+
+WAIT, LAUNCH = TritonKernel.GDC_WAIT, TritonKernel.GDC_LAUNCH
+
+
+class NopKernelSchedulerNode(SimpleNamespace):
+    """As torch's scheduler calls what is none."""
+
+
+def kernel_before(following, lines, the_pass):
+    """The lines of a kernel that this torch's compiler writes before these nodes, under a pass over the graph."""
+    Products()(make_fx(torch.neg)(torch.ones(2)).graph)
+    current, code = SimpleNamespace(node=None), SimpleNamespace(_lines=list(lines))
+    scheduler = SimpleNamespace(nodes=[SimpleNamespace(node=None), current, *following], current_node=current)
+    with V.set_graph_handler(SimpleNamespace(scheduler=scheduler)), config.patch(post_grad_custom_pre_pass=the_pass):
+        TritonKernel._filter_pdl(SimpleNamespace(GDC_WAIT=WAIT, GDC_LAUNCH=LAUNCH), code)
+    return code._lines
+
+
+@pytest.mark.parametrize("op", [ONE, SHARED])
+def test_a_product_may_start_as_soon_as_the_kernel_before_it(op):
+    product, other = (SimpleNamespace(node=SimpleNamespace(op_overload=o)) for o in (op, torch.ops.aten.mm.default))
+    nothing, unknown = NopKernelSchedulerNode(node=None), SimpleNamespace(node=None)
+    lines = ["a", WAIT, "load", WAIT, LAUNCH, "load", WAIT, LAUNCH, 7, "store"]
+    early, late = [LAUNCH, "a", WAIT, "load", "load", 7, "store"], ["a", WAIT, "load", "load", LAUNCH, 7, "store"]
+    for following in ([product], [nothing, product, other]):
+        assert kernel_before(following, lines, Products()) == early
+    for following in ([], [other, product], [unknown, product]):
+        assert kernel_before(following, lines, Products()) == late
+    assert kernel_before([product], lines, None) == late  # a graph that is compiled without these options
+    assert kernel_before([product], ["a", "load", "store"], Products()) == ["a", "load", "store"]  # it launches nothing
+
+
+def copies(f, *inputs):
+    """What the compiled function gives, and how many copies each of its graphs makes, inner ones first."""
+    found = []
+
+    class Seen(Products):
+        def __call__(self, graph):
+            super().__call__(graph)
+            graph.lint()
+            found.append(len(graph.find_nodes(op="call_function", target=torch.ops.mxtensor.written.default)))
+
+    torch._dynamo.reset()
+    options = {"post_grad_custom_pre_pass": Seen(), "fx_graph_cache": False}  # a graph from there meets no pass
+    return torch.compile(f, fullgraph=True, options=options)(*inputs), found
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("deep", [False, True])
+def test_a_weight_that_a_graph_makes_is_written_before_a_region_in_it_reads_it(deep):
+    @torch.compiler.nested_compile_region
+    def inner(x, data, scale):
+        return one(x.tanh(), (data, scale, None, "mxfp4_e2m1"))
+
+    @torch.compiler.nested_compile_region
+    def outer(x, data, scale):
+        return inner(x * 2, data.view(64, -1), scale)
+
+    def f(x, data, scale, other):
+        region = outer if deep else inner
+        return region(x, data, scale), region(x, data ^ other, scale), x.float()
+
+    ((data, scale, _, _),) = weights(64)
+    inputs = torch.randn(2, 512).bfloat16(), data, scale, torch.tensor(8, dtype=torch.uint8)
+    found, made = copies(f, *inputs)
+    assert made[-1] == 1 and not any(made[:-1])
+    for y, expected in zip(found, f(*inputs), strict=True):
+        torch.testing.assert_close(y, expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_weight_that_a_graph_makes_is_written_before_a_branch_reads_it():
+    def f(x, data, scale, other):
+        def product(x, data, scale):
+            return one(x, (data, scale, None, "mxfp4_e2m1"))
+
+        def nothing(x, data, scale):
+            return x.new_zeros(2, 64)
+
+        return torch.cond(x.sum() > 0, product, nothing, (x.tanh(), data ^ other, scale))
+
+    ((data, scale, _, _),) = weights(64)
+    inputs = torch.randn(2, 512).bfloat16().abs(), data, scale, torch.tensor(8, dtype=torch.uint8)
+    found, made = copies(f, *inputs)
+    assert made[-1] == 1 and not any(made[:-1])
+    torch.testing.assert_close(found, f(*inputs), rtol=2e-2, atol=2e-2)

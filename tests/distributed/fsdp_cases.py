@@ -1,0 +1,559 @@
+"""What two ranks do for ``test_fsdp.py``: models sharded by FSDP2 beside the same model whole, in one process."""
+
+import copy
+import warnings
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
+
+import mxtensor as mx
+from mxtensor.recipe.training_recipes import (
+    CustomRecipe,
+    DelayedScaling,
+    Float8BlockScaling,
+    MXFP4BlockScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+)
+from mxtensor.training.training_weight import local_of, sharded_like
+from tests.helpers.ranks import DEVICE, case
+
+RECIPES = {
+    "two copies": MXFP8BlockScaling(),
+    "one copy": MXFP8BlockScaling(single_weight_copy=True),
+    "tiles": MXFP8BlockScaling(two_dimensional_weights=True),
+    "off": MXFP8BlockScaling(two_dimensional_weights=True, quantized_gather=False),
+}
+APART = {
+    "two copies, integers": CustomRecipe(weight="mxint8"),
+    "one copy, integers": CustomRecipe(weight="mxint8", single_weight_copy=True),
+    "tiles, integers": CustomRecipe(weight="mxint8[32x32]"),
+}
+"""Floating-point codes of a value hardly depend on the scale of its block; these do, and so does a second rounding."""
+DIMENSIONS = (128, 160, 100, 127, 33)
+STEPS, WIDTH, ROWS = 5, 64, 24
+
+
+def net(features, recipe, width=WIDTH, bias=True):
+    """Two layers whose weights have ``features`` rows and ``features`` columns, of many magnitudes."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(width, features, bias=bias), nn.GELU(), nn.Linear(features, width, bias=False))
+    with torch.no_grad():
+        for layer in (model[0], model[2]):
+            layer.weight.mul_(torch.randn(layer.weight.shape).mul(1.5).exp2())
+    return mx.quantize_(model, recipe)
+
+
+def shard(model, **options):
+    """FSDP2 of every linear layer, which may be compiled, and of the model."""
+    for module in model:
+        if next(module.parameters(), None) is not None:
+            fully_shard(module, **options)
+    options.pop("shard_placement_fn", None)
+    return fully_shard(model, **options)
+
+
+def whole(t):
+    """All of a sharded tensor, back from the CPU where it was offloaded."""
+    return t.full_tensor().to(DEVICE) if hasattr(t, "full_tensor") else t
+
+
+def adamw(model):
+    """AdamW that rounds alike for every kind of parameter: on a GPU torch steps plain tensors and DTensors by foreach
+    kernels, and parameters of a class of their own, as in one process, by a loop."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+
+
+def same_as(a, b):
+    """Whether two results are the same: to the bit on a CPU. On GPUs gathered codes meet other kernels than the weight
+    of one process, whose sums are in another order, which rounds a code the other way now and then."""
+    if DEVICE == "cpu":
+        return torch.equal(a, b)
+    a, b = a.detach().double(), b.detach().double()
+    return a.shape == b.shape and bool((a - b).norm() <= 0.05 * b.norm())
+
+
+def compare(model, reference, rank, steps=STEPS, call=None, its_call=None, dtype=torch.float32, micro=1):
+    """Steps of AdamW over other data on each rank, beside the reference over the data of all: for each step whether
+    the loss and every gradient are ``same_as`` its; then whether every parameter is."""
+    call, its_call, world = call or model, its_call or reference, dist.get_world_size()
+    optimizers = [adamw(m) for m in (model, reference)]
+    torch.manual_seed(1)
+    same = []
+    for _ in range(steps):
+        x = torch.randn(world, micro, ROWS, reference[0].in_features).to(dtype)
+        losses = {}
+        for i in range(micro):
+            if hasattr(model, "set_requires_gradient_sync"):
+                model.set_requires_gradient_sync(i == micro - 1)
+            losses["mine", i] = (call(x[rank, i]) - x[rank, i]).square().mean()
+            losses["mine", i].backward()
+        sums = [torch.zeros_like(its) for its in reference.parameters()]
+        for each in range(world):
+            for i in range(micro):
+                losses[each, i] = (its_call(x[each, i]) - x[each, i]).square().mean()
+                losses[each, i].backward()
+            for total, its in zip(sums, reference.parameters(), strict=True):
+                total += its.grad
+                its.grad = None
+        same.append(all(same_as(losses["mine", i], losses[rank, i]) for i in range(micro)))
+        for mine, its, total in zip(model.parameters(), reference.parameters(), sums, strict=True):
+            its.grad = total / world
+            same[-1] &= same_as(whole(mine.grad), its.grad)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for mine, its in zip(model.parameters(), reference.parameters(), strict=True):
+        same.append(same_as(values(whole(plain(mine))), values(its)))
+    return same
+
+
+def values(t):
+    """The tensor inside a weight."""
+    return getattr(t, "high_precision", t).detach()
+
+
+def plain(parameter):
+    """A sharded weight as a DTensor of the tensors inside."""
+    return sharded_like(parameter, values(local_of(parameter)))
+
+
+def gathers(log):
+    """(shape, what was gathered, why not codes) of every all-gather that ``explain()`` saw."""
+    entries = [e for e in log.entries if e.spec.op == "all-gather"]
+    return sorted({(e.spec.shapes[0], e.kernel, *e.refusals.values()) for e in entries})
+
+
+def trained(recipe, features, rank, **options):
+    """``compare`` of one model, and what was gathered."""
+    with mx.explain() as log:
+        same = compare(shard(net(features, recipe), **options), net(features, recipe), rank)
+    return same, gathers(log)
+
+
+@case
+def five_steps(rank, folder):
+    recipes = RECIPES | APART
+    return {(name, n): trained(recipe, n, rank) for name, recipe in recipes.items() for n in DIMENSIONS}
+
+
+@case
+def weights_stay_gathered(rank, folder):
+    return {name: trained(recipe, 127, rank, reshard_after_forward=False) for name, recipe in RECIPES.items()}
+
+
+def wire(model):
+    """Bytes that a rank sends into the all-gathers of one forward pass."""
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    original, sent = getattr(dist, name), []
+
+    def counted(output_tensor, input_tensor, *args, **kwargs):
+        sent.append(input_tensor.numel() * input_tensor.itemsize)
+        return original(output_tensor, input_tensor, *args, **kwargs)
+
+    setattr(dist, name, counted)
+    try:
+        with torch.no_grad():
+            model(torch.randn(4, model[0].in_features, dtype=next(model.parameters()).dtype))
+    finally:
+        setattr(dist, name, original)
+    return sum(sent)
+
+
+@case
+def bytes_on_the_wire(rank, folder):
+    def sent(recipe, **options):
+        return wire(shard(net(256, recipe, width=512, bias=False).bfloat16(), **options))
+
+    in_bfloat16 = 2 * 512 * 256 * 2 // 2  # two weights, two bytes, of which a rank sends half
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    masters = shard(net(256, RECIPES["off"], width=512, bias=False), mp_policy=policy)
+    return in_bfloat16, {name: sent(recipe) for name, recipe in RECIPES.items()}, wire(masters)
+
+
+@case
+def hybrid_meshes(rank, folder):
+    """(replicas, shards): the second leaves a world of one to each shard."""
+    told = {}
+    for shape in ((1, 2), (2, 1)):
+        mesh = init_device_mesh(DEVICE, shape, mesh_dim_names=("replicate", "shard"))
+        told |= {(shape, name): trained(recipe, 96, rank, mesh=mesh) for name, recipe in RECIPES.items()}
+    return told
+
+
+@case
+def mixed_precision(rank, folder):
+    """Codes are of the float32 weights, as under torch.autocast; values are gathered, and cast, in bfloat16."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    told = {}
+    for name, recipe in RECIPES.items():
+        model, reference = (net(128, recipe, bias=False) for _ in range(2))
+
+        def autocast(x, reference=reference):
+            with torch.autocast(DEVICE, torch.bfloat16):
+                return reference(x)
+
+        def rounded(x, reference=reference):
+            weights = {name: p.bfloat16() for name, p in reference.named_parameters()}
+            return torch.func.functional_call(reference, weights, x)
+
+        its_call = autocast if name in ("one copy", "tiles") else rounded
+        told[name] = compare(shard(model, mp_policy=policy), reference, rank, its_call=its_call, dtype=torch.bfloat16)
+    return told
+
+
+@case
+def offloaded_checkpointed_accumulated(rank, folder):
+    recipe, told = RECIPES["one copy"], {}
+    offload = shard(net(100, recipe), offload_policy=CPUOffloadPolicy(pin_memory=False))
+    same = compare(offload, net(100, recipe), rank)
+    told["offload"] = same if DEVICE == "cpu" else same[:1]  # AdamW rounds otherwise on a CPU than on a GPU
+    for name in ("one copy", "tiles", "two copies"):
+        recipe = RECIPES[name]
+        model = shard(net(128, recipe))
+        call = partial(checkpoint, model, use_reentrant=False)
+        told["checkpoint", name] = compare(model, net(128, recipe), rank, call=call)
+        model = shard(net(128, recipe))
+        told["accumulate", name] = compare(model, net(128, recipe), rank, micro=2, steps=3)
+    return told
+
+
+@case
+def other_formats(rank, folder):
+    """Packed codes, float32 scales, and recipes whose scales are of whole weights."""
+    recipes = {
+        "mxfp4 tiles": MXFP4BlockScaling(two_dimensional_weights=True, stochastic_rounding=False),
+        "mxfp4 one copy": MXFP4BlockScaling(single_weight_copy=True, stochastic_rounding=False),
+        "float8 tiles": Float8BlockScaling(),
+        "nvfp4": NVFP4BlockScaling(disable_stochastic_rounding=True),
+        "torchao": mx.MXLinearConfig(single_weight_copy=True),
+        "high precision backward": MXFP8BlockScaling(high_precision_backward=True),
+    }
+    return {name: trained(recipe, 256, rank) for name, recipe in recipes.items()}
+
+
+class Attention(nn.Module):
+    """torch's attention over itself, whose projection is one product, and over something else, which takes parts."""
+
+    def __init__(self, recipe):
+        super().__init__()
+        torch.manual_seed(0)
+        self.attention = mx.quantize_(nn.MultiheadAttention(WIDTH, 2, batch_first=True), recipe)
+
+    def forward(self, x):
+        y = self.attention(x, x, x, need_weights=False)[0]
+        return x + self.attention(y, x, x, need_weights=False)[0]
+
+
+@case
+def attention(rank, folder):
+    told = {}
+    for name in ("one copy", "tiles"):
+        model, reference = Attention(RECIPES[name]), Attention(RECIPES[name])
+        fully_shard(model)
+        x = torch.randn(2, 3, ROWS, WIDTH)
+        with mx.explain() as log:
+            model(x[rank]).square().mean().backward()
+        for batch in x:
+            (reference(batch).square().mean() / 2).backward()
+        pairs = zip(model.parameters(), reference.parameters(), strict=True)
+        told[name] = all(same_as(whole(a.grad), b.grad) for a, b in pairs), gathers(log)
+    return told
+
+
+@case
+def delayed_scaling(rank, folder):
+    """On the same data on each rank, for amax histories are each rank's own; they are those of the shards too."""
+    recipe = DelayedScaling(amax_history_len=4)
+    model, reference = shard(net(64, recipe)), net(64, recipe)
+    torch.manual_seed(3)
+    same = []
+    for _ in range(3):
+        x = torch.randn(ROWS, WIDTH)
+        for each in (model, reference):
+            each.zero_grad()
+            each(x).square().mean().backward()
+        pairs = zip(model.parameters(), reference.parameters(), strict=True)
+        same.append(all(same_as(whole(a.grad), b.grad) for a, b in pairs))
+    return same
+
+
+@case
+def shards_of_columns(rank, folder):
+    told = {}
+    for name in ("one copy", "tiles"):
+        recipe = RECIPES[name]
+        model = net(64, recipe, bias=False)
+        reference = net(64, recipe, bias=False)
+        with mx.explain() as log:
+            shard(model, shard_placement_fn=lambda p: Shard(1))
+            x = torch.randn(2, ROWS, WIDTH)
+            model(x[rank]).square().mean().backward()
+            for batch in x:
+                reference(batch).square().mean().backward()
+        pairs = zip(model.parameters(), reference.parameters(), strict=True)
+        told[name] = all(same_as(whole(a.grad), b.grad / 2) for a, b in pairs), gathers(log)
+    return told
+
+
+@case
+def clipped(rank, folder):
+    model, reference = shard(net(100, RECIPES["one copy"])), net(100, RECIPES["one copy"])
+    x = torch.randn(2, ROWS, WIDTH)
+    model(x[rank]).square().mean().backward()
+    for batch in x:
+        (reference(batch).square().mean() / 2).backward()
+    norms = [nn.utils.clip_grad_norm_(m.parameters(), 0.01) for m in (model, reference)]
+    pairs = zip(model.parameters(), reference.parameters(), strict=True)
+    close = [torch.allclose(whole(a.grad), b.grad, rtol=1e-5, atol=1e-9) for a, b in pairs]
+    return float(whole(norms[0])), float(norms[1]), close
+
+
+@case
+def from_meta(rank, folder):
+    """Made without values, sharded, then filled: the recipe stays, and what is trained is the same."""
+    told = {}
+    for name in ("one copy", "tiles"):
+        reference = net(128, RECIPES[name])
+        with torch.device("meta"):
+            model = net(128, RECIPES[name])
+        shard(model).to_empty(device=DEVICE)
+        with torch.no_grad():
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "DTensor random operators may not have complete support on cpu")
+                for module in (model[0], model[2]):
+                    module.reset_parameters()
+            finite = all(bool(p.to_local().isfinite().all()) for p in model.parameters())
+            for mine, its in zip(model.parameters(), reference.parameters(), strict=True):
+                mine.copy_(distribute_tensor(values(its), mine.device_mesh, mine.placements))
+        with mx.explain() as log:
+            told[name] = finite, compare(model, reference, rank, steps=2), gathers(log)
+    return told
+
+
+@case
+def compiled_layers(rank, folder):
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)  # Dynamo's
+    told = {}
+    for name, backend in (*((name, "aot_eager") for name in RECIPES), ("tiles", "inductor")):
+        model, reference = net(128, RECIPES[name]), net(128, RECIPES[name])
+        for i in (0, 2):
+            model[i] = torch.compile(model[i], backend=backend, fullgraph=True)
+            if backend == "inductor":  # which multiplies by other loops than eager code
+                reference[i] = torch.compile(reference[i], fullgraph=True)
+        told[name, backend] = compare(shard(model), reference, rank, steps=3)
+        torch._dynamo.reset()
+    return told
+
+
+def held(features, format, orientation, trained):
+    """A model whose weights are MXTensors."""
+    model = net(features, RECIPES["two copies"])
+    for layer in (model[0], model[2]):
+        w = mx.quantize(values(layer.weight), format, orientation=orientation)
+        layer.weight = nn.Parameter(w, requires_grad=trained)
+    return model
+
+
+HELD = [
+    ("mxfp8", "rowwise", 127, True), ("mxfp8", "rowwise", 33, True), ("mxfp8", "both", 128, True),
+    ("mxfp8[32x32]", "rowwise", 128, True), ("mxfp4", "rowwise", 100, True), ("float8_row", "rowwise", 128, True),
+    ("nvfp4_single_level", "rowwise", 100, True), ("mxfp8", "rowwise", 100, False), ("mxfp6", "rowwise", 160, False),
+]  # fmt: skip
+
+
+@case
+def quantized_parameters(rank, folder):
+    """Frozen, or stepped in place by AdamW."""
+    told = {}
+    for format, orientation, features, trains in HELD:
+        model, reference = (held(features, format, orientation, trains) for _ in range(2))
+        shard(model)
+        kinds = {type(layer.weight.to_local()).__name__ for layer in (model[0], model[2])}
+        optimizers = [adamw(m) for m in (model, reference)]
+        torch.manual_seed(1)
+        same = []
+        for _ in range(3):
+            x = torch.randn(2, ROWS, WIDTH)
+            loss = model(x[rank]).square().mean()
+            loss.backward()
+            losses = [reference(batch).square().mean() for batch in x]
+            for each in losses:
+                each.backward()
+            same.append(same_as(loss, losses[rank]))
+            for mine, its in zip(model.parameters(), reference.parameters(), strict=True):
+                if its.requires_grad:
+                    its.grad.div_(2)
+                    same[-1] &= same_as(whole(mine.grad), its.grad)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        told[format, orientation, features, trains] = same, kinds
+    return told
+
+
+@case
+def master_weights(rank, folder):
+    """mx.optim over shards of MXTensors, beside the same over whole ones."""
+    model, reference = (held(100, "mxfp8", "rowwise", True) for _ in range(2))
+    shard(model)
+    optimizers = [mx.optim.AdamW(m.parameters(), lr=1e-3) for m in (model, reference)]
+    same = []
+    for _ in range(3):
+        x = torch.randn(2, ROWS, WIDTH)
+        model(x[rank]).square().mean().backward()
+        for batch in x:
+            (reference(batch).square().mean() / 2).backward()
+        pairs = list(zip(model.parameters(), reference.parameters(), strict=True))
+        same.append(all(same_as(whole(a.grad), b.grad) for a, b in pairs))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    states = zip(optimizers, (model, reference), strict=True)
+    mine, its = (optimizer.state[m[0].weight]["master_weight"].detach() for optimizer, m in states)
+    return same, same_as(whole(mine), its)
+
+
+def modules(**options):
+    """Two of mx.nn's modules, whose weights have many magnitudes."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        mx.nn.LayerNormLinear(WIDTH, 100, **options), nn.GELU(), mx.nn.LayerNormMLP(100, 96, **options),
+        mx.nn.Linear(100, WIDTH, bias=False, **options),
+    )  # fmt: skip
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(torch.randn(p.shape).mul(1.5).exp2())
+    return model
+
+
+def through(model, x, first):
+    """The modules' answers, of a first microbatch, for which weights are quantized, or of a later one."""
+    with mx.autocast(recipe=RECIPES["two copies"]):
+        for module in model:
+            x = module(x) if isinstance(module, nn.GELU) else module(x, is_first_microbatch=first)
+    return x
+
+
+@case
+def modules_of_transformer_engine(rank, folder):
+    """mx.nn under autocast, two microbatches a step: gradients as torch has them, in main_grad, and made later."""
+    told = {}
+    for name, options in {
+        "grad": {}, "main_grad": {"fuse_wgrad_accumulation": True}, "later": {"delay_wgrad_compute": True},
+        "main_grad later": {"fuse_wgrad_accumulation": True, "delay_wgrad_compute": True},
+    }.items():  # fmt: skip
+        model, reference = shard(modules(**options)), modules()
+        optimizers = [adamw(m) for m in (model, reference)]
+        same = []
+        torch.manual_seed(1)
+        for step in range(2):
+            sums = [torch.zeros_like(its) for its in reference.parameters()]
+            for p in model.parameters():
+                if "main_grad" in name and p.dim() == 2:
+                    p.main_grad = torch.zeros_like(p)
+            for micro, batches in enumerate(torch.randn(2, 2, ROWS, WIDTH)):
+                first = step == micro == 0  # later ones notice that the weights have been stepped
+                mine = through(model, batches[rank], first)
+                mine.square().mean().backward()
+                for module in model:
+                    if hasattr(module, "backward_dw"):
+                        module.backward_dw()
+                of_all = [torch.zeros_like(its) for its in reference.parameters()]
+                for each, x in enumerate(batches):
+                    y = through(reference, x, first)
+                    same.append(each != rank or same_as(mine, y))
+                    y.square().mean().backward()
+                    for total, its in zip(of_all, reference.parameters(), strict=True):
+                        total += its.grad
+                        its.grad = None
+                for total, part in zip(sums, of_all, strict=True):
+                    total += part / 2
+            for total, a, b in zip(sums, model.parameters(), reference.parameters(), strict=True):
+                fused = hasattr(a, "main_grad")
+                same.append(fused == ("main_grad" in name and a.dim() == 2) and not (fused and a.grad is not None))
+                a.grad, b.grad = a.main_grad if fused else a.grad, total
+                same.append(same_as(whole(a.grad), total))
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        pairs = zip(model.parameters(), reference.parameters(), strict=True)
+        told[name] = [*same, *(same_as(whole(a), b) for a, b in pairs)]
+    return told
+
+
+@case
+def modules_on_the_way(rank, folder):
+    """What modules of mx.nn do under FSDP2 beside steps: begin on meta, notice writes to a shard, and name mistakes."""
+    with torch.device("meta"):
+        model = modules(fuse_wgrad_accumulation=True)
+    shard(model).to_empty(device=DEVICE)
+    torch.manual_seed(rank)
+    for module in model:
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    weight = model[3].weight
+    drawn = whole(weight).detach()
+    filled = [float(drawn.std()), bool(drawn.isfinite().all())]
+    x, sharded = torch.randn(ROWS, WIDTH), [p for p in model.parameters() if p.dim() == 2]
+    told = [message(lambda: through(model, x, None))]
+    model = shard(modules(fuse_wgrad_accumulation=True))
+    for p in model.parameters():
+        if p.dim() == 2:
+            p.main_grad = torch.zeros(p.shape)
+    told.append(message(lambda: through(model, x, None)))
+    late = shard(modules(delay_wgrad_compute=True).bfloat16(), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    through(late, x.bfloat16(), True).square().mean().backward()
+    for module in late:
+        if hasattr(module, "backward_dw"):
+            module.backward_dw()
+    dtypes = {p.grad.dtype for p in late.parameters()}
+    with torch.no_grad():
+        before = through(late, x.bfloat16(), True)
+        for module in late:
+            if hasattr(module, "reshard"):
+                module.reshard()
+        for p in late.parameters():
+            p.to_local().mul_(0.5)
+        stale = torch.equal(before, through(late, x.bfloat16(), False))
+    return filled, len(sharded), told, dtypes, stale
+
+
+def message(call):
+    """The type and text of what ``call`` raises."""
+    try:
+        call()
+    except (Exception, CheckpointException) as error:  # which is none
+        return type(error).__name__, str(error)
+    return None
+
+
+@case
+def mistakes(rank, folder):
+    model = shard(net(128, RECIPES["one copy"]))
+    told = {"again": message(lambda: mx.quantize_(copy.copy(model), RECIPES["tiles"], lambda m, fqn: True))}
+    model.unshard()
+    model[0].unshard()
+    told["values"] = message(lambda: model[0].weight.norm())
+    with mx.autocast(recipe=RECIPES["tiles"]):
+        told["autocast"] = message(lambda: model[0](torch.randn(4, WIDTH)))
+    told["tiles"] = message(lambda: shard(held(100, "mxfp8[32x32]", "rowwise", True)))
+    told["global scale"] = message(lambda: shard(held(128, "nvfp4", "rowwise", False)))
+    return told
+
+
+@case
+def different_recipes(rank, folder):
+    """What each rank says where they prepare a weight by different recipes, or send different things of it."""
+    told = []
+    for mine in ((RECIPES["tiles"], RECIPES["one copy"]), (MXFP8BlockScaling(), CustomRecipe(weight="mxfp4"))):
+        model = shard(net(128, mine[rank]))
+        told.append(message(lambda model=model: model(torch.ones(32, 128))))
+    return told

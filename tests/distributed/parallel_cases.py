@@ -1,0 +1,298 @@
+"""What two ranks do in test_parallel.py: layers split by columns and rows beside the same layers on one rank."""
+
+import contextlib
+import copy
+import warnings
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import parallel as plain
+from torch.distributed.tensor.parallel import parallelize_module
+
+import mxtensor as mx
+from mxtensor.distributed import all_gather_linear as gathered
+from mxtensor.ops import collectives
+from mxtensor.recipe.training_recipes import CustomRecipe, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
+from tests.distributed.fsdp_cases import message, same_as
+from tests.helpers.ranks import DEVICE, case
+
+TOKENS, IN, HIDDEN = 128, 128, 256
+CONFIGS = {
+    "mxfp8": mx.MXLinearConfig(),
+    "mxfp4": mx.MXLinearConfig(elem_dtype="mxfp4"),
+    "mxint8": CustomRecipe(weight="mxint8"),
+    "tiles": CustomRecipe(weight="mxint8[32x32]"),
+}
+
+
+def mesh():
+    return init_device_mesh(DEVICE, (2,))
+
+
+def mlp(config=None, bias=True, seed=1):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(IN, HIDDEN, bias=bias), nn.GELU(), nn.Linear(HIDDEN, IN, bias=bias))
+    with torch.no_grad():
+        for layer in (model[0], model[2]):  # uniform weights would give all blocks one scale
+            layer.weight.mul_(2.0 ** torch.randint(-3, 4, layer.weight.shape))
+    return model if config is None else mx.quantize_(model, config)
+
+
+def full(t):
+    t = t.full_tensor() if isinstance(t, DTensor) else t
+    return getattr(t, "high_precision", t).detach()
+
+
+def error(a, b):
+    return ((full(a).double() - full(b).double()).norm() / full(b).double().norm()).item()
+
+
+def steps(model, x, count=3, clip=None):
+    """Losses and the last gradients of some AdamW steps."""
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    for _ in range(count):
+        optimizer.zero_grad()
+        y = model(x)
+        y = y.full_tensor() if isinstance(y, DTensor) else y
+        loss = (y - x.roll(1, 0)).square().mean()
+        loss.backward()
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, [full(p.grad) for p in model.parameters()]
+
+
+def same_gradients(two, one):
+    return [same_as(full(p.grad), q.grad) for p, q in zip(two.parameters(), one.parameters(), strict=True)]
+
+
+def gradient_errors(two, one):
+    return [error(p.grad, q.grad) for p, q in zip(two.parameters(), one.parameters(), strict=True)]
+
+
+def products(log):
+    return [(e.spec.op, e.kernel) for e in log.entries if e.spec.op in ("fprop", "dgrad", "wgrad", "gather")]
+
+
+@contextlib.contextmanager
+def counted(names=("all_gather", "reduce_scatter")):
+    """Bytes that each collective hands out."""
+    bytes = dict.fromkeys(names, 0)
+    old = {name: getattr(gathered, name) for name in names}
+
+    def wrap(name):
+        def call(out, given, *args, **kwargs):
+            bytes[name] += (out if name.startswith("all_gather") else given).nbytes
+            return old[name](out, given, *args, **kwargs)
+
+        return call
+
+    for name in names:
+        setattr(gathered, name, wrap(name))
+    try:
+        yield bytes
+    finally:
+        for name in names:
+            setattr(gathered, name, old[name])
+
+
+@case
+def columns_and_rows(rank, folder):
+    """Config -> losses here, losses of one rank, errors of the gradients, the products of one step."""
+    found = {}
+    for name, config in CONFIGS.items():
+        for bias in (True, False):
+            one = mlp(config, bias)
+            two = parallelize_module(
+                copy.deepcopy(one), mesh(), {"0": mx.parallel.ColwiseParallel(), "2": mx.parallel.RowwiseParallel()}
+            )
+            torch.manual_seed(2)
+            x = torch.randn(TOKENS, IN)
+            with mx.explain() as log:
+                losses, grads = steps(two, x, clip=1.0)
+            alone, reference = steps(one, x, clip=1.0)
+            errors = [error(a, b) for a, b in zip(grads, reference, strict=True)]
+            found[name, bias] = losses, alone, errors, products(log)[:6]
+    return found
+
+
+@case
+def columns_alone(rank, folder):
+    """A layer split by columns: result, weight's gradient and bias's are those of one rank, bit for bit."""
+    one = mx.quantize_(nn.Sequential(nn.Linear(IN, HIDDEN)), CONFIGS["mxfp8"])
+    for p in one.parameters():
+        dist.broadcast(p.detach(), 0)
+    two = parallelize_module(copy.deepcopy(one), mesh(), {"0": mx.parallel.ColwiseParallel(output_layouts=Replicate())})
+    x = torch.randn(TOKENS, IN)
+    dist.broadcast(x, 0)
+    a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+    y, z = two(a), one(b)
+    y.square().sum().backward(), z.square().sum().backward()
+    return [torch.equal(y, z), *same_gradients(two, one)], error(a.grad, b.grad)
+
+
+@case
+def sequence_parallel(rank, folder):
+    """Shape of x -> what is the same as on one rank, errors, the gather, bytes sent over those of bfloat16 values."""
+    found = {}
+    for shape, dim in (((TOKENS, IN), 0), ((2, TOKENS, IN), 1), ((TOKENS, 3, IN), 0), ((40, IN), 0)):
+        one = mx.quantize_(nn.Sequential(nn.Linear(IN, HIDDEN)), CONFIGS["mxfp8"])
+        for p in one.parameters():
+            dist.broadcast(p.detach(), 0)
+        style = mx.parallel.ColwiseParallel(input_layouts=Shard(dim), output_layouts=Replicate())
+        two = parallelize_module(copy.deepcopy(one), mesh(), {"0": style})
+        x = torch.randn(shape)
+        dist.broadcast(x, 0)
+        a, b = x.chunk(2, dim)[rank].clone().requires_grad_(), x.clone().requires_grad_()
+        with mx.explain() as log, counted() as bytes:
+            y = two(a)
+            forward = bytes["all_gather"]
+            y.square().sum().backward()
+        z = one(b)
+        z.square().sum().backward()
+        errors = [error(a.grad, b.grad.chunk(2, dim)[rank]), *gradient_errors(two, one)]
+        same = [same_as(y, z), *same_gradients(two, one)]
+        gathers = [(e.kernel, e.refusals) for e in log.entries if e.spec.op == "gather"]
+        found[shape] = same, errors, gathers, forward / (2 * x.numel()), products(log)
+    return found
+
+
+@case
+def sequence_parallel_of_one_copy(rank, folder):
+    """Where dgrad's copy of the weight is cast from fprop's: the error of x's gradient, and what rounding it from high
+    precision would make of it."""
+    found = []
+    for given in (CustomRecipe(weight="mxint8", single_weight_copy=True), CustomRecipe(weight="mxint8")):
+        one = mlp(given)[:1]
+        style = mx.parallel.ColwiseParallel(input_layouts=Shard(0), output_layouts=Replicate())
+        two = parallelize_module(mlp(CustomRecipe(weight="mxint8", single_weight_copy=True))[:1], mesh(), {"0": style})
+        torch.manual_seed(2)
+        x = torch.randn(TOKENS, IN)
+        a, b = x.chunk(2)[rank].clone().requires_grad_(), x.clone().requires_grad_()
+        two(a).square().sum().backward()
+        one(b).square().sum().backward()
+        found.append(error(a.grad, b.grad.chunk(2)[rank]))
+    return found
+
+
+@case
+def torchs_own_styles(rank, folder):
+    """What they say of a weight that is trained."""
+    x, messages = torch.randn(4, IN), []
+    dist.broadcast(x, 0)
+    for style in (plain.ColwiseParallel(), plain.RowwiseParallel(input_layouts=Replicate())):
+        layer = mx.quantize_(nn.Sequential(nn.Linear(IN, IN)), CONFIGS["mxfp8"])
+        layer = parallelize_module(layer, mesh(), {"0": style})
+        try:
+            layer(x)
+            messages.append("")
+        except RuntimeError as e:
+            messages.append(str(e))
+    return messages
+
+
+@case
+def frozen_weights(rank, folder):
+    """By our styles and by torch's own: errors of layers whose weights are MXTensors, those of rank 0 everywhere; and
+    the types of their parts."""
+    x, errors, kinds = torch.randn(4, IN), {}, set()
+    dist.broadcast(x, 0)
+    for styles in (mx.parallel, plain):
+        for config in ("mxfp8-weight-only", "mxfp8", "mxfp4-weight-only", "mxint8", "nvfp4-weight-only"):
+            for bias in (True, False):
+                one = mlp(config, bias)
+                plan = {"0": styles.ColwiseParallel(), "2": styles.RowwiseParallel()}
+                two = parallelize_module(mlp(config, bias, seed=1 + rank), mesh(), plan)
+                kinds |= {type(m.weight.to_local()).__name__ for m in (two[0], two[2])}
+                with torch.no_grad():
+                    errors[styles.__name__, config, bias] = error(two(x), one(x))
+    return errors, kinds
+
+
+@case
+def frozen_weights_of_uneven_parts(rank, folder):
+    """(features out, in) -> what torch's own style makes of parts of different sizes, or that would cut blocks: the
+    error of the result and the type of a part, or what it says."""
+    found = {}
+    for out, into, style in (
+        (33, 64, plain.ColwiseParallel(output_layouts=Replicate())),
+        (64, 96, plain.RowwiseParallel(input_layouts=Replicate())),
+        (64, 127, plain.RowwiseParallel(input_layouts=Replicate())),
+    ):
+        torch.manual_seed(3)
+        one = mx.quantize_(nn.Sequential(nn.Linear(into, out)), "mxfp8-weight-only")
+        two, x = copy.deepcopy(one), torch.randn(4, into)
+        with torch.device(DEVICE):  # a mode that takes every call first
+            said = message(lambda two=two, style=style: parallelize_module(two, mesh(), {"0": style}))
+        found[out, into] = said or (error(two(x), one(x)), type(two[0].weight.to_local()).__name__)
+    return found
+
+
+@case
+def other_collectives(rank, folder):
+    told = []
+    q = mx.quantize(torch.randn(4, 64), "mxfp8")
+    told += [message(lambda: dist.all_reduce(q)), message(lambda: dist.all_gather([q, q], torch.randn(4, 64)))]
+    same = torch.full((2, 32), 1.0 + rank)
+    sent = mx.quantize(same, "mxfp8")
+    dist.broadcast(sent, 1)
+    with mock.patch.object(collectives, "Work", mock.Mock(unbox=lambda boxed: None)):  # NCCL's, which gives none
+        dist.broadcast(sent, 1)
+    work = dist.broadcast(again := mx.quantize(same, "mxfp8"), 0, async_op=True)
+    work.wait()
+    return told, [sent.dequantize().unique().tolist(), again.dequantize().unique().tolist()]
+
+
+@case
+def what_does_not_divide(rank, folder):
+    """The error of each layer that a style cannot split."""
+    found = []
+    for out, into, style in (
+        (96, 64, mx.parallel.ColwiseParallel()), (64, 96, mx.parallel.RowwiseParallel()),
+        (33, 64, mx.parallel.ColwiseParallel()), (64, 33, mx.parallel.RowwiseParallel()),
+    ):  # fmt: skip
+        layer = mx.quantize_(nn.Sequential(nn.Linear(into, out)), CONFIGS["mxfp8"])
+        try:
+            parallelize_module(layer, mesh(), {"0": style})
+            found.append("")
+        except ValueError as e:
+            found.append(str(e))
+    for recipe in (Float8CurrentScaling(), NVFP4BlockScaling()):
+        layer = mx.quantize_(nn.Sequential(nn.Linear(IN, IN)), recipe)
+        found.append(
+            message(lambda layer=layer: parallelize_module(layer, mesh(), {"0": mx.parallel.ColwiseParallel()}))
+        )
+    return found
+
+
+@case
+def two_dimensions(rank, folder):
+    """FSDP2 over one dimension of a mesh, tensor parallelism over the other: what FSDP2 gathered, the products, the
+    errors of result and gradients."""
+    warnings.filterwarnings("ignore", ".* returned a view tensor", UserWarning)  # to_local, of torch's styles
+    told = {}
+    for shape in ((1, 2), (2, 1)):
+        grid = init_device_mesh(DEVICE, shape, mesh_dim_names=("shard", "parallel"))
+        one = mlp(MXFP8BlockScaling(two_dimensional_weights=True))
+        two = mlp(MXFP8BlockScaling(two_dimensional_weights=True))
+        plan = {"0": mx.parallel.ColwiseParallel(), "2": mx.parallel.RowwiseParallel()}
+        parallelize_module(two, grid["parallel"], plan)
+        for layer in (two[0], two[2]):
+            fully_shard(layer, mesh=grid["shard"])
+        fully_shard(two, mesh=grid["shard"])
+        torch.manual_seed(2)
+        x = torch.randn(TOKENS, IN)
+        with mx.explain() as log:
+            y = two(x)
+            y.square().mean().backward()
+        z = one(x)
+        z.square().mean().backward()
+        gathered = {e.kernel for e in log.entries if e.spec.op == "all-gather"}
+        told[shape] = gathered, products(log), [error(y, z), *gradient_errors(two, one)]
+    return told

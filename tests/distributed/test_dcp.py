@@ -1,0 +1,180 @@
+"""Distributed checkpoints of quantized models: what is saved sharded goes on bit for bit, on as many ranks or on fewer.
+
+The cases of two ranks stand in ``dcp_cases.py``.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+import mxtensor as mx
+from mxtensor.distributed.checkpoint import CHECKSUMS, Reader, Writer, latest
+from tests.distributed.dcp_cases import FEATURES, RECIPES, STEPS, batches, in_one_process, load, losses, made
+from tests.distributed.fsdp_cases import held, message, net, same_as, values
+from tests.helpers.ranks import cases
+
+TELLS_LESS = torch.__version__ < "2.13"
+"""Whether torch logs why it cannot read what a checkpoint holds, and raises that it cannot."""
+
+
+def test_every_case_of_two_ranks_is_looked_at():
+    text = Path(__file__).read_text()
+    assert [n for n, f in cases().items() if f.__module__ == "dcp_cases" and f'ranks("{n}")' not in text] == []
+
+
+def test_what_is_saved_is_plain_and_goes_on(ranks):
+    for results in ranks("saved_and_resumed"):
+        assert results.keys() == RECIPES.keys()
+        for went_on, resumed, saved, stays, _ in results.values():
+            assert went_on == resumed and len(went_on) == STEPS
+            assert saved == {"DTensor Tensor"} and stays == {"TrainingWeight"}
+
+
+@pytest.mark.usefixtures("on_their_device")
+@pytest.mark.parametrize("name", RECIPES)
+def test_two_ranks_to_one_process(name, ranks):
+    first, second = (results[name] for results in ranks("saved_and_resumed"))
+    fresh = made(RECIPES[name], sharded=False)
+    load(*fresh, first[-1], alone=True)
+    both = [[*a, *b] for a, b in zip(first[0], second[0], strict=True)]
+    assert same_as(torch.tensor(losses(*fresh, batches(2 * STEPS)[2 * STEPS :])), torch.tensor(both))
+
+
+def test_one_process_to_two_ranks(ranks):
+    for went_on, resumed in ranks("of_one_process"):
+        assert same_as(torch.tensor(went_on), torch.tensor(resumed)) and len(went_on) == STEPS
+
+
+@pytest.mark.usefixtures("on_their_device")
+def test_into_high_precision_and_back(ranks, tmp_path):
+    """The file holds the values of an ordinary model: one loads it, saves it, and the quantized model goes on."""
+    first, second = (results["one copy"] for results in ranks("saved_and_resumed"))
+    quantized = made(RECIPES["one copy"], sharded=False)
+    load(*quantized, first[-1], alone=True)
+    torch.manual_seed(9)
+    ordinary = nn.Sequential(nn.Linear(64, FEATURES), nn.GELU(), nn.Linear(FEATURES, 64, bias=False))
+    saved = {"model": ordinary.state_dict()}
+    in_one_process(dcp.load, saved, first[-1])
+    ordinary.load_state_dict(saved["model"])
+    pairs = zip(ordinary.parameters(), quantized[0].parameters(), strict=True)
+    assert all(torch.equal(a, values(b)) for a, b in pairs)
+    in_one_process(dcp.save, {"model": ordinary.state_dict()}, tmp_path / "ordinary")
+    model, optimizer = quantized
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    saved = {"model": model.state_dict()}
+    in_one_process(dcp.load, saved, tmp_path / "ordinary")
+    model.load_state_dict(saved["model"])
+    both = [[*a, *b] for a, b in zip(first[0], second[0], strict=True)]
+    assert same_as(torch.tensor(losses(model, optimizer, batches(2 * STEPS)[2 * STEPS :])), torch.tensor(both))
+
+
+def test_async_save_holds_the_moment_it_was_called(ranks):
+    for went_on, resumed in ranks("saved_while_training_goes_on"):
+        assert went_on == resumed and len(went_on) == STEPS
+
+
+def test_whole_state_dicts(ranks):
+    first, second = ranks("whole_state_dicts")
+    assert (first[0], second[0]) == ({"Tensor"}, set())  # rank 0 has it
+    for _, same, assigned, answers in (first, second):
+        assert all(same) and assigned and answers
+
+
+def test_codes_are_saved_as_codes(ranks):
+    for same, before, kinds, _ in ranks("codes_saved"):
+        assert same and not before and kinds == {"MXTensor"}
+
+
+@pytest.mark.usefixtures("on_their_device")
+def test_codes_of_two_ranks_in_one_process(ranks):
+    path = ranks("codes_saved")[0][-1]
+    expected, model = (held(128, "mxfp8[32x32]", "rowwise", False) for _ in range(2))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(0.5)
+    saved = {"model": model.state_dict()}
+    in_one_process(dcp.load, saved, path)
+    model.load_state_dict(saved["model"])
+    for mine, its in zip(model.parameters(), expected.parameters(), strict=True):
+        assert type(mine) is type(its) and torch.equal(mine, its)
+    ordinary = net(128, mx.recipe.MXFP8BlockScaling())
+    saved = {"model": ordinary.state_dict()}
+    in_one_process(dcp.load, saved, path)
+    assert torch.equal(saved["model"]["0.weight"], expected[0].weight.dequantize())
+
+
+def test_what_is_damaged_raises_on_every_rank_and_the_checkpoint_before_it_is_there(ranks):
+    for name, told, same, again, twice in ranks("damaged"):
+        assert name == "step-2" and len(told) == 12 and all(same) and again is None
+        for (file, what), said in told.items():
+            assert said is not None, (file, what)
+            kind, text = said
+            assert kind == "CheckpointException" and "Error" in text, (file, what, text)
+            assert "step-2" in text or (TELLS_LESS and "metadata is None" in text), (file, what, text)
+            if file in ("data", "other rank's data"):
+                assert "is damaged: where it holds '" in text
+        assert TELLS_LESS or "mx.checkpoint.latest names the last one that is" in told["checksums", "gone"][1]
+        assert twice is not None and "is there already; give each checkpoint a folder of its own" in twice[1]
+
+
+def test_what_a_dead_run_left_is_no_checkpoint_and_is_written_over(ranks):
+    for nothing, names, folders, same in ranks("saved_over_what_a_dead_run_left"):
+        assert nothing[0] == "FileNotFoundError" and "holds no whole checkpoint" in nothing[1]
+        assert names == [".metadata", "__0_0.distcp", "__1_0.distcp", "checksums.json"]
+        assert folders == ["step-1"] and same
+
+
+# ---------------------------------------------------------------------------------------------- one process
+
+
+def save(path, writer=Writer, **options):
+    """What torch says of saving two tensors; None."""
+    state = {"a": torch.ones(4), "b": torch.zeros(1000)}
+    told = message(lambda: in_one_process(dcp.save, state, path, storage_writer=writer(path, **options)))
+    return None if told is None else told[1]
+
+
+def test_items_that_torch_has_lost_leave_no_checkpoint(tmp_path):
+    """torch prints what its threads raise, of a full disk say, and goes on without what they were to write."""
+    assert save(tmp_path / "step-1", thread_count=2) is None
+    with mock.patch.object(FileSystemWriter, "write_data", lambda *arguments: mock.Mock(wait=list)):
+        said = save(tmp_path / "step-2")
+    assert "2 of 2 items were not written to" in said and latest(tmp_path).name == "step-1"
+
+
+def test_a_folder_that_ranks_do_not_share_is_no_checkpoint(tmp_path):
+    class Elsewhere(Writer):
+        def finish(self, metadata, results):
+            for file in self._part.iterdir():
+                file.unlink()
+            super().finish(metadata, results)
+
+    said = save(tmp_path / "step-1", Elsewhere)
+    assert "has no __0_0.distcp, which another rank has written; give all ranks a folder" in said
+    with pytest.raises(FileNotFoundError):
+        latest(tmp_path)
+
+
+def test_the_latest_is_the_one_that_was_finished_last_wherever_it_was_copied_to(tmp_path):
+    for step in (1, 2, 3):
+        assert save(tmp_path / f"step-{step}") is None
+    for step in (3, 1, 2):
+        shutil.copytree(tmp_path / f"step-{step}", tmp_path / "copies" / f"step-{step}")
+    assert latest(tmp_path / "copies").name == "step-3"
+    (tmp_path / "step-3" / CHECKSUMS).write_text(json.dumps({".metadata": 1}))
+    with pytest.raises(ValueError, match=r"is damaged \(KeyError\('tensors'\)\)"):
+        Reader(tmp_path / "step-3").read_metadata()
+
+
+def test_what_a_dead_run_left_may_hold_folders(tmp_path):
+    (tmp_path / "step-1.part" / "folder").mkdir(parents=True)
+    assert save(tmp_path / "step-1") is None and not (tmp_path / "step-1" / "folder").exists()

@@ -1,0 +1,324 @@
+"""FSDP2 of quantized models: bit for bit what one process computes, with codes on the wire where that is possible.
+
+The cases of two ranks stand in ``fsdp_cases.py``.
+"""
+
+from functools import partial
+from inspect import signature
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import mxtensor as mx
+from mxtensor.numerics import swizzle
+from mxtensor.numerics.cast import Cast
+from mxtensor.recipe.training_recipes import CustomRecipe, MXFP4BlockScaling, MXFP8BlockScaling
+from mxtensor.tensor.fsdp import Shard, refusal
+from mxtensor.training.training_weight import TrainingWeight
+from tests.distributed.fsdp_cases import (
+    APART,
+    DIMENSIONS,
+    HELD,
+    RECIPES,
+    STEPS,
+    WIDTH,
+    compare,
+    gathers,
+    held,
+    net,
+    shard,
+)
+from tests.helpers.ranks import BACKEND, cases
+
+CODES = "codes"
+
+
+def test_every_case_of_two_ranks_is_looked_at():
+    text = Path(__file__).read_text()
+    assert [n for n, f in cases().items() if f.__module__ == "fsdp_cases" and f'ranks("{n}")' not in text] == []
+
+
+def what(gathered):
+    """Shape -> what was gathered of it."""
+    return {shape: chosen for shape, chosen, *_ in gathered}
+
+
+def why(gathered):
+    return {reason for _, _, *reasons in gathered for reason in reasons}
+
+
+@pytest.mark.parametrize("features", DIMENSIONS)
+@pytest.mark.parametrize("name", RECIPES | APART)
+def test_five_steps_are_those_of_one_process(name, features, ranks):
+    for results in ranks("five_steps"):
+        same, gathered = results[name, features]
+        assert len(same) == STEPS + 3 and all(same)
+        aligned = -(-features // 2) % 32 == 0
+        copies = name.partition(",")[0]
+        first = {"one copy": True, "tiles": aligned}.get(copies, False)
+        second = copies in ("one copy", "tiles")  # 64 rows: two whole tiles
+        assert what(gathered) == {
+            (features, WIDTH): CODES if first else "high precision",
+            (WIDTH, features): CODES if second else "high precision",
+        }
+        if copies == "tiles" and not aligned:
+            rows = -(-features // 2)
+            assert why(gathered) == {f"shards of {rows} rows of {features} cut tiles of 32 rows"}
+
+
+def test_the_recipes_round_apart():
+    """Were they alike, the steps of one would be those of another."""
+    found = []
+    for recipe in APART.values():
+        model, x = net(100, recipe), torch.linspace(-1, 1, 24 * WIDTH).view(24, WIDTH).requires_grad_()
+        model(x).square().mean().backward()
+        found.append((model(x).detach(), x.grad))
+    two, one, tiles = found
+    assert torch.equal(two[0], one[0]) and not torch.equal(two[1], one[1])
+    assert not torch.equal(two[0], tiles[0]) and not torch.equal(one[1], tiles[1])
+
+
+def test_weights_may_stay_gathered(ranks):
+    for results in ranks("weights_stay_gathered"):
+        assert all(all(same) for same, _ in results.values())
+        assert {name for name, (_, g) in results.items() if set(what(g).values()) == {CODES}} == {"one copy", "tiles"}
+
+
+def test_bytes_on_the_wire(ranks):
+    """Of those of bfloat16: 33/64 with a scale for 32 values, 1025/2048 with one for a tile."""
+    for in_bfloat16, sent, policy in ranks("bytes_on_the_wire"):
+        assert sent["two copies"] == sent["off"] == policy == in_bfloat16
+        assert sent["one copy"] / in_bfloat16 == 33 / 64 <= 0.52
+        assert sent["tiles"] / in_bfloat16 == 1025 / 2048 <= 0.505
+
+
+def test_hybrid_meshes_and_a_world_of_one(ranks):
+    for results in ranks("hybrid_meshes"):
+        assert len(results) == 8 and all(all(same) for same, _ in results.values())
+        assert what(results[(2, 1), "tiles"][1]) == {(96, WIDTH): CODES, (WIDTH, 96): CODES}
+        assert what(results[(1, 2), "tiles"][1]) == {(96, WIDTH): "high precision", (WIDTH, 96): CODES}
+
+
+def test_mixed_precision(ranks):
+    for results in ranks("mixed_precision"):
+        assert results.keys() == RECIPES.keys() and all(map(all, results.values()))
+
+
+def test_offload_checkpoints_and_accumulation(ranks):
+    for results in ranks("offloaded_checkpointed_accumulated"):
+        assert len(results) == 7 and all(map(all, results.values()))
+
+
+def test_other_formats_and_what_cannot_be_gathered(ranks):
+    for results in ranks("other_formats"):
+        assert all(all(same) for same, _ in results.values())
+        for name in ("mxfp4 tiles", "mxfp4 one copy", "torchao"):
+            assert set(what(results[name][1]).values()) == {CODES}, name
+        assert what(results["float8 tiles"][1]) == {(256, WIDTH): CODES, (WIDTH, 256): "high precision"}
+        assert why(results["nvfp4"][1]) == {
+            "a scale of nvfp4[16x16] is of the whole weight, of which a rank holds a part"
+        }
+        assert why(results["high precision backward"][1]) == {
+            "the recipe has a product by the weight's high-precision values"
+        }
+
+
+def test_attention_and_parts_of_its_projection(ranks):
+    for results in ranks("attention"):
+        for same, gathered in results.values():
+            assert same and what(gathered) == {(3 * WIDTH, WIDTH): CODES, (WIDTH, WIDTH): CODES}
+
+
+def test_delayed_scaling_is_gathered_in_high_precision(ranks):
+    assert ranks("delayed_scaling") == [[True] * 3] * 2
+
+
+def test_shards_of_columns_fall_back(ranks):
+    for results in ranks("shards_of_columns"):
+        for same, gathered in results.values():
+            assert same and why(gathered) == {"the shards are of columns, (64, 32) of (64, 64): blocks would be cut"}
+
+
+def test_clipping(ranks):
+    for mine, its, close in ranks("clipped"):
+        assert mine == pytest.approx(its, rel=1e-5) and mine > 0.01 and all(close)
+
+
+def test_models_made_on_meta(ranks):
+    for results in ranks("from_meta"):
+        for finite, same, gathered in results.values():
+            assert finite and all(same) and set(what(gathered).values()) == {CODES}
+
+
+def test_compiled_layers(ranks):
+    for results in ranks("compiled_layers"):
+        assert len(results) == len(RECIPES) + 1 and all(map(all, results.values()))
+
+
+def test_parameters_that_are_mxtensors(ranks):
+    for results in ranks("quantized_parameters"):
+        assert len(results) == len(HELD)
+        assert all(all(same) and kinds == {"MXTensor"} for same, kinds in results.values())
+
+
+def test_master_weights_of_shards(ranks):
+    assert ranks("master_weights") == [([True] * 3, True)] * 2
+
+
+def test_modules_of_transformer_engine(ranks):
+    for results in ranks("modules_of_transformer_engine"):
+        assert len(results) == 4
+        for name, same in results.items():
+            assert len(same) > 30 and all(same), name
+
+
+def test_modules_begin_on_meta_notice_writes_to_shards_and_name_mistakes(ranks):
+    first, second = ranks("modules_on_the_way")
+    assert first == second
+    (deviation, finite), count, (missing, whole), dtypes, stale = first
+    assert finite and 0.01 < deviation < 1 and count == 4
+    assert "has no main_grad; give it one: weight.main_grad = torch.zeros_like(weight" in missing[1]
+    assert "has a main_grad that is not sharded as it is" in whole[1]
+    assert dtypes == {torch.bfloat16} and not stale
+
+
+def test_mistakes_are_the_same_on_every_rank(ranks):
+    first, second = ranks("mistakes")
+    assert first == second
+    kinds = {name: told[0] for name, told in first.items()}
+    assert kinds == {
+        "again": "ValueError", "values": "NotImplementedError", "autocast": "RuntimeError",
+        "tiles": "NotImplementedError", "global scale": "NotImplementedError",
+    }  # fmt: skip
+    assert "shards of 50 of 100 rows cut blocks of 32 rows" in first["tiles"][1]
+
+
+# ---------------------------------------------------------------------------------------------- without two ranks
+
+
+@pytest.fixture
+def alone(on_their_device):
+    dist.init_process_group(BACKEND, store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_one_process_sharded_by_itself(name, alone):
+    model = net(100, RECIPES[name])
+    with mx.explain() as log:
+        assert all(compare(shard(model), net(100, RECIPES[name]), 0, steps=2))
+    assert set(what(gathers(log)).values()) == {CODES if name in ("one copy", "tiles") else "high precision"}
+
+
+@pytest.mark.parametrize("make", [partial(net, 64, RECIPES["one copy"]), partial(held, 64, "mxfp8", "both", True)])
+def test_what_kernels_keep_of_a_scale_goes_with_the_gather(make, alone):
+    """FSDP2 fills the tensors again without a new version: what was swizzled of the scales before would be stale."""
+    model = shard(make())
+    x = torch.randn(4, WIDTH)
+    seen = []
+    for _ in range(2):
+        model(x).sum().backward()
+        layer = model[0]
+        layer.unshard()
+        gathered = layer.weight.high_precision if isinstance(layer.weight, TrainingWeight) else layer.weight
+        for operand in gathered.held:
+            assert torch.equal(swizzle.kept(operand.scale, "doubled", lambda scale: scale * 2), operand.scale * 2)
+        seen.append([operand.scale.clone() for operand in gathered.held])
+        layer.reshard()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(4)
+    assert not any(torch.equal(a, b) for a, b in zip(*seen, strict=True))
+
+
+ONE, TILES = (RECIPES[name].roles() for name in ("one copy", "tiles"))
+
+
+@pytest.mark.parametrize(
+    ("roles", "shard", "reason"),
+    [
+        (ONE, Shard((127, 64), (64, 64)), None),
+        (ONE, Shard((3, 64), (2, 64)), None),
+        (TILES, Shard((127, 64), (64, 64)), None),
+        (TILES, Shard((100, 64), (100, 64)), None),
+        (TILES, Shard((100, 64), (50, 64)), "shards of 50 rows of 100 cut tiles of 32 rows"),
+        (ONE, Shard((64, 64), (64, 32)), "the shards are of columns"),
+        (ONE, None, "no sharded matrix"),
+        (MXFP8BlockScaling().roles(), Shard((64, 64), (32, 64)), "single_weight_copy=True"),
+        (RECIPES["off"].roles(), Shard((64, 64), (32, 64)), "quantized_gather is off"),
+        (CustomRecipe("mxfp8", None, "mxfp8").roles(), Shard((64, 64), (32, 64)), "high-precision values"),
+        (
+            CustomRecipe(
+                weight=Cast.of("mxfp8", rounding="stochastic"), single_weight_copy=True
+            ).roles(), Shard((64, 64), (32, 64)), "rounded stochastically",
+        ),
+        (CustomRecipe(weight="float8_tensor").roles(), Shard((64, 64), (32, 64)), "a scale of float8_e4m3_tensor"),
+        (MXFP4BlockScaling(single_weight_copy=True).roles(), Shard((64, 64), (32, 64)), None),
+    ],
+)  # fmt: skip
+def test_what_can_be_gathered(roles, shard, reason):
+    said = refusal(roles, shard)
+    assert said is None if reason is None else reason in said
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"), [("tiles", ["mesh"]), ("off", ["mesh", "size", "stride", "module", "policy"])]
+)
+def test_a_hook_says_what_it_takes_and_follows_the_values(name, parameters):
+    """FSDP2 counts the parameters, and takes the hook anew at each gather."""
+    weight = TrainingWeight(torch.randn(32, 64), RECIPES[name].roles(), Shard((64, 64), (32, 64)))
+    hook = weight.fsdp_pre_all_gather
+    assert list(signature(hook).parameters) == parameters and signature(hook) == signature(
+        partial(hook.func, *hook.args)
+    )
+    weight.data = values = torch.randn(32, 64)
+    assert hook.args[0] is not values and weight.fsdp_pre_all_gather.args[0].data_ptr() == values.data_ptr()
+
+
+def test_weights_of_conv1d_are_gathered_in_high_precision():
+    conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D(48, 64)
+    weight = mx.quantize_(conv1d, RECIPES["one copy"]).weight
+    assert "(in_features, out_features)" in refusal(weight.roles, Shard((64, 48), (32, 48)))
+
+
+def test_parts_that_cut_tiles_are_refused():
+    """Cross-attention of a width that is no multiple of 32, say; a part in whole tiles is a weight still."""
+    weight = TrainingWeight(mx.quantize(torch.randn(120, 64), "mxfp8[32x32]"), TILES)
+    with pytest.raises(NotImplementedError, match="quantized_gather=False"):
+        weight.chunk(3)
+    assert isinstance(weight[:64].high_precision, mx.MXTensor)
+
+
+def test_a_shard_knows_its_place_through_what_modules_do():
+    """The place is FSDP2's: the whole weight's shape, and that of the largest shard."""
+    whole = mx.quantize_(nn.Linear(64, 100), RECIPES["one copy"]).weight
+    assert whole.shard is None
+    buffer = whole.detach().new_zeros(34, 64)
+    assert buffer.shard == Shard((100, 64), (34, 64))
+    part = buffer.narrow(0, 0, 32)
+    for each in (part, part.detach(), part.clone(), part.to(torch.bfloat16), torch.empty_like(part), part.view(-1)):
+        assert isinstance(each, TrainingWeight) and each.shard == buffer.shard
+    assert part.new_zeros(34, 64).shard == buffer.shard  # what FSDP2 pads again
+    q = mx.quantize(torch.randn(100, 64), "mxfp8")
+    padded = q.new_zeros(34, 64)
+    for each in (padded, padded.narrow(0, 0, 32), padded.clone(), padded.bfloat16(), padded.new_zeros(34, 64)):
+        assert isinstance(each, mx.MXTensor) and each._shard == Shard((100, 64), (34, 64))
+    assert type(q.new_zeros(34, 32)) is type(q.new_zeros(34, 64, dtype=torch.half)) is torch.Tensor
+
+
+@pytest.mark.parametrize("format", ["mxfp8", "mxfp4", "mxint8", "float8_1x128", "float8_128x128", "mxfp6[32x32]"])
+def test_the_buffer_of_a_shard_is_zero(format):
+    zeros = mx.quantize(torch.randn(128, 100), format).new_zeros(128, 100)
+    assert isinstance(zeros, mx.MXTensor) and torch.equal(zeros.dequantize(), torch.zeros(128, 100))
+
+
+def test_ranks_with_different_recipes_are_told_so_on_every_rank_before_anything_is_sent(ranks):
+    first, second = ranks("different_recipes")
+    assert first == second
+    for kind, text in first:
+        assert kind == "RuntimeError" and text.startswith("ranks do not gather the weight (")
+        assert "rank 0 " in text and "rank 1 " in text and text.endswith("the same recipe on every rank")

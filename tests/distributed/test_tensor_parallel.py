@@ -1,0 +1,123 @@
+"""Tensor parallelism on two ranks, beside one: what ``parallel_cases.py`` found."""
+
+import pytest
+import torch
+
+from mxtensor.distributed.all_gather_linear import gathered_linear, refuses
+from mxtensor.numerics.cast import Cast
+from mxtensor.recipe.linear_recipe import Role, Roles
+
+TOLERANCE = 1e-6
+"""Of float32 sums in another order, by norm."""
+
+
+def roles(input="mxfp8", columnwise="same", **fields):
+    role = Role.of(Cast.of(input)) if columnwise == "same" else Role(Cast.of(input), columnwise)
+    return Roles(role, Role.of(Cast.of("mxfp8")), Role.of(Cast.of("mxfp8")), **fields)
+
+
+@pytest.mark.parametrize("config", ["mxfp8", "mxfp4", "mxint8", "tiles"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_layers_split_by_columns_and_rows_train_like_those_of_one_rank(config, bias, ranks):
+    for found in ranks("columns_and_rows"):
+        losses, alone, errors, products = found[config, bias]
+        assert losses == pytest.approx(alone, rel=1e-5) and losses[-1] < losses[0]
+        assert max(errors) < 1e-3  # after three steps, in which a sum in another order may round a code the other way
+        assert [op for op, kernel in products[:5]] == ["fprop", "fprop", "dgrad", "wgrad", "wgrad"]
+        assert "high precision" not in {kernel for _, kernel in products}
+
+
+def test_the_columns_of_a_layer_are_those_of_one_rank_bit_for_bit(ranks):
+    for same, error_of_x in ranks("columns_alone"):
+        assert same == [True, True, True] and error_of_x < TOLERANCE
+
+
+def test_rows_spread_over_the_ranks_are_gathered_as_codes(ranks):
+    for found in ranks("sequence_parallel"):
+        for shape in ((128, 128), (128, 3, 128)):
+            same, errors, gathers, bytes, products = found[shape]
+            assert same == [True, True, True] and max(errors) < TOLERANCE
+            assert gathers == [("quantized", {})] and bytes == pytest.approx((8 + 8 / 32) / 16)
+            assert [op for op, _ in products] == ["gather", "fprop", "dgrad", "wgrad"]
+        same, errors, gathers, bytes, _ = found[2, 128, 128]  # blocks of tokens in the order of ranks, then batch
+        assert same[0] and max(errors) < TOLERANCE and gathers == [("quantized", {})]
+
+
+def test_a_recipe_of_one_weight_copy_holds_for_gathered_rows_too(ranks):
+    for same, other in ranks("sequence_parallel_of_one_copy"):
+        assert same < TOLERANCE < 1e-4 < other
+
+
+def test_rows_that_are_no_whole_blocks_are_gathered_in_high_precision_and_explain_says_why(ranks):
+    for found in ranks("sequence_parallel"):
+        same, _, gathers, bytes, _ = found[40, 128]
+        assert gathers == [("high precision", {"quantized": "20 rows a rank are not whole blocks of 32"})]
+        assert same == [True, True, True] and bytes == 0
+
+
+def test_torchs_own_styles_do_not_run_a_recipe_in_high_precision_without_a_word(ranks):
+    for messages in ranks("torchs_own_styles"):
+        assert len(messages) == 2
+        assert all("mx.parallel.ColwiseParallel" in message for message in messages)
+
+
+def test_frozen_weights_are_split_with_their_codes_by_our_styles_and_by_torchs_own(ranks):
+    for errors, kinds in ranks("frozen_weights"):
+        assert len(errors) == 20 and max(errors.values()) < TOLERANCE and kinds == {"MXTensor"}
+
+
+def test_torchs_own_styles_pad_uneven_parts_and_dequantize_what_would_cut_blocks(ranks):
+    first, second = ranks("frozen_weights_of_uneven_parts")
+    for found in (first, second):
+        assert all(error < TOLERANCE for error, _ in found.values())
+    kinds = {shape: (first[shape][1], second[shape][1]) for shape in first}
+    assert kinds == {(33, 64): ("MXTensor",) * 2, (64, 96): ("Tensor",) * 2, (64, 127): ("MXTensor", "Tensor")}
+
+
+def test_collectives_send_codes_and_refuse_what_would_add_or_mix_them(ranks):
+    first, second = ranks("other_collectives")
+    assert first == second
+    told, broadcasts = first
+    for kind, text in told:
+        assert kind == "NotImplementedError" and ".parts" in text
+    assert len(told) == 2 and broadcasts == [[2.0], [1.0]]
+
+
+def test_a_layer_that_does_not_divide_is_refused_with_its_numbers(ranks):
+    for found in ranks("what_does_not_divide"):
+        assert found[0].startswith("out_features=96 over 2 ranks are 48 each, which is no multiple of the 32")
+        assert found[1].startswith("in_features=96 over 2 ranks are 48 each, which is no multiple of the 32")
+        assert found[2].startswith("out_features=33 does not divide into 2 equal parts")
+        assert found[3].startswith("in_features=33 does not divide into 2 equal parts")
+        for kind, text in found[4:]:
+            assert kind == "NotImplementedError" and "is of a whole tensor" in text
+
+
+def test_fsdp_over_the_other_dimension_of_a_mesh(ranks):
+    for found in ranks("two_dimensions"):
+        for gathered, products, errors in found.values():
+            assert gathered == {"codes"} and max(errors) < TOLERANCE
+            assert [op for op, _ in products] == ["fprop", "fprop", "dgrad", "wgrad", "wgrad"]
+
+
+@pytest.mark.parametrize(
+    ("given", "rows", "reason"),
+    [
+        (roles(), 64, None),
+        (roles("mxint8"), 32, None),
+        (roles(), 48, "48 rows a rank are not whole blocks of 32"),
+        (roles("nvfp4"), 64, "has one scale for more than one rank holds"),
+        (roles("float8_e4m3_tensor"), 64, "has one scale for more than one rank holds"),
+        (roles("mxfp8[32x32]"), 64, "has blocks of 32 rows"),
+        (roles(columnwise=None), 64, "leaves the input of wgrad in high precision"),
+        (Roles(Role(None, None), Role.of(None), Role.of(None)), 64, "leaves the input of fprop in high precision"),
+    ],
+)
+def test_which_recipes_let_rows_travel_as_codes(given, rows, reason):
+    found = refuses(given, rows, 128)
+    assert found is None if reason is None else reason in found
+
+
+def test_a_gather_that_is_refused_says_the_way_out():
+    with pytest.raises(ValueError, match="gather x in high precision"):
+        gathered_linear(torch.randn(3, 64), torch.randn(64, 64), None, roles(), None, torch.float32)

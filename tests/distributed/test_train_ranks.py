@@ -1,0 +1,99 @@
+"""Training on two ranks beyond FSDP2's own tests: the example under torchrun, and DistributedDataParallel.
+
+The cases of two ranks stand in ``train_cases.py``.
+"""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.train_cases import SETTINGS, SPLIT
+from tests.helpers.ranks import DEVICE, cases
+
+pytest.importorskip("tqdm")
+pytest.importorskip("matplotlib")
+
+from examples.gpt import SIZES, load_text, split
+from examples.train_lm import Run, digest, main
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_every_case_of_two_ranks_is_looked_at():
+    text = Path(__file__).read_text()
+    assert [n for n, f in cases().items() if f.__module__ == "train_cases" and f'"{n}"' not in text] == []
+
+
+@pytest.mark.parametrize("case", ["example_resumed", "example_split"])
+def test_the_example_resumes_on_two_ranks_bit_for_bit(case, ranks):
+    first, second = ranks(case)
+    assert first[0] == first[1] == second[0] == second[1] and len(first[0]) == 6
+    assert first[2] and second[2]
+
+
+@pytest.mark.parametrize(
+    ("case", "settings", "close"), [("example_resumed", SETTINGS, 1e-5), ("example_split", SPLIT, 1e-3)]
+)
+def test_the_example_goes_on_alone(case, settings, close, ranks):
+    """What two ranks wrote is the file of one process; sums are in another order there, so that codes may round the
+    other way where layers are split."""
+    losses, _, _, path = ranks(case)[0]
+    run = Run.of(settings)
+    run.load(Path(path))
+    assert run.losses == losses[:3]
+    for _ in range(3):
+        run.step(split(load_text(None))[0])
+    assert run.losses == pytest.approx(losses, rel=close if DEVICE == "cpu" else 1e-3)
+
+
+@pytest.mark.parametrize(("option", "settings", "close"), [("--fsdp", SETTINGS, 1e-5), ("--tp", SPLIT, 1e-3)])
+def test_under_torchrun(option, settings, close, tmp_path):
+    """One table, of the first rank; the checkpoint is there, and the losses are those of one process. What ranks add up
+    between layers is rounded otherwise, which changes a code now and then."""
+    picture, file, layers = tmp_path / "picture.png", tmp_path / "run", 4 * SIZES[settings.size].layers
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    options = [option, "--size", settings.size, "--steps", "4", "--device", "cpu", "--plot", picture]
+    command = [*torchrun, "-m", "examples.train_lm", *map(str, options), "--checkpoint", str(file)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr[-4000:]
+    said = f"mx.explain() of one step in mxfp8, {layers} quantized layers: {layers} fprop by emulated"
+    assert done.stdout.count(said) == 1
+    assert picture.is_file()
+    settings = replace(settings, device="cpu")
+    alone, run = Run.of(settings), Run.of(settings)
+    run.settings = replace(settings, text=digest(load_text(None)))
+    run.load(file)
+    for _ in range(4):
+        alone.step(split(load_text(None))[0])
+    assert run.losses == pytest.approx(alone.losses, rel=close)
+
+
+@pytest.mark.parametrize(
+    ("world", "arguments", "message"),
+    [
+        (None, ["--fsdp"], "--fsdp, --tp and torchrun go together"),
+        ("2", [], "--fsdp, --tp and torchrun go together"),
+        ("2", ["--tp", "3"], "3 of 2 ranks cannot share 2 heads"),
+        ("4", ["--tp"], "4 of 4 ranks cannot share 2 heads"),
+        ("4", ["--tp", "2"], "add --fsdp"),
+        ("3", ["--fsdp"], "3 ranks cannot share batches of 8"),
+        ("2", ["--fsdp", "--recipe", "float8-delayed"], "keeps an amax history on each rank"),
+    ],
+)
+def test_mistakes_are_named(world, arguments, message, monkeypatch, capsys):
+    if world is not None:
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv("WORLD_SIZE", world)
+    with pytest.raises(SystemExit):
+        main(["--size", "tiny", "--device", "cpu", *arguments])
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_data_parallel_training_is_that_of_one_process(ranks):
+    for results in ranks("data_parallel"):
+        assert len(results) == 5 and all(map(all, results.values()))

@@ -1,0 +1,96 @@
+"""What two ranks do for ``test_train_ranks.py``: the training example sharded, and DistributedDataParallel."""
+
+from dataclasses import replace
+from functools import wraps
+from pathlib import Path
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from examples.gpt import load_text, split
+from examples.ranks import Ranks
+from examples.train_lm import Run, Settings
+from tests.distributed.fsdp_cases import RECIPES, ROWS, STEPS, WIDTH, adamw, held, net, same_as
+from tests.helpers.ranks import DEVICE, WORLD, case
+
+SETTINGS = Settings("mxfp8", False, size="tiny", seed=0, device=DEVICE, text="")
+SPLIT = replace(SETTINGS, size="small")  # whose layers are whole blocks on each of two ranks
+
+
+def on_cpu(function):
+    """With no default device: the example says itself where things lie."""
+
+    @wraps(function)
+    def run(*args):
+        with torch.device("cpu"):
+            return function(*args)
+
+    return run
+
+
+@case
+@on_cpu
+def example_resumed(rank, folder):
+    """Six steps, and three and three more from the file."""
+    learned, held_out = split(load_text(None))
+    ranks = Ranks(rank, WORLD)
+    run = Run.of(SETTINGS, ranks)
+    for _ in range(3):
+        run.step(learned)
+    path = Path(folder) / "run"
+    run.save(path)
+    for _ in range(3):
+        run.step(learned)
+    again = Run.of(SETTINGS, ranks)
+    again.load(path)
+    for _ in range(3):
+        again.step(learned)
+    for each in (run, again):
+        each.look(held_out)
+    return run.losses, again.losses, run.held_out == again.held_out, str(path)
+
+
+@case
+@on_cpu
+def example_split(rank, folder):
+    """Each layer over two ranks: three steps, and three more from the file."""
+    learned, held_out = split(load_text(None))
+    run, again = (Run.of(SPLIT, Ranks(rank, WORLD, split=WORLD)) for _ in range(2))
+    for _ in range(3):
+        run.step(learned)
+    path = Path(folder) / "split"
+    run.save(path)
+    again.load(path)
+    for each in (run, again):
+        for _ in range(3):
+            each.step(learned)
+        each.look(held_out)
+    return run.losses, again.losses, run.held_out == again.held_out, str(path)
+
+
+def compared(model, reference, rank):
+    """For each step whether the loss and every gradient under DDP are those of one process with the data of both."""
+    parallel = DistributedDataParallel(model)
+    optimizers = [adamw(m) for m in (model, reference)]
+    torch.manual_seed(1)
+    same = []
+    for _ in range(STEPS):
+        x = torch.randn(WORLD, ROWS, WIDTH)
+        loss = (parallel(x[rank]) - x[rank]).square().mean()
+        loss.backward()
+        losses = [(reference(batch) - batch).square().mean() for batch in x]
+        for each in losses:
+            (each / WORLD).backward()
+        pairs = zip(model.parameters(), reference.parameters(), strict=True)
+        same.append(same_as(loss, losses[rank]) and all(same_as(a.grad, b.grad) for a, b in pairs))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return same
+
+
+@case
+def data_parallel(rank, folder):
+    told = {name: compared(net(100, recipe), net(100, recipe), rank) for name, recipe in RECIPES.items()}
+    told["mxtensors"] = compared(held(100, "mxfp8", "both", True), held(100, "mxfp8", "both", True), rank)
+    return told

@@ -1,0 +1,72 @@
+"""CUDA sources of the package run on the CPU: ``cuda_machine.h`` stands in for the GPU, everything else is the source.
+
+``function`` takes the place of ``mxtensor.kernels.nvrtc.function``; shared memory begins as NaNs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+from mxtensor.kernels.runtime import nvrtc
+
+MACHINE = Path(__file__).with_name("cuda_machine.h")
+FLAGS = ("-O1", "-std=c++17", "-shared", "-fPIC", "-w", "-ffp-contract=off", "-fno-strict-aliasing")
+ENTRY = """
+extern "C" void fill_with(u32 value) {{ fill = value; }}
+extern "C" void run(const void* arguments, u32 x, u32 y, u32 z, u32 clustered, u32 threads, u32 bytes) {{
+    {struct} a;
+    memcpy(&a, arguments, sizeof a);
+    launch([&] {{ {kernel}(a); }}, x, y, z, clustered, threads, bytes);
+}}
+"""
+STRUCTS = {
+    "product": "Arguments",
+    "resident": "Arguments",
+    "together": "Arguments",
+    "activations": "ActivationArguments",
+    "maxima": "ActivationArguments",
+}
+
+
+FILL = 0xFFFFFFFF
+"""What is in each word of shared memory before a kernel writes there."""
+
+
+def compiler():
+    return os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+
+
+@cache
+def library(sources, constants, name):
+    """The shared library of one kernel with its constants, kept in a folder of this user."""
+    defines = "".join(f"#define {key} {value}\n" for key, value in constants)
+    rest = "".join((nvrtc.SOURCES / source).read_text() for source in sources if source != "machine.cuh")
+    text = MACHINE.read_text() + defines + rest + ENTRY.format(struct=STRUCTS[name], kernel=name)
+    folder = Path(tempfile.gettempdir()) / f"mxtensor-tests-{os.getuid()}"
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{hashlib.blake2b((text + repr(FLAGS)).encode(), digest_size=10).hexdigest()}.so"
+    if not path.exists():
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            built, source = Path(scratch) / "kernel.so", Path(scratch) / "kernel.cpp"
+            source.write_text(text)
+            done = subprocess.run([compiler(), *FLAGS, "-o", built, source], capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
+            built.replace(path)
+    return ctypes.CDLL(str(path))
+
+
+def function(device, sources, constants, name, layout, threads, depth=1, clustered=True):
+    kernel = library(sources, constants, name)
+
+    def call(x, y, memory, arguments):
+        kernel.fill_with(ctypes.c_uint32(FILL))
+        kernel.run(layout.pack(*arguments), x, y, depth, clustered, threads, memory)
+
+    return call

@@ -1,0 +1,87 @@
+"""A linear layer's training step once more, for the tests: quantized by the oracle, multiplied in float64.
+
+Shares no code with the package beyond the names of formats. Rounding is to nearest; stochastic casts have tests of
+their own.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from tests.helpers import oracle
+from tests.helpers.compare import relative_error
+
+
+class Step(NamedTuple):
+    y: torch.Tensor
+    dx: torch.Tensor
+    dw: torch.Tensor
+    db: torch.Tensor
+
+
+def hadamard16(signs):
+    """diag(signs) @ H16 / 4 from the recursive definition; bit i of ``signs`` set: row i is negated."""
+    h = np.ones((1, 1))
+    while len(h) < 16:
+        h = np.block([[h, h], [h, -h]])
+    sign = np.array([-1.0 if signs >> i & 1 else 1.0 for i in range(16)])
+    return sign[:, None] * h / 4
+
+
+def rotated(x, signs):
+    """Groups of 16 of the last dimension, padded with zeros, times the matrix; rounded to bfloat16."""
+    x = np.pad(x, ((0, 0), (0, -x.shape[1] % 16)))
+    out = (x.reshape(-1, 16) @ hadamard16(signs)).reshape(x.shape)
+    return torch.from_numpy(out).to(torch.bfloat16).double().numpy()
+
+
+def rounded(x, cast):
+    """float64 (rows, cols), the values that x has in the format, blocks along the last dimension; None: x itself."""
+    if cast is None or 0 in x.shape:
+        return x
+    x = x.astype(np.float32)
+    return oracle.decode(oracle.encode(x, cast.format, cast.scaling.value), cast.format, x.shape).astype(np.float64)
+
+
+def factors(x, role):
+    """Both copies of a matrix (float64): rowwise (rows, cols), columnwise (cols, rows)."""
+    turned = x.T if role.signs is None or role.columnwise is None else rotated(x.T, role.signs)
+    rowwise = rounded(np.ascontiguousarray(x), role.rowwise)
+    if role.from_rowwise and not (role.rowwise == role.columnwise and role.rowwise.format.square):
+        turned = rowwise.T  # a tile is the same values turned, whatever its rule makes of them a second time
+    return rowwise, rounded(np.ascontiguousarray(turned), role.columnwise)
+
+
+def train_step(x, w, b, g, roles):
+    """The exact y, dx, dw and db (float64) of tensors of any dtype; x and g with any leading dimensions."""
+    x2, g2 = (t.detach().double().reshape(-1, t.shape[-1]).numpy() for t in (x, g))
+    (x_row, x_col), (g_row, g_col) = factors(x2, roles.input), factors(g2, roles.grad)
+    w_row, w_col = factors(w.detach().double().numpy(), roles.weight)
+    y, dx, dw = (torch.from_numpy(a @ b.T) for a, b in ((x_row, w_row), (g_row, w_col), (g_col, x_col)))
+    if b is not None:
+        y = y + b.detach().double()
+    return Step(y.reshape(g.shape), dx.reshape(x.shape), dw, torch.from_numpy(g2.sum(0)))
+
+
+TOLERANCE = {torch.float64: 2e-6, torch.float32: 2e-6, torch.bfloat16: 3e-3, torch.float16: 4e-4}
+"""Of a result rounded once to this dtype after a float32 sum, by norm: half a unit in the last place, no more."""
+
+
+def check_step(actual, x, w, b, g, roles):
+    """Hold (y, dx, dw, db), None where there is none, to the reference: equal up to the last rounding of each."""
+    expected = train_step(x, w, b, g, roles)
+    for name, mine, exact in zip(Step._fields, actual, expected, strict=True):
+        if mine is None:
+            continue
+        assert mine.shape == exact.shape, name
+        assert mine.isfinite().all(), name
+        if mine.numel() and exact.abs().max() > 0:
+            error = relative_error(mine, exact)
+            assert error < TOLERANCE[mine.dtype], f"{name}: {error:.2e} away from the reference"
+
+
+def products(log):
+    """The quantized products of linear layers in an ``explain()`` log, in order: fprop, dgrad, wgrad."""
+    ops = ("fprop", "dgrad", "wgrad")
+    return [e.spec.op for e in log.entries if e.spec.op in ops and e.kernel != "high precision"]

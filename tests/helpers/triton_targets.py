@@ -1,0 +1,374 @@
+"""Triton kernels compiled for devices that are not here: ``python -m tests.triton_targets [compute capability]``.
+
+With a capability (90, say) it prints one JSON object, {variant: {registers, spills, ptx_has}}; without one, a table of
+all targets. Run it without TRITON_INTERPRET, under which ``@triton.jit`` gives nothing that could be compiled.
+
+A kernel is compiled as torch would launch it on that device: VARIANTS lists what is to be compiled, one row for each
+set of compile-time arguments worth knowing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+
+from mxtensor.kernels.gemm import dot_scaled
+from mxtensor.kernels.gemm.spec import Form
+from mxtensor.kernels.quantize import triton_columns, triton_common, triton_pair, triton_rows
+from mxtensor.kernels.runtime import triton_launch
+from mxtensor.numerics.cast import Cast
+from mxtensor.numerics.formats import get_format
+from mxtensor.numerics.operand import Operand
+
+TARGETS = (80, 89, 90, 100, 120)
+HOSTS = (triton_common, triton_columns, triton_rows, triton_pair)
+"""The modules that launch casts."""
+
+
+class Variant(NamedTuple):
+    """One kernel with its compile-time arguments."""
+
+    name: str
+    kernel: str
+    """"module.function" in mxtensor.kernels.device"""
+    signature: Mapping[str, str]
+    """argument -> Triton type ("*bf16", "i32"); those in ``constexprs`` left out"""
+    constexprs: Mapping[str, Any]
+    """argument -> value; None for a pointer that is not given"""
+    options: Mapping[str, int]
+    """num_warps, num_stages"""
+    needs: Mapping[int, tuple[str, ...]]
+    """target -> instructions (parts of their names) that its PTX must hold; the keys are the targets it compiles for"""
+    aligned: tuple[str, ...] = ()
+    """integers that are multiples of 16, as all pointers are taken to be"""
+    may_spill: tuple[int, ...] = (80, 89)
+    """targets on which spilled registers are no failure"""
+
+
+def everywhere(*instructions: str) -> dict[int, tuple[str, ...]]:
+    """``needs`` of a variant that compiles for all targets, with the same instructions on each."""
+    return dict.fromkeys(TARGETS, instructions)
+
+
+# ---------------------------------------------------------------------------------------------- tl.dot_scaled
+
+ELEMENT_POINTERS = {"e2m1": "*u8", "e4m3": "*fp8e4nv", "e5m2": "*fp8e5"}
+SCALE_POINTERS = {32: "*u8", 16: "*fp8e4nv"}
+PRODUCT = ("a", "a_scale", "b", "b_scale", "out", "a_global", "b_global", "bias")
+GROUPS = ("ends", "G")
+SIZES = ("M", "N", "K", "a_width", "a_scale_width", "b_width", "b_scale_width")
+
+
+def product(
+    capability: int, kernel: str, pair: tuple[str, str], block: int, tile: dot_scaled.Tile, even: bool, bias: str
+) -> Variant:
+    """``dot_scaled.matrix`` or ``.grouped`` on one device; ``bias``: none, columns, or full (N aligned to nothing)."""
+    packs = [2 if element == "e2m1" else 1 for element in pair]
+    plan = dot_scaled.Plan(
+        pair[0], packs[0], 1, pair[1], packs[1], 1, block, 4 if even else 16, even, bias == "full", tile.m, tile.n,
+        128 * min(packs), tile.band, 16 if kernel == "grouped" else 0,
+    )  # fmt: skip
+    scale = SCALE_POINTERS[block]
+    pointers = [ELEMENT_POINTERS[pair[0]], scale, ELEMENT_POINTERS[pair[1]], scale, "*bf16", "*fp32", "*fp32", "*bf16"]
+    signature = dict(zip(PRODUCT, pointers, strict=True))
+    if kernel == "grouped":
+        signature |= dict(zip(GROUPS, ("*i32", "i32"), strict=True))
+    signature |= dict.fromkeys(SIZES, "i32") | {"alpha": "fp32", "beta": "fp32"}
+    absent = {} if block == 16 else {"a_global": None, "b_global": None}
+    absent |= {"bias": None} if bias == "none" else {}
+    words = (
+        "dot_scaled",
+        kernel,
+        "x".join(pair),
+        f"block{block}",
+        f"{tile.m}x{tile.n}",
+        "even" if even else "tail",
+        bias,
+    )
+    needed = {100: ("tcgen05.mma", "block_scale", "cp.async"), 120: ("mma.sync", "block_scale", "cp.async")}
+    return Variant(
+        " ".join(words),
+        f"dot_scaled.{kernel}",
+        {name: kind for name, kind in signature.items() if name not in absent},
+        {"P": plan, **absent},
+        {"num_warps": tile.warps, "num_stages": tile.stages},
+        {capability: needed[capability]},
+        ("K", "a_width", "b_width"),
+    )
+
+
+PAIRS = {
+    100: ((("e4m3", "e4m3"), 32), (("e4m3", "e2m1"), 32), (("e2m1", "e2m1"), 32), (("e2m1", "e2m1"), 16)),
+    120: ((("e4m3", "e5m2"), 32), (("e2m1", "e2m1"), 32), (("e2m1", "e2m1"), 16)),
+}
+
+
+def products(capability: int) -> list[Variant]:
+    """Every pair on the large tile, the first and the last also on the small one, in groups, and with a full bias."""
+    small, large = dot_scaled.TILES[capability // 10]
+    pairs = PAIRS[capability]
+    rows = [product(capability, "matrix", *pair, large, False, "columns") for pair in pairs]
+    for pair in (pairs[0], pairs[-1]):
+        rows += [
+            product(capability, "matrix", *pair, small, True, "none"),
+            product(capability, "grouped", *pair, large, True, "columns"),
+            product(capability, "matrix", *pair, large, True, "full"),
+        ]
+    return rows
+
+
+# ---------------------------------------------------------------------------------------------- casts
+
+POINTERS = {
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.uint8: "*u8",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+BF16, FP32 = torch.bfloat16, torch.float32
+E4M3_PAIR = "cvt.rn.satfinite.e4m3x2.f32"
+
+
+def values(rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
+    """A matrix whose sizes and dtype are all that matters."""
+    return torch.empty(rows, cols, dtype=dtype, device="meta")
+
+
+def operand(name: str) -> Operand:
+    """4096x4096 values in a format."""
+    format, shape = get_format(name), (4096, 4096)
+    data = torch.empty(format.data_shape(shape), dtype=format.element.dtype, device="meta")
+    scale = torch.empty(format.scale_shape(shape), dtype=format.scale.dtype, device="meta")
+    last = torch.empty((), device="meta") if format.global_scale else None
+    return Operand(data, scale, last, format, shape)
+
+
+def quantize(name: str, dtype: torch.dtype, rows: int = 4096, cols: int = 4096, rounding: str = "nearest") -> None:
+    """``cast_triton.quantize`` of a matrix of this size."""
+    triton_rows.quantize(values(rows, cols, dtype), Cast.of(name, rounding=rounding))
+
+
+def pair(
+    name: str, rowwise: str, columnwise: str, rows: int = 4096, cols: int = 4096, dtype: torch.dtype = BF16,
+    delayed: bool = False,
+) -> None:  # fmt: skip
+    """``cast_pair_triton.pair`` of a matrix of this size, values in its dtype."""
+    amax, record = torch.empty(2, dtype=FP32, device="meta").unbind() if delayed else (None, None)
+    forms = Form(rowwise), Form(columnwise)
+    triton_pair.pair(values(rows, cols, dtype), Cast.of(name), *forms, dtype, amax, record)
+
+
+def rounded(name: str, dtype: torch.dtype) -> None:
+    """``cast_triton.round_trip`` of a matrix to its own dtype."""
+    triton_rows.round_trip(values(4096, 4096, dtype), Cast.of(name), dtype)
+
+
+def turned_values(name: str, dtype: torch.dtype) -> None:
+    """``cast_triton.round_trip`` of a matrix that is stored by columns."""
+    triton_rows.round_trip(values(4096, 4096, dtype).t(), Cast.of(name), dtype)
+
+
+CASTS: dict[str, tuple[Callable[[], Any], bool]] = {
+    "mxfp8 bf16": (lambda: quantize("mxfp8", BF16), True),
+    "mxfp8 fp32": (lambda: quantize("mxfp8", FP32), True),
+    "mxfp6 bf16": (lambda: quantize("mxfp6", BF16), False),
+    "mxint8 bf16": (lambda: quantize("mxint8", BF16), False),
+    "nvfp4 fp32 tail": (lambda: quantize("nvfp4", FP32, 4095, 4095), False),
+    "float8_1x128 bf16": (lambda: quantize("float8_1x128", BF16), True),
+    "float8_tensor bf16": (lambda: quantize("float8_tensor", BF16), True),
+    "mxfp6 bf16 stochastic": (lambda: quantize("mxfp6", BF16, rounding="stochastic"), False),
+    "float8_row bf16": (lambda: quantize("float8_row", BF16), True),
+    "float8_row fp32 long": (lambda: quantize("float8_row", FP32, 4096, 65536), True),
+    "mxfp8[32x32] bf16": (lambda: quantize("mxfp8[32x32]", BF16), True),
+    "float8_128x128 fp32": (lambda: quantize("float8_128x128", FP32), True),
+    "mxfp4 bf16": (lambda: quantize("mxfp4", BF16), False),
+    "mxfp8 bf16 tail swizzled": (
+        lambda: triton_rows.quantize_swizzled(values(4095, 4088, BF16), Cast.of("mxfp8")),
+        True,
+    ),
+    "nvfp4 bf16 tail swizzled": (
+        lambda: triton_rows.quantize_swizzled(values(4095, 4088, BF16), Cast.of("nvfp4")),
+        False,
+    ),
+    "mxfp8 bf16 values": (lambda: rounded("mxfp8", BF16), False),
+    "mxfp8 fp32 values": (lambda: rounded("mxfp8", FP32), True),
+    "mxfp8[32x32] bf16 values": (lambda: rounded("mxfp8[32x32]", BF16), True),
+    "float8_tensor bf16 values": (lambda: rounded("float8_tensor", BF16), True),
+    "float8_row bf16 values": (lambda: rounded("float8_row", BF16), True),
+    "mxfp8 bf16 columns": (lambda: triton_rows.quantize(values(4096, 4096, BF16).t(), Cast.of("mxfp8")), True),
+    "mxfp8 bf16 both": (lambda: triton_rows.quantize_both(values(4096, 4096, BF16), Cast.of("mxfp8")), True),
+    "mxfp8 bf16 both tail": (lambda: triton_rows.quantize_both(values(4095, 4095, BF16), Cast.of("mxfp8")), True),
+    "mxfp8 fp32 both": (lambda: triton_rows.quantize_both(values(4096, 4096, FP32), Cast.of("mxfp8")), True),
+    "nvfp4 bf16 both": (lambda: triton_rows.quantize_both(values(4096, 4096, BF16), Cast.of("nvfp4")), False),
+    "mxfp8 bf16 both values": (lambda: pair("mxfp8", "values", "values"), False),
+    "mxfp8 bf16 both values tail": (lambda: pair("mxfp8", "values", "values", 4094, 4094), False),
+    "mxfp8 bf16 values and codes": (lambda: pair("mxfp8", "values", "codes"), True),
+    "mxfp8 bf16 values and codes tail": (lambda: pair("mxfp8", "values", "codes", 4092, 4094), True),
+    "mxfp8_e5m2 bf16 values of columns": (lambda: turned_values("mxfp8_e5m2", BF16), False),
+    "mxint8 bf16 values": (lambda: rounded("mxint8", BF16), False),
+    "mxfp8 fp32 both values": (lambda: pair("mxfp8", "values", "values", dtype=FP32), True),
+    "nvfp4 bf16 both values": (lambda: pair("nvfp4", "values", "values"), False),
+    "nvfp4 bf16 values and codes": (lambda: pair("nvfp4", "values", "codes"), False),
+    "nvfp4 bf16 values of columns": (lambda: turned_values("nvfp4", BF16), False),
+    "float8_tensor bf16 both": (lambda: pair("float8_tensor", "codes", "codes"), True),
+    "float8_tensor bf16 both delayed": (lambda: pair("float8_tensor", "codes", "codes", delayed=True), True),
+    "float8_e5m2_tensor fp32 tail": (lambda: pair("float8_e5m2_tensor", "codes", "codes", 4095, 4095, FP32), False),
+    "mxfp8 to bf16": (lambda: triton_rows.dequantize(operand("mxfp8"), BF16), False),
+    "mxfp6 to fp32": (lambda: triton_rows.dequantize(operand("mxfp6"), FP32), False),
+    "nvfp4 to bf16": (lambda: triton_rows.dequantize(operand("nvfp4"), BF16), False),
+}
+"""What is cast -> (the call, whether its kernel is to round with instructions for float8 where there are any)."""
+
+
+def argument(value: Any) -> str | None:
+    """The Triton type of an argument; None for one that Triton takes as a constant."""
+    if value is None or (type(value) is int and value == 1):
+        return None
+    if type(value) is int:
+        return "i64" if value > 0x7FFFFFFF else "i32"
+    return POINTERS[value.dtype]
+
+
+def launches(call: Callable[[], Any], target: int) -> list[tuple[Any, tuple[Any, ...], tuple[Any, ...], int]]:
+    """(kernel, arguments, constants, warps) of every launch of a host function on a device of this kind."""
+    made: list[tuple[Any, tuple[Any, ...], tuple[Any, ...], int]] = []
+
+    def launch(kernel: Any, programs: int, arguments: Any, constants: Any, warps: int) -> None:
+        made.append((kernel, arguments, constants, warps))
+
+    with ExitStack() as stack:
+        for host in HOSTS:
+            stack.enter_context(patch.object(host, "launch", launch))
+        stack.enter_context(patch.object(triton_launch, "instructions_of", lambda device: divmod(target, 10)))
+        call()
+    return made
+
+
+def casts(target: int) -> list[Variant]:
+    """The launches of CASTS as the hosts make them: their tiles and warps are those of ``cast_triton.py``."""
+    rows: dict[tuple[Any, ...], Variant] = {}
+    for label, (call, converts) in CASTS.items():
+        for kernel, arguments, constants, warps in launches(call, target):
+            names = kernel.arg_names
+            given = dict(zip(names, arguments, strict=False))
+            kinds = {name: argument(value) for name, value in given.items()}
+            fixed = {name: value for name, value in given.items() if kinds[name] is None}
+            fixed |= dict(zip(names[len(arguments) :], constants, strict=True))
+            signature = {name: kind for name, kind in kinds.items() if kind is not None}
+            module = kernel.fn.__module__.rpartition(".")[2]
+            function = kernel.fn.__name__
+            needs = (E4M3_PAIR,) if converts and target >= 89 and function != "amax_of_tensor" else ()
+            variant = Variant(
+                f"cast {function} {label} sm_{target}",
+                f"{module}.{function}",
+                signature,
+                fixed,
+                {"num_warps": warps, "enable_fp_fusion": False},
+                {target: needs},
+                tuple(n for n, v in given.items() if n in signature and type(v) is int and v % 16 == 0),
+            )
+            key = (variant.kernel, *signature.items(), *fixed.items(), warps, variant.aligned)
+            rows.setdefault(key, variant)
+    return list(rows.values())
+
+
+# ---------------------------------------------------------------------------------------------- the list
+
+VARIANTS: list[Variant] = [*products(100), *products(120)]
+if importlib.util.find_spec("triton"):  # which names the arguments of the kernels
+    VARIANTS += [variant for target in TARGETS for variant in casts(target)]
+
+
+# ---------------------------------------------------------------------------------------------- compiling
+
+
+def source(variant: Variant) -> Any:
+    """The variant as what ``triton.compile`` takes."""
+    from triton.compiler import ASTSource
+
+    module, _, function = variant.kernel.partition(".")
+    kernel = getattr(importlib.import_module(f"mxtensor.kernels.device.{module}"), function)
+    names = kernel.arg_names
+    given = set(variant.signature) | set(variant.constexprs)
+    assert given == set(names), f"{variant.name}: {sorted(given ^ set(names))} are or are not arguments"
+    signature = {name: variant.signature.get(name, "constexpr") for name in names}
+    constants = {(names.index(name),): value for name, value in variant.constexprs.items()}
+    divisible = [["tt.divisibility", 16]]
+    attributes = {
+        (i,): divisible for i, name in enumerate(names) if signature[name].startswith("*") or name in variant.aligned
+    }
+    return ASTSource(kernel, signature, constants, attributes)
+
+
+def resources(cubin: bytes) -> tuple[int, int]:
+    """(registers, bytes of stack) of a thread; the stack of these kernels holds spilled registers and nothing else."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "kernel.cubin")
+        file.write_bytes(cubin)
+        command = [str(tool), "--dump-resource-usage", str(file)]
+        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", text)
+    assert found, text
+    registers, stack, local = map(int, found.groups())
+    return registers, stack + local
+
+
+def compiled(variant: Variant, target: int) -> dict[str, Any]:
+    """{registers, spills (bytes a thread), ptx_has (those of the instructions it needs)}. Raises what Triton raises."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    made = triton.compile(source(variant), target=GPUTarget("cuda", target, 32), options=dict(variant.options))
+    registers, spills = resources(made.asm["cubin"])
+    has = [instruction for instruction in variant.needs[target] if instruction in made.asm["ptx"]]
+    return {"registers": registers, "spills": spills, "ptx_has": has}
+
+
+def report(target: int) -> dict[str, dict[str, Any]]:
+    """Every variant that compiles for ``target``, by name."""
+    return {variant.name: compiled(variant, target) for variant in VARIANTS if target in variant.needs}
+
+
+def in_own_process(target: int) -> dict[str, dict[str, Any]]:
+    """``report`` of a fresh Python, for a process whose kernels are interpreted."""
+    command = [sys.executable, "-m", "tests.triton_targets", str(target)]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    root = Path(__file__).resolve().parent.parent
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} exited with {done.returncode}:\n{done.stderr[-4000:]}")
+    result: dict[str, dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def main(arguments: list[str]) -> None:
+    """The JSON of one target, or the table of all."""
+    if arguments:
+        print(json.dumps(report(int(arguments[0]))))
+        return
+    print(f"{'target':>6} {'registers':>9} {'spills':>6}  kernel")
+    for target in TARGETS:
+        for name, row in report(target).items():
+            has = ", ".join(row["ptx_has"])
+            print(f"{'sm_' + str(target):>6} {row['registers']:>9} {row['spills']:>6}  {name} [{has}]")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

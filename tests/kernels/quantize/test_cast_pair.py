@@ -1,0 +1,298 @@
+"""Both factors of a matrix: what ``cast_pair`` means, on CPU and as traced code sees it."""
+
+import dataclasses
+import functools
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import mxtensor as mx
+from mxtensor import FORMATS, Cast, get_format
+from mxtensor.kernels.gemm.spec import Form, Rounded
+from mxtensor.kernels.quantize import custom_ops
+from mxtensor.kernels.quantize.reference import encode_under
+from mxtensor.kernels.quantize.select import cast_pair, quantize_operand
+from mxtensor.kernels.quantize.triton_common import slow_in_one_pass
+from mxtensor.numerics.formats import FULL
+from mxtensor.numerics.operand import Operand
+from mxtensor.numerics.reference import decode_local, encode
+from tests.kernels.quantize.test_custom_ops import chosen, cuda, interpreted, on_the_interpreters_device  # noqa: F401  (fixtures)
+from tests.kernels.quantize.test_select import assert_same, assert_same_values
+
+CODES, VALUES = Form.CODES, Form.VALUES
+NAMES = [*FORMATS, "mxfp8[32x32]", "mxfp6[1x64]", "nvfp4[16x16]", "mxfp4[64x64]"]
+FORMS = [
+    (CODES, CODES),
+    (VALUES, CODES),
+    (CODES, VALUES),
+    (VALUES, VALUES),
+    (VALUES, None),
+    (None, CODES),
+    (None, None),
+]
+KINDS = ["mxfp8", "nvfp4", "float8_row", "float8_tensor", "mxfp8[32x32]"]
+ONE_SCALE = [n for n in FORMATS if get_format(n).block == (FULL, FULL)]
+warns = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")  # of NaN, from numpy
+
+each_format = pytest.mark.parametrize("name", NAMES)
+each_kind = pytest.mark.parametrize("name", KINDS)
+each_form = pytest.mark.parametrize("forms", FORMS, ids=lambda forms: "-".join(f.value if f else "none" for f in forms))
+
+
+def assert_factor(factor, form, operand, dtype):
+    """A factor in this form of the values that ``operand`` holds."""
+    if form is None:
+        assert factor is None
+    elif form is CODES:
+        assert isinstance(factor, Operand)
+        assert_same(factor, operand)
+    else:
+        assert isinstance(factor, Rounded) and factor.format == operand.format and factor.shape == operand.shape
+        assert_same_values(factor.values.contiguous(), decode_local(operand).to(dtype))
+        assert (factor.global_scale is None) == (operand.global_scale is None)
+        assert factor.global_scale is None or torch.equal(factor.global_scale, operand.global_scale)
+
+
+# ---------------------------------------------------------------------------------------------- the definition
+
+
+@each_form
+@each_format
+def test_each_factor_is_the_cast_of_its_side(name, forms):
+    cast, x = Cast.of(name), torch.randn(50, 70)
+    for dtype in (torch.bfloat16, torch.float32):
+        row, column = cast_pair(x, cast, *forms, dtype)
+        assert_factor(row, forms[0], encode(x, cast), dtype)
+        assert_factor(column, forms[1], encode(x.t(), cast), dtype)
+
+
+@each_kind
+def test_stacks_of_matrices_and_sources_of_any_stride(name):
+    cast = Cast.of(name)
+    for x in (torch.randn(3, 40, 64), torch.randn(64, 40).t(), torch.randn(1, 64).expand(40, 64)):
+        row, column = cast_pair(x, cast, VALUES, CODES, torch.float32)
+        assert_factor(row, VALUES, encode(x, cast), torch.float32)
+        assert_factor(column, CODES, encode(x.mT, cast), torch.float32)
+
+
+@each_form
+def test_columns_draw_from_the_seed_after_that_of_rows(forms):
+    x, dtype = torch.randn(50, 70), torch.float32
+    cast, other = (Cast.of("mxfp8", rounding="stochastic", seed=seed) for seed in (7, 8))
+    row, column = cast_pair(x, cast, *forms, dtype)
+    assert_factor(row, forms[0], encode(x, cast), dtype)
+    assert_factor(column, forms[1], encode(x.t(), other), dtype)
+
+
+@pytest.mark.parametrize("name", ["mxfp8[32x32]", "mxfp4[64x64]", "nvfp4[16x16]", "float8_tensor", "float8_128x128"])
+def test_a_square_block_is_rounded_once_and_turned(name):
+    x = torch.randn(70, 50)
+    for cast in (Cast.of(name, rounding="stochastic"), Cast.of(name, rounding="stochastic", seed=3)):
+        row, column = cast_pair(x, cast, CODES, VALUES, torch.float32)
+        assert torch.equal(column.values, decode_local(row).t())
+        row, column = cast_pair(x, cast, CODES, CODES, torch.float32)
+        assert torch.equal(decode_local(column), decode_local(row).t())
+        assert column.data.is_contiguous() and column.scale.is_contiguous()
+
+
+def test_a_matrix_without_values_has_factors_without_values():
+    for shape in ((0, 64), (64, 0)):
+        row, column = cast_pair(torch.empty(shape), Cast.of("mxfp8"), CODES, VALUES, torch.bfloat16)
+        assert row.shape == shape and column.shape == shape[::-1]
+
+
+# ---------------------------------------------------------------------------------------------- delayed scaling
+
+
+@each_form
+@pytest.mark.parametrize("name", ONE_SCALE)
+def test_a_given_amax_makes_the_scale(name, forms):
+    cast, x, dtype = Cast.of(name), torch.randn(50, 70), torch.float32
+    for amax in (torch.tensor(2.0), torch.tensor([100.0])):
+        row, column = cast_pair(x, cast, *forms, dtype, amax)
+        assert_factor(row, forms[0], encode(x, cast, amax.reshape(())), dtype)
+        assert_factor(column, forms[1], encode(x.t(), cast, amax.reshape(())), dtype)
+
+
+def test_what_lies_beyond_a_given_amax_saturates_and_what_is_no_number_is_nan_by_itself():
+    """An infinity under a finite scale would otherwise come back as an ordinary large number."""
+    inf, nan = float("inf"), float("nan")
+    x = torch.tensor([[1.0, -2.0, 48.0, -48.0, inf, -inf, nan, -nan, 0.0]])
+    for name in ONE_SCALE:
+        top = get_format(name).element.max
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            operand = encode_under(x.to(dtype), Cast.of(name), torch.tensor(top))
+            assert decode_local(operand).nan_to_num(12345.0).tolist() == [[1, -2, 48, -48, *[12345.0] * 4, 0]]
+            assert operand.data.view(torch.uint8)[0, 4:8].tolist() == [0x7F] * 4
+        operand = encode_under(x, Cast.of(name), torch.tensor(8.0))
+        largest = (operand.scale * top).item()
+        assert decode_local(operand)[0, 2:4].tolist() == [largest, -largest] and 8 <= largest < 16
+
+
+@pytest.mark.parametrize("amax", [None, 3.0])
+def test_the_record_takes_the_larger_amax_and_nan_above_all(amax):
+    cast, given = Cast.of("float8_tensor"), None if amax is None else torch.tensor(amax)
+    record = torch.zeros(3)
+    for values, expected in (([1.0, -4.0], 4.0), ([2.0, 0.5], 4.0), ([-5.0, 0.0], 5.0), ([float("inf"), 0], torch.inf)):
+        cast_pair(torch.tensor([values]), cast, CODES, CODES, torch.float32, given, record[1])
+        assert record.tolist() == [0.0, expected, 0.0]
+    cast_pair(torch.tensor([[1.0, float("nan")]]), cast, None, CODES, torch.float32, given, record[1:2])
+    cast_pair(torch.tensor([[1.0, 2.0]]), cast, CODES, None, torch.float32, given, record[1:2])
+    assert record[1].isnan()
+
+
+def test_what_delayed_scaling_does_not_take_is_refused():
+    x, one = torch.randn(32, 64), torch.tensor(1.0)
+    with pytest.raises(ValueError, match="mxfp8_e4m3 has a scale for each block: amax is for formats with one scale"):
+        cast_pair(x, Cast.of("mxfp8"), CODES, None, x.dtype, one)
+    with pytest.raises(ValueError, match="nvfp4 has a scale for each block: record is for formats with one scale"):
+        cast_pair(x, Cast.of("nvfp4"), CODES, None, x.dtype, None, one)
+    with pytest.raises(TypeError, match=r"amax must be one float32, got bfloat16 \(\)"):
+        cast_pair(x, Cast.of("float8_tensor"), CODES, None, x.dtype, one.bfloat16())
+    with pytest.raises(TypeError, match=r"record must be one float32, got float32 \(2,\)"):
+        cast_pair(x, Cast.of("float8_tensor"), CODES, None, x.dtype, one, torch.ones(2))
+    with pytest.raises(ValueError, match="amax is on meta, the values on cpu"):
+        cast_pair(x, Cast.of("float8_tensor"), CODES, None, x.dtype, one.to("meta"))
+    with pytest.raises(ValueError, match=r"from a matrix or a stack of them, not from \(64,\)"):
+        cast_pair(x[0], Cast.of("mxfp8"), CODES, None, x.dtype)
+    with pytest.raises(TypeError, match="cannot quantize a tensor of dtype int32"):
+        cast_pair(x.int(), Cast.of("mxfp8"), CODES, None, x.dtype)
+
+
+# ---------------------------------------------------------------------------------------------- traced
+
+
+def tensors(factors):
+    parts = []
+    for factor in factors:
+        if isinstance(factor, Rounded):
+            parts += [factor.values, factor.global_scale]
+        elif factor is not None:
+            parts += factor.tensors
+    return [t for t in parts if t is not None]
+
+
+def both(cast, forms, x):
+    return tensors(cast_pair(x, cast, *forms, torch.float32))
+
+
+@each_kind
+def test_it_traces_on_cpu(name):
+    cast, x = Cast.of(name), torch.randn(40, 70)
+    for forms in ((VALUES, CODES), (CODES, VALUES)):
+        run = functools.partial(both, cast, forms)
+        for ours, theirs in zip(make_fx(run)(x)(x), run(x), strict=True):
+            assert torch.equal(ours.float(), theirs.float())
+        real = run(x)
+        with FakeTensorMode() as mode:
+            fake = run(mode.from_tensor(x))
+        assert [(t.shape, t.dtype) for t in fake] == [(t.shape, t.dtype) for t in real]
+
+
+@each_form
+@pytest.mark.parametrize("name", [n for n in NAMES if not (get_format(n).square and get_format(n).element.packed)])
+def test_what_traced_code_sees_on_a_device_has_the_shapes_of_the_codec(name, forms, cuda):  # noqa: F811
+    x = torch.empty(36, 134, dtype=torch.bfloat16, device=cuda)
+    with mx.explain() as log:
+        row, column = cast_pair(x, Cast.of(name), *forms, torch.bfloat16)
+    assert {e.kernel for e in log.entries} <= {"triton", "two casts"}
+    assert None in forms or (log.entries[0].kernel == "triton") == one_pass(name, forms)
+    for factor, form, shape in ((row, forms[0], (36, 134)), (column, forms[1], (134, 36))):
+        expected = encode(torch.empty(shape, device="meta"), Cast.of(name))
+        if form is VALUES:
+            assert (factor.shape, factor.values.dtype, factor.format) == (shape, torch.bfloat16, expected.format)
+            assert (factor.global_scale is None) == (expected.global_scale is None)
+        elif form is CODES:
+            assert [(t.shape, t.dtype) for t in factor.tensors] == [(t.shape, t.dtype) for t in expected.tensors]
+            assert factor.shape == shape
+
+
+def one_pass(name, forms):
+    block = get_format(name).block
+    if forms[1] is CODES and slow_in_one_pass(Cast.of(name)):
+        return False
+    return forms == (CODES, CODES) if block == (FULL, FULL) else block[0] == 1 and block[1] != FULL
+
+
+@pytest.mark.usefixtures("interpreted")
+@warns
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp6", "nvfp4", "float8_tensor"])
+def test_the_op_is_what_torch_asks_of_a_custom_op(name):
+    """Schema, no aliasing, fakes equal to results, and the same under AOTAutograd with dynamic shapes."""
+    x, words = torch.randn(8, 132), (get_format(name).name, "rceil", "nearest", None)
+    pairs = (
+        [("codes", "codes")]
+        if name == "float8_tensor"
+        else [("values", "codes"), ("codes", "values"), (None, "values")]
+    )
+    for pair in pairs:
+        torch.library.opcheck(custom_ops.cast_pair_op, (x, *words, *pair, torch.float32, None, False))
+    if name == "float8_tensor":
+        arguments = (x, *words, "codes", None, torch.float32, torch.tensor(1.0), True)
+        torch.library.opcheck(custom_ops.cast_pair_op, arguments)
+
+
+@pytest.mark.usefixtures("interpreted")
+@warns
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "float8_tensor"])
+def test_compiled_code_calls_the_op(name, monkeypatch):
+    on_the_interpreters_device(monkeypatch)
+    torch._dynamo.reset()
+    of, graphs = Cast.of(name), []
+    forms = (CODES, CODES) if name == "float8_tensor" else (VALUES, CODES)
+    delayed = (torch.tensor(2.0), torch.tensor(0.25)) if name == "float8_tensor" else ()
+
+    def keep(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    def both(x, *delayed):
+        return tensors(cast_pair(x, of, *forms, torch.float32, *delayed))
+
+    x = torch.randn(12, 140)
+    got = torch.compile(both, backend=keep, fullgraph=True)(x, *delayed)
+    called = [str(n.target) for n in graphs[0].graph.nodes if n.op == "call_function" and "mxtensor" in str(n.target)]
+    assert called == ["mxtensor.cast_pair.default"]
+    if delayed:
+        assert delayed[1] == x.abs().amax()
+        sides = encode_under(x, of, delayed[0]), encode_under(x.t(), of, delayed[0])
+        expected = [*sides[0].tensors, *sides[1].tensors]
+    else:
+        row, column = encode(x, of), quantize_operand(x.t(), of)
+        last = [] if row.global_scale is None else [row.global_scale]
+        expected = [decode_local(row), *last, *column.tensors]
+    for ours, theirs in zip(got, expected, strict=True):
+        assert torch.equal(ours.float(), theirs.float())
+
+
+@pytest.mark.usefixtures("interpreted")
+@warns
+def test_values_of_a_turned_source_are_the_columns_of_the_one_that_lies_in_memory(monkeypatch):
+    from mxtensor.kernels.quantize.select import round_trip
+
+    on_the_interpreters_device(monkeypatch)
+    x, of = torch.randn(40, 134), Cast.of("mxfp8")
+    with mx.explain() as log:
+        row, column = cast_pair(x, of, None, VALUES, torch.float32)
+    assert row is None and column.values.t().is_contiguous()
+    assert chosen(log) == [("cast pair", "two casts"), ("round trip", "triton")]
+    traced, _ = round_trip(x.t(), of, torch.float32), torch._dynamo.reset()
+    compiled = torch.compile(lambda x: round_trip(x.t(), of, torch.float32)[0], backend="aot_eager", fullgraph=True)(x)
+    for values in (column.values, traced[0], compiled):
+        assert torch.equal(values, decode_local(encode(x.t(), of)))
+
+
+@pytest.mark.usefixtures("interpreted")
+@warns
+def test_eager_calls_go_straight_to_the_kernel(monkeypatch):
+    on_the_interpreters_device(monkeypatch)
+    monkeypatch.setattr(custom_ops, "cast_pair_op", None)
+    x, of = torch.randn(12, 140, requires_grad=True), Cast.of("mxfp8")
+    with mx.explain() as log:
+        row, column = cast_pair(x, of, VALUES, CODES, torch.float32)
+    assert chosen(log) == [("cast pair", "triton")]
+    assert not any(t.requires_grad for t in (row.values, *column.tensors))
+    assert dataclasses.astuple(row)[0] is not None
+    assert_same(column, encode(x.detach().t(), of))

@@ -1,0 +1,444 @@
+"""The Triton casts give what the codec gives, bit for bit, run by Triton's interpreter on the CPU.
+
+Here it is about arithmetic, tails, strides and what is written where. ``test_gpu.py`` has what only a device shows:
+its instructions, streams and graphs. A program costs the interpreter as much time as thousands of values do, so that
+tiles are small where edges count and large where values do.
+"""
+
+import functools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mxtensor import FORMATS, Cast, ScaleCalculationMode, get_format
+from mxtensor.kernels.quantize import tiles, triton_common, triton_pair, triton_rows
+from mxtensor.numerics.formats import E8M0, FULL, UE4M3
+from mxtensor.numerics.operand import Operand
+from mxtensor.numerics.reference import decode, decode_local, encode
+from mxtensor.numerics.swizzle import swizzle
+from tests.kernels.quantize.test_select import assert_same, assert_same_values
+
+pytest.importorskip("triton")
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a device, test_gpu.py has the kernels on it"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),  # numpy's about NaN and Inf
+]
+
+BLOCKS = [
+    "mxfp8_e4m3[32x32]", "mxfp8_e5m2[1x64]", "mxfp6_e2m3[16x16]", "mxfp6_e3m2[1x128]", "mxfp4[1x16]", "mxfp4[64x64]",
+    "mxint8[128x128]", "mxint8[1x16]", "nvfp4_single_level[1x128]", "nvfp4[1x64]", "nvfp4[32x32]",
+]  # fmt: skip
+TWICE = [n for n in FORMATS if n.startswith("float8_e5m2") and n.endswith("_pow2")]
+"""Rows that take no way through the kernels but those of e4m3 with these scales and of e5m2 with others."""
+NAMES = [n for n in (*FORMATS, *BLOCKS) if n not in TWICE]
+TWO_COPIES = [n for n in NAMES if get_format(n).block[0] == 1 and get_format(n).block[1] != FULL]
+KINDS = ["mxfp8", "mxfp6", "mxfp4", "mxint8", "nvfp4", "float8_1x128", "float8_row", "float8_tensor", "mxfp4[16x16]"]
+"""One format for each way through the kernels."""
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+MODES = list(ScaleCalculationMode)
+
+each_format = pytest.mark.parametrize("name", NAMES)
+each_kind = pytest.mark.parametrize("name", KINDS)
+each_with_two_copies = pytest.mark.parametrize("name", TWO_COPIES)
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+class Torch:
+    """``torch`` whose ``empty`` lies in a buffer of 0xAA, which shows what is left out and what is written beside."""
+
+    MARGIN, BYTE = 4096, 0xAA
+
+    def __init__(self):
+        self.buffers = []
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+    def empty(self, shape, dtype, device):
+        size = math.prod(torch.empty(shape, device="meta").shape) * dtype.itemsize
+        buffer = torch.full((size + 2 * self.MARGIN,), self.BYTE, dtype=torch.uint8)
+        self.buffers.append(buffer)
+        return buffer[self.MARGIN : self.MARGIN + size].view(dtype).view(shape)
+
+    def intact(self):
+        edges = [torch.cat([b[: self.MARGIN], b[-self.MARGIN :]]) for b in self.buffers]
+        return all((e == self.BYTE).all() for e in edges)
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch):
+    """What the hosts allocate is full of 0xAA, and nothing around it is ever written."""
+    memory = Torch()
+    for module in (triton_common, triton_rows, triton_pair):
+        monkeypatch.setattr(module, "torch", memory)
+    yield memory
+    assert memory.intact()
+
+
+@pytest.fixture(autouse=True)
+def one_rounding(monkeypatch):
+    """float32 to bfloat16 to nearest, as devices do; the interpreter of Triton 3.7 truncates, and loses subnormals."""
+    from triton import language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    def cast(builder, source, kind):
+        if (source.dtype.scalar, kind.scalar) != (tl.float32, tl.bfloat16):
+            return others(builder, source, kind)
+        rounded = torch.from_numpy(source.data.copy()).to(torch.bfloat16)
+        return TensorHandle(rounded.view(torch.uint16).numpy(), tl.bfloat16)
+
+    others = InterpreterBuilder.cast_impl
+    monkeypatch.setattr(InterpreterBuilder, "cast_impl", cast)
+
+
+@pytest.fixture(autouse=True)
+def whole_reductions(monkeypatch):
+    """``tl.reduce`` by a function of ours a slice at a time; the interpreter goes element by element."""
+    from triton.runtime.interpreter import ReduceOps
+
+    def reduce_slices(self, inputs):
+        ((data, dtype),) = [(x.handle.data, x.dtype) for x in inputs]
+        slices = [self.to_tensor(data.take(i, self.axis), dtype) for i in range(data.shape[self.axis])]
+        return [functools.reduce(self.combine_fn.fn, slices)]
+
+    monkeypatch.setattr(ReduceOps, "generic_reduce", reduce_slices)
+
+
+def set_tiles(monkeypatch, rows, cols, full, groups, wide):
+    """Programs of ``rows`` x ``cols`` values; along columns of ``groups`` x ``wide``."""
+
+    def sized(table, *tile):
+        return {key: (*tile, *old[len(tile) :]) for key, old in table.items()}
+
+    monkeypatch.setattr(tiles, "ROWS", sized(tiles.ROWS, rows, cols))
+    monkeypatch.setattr(tiles, "DECODE", sized(tiles.DECODE, rows, cols))
+    monkeypatch.setattr(tiles, "PAIRS", (rows, cols // 2, *tiles.PAIRS[2:]))
+    monkeypatch.setattr(tiles, "FULL_ROWS", (full, *tiles.FULL_ROWS[1:]))
+    monkeypatch.setattr(tiles, "COLUMNS", sized(tiles.COLUMNS, groups, wide))
+    monkeypatch.setattr(tiles, "WORDS", sized(tiles.WORDS, groups, wide // 2))
+    monkeypatch.setattr(tiles, "ROUND", {False: (rows, cols // 2, 2), True: (groups * 16, wide // 2, 4)})
+    monkeypatch.setattr(tiles, "TURN", (groups * 8, wide, *tiles.TURN[2:]))
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Several programs to a small matrix, so that it has inner tiles and edges of each kind."""
+    set_tiles(monkeypatch, rows=16, cols=128, full=64, groups=2, wide=128)
+
+
+@pytest.fixture
+def large_tiles(monkeypatch):
+    """One program or a few to a whole domain."""
+    set_tiles(monkeypatch, rows=512, cols=2048, full=2048, groups=4, wide=2048)
+
+
+def values(rows, cols, dtype, specials=True):
+    """Rows of every magnitude: subnormal, largest, zero of both signs, and with ``specials`` NaN and infinities."""
+    x = torch.randn(rows, cols) * 2.0 ** torch.randint(-140, 120, (rows, 1)).float()
+    x[rows // 2 :] = torch.randn(rows - rows // 2, cols) * 2.0 ** torch.randint(-4, 5, (1, cols)).float()
+    top, low = torch.finfo(dtype).max, torch.finfo(dtype).smallest_normal
+    x = x.clamp(-top, top)
+    x[0, : cols // 2], x[0, cols // 2 :] = -0.0, low * 2.0**-6
+    x[1, ::40], x[2, ::3] = -top, low
+    x[3] = x[3] * 1e-30
+    if specials:
+        x[4, cols // 3], x[5, cols // 2], x[6, -1] = float("nan"), float("inf"), float("-inf")
+    return x.to(dtype)
+
+
+def each_values(name, rows, cols, dtype):
+    """``values``; where a scale depends on the whole tensor, which one NaN decides, also without specials."""
+    yield values(rows, cols, dtype)
+    format = get_format(name)
+    if format.global_scale or format.block[0] == FULL:
+        yield values(rows, cols, dtype, specials=False)
+
+
+def surrounded(x, left=4):
+    """The same values as a slice of a matrix that is NaN everywhere else, from column ``left``."""
+    rows, cols = x.shape
+    wide = torch.full((rows + 2, cols + 12), float("nan"), dtype=x.dtype)
+    wide[1:-1, left : left + cols] = x
+    return wide[1:-1, left : left + cols]
+
+
+# ---------------------------------------------------------------------------------------------- quantize
+
+
+@each_dtype
+@each_format
+def test_quantize_is_encode_for_every_format_and_dtype(name, dtype, small_tiles):
+    for x in each_values(name, 19, 300, dtype):
+        assert_same(triton_rows.quantize(x, Cast.of(name)), encode(x, Cast.of(name)))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", [n for n in NAMES if get_format(n).scale is E8M0])
+def test_every_scale_rule(name, mode, small_tiles):
+    cast = Cast.of(name, mode)
+    for dtype in (torch.bfloat16, torch.float32):
+        x = values(16, 132, dtype)
+        assert_same(triton_rows.quantize(x, cast), encode(x, cast))
+
+
+@each_kind
+def test_tiles_as_they_are_on_a_device(name):
+    for dtype in (torch.bfloat16, torch.float32):
+        x = values(7, 1093, dtype, specials=False)
+        assert_same(triton_rows.quantize(x, Cast.of(name)), encode(x, Cast.of(name)))
+
+
+@pytest.mark.parametrize("shape", [(16, 128), (32, 256), (16, 132), (17, 256), (9, 130), (8, 131), (9, 1)])
+@each_kind
+def test_whole_tiles_and_tails_of_rows_columns_blocks_and_groups(name, shape, small_tiles):
+    for dtype in (torch.bfloat16, torch.float32):
+        x = surrounded(values(*shape, dtype))
+        assert_same(triton_rows.quantize(x, Cast.of(name)), encode(x, Cast.of(name)))
+
+
+PLACES = {
+    "columns from an even one": lambda x: surrounded(x, 4),
+    "columns from an odd one": lambda x: surrounded(x, 3),
+    "every other row": lambda x: x.repeat_interleave(2, 0)[::2],
+    "rows an odd stride apart": lambda x: torch.cat([x, x[:, :1]], 1)[:, :-1],
+    "every other column": lambda x: x.repeat_interleave(2, 1)[:, ::2],
+    "stored by columns": lambda x: x.t().contiguous().t(),
+    "stored by columns, a part": lambda x: surrounded(x.t().contiguous(), 3).t(),
+    "one row many times": lambda x: x[1:2].expand(x.shape[0], -1),
+    "one column": lambda x: x[:, :1],
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@each_kind
+def test_strides_and_offsets(name, place, small_tiles):
+    for dtype in (torch.bfloat16, torch.float32):
+        x = PLACES[place](values(12, 142, dtype, specials=False))
+        assert_same(triton_rows.quantize(x, Cast.of(name)), encode(x, Cast.of(name)))
+
+
+@pytest.mark.parametrize("shape", [(1,), (33,), (300,), (1, 1), (2, 3, 70), (2, 16, 32), (2, 1, 2, 33), (2, 9, 130)])
+@each_kind
+def test_any_number_of_dimensions(name, shape, small_tiles):
+    """Also stacks whose matrices are no whole number of tiles: a tile never reaches into the next matrix."""
+    x = torch.randn(shape) * 2.0 ** torch.randint(-20, 20, (*shape[:-1], 1)).float()
+    for y in (x, x.bfloat16()):
+        assert_same(triton_rows.quantize(y, Cast.of(name)), encode(y, Cast.of(name)))
+    if len(shape) > 2:
+        turned = x.transpose(0, 1).contiguous().transpose(0, 1)
+        assert_same(triton_rows.quantize(turned, Cast.of(name)), encode(turned, Cast.of(name)))
+
+
+# ---------------------------------------------------------------------------------------------- whole domains
+
+
+def every_bfloat16():
+    """All 65,536 of them, shuffled."""
+    words = torch.arange(65536, dtype=torch.int32).to(torch.int16)
+    return words[torch.randperm(65536)].view(torch.bfloat16)
+
+
+def blocks_of(*columns):
+    """(512, 128 * 16): in each block of 16 these values, and zeros."""
+    x = torch.zeros(65536, 16, dtype=torch.bfloat16)
+    for place, column in enumerate(columns):
+        x[:, 3 * place] = column
+    return x.view(512, 2048)
+
+
+ELEMENTS = ["mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4", "mxint8"]
+DOMAIN = [f"{name}[1x16]" for name in (*ELEMENTS, "float8_e4m3_1x128", "float8_e5m2_1x128")] + ["nvfp4_single_level"]
+
+
+@pytest.mark.parametrize("name", DOMAIN)
+def test_every_bfloat16_value_as_a_block_of_its_own(name, large_tiles):
+    x = blocks_of(every_bfloat16())
+    assert_same(triton_rows.quantize(x, Cast.of(name)), encode(x, Cast.of(name)))
+
+
+@pytest.mark.parametrize("name", DOMAIN)
+def test_every_bfloat16_value_below_a_larger_one(name, large_tiles):
+    """Beside v a value up to 2^8 times as large, so that v meets scales that are not its own; both signs of each."""
+    v = every_bfloat16()
+    word = v.view(torch.int16).to(torch.int32)
+    larger = word + (torch.randint(0, 9, word.shape) << 7) + torch.randint(0, 128, word.shape)
+    w = torch.where((larger & 0x7FFF) < 0x7F80, larger, word).to(torch.int16).view(torch.bfloat16)
+    w = torch.where((w.sign() == v.sign()) | w.isnan(), w, v)
+    x = blocks_of(v, -w, w.neg().roll(1) * 0)
+    for y in (x, x.float()):  # bfloat16 to 4 bits has a kernel of its own
+        assert_same(triton_rows.quantize(y, Cast.of(name)), encode(y, Cast.of(name)))
+
+
+def every_code_by_every_scale(name):
+    """Row r has scale byte r (UE4M3, which has no sign: of 7 bits) and every code (as packed bytes: every byte)."""
+    format = get_format(name)
+    element = format.element
+    data = torch.arange(256, dtype=torch.int32).to(torch.uint8).expand(256, -1)
+    if element.packing[1] > 1:  # three bytes: each of every value
+        data = torch.stack([data, data.flip(1), data.roll(77, 1)], -1).flatten(1)
+    cols = data.shape[1] // element.packing[1] * element.packing[0]
+    byte = torch.arange(256, dtype=torch.int32) % (128 if format.scale is UE4M3 else 256)
+    scale = byte.to(torch.uint8)[:, None].expand(256, cols // 16).contiguous()
+    return Operand(data.contiguous().view(element.dtype), scale, None, format, (256, cols))
+
+
+@each_dtype
+@pytest.mark.parametrize("name", [f"{name}[1x16]" for name in ELEMENTS] + ["nvfp4_single_level", "nvfp4"])
+def test_every_code_times_every_scale(name, dtype, large_tiles):
+    operand = every_code_by_every_scale(name)
+    if operand.format.global_scale:
+        operand = replace(operand, global_scale=torch.tensor(0.7123))
+    assert_same_values(triton_rows.dequantize(operand, dtype), decode(operand, dtype))
+
+
+# ---------------------------------------------------------------------------------------------- both copies
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@each_with_two_copies
+def test_both_copies_of_one_pass_are_the_two_casts(name, dtype, small_tiles):
+    cast = Cast.of(name)
+    for x in map(surrounded, each_values(name, 36, 134, dtype)):
+        rowwise, columnwise = triton_rows.quantize_both(x, cast)
+        assert_same(rowwise, encode(x, cast))
+        assert_same(columnwise, encode(x.t(), cast))
+
+
+@pytest.mark.parametrize("shape", [(64, 256), (64, 130), (67, 131), (3, 140), (131, 2)])
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp6[1x16]", "mxfp4[1x64]", "nvfp4"])
+def test_columns_of_whole_tiles_and_with_tails(name, shape, small_tiles):
+    """From float32, and from bfloat16, of which pairs are read as words where they lie evenly."""
+    cast = Cast.of(name)
+    x = torch.randn(shape) * 2.0 ** torch.randint(-9, 9, shape).float()
+    for y in (x, x.bfloat16()):
+        rowwise, columnwise = triton_rows.quantize_both(y, cast)
+        assert_same(rowwise, encode(y, cast))
+        assert_same(columnwise, encode(y.t(), cast))
+    assert_same(triton_rows.quantize(y.t(), cast), encode(y.t(), cast))
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp4", "nvfp4", "mxfp8[1x128]"])
+def test_both_copies_with_the_tiles_of_a_device(name):
+    cast, x = Cast.of(name, "floor"), values(141, 150, torch.bfloat16)
+    rowwise, columnwise = triton_rows.quantize_both(x[::2], cast)
+    assert_same(rowwise, encode(x[::2], cast))
+    assert_same(columnwise, encode(x[::2].t(), cast))
+
+
+# ---------------------------------------------------------------------------------------------- swizzled
+
+
+@pytest.mark.parametrize("shape", [(37, 300), (130, 90), (128, 128), (128, 132), (1, 2)])
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp6[1x64]", "mxfp4", "nvfp4"])
+def test_swizzled_scales_are_the_swizzle_of_the_scales(name, shape, small_tiles):
+    """What pads them is 0, whatever memory held; codes and global scale are those of ``quantize``."""
+    cast, x = Cast.of(name), torch.randn(shape) * 2.0 ** torch.randint(-9, 9, shape).float()
+    for y in (x, x.bfloat16()):
+        expected = encode(y, cast)
+        data, scale, last = triton_rows.quantize_swizzled(y, cast)
+        assert torch.equal(data, expected.data.view(torch.uint8))
+        assert torch.equal(scale, swizzle(expected.scale))
+        assert (last is None) == (expected.global_scale is None)
+        assert last is None or torch.equal(last, expected.global_scale)
+
+
+# ---------------------------------------------------------------------------------------------- values
+
+
+@each_format
+def test_round_trip_is_encode_and_decode_without_the_global_scale(name, small_tiles):
+    cast = Cast.of(name)
+    for source, target in ((torch.bfloat16, torch.float32), (torch.float16, torch.bfloat16)):
+        x = surrounded(values(16, 260, source))
+        got, last = triton_rows.round_trip(x, cast, target)
+        operand = encode(x, cast)
+        assert_same_values(got, decode_local(operand).to(target))
+        assert (last is None) == (operand.global_scale is None)
+        assert last is None or torch.equal(last, operand.global_scale)
+
+
+@pytest.mark.parametrize("name", ["mxfp8[32x32]", "mxfp4", "float8_row", "nvfp4"])
+def test_values_of_a_stack_and_of_one_row(name, small_tiles):
+    for x in (torch.randn(2, 19, 70), torch.randn(33)):
+        operand = encode(x, Cast.of(name))
+        got, _ = triton_rows.round_trip(x, Cast.of(name), torch.bfloat16)
+        assert_same_values(got, decode_local(operand).bfloat16())
+        assert_same_values(triton_rows.dequantize(operand, torch.bfloat16), decode(operand, torch.bfloat16))
+
+
+@each_format
+def test_dequantize_is_decode(name, small_tiles):
+    for shape, dtype in (((17, 300), torch.float32), ((16, 256), torch.bfloat16), ((9, 131), torch.float16)):
+        operand = encode(values(*shape, torch.float32), Cast.of(name))
+        assert_same_values(triton_rows.dequantize(operand, dtype), decode(operand, dtype))
+
+
+def test_dequantize_takes_operands_that_are_slices():
+    whole = encode(torch.randn(24, 256), Cast.of("mxfp8"))
+    part = Operand(whole.data[::2, 64:192], whole.scale[::2, 2:6], None, whole.format, (12, 128))
+    assert_same_values(triton_rows.dequantize(part, torch.float32), decode(part, torch.float32))
+
+
+# ---------------------------------------------------------------------------------------------- stochastic
+
+
+def stochastic(name, seed):
+    return Cast.of(name, rounding="stochastic", seed=seed)
+
+
+@each_format
+def test_a_seed_decides_every_bit_as_in_the_codec(name, small_tiles):
+    for seed, dtype in ((12345, torch.float32), (2**40 + 7, torch.bfloat16)):
+        for x in map(surrounded, each_values(name, 16, 134, dtype)):
+            assert_same(triton_rows.quantize(x, stochastic(name, seed)), encode(x, stochastic(name, seed)))
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp6[1x64]", "mxfp4", "mxint8", "nvfp4", "float8_1x128"])
+def test_each_copy_rounds_by_a_stream_of_its_own(name, small_tiles):
+    """The transposed copy by the seed after the given one, and by its own places: row and column of the transpose."""
+    x = values(38, 132, torch.float32, specials=False)
+    rowwise, columnwise = triton_rows.quantize_both(x, stochastic(name, 99))
+    assert_same(rowwise, encode(x, stochastic(name, 99)))
+    assert_same(columnwise, encode(x.t(), stochastic(name, 100)))
+    assert_same(triton_rows.quantize(x.t(), stochastic(name, 5)), encode(x.t(), stochastic(name, 5)))
+
+
+@each_kind
+def test_values_are_rounded_by_the_same_seed(name, small_tiles):
+    x = torch.randn(18, 134)
+    got, _ = triton_rows.round_trip(x, stochastic(name, 3), torch.float32)
+    assert_same_values(got, decode_local(encode(x, stochastic(name, 3))))
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp6", "mxfp4", "mxint8", "nvfp4"])
+def test_the_mean_of_many_draws_is_the_value(name, monkeypatch):
+    set_tiles(monkeypatch, rows=1024, cols=128, full=128, groups=4, wide=128)
+    x = torch.randn(64)
+    draws, last = triton_rows.round_trip(x.repeat(1024, 1), stochastic(name, 3), torch.float32)
+    nearest, _ = triton_rows.round_trip(x.repeat(1024, 1), Cast.of(name), torch.float32)
+    x = x if last is None else x / last
+    step = draws.amax(0) - draws.amin(0)
+    between = step > 0
+    bias = ((draws.mean(0) - x) / step)[between]
+    assert bias.numel() > 40
+    assert bias.abs().max() < 5 * 0.5 / math.sqrt(1024)  # 5 sigma of 1024 draws, sigma at most half a step
+    assert ((nearest[0] - x) / step)[between].abs().max() > 0.35  # nearest is off by up to half a step
+
+
+def test_seeds_differ_and_without_one_torchs_generator_decides():
+    x, cast = torch.randn(16, 64), stochastic("mxfp4", None)
+    one, other = (triton_rows.quantize(x, stochastic("mxfp4", s)).data for s in (1, 2))
+    assert 0.05 < (one != other).float().mean() < 0.95
+    torch.manual_seed(3)
+    first, second = triton_rows.quantize(x, cast).data, triton_rows.quantize(x, cast).data
+    torch.manual_seed(3)
+    assert torch.equal(triton_rows.quantize(x, cast).data, first)
+    assert not torch.equal(first, second)
+
+
+def test_a_nearest_cast_takes_nothing_from_the_generator():
+    before = torch.get_rng_state()
+    triton_rows.quantize(torch.ones(4, 32), Cast.of("mxfp8", seed=1))
+    assert torch.equal(torch.get_rng_state(), before)

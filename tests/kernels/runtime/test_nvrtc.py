@@ -1,0 +1,200 @@
+"""CUDA sources compiled for devices that are not here, by the compiler that torch for CUDA brings along."""
+
+import itertools
+import re
+import subprocess
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import mxtensor as mx
+from mxtensor.kernels.runtime import disk_cache, nvrtc
+from mxtensor.kernels.small_m.config import (
+    ELEMENTS,
+    MOST_WEIGHTS,
+    TYPES,
+    Facts,
+    as_taken,
+    cast_constants,
+    classes_of,
+    constants,
+)
+from mxtensor.kernels.small_m.config import registers as shared_out
+from mxtensor.kernels.small_m.heuristics import ROWS, measured_for, table
+from mxtensor.kernels.small_m.launch import ACTIVATION_SOURCES, kernel_of, sources_of
+
+pytestmark = pytest.mark.skipif(isinstance(nvrtc.library(), str), reason="needs NVRTC")
+TARGETS = ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))
+FORMATS = ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4", "mxint8", "nvfp4", "mxfp8[32x32]",
+           "float8_e4m3_row", "float8_e4m3_128x128")  # fmt: skip
+ELSEWHERE = ("mxfp8_e4m3", "nvfp4")
+"""The formats that are compiled for the targets other than sm_90 as well: an element that older devices decode in other
+instructions, and scales that they do."""
+SM90 = (9, 0)
+
+
+def plans(format):
+    """The plans that the table has for one shape, with their numbers of rows."""
+    lines = [line for line in table(SM90) if (line.n, line.k) == (14336, 4096)]
+    return [(line.m, line.plan) for line in measured_for(format, lines)]
+
+
+def said_of(code, tool, option, tmp_path):
+    """What a tool that Triton brings along says of machine code."""
+    triton = pytest.importorskip("triton")
+    path, file = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool, tmp_path / "kernel.cubin"
+    file.write_bytes(code)
+    return subprocess.run([path, option, file], check=True, capture_output=True, text=True).stdout
+
+
+def resources(code, tmp_path):
+    """Registers and stack of each kernel."""
+    text = said_of(code, "cuobjdump", "-res-usage", tmp_path)
+    found = re.findall(r"Function (\w+):\s+REG:(\d+) STACK:(\d+)", text)
+    return {name: (int(registers), int(stack)) for name, registers, stack in found}
+
+
+def waiting(code, tmp_path):
+    """How many of the matrix instructions of four warps wait for those before them: one in four, which ends a group."""
+    products = re.findall(r"HGMMA[^;]*;", said_of(code, "nvdisasm", "-c", tmp_path))
+    return sum("gsb0" in one for one in products) / len(products)
+
+
+def product(format, plan, capability, even=True, rows=8, weights=1):
+    copies, classes = (16, 16, 16) if even else (1, 2, 4), classes_of(format, plan, rows)
+    facts = Facts(format, *[torch.bfloat16] * 3, *copies, even, None, classes, weights)
+    return nvrtc.compiled(sources_of(plan), constants(as_taken(facts, plan), plan), capability)
+
+
+CASES = [(name, SM90) for name in FORMATS] + [(name, c) for name in ELSEWHERE for c in TARGETS if c != SM90]
+
+
+@pytest.mark.parametrize(("name", "capability"), CASES)
+def test_products_compile_and_the_narrow_ones_keep_to_registers(name, capability, tmp_path):
+    format = mx.get_format(name)
+    for m, plan in plans(format):
+        if m not in (ROWS[0], ROWS[-1]) and capability != SM90:
+            continue
+        if plan.together and capability != SM90:
+            continue
+        code = product(format, plan if capability >= SM90 else plan._replace(split=1), capability, rows=m)
+        registers, stack = resources(code, tmp_path)[kernel_of(plan)]
+        assert registers * plan.threads * plan.blocks <= 65536
+        if plan.together:  # all that there are, of which some threads give theirs to others
+            assert registers == min(65536 // plan.blocks // plan.threads // 8 * 8, 255) == shared_out(plan).at_first
+        most = 256 if capability < SM90 else 32 if plan.together else 0 if plan.resident else 16 if m <= 16 else 256
+        assert stack <= most, f"{m} rows by {plan}: {stack} bytes of stack"
+        assert not plan.together or waiting(code, tmp_path) == 0.25, f"products of {name} by {plan} wait for each other"
+
+
+def test_tails_and_odd_alignments_compile():
+    format = mx.get_format("mxfp6")
+    for capability in ((8, 0), (9, 0)):
+        for plan in {plan._replace(split=1) for m, plan in plans(format) if m == 1}:
+            assert product(format, plan, capability, even=False)
+
+
+@pytest.mark.parametrize("capability", TARGETS)
+def test_products_of_several_weights_compile(capability, tmp_path):
+    format = mx.get_format("mxfp4")
+    for plan in dict(plans(format)[::-1] if capability == SM90 else plans(format)[:1]).values():
+        plan = plan if capability >= SM90 else plan._replace(split=1)
+        code = product(format, plan, capability, rows=plan.cols, weights=MOST_WEIGHTS)
+        assert resources(code, tmp_path)[kernel_of(plan)][1] <= (32 if plan.together else 256)
+        assert not plan.together or waiting(code, tmp_path) == 0.25
+
+
+@pytest.mark.parametrize("capability", TARGETS)
+def test_casts_of_activations_compile(capability, tmp_path):
+    casts = (None, mx.Cast.of("mxfp8"), mx.Cast.of("mxint8", "floor"), mx.Cast.of("nvfp4"))
+    for cast, tiles in itertools.product(casts, (0, 64)):
+        row = (
+            ("ELEMENT", next(iter(ELEMENTS.values()))),
+            ("X", TYPES[torch.bfloat16]),
+            ("X_COPY", 16),
+            ("TILES", tiles),
+        )
+        code = nvrtc.compiled(ACTIVATION_SOURCES, (*row, *cast_constants(cast)), capability)
+        assert {stack for _, stack in resources(code, tmp_path).values()} == {0}
+
+
+def test_what_is_compiled_is_kept_on_disk(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    row = (("ELEMENT", "E4M3"), ("X", "BFLOAT16"), ("X_COPY", 2), ("TILES", 0), ("CAST", 0))
+    code = nvrtc.compiled(ACTIVATION_SOURCES, row, SM90)
+    (file,) = tmp_path.rglob("*.cubin")
+    assert file.read_bytes() == code
+    file.write_bytes(b"kept")
+    assert nvrtc.compiled(ACTIVATION_SOURCES, row, SM90) == b"kept"
+    assert nvrtc.compiled(ACTIVATION_SOURCES, row, (8, 0)) != b"kept"
+
+
+def test_a_home_that_cannot_be_written_to_is_no_obstacle(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    row = (("ELEMENT", "E4M3"), ("X", "BFLOAT16"), ("X_COPY", 1), ("TILES", 0), ("CAST", 0))
+    assert nvrtc.compiled(ACTIVATION_SOURCES, row, SM90)
+
+
+def test_what_is_kept_and_cannot_be_read_is_compiled_again(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    row = (("ELEMENT", "E4M3"), ("X", "BFLOAT16"), ("X_COPY", 4), ("TILES", 0), ("CAST", 0))
+    code = nvrtc.compiled(ACTIVATION_SOURCES, row, SM90)
+
+    def refuse(path):
+        raise PermissionError(path)
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    assert nvrtc.compiled(ACTIVATION_SOURCES, row, SM90) == code
+
+
+def test_a_user_without_a_home_has_a_folder_for_the_process(monkeypatch):
+    def none():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", none)
+    path = disk_cache.kept_path("cuda", "key", "cubin")
+    with disk_cache.new_file(path) as file:
+        file.write_bytes(b"kept")
+    assert path.read_bytes() == b"kept" and path == disk_cache.kept_path("cuda", "key", "cubin")
+
+
+def test_a_device_that_the_compiler_does_not_know_runs_the_code_of_its_generation_or_is_refused():
+    assert [nvrtc._target(c) for c in TARGETS] == list(TARGETS)
+    assert nvrtc._target((9, 5)) == (9, 0) and nvrtc._target((10, 9)) == (10, 3) and nvrtc.unknown((9, 5)) is None
+    row = (("ELEMENT", "E4M3"), ("X", "BFLOAT16"), ("X_COPY", 2), ("TILES", 0), ("CAST", 0))
+    assert nvrtc.compiled(ACTIVATION_SOURCES, row, (9, 5)) == nvrtc.compiled(ACTIVATION_SOURCES, row, SM90)
+    assert re.fullmatch(r"NVRTC 1\d\.\d+ knows no code that sm990 runs; a newer torch .*", nvrtc.unknown((99, 0)))
+
+
+def test_threads_that_want_more_shared_memory_agree_with_the_driver(monkeypatch):
+    """The first to ask, with less, is held up in the driver until the second has asked, or for a moment."""
+    fun = nvrtc.Function.__new__(nvrtc.Function)
+    fun._memory, fun._function, fun._changes = 0, None, threading.Lock()
+    begun, asked, allowed = threading.Event(), threading.Event(), []
+
+    def allow(function, which, memory):
+        begun.set()
+        if memory == 100:
+            asked.wait(0.2)
+        allowed.append(memory)
+        asked.set()
+
+    monkeypatch.setattr(nvrtc, "_driver", lambda: SimpleNamespace(cuFuncSetAttribute=allow))
+    monkeypatch.setattr(nvrtc, "check_error", lambda result: None)
+    first = threading.Thread(target=fun._allow, args=(100,))
+    first.start()
+    begun.wait()
+    fun._allow(200)
+    first.join()
+    assert allowed == [100, 200] and fun._memory == 200
+
+
+def test_without_the_compiler_the_kernel_refuses_with_a_sentence(monkeypatch):
+    monkeypatch.setattr(nvrtc, "_wheel", list)
+    monkeypatch.setattr(nvrtc.ctypes, "CDLL", lambda name: (_ for _ in ()).throw(OSError(name)))
+    assert nvrtc.library.__wrapped__() == "NVRTC, which torch for CUDA brings along, is not installed"

@@ -1,0 +1,733 @@
+"""mxtensor.nn.Linear: torch's layer outside autocast, the recipe's three products inside, and every option."""
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import mxtensor as mx
+from mxtensor.core.dispatch import describe
+from mxtensor.nn import Linear
+from mxtensor.recipe.training_recipes import (
+    CustomRecipe,
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Format,
+    MXFP4BlockScaling,
+    MXFP6BlockScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+)
+from mxtensor.te.quantizers import (
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+)
+from mxtensor.training.delayed_scaling import DelayedState
+from mxtensor.training.linear import Options, linear
+from mxtensor.training.model_init import quantized_model_init
+from tests.helpers.compare import relative_error
+from tests.helpers.training_reference import check_step
+
+NEAREST = {
+    "mxfp8": MXFP8BlockScaling(),
+    "mxfp8 hybrid, 32x32 weights": MXFP8BlockScaling(fp8_format=Format.HYBRID, two_dimensional_weights=True),
+    "mxfp8 plain backward": MXFP8BlockScaling(high_precision_backward=True),
+    "mxfp6": MXFP6BlockScaling(),
+    "mxfp4": MXFP4BlockScaling(stochastic_rounding=False),
+    "nvfp4": NVFP4BlockScaling(disable_stochastic_rounding=True),
+    "float8 current": Float8CurrentScaling(),
+    "float8 block": Float8BlockScaling(),
+    "weight in high precision": CustomRecipe("mxfp8", None, "mxfp8_e5m2"),
+}
+"""Recipes that round to nearest and keep no state."""
+
+
+def leaf(*shape, dtype=torch.float32):
+    return torch.randn(shape).to(dtype).requires_grad_()
+
+
+def step(layer, x, g, recipe, **arguments):
+    """(y, dx) of a pass inside autocast; recipe None: outside it."""
+    x = x.detach().requires_grad_(x.requires_grad)
+    with mx.autocast(enabled=recipe is not None, recipe=recipe):
+        y = layer(x, **arguments)
+    if y.requires_grad:
+        y.backward(g)
+    return y.detach(), x.grad
+
+
+def check(layer, x, g, recipe):
+    """Hold a pass and the gradients of fresh parameters to the reference."""
+    layer.zero_grad(set_to_none=True)
+    y, dx = step(layer, x, g, recipe)
+    db = None if layer.bias is None else layer.bias.grad
+    check_step((y, dx, layer.weight.grad, db), x, layer.weight, layer.bias, g, recipe.roles())
+
+
+def holds(layer, x, g, recipe, y, dx=None, dw=None, db=None):
+    """Hold what there is of a pass to the reference."""
+    check_step((y, dx, dw, db), x, layer.weight, layer.bias, g, recipe.roles())
+
+
+def twin(layer):
+    return copy.deepcopy(layer)
+
+
+# ---------------------------------------------------------------------------------------------- as torch.nn.Linear
+
+
+def test_it_starts_as_torch_does_and_loads_its_state_dict():
+    torch.manual_seed(5)
+    theirs = nn.Linear(40, 24)
+    torch.manual_seed(5)
+    ours = Linear(40, 24)
+    assert torch.equal(ours.weight, theirs.weight) and torch.equal(ours.bias, theirs.bias)
+    assert list(ours.state_dict()) == ["weight", "bias"]
+    other = nn.Linear(40, 24)
+    assert str(ours.load_state_dict(other.state_dict())) == "<All keys matched successfully>"
+    assert torch.equal(ours.weight, other.weight)
+    assert str(other.load_state_dict(ours.state_dict())) == "<All keys matched successfully>"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_outside_autocast_it_is_torch_linear(dtype):
+    ours, theirs = Linear(40, 24, params_dtype=dtype), nn.Linear(40, 24, dtype=dtype)
+    ours.load_state_dict(theirs.state_dict())
+    x, g = leaf(3, 7, 40, dtype=dtype), torch.randn(3, 7, 24).to(dtype)
+    y, dx = step(ours, x, g, None)
+    expected = theirs(x)
+    expected.backward(g)
+    assert torch.equal(y, expected) and torch.equal(dx, x.grad)
+    assert torch.equal(ours.weight.grad, theirs.weight.grad) and torch.equal(ours.bias.grad, theirs.bias.grad)
+    with mx.autocast(), mx.autocast(enabled=False):
+        assert torch.equal(ours(x), expected)
+    assert ours.quantizers == {"scaling_fwd": [], "scaling_bwd": []}
+
+
+# ---------------------------------------------------------------------------------------------- numbers
+
+
+@pytest.mark.parametrize("recipe", NEAREST.values(), ids=NEAREST)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_every_recipe_gives_the_reference(recipe, dtype):
+    layer = Linear(100, 70, params_dtype=dtype)
+    check(layer, leaf(3, 19, 100, dtype=dtype), torch.randn(3, 19, 70).to(dtype), recipe)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "float8 current", "float8 block"])
+@pytest.mark.parametrize("shape, n", [((1, 7), 5), ((33, 31), 65), ((2, 3, 5, 33), 17), ((40,), 30), ((0, 64), 32)])
+def test_any_shape(shape, n, recipe):
+    check(Linear(shape[-1], n), leaf(*shape), torch.randn(*shape[:-1], n), NEAREST[recipe])
+
+
+def test_strided_inputs_and_expanded_gradients():
+    layer, recipe = Linear(48, 24), NEAREST["mxfp8"]
+    x = torch.randn(48, 36).t().requires_grad_()
+    for g in (torch.randn(24, 36).t(), torch.randn(1, 24).expand(36, 24), torch.randn(()).expand(36, 24)):
+        check(layer, x, g, recipe)
+
+
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("w_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_result_has_the_dtype_of_the_input_and_gradients_those_of_their_tensors(x_dtype, w_dtype):
+    layer, x = Linear(64, 48, params_dtype=w_dtype), leaf(20, 64, dtype=x_dtype)
+    g = torch.randn(20, 48).to(x_dtype)
+    for recipe in (NEAREST["mxfp8"], None):
+        y, dx = step(layer, x, g, recipe)
+        assert (y.dtype, dx.dtype) == (x_dtype, x_dtype)
+        assert layer.weight.grad.dtype is layer.bias.grad.dtype is w_dtype
+    holds(layer, x, g, NEAREST["mxfp8"], *step(layer, x, g, NEAREST["mxfp8"]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_torch_autocast_gives_the_dtype_of_the_result(dtype):
+    layer, x, g = Linear(64, 48), leaf(20, 64), torch.randn(20, 48).to(dtype)
+    with torch.autocast("cpu", dtype):
+        for recipe in (NEAREST["mxfp8"], None):
+            layer.zero_grad()
+            y, dx = step(layer, x, g, recipe)
+            assert (y.dtype, dx.dtype, layer.weight.grad.dtype) == (dtype, torch.float32, torch.float32)
+    y, _ = step_in(dtype, layer, x, g)
+    holds(layer, x, g, NEAREST["mxfp8"], y)
+
+
+def step_in(dtype, layer, x, g):
+    with torch.autocast("cpu", dtype):
+        return step(layer, x, g, NEAREST["mxfp8"])
+
+
+def test_error_against_an_unquantized_layer():
+    """By norm, on Gaussian data: 3.7 % is what two MXFP8 factors give."""
+    layer, x, g = Linear(512, 384, bias=False), leaf(256, 512), torch.randn(256, 384)
+    y, dx = step(layer, x, g, NEAREST["mxfp8"])
+    x64, w64, g64 = x.detach().double(), layer.weight.detach().double(), g.double()
+    for mine, exact in ((y, x64 @ w64.T), (dx, g64 @ w64), (layer.weight.grad, g64.T @ x64)):
+        assert relative_error(mine, exact) < 0.04
+
+
+@pytest.mark.parametrize("frozen", ["weight", "bias", "input"])
+def test_what_is_frozen_gets_no_gradient_and_the_rest_is_right(frozen):
+    layer, x, g = Linear(64, 48), leaf(20, 64), torch.randn(20, 48)
+    (x if frozen == "input" else getattr(layer, frozen)).requires_grad_(False)
+    with mx.explain() as log:
+        check(layer, x, g, NEAREST["mxfp8"])
+    ops = {entry.spec.op for entry in log.entries}
+    assert ("dgrad" in ops, "wgrad" in ops) == (frozen != "input", frozen != "weight")
+    assert (layer.weight.grad is None, layer.bias.grad is None) == (frozen == "weight", frozen == "bias")
+
+
+def test_tied_weights_add_their_gradients():
+    one, two = Linear(64, 64, bias=False), Linear(64, 64, bias=False)
+    two.weight = one.weight
+    x, g, h = leaf(20, 64), torch.randn(20, 64), torch.randn(20, 64)
+    apart = []
+    for layer, upstream in ((one, g), (two, h)):
+        one.weight.grad = None
+        step(layer, x, upstream, NEAREST["mxfp8"])
+        apart.append(one.weight.grad)
+    one.weight.grad = None
+    with mx.autocast():
+        torch.autograd.backward([one(x), two(x)], [g, h])
+    assert torch.equal(one.weight.grad, apart[1] + apart[0])
+
+
+def test_two_forwards_before_two_backwards_outside_the_context():
+    layer, x, z = Linear(64, 48), leaf(20, 64), leaf(9, 64)
+    with mx.autocast(recipe=NEAREST["mxfp8"]):
+        first, second = layer(x), layer(z)
+    g, h = torch.randn(20, 48), torch.randn(9, 48)
+    second.backward(h)
+    of_second = layer.weight.grad.clone()
+    first.backward(g)
+    holds(layer, x, g, NEAREST["mxfp8"], first, x.grad)
+    holds(layer, z, h, NEAREST["mxfp8"], second, z.grad, of_second)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_recomputation_gives_the_same_step(use_reentrant):
+    layer, x, g = Linear(64, 48), leaf(20, 64), torch.randn(20, 48)
+    plain = (*step(layer, x, g, NEAREST["mxfp8"]), layer.weight.grad)
+    layer.zero_grad()
+    again = step(lambda t: checkpoint(layer, t, use_reentrant=use_reentrant), x, g, NEAREST["mxfp8"])
+    assert all(torch.equal(a, b) for a, b in zip(plain, (*again, layer.weight.grad), strict=True))
+
+
+# ---------------------------------------------------------------------------------------------- bias, init, split
+
+
+def test_return_bias_leaves_the_addition_to_the_caller():
+    layer, x = Linear(40, 24, return_bias=True), leaf(7, 40, dtype=torch.bfloat16)
+    added = Linear(40, 24)
+    added.load_state_dict(layer.state_dict())
+    for recipe in (None, NEAREST["mxfp8"]):
+        with mx.autocast(enabled=recipe is not None, recipe=recipe):
+            (y, bias), z = layer(x), added(x)
+        assert bias.dtype is torch.bfloat16 and relative_error(y + bias, z) < 4e-3
+    with mx.autocast():
+        y, bias = Linear(40, 24, bias=False, return_bias=True)(x)
+    assert bias is None
+
+
+def test_init_method_fills_the_weight_and_biases_start_at_zero():
+    layer = Linear(40, 24, init_method=lambda t: nn.init.constant_(t, 0.5))
+    assert (layer.weight == 0.5).all() and (layer.bias == 0).all()
+    with torch.no_grad():
+        layer.weight.zero_()
+    layer.reset_parameters()
+    assert (layer.weight == 0.5).all()
+    deferred = Linear(40, 24, device="meta").to_empty(device="cpu")
+    deferred.reset_parameters()
+    assert 0 < deferred.weight.abs().max() <= 1 / 40**0.5 and 0 < deferred.bias.abs().max() <= 1 / 40**0.5
+
+
+@pytest.mark.parametrize("recipe", [None, NEAREST["mxfp8"], NEAREST["nvfp4"]], ids=["plain", "mxfp8", "nvfp4"])
+def test_split_parameters_are_one_weight(recipe):
+    split, whole = Linear(40, 70, parameters_split={"query": 40, "key_": 30}), Linear(40, 70)
+    names = [name for name, _ in split.named_parameters()]
+    assert names == ["query_weight", "query_bias", "key_weight", "key_bias"]
+    with torch.no_grad():
+        whole.weight.copy_(torch.cat([split.query_weight, split.key_weight]))
+        whole.bias.copy_(torch.cat([split.query_bias, split.key_bias]))
+    x, g = leaf(20, 40), torch.randn(20, 70)
+    assert all(map(torch.equal, step(split, x, g, recipe), step(whole, x, g, recipe)))
+    for name in ("weight", "bias"):
+        parts = torch.cat([getattr(split, f"{part}_{name}").grad for part in ("query", "key")])
+        assert torch.equal(parts, getattr(whole, name).grad)
+
+
+def test_a_split_by_names_has_equal_parts():
+    layer = Linear(40, 48, parameters_split=("q", "k", "v"), bias=False)
+    assert [tuple(p.shape) for p in layer.parameters()] == [(16, 40)] * 3
+    with pytest.raises(ValueError, match="does not divide out_features=50"):
+        Linear(40, 50, parameters_split=("q", "k", "v"))
+    with pytest.raises(ValueError, match=r"\{'q': 20, 'k': 20\} does not divide out_features=50"):
+        Linear(40, 50, parameters_split={"q": 20, "k": 20})
+
+
+@pytest.mark.parametrize("recipe", [NEAREST["mxfp8"], NEAREST["float8 current"], DelayedScaling()], ids=str)
+def test_quantized_split_parameters_are_products_of_their_own(recipe):
+    with quantized_model_init(recipe=recipe):
+        split = Linear(40, 70, parameters_split={"q": 40, "k": 30})
+        each = Linear(40, 40), Linear(40, 30)
+    for layer, name in zip(each, ("q", "k"), strict=True):
+        layer.weight, layer.bias = getattr(split, f"{name}_weight"), getattr(split, f"{name}_bias")
+    x, g = leaf(20, 40), torch.randn(20, 70)
+    y, dx = step(split, x, g, recipe)
+    apart = [step(layer, x, part, recipe) for layer, part in zip(each, g.split([40, 30], 1), strict=True)]
+    assert torch.equal(y, torch.cat([a[0] for a in apart], 1)) and torch.equal(dx, apart[0][1] + apart[1][1])
+    assert len(split.quantizers["scaling_fwd"]) == 4 and len(split.quantizers["scaling_bwd"]) == 2
+
+
+# ---------------------------------------------------------------------------------------------- main_grad
+
+
+def with_main_grad(layer):
+    for parameter in layer.parameters():
+        if parameter.dim() == 2:
+            parameter.main_grad = torch.zeros(parameter.shape)
+    return layer
+
+
+@pytest.mark.parametrize("recipe", [None, NEAREST["mxfp8"], NEAREST["mxfp8 plain backward"]], ids=str)
+def test_fused_accumulation_adds_float32_wgrads_to_main_grad(recipe):
+    plain = Linear(64, 48)
+    fused = with_main_grad(Linear(64, 48, fuse_wgrad_accumulation=True, params_dtype=torch.bfloat16))
+    with torch.no_grad():
+        plain.weight.copy_(fused.weight)
+        plain.bias.copy_(fused.bias)
+    total = torch.zeros(48, 64)
+    for _ in range(3):
+        x, g = leaf(20, 64, dtype=torch.bfloat16), torch.randn(20, 48).bfloat16()
+        step(fused, x, g, recipe)
+        plain.zero_grad()
+        step(plain, x.float().detach(), g.float(), recipe)
+        total += plain.weight.grad
+        assert fused.weight.grad is None and fused.bias.grad is not None
+    assert fused.weight.main_grad.dtype is torch.float32
+    assert relative_error(fused.weight.main_grad, total) < 1e-6
+
+
+def test_main_grad_of_split_and_of_quantized_parameters():
+    recipe, x, g = NEAREST["mxfp8"], leaf(20, 64), torch.randn(20, 48)
+    split = with_main_grad(Linear(64, 48, parameters_split=("a", "b"), fuse_wgrad_accumulation=True))
+    split.b_weight.requires_grad_(False)
+    whole = Linear(64, 48)
+    with torch.no_grad():
+        whole.weight.copy_(torch.cat([split.a_weight, split.b_weight]))
+    step(split, x, g, recipe), step(whole, x, g, recipe)
+    assert torch.equal(split.a_weight.main_grad, whole.weight.grad[:24]) and not split.b_weight.main_grad.any()
+    with quantized_model_init(recipe=recipe):
+        held = with_main_grad(Linear(64, 48, fuse_wgrad_accumulation=True))
+    step(held, x, g, recipe)
+    assert torch.equal(held.weight.main_grad, whole.weight.grad) and held.weight.grad is None
+
+
+def test_a_missing_main_grad_is_named_and_nothing_has_changed():
+    layer, x, g = Linear(64, 48, fuse_wgrad_accumulation=True, name="decoder.fc"), leaf(20, 64), torch.randn(20, 48)
+    with pytest.raises(
+        RuntimeError, match=r"decoder.fc: .* \(48, 64\) has no main_grad; give it one: weight.main_grad"
+    ):
+        step(layer, x, g, NEAREST["mxfp8"])
+    layer.weight.main_grad = torch.zeros(64, 48)
+    with pytest.raises(RuntimeError, match=r"has a main_grad of shape \(64, 48\)"):
+        step(layer, x, g, None)
+    assert layer.quantizers["scaling_fwd"] == []
+    with torch.no_grad(), mx.autocast():
+        assert layer(x).shape == (20, 48)  # nothing will be added
+    with_main_grad(layer)
+    holds(layer, x, g, NEAREST["mxfp8"], *step(layer, x, g, NEAREST["mxfp8"]))
+    layer.weight.requires_grad_(False)
+    del layer.weight.main_grad
+    step(layer, x, g, NEAREST["mxfp8"])
+
+
+# ---------------------------------------------------------------------------------------------- backward_dw
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["grad", "main_grad"])
+@pytest.mark.parametrize("recipe", [None, NEAREST["mxfp8"], DelayedScaling()], ids=["plain", "mxfp8", "delayed"])
+def test_seed_000_frame_5a_delayed_wgrads_add_up_over_microbatches(recipe, fused):
+    """Several passes before one backward_dw give, to the bit, what passes give that do not wait."""
+    at_once = with_main_grad(Linear(64, 48, fuse_wgrad_accumulation=fused))
+    later = with_main_grad(Linear(64, 48, fuse_wgrad_accumulation=fused, delay_wgrad_compute=True))
+    later.load_state_dict(at_once.state_dict())
+
+    def gradient(layer):
+        return layer.weight.main_grad if fused else layer.weight.grad
+
+    for _ in range(2):
+        before = None if gradient(later) is None else gradient(later).clone()
+        for _ in range(3):
+            x, g = leaf(20, 64), torch.randn(20, 48)
+            assert all(map(torch.equal, step(later, x, g, recipe), step(at_once, x, g, recipe)))
+            assert torch.equal(later.bias.grad, at_once.bias.grad)  # at once
+        assert gradient(later) is before is None or torch.equal(gradient(later), before)
+        later.backward_dw()
+        assert torch.equal(gradient(later), gradient(at_once))
+        later.backward_dw()  # nothing has come since
+        assert torch.equal(gradient(later), gradient(at_once))
+
+
+def test_backward_dw_computes_as_the_forward_pass_would_have():
+    """Not in the torch.autocast that happens to be active, and for split and quantized weights too."""
+    recipe, x, g = NEAREST["mxfp8 plain backward"], leaf(20, 64), torch.randn(20, 48)
+    at_once, later = Linear(64, 48), Linear(64, 48, parameters_split=("a", "b"), delay_wgrad_compute=True)
+    with torch.no_grad():
+        at_once.weight.copy_(torch.cat([later.a_weight, later.b_weight]))
+    step(at_once, x, g, recipe), step(later, x, g, recipe)
+    with torch.autocast("cpu", torch.bfloat16):
+        later.backward_dw()
+    assert torch.equal(torch.cat([later.a_weight.grad, later.b_weight.grad]), at_once.weight.grad)
+    assert not later.a_weight.grad.requires_grad
+    with quantized_model_init(recipe=NEAREST["mxfp8"]):
+        held = Linear(64, 48, delay_wgrad_compute=True)
+    step(held, x, g, NEAREST["mxfp8"])
+    held.backward_dw()
+    assert type(held.weight.grad) is torch.Tensor
+    at_once.zero_grad()
+    step(at_once, x, g, NEAREST["mxfp8"])
+    assert torch.equal(held.weight.grad, at_once.weight.grad)
+
+
+def test_backward_dw_of_a_layer_that_does_not_wait_does_nothing():
+    layer, x = Linear(64, 48), leaf(20, 64)
+    step(layer, x, torch.randn(20, 48), NEAREST["mxfp8"])
+    before = layer.weight.grad.clone()
+    layer.backward_dw()
+    assert torch.equal(layer.weight.grad, before)
+
+
+# ---------------------------------------------------------------------------------------------- microbatches
+
+
+def weight_casts(layer, log):
+    shape = "x".join(map(str, layer.weight.shape))
+    return [e for e in log.entries if e.spec.op.startswith("cast") and describe(e.spec).endswith(shape)]
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8 plain backward", "float8 current", "weight in high precision"])
+def test_the_first_microbatch_quantizes_the_weight_for_the_others(recipe):
+    recipe = NEAREST[recipe]
+    kept, anew = Linear(64, 48), Linear(64, 48)
+    anew.load_state_dict(kept.state_dict())
+    for first in (True, False, False):
+        x, g = leaf(20, 64), torch.randn(20, 48)
+        with mx.explain() as log:
+            mine = step(kept, x, g, recipe, is_first_microbatch=first)
+        assert (len(weight_casts(kept, log)) > 0) == (first and recipe.roles().weight.rowwise is not None)
+        theirs = step(anew, x, g, recipe)
+        assert all(relative_error(a, b) < 1e-6 for a, b in zip(mine, theirs, strict=True))
+    assert relative_error(kept.weight.grad, anew.weight.grad) < 1e-6
+
+
+def test_a_kept_weight_is_made_anew_when_it_or_the_recipe_changes():
+    layer, x, g = Linear(64, 48), leaf(20, 64), torch.randn(20, 48)
+    step(layer, x, g, NEAREST["mxfp8"], is_first_microbatch=True)
+    with torch.no_grad():
+        layer.weight.mul_(-3)  # as an optimizer's step
+    y, dx = step(layer, x, g, NEAREST["mxfp8"], is_first_microbatch=False)
+    holds(layer, x, g, NEAREST["mxfp8"], y, dx)
+    hybrid = MXFP8BlockScaling(fp8_format=Format.E5M2)
+    y, dx = step(layer, x, g, hybrid, is_first_microbatch=False)
+    holds(layer, x, g, hybrid, y, dx)
+    layer.weight = nn.Parameter(torch.randn(48, 64))
+    y, dx = step(layer, x, g, hybrid, is_first_microbatch=False)
+    holds(layer, x, g, hybrid, y, dx)
+
+
+def test_what_an_evaluation_keeps_serves_training():
+    layer, x, g = Linear(64, 48), leaf(20, 64), torch.randn(20, 48)
+    for off in (torch.no_grad(), torch.inference_mode()):
+        with off, mx.autocast(recipe=NEAREST["mxfp8"]):
+            layer(x, is_first_microbatch=True)
+        y, dx = step(layer, x, g, NEAREST["mxfp8"], is_first_microbatch=False)
+        holds(layer, x, g, NEAREST["mxfp8"], y, dx)
+
+
+def test_save_original_input_keeps_the_input_itself():
+    layer, kept = Linear(64, 48, save_original_input=True), []
+    x, g = leaf(20, 64), torch.randn(20, 48)
+    keep = torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.data_ptr()) or t, lambda t: t)
+    with keep, mx.autocast(recipe=NEAREST["mxfp8"]):
+        y = layer(x)
+    assert x.data_ptr() in kept
+    y.backward(g)
+    holds(layer, x, g, NEAREST["mxfp8"], y, x.grad, layer.weight.grad, layer.bias.grad)
+
+
+# ---------------------------------------------------------------------------------------------- recipes change
+
+QUANTIZERS = {
+    MXFP8BlockScaling: MXFP8Quantizer,
+    NVFP4BlockScaling: NVFP4Quantizer,
+    Float8BlockScaling: Float8BlockQuantizer,
+    Float8CurrentScaling: Float8CurrentScalingQuantizer,
+    DelayedScaling: Float8Quantizer,
+}
+
+
+@pytest.mark.parametrize("made_by", [MXFP8BlockScaling, Float8BlockScaling, NVFP4BlockScaling])
+def test_seed_001_frame_2_weight_tensor_and_recipe_correspondence(made_by):
+    with quantized_model_init(enabled=True, recipe=made_by()):
+        layer = Linear(32, 32)
+    x, g = leaf(32, 32), torch.randn(32, 32)
+    step(layer, x, g, made_by())
+    quantizers, y = layer.quantizers, step(layer, x, g, made_by())[0]
+    with pytest.raises(RuntimeError) as caught:
+        step(layer, x, g, DelayedScaling())
+    for words in ("Recipe mismatch for Linear", made_by.__name__, "DelayedScaling", "use the recipe"):
+        assert words in str(caught.value)
+    assert layer.quantizers is quantizers and list(layer.state_dict()) == ["weight", "bias"]
+    assert torch.equal(step(layer, x, g, made_by())[0], y)
+
+
+def test_a_mismatch_names_the_module():
+    with quantized_model_init():
+        layer = Linear(32, 32, name="encoder.3.fc1")
+    with pytest.raises(RuntimeError, match=r"Recipe mismatch for encoder\.3\.fc1: "):
+        step(layer, leaf(4, 32), None, Float8CurrentScaling())
+
+
+@pytest.mark.parametrize("target", [MXFP8BlockScaling, Float8BlockScaling, Float8CurrentScaling, NVFP4BlockScaling])
+def test_seed_001_frame_3_dynamic_recipe_update(target):
+    """Three iterations, and three under a recipe of another type: one warning, at the first of them."""
+    layer = Linear(32, 32)
+    for _ in range(3):
+        step(layer, leaf(32, 32), torch.randn(32, 32), DelayedScaling())
+    assert all(isinstance(q, Float8Quantizer) for q in layer.quantizers["scaling_fwd"])
+    recipe = target()
+    for i in range(3):
+        x, g = leaf(32, 32), torch.randn(32, 32)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            step(layer, x, g, recipe)
+        assert [w.category for w in caught] == ([UserWarning] if i == 0 else [])
+        for text in (str(w.message) for w in caught):
+            assert "Recipe type changed from DelayedScaling to " + target.__name__ + " for Linear" in text
+        assert all(isinstance(q, QUANTIZERS[target]) for q in layer.quantizers["scaling_fwd"])
+    if target is not NVFP4BlockScaling:  # whose gradients round stochastically
+        check(layer, x, g, recipe)
+
+
+@pytest.mark.parametrize("recipe, kind", QUANTIZERS.items())
+def test_seed_001_frame_4_quantizer_slots(recipe, kind):
+    layer = Linear(32, 32)
+    step(layer, leaf(32, 32), torch.randn(32, 32), recipe())
+    assert [len(layer.quantizers[key]) for key in ("scaling_fwd", "scaling_bwd")] == [2, 1]
+    assert all(isinstance(q, kind) for slots in layer.quantizers.values() for q in slots)
+
+
+def test_a_changed_field_takes_effect_at_the_next_forward_without_a_warning():
+    layer, recipe, x, g = Linear(64, 48), MXFP8BlockScaling(), leaf(20, 64), torch.randn(20, 48)
+    check(layer, x, g, recipe)
+    before = layer.quantizers
+    check(layer, x, g, recipe)
+    assert layer.quantizers is before
+    for field, value in (("fp8_format", Format.HYBRID), ("weight_scaling", "floor"), ("high_precision_wgrad", True)):
+        setattr(recipe, field, value)
+        check(layer, x, g, recipe)
+        assert layer.quantizers is not before
+        before = layer.quantizers
+
+
+# ---------------------------------------------------------------------------------------------- delayed scaling
+
+
+def test_delayed_scaling_has_histories_of_its_own():
+    """Products and histories are those of ``linear`` over one DelayedState; the first scales are 1."""
+    layer, recipe = Linear(64, 48), DelayedScaling(amax_history_len=4)
+    state = DelayedState(recipe.roles(), torch.device("cpu"))
+    for i in range(6):
+        x, g = leaf(20, 64), torch.randn(20, 48)
+        layer.zero_grad()
+        y, dx = step(layer, x, g, recipe)
+        z, w = x.detach().requires_grad_(), layer.weight.detach().requires_grad_()
+        scales = state.step()
+        expected = linear(z, w, layer.bias.detach(), Options(recipe.roles()), scales)
+        expected.backward(g)
+        assert torch.equal(y, expected) and torch.equal(dx, z.grad) and torch.equal(layer.weight.grad, w.grad)
+        quantizer = layer.quantizers["scaling_fwd"][0]
+        assert torch.equal(quantizer.scale, state.scale[0]) and torch.equal(quantizer.amax, state.record[0])
+        if i == 0:
+            assert (state.scale == 1).all()
+            amax = x.abs().amax()
+    assert not torch.equal(state.amax[0], amax)  # four steps later the first is forgotten
+
+
+def test_a_delayed_state_is_replaced_when_the_recipe_changes():
+    layer, x, g = Linear(64, 48), leaf(20, 64), torch.randn(20, 48)
+    for _ in range(2):
+        step(layer, x, g, DelayedScaling())
+    assert (layer.quantizers["scaling_fwd"][0].scale != 1).all()
+    step(layer, x, g, DelayedScaling(margin=2))
+    assert (layer.quantizers["scaling_fwd"][0].scale == 1).all()
+    assert layer.state_dict()["_extra_state"]["0.amax"].shape == (3,)
+    with pytest.warns(UserWarning, match="Recipe type changed"):
+        step(layer, x, g, MXFP8BlockScaling())
+    assert "_extra_state" not in layer.state_dict()
+
+
+def test_a_checkpoint_resumes_delayed_scaling_to_the_bit(tmp_path):
+    recipe = DelayedScaling(amax_history_len=8)
+    model = nn.Sequential(Linear(64, 48), Linear(48, 16, delay_wgrad_compute=True))
+    data = [(leaf(20, 64), torch.randn(20, 16)) for _ in range(6)]
+    for x, g in data[:3]:
+        step(model, x, g, recipe)
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    resumed = nn.Sequential(Linear(64, 48), Linear(48, 16))
+    resumed.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
+    early = resumed.state_dict()
+    assert torch.equal(early["0._extra_state"]["0.history"], model[0].state_dict()["_extra_state"]["0.history"])
+    for x, g in data[3:]:
+        assert all(map(torch.equal, step(resumed, x, g, recipe), step(model, x, g, recipe)))
+    with pytest.raises(ValueError, match="use amax_history_len=8"):
+        resumed.load_state_dict(early)
+        step(resumed, *data[0], DelayedScaling(amax_history_len=5))
+    step(resumed, *data[0], recipe)
+
+
+def test_a_state_dict_without_histories_lacks_nothing():
+    layer, x, g = Linear(64, 48), leaf(20, 64), torch.randn(20, 48)
+    for _ in range(2):
+        step(layer, x, g, DelayedScaling())
+    assert str(layer.load_state_dict(nn.Linear(64, 48).state_dict())) == "<All keys matched successfully>"
+    with pytest.raises(RuntimeError, match=r"Missing key.*bias"):
+        layer.load_state_dict(Linear(64, 48, bias=False).state_dict())
+
+
+@pytest.mark.parametrize("recipe", [DelayedScaling(), MXFP8BlockScaling()], ids=str)
+def test_copies_go_on_by_themselves(recipe):
+    layer, x, g = Linear(64, 48), leaf(20, 64), torch.randn(20, 48)
+    for _ in range(2):
+        step(layer, x, g, recipe, is_first_microbatch=True)
+    copies = copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))
+    expected = step(layer, x, g, recipe)
+    state = copy.deepcopy(layer.get_extra_state() or {})
+    for other in copies:
+        assert all(map(torch.equal, step(other, x, g, recipe), expected))
+        step(other, 100 * x.detach(), g, recipe)
+    assert all(torch.equal(value, state[key]) for key, value in (layer.get_extra_state() or {}).items())
+
+
+def test_delayed_states_follow_the_module_to_another_device():
+    layer = Linear(64, 48)
+    step(layer, leaf(20, 64), torch.randn(20, 48), DelayedScaling())
+    layer.to("meta")
+    assert layer.get_extra_state()["0.history"].is_meta
+
+
+# ---------------------------------------------------------------------------------------------- torch.compile
+
+
+@pytest.fixture
+def fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "float8 current"])
+@pytest.mark.parametrize("held", [False, True], ids=["plain weight", "quantized weight"])
+def test_it_compiles_whole_forward_and_backward(fresh_dynamo, recipe, held):
+    recipe = NEAREST[recipe]
+    with quantized_model_init(enabled=held, recipe=recipe):
+        layer = Linear(64, 48)
+    x, g = leaf(20, 64), torch.randn(20, 48)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    results = []
+    for call in (compiled, layer):
+        layer.zero_grad()
+        results.append((*step(call, x, g, recipe), layer.weight.grad, layer.bias.grad))
+    assert all(relative_error(a, b) < 1e-6 for a, b in zip(*results, strict=True))
+
+
+def test_it_compiles_under_torch_autocast_with_split_parameters(fresh_dynamo):
+    layer, x = Linear(64, 48, parameters_split=("a", "b"), return_bias=True), leaf(20, 64)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    with torch.autocast("cpu", torch.bfloat16), mx.autocast():
+        (y, bias), (expected, _) = compiled(x, is_first_microbatch=True), layer(x)
+    assert y.dtype is bias.dtype is torch.bfloat16 and relative_error(y, expected) < 1e-3
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # of Dynamo at any graph break
+@pytest.mark.parametrize("options", [{"fuse_wgrad_accumulation": True}, {"delay_wgrad_compute": True}, {}], ids=str)
+def test_options_for_eager_code_break_the_graph_and_work(fresh_dynamo, options):
+    recipe = NEAREST["mxfp8"] if options else DelayedScaling()
+    layer = with_main_grad(Linear(64, 48, **options))
+    other, x, g = with_main_grad(twin(layer)), leaf(20, 64), torch.randn(20, 48)
+    compiled = torch.compile(layer, backend="aot_eager")
+    for _ in range(2):
+        assert all(map(torch.equal, step(compiled, x, g, recipe), step(other, x, g, recipe)))
+    layer.backward_dw(), other.backward_dw()
+    gradients = [t.weight.main_grad if "fuse_wgrad_accumulation" in options else t.weight.grad for t in (layer, other)]
+    assert torch.equal(*gradients)
+
+
+# ---------------------------------------------------------------------------------------------- mistakes
+
+MISTAKES = {
+    "integers": (lambda: torch.ones(4, 64, dtype=torch.int64), TypeError, "the input is int64; convert it"),
+    "features": (lambda: torch.randn(4, 32), ValueError, r"input \(4, 32\) does not fit: .* in_features, 64"),
+    "scalar": (lambda: torch.randn(()), ValueError, r"input \(\) does not fit"),
+    "device": (lambda: torch.randn(4, 64, device="meta"), ValueError, "on meta, the weight on cpu; move one"),
+}
+
+
+@pytest.mark.parametrize("make, kind, text", MISTAKES.values(), ids=MISTAKES)
+@pytest.mark.parametrize("recipe", [None, DelayedScaling()], ids=["plain", "delayed"])
+def test_a_wrong_input_is_named_and_changes_nothing(make, kind, text, recipe):
+    layer, x, g = Linear(64, 48, name="fc"), leaf(20, 64), torch.randn(20, 48)
+    other = twin(layer)
+    step(layer, x, g, recipe), step(other, x, g, recipe)
+    with pytest.raises(kind, match="fc: .*" + text):
+        step(layer, make(), None, recipe)
+    assert all(map(torch.equal, step(layer, x, g, recipe), step(other, x, g, recipe)))
+
+
+def test_a_recipe_made_impossible_changes_nothing():
+    layer, x, g, recipe = Linear(64, 48), leaf(20, 64), torch.randn(20, 48), MXFP8BlockScaling()
+    step(layer, x, g, recipe)
+    before = layer.quantizers
+    with mx.autocast(recipe=recipe):
+        recipe.margin = 3
+        with pytest.raises(ValueError, match="margin is 3"):
+            layer(x)
+    assert layer.quantizers is before
+    recipe.margin = 0
+    check(layer, x, g, recipe)
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [{"tp_size": 2}, {"tp_group": "a group"}, {"sequence_parallel": True}, {"get_rng_state_tracker": print}],
+    ids=lambda a: next(iter(a)),
+)
+def test_tensor_parallelism_is_left_to_torch(argument):
+    name, value = next(iter(argument.items()))
+    with pytest.raises(NotImplementedError, match=f"Linear: {name}={value!r} is not available: .* torch.distributed"):
+        Linear(64, 48, **argument)
+
+
+def test_arguments_that_mean_no_parallelism_are_accepted():
+    for mode in (None, "row", "column"):
+        layer = Linear(64, 48, False, False, None, 1, None, None, False, False, torch.bfloat16, mode)
+        assert layer.weight.dtype is torch.bfloat16 and layer.bias is None
+    with pytest.raises(NotImplementedError, match="parallel_mode='diagonal'"):
+        Linear(64, 48, parallel_mode="diagonal")
+
+
+def test_functional_and_repr():
+    layer = Linear(64, 48)
+    assert repr(layer) == "Linear(in_features=64, out_features=48)"
+    x = torch.randn(4, 64)
+    out = torch.func.functional_call(layer, {"weight": torch.zeros(48, 64)}, x)
+    assert torch.equal(out, F.linear(x, torch.zeros(48, 64), layer.bias))

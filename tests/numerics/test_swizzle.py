@@ -1,0 +1,179 @@
+"""Scales in tiles of 128x4, held to the layout that the cuBLAS manual prints; what is kept of a weight, how long."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mxtensor.numerics import swizzle as module
+from mxtensor.numerics.swizzle import kept, swizzle, swizzle_groups, swizzled_shape, unswizzle
+
+SHAPES = [(1, 1), (128, 4), (128, 8), (256, 4), (3, 5), (127, 3), (129, 4), (130, 9), (300, 31)]
+
+
+def place(row, col, whole_cols):
+    """The byte where the scale of (row, col) stands: tile by tile along a row of tiles, then the manual's formula."""
+    tile = (row // 128) * (whole_cols // 4) + col // 4
+    outer, inner = row % 128, col % 4
+    return tile * 512 + (outer % 32) * 16 + (outer // 32) * 4 + inner
+
+
+def slowly(scale):
+    """The definition: one byte at a time, the rest 0."""
+    rows, cols = scale.shape
+    whole_rows, whole_cols = -(-rows // 128) * 128, -(-cols // 4) * 4
+    out = [0] * (whole_rows * whole_cols)
+    values = scale.tolist()
+    for row in range(rows):
+        for col in range(cols):
+            out[place(row, col, whole_cols)] = values[row][col]
+    return torch.tensor(out, dtype=torch.uint8)
+
+
+def slowly_back(buffer, rows, cols):
+    """(rows, cols) read from a swizzled buffer one byte at a time."""
+    values, whole_cols = buffer.tolist(), -(-cols // 4) * 4
+    return torch.tensor([[values[place(r, c, whole_cols)] for c in range(cols)] for r in range(rows)]).to(torch.uint8)
+
+
+def scales(*shape):
+    return torch.randint(1, 256, shape, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("rows, cols", SHAPES)
+def test_the_layout_is_the_manuals_and_what_is_added_is_zero(rows, cols):
+    scale = scales(rows, cols)
+    assert torch.equal(swizzle(scale), slowly(scale))
+    assert swizzle(scale).shape == (swizzled_shape(rows, cols)[0] * swizzled_shape(rows, cols)[1],)
+
+
+def test_a_tile_as_the_manual_draws_it():
+    scale = torch.arange(512).reshape(128, 4)
+    wide = torch.zeros(512, dtype=torch.int64)
+    wide[:] = swizzle(scale)
+    assert wide[:20].tolist() == [0, 1, 2, 3, 128, 129, 130, 131, 256, 257, 258, 259, 384, 385, 386, 387, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("rows, cols", SHAPES)
+def test_unswizzle_is_the_inverse(rows, cols):
+    scale = scales(rows, cols)
+    assert torch.equal(unswizzle(swizzle(scale), rows, cols), scale)
+    assert torch.equal(slowly_back(swizzle(scale), rows, cols), scale)
+
+
+def test_unswizzle_names_the_length_it_wants():
+    with pytest.raises(ValueError, match="5x5 scales are 1024 bytes when swizzled, got 512"):
+        unswizzle(scales(512), 5, 5)
+
+
+def test_a_stack_is_swizzled_matrix_by_matrix():
+    stack = scales(2, 3, 130, 5)
+    expected = torch.stack([torch.stack([slowly(m) for m in row]) for row in stack])
+    assert torch.equal(swizzle(stack), expected)
+    assert torch.equal(unswizzle(swizzle(stack), 130, 5), stack)
+
+
+def test_strided_scales_are_read_by_their_strides():
+    scale = scales(9, 300)[:, ::2].t()
+    assert torch.equal(swizzle(scale), slowly(scale.contiguous()))
+
+
+def test_it_runs_on_fake_tensors_and_compiles():
+    with FakeTensorMode():
+        fake = torch.empty(130, 5, dtype=torch.uint8, device="cuda")
+        assert swizzle(fake).shape == (256 * 8,)
+        assert unswizzle(swizzle(fake), 130, 5).shape == (130, 5)
+    scale = scales(130, 5)
+    compiled = torch.compile(swizzle, fullgraph=True, backend="aot_eager", dynamic=True)
+    assert torch.equal(compiled(scale), slowly(scale))
+
+
+# ---------------------------------------------------------------------------------------------- groups
+
+
+@pytest.mark.parametrize(
+    "sizes, after",
+    [([5], 0), ([128, 128], 0), ([0, 3, 0, 200, 129, 0], 0), ([1, 1, 1], 7), ([0, 0], 4), ([300, 5], 260), ([127], 1)],
+)
+def test_every_group_starts_a_row_of_tiles(sizes, after):
+    rows = sum(sizes) + after
+    scale = scales(rows, 5)
+    ends = torch.tensor(sizes).cumsum(0).to(torch.int32)
+    got = swizzle_groups(scale, ends)
+    expected = torch.cat([slowly(part) for part in scale[: sum(sizes)].split(sizes) if len(part)] or [scales(0)])
+    assert got.shape == (-(-(rows + 127 * len(sizes)) // 128) * 128, 8)
+    assert torch.equal(got.flatten()[: expected.numel()], expected)
+    assert sorted(got.flatten().tolist()) == sorted(scale.flatten().tolist() + [0] * (got.numel() - scale.numel()))
+
+
+def test_groups_need_no_value_of_their_ends():
+    with FakeTensorMode():
+        scale = torch.empty(10, 5, dtype=torch.uint8, device="cuda")
+        assert swizzle_groups(scale, torch.empty(3, dtype=torch.int32, device="cuda")).shape == (512, 8)
+
+
+# ---------------------------------------------------------------------------------------------- kept
+
+
+class Counted:
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, scale):
+        self.calls += 1
+        return swizzle(scale)
+
+
+def test_a_scale_is_laid_out_once_for_each_layout():
+    scale, make = scales(130, 5), Counted()
+    first = kept(scale, "a", make)
+    assert kept(scale, "a", make) is first and make.calls == 1
+    assert kept(scale, "b", make) is not first and make.calls == 2
+
+
+def test_a_write_is_seen():
+    scale, make = scales(130, 5), Counted()
+    kept(scale, "a", make)
+    scale.copy_(scales(130, 5))
+    assert torch.equal(kept(scale, "a", make), slowly(scale)) and make.calls == 2
+    scale[3, 2] ^= 1
+    assert torch.equal(kept(scale, "a", make), slowly(scale)) and make.calls == 3
+
+
+def test_what_is_kept_goes_with_the_scale():
+    scale = scales(130, 5)
+    made = weakref.ref(kept(scale, "a", swizzle))
+    whole = scales(128, 4)
+    view = weakref.ref(whole)
+    kept(whole, "a", lambda s: s.view(-1))
+    assert made() is not None
+    del scale, whole
+    gc.collect()
+    assert made() is None and view() is None
+
+
+def test_nothing_is_kept_of_what_is_traced_or_has_no_version():
+    make = Counted()
+    with FakeTensorMode():
+        fake = torch.empty(130, 5, dtype=torch.uint8, device="cuda")
+        kept(fake, "a", make), kept(fake, "a", make)
+    with torch.inference_mode():
+        inference = scales(130, 5)
+        kept(inference, "a", make), kept(inference, "a", make)
+    assert make.calls == 4 and fake not in module._kept and inference not in module._kept
+
+
+@pytest.mark.gpu
+def test_a_graph_sees_the_scale_as_it_is_at_each_replay():
+    scale = scales(130, 5).cuda()
+    kept(scale, "a", swizzle)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = kept(scale, "a", swizzle)
+    for _ in range(2):
+        scale.copy_(scales(130, 5))
+        graph.replay()
+        assert torch.equal(out.cpu(), slowly(scale.cpu()))
+        assert torch.equal(kept(scale, "a", swizzle).cpu(), slowly(scale.cpu()))

@@ -1,0 +1,454 @@
+"""Recipes: the names, fields and questions that users of TransformerEngine know, and the casts they stand for."""
+
+import copy
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import nn
+
+import mxtensor as mx
+from mxtensor.numerics.cast import Cast
+from mxtensor.recipe.linear_recipe import Role, Roles, roles_by_key
+from mxtensor.recipe.training_recipes import (
+    CustomRecipe,
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Format,
+    MXFP4BlockScaling,
+    MXFP6BlockScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    Recipe,
+)
+from tests.helpers.training_reference import check_step
+
+RECIPES = (
+    MXFP8BlockScaling,
+    MXFP6BlockScaling,
+    MXFP4BlockScaling,
+    NVFP4BlockScaling,
+    Float8CurrentScaling,
+    DelayedScaling,
+    Float8BlockScaling,
+    CustomRecipe,
+)
+each = pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.__name__)
+
+
+def half_of_max(history):
+    return history.amax() / 2
+
+
+# ---------------------------------------------------------------------------------------------- the seeds' frames
+
+
+def test_000_frame_1a_recipe_defaults():
+    recipe = MXFP8BlockScaling()
+    assert recipe == MXFP8BlockScaling(margin=0, fp8_format=Format.E4M3, fp8_dpa=False, fp8_mha=False)
+    assert (recipe.margin, recipe.fp8_format, recipe.fp8_dpa, recipe.fp8_mha) == (0, Format.E4M3, False, False)
+
+
+def test_000_frame_1a_recipe_repr():
+    assert repr(MXFP8BlockScaling()) == "recipe_type=MXFP8BlockScaling, margin=0, format=E4M3"
+
+
+def test_001_frame_1a_recipe_str():
+    assert str(MXFP8BlockScaling()) == "recipe_type=MXFP8BlockScaling, margin=0, format=E4M3"
+
+
+def test_000_frame_1b_recipe_methods():
+    """fp8() counts the three float8 recipes, block_scaling() those whose blocks share scales."""
+    questions = (
+        "fp8", "mxfp8", "nvfp4", "block_scaling", "delayed", "float8_current_scaling", "float8_per_tensor_scaling",
+        "float8_block_scaling", "custom",
+    )  # fmt: skip
+    rows = [f"{r.__name__}: {' '.join(q for q in questions if getattr(r(), q)())}" for r in RECIPES]
+    assert_expected_inline(
+        "\n".join(rows),
+        """\
+MXFP8BlockScaling: mxfp8 block_scaling
+MXFP6BlockScaling: block_scaling
+MXFP4BlockScaling: block_scaling
+NVFP4BlockScaling: nvfp4 block_scaling
+Float8CurrentScaling: fp8 float8_current_scaling float8_per_tensor_scaling
+DelayedScaling: fp8 delayed float8_per_tensor_scaling
+Float8BlockScaling: fp8 block_scaling float8_block_scaling
+CustomRecipe: custom""",
+    )
+
+
+def test_001_frame_1b_the_alignment_idiom_of_the_seed_runs():
+    sizes = {r.__name__: 32 if r().mxfp8() or r().nvfp4() else 16 for r in (MXFP8BlockScaling, DelayedScaling)}
+    assert sizes == {"MXFP8BlockScaling": 32, "DelayedScaling": 16}
+
+
+# ---------------------------------------------------------------------------------------------- what they show
+
+
+def test_repr_shows_what_transformer_engine_shows_and_every_field_that_is_not_the_default():
+    shown = [
+        *(r() for r in RECIPES),
+        MXFP8BlockScaling(fp8_format=Format.HYBRID, two_dimensional_weights=True, grad_scaling="floor"),
+        NVFP4BlockScaling(disable_rht=True),
+        DelayedScaling(margin=1, amax_history_len=16, amax_compute_algo="most_recent"),
+        CustomRecipe("mxfp8", None, grad=Cast.of("mxfp4", rounding="stochastic"), high_precision_wgrad=True),
+    ]
+    assert_expected_inline(
+        "\n".join(map(repr, shown)).replace(", ", ",\n  "),
+        """\
+recipe_type=MXFP8BlockScaling,
+  margin=0,
+  format=E4M3
+recipe_type=MXFP6BlockScaling,
+  format=e2m3
+recipe_type=MXFP4BlockScaling,
+  format=E2M1
+recipe_type=NVFP4BlockScaling,
+  fp4_format=E2M1,
+  fp8_format=E4M3
+recipe_type=Float8CurrentScaling,
+  format=HYBRID,
+  use_power_2_scales=False
+recipe_type=DelayedScaling,
+  margin=0,
+  format=HYBRID,
+  amax_history_len=1024,
+  reduce_amax=True,
+  fp8_dpa=False,
+  fp8_mha=False
+recipe_type=Float8BlockScaling,
+  format=E4M3,
+  use_f32_scales=False
+recipe_type=CustomRecipe,
+  input=mxfp8_e4m3,
+  weight=mxfp8_e4m3,
+  grad=mxfp8_e4m3
+recipe_type=MXFP8BlockScaling,
+  margin=0,
+  format=HYBRID,
+  grad_scaling=floor,
+  two_dimensional_weights=True
+recipe_type=NVFP4BlockScaling,
+  fp4_format=E2M1,
+  fp8_format=E4M3,
+  disable_rht=True
+recipe_type=DelayedScaling,
+  margin=1,
+  format=HYBRID,
+  amax_history_len=16,
+  reduce_amax=True,
+  fp8_dpa=False,
+  fp8_mha=False,
+  amax_compute_algo=most_recent
+recipe_type=CustomRecipe,
+  input=mxfp8,
+  weight=None,
+  grad=Cast(format=Format('mxfp4_e2m1'),
+  scaling=<ScaleCalculationMode.RCEIL: 'rceil'>,
+  rounding=<Rounding.STOCHASTIC: 'stochastic'>,
+  seed=None),
+  high_precision_wgrad=True""",
+    )
+
+
+def test_formats_name_the_elements_of_both_passes():
+    assert {f.name: (f.fwd, f.bwd) for f in Format} == {
+        "E4M3": ("e4m3", "e4m3"),
+        "E5M2": ("e5m2", "e5m2"),
+        "HYBRID": ("e4m3", "e5m2"),
+        "E2M1": ("e2m1", "e2m1"),
+    }
+
+
+GOLDEN = {
+    "mxfp8": MXFP8BlockScaling(),
+    "mxfp8 hybrid": MXFP8BlockScaling(fp8_format=Format.HYBRID),
+    "mxfp8 e5m2": MXFP8BlockScaling(fp8_format=Format.E5M2),
+    "mxfp8 32x32": MXFP8BlockScaling(two_dimensional_weights=True),
+    "mxfp8 modes": MXFP8BlockScaling(input_scaling="floor", weight_scaling="ceil", grad_scaling="even"),
+    "mxfp8 plain wgrad": MXFP8BlockScaling(high_precision_wgrad=True),
+    "mxfp8 plain backward": MXFP8BlockScaling(high_precision_backward=True),
+    "mxfp6": MXFP6BlockScaling(),
+    "mxfp6 e3m2 grad": MXFP6BlockScaling(fp6_format_grad="e3m2"),
+    "mxfp4": MXFP4BlockScaling(),
+    "mxfp4 mxfp8 grad": MXFP4BlockScaling(grad_format="mxfp8_e5m2", stochastic_rounding=False),
+    "mxfp4 plain backward": MXFP4BlockScaling(high_precision_backward=True),
+    "nvfp4": NVFP4BlockScaling(),
+    "nvfp4 all off": NVFP4BlockScaling(True, True, True),
+    "nvfp4 plain wgrad": NVFP4BlockScaling(high_precision_wgrad=True),
+    "float8 current": Float8CurrentScaling(),
+    "float8 current pow2": Float8CurrentScaling(Format.E4M3, use_power_2_scales=True),
+    "delayed": DelayedScaling(),
+    "float8 block": Float8BlockScaling(),
+    "float8 block f32": Float8BlockScaling(use_f32_scales=True, w_block_scaling_dim=1, grad_block_scaling_dim=2),
+    "custom": CustomRecipe("mxfp8", "mxfp6_e3m2", grad=None),
+}
+
+
+def row(roles):
+    """``input | weight | grad``; of each, the rowwise and the columnwise cast."""
+
+    def cast(c):
+        if c is None:
+            return "-"
+        scaling = "" if c.scaling.value == "rceil" else f":{c.scaling.value}"
+        return f"{c.format.name}{scaling}{'~' if c.rounding.value == 'stochastic' else ''}"
+
+    def role(r):
+        both = cast(r.rowwise) if r.rowwise == r.columnwise else f"{cast(r.rowwise)}/{cast(r.columnwise)}"
+        return both + (f" signs {r.signs:#x}" if r.signs is not None else "")
+
+    return " | ".join(map(role, (roles.input, roles.weight, roles.grad)))
+
+
+def test_the_casts_of_each_recipe():
+    assert_expected_inline(
+        "\n".join(f"{name}: {row(recipe.roles())}" for name, recipe in GOLDEN.items()),
+        """\
+mxfp8: mxfp8_e4m3 | mxfp8_e4m3 | mxfp8_e4m3
+mxfp8 hybrid: mxfp8_e4m3 | mxfp8_e4m3 | mxfp8_e5m2
+mxfp8 e5m2: mxfp8_e5m2 | mxfp8_e5m2 | mxfp8_e5m2
+mxfp8 32x32: mxfp8_e4m3 | mxfp8_e4m3[32x32] | mxfp8_e4m3
+mxfp8 modes: mxfp8_e4m3:floor | mxfp8_e4m3:ceil | mxfp8_e4m3:even
+mxfp8 plain wgrad: mxfp8_e4m3/- | mxfp8_e4m3 | mxfp8_e4m3/-
+mxfp8 plain backward: mxfp8_e4m3/- | mxfp8_e4m3/- | -
+mxfp6: mxfp6_e2m3 | mxfp6_e2m3 | mxfp6_e2m3
+mxfp6 e3m2 grad: mxfp6_e2m3 | mxfp6_e2m3 | mxfp6_e3m2
+mxfp4: mxfp4_e2m1 | mxfp4_e2m1 | mxfp4_e2m1~
+mxfp4 mxfp8 grad: mxfp4_e2m1 | mxfp4_e2m1 | mxfp8_e5m2
+mxfp4 plain backward: mxfp4_e2m1/- | mxfp4_e2m1/- | -
+nvfp4: nvfp4 signs 0xa6d5 | nvfp4[16x16] | nvfp4~ signs 0xa6d5
+nvfp4 all off: nvfp4 | nvfp4 | nvfp4
+nvfp4 plain wgrad: nvfp4/- | nvfp4[16x16] | nvfp4~/-
+float8 current: float8_e4m3_tensor | float8_e4m3_tensor | float8_e5m2_tensor
+float8 current pow2: float8_e4m3_tensor_pow2 | float8_e4m3_tensor_pow2 | float8_e4m3_tensor_pow2
+delayed: float8_e4m3_tensor | float8_e4m3_tensor | float8_e5m2_tensor
+float8 block: float8_e4m3_1x128_pow2 | float8_e4m3_128x128_pow2 | float8_e4m3_1x128_pow2
+float8 block f32: float8_e4m3_1x128 | float8_e4m3_1x128 | float8_e4m3_128x128
+custom: mxfp8_e4m3 | mxfp6_e3m2 | -""",
+    )
+
+
+def test_delayed_scaling_hands_its_fields_to_the_state():
+    delayed = DelayedScaling(2, Format.E4M3, 16, half_of_max, None, False).roles().delayed
+    assert (delayed.margin, delayed.history_len, delayed.reduce) == (2, 16, False)
+    assert delayed.amax_of is half_of_max and delayed.scale_of is None
+
+
+def test_roles_are_made_once_for_equal_fields():
+    assert MXFP8BlockScaling().roles() is MXFP8BlockScaling().roles()
+    assert MXFP8BlockScaling().roles() is not MXFP8BlockScaling(fp8_format=Format.E5M2).roles()
+
+
+def test_roles_say_their_recipe_and_formats():
+    assert str(MXFP8BlockScaling().roles()) == "MXFP8BlockScaling (mxfp8_e4m3)"
+    assert str(CustomRecipe("mxfp8", None, "mxint8").roles()) == "CustomRecipe (high precision/mxfp8_e4m3/mxint8)"
+
+
+# ---------------------------------------------------------------------------------------------- custom
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        "mxfp6_e3m2",
+        mx.get_format("mxfp6_e3m2"),
+        Cast.of("mxfp6_e3m2"),
+        Role.of("mxfp6_e3m2"),
+        Role(Cast.of("mxfp6_e3m2"), Cast.of("mxfp6_e3m2")),
+    ],
+    ids=lambda p: type(p).__name__,
+)
+def test_a_role_is_given_by_name_format_cast_or_role(part):
+    assert CustomRecipe(part, part, part).roles() == CustomRecipe(*["mxfp6_e3m2"] * 3).roles()
+
+
+def test_a_role_may_be_a_torch_dtype():
+    recipe = CustomRecipe(torch.float8_e5m2, torch.float8_e4m3fn, torch.float8_e5m2)
+    assert row(recipe.roles()) == row(CustomRecipe("mxfp8_e5m2", "mxfp8_e4m3", "mxfp8_e5m2").roles())
+
+
+def test_each_copy_may_have_its_own_cast():
+    """y from MXFP4, gradients from MXFP8."""
+    fine, coarse = Cast.of("mxfp8"), Cast.of("mxfp4")
+    recipe = CustomRecipe(Role(coarse, fine), Role(coarse, fine), fine)
+    step(recipe, nn.Linear(64, 48))
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"input": Role(Cast.of("nvfp4"), Cast.of("nvfp4"), 5)},
+        {"input": Role(Cast.of("nvfp4"), Cast.of("nvfp4"), 5), "grad": Role(Cast.of("nvfp4"), Cast.of("nvfp4"), 6)},
+        {"input": Role(Cast.of("nvfp4"), None, 5), "grad": Role(Cast.of("nvfp4"), Cast.of("nvfp4"), 5)},
+        {"weight": Role(Cast.of("nvfp4"), Cast.of("nvfp4"), 5)},
+    ],
+)
+def test_a_product_of_one_rotated_factor_is_an_error(parts):
+    with pytest.raises(ValueError, match="only wgrad's two factors can be rotated, and only by the same signs"):
+        CustomRecipe(**parts)
+
+
+# ---------------------------------------------------------------------------------------------- in effect
+
+
+def step(recipe, layer):
+    """One step of ``layer`` under ``recipe``, held to the reference of what the recipe says now."""
+    x, g = torch.randn(20, layer.in_features, requires_grad=True), torch.randn(20, layer.out_features)
+    layer.zero_grad()
+    with mx.autocast(recipe=recipe):
+        y = layer(x)
+    y.backward(g)
+    b = layer.bias
+    check_step((y.detach(), x.grad, layer.weight.grad, b.grad), x, layer.weight, b, g, recipe.roles())
+    return y.detach()
+
+
+EDITS = [
+    (MXFP8BlockScaling(), "fp8_format", Format.E5M2),
+    (MXFP8BlockScaling(), "input_scaling", "floor"),
+    (MXFP8BlockScaling(), "weight_scaling", "even"),
+    (MXFP8BlockScaling(), "grad_scaling", mx.ScaleCalculationMode.CEIL),
+    (MXFP8BlockScaling(), "two_dimensional_weights", True),
+    (MXFP8BlockScaling(), "high_precision_wgrad", True),
+    (MXFP8BlockScaling(), "high_precision_backward", True),
+    (MXFP8BlockScaling(), "kernel_preference", "emulated"),
+    (MXFP6BlockScaling(), "fp6_format", "e3m2"),
+    (MXFP6BlockScaling(), "fp6_format_grad", "e3m2"),
+    (MXFP4BlockScaling(stochastic_rounding=False), "grad_format", "mxfp8_e4m3"),
+    (NVFP4BlockScaling(disable_stochastic_rounding=True), "disable_rht", True),
+    (NVFP4BlockScaling(disable_stochastic_rounding=True), "disable_2d_quantization", True),
+    (Float8CurrentScaling(), "fp8_format", Format.E4M3),
+    (Float8CurrentScaling(), "use_power_2_scales", True),
+    (Float8BlockScaling(), "use_f32_scales", True),
+    (Float8BlockScaling(), "x_block_scaling_dim", 2),
+    (Float8BlockScaling(), "w_block_scaling_dim", 1),
+    (Float8BlockScaling(), "grad_block_scaling_dim", 2),
+    (CustomRecipe(), "input", "mxfp4"),
+    (CustomRecipe(), "weight", None),
+    (CustomRecipe(), "grad", "mxint8"),
+]
+
+
+@pytest.mark.parametrize("recipe, name, value", EDITS, ids=[f"{type(r).__name__}-{n}" for r, n, _ in EDITS])
+def test_an_edit_of_any_field_takes_effect_at_the_next_forward(recipe, name, value):
+    recipe, layer = copy.copy(recipe), nn.Linear(70, 40)
+    step(recipe, layer)
+    before = recipe.roles()
+    setattr(recipe, name, value)
+    assert recipe.roles() != before
+    step(recipe, layer)
+
+
+def test_an_edit_inside_the_block_takes_effect_there():
+    recipe, layer, x = MXFP8BlockScaling(), nn.Linear(64, 48), torch.randn(8, 64)
+    with mx.autocast(recipe=recipe):
+        fine = layer(x)
+        recipe.fp8_format = Format.E5M2
+        coarse = layer(x)
+        recipe.fp8_format = Format.E4M3
+        assert torch.equal(layer(x), fine) and not torch.equal(coarse, fine)
+
+
+# ---------------------------------------------------------------------------------------------- mistakes
+
+IMPOSSIBLE = [
+    (MXFP8BlockScaling, "margin", 1, "choose one of 0"),
+    (MXFP8BlockScaling, "fp8_format", "E4M3", "choose one of Format.E4M3, Format.HYBRID, Format.E5M2"),
+    (MXFP8BlockScaling, "fp8_format", Format.E2M1, "choose one of Format.E4M3"),
+    (MXFP8BlockScaling, "fp8_dpa", True, "leave it False"),
+    (MXFP8BlockScaling, "fp8_mha", True, "leave it False"),
+    (MXFP8BlockScaling, "input_scaling", "nearest", "choose one of floor, rceil, ceil, even"),
+    (MXFP8BlockScaling, "weight_scaling", ["floor"], "choose one of floor, rceil, ceil, even"),
+    (MXFP8BlockScaling, "grad_scaling", None, "choose one of floor, rceil, ceil, even"),
+    (MXFP8BlockScaling, "kernel_preference", "fast", "choose one of auto, emulated"),
+    (MXFP6BlockScaling, "fp6_format", "e4m3", "choose one of e2m3, e3m2"),
+    (MXFP6BlockScaling, "fp6_format_grad", None, "choose one of e2m3, e3m2"),
+    (MXFP4BlockScaling, "fp4_format", Format.E4M3, "choose one of Format.E2M1"),
+    (MXFP4BlockScaling, "grad_format", "nvfp4", "choose one of mxfp8_e4m3, "),
+    (NVFP4BlockScaling, "fp4_format", Format.E4M3, "choose one of Format.E2M1"),
+    (NVFP4BlockScaling, "fp8_format", Format.E5M2, "choose one of Format.E4M3"),
+    (Float8CurrentScaling, "fp8_format", Format.E2M1, "choose one of Format.HYBRID"),
+    (DelayedScaling, "amax_history_len", 0, "a history has 1 or more"),
+    (DelayedScaling, "amax_history_len", 2.5, "a history has 1 or more"),
+    (DelayedScaling, "amax_history_len", "16", "a history has 1 or more"),
+    (DelayedScaling, "amax_compute_algo", "mean", "choose one of max, most_recent"),
+    (DelayedScaling, "scaling_factor_compute_algo", "max", "a function or None"),
+    (DelayedScaling, "margin", "1", "a number"),
+    (DelayedScaling, "fp8_mha", True, "leave it False"),
+    (Float8BlockScaling, "x_block_scaling_dim", 3, "choose one of 1, 2"),
+    (Float8BlockScaling, "w_block_scaling_dim", 0, "choose one of 1, 2"),
+    (CustomRecipe, "input", "mxfp9", "the formats are mxfp8_e4m3, "),
+    (CustomRecipe, "weight", ["mxfp8"], "the formats are mxfp8_e4m3, "),
+    (CustomRecipe, "grad", torch.int32, "the formats are mxfp8_e4m3, "),
+]
+
+
+@pytest.mark.parametrize(
+    "recipe, name, value, choices", IMPOSSIBLE, ids=[f"{r.__name__}-{n}-{v}" for r, n, v, _ in IMPOSSIBLE]
+)
+def test_an_impossible_field_is_a_value_error_that_names_it_and_what_is_possible(recipe, name, value, choices):
+    with pytest.raises(ValueError, match=rf"^{recipe.__name__}: {name}\b.*{choices}"):
+        recipe(**{name: value})
+    edited = recipe()
+    good = getattr(edited, name)
+    setattr(edited, name, value)
+    with pytest.raises(ValueError, match=rf"^{recipe.__name__}: {name}\b.*{choices}"), mx.autocast(recipe=edited):
+        pytest.fail("the block must not run")
+    assert mx.ambient.ambient() is None
+    setattr(edited, name, good)
+    assert edited.roles() is recipe().roles()
+
+
+@each
+def test_unknown_fields_are_type_errors(recipe):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'block'"):
+        recipe(block=32)
+
+
+def test_a_recipe_of_ones_own_defines_its_roles():
+    class Mine(Recipe):
+        pass
+
+    with pytest.raises(NotImplementedError, match="Mine must define _roles"):
+        Mine()
+
+
+# ---------------------------------------------------------------------------------------------- copies
+
+
+@each
+def test_recipes_are_equal_by_their_fields_and_survive_copies_and_pickle(recipe):
+    one, other = recipe(), recipe(high_precision_wgrad=True)
+    assert one == recipe() and one != other
+    for again in (copy.copy(other), copy.deepcopy(other), pickle.loads(pickle.dumps(other))):
+        assert again == other and again is not other and again.roles() == other.roles()
+
+
+def test_recipes_of_different_types_are_not_equal():
+    assert len({repr(r()) for r in RECIPES}) == len(RECIPES)
+    assert MXFP8BlockScaling() != CustomRecipe() != MXFP6BlockScaling()
+
+
+@each
+def test_roles_survive_copies_and_pickle(recipe):
+    roles = recipe().roles()
+    for again in (copy.copy(roles), copy.deepcopy(roles), pickle.loads(pickle.dumps(roles))):
+        assert isinstance(again, Roles) and again == roles and hash(again) == hash(roles)
+        assert again.key == roles.key and roles_by_key(again.key) == roles
+
+
+def test_a_process_that_unpickles_roles_finds_them_by_their_key():
+    """A traced graph holds the key."""
+    data = pickle.dumps(MXFP8BlockScaling(fp8_format=Format.HYBRID, grad_scaling="even").roles())
+    code = (
+        "import pickle, sys, mxtensor.roles as r\n"
+        "roles = pickle.loads(sys.stdin.buffer.read())\nassert r.roles_by_key(roles.key) is roles"
+    )
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], input=data, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr.decode()

@@ -1,0 +1,245 @@
+"""quantized_model_init: which weights become MXTensors, what they hold, and that they train."""
+
+import asyncio
+import copy
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import mxtensor as mx
+from mxtensor.nn import LayerNormMLP, Linear
+from mxtensor.recipe.linear_recipe import Role
+from mxtensor.recipe.training_recipes import (
+    CustomRecipe,
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP4BlockScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+)
+from mxtensor.training.model_init import quantized_model_init
+from tests.helpers.compare import same_bytes
+from tests.helpers.training_reference import check_step
+
+RECIPES = {
+    "mxfp8": MXFP8BlockScaling(),
+    "mxfp8 32x32": MXFP8BlockScaling(two_dimensional_weights=True),
+    "mxfp4": MXFP4BlockScaling(stochastic_rounding=False),
+    "nvfp4": NVFP4BlockScaling(disable_stochastic_rounding=True),
+    "float8 current": Float8CurrentScaling(),
+    "float8 block": Float8BlockScaling(),
+    "delayed": DelayedScaling(),
+}
+
+
+def quantized():
+    """Whether a module made here is quantized."""
+    return isinstance(Linear(32, 32).weight, mx.MXTensor)
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_weights_are_quantized_as_the_recipe_casts_them(recipe):
+    """From the values that the module would have started with; biases and norms stay plain."""
+    torch.manual_seed(3)
+    plain = LayerNormMLP(96, 64)
+    torch.manual_seed(3)
+    with quantized_model_init(recipe=recipe):
+        module = LayerNormMLP(96, 64)
+    cast = recipe.roles().weight.rowwise
+    for (name, ours), theirs in zip(module.named_parameters(), plain.parameters(), strict=True):
+        assert isinstance(ours, nn.Parameter) and ours.requires_grad
+        if ours.dim() == 2:
+            expected = mx.quantize(theirs, cast.format, cast.scaling, orientation="both")
+            assert isinstance(ours, mx.MXTensor) and same_bytes(ours, expected), name
+            assert ours.orientation is mx.Orientation.BOTH and len(ours.held) == (1 if cast.format.square else 2)
+        else:
+            assert type(ours) is nn.Parameter and torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_weights_are_rowwise_only(off):
+    with off(), quantized_model_init():
+        layer = Linear(64, 48)
+    assert layer.weight.orientation is mx.Orientation.ROWWISE and len(layer.weight.held) == 1
+    with off(), mx.autocast():
+        assert layer(torch.randn(4, 64)).shape == (4, 48)
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp8 32x32", "nvfp4", "float8 current", "float8 block"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_quantized_weights_give_the_step_of_the_values_they_were_made_of(name, dtype):
+    """Both copies come from the high-precision values, so that the reference is that of a plain weight."""
+    recipe = RECIPES[name]
+    with quantized_model_init(recipe=recipe, preserve_high_precision_init_val=True):
+        layer = Linear(100, 70, params_dtype=dtype)
+    x, g = torch.randn(3, 19, 100).to(dtype).requires_grad_(), torch.randn(3, 19, 70).to(dtype)
+    with mx.autocast(recipe=recipe):
+        y = layer(x)
+    y.backward(g)
+    assert type(layer.weight.grad) is torch.Tensor and layer.weight.grad.dtype is dtype
+    values = layer.weight.get_high_precision_init_val()
+    check_step((y, x.grad, layer.weight.grad, layer.bias.grad), x, values, layer.bias, g, recipe.roles())
+
+
+def test_a_rowwise_weight_trains_with_its_values_in_dgrad():
+    with torch.no_grad(), quantized_model_init():
+        layer = Linear(64, 48)
+    x, g = torch.randn(20, 64).requires_grad_(), torch.randn(20, 48)
+    with mx.autocast():
+        layer(x).backward(g)
+    exact = mx.quantize(g, "mxfp8").dequantize().double() @ layer.weight.dequantize().double()
+    assert (x.grad - exact).norm() / exact.norm() < 2e-6 and layer.weight.grad is not None
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_quantized_weights_learn(kind):
+    with quantized_model_init():
+        model = nn.Sequential(Linear(32, 64), nn.ReLU(), Linear(64, 8))
+    optimizer = kind(model.parameters(), lr=2 if kind is torch.optim.SGD else 0.02)
+    x, target, losses = torch.randn(64, 32), torch.randn(64, 8), []
+    for _ in range(30):
+        with mx.autocast():
+            loss = (model(x) - target).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert isinstance(model[0].weight, mx.MXTensor) and losses[-1] < 0.7 * losses[0]
+
+
+def test_state_dicts_go_between_quantized_and_plain_modules():
+    with quantized_model_init():
+        held, other = Linear(64, 48), Linear(64, 48)
+    plain = Linear(64, 48)
+    values = plain.weight.detach().clone()
+    held.load_state_dict(plain.state_dict())
+    assert same_bytes(held.weight, mx.quantize(values, "mxfp8", orientation="both"))
+    other.load_state_dict(held.state_dict())
+    assert same_bytes(other.weight, held.weight)
+    plain.load_state_dict(held.state_dict())
+    assert type(plain.weight) is nn.Parameter and torch.equal(plain.weight, held.weight.dequantize())
+    assert same_bytes(copy.deepcopy(held).weight, held.weight)
+
+
+# ---------------------------------------------------------------------------------------------- first values
+
+
+def test_first_values_are_kept_until_they_are_cleared():
+    torch.manual_seed(3)
+    plain = Linear(64, 48, params_dtype=torch.bfloat16)
+    torch.manual_seed(3)
+    with quantized_model_init(preserve_high_precision_init_val=True):
+        layer = Linear(64, 48, params_dtype=torch.bfloat16)
+    kept = layer.weight.get_high_precision_init_val()
+    assert torch.equal(kept, plain.weight) and kept.dtype is torch.bfloat16 and kept.device.type == "cpu"
+    assert not kept.requires_grad and not hasattr(layer.bias, "get_high_precision_init_val")
+    layer.float()  # torch puts another tensor in the parameter's place
+    assert torch.equal(layer.weight.get_high_precision_init_val(), plain.weight)
+    layer.weight.clear_high_precision_init_val()
+    assert layer.weight.get_high_precision_init_val() is None
+    layer.weight.clear_high_precision_init_val()
+    with quantized_model_init():
+        assert not hasattr(Linear(64, 48).weight, "get_high_precision_init_val")
+
+
+def test_deferred_initialization():
+    """Made on meta, moved, filled: quantized as the recipe says, with first values."""
+    with quantized_model_init(preserve_high_precision_init_val=True):
+        layer = Linear(64, 48, device="meta")
+    assert layer.weight.is_meta and layer.weight.get_high_precision_init_val() is None
+    layer.to_empty(device="cpu")
+    torch.manual_seed(3)
+    layer.reset_parameters()
+    torch.manual_seed(3)
+    plain = Linear(64, 48)
+    assert same_bytes(layer.weight, mx.quantize(plain.weight, "mxfp8", orientation="both"))
+    assert torch.equal(layer.weight.get_high_precision_init_val(), plain.weight)
+    assert torch.equal(layer.bias, plain.bias)
+
+
+# ---------------------------------------------------------------------------------------------- the context
+
+
+def test_blocks_nest_and_are_left():
+    assert not quantized()
+    with quantized_model_init(recipe=NVFP4BlockScaling()):
+        with quantized_model_init(enabled=False):
+            assert not quantized()
+        with quantized_model_init(enabled=True):
+            assert str(Linear(32, 32).weight.format) == "mxfp8_e4m3"
+        assert Linear(32, 32).weight.format.name.startswith("nvfp4")
+    assert not quantized()
+
+
+def test_a_failure_inside_leaves_nothing_behind():
+    with pytest.raises(ZeroDivisionError), quantized_model_init():
+        1 / 0  # noqa: B018
+    assert not quantized()
+    recipe = MXFP8BlockScaling()
+    recipe.margin = 2
+    with pytest.raises(ValueError, match="margin is 2"), quantized_model_init(recipe=recipe):
+        pass
+    assert not quantized()
+
+
+def test_it_is_a_decorator():
+    @quantized_model_init()
+    def make():
+        return quantized()
+
+    assert make() and not quantized() and make()
+
+
+def test_other_threads_and_tasks_are_not_touched():
+    found = {}
+    with quantized_model_init():
+        thread = threading.Thread(target=lambda: found.update(thread=quantized()))
+        thread.start()
+        thread.join()
+
+    async def inside(entered, left):
+        with quantized_model_init():
+            entered.set()
+            await left.wait()
+            found["inside"] = quantized()
+
+    async def beside(entered, left):
+        await entered.wait()
+        found["beside"] = quantized()
+        found["copied"] = await asyncio.to_thread(quantized)
+        left.set()
+
+    async def both():
+        entered, left = asyncio.Event(), asyncio.Event()
+        await asyncio.gather(inside(entered, left), beside(entered, left))
+
+    asyncio.run(both())
+    assert found == {"thread": False, "inside": True, "beside": False, "copied": False}
+
+
+def test_a_recipe_that_leaves_weights_plain_leaves_these_plain():
+    with quantized_model_init(recipe=CustomRecipe("mxfp8", None)):
+        assert not quantized()
+
+
+def test_mistakes():
+    with pytest.raises(TypeError, match="'mxfp8' is no recipe; pass an instance"):
+        quantized_model_init(recipe="mxfp8")
+    two = CustomRecipe("mxfp8", Role(Role.of("mxfp8").rowwise, Role.of("mxfp6").columnwise))
+    with pytest.raises(ValueError, match="one MXTensor holds one format"), quantized_model_init(recipe=two):
+        pass
+    assert not quantized()
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_a_state_dict_of_high_precision_that_is_assigned_is_quantized(device):
+    with torch.device(device), quantized_model_init():
+        layer = Linear(64, 32)
+    source = nn.Linear(64, 32)
+    layer.load_state_dict(source.state_dict(), assign=True)
+    expected = mx.quantize(source.weight.detach(), layer.weight.format, orientation="both")
+    assert isinstance(layer.weight, mx.MXTensor) and same_bytes(layer.weight, expected)
+    assert torch.equal(layer.bias, source.bias)
