@@ -115,8 +115,8 @@ def contenders(row: CastRow, inputs: Sequence[Tensor]) -> dict[str, Prepare]:
         cast = Cast.of(row.format)
 
         def prepare() -> Any:
-            held = [quantize_operand(x, cast) for x in inputs]
-            return explained(row, OURS, held, lambda q: dequantize_operand(q, torch.bfloat16))()
+            operands = [quantize_operand(x, cast) for x in inputs]
+            return explained(row, OURS, operands, lambda q: dequantize_operand(q, torch.bfloat16))()
 
         return {OURS: prepare}
     orientation = Orientation.of(row.kind)

@@ -69,14 +69,14 @@ def dense(n: int, k: int) -> list[Tensor]:
     ]
 
 
-def ours(row: DecodeRow, config: str, held: Sequence[nn.Module], x: Tensor) -> Prepare:
+def ours(row: DecodeRow, config: str, operands: Sequence[nn.Module], x: Tensor) -> Prepare:
     """Layers that ``mx.quantize_`` has converted, in turn."""
 
     def prepare() -> Graph:
         with mx.explain() as log:
-            held[0](x)
+            operands[0](x)
         row.kernels[config] = ", ".join(dict.fromkeys(entry.kernel for entry in log.entries))
-        return Graph([lambda module=module: module(x) for module in held])  # type: ignore[misc]
+        return Graph([lambda module=module: module(x) for module in operands])  # type: ignore[misc]
 
     return prepare
 
@@ -91,13 +91,13 @@ def quantized(config: str, n: int, k: int) -> list[nn.Module]:
 def rows_of(n: int, k: int, rows: Sequence[int], configs: Sequence[str], args: Any) -> list[DecodeRow]:
     """Every config at every number of rows of one shape, in turn with bfloat16."""
     plain = dense(n, k)
-    held = {config: quantized(config, n, k) for config in configs}
+    operands = {config: quantized(config, n, k) for config in configs}
     found = []
     for m in rows:
         x = torch.randn(m, k, dtype=torch.bfloat16, device="cuda")
         row = DecodeRow(f"{m}x{n}x{k}", {}, n * k, m=m, n=n, k=k)
         contenders: dict[str, Prepare] = {BASE: lambda x=x: Graph([lambda w=w: F.linear(x, w) for w in plain])}  # type: ignore[misc]
-        contenders |= {config: ours(row, config, layers, x) for config, layers in held.items()}
+        contenders |= {config: ours(row, config, layers, x) for config, layers in operands.items()}
         timed(row, contenders, args.repeats, clock=graph_clock)
         figures = ", ".join(f"{config} {row.speedup(config):.2f}x" for config in configs)
         print(f"{row.work}: {row.times.get(BASE, float('nan')) * 1e3:.1f} us, {figures}", flush=True)

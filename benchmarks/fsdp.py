@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import mxtensor as mx
-from examples.ranks import settle
+from examples.ranks import init_state
 from mxtensor.recipe.training_recipes import MXFP8BlockScaling
 
 from .cuda import Target, print_verdicts
@@ -110,11 +110,11 @@ def measured(config: str, sizes: dict[str, int], device: str, batch: int, length
         row = FsdpRow(config, {}, gathered_bytes=sum(bytes), ranks=world)
     best = float("inf")
     for _ in range(ROUNDS):
-        _settle(cuda)
+        _init_state(cuda)
         start = time.perf_counter()
         for _ in range(steps):
             step(model, optimizer, ids)
-        _settle(cuda)
+        _init_state(cuda)
         best = min(best, (time.perf_counter() - start) / steps)
     row.times["step"] = best * 1e3
     row.tokens_a_second = world * batch * length / best
@@ -133,7 +133,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, ids: torch.Tensor) 
     optimizer.zero_grad()
 
 
-def _settle(cuda: bool) -> None:
+def _init_state(cuda: bool) -> None:
     if cuda:
         torch.cuda.synchronize()
     dist.barrier()
@@ -154,7 +154,7 @@ def work(rank: int, world: int, folder: str, device: str, quick: bool, batch: in
             print(f"{config}: {rows[-1].tokens_a_second:.0f} tokens/s", flush=True)
     if rank == 0:
         Path(folder, "rows").write_text(json.dumps([asdict(row) for row in rows]))
-    settle()
+    init_state()
     dist.destroy_process_group()
 
 

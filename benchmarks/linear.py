@@ -76,10 +76,10 @@ def ours(config: str, pairs: Pairs) -> Callable[[LinearRow], Prepare]:
     """nn.Linear layers under ``mx.quantize_``."""
 
     def layers() -> list[tuple[Tensor, nn.Module]]:
-        held: list[tuple[Tensor, nn.Module]] = []
+        operands: list[tuple[Tensor, nn.Module]] = []
         for x, weight in pairs:
-            held.append((x, mx.quantize_(layer_of(weight), config)))
-        return held
+            operands.append((x, mx.quantize_(layer_of(weight), config)))
+        return operands
 
     def contender(row: LinearRow) -> Prepare:
         return lambda: explained(row, config, layers(), lambda pair: pair[1](pair[0]))()

@@ -252,9 +252,9 @@ def loaded_elsewhere(names: Collection[str]) -> dict[str, bool]:
     return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
 
 
-def held(model: nn.Module) -> list[Tensor]:
+def operands(model: nn.Module) -> list[Tensor]:
     """Copies of all codes and scales, as bytes."""
-    return [part.contiguous().view(torch.uint8).clone() for _, w in weights(model) for part in w.parts]
+    return [part.contiguous().view(torch.uint8).clone() for _, w in weights(model) for part in w.components]
 
 
 def lora(name: str, model: nn.Module) -> bool:
@@ -263,7 +263,7 @@ def lora(name: str, model: nn.Module) -> bool:
 
     inputs = CASES[name].inputs()
     labels = inputs.pop("decoder_input_ids", inputs.get("input_ids", torch.tensor([0, 1])))
-    before = held(model)
+    before = operands(model)
     layers = [weight.removesuffix(".weight") for weight, _ in weights(model) if weight.endswith(".weight")]
     transposed = type(model.get_submodule(layers[0])).__name__ == "Conv1D"
     adapted = get_peft_model(model, LoraConfig(r=4, target_modules=layers, fan_in_fan_out=transposed))
@@ -276,7 +276,7 @@ def lora(name: str, model: nn.Module) -> bool:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    same = all(torch.equal(a, b) for a, b in zip(before, held(model), strict=True))
+    same = all(torch.equal(a, b) for a, b in zip(before, operands(model), strict=True))
     return losses[1] < losses[0] and same
 
 

@@ -1,6 +1,6 @@
 """One product of few rows, for a profiler: ``ncu -k regex:resident python -m benchmarks.one_product mxfp4 1 64 64``.
 
-By the kernel ``small_batch``, with the plan that the table has, after nothing else that a pattern of its kernels' names
+By the kernel ``small_m``, with the plan that the table has, after nothing else that a pattern of its kernels' names
 (``resident``, ``together``, ``activations``) would catch.
 """
 

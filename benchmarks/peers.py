@@ -82,8 +82,8 @@ def decoding(elem: Any, inputs: Sequence[Tensor], through: Callable[..., Prepare
 
     def prepare() -> Work:
         _imports()
-        held = [torchao_cast(x, elem) for x in inputs]
-        return through(lambda: lambda q: q.dequantize(torch.bfloat16), held)()
+        operands = [torchao_cast(x, elem) for x in inputs]
+        return through(lambda: lambda q: q.dequantize(torch.bfloat16), operands)()
 
     return prepare
 
@@ -161,12 +161,12 @@ def linear(convert: Callable[[nn.Module], Any], pairs: Sequence[tuple[Tensor, Te
 
     def prepare() -> Work:
         _imports()
-        held = []
+        operands = []
         for x, weight in pairs:
             model = nn.Sequential(layer_of(weight.clone()))  # torchao converts the children of what it is given
             convert(model)
-            held.append((x, model[0].weight))
-        return (compiled if compile else eager)(lambda: lambda pair: F.linear(*pair), held)()
+            operands.append((x, model[0].weight))
+        return (compiled if compile else eager)(lambda: lambda pair: F.linear(*pair), operands)()
 
     return prepare
 
@@ -214,10 +214,10 @@ def gemlite_mxfp(bits: int, dynamic: bool) -> Callable[[Sequence[Tensor], Tensor
         from gemlite import helper
 
         kind = helper.A8W8_MXFP_dynamic if dynamic else helper.A16W8_MXFP if bits == 8 else helper.A16W4_MXFP
-        held = []
+        operands = []
         for weight in weights:
-            held.append(kind(device="cuda:0", dtype=torch.bfloat16).from_linear(layer_of(weight.clone())))
-        return [lambda layer=layer: layer(x) for layer in held]  # type: ignore[misc]
+            operands.append(kind(device="cuda:0", dtype=torch.bfloat16).from_linear(layer_of(weight.clone())))
+        return [lambda layer=layer: layer(x) for layer in operands]  # type: ignore[misc]
 
     return make
 
@@ -227,14 +227,14 @@ def torchao_mx(elem: Any) -> Callable[[Sequence[Tensor], Tensor], Calls]:
 
     def make(weights: Sequence[Tensor], x: Tensor) -> Calls:
         _imports()
-        held = []
+        operands = []
         for weight in weights:
             model = nn.Sequential(layer_of(weight.clone()))
             mx_linear(elem)(model)
-            held.append(model[0].weight)
+            operands.append(model[0].weight)
         torch._dynamo.reset()
         run = torch.compile(F.linear, fullgraph=True, dynamic=False)
-        return [lambda w=w: run(x, w) for w in held]  # type: ignore[misc]
+        return [lambda w=w: run(x, w) for w in operands]  # type: ignore[misc]
 
     return make
 

@@ -50,10 +50,13 @@ def _names_down(axes: Any, names: Sequence[str]) -> None:
 
 def _title(figure: Any, title: str, machine: dict[str, Any]) -> None:
     versions = machine["versions"]
-    parts = [machine["gpu"] or machine["cpu"], *(f"{p} {versions[p]}" for p in ("torch", "torchao") if p in versions)]
+    components = [
+        machine["gpu"] or machine["cpu"],
+        *(f"{p} {versions[p]}" for p in ("torch", "torchao") if p in versions),
+    ]
     figure.suptitle(f"{title}\n", fontsize=13, color=INK)
     below = 1 - 0.34 / figure.get_figheight()
-    figure.text(0.5, below, ", ".join([*parts, machine["date"]]), ha="center", va="top", fontsize=9, color=GRAY)
+    figure.text(0.5, below, ", ".join([*components, machine["date"]]), ha="center", va="top", fontsize=9, color=GRAY)
 
 
 def _legend(figure: Any, keys: dict[str, dict[str, Any]], columns: int) -> None:

@@ -214,12 +214,12 @@ def chain_memory(device: str, rows: int, width: int = 8192) -> list[list[str]]:
                 torch.cuda.reset_peak_memory_stats()
                 start = torch.cuda.memory_allocated()
                 y = model(x * 1)  # an activation, as in a network, which nobody keeps but the layer
-                kept = torch.cuda.memory_allocated() - start - y.nbytes
+                saved = torch.cuda.memory_allocated() - start - y.nbytes
                 y.backward(torch.randn_like(y))
                 torch.cuda.synchronize()
                 peak = torch.cuda.max_memory_allocated() - before
                 del y
-            figures = [kept / 2**20, peak / 2**20, *figures[1:]]
+            figures = [saved / 2**20, peak / 2**20, *figures[1:]]
         found[name] = figures
         del model, layers
     base = found[BASE]

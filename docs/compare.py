@@ -78,7 +78,7 @@ def learns(package: Package) -> bool:
     return near(x.grad, grad.float() @ layer.weight.dequantize().float())
 
 
-def turned(package: Package) -> bool:
+def transposed(package: Package) -> bool:
     w = package.tensor(values(64, 64))
     return bool(w.t().contiguous().dequantize().equal(w.dequantize().t().contiguous()))
 
@@ -130,7 +130,7 @@ CASES: dict[str, Callable[[Package], Any]] = {
     "`w.split(32)`": lambda p: w_equal(p, lambda w: w.split(32)[1]),
     "`w[:, 32:]`": lambda p: w_equal(p, lambda w: w[:, 32:]),
     "`w.transpose(0, 1)`": lambda p: w_equal(p, lambda w: w.transpose(0, 1)),
-    "`w.t().contiguous()`": turned,
+    "`w.t().contiguous()`": transposed,
     "`w.to(torch.float32).dtype`": lambda p: p.tensor(values(64, 64)).to(torch.float32).dtype is torch.float32,
     "`torch.zeros_like(w)`": lambda p: not torch.zeros_like(p.tensor(values(64, 64))).any(),
     "`torch.cat([w, w])`": grown,

@@ -18,13 +18,13 @@ def chosen(name: str, weight_only: bool, capability: tuple[int, int]) -> str:
     from mxtensor.core import dispatch
     from mxtensor.kernels.gemm import cublas, scaled_mm_contract
     from mxtensor.kernels.gemm.select import GEMM
-    from mxtensor.kernels.gemm.spec import GemmArgs, Uncast
+    from mxtensor.kernels.gemm.spec import GemmArgs, Unquantized
     from mxtensor.kernels.runtime import triton_launch
 
     x, cast = torch.empty(4096, 4096, dtype=torch.bfloat16, device="meta"), mx.Cast.of(name)
     formats = (x.dtype if weight_only else cast.format, cast.format)
     spec = dispatch.Spec("linear", ((4096, 4096),) * 2, formats, x.dtype, torch.device("cuda", 0))
-    factors = (x if weight_only else Uncast(x, cast), Uncast(x, cast))
+    gemm_operands = (x if weight_only else Unquantized(x, cast), Unquantized(x, cast))
     with ExitStack() as pretended:  # the device, and a torch with CUDA 13 and Triton
         for module, function, answer in (
             (dispatch, "device_capability", capability),
@@ -35,7 +35,7 @@ def chosen(name: str, weight_only: bool, capability: tuple[int, int]) -> str:
             pretended.enter_context(patch.object(module, function, lambda *args, answer=answer: answer))
         pretended.enter_context(patch.object(torch.version, "hip", None))
         args = GemmArgs(x.dtype)
-        return next(kernel.name for kernel in GEMM if kernel.refuses(spec, *factors, args) is None)
+        return next(kernel.name for kernel in GEMM if kernel.refuses(spec, *gemm_operands, args) is None)
 
 
 def devices() -> str:

@@ -33,7 +33,7 @@ from typing import Any
 from docs.devices import devices
 from docs.markdown import table
 from docs.recipes import recipes
-from docs.records import cpu, decode, decode_model, fsdp, host, linear, sharding, train_linear
+from docs.records import cast, cpu, decode, decode_model, fsdp, host, linear, sharding, train_linear
 
 ROOT = Path(__file__).resolve().parent.parent
 GENERATED = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -111,19 +111,20 @@ def functions() -> str:
 
 def kernels() -> str:
     """The kernels of each kind of work in the order in which they are asked, and what each of them is."""
-    from mxtensor.kernels.gemm import select
-    from mxtensor.kernels.quantize import select
+    from mxtensor.kernels.gemm import select as gemm
+    from mxtensor.kernels.quantize import select as quantize
 
     works = (
-        ("product", select.GEMM), ("grouped product", select.GROUPED), ("quantize", select.QUANTIZE),
-        ("quantize both ways", select.QUANTIZE_BOTH), ("round trip", select.ROUND_TRIP), ("dequantize", select.DEQUANTIZE),
+        ("product", gemm.GEMM), ("grouped product", gemm.GROUPED), ("quantize", quantize.QUANTIZE),
+        ("quantize both ways", quantize.QUANTIZE_BOTH), ("fake quantize", quantize.FAKE_QUANTIZE),
+        ("dequantize", quantize.DEQUANTIZE),
     )  # fmt: skip
     order = [(work, ", ".join(f"`{kernel.name}`" for kernel in row)) for work, row in works]
     files: dict[tuple[str, str], None] = {}
     for _, row in works:
         for kernel in row:
             module = kernel.refuses.__module__
-            if module not in (select.__name__, select.__name__):  # those are made of the others
+            if module not in (gemm.__name__, quantize.__name__):  # those are made of the others
                 files[kernel.name, module] = None
     body = [
         (f"`{name}`", first_line(sys.modules[m]), f"`{m.removeprefix('mxtensor.').replace('.', '/')}.py`")
@@ -181,7 +182,7 @@ def models() -> str:
     return table(", ".join(HEADER), [cells(row) for row in recorded()])
 
 
-RECORDS = (cpu, host, select, linear, decode, decode_model, train_linear, fsdp, sharding)
+RECORDS = (cpu, host, cast, linear, decode, decode_model, train_linear, fsdp, sharding)
 GENERATORS = (formats, ops, functions, kernels, devices, api, torchao, models, recipes, *RECORDS)
 TABLES: dict[str, Callable[[], str]] = {generator.__name__: generator for generator in GENERATORS}
 

@@ -12,15 +12,15 @@ ATTENTION = ("fp8_dpa", "fp8_mha")
 """Fields of TransformerEngine that can only be False here."""
 
 
-def _role(role: Any, delayed: bool) -> str:
+def _casts(casts: Any, delayed: bool) -> str:
     """A role of Roles in words."""
-    cast = role.rowwise
+    cast = casts.rowwise
     if cast is None:
         return "high precision"
     words = [f"`{cast.format.name}`"]
     if cast.rounding.value != "nearest":
         words.append(cast.rounding.value)
-    if role.signs is not None:
+    if casts.signs is not None:
         words.append("rotated for wgrad")
     if delayed:
         words.append("scale of earlier steps")
@@ -41,9 +41,12 @@ def recipes() -> str:
     for kind in vars(module).values():
         if not (isinstance(kind, type) and issubclass(kind, BackwardOptions) and kind.__name__ in module.__all__):
             continue
-        roles = kind().roles()
+        linear_recipe = kind().linear_recipe()
         mine = inspect.get_annotations(kind).keys() - set(ATTENTION)
         options = [f"`{f.name}={_value(f.default)}`" for f in fields(kind) if f.name in mine]
-        casts = [_role(role, roles.delayed is not None) for role in (roles.weight, roles.input, roles.grad)]
+        casts = [
+            _casts(casts, linear_recipe.delayed is not None)
+            for casts in (linear_recipe.weight, linear_recipe.input, linear_recipe.grad)
+        ]
         body.append((f"`{kind.__name__}`", *casts, ", ".join(options)))
     return table("recipe, weights, inputs, gradients, options of its own", body)

@@ -35,10 +35,10 @@ def _on_gpu(name: str, kind: type[RowT], sections: Callable[[list[RowT]], list[s
             f"Not recorded yet: `python -m benchmarks.{name} --json benchmarks/results/{name}.json` writes the record."
         )
     machine, rows = read_json(path, kind)
-    parts = [_where(f"{machine['gpu']}, CUDA {machine['cuda']}", machine), *sections(rows)]
+    components = [_where(f"{machine['gpu']}, CUDA {machine['cuda']}", machine), *sections(rows)]
     if (ASSETS / f"{name}.png").exists():
-        parts.insert(1, f"![{PICTURES[name]}](assets/{name}.png)")
-    return "\n\n".join(parts)
+        components.insert(1, f"![{PICTURES[name]}](assets/{name}.png)")
+    return "\n\n".join(components)
 
 
 PICTURES = {

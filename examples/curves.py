@@ -48,9 +48,9 @@ def plot(curves: Sequence[Curve], path: Path, title: str, unit: str) -> Path:
         axes.plot(steps, curve.losses, color=color, alpha=0.2, linewidth=0.8)
         dashes, label = DASHES[i % len(DASHES)], f"{curve.name}, training (smoothed)"
         axes.plot(steps, smooth(curve.losses), color=color, linewidth=1.8, linestyle=dashes, label=label)
-        at, held = zip(*curve.held_out, strict=True)
-        label = f"{curve.name}, held out: {held[-1]:.3f} at the end"
-        axes.plot(at, held, color=color, linestyle="", marker=marker, markerfacecolor="none", label=label)
+        at, operands = zip(*curve.held_out, strict=True)
+        label = f"{curve.name}, held out: {operands[-1]:.3f} at the end"
+        axes.plot(at, operands, color=color, linestyle="", marker=marker, markerfacecolor="none", label=label)
     axes.set_xlabel(f"step of {unit}")
     axes.set_ylabel("loss [nats a byte]")
     axes.grid(color="#dddddd", linewidth=0.6)

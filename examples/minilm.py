@@ -44,7 +44,7 @@ class Result:
     layers: list[LayerError]
     cosine: float
     """Mean cosine of the embeddings to those of the float32 model."""
-    kept: float
+    saved: float
     """How many of the float32 model's nearest ten sentences are still among the nearest ten, mean over sentences."""
 
     @property
@@ -131,7 +131,7 @@ def table(results: Sequence[Result]) -> str:
     for r in results:
         sqnr = [layer.sqnr_db for layer in r.layers]
         size = (f"{r.bits_per_value:.2f}", f"{r.mb_before:.2f}", f"{r.mb_after:.2f}", f"{r.mb_after / r.mb_before:.3f}")
-        error = (f"{sum(sqnr) / len(sqnr):.1f}", f"{min(sqnr):.1f}", f"{r.cosine:.4f}", f"{r.kept:.2f}")
+        error = (f"{sum(sqnr) / len(sqnr):.1f}", f"{min(sqnr):.1f}", f"{r.cosine:.4f}", f"{r.saved:.2f}")
         rows.append((r.config, *size, *error))
     return columns(header, rows)
 

@@ -122,12 +122,12 @@ def joined(device: str, split: int = 1) -> Iterator[Ranks]:
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
     try:
         yield Ranks(dist.get_rank(), dist.get_world_size(), split)
-        settle()
+        init_state()
     finally:
         dist.destroy_process_group()
 
 
-def settle() -> None:
+def init_state() -> None:
     """What ranks do last: wait for each other, and for gloo's threads to let go of the tensors that they sent.
 
     A thread that does so later asks for Python's lock; once Python shuts down it is ended for that, and aborts the

@@ -20,7 +20,7 @@ from mxtensor.distributed.checkpoint import Reader, Writer, latest
 
 BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
 """An optimizer's state by the names of the parameters, however they are grouped."""
-KEPT = 2
+SAVED = 2
 """Checkpoints: the last one, and the one before it, should the last be damaged."""
 
 
@@ -45,7 +45,7 @@ def save(folder: Path, step: int, model: nn.Module, optimizer: Optimizer, rest: 
     with _alone_if_need_be():
         save_all(_state(model, optimizer, rest), storage_writer=Writer(path))
     whole = [p for p in folder.glob("step-*") if p.name[5:].isdigit()]
-    for old in sorted(whole, key=lambda p: int(p.name[5:]))[:-KEPT]:
+    for old in sorted(whole, key=lambda p: int(p.name[5:]))[:-SAVED]:
         shutil.rmtree(old, ignore_errors=True)  # by whichever rank comes first
 
 

@@ -195,9 +195,9 @@ def train(run: Run, text: Tensor, steps: int | None, minutes: float | None, chec
                 run.look(held_out)
                 if checkpoint is not None:
                     run.save(checkpoint)
-            held = f"{run.held_out[-1][1]:.3f}"
+            operands = f"{run.held_out[-1][1]:.3f}"
             rate = f"{run.size.batch * run.size.context / run.seconds[-1]:,.0f}"
-            bar.set_postfix_str(f"loss {run.losses[-1]:.3f}, held out {held}, {rate} tokens/s", refresh=False)
+            bar.set_postfix_str(f"loss {run.losses[-1]:.3f}, held out {operands}, {rate} tokens/s", refresh=False)
             bar.update()
             if minutes is not None and run.ranks.any(time.monotonic() > end):
                 break

@@ -32,10 +32,12 @@ from .te import tensor_attributes as _te_names  # noqa: F401  (gives MXTensor Tr
 from .tensor.mxtensor import MXTensor, quantize, rebuild
 
 if TYPE_CHECKING:
-    from . import checkpoint, nn, optim, parallel
+    from . import nn
     from .compile.inference_options import inference_options
     from .convert.mxfp8 import MXFP8Config, MXFP8Linear, to_mxfp8
     from .convert.training import MXLinearConfig
+    from .distributed import checkpoint
+    from .distributed import tensor_parallel as parallel
     from .te.general_gemm import general_gemm, get_workspace
     from .te.quantizer_base import DType, Quantizer
     from .te.quantizers import (
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
         MXQuantizer,
         NVFP4Quantizer,
     )
+    from .training import optim
     from .training.autocast import autocast
     from .training.grad_scaler import MXFP8GradientScaler
     from .training.model_init import quantized_model_init
@@ -99,33 +102,35 @@ __all__ = [
     "to_mxfp8",
 ]
 
-_TRAINING = {
-    "ambient": ("autocast",),
-    "checkpoint": ("checkpoint",),
-    "compiled": ("inference_options",),
-    "convert_training": ("MXLinearConfig",),
-    "grad_scaler": ("MXFP8GradientScaler",),
-    "model_init": ("quantized_model_init",),
-    "mxfp8": ("MXFP8Config", "MXFP8Linear", "to_mxfp8"),
+_LAZY = {
+    "compile.inference_options": ("inference_options",),
+    "convert.mxfp8": ("MXFP8Config", "MXFP8Linear", "to_mxfp8"),
+    "convert.training": ("MXLinearConfig",),
+    "distributed.checkpoint": ("checkpoint",),
+    "distributed.tensor_parallel": ("parallel",),
     "nn": ("nn",),
-    "optim": ("optim",),
-    "parallel": ("parallel",),
-    "quantizer_base": ("DType", "Quantizer"),
-    "quantizers": (
+    "te.general_gemm": ("general_gemm", "get_workspace"),
+    "te.quantizer_base": ("DType", "Quantizer"),
+    "te.quantizers": (
         "Float8BlockQuantizer", "Float8CurrentScalingQuantizer", "Float8Quantizer", "MXFP8Quantizer", "MXQuantizer",
         "NVFP4Quantizer",
     ),
-    "te_gemm": ("general_gemm", "get_workspace"),
+    "training.autocast": ("autocast",),
+    "training.grad_scaler": ("MXFP8GradientScaler",),
+    "training.model_init": ("quantized_model_init",),
+    "training.optim": ("optim",),
 }  # fmt: skip
-"""Module -> what is loaded from it on first use, for it brings torch's compiler, slower to import than all of torch."""
-_HOME = {name: module for module, names in _TRAINING.items() for name in names}
+"""Module -> the names loaded from it on first use: it imports torch's compiler, which takes longer than all of torch."""
+_MODULES = ("checkpoint", "nn", "optim", "parallel")
+"""Names that are the module itself."""
+_HOME = {name: module for module, names in _LAZY.items() for name in names}
 
 
 def __getattr__(name: str) -> _Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = _import_module(f".{_HOME[name]}", __name__)
-    found = globals()[name] = module if _HOME[name] == name else getattr(module, name)
+    found = globals()[name] = module if name in _MODULES else getattr(module, name)
     return found
 
 

@@ -10,9 +10,9 @@ from torch.fx import Node
 
 from ..kernels.small_m import kernel  # noqa: F401  (registers the ops)
 
-ONE, SHARED = torch.ops.mxtensor.small_batch.default, torch.ops.mxtensor.small_batch_shared.default
+ONE, SHARED = torch.ops.mxtensor.small_m.default, torch.ops.mxtensor.small_m_shared.default
 NAMES = tuple(argument.name for argument in ONE._schema.arguments)
-OF_A_WEIGHT = ("data", "scale", "last", "bias")
+OF_A_WEIGHT = ("data", "scale", "global_scale", "bias")
 """Arguments of a product that go with its weight; the others are the same in products that are made together."""
 aten = torch.ops.aten
 VIEWS = (

@@ -44,8 +44,8 @@ def _groups(graph: Graph) -> list[list[Node]]:
         if given["ends"] is not None:
             continue
         same = found.setdefault(tuple(_key(v) for name, v in given.items() if name not in OF_A_WEIGHT), [])
-        last = max((place[v] for name in OF_A_WEIGHT for v in needs(given[name])), default=-1)
-        group = next((group for group in same if last < place[group[0]]), None)
+        global_scale = max((place[v] for name in OF_A_WEIGHT for v in needs(given[name])), default=-1)
+        group = next((group for group in same if global_scale < place[group[0]]), None)
         if group is None:
             same.append([node])
         else:
@@ -75,7 +75,7 @@ def _make_one(graph: Graph, group: list[Node]) -> None:
 
 
 class Products(CustomGraphPass):
-    """Products of one input by several weights as one call: ``mxtensor::small_batch_shared``."""
+    """Products of one input by several weights as one call: ``mxtensor::small_m_shared``."""
 
     launches_early = True
     """What ``launch_products_early`` looks for."""

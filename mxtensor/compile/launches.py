@@ -42,7 +42,7 @@ def _weights_of(node: Node) -> list[Node]:
     """What products read without waiting, of those that a node is or calls."""
     if node.target in PRODUCTS:
         given = arguments(node)
-        found = [v for name in ("data", "scale", "last") for v in pytree.tree_leaves(given[name])]
+        found = [v for name in ("data", "scale", "global_scale") for v in pytree.tree_leaves(given[name])]
     else:
         found = []
         for graph in _subgraphs(node):
@@ -79,8 +79,8 @@ def _product_is_next(scheduler: Any) -> bool:
 
 def _launch_first(lines: Sequence[Any], launch: str) -> list[Any]:
     """Those of a kernel, which lets the next one start before anything else, if it did so at all."""
-    kept = [line for line in lines if not (isinstance(line, str) and launch in line)]
-    return [launch, *kept] if len(kept) < len(lines) else kept
+    cached_value = [line for line in lines if not (isinstance(line, str) and launch in line)]
+    return [launch, *cached_value] if len(cached_value) < len(lines) else cached_value
 
 
 @cache

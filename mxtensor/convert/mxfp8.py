@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..numerics.formats import get_mx_format
 from ..recipe.base import BackwardOptions
-from ..recipe.linear_recipe import Role, Roles
+from ..recipe.linear_recipe import LinearRecipe, TensorCasts
 from ..tensor.mxtensor import MXTensor, quantize
 from ..training.interception import Call, run
 
@@ -40,9 +40,9 @@ class MXFP8Config(BackwardOptions):
     _kinds = frozenset({"mxfp8", "block_scaling"})
     _shown = (("block_size", "block_size"), ("e4m3_forward", "e4m3_forward"), ("e5m2_backward", "e5m2_backward"))
 
-    def _roles(self) -> Roles:
-        forward = Role.of(get_mx_format("mxfp8_e4m3" if self.e4m3_forward else "mxfp8_e5m2", self.block_size))
-        grad = Role.of(get_mx_format("mxfp8_e5m2" if self.e5m2_backward else "mxfp8_e4m3", self.block_size))
+    def _linear_recipe(self) -> LinearRecipe:
+        forward = TensorCasts.of(get_mx_format("mxfp8_e4m3" if self.e4m3_forward else "mxfp8_e5m2", self.block_size))
+        grad = TensorCasts.of(get_mx_format("mxfp8_e5m2" if self.e5m2_backward else "mxfp8_e4m3", self.block_size))
         return self.finished(forward, forward, grad)
 
 
@@ -71,7 +71,7 @@ class MXFP8Linear(nn.Linear):
         self.config = config
 
     def forward(self, input: Tensor) -> Tensor:
-        return run(Call(input, self.weight, self.bias), self.config.roles())
+        return run(Call(input, self.weight, self.bias), self.config.linear_recipe())
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self.config!r}"

@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from importlib import import_module
-from types import MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -15,7 +14,7 @@ from torch import nn
 from ..numerics.cast import Cast
 from ..numerics.formats import FORMATS, Format, Orientation, ScaleCalculationMode, get_mx_format
 from ..recipe.base import Recipe
-from ..recipe.linear_recipe import KernelPreference, LinearRecipe, Roles
+from ..recipe.linear_recipe import KernelPreference, LinearRecipe
 from ..tensor.mxtensor import MXTensor, quantize_as
 from ..training.training_weight import is_sharded, values_of
 
@@ -34,13 +33,13 @@ class MXDynamicActivationMXWeightConfig:
     kernel_preference: KernelPreference | str = KernelPreference.AUTO
     scaling_mode: ScaleCalculationMode | str = ScaleCalculationMode.RCEIL
 
-    def recipe(self) -> LinearRecipe:
+    def linear_recipe(self) -> LinearRecipe:
         """The formats and rules this stands for."""
         weight, activation = (
             Cast.of(get_mx_format(dtype, self.block_size), self.scaling_mode)
             for dtype in (self.weight_dtype, self.activation_dtype)
         )
-        return LinearRecipe(weight, activation, KernelPreference.of(self.kernel_preference))
+        return LinearRecipe.inference(weight, activation, KernelPreference.of(self.kernel_preference))
 
 
 def _nvfp4(use_dynamic_per_tensor_scale: bool) -> Cast:
@@ -56,10 +55,10 @@ class NVFP4DynamicActivationNVFP4WeightConfig:
     use_dynamic_per_tensor_scale: bool = True
     kernel_preference: KernelPreference | str = KernelPreference.AUTO
 
-    def recipe(self) -> LinearRecipe:
+    def linear_recipe(self) -> LinearRecipe:
         """The formats and rules this stands for."""
         cast = _nvfp4(self.use_dynamic_per_tensor_scale)
-        return LinearRecipe(cast, cast, KernelPreference.of(self.kernel_preference))
+        return LinearRecipe.inference(cast, cast, KernelPreference.of(self.kernel_preference))
 
 
 @dataclass(frozen=True)
@@ -69,10 +68,10 @@ class NVFP4WeightOnlyConfig:
     use_dynamic_per_tensor_scale: bool = True
     kernel_preference: KernelPreference | str = KernelPreference.AUTO
 
-    def recipe(self) -> LinearRecipe:
+    def linear_recipe(self) -> LinearRecipe:
         """The formats and rules this stands for."""
         cast = _nvfp4(self.use_dynamic_per_tensor_scale)
-        return LinearRecipe(cast, None, KernelPreference.of(self.kernel_preference))
+        return LinearRecipe.inference(cast, None, KernelPreference.of(self.kernel_preference))
 
 
 Config = (
@@ -84,26 +83,26 @@ Config = (
     | NVFP4DynamicActivationNVFP4WeightConfig
     | NVFP4WeightOnlyConfig
     | Recipe
-    | Roles
+    | LinearRecipe
 )
 
 
 def recipe_of(config: Any) -> LinearRecipe:
-    """The recipe a config stands for: a config object, a LinearRecipe, or a format by name, ``-weight-only`` or not.
+    """The LinearRecipe that a config stands for: one itself, an object that makes one, or the name of a format.
 
-    Raises ValueError for an unknown format name, TypeError for anything else.
+    A name (``"mxfp8"``, ``"mxfp8-weight-only"``), a dtype or a Format is an inference recipe. Raises ValueError for an
+    unknown format name, TypeError for anything else.
     """
     if isinstance(config, type):
         raise TypeError(f"cannot quantize by the class {config.__name__}; pass an instance: {config.__name__}()")
     if isinstance(config, LinearRecipe):
         return config
-    if hasattr(config, "recipe"):
-        return config.recipe()  # type: ignore[no-any-return]
+    if hasattr(config, "linear_recipe"):
+        return config.linear_recipe()  # type: ignore[no-any-return]
     if isinstance(config, str) and config.endswith(WEIGHT_ONLY):
-        return LinearRecipe(Cast.of(config.removesuffix(WEIGHT_ONLY)))
+        return LinearRecipe.inference(config.removesuffix(WEIGHT_ONLY))
     if isinstance(config, (str, torch.dtype, Format)):
-        cast = Cast.of(config)
-        return LinearRecipe(cast, cast)
+        return LinearRecipe.inference(config, config)
     raise TypeError(
         f"cannot quantize by {config!r}; pass a format name like 'mxfp8' or 'mxfp8-weight-only', a LinearRecipe, or "
         "one of the configs MXDynamicActivationMXWeightConfig, NVFP4DynamicActivationNVFP4WeightConfig, "
@@ -277,9 +276,8 @@ def quantize_(model: ModuleT, config: Config, filter_fn: FilterFn | None = None)
     weight_norm), both before anything is changed; warns where no layer matches. An optimizer for training is made
     afterwards: parameters are new objects over the same memory.
     """
-    roles = _training_roles(config)
-    recipe = recipe_of(config) if roles is None else None
-    found = [f for f in _found(model, filter_fn) if roles is None or f[2].trains]
+    recipe = recipe_of(config)
+    found = [f for f in _found(model, filter_fn) if f[2].trains or not recipe.trains]
     if not found:
         done = any(isinstance(parameter, MXTensor) for parameter in model.parameters())
         why = (
@@ -294,44 +292,34 @@ def quantize_(model: ModuleT, config: Config, filter_fn: FilterFn | None = None)
         weight = getattr(module, name)
         if id(weight) not in shared:
             originals[id(weight)] = weight
-            shared[id(weight)] = _parameter(weight, module, kind, recipe, roles)
+            shared[id(weight)] = _parameter(weight, module, kind, recipe)
         setattr(module, name, shared[id(weight)])
     changed = dict.fromkeys(module for module, _, _ in found)
-    if roles is not None:  # an embedding, say, that the filter left out trains the same values
+    if recipe.trains:  # an embedding, say, that the filter left out trains the same values
         for module in model.modules():
             for name, parameter in list(module._parameters.items()):
                 if id(parameter) in originals:
                     setattr(module, name, shared[id(parameter)])
                     changed[module] = None
     for module in changed:
-        if roles is None:
-            module.register_load_state_dict_pre_hook(keep_quantized)
-        else:
+        if recipe.trains:
             _training().register_hooks(module)
+        else:
+            module.register_load_state_dict_pre_hook(keep_quantized)
     return model
 
 
 def _training() -> Any:
-    """``convert_training``, which brings torch's compiler with it: imported for those who train."""
-    return import_module(".convert_training", __package__)
+    """``convert.training``, which brings torch's compiler with it: imported for those who train."""
+    return import_module(".training", __package__)
 
 
-def _training_roles(config: Any) -> Roles | None:
-    """The roles that a config for training stands for; None for any other config."""
-    if isinstance(config, Roles):
-        return config
-    return config.roles() if isinstance(getattr(config, "roles", None), MethodType) else None
-
-
-def _parameter(
-    weight: nn.Parameter, module: nn.Module, kind: Kind, recipe: LinearRecipe | None, roles: Roles | None
-) -> nn.Parameter:
-    """What stands in the place of ``weight``."""
-    if roles is not None:
-        if kind.orientation is Orientation.COLUMNWISE:  # products contract the dimension that FSDP2 cuts
-            roles = replace(roles, gather=False)
-        return _training().training_parameter(weight, roles)  # type: ignore[no-any-return]
-    assert recipe is not None
+def _parameter(weight: nn.Parameter, module: nn.Module, kind: Kind, recipe: LinearRecipe) -> nn.Parameter:
+    """The parameter that replaces ``weight``."""
+    if recipe.trains:
+        if kind.orientation is Orientation.COLUMNWISE:  # products contract the dimension that FSDP2 shards
+            recipe = replace(recipe, quantized_gather=False)
+        return _training().training_parameter(weight, recipe)  # type: ignore[no-any-return]
     if isinstance(module, nn.Embedding):
-        recipe = LinearRecipe(recipe.weight, None, recipe.kernel_preference)
+        recipe = LinearRecipe.inference(recipe.stored, None, recipe.kernel_preference)
     return nn.Parameter(quantize_as(values_of(weight), recipe, kind.orientation), requires_grad=False)

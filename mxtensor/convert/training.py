@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..numerics.cast import Cast
 from ..numerics.formats import FORMATS, ScaleCalculationMode, get_mx_format
 from ..recipe.base import one_weight_copy
-from ..recipe.linear_recipe import KernelPreference, Role, Roles
+from ..recipe.linear_recipe import KernelPreference, LinearRecipe, TensorCasts
 from ..tensor.mxtensor import MXTensor
 from ..training.interception import delayed_state
 from ..training.training_weight import STATE, TrainingWeight, local_of, sharded_like, values_of
@@ -55,18 +55,18 @@ class MXLinearConfig:
         format = FORMATS[element]
         return cls(elem_dtype=format.name, kernel_preference=RECIPE_KERNELS[kernel], scale_calculation_mode=mode)
 
-    def roles(self) -> Roles:
+    def linear_recipe(self) -> LinearRecipe:
         """The casts that this stands for. Raises ValueError for a format, block or mode it does not know."""
 
-        def role(override: torch.dtype | str | None) -> Role:
+        def casts(override: torch.dtype | str | None) -> TensorCasts:
             format = get_mx_format(self.elem_dtype if override is None else override, self.block_size)
-            return Role.of(Cast.of(format, self.scale_calculation_mode))
+            return TensorCasts.of(Cast.of(format, self.scale_calculation_mode))
 
-        weight = role(self.elem_dtype_weight_override)
-        return Roles(
-            role(None),
+        weight = casts(self.elem_dtype_weight_override)
+        return LinearRecipe(
+            casts(None),
             one_weight_copy(weight) if self.single_weight_copy else weight,
-            role(self.elem_dtype_grad_output_override),
+            casts(self.elem_dtype_grad_output_override),
             None,
             KernelPreference.of(self.kernel_preference),
             "MXLinearConfig",
@@ -74,11 +74,11 @@ class MXLinearConfig:
         )
 
 
-def training_parameter(weight: nn.Parameter, roles: Roles) -> nn.Parameter:
-    """A parameter over the same memory that carries ``roles``."""
-    out = nn.Parameter(TrainingWeight(values_of(weight).detach(), roles), requires_grad=weight.requires_grad)
-    if roles.delayed is not None:
-        delayed_state(out, roles)
+def training_parameter(weight: nn.Parameter, linear_recipe: LinearRecipe) -> nn.Parameter:
+    """A parameter over the same memory that carries ``linear_recipe``."""
+    out = nn.Parameter(TrainingWeight(values_of(weight).detach(), linear_recipe), requires_grad=weight.requires_grad)
+    if linear_recipe.delayed is not None:
+        delayed_state(out, linear_recipe)
     return out
 
 
@@ -94,10 +94,10 @@ def plain_in_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: s
 def register_hooks(module: nn.Module) -> None:
     """State dicts of the module hold plain tensors, and loading one keeps the roles of its parameters."""
     module.register_state_dict_post_hook(plain_in_state_dict)
-    module.register_load_state_dict_pre_hook(keep_roles)
+    module.register_load_state_dict_pre_hook(keep_recipe)
 
 
-def keep_roles(
+def keep_recipe(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], strict: bool,
     missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
 ) -> None:  # fmt: skip
@@ -112,13 +112,13 @@ def keep_roles(
         if not isinstance(values, Tensor) or isinstance(values, TrainingWeight):
             continue
         if values is not value:  # a shard for a shard
-            new = TrainingWeight(values.detach(), weight.roles, weight.shard)
+            new = TrainingWeight(values.detach(), weight.linear_recipe, weight.shard)
             state_dict[prefix + name] = nn.Parameter(sharded_like(value, new), parameter.requires_grad)
             continue
         if isinstance(value, MXTensor):  # of a model for inference
             value = value.dequantize()
         value = nn.Parameter(value, requires_grad=weight.requires_grad)
-        state_dict[prefix + name] = made = training_parameter(value, weight.roles)
+        state_dict[prefix + name] = made = training_parameter(value, weight.linear_recipe)
         state = getattr(weight, STATE, None)
         if state is not None and state.history.device == value.device:  # not of a model that was made on meta
             setattr(made, STATE, state)

@@ -70,11 +70,11 @@ class Spec(NamedTuple):
 
 def cached(function: Callable[..., Result]) -> Callable[..., Result]:
     """``functools.cache`` that Dynamo, which warns of such caches, sees through."""
-    kept = cache(function)
+    cached_value = cache(function)
 
     @wraps(function)
     def call(*args: Any) -> Result:
-        return function(*args) if torch.compiler.is_dynamo_compiling() else kept(*args)
+        return function(*args) if torch.compiler.is_dynamo_compiling() else cached_value(*args)
 
     return call
 
@@ -295,13 +295,13 @@ def explain() -> Iterator[Log]:
         _log.reset(token)
 
 
-def resumed(log: Log | None, forced: str | None) -> AbstractContextManager[None]:
-    """Where there are none, the log and the forced kernel of ``surroundings()``: autograd's threads have neither."""
-    return nullcontext() if log is None and forced is None else _resumed(log, forced)
+def restore_context(log: Log | None, forced: str | None) -> AbstractContextManager[None]:
+    """Where there are none, the log and the forced kernel of ``dispatch_context()``: autograd's threads have neither."""
+    return nullcontext() if log is None and forced is None else _restore_context(log, forced)
 
 
 @contextmanager
-def _resumed(log: Log | None, forced: str | None) -> Iterator[None]:
+def _restore_context(log: Log | None, forced: str | None) -> Iterator[None]:
     tokens: list[tuple[ContextVar[Any], Any]] = []
     pairs: tuple[tuple[ContextVar[Any], Any], ...] = ((_log, log), (_forced, forced))
     for variable, value in pairs:
@@ -319,7 +319,7 @@ def observed() -> bool:
     return _log.get() is not None or _forced.get() is not None
 
 
-def surroundings() -> tuple[Log | None, str | None]:
+def dispatch_context() -> tuple[Log | None, str | None]:
     """The enclosing ``explain()`` and ``kernels()``, for a backward pass to resume."""
     return (None, None) if torch.compiler.is_dynamo_compiling() else (_log.get(), _forced.get())
 

@@ -1,4 +1,4 @@
-"""torch.autocast (that of this package is in ``ambient.py``): whether it is on, its dtype, and code without it."""
+"""torch.autocast (that of this package is in ``autocast_state.py``): whether it is on, its dtype, and code without it."""
 
 from __future__ import annotations
 

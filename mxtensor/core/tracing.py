@@ -33,7 +33,7 @@ def is_exporting() -> bool:
     return torch.compiler.is_exporting() if flag is None else bool(flag)
 
 
-def settled(number: int) -> int:
+def guard_int(number: int) -> int:
     """``number``; decided now, where it is a symbol for an argument of a view that torch makes anew to trace it.
 
     No guard can name such a symbol, so that none may be left of it.

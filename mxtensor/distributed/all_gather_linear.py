@@ -18,14 +18,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..core.dispatch import resumed, surroundings
+from ..core.dispatch import dispatch_context, restore_context
 from ..core.torch_autocast import without_autocast
 from ..kernels.gemm.spec import Form
 from ..numerics.formats import FULL, Rounding
 from ..numerics.operand import Operand
-from ..recipe.linear_recipe import Roles
+from ..recipe.linear_recipe import LinearRecipe
 from ..training.linear import Options, product
-from ..training.operands import copies, held_by, kept, turned
+from ..training.operands import cached_operands, copies, saved, transposed
 from ..training.training_weight import values_of
 
 Group = Any
@@ -35,9 +35,9 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 """The names of torch 2.13, or those before."""
 
 
-def refuses(roles: Roles, rows: int, cols: int) -> str | None:
+def refuses(linear_recipe: LinearRecipe, rows: int, cols: int) -> str | None:
     """Why rows of this recipe cannot travel as codes, ``rows`` x ``cols`` a rank; None where they can."""
-    for name, cast in (("fprop", roles.input.rowwise), ("wgrad", roles.input.columnwise)):
+    for name, cast in (("fprop", linear_recipe.input.rowwise), ("wgrad", linear_recipe.input.columnwise)):
         if cast is None:
             return f"the recipe leaves the input of {name} in high precision"
         f = cast.format
@@ -47,12 +47,12 @@ def refuses(roles: Roles, rows: int, cols: int) -> str | None:
             return f"{f} has blocks of {f.block[0]} rows, which are cast for both products at once"
         if cast.rounding is Rounding.STOCHASTIC:
             return f"{f} is rounded stochastically, by numbers that would be the same on every rank"
-    if roles.input.signs is not None:
+    if linear_recipe.input.signs is not None:
         return "the recipe rotates the input of wgrad across ranks"
-    if roles.delayed is not None:
+    if linear_recipe.delayed is not None:
         return "delayed scaling has one scale for more than one rank holds"
-    assert roles.input.columnwise is not None
-    block = roles.input.columnwise.format.block[1]
+    assert linear_recipe.input.columnwise is not None
+    block = linear_recipe.input.columnwise.format.block[1]
     if rows % block:
         return f"{rows} rows a rank are not whole blocks of {block}"
     return None
@@ -89,19 +89,23 @@ class _Gathered(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, options: Options, group: Group, dtype: torch.dtype
     ) -> Tensor:
-        roles, world = options.roles, dist.get_world_size(group)
+        linear_recipe, world = options.linear_recipe, dist.get_world_size(group)
         with torch._C.DisableTorchFunction(), without_autocast(x.device):
             later = Form.CODES if ctx.needs_input_grad[1] else None
-            mine, x_col = copies(x, roles.input, (Form.CODES, later), ())
+            mine, x_col = copies(x, linear_recipe.input, (Form.CODES, later), ())
             assert isinstance(mine, Operand)
-            held = held_by(weight, roles)
-            w_row = held[0] if held is not None else copies(values_of(weight), roles.weight, (Form.CODES, None), ())[0]
+            cached = cached_operands(weight, linear_recipe)
+            w_row = (
+                cached[0]
+                if cached is not None
+                else copies(values_of(weight), linear_recipe.weight, (Form.CODES, None), ())[0]
+            )
             y = product("fprop", _of_all_rows(mine, world, group), w_row, dtype, bias, options.prefer)
-        x_kept, x_tensors = kept(x_col)
+        x_saved, x_tensors = saved(x_col)
         ctx.save_for_backward(*x_tensors, weight)
-        ctx.kept, ctx.options, ctx.group, ctx.world = x_kept, options, group, world
+        ctx.saved, ctx.options, ctx.group, ctx.world = x_saved, options, group, world
         ctx.shape, ctx.dtypes = tuple(x.shape), (x.dtype, weight.dtype, None if bias is None else bias.dtype, dtype)
-        ctx.surroundings = surroundings()
+        ctx.dispatch_context = dispatch_context()
         return y
 
     @staticmethod
@@ -109,20 +113,20 @@ class _Gathered(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         *x_tensors, weight = ctx.saved_tensors
         options, group, world = ctx.options, ctx.group, ctx.world
-        roles, prefer = options.roles, options.prefer
+        linear_recipe, prefer = options.linear_recipe, options.prefer
         need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
         x_dtype, w_dtype, bias_dtype, dtype = ctx.dtypes
         dx = dw = db = None
-        with torch._C.DisableTorchFunction(), without_autocast(grad.device), resumed(*ctx.surroundings):
+        with torch._C.DisableTorchFunction(), without_autocast(grad.device), restore_context(*ctx.dispatch_context):
             wants = Form.CODES if need_dx else None, Form.CODES if need_dw else None
-            g_row, g_col = copies(grad, roles.grad, wants, ())
+            g_row, g_col = copies(grad, linear_recipe.grad, wants, ())
             if need_dx:
-                of_all = product("dgrad", g_row, turned(weight, roles, Form.CODES, ()), dtype, None, prefer)
+                of_all = product("dgrad", g_row, transposed(weight, linear_recipe, Form.CODES, ()), dtype, None, prefer)
                 dx = of_all.new_empty(ctx.shape)
                 reduce_scatter(dx, of_all.contiguous(), group=group)
                 dx = dx.to(x_dtype)
             if need_dw:
-                x_col = _of_all_columns(ctx.kept.factor(iter(x_tensors)), world, group)
+                x_col = _of_all_columns(ctx.saved.gemm_operand(iter(x_tensors)), world, group)
                 dw = product("wgrad", g_col, x_col, dtype, None, prefer).to(w_dtype)
             if need_db:
                 db = grad.sum(0, dtype=torch.float32).to(bias_dtype)
@@ -130,15 +134,15 @@ class _Gathered(torch.autograd.Function):
 
 
 def gathered_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, roles: Roles, group: Group, dtype: torch.dtype
+    x: Tensor, weight: Tensor, bias: Tensor | None, linear_recipe: LinearRecipe, group: Group, dtype: torch.dtype
 ) -> Tensor:
     """``x_all @ weight^T + bias``, (world * M, N): ``x`` (M, K) are the rows of this rank, ``weight`` (N, K) and
     ``bias`` (N,) its columns, in high precision; ``x_all`` the rows of all ranks of ``group`` in the order of ranks.
 
     The gradient of ``x`` is summed over the ranks. Raises ValueError where ``refuses`` has a reason.
     """
-    why = refuses(roles, *x.shape)
+    why = refuses(linear_recipe, *x.shape)
     if why is not None:
         raise ValueError(f"gathered_linear: {why}; gather x in high precision")
     with torch._C.DisableTorchFunction():
-        return _Gathered.apply(x, weight, bias, Options(roles), group, dtype)  # type: ignore[no-any-return]
+        return _Gathered.apply(x, weight, bias, Options(linear_recipe), group, dtype)  # type: ignore[no-any-return]

@@ -22,16 +22,16 @@ from torch.distributed.tensor import parallel as torch_parallel
 from ..core.dispatch import Spec, record
 from ..core.torch_autocast import autocast_dtype
 from ..numerics.formats import FULL
-from ..recipe.linear_recipe import Roles
+from ..recipe.linear_recipe import LinearRecipe
 from ..tensor.mxtensor import MXTensor
 from ..training.training_weight import TrainingWeight, local_of
 from .all_gather_linear import gathered_linear, refuses
 
 
-def _roles(weight: Any) -> Roles | None:
+def _linear_recipe(weight: Any) -> LinearRecipe | None:
     """The recipe of a weight that is trained; None for any other."""
     local = local_of(weight)
-    return local.roles if isinstance(local, TrainingWeight) else None
+    return local.linear_recipe if isinstance(local, TrainingWeight) else None
 
 
 def _local(t: DTensor | None) -> Tensor | None:
@@ -47,9 +47,14 @@ def _check_split(module: nn.Linear, mesh: DeviceMesh, dim: int) -> None:
         raise ValueError(
             f"{name}={extent} does not divide into {world} equal parts; use a mesh of fewer ranks, or pad the layer"
         )
-    roles = _roles(weight)
-    if roles is not None:
-        formats = [c.format for r in (roles.input, roles.weight, roles.grad) for c in (r.rowwise, r.columnwise) if c]
+    linear_recipe = _linear_recipe(weight)
+    if linear_recipe is not None:
+        formats = [
+            c.format
+            for r in (linear_recipe.input, linear_recipe.weight, linear_recipe.grad)
+            for c in (r.rowwise, r.columnwise)
+            if c
+        ]
         whole = next((f for f in formats if f.global_scale or FULL in f.block), None)
         if whole is not None:
             raise NotImplementedError(
@@ -74,9 +79,9 @@ def _columns(self: nn.Linear, x: DTensor) -> DTensor:
     """The columns of a result that this rank's rows of the weight make."""
     weight, bias = cast(DTensor, self.weight), cast("DTensor | None", self.bias)
     mesh, (placement,) = x.device_mesh, x.placements
-    last, roles = x.dim() - 1, _roles(weight)
-    if isinstance(placement, Shard) and placement.dim < last and roles is not None:
-        y = _columns_of_sharded_rows(x, placement.dim, weight, bias, roles)
+    last, linear_recipe = x.dim() - 1, _linear_recipe(weight)
+    if isinstance(placement, Shard) and placement.dim < last and linear_recipe is not None:
+        y = _columns_of_sharded_rows(x, placement.dim, weight, bias, linear_recipe)
         if y is not None:
             return DTensor.from_local(y, mesh, [Shard(last)], run_check=False)
     x = x.redistribute(placements=[Replicate()])
@@ -84,11 +89,13 @@ def _columns(self: nn.Linear, x: DTensor) -> DTensor:
     return DTensor.from_local(y, mesh, [Shard(last)], run_check=False)
 
 
-def _columns_of_sharded_rows(x: DTensor, dim: int, weight: DTensor, bias: Any, roles: Roles) -> Tensor | None:
+def _columns_of_sharded_rows(
+    x: DTensor, dim: int, weight: DTensor, bias: Any, linear_recipe: LinearRecipe
+) -> Tensor | None:
     """The same of rows that are spread over the ranks, gathered as codes; None where they cannot be."""
     mesh, part = x.device_mesh, x.to_local(grad_placements=x.placements)
     world, rows = mesh.size(), part.numel() // part.shape[-1]
-    why = refuses(roles, rows, part.shape[-1])
+    why = refuses(linear_recipe, rows, part.shape[-1])
     if why is None and x.shape[dim] % world:
         why = f"{x.shape[dim]} positions do not divide into {world} equal parts"
     given = autocast_dtype(part) or part.dtype
@@ -97,7 +104,9 @@ def _columns_of_sharded_rows(x: DTensor, dim: int, weight: DTensor, bias: Any, r
     if why is not None:
         return None
     local_weight = cast(Tensor, _local(weight))
-    y = gathered_linear(part.reshape(rows, part.shape[-1]), local_weight, _local(bias), roles, mesh.get_group(), given)
+    y = gathered_linear(
+        part.reshape(rows, part.shape[-1]), local_weight, _local(bias), linear_recipe, mesh.get_group(), given
+    )
     before, within = part.shape[:dim], part.shape[dim:-1]
     y = y.view(world, *before, *within, y.shape[-1]).movedim(0, dim)
     return y.reshape(*before, world * within[0], *within[1:], y.shape[-1])
@@ -116,7 +125,7 @@ class ColwiseParallel(torch_parallel.ColwiseParallel):
         if not isinstance(module, nn.Linear):
             return super()._apply(module, device_mesh)
         _check_split(module, device_mesh, 0)
-        quantized = _roles(module.weight) is not None or isinstance(module.weight, MXTensor)
+        quantized = _linear_recipe(module.weight) is not None or isinstance(module.weight, MXTensor)
         if quantized and isinstance(self.input_layouts[0], Shard):
             self.desired_input_layouts = cast(Any, self.input_layouts)  # gathered by ``_columns``
         module = super()._apply(module, device_mesh)
@@ -150,7 +159,7 @@ class RowwiseParallel(torch_parallel.RowwiseParallel):
         if not isinstance(module, nn.Linear):
             return super()._apply(module, device_mesh)
         _check_split(module, device_mesh, 1)
-        quantized = _roles(module.weight) is not None or isinstance(module.weight, MXTensor)
+        quantized = _linear_recipe(module.weight) is not None or isinstance(module.weight, MXTensor)
         module = super()._apply(module, device_mesh)
         if quantized:
             module._mx_output_layouts = self.output_layouts  # type: ignore[assignment]

@@ -97,10 +97,10 @@ class MultiheadAttention(nn.Module):
         }
 
         n, g, d = num_attention_heads, self.num_gqa_groups, self.kv_channels
-        parts = {"query": n * d, "key": g * d, "value": g * d}
+        components = {"query": n * d, "key": g * d, "value": g * d}
         self.projections = SELF[input_layernorm] if attention_type == "self" else CROSS[input_layernorm]
         for attribute, names in self.projections.items():
-            split = {part: parts[part] for part in names}
+            split = {part: components[part] for part in names}
             normed = attribute.startswith("layernorm_")
             layer: type[nn.Module] = LayerNormLinear if normed else Linear
             module = layer(
@@ -188,11 +188,11 @@ class MultiheadAttention(nn.Module):
             return [part.flatten(-3, -2) for part in grouped.split([n // groups for n in counts], -2)]
         return list(torch.unflatten(mixed, -1, (-1, self.kv_channels)).split(counts, -2))
 
-    def _fused(self, parts: Sequence[Tensor]) -> Tensor:
+    def _fused(self, components: Sequence[Tensor]) -> Tensor:
         """Rows of each part, one after the other or interleaved by group: what ``_heads`` takes apart."""
         if not self.qkv_weight_interleaved:
-            return torch.cat(list(parts))
-        grouped = [part.unflatten(0, (self.num_gqa_groups, -1, self.kv_channels)) for part in parts]
+            return torch.cat(list(components))
+        grouped = [part.unflatten(0, (self.num_gqa_groups, -1, self.kv_channels)) for part in components]
         return torch.cat(grouped, 1).flatten(0, 2)
 
     # ------------------------------------------------------------------------------------------ from torch
@@ -239,9 +239,9 @@ def _from_torch_names(module: MultiheadAttention, state_dict: dict[str, Any], pr
         packed = state_dict.pop(f"{prefix}in_proj_{kind}", None)
         if packed is None:
             continue
-        parts = dict(zip(("query", "key", "value"), packed.chunk(3), strict=True))
+        components = dict(zip(("query", "key", "value"), packed.chunk(3), strict=True))
         for attribute, names in module.projections.items():
             if module._is_fused(attribute):
-                state_dict[f"{prefix}{attribute}.{kind}"] = module._fused([parts[name] for name in names])
+                state_dict[f"{prefix}{attribute}.{kind}"] = module._fused([components[name] for name in names])
             else:
-                state_dict.update({f"{prefix}{attribute}.{name}_{kind}": parts[name] for name in names})
+                state_dict.update({f"{prefix}{attribute}.{name}_{kind}": components[name] for name in names})

@@ -14,19 +14,19 @@ from torch import Tensor, nn
 
 from ..convert.quantize import keep_quantized
 from ..core.torch_autocast import autocast_dtype, torch_autocasts
-from ..recipe.linear_recipe import HIGH_PRECISION, Roles
+from ..recipe.linear_recipe import HIGH_PRECISION, LinearRecipe
 from ..recipe.training_recipes import Recipe
 from ..te.quantizers import quantizers_of
-from ..training.autocast import ambient
+from ..training.autocast import autocast_state
 from ..training.interception import check_recipe
 from ..training.linear import Options, linear
-from ..training.model_init import init_roles, preserve, preserves, weight_parameter
+from ..training.model_init import init_recipe, preserve, preserves, weight_parameter
 from ..training.operands import Scales
 from .slot import Operands, Slot
 from .weight_shards import misfit, owner, remember, spread
 
 Init = Callable[[Tensor], Any]
-Parts = Sequence[Tensor]
+WeightShards = Sequence[Tensor]
 """The parameters whose rows, one below the other, are the weight of one product."""
 
 NO_PARALLELISM: dict[str, tuple[Any, ...]] = {
@@ -59,7 +59,7 @@ def kaiming(weight: Tensor) -> None:
 class Active(NamedTuple):
     """What the recipe around a forward pass says."""
 
-    roles: Roles
+    linear_recipe: LinearRecipe
     group: Any = None
     """The process group that shares delayed scaling's amax."""
 
@@ -94,9 +94,9 @@ class QuantizedModule(nn.Module):
         self.delay_wgrad_compute = delay_wgrad_compute
         self.save_original_input = save_original_input
         self.quantizers: dict[str, list[Any]] = {"scaling_fwd": [], "scaling_bwd": []}
-        self._made_for: tuple[str, Roles, torch.device, list[Any]] | None = None
+        self._made_for: tuple[str, LinearRecipe, torch.device, list[Any]] | None = None
         """Type of the recipe, roles, device and delayed states that the quantizers were made for."""
-        self._init_roles = init_roles()
+        self._init_recipe = init_recipe()
         self._inits: dict[str, Init] = {}
         self._slots: list[Slot] = []
         self.register_load_state_dict_pre_hook(keep_quantized)
@@ -156,7 +156,7 @@ class QuantizedModule(nn.Module):
 
     # ---------------------------------------------------------------------------------------- one forward pass
 
-    def prepare(self, x: Tensor, weights: Sequence[Parts]) -> Active | None:
+    def prepare(self, x: Tensor, weights: Sequence[WeightShards]) -> Active | None:
         """What the recipe around this pass says for products of these weights, the first of which ``x`` enters.
 
         None outside ``autocast`` and where it is disabled. Raises, with nothing changed: TypeError and ValueError for
@@ -164,20 +164,20 @@ class QuantizedModule(nn.Module):
         needed and missing.
         """
         self._check(x, weights)
-        around = ambient()
+        around = autocast_state()
         if around is None or around.recipe is None:
             return None
-        roles = around.recipe.roles()
-        for parts in weights:
-            for weight in parts:
-                check_recipe(weight, roles, self.label, self._init_roles)
+        linear_recipe = around.recipe.linear_recipe()
+        for components in weights:
+            for weight in components:
+                check_recipe(weight, linear_recipe, self.label, self._init_recipe)
         if not torch.compiler.is_dynamo_compiling():
-            self._update(around.recipe, roles, len(weights), x.device)
-        elif roles.delayed is not None:
-            _settle_eagerly(self, around.recipe, roles, len(weights), x.device)
-        return Active(roles, around.group)
+            self._update(around.recipe, linear_recipe, len(weights), x.device)
+        elif linear_recipe.delayed is not None:
+            _init_state_eagerly(self, around.recipe, linear_recipe, len(weights), x.device)
+        return Active(linear_recipe, around.group)
 
-    def _check(self, x: Tensor, weights: Sequence[Parts]) -> None:
+    def _check(self, x: Tensor, weights: Sequence[WeightShards]) -> None:
         label, weight = self.label, weights[0][0]
         if not x.dtype.is_floating_point:
             raise TypeError(f"{label}: the input is {str(x.dtype).removeprefix('torch.')}; convert it to a float dtype")
@@ -188,7 +188,7 @@ class QuantizedModule(nn.Module):
                 f"{label}: input {tuple(x.shape)} does not fit: its last dimension is in_features, {weight.shape[1]}"
             )
         if self.fuse_wgrad_accumulation and torch.is_grad_enabled():
-            for part in (part for parts in weights for part in parts if part.requires_grad):
+            for part in (part for components in weights for part in components if part.requires_grad):
                 has = misfit(owner(part))
                 if has is not None:
                     raise RuntimeError(
@@ -198,35 +198,49 @@ class QuantizedModule(nn.Module):
                     )
 
     def product(
-        self, index: int, x: Tensor, parts: Parts, bias: Tensor | None, active: Active | None, first: bool | None
+        self,
+        index: int,
+        x: Tensor,
+        components: WeightShards,
+        bias: Tensor | None,
+        active: Active | None,
+        first: bool | None,
     ) -> Tensor:
-        """Product ``index`` of this pass: x (..., K) by the weight (N, K) that ``parts`` make up; (..., N)."""
+        """Product ``index`` of this pass: x (..., K) by the weight (N, K) that ``components`` make up; (..., N)."""
         hooked = self.fuse_wgrad_accumulation or self.delay_wgrad_compute
         if active is None and not hooked:
-            return _plain(x, joined(parts), bias)
+            return _plain(x, joined(components), bias)
         if not torch.compiler.is_dynamo_compiling():
-            return self._quantized(index, x, parts, bias, active, first)
-        if hooked or (active is not None and active.roles.delayed is not None):
-            return _run_eagerly(self, index, x, parts, bias, active, first)  # type: ignore[no-any-return]
+            return self._quantized(index, x, components, bias, active, first)
+        if hooked or (active is not None and active.linear_recipe.delayed is not None):
+            return _run_eagerly(self, index, x, components, bias, active, first)  # type: ignore[no-any-return]
         assert active is not None
-        return linear(x, joined(parts), bias, Options(active.roles, result_dtype(x), self.save_original_input))
+        return linear(
+            x, joined(components), bias, Options(active.linear_recipe, result_dtype(x), self.save_original_input)
+        )
 
     def _quantized(
-        self, index: int, x: Tensor, parts: Parts, bias: Tensor | None, active: Active | None, first: bool | None
+        self,
+        index: int,
+        x: Tensor,
+        components: WeightShards,
+        bias: Tensor | None,
+        active: Active | None,
+        first: bool | None,
     ) -> Tensor:
-        weight = joined(parts)
-        return linear(x, weight, bias, *self.arguments(index, x, weight, parts, active, first))
+        weight = joined(components)
+        return linear(x, weight, bias, *self.arguments(index, x, weight, components, active, first))
 
     def arguments(
-        self, index: int, x: Tensor, weight: Tensor, parts: Parts, active: Active | None, first: bool | None
+        self, index: int, x: Tensor, weight: Tensor, components: WeightShards, active: Active | None, first: bool | None
     ) -> tuple[Options, Scales | None, Operands | None]:
         """How product ``index`` of this pass is to be computed: the last arguments of ``linear``. Eager code only."""
         slot, dtype = self._slot(index), result_dtype(x)
-        roles = HIGH_PRECISION if active is None else active.roles
-        hook = slot.on_wgrad(parts, dtype, self.fuse_wgrad_accumulation, self.delay_wgrad_compute)
+        linear_recipe = HIGH_PRECISION if active is None else active.linear_recipe
+        hook = slot.on_wgrad(components, dtype, self.fuse_wgrad_accumulation, self.delay_wgrad_compute)
         scales = None if active is None else slot.scales(active.group)
-        options = Options(roles, dtype, self.save_original_input, hook)
-        return options, scales, slot.operands(weight, parts, roles, scales, first)
+        options = Options(linear_recipe, dtype, self.save_original_input, hook)
+        return options, scales, slot.operands(weight, components, linear_recipe, scales, first)
 
     def backward_dw(self) -> None:
         """With ``delay_wgrad_compute``: make the weight gradients that backward passes have left, and add them up."""
@@ -240,12 +254,12 @@ class QuantizedModule(nn.Module):
             self._slots.append(Slot())
         return self._slots[index]
 
-    def _update(self, recipe: Recipe, roles: Roles, products: int, device: torch.device) -> None:
+    def _update(self, recipe: Recipe, linear_recipe: LinearRecipe, products: int, device: torch.device) -> None:
         """Let quantizers and delayed states follow the recipe."""
         slots = [self._slot(index) for index in range(products)]
         for slot in slots:
-            slot.settle(roles, device)
-        before, now = self._made_for, (type(recipe).__name__, roles, device, [slot.state for slot in slots])
+            slot.init_state(linear_recipe, device)
+        before, now = self._made_for, (type(recipe).__name__, linear_recipe, device, [slot.state for slot in slots])
         if before == now:
             return
         made = [quantizers_of(recipe, device, slot.state) for slot in slots]
@@ -260,8 +274,8 @@ class QuantizedModule(nn.Module):
             )
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
-        held: dict[str, Any] = {name: p for name, p in self._parameters.items() if p is not None and preserves(p)}
-        preserved = {name: parameter.get_high_precision_init_val() for name, parameter in held.items()}
+        cached: dict[str, Any] = {name: p for name, p in self._parameters.items() if p is not None and preserves(p)}
+        preserved = {name: parameter.get_high_precision_init_val() for name, parameter in cached.items()}
         out = super()._apply(fn, recurse)
         for name, values in preserved.items():  # torch swaps the whole tensor, attributes too
             preserve(self._parameters[name], values)
@@ -315,13 +329,13 @@ def _run_eagerly(module: QuantizedModule, *arguments: Any) -> Tensor:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _settle_eagerly(module: QuantizedModule, *arguments: Any) -> None:
+def _init_state_eagerly(module: QuantizedModule, *arguments: Any) -> None:
     module._update(*arguments)
 
 
-def joined(parts: Parts) -> Tensor:
-    """The weight that ``parts`` make up."""
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+def joined(components: WeightShards) -> Tensor:
+    """The weight that ``components`` make up."""
+    return components[0] if len(components) == 1 else torch.cat(list(components))
 
 
 def cast_bias(bias: Tensor | None, out: Tensor) -> Tensor | None:

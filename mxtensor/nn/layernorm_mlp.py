@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .base import Init, Parts, check_parallelism
+from .base import Init, WeightShards, check_parallelism
 from .norm import NormBase, check_normalization
 
 
@@ -111,7 +111,7 @@ class LayerNormMLP(NormBase):
 
         ``is_first_microbatch`` as in :class:`Linear`.
         """
-        weights: list[Parts] = [[self.fc1_weight], [self.fc2_weight]]
+        weights: list[WeightShards] = [[self.fc1_weight], [self.fc2_weight]]
         active = self.prepare(inp, weights)
         normed = self.norm(inp)
         inner = self.product(0, normed, weights[0], self.fc1_bias, active, is_first_microbatch)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..tensor.mxtensor import MXTensor
-from .base import Active, Init, Parts, QuantizedModule, cast_bias, check_parallelism
+from .base import Active, Init, QuantizedModule, WeightShards, cast_bias, check_parallelism
 
 Split = dict[str, int] | Sequence[str] | None
 """Names of parameters, with the rows of each, or of equal rows."""
@@ -49,22 +49,24 @@ class LinearBase(QuantizedModule):
         for prefix, rows in sizes.items():
             self.add_linear(prefix, (rows, in_features), init, bias, device, dtype)
 
-    def weights(self) -> list[Parts]:
+    def weights(self) -> list[WeightShards]:
         """The parameters of each product: one product of all, or where they are quantized, one of each.
 
         A part's scales are its own, so that parts cannot be put together without rounding again.
         """
-        parts = [getattr(self, name) for name in self.weight_names]
-        return [[part] for part in parts] if any(isinstance(part, MXTensor) for part in parts) else [parts]
+        components = [getattr(self, name) for name in self.weight_names]
+        return (
+            [[part] for part in components] if any(isinstance(part, MXTensor) for part in components) else [components]
+        )
 
     def full_bias(self) -> Tensor | None:
         """(out_features,), or None."""
-        parts = [getattr(self, name) for name in self.bias_names]
-        if parts[0] is None:
+        components = [getattr(self, name) for name in self.bias_names]
+        if components[0] is None:
             return None
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return components[0] if len(components) == 1 else torch.cat(components)
 
-    def by_weight(self, x: Tensor, weights: list[Parts], active: Active | None, first: bool | None) -> Tensor:
+    def by_weight(self, x: Tensor, weights: list[WeightShards], active: Active | None, first: bool | None) -> Tensor:
         """The result (..., out_features), with the bias unless it is to be returned."""
         if len(weights) == 1:
             return self.product(0, x, weights[0], None if self.return_bias else self.full_bias(), active, first)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..numerics.formats import FULL
-from ..recipe.linear_recipe import Roles
+from ..recipe.linear_recipe import LinearRecipe
 from ..training.autocast import get_recipe
 from ..training.grouped import Splits, groups_of, row_counts
 
@@ -22,14 +22,14 @@ MX_BLOCK = 32
 """What TransformerEngine aligns rows to for formats with one-byte scales, NVFP4 with its blocks of 16 too."""
 
 
-def align_size_of(roles: Roles | None) -> int:
+def align_size_of(linear_recipe: LinearRecipe | None) -> int:
     """The row counts that a recipe's kernels want: multiples of the block of formats with one-byte scales, and of 32;
     of 16 for formats with float32 scales, and without a recipe."""
-    if roles is None:
+    if linear_recipe is None:
         return WITHOUT_BLOCKS
     size = WITHOUT_BLOCKS
-    for role in (roles.input, roles.weight, roles.grad):
-        for cast in (role.rowwise, role.columnwise):
+    for casts in (linear_recipe.input, linear_recipe.weight, linear_recipe.grad):
+        for cast in (casts.rowwise, casts.columnwise):
             if cast is not None and cast.format.scale.bits == 8 and cast.format.block[1] != FULL:
                 size = max(size, MX_BLOCK, cast.format.block[1])
     return size
@@ -49,7 +49,7 @@ class _Aligned(nn.Module):
     def padded(self, sizes: list[int]) -> list[int]:
         """Each row count rounded up: to ``align_size``, or to what the active recipe wants now."""
         recipe = get_recipe()
-        size = self.align_size or align_size_of(None if recipe is None else recipe.roles())
+        size = self.align_size or align_size_of(None if recipe is None else recipe.linear_recipe())
         return [-(-n // size) * size for n in sizes]
 
     def extra_repr(self) -> str:

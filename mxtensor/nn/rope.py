@@ -43,7 +43,7 @@ class RotaryPositionEmbedding(nn.Module):
                 f"which turn in pairs; choose them so that an even number from 2 to {dim} is left"
             )
         self.rotary_base, self.interleaved = rotary_base, interleaved
-        self.factor, self.pretrained = seq_len_interpolation_factor, pretrained_max_position_embeddings
+        self.gemm_operand, self.pretrained = seq_len_interpolation_factor, pretrained_max_position_embeddings
         self.register_buffer("inv_freq", self._frequencies(device), persistent=False)
         self.register_load_state_dict_pre_hook(_without_frequencies)
 
@@ -59,9 +59,9 @@ class RotaryPositionEmbedding(nn.Module):
     def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
         """The angles of positions offset ... offset + max_seq_len - 1: (max_seq_len, 1, 1, dim) float32."""
         positions = torch.arange(max_seq_len, dtype=torch.float32, device=self.inv_freq.device) + offset
-        if self.factor is not None:
-            known = None if self.pretrained is None else self.pretrained * self.factor
-            squeeze = self.factor if known is None or max_seq_len <= known else max_seq_len / self.pretrained  # type: ignore[operator]
+        if self.gemm_operand is not None:
+            known = None if self.pretrained is None else self.pretrained * self.gemm_operand
+            squeeze = self.gemm_operand if known is None or max_seq_len <= known else max_seq_len / self.pretrained  # type: ignore[operator]
             positions = positions / squeeze
         angles = positions[:, None] * self.inv_freq
         pairs = angles.repeat_interleave(2, -1) if self.interleaved else torch.cat((angles, angles), -1)
@@ -73,7 +73,7 @@ def _without_frequencies(module: nn.Module, state_dict: dict[str, Any], prefix: 
     state_dict.pop(prefix + "inv_freq", None)
 
 
-def _quarter_turn(x: Tensor, interleaved: bool) -> Tensor:
+def _rotate_half(x: Tensor, interleaved: bool) -> Tensor:
     """Each pair (a, b) as (-b, a)."""
     a, b = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
     return torch.stack((-b, a), -1).flatten(-2) if interleaved else torch.cat((-b, a), -1)
@@ -87,13 +87,13 @@ def apply_rotary_pos_emb(t: Tensor, freqs: Tensor, tensor_format: str = "sbhd", 
     it does not know, or angles that are too few or too wide.
     """
     member("apply_rotary_pos_emb: tensor_format", tensor_format, FORMATS)
-    length, turned = t.shape[tensor_format.index("s")], freqs.shape[-1]
-    if length > freqs.shape[0] or turned > t.shape[-1]:
+    length, transposed = t.shape[tensor_format.index("s")], freqs.shape[-1]
+    if length > freqs.shape[0] or transposed > t.shape[-1]:
         raise ValueError(
             f"apply_rotary_pos_emb: angles {tuple(freqs.shape)} do not reach over {tensor_format} {tuple(t.shape)}; "
             f"make them by RotaryPositionEmbedding(dim={t.shape[-1]})({length})"
         )
     freqs = freqs[:length] if tensor_format == "sbhd" else freqs[:length].transpose(0, 1)
-    x = t[..., :turned].to(torch.promote_types(t.dtype, torch.float32))
-    x = x * freqs.cos() + _quarter_turn(x, interleaved) * freqs.sin()
-    return torch.cat((x.to(t.dtype), t[..., turned:]), -1)
+    x = t[..., :transposed].to(torch.promote_types(t.dtype, torch.float32))
+    x = x * freqs.cos() + _rotate_half(x, interleaved) * freqs.sin()
+    return torch.cat((x.to(t.dtype), t[..., transposed:]), -1)

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.dispatch import resumed, surroundings
+from ..core.dispatch import dispatch_context, restore_context
 from ..core.torch_autocast import without_autocast
 from ..numerics.operand import Operand
-from ..recipe.linear_recipe import Roles
+from ..recipe.linear_recipe import LinearRecipe
 from ..tensor.mxtensor import MXTensor
 from ..training.delayed_scaling import DelayedState
 from ..training.linear import WgradHook
@@ -29,13 +29,13 @@ class _Kept:
     """A weight quantized for several microbatches, and what it was made of."""
 
     operands: Operands
-    roles: Roles
+    linear_recipe: LinearRecipe
     versions: tuple[tuple[int, int], ...]
 
 
-def _versions(parts: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
+def _versions(components: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
     """Identity and version of each parameter: every write in place, an optimizer's step too, makes another version."""
-    return tuple((id(part), version(part)) for part in map(owner, parts))
+    return tuple((id(part), version(part)) for part in map(owner, components))
 
 
 class Slot:
@@ -50,15 +50,15 @@ class Slot:
 
     # ---------------------------------------------------------------------------------------- delayed scaling
 
-    def settle(self, roles: Roles, device: torch.device) -> None:
-        """Make the delayed state that ``roles`` ask for; a state of other roles goes.
+    def init_state(self, linear_recipe: LinearRecipe, device: torch.device) -> None:
+        """Make the delayed state that ``linear_recipe`` ask for; a state of other roles goes.
 
         Raises ValueError where a checkpoint's history has another length than the recipe's.
         """
-        if roles.delayed is None:
+        if linear_recipe.delayed is None:
             self.state = None
-        elif self.state is None or self.state.roles != roles:
-            state = DelayedState(roles, device)
+        elif self.state is None or self.state.linear_recipe != linear_recipe:
+            state = DelayedState(linear_recipe, device)
             if self.loaded is not None:
                 state.load_state_dict(self.loaded)
             self.state, self.loaded = state, None
@@ -77,25 +77,30 @@ class Slot:
     # ---------------------------------------------------------------------------------------- weights kept
 
     def operands(
-        self, weight: Tensor, parts: Sequence[Tensor], roles: Roles, scales: Scales | None, first: bool | None
+        self,
+        weight: Tensor,
+        components: Sequence[Tensor],
+        linear_recipe: LinearRecipe,
+        scales: Scales | None,
+        first: bool | None,
     ) -> Operands | None:
-        """The quantized copies of ``weight``, made of ``parts``, for this microbatch; None: it is to be cast there.
+        """The quantized copies of ``weight``, made of ``components``, for this microbatch; None: it is to be cast there.
 
         ``first`` True makes them and keeps them, False takes those kept unless the weight or its roles have changed
         since, None keeps none.
         """
-        if first is None or isinstance(weight, MXTensor) or roles.weight.rowwise is None:
+        if first is None or isinstance(weight, MXTensor) or linear_recipe.weight.rowwise is None:
             return None
-        versions, kept = _versions(parts), self._kept
-        if first or kept is None or kept.roles.weight != roles.weight or kept.versions != versions:
+        versions, saved = _versions(components), self._kept
+        if first or saved is None or saved.linear_recipe.weight != linear_recipe.weight or saved.versions != versions:
             with torch.inference_mode(False):
-                kept = self._kept = _Kept(weight_copies(weight, roles, scales), roles, versions)
-        return kept.operands
+                saved = self._kept = _Kept(weight_copies(weight, linear_recipe, scales), linear_recipe, versions)
+        return saved.operands
 
     # ---------------------------------------------------------------------------------------- weight gradients
 
-    def on_wgrad(self, parts: Sequence[Any], dtype: torch.dtype, fused: bool, later: bool) -> WgradHook | None:
-        """What the backward pass is to do with the gradient of the weight made of ``parts``; None: as torch does.
+    def on_wgrad(self, components: Sequence[Any], dtype: torch.dtype, fused: bool, later: bool) -> WgradHook | None:
+        """What the backward pass is to do with the gradient of the weight made of ``components``; None: as torch does.
 
         ``fused`` adds it, in float32, to ``main_grad``; ``later`` leaves it to ``backward_dw``. ``dtype``: in which
         the product would be made otherwise.
@@ -104,15 +109,15 @@ class Slot:
             return None
 
         def add(compute: Compute) -> None:
-            accumulate(parts, compute(torch.float32 if fused else dtype), fused)
+            accumulate(components, compute(torch.float32 if fused else dtype), fused)
 
         def hook(compute: Compute) -> None:
             if not later:
                 return add(compute)
-            there, device = surroundings(), parts[0].device
+            there, device = dispatch_context(), components[0].device
 
             def run() -> None:
-                with torch.no_grad(), without_autocast(device), resumed(*there):
+                with torch.no_grad(), without_autocast(device), restore_context(*there):
                     add(compute)
 
             self._pending.append(run)
@@ -129,8 +134,8 @@ class Slot:
         return self.__dict__ | {"_kept": None, "_pending": []}
 
 
-def accumulate(parts: Sequence[Any], dw: Tensor, fused: bool) -> None:
+def accumulate(components: Sequence[Any], dw: Tensor, fused: bool) -> None:
     """Add the gradient (N, K) to ``main_grad`` or ``grad`` of the parameters whose rows make up the weight."""
-    for part, rows in zip(parts, dw.split([part.shape[0] for part in parts]), strict=True):
+    for part, rows in zip(components, dw.split([part.shape[0] for part in components]), strict=True):
         if part.requires_grad:
-            add_gradient(owner(part), rows, fused, len(parts) > 1)
+            add_gradient(owner(part), rows, fused, len(components) > 1)

@@ -78,5 +78,5 @@ def add_gradient(parameter: Any, dw: Tensor, to_main_grad: bool, copy: bool) -> 
     shard = local_of(part.redistribute(placements=parameter.placements))
     if not to_main_grad and parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
-    held = local_of(parameter.main_grad if to_main_grad else parameter.grad)
-    held.add_(shard.to(held.device, held.dtype))  # which may be offloaded
+    cached = local_of(parameter.main_grad if to_main_grad else parameter.grad)
+    cached.add_(shard.to(cached.device, cached.dtype))  # which may be offloaded

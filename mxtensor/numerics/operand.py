@@ -1,8 +1,9 @@
-"""Operand: the one container of codes and scales."""
+"""Operand: the one container of codes and scales. Every kernel takes and returns these."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -17,8 +18,9 @@ from .formats import Format
 class Operand:
     """Values blocked along their last dimension: what a product kernel consumes.
 
-    ``data``: codes, shape ``format.data_shape(shape)``; ``scale``: shape ``format.scale_shape(shape)``;
-    ``global_scale``: a float32 scalar or None; ``shape``: the logical shape, tails not padded.
+    ``data``: codes, shape ``format.data_shape(shape)``, dtype ``format.element.dtype``; ``scale``: shape
+    ``format.scale_shape(shape)``, uint8 or float32; ``global_scale``: a float32 scalar, or None; ``shape``: the logical
+    shape, tails not padded. Nothing is checked here: ``validate.check_components`` checks tensors from outside.
     """
 
     data: Tensor
@@ -27,6 +29,32 @@ class Operand:
     format: Format
     shape: tuple[int, ...]
 
+    @classmethod
+    def from_tensors(cls, tensors: Sequence[Tensor], format: Format, shape: Sequence[int]) -> Operand:
+        """The inverse of ``tensors``: codes, scales and, where the format has one, the global scale."""
+        data, scale, *rest = tensors
+        return cls(data, scale, rest[0] if rest else None, format, tuple(shape))
+
+    @classmethod
+    def empty(cls, format: Format, shape: Sequence[int], device: torch.device | str | None = None) -> Operand:
+        """Memory for an operand of this logical shape; nothing is written to it."""
+        shape = tuple(shape)
+        data = torch.empty(format.data_shape(shape), dtype=format.element.dtype, device=device)
+        scale = torch.empty(format.scale_shape(shape), dtype=format.scale.dtype, device=device)
+        global_scale = torch.empty((), dtype=torch.float32, device=device) if format.global_scale else None
+        return cls(data, scale, global_scale, format, shape)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Codes, scales and, where there is one, the global scale."""
+        every = (self.data, self.scale, self.global_scale)
+        return tuple(t for t in every if t is not None)
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> Operand:
+        """The operand with ``fn`` of each of its tensors in their place; format and logical shape stay."""
+        global_scale = None if self.global_scale is None else fn(self.global_scale)
+        return replace(self, data=fn(self.data), scale=fn(self.scale), global_scale=global_scale)
+
     @property
     def scale_view(self) -> Tensor:
         """``scale`` in its own dtype: float8_e8m0fnu (MX), float8_e4m3fn (NVFP4) or float32. Shares memory."""
@@ -34,17 +62,13 @@ class Operand:
 
     @property
     def offset(self) -> int:
-        """Values that its codes' memory has room for before the first of them."""
+        """The number of values before the first one in the memory of the codes."""
         values, size = self.format.element.packing
         return self.data.storage_offset() * values // size
 
     @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        parts = (self.data, self.scale, self.global_scale)
-        return tuple(t for t in parts if t is not None)
-
-    @property
     def nbytes(self) -> int:
+        """Bytes of codes and scales."""
         return sum(t.numel() * t.dtype.itemsize for t in self.tensors)
 
 
@@ -58,11 +82,11 @@ class Rotated(NamedTuple):
 def transposed(operand: Operand) -> Operand:
     """A square-block operand of the transposed values: the same codes and scales turned, nothing rounded again."""
     element, shape = operand.format.element, operand.shape
-    turned = (*shape[:-2], shape[-1], shape[-2])
+    size = (*shape[:-2], shape[-1], shape[-2])
     if not element.packed:
         data = operand.data.transpose(-1, -2)
     else:
         codes = torch.stack(unpack(operand.data, element), -1).flatten(-2).narrow(-1, 0, shape[-1]).transpose(-1, -2)
         group = element.packing[0]
         data = pack(F.pad(codes, (0, -shape[-2] % group)), element)
-    return Operand(data, operand.scale.transpose(-1, -2), operand.global_scale, operand.format, turned)
+    return Operand(data, operand.scale.transpose(-1, -2), operand.global_scale, operand.format, size)

@@ -99,7 +99,7 @@ def _may_keep(scale: Tensor) -> bool:
     return scale.device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
 
 
-def kept(scale: Tensor, layout: Hashable, make: Callable[[Tensor], Tensor]) -> Tensor:
+def cached_value(scale: Tensor, layout: Hashable, make: Callable[[Tensor], Tensor]) -> Tensor:
     """``make(scale)``, or what it gave the last time for the same ``layout`` if ``scale`` was not written to since."""
     if not _may_keep(scale):
         return make(scale)

@@ -15,7 +15,7 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def check_parts(
+def check_components(
     data: Tensor, scale: Tensor, format: Format, shape: tuple[int, ...] | None, global_scale: Tensor | None
 ) -> Operand:
     """An operand around ``data`` and ``scale``. Raises TypeError for a wrong dtype, ValueError for a wrong shape."""
@@ -46,11 +46,11 @@ def check_parts(
     for name, part in (("scale", scale), ("global_scale", global_scale)):
         if part is not None and part.device != data.device:
             raise ValueError(f"{format}: data is on {data.device}, {name} on {part.device}")
-    last = None if global_scale is None else global_scale.reshape(())
-    return Operand(data.view(element.dtype), scale.view(format.scale.dtype), last, format, tuple(shape))
+    global_scale = None if global_scale is None else global_scale.reshape(())
+    return Operand(data.view(element.dtype), scale.view(format.scale.dtype), global_scale, format, tuple(shape))
 
 
-def facade_size(inner: Mapping[str, Tensor], outer: Sequence[int]) -> tuple[int, ...]:
+def known_size(inner: Mapping[str, Tensor], outer: Sequence[int]) -> tuple[int, ...]:
     """``outer``, the size of a tensor that stands for these codes; decided by theirs where torch has symbols for it.
 
     torch.compile gives the two symbols of their own, as if one could change without the other.

@@ -20,7 +20,7 @@ from ..kernels.small_m.launch import Again
 from ..numerics.operand import Operand
 from ..recipe.linear_recipe import LinearRecipe
 from ..tensor.mxtensor import MXTensor
-from .matmul import Side, factors, preference
+from .matmul import Side, gemm_operands, preference
 
 MOST = 64
 """Sizes of activations that a weight keeps calls for; then all are forgotten."""
@@ -40,9 +40,9 @@ class Kept(NamedTuple):
 
 
 def _addresses(operand: Operand, bias: Tensor | None) -> tuple[int, ...]:
-    last = operand.global_scale
+    global_scale = operand.global_scale
     return (
-        operand.data.data_ptr(), operand.scale.data_ptr(), 0 if last is None else last.data_ptr(),
+        operand.data.data_ptr(), operand.scale.data_ptr(), 0 if global_scale is None else global_scale.data_ptr(),
         0 if bias is None else bias.data_ptr(),
     )  # fmt: skip
 
@@ -71,9 +71,9 @@ def keep(x: Tensor, weight: MXTensor, bias: Tensor | None) -> None:
         return
     if x.shape[-1] == 0 or x.numel() // x.shape[-1] > BY_WARPS:
         return
-    factor, _ = factors("linear", Side(as_matrix(x), False), Side(weight, False))
-    chosen = kernel_for("linear", factor, operand, GemmArgs(x.dtype, bias), preference(weight))
-    call = small_m.again(x, factor, operand, bias) if chosen == small_m.KERNEL.name else None
+    gemm_operand, _ = gemm_operands("linear", Side(as_matrix(x), False), Side(weight, False))
+    chosen = kernel_for("linear", gemm_operand, operand, GemmArgs(x.dtype, bias), preference(weight))
+    call = small_m.again(x, gemm_operand, operand, bias) if chosen == small_m.KERNEL.name else None
     calls = weight.__dict__.setdefault(KEPT, {})
     if len(calls) >= MOST:
         calls.clear()

@@ -39,8 +39,8 @@ def _attention(
     if q is k and k is v:
         projected = F.linear(q, qkv_weight, qkv_bias).chunk(3, -1)
     else:
-        parts = zip((q, k, v), qkv_weight.chunk(3, 0), qkv_bias.chunk(3, 0), strict=True)
-        projected = tuple(F.linear(x, w, b) for x, w, b in parts)
+        components = zip((q, k, v), qkv_weight.chunk(3, 0), qkv_bias.chunk(3, 0), strict=True)
+        projected = tuple(F.linear(x, w, b) for x, w, b in components)
     query, key, value = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in projected)
     scores = query @ key.transpose(-1, -2) / math.sqrt(query.shape[-1])
     additive = _additive(mask, mask_type, scores)

@@ -56,23 +56,23 @@ def empty_like(t: MXTensor, **options: Any) -> Tensor:
     Raises NotImplementedError there, on every rank alike, where ranks would not hold the same orientations.
     """
     frame = _caller("tensor.placement_types")
-    parts = [] if frame is None else frame.f_locals.get("scatter_list", [])
-    if not parts:
+    components = [] if frame is None else frame.f_locals.get("scatter_list", [])
+    if not components:
         return torch.empty_like(t, **options)
-    first = tuple(p.shape for p in t.parts)
-    if not all(isinstance(p, MXTensor) and tuple(q.shape for q in p.parts) == first for p in parts):
+    first = tuple(p.shape for p in t.components)
+    if not all(isinstance(p, MXTensor) and tuple(q.shape for q in p.components) == first for p in components):
         raise NotImplementedError(
-            f"an MXTensor in {t.format} does not divide into {len(parts)} parts that hold the same, such as "
+            f"an MXTensor in {t.format} does not divide into {len(components)} parts that hold the same, such as "
             f"{tuple(t.shape)} {t.copies.label}; use a mesh of fewer ranks, hold one orientation only, or pad the layer"
         )
-    return t.map_parts(lambda part: part.new_empty(part.shape))
+    return t.map_components(lambda part: part.new_empty(part.shape))
 
 
 def _part(value: Any, i: int) -> Any:
     """The i-th part of each MXTensor among the arguments of a collective, as bytes."""
     if isinstance(value, list | tuple):
         return type(value)(_part(v, i) for v in value)
-    return value.parts[i].reshape(-1).view(torch.uint8) if isinstance(value, MXTensor) else value
+    return value.components[i].reshape(-1).view(torch.uint8) if isinstance(value, MXTensor) else value
 
 
 def sent(func: Any, args: Any, kwargs: Any) -> Any:
@@ -81,7 +81,7 @@ def sent(func: Any, args: Any, kwargs: Any) -> Any:
     Of one that is to be waited for, NCCL gives no work: it runs among what the device does anyway.
     """
     written, work = args[0], None
-    for i, part in enumerate(written[0].parts):
+    for i, part in enumerate(written[0].components):
         if not part.is_contiguous():
             raise NotImplementedError(f"{func} cannot fill an MXTensor whose parts are views; use contiguous()")
         if work is not None:

@@ -13,7 +13,7 @@ from ..numerics.operand import Operand
 from ..numerics.reference import SOURCE_DTYPES
 from ..tensor.fsdp_shards import zeros_of_rows
 from ..tensor.mxtensor import MXTensor
-from .layout import facade
+from .layout import outer
 
 aten = torch.ops.aten
 
@@ -34,13 +34,13 @@ def dequantize(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 def _copied_stride(w: MXTensor, **memory_format: Any) -> tuple[int, ...]:
     """The strides of a copy: a dense facade keeps its own, an expanded or sliced one becomes dense."""
-    return facade(aten.clone.default, w, (w,), memory_format).stride()
+    return outer(aten.clone.default, w, (w,), memory_format).stride()
 
 
 @implements(aten.clone.default)
 def clone(func: Any, args: Any, kwargs: Any) -> MXTensor:
     """Copies of codes and scales; ``memory_format`` decides the facade's strides, as it does for a dense tensor."""
-    return args[0].map_parts(torch.clone, stride=_copied_stride(args[0], **kwargs))  # type: ignore[no-any-return]
+    return args[0].map_components(torch.clone, stride=_copied_stride(args[0], **kwargs))  # type: ignore[no-any-return]
 
 
 @implements(aten._to_copy.default)
@@ -51,7 +51,7 @@ def to_copy(func: Any, args: Any, kwargs: Any) -> Tensor:
         return w.dequantize(torch.float32).to(**{k: v for k, v in kwargs.items() if v is not None})  # type: ignore
     where = {k: kwargs[k] for k in ("device", "non_blocking", "pin_memory") if kwargs.get(k) is not None}
     stride = _copied_stride(w, **{k: kwargs[k] for k in ("memory_format",) if kwargs.get(k) is not None})
-    return w.map_parts(lambda t: aten._to_copy.default(t, **where), dtype=dtype, stride=stride)  # type: ignore
+    return w.map_components(lambda t: aten._to_copy.default(t, **where), dtype=dtype, stride=stride)  # type: ignore
 
 
 @implements(aten.empty_like.default)
@@ -66,7 +66,7 @@ def empty_like(func: Any, args: Any, kwargs: Any) -> Tensor:
     where = {k: kwargs[k] for k in ("device", "pin_memory") if kwargs.get(k) is not None}
     dtype = kwargs.get("dtype") or w.dtype
     stride = _copied_stride(w, **{k: kwargs[k] for k in ("memory_format",) if kwargs.get(k) is not None})
-    return w.map_parts(lambda t: torch.empty_like(t, **where), dtype=dtype, stride=stride)  # type: ignore[no-any-return]
+    return w.map_components(lambda t: torch.empty_like(t, **where), dtype=dtype, stride=stride)  # type: ignore[no-any-return]
 
 
 @implements(
@@ -117,10 +117,10 @@ def embedding(func: Any, args: Any, kwargs: Any) -> Tensor:
 @implements(aten.is_pinned.default)
 def is_pinned(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether every code and scale is in page-locked memory."""
-    return all(part.is_pinned() for part in args[0].parts)
+    return all(part.is_pinned() for part in args[0].components)
 
 
 @implements(aten._pin_memory.default)
 def pin_memory(func: Any, args: Any, kwargs: Any) -> MXTensor:
     """Copies of codes and scales in page-locked memory."""
-    return args[0].map_parts(torch.Tensor.pin_memory)  # type: ignore[no-any-return]
+    return args[0].map_components(torch.Tensor.pin_memory)  # type: ignore[no-any-return]

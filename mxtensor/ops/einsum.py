@@ -61,10 +61,12 @@ def _einsum(equation: str, x: Tensor, w: MXTensor) -> Tensor:
 @implements_function(torch.einsum)
 def einsum(equation: Any, *operands: Any) -> Tensor:
     """One plain and one quantized operand multiply as matrices; anything else is dequantized, visibly."""
-    factors = list(operands[0]) if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else list(operands)
+    gemm_operands = (
+        list(operands[0]) if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else list(operands)
+    )
     reason = "more than one product"
-    if isinstance(equation, str) and len(factors) == 2 and "," in equation:
-        x, w = factors
+    if isinstance(equation, str) and len(gemm_operands) == 2 and "," in equation:
+        x, w = gemm_operands
         inputs, arrow, output = equation.partition("->")
         if isinstance(x, MXTensor) and not isinstance(w, MXTensor):
             x, w = w, x
@@ -74,10 +76,10 @@ def einsum(equation: Any, *operands: Any) -> Tensor:
                 return _einsum(inputs + arrow + output, x, w)
             except ValueError as error:
                 reason = str(error)
-    for f in factors:
+    for f in gemm_operands:
         if isinstance(f, MXTensor):
             spec = Spec("einsum", (tuple(f.shape),), (str(f.format),), f.dtype, f.device)
             refuse_if_strict("einsum", reason, "einsum.py")
             record(spec, "high precision", {"quantized": reason})
-    plain = [f.dequantize() if isinstance(f, MXTensor) else f for f in factors]
+    plain = [f.dequantize() if isinstance(f, MXTensor) else f for f in gemm_operands]
     return torch.einsum(equation, *plain)

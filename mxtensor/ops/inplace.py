@@ -28,7 +28,7 @@ def _needs_base(w: MXTensor, base: Tensor | None) -> bool:
     if not isinstance(base, MXTensor):
         return False
     shared = w.format.global_scale or FULL in w.format.block
-    return len(w.held) != len(base.held) or (shared and w.numel() != base.numel())
+    return len(w.operands) != len(base.operands) or (shared and w.numel() != base.numel())
 
 
 def write_back(w: MXTensor, values: Tensor) -> MXTensor:
@@ -41,9 +41,9 @@ def write_back(w: MXTensor, values: Tensor) -> MXTensor:
         write_back(base, dense)  # type: ignore[arg-type]
         return w
     if w._rowwise is not None:
-        _write(w._rowwise, quantize_operand(values, w.recipe.weight))
+        _write(w._rowwise, quantize_operand(values, w.recipe.stored))
     if w._columnwise is not None:
-        _write(w._columnwise, quantize_operand(values.transpose(-1, -2), w.recipe.weight))
+        _write(w._columnwise, quantize_operand(values.transpose(-1, -2), w.recipe.stored))
     return w
 
 
@@ -51,7 +51,7 @@ def _same_operands(a: MXTensor, b: MXTensor) -> bool:
     """Whether ``b``'s bytes are ``a``'s: equal casts and the same copies held."""
     pairs = ((a._rowwise, b._rowwise), (a._columnwise, b._columnwise))
     return (
-        a.recipe.weight == b.recipe.weight and a.shape == b.shape and all((p is None) == (q is None) for p, q in pairs)
+        a.recipe.stored == b.recipe.stored and a.shape == b.shape and all((p is None) == (q is None) for p, q in pairs)
     )
 
 
@@ -63,7 +63,7 @@ def copy_(func: Any, args: Any, kwargs: Any) -> Tensor:
         return target.copy_(source.dequantize())  # type: ignore[no-any-return]
     if isinstance(source, MXTensor):
         if _same_operands(target, source) and not _needs_base(target, target._base):
-            for mine, theirs in zip(target.held, source.held, strict=True):
+            for mine, theirs in zip(target.operands, source.operands, strict=True):
                 _write(mine, theirs)
             return target
         source = source.dequantize(torch.float32)

@@ -99,7 +99,7 @@ def assemble(
     return w.replace(rowwise, columnwise, size, stride)
 
 
-def facade(func: Any, w: MXTensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+def outer(func: Any, w: MXTensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     """``func`` of a tensor without storage that is shaped like ``w``: torch's own answer for size and stride."""
     shadow = torch.empty_strided(tuple(w.shape), w.stride(), dtype=w.dtype, device="meta")
     return func(shadow, *args[1:], **kwargs)  # type: ignore[no-any-return]

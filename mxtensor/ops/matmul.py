@@ -11,7 +11,7 @@ from ..core.dispatch import Spec, implements, record, refuse_if_strict
 from ..core.shapes import as_matrix
 from ..core.tracing import is_traced
 from ..kernels.gemm.select import gemm, grouped_gemm
-from ..kernels.gemm.spec import Factor, GemmArgs, Uncast
+from ..kernels.gemm.spec import GemmArgs, GemmOperand, Unquantized
 from ..numerics.operand import Operand
 from ..recipe.linear_recipe import KernelPreference
 from ..tensor.mxtensor import MXTensor
@@ -23,20 +23,20 @@ aten = torch.ops.aten
 class Side:
     """One factor of a product: the tensor given, and the way it enters, (..., rows, contracted).
 
-    ``turned``: the contracted dimension is the one before the last (the right factor of ``mm``). ``operand``: the copy
+    ``transposed``: the contracted dimension is the one before the last (the right factor of ``mm``). ``operand``: the copy
     blocked along the contraction, which is what products can use; None if it is not held.
     """
 
-    def __init__(self, tensor: Tensor, turned: bool) -> None:
-        self.tensor, self.turned = tensor, turned
+    def __init__(self, tensor: Tensor, transposed: bool) -> None:
+        self.tensor, self.transposed = tensor, transposed
         self.mx = tensor if isinstance(tensor, MXTensor) else None
         self.operand: Operand | None = None
         if self.mx is not None:
-            self.operand = self.mx.columnwise if turned else self.mx.rowwise
+            self.operand = self.mx.columnwise if transposed else self.mx.rowwise
 
     def plain(self) -> Tensor:
         values = self.mx.dequantize() if self.mx is not None else self.tensor
-        return values.transpose(-1, -2) if self.turned else values
+        return values.transpose(-1, -2) if self.transposed else values
 
 
 def _note_dequantized(op: str, side: Side) -> None:
@@ -48,7 +48,7 @@ def _note_dequantized(op: str, side: Side) -> None:
     record(spec, "high precision", {"quantized": reason})
 
 
-def factors(op: str, left: Side, right: Side) -> tuple[Factor, Factor]:
+def gemm_operands(op: str, left: Side, right: Side) -> tuple[GemmOperand, GemmOperand]:
     """Both factors as kernels take them; raises ValueError where two MXTensors meet and neither can be used."""
     a, b = left.operand, right.operand
     if left.mx is not None and right.mx is not None and a is None and b is None:
@@ -66,11 +66,11 @@ def factors(op: str, left: Side, right: Side) -> tuple[Factor, Factor]:
     return a if a is not None else left.plain(), b if b is not None else right.plain()
 
 
-def _cast(side: Side, weight: Side) -> Factor:
+def _cast(side: Side, weight: Side) -> GemmOperand:
     """A plain factor as the weight's recipe wants it."""
     assert weight.mx is not None
     cast = weight.mx.recipe.activation
-    return side.plain() if cast is None else Uncast(side.plain(), cast)
+    return side.plain() if cast is None else Unquantized(side.plain(), cast)
 
 
 def preference(weight: MXTensor | None) -> str | None:
@@ -93,7 +93,7 @@ def product(op: str, left: Side, right: Side, bias: Tensor | None = None, alpha:
         )
     weight = right.mx if right.mx is not None else left.mx
     args = GemmArgs(a.dtype, bias, alpha, beta)
-    return gemm(op, *factors(op, left, right), args, prefer=preference(weight))
+    return gemm(op, *gemm_operands(op, left, right), args, prefer=preference(weight))
 
 
 def _first_of_repeats(t: Tensor) -> Tensor | None:
@@ -146,7 +146,7 @@ def grouped_mm(func: Any, args: Any, kwargs: Any) -> Tensor:
     known = offs is not None and (offs.device.type == "cuda" or not is_traced(offs))
     if not plain_call or not known or a.dim() != 2 or not isinstance(b, MXTensor) or b.dim() != 3:
         return read(func, args, kwargs, "not rows for a stack of weights, with ends known")  # type: ignore[no-any-return]
-    sides = factors("_grouped_mm", Side(a, False), Side(b, True))
+    sides = gemm_operands("_grouped_mm", Side(a, False), Side(b, True))
     return grouped_gemm("_grouped_mm", *sides, offs, GemmArgs(a.dtype), prefer=preference(b))
 
 

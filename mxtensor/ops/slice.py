@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from ..core.dispatch import implements
-from ..core.tracing import settled
+from ..core.tracing import guard_int
 from ..numerics.formats import FULL
 from ..numerics.operand import Operand
 from ..tensor.mxtensor import MXTensor
-from .layout import assemble, facade, finish, order, relabel, sides
+from .layout import assemble, finish, order, outer, relabel, sides
 
 aten = torch.ops.aten
 
@@ -68,7 +68,7 @@ def slice_(func: Any, args: Any, kwargs: Any) -> Any:
     w, dim, start, end, step = given
     dim = dim % w.dim()
     start, end, _ = slice(start, end, step).indices(w.shape[dim])
-    out = facade(func, w, args, kwargs)
+    out = outer(func, w, args, kwargs)
     result = sliced(w, dim, start, max(start, end), step, out.stride())
     return finish(func, args, kwargs, result, f"[{start}:{end}:{step}] along dimension {dim}", out.storage_offset())
 
@@ -77,9 +77,9 @@ def slice_(func: Any, args: Any, kwargs: Any) -> Any:
 def select(func: Any, args: Any, kwargs: Any) -> Any:
     """One index of a dimension that is not blocked."""
     w, dim, index = args
-    dim, index = dim % w.dim(), settled(index)
+    dim, index = dim % w.dim(), guard_int(index)
     args = (w, dim, index)
-    out = facade(func, w, args, kwargs)
+    out = outer(func, w, args, kwargs)
     index = index + w.shape[dim] if index < 0 else index
     one = sliced(w, dim, index, index + 1, 1, w.stride())
     result = None

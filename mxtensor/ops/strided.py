@@ -13,7 +13,7 @@ import torch
 
 from ..core.dispatch import implements
 from ..core.shapes import contiguous_stride
-from ..core.tracing import settled
+from ..core.tracing import guard_int
 from ..numerics.operand import Operand
 from ..tensor.mxtensor import MXTensor
 from .layout import Dims, finish, relabel, sides
@@ -36,10 +36,10 @@ class Target(NamedTuple):
 def as_strided(func: Any, args: Any, kwargs: Any) -> Any:
     """The whole tensor as it is or in row-major order under another shape, or slices of it that cut no block."""
     w, size, stride, offset = (*args, None)[:4]
-    begin, offset = w.storage_offset(), None if offset is None else settled(offset)
-    target = Target(tuple(map(settled, size)), tuple(map(settled, stride)), None if offset == begin else offset)
+    begin, offset = w.storage_offset(), None if offset is None else guard_int(offset)
+    target = Target(tuple(map(guard_int, size)), tuple(map(guard_int, stride)), None if offset == begin else offset)
     whole = _whole(w, target)
-    found = [whole] if whole is not None else _parts(w, target)
+    found = [whole] if whole is not None else _components(w, target)
     if len(found) > 1 or (not found and not _can_be_read(w, target)):
         which = "more than one view" if found else "no view"
         raise NotImplementedError(
@@ -66,7 +66,7 @@ def _whole(w: MXTensor, target: Target) -> MXTensor | None:
     if offset is not None:
         return None
     if size == tuple(w.shape) and stride == w.stride():
-        return w.map_parts(aten.alias.default)
+        return w.map_components(aten.alias.default)
     rows = w.is_contiguous() and stride == contiguous_stride(size) and torch.Size(size).numel() == w.numel()
     return reshaped(w, size, stride) if rows else None
 
@@ -74,7 +74,7 @@ def _whole(w: MXTensor, target: Target) -> MXTensor | None:
 # ---------------------------------------------------------------------------------------------- parts
 
 
-def _parts(w: MXTensor, target: Target) -> list[MXTensor]:
+def _components(w: MXTensor, target: Target) -> list[MXTensor]:
     """The views of parts of ``w`` that a target can mean.
 
     Its offset counts the values of the tensor that ``w`` stands for, as those of slices do, or the codes of what a
@@ -91,10 +91,10 @@ def _parts(w: MXTensor, target: Target) -> list[MXTensor]:
             starts[dims[-1]] = starts[dims[-1]] // size * values
             readings.append((starts, operand))
     found: list[tuple[list[int], MXTensor]] = []  # by where it starts, which may be symbols: they have no hash
-    for starts, held in readings:
+    for starts, operands in readings:
         for part, make in (_slices(w, starts, target), _rows(w, starts, target)):
             # what holds codes of rows is returned with their place
-            if part is not None and (held is None or (held is w._rowwise) == (part._rowwise is not None)):
+            if part is not None and (operands is None or (operands is w._rowwise) == (part._rowwise is not None)):
                 out = make(part)
                 if out is not None and all(starts != other for other, _ in found):
                     found.append((starts, out))

@@ -19,7 +19,7 @@ from ..numerics.formats import FULL
 from ..numerics.operand import Operand
 from ..tensor.mxtensor import MXTensor
 from .fallback import read
-from .layout import assemble, both, facade, on_bytes, sides
+from .layout import assemble, both, on_bytes, outer, sides
 
 aten = torch.ops.aten
 
@@ -29,7 +29,7 @@ CUTS = "the result would not be made of whole blocks"
 def _alike(tensors: Sequence[Any]) -> bool:
     """Whether codes of these can stand side by side: one cast, one dtype, the same copies, equal global scales."""
     first = tensors[0]
-    if not all(isinstance(t, MXTensor) and t.recipe.weight == first.recipe.weight for t in tensors):
+    if not all(isinstance(t, MXTensor) and t.recipe.stored == first.recipe.stored for t in tensors):
         return False
     if any((t._rowwise is None) != (first._rowwise is None) or t.dtype != first.dtype for t in tensors):
         return False
@@ -39,7 +39,7 @@ def _alike(tensors: Sequence[Any]) -> bool:
         return False
     if not first.format.global_scale:
         return True
-    scales = [o.global_scale for t in tensors for o in t.held]
+    scales = [o.global_scale for t in tensors for o in t.operands]
     return all(s is scales[0] for s in scales) or (not is_traced(*scales) and len({float(s) for s in scales}) == 1)
 
 
@@ -89,7 +89,7 @@ def _move(
 ) -> Tensor:
     """Apply ``fn(part, places of touched)`` to data and scale of operands not blocked along ``touched``."""
     w = args[0]
-    out = facade(func, w, [a.to("meta") if isinstance(a, Tensor) and a is not w else a for a in args], kwargs)
+    out = outer(func, w, [a.to("meta") if isinstance(a, Tensor) and a is not w else a for a in args], kwargs)
     size, stride = tuple(out.shape), out.stride()
     kept: dict[bool, Operand] = {}
     for operand, dims in sides(w):
@@ -133,7 +133,7 @@ def roll(func: Any, args: Any, kwargs: Any) -> Tensor:
 def repeat(func: Any, args: Any, kwargs: Any) -> Tensor:
     """Copies along dimensions that are not blocked, or along blocked ones that hold whole blocks."""
     w, repeats = args
-    out = facade(func, w, args, kwargs)
+    out = outer(func, w, args, kwargs)
     size, fresh = tuple(out.shape), out.dim() - w.dim()
     w = w.expand(*([1] * fresh), *w.shape)
     kept: dict[bool, Operand] = {}
@@ -179,7 +179,7 @@ def constant_pad_nd(func: Any, args: Any, kwargs: Any) -> Tensor:
     zero_scale = 1.0 if w.format.scale.dtype is torch.float32 else 0
     ends = {w.dim() - 1 - i // 2: (pad[i], pad[i + 1]) for i in range(0, len(pad), 2)}
     kept: dict[bool, Operand] = {}
-    out = facade(func, w, args, kwargs)
+    out = outer(func, w, args, kwargs)
     for operand, dims in sides(w) if value == 0 and min(pad) >= 0 else ():
         blocks = {len(dims) - 1: operand.format.block[1], len(dims) - 2: operand.format.block[0]}
         before = [ends.get(d, (0, 0))[0] for d in dims]

@@ -13,7 +13,7 @@ from ..numerics.formats import FULL
 from ..numerics.operand import Operand
 from ..tensor.fsdp_shards import flat_values
 from ..tensor.mxtensor import MXTensor
-from .layout import Dims, assemble, facade, finish, order, relabel, relabel_operand, sides
+from .layout import Dims, assemble, finish, order, outer, relabel, relabel_operand, sides
 
 aten = torch.ops.aten
 
@@ -21,7 +21,7 @@ aten = torch.ops.aten
 @implements(aten.detach.default, aten.alias.default)
 def alias(func: Any, args: Any, kwargs: Any) -> Any:
     """The same operands under a new facade."""
-    return finish(func, args, kwargs, args[0].map_parts(func), "an alias")
+    return finish(func, args, kwargs, args[0].map_components(func), "an alias")
 
 
 def _permuted(func: Any, args: Any, kwargs: Any, dims: list[int]) -> Any:
@@ -58,7 +58,7 @@ def unsqueeze(func: Any, args: Any, kwargs: Any) -> Any:
     """A fresh dimension of size 1."""
     w, dim = args
     dim = dim + w.dim() + 1 if dim < 0 else dim
-    out = facade(func, w, args, kwargs)
+    out = outer(func, w, args, kwargs)
     new: Dims = [*range(dim), None, *range(dim, w.dim())]
     return finish(func, args, kwargs, relabel(w, new, tuple(out.shape), out.stride()), f"a dimension at {dim}")
 
@@ -69,7 +69,7 @@ def squeeze(func: Any, args: Any, kwargs: Any) -> Any:
     w = args[0]
     wanted = range(w.dim()) if len(args) < 2 else [args[1]] if isinstance(args[1], int) else args[1]
     gone = {d % w.dim() for d in wanted if w.shape[d] == 1}
-    out = facade(func, w, args, kwargs)
+    out = outer(func, w, args, kwargs)
     new: Dims = [d for d in range(w.dim()) if d not in gone]
     return finish(func, args, kwargs, relabel(w, new, tuple(out.shape), out.stride()), f"squeezing {sorted(gone)}")
 
@@ -78,7 +78,7 @@ def squeeze(func: Any, args: Any, kwargs: Any) -> Any:
 def expand(func: Any, args: Any, kwargs: Any) -> Any:
     """Dimensions that are not blocked repeat without being copied."""
     w = args[0]
-    out = facade(func, w, args, kwargs)
+    out = outer(func, w, args, kwargs)
     size, fresh = tuple(out.shape), out.dim() - w.dim()
     new: Dims = [*([None] * fresh), *range(w.dim())]
     before = (*([1] * fresh), *w.shape)
@@ -120,7 +120,7 @@ def _reshape_rowwise(operand: Operand, size: tuple[int, ...]) -> Operand | None:
         before, after = (s[-2] if len(s) > 1 else 1 for s in (old, shape))
         if before != after and (before % rows or after % rows):
             return None
-    return _reshape_parts(operand, shape)
+    return _reshape_components(operand, shape)
 
 
 def _reshape_columnwise(operand: Operand, size: tuple[int, ...]) -> Operand | None:
@@ -128,10 +128,10 @@ def _reshape_columnwise(operand: Operand, size: tuple[int, ...]) -> Operand | No
     shape = (*size[:-2], *reversed(size[-2:]))
     if len(size) < 2 or shape[-2:] != operand.shape[-2:]:
         return None
-    return _reshape_parts(operand, shape)
+    return _reshape_components(operand, shape)
 
 
-def _reshape_parts(operand: Operand, shape: tuple[int, ...]) -> Operand:
+def _reshape_components(operand: Operand, shape: tuple[int, ...]) -> Operand:
     data = operand.data.reshape(operand.format.data_shape(shape))
     scale = operand.scale.reshape(operand.format.scale_shape(shape))
     return Operand(data, scale, operand.global_scale, operand.format, shape)
@@ -154,7 +154,7 @@ def view(func: Any, args: Any, kwargs: Any) -> Any:
         if torch.Size(size).numel() != w.numel():
             raise ValueError(f"{func}: shape {size} does not hold the {w.numel()} values of {tuple(w.shape)}")
     else:
-        out = facade(func, w, args, kwargs)
+        out = outer(func, w, args, kwargs)
         size, stride = tuple(out.shape), out.stride()
     result = reshaped(w, tuple(size), stride)
     if result is None and w._shard is not None and len(size) == 1:

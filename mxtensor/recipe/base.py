@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Any, ClassVar, TypeVar
 
 from ..recipe.linear_recipe import KernelPreference
-from .linear_recipe import Delayed, Role, Roles, roles_by_key
+from .linear_recipe import Delayed, LinearRecipe, TensorCasts, recipe_by_key
 
 Parsed = TypeVar("Parsed")
 
@@ -55,7 +55,7 @@ class Recipe:
     """
 
     def __post_init__(self) -> None:
-        self._now: Roles | None = self._one_of_its_kind()
+        self._now: LinearRecipe | None = self._one_of_its_kind()
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set a field. The roles follow at once, for Dynamo can read them but not make them."""
@@ -66,15 +66,15 @@ class Recipe:
             except ValueError:  # said by roles(), when all fields have been set
                 self._now = None
 
-    def roles(self) -> Roles:
+    def linear_recipe(self) -> LinearRecipe:
         """The casts that this recipe stands for now. Raises ValueError for impossible fields."""
-        return self._roles() if self._now is None else self._now
+        return self._linear_recipe() if self._now is None else self._now
 
-    def _one_of_its_kind(self) -> Roles:
+    def _one_of_its_kind(self) -> LinearRecipe:
         """The roles as one object for all recipes that say the same."""
-        return roles_by_key(self._roles().key)
+        return recipe_by_key(self._linear_recipe().key)
 
-    def _roles(self) -> Roles:
+    def _linear_recipe(self) -> LinearRecipe:
         raise NotImplementedError(f"{type(self).__name__} must define _roles(); CustomRecipe takes any formats")
 
     _kinds: ClassVar[frozenset[str]] = frozenset()
@@ -122,14 +122,14 @@ class Recipe:
     def __repr__(self) -> str:
         """``recipe_type=..., `` then the fields that TransformerEngine shows, then those that are not the default."""
         shown = dict(type(self)._shown)
-        parts = [f"recipe_type={type(self).__name__}"]
+        components = [f"recipe_type={type(self).__name__}"]
         for name, label in shown.items():
-            parts.append(f"{label}={_text(getattr(self, name))}")
+            components.append(f"{label}={_text(getattr(self, name))}")
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name not in shown and value != field.default:
-                parts.append(f"{field.name}={_text(value)}")
-        return ", ".join(parts)
+                components.append(f"{field.name}={_text(value)}")
+        return ", ".join(components)
 
 
 def _text(value: Any) -> str:
@@ -160,18 +160,20 @@ class BackwardOptions(Recipe):
     quantized_gather: bool = True
     """FSDP2 gathers the codes of weights instead of their values, where that changes no bit."""
 
-    def finished(self, input: Role, weight: Role, grad: Role, delayed: Delayed | None = None) -> Roles:
+    def finished(
+        self, input: TensorCasts, weight: TensorCasts, grad: TensorCasts, delayed: Delayed | None = None
+    ) -> LinearRecipe:
         """Roles of these casts without those of the products that are to stay in high precision."""
         if self.high_precision_backward or self.high_precision_wgrad:
-            input, grad = Role(input.rowwise), Role(grad.rowwise)
+            input, grad = TensorCasts(input.rowwise), TensorCasts(grad.rowwise)
         if self.high_precision_backward:
-            weight, grad = Role(weight.rowwise), Role()
+            weight, grad = TensorCasts(weight.rowwise), TensorCasts()
         weight = one_weight_copy(weight) if self.single_weight_copy else weight
         preference = parsed(self, "kernel_preference", KernelPreference.of)
-        return Roles(input, weight, grad, delayed, preference, type(self).__name__, self.quantized_gather)
+        return LinearRecipe(input, weight, grad, delayed, preference, type(self).__name__, self.quantized_gather)
 
 
-def one_weight_copy(weight: Role) -> Role:
+def one_weight_copy(weight: TensorCasts) -> TensorCasts:
     """The role of a weight with dgrad's copy made of fprop's; as it was where one of the two is in high precision."""
     both = weight.rowwise is not None and weight.columnwise is not None
     return replace(weight, from_rowwise=True) if both else weight

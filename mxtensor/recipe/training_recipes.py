@@ -1,6 +1,6 @@
 """Recipes for training by the names and with the fields that TransformerEngine's users know.
 
-A recipe is a plain dataclass that may be edited at any time; ``roles()`` turns what it says now into frozen ``Roles``,
+A recipe is a plain dataclass that may be edited at any time; ``linear_recipe()`` turns what it says now into frozen ``LinearRecipe``,
 and every forward pass asks for them anew. Numerics as NVIDIA's MXFP8 and NVFP4 pre-training papers recommend: RCEIL
 scales, E4M3 for all operands, 16x16 tiles for NVFP4 weights.
 """
@@ -18,7 +18,7 @@ from ..numerics.cast import Cast
 from ..numerics.formats import FORMATS, Rounding, ScaleCalculationMode
 from ..numerics.formats import Format as FormatRow
 from .base import BackwardOptions, Format, Recipe, choice, no_attention, parsed
-from .linear_recipe import Delayed, Role, Roles
+from .linear_recipe import Delayed, LinearRecipe, TensorCasts
 
 __all__ = [
     "CustomRecipe", "DelayedScaling", "Float8BlockScaling", "Float8CurrentScaling", "Format", "MXFP4BlockScaling",
@@ -26,7 +26,7 @@ __all__ = [
 ]  # fmt: skip
 
 Mode: TypeAlias = ScaleCalculationMode | str
-Part: TypeAlias = str | torch.dtype | FormatRow | Cast | Role | None
+Part: TypeAlias = str | torch.dtype | FormatRow | Cast | TensorCasts | None
 """What a role of a CustomRecipe may be given as."""
 
 RANDOM_SIGNS = 0xA6D5
@@ -43,17 +43,17 @@ class _MXOptions(BackwardOptions):
     two_dimensional_weights: bool = False
     """32x32 tiles for weights: one copy serves fprop and dgrad, so that both multiply by the same values."""
 
-    def _mx_roles(self, forward: str, backward: str) -> Roles:
+    def _mx_recipe(self, forward: str, backward: str) -> LinearRecipe:
         """The casts by names of formats: that of inputs and weights, that of gradients."""
         weight = FORMATS[forward].with_block((32, 32)) if self.two_dimensional_weights else FORMATS[forward]
 
-        def role(format: FormatRow, name: str) -> Role:
-            return Role.of(Cast(format, parsed(self, name, ScaleCalculationMode.of)))
+        def casts(format: FormatRow, name: str) -> TensorCasts:
+            return TensorCasts.of(Cast(format, parsed(self, name, ScaleCalculationMode.of)))
 
         return self.finished(
-            role(FORMATS[forward], "input_scaling"),
-            role(weight, "weight_scaling"),
-            role(FORMATS[backward], "grad_scaling"),
+            casts(FORMATS[forward], "input_scaling"),
+            casts(weight, "weight_scaling"),
+            casts(FORMATS[backward], "grad_scaling"),
         )
 
 
@@ -72,11 +72,11 @@ class MXFP8BlockScaling(_MXOptions):
     _kinds = frozenset({"mxfp8", "block_scaling"})
     _shown = (("margin", "margin"), ("fp8_format", "format"))
 
-    def _roles(self) -> Roles:
+    def _linear_recipe(self) -> LinearRecipe:
         no_attention(self)
         choice(self, "margin", (0,))
         choice(self, "fp8_format", (Format.E4M3, Format.HYBRID, Format.E5M2))
-        return self._mx_roles(f"mxfp8_{self.fp8_format.fwd}", f"mxfp8_{self.fp8_format.bwd}")
+        return self._mx_recipe(f"mxfp8_{self.fp8_format.fwd}", f"mxfp8_{self.fp8_format.bwd}")
 
 
 @dataclass(repr=False)
@@ -88,10 +88,10 @@ class MXFP6BlockScaling(_MXOptions):
     _kinds = frozenset({"block_scaling"})
     _shown = (("fp6_format", "format"),)
 
-    def _roles(self) -> Roles:
+    def _linear_recipe(self) -> LinearRecipe:
         for name in ("fp6_format", "fp6_format_grad"):
             choice(self, name, ("e2m3", "e3m2"))
-        return self._mx_roles(f"mxfp6_{self.fp6_format}", f"mxfp6_{self.fp6_format_grad}")
+        return self._mx_recipe(f"mxfp6_{self.fp6_format}", f"mxfp6_{self.fp6_format_grad}")
 
 
 @dataclass(repr=False)
@@ -105,16 +105,17 @@ class MXFP4BlockScaling(_MXOptions):
     _kinds = frozenset({"block_scaling"})
     _shown = (("fp4_format", "format"),)
 
-    def _roles(self) -> Roles:
+    def _linear_recipe(self) -> LinearRecipe:
         choice(self, "fp4_format", (Format.E2M1,))
         choice(self, "grad_format", tuple(name for name in FORMATS if name.startswith("mx")))
-        roles = self._mx_roles("mxfp4_e2m1", self.grad_format)
+        linear_recipe = self._mx_recipe("mxfp4_e2m1", self.grad_format)
         if not self.stochastic_rounding:
-            return roles
+            return linear_recipe
         rowwise, columnwise = (
-            c and replace(c, rounding=Rounding.STOCHASTIC) for c in (roles.grad.rowwise, roles.grad.columnwise)
+            c and replace(c, rounding=Rounding.STOCHASTIC)
+            for c in (linear_recipe.grad.rowwise, linear_recipe.grad.columnwise)
         )
-        return replace(roles, grad=Role(rowwise, columnwise))
+        return replace(linear_recipe, grad=TensorCasts(rowwise, columnwise))
 
 
 @dataclass(repr=False)
@@ -136,7 +137,7 @@ class NVFP4BlockScaling(BackwardOptions):
     _kinds = frozenset({"nvfp4", "block_scaling"})
     _shown = (("fp4_format", "fp4_format"), ("fp8_format", "fp8_format"))
 
-    def _roles(self) -> Roles:
+    def _linear_recipe(self) -> LinearRecipe:
         no_attention(self)
         choice(self, "fp4_format", (Format.E2M1,))
         choice(self, "fp8_format", (Format.E4M3,))
@@ -144,7 +145,9 @@ class NVFP4BlockScaling(BackwardOptions):
         nearest = Cast(FORMATS["nvfp4"])
         grad = nearest if self.disable_stochastic_rounding else replace(nearest, rounding=Rounding.STOCHASTIC)
         weight = nearest if self.disable_2d_quantization else Cast(FORMATS["nvfp4"].with_block((16, 16)))
-        return self.finished(Role(nearest, nearest, signs), Role.of(weight), Role(grad, grad, signs))
+        return self.finished(
+            TensorCasts(nearest, nearest, signs), TensorCasts.of(weight), TensorCasts(grad, grad, signs)
+        )
 
 
 # ---------------------------------------------------------------------------------------------- float8
@@ -161,12 +164,12 @@ class Float8CurrentScaling(BackwardOptions):
     _kinds = frozenset({"float8_current_scaling"})
     _shown = (("fp8_format", "format"), ("use_power_2_scales", "use_power_2_scales"))
 
-    def _roles(self) -> Roles:
+    def _linear_recipe(self) -> LinearRecipe:
         no_attention(self)
         choice(self, "fp8_format", (Format.HYBRID, Format.E4M3, Format.E5M2))
         suffix = "_pow2" if self.use_power_2_scales else ""
         forward, backward = (f"float8_{e}_tensor{suffix}" for e in self.fp8_format.value)
-        return self.finished(Role.of(forward), Role.of(forward), Role.of(backward))
+        return self.finished(TensorCasts.of(forward), TensorCasts.of(forward), TensorCasts.of(backward))
 
 
 @dataclass(repr=False)
@@ -193,7 +196,7 @@ class DelayedScaling(BackwardOptions):
         ("reduce_amax", "reduce_amax"), ("fp8_dpa", "fp8_dpa"), ("fp8_mha", "fp8_mha"),
     )  # fmt: skip
 
-    def _roles(self) -> Roles:
+    def _linear_recipe(self) -> LinearRecipe:
         no_attention(self)
         choice(self, "fp8_format", (Format.HYBRID, Format.E4M3, Format.E5M2))
         if not callable(self.amax_compute_algo):
@@ -215,7 +218,7 @@ class DelayedScaling(BackwardOptions):
             self.scaling_factor_compute_algo,
             self.reduce_amax,
         )
-        return self.finished(Role.of(forward), Role.of(forward), Role.of(backward), delayed)
+        return self.finished(TensorCasts.of(forward), TensorCasts.of(forward), TensorCasts.of(backward), delayed)
 
 
 @dataclass(repr=False)
@@ -236,21 +239,21 @@ class Float8BlockScaling(BackwardOptions):
     _kinds = frozenset({"float8_block_scaling", "block_scaling"})
     _shown = (("fp8_format", "format"), ("use_f32_scales", "use_f32_scales"))
 
-    def _roles(self) -> Roles:
+    def _linear_recipe(self) -> LinearRecipe:
         no_attention(self)
         choice(self, "fp8_format", (Format.E4M3, Format.HYBRID, Format.E5M2))
         suffix = "" if self.use_f32_scales else "_pow2"
 
-        def role(element: str, name: str) -> Role:
+        def casts(element: str, name: str) -> TensorCasts:
             choice(self, name, (1, 2))
             block = "1x128" if getattr(self, name) == 1 else "128x128"
-            return Role.of(f"float8_{element}_{block}{suffix}")
+            return TensorCasts.of(f"float8_{element}_{block}{suffix}")
 
         forward, backward = self.fp8_format.value
         return self.finished(
-            role(forward, "x_block_scaling_dim"),
-            role(forward, "w_block_scaling_dim"),
-            role(backward, "grad_block_scaling_dim"),
+            casts(forward, "x_block_scaling_dim"),
+            casts(forward, "w_block_scaling_dim"),
+            casts(backward, "grad_block_scaling_dim"),
         )
 
 
@@ -271,9 +274,11 @@ class CustomRecipe(BackwardOptions):
     _kinds = frozenset({"custom"})
     _shown = (("input", "input"), ("weight", "weight"), ("grad", "grad"))
 
-    def _roles(self) -> Roles:
+    def _linear_recipe(self) -> LinearRecipe:
         return self.finished(
-            parsed(self, "input", Role.of), parsed(self, "weight", Role.of), parsed(self, "grad", Role.of)
+            parsed(self, "input", TensorCasts.of),
+            parsed(self, "weight", TensorCasts.of),
+            parsed(self, "grad", TensorCasts.of),
         )
 
 

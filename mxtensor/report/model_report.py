@@ -100,7 +100,7 @@ def short_names(fqns: Sequence[str]) -> list[str]:
     """The names without the module path that all of them share and without a final ``.weight``."""
     paths = [fqn.removesuffix(".weight").split(".") for fqn in fqns]
     modules = [path[:-1] for path in paths]  # the last part stays, so that no name becomes empty
-    shared = len(list(takewhile(lambda parts: len(set(parts)) == 1, zip(*modules, strict=False))))
+    shared = len(list(takewhile(lambda components: len(set(components)) == 1, zip(*modules, strict=False))))
     return [".".join(path[shared:]) for path in paths]
 
 

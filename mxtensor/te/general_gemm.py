@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.gemm.select import gemm
-from ..kernels.gemm.spec import Factor, GemmArgs
+from ..kernels.gemm.spec import GemmArgs, GemmOperand
 from ..tensor.mxtensor import MXTensor
 from .quantizer_base import Quantizer
 
@@ -86,7 +86,7 @@ def general_gemm(
     added = None if grad else bias
     _check_tensors(A, B, {"bias": added, "out": out, "gelu_in": gelu_in})
     _check_out(out, dtype, quantization_params, accumulate)
-    a, b = _factors(A, B, layout)
+    a, b = _gemm_operands(A, B, layout)
     shape = (b.shape[0], a.shape[0]) if layout == "NT" else (*B.shape[:-1], a.shape[0])
     _check_shapes(layout, shape, {"bias": added, "out": out, "gelu_in": gelu_in})
 
@@ -158,7 +158,7 @@ def _check_shapes(layout: str, shape: tuple[int, ...], tensors: dict[str, Tensor
 # ---------------------------------------------------------------------------------------------- the copies
 
 
-def _factors(a: Tensor, b: Tensor, layout: str) -> tuple[Factor, Factor]:
+def _gemm_operands(a: Tensor, b: Tensor, layout: str) -> tuple[GemmOperand, GemmOperand]:
     """The copies of A and B that ``layout`` contracts, (rows, contraction) each."""
     row = LAYOUTS[layout]
     signs = _signs(a, row.a), _signs(b, row.b)
@@ -167,7 +167,7 @@ def _factors(a: Tensor, b: Tensor, layout: str) -> tuple[Factor, Factor]:
             f"general_gemm {layout}: A's {row.a} and B's {row.b} copy are not rotated alike; quantize both with the "
             "same with_rht and signs, and use rotated copies with layout 'NT' only"
         )
-    mine, other = _factor("A", a, row.a, layout), _factor("B", b, row.b, layout)
+    mine, other = _gemm_operand("A", a, row.a, layout), _gemm_operand("B", b, row.b, layout)
     if (a.shape[-1] if row.a == "rowwise" else a.shape[0]) != (b.shape[-1] if row.b == "rowwise" else b.shape[0]):
         raise ValueError(
             f"general_gemm: A {tuple(a.shape)} and B {tuple(b.shape)} do not fit; {layout} is {row.formula}"
@@ -177,11 +177,11 @@ def _factors(a: Tensor, b: Tensor, layout: str) -> tuple[Factor, Factor]:
 
 def _signs(t: Tensor, side: str) -> int | None:
     """Those of the rotation of the copy that is contracted, None if it is not rotated."""
-    turned = t._rotated if side == "columnwise" and isinstance(t, MXTensor) else None
-    return None if turned is None else turned.signs
+    transposed = t._rotated if side == "columnwise" and isinstance(t, MXTensor) else None
+    return None if transposed is None else transposed.signs
 
 
-def _factor(name: str, t: Tensor, side: str, layout: str) -> Factor:
+def _gemm_operand(name: str, t: Tensor, side: str, layout: str) -> GemmOperand:
     """The copy of a matrix that is contracted along its last dimension; leading dimensions as rows."""
     least = 2 if name == "A" or layout == "NT" else 1
     if t.dim() < least or (least == 2 and t.dim() > 2):

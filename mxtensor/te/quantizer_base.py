@@ -62,7 +62,7 @@ class Quantizer:
     """Where ``make_empty`` makes tensors, unless it is told."""
 
     def __init__(self, cast: Cast, rowwise: bool, columnwise: bool, signs: int | None = None) -> None:
-        self.cast, self.signs, self.recipe = cast, signs, LinearRecipe(cast)
+        self.cast, self.signs, self.recipe = cast, signs, LinearRecipe.inference(cast)
         self.rowwise = self.columnwise = True
         self.set_usage(rowwise=rowwise, columnwise=columnwise)
 
@@ -101,8 +101,8 @@ class Quantizer:
                 f"cannot write {self.cast.format} values of shape {tuple(src.shape)} into {dst!r}; use make_empty"
                 f"({tuple(src.shape)}, dtype={dst.dtype})"
             )
-        turned = dst._rotated
-        if (turned.signs if turned else self.signs) != self.signs or (
+        transposed = dst._rotated
+        if (transposed.signs if transposed else self.signs) != self.signs or (
             self.signs is not None and dst._columnwise is not None
         ):
             raise ValueError(f"one of {self!r} and the tensor's columnwise copy is rotated otherwise; use make_empty()")
@@ -110,9 +110,9 @@ class Quantizer:
         row, column = self._operands(x, dst.copies)
         with torch.no_grad():
             dst.copy_(dst.replace(row, column, tuple(dst.shape), dst.stride()))
-            if turned is not None:
+            if transposed is not None:
                 fresh = self._rotated(x)
-                for mine, theirs in zip(turned.operand.tensors, fresh.operand.tensors, strict=True):
+                for mine, theirs in zip(transposed.operand.tensors, fresh.operand.tensors, strict=True):
                     mine.copy_(theirs)
         return dst
 
@@ -130,8 +130,8 @@ class Quantizer:
             row = self.cast.format
             data = torch.empty(row.data_shape(shape), dtype=torch.uint8, device=place).view(row.element.dtype)
             scale = torch.empty(row.scale_shape(shape), dtype=row.scale.dtype, device=place)
-            last = torch.empty((), dtype=torch.float32, device=place) if row.global_scale else None
-            return Operand(data, scale, last, row, shape)
+            global_scale = torch.empty((), dtype=torch.float32, device=place) if row.global_scale else None
+            return Operand(data, scale, global_scale, row, shape)
 
         wanted, size = self._wanted(x), tuple(x.shape)
         row = empty(size) if Orientation.ROWWISE in wanted else None

@@ -18,7 +18,7 @@ from ..numerics.cast import Cast
 from ..numerics.formats import FORMATS, Format, Orientation, Rounding, ScaleCalculationMode
 from ..numerics.operand import Operand
 from ..numerics.reference import tensor_amax
-from ..recipe.linear_recipe import Role, Roles
+from ..recipe.linear_recipe import LinearRecipe, TensorCasts
 from ..recipe.training_recipes import RANDOM_SIGNS, Recipe
 from ..training.delayed_scaling import DelayedState
 from .quantizer_base import FP8, DType, Quantizer
@@ -243,7 +243,7 @@ QUANTIZER_OF: dict[Format, type[Quantizer]] = {row: kind for kind in _STATELESS 
 
 
 def quantizers_of(
-    recipe: Recipe | Roles, device: torch.device | str, state: DelayedState | None = None
+    recipe: Recipe | LinearRecipe, device: torch.device | str, state: DelayedState | None = None
 ) -> dict[str, list[Quantizer | None]]:
     """The quantizers of a linear layer: ``{"scaling_fwd": [input, weight], "scaling_bwd": [grad]}``.
 
@@ -251,22 +251,25 @@ def quantizers_of(
     the two copies have different casts the quantizer makes the rowwise one. Delayed scaling: Float8Quantizers of
     ``state``; without one, of a fresh state with scale 1 and amax 0.
     """
-    roles, device = recipe if isinstance(recipe, Roles) else recipe.roles(), torch.device(device)
-    if roles.delayed is not None and state is None:
-        state = DelayedState(roles, device)
-    made = [_of_role(role, index, state, device) for index, role in enumerate((roles.input, roles.weight, roles.grad))]
+    linear_recipe, device = recipe if isinstance(recipe, LinearRecipe) else recipe.linear_recipe(), torch.device(device)
+    if linear_recipe.delayed is not None and state is None:
+        state = DelayedState(linear_recipe, device)
+    made = [
+        _of_casts(casts, index, state, device)
+        for index, casts in enumerate((linear_recipe.input, linear_recipe.weight, linear_recipe.grad))
+    ]
     return {"scaling_fwd": made[:2], "scaling_bwd": made[2:]}
 
 
-def _of_role(role: Role, index: int, state: DelayedState | None, device: torch.device) -> Quantizer | None:
-    rowwise = role.rowwise is not None
-    columnwise = role.columnwise is not None and role.columnwise == (role.rowwise or role.columnwise)
-    cast = role.rowwise or role.columnwise
-    if cast is None or (role.signs is not None and not rowwise):  # a rotated copy alone is no tensor
+def _of_casts(casts: TensorCasts, index: int, state: DelayedState | None, device: torch.device) -> Quantizer | None:
+    rowwise = casts.rowwise is not None
+    columnwise = casts.columnwise is not None and casts.columnwise == (casts.rowwise or casts.columnwise)
+    cast = casts.rowwise or casts.columnwise
+    if cast is None or (casts.signs is not None and not rowwise):  # a rotated copy alone is no tensor
         return None
     if state is not None:
         return _LayerQuantizer(cast, state, index, rowwise, columnwise)
     kind = QUANTIZER_OF.get(cast.format, MXQuantizer)
-    made = kind.of(cast, rowwise, columnwise, role.signs)
+    made = kind.of(cast, rowwise, columnwise, casts.signs)
     made.device = device
     return made

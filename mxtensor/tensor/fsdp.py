@@ -28,7 +28,7 @@ from ..kernels.quantize.select import quantize_operand
 from ..numerics.cast import Cast
 from ..numerics.formats import FULL, Rounding
 from ..numerics.operand import Operand
-from ..recipe.linear_recipe import LinearRecipe, Roles
+from ..recipe.linear_recipe import LinearRecipe
 from .mxtensor import MXTensor
 
 AGREED = "_mxtensor_agreed"
@@ -100,20 +100,20 @@ def hook(function: Callable[..., Any], *given: Any) -> Callable[..., Any]:
     return call
 
 
-def refusal(roles: Roles, shard: Shard | None) -> str | None:
+def refusal(linear_recipe: LinearRecipe, shard: Shard | None) -> str | None:
     """Why the codes of a weight cannot be gathered without changing a bit; None where they can."""
-    role, cast = roles.weight, roles.weight.rowwise
-    if not roles.gather:
+    casts, cast = linear_recipe.weight, linear_recipe.weight.rowwise
+    if not linear_recipe.quantized_gather:
         return "quantized_gather is off, or the weight is (in_features, out_features)"
-    if cast is None or role.columnwise is None:
+    if cast is None or casts.columnwise is None:
         return "the recipe has a product by the weight's high-precision values"
-    if roles.delayed is not None or cast.format.global_scale or cast.format.block[0] == FULL:
+    if linear_recipe.delayed is not None or cast.format.global_scale or cast.format.block[0] == FULL:
         return f"a scale of {cast.format} is of the whole weight, of which a rank holds a part"
-    if cast.rounding is not Rounding.NEAREST or role.columnwise.rounding is not Rounding.NEAREST:
+    if cast.rounding is not Rounding.NEAREST or casts.columnwise.rounding is not Rounding.NEAREST:
         return "the weight is rounded stochastically, in the order of its values"
-    if not role.one_copy:
+    if not casts.one_copy:
         return (
-            f"dgrad's copy in {role.columnwise.format} is cast from high precision, along the shards; use square tiles "
+            f"dgrad's copy in {casts.columnwise.format} is cast from high precision, along the shards; use square tiles "
             "or single_weight_copy=True"
         )
     if shard is None or len(shard.whole) != 2:
@@ -126,11 +126,13 @@ def refusal(roles: Roles, shard: Shard | None) -> str | None:
     return None
 
 
-def in_codes(values: Tensor, roles: Roles, shard: Shard, mesh: Any) -> tuple[tuple[Tensor, ...], Gathered]:
+def in_codes(
+    values: Tensor, linear_recipe: LinearRecipe, shard: Shard, mesh: Any
+) -> tuple[tuple[Tensor, ...], Gathered]:
     """(codes, scales) of this rank's rows (rows, K), padded to the largest shard; bytes, or float32 scales."""
-    cast = roles.weight.rowwise
+    cast = linear_recipe.weight.rowwise
     assert cast is not None
-    _agree(values, roles, "codes", shard.whole, mesh)
+    _agree(values, linear_recipe, "codes", shard.whole, mesh)
     _note(values, shard, (values.dtype, cast.format), "codes", {})
     operand = quantize_operand(padded_to(values, shard.padded), cast)
     codes, scale = operand.data.view(torch.uint8).contiguous(), operand.scale.contiguous()
@@ -138,19 +140,21 @@ def in_codes(values: Tensor, roles: Roles, shard: Shard, mesh: Any) -> tuple[tup
 
 
 def in_high_precision(
-    values: Tensor, roles: Roles, shard: Shard | None, reason: str, mesh: Any, size: Any, stride: Any, module: Any,
+    values: Tensor, linear_recipe: LinearRecipe, shard: Shard | None, reason: str, mesh: Any, size: Any, stride: Any, module: Any,
     policy: Any,
 ) -> tuple[tuple[Tensor, ...], Gathered]:  # fmt: skip
     """The values of this rank's rows in the policy's dtype, padded to the largest shard."""
     whole = tuple(size)
-    _agree(values, roles, "values", whole, mesh)
+    _agree(values, linear_recipe, "values", whole, mesh)
     padded = shard.padded if shard is not None else (-(-whole[0] // mesh.size()), *whole[1:])
     _note(values, Shard(whole, padded), values.dtype, "high precision", {"codes": reason})
     values = values if policy.param_dtype is None else values.to(policy.param_dtype)
     return (padded_to(values, padded),), Gathered(whole)
 
 
-def gathered_values(outputs: tuple[Tensor, ...], gathered: Gathered, roles: Roles, dtype: torch.dtype) -> Tensor:
+def gathered_values(
+    outputs: tuple[Tensor, ...], gathered: Gathered, linear_recipe: LinearRecipe, dtype: torch.dtype
+) -> Tensor:
     """The whole weight over the tensors that were gathered: an MXTensor of the facade ``dtype``, or plain values."""
     whole, cast = gathered.whole, gathered.cast
     if cast is None:
@@ -159,18 +163,18 @@ def gathered_values(outputs: tuple[Tensor, ...], gathered: Gathered, roles: Role
     codes, scale = outputs if gathered.scale is None else (outputs[0], gathered.scale)
     rows = cast.format.scale_shape(whole)[0]
     operand = Operand(codes[: whole[0]].view(cast.format.element.dtype), scale[:rows], None, cast.format, whole)
-    return MXTensor(operand, None, LinearRecipe(cast, cast, roles.kernel_preference), dtype, whole)
+    return MXTensor(operand, None, LinearRecipe.inference(cast, cast, linear_recipe.kernel_preference), dtype, whole)
 
 
-def _agree(values: Tensor, roles: Roles, sent: str, whole: tuple[int, ...], mesh: Any) -> None:
+def _agree(values: Tensor, linear_recipe: LinearRecipe, sent: str, whole: tuple[int, ...], mesh: Any) -> None:
     """Ask, at the first gather of a weight, whether all ranks gather the same of it: what they send would not fit, or
     they would train different models. Raises RuntimeError on every rank where they do not."""
-    key = (roles.key, sent)
+    key = (linear_recipe.key, sent)
     if mesh.size() == 1 or getattr(values, AGREED, None) == key or is_traced(values):
         return
     group = mesh.get_group(-1)
     said: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(said, (*key, f"{roles} in {sent}"), group=group)
+    dist.all_gather_object(said, (*key, f"{linear_recipe} in {sent}"), group=group)
     if len({each[:2] for each in said}) > 1:
         names = ", ".join(f"rank {rank} {name}" for rank, (*_, name) in enumerate(said))
         raise RuntimeError(

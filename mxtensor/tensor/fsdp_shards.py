@@ -130,11 +130,11 @@ def _post(
     w: MXTensor, outputs: tuple[Tensor, ...], gathered: _Whole, dtype: torch.dtype, *, out: Any = None
 ) -> tuple[MXTensor, tuple[Tensor, ...]] | None:
     """The whole tensor over the gathered parts, and those which FSDP2 is to free and fill between its uses."""
-    size, parts = gathered.shape, iter((*outputs, *gathered.rest))
+    size, components = gathered.shape, iter((*outputs, *gathered.rest))
     made: dict[bool, Operand] = {}
     for operand, columnwise in _sides(w):
         rows = _rows_of(operand, columnwise, size)
-        data, scale = (next(parts)[:count] for count in rows)
+        data, scale = (next(components)[:count] for count in rows)
         data, scale = (data.t(), scale.t()) if columnwise else (data, scale)
         shape = swapped(size) if columnwise else size
         made[columnwise] = replace(operand, data=data.view(operand.data.dtype), scale=scale, shape=shape)

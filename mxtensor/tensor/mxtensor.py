@@ -22,10 +22,10 @@ from ..kernels.quantize.select import quantize_operands
 from ..numerics.cast import Cast
 from ..numerics.formats import Format, Orientation, Rounding, ScaleCalculationMode, get_format, get_mx_format
 from ..numerics.operand import Operand, Rotated, transposed
-from ..numerics.validate import check_parts, facade_size
+from ..numerics.validate import check_components, known_size
 from ..recipe.linear_recipe import LinearRecipe, recipe_from_row, recipe_to_row
 
-_PARTS = tuple((side, part) for side in ("_rowwise", "_columnwise") for part in ("data", "scale", "global_scale"))
+_COMPONENTS = tuple((side, part) for side in ("_rowwise", "_columnwise") for part in ("data", "scale", "global_scale"))
 
 
 class MXTensor(Tensor):
@@ -63,17 +63,17 @@ class MXTensor(Tensor):
                 "values alone say no format: mx.quantize(x, format) makes an MXTensor of them (of accelerate, offloads "
                 "to the CPU keep codes, those to disk values)"
             )
-        held = rowwise if rowwise is not None else columnwise
-        assert held is not None and recipe is not None and dtype is not None
+        operands = rowwise if rowwise is not None else columnwise
+        assert operands is not None and recipe is not None and dtype is not None
         if size is None:
-            size = held.shape if rowwise is not None else swapped(held.shape)
+            size = operands.shape if rowwise is not None else swapped(operands.shape)
         self: MXTensor = torch.Tensor._make_wrapper_subclass(
             cls,
             size,
             strides=contiguous_stride(size) if stride is None else stride,
             storage_offset=offset,
             dtype=dtype,
-            device=held.data.device,
+            device=operands.data.device,
             requires_grad=requires_grad,
         )
         self._rowwise, self._columnwise, self.recipe = rowwise, columnwise, recipe
@@ -96,7 +96,7 @@ class MXTensor(Tensor):
         return quantize(data_hp, get_mx_format(elem_dtype, block_size), scaling=scaling_mode)
 
     @classmethod
-    def from_parts(
+    def from_components(
         cls,
         data: Tensor,
         scale: Tensor,
@@ -112,8 +112,8 @@ class MXTensor(Tensor):
         TypeError naming what was expected.
         """
         fmt = get_format(format)
-        operand = check_parts(data, scale, fmt, shape, global_scale)
-        return cls(operand, None, LinearRecipe(Cast(fmt)), dtype)
+        operand = check_components(data, scale, fmt, shape, global_scale)
+        return cls(operand, None, LinearRecipe.inference(Cast(fmt)), dtype)
 
     def replace(
         self,
@@ -130,14 +130,14 @@ class MXTensor(Tensor):
         out._shard = self._shard
         return out
 
-    def map_parts(self, fn: Callable[[Tensor], Tensor], **changes: Any) -> MXTensor:
+    def map_components(self, fn: Callable[[Tensor], Tensor], **changes: Any) -> MXTensor:
         """Apply ``fn`` to every tensor held; ``changes`` as in :meth:`replace`."""
 
         def apply(operand: Operand | None) -> Operand | None:
             if operand is None:
                 return None
-            last = None if operand.global_scale is None else fn(operand.global_scale)
-            return Operand(fn(operand.data), fn(operand.scale), last, operand.format, operand.shape)
+            global_scale = None if operand.global_scale is None else fn(operand.global_scale)
+            return Operand(fn(operand.data), fn(operand.scale), global_scale, operand.format, operand.shape)
 
         changes = {"size": tuple(self.shape), "stride": self.stride()} | changes
         return self.replace(apply(self._rowwise), apply(self._columnwise), **changes)
@@ -147,7 +147,7 @@ class MXTensor(Tensor):
     @property
     def format(self) -> Format:
         """The format of the operands."""
-        return self.recipe.weight.format
+        return self.recipe.stored.format
 
     @property
     def orientation(self) -> Orientation:
@@ -162,27 +162,27 @@ class MXTensor(Tensor):
     @property
     def rowwise(self) -> Operand | None:
         """The operand blocked along the last dimension, shape ``self.shape``; None if it is not held."""
-        return self._rowwise if self._rowwise is not None else _turned(self._columnwise)
+        return self._rowwise if self._rowwise is not None else _transposed(self._columnwise)
 
     @property
     def columnwise(self) -> Operand | None:
         """The operand blocked along the dimension before the last, stored transposed; None if it is not held."""
-        return self._columnwise if self._columnwise is not None else _turned(self._rowwise)
+        return self._columnwise if self._columnwise is not None else _transposed(self._rowwise)
 
     @property
-    def held(self) -> tuple[Operand, ...]:
+    def operands(self) -> tuple[Operand, ...]:
         """The operands in memory (one for a square block)."""
         return tuple(o for o in (self._rowwise, self._columnwise) if o is not None)
 
     @property
-    def parts(self) -> tuple[Tensor, ...]:
+    def components(self) -> tuple[Tensor, ...]:
         """Every tensor of codes and scales."""
-        return tuple(t for operand in self.held for t in operand.tensors)
+        return tuple(t for operand in self.operands for t in operand.tensors)
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
         """Bytes of all codes and scales held."""
-        return sum(o.nbytes for o in self.held)
+        return sum(o.nbytes for o in self.operands)
 
     @property
     def bits_per_value(self) -> float:
@@ -204,8 +204,8 @@ class MXTensor(Tensor):
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The plain values in ``dtype`` (default: ``self.dtype``), shaped and strided as a copy of ``self``."""
-        facade = self if dtype is None or dtype is self.dtype else self.to(dtype)
-        return dequantize_with_gradient(facade) if isinstance(facade, MXTensor) else facade
+        outer = self if dtype is None or dtype is self.dtype else self.to(dtype)
+        return dequantize_with_gradient(outer) if isinstance(outer, MXTensor) else outer
 
     def to_dtype(self, dtype: torch.dtype) -> Tensor:
         """``dequantize`` as torchao names it."""
@@ -215,7 +215,7 @@ class MXTensor(Tensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         names = []
-        for side, part in _PARTS:
+        for side, part in _COMPONENTS:
             operand = getattr(self, side)
             if operand is not None and getattr(operand, part) is not None:
                 names.append(f"_inner{side}_{part}")
@@ -226,13 +226,15 @@ class MXTensor(Tensor):
         inner: dict[str, Tensor], context: Any, outer_size: tuple[int, ...], outer_stride: tuple[int, ...]
     ) -> MXTensor:
         recipe, dtype = context
-        size = facade_size(inner, outer_size)
+        size = known_size(inner, outer_size)
 
         def operand(side: str, shape: tuple[int, ...]) -> Operand | None:
             if f"_inner{side}_data" not in inner:
                 return None
-            data, scale, last = (inner.get(f"_inner{side}_{part}") for part in ("data", "scale", "global_scale"))
-            return Operand(data, scale, last, recipe.weight.format, shape)  # type: ignore[arg-type]
+            data, scale, global_scale = (
+                inner.get(f"_inner{side}_{part}") for part in ("data", "scale", "global_scale")
+            )
+            return Operand(data, scale, global_scale, recipe.stored.format, shape)  # type: ignore[arg-type]
 
         row, column = operand("_rowwise", size), operand("_columnwise", swapped(size)) if len(size) > 1 else None
         begin = (row or column).offset  # type: ignore[union-attr]  # a view says so by nothing else
@@ -240,9 +242,9 @@ class MXTensor(Tensor):
 
     def _stable_hash_for_caching(self) -> str:
         names, (recipe, dtype) = self.__tensor_flatten__()
-        parts = [(n, p.dtype, tuple(p.shape), p.stride()) for n in names for p in (getattr(self, n),)]
-        facade = (dtype, tuple(self.shape), self.stride(), str(self.device), self.requires_grad)
-        key = (fingerprint(), forced_kernel(), recipe_to_row(recipe), facade, parts)
+        components = [(n, p.dtype, tuple(p.shape), p.stride()) for n in names for p in (getattr(self, n),)]
+        outer = (dtype, tuple(self.shape), self.stride(), str(self.device), self.requires_grad)
+        key = (fingerprint(), forced_kernel(), recipe_to_row(recipe), outer, components)
         return hashlib.blake2b(repr(key).encode(), digest_size=16).hexdigest()
 
     @classmethod
@@ -262,36 +264,40 @@ class MXTensor(Tensor):
 
     def share_memory_(self) -> MXTensor:
         """Move codes and scales to shared memory (torch's own looks for a storage, and a wrapper has none)."""
-        self.map_parts(Tensor.share_memory_)
+        self.map_components(Tensor.share_memory_)
         return self
 
     def is_shared(self) -> bool:
-        return all(t.is_shared() for operand in self.held for t in operand.tensors)
+        return all(t.is_shared() for operand in self.operands for t in operand.tensors)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MXTensor:
         if id(self) in memo:
             return memo[id(self)]  # type: ignore[no-any-return]
-        out: MXTensor = self.detach().map_parts(torch.clone).requires_grad_(self.requires_grad)  # type: ignore
+        out: MXTensor = self.detach().map_components(torch.clone).requires_grad_(self.requires_grad)  # type: ignore
         memo[id(self)] = torch.nn.Parameter(out, out.requires_grad) if isinstance(self, torch.nn.Parameter) else out
         return memo[id(self)]  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        held = ((side, getattr(self, side)) for side in ("_rowwise", "_columnwise"))
-        parts = {side: (o.data.view(torch.uint8), o.scale, o.global_scale) for side, o in held if o is not None}
-        facade = (str(self.dtype).removeprefix("torch."), tuple(self.shape), self.stride(), self.requires_grad)
-        return rebuild, (parts, recipe_to_row(self.recipe), facade, isinstance(self, torch.nn.Parameter))
+        operands = ((side, getattr(self, side)) for side in ("_rowwise", "_columnwise"))
+        components = {
+            side: (o.data.view(torch.uint8), o.scale, o.global_scale) for side, o in operands if o is not None
+        }
+        outer = (str(self.dtype).removeprefix("torch."), tuple(self.shape), self.stride(), self.requires_grad)
+        return rebuild, (components, recipe_to_row(self.recipe), outer, isinstance(self, torch.nn.Parameter))
 
 
-def rebuild(parts: dict[str, Any], row: dict[str, str | None], facade: tuple[Any, ...], is_parameter: bool) -> MXTensor:
+def rebuild(
+    components: dict[str, Any], row: dict[str, str | None], outer: tuple[Any, ...], is_parameter: bool
+) -> MXTensor:
     """What a pickled MXTensor calls: uint8 and float32 tensors and words only, so that ``weights_only`` loads it."""
-    dtype, size, stride, requires_grad = facade
+    dtype, size, stride, requires_grad = outer
     recipe = recipe_from_row(row)
-    format = recipe.weight.format
+    format = recipe.stored.format
 
     def operand(side: str, shape: tuple[int, ...]) -> Operand | None:
-        if side not in parts:
+        if side not in components:
             return None
-        data, scale, global_scale = parts[side]
+        data, scale, global_scale = components[side]
         return Operand(data.view(format.element.dtype), scale, global_scale, format, shape)
 
     size = tuple(size)
@@ -304,11 +310,11 @@ def _part(side: str, part: str) -> property:
     return property(lambda self: getattr(getattr(self, side), part))
 
 
-for _side, _name in _PARTS:
+for _side, _name in _COMPONENTS:
     setattr(MXTensor, f"_inner{_side}_{_name}", _part(_side, _name))
 
 
-def _turned(operand: Operand | None) -> Operand | None:
+def _transposed(operand: Operand | None) -> Operand | None:
     """The other orientation of a square-block operand: the same values turned, never rounded again."""
     if operand is None or not operand.format.square or len(operand.shape) < 2:
         return None
@@ -336,7 +342,7 @@ def quantize(
 
 @cached
 def _recipe(format: Any, scaling: Any, rounding: Any, seed: int | None) -> LinearRecipe:
-    return LinearRecipe(Cast.of(format, scaling, rounding, seed))
+    return LinearRecipe.inference(Cast.of(format, scaling, rounding, seed))
 
 
 def quantize_as(x: Tensor, recipe: LinearRecipe, orientation: Orientation = Orientation.ROWWISE) -> MXTensor:
@@ -346,6 +352,6 @@ def quantize_as(x: Tensor, recipe: LinearRecipe, orientation: Orientation = Orie
     x = x.detach()
     if x.dim() < 2 and orientation is not Orientation.ROWWISE:
         raise ValueError(f"orientation {orientation.label!r} needs two dimensions, this tensor has {x.dim()}")
-    if recipe.weight.format.square and x.dim() > 1:
+    if recipe.stored.format.square and x.dim() > 1:
         orientation = Orientation.ROWWISE  # one copy serves both
-    return MXTensor(*quantize_operands(x, recipe.weight, orientation), recipe, x.dtype, tuple(x.shape))
+    return MXTensor(*quantize_operands(x, recipe.stored, orientation), recipe, x.dtype, tuple(x.shape))

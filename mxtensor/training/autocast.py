@@ -19,14 +19,14 @@ import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
-from ..recipe.linear_recipe import Roles
+from ..recipe.linear_recipe import LinearRecipe
 from ..recipe.training_recipes import MXFP8BlockScaling, Recipe, chosen
 from ..training import recompute
 from .interception import MODE_BODIES, MODE_FUNCTIONS
 
 
 @dataclass(eq=False)
-class Ambient:
+class AutocastState:
     """What the innermost ``autocast`` says."""
 
     recipe: Recipe | None
@@ -34,22 +34,22 @@ class Ambient:
     group: Any = None
     """The process group that shares delayed scaling's amax."""
     thread: int = 0
-    before: Ambient | None = None
+    before: AutocastState | None = None
     """What held around the block."""
     mode: AutocastMode | None = None
     open: bool = True
     """False once the block is left: a task that was started in it may outlive it."""
 
 
-_ambient: ContextVar[Ambient | None] = ContextVar("mxtensor_autocast", default=None)
+_autocast_state: ContextVar[AutocastState | None] = ContextVar("mxtensor_autocast", default=None)
 
 
-def ambient() -> Ambient | None:
+def autocast_state() -> AutocastState | None:
     """The innermost ``autocast`` of this thread and task; None where there is none."""
     if torch.compiler.is_dynamo_compiling():
         modes = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, AutocastMode)]
         return modes[-1].state if modes else None
-    state = _ambient.get()
+    state = _autocast_state.get()
     while state is not None and not state.open:
         state = state.before
     # asyncio.to_thread and its like copy the context, but modes, as torch.autocast, stay with their thread.
@@ -58,7 +58,7 @@ def ambient() -> Ambient | None:
 
 def get_recipe() -> Recipe | None:
     """The active recipe; None outside ``autocast`` and where it is disabled."""
-    state = ambient()
+    state = autocast_state()
     return None if state is None else state.recipe
 
 
@@ -70,7 +70,7 @@ def is_enabled() -> bool:
 class AutocastMode(TorchFunctionMode):
     """Hands the functions that multiply by weights to their rules."""
 
-    def __init__(self, state: Ambient) -> None:
+    def __init__(self, state: AutocastState) -> None:
         self.state = state
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -81,14 +81,14 @@ class AutocastMode(TorchFunctionMode):
                 "torch.compile cannot carry autocast into torch.utils.checkpoint, whose layers would run in high "
                 "precision; use mx.quantize_(model, recipe), or leave one of the two away"
             )
-        state = self.state if torch.compiler.is_dynamo_compiling() else ambient()
+        state = self.state if torch.compiler.is_dynamo_compiling() else autocast_state()
         if state is not None and func in MODE_BODIES:
             with AutocastMode(self.state):  # torch takes a mode off while it asks
                 return MODE_BODIES[func](*args, **(kwargs or {}))
         rule = MODE_FUNCTIONS.get(func)
         if rule is None or state is None:  # None: the mode of another task
             return func(*args, **(kwargs or {}))
-        return rule(roles_of(state), state.group, func, args, kwargs or {})
+        return rule(linear_recipe_of(state), state.group, func, args, kwargs or {})
 
 
 class autocast(ContextDecorator):  # noqa: N801  (as torch and TransformerEngine write it)
@@ -105,33 +105,33 @@ class autocast(ContextDecorator):  # noqa: N801  (as torch and TransformerEngine
     def __init__(self, enabled: bool = True, recipe: Recipe | None = None, *, amax_reduction_group: Any = None) -> None:
         self.recipe = chosen("autocast", enabled, recipe)
         self.group = amax_reduction_group
-        self._entered: list[Ambient] = []
+        self._entered: list[AutocastState] = []
         """The blocks that are open, of all threads and tasks."""
 
     def __enter__(self) -> autocast:
         if self.recipe is not None:
-            self.recipe.roles()  # an impossible one raises here, before anything is set
+            self.recipe.linear_recipe()  # an impossible one raises here, before anything is set
         traced = torch.compiler.is_dynamo_compiling()  # Dynamo reads modes, neither threads nor ContextVars
-        state = Ambient(self.recipe, self.group)
+        state = AutocastState(self.recipe, self.group)
         state.mode = AutocastMode(state)
         if not traced:
             recompute.install(keeping)
-            state.thread, state.before = threading.get_ident(), _ambient.get()
-            _ambient.set(state)
+            state.thread, state.before = threading.get_ident(), _autocast_state.get()
+            _autocast_state.set(state)
         state.mode.__enter__()
         self._entered.append(state)
         return self
 
     def __exit__(self, *exception: Any) -> None:
         traced = torch.compiler.is_dynamo_compiling()
-        current = None if traced else _ambient.get()
+        current = None if traced else _autocast_state.get()
         state = current if current is not None and current in self._entered else self._entered[-1]
         self._entered.remove(state)
         assert state.mode is not None
         state.mode.__exit__(*exception)
         state.open = False
         if state is current:
-            _ambient.set(state.before)
+            _autocast_state.set(state.before)
 
 
 def _leave_to_eager(*functions: Any) -> None:
@@ -144,27 +144,27 @@ def _leave_to_eager(*functions: Any) -> None:
         set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
 
 
-_leave_to_eager(autocast.__enter__, autocast.__exit__, AutocastMode.__torch_function__, ambient)
+_leave_to_eager(autocast.__enter__, autocast.__exit__, AutocastMode.__torch_function__, autocast_state)
 MXFP8BlockScaling()  # the default, whose roles Dynamo cannot be the first to spell
 
 
-def roles_of(state: Ambient | None) -> Roles | None:
+def linear_recipe_of(state: AutocastState | None) -> LinearRecipe | None:
     """The casts that a state asks for now."""
-    return None if state is None or state.recipe is None else state.recipe.roles()
+    return None if state is None or state.recipe is None else state.recipe.linear_recipe()
 
 
 @contextmanager
 def _nothing_active() -> Iterator[None]:
-    token = _ambient.set(None)
+    token = _autocast_state.set(None)
     try:
         yield
     finally:
-        _ambient.reset(token)
+        _autocast_state.reset(token)
 
 
 def keeping(function: Callable[..., Any]) -> Callable[..., Any]:
     """``function`` under the recipe that is active now, as it is now, wherever it is called."""
-    state = ambient()
+    state = autocast_state()
     recipe, group = (None, None) if state is None else (copy.copy(state.recipe), state.group)
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.quantize.amax_history import advance
-from ..recipe.linear_recipe import Roles
+from ..recipe.linear_recipe import LinearRecipe
 from .operands import Scales
 from .recompute import in_first_pass
 
@@ -19,13 +19,13 @@ class DelayedState:
     """
 
     @torch.inference_mode(False)  # training goes on with what an evaluation has made
-    def __init__(self, roles: Roles, device: torch.device) -> None:
-        assert roles.delayed is not None
-        self.roles, self.delayed = roles, roles.delayed
-        casts = (role.rowwise for role in (roles.input, roles.weight, roles.grad))
+    def __init__(self, linear_recipe: LinearRecipe, device: torch.device) -> None:
+        assert linear_recipe.delayed is not None
+        self.linear_recipe, self.delayed = linear_recipe, linear_recipe.delayed
+        casts = (casts.rowwise for casts in (linear_recipe.input, linear_recipe.weight, linear_recipe.grad))
         maxima = [cast.format.element.max if cast else 1.0 for cast in casts]
         self.maxima = torch.tensor(maxima, dtype=torch.float32, device=device)
-        self.history = torch.zeros(roles.delayed.history_len, 3, dtype=torch.float32, device=device)
+        self.history = torch.zeros(linear_recipe.delayed.history_len, 3, dtype=torch.float32, device=device)
         self.record = torch.zeros(3, dtype=torch.float32, device=device)
         self.amax = self.maxima.clone()
 
@@ -51,10 +51,10 @@ class DelayedState:
         """What was recorded enters the history, and makes the amax of this step; where the history has none, or one
         that is not finite, the last one stays. ``record`` is zeroed in place: backward passes to come write there."""
         delayed = self.delayed
-        factor = 2.0**delayed.margin
+        gemm_operand = 2.0**delayed.margin
         newest = delayed.amax_of == "most_recent"
         last = self.amax
-        self.history, self.amax = advance(self.history, self.record, last, factor, newest)
+        self.history, self.amax = advance(self.history, self.record, last, gemm_operand, newest)
         if isinstance(delayed.amax_of, str) and delayed.scale_of is None:
             return
         if isinstance(delayed.amax_of, str):
@@ -63,7 +63,7 @@ class DelayedState:
             amax = torch.stack([delayed.amax_of(self.history[:, i]).reshape(()) for i in range(3)])
         usable = (amax > 0) & amax.isfinite()
         if delayed.scale_of is None:
-            amax = amax * factor
+            amax = amax * gemm_operand
         else:
             scale, maxima = self.maxima / last, self.maxima
             scales = [delayed.scale_of(amax[i], scale[i], maxima[i], delayed).reshape(()) for i in range(3)]
@@ -87,6 +87,6 @@ class DelayedState:
     def to(self, device: torch.device) -> DelayedState:
         """A copy on ``device``."""
         with torch.inference_mode(False):  # as where one is made
-            out = DelayedState(self.roles, device)
+            out = DelayedState(self.linear_recipe, device)
             out.load_state_dict(self.state_dict())
         return out

@@ -67,7 +67,7 @@ def grouped_linear(
     m_splits: Splits,
     options: Options | Sequence[Options],
     scales: Sequence[Scales | None] | None = None,
-    held: Sequence[tuple[Operand | None, Operand | None] | None] | None = None,
+    cached: Sequence[tuple[Operand | None, Operand | None] | None] | None = None,
 ) -> Tensor:
     """``linear`` of each group of rows with its own weight: the first ``m_splits[0]`` rows of x meet ``weights[0]``.
 
@@ -85,7 +85,7 @@ def grouped_linear(
     for i, rows in enumerate(groups):
         bias = None if biases is None else biases[i]
         each = options if isinstance(options, Options) else options[i]
-        scale, copies = None if scales is None else scales[i], None if held is None else held[i]
+        scale, copies = None if scales is None else scales[i], None if cached is None else cached[i]
         y.append(linear(rows, weights[i], bias, each, scale, copies))
     return stacked(y, x)
 

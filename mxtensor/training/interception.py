@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..core.torch_autocast import autocast_dtype
-from ..recipe.linear_recipe import HIGH_PRECISION, Roles
+from ..recipe.linear_recipe import HIGH_PRECISION, LinearRecipe
 from ..tensor.mxtensor import MXTensor
 from ..training import recompute
 from .delayed_scaling import DelayedState
@@ -32,7 +32,7 @@ class Call(NamedTuple):
     input: Any
     weight: Any
     bias: Any = None
-    turned: bool = False
+    transposed: bool = False
     """The weight is (K, N), and a layer only if it is a parameter."""
 
 
@@ -41,15 +41,15 @@ def _linear(input: Any, weight: Any, bias: Any = None) -> Call:
 
 
 def _mm(input: Any, mat2: Any, **rest: Any) -> Call | None:
-    return None if rest else Call(input, mat2, turned=True)
+    return None if rest else Call(input, mat2, transposed=True)
 
 
 def _matmul(input: Any, other: Any, **rest: Any) -> Call | None:
-    return None if rest else Call(input, other, turned=True)
+    return None if rest else Call(input, other, transposed=True)
 
 
 def _addmm(input: Any, mat1: Any, mat2: Any, *, beta: float = 1, alpha: float = 1, **rest: Any) -> Call | None:
-    return Call(mat1, mat2, input, turned=True) if alpha == beta == 1 and not rest else None
+    return Call(mat1, mat2, input, transposed=True) if alpha == beta == 1 and not rest else None
 
 
 SPELLINGS: dict[Any, Callable[..., Call | None]] = {
@@ -65,13 +65,13 @@ SPELLINGS: dict[Any, Callable[..., Call | None]] = {
 """torch function -> its arguments as a layer; None where another option makes it none."""
 
 
-def _call(func: Any, args: Any, kwargs: Any, kind: type[Tensor], turned: type[Tensor]) -> Call | None:
-    """The call as a layer if what stands in the weight's place is of ``kind``, or ``turned`` if it is (K, N)."""
+def _call(func: Any, args: Any, kwargs: Any, kind: type[Tensor], transposed: type[Tensor]) -> Call | None:
+    """The call as a layer if what stands in the weight's place is of ``kind``, or ``transposed`` if it is (K, N)."""
     call = SPELLINGS[func](*args, **kwargs)
-    if call is None or not isinstance(call.weight, turned if call.turned else kind):
+    if call is None or not isinstance(call.weight, transposed if call.transposed else kind):
         return None
     x, weight, bias, _ = call
-    if call.turned and not (
+    if call.transposed and not (
         x.dim() >= 2 and weight.dim() == 2 and (bias is None or tuple(bias.shape) == (weight.shape[1],))
     ):
         return None
@@ -89,7 +89,7 @@ def _home(weight: Tensor) -> tuple[Any, str]:
     return base, f"{STATE}_{weight.storage_offset()}_{weight.numel()}"
 
 
-def delayed_state(weight: Tensor, roles: Roles) -> DelayedState:
+def delayed_state(weight: Tensor, linear_recipe: LinearRecipe) -> DelayedState:
     """The state of delayed scaling of the layer with this weight; a new one where its recipe has changed.
 
     Raises RuntimeError where torch.compile would have to make one, and for a weight that is computed anew in each
@@ -97,7 +97,7 @@ def delayed_state(weight: Tensor, roles: Roles) -> DelayedState:
     """
     home, name = _home(weight)
     state: DelayedState | None = getattr(home, name, None)
-    if state is not None and state.roles == roles:
+    if state is not None and state.linear_recipe == linear_recipe:
         if state.amax.device != weight.device:
             state = state.to(weight.device)
             setattr(home, name, state)
@@ -114,13 +114,13 @@ def delayed_state(weight: Tensor, roles: Roles) -> DelayedState:
             "computed anew in each step; use a recipe without a history, such as Float8CurrentScaling()"
         )
     recompute.install()
-    state = DelayedState(roles, weight.device)
+    state = DelayedState(linear_recipe, weight.device)
     setattr(home, name, state)
     return state
 
 
-def _scales(weight: Tensor, roles: Roles, group: Any) -> Scales | None:
-    return None if roles.delayed is None else delayed_state(weight, roles).step(group)
+def _scales(weight: Tensor, linear_recipe: LinearRecipe, group: Any) -> Scales | None:
+    return None if linear_recipe.delayed is None else delayed_state(weight, linear_recipe).step(group)
 
 
 def _dtype(x: Tensor, weight: Tensor) -> torch.dtype | None:
@@ -134,22 +134,24 @@ def _dtype(x: Tensor, weight: Tensor) -> torch.dtype | None:
     return dtype
 
 
-def check_recipe(weight: Tensor, roles: Roles, name: str = "", made_for: Roles | None = None) -> None:
+def check_recipe(
+    weight: Tensor, linear_recipe: LinearRecipe, name: str = "", made_for: LinearRecipe | None = None
+) -> None:
     """Raise RuntimeError where a quantized weight is not in the format that the active recipe gives weights."""
     values = values_of(weight)
     if not isinstance(values, MXTensor):
         return
-    wanted, made = roles.weight.rowwise, roles if values is weight else weight.roles  # type: ignore[attr-defined]
-    if made is not roles and made.weight != roles.weight:
+    wanted, made = linear_recipe.weight.rowwise, linear_recipe if values is weight else weight.linear_recipe  # type: ignore[attr-defined]
+    if made is not linear_recipe and made.weight != linear_recipe.weight:
         raise RuntimeError(
             f"Recipe mismatch for {_named(name, weight)}: FSDP2 has gathered it in the codes of {made}, the active "
-            f"recipe is {roles}; give quantize_ a recipe with quantized_gather=False"
+            f"recipe is {linear_recipe}; give quantize_ a recipe with quantized_gather=False"
         )
     if wanted is None or wanted.format != values.format:
         by = "" if made_for is None else f", made for {made_for}"
         raise RuntimeError(
             f"Recipe mismatch for {_named(name, weight)}: the weight is held in {values.format}{by}, the active recipe "
-            f"is {roles}; use the recipe that the weight was made for, or a high-precision weight, which takes any"
+            f"is {linear_recipe}; use the recipe that the weight was made for, or a high-precision weight, which takes any"
         )
 
 
@@ -157,14 +159,14 @@ def _named(name: str, weight: Tensor) -> str:
     return name or f"a weight of shape {tuple(weight.shape)}"
 
 
-def run(layer: Call, roles: Roles, group: Any = None) -> Tensor:
-    """A layer quantized as ``roles`` says."""
-    x, given, bias, turned = layer
-    weight = given.t() if turned else given
+def run(layer: Call, linear_recipe: LinearRecipe, group: Any = None) -> Tensor:
+    """A layer quantized as ``linear_recipe`` says."""
+    x, given, bias, transposed = layer
+    weight = given.t() if transposed else given
     with torch._C.DisableTorchFunctionSubclass():  # through it, each look at the weight costs as much as an op
-        check_recipe(weight, roles)
-        options = Options(roles, _dtype(x, weight))
-    return linear(x, weight, bias, options, _scales(given, roles, group))
+        check_recipe(weight, linear_recipe)
+        options = Options(linear_recipe, _dtype(x, weight))
+    return linear(x, weight, bias, options, _scales(given, linear_recipe, group))
 
 
 # ---------------------------------------------------------------------------------------------- the ways in
@@ -179,11 +181,11 @@ def _for_weight(func: Any, args: Any, kwargs: Any) -> Any:
     layer = _call(func, args, kwargs, TrainingWeight, TrainingWeight)
     if layer is None or isinstance(layer.input, TrainingWeight):  # two weights: an adapter that is merged, say
         return _plain(func, args, kwargs)
-    return run(layer, layer.weight.roles)
+    return run(layer, layer.weight.linear_recipe)
 
 
-def _for_mode(roles: Roles | None, group: Any, func: Any, args: Any, kwargs: Any) -> Any:
-    if roles is None:  # neither an outer mode nor a weight's own roles count here
+def _for_mode(linear_recipe: LinearRecipe | None, group: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    if linear_recipe is None:  # neither an outer mode nor a weight's own roles count here
         dynamo = torch.compiler.is_dynamo_compiling()
         layer = _call(func, args, kwargs, TrainingWeight, TrainingWeight) if dynamo else None
         if layer is not None:  # AOTAutograd, where no mode is left, would ask the weight for its roles
@@ -191,7 +193,7 @@ def _for_mode(roles: Roles | None, group: Any, func: Any, args: Any, kwargs: Any
         with torch._C.DisableTorchFunction():
             return func(*args, **kwargs)
     layer = _call(func, args, kwargs, Tensor, torch.nn.Parameter)
-    return func(*args, **kwargs) if layer is None else run(layer, roles, group)
+    return func(*args, **kwargs) if layer is None else run(layer, linear_recipe, group)
 
 
 def _attention_over(linear: Callable[..., Any]) -> Callable[..., Any]:

@@ -21,30 +21,30 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..core.dispatch import Spec, forced_kernel, record, resumed, surroundings
+from ..core.dispatch import Spec, dispatch_context, forced_kernel, record, restore_context
 from ..core.shapes import as_matrix
 from ..core.torch_autocast import without_autocast
 from ..core.tracing import is_recorded, is_traced
 from ..kernels.gemm import emulated
 from ..kernels.gemm.select import gemm, kernel_for, values_dtype
-from ..kernels.gemm.spec import Factor, Form, GemmArgs, data_of, format_of
+from ..kernels.gemm.spec import Form, GemmArgs, GemmOperand, data_of, format_of
 from ..numerics.operand import Operand
-from ..recipe.linear_recipe import KernelPreference, Roles, roles_by_key
+from ..recipe.linear_recipe import KernelPreference, LinearRecipe, recipe_by_key
 from .operands import (
     GRAD,
     INPUT,
     WEIGHT,
     Scales,
     Want,
+    cached_operands,
     copies,
     dgrad_weight,
-    held_by,
     is_gathered,
-    kept,
     of_shape,
+    saved,
     scales_of,
     standing_for,
-    turned,
+    transposed,
 )
 from .training_weight import values_of
 
@@ -55,7 +55,7 @@ WgradHook = Callable[[Callable[[torch.dtype], Tensor]], Tensor | None]
 class Options:
     """How one layer computes its products."""
 
-    roles: Roles
+    linear_recipe: LinearRecipe
     dtype: torch.dtype | None = None
     """Of the result (torch.autocast's, say); None: that of the input."""
     save_input: bool = False
@@ -66,7 +66,7 @@ class Options:
     @property
     def prefer(self) -> str | None:
         """The product kernel asked for by name, if one is."""
-        preference = self.roles.kernel_preference
+        preference = self.linear_recipe.kernel_preference
         return None if preference is KernelPreference.AUTO else preference.value
 
 
@@ -76,27 +76,27 @@ def linear(
     bias: Tensor | None,
     options: Options,
     scales: Scales | None = None,
-    held: tuple[Operand | None, Operand | None] | None = None,
+    cached: tuple[Operand | None, Operand | None] | None = None,
 ) -> Tensor:
-    """``x @ weight^T + bias`` with its gradients, cast as ``options.roles`` says.
+    """``x @ weight^T + bias`` with its gradients, cast as ``options.linear_recipe`` says.
 
     x (..., K), weight (N, K), bias (N,); result (..., N). An MXTensor weight enters as it is; so does ``held``, the
     (rowwise, columnwise) operands of ``weight`` from an earlier call. Raises TypeError for dtypes that have no
     gradient, ValueError where shapes or devices do not fit.
     """
     if torch.compiler.is_dynamo_compiling():
-        assert options.on_wgrad is None and held is None, "these options are for eager code"
+        assert options.on_wgrad is None and cached is None, "these options are for eager code"
         tensors = [t for t in (bias, *(scales or ())) if t is not None]
         dtype = str(options.dtype or x.dtype).removeprefix("torch.")
-        return _traced(options.roles.key, dtype, options.save_input, bias is not None, x, weight, *tensors)
-    return _linear(x, weight, bias, options, scales, held)
+        return _traced(options.linear_recipe.key, dtype, options.save_input, bias is not None, x, weight, *tensors)
+    return _linear(x, weight, bias, options, scales, cached)
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, options: Options, scales: Any, held: Any) -> Tensor:
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, options: Options, scales: Any, cached: Any) -> Tensor:
     with torch._C.DisableTorchFunction():  # an autocast around the call has done its part
         _check(x, weight, bias)
-        held = held_by(weight, options.roles) if held is None else held
-        return _Linear.apply(x, weight, bias, options, scales, held)  # type: ignore[no-any-return]
+        cached = cached_operands(weight, options.linear_recipe) if cached is None else cached
+        return _Linear.apply(x, weight, bias, options, scales, cached)  # type: ignore[no-any-return]
 
 
 @torch._dynamo.nonstrict_trace
@@ -104,7 +104,7 @@ def _traced(key: str, dtype: str, save_input: bool, has_bias: bool, x: Tensor, w
     """``linear`` for Dynamo, which does not look inside but leaves it to AOTAutograd to trace: kernels are chosen, and
     choices logged, as in eager code. Its arguments may be tensors and plain constants only."""
     bias, scales = (rest[0], rest[1:]) if has_bias else (None, rest)
-    options = Options(roles_by_key(key), getattr(torch, dtype), save_input)
+    options = Options(recipe_by_key(key), getattr(torch, dtype), save_input)
     return _linear(x, weight, bias, options, Scales(*scales) if scales else None, None)
 
 
@@ -135,7 +135,7 @@ _wants: dict[tuple[Any, ...], Want] = {}
 """Answers of ``_want``; every eager step asks the same three questions, and each asks several kernels."""
 
 
-def _want(op: str, a: Factor, b: Factor, dtype: torch.dtype, prefer: str | None) -> Want:
+def _want(op: str, a: GemmOperand, b: GemmOperand, dtype: torch.dtype, prefer: str | None) -> Want:
     """How the kernel that will run this product wants factors that are cast for it."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return dtype
@@ -153,7 +153,7 @@ def _want(op: str, a: Factor, b: Factor, dtype: torch.dtype, prefer: str | None)
 
 
 def product(
-    op: str, a: Factor | None, b: Factor | None, dtype: torch.dtype, bias: Tensor | None, prefer: str | None
+    op: str, a: GemmOperand | None, b: GemmOperand | None, dtype: torch.dtype, bias: Tensor | None, prefer: str | None
 ) -> Tensor:
     """``a @ b^T + bias`` in ``dtype``: by a product kernel, or by torch where both factors are plain."""
     assert a is not None and b is not None
@@ -181,72 +181,76 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, options: Options, scales: Scales | None,
-        held: tuple[Operand | None, Operand | None] | None,
+        cached: tuple[Operand | None, Operand | None] | None,
     ) -> Tensor:  # fmt: skip
-        roles, prefer, rows = options.roles, options.prefer, as_matrix(x)
+        linear_recipe, prefer, rows = options.linear_recipe, options.prefer, as_matrix(x)
         dtype = options.dtype or x.dtype
         need_dx, need_dw, _ = ctx.needs_input_grad[:3]
         w = values_of(weight)  # of a quantized weight ``held`` is used
         with without_autocast(x.device):
             grad_like = of_shape(rows.shape[0], weight.shape[0], dtype, rows)
-            b_row: Any = held[0] if held is not None else standing_for(w, roles.weight.rowwise)
-            want = _want("fprop", standing_for(rows, roles.input.rowwise), b_row, dtype, prefer)
+            b_row: Any = cached[0] if cached is not None else standing_for(w, linear_recipe.weight.rowwise)
+            want = _want("fprop", standing_for(rows, linear_recipe.input.rowwise), b_row, dtype, prefer)
             dgrad_want: Want = None
             if need_dx:
-                if held is not None:
-                    b_col = dgrad_weight(weight, roles, rows, held[1])
+                if cached is not None:
+                    b_col = dgrad_weight(weight, linear_recipe, rows, cached[1])
                 else:
-                    b_col = standing_for(w.t(), roles.weight.columnwise)
-                dgrad_want = _want("dgrad", standing_for(grad_like, roles.grad.rowwise), b_col, dtype, prefer)
+                    b_col = standing_for(w.t(), linear_recipe.weight.columnwise)
+                dgrad_want = _want("dgrad", standing_for(grad_like, linear_recipe.grad.rowwise), b_col, dtype, prefer)
 
-            later = Form.CODES if need_dw and roles.input.columnwise is not None and not options.save_input else None
-            x_row, x_col = copies(rows, roles.input, (want, later), scales_of(scales, INPUT))
-            w_row: Factor | None
-            w_col: Factor | None
-            if held is not None:
-                w_row, w_col = held
+            later = (
+                Form.CODES
+                if need_dw and linear_recipe.input.columnwise is not None and not options.save_input
+                else None
+            )
+            x_row, x_col = copies(rows, linear_recipe.input, (want, later), scales_of(scales, INPUT))
+            w_row: GemmOperand | None
+            w_col: GemmOperand | None
+            if cached is not None:
+                w_row, w_col = cached
             else:
                 # Codes wait for dgrad; values, twice as large, are made of the weight again, which is there anyway.
-                now = Form.CODES if dgrad_want is Form.CODES and roles.weight.columnwise is not None else None
-                w_row, w_col = copies(w, roles.weight, (want, now), scales_of(scales, WEIGHT))
+                now = Form.CODES if dgrad_want is Form.CODES and linear_recipe.weight.columnwise is not None else None
+                w_row, w_col = copies(w, linear_recipe.weight, (want, now), scales_of(scales, WEIGHT))
             y = product("fprop", x_row, w_row, dtype, bias, prefer)
-        x_kept, x_tensors = kept(x_col if x_col is not None else x if need_dw else None)
-        w_kept, w_tensors = kept(weight if w_col is None or is_gathered(weight) else w_col)
+        x_saved, x_tensors = saved(x_col if x_col is not None else x if need_dw else None)
+        w_saved, w_tensors = saved(weight if w_col is None or is_gathered(weight) else w_col)
         ctx.save_for_backward(*x_tensors, *w_tensors)
-        ctx.kept, ctx.options, ctx.scales, ctx.dgrad_want = (x_kept, w_kept), options, scales, dgrad_want
+        ctx.saved, ctx.options, ctx.scales, ctx.dgrad_want = (x_saved, w_saved), options, scales, dgrad_want
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype, dtype
-        ctx.shape, ctx.surroundings = tuple(x.shape), surroundings()
+        ctx.shape, ctx.dispatch_context = tuple(x.shape), dispatch_context()
         # As torch's own linear layer has it: FSDP2 warns of modules whose result is a view.
         return torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], weight.shape[0]))  # type: ignore[no-any-return]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (x_kept, w_kept), options, tensors = ctx.kept, ctx.options, iter(ctx.saved_tensors)
-        roles, prefer = options.roles, options.prefer
+        (x_saved, w_saved), options, tensors = ctx.saved, ctx.options, iter(ctx.saved_tensors)
+        linear_recipe, prefer = options.linear_recipe, options.prefer
         need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
         x_dtype, w_dtype, bias_dtype, dtype = ctx.dtypes
         dx = dw = db = None
-        with torch._C.DisableTorchFunction(), without_autocast(grad.device), resumed(*ctx.surroundings):
-            x_col, weight = x_kept.factor(tensors), w_kept.factor(tensors)
+        with torch._C.DisableTorchFunction(), without_autocast(grad.device), restore_context(*ctx.dispatch_context):
+            x_col, weight = x_saved.gemm_operand(tensors), w_saved.gemm_operand(tensors)
             g = as_matrix(grad)
             wgrad_want: Want = None
             if need_dw:
-                if x_kept.format is None:
+                if x_saved.format is None:
                     rows = as_matrix(x_col)
-                    x_col = standing_for(rows.t(), roles.input.columnwise)
-                wgrad_want = _want("wgrad", standing_for(g.t(), roles.grad.columnwise), x_col, dtype, prefer)
-            g_row, g_col = copies(g, roles.grad, (ctx.dgrad_want, wgrad_want), scales_of(ctx.scales, GRAD))
+                    x_col = standing_for(rows.t(), linear_recipe.input.columnwise)
+                wgrad_want = _want("wgrad", standing_for(g.t(), linear_recipe.grad.columnwise), x_col, dtype, prefer)
+            g_row, g_col = copies(g, linear_recipe.grad, (ctx.dgrad_want, wgrad_want), scales_of(ctx.scales, GRAD))
             if need_dx:
                 w_col = weight
-                if w_kept.format is None:
-                    w_col = turned(weight, roles, ctx.dgrad_want, scales_of(ctx.scales, WEIGHT))
+                if w_saved.format is None:
+                    w_col = transposed(weight, linear_recipe, ctx.dgrad_want, scales_of(ctx.scales, WEIGHT))
                 dx = product("dgrad", g_row, w_col, dtype, None, prefer).to(x_dtype).view(ctx.shape)
                 del g_row, w_col
             if need_dw:
-                if x_kept.format is None:
+                if x_saved.format is None:
                     wants = (None, wgrad_want)
-                    x_col = copies(rows, roles.input, wants, scales_of(ctx.scales, INPUT))[1]
+                    x_col = copies(rows, linear_recipe.input, wants, scales_of(ctx.scales, INPUT))[1]
 
                 def wgrad(result: torch.dtype) -> Tensor:
                     as_asked = result is dtype or _runs_fast(g_col, x_col, result, prefer)

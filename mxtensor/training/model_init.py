@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..numerics.formats import Orientation
-from ..recipe.linear_recipe import LinearRecipe, Roles
+from ..recipe.linear_recipe import LinearRecipe
 from ..recipe.training_recipes import Recipe, chosen
 from ..tensor.mxtensor import quantize_as
 
@@ -22,7 +22,7 @@ from ..tensor.mxtensor import quantize_as
 class ModelInit:
     """What the innermost ``quantized_model_init`` says."""
 
-    roles: Roles | None
+    linear_recipe: LinearRecipe | None
     """None: not to quantize."""
     preserve: bool
     """Whether the values that were quantized are kept."""
@@ -32,10 +32,10 @@ class ModelInit:
 _model_init: ContextVar[ModelInit | None] = ContextVar("mxtensor_model_init", default=None)
 
 
-def init_roles() -> Roles | None:
+def init_recipe() -> LinearRecipe | None:
     """The roles that modules made here hold their weights by; None for high precision."""
     state = _state()
-    return None if state is None else state.roles
+    return None if state is None else state.linear_recipe
 
 
 def _state() -> ModelInit | None:
@@ -68,14 +68,14 @@ class quantized_model_init(ContextDecorator):  # noqa: N801  (as TransformerEngi
         self._before: list[ModelInit | None] = []
 
     def __enter__(self) -> quantized_model_init:
-        roles = None if self.recipe is None else self.recipe.roles()
-        if roles is not None and roles.weight.columnwise not in (None, roles.weight.rowwise):
+        linear_recipe = None if self.recipe is None else self.recipe.linear_recipe()
+        if linear_recipe is not None and linear_recipe.weight.columnwise not in (None, linear_recipe.weight.rowwise):
             raise ValueError(
-                f"quantized_model_init: {roles} casts weights to {roles.weight.rowwise} for fprop and to "
-                f"{roles.weight.columnwise} for dgrad; one MXTensor holds one format: give the weight one cast"
+                f"quantized_model_init: {linear_recipe} casts weights to {linear_recipe.weight.rowwise} for fprop and to "
+                f"{linear_recipe.weight.columnwise} for dgrad; one MXTensor holds one format: give the weight one cast"
             )
         self._before.append(_model_init.get())
-        _model_init.set(ModelInit(roles, self.preserve, threading.get_ident()))
+        _model_init.set(ModelInit(linear_recipe, self.preserve, threading.get_ident()))
         return self
 
     def __exit__(self, *exception: Any) -> None:
@@ -88,12 +88,12 @@ def weight_parameter(values: Tensor) -> nn.Parameter:
     A recipe that leaves weights in high precision leaves these too.
     """
     state = _state()
-    cast = None if state is None or state.roles is None else state.roles.weight.rowwise
+    cast = None if state is None or state.linear_recipe is None else state.linear_recipe.weight.rowwise
     if cast is None:
         return nn.Parameter(values)
-    both = torch.is_grad_enabled() and state.roles.weight.columnwise is not None  # type: ignore[union-attr]
+    both = torch.is_grad_enabled() and state.linear_recipe.weight.columnwise is not None  # type: ignore[union-attr]
     orientation = Orientation.BOTH if both else Orientation.ROWWISE
-    parameter = nn.Parameter(quantize_as(values, LinearRecipe(cast), orientation))
+    parameter = nn.Parameter(quantize_as(values, LinearRecipe.inference(cast), orientation))
     if state.preserve:  # type: ignore[union-attr]
         preserve(parameter, values)
     return parameter

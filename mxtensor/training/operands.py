@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.gemm.spec import Factor, Form, Uncast
+from ..kernels.gemm.spec import Form, GemmOperand, Unquantized
 from ..kernels.quantize.hadamard import rotated
 from ..kernels.quantize.select import cast_pair, dequantize_operand, quantize_operand
 from ..numerics.cast import Cast
 from ..numerics.operand import Operand
-from ..recipe.linear_recipe import Role, Roles
+from ..recipe.linear_recipe import LinearRecipe, TensorCasts
 from ..tensor.mxtensor import MXTensor
 from .training_weight import values_of
 
@@ -41,33 +41,35 @@ def scales_of(scales: Scales | None, index: int) -> tuple[Tensor, ...]:
 # ---------------------------------------------------------------------------------------------- one matrix
 
 
-def _copy(x: Tensor, cast: Cast, want: Want, side: int, scales: tuple[Tensor, ...]) -> Factor:
+def _copy(x: Tensor, cast: Cast, want: Want, side: int, scales: tuple[Tensor, ...]) -> GemmOperand:
     """One copy of a matrix, rowwise (0) or columnwise (1)."""
     form = Form.VALUES if isinstance(want, torch.dtype) else Form.CODES
     dtype = want if isinstance(want, torch.dtype) else torch.bfloat16
     rowwise, columnwise = (form, None) if side == 0 else (None, form)
-    factor = cast_pair(x, cast, rowwise, columnwise, dtype, *scales)[side]
-    assert factor is not None
-    return factor
+    gemm_operand = cast_pair(x, cast, rowwise, columnwise, dtype, *scales)[side]
+    assert gemm_operand is not None
+    return gemm_operand
 
 
-def copies(x: Tensor, role: Role, wants: tuple[Want, Want], scales: tuple[Tensor, ...]) -> list[Factor | None]:
+def copies(
+    x: Tensor, casts: TensorCasts, wants: tuple[Want, Want], scales: tuple[Tensor, ...]
+) -> list[GemmOperand | None]:
     """The factors of a matrix for its two products, in one pass over it where one will do."""
-    row, column = role.rowwise, role.columnwise
-    twice = _rounds_twice(role)
-    if None not in wants and row is not None and row == column and role.signs is None and not twice:
+    row, column = casts.rowwise, casts.columnwise
+    twice = _rounds_twice(casts)
+    if None not in wants and row is not None and row == column and casts.signs is None and not twice:
         dtypes = {want for want in wants if isinstance(want, torch.dtype)}
         if len(dtypes) < 2:
             first, second = (Form.VALUES if isinstance(want, torch.dtype) else Form.CODES for want in wants)
             return list(cast_pair(x, row, first, second, next(iter(dtypes), torch.bfloat16), *scales))
-    out: list[Factor | None] = [None, None]
+    out: list[GemmOperand | None] = [None, None]
     if wants[0] is not None:
         out[0] = x if row is None else _copy(x, row, wants[0], 0, scales)
     if wants[1] is not None:
         if column is None:
             out[1] = x.transpose(0, 1)
-        elif role.signs is not None:
-            out[1] = _copy(rotated(x.transpose(0, 1), role.signs), column, wants[1], 0, scales)
+        elif casts.signs is not None:
+            out[1] = _copy(rotated(x.transpose(0, 1), casts.signs), column, wants[1], 0, scales)
         elif twice and row is not None:
             first_copy = out[0] if isinstance(out[0], Operand) else quantize_operand(x, row)
             out[1] = _copy(_exact(first_copy), column, wants[1], 1, scales)
@@ -76,9 +78,9 @@ def copies(x: Tensor, role: Role, wants: tuple[Want, Want], scales: tuple[Tensor
     return out
 
 
-def standing_for(x: Tensor, cast: Cast | None) -> Factor:
+def standing_for(x: Tensor, cast: Cast | None) -> GemmOperand:
     """A factor that is yet to be cast, as kernels judge it."""
-    return x if cast is None else Uncast(x, cast)
+    return x if cast is None else Unquantized(x, cast)
 
 
 def of_shape(rows: int, cols: int, dtype: torch.dtype, like: Tensor) -> Tensor:
@@ -89,10 +91,10 @@ def of_shape(rows: int, cols: int, dtype: torch.dtype, like: Tensor) -> Tensor:
 # ---------------------------------------------------------------------------------------------- weights
 
 
-def _rounds_twice(role: Role) -> bool:
+def _rounds_twice(casts: TensorCasts) -> bool:
     """Whether the columnwise copy is a second rounding of the rowwise one; a tile needs none."""
-    row, column = role.rowwise, role.columnwise
-    return role.from_rowwise and row is not None and column is not None and not (row == column and row.format.square)
+    row, column = casts.rowwise, casts.columnwise
+    return casts.from_rowwise and row is not None and column is not None and not (row == column and row.format.square)
 
 
 def _exact(operand: Operand) -> Tensor:
@@ -101,7 +103,7 @@ def _exact(operand: Operand) -> Tensor:
     return dequantize_operand(operand, torch.bfloat16 if narrow else torch.float32)
 
 
-def held_by(weight: Tensor, roles: Roles) -> tuple[Operand | None, Operand | None] | None:
+def cached_operands(weight: Tensor, linear_recipe: LinearRecipe) -> tuple[Operand | None, Operand | None] | None:
     """The (rowwise, columnwise) operands of a weight that holds codes; None for one of high-precision values.
 
     Raises ValueError where the copy that fprop needs is missing.
@@ -114,7 +116,7 @@ def held_by(weight: Tensor, roles: Roles) -> tuple[Operand | None, Operand | Non
             f"linear: the quantized weight {tuple(weight.shape)} holds no copy blocked along in_features; quantize "
             "it with orientation='both'"
         )
-    if is_gathered(weight) and _rounds_twice(roles.weight):
+    if is_gathered(weight) and _rounds_twice(linear_recipe.weight):
         return values.rowwise, None
     return values.rowwise, values.columnwise
 
@@ -125,48 +127,50 @@ def is_gathered(weight: Tensor) -> bool:
     return values_of(weight) is not weight and isinstance(values_of(weight), MXTensor)
 
 
-def dgrad_weight(weight: Tensor, roles: Roles, x: Tensor, columnwise: Operand | None) -> Factor:
+def dgrad_weight(weight: Tensor, linear_recipe: LinearRecipe, x: Tensor, columnwise: Operand | None) -> GemmOperand:
     """dgrad's factor of a weight that holds codes, as kernels judge it; x: any tensor on its device."""
     if columnwise is not None:
         return columnwise
     values = of_shape(weight.shape[1], weight.shape[0], weight.dtype, x)
-    return standing_for(values, roles.weight.columnwise if is_gathered(weight) else None)
+    return standing_for(values, linear_recipe.weight.columnwise if is_gathered(weight) else None)
 
 
-def turned(weight: Tensor, roles: Roles, want: Want, scales: tuple[Tensor, ...]) -> Factor:
+def transposed(weight: Tensor, linear_recipe: LinearRecipe, want: Want, scales: tuple[Tensor, ...]) -> GemmOperand:
     """dgrad's factor of a weight that was kept whole, made in the backward pass."""
     values = values_of(weight)
     if not isinstance(values, MXTensor):
-        factor = copies(values, roles.weight, (None, want), scales)[1]
-        assert factor is not None
-        return factor
+        gemm_operand = copies(values, linear_recipe.weight, (None, want), scales)[1]
+        assert gemm_operand is not None
+        return gemm_operand
     if not is_gathered(weight):  # its values without a columnwise copy: exact, where a second cast would round again
         return values.dequantize().detach().t()
-    rowwise, columnwise = held_by(weight, roles)  # type: ignore[misc]
+    rowwise, columnwise = cached_operands(weight, linear_recipe)  # type: ignore[misc]
     if columnwise is not None:
         return columnwise
-    assert rowwise is not None and roles.weight.columnwise is not None
-    return _copy(_exact(rowwise), roles.weight.columnwise, want, 1, scales)
+    assert rowwise is not None and linear_recipe.weight.columnwise is not None
+    return _copy(_exact(rowwise), linear_recipe.weight.columnwise, want, 1, scales)
 
 
-def weight_copies(weight: Tensor, roles: Roles, scales: Scales | None = None) -> tuple[Operand | None, Operand | None]:
+def weight_copies(
+    weight: Tensor, linear_recipe: LinearRecipe, scales: Scales | None = None
+) -> tuple[Operand | None, Operand | None]:
     """The (rowwise, columnwise) operands of a high-precision weight (N, K), for later calls to be given as ``held``."""
-    column = None if roles.weight.columnwise is None else Form.CODES
-    both = copies(values_of(weight).detach(), roles.weight, (Form.CODES, column), scales_of(scales, WEIGHT))
+    column = None if linear_recipe.weight.columnwise is None else Form.CODES
+    both = copies(values_of(weight).detach(), linear_recipe.weight, (Form.CODES, column), scales_of(scales, WEIGHT))
     return both[0], both[1]  # type: ignore[return-value]
 
 
 # ---------------------------------------------------------------------------------------------- for backward
 
 
-class Kept(NamedTuple):
+class SavedOperand(NamedTuple):
     """What ``save_for_backward`` holds of a factor: so many tensors, of this format and shape."""
 
     tensors: int
     format: Any = None
     shape: tuple[int, ...] = ()
 
-    def factor(self, saved: Iterator[Tensor]) -> Any:
+    def gemm_operand(self, saved: Iterator[Tensor]) -> Any:
         """The factor again, from the tensors that were saved."""
         mine = [next(saved) for _ in range(self.tensors)]
         if self.format is None:
@@ -174,12 +178,14 @@ class Kept(NamedTuple):
         return Operand(mine[0], mine[1], mine[2] if len(mine) > 2 else None, self.format, self.shape)
 
 
-def kept(factor: Factor | None) -> tuple[Kept, list[Tensor]]:
+def saved(gemm_operand: GemmOperand | None) -> tuple[SavedOperand, list[Tensor]]:
     """A factor as tensors that autograd can keep, and what they are."""
-    if factor is None:
-        return Kept(0), []
-    if isinstance(factor, Tensor):
-        return Kept(1), [factor]
-    assert isinstance(factor, Operand)
-    tensors = [factor.data, factor.scale] + ([] if factor.global_scale is None else [factor.global_scale])
-    return Kept(len(tensors), factor.format, factor.shape), tensors
+    if gemm_operand is None:
+        return SavedOperand(0), []
+    if isinstance(gemm_operand, Tensor):
+        return SavedOperand(1), [gemm_operand]
+    assert isinstance(gemm_operand, Operand)
+    tensors = [gemm_operand.data, gemm_operand.scale] + (
+        [] if gemm_operand.global_scale is None else [gemm_operand.global_scale]
+    )
+    return SavedOperand(len(tensors), gemm_operand.format, gemm_operand.shape), tensors

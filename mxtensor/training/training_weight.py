@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 from ..core.autograd import mode_of_views
 from ..core.dispatch import forced_kernel
 from ..core.fingerprint import fingerprint
-from ..recipe.linear_recipe import Roles
+from ..recipe.linear_recipe import LinearRecipe
 from ..tensor.fsdp import Gathered, Shard, gathered_values, hook, in_codes, in_high_precision, place_of, refusal
 from ..tensor.mxtensor import MXTensor
 
@@ -52,20 +52,20 @@ INSIDE = {Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.__format__}
 
 
 class TrainingWeight(Tensor):
-    """``high_precision``, the tensor inside, whose shape, strides, dtype and device this has, and its ``roles``.
+    """``high_precision``, the tensor inside, whose shape, strides, dtype and device this has, and its ``linear_recipe``.
 
     Sharded by FSDP2, it knows its ``shard``. Gathered in codes, it is a parameter for the products of its layer and
     nothing else: the tensor inside is an MXTensor then, and what would compute with the values is refused.
     """
 
     high_precision: Tensor
-    roles: Roles
+    linear_recipe: LinearRecipe
     shard: Shard | None
     scattered = False
     """Whether a style of tensor parallelism has handed this part of a weight out to its rank."""
 
     @staticmethod
-    def __new__(cls, high_precision: Tensor, roles: Roles, shard: Shard | None = None) -> TrainingWeight:
+    def __new__(cls, high_precision: Tensor, linear_recipe: LinearRecipe, shard: Shard | None = None) -> TrainingWeight:
         self: TrainingWeight = torch.Tensor._make_wrapper_subclass(
             cls,
             high_precision.size(),
@@ -79,14 +79,14 @@ class TrainingWeight(Tensor):
         )
         # Under torch.compile a needless detach would hide from AOTAutograd that an optimizer writes into its input.
         self.high_precision = high_precision.detach() if high_precision.requires_grad else high_precision
-        self.roles, self.shard = roles, shard
+        self.linear_recipe, self.shard = linear_recipe, shard
         return self
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        return f"TrainingWeight({self.roles}, {self.high_precision!r})"
+        return f"TrainingWeight({self.linear_recipe}, {self.high_precision!r})"
 
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[Roles, Shard | None]]:
-        return ["high_precision"], (self.roles, self.shard)
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[LinearRecipe, Shard | None]]:
+        return ["high_precision"], (self.linear_recipe, self.shard)
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> TrainingWeight:
@@ -115,7 +115,7 @@ class TrainingWeight(Tensor):
         def outside(values: Tensor) -> TrainingWeight:
             if isinstance(weights[0].high_precision, MXTensor) and not isinstance(values, MXTensor):
                 _refuse_values(func, weights[0])
-            out = TrainingWeight(values, weights[0].roles, _shard_of(values, weights[0], func))
+            out = TrainingWeight(values, weights[0].linear_recipe, _shard_of(values, weights[0], func))
             if weights[0].scattered:
                 out.scattered = True
             return _with_state(out, weights[0], func)  # type: ignore[no-any-return]
@@ -142,19 +142,19 @@ class TrainingWeight(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TrainingWeight:
         if id(self) not in memo:
-            copied = _rebuild(self.high_precision.clone(), self.roles, self.requires_grad, is_parameter(self))
+            copied = _rebuild(self.high_precision.clone(), self.linear_recipe, self.requires_grad, is_parameter(self))
             copied.shard = self.shard  # type: ignore[attr-defined]
             memo[id(self)] = _with_state(copied, self, aten.clone.default)
         return memo[id(self)]  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         state = self.__dict__.get(STATE)
-        return _rebuild, (self.high_precision, self.roles, self.requires_grad, is_parameter(self), state)
+        return _rebuild, (self.high_precision, self.linear_recipe, self.requires_grad, is_parameter(self), state)
 
     def _stable_hash_for_caching(self) -> str:
-        facade = (self.dtype, tuple(self.shape), self.stride(), str(self.device), self.requires_grad)
+        outer = (self.dtype, tuple(self.shape), self.stride(), str(self.device), self.requires_grad)
         inside = type(self.high_precision).__name__, self.shard
-        key = (fingerprint(), forced_kernel(), self.roles.key, facade, inside)
+        key = (fingerprint(), forced_kernel(), self.linear_recipe.key, outer, inside)
         return hashlib.blake2b(repr(key).encode(), digest_size=16).hexdigest()
 
     @cached_property
@@ -165,10 +165,10 @@ class TrainingWeight(Tensor):
         tensors of any shape; with five, one of the padded shape, and the dtype of a mixed-precision policy is known.
         It looks this up four times a gather.
         """
-        reason = refusal(self.roles, self.shard)
+        reason = refusal(self.linear_recipe, self.shard)
         if reason is None and self.shard is not None:
-            return hook(in_codes, self.high_precision, self.roles, self.shard)
-        return hook(in_high_precision, self.high_precision, self.roles, self.shard, reason or "")
+            return hook(in_codes, self.high_precision, self.linear_recipe, self.shard)
+        return hook(in_high_precision, self.high_precision, self.linear_recipe, self.shard, reason or "")
 
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], gathered: Gathered, dtype: torch.dtype, *, out: Tensor | None = None
@@ -177,8 +177,8 @@ class TrainingWeight(Tensor):
         if out is not None:  # made of these tensors at first, it is filled with them; ``refill`` what they are not
             gathered.refill(values_of(out))
             return None
-        values = gathered_values(outputs, gathered, self.roles, dtype)
-        return TrainingWeight(values, self.roles), outputs
+        values = gathered_values(outputs, gathered, self.linear_recipe, dtype)
+        return TrainingWeight(values, self.linear_recipe), outputs
 
     def share_memory_(self) -> TrainingWeight:
         """Move the values to shared memory (torch's own looks for a storage, and a wrapper has none)."""
@@ -223,8 +223,10 @@ def is_parameter(t: Tensor) -> bool:
     return isinstance(t, torch.nn.Parameter)
 
 
-def _rebuild(values: Tensor, roles: Roles, requires_grad: bool, parameter: bool, state: Any = None) -> Tensor:
-    out: Tensor = TrainingWeight(values, roles)
+def _rebuild(
+    values: Tensor, linear_recipe: LinearRecipe, requires_grad: bool, parameter: bool, state: Any = None
+) -> Tensor:
+    out: Tensor = TrainingWeight(values, linear_recipe)
     out = torch.nn.Parameter(out, requires_grad) if parameter else out.requires_grad_(requires_grad)
     if state is not None:
         setattr(out, STATE, state)
@@ -249,7 +251,7 @@ def _shard_of(values: Tensor, weight: TrainingWeight, func: Any) -> Shard | None
 def _refuse_values(func: Any, weight: TrainingWeight) -> NoReturn:
     """For an op that would compute with the values of a weight of which only codes are there."""
     raise NotImplementedError(
-        f"{func} of a weight {tuple(weight.shape)} that FSDP2 has gathered in the codes of {weight.roles}: its "
+        f"{func} of a weight {tuple(weight.shape)} that FSDP2 has gathered in the codes of {weight.linear_recipe}: its "
         "high-precision values are in the shards; use the sharded parameter, or a recipe with quantized_gather=False"
     )
 
@@ -259,7 +261,7 @@ def _set_data(func: Any, args: Any, kwargs: Any) -> None:
     weight, value = args
     values = getattr(value, "high_precision", value).detach()
     with torch._C.DisableTorchFunctionSubclass():
-        func(weight, TrainingWeight(values, weight.roles))
+        func(weight, TrainingWeight(values, weight.linear_recipe))
     weight.high_precision = values
     weight.__dict__.pop("fsdp_pre_all_gather", None)  # which has the old ones
 

@@ -209,7 +209,7 @@ def test_adapters_of_quantized_experts_learn():
     from peft import LoraConfig, get_peft_model
 
     model, inputs = built("mixtral", "mxfp8"), CASES["mixtral"].inputs()
-    before = models.held(model)
+    before = models.operands(model)
     experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     adapted = get_peft_model(model, LoraConfig(r=4, target_modules=[], target_parameters=experts)).eval()
     optimizer = torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad], lr=1e-2)
@@ -217,7 +217,7 @@ def test_adapters_of_quantized_experts_learn():
     first.backward()
     optimizer.step()
     assert adapted(**inputs, labels=inputs["input_ids"]).loss < first
-    assert all(torch.equal(a, b) for a, b in zip(before, models.held(model), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, models.operands(model), strict=True))
 
 
 def test_another_module_of_that_name_is_no_linear_layer():

@@ -48,8 +48,8 @@ def test_linear(format, bias, mode):
                 y = linear(x)
             rows = mx.quantize(x.flatten(0, 1), format).dequantize(torch.float64)  # a tile spans rows of the whole call
             inputs = x if config.endswith("only") else rows.view(x.shape)
-            factors = [inputs, linear.weight.dequantize(torch.float64), *([linear.bias.detach()] if bias else [])]
-            assert_same_product(y, lambda x, w, *b: F.linear(x, w, *b), *factors)
+            gemm_operands = [inputs, linear.weight.dequantize(torch.float64), *([linear.bias.detach()] if bias else [])]
+            assert_same_product(y, lambda x, w, *b: F.linear(x, w, *b), *gemm_operands)
 
 
 @pytest.mark.parametrize("shape", [(96,), (7, 96), (2, 7, 96), (2, 3, 4, 96), (0, 96)], ids=str)
@@ -101,9 +101,9 @@ def test_attention(kind, batch_first, bias, train):
     for config in ("mxfp8-weight-only", "mxfp4-weight-only", "nvfp4-weight-only"):
         attention, plain = quantized(nn.MultiheadAttention(64, 4, bias=bias, batch_first=batch_first, **widths), config)
         attention.train(train), plain.train(train)
-        kept = [n for n, p in attention.named_parameters() if isinstance(p, mx.MXTensor)]
+        saved = [n for n, p in attention.named_parameters() if isinstance(p, mx.MXTensor)]
         projections = ["in_proj_weight"] if not widths["kdim"] else ["q_proj_weight", "k_proj_weight", "v_proj_weight"]
-        assert kept == [*projections, "out_proj.weight"]
+        assert saved == [*projections, "out_proj.weight"]
         for mode in MODES.values():
             with mode():
                 assert_close(attention(*inputs), plain(*inputs))

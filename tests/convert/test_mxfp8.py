@@ -64,10 +64,13 @@ def test_e4m3_has_the_precision_and_e5m2_the_range():
 @pytest.mark.parametrize("e5m2_backward", [True, False])
 def test_the_config_says_which_cast_each_role_gets(block, e4m3_forward, e5m2_backward):
     config = MXFP8Config(block_size=block, e4m3_forward=e4m3_forward, e5m2_backward=e5m2_backward)
-    roles, ordinary = config.roles(), block == 32
+    linear_recipe, ordinary = config.linear_recipe(), block == 32
     forward, backward = ("e4m3" if e4m3_forward else "e5m2"), ("e5m2" if e5m2_backward else "e4m3")
     suffix = "" if ordinary else f"[1x{block}]"
-    names = [(r.rowwise.format.name, r.columnwise.format.name) for r in (roles.input, roles.weight, roles.grad)]
+    names = [
+        (r.rowwise.format.name, r.columnwise.format.name)
+        for r in (linear_recipe.input, linear_recipe.weight, linear_recipe.grad)
+    ]
     assert names == [(f"mxfp8_{e}{suffix}",) * 2 for e in (forward, forward, backward)]
     assert config.mxfp8() and config.block_scaling() and not config.fp8()
 
@@ -175,8 +178,8 @@ def test_an_edited_config_counts_from_the_next_forward_on():
     before = layer(x)
     layer.config.e4m3_forward = False
     after = layer(x)
-    factors = (by_oracle(t, "e5m2", 32) for t in (x, layer.weight.detach()))
-    assert_same_product(after.detach(), F.linear, *factors, layer.bias.detach())
+    gemm_operands = (by_oracle(t, "e5m2", 32) for t in (x, layer.weight.detach()))
+    assert_same_product(after.detach(), F.linear, *gemm_operands, layer.bias.detach())
     assert relative_error(after, before) > 0.02
 
 

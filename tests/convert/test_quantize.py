@@ -173,7 +173,13 @@ CONFIGS = {
     "block": ("mxfp4[1x16]-weight-only", "mxfp4_e2m1[1x16]", None, RCEIL, AUTO),
     "dtype": (FP8, "mxfp8_e4m3", "mxfp8_e4m3", RCEIL, AUTO),
     "format": (mx.FORMATS["nvfp4"], "nvfp4", "nvfp4", RCEIL, AUTO),
-    "recipe": (mx.LinearRecipe(mx.Cast.of("mxint8", "even")), "mxint8", None, mx.ScaleCalculationMode.EVEN, AUTO),
+    "recipe": (
+        mx.LinearRecipe.inference(mx.Cast.of("mxint8", "even")),
+        "mxint8",
+        None,
+        mx.ScaleCalculationMode.EVEN,
+        AUTO,
+    ),
     "mx": (MXConfig(), "mxfp8_e4m3", "mxfp8_e4m3", RCEIL, AUTO),
     "mx_dtypes": (MXConfig(32, INT8, mx.DTYPE_FP6_E3M2), "mxfp6_e3m2", "mxint8", RCEIL, AUTO),
     "mx_fp4_block": (MXConfig(16, FP4, FP4), "mxfp4_e2m1[1x16]", "mxfp4_e2m1[1x16]", RCEIL, AUTO),
@@ -217,13 +223,13 @@ def test_a_config_is_a_recipe_and_the_layer_computes_by_it(name):
     original = linear.weight.detach().clone()
     mx.quantize_(linear, config)
     recipe = linear.weight.recipe
-    assert (recipe.weight.format.name, recipe.weight.scaling, recipe.kernel_preference) == (weight, scaling, preference)
+    assert (recipe.stored.format.name, recipe.stored.scaling, recipe.kernel_preference) == (weight, scaling, preference)
     assert (recipe.activation and recipe.activation.format.name) == activation
     assert same_bytes(linear.weight, mx.quantize(original, weight, scaling=scaling))
     x = torch.randn(7, 64)
     inputs = x if activation is None else mx.quantize(x, activation, scaling=scaling).dequantize(torch.float64)
-    factors = inputs, linear.weight.dequantize(torch.float64), linear.bias.detach()
-    assert_same_product(linear(x), lambda x, w, b: x @ w.t() + b, *factors)
+    gemm_operands = inputs, linear.weight.dequantize(torch.float64), linear.bias.detach()
+    assert_same_product(linear(x), lambda x, w, b: x @ w.t() + b, *gemm_operands)
 
 
 class TorchaoEnum:
@@ -235,7 +241,7 @@ class TorchaoEnum:
 
 def test_members_of_torchaos_enums_are_taken_by_their_value():
     config = MXConfig(scaling_mode=TorchaoEnum("floor"), kernel_preference=TorchaoEnum("emulated"))
-    assert config.recipe() == MXConfig(scaling_mode="floor", kernel_preference="emulated").recipe()
+    assert config.linear_recipe() == MXConfig(scaling_mode="floor", kernel_preference="emulated").linear_recipe()
 
 
 @pytest.mark.parametrize(
@@ -293,11 +299,11 @@ def test_memory_of_the_weights(format, of_bfloat16):
     model = nn.Sequential(nn.Linear(256, 512), nn.Linear(512, 256)).bfloat16()
     dense = sum(layer.weight.nbytes for layer in model)
     mx.quantize_(model, format)
-    held = sum(layer.weight.nbytes for layer in model)
-    parts = [t for layer in model for operand in layer.weight.held for t in operand.tensors]
-    assert held == sum(t.numel() * t.itemsize for t in parts)
-    assert held == sum(t.untyped_storage().nbytes() for t in parts)  # no larger buffer behind a view
-    assert held / dense == pytest.approx(of_bfloat16, abs=5e-4)
+    operands = sum(layer.weight.nbytes for layer in model)
+    components = [t for layer in model for operand in layer.weight.operands for t in operand.tensors]
+    assert operands == sum(t.numel() * t.itemsize for t in components)
+    assert operands == sum(t.untyped_storage().nbytes() for t in components)  # no larger buffer behind a view
+    assert operands / dense == pytest.approx(of_bfloat16, abs=5e-4)
 
 
 @pytest.mark.parametrize(("config", "error"), [("mxfp8", 0.07), ("mxint8", 0.03), ("nvfp4", 0.25), ("mxfp4", 0.3)])

@@ -72,11 +72,11 @@ def layer_step(layer, x, g):
     return y.detach(), x.grad, layer.weight.grad, None if layer.bias is None else layer.bias.grad
 
 
-def check_layer(layer, roles, shape=(20,)):
+def check_layer(layer, linear_recipe, shape=(20,)):
     """One step of a quantized nn.Linear, held to the reference."""
     x, g = torch.randn(*shape, layer.in_features), torch.randn(*shape, layer.out_features)
     out = layer_step(layer, x, g)
-    check_step(out, x, layer.weight.high_precision, layer.bias, g, roles)
+    check_step(out, x, layer.weight.high_precision, layer.bias, g, linear_recipe)
 
 
 # ---------------------------------------------------------------------------------------------- which weights
@@ -183,23 +183,23 @@ RECIPES = {
     "float8 block": Float8BlockScaling(),
     "custom": CustomRecipe("mxfp8", "mxint8", "mxfp6_e3m2"),
     "config": mx.MXLinearConfig(),
-    "roles": MXFP8.roles(),
+    "linear_recipe": MXFP8.linear_recipe(),
 }
 
 
 @pytest.mark.parametrize("config", RECIPES.values(), ids=RECIPES)
 def test_every_config_trains_a_layer_as_the_reference(config):
     layer = mx.quantize_(nn.Linear(70, 40), config)
-    roles = config.roles() if hasattr(config, "roles") else config
-    assert layer.weight.roles == roles
-    check_layer(layer, roles)
+    linear_recipe = config.linear_recipe() if hasattr(config, "linear_recipe") else config
+    assert layer.weight.linear_recipe == linear_recipe
+    check_layer(layer, linear_recipe)
 
 
 @pytest.mark.parametrize(
     "shape, k, n", [((1,), 1, 1), ((5,), 33, 31), ((2, 3, 7), 65, 95), ((0,), 64, 32), ((2, 0), 8, 9)]
 )
 def test_no_size_needs_to_be_a_multiple_of_32(shape, k, n):
-    check_layer(mx.quantize_(nn.Linear(k, n), MXFP8), MXFP8.roles(), shape)
+    check_layer(mx.quantize_(nn.Linear(k, n), MXFP8), MXFP8.linear_recipe(), shape)
 
 
 def test_an_edited_recipe_does_not_reach_a_quantized_model():
@@ -207,15 +207,17 @@ def test_an_edited_recipe_does_not_reach_a_quantized_model():
     recipe = MXFP8BlockScaling()
     layer = mx.quantize_(nn.Linear(64, 48), recipe)
     recipe.fp8_format = Format.E5M2
-    check_layer(layer, MXFP8.roles())
+    check_layer(layer, MXFP8.linear_recipe())
 
 
 def row(config):
     """Formats of input, weight and grad, scaling and kernel preference."""
-    roles = config.roles()
-    casts = [role.rowwise for role in (roles.input, roles.weight, roles.grad)]
-    assert all(role.rowwise == role.columnwise for role in (roles.input, roles.weight, roles.grad))
-    return " ".join([*(c.format.name for c in casts), casts[0].scaling.value, roles.kernel_preference.value])
+    linear_recipe = config.linear_recipe()
+    casts = [casts.rowwise for casts in (linear_recipe.input, linear_recipe.weight, linear_recipe.grad)]
+    assert all(
+        casts.rowwise == casts.columnwise for casts in (linear_recipe.input, linear_recipe.weight, linear_recipe.grad)
+    )
+    return " ".join([*(c.format.name for c in casts), casts[0].scaling.value, linear_recipe.kernel_preference.value])
 
 
 def test_003_mx_linear_config_fields():
@@ -275,7 +277,7 @@ def test_an_unknown_recipe_name_is_a_value_error(name):
 def test_the_emulated_kernel_runs_where_it_is_asked_for():
     layer = mx.quantize_(nn.Linear(64, 48), mx.MXLinearConfig(kernel_preference="emulated"))
     with mx.explain() as log:
-        check_layer(layer, mx.MXLinearConfig(kernel_preference="emulated").roles())
+        check_layer(layer, mx.MXLinearConfig(kernel_preference="emulated").linear_recipe())
     kernels = {e.kernel for e in log.entries if e.spec.op in ("fprop", "dgrad", "wgrad")}
     assert kernels == {"emulated"}
 
@@ -297,7 +299,7 @@ def test_an_impossible_config_changes_nothing(config, message):
     with pytest.raises(ValueError, match=message):
         mx.quantize_(net, config)
     assert net.weight is before
-    check_layer(mx.quantize_(net, MXFP8), MXFP8.roles())
+    check_layer(mx.quantize_(net, MXFP8), MXFP8.linear_recipe())
 
 
 def test_a_recipe_edited_into_an_impossible_one_changes_nothing():
@@ -342,7 +344,7 @@ def test_a_lazy_module_is_an_error_until_it_has_run():
     with pytest.raises(ValueError, match=r"0.weight has no values yet; run one batch"):
         mx.quantize_(net, MXFP8)
     net(torch.randn(3, 64))
-    check_layer(mx.quantize_(net, MXFP8)[0], MXFP8.roles())
+    check_layer(mx.quantize_(net, MXFP8)[0], MXFP8.linear_recipe())
 
 
 # ---------------------------------------------------------------------------------------------- again, and onward
@@ -352,11 +354,11 @@ def test_quantizing_again_replaces_the_roles():
     net = mx.quantize_(nn.Sequential(nn.Linear(64, 48)), MXFP8)
     memory = net[0].weight.high_precision.data_ptr()
     mx.quantize_(net, MXFP6)
-    assert net[0].weight.roles == MXFP6.roles() and net[0].weight.high_precision.data_ptr() == memory
-    check_layer(net[0], MXFP6.roles())
+    assert net[0].weight.linear_recipe == MXFP6.linear_recipe() and net[0].weight.high_precision.data_ptr() == memory
+    check_layer(net[0], MXFP6.linear_recipe())
     assert type(net.state_dict()["0.weight"]) is torch.Tensor
     net.load_state_dict(net.state_dict(), assign=True)
-    assert net[0].weight.roles == MXFP6.roles()
+    assert net[0].weight.linear_recipe == MXFP6.linear_recipe()
 
 
 def test_quantizing_more_of_a_model_leaves_the_rest():
@@ -364,7 +366,7 @@ def test_quantizing_more_of_a_model_leaves_the_rest():
     mx.quantize_(net, MXFP8, lambda module, fqn: fqn == "0")
     first = net[0].weight
     mx.quantize_(net, MXFP6, lambda module, fqn: fqn == "1")
-    assert net[0].weight is first and net[1].weight.roles == MXFP6.roles()
+    assert net[0].weight is first and net[1].weight.linear_recipe == MXFP6.linear_recipe()
 
 
 def test_a_new_recipe_of_delayed_scaling_starts_anew():
@@ -410,10 +412,10 @@ def test_a_trained_model_is_quantized_for_inference(config):
 def test_a_model_quantized_for_inference_is_not_quantized_for_training():
     """Its high-precision values are gone."""
     net = mx.quantize_(nn.Linear(64, 48), "mxfp8")
-    held = net.weight
+    operands = net.weight
     with pytest.warns(UserWarning, match="changed nothing"):
         mx.quantize_(net, MXFP8)
-    assert net.weight is held
+    assert net.weight is operands
 
 
 def test_a_model_trains():

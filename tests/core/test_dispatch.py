@@ -88,7 +88,9 @@ def test_a_kernel_decides_on_the_operands_it_would_run():
 
 def test_a_kernel_that_refuses_shows_its_sentence_in_the_table(monkeypatch):
     fast = Kernel("fast", lambda spec, *operands: "needs sm100, this device is a cpu", lambda *operands: None)
-    monkeypatch.setattr(sys.modules["mxtensor.kernels.gemm"], "GEMM", (fast, *GEMM))  # mx.kernels is the function
+    monkeypatch.setattr(
+        sys.modules["mxtensor.kernels.gemm.select"], "GEMM", (fast, *GEMM)
+    )  # mx.kernels is the function
     w, x = mx.quantize(torch.randn(16, 64), "mxfp8"), torch.randn(8, 64)
     with mx.explain() as log:
         y = F.linear(x, w)
@@ -241,7 +243,7 @@ def test_the_table_of_a_small_float32_linear():
         """\
 calls  op          operands                           kernel    refused
 -----  ----------  ---------------------------------  --------  -------
-2      linear      mxfp8_e4m3 8x64, mxfp8_e4m3 16x64  emulated  scaled_mm, dot_scaled, small_batch: runs on cuda, this tensor is on cpu; dequant: computes in bfloat16, the result is float32
+2      linear      mxfp8_e4m3 8x64, mxfp8_e4m3 16x64  emulated  scaled_mm, dot_scaled, small_m: runs on cuda, this tensor is on cpu; dequant: computes in bfloat16, the result is float32
 2      quantize    float32->mxfp8_e4m3 8x64           native    triton: runs on cuda, this tensor is on cpu
 2      dequantize  mxfp8_e4m3->float32 8x64           native    triton: runs on cuda, this tensor is on cpu
 2      dequantize  mxfp8_e4m3->float32 16x64          native    triton: runs on cuda, this tensor is on cpu""",  # noqa: E501
@@ -255,6 +257,6 @@ def test_the_table_of_a_small_bfloat16_linear():
         """\
 calls  op          operands                         kernel   refused
 -----  ----------  -------------------------------  -------  -------
-2      linear      bfloat16 8x64, mxfp4_e2m1 16x64  dequant  scaled_mm, dot_scaled, small_batch: runs on cuda, this tensor is on cpu
+2      linear      bfloat16 8x64, mxfp4_e2m1 16x64  dequant  scaled_mm, dot_scaled, small_m: runs on cuda, this tensor is on cpu
 2      dequantize  mxfp4_e2m1->bfloat16 16x64       native   triton: runs on cuda, this tensor is on cpu""",  # noqa: E501
     )

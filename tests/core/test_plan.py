@@ -11,7 +11,8 @@ import mxtensor as mx
 from mxtensor.core import dispatch
 from mxtensor.kernels.gemm import select
 from mxtensor.kernels.runtime import nvrtc
-from mxtensor.kernels.small_m import kernel as small_m, launch
+from mxtensor.kernels.small_m import kernel as small_m
+from mxtensor.kernels.small_m import launch
 from mxtensor.kernels.small_m.config import Plan
 from mxtensor.ops import again
 from tests.helpers import cuda_on_cpu
@@ -77,7 +78,7 @@ def test_what_has_changed_is_found_out_anew(made):
         assert [same(linear, x) for _ in range(2)] == [0, 1]
         with mx.explain() as log:
             linear(x)
-        assert [entry.kernel for entry in log.entries] == ["small_batch"] and len(made) == 2
+        assert [entry.kernel for entry in log.entries] == ["small_m"] and len(made) == 2
         with mx.kernels("emulated"):
             linear(x)
         assert len(made) == 2

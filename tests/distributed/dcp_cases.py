@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 from mxtensor.distributed.checkpoint import CHECKSUMS, METADATA, Reader, Writer, latest
 from mxtensor.recipe.training_recipes import MXFP8BlockScaling
 from mxtensor.training.training_weight import TrainingWeight
-from tests.distributed.fsdp_cases import ROWS, WIDTH, adamw, held, local_of, message, net, plain, shard, whole
+from tests.distributed.fsdp_cases import ROWS, WIDTH, adamw, local_of, message, net, operands, plain, shard, whole
 from tests.helpers.ranks import case
 
 RECIPES = {
@@ -159,7 +159,7 @@ def whole_state_dicts(rank, folder):
 @case
 def codes_saved(rank, folder):
     """MXTensor parameters: sharded codes are saved and come back as they were."""
-    model = shard(held(128, "mxfp8[32x32]", "rowwise", False))
+    model = shard(operands(128, "mxfp8[32x32]", "rowwise", False))
     saved = {"model": get_model_state_dict(model)}
     dcp.save(saved, checkpoint_id=f"{folder}/codes")
     x = torch.randn(4, WIDTH)

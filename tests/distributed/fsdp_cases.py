@@ -353,7 +353,7 @@ def compiled_layers(rank, folder):
     return told
 
 
-def held(features, format, orientation, trained):
+def operands(features, format, orientation, trained):
     """A model whose weights are MXTensors."""
     model = net(features, RECIPES["two copies"])
     for layer in (model[0], model[2]):
@@ -362,7 +362,7 @@ def held(features, format, orientation, trained):
     return model
 
 
-HELD = [
+OPERANDS = [
     ("mxfp8", "rowwise", 127, True), ("mxfp8", "rowwise", 33, True), ("mxfp8", "both", 128, True),
     ("mxfp8[32x32]", "rowwise", 128, True), ("mxfp4", "rowwise", 100, True), ("float8_row", "rowwise", 128, True),
     ("nvfp4_single_level", "rowwise", 100, True), ("mxfp8", "rowwise", 100, False), ("mxfp6", "rowwise", 160, False),
@@ -373,8 +373,8 @@ HELD = [
 def quantized_parameters(rank, folder):
     """Frozen, or stepped in place by AdamW."""
     told = {}
-    for format, orientation, features, trains in HELD:
-        model, reference = (held(features, format, orientation, trains) for _ in range(2))
+    for format, orientation, features, trains in OPERANDS:
+        model, reference = (operands(features, format, orientation, trains) for _ in range(2))
         shard(model)
         kinds = {type(layer.weight.to_local()).__name__ for layer in (model[0], model[2])}
         optimizers = [adamw(m) for m in (model, reference)]
@@ -402,7 +402,7 @@ def quantized_parameters(rank, folder):
 @case
 def master_weights(rank, folder):
     """mx.optim over shards of MXTensors, beside the same over whole ones."""
-    model, reference = (held(100, "mxfp8", "rowwise", True) for _ in range(2))
+    model, reference = (operands(100, "mxfp8", "rowwise", True) for _ in range(2))
     shard(model)
     optimizers = [mx.optim.AdamW(m.parameters(), lr=1e-3) for m in (model, reference)]
     same = []
@@ -544,8 +544,8 @@ def mistakes(rank, folder):
     told["values"] = message(lambda: model[0].weight.norm())
     with mx.autocast(recipe=RECIPES["tiles"]):
         told["autocast"] = message(lambda: model[0](torch.randn(4, WIDTH)))
-    told["tiles"] = message(lambda: shard(held(100, "mxfp8[32x32]", "rowwise", True)))
-    told["global scale"] = message(lambda: shard(held(128, "nvfp4", "rowwise", False)))
+    told["tiles"] = message(lambda: shard(operands(100, "mxfp8[32x32]", "rowwise", True)))
+    told["global scale"] = message(lambda: shard(operands(128, "nvfp4", "rowwise", False)))
     return told
 
 

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 import mxtensor as mx
 from mxtensor.distributed.checkpoint import CHECKSUMS, Reader, Writer, latest
 from tests.distributed.dcp_cases import FEATURES, RECIPES, STEPS, batches, in_one_process, load, losses, made
-from tests.distributed.fsdp_cases import held, message, net, same_as, values
+from tests.distributed.fsdp_cases import message, net, operands, same_as, values
 from tests.helpers.ranks import cases
 
 TELLS_LESS = torch.__version__ < "2.13"
@@ -97,7 +97,7 @@ def test_codes_are_saved_as_codes(ranks):
 @pytest.mark.usefixtures("on_their_device")
 def test_codes_of_two_ranks_in_one_process(ranks):
     path = ranks("codes_saved")[0][-1]
-    expected, model = (held(128, "mxfp8[32x32]", "rowwise", False) for _ in range(2))
+    expected, model = (operands(128, "mxfp8[32x32]", "rowwise", False) for _ in range(2))
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(0.5)

@@ -21,14 +21,14 @@ from mxtensor.training.training_weight import TrainingWeight
 from tests.distributed.fsdp_cases import (
     APART,
     DIMENSIONS,
-    HELD,
+    OPERANDS,
     RECIPES,
     STEPS,
     WIDTH,
     compare,
     gathers,
-    held,
     net,
+    operands,
     shard,
 )
 from tests.helpers.ranks import BACKEND, cases
@@ -160,7 +160,7 @@ def test_compiled_layers(ranks):
 
 def test_parameters_that_are_mxtensors(ranks):
     for results in ranks("quantized_parameters"):
-        assert len(results) == len(HELD)
+        assert len(results) == len(OPERANDS)
         assert all(all(same) and kinds == {"MXTensor"} for same, kinds in results.values())
 
 
@@ -214,7 +214,7 @@ def test_one_process_sharded_by_itself(name, alone):
     assert set(what(gathers(log)).values()) == {CODES if name in ("one copy", "tiles") else "high precision"}
 
 
-@pytest.mark.parametrize("make", [partial(net, 64, RECIPES["one copy"]), partial(held, 64, "mxfp8", "both", True)])
+@pytest.mark.parametrize("make", [partial(net, 64, RECIPES["one copy"]), partial(operands, 64, "mxfp8", "both", True)])
 def test_what_kernels_keep_of_a_scale_goes_with_the_gather(make, alone):
     """FSDP2 fills the tensors again without a new version: what was swizzled of the scales before would be stale."""
     model = shard(make())
@@ -225,9 +225,9 @@ def test_what_kernels_keep_of_a_scale_goes_with_the_gather(make, alone):
         layer = model[0]
         layer.unshard()
         gathered = layer.weight.high_precision if isinstance(layer.weight, TrainingWeight) else layer.weight
-        for operand in gathered.held:
-            assert torch.equal(swizzle.kept(operand.scale, "doubled", lambda scale: scale * 2), operand.scale * 2)
-        seen.append([operand.scale.clone() for operand in gathered.held])
+        for operand in gathered.operands:
+            assert torch.equal(swizzle.saved(operand.scale, "doubled", lambda scale: scale * 2), operand.scale * 2)
+        seen.append([operand.scale.clone() for operand in gathered.operands])
         layer.reshard()
         with torch.no_grad():
             for p in model.parameters():
@@ -235,11 +235,11 @@ def test_what_kernels_keep_of_a_scale_goes_with_the_gather(make, alone):
     assert not any(torch.equal(a, b) for a, b in zip(*seen, strict=True))
 
 
-ONE, TILES = (RECIPES[name].roles() for name in ("one copy", "tiles"))
+ONE, TILES = (RECIPES[name].linear_recipe() for name in ("one copy", "tiles"))
 
 
 @pytest.mark.parametrize(
-    ("roles", "shard", "reason"),
+    ("linear_recipe", "shard", "reason"),
     [
         (ONE, Shard((127, 64), (64, 64)), None),
         (ONE, Shard((3, 64), (2, 64)), None),
@@ -248,20 +248,20 @@ ONE, TILES = (RECIPES[name].roles() for name in ("one copy", "tiles"))
         (TILES, Shard((100, 64), (50, 64)), "shards of 50 rows of 100 cut tiles of 32 rows"),
         (ONE, Shard((64, 64), (64, 32)), "the shards are of columns"),
         (ONE, None, "no sharded matrix"),
-        (MXFP8BlockScaling().roles(), Shard((64, 64), (32, 64)), "single_weight_copy=True"),
-        (RECIPES["off"].roles(), Shard((64, 64), (32, 64)), "quantized_gather is off"),
-        (CustomRecipe("mxfp8", None, "mxfp8").roles(), Shard((64, 64), (32, 64)), "high-precision values"),
+        (MXFP8BlockScaling().linear_recipe(), Shard((64, 64), (32, 64)), "single_weight_copy=True"),
+        (RECIPES["off"].linear_recipe(), Shard((64, 64), (32, 64)), "quantized_gather is off"),
+        (CustomRecipe("mxfp8", None, "mxfp8").linear_recipe(), Shard((64, 64), (32, 64)), "high-precision values"),
         (
             CustomRecipe(
                 weight=Cast.of("mxfp8", rounding="stochastic"), single_weight_copy=True
-            ).roles(), Shard((64, 64), (32, 64)), "rounded stochastically",
+            ).linear_recipe(), Shard((64, 64), (32, 64)), "rounded stochastically",
         ),
-        (CustomRecipe(weight="float8_tensor").roles(), Shard((64, 64), (32, 64)), "a scale of float8_e4m3_tensor"),
-        (MXFP4BlockScaling(single_weight_copy=True).roles(), Shard((64, 64), (32, 64)), None),
+        (CustomRecipe(weight="float8_tensor").linear_recipe(), Shard((64, 64), (32, 64)), "a scale of float8_e4m3_tensor"),
+        (MXFP4BlockScaling(single_weight_copy=True).linear_recipe(), Shard((64, 64), (32, 64)), None),
     ],
 )  # fmt: skip
-def test_what_can_be_gathered(roles, shard, reason):
-    said = refusal(roles, shard)
+def test_what_can_be_gathered(linear_recipe, shard, reason):
+    said = refusal(linear_recipe, shard)
     assert said is None if reason is None else reason in said
 
 
@@ -270,7 +270,7 @@ def test_what_can_be_gathered(roles, shard, reason):
 )
 def test_a_hook_says_what_it_takes_and_follows_the_values(name, parameters):
     """FSDP2 counts the parameters, and takes the hook anew at each gather."""
-    weight = TrainingWeight(torch.randn(32, 64), RECIPES[name].roles(), Shard((64, 64), (32, 64)))
+    weight = TrainingWeight(torch.randn(32, 64), RECIPES[name].linear_recipe(), Shard((64, 64), (32, 64)))
     hook = weight.fsdp_pre_all_gather
     assert list(signature(hook).parameters) == parameters and signature(hook) == signature(
         partial(hook.func, *hook.args)
@@ -282,7 +282,7 @@ def test_a_hook_says_what_it_takes_and_follows_the_values(name, parameters):
 def test_weights_of_conv1d_are_gathered_in_high_precision():
     conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D(48, 64)
     weight = mx.quantize_(conv1d, RECIPES["one copy"]).weight
-    assert "(in_features, out_features)" in refusal(weight.roles, Shard((64, 48), (32, 48)))
+    assert "(in_features, out_features)" in refusal(weight.linear_recipe, Shard((64, 48), (32, 48)))
 
 
 def test_parts_that_cut_tiles_are_refused():

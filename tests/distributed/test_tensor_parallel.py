@@ -5,15 +5,15 @@ import torch
 
 from mxtensor.distributed.all_gather_linear import gathered_linear, refuses
 from mxtensor.numerics.cast import Cast
-from mxtensor.recipe.linear_recipe import Role, Roles
+from mxtensor.recipe.linear_recipe import LinearRecipe, TensorCasts
 
 TOLERANCE = 1e-6
 """Of float32 sums in another order, by norm."""
 
 
-def roles(input="mxfp8", columnwise="same", **fields):
-    role = Role.of(Cast.of(input)) if columnwise == "same" else Role(Cast.of(input), columnwise)
-    return Roles(role, Role.of(Cast.of("mxfp8")), Role.of(Cast.of("mxfp8")), **fields)
+def linear_recipe(input="mxfp8", columnwise="same", **fields):
+    casts = TensorCasts.of(Cast.of(input)) if columnwise == "same" else TensorCasts(Cast.of(input), columnwise)
+    return LinearRecipe(casts, TensorCasts.of(Cast.of("mxfp8")), TensorCasts.of(Cast.of("mxfp8")), **fields)
 
 
 @pytest.mark.parametrize("config", ["mxfp8", "mxfp4", "mxint8", "tiles"])
@@ -103,14 +103,18 @@ def test_fsdp_over_the_other_dimension_of_a_mesh(ranks):
 @pytest.mark.parametrize(
     ("given", "rows", "reason"),
     [
-        (roles(), 64, None),
-        (roles("mxint8"), 32, None),
-        (roles(), 48, "48 rows a rank are not whole blocks of 32"),
-        (roles("nvfp4"), 64, "has one scale for more than one rank holds"),
-        (roles("float8_e4m3_tensor"), 64, "has one scale for more than one rank holds"),
-        (roles("mxfp8[32x32]"), 64, "has blocks of 32 rows"),
-        (roles(columnwise=None), 64, "leaves the input of wgrad in high precision"),
-        (Roles(Role(None, None), Role.of(None), Role.of(None)), 64, "leaves the input of fprop in high precision"),
+        (linear_recipe(), 64, None),
+        (linear_recipe("mxint8"), 32, None),
+        (linear_recipe(), 48, "48 rows a rank are not whole blocks of 32"),
+        (linear_recipe("nvfp4"), 64, "has one scale for more than one rank holds"),
+        (linear_recipe("float8_e4m3_tensor"), 64, "has one scale for more than one rank holds"),
+        (linear_recipe("mxfp8[32x32]"), 64, "has blocks of 32 rows"),
+        (linear_recipe(columnwise=None), 64, "leaves the input of wgrad in high precision"),
+        (
+            LinearRecipe(TensorCasts(None, None), TensorCasts.of(None), TensorCasts.of(None)),
+            64,
+            "leaves the input of fprop in high precision",
+        ),
     ],
 )
 def test_which_recipes_let_rows_travel_as_codes(given, rows, reason):
@@ -120,4 +124,4 @@ def test_which_recipes_let_rows_travel_as_codes(given, rows, reason):
 
 def test_a_gather_that_is_refused_says_the_way_out():
     with pytest.raises(ValueError, match="gather x in high precision"):
-        gathered_linear(torch.randn(3, 64), torch.randn(64, 64), None, roles(), None, torch.float32)
+        gathered_linear(torch.randn(3, 64), torch.randn(64, 64), None, linear_recipe(), None, torch.float32)

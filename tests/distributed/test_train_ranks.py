@@ -20,7 +20,7 @@ pytest.importorskip("matplotlib")
 from examples.gpt import SIZES, load_text, split
 from examples.train_lm import Run, digest, main
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_every_case_of_two_ranks_is_looked_at():

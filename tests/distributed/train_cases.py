@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from examples.gpt import load_text, split
 from examples.ranks import Ranks
 from examples.train_lm import Run, Settings
-from tests.distributed.fsdp_cases import RECIPES, ROWS, STEPS, WIDTH, adamw, held, net, same_as
+from tests.distributed.fsdp_cases import RECIPES, ROWS, STEPS, WIDTH, adamw, net, operands, same_as
 from tests.helpers.ranks import DEVICE, WORLD, case
 
 SETTINGS = Settings("mxfp8", False, size="tiny", seed=0, device=DEVICE, text="")
@@ -92,5 +92,5 @@ def compared(model, reference, rank):
 @case
 def data_parallel(rank, folder):
     told = {name: compared(net(100, recipe), net(100, recipe), rank) for name, recipe in RECIPES.items()}
-    told["mxtensors"] = compared(held(100, "mxfp8", "both", True), held(100, "mxfp8", "both", True), rank)
+    told["mxtensors"] = compared(operands(100, "mxfp8", "both", True), operands(100, "mxfp8", "both", True), rank)
     return told

@@ -95,7 +95,9 @@ def floors() -> dict[str, int]:
 
 
 def test_the_floors_are_the_files() -> None:
-    found = {p.relative_to(ROOT / "mxtensor").parts[0].removesuffix(".py") for p in (ROOT / "mxtensor").rglob("*.py")}
+    found = {
+        p.relative_to(ROOT / "mxtensor").components[0].removesuffix(".py") for p in (ROOT / "mxtensor").rglob("*.py")
+    }
     assert set(floors()) == found - {"__init__"}
 
 
@@ -107,10 +109,10 @@ def test_a_file_imports_only_from_below() -> None:
         if here.name == "__init__.py":
             continue
         for node in ast.walk(ast.parse(path.read_text())):
-            if not isinstance(node, ast.ImportFrom) or node.level != len(here.parts):
+            if not isinstance(node, ast.ImportFrom) or node.level != len(here.components):
                 continue  # not of the package, or of a neighbour in the same folder
             names = [node.module.split(".")[0]] if node.module else [alias.name for alias in node.names]
-            mine = places[here.parts[0].removesuffix(".py")]
+            mine = places[here.components[0].removesuffix(".py")]
             wrong += [f"{here} imports {n}" for n in names if places[n] >= mine]
     assert wrong == []
 

@@ -17,9 +17,9 @@ from mxtensor.core.dispatch import Kernel
 from mxtensor.kernels.gemm import select
 from mxtensor.training import recompute
 from mxtensor.training.training_weight import values_of
-from tests.helpers.compare import parts_of
+from tests.helpers.compare import components_of
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "errors.md").read_text()
 ROW = re.compile(r"^\| `(.+?)` \| (\w+) \| `(.+?)` \| (.+) \|$", re.MULTILINE)
 ROWS = ROW.findall(PAGE)
@@ -158,10 +158,10 @@ def names():
 def state(names):
     """Every tensor of the namespace, and each model's parameters by identity."""
     tensors = [values_of(v) for v in names.values() if isinstance(v, torch.Tensor)]
-    plain = [t for v in tensors for t in (parts_of(v) if isinstance(v, mx.MXTensor) else [v.clone()])]
-    parts = [t.view(torch.uint8) if t.dtype.itemsize == 1 else t for t in plain]
+    plain = [t for v in tensors for t in (components_of(v) if isinstance(v, mx.MXTensor) else [v.clone()])]
+    components = [t.view(torch.uint8) if t.dtype.itemsize == 1 else t for t in plain]
     modules = [v for v in names.values() if isinstance(v, torch.nn.Module)]
-    return [t.clone() for t in parts], [id(p) for module in modules for p in module.parameters()]
+    return [t.clone() for t in components], [id(p) for module in modules for p in module.parameters()]
 
 
 # ---------------------------------------------------------------------------------------------- each row
@@ -223,11 +223,11 @@ def test_every_message_ends_with_a_way_out():
 
 def test_a_failing_write_changes_nothing():
     w = mx.quantize(torch.randn(64, 128), "mxfp8", orientation="both")
-    before = [t.clone() for t in parts_of(w)]
+    before = [t.clone() for t in components_of(w)]
     for bad in (torch.randn(64, 96), torch.randn(63, 128), torch.randn(2, 64, 128), torch.randn(64, 128) * 1j):
         with pytest.raises((RuntimeError, TypeError)):
             w.copy_(bad)
-    assert all(torch.equal(a, b) for a, b in zip(parts_of(w), before, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(components_of(w), before, strict=True))
 
 
 def test_an_error_inside_a_forced_block_ends_the_force():

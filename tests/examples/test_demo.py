@@ -48,12 +48,12 @@ def test_text_is_as_described(sentences):
 
 @pytest.mark.parametrize("config", CLAIMS)
 def test_claims(config, model, sentences, reference):
-    cosine, kept, bytes_held = CLAIMS[config]
+    cosine, saved, bytes_stored = CLAIMS[config]
     result = minilm.measure(model, config, sentences, reference)
     assert len(result.layers) == 37  # six layers of six, and the pooler
     assert cosine <= result.cosine < 1
-    assert kept <= result.kept < 10
-    assert result.mb_after / result.mb_before <= bytes_held
+    assert saved <= result.saved < 10
+    assert result.mb_after / result.mb_before <= bytes_stored
     assert result.mb_after / result.mb_before == pytest.approx(result.bits_per_value / 32)
 
 

@@ -81,13 +81,13 @@ def assert_same(a, b, where="checkpoint"):
 @pytest.mark.parametrize("recipe", ["mxfp8", "mxfp4", "nvfp4", "float8-delayed"])
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(recipe, main, tmp_path):
     """Also where gradients round stochastically and where scales come from earlier steps."""
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    whole, components = tmp_path / "whole", tmp_path / "parts"
     main("--recipe", recipe, "--steps", 24, "--checkpoint", whole)
-    main("--recipe", recipe, "--steps", 11, "--checkpoint", parts)
+    main("--recipe", recipe, "--steps", 11, "--checkpoint", components)
     torch.manual_seed(7)  # another process
-    main("--recipe", recipe, "--steps", 24, "--checkpoint", parts, "--resume")
-    assert {p.name for p in parts.iterdir()} == {"step-20", "step-24"}  # the last two
-    expected, resumed = (saved(path / "step-24", tmp_path / "file") for path in (whole, parts))
+    main("--recipe", recipe, "--steps", 24, "--checkpoint", components, "--resume")
+    assert {p.name for p in components.iterdir()} == {"step-20", "step-24"}  # the last two
+    expected, resumed = (saved(path / "step-24", tmp_path / "file") for path in (whole, components))
     mine, its = resumed["rest"].pop("held_out"), expected["rest"].pop("held_out")
     assert [step for step, _ in mine] == [0, 11, 20, 24]  # one look more
     assert [look for look in mine if look[0] != 11] == its

@@ -26,7 +26,7 @@ UNDEFINED = {
     "empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize_", "resize_as_",
 }  # fmt: skip
 """Ops whose values are whatever memory held."""
-ROUNDED = (
+FAKE_QUANTIZED = (
     "cdist", "cholesky", "corrcoef", "cov", "geqrf", "linalg.", "logdet", "lu", "matrix_exp", "norm.nuc", "ormqr",
     "pca_lowrank", "pinverse", "qr", "svd", "triangular_solve",
 )  # fmt: skip
@@ -142,7 +142,9 @@ def _outcome(tally, name, ours, dense, sources, defined):
     try:
         with mx.explain() as log:
             got = ours()
-        rounded = name.startswith(ROUNDED) or any(e.kernel in {*KERNEL_NAMES, "high precision"} for e in log.entries)
+        rounded = name.startswith(FAKE_QUANTIZED) or any(
+            e.kernel in {*KERNEL_NAMES, "high precision"} for e in log.entries
+        )
         differences = [_difference(got, e, rounded, defined, name not in FREE_STRIDES) for e in expected]
         difference = None if None in differences else differences[0]
     except NotImplementedError as refusal:

@@ -17,7 +17,7 @@ import warnings
 import torch
 import torch.distributed as dist
 
-MODULES = ("fsdp_cases", "dcp_cases", "train_cases", "parallel_cases", "bench_cases")
+MODULES = tuple(f"tests.distributed.{name}_cases" for name in ("fsdp", "dcp", "train", "parallel", "bench"))
 WORLD = 2
 DEVICE = "cuda" if torch.cuda.device_count() >= WORLD else "cpu"
 BACKEND = "cpu:gloo,cuda:nccl" if DEVICE == "cuda" else "gloo"
@@ -39,7 +39,7 @@ def cases():
 
 def work(rank, folder):
     """What each process does; the first failure ends both, for the other rank would wait for it."""
-    from examples.ranks import settle
+    from examples.ranks import init_state
 
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", ".*isinstance.treespec, LeafSpec.*", FutureWarning)
@@ -60,7 +60,7 @@ def work(rank, folder):
             save(folder, rank, results)
             os._exit(1)
     save(folder, rank, results)
-    settle()
+    init_state()
     dist.destroy_process_group()
 
 

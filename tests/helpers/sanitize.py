@@ -15,7 +15,7 @@ import torch
 import mxtensor as mx
 from mxtensor.core.dispatch import Spec
 from mxtensor.kernels.gemm.select import GEMM, GROUPED
-from mxtensor.kernels.gemm.spec import GemmArgs, Uncast
+from mxtensor.kernels.gemm.spec import GemmArgs, Unquantized
 from mxtensor.kernels.quantize import triton_rows
 from mxtensor.kernels.quantize.amax_history import advance
 from mxtensor.kernels.quantize.select import PAIR, Form
@@ -31,7 +31,7 @@ def casts(name: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
     for cast in (Cast.of(name), Cast.of(name, rounding="stochastic", seed=1)):
         triton_rows.dequantize(triton_rows.quantize(x, cast), dtype)
         triton_rows.quantize(x.t(), cast)
-        triton_rows.round_trip(x, cast, dtype)
+        triton_rows.fake_quantize(x, cast, dtype)
         if cast.format.block[0] == 1 and cast.format.block[1] > 0:
             triton_rows.quantize_both(x, cast)
             triton_rows.quantize_swizzled(x, cast)
@@ -49,7 +49,7 @@ def pairs(x: torch.Tensor, cast: Cast) -> None:
         if PAIR[0].refuses(spec, *operands) is None:
             PAIR[0].run(*operands)
     if cast.format.block[0] == 1:
-        triton_rows.round_trip(x.t(), cast, x.dtype)
+        triton_rows.fake_quantize(x.t(), cast, x.dtype)
     history = torch.rand(100, 3, device="cuda")
     advance(history, history[0].clone(), history[1].clone(), 1.0, False)
 
@@ -59,7 +59,7 @@ def products(name: str) -> None:
     x, w = (torch.randn(*shape, device="cuda", dtype=torch.bfloat16) for shape in ((100, 272), (80, 272)))
     stack = torch.randn(3, 80, 272, device="cuda", dtype=torch.bfloat16)
     ends = torch.tensor([40, 40, 97], dtype=torch.int32, device="cuda")
-    a, args = Uncast(x, Cast.of(name)), GemmArgs(torch.bfloat16)
+    a, args = Unquantized(x, Cast.of(name)), GemmArgs(torch.bfloat16)
     one, many = mx.quantize(w, name).rowwise, mx.quantize(stack, name).rowwise
     for table, operands in ((GEMM, (a, one, args)), (GROUPED, (a, many, ends, args))):
         for kernel in table:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 import mxtensor as mx
 from mxtensor.core import dispatch
 from mxtensor.kernels.gemm import scaled_mm_contract
-from mxtensor.kernels.gemm.spec import Uncast
+from mxtensor.kernels.gemm.spec import Unquantized
 from mxtensor.numerics.reference import encode
 from tests.numerics.test_swizzle import slowly_back
 
@@ -84,8 +84,8 @@ def row_by_column(a, b):
     assert (a.dtype is torch.float4_e2m1fn_x2) == (b.dtype is torch.float4_e2m1fn_x2)
 
 
-def finish(a, scale_a, b, scale_b, factor, bias, dtype):
-    y = (codes(a) * scale_a) @ (codes(b) * scale_b).t() * factor
+def finish(a, scale_a, b, scale_b, gemm_operand, bias, dtype):
+    y = (codes(a) * scale_a) @ (codes(b) * scale_b).t() * gemm_operand
     if bias is not None:
         assert bias.shape == (b.shape[0],) and bias.dtype is dtype is not FP32 and bias.is_contiguous()
         y = y + bias.double()
@@ -129,7 +129,7 @@ class StandIn:
         row_by_column(a, b)
         assert not use_fast_accum
         sides = (a, scales_a, kinds_a, swizzles_a), (b, scales_b, kinds_b, swizzles_b)
-        wide, factor = [], 1.0
+        wide, gemm_operand = [], 1.0
         for t, scales, kinds, swizzles in sides:
             rows, inner = t.shape[0], t.shape[1] * (2 if t.dtype is torch.float4_e2m1fn_x2 else 1)
             blocks, kind, scale = -(-inner // 128), kinds[0], scales[0]
@@ -153,10 +153,10 @@ class StandIn:
             if len(scales) > 1:
                 assert len(scales) == len(kinds) == len(swizzles) == 2 and kinds[1] is F.ScalingType.TensorWise
                 assert scales[1].dtype is FP32 and scales[1].numel() == 1
-                factor *= scales[1].double().item()
+                gemm_operand *= scales[1].double().item()
         assert len(scales_a) == len(scales_b)
         assert {kinds_a[0], kinds_b[0]} != {F.ScalingType.BlockWise128x128}
-        return finish(a, wide[0], b, wide[1], factor, bias, dtype)
+        return finish(a, wide[0], b, wide[1], gemm_operand, bias, dtype)
 
 
 @pytest.fixture
@@ -164,9 +164,9 @@ def stand_in(monkeypatch):
     return StandIn().install(monkeypatch)
 
 
-def factors(left, right, m, n, k, dtype=BF16):
+def gemm_operands(left, right, m, n, k, dtype=BF16):
     x, w = torch.randn(m, k, dtype=dtype), torch.randn(n, k, dtype=dtype)
-    return Uncast(x, mx.Cast.of(left)), encode(w, mx.Cast.of(right))
+    return Unquantized(x, mx.Cast.of(left)), encode(w, mx.Cast.of(right))
 
 
 def spec_of(a, b, dtype, device="cuda"):

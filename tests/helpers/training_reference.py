@@ -44,20 +44,20 @@ def rounded(x, cast):
     return oracle.decode(oracle.encode(x, cast.format, cast.scaling.value), cast.format, x.shape).astype(np.float64)
 
 
-def factors(x, role):
+def gemm_operands(x, casts):
     """Both copies of a matrix (float64): rowwise (rows, cols), columnwise (cols, rows)."""
-    turned = x.T if role.signs is None or role.columnwise is None else rotated(x.T, role.signs)
-    rowwise = rounded(np.ascontiguousarray(x), role.rowwise)
-    if role.from_rowwise and not (role.rowwise == role.columnwise and role.rowwise.format.square):
-        turned = rowwise.T  # a tile is the same values turned, whatever its rule makes of them a second time
-    return rowwise, rounded(np.ascontiguousarray(turned), role.columnwise)
+    transposed = x.T if casts.signs is None or casts.columnwise is None else rotated(x.T, casts.signs)
+    rowwise = rounded(np.ascontiguousarray(x), casts.rowwise)
+    if casts.from_rowwise and not (casts.rowwise == casts.columnwise and casts.rowwise.format.square):
+        transposed = rowwise.T  # a tile is the same values turned, whatever its rule makes of them a second time
+    return rowwise, rounded(np.ascontiguousarray(transposed), casts.columnwise)
 
 
-def train_step(x, w, b, g, roles):
+def train_step(x, w, b, g, linear_recipe):
     """The exact y, dx, dw and db (float64) of tensors of any dtype; x and g with any leading dimensions."""
     x2, g2 = (t.detach().double().reshape(-1, t.shape[-1]).numpy() for t in (x, g))
-    (x_row, x_col), (g_row, g_col) = factors(x2, roles.input), factors(g2, roles.grad)
-    w_row, w_col = factors(w.detach().double().numpy(), roles.weight)
+    (x_row, x_col), (g_row, g_col) = gemm_operands(x2, linear_recipe.input), gemm_operands(g2, linear_recipe.grad)
+    w_row, w_col = gemm_operands(w.detach().double().numpy(), linear_recipe.weight)
     y, dx, dw = (torch.from_numpy(a @ b.T) for a, b in ((x_row, w_row), (g_row, w_col), (g_col, x_col)))
     if b is not None:
         y = y + b.detach().double()
@@ -68,9 +68,9 @@ TOLERANCE = {torch.float64: 2e-6, torch.float32: 2e-6, torch.bfloat16: 3e-3, tor
 """Of a result rounded once to this dtype after a float32 sum, by norm: half a unit in the last place, no more."""
 
 
-def check_step(actual, x, w, b, g, roles):
+def check_step(actual, x, w, b, g, linear_recipe):
     """Hold (y, dx, dw, db), None where there is none, to the reference: equal up to the last rounding of each."""
-    expected = train_step(x, w, b, g, roles)
+    expected = train_step(x, w, b, g, linear_recipe)
     for name, mine, exact in zip(Step._fields, actual, expected, strict=True):
         if mine is None:
             continue

@@ -173,13 +173,13 @@ def pair(
 
 
 def rounded(name: str, dtype: torch.dtype) -> None:
-    """``cast_triton.round_trip`` of a matrix to its own dtype."""
-    triton_rows.round_trip(values(4096, 4096, dtype), Cast.of(name), dtype)
+    """``cast_triton.fake_quantize`` of a matrix to its own dtype."""
+    triton_rows.fake_quantize(values(4096, 4096, dtype), Cast.of(name), dtype)
 
 
-def turned_values(name: str, dtype: torch.dtype) -> None:
-    """``cast_triton.round_trip`` of a matrix that is stored by columns."""
-    triton_rows.round_trip(values(4096, 4096, dtype).t(), Cast.of(name), dtype)
+def transposed_values(name: str, dtype: torch.dtype) -> None:
+    """``cast_triton.fake_quantize`` of a matrix that is stored by columns."""
+    triton_rows.fake_quantize(values(4096, 4096, dtype).t(), Cast.of(name), dtype)
 
 
 CASTS: dict[str, tuple[Callable[[], Any], bool]] = {
@@ -218,12 +218,12 @@ CASTS: dict[str, tuple[Callable[[], Any], bool]] = {
     "mxfp8 bf16 both values tail": (lambda: pair("mxfp8", "values", "values", 4094, 4094), False),
     "mxfp8 bf16 values and codes": (lambda: pair("mxfp8", "values", "codes"), True),
     "mxfp8 bf16 values and codes tail": (lambda: pair("mxfp8", "values", "codes", 4092, 4094), True),
-    "mxfp8_e5m2 bf16 values of columns": (lambda: turned_values("mxfp8_e5m2", BF16), False),
+    "mxfp8_e5m2 bf16 values of columns": (lambda: transposed_values("mxfp8_e5m2", BF16), False),
     "mxint8 bf16 values": (lambda: rounded("mxint8", BF16), False),
     "mxfp8 fp32 both values": (lambda: pair("mxfp8", "values", "values", dtype=FP32), True),
     "nvfp4 bf16 both values": (lambda: pair("nvfp4", "values", "values"), False),
     "nvfp4 bf16 values and codes": (lambda: pair("nvfp4", "values", "codes"), False),
-    "nvfp4 bf16 values of columns": (lambda: turned_values("nvfp4", BF16), False),
+    "nvfp4 bf16 values of columns": (lambda: transposed_values("nvfp4", BF16), False),
     "float8_tensor bf16 both": (lambda: pair("float8_tensor", "codes", "codes"), True),
     "float8_tensor bf16 both delayed": (lambda: pair("float8_tensor", "codes", "codes", delayed=True), True),
     "float8_e5m2_tensor fp32 tail": (lambda: pair("float8_e5m2_tensor", "codes", "codes", 4095, 4095, FP32), False),
@@ -350,7 +350,7 @@ def in_own_process(target: int) -> dict[str, dict[str, Any]]:
     """``report`` of a fresh Python, for a process whose kernels are interpreted."""
     command = [sys.executable, "-m", "tests.triton_targets", str(target)]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    root = Path(__file__).resolve().parent.parent
+    root = Path(__file__).resolve().parents[2]
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} exited with {done.returncode}:\n{done.stderr[-4000:]}")

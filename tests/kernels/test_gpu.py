@@ -8,15 +8,15 @@ import torch
 
 import mxtensor as mx
 from mxtensor.kernels.gemm.select import gemm
-from mxtensor.kernels.gemm.spec import Form, GemmArgs, Rounded
+from mxtensor.kernels.gemm.spec import FakeQuantized, Form, GemmArgs
 from mxtensor.kernels.quantize import triton_rows
 from mxtensor.kernels.quantize.reference import encode_under
-from mxtensor.kernels.quantize.select import cast_pair, round_trip
+from mxtensor.kernels.quantize.select import cast_pair, fake_quantize
 from mxtensor.kernels.quantize.triton_common import slow_in_one_pass
 from mxtensor.numerics import reference
 from mxtensor.numerics.swizzle import swizzle
 
-casts = sys.modules["mxtensor.kernels.cast"]
+casts = sys.modules["mxtensor.kernels.quantize.select"]
 pytestmark = pytest.mark.gpu
 FORMATS = [*mx.FORMATS, "mxfp8[32x32]", "mxfp4[1x64]"]
 
@@ -104,7 +104,7 @@ def test_values_equal_the_cpu_codec(format):
 def test_rounded_values_equal_the_cpu_codec(format):
     x, cast = special_values()[7:].bfloat16(), mx.Cast.of(format)
     operand = reference.encode(x, cast)
-    got, last = round_trip(x.cuda(), cast, torch.bfloat16)
+    got, last = fake_quantize(x.cuda(), cast, torch.bfloat16)
     same_values(got, reference.decode_local(operand).bfloat16())
     assert (last is None) == (operand.global_scale is None)
 
@@ -133,9 +133,9 @@ def test_both_copies_of_float32_and_a_copy_along_columns(format):
     same_operand(got.columnwise, reference.encode(x.bfloat16().t(), mx.Cast.of(format)))
 
 
-def same_factor(got, operand, dtype=torch.bfloat16):
+def same_gemm_operand(got, operand, dtype=torch.bfloat16):
     """A factor of ``cast_pair`` is the operand, or the values that the operand has."""
-    if not isinstance(got, Rounded):
+    if not isinstance(got, FakeQuantized):
         same_operand(got, operand)
         return
     same_values(got.values.contiguous(), reference.decode_local(operand).to(dtype))
@@ -157,8 +157,8 @@ def test_pairs_of_factors_equal_the_cpu_codec(format, forms):
             row, column = cast_pair(x.cuda(), cast, *forms, torch.bfloat16)
         in_two = forms[1] is Form.CODES and slow_in_one_pass(cast)
         assert [e.kernel for e in log.entries] == (["two casts", "triton", "triton"] if in_two else ["triton"])
-        same_factor(row, reference.encode(x, cast))
-        same_factor(column, reference.encode(x.t(), cast))
+        same_gemm_operand(row, reference.encode(x, cast))
+        same_gemm_operand(column, reference.encode(x.t(), cast))
 
 
 @pytest.mark.parametrize("scaling", ["rceil", "floor", "ceil", "even"])
@@ -168,10 +168,10 @@ def test_every_bfloat16_rounds_to_the_value_of_its_code(format, scaling):
     x, cast = every_bfloat16(), mx.Cast.of(format, scaling)
     row, column = reference.encode(x, cast), reference.encode(x.t(), cast)
     got = cast_pair(x.cuda(), cast, Form.VALUES, Form.VALUES, torch.bfloat16)
-    same_factor(got[0], row)
-    same_factor(got[1], column)
-    same_values(round_trip(x.cuda(), cast, torch.bfloat16)[0], reference.decode_local(row).bfloat16())
-    values, _ = round_trip(x.cuda().t(), cast, torch.bfloat16)
+    same_gemm_operand(got[0], row)
+    same_gemm_operand(got[1], column)
+    same_values(fake_quantize(x.cuda(), cast, torch.bfloat16)[0], reference.decode_local(row).bfloat16())
+    values, _ = fake_quantize(x.cuda().t(), cast, torch.bfloat16)
     assert values.t().is_contiguous()
     same_values(values.contiguous(), reference.decode_local(column).bfloat16())
 
@@ -181,12 +181,12 @@ def test_pairs_of_float32_and_by_seeds_equal_the_cpu_codec(format):
     x = special_values()[7:]
     for dtype in (torch.float32, torch.float16):
         row, column = cast_pair(x.cuda(), mx.Cast.of(format), *PAIRS[0], dtype)
-        same_factor(row, reference.encode(x, mx.Cast.of(format)), dtype)
-        same_factor(column, reference.encode(x.t(), mx.Cast.of(format)))
+        same_gemm_operand(row, reference.encode(x, mx.Cast.of(format)), dtype)
+        same_gemm_operand(column, reference.encode(x.t(), mx.Cast.of(format)))
     casts = [mx.Cast.of(format, rounding="stochastic", seed=seed) for seed in (3, 4)]
     row, column = cast_pair(x.cuda(), casts[0], *PAIRS[1], torch.float32)
-    same_factor(row, reference.encode(x, casts[0]), torch.float32)
-    same_factor(column, reference.encode(x.t(), casts[1]), torch.float32)
+    same_gemm_operand(row, reference.encode(x, casts[0]), torch.float32)
+    same_gemm_operand(column, reference.encode(x.t(), casts[1]), torch.float32)
 
 
 @pytest.mark.parametrize("format", ["float8_tensor", "float8_e5m2_tensor", "float8_tensor_pow2"])
@@ -213,7 +213,7 @@ def test_a_float32_result_of_bfloat16_values_is_not_rounded(format, shape):
     cast = mx.Cast.of(format)
     if len(shape) > 2 and format == "nvfp4":
         pytest.skip("a global scale multiplies the accumulator of matrices only")
-    a = Rounded(*round_trip(x.cuda(), cast, torch.bfloat16), cast.format)
+    a = FakeQuantized(*fake_quantize(x.cuda(), cast, torch.bfloat16), cast.format)
     b = cast_pair(w.t().contiguous().cuda(), cast, None, Form.VALUES, torch.bfloat16)[1]  # stored by columns
     assert not b.values.is_contiguous()
     with mx.explain() as log:
@@ -233,7 +233,7 @@ def test_a_compiled_pair_equals_the_eager_one(format):
     compiled = torch.compile(lambda x: cast_pair(x, cast, *forms, x.dtype), fullgraph=True)(x)
     for ours, theirs in zip(compiled, eager, strict=True):
         assert type(ours) is type(theirs)
-        for part in ("values",) if isinstance(ours, Rounded) else ("data", "scale"):
+        for part in ("values",) if isinstance(ours, FakeQuantized) else ("data", "scale"):
             assert torch.equal(getattr(ours, part).float(), getattr(theirs, part).float())
 
 
@@ -305,8 +305,8 @@ def test_a_cast_replays_in_a_cuda_graph(format):
         values = w.dequantize()
     for _ in range(2):
         x.copy_(torch.randn_like(x))
-        for held in (values, *(t for operand in w.held for t in operand.tensors)):
-            held.view(torch.uint8).fill_(0xAA) if held.dim() else held.fill_(-1.0)
+        for operands in (values, *(t for operand in w.operands for t in operand.tensors)):
+            operands.view(torch.uint8).fill_(0xAA) if operands.dim() else operands.fill_(-1.0)
         graph.replay()
         same_operand(w.rowwise, reference.encode(x.cpu(), mx.Cast.of(format)))
         assert torch.equal(values, mx.quantize(x, format).dequantize())

@@ -204,16 +204,16 @@ def test_each_pair_of_channels_turns_by_its_angle(form, percent, interleaved):
     length, d, offset, base = 11, 16, 3, 500.0
     rope = RotaryPositionEmbedding(d, percent, rotary_base=base, interleaved=interleaved)
     freqs = rope(length + 2, offset)
-    turned = int(d * percent)
-    assert freqs.shape == (length + 2, 1, 1, turned) and freqs.dtype == torch.float32
+    transposed = int(d * percent)
+    assert freqs.shape == (length + 2, 1, 1, transposed) and freqs.dtype == torch.float32
     t = torch.randn((length, 2, 3, d) if form == "sbhd" else (2, length, 3, d), dtype=torch.float64)
     y = apply_rotary_pos_emb(t, freqs, form, interleaved=interleaved)
-    assert torch.equal(y[..., turned:], t[..., turned:])
+    assert torch.equal(y[..., transposed:], t[..., transposed:])
     position = torch.arange(length, dtype=torch.float64).add(offset)
     position = position.view(-1, 1, 1) if form == "sbhd" else position.view(1, -1, 1)
-    for i in range(turned // 2):
-        a, b = (2 * i, 2 * i + 1) if interleaved else (i, i + turned // 2)
-        turn = torch.polar(torch.ones_like(position), position * base ** (-2 * i / turned))
+    for i in range(transposed // 2):
+        a, b = (2 * i, 2 * i + 1) if interleaved else (i, i + transposed // 2)
+        turn = torch.polar(torch.ones_like(position), position * base ** (-2 * i / transposed))
         expected = torch.complex(t[..., a], t[..., b]) * turn
         torch.testing.assert_close(torch.complex(y[..., a], y[..., b]), expected, rtol=0, atol=1e-5)
 
@@ -365,8 +365,8 @@ def test_angles_turn_queries_and_keys(form):
     q, k, v = (
         F.linear(x, getattr(layer.qkv, f"{name}_weight")).unflatten(-1, (-1, 8)) for name in ("query", "key", "value")
     )
-    turned = (apply_rotary_pos_emb(t, rope, form) for t in (q, k))
-    expected = layer.proj(DotProductAttention(4, 8, 2)(*turned, v, None, form))
+    transposed = (apply_rotary_pos_emb(t, rope, form) for t in (q, k))
+    expected = layer.proj(DotProductAttention(4, 8, 2)(*transposed, v, None, form))
     torch.testing.assert_close(layer(x, rotary_pos_emb=rope), expected)
     assert torch.equal(layer(x, rotary_pos_emb=rope), layer(x, rotary_pos_emb=(rope, rope)))
 

@@ -167,8 +167,8 @@ def test_each_group_is_cast_from_its_own_rows_only():
         values = oracle.as_float32(t)
         return torch.from_numpy(oracle.decode(oracle.encode(values, format), format, values.shape))
 
-    parts = zip(*(t.split(splits) for t in (x, g, y, dx)), weights_of(grouped), biases_of(grouped), strict=True)
-    for rows, grad, y, dx, w, b in parts:
+    components = zip(*(t.split(splits) for t in (x, g, y, dx)), weights_of(grouped), biases_of(grouped), strict=True)
+    for rows, grad, y, dx, w, b in components:
         w, dw, db = w.detach(), w.grad, b.grad
         assert_same_product(y, lambda x, w, b: x @ w.t() + b, cast(rows), cast(w), b.detach())
         assert_same_product(dx, lambda g, w: g @ w.t(), cast(grad), cast(w.t()))
@@ -228,12 +228,12 @@ def test_strided_inputs_and_gradients():
     splits = SPLITS["odd"]
     grouped = GroupedLinear(len(splits), K, N)
     x, g = batch(sum(splits))
-    turned, spread = x.t().contiguous().t(), g[:1].expand(sum(splits), N)
+    transposed, spread = x.t().contiguous().t(), g[:1].expand(sum(splits), N)
     with mx.autocast():
         y, dx = step(grouped, x, splits, spread.contiguous())
         first = [w.grad.clone() for w in weights_of(grouped)]
         grouped.zero_grad()
-        leaf = turned.requires_grad_()
+        leaf = transposed.requires_grad_()
         out = grouped(leaf, splits)
     out.backward(spread)
     assert torch.equal(out, y) and torch.equal(leaf.grad, dx)
@@ -309,16 +309,16 @@ def test_the_function_takes_any_weights(active):
         y, dx = step(grouped, x, splits, g)
     leaf = x.clone().requires_grad_()
     leaves = [leaf, *weights_of(grouped), *biases_of(grouped)]
-    out = grouped_linear(leaf, leaves[1:7], leaves[7:], splits, Options(active.roles()))
+    out = grouped_linear(leaf, leaves[1:7], leaves[7:], splits, Options(active.linear_recipe()))
     mine = torch.autograd.grad(out, leaves, g)
     theirs = [dx, *(w.grad for w in weights_of(grouped)), *(b.grad for b in biases_of(grouped))]
     assert torch.equal(out, y) and all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
-    plain = grouped_linear(x, leaves[1:7], None, splits, [Options(active.roles())] * 6)
+    plain = grouped_linear(x, leaves[1:7], None, splits, [Options(active.linear_recipe())] * 6)
     assert plain.shape == y.shape and not torch.equal(plain, y)
 
 
 def test_the_function_refuses_weights_of_different_shapes():
-    options = Options(recipe.MXFP8BlockScaling().roles())
+    options = Options(recipe.MXFP8BlockScaling().linear_recipe())
     weights = [torch.randn(4, 8), torch.randn(5, 8)]
     with pytest.raises(ValueError, match=r"the weights have different shapes: \[\(4, 8\), \(5, 8\)\]"):
         grouped_linear(torch.randn(6, 8), weights, None, [3, 3], options)
@@ -432,7 +432,7 @@ def test_the_biases_may_be_returned_instead():
     x, _ = batch(38)
     with mx.autocast():
         y, biases = grouped(x, splits)
-        bare = grouped_linear(x, weights_of(grouped), None, splits, Options(recipe.MXFP8BlockScaling().roles()))
+        bare = grouped_linear(x, weights_of(grouped), None, splits, Options(recipe.MXFP8BlockScaling().linear_recipe()))
     assert torch.equal(y, bare) and len(biases) == 3 and all(b.dtype is torch.bfloat16 for b in biases)
     assert all(torch.equal(b, p.bfloat16()) for b, p in zip(biases, biases_of(grouped), strict=True))
     assert GroupedLinear(2, K, N, bias=False, return_bias=True)(x, [38, 0])[1] == [None, None]

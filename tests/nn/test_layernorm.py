@@ -94,7 +94,7 @@ def test_layernorm_linear_gives_the_reference(recipe, dtype, normalization, cent
     x64 = x.detach().double().requires_grad_()
     exact = exact_norm(x64, *parameters, *([None] * (2 - len(parameters))), normalization, centered, 1e-3)
     assert normed.dtype is dtype and relative_error(normed, exact) < TOLERANCE[dtype]
-    roles = (recipe or MXFP8).roles()
+    linear_recipe = (recipe or MXFP8).linear_recipe()
     if recipe is None:
         rows, grads = normed.detach().double().flatten(0, 1), g.double().flatten(0, 1)
         dnormed = g.double() @ module.weight.detach().double()
@@ -102,8 +102,10 @@ def test_layernorm_linear_gives_the_reference(recipe, dtype, normalization, cent
         assert relative_error(y.flatten(0, 1), exact_y) < TOLERANCE[dtype]
         assert relative_error(module.weight.grad, grads.T @ rows) < TOLERANCE[dtype]
     else:
-        check_step((y, None, module.weight.grad, module.bias.grad), normed, module.weight, module.bias, g, roles)
-        dnormed = train_step(normed, module.weight, module.bias, g, roles).dx
+        check_step(
+            (y, None, module.weight.grad, module.bias.grad), normed, module.weight, module.bias, g, linear_recipe
+        )
+        dnormed = train_step(normed, module.weight, module.bias, g, linear_recipe).dx
     exact.backward(dnormed)
     norms = 2 * TOLERANCE[dtype]  # torch's own derivative rounds more than once, how often depends on its version
     assert relative_error(x.grad, x64.grad) < norms
@@ -220,12 +222,12 @@ def spied(monkeypatch):
     """(input, weight, bias, output) of every product, gradients retained."""
     seen, product = [], QuantizedModule.product
 
-    def spy(self, index, x, parts, bias, active, first):
+    def spy(self, index, x, components, bias, active, first):
         x = x.view_as(x)  # its gradient is this product's alone
         x.retain_grad()
-        out = product(self, index, x, parts, bias, active, first)
+        out = product(self, index, x, components, bias, active, first)
         out.retain_grad()
-        seen.append((x, parts[0], bias, out))
+        seen.append((x, components[0], bias, out))
         return out
 
     monkeypatch.setattr(QuantizedModule, "product", spy)
@@ -244,7 +246,7 @@ def test_both_products_of_the_mlp_give_the_reference(monkeypatch, recipe, dtype,
     assert len(seen) == 2
     for (x, weight, bias, out), name in zip(seen, ("fc1", "fc2"), strict=True):
         assert weight is getattr(module, f"{name}_weight")
-        check_step((out, x.grad, weight.grad, bias.grad), x.detach(), weight, bias, out.grad, recipe.roles())
+        check_step((out, x.grad, weight.grad, bias.grad), x.detach(), weight, bias, out.grad, recipe.linear_recipe())
 
 
 # ---------------------------------------------------------------------------------------------- what they share
@@ -342,10 +344,10 @@ def test_quantized_weights_train(kind, recipe):
 
 
 @kinds
-@pytest.mark.parametrize("held", [False, True], ids=["plain weights", "quantized weights"])
-def test_they_compile_whole_forward_and_backward(kind, held):
+@pytest.mark.parametrize("operands", [False, True], ids=["plain weights", "quantized weights"])
+def test_they_compile_whole_forward_and_backward(kind, operands):
     torch._dynamo.reset()
-    with quantized_model_init(enabled=held):
+    with quantized_model_init(enabled=operands):
         module = kind(normalization="RMSNorm", zero_centered_gamma=True)
     x, g = leaf(20, 64), torch.randn(20, 64)
     results = []

@@ -70,12 +70,12 @@ def check(layer, x, g, recipe):
     layer.zero_grad(set_to_none=True)
     y, dx = step(layer, x, g, recipe)
     db = None if layer.bias is None else layer.bias.grad
-    check_step((y, dx, layer.weight.grad, db), x, layer.weight, layer.bias, g, recipe.roles())
+    check_step((y, dx, layer.weight.grad, db), x, layer.weight, layer.bias, g, recipe.linear_recipe())
 
 
 def holds(layer, x, g, recipe, y, dx=None, dw=None, db=None):
     """Hold what there is of a pass to the reference."""
-    check_step((y, dx, dw, db), x, layer.weight, layer.bias, g, recipe.roles())
+    check_step((y, dx, dw, db), x, layer.weight, layer.bias, g, recipe.linear_recipe())
 
 
 def twin(layer):
@@ -260,8 +260,8 @@ def test_split_parameters_are_one_weight(recipe):
     x, g = leaf(20, 40), torch.randn(20, 70)
     assert all(map(torch.equal, step(split, x, g, recipe), step(whole, x, g, recipe)))
     for name in ("weight", "bias"):
-        parts = torch.cat([getattr(split, f"{part}_{name}").grad for part in ("query", "key")])
-        assert torch.equal(parts, getattr(whole, name).grad)
+        components = torch.cat([getattr(split, f"{part}_{name}").grad for part in ("query", "key")])
+        assert torch.equal(components, getattr(whole, name).grad)
 
 
 def test_a_split_by_names_has_equal_parts():
@@ -326,9 +326,9 @@ def test_main_grad_of_split_and_of_quantized_parameters():
     step(split, x, g, recipe), step(whole, x, g, recipe)
     assert torch.equal(split.a_weight.main_grad, whole.weight.grad[:24]) and not split.b_weight.main_grad.any()
     with quantized_model_init(recipe=recipe):
-        held = with_main_grad(Linear(64, 48, fuse_wgrad_accumulation=True))
-    step(held, x, g, recipe)
-    assert torch.equal(held.weight.main_grad, whole.weight.grad) and held.weight.grad is None
+        operands = with_main_grad(Linear(64, 48, fuse_wgrad_accumulation=True))
+    step(operands, x, g, recipe)
+    assert torch.equal(operands.weight.main_grad, whole.weight.grad) and operands.weight.grad is None
 
 
 def test_a_missing_main_grad_is_named_and_nothing_has_changed():
@@ -389,13 +389,13 @@ def test_backward_dw_computes_as_the_forward_pass_would_have():
     assert torch.equal(torch.cat([later.a_weight.grad, later.b_weight.grad]), at_once.weight.grad)
     assert not later.a_weight.grad.requires_grad
     with quantized_model_init(recipe=NEAREST["mxfp8"]):
-        held = Linear(64, 48, delay_wgrad_compute=True)
-    step(held, x, g, NEAREST["mxfp8"])
-    held.backward_dw()
-    assert type(held.weight.grad) is torch.Tensor
+        operands = Linear(64, 48, delay_wgrad_compute=True)
+    step(operands, x, g, NEAREST["mxfp8"])
+    operands.backward_dw()
+    assert type(operands.weight.grad) is torch.Tensor
     at_once.zero_grad()
     step(at_once, x, g, NEAREST["mxfp8"])
-    assert torch.equal(held.weight.grad, at_once.weight.grad)
+    assert torch.equal(operands.weight.grad, at_once.weight.grad)
 
 
 def test_backward_dw_of_a_layer_that_does_not_wait_does_nothing():
@@ -417,16 +417,16 @@ def weight_casts(layer, log):
 @pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8 plain backward", "float8 current", "weight in high precision"])
 def test_the_first_microbatch_quantizes_the_weight_for_the_others(recipe):
     recipe = NEAREST[recipe]
-    kept, anew = Linear(64, 48), Linear(64, 48)
-    anew.load_state_dict(kept.state_dict())
+    saved, anew = Linear(64, 48), Linear(64, 48)
+    anew.load_state_dict(saved.state_dict())
     for first in (True, False, False):
         x, g = leaf(20, 64), torch.randn(20, 48)
         with mx.explain() as log:
-            mine = step(kept, x, g, recipe, is_first_microbatch=first)
-        assert (len(weight_casts(kept, log)) > 0) == (first and recipe.roles().weight.rowwise is not None)
+            mine = step(saved, x, g, recipe, is_first_microbatch=first)
+        assert (len(weight_casts(saved, log)) > 0) == (first and recipe.linear_recipe().weight.rowwise is not None)
         theirs = step(anew, x, g, recipe)
         assert all(relative_error(a, b) < 1e-6 for a, b in zip(mine, theirs, strict=True))
-    assert relative_error(kept.weight.grad, anew.weight.grad) < 1e-6
+    assert relative_error(saved.weight.grad, anew.weight.grad) < 1e-6
 
 
 def test_a_kept_weight_is_made_anew_when_it_or_the_recipe_changes():
@@ -454,12 +454,12 @@ def test_what_an_evaluation_keeps_serves_training():
 
 
 def test_save_original_input_keeps_the_input_itself():
-    layer, kept = Linear(64, 48, save_original_input=True), []
+    layer, saved = Linear(64, 48, save_original_input=True), []
     x, g = leaf(20, 64), torch.randn(20, 48)
-    keep = torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.data_ptr()) or t, lambda t: t)
+    keep = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.data_ptr()) or t, lambda t: t)
     with keep, mx.autocast(recipe=NEAREST["mxfp8"]):
         y = layer(x)
-    assert x.data_ptr() in kept
+    assert x.data_ptr() in saved
     y.backward(g)
     holds(layer, x, g, NEAREST["mxfp8"], y, x.grad, layer.weight.grad, layer.bias.grad)
 
@@ -545,14 +545,14 @@ def test_a_changed_field_takes_effect_at_the_next_forward_without_a_warning():
 def test_delayed_scaling_has_histories_of_its_own():
     """Products and histories are those of ``linear`` over one DelayedState; the first scales are 1."""
     layer, recipe = Linear(64, 48), DelayedScaling(amax_history_len=4)
-    state = DelayedState(recipe.roles(), torch.device("cpu"))
+    state = DelayedState(recipe.linear_recipe(), torch.device("cpu"))
     for i in range(6):
         x, g = leaf(20, 64), torch.randn(20, 48)
         layer.zero_grad()
         y, dx = step(layer, x, g, recipe)
         z, w = x.detach().requires_grad_(), layer.weight.detach().requires_grad_()
         scales = state.step()
-        expected = linear(z, w, layer.bias.detach(), Options(recipe.roles()), scales)
+        expected = linear(z, w, layer.bias.detach(), Options(recipe.linear_recipe()), scales)
         expected.backward(g)
         assert torch.equal(y, expected) and torch.equal(dx, z.grad) and torch.equal(layer.weight.grad, w.grad)
         quantizer = layer.quantizers["scaling_fwd"][0]
@@ -636,10 +636,10 @@ def fresh_dynamo():
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "float8 current"])
-@pytest.mark.parametrize("held", [False, True], ids=["plain weight", "quantized weight"])
-def test_it_compiles_whole_forward_and_backward(fresh_dynamo, recipe, held):
+@pytest.mark.parametrize("operands", [False, True], ids=["plain weight", "quantized weight"])
+def test_it_compiles_whole_forward_and_backward(fresh_dynamo, recipe, operands):
     recipe = NEAREST[recipe]
-    with quantized_model_init(enabled=held, recipe=recipe):
+    with quantized_model_init(enabled=operands, recipe=recipe):
         layer = Linear(64, 48)
     x, g = leaf(20, 64), torch.randn(20, 48)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")

@@ -85,7 +85,7 @@ ALIGNED = [
 def test_the_active_recipe_says_how_far_at_each_call(active, size):
     pad, unpad = Fp8Padding(2), Fp8Unpadding(2)
     x = torch.randn(6, 8)
-    assert align_size_of(active.roles()) == size
+    assert align_size_of(active.linear_recipe()) == size
     with mx.autocast(recipe=active):
         padded, sizes = pad(x, [5, 1])
         assert sizes == [size, size] and torch.equal(unpad(padded, [5, 1]), x)
@@ -128,7 +128,7 @@ def trained(x, weights, biases, splits, options, g):
 @pytest.mark.parametrize("active", NEAREST, ids=str)
 def test_padding_grouped_linear_accuracy_padded_and_unpadded_are_the_same_quantized_layers(active):
     """Seed 000, pattern 4. In float64, where a code that changed shows and an order of summation does not."""
-    options, pad, unpad = Options(active.roles()), Fp8Padding(len(SPLITS)), Fp8Unpadding(len(SPLITS))
+    options, pad, unpad = Options(active.linear_recipe()), Fp8Padding(len(SPLITS)), Fp8Unpadding(len(SPLITS))
     x = (torch.randn(ROWS, 70, dtype=torch.float64) * torch.rand(ROWS, 1).exp2()).requires_grad_()
     weights = [torch.randn(48, 70, dtype=torch.float64, requires_grad=True) for _ in SPLITS]
     biases = [torch.randn(48, dtype=torch.float64, requires_grad=True) for _ in SPLITS]
@@ -140,14 +140,14 @@ def test_padding_grouped_linear_accuracy_padded_and_unpadded_are_the_same_quanti
         grad, _ = pad(g, SPLITS)
         y, dx, *rest = trained(rows.requires_grad_(), weights, biases, sizes, options, grad)
         padded = unpad(y, SPLITS), unpad(dx, SPLITS), *rest
-    assert all(n % align_size_of(active.roles()) == 0 for n in sizes)
+    assert all(n % align_size_of(active.linear_recipe()) == 0 for n in sizes)
     for a, b in zip(plain, padded, strict=True):
         assert a.shape == b.shape and a.any() == b.any()
         assert not a.any() or relative_error(b, a) < 1e-12
 
 
 def test_stochastic_rounding_draws_other_numbers_for_padded_rows():
-    options = Options(recipe.MXFP4BlockScaling().roles())
+    options = Options(recipe.MXFP4BlockScaling().linear_recipe())
     x, w, g = torch.randn(5, 64, requires_grad=True), torch.randn(48, 64, requires_grad=True), torch.randn(5, 48)
     grads = []
     for rows in (x, Fp8Padding(1, 32)(x, [5])[0]):

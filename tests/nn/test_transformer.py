@@ -94,9 +94,9 @@ def test_a_model_of_torchs_layers_loads_by_its_state_dict():
         for parameter in theirs.parameters():
             parameter.normal_(std=0.1)
     state = theirs.state_dict()
-    kept = dict(state)
+    saved = dict(state)
     ours.load_state_dict(state)
-    assert state.keys() == kept.keys()
+    assert state.keys() == saved.keys()
     x = torch.randn(5, 2, 64)
     torch.testing.assert_close(ours.layers[1](ours.layers[0](x)), theirs(x))
 
@@ -212,11 +212,11 @@ def test_paths_are_dropped_for_whole_samples(form):
         layer.layernorm_mlp.fc2_bias.zero_()
     x = torch.randn(64, 5, 64) if form == "bshd" else torch.randn(5, 64, 64)
     full = layer.eval()(x) - x
-    parts, whole = layer.train()(x) - x, 0 if form == "bshd" else 1
-    kept = (parts.movedim(whole, 0).flatten(1) != 0).any(1)
-    assert 16 < kept.sum() < 48
+    components, whole = layer.train()(x) - x, 0 if form == "bshd" else 1
+    saved = (components.movedim(whole, 0).flatten(1) != 0).any(1)
+    assert 16 < saved.sum() < 48
     shape = (64, 1, 1) if form == "bshd" else (1, 64, 1)
-    torch.testing.assert_close(parts, 2 * full * kept.view(shape), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(components, 2 * full * saved.view(shape), rtol=1e-4, atol=1e-5)
 
 
 # ---------------------------------------------------------------------------------------------- under a recipe

@@ -10,7 +10,7 @@ from mxtensor.kernels.gemm.spec import GemmArgs
 from mxtensor.kernels.quantize import blocked, cpu, triton_rows
 from mxtensor.numerics.reference import decode, encode, scale_to_float
 from tests.helpers import oracle
-from tests.helpers.stand_in import BF16, factors, spec_of
+from tests.helpers.stand_in import BF16, gemm_operands, spec_of
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")  # numpy's about NaN
@@ -19,7 +19,7 @@ POW2 = [name for name in FORMATS if name.endswith("_pow2")]
 BY_BLOCK = ["float8_e4m3_1x128_pow2", "float8_e5m2_1x128_pow2"]
 BUILT = cpu.library()
 KERNELS = [
-    pytest.param(encode, id="codec"),
+    pytest.param(encode, id="reference"),
     pytest.param(blocked.QUANTIZE.run, id="blocked"),
     pytest.param(cpu.QUANTIZE.run, id="native", marks=pytest.mark.skipif(isinstance(BUILT, str), reason=str(BUILT))),
     pytest.param(
@@ -104,9 +104,9 @@ def test_values_are_exact_in_bfloat16_so_that_bfloat16_products_take_them(name):
     format = get_format(name)
     operand = encode(torch.randn(130, 300) * 2.0 ** torch.randint(-9, 9, (130, 1)).float(), Cast(format))
     assert torch.equal(decode(operand, BF16).float(), decode(operand, torch.float32))
-    a, b = factors(name, name, 16, 32, 64)
+    a, b = gemm_operands(name, name, 16, 32, 64)
     for left in (a, a.x):
         assert dequant.refuses(spec_of(left, b, BF16), left, b, GemmArgs(BF16)) is None
-    a, b = factors(name, name.removesuffix("_pow2"), 16, 32, 64)
+    a, b = gemm_operands(name, name.removesuffix("_pow2"), 16, 32, 64)
     sentence = "has float32 scales: its values are not exact in bfloat16"
     assert dequant.refuses(spec_of(a, b, BF16), a, b, GemmArgs(BF16)).endswith(sentence)

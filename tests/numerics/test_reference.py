@@ -66,8 +66,8 @@ def test_every_scale_byte_decodes():
     assert (e8m0[0], e8m0[127], e8m0[254]) == (2.0**-127, 1.0, 2.0**127)
     ue4m3 = scale_to_float(scale, UE4M3).numpy()
     assert same_floats(ue4m3, scale.numpy().view(ml_dtypes.float8_e4m3fn).astype(np.float32))
-    kept = torch.tensor([1.5, -0.0, 2.0**-149, float("inf"), float("nan")])
-    assert same_floats(scale_to_float(kept, FP32).numpy(), kept.numpy())
+    saved = torch.tensor([1.5, -0.0, 2.0**-149, float("inf"), float("nan")])
+    assert same_floats(scale_to_float(saved, FP32).numpy(), saved.numpy())
 
 
 def wide(rows, cols, specials):
@@ -258,9 +258,9 @@ def test_a_part_of_a_tensor_takes_the_scale_of_the_whole():
     x, whole = GAUSSIAN[:64, :100], GAUSSIAN[:64, :100].abs().amax()
     for format in ("nvfp4", "float8_tensor"):
         complete = check(x, Cast.of(format))
-        parts = [encode(part, Cast.of(format), whole) for part in x.split(24)]
-        assert torch.equal(torch.cat([p.data.view(torch.uint8) for p in parts]), complete.data.view(torch.uint8))
-        for part in parts:
+        components = [encode(part, Cast.of(format), whole) for part in x.split(24)]
+        assert torch.equal(torch.cat([p.data.view(torch.uint8) for p in components]), complete.data.view(torch.uint8))
+        for part in components:
             assert part.global_scale == complete.global_scale
             assert format == "nvfp4" or torch.equal(part.scale, complete.scale)
 

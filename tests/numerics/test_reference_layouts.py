@@ -181,18 +181,18 @@ def test_blocks_do_not_see_each_other(x, name, random):
 @pytest.mark.parametrize("shape", [(1, 1), (4, 1), (1, 4), (32, 1), (1, 32), (17, 33)], ids=str)
 def test_tiles_turn_whatever_their_shape(shape, name):
     x = draw(shape, torch.float32)
-    turned, direct = transposed(encode(x, Cast.of(name))), encode(x.t(), Cast.of(name))
-    np.testing.assert_array_equal(as_bytes(turned.data), as_bytes(direct.data))
-    np.testing.assert_array_equal(turned.scale.numpy(), direct.scale.numpy())
+    tile, direct = transposed(encode(x, Cast.of(name))), encode(x.t(), Cast.of(name))
+    np.testing.assert_array_equal(as_bytes(tile.data), as_bytes(direct.data))
+    np.testing.assert_array_equal(tile.scale.numpy(), direct.scale.numpy())
 
 
 @property_of
 @given(tensors(MATRICES), square_formats)
 def test_a_turned_tile_is_the_tile_of_the_turned_values(x, name):
-    turned, direct = transposed(encode(x, Cast.of(name))), encode(x.t(), Cast.of(name))
-    assert turned.shape == direct.shape == tuple(x.t().shape)
-    np.testing.assert_array_equal(as_bytes(turned.data), as_bytes(direct.data))
-    np.testing.assert_array_equal(turned.scale.numpy(), direct.scale.numpy())
+    tile, direct = transposed(encode(x, Cast.of(name))), encode(x.t(), Cast.of(name))
+    assert tile.shape == direct.shape == tuple(x.t().shape)
+    np.testing.assert_array_equal(as_bytes(tile.data), as_bytes(direct.data))
+    np.testing.assert_array_equal(tile.scale.numpy(), direct.scale.numpy())
 
 
 @property_of
@@ -202,8 +202,8 @@ def test_columnwise_is_rowwise_of_the_transpose(x, name, mode):
     if not rowwise.format.square:  # a square block is held once
         np.testing.assert_array_equal(as_bytes(columnwise.columnwise.data), as_bytes(rowwise.rowwise.data))
         np.testing.assert_array_equal(columnwise.columnwise.scale.numpy(), rowwise.rowwise.scale.numpy())
-    values, turned = columnwise.to_dtype(torch.float32), rowwise.to_dtype(torch.float32).t()
-    assert same_floats(values.contiguous().numpy(), turned.contiguous().numpy())
+    values, transposed = columnwise.to_dtype(torch.float32), rowwise.to_dtype(torch.float32).t()
+    assert same_floats(values.contiguous().numpy(), transposed.contiguous().numpy())
 
 
 @property_of

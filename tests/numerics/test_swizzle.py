@@ -8,7 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mxtensor.numerics import swizzle as module
-from mxtensor.numerics.swizzle import kept, swizzle, swizzle_groups, swizzled_shape, unswizzle
+from mxtensor.numerics.swizzle import cached_value, swizzle, swizzle_groups, swizzled_shape, unswizzle
 
 SHAPES = [(1, 1), (128, 4), (128, 8), (256, 4), (3, 5), (127, 3), (129, 4), (130, 9), (300, 31)]
 
@@ -128,26 +128,26 @@ class Counted:
 
 def test_a_scale_is_laid_out_once_for_each_layout():
     scale, make = scales(130, 5), Counted()
-    first = kept(scale, "a", make)
-    assert kept(scale, "a", make) is first and make.calls == 1
-    assert kept(scale, "b", make) is not first and make.calls == 2
+    first = cached_value(scale, "a", make)
+    assert cached_value(scale, "a", make) is first and make.calls == 1
+    assert cached_value(scale, "b", make) is not first and make.calls == 2
 
 
 def test_a_write_is_seen():
     scale, make = scales(130, 5), Counted()
-    kept(scale, "a", make)
+    cached_value(scale, "a", make)
     scale.copy_(scales(130, 5))
-    assert torch.equal(kept(scale, "a", make), slowly(scale)) and make.calls == 2
+    assert torch.equal(cached_value(scale, "a", make), slowly(scale)) and make.calls == 2
     scale[3, 2] ^= 1
-    assert torch.equal(kept(scale, "a", make), slowly(scale)) and make.calls == 3
+    assert torch.equal(cached_value(scale, "a", make), slowly(scale)) and make.calls == 3
 
 
 def test_what_is_kept_goes_with_the_scale():
     scale = scales(130, 5)
-    made = weakref.ref(kept(scale, "a", swizzle))
+    made = weakref.ref(cached_value(scale, "a", swizzle))
     whole = scales(128, 4)
     view = weakref.ref(whole)
-    kept(whole, "a", lambda s: s.view(-1))
+    cached_value(whole, "a", lambda s: s.view(-1))
     assert made() is not None
     del scale, whole
     gc.collect()
@@ -158,22 +158,22 @@ def test_nothing_is_kept_of_what_is_traced_or_has_no_version():
     make = Counted()
     with FakeTensorMode():
         fake = torch.empty(130, 5, dtype=torch.uint8, device="cuda")
-        kept(fake, "a", make), kept(fake, "a", make)
+        cached_value(fake, "a", make), cached_value(fake, "a", make)
     with torch.inference_mode():
         inference = scales(130, 5)
-        kept(inference, "a", make), kept(inference, "a", make)
+        cached_value(inference, "a", make), cached_value(inference, "a", make)
     assert make.calls == 4 and fake not in module._kept and inference not in module._kept
 
 
 @pytest.mark.gpu
 def test_a_graph_sees_the_scale_as_it_is_at_each_replay():
     scale = scales(130, 5).cuda()
-    kept(scale, "a", swizzle)
+    cached_value(scale, "a", swizzle)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = kept(scale, "a", swizzle)
+        out = cached_value(scale, "a", swizzle)
     for _ in range(2):
         scale.copy_(scales(130, 5))
         graph.replay()
         assert torch.equal(out.cpu(), slowly(scale.cpu()))
-        assert torch.equal(kept(scale, "a", swizzle).cpu(), slowly(scale.cpu()))
+        assert torch.equal(cached_value(scale, "a", swizzle).cpu(), slowly(scale.cpu()))

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import mxtensor as mx
-from tests.helpers.compare import parts_of, relative_error
+from tests.helpers.compare import components_of, relative_error
 
 PROGRAMS, LENGTH = 250, 16
 FORMATS = ["mxfp8", "mxfp4", "mxfp6_e3m2", "nvfp4"]
@@ -26,7 +26,7 @@ class Pair:
         shape = rng.choice(SHAPES)
         self.w = mx.quantize(self.values(shape), format)
         self.dense = self.w.dequantize()
-        self.place = [t.data_ptr() for t in parts_of(self.w)]
+        self.place = [t.data_ptr() for t in components_of(self.w)]
         self.views = [(self.w, self.dense)]
 
     def values(self, shape):
@@ -102,7 +102,7 @@ class Pair:
         result = op(w, values)
         op(d, values)
         assert result is w
-        self.settle()
+        self.init_state()
 
     def assign(self):
         dims = [self.rng.randrange(n) for n in self.dense.shape[: self.rng.choice([1, 2])]]
@@ -110,12 +110,12 @@ class Pair:
         value = self.rng.uniform(-3, 3)
         self.w[index] = value
         self.dense[index] = value
-        self.settle()
+        self.init_state()
 
-    def settle(self):
+    def init_state(self):
         """The twin takes the rounding that the write did; memory and every view follow."""
         self.dense.copy_(mx.quantize(self.dense, self.format).dequantize())
-        assert [t.data_ptr() for t in parts_of(self.w)] == self.place
+        assert [t.data_ptr() for t in components_of(self.w)] == self.place
         for w, d in self.views:
             same(w, d)
 

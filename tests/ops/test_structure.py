@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import mxtensor as mx
-from tests.helpers.compare import parts_of, same_bytes
+from tests.helpers.compare import components_of, same_bytes
 
 ROWS, COLS = 64, 128
 INDEX = torch.tensor([5, 0, 5, -1])
 MASK = torch.arange(ROWS) % 3 == 0
-KEPT = {  # along rows, which narrow blocks leave free
+SAVED = {  # along rows, which narrow blocks leave free
     "w[3:40]": lambda w: w[3:40],
     "w[::3]": lambda w: w[::3],
     "w[40:3]": lambda w: w[40:3],
@@ -114,7 +114,7 @@ def assert_same(got, expected):
                 s for s, n in zip(e.stride(), e.shape, strict=True) if n > 1
             ]
         if isinstance(g, mx.MXTensor):
-            for operand in g.held:
+            for operand in g.operands:
                 assert operand.data.shape == operand.format.data_shape(operand.shape)
                 assert operand.scale.shape == operand.format.scale_shape(operand.shape)
             g = g.dequantize()
@@ -135,7 +135,7 @@ def assert_cut(op, w):
         op(w)
 
 
-def assert_kept(op, w):
+def assert_saved(op, w):
     with mx.explain() as log, mx.strict():
         got = op(w)
     assert all(isinstance(g, mx.MXTensor) and g.recipe == w.recipe for g in as_list(got))
@@ -144,28 +144,28 @@ def assert_kept(op, w):
     return got
 
 
-@pytest.mark.parametrize("name", KEPT)
+@pytest.mark.parametrize("name", SAVED)
 @pytest.mark.parametrize("format", NARROW)
 def test_rows_of_narrow_blocks_keep_their_codes(format, name):
-    op = KEPT[name]
+    op = SAVED[name]
     w = mx.quantize(torch.randn(ROWS, COLS), format)
-    assert_kept(op, w)
+    assert_saved(op, w)
 
 
-@pytest.mark.parametrize("name", KEPT)
+@pytest.mark.parametrize("name", SAVED)
 @pytest.mark.parametrize("format", ["mxfp8", "mxfp4", "mxfp6_e2m3"])
 def test_rows_are_what_quantizing_the_moved_values_gives(format, name):
     """Codes and scales, not just values: no block saw other company than before."""
     x = torch.randn(ROWS, COLS, dtype=torch.bfloat16)
     w = mx.quantize(x, format)
-    for got, source in zip(as_list(KEPT[name](w)), as_list(KEPT[name](x)), strict=True):
+    for got, source in zip(as_list(SAVED[name](w)), as_list(SAVED[name](x)), strict=True):
         assert same_bytes(got, mx.quantize(source, format))
 
 
 @pytest.mark.parametrize("name", WHOLE)
 @pytest.mark.parametrize("format", ["mxfp8", "mxfp4", "mxfp6_e2m3", "mxint8", "nvfp4", "float8_1x128"])
 def test_whole_blocks_move(format, name):
-    assert_kept(WHOLE[name], mx.quantize(torch.randn(ROWS, COLS).half(), format))
+    assert_saved(WHOLE[name], mx.quantize(torch.randn(ROWS, COLS).half(), format))
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_whole_blocks_move(format, name):
 )  # fmt: skip
 @pytest.mark.parametrize("format", ["mxfp8[32x32]", "mxfp4[16x16]", "mxfp6_e2m3[32x32]"])
 def test_tiles_move_whole(format, name, op):
-    assert_kept(op, mx.quantize(torch.randn(ROWS, COLS), format))
+    assert_saved(op, mx.quantize(torch.randn(ROWS, COLS), format))
 
 
 @pytest.mark.parametrize("name", CUTTING)
@@ -196,16 +196,16 @@ def test_what_cuts_a_block_is_dequantized(format, name):
     assert_cut(CUTTING[name], mx.quantize(torch.randn(ROWS, COLS), format))
 
 
-@pytest.mark.parametrize("name", [*KEPT, *WHOLE, *CUTTING])
+@pytest.mark.parametrize("name", [*SAVED, *WHOLE, *CUTTING])
 @pytest.mark.parametrize("orientation", ["rowwise", "columnwise", "both"])
 @pytest.mark.parametrize("format", ["mxfp8", "nvfp4", *TILED])
 def test_every_op_gives_the_dense_values(format, orientation, name):
     """Quantized or not. Two copies differ by their rounding: each that is left goes its own way."""
-    op = (KEPT | WHOLE | CUTTING)[name]
+    op = (SAVED | WHOLE | CUTTING)[name]
     w = mx.quantize(torch.randn(ROWS, COLS), format, orientation=orientation)
-    before = [t.clone() for t in parts_of(w)]
+    before = [t.clone() for t in components_of(w)]
     got = as_list(op(w))
-    if len(w.held) == 1:
+    if len(w.operands) == 1:
         assert_same(got, op(w.dequantize()))
     else:
         copies = [as_list(op(one_copy(w, columnwise).dequantize())) for columnwise in (False, True)]
@@ -217,7 +217,7 @@ def test_every_op_gives_the_dense_values(format, orientation, name):
                         assert torch.equal(values, a) or torch.equal(values, b)
             else:
                 assert g.shape == a.shape and ((g == a) | (g == b)).all()
-    assert all(torch.equal(a, b) for a, b in zip(before, parts_of(w), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, components_of(w), strict=True))
 
 
 def test_columnwise_blocks_leave_columns_free():
@@ -231,18 +231,18 @@ def test_columnwise_blocks_leave_columns_free():
         lambda w: w.repeat(1, 2),
         lambda w: F.pad(w, (1, 2)),
     ):
-        assert_kept(op, w)
+        assert_saved(op, w)
     for op in (lambda w: w[3], lambda w: w.flip(0), lambda w: F.pad(w, (0, 0, 1, 0))):
         assert_cut(op, w)
 
 
 def test_views_share_memory_and_copies_do_not():
     w = mx.quantize(torch.randn(ROWS, COLS), "mxfp8")
-    memory = {t.untyped_storage().data_ptr() for t in parts_of(w)}
+    memory = {t.untyped_storage().data_ptr() for t in components_of(w)}
     source = torch.ones(ROWS, COLS)
-    for name in KEPT:
-        for dense, got in zip(as_list(KEPT[name](source)), as_list(KEPT[name](w)), strict=True):
-            shares = bool(memory & {t.untyped_storage().data_ptr() for t in parts_of(got)})
+    for name in SAVED:
+        for dense, got in zip(as_list(SAVED[name](source)), as_list(SAVED[name](w)), strict=True):
+            shares = bool(memory & {t.untyped_storage().data_ptr() for t in components_of(got)})
             expected = dense.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
             assert not got.numel() or shares == expected, name
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import mxtensor as mx
 from mxtensor.training.training_weight import values_of
-from tests.helpers.compare import parts_of
+from tests.helpers.compare import components_of
 
 aten = torch.ops.aten
 FORMATS = [*mx.FORMATS, "mxfp4[32x32]", "mxfp6[16x16]"]
@@ -27,7 +27,7 @@ def as_list(result):
 
 
 def memory(w):
-    return {t.untyped_storage().data_ptr() for t in parts_of(w)}
+    return {t.untyped_storage().data_ptr() for t in components_of(w)}
 
 
 def strides(t):
@@ -50,7 +50,7 @@ def assert_dense_op(op, w, dense):
         assert (g.shape, strides(g), g.dtype) == (e.shape, strides(e), e.dtype)
         plain = g.dequantize()
         assert torch.equal(plain, e) and strides(plain) == strides(e.clone())
-        (operand,) = g.held
+        (operand,) = g.operands
         assert operand.data.shape == operand.format.data_shape(operand.shape)
         assert operand.scale.shape == operand.format.scale_shape(operand.shape)
         if e.numel() and e.untyped_storage().data_ptr() == dense.untyped_storage().data_ptr():
@@ -61,7 +61,7 @@ def assert_dense_op(op, w, dense):
 def copies_of(w):
     """``w`` as tensors with one copy each, beside the dense tensors they stand for."""
     sides = [mx.Orientation.ROWWISE, mx.Orientation.COLUMNWISE]
-    ones = [w] if len(w.held) == 1 else [alone(w, side) for side in sides]
+    ones = [w] if len(w.operands) == 1 else [alone(w, side) for side in sides]
     return [(one, one.dequantize()) for one in ones]
 
 
@@ -70,7 +70,7 @@ def assert_same_op(op, w, copies=None):
 
     Returns the result and its copies beside their dense tensors; raises NotImplementedError where no copy can follow.
     """
-    before = [t.clone() for t in parts_of(w)]
+    before = [t.clone() for t in components_of(w)]
     followers, refusal = [], None
     for one, dense in copies or copies_of(w):
         try:
@@ -87,12 +87,12 @@ def assert_same_op(op, w, copies=None):
         raise refusal
     result = as_list(op(w))
     for g, *ones in zip(result, *(got for got, _ in followers), strict=True):
-        assert len(g.held) == len(ones)
+        assert len(g.operands) == len(ones)
         for one in ones:
             assert (g.shape, g.stride()) == (one.shape, one.stride())
-            kept = g if len(ones) == 1 else alone(g, one.orientation)
-            assert torch.equal(kept.dequantize(), one.dequantize())
-    assert all(torch.equal(a, b) for a, b in zip(parts_of(w), before, strict=True))
+            saved = g if len(ones) == 1 else alone(g, one.orientation)
+            assert torch.equal(saved.dequantize(), one.dequantize())
+    assert all(torch.equal(a, b) for a, b in zip(components_of(w), before, strict=True))
     return result[-1], [(got[-1], expected[-1]) for got, expected in followers]
 
 
@@ -165,10 +165,10 @@ def test_two_dimensions_turn(format):
 
 def test_transpose_swaps_the_copies_and_moves_no_byte():
     w = mx.quantize(torch.randn(64, 96), "mxfp8", orientation="both")
-    turned = w.t()
-    assert turned.rowwise.data.data_ptr() == w.columnwise.data.data_ptr()
-    assert turned.columnwise.data.data_ptr() == w.rowwise.data.data_ptr()
-    assert turned._base is w and not turned.is_contiguous()
+    transposed = w.t()
+    assert transposed.rowwise.data.data_ptr() == w.columnwise.data.data_ptr()
+    assert transposed.columnwise.data.data_ptr() == w.rowwise.data.data_ptr()
+    assert transposed._base is w and not transposed.is_contiguous()
 
 
 # ---------------------------------------------------------------------------------------------- 1 x n blocks
@@ -299,7 +299,7 @@ CUT_CASES = [(key, *case) for key, cases in CUTS.items() for case in cases]
 def test_an_op_that_cuts_a_block_gives_plain_values_and_says_so(key, what, op):
     format, orientation = key
     w = mx.quantize(torch.randn(64, 128), format, orientation=orientation)
-    before = [t.clone() for t in parts_of(w)]
+    before = [t.clone() for t in components_of(w)]
     with mx.explain() as log:
         plain = op(w)
     expected = op(w.dequantize())
@@ -308,7 +308,7 @@ def test_an_op_that_cuts_a_block_gives_plain_values_and_says_so(key, what, op):
     assert re.search(re.escape(what) + r" cuts \S+ blocks of (rowwise|columnwise|both)", log.table())
     with mx.strict(), pytest.raises(NotImplementedError, match=re.escape(what) + " cuts "):
         op(w)
-    assert all(torch.equal(a, b) for a, b in zip(parts_of(w), before, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(components_of(w), before, strict=True))
 
 
 def test_a_shape_that_loses_the_blocked_dimension_is_plain():

@@ -10,7 +10,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import mxtensor as mx
 from mxtensor.numerics.reference import decode
-from tests.helpers.compare import parts_of, same_bytes
+from tests.helpers.compare import components_of, same_bytes
 
 ROWS, COLS = 32, 64
 FORMATS = ["mxfp8", "mxfp4", "mxfp6_e2m3", "nvfp4", "mxfp8[32x32]", "float8_row", "float8_tensor"]
@@ -107,11 +107,11 @@ def orientations(format):
 
 def assert_written(w, op, dense_op=None):
     """``op(w)`` leaves what quantizing the dense result gives, in the same memory; returns what ``op`` returned."""
-    dense, before = w.dequantize(), (repr(w), w.stride(), [t.data_ptr() for t in parts_of(w)])
+    dense, before = w.dequantize(), (repr(w), w.stride(), [t.data_ptr() for t in components_of(w)])
     with mx.explain() as log:
         result = op(w)
     (dense_op or op)(dense)
-    assert (repr(w), w.stride(), [t.data_ptr() for t in parts_of(w)]) == before
+    assert (repr(w), w.stride(), [t.data_ptr() for t in components_of(w)]) == before
     assert same_bytes(w, mx.quantize(dense, w.format, orientation=w.orientation))
     return result, log
 
@@ -125,12 +125,12 @@ def test_a_write_is_the_dense_op_quantized_again(format, name):
             result, _ = assert_written(w, RETURNING[name])
             assert result is w
         else:  # blocks that are not written keep the codes they have, so that values are what can be compared
-            dense, pointers = w.dequantize(), [t.data_ptr() for t in parts_of(w)]
+            dense, pointers = w.dequantize(), [t.data_ptr() for t in components_of(w)]
             SETITEM[name](w), SETITEM[name](dense)
             expected = mx.quantize(dense, format, orientation=orientation)
-            for got, values in zip(w.held, expected.held, strict=True):
+            for got, values in zip(w.operands, expected.operands, strict=True):
                 assert torch.equal(decode(got, w.dtype), decode(values, w.dtype))
-            assert [t.data_ptr() for t in parts_of(w)] == pointers
+            assert [t.data_ptr() for t in components_of(w)] == pointers
 
 
 @pytest.mark.parametrize("name", FOREACH)
@@ -140,12 +140,12 @@ def test_a_list_of_tensors_is_written_like_each(format, name):
     dense = [w.dequantize() for w in ws]
     plain = torch.randn(ROWS, COLS)
     twin = plain.clone()
-    pointers = [[t.data_ptr() for t in parts_of(w)] for w in ws]
+    pointers = [[t.data_ptr() for t in components_of(w)] for w in ws]
     FOREACH[name]([*ws, plain]), FOREACH[name]([*dense, twin])
     assert torch.equal(plain, twin)  # a plain tensor in the list is written as it is
     for w, values, before in zip(ws, dense, pointers, strict=True):
         assert same_bytes(w, mx.quantize(values, format, orientation=w.orientation))
-        assert [t.data_ptr() for t in parts_of(w)] == before
+        assert [t.data_ptr() for t in components_of(w)] == before
 
 
 def test_writes_are_logged_and_refused_under_strict():
@@ -181,18 +181,18 @@ def test_a_write_to_a_view_reaches_all_of_its_base(format, orientation, rows):
         lambda v: v.zero_(),
     ):
         w = mx.quantize(torch.randn(ROWS, COLS), format, orientation=orientation)
-        dense, pointers = w.dequantize(), [t.data_ptr() for t in parts_of(w)]
+        dense, pointers = w.dequantize(), [t.data_ptr() for t in components_of(w)]
         view, plain = w[rows], dense[rows]
         if op(view) is not view:
             continue  # a plain copy took the write
         op(plain)
         expected = mx.quantize(dense, format, orientation=orientation)
         assert torch.equal(w.dequantize(), expected.dequantize())
-        if len(w.held) == 2:
+        if len(w.operands) == 2:
             assert torch.equal(w.t().dequantize(), expected.t().dequantize())
             assert torch.equal(w._columnwise.data.view(torch.uint8), expected._columnwise.data.view(torch.uint8))
         assert torch.equal(view.dequantize(), w[rows].dequantize())
-        assert [t.data_ptr() for t in parts_of(w)] == pointers
+        assert [t.data_ptr() for t in components_of(w)] == pointers
 
 
 @pytest.mark.parametrize("format", ["mxfp8", "nvfp4"])
@@ -270,10 +270,12 @@ TRAINING = [
 ]
 
 
-@pytest.mark.parametrize(("name", "options", "factor"), TRAINING, ids=[f"{n}-{sorted(o)}" for n, o, _ in TRAINING])
-def test_an_optimizer_trains_a_quantized_parameter(name, options, factor):
+@pytest.mark.parametrize(
+    ("name", "options", "learning_rate"), TRAINING, ids=[f"{n}-{sorted(o)}" for n, o, _ in TRAINING]
+)
+def test_an_optimizer_trains_a_quantized_parameter(name, options, learning_rate):
     first, last = train(getattr(OPTIM, name), **options)
-    assert last < first / factor
+    assert last < first / learning_rate
 
 
 def test_training_in_bfloat16_and_in_four_bits():

@@ -12,7 +12,7 @@ from torch import nn
 
 import mxtensor as mx
 from mxtensor.numerics.cast import Cast
-from mxtensor.recipe.linear_recipe import Role, Roles, roles_by_key
+from mxtensor.recipe.linear_recipe import LinearRecipe, TensorCasts, recipe_by_key
 from mxtensor.recipe.training_recipes import (
     CustomRecipe,
     DelayedScaling,
@@ -25,6 +25,7 @@ from mxtensor.recipe.training_recipes import (
     NVFP4BlockScaling,
     Recipe,
 )
+from mxtensor.training.autocast import autocast_state
 from tests.helpers.training_reference import check_step
 
 RECIPES = (
@@ -190,7 +191,7 @@ GOLDEN = {
 }
 
 
-def row(roles):
+def row(linear_recipe):
     """``input | weight | grad``; of each, the rowwise and the columnwise cast."""
 
     def cast(c):
@@ -199,16 +200,16 @@ def row(roles):
         scaling = "" if c.scaling.value == "rceil" else f":{c.scaling.value}"
         return f"{c.format.name}{scaling}{'~' if c.rounding.value == 'stochastic' else ''}"
 
-    def role(r):
+    def casts(r):
         both = cast(r.rowwise) if r.rowwise == r.columnwise else f"{cast(r.rowwise)}/{cast(r.columnwise)}"
         return both + (f" signs {r.signs:#x}" if r.signs is not None else "")
 
-    return " | ".join(map(role, (roles.input, roles.weight, roles.grad)))
+    return " | ".join(map(casts, (linear_recipe.input, linear_recipe.weight, linear_recipe.grad)))
 
 
 def test_the_casts_of_each_recipe():
     assert_expected_inline(
-        "\n".join(f"{name}: {row(recipe.roles())}" for name, recipe in GOLDEN.items()),
+        "\n".join(f"{name}: {row(recipe.linear_recipe())}" for name, recipe in GOLDEN.items()),
         """\
 mxfp8: mxfp8_e4m3 | mxfp8_e4m3 | mxfp8_e4m3
 mxfp8 hybrid: mxfp8_e4m3 | mxfp8_e4m3 | mxfp8_e5m2
@@ -235,19 +236,21 @@ custom: mxfp8_e4m3 | mxfp6_e3m2 | -""",
 
 
 def test_delayed_scaling_hands_its_fields_to_the_state():
-    delayed = DelayedScaling(2, Format.E4M3, 16, half_of_max, None, False).roles().delayed
+    delayed = DelayedScaling(2, Format.E4M3, 16, half_of_max, None, False).linear_recipe().delayed
     assert (delayed.margin, delayed.history_len, delayed.reduce) == (2, 16, False)
     assert delayed.amax_of is half_of_max and delayed.scale_of is None
 
 
 def test_roles_are_made_once_for_equal_fields():
-    assert MXFP8BlockScaling().roles() is MXFP8BlockScaling().roles()
-    assert MXFP8BlockScaling().roles() is not MXFP8BlockScaling(fp8_format=Format.E5M2).roles()
+    assert MXFP8BlockScaling().linear_recipe() is MXFP8BlockScaling().linear_recipe()
+    assert MXFP8BlockScaling().linear_recipe() is not MXFP8BlockScaling(fp8_format=Format.E5M2).linear_recipe()
 
 
 def test_roles_say_their_recipe_and_formats():
-    assert str(MXFP8BlockScaling().roles()) == "MXFP8BlockScaling (mxfp8_e4m3)"
-    assert str(CustomRecipe("mxfp8", None, "mxint8").roles()) == "CustomRecipe (high precision/mxfp8_e4m3/mxint8)"
+    assert str(MXFP8BlockScaling().linear_recipe()) == "MXFP8BlockScaling (mxfp8_e4m3)"
+    assert (
+        str(CustomRecipe("mxfp8", None, "mxint8").linear_recipe()) == "CustomRecipe (high precision/mxfp8_e4m3/mxint8)"
+    )
 
 
 # ---------------------------------------------------------------------------------------------- custom
@@ -259,39 +262,42 @@ def test_roles_say_their_recipe_and_formats():
         "mxfp6_e3m2",
         mx.get_format("mxfp6_e3m2"),
         Cast.of("mxfp6_e3m2"),
-        Role.of("mxfp6_e3m2"),
-        Role(Cast.of("mxfp6_e3m2"), Cast.of("mxfp6_e3m2")),
+        TensorCasts.of("mxfp6_e3m2"),
+        TensorCasts(Cast.of("mxfp6_e3m2"), Cast.of("mxfp6_e3m2")),
     ],
     ids=lambda p: type(p).__name__,
 )
 def test_a_role_is_given_by_name_format_cast_or_role(part):
-    assert CustomRecipe(part, part, part).roles() == CustomRecipe(*["mxfp6_e3m2"] * 3).roles()
+    assert CustomRecipe(part, part, part).linear_recipe() == CustomRecipe(*["mxfp6_e3m2"] * 3).linear_recipe()
 
 
 def test_a_role_may_be_a_torch_dtype():
     recipe = CustomRecipe(torch.float8_e5m2, torch.float8_e4m3fn, torch.float8_e5m2)
-    assert row(recipe.roles()) == row(CustomRecipe("mxfp8_e5m2", "mxfp8_e4m3", "mxfp8_e5m2").roles())
+    assert row(recipe.linear_recipe()) == row(CustomRecipe("mxfp8_e5m2", "mxfp8_e4m3", "mxfp8_e5m2").linear_recipe())
 
 
 def test_each_copy_may_have_its_own_cast():
     """y from MXFP4, gradients from MXFP8."""
     fine, coarse = Cast.of("mxfp8"), Cast.of("mxfp4")
-    recipe = CustomRecipe(Role(coarse, fine), Role(coarse, fine), fine)
+    recipe = CustomRecipe(TensorCasts(coarse, fine), TensorCasts(coarse, fine), fine)
     step(recipe, nn.Linear(64, 48))
 
 
 @pytest.mark.parametrize(
-    "parts",
+    "components",
     [
-        {"input": Role(Cast.of("nvfp4"), Cast.of("nvfp4"), 5)},
-        {"input": Role(Cast.of("nvfp4"), Cast.of("nvfp4"), 5), "grad": Role(Cast.of("nvfp4"), Cast.of("nvfp4"), 6)},
-        {"input": Role(Cast.of("nvfp4"), None, 5), "grad": Role(Cast.of("nvfp4"), Cast.of("nvfp4"), 5)},
-        {"weight": Role(Cast.of("nvfp4"), Cast.of("nvfp4"), 5)},
+        {"input": TensorCasts(Cast.of("nvfp4"), Cast.of("nvfp4"), 5)},
+        {
+            "input": TensorCasts(Cast.of("nvfp4"), Cast.of("nvfp4"), 5),
+            "grad": TensorCasts(Cast.of("nvfp4"), Cast.of("nvfp4"), 6),
+        },
+        {"input": TensorCasts(Cast.of("nvfp4"), None, 5), "grad": TensorCasts(Cast.of("nvfp4"), Cast.of("nvfp4"), 5)},
+        {"weight": TensorCasts(Cast.of("nvfp4"), Cast.of("nvfp4"), 5)},
     ],
 )
-def test_a_product_of_one_rotated_factor_is_an_error(parts):
-    with pytest.raises(ValueError, match="only wgrad's two factors can be rotated, and only by the same signs"):
-        CustomRecipe(**parts)
+def test_a_product_of_one_rotated_factor_is_an_error(components):
+    with pytest.raises(ValueError, match="only the two operands of wgrad can be rotated, and both by the same signs"):
+        CustomRecipe(**components)
 
 
 # ---------------------------------------------------------------------------------------------- in effect
@@ -305,7 +311,7 @@ def step(recipe, layer):
         y = layer(x)
     y.backward(g)
     b = layer.bias
-    check_step((y.detach(), x.grad, layer.weight.grad, b.grad), x, layer.weight, b, g, recipe.roles())
+    check_step((y.detach(), x.grad, layer.weight.grad, b.grad), x, layer.weight, b, g, recipe.linear_recipe())
     return y.detach()
 
 
@@ -339,9 +345,9 @@ EDITS = [
 def test_an_edit_of_any_field_takes_effect_at_the_next_forward(recipe, name, value):
     recipe, layer = copy.copy(recipe), nn.Linear(70, 40)
     step(recipe, layer)
-    before = recipe.roles()
+    before = recipe.linear_recipe()
     setattr(recipe, name, value)
-    assert recipe.roles() != before
+    assert recipe.linear_recipe() != before
     step(recipe, layer)
 
 
@@ -400,9 +406,9 @@ def test_an_impossible_field_is_a_value_error_that_names_it_and_what_is_possible
     setattr(edited, name, value)
     with pytest.raises(ValueError, match=rf"^{recipe.__name__}: {name}\b.*{choices}"), mx.autocast(recipe=edited):
         pytest.fail("the block must not run")
-    assert mx.ambient.ambient() is None
+    assert autocast_state() is None
     setattr(edited, name, good)
-    assert edited.roles() is recipe().roles()
+    assert edited.linear_recipe() is recipe().linear_recipe()
 
 
 @each
@@ -427,7 +433,7 @@ def test_recipes_are_equal_by_their_fields_and_survive_copies_and_pickle(recipe)
     one, other = recipe(), recipe(high_precision_wgrad=True)
     assert one == recipe() and one != other
     for again in (copy.copy(other), copy.deepcopy(other), pickle.loads(pickle.dumps(other))):
-        assert again == other and again is not other and again.roles() == other.roles()
+        assert again == other and again is not other and again.linear_recipe() == other.linear_recipe()
 
 
 def test_recipes_of_different_types_are_not_equal():
@@ -437,18 +443,18 @@ def test_recipes_of_different_types_are_not_equal():
 
 @each
 def test_roles_survive_copies_and_pickle(recipe):
-    roles = recipe().roles()
-    for again in (copy.copy(roles), copy.deepcopy(roles), pickle.loads(pickle.dumps(roles))):
-        assert isinstance(again, Roles) and again == roles and hash(again) == hash(roles)
-        assert again.key == roles.key and roles_by_key(again.key) == roles
+    linear_recipe = recipe().linear_recipe()
+    for again in (copy.copy(linear_recipe), copy.deepcopy(linear_recipe), pickle.loads(pickle.dumps(linear_recipe))):
+        assert isinstance(again, LinearRecipe) and again == linear_recipe and hash(again) == hash(linear_recipe)
+        assert again.key == linear_recipe.key and recipe_by_key(again.key) == linear_recipe
 
 
 def test_a_process_that_unpickles_roles_finds_them_by_their_key():
     """A traced graph holds the key."""
-    data = pickle.dumps(MXFP8BlockScaling(fp8_format=Format.HYBRID, grad_scaling="even").roles())
+    data = pickle.dumps(MXFP8BlockScaling(fp8_format=Format.HYBRID, grad_scaling="even").linear_recipe())
     code = (
-        "import pickle, sys, mxtensor.roles as r\n"
-        "roles = pickle.loads(sys.stdin.buffer.read())\nassert r.roles_by_key(roles.key) is roles"
+        "import pickle, sys, mxtensor.recipe.linear_recipe as r\n"
+        "roles = pickle.loads(sys.stdin.buffer.read())\nassert r.recipe_by_key(roles.key) is roles"
     )
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], input=data, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr.decode()

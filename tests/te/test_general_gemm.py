@@ -46,7 +46,7 @@ OUTPUTS = {
     "block": Float8BlockQuantizer,
     "mxfp6": lambda: MXQuantizer("mxfp6"),
 }
-FACTORS = {
+GEMM_OPERANDS = {
     **INPUTS,
     "block 1x128": lambda: Float8BlockQuantizer(E4M3, block_scaling_dim=1),
     "block": Float8BlockQuantizer,
@@ -79,7 +79,7 @@ def columns(t, side):
     return side == "columnwise" and t._columnwise is not None
 
 
-def factors(layout, make, dtype=torch.float32):
+def gemm_operands(layout, make, dtype=torch.float32):
     return [make()(torch.randn(shape, dtype=dtype)) for shape in shapes(layout)]
 
 
@@ -135,10 +135,10 @@ def test_000_pattern_3_a_result_in_high_precision():
 
 
 @pytest.mark.parametrize("layout", PRODUCTS)
-@pytest.mark.parametrize("make", FACTORS)
+@pytest.mark.parametrize("make", GEMM_OPERANDS)
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_layout_multiplies_the_copies_it_names(layout, make, out_dtype):
-    a, b = factors(layout, FACTORS[make])
+    a, b = gemm_operands(layout, GEMM_OPERANDS[make])
     sides = SIDES[layout]
     out = general_gemm(a, b, out_dtype=out_dtype, layout=layout).out
     exact = [values(t, side) for t, side in zip((a, b), sides, strict=True)]
@@ -163,10 +163,10 @@ def test_the_result_is_in_the_dtype_of_b(dtype):
 
 
 @pytest.mark.parametrize("layout", ["TN", "NN"])
-@pytest.mark.parametrize("make", FACTORS)
+@pytest.mark.parametrize("make", GEMM_OPERANDS)
 def test_leading_dimensions_of_b_are_those_of_the_result(layout, make):
     a_shape, b_shape = shapes(layout)
-    q = FACTORS[make]()
+    q = GEMM_OPERANDS[make]()
     a, b = q(torch.randn(a_shape)), q(torch.randn(3, 5, b_shape[1]))
     out = general_gemm(a, b, layout=layout).out
     rows = b if isinstance(b, torch.Tensor) and not isinstance(b, mx.MXTensor) else b.dequantize()
@@ -198,7 +198,7 @@ def test_the_layouts_are_the_products_of_a_linear_layer():
     recipe = NVFP4BlockScaling(disable_stochastic_rounding=True)
     x, w = torch.randn(37, 70, requires_grad=True), torch.randn(50, 70, requires_grad=True)
     g = torch.randn(37, 50)
-    y = linear(x, w, None, Options(recipe.roles()))
+    y = linear(x, w, None, Options(recipe.linear_recipe()))
     y.backward(g)
     (q_x, q_w), (q_g,) = quantizers_of(recipe, x.device).values()
     xq, wq, gq = q_x(x.detach()), q_w(w.detach()), q_g(g)
@@ -220,7 +220,7 @@ def test_explain_names_the_product():
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bias_dtype", [torch.float32, torch.bfloat16])
 def test_the_bias_is_added_before_the_one_rounding(out_dtype, bias_dtype):
-    a, b = factors("TN", mxfp8)
+    a, b = gemm_operands("TN", mxfp8)
     bias = torch.randn(50, dtype=bias_dtype)
     out = general_gemm(a, b, out_dtype=out_dtype, bias=bias).out
 
@@ -234,7 +234,7 @@ def test_the_bias_is_added_before_the_one_rounding(out_dtype, bias_dtype):
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("beta", [None, 0.5, 0.0])
 def test_accumulation_into_out(make, out_dtype, beta):
-    a, b = factors("NT", FACTORS[make])
+    a, b = gemm_operands("NT", GEMM_OPERANDS[make])
     old = torch.randn(50, 70).to(out_dtype)
     out = old.clone()
     result = general_gemm(a, b, layout="NT", out=out, accumulate=True, beta=beta, alpha=2.0)
@@ -248,7 +248,7 @@ def test_accumulation_into_out(make, out_dtype, beta):
 
 def test_microbatches_add_up_in_main_grad():
     main_grad = torch.zeros(50, 70)
-    steps = [factors("NT", mxfp8, torch.bfloat16) for _ in range(3)]
+    steps = [gemm_operands("NT", mxfp8, torch.bfloat16) for _ in range(3)]
     for x, g in steps:
         general_gemm(x, g, out_dtype=torch.float32, layout="NT", out=main_grad, accumulate=True, grad=True)
     total = sum(values(g, "columnwise").double().t() @ values(x, "columnwise").double() for x, g in steps)
@@ -257,7 +257,7 @@ def test_microbatches_add_up_in_main_grad():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_out_is_overwritten_without_accumulation(dtype):
-    a, b = factors("TN", mxfp8)
+    a, b = gemm_operands("TN", mxfp8)
     out = torch.full((37, 50), float("nan"), dtype=dtype)
     address = out.data_ptr()
     result = general_gemm(a, b, out=out)
@@ -268,9 +268,9 @@ def test_out_is_overwritten_without_accumulation(dtype):
 @pytest.mark.parametrize("quantizer", OUTPUTS)
 def test_a_quantized_out_is_written_in_place(quantizer):
     quantizer = OUTPUTS[quantizer]()
-    a, b = factors("TN", mxfp8)
+    a, b = gemm_operands("TN", mxfp8)
     out = quantizer.make_empty((37, 50), dtype=torch.bfloat16)
-    for part in out.parts:
+    for part in out.components:
         (part.view(torch.uint8) if part.dtype.itemsize == 1 else part).fill_(0xAB)
     assert general_gemm(a, b, out=out, quantization_params=quantizer).out is out
     assert same_bytes(out, quantizer(general_gemm(a, b, out_dtype=torch.bfloat16).out))
@@ -294,19 +294,19 @@ def test_the_bias_gradient_sums_the_rows_of_b(quantized, bias_dtype):
 
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
 def test_gelu_and_what_its_derivative_needs(out_dtype):
-    a, b = factors("TN", mxfp8)
+    a, b = gemm_operands("TN", mxfp8)
     bias = torch.randn(50)
     exact = b.dequantize().double() @ a.dequantize().double().t() + bias
     result = general_gemm(a, b, out_dtype=out_dtype, gelu=True, bias=bias)
     torch.testing.assert_close(result.gelu_input, exact.to(out_dtype))
     torch.testing.assert_close(result.out, torch.nn.functional.gelu(exact, approximate="tanh").to(out_dtype))
-    kept = torch.full((37, 50), float("nan"), dtype=out_dtype)
-    again = general_gemm(a, b, out_dtype=out_dtype, gelu=True, gelu_in=kept, bias=bias)
-    assert again.gelu_input is kept and torch.equal(kept, result.gelu_input) and torch.equal(again.out, result.out)
+    saved = torch.full((37, 50), float("nan"), dtype=out_dtype)
+    again = general_gemm(a, b, out_dtype=out_dtype, gelu=True, gelu_in=saved, bias=bias)
+    assert again.gelu_input is saved and torch.equal(saved, result.gelu_input) and torch.equal(again.out, result.out)
 
 
 def test_gelu_in_the_backward_product():
-    w, g = factors("NN", mxfp8)
+    w, g = gemm_operands("NN", mxfp8)
     z = torch.randn(37, 70)
     result = general_gemm(w, g, layout="NN", gelu=True, gelu_in=z, grad=True)
     leaf = z.double().requires_grad_()

@@ -12,7 +12,7 @@ from mxtensor import recipe as R
 from mxtensor.kernels.quantize.hadamard import rotated
 from mxtensor.kernels.quantize.select import Form, cast_pair
 from mxtensor.numerics.cast import Cast
-from mxtensor.recipe.linear_recipe import Role
+from mxtensor.recipe.linear_recipe import TensorCasts
 from mxtensor.recipe.training_recipes import RANDOM_SIGNS
 from mxtensor.te.quantizer_base import DType, Quantizer
 from mxtensor.te.quantizers import (
@@ -27,7 +27,7 @@ from mxtensor.te.quantizers import (
 )
 from mxtensor.training.delayed_scaling import DelayedState
 from tests.helpers import oracle
-from tests.helpers.compare import parts_of, same_bytes
+from tests.helpers.compare import components_of, same_bytes
 
 E4M3, E5M2 = DType.kFloat8E4M3, DType.kFloat8E5M2
 
@@ -61,7 +61,7 @@ EVERY = STATELESS | {"delayed": delayed, "rotated": lambda **usage: NVFP4Quantiz
 
 def poison(w):
     """Fill an MXTensor's memory with what no correct write leaves behind."""
-    for part in [*w.parts, *(w._rotated.operand.tensors if w._rotated else ())]:
+    for part in [*w.components, *(w._rotated.operand.tensors if w._rotated else ())]:
         (part.view(torch.uint8) if part.dtype.itemsize == 1 else part).fill_(0xAB)
     return w
 
@@ -71,16 +71,16 @@ def in_order(quantizers):
     return [*quantizers["scaling_fwd"], *quantizers["scaling_bwd"]]
 
 
-def all_parts(w):
-    return parts_of(w) + [t.view(torch.uint8) if t.dtype.itemsize == 1 else t for t in rotated_parts(w)]
+def all_components(w):
+    return components_of(w) + [t.view(torch.uint8) if t.dtype.itemsize == 1 else t for t in rotated_components(w)]
 
 
-def rotated_parts(w):
+def rotated_components(w):
     return list(w._rotated.operand.tensors) if w._rotated else []
 
 
 def same(a, b):
-    mine, theirs = all_parts(a), all_parts(b)
+    mine, theirs = all_components(a), all_components(b)
     return len(mine) == len(theirs) and all(torch.equal(p, q) for p, q in zip(mine, theirs, strict=True))
 
 
@@ -162,15 +162,17 @@ def test_001_frame_4a_quantizers_of_a_recipe(recipe, kind):
     quantizers = quantizers_of(recipe, torch.device("cpu"))
     assert list(quantizers) == ["scaling_fwd", "scaling_bwd"]
     assert [len(slots) for slots in quantizers.values()] == [2, 1]
-    roles = recipe.roles()
+    linear_recipe = recipe.linear_recipe()
     x = torch.randn(70, 90)
-    for role, quantizer in zip((roles.input, roles.weight, roles.grad), in_order(quantizers), strict=True):
+    for casts, quantizer in zip(
+        (linear_recipe.input, linear_recipe.weight, linear_recipe.grad), in_order(quantizers), strict=True
+    ):
         assert isinstance(quantizer, kind)
         assert quantizer.rowwise and quantizer.columnwise
-        assert quantizer.cast == role.rowwise
+        assert quantizer.cast == casts.rowwise
         assert not isinstance(quantizer, Float8Quantizer) or kind is Float8Quantizer
-        if role.rowwise.rounding is mx.Rounding.NEAREST and kind is not Float8Quantizer:
-            plain = mx.quantize(x, role.rowwise.format, role.rowwise.scaling)
+        if casts.rowwise.rounding is mx.Rounding.NEAREST and kind is not Float8Quantizer:
+            plain = mx.quantize(x, casts.rowwise.format, casts.rowwise.scaling)
             assert torch.equal(quantizer(x)._rowwise_data, plain._rowwise_data)
 
 
@@ -236,10 +238,10 @@ def test_the_parts_by_name_decode_to_the_values(name):
     """Codes and scales by TransformerEngine's names, tails included."""
     x = torch.randn(40, 50)
     w = STATELESS[name]()(x)
-    expected, turned = (values_in(t, name) for t in (x, x.t()))
+    expected, transposed = (values_in(t, name) for t in (x, x.t()))
     assert torch.equal(decoded(w._rowwise_data, w._rowwise_scale_inv, w), expected)
     columnwise = decoded(w._columnwise_data, w._columnwise_scale_inv, w.t())
-    assert torch.equal(columnwise, expected.t() if w.format.square else turned)
+    assert torch.equal(columnwise, expected.t() if w.format.square else transposed)
 
 
 def values_in(x, name):
@@ -248,8 +250,8 @@ def values_in(x, name):
 
 def decoded(codes, scale, w):
     fp8 = w.format.element.dtype
-    last = None if not w.format.global_scale else w.held[0].global_scale
-    return mx.MXTensor.from_parts(
+    last = None if not w.format.global_scale else w.operands[0].global_scale
+    return mx.MXTensor.from_components(
         codes.contiguous().view(fp8), scale.contiguous(), w.format, tuple(w.shape), torch.float32, last
     ).dequantize()
 
@@ -358,10 +360,10 @@ def test_stochastic_rounding_draws_from_the_generator():
 def test_nvfp4_rotates_the_columnwise_copy(shape):
     x = torch.randn(shape)
     w = NVFP4Quantizer(with_rht=True)(x)
-    turned = mx.quantize(rotated(x.t(), RANDOM_SIGNS), "nvfp4")
+    transposed = mx.quantize(rotated(x.t(), RANDOM_SIGNS), "nvfp4")
     assert same_bytes(w, mx.quantize(x, "nvfp4")), "the rowwise copy is as ever"
-    assert torch.equal(w._columnwise_data, turned._rowwise_data)
-    assert torch.equal(w._columnwise_scale_inv, turned._rowwise_scale_inv)
+    assert torch.equal(w._columnwise_data, transposed._rowwise_data)
+    assert torch.equal(w._columnwise_scale_inv, transposed._rowwise_scale_inv)
 
 
 def test_torch_ops_never_meet_a_rotated_copy():
@@ -390,9 +392,9 @@ def test_make_empty_then_update(name, shape):
     x = torch.randn(shape, dtype=torch.bfloat16)
     w = poison(q.make_empty(shape, dtype=torch.bfloat16))
     assert w.shape == shape and w.dtype is torch.bfloat16 and w.device == x.device and not w.requires_grad
-    memory = [part.data_ptr() for part in w.parts]
+    memory = [part.data_ptr() for part in w.components]
     q.update_quantized(x, w)
-    assert same(w, q(x)) and [part.data_ptr() for part in w.parts] == memory
+    assert same(w, q(x)) and [part.data_ptr() for part in w.components] == memory
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -405,27 +407,27 @@ def test_out_is_written_and_returned(name):
 
 
 @pytest.mark.parametrize("name", STATELESS)
-@pytest.mark.parametrize("held", ["rowwise", "columnwise", "both"])
-def test_an_update_writes_every_copy_that_is_held(name, held):
+@pytest.mark.parametrize("operands", ["rowwise", "columnwise", "both"])
+def test_an_update_writes_every_copy_that_is_held(name, operands):
     """Whatever the quantizer's usage is: a copy left alone would stand for the old values."""
     q = STATELESS[name](columnwise=False)
     x = torch.randn(64, 96)
-    w = mx.quantize(torch.randn(64, 96), name, orientation=held)
+    w = mx.quantize(torch.randn(64, 96), name, orientation=operands)
     q.update_quantized(x, w)
-    assert same_bytes(w, mx.quantize(x, name, orientation=held))
+    assert same_bytes(w, mx.quantize(x, name, orientation=operands))
 
 
 def test_an_update_is_seen_through_aliases():
     parameter = nn.Parameter(mx.quantize(torch.randn(64, 96), "mxfp8", orientation="both"))
     module = nn.Linear(96, 64, bias=False)
     module.weight = parameter
-    turned, version = parameter.detach().t(), parameter._version
+    transposed, version = parameter.detach().t(), parameter._version
     x = torch.randn(64, 96)
     assert MXFP8Quantizer(E4M3).update_quantized(x, parameter) is parameter is module.weight
     assert parameter.requires_grad and parameter._version > version
-    assert torch.equal(turned.dequantize(), mx.quantize(x.t(), "mxfp8").dequantize())
+    assert torch.equal(transposed.dequantize(), mx.quantize(x.t(), "mxfp8").dequantize())
     other = torch.randn(96, 64)
-    MXFP8Quantizer(E4M3).update_quantized(other, turned)
+    MXFP8Quantizer(E4M3).update_quantized(other, transposed)
     assert same_bytes(parameter, mx.quantize(other.t(), "mxfp8", orientation="both"))
 
 
@@ -522,8 +524,8 @@ def test_what_is_not_finite_becomes_nan_by_itself():
 
 
 def test_quantizers_of_a_delayed_state():
-    roles = R.DelayedScaling().roles()
-    state = DelayedState(roles, torch.device("cpu"))
+    linear_recipe = R.DelayedScaling().linear_recipe()
+    state = DelayedState(linear_recipe, torch.device("cpu"))
     quantizers = in_order(quantizers_of(R.DelayedScaling(), torch.device("cpu"), state))
     values = [torch.randn(40, 64) * 10**i for i in range(3)]
     for q, x in zip(quantizers, values, strict=True):
@@ -541,7 +543,7 @@ def test_quantizers_of_a_delayed_state():
 
 
 def test_a_deep_copy_of_a_layer_has_a_state_of_its_own():
-    state = DelayedState(R.DelayedScaling().roles(), torch.device("cpu"))
+    state = DelayedState(R.DelayedScaling().linear_recipe(), torch.device("cpu"))
     layer = {"state": state, "quantizers": in_order(quantizers_of(R.DelayedScaling(), "cpu", state))}
     other = copy.deepcopy(layer)
     other["quantizers"][0](torch.full((2, 2), 5.0))
@@ -562,7 +564,8 @@ def test_roles_in_high_precision_have_no_quantizer():
 def test_roles_with_two_casts_are_shown_by_the_rowwise_one():
     e4m3, e5m2 = Cast.of("mxfp8_e4m3"), Cast.of("mxfp8_e5m2")
     (both, other), (last,) = quantizers_of(
-        R.CustomRecipe(Role(e4m3, e5m2, signs=5), Role(None, e5m2), Role(None, e5m2, signs=5)), "cpu"
+        R.CustomRecipe(TensorCasts(e4m3, e5m2, signs=5), TensorCasts(None, e5m2), TensorCasts(None, e5m2, signs=5)),
+        "cpu",
     ).values()
     assert (both.dtype, both.rowwise, both.columnwise) == (E4M3, True, False)
     assert (other.dtype, other.rowwise, other.columnwise) == (E5M2, False, True)
@@ -626,9 +629,9 @@ def test_errors_name_the_way_out(call, error, message):
 
 def test_a_refused_update_changes_nothing():
     w = mx.quantize(torch.randn(32, 32), "mxfp8")
-    before = [part.clone() for part in parts_of(w)]
+    before = [part.clone() for part in components_of(w)]
     q = delayed()
     for bad in (lambda: MXFP8Quantizer(E5M2).update_quantized(torch.ones(32, 32), w), lambda: q.update_quantized(w, w)):
         with pytest.raises(ValueError):
             bad()
-    assert all(torch.equal(a, b) for a, b in zip(before, parts_of(w), strict=True)) and q.amax == 0
+    assert all(torch.equal(a, b) for a, b in zip(before, components_of(w), strict=True)) and q.amax == 0

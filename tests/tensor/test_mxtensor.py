@@ -32,8 +32,8 @@ def test_looks_like_the_dense_tensor_it_stands_for(format, dtype):
 
 def test_a_quantized_tensor_is_as_contiguous_as_a_fresh_one_whatever_its_source():
     x = torch.randn(64, 96)
-    w, turned = mx.quantize(x, "mxfp8"), mx.quantize(x.t().contiguous().t(), "mxfp8")
-    assert turned.stride() == w.stride() and same_bytes(turned, w)
+    w, transposed = mx.quantize(x, "mxfp8"), mx.quantize(x.t().contiguous().t(), "mxfp8")
+    assert transposed.stride() == w.stride() and same_bytes(transposed, w)
 
 
 def test_quantizing_carries_no_gradient_and_keeps_the_source():
@@ -120,8 +120,8 @@ def test_an_orientation_is_a_copy_blocked_along_its_own_dimension(format):
     assert torch.equal(both.columnwise.scale, col.columnwise.scale)
     # the columnwise copy is the rowwise copy of the transposed values
     assert col.columnwise.shape == (2, 160, 96)
-    turned = mx.quantize(x.mT.contiguous(), format)
-    assert torch.equal(col.dequantize(), turned.dequantize().mT)
+    transposed = mx.quantize(x.mT.contiguous(), format)
+    assert torch.equal(col.dequantize(), transposed.dequantize().mT)
     assert torch.equal(both.dequantize(), row.dequantize())
 
 
@@ -130,12 +130,12 @@ def test_a_square_block_serves_both_orientations_with_one_copy(format):
     x = torch.randn(2, 96, 160)
     for asked in ("rowwise", "columnwise", "both"):
         w = mx.quantize(x, format, orientation=asked)
-        assert w.orientation is BOTH and len(w.held) == 1
+        assert w.orientation is BOTH and len(w.operands) == 1
         assert w.rowwise.shape == (2, 96, 160) and w.columnwise.shape == (2, 160, 96)
-    turned = w.replace(w.columnwise, None, size=(2, 160, 96))
-    assert torch.equal(turned.dequantize(), w.dequantize().mT)
+    transposed = w.replace(w.columnwise, None, size=(2, 160, 96))
+    assert torch.equal(transposed.dequantize(), w.dequantize().mT)
     # turned, and not rounded again: quantizing the transposed values finds the same codes
-    assert same_bytes(turned, mx.quantize(x.mT.contiguous(), format))
+    assert same_bytes(transposed, mx.quantize(x.mT.contiguous(), format))
 
 
 def test_orientation_is_a_flag_and_takes_its_own_members():
@@ -254,7 +254,7 @@ def test_from_parts_is_the_inverse_of_taking_apart(format, as_views):
     part = w.rowwise
     data = part.data.view(torch.uint8) if as_views else part.data
     scale = part.scale_view if as_views else part.scale
-    again = mx.MXTensor.from_parts(data, scale, format, shape=(3, 40, 100), global_scale=part.global_scale)
+    again = mx.MXTensor.from_components(data, scale, format, shape=(3, 40, 100), global_scale=part.global_scale)
     assert (again.shape, again.dtype, again.format) == (w.shape, torch.bfloat16, w.format)
     assert torch.equal(again.dequantize(), w.dequantize())
     assert again.rowwise.data.data_ptr() == part.data.data_ptr()  # nothing is copied
@@ -263,12 +263,14 @@ def test_from_parts_is_the_inverse_of_taking_apart(format, as_views):
 def test_from_parts_reads_the_shape_from_whole_groups_of_codes():
     for format in FORMATS:
         part = mx.quantize(torch.randn(4, 128), format).rowwise
-        again = mx.MXTensor.from_parts(part.data, part.scale, format, global_scale=part.global_scale, dtype=torch.half)
+        again = mx.MXTensor.from_components(
+            part.data, part.scale, format, global_scale=part.global_scale, dtype=torch.half
+        )
         assert again.shape == (4, 128) and again.dtype is torch.half
 
 
 def test_from_parts_takes_a_global_scale_of_one_element_in_any_shape():
     w = mx.quantize(torch.randn(4, 64), "nvfp4")
     part = w.rowwise
-    again = mx.MXTensor.from_parts(part.data, part.scale, "nvfp4", global_scale=part.global_scale.reshape(1, 1))
+    again = mx.MXTensor.from_components(part.data, part.scale, "nvfp4", global_scale=part.global_scale.reshape(1, 1))
     assert again.rowwise.global_scale.shape == () and torch.equal(again.dequantize(torch.float32), w.dequantize())

@@ -11,7 +11,7 @@ from torch import nn
 
 import mxtensor as mx
 from mxtensor.recipe.linear_recipe import LinearRecipe, recipe_from_row, recipe_to_row
-from tests.helpers.compare import parts_of, relative_error, same_bytes
+from tests.helpers.compare import components_of, relative_error, same_bytes
 
 FORMATS = [*mx.FORMATS, "mxfp8[32x32]", "mxfp6_e3m2[1x16]"]
 
@@ -50,7 +50,7 @@ def test_a_tensor_survives(format, way):
         for source in (w, w.mT, w[1]):
             got = way(source)
             assert_same(got, source)
-            assert not {t.data_ptr() for t in parts_of(got)} & {t.data_ptr() for t in parts_of(source)}
+            assert not {t.data_ptr() for t in components_of(got)} & {t.data_ptr() for t in components_of(source)}
 
 
 @pytest.mark.parametrize(
@@ -66,21 +66,24 @@ def test_a_parameter_stays_a_parameter_with_its_recipe(way):
 def test_the_whole_cast_is_kept_with_the_tensor():
     w = mx.quantize(torch.randn(8, 64), "mxfp4", scaling="ceil", rounding="stochastic")
     for got in (saved(w), copy.deepcopy(w), pickle.loads(pickle.dumps(w))):
-        assert got.recipe == w.recipe and got.recipe.weight.rounding is mx.Rounding.STOCHASTIC
+        assert got.recipe == w.recipe and got.recipe.stored.rounding is mx.Rounding.STOCHASTIC
         assert same_bytes(got, w)
 
 
 def test_a_seed_is_kept_in_the_row_of_a_recipe_and_a_row_without_one_is_of_an_older_file():
     cast = mx.Cast.of("mxfp4", "floor", "stochastic", 2**40 + 1)
-    for recipe in (LinearRecipe(cast, mx.Cast.of("mxfp8")), LinearRecipe(mx.Cast.of("mxfp8"), cast)):
+    for recipe in (
+        LinearRecipe.inference(cast, mx.Cast.of("mxfp8")),
+        LinearRecipe.inference(mx.Cast.of("mxfp8"), cast),
+    ):
         row = recipe_to_row(recipe)
         assert all(value is None or type(value) is str for value in row.values())
         assert recipe_from_row(row) == recipe
         older = {name: value for name, value in row.items() if not name.endswith("_seed")}
-        assert {recipe_from_row(older).weight.seed, recipe_from_row(older).activation.seed} == {None}
+        assert {recipe_from_row(older).stored.seed, recipe_from_row(older).activation.seed} == {None}
     w = mx.quantize(torch.randn(8, 64), cast)
     for got in (saved(w), copy.deepcopy(w), pickle.loads(pickle.dumps(w))):
-        assert got.recipe.weight.seed == 2**40 + 1
+        assert got.recipe.stored.seed == 2**40 + 1
 
 
 def test_sharing_survives_within_one_copy_and_one_file():
@@ -120,11 +123,11 @@ def test_memory_can_be_shared():
     source = model()
     w = source[0].weight
     assert not w.is_shared()
-    before = [t.clone() for t in parts_of(w)]
+    before = [t.clone() for t in components_of(w)]
     source.share_memory()
     assert source[0].weight.is_shared() and isinstance(source[0].weight, nn.Parameter)
-    assert all(t.is_shared() for t in parts_of(source[0].weight))
-    assert all(torch.equal(a, b) for a, b in zip(parts_of(source[0].weight), before, strict=True))
+    assert all(t.is_shared() for t in components_of(source[0].weight))
+    assert all(torch.equal(a, b) for a, b in zip(components_of(source[0].weight), before, strict=True))
 
 
 # ---------------------------------------------------------------------------------------------- state dicts
@@ -151,10 +154,10 @@ def test_quantized_values_loaded_into_a_plain_model_are_dequantized(format):
 
 def test_values_of_another_format_are_an_error_until_somebody_dequantizes_them():
     source, target = model("mxfp8"), model("mxfp4")
-    before = parts_of(target[0].weight)[0].clone()
+    before = components_of(target[0].weight)[0].clone()
     with pytest.raises(RuntimeError, match=r"0\.weight: the checkpoint holds mxfp8_e4m3, the model mxfp4_e2m1"):
         target.load_state_dict(source.state_dict())
-    assert torch.equal(parts_of(target[0].weight)[0], before)
+    assert torch.equal(components_of(target[0].weight)[0], before)
     values = {k: v.dequantize() if isinstance(v, mx.MXTensor) else v for k, v in source.state_dict().items()}
     target.load_state_dict(values)
     assert same_bytes(target[0].weight, mx.quantize(source[0].weight.dequantize(), "mxfp4"))
@@ -222,7 +225,7 @@ def test_moving_to_where_it_is_changes_nothing():
 
 def test_another_device_moves_codes_and_scales():
     w = mx.quantize(torch.randn(8, 64), "nvfp4", orientation="both").to("meta")
-    assert w.device.type == "meta" and all(t.is_meta for t in parts_of(w))
+    assert w.device.type == "meta" and all(t.is_meta for t in components_of(w))
 
 
 @pytest.mark.gpu
@@ -230,7 +233,7 @@ def test_a_module_on_another_device_and_back():
     module, x = model("nvfp4"), torch.randn(5, 96)
     before = copy.deepcopy(module[0].weight)
     module.cuda()
-    assert module[0].weight.device.type == "cuda" and all(t.is_cuda for t in parts_of(module[0].weight))
+    assert module[0].weight.device.type == "cuda" and all(t.is_cuda for t in components_of(module[0].weight))
     with torch.no_grad():  # torch moves no parameter that a live graph holds
         assert relative_error(module(x.cuda()).cpu(), module.cpu()(x)) < 1e-2
     assert_same(module[0].weight, before)
@@ -243,11 +246,11 @@ def test_a_module_on_another_device_and_back():
 @pytest.mark.parametrize("format", FORMATS)
 def test_copy_quantizes_into_the_buffers_that_are_there(format, orientation):
     w = mx.quantize(torch.randn(40, 96), format, orientation=orientation)
-    view, pointers, x = w.t(), [t.data_ptr() for t in parts_of(w)], torch.randn(40, 96)
+    view, pointers, x = w.t(), [t.data_ptr() for t in components_of(w)], torch.randn(40, 96)
     for values in (x, x.bfloat16(), x[:1]):
         assert w.copy_(values) is w
         expected = mx.quantize(values.float().expand(40, 96), format, orientation=orientation)
-        assert same_bytes(w, expected) and [t.data_ptr() for t in parts_of(w)] == pointers
+        assert same_bytes(w, expected) and [t.data_ptr() for t in components_of(w)] == pointers
         assert torch.equal(view.t().dequantize(), w.dequantize())  # a view sees the write
 
 
@@ -283,7 +286,9 @@ def test_state_kept_beside_a_parameter_is_plain(like):
 def test_empty_like_on_a_named_device_is_of_the_same_kind_elsewhere_in_memory():
     w = mx.quantize(torch.randn(8, 64), "nvfp4", orientation="both")
     empty = torch.empty_like(w, device="cpu")
-    assert repr(empty) == repr(w) and not {t.data_ptr() for t in parts_of(w)} & {t.data_ptr() for t in parts_of(empty)}
+    assert repr(empty) == repr(w) and not {t.data_ptr() for t in components_of(w)} & {
+        t.data_ptr() for t in components_of(empty)
+    }
     assert torch.empty_like(w, device="meta", dtype=torch.half).is_meta and torch.empty_like(w).dtype is w.dtype
     assert type(torch.empty_like(w)) is torch.Tensor  # a buffer that composites compute in
     assert torch.equal(empty.copy_(w).dequantize(), w.dequantize())
@@ -300,8 +305,8 @@ def test_equal_compares_values():
 def test_a_tensor_can_be_collected():
     w = mx.quantize(torch.randn(8, 64), "mxfp8")
     data = weakref.ref(w.rowwise.data)
-    kept = w.t()
+    saved = w.t()
     del w
-    assert data() is not None and kept.t().dequantize().shape == (8, 64)
-    del kept
+    assert data() is not None and saved.t().dequantize().shape == (8, 64)
+    del saved
     assert data() is None

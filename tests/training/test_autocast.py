@@ -24,7 +24,7 @@ from mxtensor.recipe.training_recipes import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
 )
-from mxtensor.training.autocast import ambient, get_recipe, is_enabled
+from mxtensor.training.autocast import autocast_state, get_recipe, is_enabled
 from tests.helpers.training_reference import check_step, products
 
 MXFP8, MXFP6, E5M2 = MXFP8BlockScaling(), MXFP6BlockScaling(), MXFP8BlockScaling(fp8_format=Format.E5M2)
@@ -43,7 +43,7 @@ def nothing_stays():
     """Each test starts and ends outside any block."""
     torch._dynamo.reset()
     yield
-    assert ambient() is None and not _get_current_function_mode_stack()
+    assert autocast_state() is None and not _get_current_function_mode_stack()
 
 
 def active():
@@ -140,7 +140,7 @@ def test_an_exception_inside_an_inner_block_leaves_the_outer_one():
         assert active() is MXFP8
 
 
-@pytest.mark.parametrize("wrong", ["mxfp8", MXFP8BlockScaling, MXFP8.roles(), 3, Format.E4M3], ids=str)
+@pytest.mark.parametrize("wrong", ["mxfp8", MXFP8BlockScaling, MXFP8.linear_recipe(), 3, Format.E4M3], ids=str)
 def test_what_is_no_recipe_is_a_type_error(wrong):
     with mx.autocast(recipe=MXFP6):
         with pytest.raises(TypeError, match=r"is no recipe; pass an instance of one of mxtensor.recipe"):
@@ -323,7 +323,7 @@ def test_an_unmodified_linear_is_the_reference(recipe, dtype):
     )
     g = g.to(dtype)
     out = step(layer, x, [layer.weight, layer.bias], g, recipe)
-    check_step(out, x, layer.weight, layer.bias, g, recipe.roles())
+    check_step(out, x, layer.weight, layer.bias, g, recipe.linear_recipe())
 
 
 @pytest.mark.parametrize(
@@ -453,7 +453,7 @@ def test_a_product_with_a_parameter_is_a_linear_layer(spelling):
     w, b = weight_and_bias()
     x, g = leaf(20, 64), torch.randn(20, 48)
     out = step(lambda x: spelling(x, w, b), x, [w, b], g)
-    check_step((out[0], out[1], out[2].t(), out[3]), x, w.t(), b, g, MXFP8.roles())
+    check_step((out[0], out[1], out[2].t(), out[3]), x, w.t(), b, g, MXFP8.linear_recipe())
 
 
 @pytest.mark.parametrize("shape", [(2, 5, 64), (2, 3, 5, 64), (0, 64), (1, 64)], ids=str)
@@ -461,7 +461,7 @@ def test_matmul_takes_any_leading_dimensions(shape):
     w, _ = weight_and_bias()
     x, g = leaf(*shape), torch.randn(*shape[:-1], 48)
     y, dx, dw = step(lambda x: x @ w, x, [w], g)
-    check_step((y, dx, dw.t(), None), x, w.t(), None, g, MXFP8.roles())
+    check_step((y, dx, dw.t(), None), x, w.t(), None, g, MXFP8.linear_recipe())
 
 
 class Conv1D(nn.Module):
@@ -483,7 +483,7 @@ class Conv1D(nn.Module):
 def test_transformers_conv1d_is_a_linear_layer():
     layer, x, g = Conv1D(48, 64), leaf(2, 10, 64), torch.randn(2, 10, 48)
     y, dx, dw, db = step(layer, x, [layer.weight, layer.bias], g)
-    check_step((y, dx, dw.t(), db), x, layer.weight.t(), layer.bias, g, MXFP8.roles())
+    check_step((y, dx, dw.t(), db), x, layer.weight.t(), layer.bias, g, MXFP8.linear_recipe())
     mx.quantize_(layer, MXFP8)
     y2 = layer(x)
     assert same((y, dx, dw, db), (y2.detach(), *torch.autograd.grad(y2, [x, layer.weight, layer.bias], g)))
@@ -651,11 +651,11 @@ def test_a_quantized_weight_of_the_recipes_format_enters_as_it_is():
     layer, x = nn.Linear(64, 48), torch.randn(4, 64)
     with mx.autocast(recipe=MXFP8):
         expected = layer(x)
-    held = mx.quantize_(layer, "mxfp8")
+    operands = mx.quantize_(layer, "mxfp8")
     with mx.autocast(recipe=MXFP8):
-        assert torch.equal(held(x), expected)
+        assert torch.equal(operands(x), expected)
     with mx.autocast(enabled=False):
-        assert held(x).shape == (4, 48)
+        assert operands(x).shape == (4, 48)
 
 
 @pytest.mark.parametrize("recipe", [MXFP6, DelayedScaling(), NVFP4BlockScaling(), CustomRecipe(weight=None)], ids=repr)
@@ -752,7 +752,7 @@ def test_a_graph_break_inside_the_block_loses_nothing():
             return net[2](net[1](x))
 
     check_compiled(fn, torch.compile(fn, backend="aot_eager"), x, list(net.parameters()), g, recipe=None)
-    assert ambient() is None
+    assert autocast_state() is None
 
 
 @pytest.mark.parametrize("where", ["inside", "outside"])
@@ -803,7 +803,7 @@ def test_compiled_products_with_parameters():
 def test_compiled_by_inductor():
     layer, x, g = nn.Linear(64, 48), leaf(20, 64), torch.randn(20, 48)
     out = step(torch.compile(layer, fullgraph=True), x, [layer.weight, layer.bias], g)
-    check_step(out, x, layer.weight, layer.bias, g, MXFP8.roles())
+    check_step(out, x, layer.weight, layer.bias, g, MXFP8.linear_recipe())
 
 
 @pytest.mark.parametrize("block", [mx.autocast, mx.quantized_model_init])

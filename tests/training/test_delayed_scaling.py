@@ -224,7 +224,7 @@ class Products(nn.Module):
 def test_a_turned_weight_keeps_its_history(call, way):
     layer, recipe = Products(call), DelayedScaling()
     if way == "quantize_":
-        layer.weight = nn.Parameter(TrainingWeight(layer.weight.detach(), recipe.roles()))
+        layer.weight = nn.Parameter(TrainingWeight(layer.weight.detach(), recipe.linear_recipe()))
     for amaxes in SEQUENCE:
         x, g = sized(*amaxes)
         with mx.autocast(recipe=recipe):
@@ -244,7 +244,7 @@ def test_parts_of_a_weight_keep_histories_of_their_own(way):
         with mx.autocast(recipe=recipe):
             y = mha(x, memory, memory, need_weights=False)[0]
         y.backward(torch.randn_like(y))
-    query, rest = (delayed_state(part, recipe.roles()) for part in mha.in_proj_weight.split([64, 128]))
+    query, rest = (delayed_state(part, recipe.linear_recipe()) for part in mha.in_proj_weight.split([64, 128]))
     assert [query.amax[0].item(), rest.amax[0].item()] == pytest.approx([2.0, 20.0])
 
 
@@ -296,7 +296,7 @@ def test_the_history_moves_with_the_layer(to, way):
         trained(layer)
     before = snapshot(state_of(layer[0]))
     layer.to(to)
-    state = delayed_state(layer[0].weight, recipe.roles())
+    state = delayed_state(layer[0].weight, recipe.linear_recipe())
     assert state.amax.device == layer[0].weight.device
     if to != "meta":
         assert all(map(torch.equal, before, snapshot(state)))
@@ -307,21 +307,21 @@ def test_the_history_moves_with_the_layer(to, way):
 
 def test_a_state_dict_round_trip_continues_the_history():
     recipe = DelayedScaling(amax_history_len=4)
-    roles = recipe.roles()
+    linear_recipe = recipe.linear_recipe()
     layer = trained(mx.quantize_(nn.Sequential(nn.Linear(64, 48)), recipe))[0]
     saved = copy.deepcopy(state_of(layer).state_dict())
     assert {name: tuple(t.shape) for name, t in saved.items()} == {"history": (4, 3), "record": (3,), "amax": (3,)}
-    again = DelayedState(roles, torch.device("cpu"))
+    again = DelayedState(linear_recipe, torch.device("cpu"))
     again.load_state_dict(saved)
     for mine, theirs in zip(again.step(), state_of(layer).step(), strict=True):
         assert torch.equal(mine, theirs)
 
 
 def test_loading_copies():
-    roles = DelayedScaling(amax_history_len=4).roles()
+    linear_recipe = DelayedScaling(amax_history_len=4).linear_recipe()
     saved = {"history": torch.rand(4, 3), "record": torch.rand(3), "amax": torch.rand(3)}
     before = copy.deepcopy(saved)
-    states = [DelayedState(roles, torch.device("cpu")) for _ in range(2)]
+    states = [DelayedState(linear_recipe, torch.device("cpu")) for _ in range(2)]
     for state in states:
         state.load_state_dict(saved)
     states[0].step()
@@ -330,8 +330,8 @@ def test_loading_copies():
 
 
 def test_a_history_of_another_length_is_an_error_that_changes_nothing():
-    state = DelayedState(DelayedScaling(amax_history_len=4).roles(), torch.device("cpu"))
-    other = DelayedState(DelayedScaling(amax_history_len=8).roles(), torch.device("cpu"))
+    state = DelayedState(DelayedScaling(amax_history_len=4).linear_recipe(), torch.device("cpu"))
+    other = DelayedState(DelayedScaling(amax_history_len=8).linear_recipe(), torch.device("cpu"))
     other.record += 5
     with pytest.raises(ValueError, match=r"amax history is \(8, 3\), the recipe's \(4, 3\); use amax_history_len=8"):
         state.load_state_dict(other.state_dict())

@@ -27,13 +27,13 @@ def on_gpu(*tensors):
     return [None if t is None else t.detach().cuda().requires_grad_(t.requires_grad) for t in tensors]
 
 
-def check(actual, x, w, b, g, roles):
+def check(actual, x, w, b, g, linear_recipe):
     """``check_step`` of results on the GPU, with room for float8 sums of 14 bits in 16-bit results."""
     cpu = [None if t is None else t.detach().cpu() for t in (*actual, x, w, b, g)]
     if actual[0].dtype is torch.float32:
-        check_step(cpu[:4], *cpu[4:], roles)
+        check_step(cpu[:4], *cpu[4:], linear_recipe)
         return
-    for mine, exact in zip(cpu[:4], train_step(*cpu[4:], roles), strict=True):
+    for mine, exact in zip(cpu[:4], train_step(*cpu[4:], linear_recipe), strict=True):
         if mine is not None and exact.any():
             assert mine.isfinite().all()
             assert relative_error(mine, exact) < 3e-3 + FLOAT8_SUMS
@@ -44,33 +44,33 @@ def check(actual, x, w, b, g, roles):
 def test_every_recipe_gives_the_reference(recipe, dtype):
     x, w, b, g = problem(3, 96, 160, n=224, dtype=dtype)
     x, w, b, g = on_gpu(x, w, b, g)
-    y = linear(x, w, b, Options(recipe.roles()))
+    y = linear(x, w, b, Options(recipe.linear_recipe()))
     y.backward(g)
-    check((y.detach(), x.grad, w.grad, b.grad), x, w, b, g, recipe.roles())
+    check((y.detach(), x.grad, w.grad, b.grad), x, w, b, g, recipe.linear_recipe())
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8 hybrid", "nvfp4", "mxfp4", "float8 current", "float8 block"])
 @pytest.mark.parametrize("shape, n", [((1, 32), 16), ((33, 31), 65), ((7, 100), 30), ((0, 64), 32), ((256, 512), 384)])
 def test_any_shape(shape, n, recipe):
     x, w, b, g = on_gpu(*problem(*shape, n=n, dtype=torch.bfloat16))
-    y = linear(x, w, b, Options(NEAREST[recipe].roles()))
+    y = linear(x, w, b, Options(NEAREST[recipe].linear_recipe()))
     y.backward(g)
-    check((y.detach(), x.grad, w.grad, b.grad), x, w, b, g, NEAREST[recipe].roles())
+    check((y.detach(), x.grad, w.grad, b.grad), x, w, b, g, NEAREST[recipe].linear_recipe())
 
 
 def test_strided_and_expanded_gradients():
     x, w, _, _ = on_gpu(*problem(96, 128, n=64, dtype=torch.bfloat16))
     for g in (torch.randn(128, 96).cuda().bfloat16().t()[:, ::2], torch.randn(1, 64).cuda().bfloat16().expand(96, 64)):
         x.grad = w.grad = None
-        y = linear(x, w, None, Options(MXFP8BlockScaling().roles()))
+        y = linear(x, w, None, Options(MXFP8BlockScaling().linear_recipe()))
         y.backward(g)
-        check((y.detach(), x.grad, w.grad, None), x, w, None, g, MXFP8BlockScaling().roles())
+        check((y.detach(), x.grad, w.grad, None), x, w, None, g, MXFP8BlockScaling().linear_recipe())
 
 
 def test_the_log_and_forced_kernels_reach_autograds_threads():
     x, w, _, g = on_gpu(*problem(64, 128, n=64, dtype=torch.bfloat16, bias=False))
     with mx.explain() as log, mx.kernels("emulated"):
-        linear(x, w, None, Options(MXFP8BlockScaling().roles())).backward(g)
+        linear(x, w, None, Options(MXFP8BlockScaling().linear_recipe())).backward(g)
     ran = [(e.spec.op, e.kernel) for e in log.entries if e.spec.op in ("fprop", "dgrad", "wgrad")]
     assert ran == [("fprop", "emulated"), ("dgrad", "emulated"), ("wgrad", "emulated")]
 
@@ -158,17 +158,17 @@ def test_recomputation_under_autocast_changes_no_bit(reentrant):
 def test_activations_are_kept_in_about_half_the_memory():
     x = torch.randn(2048, 2048, device="cuda").bfloat16()
 
-    def kept(model):
+    def saved(model):
         before = torch.cuda.memory_allocated()
         y = model(x)
         return torch.cuda.memory_allocated() - before - y.nbytes, y
 
     layers = [nn.Linear(2048, 2048, bias=False, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
     model = nn.Sequential(*layers)
-    kept(model)
-    plain, _ = kept(model)
+    saved(model)
+    plain, _ = saved(model)
     mx.quantize_(model, MXFP8BlockScaling())
-    kept(model)
-    ours, _ = kept(model)
+    saved(model)
+    ours, _ = saved(model)
     assert plain == 3 * x.nbytes  # the input is there anyway
     assert ours <= 4 * 0.52 * x.nbytes

@@ -52,8 +52,8 @@ def compile_anew():
 def step(x, w, b, g, recipe, **options):
     """(y, dx, dw, db) of fresh leaves."""
     leaves = [None if t is None else t.detach().clone().requires_grad_(t.requires_grad) for t in (x, w, b)]
-    roles = recipe.roles() if hasattr(recipe, "roles") else recipe
-    y = linear(*leaves, Options(roles, **options))
+    linear_recipe = recipe.linear_recipe() if hasattr(recipe, "linear_recipe") else recipe
+    y = linear(*leaves, Options(linear_recipe, **options))
     if y.requires_grad:
         y.backward(g)
     return y.detach(), *(None if t is None else t.grad for t in leaves)
@@ -71,7 +71,7 @@ def problem(*shape, n, dtype=torch.float32, bias=True):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_every_recipe_gives_the_reference(recipe, dtype):
     x, w, b, g = problem(3, 50, 100, n=70, dtype=dtype)
-    check_step(step(x, w, b, g, recipe), x, w, b, g, recipe.roles())
+    check_step(step(x, w, b, g, recipe), x, w, b, g, recipe.linear_recipe())
 
 
 SHAPES = [((1, 32), 32), ((1, 7), 5), ((33, 31), 65), ((2, 3, 5, 33), 17), ((4, 1), 1), ((0, 64), 32), ((2, 0, 64), 8)]
@@ -81,12 +81,12 @@ SHAPES = [((1, 32), 32), ((1, 7), 5), ((33, 31), 65), ((2, 3, 5, 33), 17), ((4, 
 @pytest.mark.parametrize("shape, n", SHAPES, ids=str)
 def test_any_shape(shape, n, recipe):
     x, w, b, g = problem(*shape, n=n)
-    check_step(step(x, w, b, g, NEAREST[recipe]), x, w, b, g, NEAREST[recipe].roles())
+    check_step(step(x, w, b, g, NEAREST[recipe]), x, w, b, g, NEAREST[recipe].linear_recipe())
 
 
 def test_a_vector_is_one_row():
     x, w, b, g = problem(40, n=30)
-    check_step(step(x, w, b, g, NEAREST["mxfp8"]), x, w, b, g, NEAREST["mxfp8"].roles())
+    check_step(step(x, w, b, g, NEAREST["mxfp8"]), x, w, b, g, NEAREST["mxfp8"].linear_recipe())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -96,9 +96,9 @@ def test_strided_inputs_and_gradients(dtype):
     x = torch.randn(64, 48).to(dtype).t().requires_grad_()
     w = torch.randn(40, 80).to(dtype)[:, 8:72].requires_grad_()
     for g in (torch.randn(80, 48).to(dtype).t()[:, ::2], torch.randn(1, 40).to(dtype).expand(48, 40)):
-        check_step(step(x, w, None, g, recipe), x, w, None, g, recipe.roles())
+        check_step(step(x, w, None, g, recipe), x, w, None, g, recipe.linear_recipe())
     scalar = torch.randn(()).to(dtype).expand(48, 40)
-    check_step(step(x, w, None, scalar, recipe), x, w, None, scalar, recipe.roles())
+    check_step(step(x, w, None, scalar, recipe), x, w, None, scalar, recipe.linear_recipe())
 
 
 @pytest.mark.parametrize("needs", [(a, b, c) for a in (0, 1) for b in (0, 1) for c in (0, 1)], ids=str)
@@ -108,7 +108,7 @@ def test_only_the_products_whose_gradients_are_wanted_run(needs):
         t.requires_grad_(bool(wanted))
     with mx.explain() as log:
         out = step(x, w, b, g, NEAREST["mxfp8"])
-    check_step(out, x, w, b, g, NEAREST["mxfp8"].roles())
+    check_step(out, x, w, b, g, NEAREST["mxfp8"].linear_recipe())
     assert [t is not None for t in out[1:]] == [bool(n) for n in needs]
     ran = [e.spec.op for e in log.entries if e.spec.op in ("fprop", "dgrad", "wgrad")]
     assert sorted(ran) == sorted(["fprop"] + ["dgrad"] * needs[0] + ["wgrad"] * needs[1])
@@ -143,25 +143,25 @@ def test_error_against_an_unquantized_model(name, limit):
 
 def saved_bytes(fn):
     """Bytes that autograd keeps while ``fn`` runs, each memory counted once."""
-    kept = {}
+    saved = {}
 
     def pack(t):
-        kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        saved[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         out = fn()
-    return sum(kept.values()), out
+    return sum(saved.values()), out
 
 
 def test_activations_are_kept_in_half_the_bytes():
     x = torch.randn(256, 512).bfloat16()
     w = torch.randn(64, 512).bfloat16().requires_grad_()
     plain, _ = saved_bytes(lambda: F.linear(x, w))
-    ours, _ = saved_bytes(lambda: linear(x, w, None, Options(MXFP8BlockScaling().roles())))
+    ours, _ = saved_bytes(lambda: linear(x, w, None, Options(MXFP8BlockScaling().linear_recipe())))
     assert plain == x.nbytes
     assert ours - w.nbytes <= 0.52 * x.nbytes  # the weight is there anyway
-    original, _ = saved_bytes(lambda: linear(x, w, None, Options(MXFP8BlockScaling().roles(), save_input=True)))
+    original, _ = saved_bytes(lambda: linear(x, w, None, Options(MXFP8BlockScaling().linear_recipe(), save_input=True)))
     assert original - w.nbytes == x.nbytes
 
 
@@ -174,8 +174,8 @@ def test_keeping_the_input_changes_no_bit(recipe):
 
 def test_two_forwards_before_a_backward():
     x, w, _, g = problem(16, 64, n=32, bias=False)
-    roles = NEAREST["mxfp8"].roles()
-    first, second = linear(x, w, None, Options(roles)), linear(2 * x, w, None, Options(roles))
+    linear_recipe = NEAREST["mxfp8"].linear_recipe()
+    first, second = linear(x, w, None, Options(linear_recipe)), linear(2 * x, w, None, Options(linear_recipe))
     second.backward(g)
     first.backward(g)
     _, dx, dw, _ = step(x, w, None, g, NEAREST["mxfp8"])
@@ -184,7 +184,7 @@ def test_two_forwards_before_a_backward():
 
 def test_a_weight_changed_before_backward_is_an_error():
     x, w, _, g = problem(16, 64, n=32, bias=False)
-    y = linear(x, w, None, Options(NEAREST["mxfp8"].roles()))
+    y = linear(x, w, None, Options(NEAREST["mxfp8"].linear_recipe()))
     with torch.no_grad():
         w.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -193,7 +193,7 @@ def test_a_weight_changed_before_backward_is_an_error():
 
 def test_no_second_derivative():
     x, w, _, g = problem(16, 64, n=32, bias=False)
-    y = linear(x, w, None, Options(NEAREST["mxfp8"].roles()))
+    y = linear(x, w, None, Options(NEAREST["mxfp8"].linear_recipe()))
     (dx,) = torch.autograd.grad(y, x, g.requires_grad_(), create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         dx.backward(torch.randn_like(dx))
@@ -212,7 +212,7 @@ def test_torch_autocast_sets_the_dtype_of_the_result_only(dtype):
     y.backward(g)
     assert y.dtype is dtype and x.grad.dtype is model.weight.grad.dtype is torch.float32
     rounded = (y.detach(), x.grad.to(dtype), model.weight.grad.to(dtype), model.bias.grad)
-    check_step(rounded, x, model.weight, model.bias, g, MXFP8BlockScaling().roles())
+    check_step(rounded, x, model.weight, model.bias, g, MXFP8BlockScaling().linear_recipe())
 
 
 def test_backward_inside_torch_autocast_changes_nothing():
@@ -224,28 +224,28 @@ def test_backward_inside_torch_autocast_changes_nothing():
 
 def test_a_quantized_weight_enters_as_it_is():
     x, w, b, g = problem(24, 64, n=48)
-    roles = MXFP8BlockScaling().roles()
-    held = torch.nn.Parameter(mx.quantize(w, "mxfp8", orientation="both"))
-    y = linear(x, held, b, Options(roles))
+    linear_recipe = MXFP8BlockScaling().linear_recipe()
+    operands = torch.nn.Parameter(mx.quantize(w, "mxfp8", orientation="both"))
+    y = linear(x, operands, b, Options(linear_recipe))
     y.backward(g)
-    check_step((y.detach(), x.grad, held.grad, b.grad), x, w, b, g, roles)
-    assert type(held.grad) is torch.Tensor
+    check_step((y.detach(), x.grad, operands.grad, b.grad), x, w, b, g, linear_recipe)
+    assert type(operands.grad) is torch.Tensor
 
 
 def test_a_quantized_weight_of_one_copy_gives_its_values_to_dgrad():
     """They are exact; casting them anew along the other dimension would round twice."""
     x, w, _, g = problem(24, 64, n=48, bias=False)
-    held = mx.quantize(w, "mxfp8")
-    y = linear(x, held, None, Options(MXFP8BlockScaling().roles()))
+    operands = mx.quantize(w, "mxfp8")
+    y = linear(x, operands, None, Options(MXFP8BlockScaling().linear_recipe()))
     y.backward(g)
     g_row = mx.quantize(g, "mxfp8").dequantize().double()
-    assert relative_error(x.grad, g_row @ held.dequantize().double()) < 1e-6
+    assert relative_error(x.grad, g_row @ operands.dequantize().double()) < 1e-6
 
 
 def test_stochastic_gradients_are_right_on_average():
     x, w, _, g = problem(16, 64, n=32, bias=False)
-    roles = MXFP4BlockScaling().roles()
-    runs = [step(x, w, None, g, roles) for _ in range(200)]
+    linear_recipe = MXFP4BlockScaling().linear_recipe()
+    runs = [step(x, w, None, g, linear_recipe) for _ in range(200)]
     assert not torch.equal(runs[0][1], runs[1][1]) and torch.equal(runs[0][0], runs[1][0])
     w_col = mx.quantize(w.t().contiguous(), "mxfp4").dequantize().double().t()
     mean = torch.stack([run[1] for run in runs]).double().mean(0)
@@ -256,7 +256,7 @@ def test_stochastic_gradients_are_right_on_average():
 def test_delayed_scales_come_from_outside():
     x, w, _, g = problem(24, 64, n=48, bias=False)
     amax, record = torch.tensor([2.0, 0.1, 1.0]), torch.zeros(3)
-    y = linear(x, w, None, Options(DelayedScaling().roles()), Scales(amax, record))
+    y = linear(x, w, None, Options(DelayedScaling().linear_recipe()), Scales(amax, record))
     y.backward(g)
     assert torch.equal(record, torch.stack([x.abs().max(), w.abs().max(), g.abs().max()]))
     x_seen = x.double().clamp(-2, 2)
@@ -270,28 +270,28 @@ def test_delayed_scales_come_from_outside():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_compiled_as_one_graph_is_eager(name, dtype):
     x, w, b, g = problem(48, 64, n=32, dtype=dtype)
-    roles = NEAREST[name].roles()
+    linear_recipe = NEAREST[name].linear_recipe()
 
     @torch.compile(fullgraph=True, backend="aot_eager")
     def layer(x, w, b):
-        return linear(torch.relu(x), w, b, Options(roles))
+        return linear(torch.relu(x), w, b, Options(linear_recipe))
 
     leaves = [t.detach().clone().requires_grad_() for t in (x, w, b)]
     y = layer(*leaves)
     y.backward(g)
     eager = [t.detach().clone().requires_grad_() for t in (x, w, b)]
-    linear(torch.relu(eager[0]), *eager[1:], Options(roles)).backward(g)
+    linear(torch.relu(eager[0]), *eager[1:], Options(linear_recipe)).backward(g)
     assert all(torch.equal(a.grad, c.grad) for a, c in zip(leaves, eager, strict=True))
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # inductor's own
 def test_compiled_by_inductor():
     x, w, b, g = problem(48, 64, n=32, dtype=torch.bfloat16)
-    roles = MXFP8BlockScaling().roles()
-    layer = torch.compile(lambda x, w, b: linear(x, w, b, Options(roles)), fullgraph=True)
+    linear_recipe = MXFP8BlockScaling().linear_recipe()
+    layer = torch.compile(lambda x, w, b: linear(x, w, b, Options(linear_recipe)), fullgraph=True)
     y = layer(x, w, b)
     y.backward(g)
-    check_step((y.detach(), x.grad, w.grad, b.grad), x, w, b, g, roles)
+    check_step((y.detach(), x.grad, w.grad, b.grad), x, w, b, g, linear_recipe)
 
 
 # ---------------------------------------------------------------------------------------------- mistakes
@@ -316,6 +316,6 @@ def test_compiled_by_inductor():
 )
 def test_mistakes_say_what_is_wrong(x, w, b, error, message):
     with pytest.raises(error, match=message):
-        linear(x, w, b, Options(MXFP8BlockScaling().roles()))
+        linear(x, w, b, Options(MXFP8BlockScaling().linear_recipe()))
     x, w, b, g = problem(8, 32, n=4)
-    check_step(step(x, w, b, g, MXFP8BlockScaling()), x, w, b, g, MXFP8BlockScaling().roles())
+    check_step(step(x, w, b, g, MXFP8BlockScaling()), x, w, b, g, MXFP8BlockScaling().linear_recipe())

@@ -10,7 +10,7 @@ from torch import nn
 
 import mxtensor as mx
 from mxtensor.nn import LayerNormMLP, Linear
-from mxtensor.recipe.linear_recipe import Role
+from mxtensor.recipe.linear_recipe import TensorCasts
 from mxtensor.recipe.training_recipes import (
     CustomRecipe,
     DelayedScaling,
@@ -48,13 +48,13 @@ def test_weights_are_quantized_as_the_recipe_casts_them(recipe):
     torch.manual_seed(3)
     with quantized_model_init(recipe=recipe):
         module = LayerNormMLP(96, 64)
-    cast = recipe.roles().weight.rowwise
+    cast = recipe.linear_recipe().weight.rowwise
     for (name, ours), theirs in zip(module.named_parameters(), plain.parameters(), strict=True):
         assert isinstance(ours, nn.Parameter) and ours.requires_grad
         if ours.dim() == 2:
             expected = mx.quantize(theirs, cast.format, cast.scaling, orientation="both")
             assert isinstance(ours, mx.MXTensor) and same_bytes(ours, expected), name
-            assert ours.orientation is mx.Orientation.BOTH and len(ours.held) == (1 if cast.format.square else 2)
+            assert ours.orientation is mx.Orientation.BOTH and len(ours.operands) == (1 if cast.format.square else 2)
         else:
             assert type(ours) is nn.Parameter and torch.equal(ours, theirs)
 
@@ -63,7 +63,7 @@ def test_weights_are_quantized_as_the_recipe_casts_them(recipe):
 def test_without_gradients_weights_are_rowwise_only(off):
     with off(), quantized_model_init():
         layer = Linear(64, 48)
-    assert layer.weight.orientation is mx.Orientation.ROWWISE and len(layer.weight.held) == 1
+    assert layer.weight.orientation is mx.Orientation.ROWWISE and len(layer.weight.operands) == 1
     with off(), mx.autocast():
         assert layer(torch.randn(4, 64)).shape == (4, 48)
 
@@ -81,7 +81,7 @@ def test_quantized_weights_give_the_step_of_the_values_they_were_made_of(name, d
     y.backward(g)
     assert type(layer.weight.grad) is torch.Tensor and layer.weight.grad.dtype is dtype
     values = layer.weight.get_high_precision_init_val()
-    check_step((y, x.grad, layer.weight.grad, layer.bias.grad), x, values, layer.bias, g, recipe.roles())
+    check_step((y, x.grad, layer.weight.grad, layer.bias.grad), x, values, layer.bias, g, recipe.linear_recipe())
 
 
 def test_a_rowwise_weight_trains_with_its_values_in_dgrad():
@@ -112,16 +112,16 @@ def test_quantized_weights_learn(kind):
 
 def test_state_dicts_go_between_quantized_and_plain_modules():
     with quantized_model_init():
-        held, other = Linear(64, 48), Linear(64, 48)
+        operands, other = Linear(64, 48), Linear(64, 48)
     plain = Linear(64, 48)
     values = plain.weight.detach().clone()
-    held.load_state_dict(plain.state_dict())
-    assert same_bytes(held.weight, mx.quantize(values, "mxfp8", orientation="both"))
-    other.load_state_dict(held.state_dict())
-    assert same_bytes(other.weight, held.weight)
-    plain.load_state_dict(held.state_dict())
-    assert type(plain.weight) is nn.Parameter and torch.equal(plain.weight, held.weight.dequantize())
-    assert same_bytes(copy.deepcopy(held).weight, held.weight)
+    operands.load_state_dict(plain.state_dict())
+    assert same_bytes(operands.weight, mx.quantize(values, "mxfp8", orientation="both"))
+    other.load_state_dict(operands.state_dict())
+    assert same_bytes(other.weight, operands.weight)
+    plain.load_state_dict(operands.state_dict())
+    assert type(plain.weight) is nn.Parameter and torch.equal(plain.weight, operands.weight.dequantize())
+    assert same_bytes(copy.deepcopy(operands).weight, operands.weight)
 
 
 # ---------------------------------------------------------------------------------------------- first values
@@ -133,9 +133,9 @@ def test_first_values_are_kept_until_they_are_cleared():
     torch.manual_seed(3)
     with quantized_model_init(preserve_high_precision_init_val=True):
         layer = Linear(64, 48, params_dtype=torch.bfloat16)
-    kept = layer.weight.get_high_precision_init_val()
-    assert torch.equal(kept, plain.weight) and kept.dtype is torch.bfloat16 and kept.device.type == "cpu"
-    assert not kept.requires_grad and not hasattr(layer.bias, "get_high_precision_init_val")
+    saved = layer.weight.get_high_precision_init_val()
+    assert torch.equal(saved, plain.weight) and saved.dtype is torch.bfloat16 and saved.device.type == "cpu"
+    assert not saved.requires_grad and not hasattr(layer.bias, "get_high_precision_init_val")
     layer.float()  # torch puts another tensor in the parameter's place
     assert torch.equal(layer.weight.get_high_precision_init_val(), plain.weight)
     layer.weight.clear_high_precision_init_val()
@@ -228,7 +228,7 @@ def test_a_recipe_that_leaves_weights_plain_leaves_these_plain():
 def test_mistakes():
     with pytest.raises(TypeError, match="'mxfp8' is no recipe; pass an instance"):
         quantized_model_init(recipe="mxfp8")
-    two = CustomRecipe("mxfp8", Role(Role.of("mxfp8").rowwise, Role.of("mxfp6").columnwise))
+    two = CustomRecipe("mxfp8", TensorCasts(TensorCasts.of("mxfp8").rowwise, TensorCasts.of("mxfp6").columnwise))
     with pytest.raises(ValueError, match="one MXTensor holds one format"), quantized_model_init(recipe=two):
         pass
     assert not quantized()

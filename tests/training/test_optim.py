@@ -15,7 +15,7 @@ import mxtensor as mx
 from mxtensor import optim
 from mxtensor.training.model_init import quantized_model_init, weight_parameter
 from mxtensor.training.training_weight import TrainingWeight
-from tests.helpers.compare import parts_of, same_bytes
+from tests.helpers.compare import components_of, same_bytes
 
 BATCH, INSIDE, OUTSIDE = 5, 65, 33
 OPTIMIZERS = {
@@ -164,13 +164,13 @@ def test_steps_smaller_than_a_code_add_up():
 @pytest.mark.parametrize("orientation", ["rowwise", "columnwise", "both"])
 def test_identity_memory_and_orientation_stay_and_both_copies_are_of_the_same_values(orientation):
     model = Net(orientation=orientation)
-    p, parts = model.first, [t.data_ptr() for t in parts_of(model.first)]
+    p, components = model.first, [t.data_ptr() for t in components_of(model.first)]
     view = p.detach()
     optimizer = optim.AdamW(model.parameters(), lr=0.01)
     p.grad = torch.randn(OUTSIDE, INSIDE)
     optimizer.step()
     assert model.first is p and optimizer.param_groups[0]["params"][0] is p
-    assert [t.data_ptr() for t in parts_of(p)] == parts and same_bytes(view, p)
+    assert [t.data_ptr() for t in components_of(p)] == components and same_bytes(view, p)
     assert same_bytes(p, mx.quantize(optimizer.state[p]["master_weight"], "mxfp8", orientation=orientation))
     assert type(p.grad) is torch.Tensor and p.requires_grad
 
@@ -191,7 +191,7 @@ def test_a_bfloat16_parameter_has_a_float32_master_and_its_gradient_is_widened()
 def test_masters_for_all_serve_bfloat16_parameters_too():
     p = nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
     carrier = nn.Parameter(
-        TrainingWeight(torch.ones(4, 8, dtype=torch.bfloat16), mx.recipe.MXFP8BlockScaling().roles())
+        TrainingWeight(torch.ones(4, 8, dtype=torch.bfloat16), mx.recipe.MXFP8BlockScaling().linear_recipe())
     )
     wide = nn.Parameter(torch.ones(8))
     optimizer = optim.SGD([p, carrier, wide], lr=2**-10, master_weights_for="all")

@@ -23,7 +23,7 @@ def test_views_keep_the_bytes():
     w = mx.quantize(torch.randn(64, 128), "mxfp4")
     for view in (lambda t: t.t(), lambda t: t[8:24], lambda t: t[:, 32:96], lambda t: t.view(2, 32, 128).mT):
         assert torch.equal(view(w).dequantize(), view(w.dequantize()))
-        assert view(w).held[0].data.untyped_storage().data_ptr() == w.rowwise.data.untyped_storage().data_ptr()
+        assert view(w).operands[0].data.untyped_storage().data_ptr() == w.rowwise.data.untyped_storage().data_ptr()
     assert torch.equal(w[:, 16:], w.dequantize()[:, 16:])  # cuts blocks: plain values
     with mx.strict(), pytest.raises(NotImplementedError, match="cuts 1x32 blocks"):
         w[:, 16:]

@@ -205,7 +205,7 @@ def test_recomputation_keeps_the_state_of_delayed_scaling_of_a_run_without_it():
 def state_of(weight):
     from mxtensor.training.interception import delayed_state
 
-    return delayed_state(weight, weight.roles)
+    return delayed_state(weight, weight.linear_recipe)
 
 
 def test_the_history_of_a_transposed_weight_grows():

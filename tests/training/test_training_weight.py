@@ -39,8 +39,8 @@ def values(net):
     return [getattr(p, "high_precision", p).detach() for p in net.parameters()]
 
 
-def weight(shape=(48, 64), roles=None):
-    return nn.Parameter(TrainingWeight(torch.randn(shape), roles or MXFP8.roles()))
+def weight(shape=(48, 64), linear_recipe=None):
+    return nn.Parameter(TrainingWeight(torch.randn(shape), linear_recipe or MXFP8.linear_recipe()))
 
 
 def train(net, make, steps=4, around=None, clip=None, each=None):
@@ -83,7 +83,7 @@ def test_a_step_is_the_reference_and_its_gradients_are_plain():
     y.backward(g)
     assert type(layer.weight.grad) is torch.Tensor
     w = layer.weight.high_precision
-    check_step((y.detach(), x.grad, layer.weight.grad, layer.bias.grad), x, w, layer.bias, g, MXFP8.roles())
+    check_step((y.detach(), x.grad, layer.weight.grad, layer.bias.grad), x, w, layer.bias, g, MXFP8.linear_recipe())
 
 
 OPTIMIZERS = {
@@ -107,8 +107,8 @@ def test_optimizers_train_it_as_they_train_a_plain_model_under_autocast(make):
     optimizer = train(quantized, make)
     assert same(values(plain), values(quantized))
     assert not any(map(torch.equal, before, values(quantized)))
-    held = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
-    assert all(type(t) is torch.Tensor for t in held)
+    operands = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
+    assert all(type(t) is torch.Tensor for t in operands)
 
 
 @pytest.mark.parametrize("norm", [0.1, 1e-3])
@@ -214,7 +214,7 @@ VIEWS = {
 def test_views_are_views_of_the_values(view):
     w = weight()
     out, plain = view(w), view(w.high_precision)
-    assert isinstance(out, TrainingWeight) and out.roles == w.roles
+    assert isinstance(out, TrainingWeight) and out.linear_recipe == w.linear_recipe
     assert (out.shape, out.stride(), out.storage_offset()) == (plain.shape, plain.stride(), plain.storage_offset())
     assert torch.equal(out + 0, plain)
     with torch.no_grad():
@@ -227,10 +227,10 @@ def test_views_are_views_of_the_values(view):
 )
 def test_parts_are_weights(split):
     w = weight()
-    parts = split(w, 3) if split is torch.tensor_split else split(w)
+    components = split(w, 3) if split is torch.tensor_split else split(w)
     theirs = split(w.high_precision, 3) if split is torch.tensor_split else split(w.high_precision)
-    assert all(isinstance(p, TrainingWeight) for p in parts)
-    assert same((p + 0 for p in parts), theirs)
+    assert all(isinstance(p, TrainingWeight) for p in components)
+    assert same((p + 0 for p in components), theirs)
 
 
 def test_gradients_flow_through_views_to_the_whole():
@@ -239,7 +239,7 @@ def test_gradients_flow_through_views_to_the_whole():
     y = F.linear(x, part)
     y.backward(g)
     assert w.grad[:16].count_nonzero() == w.grad[32:].count_nonzero() == 0
-    check_step((y.detach(), None, w.grad[16:32], None), x, w.high_precision[16:32], None, g, MXFP8.roles())
+    check_step((y.detach(), None, w.grad[16:32], None), x, w.high_precision[16:32], None, g, MXFP8.linear_recipe())
 
 
 COMPUTED = {
@@ -332,7 +332,7 @@ def test_another_dtype(dtype):
     assert y.dtype is layer.weight.grad.dtype is dtype
     if dtype is not torch.float64:
         w = layer.weight.high_precision
-        check_step((y.detach(), x.grad, layer.weight.grad, layer.bias.grad), x, w, layer.bias, g, MXFP8.roles())
+        check_step((y.detach(), x.grad, layer.weight.grad, layer.bias.grad), x, w, layer.bias, g, MXFP8.linear_recipe())
 
 
 def test_to_meta_and_back_empty():
@@ -340,7 +340,7 @@ def test_to_meta_and_back_empty():
     assert net[0].weight.device.type == net[0].weight.high_precision.device.type == "meta"
     assert net(torch.randn(3, 64, device="meta")).shape == (3, 32)
     net.to_empty(device="cpu").load_state_dict(model().state_dict())
-    assert isinstance(net[0].weight, TrainingWeight) and net[0].weight.roles == MXFP8.roles()
+    assert isinstance(net[0].weight, TrainingWeight) and net[0].weight.linear_recipe == MXFP8.linear_recipe()
     x, _ = problem()
     assert torch.equal(net(x), model(MXFP8)(x))
 
@@ -371,7 +371,7 @@ def test_copies_go_their_own_way(again):
     twin, (x, _) = again(net), problem()
     assert [type(p) for p in twin.parameters()] == [type(p) for p in net.parameters()]
     assert [p.requires_grad for p in twin.parameters()] == [True, True, False, True]
-    assert twin[0].weight.roles == MXFP8.roles() and torch.equal(twin(x), net(x))
+    assert twin[0].weight.linear_recipe == MXFP8.linear_recipe() and torch.equal(twin(x), net(x))
     with torch.no_grad():
         twin[0].weight.zero_()
     assert net[0].weight.high_precision.count_nonzero() > 0
@@ -429,7 +429,9 @@ def test_state_dicts_load_both_ways(assign):
     plain, quantized = model(), model(MXFP8)
     train(plain, OPTIMIZERS["sgd"], around=MXFP8)
     quantized.load_state_dict(copy.deepcopy(plain.state_dict()), assign=assign)
-    assert isinstance(quantized[0].weight, TrainingWeight) and quantized[0].weight.roles == MXFP8.roles()
+    assert (
+        isinstance(quantized[0].weight, TrainingWeight) and quantized[0].weight.linear_recipe == MXFP8.linear_recipe()
+    )
     assert quantized[0].weight.requires_grad and isinstance(quantized[0].weight, nn.Parameter)
     with mx.autocast(recipe=MXFP8):
         assert torch.equal(plain(x), quantized(x))

@@ -1,4 +1,4 @@
-// The elements of native.cpp: rounding to codes, codes back to values, and the packing of codes that are less than a
+// The elements of quantize.cpp: rounding to codes, codes back to values, and the packing of codes that are less than a
 // byte, as in mxtensor/elements.py; and the plain floats that are cast from and to.
 #pragma once
 #include <cstdint>

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "native_elements.h"
+#include "elements.h"
 
 namespace {
 

@@ -49,13 +49,13 @@ _constants: dict[tuple[float, torch.device], Tensor] = {}
 
 def _constant(value: float, device: torch.device) -> Tensor:
     """A float32 on the device; 0 and 1 are kept."""
-    kept = _constants.get((value, device))
-    if kept is None:
-        kept = torch.full((), value, dtype=torch.float32, device=device)
+    cached_value = _constants.get((value, device))
+    if cached_value is None:
+        cached_value = torch.full((), value, dtype=torch.float32, device=device)
         if value in (0.0, 1.0) and not torch.cuda.is_current_stream_capturing():
             torch.cuda.current_stream(device).synchronize()  # other streams will read it
-            _constants[value, device] = kept
-    return kept
+            _constants[value, device] = cached_value
+    return cached_value
 
 
 def _by_rows(t: Tensor) -> tuple[Tensor, bool]:
@@ -84,9 +84,9 @@ def device_scaled_mm(
     assert isinstance(library, ctypes.CDLL)
     rows, inner, cols = a.shape[0], a.shape[1], b.shape[0]
     (a, a_plain), (b, b_plain) = _by_rows(a), _by_rows(b)
-    factor = scales[0] if len(scales) == 1 else scales[0] * scales[1]
+    gemm_operand = scales[0] if len(scales) == 1 else scales[0] * scales[1]
     if alpha != 1:
-        factor = factor * alpha
+        gemm_operand = gemm_operand * alpha
     if bias is not None and beta != 0:
         out = bias.to(out_dtype).expand(rows, cols).contiguous()
         out = out.clone() if out.data_ptr() == bias.data_ptr() else out
@@ -104,7 +104,7 @@ def device_scaled_mm(
         try:  # column-major, so that out^T = b a^T
             status = library.cublasGemmEx(
                 handle, _TRANSPOSE if b_plain else _PLAIN, _PLAIN if a_plain else _TRANSPOSE, cols, rows, inner,
-                pointer(factor.data_ptr()), pointer(b.data_ptr()), _BFLOAT16, b.stride(0),
+                pointer(gemm_operand.data_ptr()), pointer(b.data_ptr()), _BFLOAT16, b.stride(0),
                 pointer(a.data_ptr()), _BFLOAT16, a.stride(0),
                 pointer(start.data_ptr()), pointer(out.data_ptr()), _OUT[out_dtype], cols,
                 _COMPUTE_FLOAT32, _DEFAULT_ALGORITHM,

@@ -19,9 +19,9 @@ from ...numerics.formats import Format, get_format
 from ...numerics.operand import Operand
 from ..gemm import cublas
 from ..quantize import blocked
-from ..quantize.select import dequantize_operand, round_trip, rows_decoder
+from ..quantize.select import dequantize_operand, fake_quantize, rows_decoder
 from .emulated import values
-from .spec import Factor, GemmArgs, Rounded, Uncast, finish, format_of, zero_after
+from .spec import FakeQuantized, GemmArgs, GemmOperand, Unquantized, finish, format_of, zero_after
 
 SLICE = 1 << 21
 """Weight values decoded at a time on CPU: 4 MiB of bfloat16, reused, instead of a fresh copy of the weight."""
@@ -29,8 +29,8 @@ WHOLE = 1 << 18
 """Bytes of codes up to which a weight is decoded at once."""
 
 
-def _has_global_scale(*factors: Factor) -> bool:
-    return any(not isinstance(f, Tensor) and f.format.global_scale for f in factors)
+def _has_global_scale(*gemm_operands: GemmOperand) -> bool:
+    return any(not isinstance(f, Tensor) and f.format.global_scale for f in gemm_operands)
 
 
 _CPU_ACCUMULATES_IN_FLOAT32 = torch.backends.mkldnn.is_available() and bool(
@@ -39,13 +39,13 @@ _CPU_ACCUMULATES_IN_FLOAT32 = torch.backends.mkldnn.is_available() and bool(
 """Whether bfloat16 products on this CPU are oneDNN's."""
 
 
-def refuses(spec: Spec, a: Factor, b: Factor, args: GemmArgs) -> str | None:
+def refuses(spec: Spec, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> str | None:
     if args.out_dtype is not torch.bfloat16 and (args.out_dtype is not torch.float32 or spec.device.type != "cuda"):
         return f"computes in bfloat16, the result is {str(args.out_dtype).removeprefix('torch.')}"
-    for factor in (a, b):
-        format = format_of(factor)
-        if isinstance(factor, Rounded) and factor.values.dtype is not torch.bfloat16:
-            return f"the rounded values of a factor are {str(factor.values.dtype).removeprefix('torch.')}"
+    for gemm_operand in (a, b):
+        format = format_of(gemm_operand)
+        if isinstance(gemm_operand, FakeQuantized) and gemm_operand.values.dtype is not torch.bfloat16:
+            return f"the rounded values of a factor are {str(gemm_operand.values.dtype).removeprefix('torch.')}"
         if isinstance(format, Format):
             if not format.exact_in_bfloat16:
                 return f"{format} has {format.scale.name} scales: its values are not exact in bfloat16"
@@ -70,7 +70,7 @@ def values_dtype(args: GemmArgs) -> torch.dtype:
     return torch.bfloat16
 
 
-def _can_slice(spec: Spec, b: Factor) -> bool:
+def _can_slice(spec: Spec, b: GemmOperand) -> bool:
     """Whether the weight can be decoded a few rows at a time: a matrix on CPU in whole blocks."""
     if not isinstance(b, Operand) or len(spec.shapes[0]) != 2 or spec.shapes[0][0] == 0 or spec.device.type != "cpu":
         return False
@@ -131,19 +131,19 @@ def _in_float32(a: Tensor, b: Tensor, args: GemmArgs) -> Tensor:
     return finish(torch.bmm(a, b, out_dtype=torch.float32), args)
 
 
-def _values(factor: Factor) -> tuple[Tensor, list[Tensor]]:
+def _values(gemm_operand: GemmOperand) -> tuple[Tensor, list[Tensor]]:
     """The factor in bfloat16 without its global scale, and that scale if it has one."""
-    if isinstance(factor, Rounded):
-        return factor.values, [] if factor.global_scale is None else [factor.global_scale]
-    if isinstance(factor, Uncast):
-        rounded, last = round_trip(factor.x, factor.cast, torch.bfloat16)
-        return rounded, [] if last is None else [last]
-    if isinstance(factor, Operand) and factor.global_scale is not None:
-        return dequantize_operand(replace(factor, global_scale=None), torch.bfloat16), [factor.global_scale]
-    return values(factor, torch.bfloat16), []
+    if isinstance(gemm_operand, FakeQuantized):
+        return gemm_operand.values, [] if gemm_operand.global_scale is None else [gemm_operand.global_scale]
+    if isinstance(gemm_operand, Unquantized):
+        rounded, global_scale = fake_quantize(gemm_operand.x, gemm_operand.cast, torch.bfloat16)
+        return rounded, [] if global_scale is None else [global_scale]
+    if isinstance(gemm_operand, Operand) and gemm_operand.global_scale is not None:
+        return dequantize_operand(replace(gemm_operand, global_scale=None), torch.bfloat16), [gemm_operand.global_scale]
+    return values(gemm_operand, torch.bfloat16), []
 
 
-def run(a: Factor, b: Factor, args: GemmArgs) -> Tensor:
+def run(a: GemmOperand, b: GemmOperand, args: GemmArgs) -> Tensor:
     left, scales = _values(a)
     large = isinstance(b, Operand) and (scales or b.global_scale is not None or b.data.numel() >= WHOLE)
     if large and _can_slice(Spec("mm", (tuple(a.shape), b.shape), (), torch.bfloat16, left.device), b):
@@ -152,9 +152,9 @@ def run(a: Factor, b: Factor, args: GemmArgs) -> Tensor:
         work = sliced_mm if is_traced(left, b.data) else sliced_mm._init_fn
         out: Tensor = work(left, b.data, b.scale, b.format.name, scales, args.bias, args.alpha, args.beta)
         return out
-    right, last = _values(b)
-    if scales or last:
-        return cublas.mm(left, right, scales + last, args)
+    right, global_scale = _values(b)
+    if scales or global_scale:
+        return cublas.mm(left, right, scales + global_scale, args)
     multiply = _in_float32 if args.out_dtype is torch.float32 else _whole
     return multiply(left, right.transpose(-1, -2), args)
 
@@ -162,7 +162,7 @@ def run(a: Factor, b: Factor, args: GemmArgs) -> Tensor:
 # ---------------------------------------------------------------------------------------------- grouped
 
 
-def refuses_grouped(spec: Spec, a: Factor, b: Factor, ends: Tensor, args: GemmArgs) -> str | None:
+def refuses_grouped(spec: Spec, a: GemmOperand, b: GemmOperand, ends: Tensor, args: GemmArgs) -> str | None:
     if spec.device.type == "cuda":
         if args.out_dtype is torch.float32:
             return "torch._grouped_mm rounds to bfloat16, the result is float32"
@@ -172,28 +172,28 @@ def refuses_grouped(spec: Spec, a: Factor, b: Factor, ends: Tensor, args: GemmAr
             return f"torch._grouped_mm wants K and N in multiples of 8, got {spec.shapes[1][2]} and {spec.shapes[1][1]}"
     elif spec.traced:
         return "the ends of the groups are being traced: they have no values"
-    elif isinstance(b, Uncast) or _has_global_scale(a):
+    elif isinstance(b, Unquantized) or _has_global_scale(a):
         return "one matrix of the stack at a time, without a global scale of the rows"
-    one = b if isinstance(b, Uncast) else matrix(b, 0) if b.shape[0] else b
+    one = b if isinstance(b, Unquantized) else matrix(b, 0) if b.shape[0] else b
     return refuses(spec._replace(shapes=(spec.shapes[0], spec.shapes[1][1:])), a, one, args)
 
 
-def matrix(stack: Operand | Rounded | Tensor, i: int) -> Operand | Rounded | Tensor:
+def matrix(stack: Operand | FakeQuantized | Tensor, i: int) -> Operand | FakeQuantized | Tensor:
     """Matrix ``i`` of a stack (G, N, K); a scale that all of them share stays."""
     if isinstance(stack, Tensor):
         return stack[i]
-    if isinstance(stack, Rounded):
+    if isinstance(stack, FakeQuantized):
         return replace(stack, values=stack.values[i])
     scale = stack.scale[i if stack.scale.shape[0] > 1 else 0]
     return Operand(stack.data[i], scale, stack.global_scale, stack.format, stack.shape[1:])
 
 
-def run_grouped(a: Factor, b: Factor, ends: Tensor, args: GemmArgs) -> Tensor:
+def run_grouped(a: GemmOperand, b: GemmOperand, ends: Tensor, args: GemmArgs) -> Tensor:
     left, _ = _values(a)
     if left.device.type == "cuda":
         right, _ = _values(b)
         return zero_after(torch._grouped_mm(left, right.transpose(-1, -2), offs=ends), ends)
-    assert not isinstance(b, Uncast)
+    assert not isinstance(b, Unquantized)
     out = left.new_zeros(left.shape[0], b.shape[1])
     for i, (start, end) in enumerate(pairwise([0, *ends.tolist()])):
         if start < end:

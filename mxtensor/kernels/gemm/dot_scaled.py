@@ -19,7 +19,7 @@ from ...numerics.formats import E2M1, E4M3, E5M2, E8M0, UE4M3, ElementFormat, Fo
 from ...numerics.operand import Operand
 from ..quantize.select import operand_of
 from ..runtime import triton_launch
-from .spec import Factor, GemmArgs, Rounded, flat_bias, needs_codes, not_a_bias_of_groups, not_rows_by_matrix
+from .spec import FakeQuantized, GemmArgs, GemmOperand, flat_bias, needs_codes, not_a_bias_of_groups, not_rows_by_matrix
 
 MIXES = {(10, 0): True, (10, 3): True, (11, 0): True, (12, 0): False}
 """The compute capabilities for which Triton 3.6 and 3.7 compile ``tl.dot_scaled`` to block-scaled instructions, and
@@ -117,7 +117,7 @@ def _refuses_format(format: Format | torch.dtype) -> str | None:
     return None
 
 
-def _refuses(spec: Spec, a: Factor, b: Factor, args: GemmArgs) -> str | None:
+def _refuses(spec: Spec, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> str | None:
     """What single and grouped products have in common."""
     reason = triton_launch.missing(spec)
     if reason is not None:
@@ -144,14 +144,14 @@ def _refuses(spec: Spec, a: Factor, b: Factor, args: GemmArgs) -> str | None:
     return None
 
 
-def refuses(spec: Spec, a: Factor, b: Factor, args: GemmArgs) -> str | None:
+def refuses(spec: Spec, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> str | None:
     reason = _refuses(spec, a, b, args)
     if reason is not None:
         return reason
     return not_rows_by_matrix(spec, a)
 
 
-def refuses_grouped(spec: Spec, a: Factor, b: Factor, ends: Tensor, args: GemmArgs) -> str | None:
+def refuses_grouped(spec: Spec, a: GemmOperand, b: GemmOperand, ends: Tensor, args: GemmArgs) -> str | None:
     reason = _refuses(spec, a, b, args)
     return not_a_bias_of_groups(args) if reason is None else reason
 
@@ -234,15 +234,15 @@ def _call(a: Operand, b: Operand, bias: Tensor | None, ends: Tensor | None, args
     )  # fmt: skip
 
 
-def run(a: Factor, b: Factor, args: GemmArgs) -> Tensor:
-    assert not isinstance(a, (Tensor, Rounded)) and not isinstance(b, (Tensor, Rounded))
+def run(a: GemmOperand, b: GemmOperand, args: GemmArgs) -> Tensor:
+    assert not isinstance(a, (Tensor, FakeQuantized)) and not isinstance(b, (Tensor, FakeQuantized))
     left, right = operand_of(a), operand_of(b)
     shape = (*left.shape[:-1], right.shape[0])
     return _call(left, right, flat_bias(args, shape), None, args).view(shape)
 
 
-def run_grouped(a: Factor, b: Factor, ends: Tensor, args: GemmArgs) -> Tensor:
-    assert not isinstance(a, (Tensor, Rounded)) and not isinstance(b, (Tensor, Rounded))
+def run_grouped(a: GemmOperand, b: GemmOperand, ends: Tensor, args: GemmArgs) -> Tensor:
+    assert not isinstance(a, (Tensor, FakeQuantized)) and not isinstance(b, (Tensor, FakeQuantized))
     left, right = operand_of(a), operand_of(b)
     return _call(left, right, flat_bias(args, (left.shape[0], right.shape[1])), ends, args)
 

@@ -9,21 +9,21 @@ from torch import Tensor
 
 from ...core.dispatch import Kernel, Spec
 from ..quantize.select import dequantize_operand, operand_of
-from .spec import Factor, GemmArgs, Rounded, data_of, finish
+from .spec import FakeQuantized, GemmArgs, GemmOperand, data_of, finish
 
 
-def refuses(spec: Spec, a: Factor, b: Factor, args: GemmArgs) -> str | None:
+def refuses(spec: Spec, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> str | None:
     return None
 
 
-def values(factor: Factor, dtype: torch.dtype) -> Tensor:
+def values(gemm_operand: GemmOperand, dtype: torch.dtype) -> Tensor:
     """The factor as a plain tensor of ``dtype``."""
-    if isinstance(factor, Tensor):
-        return factor.to(dtype)
-    if isinstance(factor, Rounded):
-        plain: Tensor = factor.values.to(dtype)
-        return plain if factor.global_scale is None else plain * factor.global_scale
-    return dequantize_operand(operand_of(factor), dtype)
+    if isinstance(gemm_operand, Tensor):
+        return gemm_operand.to(dtype)
+    if isinstance(gemm_operand, FakeQuantized):
+        plain: Tensor = gemm_operand.values.to(dtype)
+        return plain if gemm_operand.global_scale is None else plain * gemm_operand.global_scale
+    return dequantize_operand(operand_of(gemm_operand), dtype)
 
 
 def multiply(left: Tensor, right: Tensor, args: GemmArgs) -> Tensor:
@@ -40,16 +40,16 @@ def values_dtype(args: GemmArgs) -> torch.dtype:
     return torch.float64 if args.out_dtype is torch.float64 else torch.float32
 
 
-def run(a: Factor, b: Factor, args: GemmArgs) -> Tensor:
+def run(a: GemmOperand, b: GemmOperand, args: GemmArgs) -> Tensor:
     compute = values_dtype(args)
     return multiply(values(a, compute), values(b, compute), args)
 
 
-def refuses_grouped(spec: Spec, a: Factor, b: Factor, ends: Tensor, args: GemmArgs) -> str | None:
+def refuses_grouped(spec: Spec, a: GemmOperand, b: GemmOperand, ends: Tensor, args: GemmArgs) -> str | None:
     return "the ends of the groups are being traced: they have no values" if spec.traced else None
 
 
-def run_grouped(a: Factor, b: Factor, ends: Tensor, args: GemmArgs) -> Tensor:
+def run_grouped(a: GemmOperand, b: GemmOperand, ends: Tensor, args: GemmArgs) -> Tensor:
     compute = values_dtype(args)
     left, right = values(a, compute), values(b, compute)
     out = torch.zeros(left.shape[0], right.shape[1], dtype=args.out_dtype, device=data_of(a).device)

@@ -17,10 +17,10 @@ from ..quantize.select import operand_of
 from .scaled_mm import chosen, dense, padded, side, spread
 from .scaled_mm_call import multiply
 from .scaled_mm_contract import GROUPED_SCALINGS, MAX_GROUPS, ROW_BLOCK, Product, Scaling, plan_here
-from .spec import Factor, GemmArgs, Rounded, data_of, format_of, zero_after
+from .spec import FakeQuantized, GemmArgs, GemmOperand, data_of, format_of, zero_after
 
 
-def refuses(spec: Spec, a: Factor, b: Factor, ends: Tensor, args: GemmArgs) -> str | None:
+def refuses(spec: Spec, a: GemmOperand, b: GemmOperand, ends: Tensor, args: GemmArgs) -> str | None:
     scaling = chosen(GROUPED_SCALINGS, spec, a, b)
     if isinstance(scaling, str):
         return scaling
@@ -33,9 +33,9 @@ def refuses(spec: Spec, a: Factor, b: Factor, ends: Tensor, args: GemmArgs) -> s
     return None
 
 
-def prepare(scaling: Scaling, a: Factor, b: Factor, ends: Tensor) -> Product:
+def prepare(scaling: Scaling, a: GemmOperand, b: GemmOperand, ends: Tensor) -> Product:
     """The arguments for rows a (M, K) in groups that end at ``ends`` (G,), and weights b (G, N, K)."""
-    assert not isinstance(a, (Tensor, Rounded)) and not isinstance(b, (Tensor, Rounded))
+    assert not isinstance(a, (Tensor, FakeQuantized)) and not isinstance(b, (Tensor, FakeQuantized))
     rows = operand_of(a)
     scale_a = spread(rows.scale, rows.format.block, scaling.blocks[0], rows.shape)
     scale_a = swizzle_groups(scale_a, ends) if scaling.swizzled else dense(scale_a)
@@ -47,7 +47,7 @@ def prepare(scaling: Scaling, a: Factor, b: Factor, ends: Tensor) -> Product:
     )
 
 
-def run(a: Factor, b: Factor, ends: Tensor, args: GemmArgs) -> Tensor:
+def run(a: GemmOperand, b: GemmOperand, ends: Tensor, args: GemmArgs) -> Tensor:
     (rows, inner), (groups, cols, _) = a.shape, b.shape
     if 0 in (rows, inner, groups, cols):
         return torch.zeros(rows, cols, dtype=args.out_dtype, device=data_of(a).device)

@@ -18,7 +18,7 @@ from ...core.tracing import is_traced
 from ...numerics.cast import Cast
 from ...numerics.formats import FP32, FULL, Format
 from ...numerics.operand import Operand
-from ...numerics.swizzle import kept, round_up, swizzle
+from ...numerics.swizzle import cached_value, round_up, swizzle
 from ..quantize import triton_rows
 from ..quantize.select import quantize_operand
 from ..runtime.availability import other_build
@@ -36,21 +36,21 @@ from .scaled_mm_contract import (
     plan_here,
     row_major,
 )
-from .spec import Factor, GemmArgs, Rounded, Uncast, data_of, finish, format_of, needs_codes
+from .spec import FakeQuantized, GemmArgs, GemmOperand, Unquantized, data_of, finish, format_of, needs_codes
 
 WHOLE_SUMS = (10, 0)
 """The first compute capability whose tensor cores add float8 products with all bits of a float32."""
 
 
-def refuses(spec: Spec, a: Factor, b: Factor, args: GemmArgs) -> str | None:
+def refuses(spec: Spec, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> str | None:
     scaling = chosen(SCALINGS, spec, a, b)
     if isinstance(scaling, str):
         return scaling
     if len(spec.shapes[1]) > 2 and math.prod(spec.shapes[1][:-2]) != 1:
         return f"multiplies by one matrix, the right factor is a batch: {spec.shapes[1]}"
-    for factor in (a, b):
-        if len(factor.shape) < 2 or not _flattens(factor):
-            return f"a {format_of(factor)} factor of shape {tuple(factor.shape)} is no matrix of whole blocks of rows"
+    for gemm_operand in (a, b):
+        if len(gemm_operand.shape) < 2 or not _flattens(gemm_operand):
+            return f"a {format_of(gemm_operand)} factor of shape {tuple(gemm_operand.shape)} is no matrix of whole blocks of rows"
     if args.out_dtype is FLOAT32 and scaling.scale is FP32 and spec.capability < WHOLE_SUMS:
         return (
             f"tensor cores of sm{spec.capability[0]}{spec.capability[1]} add float8 products in about 14 bits, fewer "
@@ -65,7 +65,7 @@ def refuses(spec: Spec, a: Factor, b: Factor, args: GemmArgs) -> str | None:
     return None
 
 
-def chosen(table: tuple[Scaling, ...], spec: Spec, a: Factor, b: Factor) -> Scaling | str:
+def chosen(table: tuple[Scaling, ...], spec: Spec, a: GemmOperand, b: GemmOperand) -> Scaling | str:
     """The scaling of these factors on the device of ``spec``, or why there is none."""
     if spec.device.type != "cuda":
         return elsewhere("cuda", spec.device.type)
@@ -79,10 +79,10 @@ def chosen(table: tuple[Scaling, ...], spec: Spec, a: Factor, b: Factor) -> Scal
     return needs_codes(a, b) or plan_here(table, typed(Format, left), typed(Format, right), spec.device)
 
 
-def _flattens(factor: Factor) -> bool:
+def _flattens(gemm_operand: GemmOperand) -> bool:
     """Whether leading dimensions and rows are the rows of one matrix: no block would cross from one to the next."""
-    rows = typed(Format, format_of(factor)).block[0]
-    return rows in (1, FULL) or math.prod(factor.shape[:-2]) == 1 or factor.shape[-2] % rows == 0
+    rows = typed(Format, format_of(gemm_operand)).block[0]
+    return rows in (1, FULL) or math.prod(gemm_operand.shape[:-2]) == 1 or gemm_operand.shape[-2] % rows == 0
 
 
 def _added_inside(scaling: Scaling, args: GemmArgs, cols: int) -> bool:
@@ -159,60 +159,60 @@ def quantize_swizzled(x: Tensor, cast: Cast) -> tuple[Tensor, Tensor, Tensor | N
     """(data, swizzled scale, global scale) of a matrix, by one kernel where Triton runs."""
     spec = Spec("quantize", (tuple(x.shape),), ((x.dtype, cast.format),), x.dtype, x.device, is_traced(x))
     if not spec.traced and triton_rows.refuses_quantize(spec, x, cast) is None:
-        data, scale, last = triton_rows.quantize_swizzled(x, cast)
-        return data.view(cast.format.element.dtype), scale, last
+        data, scale, global_scale = triton_rows.quantize_swizzled(x, cast)
+        return data.view(cast.format.element.dtype), scale, global_scale
     operand = quantize_operand(x, cast)
     return operand.data, swizzle(operand.scale), operand.global_scale
 
 
-def _as_matrix(factor: Operand | Uncast) -> Operand | Uncast:
-    if len(factor.shape) == 2:
-        return factor
-    shape = (math.prod(factor.shape[:-1]), factor.shape[-1])
-    if isinstance(factor, Uncast):
-        return Uncast(factor.x.reshape(shape), factor.cast)
-    data, scale = factor.data.reshape(shape[0], -1), factor.scale.reshape(-1, factor.scale.shape[-1])
-    return Operand(data, scale, factor.global_scale, factor.format, shape)
+def _as_matrix(gemm_operand: Operand | Unquantized) -> Operand | Unquantized:
+    if len(gemm_operand.shape) == 2:
+        return gemm_operand
+    shape = (math.prod(gemm_operand.shape[:-1]), gemm_operand.shape[-1])
+    if isinstance(gemm_operand, Unquantized):
+        return Unquantized(gemm_operand.x.reshape(shape), gemm_operand.cast)
+    data, scale = gemm_operand.data.reshape(shape[0], -1), gemm_operand.scale.reshape(-1, gemm_operand.scale.shape[-1])
+    return Operand(data, scale, gemm_operand.global_scale, gemm_operand.format, shape)
 
 
-def side(factor: Operand | Uncast, scaling: Scaling, which: int) -> tuple[Tensor, Tensor, Tensor | None]:
+def side(gemm_operand: Operand | Unquantized, scaling: Scaling, which: int) -> tuple[Tensor, Tensor, Tensor | None]:
     """(codes, scales, global scale) of a matrix or a stack, padded and laid out for the left (0) or right (1) side."""
     target, multiple = scaling.blocks[which], (scaling.rows, scaling.cols)[which]
-    if isinstance(factor, Uncast):
-        if scaling.swizzled and factor.format.block == target and factor.x.dim() == 2:
-            data, scale, last = quantize_swizzled(factor.x, factor.cast)
-            return padded(data, multiple, scaling.inner), scale, last
-        operand, fresh = quantize_operand(factor.x, factor.cast), True
+    if isinstance(gemm_operand, Unquantized):
+        if scaling.swizzled and gemm_operand.format.block == target and gemm_operand.x.dim() == 2:
+            data, scale, global_scale = quantize_swizzled(gemm_operand.x, gemm_operand.cast)
+            return padded(data, multiple, scaling.inner), scale, global_scale
+        operand, fresh = quantize_operand(gemm_operand.x, gemm_operand.cast), True
     else:
-        operand, fresh = factor, False
+        operand, fresh = gemm_operand, False
     shape, block, whole = operand.shape, operand.format.block, round_up(operand.shape[-2], multiple)
 
     def lay_out(scale: Tensor) -> Tensor:
         return _lay_out(scale, block, target, shape, whole)
 
     trivial = fresh or (block == target and block[1] == FULL)
-    scale = lay_out(operand.scale) if trivial else kept(operand.scale, (block, target, shape, whole), lay_out)
+    scale = lay_out(operand.scale) if trivial else cached_value(operand.scale, (block, target, shape, whole), lay_out)
     return padded(operand.data, multiple, scaling.inner), scale, operand.global_scale
 
 
-def prepare(scaling: Scaling, a: Factor, b: Factor, bias: Tensor | None, out_dtype: torch.dtype) -> Product:
+def prepare(scaling: Scaling, a: GemmOperand, b: GemmOperand, bias: Tensor | None, out_dtype: torch.dtype) -> Product:
     """The arguments of the product of two quantized factors, both of them matrices once flattened."""
-    assert not isinstance(a, (Tensor, Rounded)) and not isinstance(b, (Tensor, Rounded))
-    left, scale_a, last_a = side(_as_matrix(a), scaling, 0)
-    right, scale_b, last_b = side(_as_matrix(b), scaling, 1)
-    last = [t for t in (last_a, last_b) if t is not None]
-    if len(last) == 1:  # torch wants one of each side or none
-        one = torch.ones_like(last[0])
-        last = [one, last[0]] if last_a is None else [last[0], one]
+    assert not isinstance(a, (Tensor, FakeQuantized)) and not isinstance(b, (Tensor, FakeQuantized))
+    left, scale_a, global_scale_a = side(_as_matrix(a), scaling, 0)
+    right, scale_b, global_scale_b = side(_as_matrix(b), scaling, 1)
+    global_scale = [t for t in (global_scale_a, global_scale_b) if t is not None]
+    if len(global_scale) == 1:  # torch wants one of each side or none
+        one = torch.ones_like(global_scale[0])
+        global_scale = [one, global_scale[0]] if global_scale_a is None else [global_scale[0], one]
     if bias is not None:
         bias = dense(bias) if bias.shape[0] == right.shape[0] else F.pad(bias, (0, right.shape[0] - bias.shape[0]))
-    return Product(scaling, left, right, scale_a, scale_b, last, bias, out_dtype)
+    return Product(scaling, left, right, scale_a, scale_b, global_scale, bias, out_dtype)
 
 
 # ---------------------------------------------------------------------------------------------- the product
 
 
-def run(a: Factor, b: Factor, args: GemmArgs) -> Tensor:
+def run(a: GemmOperand, b: GemmOperand, args: GemmArgs) -> Tensor:
     rows, cols, device = math.prod(a.shape[:-1]), b.shape[-2], data_of(b).device
     shape = (*a.shape[:-1], cols) if len(a.shape) >= len(b.shape) else (*b.shape[:-2], rows, cols)
     if 0 in (rows, cols, a.shape[-1]):

@@ -9,7 +9,7 @@ from ...core.dispatch import KERNEL_NAMES, Kernel, Spec, accepting, perform
 from ...core.tracing import is_traced
 from ..gemm import dequant, dot_scaled, emulated, scaled_grouped_mm, scaled_mm
 from ..small_m import kernel as small_m
-from .spec import Factor, GemmArgs, data_of, facts_of, format_of
+from .spec import GemmArgs, GemmOperand, data_of, facts_of, format_of
 
 GEMM: tuple[Kernel, ...] = (
     scaled_mm.KERNEL, dot_scaled.KERNEL, small_m.KERNEL, dequant.KERNEL, emulated.KERNEL,
@@ -23,7 +23,7 @@ VALUES = {dequant.KERNEL.name: dequant.values_dtype, emulated.KERNEL.name: emula
 KERNEL_NAMES.update(kernel.name for kernel in GEMM)
 
 
-def _spec(op: str, a: Factor, b: Factor, args: GemmArgs) -> Spec:
+def _spec(op: str, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> Spec:
     left, right = data_of(a), data_of(b)
     formats, shapes = (format_of(a), format_of(b)), (tuple(a.shape), tuple(b.shape))
     return Spec(op, shapes, formats, args.out_dtype, right.device, is_traced(left, right))
@@ -38,7 +38,7 @@ def _check_devices(
             raise ValueError(f"{op}: {name} on {t.device}, right factor on {device}; move one with .to()")
 
 
-def gemm(op: str, a: Factor, b: Factor, args: GemmArgs, prefer: str | None = None) -> Tensor:
+def gemm(op: str, a: GemmOperand, b: GemmOperand, args: GemmArgs, prefer: str | None = None) -> Tensor:
     """``alpha * a @ b^T + beta * bias``: a (..., M, K), b (..., N, K), both blocked along K; result (..., M, N).
 
     Accumulated in float32 and rounded once to ``args.out_dtype``. ``op`` names the caller in ``explain()``; ``prefer``
@@ -54,19 +54,23 @@ def gemm(op: str, a: Factor, b: Factor, args: GemmArgs, prefer: str | None = Non
     return perform(GEMM, spec, a, b, args, prefer=prefer, facts=facts_of(a, b, args))  # type: ignore[no-any-return]
 
 
-def values_dtype(op: str, a: Factor, b: Factor, args: GemmArgs, prefer: str | None = None) -> torch.dtype | None:
-    """The dtype in which the kernel for this product wants ``Rounded`` factors; None if it wants codes."""
+def values_dtype(
+    op: str, a: GemmOperand, b: GemmOperand, args: GemmArgs, prefer: str | None = None
+) -> torch.dtype | None:
+    """The dtype in which the kernel for this product wants ``FakeQuantized`` factors; None if it wants codes."""
     wanted = VALUES.get(kernel_for(op, a, b, args, prefer) or "")
     return None if wanted is None else wanted(args)
 
 
-def kernel_for(op: str, a: Factor, b: Factor, args: GemmArgs, prefer: str | None = None) -> str | None:
+def kernel_for(op: str, a: GemmOperand, b: GemmOperand, args: GemmArgs, prefer: str | None = None) -> str | None:
     """The name of the kernel that ``gemm`` would run; nothing is logged."""
     kernel, _ = accepting(GEMM, _spec(op, a, b, args), a, b, args, prefer=prefer)
     return None if kernel is None else kernel.name
 
 
-def grouped_gemm(op: str, a: Factor, b: Factor, ends: Tensor, args: GemmArgs, prefer: str | None = None) -> Tensor:
+def grouped_gemm(
+    op: str, a: GemmOperand, b: GemmOperand, ends: Tensor, args: GemmArgs, prefer: str | None = None
+) -> Tensor:
     """Rows of a (M, K) times the weight of their group, b (G, N, K): row ``ends[g - 1]`` to ``ends[g]`` meet b[g].
 
     ``ends``: int32 (G,), never decreasing; a group may have no rows; rows after the last end give zeros. A cast of

@@ -18,7 +18,7 @@ from ...numerics.operand import Operand
 
 
 @dataclass(frozen=True)
-class Uncast:
+class Unquantized:
     """Plain values and the cast they are to go through: each kernel takes it in the form that costs it least.
 
     Most products want codes with scales in a layout of their own, or the rounded values and never the codes.
@@ -46,7 +46,7 @@ class Form(Enum):
 
 
 @dataclass(frozen=True)
-class Rounded:
+class FakeQuantized:
     """Values that a cast to ``format`` has rounded already, without the global scale.
 
     ``values``: (..., rows, K) with any strides; ``global_scale``: a float32 scalar or None.
@@ -61,7 +61,7 @@ class Rounded:
         return tuple(self.values.shape)
 
 
-Factor: TypeAlias = Operand | Uncast | Rounded | Tensor
+GemmOperand: TypeAlias = Operand | Unquantized | FakeQuantized | Tensor
 """One side of a product, (..., rows, K): an operand blocked along K, values to be cast to one or rounded as one, or
 plain values."""
 
@@ -75,21 +75,21 @@ class GemmArgs(NamedTuple):
     beta: float = 1
 
 
-def format_of(factor: Factor) -> Format | torch.dtype:
+def format_of(gemm_operand: GemmOperand) -> Format | torch.dtype:
     """The format in which a factor enters the product; the dtype of plain values."""
-    return factor.dtype if isinstance(factor, Tensor) else factor.format
+    return gemm_operand.dtype if isinstance(gemm_operand, Tensor) else gemm_operand.format
 
 
-def data_of(factor: Factor) -> Tensor:
+def data_of(gemm_operand: GemmOperand) -> Tensor:
     """The tensor that says where a factor lives and whether it is being traced."""
-    if isinstance(factor, Tensor):
-        return factor
-    if isinstance(factor, Uncast):
-        return factor.x
-    return factor.data if isinstance(factor, Operand) else factor.values
+    if isinstance(gemm_operand, Tensor):
+        return gemm_operand
+    if isinstance(gemm_operand, Unquantized):
+        return gemm_operand.x
+    return gemm_operand.data if isinstance(gemm_operand, Operand) else gemm_operand.values
 
 
-def facts_of(a: Factor, b: Factor, args: GemmArgs) -> Hashable:
+def facts_of(a: GemmOperand, b: GemmOperand, args: GemmArgs) -> Hashable:
     """All that refusals of product kernels look at beside the spec; None on a CPU, where they see how codes lie too."""
     bias, data = args.bias, data_of(b)
     if not data.is_cuda:
@@ -98,12 +98,16 @@ def facts_of(a: Factor, b: Factor, args: GemmArgs) -> Hashable:
     return type(a), data_of(a).dtype, type(b), data.dtype, added, args.alpha, args.beta
 
 
-def needs_codes(a: Factor, b: Factor) -> str | None:
+def needs_codes(a: GemmOperand, b: GemmOperand) -> str | None:
     """Why a kernel that reads codes refuses factors of which one has none."""
-    return "needs codes, a factor is rounded values" if isinstance(a, Rounded) or isinstance(b, Rounded) else None
+    return (
+        "needs codes, a factor is rounded values"
+        if isinstance(a, FakeQuantized) or isinstance(b, FakeQuantized)
+        else None
+    )
 
 
-def not_rows_by_matrix(spec: Spec, a: Factor) -> str | None:
+def not_rows_by_matrix(spec: Spec, a: GemmOperand) -> str | None:
     """Why a kernel for rows (..., M, K) times one matrix (N, K) refuses; None for those."""
     left, right = spec.shapes
     if len(right) != 2 or len(left) < 2:

@@ -14,22 +14,24 @@ LONGEST = 4096
 """Rows of a history that one program holds."""
 
 
-def advance(history: Tensor, record: Tensor, amax: Tensor, factor: float, newest: bool) -> tuple[Tensor, Tensor]:
+def advance(history: Tensor, record: Tensor, amax: Tensor, gemm_operand: float, newest: bool) -> tuple[Tensor, Tensor]:
     """The next history and the next amax; ``record`` is zeroed in place.
 
-    history (rows, 3) float32, the newest row first; record and amax (3,). The next amax is ``factor`` times the largest
+    history (rows, 3) float32, the newest row first; record and amax (3,). The next amax is ``gemm_operand`` times the largest
     of the history (``newest``: its first row), or the last one where that is zero or not finite.
     """
     spec = Spec("advance history", (tuple(history.shape),), (history.dtype,), history.dtype, history.device)
     if triton_launch.missing(spec) is not None or history.shape[0] > LONGEST:
-        out = _advance(history, record, amax, factor, newest)
+        out = _advance(history, record, amax, gemm_operand, newest)
     else:
-        out = (advance_op if is_traced(history) else _on_device)(history, record, amax, factor, newest)
+        out = (advance_op if is_traced(history) else _on_device)(history, record, amax, gemm_operand, newest)
     record.zero_()
     return out
 
 
-def _on_device(history: Tensor, record: Tensor, amax: Tensor, factor: float, newest: bool) -> tuple[Tensor, Tensor]:
+def _on_device(
+    history: Tensor, record: Tensor, amax: Tensor, gemm_operand: float, newest: bool
+) -> tuple[Tensor, Tensor]:
     rows, columns = history.shape
     out, following = torch.empty_like(history), torch.empty_like(amax)
     with on(history.device):
@@ -37,24 +39,26 @@ def _on_device(history: Tensor, record: Tensor, amax: Tensor, factor: float, new
             device_code("amax_history.advance_history"),
             1,
             (history, record, amax, out, following, rows),
-            (newest, factor, columns, max(16, 1 << (rows - 1).bit_length())),
+            (newest, gemm_operand, columns, max(16, 1 << (rows - 1).bit_length())),
             4,
         )
     return out, following
 
 
 @torch.library.custom_op("mxtensor::advance_history", mutates_args=())
-def advance_op(history: Tensor, record: Tensor, amax: Tensor, factor: float, newest: bool) -> tuple[Tensor, Tensor]:
+def advance_op(
+    history: Tensor, record: Tensor, amax: Tensor, gemm_operand: float, newest: bool
+) -> tuple[Tensor, Tensor]:
     """``advance`` without the zeros in ``record``, one op for torch.compile."""
-    return _on_device(history, record, amax, factor, newest)
+    return _on_device(history, record, amax, gemm_operand, newest)
 
 
 @advance_op.register_fake
-def _(history, record, amax, factor, newest):  # type: ignore[no-untyped-def]
+def _(history, record, amax, gemm_operand, newest):  # type: ignore[no-untyped-def]
     return torch.empty_like(history), torch.empty_like(amax)
 
 
-def _advance(history: Tensor, record: Tensor, amax: Tensor, factor: float, newest: bool) -> tuple[Tensor, Tensor]:
+def _advance(history: Tensor, record: Tensor, amax: Tensor, gemm_operand: float, newest: bool) -> tuple[Tensor, Tensor]:
     out = torch.cat([record.unsqueeze(0), history[:-1]])
     largest = out[0] if newest else out.amax(0)
-    return out, torch.where((largest > 0) & largest.isfinite(), largest * factor, amax)
+    return out, torch.where((largest > 0) & largest.isfinite(), largest * gemm_operand, amax)

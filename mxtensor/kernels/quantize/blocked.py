@@ -58,8 +58,8 @@ def _refuses_quantize(spec: Spec, x: Tensor, cast: Cast) -> str | None:
 
 
 def _slice_amax(x: Tensor) -> Tensor:
-    parts = [tensor_amax(x.narrow(0, i, n)) for i, n in _slices(x.shape[0], x.shape[1], ENCODE_SLICE, 1)]
-    return torch.stack(parts).amax()
+    components = [tensor_amax(x.narrow(0, i, n)) for i, n in _slices(x.shape[0], x.shape[1], ENCODE_SLICE, 1)]
+    return torch.stack(components).amax()
 
 
 def _quantize(x: Tensor, cast: Cast) -> Operand:

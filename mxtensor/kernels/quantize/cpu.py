@@ -1,6 +1,6 @@
 """Eager casts on CPU in C++: every format, one pass over the values, and one before it where a scale is the tensor's.
 
-``native.cpp`` is compiled once a machine (about two seconds) by the C++ compiler that torch.compile uses too, without
+``quantize.cpp`` is compiled once a machine (about two seconds) by the C++ compiler that torch.compile uses too, without
 torch's headers, and called through ctypes. Where there is none, the slices of ``cast_blocked`` do the same work.
 """
 
@@ -25,15 +25,15 @@ from ...numerics.elements import decode_elements
 from ...numerics.formats import BLOCK_SIZES, E8M0, FP32, FP32_POW2, FULL, UE4M3, Format, Rounding, ScaleCalculationMode
 from ...numerics.operand import Operand
 from ...numerics.reference import scale_to_float
-from ..runtime.disk_cache import kept_path, new_file
+from ..runtime.disk_cache import cache_path, new_file
 
-SOURCE, HEADER = (Path(__file__).with_name(name) for name in ("native.cpp", "native_elements.h"))
+SOURCE, HEADER = (Path(__file__).parent.parent / "cpu" / name for name in ("quantize.cpp", "elements.h"))
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off", "-fno-trapping-math")
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MODES = {mode: i for i, mode in enumerate(ScaleCalculationMode)}
 SCALES = (E8M0, UE4M3, FP32, FP32_POW2)
 BLOCKS = frozenset({(FULL, FULL), (1, FULL), *((rows, n) for n in BLOCK_SIZES for rows in (1, n))})
-TURNED_ROWS = 128
+TRANSPOSED_ROWS = 128
 """Of a source whose columns are contiguous, transposed at a time: whole cache lines of each column."""
 VALUES_PER_THREAD = 1 << 16
 
@@ -62,7 +62,7 @@ def _cache_path(compiler: str) -> Path:
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     flags = [line for line in lines if line.startswith(("flags", "Features"))][:1]
-    return kept_path("native", (SOURCE.read_text(), HEADER.read_text(), FLAGS, compiler, flags), "so")
+    return cache_path("native", (SOURCE.read_text(), HEADER.read_text(), FLAGS, compiler, flags), "so")
 
 
 @cache
@@ -78,7 +78,7 @@ def library() -> ctypes.CDLL | str:
                 subprocess.run([compiler, *FLAGS, "-o", str(built), str(SOURCE)], check=True, capture_output=True)
         lib = ctypes.CDLL(str(path))
     except (OSError, subprocess.CalledProcessError) as error:
-        return f"native.cpp did not build: {str(error).splitlines()[0]}"
+        return f"quantize.cpp did not build: {str(error).splitlines()[0]}"
     pointer, number, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
     lib.mx_amax.argtypes = [pointer, number, size, size]
     lib.mx_encode.argtypes = [
@@ -155,29 +155,29 @@ def _quantize(x: Tensor, cast: Cast) -> Operand:
     assert isinstance(lib, ctypes.CDLL)
     data = torch.empty(format.data_shape(shape), dtype=format.element.dtype, device=x.device)
     scale = torch.empty(format.scale_shape(shape), dtype=format.scale.dtype, device=x.device)
-    last = torch.ones((), dtype=torch.float32, device=x.device) if format.global_scale else None
+    global_scale = torch.ones((), dtype=torch.float32, device=x.device) if format.global_scale else None
     values, cols, tile = x.numel(), shape[-1], format.block[0]
     if not values:
-        return Operand(data, scale, last, format, shape)
-    rows, height, turned = values // cols, max(tile, 1), not x.is_contiguous()
-    if turned or (tile > 1 and len(shape) > 1):
+        return Operand(data, scale, global_scale, format, shape)
+    rows, height, transposed = values // cols, max(tile, 1), not x.is_contiguous()
+    if transposed or (tile > 1 and len(shape) > 1):
         rows = shape[-2]  # of one matrix; where no block spans rows, those of all are alike
-    if turned:
-        height = TURNED_ROWS
+    if transposed:
+        height = TRANSPOSED_ROWS
     row, mode, kind = _row(format), MODES[cast.scaling], KINDS[x.dtype]
     source, codes, scales = x.data_ptr(), data.data_ptr(), scale.data_ptr()
-    last_scale = None if last is None else last.data_ptr()
+    global_scale_ptr = None if global_scale is None else global_scale.data_ptr()
     amax = 0
-    if last is not None or tile == FULL:
+    if global_scale is not None or tile == FULL:
         amax = _in_spans(lambda first, end: lib.mx_amax(source, kind, first, end), values, values)
 
     def work(first: int, end: int) -> int:
         return lib.mx_encode(  # type: ignore[no-any-return]
-            row, mode, source, kind, rows, cols, turned, height, amax, first, end, codes, scales, last_scale
+            row, mode, source, kind, rows, cols, transposed, height, amax, first, end, codes, scales, global_scale_ptr
         )
 
     _in_spans(work, values // (rows * cols) * -(-rows // height), values)
-    return Operand(data, scale, last, format, shape)
+    return Operand(data, scale, global_scale, format, shape)
 
 
 # ---------------------------------------------------------------------------------------------- dequantize
@@ -192,18 +192,18 @@ def _refuses_dequantize(spec: Spec, operand: Operand, dtype: torch.dtype) -> str
 
 def decode_rows(operand: Operand, start: int, length: int, out: Tensor) -> Tensor:
     """Decode rows ``start`` to ``start + length`` of an operand (leading dimensions flat) into a contiguous ``out``."""
-    lib, shape, last = library(), operand.shape, operand.global_scale
+    lib, shape, global_scale = library(), operand.shape, operand.global_scale
     assert isinstance(lib, ctypes.CDLL)
     if not out.numel():
         return out
     rows, cols = shape[-2] if len(shape) > 1 else 1, shape[-1]
     row, kind, size = _row(operand.format), KINDS[out.dtype], cols * out.itemsize
     codes, scales, to = operand.data.data_ptr(), operand.scale.data_ptr(), out.data_ptr()
-    last_scale = None if last is None else last.data_ptr()
+    global_scale_ptr = None if global_scale is None else global_scale.data_ptr()
 
     def work(first: int, end: int) -> int:
         return lib.mx_decode(  # type: ignore[no-any-return]
-            row, codes, scales, last_scale, rows, cols, start + first, start + end, to + first * size, kind
+            row, codes, scales, global_scale_ptr, rows, cols, start + first, start + end, to + first * size, kind
         )
 
     _in_spans(work, length, length * cols)

@@ -39,6 +39,6 @@ def rotated(x: Tensor, signs: int) -> Tensor:
     matrix = matrix.to(compute)
     if x.dim() == 2 and x.stride(0) == 1 and x.stride(1) != 1 and x.numel():
         groups = x.t().unflatten(0, (-1, GROUP)).to(compute)
-        turned = torch.bmm(matrix.t().expand(groups.shape[0], GROUP, GROUP), groups)
-        return turned.to(torch.bfloat16).flatten(0, 1).t()
+        transposed = torch.bmm(matrix.t().expand(groups.shape[0], GROUP, GROUP), groups)
+        return transposed.to(torch.bfloat16).flatten(0, 1).t()
     return (x.reshape(-1, GROUP).to(compute) @ matrix).to(torch.bfloat16).view(x.shape)

@@ -30,16 +30,16 @@ def _eager(x: Tensor, cast: Cast) -> Operand:
 def encode_op(x: Tensor, format: str, scaling: str, rounding: str) -> tuple[Tensor, Tensor, Tensor]:
     """``codec.encode`` of x: (data, scale, global scale or an empty tensor)."""
     operand = _eager(x.contiguous(), Cast.of(format, scaling, rounding))
-    last = x.new_empty(0, dtype=torch.float32) if operand.global_scale is None else operand.global_scale
-    return operand.data, operand.scale, last
+    global_scale = x.new_empty(0, dtype=torch.float32) if operand.global_scale is None else operand.global_scale
+    return operand.data, operand.scale, global_scale
 
 
 @encode_op.register_fake
 def _(x, format, scaling, rounding):  # type: ignore[no-untyped-def]
     row = get_format(format)
-    last = x.new_empty(() if row.global_scale else (0,), dtype=torch.float32)
+    global_scale = x.new_empty(() if row.global_scale else (0,), dtype=torch.float32)
     data = x.new_empty(row.data_shape(tuple(x.shape)), dtype=row.element.dtype)
-    return data, x.new_empty(row.scale_shape(tuple(x.shape)), dtype=row.scale.dtype), last
+    return data, x.new_empty(row.scale_shape(tuple(x.shape)), dtype=row.scale.dtype), global_scale
 
 
 def encode_under(x: Tensor, cast: Cast, amax: Tensor) -> Operand:
@@ -64,13 +64,13 @@ def _wants_opaque(x: Tensor, cast: Cast) -> bool:
 def _quantize(x: Tensor, cast: Cast) -> Operand:
     if not _wants_opaque(x, cast):
         return encode(x, cast)
-    data, scale, last = encode_op(x, cast.format.name, cast.scaling.value, cast.rounding.value)
-    return Operand(data, scale, last if cast.format.global_scale else None, cast.format, tuple(x.shape))
+    data, scale, global_scale = encode_op(x, cast.format.name, cast.scaling.value, cast.rounding.value)
+    return Operand(data, scale, global_scale if cast.format.global_scale else None, cast.format, tuple(x.shape))
 
 
 def refuses(spec: Spec, *operands: Any) -> str | None:
     return None
 
 
-QUANTIZE = Kernel("codec", refuses, _quantize)
-DEQUANTIZE = Kernel("codec", refuses, decode)
+QUANTIZE = Kernel("reference", refuses, _quantize)
+DEQUANTIZE = Kernel("reference", refuses, decode)

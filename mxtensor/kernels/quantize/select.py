@@ -15,7 +15,7 @@ from ...numerics.cast import Cast
 from ...numerics.formats import FULL, Orientation
 from ...numerics.operand import Operand, transposed
 from ...numerics.reference import check_source, tensor_amax
-from ..gemm.spec import Factor, Rounded, Uncast
+from ..gemm.spec import FakeQuantized, GemmOperand, Unquantized
 from ..gemm.spec import Form as Form
 from ..quantize import blocked, cpu, custom_ops, reference
 
@@ -50,9 +50,11 @@ def quantize_operands(x: Tensor, cast: Cast, orientation: Orientation) -> tuple[
     return perform(QUANTIZE_BOTH, _spec("quantize both", x, cast), x, cast)  # type: ignore[no-any-return]
 
 
-def operand_of(factor: Operand | Uncast) -> Operand:
+def operand_of(gemm_operand: Operand | Unquantized) -> Operand:
     """A quantized factor of a product as an operand: cast now, if it is still to be."""
-    return quantize_operand(factor.x, factor.cast) if isinstance(factor, Uncast) else factor
+    return (
+        quantize_operand(gemm_operand.x, gemm_operand.cast) if isinstance(gemm_operand, Unquantized) else gemm_operand
+    )
 
 
 def dequantize_operand(operand: Operand, dtype: torch.dtype) -> Tensor:
@@ -62,21 +64,21 @@ def dequantize_operand(operand: Operand, dtype: torch.dtype) -> Tensor:
     """
     data = operand.data
     spec = Spec("dequantize", (operand.shape,), ((operand.format, dtype),), dtype, data.device, is_traced(data))
-    if operand.format.square and not spec.traced and _lies_turned(operand):
+    if operand.format.square and not spec.traced and _has_transposed_layout(operand):
         return perform(DEQUANTIZE, spec, transposed(operand), dtype).transpose(-1, -2)  # type: ignore[no-any-return]
     return perform(DEQUANTIZE, spec, operand, dtype)  # type: ignore[no-any-return]
 
 
-def _lies_turned(operand: Operand) -> bool:
+def _has_transposed_layout(operand: Operand) -> bool:
     """Whether the codes, one byte each, are the transpose of something contiguous, and not contiguous themselves."""
     data, whole = operand.data, not operand.format.element.packed
     return whole and data.dim() > 1 and not data.is_contiguous() and data.transpose(-1, -2).is_contiguous()
 
 
-def round_trip(x: Tensor, cast: Cast, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+def fake_quantize(x: Tensor, cast: Cast, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """``dequantize_operand(quantize_operand(x, cast), dtype)`` without a global scale, and that scale or None."""
     check_source(x)
-    return perform(ROUND_TRIP, _spec("round trip", x, cast), x, cast, dtype)  # type: ignore[no-any-return]
+    return perform(FAKE_QUANTIZE, _spec("fake quantize", x, cast), x, cast, dtype)  # type: ignore[no-any-return]
 
 
 def cast_pair(
@@ -87,15 +89,15 @@ def cast_pair(
     dtype: torch.dtype,
     amax: Tensor | None = None,
     record: Tensor | None = None,
-) -> tuple[Factor | None, Factor | None]:
+) -> tuple[GemmOperand | None, GemmOperand | None]:
     """Factors of x (..., rows, cols) and of its transpose, each in its form, None where not wanted.
 
-    Rowwise: ``quantize_operand`` (CODES) or ``round_trip`` in ``dtype`` (VALUES) of x. Columnwise: of x transposed,
+    Rowwise: ``quantize_operand`` (CODES) or ``fake_quantize`` in ``dtype`` (VALUES) of x. Columnwise: of x transposed,
     with a stream of random numbers of its own (``seed + 1``); its values may lie as x does, seen transposed. A square
     block is rounded once and turned.
 
     For formats with one scale a tensor, delayed scaling: ``amax``, a float32 scalar, makes the scale in place of the
-    amax of x (``cast_codec.encode_under``), and into ``record``, another one, goes the larger of what it holds and the
+    amax of x (``reference_quantize.encode_under``), and into ``record``, another one, goes the larger of what it holds and the
     amax of x, NaN above all. Raises ValueError for them with another format, and for x of fewer than two dimensions.
     """
     check_source(x)
@@ -132,52 +134,52 @@ def _quantize_twice(x: Tensor, cast: Cast) -> tuple[Operand, Operand]:
 
 
 def _there_and_back(x: Tensor, cast: Cast, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    rounded = _rounded(quantize_operand(x, cast), dtype)
+    rounded = _fake_quantized(quantize_operand(x, cast), dtype)
     return rounded.values, rounded.global_scale
 
 
-def _rounded(operand: Operand, dtype: torch.dtype) -> Rounded:
-    last = operand.global_scale
-    local = operand if last is None else replace(operand, global_scale=None)
-    return Rounded(dequantize_operand(local, dtype), last, operand.format)
+def _fake_quantized(operand: Operand, dtype: torch.dtype) -> FakeQuantized:
+    global_scale = operand.global_scale
+    local = operand if global_scale is None else replace(operand, global_scale=None)
+    return FakeQuantized(dequantize_operand(local, dtype), global_scale, operand.format)
 
 
-def _in_form(x: Tensor, cast: Cast, form: Form | None, dtype: torch.dtype) -> Factor | None:
+def _in_form(x: Tensor, cast: Cast, form: Form | None, dtype: torch.dtype) -> GemmOperand | None:
     if form is Form.VALUES:
-        return Rounded(*round_trip(x, cast, dtype), cast.format)
+        return FakeQuantized(*fake_quantize(x, cast, dtype), cast.format)
     return quantize_operand(x, cast) if form is Form.CODES else None
 
 
-def _turned(factor: Factor | None) -> Factor | None:
+def _transposed(gemm_operand: GemmOperand | None) -> GemmOperand | None:
     """The factor of the transpose in square blocks: codes in memory of their own, as products want them."""
-    if isinstance(factor, Rounded):
-        return replace(factor, values=factor.values.transpose(-1, -2))
-    if isinstance(factor, Operand):
-        factor = transposed(factor)
-        data, scale = (t.clone(memory_format=torch.contiguous_format) for t in (factor.data, factor.scale))
-        return replace(factor, data=data, scale=scale)
+    if isinstance(gemm_operand, FakeQuantized):
+        return replace(gemm_operand, values=gemm_operand.values.transpose(-1, -2))
+    if isinstance(gemm_operand, Operand):
+        gemm_operand = transposed(gemm_operand)
+        data, scale = (t.clone(memory_format=torch.contiguous_format) for t in (gemm_operand.data, gemm_operand.scale))
+        return replace(gemm_operand, data=data, scale=scale)
     return None
 
 
 def _pair_in_two(
     x: Tensor, cast: Cast, rowwise: Form | None, columnwise: Form | None, dtype: torch.dtype,
     amax: Tensor | None, record: Tensor | None,
-) -> tuple[Factor | None, Factor | None]:  # fmt: skip
+) -> tuple[GemmOperand | None, GemmOperand | None]:  # fmt: skip
     if not cast.format.square:
         left = _in_form(x, cast, rowwise, dtype)
         return left, _in_form(x.transpose(-1, -2), _of_columns(cast), columnwise, dtype)
     forms = (rowwise, columnwise)
-    held: dict[Form | None, Factor | None] = {None: None}
+    operands: dict[Form | None, GemmOperand | None] = {None: None}
     if amax is not None or Form.CODES in forms:
-        held[Form.CODES] = operand = (
+        operands[Form.CODES] = operand = (
             quantize_operand(x, cast) if amax is None else reference.encode_under(x, cast, amax.reshape(()))
         )
-        held[Form.VALUES] = _rounded(operand, dtype) if Form.VALUES in forms else None
+        operands[Form.VALUES] = _fake_quantized(operand, dtype) if Form.VALUES in forms else None
     elif Form.VALUES in forms:
-        held[Form.VALUES] = _in_form(x, cast, Form.VALUES, dtype)
+        operands[Form.VALUES] = _in_form(x, cast, Form.VALUES, dtype)
     if record is not None:
         record.copy_(torch.maximum(record, tensor_amax(x).reshape(record.shape)))
-    return held[rowwise], _turned(held[columnwise])
+    return operands[rowwise], _transposed(operands[columnwise])
 
 
 QUANTIZE_BOTH: tuple[Kernel, ...] = (
@@ -185,8 +187,8 @@ QUANTIZE_BOTH: tuple[Kernel, ...] = (
     Kernel("two casts", _accepts, _quantize_twice),
 )
 """``run(x, cast)``: the operand of x and that of its transpose."""
-ROUND_TRIP: tuple[Kernel, ...] = (
-    custom_ops.ROUND_TRIP,
+FAKE_QUANTIZE: tuple[Kernel, ...] = (
+    custom_ops.FAKE_QUANTIZE,
     Kernel("two casts", _accepts, _there_and_back),
 )
 """``run(x, cast, dtype)``: the values that x has in the format, without the global scale, and that scale."""

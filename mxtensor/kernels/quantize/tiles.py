@@ -18,7 +18,7 @@ WORDS: dict[str, Tile] = {"": (8, 32, 4), "codes": (2, 64, 4), "values": (2, 64,
 """What is made of rows too -> (spans of rows, pairs of columns, warps) from bfloat16 to float8 along columns."""
 ROUND: dict[bool, Tile] = {False: (2, 512, 2), True: (32, 128, 4)}
 """Whether along columns (too) -> (rows, pairs of columns, warps) of a program that rounds bfloat16; not measured."""
-TURN: Tile = (32, 64, 4)
+TRANSPOSE: Tile = (32, 64, 4)
 """(fours of rows, columns, warps) of the cast by one scale that stores the transpose too; not measured."""
 DECODE: dict[int, Tile] = {8: (2, 1024, 2), 6: (2, 1024, 2), 4: (2, 1024, 2)}
 """Bits of a code -> (rows, columns, warps) of a program that decodes."""

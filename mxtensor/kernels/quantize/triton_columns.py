@@ -95,7 +95,7 @@ def _encode(
     amax = amax_of(x) if needs_amax(cast.format) else None
     if code.block == -1:
         amax = torch.linalg.vector_norm(x, float("inf"), dim=0).to(torch.float32).view(torch.int32)
-    last = x.new_empty((), dtype=torch.float32) if cast.format.global_scale else None
+    global_scale = x.new_empty((), dtype=torch.float32) if cast.format.global_scale else None
     block = 32 if code.block == -1 else code.block
     groups, wide, warps = tiles.COLUMNS[forms[0]]
     groups, wide = max(groups, block // 32), max(wide, block)
@@ -104,11 +104,11 @@ def _encode(
         device_code("quantize_columns.quantize_columns"),
         ceil_div(rows, high) * ceil_div(cols, wide),
         (
-            x, data, scale, tdata, tscale, amax, last, seed, rows, cols, x.stride(0),
+            x, data, scale, tdata, tscale, amax, global_scale, seed, rows, cols, x.stride(0),
             0 if data is None else data.shape[-1], ceil_div(cols, block), tdata.shape[-1], ceil_div(rows, block),
             rows // 4,
         ),
         (code, groups, wide, *forms, rows % high == 0 and cols % wide == 0, swizzled, rows % 4 == 0),
         warps,
     )  # fmt: skip
-    return last
+    return global_scale

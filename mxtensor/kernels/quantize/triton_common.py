@@ -95,9 +95,11 @@ def empty(x: Tensor, format: Format, shape: tuple[int, ...]) -> tuple[Tensor, Te
     return data, torch.empty(format.scale_shape(shape), dtype=format.scale.dtype, device=x.device)
 
 
-def operand_of(parts: tuple[Tensor, Tensor], last: Tensor | None, format: Format, shape: tuple[int, ...]) -> Operand:
-    data = parts[0] if format.element.dtype is torch.uint8 else parts[0].view(format.element.dtype)
-    return Operand(data, parts[1], last, format, shape)
+def operand_of(
+    components: tuple[Tensor, Tensor], global_scale: Tensor | None, format: Format, shape: tuple[int, ...]
+) -> Operand:
+    data = components[0] if format.element.dtype is torch.uint8 else components[0].view(format.element.dtype)
+    return Operand(data, components[1], global_scale, format, shape)
 
 
 def runs_down_columns(x: Tensor, format: Format) -> bool:

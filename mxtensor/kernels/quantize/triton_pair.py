@@ -9,7 +9,7 @@ from ...core.dispatch import Spec
 from ...numerics.cast import Cast
 from ...numerics.formats import FULL, Format
 from ...numerics.operand import Operand
-from ..gemm.spec import Factor, Form, Rounded
+from ..gemm.spec import FakeQuantized, Form, GemmOperand
 from ..quantize import tiles
 from ..runtime.triton_launch import device_code, launch, on
 from .triton_columns import Target, encode_columns
@@ -54,7 +54,7 @@ def refuses_pair(
 def pair(
     x: Tensor, cast: Cast, rowwise: Form | None, columnwise: Form | None, dtype: torch.dtype,
     amax: Tensor | None, record: Tensor | None,
-) -> tuple[Factor | None, Factor | None]:  # fmt: skip
+) -> tuple[GemmOperand | None, GemmOperand | None]:  # fmt: skip
     """What ``kernels/cast.py`` says of ``cast_pair``."""
     format, shape = cast.format, tuple(x.shape)
     x = rows_of(x)
@@ -63,8 +63,10 @@ def pair(
     targets = _target(x, format, rowwise, shape, dtype), _target(x, format, columnwise, shape[::-1], dtype)
     assert targets[1] is not None
     with on(x.device):
-        last = encode_columns(x, cast, targets[0], targets[1], False)
-    return _factor(targets[0], last, format, shape, False), _factor(targets[1], last, format, shape[::-1], True)
+        global_scale = encode_columns(x, cast, targets[0], targets[1], False)
+    return _gemm_operand(targets[0], global_scale, format, shape, False), _gemm_operand(
+        targets[1], global_scale, format, shape[::-1], True
+    )
 
 
 def _target(x: Tensor, format: Format, form: Form | None, shape: tuple[int, ...], dtype: torch.dtype) -> Target | None:
@@ -73,15 +75,15 @@ def _target(x: Tensor, format: Format, form: Form | None, shape: tuple[int, ...]
     return None if form is None else empty(x, format, shape)
 
 
-def _factor(
-    target: Target | None, last: Tensor | None, format: Format, shape: tuple[int, ...], turned: bool
-) -> Factor | None:
+def _gemm_operand(
+    target: Target | None, global_scale: Tensor | None, format: Format, shape: tuple[int, ...], transposed: bool
+) -> GemmOperand | None:
     if target is None:
         return None
     data, scale = target
     if scale is None:
-        return Rounded(data.t() if turned else data, last, format)
-    return operand_of((data, scale), last, format, shape)
+        return FakeQuantized(data.t() if transposed else data, global_scale, format)
+    return operand_of((data, scale), global_scale, format, shape)
 
 
 def _of_one_scale(
@@ -89,25 +91,25 @@ def _of_one_scale(
 ) -> tuple[Operand | None, Operand | None]:
     """Codes of a matrix and of its transpose by one scale: that of ``amax``, or of a first pass over x."""
     format, (rows, cols), code, seed = cast.format, x.shape, code_of(cast, x.device), seed_of(cast, x.device)
-    fours, wide, warps = tiles.TURN
-    parts = empty(x, format, (rows, cols)) if rowwise else (None, None)
-    turned = empty(x, format, (cols, rows)) if columnwise else (None, None)
+    fours, wide, warps = tiles.TRANSPOSE
+    components = empty(x, format, (rows, cols)) if rowwise else (None, None)
+    transposed = empty(x, format, (cols, rows)) if columnwise else (None, None)
     whole = rows % (4 * fours) == 0 and cols % wide == 0
     with on(x.device):
         bits = amax_of(x) if amax is None else amax.detach()
         launch(
-            device_code("quantize_turned.quantize_turned"),
+            device_code("quantize_transposed.quantize_transposed"),
             ceil_div(rows, 4 * fours) * ceil_div(cols, wide),
             (
-                x, *parts, *turned, bits, None if record is None else record.detach(), seed, rows, cols, x.stride(0),
+                x, *components, *transposed, bits, None if record is None else record.detach(), seed, rows, cols, x.stride(0),
                 rows // 4,
             ),
             (code, fours, wide, rowwise, columnwise, amax is not None, record is not None, whole, rows % 4 == 0),
             warps,
         )  # fmt: skip
 
-    def operand(parts: tuple[Tensor | None, Tensor | None], shape: tuple[int, int]) -> Operand | None:
-        data, scale = parts
+    def operand(components: tuple[Tensor | None, Tensor | None], shape: tuple[int, int]) -> Operand | None:
+        data, scale = components
         return None if data is None or scale is None else operand_of((data, scale), None, format, shape)
 
-    return operand(parts, (rows, cols)), operand(turned, (cols, rows))
+    return operand(components, (rows, cols)), operand(transposed, (cols, rows))

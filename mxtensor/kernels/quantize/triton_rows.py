@@ -48,7 +48,7 @@ def encode_matrix(x: Tensor, cast: Cast, out: Tensor, scale: Tensor | None, swiz
     format, (rows, cols) = cast.format, x.shape
     code, seed = code_of(cast, x.device), seed_of(cast, x.device)
     amax = amax_of(x) if needs_amax(format) else None
-    last = x.new_empty((), dtype=torch.float32) if format.global_scale else None
+    global_scale = x.new_empty((), dtype=torch.float32) if format.global_scale else None
     stride, data_stride = x.stride(0), out.shape[-1]
     if code.block == -1:
         span, warps = tiles.FULL_ROWS
@@ -67,7 +67,7 @@ def encode_matrix(x: Tensor, cast: Cast, out: Tensor, scale: Tensor | None, swiz
         launch(
             device_code("quantize.quantize_tiles"),
             ceil_div(rows, code.block) * ceil_div(cols, wide * code.block),
-            (x, out, scale, amax, last, seed, rows, cols, stride, data_stride, ceil_div(cols, code.block)),
+            (x, out, scale, amax, global_scale, seed, rows, cols, stride, data_stride, ceil_div(cols, code.block)),
             (code, wide, rows % code.block == 0 and cols % (wide * code.block) == 0, values),
             4 if code.block < 128 else 8,
         )
@@ -79,7 +79,7 @@ def encode_matrix(x: Tensor, cast: Cast, out: Tensor, scale: Tensor | None, swiz
         launch(
             device_code("quantize_fp4.quantize_rows_fp4"),
             ceil_div(rows, high) * ceil_div(words, wide),
-            (x, out, scale, amax, last, rows, words, stride // 2, data_stride, ceil_div(cols, code.block)),
+            (x, out, scale, amax, global_scale, rows, words, stride // 2, data_stride, ceil_div(cols, code.block)),
             (code, high, wide, rows % high == 0 and words % wide == 0, swizzled),
             warps,
         )
@@ -88,11 +88,23 @@ def encode_matrix(x: Tensor, cast: Cast, out: Tensor, scale: Tensor | None, swiz
         launch(
             device_code("quantize.quantize_rows"),
             ceil_div(rows, high) * ceil_div(cols, wide),
-            (x, out, scale, amax, last, seed, rows, cols, stride, data_stride, ceil_div(cols, max(code.block, 1))),
+            (
+                x,
+                out,
+                scale,
+                amax,
+                global_scale,
+                seed,
+                rows,
+                cols,
+                stride,
+                data_stride,
+                ceil_div(cols, max(code.block, 1)),
+            ),
             (code, high, wide, rows % high == 0 and cols % wide == 0, swizzled, values),
             warps,
         )
-    return last
+    return global_scale
 
 
 def _matrices(x: Tensor, format: Format) -> bool:
@@ -104,29 +116,29 @@ def _matrices(x: Tensor, format: Format) -> bool:
 def quantize(x: Tensor, cast: Cast) -> Operand:
     """``codec.encode`` of a CUDA tensor."""
     format, shape = cast.format, tuple(x.shape)
-    parts = empty(x, format, shape)
+    components = empty(x, format, shape)
     with on(x.device):
         if runs_down_columns(x, format):
-            last = encode_columns(x.t(), cast, None, parts, False)
+            global_scale = encode_columns(x.t(), cast, None, components, False)
         elif _matrices(x, format):
-            last = None
-            for matrix, data, scale in zip(*(t.flatten(0, -3) for t in (x, *parts)), strict=True):
+            global_scale = None
+            for matrix, data, scale in zip(*(t.flatten(0, -3) for t in (x, *components)), strict=True):
                 encode_matrix(rows_of(matrix), cast, data, scale, False)
         else:
             rows = rows_of(x)
-            data = parts[0] if rows is x else parts[0].view(rows.shape[0], -1)
-            last = encode_matrix(rows, cast, data, parts[1], False)
-    return operand_of(parts, last, format, shape)
+            data = components[0] if rows is x else components[0].view(rows.shape[0], -1)
+            global_scale = encode_matrix(rows, cast, data, components[1], False)
+    return operand_of(components, global_scale, format, shape)
 
 
 def quantize_both(x: Tensor, cast: Cast) -> tuple[Operand, Operand]:
     """The operand of a matrix and that of its transpose, of one pass."""
     format, shape = cast.format, tuple(x.shape)
-    turned = (shape[1], shape[0])
-    rowwise, columnwise = empty(x, format, shape), empty(x, format, turned)
+    transposed = (shape[1], shape[0])
+    rowwise, columnwise = empty(x, format, shape), empty(x, format, transposed)
     with on(x.device):
-        last = encode_columns(rows_of(x), cast, rowwise, columnwise, False)
-    return operand_of(rowwise, last, format, shape), operand_of(columnwise, last, format, turned)
+        global_scale = encode_columns(rows_of(x), cast, rowwise, columnwise, False)
+    return operand_of(rowwise, global_scale, format, shape), operand_of(columnwise, global_scale, format, transposed)
 
 
 def quantize_swizzled(x: Tensor, cast: Cast) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -138,19 +150,19 @@ def quantize_swizzled(x: Tensor, cast: Cast) -> tuple[Tensor, Tensor, Tensor | N
     make = torch.empty if whole == (shape[0], scale_cols) else torch.zeros
     scale = make(math.prod(whole), dtype=torch.uint8, device=x.device)
     with on(x.device):
-        last = encode_matrix(rows_of(x), cast, data, scale, True)
-    return data, scale, last
+        global_scale = encode_matrix(rows_of(x), cast, data, scale, True)
+    return data, scale, global_scale
 
 
-def round_trip(x: Tensor, cast: Cast, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+def fake_quantize(x: Tensor, cast: Cast, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """The values that x has in the format, without the global scale, and that scale.
 
     Those of a matrix that is stored by columns, in blocks along them, are stored so too.
     """
     if runs_down_columns(x, cast.format):
-        turned = torch.empty(x.t().shape, dtype=dtype, device=x.device)
+        transposed = torch.empty(x.t().shape, dtype=dtype, device=x.device)
         with on(x.device):
-            return turned.t(), encode_columns(x.t(), cast, None, (turned, None), False)
+            return transposed.t(), encode_columns(x.t(), cast, None, (transposed, None), False)
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     with on(x.device):
         if _matrices(x, cast.format):
@@ -166,8 +178,8 @@ def round_trip(x: Tensor, cast: Cast, dtype: torch.dtype) -> tuple[Tensor, Tenso
 
 def dequantize(operand: Operand, dtype: torch.dtype) -> Tensor:
     """``codec.decode`` of operands on a CUDA device."""
-    format, shape, last = operand.format, operand.shape, operand.global_scale
-    code = format_code(format, triton_launch.instructions_of(operand.data.device), last is not None)
+    format, shape, global_scale = operand.format, operand.shape, operand.global_scale
+    code = format_code(format, triton_launch.instructions_of(operand.data.device), global_scale is not None)
     out = torch.empty(shape, dtype=dtype, device=operand.data.device)
     data, scale = operand.data.view(torch.uint8), operand.scale
     high, wide, warps = tiles.DECODE[code.bits]
@@ -178,7 +190,7 @@ def dequantize(operand: Operand, dtype: torch.dtype) -> Tensor:
         launch(
             device_code("dequantize.dequantize_tiles"),
             ceil_div(rows, high) * ceil_div(cols, wide),
-            (data, scale, last, out, rows, cols, data.stride(0), scale.stride(0) if scale.dim() > 1 else 0),
+            (data, scale, global_scale, out, rows, cols, data.stride(0), scale.stride(0) if scale.dim() > 1 else 0),
             (code, block_rows, block_cols, high, wide, rows % high == 0 and cols % wide == 0),
             warps,
         )

@@ -24,7 +24,7 @@ def _folder() -> Path:
         return Path(_of_this_process().name)
 
 
-def kept_path(kind: str, key: object, suffix: str) -> Path:
+def cache_path(kind: str, key: object, suffix: str) -> Path:
     """Where what was made of ``key`` lies, a value whose repr says all that it depends on."""
     return _folder() / "mxtensor" / f"{kind}-{hashlib.blake2b(repr(key).encode(), digest_size=12).hexdigest()}.{suffix}"
 

@@ -20,9 +20,9 @@ import torch
 from torch.cuda import check_error
 
 from ...core.dispatch import cached, device_capability
-from .disk_cache import kept_path, new_file
+from .disk_cache import cache_path, new_file
 
-SOURCES = Path(__file__).with_name("cuda")
+SOURCES = Path(__file__).parent.parent / "cuda"
 OLDEST = (8, 0)
 """The first compute capability with asynchronous copies."""
 CLUSTERS = (9, 0)
@@ -103,7 +103,7 @@ def compiled(names: Sequence[str], constants: Constants, capability: tuple[int, 
     assert not isinstance(lib, str)
     target = _target(capability)
     assert target is not None, unknown(capability)
-    path = kept_path("cuda", (text, FLAGS, target, _version()), "cubin")
+    path = cache_path("cuda", (text, FLAGS, target, _version()), "cubin")
     with suppress(OSError):
         return path.read_bytes()
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
@@ -222,11 +222,11 @@ class Function:
 
     def __call__(self, x: int, y: int, memory: int, arguments: Sequence[int | float]) -> None:
         """Run in x * y * depth blocks, each with so many bytes of shared memory, on the current stream."""
-        held = getattr(self._local, "held", None)
-        if held is None:
-            held = self._local.held = self._make()
+        operands = getattr(self._local, "operands", None)
+        if operands is None:
+            operands = self._local.operands = self._make()
         self._allow(memory)
-        config, reference, buffer, pointers, _ = held
+        config, reference, buffer, pointers, _ = operands
         self._layout.pack_into(buffer, 0, *arguments)
         config.x, config.y, config.memory = x, y, memory
         config.stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())

@@ -61,9 +61,9 @@ def on(device: torch.device) -> AbstractContextManager[Any]:
 
 @cache
 def device_code(name: str) -> Any:
-    """A kernel of ``device/`` as "file.function", imported, and triton with it, when it is first asked for."""
+    """A kernel of ``triton_device/`` as "file.function", imported, and triton with it, when it is first asked for."""
     file, function = name.split(".")
-    return getattr(import_module(f".device.{file}", __package__), function)
+    return getattr(import_module(f"mxtensor.kernels.triton_device.{file}"), function)
 
 
 _compiled: dict[tuple[Any, ...], tuple[Any, ...]] = {}

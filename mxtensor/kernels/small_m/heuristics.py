@@ -1,6 +1,6 @@
 """Which plan goes with which shape: what ``python -m mxtensor.tune`` has measured on each kind of GPU.
 
-``small_batch_sm90.json`` and its like hold, for some formats, rows and shapes, the fastest plan. A shape that is not
+``sm90.json`` and its like hold, for some formats, rows and shapes, the fastest plan. A shape that is not
 there takes the plan of the nearest one; a GPU that has no table, the plans of another that it has room for.
 """
 
@@ -62,7 +62,7 @@ class Measured(NamedTuple):
 
 def path_of(capability: tuple[int, int]) -> Path:
     """Where the table of GPUs with this compute capability lies."""
-    return FOLDER / f"small_batch_sm{capability[0]}{capability[1]}.json"
+    return FOLDER / f"sm{capability[0]}{capability[1]}.json"
 
 
 def line(measured: Measured) -> list[Any]:
@@ -84,12 +84,12 @@ def measured_of(row: Sequence[Any]) -> Measured:
 @cache
 def table(capability: tuple[int, int]) -> tuple[Measured, ...]:
     """The lines for a compute capability, or for the one nearest below that has a table, or above."""
-    known = sorted(int(path.stem.removeprefix("small_batch_sm")) for path in FOLDER.glob("small_batch_sm*.json"))
+    known = sorted(int(path.stem.removeprefix("sm")) for path in FOLDER.glob("sm*.json"))
     if not known:
         return ()
     number = 10 * capability[0] + capability[1]
     best = max((n for n in known if n <= number), default=known[0])
-    return tuple(map(measured_of, json.loads((FOLDER / f"small_batch_sm{best}.json").read_text())))
+    return tuple(map(measured_of, json.loads((FOLDER / f"sm{best}.json").read_text())))
 
 
 def stand_in(format: Format) -> str:

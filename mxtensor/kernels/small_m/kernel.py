@@ -18,8 +18,16 @@ from ...core.dispatch import Kernel, Spec
 from ...numerics.cast import Cast
 from ...numerics.formats import E8M0, UE4M3, Format, Rounding, ScaleCalculationMode, get_format
 from ...numerics.operand import Operand
-from ..gemm.spec import Factor, GemmArgs, Rounded, Uncast, flat_bias, not_a_bias_of_groups, not_rows_by_matrix
-from ..quantize.select import dequantize_operand, round_trip
+from ..gemm.spec import (
+    FakeQuantized,
+    GemmArgs,
+    GemmOperand,
+    Unquantized,
+    flat_bias,
+    not_a_bias_of_groups,
+    not_rows_by_matrix,
+)
+from ..quantize.select import dequantize_operand, fake_quantize
 from ..runtime import nvrtc
 from ..runtime.availability import exported, other_build
 from .config import ELEMENTS, SCALES, TYPES, can_multiply_together
@@ -32,7 +40,7 @@ HALVES = (torch.bfloat16, torch.float16)
 # ---------------------------------------------------------------------------------------------- refusals
 
 
-def _refuses(spec: Spec, a: Factor, b: Factor, args: GemmArgs) -> str | None:
+def _refuses(spec: Spec, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> str | None:
     reason = other_build()
     if reason is not None:
         return reason
@@ -51,7 +59,7 @@ def _refuses(spec: Spec, a: Factor, b: Factor, args: GemmArgs) -> str | None:
         return f"has no decoder for {f.scale.name} scales of {f.block[0]}x{f.block[1]} blocks"
     if args.out_dtype not in TYPES:
         return f"writes bfloat16, float16 or float32, not {str(args.out_dtype).removeprefix('torch.')}"
-    x = a.values if isinstance(a, Rounded) else a
+    x = a.values if isinstance(a, FakeQuantized) else a
     if isinstance(x, Tensor) and x.dtype not in HALVES:
         name = str(x.dtype).removeprefix("torch.")
         return f"multiplies bfloat16 or float16 by bfloat16 or float16, the activations are {name}"
@@ -62,7 +70,7 @@ def _refuses(spec: Spec, a: Factor, b: Factor, args: GemmArgs) -> str | None:
     return None
 
 
-def refuses(spec: Spec, a: Factor, b: Factor, args: GemmArgs) -> str | None:
+def refuses(spec: Spec, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> str | None:
     reason = not_rows_by_matrix(spec, a) or _refuses(spec, a, b, args)
     if reason is None:
         assert isinstance(b, Operand)
@@ -73,7 +81,7 @@ def refuses(spec: Spec, a: Factor, b: Factor, args: GemmArgs) -> str | None:
     return reason
 
 
-def refuses_grouped(spec: Spec, a: Factor, b: Factor, ends: Tensor, args: GemmArgs) -> str | None:
+def refuses_grouped(spec: Spec, a: GemmOperand, b: GemmOperand, ends: Tensor, args: GemmArgs) -> str | None:
     reason = not_a_bias_of_groups(args) or _refuses(spec, a, b, args)
     if reason is None:
         assert isinstance(b, Operand)
@@ -94,16 +102,16 @@ def _cast_of(cast: str, scaling: str) -> Cast | None:
 
 
 def _one(
-    x: Tensor, data: Tensor, scale: Tensor, format: Format, cols: int, x_global: Tensor | None, last: Tensor | None,
+    x: Tensor, data: Tensor, scale: Tensor, format: Format, cols: int, x_global: Tensor | None, global_scale: Tensor | None,
     bias: Tensor | None, *rest: Any,
 ) -> Tensor:  # fmt: skip
     """``launch`` of one weight."""
-    return launch(x, (Weight(data, scale, last, bias),), format, cols, x_global, *rest)[0]
+    return launch(x, (Weight(data, scale, global_scale, bias),), format, cols, x_global, *rest)[0]
 
 
-@torch.library.custom_op("mxtensor::small_batch", mutates_args=())
-def small_batch(
-    x: Tensor, data: Tensor, scale: Tensor, format: str, cols: int, x_global: Tensor | None, last: Tensor | None,
+@torch.library.custom_op("mxtensor::small_m", mutates_args=())
+def small_m(
+    x: Tensor, data: Tensor, scale: Tensor, format: str, cols: int, x_global: Tensor | None, global_scale: Tensor | None,
     bias: Tensor | None, ends: Tensor | None, alpha: float, beta: float, out_dtype: torch.dtype, cast: str,
     scaling: str,
 ) -> Tensor:  # fmt: skip
@@ -114,27 +122,27 @@ def small_batch(
     ``ends[g - 1]`` to ``ends[g]`` of x meets matrix g; later rows give zeros.
     """
     f, to = get_format(format), _cast_of(cast, scaling)
-    return _one(x, data, scale, f, cols, x_global, last, bias, ends, alpha, beta, out_dtype, to)
+    return _one(x, data, scale, f, cols, x_global, global_scale, bias, ends, alpha, beta, out_dtype, to)
 
 
-@small_batch.register_fake
-def _(x, data, scale, format, cols, x_global, last, bias, ends, alpha, beta, out_dtype, cast, scaling):  # type: ignore[no-untyped-def]
+@small_m.register_fake
+def _(x, data, scale, format, cols, x_global, global_scale, bias, ends, alpha, beta, out_dtype, cast, scaling):  # type: ignore[no-untyped-def]
     return x.new_empty(x.shape[0], data.shape[-2], dtype=out_dtype)
 
 
-@torch.library.custom_op("mxtensor::small_batch_shared", mutates_args=())
-def small_batch_shared(
+@torch.library.custom_op("mxtensor::small_m_shared", mutates_args=())
+def small_m_shared(
     x: Tensor, data: list[Tensor], scale: list[Tensor], format: str, cols: int, x_global: Tensor | None,
-    last: Sequence[Tensor | None], bias: Sequence[Tensor | None], alpha: float, beta: float, out_dtype: torch.dtype,
+    global_scale: Sequence[Tensor | None], bias: Sequence[Tensor | None], alpha: float, beta: float, out_dtype: torch.dtype,
     cast: str, scaling: str,
 ) -> list[Tensor]:  # fmt: skip
-    """``small_batch`` of one x and several weights, without groups."""
-    f, to, weights = get_format(format), _cast_of(cast, scaling), [*map(Weight, data, scale, last, bias)]
+    """``small_m`` of one x and several weights, without groups."""
+    f, to, weights = get_format(format), _cast_of(cast, scaling), [*map(Weight, data, scale, global_scale, bias)]
     return launch(x, weights, f, cols, x_global, None, alpha, beta, out_dtype, to)
 
 
-@small_batch_shared.register_fake
-def _(x, data, scale, format, cols, x_global, last, bias, alpha, beta, out_dtype, cast, scaling):  # type: ignore[no-untyped-def]
+@small_m_shared.register_fake
+def _(x, data, scale, format, cols, x_global, global_scale, bias, alpha, beta, out_dtype, cast, scaling):  # type: ignore[no-untyped-def]
     return [x.new_empty(x.shape[0], d.shape[-2], dtype=out_dtype) for d in data]
 
 
@@ -162,20 +170,20 @@ def _is_cast_here(cast: Cast, x: Tensor) -> bool:
     return f.scale is UE4M3 and f.block == (1, 16)
 
 
-def _activations(a: Factor) -> tuple[Tensor, Tensor | None, Cast | None]:
+def _activations(a: GemmOperand) -> tuple[Tensor, Tensor | None, Cast | None]:
     """Values of 16 bits, their global scale, and the cast that they still have to go through."""
-    if isinstance(a, Uncast):
+    if isinstance(a, Unquantized):
         if _is_cast_here(a.cast, a.x):
             return a.x, None, a.cast
-        return *round_trip(a.x, a.cast, torch.bfloat16), None
-    if isinstance(a, Rounded):
+        return *fake_quantize(a.x, a.cast, torch.bfloat16), None
+    if isinstance(a, FakeQuantized):
         return a.values, a.global_scale, None
     if isinstance(a, Operand):
         return dequantize_operand(replace(a, global_scale=None), torch.bfloat16), a.global_scale, None
     return a, None, None
 
 
-def _call(a: Factor, b: Factor, ends: Tensor | None, args: GemmArgs, work: Callable[..., Tensor]) -> Tensor:
+def _call(a: GemmOperand, b: GemmOperand, ends: Tensor | None, args: GemmArgs, work: Callable[..., Tensor]) -> Tensor:
     """``work`` of the arguments that ``_one`` takes."""
     assert isinstance(b, Operand)
     x, x_global, cast = _activations(a)
@@ -200,22 +208,22 @@ def _op(x: Tensor, data: Tensor, scale: Tensor, format: Format, *rest: Any) -> T
     """``_one`` as the op that graphs hold."""
     *others, cast = rest
     words = ("", "") if cast is None else (cast.format.name, cast.scaling.value)
-    return small_batch(x, data, scale, format.name, *others, *words)  # type: ignore[no-any-return]
+    return small_m(x, data, scale, format.name, *others, *words)  # type: ignore[no-any-return]
 
 
-def run(a: Factor, b: Factor, args: GemmArgs) -> Tensor:
+def run(a: GemmOperand, b: GemmOperand, args: GemmArgs) -> Tensor:
     return _call(a, b, None, args, _one)
 
 
-def run_traced(a: Factor, b: Factor, args: GemmArgs) -> Tensor:
+def run_traced(a: GemmOperand, b: GemmOperand, args: GemmArgs) -> Tensor:
     return _call(a, b, None, args, _op)
 
 
-def again(x: Tensor, factor: Factor, b: Operand, bias: Tensor | None) -> Again | None:
-    """``run`` of ``factor``, the rows of x, with alpha and beta 1, for other values that lie as x does; None where it
+def again(x: Tensor, gemm_operand: GemmOperand, b: Operand, bias: Tensor | None) -> Again | None:
+    """``run`` of ``gemm_operand``, the rows of x, with alpha and beta 1, for other values that lie as x does; None where it
     is more than one launch."""
-    cast = factor.cast if isinstance(factor, Uncast) else None
-    if not isinstance(factor, Tensor) and (cast is None or not _is_cast_here(cast, x)):
+    cast = gemm_operand.cast if isinstance(gemm_operand, Unquantized) else None
+    if not isinstance(gemm_operand, Tensor) and (cast is None or not _is_cast_here(cast, x)):
         return None
     simple = bias is None or (bias.dim() == 1 and bias.is_contiguous() and bias.dtype in TYPES)
     if not (simple and x.is_contiguous() and b.data.is_contiguous() and b.scale.is_contiguous()):
@@ -223,13 +231,13 @@ def again(x: Tensor, factor: Factor, b: Operand, bias: Tensor | None) -> Again |
     return launched_again(x, Weight(b.data, b.scale, b.global_scale, bias), b.format, b.shape[-1], cast)
 
 
-def run_grouped(a: Factor, b: Factor, ends: Tensor, args: GemmArgs) -> Tensor:
+def run_grouped(a: GemmOperand, b: GemmOperand, ends: Tensor, args: GemmArgs) -> Tensor:
     return _call(a, b, ends, args, _one)
 
 
-def run_grouped_traced(a: Factor, b: Factor, ends: Tensor, args: GemmArgs) -> Tensor:
+def run_grouped_traced(a: GemmOperand, b: GemmOperand, ends: Tensor, args: GemmArgs) -> Tensor:
     return _call(a, b, ends, args, _op)
 
 
-KERNEL = Kernel("small_batch", refuses, run, "cuda", run_traced)
-GROUPED = Kernel("small_batch", refuses_grouped, run_grouped, "cuda", run_grouped_traced)
+KERNEL = Kernel("small_m", refuses, run, "cuda", run_traced)
+GROUPED = Kernel("small_m", refuses_grouped, run_grouped, "cuda", run_grouped_traced)

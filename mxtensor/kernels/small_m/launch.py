@@ -43,7 +43,7 @@ ACTIVATIONS = struct.Struct("5Q7I0Q")
 HEADERS = ("machine.cuh", "elements.cuh", "casts.cuh", "activations.cuh")
 ACTIVATION_SOURCES = (*HEADERS, "activations.cu")
 SOURCES = (*HEADERS, "stages.cuh", "sums.cuh", "result.cuh")
-TOGETHER_SOURCES = (*HEADERS, "stages.cuh", "result.cuh", "words.cuh", "meeting.cuh", "together.cu")
+TOGETHER_SOURCES = (*HEADERS, "stages.cuh", "result.cuh", "dequant_words.cuh", "cluster_reduce.cuh", "wgmma.cu")
 ACTIVATION_THREADS = {"maxima": 256, "activations": 512}
 """Kernels of activations -> threads of a block."""
 ALONE = 16384
@@ -79,7 +79,7 @@ def kernel_of(plan: Plan) -> str:
 
 def sources_of(plan: Plan) -> tuple[str, ...]:
     """The sources of its kernel."""
-    own = ("spread.cuh", "own.cuh", "resident.cu") if plan.resident else ("product.cu",)
+    own = ("small_m_mma.cuh", "warp_activations.cuh", "persistent.cu") if plan.resident else ("product.cu",)
     return TOGETHER_SOURCES if plan.together else (*SOURCES, *own)
 
 
@@ -163,11 +163,11 @@ def _prepared(
     zeroed = (0, 0) if counters is None else (counters.data_ptr(), counters.numel())
     kind = format.element, x.dtype, copy_size(x.data_ptr(), 2 * x.stride(0), 2 * k), cast, tiles
     pointers = x.data_ptr(), out.data_ptr(), scale.data_ptr(), zeroed[0], scale.data_ptr() + 4 * rows
-    parts = -(-width // (8 * ACTIVATION_THREADS["activations"]))
-    arguments = (*pointers, k, width, x.stride(0), rows, zeroed[1], blocks, parts)
+    components = -(-width // (8 * ACTIVATION_THREADS["activations"]))
+    arguments = (*pointers, k, width, x.stride(0), rows, zeroed[1], blocks, components)
     if blocks:
         _activations_kernel(x.device, "maxima", *kind)(blocks, 1, 4, arguments)
-    _activations_kernel(x.device, "activations", *kind)(rows, parts, 4, arguments)
+    _activations_kernel(x.device, "activations", *kind)(rows, components, 4, arguments)
     return out, scale
 
 
@@ -176,7 +176,7 @@ class Weight(NamedTuple):
 
     data: Tensor
     scale: Tensor
-    last: Tensor | None
+    global_scale: Tensor | None
     """the global scale"""
     bias: Tensor | None
 
@@ -207,16 +207,16 @@ def _made(
     rows, groups = x.shape[0], 0 if ends is None else weights[0].data.shape[0]
     made = _cut_of(x, weights, format, cols, groups, out_dtype, cast, given)
     plan, blocks = made.plan, made.blocks
-    values, x_scale, counters, parts = x, None, None, None
+    values, x_scale, counters, components = x, None, None, None
     if plan.apart:
         count = blocks[0] * blocks[1]
         counters = x.new_empty(count, dtype=torch.int32)
-        parts = x.new_empty(count * plan.split * plan.rows * plan.cols, dtype=torch.float32)
+        components = x.new_empty(count * plan.split * plan.rows * plan.cols, dtype=torch.float32)
     if not plan.whole_x:
         values, x_scale = _prepared(x, format, cast, plan, counters)
     new = x.new_empty if ends is None else x.new_zeros
     results = [new(rows, w.data.shape[-2], dtype=out_dtype) for w in weights]
-    others = x_scale, x_global, parts, counters
+    others = x_scale, x_global, components, counters
     arguments = _arguments(made, weights, results, values, rows, cols, alpha, beta, ends, *others)
     made.kernel(*blocks, made.room.bytes, arguments)
     return results
@@ -229,7 +229,7 @@ def _address(t: Tensor | None) -> int:
 def _arguments(
     made: Cut, weights: Sequence[Weight], results: Sequence[Tensor], values: Tensor, rows: int, cols: int,
     alpha: float = 1.0, beta: float = 1.0, ends: Tensor | None = None, x_scale: Tensor | None = None,
-    x_global: Tensor | None = None, parts: Tensor | None = None, counters: Tensor | None = None,
+    x_global: Tensor | None = None, components: Tensor | None = None, counters: Tensor | None = None,
 ) -> list[int | float]:  # fmt: skip
     """What a product's kernel is called with, as ``OTHERS`` and ``WEIGHT`` lay it out."""
     (data, scale, _, _), room, tiles = weights[0], made.room, made.first
@@ -239,13 +239,13 @@ def _arguments(
     for w, y, first in zip(weights, results, tiles, strict=False):
         n, bias = w.data.shape[-2], w.bias
         out += (
-            w.data.data_ptr(), w.scale.data_ptr(), y.data_ptr(), _address(w.last), _address(bias), n, first,
+            w.data.data_ptr(), w.scale.data_ptr(), y.data_ptr(), _address(w.global_scale), _address(bias), n, first,
             n if bias is not None and bias.dim() == 2 else 0,
         )  # fmt: skip
     out += (0, 0, 0, 0, 0, 0, tiles[-1], 0) * (len(tiles) - len(weights))  # there are no others
     out += (
         _address(ends), width * bytes_a_row, scale_rows * scale_bytes, values.data_ptr(), _address(x_scale),
-        _address(x_global), _address(parts), _address(counters), bytes_a_row, scale_bytes, values.stride()[0],
+        _address(x_global), _address(components), _address(counters), bytes_a_row, scale_bytes, values.stride()[0],
         rows, cols, room.x_width, room.round, *made.share, alpha, beta,
     )  # fmt: skip
     return out
@@ -255,7 +255,7 @@ def launch(
     x: Tensor, weights: Sequence[Weight], format: Format, cols: int, x_global: Tensor | None, ends: Tensor | None,
     alpha: float, beta: float, out_dtype: torch.dtype, cast: Cast | None, plan: Plan | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    """The products as ``small_batch`` has them, of one x and each of some weights, cut up by ``plan`` where one is
+    """The products as ``small_m`` has them, of one x and each of some weights, cut up by ``plan`` where one is
     given."""
     if x.shape[0] > BY_WARPS and ends is None:
         weights = [w._replace(data=_aligned(w.data), scale=_aligned(w.scale)) for w in weights]

@@ -81,12 +81,12 @@ def finish(out, total, row, rows, col, cols, N, a_global, b_global, bias, alpha,
     origin = row * N + col
     at = tl.arange(0, P.tile_m).to(tl.int64)[:, None] * N + right[None, :]
     mask = (tl.arange(0, P.tile_m) < rows)[:, None] & (right < cols)[None, :]
-    factor = alpha
+    gemm_operand = alpha
     if a_global is not None:
-        factor *= tl.load(a_global)
+        gemm_operand *= tl.load(a_global)
     if b_global is not None:
-        factor *= tl.load(b_global)
-    total *= tl.where(live, factor, 0.0)
+        gemm_operand *= tl.load(b_global)
+    total *= tl.where(live, gemm_operand, 0.0)
     if bias is not None:
         if P.bias_rows:
             total += beta * tl.load(bias + origin + at, mask=mask, other=0.0).to(tl.float32)

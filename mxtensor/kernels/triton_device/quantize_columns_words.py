@@ -26,8 +26,8 @@ def store_rows(
     V: tl.constexpr = word.shape[3]
     pair = largest(tl.reshape(largest(word & MAGNITUDES, 3, C), (NB, Q // NB, W, J)), 1, C)
     one = tl.full((), 1.0, tl.float32)
-    stored, factor, _, finite = block_scales(tl.maximum(pair << 16, pair & 0x7FFF0000), one, C)
-    code = row_codes(word, tl.broadcast_to(over_columns(factor, Q), (Q, W, J, V)), C)
+    stored, gemm_operand, _, finite = block_scales(tl.maximum(pair << 16, pair & 0x7FFF0000), one, C)
+    code = row_codes(word, tl.broadcast_to(over_columns(gemm_operand, Q), (Q, W, J, V)), C)
     if C.float8 == "":
         code = tl.where(over_columns(finite.to(tl.int32), Q) != 0, code, C.nan_code * 0x101).to(tl.int16)
     store_tile(tile_ptr + (row * data_stride + col), code, (row < rows) & (col < words), EVEN)
@@ -41,10 +41,12 @@ def row_values(word, C: tl.constexpr, NB: tl.constexpr):
     W: tl.constexpr = word.shape[1]
     J: tl.constexpr = word.shape[2]
     V: tl.constexpr = word.shape[3]
-    factor, back = words_of_scale(largest(tl.reshape(largest(word & MAGNITUDES, 3, C), (NB, Q // NB, W, J)), 1, C), C)
+    gemm_operand, back = words_of_scale(
+        largest(tl.reshape(largest(word & MAGNITUDES, 3, C), (NB, Q // NB, W, J)), 1, C), C
+    )
     shape: tl.constexpr = (Q, W, J, V)
-    factor = tl.broadcast_to(over_columns(factor, Q), shape)
-    return round_words(word, factor, tl.broadcast_to(over_columns(back, Q), shape), C)
+    gemm_operand = tl.broadcast_to(over_columns(gemm_operand, Q), shape)
+    return round_words(word, gemm_operand, tl.broadcast_to(over_columns(back, Q), shape), C)
 
 
 @triton.jit
@@ -105,9 +107,9 @@ def quantize_columns_words(
         high_four = tl.where(high_whole[:, :, None, :] != 0, high_four, C.nan_code * 0x1010101)
     four = tl.reshape(tl.join(low_four, high_four), (Q, W, J, 2 * V))
     four_row = down * (W * J) + tl.arange(0, W * J)[:, None]
-    turned_ptr = tdata_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
-    turned_ptr += (2 * first).to(tl.int64) * fours + down * (W * J)
-    pointer = turned_ptr + (tl.arange(0, 2 * BK)[None, :] * fours + tl.arange(0, W * J)[:, None])
+    transposed_ptr = tdata_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+    transposed_ptr += (2 * first).to(tl.int64) * fours + down * (W * J)
+    pointer = transposed_ptr + (tl.arange(0, 2 * BK)[None, :] * fours + tl.arange(0, W * J)[:, None])
     store_tile(pointer, as_matrix(four), (four_row < fours) & (column < 2 * words), EVEN)
     if ROWS == "values":
         value_ptr = data_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + (tile_row.to(tl.int64) * data_stride + first)

@@ -32,12 +32,12 @@ def quantize_rows_fp4(
     pair = largest(tl.reshape(word & MAGNITUDES, (BM, NB, PAIRS)), 2, C)
     amax = tl.maximum(pair << 16, pair & 0x7FFF0000)
     stored, multiplier, _, finite = scales_of(amax, encode, C)
-    factor = tl.reshape(tl.broadcast_to(multiplier[:, :, None], (BM, NB, PAIRS)), (BM, BK))
+    gemm_operand = tl.reshape(tl.broadcast_to(multiplier[:, :, None], (BM, NB, PAIRS)), (BM, BK))
     if C.pairs and C.scale == "e8m0":
-        byte = e2m1_byte(word, factor, C)
+        byte = e2m1_byte(word, gemm_operand, C)
     else:
-        low = round_float(float_of((word << 16) & 0x7FFF0000) * factor, 2, 1, 1, 6.0)
-        high = round_float(float_of(word & 0x7FFF0000) * factor, 2, 1, 1, 6.0)
+        low = round_float(float_of((word << 16) & 0x7FFF0000) * gemm_operand, 2, 1, 1, 6.0)
+        high = round_float(float_of(word & 0x7FFF0000) * gemm_operand, 2, 1, 1, 6.0)
         byte = low | ((word >> 12) & 8) | (high << 4) | ((word >> 24) & 0x80)
     keep = tl.broadcast_to(tl.where(finite, 0xFF, 0)[:, :, None], (BM, NB, PAIRS))
     byte = (byte & tl.reshape(keep, (BM, BK))).to(tl.uint8)

@@ -40,7 +40,7 @@ def codes_in_word(y0, y1, y2, y3, C: tl.constexpr):
 
 
 @triton.jit
-def quantize_turned(
+def quantize_transposed(
     x_ptr, data_ptr, scale_ptr, tdata_ptr, tscale_ptr, amax_ptr, record_ptr, seed_ptr, rows, cols, stride, fours,
     C: tl.constexpr, J: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     GIVEN: tl.constexpr, RECORD: tl.constexpr, EVEN: tl.constexpr, WORDS: tl.constexpr,

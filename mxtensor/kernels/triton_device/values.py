@@ -31,9 +31,9 @@ fma.rn.bf16x2 $0, t, $3, $7;
 
 
 @triton.jit
-def rounded_value(x, factor, back, C: tl.constexpr):
+def rounded_value(x, gemm_operand, back, C: tl.constexpr):
     """float32 x in float32, as ``round_words`` does it."""
-    y = x * factor
+    y = x * gemm_operand
     lowest: tl.constexpr = 1 - C.bias if C.exponent_bits > 0 else 0
     power = float_of(tl.maximum(bits_of(y) & 0x7F800000, (127 + lowest) << 23))
     far = power * (2.0 ** (23 - C.mantissa_bits))
@@ -43,7 +43,7 @@ def rounded_value(x, factor, back, C: tl.constexpr):
 
 
 @triton.jit
-def round_words(word, factor, back, C: tl.constexpr):
+def round_words(word, gemm_operand, back, C: tl.constexpr):
     """Words of two bfloat16 to words of the values they have in the format.
 
     factor, back: words of the two powers of two 2^-s and 2^s, each of its half; NaN in ``back`` makes the values NaN.
@@ -60,7 +60,7 @@ def round_words(word, factor, back, C: tl.constexpr):
             "=r,r,r,r,r,r,r,r",
             [
                 word,
-                factor,
+                gemm_operand,
                 back,
                 tl.full(shape, floor, tl.int32),
                 tl.full(shape, magic, tl.int32),
@@ -72,8 +72,8 @@ def round_words(word, factor, back, C: tl.constexpr):
             pack=1,
         )
     else:
-        low = rounded_value(low_value(word), low_value(factor), low_value(back), C).to(tl.bfloat16)
-        high = rounded_value(high_value(word), high_value(factor), high_value(back), C).to(tl.bfloat16)
+        low = rounded_value(low_value(word), low_value(gemm_operand), low_value(back), C).to(tl.bfloat16)
+        high = rounded_value(high_value(word), high_value(gemm_operand), high_value(back), C).to(tl.bfloat16)
         low_half = low.to(tl.uint16, bitcast=True).to(tl.int32)
         return low_half | (high.to(tl.uint16, bitcast=True).to(tl.int32) << 16)
 
@@ -86,7 +86,7 @@ def side_by_side(low, high):
 
 @triton.jit
 def words_of_scales(low_amax, high_amax, C: tl.constexpr):
-    """``factor`` and ``back`` of ``round_words`` for blocks with these amax bits in the low and in the high half."""
+    """``gemm_operand`` and ``back`` of ``round_words`` for blocks with these amax bits in the low and in the high half."""
     one = tl.full((), 1.0, tl.float32)
     _, low, low_back, _ = scales_of(low_amax, one, C)
     _, high, high_back, _ = scales_of(high_amax, one, C)
@@ -97,8 +97,8 @@ def words_of_scales(low_amax, high_amax, C: tl.constexpr):
 def words_of_scale(pair, C: tl.constexpr):
     """The same for blocks that hold both halves of their words: ``pair`` has the largest magnitude of each."""
     one = tl.full((), 1.0, tl.float32)
-    _, factor, back, _ = scales_of(tl.maximum(pair << 16, pair & 0x7FFF0000), one, C)
-    return side_by_side(factor, factor), side_by_side(back, back)
+    _, gemm_operand, back, _ = scales_of(tl.maximum(pair << 16, pair & 0x7FFF0000), one, C)
+    return side_by_side(gemm_operand, gemm_operand), side_by_side(back, back)
 
 
 @triton.jit
@@ -120,8 +120,8 @@ def round_along_rows(word, C: tl.constexpr):
     PAIRS: tl.constexpr = C.block // 2
     M: tl.constexpr = word.shape[0]
     NB: tl.constexpr = word.shape[1] // PAIRS
-    factor, back = words_of_scale(largest(tl.reshape(word & MAGNITUDES, (M, NB, PAIRS)), 2, C), C)
-    return round_words(word, over_block(factor, PAIRS, 1), over_block(back, PAIRS, 1), C)
+    gemm_operand, back = words_of_scale(largest(tl.reshape(word & MAGNITUDES, (M, NB, PAIRS)), 2, C), C)
+    return round_words(word, over_block(gemm_operand, PAIRS, 1), over_block(back, PAIRS, 1), C)
 
 
 @triton.jit
@@ -129,8 +129,8 @@ def round_along_columns(word, C: tl.constexpr):
     """A matrix of words rounded in blocks along its columns, of which a word holds two."""
     NB: tl.constexpr = word.shape[0] // C.block
     pair = largest(tl.reshape(word & MAGNITUDES, (NB, C.block, word.shape[1])), 1, C)
-    factor, back = words_of_scales(pair << 16, pair & 0x7FFF0000, C)
-    return round_words(word, over_block(factor, C.block, 0), over_block(back, C.block, 0), C)
+    gemm_operand, back = words_of_scales(pair << 16, pair & 0x7FFF0000, C)
+    return round_words(word, over_block(gemm_operand, C.block, 0), over_block(back, C.block, 0), C)
 
 
 @triton.jit

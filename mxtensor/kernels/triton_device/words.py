@@ -144,21 +144,21 @@ def column_codes(w0, w1, w2, w3, low, high, C: tl.constexpr):
 
 
 @triton.jit
-def row_codes(word, factor, C: tl.constexpr):
+def row_codes(word, gemm_operand, C: tl.constexpr):
     """Float8 codes of both values of a word, the low one in the low byte: int16."""
     if C.float8 == "e4m3":
-        return tl.inline_asm_elementwise(E4M3_ROW, "=r,r,r,r,r", [word, factor], tl.int16, is_pure=True, pack=2)
+        return tl.inline_asm_elementwise(E4M3_ROW, "=r,r,r,r,r", [word, gemm_operand], tl.int16, is_pure=True, pack=2)
     elif C.float8 == "e5m2":
-        return tl.inline_asm_elementwise(E5M2_ROW, "=r,r,r,r,r", [word, factor], tl.int16, is_pure=True, pack=2)
+        return tl.inline_asm_elementwise(E5M2_ROW, "=r,r,r,r,r", [word, gemm_operand], tl.int16, is_pure=True, pack=2)
     else:
-        low, high = to_codes(low_value(word) * factor, C), to_codes(high_value(word) * factor, C)
+        low, high = to_codes(low_value(word) * gemm_operand, C), to_codes(high_value(word) * gemm_operand, C)
         return (low.to(tl.int32) | (high.to(tl.int32) << 8)).to(tl.int16)
 
 
 @triton.jit
-def e2m1_byte(word, factor, C: tl.constexpr):
+def e2m1_byte(word, gemm_operand, C: tl.constexpr):
     """Codes of both values of a word scaled by a float32 power of two, in the low byte of an int32."""
-    halves = bits_of(factor) >> 16
+    halves = bits_of(gemm_operand) >> 16
     return tl.inline_asm_elementwise(
         E2M1_PAIR, "=r,r,r", [word, halves | (halves << 16)], tl.int32, is_pure=True, pack=1
     )

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mxtensor.core import dispatch
 from mxtensor.kernels.gemm import dot_scaled, select
-from mxtensor.kernels.gemm.spec import GemmArgs, Uncast
+from mxtensor.kernels.gemm.spec import GemmArgs, Unquantized
 from mxtensor.numerics import reference
 from mxtensor.numerics.cast import Cast
 from mxtensor.numerics.elements import decode_elements, decode_packed
@@ -62,12 +62,14 @@ def instruction(monkeypatch):
         decoded = (
             decode_packed(codes, element) if element.packed else decode_elements(codes.view(element.dtype), element)
         )
-        factor = reference.scale_to_float(torch.from_numpy(scale.data.copy()), kind).double()
-        return decoded.double() * factor.repeat_interleave(decoded.shape[1] // factor.shape[1], 1)
+        gemm_operand = reference.scale_to_float(torch.from_numpy(scale.data.copy()), kind).double()
+        return decoded.double() * gemm_operand.repeat_interleave(decoded.shape[1] // gemm_operand.shape[1], 1)
 
     def create_dot_scaled(self, lhs, lhs_scale, lhs_format, rhs, rhs_scale, rhs_format, fast, lhs_k, rhs_k, total):
-        turned = interpreter.TensorHandle(rhs.data.T, rhs.dtype)
-        product = values(lhs, lhs_scale, words[lhs_format.name]) @ values(turned, rhs_scale, words[rhs_format.name]).T
+        transposed = interpreter.TensorHandle(rhs.data.T, rhs.dtype)
+        product = (
+            values(lhs, lhs_scale, words[lhs_format.name]) @ values(transposed, rhs_scale, words[rhs_format.name]).T
+        )
         return interpreter.TensorHandle(total.data + product.float().numpy(), total.dtype)
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot_scaled", create_dot_scaled, raising=False)
@@ -106,14 +108,14 @@ def values(operand):
     return decode(operand, torch.float32).double().cpu()
 
 
-def check(y, product, *factors):
+def check(y, product, *gemm_operands):
     """The definition to float32 rounding; a GPU is allowed the truncation inside its matrix instructions."""
-    y, factors = y.cpu(), [f.cpu() for f in factors]  # where poison() leaves a float64 product alone
+    y, gemm_operands = y.cpu(), [f.cpu() for f in gemm_operands]  # where poison() leaves a float64 product alone
     if DEVICE.type == "cpu":
-        assert_same_product(y, product, *factors)
+        assert_same_product(y, product, *gemm_operands)
     else:
         limit = {torch.float32: 1e-5, torch.float16: 5e-4, torch.bfloat16: 4e-3}[y.dtype]
-        assert relative_error(y, product(*factors)) < limit
+        assert relative_error(y, product(*gemm_operands)) < limit
 
 
 def mm(a, b):
@@ -164,7 +166,7 @@ def test_leading_dimensions_are_rows():
 def test_plain_values_are_cast_first():
     x, w = torch.randn(9, 80, device=DEVICE), torch.randn(17, 80, device=DEVICE)
     e4m3, e5m2 = Cast.of("mxfp8_e4m3"), Cast.of("mxfp8_e5m2", "floor")
-    y = dot_scaled.run(Uncast(x, e4m3), Uncast(w, e5m2), GemmArgs(torch.float32))
+    y = dot_scaled.run(Unquantized(x, e4m3), Unquantized(w, e5m2), GemmArgs(torch.float32))
     check(y, mm, values(reference.encode(x, e4m3)), values(reference.encode(w, e5m2)))
 
 

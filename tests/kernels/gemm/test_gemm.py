@@ -13,8 +13,8 @@ from mxtensor.core import dispatch
 from mxtensor.core.dispatch import Spec, accepting, choose
 from mxtensor.kernels.gemm import dot_scaled, scaled_mm_contract
 from mxtensor.kernels.gemm.select import GEMM, GROUPED, _spec, gemm, grouped_gemm
-from mxtensor.kernels.gemm.spec import GemmArgs, Rounded, Uncast, facts_of
-from mxtensor.kernels.quantize.select import quantize_operand, round_trip
+from mxtensor.kernels.gemm.spec import FakeQuantized, GemmArgs, Unquantized, facts_of
+from mxtensor.kernels.quantize.select import fake_quantize, quantize_operand
 from mxtensor.kernels.runtime import nvrtc, triton_launch
 from mxtensor.tensor.mxtensor import quantize_as
 from tests.helpers.compare import assert_same_product, relative_error
@@ -26,7 +26,7 @@ BF16_ON_CPU = torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def recipe(weight, activation=None):
-    return mx.LinearRecipe(mx.Cast.of(weight), None if activation is None else mx.Cast.of(activation))
+    return mx.LinearRecipe.inference(mx.Cast.of(weight), None if activation is None else mx.Cast.of(activation))
 
 
 def cast(x, format):
@@ -56,7 +56,7 @@ def test_mm_and_linear_are_the_product_of_the_dequantized_operands(format, dtype
 @pytest.mark.skipif(not BF16_ON_CPU, reason="this CPU has no bfloat16 product that accumulates in float32")
 @pytest.mark.parametrize("format", [*mx.FORMATS, "mxfp8[32x32]", "mxfp4[16x16]"])
 def test_large_bfloat16_weights_multiply_slice_by_slice_without_another_rounding(format, monkeypatch):
-    monkeypatch.setattr(sys.modules["mxtensor.kernels.dequant"], "SLICE", 1 << 15)  # several slices of rows
+    monkeypatch.setattr(sys.modules["mxtensor.kernels.gemm.dequant"], "SLICE", 1 << 15)  # several slices of rows
     w = mx.quantize(torch.randn(640, 256, dtype=torch.bfloat16), format)
     x, bias, c = (torch.randn(s, dtype=torch.bfloat16) for s in ((7, 256), (640,), (7, 640)))
     values = w.dequantize(torch.float64)
@@ -101,11 +101,11 @@ PRODUCTS = {
 
 
 def check(op, plain_shapes, shape, orientation, format, dtype):
-    factors = [torch.randn(s).to(dtype) for s in plain_shapes]
+    gemm_operands = [torch.randn(s).to(dtype) for s in plain_shapes]
     w = mx.quantize(torch.randn(shape).to(dtype), format, orientation=orientation)
     with mx.explain() as log:
-        y = op(w, *factors)
-    assert_same_product(y, op, w.dequantize(torch.float64), *factors)
+        y = op(w, *gemm_operands)
+    assert_same_product(y, op, w.dequantize(torch.float64), *gemm_operands)
     assert "high precision" not in log.table()
 
 
@@ -176,11 +176,11 @@ def test_einsum(equation, plain, quantized, orientation, order):
     x, dense = torch.randn(plain), torch.randn(quantized)
     for format in ("mxfp8", "mxfp4", "nvfp4"):
         w = mx.quantize(dense, format, orientation=orientation)
-        text, factors = equation, (x, w)
+        text, gemm_operands = equation, (x, w)
         if order == "quantized_first" and "->" in equation:
             inputs, output = equation.split("->")
-            text, factors = ",".join(reversed(inputs.split(","))) + "->" + output, (w, x)
-        y = torch.einsum(text, factors) if order == "as_a_list" else torch.einsum(text, *factors)
+            text, gemm_operands = ",".join(reversed(inputs.split(","))) + "->" + output, (w, x)
+        y = torch.einsum(text, gemm_operands) if order == "as_a_list" else torch.einsum(text, *gemm_operands)
         assert_same_product(y, lambda x, w: torch.einsum(equation, x, w), x, w.dequantize(torch.float64))
 
 
@@ -251,13 +251,13 @@ def test_dequant_refuses_with_its_sentence(format, dtype, sentence):
 
 
 def rounded(x, format, dtype=torch.float32):
-    return Rounded(*round_trip(x, mx.Cast.of(format), dtype), mx.get_format(format))
+    return FakeQuantized(*fake_quantize(x, mx.Cast.of(format), dtype), mx.get_format(format))
 
 
-def whole(factor):
+def whole(gemm_operand):
     """The float64 values that a rounded factor stands for."""
-    scale = 1.0 if factor.global_scale is None else factor.global_scale.double()
-    return factor.values.double() * scale
+    scale = 1.0 if gemm_operand.global_scale is None else gemm_operand.global_scale.double()
+    return gemm_operand.values.double() * scale
 
 
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -279,7 +279,7 @@ def test_rounded_bfloat16_values_are_multiplied_as_they_lie_in_memory(format):
     """No copy of a factor that lies transposed: both of a weight's gradient do."""
     g, x = torch.randn(96, 48).bfloat16(), torch.randn(96, 160).bfloat16()
     a, b = rounded(g.t(), format, torch.bfloat16), rounded(x.t(), format, torch.bfloat16)
-    for left, right in ((a, b), (Rounded(a.values.t().contiguous().t(), None, a.format), b)):
+    for left, right in ((a, b), (FakeQuantized(a.values.t().contiguous().t(), None, a.format), b)):
         with mx.explain() as log:
             y = gemm("mm", left, right, GemmArgs(torch.bfloat16))
         assert [e.kernel for e in log.entries] == ["dequant"]
@@ -315,15 +315,15 @@ def test_kernels_that_read_codes_refuse_rounded_values(kernel, which, monkeypatc
     args, ends = GemmArgs(torch.bfloat16), torch.tensor([32], dtype=torch.int32)
     with FakeTensorMode():
         x = torch.empty(32, 64, dtype=torch.bfloat16, device="cuda")
-        factors = [quantize_operand(x, mx.Cast.of("mxfp8")), quantize_operand(x, mx.Cast.of("mxfp8"))]
+        gemm_operands = [quantize_operand(x, mx.Cast.of("mxfp8")), quantize_operand(x, mx.Cast.of("mxfp8"))]
         (taken,) = [k for k in GEMM if k.name == kernel]
         (grouped,) = [k for k in GROUPED if k.name == kernel]
-        spec = Spec("mm", ((32, 64), (32, 64)), tuple(f.format for f in factors), torch.bfloat16, x.device, True)
-        assert taken.refuses(spec, *factors, args) is None
-        factors[which] = Rounded(x, None, factors[0].format)
-        assert taken.refuses(spec, *factors, args) == "needs codes, a factor is rounded values"
+        spec = Spec("mm", ((32, 64), (32, 64)), tuple(f.format for f in gemm_operands), torch.bfloat16, x.device, True)
+        assert taken.refuses(spec, *gemm_operands, args) is None
+        gemm_operands[which] = FakeQuantized(x, None, gemm_operands[0].format)
+        assert taken.refuses(spec, *gemm_operands, args) == "needs codes, a factor is rounded values"
         stack = spec._replace(shapes=((32, 64), (1, 32, 64)))
-        assert grouped.refuses(stack, *factors, ends, args) == "needs codes, a factor is rounded values"
+        assert grouped.refuses(stack, *gemm_operands, ends, args) == "needs codes, a factor is rounded values"
 
 
 def test_on_a_device_a_float32_result_is_the_accumulator_of_a_bfloat16_product(monkeypatch):
@@ -331,8 +331,8 @@ def test_on_a_device_a_float32_result_is_the_accumulator_of_a_bfloat16_product(m
     monkeypatch.setattr(triton_launch, "_installed", lambda: True)
     monkeypatch.setattr(dispatch, "device_capability", lambda device: (9, 0) if device.type == "cuda" else (0, 0))
     with FakeTensorMode(), mx.explain() as log:
-        a = Rounded(torch.empty(3, 5, 64, dtype=torch.bfloat16, device="cuda"), None, mx.get_format("mxfp8"))
-        b = Rounded(torch.empty(64, 40, dtype=torch.bfloat16, device="cuda").t(), None, mx.get_format("mxfp8"))
+        a = FakeQuantized(torch.empty(3, 5, 64, dtype=torch.bfloat16, device="cuda"), None, mx.get_format("mxfp8"))
+        b = FakeQuantized(torch.empty(64, 40, dtype=torch.bfloat16, device="cuda").t(), None, mx.get_format("mxfp8"))
         y = gemm("mm", a, b, GemmArgs(torch.float32, torch.empty(40, device="cuda")))
     assert [e.kernel for e in log.entries] == ["dequant"]
     assert (y.shape, y.dtype, y.device.type) == ((3, 5, 40), torch.float32, "cuda")
@@ -356,11 +356,11 @@ def test_what_is_decided_once_is_what_the_kernels_say_when_asked_again(capabilit
         right = [quantize_operand(torch.empty(32, 64, dtype=bf16, device="cuda"), mx.Cast.of(f)) for f in EACH_SCALE]
         left = [
             *rows,
-            *(Rounded(t, None, right[0].format) for t in rows[:3]),
+            *(FakeQuantized(t, None, right[0].format) for t in rows[:3]),
             *(quantize_operand(x, mx.Cast.of(f)) for f in EACH_SCALE),
         ]
-        left += [Uncast(t, mx.Cast.of(f)) for t in rows[:3] for f in ("mxfp8", "nvfp4")]
-        right += [Rounded(right[0].data.to(bf16), None, right[0].format), right[0].data.to(bf16)]
+        left += [Unquantized(t, mx.Cast.of(f)) for t in rows[:3] for f in ("mxfp8", "nvfp4")]
+        right += [FakeQuantized(right[0].data.to(bf16), None, right[0].format), right[0].data.to(bf16)]
         bias = torch.empty(32, dtype=bf16, device="cuda")
         biases = (None, bias, bias.float(), torch.empty(2, 32, dtype=bf16, device="cuda"))
         numbers = ((1, 1), (2, 1), (1, 0), (1, 2))

@@ -7,7 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import mxtensor as mx
 from mxtensor.kernels.gemm import emulated, scaled_grouped_mm
 from mxtensor.kernels.gemm.select import grouped_gemm
-from mxtensor.kernels.gemm.spec import GemmArgs, Uncast
+from mxtensor.kernels.gemm.spec import GemmArgs, Unquantized
 from mxtensor.numerics.operand import Operand
 from mxtensor.numerics.reference import decode, encode
 from tests.helpers.compare import assert_same_product, relative_error
@@ -53,7 +53,7 @@ def product_of_groups(a, b, scale_a, scale_b, offs=None, bias=None, out_dtype=No
 
 
 def stack(left, right, sizes, after, n, k, device="cpu"):
-    a = Uncast(torch.randn(sum(sizes) + after, k, dtype=BF16, device=device), mx.Cast.of(left))
+    a = Unquantized(torch.randn(sum(sizes) + after, k, dtype=BF16, device=device), mx.Cast.of(left))
     b = encode(torch.randn(len(sizes), n, k, dtype=BF16, device=device), mx.Cast.of(right))
     return a, b, torch.tensor(sizes, device=device).cumsum(0).to(torch.int32)
 

@@ -17,7 +17,7 @@ from mxtensor.core import dispatch
 from mxtensor.kernels.gemm import emulated, scaled_mm, scaled_mm_call
 from mxtensor.kernels.gemm.scaled_mm_contract import SCALINGS, plan
 from mxtensor.kernels.gemm.select import gemm
-from mxtensor.kernels.gemm.spec import GemmArgs, Uncast
+from mxtensor.kernels.gemm.spec import GemmArgs, Unquantized
 from mxtensor.numerics.operand import Operand
 from mxtensor.numerics.reference import decode, encode
 from tests.helpers.compare import assert_same_product, relative_error
@@ -31,7 +31,7 @@ from tests.helpers.stand_in import (
     PAIRS,
     SHAPES,
     StandIn,
-    factors,
+    gemm_operands,
     pretend,
     spec_of,
     stand_in,
@@ -40,8 +40,10 @@ from tests.helpers.stand_in import (
 __all__ = ["pretend", "stand_in"]
 
 
-def values(factor):
-    return decode(encode(factor.x, factor.cast) if isinstance(factor, Uncast) else factor, FP32)
+def values(gemm_operand):
+    return decode(
+        encode(gemm_operand.x, gemm_operand.cast) if isinstance(gemm_operand, Unquantized) else gemm_operand, FP32
+    )
 
 
 def takes_bias(left):
@@ -52,7 +54,7 @@ def takes_bias(left):
 @pytest.mark.parametrize("capability, left, right", CASES)
 def test_what_is_handed_over_means_what_the_operands_mean(pretend, stand_in, capability, left, right, m, n, k):
     pretend(capability)
-    a, b = factors(left, right, m, n, k)
+    a, b = gemm_operands(left, right, m, n, k)
     bias = torch.randn(n, dtype=BF16) if takes_bias(left) else None
     y = scaled_mm.KERNEL.run(a, b, GemmArgs(BF16, bias))
     assert len(stand_in.calls) == 1 and y.shape == (m, n) and y.dtype is BF16 and y.is_contiguous()
@@ -64,10 +66,12 @@ def test_what_is_handed_over_means_what_the_operands_mean(pretend, stand_in, cap
 @pytest.mark.parametrize("capability, left, right", CASES)
 def test_a_cast_operand_gives_the_same_call_as_plain_values(pretend, stand_in, capability, left, right):
     pretend(capability)
-    a, b = factors(left, right, 5, 33, 100)
+    a, b = gemm_operands(left, right, 5, 33, 100)
     y = scaled_mm.KERNEL.run(a, b, GemmArgs(BF16))
     assert torch.equal(scaled_mm.KERNEL.run(encode(a.x, a.cast), b, GemmArgs(BF16)), y)
-    swapped = scaled_mm.KERNEL.run(Uncast(a.x, a.cast), Uncast(decode(b, FP32), mx.Cast.of(right)), GemmArgs(BF16))
+    swapped = scaled_mm.KERNEL.run(
+        Unquantized(a.x, a.cast), Unquantized(decode(b, FP32), mx.Cast.of(right)), GemmArgs(BF16)
+    )
     assert relative_error(swapped, y) < 0.1  # cast twice, from another amax
 
 
@@ -84,7 +88,7 @@ def test_what_the_kernel_cannot_add_is_added_in_float32(
     pretend, stand_in, capability, left, right, dtype, bias_dtype, bias_shape, alpha, beta
 ):
     pretend(capability)
-    a, b = factors(left, right, 5, 33, 100)
+    a, b = gemm_operands(left, right, 5, 33, 100)
     bias = None if bias_shape is None else torch.randn(bias_shape, dtype=bias_dtype)
     args = GemmArgs(dtype, bias, alpha, beta)
     if scaled_mm.refuses(spec_of(a, b, dtype), a, b, args) is not None:
@@ -99,7 +103,7 @@ def test_what_the_kernel_cannot_add_is_added_in_float32(
 
 def test_a_beta_of_zero_takes_nothing_of_the_bias(pretend, stand_in):
     pretend(HOPPER)
-    a, b = factors("float8_row", "float8_row", 5, 33, 100)
+    a, b = gemm_operands("float8_row", "float8_row", 5, 33, 100)
     nan = torch.full((33,), float("nan"), dtype=BF16)
     y = scaled_mm.KERNEL.run(a, b, GemmArgs(BF16, nan, 1, 0))
     assert torch.equal(y, scaled_mm.KERNEL.run(a, b, GemmArgs(BF16)))
@@ -109,7 +113,7 @@ def test_a_beta_of_zero_takes_nothing_of_the_bias(pretend, stand_in):
 @pytest.mark.parametrize("format", ["float8_row", "float8_tensor"])
 def test_a_product_of_nothing_calls_nothing(pretend, stand_in, format, m, n, k):
     pretend(HOPPER)
-    a, b = factors(format, format, m, n, k)
+    a, b = gemm_operands(format, format, m, n, k)
     bias = torch.randn(n, dtype=BF16)
     y = scaled_mm.KERNEL.run(a, b, GemmArgs(BF16, bias))
     assert torch.equal(y, bias.expand(m, n)) and not stand_in.calls
@@ -120,7 +124,7 @@ def test_a_nan_stays_in_its_own_rows_and_columns(pretend, stand_in, capability, 
     pretend(capability)
     x, w = torch.randn(5, 100, dtype=BF16), torch.randn(33, 100, dtype=BF16)
     x[2, 7], w[4, 99] = float("nan"), float("inf")
-    y = scaled_mm.KERNEL.run(Uncast(x, mx.Cast.of(format)), encode(w, mx.Cast.of(format)), GemmArgs(BF16))
+    y = scaled_mm.KERNEL.run(Unquantized(x, mx.Cast.of(format)), encode(w, mx.Cast.of(format)), GemmArgs(BF16))
     bad = torch.zeros(5, 33, dtype=torch.bool)
     bad[2], bad[:, 4] = True, True
     assert torch.equal(y.isnan(), bad)
@@ -132,8 +136,8 @@ def test_a_nan_stays_in_its_own_rows_and_columns(pretend, stand_in, capability, 
 )
 def test_leading_dimensions_are_rows(pretend, stand_in, capability, format):
     pretend(capability)
-    x, (_, b) = torch.randn(2, 3, 5, 100, dtype=BF16), factors(format, format, 1, 33, 100)
-    for a in (Uncast(x, mx.Cast.of(format)), encode(x, mx.Cast.of(format))):
+    x, (_, b) = torch.randn(2, 3, 5, 100, dtype=BF16), gemm_operands(format, format, 1, 33, 100)
+    for a in (Unquantized(x, mx.Cast.of(format)), encode(x, mx.Cast.of(format))):
         y = scaled_mm.KERNEL.run(a, b, GemmArgs(BF16))
         assert y.shape == (2, 3, 5, 33)
         assert_same_product(y, lambda p, q: p @ q.t(), values(a), values(b))
@@ -162,12 +166,12 @@ def test_the_scales_of_a_weight_are_swizzled_once(pretend, stand_in, monkeypatch
     pretend(BLACKWELL)
     seen, real = [], scaled_mm.swizzle
     monkeypatch.setattr(scaled_mm, "swizzle", lambda scale: (seen.append(scale.shape), real(scale))[1])
-    _, b = factors("mxfp8", "mxfp8", 5, 33, 100)
+    _, b = gemm_operands("mxfp8", "mxfp8", 5, 33, 100)
     for _ in range(3):
-        scaled_mm.KERNEL.run(Uncast(torch.randn(5, 100), mx.Cast.of("mxfp8")), b, GemmArgs(BF16))
+        scaled_mm.KERNEL.run(Unquantized(torch.randn(5, 100), mx.Cast.of("mxfp8")), b, GemmArgs(BF16))
     assert seen.count((33, 4)) == 1 and seen.count((5, 4)) == 3
     b.scale.add_(1)
-    a = Uncast(torch.randn(5, 100), mx.Cast.of("mxfp8"))
+    a = Unquantized(torch.randn(5, 100), mx.Cast.of("mxfp8"))
     y = scaled_mm.KERNEL.run(a, b, GemmArgs(BF16))
     assert seen.count((33, 4)) == 2
     assert_same_product(y, lambda p, q: p @ q.t(), values(a), values(b))
@@ -226,7 +230,7 @@ def test_torchs_kernel_on_cpu_agrees(pretend, format, m, n, k, bias):
     if not runs_on_cpu(format):
         pytest.skip(f"torch's kernel on this CPU does not take {format}")
     pretend(HOPPER)
-    a, b = factors(format, format, m, n, k)
+    a, b = gemm_operands(format, format, m, n, k)
     args = GemmArgs(BF16, torch.randn(n, dtype=BF16) if bias else None)
     assert relative_error(scaled_mm.KERNEL.run(a, b, args), emulated.KERNEL.run(a, b, args)) < 3e-3
 
@@ -244,10 +248,10 @@ def test_the_op_passes_torchs_opcheck():
 @pytest.mark.parametrize("capability, left, right", CASES)
 def test_a_tracer_sees_one_op_for_any_number_of_rows(pretend, monkeypatch, capability, left, right):
     pretend(capability)
-    cast, (_, b) = mx.Cast.of(left), factors(left, right, 1, 33, 100)
+    cast, (_, b) = mx.Cast.of(left), gemm_operands(left, right, 1, 33, 100)
 
     def product(x):
-        return scaled_mm.KERNEL.run(Uncast(x, cast), b, GemmArgs(BF16))
+        return scaled_mm.KERNEL.run(Unquantized(x, cast), b, GemmArgs(BF16))
 
     graph = make_fx(product, tracing_mode="symbolic", _allow_non_fake_inputs=True)(torch.randn(8, 100, dtype=BF16))
     ops = [node.target for node in graph.graph.nodes if node.op == "call_function"]
@@ -267,7 +271,7 @@ def test_fast_accumulation_is_off():
 def refusal(pretend, left, right, capability, args=None, toolkit=(13, 0), shapes=None, device="cuda"):
     pretend(capability, toolkit)
     m, n, k = shapes or (5, 32, 64)
-    a, b = factors(left, right, m, n, k)
+    a, b = gemm_operands(left, right, m, n, k)
     return scaled_mm.refuses(spec_of(a, b, BF16, device), a, b, args or GemmArgs(BF16))
 
 
@@ -303,7 +307,7 @@ def test_the_cuda_release_decides_too(pretend):
 
 def test_other_devices_and_plain_factors_are_refused(pretend, monkeypatch):
     assert refusal(pretend, "mxfp8", "mxfp8", BLACKWELL, device="cpu") == "runs on cuda, this tensor is on cpu"
-    a, b = factors("mxfp8", "mxfp8", 5, 32, 64)
+    a, b = gemm_operands("mxfp8", "mxfp8", 5, 32, 64)
     plain = a.x
     want = "needs both factors quantized, one is bfloat16"
     assert scaled_mm.refuses(spec_of(plain, b, BF16), plain, b, GemmArgs(BF16)) == want
@@ -338,14 +342,14 @@ def test_a_float64_result_is_refused(pretend):
 def test_batches_are_refused_unless_they_are_one_matrix(pretend):
     pretend(HOPPER)
     cast = mx.Cast.of("float8_row")
-    a, b = Uncast(torch.randn(2, 5, 64), cast), encode(torch.randn(2, 32, 64), cast)
+    a, b = Unquantized(torch.randn(2, 5, 64), cast), encode(torch.randn(2, 32, 64), cast)
     want = "multiplies by one matrix, the right factor is a batch: (2, 32, 64)"
     assert scaled_mm.refuses(spec_of(a, b, BF16), a, b, GemmArgs(BF16)) == want
-    tiles = Uncast(torch.randn(2, 130, 64), mx.Cast.of("float8_128x128"))
+    tiles = Unquantized(torch.randn(2, 130, 64), mx.Cast.of("float8_128x128"))
     one = encode(torch.randn(32, 64), mx.Cast.of("float8_1x128"))
     want = "a float8_e4m3_128x128 factor of shape (2, 130, 64) is no matrix of whole blocks of rows"
     assert scaled_mm.refuses(spec_of(tiles, one, BF16), tiles, one, GemmArgs(BF16)) == want
-    whole = Uncast(torch.randn(2, 128, 64), mx.Cast.of("float8_128x128"))
+    whole = Unquantized(torch.randn(2, 128, 64), mx.Cast.of("float8_128x128"))
     assert scaled_mm.refuses(spec_of(whole, one, BF16), whole, one, GemmArgs(BF16)) is None
 
 
@@ -360,7 +364,8 @@ GPU_SHAPES = [(1, 128, 128), (17, 96, 416), (128, 256, 512), (300, 520, 1000), (
 @pytest.mark.parametrize("left, right", PAIRS[HOPPER] + PAIRS[BLACKWELL][2:])
 def test_the_gpus_product_is_the_emulated_one(left, right, dtype, bias, m, n, k):
     a, b = (
-        Uncast(torch.randn(rows, k, dtype=dtype, device="cuda"), mx.Cast.of(f)) for rows, f in ((m, left), (n, right))
+        Unquantized(torch.randn(rows, k, dtype=dtype, device="cuda"), mx.Cast.of(f))
+        for rows, f in ((m, left), (n, right))
     )
     b = encode(b.x, b.cast)
     args = GemmArgs(dtype, torch.randn(n, dtype=dtype, device="cuda") * math.sqrt(k) if bias else None)

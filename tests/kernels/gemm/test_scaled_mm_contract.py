@@ -9,7 +9,7 @@ import torch
 import mxtensor as mx
 from mxtensor.kernels.gemm import scaled_grouped_mm, scaled_mm, scaled_mm_call
 from mxtensor.kernels.gemm.scaled_mm_contract import GROUPED_SCALINGS, SCALINGS, check, plan
-from mxtensor.kernels.gemm.spec import Uncast
+from mxtensor.kernels.gemm.spec import Unquantized
 from mxtensor.numerics.reference import encode
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -24,7 +24,7 @@ def right_call(name, m=4, n=16, k=128):
         "float8 128x128 by 1x128": ("float8_128x128", "float8_1x128"), "mxfp8": ("mxfp8",) * 2,
         "mxfp4": ("mxfp4",) * 2, "nvfp4": ("nvfp4",) * 2,
     }[name]  # fmt: skip
-    a, b = (Uncast(torch.randn(rows, k), mx.Cast.of(f)) for rows, f in zip((m, n), formats, strict=True))
+    a, b = (Unquantized(torch.randn(rows, k), mx.Cast.of(f)) for rows, f in zip((m, n), formats, strict=True))
     return scaled_mm.prepare(scaling, a, b, torch.randn(n, dtype=BF16) if scaling.bias else None, BF16)
 
 
@@ -149,7 +149,7 @@ def test_what_only_one_scaling_asks_is_named(name, change, kind, message):
 def right_group(name):
     scaling = next(s for s in GROUPED_SCALINGS if s.name == name)
     cast = mx.Cast.of("mxfp8" if scaling.swizzled else "float8_row")
-    a, b = Uncast(torch.randn(9, 64), cast), encode(torch.randn(3, 32, 64), cast)
+    a, b = Unquantized(torch.randn(9, 64), cast), encode(torch.randn(3, 32, 64), cast)
     return scaled_grouped_mm.prepare(scaling, a, b, torch.tensor([2, 2, 8], dtype=torch.int32))
 
 

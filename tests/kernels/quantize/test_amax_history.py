@@ -10,24 +10,24 @@ from mxtensor.kernels.runtime.triton_launch import device_code, launch
 INF, NAN = float("inf"), float("nan")
 
 
-def by_kernel(history, record, amax, factor, newest):
+def by_kernel(history, record, amax, multiplier, newest):
     """What ``advance`` does on a CUDA device."""
     out, following = torch.full_like(history, 7.0), torch.full_like(amax, 7.0)
     block = max(16, 1 << (len(history) - 1).bit_length())
     arguments = (history, record, amax, out, following, len(history))
-    launch(device_code("amax_history.advance_history"), 1, arguments, (newest, factor, 3, block), 4)
+    launch(device_code("amax_history.advance_history"), 1, arguments, (newest, multiplier, 3, block), 4)
     return out, following
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 16, 17, 1024])
 @pytest.mark.parametrize("newest", [False, True])
-@pytest.mark.parametrize("factor", [1.0, 8.0])
-def test_the_kernel_is_the_definition(rows, newest, factor):
+@pytest.mark.parametrize("multiplier", [1.0, 8.0])
+def test_the_kernel_is_the_definition(rows, newest, multiplier):
     history = torch.rand(rows, 3) * 100
     amax = torch.rand(3)
     for record in (torch.rand(3), torch.tensor([0.0, INF, NAN]), torch.tensor([1e-45, 3.4e37, 200.0])):
-        expected = amax_history._advance(history, record, amax, factor, newest)
-        actual = by_kernel(history, record, amax, factor, newest)
+        expected = amax_history._advance(history, record, amax, multiplier, newest)
+        actual = by_kernel(history, record, amax, multiplier, newest)
         for a, e in zip(actual, expected, strict=True):
             assert torch.equal(a.view(torch.int32), e.view(torch.int32))
         history, amax = expected

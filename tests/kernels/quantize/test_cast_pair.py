@@ -10,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import mxtensor as mx
 from mxtensor import FORMATS, Cast, get_format
-from mxtensor.kernels.gemm.spec import Form, Rounded
+from mxtensor.kernels.gemm.spec import FakeQuantized, Form
 from mxtensor.kernels.quantize import custom_ops
 from mxtensor.kernels.quantize.reference import encode_under
 from mxtensor.kernels.quantize.select import cast_pair, quantize_operand
@@ -41,18 +41,22 @@ each_kind = pytest.mark.parametrize("name", KINDS)
 each_form = pytest.mark.parametrize("forms", FORMS, ids=lambda forms: "-".join(f.value if f else "none" for f in forms))
 
 
-def assert_factor(factor, form, operand, dtype):
+def assert_gemm_operand(gemm_operand, form, operand, dtype):
     """A factor in this form of the values that ``operand`` holds."""
     if form is None:
-        assert factor is None
+        assert gemm_operand is None
     elif form is CODES:
-        assert isinstance(factor, Operand)
-        assert_same(factor, operand)
+        assert isinstance(gemm_operand, Operand)
+        assert_same(gemm_operand, operand)
     else:
-        assert isinstance(factor, Rounded) and factor.format == operand.format and factor.shape == operand.shape
-        assert_same_values(factor.values.contiguous(), decode_local(operand).to(dtype))
-        assert (factor.global_scale is None) == (operand.global_scale is None)
-        assert factor.global_scale is None or torch.equal(factor.global_scale, operand.global_scale)
+        assert (
+            isinstance(gemm_operand, FakeQuantized)
+            and gemm_operand.format == operand.format
+            and gemm_operand.shape == operand.shape
+        )
+        assert_same_values(gemm_operand.values.contiguous(), decode_local(operand).to(dtype))
+        assert (gemm_operand.global_scale is None) == (operand.global_scale is None)
+        assert gemm_operand.global_scale is None or torch.equal(gemm_operand.global_scale, operand.global_scale)
 
 
 # ---------------------------------------------------------------------------------------------- the definition
@@ -64,8 +68,8 @@ def test_each_factor_is_the_cast_of_its_side(name, forms):
     cast, x = Cast.of(name), torch.randn(50, 70)
     for dtype in (torch.bfloat16, torch.float32):
         row, column = cast_pair(x, cast, *forms, dtype)
-        assert_factor(row, forms[0], encode(x, cast), dtype)
-        assert_factor(column, forms[1], encode(x.t(), cast), dtype)
+        assert_gemm_operand(row, forms[0], encode(x, cast), dtype)
+        assert_gemm_operand(column, forms[1], encode(x.t(), cast), dtype)
 
 
 @each_kind
@@ -73,8 +77,8 @@ def test_stacks_of_matrices_and_sources_of_any_stride(name):
     cast = Cast.of(name)
     for x in (torch.randn(3, 40, 64), torch.randn(64, 40).t(), torch.randn(1, 64).expand(40, 64)):
         row, column = cast_pair(x, cast, VALUES, CODES, torch.float32)
-        assert_factor(row, VALUES, encode(x, cast), torch.float32)
-        assert_factor(column, CODES, encode(x.mT, cast), torch.float32)
+        assert_gemm_operand(row, VALUES, encode(x, cast), torch.float32)
+        assert_gemm_operand(column, CODES, encode(x.mT, cast), torch.float32)
 
 
 @each_form
@@ -82,8 +86,8 @@ def test_columns_draw_from_the_seed_after_that_of_rows(forms):
     x, dtype = torch.randn(50, 70), torch.float32
     cast, other = (Cast.of("mxfp8", rounding="stochastic", seed=seed) for seed in (7, 8))
     row, column = cast_pair(x, cast, *forms, dtype)
-    assert_factor(row, forms[0], encode(x, cast), dtype)
-    assert_factor(column, forms[1], encode(x.t(), other), dtype)
+    assert_gemm_operand(row, forms[0], encode(x, cast), dtype)
+    assert_gemm_operand(column, forms[1], encode(x.t(), other), dtype)
 
 
 @pytest.mark.parametrize("name", ["mxfp8[32x32]", "mxfp4[64x64]", "nvfp4[16x16]", "float8_tensor", "float8_128x128"])
@@ -112,8 +116,8 @@ def test_a_given_amax_makes_the_scale(name, forms):
     cast, x, dtype = Cast.of(name), torch.randn(50, 70), torch.float32
     for amax in (torch.tensor(2.0), torch.tensor([100.0])):
         row, column = cast_pair(x, cast, *forms, dtype, amax)
-        assert_factor(row, forms[0], encode(x, cast, amax.reshape(())), dtype)
-        assert_factor(column, forms[1], encode(x.t(), cast, amax.reshape(())), dtype)
+        assert_gemm_operand(row, forms[0], encode(x, cast, amax.reshape(())), dtype)
+        assert_gemm_operand(column, forms[1], encode(x.t(), cast, amax.reshape(())), dtype)
 
 
 def test_what_lies_beyond_a_given_amax_saturates_and_what_is_no_number_is_nan_by_itself():
@@ -164,14 +168,14 @@ def test_what_delayed_scaling_does_not_take_is_refused():
 # ---------------------------------------------------------------------------------------------- traced
 
 
-def tensors(factors):
-    parts = []
-    for factor in factors:
-        if isinstance(factor, Rounded):
-            parts += [factor.values, factor.global_scale]
-        elif factor is not None:
-            parts += factor.tensors
-    return [t for t in parts if t is not None]
+def tensors(gemm_operands):
+    components = []
+    for gemm_operand in gemm_operands:
+        if isinstance(gemm_operand, FakeQuantized):
+            components += [gemm_operand.values, gemm_operand.global_scale]
+        elif gemm_operand is not None:
+            components += gemm_operand.tensors
+    return [t for t in components if t is not None]
 
 
 def both(cast, forms, x):
@@ -199,14 +203,18 @@ def test_what_traced_code_sees_on_a_device_has_the_shapes_of_the_codec(name, for
         row, column = cast_pair(x, Cast.of(name), *forms, torch.bfloat16)
     assert {e.kernel for e in log.entries} <= {"triton", "two casts"}
     assert None in forms or (log.entries[0].kernel == "triton") == one_pass(name, forms)
-    for factor, form, shape in ((row, forms[0], (36, 134)), (column, forms[1], (134, 36))):
+    for gemm_operand, form, shape in ((row, forms[0], (36, 134)), (column, forms[1], (134, 36))):
         expected = encode(torch.empty(shape, device="meta"), Cast.of(name))
         if form is VALUES:
-            assert (factor.shape, factor.values.dtype, factor.format) == (shape, torch.bfloat16, expected.format)
-            assert (factor.global_scale is None) == (expected.global_scale is None)
+            assert (gemm_operand.shape, gemm_operand.values.dtype, gemm_operand.format) == (
+                shape,
+                torch.bfloat16,
+                expected.format,
+            )
+            assert (gemm_operand.global_scale is None) == (expected.global_scale is None)
         elif form is CODES:
-            assert [(t.shape, t.dtype) for t in factor.tensors] == [(t.shape, t.dtype) for t in expected.tensors]
-            assert factor.shape == shape
+            assert [(t.shape, t.dtype) for t in gemm_operand.tensors] == [(t.shape, t.dtype) for t in expected.tensors]
+            assert gemm_operand.shape == shape
 
 
 def one_pass(name, forms):
@@ -270,16 +278,18 @@ def test_compiled_code_calls_the_op(name, monkeypatch):
 @pytest.mark.usefixtures("interpreted")
 @warns
 def test_values_of_a_turned_source_are_the_columns_of_the_one_that_lies_in_memory(monkeypatch):
-    from mxtensor.kernels.quantize.select import round_trip
+    from mxtensor.kernels.quantize.select import fake_quantize
 
     on_the_interpreters_device(monkeypatch)
     x, of = torch.randn(40, 134), Cast.of("mxfp8")
     with mx.explain() as log:
         row, column = cast_pair(x, of, None, VALUES, torch.float32)
     assert row is None and column.values.t().is_contiguous()
-    assert chosen(log) == [("cast pair", "two casts"), ("round trip", "triton")]
-    traced, _ = round_trip(x.t(), of, torch.float32), torch._dynamo.reset()
-    compiled = torch.compile(lambda x: round_trip(x.t(), of, torch.float32)[0], backend="aot_eager", fullgraph=True)(x)
+    assert chosen(log) == [("cast pair", "two casts"), ("fake quantize", "triton")]
+    traced, _ = fake_quantize(x.t(), of, torch.float32), torch._dynamo.reset()
+    compiled = torch.compile(lambda x: fake_quantize(x.t(), of, torch.float32)[0], backend="aot_eager", fullgraph=True)(
+        x
+    )
     for values in (column.values, traced[0], compiled):
         assert torch.equal(values, decode_local(encode(x.t(), of)))
 

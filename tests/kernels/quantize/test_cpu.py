@@ -169,8 +169,8 @@ def test_spans_of_rows_meet_without_a_seam(format, threads, monkeypatch):
     x, cast = torch.randn(1001, 384), mx.Cast.of(format)
     ours, expected = cpu._quantize(x, cast), reference.encode(x, cast)
     assert_same(ours, expected)
-    turned = x.t().contiguous().t()
-    assert_same(cpu._quantize(turned, cast), expected)
+    transposed = x.t().contiguous().t()
+    assert_same(cpu._quantize(transposed, cast), expected)
     part = cpu.decode_rows(ours, 160, 801, torch.full((801, 384), float("nan")))
     assert torch.equal(part, reference.decode(expected, torch.float32)[160:961])
 
@@ -224,7 +224,7 @@ def test_it_refuses_to_decode_parts_and_double_precision():
 def test_without_a_compiler_the_other_casts_do_the_work(monkeypatch):
     monkeypatch.setenv("CXX", "/nonexistent/c++")
     monkeypatch.setenv("XDG_CACHE_HOME", "/nonexistent")
-    assert cpu.library.__wrapped__().startswith("native.cpp did not build: ")
+    assert cpu.library.__wrapped__().startswith("quantize.cpp did not build: ")
 
 
 DEFAULTS = {
@@ -244,12 +244,12 @@ def test_what_torch_makes_tensors_of_by_default_changes_nothing(default, without
     x, w = (torch.randn(rows, 320, dtype=torch.float16) for rows in (5, 288))
 
     def made():
-        parts = []
+        components = []
         for name in ("mxfp8", "mxfp4", "nvfp4", "float8_tensor", "float8_128x128"):
             operand = quantize_operand(w, mx.Cast.of(name))
-            parts += [*operand.tensors, dequantize_operand(operand, torch.float16)]
-            parts.append(torch.nn.functional.linear(x, mx.quantize(w, name)))
-        return parts
+            components += [*operand.tensors, dequantize_operand(operand, torch.float16)]
+            components.append(torch.nn.functional.linear(x, mx.quantize(w, name)))
+        return components
 
     expected = made()
     cpu._ROWS.clear()
@@ -263,10 +263,10 @@ def test_what_torch_makes_tensors_of_by_default_changes_nothing(default, without
         finally:
             torch.set_default_dtype(torch.float32)
     for ours, theirs in zip(found, expected, strict=True):
-        assert ours.dtype is theirs.dtype and torch.equal(codec_bytes(ours), codec_bytes(theirs))
+        assert ours.dtype is theirs.dtype and torch.equal(reference_bytes(ours), reference_bytes(theirs))
 
 
-def codec_bytes(t):
+def reference_bytes(t):
     return t.contiguous().reshape(-1).view(torch.uint8)
 
 

@@ -76,8 +76,8 @@ def test_what_traced_code_sees_has_the_shapes_and_dtypes_of_the_codec(name, shap
     with mx.explain() as log:
         operand = select.quantize_operand(x, Cast.of(name))
         values = select.dequantize_operand(operand, torch.float16)
-        rounded, last = select.round_trip(x, Cast.of(name), torch.float32)
-    assert chosen(log) == [("quantize", "triton"), ("dequantize", "triton"), ("round trip", "triton")]
+        rounded, last = select.fake_quantize(x, Cast.of(name), torch.float32)
+    assert chosen(log) == [("quantize", "triton"), ("dequantize", "triton"), ("fake quantize", "triton")]
     expected = encode(torch.empty(shape, device="meta"), Cast.of(name))
     assert like(operand) == like(expected) and operand.shape == shape and operand.format == get_format(name)
     assert {t.device.type for t in operand.tensors} == {"cuda"}
@@ -120,7 +120,7 @@ def test_a_linear_casts_its_input_with_triton(name, cuda):
     with torch.no_grad(), mx.explain() as log:
         y = F.linear(torch.empty(1024, 256, dtype=torch.bfloat16, device=cuda), layer.weight, layer.bias)
     assert y.shape == (1024, 64) and y.dtype == torch.bfloat16
-    casts = [e for e in log.entries if e.spec.op in ("quantize", "quantize both", "dequantize", "round trip")]
+    casts = [e for e in log.entries if e.spec.op in ("quantize", "quantize both", "dequantize", "fake quantize")]
     assert casts and {e.kernel for e in casts} <= {"triton"}
 
 
@@ -129,7 +129,7 @@ def test_float64_and_empty_tensors_go_on_to_the_codec(cuda):
         with mx.explain() as log:
             select.quantize_operand(x, Cast.of("mxfp8"))
         (entry,) = log.entries
-        assert entry.kernel == "codec" and entry.refusals["triton"] in ("not for float64", "no values")
+        assert entry.kernel == "reference" and entry.refusals["triton"] in ("not for float64", "no values")
 
 
 # ---------------------------------------------------------------------------------------------- what is given
@@ -145,10 +145,10 @@ def test_the_ops_are_what_torch_asks_of_a_custom_op(name):
     operand, seeded = encode(x, Cast.of(name)), words(name, rounding="stochastic", seed=7)
     torch.library.opcheck(custom_ops.quantize_op, (x, *words(name)))
     torch.library.opcheck(custom_ops.quantize_op, (x, *seeded))
-    torch.library.opcheck(custom_ops.round_trip_op, (x, *words(name), torch.float32))
-    parts = (operand.data, operand.scale, operand.global_scale)
+    torch.library.opcheck(custom_ops.fake_quantize_op, (x, *words(name), torch.float32))
+    components = (operand.data, operand.scale, operand.global_scale)
     tests = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]  # test_schema has no float8
-    torch.library.opcheck(custom_ops.dequantize_op, (*parts, name, [6, 132], torch.float32), test_utils=tests)
+    torch.library.opcheck(custom_ops.dequantize_op, (*components, name, [6, 132], torch.float32), test_utils=tests)
     if name in TWO_COPIES or get_format(name).name in TWO_COPIES:
         torch.library.opcheck(custom_ops.quantize_both_op, (x, *words(name)))
 
@@ -162,10 +162,10 @@ def test_the_ops_give_what_the_codec_gives(name):
     given = custom_ops.quantize_op(x, name, "floor", "stochastic", 2**33 + 1)
     for ours, theirs in zip(given, operand.tensors, strict=True):
         assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)) if ours.dim() else ours == theirs
-    parts = (operand.data, operand.scale, operand.global_scale)
-    values = custom_ops.dequantize_op(*parts, name, [6, 132], torch.float32)
+    components = (operand.data, operand.scale, operand.global_scale)
+    values = custom_ops.dequantize_op(*components, name, [6, 132], torch.float32)
     assert_same_values(values, decode(operand, torch.float32))
-    rounded, *last = custom_ops.round_trip_op(x, name, "floor", "stochastic", 2**33 + 1, torch.float32)
+    rounded, *last = custom_ops.fake_quantize_op(x, name, "floor", "stochastic", 2**33 + 1, torch.float32)
     assert_same_values(rounded, decode_local(operand))
     assert last == [] if operand.global_scale is None else torch.equal(last[0], operand.global_scale)
 
@@ -186,12 +186,12 @@ def test_compiled_code_calls_the_ops(name, monkeypatch):
 
     def both(x):
         rowwise, columnwise = select.quantize_operands(x, of, mx.Orientation.BOTH)
-        return rowwise.tensors, columnwise.tensors, select.round_trip(x, of, torch.float32)[0]
+        return rowwise.tensors, columnwise.tensors, select.fake_quantize(x, of, torch.float32)[0]
 
     x = torch.randn(12, 140)
     rowwise, columnwise, values = torch.compile(both, backend=keep, fullgraph=True)(x)
     called = [str(n.target) for n in graphs[0].graph.nodes if n.op == "call_function" and "mxtensor" in str(n.target)]
-    assert called == ["mxtensor.quantize_both.default", "mxtensor.round_trip.default"]
+    assert called == ["mxtensor.quantize_both.default", "mxtensor.fake_quantize.default"]
     for got, expected in ((rowwise, encode(x, of)), (columnwise, encode(x.t(), of))):
         for ours, theirs in zip(got, expected.tensors, strict=True):
             assert torch.equal(ours, theirs)
@@ -210,7 +210,7 @@ def test_eager_calls_go_straight_to_the_kernels(monkeypatch):
         rowwise, columnwise = select.quantize_operands(x, of, mx.Orientation.BOTH)
         assert_same(select.quantize_operand(x, of), rowwise)
         assert_same(columnwise, encode(x.t(), of))
-        values, _ = select.round_trip(x, of, torch.float32)
+        values, _ = select.fake_quantize(x, of, torch.float32)
         assert_same_values(select.dequantize_operand(rowwise, torch.float32), values)
     assert {e.kernel for e in log.entries} == {"triton"}
     assert not any(t.requires_grad for t in (values, *rowwise.tensors, *columnwise.tensors))

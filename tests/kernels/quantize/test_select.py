@@ -35,7 +35,7 @@ def poison():
 @pytest.fixture(autouse=True)
 def without_native(monkeypatch):
     """As on a machine without a C++ compiler; test_native.py has the other."""
-    casts = sys.modules["mxtensor.kernels.cast"]
+    casts = sys.modules["mxtensor.kernels.quantize.select"]
     for name in ("QUANTIZE", "DEQUANTIZE"):
         kernels = getattr(casts, name)
         monkeypatch.setattr(casts, name, kernels[kernels.index(getattr(blocked, name)) :])
@@ -215,7 +215,7 @@ def test_blocked_dequantize_takes_more_dimensions(name, thin_slices):
 def why_not_blocked(log):
     """The sentence for which the only decision in ``log`` passed by the blocked kernel, for the codec."""
     (entry,) = log.entries
-    assert entry.kernel == "codec"
+    assert entry.kernel == "reference"
     return entry.refusals["blocked"]
 
 
@@ -274,8 +274,8 @@ def test_codes_that_lie_transposed_are_decoded_as_they_lie(name, shape):
     with explain() as log:
         out = dequantize_operand(turned, torch.bfloat16)
     (entry,) = log.entries
-    assert entry.spec.shapes == (turned.shape,) and "not contiguous" not in entry.refusals.values()
-    assert_same_values(out.contiguous(), decode(turned, torch.bfloat16))
+    assert entry.spec.shapes == (transposed.shape,) and "not contiguous" not in entry.refusals.values()
+    assert_same_values(out.contiguous(), decode(transposed, torch.bfloat16))
     assert out.transpose(-1, -2).is_contiguous()
 
 
@@ -348,9 +348,9 @@ def test_compiled_casts_are_the_eager_ones(names):
 
     x = values(ROWS, COLS + 16)[:, : COLS - 5].contiguous().float()
     torch.compiler.reset()
-    for (parts, *got), cast in zip(torch.compile(roundtrip, fullgraph=True)(x), casts, strict=True):
+    for (components, *got), cast in zip(torch.compile(roundtrip, fullgraph=True)(x), casts, strict=True):
         operand = encode(x, cast)
-        assert_same(Operand(*parts, *[None] * (3 - len(parts)), cast.format, tuple(x.shape)), operand)
+        assert_same(Operand(*components, *[None] * (3 - len(components)), cast.format, tuple(x.shape)), operand)
         decoded = decode(operand, torch.float32)
         for ours, theirs in zip(got, (decoded, decoded[:, :100] * 2.0, decode(operand, torch.bfloat16)), strict=True):
             assert_same_values(ours, theirs.contiguous())

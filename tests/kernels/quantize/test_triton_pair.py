@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mxtensor import FORMATS, Cast, get_format
-from mxtensor.kernels.gemm.spec import Form, Rounded
+from mxtensor.kernels.gemm.spec import FakeQuantized, Form
 from mxtensor.kernels.quantize import triton_columns, triton_pair, triton_rows
 from mxtensor.kernels.quantize.reference import encode_under
 from mxtensor.numerics.formats import FULL
@@ -40,16 +40,16 @@ each_kind = pytest.mark.parametrize("name", KINDS)
 each_with_one_scale = pytest.mark.parametrize("name", ONE_SCALE)
 
 
-def assert_is(factor, operand, dtype=None):
+def assert_is(gemm_operand, operand, dtype=None):
     """The factor is the operand, or the values that the operand has without its global scale."""
-    if not isinstance(factor, Rounded):
-        assert_same(factor, operand)
+    if not isinstance(gemm_operand, FakeQuantized):
+        assert_same(gemm_operand, operand)
         return
     expected = decode_local(operand).to(dtype)
-    assert_same_values(factor.values.contiguous(), expected)
+    assert_same_values(gemm_operand.values.contiguous(), expected)
     last = operand.global_scale
-    assert (factor.global_scale is None) == (last is None) and factor.format == operand.format
-    assert last is None or torch.equal(factor.global_scale, last)
+    assert (gemm_operand.global_scale is None) == (last is None) and gemm_operand.format == operand.format
+    assert last is None or torch.equal(gemm_operand.global_scale, last)
 
 
 def assert_pair(x, cast, forms=(VALUES, VALUES), dtype=BF16, columns=None):
@@ -157,9 +157,9 @@ def test_every_bfloat16_below_a_larger_one_rounds_as_its_code(name, mode, in_wor
     w = torch.where((w.sign() == v.sign()) | w.isnan(), w, v)
     x, cast = blocks_of(v, -w, w.neg().roll(1) * 0), Cast.of(name, mode)
     expected = decode_local(encode(x, cast)).bfloat16()
-    assert_same_values(triton_rows.round_trip(x, cast, BF16)[0], expected)
-    turned = x.t().contiguous().t()
-    got, _ = triton_rows.round_trip(turned, cast, BF16)
+    assert_same_values(triton_rows.fake_quantize(x, cast, BF16)[0], expected)
+    transposed = x.t().contiguous().t()
+    got, _ = triton_rows.fake_quantize(transposed, cast, BF16)
     assert got.t().is_contiguous()
     assert_same_values(got.contiguous(), expected)
 
@@ -173,15 +173,15 @@ def test_values_of_a_turned_source_lie_as_it_does(name):
     for dtype, target in itertools.product((BF16, FP32), repeat=2):
         for cast in (Cast.of(name), stochastic(name, 7)):
             x = values(36, 134, dtype, specials=False).t()
-            got, last = triton_rows.round_trip(x, cast, target)
+            got, last = triton_rows.fake_quantize(x, cast, target)
             assert got.t().is_contiguous() and got.shape == (134, 36)
-            assert_is(Rounded(got, last, cast.format), encode(x, cast), target)
+            assert_is(FakeQuantized(got, last, cast.format), encode(x, cast), target)
 
 
 @small
 def test_values_of_whole_columns_that_share_a_scale():
     x = values(36, 134, BF16)[:, 8:].t()
-    got, _ = triton_rows.round_trip(x, Cast.of("float8_row"), FP32)
+    got, _ = triton_rows.fake_quantize(x, Cast.of("float8_row"), FP32)
     assert got.t().is_contiguous()
     assert_same_values(got.contiguous(), decode_local(encode(x, Cast.of("float8_row"))))
 
@@ -208,12 +208,12 @@ def test_codes_and_their_transpose_by_one_scale(name, dtype):
 def test_a_given_amax_makes_the_scale_and_the_own_one_is_recorded(name, amax):
     """NaN and infinities under a finite amax are NaN by themselves; what lies beyond it saturates."""
     cast, amax = Cast.of(name), torch.tensor(amax)
-    for specials, dtype, held in ((True, BF16, 0.0), (False, FP16, 0.0), (False, FP32, 1e32), (False, BF16, 1e39)):
-        x, record = values(21, 132, dtype, specials), torch.tensor(held)
+    for specials, dtype, operands in ((True, BF16, 0.0), (False, FP16, 0.0), (False, FP32, 1e32), (False, BF16, 1e39)):
+        x, record = values(21, 132, dtype, specials), torch.tensor(operands)
         row, column = triton_pair.pair(x, cast, CODES, CODES, dtype, amax, record)
         assert_same(row, encode_under(x, cast, amax))
         assert_same(column, encode_under(x.t().contiguous(), cast, amax))
-        own = torch.maximum(x.abs().amax().float(), torch.tensor(held))
+        own = torch.maximum(x.abs().amax().float(), torch.tensor(operands))
         assert record == own or (record.isnan() and own.isnan())
 
 

@@ -119,7 +119,7 @@ def set_tiles(monkeypatch, rows, cols, full, groups, wide):
     monkeypatch.setattr(tiles, "COLUMNS", sized(tiles.COLUMNS, groups, wide))
     monkeypatch.setattr(tiles, "WORDS", sized(tiles.WORDS, groups, wide // 2))
     monkeypatch.setattr(tiles, "ROUND", {False: (rows, cols // 2, 2), True: (groups * 16, wide // 2, 4)})
-    monkeypatch.setattr(tiles, "TURN", (groups * 8, wide, *tiles.TURN[2:]))
+    monkeypatch.setattr(tiles, "TRANSPOSE", (groups * 8, wide, *tiles.TRANSPOSE[2:]))
 
 
 @pytest.fixture
@@ -227,8 +227,8 @@ def test_any_number_of_dimensions(name, shape, small_tiles):
     for y in (x, x.bfloat16()):
         assert_same(triton_rows.quantize(y, Cast.of(name)), encode(y, Cast.of(name)))
     if len(shape) > 2:
-        turned = x.transpose(0, 1).contiguous().transpose(0, 1)
-        assert_same(triton_rows.quantize(turned, Cast.of(name)), encode(turned, Cast.of(name)))
+        transposed = x.transpose(0, 1).contiguous().transpose(0, 1)
+        assert_same(triton_rows.quantize(transposed, Cast.of(name)), encode(transposed, Cast.of(name)))
 
 
 # ---------------------------------------------------------------------------------------------- whole domains
@@ -352,7 +352,7 @@ def test_round_trip_is_encode_and_decode_without_the_global_scale(name, small_ti
     cast = Cast.of(name)
     for source, target in ((torch.bfloat16, torch.float32), (torch.float16, torch.bfloat16)):
         x = surrounded(values(16, 260, source))
-        got, last = triton_rows.round_trip(x, cast, target)
+        got, last = triton_rows.fake_quantize(x, cast, target)
         operand = encode(x, cast)
         assert_same_values(got, decode_local(operand).to(target))
         assert (last is None) == (operand.global_scale is None)
@@ -363,7 +363,7 @@ def test_round_trip_is_encode_and_decode_without_the_global_scale(name, small_ti
 def test_values_of_a_stack_and_of_one_row(name, small_tiles):
     for x in (torch.randn(2, 19, 70), torch.randn(33)):
         operand = encode(x, Cast.of(name))
-        got, _ = triton_rows.round_trip(x, Cast.of(name), torch.bfloat16)
+        got, _ = triton_rows.fake_quantize(x, Cast.of(name), torch.bfloat16)
         assert_same_values(got, decode_local(operand).bfloat16())
         assert_same_values(triton_rows.dequantize(operand, torch.bfloat16), decode(operand, torch.bfloat16))
 
@@ -408,7 +408,7 @@ def test_each_copy_rounds_by_a_stream_of_its_own(name, small_tiles):
 @each_kind
 def test_values_are_rounded_by_the_same_seed(name, small_tiles):
     x = torch.randn(18, 134)
-    got, _ = triton_rows.round_trip(x, stochastic(name, 3), torch.float32)
+    got, _ = triton_rows.fake_quantize(x, stochastic(name, 3), torch.float32)
     assert_same_values(got, decode_local(encode(x, stochastic(name, 3))))
 
 
@@ -416,8 +416,8 @@ def test_values_are_rounded_by_the_same_seed(name, small_tiles):
 def test_the_mean_of_many_draws_is_the_value(name, monkeypatch):
     set_tiles(monkeypatch, rows=1024, cols=128, full=128, groups=4, wide=128)
     x = torch.randn(64)
-    draws, last = triton_rows.round_trip(x.repeat(1024, 1), stochastic(name, 3), torch.float32)
-    nearest, _ = triton_rows.round_trip(x.repeat(1024, 1), Cast.of(name), torch.float32)
+    draws, last = triton_rows.fake_quantize(x.repeat(1024, 1), stochastic(name, 3), torch.float32)
+    nearest, _ = triton_rows.fake_quantize(x.repeat(1024, 1), Cast.of(name), torch.float32)
     x = x if last is None else x / last
     step = draws.amax(0) - draws.amin(0)
     between = step > 0

@@ -157,10 +157,10 @@ def test_a_user_without_a_home_has_a_folder_for_the_process(monkeypatch):
 
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", none)
-    path = disk_cache.kept_path("cuda", "key", "cubin")
+    path = disk_cache.cache_path("cuda", "key", "cubin")
     with disk_cache.new_file(path) as file:
         file.write_bytes(b"kept")
-    assert path.read_bytes() == b"kept" and path == disk_cache.kept_path("cuda", "key", "cubin")
+    assert path.read_bytes() == b"kept" and path == disk_cache.cache_path("cuda", "key", "cubin")
 
 
 def test_a_device_that_the_compiler_does_not_know_runs_the_code_of_its_generation_or_is_refused():

@@ -262,8 +262,8 @@ def test_an_exported_program_has_no_triton_in_it(pretend, monkeypatch):
 def test_sizes_of_tiles_divide_by_what_they_hold():
     """Powers of two, which Triton wants, and whole blocks of every format, which the kernels want."""
     widest = max(get_format(f"mxfp8[1x{n}]").block[1] for n in (16, 32, 64, 128))
-    tiles = [*tiles.ROWS.values(), *tiles.DECODE.values(), *tiles.COLUMNS.values()]
-    for first, second, *_ in [*tiles, tiles.PAIRS, (1, *tiles.FULL_ROWS)]:
+    every = [*tiles.ROWS.values(), *tiles.DECODE.values(), *tiles.COLUMNS.values()]
+    for first, second, *_ in [*every, tiles.PAIRS, (1, *tiles.FULL_ROWS)]:
         assert first & (first - 1) == 0 and second & (second - 1) == 0
     assert all(cols % widest == 0 for _, cols, *_ in [*tiles.ROWS.values(), *tiles.DECODE.values()])
     assert 2 * tiles.PAIRS[1] % widest == 0

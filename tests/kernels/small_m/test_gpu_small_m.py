@@ -10,7 +10,8 @@ from torch._inductor.utils import run_and_get_code
 
 import mxtensor as mx
 from mxtensor.kernels.gemm.select import gemm, grouped_gemm
-from mxtensor.kernels.gemm.spec import GemmArgs, Uncast
+from mxtensor.kernels.gemm.spec import GemmArgs, Unquantized
+from mxtensor.kernels.small_m import kernel as small_m
 from mxtensor.kernels.small_m.launch import Weight, launch
 from mxtensor.numerics.cast import Cast
 from mxtensor.numerics.reference import decode, encode
@@ -59,9 +60,9 @@ def test_a_product_equals_the_decoded_operands(format, dtype, shape):
     m, n, k = shape
     w, x = operand(format, n, k), torch.randn(m, k, device="cuda").to(dtype)
     bias = torch.randn(n, device="cuda").to(dtype)
-    with mx.explain() as log, mx.kernels("small_batch"):
+    with mx.explain() as log, mx.kernels("small_m"):
         y = gemm("test", x, w, GemmArgs(torch.float32, bias, alpha=0.5, beta=2.0))
-    assert ran(log) == {"small_batch"}
+    assert ran(log) == {"small_m"}
     assert relative_error(y, 0.5 * x.double() @ values(w).t() + 2 * bias.double()) < TOLERANCE
 
 
@@ -70,7 +71,7 @@ def test_a_product_equals_the_decoded_operands(format, dtype, shape):
 def test_a_product_of_many_rows_equals_the_decoded_operands(format, shape):
     m, n, k = shape
     w, x = operand(format, n, k), torch.randn(m, k, device="cuda").bfloat16()
-    with mx.kernels("small_batch"):
+    with mx.kernels("small_m"):
         y = gemm("test", x, w, GemmArgs(torch.float32))
     assert relative_error(y, x.double() @ values(w).t()) < TOLERANCE
 
@@ -83,7 +84,7 @@ def test_biases_may_be_of_a_row_or_of_all_and_lie_anywhere(rows, n, shift):
     exact = x.double() @ values(w).t()
     for shape in ((n,), (rows, n)):
         bias = torch.randn(math.prod(shape) + shift, device="cuda").bfloat16()[shift:].view(shape)
-        with mx.kernels("small_batch"):
+        with mx.kernels("small_m"):
             y = gemm("test", x, w, GemmArgs(torch.bfloat16, bias, beta=3.0))
         assert relative_error(y, exact + 3 * bias.double()) < torch.finfo(torch.bfloat16).eps / 2
 
@@ -94,8 +95,8 @@ def test_activations_are_cast_as_the_codec_casts_them(activation, rows):
     k = 1056 if rows < 40 else 1152
     w, x = operand("mxfp8", 384, k), torch.randn(rows, k, device="cuda").bfloat16()
     cast = Cast.of(activation)
-    with mx.kernels("small_batch"):
-        y = gemm("test", Uncast(x, cast), w, GemmArgs(torch.float32))
+    with mx.kernels("small_m"):
+        y = gemm("test", Unquantized(x, cast), w, GemmArgs(torch.float32))
     assert relative_error(y, values(encode(x, cast)) @ values(w).t()) < TOLERANCE
 
 
@@ -103,7 +104,7 @@ def test_activations_are_cast_as_the_codec_casts_them(activation, rows):
 @pytest.mark.parametrize("rows", [1, 7, 64, 100, 200])
 def test_the_same_bits_again(format, rows):
     w, x = operand(format, 512, 8192), torch.randn(rows, 8192, device="cuda").bfloat16()
-    with mx.kernels("small_batch"):
+    with mx.kernels("small_m"):
         first = gemm("test", x, w, GemmArgs(torch.bfloat16))
         assert all(torch.equal(first, gemm("test", x, w, GemmArgs(torch.bfloat16))) for _ in range(5))
 
@@ -113,7 +114,7 @@ def test_groups_of_rows_each_meet_a_weight(format):
     ends = torch.tensor([3, 3, 20, 21], dtype=torch.int32, device="cuda")
     w = mx.quantize(torch.randn(4, 200, 512, device="cuda"), format).rowwise
     x = torch.randn(24, 512, device="cuda").bfloat16()
-    with mx.kernels("small_batch"):
+    with mx.kernels("small_m"):
         y = grouped_gemm("test", x, w, ends, GemmArgs(torch.float32))
     reference = torch.zeros(24, 200, dtype=torch.float64, device="cuda")
     for g, (start, end) in enumerate([(0, 3), (3, 3), (3, 20), (20, 21)]):
@@ -126,7 +127,7 @@ def test_nan_blocks_and_the_largest_and_smallest_scales(rows):
     w = operand("mxfp8", 64, 256)
     w.scale[3, 2], w.scale[5, :] = 255, 0
     x = torch.randn(rows, 256, device="cuda").bfloat16()
-    with mx.kernels("small_batch"):
+    with mx.kernels("small_m"):
         y = gemm("test", x, w, GemmArgs(torch.float32))
     assert y[:, 3].isnan().all() and not y[:, 4:].isnan().any()
     assert relative_error(y[:, 5], x.double() @ values(w)[5]) < 1e-5
@@ -197,7 +198,7 @@ def test_a_layer_of_any_size_chooses_it_by_itself():
     x = torch.randn(2, 3, 640, device="cuda", dtype=torch.bfloat16)
     with torch.no_grad(), mx.explain() as log:
         y = layer(x)
-    assert ran(log) == {"small_batch"}
+    assert ran(log) == {"small_m"}
     assert relative_error(y, F.linear(x.double(), weight.double(), layer.bias.double())) < 0.05
 
 
@@ -205,7 +206,7 @@ def test_more_rows_than_it_is_for_are_refused_with_a_sentence():
     w, x = operand("mxfp8", 64, 64), torch.randn(300, 64, device="cuda").bfloat16()
     with mx.explain() as log:
         gemm("test", x, w, GemmArgs(torch.bfloat16))
-    assert "for at most 128 rows" in log.table() and "small_batch" not in ran(log)
+    assert "for at most 128 rows" in log.table() and "small_m" not in ran(log)
 
 
 # ---------------------------------------------------------------------------------------------- weights of one x

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 import mxtensor as mx
 from mxtensor.core.dispatch import Spec
-from mxtensor.kernels.gemm.spec import GemmArgs, Rounded, Uncast
+from mxtensor.kernels.gemm.spec import FakeQuantized, GemmArgs, Unquantized
 from mxtensor.kernels.runtime import nvrtc
+from mxtensor.kernels.small_m import kernel as small_m
 from mxtensor.kernels.small_m import launch
 from mxtensor.kernels.small_m.config import ELEMENTS, RESERVED, SCALES, Gpu, Plan, classes_of, copy_size
 from mxtensor.kernels.small_m.heuristics import (
@@ -140,9 +141,9 @@ def test_every_value_is_rounded_as_the_codec_rounds_it(activation, rule):
     bits = torch.arange(256) + torch.tensor([[120 << 7], [top << 7], [0]])  # two binades; and all that is least
     x = (bits | torch.randint(0, 2, bits.shape) << 15)[:, torch.randperm(256)].short().view(torch.bfloat16)
     cast = Cast.of(activation, rule)
-    for row, factor in zip(x, (1, 2.0**-40, 2.0**40), strict=True):  # so that no sum comes near a limit
-        y = product(row[None], mx.quantize(torch.eye(256) * factor, "mxint8").rowwise, RESIDENT_CAST, cast)
-        assert y.double().equal(values(encode(row[None], cast)) * factor)
+    for row, gemm_operand in zip(x, (1, 2.0**-40, 2.0**40), strict=True):  # so that no sum comes near a limit
+        y = product(row[None], mx.quantize(torch.eye(256) * gemm_operand, "mxint8").rowwise, RESIDENT_CAST, cast)
+        assert y.double().equal(values(encode(row[None], cast)) * gemm_operand)
 
 
 @pytest.mark.parametrize("activation", ["nvfp4", "nvfp4_single_level"])
@@ -515,7 +516,7 @@ def test_it_says_why_it_refuses():
     assert why(b=weight("mxfp8[1x64]", 32, 64)) == "has no decoder for e8m0 scales of 1x64 blocks"
     assert why(a=x.float()).endswith("the activations are float32")
     assert why(args=GemmArgs(torch.float64)) == "writes bfloat16, float16 or float32, not float64"
-    assert why(a=Uncast(x, Cast.of("float8_row"))).endswith("its values are not exact in bfloat16")
+    assert why(a=Unquantized(x, Cast.of("float8_row"))).endswith("its values are not exact in bfloat16")
     assert why(m=129).startswith("for at most 128 rows") and most_rows((9, 0)) == 512  # 64 columns are half a chunk
     assert why(m=65, capability=(8, 0)).startswith("for at most 64 rows")
     assert why(m=0) == "no values"
@@ -527,17 +528,17 @@ def test_factors_of_every_kind_reach_it(kind, monkeypatch):
     w, x = weight("mxfp4", 32, 64), torch.randn(4, 64).bfloat16()
     cast = Cast.of("nvfp4" if kind == "nvfp4" else "mxfp8")
     cast_values = values(encode(x, cast))
-    factors = {
+    gemm_operands = {
         "plain": (x, x.double()),
-        "uncast": (Uncast(x, cast), cast_values),
-        "nvfp4": (Uncast(x, cast), cast_values),
-        "rounded": (Rounded(cast_values.bfloat16(), None, cast.format), cast_values),
+        "uncast": (Unquantized(x, cast), cast_values),
+        "nvfp4": (Unquantized(x, cast), cast_values),
+        "rounded": (FakeQuantized(cast_values.bfloat16(), None, cast.format), cast_values),
         "operand": (encode(x, cast), cast_values),
         "stack of rows": (x.view(2, 2, 64), x.double()),
     }
-    factor, reference = factors[kind]
-    y = small_m.run(factor, w, GemmArgs(torch.float32))
-    assert y.shape == (*factor.shape[:-1], 32)
+    gemm_operand, reference = gemm_operands[kind]
+    y = small_m.run(gemm_operand, w, GemmArgs(torch.float32))
+    assert y.shape == (*gemm_operand.shape[:-1], 32)
     assert error(y.view(4, 32), reference @ values(w).t()) < TOLERANCE
 
 
