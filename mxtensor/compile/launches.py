@@ -12,10 +12,10 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch._inductor import config
 from torch.fx import Graph, GraphModule, Node
-from torch.utils import _pytree as pytree
 
+from ..core.compat import tree_leaves
+from ..core.compat_hooks import hook_kernel_lines
 from .graph import ONE, SHARED, arguments, needs
 
 PRODUCTS = ONE, SHARED
@@ -42,13 +42,13 @@ def _weights_of(node: Node) -> list[Node]:
     """What products read without waiting, of those that a node is or calls."""
     if node.target in PRODUCTS:
         given = arguments(node)
-        found = [v for name in ("data", "scale", "global_scale") for v in pytree.tree_leaves(given[name])]
+        found = [v for name in ("data", "scale", "global_scale") for v in tree_leaves(given[name])]
     else:
         found = []
         for graph in _subgraphs(node):
             inside = {v for other in graph.nodes for weight in _weights_of(other) for v in needs(weight)}
             inputs = graph.find_nodes(op="placeholder")  # which are the last of what a node is given
-            leaves = pytree.tree_leaves((node.args, node.kwargs))
+            leaves = tree_leaves((node.args, node.kwargs))
             found += [here for there, here in zip(reversed(inputs), reversed(leaves), strict=False) if there in inside]
     return [value for value in dict.fromkeys(found) if isinstance(value, Node)]
 
@@ -91,17 +91,9 @@ def launch_products_early() -> None:
     Else a kernel lets the next one start once it has read its inputs, for one of the compiler's may read without
     waiting what comes from the kernel before the last. A torch that writes kernels otherwise is left alone.
     """
-    from torch._inductor.codegen.triton import TritonKernel
-    from torch._inductor.virtualized import V
 
-    usual, launch = getattr(TritonKernel, "_filter_pdl", None), getattr(TritonKernel, "GDC_LAUNCH", None)
-    if usual is None or launch is None:
-        return
-
-    def filter_pdl(self: Any, code: Any) -> None:
-        usual(self, code)
+    def wanted(config: Any, scheduler: Any) -> bool:
         early = getattr(config.post_grad_custom_pre_pass, "launches_early", False)
-        if early and _product_is_next(V.graph.scheduler):
-            code._lines = _launch_first(code._lines, launch)
+        return early and _product_is_next(scheduler)
 
-    TritonKernel._filter_pdl = filter_pdl  # type: ignore[method-assign]
+    hook_kernel_lines(_launch_first, wanted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -15,6 +16,24 @@ def as_matrix(t: Tensor) -> Tensor:
 def swapped(shape: tuple[int, ...]) -> tuple[int, ...]:
     """``shape`` with its last two dimensions exchanged."""
     return (*shape[:-2], shape[-1], shape[-2])
+
+
+def wrapped_dim(dim: int, ndim: int) -> int:
+    """``dim`` counted from the front. Raises IndexError, in torch's words, for a dimension that is not there."""
+    if not -ndim <= dim < ndim:
+        raise IndexError(f"Dimension out of range (expected to be in range of [{-ndim}, {ndim - 1}], but got {dim})")
+    return dim % ndim
+
+
+def inferred_shape(shape: Sequence[int], numel: int) -> tuple[int, ...]:
+    """``shape`` with the -1 in it replaced by what ``numel`` values, more than none, leave for that dimension.
+
+    Raises RuntimeError, in torch's words, where they do not fill it.
+    """
+    known = math.prod(n for n in shape if n != -1)
+    if list(shape).count(-1) != 1 or known == 0 or numel % known:
+        raise RuntimeError(f"shape '{list(shape)}' is invalid for input of size {numel}")
+    return tuple(numel // known if n == -1 else n for n in shape)
 
 
 def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..core.compat import disable_torch_function
 from ..core.dispatch import dispatch_context, restore_context
 from ..core.torch_autocast import without_autocast
 from ..kernels.gemm.spec import Form
@@ -90,7 +91,7 @@ class _Gathered(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, options: Options, group: Group, dtype: torch.dtype
     ) -> Tensor:
         linear_recipe, world = options.linear_recipe, dist.get_world_size(group)
-        with torch._C.DisableTorchFunction(), without_autocast(x.device):
+        with disable_torch_function(), without_autocast(x.device):
             later = Form.CODES if ctx.needs_input_grad[1] else None
             mine, x_col = copies(x, linear_recipe.input, (Form.CODES, later), ())
             assert isinstance(mine, Operand)
@@ -117,7 +118,7 @@ class _Gathered(torch.autograd.Function):
         need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
         x_dtype, w_dtype, bias_dtype, dtype = ctx.dtypes
         dx = dw = db = None
-        with torch._C.DisableTorchFunction(), without_autocast(grad.device), restore_context(*ctx.dispatch_context):
+        with disable_torch_function(), without_autocast(grad.device), restore_context(*ctx.dispatch_context):
             wants = Form.CODES if need_dx else None, Form.CODES if need_dw else None
             g_row, g_col = copies(grad, linear_recipe.grad, wants, ())
             if need_dx:
@@ -144,5 +145,5 @@ def gathered_linear(
     why = refuses(linear_recipe, *x.shape)
     if why is not None:
         raise ValueError(f"gathered_linear: {why}; gather x in high precision")
-    with torch._C.DisableTorchFunction():
+    with disable_torch_function():
         return _Gathered.apply(x, weight, bias, Options(linear_recipe), group, dtype)  # type: ignore[no-any-return]

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ..core.compat import disable_torch_function
 from .base import check_parallelism
 
 PaddingMask = Tensor | tuple[Tensor, Tensor]
@@ -149,7 +150,7 @@ class DotProductAttention(nn.Module):
         q, k, v = (t.permute(FORMATS[form]) for t in (query_layer, key_layer, value_layer))
         causal, seen = visible(mask_type, window, attention_mask, (*q.shape[:3], k.shape[2]), q.device)
         if checkpoint_core_attention:
-            with torch._C.DisableTorchFunction():  # nothing in there is autocast's, which no compiled checkpoint keeps
+            with disable_torch_function():  # nothing in there is autocast's, which no compiled checkpoint keeps
                 y = checkpoint(self._core, q, k, v, seen, causal, use_reentrant=False)
         else:
             y = self._core(q, k, v, seen, causal)

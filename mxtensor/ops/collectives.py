@@ -6,39 +6,23 @@ whole it broadcasts. Any other collective is refused: it would move values, or a
 
 from __future__ import annotations
 
-import sys
-from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..core.compat import finished_work
+from ..core.compat_hooks import distributed_caller
 from ..core.dispatch import implements, implements_function
 from ..tensor.mxtensor import MXTensor
-
-PACKAGE = __name__.partition(".")[0] + "."
-
-
-def _caller(module: str) -> FrameType | None:
-    """The frame that called a torch function, if it is of ``module`` of torch; modes, of a default device for one, may
-    have taken the call on its way."""
-    if torch.compiler.is_dynamo_compiling():
-        return None
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and (
-        frame.f_code.co_name in ("__torch_function__", "<listcomp>")
-        or frame.f_globals.get("__name__", "").startswith(PACKAGE)
-    ):
-        frame = frame.f_back
-    return frame if frame is not None and frame.f_globals.get("__name__") == f"torch.distributed.{module}" else None
 
 
 @implements_function(Tensor.is_complex)
 def is_complex(t: MXTensor) -> bool:
     """Never; torch.distributed asks before it hands tensors to C++, which for lists of them (gather, or scatter into a
     plain tensor) asks no more and reads a memory that a wrapper has not."""
-    frame = _caller("distributed_c10d")
+    frame = distributed_caller("distributed_c10d")
     if frame is not None and not (
         frame.f_code.co_name in ("broadcast", "scatter") and isinstance(frame.f_locals.get("tensor"), MXTensor)
     ):
@@ -55,7 +39,7 @@ def empty_like(t: MXTensor, **options: Any) -> Tensor:
 
     Raises NotImplementedError there, on every rank alike, where ranks would not hold the same orientations.
     """
-    frame = _caller("tensor.placement_types")
+    frame = distributed_caller("tensor.placement_types")
     components = [] if frame is None else frame.f_locals.get("scatter_list", [])
     if not components:
         return torch.empty_like(t, **options)
@@ -87,18 +71,10 @@ def sent(func: Any, args: Any, kwargs: Any) -> Any:
         if work is not None:
             work.wait()
         work = Work.unbox(func(*_part(args, i), **kwargs)[1])
-    return written, (done() if work is None else work).boxed()
-
-
-def done() -> Any:
-    """Work that is over."""
-    future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
-    future.set_result([])
-    return _create_work_from_future(future)
+    return written, (finished_work() if work is None else work).boxed()
 
 
 if dist.is_available():
-    from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
     from torch.distributed.distributed_c10d import Work
 
     implements(torch.ops.c10d.broadcast_.default, torch.ops.c10d.scatter_.default)(sent)

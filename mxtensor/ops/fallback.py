@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..core.autograd import mode_of_views
+from ..core.compat import tree_flatten, tree_unflatten
 from ..core.dispatch import FALLBACK, Spec, implements_function, record, refuse_if_strict
 from ..tensor.mxtensor import MXTensor
 from .inplace import write_back

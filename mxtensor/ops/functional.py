@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..core.compat import functorch_interpreter
 from ..core.dispatch import implements_function
 from ..core.torch_autocast import torch_autocasts
 from ..core.tracing import is_traced
@@ -24,7 +25,7 @@ def _wanted_whole(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         return False
     return not (
         is_traced(input, bias)  # torch.compile, dispatch modes, functorch, other subclasses
-        or torch._C._functorch.peek_interpreter_stack() is not None
+        or functorch_interpreter() is not None
         or torch_autocasts(input.device)
     )
 

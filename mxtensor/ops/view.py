@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import return_and_correct_aliasing
 
+from ..core.compat import return_and_correct_aliasing
 from ..core.dispatch import implements
-from ..core.shapes import contiguous_stride
+from ..core.shapes import contiguous_stride, inferred_shape, wrapped_dim
 from ..numerics.formats import FULL
 from ..numerics.operand import Operand
 from ..tensor.fsdp_shards import flat_values
@@ -41,7 +41,7 @@ def transpose(func: Any, args: Any, kwargs: Any) -> Any:
     """As ``t``; leading dimensions may trade places too."""
     w, first, second = args
     dims = list(range(w.dim()))
-    first, second = torch._prims_common.canonicalize_dims(w.dim(), (first, second))
+    first, second = wrapped_dim(first, w.dim()), wrapped_dim(second, w.dim())
     dims[first], dims[second] = dims[second], dims[first]
     return _permuted(func, args, kwargs, dims)
 
@@ -50,7 +50,7 @@ def transpose(func: Any, args: Any, kwargs: Any) -> Any:
 def permute(func: Any, args: Any, kwargs: Any) -> Any:
     """Any order that leaves a blocked dimension in one of the last two places."""
     w, dims = args
-    return _permuted(func, args, kwargs, list(torch._prims_common.canonicalize_dims(w.dim(), tuple(dims))))
+    return _permuted(func, args, kwargs, [wrapped_dim(dim, w.dim()) for dim in dims])
 
 
 @implements(aten.unsqueeze.default)
@@ -149,7 +149,7 @@ def view(func: Any, args: Any, kwargs: Any) -> Any:
     """Dimensions merge and split at block boundaries."""
     w = args[0]
     if w.is_contiguous() and w.numel():
-        size = torch._prims_common.infer_size(args[1], w.numel()) if -1 in args[1] else tuple(args[1])
+        size = inferred_shape(args[1], w.numel()) if -1 in args[1] else tuple(args[1])
         stride = contiguous_stride(size)
         if torch.Size(size).numel() != w.numel():
             raise ValueError(f"{func}: shape {size} does not hold the {w.numel()} values of {tuple(w.shape)}")

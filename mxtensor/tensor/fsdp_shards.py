@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.compat import no_torch_function
 from ..core.dispatch import Spec, record
 from ..core.shapes import contiguous_stride, swapped
 from ..numerics.formats import FULL
@@ -69,7 +70,7 @@ class FlatValues(Tensor):
     FSDP2 keeps what ``view(-1)`` of a shard gives, and asks for its storage if it is a plain tensor.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function  # type: ignore[assignment]
 
 
 def flat_values(w: MXTensor) -> Tensor:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..core.autograd import dequantize_with_gradient
+from ..core.compat import disable_subclass_torch_function, make_wrapper_subclass
 from ..core.dispatch import FALLBACK, FUNCTION_TABLE, OP_TABLE, cached, forced_kernel
 from ..core.fingerprint import fingerprint
 from ..core.shapes import contiguous_stride, readable_size, swapped
@@ -67,7 +68,7 @@ class MXTensor(Tensor):
         assert operands is not None and recipe is not None and dtype is not None
         if size is None:
             size = operands.shape if rowwise is not None else swapped(operands.shape)
-        self: MXTensor = torch.Tensor._make_wrapper_subclass(
+        self: MXTensor = make_wrapper_subclass(
             cls,
             size,
             strides=contiguous_stride(size) if stride is None else stride,
@@ -250,7 +251,7 @@ class MXTensor(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         rule = FUNCTION_TABLE.get(func)
-        with torch._C.DisableTorchFunctionSubclass():
+        with disable_subclass_torch_function():
             return (rule or func)(*args, **(kwargs or {}))
 
     @classmethod

@@ -16,9 +16,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from ..core.compat import function_mode_stack
+from ..core.compat_hooks import run_uncompiled
 from ..recipe.linear_recipe import LinearRecipe
 from ..recipe.training_recipes import MXFP8BlockScaling, Recipe, chosen
 from ..training import recompute
@@ -47,7 +49,7 @@ _autocast_state: ContextVar[AutocastState | None] = ContextVar("mxtensor_autocas
 def autocast_state() -> AutocastState | None:
     """The innermost ``autocast`` of this thread and task; None where there is none."""
     if torch.compiler.is_dynamo_compiling():
-        modes = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, AutocastMode)]
+        modes = [mode for mode in function_mode_stack() if isinstance(mode, AutocastMode)]
         return modes[-1].state if modes else None
     state = _autocast_state.get()
     while state is not None and not state.open:
@@ -134,17 +136,8 @@ class autocast(ContextDecorator):  # noqa: N801  (as torch and TransformerEngine
             _autocast_state.set(state.before)
 
 
-def _leave_to_eager(*functions: Any) -> None:
-    """After a graph break Dynamo compiles what eager code calls, these too: the ContextVar would be left out."""
-    try:
-        from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
-    except ImportError:  # not in every torch; then a block entered between two graphs may not quantize
-        return
-    for function in functions:
-        set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
-
-
-_leave_to_eager(autocast.__enter__, autocast.__exit__, AutocastMode.__torch_function__, autocast_state)
+# A block may be entered between two graphs: compiled, these functions would leave out the ContextVar.
+run_uncompiled(autocast.__enter__, autocast.__exit__, AutocastMode.__torch_function__, autocast_state)
 MXFP8BlockScaling()  # the default, whose roles Dynamo cannot be the first to spell
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..core.compat import in_backward
 from ..kernels.quantize.amax_history import advance
 from ..recipe.linear_recipe import LinearRecipe
 from .operands import Scales
@@ -41,7 +42,7 @@ class DelayedState:
         """
         if not torch.is_grad_enabled() and not in_first_pass():
             return Scales(self.amax, torch.zeros_like(self.record))
-        if torch.compiler.is_dynamo_compiling() or torch._C._current_graph_task_id() == -1:
+        if torch.compiler.is_dynamo_compiling() or not in_backward():
             if group is not None and self.delayed.reduce:
                 torch.distributed.all_reduce(self.record, torch.distributed.ReduceOp.MAX, group=group)
             self._advance()

@@ -7,13 +7,14 @@ attention, whose body runs over a ``linear`` of ours.
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..core.compat import disable_subclass_torch_function, disable_torch_function
+from ..core.compat_hooks import attention_over
 from ..core.torch_autocast import autocast_dtype
 from ..recipe.linear_recipe import HIGH_PRECISION, LinearRecipe
 from ..tensor.mxtensor import MXTensor
@@ -163,7 +164,7 @@ def run(layer: Call, linear_recipe: LinearRecipe, group: Any = None) -> Tensor:
     """A layer quantized as ``linear_recipe`` says."""
     x, given, bias, transposed = layer
     weight = given.t() if transposed else given
-    with torch._C.DisableTorchFunctionSubclass():  # through it, each look at the weight costs as much as an op
+    with disable_subclass_torch_function():  # through it, each look at the weight costs as much as an op
         check_recipe(weight, linear_recipe)
         options = Options(linear_recipe, _dtype(x, weight))
     return linear(x, weight, bias, options, _scales(given, linear_recipe, group))
@@ -173,7 +174,7 @@ def run(layer: Call, linear_recipe: LinearRecipe, group: Any = None) -> Tensor:
 
 
 def _plain(func: Any, args: Any, kwargs: Any) -> Any:
-    with torch._C.DisableTorchFunctionSubclass():
+    with disable_subclass_torch_function():
         return func(*args, **kwargs)
 
 
@@ -190,28 +191,17 @@ def _for_mode(linear_recipe: LinearRecipe | None, group: Any, func: Any, args: A
         layer = _call(func, args, kwargs, TrainingWeight, TrainingWeight) if dynamo else None
         if layer is not None:  # AOTAutograd, where no mode is left, would ask the weight for its roles
             return run(layer, HIGH_PRECISION)
-        with torch._C.DisableTorchFunction():
+        with disable_torch_function():
             return func(*args, **kwargs)
     layer = _call(func, args, kwargs, Tensor, torch.nn.Parameter)
     return func(*args, **kwargs) if layer is None else run(layer, linear_recipe, group)
-
-
-def _attention_over(linear: Callable[..., Any]) -> Callable[..., Any]:
-    """torch's ``multi_head_attention_forward`` with another ``linear``; whether anybody overrides it has been asked."""
-    names: dict[str, Any] = {name: value for name, value in vars(F).items() if name != "__name__"}
-    names |= {"linear": linear, "has_torch_function": lambda tensors: False}
-    for name in ("_in_projection_packed", "_in_projection", "multi_head_attention_forward"):
-        function = getattr(F, name)
-        names[name] = FunctionType(function.__code__, names, name, function.__defaults__, function.__closure__)
-        names[name].__kwdefaults__ = function.__kwdefaults__
-    return names["multi_head_attention_forward"]  # type: ignore[no-any-return]
 
 
 def _weight_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(input, weight, bias)
 
 
-_attention = _attention_over(_weight_linear)
+_attention = attention_over(_weight_linear)
 
 
 def _attention_for_weight(func: Any, args: Any, kwargs: Any) -> Any:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..core.compat import disable_torch_function, nonstrict_trace
 from ..core.dispatch import Spec, dispatch_context, forced_kernel, record, restore_context
 from ..core.shapes import as_matrix
 from ..core.torch_autocast import without_autocast
@@ -93,13 +94,13 @@ def linear(
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, options: Options, scales: Any, cached: Any) -> Tensor:
-    with torch._C.DisableTorchFunction():  # an autocast around the call has done its part
+    with disable_torch_function():  # an autocast around the call has done its part
         _check(x, weight, bias)
         cached = cached_operands(weight, options.linear_recipe) if cached is None else cached
         return _Linear.apply(x, weight, bias, options, scales, cached)  # type: ignore[no-any-return]
 
 
-@torch._dynamo.nonstrict_trace
+@nonstrict_trace
 def _traced(key: str, dtype: str, save_input: bool, has_bias: bool, x: Tensor, weight: Tensor, *rest: Tensor) -> Tensor:
     """``linear`` for Dynamo, which does not look inside but leaves it to AOTAutograd to trace: kernels are chosen, and
     choices logged, as in eager code. Its arguments may be tensors and plain constants only."""
@@ -231,7 +232,7 @@ class _Linear(torch.autograd.Function):
         need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
         x_dtype, w_dtype, bias_dtype, dtype = ctx.dtypes
         dx = dw = db = None
-        with torch._C.DisableTorchFunction(), without_autocast(grad.device), restore_context(*ctx.dispatch_context):
+        with disable_torch_function(), without_autocast(grad.device), restore_context(*ctx.dispatch_context):
             x_col, weight = x_saved.gemm_operand(tensors), w_saved.gemm_operand(tensors)
             g = as_matrix(grad)
             wgrad_want: Want = None

@@ -7,13 +7,14 @@ for anybody else's, so that the two classes through which every checkpoint goes 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import wraps
 from typing import Any
 
 import torch
-import torch.utils.checkpoint as torch_checkpoint
+
+from ..core.compat_hooks import hook_checkpoints
 
 Function = Callable[..., Any]
 _first_pass: ContextVar[bool] = ContextVar("mxtensor_first_pass", default=False)
@@ -30,6 +31,15 @@ def _keeping(function: Function) -> Function:
     return _wrappers[0](function) if _wrappers else function
 
 
+@contextmanager
+def _mark_first_pass() -> Iterator[None]:
+    token = _first_pass.set(True)
+    try:
+        yield
+    finally:
+        _first_pass.reset(token)
+
+
 def install(keeping: Callable[[Function], Function] | None = None) -> None:
     """Let checkpoints call ``keeping(function)`` for what they will run in backward, and tell their first passes.
 
@@ -40,29 +50,10 @@ def install(keeping: Callable[[Function], Function] | None = None) -> None:
     if _installed:
         return
     _installed.append(True)
-    frame = getattr(torch_checkpoint, "_CheckpointFrame", None)
-    reentrant = getattr(torch_checkpoint, "CheckpointFunction", None)
-    if frame is None or reentrant is None:
+    if not hook_checkpoints(_keeping, _mark_first_pass):
         warnings.warn(
             "this torch checkpoints in a way that mxtensor does not know: what torch.utils.checkpoint recomputes runs "
             "in high precision; use mx.quantize_ for training, whose weights carry their recipe",
             UserWarning,
             stacklevel=3,
         )
-        return
-    make, forward = frame.__init__, reentrant.forward
-
-    @wraps(make)
-    def make_keeping(self: Any, recompute_fn: Function, *args: Any, **kwargs: Any) -> None:
-        make(self, _keeping(recompute_fn), *args, **kwargs)
-
-    @wraps(forward)
-    def forward_keeping(ctx: Any, run_function: Function, *args: Any) -> Any:
-        token = _first_pass.set(True)
-        try:
-            return forward(ctx, _keeping(run_function), *args)
-        finally:
-            _first_pass.reset(token)
-
-    frame.__init__ = make_keeping
-    reentrant.forward = staticmethod(forward_keeping)

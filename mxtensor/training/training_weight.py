@@ -15,10 +15,14 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import return_and_correct_aliasing
-from torch.utils._pytree import tree_map_only
 
 from ..core.autograd import mode_of_views
+from ..core.compat import (
+    disable_subclass_torch_function,
+    make_wrapper_subclass,
+    return_and_correct_aliasing,
+    tree_map_only,
+)
 from ..core.dispatch import forced_kernel
 from ..core.fingerprint import fingerprint
 from ..recipe.linear_recipe import LinearRecipe
@@ -66,7 +70,7 @@ class TrainingWeight(Tensor):
 
     @staticmethod
     def __new__(cls, high_precision: Tensor, linear_recipe: LinearRecipe, shard: Shard | None = None) -> TrainingWeight:
-        self: TrainingWeight = torch.Tensor._make_wrapper_subclass(
+        self: TrainingWeight = make_wrapper_subclass(
             cls,
             high_precision.size(),
             strides=high_precision.stride(),
@@ -99,7 +103,7 @@ class TrainingWeight(Tensor):
             return rule(func, args, kwargs or {})
         if func in INSIDE and isinstance(args[0], TrainingWeight):
             return func(args[0].high_precision, *args[1:], **(kwargs or {}))
-        with torch._C.DisableTorchFunctionSubclass():
+        with disable_subclass_torch_function():
             return func(*args, **(kwargs or {}))
 
     @classmethod
@@ -260,7 +264,7 @@ def _set_data(func: Any, args: Any, kwargs: Any) -> None:
     """``weight.data = values``: torch exchanges what is outside, and the values inside have to follow."""
     weight, value = args
     values = getattr(value, "high_precision", value).detach()
-    with torch._C.DisableTorchFunctionSubclass():
+    with disable_subclass_torch_function():
         func(weight, TrainingWeight(values, weight.linear_recipe))
     weight.high_precision = values
     weight.__dict__.pop("fsdp_pre_all_gather", None)  # which has the old ones

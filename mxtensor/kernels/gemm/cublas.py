@@ -66,8 +66,7 @@ def _by_rows(t: Tensor) -> tuple[Tensor, bool]:
     return t.contiguous(), True
 
 
-@torch.library.custom_op("mxtensor::device_scaled_mm", mutates_args=())
-def device_scaled_mm(
+def eager_device_scaled_mm(
     a: Tensor,
     b: Tensor,
     scales: list[Tensor],
@@ -116,6 +115,9 @@ def device_scaled_mm(
     return out
 
 
+device_scaled_mm = torch.library.custom_op("mxtensor::device_scaled_mm", eager_device_scaled_mm, mutates_args=())
+
+
 @device_scaled_mm.register_fake
 def _(a, b, scales, bias, alpha, beta, out_dtype):  # type: ignore[no-untyped-def]
     return a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
@@ -123,5 +125,5 @@ def _(a, b, scales, bias, alpha, beta, out_dtype):  # type: ignore[no-untyped-de
 
 def mm(a: Tensor, b: Tensor, scales: list[Tensor], args: GemmArgs) -> Tensor:
     """``device_scaled_mm``, past torch's dispatcher where nobody is tracing."""
-    work = device_scaled_mm if is_traced(a, b) else device_scaled_mm._init_fn
+    work = device_scaled_mm if is_traced(a, b) else eager_device_scaled_mm
     return work(a, b, scales, args.bias, args.alpha, args.beta, args.out_dtype)  # type: ignore[no-any-return]

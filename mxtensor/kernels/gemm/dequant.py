@@ -13,6 +13,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from ...core.compat import cpu_multiplies_bfloat16
 from ...core.dispatch import Kernel, Spec
 from ...core.tracing import is_traced
 from ...numerics.formats import Format, get_format
@@ -33,9 +34,7 @@ def _has_global_scale(*gemm_operands: GemmOperand) -> bool:
     return any(not isinstance(f, Tensor) and f.format.global_scale for f in gemm_operands)
 
 
-_CPU_ACCUMULATES_IN_FLOAT32 = torch.backends.mkldnn.is_available() and bool(
-    torch.ops.mkldnn._is_mkldnn_bf16_supported()
-)
+_CPU_ACCUMULATES_IN_FLOAT32 = cpu_multiplies_bfloat16()
 """Whether bfloat16 products on this CPU are oneDNN's."""
 
 
@@ -77,8 +76,7 @@ def _can_slice(spec: Spec, b: GemmOperand) -> bool:
     return rows_decoder(b, torch.bfloat16) is not None
 
 
-@torch.library.custom_op("mxtensor::sliced_mm", mutates_args=())
-def sliced_mm(
+def eager_sliced_mm(
     a: Tensor, data: Tensor, scale: Tensor, format: str, global_scales: list[Tensor], bias: Tensor | None,
     alpha: float, beta: float,
 ) -> Tensor:  # fmt: skip
@@ -107,6 +105,9 @@ def sliced_mm(
         else:
             torch.mm(a, weight, out=target)
     return out
+
+
+sliced_mm = torch.library.custom_op("mxtensor::sliced_mm", eager_sliced_mm, mutates_args=())
 
 
 @sliced_mm.register_fake
@@ -149,7 +150,7 @@ def run(a: GemmOperand, b: GemmOperand, args: GemmArgs) -> Tensor:
     if large and _can_slice(Spec("mm", (tuple(a.shape), b.shape), (), torch.bfloat16, left.device), b):
         assert isinstance(b, Operand)
         scales += [] if b.global_scale is None else [b.global_scale]
-        work = sliced_mm if is_traced(left, b.data) else sliced_mm._init_fn
+        work = sliced_mm if is_traced(left, b.data) else eager_sliced_mm
         out: Tensor = work(left, b.data, b.scale, b.format.name, scales, args.bias, args.alpha, args.beta)
         return out
     right, global_scale = _values(b)

@@ -170,8 +170,7 @@ def _tile(device: torch.device, rows: float) -> Tile:
     return next(tile for tile in tiles if rows <= tile.rows)
 
 
-@torch.library.custom_op("mxtensor::dot_scaled", mutates_args=())
-def dot_scaled(
+def eager_dot_scaled(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, a_format: str, b_format: str, cols: int,
     a_global: Tensor | None, b_global: Tensor | None, bias: Tensor | None, ends: Tensor | None,
     alpha: float, beta: float, out_dtype: torch.dtype,
@@ -217,6 +216,9 @@ def dot_scaled(
     return out
 
 
+dot_scaled = torch.library.custom_op("mxtensor::dot_scaled", eager_dot_scaled, mutates_args=())
+
+
 @dot_scaled.register_fake
 def _(a, a_scale, b, b_scale, a_format, b_format, cols, a_global, b_global, bias, ends, alpha, beta, out_dtype):  # type: ignore[no-untyped-def]
     return a.new_empty(a.shape[0], b.shape[-2], dtype=out_dtype)
@@ -226,7 +228,7 @@ def _(a, a_scale, b, b_scale, a_format, b_format, cols, a_global, b_global, bias
 
 
 def _call(a: Operand, b: Operand, bias: Tensor | None, ends: Tensor | None, args: GemmArgs) -> Tensor:
-    work = dot_scaled if is_traced(a.data, b.data) else dot_scaled._init_fn
+    work = dot_scaled if is_traced(a.data, b.data) else eager_dot_scaled
     return work(  # type: ignore[no-any-return]
         a.data.flatten(0, -2), a.scale.flatten(0, -2), b.data, b.scale,
         a.format.name, b.format.name, a.shape[-1], a.global_scale, b.global_scale, bias, ends,

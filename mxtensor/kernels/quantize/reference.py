@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...core.compat import is_exporting
 from ...core.dispatch import Kernel, Spec
-from ...core.tracing import is_exporting, is_traced
+from ...core.tracing import is_traced
 from ...numerics.cast import Cast
 from ...numerics.formats import Rounding, get_format
 from ...numerics.operand import Operand

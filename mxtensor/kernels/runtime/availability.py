@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from ...core.compat import is_exporting
 from ...core.dispatch import Spec
-from ...core.tracing import is_exporting
 
 
 def other_build() -> str | None:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.cuda import check_error
 
+from ...core import compat
 from ...core.dispatch import cached, device_capability
 from .disk_cache import cache_path, new_file
 
@@ -161,7 +162,7 @@ def _use_context() -> None:
     lib, context, device = _driver(), ctypes.c_void_p(), ctypes.c_int()
     check_error(lib.cuCtxGetCurrent(ctypes.byref(context)))
     if not context:
-        check_error(lib.cuDeviceGet(ctypes.byref(device), torch._C._cuda_getDevice()))
+        check_error(lib.cuDeviceGet(ctypes.byref(device), compat.current_cuda_device()))
         check_error(lib.cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
         check_error(lib.cuCtxSetCurrent(context))
 
@@ -229,7 +230,7 @@ class Function:
         config, reference, buffer, pointers, _ = operands
         self._layout.pack_into(buffer, 0, *arguments)
         config.x, config.y, config.memory = x, y, memory
-        config.stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
+        config.stream = compat.current_cuda_stream(compat.current_cuda_device())
         result = self._launch(reference, self._function, pointers, None)
         if result:
             check_error(result)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ...core import compat
 from ...core.dispatch import Spec, cached, device_capability, elsewhere
 from .availability import other_build
 
@@ -56,7 +57,7 @@ _HERE = nullcontext()
 
 def on(device: torch.device) -> AbstractContextManager[Any]:
     """Triton launches on the current device, which this is inside the block."""
-    return _HERE if device.type != "cuda" or device.index == torch._C._cuda_getDevice() else torch.cuda.device(device)
+    return _HERE if device.type != "cuda" or device.index == compat.current_cuda_device() else torch.cuda.device(device)
 
 
 @cache
@@ -84,7 +85,7 @@ def launch(kernel: Any, programs: int, arguments: tuple[Any, ...], constants: tu
         else a if a is None else (a.dtype, a.data_ptr() % 16 == 0)
         for a in arguments
     ]  # fmt: skip
-    device = torch._C._cuda_getDevice()
+    device = compat.current_cuda_device()
     key = (id(kernel), device, warps, id(constants[0]), *constants[1:], *facts)
     found = _compiled.get(key)
     if found is None:
@@ -92,7 +93,7 @@ def launch(kernel: Any, programs: int, arguments: tuple[Any, ...], constants: tu
         _compiled[key] = compiled, kernel, constants[0]  # kept, so that their ids stay their own
         return
     compiled = found[0]
-    stream = torch._C._cuda_getCurrentRawStream(device)
+    stream = compat.current_cuda_stream(device)
     enter, leave = _hooks()
     if enter.calls or leave.calls:  # a profiler wants to know of every launch
         compiled[(programs, 1, 1)](*arguments, *constants)

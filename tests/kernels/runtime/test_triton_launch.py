@@ -7,6 +7,7 @@ import torch
 
 from mxtensor import Cast, get_format
 from mxtensor.core import dispatch
+from mxtensor.core import compat
 from mxtensor.core.dispatch import Spec
 from mxtensor.kernels.quantize import tiles, triton_rows
 from mxtensor.kernels.quantize.device_constants import cast_code, format_code
@@ -52,8 +53,8 @@ def device(monkeypatch):
     state = SimpleNamespace(index=0, hooks=[])
     hook = SimpleNamespace(calls=state.hooks)
     monkeypatch.setattr(triton_launch, "interpreted", lambda: False)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: state.index, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: f"stream {index}", raising=False)
+    monkeypatch.setattr(compat, "current_cuda_device", lambda: state.index)
+    monkeypatch.setattr(compat, "current_cuda_stream", lambda index: f"stream {index}")
     monkeypatch.setattr(triton_launch, "_hooks", lambda: (hook, hook))
     monkeypatch.setattr(triton_launch, "_compiled", {})
     return state

@@ -1,0 +1,191 @@
+"""Every reach into private torch: names that the package reads or calls. ``compat_hooks`` holds what changes torch.
+
+Each entry says why no public API does it and what happens when it is missing. All were seen in torch 2.11, 2.13 and
+2.15 unless the entry says otherwise. ``tests/core/test_compat.py`` fails when torch changes one of them, and when any
+other module of the package reaches into torch by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.overrides
+from torch.utils import _python_dispatch, _pytree
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+# ---------------------------------------------------------------------------------------------- tensor subclasses
+
+disable_torch_function = torch._C.DisableTorchFunction
+"""Context manager: no ``__torch_function__``, of a class or of a mode, is called inside.
+
+torch documents it in "Extending PyTorch" under this private name only. Missing: ``import mxtensor`` fails.
+"""
+disable_subclass_torch_function = torch._C.DisableTorchFunctionSubclass
+"""Context manager: no ``__torch_function__`` of a class is called inside; modes still are.
+
+torch documents it in "Extending PyTorch" under this private name only. Missing: ``import mxtensor`` fails.
+"""
+no_torch_function = torch._C._disabled_torch_function_impl
+"""The ``__torch_function__`` of a class that wants none: what ``torch.nn.Parameter`` uses.
+
+A Python method that does the same costs a Python call for each attribute of the tensor. Missing: ``import mxtensor``
+fails.
+"""
+make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
+"""A tensor subclass without storage of its own. torch's examples of wrapper subclasses use this private name; there is
+no public one. Missing: ``import mxtensor`` fails.
+"""
+return_and_correct_aliasing = _python_dispatch.return_and_correct_aliasing
+"""Tells autograd that the result of a rule is a view of its argument, or the argument itself.
+
+torch's own wrapper subclasses import it from the private module. Missing: ``import mxtensor`` fails.
+"""
+tree_flatten, tree_unflatten = _pytree.tree_flatten, _pytree.tree_unflatten
+tree_leaves, tree_map_only = _pytree.tree_leaves, _pytree.tree_map_only
+"""Nested arguments as lists of leaves. torch has no public name for its own trees, which Dynamo can trace; optree
+would be a dependency. Missing: ``import mxtensor`` fails.
+"""
+
+ATTRIBUTES = {
+    "_apply": "of torch.nn.Module: called by .to(), .cuda() and .float(); no hook of the module is",
+    "_base": "the tensor that a view was made of; documented under Tensor Views",
+    "_can_decompose": "of an op: whether it is a composite; inference mode hands composites over whole",
+    "_enabled": "of torch.amp.GradScaler: is_enabled() asks nothing else",
+    "_is_view": "whether autograd regards a tensor as a view",
+    "_load_from_state_dict": "of torch.nn.Module; documented as the method to override",
+    "_overloadname": "of an op: the name after the dot",
+    "_overloadpacket": "of an op: all overloads of its name",
+    "_member_map_": "of enum.Enum: members by name, aliases among them",
+    "_optimizer_load_state_dict_post_hooks": "of an optimizer: hooks that a load_state_dict of its own must call",
+    "_optimizer_load_state_dict_pre_hooks": "of an optimizer: hooks that a load_state_dict of its own must call",
+    "_parameters": "of torch.nn.Module: parameters by their own names, None among them",
+    "_per_optimizer_states": "of torch.amp.GradScaler: whether an optimizer's gradients were finite",
+    "_qkv_same_embed_dim": "of torch.nn.MultiheadAttention: whether it has one weight for query, key and value",
+    "_save_to_state_dict": "of torch.nn.Module: saves what the module itself owns",
+    "_schema": "of an op: its arguments, defaults and which of them it writes",
+    "_version": "of a tensor: counts writes; documented under in-place correctness checks",
+    "_view_func": "of a view: the same view of another base",
+}
+"""Private attributes of torch's objects that the package reads -> what they are. They are documented, or overridden in
+torch's own examples, and have no public name. Missing: AttributeError where they are read."""
+
+# ---------------------------------------------------------------------------------------------- who is tracing
+
+
+dispatch_mode_count: Callable[[], int] = _python_dispatch._len_torch_dispatch_stack  # type: ignore[attr-defined]
+"""How many ``TorchDispatchMode`` (FakeTensorMode, make_fx, a test's counter) see each op.
+
+torch has no public question for it. Missing: ``import mxtensor`` fails.
+"""
+functorch_interpreter: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
+"""The innermost transform of torch.func (vmap, grad) that is running; None outside.
+
+torch.func has no public question for it. Missing: ``import mxtensor`` fails.
+"""
+is_functorch_wrapped_tensor: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+"""Whether a tensor belongs to a transform of torch.func.
+
+torch.func has no public question for it. Missing: ``import mxtensor`` fails.
+"""
+function_mode_stack: Callable[[], list[Any]] = torch.overrides._get_current_function_mode_stack
+"""The active ``TorchFunctionMode``, the innermost last: Dynamo reads them, and no ContextVar.
+
+torch has no public way to list them. Missing: ``import mxtensor`` fails.
+"""
+
+
+def is_exporting() -> bool:
+    """``torch.compiler.is_exporting``, by the flag behind it where there is one.
+
+    Dynamo of torch 2.11 takes the public function to be true of all that it traces. Missing: the public function.
+    """
+    flag = getattr(torch.compiler, "_is_exporting_flag", None)
+    return torch.compiler.is_exporting() if flag is None else bool(flag)
+
+
+def is_ephemeral(number: Any) -> bool:
+    """Whether a SymInt stands for an argument of a view that torch makes anew to trace it: no guard can name such a
+    symbol.
+
+    Only the shape environment knows where a symbol comes from. Missing (``var_to_sources``): False, and torch raises
+    where a guard would need the symbol.
+    """
+    node = number.node
+    sources = getattr(node.shape_env, "var_to_sources", {}).get(node.expr, ())
+    return any(source.is_ephemeral() for source in sources)
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward pass in this thread, which may recompute a forward pass.
+
+    torch has no public question for it. Missing: False, so that a recomputation counts as a step of its own.
+    """
+    task = getattr(torch._C, "_current_graph_task_id", None)
+    return task is not None and task() != -1
+
+
+def nonstrict_trace(function: Function) -> Function:
+    """Dynamo leaves the function whole to AOTAutograd, which traces it as eager code runs.
+
+    torch exports it from ``torch._dynamo`` only; ``torch.compiler.allow_in_graph`` gives the function fake tensors that
+    are no tensor subclasses. Missing: the function as it is, which Dynamo then traces, with graph breaks.
+    """
+    mark = getattr(torch._dynamo, "nonstrict_trace", None)
+    return function if mark is None else mark(function)  # type: ignore[no-any-return]
+
+
+# ---------------------------------------------------------------------------------------------- devices
+
+
+current_cuda_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+"""The index of the current CUDA device.
+
+``torch.cuda.current_device`` asks first whether CUDA is initialized, at each launch. Missing, as in builds of torch for
+the CPU: the public function.
+"""
+
+
+def _public_stream(device: int) -> int:
+    return torch.cuda.current_stream(device).cuda_stream  # type: ignore[no-any-return]
+
+
+current_cuda_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _public_stream)
+"""The handle of the current CUDA stream of a device by its index.
+
+``torch.cuda.current_stream`` makes an object for it at each launch. Missing, as in builds of torch for the CPU: the
+handle of that object.
+"""
+
+
+def cpu_multiplies_bfloat16() -> bool:
+    """Whether oneDNN multiplies bfloat16 on this CPU and accumulates in float32.
+
+    ``torch.backends.mkldnn`` has no public question for it. Missing: False, and such products are emulated.
+    """
+    ask = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
+    return torch.backends.mkldnn.is_available() and ask is not None and bool(ask())
+
+
+def finished_work() -> Any:
+    """The ``Work`` of a collective that is over, as rules of c10d ops return it.
+
+    ``torch.distributed`` has no public constructor. Missing: ImportError in a broadcast or scatter of an MXTensor.
+    """
+    from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
+
+    future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+    future.set_result([])
+    return _create_work_from_future(future)
+
+
+# ---------------------------------------------------------------------------------------------- elsewhere
+
+ELSEWHERE = {
+    "compile/inference_options.py": ("torch._inductor", "torch._inductor.custom_graph_pass"),
+}
+"""File -> private modules that it imports itself: passes are written for Inductor, and its base class and settings have
+no public name. Missing: ``mx.inference_options()`` raises ImportError; nothing else imports this file.
+"""

@@ -1,0 +1,139 @@
+"""Every change to torch's own behaviour: where torch calls what no public hook reaches. ``compat`` holds what is read.
+
+Nothing is changed when this file is imported. Each function says why no public API does it, and what happens where this
+torch has no such place. All were seen in torch 2.11, 2.13 and 2.15 unless the function says otherwise.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import wraps
+from types import FrameType, FunctionType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+Function = Callable[..., Any]
+
+# ---------------------------------------------------------------------------------------------- activation checkpoints
+
+
+def hook_checkpoints(
+    wrap: Callable[[Function], Function], first_pass: Callable[[], AbstractContextManager[Any]]
+) -> bool:
+    """Let ``torch.utils.checkpoint`` run ``wrap(function)`` for each function that it recomputes in backward, and enter
+    ``first_pass()`` around the forward pass of a reentrant checkpoint. True if this torch has both places.
+
+    torch restores its own autocast in a recomputation and has no hook for anybody else's context: ``context_fn`` is an
+    argument of each call, which belongs to the model. All checkpoints go through these two classes. Missing: nothing is
+    changed, and the caller warns.
+    """
+    import torch.utils.checkpoint as torch_checkpoint
+
+    frame = getattr(torch_checkpoint, "_CheckpointFrame", None)
+    reentrant = getattr(torch_checkpoint, "CheckpointFunction", None)
+    if frame is None or reentrant is None:
+        return False
+    make, forward = frame.__init__, reentrant.forward
+
+    @wraps(make)
+    def make_wrapped(self: Any, recompute_fn: Function, *args: Any, **kwargs: Any) -> None:
+        make(self, wrap(recompute_fn), *args, **kwargs)
+
+    @wraps(forward)
+    def forward_wrapped(ctx: Any, run_function: Function, *args: Any) -> Any:
+        with first_pass():
+            return forward(ctx, wrap(run_function), *args)
+
+    frame.__init__ = make_wrapped
+    reentrant.forward = staticmethod(forward_wrapped)
+    return True
+
+
+# ---------------------------------------------------------------------------------------------- torch's attention
+
+
+def attention_over(linear: Function) -> Function:
+    """``F.multi_head_attention_forward`` with ``linear`` in the place of ``F.linear``.
+
+    torch's function takes no other linear layer, and calls ``F.linear`` from inside ``torch.nn.functional``, where a
+    quantized layer is reached only through ``__torch_function__``, which torch has asked already. The functions are
+    copied with a namespace of their own; torch's stay as they are. Missing (one of the private projections): the copies
+    call torch's, whose linear layers run as they do outside.
+    """
+    names: dict[str, Any] = {name: value for name, value in vars(F).items() if name != "__name__"}
+    names |= {"linear": linear, "has_torch_function": lambda tensors: False}
+    for name in ("_in_projection_packed", "_in_projection", "multi_head_attention_forward"):
+        function = getattr(F, name, None)
+        if function is not None:
+            names[name] = FunctionType(function.__code__, names, name, function.__defaults__, function.__closure__)
+            names[name].__kwdefaults__ = function.__kwdefaults__
+    return names["multi_head_attention_forward"]  # type: ignore[no-any-return]
+
+
+# ---------------------------------------------------------------------------------------------- torch.distributed
+
+PACKAGE = __name__.partition(".")[0] + "."
+
+
+def distributed_caller(module: str) -> FrameType | None:
+    """The frame that called a torch function, if it is of ``torch.distributed.<module>``.
+
+    ``torch.distributed`` hands lists of tensors to C++ without asking a subclass, and fills a buffer that it makes by
+    ``torch.empty_like``: a rule learns what the buffer is for from the caller alone. Modes, such as the one of a
+    default device, may have taken the call on its way. Missing (the module has another name): None, as for others.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return None
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and (
+        frame.f_code.co_name in ("__torch_function__", "<listcomp>")
+        or frame.f_globals.get("__name__", "").startswith(PACKAGE)
+    ):
+        frame = frame.f_back
+    return frame if frame is not None and frame.f_globals.get("__name__") == f"torch.distributed.{module}" else None
+
+
+# ---------------------------------------------------------------------------------------------- torch.compile
+
+
+def run_uncompiled(*functions: Any) -> None:
+    """Dynamo does not compile these functions, nor what they call, when eager code calls them after a graph break.
+
+    ``torch.compiler.disable`` would also break each graph that calls them. Missing: nothing happens, and an
+    ``autocast`` that is entered between two graphs may not quantize.
+    """
+    try:
+        from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+    except ImportError:
+        return
+    for function in functions:
+        set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+
+
+def hook_kernel_lines(change: Callable[[list[Any], str], list[Any]], wanted: Callable[[Any, Any], bool]) -> bool:
+    """Let ``change(lines, launch)`` give the lines of each Triton kernel that Inductor writes where ``wanted(config,
+    scheduler)``; ``launch`` is the line that lets the next kernel start. True if this Inductor has the place.
+
+    Inductor decides by itself where a kernel lets the next one start (programmatic dependent launch), and has no
+    setting for it. Missing: nothing is changed, and products start when the kernel before them has read its inputs.
+    """
+    from torch._inductor import config
+    from torch._inductor.codegen.triton import TritonKernel
+    from torch._inductor.virtualized import V
+
+    usual, launch = getattr(TritonKernel, "_filter_pdl", None), getattr(TritonKernel, "GDC_LAUNCH", None)
+    if usual is None or launch is None:
+        return False
+
+    @wraps(usual)
+    def filter_pdl(self: Any, code: Any) -> None:
+        usual(self, code)
+        if wanted(config, V.graph.scheduler):
+            code._lines = change(code._lines, launch)
+
+    TritonKernel._filter_pdl = filter_pdl  # type: ignore[method-assign]
+    return True

@@ -1,0 +1,432 @@
+"""Private torch: each entry of compat does what it says, and no other module reaches in."""
+
+import ast
+import enum
+import inspect
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint as torch_checkpoint
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import mxtensor
+from mxtensor.core import compat, compat_hooks
+
+PACKAGE = Path(mxtensor.__file__).parent
+COMPAT = ("core/compat.py", "core/compat_hooks.py")
+SOURCES = {str(path.relative_to(PACKAGE)): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+OUTSIDE = {name: tree for name, tree in SOURCES.items() if name not in COMPAT}
+PRODUCTS = {"torch._scaled_mm", "torch._grouped_mm", "torch._scaled_grouped_mm"}
+"""Public ops whose names begin with an underscore: the products that the package is about."""
+
+
+def is_private(name):
+    return name.startswith("_") and not name.startswith("__")
+
+
+def chain(node):
+    """``a.b.c`` as a list of names; empty if it does not begin with a name."""
+    names = []
+    while isinstance(node, ast.Attribute):
+        names.append(node.attr)
+        node = node.value
+    return [node.id, *reversed(names)] if isinstance(node, ast.Name) else []
+
+
+# ---------------------------------------------------------------------------------------------- nobody else reaches in
+
+
+def test_no_module_imports_private_torch():
+    found = set()
+    for file, tree in OUTSIDE.items():
+        allowed, names = compat.ELSEWHERE.get(file, ()), []
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module not in allowed:
+                names += [f"{node.module}.{a.name}" for a in node.names]
+            if isinstance(node, ast.Import):
+                names += [a.name for a in node.names]
+        found |= {(file, n) for n in names if n.startswith("torch") and any(map(is_private, n.split(".")))}
+    assert not found, "give mxtensor/core/compat.py an entry with its reason"
+
+
+def test_no_module_names_anything_private_of_torch():
+    found = set()
+    for file, tree in OUTSIDE.items():
+        for names in (chain(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)):
+            name = ".".join(names)
+            public = name.startswith("torch.ops.aten.") or any(name.startswith(product) for product in PRODUCTS)
+            if names and names[0] in ("torch", "F", "Tensor", "dist", "nn", "sys") and not public:
+                found |= {(file, name)} if any(map(is_private, names)) else set()
+    assert not found, "give mxtensor/core/compat.py an entry with its reason"
+
+
+def names_of_the_package():
+    """Private names that the package itself defines, and those of named tuples."""
+    names = {"_replace", "_fields", "_asdict"}
+    for tree in SOURCES.values():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                names.add(node.name)
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                names.add(node.id)
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                names.add(node.attr)
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                names.add(node.value)
+    return names
+
+
+def test_private_attributes_of_torchs_objects_are_in_the_table():
+    ours, found = names_of_the_package(), {}
+    for file, tree in OUTSIDE.items():
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Attribute) or not is_private(node.attr) or node.attr in ours:
+                continue
+            if "aten" not in chain(node) and ".".join(chain(node)) not in PRODUCTS:
+                found.setdefault(node.attr, file)
+    assert set(found) <= set(compat.ATTRIBUTES), found
+
+
+def statements_at_import(tree):
+    return (node for s in tree.body if not isinstance(s, ast.FunctionDef | ast.ClassDef) for node in ast.walk(s))
+
+
+def test_no_module_changes_a_class_at_import_or_copies_code():
+    found = set()
+    for file, tree in OUTSIDE.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and node.attr in ("__code__", "_getframe"):
+                found.add((file, ast.unparse(node)))
+            if isinstance(node, ast.Name) and node.id == "FunctionType":
+                found.add((file, node.id))
+        for node in statements_at_import(tree):
+            call = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "setattr"
+            if call or (isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute)):
+                found.add((file, ast.unparse(node)))
+    assert not found
+
+
+@pytest.mark.parametrize("file", COMPAT)
+def test_compat_stands_on_torch_alone(file):
+    assert not [n for n in ast.walk(SOURCES[file]) if isinstance(n, ast.ImportFrom) and n.level > 0]
+
+
+def test_the_modules_that_import_inductor_are_the_ones_listed():
+    def imports(tree):
+        modules = {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module}
+        return tuple(sorted(m for m in modules if m.startswith("torch._inductor")))
+
+    assert {name: imports(tree) for name, tree in OUTSIDE.items() if imports(tree)} == {
+        name: modules for name, modules in compat.ELSEWHERE.items() if (PACKAGE / name).exists()
+    }
+
+
+# ---------------------------------------------------------------------------------------------- what is read
+
+
+class Loud(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        raise AssertionError(f"asked about {func}")
+
+
+class Seen(TorchFunctionMode):
+    def __init__(self):
+        super().__init__()
+        self.functions = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.functions.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_torch_functions_can_be_switched_off_of_all_and_of_subclasses():
+    t = torch.ones(2).as_subclass(Loud)
+    with Seen() as seen, compat.disable_torch_function():
+        torch.add(t, t)
+    assert seen.functions == []
+    with compat.disable_subclass_torch_function():
+        torch.add(t, t)
+        plain = torch.ones(1)
+        with Seen() as seen:
+            torch.add(plain, 1)
+    assert seen.functions == [torch.add]
+
+
+def test_a_class_without_a_torch_function_is_left_alone_and_its_results_are_plain():
+    quiet = type("Quiet", (torch.Tensor,), {"__torch_function__": compat.no_torch_function})
+    assert type(torch.ones(2).as_subclass(quiet) + 1) is torch.Tensor
+
+
+class Wrapper(torch.Tensor):
+    @staticmethod
+    def __new__(cls, inner):
+        out = compat.make_wrapper_subclass(cls, (3, 2), strides=(2, 1), storage_offset=1, dtype=torch.bfloat16)
+        out.inner = inner
+        return out
+
+    __torch_function__ = compat.no_torch_function
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return compat.return_and_correct_aliasing(func, args, kwargs or {}, Wrapper(args[0].inner))
+
+
+def test_a_wrapper_has_the_shape_given_and_its_view_an_alias():
+    w = Wrapper(torch.ones(3, 2))
+    assert (w.shape, w.stride(), w.storage_offset(), w.dtype) == ((3, 2), (2, 1), 1, torch.bfloat16)
+    view = torch.ops.aten.alias.default(w)
+    assert type(view) is Wrapper and view.untyped_storage()._cdata == w.untyped_storage()._cdata
+
+
+def test_trees_are_flattened_in_the_order_of_their_leaves():
+    tree = {"a": [1, (2, None)], "b": 3}
+    leaves, spec = compat.tree_flatten(tree)
+    assert leaves == [1, 2, None, 3] == compat.tree_leaves(tree) and compat.tree_unflatten(leaves, spec) == tree
+    assert compat.tree_map_only(int, lambda n: n + 1, tree) == {"a": [2, (3, None)], "b": 4}
+
+
+def test_the_attributes_of_torchs_objects_are_there():
+    x, add, attention = torch.ones(4), torch.ops.aten.add_.Tensor, nn.MultiheadAttention(4, 1)
+    view, before = x[1:], x._version
+    x.add_(1)
+    assert x._version == before + 1 and view._base is x and view._is_view() and not x._is_view()
+    assert torch.equal(view._view_func(torch.arange(4.0)), torch.tensor([1.0, 2.0, 3.0]))
+    assert add._schema.arguments[0].alias_info.is_write and add._overloadname == "Tensor"
+    assert add._overloadpacket is torch.ops.aten.add_
+    assert torch.ops.aten.linear.default._can_decompose() and not torch.ops.aten.mm.default._can_decompose()
+    assert attention._qkv_same_embed_dim and set(attention._parameters) >= {"in_proj_weight", "in_proj_bias"}
+    optimizer, scaler, kind = torch.optim.SGD([x]), torch.amp.GradScaler("cpu"), enum.Enum("Kind", "ONE")
+    assert kind._member_map_ == {"ONE": kind.ONE} and scaler._enabled and scaler._per_optimizer_states == {}
+    assert optimizer._optimizer_load_state_dict_pre_hooks == {} == optimizer._optimizer_load_state_dict_post_hooks
+    for method in ("_apply", "_save_to_state_dict", "_load_from_state_dict"):
+        assert inspect.isfunction(getattr(nn.Module, method))
+    tested = set(inspect.getsource(test_the_attributes_of_torchs_objects_are_there).replace(".", " ").split())
+    assert all(any(name in word for word in tested) for name in compat.ATTRIBUTES)
+
+
+def test_dispatch_modes_functorch_and_traces_are_noticed():
+    seen = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    assert compat.dispatch_mode_count() == 0 and compat.functorch_interpreter() is None
+    for mode in (Mode(), FakeTensorMode()):
+        with mode:
+            assert compat.dispatch_mode_count() == 1
+
+    def look(x):
+        seen.append((compat.functorch_interpreter() is not None, compat.is_functorch_wrapped_tensor(x)))
+        return x * 2
+
+    torch.func.vmap(look)(torch.ones(3))
+    look(torch.ones(3))
+    assert seen == [(True, True), (False, False)]
+
+
+def test_function_modes_are_listed_innermost_last():
+    with Seen() as outer, Seen() as inner:
+        assert compat.function_mode_stack() == [outer, inner]
+    assert compat.function_mode_stack() == []
+
+
+def test_an_export_is_noticed(monkeypatch):
+    seen = []
+
+    class Looks(nn.Module):
+        def forward(self, x):
+            seen.append(compat.is_exporting())
+            return x + 1
+
+    torch.export.export(Looks(), (torch.ones(2),), strict=False)
+    assert seen and all(seen) and not compat.is_exporting()
+    monkeypatch.delattr(torch.compiler, "_is_exporting_flag")
+    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: "asked")
+    assert compat.is_exporting() == "asked"
+
+
+def test_symbols_know_whether_they_are_ephemeral(monkeypatch):
+    from torch._dynamo.source import ConstantSource, EphemeralSource
+    from torch.fx.experimental.symbolic_shapes import DimDynamic
+
+    env = ShapeEnv()
+    for source, ephemeral in ((ConstantSource("x"), False), (EphemeralSource("view"), True)):
+        symbol = env.create_symbol(7, source, DimDynamic.DYNAMIC)
+        number = env.create_symintnode(symbol, hint=7, source=source)
+        assert compat.is_ephemeral(number) is ephemeral
+    assert not compat.is_ephemeral(SimpleNamespace(node=SimpleNamespace(shape_env=object(), expr=None)))
+
+
+def test_a_backward_pass_is_noticed(monkeypatch):
+    seen = []
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda grad: seen.append(compat.in_backward()))
+    x.sum().backward()
+    assert seen == [True] and not compat.in_backward()
+    monkeypatch.delattr(torch._C, "_current_graph_task_id")
+    assert not compat.in_backward()
+
+
+def test_a_function_is_left_to_aotautograd(monkeypatch):
+    seen = []
+
+    @compat.nonstrict_trace
+    def look(x):
+        seen.append(torch.compiler.is_dynamo_compiling())
+        return x + 1
+
+    assert torch.equal(torch.compile(look, backend="eager", fullgraph=True)(torch.ones(2)), torch.full((2,), 2.0))
+    monkeypatch.delattr(torch._dynamo, "nonstrict_trace")
+    assert compat.nonstrict_trace(len) is len
+
+
+def test_the_current_device_and_stream_are_those_of_torch():
+    if hasattr(torch._C, "_cuda_getDevice"):
+        assert compat.current_cuda_device is torch._C._cuda_getDevice
+        assert compat.current_cuda_stream is torch._C._cuda_getCurrentRawStream
+    else:
+        assert compat.current_cuda_device is torch.cuda.current_device
+        assert compat.current_cuda_stream is compat._public_stream
+
+
+@pytest.mark.gpu
+def test_the_current_device_and_stream_of_a_gpu():
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        index = compat.current_cuda_device()
+        assert index == torch.cuda.current_device() and compat.current_cuda_stream(index) == stream.cuda_stream
+        assert compat._public_stream(index) == stream.cuda_stream
+
+
+def test_whether_the_cpu_multiplies_bfloat16(monkeypatch):
+    assert compat.cpu_multiplies_bfloat16() is bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert compat.cpu_multiplies_bfloat16() is False
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
+def test_finished_work_need_not_be_waited_for():
+    work = compat.finished_work()
+    assert work.is_completed() and work.wait() and torch.distributed.Work.unbox(work.boxed()).is_completed()
+
+
+# ---------------------------------------------------------------------------------------------- what is changed
+
+
+@pytest.fixture
+def checkpoints():
+    """torch's two checkpoint classes, as they were before the test afterwards."""
+    frame, reentrant = torch_checkpoint._CheckpointFrame, torch_checkpoint.CheckpointFunction
+    before = frame.__init__, reentrant.forward
+    yield
+    frame.__init__, reentrant.forward = before[0], staticmethod(before[1])
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoints_run_what_the_hook_makes_of_a_function(checkpoints, use_reentrant):
+    said = []
+
+    @contextmanager
+    def first_pass():
+        said.append("first pass")
+        yield
+
+    def wrap(function):
+        return lambda *args: said.append("recomputed") or function(*args)
+
+    assert compat_hooks.hook_checkpoints(wrap, first_pass)
+    x = torch.ones(2, requires_grad=True)
+    torch_checkpoint.checkpoint(torch.sin, x, use_reentrant=use_reentrant).sum().backward()
+    assert said == (["first pass", "recomputed", "recomputed"] if use_reentrant else ["recomputed"])
+    assert torch.equal(x.grad, torch.ones(2).cos())
+
+
+@pytest.mark.parametrize("missing", ["_CheckpointFrame", "CheckpointFunction"])
+def test_a_torch_with_other_checkpoints_is_left_alone(monkeypatch, missing):
+    monkeypatch.delattr(torch_checkpoint, missing)
+    assert not compat_hooks.hook_checkpoints(lambda function: function, lambda: None)
+
+
+def heads(width=8):
+    attention = nn.MultiheadAttention(width, 2)
+    x = torch.randn(3, 1, width)
+    rest = (width, 2, attention.in_proj_weight, attention.in_proj_bias, None, None, False, 0.0)
+    return (x, x, x, *rest, attention.out_proj.weight, attention.out_proj.bias)
+
+
+def test_attention_runs_over_another_linear_and_torchs_stays():
+    called = []
+
+    def linear(*args):
+        called.append(args[1].shape)
+        return F.linear(*args)
+
+    args = heads()
+    original = F.multi_head_attention_forward
+    for ours, torchs in zip(compat_hooks.attention_over(linear)(*args), original(*args), strict=True):
+        assert torch.equal(ours, torchs)
+    assert called == [(24, 8), (8, 8)] and F.multi_head_attention_forward is original
+
+
+def test_attention_without_a_private_projection_runs_over_torchs(monkeypatch):
+    missing, args = F._in_projection, heads()
+    monkeypatch.delattr(F, "_in_projection")
+    assert callable(missing) and len(compat_hooks.attention_over(F.linear)(*args)) == 2
+
+
+def test_the_caller_inside_torch_distributed_is_found(monkeypatch):
+    assert compat_hooks.distributed_caller("distributed_c10d") is None
+    called = {"distributed_caller": compat_hooks.distributed_caller, "__name__": "torch.distributed.distributed_c10d"}
+    exec("def broadcast(tensor):\n    return distributed_caller('distributed_c10d')", called)
+    assert called["broadcast"](7).f_locals == {"tensor": 7}
+    for module, function in (("distributed_c10d", "scatter"), ("distributed_c10d", "broadcast")):
+        assert hasattr(sys.modules[f"torch.distributed.{module}"], function)
+    assert "tensor" in inspect.signature(torch.distributed.broadcast).parameters
+    from torch.distributed.tensor import placement_types
+
+    frames = inspect.getsource(placement_types)  # a buffer is made by empty_like where scatter_list is at hand
+    assert "torch.empty_like(" in frames and "scatter_list" in frames
+
+
+def test_a_function_that_is_run_uncompiled_is_no_graph():
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    def skipped(x):
+        return x + 1
+
+    compat_hooks.run_uncompiled(skipped)
+    compiled = torch.compile(skipped, backend=count)
+    assert torch.equal(compiled(torch.ones(2)), torch.full((2,), 2.0)) and graphs == []
+
+
+def test_kernels_of_inductor_are_written_with_the_lines_that_the_hook_gives(monkeypatch):
+    from torch._inductor.codegen.triton import TritonKernel
+    from torch._inductor.virtualized import V
+
+    said = []
+    monkeypatch.setattr(TritonKernel, "_filter_pdl", lambda self, code: said.append("torch's own"))
+    monkeypatch.setattr(TritonKernel, "GDC_LAUNCH", "launch", raising=False)
+    assert compat_hooks.hook_kernel_lines(lambda lines, launch: [launch, *lines], lambda config, scheduler: scheduler)
+    for scheduler, lines in ((True, ["launch", "load"]), (False, ["load"])):
+        code = SimpleNamespace(_lines=["load"])
+        with V.set_graph_handler(SimpleNamespace(scheduler=scheduler)):
+            TritonKernel._filter_pdl(None, code)
+        assert code._lines == lines
+    assert said == ["torch's own"] * 2
+    monkeypatch.delattr(TritonKernel, "GDC_LAUNCH")
+    assert not compat_hooks.hook_kernel_lines(lambda lines, launch: lines, lambda config, scheduler: True)
