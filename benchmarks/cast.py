@@ -23,14 +23,14 @@ from .cuda import (
     GpuRow,
     Target,
     cold_copies,
-    events,
-    explained,
+    event_clock,
     gpu_arguments,
-    here,
-    over,
+    host_clock,
+    log_kernels,
+    machine_line,
     print_failures,
     print_verdicts,
-    queued,
+    rotate_inputs,
 )
 from .harness import Prepare, print_table, timed, write_json
 
@@ -116,7 +116,7 @@ def contenders(row: CastRow, inputs: Sequence[Tensor]) -> dict[str, Prepare]:
 
         def prepare() -> Any:
             operands = [quantize_operand(x, cast) for x in inputs]
-            return explained(row, OURS, operands, lambda q: dequantize_operand(q, torch.bfloat16))()
+            return log_kernels(row, OURS, operands, lambda q: dequantize_operand(q, torch.bfloat16))()
 
         return {OURS: prepare}
     orientation = Orientation.of(row.kind)
@@ -124,7 +124,7 @@ def contenders(row: CastRow, inputs: Sequence[Tensor]) -> dict[str, Prepare]:
     def quantizing(cast: Cast) -> Callable[[Tensor], Any]:
         return lambda x: quantize_operands(x, cast, orientation)
 
-    return {name: explained(row, name, inputs, quantizing(Cast.of(row.format, rule))) for name, rule in rules.items()}
+    return {name: log_kernels(row, name, inputs, quantizing(Cast.of(row.format, rule))) for name, rule in rules.items()}
 
 
 def cast_row(name: str, work: str, size: int, args: Any, deadline: Deadline) -> CastRow:
@@ -139,22 +139,22 @@ def cast_row(name: str, work: str, size: int, args: Any, deadline: Deadline) -> 
     inputs = [
         torch.randn(size, size, dtype=torch.bfloat16, device=args.device) for _ in range(cold_copies(2 * size * size))
     ]
-    found = {COPY: over([source], target.copy_)} | contenders(row, inputs)
+    found = {COPY: rotate_inputs([source], target.copy_)} | contenders(row, inputs)
     if size in PEER_SIZES:
         beside = peers.cast_contenders(name, work, inputs, compile=not args.quick)
         found |= {peer: deadline.guard(prepare) for peer, prepare in beside.items()}
-    return timed(row, found, args.repeats, clock=events(2.0), seconds=1.5)
+    return timed(row, found, args.repeats, clock=event_clock(2.0), seconds=1.5)
 
 
 def host_row(name: str, args: Any) -> CastRow:
     """Milliseconds of host time of one ``mx.quantize`` of a small tensor, one orientation and both."""
     row = CastRow(f"{name} {HOST}", {}, format=name, kind=HOST, size=f"{SMALL}x{SMALL}")
     x = [torch.randn(SMALL, SMALL, dtype=torch.bfloat16, device=args.device)]
-    found = {OURS: explained(row, OURS, x, lambda x: mx.quantize(x, name))}
+    found = {OURS: log_kernels(row, OURS, x, lambda x: mx.quantize(x, name))}
     if not get_format(name).square:
-        found["mxtensor, both"] = over(x, lambda x: mx.quantize(x, name, orientation="both"))
+        found["mxtensor, both"] = rotate_inputs(x, lambda x: mx.quantize(x, name, orientation="both"))
     found |= {k: v for k, v in peers.cast_contenders(name, "rowwise", x, compile=False).items() if k == "torchao"}
-    return timed(row, found, args.repeats, clock=queued(CALLS), seconds=1.0)
+    return timed(row, found, args.repeats, clock=host_clock(CALLS), seconds=1.0)
 
 
 # ---------------------------------------------------------------------------------------------- targets
@@ -288,7 +288,7 @@ def main() -> None:
             print(f"{row.work}: " + ", ".join(f"{n} {t:.4f} ms" for n, t in row.times.items()), flush=True)
         host = [host_row(name, args) for name in FORMATS]
     done = [*(rows[key] for key in wanted), *host]
-    print(f"\n{here()}\n")
+    print(f"\n{machine_line()}\n")
     print_table(HEADER, [line for row in done if row.kind != HOST for line in cells(row)])
     print(f"\nmicroseconds of host time of mx.quantize({SMALL}x{SMALL})")
     print_table(HOST_HEADER, [host_cells(row) for row in host])

@@ -29,8 +29,8 @@ from .cuda import (
     cold_copies,
     gpu_arguments,
     graph_clock,
-    here,
     layer_of,
+    machine_line,
     print_failures,
     print_verdicts,
 )
@@ -228,7 +228,7 @@ def main() -> None:
                 rows += rows_of(n, k, ROWS, configs, args)
             if not args.quick:
                 rows += rows_of(*CURVE_SHAPE, [m for m in CURVE if m not in ROWS], CURVES, args)
-    print(f"\n{here()}\n")
+    print(f"\n{machine_line()}\n")
     if args.peers:
         print_table(["rows", *peer_names()], peer_lines(rows))
     else:

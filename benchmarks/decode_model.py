@@ -1,9 +1,9 @@
-"""A Llama-3-8B-shaped model that decodes greedily, by format: ``python -m benchmarks.decode_model --json F``.
+"""Greedy decoding with the shape of Llama 3 8B in each format: ``python -m benchmarks.decode_model --json F``.
 
-transformers' own model with random weights, batch 1, a static cache, one CUDA graph a token; every format is the same
-model, converted by ``mx.quantize_``, its decoder layers compiled with ``mx.inference_options()`` (``--eager``: not).
-Compiled on a GPU, attention is torch's flex_attention, the fastest of bfloat16's. Beside tokens a second: bytes of the
-weights, and the time of a prefill.
+The model is that of transformers with random weights, batch 1, a static cache, and one CUDA graph per token. Each
+format is the same model after ``mx.quantize_``, and its decoder layers are compiled with ``mx.inference_options()``
+(``--eager`` skips this). Compiled layers use torch's flex_attention, which is the fastest attention for bfloat16. The
+figures are tokens per second, the bytes of the weights, and the time of a prefill.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from torch import Tensor, nn
 
 import mxtensor as mx
 
-from .cuda import Target, gpu_arguments, here, print_verdicts
+from .cuda import Target, gpu_arguments, machine_line, print_verdicts
 from .harness import Row, print_table, write_json
 
 BASE = "bfloat16"
-Figures = Callable[[Sequence[Any]], Iterable[tuple[str, float]]]
+Figures = Callable[[Sequence["ModelRow"]], Iterable[tuple[str, float]]]
 CONFIGS = (BASE, "mxfp8-weight-only", "mxfp8", "mxfp4-weight-only", "nvfp4-weight-only")
 LLAMA_3_8B = dict(
     vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
@@ -34,21 +34,21 @@ LLAMA_3_8B = dict(
 )  # fmt: skip
 TOKENS, PROMPT, PREFILL = 256, 16, 4096
 ROUNDS = 3
-"""Times TOKENS that are decoded, one after the other; the fastest counts."""
+"""Rounds of TOKENS decoded tokens; the fastest round is reported."""
 
 
 @dataclass
 class ModelRow(Row):
-    """One config: ``times`` holds milliseconds of a token ("token") and of a prefill ("prefill")."""
+    """One config. ``times["token"]`` and ``times["prefill"]`` are in milliseconds."""
 
     tokens_a_second: float = 0.0
     weight_bytes: int = 0
-    """Of the linear layers that quantize_ takes, as they lie on the device."""
+    """Bytes on the device of the weights that ``mx.quantize_`` converts, scales included."""
     kernels: str = ""
 
 
 def linears(model: nn.Module) -> list[nn.Linear]:
-    """The layers that ``mx.quantize_`` takes by default."""
+    """The layers that ``mx.quantize_`` converts by default."""
     return [m for name, m in model.named_modules() if isinstance(m, nn.Linear) and not name.endswith("lm_head")]
 
 
@@ -66,7 +66,7 @@ def build(**changes: Any) -> nn.Module:
 
 
 class Decoder:
-    """Greedy decoding with a static cache: ``step`` makes one token of the one before, and captures well."""
+    """Greedy decoding with a static cache. ``step`` can be captured in a CUDA graph."""
 
     def __init__(self, model: nn.Module, length: int) -> None:
         from transformers import StaticCache
@@ -78,13 +78,13 @@ class Decoder:
         self.position = torch.zeros(1, 1, dtype=torch.long, device=device)
 
     def prefill(self, prompt: Tensor) -> None:
-        """The cache of a prompt (1, tokens), and the token after it."""
+        """Fill the cache with a prompt of shape (1, tokens), and compute the next token."""
         position = torch.arange(prompt.shape[1], device=prompt.device).unsqueeze(0)
         self._run(prompt, position)
         self.position.fill_(prompt.shape[1])
 
     def step(self) -> None:
-        """The next token, from the one before."""
+        """Compute the next token from the current one."""
         self._run(self.token, self.position)
         self.position.add_(1)
 
@@ -95,33 +95,33 @@ class Decoder:
         self.token.copy_(out.logits[:, -1].argmax(-1, keepdim=True))
 
 
-class OfOneLayer:
-    """What a decoder layer sees of the cache: its own part, whatever its number."""
+class OneLayerCache:
+    """The cache of one decoder layer, which ignores the index that the layer passes."""
 
-    def __init__(self, part: Any) -> None:
-        self.part = part
+    def __init__(self, layer_cache: Any) -> None:
+        self.layer_cache = layer_cache
 
     def update(self, keys: Tensor, values: Tensor, index: int, *rest: Any, **more: Any) -> tuple[Tensor, Tensor]:
-        return self.part.update(keys, values, *rest, **more)  # type: ignore[no-any-return]
+        return self.layer_cache.update(keys, values, *rest, **more)  # type: ignore[no-any-return]
 
 
 def compile_layers(decoder: Decoder) -> None:
-    """Compile the decoder layers, all of them as one function: none knows its number, or the address of its cache.
+    """Compile one function that serves all decoder layers: it depends on no layer's index nor on its cache's address.
 
-    To be called after a prefill, which makes the cache.
+    Call this after a prefill, which allocates the cache.
     """
-    torch._dynamo.reset()  # what was compiled for models before counts towards its limit
+    torch._dynamo.reset()  # graphs of earlier models count towards Dynamo's limit of recompilations
     layers: Any = decoder.model.model.layers  # type: ignore[union-attr]
     run = torch.compile(type(layers[0]).forward, fullgraph=True, dynamic=False, options=mx.inference_options())
-    for layer, part in zip(layers, cast(Any, decoder.cache).layers, strict=True):
-        for t in vars(part).values():
+    for layer, layer_cache in zip(layers, cast(Any, decoder.cache).layers, strict=True):
+        for t in vars(layer_cache).values():
             if isinstance(t, Tensor):
                 torch._dynamo.mark_static_address(t, guard=False)
         layer.self_attn.layer_idx = 0
-        layer.forward = partial(_forward, run, layer, OfOneLayer(part))
+        layer.forward = partial(_forward, run, layer, OneLayerCache(layer_cache))
 
 
-def _forward(run: Callable[..., Tensor], layer: nn.Module, own: OfOneLayer, *args: Any, **kwargs: Any) -> Tensor:
+def _forward(run: Callable[..., Tensor], layer: nn.Module, own: OneLayerCache, *args: Any, **kwargs: Any) -> Tensor:
     if kwargs.get("past_key_values") is not None:
         kwargs["past_key_values"] = own
     return run(layer, *args, **kwargs)
@@ -130,7 +130,10 @@ def _forward(run: Callable[..., Tensor], layer: nn.Module, own: OfOneLayer, *arg
 def measured(
     config: str, make: Callable[[], nn.Module], device: str, prefill: int = PREFILL, compiles: bool = False
 ) -> ModelRow:
-    """Convert a model and decode with it, its layers compiled or not; on a CPU without a graph."""
+    """Quantize the model of ``make``, decode with it, and time a prefill. A CPU uses no CUDA graph.
+
+    ``prefill`` is its number of tokens; ``compiles`` says whether the decoder layers are compiled.
+    """
     cuda = device == "cuda"
     model = make()
     row = ModelRow(config, {})
@@ -168,14 +171,14 @@ def measured(
     row.times["token"] = best / TOKENS * 1e3
     row.tokens_a_second = TOKENS / best
     prompt = torch.randint(0, 1000, (1, prefill), device=device)
-    took = []
+    seconds = []
     for _ in range(4):
         start = time.perf_counter()
         model(input_ids=prompt, use_cache=False, logits_to_keep=1)
         if cuda:
             torch.cuda.synchronize()
-        took.append(time.perf_counter() - start)
-    row.times["prefill"] = min(took) * 1e3
+        seconds.append(time.perf_counter() - start)
+    row.times["prefill"] = min(seconds) * 1e3
     del decoder, model
     gc.collect()
     return row
@@ -184,10 +187,8 @@ def measured(
 # ---------------------------------------------------------------------------------------------- targets
 
 
-def over_base(
-    figure: Callable[[ModelRow], float], *names: str
-) -> Callable[[Sequence[ModelRow]], Iterable[tuple[str, float]]]:
-    """A figure of these configs over bfloat16's."""
+def ratio_to_base(figure: Callable[[ModelRow], float], *names: str) -> Figures:
+    """The figure of each of these configs divided by that of bfloat16."""
 
     def figures(rows: Sequence[ModelRow]) -> Iterable[tuple[str, float]]:
         base = next(row for row in rows if row.work == BASE)
@@ -209,27 +210,19 @@ def _prefill(row: ModelRow) -> float:
 
 
 TARGETS = (
-    Target("mxfp8, tokens a second over bfloat16", ">=", 1.6, over_base(_speed, "mxfp8", "mxfp8-weight-only")),
-    Target("mxfp4, tokens a second over bfloat16", ">=", 2.3, over_base(_speed, "mxfp4-weight-only")),
-    Target("mxfp8, bytes of weights over bfloat16", "<=", 0.53, over_base(_bytes, "mxfp8", "mxfp8-weight-only")),
-    Target("mxfp4, bytes of weights over bfloat16", "<=", 0.30, over_base(_bytes, "mxfp4-weight-only")),
-    Target("prefill of 4096 tokens over bfloat16", "<=", 1.06, over_base(_prefill, *CONFIGS[1:])),
+    Target("mxfp8, tokens a second over bfloat16", ">=", 1.6, ratio_to_base(_speed, "mxfp8", "mxfp8-weight-only")),
+    Target("mxfp4, tokens a second over bfloat16", ">=", 2.3, ratio_to_base(_speed, "mxfp4-weight-only")),
+    Target("mxfp8, bytes of weights over bfloat16", "<=", 0.53, ratio_to_base(_bytes, "mxfp8", "mxfp8-weight-only")),
+    Target("mxfp4, bytes of weights over bfloat16", "<=", 0.30, ratio_to_base(_bytes, "mxfp4-weight-only")),
+    Target("prefill of 4096 tokens over bfloat16", "<=", 1.06, ratio_to_base(_prefill, *CONFIGS[1:])),
 )
 HEADER = [
-    "config",
-    "tokens/s",
-    "over bf16",
-    "ms a token",
-    "weights GB",
-    "over bf16",
-    "prefill ms",
-    "over bf16",
-    "kernels",
-]
+    "config", "tokens/s", "over bf16", "ms a token", "weights GB", "over bf16", "prefill ms", "over bf16", "kernels",
+]  # fmt: skip
 
 
 def lines(rows: Sequence[ModelRow]) -> list[list[str]]:
-    """A line for each config."""
+    """The lines of the table, one for each config."""
     base = rows[0]
     return [
         [
@@ -242,8 +235,8 @@ def lines(rows: Sequence[ModelRow]) -> list[list[str]]:
 
 
 def main() -> None:
-    """Measure every config, then print them beside bfloat16."""
-    args = gpu_arguments(__doc__ or "", seconds=240, eager="leave the decoder layers uncompiled")
+    """Measure every config and print the table and the targets."""
+    args = gpu_arguments(__doc__ or "", seconds=240, eager="do not compile the decoder layers")
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
 
@@ -261,7 +254,7 @@ def main() -> None:
             rows.append(measured(config, make, args.device, compiles=not (args.eager or args.quick)))
             torch.cuda.empty_cache()
             print(f"{config}: {rows[-1].tokens_a_second:.1f} tokens/s", flush=True)
-    print(f"\n{here()}\n")
+    print(f"\n{machine_line()}\n")
     print_table(HEADER, lines(rows))
     print_verdicts(TARGETS, rows)
     write_json(args.json, rows)

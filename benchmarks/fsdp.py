@@ -1,8 +1,9 @@
-"""FSDP2 training of a 1B-parameter Llama by what is gathered: ``python -m benchmarks.fsdp --json F``, a rank a GPU.
+"""FSDP2 training of a 1B-parameter Llama with one rank per GPU: ``python -m benchmarks.fsdp --json F``.
 
-transformers' own model with random weights, float32 shards and bfloat16 layers (``MixedPrecisionPolicy``), AdamW.
-Beside tokens a second: the peak of the memory that torch hands out, and the bytes that a rank gathers in a step.
-Without a GPU, ``--quick`` runs two ranks over gloo on a tiny model, to see that it runs.
+It compares the gather of bfloat16 values with the gather of MXFP8 codes. The model is that of transformers with random
+weights, float32 shards, bfloat16 layers (``MixedPrecisionPolicy``) and AdamW. The figures are tokens per second, the
+peak of torch's allocated memory, and the bytes that a rank gathers in a step. Without a GPU, ``--quick`` trains a tiny
+model on two ranks over gloo, only to check that the benchmark runs.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from mxtensor.recipe.training_recipes import MXFP8BlockScaling
 from .cuda import Target, print_verdicts
 from .harness import Row, parser, print_table, write_json
 
+Figures = Callable[[Sequence["FsdpRow"]], Iterable[tuple[str, float]]]
 BASE, VALUES, CODES = "bfloat16", "mxfp8, values gathered", "mxfp8, codes gathered"
 RECIPES = {
     BASE: None,
@@ -50,18 +52,18 @@ BATCH, LENGTH, STEPS, ROUNDS = 8, 2048, 5, 3
 
 @dataclass
 class FsdpRow(Row):
-    """One config: ``times`` holds the milliseconds of a step of the fastest round."""
+    """One config. ``times["step"]`` is the time of a step in milliseconds, in the fastest round."""
 
     tokens_a_second: float = 0.0
-    """of all ranks"""
+    """The sum over all ranks."""
     peak_bytes: int = 0
     gathered_bytes: int = 0
-    """that reach a rank in a step"""
+    """Bytes of all-gather outputs on one rank in a step."""
     ranks: int = 0
 
 
-def sharded(recipe: Any, sizes: dict[str, int], device: str) -> nn.Module:
-    """The model, quantized where a recipe is given (not its head), a shard of it on this rank."""
+def sharded_model(recipe: Any, sizes: dict[str, int], device: str) -> nn.Module:
+    """The model, sharded over the ranks; with a recipe, all its linear layers but the head are quantized."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -77,8 +79,8 @@ def sharded(recipe: Any, sizes: dict[str, int], device: str) -> nn.Module:
 
 
 @contextmanager
-def counted() -> Iterator[list[int]]:
-    """The bytes of each all-gather, as they reach a rank."""
+def count_gathered_bytes() -> Iterator[list[int]]:
+    """A list that receives the output bytes of each all-gather on this rank."""
     name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
     old, sizes = getattr(dist, name), []
 
@@ -94,27 +96,27 @@ def counted() -> Iterator[list[int]]:
 
 
 def measured(config: str, sizes: dict[str, int], device: str, batch: int, length: int, steps: int) -> FsdpRow:
-    """Train with one config on this rank; the times of all ranks are alike, for they wait for each other."""
+    """Train with one config on this rank. All ranks measure the same times, since they wait for each other."""
     cuda, world = device == "cuda", dist.get_world_size()
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    with counted() as bytes:
-        model = sharded(RECIPES[config], sizes, device)
+    with count_gathered_bytes() as gathered:
+        model = sharded_model(RECIPES[config], sizes, device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=cuda)
         ids = torch.randint(0, sizes["vocab_size"], (batch, length), device=device)
 
         for _ in range(2):
             step(model, optimizer, ids)
-        bytes.clear()
+        gathered.clear()
         step(model, optimizer, ids)
-        row = FsdpRow(config, {}, gathered_bytes=sum(bytes), ranks=world)
+        row = FsdpRow(config, {}, gathered_bytes=sum(gathered), ranks=world)
     best = float("inf")
     for _ in range(ROUNDS):
-        _init_state(cuda)
+        _synchronize(cuda)
         start = time.perf_counter()
         for _ in range(steps):
             step(model, optimizer, ids)
-        _init_state(cuda)
+        _synchronize(cuda)
         best = min(best, (time.perf_counter() - start) / steps)
     row.times["step"] = best * 1e3
     row.tokens_a_second = world * batch * length / best
@@ -127,20 +129,21 @@ def measured(config: str, sizes: dict[str, int], device: str, batch: int, length
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, ids: torch.Tensor) -> None:
-    """One of training."""
+    """One training step: forward, backward, update."""
     model(input_ids=ids, labels=ids).loss.backward()
     optimizer.step()
     optimizer.zero_grad()
 
 
-def _init_state(cuda: bool) -> None:
+def _synchronize(cuda: bool) -> None:
+    """Wait for the GPU, then for all ranks."""
     if cuda:
         torch.cuda.synchronize()
     dist.barrier()
 
 
 def work(rank: int, world: int, folder: str, device: str, quick: bool, batch: int) -> None:
-    """What each process does; the first writes what it measured."""
+    """The program of one rank: measure every config. Rank 0 writes the rows to ``folder``."""
     warnings.filterwarnings("ignore")
     if device == "cuda":
         torch.cuda.set_device(rank)
@@ -159,7 +162,7 @@ def work(rank: int, world: int, folder: str, device: str, quick: bool, batch: in
 
 
 def run(world: int, device: str, quick: bool, batch: int = BATCH) -> list[FsdpRow]:
-    """Every config, on so many new processes."""
+    """Measure every config on ``world`` new processes."""
     from torch.multiprocessing.spawn import spawn
 
     with tempfile.TemporaryDirectory() as folder:
@@ -170,8 +173,8 @@ def run(world: int, device: str, quick: bool, batch: int = BATCH) -> list[FsdpRo
 # ---------------------------------------------------------------------------------------------- targets
 
 
-def over(base: str, figure: Callable[[FsdpRow], float]) -> Callable[[Sequence[FsdpRow]], Iterable[tuple[str, float]]]:
-    """A figure of the gather in codes over that of another config."""
+def ratio_to(base: str, figure: Callable[[FsdpRow], float]) -> Figures:
+    """The figure of CODES divided by that of the config ``base``."""
 
     def figures(rows: Sequence[FsdpRow]) -> Iterable[tuple[str, float]]:
         by_name = {row.work: row for row in rows}
@@ -181,15 +184,15 @@ def over(base: str, figure: Callable[[FsdpRow], float]) -> Callable[[Sequence[Fs
 
 
 TARGETS = (
-    Target("tokens a second over a gather of values", ">=", 1.0, over(VALUES, lambda row: row.tokens_a_second)),
-    Target("peak memory over a gather of values", "<=", 1.0, over(VALUES, lambda row: row.peak_bytes)),
-    Target("bytes gathered over a gather of values", "<=", 0.6, over(VALUES, lambda row: row.gathered_bytes)),
+    Target("tokens a second over a gather of values", ">=", 1.0, ratio_to(VALUES, lambda row: row.tokens_a_second)),
+    Target("peak memory over a gather of values", "<=", 1.0, ratio_to(VALUES, lambda row: row.peak_bytes)),
+    Target("bytes gathered over a gather of values", "<=", 0.6, ratio_to(VALUES, lambda row: row.gathered_bytes)),
 )
 HEADER = ["config", "tokens/s", "over bf16", "ms a step", "peak GB", "gathered MB a step"]
 
 
 def lines(rows: Sequence[FsdpRow]) -> list[list[str]]:
-    """A line for each config."""
+    """The lines of the table, one for each config."""
     return [
         [
             row.work, f"{row.tokens_a_second:.0f}", f"{row.tokens_a_second / rows[0].tokens_a_second:.2f}",
@@ -200,18 +203,18 @@ def lines(rows: Sequence[FsdpRow]) -> list[list[str]]:
 
 
 def main() -> None:
-    """Measure every config on all GPUs, then print them."""
+    """Measure every config on all GPUs and print the table and the targets."""
     options = parser(__doc__ or "")
     options.add_argument(
-        "--quick", action="store_true", help="a tiny model; two ranks on the CPU where there is no GPU"
+        "--quick", action="store_true", help="train a tiny model; without a GPU, on two ranks on the CPU"
     )
     options.add_argument(
-        "--batch", type=int, default=BATCH, help=f"sequences of {LENGTH} tokens a rank (default: {BATCH})"
+        "--batch", type=int, default=BATCH, help=f"sequences of {LENGTH} tokens per rank (default: {BATCH})"
     )
     args = options.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu" and not args.quick:
-        options.exit(1, "This benchmark needs CUDA devices, and torch finds none; --quick runs it on the CPU.\n")
+        options.exit(1, "This benchmark needs CUDA devices, but torch finds none; --quick runs it on the CPU.\n")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     rows = run(torch.cuda.device_count() if device == "cuda" else 2, device, args.quick, args.batch)
     print_table(HEADER, lines(rows))

@@ -1,4 +1,7 @@
-"""Shared by every benchmark: timing side by side, the machine's description, tables and raw results."""
+"""Shared by all benchmarks: side-by-side timing, the description of the machine, tables and records.
+
+A record is the JSON file that ``--json`` writes: the command, the machine and the raw figures.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import json
 import platform
 import statistics
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -19,40 +23,41 @@ import torch
 
 Work = Callable[[], Any]
 Prepare = Callable[[], Work]
-"""Does what is not to be timed, and returns what is."""
+"""A function that does the untimed preparation and returns the work to time."""
 Clock = Callable[[Work], Callable[[], float]]
-"""Looks at some work, and returns what takes one sample of it in milliseconds."""
+"""A function of the work. It returns a function that times one sample of this work, in milliseconds."""
 
 
 @dataclass
 class Row:
-    """One question: what was timed beside what, medians in milliseconds."""
+    """The contenders that were timed side by side at one piece of work."""
 
     work: str
     times: dict[str, float]
-    """Contender -> median milliseconds; a contender that failed is missing here and named in ``failed``."""
+    """Contender -> median time in milliseconds. A contender that failed is in ``failed`` instead."""
     nbytes: int = 0
-    """Bytes that any implementation has to read and write."""
+    """Bytes that every implementation has to read and write."""
     failed: dict[str, str] = field(default_factory=dict)
+    """Contender -> the error that it raised, in one line."""
     relative: dict[str, float] = field(default_factory=dict)
-    """Contender -> median over the rounds of its time over that of the first contender in the same round."""
+    """Contender -> its time divided by that of the first contender in the same round; the median of all rounds."""
 
     def ratio(self, contender: str, base: str) -> float:
-        """How many times faster ``contender`` is than ``base``; NaN where either did not run."""
+        """The time of ``base`` divided by the time of ``contender``: the speedup. NaN if either did not run."""
         if contender not in self.times or base not in self.times:
             return float("nan")
         return self.times[base] / self.times[contender]
 
     def gbps(self, contender: str) -> float:
-        """Effective gigabytes a second."""
+        """Effective bandwidth in GB/s; NaN if the contender did not run."""
         return self.nbytes / self.times[contender] / 1e6 if contender in self.times else float("nan")
 
 
 RowT = TypeVar("RowT", bound=Row)
 
 
-def wall(run: Work) -> Callable[[], float]:
-    """The clock of work that ends when its call returns."""
+def wall_clock(run: Work) -> Callable[[], float]:
+    """The clock of wall time, for work that is finished when its call returns."""
 
     def sample() -> float:
         start = time.perf_counter()
@@ -63,11 +68,12 @@ def wall(run: Work) -> Callable[[], float]:
 
 
 def side_by_side(work: str, contenders: dict[str, Prepare], nbytes: int = 0, repeats: int = 15, warmup: int = 3) -> Row:
-    """``timed`` by the wall clock, in a new Row."""
+    """A new Row, filled by ``timed`` with the wall clock."""
     return timed(Row(work, {}, nbytes), contenders, repeats, warmup)
 
 
 FEWEST_ROUNDS = 5
+"""``timed`` runs at least this many rounds."""
 
 
 def timed(
@@ -75,13 +81,14 @@ def timed(
     contenders: dict[str, Prepare],
     repeats: int = 15,
     warmup: int = 3,
-    clock: Clock = wall,
+    clock: Clock = wall_clock,
     seconds: float = float("inf"),
 ) -> RowT:
-    """Time every contender in turn, round after round, so that drift of the machine hits all alike; fills ``row``.
+    """Time the contenders side by side, fill ``row`` with the medians, and return it.
 
-    ``contenders``: name -> a function that prepares and returns the work. One that raises is recorded as failed.
-    ``repeats`` rounds, fewer (but at least FEWEST_ROUNDS) when ``seconds`` have passed.
+    Every round times each contender once, so that a drift of the machine affects all of them. ``contenders`` maps a
+    name to the function that prepares the work. A contender that raises in preparation or warm-up is recorded in
+    ``row.failed``. There are ``repeats`` rounds, or fewer, but at least FEWEST_ROUNDS, once ``seconds`` have passed.
     """
     ready: dict[str, Callable[[], float]] = {}
     for name, prepare in contenders.items():
@@ -94,11 +101,11 @@ def timed(
             row.failed[name] = f"{type(error).__name__}: {error}".splitlines()[0][:120]
     samples: dict[str, list[float]] = {name: [] for name in ready}
     begin = time.perf_counter()
-    for done in range(repeats):
-        if done >= FEWEST_ROUNDS and time.perf_counter() - begin > seconds:
+    names = list(ready)
+    for index in range(repeats):
+        if index >= FEWEST_ROUNDS and time.perf_counter() - begin > seconds:
             break
-        names = list(ready)
-        first = done % max(len(names), 1)  # each comes first in turn: what ran before leaves a chip warm or cool
+        first = index % max(len(names), 1)  # rotate the order: the work before changes the temperature of the chip
         for name in names[first:] + names[:first]:
             samples[name].append(ready[name]())
     row.times = {name: statistics.median(values) for name, values in samples.items()}
@@ -112,7 +119,7 @@ def timed(
 
 
 def machine() -> dict[str, Any]:
-    """What a figure means nothing without."""
+    """The date, the hardware and the software versions of a measurement."""
     names = ("mxtensor", "torch", "torchao", "gemlite", "triton", "numpy", "transformers", "peft")
     versions = {}
     for name in names:
@@ -136,41 +143,58 @@ def machine() -> dict[str, Any]:
     }
 
 
+WIDTH, MIN_WRAP = 100, 24
+"""Of printed tables, in characters: the wanted width of a line, and the least width of a wrapped column."""
+
+
 def print_table(header: list[str], rows: list[list[str]]) -> None:
-    """Columns aligned, numbers to the right."""
-    widths = [max(len(r[i]) for r in [header, *rows]) for i in range(len(header))]
-    for r in [header, ["-" * w for w in widths], *rows]:
-        print("  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(r, widths, strict=True))))
+    """Print aligned columns: the first to the left, the others to the right.
+
+    If a line is wider than WIDTH, the texts of the last column are wrapped, at least MIN_WRAP characters wide.
+    """
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+    if (excess := sum(widths) + 2 * (len(widths) - 1) - WIDTH) > 0:
+        widths[-1] = min(widths[-1], max(widths[-1] - excess, MIN_WRAP, len(header[-1])))
+    for row in [header, ["-" * width for width in widths], *rows]:
+        for line in _wrapped(row, widths[-1]):
+            aligned = (c.rjust(w) if i else c.ljust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True)))
+            print("  ".join(aligned).rstrip())
+
+
+def _wrapped(row: list[str], width: int) -> list[list[str]]:
+    """The lines of a row whose last cell has at most ``width`` characters a line; a longer word is not split."""
+    first, *rest = textwrap.wrap(row[-1], width, break_long_words=False, break_on_hyphens=False) or [""]
+    return [[*row[:-1], first], *([""] * (len(row) - 1) + [text] for text in rest)]
 
 
 def command() -> str:
-    """What was typed, as another machine may repeat it: of absolute paths the last part."""
+    """The command line, as another machine can repeat it: an absolute path is shortened to its last component."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
-    words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
-    return " ".join([f"python -m {spec.name}" if spec is not None else Path(sys.argv[0]).name, *words])
+    arguments = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
+    return " ".join([f"python -m {spec.name}" if spec is not None else Path(sys.argv[0]).name, *arguments])
 
 
 def arguments(description: str) -> argparse.Namespace:
-    """The options all benchmarks share."""
+    """Parse the options that all benchmarks share."""
     return parser(description).parse_args()
 
 
 def parser(description: str) -> argparse.ArgumentParser:
-    """A parser of the options all benchmarks share."""
+    """A parser of the options that all benchmarks share."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--json", type=Path, help="write raw results to this file")
-    parser.add_argument("--repeats", type=int, default=15, help="rounds per row (the median counts)")
+    parser.add_argument("--json", type=Path, help="write the raw figures to this file")
+    parser.add_argument("--repeats", type=int, default=15, help="rounds per row; the median is reported (default: 15)")
     return parser
 
 
 def read_json(path: Path, kind: type[RowT]) -> tuple[dict[str, Any], list[RowT]]:
-    """What ``write_json`` wrote of rows of this kind: the machine, and the rows."""
+    """Read a record of ``write_json`` whose rows are of class ``kind``: the machine, and the rows."""
     record = json.loads(path.read_text())
     return record["machine"], [kind(**row) for row in record["rows"]]
 
 
 def write_json(path: Path | None, rows: Sequence[Any], **more: Any) -> None:
-    """Raw results, dataclasses and ``more``, with the machine they were measured on."""
+    """Write a record: these rows (dataclasses), the machine, and the entries of ``more``. None writes nothing."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         record = {"command": command(), "machine": machine(), "rows": [asdict(r) for r in rows]} | more

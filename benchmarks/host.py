@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 import mxtensor as mx
 
-from .cuda import leave_without_cuda, queued
-from .harness import Row, Work, machine, parser, print_table, timed, wall, write_json
+from .cuda import exit_without_cuda, host_clock
+from .harness import Row, Work, machine, parser, print_table, timed, wall_clock, write_json
 
 CALLS = 500
 """Timed at a time: fewer than the launches that CUDA queues before it makes the host wait."""
@@ -40,7 +40,7 @@ def row(dtype: torch.dtype, repeats: int, device: str = "cpu") -> Row:
         weight = mx.quantize_(layer, config).weight
         contenders[name] = lambda weight=weight: _calls(weight, x)  # type: ignore[misc]
     work = Row(f"F.linear 1x{size}x{size} {str(dtype).removeprefix('torch.')}", {})
-    return timed(work, contenders, repeats, clock=wall if device == "cpu" else queued(1))
+    return timed(work, contenders, repeats, clock=wall_clock if device == "cpu" else host_clock(1))
 
 
 def cells(row: Row) -> list[list[str]]:
@@ -60,7 +60,7 @@ def main() -> None:
     torch.set_num_threads(1)
     with torch.no_grad():
         if args.cuda:
-            leave_without_cuda(options)
+            exit_without_cuda(options)
             rows = [row(torch.bfloat16, args.repeats, "cuda")]
         else:
             rows = [row(dtype, args.repeats) for dtype in (torch.float32, torch.bfloat16)]

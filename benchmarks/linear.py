@@ -20,14 +20,14 @@ from .cuda import (
     GpuRow,
     Target,
     cold_copies,
-    events,
-    explained,
+    event_clock,
     gpu_arguments,
-    here,
     layer_of,
-    over,
+    log_kernels,
+    machine_line,
     print_failures,
     print_verdicts,
+    rotate_inputs,
 )
 from .harness import Prepare, print_table, timed, write_json
 
@@ -66,8 +66,8 @@ def linear_row(name: str, pairs: Pairs, prepare: Callable[[LinearRow], Prepare],
     (m, k), n = pairs[0][0].shape, pairs[0][1].shape[0]
     shape = f"{m}x{n}x{k}"
     row = LinearRow(f"{name} {shape}", {}, contender=name, shape=shape)
-    both = {BASE: over(pairs, lambda pair: F.linear(*pair)), name: prepare(row)}
-    timed(row, both, args.repeats, clock=events(6.0, most=12), seconds=1.5)
+    both = {BASE: rotate_inputs(pairs, lambda pair: F.linear(*pair)), name: prepare(row)}
+    timed(row, both, args.repeats, clock=event_clock(6.0, max_calls=12), seconds=1.5)
     print(f"{row.work}: {row.over_base:.3f} of {row.times.get(BASE, float('nan')):.4f} ms", flush=True)
     return row
 
@@ -82,7 +82,7 @@ def ours(config: str, pairs: Pairs) -> Callable[[LinearRow], Prepare]:
         return operands
 
     def contender(row: LinearRow) -> Prepare:
-        return lambda: explained(row, config, layers(), lambda pair: pair[1](pair[0]))()
+        return lambda: log_kernels(row, config, layers(), lambda pair: pair[1](pair[0]))()
 
     return contender
 
@@ -174,7 +174,7 @@ def main() -> None:
                 for label, (convert, compiles) in peers.LINEARS.items():
                     if compiles or not compile:
                         rows.append(peer(label + " compiled" * compile, convert, pairs, compile))
-    print(f"\n{here()}\n")
+    print(f"\n{machine_line()}\n")
     order = {f"{m}x{n}x{k}": place for place, (m, n, k) in enumerate(shapes)}
     print_table(HEADER, [cells(row) for row in sorted(rows, key=lambda row: order[row.shape])])
     print_failures(rows)

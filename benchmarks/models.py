@@ -1,11 +1,12 @@
-"""Models of transformers, unmodified: what ``quantize_`` does to each, and what works afterwards (extra ``test``).
+"""Unmodified models of transformers: what ``quantize_`` converts, and what works afterwards (extra ``test``).
 
-    python -m benchmarks.models                               every model, a table
-    python -m benchmarks.models llama gpt2                    of these only
-    python -m benchmarks.models --json FILE      the record that docs/models.md shows
+    python -m benchmarks.models                    print a table of every model
+    python -m benchmarks.models llama gpt2         print a table of these models
+    python -m benchmarks.models --json FILE        also write the record that docs/models.md shows
 
-Every model is built from a small configuration with random weights, so nothing is downloaded and an error says how
-formats and layers meet, not how good a trained model stays.
+Every model is built from a small configuration with random weights, so nothing is downloaded. An error therefore shows
+how a format interacts with the layers. It does not show how good a trained model stays. The file is long because it
+has both the list of models and the questions, and each question is one function.
 """
 
 from __future__ import annotations
@@ -38,65 +39,65 @@ Inputs = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Row:
-    """What became of one model; every field but the errors is the same on every machine."""
+    """The answers for one model. Every field but ``errors`` is the same on every machine."""
 
     model: str
     layers: int
-    """Weights that ``quantize_`` took."""
+    """Weights that ``quantize_`` converts by default."""
     candidates: int
-    """Weights of linear layers and experts, heads and routers included."""
+    """Weights of all linear layers and experts, including heads and routers."""
     bits: float
-    """Bits a value of the quantized weights, scales included."""
+    """Bits per value of the quantized weights, including the scales."""
     errors: dict[str, float]
-    """Config -> relative error of the logits (Frobenius norm) beside the unquantized model."""
+    """Config -> relative error of the logits (Frobenius norm) against the unquantized model."""
     compiled: str
-    """What the model under ``torch.compile(fullgraph=True)`` has in common with the eager one, and the backend."""
+    """Whether ``torch.compile(fullgraph=True)`` gives the tokens or logits of the eager model, and the backend."""
     loaded: bool
-    """Whether a new process that loads the saved weights computes the same logits, bit for bit."""
+    """Whether a new process that loads the saved weights computes bitwise identical logits."""
     lora: bool
-    """Whether an AdamW step on LoRA adapters lowers the loss and leaves the quantized weights as they are."""
+    """Whether an AdamW step on LoRA adapters lowers the loss and does not change the quantized weights."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """How a model is made, fed and read."""
+    """How a model is built and called."""
 
     title: str
     build: Callable[[], nn.Module]
     inputs: Callable[[], Inputs]
-    grows: str | None = None
-    """The input that a generated token is appended to; None for a model that generates nothing."""
+    token_input: str | None = None
+    """The name of the input to which generated tokens are appended; None for a model that does not generate."""
     backend: str = "aot_eager"
-    """Of ``torch.compile``; inductor takes longer."""
+    """The backend of ``torch.compile``. inductor takes longer."""
     prepare: Callable[[Any], None] = lambda model: None
-    """What ``torch.compile(fullgraph=True)`` needs of the library's own switches."""
+    """Sets the options of transformers that ``torch.compile(fullgraph=True)`` needs."""
 
 
 # ---------------------------------------------------------------------------------------------- the models
 
 
 def ids(length: int = 12) -> Tensor:
-    """Two rows of token ids, the same at every call; the first three ids are left to special tokens."""
+    """Token ids of shape (2, length), the same at every call. The first three ids are reserved for special tokens."""
     return torch.randint(3, VOCABULARY, (2, length), generator=torch.Generator().manual_seed(1))
 
 
 def noise(*shape: int) -> Tensor:
-    """The same Gaussian values at every call."""
+    """Gaussian values, the same at every call."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(2))
 
 
 def text() -> Inputs:
-    """For a model of one sequence."""
+    """The inputs of a model with one sequence."""
     return {"input_ids": ids()}
 
 
 def translation() -> Inputs:
-    """For an encoder and a decoder that begins with token 0."""
+    """The inputs of an encoder, and of a decoder that begins with token 0."""
     return {"input_ids": ids(), "decoder_input_ids": torch.zeros(2, 1, dtype=torch.long)}
 
 
 def speech() -> Inputs:
-    """For Whisper: a spectrogram, and a decoder that begins with token 1."""
+    """The inputs of Whisper: a spectrogram, and a decoder that begins with token 1."""
     return {"input_features": noise(2, 16, 64), "decoder_input_ids": torch.ones(2, 1, dtype=torch.long)}
 
 
@@ -112,7 +113,7 @@ ONE_LAYER = DECODER | {"num_hidden_layers": 1}
 
 
 def made(model: str, config: str, /, **options: Any) -> Callable[[], nn.Module]:
-    """Builds a class of transformers from a class of its configurations."""
+    """A function that builds the model class of transformers from its configuration class."""
 
     def build() -> nn.Module:
         import transformers
@@ -123,7 +124,7 @@ def made(model: str, config: str, /, **options: Any) -> Callable[[], nn.Module]:
 
 
 def gather_experts(model: Any) -> None:
-    """transformers' experts as one batched product: its grouped product loops over groups whose sizes are data."""
+    """Compute the experts as one batched product: the grouped product loops over data-dependent group sizes."""
     model.set_experts_implementation("batched_mm")
 
 
@@ -159,7 +160,7 @@ CASES = {
 
 
 def built(name: str, config: str | None = None) -> nn.Module:
-    """A model with its own fixed random weights, quantized by ``config`` if there is one."""
+    """The model with its fixed random weights, quantized by ``config`` unless it is None."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = CASES[name].build().eval()
@@ -168,29 +169,29 @@ def built(name: str, config: str | None = None) -> nn.Module:
 
 @torch.no_grad()
 def logits(name: str, model: Callable[..., Any]) -> Tensor:
-    """What the model says of its case's inputs."""
+    """The logits of the model for the inputs of its case."""
     return model(**CASES[name].inputs()).logits  # type: ignore[no-any-return]
 
 
 def weights(model: nn.Module) -> Iterator[tuple[str, mx.MXTensor]]:
-    """Every quantized weight by its name, a shared one once."""
+    """Every quantized weight with its name. A shared weight appears once."""
     for name, parameter in model.named_parameters():
         if isinstance(parameter, mx.MXTensor):
             yield name, parameter
 
 
-# ---------------------------------------------------------------------------------------------- what is asked
+# ---------------------------------------------------------------------------------------------- the questions
 
 
 def relative_error(got: Tensor, expected: Tensor) -> float:
-    """Norm of the difference over that of what was expected."""
+    """The norm of ``got - expected`` divided by the norm of ``expected``."""
     return float((got - expected).norm() / expected.norm())
 
 
 def generated(name: str, model: Any) -> Tensor:
-    """``TOKENS`` tokens for each row by transformers' own ``generate``: eager, greedy, with its cache."""
+    """``TOKENS`` tokens for each row from transformers' ``generate``: eager, greedy, with its cache."""
     case = CASES[name]
-    assert case.grows is not None
+    assert case.token_input is not None
     inputs = case.inputs()
     model.generation_config.eos_token_id = None  # never stop early
     if "input_ids" in inputs:
@@ -202,22 +203,23 @@ def generated(name: str, model: Any) -> Tensor:
 
 @torch.no_grad()
 def greedy(name: str, forward: Callable[..., Any]) -> Tensor:
-    """The same tokens by a plain loop over a forward without a cache, at one length: what comes later is hidden."""
+    """The same tokens from a loop without a cache. The length is fixed; the causal mask hides the later positions."""
     case = CASES[name]
-    assert case.grows is not None
+    assert case.token_input is not None
     inputs = case.inputs()
-    start = inputs[case.grows].shape[1]
-    inputs[case.grows] = tokens = torch.cat([inputs[case.grows], torch.zeros(2, TOKENS, dtype=torch.long)], 1)
+    first = inputs[case.token_input]
+    start = first.shape[1]
+    inputs[case.token_input] = tokens = torch.cat([first, torch.zeros(2, TOKENS, dtype=torch.long)], 1)
     for i in range(start, start + TOKENS):
         tokens[:, i] = forward(**inputs, use_cache=False).logits[:, i - 1].argmax(-1)
     return tokens[:, start:]
 
 
 def compiled(name: str, model: nn.Module) -> str:
-    """What the compiled model, without a graph break, has in common with the eager one."""
+    """Compile the model without graph breaks, and compare its tokens or logits with those of the eager model."""
     case = CASES[name]
     torch._dynamo.reset()
-    tokens = None if case.grows is None else generated(name, model)
+    tokens = None if case.token_input is None else generated(name, model)
     case.prepare(model)
     forward = torch.compile(model, fullgraph=True, backend=case.backend)
     if tokens is None:
@@ -227,18 +229,18 @@ def compiled(name: str, model: nn.Module) -> str:
     return f"{'same' if same else 'other'} {TOKENS} tokens, {case.backend}"
 
 
-def load(name: str, folder: Path) -> bool:
-    """Whether a fresh model with the saved state computes the saved logits."""
+def loads(name: str, folder: Path) -> bool:
+    """Whether a new model that loads the saved state computes the saved logits."""
     saved = torch.load(folder / f"{name}.pt", weights_only=True)
     with torch.random.fork_rng():
-        torch.manual_seed(1)  # other weights, which the state replaces
+        torch.manual_seed(1)  # other weights, which the saved state replaces
         model = CASES[name].build().eval()
     mx.quantize_(model, "mxfp8").load_state_dict(saved["state"])
     return torch.equal(logits(name, model), saved["logits"])
 
 
 def loaded_elsewhere(names: Collection[str]) -> dict[str, bool]:
-    """Save every model in mxfp8 with its logits, and ``load`` all of them in one new process."""
+    """Save every model in mxfp8 with its logits, and call ``loads`` for all of them in one new process."""
     root = Path(__file__).resolve().parent.parent
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
     with tempfile.TemporaryDirectory() as folder:
@@ -252,22 +254,22 @@ def loaded_elsewhere(names: Collection[str]) -> dict[str, bool]:
     return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
 
 
-def operands(model: nn.Module) -> list[Tensor]:
-    """Copies of all codes and scales, as bytes."""
-    return [part.contiguous().view(torch.uint8).clone() for _, w in weights(model) for part in w.components]
+def stored_bytes(model: nn.Module) -> list[Tensor]:
+    """Copies of all codes and scales of the quantized weights, as bytes."""
+    return [t.contiguous().view(torch.uint8).clone() for _, w in weights(model) for t in w.components]
 
 
 def lora(name: str, model: nn.Module) -> bool:
-    """One AdamW step on LoRA adapters of every quantized layer that peft knows."""
+    """Train LoRA adapters of every quantized layer for one AdamW step; the result is ``Row.lora``."""
     from peft import LoraConfig, get_peft_model
 
     inputs = CASES[name].inputs()
     labels = inputs.pop("decoder_input_ids", inputs.get("input_ids", torch.tensor([0, 1])))
-    before = operands(model)
+    before = stored_bytes(model)
     layers = [weight.removesuffix(".weight") for weight, _ in weights(model) if weight.endswith(".weight")]
     transposed = type(model.get_submodule(layers[0])).__name__ == "Conv1D"
     adapted = get_peft_model(model, LoraConfig(r=4, target_modules=layers, fan_in_fan_out=transposed))
-    adapted.eval()  # no dropout: both losses are of the same function
+    adapted.eval()  # no dropout, so that both losses come from the same function
     optimizer = torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad], lr=1e-2)
     losses = []
     for _ in range(2):
@@ -276,21 +278,21 @@ def lora(name: str, model: nn.Module) -> bool:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    same = all(torch.equal(a, b) for a, b in zip(before, operands(model), strict=True))
+    same = all(torch.equal(a, b) for a, b in zip(before, stored_bytes(model), strict=True))
     return losses[1] < losses[0] and same
 
 
 def row(name: str) -> Row:
-    """Every question but the one that needs a new process."""
+    """The row of one model, without ``loaded``, which needs a new process."""
     plain, model = built(name), built(name, "mxfp8")
-    taken = [w for _, w in weights(model)]
+    quantized = [w for _, w in weights(model)]
     everything = mx.quantize_(copy.deepcopy(plain), "mxfp8", lambda module, _: not isinstance(module, nn.Embedding))
     expected = logits(name, plain)
     return Row(
         model=CASES[name].title,
-        layers=len(taken),
+        layers=len(quantized),
         candidates=len(list(weights(everything))),
-        bits=8 * sum(w.nbytes for w in taken) / sum(w.numel() for w in taken),
+        bits=8 * sum(w.nbytes for w in quantized) / sum(w.numel() for w in quantized),
         errors={config: relative_error(logits(name, built(name, config)), expected) for config in FORMATS},
         compiled=compiled(name, model),
         loaded=False,
@@ -299,7 +301,7 @@ def row(name: str) -> Row:
 
 
 def rows(names: Collection[str] = ()) -> list[Row]:
-    """The rows of the models named, or of all."""
+    """The rows of these models, or of all models if ``names`` is empty."""
     names = names or list(CASES)
     loaded = loaded_elsewhere(names)
     return [replace(row(name), loaded=loaded[name]) for name in names]
@@ -312,7 +314,7 @@ RECORD = Path(__file__).parent / "results" / "models.json"
 
 
 def cells(found: Mapping[str, Any]) -> list[str]:
-    """A row as text."""
+    """The line of the table for one row of the record."""
     yes = {True: "yes", False: "no"}
     return [
         found["model"], f"{found['layers']} of {found['candidates']}", f"{found['bits']:.4g}",
@@ -322,24 +324,24 @@ def cells(found: Mapping[str, Any]) -> list[str]:
 
 
 def recorded() -> list[dict[str, Any]]:
-    """The rows of the record, in the order of CASES."""
+    """The rows of the record in the repository, in the order of CASES."""
     return json.loads(RECORD.read_text())["rows"]  # type: ignore[no-any-return]
 
 
 def main() -> None:
-    """Ask everything of every model and print the table."""
+    """Print the table of the models on the command line, or of all, and write the record."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.models", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(CASES)}; all, if none is named")
-    parser.add_argument("--json", type=Path, help="write raw results to this file")
+    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"any of {', '.join(CASES)} (default: all)")
+    parser.add_argument("--json", type=Path, help="write the raw figures to this file")
     parser.add_argument("--load", type=Path, metavar="FOLDER", help=argparse.SUPPRESS)
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     if args.load is not None:
-        print(json.dumps({path.stem: load(path.stem, args.load) for path in sorted(args.load.glob("*.pt"))}))
+        print(json.dumps({path.stem: loads(path.stem, args.load) for path in sorted(args.load.glob("*.pt"))}))
         return
     if unknown := set(args.models) - set(CASES):
-        parser.error(f"no such model: {', '.join(sorted(unknown))}")
+        parser.error(f"unknown model: {', '.join(sorted(unknown))}; the models are {', '.join(CASES)}")
     found = rows(args.models)
     print_table(list(HEADER), [cells(asdict(r)) for r in found])
     write_json(args.json, found)

@@ -1,4 +1,7 @@
-"""torchao on a GPU, beside our own contenders. Where it is not installed, its rows are failures that say so."""
+"""Contenders of torchao and gemlite on a GPU, beside our own.
+
+If a library is not installed, its contenders raise ImportError, and the record names it under ``failed``.
+"""
 
 from __future__ import annotations
 
@@ -10,34 +13,34 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .cpu import torchao_cast
-from .cuda import layer_of, over
+from .cuda import layer_of, rotate_inputs
 from .harness import Prepare, Work
 
 Fn = Callable[[Any], Any]
 
 
-def _imports() -> None:
-    """Raise ImportError where torchao is not installed, so that the record says that and not something behind it."""
+def _require_torchao() -> None:
+    """Raise ImportError if torchao is not installed, before another error can hide that."""
     import torchao  # noqa: F401
 
 
 def eager(make: Callable[[], Fn], inputs: Sequence[Any]) -> Prepare:
-    """The work of the function that ``make`` returns, on these inputs in turn."""
+    """The work that calls the function of ``make()`` on the rotated inputs."""
 
     def prepare() -> Work:
-        _imports()
-        return over(inputs, make())()
+        _require_torchao()
+        return rotate_inputs(inputs, make())()
 
     return prepare
 
 
 def compiled(make: Callable[[], Fn], inputs: Sequence[Any]) -> Prepare:
-    """``eager`` through torch.compile, for these shapes alone."""
+    """``eager`` with a function that ``torch.compile`` compiles for these static shapes."""
 
     def prepare() -> Work:
-        _imports()
+        _require_torchao()
         torch._dynamo.reset()
-        return over(inputs, torch.compile(make(), fullgraph=True, dynamic=False))()
+        return rotate_inputs(inputs, torch.compile(make(), fullgraph=True, dynamic=False))()
 
     return prepare
 
@@ -46,7 +49,7 @@ def compiled(make: Callable[[], Fn], inputs: Sequence[Any]) -> Prepare:
 
 
 def cast(elem: Any, scaling: str) -> Callable[[], Fn]:
-    """torchao's cast along the last dimension; NVFP4 has one scale rule."""
+    """torchao's cast along the last dimension. ``scaling`` does not apply to NVFP4, which has one scale rule."""
 
     def make() -> Fn:
         if elem == "nvfp4":
@@ -61,7 +64,7 @@ def cast(elem: Any, scaling: str) -> Callable[[], Fn]:
 
 
 def cast_columns(elem: Any, scaling: str) -> Callable[[], Fn]:
-    """torchao's cast along the first dimension: that of the transpose."""
+    """torchao's cast along the first dimension, as a cast of the transpose."""
 
     def make() -> Fn:
         along_rows = cast(elem, scaling)()
@@ -77,31 +80,31 @@ def triton_columns() -> Fn:
     return lambda x: triton_to_mxfp8_dim1(x, inner_block_size=32)
 
 
-def decoding(elem: Any, inputs: Sequence[Tensor], through: Callable[..., Prepare]) -> Prepare:
-    """torchao's dequantize of the cast inputs, ``through`` eager or compiled."""
+def dequantizing(elem: Any, inputs: Sequence[Tensor], run: Callable[..., Prepare]) -> Prepare:
+    """torchao's dequantize of the cast inputs, where ``run`` is ``eager`` or ``compiled``."""
 
     def prepare() -> Work:
-        _imports()
-        operands = [torchao_cast(x, elem) for x in inputs]
-        return through(lambda: lambda q: q.dequantize(torch.bfloat16), operands)()
+        _require_torchao()
+        quantized = [torchao_cast(x, elem) for x in inputs]
+        return run(lambda: lambda q: q.dequantize(torch.bfloat16), quantized)()
 
     return prepare
 
 
 CASTS: dict[str, Any] = {"mxfp8_e4m3": torch.float8_e4m3fn, "mxfp4_e2m1": torch.float4_e2m1fn_x2, "nvfp4": "nvfp4"}
-"""Our format -> torchao's element dtype (NVFP4 is a class of its own there)."""
+"""Our format -> torchao's element dtype, or "nvfp4", which is a separate class in torchao."""
 
 
 def cast_contenders(format: str, work: str, inputs: Sequence[Tensor], compile: bool) -> dict[str, Prepare]:
-    """torchao's contenders for one of our rows; none where it has nothing of the kind."""
+    """torchao's contenders for the work of one of our rows; empty if torchao has no such cast."""
     if format not in CASTS:
         return {}
     elem, mx = CASTS[format], CASTS[format] != "nvfp4"
     found: dict[str, Prepare] = {}
     if work == "dequantize":
-        found["torchao"] = decoding(elem, inputs, eager)
+        found["torchao"] = dequantizing(elem, inputs, eager)
         if compile:
-            found["torchao compiled"] = decoding(elem, inputs, compiled)
+            found["torchao compiled"] = dequantizing(elem, inputs, compiled)
         return found
     if work == "rowwise":
         found["torchao"] = eager(cast(elem, "rceil"), inputs)
@@ -121,7 +124,7 @@ def cast_contenders(format: str, work: str, inputs: Sequence[Tensor], compile: b
 
 
 def mx_linear(elem: Any) -> Callable[[nn.Module], Any]:
-    """Converts a model as torchao's MX inference configuration does, with the emulated product (no Blackwell)."""
+    """A function that applies torchao's MX inference configuration, with the emulated product (no Blackwell)."""
 
     def convert(model: nn.Module) -> Any:
         from torchao.prototype.mx_formats.inference_workflow import MXDynamicActivationMXWeightConfig
@@ -137,7 +140,7 @@ def mx_linear(elem: Any) -> Callable[[nn.Module], Any]:
 
 
 def float8_linear(granularity: str) -> Callable[[nn.Module], Any]:
-    """Converts a model to torchao's dynamic float8, ``PerTensor`` or ``PerRow``."""
+    """A function that applies torchao's dynamic float8 configuration, ``PerTensor`` or ``PerRow``."""
 
     def convert(model: nn.Module) -> Any:
         from torchao import quantization as q
@@ -153,20 +156,20 @@ LINEARS: dict[str, tuple[Callable[[nn.Module], Any], bool]] = {
     "torchao float8_tensor": (float8_linear("PerTensor"), True),
     "torchao float8_row": (float8_linear("PerRow"), True),
 }
-"""Label -> (conversion, whether it is timed compiled as well)."""
+"""Contender -> (conversion of a model, whether it is also timed under ``torch.compile``)."""
 
 
 def linear(convert: Callable[[nn.Module], Any], pairs: Sequence[tuple[Tensor, Tensor]], compile: bool) -> Prepare:
-    """The work of torchao's linear layers on (x, weight) in turn."""
+    """The work of torchao's linear layers on the rotated pairs (x, weight)."""
 
     def prepare() -> Work:
-        _imports()
-        operands = []
+        _require_torchao()
+        converted = []
         for x, weight in pairs:
-            model = nn.Sequential(layer_of(weight.clone()))  # torchao converts the children of what it is given
+            model = nn.Sequential(layer_of(weight.clone()))  # torchao converts the children of a module, not the module
             convert(model)
-            operands.append((x, model[0].weight))
-        return (compiled if compile else eager)(lambda: lambda pair: F.linear(*pair), operands)()
+            converted.append((x, model[0].weight))
+        return (compiled if compile else eager)(lambda: lambda pair: F.linear(*pair), converted)()
 
     return prepare
 
@@ -175,7 +178,7 @@ def linear(convert: Callable[[nn.Module], Any], pairs: Sequence[tuple[Tensor, Te
 
 
 def mx_training(model: nn.Module) -> Any:
-    """torchao's MXFP8 training with the emulated product (no Blackwell)."""
+    """Apply torchao's MXFP8 training configuration, with the emulated product (no Blackwell)."""
     from torchao.prototype.moe_training.config import MXFP8TrainingOpConfig, MXFP8TrainingRecipe
     from torchao.quantization import quantize_
 
@@ -184,7 +187,7 @@ def mx_training(model: nn.Module) -> Any:
 
 
 def float8_training(recipe: str) -> Callable[[nn.Module], Any]:
-    """torchao's float8 training, ``tensorwise`` or ``rowwise``."""
+    """A function that applies torchao's float8 training recipe ``tensorwise`` or ``rowwise``."""
 
     def convert(model: nn.Module) -> Any:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -199,7 +202,7 @@ TRAINING: dict[str, Callable[[nn.Module], Any]] = {
     "torchao float8 rowwise": float8_training("rowwise"),
     "torchao mxfp8": mx_training,
 }
-"""Label -> conversion."""
+"""Contender -> conversion of a model."""
 
 
 # ---------------------------------------------------------------------------------------------- decoding
@@ -208,33 +211,33 @@ Calls = list[Work]
 
 
 def gemlite_mxfp(bits: int, dynamic: bool) -> Callable[[Sequence[Tensor], Tensor], Calls]:
-    """gemlite's MX layers of these weights on ``x``, which tune themselves at the first call."""
+    """The calls of gemlite's MX layers with these weights on ``x``. gemlite tunes a layer at its first call."""
 
     def make(weights: Sequence[Tensor], x: Tensor) -> Calls:
         from gemlite import helper
 
         kind = helper.A8W8_MXFP_dynamic if dynamic else helper.A16W8_MXFP if bits == 8 else helper.A16W4_MXFP
-        operands = []
+        layers = []
         for weight in weights:
-            operands.append(kind(device="cuda:0", dtype=torch.bfloat16).from_linear(layer_of(weight.clone())))
-        return [lambda layer=layer: layer(x) for layer in operands]  # type: ignore[misc]
+            layers.append(kind(device="cuda:0", dtype=torch.bfloat16).from_linear(layer_of(weight.clone())))
+        return [lambda layer=layer: layer(x) for layer in layers]  # type: ignore[misc]
 
     return make
 
 
 def torchao_mx(elem: Any) -> Callable[[Sequence[Tensor], Tensor], Calls]:
-    """torchao's MX inference layers, compiled, with the emulated product (no Blackwell)."""
+    """The calls of torchao's compiled MX inference layers, with the emulated product (no Blackwell)."""
 
     def make(weights: Sequence[Tensor], x: Tensor) -> Calls:
-        _imports()
-        operands = []
+        _require_torchao()
+        converted = []
         for weight in weights:
             model = nn.Sequential(layer_of(weight.clone()))
             mx_linear(elem)(model)
-            operands.append(model[0].weight)
+            converted.append(model[0].weight)
         torch._dynamo.reset()
         run = torch.compile(F.linear, fullgraph=True, dynamic=False)
-        return [lambda w=w: run(x, w) for w in operands]  # type: ignore[misc]
+        return [lambda w=w: run(x, w) for w in converted]  # type: ignore[misc]
 
     return make
 
@@ -245,4 +248,4 @@ DECODE: dict[str, Callable[[Sequence[Tensor], Tensor], Calls]] = {
     "gemlite mxfp8": gemlite_mxfp(8, True),
     "torchao mxfp8, compiled": torchao_mx(torch.float8_e4m3fn),
 }
-"""Label -> the calls of its layers with these weights."""
+"""Contender -> the function of (weights, x) that returns one call for each weight."""

@@ -1,12 +1,14 @@
-"""Pictures of the GPU records for the documentation: ``python -m benchmarks.plots`` (extra ``plot``).
+"""Draw the pictures of the GPU records for the documentation: ``python -m benchmarks.plots`` (extra ``plot``).
 
-Each is drawn from benchmarks/results/NAME.json to docs/assets/NAME.png, and holds the checksum of that record.
+The picture docs/assets/NAME.png shows the record benchmarks/results/NAME.json. Its metadata contains the checksum of
+the record, so that a test can tell whether it is current.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,20 +26,20 @@ TARGET_KEY = {"linestyle": "", "marker": "|", "color": COLORS[2], "markersize": 
 
 
 def checksum(record: Path) -> str:
-    """What a picture says about the record it was drawn from."""
+    """The SHA-256 of a record, which its picture contains as metadata."""
     return hashlib.sha256(record.read_bytes()).hexdigest()
 
 
 def _figure(width: float, height: float) -> Any:
     try:
-        from matplotlib.figure import Figure  # not pyplot: no global state, no display
+        from matplotlib.figure import Figure  # pyplot would need a display and has global state
     except ImportError as error:
         raise ImportError("benchmarks.plots needs matplotlib: pip install 'mxtensor[plot]'") from error
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def _names_down(axes: Any, names: Sequence[str]) -> None:
-    """One row of the picture for each name, the first on top, told apart by bands."""
+def _rows_of_names(axes: Any, names: Sequence[str]) -> None:
+    """One row of the picture for each name, the first on top, with bands of alternating color."""
     axes.set_yticks(range(len(names)), names, fontsize=9)
     axes.set_ylim(len(names) - 0.5, -0.5)
     for i in range(0, len(names), 2):
@@ -49,18 +51,17 @@ def _names_down(axes: Any, names: Sequence[str]) -> None:
 
 
 def _title(figure: Any, title: str, machine: dict[str, Any]) -> None:
+    """The title, and below it the machine, the versions and the date."""
     versions = machine["versions"]
-    components = [
-        machine["gpu"] or machine["cpu"],
-        *(f"{p} {versions[p]}" for p in ("torch", "torchao") if p in versions),
-    ]
+    packages = [f"{name} {versions[name]}" for name in ("torch", "torchao") if name in versions]
     figure.suptitle(f"{title}\n", fontsize=13, color=INK)
     below = 1 - 0.34 / figure.get_figheight()
-    figure.text(0.5, below, ", ".join([*components, machine["date"]]), ha="center", va="top", fontsize=9, color=GRAY)
+    source = ", ".join([machine["gpu"] or machine["cpu"], *packages, machine["date"]])
+    figure.text(0.5, below, source, ha="center", va="top", fontsize=9, color=GRAY)
 
 
 def _legend(figure: Any, keys: dict[str, dict[str, Any]], columns: int) -> None:
-    """A legend of drawn samples, filled column by column: label -> properties of a line."""
+    """A legend below the axes, filled column by column. ``keys`` maps a label to the properties of its line."""
     from matplotlib.lines import Line2D
 
     handles = [Line2D([], [], label=label, **style) for label, style in keys.items()]
@@ -70,25 +71,25 @@ def _legend(figure: Any, keys: dict[str, dict[str, Any]], columns: int) -> None:
 # ---------------------------------------------------------------------------------------------- casts
 
 RULES = {cast.OURS: "", cast.FLOOR: ", floor"}
-"""Our contender -> what its row's name ends in."""
+"""Our contender -> the suffix of its name in the picture."""
 OFFSETS = (-0.17, 0.17)
 CROSS: dict[str, Any] = {"linestyle": "", "marker": "x", "markersize": 6, "markeredgewidth": 1.6}
 
 
 def _cast_targets(kind: str) -> dict[str, float]:
-    """Format -> the share that is asked of it for one work; of several the lowest."""
-    asked: dict[str, float] = {}
+    """Format -> the target for its fraction of the copy bandwidth at one work; the lowest if there are several."""
+    lowest: dict[str, float] = {}
     for name in cast.FORMATS:
         probe = cast.CastRow("", {cast.OURS: 1.0}, 1, relative={cast.OURS: 1.0}, format=name, kind=kind)
         probe.twice_nbytes = probe.copy_nbytes = 1
         limits = [target.limit for target in cast.TARGETS if target.sign == ">=" and list(target.figures([probe]))]
         if limits:
-            asked[name] = min(limits)
-    return asked
+            lowest[name] = min(limits)
+    return lowest
 
 
 def draw_cast(machine: dict[str, Any], rows: Sequence[cast.CastRow]) -> Any:
-    """Share of the copy bandwidth: a panel for each work, a row for each format, a mark for each size."""
+    """Fraction of the copy bandwidth: one panel for each work, one row for each format, one marker for each size."""
     rows = [row for row in rows if row.kind in cast.WORKS]
     sizes = list(dict.fromkeys(row.size for row in rows))[:2]
     names = [
@@ -96,46 +97,46 @@ def draw_cast(machine: dict[str, Any], rows: Sequence[cast.CastRow]) -> Any:
         for name in dict.fromkeys(row.format for row in rows)
         for row_name in (name, *((name + ", floor",) if name in cast.WITH_FLOOR else ()))
     ]
-    shares = [row.fraction(cast.OURS, twice) for row in rows for twice in (False, True)]
-    shares = [0.0, *(share for share in shares if share == share)]
+    fractions = [row.fraction(cast.OURS, twice) for row in rows for twice in (False, True)]
+    fractions = [0.0, *(fraction for fraction in fractions if not math.isnan(fraction))]
     drawn = {(row.kind, row.format + suffix) for row in rows for name, suffix in RULES.items() if name in row.relative}
     figure = _figure(13, 1.9 + 0.36 * len(names))
     panels = figure.subplots(1, len(cast.WORKS), sharey=True)
     for axes, kind in zip(panels, cast.WORKS, strict=True):
-        _names_down(axes, names)
+        _rows_of_names(axes, names)
         axes.set_title(kind, fontsize=11, color=INK)
-        axes.set_xlim(0, max(1.08, *(share + 0.05 for share in shares)))
+        axes.set_xlim(0, max(1.08, *(fraction + 0.05 for fraction in fractions)))
         axes.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0", "25 %", "50 %", "75 %", "copy"], fontsize=8.5)
         axes.axvline(1, color=INK, linewidth=0.9)
         for name, limit in _cast_targets(kind).items():
             for i in (names.index(n) for n in (name, name + ", floor") if (kind, n) in drawn):
                 axes.plot([limit, limit], [i - 0.42, i + 0.42], color=COLORS[2], linewidth=1.8, zorder=2)
         for row in (row for row in rows if row.kind == kind and row.size in sizes):
-            place = sizes.index(row.size)
+            position = sizes.index(row.size)
             for contender, suffix in RULES.items():
                 if contender in row.relative and row.format + suffix in names:
-                    y = names.index(row.format + suffix) + OFFSETS[place]
-                    _share(axes, row, contender, y, filled=place == 1)
+                    y = names.index(row.format + suffix) + OFFSETS[position]
+                    _draw_fraction(axes, row, contender, y, filled=position == 1)
             for contender, suffix in (("torchao compiled", ""), ("torchao compiled, floor", ", floor")):
                 if contender in row.relative and row.format + suffix in names:
                     y = names.index(row.format + suffix)
                     axes.plot(row.fraction(contender), y, color=PEER_COLOR, zorder=3, **CROSS)
     dot = {"linestyle": "", "color": COLORS[0], "markersize": 6.5, "marker": "o"}
     keys: dict[str, dict[str, Any]] = {
-        size: dot | ({} if place else {"markerfacecolor": "white"}) for place, size in enumerate(sizes)
+        size: dot | ({} if position else {"markerfacecolor": "white"}) for position, size in enumerate(sizes)
     }
     keys["input counted twice"] = {"color": COLORS[5], "linewidth": 2.2}
     keys["torchao compiled"] = {"color": PEER_COLOR} | CROSS
     keys["target"] = TARGET_KEY
-    _title(figure, "Casts of bfloat16: share of the copy bandwidth (higher is better)", machine)
+    _title(figure, "Casts of bfloat16: fraction of the copy bandwidth (higher is better)", machine)
     _legend(figure, keys, len(keys))
     return figure
 
 
-def _share(axes: Any, row: cast.CastRow, contender: str, y: float, filled: bool) -> None:
-    """A dot at the share, and a line on to what it is where the input counts twice."""
+def _draw_fraction(axes: Any, row: cast.CastRow, contender: str, y: float, filled: bool) -> None:
+    """A dot at the fraction, and a line to the fraction with the input counted twice, if it is read twice."""
     once, twice = row.fraction(contender), row.fraction(contender, twice=True)
-    if twice == twice:
+    if not math.isnan(twice):
         axes.plot([once, twice], [y, y], color=COLORS[5], linewidth=2.2, solid_capstyle="butt", zorder=2)
         axes.plot([twice, twice], [y - 0.11, y + 0.11], color=COLORS[5], linewidth=2.2, zorder=2)
     face = COLORS[0] if filled else "white"
@@ -148,29 +149,29 @@ SHAPE_MARKERS = "osD"
 
 
 def draw_linear(machine: dict[str, Any], rows: Sequence[linear.LinearRow]) -> Any:
-    """Time over bfloat16: a row for each contender, a mark for each shape, on a logarithmic axis."""
+    """Time over bfloat16: one row for each contender, one marker for each shape, on a logarithmic axis."""
     names = list(dict.fromkeys(row.contender for row in rows))
     weights = list(dict.fromkeys(row.shape.partition("x")[2] for row in rows))
     tokens = list(dict.fromkeys(row.shape.partition("x")[0] for row in rows))
     figure = _figure(10.5, 2.0 + 0.4 * len(names))
     axes = figure.add_subplot()
-    _names_down(axes, names)
+    _rows_of_names(axes, names)
     axes.axvline(1, color=INK, linewidth=0.9)
     for name, limit in _linear_targets(names).items():
         i = names.index(name)
         axes.plot([limit, limit], [i - 0.42, i + 0.42], color=COLORS[2], linewidth=1.8, zorder=2)
     spread = 0.6 / max(len(weights) * len(tokens) - 1, 1)
 
-    def style(place: int, token: int) -> dict[str, Any]:
-        color = COLORS[(0, 1, 3)[place % 3]]
+    def style(position: int, token: int) -> dict[str, Any]:
+        color = COLORS[(0, 1, 3)[position % 3]]
         face = color if token else "white"
-        return {"marker": SHAPE_MARKERS[place % 3], "color": color, "markerfacecolor": face, "markersize": 6}
+        return {"marker": SHAPE_MARKERS[position % 3], "color": color, "markerfacecolor": face, "markersize": 6}
 
     for row in (row for row in rows if row.contender in row.relative):
         m, _, weight = row.shape.partition("x")
-        place, token = weights.index(weight), tokens.index(m)
-        y = names.index(row.contender) - 0.3 + spread * (place * len(tokens) + token)
-        axes.plot(row.over_base, y, zorder=3, **style(place, token))
+        position, token = weights.index(weight), tokens.index(m)
+        y = names.index(row.contender) - 0.3 + spread * (position * len(tokens) + token)
+        axes.plot(row.over_base, y, zorder=3, **style(position, token))
     axes.set_xscale("log")
     found = [row.over_base for row in rows if row.contender in row.relative]
     low, high = min([*found, 0.6]) / 1.08, max([*found, 1.25]) * 1.08
@@ -178,10 +179,10 @@ def draw_linear(machine: dict[str, Any], rows: Sequence[linear.LinearRow]) -> An
     axes.set_xticks(ticks, ["bf16" if t == 1 else f"{t:g}x" for t in ticks], fontsize=9)
     axes.minorticks_off()
     axes.set_xlim(low, high)
-    axes.set_xlabel("time over bfloat16 F.linear of the same round (logarithmic)", fontsize=9.5, color=INK)
+    axes.set_xlabel("time over bfloat16 F.linear in the same round (logarithmic)", fontsize=9.5, color=INK)
     keys = {
-        f"M {m}, N x K {weight.replace('x', ' x ')}": {"linestyle": ""} | style(place, token)
-        for place, weight in enumerate(weights)
+        f"M {m}, N x K {weight.replace('x', ' x ')}": {"linestyle": ""} | style(position, token)
+        for position, weight in enumerate(weights)
         for token, m in enumerate(tokens)
     }
     _title(figure, "Linear layers: time over bfloat16 (lower is better)", machine)
@@ -190,21 +191,21 @@ def draw_linear(machine: dict[str, Any], rows: Sequence[linear.LinearRow]) -> An
 
 
 def _linear_targets(names: Sequence[str]) -> dict[str, float]:
-    """Contender -> the time over bfloat16 that is asked of it."""
-    asked = {}
+    """Contender -> the target for its time over bfloat16."""
+    limits = {}
     for name in names:
         probe = linear.LinearRow("", {}, contender=name, relative={name: 1.0})
         for target in linear.TARGETS:
             if list(target.figures([probe])):
-                asked[name] = target.limit
-    return asked
+                limits[name] = target.limit
+    return limits
 
 
 # ---------------------------------------------------------------------------------------------- decoding
 
 
 def draw_decode(machine: dict[str, Any], rows: Sequence[decode.DecodeRow]) -> Any:
-    """Time against the number of rows on one shape: bfloat16 and two formats, and where one kernel hands over."""
+    """Time over the number of rows at one shape: bfloat16, two formats, and the most rows of kernel ``small_m``."""
     n, k = decode.CURVE_SHAPE
     same = sorted((row for row in rows if (row.n, row.k) == (n, k)), key=lambda row: row.m)
     figure = _figure(9.5, 5.2)
@@ -215,15 +216,15 @@ def draw_decode(machine: dict[str, Any], rows: Sequence[decode.DecodeRow]) -> An
         points = {row.m: row.times[name] * 1e3 for row in same if name in row.times}
         axes.plot(list(points), list(points.values()), color=color, marker="o", markersize=4, linewidth=1.6)
         ends_of[name] = max(points), points[max(points)], color
-    apart, below = 0.045 * max(us for _, us, _ in ends_of.values()), float("-inf")  # so that labels keep off each other
+    spacing, below = 0.045 * max(us for _, us, _ in ends_of.values()), float("-inf")  # so that labels do not overlap
     for name, (m, us, color) in sorted(ends_of.items(), key=lambda item: item[1][1]):
-        below = max(us, below + apart)
+        below = max(us, below + spacing)
         axes.annotate(name, (m, below), (6, -3), textcoords="offset points", fontsize=9, color=color)
     kernels = {row.m: row.kernels.get(decode.CURVES[0], "") for row in same if decode.CURVES[0] in row.times}
-    ends = [m for m, kernel in kernels.items() if kernel.startswith("small_batch")]
+    ends = [m for m, kernel in kernels.items() if kernel.startswith("small_m")]
     if ends:
         axes.axvline(max(ends), color=GRAY, linewidth=0.9, linestyle=":")
-        axes.annotate("small_batch up to here", (max(ends), axes.get_ylim()[1]), (-4, -12), textcoords="offset points",
+        axes.annotate("small_m up to here", (max(ends), axes.get_ylim()[1]), (-4, -12), textcoords="offset points",
                       ha="right", fontsize=8.5, color=GRAY)  # fmt: skip
     axes.set_xscale("log", base=2)
     axes.set_xticks(list(decode.CURVE), [str(m) for m in decode.CURVE], fontsize=9)
@@ -242,12 +243,12 @@ def draw_decode(machine: dict[str, Any], rows: Sequence[decode.DecodeRow]) -> An
 
 
 def draw_train_linear(machine: dict[str, Any], rows: Sequence[train_linear.TrainRow]) -> Any:
-    """Time over bfloat16 of a step: a row for each contender, a mark for each shape, full where it is compiled."""
+    """Time of a step over bfloat16: one row for each contender, one marker for each shape, filled if compiled."""
     names = list(dict.fromkeys(row.contender for row in rows if row.relative.keys() - {train_linear.BASE}))
     shapes = list(dict.fromkeys(row.shape for row in rows))
     figure = _figure(10.5, 2.0 + 0.42 * len(names))
     axes = figure.add_subplot()
-    _names_down(axes, names)
+    _rows_of_names(axes, names)
     axes.axvline(1, color=INK, linewidth=0.9)
     for name in names:
         probe = train_linear.TrainRow("", {}, contender=name, relative={train_linear.EAGER: 1.0})
@@ -257,15 +258,15 @@ def draw_train_linear(machine: dict[str, Any], rows: Sequence[train_linear.Train
                 axes.plot([target.limit] * 2, [i - 0.42, i + 0.42], color=COLORS[2], linewidth=1.8, zorder=2)
 
     def style(shape: str, how: str) -> dict[str, Any]:
-        place = shapes.index(shape)
-        color = COLORS[(0, 1, 3)[place % 3]]
+        position = shapes.index(shape)
+        color = COLORS[(0, 1, 3)[position % 3]]
         face = color if how == train_linear.COMPILED else "white"
-        return {"marker": SHAPE_MARKERS[place % 3], "color": color, "markerfacecolor": face, "markersize": 6.5}
+        return {"marker": SHAPE_MARKERS[position % 3], "color": color, "markerfacecolor": face, "markersize": 6.5}
 
-    ways = (train_linear.EAGER, train_linear.COMPILED)
+    modes = (train_linear.EAGER, train_linear.COMPILED)
     found = [1.0]
     for row in (row for row in rows if row.contender in names):
-        for how in (how for how in ways if how in row.relative):
+        for how in (how for how in modes if how in row.relative):
             y = names.index(row.contender) + (-0.2, 0.2)[shapes.index(row.shape) % 2]
             axes.plot(row.over_base(how), y, zorder=3, **style(row.shape, how))
             found.append(row.over_base(how))
@@ -275,9 +276,11 @@ def draw_train_linear(machine: dict[str, Any], rows: Sequence[train_linear.Train
     axes.set_xticks(ticks, ["bf16" if t == 1 else f"{t:g}x" for t in ticks], fontsize=9)
     axes.minorticks_off()
     axes.set_xlim(low, high)
-    axes.set_xlabel("time of forward and backward over bfloat16's of the same round (logarithmic)", fontsize=9.5)
+    axes.set_xlabel("time of forward and backward over bfloat16 in the same round (logarithmic)", fontsize=9.5)
     keys = {
-        f"{shape.replace('x', ' x ')}, {how}": {"linestyle": ""} | style(shape, how) for shape in shapes for how in ways
+        f"{shape.replace('x', ' x ')}, {how}": {"linestyle": ""} | style(shape, how)
+        for shape in shapes
+        for how in modes
     }
     _title(figure, "Training a linear layer: time over bfloat16 (lower is better)", machine)
     _legend(figure, keys | {"target": TARGET_KEY}, 3)
@@ -292,11 +295,11 @@ DRAWN: dict[str, tuple[type[GpuRow], Callable[[dict[str, Any], Any], Any]]] = {
     "decode": (decode.DecodeRow, draw_decode),
     "train_linear": (train_linear.TrainRow, draw_train_linear),
 }
-"""Name of the record -> (its rows, what draws them)."""
+"""Name of the record -> (class of its rows, drawing function)."""
 
 
 def draw(name: str, results: Path, pictures: Path) -> Path | None:
-    """The picture of one record; None where there is no record. Raises ImportError without matplotlib."""
+    """Draw the picture of one record and return its path, or None if there is no record. Needs matplotlib."""
     record = results / f"{name}.json"
     if not record.exists():
         return None
@@ -309,7 +312,7 @@ def draw(name: str, results: Path, pictures: Path) -> Path | None:
 
 
 def main() -> None:
-    """Draw every record that there is."""
+    """Draw the pictures of all records in a folder."""
     options = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     options.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
     options.add_argument("--pictures", type=Path, default=ROOT / "docs" / "assets")

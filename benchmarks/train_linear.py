@@ -27,7 +27,7 @@ from mxtensor.recipe.training_recipes import (
 )
 
 from . import peers
-from .cuda import Deadline, GpuRow, Target, events, gpu_arguments, here, print_failures, print_verdicts
+from .cuda import Deadline, GpuRow, Target, event_clock, gpu_arguments, machine_line, print_failures, print_verdicts
 from .harness import Prepare, Work, print_table, timed, write_json
 
 RECIPES: dict[str, Callable[[], Recipe]] = {
@@ -180,7 +180,7 @@ def measured(name: str, problem: Problem, make: Make, args: Any, guard: Callable
     contenders[EAGER] = guard(lambda: work(EAGER, make(problem)))
     if not args.quick:
         contenders[COMPILED] = guard(lambda: work(COMPILED, compiled(make(problem))))
-    timed(row, contenders, args.repeats, clock=events(30.0, most=4), seconds=3.0)
+    timed(row, contenders, args.repeats, clock=event_clock(30.0, max_calls=4), seconds=3.0)
     figures = ", ".join(f"{how} {row.over_base(how):.3f}" for how in (EAGER, COMPILED))
     print(f"{row.work}: {figures} of {row.times.get(BASE, float('nan')):.3f} ms", flush=True)
     return row
@@ -285,7 +285,7 @@ def main() -> None:
             rows.append(measured(name, problem, theirs(convert), args, deadline.guard))
     del problem
     memory = [line for tokens in (8192, 32768) for line in chain_memory(args.device, tokens)]
-    print(f"\n{here()}\n")
+    print(f"\n{machine_line()}\n")
     print_table(HEADER, [cells(row) for row in rows])
     print(f"\na step of {CHAIN} layers 8192x8192, parameters and gradients in bfloat16\n")
     print_table(MEMORY_HEADER, memory)

@@ -1,4 +1,4 @@
-"""The benchmarks' parts that need no GPU: rounds, byte counts, targets, tables, records and pictures."""
+"""The benchmarks without a GPU: rounds, byte counts, targets, tables, records and pictures."""
 
 import argparse
 import json
@@ -13,6 +13,7 @@ import mxtensor as mx
 from benchmarks import cast, cuda, harness, host, linear, plots
 from docs import generate
 from docs import records as records_of_docs
+from mxtensor.core.dispatch import KERNEL_NAMES
 from mxtensor.kernels.quantize.select import quantize_operands
 from mxtensor.numerics.cast import Cast
 from mxtensor.numerics.formats import Orientation, get_format
@@ -63,7 +64,7 @@ LINEAR_ROWS = [
 
 
 def scripted(times):
-    """A clock that reads from lists instead of waiting; the work's own result says which list."""
+    """A clock that reads times from lists. The result of the work is the name of its list."""
 
     def clock(run):
         values = iter(times[run()])
@@ -72,7 +73,7 @@ def scripted(times):
     return clock
 
 
-def test_contenders_take_turns_and_ratios_are_of_the_same_round():
+def test_contenders_alternate_and_ratios_compare_times_of_the_same_round():
     times = {"a": [1.0, 2.0, 4.0, 8.0, 16.0], "b": [3.0, 6.0, 12.0, 24.0, 32.0]}
     contenders = {name: lambda name=name: lambda: name for name in times}
     row = harness.timed(harness.Row("work", {}), contenders, repeats=5, warmup=1, clock=scripted(times))
@@ -91,7 +92,7 @@ def test_a_contender_that_raises_is_recorded_and_the_others_are_timed():
     assert math.isnan(row.ratio("a", "b"))
 
 
-def test_when_the_first_contender_fails_nothing_is_relative_to_it():
+def test_there_are_no_ratios_if_the_first_contender_fails():
     def broken():
         raise RuntimeError("no")
 
@@ -101,29 +102,30 @@ def test_when_the_first_contender_fails_nothing_is_relative_to_it():
     assert row.times == {"a": 2.0} and row.relative == {}
 
 
-def test_rounds_end_when_the_seconds_are_over_but_not_before_the_fewest():
+def test_rounds_end_after_the_given_seconds_but_not_before_the_fewest_rounds():
     calls = []
-    harness.timed(harness.Row("work", {}), {"a": lambda: lambda: calls.append(1)}, 50, 1, harness.wall, seconds=0.0)
+    contenders = {"a": lambda: lambda: calls.append(1)}
+    harness.timed(harness.Row("work", {}), contenders, 50, 1, harness.wall_clock, seconds=0.0)
     assert len(calls) == 1 + harness.FEWEST_ROUNDS
 
 
-def test_peers_are_left_out_once_time_is_up():
+def test_peers_are_skipped_after_the_deadline():
     late = cuda.Deadline(-1).guard(lambda: lambda: None)
-    with pytest.raises(TimeoutError, match="the -1 seconds of this run were over"):
+    with pytest.raises(TimeoutError, match="the -1 seconds of this run have passed"):
         late()
     assert cuda.Deadline(60).guard(lambda: "work")() == "work"
 
 
-def test_inputs_take_turns():
+def test_inputs_are_rotated():
     seen = []
-    run = cuda.over([1, 2, 3], seen.append)()
+    run = cuda.rotate_inputs([1, 2, 3], seen.append)()
     for _ in range(5):
         run()
     assert seen == [1, 2, 3, 1, 2]
 
 
 @pytest.mark.parametrize("module", [cast, linear])
-def test_without_a_gpu_a_sentence_says_that_nothing_was_timed(module, monkeypatch, capsys):
+def test_without_a_gpu_the_command_exits_with_a_message(module, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr("sys.argv", ["benchmark"])
     with pytest.raises(SystemExit) as exit:
@@ -137,7 +139,7 @@ def test_without_a_gpu_a_sentence_says_that_nothing_was_timed(module, monkeypatc
 
 @pytest.mark.parametrize("name", cast.FORMATS)
 @pytest.mark.parametrize("shape", [(256, 512), (129, 72)])
-def test_bytes_are_those_of_the_operands(name, shape):
+def test_moved_bytes_match_the_operands(name, shape):
     format, x = get_format(name), torch.randn(shape, dtype=torch.bfloat16)
     for work in cast.works(format):
         kind = Orientation.ROWWISE if work == "dequantize" else Orientation.of(work)
@@ -145,7 +147,7 @@ def test_bytes_are_those_of_the_operands(name, shape):
         assert cast.moved_bytes(format, work, *shape) == x.nbytes + sum(o.nbytes for o in operands)
 
 
-def test_bytes_of_known_shapes():
+def test_moved_bytes_of_known_shapes():
     values = 8192 * 8192
     assert cast.moved_bytes(get_format("mxfp8"), "rowwise", 8192, 8192) == 3 * values + values // 32
     assert cast.moved_bytes(get_format("mxfp4"), "both", 8192, 8192) == 3 * values + values // 16
@@ -172,7 +174,7 @@ def test_square_blocks_have_one_orientation():
         assert ("both" not in cast.works(get_format(name))) == square
 
 
-def test_the_share_is_bandwidth_over_that_of_the_copy():
+def test_the_fraction_is_bandwidth_over_that_of_the_copy():
     row = cast_row("nvfp4", "rowwise", over_copy=0.25)
     tbps = row.nbytes / (0.25 * 0.25) / 1e9
     assert row.tbps(cast.OURS) == pytest.approx(tbps)
@@ -188,7 +190,7 @@ def test_the_share_is_bandwidth_over_that_of_the_copy():
 @pytest.fixture
 def no_gpu_needed(monkeypatch):
     for module in (cast, linear):
-        monkeypatch.setattr(module, "events", lambda *args, **options: harness.wall)
+        monkeypatch.setattr(module, "event_clock", lambda *args, **options: harness.wall_clock)
         monkeypatch.setattr(module, "cold_copies", lambda nbytes: 2)
     monkeypatch.setattr(cast, "COPY_BYTES", 1 << 12)
     monkeypatch.setattr(cast, "CALLS", 2)
@@ -205,13 +207,13 @@ def test_every_format_is_cast(work, no_gpu_needed):
             assert row.fraction(cast.OURS) > 0
 
 
-def test_host_time_is_of_one_call(no_gpu_needed):
+def test_host_time_is_the_time_of_one_call(no_gpu_needed):
     row = cast.host_row("mxfp8_e4m3[32x32]", ON_CPU)
     assert set(row.times) == {cast.OURS} and 0.001 < row.times[cast.OURS] < 1000
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_host_time_of_a_linear_layer_stands_beside_torchs_own(device):
+def test_host_time_of_a_linear_layer_is_compared_with_plain_torch(device):
     row = host.row(torch.bfloat16, 2, device)
     ours = host.CONTENDERS if device == "cpu" else host.FORMATS
     assert set(row.times) == {"plain torch", "plain torch again", *ours} and row.failed == {}
@@ -221,16 +223,16 @@ def test_host_time_of_a_linear_layer_stands_beside_torchs_own(device):
 
 
 @pytest.mark.parametrize("config", linear.CONFIGS)
-def test_every_configuration_runs_beside_bfloat16(config, no_gpu_needed, capsys):
+def test_every_config_runs_beside_bfloat16(config, no_gpu_needed, capsys):
     pairs = linear.cold_pairs(16, 64, 96, "cpu")
     row = linear.linear_row(config, pairs, linear.ours(config, pairs), ON_CPU)
     assert row.failed == {} and row.shape == "16x64x96"
     assert row.over_base == row.relative[config] > 0
-    assert row.kernels[config].split(", ")[0] in mx.dispatch.KERNEL_NAMES, "the product's kernel comes first"
+    assert row.kernels[config].split(", ")[0] in KERNEL_NAMES, "the product's kernel comes first"
     assert capsys.readouterr().out.startswith(f"{config} 16x64x96: ")
 
 
-def test_operations_a_second():
+def test_operations_per_second():
     assert linear_row("mxfp8", "4096x4096x4096", 1.0).tflops("mxfp8") == pytest.approx(2 * 4096**3 / 0.5e-3 / 1e12)
 
 
@@ -250,22 +252,39 @@ def test_a_target_is_judged_by_the_worst_figure():
     assert verdicts(cast, rows[:1])["rowwise MXFP8, of the copy"][4] == "yes"
 
 
-def test_what_was_not_measured_is_said_to_be_missing():
+def test_a_target_without_figures_is_not_measured():
     assert {line[4] for line in verdicts(cast, []).values()} == {"not measured"}
     assert verdicts(linear, LINEAR_ROWS)["MXFP8 over bfloat16"][2:] == ["1.05", "mxfp8 4096x4096x4096", "yes"]
     assert verdicts(linear, LINEAR_ROWS)["MXFP4 and NVFP4 over bfloat16"][4] == "no"
 
 
-def test_host_time_and_rceil_have_limits_of_their_own():
+def test_host_time_and_rceil_have_targets():
     found = verdicts(cast, CAST_ROWS)
     assert found["host time of a call [us]"] == ["host time of a call [us]", "<= 35", "30.1", "mxfp8_e4m3", "yes"]
     assert found["time of RCEIL over FLOOR"][1:3] == ["<= 1.03", f"{0.2 / 0.198:.3g}"]
 
 
+def test_the_target_that_is_missed_by_most_is_printed_first(capsys):
+    target = cuda.Target("time", "<=", 1.0, lambda rows: [("here", figure) for figure in rows])
+    targets = [target, target._replace(what="tight", limit=0.5), target._replace(what="loose", limit=9.0)]
+    targets += [cuda.Target("speed", ">=", 3.0, target.figures), target._replace(what="none", figures=lambda rows: [])]
+    cuda.print_verdicts(targets, [2.0, 1.0])
+    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()[3:]]
+    assert names == ["tight", "speed", "time", "loose", "none"]
+
+
 # ---------------------------------------------------------------------------------------------- tables and records
 
 
-def test_summaries_put_the_works_and_the_shapes_side_by_side():
+def test_a_wide_table_wraps_its_last_column(capsys):
+    kernels = "scaled_mm, dequant; " * 5
+    harness.print_table(["work", "ms", "kernels"], [["x" * 60, "1.0", kernels], ["y", "2.0", ""]])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= harness.WIDTH and lines[-1].split() == ["y", "2.0"]
+    assert " ".join(" ".join(lines[2:-1]).split()) == "x" * 60 + " 1.0 " + kernels.strip()
+
+
+def test_summaries_have_a_column_for_each_work_or_shape():
     lines = cast.summary(CAST_ROWS)
     assert [line[:2] for line in lines[:3]] == [
         ["mxfp8_e4m3", "8192x8192"], ["mxfp8_e4m3, floor", "8192x8192"], ["nvfp4", "8192x8192"],
@@ -283,7 +302,7 @@ def test_summaries_put_the_works_and_the_shapes_side_by_side():
     assert body[1] == ["mxfp8", "1.05", "1.05", "dequant"]
 
 
-def test_printed_lines_fit_their_headers_and_name_failures():
+def test_printed_lines_match_their_headers_and_name_failures():
     row = replace(CAST_ROWS[0], failed={"torchao Triton": "AssertionError: needs triton"})
     assert {len(line) for line in cast.cells(row)} == {len(cast.HEADER)}
     assert cast.cells(row)[-1][1:3] == ["torchao Triton", "fails"]
@@ -296,7 +315,7 @@ def test_printed_lines_fit_their_headers_and_name_failures():
 
 @pytest.fixture
 def records(tmp_path, monkeypatch):
-    """A folder with both records, in which docs.records looks for them, and for pictures in ``assets``."""
+    """A folder with both records, from which docs.records reads them, and the pictures from ``assets``."""
     monkeypatch.setattr(harness, "machine", lambda: MACHINE)
     for name, rows in (("cast", CAST_ROWS), ("linear", LINEAR_ROWS)):
         harness.write_json(tmp_path / f"{name}.json", rows)
@@ -305,7 +324,7 @@ def records(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_a_record_says_how_where_and_when_and_reads_back(records, monkeypatch):
+def test_a_record_names_command_and_machine_and_reads_back(records, monkeypatch):
     assert harness.read_json(records / "cast.json", cast.CastRow) == (MACHINE, CAST_ROWS)
     assert harness.read_json(records / "linear.json", linear.LinearRow) == (MACHINE, LINEAR_ROWS)
     monkeypatch.setattr("sys.argv", ["x", "--json", "/somewhere/on/this/machine/cast.json", "--quick"])
@@ -315,7 +334,7 @@ def test_a_record_says_how_where_and_when_and_reads_back(records, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["cast", "linear"])
-def test_the_page_shows_a_record_and_says_when_there_is_none(name, records):
+def test_the_page_shows_a_record_or_says_that_there_is_none(name, records):
     text = generate.TABLES[name]()
     assert text.startswith("a GPU, CUDA 13.0, Python 3.11.7, mxtensor 0.1.0, torch 2.11.0; 2026-01-02.")
     assert "| target | limit | worst | where | holds |" in text and "![" not in text
@@ -340,7 +359,7 @@ def test_a_picture_is_drawn_from_its_record_and_shown(name, records):
     assert f"](assets/{name}.png)" in generate.TABLES[name]()
 
 
-def test_a_picture_has_a_row_for_each_name_and_a_mark_for_each_figure():
+def test_a_picture_has_a_row_for_each_name_and_a_marker_for_each_figure():
     pytest.importorskip("matplotlib")
     panels = plots.draw_cast(MACHINE, CAST_ROWS).axes
     assert [axes.get_title() for axes in panels] == list(cast.WORKS)
@@ -361,7 +380,7 @@ def test_without_a_record_nothing_is_drawn(tmp_path):
 
 
 @pytest.mark.parametrize("name", list(plots.DRAWN))
-def test_the_pictures_of_the_documentation_are_those_of_the_records(name):
+def test_the_pictures_of_the_documentation_are_current(name):
     record, picture = plots.ROOT / "benchmarks" / "results" / f"{name}.json", records_of_docs.ASSETS / f"{name}.png"
     assert record.exists() == picture.exists(), "draw the records: python -m benchmarks.plots"
     if record.exists():
@@ -372,8 +391,8 @@ def test_the_pictures_of_the_documentation_are_those_of_the_records(name):
 
 
 @pytest.mark.gpu
-def test_the_event_clock_tells_a_long_copy_from_a_short_one():
-    clock = cuda.events(1.0)
+def test_the_event_clock_distinguishes_a_long_copy_from_a_short_one():
+    clock = cuda.event_clock(1.0)
     long, short = (torch.randn(n, device="cuda") for n in (1 << 27, 1 << 24))
     times = [clock(lambda x=x: x.clone())() for x in (long, short)]
     assert times[0] > 3 * times[1] > 0

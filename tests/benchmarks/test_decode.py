@@ -1,4 +1,4 @@
-"""The benchmarks of decoding, without a GPU: what their figures and tables are made of, and the loop they time."""
+"""The decoding benchmarks without a GPU: figures, tables, and the decoding loop."""
 
 import re
 
@@ -24,7 +24,7 @@ ROWS = [
 ]
 
 
-def test_a_mean_is_geometric_and_a_worst_is_of_one_shape():
+def test_the_mean_is_geometric_and_the_worst_figure_names_its_shape():
     assert decode.mean_speedup(ROWS, "mxfp8", 1) == pytest.approx((1 / 0.64 / 0.49) ** 0.5)
     verdicts = {line[0]: line for line in (target.verdict(ROWS) for target in decode.TARGETS)}
     assert verdicts["mxfp8, 1 row, mean"] == ["mxfp8, 1 row, mean", ">= 1.85", "1.79", "", "no"]
@@ -43,7 +43,7 @@ def test_a_line_has_a_cell_for_each_shape():
     assert all(len(line) == len(decode.HEADER) for line in lines)
 
 
-def test_the_curve_is_drawn_over_the_rows():
+def test_the_curve_is_drawn_over_the_number_of_rows():
     pytest.importorskip("matplotlib")
     machine = {"versions": {"torch": "2.11.0"}, "gpu": "a GPU", "cpu": "a CPU", "date": "2026-01-02"}
     both = {"mxfp8-weight-only": 0.5, "mxfp4-weight-only": 0.4}
@@ -65,7 +65,7 @@ SMALL = dict(
 )  # fmt: skip
 
 
-def test_a_decoder_gives_the_tokens_that_the_model_gives_without_a_cache():
+def test_a_decoder_gives_the_tokens_of_the_model_without_a_cache():
     torch.manual_seed(0)
     model, prompt = decode_model.build(**SMALL).float(), torch.randint(0, 200, (1, 5))
     with torch.no_grad():
@@ -84,7 +84,7 @@ def test_a_decoder_gives_the_tokens_that_the_model_gives_without_a_cache():
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
 @pytest.mark.parametrize("config", ["bfloat16", "mxfp8-weight-only", "mxfp8", "mxfp4-weight-only"])
-def test_compiled_layers_are_one_graph_for_all_layers_and_tokens(config):
+def test_compiled_layers_share_one_graph_for_all_layers_and_tokens(config):
     torch._dynamo.utils.counters.clear()
     torch.manual_seed(0)
     model, prompt = decode_model.build(**SMALL), torch.randint(0, 1000, (1, 8))
@@ -100,7 +100,7 @@ def test_compiled_layers_are_one_graph_for_all_layers_and_tokens(config):
             for token in (5, 400, 31):
                 decoder.token.fill_(token)
                 decoder.step()
-            caches.append(torch.stack([t for part in decoder.cache.layers for t in (part.keys, part.values)]).double())
+            caches.append(torch.stack([t for c in decoder.cache.layers for t in (c.keys, c.values)]).double())
         graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         for _ in range(2):
             model(input_ids=prompt, use_cache=False, logits_to_keep=1)
@@ -108,7 +108,7 @@ def test_compiled_layers_are_one_graph_for_all_layers_and_tokens(config):
     assert (caches[0] - caches[1]).norm() / caches[0].norm() < 0.01 and caches[0].norm() > 0
 
 
-def test_a_model_is_measured_and_its_weights_counted(monkeypatch):
+def test_a_model_is_measured_and_its_weight_bytes_are_counted(monkeypatch):
     monkeypatch.setattr(decode_model, "TOKENS", 2)
     monkeypatch.setattr(decode_model, "ROUNDS", 1)
     with torch.no_grad():

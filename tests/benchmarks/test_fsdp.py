@@ -1,4 +1,4 @@
-"""The benchmark of FSDP2: its rows, its tables and what it asks for, from a tiny model on two ranks."""
+"""The FSDP2 benchmark: rows, tables and targets from a tiny model on two ranks."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from benchmarks import fsdp
 pytest.importorskip("transformers")
 
 
-def test_every_config_is_measured_and_codes_are_fewer_bytes(ranks):
+def test_every_config_is_measured_and_codes_take_fewer_bytes(ranks):
     for rows in ranks("benchmark_of_fsdp"):
         by_name = {row.work: row for row in rows}
         assert list(by_name) == [fsdp.BASE, fsdp.VALUES, fsdp.CODES]
@@ -16,7 +16,7 @@ def test_every_config_is_measured_and_codes_are_fewer_bytes(ranks):
         assert all(row.tokens_a_second > 0 and row.times["step"] > 0 and row.ranks == 2 for row in rows)
 
 
-def test_its_lines_and_targets(ranks):
+def test_lines_and_targets(ranks):
     rows, _ = ranks("benchmark_of_fsdp")
     lines = fsdp.lines(rows)
     assert [line[0] for line in lines] == list(fsdp.RECIPES) and all(len(line) == len(fsdp.HEADER) for line in lines)

@@ -40,7 +40,7 @@ def fresh_dynamo():
 @pytest.mark.parametrize("name", CASES)
 def test_a_model_runs_compiles_and_learns_as_the_record_says(name):
     row = models.row(name)
-    assert row.compiled.startswith("same logits" if CASES[name].grows is None else f"same {TOKENS} tokens")
+    assert row.compiled.startswith("same logits" if CASES[name].token_input is None else f"same {TOKENS} tokens")
     assert row.lora
     assert 0 < row.layers <= row.candidates
     assert row.bits == 8.25
@@ -81,7 +81,7 @@ def test_no_weight_is_dequantized(name):
     model = built(name, "mxfp8")
     with mx.strict():
         logits(name, model)
-        if CASES[name].grows is not None:
+        if CASES[name].token_input is not None:
             models.generated(name, model)
 
 
@@ -209,7 +209,7 @@ def test_adapters_of_quantized_experts_learn():
     from peft import LoraConfig, get_peft_model
 
     model, inputs = built("mixtral", "mxfp8"), CASES["mixtral"].inputs()
-    before = models.operands(model)
+    before = models.stored_bytes(model)
     experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     adapted = get_peft_model(model, LoraConfig(r=4, target_modules=[], target_parameters=experts)).eval()
     optimizer = torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad], lr=1e-2)
@@ -217,7 +217,7 @@ def test_adapters_of_quantized_experts_learn():
     first.backward()
     optimizer.step()
     assert adapted(**inputs, labels=inputs["input_ids"]).loss < first
-    assert all(torch.equal(a, b) for a, b in zip(before, models.operands(model), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, models.stored_bytes(model), strict=True))
 
 
 def test_another_module_of_that_name_is_no_linear_layer():
