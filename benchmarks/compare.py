@@ -63,7 +63,7 @@ def read_times(path: Path) -> tuple[dict[Key, float], dict[Key, float]]:
     times: dict[Key, float] = {}
     controls: dict[Key, float] = {}
     if path.stem == "decode_model":
-        base = next((row["times"] for row in rows if row["work"] in CONTROLS), {})
+        base: Mapping[str, float] = next((row["times"] for row in rows if row["work"] in CONTROLS), {})
         for row in rows:
             if row["work"] not in CONTROLS:
                 times |= {(row["work"], name): ms for name, ms in row["times"].items()}

@@ -121,9 +121,9 @@ def compile_layers(decoder: Decoder) -> None:
         layer.forward = partial(_forward, run, layer, OneLayerCache(layer_cache))
 
 
-def _forward(run: Callable[..., Tensor], layer: nn.Module, own: OneLayerCache, *args: Any, **kwargs: Any) -> Tensor:
+def _forward(run: Callable[..., Tensor], layer: nn.Module, cache: OneLayerCache, *args: Any, **kwargs: Any) -> Tensor:
     if kwargs.get("past_key_values") is not None:
-        kwargs["past_key_values"] = own
+        kwargs["past_key_values"] = cache
     return run(layer, *args, **kwargs)
 
 

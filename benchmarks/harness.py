@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -150,21 +151,29 @@ WIDTH, MIN_WRAP = 100, 24
 def print_table(header: list[str], rows: list[list[str]]) -> None:
     """Print aligned columns: the first to the left, the others to the right.
 
-    If a line is wider than WIDTH, the texts of the last column are wrapped, at least MIN_WRAP characters wide.
+    If a line is wider than WIDTH, the headers are wrapped, and the last column too, to at least MIN_WRAP characters.
     """
-    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-    if (excess := sum(widths) + 2 * (len(widths) - 1) - WIDTH) > 0:
-        widths[-1] = min(widths[-1], max(widths[-1] - excess, MIN_WRAP, len(header[-1])))
+    words = [max(map(len, name.split()), default=0) for name in header]
+    cells = [max((len(row[i]) for row in rows), default=0) for i in range(len(header))]
+    widths = [max(len(name), cell) for name, cell in zip(header, cells, strict=True)]
+    if _line_width(widths) > WIDTH:
+        widths = [max(pair) for pair in zip(words, cells, strict=True)]
+        widths[-1] = min(widths[-1], max(widths[-1] - max(_line_width(widths) - WIDTH, 0), MIN_WRAP, words[-1]))
     for row in [header, ["-" * width for width in widths], *rows]:
-        for line in _wrapped(row, widths[-1]):
+        for line in _wrapped(row, widths):
             aligned = (c.rjust(w) if i else c.ljust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True)))
             print("  ".join(aligned).rstrip())
 
 
-def _wrapped(row: list[str], width: int) -> list[list[str]]:
-    """The lines of a row whose last cell has at most ``width`` characters a line; a longer word is not split."""
-    first, *rest = textwrap.wrap(row[-1], width, break_long_words=False, break_on_hyphens=False) or [""]
-    return [[*row[:-1], first], *([""] * (len(row) - 1) + [text] for text in rest)]
+def _line_width(widths: Sequence[int]) -> int:
+    return sum(widths) + 2 * (len(widths) - 1)
+
+
+def _wrapped(row: list[str], widths: Sequence[int]) -> list[tuple[str, ...]]:
+    """The lines of a row, with its cells wrapped to these widths; a longer word is not split."""
+    options: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+    cells = [textwrap.wrap(c, w, **options) if len(c) > w else [c] for c, w in zip(row, widths, strict=True)]
+    return list(zip_longest(*cells, fillvalue=""))
 
 
 def command() -> str:

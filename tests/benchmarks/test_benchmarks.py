@@ -276,6 +276,12 @@ def test_the_target_that_is_missed_by_most_is_printed_first(capsys):
 # ---------------------------------------------------------------------------------------------- tables and records
 
 
+def test_a_wide_table_wraps_its_headers(capsys):
+    harness.print_table(["model", *["a long header"] * 9], [["x", *["1"] * 9]])
+    header = ["model" + "       a" * 9, " " * 5 + "    long" * 9, " " * 5 + "  header" * 9]
+    assert capsys.readouterr().out.splitlines()[:3] == header
+
+
 def test_a_wide_table_wraps_its_last_column(capsys):
     kernels = "scaled_mm, dequant; " * 5
     harness.print_table(["work", "ms", "kernels"], [["x" * 60, "1.0", kernels], ["y", "2.0", ""]])

@@ -17,8 +17,8 @@ def folders(tmp_path):
     """A function that writes both folders: the times before, and the times after on a machine 10 % slower."""
 
     def make(slower=1.0):
-        for folder, drift, factor in (("before", 1.0, 1.0), ("after", 1.1, slower)):
-            times = {"bfloat16": 2.0 * drift, "mxfp8": 1.0 * drift * factor, "nvfp4": 0.5 * drift, "mxfp4": 0.4 * drift}
+        for folder, drift, slowdown in (("before", 1.0, 1.0), ("after", 1.1, slower)):
+            times = {"bfloat16": 2.0 * drift, "mxfp8": drift * slowdown, "nvfp4": 0.5 * drift, "mxfp4": 0.4 * drift}
             write(tmp_path / folder, "decode", [{"work": "1x64x64", "times": times | {"torchao mxfp8": 9.0 / drift}}])
             host = {"work": "mxfp8 host time", "times": {"mxtensor": 0.03, "torchao": 0.5 / drift}}
             write(tmp_path / folder, "cast", [host])
