@@ -278,8 +278,7 @@ def test_the_target_that_is_missed_by_most_is_printed_first(capsys):
 
 def test_a_wide_table_wraps_its_headers(capsys):
     harness.print_table(["model", *["a long header"] * 9], [["x", *["1"] * 9]])
-    header = ["model" + "       a" * 9, " " * 5 + "    long" * 9, " " * 5 + "  header" * 9]
-    assert capsys.readouterr().out.splitlines()[:3] == header
+    assert capsys.readouterr().out.splitlines()[:2] == ["model" + "  a long" * 9, " " * 5 + "  header" * 9]
 
 
 def test_a_wide_table_wraps_its_last_column(capsys):
