@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ..core.shapes import swapped
 from ..kernels.quantize.hadamard import GROUP, rotated
-from ..kernels.quantize.select import quantize_operand, quantize_operands
+from ..kernels.quantize.select import quantize_operand
+from ..kernels.quantize.select_pair import quantize_operands
 from ..numerics.cast import Cast
 from ..numerics.formats import Format, Orientation
 from ..numerics.operand import Operand, Rotated

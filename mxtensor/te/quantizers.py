@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.quantize.select import Form, cast_pair
+from ..kernels.gemm.spec import Form
+from ..kernels.quantize.select_pair import cast_pair
 from ..numerics.cast import Cast
 from ..numerics.formats import FORMATS, Format, Orientation, Rounding, ScaleCalculationMode
 from ..numerics.operand import Operand

@@ -19,7 +19,7 @@ from ..core.compat import disable_subclass_torch_function, make_wrapper_subclass
 from ..core.dispatch import FALLBACK, FUNCTION_TABLE, OP_TABLE, cached, forced_kernel
 from ..core.fingerprint import fingerprint
 from ..core.shapes import contiguous_stride, readable_size, swapped
-from ..kernels.quantize.select import quantize_operands
+from ..kernels.quantize.select_pair import quantize_operands
 from ..numerics.cast import Cast
 from ..numerics.formats import Format, Orientation, Rounding, ScaleCalculationMode, get_format, get_mx_format
 from ..numerics.operand import Operand, Rotated, transposed

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ..kernels.gemm.spec import Form, GemmOperand, Unquantized
 from ..kernels.quantize.hadamard import rotated
-from ..kernels.quantize.select import cast_pair, dequantize_operand, quantize_operand
+from ..kernels.quantize.select import dequantize_operand, quantize_operand
+from ..kernels.quantize.select_pair import cast_pair
 from ..numerics.cast import Cast
 from ..numerics.operand import Operand
 from ..recipe.linear_recipe import LinearRecipe, TensorCasts

@@ -9,8 +9,9 @@ from torch import nn
 
 import mxtensor as mx
 from mxtensor import recipe as R
+from mxtensor.kernels.gemm.spec import Form
 from mxtensor.kernels.quantize.hadamard import rotated
-from mxtensor.kernels.quantize.select import Form, cast_pair
+from mxtensor.kernels.quantize.select_pair import cast_pair
 from mxtensor.numerics.cast import Cast
 from mxtensor.recipe.linear_recipe import TensorCasts
 from mxtensor.recipe.training_recipes import RANDOM_SIGNS
