@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from mxtensor import Cast, get_format
-from mxtensor.core import dispatch
-from mxtensor.core import compat
+from mxtensor.core import compat, dispatch
 from mxtensor.core.dispatch import Spec
 from mxtensor.kernels.quantize import triton_rows
 from mxtensor.kernels.quantize import triton_tiles as tiles
