@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from ..convert.quantize import keep_quantized
 from ..core.torch_autocast import autocast_dtype, torch_autocasts
+from ..recipe import Recipe
 from ..recipe.linear_recipe import HIGH_PRECISION, LinearRecipe
-from ..recipe.training_recipes import Recipe
 from ..te.quantizers import quantizers_of
 from ..training.autocast import autocast_state
 from ..training.interception import check_recipe

@@ -18,8 +18,9 @@ from ..numerics.cast import Cast
 from ..numerics.formats import FORMATS, Format, Orientation, Rounding, ScaleCalculationMode
 from ..numerics.operand import Operand
 from ..numerics.reference import tensor_amax
+from ..recipe import Recipe
+from ..recipe.block_scaling import RANDOM_SIGNS
 from ..recipe.linear_recipe import LinearRecipe, TensorCasts
-from ..recipe.training_recipes import RANDOM_SIGNS, Recipe
 from ..training.delayed_scaling import DelayedState
 from .quantizer_base import FP8, DType, Quantizer
 

@@ -21,8 +21,9 @@ from torch.utils.checkpoint import checkpoint
 
 from ..core.compat import function_mode_stack
 from ..core.compat_hooks import run_uncompiled
+from ..recipe import MXFP8BlockScaling, Recipe
+from ..recipe.default import recipe_or_default
 from ..recipe.linear_recipe import LinearRecipe
-from ..recipe.training_recipes import MXFP8BlockScaling, Recipe, chosen
 from ..training import recompute
 from .interception import MODE_BODIES, MODE_FUNCTIONS
 
@@ -105,7 +106,7 @@ class autocast(ContextDecorator):  # noqa: N801  (as torch and TransformerEngine
     """
 
     def __init__(self, enabled: bool = True, recipe: Recipe | None = None, *, amax_reduction_group: Any = None) -> None:
-        self.recipe = chosen("autocast", enabled, recipe)
+        self.recipe = recipe_or_default("autocast", enabled, recipe)
         self.group = amax_reduction_group
         self._entered: list[AutocastState] = []
         """The blocks that are open, of all threads and tasks."""

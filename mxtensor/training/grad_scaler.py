@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
-from ..recipe.training_recipes import Recipe
+from ..recipe import Recipe
 
 
 class MXFP8GradientScaler(GradScaler):

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from ..numerics.formats import Orientation
+from ..recipe import Recipe
+from ..recipe.default import recipe_or_default
 from ..recipe.linear_recipe import LinearRecipe
-from ..recipe.training_recipes import Recipe, chosen
 from ..tensor.mxtensor import quantize_as
 
 
@@ -63,7 +64,7 @@ class quantized_model_init(ContextDecorator):  # noqa: N801  (as TransformerEngi
     def __init__(
         self, enabled: bool = True, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False
     ) -> None:
-        self.recipe = chosen("quantized_model_init", enabled, recipe)
+        self.recipe = recipe_or_default("quantized_model_init", enabled, recipe)
         self.preserve = preserve_high_precision_init_val
         self._before: list[ModelInit | None] = []
 

@@ -10,7 +10,7 @@ from torch import nn
 import mxtensor as mx
 from mxtensor.nn import LayerNormLinear, LayerNormMLP, Linear
 from mxtensor.nn.base import QuantizedModule
-from mxtensor.recipe.training_recipes import (
+from mxtensor.recipe import (
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import mxtensor as mx
 from mxtensor.core.dispatch import describe
 from mxtensor.nn import Linear
-from mxtensor.recipe.training_recipes import (
+from mxtensor.recipe import (
     CustomRecipe,
     DelayedScaling,
     Float8BlockScaling,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import mxtensor as mx
-from mxtensor.recipe.training_recipes import NVFP4BlockScaling
+from mxtensor.recipe import NVFP4BlockScaling
 from mxtensor.te.general_gemm import general_gemm, get_workspace
 from mxtensor.te.quantizer_base import DType
 from mxtensor.te.quantizers import (

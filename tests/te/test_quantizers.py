@@ -12,8 +12,8 @@ from mxtensor import recipe as R
 from mxtensor.kernels.quantize.hadamard import rotated
 from mxtensor.kernels.quantize.select import Form, cast_pair
 from mxtensor.numerics.cast import Cast
+from mxtensor.recipe.block_scaling import RANDOM_SIGNS
 from mxtensor.recipe.linear_recipe import TensorCasts
-from mxtensor.recipe.training_recipes import RANDOM_SIGNS
 from mxtensor.te.quantizer_base import DType, Quantizer
 from mxtensor.te.quantizers import (
     QUANTIZER_OF,

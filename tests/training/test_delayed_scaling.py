@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import mxtensor as mx
-from mxtensor.recipe.training_recipes import DelayedScaling, Float8CurrentScaling, Format, MXFP8BlockScaling
+from mxtensor.recipe import DelayedScaling, Float8CurrentScaling, Format, MXFP8BlockScaling
 from mxtensor.training.delayed_scaling import DelayedState
 from mxtensor.training.interception import STATE, delayed_state
 from mxtensor.training.training_weight import TrainingWeight

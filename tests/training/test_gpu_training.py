@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import mxtensor as mx
-from mxtensor.recipe.training_recipes import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
+from mxtensor.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from mxtensor.training.linear import Options, linear
 from tests.helpers.compare import relative_error
 from tests.helpers.training_reference import check_step, train_step

@@ -10,8 +10,7 @@ from torch import nn
 
 import mxtensor as mx
 from mxtensor.nn import LayerNormMLP, Linear
-from mxtensor.recipe.linear_recipe import TensorCasts
-from mxtensor.recipe.training_recipes import (
+from mxtensor.recipe import (
     CustomRecipe,
     DelayedScaling,
     Float8BlockScaling,
@@ -20,6 +19,7 @@ from mxtensor.recipe.training_recipes import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
 )
+from mxtensor.recipe.linear_recipe import TensorCasts
 from mxtensor.training.model_init import quantized_model_init
 from tests.helpers.compare import same_bytes
 from tests.helpers.training_reference import check_step

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import mxtensor as mx
-from mxtensor.recipe.training_recipes import (
+from mxtensor.recipe import (
     DelayedScaling,
     Float8CurrentScaling,
     Format,
