@@ -456,7 +456,7 @@ def test_delayed_scaling_keeps_histories_for_each_group_and_saves_them():
     with mx.autocast(recipe=active):
         for x, g in data[:2]:
             step(grouped, x * torch.tensor([1.0] * 5 + [8.0] * 33).view(-1, 1).bfloat16(), splits, g)
-    amax = torch.stack([slot.state.record for slot in grouped._slots])[:, 0]
+    amax = torch.stack([state.delayed.record for state in grouped._products])[:, 0]
     assert amax[2] > 2 * amax[0] > 0 and amax[1] == 0  # of input: each group's own
     saved = io.BytesIO()
     torch.save(grouped.state_dict(), saved)
@@ -540,7 +540,7 @@ def test_m_splits_that_do_not_fit_are_named_and_leave_the_state_as_it_was():
     x, _ = batch(12)
     with mx.autocast(recipe=recipe.DelayedScaling()):
         grouped(x, [4, 4, 4])
-        before = [copy.deepcopy(slot.state.state_dict()) for slot in grouped._slots]
+        before = [copy.deepcopy(state.delayed.state_dict()) for state in grouped._products]
         for splits, message in [
             ([4, 8], r"GroupedLinear: m_splits has 2 row counts, there are 3 groups: \[4, 8\]"),
             ([4, 4, 5], r"GroupedLinear: m_splits \[4, 4, 5\] sum to 13, the input has 12 rows"),
@@ -560,7 +560,7 @@ def test_m_splits_that_do_not_fit_are_named_and_leave_the_state_as_it_was():
             grouped(x.to("meta"), [4, 4, 4])
         with pytest.raises(ValueError, match="the input has no dimensions"):
             grouped(torch.ones(()), [4, 4, 4])
-        after = [slot.state.state_dict() for slot in grouped._slots]
+        after = [state.delayed.state_dict() for state in grouped._products]
         assert all(torch.equal(a[k], b[k]) for a, b in zip(before, after, strict=True) for k in a)
         grouped(x, [4, 4, 4])
 
