@@ -15,7 +15,7 @@ from .parameters import Init
 
 
 class LayerNormLinear(NormBase, LinearBase):
-    """``y = norm(x) weight^T + bias``. The arguments are those of TransformerEngine, most of them as in :class:`Linear`.
+    """``y = norm(x) weight^T + bias``. The arguments are TransformerEngine's, most of them as in :class:`Linear`.
 
     The parameters are ``layer_norm_weight`` and ``layer_norm_bias`` (in_features,), ``weight`` and ``bias``;
     ``layer_norm_bias`` is None for ``normalization="RMSNorm"``. ``zero_centered_gamma``: the norm multiplies by

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .attention import MultiheadAttention
 from .arguments import check_parallelism, one_of
+from .attention import MultiheadAttention
 from .dot_product import PaddingMask, Window
 from .layernorm_mlp import LayerNormMLP
 from .norm import Norm
