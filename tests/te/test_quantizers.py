@@ -319,7 +319,7 @@ def test_a_format_belongs_to_one_class():
         Float8CurrentScalingQuantizer,
         Float8BlockQuantizer,
     }
-    assert len(QUANTIZER_OF) == sum(len(kind.rows) for kind in set(QUANTIZER_OF.values()))
+    assert len(QUANTIZER_OF) == sum(len(kind.formats) for kind in set(QUANTIZER_OF.values()))
     for row, kind in QUANTIZER_OF.items():
         assert row == mx.get_format(row.name) and kind.of(Cast(row), True, True)(torch.randn(4, 4)).format == row
 
