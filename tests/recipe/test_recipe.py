@@ -49,7 +49,7 @@ def half_of_max(history):
     return history.amax() / 2
 
 
-# ---------------------------------------------------------------------------------------------- TransformerEngine's names
+# ---------------------------------------------------------------------------------------------- TransformerEngine
 
 
 def test_defaults_of_mxfp8_block_scaling():
