@@ -1,4 +1,4 @@
-"""LayerNormLinear and LayerNormMLP: norms in high precision, every product held to the reference."""
+"""LayerNormLinear and LayerNormMLP: norms in high precision, every product against the reference."""
 
 import warnings
 

@@ -550,7 +550,7 @@ def test_a_deep_copy_of_a_layer_has_its_own_state():
     assert other["state"].record[0] == 5 and state.record[0] == 0
 
 
-# ------------------------------------------------------------------------------------------ roles
+# ------------------------------------------------------------------------------------------ for a recipe
 
 
 def test_tensors_in_high_precision_have_no_quantizer():
