@@ -6,6 +6,7 @@ import pickle
 import pkgutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from mxtensor.recipe import (
 )
 from mxtensor.recipe.linear_recipe import LinearRecipe, TensorCasts, recipe_by_key
 from mxtensor.training.autocast import autocast_state
+from mxtensor.training.linear import Options, linear
 from tests.helpers.training_reference import check_step
 
 KNOWN = (
@@ -333,6 +335,24 @@ def step(recipe, layer):
     b = layer.bias
     check_step((y.detach(), x.grad, layer.weight.grad, b.grad), x, layer.weight, b, g, recipe.linear_recipe())
     return y.detach()
+
+
+def nearest(casts):
+    """The casts with rounding to nearest, which the reference can compute."""
+    rowwise, columnwise = (c and replace(c, rounding=mx.Rounding.NEAREST) for c in (casts.rowwise, casts.columnwise))
+    return replace(casts, rowwise=rowwise, columnwise=columnwise)
+
+
+@each
+def test_a_training_step_equals_the_reference(recipe):
+    """Without stochastic rounding and delayed scales, which have their own tests."""
+    made = recipe().linear_recipe()
+    made = replace(made, **{n: nearest(getattr(made, n)) for n in ("input", "weight", "grad")}, delayed=None)
+    x, w, b = (torch.randn(shape, requires_grad=True) for shape in ((20, 70), (40, 70), (40,)))
+    g = torch.randn(20, 40)
+    y = linear(x, w, b, Options(made))
+    y.backward(g)
+    check_step((y.detach(), x.grad, w.grad, b.grad), x, w, b, g, made)
 
 
 EDITS = [
