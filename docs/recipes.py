@@ -13,7 +13,7 @@ ATTENTION = ("fp8_dpa", "fp8_mha")
 
 
 def _casts(casts: Any, delayed: bool) -> str:
-    """TensorCasts in words."""
+    """The casts of one tensor in words."""
     cast = casts.rowwise
     if cast is None:
         return "high precision"

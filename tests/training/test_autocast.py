@@ -143,14 +143,14 @@ def test_an_exception_inside_an_inner_block_leaves_the_outer_one():
 @pytest.mark.parametrize("wrong", ["mxfp8", MXFP8BlockScaling, MXFP8.linear_recipe(), 3, Format.E4M3], ids=str)
 def test_an_object_that_is_not_a_recipe_is_a_type_error(wrong):
     with mx.autocast(recipe=MXFP6):
-        with pytest.raises(TypeError, match=r"is not a recipe; pass an instance of one of mxtensor.recipe"):
+        with pytest.raises(TypeError, match=r"is not a recipe; pass an instance of a class of mxtensor.recipe"):
             mx.autocast(recipe=wrong)
         assert active() is MXFP6
 
 
 def test_a_recipe_passed_as_enabled_is_a_type_error():
     """A recipe is true, so the default recipe would run."""
-    with pytest.raises(TypeError, match="a recipe goes to recipe="):
+    with pytest.raises(TypeError, match="pass True or False, and the recipe as recipe="):
         mx.autocast(NVFP4BlockScaling())
 
 
