@@ -27,7 +27,8 @@ from .numerics.formats import (
     get_format,
 )
 from .numerics.operand import Operand
-from .recipe.linear_recipe import KernelPreference, LinearRecipe
+from .recipe.kernel_preference import KernelPreference
+from .recipe.linear_recipe import LinearRecipe
 from .te import tensor_attributes as _te_names  # noqa: F401  (gives MXTensor TransformerEngine's names)
 from .tensor.mxtensor import MXTensor, quantize, rebuild
 

@@ -43,7 +43,7 @@ class MXFP8Config(BackwardOptions):
     def _linear_recipe(self) -> LinearRecipe:
         forward = TensorCasts.of(get_mx_format("mxfp8_e4m3" if self.e4m3_forward else "mxfp8_e5m2", self.block_size))
         grad = TensorCasts.of(get_mx_format("mxfp8_e5m2" if self.e5m2_backward else "mxfp8_e4m3", self.block_size))
-        return self.finished(forward, forward, grad)
+        return self.with_options(forward, forward, grad)
 
 
 class MXFP8Linear(nn.Linear):

@@ -14,7 +14,8 @@ from torch import nn
 from ..numerics.cast import Cast
 from ..numerics.formats import FORMATS, Format, Orientation, ScaleCalculationMode, get_mx_format
 from ..recipe.base import Recipe
-from ..recipe.linear_recipe import KernelPreference, LinearRecipe
+from ..recipe.kernel_preference import KernelPreference
+from ..recipe.linear_recipe import LinearRecipe
 from ..tensor.mxtensor import MXTensor, quantize_as
 from ..training.training_weight import is_sharded, values_of
 

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from ..numerics.cast import Cast
 from ..numerics.formats import FORMATS, ScaleCalculationMode, get_mx_format
 from ..recipe.base import one_weight_copy
-from ..recipe.linear_recipe import KernelPreference, LinearRecipe, TensorCasts
+from ..recipe.kernel_preference import KernelPreference
+from ..recipe.linear_recipe import LinearRecipe, TensorCasts
 from ..tensor.mxtensor import MXTensor
 from ..training.interception import delayed_state
 from ..training.training_weight import STATE, TrainingWeight, local_of, sharded_like, values_of

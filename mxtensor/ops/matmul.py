@@ -13,7 +13,7 @@ from ..core.tracing import is_traced
 from ..kernels.gemm.select import gemm, grouped_gemm
 from ..kernels.gemm.spec import GemmArgs, GemmOperand, Unquantized
 from ..numerics.operand import Operand
-from ..recipe.linear_recipe import KernelPreference
+from ..recipe.kernel_preference import KernelPreference
 from ..tensor.mxtensor import MXTensor
 from .fallback import read
 

@@ -24,7 +24,8 @@ from ..numerics.cast import Cast
 from ..numerics.formats import Format, Orientation, Rounding, ScaleCalculationMode, get_format, get_mx_format
 from ..numerics.operand import Operand, Rotated, transposed
 from ..numerics.validate import check_components, known_size
-from ..recipe.linear_recipe import LinearRecipe, recipe_from_row, recipe_to_row
+from ..recipe.linear_recipe import LinearRecipe
+from ..recipe.rows import recipe_from_row, recipe_to_row
 
 _COMPONENTS = tuple((side, part) for side in ("_rowwise", "_columnwise") for part in ("data", "scale", "global_scale"))
 

@@ -30,7 +30,8 @@ from ..kernels.gemm import emulated
 from ..kernels.gemm.select import gemm, kernel_for, values_dtype
 from ..kernels.gemm.spec import Form, GemmArgs, GemmOperand, data_of, format_of
 from ..numerics.operand import Operand
-from ..recipe.linear_recipe import KernelPreference, LinearRecipe, recipe_by_key
+from ..recipe.kernel_preference import KernelPreference
+from ..recipe.linear_recipe import LinearRecipe, recipe_by_key
 from .operands import (
     GRAD,
     INPUT,

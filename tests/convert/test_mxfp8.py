@@ -10,7 +10,7 @@ from torch import nn
 import mxtensor as mx
 from mxtensor.convert.mxfp8 import MXFP8Config, MXFP8Linear, to_mxfp8
 from mxtensor.numerics.formats import get_format
-from mxtensor.recipe.training_recipes import NVFP4BlockScaling
+from mxtensor.recipe import NVFP4BlockScaling
 from mxtensor.training.grad_scaler import MXFP8GradientScaler
 from tests.helpers import oracle
 from tests.helpers.compare import assert_same_product, relative_error

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 import mxtensor as mx
-from mxtensor.recipe.training_recipes import (
+from mxtensor.recipe import (
     CustomRecipe,
     DelayedScaling,
     Float8BlockScaling,

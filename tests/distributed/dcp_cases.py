@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from mxtensor.distributed.checkpoint import CHECKSUMS, METADATA, Reader, Writer, latest
-from mxtensor.recipe.training_recipes import MXFP8BlockScaling
+from mxtensor.recipe import MXFP8BlockScaling
 from mxtensor.training.training_weight import TrainingWeight
 from tests.distributed.fsdp_cases import ROWS, WIDTH, adamw, local_of, message, net, operands, plain, shard, whole
 from tests.helpers.ranks import case

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import mxtensor as mx
-from mxtensor.recipe.training_recipes import (
+from mxtensor.recipe import (
     CustomRecipe,
     DelayedScaling,
     Float8BlockScaling,

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 import mxtensor as mx
 from mxtensor.distributed import all_gather_linear as gathered
 from mxtensor.ops import collectives
-from mxtensor.recipe.training_recipes import CustomRecipe, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
+from mxtensor.recipe import CustomRecipe, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from tests.distributed.fsdp_cases import message, same_as
 from tests.helpers.ranks import DEVICE, case
 

@@ -15,7 +15,7 @@ from torch import nn
 import mxtensor as mx
 from mxtensor.numerics import swizzle
 from mxtensor.numerics.cast import Cast
-from mxtensor.recipe.training_recipes import CustomRecipe, MXFP4BlockScaling, MXFP8BlockScaling
+from mxtensor.recipe import CustomRecipe, MXFP4BlockScaling, MXFP8BlockScaling
 from mxtensor.tensor.fsdp import Shard, refusal
 from mxtensor.training.training_weight import TrainingWeight
 from tests.distributed.fsdp_cases import (

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import mxtensor as mx
-from mxtensor.recipe.linear_recipe import LinearRecipe, recipe_from_row, recipe_to_row
+from mxtensor.recipe.linear_recipe import LinearRecipe
+from mxtensor.recipe.rows import recipe_from_row, recipe_to_row
 from tests.helpers.compare import components_of, relative_error, same_bytes
 
 FORMATS = [*mx.FORMATS, "mxfp8[32x32]", "mxfp6_e3m2[1x16]"]

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 import mxtensor as mx
 from mxtensor.core.dispatch import describe
-from mxtensor.recipe.training_recipes import (
+from mxtensor.recipe import (
     CustomRecipe,
     DelayedScaling,
     Float8BlockScaling,

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mxtensor as mx
-from mxtensor.recipe.training_recipes import MXFP6BlockScaling, MXFP8BlockScaling
+from mxtensor.recipe import MXFP6BlockScaling, MXFP8BlockScaling
 from mxtensor.training.training_weight import TrainingWeight
 from tests.helpers.compare import relative_error
 from tests.helpers.training_reference import check_step, products
