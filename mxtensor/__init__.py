@@ -28,8 +28,8 @@ from .numerics.formats import (
 )
 from .numerics.operand import Operand
 from .recipe.linear_recipe import KernelPreference, LinearRecipe
-from .te import tensor_attributes as _te_names  # noqa: F401  (gives MXTensor TransformerEngine's names)
-from .tensor.mxtensor import MXTensor, quantize, rebuild
+from .tensor.mxtensor import MXTensor, rebuild
+from .tensor.quantize import quantize
 
 if TYPE_CHECKING:
     from . import nn

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from ..numerics.formats import get_mx_format
 from ..recipe.base import BackwardOptions
 from ..recipe.linear_recipe import LinearRecipe, TensorCasts
-from ..tensor.mxtensor import MXTensor, quantize
+from ..tensor.mxtensor import MXTensor
+from ..tensor.quantize import quantize
 from ..training.interception import Call, run
 
 

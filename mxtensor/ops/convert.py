@@ -11,7 +11,6 @@ from ..core.dispatch import implements
 from ..kernels.quantize.select import dequantize_operand
 from ..numerics.operand import Operand
 from ..numerics.reference import SOURCE_DTYPES
-from ..tensor.fsdp_shards import zeros_of_rows
 from ..tensor.mxtensor import MXTensor
 from .layout import outer
 
@@ -89,7 +88,7 @@ def new_zeros(func: Any, args: Any, kwargs: Any) -> Tensor:
     rows_of_it = w.dim() == len(size) > 1 and tuple(size[1:]) == tuple(w.shape[1:]) and w.is_contiguous()
     if not rows_of_it or any(kwargs.get(k) is not None for k in ("dtype", "device", "layout")):
         return fresh_like(func, args, kwargs)  # type: ignore[no-any-return]
-    return zeros_of_rows(w, size[0])
+    return w.zeros_of_rows(size[0])  # type: ignore[no-any-return]
 
 
 @implements(aten.equal.default)

@@ -11,7 +11,7 @@ from ..core.dispatch import implements
 from ..core.shapes import contiguous_stride, inferred_shape, wrapped_dim
 from ..numerics.formats import FULL
 from ..numerics.operand import Operand
-from ..tensor.fsdp_shards import flat_values
+from ..tensor.fsdp import flat_values
 from ..tensor.mxtensor import MXTensor
 from .layout import Dims, assemble, finish, order, outer, relabel, relabel_operand, sides
 

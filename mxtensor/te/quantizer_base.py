@@ -127,11 +127,7 @@ class Quantizer:
         place = torch.empty(0, device=device if device is not None else self.device).device
 
         def empty(shape: tuple[int, ...]) -> Operand:
-            row = self.cast.format
-            data = torch.empty(row.data_shape(shape), dtype=torch.uint8, device=place).view(row.element.dtype)
-            scale = torch.empty(row.scale_shape(shape), dtype=row.scale.dtype, device=place)
-            global_scale = torch.empty((), dtype=torch.float32, device=place) if row.global_scale else None
-            return Operand(data, scale, global_scale, row, shape)
+            return Operand.empty(self.cast.format, shape, place)
 
         wanted, size = self._wanted(x), tuple(x.shape)
         row = empty(size) if Orientation.ROWWISE in wanted else None
