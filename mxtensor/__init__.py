@@ -8,12 +8,13 @@ import torch as _torch
 
 from . import ops as _ops  # noqa: F401  (fills OP_TABLE)
 from . import recipe
-from .convert.quantize import (
+from .convert.configs import (
     MXDynamicActivationMXWeightConfig,
+    MXLinearConfig,
     NVFP4DynamicActivationNVFP4WeightConfig,
     NVFP4WeightOnlyConfig,
-    quantize_,
 )
+from .convert.quantize import quantize_
 from .core.dispatch import explain, kernels, strict
 from .numerics.cast import Cast
 from .numerics.formats import (
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from . import nn
     from .compile.inference_options import inference_options
     from .convert.mxfp8 import MXFP8Config, MXFP8Linear, to_mxfp8
-    from .convert.training import MXLinearConfig
     from .distributed import checkpoint
     from .distributed import tensor_parallel as parallel
     from .te.general_gemm import general_gemm, get_workspace
@@ -105,7 +105,6 @@ __all__ = [
 _LAZY = {
     "compile.inference_options": ("inference_options",),
     "convert.mxfp8": ("MXFP8Config", "MXFP8Linear", "to_mxfp8"),
-    "convert.training": ("MXLinearConfig",),
     "distributed.checkpoint": ("checkpoint",),
     "distributed.tensor_parallel": ("parallel",),
     "nn": ("nn",),

@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..convert.quantize import keep_quantized
 from ..core.torch_autocast import autocast_dtype, torch_autocasts
 from ..recipe.linear_recipe import HIGH_PRECISION, LinearRecipe
 from ..recipe.training_recipes import Recipe
@@ -22,6 +21,7 @@ from ..training.interception import check_recipe
 from ..training.linear import Options, linear
 from ..training.model_init import init_recipe, preserve, preserves, weight_parameter
 from ..training.operands import Scales
+from ..training.state_dict import register_state_dict_hooks
 from .slot import Operands, Slot
 from .weight_shards import misfit, owner, remember, spread
 
@@ -99,7 +99,7 @@ class QuantizedModule(nn.Module):
         self._init_recipe = init_recipe()
         self._inits: dict[str, Init] = {}
         self._slots: list[Slot] = []
-        self.register_load_state_dict_pre_hook(keep_quantized)
+        register_state_dict_hooks(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, nn.Parameter):

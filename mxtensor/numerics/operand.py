@@ -67,7 +67,9 @@ class Operand:
         shape, format = tuple(shape), self.format
         data = self.data.new_zeros(format.data_shape(shape), dtype=torch.uint8).view(format.element.dtype)
         scale = self.scale.new_full(format.scale_shape(shape), 1 if format.scale.dtype is torch.float32 else 0)
-        return Operand(data, scale, None if self.global_scale is None else torch.ones_like(self.global_scale), format, shape)
+        return Operand(
+            data, scale, None if self.global_scale is None else torch.ones_like(self.global_scale), format, shape
+        )
 
     @property
     def scale_view(self) -> Tensor:

@@ -47,7 +47,7 @@ def _joined(operands: list[Operand], place: int, shape: tuple[int, ...]) -> Oper
     """Operands one after the other along dimension ``place`` (negative); None if one but the last cuts a block."""
     first = operands[0]
     block = first.format.block[place + 2] if place >= -2 else 1
-    if block == FULL or any(o.shape[place] % block for o in operands[:-1]):
+    if block == FULL or first.format.why_not_split(place, *(o.shape[place] for o in operands[:-1])):
         return None
     data = torch.cat([o.data.view(torch.uint8) for o in operands], place).view(first.data.dtype)
     return Operand(data, torch.cat([o.scale for o in operands], place), first.global_scale, first.format, shape)

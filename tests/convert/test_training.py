@@ -331,7 +331,7 @@ def test_a_weight_that_is_computed_is_an_error_that_changes_nothing(wrap, config
     net = nn.Sequential(nn.Linear(64, 48), wrap(nn.Linear(48, 32)))
     before = net[0].weight
     with pytest.raises(
-        ValueError, match=r"1.weight is no parameter, but computed from others.*filter_fn, or train inside"
+        ValueError, match=r"1.weight is not a parameter but computed from others.*filter_fn, or train inside"
     ):
         mx.quantize_(net, config)
     assert net[0].weight is before

@@ -26,7 +26,7 @@ TELLS_LESS = torch.__version__ < "2.13"
 
 def test_every_case_of_two_ranks_is_looked_at():
     text = Path(__file__).read_text()
-    assert [n for n, f in cases().items() if f.__module__ == "dcp_cases" and f'ranks("{n}")' not in text] == []
+    assert [n for n, f in cases().items() if f.__module__ == "tests.distributed.dcp_cases" and f'ranks("{n}")' not in text] == []
 
 
 def test_what_is_saved_is_plain_and_goes_on(ranks):

@@ -38,7 +38,7 @@ CODES = "codes"
 
 def test_every_case_of_two_ranks_is_looked_at():
     text = Path(__file__).read_text()
-    assert [n for n, f in cases().items() if f.__module__ == "fsdp_cases" and f'ranks("{n}")' not in text] == []
+    assert [n for n, f in cases().items() if f.__module__ == "tests.distributed.fsdp_cases" and f'ranks("{n}")' not in text] == []
 
 
 def what(gathered):
@@ -66,7 +66,8 @@ def test_five_steps_are_those_of_one_process(name, features, ranks):
         }
         if copies == "tiles" and not aligned:
             rows = -(-features // 2)
-            assert why(gathered) == {f"shards of {rows} rows of {features} cut tiles of 32 rows"}
+            cut = "mxfp8_e4m3[32x32] has blocks of 32 values in this dimension"
+            assert why(gathered) == {f"shards of {rows} rows of {features}: {cut}, and {rows} is not a multiple of 32"}
 
 
 def test_the_recipes_round_apart():
@@ -119,7 +120,7 @@ def test_other_formats_and_what_cannot_be_gathered(ranks):
             assert set(what(results[name][1]).values()) == {CODES}, name
         assert what(results["float8 tiles"][1]) == {(256, WIDTH): CODES, (WIDTH, 256): "high precision"}
         assert why(results["nvfp4"][1]) == {
-            "a scale of nvfp4[16x16] is of the whole weight, of which a rank holds a part"
+            "nvfp4[16x16] has one scale for the whole tensor, and a rank has a part of it"
         }
         assert why(results["high precision backward"][1]) == {
             "the recipe has a product by the weight's high-precision values"
@@ -139,7 +140,7 @@ def test_delayed_scaling_is_gathered_in_high_precision(ranks):
 def test_shards_of_columns_fall_back(ranks):
     for results in ranks("shards_of_columns"):
         for same, gathered in results.values():
-            assert same and why(gathered) == {"the shards are of columns, (64, 32) of (64, 64): blocks would be cut"}
+            assert same and why(gathered) == {"the shards are of columns, (64, 32) of (64, 64): they would cut blocks"}
 
 
 def test_clipping(ranks):
@@ -193,7 +194,7 @@ def test_mistakes_are_the_same_on_every_rank(ranks):
         "again": "ValueError", "values": "NotImplementedError", "autocast": "RuntimeError",
         "tiles": "NotImplementedError", "global scale": "NotImplementedError",
     }  # fmt: skip
-    assert "shards of 50 of 100 rows cut blocks of 32 rows" in first["tiles"][1]
+    assert "cannot be sharded into 50 rows: rowwise mxfp8_e4m3[32x32] has blocks of 32 values" in first["tiles"][1]
 
 
 # ---------------------------------------------------------------------------------------------- without two ranks
@@ -226,7 +227,7 @@ def test_what_kernels_keep_of_a_scale_goes_with_the_gather(make, alone):
         layer.unshard()
         gathered = layer.weight.high_precision if isinstance(layer.weight, TrainingWeight) else layer.weight
         for operand in gathered.operands:
-            assert torch.equal(swizzle.saved(operand.scale, "doubled", lambda scale: scale * 2), operand.scale * 2)
+            assert torch.equal(swizzle.cached_value(operand.scale, "doubled", lambda scale: scale * 2), operand.scale * 2)
         seen.append([operand.scale.clone() for operand in gathered.operands])
         layer.reshard()
         with torch.no_grad():
@@ -245,9 +246,9 @@ ONE, TILES = (RECIPES[name].linear_recipe() for name in ("one copy", "tiles"))
         (ONE, Shard((3, 64), (2, 64)), None),
         (TILES, Shard((127, 64), (64, 64)), None),
         (TILES, Shard((100, 64), (100, 64)), None),
-        (TILES, Shard((100, 64), (50, 64)), "shards of 50 rows of 100 cut tiles of 32 rows"),
+        (TILES, Shard((100, 64), (50, 64)), "shards of 50 rows of 100: mxfp8_e4m3[32x32] has blocks of 32 values"),
         (ONE, Shard((64, 64), (64, 32)), "the shards are of columns"),
-        (ONE, None, "no sharded matrix"),
+        (ONE, None, "not a sharded matrix"),
         (MXFP8BlockScaling().linear_recipe(), Shard((64, 64), (32, 64)), "single_weight_copy=True"),
         (RECIPES["off"].linear_recipe(), Shard((64, 64), (32, 64)), "quantized_gather is off"),
         (CustomRecipe("mxfp8", None, "mxfp8").linear_recipe(), Shard((64, 64), (32, 64)), "high-precision values"),
@@ -256,7 +257,7 @@ ONE, TILES = (RECIPES[name].linear_recipe() for name in ("one copy", "tiles"))
                 weight=Cast.of("mxfp8", rounding="stochastic"), single_weight_copy=True
             ).linear_recipe(), Shard((64, 64), (32, 64)), "rounded stochastically",
         ),
-        (CustomRecipe(weight="float8_tensor").linear_recipe(), Shard((64, 64), (32, 64)), "a scale of float8_e4m3_tensor"),
+        (CustomRecipe(weight="float8_tensor").linear_recipe(), Shard((64, 64), (32, 64)), "has one scale for the whole"),
         (MXFP4BlockScaling(single_weight_copy=True).linear_recipe(), Shard((64, 64), (32, 64)), None),
     ],
 )  # fmt: skip

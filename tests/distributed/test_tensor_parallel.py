@@ -51,7 +51,7 @@ def test_a_recipe_of_one_weight_copy_holds_for_gathered_rows_too(ranks):
 def test_rows_that_are_no_whole_blocks_are_gathered_in_high_precision_and_explain_says_why(ranks):
     for found in ranks("sequence_parallel"):
         same, _, gathers, bytes, _ = found[40, 128]
-        assert gathers == [("high precision", {"quantized": "20 rows a rank are not whole blocks of 32"})]
+        assert gathers == [("high precision", {"quantized": "20 rows a rank: mxfp8_e4m3 has blocks of 32 values in this dimension, and 20 is not a multiple of 32"})]
         assert same == [True, True, True] and bytes == 0
 
 
@@ -79,18 +79,18 @@ def test_collectives_send_codes_and_refuse_what_would_add_or_mix_them(ranks):
     assert first == second
     told, broadcasts = first
     for kind, text in told:
-        assert kind == "NotImplementedError" and ".parts" in text
+        assert kind == "NotImplementedError" and ".components" in text
     assert len(told) == 2 and broadcasts == [[2.0], [1.0]]
 
 
 def test_a_layer_that_does_not_divide_is_refused_with_its_numbers(ranks):
     for found in ranks("what_does_not_divide"):
-        assert found[0].startswith("out_features=96 over 2 ranks are 48 each, which is no multiple of the 32")
-        assert found[1].startswith("in_features=96 over 2 ranks are 48 each, which is no multiple of the 32")
+        assert found[0].startswith("out_features=96 over 2 ranks are 48 each: mxfp8_e4m3 has blocks of 32 values")
+        assert found[1].startswith("in_features=96 over 2 ranks are 48 each: mxfp8_e4m3 has blocks of 32 values")
         assert found[2].startswith("out_features=33 does not divide into 2 equal parts")
         assert found[3].startswith("in_features=33 does not divide into 2 equal parts")
         for kind, text in found[4:]:
-            assert kind == "NotImplementedError" and "is of a whole tensor" in text
+            assert kind == "NotImplementedError" and "has one scale for the whole tensor, and tensor parallelism gives each rank a part" in text
 
 
 def test_fsdp_over_the_other_dimension_of_a_mesh(ranks):
@@ -105,9 +105,9 @@ def test_fsdp_over_the_other_dimension_of_a_mesh(ranks):
     [
         (linear_recipe(), 64, None),
         (linear_recipe("mxint8"), 32, None),
-        (linear_recipe(), 48, "48 rows a rank are not whole blocks of 32"),
-        (linear_recipe("nvfp4"), 64, "has one scale for more than one rank holds"),
-        (linear_recipe("float8_e4m3_tensor"), 64, "has one scale for more than one rank holds"),
+        (linear_recipe(), 48, "48 rows a rank: mxfp8_e4m3 has blocks of 32 values in this dimension, and 48 is not a multiple"),
+        (linear_recipe("nvfp4"), 64, "nvfp4 has one scale for the whole tensor, and a rank has a part"),
+        (linear_recipe("float8_e4m3_tensor"), 64, "float8_e4m3_tensor has one scale for the whole tensor"),
         (linear_recipe("mxfp8[32x32]"), 64, "has blocks of 32 rows"),
         (linear_recipe(columnwise=None), 64, "leaves the input of wgrad in high precision"),
         (
