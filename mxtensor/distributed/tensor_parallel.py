@@ -2,8 +2,8 @@
 
     parallelize_module(model, mesh, {"up": mx.parallel.ColwiseParallel(), "down": mx.parallel.RowwiseParallel()})
 
-A parameter becomes a DTensor, as with torch's styles. Its local tensor still carries the recipe, and the layer multiplies
-by the local tensor (torch's own styles decompose the product before the recipe applies). With
+A parameter becomes a DTensor, as with torch's styles. Its local tensor still carries the recipe, and the layer
+multiplies by the local tensor (torch's own styles decompose the product before the recipe applies). With
 ``input_layouts=Shard(1)``, sequence parallelism, a column-wise layer gathers its input as codes and scales if the
 recipe allows it (``all_gather_linear.py``).
 """
@@ -127,7 +127,7 @@ class ColwiseParallel(torch_parallel.ColwiseParallel):
     """Each rank computes ``out_features / world`` columns of a linear layer; arguments are those of torch's style.
 
     ``input_layouts``: Replicate() (default), or Shard(dim) of a dimension of tokens, which is gathered: as codes and
-    scales if ``explain()`` names the gather "quantized". Works for training weights (``quantize_`` with a recipe), frozen
+    scales if ``explain()`` names the gather "quantized". Takes training weights (``quantize_`` with a recipe), frozen
     MXTensors and plain weights; embeddings are torch's. ``parallelize_module`` raises ValueError for a layer whose
     parts are not whole blocks, and NotImplementedError for a recipe whose scales depend on values of two ranks.
     """

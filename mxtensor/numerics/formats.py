@@ -223,7 +223,7 @@ class Format:
         return (*shape[:-1], self.element.data_cols(shape[-1]))
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of ``scale``: ceil(dim / block) in the last two dimensions; with FULL rows, 1 in every leading one."""
+        """The shape of ``scale``: ceil(dim / block) in the last two dimensions; FULL rows: 1 in the leading ones."""
         rows, cols = self.block
         last = _ceil_div(shape[-1], cols)
         if rows == FULL:

@@ -1,4 +1,4 @@
-"""Operand: the one container of codes and scales. Every kernel takes operands and returns operands or a plain tensor."""
+"""Operand: the one container of codes and scales. Kernels take operands and return operands or plain tensors."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ from ..numerics.operand import Operand
 from ..recipe.linear_recipe import LinearRecipe
 
 AGREED = "_mxtensor_agreed"
-"""The attribute of a shard's values that stores what all ranks have agreed to gather."""
+"""The attribute of a shard's values that stores what all ranks gather, once they have agreed on it."""
 
 Copies = tuple[Operand | None, Operand | None]
 """The rowwise and the columnwise operand of one tensor; None for a copy that is not stored."""
@@ -52,7 +52,7 @@ class Shard(NamedTuple):
 def shard_of(known: Shard | None, whole: tuple[int, ...], padded: tuple[int, ...]) -> Shard:
     """The Shard of a buffer of shape ``padded`` that ``new_zeros`` makes from a tensor of shape ``whole``.
 
-    FSDP2 also makes such a buffer from a shard, which then keeps its own (``known``).
+    FSDP2 also makes such a buffer from a shard; then the Shard stays the same (``known``).
     """
     return known if known is not None and known.padded == padded else Shard(whole, padded)
 
@@ -176,8 +176,8 @@ def refilled(operands: Copies, outputs: tuple[Tensor, ...], gathered: Gathered) 
 class GatheredByFSDP2(Tensor):
     """The part of MXTensor that FSDP2 calls: shards of whole rows store codes and scales, and gathers move them.
 
-    FSDP2 shards a parameter by ``split``, ``new_zeros`` in the padded shape and ``copy_``. ``new_zeros`` in the shape of
-    other rows (``zeros_of_rows``) gives an MXTensor with a Shard, and each of its views and copies has it too.
+    FSDP2 shards a parameter by ``split``, ``new_zeros`` in the padded shape and ``copy_``. ``new_zeros`` with another
+    number of rows (``zeros_of_rows``) gives an MXTensor with a Shard, and each of its views and copies has it too.
     """
 
     _rowwise: Operand | None
@@ -185,7 +185,7 @@ class GatheredByFSDP2(Tensor):
     recipe: LinearRecipe
     replace: Callable[..., Any]
     _shard: Shard | None = None
-    """Set on the tensors that FSDP2 makes of a part of the rows."""
+    """Set on the shards that FSDP2 makes; None for any other tensor."""
 
     def _why_not_sharded(self, rows: int) -> str | None:
         """Why shards of ``rows`` rows cannot store the operands of this tensor; None if they can."""
@@ -281,8 +281,8 @@ def refusal(linear_recipe: LinearRecipe, shard: Shard | None) -> str | None:
         return "the weight is rounded stochastically, in the order of its values"
     if not casts.one_copy:
         return (
-            f"dgrad's copy in {casts.columnwise.format} is cast from high precision, along the shards; use square tiles "
-            "or single_weight_copy=True"
+            f"dgrad's copy in {casts.columnwise.format} is cast from high precision, along the shards; use square "
+            "tiles or single_weight_copy=True"
         )
     if shard is None or len(shard.whole) != 2:
         return "the weight is not a sharded matrix"
@@ -308,8 +308,8 @@ def quantized_inputs(
 
 
 def high_precision_inputs(
-    values: Tensor, linear_recipe: LinearRecipe, shard: Shard | None, reason: str, mesh: Any, size: Any, stride: Any, module: Any,
-    policy: Any,
+    values: Tensor, linear_recipe: LinearRecipe, shard: Shard | None, reason: str, mesh: Any, size: Any, stride: Any,
+    module: Any, policy: Any,
 ) -> tuple[tuple[Tensor, ...], Gathered]:  # fmt: skip
     """The values of this rank's rows in the policy's dtype, padded to the largest shard."""
     whole = tuple(size)

@@ -1,9 +1,9 @@
 """MXTensor: a torch.Tensor that stands for high-precision values and stores block-scaled operands.
 
 The outer tensor is the wrapper: it has the shape, strides, dtype and device of the dense tensor it stands for. The
-``rowwise`` operand is blocked along the last dimension of the outer tensor and has its shape. The ``columnwise`` operand
-is blocked along the dimension before it and is stored transposed, so every operand is blocked along its own last
-dimension.
+``rowwise`` operand is blocked along the last dimension of the outer tensor and has its shape. The ``columnwise``
+operand is blocked along the dimension before it and is stored transposed, so every operand is blocked along its own
+last dimension.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class MXTensor(GatheredByFSDP2, TransformerEngineAttributes):
     """A tensor in a block-scaled format that torch code uses like any other.
 
     Make one with :func:`mxtensor.quantize`, :meth:`to_mx` or :meth:`from_components`. ``dtype``, ``shape``,
-    ``stride()`` and ``device`` are those of the tensor it stands for. Products run on the operands. An op without a rule
-    raises NotImplementedError that names it.
+    ``stride()`` and ``device`` are those of the tensor it stands for. Products run on the operands. An op that has no
+    rule raises NotImplementedError with its name.
     """
 
     _rowwise: Operand | None

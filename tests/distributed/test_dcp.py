@@ -26,7 +26,9 @@ TELLS_LESS = torch.__version__ < "2.13"
 
 def test_every_case_of_two_ranks_is_looked_at():
     text = Path(__file__).read_text()
-    assert [n for n, f in cases().items() if f.__module__ == "tests.distributed.dcp_cases" and f'ranks("{n}")' not in text] == []
+    assert [
+        n for n, f in cases().items() if f.__module__ == "tests.distributed.dcp_cases" and f'ranks("{n}")' not in text
+    ] == []
 
 
 def test_what_is_saved_is_plain_and_goes_on(ranks):
@@ -121,14 +123,14 @@ def test_what_is_damaged_raises_on_every_rank_and_the_checkpoint_before_it_is_th
             assert kind == "CheckpointException" and "Error" in text, (file, what, text)
             assert "step-2" in text or (TELLS_LESS and "metadata is None" in text), (file, what, text)
             if file in ("data", "other rank's data"):
-                assert "is damaged: where it holds '" in text
-        assert TELLS_LESS or "mx.checkpoint.latest names the last one that is" in told["checksums", "gone"][1]
-        assert twice is not None and "is there already; give each checkpoint a folder of its own" in twice[1]
+                assert "is damaged: the checksum of '" in text
+        assert TELLS_LESS or "mx.checkpoint.latest(folder) gives the last complete one" in told["checksums", "gone"][1]
+        assert twice is not None and "already exists; give each checkpoint a folder of its own" in twice[1]
 
 
 def test_what_a_dead_run_left_is_no_checkpoint_and_is_written_over(ranks):
     for nothing, names, folders, same in ranks("saved_over_what_a_dead_run_left"):
-        assert nothing[0] == "FileNotFoundError" and "holds no whole checkpoint" in nothing[1]
+        assert nothing[0] == "FileNotFoundError" and "has no complete checkpoint" in nothing[1]
         assert names == [".metadata", "__0_0.distcp", "__1_0.distcp", "checksums.json"]
         assert folders == ["step-1"] and same
 

@@ -51,7 +51,14 @@ def test_a_recipe_of_one_weight_copy_holds_for_gathered_rows_too(ranks):
 def test_rows_that_are_no_whole_blocks_are_gathered_in_high_precision_and_explain_says_why(ranks):
     for found in ranks("sequence_parallel"):
         same, _, gathers, bytes, _ = found[40, 128]
-        assert gathers == [("high precision", {"quantized": "20 rows a rank: mxfp8_e4m3 has blocks of 32 values in this dimension, and 20 is not a multiple of 32"})]
+        assert gathers == [
+            (
+                "high precision",
+                {
+                    "quantized": "20 rows a rank: mxfp8_e4m3 has blocks of 32 values in this dimension, and 20 is not a multiple of 32"
+                },
+            )
+        ]
         assert same == [True, True, True] and bytes == 0
 
 
@@ -90,7 +97,10 @@ def test_a_layer_that_does_not_divide_is_refused_with_its_numbers(ranks):
         assert found[2].startswith("out_features=33 does not divide into 2 equal parts")
         assert found[3].startswith("in_features=33 does not divide into 2 equal parts")
         for kind, text in found[4:]:
-            assert kind == "NotImplementedError" and "has one scale for the whole tensor, and tensor parallelism gives each rank a part" in text
+            assert (
+                kind == "NotImplementedError"
+                and "has one scale for the whole tensor, and tensor parallelism gives each rank a part" in text
+            )
 
 
 def test_fsdp_over_the_other_dimension_of_a_mesh(ranks):
@@ -105,7 +115,11 @@ def test_fsdp_over_the_other_dimension_of_a_mesh(ranks):
     [
         (linear_recipe(), 64, None),
         (linear_recipe("mxint8"), 32, None),
-        (linear_recipe(), 48, "48 rows a rank: mxfp8_e4m3 has blocks of 32 values in this dimension, and 48 is not a multiple"),
+        (
+            linear_recipe(),
+            48,
+            "48 rows a rank: mxfp8_e4m3 has blocks of 32 values in this dimension, and 48 is not a multiple",
+        ),
         (linear_recipe("nvfp4"), 64, "nvfp4 has one scale for the whole tensor, and a rank has a part"),
         (linear_recipe("float8_e4m3_tensor"), 64, "float8_e4m3_tensor has one scale for the whole tensor"),
         (linear_recipe("mxfp8[32x32]"), 64, "has blocks of 32 rows"),

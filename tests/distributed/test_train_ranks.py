@@ -25,7 +25,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_every_case_of_two_ranks_is_looked_at():
     text = Path(__file__).read_text()
-    assert [n for n, f in cases().items() if f.__module__ == "tests.distributed.train_cases" and f'"{n}"' not in text] == []
+    assert [
+        n for n, f in cases().items() if f.__module__ == "tests.distributed.train_cases" and f'"{n}"' not in text
+    ] == []
 
 
 @pytest.mark.parametrize("case", ["example_resumed", "example_split"])

@@ -162,7 +162,7 @@ def test_nothing_is_kept_of_what_is_traced_or_has_no_version():
     with torch.inference_mode():
         inference = scales(130, 5)
         cached_value(inference, "a", make), cached_value(inference, "a", make)
-    assert make.calls == 4 and fake not in module._kept and inference not in module._kept
+    assert make.calls == 4 and fake not in module._cache and inference not in module._cache
 
 
 @pytest.mark.gpu
