@@ -34,8 +34,8 @@ def quantize_(model: ModuleT, config: Config, filter_fn: FilterFn | None = None)
     one, ``lm_head`` and routers. Embeddings and experts are not trained quantized. Returns ``model``.
 
     Raises ValueError or TypeError for an unknown config, and ValueError for a weight that is not a parameter (as under
-    weight_norm), both before anything is changed. Warns if no layer matches. Make the optimizer for training afterwards:
-    parameters are new objects over the same memory.
+    weight_norm), both before anything is changed. Warns if no layer matches. Make the optimizer for training after this
+    call: parameters are new objects over the same memory.
     """
     recipe = recipe_of(config)
     found = [f for f in weights_to_quantize(model, filter_fn) if f[2].trains or not recipe.trains]

@@ -86,7 +86,7 @@ SKIPPED_NAMES = ("lm_head", "router", "gate")
 
 
 def default_filter(module: nn.Module, fqn: str) -> bool:
-    """Accept linear layers and attention; not heads, routers and embeddings, where rounding costs most and saves least."""
+    """Linear layers and attention; not heads, routers and embeddings, where rounding costs most and saves least."""
     return not isinstance(module, nn.Embedding) and fqn.rpartition(".")[2] not in SKIPPED_NAMES
 
 

@@ -1,8 +1,8 @@
 """A linear layer whose input rows are sharded over ranks, gathered as codes and scales instead of values.
 
-Each rank casts its own rows before the gather, so MXFP8 sends 0.516 of bfloat16's bytes. Blocks are along rows for fprop
-and along tokens for wgrad. If the rows of a rank are whole blocks, the gathered operands are bitwise those that one rank
-would cast from all rows in their order (rank, then row).
+Each rank casts its own rows before the gather, so MXFP8 moves 0.516 of bfloat16's bytes. Blocks are along rows for
+fprop and along tokens for wgrad. If the rows of a rank are whole blocks, the gathered operands are bitwise those that
+one rank would cast from all rows in their order (rank, then row).
 
     forward   x.rowwise gathered     -> fprop, all rows by the columns of this rank
     backward  dgrad of all rows      -> summed and scattered to the ranks whose rows they are

@@ -63,8 +63,8 @@ def _place(stored: Any) -> str:
 class Writer(FileSystemWriter):
     """Writes a checkpoint into the new folder ``path``; options are those of torch's ``FileSystemWriter``.
 
-    Raises FileExistsError if ``path`` exists: each checkpoint has a folder of its own, and the last one stays until this
-    one is complete. The remains of an interrupted run ("PATH.part") are overwritten.
+    Raises FileExistsError if ``path`` exists: each checkpoint has a folder of its own, and the last one stays until
+    this one is complete. The remains of an interrupted run ("PATH.part") are overwritten.
     """
 
     def __init__(self, path: str | os.PathLike[str], **options: Any) -> None:

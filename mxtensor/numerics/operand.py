@@ -55,9 +55,13 @@ class Operand:
         global_scale = None if self.global_scale is None else fn(self.global_scale)
         return Operand(fn(self.data), fn(self.scale), global_scale, self.format, self.shape)
 
+    def with_blocks(self, data: Tensor, scale: Tensor, shape: Sequence[int]) -> Operand:
+        """An operand of other codes and scales with this logical shape; format and global scale stay."""
+        return Operand(data, scale, self.global_scale, self.format, tuple(shape))
+
     def map_blocks(self, fn: Callable[[Tensor], Tensor], shape: Sequence[int]) -> Operand:
-        """The operand of another logical shape, with ``fn`` applied to codes and scales; the global scale stays."""
-        return Operand(fn(self.data), fn(self.scale), self.global_scale, self.format, tuple(shape))
+        """``with_blocks`` of ``fn`` applied to codes and scales."""
+        return self.with_blocks(fn(self.data), fn(self.scale), shape)
 
     def new_zeros(self, shape: Sequence[int]) -> Operand:
         """Zeros of this logical shape, in the format and on the device of this operand.

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from ..core.dispatch import implements
 from ..kernels.quantize.select import dequantize_operand
-from ..numerics.operand import Operand
 from ..numerics.reference import SOURCE_DTYPES
 from ..tensor.mxtensor import MXTensor
 from .layout import outer
@@ -109,7 +108,7 @@ def embedding(func: Any, args: Any, kwargs: Any) -> Tensor:
     data = rowwise.data.view(torch.uint8).index_select(0, flat).view(rowwise.data.dtype)
     scale = rowwise.scale.index_select(0, flat)
     shape = (flat.shape[0], w.shape[1])
-    rows = Operand(data, scale, rowwise.global_scale, rowwise.format, shape)
+    rows = rowwise.with_blocks(data, scale, shape)
     return dequantize_operand(rows, w.dtype).view(*indices.shape, w.shape[1])
 
 

@@ -68,8 +68,9 @@ def test_five_steps_are_those_of_one_process(name, features, ranks):
         }
         if copies == "tiles" and not aligned:
             rows = -(-features // 2)
-            cut = "mxfp8_e4m3[32x32] has blocks of 32 values in this dimension"
-            assert why(gathered) == {f"shards of {rows} rows of {features}: {cut}, and {rows} is not a multiple of 32"}
+            format = (RECIPES | APART)[name].linear_recipe().weight.rowwise.format
+            cut = f"{format} has blocks of 32 values in this dimension, and {rows} is not a multiple of 32"
+            assert why(gathered) == {f"shards of {rows} rows of {features}: {cut}"}
 
 
 def test_the_recipes_round_apart():
@@ -125,7 +126,7 @@ def test_other_formats_and_what_cannot_be_gathered(ranks):
             "nvfp4[16x16] has one scale for the whole tensor, and a rank has a part of it"
         }
         assert why(results["high precision backward"][1]) == {
-            "the recipe has a product by the weight's high-precision values"
+            "the recipe has a product with the high-precision values of the weight"
         }
 
 
