@@ -41,7 +41,7 @@ def corners(largest):
 @pytest.mark.parametrize("mode", oracle.MODES)
 @pytest.mark.parametrize("quantize", KERNELS)
 @pytest.mark.parametrize("name", BY_BLOCK)
-def test_every_kernel_has_the_rule_of_the_oracle(name, quantize, mode):
+def test_every_kernel_follows_the_rule_of_the_oracle(name, quantize, mode):
     amax = corners(get_format(name).element.max)
     amax = torch.cat([amax, torch.tensor([0.0, -0.0, float("nan"), float("inf"), -float("inf")])])
     amax = torch.cat([amax, amax.new_ones(-amax.numel() % 64)])
@@ -75,8 +75,8 @@ def test_blocks_by_hand(value, name, mode, scale, code):
 
 
 @pytest.mark.parametrize("name", BY_BLOCK)
-def test_the_default_rule_is_the_one_of_transformer_engine_and_torchao(name):
-    """Both divide max by amax in float32 and round down to a power of two, of which the scale is the reciprocal.
+def test_the_default_rule_is_that_of_transformer_engine_and_torchao(name):
+    """Both divide max by amax in float32 and round down to a power of two; the scale is its reciprocal.
 
     torchao does so through a float32 log2: for a few amax just above max * 2^e its scale is half, and they saturate.
     """
