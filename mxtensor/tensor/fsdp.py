@@ -126,8 +126,8 @@ def gather_inputs(operands: Copies, shard: Shard, mesh: Any) -> tuple[tuple[Tens
         if operand is not None:
             counts = _row_counts(operand.format, columnwise, shard.padded)
             inputs += map(pad_rows, _rows_first(operand, columnwise), counts)
-    formats = (None if operand is None else operand.format for operand in operands)
-    return tuple(inputs), Gathered(shard.whole, *formats, tuple(inputs[1:]) if mesh.size() == 1 else ())
+    rowwise, columnwise = (None if operand is None else operand.format for operand in operands)
+    return tuple(inputs), Gathered(shard.whole, rowwise, columnwise, tuple(inputs[1:]) if mesh.size() == 1 else ())
 
 
 def gathered_operands(outputs: tuple[Tensor, ...], gathered: Gathered) -> Copies:
@@ -233,7 +233,7 @@ class GatheredByFSDP2(Tensor):
             out._rowwise, out._columnwise = refilled((out._rowwise, out._columnwise), outputs, gathered)
             return None
         whole = gathered.whole
-        return type(self)(*gathered_operands(outputs, gathered), self.recipe, dtype, whole), outputs  # type: ignore
+        return type(self)(*gathered_operands(outputs, gathered), self.recipe, dtype, whole), outputs
 
 
 def _stored_inputs(w: Any, mesh: Any) -> tuple[tuple[Tensor, ...], Gathered]:

@@ -8,6 +8,8 @@ the same codes and scales, transposed.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -17,42 +19,40 @@ from ..numerics.operand import Operand, Rotated
 class TransformerEngineAttributes(Tensor):
     """The part of MXTensor that code written for TransformerEngine's quantized tensors reads."""
 
-    rowwise: Operand | None
-    columnwise: Operand | None
     _rotated: Rotated | None = None
     """The columnwise copy of a quantizer with a random Hadamard transform; results of torch ops do not have it."""
 
     @property
-    def _data(self) -> Tensor | None:
+    def _data(self: Any) -> Tensor | None:
         """The rowwise codes as uint8; None if they are not stored."""
         return _codes(self.rowwise)
 
     @property
-    def _rowwise_data(self) -> Tensor | None:
+    def _rowwise_data(self: Any) -> Tensor | None:
         """The rowwise codes as uint8; None if they are not stored."""
         return _codes(self.rowwise)
 
     @property
-    def _rowwise_scale_inv(self) -> Tensor | None:
+    def _rowwise_scale_inv(self: Any) -> Tensor | None:
         """The rowwise scales, by which codes are multiplied; None if they are not stored."""
         return None if self.rowwise is None else self.rowwise.scale
 
     @property
-    def _columnwise_data(self) -> Tensor | None:
+    def _columnwise_data(self: Any) -> Tensor | None:
         """The columnwise codes as uint8; None if they are not stored."""
         return _codes(self._columnwise_operand)
 
     @property
-    def _columnwise_scale_inv(self) -> Tensor | None:
+    def _columnwise_scale_inv(self: Any) -> Tensor | None:
         """The columnwise scales, by which codes are multiplied; None if they are not stored."""
         operand = self._columnwise_operand
         return None if operand is None else operand.scale
 
     @property
-    def _columnwise_operand(self) -> Operand | None:
+    def _columnwise_operand(self: Any) -> Operand | None:
         return self.columnwise if self._rotated is None else self._rotated.operand
 
-    def transpose(self, dim0: int = -2, dim1: int = -1) -> Tensor:  # type: ignore[override]
+    def transpose(self, dim0: int = -2, dim1: int = -1) -> Tensor:
         """``torch.Tensor.transpose``; without arguments it swaps the last two dimensions."""
         return Tensor.transpose(self, dim0, dim1)
 
