@@ -126,8 +126,9 @@ def gather_inputs(operands: Copies, shard: Shard, mesh: Any) -> tuple[tuple[Tens
         if operand is not None:
             counts = _row_counts(operand.format, columnwise, shard.padded)
             inputs += map(pad_rows, _rows_first(operand, columnwise), counts)
-    rowwise, columnwise = (None if operand is None else operand.format for operand in operands)
-    return tuple(inputs), Gathered(shard.whole, rowwise, columnwise, tuple(inputs[1:]) if mesh.size() == 1 else ())
+    row_format, column_format = (None if operand is None else operand.format for operand in operands)
+    rest = tuple(inputs[1:]) if mesh.size() == 1 else ()
+    return tuple(inputs), Gathered(shard.whole, row_format, column_format, rest)
 
 
 def gathered_operands(outputs: tuple[Tensor, ...], gathered: Gathered) -> Copies:

@@ -50,7 +50,8 @@ class TransformerEngineAttributes(Tensor):
 
     @property
     def _columnwise_operand(self: Any) -> Operand | None:
-        return self.columnwise if self._rotated is None else self._rotated.operand
+        operand: Operand | None = self.columnwise if self._rotated is None else self._rotated.operand
+        return operand
 
     def transpose(self, dim0: int = -2, dim1: int = -1) -> Tensor:
         """``torch.Tensor.transpose``; without arguments it swaps the last two dimensions."""

@@ -66,14 +66,20 @@ def whole(t):
 
 
 def adamw(model):
-    """AdamW with the same rounding for every kind of parameter: on a GPU torch would step plain tensors and DTensors with
-    foreach kernels, but parameters of a subclass, as in one process, in a loop."""
+    """AdamW with the same rounding for every kind of parameter.
+
+    By default, on a GPU, torch steps plain tensors and DTensors with foreach kernels, but parameters of a subclass, as
+    in one process, in a loop.
+    """
     return torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
 
 
 def same_as(a, b):
-    """Whether two results are the same: bitwise on a CPU. On GPUs gathered codes use other kernels than the weight of one
-    process; their sums are in another order, which rounds a code differently now and then."""
+    """Whether two results are the same: bitwise on a CPU.
+
+    On GPUs gathered codes use other kernels than the weight of one process. Their sums are in another order, which
+    rounds a code differently now and then.
+    """
     if DEVICE == "cpu":
         return torch.equal(a, b)
     a, b = a.detach().double(), b.detach().double()
@@ -83,7 +89,8 @@ def same_as(a, b):
 def compare(model, reference, rank, steps=STEPS, call=None, its_call=None, dtype=torch.float32, micro=1):
     """Train ``model`` with AdamW on different data on each rank, and ``reference`` on the data of all ranks.
 
-    Returns for each step whether the loss and every gradient are the same (``same_as``), then whether every parameter is.
+    Returns for each step whether the loss and every gradient are the same (``same_as``), then whether all parameters
+    are.
     """
     call, its_call, world = call or model, its_call or reference, dist.get_world_size()
     optimizers = [adamw(m) for m in (model, reference)]

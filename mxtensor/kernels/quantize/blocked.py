@@ -65,7 +65,7 @@ def _slice_amax(x: Tensor) -> Tensor:
 def _quantize(x: Tensor, cast: Cast) -> Operand:
     format, shape = cast.format, tuple(x.shape)
     x = x.detach().reshape(-1, shape[-1])
-    whole = _slice_amax(x) if format.global_scale or format.block[0] == FULL else None
+    whole = _slice_amax(x) if format.has_tensor_scale else None
     block_rows = 1 if format.block[0] == FULL else format.block[0]
     data = torch.empty(format.data_shape(tuple(x.shape)), dtype=format.element.dtype, device=x.device)
     scale = torch.empty(format.scale_shape(tuple(x.shape)), dtype=format.scale.dtype, device=x.device)
