@@ -97,14 +97,11 @@ class Gathered:
 
     @property
     def quantized(self) -> bool:
-        return self.rowwise is not None or self.columnwise is not None
+        return (self.rowwise or self.columnwise) is not None
 
 
 def _rows_first(operand: Operand, columnwise: bool) -> tuple[Tensor, ...]:
-    """Codes (as bytes) and scales with the rows of the outer tensor as first dimension.
-
-    A columnwise operand is stored transposed, so its transpose is gathered.
-    """
+    """Codes (as bytes) and scales with the rows of the outer tensor first; columnwise operands are stored transposed."""
 
     def rows_first(t: Tensor) -> Tensor:
         t = t.view(torch.uint8) if t.dtype.itemsize == 1 else t
@@ -144,18 +141,17 @@ def _whole_operand(
     if format is None:
         return None
     data, scale = (next(tensors)[:count] for count in _row_counts(format, columnwise, size))
-    shape = size
     if columnwise:
-        data, scale, shape = data.t(), scale.t(), swapped(size)
-    return Operand.from_tensors((data.view(format.element.dtype), scale), format, shape)
+        data, scale, size = data.t(), scale.t(), swapped(size)
+    return Operand.from_tensors((data.view(format.element.dtype), scale), format, size)
 
 
 def refilled(operands: Copies, outputs: tuple[Tensor, ...], gathered: Gathered) -> Copies:
     """The operands of a gathered weight after FSDP2 has filled ``outputs``, the memory under them, again.
 
-    They are new tensors over the same memory: kernels cache what they compute from a scale by tensor and version, and
-    FSDP2's write does not raise the version. On a single rank the tensors that FSDP2 does not fill are copied here,
-    through ``data``, because autograd may have saved them for backward.
+    They are new tensors over the same memory: kernels cache results by scale tensor and version, and FSDP2's write does
+    not raise the version. On a single rank the tensors that FSDP2 does not fill are copied here, through ``data``,
+    because autograd may have saved them for backward.
     """
     if gathered.rest:
         fresh = gathered_operands(outputs, gathered)

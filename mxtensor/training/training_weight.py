@@ -11,6 +11,7 @@ import hashlib
 import sys
 from collections.abc import Callable
 from functools import cached_property
+from importlib import import_module
 from typing import Any, NoReturn
 
 import torch
@@ -248,6 +249,7 @@ def is_parameter(t: Tensor) -> bool:
 def _rebuild(
     values: Tensor, linear_recipe: LinearRecipe, requires_grad: bool, parameter: bool, state: Any = None
 ) -> Tensor:
+    import_module(".interception", __package__)  # a process that unpickles a weight needs WEIGHT_FUNCTIONS filled
     out: Tensor = TrainingWeight(values, linear_recipe)
     out = torch.nn.Parameter(out, requires_grad) if parameter else out.requires_grad_(requires_grad)
     if state is not None:
