@@ -101,7 +101,7 @@ class Gathered:
 
 
 def _rows_first(operand: Operand, columnwise: bool) -> tuple[Tensor, ...]:
-    """Codes (as bytes) and scales with the rows of the outer tensor first; columnwise operands are stored transposed."""
+    """Codes (as bytes) and scales with the rows of the outer tensor first (columnwise operands are transposed)."""
 
     def rows_first(t: Tensor) -> Tensor:
         t = t.view(torch.uint8) if t.dtype.itemsize == 1 else t
