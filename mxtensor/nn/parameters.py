@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..convert.quantize import keep_quantized
 from ..training.model_init import init_recipe, preserve, preserves, weight_parameter
+from ..training.state_dict import register_state_dict_hooks
 from .weight_shards import remember, spread
 
 Init = Callable[[Tensor], Any]
@@ -32,7 +32,7 @@ class ParameterModule(nn.Module):
         """Name -> the parameter that FSDP2 has sharded."""
         self._init_recipe = init_recipe()
         self._inits: dict[str, Init] = {}
-        self.register_load_state_dict_pre_hook(keep_quantized)
+        register_state_dict_hooks(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, nn.Parameter):

@@ -31,7 +31,7 @@ REFUSED |= {
 
 
 REFUSED_NAMESPACES = {
-    "c10d": "it would move a copy of the values; use dequantize() and quantize again, or move each of .parts",
+    "c10d": "it would move a copy of the values; use dequantize() and quantize again, or move each of .components",
 }
 """The same for all ops of a namespace: those of collectives do not say in their schemas what they write."""
 

@@ -165,7 +165,7 @@ def weights(format: Format, n: int, k: int) -> list[Operand]:
     first = quantize_operand(torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * 0.02, Cast(format))
     out = [first]
     for _ in range(count - 1):
-        out.append(Operand(first.data.clone(), first.scale.clone(), first.global_scale, format, first.shape))
+        out.append(first.map(torch.clone))
     return out
 
 

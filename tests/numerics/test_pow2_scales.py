@@ -41,7 +41,7 @@ def corners(largest):
 @pytest.mark.parametrize("mode", oracle.MODES)
 @pytest.mark.parametrize("quantize", KERNELS)
 @pytest.mark.parametrize("name", BY_BLOCK)
-def test_every_kernel_has_the_rule_of_the_oracle(name, quantize, mode):
+def test_every_kernel_follows_the_rule_of_the_oracle(name, quantize, mode):
     amax = corners(get_format(name).element.max)
     amax = torch.cat([amax, torch.tensor([0.0, -0.0, float("nan"), float("inf"), -float("inf")])])
     amax = torch.cat([amax, amax.new_ones(-amax.numel() % 64)])

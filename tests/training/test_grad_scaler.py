@@ -10,7 +10,7 @@ from torch import nn
 from mxtensor import optim
 from mxtensor.convert.mxfp8 import MXFP8Config, MXFP8Linear
 from mxtensor.recipe import MXFP8BlockScaling
-from mxtensor.tensor.mxtensor import quantize
+from mxtensor.tensor.quantize import quantize
 from mxtensor.training.grad_scaler import MXFP8GradientScaler
 
 DTYPES = [torch.float32, torch.bfloat16]

@@ -66,7 +66,7 @@ def _slice_amax(x: Tensor) -> Tensor:
 def _quantize(x: Tensor, cast: Cast) -> Operand:
     format, shape = cast.format, tuple(x.shape)
     x = x.detach().reshape(-1, shape[-1])
-    amax = _slice_amax(x) if format.global_scale or format.block[0] == FULL else None
+    amax = _slice_amax(x) if format.has_tensor_scale else None
     block_rows = 1 if format.block[0] == FULL else format.block[0]
     out = Operand.empty(format, tuple(x.shape), x.device)
     data, scale, global_scale = out.data, out.scale, out.global_scale

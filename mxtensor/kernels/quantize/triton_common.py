@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...core.dispatch import Spec
 from ...numerics.cast import Cast
-from ...numerics.formats import FULL, Format, Rounding
+from ...numerics.formats import Format, Rounding
 from ...numerics.operand import Operand
 from ..runtime import triton_launch
 from ..runtime.availability import exported
@@ -73,8 +73,8 @@ def amax_of(x: Tensor) -> Tensor:
 
 
 def needs_amax(format: Format) -> bool:
-    """Whether a scale depends on the whole tensor, so that a pass for the amax comes first."""
-    return format.global_scale or format.block[0] == FULL
+    """Whether a scale depends on the whole tensor, so that a pass over it has to come first."""
+    return format.has_tensor_scale
 
 
 def slow_in_one_pass(cast: Cast) -> bool:
