@@ -1,6 +1,6 @@
-"""Times the plans of small products on the GPU that is here: ``python -m mxtensor.tune`` writes its table.
+"""Times the configs of small products on the GPU that is here: ``python -m mxtensor.tune`` writes its table.
 
-For each format, number of rows and shape, every plan that fits is run under a CUDA graph over weights that are not in
+For each format, number of rows and shape, every config that fits is run under a CUDA graph over weights that are not in
 the cache; the fastest goes to ``kernels/small_batch_sm90.json`` (of this GPU's compute capability), from which
 ``kernels/small_batch_table.py`` chooses. What is not measured this time stays in the table. Nothing is tuned while a
 model runs.
@@ -24,10 +24,10 @@ from torch import Tensor
 
 from ..kernels.quantize.select import quantize_operand
 from ..kernels.runtime import nvrtc
-from ..kernels.small_m.config import KINDS, RESERVED, Facts, Gpu, Plan, as_taken, classes_of, constants, registers
-from ..kernels.small_m.heuristics import ROWS, TOGETHER, Measured, gpu_of, line, measured_of, path_of
+from ..kernels.small_m.config import KINDS, RESERVED, Facts, Gpu, LaunchConfig, facts_for, classes_of, constants, registers
+from ..kernels.small_m.heuristics import ROWS, WGMMA, Measured, gpu_of, line, measured_of, path_of
 from ..kernels.small_m.launch import Weight, launch, sources_of
-from ..kernels.small_m.shared_memory import room_of
+from ..kernels.small_m.shared_memory import layout_of
 from ..numerics.cast import Cast
 from ..numerics.formats import Format, get_format
 from ..numerics.operand import Operand
@@ -43,7 +43,7 @@ COLD = 4
 """Inputs take turns until together they are so many times the L2 cache."""
 
 
-def staged(bits: int, rows: int, n: int, k: int, gpu: Gpu) -> Iterator[Plan]:
+def staged(bits: int, rows: int, n: int, k: int, gpu: Gpu) -> Iterator[LaunchConfig]:
     """Plans of warps that share the stages of a block."""
     nt = next(t for t in (1, 2, 4, 8) if 8 * t >= min(rows, 64))
     splits = (1, 2, 4) if gpu.capability >= nvrtc.CLUSTERS else (1,)
@@ -59,13 +59,13 @@ def staged(bits: int, rows: int, n: int, k: int, gpu: Gpu) -> Iterator[Plan]:
             continue
         if nt == 1 and warps == 8:
             continue
-        plan = Plan(mt, nt, wr, wk, slabs, stages, warps // (wr * wk), split, whole)
-        blocks = -(-n // plan.rows) * split
+        config = LaunchConfig(mt, nt, wr, wk, slabs, stages, warps // (wr * wk), split, whole)
+        blocks = -(-n // config.rows) * split
         if blocks >= 0.7 * gpu.multiprocessors and not (split > 1 and blocks > 2 * split * gpu.multiprocessors):
-            yield plan
+            yield config
 
 
-def together(bits: int, rows: int, n: int, k: int, gpu: Gpu) -> Iterator[Plan]:
+def together(bits: int, rows: int, n: int, k: int, gpu: Gpu) -> Iterator[LaunchConfig]:
     """Plans in which four warps multiply together."""
     least = next((t for t in (1, 2, 4, 8, 16) if 8 * t >= rows), 16)
     # tiles and chunks under way; of 256 columns fewer
@@ -74,21 +74,21 @@ def together(bits: int, rows: int, n: int, k: int, gpu: Gpu) -> Iterator[Plan]:
     numbers = ((least, 32) if rows > 128 else (least,), warps, (1, 2, 3), under_way, (1, 2, 3, 4, 6, 8))
     meetings = (False, False), (True, False), (False, True)  # apart, sends
     for nt, (wr, wk), blocks, (stages, ahead), split, (apart, sends) in itertools.product(*numbers, meetings):
-        plan = Plan(1, nt, wr, wk, 4, stages, blocks, split, False, True, ahead, 0, apart, sends)
+        config = LaunchConfig(1, nt, wr, wk, 4, stages, blocks, split, False, True, ahead, 0, apart, sends)
         held = 4 * nt + ahead * 2 * bits  # registers for sums and for what is under way
         if (nt == 32) != (stages < 8) or not 8 <= wr * wk * blocks <= 16 or (blocks == 3 and wr * wk != 4):
             continue
-        if held + 60 > registers(plan).multiplying or (ahead > 2 and held < 32):
+        if held + 60 > registers(config).multiplying or (ahead > 2 and held < 32):
             continue
-        if (split == 1 and (apart or sends)) or (split in (3, 6) and not apart) or (sends and plan.cols % split):
+        if (split == 1 and (apart or sends)) or (split in (3, 6) and not apart) or (sends and config.cols % split):
             continue
-        count = -(-n // plan.rows) * -(-rows // plan.cols)  # of clusters, or blocks that take turns
+        count = -(-n // config.rows) * -(-rows // config.cols)  # of clusters, or blocks that take turns
         at_a_time = gpu.multiprocessors // split if apart or split == 1 else gpu.clusters[split]
         if count * split >= 0.6 * gpu.multiprocessors and (split == 1 or count <= blocks * at_a_time):
-            yield plan
+            yield config
 
 
-def resident(bits: int, rows: int, n: int, k: int, gpu: Gpu) -> Iterator[Plan]:
+def resident(bits: int, rows: int, n: int, k: int, gpu: Gpu) -> Iterator[LaunchConfig]:
     """Plans that keep the activations."""
     nt = next((t for t in (1, 2, 4) if 8 * t >= rows), None)
     if nt is None:
@@ -107,18 +107,18 @@ def resident(bits: int, rows: int, n: int, k: int, gpu: Gpu) -> Iterator[Plan]:
             continue
         firsts = range(min(3, stages - 1))  # stages asked for before activations; 0: all but one
         for first, whole in itertools.product(firsts, wholes):
-            yield Plan(mt, nt, wr, wk, slabs, stages, blocks, split, whole, ahead=first, resident=blocks)
+            yield LaunchConfig(mt, nt, wr, wk, slabs, stages, blocks, split, whole, ahead=first, persistent=blocks)
 
 
-def candidates(format: Format, rows: int, n: int, k: int, kind: str) -> Iterator[Plan]:
+def candidates(format: Format, rows: int, n: int, k: int, kind: str) -> Iterator[LaunchConfig]:
     """Plans of a kind that fill this GPU and for which its shared memory has room."""
     gpu = gpu_of(torch.device("cuda", torch.cuda.current_device()))
-    for plan in {"staged": staged, "together": together, "resident": resident}[kind](
+    for config in {"pipelined": staged, "wgmma": together, "persistent": resident}[kind](
         format.element.bits, rows, n, k, gpu
     ):
-        room = room_of(format, plan, rows, n, k, gpu)
-        if room and plan.blocks * (room.bytes + RESERVED) <= gpu.memory + RESERVED:
-            yield plan
+        room = layout_of(format, config, rows, n, k, gpu)
+        if room and config.blocks * (room.bytes + RESERVED) <= gpu.memory + RESERVED:
+            yield config
 
 
 class Graph:
@@ -169,59 +169,59 @@ def weights(format: Format, n: int, k: int) -> list[Operand]:
     return out
 
 
-def call(x: Tensor, w: Operand, plan: Plan | None, cast: Cast | None = None) -> Tensor:
-    """The product with this plan, weight-only or of activations that are cast."""
+def call(x: Tensor, w: Operand, config: LaunchConfig | None, cast: Cast | None = None) -> Tensor:
+    """The product with this config, weight-only or of activations that are cast."""
     weight = Weight(w.data, w.scale, w.global_scale, None)
-    return launch(x, (weight,), w.format, w.shape[1], None, None, 1.0, 1.0, x.dtype, cast, plan)[0]
+    return launch(x, (weight,), w.format, w.shape[1], None, None, 1.0, 1.0, x.dtype, cast, config)[0]
 
 
 def casts_of(format: Format, rows: int, kind: str) -> tuple[Cast | None, ...]:
-    """What activations go through when plans are timed: a cast makes a difference to those that cast themselves."""
-    return (None, Cast(format)) if rows <= FEW and kind == "resident" else (None,)
+    """What activations go through when configs are timed: a cast makes a difference to those that cast themselves."""
+    return (None, Cast(format)) if rows <= FEW and kind == "persistent" else (None,)
 
 
-def compile_all(format: Format, kernels: Iterable[tuple[Plan, int]]) -> None:
-    """Compile the kernels of these plans and classes in as many threads as there are processors."""
+def compile_all(format: Format, kernels: Iterable[tuple[LaunchConfig, int]]) -> None:
+    """Compile the kernels of these configs and classes in as many threads as there are processors."""
     capability = torch.cuda.get_device_capability()
 
-    def one(kernel: tuple[Plan, int]) -> None:
-        (plan, classes), half = kernel, torch.bfloat16
-        for cast in casts_of(format, 1, plan.kind) if plan.whole_x else (None,):
+    def one(kernel: tuple[LaunchConfig, int]) -> None:
+        (config, classes), half = kernel, torch.bfloat16
+        for cast in casts_of(format, 1, config.kind) if config.whole_x else (None,):
             facts = Facts(format, half, half, half, 16, 16, 16, True, cast, classes)
-            nvrtc.compiled(sources_of(plan), constants(as_taken(facts, plan), plan), capability)
+            nvrtc.compiled(KERNEL_SOURCES[config.kind], constants(facts_for(facts, config), config), capability)
 
     with ThreadPoolExecutor() as pool:
         list(pool.map(one, kernels))
 
 
 def kinds(rows: int) -> tuple[str, ...]:
-    """The kinds of plans worth timing at so many rows."""
-    if torch.cuda.get_device_capability() != TOGETHER:
-        return ("staged", "resident")
-    few = {1: ("staged", "resident"), 2: ("resident",), FEW: ("together", "resident")}  # the rest is as of 4 rows
-    return few.get(rows, KINDS if rows <= 64 else ("together",))
+    """The kinds of configs worth timing at so many rows."""
+    if torch.cuda.get_device_capability() != WGMMA:
+        return ("pipelined", "persistent")
+    few = {1: ("pipelined", "persistent"), 2: ("persistent",), FEW: ("wgmma", "persistent")}  # the rest is as of 4 rows
+    return few.get(rows, KINDS if rows <= 64 else ("wgmma",))
 
 
 def fastest(format: Format, m: int, n: int, k: int, kind: str, held: Sequence[Operand]) -> Iterator[Measured]:
-    """The plan that takes the least time, for each of its casts; a plan that the device refuses is left out."""
+    """The config that takes the least time, for each of its casts; a config that the device refuses is left out."""
     x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
     for cast in casts_of(format, m, kind):
         timed, name = [], f"{format} {m}x{n}x{k}{' cast' if cast else ''}"
-        for plan in candidates(format, m, n, k, kind):
+        for config in candidates(format, m, n, k, kind):
             try:
-                timed.append((graph_time([partial(call, x, w, plan, cast) for w in held], 3), plan))
+                timed.append((graph_time([partial(call, x, w, config, cast) for w in held], 3), config))
             except RuntimeError as error:
-                print(f"{name} {tuple(plan)}: {error}", flush=True)
+                print(f"{name} {tuple(config)}: {error}", flush=True)
         if timed:
-            us, plan = min(timed)
-            print(f"{name}: {us:.2f} us by {tuple(map(int, plan))}, of {len(timed)}", flush=True)
-            yield Measured(format.name, cast is not None, m, n, k, us, plan)
+            us, config = min(timed)
+            print(f"{name}: {us:.2f} us by {tuple(map(int, config))}, of {len(timed)}", flush=True)
+            yield Measured(format.name, cast is not None, m, n, k, us, config)
 
 
 def _case(row: Sequence[Any]) -> tuple[Any, ...]:
-    """What a line of a file is about: format, shape, rows, the kind of plan, and whether activations were cast."""
+    """What a line of a file is about: format, shape, rows, the kind of config, and whether activations were cast."""
     line = measured_of(row)
-    return line.format, line.n, line.k, line.m, line.plan.kind, line.casts
+    return line.format, line.n, line.k, line.m, line.config.kind, line.casts
 
 
 def merged(old: Iterable[Sequence[Any]], new: Iterable[Sequence[Any]]) -> list[Sequence[Any]]:
@@ -249,7 +249,7 @@ def main() -> None:
     parser.add_argument("--formats", nargs="+", default=FORMATS)
     parser.add_argument("--rows", nargs="+", type=int, default=ROWS)
     parser.add_argument("--shapes", nargs="+", type=shape_of, help="of weights, as NxK (default: all)")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="of plans")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="of configs")
     parser.add_argument(
         "--json", type=Path, help="the table to write to; lines of other cases stay (default: that of this GPU)"
     )
@@ -260,7 +260,7 @@ def main() -> None:
     for format in map(get_format, args.formats):
         shapes = [(m, n, k) for m in args.rows for n, k in args.shapes or (SHAPES + JOINED if m == 1 else SHAPES)]
         cases = [(*shape, kind) for shape in shapes for kind in kinds(shape[0]) if kind in args.kinds]
-        kernels = {(plan, classes_of(format, plan, case[0])) for case in cases for plan in candidates(format, *case)}
+        kernels = {(config, classes_of(format, config, case[0])) for case in cases for config in candidates(format, *case)}
         print(f"{format}: compiling {len(kernels)} kernels", flush=True)
         compile_all(format, kernels)
         for n, k in dict.fromkeys(shape[1:] for shape in shapes):

@@ -65,7 +65,7 @@ def test_products_of_one_input_are_one_call(rows, format):
         torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-4)  # sums in another order
 
 
-@pytest.mark.parametrize(("rows", "kernels"), [(1, ["resident"]), (40, ["activations", "together"])])
+@pytest.mark.parametrize(("rows", "kernels"), [(1, ["persistent"]), (40, ["activations", "wgmma"])])
 def test_a_call_is_one_launch_and_prepares_its_activations_once(rows, kernels, monkeypatch):
     ran = []
 
@@ -74,7 +74,7 @@ def test_a_call_is_one_launch_and_prepares_its_activations_once(rows, kernels, m
         return lambda *arguments: (ran.append(name), call(*arguments))
 
     monkeypatch.setattr(nvrtc, "function", function)
-    monkeypatch.setattr(launch, "cut", launch.cut.__wrapped__)
+    monkeypatch.setattr(launch, "resolve", launch.resolve.__wrapped__)
     monkeypatch.setattr(launch, "_activations_kernel", launch._activations_kernel.__wrapped__)
     data, scale, last, names = zip(*weights(48, 16, 32), strict=True)
     SHARED(torch.randn(rows, 512).bfloat16(), data, scale, names[0], 512, None, last, [None] * 3, 1.0, 1.0,

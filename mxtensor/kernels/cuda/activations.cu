@@ -7,7 +7,7 @@ struct ActivationArguments {
     u32* counters;  // to be zeroed, so many
     u32* maxima;    // of each block of ``maxima``, where the cast wants the largest magnitude of the tensor
     u32 k, width, x_stride, rows, counted, blocks;
-    u32 parts;  // of a row, a block each
+    u32 blocks_per_row;  // of a row, a block each
 };
 
 DEVICE void raise_by_block(u32* shared, u32 value) {  // to the largest of a block's
@@ -54,31 +54,31 @@ DEVICE void zero_counters(const ActivationArguments& a) {
 // where the kernel before has no block, and begin early: registers are few, and what is known then is worked out then.
 KERNEL void BOUNDS(512, 4) activations(const ActivationArguments a) {
     let_next_start();
-    u32 row = block_x(), part = block_y(), of_part = threads() * 8, in = thread() * 8, at = part * of_part + in;
-    u8* to = reinterpret_cast<u8*>(a.out) + (TILES > 0 ? u64(row / TILES) * TILES * a.k : u64(row) * a.width) * 2;
-    u32 place = TILES > 0 ? place_in_tile(row % TILES, at) : at * 2;
+    u32 row = block_x(), row_block = block_y(), block_columns = threads() * 8, in = thread() * 8, at = row_block * block_columns + in;
+    u8* to = reinterpret_cast<u8*>(a.out) + (TILE_ROWS > 0 ? u64(row / TILE_ROWS) * TILE_ROWS * a.k : u64(row) * a.width) * 2;
+    u32 place = TILE_ROWS > 0 ? place_in_tile(row % TILE_ROWS, at) : at * 2;
     u32 *shared = reinterpret_cast<u32*>(shared_memory()), amax = 0, words[4];
     Rows all = {a.x + u64(row) * a.x_stride, a.x_stride, a.k, 1, 0, a.width};
     if (thread() == 0) *shared = 0;
     sync_block();
     wait_for_previous();
     Eight values = load_eight(all, 0, at);
-    u32 own = amax_of(values);
+    u32 eight_amax = amax_of(values);
     if constexpr (CAST == TWO_LEVELS) {
-        if (LOOKS_AT_ALL) amax = take_maxima(shared, a);
+        if (NEEDS_TENSOR_AMAX) amax = take_maxima(shared, a);
     } else {
-        u32 most = own;
+        u32 most = eight_amax;
 #pragma unroll 3
-        for (u32 other = 1; other < a.parts; other++) {
-            u32 column = (part + other < a.parts ? part + other : part + other - a.parts) * of_part + in;
+        for (u32 other = 1; other < a.blocks_per_row; other++) {
+            u32 column = (row_block + other < a.blocks_per_row ? row_block + other : row_block + other - a.blocks_per_row) * block_columns + in;
             most = larger(most, amax_of(load_eight(all, 0, column)));
         }
         raise_by_block(shared, most);
         amax = *shared;
     }
-    words_of(words, values, own, amax, level_of(amax));
-    if (TILES > 0) in_pieces(words, at);
-    if (at < (TILES > 0 ? a.k : a.width)) store_words(to + place, words);
-    if (part == 0 && thread() == 0) a.scale[row] = scale_of_row(&amax, 0, 1);
+    words_of(words, values, eight_amax, amax, level_of(amax));
+    if (TILE_ROWS > 0) in_pieces(words, at);
+    if (at < (TILE_ROWS > 0 ? a.k : a.width)) store_words(to + place, words);
+    if (row_block == 0 && thread() == 0) a.scale[row] = scale_of_row(&amax, 0, 1);
     zero_counters(a);
 }

@@ -93,7 +93,7 @@ DEVICE float scale_of_row(const u32* maxima, u32 row, u32 rows) {
 
 // Word i of this thread and word j of the i-th of four threads, of which it is the j-th, change places; the lanes of
 // those four differ in BIT and 2 BIT.
-template <u32 BIT> DEVICE void turn(u32 (&words)[4], u32 j) {
+template <u32 BIT> DEVICE void transpose_words(u32 (&words)[4], u32 j) {
 #pragma unroll
     for (int b = 1; b < 3; b++) {
         bool mine = j & b;
@@ -112,20 +112,20 @@ DEVICE u32 thread_of_four(u32 at) { return BITS == 8 ? at / 16 % 4 : at % 128 / 
 // of four threads, which ``in_pieces`` brings together.
 DEVICE u32 place_in_tile(u32 row, u32 at) {
     u32 in = at % 128, h = BITS == 8 ? in / 64 : in / 16 % 2, second = in / 8 % 2;
-    return (at / 128 * 2 + h) * (TILES * 128) + row * 128 + ((4 * second + thread_of_four(at)) ^ row % 8) * 16;
+    return (at / 128 * 2 + h) * (TILE_ROWS * 128) + row * 128 + ((4 * second + thread_of_four(at)) ^ row % 8) * 16;
 }
-DEVICE void in_pieces(u32 (&words)[4], u32 at) { turn<BITS == 8 ? 2 : 4>(words, thread_of_four(at)); }
+DEVICE void in_pieces(u32 (&words)[4], u32 at) { transpose_words<BITS == 8 ? 2 : 4>(words, thread_of_four(at)); }
 
 // Eight values as float16, in the order of ``decode``; ``own``: their largest magnitude, ``amax`` that of what is scaled
 // with them.
-DEVICE void words_of(u32 (&words)[4], const Eight& values, u32 own, u32 amax, const Level& level) {
-    float x[8], factor = power(-exponent_of(amax));
+DEVICE void words_of(u32 (&words)[4], const Eight& values, u32 eight_amax, u32 amax, const Level& level) {
+    float x[8], scale = power(-exponent_of(amax));
     values_of(x, values);
 #if CAST
-    cast_eight(x, own, level, factor);
+    cast_eight(x, eight_amax, level, scale);
 #else
 #pragma unroll
-    for (int i = 0; i < 8; i++) x[i] *= factor;
+    for (int i = 0; i < 8; i++) x[i] *= scale;
 #endif
     in_order(x);
 #pragma unroll
@@ -136,13 +136,13 @@ DEVICE void store_words(u8* to, const u32 (&words)[4]) {
     *reinterpret_cast<uint4*>(to) = {words[0], words[1], words[2], words[3]};
 }
 
-DEVICE void write_eight(u8* to, const Eight& values, u32 own, u32 amax, const Level& level) {
+DEVICE void write_eight(u8* to, const Eight& values, u32 eight_amax, u32 amax, const Level& level) {
     u32 words[4];
-    words_of(words, values, own, amax, level);
+    words_of(words, values, eight_amax, amax, level);
     store_words(to, words);
 }
 
-constexpr int HELD = 4;  // of Eight, a thread: what is read once where that is all
+constexpr int CACHED = 4;  // of Eight, a thread: what is read once where that is all
 
 // Rows, ``stride`` bytes apart, and their largest magnitudes into zeroed ``maxima``; nvfp4 looks at those of ``all``. ONE
 // row: nothing is divided.
@@ -152,28 +152,28 @@ template <bool ONE> DEVICE void convert(u8* to, u32 stride, const Rows& r, const
     auto row_of = [&](u32 i) { return ONE ? 0 : quotient(i, across, inverse); };
     auto column_in = [&](u32 i) { return (i - row_of(i) * across) * 8; };
     bool is_all = r.first == 0 && r.count >= all.count && r.rows == all.rows;
-    if (count <= HELD * threads() && (CAST != TWO_LEVELS || is_all)) {
-        Eight held[HELD];
-        u32 own[HELD], most = 0;
+    if (count <= CACHED * threads() && (CAST != TWO_LEVELS || is_all)) {
+        Eight cached[CACHED];
+        u32 eight_amax[CACHED], most = 0;
 #pragma unroll
-        for (int h = 0; h < HELD; h++) {
+        for (int h = 0; h < CACHED; h++) {
             u32 i = thread() + h * threads();
-            if (i < count) held[h] = load_eight(r, row_of(i), r.first + column_in(i));
+            if (i < count) cached[h] = load_eight(r, row_of(i), r.first + column_in(i));
         }
 #pragma unroll
-        for (int h = 0; h < HELD; h++) {  // a warp has one row: ``across`` is a multiple of 32
+        for (int h = 0; h < CACHED; h++) {  // a warp has one row: ``across`` is a multiple of 32
             u32 i = thread() + h * threads();
             if (i >= count) continue;
-            own[h] = amax_of(held[h]);
-            most = larger(most, own[h]);
-            if (!ONE || h + 1 == HELD || i + threads() >= count) raise_by_warp(maxima + row_of(i), most), most = 0;
+            eight_amax[h] = amax_of(cached[h]);
+            most = larger(most, eight_amax[h]);
+            if (!ONE || h + 1 == CACHED || i + threads() >= count) raise_by_warp(maxima + row_of(i), most), most = 0;
         }
         sync_block();
         Level level = level_of(CAST == TWO_LEVELS ? largest_of(maxima, r.rows) : 0);
 #pragma unroll
-        for (int h = 0; h < HELD; h++) {
+        for (int h = 0; h < CACHED; h++) {
             u32 i = thread() + h * threads(), row = row_of(i);
-            if (i < count) write_eight(to + row * stride + 2 * column_in(i), held[h], own[h], maxima[row], level);
+            if (i < count) write_eight(to + row * stride + 2 * column_in(i), cached[h], eight_amax[h], maxima[row], level);
         }
         return;
     }

@@ -17,7 +17,7 @@ DEVICE u32 largest(u32 value, u32 lanes) {  // of so many neighbouring threads
 enum { NO_CAST, POWER_OF_TWO, TWO_LEVELS };
 
 #if CAST
-constexpr bool LOOKS_AT_ALL = CAST_GLOBAL;  // for the largest magnitude of the tensor
+constexpr bool NEEDS_TENSOR_AMAX = CAST_GLOBAL;  // for the largest magnitude of the tensor
 // Whether a value may round to more than the largest element: not under a scale that is rounded up, if there is one.
 constexpr bool EXCEEDS = CAST == TWO_LEVELS || CAST_RULE == FLOOR || CAST_RULE == EVEN || CAST_EMAX == 0;
 
@@ -69,7 +69,7 @@ DEVICE Level level_of(u32 amax) {
 }
 
 // Eight values of a block that four neighbouring threads hold, or two of nvfp4, times ``factor``; ``amax``: of the eight.
-DEVICE void cast_eight(float (&x)[8], u32 amax, const Level& level, float factor) {
+DEVICE void cast_eight(float (&x)[8], u32 amax, const Level& level, float scale) {
     amax = largest(amax, CAST == TWO_LEVELS ? 2 : 4);
     float down, up;
     if constexpr (CAST == TWO_LEVELS) {
@@ -79,7 +79,7 @@ DEVICE void cast_eight(float (&x)[8], u32 amax, const Level& level, float factor
         int exponent = scale_byte(amax) - 127;
         down = power(-exponent), up = power(exponent);
     }
-    up = amax < 0x7F800000 ? up * factor : float_of_bits(0x7FFFFFFF);  // or all values of the block are NaNs
+    up = amax < 0x7F800000 ? up * scale : float_of_bits(0x7FFFFFFF);  // or all values of the block are NaNs
 #pragma unroll
     for (int i = 0; i < 8; i++) x[i] *= down;
 #pragma unroll
@@ -88,7 +88,7 @@ DEVICE void cast_eight(float (&x)[8], u32 amax, const Level& level, float factor
     for (int i = 0; i < 8; i++) x[i] *= up;
 }
 #else
-constexpr bool LOOKS_AT_ALL = false;
+constexpr bool NEEDS_TENSOR_AMAX = false;
 struct Level {};
 DEVICE Level level_of(u32) { return {}; }
 #endif

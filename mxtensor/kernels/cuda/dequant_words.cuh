@@ -5,7 +5,7 @@
 // sums are scaled, not words. Scales of nvfp4 fit as they are.
 
 constexpr int SCALE_BYTES = SCALE == E8M0 ? (BITS == 8 ? 4 : 1) : SCALE == UE4M3 ? 2 : 0;  // a thread's, of 128 columns
-constexpr int SCALES_A_CHUNK = SCALE == E8M0 ? 4 : SCALE == UE4M3 ? 8 : 0;                 // of a row
+constexpr int SCALES_PER_CHUNK = SCALE == E8M0 ? 4 : SCALE == UE4M3 ? 8 : 0;                 // of a row
 
 // Of 128 columns, the first whose codes thread ``t`` of four reads, and of their scales, of which byte.
 DEVICE constexpr u32 column_of(u32 t) { return BITS == 8 ? 16 * t : 32 * t; }
@@ -44,7 +44,7 @@ DEVICE float power_of(u32 window) { return power(int((window & 255) + 15 - LEAST
 // ---------------------------------------------------------------------------------------------- scales
 
 // What multiplies the words of pieces 0 and 1; ``scales`` less the least of their window.
-DEVICE void factors(u32 (&out)[2], u32 scales, u32 t) {
+DEVICE void word_scales(u32 (&out)[2], u32 scales, u32 t) {
     if constexpr (SCALE == UE4M3) {
         halves_of_e4m3(out[0], out[1], bytes_of(scales, 0, 0x1100));
     } else if constexpr (BITS == 8) {
@@ -61,9 +61,9 @@ DEVICE float power_of_scale(u32 scale) { return scale == NAN_SCALE ? float_of_bi
 // ---------------------------------------------------------------------------------------------- both
 
 // Words 2 j and 2 j + 1 of half a fragment of step j of four, from the codes of a piece: a[4 j + half] and two further.
-template <bool SCALED> DEVICE void decode_piece(u32 (&a)[16], int half, const u32* codes, u32 factor) {
+template <bool SCALED> DEVICE void decode_piece(u32 (&a)[16], int half, const u32* codes, u32 scale) {
     u32 words[8];
     decode_eight(words, codes), decode_eight(words + 4, codes + BITS / 4, BITS == 6 ? UPPER : 0);
 #pragma unroll
-    for (int i = 0; i < 8; i++) a[i / 2 * 4 + i % 2 * 2 + half] = SCALED ? multiply_half(words[i], factor) : words[i];
+    for (int i = 0; i < 8; i++) a[i / 2 * 4 + i % 2 * 2 + half] = SCALED ? multiply_half(words[i], scale) : words[i];
 }

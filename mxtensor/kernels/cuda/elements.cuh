@@ -8,7 +8,7 @@ enum { AT_THE_END, E8M0, UE4M3, FLOAT32 };  // how a scale enters: for a whole r
 enum { BFLOAT16, FLOAT16, FLOAT };          // types of inputs and results
 
 constexpr int BITS = ELEMENT == E2M1 ? 4 : ELEMENT == E3M2 || ELEMENT == E2M3 ? 6 : 8;
-constexpr int FACTOR = ELEMENT == INT8 ? -6 : ELEMENT == E2M1 ? 14 : ELEMENT == E3M2 ? 12 : ELEMENT == E2M3 ? 14 : 0;
+constexpr int ELEMENT_EXPONENT = ELEMENT == INT8 ? -6 : ELEMENT == E2M1 ? 14 : ELEMENT == E3M2 ? 12 : ELEMENT == E2M3 ? 14 : 0;
 
 // ---------------------------------------------------------------------------------------------- elements
 
@@ -39,9 +39,9 @@ DEVICE void decode_eight(u32* out, const u32* codes, u32 odd = 0) {
     if constexpr (BITS == 8) {
         widen(out[0], out[1], codes[0]), widen(out[2], out[3], codes[1]);
     } else if constexpr (BITS == 4) {
-        u32 signs = codes[0] & hidden(0x88888888);  // or it would mask the signs of both words once more
-        u32 even = bits_of_either(0x0E0E0E0E, codes[0] << 1, signs << 4);  // 0 2 4 6 as bytes of e5m2
-        u32 odds = bits_of_either(0x0E0E0E0E, codes[0] >> 3, signs);
+        u32 signs = codes[0] & opaque(0x88888888);  // or it would mask the signs of both words once more
+        u32 even = select_bits(0x0E0E0E0E, codes[0] << 1, signs << 4);  // 0 2 4 6 as bytes of e5m2
+        u32 odds = select_bits(0x0E0E0E0E, codes[0] >> 3, signs);
         widen(out[0], out[1], even), widen(out[2], out[3], odds);
     } else {  // 48 bits that begin at an even byte: 0 1 | 4 5, and 2 3 | 6 7 in the upper 12 bits of a half
         u32 first = bytes_of(codes[0], codes[1], 0x4310 + odd), second = bytes_of(codes[0], codes[1], 0x5421 + odd);
@@ -52,14 +52,14 @@ DEVICE void decode_eight(u32* out, const u32* codes, u32 odd = 0) {
 
 // Eight codes of a slab of a row in shared memory, those of thread ``t`` of four: BITS bytes; each is where its place in the
 // row is xor ``turn``, a multiple of 16.
-DEVICE void decode(u32 (&out)[4], const u8* row, u32 slab, u32 t, u32 turn) {
+DEVICE void decode(u32 (&out)[4], const u8* row, u32 slab, u32 t, u32 swizzle) {
     u32 at = slab * (4 * BITS) + (BITS == 6 ? t * 6 & ~3 : t * BITS), words[2];
     if constexpr (BITS == 8) {
-        uint2 codes = *reinterpret_cast<const uint2*>(row + (at ^ turn));
+        uint2 codes = *reinterpret_cast<const uint2*>(row + (at ^ swizzle));
         words[0] = codes.x, words[1] = codes.y;
     } else {
-        words[0] = *reinterpret_cast<const u32*>(row + (at ^ turn));
-        if constexpr (BITS == 6) words[1] = *reinterpret_cast<const u32*>(row + ((at + 4) ^ turn));
+        words[0] = *reinterpret_cast<const u32*>(row + (at ^ swizzle));
+        if constexpr (BITS == 6) words[1] = *reinterpret_cast<const u32*>(row + ((at + 4) ^ swizzle));
     }
     decode_eight(out, words, BITS == 6 ? (t & 1) * UPPER : 0);
 }

@@ -113,12 +113,12 @@ template <class T> DEVICE T load_fresh(const T* from) { return __ldcg(from); }
 // ---------------------------------------------------------------------------------------------- words
 
 DEVICE u32 bytes_of(u32 low, u32 high, u32 selector) { return __byte_perm(low, high, selector); }
-DEVICE u32 bits_of_either(u32 mask, u32 a, u32 b) {  // of ``a`` where the mask has ones; one instruction
+DEVICE u32 select_bits(u32 mask, u32 a, u32 b) {  // of ``a`` where the mask has ones; one instruction
     u32 out;
     asm("lop3.b32 %0, %1, %2, %3, 0xCA;" : "=r"(out) : "r"(mask), "r"(a), "r"(b));
     return out;
 }
-DEVICE u32 hidden(u32 value) { return value * blockDim.y; }  // the same, which the compiler does not know
+DEVICE u32 opaque(u32 value) { return value * blockDim.y; }  // the same, which the compiler does not know
 DEVICE float float_of_bits(u32 bits) { return __uint_as_float(bits); }
 DEVICE u32 bits_of_float(float value) { return __float_as_uint(value); }
 
@@ -212,28 +212,28 @@ DEVICE void multiply(float (&d)[4], const u32* a, u32 b0, u32 b1) { multiply_add
 // The matrix instruction of sm_90 that runs beside the warps: d (64 x COLS) += a (64x16) b (16 x COLS) in float16, a in
 // the registers of four warps as above, 16 rows each, b in shared memory: rows of 64 columns of x, 128 bytes, of which the
 // eight pieces of 16 bytes lie in the order piece ^ (row % 8). ``x`` says where, 32 bytes for each 16 columns.
-#ifdef GROUP_TEXT  // the instruction and its sums, of as many columns as the plan has
-DEVICE u64 place_of(const u8* x) {
+#ifdef WGMMA_TEXT  // the instruction and its sums, of as many columns as the plan has
+DEVICE u64 matrix_descriptor(const u8* x) {
     u64 address = shared_address(x);
     return (address & 0x3FFFF) >> 4 | 1ull << 16 | 64ull << 32 | 1ull << 62;  // 1024 bytes from 8 rows to the next 8
 }
-DEVICE constexpr u64 step_of(u32 bytes) { return bytes >> 4; }  // from one place to another
-DEVICE void multiply_group(float (&d)[NT][4], const u32* a, u64 x) {
-    asm volatile(GROUP_TEXT : GROUP_SUMS(d) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x));
+DEVICE constexpr u64 descriptor_step(u32 bytes) { return bytes >> 4; }  // from one place to another
+DEVICE void multiply_warpgroup(float (&d)[NT][4], const u32* a, u64 x) {
+    asm volatile(WGMMA_TEXT : WGMMA_SUMS(d) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x));
 }
-DEVICE void begin_products(u32 (&a)[16]) {  // of factors that are made before this and not after
+DEVICE void begin_wgmma(u32 (&a)[16]) {  // of factors that are made before this and not after
 #pragma unroll
     for (int i = 0; i < 16; i++) asm volatile("" : "+r"(a[i])::"memory");
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
-DEVICE void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+DEVICE void commit_wgmma() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 // As many registers as each thread of four warps has from here on, which have had fewer or more.
 template <int COUNT> DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT)); }
 template <int COUNT> DEVICE void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT)); }
-template <int LATER> DEVICE void wait_for_products() {
+template <int LATER> DEVICE void wait_for_wgmma() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LATER) : "memory");
 }
-template <int N> DEVICE void settle(float (&d)[N][4]) {  // what a wait has completed: not to be read before it
+template <int N> DEVICE void fence_sums(float (&d)[N][4]) {  // what a wait has completed: not to be read before it
 #pragma unroll
     for (int i = 0; i < N; i++)
         asm volatile("" : "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])::"memory");
@@ -243,19 +243,19 @@ template <int N> DEVICE void settle(float (&d)[N][4]) {  // what a wait has comp
 DEVICE void begin_barrier(u64* barrier, u32 count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count) : "memory");
 }
-DEVICE void show_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+DEVICE void publish_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 // The WHICH-th barrier of some, whose address a register keeps: the compiler would make each anew, each time.
-using Kept = u32;
-DEVICE Kept kept(u64* barriers) {
-    Kept at;
+using BarrierAddress = u32;
+DEVICE BarrierAddress barrier_address(u64* barriers) {
+    BarrierAddress at;
     asm volatile("mov.u32 %0, %1;" : "=r"(at) : "r"(shared_address(barriers)));
     return at;
 }
-template <int WHICH> DEVICE void arrive_at(Kept barriers) {  // a warp
+template <int WHICH> DEVICE void arrive_at(BarrierAddress barriers) {  // a warp
     if (thread() % 32 == 0)
         asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0 + %1];" ::"r"(barriers), "n"(8 * WHICH) : "memory");
 }
-template <int WHICH> DEVICE void wait_at(Kept barriers, u32 phase) {
+template <int WHICH> DEVICE void wait_at(BarrierAddress barriers, u32 phase) {
     asm volatile(
         "{ .reg .pred p;\nAGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [%0 + %2], %1;\n@p bra DONE;\nbra AGAIN;\n"
         "DONE: }" ::"r"(barriers), "r"(phase & 1), "n"(8 * WHICH) : "memory");
@@ -266,7 +266,7 @@ DEVICE void expect_bytes(u64* barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
                  : "memory");
 }
-DEVICE void copy_whole(void* to, const void* from, u32 bytes, u64* barrier) {
+DEVICE void copy_bulk(void* to, const void* from, u32 bytes, u64* barrier) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
             shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(barrier)) : "memory");
@@ -281,7 +281,7 @@ DEVICE void add_four_of_block(float (&sum)[4], const float* mine, u32 rank) {  /
 }
 // To the same place in another block of the cluster, which ``barrier`` there waits for; one thread, after all have shown
 // the copy engine what they have stored.
-DEVICE void show_to_engine() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+DEVICE void fence_for_copy_engine() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 DEVICE void send_to_block(void* mine, const void* from, u32 bytes, u64* barrier, u32 rank) {
     asm volatile(
         "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(

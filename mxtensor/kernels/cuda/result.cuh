@@ -34,10 +34,10 @@ DEVICE bool has_nan(const Arguments& a, const u8* scales, u32 n) {
 DEVICE float global_scale_of(const Weight& w) { return w.global_scale ? *w.global_scale : 1.0f; }
 
 // What multiplies every sum of the tensor; the sums are 2^-EXPONENT of what they should be.
-template <int EXPONENT> DEVICE float factor_of_all(const Arguments& a, float global_scale) {
-    float factor = a.alpha * float_of_bits((EXPONENT + 127) << 23) * global_scale;
-    if (a.x_global_scale) factor *= load_fresh(a.x_global_scale);
-    return factor;
+template <int EXPONENT> DEVICE float tensor_scale_of(const Arguments& a, float global_scale) {
+    float tensor_scale = a.alpha * float_of_bits((EXPONENT + 127) << 23) * global_scale;
+    if (a.x_global_scale) tensor_scale *= load_fresh(a.x_global_scale);
+    return tensor_scale;
 }
 
 // A sum of row n of w that is infinite, a NaN if that is what a scale made of it.
@@ -49,16 +49,16 @@ DEVICE float with_nans(const Arguments& a, const u8* scales, u32 n, float sum) {
 
 // An element of row n of w of the result from the sum of its products, with what belongs at the end; ``factor`` of the tensor.
 DEVICE float result(
-    const Arguments& a, const Weight& w, const u8* scales, u32 n, float sum, float factor, float bias) {
+    const Arguments& a, const Weight& w, const u8* scales, u32 n, float sum, float tensor_scale, float bias) {
     if constexpr (SCALE == AT_THE_END) sum *= reinterpret_cast<const float*>(scales)[row_of_scales(n)];
-    sum *= factor;
+    sum *= tensor_scale;
     if (w.bias) sum += a.beta * bias;
     return sum;
 }
 DEVICE u16 sixteen_bits(float value) { return RESULT == FLOAT16 ? half_of(value) : bfloat16_of(value); }
 DEVICE void finish(
-    const Arguments& a, const Weight& w, const u8* scales, u64 m, u32 n, float sum, float factor, float bias) {
-    float value = result(a, w, scales, n, sum, factor, bias);
+    const Arguments& a, const Weight& w, const u8* scales, u64 m, u32 n, float sum, float tensor_scale, float bias) {
+    float value = result(a, w, scales, n, sum, tensor_scale, bias);
     u64 to = m * w.n + n;
     if constexpr (RESULT == FLOAT) static_cast<float*>(w.y)[to] = value;
     else static_cast<u16*>(w.y)[to] = sixteen_bits(value);
@@ -66,15 +66,15 @@ DEVICE void finish(
 
 // Elements (m, n) to (m, n + 3), as far as there are so many.
 DEVICE void finish_four(
-    const Arguments& a, const Weight& w, u64 m, u32 n, const float (&sum)[4], float factor, const float (&bias)[4]) {
+    const Arguments& a, const Weight& w, u64 m, u32 n, const float (&sum)[4], float tensor_scale, const float (&bias)[4]) {
     if (RESULT == FLOAT || w.n % 4) {
 #pragma unroll
         for (int e = 0; e < 4; e++)
-            if (n + e < w.n) finish(a, w, w.scales, m, n + e, sum[e], factor, bias[e]);
+            if (n + e < w.n) finish(a, w, w.scales, m, n + e, sum[e], tensor_scale, bias[e]);
     } else if (n < w.n) {
         u16 bits[4];
 #pragma unroll
-        for (int e = 0; e < 4; e++) bits[e] = sixteen_bits(result(a, w, w.scales, n + e, sum[e], factor, bias[e]));
+        for (int e = 0; e < 4; e++) bits[e] = sixteen_bits(result(a, w, w.scales, n + e, sum[e], tensor_scale, bias[e]));
         uint2 words = {bits[0] | u32(bits[1]) << 16, bits[2] | u32(bits[3]) << 16};
         *reinterpret_cast<uint2*>(static_cast<u16*>(w.y) + m * w.n + n) = words;
     }

@@ -16,31 +16,31 @@ constexpr int CHAINS = GROUP > 128 ? 2 : 1;          // of products that wait fo
 constexpr int HALVES = CLASSES == 8 ? 2 : 1;         // of a thread's codes of a group: they are of so many blocks
 constexpr int ZEROS = 2 * BK + 16;                   // bytes, which a thread reads where its column has zeros
 
-struct Spread {  // what a thread reads of x for each half of its codes: from where on, and how far apart stages are
+struct SmallMColumns {  // what a thread reads of x for each half of its codes: from where on, and how far apart stages are
     const u8* x[HALVES];
     u32 step[HALVES];
 };
 
 // Of column g, where its class is that of the first block of the half, else zeros.
-DEVICE Spread spread_of(const Lane& l, const u8* x, u32 x_stride, u32 rows, const u8* zeros, u32 step) {
-    Spread spread;
+DEVICE SmallMColumns small_m_columns_of(const Lane& l, const u8* x, u32 x_stride, u32 rows, const u8* zeros, u32 step) {
+    SmallMColumns columns;
     u32 row = l.g % X_ROWS;
 #pragma unroll
     for (u32 h = 0; h < HALVES; h++) {
         bool mine = l.g / X_ROWS == l.t * RUN / BLOCK + (SCALE == UE4M3 ? h : 4 * h) && row < rows;
-        spread.x[h] = mine ? x + row * x_stride + l.t * RUN * 2 : zeros + 16;  // off the banks of rows of x
-        spread.step[h] = mine ? step : 0;
+        columns.x[h] = mine ? x + row * x_stride + l.t * RUN * 2 : zeros + 16;  // off the banks of rows of x
+        columns.step[h] = mine ? step : 0;
     }
-    return spread;
+    return columns;
 }
 
 constexpr int WORDS = RUN * BITS / 32;  // of codes, a thread and row
 
 // From byte ``at`` of a row on, which is where that is xor ``turn``.
-DEVICE void load_run(u32 (&codes)[WORDS], const u8* row, u32 at, u32 turn) {
+DEVICE void load_run(u32 (&codes)[WORDS], const u8* row, u32 at, u32 swizzle) {
 #pragma unroll
     for (int i = 0; i < WORDS;) {
-        const u8* from = row + ((at + 4 * i) ^ turn);
+        const u8* from = row + ((at + 4 * i) ^ swizzle);
         if constexpr (WORDS % 4 == 0) {
             uint4 loaded = *reinterpret_cast<const uint4*>(from);
             codes[i] = loaded.x, codes[i + 1] = loaded.y, codes[i + 2] = loaded.z, codes[i + 3] = loaded.w, i += 4;
@@ -66,22 +66,22 @@ DEVICE void two_scales(float (&scale)[2], const u8* scales, u32 t) {
     if (X_ROWS > 1) scale[1] = scale[0];
 }
 
-using Few = float[MT][4];  // sums of rows g and g + 8 of w, columns 2 t and 2 t + 1 of the instruction
+using SmallMSums = float[MT][4];  // sums of rows g and g + 8 of w, columns 2 t and 2 t + 1 of the instruction
 
-DEVICE void multiply_spread(Few& sums, const Lane& l, const u8* stage, const Spread& spread) {
+DEVICE void multiply_small_m(SmallMSums& sums, const Lane& l, const u8* stage, const SmallMColumns& columns) {
 #pragma unroll
     for (int group = 0; group < BK / GROUP; group++) {
-        Few part[CHAINS] = {};
+        SmallMSums partial[CHAINS] = {};
 #pragma unroll
         for (int run = 0; run < RUNS; run++) {
             u32 codes[2 * MT][WORDS], at = group * GROUP + run * 4 * RUN;  // the columns of the four threads begin here
 #pragma unroll
             for (int i = 0; i < 2 * MT; i++)
-                load_run(codes[i], stage + CODES_AT + (l.row + 8 * i) * CODES, (at + l.t * RUN) * BITS / 8, turn_of(l.g));
+                load_run(codes[i], stage + CODES_AT + (l.row + 8 * i) * CODES, (at + l.t * RUN) * BITS / 8, swizzle_of(l.g));
 #pragma unroll
             for (int q = 0; q < EIGHTS; q++) {
                 int h = HALVES == 1 ? 0 : SCALE == UE4M3 ? q / (EIGHTS / 2) : run;
-                uint4 x = *reinterpret_cast<const uint4*>(spread.x[h] + at * 2 + q * 16);
+                uint4 x = *reinterpret_cast<const uint4*>(columns.x[h] + at * 2 + q * 16);
 #pragma unroll
                 for (int i = 0; i < MT; i++) {
                     u32 a[8];
@@ -91,8 +91,8 @@ DEVICE void multiply_spread(Few& sums, const Lane& l, const u8* stage, const Spr
                         decode_eight(words, codes[2 * i + half] + q * BITS / 4, BITS == 6 && q % 2 ? UPPER : 0);
                         place_half(a, half, words);
                     }
-                    multiply_add(part[0][i], a, x.x, x.y, part[0][i]);
-                    multiply_add(part[CHAINS - 1][i], a + 4, x.z, x.w, part[CHAINS - 1][i]);
+                    multiply_add(partial[0][i], a, x.x, x.y, partial[0][i]);
+                    multiply_add(partial[CHAINS - 1][i], a + 4, x.z, x.w, partial[CHAINS - 1][i]);
                 }
             }
         }
@@ -103,8 +103,8 @@ DEVICE void multiply_spread(Few& sums, const Lane& l, const u8* stage, const Spr
 #pragma unroll
             for (int e = 0; e < 2; e++) {
                 int at = i % 2 * 2 + e;
-                float sum = part[0][i / 2][at];
-                if (CHAINS > 1) sum += part[CHAINS - 1][i / 2][at];
+                float sum = partial[0][i / 2][at];
+                if (CHAINS > 1) sum += partial[CHAINS - 1][i / 2][at];
                 sums[i / 2][at] += scale[e] * sum;
             }
         }
@@ -112,13 +112,13 @@ DEVICE void multiply_spread(Few& sums, const Lane& l, const u8* stage, const Spr
 }
 
 // The classes together, for row g + 8 i of w and as many rows of x as a thread has columns of; all threads of a warp.
-constexpr int MINE = X_ROWS > 1 ? 2 : 1;
-DEVICE void sum_of_classes(float (&sum)[MINE], const Few& sums, int i) {
+constexpr int THREAD_X_ROWS = X_ROWS > 1 ? 2 : 1;
+DEVICE void sum_of_classes(float (&sum)[THREAD_X_ROWS], const SmallMSums& sums, int i) {
     const float* of_columns = sums[i / 2] + i % 2 * 2;
-    sum[0] = MINE > 1 ? of_columns[0] : of_columns[0] + of_columns[1];
-    if constexpr (MINE > 1) sum[1] = of_columns[1];
+    sum[0] = THREAD_X_ROWS > 1 ? of_columns[0] : of_columns[0] + of_columns[1];
+    if constexpr (THREAD_X_ROWS > 1) sum[1] = of_columns[1];
 #pragma unroll
-    for (int e = 0; e < MINE; e++)
+    for (int e = 0; e < THREAD_X_ROWS; e++)
 #pragma unroll
         for (u32 mask = X_ROWS > 2 ? 2 : 1; mask < 4; mask *= 2)
             sum[e] += float_of_bits(from_lane_xor(bits_of_float(sum[e]), mask));

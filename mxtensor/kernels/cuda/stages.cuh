@@ -1,21 +1,21 @@
 // Stages: what a block works on, and how it comes into shared memory.
 
 constexpr int THREADS = 32 * WR * WK;
-constexpr int FETCHERS = RESIDENT ? 32 : THREADS;  // threads that fetch a stage: a warp its own, or all of a block
-constexpr int ROWS = 16 * MT * (RESIDENT ? 1 : WR), COLS = 8 * NT;
-constexpr int BK = 32 * SLABS * (RESIDENT ? 1 : WK);  // a warp takes SLABS slabs of a stage
+constexpr int FETCHERS = PERSISTENT ? 32 : THREADS;  // threads that fetch a stage: a warp its own, or all of a block
+constexpr int ROWS = 16 * MT * (PERSISTENT ? 1 : WR), COLS = 8 * NT;
+constexpr int BK = 32 * SLABS * (PERSISTENT ? 1 : WK);  // a warp takes SLABS slabs of a stage
 constexpr int CODES = BK * BITS / 8;  // bytes of a row
 constexpr int SCALES = SCALE == AT_THE_END ? 0 : SCALE == UE4M3 ? BK / 16 : BK / 32;  // bytes of a row and stage
-constexpr int SCALES_STRIDE = RESIDENT ? (SCALES + 3) / 4 * 4 : (SCALES + 15) / 16 * 16 + 16;
+constexpr int SCALES_STRIDE = PERSISTENT ? (SCALES + 3) / 4 * 4 : (SCALES + 15) / 16 * 16 + 16;
 constexpr int X_STRIDE = 2 * BK + 64;
-constexpr int X_BYTES = WHOLE_X || RESIDENT ? 0 : COLS * X_STRIDE, SCALES_BYTES = SCALES ? ROWS * SCALES_STRIDE : 0;
+constexpr int X_BYTES = WHOLE_X || PERSISTENT ? 0 : COLS * X_STRIDE, SCALES_BYTES = SCALES ? ROWS * SCALES_STRIDE : 0;
 constexpr int CODES_AT = X_BYTES, SCALES_AT = CODES_AT + ROWS * CODES;  // in a stage
 constexpr int STAGE = (SCALES_AT + SCALES_BYTES + 127) / 128 * 128;
 constexpr int SUM_STRIDE = COLS + 2;  // float32 of the sums that the warps of one row of warps bring together
 constexpr int SUMS = 4 * WK * ROWS * SUM_STRIDE;  // bytes, where the stages were
 constexpr int WHOLE_AT = STAGES * STAGE > SUMS ? STAGES * STAGE : SUMS;
 constexpr int WHOLE_HEAD = 8 * COLS;  // in front of the rows of WHOLE_X: what scales them, and maxima
-static_assert(!WHOLE_X || RESIDENT || BK % 256 == 0, "a warp casts 256 columns at a time");
+static_assert(!WHOLE_X || PERSISTENT || BK % 256 == 0, "a warp casts 256 columns at a time");
 
 struct Weight {  // one w, and what it alone has to do with
     const u8* codes;
@@ -34,7 +34,7 @@ struct Arguments {
     const u16* x;
     const float* x_scale;      // of each row of x, where they are float16 already
     const float* x_global_scale;
-    float* parts;      // sums of blocks that come together in memory, and
+    float* partial_sums;      // sums of blocks that come together in memory, and
     u32* counters;     // how many of those of a tile are there
     u32 codes_stride, scales_stride, x_stride;  // of a row: bytes, bytes, values
     u32 m, k;
@@ -53,7 +53,7 @@ DEVICE u32 weight_of(const Arguments& a, u32 tile) {
 
 // ---------------------------------------------------------------------------------------------- what is fetched
 
-struct Place {  // what this block works on
+struct BlockWork {  // what this block works on
     const u8* codes;
     const u8* scales;
     const u16* x;
@@ -72,12 +72,12 @@ DEVICE constexpr u32 common(u32 a, u32 b) { return b == 0 ? a : common(b, a % b)
 // Codes lie row after row, so that lines of 128 bytes come in one piece, which is faster; but in odd rows, as it were,
 // their pieces of 16 bytes change places, so that threads of several rows find them in banks of their own: bytes are
 // where their place in the row is xor this.
-DEVICE u32 turn_of(u32 row) { return (row >> TURN_SHIFT & TURN_MASK) * (16 * TURN_PIECES); }
+DEVICE u32 swizzle_of(u32 row) { return (row >> SWIZZLE_SHIFT & SWIZZLE_MASK) * (16 * SWIZZLE_PIECES); }
 
 // ``most`` rows of WIDTH bytes, COPY at a time, of a matrix with ``stride`` bytes a row: rows from ``first`` on, bytes
 // from ``begin`` on; zeros where it has no row (``rows``) or byte (``limit``), unless ALL says that it has them all.
 // SHARED_ROWS rows of what is copied are one of the matrix; TURNED as codes are.
-template <int WIDTH, int COPY, int STRIDE, int SHARED_ROWS, bool ALL, bool TURNED = false>
+template <int WIDTH, int COPY, int STRIDE, int SHARED_ROWS, bool ALL, bool SWIZZLED = false>
 DEVICE void fetch(
     u8* to, const u8* from, u32 first, u32 rows, u32 most, u64 stride, u32 begin, u32 limit, u32 fetcher) {
     constexpr u32 pieces = WIDTH / COPY, across = common(pieces, FETCHERS), down = FETCHERS / across;
@@ -90,7 +90,7 @@ DEVICE void fetch(
 #pragma unroll
         for (u32 j = 0; j < pieces / across; j++) {
             bool there = ALL || row + i < rows && begin + at + j * across * COPY < limit;
-            u32 place = (at + j * across * COPY) ^ (TURNED ? turn_of(row + i) : 0);
+            u32 place = (at + j * across * COPY) ^ (SWIZZLED ? swizzle_of(row + i) : 0);
             if (most % down == 0 || row + i < most)
                 copy<COPY>(to + i * STRIDE + place, line + j * across * COPY, there);
         }
@@ -99,7 +99,7 @@ DEVICE void fetch(
 }
 
 // By so many FETCHERS, of which this is one.
-DEVICE void fetch_weights(const Arguments& a, const Place& p, u8* stage, u32 index, u32 fetcher) {
+DEVICE void fetch_weights(const Arguments& a, const BlockWork& p, u8* stage, u32 index, u32 fetcher) {
     fetch<CODES, CODES_COPY, CODES, 1, WHOLE_TILES, true>(
         stage + CODES_AT, p.codes, p.row, p.rows, ROWS, a.codes_stride, index * CODES, a.codes_stride, fetcher);
     if constexpr (SCALES > 0)
@@ -108,7 +108,7 @@ DEVICE void fetch_weights(const Arguments& a, const Place& p, u8* stage, u32 ind
 }
 
 // COLS rows whether or not there are as many: what follows x can be read, and comes into columns that nobody wants.
-DEVICE void fetch_x(const Arguments& a, const Place& p, u8* to, u32 index) {
+DEVICE void fetch_x(const Arguments& a, const BlockWork& p, u8* to, u32 index) {
     fetch<2 * BK, 16, X_STRIDE, 1, WHOLE_TILES>(
         to, reinterpret_cast<const u8*>(p.x), 0, COLS, COLS, 2 * a.x_stride, index * 2 * BK, 2 * a.x_stride, thread());
 }

@@ -7,7 +7,7 @@
 // of them its part of the left factor, scales included. Of x there are tiles laid out as the instruction reads them; one
 // more thread a group has the copy engine bring them, STAGES at a time.
 
-constexpr int CHUNK = 128, CODES_A_CHUNK = 16 * BITS;  // columns of w at a time; bytes of a row of them
+constexpr int CHUNK = 128, CODES_PER_CHUNK = 16 * BITS;  // columns of w at a time; bytes of a row of them
 constexpr int ROUND = STAGES / 2;           // chunks until tiles lie where others lay
 constexpr int ALL_THREADS = THREADS + 128;  // with four warps, of which one a group has x brought
 constexpr bool SCALED = SCALE_BYTES > 0;    // whether words are multiplied
@@ -15,7 +15,7 @@ static_assert(STAGES % 2 == 0 && ROUND % AHEAD == 0, "places of tiles and chunks
 static_assert(WK <= 4, "there are four warps of which one a group has x brought");
 static_assert(MT == 1 && WR % 4 == 0 && SLABS == 4, "four warps have 64 rows of w, and a chunk of it");
 
-struct Mine {  // where this thread reads its two rows from
+struct ThreadRows {  // where this thread reads its two rows from
     const u8 *codes[2], *scales[2];
     u32 t;
 };
@@ -30,24 +30,24 @@ struct Tiles {  // of x, and the part of them that this block multiplies
 };
 
 // From chunk ``first`` on. Of rows after the last one nobody writes the results.
-DEVICE Mine rows_of_thread(const Arguments& a, const Weight& w, u32 first) {
+DEVICE ThreadRows rows_of_thread(const Arguments& a, const Weight& w, u32 first) {
     u32 lane = thread() % 32;
-    Mine mine = {{}, {}, lane % 4};
+    ThreadRows mine = {{}, {}, lane % 4};
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         u32 row = (block_x() - w.first) * ROWS + thread() / 32 % WR * 16 + lane / 4 + 8 * r;
         row = row < w.n ? row : w.n - 1;
-        u64 scales = u64(row_of_scales(row)) * a.scales_stride + first * SCALES_A_CHUNK + place_of_scales(mine.t);
-        mine.codes[r] = w.codes + u64(row) * a.codes_stride + first * CODES_A_CHUNK + column_of(mine.t) * BITS / 8;
+        u64 scales = u64(row_of_scales(row)) * a.scales_stride + first * SCALES_PER_CHUNK + place_of_scales(mine.t);
+        mine.codes[r] = w.codes + u64(row) * a.codes_stride + first * CODES_PER_CHUNK + column_of(mine.t) * BITS / 8;
         mine.scales[r] = w.scales + scales;
     }
     return mine;
 }
 
 // Piece H of both rows of the INDEX-th chunk from here; where codes have fewer than 8 bits, both pieces with the second.
-template <int INDEX, int H> DEVICE void load_codes(Chunk& chunk, const Mine& mine) {
+template <int INDEX, int H> DEVICE void load_codes(Chunk& chunk, const ThreadRows& mine) {
     if constexpr (BITS != 8 && H == 0) return;
-    constexpr int at = INDEX * CODES_A_CHUNK + (BITS == 8 ? 64 * H : 0);
+    constexpr int at = INDEX * CODES_PER_CHUNK + (BITS == 8 ? 64 * H : 0);
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         if constexpr (BITS == 6) {
@@ -59,22 +59,22 @@ template <int INDEX, int H> DEVICE void load_codes(Chunk& chunk, const Mine& min
         }
     }
 }
-template <int INDEX> DEVICE void load_scales(Chunk& chunk, const Mine& mine) {
+template <int INDEX> DEVICE void load_scales(Chunk& chunk, const ThreadRows& mine) {
     if constexpr (SCALE_BYTES > 0)
 #pragma unroll
         for (int r = 0; r < 2; r++)
-            chunk.scales[r] = load_scale<SCALE_BYTES, INDEX * SCALES_A_CHUNK>(mine.scales[r]);
+            chunk.scales[r] = load_scale<SCALE_BYTES, INDEX * SCALES_PER_CHUNK>(mine.scales[r]);
 }
 
 // Piece H of both rows as four fragments.
-template <int H> DEVICE void decode_both(u32 (&a)[16], const Chunk& chunk, const u32 (&factor)[2][2]) {
+template <int H> DEVICE void decode_both(u32 (&a)[16], const Chunk& chunk, const u32 (&word_scale)[2][2]) {
 #pragma unroll
-    for (int r = 0; r < 2; r++) decode_piece<SCALED>(a, r, chunk.codes[r] + H * (BITS / 2), factor[r][H]);
+    for (int r = 0; r < 2; r++) decode_piece<SCALED>(a, r, chunk.codes[r] + H * (BITS / 2), word_scale[r][H]);
 }
 
 DEVICE void fetch(u8* to, const u8* from, u32 bytes, u64* barrier) {
     expect_bytes(barrier, bytes);
-    copy_whole(to, from, bytes, barrier);
+    copy_bulk(to, from, bytes, barrier);
 }
 
 // All tiles of this block's, one after the other, each once the one that lay there has been read; one thread.
@@ -89,8 +89,8 @@ DEVICE void fetch_tiles(const Tiles& tiles) {
 struct Work {  // of a warp that multiplies
     Chunk ring[AHEAD];
     u32 a[2][16], windows[2], seen, round;
-    u64 place;
-    Kept barriers;
+    u64 descriptor;
+    BarrierAddress barriers;
 };
 
 DEVICE void clear(Total& sums) {
@@ -103,38 +103,38 @@ DEVICE void clear(Total& sums) {
 // Four fragments times tile SLOT of a round; then the tile before, whose fragments are free as well, makes room.
 template <int SLOT> DEVICE void multiply_tile(Total& sums, Work& work, const Tiles& tiles) {
     wait_at<SLOT>(work.barriers, work.round);
-    begin_products(work.a[SLOT % 2]);
+    begin_wgmma(work.a[SLOT % 2]);
 #pragma unroll
     for (int j = 0; j < 4; j++)
-        multiply_group(sums, work.a[SLOT % 2] + 4 * j, work.place + step_of(SLOT * TILE + 32 * j));
-    end_products();
-    wait_for_products<1>();
+        multiply_warpgroup(sums, work.a[SLOT % 2] + 4 * j, work.descriptor + descriptor_step(SLOT * TILE + 32 * j));
+    commit_wgmma();
+    wait_for_wgmma<1>();
     if (SLOT > 0 || work.round > 0) arrive_at<STAGES + (SLOT + STAGES - 1) % STAGES>(work.barriers);
 }
 
 // Chunk INDEX of a round and those after it.
-template <int INDEX> DEVICE void multiply_round(Total& sums, Work& work, const Mine& mine, const Tiles& tiles) {
+template <int INDEX> DEVICE void multiply_round(Total& sums, Work& work, const ThreadRows& mine, const Tiles& tiles) {
     u32 index = work.round * ROUND + INDEX;
     if (index >= tiles.count) return;
     bool more = index + AHEAD < tiles.count;
     Chunk& chunk = work.ring[INDEX % AHEAD];
-    u32 factor[2][2] = {};
+    u32 word_scale[2][2] = {};
 #pragma unroll
     for (int r = 0; SCALED && r < 2; r++) {
         u32 scales = chunk.scales[r];
         if (SCALE == E8M0) scales -= work.windows[r], work.seen |= scales;
-        factors(factor[r], scales, mine.t);
+        word_scales(word_scale[r], scales, mine.t);
     }
-    decode_both<0>(work.a[0], chunk, factor);
+    decode_both<0>(work.a[0], chunk, word_scale);
     if (more) load_codes<INDEX + AHEAD, 0>(chunk, mine), load_scales<INDEX + AHEAD>(chunk, mine);
     multiply_tile<2 * INDEX>(sums, work, tiles);
-    decode_both<1>(work.a[1], chunk, factor);
+    decode_both<1>(work.a[1], chunk, word_scale);
     if (more) load_codes<INDEX + AHEAD, 1>(chunk, mine);
     multiply_tile<2 * INDEX + 1>(sums, work, tiles);
     if constexpr (INDEX + 1 < ROUND) multiply_round<INDEX + 1>(sums, work, mine, tiles);
 }
 
-template <int INDEX> DEVICE void load_first(Work& work, const Mine& mine, const Tiles& tiles) {
+template <int INDEX> DEVICE void load_first(Work& work, const ThreadRows& mine, const Tiles& tiles) {
     if (INDEX >= tiles.count) return;
     load_codes<INDEX, 0>(work.ring[INDEX], mine), load_codes<INDEX, 1>(work.ring[INDEX], mine);
     load_scales<INDEX>(work.ring[INDEX], mine);
@@ -142,8 +142,8 @@ template <int INDEX> DEVICE void load_first(Work& work, const Mine& mine, const 
 }
 
 // The sums of this block's chunks, of which the first are under way; whether they are right.
-DEVICE bool multiply_all(Total& sums, Work& work, Mine mine, const Tiles& tiles) {
-    work.seen = 0, work.place = place_of(tiles.ring), work.barriers = kept(tiles.full);
+DEVICE bool multiply_all(Total& sums, Work& work, ThreadRows mine, const Tiles& tiles) {
+    work.seen = 0, work.descriptor = matrix_descriptor(tiles.ring), work.barriers = barrier_address(tiles.full);
     clear(sums);
 #pragma unroll
     for (int r = 0; r < 2; r++)
@@ -152,10 +152,10 @@ DEVICE bool multiply_all(Total& sums, Work& work, Mine mine, const Tiles& tiles)
     do {  // there is one: a loop that might not begin would keep ptxas from running products beside other instructions
         multiply_round<0>(sums, work, mine, tiles);
 #pragma unroll
-        for (int r = 0; r < 2; r++) mine.codes[r] += ROUND * CODES_A_CHUNK, mine.scales[r] += ROUND * SCALES_A_CHUNK;
+        for (int r = 0; r < 2; r++) mine.codes[r] += ROUND * CODES_PER_CHUNK, mine.scales[r] += ROUND * SCALES_PER_CHUNK;
     } while (++work.round * ROUND < tiles.count);
-    wait_for_products<0>();
-    settle(sums);
+    wait_for_wgmma<0>();
+    fence_sums(sums);
     if constexpr (SCALE != E8M0) return true;
 #pragma unroll
     for (int j = 0; j < NT; j++)
@@ -168,7 +168,7 @@ DEVICE bool multiply_all(Total& sums, Work& work, Mine mine, const Tiles& tiles)
 
 // A tile, piece H of a chunk, as many times as it has blocks, by the words of one of them each time: each warp for itself,
 // for ptxas would have the instructions above wait for each other if there were more of them here.
-template <int H> DEVICE void multiply_blocks(Total& sums, const Chunk& chunk, const Mine& m, const u8* tile) {
+template <int H> DEVICE void multiply_blocks(Total& sums, const Chunk& chunk, const ThreadRows& m, const u8* tile) {
     constexpr u32 blocks = BITS == 8 ? 2 : 4;
     u32 words[16], a[16], g = thread() % 32 / 4, mine = BITS == 8 ? m.t / 2 : m.t;
     const u8* lines[8];  // of the first row of x: eight rows on are 1024 bytes
@@ -186,21 +186,21 @@ template <int H> DEVICE void multiply_blocks(Total& sums, const Chunk& chunk, co
         for (int i = 0; i < 16; i++) a[i] = block == mine ? words[i] : 0;
 #pragma unroll
         for (int j = 0; j < NT; j++) {
-            float part[4] = {};
+            float partial[4] = {};
 #pragma unroll
             for (int i = 0; i < 4; i++) {  // x is zero elsewhere, too: it may be infinite
                 u32 low = *reinterpret_cast<const u32*>(lines[2 * i] + 1024 * j);
                 u32 high = *reinterpret_cast<const u32*>(lines[2 * i + 1] + 1024 * j);
-                multiply_add(part, a + 4 * i, block == mine ? low : 0, block == mine ? high : 0, part);
+                multiply_add(partial, a + 4 * i, block == mine ? low : 0, block == mine ? high : 0, partial);
             }
 #pragma unroll
-            for (int e = 0; e < 4; e++) sums[j][e] += scale[e / 2] * part[e];
+            for (int e = 0; e < 4; e++) sums[j][e] += scale[e / 2] * partial[e];
         }
     }
 }
 
 // The same sums for scales of any size; ``arrived``, a barrier for the tiles of a chunk at a time.
-DEVICE void multiply_carefully(Total& sums, Mine mine, const Tiles& tiles, u64* arrived, u32 group) {
+DEVICE void multiply_any_scales(Total& sums, ThreadRows mine, const Tiles& tiles, u64* arrived, u32 group) {
     clear(sums);
     for (u32 i = 0; i < tiles.count; i++) {
         Chunk chunk;
@@ -211,7 +211,7 @@ DEVICE void multiply_carefully(Total& sums, Mine mine, const Tiles& tiles, u64* 
         multiply_blocks<0>(sums, chunk, mine, tiles.ring);
         multiply_blocks<1>(sums, chunk, mine, tiles.ring + TILE);
 #pragma unroll
-        for (int r = 0; r < 2; r++) mine.codes[r] += CODES_A_CHUNK, mine.scales[r] += SCALES_A_CHUNK;
+        for (int r = 0; r < 2; r++) mine.codes[r] += CODES_PER_CHUNK, mine.scales[r] += SCALES_PER_CHUNK;
     }
     sync_block();
 }
@@ -219,39 +219,39 @@ DEVICE void multiply_carefully(Total& sums, Mine mine, const Tiles& tiles, u64* 
 // ---------------------------------------------------------------------------------------------- the kernel
 
 DEVICE void sync_all() {  // and tell those who send to here that there are barriers
-    if constexpr (SENDS) arrive_in_cluster();
+    if constexpr (REDUCE_DSMEM) arrive_in_cluster();
     sync_block();
 }
 
 // The tiles' barriers, one more a group for careful blocks, and one for sums.
 DEVICE void begin_barriers(u64* barriers) {
     if (thread() == 0)
-        for (int i = 0; i < BARRIERS; i++) begin_barrier(barriers + i, i < OF_TILES && i / STAGES % 2 ? WR : 1);
-    show_barriers();
+        for (int i = 0; i < BARRIERS; i++) begin_barrier(barriers + i, i < TILE_BARRIERS && i / STAGES % 2 ? WR : 1);
+    publish_barriers();
 }
 
-KERNEL void BOUNDS(ALL_THREADS, BLOCKS) together(const Arguments a) {
+KERNEL void BOUNDS(ALL_THREADS, BLOCKS) wgmma(const Arguments a) {
     let_next_start();
     u8* shared = shared_memory();
     u64* barriers = reinterpret_cast<u64*>(shared + RING);
     u32 warp = warp_of_block(), group = warp < WR * WK ? warp / WR : (warp - WR * WK) % WK;  // that multiplies, or its x
-    u32 chunks = a.k / CHUNK, part = block_z() * WK + group;
-    u32 first = part * chunks / (SPLIT * WK), last = (part + 1) * chunks / (SPLIT * WK);
+    u32 chunks = a.k / CHUNK, partial = block_z() * WK + group;
+    u32 first = partial * chunks / (SPLIT * WK), last = (partial + 1) * chunks / (SPLIT * WK);
     const u8* x = reinterpret_cast<const u8*>(a.x) + (u64(block_y()) * chunks + first) * (2 * TILE);
     u64* of_tiles = barriers + group * (2 * STAGES);
     Tiles tiles = {x, last - first, shared + group * (STAGES * TILE), of_tiles, of_tiles + STAGES};
     if (warp >= WR * WK) {
-        if constexpr (REGISTERS > AT_FIRST) give_registers<LEAST_REGISTERS>();
+        if constexpr (REGISTERS_COMPUTE > REGISTERS_AT_START) give_registers<LEAST_REGISTERS>();
         sync_all();
         wait_for_previous();
         if (warp < WR * WK + WK && thread() % 32 == 0) fetch_tiles(tiles);
         sync_warp();
-        if constexpr (SENDS) wait_for_cluster();
+        if constexpr (REDUCE_DSMEM) wait_for_cluster();
         return;
     }
-    if constexpr (REGISTERS > AT_FIRST) take_registers<REGISTERS>();
+    if constexpr (REGISTERS_COMPUTE > REGISTERS_AT_START) take_registers<REGISTERS_COMPUTE>();
     const Weight& w = a.weights[weight_of(a, block_x())];
-    Mine mine = rows_of_thread(a, w, first);
+    ThreadRows mine = rows_of_thread(a, w, first);
     Work work;
     load_first<0>(work, mine, tiles);  // weights do not wait for the kernel before this one
     float* x_scale = reinterpret_cast<float*>(barriers + BARRIERS);
@@ -265,10 +265,10 @@ KERNEL void BOUNDS(ALL_THREADS, BLOCKS) together(const Arguments a) {
     Total sums;
     bool right = multiply_all(sums, work, mine, tiles);
     if constexpr (SCALE != E8M0) sync_block();
-    else if (any_of_block(!right)) multiply_carefully(sums, mine, tiles, barriers + OF_TILES + group, group);
-    if constexpr (WK > 1) add_groups(sums, reinterpret_cast<float*>(shared + OF_SUMS), group);
-    if (APART && !is_last_and_adds(a, sums)) return;
-    float* kept = reinterpret_cast<float*>(shared);
-    if constexpr (SENDS) send_and_write(a, w, sums, x_scale, kept, barriers + OF_TILES + WK);
-    else write(a, w, sums, x_scale, kept);
+    else if (any_of_block(!right)) multiply_any_scales(sums, mine, tiles, barriers + TILE_BARRIERS + group, group);
+    if constexpr (WK > 1) add_groups(sums, reinterpret_cast<float*>(shared + SUM_BYTES), group);
+    if (REDUCE_GLOBAL && !reduce_through_global(a, sums)) return;
+    float* sums_at = reinterpret_cast<float*>(shared);
+    if constexpr (REDUCE_DSMEM) send_and_write_result(a, w, sums, x_scale, sums_at, barriers + TILE_BARRIERS + WK);
+    else write_result(a, w, sums, x_scale, sums_at);
 }

@@ -144,23 +144,23 @@ def test_a_thread_of_its_own_compiles_and_runs_a_kernel():
 @pytest.mark.parametrize(
     ("kind", "shape"),
     [
-        *(("resident", shape) for shape in ((1, 4096, 4096), (3, 14336, 1024), (16, 4096, 14336), (24, 2048, 4096))),
-        *(("together", shape) for shape in ((4, 4096, 1024), (16, 4096, 2048), (24, 2048, 4096), (130, 4096, 1024))),
+        *(("persistent", shape) for shape in ((1, 4096, 4096), (3, 14336, 1024), (16, 4096, 14336), (24, 2048, 4096))),
+        *(("wgmma", shape) for shape in ((4, 4096, 1024), (16, 4096, 2048), (24, 2048, 4096), (130, 4096, 1024))),
     ],
 )
 @pytest.mark.parametrize("format", ["mxfp8_e4m3", "mxfp4", "nvfp4", "mxfp6_e3m2"])
 def test_plans_that_are_timed(format, kind, shape):
     m, n, k = shape
     w, x = operand(format, n, k), torch.randn(m, k, device="cuda").bfloat16()
-    plans = list(tune.candidates(mx.get_format(format), m, n, k, kind))
-    assert plans
-    rare = (lambda p: p.sends, lambda p: p.together and p.wk > 1, lambda p: p.resident and p.ahead)
-    some = [next(filter(is_rare, plans), plans[0]) for is_rare in rare]
-    for plan in dict.fromkeys((*plans[:: max(1, len(plans) // 4)], *some)):
+    configs = list(tune.candidates(mx.get_format(format), m, n, k, kind))
+    assert configs
+    rare = (lambda p: p.reduce_dsmem, lambda p: p.wgmma and p.wk > 1, lambda p: p.persistent and p.ahead)
+    some = [next(filter(is_rare, configs), configs[0]) for is_rare in rare]
+    for config in dict.fromkeys((*configs[:: max(1, len(configs) // 4)], *some)):
         given = Weight(w.data, w.scale, w.global_scale, None), Weight(w.data[:96], w.scale[:96], w.global_scale, None)
-        y, part = launch(x, given, w.format, k, None, None, 1.0, 1.0, torch.float32, None, plan)
+        y, part = launch(x, given, w.format, k, None, None, 1.0, 1.0, torch.float32, None, config)
         exact = x.double() @ values(w).t()
-        assert relative_error(y, exact) < TOLERANCE and relative_error(part, exact[:, :96]) < TOLERANCE, plan
+        assert relative_error(y, exact) < TOLERANCE and relative_error(part, exact[:, :96]) < TOLERANCE, config
 
 
 @pytest.mark.parametrize("config", ["mxfp8", "mxfp8-weight-only", "mxfp4", "nvfp4-weight-only", "mxfp6"])

@@ -3,7 +3,7 @@
 import pytest
 
 import mxtensor as mx
-from mxtensor.kernels.small_m.config import TURNS, codes_a_read, turn_of_codes
+from mxtensor.kernels.small_m.config import SWIZZLES, codes_per_read, swizzle_of_codes
 
 FORMATS = {8: "mxfp8", 6: "mxfp6", 4: "mxfp4"}
 BANKS, LANES = 32, range(32)
@@ -11,7 +11,7 @@ BANKS, LANES = 32, range(32)
 
 def classes(bits, run):
     """With which a thread reads so many codes of this format, blocks of 32, in one go."""
-    return next(c for c in (1, 2, 4, 8) if codes_a_read(mx.get_format(FORMATS[bits]), c) == run)
+    return next(c for c in (1, 2, 4, 8) if codes_per_read(mx.get_format(FORMATS[bits]), c) == run)
 
 
 def reads(bits, run, depth):
@@ -40,10 +40,10 @@ def most_in_a_bank(addresses, width):
 
 
 @pytest.mark.parametrize("depth", [128, 256, 512, 1024])
-@pytest.mark.parametrize(("bits", "run"), TURNS)
+@pytest.mark.parametrize(("bits", "run"), SWIZZLES)
 def test_reads_of_codes_do_not_meet_in_a_bank(bits, run, depth):
     row_bytes = depth * bits // 8
-    first, mask, pieces = turn_of_codes(mx.get_format(FORMATS[bits]), classes(bits, run), depth)
+    first, mask, pieces = swizzle_of_codes(mx.get_format(FORMATS[bits]), classes(bits, run), depth)
     turn = [(row >> first & mask) * 16 * pieces for row in range(8)]
     assert {place ^ t for place in range(0, row_bytes, 16) for t in turn} == set(range(0, row_bytes, 16))
     for width, places in reads(bits, run, depth):

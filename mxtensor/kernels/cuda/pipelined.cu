@@ -13,7 +13,7 @@
 DEVICE float scale_of(const float* x_scale, u32 row) { return WHOLE_X ? x_scale[row] : load_fresh(x_scale + row); }
 
 // What the warps along K and the blocks of a cluster have summed, in that order, with what belongs at the end.
-DEVICE void write(const Arguments& a, const Weight& weight, const Place& p, u32 x_row, const Sums& sums, const Lane& l,
+DEVICE void write_result(const Arguments& a, const Weight& weight, const BlockWork& p, u32 x_row, const Sums& sums, const Lane& l,
                   float* shared, const float* x_scale) {
     u32 warp = thread() / 32;
     sync_block();  // the stages are no longer read
@@ -39,7 +39,7 @@ DEVICE void write(const Arguments& a, const Weight& weight, const Place& p, u32 
         sync_cluster();
         begin = rank * span, end = begin + span < end ? begin + span : end;
     }
-    float factor = factor_of_all<FACTOR>(a, global_scale_of(weight));
+    float tensor_scale = tensor_scale_of<ELEMENT_EXPONENT>(a, global_scale_of(weight));
     static_assert(THREADS % ROWS == 0, "threads stay with a row of w");
     u32 row = (begin + thread()) % ROWS, n = p.row + row;
     float common = row < p.rows ? bias_at(weight, 0, n) : 0;
@@ -56,14 +56,14 @@ DEVICE void write(const Arguments& a, const Weight& weight, const Place& p, u32 
             sum *= scale_of(x_scale, col);
         }
         float bias = bias_of(weight, x_row + col, n, common);
-        finish(a, weight, p.scales, x_row + col, n, with_nans(a, p.scales, n, sum), factor, bias);
+        finish(a, weight, p.scales, x_row + col, n, with_nans(a, p.scales, n, sum), tensor_scale, bias);
     }
     if constexpr (SPLIT > 1) sync_cluster();  // nobody leaves while others read
 }
 
 // ---------------------------------------------------------------------------------------------- the kernel
 
-DEVICE void multiply_rows(const Arguments& a, const Weight& w, const Place& p, u32 x_row) {
+DEVICE void multiply_rows(const Arguments& a, const Weight& w, const BlockWork& p, u32 x_row) {
     u8* shared = shared_memory();
     u8* whole = shared + WHOLE_AT;
     u32 lane = thread() % 32, warp = thread() / 32, stages = p.last - p.first;
@@ -109,13 +109,13 @@ DEVICE void multiply_rows(const Arguments& a, const Weight& w, const Place& p, u
         slot = slot + 1 == STAGES ? 0 : slot + 1;
     }
     wait_for_stage<0>();
-    write(a, w, p, x_row, sums, l, reinterpret_cast<float*>(shared), x_scale);
+    write_result(a, w, p, x_row, sums, l, reinterpret_cast<float*>(shared), x_scale);
 }
 
-KERNEL void BOUNDS(THREADS, BLOCKS) product(const Arguments a) {
+KERNEL void BOUNDS(THREADS, BLOCKS) pipelined(const Arguments a) {
     if (!WHOLE_X) let_next_start();  // which else would ask for its weights before this one has asked for x
     u32 group = a.ends ? block_y() : 0, stages = (a.k + BK - 1) / BK;
-    Place p;
+    BlockWork p;
     const Weight& w = a.weights[weight_of(a, block_x())];
     p.codes = w.codes + group * a.codes_group;
     p.scales = w.scales + group * a.scales_group;
