@@ -1,20 +1,24 @@
-// Where four warps multiply together: what a block has in shared memory, and how sums become results. What blocks that
-// share the columns have summed comes together within their cluster, where each reads, or with SENDS is sent, its part of
-// x's rows, or with APART, where they are none, in memory, by the block that is last.
+// Reduction of a wgmma kernel: its shared memory, and how the sums of groups and blocks become results.
+//
+// Blocks that split K add their sums in one of three ways. In a cluster each block writes a part of x's rows: it reads
+// the sums of the others, or with REDUCE_DSMEM they are sent to it by the copy engine. With REDUCE_GLOBAL there is no
+// cluster: the blocks store their sums in global memory and the last one adds them.
 
-constexpr int TILE = COLS * 128;            // bytes of x for half a chunk
-constexpr int SUM_PITCH = ROWS + 4;        // float32, from one row of x to the next: free of conflicts
-constexpr int GROUP_THREADS = 32 * WR;      // of a group of warps, of which WK share the columns
+constexpr int TILE = COLS * 128;  // bytes of a tile: x for half a chunk
+constexpr int SUM_PITCH = ROWS + 4;  // float32 between rows of x; no bank conflicts
+constexpr int GROUP_THREADS = 32 * WR;  // threads of one of the WK groups of warps along K
 constexpr int SUM_BYTES = 4 * COLS * SUM_PITCH, ALL_SUM_BYTES = SUM_BYTES + (WK - 1) * NT * GROUP_THREADS * 16;  // bytes
 constexpr int RING = WK * STAGES * TILE > ALL_SUM_BYTES ? WK * STAGES * TILE : ALL_SUM_BYTES;
-constexpr int TILE_BARRIERS = 2 * STAGES * WK;   // barriers, for tiles that come and tiles that have been read,
-constexpr int BARRIERS = TILE_BARRIERS + WK + 1; // with those for careful blocks, and for sums
-constexpr int X_ROWS_PER_BLOCK = COLS / SPLIT, BLOCK_SUMS = X_ROWS_PER_BLOCK * SUM_PITCH;  // rows of x that a block writes; float32 of their sums
-constexpr int RECEIVED_AT = (RING + 8 * BARRIERS + 4 * COLS + 4 + 15) / 16 * 16;  // those of other blocks
+constexpr int TILE_BARRIERS = 2 * STAGES * WK;  // barriers: tiles that are loaded and tiles that have been read,
+constexpr int BARRIERS = TILE_BARRIERS + WK + 1;  // one more per group for multiply_any_scales, and one for sums
+// rows of x that a block writes; float32 of their sums
+constexpr int X_ROWS_PER_BLOCK = COLS / SPLIT, BLOCK_SUMS = X_ROWS_PER_BLOCK * SUM_PITCH;
+// bytes to the sums received from other blocks
+constexpr int RECEIVED_AT = (RING + 8 * BARRIERS + 4 * COLS + 4 + 15) / 16 * 16;
 
 using Total = float[NT][4];
 
-// The sums of all groups, for the first of them; ``others``: room for those of the rest.
+// Adds the sums of all groups in the first group; ``others``: shared memory for the sums of the other groups.
 DEVICE void add_groups(Total& sums, float* others, u32 group) {
     float* mine = others + thread() % GROUP_THREADS * 4;
     if (group > 0)
@@ -33,8 +37,8 @@ DEVICE void add_groups(Total& sums, float* others, u32 group) {
 }
 DEVICE bool has_sums() { return WK == 1 || thread() < GROUP_THREADS; }  // the first group
 
-// APART: leave what this block has summed, for the last of those that share its tile, which adds up all in their order.
-// Whether it is that block.
+// REDUCE_GLOBAL: stores the sums of this block. The last block of a tile adds the sums of all in their order and
+// returns true.
 DEVICE bool reduce_through_global(const Arguments& a, Total& sums) {
     u32 tile = block_y() * blocks_x() + block_x(), block_floats = NT * GROUP_THREADS * 4;
     float* partial = a.partial_sums + u64(tile * SPLIT + block_z()) * block_floats + thread() * 4;
@@ -58,7 +62,7 @@ DEVICE bool reduce_through_global(const Arguments& a, Total& sums) {
     return true;
 }
 
-// What this block has summed, times the scales of its rows of x.
+// Stores the sums of this block, times the scales of its rows of x, in shared memory.
 DEVICE void store_sums(const Total& sums, const float* x_scale, float* shared) {
     if (!has_sums()) return;
     u32 lane = thread() % 32, first = thread() / 32 * 16 + lane / 4;
@@ -71,8 +75,8 @@ DEVICE void store_sums(const Total& sums, const float* x_scale, float* shared) {
         }
 }
 
-// What the blocks of a cluster have summed, in that order, with what belongs at the end; ``x_scale`` is of the block's
-// rows of x, then that of the weight.
+// Adds the sums of the blocks of a cluster, in their order, and writes results; ``x_scale``: scales of the block's rows
+// of x, then the weight's global scale.
 DEVICE void write_result(const Arguments& a, const Weight& w, const Total& sums, const float* x_scale, float* shared) {
     constexpr int blocks = REDUCE_GLOBAL ? 1 : SPLIT, batch = NT < 2 * blocks ? 1 : NT < 4 * blocks ? 2 : 4;
     u32 x_row = block_y() * COLS, rows = a.m - x_row < COLS ? a.m - x_row : COLS;
@@ -105,18 +109,18 @@ DEVICE void write_result(const Arguments& a, const Weight& w, const Total& sums,
             if (at < end) finish_four(a, w, x_row + at / (ROWS / 4), mine, sum[b], tensor_scale, bias[b]);
         }
     }
-    if constexpr (blocks > 1) sync_cluster();  // nobody leaves while others read
+    if constexpr (blocks > 1) sync_cluster();  // no block may exit while others read its memory
 }
 
-// The same with SENDS: each block has the copy engine bring what it has summed to those that write it.
+// The same with REDUCE_DSMEM: the copy engine of each block sends its sums to the blocks that write them.
 DEVICE void send_and_write_result(
     const Arguments& a, const Weight& w, const Total& sums, const float* x_scale, float* shared, u64* arrived) {
     u32 rank = block_z(), x_row = block_y() * COLS + rank * X_ROWS_PER_BLOCK;
     u32 mine = (block_x() - w.first) * ROWS + thread() % (ROWS / 4) * 4;  // rows of w, four, all the time
-    float* others = shared + RECEIVED_AT / 4;  // a PART of each, in their order
+    float* others = shared + RECEIVED_AT / 4;  // BLOCK_SUMS float32 of each, in their order
     store_sums(sums, x_scale, shared);
     fence_for_copy_engine();
-    wait_for_cluster();  // for barriers there to begin
+    wait_for_cluster();  // until the barriers of the other blocks exist
     sync_block();
     if (thread() == 0) {
         expect_bytes(arrived, (SPLIT - 1) * BLOCK_SUMS * 4);
@@ -142,5 +146,5 @@ DEVICE void send_and_write_result(
         }
         finish_four(a, w, x_row + col, mine, sum, tensor_scale, bias);
     }
-    arrive_in_cluster(), wait_for_cluster();  // nobody leaves while its sums are on their way: all have come
+    arrive_in_cluster(), wait_for_cluster();  // no block may exit before its sums have arrived
 }

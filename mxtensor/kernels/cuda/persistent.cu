@@ -1,31 +1,32 @@
-// y (M, N) = x (M, K) w (N, K)^T for the fewest rows of x, which stay in shared memory.
+// The persistent kernel: y (M, N) = x (M, K) w (N, K)^T for the fewest rows of x, which stay in shared memory.
 //
-// A block has its share of the rows of w, tiles of ROWS, as many as any other. Its WR rows of warps take turns with them;
-// each of the WK warps of one has columns of its own, a stage of BK and again one WK stages further, whose codes and
-// scales it fetches for itself, and with WR = 1 of x what belongs to them: once x is there no warp waits for another
-// until the sums of ``round`` tiles, a multiple of WR, are brought together. Blocks of a cluster have the same tiles, and
-// each of them a part of the columns. What comes before the first codes are asked for is short: no other instruction of a
-// kernel costs as much time.
+// Each block has an equal share of the tiles (ROWS rows of w). Its WR rows of warps process them in turn. Each of the
+// WK warps in a row has its own columns: a stage of BK columns, then the stage WK further. It copies their codes and
+// scales itself, and with WR = 1 also their columns of x. So once x is loaded no warp waits for another until the sums
+// of ``round`` tiles, a multiple of WR, are added. Blocks of a cluster have the same tiles and each a part of the
+// columns. The code before the first request for codes is short, because every instruction there delays the whole
+// kernel.
 
-constexpr int SLOT = ROWS + 4;  // float32 of the sums of a warp, tile and row of x
+constexpr int SLOT = ROWS + 4;  // float32 of the sums of one warp, tile and row of x
 constexpr int RING = STAGES * STAGE;
-constexpr int X_AT = WR * WK * RING;  // in lines of 128 bytes, or it would take longer to come
-// The global scales of the weights; what scales rows of x, and their maxima, of all columns or of those of each warp.
+constexpr int X_AT = WR * WK * RING;  // aligned to 128 bytes, which makes the copy faster
+// Global scales of the weights; scales of rows of x; and maxima of rows of x, over all columns or those of each warp.
 constexpr int HEAD = 16 + WHOLE_HEAD + (WHOLE_X ? 4 * COLS * WK : 0);
-// Stages that are asked for before x is: it would come after all of them.
+// Stages that are requested before x, which arrives after them.
 constexpr int REQUESTED_FIRST = (WARP_READS_X || !WHOLE_X) && AHEAD > 0 && AHEAD < STAGES ? AHEAD : STAGES - 1;
-constexpr bool HAS_SCALES = !WHOLE_X || (WARP_READS_X && NEEDS_BLOCK_AMAX);  // threads have what scales rows of x until the end
+// threads hold the scales of rows of x until the end
+constexpr bool HAS_SCALES = !WHOLE_X || (WARP_READS_X && NEEDS_BLOCK_AMAX);
 static_assert(WEIGHTS <= 4 && ZEROS <= 16 * THREADS, "there is room for so many global scales; threads for zeros");
 
-struct Share {  // what a block works on
+struct Share {  // the work of a block
     u32 begin, end;   // tiles of w
     u32 first, last;  // stages along K
     u32 x_stride;     // bytes of a row of x
     u8* x;
-    u32 lane, row_of_warps, place;  // of this thread; of its warp, which is the place-th of its row
+    u32 lane, row_of_warps, place;  // of this thread; its warp is the place-th of its row of warps
 };
 
-struct Walk {  // through the stages of a warp, tile by tile: what is fetched next
+struct Walk {  // an iterator over the stages of a warp, tile by tile: the next one to copy
     u32 tile, stage, weight;
 };
 DEVICE Walk first_of(const Arguments& a, const Share& s) {
@@ -44,7 +45,7 @@ DEVICE void fetch_codes(const Arguments& a, const Share& s, const Walk& w, u8* s
     p.rows = weight.n - p.row;
     fetch_weights(a, p, stage, w.stage, s.lane);
 }
-// Columns of x, ``count`` from those of stage ``first`` on, by so many threads of which this is one.
+// Copies ``count`` columns of x from stage ``first`` on; this thread is ``fetcher`` of ``fetchers``.
 DEVICE void fetch_x(const Arguments& a, const Share& s, u32 first, u32 count, u32 fetcher, u32 fetchers) {
     u32 pieces = count / 8;  // of 16 bytes
     u8* to = s.x + (first - s.first) * 2 * BK;
@@ -56,9 +57,10 @@ DEVICE void fetch_columns(const Arguments& a, const Share& s, const Walk& w) {
     if (!WHOLE_X && WR == 1 && w.tile == s.begin) fetch_x(a, s, w.stage, BK, s.lane, 32);
 }
 
-// What a warp sums for a tile, where in x the columns of the stage that is next begin, and the results.
+// The sums of a warp for a tile, the address in x of the next stage's columns, and storing the sums: with or without
+// classes.
 #if CLASSES > 1
-constexpr int MY_ROWS = THREAD_X_ROWS;  // of x, that a thread has sums of
+constexpr int MY_ROWS = THREAD_X_ROWS;  // rows of x that a thread has sums of
 using RowScales = float[MY_ROWS];
 using Partial = SmallMSums;
 using Columns = SmallMColumns;
@@ -102,14 +104,15 @@ DEVICE void store_sums(float* slot, const Partial& sums, const RowScales& row_sc
 }
 #endif
 
-// What scales the rows of x that this thread has sums of, where its warp has read them; ``maxima`` of them.
+// The scales of the rows of x that this thread has sums of, if its warp has read them; ``maxima``: of those rows.
 DEVICE void row_scales_of(RowScales& row_scales, const Lane& l, const u32* maxima, u32 m) {
 #pragma unroll
     for (int e = 0; e < MY_ROWS; e++)
         row_scales[e] = WARP_SCALES_X && row_of(l, e) < m ? power(exponent_of(maxima[row_of(l, e)])) : 1;
 }
 
-// ``tiles`` tiles from ``first`` on: what the warps, then the blocks of a cluster have summed, in that order.
+// Writes ``tiles`` tiles from ``first`` on: adds the sums of the warps, then of the blocks of a cluster, in their
+// order.
 DEVICE void write_tiles(
     const Arguments& a, u32 first, u32 tiles, float* slots, const float* x_scale, const float* globals) {
     const u32 m = rows_of(a);
@@ -157,12 +160,13 @@ KERNEL void BOUNDS(THREADS, BLOCKS) persistent(const Arguments a) {
     Share s = share_of(a, shared + X_AT, warp, lane);
     Walk next = first_of(a, s), ahead = next;
 #pragma unroll
-    for (int i = 0; i < REQUESTED_FIRST; i++) {  // weights do not wait for the kernel before this one
+    for (int i = 0; i < REQUESTED_FIRST; i++) {  // weights do not depend on the previous kernel
         if (is_left(ahead, s)) fetch_codes(a, s, ahead, ring + i * STAGE), step(a, ahead, s);
         if (WHOLE_X) end_of_stage();
     }
     if (!WHOLE_X) let_next_start();
-    float global_scale = thread() < WEIGHTS ? global_scale_of(a.weights[thread()]) : 0, thread_scale = 0;  // on their way
+    // loads in flight
+    float global_scale = thread() < WEIGHTS ? global_scale_of(a.weights[thread()]) : 0, thread_scale = 0;
     u8* zeros = s.x + a.m * s.x_stride;
     if (thread() * 16 < ZEROS) *reinterpret_cast<uint4*>(zeros + thread() * 16) = {0, 0, 0, 0};
     float *globals = reinterpret_cast<float*>(zeros + ZEROS), *x_scale = globals + 4, *slots = globals + HEAD / 4;
@@ -171,7 +175,7 @@ KERNEL void BOUNDS(THREADS, BLOCKS) persistent(const Arguments a) {
         u32* block_amax = reinterpret_cast<u32*>(x_scale + COLS);
         if (NEEDS_BLOCK_AMAX && thread() == 0) *block_amax = 0;
         for (u32 i = lane; !ONE_ROW && i < COLS; i += 32) maxima[i] = 0;
-        sync_block();  // for the zeros
+        sync_block();  // the zeros are written
         wait_for_previous();
         WarpActivations activations = warp_activations_of(s.first, s.last, s.place, lane);
         Cached cached;
@@ -199,7 +203,7 @@ KERNEL void BOUNDS(THREADS, BLOCKS) persistent(const Arguments a) {
     if (WHOLE_X) next = ahead;
     if constexpr (!WHOLE_X && WR > 1) wait_for_stage<0>();
     if constexpr (!WARP_READS_X && (WHOLE_X || WR > 1 || ZEROS > 0)) sync_block();
-    if (WHOLE_X) let_next_start();  // only now: it would ask for its weights before this one has asked for x
+    if (WHOLE_X) let_next_start();  // only now: the next kernel's weights would be loaded before this kernel's x
     Lane l = {lane / 4, lane % 4, lane / 4, 0};
 #pragma unroll
     for (int j = 0; j < NT; j++) l.columns[j] = (8 * j + l.g < a.m ? 8 * j + l.g : 0) * s.x_stride + l.t * 16;
@@ -225,7 +229,8 @@ KERNEL void BOUNDS(THREADS, BLOCKS) persistent(const Arguments a) {
             }
             store_sums(slots + (tile * WK + s.place) * a.m * SLOT, sums, row_scales, l, a.m);
         }
-        if (HAS_SCALES && thread() < a.m) x_scale[thread()] = thread_scale;  // not before: they would be waited for
+        // not before: this would wait for the loads
+        if (HAS_SCALES && thread() < a.m) x_scale[thread()] = thread_scale;
         if (thread() < WEIGHTS) globals[thread()] = global_scale;
         write_tiles(a, round, count, slots, x_scale, globals);
     }

@@ -1,15 +1,17 @@
-// Activations that a warp reads for itself: those of the columns that it alone multiplies, so that no warp waits for
-// another. Each of their rows is brought near 2^13, unless they are cast to nvfp4, by a power of two of its own, which
-// multiplies what the warp sums.
+// Each warp of a persistent kernel reads and casts the activations of the columns that only it multiplies, so that no
+// warp waits for another. Unless the cast is NVFP4, the warp scales each row of its columns to about 2^13 by a power of
+// two, and multiplies its sums by the inverse.
 
-constexpr bool NEEDS_BLOCK_AMAX = CAST == 2;  // nvfp4 wants the largest magnitude of all of them first, that of the block
+// NVFP4 first needs the largest magnitude of the whole tensor, found by the whole block
+constexpr bool NEEDS_BLOCK_AMAX = CAST == 2;
 constexpr bool WARP_READS_X = WHOLE_X && WR == 1 && !(NEEDS_BLOCK_AMAX && SPLIT > 1), WARP_SCALES_X = WARP_READS_X && !NEEDS_BLOCK_AMAX;
 constexpr bool ONE_ROW = CLASSES == 8;
 constexpr u32 EIGHTS_PER_STAGE = BK / 8, MOST_CACHED = ONE_ROW ? 4 : 16;
 
-struct WarpActivations {  // of a warp: the columns of ``stages``, WK apart, the first of them ``place`` after the block's first stage
+// the columns of a warp: ``stages`` stages, WK apart; the first is ``place`` after the block's
+struct WarpActivations {
     u32 first, place, stages, lane;
-    u32 across;  // eight columns a lane, so many times in a row
+    u32 across;  // groups of eight columns of a row that each lane reads
 };
 DEVICE WarpActivations warp_activations_of(u32 first, u32 last, u32 place, u32 lane) {
     u32 stages = (last - first + WK - 1 - place) / WK;
@@ -17,7 +19,7 @@ DEVICE WarpActivations warp_activations_of(u32 first, u32 last, u32 place, u32 l
 }
 DEVICE u32 stage_of(const WarpActivations& warp, u32 i) { return i * 32 / EIGHTS_PER_STAGE + (EIGHTS_PER_STAGE < 32 ? warp.lane / EIGHTS_PER_STAGE : 0); }
 DEVICE bool has(const WarpActivations& warp, u32 i) { return stage_of(warp, i) < warp.stages; }
-DEVICE u32 column_of(const WarpActivations& warp, u32 i) {  // from the block's first on
+DEVICE u32 column_of(const WarpActivations& warp, u32 i) {  // counted from the block's first column
     u32 in = i * 32 % EIGHTS_PER_STAGE + (EIGHTS_PER_STAGE < 32 ? warp.lane % EIGHTS_PER_STAGE : warp.lane);
     return (warp.place + stage_of(warp, i) * WK) * BK + in * 8;
 }
@@ -38,7 +40,7 @@ DEVICE void next_of(const WarpActivations& warp, u32& row, u32& i) {
     if (++i == warp.across && !ONE_ROW) i = 0, row++;
 }
 
-// Ask for what can be held: all columns of all rows, if they are so few.
+// Starts the loads of all rows, if they fit in registers.
 using Cached = Eight[MOST_CACHED];
 DEVICE void begin_warp_activations(Cached& cached, const Arguments& a, const WarpActivations& warp) {
     u32 count = rows_of(a) * warp.across;
@@ -49,7 +51,7 @@ DEVICE void begin_warp_activations(Cached& cached, const Arguments& a, const War
     }
 }
 
-// The level of the tensor, where that is wanted, from the largest magnitude of each warp, into zeroed ``of_all``.
+// The NVFP4 scales of the tensor, from the largest magnitude of each warp, through ``block_amax``, which must be zero.
 DEVICE Level level_of_all(u32* block_amax, const WarpActivations& warp, u32 most) {
     if constexpr (!NEEDS_BLOCK_AMAX) return {};
     if (warp.lane == 0) raise_to(block_amax, most);
@@ -57,13 +59,14 @@ DEVICE Level level_of_all(u32* block_amax, const WarpActivations& warp, u32 most
     return level_of(*block_amax);
 }
 
-// Into rows of ``stride`` bytes at ``to``; the bits of the largest magnitude of each row into zeroed ``maxima``: there may
-// be no columns.
+// Writes rows of ``stride`` bytes to ``to``, and the bits of the largest magnitude of each row to ``maxima``, which
+// must be zero because a warp may have no columns.
 DEVICE void finish_warp_activations(
     const Cached& cached, const Arguments& a, const WarpActivations& warp, u8* to, u32 stride, u32* maxima, u32* block_amax) {
     const u32 rows = rows_of(a), count = rows * warp.across;
     if (is_cached(a, warp)) {
-        u32 amax[MOST_CACHED], most = 0;  // of what is held, and of all of it, or where maxima are of rows, of a row
+        // of each cached eight; and of the row, or of all rows where maxima are not per row
+        u32 amax[MOST_CACHED], most = 0;
 #pragma unroll
         for (u32 h = 0, row = 0, i = 0; h < MOST_CACHED; h++, next_of(warp, row, i)) {
             if (h >= count) break;
