@@ -36,7 +36,8 @@ KERNEL void BOUNDS(256, 1) maxima(const ActivationArguments a) {
     if (thread() == 0) *shared = 0;
     sync_block();
     wait_for_previous();
-    find_largest(shared, {a.x, a.x_stride, a.k, a.rows, 0, a.k}, block_x() * threads() + thread(), blocks_x() * threads());
+    find_largest(
+        shared, {a.x, a.x_stride, a.k, a.rows, 0, a.k}, block_x() * threads() + thread(), blocks_x() * threads());
     if (thread() == 0) a.maxima[block_x()] = *shared;
 }
 
@@ -58,8 +59,10 @@ DEVICE void zero_counters(const ActivationArguments& a) {
 // computed before the wait.
 KERNEL void BOUNDS(512, 4) activations(const ActivationArguments a) {
     let_next_start();
-    u32 row = block_x(), row_block = block_y(), block_columns = threads() * 8, in = thread() * 8, at = row_block * block_columns + in;
-    u8* to = reinterpret_cast<u8*>(a.out) + (TILE_ROWS > 0 ? u64(row / TILE_ROWS) * TILE_ROWS * a.k : u64(row) * a.width) * 2;
+    u32 row = block_x(), row_block = block_y(), block_columns = threads() * 8, in = thread() * 8,
+        at = row_block * block_columns + in;
+    u8* to = reinterpret_cast<u8*>(a.out) +
+             (TILE_ROWS > 0 ? u64(row / TILE_ROWS) * TILE_ROWS * a.k : u64(row) * a.width) * 2;
     u32 place = TILE_ROWS > 0 ? place_in_tile(row % TILE_ROWS, at) : at * 2;
     u32 *shared = reinterpret_cast<u32*>(shared_memory()), amax = 0, words[4];
     Rows all = {a.x + u64(row) * a.x_stride, a.x_stride, a.k, 1, 0, a.width};
@@ -74,7 +77,8 @@ KERNEL void BOUNDS(512, 4) activations(const ActivationArguments a) {
         u32 most = eight_amax;
 #pragma unroll 3
         for (u32 other = 1; other < a.blocks_per_row; other++) {
-            u32 column = (row_block + other < a.blocks_per_row ? row_block + other : row_block + other - a.blocks_per_row) * block_columns + in;
+            u32 column = (row_block + other < a.blocks_per_row ? row_block + other : row_block + other - a.blocks_per_row) *
+                             block_columns + in;
             most = larger(most, amax_of(load_eight(all, 0, column)));
         }
         raise_by_block(shared, most);

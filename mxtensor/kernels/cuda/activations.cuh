@@ -177,7 +177,8 @@ template <bool ONE> DEVICE void convert(u8* to, u32 stride, const Rows& r, const
 #pragma unroll
         for (int h = 0; h < CACHED; h++) {
             u32 i = thread() + h * threads(), row = row_of(i);
-            if (i < count) write_eight(to + row * stride + 2 * column_in(i), cached[h], eight_amax[h], maxima[row], level);
+            if (i < count)
+                write_eight(to + row * stride + 2 * column_in(i), cached[h], eight_amax[h], maxima[row], level);
         }
         return;
     }

@@ -7,7 +7,8 @@
 constexpr int TILE = COLS * 128;  // bytes of a tile: x for half a chunk
 constexpr int SUM_PITCH = ROWS + 4;  // float32 between rows of x; no bank conflicts
 constexpr int GROUP_THREADS = 32 * WR;  // threads of one of the WK groups of warps along K
-constexpr int SUM_BYTES = 4 * COLS * SUM_PITCH, ALL_SUM_BYTES = SUM_BYTES + (WK - 1) * NT * GROUP_THREADS * 16;  // bytes
+constexpr int SUM_BYTES = 4 * COLS * SUM_PITCH,
+              ALL_SUM_BYTES = SUM_BYTES + (WK - 1) * NT * GROUP_THREADS * 16;  // with those of the other groups
 constexpr int RING = WK * STAGES * TILE > ALL_SUM_BYTES ? WK * STAGES * TILE : ALL_SUM_BYTES;
 constexpr int TILE_BARRIERS = 2 * STAGES * WK;  // barriers: tiles that are loaded and tiles that have been read,
 constexpr int BARRIERS = TILE_BARRIERS + WK + 1;  // one more per group for multiply_any_scales, and one for sums
@@ -126,7 +127,8 @@ DEVICE void send_and_write_result(
         expect_bytes(arrived, (SPLIT - 1) * BLOCK_SUMS * 4);
         for (u32 i = 1; i < SPLIT; i++) {
             u32 to = (rank + i) % SPLIT;
-            send_to_block(others + (rank < to ? rank : rank - 1) * BLOCK_SUMS, shared + to * BLOCK_SUMS, BLOCK_SUMS * 4, arrived, to);
+            send_to_block(others + (rank < to ? rank : rank - 1) * BLOCK_SUMS, shared + to * BLOCK_SUMS, BLOCK_SUMS * 4,
+                          arrived, to);
         }
     }
     float tensor_scale = tensor_scale_of<ELEMENT_EXPONENT>(a, x_scale[COLS]);
@@ -140,7 +142,8 @@ DEVICE void send_and_write_result(
         biases_of(bias, w, x_row + col, mine, common);
 #pragma unroll
         for (u32 r = 0; r < SPLIT; r++) {
-            const float* partial = r == rank ? shared + rank * BLOCK_SUMS : others + (r < rank ? r : r - 1) * BLOCK_SUMS;
+            const float* partial =
+                r == rank ? shared + rank * BLOCK_SUMS : others + (r < rank ? r : r - 1) * BLOCK_SUMS;
 #pragma unroll
             for (int e = 0; e < 4; e++) sum[e] += partial[at + e];
         }

@@ -60,7 +60,9 @@ DEVICE void word_scales(u32 (&out)[2], u32 scales, u32 t) {
 }
 
 // The value of an e8m0 scale.
-DEVICE float power_of_scale(u32 scale) { return scale == NAN_SCALE ? float_of_bits(0x7FFFFFFF) : power(int(scale) - 127); }
+DEVICE float power_of_scale(u32 scale) {
+    return scale == NAN_SCALE ? float_of_bits(0x7FFFFFFF) : power(int(scale) - 127);
+}
 
 // ---------------------------------------------------------------------------------------------- both
 

@@ -318,14 +318,19 @@ template <int BYTES, int AT> DEVICE void load_once(u32* to, const u8* from) {
     if constexpr (BYTES == 16)
         asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4 + %5];"
                      : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "l"(from), "n"(AT));
-    else asm volatile("ld.global.nc.L2::256B.v2.u32 {%0, %1}, [%2 + %3];" : "=r"(to[0]), "=r"(to[1]) : "l"(from), "n"(AT));
+    else
+        asm volatile("ld.global.nc.L2::256B.v2.u32 {%0, %1}, [%2 + %3];"
+                     : "=r"(to[0]), "=r"(to[1]) : "l"(from), "n"(AT));
 }
 template <int BYTES, int AT> DEVICE u32 load_scale(const u8* from) {
     u32 out;
     if constexpr (BYTES == 4) asm volatile("ld.global.nc.u32 %0, [%1 + %2];" : "=r"(out) : "l"(from), "n"(AT));
     else if constexpr (BYTES == 2)
-        asm volatile("{ .reg .u16 h; ld.global.nc.u16 h, [%1 + %2]; cvt.u32.u16 %0, h; }" : "=r"(out) : "l"(from), "n"(AT));
-    else asm volatile("{ .reg .u16 h; ld.global.nc.u8 h, [%1 + %2]; cvt.u32.u16 %0, h; }" : "=r"(out) : "l"(from), "n"(AT));
+        asm volatile("{ .reg .u16 h; ld.global.nc.u16 h, [%1 + %2]; cvt.u32.u16 %0, h; }"
+                     : "=r"(out) : "l"(from), "n"(AT));
+    else
+        asm volatile("{ .reg .u16 h; ld.global.nc.u8 h, [%1 + %2]; cvt.u32.u16 %0, h; }"
+                     : "=r"(out) : "l"(from), "n"(AT));
     return out;
 }
 #endif

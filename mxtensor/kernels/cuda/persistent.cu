@@ -80,7 +80,8 @@ DEVICE void store_sums(float* slot, const Partial& sums, const RowScales& row_sc
         sum_of_classes(sum, sums, i);
 #pragma unroll
         for (int e = 0; e < THREAD_X_ROWS; e++)
-            if (THREAD_X_ROWS * l.t < X_ROWS && row_of(l, e) < m) slot[row_of(l, e) * SLOT + l.g + 8 * i] = sum[e] * row_scales[e];
+            if (THREAD_X_ROWS * l.t < X_ROWS && row_of(l, e) < m)
+                slot[row_of(l, e) * SLOT + l.g + 8 * i] = sum[e] * row_scales[e];
     }
 }
 #else

@@ -15,8 +15,9 @@
 DEVICE float scale_of(const float* x_scale, u32 row) { return WHOLE_X ? x_scale[row] : load_fresh(x_scale + row); }
 
 // Adds the sums of the warps along K and of the blocks of a cluster, in their order, and writes results.
-DEVICE void write_result(const Arguments& a, const Weight& weight, const BlockWork& p, u32 x_row, const Sums& sums, const Lane& l,
-                  float* shared, const float* x_scale) {
+DEVICE void write_result(
+    const Arguments& a, const Weight& weight, const BlockWork& p, u32 x_row, const Sums& sums, const Lane& l,
+    float* shared, const float* x_scale) {
     u32 warp = thread() / 32;
     sync_block();  // the stages are not read any more
 #pragma unroll

@@ -66,7 +66,8 @@ DEVICE void finish(
 
 // Writes elements (m, n) to (m, n + 3), as far as they exist.
 DEVICE void finish_four(
-    const Arguments& a, const Weight& w, u64 m, u32 n, const float (&sum)[4], float tensor_scale, const float (&bias)[4]) {
+    const Arguments& a, const Weight& w, u64 m, u32 n, const float (&sum)[4], float tensor_scale,
+    const float (&bias)[4]) {
     if (RESULT == FLOAT || w.n % 4) {
 #pragma unroll
         for (int e = 0; e < 4; e++)
@@ -74,7 +75,8 @@ DEVICE void finish_four(
     } else if (n < w.n) {
         u16 bits[4];
 #pragma unroll
-        for (int e = 0; e < 4; e++) bits[e] = sixteen_bits(result(a, w, w.scales, n + e, sum[e], tensor_scale, bias[e]));
+        for (int e = 0; e < 4; e++)
+            bits[e] = sixteen_bits(result(a, w, w.scales, n + e, sum[e], tensor_scale, bias[e]));
         uint2 words = {bits[0] | u32(bits[1]) << 16, bits[2] | u32(bits[3]) << 16};
         *reinterpret_cast<uint2*>(static_cast<u16*>(w.y) + m * w.n + n) = words;
     }

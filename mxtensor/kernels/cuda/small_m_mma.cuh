@@ -79,7 +79,8 @@ DEVICE void multiply_small_m(SmallMSums& sums, const Lane& l, const u8* stage, c
             u32 codes[2 * MT][WORDS], at = group * GROUP + run * 4 * RUN;  // first column of the four threads
 #pragma unroll
             for (int i = 0; i < 2 * MT; i++)
-                load_run(codes[i], stage + CODES_AT + (l.row + 8 * i) * CODES, (at + l.t * RUN) * BITS / 8, swizzle_of(l.g));
+                load_run(codes[i], stage + CODES_AT + (l.row + 8 * i) * CODES, (at + l.t * RUN) * BITS / 8,
+                         swizzle_of(l.g));
 #pragma unroll
             for (int q = 0; q < EIGHTS; q++) {
                 int h = HALVES == 1 ? 0 : SCALE == UE4M3 ? q / (EIGHTS / 2) : run;

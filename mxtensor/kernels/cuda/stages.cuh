@@ -105,7 +105,8 @@ DEVICE void fetch_weights(const Arguments& a, const BlockWork& p, u8* stage, u32
         stage + CODES_AT, p.codes, p.row, p.rows, ROWS, a.codes_stride, index * CODES, a.codes_stride, fetcher);
     if constexpr (SCALES > 0)
         fetch<SCALES, SCALES_COPY, SCALES_STRIDE, BLOCK_ROWS, WHOLE_TILES>(
-            stage + SCALES_AT, p.scales, p.row, p.rows, ROWS, a.scales_stride, index * SCALES, a.scales_stride, fetcher);
+            stage + SCALES_AT, p.scales, p.row, p.rows, ROWS, a.scales_stride, index * SCALES, a.scales_stride,
+            fetcher);
 }
 
 // Copies COLS rows even if x has fewer: the memory after x is readable, and those columns of the result are not used.

@@ -41,7 +41,8 @@ DEVICE void multiply_slab(Sums& sums, const Lane& l, u32 slab, const u32 (&scale
         uint4 b[independent];
         float sum[MT][independent][4];
 #pragma unroll
-        for (int j = 0; j < independent; j++) b[j] = *reinterpret_cast<const uint4*>(l.x + l.columns[j0 + j] + slab * 64);
+        for (int j = 0; j < independent; j++)
+            b[j] = *reinterpret_cast<const uint4*>(l.x + l.columns[j0 + j] + slab * 64);
 #pragma unroll
         for (int j = 0; j < independent; j++)
 #pragma unroll

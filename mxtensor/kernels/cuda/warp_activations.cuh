@@ -4,7 +4,8 @@
 
 // NVFP4 first needs the largest magnitude of the whole tensor, found by the whole block
 constexpr bool NEEDS_BLOCK_AMAX = CAST == 2;
-constexpr bool WARP_READS_X = WHOLE_X && WR == 1 && !(NEEDS_BLOCK_AMAX && SPLIT > 1), WARP_SCALES_X = WARP_READS_X && !NEEDS_BLOCK_AMAX;
+constexpr bool WARP_READS_X = WHOLE_X && WR == 1 && !(NEEDS_BLOCK_AMAX && SPLIT > 1),
+               WARP_SCALES_X = WARP_READS_X && !NEEDS_BLOCK_AMAX;
 constexpr bool ONE_ROW = CLASSES == 8;
 constexpr u32 EIGHTS_PER_STAGE = BK / 8, MOST_CACHED = ONE_ROW ? 4 : 16;
 
@@ -17,7 +18,9 @@ DEVICE WarpActivations warp_activations_of(u32 first, u32 last, u32 place, u32 l
     u32 stages = (last - first + WK - 1 - place) / WK;
     return {first, place, stages, lane, (stages * EIGHTS_PER_STAGE + 31) / 32};
 }
-DEVICE u32 stage_of(const WarpActivations& warp, u32 i) { return i * 32 / EIGHTS_PER_STAGE + (EIGHTS_PER_STAGE < 32 ? warp.lane / EIGHTS_PER_STAGE : 0); }
+DEVICE u32 stage_of(const WarpActivations& warp, u32 i) {
+    return i * 32 / EIGHTS_PER_STAGE + (EIGHTS_PER_STAGE < 32 ? warp.lane / EIGHTS_PER_STAGE : 0);
+}
 DEVICE bool has(const WarpActivations& warp, u32 i) { return stage_of(warp, i) < warp.stages; }
 DEVICE u32 column_of(const WarpActivations& warp, u32 i) {  // counted from the block's first column
     u32 in = i * 32 % EIGHTS_PER_STAGE + (EIGHTS_PER_STAGE < 32 ? warp.lane % EIGHTS_PER_STAGE : warp.lane);
@@ -35,7 +38,9 @@ DEVICE void store_warp_activations(
 }
 
 DEVICE u32 rows_of(const Arguments& a) { return ONE_ROW ? 1 : a.m; }
-DEVICE bool is_cached(const Arguments& a, const WarpActivations& warp) { return rows_of(a) * warp.across <= MOST_CACHED; }
+DEVICE bool is_cached(const Arguments& a, const WarpActivations& warp) {
+    return rows_of(a) * warp.across <= MOST_CACHED;
+}
 DEVICE void next_of(const WarpActivations& warp, u32& row, u32& i) {
     if (++i == warp.across && !ONE_ROW) i = 0, row++;
 }
@@ -62,7 +67,8 @@ DEVICE Level level_of_all(u32* block_amax, const WarpActivations& warp, u32 most
 // Writes rows of ``stride`` bytes to ``to``, and the bits of the largest magnitude of each row to ``maxima``, which
 // must be zero because a warp may have no columns.
 DEVICE void finish_warp_activations(
-    const Cached& cached, const Arguments& a, const WarpActivations& warp, u8* to, u32 stride, u32* maxima, u32* block_amax) {
+    const Cached& cached, const Arguments& a, const WarpActivations& warp, u8* to, u32 stride, u32* maxima,
+    u32* block_amax) {
     const u32 rows = rows_of(a), count = rows * warp.across;
     if (is_cached(a, warp)) {
         // of each cached eight; and of the row, or of all rows where maxima are not per row

@@ -153,7 +153,8 @@ DEVICE bool multiply_all(Total& sums, Work& work, ThreadRows mine, const Tiles& 
     do {  // there is at least one: in a loop with none ptxas would serialize the wgmma instructions
         multiply_round<0>(sums, work, mine, tiles);
 #pragma unroll
-        for (int r = 0; r < 2; r++) mine.codes[r] += ROUND * CODES_PER_CHUNK, mine.scales[r] += ROUND * SCALES_PER_CHUNK;
+        for (int r = 0; r < 2; r++)
+            mine.codes[r] += ROUND * CODES_PER_CHUNK, mine.scales[r] += ROUND * SCALES_PER_CHUNK;
     } while (++work.round * ROUND < tiles.count);
     wait_for_wgmma<0>();
     fence_sums(sums);

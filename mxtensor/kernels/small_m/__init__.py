@@ -1,4 +1,4 @@
-"""Small-M products: ``x @ w^T`` for few activation rows M, with the quantized weight read once and decoded in registers.
+"""Small-M products: ``x @ w^T`` for few activation rows M; the quantized weight is read once and decoded in registers.
 
 With so few rows the time is that of reading the weight from memory, so 8-bit codes take half of bfloat16's time and
 4-bit codes a quarter. The way of the data, for one block of threads:

@@ -160,7 +160,7 @@ def fitted(config: LaunchConfig, m: int) -> LaunchConfig:
 
 
 def measured_for(format: Format, lines: Sequence[Measured]) -> list[Measured]:
-    """Of each kind of kernel the rows of the format itself, else of the stand-in for its bits, else of the 8-bit one."""
+    """Of each kind of kernel the rows of the format itself, else of the format with its bits, else of the 8-bit one."""
     names, found = (stand_in(format), STAND_INS[format.element.bits], STAND_INS[8]), []
     for kind in KINDS:
         of_a_kind = ([line for line in lines if (line.config.kind, line.format) == (kind, name)] for name in names)
@@ -203,7 +203,7 @@ def choose_config(
     fit = measured_for(format, fit)
     with_cast = {(line.m, line.n, line.k, line.config.kind): line for line in fit if line.casts}
     for rows in sorted({line.m for line in fit}, key=partial(_preference, m)):
-        # Rows without a cast exist for all kinds and say which kind is fastest; rows with a cast say which config of it.
+        # Rows without a cast exist for all kinds and say which kind is fastest; rows with one say which config of it.
         for line in sorted((line for line in fit if line.m == rows and not line.casts), key=distance):
             same_cast = with_cast.get((rows, line.n, line.k, line.config.kind)) if casts else None
             config = (same_cast or line).config

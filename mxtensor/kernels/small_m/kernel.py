@@ -102,8 +102,8 @@ def _cast_of(cast: str, scaling: str) -> Cast | None:
 
 
 def _one(
-    x: Tensor, data: Tensor, scale: Tensor, format: Format, cols: int, x_global: Tensor | None, global_scale: Tensor | None,
-    bias: Tensor | None, *rest: Any,
+    x: Tensor, data: Tensor, scale: Tensor, format: Format, cols: int, x_global: Tensor | None,
+    global_scale: Tensor | None, bias: Tensor | None, *rest: Any,
 ) -> Tensor:  # fmt: skip
     """``launch`` of one weight."""
     return launch(x, (Weight(data, scale, global_scale, bias),), format, cols, x_global, *rest)[0]
@@ -111,9 +111,9 @@ def _one(
 
 @torch.library.custom_op("mxtensor::small_m", mutates_args=())
 def small_m(
-    x: Tensor, data: Tensor, scale: Tensor, format: str, cols: int, x_global: Tensor | None, global_scale: Tensor | None,
-    bias: Tensor | None, ends: Tensor | None, alpha: float, beta: float, out_dtype: torch.dtype, cast: str,
-    scaling: str,
+    x: Tensor, data: Tensor, scale: Tensor, format: str, cols: int, x_global: Tensor | None,
+    global_scale: Tensor | None, bias: Tensor | None, ends: Tensor | None, alpha: float, beta: float,
+    out_dtype: torch.dtype, cast: str, scaling: str,
 ) -> Tensor:  # fmt: skip
     """``alpha * global scales * x @ decode(data, scale)^T + beta * bias`` (M, N), summed in float32 and rounded once.
 
@@ -134,8 +134,8 @@ def _(x, data, scale, format, cols, x_global, global_scale, bias, ends, alpha, b
 @torch.library.custom_op("mxtensor::small_m_shared", mutates_args=())
 def small_m_shared(
     x: Tensor, data: list[Tensor], scale: list[Tensor], format: str, cols: int, x_global: Tensor | None,
-    global_scale: Sequence[Tensor | None], bias: Sequence[Tensor | None], alpha: float, beta: float, out_dtype: torch.dtype,
-    cast: str, scaling: str,
+    global_scale: Sequence[Tensor | None], bias: Sequence[Tensor | None], alpha: float, beta: float,
+    out_dtype: torch.dtype, cast: str, scaling: str,
 ) -> list[Tensor]:  # fmt: skip
     """``small_m`` of one x by each of several weights, without groups."""
     f, to, weights = get_format(format), _cast_of(cast, scaling), [*map(Weight, data, scale, global_scale, bias)]

@@ -84,10 +84,14 @@ def test_products_compile_and_the_narrow_ones_keep_to_registers(name, capability
         registers, stack = resources(code, tmp_path)[config.kind]
         assert registers * config.threads * config.blocks <= 65536
         if config.wgmma:  # all that there are, of which some threads give theirs to others
-            assert registers == min(65536 // config.blocks // config.threads // 8 * 8, 255) == shared_out(config).at_start
+            assert (
+                registers == min(65536 // config.blocks // config.threads // 8 * 8, 255) == shared_out(config).at_start
+            )
         most = 256 if capability < SM90 else 32 if config.wgmma else 0 if config.persistent else 16 if m <= 16 else 256
         assert stack <= most, f"{m} rows by {config}: {stack} bytes of stack"
-        assert not config.wgmma or waiting(code, tmp_path) == 0.25, f"products of {name} by {config} wait for each other"
+        assert not config.wgmma or waiting(code, tmp_path) == 0.25, (
+            f"products of {name} by {config} wait for each other"
+        )
 
 
 def test_tails_and_odd_alignments_compile():
@@ -168,7 +172,7 @@ def test_a_device_that_the_compiler_does_not_know_runs_the_code_of_its_generatio
     assert nvrtc._target((9, 5)) == (9, 0) and nvrtc._target((10, 9)) == (10, 3) and nvrtc.unknown((9, 5)) is None
     row = (("ELEMENT", "E4M3"), ("X", "BFLOAT16"), ("X_COPY", 2), ("TILE_ROWS", 0), ("CAST", 0))
     assert nvrtc.compiled(ACTIVATION_SOURCES, row, (9, 5)) == nvrtc.compiled(ACTIVATION_SOURCES, row, SM90)
-    assert re.fullmatch(r"NVRTC 1\d\.\d+ knows no code that sm990 runs; a newer torch .*", nvrtc.unknown((99, 0)))
+    assert re.fullmatch(r"NVRTC 1\d\.\d+ cannot compile for sm990; a newer torch .*", nvrtc.unknown((99, 0)))
 
 
 def test_threads_that_want_more_shared_memory_agree_with_the_driver(monkeypatch):
@@ -197,4 +201,4 @@ def test_threads_that_want_more_shared_memory_agree_with_the_driver(monkeypatch)
 def test_without_the_compiler_the_kernel_refuses_with_a_sentence(monkeypatch):
     monkeypatch.setattr(nvrtc, "_wheel", list)
     monkeypatch.setattr(nvrtc.ctypes, "CDLL", lambda name: (_ for _ in ()).throw(OSError(name)))
-    assert nvrtc.library.__wrapped__() == "NVRTC, which torch for CUDA brings along, is not installed"
+    assert nvrtc.library.__wrapped__() == "NVRTC is not installed; a CUDA build of torch installs it"
