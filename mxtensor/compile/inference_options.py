@@ -1,8 +1,8 @@
 """Options of ``torch.compile`` for decoding: ``torch.compile(model, options=mx.inference_options())``.
 
 - Layers with one input (query, key and value; gate and up) become one launch.
-- Kernels may start before the previous kernel has ended (programmatic dependent launch, from sm_90 on). A product, which
-  loads its weights first, may start as soon as the previous kernel has started.
+- Kernels may start before the previous kernel has ended (programmatic dependent launch, from sm_90 on). A product loads
+  its weights first, so it may start as soon as the previous kernel has started.
 - Independent kernels of torch's compiler become one kernel.
 """
 

@@ -1,6 +1,6 @@
-// The functions of mxtensor/kernels/cuda/machine.cuh for a CPU: each thread of a block is a fiber, and one that waits
-// for others (a barrier, a matrix instruction, a shuffle) lets them run. Blocks of a cluster run together. Copies are done at
-// once, so that nothing here sees whether they are waited for.
+// The functions of mxtensor/kernels/cuda/machine.cuh for a CPU: each thread of a block is a fiber. A fiber that waits
+// for others (barrier, matrix instruction, shuffle) lets them run. Blocks of a cluster run concurrently. Copies are
+// done at once, so missing waits for copies are not noticed here.
 
 #include <ucontext.h>
 #include <cmath>
@@ -42,12 +42,12 @@ struct Fiber {
     ucontext_t context;
     std::unique_ptr<u8[]> stack;
     Block* block;
-    u32 thread, arrived = 0;  // in which generation of the cluster's barrier
+    u32 thread, arrived = 0;  // generation of the cluster's barrier at its arrival
     bool done = false;
 };
 
 static ucontext_t scheduler;
-static Fiber* fiber;                // the one that runs
+static Fiber* fiber;  // the running fiber
 static std::vector<Block>* cluster;
 static Barrier cluster_barrier;
 static u64 progress;
@@ -296,7 +296,7 @@ template <int COUNT> DEVICE void give_registers() {}
 template <int LATER> DEVICE void wait_for_wgmma() {}
 template <int N> DEVICE void fence_sums(float (&)[N][4]) {}
 
-// A barrier in shared memory: phases that have ended; arrivals that end one, those that are missing, and bytes.
+// An mbarrier: completed phases; arrivals per phase, missing arrivals, and missing bytes.
 struct Counted {
     u16 phases;
     u8 count, missing;

@@ -34,7 +34,7 @@ def cache_path(kind: str, key: object, suffix: str) -> Path:
 
 @contextmanager
 def new_file(path: Path) -> Iterator[Path]:
-    """A temporary path to write to. At the end of the block it is renamed to ``path``, so that readers see all or nothing.
+    """A temporary path to write to, which is renamed to ``path`` at the end of the block: readers see all or nothing.
 
     Several processes may write the same path. Raises OSError if the folder cannot be written.
     """

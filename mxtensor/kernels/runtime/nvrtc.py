@@ -213,7 +213,7 @@ class Function:
                     self._memory = memory
 
     def clusters(self, memory: int) -> int:
-        """Clusters that the device runs at a time, with this many bytes of shared memory per block; 0 if it runs none."""
+        """Clusters that the device runs at a time, with ``memory`` bytes of shared memory per block; 0 if none."""
         config, count = self._make()[0], ctypes.c_int()
         self._allow(memory)
         config.memory, config.x, config.y = memory, 1, 1
