@@ -1,8 +1,8 @@
 """When products of a compiled graph start: as soon as the previous kernel starts, but after their weights are written.
 
 A kernel of torch's compiler may allow the next kernel to start before it ends (programmatic dependent launch). A
-product loads its weights at once. Before it reads anything else it waits for the previous kernel, and so for all kernels
-before that.
+product loads its weights at once. Before it reads anything else it waits for the previous kernel, and so for all
+kernels before that.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The table of measured launch configs: a new measurement replaces the old one of its case, and nothing else is lost."""
+"""The table of launch configs: a new measurement replaces the old one of its case, and nothing else is lost."""
 
 import json
 import random

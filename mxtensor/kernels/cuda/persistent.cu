@@ -16,7 +16,7 @@ constexpr int HEAD = 16 + WHOLE_HEAD + (WHOLE_X ? 4 * COLS * WK : 0);
 constexpr int REQUESTED_FIRST = (WARP_READS_X || !WHOLE_X) && AHEAD > 0 && AHEAD < STAGES ? AHEAD : STAGES - 1;
 // threads hold the scales of rows of x until the end
 constexpr bool HAS_SCALES = !WHOLE_X || (WARP_READS_X && NEEDS_BLOCK_AMAX);
-static_assert(WEIGHTS <= 4 && ZEROS <= 16 * THREADS, "there is room for so many global scales; threads for zeros");
+static_assert(WEIGHTS <= 4 && ZEROS <= 16 * THREADS, "space for the global scales of four weights; threads for the zeros");
 
 struct Share {  // the work of a block
     u32 begin, end;   // tiles of w

@@ -43,7 +43,7 @@ DEVICE void write_result(
         begin = rank * span, end = begin + span < end ? begin + span : end;
     }
     float tensor_scale = tensor_scale_of<ELEMENT_EXPONENT>(a, global_scale_of(weight));
-    static_assert(THREADS % ROWS == 0, "threads stay with a row of w");
+    static_assert(THREADS % ROWS == 0, "each thread has one row of w");
     u32 row = (begin + thread()) % ROWS, n = p.row + row;
     float common = row < p.rows ? bias_at(weight, 0, n) : 0;
     for (u32 i = begin + thread(); i < end; i += THREADS) {

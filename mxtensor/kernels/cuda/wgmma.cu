@@ -11,9 +11,9 @@ constexpr int CHUNK = 128, CODES_PER_CHUNK = 16 * BITS;  // columns of w at a ti
 constexpr int ROUND = STAGES / 2;  // chunks until the ring of tiles repeats
 constexpr int ALL_THREADS = THREADS + 128;  // with the four loading warps
 constexpr bool SCALED = SCALE_BYTES > 0;  // whether words are multiplied by scales
-static_assert(STAGES % 2 == 0 && ROUND % AHEAD == 0, "places of tiles and chunks are known in the loop");
-static_assert(WK <= 4, "there are four warps of which one a group has x brought");
-static_assert(MT == 1 && WR % 4 == 0 && SLABS == 4, "four warps have 64 rows of w, and a chunk of it");
+static_assert(STAGES % 2 == 0 && ROUND % AHEAD == 0, "the ring index of tiles and chunks is a constant in the loop");
+static_assert(WK <= 4, "four loading warps, one per group");
+static_assert(MT == 1 && WR % 4 == 0 && SLABS == 4, "four warps have 64 rows of w and one chunk");
 
 struct ThreadRows {  // where this thread reads its two rows of w
     const u8 *codes[2], *scales[2];
@@ -238,8 +238,8 @@ KERNEL void BOUNDS(ALL_THREADS, BLOCKS) wgmma(const Arguments a) {
     u64* barriers = reinterpret_cast<u64*>(shared + RING);
     // the group that the warp multiplies or loads for
     u32 warp = warp_of_block(), group = warp < WR * WK ? warp / WR : (warp - WR * WK) % WK;
-    u32 chunks = a.k / CHUNK, partial = block_z() * WK + group;
-    u32 first = partial * chunks / (SPLIT * WK), last = (partial + 1) * chunks / (SPLIT * WK);
+    u32 chunks = a.k / CHUNK, share = block_z() * WK + group;
+    u32 first = share * chunks / (SPLIT * WK), last = (share + 1) * chunks / (SPLIT * WK);
     const u8* x = reinterpret_cast<const u8*>(a.x) + (u64(block_y()) * chunks + first) * (2 * TILE);
     u64* of_tiles = barriers + group * (2 * STAGES);
     Tiles tiles = {x, last - first, shared + group * (STAGES * TILE), of_tiles, of_tiles + STAGES};
