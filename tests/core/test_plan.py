@@ -28,12 +28,12 @@ def on_the_cpu(monkeypatch):
     monkeypatch.setattr(dispatch, "device_capability", lambda device: (9, 0))
     monkeypatch.setattr(nvrtc, "unknown", lambda capability: None)
     monkeypatch.setattr(launch, "choose_config", lambda *args: PERSISTENT)
-    launch.cut.cache_clear()
+    launch.resolve.cache_clear()
     anywhere = replace(small_m.KERNEL, device=None)
     monkeypatch.setattr(select, "GEMM", tuple(anywhere if k is small_m.KERNEL else k for k in select.GEMM))
     monkeypatch.setattr(small_m, "KERNEL", anywhere)
     yield
-    launch.cut.cache_clear()
+    launch.resolve.cache_clear()
 
 
 @pytest.fixture

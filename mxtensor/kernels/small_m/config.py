@@ -8,7 +8,7 @@ is compiled for: format, dtypes and alignments. ``constants`` writes both as the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -121,7 +121,8 @@ FLAGS = frozenset({"whole_x", "wgmma", "reduce_global", "reduce_dsmem"})
 def config_of(values: Sequence[int]) -> LaunchConfig:
     """A config from its fields as numbers, in order; missing last fields have their defaults."""
     fields = dict(zip(LaunchConfig._fields, values, strict=False))
-    return LaunchConfig(**{name: bool(value) if name in FLAGS else value for name, value in fields.items()})
+    typed: dict[str, Any] = {name: bool(value) if name in FLAGS else value for name, value in fields.items()}
+    return LaunchConfig(**typed)
 
 
 # ---------------------------------------------------------------------------------------------- registers
