@@ -13,12 +13,12 @@ from mxtensor.kernels.gemm import select
 from mxtensor.kernels.runtime import nvrtc
 from mxtensor.kernels.small_m import kernel as small_m
 from mxtensor.kernels.small_m import launch
-from mxtensor.kernels.small_m.config import Plan
+from mxtensor.kernels.small_m.config import LaunchConfig
 from mxtensor.ops import again
 from tests.helpers import cuda_on_cpu
 
 pytestmark = pytest.mark.skipif(cuda_on_cpu.compiler() is None, reason="needs a C++ compiler")
-RESIDENT = Plan(1, 1, 1, 4, 4, 3, 1, 1, True, resident=1)
+PERSISTENT = LaunchConfig(1, 1, 1, 4, 4, 3, 1, 1, True, persistent=1)
 
 
 @pytest.fixture(autouse=True)
@@ -27,13 +27,13 @@ def on_the_cpu(monkeypatch):
     monkeypatch.setattr(nvrtc, "function", cuda_on_cpu.function)
     monkeypatch.setattr(dispatch, "device_capability", lambda device: (9, 0))
     monkeypatch.setattr(nvrtc, "unknown", lambda capability: None)
-    monkeypatch.setattr(launch, "choose_plan", lambda *args: RESIDENT)
-    launch.cut.cache_clear()
+    monkeypatch.setattr(launch, "choose_config", lambda *args: PERSISTENT)
+    launch.resolve.cache_clear()
     anywhere = replace(small_m.KERNEL, device=None)
     monkeypatch.setattr(select, "GEMM", tuple(anywhere if k is small_m.KERNEL else k for k in select.GEMM))
     monkeypatch.setattr(small_m, "KERNEL", anywhere)
     yield
-    launch.cut.cache_clear()
+    launch.resolve.cache_clear()
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_few_sizes_are_kept(made, monkeypatch):
 
 @pytest.mark.parametrize("config", ["mxfp8", "mxfp8-weight-only"])
 def test_what_is_no_single_launch_is_asked_about_once(config, made, monkeypatch):
-    monkeypatch.setattr(launch, "choose_plan", lambda *args: RESIDENT._replace(whole_x=False, stages=2))
+    monkeypatch.setattr(launch, "choose_config", lambda *args: PERSISTENT._replace(whole_x=False, stages=2))
     asked, kernel_for = [], again.kernel_for
     monkeypatch.setattr(again, "kernel_for", lambda *args: asked.append(args) or kernel_for(*args))
     linear, x = layer(config), torch.randn(2, 320).bfloat16()

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import shutil
-import subprocess
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -25,7 +23,7 @@ from ...numerics.elements import decode_elements
 from ...numerics.formats import BLOCK_SIZES, E8M0, FP32, FP32_POW2, FULL, UE4M3, Format, Rounding, ScaleCalculationMode
 from ...numerics.operand import Operand
 from ...numerics.reference import scale_to_float
-from ..runtime.disk_cache import cache_path, new_file
+from ..runtime.native_build import load
 
 SOURCE, HEADER = (Path(__file__).parent.parent / "cpu" / name for name in ("quantize.cpp", "elements.h"))
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off", "-fno-trapping-math")
@@ -58,28 +56,12 @@ class _Format(ctypes.Structure):
 # ---------------------------------------------------------------------------------------------- the library
 
 
-def _cache_path(compiler: str) -> Path:
-    """The file of the library for this source, these flags and this processor."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    flags = [line for line in lines if line.startswith(("flags", "Features"))][:1]
-    return cache_path("cpu", (SOURCE.read_text(), HEADER.read_text(), FLAGS, compiler, flags), "so")
-
-
 @cache
 def library() -> ctypes.CDLL | str:
-    """The compiled casts, or the sentence that says why they are not available."""
-    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    if not compiler:
-        return "there is no C++ compiler; install one or name it in CXX"
-    try:
-        path = _cache_path(compiler)
-        if not path.exists():
-            with new_file(path) as built:
-                subprocess.run([compiler, *FLAGS, "-o", str(built), str(SOURCE)], check=True, capture_output=True)
-        lib = ctypes.CDLL(str(path))
-    except (OSError, subprocess.CalledProcessError) as error:
-        return f"quantize.cpp did not build: {str(error).splitlines()[0]}"
+    """The compiled casts, or the sentence that says why there are none."""
+    lib = load(SOURCE, FLAGS, headers=(HEADER,))
+    if isinstance(lib, str):
+        return lib
     pointer, number, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
     lib.mx_amax.argtypes = [pointer, number, size, size]
     lib.mx_encode.argtypes = [

@@ -1,4 +1,4 @@
-"""Hosts of Triton kernels: a compiled kernel is found again by all it depends on, and what cannot run says why."""
+"""Launches of Triton kernels: the key of a compiled kernel has all it depends on, and refusals give the reason."""
 
 from types import SimpleNamespace
 
@@ -97,7 +97,7 @@ def test_a_profiler_is_told_of_a_launch(device):
     assert kernel.ran == [("told", (3, 1, 1), (*FIRST, CODE, 64))]
 
 
-def test_tritons_hooks_are_where_they_are_looked_for():
+def test_the_hooks_of_triton_exist():
     pytest.importorskip("triton")
     assert [hook.calls for hook in triton_launch._hooks()] == [[], []]
 
