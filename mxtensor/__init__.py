@@ -14,7 +14,9 @@ from .convert.quantize import (
     NVFP4WeightOnlyConfig,
     quantize_,
 )
-from .core.dispatch import explain, kernels, strict
+from .core.dispatch import strict
+from .core.explain import explain
+from .core.select import kernels
 from .numerics.cast import Cast
 from .numerics.formats import (
     DTYPE_FP6_E2M3,

@@ -22,7 +22,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..core.dispatch import Spec, record
+from ..core.explain import record
+from ..core.kernel import Spec
 from ..core.tracing import is_traced
 from ..kernels.quantize.select import quantize_operand
 from ..numerics.cast import Cast

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from ..core.compat import no_torch_function
-from ..core.dispatch import Spec, record
+from ..core.explain import record
+from ..core.kernel import Spec
 from ..core.shapes import contiguous_stride, swapped
 from ..numerics.formats import FULL
 from ..numerics.operand import Operand

@@ -23,8 +23,8 @@ from ..core.compat import (
     return_and_correct_aliasing,
     tree_map_only,
 )
-from ..core.dispatch import forced_kernel
 from ..core.fingerprint import fingerprint
+from ..core.select import forced_kernel
 from ..recipe.linear_recipe import LinearRecipe
 from ..tensor.fsdp import Gathered, Shard, gathered_values, hook, in_codes, in_high_precision, place_of, refusal
 from ..tensor.mxtensor import MXTensor

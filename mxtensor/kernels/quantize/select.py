@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.dispatch import Kernel, Spec, perform
+from ...core.kernel import Kernel, Spec
+from ...core.select import perform
 from ...core.tracing import is_traced
 from ...numerics.cast import Cast
 from ...numerics.formats import FULL, Orientation

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...core.dispatch import device_capability
+from ...core.devices import device_capability
 from ...numerics.formats import Format
 from ..runtime.nvrtc import CLUSTERS, function, library
 from .config import KINDS, Gpu, Plan, plan_of

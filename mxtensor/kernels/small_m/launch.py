@@ -273,8 +273,11 @@ OF_A_WEIGHT, RESULT_AT, X_AT = 8, 2, 3
 """Arguments of each weight; where they have its result; and where those after all weights have the activations."""
 
 
-class Again(NamedTuple):
-    """A product of one weight as it was made before, for activations of the same size, type and alignment."""
+class Launch(NamedTuple):
+    """The one launch of a product with one weight, for activations of the same shape, dtype and alignment.
+
+    Holds addresses and no tensor.
+    """
 
     kernel: Any
     grid: tuple[int, int, int]
@@ -291,7 +294,7 @@ class Again(NamedTuple):
         return out
 
 
-def launched_again(x: Tensor, weight: Weight, format: Format, cols: int, cast: Cast | None) -> Again | None:
+def prepare_launch(x: Tensor, weight: Weight, format: Format, cols: int, cast: Cast | None) -> Launch | None:
     """``launch`` of this weight, with alpha and beta 1, into the type of x (..., K), if one kernel does all of it."""
     rows, n = as_matrix(x), weight.data.shape[-2]
     with triton_launch.on(x.device):
@@ -300,7 +303,7 @@ def launched_again(x: Tensor, weight: Weight, format: Format, cols: int, cast: C
         return None
     arguments = _arguments(made, (weight,), (x,), rows, rows.shape[0], cols)  # x in the place of a result
     x_at = OF_A_WEIGHT * len(made.first) + X_AT
-    return Again(made.kernel, (*made.blocks, made.room.bytes), (*x.shape[:-1], n), arguments, x_at)
+    return Launch(made.kernel, (*made.blocks, made.room.bytes), (*x.shape[:-1], n), arguments, x_at)
 
 
 def _aligned(codes: Tensor) -> Tensor:

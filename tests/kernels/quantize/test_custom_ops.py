@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mxtensor as mx
 from mxtensor import FORMATS, Cast, get_format
-from mxtensor.core import dispatch
+from mxtensor.core import devices
 from mxtensor.kernels.quantize import custom_ops, select
 from mxtensor.kernels.quantize.triton_common import slow_in_one_pass
 from mxtensor.kernels.runtime import triton_launch
@@ -37,7 +37,7 @@ def on_the_interpreters_device(monkeypatch):
 def cuda(monkeypatch):
     """Tensors without values on a CUDA device that can run Triton."""
     monkeypatch.setattr(triton_launch, "_installed", lambda: True)
-    monkeypatch.setattr(dispatch, "device_capability", lambda device: (9, 0) if device.type == "cuda" else (0, 0))
+    monkeypatch.setattr(devices, "device_capability", lambda device: (9, 0) if device.type == "cuda" else (0, 0))
     with FakeTensorMode():
         yield torch.device("cuda")
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from mxtensor import Cast, get_format
-from mxtensor.core import dispatch
-from mxtensor.core import compat
-from mxtensor.core.dispatch import Spec
+from mxtensor.core import compat, devices
+from mxtensor.core.kernel import Spec
 from mxtensor.kernels.quantize import tiles, triton_rows
 from mxtensor.kernels.quantize.device_constants import cast_code, format_code
 from mxtensor.kernels.runtime import triton_launch
@@ -67,7 +66,7 @@ def pretend(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", None)
 
     def capability(*of):
-        monkeypatch.setattr(dispatch, "device_capability", lambda device: of)
+        monkeypatch.setattr(devices, "device_capability", lambda device: of)
 
     capability(9, 0)
     return capability
