@@ -15,7 +15,9 @@ from .convert.configs import (
     NVFP4WeightOnlyConfig,
 )
 from .convert.quantize import quantize_
-from .core.dispatch import explain, kernels, strict
+from .core.dispatch import strict
+from .core.explain import explain
+from .core.select import kernels
 from .numerics.cast import Cast
 from .numerics.formats import (
     DTYPE_FP6_E2M3,

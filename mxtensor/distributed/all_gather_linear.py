@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..core.compat import disable_torch_function
-from ..core.dispatch import dispatch_context, restore_context
+from ..core.select import dispatch_context, restore_context
 from ..core.torch_autocast import without_autocast
 from ..kernels.gemm.spec import Form
 from ..numerics.formats import Rounding

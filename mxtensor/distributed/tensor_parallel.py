@@ -19,7 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor import parallel as torch_parallel
 
-from ..core.dispatch import Spec, record
+from ..core.explain import record
+from ..core.kernel import Spec
 from ..core.torch_autocast import autocast_dtype
 from ..numerics.formats import Format, Orientation
 from ..recipe.linear_recipe import LinearRecipe

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.dispatch import dispatch_context, restore_context
+from ..core.select import dispatch_context, restore_context
 from ..core.torch_autocast import without_autocast
 from ..numerics.operand import Operand
 from ..recipe.linear_recipe import LinearRecipe

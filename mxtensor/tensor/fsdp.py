@@ -25,7 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..core.compat import no_torch_function
-from ..core.dispatch import Spec, record
+from ..core.explain import record
+from ..core.kernel import Spec
 from ..core.shapes import contiguous_stride, swapped
 from ..core.tracing import is_traced
 from ..kernels.quantize.select import quantize_operand

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from ..core.autograd import dequantize_with_gradient
 from ..core.compat import disable_subclass_torch_function, make_wrapper_subclass
-from ..core.dispatch import FALLBACK, FUNCTION_TABLE, OP_TABLE, forced_kernel
+from ..core.dispatch import FALLBACK, FUNCTION_TABLE, OP_TABLE
 from ..core.fingerprint import fingerprint
+from ..core.select import forced_kernel
 from ..core.shapes import contiguous_stride, readable_size, swapped
 from ..kernels.quantize.select_pair import quantize_operands
 from ..numerics.cast import Cast

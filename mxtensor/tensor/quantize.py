@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.dispatch import cached
+from ..core.devices import cached
 from ..numerics.cast import Cast
 from ..numerics.formats import Format, Orientation, Rounding, ScaleCalculationMode
 from ..recipe.linear_recipe import LinearRecipe

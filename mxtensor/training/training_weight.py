@@ -24,8 +24,8 @@ from ..core.compat import (
     return_and_correct_aliasing,
     tree_map_only,
 )
-from ..core.dispatch import forced_kernel
 from ..core.fingerprint import fingerprint
+from ..core.select import forced_kernel
 from ..recipe.linear_recipe import LinearRecipe
 from ..tensor.fsdp import (
     Gathered,

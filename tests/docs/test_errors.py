@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import mxtensor as mx
-from mxtensor.core.dispatch import Kernel
+from mxtensor.core.kernel import Kernel
 from mxtensor.kernels.gemm import select
 from mxtensor.training import recompute
 from mxtensor.training.training_weight import values_of

@@ -13,7 +13,7 @@ os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
 import torch
 
 import mxtensor as mx
-from mxtensor.core.dispatch import Spec
+from mxtensor.core.kernel import Spec
 from mxtensor.kernels.gemm.select import GEMM, GROUPED
 from mxtensor.kernels.gemm.spec import Form, GemmArgs, Unquantized
 from mxtensor.kernels.quantize import triton_rows

@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 
 import mxtensor as mx
-from mxtensor.core import dispatch
+from mxtensor.core import devices
+from mxtensor.core.kernel import Spec
 from mxtensor.kernels.gemm import scaled_mm_contract
 from mxtensor.kernels.gemm.spec import Unquantized
 from mxtensor.numerics.reference import encode
@@ -38,7 +39,7 @@ def pretend(monkeypatch):
     """``pretend(capability, toolkit)``: every device is of this compute capability, torch built with this CUDA."""
 
     def pretend(capability, toolkit=(13, 0)):
-        monkeypatch.setattr(dispatch, "device_capability", lambda device: capability)
+        monkeypatch.setattr(devices, "device_capability", lambda device: capability)
         monkeypatch.setattr(scaled_mm_contract, "toolkit_version", lambda: toolkit)
         monkeypatch.setattr(torch.version, "hip", None)
 
@@ -171,4 +172,4 @@ def quantized_pair(left, right, m, n, k, dtype=BF16):
 
 def spec_of(a, b, dtype, device="cuda"):
     formats = tuple(f.format if not isinstance(f, torch.Tensor) else f.dtype for f in (a, b))
-    return dispatch.Spec("mm", (tuple(a.shape), tuple(b.shape)), formats, dtype, torch.device(device))
+    return Spec("mm", (tuple(a.shape), tuple(b.shape)), formats, dtype, torch.device(device))

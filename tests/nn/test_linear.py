@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import mxtensor as mx
-from mxtensor.core.dispatch import describe
+from mxtensor.core.kernel import describe
 from mxtensor.nn import Linear
 from mxtensor.recipe import (
     CustomRecipe,

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import mxtensor as mx
-from mxtensor.core.dispatch import describe
+from mxtensor.core.kernel import describe
 from mxtensor.recipe import (
     CustomRecipe,
     DelayedScaling,

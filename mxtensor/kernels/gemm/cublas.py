@@ -12,7 +12,8 @@ import ctypes
 import torch
 from torch import Tensor
 
-from ...core.dispatch import Spec, cached
+from ...core.devices import cached
+from ...core.kernel import Spec
 from ...core.tracing import is_traced
 from .spec import GemmArgs
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...core.compat import cpu_multiplies_bfloat16
-from ...core.dispatch import Kernel, Spec
+from ...core.kernel import Kernel, Spec
 from ...core.tracing import is_traced
 from ...numerics.formats import Format, get_format
 from ...numerics.operand import Operand

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...core.dispatch import Kernel, Spec, cached, device_capability
+from ...core.devices import cached, device_capability
+from ...core.kernel import Kernel, Spec
 from ...core.tracing import is_traced
 from ...numerics.formats import E2M1, E4M3, E5M2, E8M0, UE4M3, ElementFormat, Format, get_format
 from ...numerics.operand import Operand

@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ...core.dispatch import Kernel, Spec
+from ...core.kernel import Kernel, Spec
 from ..quantize.select import dequantize_operand, operand_of
 from .spec import FakeQuantized, GemmArgs, GemmOperand, data_of, finish
 

@@ -10,7 +10,7 @@ from typing import cast as typed
 import torch
 from torch import Tensor
 
-from ...core.dispatch import Kernel, Spec
+from ...core.kernel import Kernel, Spec
 from ...numerics.formats import Format
 from ...numerics.swizzle import swizzle_groups
 from ..quantize.select import operand_of

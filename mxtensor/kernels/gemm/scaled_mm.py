@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...core.dispatch import Kernel, Spec, elsewhere
+from ...core.kernel import Kernel, Spec, elsewhere
 from ...core.tracing import is_traced
 from ...numerics.cast import Cast
 from ...numerics.formats import FP32, FULL, Format

@@ -15,8 +15,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ...core import dispatch
-from ...core.dispatch import cached
+from ...core import devices
+from ...core.devices import cached
 from ...numerics.formats import E2M1, E4M3, E5M2, E8M0, FP32, FULL, UE4M3, ElementFormat, Format, ScaleFormat
 from ...numerics.swizzle import round_up, swizzled_shape
 
@@ -173,7 +173,7 @@ def plan(
 
 def plan_here(table: tuple[Scaling, ...], left: Format, right: Format, device: torch.device) -> Scaling | str:
     """``plan`` for a device and the torch that is running."""
-    return plan(table, left, right, dispatch.device_capability(device), toolkit_version())
+    return plan(table, left, right, devices.device_capability(device), toolkit_version())
 
 
 # ---------------------------------------------------------------------------------------------- the check

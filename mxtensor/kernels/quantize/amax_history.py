@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...core.dispatch import Spec
+from ...core.kernel import Spec
 from ...core.tracing import is_traced
 from ..runtime import triton_launch
 from ..runtime.triton_launch import device_code, launch, on

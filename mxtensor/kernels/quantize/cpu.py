@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.dispatch import Kernel, Spec, elsewhere
+from ...core.kernel import Kernel, Spec, elsewhere
 from ...numerics.cast import Cast
 from ...numerics.elements import decode_elements
 from ...numerics.formats import BLOCK_SIZES, E8M0, FP32, FP32_POW2, FULL, UE4M3, Format, Rounding, ScaleCalculationMode

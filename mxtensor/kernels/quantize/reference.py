@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...core.compat import is_exporting
-from ...core.dispatch import Kernel, Spec
+from ...core.kernel import Kernel, Spec
 from ...core.tracing import is_traced
 from ...numerics.cast import Cast
 from ...numerics.formats import Rounding, get_format

@@ -11,7 +11,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ...core.dispatch import Kernel, Spec, perform
+from ...core.kernel import Kernel, Spec
+from ...core.select import perform
 from ...core.tracing import is_traced
 from ...numerics.cast import Cast
 from ...numerics.operand import Operand, transposed

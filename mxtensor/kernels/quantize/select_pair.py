@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...core.dispatch import Kernel, perform
+from ...core.kernel import Kernel
+from ...core.select import perform
 from ...numerics.cast import Cast
 from ...numerics.formats import FULL, Orientation
 from ...numerics.operand import Operand

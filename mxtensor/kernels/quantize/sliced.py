@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ...core.dispatch import Kernel, Spec, elsewhere
+from ...core.kernel import Kernel, Spec, elsewhere
 from ...numerics.cast import Cast
 from ...numerics.elements import unpack
 from ...numerics.formats import FULL, ElementFormat, Format

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.dispatch import Kernel
+from ...core.kernel import Kernel
 from ...numerics.cast import Cast
 from ...numerics.formats import Format, get_format
 from ...numerics.operand import Operand

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...core.dispatch import Spec
+from ...core.kernel import Spec
 from ...numerics.cast import Cast
 from ...numerics.formats import FULL, Format
 from ...numerics.operand import Operand

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ...core.dispatch import Kernel
+from ...core.kernel import Kernel
 from ...numerics.cast import Cast
 from ...numerics.operand import Operand, transposed
 from ...numerics.reference import tensor_amax

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ...core.compat import is_exporting
-from ...core.dispatch import Spec
+from ...core.kernel import Spec
 
 
 def other_build() -> str | None:

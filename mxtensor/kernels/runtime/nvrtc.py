@@ -20,7 +20,7 @@ import torch
 from torch.cuda import check_error
 
 from ...core import compat
-from ...core.dispatch import cached, device_capability
+from ...core.devices import cached, device_capability
 from .disk_cache import cache_path, new_file
 
 SOURCES = Path(__file__).parent.parent / "cuda"

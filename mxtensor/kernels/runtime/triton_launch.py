@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from ...core import compat
-from ...core.dispatch import Spec, cached, device_capability, elsewhere
+from ...core.devices import cached, device_capability
+from ...core.kernel import Spec, elsewhere
 from .availability import other_build
 
 OLDEST = (8, 0)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...core.dispatch import device_capability
+from ...core.devices import device_capability
 from ...numerics.formats import Format
 from ..runtime.nvrtc import CLUSTERS, function, library
 from .config import KINDS, LaunchConfig, config_of

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.dispatch import Kernel, Spec
+from ...core.kernel import Kernel, Spec
 from ...numerics.cast import Cast
 from ...numerics.formats import E8M0, UE4M3, Format, Rounding, ScaleCalculationMode, get_format
 from ...numerics.operand import Operand
@@ -31,8 +31,8 @@ from ..quantize.select import dequantize_operand, fake_quantize
 from ..runtime import nvrtc
 from ..runtime.availability import exported, other_build
 from .config import ELEMENTS, SCALES, TYPES, can_use_wgmma
-from .heuristics import most_rows
-from .launch import Again, Weight, launch, launched_again
+from .heuristics import BY_WARPS, most_rows
+from .launch import Launch, Weight, launch, prepare_launch
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -223,18 +223,21 @@ def run_traced(a: GemmOperand, b: GemmOperand, args: GemmArgs) -> Tensor:
     return _call(a, b, None, args, _op)
 
 
-def again(x: Tensor, gemm_operand: GemmOperand, b: Operand, bias: Tensor | None) -> Again | None:
-    """``run`` with alpha and beta 1 as one launch for any values with the layout of x; None if it takes several.
+def prepare(x: Tensor, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> Launch | None:
+    """The launch of ``run(a, b, args)`` for any x with this layout; None if the product takes more than one kernel.
 
-    ``gemm_operand`` is the rows of x, as they are or with a cast.
+    a is x (..., K) as rows, unquantized or plain.
     """
-    cast = gemm_operand.cast if isinstance(gemm_operand, Unquantized) else None
-    if not isinstance(gemm_operand, Tensor) and (cast is None or not _is_cast_here(cast, x)):
+    assert isinstance(b, Operand)
+    bias, cast = args.bias, a.cast if isinstance(a, Unquantized) else None
+    if not isinstance(a, Tensor) and (cast is None or not _is_cast_here(cast, x)):
         return None
     simple = bias is None or (bias.dim() == 1 and bias.is_contiguous() and bias.dtype in TYPES)
-    if not (simple and x.is_contiguous() and b.data.is_contiguous() and b.scale.is_contiguous()):
+    if not simple or args.alpha != 1 or args.beta != 1 or args.out_dtype is not x.dtype:
         return None
-    return launched_again(x, Weight(b.data, b.scale, b.global_scale, bias), b.format, b.shape[-1], cast)
+    if a.shape[0] > BY_WARPS or not (x.is_contiguous() and b.data.is_contiguous() and b.scale.is_contiguous()):
+        return None
+    return prepare_launch(x, Weight(b.data, b.scale, b.global_scale, bias), b.format, b.shape[-1], cast)
 
 
 def run_grouped(a: GemmOperand, b: GemmOperand, ends: Tensor, args: GemmArgs) -> Tensor:
@@ -245,5 +248,5 @@ def run_grouped_traced(a: GemmOperand, b: GemmOperand, ends: Tensor, args: GemmA
     return _call(a, b, ends, args, _op)
 
 
-KERNEL = Kernel("small_m", refuses, run, "cuda", run_traced)
+KERNEL = Kernel("small_m", refuses, run, "cuda", run_traced, prepare)
 GROUPED = Kernel("small_m", refuses_grouped, run_grouped, "cuda", run_grouped_traced)

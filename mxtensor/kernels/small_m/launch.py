@@ -300,8 +300,11 @@ OF_A_WEIGHT, RESULT_AT, X_AT = 8, 2, 3
 """Arguments of each weight; index of the result among them; index of the activations among the other arguments."""
 
 
-class Again(NamedTuple):
-    """A product of one weight with its arguments, for activations of the same size, dtype and alignment."""
+class Launch(NamedTuple):
+    """The one launch of a product with one weight, for activations of the same shape, dtype and alignment.
+
+    Stores addresses and no tensor.
+    """
 
     kernel: Any
     grid: tuple[int, int, int]
@@ -318,7 +321,7 @@ class Again(NamedTuple):
         return out
 
 
-def launched_again(x: Tensor, weight: Weight, format: Format, cols: int, cast: Cast | None) -> Again | None:
+def prepare_launch(x: Tensor, weight: Weight, format: Format, cols: int, cast: Cast | None) -> Launch | None:
     """``launch`` of this weight with alpha and beta 1 and the dtype of x (..., K); None if it takes several kernels."""
     rows, n = as_matrix(x), weight.data.shape[-2]
     with triton_launch.on(x.device):
@@ -327,4 +330,4 @@ def launched_again(x: Tensor, weight: Weight, format: Format, cols: int, cast: C
         return None
     arguments = _arguments(resolved, (weight,), (x,), rows, rows.shape[0], cols)  # x in the place of the result
     x_at = OF_A_WEIGHT * len(resolved.first_tiles) + X_AT
-    return Again(resolved.kernel, (*resolved.blocks, resolved.layout.bytes), (*x.shape[:-1], n), arguments, x_at)
+    return Launch(resolved.kernel, (*resolved.blocks, resolved.layout.bytes), (*x.shape[:-1], n), arguments, x_at)

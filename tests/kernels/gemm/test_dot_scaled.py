@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mxtensor.core import dispatch
+from mxtensor.core import devices
 from mxtensor.kernels.gemm import dot_scaled, select
 from mxtensor.kernels.gemm.spec import GemmArgs, Unquantized
 from mxtensor.numerics import reference
@@ -86,7 +86,7 @@ def poison():
 
 def needs_device(*formats):
     """Skip what the device here cannot compile: blocks of 16 before Blackwell."""
-    capability = dispatch.device_capability(DEVICE)
+    capability = devices.device_capability(DEVICE)
     if DEVICE.type == "cuda" and capability not in dot_scaled.MIXES and "nvfp4" in "".join(formats):
         pytest.skip(f"Triton does not compile blocks of 16 for sm{capability[0]}{capability[1]}")
 
@@ -233,7 +233,7 @@ def test_rows_that_are_in_no_group_are_zeros_even_where_they_are_nan():
 
 
 def pretend(monkeypatch, *capability):
-    monkeypatch.setattr(dispatch, "device_capability", lambda device: capability)
+    monkeypatch.setattr(devices, "device_capability", lambda device: capability)
     monkeypatch.setattr(dot_scaled, "device_capability", lambda device: capability)
 
 

@@ -1,6 +1,7 @@
 """Products: each equals the product of the dequantized operands, accumulated in float32 and rounded once."""
 
 import sys
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -9,10 +10,12 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mxtensor as mx
-from mxtensor.core import dispatch
-from mxtensor.core.dispatch import Spec, accepting, choose
+from mxtensor.core import devices, plan
+from mxtensor.core.kernel import Spec
+from mxtensor.core.plan import PLANS
+from mxtensor.core.select import choose, decide
 from mxtensor.kernels.gemm import dot_scaled, scaled_mm_contract
-from mxtensor.kernels.gemm.select import GEMM, GROUPED, _spec, gemm, grouped_gemm
+from mxtensor.kernels.gemm.select import GEMM, GROUPED, _spec, gemm, grouped_gemm, plan_of
 from mxtensor.kernels.gemm.spec import FakeQuantized, GemmArgs, Unquantized, facts_of
 from mxtensor.kernels.quantize.select import fake_quantize, quantize_operand
 from mxtensor.kernels.runtime import nvrtc, triton_launch
@@ -312,7 +315,7 @@ def test_kernels_refuse_fake_quantized_operands_with_a_sentence():
 def test_kernels_that_read_codes_refuse_rounded_values(kernel, which, monkeypatch):
     """On a Blackwell device that accepts the same operands as codes."""
     monkeypatch.setattr(triton_launch, "_installed", lambda: True)
-    for module in (dispatch, dot_scaled):
+    for module in (devices, dot_scaled):
         monkeypatch.setattr(module, "device_capability", lambda device: (10, 0))
     monkeypatch.setattr(scaled_mm_contract, "toolkit_version", lambda: (13, 0))
     args, ends = GemmArgs(torch.bfloat16), torch.tensor([32], dtype=torch.int32)
@@ -332,7 +335,7 @@ def test_kernels_that_read_codes_refuse_rounded_values(kernel, which, monkeypatc
 def test_on_a_device_a_float32_result_is_the_accumulator_of_a_bfloat16_product(monkeypatch):
     """By torch.mm with ``out_dtype``, which is for CUDA only; test_gpu.py tests the values."""
     monkeypatch.setattr(triton_launch, "_installed", lambda: True)
-    monkeypatch.setattr(dispatch, "device_capability", lambda device: (9, 0) if device.type == "cuda" else (0, 0))
+    monkeypatch.setattr(devices, "device_capability", lambda device: (9, 0) if device.type == "cuda" else (0, 0))
     with FakeTensorMode(), mx.explain() as log:
         a = FakeQuantized(torch.empty(3, 5, 64, dtype=torch.bfloat16, device="cuda"), None, mx.get_format("mxfp8"))
         b = FakeQuantized(torch.empty(64, 40, dtype=torch.bfloat16, device="cuda").t(), None, mx.get_format("mxfp8"))
@@ -347,11 +350,11 @@ def test_what_is_decided_once_is_what_the_kernels_say_when_asked_again(capabilit
     monkeypatch.setattr(triton_launch, "_installed", lambda: True)
     monkeypatch.setattr(nvrtc, "library", lambda: None)
     monkeypatch.setattr(nvrtc, "unknown", lambda capability: None)
-    for module in (dispatch, dot_scaled):
+    for module in (devices, dot_scaled):
         monkeypatch.setattr(module, "device_capability", lambda device: capability)
     monkeypatch.setattr(scaled_mm_contract, "toolkit_version", lambda: (13, 0))
-    monkeypatch.setattr(dispatch, "_decisions", {})
-    monkeypatch.setattr(dispatch, "MOST_DECISIONS", 1 << 20)
+    monkeypatch.setattr(plan, "MAX_PLANS", 1 << 20)
+    PLANS.clear()
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
     with FakeTensorMode():
         x = torch.empty(2, 64, dtype=bf16, device="cuda")
@@ -374,13 +377,21 @@ def test_what_is_decided_once_is_what_the_kernels_say_when_asked_again(capabilit
             with mx.explain() as log:
                 choose(GEMM, spec, a, b, args, facts=facts_of(a, b, args))
             (entry,) = log.entries
-            kernel, refusals = accepting(GEMM, spec, a, b, args)
-            assert (entry.kernel, entry.refusals) == (kernel.name, refusals)
+            again = decide(GEMM, spec, a, b, args)
+            assert (entry.kernel, entry.refusals) == (again.kernel.name, again.refusals)
 
 
-def test_on_a_cpu_kernels_look_at_how_codes_lie_and_are_asked_at_every_call():
-    w = quantize_operand(torch.randn(32, 64), mx.Cast.of("mxfp8"))
-    assert facts_of(torch.randn(2, 64), w, GemmArgs(torch.float32)) is None
+def test_on_a_cpu_a_weight_that_is_not_contiguous_is_another_question():
+    """A global scale needs the sliced product, and that needs contiguous codes."""
+    x, args = torch.randn(2, 64).bfloat16(), GemmArgs(torch.bfloat16)
+    whole = quantize_operand(torch.randn(64, 128), mx.Cast.of("nvfp4"))
+    part = replace(whole, data=whole.data[::2, :32], scale=whole.scale[::2, :4], shape=(32, 64))
+    alone = replace(part, data=part.data.contiguous(), scale=part.scale.contiguous())
+    assert facts_of(x, part, args) != facts_of(x, alone, args)
+    for operand in (part, alone, part):
+        cached = plan_of("mm", x, operand, args)
+        again = decide(GEMM, cached.spec, x, operand, args)
+        assert (cached.kernel, cached.refusals) == (again.kernel, again.refusals)
 
 
 # ---------------------------------------------------------------------------------------------- against no rounding

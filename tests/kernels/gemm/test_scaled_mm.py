@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import mxtensor as mx
-from mxtensor.core import dispatch
+from mxtensor.core import select
 from mxtensor.kernels.gemm import emulated, scaled_mm, scaled_mm_call
 from mxtensor.kernels.gemm.scaled_mm_contract import SCALINGS, plan
 from mxtensor.kernels.gemm.select import gemm
@@ -381,7 +381,7 @@ def test_a_linear_on_the_gpu_chooses_it(format):
     x = torch.randn(2, 33, 416, dtype=BF16, device="cuda")
     with torch.no_grad(), mx.explain() as log:
         y = layer(x)
-    entry = next(e for e in log.entries if e.kernel in dispatch.KERNEL_NAMES)
+    entry = next(e for e in log.entries if e.kernel in select.KERNEL_NAMES)
     if "scaled_mm" in entry.refusals:
         pytest.skip(entry.refusals["scaled_mm"])
     assert entry.kernel == "scaled_mm"

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mxtensor.core import dispatch
+from mxtensor.core import devices
 from mxtensor.kernels.quantize import triton_common, triton_pair, triton_rows
 from mxtensor.kernels.quantize import triton_tiles as tiles
 from mxtensor.kernels.runtime import triton_launch
@@ -17,7 +17,7 @@ from mxtensor.kernels.runtime import triton_launch
 def cuda(monkeypatch):
     """Tensors without values on a CUDA device that can run Triton."""
     monkeypatch.setattr(triton_launch, "_installed", lambda: True)
-    monkeypatch.setattr(dispatch, "device_capability", lambda device: (9, 0) if device.type == "cuda" else (0, 0))
+    monkeypatch.setattr(devices, "device_capability", lambda device: (9, 0) if device.type == "cuda" else (0, 0))
     with FakeTensorMode():
         yield torch.device("cuda")
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from mxtensor import Cast, get_format
-from mxtensor.core import compat, dispatch
-from mxtensor.core.dispatch import Spec
+from mxtensor.core import compat, devices
+from mxtensor.core.kernel import Spec
 from mxtensor.kernels.quantize import triton_rows
 from mxtensor.kernels.quantize import triton_tiles as tiles
 from mxtensor.kernels.quantize.triton_constants import cast_code, format_code
@@ -67,7 +67,7 @@ def pretend(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", None)
 
     def capability(*of):
-        monkeypatch.setattr(dispatch, "device_capability", lambda device: of)
+        monkeypatch.setattr(devices, "device_capability", lambda device: of)
 
     capability(9, 0)
     return capability

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mxtensor as mx
-from mxtensor.core.dispatch import Spec
+from mxtensor.core.kernel import Spec
 from mxtensor.kernels.gemm.spec import FakeQuantized, GemmArgs, Unquantized
 from mxtensor.kernels.runtime import nvrtc
 from mxtensor.kernels.small_m import kernel as small_m
