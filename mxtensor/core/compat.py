@@ -53,6 +53,7 @@ ATTRIBUTES = {
     "_apply": "of torch.nn.Module: called by .to(), .cuda() and .float(); no hook of the module is",
     "_base": "the tensor that a view was made of; documented under Tensor Views",
     "_can_decompose": "of an op: whether it is a composite; inference mode hands composites over whole",
+    "_field_defaults": "of a NamedTuple: defaults by name; documented",
     "_enabled": "of torch.amp.GradScaler: is_enabled() asks nothing else",
     "_is_view": "whether autograd regards a tensor as a view",
     "_load_from_state_dict": "of torch.nn.Module; documented as the method to override",

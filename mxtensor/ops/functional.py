@@ -49,7 +49,7 @@ def _launch_key(x: Tensor, weight: MXTensor, bias: Tensor | None, operand: Opera
         x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15,  # kernels read 16 bytes at a time
         data.data_ptr(), scale.data_ptr(), 0 if global_scale is None else global_scale.data_ptr(),
         data.is_contiguous() and scale.is_contiguous(), operand.format.name, operand.shape,
-        weight.dtype, weight.recipe.key,
+        weight.dtype, weight.recipe.key or repr(weight.recipe),
         None if bias is None else (bias.data_ptr(), bias.dtype, bias.shape, bias.stride()),
     )  # fmt: skip
 

@@ -83,7 +83,7 @@ class LinearRecipe:
 
     input: TensorCasts
     weight: TensorCasts
-    grad: TensorCasts = TensorCasts()
+    grad: TensorCasts
     delayed: Delayed | None = None
     """Scales from earlier steps instead of the tensor's own amax; for formats with one scale per tensor."""
     kernel_preference: KernelPreference = KernelPreference.AUTO
@@ -94,8 +94,9 @@ class LinearRecipe:
     trains: bool = True
     """False for inference: the weight is stored quantized and frozen, and there is no gradient to cast."""
     key: ClassVar[str] = ""
-    """Each recipe that trains has its own: all fields as one string, which a traced graph stores instead of the object
-    (``recipe_by_key``). No dataclass field, because Dynamo passes all fields to the constructor."""
+    """All fields as one string: what a traced graph stores instead of the object (``recipe_by_key``), and what caches
+    compare. Empty for an inference recipe that was made inside a traced graph. No dataclass field, because Dynamo
+    passes all fields to the constructor."""
 
     def __post_init__(self) -> None:
         x, g = (casts.signs if casts.columnwise is not None else None for casts in (self.input, self.grad))
@@ -152,13 +153,17 @@ class LinearRecipe:
 
 
 def _inference(weight: Cast, activation: Cast | None, preference: KernelPreference) -> LinearRecipe:
-    # The gradient's casts are built here: Dynamo cannot use the default, which is an object from outside the graph.
     casts = TensorCasts(activation), TensorCasts(weight, weight), TensorCasts()
     return LinearRecipe(*casts, kernel_preference=preference, name="inference", trains=False)
 
 
-_cached_inference = lru_cache(maxsize=1024)(_inference)
-"""One object for equal arguments, since every ``quantize()`` asks for one. Bounded, since each seed is a new recipe."""
+@lru_cache(maxsize=1024)
+def _cached_inference(weight: Cast, activation: Cast | None, preference: KernelPreference) -> LinearRecipe:
+    """One object for equal arguments, since every ``quantize()`` asks for one. Bounded: each seed is another recipe."""
+    recipe = _inference(weight, activation, preference)
+    object.__setattr__(recipe, "key", repr(recipe))
+    return recipe
+
 
 _by_key: dict[str, LinearRecipe] = {}
 
