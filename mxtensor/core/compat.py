@@ -53,7 +53,6 @@ ATTRIBUTES = {
     "_apply": "of torch.nn.Module: called by .to(), .cuda() and .float(); no hook of the module is",
     "_base": "the tensor that a view was made of; documented under Tensor Views",
     "_can_decompose": "of an op: whether it is a composite; inference mode hands composites over whole",
-    "_field_defaults": "of a NamedTuple: defaults by name; documented",
     "_enabled": "of torch.amp.GradScaler: is_enabled() asks nothing else",
     "_is_view": "whether autograd regards a tensor as a view",
     "_load_from_state_dict": "of torch.nn.Module; documented as the method to override",
@@ -80,6 +79,18 @@ dispatch_mode_count: Callable[[], int] = _python_dispatch._len_torch_dispatch_st
 """How many ``TorchDispatchMode`` (FakeTensorMode, make_fx, a test's counter) see each op.
 
 torch has no public question for it. Missing: ``import mxtensor`` fails.
+"""
+is_jit_tracing: Callable[[], bool] = torch._C._is_tracing
+"""Whether ``torch.jit.trace`` is recording ops: it sees no write to memory.
+
+``torch.jit.is_tracing`` asks the same through two Python functions, in each eager call of a layer. Missing: ``import
+mxtensor`` fails.
+"""
+any_autocast_is_active: Callable[[], bool] = torch._C._is_any_autocast_enabled
+"""Whether ``torch.autocast`` is active for any type of device.
+
+``torch.is_autocast_enabled`` wants the name of one, which takes longer to make than this takes to answer. Missing:
+``import mxtensor`` fails.
 """
 functorch_interpreter: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
 """The innermost transform of torch.func (vmap, grad) that is running; None outside.

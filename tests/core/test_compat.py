@@ -71,7 +71,7 @@ def test_no_module_names_anything_private_of_torch():
 
 def names_of_the_package():
     """Private names that the package itself defines, and those of named tuples."""
-    names = {"_replace", "_fields", "_asdict"}
+    names = {"_replace", "_fields", "_asdict", "_field_defaults"}
     for tree in SOURCES.values():
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -233,6 +233,20 @@ def test_dispatch_modes_functorch_and_traces_are_noticed():
     torch.func.vmap(look)(torch.ones(3))
     look(torch.ones(3))
     assert seen == [(True, True), (False, False)]
+
+
+def test_a_jit_trace_is_noticed():
+    seen = []
+    torch.jit.trace(lambda x: (seen.append(compat.is_jit_tracing()), x + 1)[1], torch.ones(2), check_trace=False)
+    assert seen == [True] and not compat.is_jit_tracing()
+
+
+def test_an_autocast_is_noticed():
+    with torch.autocast("cpu", torch.bfloat16):
+        assert compat.any_autocast_is_active()
+        with torch.autocast("cpu", enabled=False):
+            assert not compat.any_autocast_is_active()
+    assert not compat.any_autocast_is_active()
 
 
 def test_function_modes_are_listed_innermost_last():
