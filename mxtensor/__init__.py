@@ -122,7 +122,7 @@ _LAZY = {
     "training.model_init": ("quantized_model_init",),
     "training.optim": ("optim",),
 }  # fmt: skip
-"""Module -> the names loaded from it on first use: it imports torch's compiler, which takes longer than torch itself."""
+"""Module -> the names loaded on first use: it imports torch's compiler, which takes longer than importing torch."""
 _MODULES = ("checkpoint", "nn", "optim", "parallel")
 """Names that are the module itself."""
 _HOME = {name: module for module, names in _LAZY.items() for name in names}
