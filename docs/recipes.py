@@ -1,4 +1,4 @@
-"""The table of recipes of docs/training.md, made from the recipes themselves."""
+"""The table of recipes of docs/guide/recipes.md, made from the recipes themselves."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ATTENTION = ("fp8_dpa", "fp8_mha")
 
 
 def _casts(casts: Any, delayed: bool) -> str:
-    """A role of Roles in words."""
+    """The casts of one tensor in words."""
     cast = casts.rowwise
     if cast is None:
         return "high precision"

@@ -146,13 +146,13 @@ class Run:
 
     def rest(self) -> dict[str, Any]:
         """What the next step depends on beside model and optimizer, and what the steps so far gave."""
-        delayed = {n: w for n, w in quantized_weights(self.model).items() if w.roles.delayed is not None}
+        delayed = {n: w for n, w in quantized_weights(self.model).items() if w.linear_recipe.delayed is not None}
         random = {"cpu": torch.get_rng_state(), "sampler": self.sampler.get_state()}
         if self.settings.device == "cuda":
             random["cuda"] = torch.cuda.get_rng_state()
         return {
             "settings": asdict(self.settings),
-            "delayed": {name: delayed_state(w, w.roles).state_dict() for name, w in delayed.items()},
+            "delayed": {name: delayed_state(w, w.linear_recipe).state_dict() for name, w in delayed.items()},
             "random": random,
             "losses": self.losses,
             "held_out": self.held_out,
@@ -171,7 +171,7 @@ class Run:
         rest = saving.load(folder, self.model, self.optimizer, self.rest())
         weights = quantized_weights(self.model)
         for name, amaxes in rest["delayed"].items():
-            delayed_state(weights[name], weights[name].roles).load_state_dict(amaxes)
+            delayed_state(weights[name], weights[name].linear_recipe).load_state_dict(amaxes)
         torch.set_rng_state(rest["random"]["cpu"])
         self.sampler.set_state(rest["random"]["sampler"])
         if self.settings.device == "cuda":
