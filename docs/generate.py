@@ -150,7 +150,7 @@ def public_docs() -> dict[str, str]:
     import mxtensor as mx
 
     literals: dict[str, str] = {}
-    for path in (ROOT / "mxtensor").glob("*.py"):
+    for path in sorted((ROOT / "mxtensor").rglob("*.py")):
         literals |= _literal_docs(path.read_text())
     objects = {name: getattr(mx, name) for name in mx.__all__}
     return {

@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PICTURE = ROOT / "docs" / "assets" / "rooms.svg"
 ROW = re.compile(r"^\| (\d+) \| `(\w+)/?(?:\.py)?` \| ([^|]+) \|", re.MULTILINE)
 COLORS = ("#e3ecf7", "#e6f2e6", "#fdf2d8", "#f8e3dc", "#ece4f5", "#e0f1f1", "#f6e3ee", "#eeeeda", "#e4e6ea", "#ffffff")
-WIDTH, HEIGHT, GAP, LEFT = 860, 74, 10, 50
+WIDTH, HEIGHT, GAP, LEFT = 860, 66, 10, 40
 
 
 def rooms() -> list[tuple[int, str, str]]:
@@ -21,8 +21,8 @@ def rooms() -> list[tuple[int, str, str]]:
 
 
 def box(x: float, y: float, width: float, color: str, room: str, knows: str) -> list[str]:
-    """One room: its name, and at most three lines of what it knows."""
-    lines = textwrap.wrap(knows, int(width / 6.1))[:3]
+    """One room: its name, and at most two lines of what it knows."""
+    lines = textwrap.wrap(knows, int(width / 6.1))[:2]
     out = [
         f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{HEIGHT - GAP}" rx="5" fill="{color}" stroke="#777"/>',
         f'<text x="{x + 10:g}" y="{y + 18:g}" class="name">{escape(room)}</text>',
@@ -45,7 +45,7 @@ def picture() -> str:
     ]
     for floor, row in sorted(by_floor.items(), reverse=True):
         y = HEIGHT * (top - floor) + GAP
-        out.append(f'<text x="8" y="{y + 36}" class="floor">{floor}</text>')
+        out.append(f'<text x="8" y="{y + 32}" class="floor">{floor}</text>')
         width = (WIDTH - LEFT - GAP * len(row)) / len(row)
         for i, (room, knows) in enumerate(row):
             out += box(LEFT + i * (width + GAP), y, width, COLORS[floor % len(COLORS)], room, knows)

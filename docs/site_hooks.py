@@ -33,3 +33,15 @@ def on_files(files: Any, config: Any) -> Any:
     for source, page in ROOT_FILES.items():
         files.append(File.generated(config, page, content=relinked((ROOT / source).read_text())))
     return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """A link of a page to a root file leads to its page of the site."""
+    for source, path in ROOT_FILES.items():
+        markdown = markdown.replace(f"](../../{source}", f"](../{path}")
+    return markdown
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
+    """Sphinx's roles in docstrings, such as ``:func:``, are left out."""
+    return re.sub(r":\w+:(?=<code>)", "", html)

@@ -25,7 +25,8 @@ PAGE = PATH.read_text()
 ROW = re.compile(r"^\| `(.+?)` \| (\w+) \| `(.+?)` \| (.+) \|$", re.MULTILINE)
 ROWS = ROW.findall(PAGE)
 """(call, class of the error, message, way out)."""
-SETUP = re.search(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)[1]
+SETUP = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)[-1]
+"""The names in the calls: the last python block."""
 
 
 def pattern(message):
