@@ -28,7 +28,8 @@ def box(x: float, y: float, width: float, color: str, room: str, knows: str) -> 
         f'<text x="{x + 10:g}" y="{y + 18:g}" class="name">{escape(room)}</text>',
     ]
     return out + [
-        f'<text x="{x + 10:g}" y="{y + 33 + 13 * i:g}" class="knows">{escape(line)}</text>' for i, line in enumerate(lines)
+        f'<text x="{x + 10:g}" y="{y + 33 + 13 * i:g}" class="knows">{escape(line)}</text>'
+        for i, line in enumerate(lines)
     ]
 
 

@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: CONTRIBUTING.md and CHANGELOG.md, which stand at the root of the repository, become pages of the site."""
+"""Hooks of mkdocs: CONTRIBUTING.md and CHANGELOG.md, at the root of the repository, become pages of the site."""
 
 from __future__ import annotations
 
@@ -43,5 +43,5 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
-    """Sphinx's roles in docstrings, such as ``:func:``, are left out."""
+    """Sphinx's markup in docstrings, such as ``:func:``, is left out."""
     return re.sub(r":\w+:(?=<code>)", "", html)

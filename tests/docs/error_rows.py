@@ -1,7 +1,7 @@
 """The rows of docs/reference/errors.md, and what their calls need. Run as a script, it writes the messages anew:
 
-    python -m tests.docs.error_rows          write the rows whose message has changed
-    python -m tests.docs.error_rows --check  print them, and exit with 1 if there are any
+python -m tests.docs.error_rows          write the rows whose message has changed
+python -m tests.docs.error_rows --check  print them, and exit with 1 if there are any
 """
 
 import builtins

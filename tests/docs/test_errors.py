@@ -1,4 +1,4 @@
-"""docs/reference/errors.md is true and complete: every row raises what it says, whole text, and every raise has a row."""
+"""docs/reference/errors.md is true and complete: each row raises what it says, and each raise has a row."""
 
 import ast
 import re
