@@ -84,7 +84,7 @@ class GPT(nn.Module):
         return self.head(self.norm(self.blocks(x)))  # type: ignore[no-any-return]
 
     def loss(self, windows: Tensor) -> Tensor:
-        """Cross-entropy in nats per byte of ``windows``, (batch, context + 1), each byte predicted from those before it."""
+        """Nats per byte of ``windows``, (batch, context + 1): each byte is predicted from the bytes before it."""
         tokens = windows.long()
         return F.cross_entropy(self(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
 
