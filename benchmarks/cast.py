@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 import mxtensor as mx
-from mxtensor.kernels.quantize.select import dequantize_operand, quantize_operand, quantize_operands
+from mxtensor.kernels.quantize.select import dequantize_operand, quantize_operand
+from mxtensor.kernels.quantize.select_pair import quantize_operands
 from mxtensor.numerics.cast import Cast
 from mxtensor.numerics.formats import FULL, Format, Orientation, get_format
 

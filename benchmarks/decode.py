@@ -1,7 +1,7 @@
 """Linear layers at few rows beside bfloat16 cuBLAS, gemlite and torchao: ``python -m benchmarks.decode --json F``.
 
-Every contender is a CUDA graph of calls over weights that take turns, so that none is in the cache when it is read
-again. ``--peers`` times gemlite and torchao instead, beside two of ours.
+Every contender is a CUDA graph of calls over several weights in turn, so that no weight is in the cache when it is
+read. ``--peers`` times gemlite and torchao instead, and two of our configs.
 """
 
 from __future__ import annotations

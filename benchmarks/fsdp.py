@@ -27,7 +27,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import mxtensor as mx
 from examples.ranks import init_state
-from mxtensor.recipe.training_recipes import MXFP8BlockScaling
+from mxtensor.recipe import MXFP8BlockScaling
 
 from .cuda import Target, print_verdicts
 from .harness import Row, parser, print_table, write_json

@@ -1,7 +1,7 @@
-"""One product of few rows, for a profiler: ``ncu -k regex:resident python -m benchmarks.one_product mxfp4 1 64 64``.
+"""One small-M product for a profiler: ``ncu -k regex:persistent python -m benchmarks.one_product mxfp4 1 64 64``.
 
-By the kernel ``small_m``, with the plan that the table has, after nothing else that a pattern of its kernels' names
-(``resident``, ``together``, ``activations``) would catch.
+The kernel ``small_m`` runs once, with the config of the table. No other kernel in the process matches the names of its
+kernels: ``persistent``, ``pipelined``, ``wgmma``, ``activations`` and ``maxima``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import mxtensor as mx
 
 
 def main() -> None:
-    """Multiply once."""
+    """Run one product."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "format", help="of the weight, as quantize_ names it; with -weight-only, activations stay as they are"
@@ -28,7 +28,7 @@ def main() -> None:
     m, n, k = args.sizes
     layer = mx.quantize_(torch.nn.Linear(k, n, bias=False, device="cuda", dtype=torch.bfloat16), args.format)
     x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
-    with torch.no_grad(), mx.kernels("small_batch"):
+    with torch.no_grad(), mx.kernels("small_m"):
         layer(x)
     torch.cuda.synchronize()
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import mxtensor as mx
-from mxtensor.recipe.training_recipes import (
+from mxtensor.recipe import (
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,

@@ -163,7 +163,7 @@ def verdict(case: Callable[[Package], Any], package: Package) -> str:
 def here() -> Package:
     """This package."""
     import mxtensor as mx
-    from mxtensor.convert.quantize import recipe_of
+    from mxtensor.convert.configs import recipe_of
     from mxtensor.tensor.mxtensor import quantize_as
 
     recipe = recipe_of("mxfp8")

@@ -15,7 +15,8 @@ DEVICES = {"sm80": (8, 0), "sm89": (8, 9), "sm90": (9, 0), "sm100": (10, 0), "sm
 def chosen(name: str, weight_only: bool, capability: tuple[int, int]) -> str:
     """The kernel for a bfloat16 linear layer in this format on a device of this compute capability."""
     import mxtensor as mx
-    from mxtensor.core import dispatch
+    from mxtensor.core import devices
+    from mxtensor.core.kernel import Spec
     from mxtensor.kernels.gemm import cublas, scaled_mm_contract
     from mxtensor.kernels.gemm.select import GEMM
     from mxtensor.kernels.gemm.spec import GemmArgs, Unquantized
@@ -23,11 +24,11 @@ def chosen(name: str, weight_only: bool, capability: tuple[int, int]) -> str:
 
     x, cast = torch.empty(4096, 4096, dtype=torch.bfloat16, device="meta"), mx.Cast.of(name)
     formats = (x.dtype if weight_only else cast.format, cast.format)
-    spec = dispatch.Spec("linear", ((4096, 4096),) * 2, formats, x.dtype, torch.device("cuda", 0))
+    spec = Spec("linear", ((4096, 4096),) * 2, formats, x.dtype, torch.device("cuda", 0))
     gemm_operands = (x if weight_only else Unquantized(x, cast), Unquantized(x, cast))
     with ExitStack() as pretended:  # the device, and a torch with CUDA 13 and Triton
         for module, function, answer in (
-            (dispatch, "device_capability", capability),
+            (devices, "device_capability", capability),
             (scaled_mm_contract, "toolkit_version", (13, 0)),
             (triton_launch, "_installed", True),
             (cublas, "refuses", None),

@@ -113,19 +113,20 @@ def kernels() -> str:
     """The kernels of each kind of work in the order in which they are asked, and what each of them is."""
     from mxtensor.kernels.gemm import select as gemm
     from mxtensor.kernels.quantize import select as quantize
+    from mxtensor.kernels.quantize import select_pair, two_casts
 
     works = (
         ("product", gemm.GEMM), ("grouped product", gemm.GROUPED), ("quantize", quantize.QUANTIZE),
-        ("quantize both ways", quantize.QUANTIZE_BOTH), ("fake quantize", quantize.FAKE_QUANTIZE),
+        ("quantize both ways", select_pair.QUANTIZE_BOTH), ("fake quantize", quantize.FAKE_QUANTIZE),
         ("dequantize", quantize.DEQUANTIZE),
     )  # fmt: skip
     order = [(work, ", ".join(f"`{kernel.name}`" for kernel in row)) for work, row in works]
     files: dict[tuple[str, str], None] = {}
     for _, row in works:
         for kernel in row:
-            module = kernel.refuses.__module__
-            if module not in (gemm.__name__, quantize.__name__):  # those are made of the others
-                files[kernel.name, module] = None
+            if kernel.name == two_casts.PAIR.name:
+                continue  # made of the others
+            files[kernel.name, kernel.refuses.__module__] = None
     body = [
         (f"`{name}`", first_line(sys.modules[m]), f"`{m.removeprefix('mxtensor.').replace('.', '/')}.py`")
         for name, m in files

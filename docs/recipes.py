@@ -9,7 +9,7 @@ from typing import Any
 from docs.markdown import table
 
 ATTENTION = ("fp8_dpa", "fp8_mha")
-"""Fields of TransformerEngine that can only be False here."""
+"""Fields of TransformerEngine that must be False here."""
 
 
 def _casts(casts: Any, delayed: bool) -> str:
@@ -34,13 +34,10 @@ def _value(value: Any) -> str:
 
 def recipes() -> str:
     """Every recipe with what it does by default, and its own options."""
-    from mxtensor import recipe as module
-    from mxtensor.recipe.base import BackwardOptions
+    from mxtensor.recipe import RECIPES
 
     body = []
-    for kind in vars(module).values():
-        if not (isinstance(kind, type) and issubclass(kind, BackwardOptions) and kind.__name__ in module.__all__):
-            continue
+    for kind in RECIPES:
         linear_recipe = kind().linear_recipe()
         mine = inspect.get_annotations(kind).keys() - set(ATTENTION)
         options = [f"`{f.name}={_value(f.default)}`" for f in fields(kind) if f.name in mine]

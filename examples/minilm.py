@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 import mxtensor as mx
-from mxtensor.convert.quantize import recipe_of
+from mxtensor.convert.configs import recipe_of
 from mxtensor.report.model_report import LayerError, layer_errors, plot_layer_errors, short_names
 
 if TYPE_CHECKING:

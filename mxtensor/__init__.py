@@ -8,13 +8,16 @@ import torch as _torch
 
 from . import ops as _ops  # noqa: F401  (fills OP_TABLE)
 from . import recipe
-from .convert.quantize import (
+from .convert.configs import (
     MXDynamicActivationMXWeightConfig,
+    MXLinearConfig,
     NVFP4DynamicActivationNVFP4WeightConfig,
     NVFP4WeightOnlyConfig,
-    quantize_,
 )
-from .core.dispatch import explain, kernels, strict
+from .convert.quantize import quantize_
+from .core.dispatch import strict
+from .core.explain import explain
+from .core.select import kernels
 from .numerics.cast import Cast
 from .numerics.formats import (
     DTYPE_FP6_E2M3,
@@ -27,15 +30,15 @@ from .numerics.formats import (
     get_format,
 )
 from .numerics.operand import Operand
-from .recipe.linear_recipe import KernelPreference, LinearRecipe
-from .te import tensor_attributes as _te_names  # noqa: F401  (gives MXTensor TransformerEngine's names)
-from .tensor.mxtensor import MXTensor, quantize, rebuild
+from .recipe.kernel_preference import KernelPreference
+from .recipe.linear_recipe import LinearRecipe
+from .tensor.mxtensor import MXTensor, rebuild
+from .tensor.quantize import quantize
 
 if TYPE_CHECKING:
     from . import nn
     from .compile.inference_options import inference_options
     from .convert.mxfp8 import MXFP8Config, MXFP8Linear, to_mxfp8
-    from .convert.training import MXLinearConfig
     from .distributed import checkpoint
     from .distributed import tensor_parallel as parallel
     from .te.general_gemm import general_gemm, get_workspace
@@ -105,7 +108,6 @@ __all__ = [
 _LAZY = {
     "compile.inference_options": ("inference_options",),
     "convert.mxfp8": ("MXFP8Config", "MXFP8Linear", "to_mxfp8"),
-    "convert.training": ("MXLinearConfig",),
     "distributed.checkpoint": ("checkpoint",),
     "distributed.tensor_parallel": ("parallel",),
     "nn": ("nn",),

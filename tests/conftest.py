@@ -3,6 +3,7 @@
 import fcntl
 import os
 import pickle
+import sys
 
 import pytest
 import torch
@@ -17,6 +18,13 @@ torch.set_num_threads(1)
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(20240613)
+
+
+@pytest.fixture(autouse=True)
+def no_plans():
+    """Tests that replace a kernel or a device find no plan that was made without."""
+    if "mxtensor.core.plan" in sys.modules:
+        sys.modules["mxtensor.core.plan"].PLANS.clear()
 
 
 def pytest_collection_modifyitems(items):

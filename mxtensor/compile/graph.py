@@ -1,4 +1,4 @@
-"""Products in the graphs of torch's compiler: what they are given, through the views that layers put before them."""
+"""The custom ops of small-M products in FX graphs: their arguments, and the views that layers put before these."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from ..kernels.small_m import kernel  # noqa: F401  (registers the ops)
 ONE, SHARED = torch.ops.mxtensor.small_m.default, torch.ops.mxtensor.small_m_shared.default
 NAMES = tuple(argument.name for argument in ONE._schema.arguments)
 OF_A_WEIGHT = ("data", "scale", "global_scale", "bias")
-"""Arguments of a product that go with its weight; the others are the same in products that are made together."""
+"""Arguments that belong to the weight of a product; products that are merged agree in all others."""
 aten = torch.ops.aten
 VIEWS = (
     aten.reshape.default, aten.view.default, aten.view.dtype, aten.permute.default, aten.transpose.int, aten.t.default,
     aten.slice.Tensor, aten.select.int, aten.unsqueeze.default, aten.squeeze.dim, aten.alias.default,
     aten.detach.default,
 )  # fmt: skip
-"""What layers put between what they share and their products, each for itself."""
+"""View ops that each layer puts between the shared input and its product."""
 
 
 def arguments(node: Node) -> dict[str, Any]:
-    """By name, with the defaults."""
+    """The arguments of a product, by name."""
     return dict(zip(NAMES, node.args, strict=False)) | dict(node.kwargs)
 
 
@@ -33,7 +33,7 @@ def is_view(value: Any) -> bool:
 
 
 def needs(value: Any) -> Iterator[Node]:
-    """What there has to be before a view can be made again."""
+    """The nodes that must exist before this chain of views can be repeated."""
     if is_view(value):
         yield from needs(value.args[0])
         yield from (node for node in value.all_input_nodes if node is not value.args[0])

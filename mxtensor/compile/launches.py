@@ -1,7 +1,8 @@
-"""When products of a compiled graph start: as soon as the kernel before them does, and not before there are weights.
+"""When products of a compiled graph start: as soon as the previous kernel starts, but after their weights are written.
 
-Kernels of torch's compiler may let the next one start before they end (programmatic dependent launch). Products wait
-for the kernel before them, and so for all before that, ere they read anything but weights, which they ask for at once.
+A kernel of torch's compiler may allow the next kernel to start before it ends (programmatic dependent launch). A
+product loads its weights at once. Before it reads anything else it waits for the previous kernel, and so for all
+kernels before that.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ PRODUCTS = ONE, SHARED
 
 
 def _is_input(value: Any) -> bool:
-    """Whether it is there before the graph begins."""
+    """Whether the value exists before the graph starts."""
     return all(node.op in ("placeholder", "get_attr") for node in needs(value))
 
 
 def _subgraphs(node: Node) -> Iterator[Graph]:
-    """The graphs that a node calls: a region, branches, a loop."""
+    """The graphs that a node calls: a nested region, branches, a loop."""
     owner = node.graph.owning_module
     for given in node.all_input_nodes if owner is not None else ():
         if given.op == "get_attr":
@@ -39,7 +40,7 @@ def _subgraphs(node: Node) -> Iterator[Graph]:
 
 
 def _weights_of(node: Node) -> list[Node]:
-    """What products read without waiting, of those that a node is or calls."""
+    """The weights that a node reads without waiting, if it is a product or calls a graph with products."""
     if node.target in PRODUCTS:
         given = arguments(node)
         found = [v for name in ("data", "scale", "global_scale") for v in tree_leaves(given[name])]
@@ -47,15 +48,17 @@ def _weights_of(node: Node) -> list[Node]:
         found = []
         for graph in _subgraphs(node):
             inside = {v for other in graph.nodes for weight in _weights_of(other) for v in needs(weight)}
-            inputs = graph.find_nodes(op="placeholder")  # which are the last of what a node is given
+            inputs = graph.find_nodes(op="placeholder")  # these are the last arguments of the node
             leaves = tree_leaves((node.args, node.kwargs))
             found += [here for there, here in zip(reversed(inputs), reversed(leaves), strict=False) if there in inside]
     return [value for value in dict.fromkeys(found) if isinstance(value, Node)]
 
 
 def wait_for_weights(graph: Graph) -> None:
-    """Where a kernel of the compiler's may make a weight, and let the next one start before it has written, a copy
-    comes between, which does not."""
+    """Insert a copy between the computation of a weight and its product.
+
+    The kernel that computes the weight may allow the product to start before the weight is written; the copy does not.
+    """
     for node in list(graph.nodes):
         for value in _weights_of(node):
             if not _is_input(value):
@@ -69,7 +72,7 @@ def wait_for_weights(graph: Graph) -> None:
 
 
 def _product_is_next(scheduler: Any) -> bool:
-    """Whether the kernel after the one that is being written is one of ours."""
+    """Whether the kernel after the one being generated is a small-M product."""
     nodes = iter(scheduler.nodes if scheduler else ())
     if not any(node is scheduler.current_node for node in nodes):
         return False
@@ -78,18 +81,18 @@ def _product_is_next(scheduler: Any) -> bool:
 
 
 def _launch_first(lines: Sequence[Any], launch: str) -> list[Any]:
-    """Those of a kernel, which lets the next one start before anything else, if it did so at all."""
-    cached_value = [line for line in lines if not (isinstance(line, str) and launch in line)]
-    return [launch, *cached_value] if len(cached_value) < len(lines) else cached_value
+    """The lines of a kernel with its launch call first, if it had one."""
+    others = [line for line in lines if not (isinstance(line, str) and launch in line)]
+    return [launch, *others] if len(others) < len(lines) else others
 
 
 @cache
 def launch_products_early() -> None:
-    """Have torch's compiler, in graphs whose pass says ``launches_early``, write kernels that let a product start as
-    soon as they begin themselves.
+    """Have torch's compiler generate kernels that allow a following product to start when they start themselves.
 
-    Else a kernel lets the next one start once it has read its inputs, for one of the compiler's may read without
-    waiting what comes from the kernel before the last. A torch that writes kernels otherwise is left alone.
+    This holds in graphs whose pass has ``launches_early``. Elsewhere a kernel allows the next one to start after it has
+    read its inputs, because a kernel of the compiler may read without waiting what the kernel before the previous one
+    wrote. Nothing changes with a torch that generates such kernels in another way.
     """
 
     def wanted(config: Any, scheduler: Any) -> bool:

@@ -1,4 +1,7 @@
-"""The small front door to MXFP8: one function, one layer, one config."""
+"""MXFP8 in three names: one function, one layer, one config.
+
+y = mx.MXFP8Linear(1024, 4096)(x)
+"""
 
 from __future__ import annotations
 
@@ -10,48 +13,49 @@ from torch import Tensor, nn
 from ..numerics.formats import get_mx_format
 from ..recipe.base import BackwardOptions
 from ..recipe.linear_recipe import LinearRecipe, TensorCasts
-from ..tensor.mxtensor import MXTensor, quantize
+from ..tensor.mxtensor import MXTensor
+from ..tensor.quantize import quantize
 from ..training.interception import Call, run
 
 
 def to_mxfp8(x: Tensor, block_size: int = 32) -> MXTensor:
-    """``x`` in MXFP8 E4M3, ``block_size`` (16, 32, 64 or 128) values of the last dimension to a power-of-two scale.
+    """``x`` in MXFP8 E4M3: ``block_size`` (16, 32, 64 or 128) values of the last dimension share a power-of-two scale.
 
-    ``.dequantize()`` gives the values in the dtype of ``x``. One byte a value and one a block: 1 + 1 / block_size bytes
-    a value. Raises ValueError for other block sizes, TypeError for a dtype that is not floating-point.
+    ``.dequantize()`` gives the values in the dtype of ``x``. The size is 1 + 1 / block_size bytes a value. Raises
+    ValueError for other block sizes, TypeError for a dtype that is not floating-point.
     """
     return quantize(x, get_mx_format("mxfp8_e4m3", block_size))
 
 
 @dataclass(repr=False)
 class MXFP8Config(BackwardOptions):
-    """MXFP8 by three facts: a recipe, for MXFP8Linear, ``quantize_`` and ``autocast``.
+    """A recipe for MXFP8 with three fields, for MXFP8Linear, ``quantize_`` and ``autocast``.
 
-    E4M3 has more precision (3 bits, to 448), E5M2 more range (2 bits, to 57344). Block scales give range enough, so
-    that E4M3 for gradients too, ``e5m2_backward=False``, is what NVIDIA's pre-training paper found best.
+    E4M3 has more precision (3 mantissa bits, maximum 448), E5M2 more range (2 mantissa bits, maximum 57344). Block
+    scales give enough range: NVIDIA's pre-training paper found E4M3 best for gradients too (``e5m2_backward=False``).
     """
 
     block_size: int = 32
     """Values that share a scale: 16, 32 (OCP MX), 64 or 128."""
     e4m3_forward: bool = True
-    """Inputs and weights in E4M3; else in E5M2."""
+    """Whether inputs and weights are in E4M3; otherwise they are in E5M2."""
     e5m2_backward: bool = True
-    """Gradients in E5M2; else in E4M3."""
+    """Whether gradients are in E5M2; otherwise they are in E4M3."""
     _kinds = frozenset({"mxfp8", "block_scaling"})
     _shown = (("block_size", "block_size"), ("e4m3_forward", "e4m3_forward"), ("e5m2_backward", "e5m2_backward"))
 
     def _linear_recipe(self) -> LinearRecipe:
         forward = TensorCasts.of(get_mx_format("mxfp8_e4m3" if self.e4m3_forward else "mxfp8_e5m2", self.block_size))
         grad = TensorCasts.of(get_mx_format("mxfp8_e5m2" if self.e5m2_backward else "mxfp8_e4m3", self.block_size))
-        return self.finished(forward, forward, grad)
+        return self.with_options(forward, forward, grad)
 
 
 class MXFP8Linear(nn.Linear):
-    """nn.Linear whose three products run in MXFP8, inside ``autocast`` or not; the parameters stay as they are.
+    """nn.Linear whose three products run in MXFP8, inside ``autocast`` or not; the parameters stay in high precision.
 
-    ``config``: an MXFP8Config in the place of ``MXFP8Config(block_size)``; it may be edited, and the next forward pass
-    follows. Input (..., in_features), any sizes; arguments, initial values and state dict as nn.Linear's. Raises
-    TypeError for another kind of config, ValueError where config and ``block_size`` contradict each other.
+    ``config``: an MXFP8Config instead of ``MXFP8Config(block_size)``; the next forward pass follows its edits. Input
+    (..., in_features), any sizes; arguments, initial values and state dict are those of nn.Linear. Raises TypeError for
+    another kind of config, ValueError if config and ``block_size`` contradict each other.
     """
 
     def __init__(
@@ -60,7 +64,7 @@ class MXFP8Linear(nn.Linear):
     ) -> None:  # fmt: skip
         if config is not None and not isinstance(config, MXFP8Config):
             raise TypeError(
-                f"MXFP8Linear: {config!r} is no MXFP8Config; for other recipes use mxtensor.nn.Linear, or quantize_"
+                f"MXFP8Linear: {config!r} is not an MXFP8Config; for other recipes use mxtensor.nn.Linear, or quantize_"
             )
         if config is not None and block_size not in (32, config.block_size):
             raise ValueError(

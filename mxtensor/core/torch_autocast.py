@@ -1,4 +1,4 @@
-"""torch.autocast (that of this package is in ``autocast_state.py``): whether it is on, its dtype, and code without it."""
+"""``torch.autocast``: whether it is active, its dtype, and code that runs without it."""
 
 from __future__ import annotations
 

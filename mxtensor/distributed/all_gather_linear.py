@@ -1,8 +1,8 @@
-"""A linear layer whose input rows are spread over ranks, gathered as codes and scales instead of values.
+"""A linear layer whose input rows are sharded over ranks, gathered as codes and scales instead of values.
 
-Each rank casts its own rows before they travel, so that MXFP8 sends 0.516 of bfloat16's bytes. Rows are rounded by
-themselves for fprop, tokens in blocks for wgrad; as long as the rows of a rank are whole blocks, what arrives is what
-one rank would have made of all rows in their order (rank, then row).
+Each rank casts its own rows before the gather, so MXFP8 moves 0.516 of bfloat16's bytes. Blocks are along rows for
+fprop and along tokens for wgrad. If the rows of a rank are whole blocks, the gathered operands are bitwise those that
+one rank would cast from all rows in their order (rank, then row).
 
     forward   x.rowwise gathered     -> fprop, all rows by the columns of this rank
     backward  dgrad of all rows      -> summed and scattered to the ranks whose rows they are
@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..core.compat import disable_torch_function
-from ..core.dispatch import dispatch_context, restore_context
+from ..core.select import dispatch_context, restore_context
 from ..core.torch_autocast import without_autocast
 from ..kernels.gemm.spec import Form
-from ..numerics.formats import FULL, Rounding
+from ..numerics.formats import Rounding
 from ..numerics.operand import Operand
 from ..recipe.linear_recipe import LinearRecipe
 from ..training.linear import Options, product
@@ -33,34 +33,34 @@ Group = Any
 """A process group."""
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-"""The names of torch 2.13, or those before."""
+"""torch 2.13 has the first names, earlier versions the second."""
 
 
 def refuses(linear_recipe: LinearRecipe, rows: int, cols: int) -> str | None:
-    """Why rows of this recipe cannot travel as codes, ``rows`` x ``cols`` a rank; None where they can."""
-    for name, cast in (("fprop", linear_recipe.input.rowwise), ("wgrad", linear_recipe.input.columnwise)):
+    """Why an input of ``rows`` x ``cols`` a rank cannot be gathered as codes; None if it can."""
+    casts = linear_recipe.input
+    for name, cast, dim in (("fprop", casts.rowwise, -2), ("wgrad", casts.columnwise, -1)):
         if cast is None:
             return f"the recipe leaves the input of {name} in high precision"
-        f = cast.format
-        if f.global_scale or FULL in f.block:
-            return f"{f} has one scale for more than one rank holds"
-        if f.block[0] != 1:
-            return f"{f} has blocks of {f.block[0]} rows, which are cast for both products at once"
+        format = cast.format
+        reason = format.why_not_split(dim, scales_differ=True)
+        if reason is not None:
+            return f"{reason}, and a rank has a part of it"
+        if format.rows_are_blocked:
+            return f"{format} has blocks of {format.block[0]} rows, which are cast for both products at once"
         if cast.rounding is Rounding.STOCHASTIC:
-            return f"{f} is rounded stochastically, by numbers that would be the same on every rank"
-    if linear_recipe.input.signs is not None:
+            return f"{format} is rounded stochastically, by numbers that would be the same on every rank"
+    if casts.signs is not None:
         return "the recipe rotates the input of wgrad across ranks"
     if linear_recipe.delayed is not None:
-        return "delayed scaling has one scale for more than one rank holds"
-    assert linear_recipe.input.columnwise is not None
-    block = linear_recipe.input.columnwise.format.block[1]
-    if rows % block:
-        return f"{rows} rows a rank are not whole blocks of {block}"
-    return None
+        return "delayed scaling has one scale for the whole input, and a rank has a part of it"
+    assert casts.columnwise is not None
+    reason = casts.columnwise.format.why_not_split(-1, rows)
+    return None if reason is None else f"{rows} rows a rank: {reason}"
 
 
 def _gathered_rows(t: Tensor, world: int, group: Group) -> Tensor:
-    """(n, ...) of each rank as (world * n, ...); any dtype travels as bytes."""
+    """(n, ...) of each rank as (world * n, ...); gathered as bytes, whatever the dtype."""
     mine = t.contiguous().view(torch.uint8)
     out = mine.new_empty((world * mine.shape[0], *mine.shape[1:]))
     all_gather(out, mine, group=group)
@@ -75,14 +75,12 @@ def _gathered_columns(t: Tensor, world: int, group: Group) -> Tensor:
 
 def _of_all_rows(mine: Operand, world: int, group: Group) -> Operand:
     rows, cols = mine.shape
-    data, scale = (_gathered_rows(t, world, group) for t in (mine.data, mine.scale))
-    return Operand(data, scale, None, mine.format, (world * rows, cols))
+    return mine.map_blocks(lambda t: _gathered_rows(t, world, group), (world * rows, cols))
 
 
 def _of_all_columns(mine: Operand, world: int, group: Group) -> Operand:
     rows, cols = mine.shape
-    data, scale = (_gathered_columns(t, world, group) for t in (mine.data, mine.scale))
-    return Operand(data, scale, None, mine.format, (rows, world * cols))
+    return mine.map_blocks(lambda t: _gathered_columns(t, world, group), (rows, world * cols))
 
 
 class _Gathered(torch.autograd.Function):
@@ -140,7 +138,7 @@ def gathered_linear(
     """``x_all @ weight^T + bias``, (world * M, N): ``x`` (M, K) are the rows of this rank, ``weight`` (N, K) and
     ``bias`` (N,) its columns, in high precision; ``x_all`` the rows of all ranks of ``group`` in the order of ranks.
 
-    The gradient of ``x`` is summed over the ranks. Raises ValueError where ``refuses`` has a reason.
+    The gradient of ``x`` is summed over the ranks. Raises ValueError if ``refuses`` gives a reason.
     """
     why = refuses(linear_recipe, *x.shape)
     if why is not None:

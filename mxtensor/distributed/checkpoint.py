@@ -1,11 +1,11 @@
-"""Distributed checkpoints that are whole or not there, and whose damage is seen before it is trained on.
+"""Distributed checkpoints that are either complete or absent, and whose damage raises an error at loading.
 
     dcp.save(state, storage_writer=mx.checkpoint.Writer("run/step-100"))
     dcp.load(state, storage_reader=mx.checkpoint.Reader(mx.checkpoint.latest("run")))
 
-The files are those of ``torch.distributed.checkpoint``, which reads them too. They are written into a folder beside the
-one that is asked for, which gets its name when everything is on the disk; a checksum of every tensor stands in a file
-of its own. What a rank raises, torch raises on all of them (``CheckpointException``).
+The files are those of ``torch.distributed.checkpoint``, which can read them too. They are written into a folder with a
+temporary name, which is renamed when everything is on the disk. A separate file stores a checksum of every tensor. An
+error on one rank is raised on all of them by torch (``CheckpointException``).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch.futures import Future
 CHECKSUMS = "checksums.json"
 METADATA = ".metadata"
 PIECE = 1 << 24
-"""Bytes that are read at a time."""
+"""The number of bytes that are read at a time."""
 
 
 def _pieces(path: Path, offset: int, length: int) -> Iterator[bytes]:
@@ -41,7 +41,7 @@ def _pieces(path: Path, offset: int, length: int) -> Iterator[bytes]:
 
 
 def checksum(path: Path, offset: int = 0, length: int | None = None) -> int:
-    """The CRC-32 of bytes of a file; of fewer where it ends before."""
+    """The CRC-32 of ``length`` bytes of a file from ``offset`` on; of fewer if the file ends before."""
     crc = 0
     for piece in _pieces(path, offset, path.stat().st_size if length is None else length):
         crc = zlib.crc32(piece, crc)
@@ -50,21 +50,21 @@ def checksum(path: Path, offset: int = 0, length: int | None = None) -> int:
 
 @dataclass(frozen=True)
 class _Checked(WriteResult):
-    """What a rank says of a tensor that it has written."""
+    """What a rank reports about a tensor that it has written."""
 
     crc: int = 0
 
 
 def _place(stored: Any) -> str:
-    """Where a tensor stands, as a key."""
+    """The position of a tensor in the files, as a key."""
     return f"{stored.relative_path}:{stored.offset}:{stored.length}"
 
 
 class Writer(FileSystemWriter):
-    """Writes a checkpoint into the new folder ``path``; options as ``torch.distributed.checkpoint``'s writer has them.
+    """Writes a checkpoint into the new folder ``path``; options are those of torch's ``FileSystemWriter``.
 
-    Raises FileExistsError if ``path`` is there: each checkpoint has a folder of its own, and the last one stays until
-    this one is whole. What a run that died has left of it ("PATH.part") is overwritten.
+    Raises FileExistsError if ``path`` exists: each checkpoint has a folder of its own, and the last one stays until
+    this one is complete. The remains of an interrupted run ("PATH.part") are overwritten.
     """
 
     def __init__(self, path: str | os.PathLike[str], **options: Any) -> None:
@@ -76,30 +76,30 @@ class Writer(FileSystemWriter):
         return self.to.with_name(self.to.name + ".part")
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """torch's hook: another folder, if ``dcp.save`` names one."""
+        """Called by torch: change the folder if ``dcp.save`` names one."""
         self.to = Path(checkpoint_id or self.to)
         super().reset(self._part)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """torch's hook, on every rank."""
+        """Called by torch on every rank."""
         if not kwargs.get("use_collectives", True):
             raise NotImplementedError(
                 "mx.checkpoint.Writer writes one checkpoint of all ranks; leave use_collectives=True"
             )
         if self.to.exists():
-            raise FileExistsError(f"{self.to} is there already; give each checkpoint a folder of its own")
+            raise FileExistsError(f"{self.to} already exists; give each checkpoint a folder of its own")
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """torch's hook, on one rank, before any writes: nothing of an earlier attempt stays."""
+        """Called by torch on one rank before any rank writes: remove the files of an earlier attempt."""
         for left in self._part.iterdir():
             shutil.rmtree(left) if left.is_dir() else left.unlink()
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """torch's hook, on every rank: its tensors, and what their bytes add up to."""
+        """Called by torch on every rank: write its tensors and compute their checksums."""
         results = super().write_data(plan, planner).wait()
-        if len(results) != len(plan.items):  # torch prints what its threads raise, and goes on
+        if len(results) != len(plan.items):  # torch only prints the errors of its threads
             raise OSError(
                 f"{len(plan.items) - len(results)} of {len(plan.items)} items were not written to {self._part}"
             )
@@ -113,7 +113,7 @@ class Writer(FileSystemWriter):
         return _Checked(result.index, result.size_in_bytes, stored, crc)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """torch's hook, on one rank, after all have written: the checkpoint gets its name."""
+        """Called by torch on one rank after all have written: write the checksums and rename the folder."""
         all_written = [cast(_Checked, result) for written in results for result in written]
         for name in {result.storage_data.relative_path for result in all_written}:
             if not (self._part / name).is_file():
@@ -132,19 +132,19 @@ class Writer(FileSystemWriter):
 
 
 class Reader(FileSystemReader):
-    """Reads a checkpoint that ``Writer`` has written, after comparing the checksum of each tensor that this rank reads.
+    """Reads a checkpoint of ``Writer``, after comparing the checksum of each tensor that this rank reads.
 
-    Raises, with nothing loaded, through torch on every rank: FileNotFoundError where there is no whole checkpoint,
-    ValueError where a file is shorter than it was or a byte has changed, naming file and tensor.
+    Raises before anything is loaded, through torch on every rank: FileNotFoundError if there is no complete checkpoint;
+    ValueError, with the names of file and tensor, if a file is too short or a byte has changed.
     """
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """torch's hook, on every rank."""
+        """Called by torch on every rank."""
         path = Path(self.path)
         if not (path / CHECKSUMS).is_file():
             raise FileNotFoundError(
-                f"{path} is no whole checkpoint of mx.checkpoint.Writer: it has no {CHECKSUMS}; "
-                "mx.checkpoint.latest names the last one that is"
+                f"{path} is not a complete checkpoint of mx.checkpoint.Writer: it has no {CHECKSUMS}; "
+                "mx.checkpoint.latest(folder) gives the last complete one"
             )
         try:
             saved = json.loads((path / CHECKSUMS).read_text())
@@ -152,11 +152,11 @@ class Reader(FileSystemReader):
             found = checksum(path / METADATA)
         except (ValueError, KeyError, TypeError, OSError) as error:
             raise ValueError(f"{path / CHECKSUMS} is damaged ({error!r}); load another checkpoint") from error
-        self._compare(METADATA, "what is where", expected, found)
+        self._compare(METADATA, "the table of contents", expected, found)
         return super().read_metadata(*args, **kwargs)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """torch's hook, on every rank, before any reads: nothing is loaded where one finds damage."""
+        """Called by torch on every rank before any reads: compare the checksums."""
         for index in {item.storage_index for item in plan.items}:
             stored = self.storage_data[index]
             file = Path(self.path) / stored.relative_path
@@ -164,12 +164,12 @@ class Reader(FileSystemReader):
             self._compare(stored.relative_path, repr(index.fqn), self.sums.get(_place(stored)), found)
         return super().prepare_local_plan(plan)
 
-    def _compare(self, name: str, holds: str, expected: int | None, found: int | None) -> None:
+    def _compare(self, name: str, content: str, expected: int | None, found: int | None) -> None:
         if expected is None or expected != found:
             expected_, found_ = ("none" if crc is None else f"{crc:08x}" for crc in (expected, found))
             raise ValueError(
-                f"{Path(self.path) / name} is damaged: where it holds {holds}, its checksum is {found_}, and was "
-                f"{expected_}; load another checkpoint"
+                f"{Path(self.path) / name} is damaged: the checksum of {content} is {found_}, and was {expected_}; "
+                "load another checkpoint"
             )
 
 
@@ -177,13 +177,15 @@ def _time(path: Path) -> int:
     try:
         return int(json.loads(path.read_text())["time"])
     except (ValueError, KeyError, TypeError):
-        return path.stat().st_mtime_ns  # damaged, which ``Reader`` says
+        return path.stat().st_mtime_ns  # damaged; ``Reader`` raises an error for it
 
 
 def latest(folder: str | os.PathLike[str]) -> Path:
-    """The checkpoint in ``folder`` that was finished last, by what it says itself. Raises FileNotFoundError where none
-    was."""
+    """The checkpoint in ``folder`` that was finished last, by the time it stores.
+
+    Raises FileNotFoundError if the folder has no complete checkpoint.
+    """
     whole = [path for path in Path(folder).glob(f"*/{CHECKSUMS}") if path.parent.suffix != ".part"]
     if not whole:
-        raise FileNotFoundError(f"{folder} holds no whole checkpoint of mx.checkpoint.Writer")
+        raise FileNotFoundError(f"{folder} has no complete checkpoint of mx.checkpoint.Writer")
     return max(whole, key=_time).parent

@@ -2,10 +2,10 @@
 
     parallelize_module(model, mesh, {"up": mx.parallel.ColwiseParallel(), "down": mx.parallel.RowwiseParallel()})
 
-A parameter becomes a DTensor, as with torch's styles; what it holds on a rank carries the recipe still, and the layer
-multiplies there (torch's own would take the product apart above the recipe). With ``input_layouts=Shard(1)``, sequence
-parallelism, a column-wise layer gathers its input as codes and scales where the recipe allows it
-(``gathered_linear.py``).
+A parameter becomes a DTensor, as with torch's styles. Its local tensor still carries the recipe, and the layer
+multiplies by the local tensor (torch's own styles decompose the product before the recipe applies). With
+``input_layouts=Shard(1)``, sequence parallelism, a column-wise layer gathers its input as codes and scales if the
+recipe allows it (``all_gather_linear.py``).
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor import parallel as torch_parallel
 
-from ..core.dispatch import Spec, record
+from ..core.explain import record
+from ..core.kernel import Spec
 from ..core.torch_autocast import autocast_dtype
-from ..numerics.formats import FULL
+from ..numerics.formats import Format, Orientation
 from ..recipe.linear_recipe import LinearRecipe
 from ..tensor.mxtensor import MXTensor
 from ..training.training_weight import TrainingWeight, local_of
@@ -29,7 +30,7 @@ from .all_gather_linear import gathered_linear, refuses
 
 
 def _linear_recipe(weight: Any) -> LinearRecipe | None:
-    """The recipe of a weight that is trained; None for any other."""
+    """The recipe of a training weight; None for any other."""
     local = local_of(weight)
     return local.linear_recipe if isinstance(local, TrainingWeight) else None
 
@@ -38,37 +39,48 @@ def _local(t: DTensor | None) -> Tensor | None:
     return None if t is None else t.to_local()
 
 
+def _split_operands(weight: Any, dim: int) -> list[tuple[Format, int, bool]]:
+    """The operands of a layer that ranks get parts of, when dimension ``dim`` of its weight (N, K) is split.
+
+    Each is (format, the dimension of the operand, whether each rank quantizes its part on its own).
+    """
+    recipe = _linear_recipe(weight)
+    if recipe is not None:
+        other = recipe.grad if dim == 0 else recipe.input  # grad (M, N), input (M, K): split along their last dimension
+        operands = [(recipe.weight.rowwise, dim - 2), (recipe.weight.columnwise, -1 - dim)]
+        operands += [(other.rowwise, -1), (other.columnwise, -2)]
+        return [(cast.format, place, True) for cast, place in operands if cast is not None]
+    if isinstance(weight, MXTensor):
+        return [(weight.format, dim - 2 if Orientation.ROWWISE in weight.copies else -1 - dim, False)]
+    return []
+
+
 def _check_split(module: nn.Linear, mesh: DeviceMesh, dim: int) -> None:
-    """Raise where ranks would get parts of blocks, or parts of different sizes (ValueError), and where a scale is made
-    of a whole tensor, of which a rank has a part (NotImplementedError)."""
+    """Check that the weight can be split along dimension ``dim``, 0 (out_features) or 1 (in_features).
+
+    Raises ValueError if ranks would get parts of different sizes or parts of blocks, NotImplementedError if a scale
+    depends on values of two ranks.
+    """
     weight, world = module.weight, mesh.size()
     extent, name = weight.shape[dim], ("out_features", "in_features")[dim]
     if extent % world:
         raise ValueError(
             f"{name}={extent} does not divide into {world} equal parts; use a mesh of fewer ranks, or pad the layer"
         )
-    linear_recipe = _linear_recipe(weight)
-    if linear_recipe is not None:
-        formats = [
-            c.format
-            for r in (linear_recipe.input, linear_recipe.weight, linear_recipe.grad)
-            for c in (r.rowwise, r.columnwise)
-            if c
-        ]
-        whole = next((f for f in formats if f.global_scale or FULL in f.block), None)
-        if whole is not None:
+    operands = _split_operands(weight, dim)
+    for format, place, scales_differ in operands:
+        reason = format.why_not_split(place, scales_differ=scales_differ)
+        if reason is not None:
             raise NotImplementedError(
-                f"a scale of {whole} is of a whole tensor, and tensor parallelism gives each rank a part; use a recipe "
-                "with a scale for each block, such as MXFP8BlockScaling()"
+                f"{reason}, and tensor parallelism gives each rank a part of it; use a recipe with a scale for each "
+                "block, such as MXFP8BlockScaling()"
             )
-        blocks = [(f.block[1], f) for f in formats]
-    else:
-        blocks = [(weight.format.block[dim], weight.format)] if isinstance(weight, MXTensor) else []
-    for block, format in blocks:
-        if block != FULL and extent // world % block:
+    for format, place, _ in operands:
+        reason = format.why_not_split(place, extent // world)
+        if reason is not None:
             raise ValueError(
-                f"{name}={extent} over {world} ranks are {extent // world} each, which is no multiple of the {block} "
-                f"that share a scale in {format}; use a mesh of fewer ranks, or leave this layer unquantized"
+                f"{name}={extent} over {world} ranks are {extent // world} each: {reason}; use a mesh of fewer ranks, "
+                "or leave this layer unquantized"
             )
 
 
@@ -76,7 +88,7 @@ def _check_split(module: nn.Linear, mesh: DeviceMesh, dim: int) -> None:
 
 
 def _columns(self: nn.Linear, x: DTensor) -> DTensor:
-    """The columns of a result that this rank's rows of the weight make."""
+    """The columns of the result that come from this rank's rows of the weight."""
     weight, bias = cast(DTensor, self.weight), cast("DTensor | None", self.bias)
     mesh, (placement,) = x.device_mesh, x.placements
     last, linear_recipe = x.dim() - 1, _linear_recipe(weight)
@@ -92,7 +104,7 @@ def _columns(self: nn.Linear, x: DTensor) -> DTensor:
 def _columns_of_sharded_rows(
     x: DTensor, dim: int, weight: DTensor, bias: Any, linear_recipe: LinearRecipe
 ) -> Tensor | None:
-    """The same of rows that are spread over the ranks, gathered as codes; None where they cannot be."""
+    """The same for input rows that are sharded over the ranks, gathered as codes; None if that is refused."""
     mesh, part = x.device_mesh, x.to_local(grad_placements=x.placements)
     world, rows = mesh.size(), part.numel() // part.shape[-1]
     why = refuses(linear_recipe, rows, part.shape[-1])
@@ -113,12 +125,12 @@ def _columns_of_sharded_rows(
 
 
 class ColwiseParallel(torch_parallel.ColwiseParallel):
-    """A linear layer of which each rank has ``out_features / world`` columns; arguments as torch's style has them.
+    """Each rank computes ``out_features / world`` columns of a linear layer; arguments are those of torch's style.
 
     ``input_layouts``: Replicate() (default), or Shard(dim) of a dimension of tokens, which is gathered: as codes and
-    scales where ``explain()`` names the gather "quantized". Weights of training (``quantize_`` with a recipe), frozen
-    MXTensors and plain weights; embeddings as torch's. Raises ValueError at ``parallelize_module`` for a layer whose
-    parts are no whole blocks.
+    scales if ``explain()`` names the gather "quantized". Takes training weights (``quantize_`` with a recipe), frozen
+    MXTensors and plain weights; embeddings are torch's. ``parallelize_module`` raises ValueError for a layer whose
+    parts are not whole blocks, and NotImplementedError for a recipe whose scales depend on values of two ranks.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -138,7 +150,7 @@ class ColwiseParallel(torch_parallel.ColwiseParallel):
 
 
 def _rows(self: nn.Linear, x: DTensor) -> DTensor:
-    """The part of a result that this rank's columns of the weight make, summed over the ranks; then the bias."""
+    """The sum over the ranks of the products with each rank's columns of the weight; then the bias."""
     last = x.dim() - 1
     part = x.to_local(grad_placements=[Shard(last)])
     y = F.linear(part, cast(Tensor, _local(cast(DTensor, self.weight))))
@@ -149,10 +161,11 @@ def _rows(self: nn.Linear, x: DTensor) -> DTensor:
 
 
 class RowwiseParallel(torch_parallel.RowwiseParallel):
-    """A linear layer of which each rank has ``in_features / world`` rows; arguments as torch's style has them.
+    """Each rank contracts ``in_features / world`` values of a linear layer; arguments are those of torch's style.
 
-    The parts of the result are summed in its dtype, as torch's style does, and the bias is added once, after. Raises
-    ValueError at ``parallelize_module`` for a layer whose parts are no whole blocks.
+    The partial results are summed in their dtype, as in torch's style, and the bias is added once after that.
+    ``parallelize_module`` raises ValueError for a layer whose parts are not whole blocks, and NotImplementedError for a
+    recipe whose scales depend on values of two ranks.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

@@ -1,1 +1,1 @@
-"""Below the tensor: kernels know operands, never MXTensor. Each file holds one ``KERNEL``."""
+"""Cast and product kernels. They take and return operands and plain tensors, never an MXTensor."""

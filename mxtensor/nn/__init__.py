@@ -1,4 +1,4 @@
-"""Modules as TransformerEngine's users know them, which run quantized inside ``mxtensor.autocast``."""
+"""TransformerEngine's modules, by their names and arguments. They run quantized inside ``mxtensor.autocast``."""
 
 from .attention import MultiheadAttention
 from .dot_product import DotProductAttention

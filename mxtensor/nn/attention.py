@@ -1,4 +1,4 @@
-"""MultiheadAttention: projections that run quantized under a recipe around attention that never does."""
+"""MultiheadAttention: projections that run quantized under a recipe, and attention that stays in high precision."""
 
 from __future__ import annotations
 
@@ -8,23 +8,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .base import Init, check_parallelism
-from .dot_product import ATTENTION_TYPES, DotProductAttention, PaddingMask, Window, check_heads, member
+from .arguments import check_heads, check_parallelism, one_of
+from .dot_product import ATTENTION_TYPES, DotProductAttention, PaddingMask, Window
 from .layernorm_linear import LayerNormLinear
 from .linear import Linear
+from .parameters import Init
 from .rope import apply_rotary_pos_emb
 
 
 class MultiheadAttention(nn.Module):
     """Self-attention, or cross-attention to ``encoder_output``: (s, b, hidden_size), for ``bshd`` (b, s, hidden_size).
 
-    Parameters, as TransformerEngine names them: ``qkv`` (``layernorm_qkv`` with ``input_layernorm``), for ``cross``
-    ``query_layer`` (``layernorm_query``) and ``key_value``; then ``proj``. Projections hold ``query_weight``,
-    ``key_weight``, ``value_weight`` and biases, or with ``fuse_qkv_params`` one ``weight`` and ``bias``, in which each
-    group's query heads, key and value follow each other, unless ``qkv_weight_interleaved=False``: all queries, all
-    keys, all values. A state dict of nn.MultiheadAttention loads too.
+    The projections have TransformerEngine's names: ``qkv`` (``layernorm_qkv`` with ``input_layernorm``), for ``cross``
+    ``query_layer`` (``layernorm_query``) and ``key_value``; then ``proj``. Each has ``query_weight``, ``key_weight``,
+    ``value_weight`` and biases. With ``fuse_qkv_params`` it has one ``weight`` and ``bias``, whose rows are the query
+    heads, the key and the value of each group in turn; with ``qkv_weight_interleaved=False`` all queries, all keys, all
+    values. A state dict of nn.MultiheadAttention loads too.
 
-    Raises ValueError for sizes that do not divide and words it does not know, NotImplementedError for parallelism.
+    Raises ValueError for sizes that do not divide and for unknown names, NotImplementedError for parallelism.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class MultiheadAttention(nn.Module):
             )
         self.num_attention_heads = num_attention_heads
         self.kv_channels = kv_channels or hidden_size // num_attention_heads
-        self.attention_type = member(f"{title}: attention_type", attention_type, ATTENTION_TYPES)
+        self.attention_type = one_of(f"{title}: attention_type", attention_type, ATTENTION_TYPES)
         self.input_layernorm, self.return_bias = input_layernorm, return_bias
         self.return_layernorm_output = return_layernorm_output and input_layernorm
         self.fuse_qkv_params = fuse_qkv_params
@@ -97,10 +98,10 @@ class MultiheadAttention(nn.Module):
         }
 
         n, g, d = num_attention_heads, self.num_gqa_groups, self.kv_channels
-        components = {"query": n * d, "key": g * d, "value": g * d}
+        rows = {"query": n * d, "key": g * d, "value": g * d}
         self.projections = SELF[input_layernorm] if attention_type == "self" else CROSS[input_layernorm]
         for attribute, names in self.projections.items():
-            split = {part: components[part] for part in names}
+            split = {name: rows[name] for name in names}
             normed = attribute.startswith("layernorm_")
             layer: type[nn.Module] = LayerNormLinear if normed else Linear
             module = layer(
@@ -128,7 +129,7 @@ class MultiheadAttention(nn.Module):
         self.register_load_state_dict_pre_hook(_from_torch_names)
 
     def _is_fused(self, projection: str) -> bool:
-        """Whether a projection holds one parameter; TransformerEngine's ``query_layer`` always does."""
+        """Whether a projection has one weight parameter; TransformerEngine's ``query_layer`` always does."""
         return self.fuse_qkv_params or projection == "query_layer"
 
     def forward(
@@ -143,11 +144,11 @@ class MultiheadAttention(nn.Module):
         checkpoint_core_attention: bool = False,
         rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None = None,
     ) -> Any:
-        """The output, or a tuple of it, the bias if ``return_bias``, the norm's output if ``return_layernorm_output``.
+        """The output. With ``return_bias`` or ``return_layernorm_output`` a tuple: output, bias, result of the norm.
 
-        Masks and ``checkpoint_core_attention`` as in DotProductAttention. ``rotary_pos_emb``: angles for queries and
-        keys, or one tensor of angles for each. Raises ValueError where cross-attention has no ``encoder_output``, or
-        self-attention one.
+        Masks and ``checkpoint_core_attention``: see DotProductAttention. ``rotary_pos_emb``: angles for queries and
+        keys, or a pair with one tensor of angles for each. Raises ValueError for cross-attention without
+        ``encoder_output`` and for self-attention with one.
         """
         if (encoder_output is None) is (self.attention_type == "cross"):
             needs = "needs encoder_output" if encoder_output is None else "takes no encoder_output"
@@ -182,24 +183,24 @@ class MultiheadAttention(nn.Module):
     def _heads(self, mixed: Tensor, names: Sequence[str]) -> list[Tensor]:
         """(..., channels of all) -> (..., heads, kv_channels) for each name."""
         counts, groups = self._counts(names), self.num_gqa_groups
-        # torch.unflatten, for Dynamo does not follow Tensor.unflatten under autocast's torch function mode.
+        # Dynamo cannot trace Tensor.unflatten under the torch function mode of autocast.
         if self.qkv_weight_interleaved:
             grouped = torch.unflatten(mixed, -1, (groups, -1, self.kv_channels))
-            return [part.flatten(-3, -2) for part in grouped.split([n // groups for n in counts], -2)]
+            return [heads.flatten(-3, -2) for heads in grouped.split([n // groups for n in counts], -2)]
         return list(torch.unflatten(mixed, -1, (-1, self.kv_channels)).split(counts, -2))
 
-    def _fused(self, components: Sequence[Tensor]) -> Tensor:
-        """Rows of each part, one after the other or interleaved by group: what ``_heads`` takes apart."""
+    def _fused(self, weights: Sequence[Tensor]) -> Tensor:
+        """The rows of all weights, one after the other or interleaved by group: the inverse of ``_heads``."""
         if not self.qkv_weight_interleaved:
-            return torch.cat(list(components))
-        grouped = [part.unflatten(0, (self.num_gqa_groups, -1, self.kv_channels)) for part in components]
+            return torch.cat(list(weights))
+        grouped = [weight.unflatten(0, (self.num_gqa_groups, -1, self.kv_channels)) for weight in weights]
         return torch.cat(grouped, 1).flatten(0, 2)
 
     # ------------------------------------------------------------------------------------------ from torch
 
     @classmethod
     def from_torch(cls, module: nn.MultiheadAttention, **options: Any) -> MultiheadAttention:
-        """The layer that computes what ``module`` does, with copies of its parameters; ``options`` override arguments.
+        """A layer with the function of ``module`` and copies of its parameters; ``options`` override arguments.
 
         Raises NotImplementedError for key or value sizes other than embed_dim, ``add_bias_kv`` and ``add_zero_attn``.
         """
@@ -207,7 +208,7 @@ class MultiheadAttention(nn.Module):
             raise NotImplementedError(
                 f"MultiheadAttention.from_torch: kdim={module.kdim}, vdim={module.vdim}, add_bias_kv="
                 f"{module.bias_k is not None}, add_zero_attn={module.add_zero_attn}; only kdim = vdim = embed_dim "
-                f"({module.embed_dim}) without these is offered: keep torch's module, which autocast reaches too"
+                f"({module.embed_dim}) without these is supported: use torch's module, which autocast quantizes too"
             )
         weight = module.out_proj.weight
         known: dict[str, Any] = {
@@ -228,20 +229,20 @@ CROSS = {
     True: {"layernorm_query": ("query",), "key_value": ("key", "value")},
     False: {"query_layer": ("query",), "key_value": ("key", "value")},
 }
-"""With a norm or without: attribute -> the parts that its projection makes, in order."""
+"""With a norm or without: attribute -> what its projection computes, in order."""
 
 
 def _from_torch_names(module: MultiheadAttention, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Before a state dict is loaded: what nn.MultiheadAttention calls its parameters."""
+    """Before a state dict is loaded: rename the parameters of nn.MultiheadAttention."""
     for kind in ("weight", "bias"):
         if f"{prefix}out_proj.{kind}" in state_dict:
             state_dict[f"{prefix}proj.{kind}"] = state_dict.pop(f"{prefix}out_proj.{kind}")
         packed = state_dict.pop(f"{prefix}in_proj_{kind}", None)
         if packed is None:
             continue
-        components = dict(zip(("query", "key", "value"), packed.chunk(3), strict=True))
+        rows = dict(zip(("query", "key", "value"), packed.chunk(3), strict=True))
         for attribute, names in module.projections.items():
             if module._is_fused(attribute):
-                state_dict[f"{prefix}{attribute}.{kind}"] = module._fused([components[name] for name in names])
+                state_dict[f"{prefix}{attribute}.{kind}"] = module._fused([rows[name] for name in names])
             else:
-                state_dict.update({f"{prefix}{attribute}.{name}_{kind}": components[name] for name in names})
+                state_dict.update({f"{prefix}{attribute}.{name}_{kind}": rows[name] for name in names})

@@ -1,7 +1,7 @@
 """DotProductAttention: softmax(Q K^T) V in high precision, whatever recipe is active.
 
-The MXFP8 pre-training paper quantizes linear layers only, and so does ``autocast``: the two products in here are those
-of torch's scaled_dot_product_attention.
+The MXFP8 pre-training paper quantizes linear layers only, and so does ``autocast``. torch's
+scaled_dot_product_attention computes both products.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..core.compat import disable_torch_function
-from .base import check_parallelism
+from .arguments import check_heads, check_parallelism, one_of
 
 PaddingMask = Tensor | tuple[Tensor, Tensor]
 Window = tuple[int, int]
@@ -27,16 +27,16 @@ Sizes = tuple[int, int, int, int]
 
 @dataclass(frozen=True)
 class Mask:
-    """What a mask type hides. Positions count along the diagonal on which a query meets its own key."""
+    """What a mask type hides. The diagonal pairs each query with the key of its own position."""
 
     causal: bool = False
-    """keys after the query"""
+    """Hide the keys after the query."""
     padding: bool = False
-    """what the caller's mask of positions marks; such queries give zeros"""
+    """Hide the positions that the caller's mask marks; such queries give zeros."""
     arbitrary: bool = False
-    """what the caller's mask of (query, key) marks"""
+    """Hide the (query, key) pairs that the caller's mask marks."""
     bottom_right: bool = True
-    """The diagonal ends where the last query meets the last key; else it begins where the first meets the first."""
+    """The diagonal ends at the last query and the last key; False: it starts at the first query and the first key."""
 
 
 MASKS = {
@@ -49,36 +49,23 @@ MASKS = {
     "arbitrary": Mask(arbitrary=True),
 }
 FORMATS = {"sbhd": (1, 2, 0, 3), "bshd": (0, 2, 1, 3)}
-"""Format -> the permutation that takes it to (batch, head, position, channel)."""
+"""Format -> the permutation to (batch, head, position, channel)."""
 BACK = {"sbhd": (2, 0, 1, 3), "bshd": (0, 2, 1, 3)}
-"""Format -> the permutation back."""
+"""Format -> the inverse permutation."""
 ATTENTION_TYPES = ("self", "cross")
 
 
-def member(what: str, value: str, choices: Iterable[str]) -> str:
-    """``value`` if it is one of ``choices``. Raises ValueError otherwise."""
-    if value not in choices:
-        raise ValueError(f"{what} is {value!r}; choose one of {', '.join(choices)}")
-    return value
-
-
-def check_heads(name: str, heads: int, groups: int | None) -> int:
-    """The number of key and value heads. Raises ValueError unless query heads divide into as many groups."""
-    groups = heads if groups is None else groups
-    if heads < 1 or groups < 1 or heads % groups:
-        raise ValueError(f"{name}: num_attention_heads={heads} must be a multiple of num_gqa_groups={groups}")
-    return groups
-
-
 class DotProductAttention(nn.Module):
-    """Attention of queries (s, b, h, d) over keys and values (s, b, g, d), for ``bshd`` (b, s, ...); no parameters.
+    """Attention of queries (s, b, h, d) over keys and values (s, b, g, d), for ``bshd`` (b, s, ...). No parameters.
 
-    ``kv_channels``: d, or (d of queries and keys, d of values). ``attn_mask_type``: one of ``MASKS``; the diagonal of
-    ``causal`` and ``padding_causal`` begins top left, that of the others ends bottom right. ``window_size`` (left,
-    right): a query sees so many keys to each side of the diagonal, -1 for all. ``attention_dropout`` acts in training
-    only. The arguments up to ``window_size`` may be set anew in each call.
+    - ``kv_channels``: d, or (d of queries and keys, d of values).
+    - ``attn_mask_type``: one of ``MASKS``. The diagonal of ``causal`` and ``padding_causal`` starts at the top left,
+      that of the other types ends at the bottom right.
+    - ``window_size`` (left, right): the number of keys that a query sees on each side of the diagonal, -1 for all.
+    - ``attention_dropout`` is active in training only.
 
-    Raises ValueError for numbers of heads that do not divide and words it does not know.
+    Each call may override ``qkv_format``, ``attn_mask_type`` and ``window_size``. Raises ValueError for numbers of
+    heads that do not divide, and for unknown names.
     """
 
     def __init__(
@@ -109,9 +96,9 @@ class DotProductAttention(nn.Module):
         self.num_gqa_groups = check_heads(name, num_attention_heads, num_gqa_groups)
         self.channels = (kv_channels, kv_channels) if isinstance(kv_channels, int) else tuple(kv_channels)
         self.attention_dropout = attention_dropout
-        self.qkv_format = member(f"{name}: qkv_format", qkv_format, FORMATS)
-        self.attn_mask_type = member(f"{name}: attn_mask_type", attn_mask_type, MASKS)
-        self.attention_type = member(f"{name}: attention_type", attention_type, ATTENTION_TYPES)
+        self.qkv_format = one_of(f"{name}: qkv_format", qkv_format, FORMATS)
+        self.attn_mask_type = one_of(f"{name}: attn_mask_type", attn_mask_type, MASKS)
+        self.attention_type = one_of(f"{name}: attention_type", attention_type, ATTENTION_TYPES)
         self.window_size = window_size
         self.softmax_scale = 1 / math.sqrt(self.channels[0]) if softmax_scale is None else softmax_scale
         self.layer_number = layer_number
@@ -136,21 +123,21 @@ class DotProductAttention(nn.Module):
     ) -> Tensor:
         """(s, b, h * d of values), for ``bshd`` (b, s, ...).
 
-        ``attention_mask`` is bool, True for what is masked out: for ``padding`` types (b, 1, 1, s) of queries and keys
-        alike or a pair of these, padding at the end; for ``arbitrary`` broadcastable to (b, h, s of queries, s of
-        keys). Other types do not read it. A query that sees no key gives zeros. ``checkpoint_core_attention`` computes
-        all this again in the backward pass instead of keeping it. Raises ValueError for shapes and masks that do not
-        fit, TypeError for masks that are not bool.
+        ``attention_mask`` is bool, True for what is masked out. For ``padding`` types: (b, 1, 1, s) for both queries
+        and keys, or a pair of these, with the padding at the end. For ``arbitrary``: broadcastable to (b, h, s of
+        queries, s of keys). Other types ignore it. A query that sees no key gives zeros. ``checkpoint_core_attention``
+        recomputes the attention in the backward pass instead of saving it. Raises ValueError for shapes and masks that
+        do not fit, TypeError for masks that are not bool.
         """
         name = type(self).__name__
-        form = member(f"{name}: qkv_format", qkv_format or self.qkv_format, FORMATS)
-        mask_type = member(f"{name}: attn_mask_type", attn_mask_type or self.attn_mask_type, MASKS)
+        form = one_of(f"{name}: qkv_format", qkv_format or self.qkv_format, FORMATS)
+        mask_type = one_of(f"{name}: attn_mask_type", attn_mask_type or self.attn_mask_type, MASKS)
         window = window_size or self.window_size or (-1, -1)
         self._check(query_layer, key_layer, value_layer, form)
         q, k, v = (t.permute(FORMATS[form]) for t in (query_layer, key_layer, value_layer))
         causal, seen = visible(mask_type, window, attention_mask, (*q.shape[:3], k.shape[2]), q.device)
         if checkpoint_core_attention:
-            with disable_torch_function():  # nothing in there is autocast's, which no compiled checkpoint keeps
+            with disable_torch_function():  # no rule of autocast is needed, and none would survive compilation
                 y = checkpoint(self._core, q, k, v, seen, causal, use_reentrant=False)
         else:
             y = self._core(q, k, v, seen, causal)
@@ -165,22 +152,20 @@ class DotProductAttention(nn.Module):
         if not fits or shapes[1][:2] != shapes[2][:2] or shapes[0][batch] != shapes[1][batch]:
             wanted = ", ".join(f"(..., {h}, {d})" for h, d in zip(heads, channels, strict=True))
             raise ValueError(
-                f"{type(self).__name__}: query, key and value {shapes[0]}, {shapes[1]}, {shapes[2]} do not fit: as "
-                f"{form} of one batch and {wanted}, keys and values of one length"
+                f"{type(self).__name__}: query, key and value {shapes[0]}, {shapes[1]}, {shapes[2]} do not fit: {form} "
+                f"needs one batch size, {wanted}, and one length for keys and values"
             )
 
     def _core(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, causal: bool) -> Tensor:
-        groups, dropout = (
-            self.num_attention_heads // self.num_gqa_groups,
-            self.attention_dropout if self.training else 0.0,
-        )
+        groups = self.num_attention_heads // self.num_gqa_groups
+        dropout = self.attention_dropout if self.training else 0.0
         if seen is None:
             return F.scaled_dot_product_attention(
                 q, k, v, dropout_p=dropout, is_causal=causal, scale=self.softmax_scale, enable_gqa=groups > 1
             )
-        if groups > 1:  # torch's memory-efficient kernel takes masks but no groups
+        if groups > 1:  # torch's memory-efficient kernel accepts masks but no groups
             k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-        blind = ~seen.any(-1, keepdim=True)  # what a kernel gives for a row without keys is its own affair
+        blind = ~seen.any(-1, keepdim=True)  # for a row without keys each kernel gives another result
         y = F.scaled_dot_product_attention(q, k, v, seen | blind, dropout_p=dropout, scale=self.softmax_scale)
         return y.masked_fill(blind, 0)
 
@@ -191,7 +176,7 @@ class DotProductAttention(nn.Module):
 def visible(
     mask_type: str, window: Window, given: PaddingMask | None, sizes: Sizes, device: torch.device
 ) -> tuple[bool, Tensor | None]:
-    """(whether the kernel's own causal mask says all, else which keys a query sees or None for all).
+    """(whether the kernel's own causal mask is the whole mask, which keys each query sees; None: all keys).
 
     The tensor is bool and broadcastable to ``sizes``.
     """

@@ -1,4 +1,4 @@
-"""GroupedLinear: linear layers side by side, each for a group of the rows: the experts of a mixture."""
+"""GroupedLinear: several linear layers, each for one group of rows, such as the experts of a mixture."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ import torch
 from torch import Tensor
 
 from ..training.grouped import Splits, groups_of, row_counts, stacked
-from .base import Init, QuantizedModule, cast_bias, check_parallelism, kaiming
+from .arguments import check_parallelism
+from .base import QuantizedModule, cast_bias
+from .parameters import Init, kaiming
 
 
 class GroupedLinear(QuantizedModule):
     """``num_gemms`` linear layers of one shape: the first ``m_splits[0]`` rows go through the first, and so on.
 
-    Arguments as TransformerEngine has them. Parameters ``weight0``, ``weight1`` ... (out_features, in_features), then
-    ``bias0`` ... (out_features,), initialized as ``Linear``'s are. Any row counts, zero included, need no padding: each
-    group is cast from its own rows, and the result and all gradients are to the bit those of ``num_gemms`` modules
-    ``Linear`` over ``torch.split(inp, m_splits)``. Every group has quantizers and, with delayed scaling, histories of
-    its own.
+    The arguments are those of TransformerEngine. The parameters are ``weight0``, ``weight1`` ... (out_features,
+    in_features), then ``bias0`` ... (out_features,), initialized as in ``Linear``. Any row counts, zero included, work
+    without padding: each group is cast from its own rows. The result and all gradients are bitwise identical to those
+    of ``num_gemms`` ``Linear`` modules over ``torch.split(inp, m_splits)``. Every group has its own quantizers and,
+    with delayed scaling, its own histories.
 
     The other options are those of ``Linear``; with ``return_bias`` the result is ``(y, [bias0, ...])``.
 
@@ -52,7 +54,7 @@ class GroupedLinear(QuantizedModule):
             get_rng_state_tracker=get_rng_state_tracker, rng_tracker_name=rng_tracker_name, parallel_mode=parallel_mode,
         )  # fmt: skip
         if num_gemms < 1:
-            raise ValueError(f"GroupedLinear: num_gemms is {num_gemms}; there is one group or more")
+            raise ValueError(f"GroupedLinear: num_gemms is {num_gemms}; use 1 or more")
         super().__init__(
             name,
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
@@ -70,12 +72,12 @@ class GroupedLinear(QuantizedModule):
     def forward(
         self, inp: Tensor, m_splits: Splits, is_first_microbatch: bool | None = None
     ) -> Tensor | tuple[Tensor, list[Tensor | None]]:
-        """inp (..., in_features), its leading dimensions counted as one; m_splits: the row count of each group.
+        """inp (..., in_features) -> y (..., out_features); with ``return_bias`` (y, biases).
 
-        Result (..., out_features), with ``return_bias`` and the biases. ``m_splits`` may be a tensor of integers on any
-        device, which is waited for; a compiled model wants a list, and compiles anew where the row count of a group is
-        0, 1, or goes above a block for the first time. ``is_first_microbatch`` as ``Linear``. Raises ValueError and
-        TypeError for m_splits that are no row counts of ``inp``, and what ``Linear`` raises, with nothing changed.
+        The leading dimensions count as one. ``m_splits``: the row count of each group, as integers or as an integer
+        tensor on any device, which synchronizes. A compiled model needs a list, and compiles again if the row count of
+        a group is 0 or 1, or exceeds a block for the first time. ``is_first_microbatch``: see ``Linear``. Raises
+        ValueError and TypeError for m_splits that do not fit ``inp``, and what ``Linear`` raises, with nothing changed.
         """
         groups = groups_of(inp, row_counts(m_splits, self.num_gemms, self.label), self.label)
         weights = [[getattr(self, f"weight{i}")] for i in range(self.num_gemms)]

@@ -1,4 +1,4 @@
-"""LayerNormLinear: a norm in high precision and a linear layer that runs quantized inside ``autocast``."""
+"""LayerNormLinear: a norm in high precision, then a linear layer that runs quantized inside ``autocast``."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import Init, check_parallelism
+from .arguments import check_parallelism
 from .linear import LinearBase, Split
 from .norm import NormBase, check_normalization
+from .parameters import Init
 
 
 class LayerNormLinear(NormBase, LinearBase):
-    """``y = norm(x) weight^T + bias``. Arguments as TransformerEngine has them, most as :class:`Linear`'s.
+    """``y = norm(x) weight^T + bias``. The arguments are TransformerEngine's, most of them as in :class:`Linear`.
 
-    Parameters ``layer_norm_weight`` and ``layer_norm_bias`` (in_features,), ``weight`` and ``bias``;
+    The parameters are ``layer_norm_weight`` and ``layer_norm_bias`` (in_features,), ``weight`` and ``bias``;
     ``layer_norm_bias`` is None for ``normalization="RMSNorm"``. ``zero_centered_gamma``: the norm multiplies by
-    ``1 + layer_norm_weight``. ``return_layernorm_output``: the norm's result is returned last.
+    ``1 + layer_norm_weight``. ``return_layernorm_output``: return the result of the norm, last.
 
-    Raises as Linear, and ValueError for a norm that there is not.
+    Raises what Linear raises, and ValueError for an unknown norm.
     """
 
     def __init__(
@@ -58,9 +59,10 @@ class LayerNormLinear(NormBase, LinearBase):
         self.add_split_linear(in_features, out_features, parameters_split, init_method, bias, device, params_dtype)
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
-        """inp (..., in_features); y (..., out_features), or a tuple of y, the bias and the norm's result as asked.
+        """inp (..., in_features) -> y (..., out_features).
 
-        ``is_first_microbatch`` as in :class:`Linear`.
+        With ``return_bias`` or ``return_layernorm_output`` a tuple: y, the bias, the result of the norm.
+        ``is_first_microbatch``: see :class:`Linear`.
         """
         weights = self.weights()
         active = self.prepare(inp, weights)

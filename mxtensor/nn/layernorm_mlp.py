@@ -1,4 +1,4 @@
-"""LayerNormMLP: a norm, a linear layer, an activation and a linear layer; both products quantized inside autocast."""
+"""LayerNormMLP: norm, linear, activation, linear. Both products run quantized inside ``autocast``."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .base import Init, WeightShards, check_parallelism
+from .arguments import check_parallelism, one_of
 from .norm import NormBase, check_normalization
+from .parameters import Init
+from .product_state import WeightShards
 
 
 def _gelu(x: Tensor) -> Tensor:
@@ -39,23 +41,26 @@ ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
     "swiglu": (F.silu, True),
     "glu": (torch.sigmoid, True),
 }
-"""Name -> (function, gated): gated ones multiply the function of the first half by the second half."""
+"""Name -> (function, gated). A gated activation is function(first half) * second half."""
 
 
 class LayerNormMLP(NormBase):
-    """``y = act(norm(x) fc1_weight^T + fc1_bias) fc2_weight^T + fc2_bias``. Arguments as TransformerEngine has them.
+    """``y = act(norm(x) fc1_weight^T + fc1_bias) fc2_weight^T + fc2_bias``. The arguments are TransformerEngine's.
 
-    Parameters ``layer_norm_weight``, ``layer_norm_bias`` (hidden_size,), ``fc1_weight`` (ffn_hidden_size, hidden_size),
-    ``fc1_bias``, ``fc2_weight`` (hidden_size, ffn_hidden_size), ``fc2_bias``. ``activation``: gelu (by tanh), gelu_erf
-    (exact, as torch's default), qgelu, relu, srelu, silu, or gated: geglu, qgeglu, reglu, sreglu, swiglu, glu. For
-    gated ones fc1 has 2 * ffn_hidden_size rows, and the function of the first half of its result multiplies the second
-    half. ``init_method`` initializes fc1_weight, ``output_layer_init_method`` fc2_weight; without one, weight and bias
-    start as torch.nn.Linear's.
-    ``return_bias``: fc2_bias is returned instead of added. ``seq_length`` and ``micro_batch_size`` are accepted for
-    TransformerEngine's sake: nothing is compiled ahead. The rest as in :class:`LayerNormLinear`.
+    The parameters are ``layer_norm_weight``, ``layer_norm_bias`` (hidden_size,), ``fc1_weight`` (ffn_hidden_size,
+    hidden_size), ``fc1_bias``, ``fc2_weight`` (hidden_size, ffn_hidden_size) and ``fc2_bias``.
 
-    Raises NotImplementedError for arguments that ask for tensor parallelism, ValueError for a norm or an activation
-    that there is not.
+    - ``activation``: gelu (tanh approximation), gelu_erf (exact, torch's default), qgelu, relu, srelu, silu, or gated:
+      geglu, qgeglu, reglu, sreglu, swiglu, glu. With a gated one fc1 has 2 * ffn_hidden_size rows, and the function of
+      the first half of its result is multiplied by the second half.
+    - ``init_method`` initializes fc1_weight, ``output_layer_init_method`` fc2_weight; without one, weight and bias
+      start as in torch.nn.Linear.
+    - ``return_bias``: return fc2_bias instead of adding it.
+    - ``seq_length`` and ``micro_batch_size`` have no effect: nothing is compiled ahead of time.
+    - The other arguments: see :class:`LayerNormLinear`.
+
+    Raises NotImplementedError for arguments that ask for tensor parallelism, ValueError for an unknown norm or
+    activation.
     """
 
     fc1_weight: Tensor
@@ -95,8 +100,7 @@ class LayerNormMLP(NormBase):
             get_rng_state_tracker=get_rng_state_tracker,
         )  # fmt: skip
         check_normalization("LayerNormMLP", normalization)
-        if activation not in ACTIVATIONS:
-            raise ValueError(f"LayerNormMLP: activation is {activation!r}; choose one of {', '.join(ACTIVATIONS)}")
+        one_of("LayerNormMLP: activation", activation, ACTIVATIONS)
         super().__init__(name, fuse_wgrad_accumulation=fuse_wgrad_accumulation, delay_wgrad_compute=delay_wgrad_compute)
         self.hidden_size, self.ffn_hidden_size, self.activation = hidden_size, ffn_hidden_size, activation
         self.return_bias, self.return_layernorm_output = return_bias, return_layernorm_output
@@ -107,9 +111,10 @@ class LayerNormMLP(NormBase):
         self.add_linear("fc2_", (hidden_size, ffn_hidden_size), output_layer_init_method, bias, device, params_dtype)
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
-        """inp (..., hidden_size); y of its shape, or a tuple of y, the bias and the norm's result as asked.
+        """inp (..., hidden_size) -> y of the same shape.
 
-        ``is_first_microbatch`` as in :class:`Linear`.
+        With ``return_bias`` or ``return_layernorm_output`` a tuple: y, the bias, the result of the norm.
+        ``is_first_microbatch``: see :class:`Linear`.
         """
         weights: list[WeightShards] = [[self.fc1_weight], [self.fc2_weight]]
         active = self.prepare(inp, weights)

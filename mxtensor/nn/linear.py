@@ -9,14 +9,17 @@ import torch
 from torch import Tensor
 
 from ..tensor.mxtensor import MXTensor
-from .base import Active, Init, QuantizedModule, WeightShards, cast_bias, check_parallelism
+from .arguments import check_parallelism
+from .base import Active, QuantizedModule, cast_bias
+from .parameters import Init
+from .product_state import WeightShards
 
 Split = dict[str, int] | Sequence[str] | None
-"""Names of parameters, with the rows of each, or of equal rows."""
+"""Names of parameters with the number of rows of each; a sequence of names divides the rows equally."""
 
 
 def split_sizes(owner: str, out_features: int, split: Split) -> dict[str, int]:
-    """Prefix of each parameter's name -> its rows. Raises ValueError where they do not sum to ``out_features``."""
+    """Prefix of each parameter's name -> its number of rows. Raises ValueError unless they sum to ``out_features``."""
     if split is None:
         return {"": out_features}
     if not isinstance(split, dict):
@@ -24,14 +27,14 @@ def split_sizes(owner: str, out_features: int, split: Split) -> dict[str, int]:
     sizes = {f"{name.rstrip('_')}_": rows for name, rows in split.items()}
     if sum(sizes.values()) != out_features or any(rows < 1 for rows in sizes.values()):
         raise ValueError(
-            f"{owner}: parameters_split {split} does not divide out_features={out_features}: the rows of all "
-            "parameters sum to it"
+            f"{owner}: parameters_split {split} does not divide out_features={out_features}: the rows of the "
+            "parameters must sum to it"
         )
     return sizes
 
 
 class LinearBase(QuantizedModule):
-    """A module with one weight, which may be split by rows into several parameters."""
+    """A module with one weight, whose rows may be split into several parameters."""
 
     in_features: int
     out_features: int
@@ -41,7 +44,7 @@ class LinearBase(QuantizedModule):
         self, in_features: int, out_features: int, split: Split, init: Init | None, bias: bool, device: Any,
         dtype: torch.dtype | None,
     ) -> None:  # fmt: skip
-        """Register ``weight`` and ``bias``, or ``NAME_weight`` and ``NAME_bias`` of each part."""
+        """Register ``weight`` and ``bias``, or ``NAME_weight`` and ``NAME_bias`` for each name of ``split``."""
         sizes = split_sizes(self.label, out_features, split)
         self.in_features, self.out_features = in_features, out_features
         self.weight_names = [f"{prefix}weight" for prefix in sizes]
@@ -50,24 +53,22 @@ class LinearBase(QuantizedModule):
             self.add_linear(prefix, (rows, in_features), init, bias, device, dtype)
 
     def weights(self) -> list[WeightShards]:
-        """The parameters of each product: one product of all, or where they are quantized, one of each.
+        """The parameters of each product: one product of all, or one of each if they are quantized.
 
-        A part's scales are its own, so that parts cannot be put together without rounding again.
+        Quantized parameters have their own scales: concatenating them would round their values again.
         """
-        components = [getattr(self, name) for name in self.weight_names]
-        return (
-            [[part] for part in components] if any(isinstance(part, MXTensor) for part in components) else [components]
-        )
+        shards = [getattr(self, name) for name in self.weight_names]
+        return [[shard] for shard in shards] if any(isinstance(shard, MXTensor) for shard in shards) else [shards]
 
     def full_bias(self) -> Tensor | None:
         """(out_features,), or None."""
-        components = [getattr(self, name) for name in self.bias_names]
-        if components[0] is None:
+        shards = [getattr(self, name) for name in self.bias_names]
+        if shards[0] is None:
             return None
-        return components[0] if len(components) == 1 else torch.cat(components)
+        return shards[0] if len(shards) == 1 else torch.cat(shards)
 
     def by_weight(self, x: Tensor, weights: list[WeightShards], active: Active | None, first: bool | None) -> Tensor:
-        """The result (..., out_features), with the bias unless it is to be returned."""
+        """The result (..., out_features), with the bias added unless ``return_bias`` is set."""
         if len(weights) == 1:
             return self.product(0, x, weights[0], None if self.return_bias else self.full_bias(), active, first)
         biases = [None if self.return_bias else getattr(self, name) for name in self.bias_names]
@@ -79,19 +80,22 @@ class LinearBase(QuantizedModule):
 
 
 class Linear(LinearBase):
-    """``y = x weight^T + bias``: torch's linear layer outside ``mxtensor.autocast``, inside it the recipe's products.
+    """``y = x weight^T + bias``: in high precision outside ``mxtensor.autocast``, quantized by the recipe inside it.
 
-    Arguments as TransformerEngine has them. Parameters ``weight`` (out_features, in_features) and ``bias``
-    (out_features,), as torch.nn.Linear's, whose state dict loads and whose initialization is the default;
-    ``init_method(tensor)`` initializes otherwise, and biases start at zero then. The result has the input's dtype (in
-    torch.autocast: its dtype), whatever ``params_dtype`` is.
+    The arguments are those of TransformerEngine. The parameters are ``weight`` (out_features, in_features) and ``bias``
+    (out_features,), as in torch.nn.Linear, whose state dict loads and whose initialization is the default. With
+    ``init_method(tensor)`` the weight is initialized by it and the bias starts at zero. The result has the dtype of the
+    input (inside torch.autocast: its dtype), whatever ``params_dtype`` is.
 
-    ``parameters_split``: names with their rows, or of equal rows: parameters ``NAME_weight`` and ``NAME_bias`` take
-    the place of one. ``return_bias``: the result is ``(y, bias)`` and the bias is not added.
-    ``fuse_wgrad_accumulation``: weight gradients are added in float32 to ``weight.main_grad``, which the user makes;
-    ``weight.grad`` stays None. ``delay_wgrad_compute``: weight gradients wait for ``backward_dw()``, which adds up
-    those of all backward passes since the last. ``save_original_input``: keep the input, not its quantized copy, for
-    wgrad. ``name``: what messages call the layer.
+    - ``parameters_split``: names, or names with their rows. Parameters ``NAME_weight`` and ``NAME_bias`` replace the
+      single weight and bias.
+    - ``return_bias``: return ``(y, bias)`` and do not add the bias.
+    - ``fuse_wgrad_accumulation``: add weight gradients in float32 to ``weight.main_grad``, which the user creates;
+      ``weight.grad`` stays None.
+    - ``delay_wgrad_compute``: leave weight gradients to ``backward_dw()``, which computes and accumulates those of all
+      backward passes since its last call.
+    - ``save_original_input``: save the input, not its quantized copy, for wgrad.
+    - ``name``: the name of the layer in messages.
 
     Raises NotImplementedError for arguments that ask for tensor parallelism, ValueError for a split that does not fit.
     """
@@ -130,10 +134,10 @@ class Linear(LinearBase):
         self.add_split_linear(in_features, out_features, parameters_split, init_method, bias, device, params_dtype)
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Tensor | tuple[Tensor, Tensor | None]:
-        """inp (..., in_features); (..., out_features), with ``return_bias`` and the bias.
+        """inp (..., in_features) -> y (..., out_features); with ``return_bias`` (y, bias).
 
-        ``is_first_microbatch``: True keeps the quantized weight for microbatches to come, False uses it (unless the
-        weight or the recipe has changed), None keeps nothing.
+        ``is_first_microbatch``: True caches the quantized weight for later microbatches, False uses the cached one
+        (unless the weight or the recipe has changed), None caches nothing.
         """
         weights = self.weights()
         out = self.by_weight(inp, weights, self.prepare(inp, weights), is_first_microbatch)

@@ -1,4 +1,4 @@
-"""The norm in front of a linear layer: LayerNorm or RMSNorm by torch, in high precision."""
+"""The norm before a linear layer: torch's LayerNorm or RMSNorm, in high precision."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .arguments import one_of
 from .base import QuantizedModule, cast_bias
 
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 
 
 def check_normalization(owner: str, normalization: str) -> None:
-    """Raise ValueError for a norm that there is not."""
-    if normalization not in NORMALIZATIONS:
-        raise ValueError(f"{owner}: normalization is {normalization!r}; choose one of {', '.join(NORMALIZATIONS)}")
+    """Raise ValueError for an unknown norm. ``owner`` names the module."""
+    one_of(f"{owner}: normalization", normalization, NORMALIZATIONS)
 
 
 class NormBase(QuantizedModule):
-    """A module that begins with a norm: ``layer_norm_weight`` (H,) and, for LayerNorm, ``layer_norm_bias`` (H,)."""
+    """A module that starts with a norm: ``layer_norm_weight`` (H,) and, for LayerNorm, ``layer_norm_bias`` (H,)."""
 
     layer_norm_weight: Tensor
     layer_norm_bias: Tensor | None
@@ -31,7 +31,7 @@ class NormBase(QuantizedModule):
         self, size: int, eps: float, normalization: str, zero_centered_gamma: bool, device: Any,
         dtype: torch.dtype | None,
     ) -> None:  # fmt: skip
-        """Register the norm's parameters. With ``zero_centered_gamma`` values are multiplied by 1 + weight."""
+        """Register the parameters of the norm. ``zero_centered_gamma``: the norm multiplies by 1 + weight."""
         self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, zero_centered_gamma
         ones = nn.init.zeros_ if zero_centered_gamma else nn.init.ones_
         self.add_parameter("layer_norm_weight", (size,), ones, device, dtype)
@@ -46,14 +46,14 @@ class NormBase(QuantizedModule):
         return normalized(x, weight, bias, self.eps, self.normalization, self.zero_centered_gamma)
 
     def returned(self, out: Tensor, bias: Tensor | None, normed: Tensor) -> Any:
-        """The result alone, or with the bias and the norm's result where they are asked for."""
+        """``out`` alone, or a tuple with the bias and the result of the norm if the options ask for them."""
         more = [cast_bias(bias, out)] if self.return_bias else []
         more += [normed] if self.return_layernorm_output else []
         return (out, *more) if more else out
 
 
 class Norm(nn.Module):
-    """A norm of its own: ``weight`` (H,) and, for LayerNorm, ``bias`` (H,)."""
+    """A norm as a module: ``weight`` (H,) and, for LayerNorm, ``bias`` (H,)."""
 
     bias: nn.Parameter | None
 
@@ -78,7 +78,7 @@ def normalized(
     """x (..., H) normalized over its last dimension, in its dtype."""
     shape, dtype = (weight.shape[0],), x.dtype
     if zero_centered_gamma or weight.dtype is not dtype:
-        # 1 + weight would lose bits in 16, and torch's norms take one dtype.
+        # 1 + weight would lose bits in a 16-bit dtype, and torch's norms need one dtype.
         wide = torch.promote_types(dtype, torch.float32)
         x, weight, bias = x.to(wide), weight.to(wide), None if bias is None else bias.to(wide)
     if zero_centered_gamma:

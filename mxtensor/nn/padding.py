@@ -1,9 +1,9 @@
-"""Rows in groups, each padded with zeros to whole blocks, and back: for kernels that want whole blocks of rows.
+"""Fp8Padding and Fp8Unpadding: pad each group of rows with zeros to whole blocks, and remove the padding.
 
-``GroupedLinear`` takes any row counts and needs neither module. Zero rows change no amax, and a shorter last block is a
-block padded with zeros, so padded rows are cast to the same codes and scales. That holds for every format and nearest
-rounding; stochastic rounding draws other numbers for other shapes. Products of the padded groups differ from those of
-the rows alone at most in the order in which the backend adds.
+They serve kernels that need whole blocks of rows. ``GroupedLinear`` accepts any row counts and needs neither module.
+Zero rows do not change an amax, and a short last block equals one padded with zeros. Padded rows are therefore cast to
+the same codes and scales, with every format and nearest rounding; stochastic rounding draws other numbers for other
+shapes. Products of padded groups differ from those of the rows alone at most in the order of floating-point sums.
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ from ..training.autocast import get_recipe
 from ..training.grouped import Splits, groups_of, row_counts
 
 WITHOUT_BLOCKS = 16
-"""What float8 kernels want of a contraction, blocks or none."""
+"""The multiple that float8 kernels need of a contraction, with or without blocks."""
 MX_BLOCK = 32
-"""What TransformerEngine aligns rows to for formats with one-byte scales, NVFP4 with its blocks of 16 too."""
+"""The multiple to which TransformerEngine aligns rows for formats with one-byte scales, NVFP4 included."""
 
 
 def align_size_of(linear_recipe: LinearRecipe | None) -> int:
-    """The row counts that a recipe's kernels want: multiples of the block of formats with one-byte scales, and of 32;
-    of 16 for formats with float32 scales, and without a recipe."""
+    """The multiple of rows that the kernels of a recipe need.
+
+    For formats with one-byte scales: their block size, at least 32. For formats with float32 scales, and without a
+    recipe: 16.
+    """
     if linear_recipe is None:
         return WITHOUT_BLOCKS
     size = WITHOUT_BLOCKS
@@ -36,18 +39,16 @@ def align_size_of(linear_recipe: LinearRecipe | None) -> int:
 
 
 class _Aligned(nn.Module):
-    """What both directions know: the number of groups, and what their row counts are rounded up to."""
+    """The number of groups, and the multiple to which their row counts are rounded up."""
 
     def __init__(self, num_gemms: int, align_size: int | None = None) -> None:
         super().__init__()
         if align_size is not None and align_size < 1:
-            raise ValueError(
-                f"{type(self).__name__}: align_size is {align_size}; row counts are multiples of 1 or more"
-            )
+            raise ValueError(f"{type(self).__name__}: align_size is {align_size}; use 1 or more")
         self.num_gemms, self.align_size = num_gemms, align_size
 
     def padded(self, sizes: list[int]) -> list[int]:
-        """Each row count rounded up: to ``align_size``, or to what the active recipe wants now."""
+        """Each row count rounded up to ``align_size``, or to the multiple that the active recipe needs."""
         recipe = get_recipe()
         size = self.align_size or align_size_of(None if recipe is None else recipe.linear_recipe())
         return [-(-n // size) * size for n in sizes]
@@ -57,16 +58,17 @@ class _Aligned(nn.Module):
 
 
 class Fp8Padding(_Aligned):
-    """Zero rows after each group, up to a multiple of ``align_size``.
+    """Append zero rows to each group, up to a multiple of ``align_size``.
 
-    ``align_size`` None: what the recipe wants that is active at each call (``align_size_of``), 16 outside autocast.
+    ``align_size=None``: at each call the multiple that the active recipe needs (``align_size_of``), 16 outside
+    autocast.
     """
 
     def forward(self, inp: Tensor, m_splits: Splits) -> tuple[Tensor, list[int]]:
-        """inp (..., K) of sum(m_splits) rows -> (rows (padded sum, K), padded row counts); differentiable.
+        """inp (..., K) with sum(m_splits) rows -> (rows (padded sum, K), padded row counts). Differentiable.
 
-        Where nothing is to be padded, ``inp`` itself comes back. Raises TypeError and ValueError for m_splits that are
-        no row counts of ``inp``.
+        If no group needs padding, returns ``inp`` itself. Raises TypeError and ValueError for m_splits that do not fit
+        ``inp``.
         """
         name = type(self).__name__
         sizes = row_counts(m_splits, self.num_gemms, name)
@@ -83,10 +85,10 @@ class Fp8Unpadding(_Aligned):
     """The inverse of ``Fp8Padding`` with the same ``align_size``, or under the same recipe."""
 
     def forward(self, inp: Tensor, m_splits: Splits) -> Tensor:
-        """inp (..., N) of padded rows, the row counts before padding -> rows (sum(m_splits), N); differentiable.
+        """inp (..., N) with padded rows, the row counts before padding -> rows (sum(m_splits), N). Differentiable.
 
-        Where nothing was padded, ``inp`` itself comes back. Raises TypeError and ValueError for m_splits that, padded,
-        are no row counts of ``inp``.
+        If no group was padded, returns ``inp`` itself. Raises TypeError and ValueError for m_splits whose padded counts
+        do not fit ``inp``.
         """
         name = type(self).__name__
         sizes = row_counts(m_splits, self.num_gemms, name)

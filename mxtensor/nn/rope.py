@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al., RoFormer, arXiv:2104.09864): angles, and the rotation by them."""
+"""Rotary position embedding (Su et al., RoFormer, arXiv:2104.09864): the angles, and the rotation of a tensor."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .dot_product import FORMATS, member
+from .arguments import one_of
+from .dot_product import FORMATS
 
 
 class RotaryPositionEmbedding(nn.Module):
     """The angles ``position * base^(-2i / dim)`` of the first ``dim * rotary_percent`` channels of a head.
 
-    ``interleaved``: channels 2i and 2i + 1 turn together, otherwise i and i + half. ``seq_len_interpolation_factor``
-    divides positions (arXiv:2306.15595); with ``pretrained_max_position_embeddings`` sequences longer than that many
-    times the factor are squeezed into it instead. ``inv_freq`` stays float32 whatever the model is converted to: in
-    bfloat16 positions beyond 256 would run together.
+    ``interleaved``: channels 2i and 2i + 1 form a pair, otherwise i and i + half. ``seq_len_interpolation_factor``
+    divides positions (arXiv:2306.15595). With ``pretrained_max_position_embeddings``, longer sequences than that number
+    times the factor are scaled to ``pretrained_max_position_embeddings`` positions instead. ``inv_freq`` stays float32
+    whatever dtype the model is converted to: bfloat16 cannot distinguish positions beyond 256.
 
     Raises ValueError for a rotary dimension that is not even and positive.
     """
@@ -39,11 +40,11 @@ class RotaryPositionEmbedding(nn.Module):
         self.dim = int(dim * rotary_percent)
         if not 0 < self.dim <= dim or self.dim % 2:
             raise ValueError(
-                f"RotaryPositionEmbedding: dim={dim} and rotary_percent={rotary_percent} leave {self.dim} channels, "
-                f"which turn in pairs; choose them so that an even number from 2 to {dim} is left"
+                f"RotaryPositionEmbedding: dim={dim} and rotary_percent={rotary_percent} give {self.dim} rotary "
+                f"channels, which rotate in pairs; choose them so that the number is even and from 2 to {dim}"
             )
         self.rotary_base, self.interleaved = rotary_base, interleaved
-        self.gemm_operand, self.pretrained = seq_len_interpolation_factor, pretrained_max_position_embeddings
+        self.interpolation, self.pretrained = seq_len_interpolation_factor, pretrained_max_position_embeddings
         self.register_buffer("inv_freq", self._frequencies(device), persistent=False)
         self.register_load_state_dict_pre_hook(_without_frequencies)
 
@@ -57,19 +58,20 @@ class RotaryPositionEmbedding(nn.Module):
         return self
 
     def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
-        """The angles of positions offset ... offset + max_seq_len - 1: (max_seq_len, 1, 1, dim) float32."""
+        """The angles of the positions offset ... offset + max_seq_len - 1: (max_seq_len, 1, 1, dim) float32."""
         positions = torch.arange(max_seq_len, dtype=torch.float32, device=self.inv_freq.device) + offset
-        if self.gemm_operand is not None:
-            known = None if self.pretrained is None else self.pretrained * self.gemm_operand
-            squeeze = self.gemm_operand if known is None or max_seq_len <= known else max_seq_len / self.pretrained  # type: ignore[operator]
-            positions = positions / squeeze
+        if self.interpolation is not None:
+            divisor = self.interpolation
+            if self.pretrained is not None and max_seq_len > self.pretrained * self.interpolation:
+                divisor = max_seq_len / self.pretrained
+            positions = positions / divisor
         angles = positions[:, None] * self.inv_freq
         pairs = angles.repeat_interleave(2, -1) if self.interleaved else torch.cat((angles, angles), -1)
         return pairs[:, None, None, :]
 
 
 def _without_frequencies(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """TransformerEngine saves ``inv_freq``; here it follows from the arguments."""
+    """Drop ``inv_freq``, which TransformerEngine saves; here the arguments determine it."""
     state_dict.pop(prefix + "inv_freq", None)
 
 
@@ -80,20 +82,20 @@ def _rotate_half(x: Tensor, interleaved: bool) -> Tensor:
 
 
 def apply_rotary_pos_emb(t: Tensor, freqs: Tensor, tensor_format: str = "sbhd", *, interleaved: bool = False) -> Tensor:
-    """``t`` (s, b, h, d), or (b, s, h, d) for ``bshd``, with its first ``freqs.shape[-1]`` channels turned.
+    """``t`` (s, b, h, d), or (b, s, h, d) for ``bshd``, with its first ``freqs.shape[-1]`` channels rotated.
 
-    ``freqs`` (s or more, 1, 1, d or fewer) as ``RotaryPositionEmbedding`` gives them, with the same ``interleaved``.
-    Computed in float32 (float64 for float64) and rounded once to the dtype of ``t``. Raises ValueError for a format
-    it does not know, or angles that are too few or too wide.
+    ``freqs`` (s or more, 1, 1, d or fewer): angles from ``RotaryPositionEmbedding`` with the same ``interleaved``.
+    Computed in float32 (float64 for float64) and rounded once to the dtype of ``t``. Raises ValueError for an unknown
+    format, and for angles of too few positions or too many channels.
     """
-    member("apply_rotary_pos_emb: tensor_format", tensor_format, FORMATS)
-    length, transposed = t.shape[tensor_format.index("s")], freqs.shape[-1]
-    if length > freqs.shape[0] or transposed > t.shape[-1]:
+    one_of("apply_rotary_pos_emb: tensor_format", tensor_format, FORMATS)
+    length, channels = t.shape[tensor_format.index("s")], freqs.shape[-1]
+    if length > freqs.shape[0] or channels > t.shape[-1]:
         raise ValueError(
-            f"apply_rotary_pos_emb: angles {tuple(freqs.shape)} do not reach over {tensor_format} {tuple(t.shape)}; "
+            f"apply_rotary_pos_emb: angles {tuple(freqs.shape)} do not cover {tensor_format} {tuple(t.shape)}; "
             f"make them by RotaryPositionEmbedding(dim={t.shape[-1]})({length})"
         )
     freqs = freqs[:length] if tensor_format == "sbhd" else freqs[:length].transpose(0, 1)
-    x = t[..., :transposed].to(torch.promote_types(t.dtype, torch.float32))
+    x = t[..., :channels].to(torch.promote_types(t.dtype, torch.float32))
     x = x * freqs.cos() + _rotate_half(x, interleaved) * freqs.sin()
-    return torch.cat((x.to(t.dtype), t[..., transposed:]), -1)
+    return torch.cat((x.to(t.dtype), t[..., channels:]), -1)

@@ -1,4 +1,4 @@
-"""TransformerLayer: attention and a feed-forward network around residual connections."""
+"""TransformerLayer: attention and a feed-forward network, each with a residual connection."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .arguments import check_parallelism, one_of
 from .attention import MultiheadAttention
-from .base import Init, check_parallelism
-from .dot_product import PaddingMask, Window, member
+from .dot_product import PaddingMask, Window
 from .layernorm_mlp import LayerNormMLP
 from .norm import Norm
+from .parameters import Init
 
 LAYER_TYPES = ("encoder", "decoder")
 
@@ -20,16 +21,18 @@ LAYER_TYPES = ("encoder", "decoder")
 class TransformerLayer(nn.Module):
     """(s, b, hidden_size) -> the same, for ``bshd`` (b, s, hidden_size); a norm precedes each block.
 
-    Blocks, named as TransformerEngine names them: ``self_attention``, for ``decoder`` ``inter_attention``, then
-    ``layernorm_mlp``. ``output_layernorm`` puts the first norm behind everything (``layernorm``);
-    ``apply_residual_connection_post_layernorm`` takes residuals after the norms; ``parallel_attention_mlp`` gives both
-    blocks the same input. ``drop_path_rate`` skips self-attention and feed-forward network for that share of samples.
-    A state dict of nn.TransformerEncoderLayer (of nn.TransformerDecoderLayer, for ``decoder``) with
-    ``norm_first=True`` loads too. ``seq_length`` and ``micro_batch_size`` are accepted for TransformerEngine's sake:
-    nothing is compiled ahead.
+    The blocks have TransformerEngine's names: ``self_attention``, for ``decoder`` ``inter_attention``, then
+    ``layernorm_mlp``.
 
-    Raises ValueError for sizes that do not divide, words it does not know and options that exclude each other,
-    NotImplementedError for parallelism.
+    - ``output_layernorm`` moves the first norm to the end of the layer (``layernorm``).
+    - ``apply_residual_connection_post_layernorm`` takes residuals after the norms.
+    - ``parallel_attention_mlp`` gives both blocks the same input.
+    - ``drop_path_rate`` skips self-attention and the feed-forward network for that share of samples.
+    - ``seq_length`` and ``micro_batch_size`` have no effect: nothing is compiled ahead of time.
+
+    A state dict of nn.TransformerEncoderLayer (of nn.TransformerDecoderLayer, for ``decoder``) with
+    ``norm_first=True`` loads too. Raises ValueError for sizes that do not divide, unknown names and options that
+    exclude each other, NotImplementedError for parallelism.
     """
 
     def __init__(
@@ -81,7 +84,7 @@ class TransformerLayer(nn.Module):
             title, sequence_parallel=sequence_parallel, tp_group=tp_group, tp_size=tp_size,
             get_rng_state_tracker=get_rng_state_tracker, set_parallel_mode=set_parallel_mode,
         )  # fmt: skip
-        member(f"{title}: layer_type", layer_type, LAYER_TYPES)
+        one_of(f"{title}: layer_type", layer_type, LAYER_TYPES)
         post_norm = apply_residual_connection_post_layernorm
         if parallel_attention_mlp and (layer_type == "decoder" or post_norm or output_layernorm):
             raise ValueError(
@@ -161,10 +164,10 @@ class TransformerLayer(nn.Module):
         checkpoint_core_attention: bool = False,
         rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """Masks as in DotProductAttention, those that begin with ``enc_dec`` for ``inter_attention``.
+        """Masks: see DotProductAttention; those that start with ``enc_dec`` are for ``inter_attention``.
 
-        ``rotary_pos_emb`` turns queries and keys of self-attention. Raises ValueError where a decoder has no
-        ``encoder_output``, or an encoder one.
+        ``rotary_pos_emb`` rotates queries and keys of self-attention. Raises ValueError for a decoder without
+        ``encoder_output`` and for an encoder with one.
         """
         if (encoder_output is None) is (self.layer_type == "decoder"):
             needs = "needs encoder_output" if encoder_output is None else "takes no encoder_output"
@@ -192,7 +195,7 @@ class TransformerLayer(nn.Module):
         return self.layernorm(x) if self.output_layernorm else x
 
     def _residual(self, block: Any, x: Tensor, drop_path_rate: float, after_norm: bool) -> Tensor:
-        """A block's output added to its input, or to the norm's output that came with it."""
+        """The output of a block added to its input, or to the result of its norm that it returned too."""
         y, x = block if after_norm else (block, x)
         return self._added(y, x, drop_path_rate)
 
@@ -208,16 +211,16 @@ class TransformerLayer(nn.Module):
     def from_torch(
         cls, module: nn.TransformerEncoderLayer | nn.TransformerDecoderLayer, **options: Any
     ) -> TransformerLayer:
-        """The layer that computes what ``module`` does, with copies of its parameters; ``options`` override arguments.
+        """A layer with the function of ``module`` and copies of its parameters; ``options`` override arguments.
 
-        Its mask type is ``no_mask``: masks that torch takes as tensors are ``arbitrary`` here. torch's dropout behind
+        Its mask type is ``no_mask``; use ``arbitrary`` for masks that torch takes as tensors. torch's dropout after
         the activation has no counterpart. Raises NotImplementedError for ``norm_first=False`` and activations that
         LayerNormMLP does not have.
         """
         if not module.norm_first:
             raise NotImplementedError(
-                "TransformerLayer.from_torch: norm_first=False puts norms behind the residual connections; only "
-                "norm_first=True is offered: keep torch's module, which autocast reaches too"
+                "TransformerLayer.from_torch: norm_first=False puts norms after the residual connections; only "
+                "norm_first=True is supported: use torch's module, which autocast quantizes too"
             )
         decoder = isinstance(module, nn.TransformerDecoderLayer)
         weight = module.linear1.weight
@@ -250,17 +253,17 @@ DECODER_NAMES = ENCODER_NAMES | {
     "multihead_attn.": "inter_attention.",
     "norm3.": "layernorm_mlp.layer_norm_",
 }
-"""How names begin in torch's layers -> here; MultiheadAttention takes it from there."""
+"""Prefix of a name in torch's layers -> prefix here; MultiheadAttention renames the rest."""
 
 
 def _from_torch_names(module: TransformerLayer, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Before a state dict is loaded: what torch's layers call their parameters."""
+    """Before a state dict is loaded: rename the parameters of torch's layers."""
     names = DECODER_NAMES if module.layer_type == "decoder" else ENCODER_NAMES
     for theirs, ours in names.items():
         found = [key for key in state_dict if key.startswith(prefix + theirs)]
         for key in found:
             state_dict[f"{prefix}{ours}{key.removeprefix(prefix + theirs)}"] = state_dict.pop(key)
-        # Where torch's layers have no biases, their norms have none; here norms always have one.
+        # torch's layers without biases have norms without biases; LayerNorm here always has one.
         if theirs.startswith("norm") and found == [f"{prefix}{theirs}weight"]:
             state_dict[f"{prefix}{ours}bias"] = torch.zeros_like(state_dict[f"{prefix}{ours}weight"])
 
@@ -269,7 +272,7 @@ TORCH_ACTIVATIONS = {
     F.relu: "relu", torch.relu: "relu", nn.ReLU: "relu", F.silu: "silu", nn.SiLU: "silu",
     F.gelu: "gelu_erf", nn.GELU: "gelu_erf",
 }  # fmt: skip
-"""Functions and classes of modules -> the activation here."""
+"""Function or class of torch -> the name of the activation here."""
 
 
 def _activation_name(activation: Any) -> str:
@@ -278,7 +281,7 @@ def _activation_name(activation: Any) -> str:
     name = TORCH_ACTIVATIONS.get(activation) or TORCH_ACTIVATIONS.get(type(activation))
     if name is None:
         raise NotImplementedError(
-            f"TransformerLayer.from_torch: activation {activation!r}; relu, gelu and silu of torch are offered: keep "
-            "torch's module, which autocast reaches too"
+            f"TransformerLayer.from_torch: activation {activation!r}; torch's relu, gelu and silu are supported: use "
+            "torch's module, which autocast quantizes too"
         )
     return name

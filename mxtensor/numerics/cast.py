@@ -1,4 +1,4 @@
-"""How one tensor is cast: the format, the scale rule and the rounding. Frozen and hashable."""
+"""Cast: the format, the scale rule and the rounding by which one tensor is quantized."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from .formats import Format, Rounding, ScaleCalculationMode, get_format
 
 @dataclass(frozen=True)
 class Cast:
-    """How high-precision values become an operand."""
+    """How high-precision values become an operand. Frozen and hashable."""
 
     format: Format
     scaling: ScaleCalculationMode = ScaleCalculationMode.RCEIL
-    """For power-of-two scales; NVFP4 and float32 scales have one rule each."""
+    """The rule for power-of-two scales; NVFP4 and float32 scales have one rule each."""
     rounding: Rounding = Rounding.NEAREST
-    """Stochastic rounding draws from torch's generator of the tensor's device, or from ``seed``."""
+    """Stochastic rounding draws from torch's generator for the tensor's device, or from ``seed``."""
     seed: int | None = None
-    """With one, stochastic rounding gives the same bits on every kernel and device, and the same at every call."""
+    """With a seed, stochastic rounding gives the same bits in every kernel, on every device and at every call."""
 
     @classmethod
     def of(
@@ -29,7 +29,7 @@ class Cast:
         rounding: Rounding | str = Rounding.NEAREST,
         seed: int | None = None,
     ) -> Cast:
-        """A cast from words. Raises ValueError for one it does not know."""
+        """A cast by names; a Cast itself is returned unchanged. Raises ValueError for an unknown name."""
         if isinstance(format, Cast):
             return format
         return cls(get_format(format), ScaleCalculationMode.of(scaling), Rounding.of(rounding), seed)

@@ -1,6 +1,6 @@
-"""One element at a time: rounding to codes, codes back to values, and the packing of codes that are less than a byte.
+"""One element at a time: rounding values to codes, decoding codes to values, and packing codes of less than a byte.
 
-Part of the definition, like ``codec.py``. Source: OCP Microscaling Formats (MX) v1.0, section 5.3.
+Part of the definition, like ``reference.py``. Source: OCP Microscaling Formats (MX) v1.0, section 5.3.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from .formats import ElementFormat
 
 
 def encode_elements(y: Tensor, element: ElementFormat) -> Tensor:
-    """float32 values, already divided by their scale, to codes: nearest, ties to even, saturating. Overwrites ``y``.
+    """Round float32 values, already divided by their scale, to codes: nearest, ties to even, saturating.
 
-    Returns codes of ``element.dtype``, one entry a value (packing comes after).
+    Overwrites ``y``. Returns codes of ``element.dtype``, one entry a value (``pack`` comes after this).
     """
     if element.is_integer:
         steps = float(1 << element.mantissa_bits)
@@ -22,9 +22,10 @@ def encode_elements(y: Tensor, element: ElementFormat) -> Tensor:
     y.clamp_(-element.max, element.max)
     if not element.packed:
         return y.to(element.dtype)
-    # Normal codes: round the float32 bits to the mantissa's width and move the exponent's bias. Subnormal codes: adding
-    # a power of two whose last bit weighs one code step lets the float adder do the rounding. The first is too small
-    # below the smallest normal value, the second too large above twice that: the two clamps choose, faster than where.
+    # Normal codes: round the float32 bits to the width of the mantissa and change the exponent's bias. Subnormal codes:
+    # add a power of two whose last bit has the weight of one code step, so that the float adder rounds. Below the
+    # smallest normal value the first result is too small, above twice that value the second is too large. A clamp and a
+    # minimum select the right one, faster than torch.where.
     mantissa = element.mantissa_bits
     shift = 23 - mantissa
     magnitude = y.abs()
@@ -61,15 +62,16 @@ def random_words(seed: int, index: Tensor) -> Tensor:
 
 
 def uniform(seed: int, like: Tensor) -> Tensor:
-    """float32 multiples of 2^-24 in [0, 1), the number of each decided by ``seed`` and its place in ``like``."""
+    """float32 multiples of 2^-24 in [0, 1); each is determined by ``seed`` and by its index in ``like``."""
     index = torch.arange(like.numel(), dtype=torch.int64, device=like.device).view(like.shape)
     return (random_words(seed, index) >> 8).to(torch.float32) * 2.0**-24
 
 
 def round_stochastically(y: Tensor, element: ElementFormat, noise: Tensor | None = None) -> Tensor:
-    """float32 values to a neighbouring element value each, up with the probability of their distance from the lower.
+    """Round each float32 value to one of its two neighbouring element values.
 
-    ``noise``: uniform in [0, 1), of the shape of y; None draws from torch's generator.
+    The probability of the upper one is the distance from the lower one, in steps. ``noise``: uniform in [0, 1), of the
+    shape of ``y``; None draws from torch's generator.
     """
     if element.is_integer:
         step = torch.full_like(y, 2.0**-element.mantissa_bits)
@@ -80,7 +82,7 @@ def round_stochastically(y: Tensor, element: ElementFormat, noise: Tensor | None
 
 
 def decode_elements(codes: Tensor, element: ElementFormat) -> Tensor:
-    """Codes, one entry a value, to float32, exactly."""
+    """Decode codes, one entry a value, to float32. Exact."""
     if element.is_integer:
         return codes.to(torch.float32) * (1.0 / (1 << element.mantissa_bits))
     if not element.packed:
@@ -95,14 +97,14 @@ def decode_elements(codes: Tensor, element: ElementFormat) -> Tensor:
 
 
 def _words(codes: Tensor, dtype: torch.dtype) -> Tensor:
-    """Groups of entries as one, or one as a group. Flat first: ``view(dtype)`` minds strides of size-1 dimensions."""
+    """View groups of entries as one entry, or one as a group. Flat first: ``view(dtype)`` checks size-1 strides."""
     return codes.contiguous().flatten().view(dtype).view(*codes.shape[:-1], -1)
 
 
 def pack(codes: Tensor, element: ElementFormat) -> Tensor:
-    """uint8 codes (..., K), K a multiple of the group, to packed bytes (..., K * bits / 8); a no-op for 8-bit codes.
+    """Pack uint8 codes (..., K), K a multiple of the group, into bytes (..., K * bits / 8); 8-bit codes do not change.
 
-    4 bits: even index in the low nibble. 6 bits: v0 | v1 << 6 | v2 << 12 | v3 << 18, little endian.
+    4 bits: the even index is in the low nibble. 6 bits: v0 | v1 << 6 | v2 << 12 | v3 << 18, little endian.
     """
     if element.packing == (2, 1):
         pair = _words(codes, torch.int16)
@@ -115,7 +117,7 @@ def pack(codes: Tensor, element: ElementFormat) -> Tensor:
 
 
 def unpack(data: Tensor, element: ElementFormat) -> tuple[Tensor, ...]:
-    """The codes of packed bytes by their place in the group: (even, odd), or four; the inverse of ``pack``."""
+    """The codes in packed bytes by position in the group: (even, odd), or four tensors. The inverse of ``pack``."""
     if element.packing == (2, 1):
         return data & 0xF, data >> 4
     b0, b1, b2 = data.unflatten(-1, (-1, 3)).unbind(-1)
@@ -123,10 +125,10 @@ def unpack(data: Tensor, element: ElementFormat) -> tuple[Tensor, ...]:
 
 
 def decode_packed(data: Tensor, element: ElementFormat) -> Tensor:
-    """Packed bytes to bfloat16 values, exactly, in order.
+    """Decode packed bytes to bfloat16 values in order. Exact.
 
-    A value has at most 4 significant bits, so the upper half of its float32 is all of it; the halves of a group share
-    one integer, which inductor stores in vectors where interleaving them would be a scalar loop.
+    A value has at most 4 significant bits, so the upper half of its float32 contains it. The halves of a group are
+    combined in one integer, because inductor stores integers in vectors but interleaves values in a scalar loop.
     """
     word: Tensor | None = None
     wide = torch.int32 if element.packing[0] == 2 else torch.int64

@@ -2,6 +2,8 @@
 
 Source: OCP Microscaling Formats (MX) v1.0, sections 5 and 6; NVFP4 as published for Blackwell. Nothing in the
 package asks a format for its name to decide what to do: every difference between two formats is a field here.
+
+This file is longer than others because a new element, scale or block format is a row here and nowhere else.
 """
 
 from __future__ import annotations
@@ -16,11 +18,11 @@ from typing import TypeVar
 import torch
 
 FULL = -1
-"""A block extent that spans the whole dimension (FULL rows: every leading dimension as well)."""
+"""A block extent that covers the whole dimension (FULL rows: every leading dimension too)."""
 
 
 class Orientation(Flag):
-    """Which operands a tensor holds: blocks along the last dimension, along the one before it, or both."""
+    """Which operands a tensor stores: blocks along the last dimension, along the one before it, or both."""
 
     ROWWISE = 1
     COLUMNWISE = 2
@@ -48,7 +50,10 @@ Choice = TypeVar("Choice", bound=Enum)
 
 
 def member(kind: type[Choice], what: str, value: object) -> Choice:
-    """The member of ``kind`` with this value; another package's enum member counts by its own. Raises ValueError."""
+    """The member of ``kind`` with this value; for an enum member of another package, with its value.
+
+    Raises ValueError that names the choices.
+    """
     try:
         return kind(str(getattr(value, "value", value)).lower())
     except ValueError:
@@ -56,7 +61,7 @@ def member(kind: type[Choice], what: str, value: object) -> Choice:
 
 
 class ScaleCalculationMode(Enum):
-    """How a block's largest magnitude becomes a power-of-two scale (names and values as torchao has them)."""
+    """How the largest magnitude of a block becomes a power-of-two scale (names and values are torchao's)."""
 
     FLOOR = "floor"
     """floor(log2 amax) - emax: the OCP rule; the largest elements of a block may saturate."""
@@ -74,12 +79,12 @@ class ScaleCalculationMode(Enum):
 
 
 class Rounding(Enum):
-    """How a value becomes one of its two neighbouring elements."""
+    """How a value is rounded to one of its two neighbouring elements."""
 
     NEAREST = "nearest"
-    """the nearer one, ties to even"""
+    """to the nearer one, ties to even"""
     STOCHASTIC = "stochastic"
-    """either, with the probability that makes the mean right: what a small update of a parameter needs"""
+    """to either one, with probabilities that make the mean right: small updates of a parameter need this"""
 
     @classmethod
     def of(cls, value: Rounding | str) -> Rounding:
@@ -89,20 +94,20 @@ class Rounding(Enum):
 
 @dataclass(frozen=True)
 class ElementFormat:
-    """One element: sign, exponent and mantissa (``exponent_bits == 0``: a two's-complement fixed-point number)."""
+    """One element: sign, exponent and mantissa, or a two's-complement fixed-point number (``exponent_bits == 0``)."""
 
     name: str
     exponent_bits: int
     mantissa_bits: int
     bias: int
     max: float
-    """The largest finite value; larger ones saturate to it."""
+    """The largest finite value; larger values saturate to it."""
     dtype: torch.dtype
-    """What ``Operand.data`` is made of: the torch dtype of one code, or uint8 where codes are packed."""
+    """The dtype of ``Operand.data``: the torch dtype of one code, or uint8 for packed codes."""
     packing: tuple[int, int] = (1, 1)
-    """(values, bytes): so many values share so many bytes."""
+    """(values, bytes): this many values share this many bytes."""
     nan_code: int = 0
-    """The code stored in a block that is NaN as a whole; 0 where the format has no NaN."""
+    """The code stored throughout a block whose scale is NaN; 0 if the element has no NaN."""
 
     def __post_init__(self) -> None:
         if not self.is_integer and not 0 < self.emax + self.bias < 1 << self.exponent_bits:
@@ -112,7 +117,7 @@ class ElementFormat:
             )
 
     def __hash__(self) -> int:
-        return hash(self.name)  # every cast looks its rows up
+        return hash(self.name)  # fast: every cast looks up rows by their format
 
     @property
     def bits(self) -> int:
@@ -136,7 +141,7 @@ class ElementFormat:
         return self.packing != (1, 1)
 
     def data_cols(self, cols: int) -> int:
-        """Entries of ``data`` that hold ``cols`` values."""
+        """The number of entries of ``data`` that hold ``cols`` values."""
         values, size = self.packing
         return -(-cols // values) * size
 
@@ -147,11 +152,11 @@ class ScaleFormat:
 
     name: str
     dtype: torch.dtype
-    """Storage: byte formats are held as uint8, which every backend and serializer knows."""
+    """The storage dtype: formats of one byte are stored as uint8, which every backend and serializer knows."""
     view_dtype: torch.dtype
     """The torch dtype of the same bytes, for ``Operand.scale_view``."""
     significant_bits: int
-    """Of its values; a power of two has 1."""
+    """The significant bits of a scale's value; a power of two has 1."""
 
     @property
     def bits(self) -> int:
@@ -181,8 +186,8 @@ def _ceil_div(dim: int, block: int) -> int:
 class Format:
     """A block-scaled format: ``block`` = (rows, cols) elements of ``element`` share one ``scale``.
 
-    An operand is blocked along its last dimension; rows > 1 makes a tile with the dimension before it. A square block
-    (32x32, per tensor) means the same bytes serve both orientations.
+    An operand is blocked along its last dimension. With rows > 1 a block is a tile that also covers rows of the
+    dimension before it. With a square block (32x32, per tensor) the same bytes serve both orientations.
     """
 
     name: str
@@ -190,7 +195,7 @@ class Format:
     scale: ScaleFormat
     block: tuple[int, int]
     global_scale: bool = False
-    """A second, float32 scale for the whole tensor (NVFP4)."""
+    """Whether a second, float32 scale belongs to the whole tensor (NVFP4)."""
 
     @property
     def square(self) -> bool:
@@ -202,23 +207,23 @@ class Format:
 
     @property
     def exact_in_bfloat16(self) -> bool:
-        """Whether element times block scale fits bfloat16's 8 significant bits (the global scale left aside)."""
+        """Whether element times block scale fits the 8 significant bits of bfloat16 (without the global scale)."""
         element, scale = self.element.significant_bits, self.scale.significant_bits
         return (element if scale == 1 else element + scale) <= 8
 
     @property
     def bits_per_value(self) -> float:
-        """Bits of data and scale for one value of a large tensor (a FULL extent costs nothing)."""
+        """Bits of data and scale for one value of a large tensor (the scale of a FULL extent counts as 0)."""
         rows, cols = self.block
         shared = 0.0 if FULL in (rows, cols) else self.scale.bits / (rows * cols)
         return self.element.bits + shared
 
     def data_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of ``data`` for values of ``shape`` (last dimension blocked)."""
+        """The shape of ``data`` for values of ``shape`` (last dimension blocked)."""
         return (*shape[:-1], self.element.data_cols(shape[-1]))
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of ``scale``: ceil(dim / block) in the last two dimensions; FULL rows collapse the leading ones too."""
+        """The shape of ``scale``: ceil(dim / block) in the last two dimensions; FULL rows: 1 in the leading ones."""
         rows, cols = self.block
         last = _ceil_div(shape[-1], cols)
         if rows == FULL:
@@ -227,10 +232,34 @@ class Format:
             return (*shape[:-1], last)
         return (*shape[:-2], _ceil_div(shape[-2], rows), last)
 
-    def with_block(self, block: int | tuple[int, int]) -> Format:
-        """The same element and scale over another block: a size along the contraction, or a square ``(n, n)``.
+    @property
+    def has_tensor_scale(self) -> bool:
+        """Whether a scale depends on every value of the tensor: a global scale, or one block of the whole tensor."""
+        return self.global_scale or self.block[0] == FULL
 
-        Raises ValueError for sizes other than 16, 32, 64, 128.
+    def why_not_split(self, dim: int, *cuts: int, scales_differ: bool = False) -> str | None:
+        """Why an operand cannot be split at the indices ``cuts`` of its dimension ``dim`` without rounding again.
+
+        None if every part consists of whole blocks. ``dim``: -1 is the blocked dimension, -2 the one before it. Parts
+        of one operand may share a FULL scale or a global scale. ``scales_differ``: each part is quantized on its own,
+        so no scale may depend on the values of two parts. Slices, shards and ranks all ask this method.
+        """
+        block = self.block[dim] if dim >= -2 else 1
+        if scales_differ and self.has_tensor_scale:
+            return f"{self} has one scale for the whole tensor"
+        if block == FULL:
+            if scales_differ:
+                return f"{self} has one scale for all values of this dimension"
+            block = self.element.packing[0] if dim == -1 else 1
+        cut = None if block == 1 else next((cut for cut in cuts if cut % block), None)
+        if cut is None:
+            return None
+        return f"{self} has blocks of {block} values in this dimension, and {cut} is not a multiple of {block}"
+
+    def with_block(self, block: int | tuple[int, int]) -> Format:
+        """The same element and scale with another block: a size along the contraction, or a square ``(n, n)``.
+
+        Raises ValueError for sizes other than 16, 32, 64 and 128.
         """
         rows, cols = (1, block) if isinstance(block, int) else tuple(block)
         if cols not in BLOCK_SIZES or rows not in (1, cols):
@@ -255,7 +284,7 @@ class Format:
 
 
 class _Formats(Mapping[str, Format]):
-    """Read-only rows by name; aliases are looked up but not listed."""
+    """Read-only rows by name. Lookups accept aliases; iteration lists rows only."""
 
     def __init__(self, rows: list[Format], aliases: dict[str, str]) -> None:
         self._rows = {row.name: row for row in rows}
@@ -314,16 +343,16 @@ FORMATS = _Formats(
         "torch.int8": "mxint8",
     },
 )  # fmt: skip
-"""Every format by name. ``FORMATS.aliases`` maps further names (``mxfp8``, torch dtypes) to rows."""
+"""Every format by name. ``FORMATS.aliases`` maps other names (``mxfp8``, torch dtypes) to rows."""
 
 DTYPE_FP6_E2M3 = "fp6_e2m3"
-"""torchao's name for the element of mxfp6_e2m3, which torch has no dtype for."""
+"""torchao's name for the element of mxfp6_e2m3; torch has no dtype for it."""
 DTYPE_FP6_E3M2 = "fp6_e3m2"
 """torchao's name for the element of mxfp6_e3m2."""
 
 
 def get_mx_format(name: Format | str | torch.dtype, block_size: int) -> Format:
-    """``get_format`` with ``block_size``, which only MX formats take: NVFP4 and float8 keep their own blocks."""
+    """``get_format`` with ``block_size``. It applies to MX formats only: NVFP4 and float8 have blocks of their own."""
     format = get_format(name)
     return format.with_block(block_size) if format.scale is E8M0 else format
 
@@ -334,7 +363,7 @@ _BLOCK_SUFFIX = re.compile(r"(.+)\[(\d+)x(\d+)\]")
 def get_format(name: Format | str | torch.dtype) -> Format:
     """The format called ``name``: a row or alias of FORMATS, ``"mxfp8[32x32]"`` with a block, or a torch dtype.
 
-    Raises ValueError naming the formats there are.
+    Raises ValueError that names the known formats.
     """
     if isinstance(name, Format):
         return name

@@ -1,9 +1,9 @@
-"""Operand: the one container of codes and scales. Every kernel takes and returns these."""
+"""Operand: the one container of codes and scales. Kernels take operands and return operands or plain tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -16,11 +16,11 @@ from .formats import Format
 
 @dataclass(frozen=True)
 class Operand:
-    """Values blocked along their last dimension: what a product kernel consumes.
+    """Values blocked along their last dimension: one operand of a product.
 
     ``data``: codes, shape ``format.data_shape(shape)``, dtype ``format.element.dtype``; ``scale``: shape
     ``format.scale_shape(shape)``, uint8 or float32; ``global_scale``: a float32 scalar, or None; ``shape``: the logical
-    shape, tails not padded. Nothing is checked here: ``validate.check_components`` checks tensors from outside.
+    shape, without padding. Nothing is checked here: ``validate.check_components`` checks tensors from outside.
     """
 
     data: Tensor
@@ -37,7 +37,7 @@ class Operand:
 
     @classmethod
     def empty(cls, format: Format, shape: Sequence[int], device: torch.device | str | None = None) -> Operand:
-        """Memory for an operand of this logical shape; nothing is written to it."""
+        """Uninitialized memory for an operand of this logical shape."""
         shape = tuple(shape)
         data = torch.empty(format.data_shape(shape), dtype=format.element.dtype, device=device)
         scale = torch.empty(format.scale_shape(shape), dtype=format.scale.dtype, device=device)
@@ -51,18 +51,38 @@ class Operand:
         return tuple(t for t in every if t is not None)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Operand:
-        """The operand with ``fn`` of each of its tensors in their place; format and logical shape stay."""
+        """The operand with ``fn`` applied to each of its tensors; format and logical shape stay."""
         global_scale = None if self.global_scale is None else fn(self.global_scale)
-        return replace(self, data=fn(self.data), scale=fn(self.scale), global_scale=global_scale)
+        return Operand(fn(self.data), fn(self.scale), global_scale, self.format, self.shape)
+
+    def with_blocks(self, data: Tensor, scale: Tensor, shape: Sequence[int]) -> Operand:
+        """An operand of other codes and scales with this logical shape; format and global scale stay."""
+        return Operand(data, scale, self.global_scale, self.format, tuple(shape))
+
+    def map_blocks(self, fn: Callable[[Tensor], Tensor], shape: Sequence[int]) -> Operand:
+        """``with_blocks`` of ``fn`` applied to codes and scales."""
+        return self.with_blocks(fn(self.data), fn(self.scale), shape)
+
+    def new_zeros(self, shape: Sequence[int]) -> Operand:
+        """Zeros of this logical shape, in the format and on the device of this operand.
+
+        Codes are zero; a scale is 1 in float32, else the byte 0; a global scale is 1.
+        """
+        shape, format = tuple(shape), self.format
+        data = self.data.new_zeros(format.data_shape(shape), dtype=torch.uint8).view(format.element.dtype)
+        scale = self.scale.new_full(format.scale_shape(shape), 1 if format.scale.dtype is torch.float32 else 0)
+        return Operand(
+            data, scale, None if self.global_scale is None else torch.ones_like(self.global_scale), format, shape
+        )
 
     @property
     def scale_view(self) -> Tensor:
-        """``scale`` in its own dtype: float8_e8m0fnu (MX), float8_e4m3fn (NVFP4) or float32. Shares memory."""
+        """A view of ``scale`` in the dtype of its values: float8_e8m0fnu (MX), float8_e4m3fn (NVFP4) or float32."""
         return self.scale.view(self.format.scale.view_dtype)
 
     @property
     def offset(self) -> int:
-        """The number of values before the first one in the memory of the codes."""
+        """The storage offset of the codes, counted in values."""
         values, size = self.format.element.packing
         return self.data.storage_offset() * values // size
 
@@ -73,14 +93,14 @@ class Operand:
 
 
 class Rotated(NamedTuple):
-    """A columnwise copy for wgrad alone: rotated along the contraction, it stands for other values than the tensor."""
+    """A columnwise copy for wgrad only, rotated along the contraction: its values are not those of the tensor."""
 
     operand: Operand
     signs: int
 
 
 def transposed(operand: Operand) -> Operand:
-    """A square-block operand of the transposed values: the same codes and scales turned, nothing rounded again."""
+    """The transpose of an operand with square blocks: the same codes and scales, transposed and not rounded again."""
     element, shape = operand.format.element, operand.shape
     size = (*shape[:-2], shape[-1], shape[-2])
     if not element.packed:

@@ -1,8 +1,8 @@
 """The definition: blocks, scale rules, encode and decode in plain torch (elements and packing: ``elements.py``).
 
-Every kernel of the package is held to this file bit for bit; this file is held to exact arithmetic by the tests. All
-exponent arithmetic is on the bits of float32 values, never through log2. The code traces (torch.compile fuses it into
-one loop on CPU) and is written so that it allocates little when it runs eagerly on a slice of rows.
+Every kernel of the package must match this file bit for bit; tests compare this file with exact arithmetic. All
+exponent arithmetic is on the bits of float32 values, never through log2. The code can be traced (torch.compile fuses it
+into one loop on CPU), and it allocates little when it runs eagerly on a slice of rows.
 
 Sources: OCP Microscaling Formats (MX) v1.0, sections 5 and 6.3; "Recipes for Pre-training LLMs with MXFP8" (RCEIL);
 the NVFP4 two-level scale of Blackwell.
@@ -44,7 +44,7 @@ def _extent(block: int, dim: int) -> int:
 
 
 def _split(x: Tensor, format: Format) -> tuple[Tensor, tuple[int, ...]]:
-    """``x`` zero-padded and viewed as whole blocks, and the dimensions that one block spans in that view."""
+    """``x`` padded with zeros and viewed as whole blocks, and the dimensions that one block covers in that view."""
     rows, cols = format.block
     if rows == FULL:
         return x, tuple(range(x.dim()))
@@ -61,7 +61,7 @@ def _split(x: Tensor, format: Format) -> tuple[Tensor, tuple[int, ...]]:
 
 
 def _spread(scale: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """One value a block, shaped to broadcast over the view that ``_split`` made."""
+    """One value per block, with the shape that broadcasts over the view of ``_split``."""
     if dims == (-1,):
         return scale.unsqueeze(-1)
     if dims == (-3, -1):
@@ -70,7 +70,7 @@ def _spread(scale: Tensor, dims: tuple[int, ...]) -> Tensor:
 
 
 def _join(blocks: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """The inverse view of ``_split``; padding is still there."""
+    """The inverse view of ``_split``, with the padding."""
     if dims == (-1,):
         return blocks.flatten(-2)
     if dims == (-3, -1):
@@ -79,16 +79,16 @@ def _join(blocks: Tensor, dims: tuple[int, ...]) -> Tensor:
 
 
 def _stored(x: Tensor) -> Tensor:
-    """``x`` itself; as_strided makes inductor compute it once a block and store it, not once an element."""
+    """``x`` itself. as_strided makes inductor compute it once per block and store it, instead of once per element."""
     return x.as_strided(x.shape, x.stride())
 
 
 def _crop(x: Tensor, rows: int | None, cols: int) -> Tensor:
-    """The part that is not padding, contiguous.
+    """``x`` without padding, contiguous.
 
-    as_strided, because it makes inductor store whole blocks before anything is cut off. Fused with a cut (here, or a
-    slice that the caller takes), its CPU loop over ``i // block`` leaves out the last, shorter block:
-    ``try_loop_split`` never asks whether the block divides the extent (seen in torch 2.13).
+    as_strided makes inductor store whole blocks before the padding is cut off. If the cut is fused (here, or as a slice
+    by the caller), inductor's CPU loop over ``i // block`` leaves out the last, shorter block: ``try_loop_split`` does
+    not check that the block divides the extent (seen in torch 2.13).
     """
     x = x.contiguous()
     size = (cols,) if x.dim() == 1 else (*x.shape[:-2], x.shape[-2] if rows is None else rows, cols)
@@ -106,7 +106,7 @@ def _exponent_up(bits: Tensor) -> Tensor:
 
 
 def e8m0_from_amax(amax: Tensor, element: ElementFormat, mode: ScaleCalculationMode) -> Tensor:
-    """The int32 E8M0 byte of each block from its finite float32 amax (shape kept); value 2^(byte - 127)."""
+    """The int32 E8M0 byte of each block from its finite float32 amax (same shape); its value is 2^(byte - 127)."""
     bits = amax.view(torch.int32)
     if mode is ScaleCalculationMode.RCEIL:
         byte = _exponent_up((amax * (1.0 / element.max)).view(torch.int32))
@@ -139,7 +139,7 @@ def _scale_e8m0(amax: Tensor, cast: Cast, tensor_amax: Tensor) -> tuple[Tensor, 
 
 
 def _scale_nvfp4(amax: Tensor, cast: Cast, tensor_amax: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    # A tensor, because a float over a tensor is rounded twice (reciprocal, product), on CUDA a tensor over a float too.
+    # A tensor, because float / tensor is rounded twice (reciprocal, product), and on CUDA tensor / float is too.
     largest = torch.full_like(tensor_amax, 448.0 * cast.format.element.max)
     encode = torch.ones_like(tensor_amax)
     if cast.format.global_scale:
@@ -161,7 +161,9 @@ def _scale_float32(amax: Tensor, cast: Cast, tensor_amax: Tensor) -> tuple[Tenso
 
 
 def _scale_float32_pow2(amax: Tensor, cast: Cast, tensor_amax: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    byte = e8m0_from_amax(amax, cast.format.element, cast.scaling).clamp(1, 253)  # the reciprocal is normal too
+    byte = e8m0_from_amax(amax, cast.format.element, cast.scaling).clamp(
+        1, 253
+    )  # so that the reciprocal is a normal number too
     byte = torch.where(amax > 0, byte, 127)
     scale = torch.where(amax.isfinite(), _power_of_two(byte), float("nan"))
     return scale, _power_of_two(254 - byte), None
@@ -171,11 +173,11 @@ SCALE_RULES = {E8M0: _scale_e8m0, UE4M3: _scale_nvfp4, FP32: _scale_float32, FP3
 """Scale format -> (amax of blocks, cast, amax of the tensor) -> (stored scale, float32 multiplier, global scale)."""
 
 
-# ---------------------------------------------------------------------------------------------- the two ways
+# ---------------------------------------------------------------------------------------------- encode and decode
 
 
 def check_source(x: Tensor) -> None:
-    """Raise unless ``x`` is something that can be quantized."""
+    """Raise TypeError for a dtype that cannot be quantized, ValueError for a tensor without dimensions."""
     if x.dtype not in SOURCE_DTYPES:
         names = ", ".join(str(d).removeprefix("torch.") for d in SOURCE_DTYPES)
         raise TypeError(
@@ -194,8 +196,8 @@ def tensor_amax(x: Tensor) -> Tensor:
 def encode(x: Tensor, cast: Cast, whole_amax: Tensor | None = None) -> Operand:
     """Quantize ``x`` (float32, bfloat16, float16 or float64; 1-D or more; any strides) along its last dimension.
 
-    ``whole_amax`` replaces the amax of ``x`` where a scale depends on the whole tensor (NVFP4, per-tensor float8), for
-    callers that hold only a part of it. Raises TypeError for other dtypes, ValueError for a 0-dimensional tensor.
+    ``whole_amax`` replaces the amax of ``x`` in scales that depend on the whole tensor (NVFP4, per-tensor float8), for
+    callers that pass only a part of it. Raises TypeError for other dtypes, ValueError for a 0-dimensional tensor.
     """
     check_source(x)
     format, element, shape = cast.format, cast.format.element, tuple(x.shape)
@@ -215,13 +217,13 @@ def encode(x: Tensor, cast: Cast, whole_amax: Tensor | None = None) -> Operand:
     y = blocks * _spread(multiplier, dims)
     if cast.rounding is Rounding.STOCHASTIC:
         noise = None
-        if cast.seed is not None:  # by the place in x, which padding must not move
+        if cast.seed is not None:  # by the index in x, before padding
             noise = _split(uniform(cast.seed, x), format)[0]
         y = round_stochastically(y, element, noise)
     codes = encode_elements(y, element).view(torch.uint8)
-    # Off the CPU a look at the values costs more than the work, and a traced tensor has none.
+    # On other devices than the CPU, reading the values costs more than the work; a traced tensor has none.
     if x.device.type != "cpu" or is_traced(x) or not finite.all():
-        # A format's NaN without its sign, which eager and inductor set differently; a format without NaN gets 0.
+        # The sign of NaN is cleared, because eager and inductor set it differently; a format without NaN gets 0.
         codes &= _spread(_stored(torch.where(finite, 0xFF, element.nan_code).to(torch.uint8)), dims)
     data = _crop(
         pack(_join(codes, dims), element), shape[-2] if dims == (-3, -1) else None, element.data_cols(shape[-1])

@@ -1,5 +1,6 @@
-"""The order in which Blackwell's block-scaled products read scales: tiles of 128 rows by 4 columns, row 32 * j + i of a
-tile at bytes 16 * i + 4 * j.
+"""The swizzled layout in which Blackwell's block-scaled products read scales.
+
+Scales are stored in tiles of 128 rows by 4 columns; row 32 * j + i of a tile starts at byte 16 * i + 4 * j.
 
 Source: the cuBLAS manual, "1D Block Scaling Factors Layout"; PTX ISA, tcgen05.mma ``scale_vec`` layouts.
 """
@@ -17,11 +18,11 @@ from ..core.tracing import is_traced
 
 TILE_ROWS, TILE_COLS = 128, 4
 _ATOM = 32
-"""A tile is four atoms of 32 rows, side by side."""
+"""A tile consists of four atoms of 32 rows, side by side."""
 
 
 def round_up(n: int, multiple: int) -> int:
-    """The smallest multiple that is not less than ``n``."""
+    """The smallest multiple of ``multiple`` that is not less than ``n``."""
     return -(-n // multiple) * multiple
 
 
@@ -33,8 +34,8 @@ def swizzled_shape(rows: int, cols: int) -> tuple[int, int]:
 def swizzle(scale: Tensor) -> Tensor:
     """uint8 (..., R, C) -> (..., roundup(R, 128) * roundup(C, 4)), each matrix in tiles of its own.
 
-    What is added has byte 0. Such a scale meets elements that are 0, or a row that is cut off: 2^-127 (E8M0) and 0
-    (UE4M3) leave a zero product zero, whereas the NaN codes 255 and 127 would not.
+    Padding has byte 0. A padding scale multiplies zeros, or a row that is cut off. Byte 0 is 2^-127 (E8M0)
+    or 0 (UE4M3), so a zero product stays zero; with the NaN codes 255 and 127 it would not.
     """
     rows, cols = scale.shape[-2:]
     whole_rows, whole_cols = swizzled_shape(rows, cols)
@@ -65,14 +66,14 @@ def unswizzle(buffer: Tensor, rows: int, cols: int) -> Tensor:
 
 
 def swizzle_groups(scale: Tensor, ends: Tensor) -> Tensor:
-    """Scales of rows in groups, uint8 (R, C) -> (P, roundup(C, 4)): every group starts a row of tiles.
+    """Swizzle scales of rows in groups, uint8 (R, C) -> (P, roundup(C, 4)): every group starts a new row of tiles.
 
-    ``ends``: (G,) ends of the groups, never decreasing. How long each is stays on the device: P is what G groups of R
-    rows can need at most, and the rows after the last group follow it.
+    ``ends``: (G,) ends of the groups, never decreasing. The lengths stay on the device, so P is the largest size that G
+    groups of R rows can need. The rows after the last group follow it.
     """
     rows, cols = scale.shape
     length = round_up(rows + (TILE_ROWS - 1) * ends.shape[0], TILE_ROWS)
-    starts = F.pad(ends, (1, 0))  # of each group, and of the rows after the last one
+    starts = F.pad(ends, (1, 0))  # the start of each group, and of the rows after the last one
     whole = (ends - starts.narrow(0, 0, ends.shape[0]) + (TILE_ROWS - 1)) // TILE_ROWS * TILE_ROWS
     moved = F.pad(whole.cumsum(0), (1, 0)) - starts
     row = torch.arange(rows, device=scale.device)
@@ -82,17 +83,17 @@ def swizzle_groups(scale: Tensor, ends: Tensor) -> Tensor:
     return swizzle(target).view(length, round_up(cols, TILE_COLS))
 
 
-# ---------------------------------------------------------------------------------------------- kept
+# ---------------------------------------------------------------------------------------------- cache
 
-_kept: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Scale tensor -> (its version, {layout: what was made of it}); goes with the tensor."""
+_cache: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Scale tensor -> (its version, {layout: the cached result}); an entry ends with its tensor."""
 
 
-def _may_keep(scale: Tensor) -> bool:
-    """Whether a later call may be given what is made of ``scale`` now.
+def _may_cache(scale: Tensor) -> bool:
+    """Whether a later call may reuse a result that is computed from ``scale`` now.
 
-    Not while tracing: there is nothing to keep. Not in a CUDA graph: a replay is to see what the scale is by then, and
-    memory of the graph has no content before. Not for inference tensors, which have no version.
+    Not while tracing: there is no value yet. Not in a CUDA graph: a replay must read the scale as it is then, and the
+    graph's memory has no content before a replay. Not for inference tensors, which have no version.
     """
     if is_traced(scale) or scale.is_inference():
         return False
@@ -100,16 +101,16 @@ def _may_keep(scale: Tensor) -> bool:
 
 
 def cached_value(scale: Tensor, layout: Hashable, make: Callable[[Tensor], Tensor]) -> Tensor:
-    """``make(scale)``, or what it gave the last time for the same ``layout`` if ``scale`` was not written to since."""
-    if not _may_keep(scale):
+    """``make(scale)``, or the cached result for the same ``layout`` if ``scale`` has not been written to since."""
+    if not _may_cache(scale):
         return make(scale)
-    version, made = _kept.get(scale, (None, {}))
+    version, made = _cache.get(scale, (None, {}))
     if version != scale._version:
         made = {}
-        _kept[scale] = (scale._version, made)
+        _cache[scale] = (scale._version, made)
     if layout not in made:
         result = make(scale)
         if result.untyped_storage().data_ptr() == scale.untyped_storage().data_ptr():
-            return result  # a view would hold on to the tensor with which it is to go
+            return result  # a cached view would keep its key alive
         made[layout] = result
     return made[layout]  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Checks of codes and scales that come from outside: a wrong layout must never become wrong numbers."""
+"""Checks of codes and scales that users pass in: a wrong layout must raise an error, not give wrong numbers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _name(dtype: torch.dtype) -> str:
 def check_components(
     data: Tensor, scale: Tensor, format: Format, shape: tuple[int, ...] | None, global_scale: Tensor | None
 ) -> Operand:
-    """An operand around ``data`` and ``scale``. Raises TypeError for a wrong dtype, ValueError for a wrong shape."""
+    """An operand of these tensors. Raises TypeError for a wrong dtype, ValueError for a wrong shape or device."""
     element = format.element
     if data.dtype not in (element.dtype, torch.uint8):
         raise TypeError(f"{format}: data must be {_name(element.dtype)} or uint8, got {_name(data.dtype)}")
@@ -43,17 +43,17 @@ def check_components(
         raise TypeError(
             f"{format}: global_scale must be one float32, got {_name(global_scale.dtype)} {tuple(global_scale.shape)}"
         )
-    for name, part in (("scale", scale), ("global_scale", global_scale)):
-        if part is not None and part.device != data.device:
-            raise ValueError(f"{format}: data is on {data.device}, {name} on {part.device}")
+    for name, t in (("scale", scale), ("global_scale", global_scale)):
+        if t is not None and t.device != data.device:
+            raise ValueError(f"{format}: data is on {data.device}, {name} on {t.device}")
     global_scale = None if global_scale is None else global_scale.reshape(())
     return Operand(data.view(element.dtype), scale.view(format.scale.dtype), global_scale, format, tuple(shape))
 
 
 def known_size(inner: Mapping[str, Tensor], outer: Sequence[int]) -> tuple[int, ...]:
-    """``outer``, the size of a tensor that stands for these codes; decided by theirs where torch has symbols for it.
+    """``outer``, the size of an outer tensor, as plain integers if the sizes of its inner tensors are plain integers.
 
-    torch.compile gives the two symbols of their own, as if one could change without the other.
+    torch.compile gives the outer and the inner sizes separate symbols, as if one could change without the other.
     """
     known = all(type(n) is int for t in inner.values() for n in t.shape)
     return tuple(map(int, outer)) if known else tuple(outer)

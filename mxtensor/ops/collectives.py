@@ -27,7 +27,7 @@ def is_complex(t: MXTensor) -> bool:
         frame.f_code.co_name in ("broadcast", "scatter") and isinstance(frame.f_locals.get("tensor"), MXTensor)
     ):
         raise NotImplementedError(
-            "torch.distributed cannot send an MXTensor; send each of .parts, and split layers with "
+            "torch.distributed cannot send an MXTensor; send each of .components, and split layers with "
             "mx.parallel.ColwiseParallel and RowwiseParallel"
         )
     return False

@@ -9,9 +9,7 @@ from torch import Tensor
 
 from ..core.dispatch import implements
 from ..kernels.quantize.select import dequantize_operand
-from ..numerics.operand import Operand
 from ..numerics.reference import SOURCE_DTYPES
-from ..tensor.fsdp_shards import zeros_of_rows
 from ..tensor.mxtensor import MXTensor
 from .layout import outer
 
@@ -89,7 +87,7 @@ def new_zeros(func: Any, args: Any, kwargs: Any) -> Tensor:
     rows_of_it = w.dim() == len(size) > 1 and tuple(size[1:]) == tuple(w.shape[1:]) and w.is_contiguous()
     if not rows_of_it or any(kwargs.get(k) is not None for k in ("dtype", "device", "layout")):
         return fresh_like(func, args, kwargs)  # type: ignore[no-any-return]
-    return zeros_of_rows(w, size[0])
+    return w.zeros_of_rows(size[0])  # type: ignore[no-any-return]
 
 
 @implements(aten.equal.default)
@@ -110,7 +108,7 @@ def embedding(func: Any, args: Any, kwargs: Any) -> Tensor:
     data = rowwise.data.view(torch.uint8).index_select(0, flat).view(rowwise.data.dtype)
     scale = rowwise.scale.index_select(0, flat)
     shape = (flat.shape[0], w.shape[1])
-    rows = Operand(data, scale, rowwise.global_scale, rowwise.format, shape)
+    rows = rowwise.with_blocks(data, scale, shape)
     return dequantize_operand(rows, w.dtype).view(*indices.shape, w.shape[1])
 
 

@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.dispatch import Spec, implements_function, record, refuse_if_strict
+from ..core.dispatch import implements_function, refuse_if_strict
+from ..core.explain import record
+from ..core.kernel import Spec
 from ..tensor.mxtensor import MXTensor
 
 
@@ -61,12 +63,10 @@ def _einsum(equation: str, x: Tensor, w: MXTensor) -> Tensor:
 @implements_function(torch.einsum)
 def einsum(equation: Any, *operands: Any) -> Tensor:
     """One plain and one quantized operand multiply as matrices; anything else is dequantized, visibly."""
-    gemm_operands = (
-        list(operands[0]) if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else list(operands)
-    )
+    tensors = list(operands[0]) if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else list(operands)
     reason = "more than one product"
-    if isinstance(equation, str) and len(gemm_operands) == 2 and "," in equation:
-        x, w = gemm_operands
+    if isinstance(equation, str) and len(tensors) == 2 and "," in equation:
+        x, w = tensors
         inputs, arrow, output = equation.partition("->")
         if isinstance(x, MXTensor) and not isinstance(w, MXTensor):
             x, w = w, x
@@ -76,10 +76,10 @@ def einsum(equation: Any, *operands: Any) -> Tensor:
                 return _einsum(inputs + arrow + output, x, w)
             except ValueError as error:
                 reason = str(error)
-    for f in gemm_operands:
-        if isinstance(f, MXTensor):
-            spec = Spec("einsum", (tuple(f.shape),), (str(f.format),), f.dtype, f.device)
+    for t in tensors:
+        if isinstance(t, MXTensor):
+            spec = Spec("einsum", (tuple(t.shape),), (str(t.format),), t.dtype, t.device)
             refuse_if_strict("einsum", reason, "einsum.py")
             record(spec, "high precision", {"quantized": reason})
-    plain = [f.dequantize() if isinstance(f, MXTensor) else f for f in gemm_operands]
+    plain = [t.dequantize() if isinstance(t, MXTensor) else t for t in tensors]
     return torch.einsum(equation, *plain)

@@ -15,7 +15,10 @@ from torch import Tensor
 
 from ..core.autograd import mode_of_views
 from ..core.compat import tree_flatten, tree_unflatten
-from ..core.dispatch import FALLBACK, Spec, implements_function, record, refuse_if_strict
+from ..core.dispatch import FALLBACK, implements_function, refuse_if_strict
+from ..core.explain import Entry, measure, record
+from ..core.kernel import Spec
+from ..core.tracing import is_traced
 from ..tensor.mxtensor import MXTensor
 from .inplace import write_back
 
@@ -31,7 +34,7 @@ REFUSED |= {
 
 
 REFUSED_NAMESPACES = {
-    "c10d": "it would move a copy of the values; use dequantize() and quantize again, or move each of .parts",
+    "c10d": "it would move a copy of the values; use dequantize() and quantize again, or move each of .components",
 }
 """The same for all ops of a namespace: those of collectives do not say in their schemas what they write."""
 
@@ -50,13 +53,14 @@ def _home(func: Any) -> str:
     return "view.py" if any(r.alias_info is not None for r in func._schema.returns) else "structure.py"
 
 
-def note(func: Any, tensors: list[MXTensor], what: str, reason: str) -> None:
-    """Log that MXTensors left the quantized world; raise inside ``mx.strict()``."""
+def note(func: Any, tensors: list[MXTensor], what: str, reason: str) -> Entry | None:
+    """Log that MXTensors are dequantized, for ``measure``; raise NotImplementedError inside ``mx.strict()``."""
     op = str(func)
     refuse_if_strict(op, reason, _home(func))
     first = tensors[0]
     shapes, names = tuple(tuple(t.shape) for t in tensors[:3]), tuple(str(t.format) for t in tensors[:3])
-    record(Spec(op, shapes, names, first.dtype, first.device), what, {"quantized": reason})
+    spec = Spec(op, shapes, names, first.dtype, first.device, is_traced(*first.components))
+    return record(spec, what, {"quantized": reason})
 
 
 def run_plain(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -70,8 +74,7 @@ def run_plain(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 def read(func: Any, args: Any, kwargs: Any, reason: str = "no rule of its own") -> Any:
     """The op on the dequantized values."""
     tensors = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, MXTensor)]
-    note(func, tensors, "dequantized", reason)
-    with mode_of_views(func, tensors[0]):
+    with measure(note(func, tensors, "dequantized", reason)), mode_of_views(func, tensors[0]):
         return run_plain(func, args, kwargs)
 
 
@@ -81,7 +84,11 @@ def write(func: Any, args: Any, kwargs: Any) -> Any:
     targets = [t for name in _written(func) for t in tree_flatten(named.get(name))[0] if isinstance(t, MXTensor)]
     if not targets:
         return read(func, args, kwargs)
-    note(func, targets, "requantized", "writes values")
+    with measure(note(func, targets, "requantized", "writes values")):
+        return _write(func, args, kwargs, targets)
+
+
+def _write(func: Any, args: Any, kwargs: Any, targets: list[MXTensor]) -> Any:
     flat, spec = tree_flatten((args, kwargs))
     plain: dict[int, Tensor] = {}
     for t in flat:

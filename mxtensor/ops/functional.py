@@ -1,6 +1,9 @@
-"""Torch functions seen before aten takes them apart, where that saves work and changes nothing."""
+"""Rules of torch functions that run before aten decomposes them, when that saves work and the result is identical."""
 
 from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -8,17 +11,23 @@ from torch import Tensor
 
 from ..core.compat import functorch_interpreter
 from ..core.dispatch import implements_function
+from ..core.plan import PLANS
+from ..core.select import is_observed
+from ..core.shapes import as_matrix
 from ..core.torch_autocast import torch_autocasts
 from ..core.tracing import is_traced
+from ..kernels.gemm import select
+from ..kernels.gemm.spec import GemmArgs
+from ..numerics.operand import Operand
 from ..tensor.mxtensor import MXTensor
-from .again import found, keep
+from .matmul import Side, gemm_operands, preference
 from .matmul import linear as linear_rule
 
 aten = torch.ops.aten
 
 
-def _wanted_whole(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether nobody between torch's function and the product wants to see the aten ops."""
+def _runs_whole(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether no gradient, trace, mode or autocast needs the aten ops between torch's function and the product."""
     if torch.is_grad_enabled() and (
         input.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     ):
@@ -30,17 +39,50 @@ def _wanted_whole(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     )
 
 
+def _launch_key(x: Tensor, weight: MXTensor, bias: Tensor | None, operand: Operand) -> Hashable:
+    """All that a launch of ``F.linear`` holds of its tensors, their addresses included.
+
+    A tensor that got the memory of another one finds that one's plan only if all of this is equal: then it is right.
+    """
+    data, scale, global_scale = operand.data, operand.scale, operand.global_scale
+    return (
+        x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15,  # kernels read 16 bytes at a time
+        data.data_ptr(), scale.data_ptr(), 0 if global_scale is None else global_scale.data_ptr(),
+        data.is_contiguous() and scale.is_contiguous(), operand.format.name, operand.shape,
+        weight.dtype, weight.recipe.key,
+        None if bias is None else (bias.data_ptr(), bias.dtype, bias.shape, bias.stride()),
+    )  # fmt: skip
+
+
 @implements_function(F.linear)
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, **out: Tensor) -> Tensor:
-    """Without gradients the product runs at once: no ``t``, no second dispatch, no expanded batch."""
+    """Without gradients the product runs at once: no ``t``, no second dispatch, no expanded batch.
+
+    The second call of a kind goes straight to the launch of its plan, if that has one.
+    """
     matrix = type(weight) is MXTensor and weight.dim() == 2 and input.dim() > 0 and not out
-    if not matrix or not _wanted_whole(input, weight, bias):
+    if not matrix or not _runs_whole(input, weight, bias):
         return F.linear(input, weight, bias, **out)
     assert isinstance(weight, MXTensor)
-    kept = found(input, weight, bias)
-    if kept is not None and kept.call is not None:
-        return kept.call(input)
+    operand, key = weight._rowwise, None
+    launches = input.device.type in select.LAUNCH_DEVICES or None in select.LAUNCH_DEVICES
+    if launches and operand is not None and not is_observed():
+        key = _launch_key(input, weight, bias, operand)
+        plan = PLANS.get(key)
+        if plan is not None and plan.launch is not None:
+            return plan.launch(input)  # type: ignore[no-any-return]
+        key = key if plan is None else None
     product: Tensor = linear_rule(aten.linear.default, (input, weight, bias), {})
-    if kept is None:
-        keep(input, weight, bias)
+    if key is not None:
+        _prepare(key, input, weight, bias)
     return product
+
+
+def _prepare(key: Hashable, x: Tensor, weight: MXTensor, bias: Tensor | None) -> None:
+    """Cache the plan of an ``F.linear`` that has just run, with its launch if the kernel has one."""
+    a, b = gemm_operands("linear", Side(as_matrix(x), False), Side(weight, False))
+    args = GemmArgs(x.dtype, bias)
+    plan = select.plan_of("linear", a, b, args, preference(weight))
+    if plan.kernel is not None and plan.kernel.prepare is not None:
+        plan = replace(plan, launch=plan.kernel.prepare(x, a, b, args))
+    PLANS.put(key, plan)

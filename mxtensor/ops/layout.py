@@ -39,11 +39,6 @@ def sides(w: MXTensor) -> list[tuple[Operand, list[int]]]:
     return out
 
 
-def both(operand: Operand, fn: Callable[[Tensor], Tensor], shape: tuple[int, ...]) -> Operand:
-    """The same function of data and scale."""
-    return Operand(fn(operand.data), fn(operand.scale), operand.global_scale, operand.format, shape)
-
-
 def on_bytes(t: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
     """``fn`` of codes or scales, one-byte dtypes as uint8: what moves values need not know float8."""
     return fn(t.view(torch.uint8)).view(t.dtype) if t.dtype.itemsize == 1 else fn(t)
@@ -77,7 +72,7 @@ def relabel_operand(operand: Operand, old: list[int], new: Dims, size: tuple[int
                 t = t.unsqueeze(i)
         return t
 
-    return place == -2, both(operand, move, tuple(size[d] for d in target))
+    return place == -2, operand.map_blocks(move, tuple(size[d] for d in target))
 
 
 def relabel(w: MXTensor, new: Dims, size: tuple[int, ...], stride: tuple[int, ...]) -> MXTensor | None:

@@ -7,13 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.dispatch import Spec, implements, record, refuse_if_strict
+from ..core.dispatch import implements, refuse_if_strict
+from ..core.explain import record
+from ..core.kernel import Spec
 from ..core.shapes import as_matrix
 from ..core.tracing import is_traced
 from ..kernels.gemm.select import gemm, grouped_gemm
 from ..kernels.gemm.spec import GemmArgs, GemmOperand, Unquantized
 from ..numerics.operand import Operand
-from ..recipe.linear_recipe import KernelPreference
+from ..recipe.kernel_preference import KernelPreference
 from ..tensor.mxtensor import MXTensor
 from .fallback import read
 
@@ -21,10 +23,10 @@ aten = torch.ops.aten
 
 
 class Side:
-    """One factor of a product: the tensor given, and the way it enters, (..., rows, contracted).
+    """One side of a product: the tensor given, and how it enters, as (..., rows, contracted).
 
-    ``transposed``: the contracted dimension is the one before the last (the right factor of ``mm``). ``operand``: the copy
-    blocked along the contraction, which is what products can use; None if it is not held.
+    ``transposed``: the contracted dimension is the one before the last, as on the right of ``mm``. ``operand``: the
+    copy blocked along the contraction, which is what products can use; None if there is none.
     """
 
     def __init__(self, tensor: Tensor, transposed: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,13 +33,14 @@ def _slice_operand(operand: Operand, place: int, start: int, end: int, step: int
     def take(t: Tensor, start: int, end: int, step: int = 1) -> Tensor:
         return aten.slice.Tensor(t, t.dim() + place, start, end, step)  # type: ignore[no-any-return]
 
+    cuts = partial(operand.format.why_not_split, place)
     if block == 1:
         data, scale = take(operand.data, start, end, step), operand.scale
         if operand.format.block[0] != FULL:
             scale = take(scale, start, end, step)
     elif block == FULL and not operand.format.element.packed:
         data, scale = take(operand.data, start, end, step), operand.scale
-    elif step == 1 and start % block == 0 and (end % block == 0 or end == length):
+    elif step == 1 and cuts(start) is None and (cuts(end) is None or end == length):
         unit = operand.format.element.data_cols if place == -1 else int
         data = take(operand.data, unit(start), unit(end))
         scale = take(operand.scale, start // block, -(-end // block))
@@ -46,7 +48,7 @@ def _slice_operand(operand: Operand, place: int, start: int, end: int, step: int
         return None
     if FULL in operand.format.block and shape[place] == 0:
         scale = take(scale, 0, 0)  # no values, no scale
-    return Operand(data, scale, operand.global_scale, operand.format, tuple(shape))
+    return operand.with_blocks(data, scale, shape)
 
 
 def sliced(w: MXTensor, dim: int, start: int, end: int, step: int, stride: tuple[int, ...]) -> MXTensor | None:

@@ -19,7 +19,7 @@ from ..numerics.formats import FULL
 from ..numerics.operand import Operand
 from ..tensor.mxtensor import MXTensor
 from .fallback import read
-from .layout import assemble, both, on_bytes, outer, sides
+from .layout import assemble, on_bytes, outer, sides
 
 aten = torch.ops.aten
 
@@ -47,10 +47,10 @@ def _joined(operands: list[Operand], place: int, shape: tuple[int, ...]) -> Oper
     """Operands one after the other along dimension ``place`` (negative); None if one but the last cuts a block."""
     first = operands[0]
     block = first.format.block[place + 2] if place >= -2 else 1
-    if block == FULL or any(o.shape[place] % block for o in operands[:-1]):
+    if block == FULL or first.format.why_not_split(place, *(o.shape[place] for o in operands[:-1])):
         return None
     data = torch.cat([o.data.view(torch.uint8) for o in operands], place).view(first.data.dtype)
-    return Operand(data, torch.cat([o.scale for o in operands], place), first.global_scale, first.format, shape)
+    return first.with_blocks(data, torch.cat([o.scale for o in operands], place), shape)
 
 
 def _place(dims: list[int], dim: int) -> int:
@@ -100,7 +100,7 @@ def _move(
         def part(t: Tensor, places: list[int] = places) -> Tensor:
             return on_bytes(t, lambda raw: fn(raw, [p + t.dim() for p in places]))
 
-        kept[dims != sorted(dims)] = both(operand, part, tuple(size[d] for d in dims))
+        kept[dims != sorted(dims)] = operand.map_blocks(part, tuple(size[d] for d in dims))
     result = assemble(w, kept.get(False), kept.get(True), size, stride)
     return read(func, args, kwargs, CUTS) if result is None else result
 
@@ -146,7 +146,7 @@ def repeat(func: Any, args: Any, kwargs: Any) -> Tensor:
             if len(dims) >= -place
         )
         if rows != FULL and whole and operand.format.data_shape(operand.shape)[-1]:
-            kept[dims != sorted(dims)] = both(operand, lambda t: t.repeat(counts), tuple(size[d] for d in dims))  # noqa: B023
+            kept[dims != sorted(dims)] = operand.map_blocks(lambda t: t.repeat(counts), tuple(size[d] for d in dims))  # noqa: B023
     result = assemble(w, kept.get(False), kept.get(True), size, out.stride())
     return read(func, args, kwargs, CUTS) if result is None else result
 
@@ -168,7 +168,7 @@ def index(func: Any, args: Any, kwargs: Any) -> Tensor:
 
     data = pick(operand.data)
     size = (*data.shape[:-1], w.shape[-1])
-    picked = Operand(data, pick(operand.scale), operand.global_scale, operand.format, size)
+    picked = operand.with_blocks(data, pick(operand.scale), size)
     return w.replace(picked, None, size)
 
 
@@ -193,6 +193,6 @@ def constant_pad_nd(func: Any, args: Any, kwargs: Any) -> Tensor:
 
         data = grow(operand.data, operand.format.data_shape(shape), 0)
         scale = grow(operand.scale, operand.format.scale_shape(shape), zero_scale)
-        kept[dims != sorted(dims)] = Operand(data, scale, operand.global_scale, operand.format, shape)
+        kept[dims != sorted(dims)] = operand.with_blocks(data, scale, shape)
     result = assemble(w, kept.get(False), kept.get(True), tuple(out.shape), out.stride())
     return read(func, args, kwargs, CUTS) if result is None else result

@@ -11,7 +11,7 @@ from ..core.dispatch import implements
 from ..core.shapes import contiguous_stride, inferred_shape, wrapped_dim
 from ..numerics.formats import FULL
 from ..numerics.operand import Operand
-from ..tensor.fsdp_shards import flat_values
+from ..tensor.fsdp import flat_values
 from ..tensor.mxtensor import MXTensor
 from .layout import Dims, assemble, finish, order, outer, relabel, relabel_operand, sides
 
@@ -97,7 +97,7 @@ def expand(func: Any, args: Any, kwargs: Any) -> Any:
         shared = {1: 1, FULL: len(target)}.get(operand.format.block[0], min(2, len(target)))  # dims one scale spans
         data = start.data.expand(*shape[:-1], -1)
         scale = start.scale.expand(*shape[: len(target) - shared], *([-1] * shared))
-        placed[columnwise] = Operand(data, scale, start.global_scale, start.format, shape)
+        placed[columnwise] = start.with_blocks(data, scale, shape)
     result = assemble(w, placed.get(False), placed.get(True), size, out.stride())
     return finish(func, args, kwargs, result, f"expanding to {size}")
 
@@ -134,7 +134,7 @@ def _reshape_columnwise(operand: Operand, size: tuple[int, ...]) -> Operand | No
 def _reshape_components(operand: Operand, shape: tuple[int, ...]) -> Operand:
     data = operand.data.reshape(operand.format.data_shape(shape))
     scale = operand.scale.reshape(operand.format.scale_shape(shape))
-    return Operand(data, scale, operand.global_scale, operand.format, shape)
+    return operand.with_blocks(data, scale, shape)
 
 
 def reshaped(w: MXTensor, size: tuple[int, ...], stride: tuple[int, ...]) -> MXTensor | None:

@@ -1,4 +1,4 @@
-"""What quantization did to each layer: signal against error, bytes, and a plot of both by format."""
+"""The quantization error of each layer: SQNR, largest error and bytes, and a plot by format."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from ..tensor.mxtensor import MXTensor
 def sqnr_db(reference: Tensor, approximation: Tensor) -> float:
     """Signal-to-quantization-noise ratio in dB: ``10 * log10(sum(reference^2) / sum((reference - approximation)^2))``.
 
-    Both of one shape, any float dtypes; summed in float64. Every 6.02 dB is one bit of precision. ``inf`` where the two
-    are equal, ``-inf`` where only the reference is zero, ``nan`` where either holds a nan. Raises ValueError where the
-    shapes differ, because broadcasting would compare other values than meant.
+    Both have one shape and any float dtype; the sums are in float64. 6.02 dB are one bit of precision. ``inf`` if the
+    two are equal, ``-inf`` if only the reference is zero, ``nan`` if either has a nan. Raises ValueError if the shapes
+    differ, since broadcasting would compare the wrong values.
     """
     if reference.shape != approximation.shape:
         raise ValueError(f"shapes differ: reference {tuple(reference.shape)}, other {tuple(approximation.shape)}")
@@ -36,30 +36,30 @@ def sqnr_db(reference: Tensor, approximation: Tensor) -> float:
 
 @dataclass(frozen=True)
 class LayerError:
-    """One quantized parameter beside the tensor it was made from."""
+    """One quantized parameter, compared with the tensor that it was quantized from."""
 
     fqn: str
-    """Name of the parameter in the model, as ``named_parameters()`` has it."""
+    """The name of the parameter in ``named_parameters()``."""
     format: str
     shape: tuple[int, ...]
     sqnr_db: float
-    """Of the dequantized values; see :func:`sqnr_db`."""
+    """SQNR of the dequantized values; see :func:`sqnr_db`."""
     max_abs_error: float
-    """Largest absolute error, in the units of the weight."""
+    """The largest absolute error, in the units of the weight."""
     bits_per_value: float
-    """Bits held for one value: every copy, scales and tails counted."""
+    """Stored bits per value, including every copy, scales and tails."""
     bytes_before: int
     """Bytes of the reference tensor."""
     bytes_after: int
-    """Bytes of all codes and scales held."""
+    """Bytes of all codes and scales."""
 
 
 def layer_errors(model: nn.Module, reference: nn.Module | Mapping[str, Tensor]) -> list[LayerError]:
-    """One row for every MXTensor parameter of ``model``, in the model's order; a shared parameter has one.
+    """One row per MXTensor parameter of ``model``, in the order of the model; a shared parameter has one row.
 
-    ``reference``: the model before ``quantize_``, or its state dict; each tensor is looked up by its parameter's name.
-    ``quantize_`` works in place, so take a ``copy.deepcopy(model)`` or its ``state_dict()`` first. Raises ValueError
-    where the reference lacks a tensor, has it in another shape or is quantized itself.
+    ``reference``: the model before ``quantize_``, or its state dict; tensors are found by the name of the parameter.
+    ``quantize_`` works in place, so make a ``copy.deepcopy(model)`` or a ``state_dict()`` first. Raises ValueError if
+    the reference lacks a tensor, has it in another shape, or is quantized itself.
     """
     if isinstance(reference, nn.Module):
         reference = dict(reference.named_parameters(remove_duplicate=False))
@@ -80,7 +80,7 @@ def _layer_error(fqn: str, weight: MXTensor, reference: Tensor | None) -> LayerE
     if reference.shape != weight.shape:
         raise ValueError(f"{fqn!r} has shape {tuple(weight.shape)}, the reference {tuple(reference.shape)}")
     with torch.no_grad():
-        # float32, not the facade dtype: rounding the values to bfloat16 would add an error the format does not make
+        # float32, not the outer dtype: rounding the values to bfloat16 would add an error that is not the format's
         values = weight.dequantize(torch.float32)
         wanted = reference.detach().to(values.device)
         error = (wanted.double() - values).abs()
@@ -97,17 +97,17 @@ def _layer_error(fqn: str, weight: MXTensor, reference: Tensor | None) -> LayerE
 
 
 def short_names(fqns: Sequence[str]) -> list[str]:
-    """The names without the module path that all of them share and without a final ``.weight``."""
+    """The names without the module path that all of them share, and without a final ``.weight``."""
     paths = [fqn.removesuffix(".weight").split(".") for fqn in fqns]
-    modules = [path[:-1] for path in paths]  # the last part stays, so that no name becomes empty
-    shared = len(list(takewhile(lambda components: len(set(components)) == 1, zip(*modules, strict=False))))
+    modules = [path[:-1] for path in paths]  # the last name stays, so that no name becomes empty
+    shared = len(list(takewhile(lambda names: len(set(names)) == 1, zip(*modules, strict=False))))
     return [".".join(path[shared:]) for path in paths]
 
 
 # ---------------------------------------------------------------------------------------------- the plot
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999")
-"""Okabe and Ito's palette: tells series apart for every kind of color vision."""
+"""Okabe and Ito's palette, which is readable with every kind of color vision."""
 MARKERS = "osD^vPX*"
 
 
@@ -116,11 +116,11 @@ def plot_layer_errors(
     path: str | os.PathLike[str],
     title: str = "Weight error by layer and format",
 ) -> Path:
-    """Draw the SQNR of each layer, one row of dots a layer and one color a format, and write it to ``path``.
+    """Draw the SQNR of each layer, with one row of dots per layer and one color per format, and write it to ``path``.
 
-    ``rows_by_format``: legend label -> what :func:`layer_errors` gave for that format; the legend adds the bits held
-    for one value. The suffix of ``path`` chooses the kind of file (png, svg, pdf); its folder is made. A layer without
-    a finite SQNR has no dot. Returns the path. Raises ValueError where there is nothing to draw, ImportError without
+    ``rows_by_format``: legend label -> the result of :func:`layer_errors` for that format; the legend adds the stored
+    bits per value. The suffix of ``path`` selects the file type (png, svg, pdf); its folder is created. A layer without
+    a finite SQNR has no dot. Returns the path. Raises ValueError if there is nothing to draw, ImportError without
     matplotlib.
     """
     try:
@@ -142,10 +142,10 @@ def plot_layer_errors(
             [row.sqnr_db for row in finite],
             [position[row.fqn] for row in finite],
             linestyle="",
-            marker=MARKERS[(i + i // len(COLORS)) % len(MARKERS)],  # a second round pairs them anew
+            marker=MARKERS[(i + i // len(COLORS)) % len(MARKERS)],  # the second round gives each color another marker
             markersize=6.5,
             color=COLORS[i % len(COLORS)],
-            markerfacecolor="none",  # formats with equal mantissas fall on each other; outlines keep both visible
+            markerfacecolor="none",  # formats with equal mantissas overlap; outlines leave both visible
             markeredgewidth=1.4,
             label=f"{label}, {bits:.3g} bits",
         )

@@ -1,0 +1,1 @@
+"""TransformerEngine's quantizers and ``general_gemm``, by its names and arguments."""

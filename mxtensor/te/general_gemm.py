@@ -1,4 +1,4 @@
-"""``general_gemm``: a product of quantized or plain matrices, with the arguments of TransformerEngine's function."""
+"""``general_gemm``: a product of quantized or plain matrices, with TransformerEngine's arguments."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ LAYOUTS = {
     "NN": Layout("columnwise", "rowwise", "B @ A, with A (N, K) and B (M, N)"),
     "NT": Layout("columnwise", "columnwise", "B^T @ A, with A (M, K) and B (M, N)"),
 }
-"""Letters of A, then of B, as of column-major matrices: fprop, dgrad and wgrad."""
+"""BLAS letters of A, then of B, for column-major matrices: fprop, dgrad and wgrad."""
 
 
 class GemmResult(NamedTuple):
-    """What ``general_gemm`` returns; None where nothing was asked for."""
+    """The results of ``general_gemm``; None for those that were not requested."""
 
     out: Tensor
     bias_grad: Tensor | None
@@ -63,23 +63,28 @@ def general_gemm(
     use_split_accumulator: bool = False,
     grad: bool = False,
 ) -> GemmResult:
-    """A product of A, weight-like, and B, input-like, accumulated in float32 and rounded once to ``out_dtype``.
+    """A product of A (the weight) and B (the input), accumulated in float32 and rounded once to ``out_dtype``.
 
-    TN: ``B @ A^T`` (fprop; A (N, K), B (..., K)); NN: ``B @ A`` (dgrad; A (N, K), B (..., N)); NT: ``B^T @ A`` (wgrad;
-    A (M, K), B (M, N)). A and B: MXTensors that hold the copy which the layout contracts, or plain; leading dimensions
-    are the result's for TN and NN. ``out_dtype``: that of ``out``, or else of B.
+    - TN: ``B @ A^T`` (fprop; A (N, K), B (..., K)).
+    - NN: ``B @ A`` (dgrad; A (N, K), B (..., N)).
+    - NT: ``B^T @ A`` (wgrad; A (M, K), B (M, N)).
 
-    alpha times the product, + ``bias`` (N,), + ``beta`` (default 1) times ``out`` with ``accumulate``, then gelu (the
-    tanh form), whose argument is ``gelu_input``. With ``grad``: ``bias_grad`` is the sum of B's rows instead, in the
-    dtype of ``bias``, and gelu multiplies by its derivative at ``gelu_in``. ``quantization_params`` quantizes the
-    result, to the bits of quantizing it afterwards. ``workspace`` and ``use_split_accumulator`` change nothing.
-    Carries no gradient. Raises ValueError or TypeError for what does not fit, naming the way out.
+    A and B are MXTensors with the copy that the layout contracts, or plain tensors. For TN and NN the result has the
+    leading dimensions of B. ``out_dtype`` defaults to the dtype of ``out``, else of B.
+
+    The result is alpha times the product, plus ``bias`` (N,), plus ``beta`` (default 1) times ``out`` with
+    ``accumulate``. ``gelu`` applies the tanh form and returns its argument as ``gelu_input``. With ``grad``, ``bias``
+    is not added: ``bias_grad`` is the sum of the rows of B in the dtype of ``bias``, and ``gelu`` multiplies by its
+    derivative at ``gelu_in``. ``quantization_params`` quantizes the result, with the same bits as a later call would
+    give. ``workspace`` and ``use_split_accumulator`` have no effect. The result has no gradient.
+
+    Raises ValueError or TypeError for arguments that do not fit.
     """
     if layout not in LAYOUTS:
         formulas = "; ".join(f"{name}: {row.formula}" for name, row in LAYOUTS.items())
         raise ValueError(f"general_gemm: unknown layout {layout!r}; choose one of {formulas}")
     if beta is not None and not accumulate:
-        raise ValueError(f"general_gemm: beta is {beta}, but nothing is added to; use accumulate=True with out=")
+        raise ValueError(f"general_gemm: beta is {beta} without accumulate; use accumulate=True with out=")
     if gelu and grad and gelu_in is None:
         raise ValueError("general_gemm: the derivative of gelu needs gelu_in, the gelu_input of the forward product")
     dtype = out_dtype or (out.dtype if out is not None else B.dtype)
@@ -91,10 +96,11 @@ def general_gemm(
     _check_shapes(layout, shape, {"bias": added, "out": out, "gelu_in": gelu_in})
 
     wide = torch.float64 if dtype is torch.float64 else torch.float32
-    apart = gelu or accumulate or (added is not None and added.dtype is not dtype)  # then a kernel must not round
-    args = GemmArgs(wide if apart else dtype, None if apart else added, alpha)
+    # The kernel must not round if more is added to its result.
+    unfused = gelu or accumulate or (added is not None and added.dtype is not dtype)
+    args = GemmArgs(wide if unfused else dtype, None if unfused else added, alpha)
     y = gemm(f"general_gemm {layout}", b, a, args).view(shape)
-    if apart and added is not None:
+    if unfused and added is not None:
         y = y + added.to(wide)
     if accumulate and out is not None:
         y = y + (1.0 if beta is None else beta) * out.to(wide)
@@ -137,15 +143,15 @@ def _check_out(out: Tensor | None, dtype: torch.dtype, quantizer: Quantizer | No
         )
     if out is None:
         if accumulate:
-            raise ValueError("general_gemm: accumulate=True needs out=, what is added to")
+            raise ValueError("general_gemm: accumulate=True needs out=, the tensor to add to")
         return
     if isinstance(out, MXTensor) != (quantizer is not None):
         raise ValueError(
-            "general_gemm: a quantized out= and quantization_params go together; make one with "
-            "quantization_params.make_empty(shape)"
+            "general_gemm: a quantized out= needs quantization_params, and quantization_params need a quantized out=; "
+            "make one with quantization_params.make_empty(shape)"
         )
     if out.dtype != dtype:
-        raise ValueError(f"general_gemm: out is {_name(out.dtype)}, out_dtype {_name(dtype)}; leave out_dtype out")
+        raise ValueError(f"general_gemm: out is {_name(out.dtype)}, out_dtype {_name(dtype)}; omit out_dtype")
 
 
 def _check_shapes(layout: str, shape: tuple[int, ...], tensors: dict[str, Tensor | None]) -> None:
@@ -164,30 +170,30 @@ def _gemm_operands(a: Tensor, b: Tensor, layout: str) -> tuple[GemmOperand, Gemm
     signs = _signs(a, row.a), _signs(b, row.b)
     if signs[0] != signs[1]:
         raise ValueError(
-            f"general_gemm {layout}: A's {row.a} and B's {row.b} copy are not rotated alike; quantize both with the "
-            "same with_rht and signs, and use rotated copies with layout 'NT' only"
+            f"general_gemm {layout}: A's {row.a} and B's {row.b} copy are rotated differently; quantize both with "
+            "the same with_rht and signs, and use rotated copies with layout 'NT' only"
         )
-    mine, other = _gemm_operand("A", a, row.a, layout), _gemm_operand("B", b, row.b, layout)
+    operands = _gemm_operand("A", a, row.a, layout), _gemm_operand("B", b, row.b, layout)
     if (a.shape[-1] if row.a == "rowwise" else a.shape[0]) != (b.shape[-1] if row.b == "rowwise" else b.shape[0]):
         raise ValueError(
             f"general_gemm: A {tuple(a.shape)} and B {tuple(b.shape)} do not fit; {layout} is {row.formula}"
         )
-    return mine, other
+    return operands
 
 
 def _signs(t: Tensor, side: str) -> int | None:
-    """Those of the rotation of the copy that is contracted, None if it is not rotated."""
-    transposed = t._rotated if side == "columnwise" and isinstance(t, MXTensor) else None
-    return None if transposed is None else transposed.signs
+    """The signs of the rotation of the contracted copy; None if it is not rotated."""
+    rotated = t._rotated if side == "columnwise" and isinstance(t, MXTensor) else None
+    return None if rotated is None else rotated.signs
 
 
 def _gemm_operand(name: str, t: Tensor, side: str, layout: str) -> GemmOperand:
-    """The copy of a matrix that is contracted along its last dimension; leading dimensions as rows."""
+    """The copy of a matrix whose last dimension is contracted; leading dimensions become rows."""
     least = 2 if name == "A" or layout == "NT" else 1
     if t.dim() < least or (least == 2 and t.dim() > 2):
         formula = LAYOUTS[layout].formula
         raise ValueError(
-            f"general_gemm: {name} is {tuple(t.shape)}; {layout} is {formula}: flatten it before it is cast"
+            f"general_gemm: {name} is {tuple(t.shape)}; {layout} is {formula}: flatten it before quantizing it"
         )
     if isinstance(t, MXTensor):
         operand = t.rowwise if side == "rowwise" else t._rotated.operand if t._rotated is not None else t.columnwise

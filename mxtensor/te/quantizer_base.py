@@ -1,9 +1,10 @@
-"""What all quantizers share: objects that make MXTensors, by the methods that TransformerEngine's users know."""
+"""Quantizer, the base of all quantizers: an object that makes MXTensors, with TransformerEngine's methods."""
 
 from __future__ import annotations
 
 import copy
 from enum import Enum
+from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor
 
 from ..core.shapes import swapped
 from ..kernels.quantize.hadamard import GROUP, rotated
-from ..kernels.quantize.select import quantize_operand, quantize_operands
+from ..kernels.quantize.select import quantize_operand
+from ..kernels.quantize.select_pair import quantize_operands
 from ..numerics.cast import Cast
 from ..numerics.formats import Format, Orientation
 from ..numerics.operand import Operand, Rotated
@@ -23,7 +25,7 @@ Q = TypeVar("Q", bound="Quantizer")
 
 
 class DType(Enum):
-    """Elements by TransformerEngine's names."""
+    """TransformerEngine's names of elements."""
 
     kFloat8E4M3 = "e4m3"  # noqa: N815
     kFloat8E5M2 = "e5m2"  # noqa: N815
@@ -31,7 +33,7 @@ class DType(Enum):
 
     @classmethod
     def of(cls, value: DType | torch.dtype | str, allowed: tuple[DType, ...] | None = None) -> DType:
-        """The member meant by a member, a torch dtype, TransformerEngine's own member or a name. Raises ValueError."""
+        """The member for a member, a torch dtype, TransformerEngine's own member or a name. Raises ValueError."""
         name = str(getattr(value, "name", value)).removeprefix("torch.")
         member = cls._member_map_.get(name) or _OTHER_NAMES.get(name.lower())
         choices = allowed or tuple(cls)
@@ -50,16 +52,17 @@ FP8 = (DType.kFloat8E4M3, DType.kFloat8E5M2)
 
 
 class Quantizer:
-    """What all quantizers share: a cast, and which copies it makes (``rowwise``, ``columnwise``).
+    """A cast, and the copies that it makes (``rowwise``, ``columnwise``).
 
-    Calling one is ``quantize``. Where ``x`` requires a gradient the result does, and the gradient passes through
-    unchanged. Of square blocks or one scale a tensor, one copy serves both; of a 1-D tensor there is the rowwise one.
+    Calling a quantizer is ``quantize``. If ``x`` requires a gradient, the result does too, and the gradient passes
+    through unchanged. Formats with square blocks or one scale per tensor have one copy for both orientations; a 1-D
+    tensor has the rowwise copy only.
     """
 
-    rows: ClassVar[tuple[Format, ...]] = ()
-    """The formats that this class is for."""
+    formats: ClassVar[tuple[Format, ...]] = ()
+    """The formats of this class."""
     device: torch.device | None = None
-    """Where ``make_empty`` makes tensors, unless it is told."""
+    """The default device of ``make_empty``."""
 
     def __init__(self, cast: Cast, rowwise: bool, columnwise: bool, signs: int | None = None) -> None:
         self.cast, self.signs, self.recipe = cast, signs, LinearRecipe.inference(cast)
@@ -68,7 +71,7 @@ class Quantizer:
 
     @classmethod
     def of(cls: type[Q], cast: Cast, rowwise: bool, columnwise: bool, signs: int | None = None) -> Q:
-        """One for any cast to a format of this class."""
+        """A quantizer of this class for any cast to one of its formats."""
         self = cls.__new__(cls)
         Quantizer.__init__(self, cast, rowwise, columnwise, signs)
         return self
@@ -79,7 +82,7 @@ class Quantizer:
         return self.quantize(x)
 
     def quantize(self, x: Tensor, out: MXTensor | None = None) -> MXTensor:
-        """``x`` (float32, bfloat16, float16 or float64) quantized; into ``out``, without a gradient, where given.
+        """``x`` (float32, bfloat16, float16 or float64) quantized. Given ``out``, writes to it, without a gradient.
 
         Raises TypeError for other dtypes, ValueError for a tensor without the dimensions that the copies need.
         """
@@ -90,9 +93,9 @@ class Quantizer:
         return self._made(x)
 
     def update_quantized(self, src: Tensor, dst: MXTensor) -> MXTensor:
-        """Quantize ``src`` into every copy that ``dst`` holds, in its own memory; returns ``dst``.
+        """Quantize ``src`` in place into every copy of ``dst``; returns ``dst``.
 
-        Raises TypeError if ``dst`` is no MXTensor, ValueError if it has another format, shape or rotation.
+        Raises TypeError if ``dst`` is not an MXTensor, ValueError if it has another format, shape or rotation.
         """
         if not isinstance(dst, MXTensor):
             raise TypeError(f"can only update an MXTensor, got {type(dst).__name__}; make one with make_empty()")
@@ -101,38 +104,30 @@ class Quantizer:
                 f"cannot write {self.cast.format} values of shape {tuple(src.shape)} into {dst!r}; use make_empty"
                 f"({tuple(src.shape)}, dtype={dst.dtype})"
             )
-        transposed = dst._rotated
-        if (transposed.signs if transposed else self.signs) != self.signs or (
+        rotated_copy = dst._rotated
+        if (rotated_copy.signs if rotated_copy else self.signs) != self.signs or (
             self.signs is not None and dst._columnwise is not None
         ):
-            raise ValueError(f"one of {self!r} and the tensor's columnwise copy is rotated otherwise; use make_empty()")
+            raise ValueError(f"{self!r} and the columnwise copy of out are rotated differently; use make_empty()")
         x = _plain(src)
         row, column = self._operands(x, dst.copies)
         with torch.no_grad():
             dst.copy_(dst.replace(row, column, tuple(dst.shape), dst.stride()))
-            if transposed is not None:
-                fresh = self._rotated(x)
-                for mine, theirs in zip(transposed.operand.tensors, fresh.operand.tensors, strict=True):
-                    mine.copy_(theirs)
+            if rotated_copy is not None:
+                new = self._rotated(x)
+                for old, value in zip(rotated_copy.operand.tensors, new.operand.tensors, strict=True):
+                    old.copy_(value)
         return dst
 
     def make_empty(
         self, shape: Any, dtype: torch.dtype = torch.float32, device: Any = None, requires_grad: bool = False
     ) -> MXTensor:
-        """An MXTensor with the copies that this quantizer makes, its memory not initialized, for ``update_quantized``.
+        """An uninitialized MXTensor with the copies that this quantizer makes, for ``update_quantized``.
 
-        Raises TypeError for a dtype that cannot be quantized, ValueError for a shape without the dimensions needed.
+        Raises TypeError for a dtype that cannot be quantized, ValueError for a shape without the needed dimensions.
         """
         x = torch.empty(tuple(shape), dtype=dtype, device="meta")
-        place = torch.empty(0, device=device if device is not None else self.device).device
-
-        def empty(shape: tuple[int, ...]) -> Operand:
-            row = self.cast.format
-            data = torch.empty(row.data_shape(shape), dtype=torch.uint8, device=place).view(row.element.dtype)
-            scale = torch.empty(row.scale_shape(shape), dtype=row.scale.dtype, device=place)
-            global_scale = torch.empty((), dtype=torch.float32, device=place) if row.global_scale else None
-            return Operand(data, scale, global_scale, row, shape)
-
+        empty = partial(Operand.empty, self.cast.format, device=device if device is not None else self.device)
         wanted, size = self._wanted(x), tuple(x.shape)
         row = empty(size) if Orientation.ROWWISE in wanted else None
         column = empty(swapped(size)) if Orientation.COLUMNWISE in wanted and self.signs is None else None
@@ -168,48 +163,48 @@ class Quantizer:
         assert self.signs is not None
         return Rotated(quantize_operand(rotated(x.transpose(-1, -2), self.signs), self.cast), self.signs)
 
-    # ------------------------------------------------------------------------------------------ what it is
+    # ------------------------------------------------------------------------------------------ settings
 
     def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
-        """Choose the copies that are made from now on; None leaves one as it is. Raises ValueError for neither."""
+        """Set the copies that later calls make; None leaves one unchanged. Raises ValueError if both are False."""
         rowwise = self.rowwise if rowwise is None else rowwise
         columnwise = self.columnwise if columnwise is None else columnwise
         if not rowwise and not columnwise:
             raise ValueError(f"{type(self).__name__}: rowwise and columnwise are both False; a tensor needs one copy")
         if not rowwise and self.signs is not None:
             raise ValueError(
-                f"{type(self).__name__}: a rotated columnwise copy goes beside a rowwise one; use rowwise=True, or "
-                "with_rht=False"
+                f"{type(self).__name__}: a rotated columnwise copy needs a rowwise copy beside it; use rowwise=True, "
+                "or with_rht=False"
             )
         self.rowwise, self.columnwise = rowwise, columnwise
 
     @property
     def rowwise_usage(self) -> bool:
-        """``rowwise`` as TransformerEngine names it."""
+        """TransformerEngine's name for ``rowwise``."""
         return self.rowwise
 
     @property
     def columnwise_usage(self) -> bool:
-        """``columnwise`` as TransformerEngine names it."""
+        """TransformerEngine's name for ``columnwise``."""
         return self.columnwise
 
     @property
     def dtype(self) -> DType | str:
-        """The element: a DType, or its name where TransformerEngine has none."""
+        """The element: a DType, or its name if TransformerEngine has no DType for it."""
         return _OTHER_NAMES.get(self.cast.format.element.name, self.cast.format.element.name)
 
     fp8_dtype = dtype
 
     def is_quantizable(self, x: Tensor) -> bool:
-        """Whether ``quantize`` takes ``x``: a dtype and dimensions that it knows; sizes never matter."""
+        """Whether ``quantize`` accepts ``x``: its dtype and number of dimensions; sizes do not matter."""
         return x.dtype in SOURCE_DTYPES and x.dim() >= (1 if self.rowwise else 2)
 
     def copy(self: Q) -> Q:
-        """Another quantizer of the same settings, and of the same tensors ``scale`` and ``amax`` where it has them."""
+        """A quantizer with the same settings; a Float8Quantizer shares the tensors ``scale`` and ``amax``."""
         return copy.copy(self)
 
     def _arguments(self) -> dict[str, Any]:
-        """What ``repr`` shows before the usages."""
+        """The settings that ``repr`` shows before the usages."""
         return {"fp8_dtype": self.dtype}
 
     def __repr__(self) -> str:

@@ -1,7 +1,7 @@
-"""Quantizers by the names and with the arguments that TransformerEngine's users know.
+"""TransformerEngine's quantizers, by its names and arguments.
 
-Each gives what ``mxtensor.quantize`` gives for its format, bit for bit. All but ``Float8Quantizer`` are stateless. Any
-shape can be quantized: a tail shorter than a block is a block of its own, so that no dimension has to be padded.
+Each gives the same bits as ``mxtensor.quantize`` with its format. All except ``Float8Quantizer`` are stateless. Any
+shape can be quantized without padding: a tail shorter than a block is a block of its own.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.quantize.select import Form, cast_pair
+from ..kernels.gemm.spec import Form
+from ..kernels.quantize.select_pair import cast_pair
 from ..numerics.cast import Cast
 from ..numerics.formats import FORMATS, Format, Orientation, Rounding, ScaleCalculationMode
 from ..numerics.operand import Operand
 from ..numerics.reference import tensor_amax
+from ..recipe import Recipe
+from ..recipe.block_scaling import RANDOM_SIGNS
 from ..recipe.linear_recipe import LinearRecipe, TensorCasts
-from ..recipe.training_recipes import RANDOM_SIGNS, Recipe
 from ..training.delayed_scaling import DelayedState
 from .quantizer_base import FP8, DType, Quantizer
 
@@ -27,7 +29,7 @@ from .quantizer_base import FP8, DType, Quantizer
 
 
 class MXQuantizer(Quantizer):
-    """Any format of this package: ``MXQuantizer("mxfp6_e2m3")``; its words as in :func:`mxtensor.quantize`."""
+    """Any format of this package: ``MXQuantizer("mxfp6_e2m3")``. Arguments as in :func:`mxtensor.quantize`."""
 
     def __init__(
         self,
@@ -46,9 +48,9 @@ class MXQuantizer(Quantizer):
 
 
 class MXFP8Quantizer(Quantizer):
-    """MXFP8: 32 values share a power-of-two scale (RCEIL); with_2d_quantization: a tile of 32x32 does."""
+    """MXFP8: 32 values share a power-of-two scale (RCEIL). ``with_2d_quantization``: a 32x32 tile shares one."""
 
-    rows = tuple(FORMATS[f"mxfp8_{e}"].with_block(block) for e in ("e4m3", "e5m2") for block in (32, (32, 32)))
+    formats = tuple(FORMATS[f"mxfp8_{e}"].with_block(block) for e in ("e4m3", "e5m2") for block in (32, (32, 32)))
 
     def __init__(
         self,
@@ -66,14 +68,14 @@ class MXFP8Quantizer(Quantizer):
 
 
 class NVFP4Quantizer(Quantizer):
-    """NVFP4: 16 values share an E4M3 scale, the tensor a float32 one.
+    """NVFP4: 16 values share an E4M3 scale, the tensor has a float32 global scale.
 
-    ``with_rht``: the columnwise copy is rotated by a random Hadamard transform of these signs. Only products of two
-    rotated copies, ``general_gemm(..., layout="NT")``, use it, and it stays behind when the tensor goes through a torch
-    op. ``with_2d_quantization``: tiles of 16x16 share a scale; ``stochastic_rounding``: for gradients.
+    ``with_rht``: a random Hadamard transform with these ``signs`` rotates the columnwise copy. Only products of two
+    rotated copies, ``general_gemm(..., layout="NT")``, use it, and results of torch ops do not have it.
+    ``with_2d_quantization``: a 16x16 tile shares a scale. ``stochastic_rounding``: for gradients.
     """
 
-    rows = tuple(FORMATS["nvfp4"].with_block(block) for block in (16, (16, 16)))
+    formats = tuple(FORMATS["nvfp4"].with_block(block) for block in (16, (16, 16)))
     fp4_dtype = Quantizer.dtype
 
     def __init__(
@@ -90,7 +92,8 @@ class NVFP4Quantizer(Quantizer):
         DType.of(fp4_dtype, (DType.kFloat4E2M1,))
         if with_rht and with_2d_quantization:
             raise ValueError(
-                "NVFP4Quantizer: a tile serves both copies, so that with_rht cannot rotate one; choose one"
+                "NVFP4Quantizer: with_2d_quantization has one copy for both orientations, with_rht rotates one of two; "
+                "use only one of them"
             )
         row = FORMATS["nvfp4"].with_block((16, 16) if with_2d_quantization else 16)
         rounding = Rounding.STOCHASTIC if stochastic_rounding else Rounding.NEAREST
@@ -103,9 +106,9 @@ class NVFP4Quantizer(Quantizer):
 
 
 class Float8CurrentScalingQuantizer(Quantizer):
-    """Float8 with one float32 scale a tensor, from its own amax; force_pow_2_scales: powers of two only."""
+    """Float8 with one float32 scale per tensor, from its own amax. ``force_pow_2_scales``: powers of two only."""
 
-    rows = tuple(FORMATS[f"float8_{e}_tensor{s}"] for e in ("e4m3", "e5m2") for s in ("", "_pow2"))
+    formats = tuple(FORMATS[f"float8_{e}_tensor{s}"] for e in ("e4m3", "e5m2") for s in ("", "_pow2"))
 
     def __init__(
         self,
@@ -125,9 +128,9 @@ class Float8CurrentScalingQuantizer(Quantizer):
 
 
 class Float8BlockQuantizer(Quantizer):
-    """Float8 with a float32 scale for tiles of 128x128 values (block_scaling_dim=2) or for 128 in a row (1)."""
+    """Float8 with a float32 scale per 128x128 tile (``block_scaling_dim=2``) or per 128 values of a row (1)."""
 
-    rows = tuple(
+    formats = tuple(
         FORMATS[f"float8_{e}_{b}{s}"] for e in ("e4m3", "e5m2") for b in ("1x128", "128x128") for s in ("", "_pow2")
     )
 
@@ -157,10 +160,10 @@ class Float8BlockQuantizer(Quantizer):
 
 
 class Float8Quantizer(Quantizer):
-    """Float8 with one scale a tensor, decided before: values are multiplied by ``scale`` and saturate.
+    """Float8 with one given scale per tensor: values are multiplied by ``scale`` and saturate.
 
-    ``scale`` and ``amax``: one float32 each, read and written at each call: ``amax`` takes the larger of what it holds
-    and the amax of the values. Raises TypeError or ValueError for tensors of another kind.
+    ``scale`` and ``amax``: tensors with one float32 each. Each call reads ``scale`` and sets ``amax`` to the maximum of
+    itself and the amax of the values. Raises TypeError or ValueError for other tensors.
     """
 
     scale: Tensor
@@ -194,12 +197,12 @@ class Float8Quantizer(Quantizer):
         return replace(operand, data=operand.data.view(shape), scale=scale, shape=shape), None
 
     def _under_scale(self, x: Tensor) -> Operand:
-        """The operand of a matrix whose stored scale is 1 / ``scale``."""
+        """The operand of a matrix; its stored scale is 1 / ``scale``."""
         self.amax.copy_(torch.maximum(self.amax, tensor_amax(x).reshape(self.amax.shape)))
         largest = self.cast.format.element.max
         x, bound = x.to(torch.float32), torch.finfo(torch.float32).max
         scaled = torch.where(x.isfinite(), (x * self.scale.reshape(())).clamp(-bound, bound), float("nan"))
-        full = torch.full((), largest, dtype=torch.float32, device=x.device)  # of amax ``largest`` the scale is 1
+        full = torch.full((), largest, dtype=torch.float32, device=x.device)  # the amax for which the scale is 1
         operand = cast_pair(scaled, self.cast, Form.CODES, None, torch.bfloat16, full)[0]
         assert isinstance(operand, Operand)
         return replace(operand, scale=self.scale.reciprocal().expand_as(operand.scale).clone())
@@ -209,7 +212,7 @@ class Float8Quantizer(Quantizer):
 
 
 class _LayerQuantizer(Float8Quantizer):
-    """A Float8Quantizer of the histories of a layer: casts as the layer's own products do, and records as they do."""
+    """A Float8Quantizer over the amax histories of a layer: it casts and records as the layer's own products do."""
 
     def __init__(self, cast: Cast, state: DelayedState, index: int, rowwise: bool, columnwise: bool) -> None:
         Quantizer.__init__(self, cast, rowwise, columnwise)
@@ -217,7 +220,7 @@ class _LayerQuantizer(Float8Quantizer):
 
     @property
     def scale(self) -> Tensor:  # type: ignore[override]
-        """The factor of this step; a new tensor, for the state makes a new amax at each step."""
+        """The scale of this step: a new tensor, since the state makes a new amax at each step."""
         return self.state.scale[self.index]
 
     @property
@@ -235,11 +238,11 @@ class _LayerQuantizer(Float8Quantizer):
         return super().__repr__().replace(type(self).__name__, Float8Quantizer.__name__)
 
 
-# ---------------------------------------------------------------------------------------------- of a recipe
+# ---------------------------------------------------------------------------------------------- for a recipe
 
 _STATELESS = (MXFP8Quantizer, NVFP4Quantizer, Float8CurrentScalingQuantizer, Float8BlockQuantizer)
-QUANTIZER_OF: dict[Format, type[Quantizer]] = {row: kind for kind in _STATELESS for row in kind.rows}
-"""Format -> its class; all others are for MXQuantizer."""
+QUANTIZER_OF: dict[Format, type[Quantizer]] = {row: kind for kind in _STATELESS for row in kind.formats}
+"""Format -> its class; MXQuantizer takes all others."""
 
 
 def quantizers_of(
@@ -247,9 +250,9 @@ def quantizers_of(
 ) -> dict[str, list[Quantizer | None]]:
     """The quantizers of a linear layer: ``{"scaling_fwd": [input, weight], "scaling_bwd": [grad]}``.
 
-    Each makes the copies that the layer's products take; None stands for a tensor that stays in high precision. Where
-    the two copies have different casts the quantizer makes the rowwise one. Delayed scaling: Float8Quantizers of
-    ``state``; without one, of a fresh state with scale 1 and amax 0.
+    Each makes the copies that the layer's products need; None for a tensor that stays in high precision. If the two
+    copies have different casts, the quantizer makes the rowwise one. Delayed scaling: Float8Quantizers over ``state``,
+    or over a new state with scale 1 and amax 0.
     """
     linear_recipe, device = recipe if isinstance(recipe, LinearRecipe) else recipe.linear_recipe(), torch.device(device)
     if linear_recipe.delayed is not None and state is None:
@@ -265,7 +268,7 @@ def _of_casts(casts: TensorCasts, index: int, state: DelayedState | None, device
     rowwise = casts.rowwise is not None
     columnwise = casts.columnwise is not None and casts.columnwise == (casts.rowwise or casts.columnwise)
     cast = casts.rowwise or casts.columnwise
-    if cast is None or (casts.signs is not None and not rowwise):  # a rotated copy alone is no tensor
+    if cast is None or (casts.signs is not None and not rowwise):  # an MXTensor cannot have a rotated copy only
         return None
     if state is not None:
         return _LayerQuantizer(cast, state, index, rowwise, columnwise)

@@ -1,17 +1,19 @@
-"""What FSDP2 gathers of a weight that carries roles: codes and scales where that changes no bit, values elsewhere.
+"""FSDP2 gathers operands: which operands a shard stores, what is gathered, and how it becomes operands again.
 
-A shard holds whole rows of the weight in high precision. Blocks along a row never cross a shard, tiles do not where a
-shard ends on a tile; so each rank casts its rows, and what is gathered are the bytes of the whole weight's rowwise
-operand: 8.25 bits a value in MXFP8 with blocks of 1x32, 8.01 with tiles of 32x32, where bfloat16 has 16. Both come from
-the sharded values themselves, whatever dtype a mixed-precision policy gives the layer.
+A shard holds whole rows of the weight. Blocks along a row never cross shards; tiles and columnwise blocks do not if
+shards end on a block. Then the gathered codes and scales are those of the whole weight, to the bit: 8.25 bits a value
+for MXFP8 with blocks of 1x32 and 8.01 with tiles of 32x32, where bfloat16 has 16.
 
-The choice depends on the recipe, the shape and the number of ranks alone, so that all ranks take the same.
+Two kinds of parameters use this file. An ``MXTensor`` stores operands in its shard and gathers them
+(``GatheredByFSDP2``). A ``TrainingWeight`` stores high-precision values and casts its rows before each gather
+(``refusal``, ``quantized_inputs``, ``high_precision_inputs``). The choice between codes and values depends on the
+recipe, the shape and the number of ranks only, so all ranks choose the same.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from inspect import Signature, signature
@@ -22,159 +24,318 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..core.dispatch import Spec, record
+from ..core.compat import no_torch_function
+from ..core.explain import record
+from ..core.kernel import Spec
+from ..core.shapes import contiguous_stride, swapped
 from ..core.tracing import is_traced
 from ..kernels.quantize.select import quantize_operand
-from ..numerics.cast import Cast
-from ..numerics.formats import FULL, Rounding
+from ..numerics.formats import FULL, Format, Rounding
 from ..numerics.operand import Operand
 from ..recipe.linear_recipe import LinearRecipe
-from .mxtensor import MXTensor
 
 AGREED = "_mxtensor_agreed"
-"""The attribute of a shard's values that holds what all ranks have said they gather."""
+"""The attribute of a shard's values that stores what all ranks gather, once they have agreed on it."""
+
+Copies = tuple[Operand | None, Operand | None]
+"""The rowwise and the columnwise operand of one tensor; None for a copy that is not stored."""
 
 
 class Shard(NamedTuple):
-    """Where the rows of a rank belong."""
+    """The position of a rank's rows in the whole weight."""
 
     whole: tuple[int, ...]
     """The shape of the whole weight."""
     padded: tuple[int, ...]
-    """The shape of the largest shard, which all gather."""
+    """The shape of the largest shard; every rank gathers this shape."""
 
 
-def place_of(known: Shard | None, whole: tuple[int, ...], padded: tuple[int, ...]) -> Shard:
-    """The place of a shard's buffer, made of the whole weight in the padded shape, or of a shard that knows its own."""
+def shard_of(known: Shard | None, whole: tuple[int, ...], padded: tuple[int, ...]) -> Shard:
+    """The Shard of a buffer of shape ``padded`` that ``new_zeros`` makes from a tensor of shape ``whole``.
+
+    FSDP2 also makes such a buffer from a shard; then the Shard stays the same (``known``).
+    """
     return known if known is not None and known.padded == padded else Shard(whole, padded)
 
 
-def padded_to(values: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """``values`` with rows of zeros after them, contiguous."""
-    missing = shape[0] - values.shape[0]
-    return (F.pad(values, (0, 0) * (len(shape) - 1) + (0, missing)) if missing else values).contiguous()
-
-
-@dataclass(frozen=True)
-class Gathered:
-    """What the tensors that were gathered are, for the hook that puts them together."""
-
-    whole: tuple[int, ...]
-    cast: Cast | None = None
-    """Of the codes; None: high-precision values."""
-    scale: Tensor | None = None
-    """On a single rank, where torch passes on the first tensor only."""
-
-    def refill(self, values: Tensor) -> None:
-        """Bring up to date what torch does not, once it has filled the tensors inside."""
-        if isinstance(values, MXTensor):
-            values._rowwise = filled_again(values._rowwise, None if self.scale is None else [None, self.scale])
-
-
-def filled_again(operand: Operand | None, contents: Sequence[Tensor | None] | None = None) -> Operand | None:
-    """The operand over the same memory, which was written to unseen: in new tensors, for kernels keep what they make of
-    a scale with the tensor and its version. ``contents`` goes into what torch does not fill, through ``data``, because
-    autograd may have kept the tensor for backward.
-    """
-    if operand is None:
-        return None
-    if contents is not None:
-        for mine, new in zip(operand.tensors, contents, strict=False):
-            if new is not None:
-                mine.data.copy_(new)
-    return Operand(operand.data.detach(), operand.scale.detach(), operand.global_scale, operand.format, operand.shape)
+def pad_rows(t: Tensor, rows: int) -> Tensor:
+    """``t`` with rows of zeros after it, ``rows`` in all; contiguous."""
+    missing = rows - t.shape[0]
+    return (F.pad(t, (0, 0) * (t.dim() - 1) + (0, missing)) if missing else t).contiguous()
 
 
 @cache
-def _rest(function: Callable[..., Any], given: int) -> Signature:
-    """The signature of a function without so many of its first parameters."""
+def _signature_without(function: Callable[..., Any], given: int) -> Signature:
+    """The signature of ``function`` without its first ``given`` parameters."""
     whole = signature(function)
     return whole.replace(parameters=list(whole.parameters.values())[given:])
 
 
 def hook(function: Callable[..., Any], *given: Any) -> Callable[..., Any]:
-    """``function`` with its first arguments given, as FSDP2 is to call it. It counts the parameters at each gather,
-    which takes as long as a cast where they are not at hand."""
+    """``function`` with its first arguments bound, as FSDP2 calls it.
+
+    FSDP2 counts the parameters of the hook at each gather. Without the stored signature that takes as long as a cast.
+    """
     call = partial(function, *given)
-    call.__signature__ = _rest(function, len(given))  # type: ignore[attr-defined]
+    call.__signature__ = _signature_without(function, len(given))  # type: ignore[attr-defined]
     return call
 
 
+# ---------------------------------------------------------------------------------------------- operands
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """What the gathered tensors are. FSDP2 passes it from the hook before the gather to the one after it."""
+
+    whole: tuple[int, ...]
+    """The shape of the whole weight."""
+    rowwise: Format | None = None
+    columnwise: Format | None = None
+    """The formats of the gathered operands; without any, the tensor is high-precision values."""
+    rest: tuple[Tensor, ...] = ()
+    """On a single rank, all tensors but the first: torch passes on only that one."""
+
+    @property
+    def quantized(self) -> bool:
+        return (self.rowwise or self.columnwise) is not None
+
+
+def _rows_first(operand: Operand, columnwise: bool) -> tuple[Tensor, ...]:
+    """Codes (as bytes) and scales with the rows of the outer tensor first (columnwise operands are transposed)."""
+
+    def rows_first(t: Tensor) -> Tensor:
+        t = t.view(torch.uint8) if t.dtype.itemsize == 1 else t
+        return t.t() if columnwise else t
+
+    return operand.map(rows_first).tensors
+
+
+def _row_counts(format: Format, columnwise: bool, size: tuple[int, ...]) -> tuple[int, int]:
+    """The number of rows that ``_rows_first`` gives codes and scales of an outer tensor of shape ``size``."""
+    dim, shape = (-1, swapped(size)) if columnwise else (0, size)
+    return format.data_shape(shape)[dim], format.scale_shape(shape)[dim]
+
+
+def gather_inputs(operands: Copies, shard: Shard, mesh: Any) -> tuple[tuple[Tensor, ...], Gathered]:
+    """The tensors of a shard to gather: codes and scales of each operand, rows first, padded to the largest shard."""
+    inputs: list[Tensor] = []
+    for operand, columnwise in zip(operands, (False, True), strict=True):
+        if operand is not None:
+            counts = _row_counts(operand.format, columnwise, shard.padded)
+            inputs += map(pad_rows, _rows_first(operand, columnwise), counts)
+    row_format, column_format = (None if operand is None else operand.format for operand in operands)
+    rest = tuple(inputs[1:]) if mesh.size() == 1 else ()
+    return tuple(inputs), Gathered(shard.whole, row_format, column_format, rest)
+
+
+def gathered_operands(outputs: tuple[Tensor, ...], gathered: Gathered) -> Copies:
+    """The operands of the whole weight, as views of the gathered tensors."""
+    tensors = iter((*outputs, *gathered.rest))
+    rowwise = _whole_operand(tensors, gathered.rowwise, False, gathered.whole)
+    return rowwise, _whole_operand(tensors, gathered.columnwise, True, gathered.whole)
+
+
+def _whole_operand(
+    tensors: Iterator[Tensor], format: Format | None, columnwise: bool, size: tuple[int, ...]
+) -> Operand | None:
+    if format is None:
+        return None
+    data, scale = (next(tensors)[:count] for count in _row_counts(format, columnwise, size))
+    if columnwise:
+        data, scale, size = data.t(), scale.t(), swapped(size)
+    return Operand.from_tensors((data.view(format.element.dtype), scale), format, size)
+
+
+def refilled(operands: Copies, outputs: tuple[Tensor, ...], gathered: Gathered) -> Copies:
+    """The operands of a gathered weight after FSDP2 has filled ``outputs``, the memory under them, again.
+
+    They are new tensors over the same memory: kernels cache results by scale tensor and version, and FSDP2's write does
+    not raise the version. On a single rank the tensors that FSDP2 does not fill are copied here, through ``data``,
+    because autograd may have saved them for backward.
+    """
+    if gathered.rest:
+        fresh = gathered_operands(outputs, gathered)
+        pairs = [
+            (mine, theirs)
+            for old, new in zip(operands, fresh, strict=True)
+            if old is not None and new is not None
+            for mine, theirs in zip(old.tensors, new.tensors, strict=True)
+        ]
+        for mine, theirs in pairs[1:]:  # FSDP2 has filled the first
+            mine.data.copy_(theirs)
+    rowwise, columnwise = (None if operand is None else operand.map(Tensor.detach) for operand in operands)
+    return rowwise, columnwise
+
+
+# ---------------------------------------------------------------------------------------------- MXTensor
+
+
+class GatheredByFSDP2(Tensor):
+    """The part of MXTensor that FSDP2 calls: shards of whole rows store codes and scales, and gathers move them.
+
+    FSDP2 shards a parameter by ``split``, ``new_zeros`` in the padded shape and ``copy_``. ``new_zeros`` with another
+    number of rows (``zeros_of_rows``) gives an MXTensor with a Shard, and each of its views and copies has it too.
+    """
+
+    _rowwise: Operand | None
+    _columnwise: Operand | None
+    recipe: LinearRecipe
+    replace: Callable[..., Any]
+    _shard: Shard | None = None
+    """Set on the shards that FSDP2 makes; None for any other tensor."""
+
+    def _why_not_sharded(self, rows: int) -> str | None:
+        """Why shards of ``rows`` rows cannot store the operands of this tensor; None if they can."""
+        if self.dim() != 2:
+            return f"it has {self.dim()} dimensions, and FSDP2 shards quantized matrices"
+        cuts = () if rows == self.shape[0] else (rows,)
+        for operand, dim in ((self._rowwise, -2), (self._columnwise, -1)):
+            reason = None if operand is None else operand.format.why_not_split(dim, *cuts, scales_differ=True)
+            if reason is not None:
+                return f"{'columnwise' if dim == -1 else 'rowwise'} {reason}"
+            if operand is not None and FULL in operand.format.block and self.shape[0] % rows:
+                return f"{self.shape[0]} rows of {operand.format} do not divide into shards of {rows}"
+        return None
+
+    def zeros_of_rows(self, rows: int) -> Any:
+        """Zeros (rows, columns) in the format of this tensor (any rows, columns): the buffer for a shard of it.
+
+        Raises NotImplementedError, on every rank alike, if shards of that many rows would cut blocks.
+        """
+        reason = self._why_not_sharded(rows)
+        if reason is not None:
+            raise NotImplementedError(
+                f"an MXTensor of shape {tuple(self.shape)} cannot be sharded into {rows} rows: {reason}; shard it in "
+                "high precision and quantize_ it for training, or store it rowwise in 1xN blocks"
+            )
+        size = (rows, self.shape[1])
+        rowwise = None if self._rowwise is None else self._rowwise.new_zeros(size)
+        columnwise = None if self._columnwise is None else self._columnwise.new_zeros(swapped(size))
+        out = self.replace(rowwise, columnwise, size, contiguous_stride(size))
+        out._shard = shard_of(self._shard, tuple(self.shape), size)
+        return out
+
+    @property
+    def fsdp_pre_all_gather(self) -> Callable[..., Any]:
+        """FSDP2 calls it for the tensors to gather. With one parameter, shards of any length are allowed."""
+        if self._shard is None:
+            return hook(_refuse_without_shard, self)
+        return hook(_stored_inputs, self)
+
+    def fsdp_post_all_gather(
+        self, outputs: tuple[Tensor, ...], gathered: Gathered, dtype: torch.dtype, *, out: Any = None
+    ) -> tuple[Any, tuple[Tensor, ...]] | None:
+        """The whole tensor over the gathered ones, and those that FSDP2 frees and fills between uses."""
+        if out is not None:
+            out._rowwise, out._columnwise = refilled((out._rowwise, out._columnwise), outputs, gathered)
+            return None
+        whole = gathered.whole
+        return type(self)(*gathered_operands(outputs, gathered), self.recipe, dtype, whole), outputs
+
+
+def _stored_inputs(w: Any, mesh: Any) -> tuple[tuple[Tensor, ...], Gathered]:
+    record(Spec("all-gather", (w._shard.whole,), (w.format,), w.dtype, w.device), "codes", {})
+    return gather_inputs((w._rowwise, w._columnwise), w._shard, mesh)
+
+
+def _refuse_without_shard(w: Tensor, *arguments: Any) -> Any:
+    raise RuntimeError(
+        f"FSDP2 gathers a shard of shape {tuple(w.shape)} that does not know its place in the whole MXTensor; load "
+        "state dicts without assign=True"
+    )
+
+
+class FlatValues(Tensor):
+    """The values of a shard in one dimension, where blocks that end with each row are not possible.
+
+    FSDP2 stores what ``view(-1)`` of a shard returns, and asks for its storage if it is a plain tensor.
+    """
+
+    __torch_function__ = no_torch_function  # type: ignore[assignment]
+
+
+def flat_values(w: Tensor) -> Tensor:
+    """``w.view(-1)``, dequantized."""
+    return w.dequantize().reshape(-1).as_subclass(FlatValues)
+
+
+# ---------------------------------------------------------------------------------------------- TrainingWeight
+
+
 def refusal(linear_recipe: LinearRecipe, shard: Shard | None) -> str | None:
-    """Why the codes of a weight cannot be gathered without changing a bit; None where they can."""
+    """Why codes of a weight cannot be gathered with a bitwise identical result; None if they can."""
     casts, cast = linear_recipe.weight, linear_recipe.weight.rowwise
     if not linear_recipe.quantized_gather:
         return "quantized_gather is off, or the weight is (in_features, out_features)"
     if cast is None or casts.columnwise is None:
-        return "the recipe has a product by the weight's high-precision values"
-    if linear_recipe.delayed is not None or cast.format.global_scale or cast.format.block[0] == FULL:
-        return f"a scale of {cast.format} is of the whole weight, of which a rank holds a part"
+        return "the recipe has a product with the high-precision values of the weight"
+    if linear_recipe.delayed is not None:
+        return "delayed scaling has one scale for the whole weight, and a rank has a part of it"
+    across = cast.format.why_not_split(-2, scales_differ=True)
+    if across is not None:
+        return f"{across}, and a rank has a part of it"
     if cast.rounding is not Rounding.NEAREST or casts.columnwise.rounding is not Rounding.NEAREST:
         return "the weight is rounded stochastically, in the order of its values"
     if not casts.one_copy:
         return (
-            f"dgrad's copy in {casts.columnwise.format} is cast from high precision, along the shards; use square tiles "
-            "or single_weight_copy=True"
+            f"dgrad's copy in {casts.columnwise.format} is cast from high precision, along the shards; use square "
+            "tiles or single_weight_copy=True"
         )
     if shard is None or len(shard.whole) != 2:
-        return "the weight is no sharded matrix"
+        return "the weight is not a sharded matrix"
     if shard.padded[1] != shard.whole[1]:
-        return f"the shards are of columns, {shard.padded} of {shard.whole}: blocks would be cut"
-    rows = cast.format.block[0]
-    if shard.padded != shard.whole and shard.padded[0] % rows:
-        return f"shards of {shard.padded[0]} rows of {shard.whole[0]} cut tiles of {rows} rows"
-    return None
+        return f"the shards are of columns, {shard.padded} of {shard.whole}: they would cut blocks"
+    rows = shard.padded[0]
+    cut = None if shard.padded == shard.whole else cast.format.why_not_split(-2, rows)
+    return None if cut is None else f"shards of {rows} rows of {shard.whole[0]}: {cut}"
 
 
-def in_codes(
+def quantized_inputs(
     values: Tensor, linear_recipe: LinearRecipe, shard: Shard, mesh: Any
 ) -> tuple[tuple[Tensor, ...], Gathered]:
-    """(codes, scales) of this rank's rows (rows, K), padded to the largest shard; bytes, or float32 scales."""
+    """(codes, scales) of this rank's rows (rows, K), padded to the largest shard.
+
+    They are cast from the sharded values, whatever dtype a mixed-precision policy gives the layer.
+    """
     cast = linear_recipe.weight.rowwise
     assert cast is not None
-    _agree(values, linear_recipe, "codes", shard.whole, mesh)
-    _note(values, shard, (values.dtype, cast.format), "codes", {})
-    operand = quantize_operand(padded_to(values, shard.padded), cast)
-    codes, scale = operand.data.view(torch.uint8).contiguous(), operand.scale.contiguous()
-    return (codes, scale), Gathered(shard.whole, cast, scale if mesh.size() == 1 else None)
+    _check_agreement(values, linear_recipe, "codes", shard.whole, mesh)
+    _record(values, shard, (values.dtype, cast.format), "codes", {})
+    return gather_inputs((quantize_operand(pad_rows(values, shard.padded[0]), cast), None), shard, mesh)
 
 
-def in_high_precision(
-    values: Tensor, linear_recipe: LinearRecipe, shard: Shard | None, reason: str, mesh: Any, size: Any, stride: Any, module: Any,
-    policy: Any,
+def high_precision_inputs(
+    values: Tensor, linear_recipe: LinearRecipe, shard: Shard | None, reason: str, mesh: Any, size: Any, stride: Any,
+    module: Any, policy: Any,
 ) -> tuple[tuple[Tensor, ...], Gathered]:  # fmt: skip
     """The values of this rank's rows in the policy's dtype, padded to the largest shard."""
     whole = tuple(size)
-    _agree(values, linear_recipe, "values", whole, mesh)
+    _check_agreement(values, linear_recipe, "values", whole, mesh)
     padded = shard.padded if shard is not None else (-(-whole[0] // mesh.size()), *whole[1:])
-    _note(values, Shard(whole, padded), values.dtype, "high precision", {"codes": reason})
+    _record(values, Shard(whole, padded), values.dtype, "high precision", {"codes": reason})
     values = values if policy.param_dtype is None else values.to(policy.param_dtype)
-    return (padded_to(values, padded),), Gathered(whole)
+    return (pad_rows(values, padded[0]),), Gathered(whole)
 
 
-def gathered_values(
-    outputs: tuple[Tensor, ...], gathered: Gathered, linear_recipe: LinearRecipe, dtype: torch.dtype
-) -> Tensor:
-    """The whole weight over the tensors that were gathered: an MXTensor of the facade ``dtype``, or plain values."""
-    whole, cast = gathered.whole, gathered.cast
-    if cast is None:
-        values = outputs[0].view(-1)[: math.prod(whole)].view(whole)
-        return values if values.dtype is dtype else values.to(dtype)
-    codes, scale = outputs if gathered.scale is None else (outputs[0], gathered.scale)
-    rows = cast.format.scale_shape(whole)[0]
-    operand = Operand(codes[: whole[0]].view(cast.format.element.dtype), scale[:rows], None, cast.format, whole)
-    return MXTensor(operand, None, LinearRecipe.inference(cast, cast, linear_recipe.kernel_preference), dtype, whole)
+def gathered_values(outputs: tuple[Tensor, ...], gathered: Gathered, dtype: torch.dtype) -> Tensor:
+    """The high-precision values of the whole weight in ``dtype``, from the one tensor that was gathered."""
+    values = outputs[0].view(-1)[: math.prod(gathered.whole)].view(gathered.whole)
+    return values if values.dtype is dtype else values.to(dtype)
 
 
-def _agree(values: Tensor, linear_recipe: LinearRecipe, sent: str, whole: tuple[int, ...], mesh: Any) -> None:
-    """Ask, at the first gather of a weight, whether all ranks gather the same of it: what they send would not fit, or
-    they would train different models. Raises RuntimeError on every rank where they do not."""
-    key = (linear_recipe.key, sent)
+def _check_agreement(values: Tensor, linear_recipe: LinearRecipe, kind: str, whole: tuple[int, ...], mesh: Any) -> None:
+    """Check, at the first gather of a weight, that all ranks gather the same of it.
+
+    Otherwise the tensors would not fit each other, or ranks would train different models. Raises RuntimeError on every
+    rank.
+    """
+    key = (linear_recipe.key, kind)
     if mesh.size() == 1 or getattr(values, AGREED, None) == key or is_traced(values):
         return
     group = mesh.get_group(-1)
     said: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(said, (*key, f"{linear_recipe} in {sent}"), group=group)
+    dist.all_gather_object(said, (*key, f"{linear_recipe} in {kind}"), group=group)
     if len({each[:2] for each in said}) > 1:
         names = ", ".join(f"rank {rank} {name}" for rank, (*_, name) in enumerate(said))
         raise RuntimeError(
@@ -183,6 +344,6 @@ def _agree(values: Tensor, linear_recipe: LinearRecipe, sent: str, whole: tuple[
     setattr(values, AGREED, key)
 
 
-def _note(values: Tensor, shard: Shard, formats: Any, chosen: str, refusals: dict[str, str]) -> None:
+def _record(values: Tensor, shard: Shard, formats: Any, chosen: str, refusals: dict[str, str]) -> None:
     traced = is_traced(values)
     record(Spec("all-gather", (shard.whole,), (formats,), values.dtype, values.device, traced), chosen, refusals)

@@ -1,4 +1,4 @@
-"""Delayed scaling: the state of one linear layer, three amax histories and the scales that they make."""
+"""Delayed scaling: the state of one linear layer, with three amax histories and the scales from them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .recompute import in_first_pass
 
 
 class DelayedState:
-    """The amax histories of input, weight and grad of one layer, (history_len, 3) float32 with the newest row first.
+    """The amax histories of input, weight and grad of one layer: (history_len, 3) float32 with the newest row first.
 
-    ``step`` is called once in each forward pass: what the casts of the last step recorded enters the history, and the
-    amax for this step comes out. TransformerEngine does the same at the end of its autocast.
+    Each forward pass calls ``step`` once: the amax recorded by the casts of the last step enters the history, and the
+    history gives the amax of this step. TransformerEngine does the same at the end of its autocast.
     """
 
-    @torch.inference_mode(False)  # training goes on with what an evaluation has made
+    @torch.inference_mode(False)  # training may continue with a state that an evaluation created
     def __init__(self, linear_recipe: LinearRecipe, device: torch.device) -> None:
         assert linear_recipe.delayed is not None
         self.linear_recipe, self.delayed = linear_recipe, linear_recipe.delayed
@@ -32,13 +32,13 @@ class DelayedState:
 
     @property
     def scale(self) -> Tensor:
-        """The factors (3,) that values are multiplied by before they are rounded: fp8_max / amax."""
+        """fp8_max / amax (3,): values are multiplied by it before they are rounded."""
         return self.maxima / self.amax
 
     def step(self, group: object = None) -> Scales:
         """The scales of this forward pass and of its backward pass.
 
-        A recomputation inside a backward pass, and a pass without gradients, change nothing.
+        A recomputation inside a backward pass and a pass without gradients leave the history unchanged.
         """
         if not torch.is_grad_enabled() and not in_first_pass():
             return Scales(self.amax, torch.zeros_like(self.record))
@@ -49,13 +49,16 @@ class DelayedState:
         return Scales(self.amax, self.record)
 
     def _advance(self) -> None:
-        """What was recorded enters the history, and makes the amax of this step; where the history has none, or one
-        that is not finite, the last one stays. ``record`` is zeroed in place: backward passes to come write there."""
+        """Move the recorded amax into the history and compute the amax of this step from it.
+
+        If the result is zero or not finite, the last amax stays. ``record`` is zeroed in place, because later backward
+        passes write to it.
+        """
         delayed = self.delayed
-        gemm_operand = 2.0**delayed.margin
+        margin = 2.0**delayed.margin
         newest = delayed.amax_of == "most_recent"
         last = self.amax
-        self.history, self.amax = advance(self.history, self.record, last, gemm_operand, newest)
+        self.history, self.amax = advance(self.history, self.record, last, margin, newest)
         if isinstance(delayed.amax_of, str) and delayed.scale_of is None:
             return
         if isinstance(delayed.amax_of, str):
@@ -64,7 +67,7 @@ class DelayedState:
             amax = torch.stack([delayed.amax_of(self.history[:, i]).reshape(()) for i in range(3)])
         usable = (amax > 0) & amax.isfinite()
         if delayed.scale_of is None:
-            amax = amax * gemm_operand
+            amax = amax * margin
         else:
             scale, maxima = self.maxima / last, self.maxima
             scales = [delayed.scale_of(amax[i], scale[i], maxima[i], delayed).reshape(()) for i in range(3)]
@@ -72,11 +75,11 @@ class DelayedState:
         self.amax = torch.where(usable, amax, last)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The tensors that a checkpoint must hold."""
+        """The tensors for a checkpoint."""
         return {"history": self.history, "record": self.record, "amax": self.amax}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """The inverse of ``state_dict``, by copies. Raises ValueError for a history of another length."""
+        """Load copies of the tensors of ``state_dict``. Raises ValueError for a history of another length."""
         if state["history"].shape != self.history.shape:
             raise ValueError(
                 f"the checkpoint's amax history is {tuple(state['history'].shape)}, the recipe's "
@@ -87,7 +90,7 @@ class DelayedState:
 
     def to(self, device: torch.device) -> DelayedState:
         """A copy on ``device``."""
-        with torch.inference_mode(False):  # as where one is made
+        with torch.inference_mode(False):  # as in __init__
             out = DelayedState(self.linear_recipe, device)
             out.load_state_dict(self.state_dict())
         return out

@@ -1,10 +1,10 @@
-"""Linear layers side by side: rows in groups, each group with a weight of its own, as mixtures of experts need them.
+"""Grouped linear layers: groups of rows, each with its own weight, as mixtures of experts need them.
 
-Each group runs as the layer alone would: its copies are cast from its rows only, so that neither a block along the rows
-nor the amax of a tensor spans two groups, and its products go to the kernels of single products. That makes the result
-and every gradient those of the sequence of layers to the bit. One product over a stack of weights
-(``kernels.gemm.grouped_gemm``) is not used: on CPU its kernels loop as this file does, over a copy of all weights, and
-on CUDA torch's grouped products are other kernels than its single ones, with sums in an order of their own.
+Each group runs like a layer of its own. Its copies are cast from its rows only, so neither a block along the rows nor
+the amax of a tensor spans two groups, and its products use the kernels of single products. The result and every
+gradient are therefore bitwise identical to those of separate layers. ``kernels.gemm.grouped_gemm``, one product over a
+stack of weights, is not used: on CPU its kernels loop as this file does, over a copy of all weights; on CUDA torch's
+grouped products are other kernels than the single ones, with another order of sums.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from .linear import Options, linear
 from .operands import Scales
 
 Splits: TypeAlias = Sequence[int] | Tensor
-"""How many rows each group has: (groups,) integers, on any device as a tensor."""
+"""The row count of each group: integers, or an integer tensor (groups,) on any device."""
 
 
 def row_counts(m_splits: Splits, groups: int, name: str) -> list[int]:
-    """``m_splits`` as a list of ``groups`` row counts, zeros allowed; a tensor on a device is waited for.
+    """``m_splits`` as a list of ``groups`` row counts, zeros allowed. A tensor on a device synchronizes.
 
-    Raises TypeError for what is not integers, ValueError for another number of groups and for negative counts; ``name``
-    is what messages call the caller.
+    Raises TypeError for values that are not integers, ValueError for another number of groups and for negative counts.
+    ``name`` is the caller's name in messages.
     """
     if isinstance(m_splits, Tensor):
         m_splits = m_splits.reshape(-1).tolist()
@@ -69,11 +69,11 @@ def grouped_linear(
     scales: Sequence[Scales | None] | None = None,
     cached: Sequence[tuple[Operand | None, Operand | None] | None] | None = None,
 ) -> Tensor:
-    """``linear`` of each group of rows with its own weight: the first ``m_splits[0]`` rows of x meet ``weights[0]``.
+    """``linear`` of each group of rows with its own weight: ``weights[0]`` for the first ``m_splits[0]`` rows of x.
 
-    x (..., K) with leading dimensions counted as one; weights: (N, K) each; biases: (N,) each; result (..., N).
-    ``options`` for all groups or one for each, ``scales`` and ``held`` one for each. Any row counts, zero included; a
-    group without rows gives its weight a gradient of zeros. Result and gradients equal, to the bit, those of
+    x (..., K), whose leading dimensions count as one; weights: (N, K) each; biases: (N,) each; result (..., N).
+    ``options`` for all groups or one for each; ``scales`` and ``cached`` one for each. Any row counts, zero included; a
+    group without rows gives its weight a gradient of zeros. Result and gradients are bitwise identical to those of
     ``linear`` over ``torch.split(x, m_splits)``. Raises TypeError and ValueError for m_splits that do not fit
     (``row_counts``, ``groups_of``) and for weights of different shapes, and what ``linear`` raises.
     """
@@ -91,6 +91,6 @@ def grouped_linear(
 
 
 def stacked(groups: Sequence[Tensor], x: Tensor) -> Tensor:
-    """The results (rows, N) of x's groups, one below the other, with the leading dimensions of x (..., K)."""
+    """The results (rows, N) of the groups of x, concatenated, with the leading dimensions of x (..., K)."""
     y = torch.cat(list(groups))
     return y.view(*x.shape[:-1], y.shape[-1])

@@ -1,7 +1,7 @@
-"""Torch functions that multiply by a weight, each put as one linear layer: how unmodified models are reached.
+"""The torch functions that multiply by a weight, each read as one linear layer.
 
-Three ways lead here: the torch function protocol of TrainingWeight, the mode of ``autocast``, and torch's own
-attention, whose body runs over a ``linear`` of ours.
+Three callers use the rules of this file: ``TrainingWeight.__torch_function__``, the mode of ``autocast``, and torch's
+own attention, whose body calls our ``linear`` instead of torch's. ``training/__init__.py`` shows the whole way.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from .linear import Options, linear
 from .operands import Scales
 from .training_weight import STATE, WEIGHT_FUNCTIONS, TrainingWeight, values_of
 
-# ---------------------------------------------------------------------------------------------- spellings
+# ---------------------------------------------------------------------------------------------- calls
 
 
 class Call(NamedTuple):
-    """A call as a linear layer, its arguments as they were given."""
+    """The arguments of a call, read as a linear layer."""
 
     input: Any
     weight: Any
     bias: Any = None
     transposed: bool = False
-    """The weight is (K, N), and a layer only if it is a parameter."""
+    """The weight is (K, N). Such a call is a layer only if the weight is a parameter."""
 
 
 def _linear(input: Any, weight: Any, bias: Any = None) -> Call:
@@ -53,7 +53,7 @@ def _addmm(input: Any, mat1: Any, mat2: Any, *, beta: float = 1, alpha: float = 
     return Call(mat1, mat2, input, transposed=True) if alpha == beta == 1 and not rest else None
 
 
-SPELLINGS: dict[Any, Callable[..., Call | None]] = {
+CALLS: dict[Any, Callable[..., Call | None]] = {
     F.linear: _linear,
     torch.addmm: _addmm,
     Tensor.addmm: _addmm,
@@ -63,12 +63,12 @@ SPELLINGS: dict[Any, Callable[..., Call | None]] = {
     Tensor.matmul: _matmul,
     Tensor.__matmul__: _matmul,
 }
-"""torch function -> its arguments as a layer; None where another option makes it none."""
+"""torch function -> its arguments as a layer; None if its options make it something else."""
 
 
 def _call(func: Any, args: Any, kwargs: Any, kind: type[Tensor], transposed: type[Tensor]) -> Call | None:
-    """The call as a layer if what stands in the weight's place is of ``kind``, or ``transposed`` if it is (K, N)."""
-    call = SPELLINGS[func](*args, **kwargs)
+    """The call as a layer; None unless its weight is of type ``kind``, or of type ``transposed`` if it is (K, N)."""
+    call = CALLS[func](*args, **kwargs)
     if call is None or not isinstance(call.weight, transposed if call.transposed else kind):
         return None
     x, weight, bias, _ = call
@@ -82,8 +82,8 @@ def _call(func: Any, args: Any, kwargs: Any, kind: type[Tensor], transposed: typ
 # ---------------------------------------------------------------------------------------------- one layer
 
 
-def _home(weight: Tensor) -> tuple[Any, str]:
-    """The parameter that ``weight`` is, or is a part of, and the attribute of it that holds the layer's state."""
+def _state_owner(weight: Tensor) -> tuple[Any, str]:
+    """The parameter that ``weight`` is or is a view of, and the name of its attribute for the state of this layer."""
     base = None if torch.compiler.is_dynamo_compiling() else weight._base
     if base is None or base.numel() == weight.numel():
         return (weight if base is None else base), STATE
@@ -91,32 +91,33 @@ def _home(weight: Tensor) -> tuple[Any, str]:
 
 
 def delayed_state(weight: Tensor, linear_recipe: LinearRecipe) -> DelayedState:
-    """The state of delayed scaling of the layer with this weight; a new one where its recipe has changed.
+    """The delayed-scaling state of the layer with this weight; a new one if its recipe has changed.
 
-    Raises RuntimeError where torch.compile would have to make one, and for a weight that is computed anew in each
-    step, with which no history can stay.
+    Raises RuntimeError if torch.compile would have to create one, and for a weight that is computed in each step, which
+    cannot store a history.
     """
-    home, name = _home(weight)
-    state: DelayedState | None = getattr(home, name, None)
+    parameter, name = _state_owner(weight)
+    state: DelayedState | None = getattr(parameter, name, None)
     if state is not None and state.linear_recipe == linear_recipe:
         if state.amax.device != weight.device:
             state = state.to(weight.device)
-            setattr(home, name, state)
+            setattr(parameter, name, state)
         return state
-    # Not by Dynamo alone: AOTAutograd gives weights of quantize_ without attributes, and is no compiler in torch 2.11.
+    # Not only under Dynamo: AOTAutograd passes weights without their attributes, and torch 2.11 does not count it as
+    # compiling.
     if torch.compiler.is_compiling() or type(values_of(weight)) not in (Tensor, torch.nn.Parameter):
         raise RuntimeError(
-            "delayed scaling has no amax history for this layer, and torch.compile cannot make one: run one step "
-            "in eager mode before you compile, inside mx.autocast(recipe=DelayedScaling()), not by mx.quantize_"
+            "delayed scaling has no amax history for this layer, and torch.compile cannot create one: run one step "
+            "in eager mode before compiling, inside mx.autocast(recipe=DelayedScaling()) and not with mx.quantize_"
         )
-    if home.grad_fn is not None:
+    if parameter.grad_fn is not None:
         raise RuntimeError(
-            f"delayed scaling keeps its amax history with the weight, and this one, of shape {tuple(weight.shape)}, is "
-            "computed anew in each step; use a recipe without a history, such as Float8CurrentScaling()"
+            f"delayed scaling stores its amax history on the weight, and this weight of shape {tuple(weight.shape)} is "
+            "computed in each step; use a recipe without a history, such as Float8CurrentScaling()"
         )
     recompute.install()
     state = DelayedState(linear_recipe, weight.device)
-    setattr(home, name, state)
+    setattr(parameter, name, state)
     return state
 
 
@@ -125,7 +126,7 @@ def _scales(weight: Tensor, linear_recipe: LinearRecipe, group: Any) -> Scales |
 
 
 def _dtype(x: Tensor, weight: Tensor) -> torch.dtype | None:
-    """The dtype that torch.autocast gives a linear layer; None outside it. Raises ValueError for two dtypes there."""
+    """The dtype of torch.autocast for a linear layer; None outside it. Raises ValueError for two dtypes outside it."""
     dtype = autocast_dtype(x)
     if dtype is None and x.dtype != weight.dtype and x.dtype.is_floating_point:
         raise ValueError(
@@ -138,7 +139,7 @@ def _dtype(x: Tensor, weight: Tensor) -> torch.dtype | None:
 def check_recipe(
     weight: Tensor, linear_recipe: LinearRecipe, name: str = "", made_for: LinearRecipe | None = None
 ) -> None:
-    """Raise RuntimeError where a quantized weight is not in the format that the active recipe gives weights."""
+    """Raise RuntimeError if a quantized weight is not in the weight format of the active recipe."""
     values = values_of(weight)
     if not isinstance(values, MXTensor):
         return
@@ -149,10 +150,10 @@ def check_recipe(
             f"recipe is {linear_recipe}; give quantize_ a recipe with quantized_gather=False"
         )
     if wanted is None or wanted.format != values.format:
-        by = "" if made_for is None else f", made for {made_for}"
+        by = "" if made_for is None else f", by {made_for}"
         raise RuntimeError(
-            f"Recipe mismatch for {_named(name, weight)}: the weight is held in {values.format}{by}, the active recipe "
-            f"is {linear_recipe}; use the recipe that the weight was made for, or a high-precision weight, which takes any"
+            f"Recipe mismatch for {_named(name, weight)}: the weight is stored in {values.format}{by}, the active "
+            f"recipe is {linear_recipe}; use the recipe of the weight, or a high-precision weight"
         )
 
 
@@ -161,16 +162,16 @@ def _named(name: str, weight: Tensor) -> str:
 
 
 def run(layer: Call, linear_recipe: LinearRecipe, group: Any = None) -> Tensor:
-    """A layer quantized as ``linear_recipe`` says."""
+    """The result of a layer whose products run by ``linear_recipe``."""
     x, given, bias, transposed = layer
     weight = given.t() if transposed else given
-    with disable_subclass_torch_function():  # through it, each look at the weight costs as much as an op
+    with disable_subclass_torch_function():  # with it, reading an attribute of the weight costs as much as an op
         check_recipe(weight, linear_recipe)
         options = Options(linear_recipe, _dtype(x, weight))
     return linear(x, weight, bias, options, _scales(given, linear_recipe, group))
 
 
-# ---------------------------------------------------------------------------------------------- the ways in
+# ---------------------------------------------------------------------------------------------- rules
 
 
 def _plain(func: Any, args: Any, kwargs: Any) -> Any:
@@ -179,17 +180,19 @@ def _plain(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _for_weight(func: Any, args: Any, kwargs: Any) -> Any:
+    """The rule of WEIGHT_FUNCTIONS: the recipe is that of the weight."""
     layer = _call(func, args, kwargs, TrainingWeight, TrainingWeight)
-    if layer is None or isinstance(layer.input, TrainingWeight):  # two weights: an adapter that is merged, say
+    if layer is None or isinstance(layer.input, TrainingWeight):  # two weights, as when an adapter is merged
         return _plain(func, args, kwargs)
     return run(layer, layer.weight.linear_recipe)
 
 
 def _for_mode(linear_recipe: LinearRecipe | None, group: Any, func: Any, args: Any, kwargs: Any) -> Any:
-    if linear_recipe is None:  # neither an outer mode nor a weight's own roles count here
+    """The rule of MODE_FUNCTIONS: the recipe is that of ``autocast``."""
+    if linear_recipe is None:  # neither an outer mode nor the recipe of a weight applies here
         dynamo = torch.compiler.is_dynamo_compiling()
         layer = _call(func, args, kwargs, TrainingWeight, TrainingWeight) if dynamo else None
-        if layer is not None:  # AOTAutograd, where no mode is left, would ask the weight for its roles
+        if layer is not None:  # AOTAutograd, which sees no mode, would use the recipe of the weight
             return run(layer, HIGH_PRECISION)
         with disable_torch_function():
             return func(*args, **kwargs)
@@ -208,9 +211,9 @@ def _attention_for_weight(func: Any, args: Any, kwargs: Any) -> Any:
     return _attention(*args, **kwargs)
 
 
-WEIGHT_FUNCTIONS.update(dict.fromkeys(SPELLINGS, _for_weight))
+WEIGHT_FUNCTIONS.update(dict.fromkeys(CALLS, _for_weight))
 WEIGHT_FUNCTIONS[F.multi_head_attention_forward] = _attention_for_weight
-MODE_FUNCTIONS: dict[Any, Callable[..., Any]] = dict.fromkeys(SPELLINGS, _for_mode)
-"""torch function -> rule(roles, group, func, args, kwargs) inside ``autocast``; roles None: not to quantize."""
+MODE_FUNCTIONS: dict[Any, Callable[..., Any]] = dict.fromkeys(CALLS, _for_mode)
+"""torch function -> rule(linear_recipe, group, func, args, kwargs) for ``autocast``; recipe None: do not quantize."""
 MODE_BODIES = {F.multi_head_attention_forward: _attention}
-"""torch function -> what does the same over layers that ``autocast`` is to see in their turn."""
+"""torch function -> the same function with linear layers that ``autocast`` intercepts."""

@@ -22,15 +22,18 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..core.compat import disable_torch_function, nonstrict_trace
-from ..core.dispatch import Spec, dispatch_context, forced_kernel, record, restore_context
+from ..core.explain import measure, record
+from ..core.kernel import Spec
+from ..core.select import dispatch_context, restore_context
 from ..core.shapes import as_matrix
 from ..core.torch_autocast import without_autocast
 from ..core.tracing import is_recorded, is_traced
 from ..kernels.gemm import emulated
-from ..kernels.gemm.select import gemm, kernel_for, values_dtype
-from ..kernels.gemm.spec import Form, GemmArgs, GemmOperand, data_of, format_of
+from ..kernels.gemm.select import gemm, plan_of, values_dtype
+from ..kernels.gemm.spec import Form, GemmArgs, GemmOperand, data_of
 from ..numerics.operand import Operand
-from ..recipe.linear_recipe import KernelPreference, LinearRecipe, recipe_by_key
+from ..recipe.kernel_preference import KernelPreference
+from ..recipe.linear_recipe import LinearRecipe, recipe_by_key
 from .operands import (
     GRAD,
     INPUT,
@@ -132,25 +135,11 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 # ---------------------------------------------------------------------------------------------- casts and products
 
 
-_wants: dict[tuple[Any, ...], Want] = {}
-"""Answers of ``_want``; every eager step asks the same three questions, and each asks several kernels."""
-
-
 def _want(op: str, a: GemmOperand, b: GemmOperand, dtype: torch.dtype, prefer: str | None) -> Want:
-    """How the kernel that will run this product wants factors that are cast for it."""
+    """The form in which the kernel that will run this product wants operands that are cast for it."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return dtype
-    left, right = data_of(a), data_of(b)
-    if is_traced(left, right):
-        return values_dtype(op, a, b, GemmArgs(dtype), prefer) or Form.CODES
-    sides = type(a), format_of(a), a.shape, left.dtype, type(b), format_of(b), b.shape, right.dtype
-    key = (op, *sides, dtype, prefer, forced_kernel(), right.device)
-    known = _wants.get(key)
-    if known is None:
-        if len(_wants) > 4096:  # shapes that never come again
-            _wants.clear()
-        known = _wants[key] = values_dtype(op, a, b, GemmArgs(dtype), prefer) or Form.CODES
-    return known
+    return values_dtype(op, a, b, GemmArgs(dtype), prefer) or Form.CODES
 
 
 def product(
@@ -163,8 +152,10 @@ def product(
         a, b = (f.to(dtype) if isinstance(f, Tensor) else f for f in (a, b))
         return gemm(op, a, b, GemmArgs(dtype, bias), prefer=prefer)
     reason = {"quantized": "the recipe leaves this product in high precision"}
-    record(Spec(op, (tuple(a.shape), tuple(b.shape)), (a.dtype, b.dtype), dtype, a.device), "high precision", reason)
-    return torch.nn.functional.linear(a.to(dtype), b.to(dtype), bias)
+    shapes = tuple(a.shape), tuple(b.shape)
+    spec = Spec(op, shapes, (a.dtype, b.dtype), dtype, a.device, is_traced(a, b))
+    with measure(record(spec, "high precision", reason)):
+        return torch.nn.functional.linear(a.to(dtype), b.to(dtype), bias)
 
 
 def _runs_fast(a: Any, b: Any, dtype: torch.dtype, prefer: str | None) -> bool:
@@ -172,7 +163,8 @@ def _runs_fast(a: Any, b: Any, dtype: torch.dtype, prefer: str | None) -> bool:
     float8 factors by emulation only; rounding them to bfloat16 on the way is what they can have."""
     if data_of(a).device.type != "cuda" or (isinstance(a, Tensor) and isinstance(b, Tensor)):
         return True
-    return kernel_for("wgrad", a, b, GemmArgs(dtype), prefer) != emulated.KERNEL.name
+    kernel = plan_of("wgrad", a, b, GemmArgs(dtype), prefer).kernel
+    return kernel is None or kernel.name != emulated.KERNEL.name
 
 
 # ---------------------------------------------------------------------------------------------- the function

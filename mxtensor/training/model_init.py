@@ -1,4 +1,4 @@
-"""``quantized_model_init``: modules of ``mxtensor.nn`` made inside hold their weights as MXTensors."""
+"""``quantized_model_init``: modules of ``mxtensor.nn`` that are created inside it have MXTensor weights."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ import torch
 from torch import Tensor, nn
 
 from ..numerics.formats import Orientation
+from ..recipe import Recipe
+from ..recipe.default import recipe_or_default
 from ..recipe.linear_recipe import LinearRecipe
-from ..recipe.training_recipes import Recipe, chosen
 from ..tensor.mxtensor import quantize_as
 
 
 @dataclass(frozen=True)
 class ModelInit:
-    """What the innermost ``quantized_model_init`` says."""
+    """The state of one ``quantized_model_init`` block."""
 
     linear_recipe: LinearRecipe | None
-    """None: not to quantize."""
+    """None: do not quantize."""
     preserve: bool
-    """Whether the values that were quantized are kept."""
+    """Whether each weight preserves its initial high-precision values."""
     thread: int
 
 
@@ -33,37 +34,38 @@ _model_init: ContextVar[ModelInit | None] = ContextVar("mxtensor_model_init", de
 
 
 def init_recipe() -> LinearRecipe | None:
-    """The roles that modules made here hold their weights by; None for high precision."""
+    """The recipe of the weights of modules that are created here; None for high precision."""
     state = _state()
     return None if state is None else state.linear_recipe
 
 
 def _state() -> ModelInit | None:
     state = _model_init.get()
-    # As with autocast, a context that was copied to another thread does not count there.
+    # As with autocast, a context that was copied to another thread does not apply there.
     return state if state is not None and state.thread == threading.get_ident() else None
 
 
 class quantized_model_init(ContextDecorator):  # noqa: N801  (as TransformerEngine writes it)
-    """Inside the block, modules of ``mxtensor.nn`` are made with weights in the format that ``recipe`` gives weights.
+    """Inside the block, modules of ``mxtensor.nn`` are created with weights in the weight format of ``recipe``.
 
-    The weights hold both orientations, what the forward and the backward pass need; rowwise only where gradients are
-    off (``torch.no_grad``, ``torch.inference_mode``); formats of square blocks one copy, which serves both. They are
-    parameters that train: their gradients are plain tensors. Biases and norms stay in high precision.
+    A weight has a rowwise and a columnwise copy, for the forward and the backward pass. It has the rowwise copy only if
+    gradients are disabled (``torch.no_grad``, ``torch.inference_mode``), and one copy for both if the format has square
+    blocks. Such weights train: their gradients are plain tensors. Biases and norms stay in high precision.
 
     ``recipe`` (default ``MXFP8BlockScaling()``) is read on entry. ``preserve_high_precision_init_val``: each weight
-    keeps a copy of its first values on the CPU, for the master weights of an optimizer;
-    ``weight.get_high_precision_init_val()`` gives it and ``weight.clear_high_precision_init_val()`` lets it go. Blocks
-    nest, the inner one wins, ``enabled=False`` inside leaves high precision. Holds for this thread and asyncio task.
+    stores a copy of its initial values on the CPU, for the master weights of an optimizer.
+    ``weight.get_high_precision_init_val()`` returns it, ``weight.clear_high_precision_init_val()`` deletes it. Blocks
+    nest and the inner one wins; a block with ``enabled=False`` creates high-precision weights. Applies to this thread
+    and asyncio task.
 
-    Raises TypeError for what is no recipe; ValueError for a recipe with impossible fields, or whose weights are cast
-    in two ways, which one MXTensor cannot hold.
+    Raises TypeError for an object that is not a recipe; ValueError for a recipe with impossible fields, or with two
+    different casts for the weight, since one MXTensor has one format.
     """
 
     def __init__(
         self, enabled: bool = True, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False
     ) -> None:
-        self.recipe = chosen("quantized_model_init", enabled, recipe)
+        self.recipe = recipe_or_default("quantized_model_init", enabled, recipe)
         self.preserve = preserve_high_precision_init_val
         self._before: list[ModelInit | None] = []
 
@@ -71,8 +73,8 @@ class quantized_model_init(ContextDecorator):  # noqa: N801  (as TransformerEngi
         linear_recipe = None if self.recipe is None else self.recipe.linear_recipe()
         if linear_recipe is not None and linear_recipe.weight.columnwise not in (None, linear_recipe.weight.rowwise):
             raise ValueError(
-                f"quantized_model_init: {linear_recipe} casts weights to {linear_recipe.weight.rowwise} for fprop and to "
-                f"{linear_recipe.weight.columnwise} for dgrad; one MXTensor holds one format: give the weight one cast"
+                f"quantized_model_init: {linear_recipe} casts weights to {linear_recipe.weight.rowwise} for fprop and "
+                f"to {linear_recipe.weight.columnwise} for dgrad; one MXTensor has one format: use one cast for both"
             )
         self._before.append(_model_init.get())
         _model_init.set(ModelInit(linear_recipe, self.preserve, threading.get_ident()))
@@ -83,9 +85,9 @@ class quantized_model_init(ContextDecorator):  # noqa: N801  (as TransformerEngi
 
 
 def weight_parameter(values: Tensor) -> nn.Parameter:
-    """A weight (out, in) of these values as ``quantized_model_init`` wants it; a plain parameter where it says nothing.
+    """The parameter for a weight (out, in) with these values: quantized inside ``quantized_model_init``, else plain.
 
-    A recipe that leaves weights in high precision leaves these too.
+    It is plain too if the recipe leaves weights in high precision.
     """
     state = _state()
     cast = None if state is None or state.linear_recipe is None else state.linear_recipe.weight.rowwise
@@ -100,7 +102,7 @@ def weight_parameter(values: Tensor) -> nn.Parameter:
 
 
 def preserve(parameter: Any, values: Tensor | None) -> None:
-    """Keep these values with a parameter, on the CPU; None and meta tensors: nothing yet."""
+    """Store these values with a parameter, on the CPU. None and meta tensors store nothing yet."""
     values = None if values is None or values.is_meta else values.detach().cpu()
     parameter._high_precision_init_val = values
     parameter.get_high_precision_init_val = MethodType(_get, parameter)
@@ -108,16 +110,16 @@ def preserve(parameter: Any, values: Tensor | None) -> None:
 
 
 def _get(parameter: Any) -> Tensor | None:
-    """The values that were quantized, on the CPU; None once they are cleared."""
+    """The initial values, on the CPU; None after they are cleared."""
     return getattr(parameter, "_high_precision_init_val", None)
 
 
 def preserves(parameter: Any) -> bool:
-    """Whether a parameter is one that keeps its first values."""
+    """Whether a parameter was created with ``preserve_high_precision_init_val``."""
     return hasattr(parameter, "get_high_precision_init_val")
 
 
 def _clear(parameter: Any) -> None:
-    """Let the values go."""
+    """Delete the initial values."""
     if hasattr(parameter, "_high_precision_init_val"):
         del parameter._high_precision_init_val

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ..kernels.gemm.spec import Form, GemmOperand, Unquantized
 from ..kernels.quantize.hadamard import rotated
-from ..kernels.quantize.select import cast_pair, dequantize_operand, quantize_operand
+from ..kernels.quantize.select import dequantize_operand, quantize_operand
+from ..kernels.quantize.select_pair import cast_pair
 from ..numerics.cast import Cast
 from ..numerics.operand import Operand
 from ..recipe.linear_recipe import LinearRecipe, TensorCasts
@@ -175,7 +176,7 @@ class SavedOperand(NamedTuple):
         mine = [next(saved) for _ in range(self.tensors)]
         if self.format is None:
             return mine[0] if mine else None
-        return Operand(mine[0], mine[1], mine[2] if len(mine) > 2 else None, self.format, self.shape)
+        return Operand.from_tensors(mine, self.format, self.shape)
 
 
 def saved(gemm_operand: GemmOperand | None) -> tuple[SavedOperand, list[Tensor]]:
@@ -185,7 +186,5 @@ def saved(gemm_operand: GemmOperand | None) -> tuple[SavedOperand, list[Tensor]]
     if isinstance(gemm_operand, Tensor):
         return SavedOperand(1), [gemm_operand]
     assert isinstance(gemm_operand, Operand)
-    tensors = [gemm_operand.data, gemm_operand.scale] + (
-        [] if gemm_operand.global_scale is None else [gemm_operand.global_scale]
-    )
-    return SavedOperand(len(tensors), gemm_operand.format, gemm_operand.shape), tensors
+    tensors = gemm_operand.tensors
+    return SavedOperand(len(tensors), gemm_operand.format, gemm_operand.shape), [*tensors]

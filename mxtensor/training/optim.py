@@ -1,7 +1,7 @@
-"""Optimizers for quantized weights: any torch optimizer, stepping float32 master weights.
+"""Optimizers for quantized weights: any torch optimizer over float32 master weights.
 
-A learning rate's worth of change is mostly smaller than the distance of two codes, so that an optimizer that writes
-codes stands still. Here it steps a float32 copy of each MXTensor parameter, from which the codes are made anew.
+One update is mostly smaller than the distance between two codes, so an optimizer that writes codes makes no progress.
+Here the optimizer updates a float32 copy of each MXTensor parameter, and the codes are quantized from that copy.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..tensor.mxtensor import MXTensor
 from .training_weight import local_of, sharded_like, values_of
 
 MASTER = "master_weight"
-"""The master's name in ``state`` and ``state_dict``, beside the moments of its parameter."""
+"""The name of the master weight in ``state`` and ``state_dict``, beside the moments of its parameter."""
 
 _HAS_MASTER: dict[str, Callable[[Tensor], bool]] = {
     "quantized": lambda p: isinstance(local_of(p), MXTensor),
@@ -29,22 +29,22 @@ _HAS_MASTER: dict[str, Callable[[Tensor], bool]] = {
 class MasterWeights(Optimizer):
     """``MasterWeights(torch.optim.AdamW, params, lr=...)``: the optimizer over master weights of quantized parameters.
 
-    ``params`` and the other arguments are those of the optimizer class; ``master_weights_for="all"`` gives bfloat16 and
-    float16 parameters masters too. Other parameters are stepped as they are. A master is float32 (float64 for a float64
-    parameter) and starts as ``weight.get_high_precision_init_val()`` where that was preserved, else as the values of
-    the parameter. After each step the parameter is quantized in place from it, every copy from the same values.
+    ``params`` and the other arguments are those of the optimizer class. ``master_weights_for="all"`` gives bfloat16 and
+    float16 parameters master weights too. All other parameters are updated directly. A master weight is float32
+    (float64 for a float64 parameter). It starts as ``weight.get_high_precision_init_val()`` if that was preserved, else
+    as the values of the parameter. After each step the parameter is quantized in place from its master weight, every
+    copy from the same values.
 
-    To schedulers, ``torch.amp.GradScaler``, clipping, hooks and closures this is the optimizer of the model's own
-    parameters: ``param_groups`` holds those, ``state[p]["master_weight"]`` the masters (from the first step on),
-    ``optimizer`` the optimizer inside. ``state_dict`` is that of the class with the masters in it.
+    Schedulers, ``torch.amp.GradScaler``, clipping, hooks and closures see an optimizer of the model's own parameters:
+    ``param_groups`` has these, ``state[p]["master_weight"]`` the master weights (from the first step on), ``optimizer``
+    the inner optimizer. ``state_dict`` is that of the class with the master weights added.
 
-    Elements of a parameter that somebody else has written since the last step are taken over into the master, the
-    others keep theirs: a model's checkpoint may be loaded before or after the optimizer's. (With stochastic rounding of
-    the weights that cannot be told: load the model first; and masters start as the values. Writes through ``.data`` are
-    hidden by torch from here too: write inside ``torch.no_grad()``.)
+    If another writer changes elements of a parameter between steps, the master weight takes the new values of these
+    elements and keeps the others, so a model's checkpoint may be loaded before or after the optimizer's. Two limits:
+    with stochastic rounding of the weights a change cannot be detected (load the model first; master weights start as
+    the values), and torch does not report writes through ``.data`` (write inside ``torch.no_grad()``).
 
-    Raises ValueError for a ``master_weights_for`` it does not know and for ``differentiable=True``, and what the class
-    raises.
+    Raises ValueError for an unknown ``master_weights_for`` and for ``differentiable=True``, and what the class raises.
     """
 
     def __init__(
@@ -54,15 +54,15 @@ class MasterWeights(Optimizer):
         if master_weights_for not in _HAS_MASTER:
             raise ValueError(f"master_weights_for is {master_weights_for!r}; choose {' or '.join(_HAS_MASTER)}")
         if kwargs.get("differentiable"):
-            raise ValueError("differentiable=True: no gradient goes through the rounding of master weights; leave it")
+            raise ValueError("differentiable=True: master weights are rounded, which has no gradient; leave it False")
         self._for = master_weights_for
         self._masters: dict[Tensor, Tensor] = {}
-        self._written: dict[Tensor, int] = {}  # parameter -> its version when it last was what its master says
+        self._written: dict[Tensor, int] = {}  # parameter -> its version after the last write here
         self.optimizer: Optimizer | None = None
         super().__init__(params, {})
         self.optimizer = optimizer_class([self._inside(group) for group in self.param_groups], *args, **kwargs)
         self.defaults = self.optimizer.defaults
-        self._show()
+        self._copy_out()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -74,17 +74,17 @@ class MasterWeights(Optimizer):
             for p in self.param_groups.pop()["params"]:
                 self._masters.pop(p, None)
             raise
-        self._show()
+        self._copy_out()
 
     def _inside(self, group: dict[str, Any]) -> dict[str, Any]:
-        """A group as the optimizer inside gets it."""
+        """A parameter group for the inner optimizer."""
         params: Iterable[Any] = [self._stepped(p) for p in group["params"]]
         if "param_names" in group:
             params = zip(group["param_names"], params, strict=True)
         return {**group, "params": list(params)}
 
     def _stepped(self, p: Tensor) -> Tensor:
-        """What is stepped for ``p``: its master, or ``p`` itself."""
+        """The tensor that the inner optimizer updates for ``p``: its master weight, or ``p`` itself."""
         if not _HAS_MASTER[self._for](p):
             return p
         if p not in self._masters:
@@ -101,9 +101,9 @@ class MasterWeights(Optimizer):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of the optimizer inside; a closure sees the model with the values that the masters have by then."""
+        """One step of the inner optimizer. A closure sees the model with the current values of the master weights."""
         assert self.optimizer is not None
-        self._hide()
+        self._copy_in()
         for p, master in self._masters.items():
             if p._version != self._written[p]:
                 master.copy_(_refined(p, _values(p), master))
@@ -113,7 +113,7 @@ class MasterWeights(Optimizer):
         self._write()
         for master in self._masters.values():
             master.grad = None
-        self._show()
+        self._copy_out()
         return loss
 
     def _evaluating(self, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -121,7 +121,7 @@ class MasterWeights(Optimizer):
 
         def evaluate() -> Any:
             nonlocal calls
-            if calls:  # the masters have moved since (LBFGS)
+            if calls:  # the master weights have changed since (LBFGS)
                 self._write()
             calls += 1
             with torch.enable_grad():
@@ -137,25 +137,25 @@ class MasterWeights(Optimizer):
 
     @torch.no_grad()
     def _write(self) -> None:
-        """Make parameters of the masters that were stepped."""
+        """Quantize the parameters from the master weights that have a gradient."""
         for p, master in self._masters.items():
             if master.grad is not None:
                 p.copy_(master)
                 self._written[p] = p._version
 
-    # ------------------------------------------------------------------------------------------ two faces
+    # ------------------------------------------------------------------------------------------ outer and inner
 
     def _groups(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         assert self.optimizer is not None
         return zip(self.param_groups, self.optimizer.param_groups, strict=True)
 
-    def _hide(self) -> None:
-        """Hyperparameters that schedulers or users have changed here go inside."""
+    def _copy_in(self) -> None:
+        """Copy the hyperparameters to the inner optimizer: schedulers change those of the outer param_groups."""
         for mine, inside in self._groups():
             inside.update({name: value for name, value in mine.items() if name != "params"})
 
-    def _show(self) -> None:
-        """Hyperparameters and states of the optimizer inside are seen here, by the model's parameters."""
+    def _copy_out(self) -> None:
+        """Copy hyperparameters and states of the inner optimizer out, under the model's parameters."""
         for mine, inside in self._groups():
             mine.update({name: value for name, value in inside.items() if name != "params"})
         self.state = self._states()
@@ -172,10 +172,10 @@ class MasterWeights(Optimizer):
     # ------------------------------------------------------------------------------------------ checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """The state dict of the optimizer inside; of every parameter that has a master also ``master_weight``."""
+        """The state dict of the inner optimizer, with ``master_weight`` for every parameter that has one."""
         shown = self.state
         self.state = self._states()
-        for p, master in self._masters.items():  # before the first step a master is all there is
+        for p, master in self._masters.items():  # before the first step there is no other state
             self.state[p].setdefault(MASTER, master.detach())
         try:
             return super().state_dict()
@@ -184,10 +184,10 @@ class MasterWeights(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what ``state_dict`` gave: training goes on to the bit as it would have.
+        """Load a result of ``state_dict``: training continues bitwise identically.
 
-        The state dict of a plain torch optimizer loads too; masters then start again from the parameters. Raises
-        ValueError where groups, or the shape of a master, do not fit, with nothing changed.
+        The state dict of a plain torch optimizer loads too; master weights then start from the parameters. Raises
+        ValueError for groups, or the shape of a master weight, that do not fit; nothing has changed then.
         """
         assert self.optimizer is not None
         state_dict = dict(state_dict)
@@ -200,7 +200,7 @@ class MasterWeights(Optimizer):
         }
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
         params = [p for group in self.param_groups for p in group["params"]]
-        for key, p in zip(keys, params, strict=False):  # numbers that differ are the optimizer's to complain of
+        for key, p in zip(keys, params, strict=False):  # the inner optimizer reports different numbers of parameters
             if key in saved and saved[key].shape != p.shape:
                 raise ValueError(
                     f"the {MASTER} of parameter {key} has shape {tuple(saved[key].shape)}, the parameter "
@@ -212,7 +212,7 @@ class MasterWeights(Optimizer):
             if p in self._masters:
                 self._masters[p].copy_(saved[key] if key in saved else _values(p))
                 self._written[p] = p._version
-        self._show()
+        self._copy_out()
         for done in self._optimizer_load_state_dict_post_hooks.values():
             done(self)
 
@@ -222,7 +222,7 @@ class MasterWeights(Optimizer):
 
 
 def _values(p: Tensor) -> Tensor:
-    """The values that a parameter stands for, in the dtype of a master."""
+    """The dequantized values of a parameter, in the dtype of a master weight."""
     dtype = torch.promote_types(p.dtype, torch.float32)
     local = local_of(p.detach())
     values = local.dequantize(dtype) if isinstance(local, MXTensor) else values_of(local).to(dtype)
@@ -230,7 +230,7 @@ def _values(p: Tensor) -> Tensor:
 
 
 def _refined(p: Tensor, values: Tensor, candidate: Tensor) -> Tensor:
-    """``candidate`` where it rounds to what ``p`` holds, else ``values``, those of ``p``."""
+    """``candidate`` for each element that rounds to the present value of ``p``; ``values`` of ``p`` for the others."""
     rounded = _values(p.detach().clone().copy_(candidate.detach()))
     return torch.where(rounded == values, candidate, values)
 
@@ -240,18 +240,18 @@ def _over_masters(optimizer_class: type[Optimizer]) -> type[MasterWeights]:
         MasterWeights.__init__(self, optimizer_class, params, *args, **kwargs)
 
     name = optimizer_class.__name__
-    doc = f"``torch.optim.{name}`` over master weights: its arguments, and those of :class:`MasterWeights`."
+    doc = f"``torch.optim.{name}`` over master weights, with its arguments and those of :class:`MasterWeights`."
     return type(name, (MasterWeights,), {"__init__": init, "__doc__": doc, "__module__": __name__})
 
 
 def _names() -> list[str]:
-    """The optimizer classes that this torch has."""
+    """The names of the optimizer classes of this torch."""
     kinds = {name: kind for name, kind in vars(torch.optim).items() if isinstance(kind, type)}
     return sorted(name for name, kind in kinds.items() if issubclass(kind, Optimizer) and kind is not Optimizer)
 
 
 def __getattr__(name: str) -> type[MasterWeights]:
-    """``mxtensor.optim.AdamW`` and every other class of torch.optim, made when it is first asked for."""
+    """``mxtensor.optim.AdamW`` and every other class of torch.optim, created on first use."""
     if name not in _names():
         raise AttributeError(
             f"mxtensor.optim has no {name!r}; it has MasterWeights, which takes any optimizer class, and "

@@ -1,7 +1,7 @@
-"""Activation recomputation under ``autocast``: what torch.utils.checkpoint runs again must be quantized again.
+"""Activation recomputation under ``autocast``: torch.utils.checkpoint recomputes with the recipe of the forward pass.
 
-Its backward pass comes when the ``autocast`` block has been left. torch restores its own autocast there and has no hook
-for anybody else's, so that the two classes through which every checkpoint goes are told to wrap what they will call.
+The recomputation runs in the backward pass, after the ``autocast`` block. torch restores its own autocast there and has
+no hook for others. ``core/compat_hooks.py`` therefore makes every checkpoint wrap the function that it will recompute.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _wrappers: list[Callable[[Function], Function]] = []
 
 
 def in_first_pass() -> bool:
-    """Whether a reentrant checkpoint runs its forward pass: gradients are off there, and yet it is a training step."""
+    """Whether a reentrant checkpoint runs its forward pass: a training step, although gradients are disabled there."""
     return not torch.compiler.is_dynamo_compiling() and _first_pass.get()
 
 
-def _keeping(function: Function) -> Function:
+def _wrapped(function: Function) -> Function:
     return _wrappers[0](function) if _wrappers else function
 
 
@@ -40,20 +40,20 @@ def _mark_first_pass() -> Iterator[None]:
         _first_pass.reset(token)
 
 
-def install(keeping: Callable[[Function], Function] | None = None) -> None:
-    """Let checkpoints call ``keeping(function)`` for what they will run in backward, and tell their first passes.
+def install(wrapper: Callable[[Function], Function] | None = None) -> None:
+    """Make checkpoints recompute ``wrapper(function)``, and mark their first passes (``in_first_pass``).
 
-    Once: later calls do nothing.
+    The first call has effect; the first ``wrapper`` stays. Warns if torch's checkpoints cannot be hooked.
     """
-    if keeping is not None and not _wrappers:
-        _wrappers.append(keeping)
+    if wrapper is not None and not _wrappers:
+        _wrappers.append(wrapper)
     if _installed:
         return
     _installed.append(True)
-    if not hook_checkpoints(_keeping, _mark_first_pass):
+    if not hook_checkpoints(_wrapped, _mark_first_pass):
         warnings.warn(
-            "this torch checkpoints in a way that mxtensor does not know: what torch.utils.checkpoint recomputes runs "
-            "in high precision; use mx.quantize_ for training, whose weights carry their recipe",
+            "mxtensor does not know this version of torch.utils.checkpoint: layers that it recomputes run in high "
+            "precision; use mx.quantize_ for training, whose weights carry their recipe",
             UserWarning,
             stacklevel=3,
         )

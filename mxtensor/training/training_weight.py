@@ -1,8 +1,8 @@
-"""TrainingWeight: a high-precision parameter that carries the roles of its linear layer.
+"""TrainingWeight: a high-precision parameter that carries the recipe of its linear layer.
 
 To optimizers, hooks, clipping and initialization it is an ordinary parameter: every op runs on the tensor inside, and
-what is not a view or a copy of it comes out plain. Only functions that multiply by a weight are seen first, through
-WEIGHT_FUNCTIONS, and run quantized.
+results that are not views or copies of it are plain tensors. Only functions that multiply by a weight reach a rule of
+WEIGHT_FUNCTIONS first, and run quantized.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import hashlib
 import sys
 from collections.abc import Callable
 from functools import cached_property
+from importlib import import_module
 from typing import Any, NoReturn
 
 import torch
@@ -23,50 +24,61 @@ from ..core.compat import (
     return_and_correct_aliasing,
     tree_map_only,
 )
-from ..core.dispatch import forced_kernel
 from ..core.fingerprint import fingerprint
+from ..core.select import forced_kernel
 from ..recipe.linear_recipe import LinearRecipe
-from ..tensor.fsdp import Gathered, Shard, gathered_values, hook, in_codes, in_high_precision, place_of, refusal
+from ..tensor.fsdp import (
+    Gathered,
+    Shard,
+    gathered_operands,
+    gathered_values,
+    high_precision_inputs,
+    hook,
+    quantized_inputs,
+    refilled,
+    refusal,
+    shard_of,
+)
 from ..tensor.mxtensor import MXTensor
 
 aten = torch.ops.aten
 
 WEIGHT_FUNCTIONS: dict[Any, Callable[..., Any]] = {}
-"""torch function -> rule(func, args, kwargs), entered by ``interception.py``."""
+"""torch function -> rule(func, args, kwargs); ``interception.py`` fills it."""
 
 STATE = "_mxtensor_delayed_state"
-"""The attribute of a weight that holds the DelayedState of its layer."""
-KEEPING = {
+"""The attribute of a weight that stores the DelayedState of its layer."""
+WEIGHT_RESULTS = {
     aten.clone.default, aten.copy_.default, aten.empty_like.default, aten.new_empty.default, aten.new_zeros.default,
     aten._pin_memory.default, aten._to_copy.default,
 }  # fmt: skip
-"""Ops whose results are weights still, as those of all views: what modules, FSDP2 and hooks do to a parameter without
-computing with it."""
+"""Ops whose results are TrainingWeights, as are those of all views: modules, FSDP2 and hooks call them on a parameter
+without computing with it."""
 SAME = {aten.alias.default, aten.detach.default}
 COPIES = {aten.clone.default, aten._to_copy.default}
-"""Ops whose results take the amax history of delayed scaling along."""
+"""Ops whose results get the amax history of delayed scaling too: the same one, or a copy."""
 SHAPES = {
     aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.rand_like.default,
     aten.randn_like.default, aten.is_pinned.default,
 }  # fmt: skip
-"""Ops that ask no weight for its values."""
+"""Ops that do not read the values of the weight."""
 PRODUCTS = {aten.mm.default, aten.addmm.default, aten.linear.default, aten.matmul.default, aten.bmm.default}
 INSIDE = {Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.__format__}
 """Functions that torch refuses to run on a wrapper."""
 
 
 class TrainingWeight(Tensor):
-    """``high_precision``, the tensor inside, whose shape, strides, dtype and device this has, and its ``linear_recipe``.
+    """A wrapper around ``high_precision``, with the same shape, strides, dtype and device, and a ``linear_recipe``.
 
-    Sharded by FSDP2, it knows its ``shard``. Gathered in codes, it is a parameter for the products of its layer and
-    nothing else: the tensor inside is an MXTensor then, and what would compute with the values is refused.
+    A shard of FSDP2 has a ``shard``. While FSDP2 has gathered codes, the tensor inside is an MXTensor: the weight then
+    serves the products of its layer only, and ops that would compute with its values raise NotImplementedError.
     """
 
     high_precision: Tensor
     linear_recipe: LinearRecipe
     shard: Shard | None
     scattered = False
-    """Whether a style of tensor parallelism has handed this part of a weight out to its rank."""
+    """Whether tensor parallelism has scattered this part of a weight to its rank."""
 
     @staticmethod
     def __new__(cls, high_precision: Tensor, linear_recipe: LinearRecipe, shard: Shard | None = None) -> TrainingWeight:
@@ -125,22 +137,22 @@ class TrainingWeight(Tensor):
             return _with_state(out, weights[0], func)  # type: ignore[no-any-return]
 
         plain_args, plain_kwargs = tree_map_only(TrainingWeight, inside, (args, kwargs or {}))
-        keeps = func in KEEPING or func.is_view
-        if not keeps and func not in SHAPES:
+        gives_weights = func in WEIGHT_RESULTS or func.is_view
+        if not gives_weights and func not in SHAPES:
             for weight in weights:
                 if isinstance(weight.high_precision, MXTensor):
                     _refuse_values(func, weight)
         if func in PRODUCTS and any(weight.scattered for weight in weights):
             raise RuntimeError(
-                "torch's style of tensor parallelism would multiply this layer in high precision, for it takes the "
-                "product apart above the recipe; use mx.parallel.ColwiseParallel and RowwiseParallel in its place"
+                "torch's style of tensor parallelism would multiply this layer in high precision: it decomposes the "
+                "product before the recipe applies; use mx.parallel.ColwiseParallel and RowwiseParallel instead"
             )
         with mode_of_views(func, weights[0]):
             out = func(*plain_args, **plain_kwargs)
             if func.namespace == "c10d" and func._schema.name == "c10d::scatter_":
                 for weight in args[0]:
                     weight.scattered = True
-            if keeps:
+            if gives_weights:
                 out = tree_map_only(Tensor, outside, out)
             return return_and_correct_aliasing(func, args, kwargs or {}, out)
 
@@ -163,29 +175,36 @@ class TrainingWeight(Tensor):
 
     @cached_property
     def fsdp_pre_all_gather(self) -> Callable[..., Any]:
-        """What FSDP2 calls for the tensors to gather: codes and scales, or values with the reason in ``explain()``.
+        """FSDP2 calls it for the tensors to gather: codes and scales, or values with the reason in ``explain()``.
 
-        torch reads off the number of arguments what to pass and check: with one, a shard of any length may give
-        tensors of any shape; with five, one of the padded shape, and the dtype of a mixed-precision policy is known.
-        It looks this up four times a gather.
+        FSDP2 counts the parameters of the hook. With one parameter, shards of any length may give tensors of any shape.
+        With five, the tensor must have the padded shape, and the dtype of a mixed-precision policy is passed. FSDP2
+        reads this attribute four times a gather.
         """
         reason = refusal(self.linear_recipe, self.shard)
         if reason is None and self.shard is not None:
-            return hook(in_codes, self.high_precision, self.linear_recipe, self.shard)
-        return hook(in_high_precision, self.high_precision, self.linear_recipe, self.shard, reason or "")
+            return hook(quantized_inputs, self.high_precision, self.linear_recipe, self.shard)
+        return hook(high_precision_inputs, self.high_precision, self.linear_recipe, self.shard, reason or "")
 
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], gathered: Gathered, dtype: torch.dtype, *, out: Tensor | None = None
     ) -> tuple[TrainingWeight, tuple[Tensor, ...]] | None:
-        """The whole weight over the gathered tensors, and those which FSDP2 is to free and fill between its uses."""
-        if out is not None:  # made of these tensors at first, it is filled with them; ``refill`` what they are not
-            gathered.refill(values_of(out))
+        """The whole weight over the gathered tensors, and those that FSDP2 frees and fills between uses."""
+        if out is not None:  # a weight over these tensors, which FSDP2 has filled again
+            inside = values_of(out)
+            if isinstance(inside, MXTensor):
+                inside._rowwise, inside._columnwise = refilled((inside._rowwise, inside._columnwise), outputs, gathered)
             return None
-        values = gathered_values(outputs, gathered, self.linear_recipe, dtype)
-        return TrainingWeight(values, self.linear_recipe), outputs
+        if not gathered.quantized:
+            return TrainingWeight(gathered_values(outputs, gathered, dtype), self.linear_recipe), outputs
+        cast = self.linear_recipe.weight.rowwise
+        assert cast is not None
+        recipe = LinearRecipe.inference(cast, cast, self.linear_recipe.kernel_preference)
+        whole = MXTensor(*gathered_operands(outputs, gathered), recipe, dtype, gathered.whole)
+        return TrainingWeight(whole, self.linear_recipe), outputs
 
     def share_memory_(self) -> TrainingWeight:
-        """Move the values to shared memory (torch's own looks for a storage, and a wrapper has none)."""
+        """Move the values to shared memory (torch's own method needs a storage, which a wrapper lacks)."""
         self.high_precision.share_memory_()
         return self
 
@@ -194,13 +213,13 @@ class TrainingWeight(Tensor):
 
 
 def values_of(weight: Tensor) -> Tensor:
-    """The high-precision values of a weight that wraps them; any other weight itself."""
+    """The high-precision values of a TrainingWeight; any other tensor itself."""
     return weight.high_precision if isinstance(weight, TrainingWeight) else weight
 
 
 def local_of(t: Any) -> Any:
-    """The part of a DTensor that this rank holds; anything else itself."""
-    module = sys.modules.get("torch.distributed.tensor")  # where nobody has loaded it, there is none
+    """The local tensor of a DTensor; anything else itself."""
+    module = sys.modules.get("torch.distributed.tensor")  # a DTensor exists only after this import
     if module is None or not isinstance(t, module.DTensor):
         return t
     with torch.no_grad():  # the tensor itself, not a view of it
@@ -208,17 +227,17 @@ def local_of(t: Any) -> Any:
 
 
 def is_sharded(t: Any) -> bool:
-    """Whether this is a DTensor, of which a rank holds a part."""
+    """Whether this is a DTensor."""
     return local_of(t) is not t
 
 
-def sharded_like(t: Any, part: Tensor) -> Tensor:
-    """``part`` in the place of what this rank holds of ``t``; where that is no DTensor, ``part`` itself."""
+def sharded_like(t: Any, local: Tensor) -> Tensor:
+    """A DTensor like ``t`` whose local tensor is ``local``; ``local`` itself if ``t`` is not a DTensor."""
     if not is_sharded(t):
-        return part
+        return local
     kind, size, stride = sys.modules["torch.distributed.tensor"].DTensor, t.shape, t.stride()
     with torch.no_grad():
-        out: Tensor = kind.from_local(part, t.device_mesh, t.placements, run_check=False, shape=size, stride=stride)
+        out: Tensor = kind.from_local(local, t.device_mesh, t.placements, run_check=False, shape=size, stride=stride)
     return out
 
 
@@ -230,6 +249,7 @@ def is_parameter(t: Tensor) -> bool:
 def _rebuild(
     values: Tensor, linear_recipe: LinearRecipe, requires_grad: bool, parameter: bool, state: Any = None
 ) -> Tensor:
+    import_module(".interception", __package__)  # a process that unpickles a weight needs WEIGHT_FUNCTIONS filled
     out: Tensor = TrainingWeight(values, linear_recipe)
     out = torch.nn.Parameter(out, requires_grad) if parameter else out.requires_grad_(requires_grad)
     if state is not None:
@@ -246,14 +266,14 @@ def _with_state(out: Tensor, weight: TrainingWeight, func: Any) -> Any:
 
 
 def _shard_of(values: Tensor, weight: TrainingWeight, func: Any) -> Shard | None:
-    """The shard that ``values`` are of. FSDP2 makes one by ``new_zeros`` of the whole weight, in the padded shape."""
+    """The Shard of a result. FSDP2 makes a shard's buffer by ``new_zeros`` of the whole weight, in the padded shape."""
     if func is not aten.new_zeros.default:
         return weight.shard
-    return place_of(weight.shard, tuple(weight.shape), tuple(values.shape))
+    return shard_of(weight.shard, tuple(weight.shape), tuple(values.shape))
 
 
 def _refuse_values(func: Any, weight: TrainingWeight) -> NoReturn:
-    """For an op that would compute with the values of a weight of which only codes are there."""
+    """Raise for an op that would compute with the values of a weight that FSDP2 has gathered in codes."""
     raise NotImplementedError(
         f"{func} of a weight {tuple(weight.shape)} that FSDP2 has gathered in the codes of {weight.linear_recipe}: its "
         "high-precision values are in the shards; use the sharded parameter, or a recipe with quantized_gather=False"
@@ -261,13 +281,13 @@ def _refuse_values(func: Any, weight: TrainingWeight) -> NoReturn:
 
 
 def _set_data(func: Any, args: Any, kwargs: Any) -> None:
-    """``weight.data = values``: torch exchanges what is outside, and the values inside have to follow."""
+    """``weight.data = values``: torch exchanges the outer tensor, and this rule the tensor inside."""
     weight, value = args
     values = getattr(value, "high_precision", value).detach()
     with disable_subclass_torch_function():
         func(weight, TrainingWeight(values, weight.linear_recipe))
     weight.high_precision = values
-    weight.__dict__.pop("fsdp_pre_all_gather", None)  # which has the old ones
+    weight.__dict__.pop("fsdp_pre_all_gather", None)  # it is bound to the old values
 
 
 WEIGHT_FUNCTIONS[Tensor.data.__set__] = _set_data  # type: ignore[attr-defined]

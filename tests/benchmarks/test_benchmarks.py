@@ -13,8 +13,8 @@ import mxtensor as mx
 from benchmarks import cast, cuda, harness, host, linear, plots
 from docs import generate
 from docs import records as records_of_docs
-from mxtensor.core.dispatch import KERNEL_NAMES
-from mxtensor.kernels.quantize.select import quantize_operands
+from mxtensor.core.select import KERNEL_NAMES
+from mxtensor.kernels.quantize.select_pair import quantize_operands
 from mxtensor.numerics.cast import Cast
 from mxtensor.numerics.formats import Orientation, get_format
 

@@ -12,7 +12,7 @@ import mxtensor as mx
 from tests.helpers.compare import relative_error, same_bytes
 
 pytestmark = [
-    # torch's own: inductor imports torch.utils.mkldnn, which still uses torch.jit
+    # inductor imports torch.utils.mkldnn, which still uses torch.jit
     pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning"),
 ]
 
@@ -25,7 +25,7 @@ def fresh_dynamo():
 
 
 def assert_close(got, expected):
-    """float32: rounding of another order of summation; bfloat16: at most the neighbouring value, and rarely."""
+    """float32: the order of summation may differ; bfloat16: at most the neighbouring value, and rarely."""
     assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
     assert relative_error(got, expected) < (1e-6 if got.dtype is torch.float32 else 1e-3)
 
@@ -67,7 +67,7 @@ def test_the_gradient_of_a_compiled_linear():
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
 def test_attention_and_encoder_layer(mode):
-    """In eval mode torch.compile goes through the fused ops that eager MXTensors stay off."""
+    """In eval mode torch.compile uses the fused ops, which eager MXTensors avoid."""
     attention = nn.MultiheadAttention(64, 4, batch_first=True).eval()
     layer = nn.TransformerEncoderLayer(64, 4, 96, batch_first=True, dropout=0.0).eval()
     for module in (attention, layer):
@@ -124,7 +124,7 @@ def test_two_equal_layers_share_one_graph():
     assert counter.frame_count == 1
 
 
-def test_a_graph_holds_its_weight_by_reference():
+def test_a_graph_uses_its_weight_by_reference():
     module, x = linear("mxfp8-weight-only", torch.float32), torch.randn(7, 96)
     compiled, counter = counted(module)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Products of one input by several weights, as one call of a compiled graph: the pass, and what its call gives."""
+"""Products of one input by several weights become one call in a compiled graph: the pass, and its results."""
 
 from operator import getitem
 from types import SimpleNamespace
@@ -25,8 +25,8 @@ def on_the_cpu(monkeypatch):
 
 
 def one(x, w, out=torch.bfloat16, cast="", bias=None):
-    data, scale, last, format = w
-    return ONE(x, data, scale, format, x.shape[1], None, last, bias, None, 1.0, 1.0, out, cast, "rceil")
+    data, scale, global_scale, format = w
+    return ONE(x, data, scale, format, x.shape[1], None, global_scale, bias, None, 1.0, 1.0, out, cast, "rceil")
 
 
 def weights(*rows, format="mxfp4", k=512):
@@ -35,13 +35,13 @@ def weights(*rows, format="mxfp4", k=512):
 
 
 def calls(graph):
-    """How many weights each product has."""
+    """The number of weights of each product."""
     products = [node for node in graph.nodes if node.target in (ONE, SHARED)]
     return [len(node.kwargs["data"]) if node.target is SHARED else 1 for node in products]
 
 
 def shared(f, *inputs):
-    """The traced function after the pass, and its products."""
+    """The traced function after the pass, and the number of weights of each product."""
     traced = make_fx(f, tracing_mode="fake")(*inputs)
     Products()(traced.graph)
     traced.graph.lint()
@@ -65,8 +65,8 @@ def test_products_of_one_input_are_one_call(rows, format):
         torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-4)  # sums in another order
 
 
-@pytest.mark.parametrize(("rows", "kernels"), [(1, ["resident"]), (40, ["activations", "together"])])
-def test_a_call_is_one_launch_and_prepares_its_activations_once(rows, kernels, monkeypatch):
+@pytest.mark.parametrize(("rows", "kernels"), [(1, ["persistent"]), (40, ["activations", "wgmma"])])
+def test_a_merged_call_is_one_launch_and_prepares_its_activations_once(rows, kernels, monkeypatch):
     ran = []
 
     def function(device, sources, constants, name, *rest):
@@ -74,15 +74,15 @@ def test_a_call_is_one_launch_and_prepares_its_activations_once(rows, kernels, m
         return lambda *arguments: (ran.append(name), call(*arguments))
 
     monkeypatch.setattr(nvrtc, "function", function)
-    monkeypatch.setattr(launch, "cut", launch.cut.__wrapped__)
+    monkeypatch.setattr(launch, "resolve", launch.resolve.__wrapped__)
     monkeypatch.setattr(launch, "_activations_kernel", launch._activations_kernel.__wrapped__)
-    data, scale, last, names = zip(*weights(48, 16, 32), strict=True)
-    SHARED(torch.randn(rows, 512).bfloat16(), data, scale, names[0], 512, None, last, [None] * 3, 1.0, 1.0,
+    data, scale, global_scale, names = zip(*weights(48, 16, 32), strict=True)
+    SHARED(torch.randn(rows, 512).bfloat16(), data, scale, names[0], 512, None, global_scale, [None] * 3, 1.0, 1.0,
            torch.bfloat16, "", "")  # fmt: skip
     assert ran == kernels
 
 
-def test_other_inputs_types_and_casts_stay_apart():
+def test_products_of_other_inputs_dtypes_or_casts_are_not_merged():
     def f(x, z, q, k):
         return one(x, q), one(z, k), one(x, k, out=torch.float32), one(x, k, cast="mxfp4_e2m1")
 
@@ -90,7 +90,7 @@ def test_other_inputs_types_and_casts_stay_apart():
     assert shared(f, *inputs)[1] == [1] * 4
 
 
-def test_a_weight_that_is_made_later_is_not_waited_for():
+def test_a_product_whose_weight_is_computed_later_is_not_merged():
     def f(x, q, k, v):
         a = one(x, q)
         later = k[0] ^ (a.sum() > 0), *k[1:]
@@ -100,7 +100,7 @@ def test_a_weight_that_is_made_later_is_not_waited_for():
     traced, found = shared(f, *inputs)
     assert found == [2, 1]
     (late,) = traced.graph.find_nodes(op="call_function", target=ONE)
-    assert late.args[1].target is torch.ops.mxtensor.written.default  # which the compiler lets nobody overtake
+    assert late.args[1].target is torch.ops.mxtensor.written.default  # a copy that no kernel overtakes
     assert late.args[2].op == "placeholder"
     call = next(node for node in traced.graph.nodes if node.target is SHARED)
     assert [user.target for user in call.users] == [getitem, getitem]
@@ -109,8 +109,8 @@ def test_a_weight_that_is_made_later_is_not_waited_for():
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler, on itself
-def test_compiled_graphs_hand_over_inputs_as_they_lie():
-    """The compiler would keep x as its values come, columns of rows, if it did not know what the op was traced with."""
+def test_compiled_graphs_pass_inputs_with_their_strides():
+    """Without the traced arguments of the op the compiler would choose other strides for x."""
 
     def f(h, q, k):
         x = h.transpose(1, 2).tanh().transpose(1, 2).reshape(-1, 512)
@@ -123,7 +123,7 @@ def test_compiled_graphs_hand_over_inputs_as_they_lie():
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_options_are_ones_that_this_torch_takes():
+def test_this_torch_accepts_the_options():
     options = mx.inference_options()
     assert isinstance(options["post_grad_custom_pre_pass"], Products)
     layer = mx.quantize_(torch.nn.Linear(64, 32, bias=False).bfloat16(), "mxfp8-weight-only")
@@ -136,11 +136,11 @@ WAIT, LAUNCH = TritonKernel.GDC_WAIT, TritonKernel.GDC_LAUNCH
 
 
 class NopKernelSchedulerNode(SimpleNamespace):
-    """As torch's scheduler calls what is none."""
+    """A node of torch's scheduler that generates no kernel; the pass knows it by this name."""
 
 
 def kernel_before(following, lines, the_pass):
-    """The lines of a kernel that this torch's compiler writes before these nodes, under a pass over the graph."""
+    """The lines of a kernel that torch's compiler generates before the nodes ``following``, with this pass."""
     Products()(make_fx(torch.neg)(torch.ones(2)).graph)
     current, code = SimpleNamespace(node=None), SimpleNamespace(_lines=list(lines))
     scheduler = SimpleNamespace(nodes=[SimpleNamespace(node=None), current, *following], current_node=current)
@@ -159,12 +159,12 @@ def test_a_product_may_start_as_soon_as_the_kernel_before_it(op):
         assert kernel_before(following, lines, Products()) == early
     for following in ([], [other, product], [unknown, product]):
         assert kernel_before(following, lines, Products()) == late
-    assert kernel_before([product], lines, None) == late  # a graph that is compiled without these options
-    assert kernel_before([product], ["a", "load", "store"], Products()) == ["a", "load", "store"]  # it launches nothing
+    assert kernel_before([product], lines, None) == late  # a graph compiled without these options
+    assert kernel_before([product], ["a", "load", "store"], Products()) == ["a", "load", "store"]  # no launch call
 
 
 def copies(f, *inputs):
-    """What the compiled function gives, and how many copies each of its graphs makes, inner ones first."""
+    """The result of the compiled function, and the number of copies in each of its graphs, inner ones first."""
     found = []
 
     class Seen(Products):
@@ -174,13 +174,13 @@ def copies(f, *inputs):
             found.append(len(graph.find_nodes(op="call_function", target=torch.ops.mxtensor.written.default)))
 
     torch._dynamo.reset()
-    options = {"post_grad_custom_pre_pass": Seen(), "fx_graph_cache": False}  # a graph from there meets no pass
+    options = {"post_grad_custom_pre_pass": Seen(), "fx_graph_cache": False}  # a cached graph does not run the pass
     return torch.compile(f, fullgraph=True, options=options)(*inputs), found
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("deep", [False, True])
-def test_a_weight_that_a_graph_makes_is_written_before_a_region_in_it_reads_it(deep):
+def test_a_weight_computed_in_a_graph_is_written_before_a_nested_region_reads_it(deep):
     @torch.compiler.nested_compile_region
     def inner(x, data, scale):
         return one(x.tanh(), (data, scale, None, "mxfp4_e2m1"))
@@ -202,7 +202,7 @@ def test_a_weight_that_a_graph_makes_is_written_before_a_region_in_it_reads_it(d
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_weight_that_a_graph_makes_is_written_before_a_branch_reads_it():
+def test_a_weight_computed_in_a_graph_is_written_before_a_branch_reads_it():
     def f(x, data, scale, other):
         def product(x, data, scale):
             return one(x, (data, scale, None, "mxfp4_e2m1"))

@@ -1,4 +1,4 @@
-"""Models of transformers: the rows of benchmarks/models.py hold, and the logits are those of the rounded factors."""
+"""Models of transformers: the rows of benchmarks/models.py are true, and logits are those of the rounded operands."""
 
 import copy
 import json
@@ -35,7 +35,7 @@ def fresh_dynamo():
     torch._dynamo.reset()
 
 
-# peft asks transformers by a name that transformers has given up
+# peft uses a name that transformers has deprecated
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize("name", CASES)
 def test_a_model_runs_compiles_and_learns_as_the_record_says(name):
@@ -48,7 +48,7 @@ def test_a_model_runs_compiles_and_learns_as_the_record_says(name):
     assert all(0.05 < row.errors[four_bits] < 0.3 for four_bits in ("nvfp4", "mxfp4-weight-only"))
     found, shown = asdict(row), RECORD[name] | {"loaded": False}
     errors, recorded = found.pop("errors"), shown.pop("errors")
-    if all(version(name) == MACHINE["versions"][name] for name in ("torch", "transformers")):  # which draw the weights
+    if all(version(name) == MACHINE["versions"][name] for name in ("torch", "transformers")):  # they draw the weights
         assert errors == pytest.approx(recorded, rel=0.1)
     assert found == shown, "write the record again: python -m benchmarks.models --json benchmarks/results/models.json"
 
@@ -67,7 +67,7 @@ def test_weight_only_logits_are_those_of_the_dequantized_weights(name):
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "mixtral"])
 def test_logits_are_those_of_rounded_weights_and_rounded_inputs(name):
-    """A plain model with dequantized weights, whose layers round their inputs: the definition, one layer at a time."""
+    """The definition: a plain model with dequantized weights whose layers round their inputs."""
     model = built(name, "mxfp8")
     plain = dequantized(model)
     for layer, by_hand in zip(model.modules(), plain.modules(), strict=True):
@@ -90,7 +90,7 @@ WAYS = ("eager", "batched_mm", "grouped_mm")
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_experts_multiply_in_every_way_that_transformers_has(way):
+def test_experts_multiply_with_every_implementation_of_transformers(way):
     model = built("mixtral", "mxfp8")
     expected = logits("mixtral", model)
     model.set_experts_implementation(way)
@@ -145,7 +145,7 @@ def test_experts_of_other_layouts_multiply_quantized(made, way):
 
 @pytest.mark.parametrize("made, way", [(nemotron, "eager"), (nemotron, "batched_mm"), (inkling, None), (jetmoe, None)])
 def test_compiled_experts_give_the_same(made, way):
-    """One after the other (eager), each expert is a view of the weight that crosses from graph to graph."""
+    """With eager experts, each expert is a view of the weight that crosses from graph to graph."""
     experts, inputs = quantized(made, way, "mxfp8")
     with torch.no_grad():
         assert relative_error(torch.compile(experts, backend="aot_eager")(*inputs), experts(*inputs)) < 1e-6
@@ -171,7 +171,7 @@ def test_experts_stored_in_by_out_are_quantized_along_the_contraction():
     assert relative_error(leaf.grad, torch.cat([w[0].sum(1).expand(2, -1), w[2].sum(1).expand(5, -1)])) < 1e-6
 
 
-def test_conv1d_holds_one_copy_blocked_along_its_inputs():
+def test_conv1d_stores_one_copy_blocked_along_its_inputs():
     model = built("gpt2", "mxfp8")
     weight = model.transformer.h[0].attn.c_attn.weight
     assert tuple(weight.shape) == (64, 192) and weight.orientation is mx.Orientation.COLUMNWISE
@@ -220,7 +220,7 @@ def test_adapters_of_quantized_experts_learn():
     assert all(torch.equal(a, b) for a, b in zip(before, models.stored_bytes(model), strict=True))
 
 
-def test_another_module_of_that_name_is_no_linear_layer():
+def test_another_module_of_that_name_is_not_a_linear_layer():
     class Conv1D(nn.Conv1d):
         pass
 

@@ -1,4 +1,4 @@
-"""torch's own modules, unmodified, on MXTensor parameters: equal to themselves on the dequantized weights."""
+"""torch's own modules with MXTensor parameters give the same results as with the dequantized weights."""
 
 import copy
 
@@ -22,7 +22,7 @@ def quantized(module, config="mxfp8-weight-only"):
 
 
 def assert_close(got, expected, tolerance=ROUNDING):
-    """Results of a module, one or several."""
+    """Assert that the results of a module, one or several, are close."""
     got, expected = ((r if isinstance(r, tuple) else (r,)) for r in (got, expected))
     assert len(got) == len(expected)
     for g, e in zip(got, expected, strict=True):
@@ -46,10 +46,12 @@ def test_linear(format, bias, mode):
             mx.quantize_(linear, config)
             with MODES[mode]():
                 y = linear(x)
-            rows = mx.quantize(x.flatten(0, 1), format).dequantize(torch.float64)  # a tile spans rows of the whole call
+            rows = mx.quantize(x.flatten(0, 1), format).dequantize(
+                torch.float64
+            )  # a tile covers rows of the whole call
             inputs = x if config.endswith("only") else rows.view(x.shape)
-            gemm_operands = [inputs, linear.weight.dequantize(torch.float64), *([linear.bias.detach()] if bias else [])]
-            assert_same_product(y, lambda x, w, *b: F.linear(x, w, *b), *gemm_operands)
+            operands = [inputs, linear.weight.dequantize(torch.float64), *([linear.bias.detach()] if bias else [])]
+            assert_same_product(y, lambda x, w, *b: F.linear(x, w, *b), *operands)
 
 
 @pytest.mark.parametrize("shape", [(96,), (7, 96), (2, 7, 96), (2, 3, 4, 96), (0, 96)], ids=str)
@@ -181,7 +183,7 @@ def test_encoder_layer(norm_first, activation, bias):
 
 @pytest.mark.parametrize("config", ["mxfp8-weight-only", "mxfp8", "mxfp4", "nvfp4"])
 def test_encoder(config):
-    """A fast path (eval, no gradient) and the slow one are the same model; so is the stack without nested tensors."""
+    """The fast path (eval, no gradient), the slow path and the stack without nested tensors agree."""
     layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
     encoder, plain = quantized(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), config)
     x, padding = torch.randn(2, 7, 64), masks(7, 7)["padding"]["key_padding_mask"]
@@ -218,7 +220,7 @@ def fused_attention(module, q, k, v, mask, need_weights, average, mask_type):
 
 @pytest.mark.parametrize("mask", ["none", "padding", "attn"])
 def test_the_fused_attention_op_of_the_fast_path(mask):
-    """Eager MXTensors stay off it, torch.compile does not."""
+    """Eager MXTensors do not use it; torch.compile does."""
     attention, plain = quantized(nn.MultiheadAttention(64, 4, batch_first=True).eval())
     x = torch.randn(2, 7, 64)
     given = {

@@ -1,4 +1,4 @@
-"""The small front door: to_mxfp8, MXFP8Config, MXFP8Linear, and the training loop that they were described with."""
+"""to_mxfp8, MXFP8Config, MXFP8Linear, and a training loop with them."""
 
 import copy
 
@@ -10,7 +10,7 @@ from torch import nn
 import mxtensor as mx
 from mxtensor.convert.mxfp8 import MXFP8Config, MXFP8Linear, to_mxfp8
 from mxtensor.numerics.formats import get_format
-from mxtensor.recipe.training_recipes import NVFP4BlockScaling
+from mxtensor.recipe import NVFP4BlockScaling
 from mxtensor.training.grad_scaler import MXFP8GradientScaler
 from tests.helpers import oracle
 from tests.helpers.compare import assert_same_product, relative_error
@@ -20,7 +20,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def by_oracle(x, element, block):
-    """The values of ``x`` (rows, contraction) in MXFP8, by the independent definition."""
+    """The values of ``x`` (rows, contraction) in MXFP8, by the oracle."""
     format = get_format(f"mxfp8_{element}[1x{block}]")
     values = oracle.as_float32(x)
     return torch.from_numpy(oracle.decode(oracle.encode(values, format), format, values.shape))
@@ -62,7 +62,7 @@ def test_e4m3_has_the_precision_and_e5m2_the_range():
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("e4m3_forward", [True, False])
 @pytest.mark.parametrize("e5m2_backward", [True, False])
-def test_the_config_says_which_cast_each_role_gets(block, e4m3_forward, e5m2_backward):
+def test_the_config_decides_the_cast_of_each_tensor(block, e4m3_forward, e5m2_backward):
     config = MXFP8Config(block_size=block, e4m3_forward=e4m3_forward, e5m2_backward=e5m2_backward)
     linear_recipe, ordinary = config.linear_recipe(), block == 32
     forward, backward = ("e4m3" if e4m3_forward else "e5m2"), ("e5m2" if e5m2_backward else "e4m3")
@@ -148,7 +148,7 @@ def test_the_layer_is_an_nn_linear():
     )
 
 
-def test_no_rows_are_no_trouble():
+def test_an_input_without_rows():
     layer = MXFP8Linear(40, 24)
     x = torch.randn(0, 40, requires_grad=True)
     layer(x).backward(torch.randn(0, 24))
@@ -178,8 +178,8 @@ def test_an_edited_config_counts_from_the_next_forward_on():
     before = layer(x)
     layer.config.e4m3_forward = False
     after = layer(x)
-    gemm_operands = (by_oracle(t, "e5m2", 32) for t in (x, layer.weight.detach()))
-    assert_same_product(after.detach(), F.linear, *gemm_operands, layer.bias.detach())
+    operands = (by_oracle(t, "e5m2", 32) for t in (x, layer.weight.detach()))
+    assert_same_product(after.detach(), F.linear, *operands, layer.bias.detach())
     assert relative_error(after, before) > 0.02
 
 

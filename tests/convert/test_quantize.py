@@ -1,4 +1,4 @@
-"""quantize_: which weights become MXTensor parameters, under which recipe, and what stays as torch made it."""
+"""quantize_: which weights become MXTensor parameters, under which recipe, and what does not change."""
 
 import copy
 import warnings
@@ -38,7 +38,7 @@ EVERYTHING = lambda module, fqn: True  # noqa: E731
 # ---------------------------------------------------------------------------------------------- what changes
 
 
-def test_the_default_filter_takes_linear_and_attention_but_no_embedding_head_or_router():
+def test_the_default_filter_accepts_linear_and_attention_but_not_embedding_head_or_router():
     model = Block()
     untouched = {name: p for name, p in model.named_parameters()}
     assert mx.quantize_(model, "mxfp8") is model
@@ -73,7 +73,7 @@ def test_a_weight_is_quantized_from_its_own_values():
         assert same_bytes(model.get_parameter(name), mx.quantize(original.get_parameter(name), "mxfp4"))
 
 
-def test_filter_fn_sees_every_candidate_by_its_name_and_decides():
+def test_filter_fn_is_called_for_every_candidate_with_its_name():
     model, seen = Block(), {}
 
     def only_down(module, fqn):
@@ -123,7 +123,7 @@ class Experts(nn.Module):
     ("experts", "orientation"),
     [
         (Experts((192, 64), (64, 96)), "ROWWISE"),
-        (Experts((64, 192), (96, 64)), "COLUMNWISE"),  # as Llama 4 has them
+        (Experts((64, 192), (96, 64)), "COLUMNWISE"),  # as in Llama 4
         (Experts((64, 64), (64, 32)), "ROWWISE"),
         (Experts((64, 64), (32, 64)), "COLUMNWISE"),
         (Experts((64, 192), (96, 64), is_transposed=False), "ROWWISE"),
@@ -228,18 +228,18 @@ def test_a_config_is_a_recipe_and_the_layer_computes_by_it(name):
     assert same_bytes(linear.weight, mx.quantize(original, weight, scaling=scaling))
     x = torch.randn(7, 64)
     inputs = x if activation is None else mx.quantize(x, activation, scaling=scaling).dequantize(torch.float64)
-    gemm_operands = inputs, linear.weight.dequantize(torch.float64), linear.bias.detach()
-    assert_same_product(linear(x), lambda x, w, b: x @ w.t() + b, *gemm_operands)
+    tensors = inputs, linear.weight.dequantize(torch.float64), linear.bias.detach()
+    assert_same_product(linear(x), lambda x, w, b: x @ w.t() + b, *tensors)
 
 
 class TorchaoEnum:
-    """Members of torchao's enums are other objects with the same values."""
+    """Members of torchao's enums are different objects with the same values."""
 
     def __init__(self, value):
         self.value = value
 
 
-def test_members_of_torchaos_enums_are_taken_by_their_value():
+def test_members_of_torchaos_enums_are_accepted_by_value():
     config = MXConfig(scaling_mode=TorchaoEnum("floor"), kernel_preference=TorchaoEnum("emulated"))
     assert config.linear_recipe() == MXConfig(scaling_mode="floor", kernel_preference="emulated").linear_recipe()
 

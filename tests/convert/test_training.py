@@ -1,4 +1,4 @@
-"""quantize_ for training: which weights carry roles, what of torchao's config they mean, and what comes after."""
+"""quantize_ for training: which weights carry a recipe, torchao's config, state dicts, and a second quantize_."""
 
 import copy
 import warnings
@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 import mxtensor as mx
-from mxtensor.recipe.training_recipes import (
+from mxtensor.recipe import (
     CustomRecipe,
     DelayedScaling,
     Float8BlockScaling,
@@ -29,7 +29,7 @@ LINEAR = lambda module, fqn: isinstance(module, nn.Linear)  # noqa: E731
 
 
 class Conv1D(nn.Module):
-    """transformers' layer, known by its name: a weight (in, out)."""
+    """transformers' layer, recognized by its name: a weight (in, out)."""
 
     def __init__(self, n_out, n_in):
         super().__init__()
@@ -73,7 +73,7 @@ def layer_step(layer, x, g):
 
 
 def check_layer(layer, linear_recipe, shape=(20,)):
-    """One step of a quantized nn.Linear, held to the reference."""
+    """Compare one step of a quantized nn.Linear with the reference."""
     x, g = torch.randn(*shape, layer.in_features), torch.randn(*shape, layer.out_features)
     out = layer_step(layer, x, g)
     check_step(out, x, layer.weight.high_precision, layer.bias, g, linear_recipe)
@@ -82,7 +82,7 @@ def check_layer(layer, linear_recipe, shape=(20,)):
 # ---------------------------------------------------------------------------------------------- which weights
 
 
-def test_the_default_filter_takes_linear_layers_and_attention_but_no_embedding_head_or_router():
+def test_the_default_filter_accepts_linear_layers_and_attention_but_not_embedding_head_or_router():
     model = Block()
     others = {name: p for name, p in model.named_parameters()}
     assert mx.quantize_(model, MXFP8) is model
@@ -113,7 +113,7 @@ def test_a_head_tied_to_the_embedding_is_left_alone_by_default():
 
 
 def test_a_head_that_is_asked_for_stays_tied_to_the_embedding():
-    """One parameter, looked up in high precision and multiplied quantized; both gradients add up in it."""
+    """One parameter: the lookup is in high precision, the product quantized, and both gradients add up."""
     model = mx.quantize_(Block(tied=True), MXFP8, LINEAR)
     plain = Block(tied=True)
     plain.load_state_dict(model.state_dict())
@@ -203,7 +203,7 @@ def test_no_size_needs_to_be_a_multiple_of_32(shape, k, n):
 
 
 def test_an_edited_recipe_does_not_reach_a_quantized_model():
-    """The weight carries what the recipe said."""
+    """The weight carries the recipe as it was when quantize_ was called."""
     recipe = MXFP8BlockScaling()
     layer = mx.quantize_(nn.Linear(64, 48), recipe)
     recipe.fp8_format = Format.E5M2
@@ -211,7 +211,7 @@ def test_an_edited_recipe_does_not_reach_a_quantized_model():
 
 
 def row(config):
-    """Formats of input, weight and grad, scaling and kernel preference."""
+    """The formats of input, weight and grad, the scaling and the kernel preference."""
     linear_recipe = config.linear_recipe()
     casts = [casts.rowwise for casts in (linear_recipe.input, linear_recipe.weight, linear_recipe.grad)]
     assert all(
@@ -220,8 +220,8 @@ def row(config):
     return " ".join([*(c.format.name for c in casts), casts[0].scaling.value, linear_recipe.kernel_preference.value])
 
 
-def test_003_mx_linear_config_fields():
-    """The config of the seed, with the options that it names."""
+def test_mx_linear_config_fields():
+    """torchao's fields and their defaults."""
     f8, f5, f4 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float4_e2m1fn_x2
     kernel, modes = mx.KernelPreference, mx.ScaleCalculationMode
     configs = [
@@ -244,7 +244,7 @@ mxfp6_e2m3[1x16] mxfp6_e2m3[1x16] mxfp6_e2m3[1x16] rceil auto""",
     )
 
 
-def test_003_recipe_names():
+def test_recipe_names():
     names = [
         f"{e}_{k}{m}" for e in ("mxfp8", "mxfp4") for k in ("emulated", "cublas", "cutlass") for m in ("", "_rceil")
     ]
@@ -331,7 +331,7 @@ def test_a_weight_that_is_computed_is_an_error_that_changes_nothing(wrap, config
     net = nn.Sequential(nn.Linear(64, 48), wrap(nn.Linear(48, 32)))
     before = net[0].weight
     with pytest.raises(
-        ValueError, match=r"1.weight is no parameter, but computed from others.*filter_fn, or train inside"
+        ValueError, match=r"1.weight is not a parameter but computed from others.*filter_fn, or train inside"
     ):
         mx.quantize_(net, config)
     assert net[0].weight is before
@@ -350,7 +350,7 @@ def test_a_lazy_module_is_an_error_until_it_has_run():
 # ---------------------------------------------------------------------------------------------- again, and onward
 
 
-def test_quantizing_again_replaces_the_roles():
+def test_quantizing_again_replaces_the_recipe():
     net = mx.quantize_(nn.Sequential(nn.Linear(64, 48)), MXFP8)
     memory = net[0].weight.high_precision.data_ptr()
     mx.quantize_(net, MXFP6)
@@ -390,7 +390,7 @@ def test_assigning_a_state_dict_keeps_the_amax_history():
 
 @pytest.mark.parametrize("config", ["mxfp8", "nvfp4", "mxfp8-weight-only"])
 def test_a_trained_model_is_quantized_for_inference(config):
-    """From its high-precision values: as if it had never been quantized for training."""
+    """It is quantized from its high-precision values, as if it had never been quantized for training."""
     net = mx.quantize_(nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 32)), MXFP8)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     for _ in range(3):
@@ -410,16 +410,16 @@ def test_a_trained_model_is_quantized_for_inference(config):
 
 
 def test_a_model_quantized_for_inference_is_not_quantized_for_training():
-    """Its high-precision values are gone."""
+    """Its high-precision values no longer exist."""
     net = mx.quantize_(nn.Linear(64, 48), "mxfp8")
-    operands = net.weight
+    weight = net.weight
     with pytest.warns(UserWarning, match="changed nothing"):
         mx.quantize_(net, MXFP8)
-    assert net.weight is operands
+    assert net.weight is weight
 
 
 def test_a_model_trains():
-    """MXFP8 comes within a fifth of the loss of high precision, which falls tenfold; MXFP4 falls too."""
+    """The loss of high precision falls tenfold; that of MXFP8 is at most a fifth larger; that of MXFP4 falls too."""
     torch.manual_seed(0)
     teacher = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8))
     x = torch.randn(256, 32)
@@ -442,7 +442,7 @@ def test_a_model_trains():
     assert losses["mxfp4"][1] < 0.2 * losses["mxfp4"][0]
 
 
-def test_weights_of_a_model_for_inference_are_values_to_one_that_trains():
+def test_a_training_model_loads_the_values_of_a_model_for_inference():
     source, target = (mx.quantize_(nn.Linear(64, 32), c) for c in ("mxfp8", mx.recipe.MXFP8BlockScaling()))
     target.load_state_dict(source.state_dict(), assign=True)
     assert torch.equal(values_of(target.weight), source.weight.dequantize())
@@ -451,7 +451,7 @@ def test_weights_of_a_model_for_inference_are_values_to_one_that_trains():
     assert not torch.equal(values_of(target.weight), source.weight.dequantize())
 
 
-def test_a_model_made_on_meta_has_histories_where_its_values_come_to():
+def test_a_model_made_on_meta_has_histories_on_the_device_of_its_values():
     with torch.device("meta"):
         layer = mx.quantize_(nn.Linear(64, 32), mx.recipe.DelayedScaling())
     source = nn.Linear(64, 32)

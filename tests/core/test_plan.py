@@ -1,126 +1,358 @@
-"""Products that are made again: the bits of the first time, and none where what was found out has changed."""
+"""Plans: one decision for all calls of a kind, the bits of the first call, and no plan for what has changed."""
 
 import copy
+import gc
 import pickle
+import threading
+import weakref
 from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import mxtensor as mx
-from mxtensor.core import dispatch
+from mxtensor.core import devices, plan
+from mxtensor.core.kernel import Spec
+from mxtensor.core.plan import PLANS, Plan, PlanCache
 from mxtensor.kernels.gemm import select
 from mxtensor.kernels.runtime import nvrtc
 from mxtensor.kernels.small_m import kernel as small_m
 from mxtensor.kernels.small_m import launch
-from mxtensor.kernels.small_m.config import Plan
-from mxtensor.ops import again
+from mxtensor.kernels.small_m.config import LaunchConfig
+from mxtensor.numerics.operand import Operand
+from mxtensor.tensor.mxtensor import MXTensor
 from tests.helpers import cuda_on_cpu
 
-pytestmark = pytest.mark.skipif(cuda_on_cpu.compiler() is None, reason="needs a C++ compiler")
-RESIDENT = Plan(1, 1, 1, 4, 4, 3, 1, 1, True, resident=1)
+needs_compiler = pytest.mark.skipif(cuda_on_cpu.compiler() is None, reason="needs a C++ compiler")
+ONE_LAUNCH = LaunchConfig(1, 1, 1, 4, 4, 3, 1, 1, True, persistent=1)
+
+# ---------------------------------------------------------------------------------------------- the cache
 
 
-@pytest.fixture(autouse=True)
-def on_the_cpu(monkeypatch):
-    """Products of few rows run on the CPU, by a plan of one launch; how often one was made again is counted."""
-    monkeypatch.setattr(nvrtc, "function", cuda_on_cpu.function)
-    monkeypatch.setattr(dispatch, "device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(nvrtc, "unknown", lambda capability: None)
-    monkeypatch.setattr(launch, "choose_plan", lambda *args: RESIDENT)
-    launch.cut.cache_clear()
-    anywhere = replace(small_m.KERNEL, device=None)
-    monkeypatch.setattr(select, "GEMM", tuple(anywhere if k is small_m.KERNEL else k for k in select.GEMM))
-    monkeypatch.setattr(small_m, "KERNEL", anywhere)
-    yield
-    launch.cut.cache_clear()
+def a_plan(name="mm"):
+    return Plan(Spec(name, (), (), torch.float32, torch.device("cpu")), None, {})
+
+
+def test_the_least_recently_used_plan_is_dropped_first(monkeypatch):
+    monkeypatch.setattr(plan, "MAX_PLANS", 3)
+    cache, plans = PlanCache(), {key: a_plan() for key in "abcde"}
+    for key in "abc":
+        cache.put(key, plans[key])
+    assert cache.get("a") is plans["a"] and len(cache) == 3
+    cache.put("d", plans["d"])
+    cache.put("c", plans["e"])
+    cache.put("e", plans["e"])
+    assert [cache.get(key) for key in "abcde"] == [None, None, plans["e"], plans["d"], plans["e"]]
+    cache.clear()
+    assert len(cache) == 0 and cache.get("c") is None
+
+
+def test_a_plan_put_again_is_used_again(monkeypatch):
+    monkeypatch.setattr(plan, "MAX_PLANS", 2)
+    cache = PlanCache()
+    for key in ("a", "b", "a", "c"):
+        cache.put(key, a_plan())
+    assert cache.get("a") is not None and cache.get("b") is None
+
+
+def test_the_cache_of_the_process_is_bounded(monkeypatch):
+    monkeypatch.setattr(plan, "MAX_PLANS", 8)
+    weight = mx.quantize(torch.randn(16, 64), "mxfp8")
+    for rows in range(1, 20):
+        F.linear(torch.randn(rows, 64), weight)
+    assert len(PLANS) <= 8
+
+
+def test_threads_share_the_cache(monkeypatch):
+    monkeypatch.setattr(plan, "MAX_PLANS", 4)
+    cache, wrong, plans = PlanCache(), [], {key: a_plan() for key in range(12)}
+
+    def use(first):
+        try:
+            for i in range(20_000):
+                key = (first * 7 + i * i) % 12
+                found = cache.get(key)
+                if found is None:
+                    cache.put(key, plans[key])
+                elif found is not plans[key]:
+                    wrong.append(key)
+                if i % 1000 == 0:
+                    cache.clear()
+        except Exception as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=use, args=(n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == [] and len(cache) <= 4
+
+
+# ---------------------------------------------------------------------------------------------- one plan for each kind
+
+
+def test_a_second_training_step_asks_no_kernel(monkeypatch):
+    linear, x, asked = torch.nn.Linear(64, 48), torch.randn(32, 64, requires_grad=True), []
+
+    def watched(kernel):
+        return replace(kernel, refuses=lambda spec, *rest: asked.append(spec) or kernel.refuses(spec, *rest))
+
+    monkeypatch.setattr(select, "GEMM", tuple(map(watched, select.GEMM)))
+    counts = []
+    for _ in range(3):
+        with mx.autocast():
+            linear(x).sum().backward()
+        counts.append(len(asked))
+    assert 0 < counts[0] == counts[1] == counts[2]
+    assert {spec.op for spec in asked} == {"fprop", "dgrad", "wgrad"}
+
+
+def test_the_same_plan_says_which_form_a_kernel_wants_and_runs_the_product():
+    x, w = torch.randn(2, 64), mx.quantize(torch.randn(48, 64), "mxfp8")
+    args = select.GemmArgs(torch.float32)
+    assert select.values_dtype("mm", x, w.rowwise, args) is torch.float32
+    asked = len(PLANS)
+    select.gemm("mm", x, w.rowwise, args)
+    assert select.plan_of("mm", x, w.rowwise, args).kernel.name == "emulated" and len(PLANS) == asked
+
+
+# ---------------------------------------------------------------------------------------------- launches
 
 
 @pytest.fixture
-def made(monkeypatch):
-    calls = []
-    whole = launch.Again.__call__
-    monkeypatch.setattr(launch.Again, "__call__", lambda self, x: calls.append(x) or whole(self, x))
-    return calls
+def launches(monkeypatch):
+    """Products of few rows run on the CPU, by one launch; the inputs of launches that came from a plan."""
+    monkeypatch.setattr(nvrtc, "function", cuda_on_cpu.function)
+    monkeypatch.setattr(devices, "device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(nvrtc, "unknown", lambda capability: None)
+    monkeypatch.setattr(launch, "choose_config", lambda *args: ONE_LAUNCH)
+    launch.resolve.cache_clear()
+    anywhere = replace(small_m.KERNEL, device=None)
+    monkeypatch.setattr(select, "GEMM", tuple(anywhere if k is small_m.KERNEL else k for k in select.GEMM))
+    monkeypatch.setattr(select, "LAUNCH_DEVICES", frozenset([None]))
+    calls, lock = [], threading.Lock()
+    whole = launch.Launch.__call__
+
+    def counted(self, x):
+        calls.append(x)
+        with lock:  # the stand-in for a GPU runs one kernel at a time
+            return whole(self, x)
+
+    monkeypatch.setattr(launch.Launch, "__call__", counted)
+    yield calls
+    launch.resolve.cache_clear()
 
 
-def layer(config, bias=True):
-    return mx.quantize_(torch.nn.Linear(320, 48, bias=bias, dtype=torch.bfloat16), config)
+def layer(config, bias=True, out=48):
+    return mx.quantize_(torch.nn.Linear(320, out, bias=bias, dtype=torch.bfloat16), config)
 
 
+@needs_compiler
 @pytest.mark.parametrize("config", ["mxfp8", "mxfp4-weight-only", "nvfp4", "nvfp4-weight-only", "mxfp6"])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_the_second_call_has_the_bits_of_the_first(config, bias, mode, made):
+def test_the_second_call_has_the_bits_of_the_first(config, bias, mode, launches):
     linear, inputs = layer(config, bias), [torch.randn(*shape, 320).bfloat16() for shape in ((1,), (3,), (1, 2), ())]
     with mode():
         first = [linear(x) for x in inputs]
-        assert not made
+        assert not launches
         second = [linear(x) for x in inputs]
-        assert len(made) == len(inputs)
+        assert len(launches) == len(inputs)
         others = [linear(x + 1) for x in inputs]
     for one, two, other in zip(first, second, others, strict=True):
         assert one.shape == two.shape and one.dtype == two.dtype and torch.equal(one, two)
         assert not torch.equal(one, other)
 
 
-def test_what_has_changed_is_found_out_anew(made):
+@pytest.fixture
+def launched(launches):
+    """How many launches of plans a call takes."""
+
+    def count(module, *args):
+        before = len(launches)
+        with torch.no_grad():
+            module(*args)
+        return len(launches) - before
+
+    return count
+
+
+@needs_compiler
+def test_another_bias_is_another_plan(launched):
+    linear, x = layer("mxfp8"), torch.randn(2, 320).bfloat16()
+    assert [launched(linear, x) for _ in range(2)] == [0, 1]
+    linear.bias = torch.nn.Parameter(linear.bias + 1)
+    assert [launched(linear, x) for _ in range(2)] == [0, 1]
+
+
+@needs_compiler
+def test_a_weight_replaced_in_place_has_no_stale_plan(launched):
     linear, other, x = layer("mxfp8"), layer("mxfp8"), torch.randn(2, 320).bfloat16()
-
-    def same(module, *args):
-        before = len(made)
-        module(*args)
-        return len(made) - before
-
+    assert [launched(linear, x) for _ in range(2)] == [0, 1]
+    linear.load_state_dict(other.state_dict())  # into the same memory: the launch reads the new codes
+    assert launched(linear, x) == 1
     with torch.no_grad():
-        assert [same(linear, x) for _ in range(2)] == [0, 1]
-        linear.bias = torch.nn.Parameter(linear.bias + 1)
-        assert [same(linear, x) for _ in range(2)] == [0, 1]
-        with mx.explain() as log:
+        assert torch.equal(linear(x), other(x))
+        linear.weight.mul_(2)
+        assert torch.equal(linear(x), F.linear(x, linear.weight.clone(), linear.bias))
+    linear.load_state_dict(layer("mxfp8").state_dict(), assign=True)  # other memory
+    assert launched(linear, x) == 0
+    linear.weight.data = other.weight.detach() * 3
+    with torch.no_grad():
+        assert torch.equal(linear(x), F.linear(x, linear.weight.clone(), linear.bias))
+
+
+def with_parts(weight, **changes):
+    """An MXTensor over the same codes and scales, seen otherwise."""
+    operand = Operand(**{"data": weight.rowwise.data, "scale": weight.rowwise.scale, "global_scale": None} | changes)
+    return MXTensor(operand, None, mx.LinearRecipe.inference(mx.Cast.of(operand.format)), torch.bfloat16)
+
+
+@needs_compiler
+def test_the_same_memory_seen_otherwise_is_another_plan(launches):
+    """As when a tensor is freed and another one gets its memory: each has its own bits, first and second time."""
+    whole = mx.quantize(torch.randn(64, 640).bfloat16(), "mxfp8")
+    e4m3, e5m2 = mx.get_format("mxfp8"), mx.get_format("mxfp8_e5m2")
+    data, scale = whole.rowwise.data, whole.rowwise.scale
+    seen = [
+        with_parts(whole, format=e4m3, shape=(64, 640)),
+        with_parts(whole, data=data.view(128, 320), scale=scale.view(128, 10), format=e4m3, shape=(128, 320)),
+        with_parts(whole, data=data[:32], scale=scale[:32], format=e4m3, shape=(32, 640)),
+        with_parts(whole, data=data[:1].expand(64, -1), scale=scale[:1].expand(64, -1), format=e4m3, shape=(64, 640)),
+        with_parts(whole, data=data.view(e5m2.element.dtype), format=e5m2, shape=(64, 640)),
+    ]
+    with torch.no_grad():
+        for _ in range(3):
+            for w in seen:
+                x = torch.ones(2, w.shape[1], dtype=torch.bfloat16)
+                expected = F.linear(x, w.clone())  # in memory of its own
+                torch.testing.assert_close(F.linear(x, w), expected, rtol=0, atol=0, equal_nan=True)
+    assert launches
+
+
+@needs_compiler
+def test_another_recipe_of_the_same_codes_is_another_plan(launched):
+    weight, x = layer("mxfp8-weight-only").weight, torch.randn(2, 320).bfloat16()
+    cast, operand = mx.Cast.of("mxfp8"), weight.rowwise
+    recipes = [mx.LinearRecipe.inference(cast), mx.LinearRecipe.inference(cast, cast)]
+    plain, both = (MXTensor(operand, None, recipe, torch.bfloat16) for recipe in recipes)
+    assert [launched(F.linear, x, w) for w in (plain, both, plain, both)] == [0, 0, 1, 1]
+    asks = MXTensor(operand, None, mx.LinearRecipe.inference(cast, None, "emulated"), torch.bfloat16)
+    assert [launched(F.linear, x, asks) for _ in range(2)] == [0, 0]
+
+
+@needs_compiler
+def test_an_input_of_another_dtype_layout_or_alignment_is_another_plan(launched):
+    weight, x = layer("mxfp8-weight-only").weight, torch.randn(4, 320).bfloat16()
+    shifted = torch.empty(4 * 320 + 1, dtype=torch.bfloat16)[1:].view(4, 320).copy_(x)
+    strided = torch.randn(320, 4).bfloat16().t()
+    for other in (x, x[:2], x.view(2, 2, 320), shifted):
+        assert [launched(F.linear, other, weight) for _ in range(2)] == [0, 1]
+    assert [launched(F.linear, strided, weight) for _ in range(2)] == [0, 0]
+    with pytest.raises(ValueError, match="one dtype"), torch.no_grad():
+        F.linear(x.half(), weight)
+    with pytest.raises(ValueError, match="one dtype"), torch.no_grad():
+        F.linear(x, MXTensor(weight.rowwise, None, weight.recipe, torch.float16))
+
+
+@needs_compiler
+def test_no_tensor_is_kept_alive():
+    linear, x = layer("mxfp8"), torch.randn(2, 320).bfloat16()
+    gone = [weakref.ref(t) for t in (linear.weight.rowwise.data, linear.weight, linear.bias, x)]
+    with torch.no_grad():
+        linear(x), linear(x)
+    del linear, x
+    gc.collect()
+    assert [ref() for ref in gone] == [None] * 4
+
+
+@needs_compiler
+def test_explain_and_kernels_see_a_whole_call_and_leave_the_plan_as_it_is(launched):
+    linear, x = layer("mxfp8"), torch.randn(2, 320).bfloat16()
+    with mx.explain() as log, mx.kernels("emulated"):
+        assert [launched(linear, x) for _ in range(2)] == [0, 0]
+    assert [entry.kernel for entry in log.entries if entry.spec.op == "linear"] == ["emulated"] * 2
+    assert [launched(linear, x) for _ in range(2)] == [0, 1]
+    with mx.explain() as log:
+        assert launched(linear, x) == 0
+    assert [entry.kernel for entry in log.entries] == ["small_m"]
+    with mx.kernels("emulated"):
+        assert launched(linear, x) == 0
+    with mx.strict():
+        assert launched(linear, x) == 1
+    assert launched(linear, x) == 1
+
+
+@needs_compiler
+def test_gradients_traces_and_modes_take_no_launch(launches):
+    linear, x = layer("mxfp8-weight-only"), torch.randn(2, 320).bfloat16()
+    with torch.no_grad():
+        linear(x), linear(x)
+        before = len(launches)
+        with torch.autocast("cpu", torch.bfloat16):
             linear(x)
-        assert [entry.kernel for entry in log.entries] == ["small_m"] and len(made) == 2
-        with mx.kernels("emulated"):
-            linear(x)
-        assert len(made) == 2
-        linear.load_state_dict(other.state_dict())  # into the same memory
-        assert same(linear, x) == 1 and torch.equal(linear(x), other(x))
-        linear.load_state_dict(layer("mxfp8").state_dict(), assign=True)
-        assert same(linear, x) == 0
+        torch.func.vmap(linear)(x.view(2, 1, 320))
+        torch.compile(linear, backend="aot_eager")(x)
     assert linear(x.requires_grad_()).requires_grad
+    assert before == len(launches) == 1
 
 
-def test_few_sizes_are_kept(made, monkeypatch):
-    monkeypatch.setattr(again, "MOST", 8)
-    linear = layer("mxfp8")
-    with torch.no_grad():
-        for rows in range(1, 9):
-            linear(torch.randn(rows, 320).bfloat16())
-        assert len(linear.weight.__dict__[again.KEPT]) == again.MOST
-        linear(torch.randn(1, 1, 320).bfloat16())
-        assert len(linear.weight.__dict__[again.KEPT]) == 1
-
-
+@needs_compiler
 @pytest.mark.parametrize("config", ["mxfp8", "mxfp8-weight-only"])
-def test_what_is_no_single_launch_is_asked_about_once(config, made, monkeypatch):
-    monkeypatch.setattr(launch, "choose_plan", lambda *args: RESIDENT._replace(whole_x=False, stages=2))
-    asked, kernel_for = [], again.kernel_for
-    monkeypatch.setattr(again, "kernel_for", lambda *args: asked.append(args) or kernel_for(*args))
+def test_a_product_of_more_than_one_launch_is_prepared_once(config, launches, monkeypatch):
+    monkeypatch.setattr(launch, "choose_config", lambda *args: ONE_LAUNCH._replace(whole_x=False, stages=2))
+    asked, kernel = [], next(k for k in select.GEMM if k.name == "small_m")
+    watched = replace(kernel, prepare=lambda *args: asked.append(args) or kernel.prepare(*args))
+    monkeypatch.setattr(select, "GEMM", tuple(watched if k is kernel else k for k in select.GEMM))
     linear, x = layer(config), torch.randn(2, 320).bfloat16()
     with torch.no_grad():
-        assert torch.equal(linear(x), linear(x)) and len(asked) == 1 and not made
+        assert torch.equal(linear(x), linear(x)) and len(asked) == 1 and not launches
 
 
-def test_where_the_kernel_does_not_run_nothing_is_kept(monkeypatch):
-    monkeypatch.setattr(small_m, "KERNEL", replace(small_m.KERNEL, device="cuda"))
+@needs_compiler
+def test_many_rows_and_biases_of_rows_have_no_launch(launched):
+    linear = layer("mxfp8-weight-only")
+    assert [launched(linear, torch.randn(200, 320).bfloat16()) for _ in range(2)] == [0, 0]
+    bias, x = torch.randn(2, 48).bfloat16(), torch.randn(2, 320).bfloat16()
+    assert [launched(F.linear, x, linear.weight, bias) for _ in range(2)] == [0, 0]
+
+
+def test_where_no_kernel_prepares_a_launch_no_key_is_made(monkeypatch):
+    from mxtensor.ops import functional
+
+    monkeypatch.setattr(functional, "_launch_key", lambda *args: pytest.fail("a key was made"))
+    assert {"cuda"} == select.LAUNCH_DEVICES
     linear = layer("mxfp8")
     with torch.no_grad():
         linear(torch.randn(2, 320).bfloat16())
-    assert again.KEPT not in linear.weight.__dict__
 
 
-def test_a_copy_of_a_weight_has_no_calls_of_its_own(made):
+@needs_compiler
+def test_a_copy_of_a_weight_has_its_own_plan(launched):
     linear, x = layer("mxfp4"), torch.randn(1, 320).bfloat16()
     with torch.no_grad():
         y = linear(x)
         for twin in (copy.deepcopy(linear), pickle.loads(pickle.dumps(linear))):
-            assert again.KEPT not in twin.weight.__dict__ and torch.equal(twin(x), y)
+            assert torch.equal(twin(x), y)
+            assert twin.weight.__dict__.keys() == layer("mxfp4").weight.__dict__.keys()
+            assert launched(twin, x) == 1
+
+
+@needs_compiler
+def test_threads_decode_through_one_plan(launches):
+    linear, x = layer("mxfp8-weight-only"), torch.randn(2, 320).bfloat16()
+    with torch.no_grad():
+        expected, found = linear(x), []
+
+    def decode():
+        with torch.no_grad():
+            found.extend(linear(x) for _ in range(20))
+
+    threads = [threading.Thread(target=decode) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 80 and all(torch.equal(y, expected) for y in found)

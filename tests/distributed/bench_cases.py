@@ -1,4 +1,4 @@
-"""What two ranks do in test_benchmarks_fsdp.py: the benchmark of FSDP2 on a tiny model."""
+"""The case of two ranks for tests/benchmarks/test_fsdp.py: the benchmark of FSDP2 with a tiny model."""
 
 import warnings
 
@@ -8,6 +8,6 @@ from tests.helpers.ranks import DEVICE, case
 
 @case
 def benchmark_of_fsdp(rank, folder):
-    """A row for each config."""
+    """The rows of the benchmark, one for each config."""
     warnings.simplefilter("ignore")  # of transformers
     return [fsdp.measured(config, fsdp.TINY, DEVICE, 1, 32, 1) for config in fsdp.RECIPES]

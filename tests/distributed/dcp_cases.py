@@ -1,4 +1,4 @@
-"""What two ranks do for ``test_dcp.py``: training that is saved sharded, and goes on from what was saved."""
+"""The cases of two ranks for ``test_dcp.py``: training is saved sharded, and continues from the checkpoint."""
 
 import os
 import warnings
@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from mxtensor.distributed.checkpoint import CHECKSUMS, METADATA, Reader, Writer, latest
-from mxtensor.recipe.training_recipes import MXFP8BlockScaling
+from mxtensor.recipe import MXFP8BlockScaling
 from mxtensor.training.training_weight import TrainingWeight
 from tests.distributed.fsdp_cases import ROWS, WIDTH, adamw, local_of, message, net, operands, plain, shard, whole
 from tests.helpers.ranks import case
@@ -35,7 +35,7 @@ def batches(count):
 
 
 def losses(model, optimizer, data, rank=None):
-    """Of each step over the batches of a pair of ranks, of which ``rank`` has one; None: over both."""
+    """The loss of each step over the batch of ``rank``; None: over the batches of both ranks."""
     told = []
     for pair in data.view(-1, 2, ROWS, WIDTH):
         mine = [model(x).square().mean() for x in (pair if rank is None else pair[rank : rank + 1])]
@@ -62,14 +62,14 @@ def state(model, optimizer):
 
 
 def in_one_process(function, saved, path, **options):
-    """``dcp.save`` or ``dcp.load`` without a process group, of which it warns."""
+    """``dcp.save`` or ``dcp.load`` without a process group; torch warns about that."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is")
         function(saved, checkpoint_id=path, no_dist=True, **options)
 
 
 def load(model, optimizer, path, alone=False):
-    """What a program does that goes on from a checkpoint."""
+    """Load a checkpoint as a program does that continues training from it."""
     with torch.no_grad():
         for p in model.parameters():
             p.zero_()
@@ -82,8 +82,8 @@ def load(model, optimizer, path, alone=False):
 
 
 @case
-def saved_and_resumed(rank, folder):
-    """The losses of steps 4 to 6: without a stop, and by a fresh model from the checkpoint; and what was saved."""
+def saved_and_continued(rank, folder):
+    """The losses of steps 4 to 6, without a stop and by a new model from the checkpoint; and what was saved."""
     told = {}
     for name, recipe in RECIPES.items():
         model, optimizer = made(recipe)
@@ -103,7 +103,7 @@ def saved_and_resumed(rank, folder):
 
 @case
 def saved_while_training_goes_on(rank, folder):
-    """async_save holds what the shards held when it was called."""
+    """async_save saves the shards as they are when it is called."""
     model, optimizer = made(RECIPES["one copy"])
     data = batches(2 * STEPS)
     losses(model, optimizer, data[: 2 * STEPS], rank)
@@ -117,7 +117,7 @@ def saved_while_training_goes_on(rank, folder):
 
 @case
 def of_one_process(rank, folder):
-    """A checkpoint that one process has written, loaded into shards."""
+    """A checkpoint that one process has written is loaded into shards."""
     path = f"{folder}/one"
     model, optimizer = made(RECIPES["one copy"], sharded=False)
     data = batches(2 * STEPS)
@@ -158,7 +158,7 @@ def whole_state_dicts(rank, folder):
 
 @case
 def codes_saved(rank, folder):
-    """MXTensor parameters: sharded codes are saved and come back as they were."""
+    """Sharded codes of MXTensor parameters are saved and loaded unchanged."""
     model = shard(operands(128, "mxfp8[32x32]", "rowwise", False))
     saved = {"model": get_model_state_dict(model)}
     dcp.save(saved, checkpoint_id=f"{folder}/codes")
@@ -183,7 +183,7 @@ def flip(path, place):
 
 @case
 def damaged(rank, folder):
-    """How a checkpoint was damaged -> what loading it says here, and what the intact one before it gives."""
+    """How a checkpoint was damaged -> the error of loading it, and what the intact checkpoint before it gives."""
     model, optimizer = made(RECIPES["tiles"])
     parent, expected = Path(folder, "damaged"), []
     for step in (1, 2):
@@ -216,7 +216,7 @@ def damaged(rank, folder):
                 file.write_bytes(intact)
     dist.barrier()
     same = [torch.equal(a, plain(b).to_local()) for a, b in zip(initial, fresh[0].parameters(), strict=True)]
-    load(*fresh, parent / "step-1")  # by torch's own reader
+    load(*fresh, parent / "step-1")  # with torch's own reader
     same += [torch.equal(a, whole(plain(b))) for a, b in zip(expected[0], fresh[0].parameters(), strict=True)]
     saved = state(*fresh)
     again = message(lambda: dcp.load(saved, storage_reader=Reader(last)))
@@ -225,8 +225,8 @@ def damaged(rank, folder):
 
 
 @case
-def saved_over_what_a_dead_run_left(rank, folder):
-    """A folder with files of an attempt that was never finished; the writer's, by ``dcp.save``'s own argument too."""
+def saved_over_an_interrupted_attempt(rank, folder):
+    """Save into a folder with files of an unfinished attempt; also when ``dcp.save`` names the folder."""
     parent = Path(folder, "attempts")
     if rank == 0:
         (parent / "step-1.part").mkdir(parents=True)

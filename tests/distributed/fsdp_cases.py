@@ -1,4 +1,4 @@
-"""What two ranks do for ``test_fsdp.py``: models sharded by FSDP2 beside the same model whole, in one process."""
+"""The cases of two ranks for ``test_fsdp.py``: models sharded by FSDP2 and the same models in one process."""
 
 import copy
 import warnings
@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import mxtensor as mx
-from mxtensor.recipe.training_recipes import (
+from mxtensor.recipe import (
     CustomRecipe,
     DelayedScaling,
     Float8BlockScaling,
@@ -31,7 +31,7 @@ RECIPES = {
     "tiles": MXFP8BlockScaling(two_dimensional_weights=True),
     "off": MXFP8BlockScaling(two_dimensional_weights=True, quantized_gather=False),
 }
-APART = {
+DISTINCT = {
     "two copies, integers": CustomRecipe(weight="mxint8"),
     "one copy, integers": CustomRecipe(weight="mxint8", single_weight_copy=True),
     "tiles, integers": CustomRecipe(weight="mxint8[32x32]"),
@@ -52,7 +52,7 @@ def net(features, recipe, width=WIDTH, bias=True):
 
 
 def shard(model, **options):
-    """FSDP2 of every linear layer, which may be compiled, and of the model."""
+    """Apply FSDP2 to every linear layer, compiled or not, and to the model."""
     for module in model:
         if next(module.parameters(), None) is not None:
             fully_shard(module, **options)
@@ -61,19 +61,25 @@ def shard(model, **options):
 
 
 def whole(t):
-    """All of a sharded tensor, back from the CPU where it was offloaded."""
+    """The full tensor of a sharded one, moved back from the CPU if it was offloaded."""
     return t.full_tensor().to(DEVICE) if hasattr(t, "full_tensor") else t
 
 
 def adamw(model):
-    """AdamW that rounds alike for every kind of parameter: on a GPU torch steps plain tensors and DTensors by foreach
-    kernels, and parameters of a class of their own, as in one process, by a loop."""
+    """AdamW with the same rounding for every kind of parameter.
+
+    By default, on a GPU, torch steps plain tensors and DTensors with foreach kernels, but parameters of a subclass, as
+    in one process, in a loop.
+    """
     return torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
 
 
 def same_as(a, b):
-    """Whether two results are the same: to the bit on a CPU. On GPUs gathered codes meet other kernels than the weight
-    of one process, whose sums are in another order, which rounds a code the other way now and then."""
+    """Whether two results are the same: bitwise on a CPU.
+
+    On GPUs gathered codes use other kernels than the weight of one process. Their sums are in another order, which
+    rounds a code differently now and then.
+    """
     if DEVICE == "cpu":
         return torch.equal(a, b)
     a, b = a.detach().double(), b.detach().double()
@@ -81,8 +87,11 @@ def same_as(a, b):
 
 
 def compare(model, reference, rank, steps=STEPS, call=None, its_call=None, dtype=torch.float32, micro=1):
-    """Steps of AdamW over other data on each rank, beside the reference over the data of all: for each step whether
-    the loss and every gradient are ``same_as`` its; then whether every parameter is."""
+    """Train ``model`` with AdamW on different data on each rank, and ``reference`` on the data of all ranks.
+
+    Returns for each step whether the loss and every gradient are the same (``same_as``), then whether all parameters
+    are.
+    """
     call, its_call, world = call or model, its_call or reference, dist.get_world_size()
     optimizers = [adamw(m) for m in (model, reference)]
     torch.manual_seed(1)
@@ -116,12 +125,12 @@ def compare(model, reference, rank, steps=STEPS, call=None, its_call=None, dtype
 
 
 def values(t):
-    """The tensor inside a weight."""
+    """The high-precision values of a weight."""
     return getattr(t, "high_precision", t).detach()
 
 
 def plain(parameter):
-    """A sharded weight as a DTensor of the tensors inside."""
+    """A sharded weight as a DTensor of its high-precision values."""
     return sharded_like(parameter, values(local_of(parameter)))
 
 
@@ -132,7 +141,7 @@ def gathers(log):
 
 
 def trained(recipe, features, rank, **options):
-    """``compare`` of one model, and what was gathered."""
+    """The result of ``compare`` for one model, and what was gathered."""
     with mx.explain() as log:
         same = compare(shard(net(features, recipe), **options), net(features, recipe), rank)
     return same, gathers(log)
@@ -140,7 +149,7 @@ def trained(recipe, features, rank, **options):
 
 @case
 def five_steps(rank, folder):
-    recipes = RECIPES | APART
+    recipes = RECIPES | DISTINCT
     return {(name, n): trained(recipe, n, rank) for name, recipe in recipes.items() for n in DIMENSIONS}
 
 
@@ -150,7 +159,7 @@ def weights_stay_gathered(rank, folder):
 
 
 def wire(model):
-    """Bytes that a rank sends into the all-gathers of one forward pass."""
+    """The bytes of a rank's inputs of the all-gathers in one forward pass."""
     name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
     original, sent = getattr(dist, name), []
 
@@ -172,7 +181,7 @@ def bytes_on_the_wire(rank, folder):
     def sent(recipe, **options):
         return wire(shard(net(256, recipe, width=512, bias=False).bfloat16(), **options))
 
-    in_bfloat16 = 2 * 512 * 256 * 2 // 2  # two weights, two bytes, of which a rank sends half
+    in_bfloat16 = 2 * 512 * 256 * 2 // 2  # two weights, two bytes a value, half of it on each rank
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     masters = shard(net(256, RECIPES["off"], width=512, bias=False), mp_policy=policy)
     return in_bfloat16, {name: sent(recipe) for name, recipe in RECIPES.items()}, wire(masters)
@@ -180,7 +189,7 @@ def bytes_on_the_wire(rank, folder):
 
 @case
 def hybrid_meshes(rank, folder):
-    """(replicas, shards): the second leaves a world of one to each shard."""
+    """Meshes of (replicas, shards); in the second each group of shards has one rank."""
     told = {}
     for shape in ((1, 2), (2, 1)):
         mesh = init_device_mesh(DEVICE, shape, mesh_dim_names=("replicate", "shard"))
@@ -190,7 +199,7 @@ def hybrid_meshes(rank, folder):
 
 @case
 def mixed_precision(rank, folder):
-    """Codes are of the float32 weights, as under torch.autocast; values are gathered, and cast, in bfloat16."""
+    """Codes are cast from the float32 weights, as under torch.autocast; values are gathered and cast in bfloat16."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     told = {}
     for name, recipe in RECIPES.items():
@@ -214,7 +223,7 @@ def offloaded_checkpointed_accumulated(rank, folder):
     recipe, told = RECIPES["one copy"], {}
     offload = shard(net(100, recipe), offload_policy=CPUOffloadPolicy(pin_memory=False))
     same = compare(offload, net(100, recipe), rank)
-    told["offload"] = same if DEVICE == "cpu" else same[:1]  # AdamW rounds otherwise on a CPU than on a GPU
+    told["offload"] = same if DEVICE == "cpu" else same[:1]  # AdamW rounds differently on a CPU and on a GPU
     for name in ("one copy", "tiles", "two copies"):
         recipe = RECIPES[name]
         model = shard(net(128, recipe))
@@ -240,7 +249,7 @@ def other_formats(rank, folder):
 
 
 class Attention(nn.Module):
-    """torch's attention over itself, whose projection is one product, and over something else, which takes parts."""
+    """torch's self-attention, whose projection is one product, and cross-attention, whose projection is split."""
 
     def __init__(self, recipe):
         super().__init__()
@@ -270,7 +279,7 @@ def attention(rank, folder):
 
 @case
 def delayed_scaling(rank, folder):
-    """On the same data on each rank, for amax histories are each rank's own; they are those of the shards too."""
+    """The same data on each rank, because each rank has its own amax histories; shards have them too."""
     recipe = DelayedScaling(amax_history_len=4)
     model, reference = shard(net(64, recipe)), net(64, recipe)
     torch.manual_seed(3)
@@ -318,7 +327,7 @@ def clipped(rank, folder):
 
 @case
 def from_meta(rank, folder):
-    """Made without values, sharded, then filled: the recipe stays, and what is trained is the same."""
+    """Models made on meta, sharded, then filled: the recipe stays, and training gives the same results."""
     told = {}
     for name in ("one copy", "tiles"):
         reference = net(128, RECIPES[name])
@@ -340,13 +349,15 @@ def from_meta(rank, folder):
 
 @case
 def compiled_layers(rank, folder):
-    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)  # Dynamo's
+    warnings.filterwarnings(
+        "ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning
+    )  # a warning of Dynamo
     told = {}
     for name, backend in (*((name, "aot_eager") for name in RECIPES), ("tiles", "inductor")):
         model, reference = net(128, RECIPES[name]), net(128, RECIPES[name])
         for i in (0, 2):
             model[i] = torch.compile(model[i], backend=backend, fullgraph=True)
-            if backend == "inductor":  # which multiplies by other loops than eager code
+            if backend == "inductor":  # its products use other loops than eager code
                 reference[i] = torch.compile(reference[i], fullgraph=True)
         told[name, backend] = compare(shard(model), reference, rank, steps=3)
         torch._dynamo.reset()
@@ -371,7 +382,7 @@ OPERANDS = [
 
 @case
 def quantized_parameters(rank, folder):
-    """Frozen, or stepped in place by AdamW."""
+    """MXTensor parameters that are frozen, or stepped in place by AdamW."""
     told = {}
     for format, orientation, features, trains in OPERANDS:
         model, reference = (operands(features, format, orientation, trains) for _ in range(2))
@@ -401,7 +412,7 @@ def quantized_parameters(rank, folder):
 
 @case
 def master_weights(rank, folder):
-    """mx.optim over shards of MXTensors, beside the same over whole ones."""
+    """mx.optim with shards of MXTensors, and with whole ones."""
     model, reference = (operands(100, "mxfp8", "rowwise", True) for _ in range(2))
     shard(model)
     optimizers = [mx.optim.AdamW(m.parameters(), lr=1e-3) for m in (model, reference)]
@@ -422,7 +433,7 @@ def master_weights(rank, folder):
 
 
 def modules(**options):
-    """Two of mx.nn's modules, whose weights have many magnitudes."""
+    """Two modules of mx.nn with weights of many magnitudes."""
     torch.manual_seed(0)
     model = nn.Sequential(
         mx.nn.LayerNormLinear(WIDTH, 100, **options), nn.GELU(), mx.nn.LayerNormMLP(100, 96, **options),
@@ -435,7 +446,7 @@ def modules(**options):
 
 
 def through(model, x, first):
-    """The modules' answers, of a first microbatch, for which weights are quantized, or of a later one."""
+    """The outputs of the modules for the first microbatch, which quantizes the weights, or for a later one."""
     with mx.autocast(recipe=RECIPES["two copies"]):
         for module in model:
             x = module(x) if isinstance(module, nn.GELU) else module(x, is_first_microbatch=first)
@@ -444,7 +455,7 @@ def through(model, x, first):
 
 @case
 def modules_of_transformer_engine(rank, folder):
-    """mx.nn under autocast, two microbatches a step: gradients as torch has them, in main_grad, and made later."""
+    """mx.nn under autocast, two microbatches a step: gradients in ``grad``, in ``main_grad``, and delayed."""
     told = {}
     for name, options in {
         "grad": {}, "main_grad": {"fuse_wgrad_accumulation": True}, "later": {"delay_wgrad_compute": True},
@@ -460,7 +471,7 @@ def modules_of_transformer_engine(rank, folder):
                 if "main_grad" in name and p.dim() == 2:
                     p.main_grad = torch.zeros_like(p)
             for micro, batches in enumerate(torch.randn(2, 2, ROWS, WIDTH)):
-                first = step == micro == 0  # later ones notice that the weights have been stepped
+                first = step == micro == 0  # later microbatches notice that the weights have been stepped
                 mine = through(model, batches[rank], first)
                 mine.square().mean().backward()
                 for module in model:
@@ -474,8 +485,8 @@ def modules_of_transformer_engine(rank, folder):
                     for total, its in zip(of_all, reference.parameters(), strict=True):
                         total += its.grad
                         its.grad = None
-                for total, part in zip(sums, of_all, strict=True):
-                    total += part / 2
+                for total, grad in zip(sums, of_all, strict=True):
+                    total += grad / 2
             for total, a, b in zip(sums, model.parameters(), reference.parameters(), strict=True):
                 fused = hasattr(a, "main_grad")
                 same.append(fused == ("main_grad" in name and a.dim() == 2) and not (fused and a.grad is not None))
@@ -490,8 +501,8 @@ def modules_of_transformer_engine(rank, folder):
 
 
 @case
-def modules_on_the_way(rank, folder):
-    """What modules of mx.nn do under FSDP2 beside steps: begin on meta, notice writes to a shard, and name mistakes."""
+def modules_between_steps(rank, folder):
+    """Modules of mx.nn under FSDP2 start on meta, notice writes to a shard, and name mistakes."""
     with torch.device("meta"):
         model = modules(fuse_wgrad_accumulation=True)
     shard(model).to_empty(device=DEVICE)
@@ -527,7 +538,7 @@ def modules_on_the_way(rank, folder):
 
 
 def message(call):
-    """The type and text of what ``call`` raises."""
+    """The type and text of the error that ``call`` raises."""
     try:
         call()
     except (Exception, CheckpointException) as error:  # which is none
@@ -551,7 +562,7 @@ def mistakes(rank, folder):
 
 @case
 def different_recipes(rank, folder):
-    """What each rank says where they prepare a weight by different recipes, or send different things of it."""
+    """The error on each rank if ranks give a weight different recipes, or one gathers codes and the other values."""
     told = []
     for mine in ((RECIPES["tiles"], RECIPES["one copy"]), (MXFP8BlockScaling(), CustomRecipe(weight="mxfp4"))):
         model = shard(net(128, mine[rank]))

@@ -1,4 +1,4 @@
-"""What two ranks do in test_parallel.py: layers split by columns and rows beside the same layers on one rank."""
+"""The cases of two ranks for ``test_tensor_parallel.py``: layers split by columns and rows, and on one rank."""
 
 import contextlib
 import copy
@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 import mxtensor as mx
 from mxtensor.distributed import all_gather_linear as gathered
 from mxtensor.ops import collectives
-from mxtensor.recipe.training_recipes import CustomRecipe, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
+from mxtensor.recipe import CustomRecipe, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from tests.distributed.fsdp_cases import message, same_as
 from tests.helpers.ranks import DEVICE, case
 
@@ -38,7 +38,7 @@ def mlp(config=None, bias=True, seed=1):
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(IN, HIDDEN, bias=bias), nn.GELU(), nn.Linear(HIDDEN, IN, bias=bias))
     with torch.no_grad():
-        for layer in (model[0], model[2]):  # uniform weights would give all blocks one scale
+        for layer in (model[0], model[2]):  # uniform weights would give all blocks the same scale
             layer.weight.mul_(2.0 ** torch.randint(-3, 4, layer.weight.shape))
     return model if config is None else mx.quantize_(model, config)
 
@@ -53,7 +53,7 @@ def error(a, b):
 
 
 def steps(model, x, count=3, clip=None):
-    """Losses and the last gradients of some AdamW steps."""
+    """The losses and the last gradients of some AdamW steps."""
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
     for _ in range(count):
         optimizer.zero_grad()
@@ -82,7 +82,7 @@ def products(log):
 
 @contextlib.contextmanager
 def counted(names=("all_gather", "reduce_scatter")):
-    """Bytes that each collective hands out."""
+    """The bytes of the output of each collective."""
     bytes = dict.fromkeys(names, 0)
     old = {name: getattr(gathered, name) for name in names}
 
@@ -124,7 +124,7 @@ def columns_and_rows(rank, folder):
 
 @case
 def columns_alone(rank, folder):
-    """A layer split by columns: result, weight's gradient and bias's are those of one rank, bit for bit."""
+    """A layer split by columns: result and gradients of weight and bias are bitwise those of one rank."""
     one = mx.quantize_(nn.Sequential(nn.Linear(IN, HIDDEN)), CONFIGS["mxfp8"])
     for p in one.parameters():
         dist.broadcast(p.detach(), 0)
@@ -139,7 +139,7 @@ def columns_alone(rank, folder):
 
 @case
 def sequence_parallel(rank, folder):
-    """Shape of x -> what is the same as on one rank, errors, the gather, bytes sent over those of bfloat16 values."""
+    """Shape of x -> what is the same as on one rank, errors, the gather, its bytes relative to bfloat16 values."""
     found = {}
     for shape, dim in (((TOKENS, IN), 0), ((2, TOKENS, IN), 1), ((TOKENS, 3, IN), 0), ((40, IN), 0)):
         one = mx.quantize_(nn.Sequential(nn.Linear(IN, HIDDEN)), CONFIGS["mxfp8"])
@@ -165,8 +165,8 @@ def sequence_parallel(rank, folder):
 
 @case
 def sequence_parallel_of_one_copy(rank, folder):
-    """Where dgrad's copy of the weight is cast from fprop's: the error of x's gradient, and what rounding it from high
-    precision would make of it."""
+    """dgrad's copy of the weight is cast from fprop's: the errors of the gradient of x against one rank with the same
+    recipe, and against one rank whose copy is cast from high precision."""
     found = []
     for given in (CustomRecipe(weight="mxint8", single_weight_copy=True), CustomRecipe(weight="mxint8")):
         one = mlp(given)[:1]
@@ -183,7 +183,7 @@ def sequence_parallel_of_one_copy(rank, folder):
 
 @case
 def torchs_own_styles(rank, folder):
-    """What they say of a weight that is trained."""
+    """The errors of torch's own styles for a training weight."""
     x, messages = torch.randn(4, IN), []
     dist.broadcast(x, 0)
     for style in (plain.ColwiseParallel(), plain.RowwiseParallel(input_layouts=Replicate())):
@@ -199,8 +199,8 @@ def torchs_own_styles(rank, folder):
 
 @case
 def frozen_weights(rank, folder):
-    """By our styles and by torch's own: errors of layers whose weights are MXTensors, those of rank 0 everywhere; and
-    the types of their parts."""
+    """The errors of layers with MXTensor weights, split by our styles and by torch's own, and the types of the local
+    weights. All ranks get the weights of rank 0."""
     x, errors, kinds = torch.randn(4, IN), {}, set()
     dist.broadcast(x, 0)
     for styles in (mx.parallel, plain):
@@ -217,8 +217,8 @@ def frozen_weights(rank, folder):
 
 @case
 def frozen_weights_of_uneven_parts(rank, folder):
-    """(features out, in) -> what torch's own style makes of parts of different sizes, or that would cut blocks: the
-    error of the result and the type of a part, or what it says."""
+    """(features out, in) -> the result of torch's own style for parts of different sizes, or parts that would cut
+    blocks: the error of the product and the type of the local weight, or the message."""
     found = {}
     for out, into, style in (
         (33, 64, plain.ColwiseParallel(output_layouts=Replicate())),
@@ -228,9 +228,9 @@ def frozen_weights_of_uneven_parts(rank, folder):
         torch.manual_seed(3)
         one = mx.quantize_(nn.Sequential(nn.Linear(into, out)), "mxfp8-weight-only")
         two, x = copy.deepcopy(one), torch.randn(4, into)
-        with torch.device(DEVICE):  # a mode that takes every call first
-            said = message(lambda two=two, style=style: parallelize_module(two, mesh(), {"0": style}))
-        found[out, into] = said or (error(two(x), one(x)), type(two[0].weight.to_local()).__name__)
+        with torch.device(DEVICE):  # a mode that intercepts every call first
+            text = message(lambda two=two, style=style: parallelize_module(two, mesh(), {"0": style}))
+        found[out, into] = text or (error(two(x), one(x)), type(two[0].weight.to_local()).__name__)
     return found
 
 
@@ -242,7 +242,7 @@ def other_collectives(rank, folder):
     same = torch.full((2, 32), 1.0 + rank)
     sent = mx.quantize(same, "mxfp8")
     dist.broadcast(sent, 1)
-    with mock.patch.object(collectives, "Work", mock.Mock(unbox=lambda boxed: None)):  # NCCL's, which gives none
+    with mock.patch.object(collectives, "Work", mock.Mock(unbox=lambda boxed: None)):  # like NCCL, which returns none
         dist.broadcast(sent, 1)
     work = dist.broadcast(again := mx.quantize(same, "mxfp8"), 0, async_op=True)
     work.wait()

@@ -1,6 +1,6 @@
-"""Distributed checkpoints of quantized models: what is saved sharded goes on bit for bit, on as many ranks or on fewer.
+"""Distributed checkpoints of quantized models: training continues bitwise, on the same number of ranks or on fewer.
 
-The cases of two ranks stand in ``dcp_cases.py``.
+The cases of two ranks are in ``dcp_cases.py``.
 """
 
 import json
@@ -21,26 +21,28 @@ from tests.distributed.fsdp_cases import message, net, operands, same_as, values
 from tests.helpers.ranks import cases
 
 TELLS_LESS = torch.__version__ < "2.13"
-"""Whether torch logs why it cannot read what a checkpoint holds, and raises that it cannot."""
+"""Whether torch only logs why it cannot read a checkpoint, and raises a general error."""
 
 
-def test_every_case_of_two_ranks_is_looked_at():
+def test_every_case_of_two_ranks_has_a_test():
     text = Path(__file__).read_text()
-    assert [n for n, f in cases().items() if f.__module__ == "dcp_cases" and f'ranks("{n}")' not in text] == []
+    assert [
+        n for n, f in cases().items() if f.__module__ == "tests.distributed.dcp_cases" and f'ranks("{n}")' not in text
+    ] == []
 
 
-def test_what_is_saved_is_plain_and_goes_on(ranks):
-    for results in ranks("saved_and_resumed"):
+def test_saved_tensors_are_plain_and_training_continues(ranks):
+    for results in ranks("saved_and_continued"):
         assert results.keys() == RECIPES.keys()
-        for went_on, resumed, saved, stays, _ in results.values():
-            assert went_on == resumed and len(went_on) == STEPS
+        for without_stop, continued, saved, stays, _ in results.values():
+            assert without_stop == continued and len(without_stop) == STEPS
             assert saved == {"DTensor Tensor"} and stays == {"TrainingWeight"}
 
 
 @pytest.mark.usefixtures("on_their_device")
 @pytest.mark.parametrize("name", RECIPES)
 def test_two_ranks_to_one_process(name, ranks):
-    first, second = (results[name] for results in ranks("saved_and_resumed"))
+    first, second = (results[name] for results in ranks("saved_and_continued"))
     fresh = made(RECIPES[name], sharded=False)
     load(*fresh, first[-1], alone=True)
     both = [[*a, *b] for a, b in zip(first[0], second[0], strict=True)]
@@ -48,14 +50,14 @@ def test_two_ranks_to_one_process(name, ranks):
 
 
 def test_one_process_to_two_ranks(ranks):
-    for went_on, resumed in ranks("of_one_process"):
-        assert same_as(torch.tensor(went_on), torch.tensor(resumed)) and len(went_on) == STEPS
+    for without_stop, continued in ranks("of_one_process"):
+        assert same_as(torch.tensor(without_stop), torch.tensor(continued)) and len(without_stop) == STEPS
 
 
 @pytest.mark.usefixtures("on_their_device")
 def test_into_high_precision_and_back(ranks, tmp_path):
-    """The file holds the values of an ordinary model: one loads it, saves it, and the quantized model goes on."""
-    first, second = (results["one copy"] for results in ranks("saved_and_resumed"))
+    """The file has the values of an ordinary model: one loads and saves it, and the quantized model continues."""
+    first, second = (results["one copy"] for results in ranks("saved_and_continued"))
     quantized = made(RECIPES["one copy"], sharded=False)
     load(*quantized, first[-1], alone=True)
     torch.manual_seed(9)
@@ -77,9 +79,9 @@ def test_into_high_precision_and_back(ranks, tmp_path):
     assert same_as(torch.tensor(losses(model, optimizer, batches(2 * STEPS)[2 * STEPS :])), torch.tensor(both))
 
 
-def test_async_save_holds_the_moment_it_was_called(ranks):
-    for went_on, resumed in ranks("saved_while_training_goes_on"):
-        assert went_on == resumed and len(went_on) == STEPS
+def test_async_save_saves_the_state_at_its_call(ranks):
+    for without_stop, continued in ranks("saved_while_training_goes_on"):
+        assert without_stop == continued and len(without_stop) == STEPS
 
 
 def test_whole_state_dicts(ranks):
@@ -112,7 +114,7 @@ def test_codes_of_two_ranks_in_one_process(ranks):
     assert torch.equal(saved["model"]["0.weight"], expected[0].weight.dequantize())
 
 
-def test_what_is_damaged_raises_on_every_rank_and_the_checkpoint_before_it_is_there(ranks):
+def test_damage_raises_on_every_rank_and_the_checkpoint_before_it_loads(ranks):
     for name, told, same, again, twice in ranks("damaged"):
         assert name == "step-2" and len(told) == 12 and all(same) and again is None
         for (file, what), said in told.items():
@@ -121,14 +123,14 @@ def test_what_is_damaged_raises_on_every_rank_and_the_checkpoint_before_it_is_th
             assert kind == "CheckpointException" and "Error" in text, (file, what, text)
             assert "step-2" in text or (TELLS_LESS and "metadata is None" in text), (file, what, text)
             if file in ("data", "other rank's data"):
-                assert "is damaged: where it holds '" in text
-        assert TELLS_LESS or "mx.checkpoint.latest names the last one that is" in told["checksums", "gone"][1]
-        assert twice is not None and "is there already; give each checkpoint a folder of its own" in twice[1]
+                assert "is damaged: the checksum of '" in text
+        assert TELLS_LESS or "mx.checkpoint.latest(folder) gives the last complete one" in told["checksums", "gone"][1]
+        assert twice is not None and "already exists; give each checkpoint a folder of its own" in twice[1]
 
 
-def test_what_a_dead_run_left_is_no_checkpoint_and_is_written_over(ranks):
-    for nothing, names, folders, same in ranks("saved_over_what_a_dead_run_left"):
-        assert nothing[0] == "FileNotFoundError" and "holds no whole checkpoint" in nothing[1]
+def test_an_interrupted_attempt_is_not_a_checkpoint_and_is_overwritten(ranks):
+    for nothing, names, folders, same in ranks("saved_over_an_interrupted_attempt"):
+        assert nothing[0] == "FileNotFoundError" and "has no complete checkpoint" in nothing[1]
         assert names == [".metadata", "__0_0.distcp", "__1_0.distcp", "checksums.json"]
         assert folders == ["step-1"] and same
 
@@ -137,21 +139,21 @@ def test_what_a_dead_run_left_is_no_checkpoint_and_is_written_over(ranks):
 
 
 def save(path, writer=Writer, **options):
-    """What torch says of saving two tensors; None."""
+    """The error of saving two tensors; None without one."""
     state = {"a": torch.ones(4), "b": torch.zeros(1000)}
     told = message(lambda: in_one_process(dcp.save, state, path, storage_writer=writer(path, **options)))
     return None if told is None else told[1]
 
 
-def test_items_that_torch_has_lost_leave_no_checkpoint(tmp_path):
-    """torch prints what its threads raise, of a full disk say, and goes on without what they were to write."""
+def test_items_that_torch_does_not_write_leave_no_checkpoint(tmp_path):
+    """torch only prints the errors of its threads, a full disk for one, and continues without their items."""
     assert save(tmp_path / "step-1", thread_count=2) is None
     with mock.patch.object(FileSystemWriter, "write_data", lambda *arguments: mock.Mock(wait=list)):
         said = save(tmp_path / "step-2")
     assert "2 of 2 items were not written to" in said and latest(tmp_path).name == "step-1"
 
 
-def test_a_folder_that_ranks_do_not_share_is_no_checkpoint(tmp_path):
+def test_a_folder_that_ranks_do_not_share_is_not_a_checkpoint(tmp_path):
     class Elsewhere(Writer):
         def finish(self, metadata, results):
             for file in self._part.iterdir():
@@ -164,7 +166,7 @@ def test_a_folder_that_ranks_do_not_share_is_no_checkpoint(tmp_path):
         latest(tmp_path)
 
 
-def test_the_latest_is_the_one_that_was_finished_last_wherever_it_was_copied_to(tmp_path):
+def test_the_latest_checkpoint_is_the_one_that_was_finished_last_even_after_copies(tmp_path):
     for step in (1, 2, 3):
         assert save(tmp_path / f"step-{step}") is None
     for step in (3, 1, 2):
@@ -175,6 +177,6 @@ def test_the_latest_is_the_one_that_was_finished_last_wherever_it_was_copied_to(
         Reader(tmp_path / "step-3").read_metadata()
 
 
-def test_what_a_dead_run_left_may_hold_folders(tmp_path):
+def test_an_interrupted_attempt_may_contain_folders(tmp_path):
     (tmp_path / "step-1.part" / "folder").mkdir(parents=True)
     assert save(tmp_path / "step-1") is None and not (tmp_path / "step-1" / "folder").exists()

@@ -1,4 +1,4 @@
-"""A rank that dies: the other says so within the timeout of its collectives, and the last checkpoint is whole."""
+"""A rank that dies: the other reports it within the timeout of its collectives, and the last checkpoint is complete."""
 
 import datetime
 import os
@@ -21,12 +21,12 @@ NAME = "tiles"
 
 
 def die(*arguments):
-    """At once, as the kernel's memory killer does it."""
+    """End the process at once, as the kernel's memory killer does."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 class DyingWriter(Writer):
-    """Of a rank that dies when its part is written."""
+    """The writer of a rank that dies after writing its tensors."""
 
     write_data = die
 
@@ -45,7 +45,7 @@ def backward_on_two(model, optimizer, rank, folder):
 
 
 def first_gather(model, optimizer, rank, folder):
-    """Where ranks compare recipes."""
+    """The collective in which ranks compare recipes."""
     fresh, _ = made(RECIPES["one copy"])
     if rank == 1:
         die()
@@ -61,7 +61,7 @@ FAULTS = {f.__name__: f for f in (step_on_two, backward_on_two, first_gather, sa
 
 
 def work(rank, folder, fault):
-    """A step and a checkpoint; then the fault. The rank that is left writes down what it was told, and how soon."""
+    """A step, a checkpoint, then the fault. The remaining rank stores the error that it gets, and after how long."""
     torch.set_num_threads(1)
     limit = datetime.timedelta(seconds=TIMEOUT)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=limit)
@@ -81,14 +81,14 @@ def work(rank, folder, fault):
     except BaseException as error:
         told = f"{type(error).__name__}: {error}"
     Path(folder, "told").write_text(f"{time.monotonic() - before}\n{told}")
-    os._exit(0)  # what is left of the group cannot be destroyed with the other
+    os._exit(0)  # the group cannot be destroyed without the other rank
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_rank_that_dies_is_an_error_on_the_other_and_the_last_checkpoint_loads(fault, tmp_path):
     ranks = spawn(work, (str(tmp_path), fault), 2, join=False)
     with pytest.raises(ProcessExitedException, match="process 1 terminated with signal SIGKILL"):
-        while not ranks.join(grace_period=3 * TIMEOUT):  # which the other rank has before it is terminated
+        while not ranks.join(grace_period=3 * TIMEOUT):  # the other rank has it before it is terminated
             pass
     seconds, told = (tmp_path / "told").read_text().split("\n", 1)
     assert float(seconds) < TIMEOUT + 5

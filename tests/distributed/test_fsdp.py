@@ -1,6 +1,6 @@
-"""FSDP2 of quantized models: bit for bit what one process computes, with codes on the wire where that is possible.
+"""FSDP2 of quantized models computes bitwise what one process computes, and gathers codes if that is possible.
 
-The cases of two ranks stand in ``fsdp_cases.py``.
+The cases of two ranks are in ``fsdp_cases.py``.
 """
 
 from functools import partial
@@ -15,12 +15,12 @@ from torch import nn
 import mxtensor as mx
 from mxtensor.numerics import swizzle
 from mxtensor.numerics.cast import Cast
-from mxtensor.recipe.training_recipes import CustomRecipe, MXFP4BlockScaling, MXFP8BlockScaling
+from mxtensor.recipe import CustomRecipe, MXFP4BlockScaling, MXFP8BlockScaling
 from mxtensor.tensor.fsdp import Shard, refusal
 from mxtensor.training.training_weight import TrainingWeight
 from tests.distributed.fsdp_cases import (
-    APART,
     DIMENSIONS,
+    DISTINCT,
     OPERANDS,
     RECIPES,
     STEPS,
@@ -36,9 +36,11 @@ from tests.helpers.ranks import BACKEND, cases
 CODES = "codes"
 
 
-def test_every_case_of_two_ranks_is_looked_at():
+def test_every_case_of_two_ranks_has_a_test():
     text = Path(__file__).read_text()
-    assert [n for n, f in cases().items() if f.__module__ == "fsdp_cases" and f'ranks("{n}")' not in text] == []
+    assert [
+        n for n, f in cases().items() if f.__module__ == "tests.distributed.fsdp_cases" and f'ranks("{n}")' not in text
+    ] == []
 
 
 def what(gathered):
@@ -51,7 +53,7 @@ def why(gathered):
 
 
 @pytest.mark.parametrize("features", DIMENSIONS)
-@pytest.mark.parametrize("name", RECIPES | APART)
+@pytest.mark.parametrize("name", RECIPES | DISTINCT)
 def test_five_steps_are_those_of_one_process(name, features, ranks):
     for results in ranks("five_steps"):
         same, gathered = results[name, features]
@@ -66,13 +68,15 @@ def test_five_steps_are_those_of_one_process(name, features, ranks):
         }
         if copies == "tiles" and not aligned:
             rows = -(-features // 2)
-            assert why(gathered) == {f"shards of {rows} rows of {features} cut tiles of 32 rows"}
+            format = (RECIPES | DISTINCT)[name].linear_recipe().weight.rowwise.format
+            cut = f"{format} has blocks of 32 values in this dimension, and {rows} is not a multiple of 32"
+            assert why(gathered) == {f"shards of {rows} rows of {features}: {cut}"}
 
 
-def test_the_recipes_round_apart():
-    """Were they alike, the steps of one would be those of another."""
+def test_the_recipes_round_differently():
+    """Otherwise the steps of one recipe would be those of another."""
     found = []
-    for recipe in APART.values():
+    for recipe in DISTINCT.values():
         model, x = net(100, recipe), torch.linspace(-1, 1, 24 * WIDTH).view(24, WIDTH).requires_grad_()
         model(x).square().mean().backward()
         found.append((model(x).detach(), x.grad))
@@ -87,8 +91,8 @@ def test_weights_may_stay_gathered(ranks):
         assert {name for name, (_, g) in results.items() if set(what(g).values()) == {CODES}} == {"one copy", "tiles"}
 
 
-def test_bytes_on_the_wire(ranks):
-    """Of those of bfloat16: 33/64 with a scale for 32 values, 1025/2048 with one for a tile."""
+def test_bytes_of_the_gathers(ranks):
+    """Relative to bfloat16: 33/64 with a scale for 32 values, 1025/2048 with a scale for a tile."""
     for in_bfloat16, sent, policy in ranks("bytes_on_the_wire"):
         assert sent["two copies"] == sent["off"] == policy == in_bfloat16
         assert sent["one copy"] / in_bfloat16 == 33 / 64 <= 0.52
@@ -119,14 +123,14 @@ def test_other_formats_and_what_cannot_be_gathered(ranks):
             assert set(what(results[name][1]).values()) == {CODES}, name
         assert what(results["float8 tiles"][1]) == {(256, WIDTH): CODES, (WIDTH, 256): "high precision"}
         assert why(results["nvfp4"][1]) == {
-            "a scale of nvfp4[16x16] is of the whole weight, of which a rank holds a part"
+            "nvfp4[16x16] has one scale for the whole tensor, and a rank has a part of it"
         }
         assert why(results["high precision backward"][1]) == {
-            "the recipe has a product by the weight's high-precision values"
+            "the recipe has a product with the high-precision values of the weight"
         }
 
 
-def test_attention_and_parts_of_its_projection(ranks):
+def test_attention_and_its_split_projection(ranks):
     for results in ranks("attention"):
         for same, gathered in results.values():
             assert same and what(gathered) == {(3 * WIDTH, WIDTH): CODES, (WIDTH, WIDTH): CODES}
@@ -139,7 +143,7 @@ def test_delayed_scaling_is_gathered_in_high_precision(ranks):
 def test_shards_of_columns_fall_back(ranks):
     for results in ranks("shards_of_columns"):
         for same, gathered in results.values():
-            assert same and why(gathered) == {"the shards are of columns, (64, 32) of (64, 64): blocks would be cut"}
+            assert same and why(gathered) == {"the shards are of columns, (64, 32) of (64, 64): they would cut blocks"}
 
 
 def test_clipping(ranks):
@@ -176,12 +180,12 @@ def test_modules_of_transformer_engine(ranks):
 
 
 def test_modules_begin_on_meta_notice_writes_to_shards_and_name_mistakes(ranks):
-    first, second = ranks("modules_on_the_way")
+    first, second = ranks("modules_between_steps")
     assert first == second
     (deviation, finite), count, (missing, whole), dtypes, stale = first
     assert finite and 0.01 < deviation < 1 and count == 4
     assert "has no main_grad; give it one: weight.main_grad = torch.zeros_like(weight" in missing[1]
-    assert "has a main_grad that is not sharded as it is" in whole[1]
+    assert "has a main_grad that is not sharded like the weight" in whole[1]
     assert dtypes == {torch.bfloat16} and not stale
 
 
@@ -193,10 +197,10 @@ def test_mistakes_are_the_same_on_every_rank(ranks):
         "again": "ValueError", "values": "NotImplementedError", "autocast": "RuntimeError",
         "tiles": "NotImplementedError", "global scale": "NotImplementedError",
     }  # fmt: skip
-    assert "shards of 50 of 100 rows cut blocks of 32 rows" in first["tiles"][1]
+    assert "cannot be sharded into 50 rows: rowwise mxfp8_e4m3[32x32] has blocks of 32 values" in first["tiles"][1]
 
 
-# ---------------------------------------------------------------------------------------------- without two ranks
+# ---------------------------------------------------------------------------------------------- in one process
 
 
 @pytest.fixture
@@ -215,8 +219,8 @@ def test_one_process_sharded_by_itself(name, alone):
 
 
 @pytest.mark.parametrize("make", [partial(net, 64, RECIPES["one copy"]), partial(operands, 64, "mxfp8", "both", True)])
-def test_what_kernels_keep_of_a_scale_goes_with_the_gather(make, alone):
-    """FSDP2 fills the tensors again without a new version: what was swizzled of the scales before would be stale."""
+def test_a_cached_swizzled_scale_ends_with_the_gather(make, alone):
+    """FSDP2 fills the tensors again without a new version, so a swizzled scale from before would be stale."""
     model = shard(make())
     x = torch.randn(4, WIDTH)
     seen = []
@@ -226,7 +230,9 @@ def test_what_kernels_keep_of_a_scale_goes_with_the_gather(make, alone):
         layer.unshard()
         gathered = layer.weight.high_precision if isinstance(layer.weight, TrainingWeight) else layer.weight
         for operand in gathered.operands:
-            assert torch.equal(swizzle.saved(operand.scale, "doubled", lambda scale: scale * 2), operand.scale * 2)
+            assert torch.equal(
+                swizzle.cached_value(operand.scale, "doubled", lambda scale: scale * 2), operand.scale * 2
+            )
         seen.append([operand.scale.clone() for operand in gathered.operands])
         layer.reshard()
         with torch.no_grad():
@@ -245,9 +251,9 @@ ONE, TILES = (RECIPES[name].linear_recipe() for name in ("one copy", "tiles"))
         (ONE, Shard((3, 64), (2, 64)), None),
         (TILES, Shard((127, 64), (64, 64)), None),
         (TILES, Shard((100, 64), (100, 64)), None),
-        (TILES, Shard((100, 64), (50, 64)), "shards of 50 rows of 100 cut tiles of 32 rows"),
+        (TILES, Shard((100, 64), (50, 64)), "shards of 50 rows of 100: mxfp8_e4m3[32x32] has blocks of 32 values"),
         (ONE, Shard((64, 64), (64, 32)), "the shards are of columns"),
-        (ONE, None, "no sharded matrix"),
+        (ONE, None, "not a sharded matrix"),
         (MXFP8BlockScaling().linear_recipe(), Shard((64, 64), (32, 64)), "single_weight_copy=True"),
         (RECIPES["off"].linear_recipe(), Shard((64, 64), (32, 64)), "quantized_gather is off"),
         (CustomRecipe("mxfp8", None, "mxfp8").linear_recipe(), Shard((64, 64), (32, 64)), "high-precision values"),
@@ -256,20 +262,20 @@ ONE, TILES = (RECIPES[name].linear_recipe() for name in ("one copy", "tiles"))
                 weight=Cast.of("mxfp8", rounding="stochastic"), single_weight_copy=True
             ).linear_recipe(), Shard((64, 64), (32, 64)), "rounded stochastically",
         ),
-        (CustomRecipe(weight="float8_tensor").linear_recipe(), Shard((64, 64), (32, 64)), "a scale of float8_e4m3_tensor"),
+        (CustomRecipe(weight="float8_tensor").linear_recipe(), Shard((64, 64), (32, 64)), "has one scale for"),
         (MXFP4BlockScaling(single_weight_copy=True).linear_recipe(), Shard((64, 64), (32, 64)), None),
     ],
 )  # fmt: skip
 def test_what_can_be_gathered(linear_recipe, shard, reason):
-    said = refusal(linear_recipe, shard)
-    assert said is None if reason is None else reason in said
+    found = refusal(linear_recipe, shard)
+    assert found is None if reason is None else reason in found
 
 
 @pytest.mark.parametrize(
     ("name", "parameters"), [("tiles", ["mesh"]), ("off", ["mesh", "size", "stride", "module", "policy"])]
 )
-def test_a_hook_says_what_it_takes_and_follows_the_values(name, parameters):
-    """FSDP2 counts the parameters, and takes the hook anew at each gather."""
+def test_a_hook_has_the_right_parameters_and_follows_the_values(name, parameters):
+    """FSDP2 counts the parameters, and reads the hook again at each gather."""
     weight = TrainingWeight(torch.randn(32, 64), RECIPES[name].linear_recipe(), Shard((64, 64), (32, 64)))
     hook = weight.fsdp_pre_all_gather
     assert list(signature(hook).parameters) == parameters and signature(hook) == signature(
@@ -285,16 +291,16 @@ def test_weights_of_conv1d_are_gathered_in_high_precision():
     assert "(in_features, out_features)" in refusal(weight.linear_recipe, Shard((64, 48), (32, 48)))
 
 
-def test_parts_that_cut_tiles_are_refused():
-    """Cross-attention of a width that is no multiple of 32, say; a part in whole tiles is a weight still."""
+def test_chunks_that_cut_tiles_are_refused():
+    """Cross-attention makes them if its width is not a multiple of 32. A slice of whole tiles is still a weight."""
     weight = TrainingWeight(mx.quantize(torch.randn(120, 64), "mxfp8[32x32]"), TILES)
     with pytest.raises(NotImplementedError, match="quantized_gather=False"):
         weight.chunk(3)
     assert isinstance(weight[:64].high_precision, mx.MXTensor)
 
 
-def test_a_shard_knows_its_place_through_what_modules_do():
-    """The place is FSDP2's: the whole weight's shape, and that of the largest shard."""
+def test_views_and_copies_of_a_shard_have_its_shard():
+    """A Shard is the shape of the whole weight and that of the largest shard."""
     whole = mx.quantize_(nn.Linear(64, 100), RECIPES["one copy"]).weight
     assert whole.shard is None
     buffer = whole.detach().new_zeros(34, 64)
@@ -302,7 +308,7 @@ def test_a_shard_knows_its_place_through_what_modules_do():
     part = buffer.narrow(0, 0, 32)
     for each in (part, part.detach(), part.clone(), part.to(torch.bfloat16), torch.empty_like(part), part.view(-1)):
         assert isinstance(each, TrainingWeight) and each.shard == buffer.shard
-    assert part.new_zeros(34, 64).shard == buffer.shard  # what FSDP2 pads again
+    assert part.new_zeros(34, 64).shard == buffer.shard  # FSDP2 pads it again
     q = mx.quantize(torch.randn(100, 64), "mxfp8")
     padded = q.new_zeros(34, 64)
     for each in (padded, padded.narrow(0, 0, 32), padded.clone(), padded.bfloat16(), padded.new_zeros(34, 64)):
@@ -316,7 +322,7 @@ def test_the_buffer_of_a_shard_is_zero(format):
     assert isinstance(zeros, mx.MXTensor) and torch.equal(zeros.dequantize(), torch.zeros(128, 100))
 
 
-def test_ranks_with_different_recipes_are_told_so_on_every_rank_before_anything_is_sent(ranks):
+def test_different_recipes_raise_on_every_rank_before_anything_is_gathered(ranks):
     first, second = ranks("different_recipes")
     assert first == second
     for kind, text in first:

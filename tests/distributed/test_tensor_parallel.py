@@ -1,4 +1,4 @@
-"""Tensor parallelism on two ranks, beside one: what ``parallel_cases.py`` found."""
+"""Tensor parallelism on two ranks compared with one rank: the results of ``parallel_cases.py``."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def test_layers_split_by_columns_and_rows_train_like_those_of_one_rank(config, b
     for found in ranks("columns_and_rows"):
         losses, alone, errors, products = found[config, bias]
         assert losses == pytest.approx(alone, rel=1e-5) and losses[-1] < losses[0]
-        assert max(errors) < 1e-3  # after three steps, in which a sum in another order may round a code the other way
+        assert max(errors) < 1e-3  # after three steps, in which sums in another order may round a code differently
         assert [op for op, kernel in products[:5]] == ["fprop", "fprop", "dgrad", "wgrad", "wgrad"]
         assert "high precision" not in {kernel for _, kernel in products}
 
@@ -32,7 +32,7 @@ def test_the_columns_of_a_layer_are_those_of_one_rank_bit_for_bit(ranks):
         assert same == [True, True, True] and error_of_x < TOLERANCE
 
 
-def test_rows_spread_over_the_ranks_are_gathered_as_codes(ranks):
+def test_rows_sharded_over_the_ranks_are_gathered_as_codes(ranks):
     for found in ranks("sequence_parallel"):
         for shape in ((128, 128), (128, 3, 128)):
             same, errors, gathers, bytes, products = found[shape]
@@ -43,19 +43,21 @@ def test_rows_spread_over_the_ranks_are_gathered_as_codes(ranks):
         assert same[0] and max(errors) < TOLERANCE and gathers == [("quantized", {})]
 
 
-def test_a_recipe_of_one_weight_copy_holds_for_gathered_rows_too(ranks):
+def test_a_recipe_with_one_weight_copy_applies_to_gathered_rows_too(ranks):
     for same, other in ranks("sequence_parallel_of_one_copy"):
         assert same < TOLERANCE < 1e-4 < other
 
 
-def test_rows_that_are_no_whole_blocks_are_gathered_in_high_precision_and_explain_says_why(ranks):
+def test_rows_that_are_not_whole_blocks_are_gathered_in_high_precision_with_a_reason(ranks):
     for found in ranks("sequence_parallel"):
         same, _, gathers, bytes, _ = found[40, 128]
-        assert gathers == [("high precision", {"quantized": "20 rows a rank are not whole blocks of 32"})]
+        ((kernel, refusals),) = gathers
+        cut = "mxfp8_e4m3 has blocks of 32 values in this dimension, and 20 is not a multiple of 32"
+        assert (kernel, refusals) == ("high precision", {"quantized": f"20 rows a rank: {cut}"})
         assert same == [True, True, True] and bytes == 0
 
 
-def test_torchs_own_styles_do_not_run_a_recipe_in_high_precision_without_a_word(ranks):
+def test_torchs_own_styles_raise_instead_of_running_a_recipe_in_high_precision(ranks):
     for messages in ranks("torchs_own_styles"):
         assert len(messages) == 2
         assert all("mx.parallel.ColwiseParallel" in message for message in messages)
@@ -66,7 +68,7 @@ def test_frozen_weights_are_split_with_their_codes_by_our_styles_and_by_torchs_o
         assert len(errors) == 20 and max(errors.values()) < TOLERANCE and kinds == {"MXTensor"}
 
 
-def test_torchs_own_styles_pad_uneven_parts_and_dequantize_what_would_cut_blocks(ranks):
+def test_torchs_own_styles_pad_uneven_parts_and_dequantize_if_blocks_would_be_cut(ranks):
     first, second = ranks("frozen_weights_of_uneven_parts")
     for found in (first, second):
         assert all(error < TOLERANCE for error, _ in found.values())
@@ -74,23 +76,26 @@ def test_torchs_own_styles_pad_uneven_parts_and_dequantize_what_would_cut_blocks
     assert kinds == {(33, 64): ("MXTensor",) * 2, (64, 96): ("Tensor",) * 2, (64, 127): ("MXTensor", "Tensor")}
 
 
-def test_collectives_send_codes_and_refuse_what_would_add_or_mix_them(ranks):
+def test_collectives_move_codes_and_raise_if_they_would_add_or_mix_them(ranks):
     first, second = ranks("other_collectives")
     assert first == second
     told, broadcasts = first
     for kind, text in told:
-        assert kind == "NotImplementedError" and ".parts" in text
+        assert kind == "NotImplementedError" and ".components" in text
     assert len(told) == 2 and broadcasts == [[2.0], [1.0]]
 
 
 def test_a_layer_that_does_not_divide_is_refused_with_its_numbers(ranks):
     for found in ranks("what_does_not_divide"):
-        assert found[0].startswith("out_features=96 over 2 ranks are 48 each, which is no multiple of the 32")
-        assert found[1].startswith("in_features=96 over 2 ranks are 48 each, which is no multiple of the 32")
+        assert found[0].startswith("out_features=96 over 2 ranks are 48 each: mxfp8_e4m3 has blocks of 32 values")
+        assert found[1].startswith("in_features=96 over 2 ranks are 48 each: mxfp8_e4m3 has blocks of 32 values")
         assert found[2].startswith("out_features=33 does not divide into 2 equal parts")
         assert found[3].startswith("in_features=33 does not divide into 2 equal parts")
         for kind, text in found[4:]:
-            assert kind == "NotImplementedError" and "is of a whole tensor" in text
+            assert (
+                kind == "NotImplementedError"
+                and "has one scale for the whole tensor, and tensor parallelism gives each rank a part" in text
+            )
 
 
 def test_fsdp_over_the_other_dimension_of_a_mesh(ranks):
@@ -105,9 +110,13 @@ def test_fsdp_over_the_other_dimension_of_a_mesh(ranks):
     [
         (linear_recipe(), 64, None),
         (linear_recipe("mxint8"), 32, None),
-        (linear_recipe(), 48, "48 rows a rank are not whole blocks of 32"),
-        (linear_recipe("nvfp4"), 64, "has one scale for more than one rank holds"),
-        (linear_recipe("float8_e4m3_tensor"), 64, "has one scale for more than one rank holds"),
+        (
+            linear_recipe(),
+            48,
+            "48 rows a rank: mxfp8_e4m3 has blocks of 32 values in this dimension, and 48 is not a multiple",
+        ),
+        (linear_recipe("nvfp4"), 64, "nvfp4 has one scale for the whole tensor, and a rank has a part"),
+        (linear_recipe("float8_e4m3_tensor"), 64, "float8_e4m3_tensor has one scale for the whole tensor"),
         (linear_recipe("mxfp8[32x32]"), 64, "has blocks of 32 rows"),
         (linear_recipe(columnwise=None), 64, "leaves the input of wgrad in high precision"),
         (
@@ -117,11 +126,11 @@ def test_fsdp_over_the_other_dimension_of_a_mesh(ranks):
         ),
     ],
 )
-def test_which_recipes_let_rows_travel_as_codes(given, rows, reason):
+def test_which_recipes_gather_rows_as_codes(given, rows, reason):
     found = refuses(given, rows, 128)
     assert found is None if reason is None else reason in found
 
 
-def test_a_gather_that_is_refused_says_the_way_out():
+def test_the_error_of_a_refused_gather_names_the_way_out():
     with pytest.raises(ValueError, match="gather x in high precision"):
         gathered_linear(torch.randn(3, 64), torch.randn(64, 64), None, linear_recipe(), None, torch.float32)

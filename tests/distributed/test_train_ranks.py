@@ -1,6 +1,6 @@
-"""Training on two ranks beyond FSDP2's own tests: the example under torchrun, and DistributedDataParallel.
+"""Training on two ranks: the example under torchrun, and DistributedDataParallel.
 
-The cases of two ranks stand in ``train_cases.py``.
+The cases of two ranks are in ``train_cases.py``.
 """
 
 import os
@@ -23,12 +23,14 @@ from examples.train_lm import Run, digest, main
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_every_case_of_two_ranks_is_looked_at():
+def test_every_case_of_two_ranks_has_a_test():
     text = Path(__file__).read_text()
-    assert [n for n, f in cases().items() if f.__module__ == "train_cases" and f'"{n}"' not in text] == []
+    assert [
+        n for n, f in cases().items() if f.__module__ == "tests.distributed.train_cases" and f'"{n}"' not in text
+    ] == []
 
 
-@pytest.mark.parametrize("case", ["example_resumed", "example_split"])
+@pytest.mark.parametrize("case", ["example_continued", "example_split"])
 def test_the_example_resumes_on_two_ranks_bit_for_bit(case, ranks):
     first, second = ranks(case)
     assert first[0] == first[1] == second[0] == second[1] and len(first[0]) == 6
@@ -36,11 +38,11 @@ def test_the_example_resumes_on_two_ranks_bit_for_bit(case, ranks):
 
 
 @pytest.mark.parametrize(
-    ("case", "settings", "close"), [("example_resumed", SETTINGS, 1e-5), ("example_split", SPLIT, 1e-3)]
+    ("case", "settings", "close"), [("example_continued", SETTINGS, 1e-5), ("example_split", SPLIT, 1e-3)]
 )
-def test_the_example_goes_on_alone(case, settings, close, ranks):
-    """What two ranks wrote is the file of one process; sums are in another order there, so that codes may round the
-    other way where layers are split."""
+def test_the_example_continues_in_one_process(case, settings, close, ranks):
+    """One process loads the checkpoint of two ranks. If layers are split, its sums are in another order, and codes may
+    round differently."""
     losses, _, _, path = ranks(case)[0]
     run = Run.of(settings)
     run.load(Path(path))
@@ -52,8 +54,8 @@ def test_the_example_goes_on_alone(case, settings, close, ranks):
 
 @pytest.mark.parametrize(("option", "settings", "close"), [("--fsdp", SETTINGS, 1e-5), ("--tp", SPLIT, 1e-3)])
 def test_under_torchrun(option, settings, close, tmp_path):
-    """One table, of the first rank; the checkpoint is there, and the losses are those of one process. What ranks add up
-    between layers is rounded otherwise, which changes a code now and then."""
+    """The first rank prints one table, the checkpoint exists, and the losses are those of one process. Sums over ranks
+    between layers are rounded differently, which changes a code now and then."""
     picture, file, layers = tmp_path / "picture.png", tmp_path / "run", 4 * SIZES[settings.size].layers
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     options = [option, "--size", settings.size, "--steps", "4", "--device", "cpu", "--plot", picture]

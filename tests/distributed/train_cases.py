@@ -1,4 +1,4 @@
-"""What two ranks do for ``test_train_ranks.py``: the training example sharded, and DistributedDataParallel."""
+"""The cases of two ranks for ``test_train_ranks.py``: the training example sharded, and DistributedDataParallel."""
 
 from dataclasses import replace
 from functools import wraps
@@ -14,11 +14,11 @@ from tests.distributed.fsdp_cases import RECIPES, ROWS, STEPS, WIDTH, adamw, net
 from tests.helpers.ranks import DEVICE, WORLD, case
 
 SETTINGS = Settings("mxfp8", False, size="tiny", seed=0, device=DEVICE, text="")
-SPLIT = replace(SETTINGS, size="small")  # whose layers are whole blocks on each of two ranks
+SPLIT = replace(SETTINGS, size="small")  # its layers are whole blocks on each of two ranks
 
 
 def on_cpu(function):
-    """With no default device: the example says itself where things lie."""
+    """Run without a default device, because the example chooses its devices itself."""
 
     @wraps(function)
     def run(*args):
@@ -30,8 +30,8 @@ def on_cpu(function):
 
 @case
 @on_cpu
-def example_resumed(rank, folder):
-    """Six steps, and three and three more from the file."""
+def example_continued(rank, folder):
+    """Six steps without a stop, and three steps followed by three more from the checkpoint."""
     learned, held_out = split(load_text(None))
     ranks = Ranks(rank, WORLD)
     run = Run.of(SETTINGS, ranks)
@@ -53,7 +53,7 @@ def example_resumed(rank, folder):
 @case
 @on_cpu
 def example_split(rank, folder):
-    """Each layer over two ranks: three steps, and three more from the file."""
+    """Each layer over two ranks: three steps, and three more from the checkpoint."""
     learned, held_out = split(load_text(None))
     run, again = (Run.of(SPLIT, Ranks(rank, WORLD, split=WORLD)) for _ in range(2))
     for _ in range(3):

@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 
 import mxtensor as mx
-from mxtensor.core.dispatch import Kernel
+from mxtensor.core.kernel import Kernel
 from mxtensor.kernels.gemm import select
 from mxtensor.training import recompute
 

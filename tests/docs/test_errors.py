@@ -30,15 +30,17 @@ NEVER_SEEN = {
     # of a disk that is full, or not shared: tests/test_dcp.py
     "{value} of {value} items were not written to {value}",
     "{value} has no {value}, which another rank has written; give all ranks a folder that they share",
-    # of a plan that `python -m mxtensor.tune` gives itself; the table is asked for plans that have room
-    "a product of {value}x{value}x{value} by {value} has no room on this device",
-    "{value} is not for {value}x{value} in {value}, {value} groups, aligned to {value} bytes",
+    # of a config that `python -m mxtensor.report.tune` chooses itself; the heuristics choose one that fits
+    "a product of {value}x{value}x{value} by {value} does not fit in the shared memory of this device "
+    "({value} bytes a block)",
+    "{value} cannot run {value}x{value} in {value}, {value} groups, aligned to {value} bytes; "
+    "leave the config out to have one chosen",
     # torch.jit.trace warns that it is deprecated: tests/test_life.py
     "linear: torch.jit.trace cannot record a layer that trains quantized; use torch.export or torch.compile, "
     "or trace a model that was quantized for inference",
-    # a table of plans that another version has written: tests/test_small_batch.py
-    "a line of a table of plans is [format, casts, m, n, k, us, *plan], not {value}; "
-    "python -m mxtensor.tune measures it anew",
+    # a table of configs that another version has written: tests/kernels/small_m/test_small_m.py
+    "a row of a table of launch configs has the columns {value}, not {value}; "
+    "measure the table again with python -m mxtensor.report.tune",
 }
 
 

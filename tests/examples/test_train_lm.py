@@ -243,8 +243,8 @@ def contents(folder):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda data: data[: len(data) // 2], "is damaged: where it holds '"),
-        (lambda data: data[:999] + bytes([data[999] ^ 1]) + data[1000:], "is damaged: where it holds '"),
+        (lambda data: data[: len(data) // 2], "is damaged: the checksum of '"),
+        (lambda data: data[:999] + bytes([data[999] ^ 1]) + data[1000:], "is damaged: the checksum of '"),
     ],
     ids=["truncated", "flipped"],
 )
@@ -264,4 +264,4 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_goes_on(damage, m
     shutil.rmtree(path / "step-6")
     with pytest.raises(SystemExit):
         main("--steps", 6, "--checkpoint", path, "--resume")
-    assert "holds no whole checkpoint" in " ".join(capsys.readouterr().err.split())
+    assert "has no complete checkpoint" in " ".join(capsys.readouterr().err.split())

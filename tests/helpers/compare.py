@@ -1,4 +1,4 @@
-"""When two results are the same product, and two tensors the same bytes."""
+"""Whether two results are the same product, and two tensors the same bytes."""
 
 import copy
 
@@ -14,15 +14,15 @@ def relative_error(y, reference):
     return ((y - reference).norm() / reference.norm()).item()
 
 
-def assert_same_product(y, product, *gemm_operands):
-    """``y`` is ``product(*gemm_operands)`` accumulated in float32 and rounded once to ``y.dtype``.
+def assert_same_product(y, product, *operands):
+    """Assert that ``y`` is ``product(*operands)``, accumulated in float32 and rounded once to ``y.dtype``.
 
-    ``product`` is multilinear with positive coefficients, so ``product(|gemm_operands|)`` bounds every partial sum: the exact
-    (float64) result moved by 2^-21 of that bound, about eight float32 roundings, and rounded, brackets each element. In
-    16 bits this allows the two neighbours of a tie and nothing else, except where terms cancel.
+    ``product`` is multilinear with positive coefficients, so ``product(|operands|)`` bounds every partial sum. Each
+    element of ``y`` is between the exact (float64) result minus and plus 2^-21 of that bound (about eight float32
+    roundings), rounded. In 16 bits this allows only the two neighbours of a tie, unless terms cancel.
     """
-    exact = product(*(f.double() for f in gemm_operands))
-    bound = product(*(f.double().abs() for f in gemm_operands)) * 2.0**-21
+    exact = product(*(f.double() for f in operands))
+    bound = product(*(f.double().abs() for f in operands)) * 2.0**-21
     assert y.shape == exact.shape
     low, high = (exact - bound).to(y.dtype), (exact + bound).to(y.dtype)
     assert ((low <= y) & (y <= high)).all()
@@ -40,19 +40,19 @@ def assert_same_product(y, product, *gemm_operands):
 def dequantized(module):
     """A copy of ``module`` whose MXTensor parameters are plain again."""
     module = copy.deepcopy(module)
-    for part in module.modules():
-        for name, parameter in list(part._parameters.items()):
+    for layer in module.modules():
+        for name, parameter in list(layer._parameters.items()):
             if isinstance(parameter, mx.MXTensor):
-                part._parameters[name] = nn.Parameter(parameter.dequantize(), requires_grad=False)
+                layer._parameters[name] = nn.Parameter(parameter.dequantize(), requires_grad=False)
     return module
 
 
 def components_of(w):
-    """Every tensor an MXTensor holds, one-byte dtypes as uint8."""
+    """Every tensor of codes and scales of an MXTensor, one-byte dtypes as uint8."""
     return [t.view(torch.uint8) if t.dtype.itemsize == 1 else t for operand in w.operands for t in operand.tensors]
 
 
 def same_bytes(a, b):
-    """Whether two MXTensors hold the same codes and scales."""
+    """Whether two MXTensors have the same codes and scales."""
     mine, theirs = components_of(a), components_of(b)
     return len(mine) == len(theirs) and all(torch.equal(p, q) for p, q in zip(mine, theirs, strict=True))

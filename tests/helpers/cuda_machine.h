@@ -1,6 +1,6 @@
-// The functions of mxtensor/kernels/cuda/machine.cuh for a CPU: each thread of a block is a fiber, and one that waits
-// for others (a barrier, a matrix instruction, a shuffle) lets them run. Blocks of a cluster run together. Copies are done at
-// once, so that nothing here sees whether they are waited for.
+// The functions of mxtensor/kernels/cuda/machine.cuh for a CPU: each thread of a block is a fiber. A fiber that waits
+// for others (barrier, matrix instruction, shuffle) lets them run. Blocks of a cluster run concurrently. Copies are
+// done at once, so missing waits for copies are not noticed here.
 
 #include <ucontext.h>
 #include <cmath>
@@ -42,12 +42,12 @@ struct Fiber {
     ucontext_t context;
     std::unique_ptr<u8[]> stack;
     Block* block;
-    u32 thread, arrived = 0;  // in which generation of the cluster's barrier
+    u32 thread, arrived = 0;  // generation of the cluster's barrier at its arrival
     bool done = false;
 };
 
 static ucontext_t scheduler;
-static Fiber* fiber;                // the one that runs
+static Fiber* fiber;  // the running fiber
 static std::vector<Block>* cluster;
 static Barrier cluster_barrier;
 static u64 progress;
@@ -63,7 +63,7 @@ static void run_body() {
     swapcontext(&fiber->context, &scheduler);
 }
 
-static void meet(Barrier& barrier) {
+static void arrive_and_wait(Barrier& barrier) {
     u32 generation = barrier.generation;
     progress++;
     if (++barrier.waiting == barrier.size) {
@@ -123,12 +123,12 @@ DEVICE u8* memory_of(Block& block) {
 }
 DEVICE u8* shared_memory() { return memory_of(*fiber->block); }
 DEVICE void raise_to(u32* shared, u32 value) { *shared = value > *shared ? value : *shared; }
-DEVICE void sync_block() { meet(fiber->block->barrier); }
+DEVICE void sync_block() { arrive_and_wait(fiber->block->barrier); }
 DEVICE void sync_some(u32 which, u32 count) {
     fiber->block->of_some[which].size = count;
-    meet(fiber->block->of_some[which]);
+    arrive_and_wait(fiber->block->of_some[which]);
 }
-DEVICE void sync_cluster() { meet(cluster_barrier); }
+DEVICE void sync_cluster() { arrive_and_wait(cluster_barrier); }
 DEVICE void arrive_in_cluster() {
     fiber->arrived = cluster_barrier.generation, progress++;
     if (++cluster_barrier.waiting == cluster_barrier.size) cluster_barrier.waiting = 0, cluster_barrier.generation++;
@@ -143,13 +143,13 @@ DEVICE float read_of_block(const float* mine, u32 rank) {
 DEVICE void let_next_start() {}
 DEVICE void wait_for_previous() {}
 DEVICE Warp& warp() { return fiber->block->warps[fiber->thread / 32]; }
-DEVICE void sync_warp() { meet(warp().barrier); }
+DEVICE void sync_warp() { arrive_and_wait(warp().barrier); }
 DEVICE u32 from_lane_xor(u32 value, u32 mask) {
     u32 lane = thread() % 32;
     warp().words[lane][0] = value;
-    meet(warp().barrier);
+    arrive_and_wait(warp().barrier);
     u32 other = warp().words[lane ^ mask][0];
-    meet(warp().barrier);
+    arrive_and_wait(warp().barrier);
     return other;
 }
 
@@ -186,8 +186,8 @@ DEVICE u32 bytes_of(u32 low, u32 high, u32 selector) {
     }
     return out;
 }
-DEVICE u32 bits_of_either(u32 mask, u32 a, u32 b) { return (a & mask) | (b & ~mask); }
-DEVICE u32 hidden(u32 value) { return value; }
+DEVICE u32 select_bits(u32 mask, u32 a, u32 b) { return (a & mask) | (b & ~mask); }
+DEVICE u32 opaque(u32 value) { return value; }
 DEVICE float float_of_bits(u32 bits) { float value; memcpy(&value, &bits, 4); return value; }
 DEVICE u32 bits_of_float(float value) { u32 bits; memcpy(&bits, &value, 4); return bits; }
 DEVICE float float_of_half(u32 word) {
@@ -250,7 +250,7 @@ DEVICE void multiply_add(float (&d)[4], const u32* a, u32 b0, u32 b1, const floa
     u32 lane = thread() % 32, g = lane / 4, t = lane % 4, mine[6] = {a[0], a[1], a[2], a[3], b0, b1};
     Warp& w = warp();
     memcpy(w.words[lane], mine, sizeof mine);
-    meet(w.barrier);
+    arrive_and_wait(w.barrier);
     for (int e = 0; e < 4; e++) {
         u32 row = g + e / 2 * 8, col = 2 * t + e % 2;
         double sum = c[e];
@@ -261,19 +261,19 @@ DEVICE void multiply_add(float (&d)[4], const u32* a, u32 b0, u32 b1, const floa
         }
         d[e] = sum;
     }
-    meet(w.barrier);
+    arrive_and_wait(w.barrier);
 }
 DEVICE void multiply(float (&d)[4], const u32* a, u32 b0, u32 b1) { multiply_add(d, a, b0, b1, {0, 0, 0, 0}); }
 
 // ---------------------------------------------------------------------------------------------- products of four warps
 
-DEVICE u64 place_of(const u8* x) { return reinterpret_cast<u64>(x); }
-DEVICE constexpr u64 step_of(u32 bytes) { return bytes; }
-template <int N> DEVICE void multiply_group(float (&d)[N][4], const u32* a, u64 x) {
+DEVICE u64 matrix_descriptor(const u8* x) { return reinterpret_cast<u64>(x); }
+DEVICE constexpr u64 descriptor_step(u32 bytes) { return bytes; }
+template <int N> DEVICE void multiply_warpgroup(float (&d)[N][4], const u32* a, u64 x) {
     u32 lane = thread() % 32, g = lane / 4, t = lane % 4;
     Warp& w = warp();
     memcpy(w.words[lane], a, 16);
-    meet(w.barrier);
+    arrive_and_wait(w.barrier);
     const u8* tile = reinterpret_cast<const u8*>(x / 1024 * 1024);
     for (int j = 0; j < N; j++)
         for (int e = 0; e < 4; e++) {
@@ -287,16 +287,16 @@ template <int N> DEVICE void multiply_group(float (&d)[N][4], const u32* a, u64 
             }
             d[j][e] = sum;
         }
-    meet(w.barrier);
+    arrive_and_wait(w.barrier);
 }
-DEVICE void begin_products(u32 (&)[16]) {}
-DEVICE void end_products() {}
+DEVICE void begin_wgmma(u32 (&)[16]) {}
+DEVICE void commit_wgmma() {}
 template <int COUNT> DEVICE void take_registers() {}
 template <int COUNT> DEVICE void give_registers() {}
-template <int LATER> DEVICE void wait_for_products() {}
-template <int N> DEVICE void settle(float (&)[N][4]) {}
+template <int LATER> DEVICE void wait_for_wgmma() {}
+template <int N> DEVICE void fence_sums(float (&)[N][4]) {}
 
-// A barrier in shared memory: phases that have ended; arrivals that end one, those that are missing, and bytes.
+// An mbarrier: completed phases; arrivals per phase, missing arrivals, and missing bytes.
 struct Counted {
     u16 phases;
     u8 count, missing;
@@ -304,31 +304,31 @@ struct Counted {
 };
 DEVICE Counted& counted(u64* barrier) { return *reinterpret_cast<Counted*>(barrier); }
 DEVICE void begin_barrier(u64* barrier, u32 count) { counted(barrier) = {0, u8(count), u8(count), 0}; }
-DEVICE void show_barriers() {}
+DEVICE void publish_barriers() {}
 DEVICE void arrived(u64* barrier, int arrivals, int bytes) {
     Counted& b = counted(barrier);
     progress++;
     b.missing -= arrivals, b.bytes += bytes;
     if (b.missing == 0 && b.bytes == 0) b.phases++, b.missing = b.count;
 }
-using Kept = u64*;
-DEVICE Kept kept(u64* barriers) { return barriers; }
-template <int WHICH> DEVICE void arrive_at(Kept barriers) {
+using BarrierAddress = u64*;
+DEVICE BarrierAddress barrier_address(u64* barriers) { return barriers; }
+template <int WHICH> DEVICE void arrive_at(BarrierAddress barriers) {
     if (thread() % 32 == 0) arrived(barriers + WHICH, 1, 0);
 }
 DEVICE void wait_at(u64* barrier, u32 phase) {
     if (counted(barrier).phases > phase + 1) fprintf(stderr, "a barrier is two phases ahead\n"), abort();
     while (counted(barrier).phases <= phase) swapcontext(&fiber->context, &scheduler);
 }
-template <int WHICH> DEVICE void wait_at(Kept barriers, u32 phase) { wait_at(barriers + WHICH, phase); }
+template <int WHICH> DEVICE void wait_at(BarrierAddress barriers, u32 phase) { wait_at(barriers + WHICH, phase); }
 DEVICE void expect_bytes(u64* barrier, u32 bytes) { arrived(barrier, 1, bytes); }
-DEVICE void copy_whole(void* to, const void* from, u32 bytes, u64* barrier) {
+DEVICE void copy_bulk(void* to, const void* from, u32 bytes, u64* barrier) {
     if ((reinterpret_cast<u64>(to) | reinterpret_cast<u64>(from) | bytes) % 16)
         fprintf(stderr, "a whole copy is not aligned\n"), abort();
     memcpy(to, from, bytes);
     arrived(barrier, 0, -int(bytes));
 }
-DEVICE void show_to_engine() {}
+DEVICE void fence_for_copy_engine() {}
 DEVICE void send_to_block(void* mine, const void* from, u32 bytes, u64* barrier, u32 rank) {
     auto there = [&](void* at) { return memory_of((*cluster)[rank]) + (reinterpret_cast<u8*>(at) - shared_memory()); };
     if ((reinterpret_cast<u64>(mine) | reinterpret_cast<u64>(from) | bytes) % 16)

@@ -1,6 +1,7 @@
-"""CUDA sources of the package run on the CPU: ``cuda_machine.h`` stands in for the GPU, everything else is the source.
+"""The CUDA sources of the package, run on the CPU.
 
-``function`` takes the place of ``mxtensor.kernels.nvrtc.function``; shared memory begins as NaNs.
+``cuda_machine.h`` replaces ``machine.cuh``; all other files are the sources themselves. ``function`` replaces
+``mxtensor.kernels.runtime.nvrtc.function``. Shared memory is filled with NaNs before each launch.
 """
 
 from __future__ import annotations
@@ -27,16 +28,15 @@ extern "C" void run(const void* arguments, u32 x, u32 y, u32 z, u32 clustered, u
 }}
 """
 STRUCTS = {
-    "product": "Arguments",
-    "resident": "Arguments",
-    "together": "Arguments",
+    "pipelined": "Arguments",
+    "persistent": "Arguments",
+    "wgmma": "Arguments",
     "activations": "ActivationArguments",
     "maxima": "ActivationArguments",
 }
 
-
 FILL = 0xFFFFFFFF
-"""What is in each word of shared memory before a kernel writes there."""
+"""The value of each word of shared memory before a kernel writes to it."""
 
 
 def compiler():
@@ -45,7 +45,7 @@ def compiler():
 
 @cache
 def library(sources, constants, name):
-    """The shared library of one kernel with its constants, kept in a folder of this user."""
+    """The shared library of one kernel with its constants, cached on disk in a folder of this user."""
     defines = "".join(f"#define {key} {value}\n" for key, value in constants)
     rest = "".join((nvrtc.SOURCES / source).read_text() for source in sources if source != "machine.cuh")
     text = MACHINE.read_text() + defines + rest + ENTRY.format(struct=STRUCTS[name], kernel=name)

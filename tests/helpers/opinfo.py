@@ -17,7 +17,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
 import mxtensor as mx
-from mxtensor.core.dispatch import KERNEL_NAMES
+from mxtensor.core.select import KERNEL_NAMES
 
 CHUNKS = 8
 FORMATS = {("mxfp8", "rowwise"): 6, ("mxfp4", "both"): 3, ("mxfp8[32x32]", "rowwise"): 3, ("nvfp4", "columnwise"): 3}

@@ -1,4 +1,4 @@
-"""The definitions once more, in exact arithmetic, for the tests: slow, plain, sharing no code with the package.
+"""The definitions in exact arithmetic, for the tests: slow, simple, and without code of the package.
 
 An element format is the table of its values, built from fractions; rounding is "the nearest entry, on a tie the even
 code". Products with powers of two are taken in float64, where every float32 (24 bits, exponents -149 to 127) times
@@ -34,7 +34,7 @@ class Element:
     specials: dict
     """Code without its sign bit -> nan or inf."""
     nan_code: int = 0
-    """The code stored throughout a block that is NaN; 0 where no code is NaN."""
+    """The code stored throughout a block whose scale is NaN; 0 if no code is NaN."""
 
     @property
     def max(self):
@@ -72,7 +72,7 @@ ELEMENTS = {
 
 
 def element_codes(values, element):
-    """Finite or infinite values to codes (uint8): nearest, ties to the even code, saturating, sign kept."""
+    """Round finite or infinite values to codes (uint8): nearest, ties to the even code, saturating, with the sign."""
     assert not np.isnan(values).any()
     magnitude, negative = np.abs(np.asarray(values, np.float64)), np.signbit(values)
     halfway = (element.magnitudes[:-1] + element.magnitudes[1:]) / 2
@@ -96,7 +96,7 @@ def element_values(element):
 
 
 def pack(codes, element):
-    """Codes (..., K) to bytes: 2 to 1 byte (even index low), 4 to 3 bytes (v0 | v1<<6 | v2<<12 | v3<<18), or as is."""
+    """Pack codes (..., K): 2 in 1 byte (even index low), 4 in 3 bytes (v0 | v1<<6 | v2<<12 | v3<<18); others stay."""
     if element.bits == 8:
         return codes
     group = 2 if element.bits == 4 else 4
@@ -178,7 +178,7 @@ class Encoded:
 
 
 def _blocked_axes(shape, block):
-    """(axis, size) of each dimension that a block spans; -1 spans all of it, and as rows every leading one too."""
+    """(axis, size) of each dimension that a block covers; -1 covers all of it, and as rows every leading one too."""
     rows, cols = block
     axes = [(len(shape) - 1, shape[-1] if cols == -1 else cols)]
     if rows == -1:
@@ -189,7 +189,7 @@ def _blocked_axes(shape, block):
 
 
 def block_amax(x, block):
-    """max |x| of each block; a tail is a block of its own values. NaN where any value is."""
+    """max |x| of each block; a shorter last block counts its own values only. NaN if any value is NaN."""
     amax = np.abs(x)
     for axis, size in _blocked_axes(x.shape, block):
         amax = np.maximum.reduceat(amax, np.arange(0, x.shape[axis], size), axis=axis)
@@ -197,7 +197,7 @@ def block_amax(x, block):
 
 
 def spread(per_block, shape, block):
-    """One value a block to one value an element."""
+    """Expand one value per block to one value per element."""
     for axis, size in _blocked_axes(shape, block):
         per_block = np.repeat(per_block, size, axis=axis).take(np.arange(shape[axis]), axis=axis)
     return per_block
@@ -285,7 +285,7 @@ def decode(encoded, format, shape):
 
 @np.errstate(all="ignore")
 def as_float32(x):
-    """The values of a torch tensor that are quantized: float64 goes through float32, the rest is exact in it."""
+    """A torch tensor in float32, as it is quantized: float64 is rounded, other dtypes are exact."""
     return np.ascontiguousarray(x.double().numpy().astype(np.float32))
 
 
@@ -299,7 +299,7 @@ def as_bytes(t):
 
 
 def same_floats(actual, expected):
-    """float32 arrays equal bit for bit, except that every NaN is the same."""
+    """Whether float32 arrays are bitwise equal; all NaNs count as equal."""
     both_nan = np.isnan(actual) & np.isnan(expected)
     return actual.shape == expected.shape and bool(
         ((actual.view(np.uint32) == expected.view(np.uint32)) | both_nan).all()
@@ -307,7 +307,7 @@ def same_floats(actual, expected):
 
 
 def check(operand, x, mode="rceil"):
-    """Hold every part of ``operand`` to the encoding of the torch tensor ``x``; returns what it decodes to."""
+    """Compare every tensor of ``operand`` with the oracle's encoding of ``x``; return the decoded values."""
     format, shape = operand.format, tuple(x.shape)
     assert operand.shape == shape
     assert (operand.data.dtype, operand.data.shape) == (format.element.dtype, format.data_shape(shape))

@@ -1,9 +1,9 @@
-"""Cases that need two ranks: one spawn of two processes runs them all, for a torch takes seconds to start.
+"""Cases that need two ranks: one spawn of two processes runs them all, because torch takes seconds to start.
 
-They compute on two GPUs, through NCCL, where there are two, and on the CPU, through gloo, elsewhere.
+They use two GPUs and NCCL if there are two, otherwise the CPU and gloo.
 
-A case is a function of ``*_cases.py`` that both ranks call in turn, with a folder that they share; what it returns, or
-that it failed, is told to the tests by the ``ranks`` fixture.
+A case is a function of ``*_cases.py`` that both ranks call with their rank and a shared folder. The ``ranks`` fixture
+passes its results, or its failure, to the tests.
 """
 
 import datetime
@@ -38,7 +38,7 @@ def cases():
 
 
 def work(rank, folder):
-    """What each process does; the first failure ends both, for the other rank would wait for it."""
+    """What each process runs. The first failure ends both, because the other rank would wait."""
     from examples.ranks import init_state
 
     warnings.simplefilter("error")

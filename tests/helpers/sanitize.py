@@ -1,4 +1,4 @@
-"""Every GPU kernel once, on shapes with tails: ``compute-sanitizer python -m tests.sanitize [FORMAT ...]``.
+"""Run every GPU kernel once, on shapes with tails: ``compute-sanitizer python -m tests.helpers.sanitize [FORMAT ...]``.
 
 The sanitizer watches loads and stores, which the tests of values cannot see when they go astray by a little. PyTorch's
 caching allocator is off, so that every tensor has an allocation, and so an end, of its own.
@@ -13,12 +13,12 @@ os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
 import torch
 
 import mxtensor as mx
-from mxtensor.core.dispatch import Spec
+from mxtensor.core.kernel import Spec
 from mxtensor.kernels.gemm.select import GEMM, GROUPED
-from mxtensor.kernels.gemm.spec import GemmArgs, Unquantized
+from mxtensor.kernels.gemm.spec import Form, GemmArgs, Unquantized
 from mxtensor.kernels.quantize import triton_rows
 from mxtensor.kernels.quantize.amax_history import advance
-from mxtensor.kernels.quantize.select import PAIR, Form
+from mxtensor.kernels.quantize.select_pair import PAIR
 from mxtensor.numerics.cast import Cast
 from mxtensor.numerics.formats import FULL
 
@@ -39,7 +39,7 @@ def casts(name: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
 
 
 def pairs(x: torch.Tensor, cast: Cast) -> None:
-    """Both factors of a matrix in every form that the fused kernels have, and a step of delayed scaling."""
+    """Both copies of a matrix in every form that the fused kernels have, and a step of delayed scaling."""
     forms = itertools.product((None, *Form), Form)
     whole = cast.format.block[0] == FULL
     amax = torch.tensor([2.0], device="cuda") if whole else None

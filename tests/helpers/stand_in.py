@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 
 import mxtensor as mx
-from mxtensor.core import dispatch
+from mxtensor.core import devices
+from mxtensor.core.kernel import Spec
 from mxtensor.kernels.gemm import scaled_mm_contract
 from mxtensor.kernels.gemm.spec import Unquantized
 from mxtensor.numerics.reference import encode
@@ -38,7 +39,7 @@ def pretend(monkeypatch):
     """``pretend(capability, toolkit)``: every device is of this compute capability, torch built with this CUDA."""
 
     def pretend(capability, toolkit=(13, 0)):
-        monkeypatch.setattr(dispatch, "device_capability", lambda device: capability)
+        monkeypatch.setattr(devices, "device_capability", lambda device: capability)
         monkeypatch.setattr(scaled_mm_contract, "toolkit_version", lambda: toolkit)
         monkeypatch.setattr(torch.version, "hip", None)
 
@@ -60,13 +61,13 @@ def codes(t):
 
 
 def spread(scale, rows, cols, block):
-    """A 1- or 2-D scale tensor as one value for each of rows x cols elements, each scale standing for ``block``."""
+    """A 1- or 2-D scale tensor repeated to one value for each of rows x cols elements; one scale is for ``block``."""
     r, c = (n if n > 0 else whole for n, whole in zip(block, (rows, cols), strict=True))
     return scale.double().repeat_interleave(r, 0)[:rows].repeat_interleave(c, 1)[:, :cols]
 
 
 def swizzled(scale, rows, cols, block):
-    """Of a buffer in tiles, read byte by byte."""
+    """The scales of a buffer in the 128x4 layout, read byte by byte."""
     blocks = -(-cols // block)
     need = -(-rows // 128) * 128 * (-(-blocks // 4) * 4)
     assert scale.is_contiguous() and scale.numel() == need
@@ -75,7 +76,7 @@ def swizzled(scale, rows, cols, block):
 
 
 def row_by_column(a, b):
-    """The layout that torch wants of the matrices themselves; b comes as (N, K)."""
+    """Assert the layout that torch requires of the matrices; b is (N, K)."""
     for t in (a, b):
         assert t.dim() == 2 and t.stride() == (t.shape[1], 1) and t.shape[1] % 16 == 0
         assert t.storage_offset() * t.element_size() % 16 == 0
@@ -84,8 +85,8 @@ def row_by_column(a, b):
     assert (a.dtype is torch.float4_e2m1fn_x2) == (b.dtype is torch.float4_e2m1fn_x2)
 
 
-def finish(a, scale_a, b, scale_b, gemm_operand, bias, dtype):
-    y = (codes(a) * scale_a) @ (codes(b) * scale_b).t() * gemm_operand
+def finish(a, scale_a, b, scale_b, multiplier, bias, dtype):
+    y = (codes(a) * scale_a) @ (codes(b) * scale_b).t() * multiplier
     if bias is not None:
         assert bias.shape == (b.shape[0],) and bias.dtype is dtype is not FP32 and bias.is_contiguous()
         y = y + bias.double()
@@ -104,7 +105,7 @@ class StandIn:
         return self
 
     def scaled_mm(self, a, b, scale_a, scale_b, bias=None, scale_result=None, out_dtype=None, use_fast_accum=False):
-        """Guesses the recipe from dtypes and counts, as ScaledBlas.cpp does."""
+        """Infer the scaling from dtypes and counts, as ScaledBlas.cpp does."""
         self.calls.append((a, b, scale_a, scale_b, bias, out_dtype))
         b = b.t()
         row_by_column(a, b)
@@ -123,13 +124,13 @@ class StandIn:
         return finish(a, wide[0], b, wide[1], 1.0, bias, out_dtype)
 
     def named(self, a, b, scales_a, kinds_a, scales_b, kinds_b, swizzles_a, swizzles_b, bias, dtype, use_fast_accum):
-        """Is told the recipe."""
+        """The scaling is an argument."""
         self.calls.append((a, b, scales_a, scales_b, bias, dtype))
         b = b.t()
         row_by_column(a, b)
         assert not use_fast_accum
         sides = (a, scales_a, kinds_a, swizzles_a), (b, scales_b, kinds_b, swizzles_b)
-        wide, gemm_operand = [], 1.0
+        wide, multiplier = [], 1.0
         for t, scales, kinds, swizzles in sides:
             rows, inner = t.shape[0], t.shape[1] * (2 if t.dtype is torch.float4_e2m1fn_x2 else 1)
             blocks, kind, scale = -(-inner // 128), kinds[0], scales[0]
@@ -153,10 +154,10 @@ class StandIn:
             if len(scales) > 1:
                 assert len(scales) == len(kinds) == len(swizzles) == 2 and kinds[1] is F.ScalingType.TensorWise
                 assert scales[1].dtype is FP32 and scales[1].numel() == 1
-                gemm_operand *= scales[1].double().item()
+                multiplier *= scales[1].double().item()
         assert len(scales_a) == len(scales_b)
         assert {kinds_a[0], kinds_b[0]} != {F.ScalingType.BlockWise128x128}
-        return finish(a, wide[0], b, wide[1], gemm_operand, bias, dtype)
+        return finish(a, wide[0], b, wide[1], multiplier, bias, dtype)
 
 
 @pytest.fixture
@@ -164,11 +165,11 @@ def stand_in(monkeypatch):
     return StandIn().install(monkeypatch)
 
 
-def gemm_operands(left, right, m, n, k, dtype=BF16):
+def quantized_pair(left, right, m, n, k, dtype=BF16):
     x, w = torch.randn(m, k, dtype=dtype), torch.randn(n, k, dtype=dtype)
     return Unquantized(x, mx.Cast.of(left)), encode(w, mx.Cast.of(right))
 
 
 def spec_of(a, b, dtype, device="cuda"):
     formats = tuple(f.format if not isinstance(f, torch.Tensor) else f.dtype for f in (a, b))
-    return dispatch.Spec("mm", (tuple(a.shape), tuple(b.shape)), formats, dtype, torch.device(device))
+    return Spec("mm", (tuple(a.shape), tuple(b.shape)), formats, dtype, torch.device(device))

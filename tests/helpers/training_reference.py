@@ -1,7 +1,7 @@
-"""A linear layer's training step once more, for the tests: quantized by the oracle, multiplied in float64.
+"""The reference of a training step of a linear layer: quantized by the oracle, multiplied in float64.
 
-Shares no code with the package beyond the names of formats. Rounding is to nearest; stochastic casts have tests of
-their own.
+It shares no code with the package except the rows of formats. It rounds to nearest only; stochastic casts have their
+own tests.
 """
 
 from typing import NamedTuple
@@ -37,7 +37,7 @@ def rotated(x, signs):
 
 
 def rounded(x, cast):
-    """float64 (rows, cols), the values that x has in the format, blocks along the last dimension; None: x itself."""
+    """x (rows, cols) fake-quantized, in float64, with blocks along the last dimension; None: x itself."""
     if cast is None or 0 in x.shape:
         return x
     x = x.astype(np.float32)
@@ -49,12 +49,12 @@ def gemm_operands(x, casts):
     transposed = x.T if casts.signs is None or casts.columnwise is None else rotated(x.T, casts.signs)
     rowwise = rounded(np.ascontiguousarray(x), casts.rowwise)
     if casts.from_rowwise and not (casts.rowwise == casts.columnwise and casts.rowwise.format.square):
-        transposed = rowwise.T  # a tile is the same values turned, whatever its rule makes of them a second time
+        transposed = rowwise.T  # a square tile has the same values in both orientations and is not rounded again
     return rowwise, rounded(np.ascontiguousarray(transposed), casts.columnwise)
 
 
 def train_step(x, w, b, g, linear_recipe):
-    """The exact y, dx, dw and db (float64) of tensors of any dtype; x and g with any leading dimensions."""
+    """The exact y, dx, dw and db (float64) for tensors of any dtype; x and g may have any leading dimensions."""
     x2, g2 = (t.detach().double().reshape(-1, t.shape[-1]).numpy() for t in (x, g))
     (x_row, x_col), (g_row, g_col) = gemm_operands(x2, linear_recipe.input), gemm_operands(g2, linear_recipe.grad)
     w_row, w_col = gemm_operands(w.detach().double().numpy(), linear_recipe.weight)
@@ -65,11 +65,11 @@ def train_step(x, w, b, g, linear_recipe):
 
 
 TOLERANCE = {torch.float64: 2e-6, torch.float32: 2e-6, torch.bfloat16: 3e-3, torch.float16: 4e-4}
-"""Of a result rounded once to this dtype after a float32 sum, by norm: half a unit in the last place, no more."""
+"""Relative error, by norm, of a float32 sum rounded once to this dtype: half a unit in the last place."""
 
 
 def check_step(actual, x, w, b, g, linear_recipe):
-    """Hold (y, dx, dw, db), None where there is none, to the reference: equal up to the last rounding of each."""
+    """Check that (y, dx, dw, db) equal the reference except for the last rounding. None skips a result."""
     expected = train_step(x, w, b, g, linear_recipe)
     for name, mine, exact in zip(Step._fields, actual, expected, strict=True):
         if mine is None:
@@ -78,10 +78,10 @@ def check_step(actual, x, w, b, g, linear_recipe):
         assert mine.isfinite().all(), name
         if mine.numel() and exact.abs().max() > 0:
             error = relative_error(mine, exact)
-            assert error < TOLERANCE[mine.dtype], f"{name}: {error:.2e} away from the reference"
+            assert error < TOLERANCE[mine.dtype], f"{name}: {error:.2e} relative error to the reference"
 
 
 def products(log):
-    """The quantized products of linear layers in an ``explain()`` log, in order: fprop, dgrad, wgrad."""
+    """The quantized products of linear layers in a log of ``explain()``, in order: fprop, dgrad, wgrad."""
     ops = ("fprop", "dgrad", "wgrad")
     return [e.spec.op for e in log.entries if e.spec.op in ops and e.kernel != "high precision"]

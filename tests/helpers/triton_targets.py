@@ -1,4 +1,4 @@
-"""Triton kernels compiled for devices that are not here: ``python -m tests.triton_targets [compute capability]``.
+"""Compile Triton kernels for other devices: ``python -m tests.helpers.triton_targets [compute capability]``.
 
 With a capability (90, say) it prints one JSON object, {variant: {registers, spills, ptx_has}}; without one, a table of
 all targets. Run it without TRITON_INTERPRET, under which ``@triton.jit`` gives nothing that could be compiled.
@@ -43,19 +43,19 @@ class Variant(NamedTuple):
 
     name: str
     kernel: str
-    """"module.function" in mxtensor.kernels.device"""
+    """"module.function" in mxtensor.kernels.triton_device"""
     signature: Mapping[str, str]
-    """argument -> Triton type ("*bf16", "i32"); those in ``constexprs`` left out"""
+    """argument -> Triton type ("*bf16", "i32"), without those in ``constexprs``"""
     constexprs: Mapping[str, Any]
     """argument -> value; None for a pointer that is not given"""
     options: Mapping[str, int]
     """num_warps, num_stages"""
     needs: Mapping[int, tuple[str, ...]]
-    """target -> instructions (parts of their names) that its PTX must hold; the keys are the targets it compiles for"""
+    """target to compile for -> instructions (substrings of their names) that its PTX must contain"""
     aligned: tuple[str, ...] = ()
     """integers that are multiples of 16, as all pointers are taken to be"""
     may_spill: tuple[int, ...] = (80, 89)
-    """targets on which spilled registers are no failure"""
+    """targets on which spilled registers are allowed"""
 
 
 def everywhere(*instructions: str) -> dict[int, tuple[str, ...]]:
@@ -77,7 +77,7 @@ def product(
 ) -> Variant:
     """``dot_scaled.matrix`` or ``.grouped`` on one device; ``bias``: none, columns, or full (N aligned to nothing)."""
     packs = [2 if element == "e2m1" else 1 for element in pair]
-    plan = dot_scaled.Plan(
+    plan = dot_scaled.Constants(
         pair[0], packs[0], 1, pair[1], packs[1], 1, block, 4 if even else 16, even, bias == "full", tile.m, tile.n,
         128 * min(packs), tile.band, 16 if kernel == "grouped" else 0,
     )  # fmt: skip
@@ -144,7 +144,7 @@ E4M3_PAIR = "cvt.rn.satfinite.e4m3x2.f32"
 
 
 def values(rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
-    """A matrix whose sizes and dtype are all that matters."""
+    """A matrix without values."""
     return torch.empty(rows, cols, dtype=dtype, device="meta")
 
 
@@ -153,12 +153,12 @@ def operand(name: str) -> Operand:
     format, shape = get_format(name), (4096, 4096)
     data = torch.empty(format.data_shape(shape), dtype=format.element.dtype, device="meta")
     scale = torch.empty(format.scale_shape(shape), dtype=format.scale.dtype, device="meta")
-    last = torch.empty((), device="meta") if format.global_scale else None
-    return Operand(data, scale, last, format, shape)
+    global_scale = torch.empty((), device="meta") if format.global_scale else None
+    return Operand(data, scale, global_scale, format, shape)
 
 
 def quantize(name: str, dtype: torch.dtype, rows: int = 4096, cols: int = 4096, rounding: str = "nearest") -> None:
-    """``cast_triton.quantize`` of a matrix of this size."""
+    """``triton_rows.quantize`` of a matrix of this size."""
     triton_rows.quantize(values(rows, cols, dtype), Cast.of(name, rounding=rounding))
 
 
@@ -166,19 +166,19 @@ def pair(
     name: str, rowwise: str, columnwise: str, rows: int = 4096, cols: int = 4096, dtype: torch.dtype = BF16,
     delayed: bool = False,
 ) -> None:  # fmt: skip
-    """``cast_pair_triton.pair`` of a matrix of this size, values in its dtype."""
+    """``triton_pair.pair`` of a matrix of this size, values in its dtype."""
     amax, record = torch.empty(2, dtype=FP32, device="meta").unbind() if delayed else (None, None)
     forms = Form(rowwise), Form(columnwise)
     triton_pair.pair(values(rows, cols, dtype), Cast.of(name), *forms, dtype, amax, record)
 
 
 def rounded(name: str, dtype: torch.dtype) -> None:
-    """``cast_triton.fake_quantize`` of a matrix to its own dtype."""
+    """``triton_rows.fake_quantize`` of a matrix to its own dtype."""
     triton_rows.fake_quantize(values(4096, 4096, dtype), Cast.of(name), dtype)
 
 
 def transposed_values(name: str, dtype: torch.dtype) -> None:
-    """``cast_triton.fake_quantize`` of a matrix that is stored by columns."""
+    """``triton_rows.fake_quantize`` of a column-major matrix."""
     triton_rows.fake_quantize(values(4096, 4096, dtype).t(), Cast.of(name), dtype)
 
 
@@ -231,7 +231,7 @@ CASTS: dict[str, tuple[Callable[[], Any], bool]] = {
     "mxfp6 to fp32": (lambda: triton_rows.dequantize(operand("mxfp6"), FP32), False),
     "nvfp4 to bf16": (lambda: triton_rows.dequantize(operand("nvfp4"), BF16), False),
 }
-"""What is cast -> (the call, whether its kernel is to round with instructions for float8 where there are any)."""
+"""Name of a cast -> (the call, whether its kernel rounds with float8 instructions if the device has them)."""
 
 
 def argument(value: Any) -> str | None:
@@ -259,7 +259,7 @@ def launches(call: Callable[[], Any], target: int) -> list[tuple[Any, tuple[Any,
 
 
 def casts(target: int) -> list[Variant]:
-    """The launches of CASTS as the hosts make them: their tiles and warps are those of ``cast_triton.py``."""
+    """The launches of CASTS as the host code makes them, with the tiles and warps of ``triton_tiles.py``."""
     rows: dict[tuple[Any, ...], Variant] = {}
     for label, (call, converts) in CASTS.items():
         for kernel, arguments, constants, warps in launches(call, target):
@@ -297,7 +297,7 @@ if importlib.util.find_spec("triton"):  # which names the arguments of the kerne
 
 
 def source(variant: Variant) -> Any:
-    """The variant as what ``triton.compile`` takes."""
+    """The variant as an argument of ``triton.compile``."""
     from triton.compiler import ASTSource
 
     module, _, function = variant.kernel.partition(".")
@@ -315,7 +315,7 @@ def source(variant: Variant) -> Any:
 
 
 def resources(cubin: bytes) -> tuple[int, int]:
-    """(registers, bytes of stack) of a thread; the stack of these kernels holds spilled registers and nothing else."""
+    """(registers, bytes of stack) of a thread; the stack of these kernels has spilled registers only."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -331,7 +331,7 @@ def resources(cubin: bytes) -> tuple[int, int]:
 
 
 def compiled(variant: Variant, target: int) -> dict[str, Any]:
-    """{registers, spills (bytes a thread), ptx_has (those of the instructions it needs)}. Raises what Triton raises."""
+    """{registers, spills (bytes a thread), ptx_has (the needed instructions in its PTX)}. Raises what Triton raises."""
     import triton
     from triton.backends.compiler import GPUTarget
 

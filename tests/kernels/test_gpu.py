@@ -1,4 +1,4 @@
-"""On a CUDA device the same codes, the same products, the same modules: nothing here depends on the backend."""
+"""Codes, products and modules on a CUDA device equal those on CPU."""
 
 import dataclasses
 import sys
@@ -10,8 +10,9 @@ import mxtensor as mx
 from mxtensor.kernels.gemm.select import gemm
 from mxtensor.kernels.gemm.spec import FakeQuantized, Form, GemmArgs
 from mxtensor.kernels.quantize import triton_rows
-from mxtensor.kernels.quantize.reference import encode_under
-from mxtensor.kernels.quantize.select import cast_pair, fake_quantize
+from mxtensor.kernels.quantize.reference import encode_with_amax
+from mxtensor.kernels.quantize.select import fake_quantize
+from mxtensor.kernels.quantize.select_pair import cast_pair
 from mxtensor.kernels.quantize.triton_common import slow_in_one_pass
 from mxtensor.numerics import reference
 from mxtensor.numerics.swizzle import swizzle
@@ -38,7 +39,7 @@ def relative_error(y, reference):
 
 
 def same_operand(got, expected):
-    """Codes, scales and global scale, bit for bit."""
+    """Codes, scales and global scale are bitwise equal."""
     assert (got.format, got.shape) == (expected.format, expected.shape)
     for ours, theirs in zip(got.tensors, expected.tensors, strict=True):
         assert (ours.dtype, ours.shape, ours.is_contiguous()) == (theirs.dtype, theirs.shape, True)
@@ -52,7 +53,7 @@ def same_values(got, expected):
 
 
 def every_bfloat16():
-    """(1024, 2048): whole tiles, each block of 32 with another bfloat16 and in it a few values of its magnitude."""
+    """(1024, 2048): whole tiles; each block of 32 has another bfloat16 value and a few values of its magnitude."""
     word = torch.arange(65536, dtype=torch.int32)[torch.randperm(65536)]
     x = torch.zeros(65536, 32, dtype=torch.bfloat16)
     x[:, 0] = word.to(torch.int16).view(torch.bfloat16)
@@ -64,7 +65,7 @@ def every_bfloat16():
 
 
 # ---------------------------------------------------------------------------------------------- casts
-# A new pair of kernel and compile-time facts costs a second: formats, dtypes and modes are crossed where they meet.
+# A new pair of kernel and compile-time constants takes a second to compile, so not all options are combined.
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -104,9 +105,9 @@ def test_values_equal_the_cpu_codec(format):
 def test_rounded_values_equal_the_cpu_codec(format):
     x, cast = special_values()[7:].bfloat16(), mx.Cast.of(format)
     operand = reference.encode(x, cast)
-    got, last = fake_quantize(x.cuda(), cast, torch.bfloat16)
+    got, global_scale = fake_quantize(x.cuda(), cast, torch.bfloat16)
     same_values(got, reference.decode_local(operand).bfloat16())
-    assert (last is None) == (operand.global_scale is None)
+    assert (global_scale is None) == (operand.global_scale is None)
 
 
 TWO_COPIES = [f for f in FORMATS if mx.get_format(f).block[0] == 1 and mx.get_format(f).block[1] > 0]
@@ -120,7 +121,7 @@ def same_copies(x, format):
 
 @pytest.mark.parametrize("format", TWO_COPIES)
 def test_both_copies_equal_the_cpu_codec(format):
-    """Whole tiles, tails of pairs that lie evenly, and tails of odd rows and columns."""
+    """Whole tiles, tails of aligned pairs, and tails of odd rows and columns."""
     for x in (torch.randn(512, 1024), special_values()[8:, :420], special_values()[7:, :419]):
         same_copies(x.bfloat16(), format)
 
@@ -133,14 +134,15 @@ def test_both_copies_of_float32_and_a_copy_along_columns(format):
     same_operand(got.columnwise, reference.encode(x.bfloat16().t(), mx.Cast.of(format)))
 
 
-def same_gemm_operand(got, operand, dtype=torch.bfloat16):
-    """A factor of ``cast_pair`` is the operand, or the values that the operand has."""
+def same_copy(got, operand, dtype=torch.bfloat16):
+    """A copy from ``cast_pair`` is the operand, or the values of the operand."""
     if not isinstance(got, FakeQuantized):
         same_operand(got, operand)
         return
     same_values(got.values.contiguous(), reference.decode_local(operand).to(dtype))
-    last = operand.global_scale
-    assert (got.global_scale is None) == (last is None) and (last is None or got.global_scale.cpu() == last)
+    global_scale = operand.global_scale
+    assert (got.global_scale is None) == (global_scale is None)
+    assert global_scale is None or got.global_scale.cpu() == global_scale
 
 
 PAIRS = [(Form.VALUES, Form.CODES), (Form.VALUES, Form.VALUES), (Form.CODES, Form.VALUES)]
@@ -149,7 +151,7 @@ PAIRS = [(Form.VALUES, Form.CODES), (Form.VALUES, Form.VALUES), (Form.CODES, For
 @pytest.mark.parametrize("forms", PAIRS, ids=lambda forms: "-".join(form.value for form in forms))
 @pytest.mark.parametrize("format", TWO_COPIES)
 def test_pairs_of_factors_equal_the_cpu_codec(format, forms):
-    """Whole tiles, tails of pairs that lie evenly, and tails of odd rows and columns."""
+    """Whole tiles, tails of aligned pairs, and tails of odd rows and columns."""
     cast = mx.Cast.of(format)
     for x in (torch.randn(512, 1024), special_values()[8:, :420], special_values()[7:, :419]):
         x = x.bfloat16()
@@ -157,19 +159,19 @@ def test_pairs_of_factors_equal_the_cpu_codec(format, forms):
             row, column = cast_pair(x.cuda(), cast, *forms, torch.bfloat16)
         in_two = forms[1] is Form.CODES and slow_in_one_pass(cast)
         assert [e.kernel for e in log.entries] == (["two casts", "triton", "triton"] if in_two else ["triton"])
-        same_gemm_operand(row, reference.encode(x, cast))
-        same_gemm_operand(column, reference.encode(x.t(), cast))
+        same_copy(row, reference.encode(x, cast))
+        same_copy(column, reference.encode(x.t(), cast))
 
 
 @pytest.mark.parametrize("scaling", ["rceil", "floor", "ceil", "even"])
 @pytest.mark.parametrize("format", ["mxfp8", "mxfp8_e5m2", "mxfp6", "mxfp6_e3m2", "mxfp4", "mxint8"])
 def test_every_bfloat16_rounds_to_the_value_of_its_code(format, scaling):
-    """By words of two, which is arithmetic that no interpreter has; rows, columns and both."""
+    """In words of two values, with instructions that the interpreter lacks; rows, columns and both."""
     x, cast = every_bfloat16(), mx.Cast.of(format, scaling)
     row, column = reference.encode(x, cast), reference.encode(x.t(), cast)
     got = cast_pair(x.cuda(), cast, Form.VALUES, Form.VALUES, torch.bfloat16)
-    same_gemm_operand(got[0], row)
-    same_gemm_operand(got[1], column)
+    same_copy(got[0], row)
+    same_copy(got[1], column)
     same_values(fake_quantize(x.cuda(), cast, torch.bfloat16)[0], reference.decode_local(row).bfloat16())
     values, _ = fake_quantize(x.cuda().t(), cast, torch.bfloat16)
     assert values.t().is_contiguous()
@@ -181,12 +183,12 @@ def test_pairs_of_float32_and_by_seeds_equal_the_cpu_codec(format):
     x = special_values()[7:]
     for dtype in (torch.float32, torch.float16):
         row, column = cast_pair(x.cuda(), mx.Cast.of(format), *PAIRS[0], dtype)
-        same_gemm_operand(row, reference.encode(x, mx.Cast.of(format)), dtype)
-        same_gemm_operand(column, reference.encode(x.t(), mx.Cast.of(format)))
+        same_copy(row, reference.encode(x, mx.Cast.of(format)), dtype)
+        same_copy(column, reference.encode(x.t(), mx.Cast.of(format)))
     casts = [mx.Cast.of(format, rounding="stochastic", seed=seed) for seed in (3, 4)]
     row, column = cast_pair(x.cuda(), casts[0], *PAIRS[1], torch.float32)
-    same_gemm_operand(row, reference.encode(x, casts[0]), torch.float32)
-    same_gemm_operand(column, reference.encode(x.t(), casts[1]), torch.float32)
+    same_copy(row, reference.encode(x, casts[0]), torch.float32)
+    same_copy(column, reference.encode(x.t(), casts[1]), torch.float32)
 
 
 @pytest.mark.parametrize("format", ["float8_tensor", "float8_e5m2_tensor", "float8_tensor_pow2"])
@@ -200,8 +202,8 @@ def test_codes_by_one_scale_and_their_transpose_equal_the_cpu_codec(format, dtyp
         same_operand(column, reference.encode(x.t(), cast))
         amax, record = torch.tensor(1.5), torch.tensor(0.25, device="cuda")
         row, column = cast_pair(x.cuda(), cast, *codes, dtype, amax.cuda(), record)
-        same_operand(row, encode_under(x, cast, amax))
-        same_operand(column, encode_under(x.t(), cast, amax))
+        same_operand(row, encode_with_amax(x, cast, amax))
+        same_operand(column, encode_with_amax(x.t(), cast, amax))
         own = reference.tensor_amax(x).clamp(min=0.25)
         assert record.cpu() == own or (record.isnan() and own.isnan())
 
@@ -214,7 +216,7 @@ def test_a_float32_result_of_bfloat16_values_is_not_rounded(format, shape):
     if len(shape) > 2 and format == "nvfp4":
         pytest.skip("a global scale multiplies the accumulator of matrices only")
     a = FakeQuantized(*fake_quantize(x.cuda(), cast, torch.bfloat16), cast.format)
-    b = cast_pair(w.t().contiguous().cuda(), cast, None, Form.VALUES, torch.bfloat16)[1]  # stored by columns
+    b = cast_pair(w.t().contiguous().cuda(), cast, None, Form.VALUES, torch.bfloat16)[1]  # column-major
     assert not b.values.is_contiguous()
     with mx.explain() as log:
         y = gemm("mm", a, b, GemmArgs(torch.float32, bias.cuda(), 2.0, 0.5))
@@ -242,14 +244,14 @@ def test_a_compiled_pair_equals_the_eager_one(format):
 def test_swizzled_scales_are_the_swizzle_of_the_scales(format, shape):
     x, cast = torch.randn(shape).bfloat16(), mx.Cast.of(format)
     expected = reference.encode(x, cast)
-    data, scale, last = triton_rows.quantize_swizzled(x.cuda(), cast)
+    data, scale, global_scale = triton_rows.quantize_swizzled(x.cuda(), cast)
     assert same(data, expected.data) and same(scale, swizzle(expected.scale))
-    assert last is None or last.cpu() == expected.global_scale
+    assert global_scale is None or global_scale.cpu() == expected.global_scale
 
 
 @pytest.mark.parametrize("format", ["mxfp8", "mxfp4", "mxfp8[32x32]"])
 def test_a_compiled_kernel_meets_other_alignments_strides_and_sizes(format):
-    """Each follows one that it could be mistaken for; the first ones once more at the end."""
+    """Each call follows one with which a cache could confuse it; the first calls are repeated at the end."""
     flat = torch.randn(80 * 512 + 64).bfloat16()
     views = [
         flat[: 64 * 512].view(64, 512),

@@ -1,4 +1,4 @@
-"""DotProductAttention, rotary embedding and MultiheadAttention: against torch, formulas, and the log of products."""
+"""DotProductAttention, rotary embedding and MultiheadAttention: against torch, formulas and the log of products."""
 
 import copy
 import math
@@ -27,7 +27,7 @@ def backward(y, inputs, grad):
 
 
 def by_definition(q, k, v, seen, scale):
-    """softmax(q k^T * scale) v over the keys that ``seen`` (b, h, q, k) allows; (s, b, h, d) all; zeros where none."""
+    """softmax(q k^T * scale) v over the keys in ``seen`` (b, h, q, k); all others (s, b, h, d). Zeros without a key."""
     groups = q.shape[2] // k.shape[2]
     k, v = (torch.stack([t[:, :, h // groups] for h in range(q.shape[2])], 2) for t in (k, v))
     scores = torch.einsum("qbhd,kbhd->bhqk", q, k) * scale
@@ -37,7 +37,7 @@ def by_definition(q, k, v, seen, scale):
 
 
 def allowed(mask_type, window, queries, keys, lengths, arbitrary):
-    """The mask types as words: who sees whom, one pair at a time; (b, 1, queries, keys)."""
+    """The keys that each query sees under a mask type, one pair at a time: (b, 1, queries, keys)."""
     seen = torch.zeros(len(lengths), 1, queries, keys, dtype=torch.bool)
     for b, (n, m) in enumerate(lengths):
         padded = "padding" in mask_type
@@ -59,7 +59,7 @@ def allowed(mask_type, window, queries, keys, lengths, arbitrary):
 @pytest.mark.parametrize("sizes", [(7, 7), (5, 8), (8, 5)], ids=str)
 @pytest.mark.parametrize("window", [None, (-1, -1), (2, 1), (2, -1), (-1, 1)], ids=str)
 @pytest.mark.parametrize("mask_type", MASKS)
-def test_every_mask_type_and_window_hides_what_it_says(mask_type, window, sizes):
+def test_every_mask_type_and_window_hides_its_keys(mask_type, window, sizes):
     queries, keys = sizes
     batch, heads, groups, d = 3, 4, 2, 8
     lengths = [(queries, keys), (queries - 3, keys - 2), (queries - 1, keys)]
@@ -99,14 +99,14 @@ def test_formats_differ_only_in_the_order_of_dimensions(mask_type):
     assert torch.equal(sbhd, bshd.transpose(0, 1))
 
 
-def test_scale_and_sizes_of_values_are_the_callers():
+def test_softmax_scale_and_channels_of_values():
     q, k, v = draw(5, 2, 3, 8), draw(5, 2, 3, 8), draw(5, 2, 3, 4)
     y = DotProductAttention(3, (8, 4), attn_mask_type="no_mask", softmax_scale=0.7)(q, k, v)
     everything = torch.ones(2, 3, 5, 5, dtype=torch.bool)
     torch.testing.assert_close(y, by_definition(q, k, v, everything, 0.7), rtol=1e-12, atol=1e-12)
 
 
-def test_a_mask_and_a_window_of_one_call_take_the_place_of_the_modules():
+def test_a_call_may_override_mask_and_window():
     q, k, v = draw(6, 2, 2, 8), draw(6, 2, 2, 8), draw(6, 2, 2, 8)
     causal, free = DotProductAttention(2, 8), DotProductAttention(2, 8, attn_mask_type="no_mask")
     assert torch.equal(causal(q, k, v, attn_mask_type="no_mask"), free(q, k, v))
@@ -138,7 +138,7 @@ def test_dropout_is_for_training_only():
     assert torch.equal(dropping.eval()(q, k, v), keeping(q, k, v))
 
 
-def test_recomputing_the_core_changes_no_bit_and_keeps_dropout():
+def test_recomputing_the_core_is_bitwise_identical_and_repeats_dropout():
     q, k, v = draw(16, 2, 2, 8), draw(16, 2, 2, 8), draw(16, 2, 2, 8)
     attention, results = DotProductAttention(2, 8, attention_dropout=0.5), []
     grad = torch.randn(16, 2, 16, dtype=torch.float64)
@@ -175,7 +175,7 @@ def padded(n):
         ({"attention_type": "both"}, None, ValueError, "attention_type is 'both'; choose one of self, cross"),
         ({"tp_size": 2}, None, NotImplementedError, "tp_size=2 is not available"),
         ({}, {"k": (6, 2, 3, 8)}, ValueError, r"\(6, 2, 4, 8\), \(6, 2, 3, 8\), \(6, 2, 4, 8\) do not fit"),
-        ({}, {"k": (6, 3, 4, 8), "v": (6, 3, 4, 8)}, ValueError, "do not fit: as sbhd of one batch"),
+        ({}, {"k": (6, 3, 4, 8), "v": (6, 3, 4, 8)}, ValueError, "do not fit: sbhd needs one batch size"),
         ({"attn_mask_type": "padding"}, {}, ValueError, r"needs an attention_mask \(2, 1, 1, 6\), True for padding"),
         ({"attn_mask_type": "padding"}, {"mask": padded(5)}, ValueError, r"\(2, 1, 1, 5\) of queries and .* do not"),
         ({"attn_mask_type": "padding"}, {"mask": padded(6).float()}, TypeError, "is torch.float32; pass bool"),
@@ -183,7 +183,7 @@ def padded(n):
         ({"attn_mask_type": "arbitrary"}, {"mask": padded(5)}, ValueError, r"got \(2, 1, 1, 5\)"),
     ],
 )
-def test_mistakes_are_named(arguments, call, error, message):
+def test_errors_name_the_argument(arguments, call, error, message):
     if call is None:
         with pytest.raises(error, match=message):
             DotProductAttention(4, 8, **arguments)
@@ -200,7 +200,7 @@ def test_mistakes_are_named(arguments, call, error, message):
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("percent", [1.0, 0.5])
 @pytest.mark.parametrize("form", ["sbhd", "bshd"])
-def test_each_pair_of_channels_turns_by_its_angle(form, percent, interleaved):
+def test_each_pair_of_channels_rotates_by_its_angle(form, percent, interleaved):
     length, d, offset, base = 11, 16, 3, 500.0
     rope = RotaryPositionEmbedding(d, percent, rotary_base=base, interleaved=interleaved)
     freqs = rope(length + 2, offset)
@@ -218,7 +218,7 @@ def test_each_pair_of_channels_turns_by_its_angle(form, percent, interleaved):
         torch.testing.assert_close(torch.complex(y[..., a], y[..., b]), expected, rtol=0, atol=1e-5)
 
 
-def test_the_product_of_turned_vectors_depends_on_their_distance_alone():
+def test_the_product_of_rotated_vectors_depends_on_their_distance_only():
     freqs = RotaryPositionEmbedding(8)(40)
     a, b = (torch.randn(1, 1, 1, 8, dtype=torch.float64).expand(40, -1, -1, -1) for _ in range(2))
     scores = torch.einsum("isth,jsth->ij", *(apply_rotary_pos_emb(t, freqs) for t in (a, b)))
@@ -227,7 +227,7 @@ def test_the_product_of_turned_vectors_depends_on_their_distance_alone():
         torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=0, atol=1e-4)
 
 
-def test_half_precision_is_turned_in_float32_and_rounded_once():
+def test_half_precision_is_rotated_in_float32_and_rounded_once():
     freqs = RotaryPositionEmbedding(16)(9)
     t = torch.randn(9, 2, 3, 16, dtype=torch.bfloat16, requires_grad=True)
     y = apply_rotary_pos_emb(t, freqs)
@@ -259,14 +259,14 @@ def test_frequencies_stay_float32_and_survive_meta_and_foreign_state_dicts():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: RotaryPositionEmbedding(6, 0.5), "leave 3 channels, which turn in pairs"),
-        (lambda: RotaryPositionEmbedding(8, 2.0), "leave 16 channels"),
-        (lambda: apply_rotary_pos_emb(torch.ones(4, 1, 1, 8), torch.ones(3, 1, 1, 8)), "do not reach over sbhd"),
-        (lambda: apply_rotary_pos_emb(torch.ones(4, 1, 1, 8), torch.ones(4, 1, 1, 16)), "do not reach over sbhd"),
+        (lambda: RotaryPositionEmbedding(6, 0.5), "give 3 rotary channels, which rotate in pairs"),
+        (lambda: RotaryPositionEmbedding(8, 2.0), "give 16 rotary channels"),
+        (lambda: apply_rotary_pos_emb(torch.ones(4, 1, 1, 8), torch.ones(3, 1, 1, 8)), "do not cover sbhd"),
+        (lambda: apply_rotary_pos_emb(torch.ones(4, 1, 1, 8), torch.ones(4, 1, 1, 16)), "do not cover sbhd"),
         (lambda: apply_rotary_pos_emb(torch.ones(4, 1, 8), torch.ones(4, 1, 1, 8), "thd"), "is 'thd'; choose one of"),
     ],
 )
-def test_mistakes_with_angles_are_named(call, message):
+def test_errors_name_the_angles(call, message):
     with pytest.raises(ValueError, match=message):
         call()
 
@@ -275,12 +275,12 @@ def test_mistakes_with_angles_are_named(call, message):
 
 
 def products(log):
-    """How many quantized products of each kind a log holds."""
+    """The number of quantized products of each kind in a log."""
     return Counter(entry.spec.op for entry in log.entries if entry.spec.op in ("fprop", "dgrad", "wgrad"))
 
 
 def assert_same_gradients(ours, theirs):
-    """Gradients of a layer and of the torch module that it was made from, whose state dict layout is translated."""
+    """Compare the gradients of a layer with those of the torch module that it was created from."""
     twin = copy.deepcopy(ours)
     twin.load_state_dict({name: parameter.grad for name, parameter in theirs.named_parameters()})
     gradients = {name: parameter.grad for name, parameter in ours.named_parameters()}
@@ -296,7 +296,7 @@ FUSED = [{}, {"fuse_qkv_params": True}, {"fuse_qkv_params": True, "qkv_weight_in
 @pytest.mark.parametrize("options", FUSED, ids=str)
 @pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize("kind", ["self", "cross"])
-def test_multihead_attention_is_torchs(kind, batch_first, options, dtype):
+def test_multihead_attention_equals_torchs(kind, batch_first, options, dtype):
     theirs = nn.MultiheadAttention(48, 3, bias=not batch_first, batch_first=batch_first, dtype=dtype)
     ours = MultiheadAttention.from_torch(theirs, attention_type=kind, **options)
     x, memory = draw(2, 7, 48, dtype=dtype), draw(2, 5, 48, dtype=dtype)
@@ -358,7 +358,7 @@ def test_grouped_queries_share_keys_and_values(options):
 
 
 @pytest.mark.parametrize("form", ["sbhd", "bshd"])
-def test_angles_turn_queries_and_keys(form):
+def test_angles_rotate_queries_and_keys(form):
     layer = MultiheadAttention(32, 4, None, 0.0, num_gqa_groups=2, qkv_format=form, bias=False)
     rope, x = RotaryPositionEmbedding(8)(6), draw(6, 2, 32, dtype=torch.float32)
     x = x if form == "sbhd" else x.transpose(0, 1)
@@ -372,7 +372,7 @@ def test_angles_turn_queries_and_keys(form):
 
 
 @pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
-def test_what_is_returned_beside_the_output(normalization):
+def test_the_results_beside_the_output(normalization):
     layer = MultiheadAttention(
         32, 4, None, 0.0, input_layernorm=True, return_bias=True, return_layernorm_output=True,
         normalization=normalization, zero_centered_gamma=True,
@@ -437,7 +437,7 @@ def test_projections_are_quantized_and_attention_is_not(kind):
 def test_quantized_parameters_load_torchs_and_train():
     theirs = nn.MultiheadAttention(64, 4)
     recipe = MXFP8()
-    with mx.model_init.quantized_model_init(recipe=recipe):
+    with mx.training.model_init.quantized_model_init(recipe=recipe):
         ours = MultiheadAttention.from_torch(theirs)
     weight = ours.qkv.key_weight
     assert isinstance(weight, mx.MXTensor)
@@ -469,7 +469,7 @@ def test_quantized_parameters_load_torchs_and_train():
         ),
         (
             lambda: MultiheadAttention.from_torch(nn.MultiheadAttention(32, 4, kdim=16)),
-            NotImplementedError, "kdim=16, vdim=32, .* keep torch's module",
+            NotImplementedError, "kdim=16, vdim=32, .* use torch's module",
         ),
         (
             lambda: MultiheadAttention.from_torch(nn.MultiheadAttention(32, 4, add_bias_kv=True)),
@@ -477,6 +477,6 @@ def test_quantized_parameters_load_torchs_and_train():
         ),
     ],
 )  # fmt: skip
-def test_mistakes_with_multihead_attention_are_named(call, error, message):
+def test_errors_of_multihead_attention_name_the_argument(call, error, message):
     with pytest.raises(error, match=message):
         call()

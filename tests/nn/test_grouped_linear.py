@@ -1,7 +1,4 @@
-"""GroupedLinear: one linear layer for each group of rows, equal to the sequence of layers bit for bit.
-
-Frames and patterns named in tests are those of the seed document 000 (numerics of TransformerEngine).
-"""
+"""GroupedLinear: one linear layer for each group of rows, bitwise identical to separate layers."""
 
 import copy
 import io
@@ -38,7 +35,7 @@ by_name = pytest.mark.parametrize("active", RECIPES, ids=lambda r: type(r).__nam
 
 
 class Sequence(nn.Module):
-    """What GroupedLinear stands for: its weights in modules of their own."""
+    """The reference of GroupedLinear: its weights in separate modules."""
 
     def __init__(self, grouped, **options):
         super().__init__()
@@ -71,7 +68,7 @@ def biases_of(grouped):
 
 
 def step(module, x, splits, g, **arguments):
-    """The result and the gradient of x; those of parameters are left in .grad."""
+    """The result and the gradient of x; the gradients of parameters are in .grad."""
     x = x.detach().clone().requires_grad_()
     y = module(x, splits, **arguments)
     y.backward(g.to(y.dtype))
@@ -85,7 +82,7 @@ def assert_same_gradients(grouped, sequence):
 
 
 def batch(rows, dtype=torch.bfloat16):
-    """An input and an upstream gradient whose rows differ widely, so that a scale shared between groups would show."""
+    """An input and an upstream gradient whose rows differ widely, which detects a scale shared between groups."""
     return tuple(torch.randn(rows, width, dtype=dtype) * torch.randn(rows, 1).exp2().to(dtype) for width in (K, N))
 
 
@@ -94,8 +91,8 @@ def batch(rows, dtype=torch.bfloat16):
 
 @by_name
 @pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS.keys())
-def test_frame_2b_grouped_is_the_sequence_of_linears_bit_for_bit(active, splits):
-    """Three steps, so that delayed scaling's histories count."""
+def test_grouped_linear_is_bitwise_identical_to_separate_linears(active, splits):
+    """Three steps, so that the histories of delayed scaling have an effect."""
     grouped = GroupedLinear(len(splits), K, N, params_dtype=torch.bfloat16)
     sequence = Sequence(grouped)
     for _ in range(3):
@@ -125,8 +122,8 @@ def test_in_other_dtypes_and_without_bias_too(active, dtype):
 
 @pytest.mark.parametrize("num_gemms", [3, 6])
 @pytest.mark.parametrize("active", [*RECIPES, None], ids=lambda r: type(r).__name__)
-def test_pattern_2_grouped_linear_accuracy_with_aligned_splits(active, num_gemms):
-    """The seed's frame: splits in whole blocks of sorted random places, sequence-first input, bs rows for each."""
+def test_accuracy_with_aligned_splits(active, num_gemms):
+    """Splits in whole blocks at sorted random positions, sequence-first input."""
     bs, length, hidden, ffn = 2, 256, 64, 96
     size = 1 if active is None else 32 if active.mxfp8() or active.nvfp4() else 16
     places = torch.sort(torch.randint(0, length // size, (num_gemms - 2,))).values.tolist()
@@ -156,7 +153,7 @@ def test_pattern_2_grouped_linear_accuracy_with_aligned_splits(active, num_gemms
 
 
 def test_each_group_is_cast_from_its_own_rows_only():
-    """Against the oracle's casts and float64 products: blocks of the columnwise copies start anew with each group."""
+    """Against the oracle's casts and float64 products: blocks of the columnwise copies start at each group."""
     splits, format = SPLITS["odd"], mx.get_format("mxfp8")
     grouped = GroupedLinear(len(splits), K, N)
     x, g = batch(sum(splits), torch.float32)
@@ -196,7 +193,7 @@ def test_m_splits_may_be_a_tuple_or_a_tensor_of_integers(kind):
 
 @pytest.mark.gpu
 @by_name
-def test_on_cuda_too_with_row_counts_that_are_there(active):
+def test_on_cuda_with_row_counts_on_the_device(active):
     splits = [5, 0, 160, 128, 1]
     grouped = GroupedLinear(len(splits), 256, 128, params_dtype=torch.bfloat16, device="cuda")
     sequence = Sequence(grouped).cuda()
@@ -208,7 +205,7 @@ def test_on_cuda_too_with_row_counts_that_are_there(active):
     assert_same_gradients(grouped, sequence)
 
 
-def test_outside_autocast_it_is_torchs_linear_layer_of_each_group():
+def test_outside_autocast_each_group_is_torchs_linear_layer():
     splits = SPLITS["odd"]
     grouped = GroupedLinear(len(splits), K, N)
     x, g = batch(sum(splits), torch.float32)
@@ -240,13 +237,13 @@ def test_strided_inputs_and_gradients():
     assert all(torch.equal(a, w.grad) for a, w in zip(first, weights_of(grouped), strict=True))
 
 
-def test_what_needs_no_gradient_costs_no_product():
+def test_tensors_without_gradients_need_no_product():
     splits = [33, 8]
     grouped = GroupedLinear(2, K, N)
     grouped.weight0.requires_grad_(False)
     x, g = batch(41)
     with mx.autocast(), mx.explain() as log:
-        grouped(x, splits).backward(g)  # x needs none
+        grouped(x, splits).backward(g)  # x needs no gradient
     assert grouped.weight0.grad is None and grouped.weight1.grad is not None and grouped.bias0.grad is not None
     assert [e.spec.op for e in log.entries if e.spec.op in ("fprop", "dgrad", "wgrad")] == ["fprop", "fprop", "wgrad"]
 
@@ -281,7 +278,7 @@ def test_inside_torch_autocast_the_result_has_its_dtype():
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_recomputed_in_backward_it_gives_the_same(reentrant):
+def test_recomputation_gives_the_same_step(reentrant):
     splits = SPLITS["zeros"]
     grouped = GroupedLinear(len(splits), K, N)
     x, g = batch(sum(splits))
@@ -328,7 +325,7 @@ def test_the_function_refuses_weights_of_different_shapes():
 
 
 def pad_tensor_for_fp8(hidden_states, tokens_per_expert, align_size):
-    """Pattern 4's own padding, as a user wrote it before there was a module for it."""
+    """Padding written by hand, without the module."""
     padded = [(n + align_size - 1) // align_size * align_size for n in tokens_per_expert]
     out = []
     for rows, n, size in zip(torch.split(hidden_states, tokens_per_expert), tokens_per_expert, padded, strict=True):
@@ -338,8 +335,8 @@ def pad_tensor_for_fp8(hidden_states, tokens_per_expert, align_size):
 
 @by_name
 @pytest.mark.parametrize("num_gemms", [3, 6])
-def test_pattern_4_padding_grouped_linear_accuracy(active, num_gemms):
-    """Padded groups give what the groups alone give: the same casts, sums in an order of the backend's choice."""
+def test_accuracy_with_padding(active, num_gemms):
+    """Padded groups have the same casts as the groups alone; the backend may sum in another order."""
     splits = torch.randint(1, 60, (num_gemms,)).tolist()
     grouped = GroupedLinear(num_gemms, K, N, params_dtype=torch.bfloat16)
     twin, pad, unpad = copy.deepcopy(grouped), Fp8Padding(num_gemms), Fp8Unpadding(num_gemms)
@@ -374,7 +371,7 @@ def test_delayed_wgrads_of_all_microbatches_add_up():
         layer.backward_dw()
     assert_same_gradients(grouped, sequence)
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(grouped.parameters(), at_once.parameters(), strict=True))
-    grouped.backward_dw()  # nothing is left
+    grouped.backward_dw()  # no gradient is pending
     assert torch.equal(grouped.weight0.grad, at_once.weight0.grad)
 
 
@@ -438,7 +435,7 @@ def test_the_biases_may_be_returned_instead():
     assert GroupedLinear(2, K, N, bias=False, return_bias=True)(x, [38, 0])[1] == [None, None]
 
 
-def test_the_input_itself_may_be_kept_for_wgrad():
+def test_the_input_itself_may_be_saved_for_wgrad():
     splits = SPLITS["odd"]
     grouped, keeping = GroupedLinear(4, K, N), GroupedLinear(4, K, N, save_original_input=True)
     keeping.load_state_dict(grouped.state_dict())
@@ -449,15 +446,15 @@ def test_the_input_itself_may_be_kept_for_wgrad():
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(grouped.parameters(), keeping.parameters(), strict=True))
 
 
-def test_delayed_scaling_keeps_histories_for_each_group_and_saves_them():
+def test_each_group_has_its_own_histories_and_the_state_dict_contains_them():
     active, splits = recipe.DelayedScaling(amax_history_len=4), [5, 0, 33]
     grouped = GroupedLinear(3, K, N)
     data = [batch(38) for _ in range(4)]
     with mx.autocast(recipe=active):
         for x, g in data[:2]:
             step(grouped, x * torch.tensor([1.0] * 5 + [8.0] * 33).view(-1, 1).bfloat16(), splits, g)
-    amax = torch.stack([slot.state.record for slot in grouped._slots])[:, 0]
-    assert amax[2] > 2 * amax[0] > 0 and amax[1] == 0  # of input: each group's own
+    amax = torch.stack([state.delayed.record for state in grouped._products])[:, 0]
+    assert amax[2] > 2 * amax[0] > 0 and amax[1] == 0  # the input's amax of each group
     saved = io.BytesIO()
     torch.save(grouped.state_dict(), saved)
     saved.seek(0)
@@ -481,8 +478,8 @@ def test_a_state_dict_without_histories_loads():
 
 
 @pytest.mark.parametrize("active", [r for r in RECIPES if not r.delayed()], ids=lambda r: type(r).__name__)
-def test_frame_2a_modules_made_with_quantized_weights(active):
-    """Weights that are MXTensors give what high-precision weights of the same values before the cast give."""
+def test_modules_with_quantized_weights(active):
+    """MXTensor weights give the same step as the high-precision weights that they were quantized from."""
     splits = SPLITS["odd"]
     torch.manual_seed(3)
     with quantized_model_init(enabled=True, recipe=active):
@@ -501,7 +498,7 @@ def test_frame_2a_modules_made_with_quantized_weights(active):
         assert not isinstance(a.grad, mx.MXTensor) and torch.equal(a.grad, b.grad)
 
 
-def test_a_recipe_that_does_not_fit_the_weights_names_both_and_changes_nothing():
+def test_a_recipe_mismatch_names_both_and_changes_nothing():
     with quantized_model_init(recipe=recipe.MXFP8BlockScaling()):
         grouped = GroupedLinear(3, K, N, name="experts")
     x, _ = batch(12)
@@ -540,7 +537,7 @@ def test_m_splits_that_do_not_fit_are_named_and_leave_the_state_as_it_was():
     x, _ = batch(12)
     with mx.autocast(recipe=recipe.DelayedScaling()):
         grouped(x, [4, 4, 4])
-        before = [copy.deepcopy(slot.state.state_dict()) for slot in grouped._slots]
+        before = [copy.deepcopy(state.delayed.state_dict()) for state in grouped._products]
         for splits, message in [
             ([4, 8], r"GroupedLinear: m_splits has 2 row counts, there are 3 groups: \[4, 8\]"),
             ([4, 4, 5], r"GroupedLinear: m_splits \[4, 4, 5\] sum to 13, the input has 12 rows"),
@@ -560,20 +557,20 @@ def test_m_splits_that_do_not_fit_are_named_and_leave_the_state_as_it_was():
             grouped(x.to("meta"), [4, 4, 4])
         with pytest.raises(ValueError, match="the input has no dimensions"):
             grouped(torch.ones(()), [4, 4, 4])
-        after = [slot.state.state_dict() for slot in grouped._slots]
+        after = [state.delayed.state_dict() for state in grouped._products]
         assert all(torch.equal(a[k], b[k]) for a, b in zip(before, after, strict=True) for k in a)
         grouped(x, [4, 4, 4])
 
 
-def test_arguments_that_cannot_be_honoured_are_refused():
-    with pytest.raises(ValueError, match="GroupedLinear: num_gemms is 0; there is one group or more"):
+def test_unsupported_arguments_are_refused():
+    with pytest.raises(ValueError, match="GroupedLinear: num_gemms is 0; use 1 or more"):
         GroupedLinear(0, K, N)
     for argument in ({"tp_size": 2}, {"sequence_parallel": True}, {"rng_tracker_name": "model"}):
         with pytest.raises(NotImplementedError, match=rf"GroupedLinear: {next(iter(argument))}="):
             GroupedLinear(2, K, N, **argument)
 
 
-def test_it_starts_as_torchs_linear_layers_do_and_says_what_it_is():
+def test_initialization_is_torchs_and_repr_shows_the_sizes():
     grouped = GroupedLinear(2, K, N)
     bound = 1 / K**0.5
     assert all(p.abs().max() <= bound and p.abs().max() > 0.8 * bound for p in grouped.parameters())

@@ -1,4 +1,4 @@
-"""LayerNormLinear and LayerNormMLP: norms in high precision, every product held to the reference."""
+"""LayerNormLinear and LayerNormMLP: norms in high precision, every product against the reference."""
 
 import warnings
 
@@ -10,7 +10,7 @@ from torch import nn
 import mxtensor as mx
 from mxtensor.nn import LayerNormLinear, LayerNormMLP, Linear
 from mxtensor.nn.base import QuantizedModule
-from mxtensor.recipe.training_recipes import (
+from mxtensor.recipe import (
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
@@ -37,7 +37,7 @@ def leaf(*shape, dtype=torch.float32):
 
 
 def exact_norm(x, weight, bias, normalization, centered, eps):
-    """In float64 from the formulas."""
+    """The formulas, in float64."""
     x, weight = x.double(), weight.double() + (1 if centered else 0)
     if normalization == "LayerNorm":
         x = x - x.mean(-1, keepdim=True)
@@ -46,7 +46,7 @@ def exact_norm(x, weight, bias, normalization, centered, eps):
 
 
 def scrambled(module):
-    """Random norm parameters, which start as ones and zeros."""
+    """Give the norm random parameters instead of ones and zeros."""
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             if name.startswith("layer_norm"):
@@ -73,7 +73,7 @@ def test_parameters_have_transformer_engines_names():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("recipe", [*RECIPES.values(), None], ids=[*RECIPES, "plain"])
 def test_layernorm_linear_gives_the_reference(recipe, dtype, normalization, centered):
-    """The norm's result to its own rounding, the products of what the norm gave, and the norm's gradients."""
+    """The result of the norm, the products of that result, and the gradients of the norm."""
     module = scrambled(
         LayerNormLinear(
             100,
@@ -107,7 +107,7 @@ def test_layernorm_linear_gives_the_reference(recipe, dtype, normalization, cent
         )
         dnormed = train_step(normed, module.weight, module.bias, g, linear_recipe).dx
     exact.backward(dnormed)
-    norms = 2 * TOLERANCE[dtype]  # torch's own derivative rounds more than once, how often depends on its version
+    norms = 2 * TOLERANCE[dtype]  # torch's derivative rounds several times, depending on its version
     assert relative_error(x.grad, x64.grad) < norms
     for mine, theirs in zip((module.layer_norm_weight, module.layer_norm_bias), parameters, strict=False):
         assert relative_error(mine.grad, theirs.grad) < norms
@@ -131,7 +131,7 @@ def test_parameters_of_another_dtype_norm_in_float32():
         assert relative_error(normed, exact) < 3e-3
 
 
-def test_what_is_returned_and_in_which_order():
+def test_the_results_and_their_order():
     x = leaf(7, 40)
     y = LayerNormLinear(40, 24)(x)
     assert y.shape == (7, 24)
@@ -170,7 +170,7 @@ GATED = {"geglu": "gelu", "qgeglu": "qgelu", "reglu": "relu", "sreglu": "srelu",
 
 
 def exact_mlp(module, x):
-    """In float64 without quantization; the first half of a gated layer is activated."""
+    """The MLP in float64 without quantization."""
     p = {name: parameter.double() for name, parameter in module.named_parameters()}
     normed = exact_norm(x, module.layer_norm_weight, module.layer_norm_bias, module.normalization, False, 1e-5)
     inner = normed @ p["fc1_weight"].T + p.get("fc1_bias", 0)
@@ -184,7 +184,7 @@ def exact_mlp(module, x):
 
 @pytest.mark.parametrize("activation", [*ACTIVATIONS, *GATED])
 def test_every_activation_forward_and_backward(activation):
-    """Unquantized against float64; under MXFP8 by norm. A relu's gradient is 0 or 1, and rounding turns some over."""
+    """Unquantized against float64; under MXFP8 by norm. Rounding flips some gradients of a relu between 0 and 1."""
     module = scrambled(LayerNormMLP(96, 128, activation=activation, normalization="RMSNorm"))
     assert module.fc1_weight.shape == (256 if activation in GATED else 128, 96)
     x, g = leaf(50, 96), torch.randn(50, 96)
@@ -219,11 +219,11 @@ def test_parameters_of_the_mlp():
 
 
 def spied(monkeypatch):
-    """(input, weight, bias, output) of every product, gradients retained."""
+    """(input, weight, bias, output) of every product, with their gradients."""
     seen, product = [], QuantizedModule.product
 
     def spy(self, index, x, components, bias, active, first):
-        x = x.view_as(x)  # its gradient is this product's alone
+        x = x.view_as(x)  # its gradient comes from this product only
         x.retain_grad()
         out = product(self, index, x, components, bias, active, first)
         out.retain_grad()
@@ -271,7 +271,7 @@ kinds = pytest.mark.parametrize("kind", KINDS, ids=["LayerNormLinear", "LayerNor
 @kinds
 @pytest.mark.parametrize("recipe", [MXFP8, DelayedScaling()], ids=["mxfp8", "delayed"])
 def test_delayed_and_fused_wgrads(kind, recipe):
-    """Over two microbatches: to the bit for float32 parameters, in grad and in main_grad."""
+    """Two microbatches: bitwise identical for float32 parameters, in grad and in main_grad."""
     plain, later, fused = kind(), kind(delay_wgrad_compute=True), kind(fuse_wgrad_accumulation=True)
     for module in (later, fused):
         module.load_state_dict(plain.state_dict())
@@ -317,7 +317,7 @@ def test_quantizers_change_with_the_recipe(kind):
 
 
 @kinds
-def test_each_product_has_delayed_histories_that_resume(kind):
+def test_the_histories_of_each_product_resume(kind):
     module, other, recipe = kind(), kind(), DelayedScaling()
     for _ in range(3):
         run(module, leaf(20, 64), torch.randn(20, 64), recipe)
@@ -345,7 +345,7 @@ def test_quantized_weights_train(kind, recipe):
 
 @kinds
 @pytest.mark.parametrize("operands", [False, True], ids=["plain weights", "quantized weights"])
-def test_they_compile_whole_forward_and_backward(kind, operands):
+def test_forward_and_backward_compile_to_one_graph(kind, operands):
     torch._dynamo.reset()
     with quantized_model_init(enabled=operands):
         module = kind(normalization="RMSNorm", zero_centered_gamma=True)
@@ -358,8 +358,8 @@ def test_they_compile_whole_forward_and_backward(kind, operands):
     torch._dynamo.reset()
 
 
-def test_a_layernorm_linear_is_a_norm_and_a_linear():
-    """Its state dict is made of theirs, and its result to the bit that of the two in a row."""
+def test_layernorm_linear_equals_a_norm_and_a_linear():
+    """Its state dict is the union of theirs, and its result is bitwise identical."""
     norm, linear = nn.LayerNorm(64), Linear(64, 48)
     module = LayerNormLinear(64, 48)
     theirs = {f"layer_norm_{name}": value for name, value in scrambled(norm).state_dict().items()}
@@ -369,7 +369,7 @@ def test_a_layernorm_linear_is_a_norm_and_a_linear():
 
 
 @kinds
-def test_mistakes_are_named_and_change_nothing(kind):
+def test_errors_name_the_argument_and_change_nothing(kind):
     module = kind()
     with pytest.raises(ValueError, match=r"input \(20, 63\) does not fit"):
         run(module, leaf(20, 63), None)

@@ -11,9 +11,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import mxtensor as mx
-from mxtensor.core.dispatch import describe
+from mxtensor.core.kernel import describe
 from mxtensor.nn import Linear
-from mxtensor.recipe.training_recipes import (
+from mxtensor.recipe import (
     CustomRecipe,
     DelayedScaling,
     Float8BlockScaling,
@@ -56,7 +56,7 @@ def leaf(*shape, dtype=torch.float32):
 
 
 def step(layer, x, g, recipe, **arguments):
-    """(y, dx) of a pass inside autocast; recipe None: outside it."""
+    """(y, dx) of a pass inside autocast; outside it if recipe is None."""
     x = x.detach().requires_grad_(x.requires_grad)
     with mx.autocast(enabled=recipe is not None, recipe=recipe):
         y = layer(x, **arguments)
@@ -66,7 +66,7 @@ def step(layer, x, g, recipe, **arguments):
 
 
 def check(layer, x, g, recipe):
-    """Hold a pass and the gradients of fresh parameters to the reference."""
+    """Compare a pass and the gradients of the parameters with the reference."""
     layer.zero_grad(set_to_none=True)
     y, dx = step(layer, x, g, recipe)
     db = None if layer.bias is None else layer.bias.grad
@@ -74,7 +74,7 @@ def check(layer, x, g, recipe):
 
 
 def holds(layer, x, g, recipe, y, dx=None, dw=None, db=None):
-    """Hold what there is of a pass to the reference."""
+    """Compare the given results of a pass with the reference."""
     check_step((y, dx, dw, db), x, layer.weight, layer.bias, g, recipe.linear_recipe())
 
 
@@ -85,7 +85,7 @@ def twin(layer):
 # ---------------------------------------------------------------------------------------------- as torch.nn.Linear
 
 
-def test_it_starts_as_torch_does_and_loads_its_state_dict():
+def test_initialization_is_torchs_and_torchs_state_dict_loads():
     torch.manual_seed(5)
     theirs = nn.Linear(40, 24)
     torch.manual_seed(5)
@@ -166,7 +166,7 @@ def step_in(dtype, layer, x, g):
 
 
 def test_error_against_an_unquantized_layer():
-    """By norm, on Gaussian data: 3.7 % is what two MXFP8 factors give."""
+    """By norm, on Gaussian data: two MXFP8 operands give 3.7 %."""
     layer, x, g = Linear(512, 384, bias=False), leaf(256, 512), torch.randn(256, 384)
     y, dx = step(layer, x, g, NEAREST["mxfp8"])
     x64, w64, g64 = x.detach().double(), layer.weight.detach().double(), g.double()
@@ -175,7 +175,7 @@ def test_error_against_an_unquantized_layer():
 
 
 @pytest.mark.parametrize("frozen", ["weight", "bias", "input"])
-def test_what_is_frozen_gets_no_gradient_and_the_rest_is_right(frozen):
+def test_frozen_tensors_get_no_gradient_and_the_others_the_right_one(frozen):
     layer, x, g = Linear(64, 48), leaf(20, 64), torch.randn(20, 48)
     (x if frozen == "input" else getattr(layer, frozen)).requires_grad_(False)
     with mx.explain() as log:
@@ -224,7 +224,7 @@ def test_recomputation_gives_the_same_step(use_reentrant):
 # ---------------------------------------------------------------------------------------------- bias, init, split
 
 
-def test_return_bias_leaves_the_addition_to_the_caller():
+def test_return_bias_does_not_add_the_bias():
     layer, x = Linear(40, 24, return_bias=True), leaf(7, 40, dtype=torch.bfloat16)
     added = Linear(40, 24)
     added.load_state_dict(layer.state_dict())
@@ -264,7 +264,7 @@ def test_split_parameters_are_one_weight(recipe):
         assert torch.equal(components, getattr(whole, name).grad)
 
 
-def test_a_split_by_names_has_equal_parts():
+def test_a_split_by_names_divides_the_rows_equally():
     layer = Linear(40, 48, parameters_split=("q", "k", "v"), bias=False)
     assert [tuple(p.shape) for p in layer.parameters()] == [(16, 40)] * 3
     with pytest.raises(ValueError, match="does not divide out_features=50"):
@@ -274,7 +274,7 @@ def test_a_split_by_names_has_equal_parts():
 
 
 @pytest.mark.parametrize("recipe", [NEAREST["mxfp8"], NEAREST["float8 current"], DelayedScaling()], ids=str)
-def test_quantized_split_parameters_are_products_of_their_own(recipe):
+def test_quantized_split_parameters_have_one_product_each(recipe):
     with quantized_model_init(recipe=recipe):
         split = Linear(40, 70, parameters_split={"q": 40, "k": 30})
         each = Linear(40, 40), Linear(40, 30)
@@ -331,7 +331,7 @@ def test_main_grad_of_split_and_of_quantized_parameters():
     assert torch.equal(operands.weight.main_grad, whole.weight.grad) and operands.weight.grad is None
 
 
-def test_a_missing_main_grad_is_named_and_nothing_has_changed():
+def test_a_missing_main_grad_is_an_error_that_changes_nothing():
     layer, x, g = Linear(64, 48, fuse_wgrad_accumulation=True, name="decoder.fc"), leaf(20, 64), torch.randn(20, 48)
     with pytest.raises(
         RuntimeError, match=r"decoder.fc: .* \(48, 64\) has no main_grad; give it one: weight.main_grad"
@@ -342,7 +342,7 @@ def test_a_missing_main_grad_is_named_and_nothing_has_changed():
         step(layer, x, g, None)
     assert layer.quantizers["scaling_fwd"] == []
     with torch.no_grad(), mx.autocast():
-        assert layer(x).shape == (20, 48)  # nothing will be added
+        assert layer(x).shape == (20, 48)  # no gradient, so no main_grad is needed
     with_main_grad(layer)
     holds(layer, x, g, NEAREST["mxfp8"], *step(layer, x, g, NEAREST["mxfp8"]))
     layer.weight.requires_grad_(False)
@@ -355,8 +355,8 @@ def test_a_missing_main_grad_is_named_and_nothing_has_changed():
 
 @pytest.mark.parametrize("fused", [False, True], ids=["grad", "main_grad"])
 @pytest.mark.parametrize("recipe", [None, NEAREST["mxfp8"], DelayedScaling()], ids=["plain", "mxfp8", "delayed"])
-def test_seed_000_frame_5a_delayed_wgrads_add_up_over_microbatches(recipe, fused):
-    """Several passes before one backward_dw give, to the bit, what passes give that do not wait."""
+def test_delayed_wgrads_add_up_over_microbatches(recipe, fused):
+    """Several passes before one backward_dw are bitwise identical to passes without the delay."""
     at_once = with_main_grad(Linear(64, 48, fuse_wgrad_accumulation=fused))
     later = with_main_grad(Linear(64, 48, fuse_wgrad_accumulation=fused, delay_wgrad_compute=True))
     later.load_state_dict(at_once.state_dict())
@@ -373,12 +373,12 @@ def test_seed_000_frame_5a_delayed_wgrads_add_up_over_microbatches(recipe, fused
         assert gradient(later) is before is None or torch.equal(gradient(later), before)
         later.backward_dw()
         assert torch.equal(gradient(later), gradient(at_once))
-        later.backward_dw()  # nothing has come since
+        later.backward_dw()  # no backward pass since the last call
         assert torch.equal(gradient(later), gradient(at_once))
 
 
-def test_backward_dw_computes_as_the_forward_pass_would_have():
-    """Not in the torch.autocast that happens to be active, and for split and quantized weights too."""
+def test_backward_dw_computes_in_the_context_of_the_forward_pass():
+    """A torch.autocast around backward_dw has no effect; split and quantized weights work too."""
     recipe, x, g = NEAREST["mxfp8 plain backward"], leaf(20, 64), torch.randn(20, 48)
     at_once, later = Linear(64, 48), Linear(64, 48, parameters_split=("a", "b"), delay_wgrad_compute=True)
     with torch.no_grad():
@@ -398,7 +398,7 @@ def test_backward_dw_computes_as_the_forward_pass_would_have():
     assert torch.equal(operands.weight.grad, at_once.weight.grad)
 
 
-def test_backward_dw_of_a_layer_that_does_not_wait_does_nothing():
+def test_backward_dw_without_delay_does_nothing():
     layer, x = Linear(64, 48), leaf(20, 64)
     step(layer, x, torch.randn(20, 48), NEAREST["mxfp8"])
     before = layer.weight.grad.clone()
@@ -429,11 +429,11 @@ def test_the_first_microbatch_quantizes_the_weight_for_the_others(recipe):
     assert relative_error(saved.weight.grad, anew.weight.grad) < 1e-6
 
 
-def test_a_kept_weight_is_made_anew_when_it_or_the_recipe_changes():
+def test_a_cached_weight_is_quantized_again_when_it_or_the_recipe_changes():
     layer, x, g = Linear(64, 48), leaf(20, 64), torch.randn(20, 48)
     step(layer, x, g, NEAREST["mxfp8"], is_first_microbatch=True)
     with torch.no_grad():
-        layer.weight.mul_(-3)  # as an optimizer's step
+        layer.weight.mul_(-3)  # like an optimizer step
     y, dx = step(layer, x, g, NEAREST["mxfp8"], is_first_microbatch=False)
     holds(layer, x, g, NEAREST["mxfp8"], y, dx)
     hybrid = MXFP8BlockScaling(fp8_format=Format.E5M2)
@@ -444,7 +444,7 @@ def test_a_kept_weight_is_made_anew_when_it_or_the_recipe_changes():
     holds(layer, x, g, hybrid, y, dx)
 
 
-def test_what_an_evaluation_keeps_serves_training():
+def test_a_weight_cached_by_an_evaluation_serves_training():
     layer, x, g = Linear(64, 48), leaf(20, 64), torch.randn(20, 48)
     for off in (torch.no_grad(), torch.inference_mode()):
         with off, mx.autocast(recipe=NEAREST["mxfp8"]):
@@ -453,7 +453,7 @@ def test_what_an_evaluation_keeps_serves_training():
         holds(layer, x, g, NEAREST["mxfp8"], y, dx)
 
 
-def test_save_original_input_keeps_the_input_itself():
+def test_save_original_input_saves_the_input_itself():
     layer, saved = Linear(64, 48, save_original_input=True), []
     x, g = leaf(20, 64), torch.randn(20, 48)
     keep = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.data_ptr()) or t, lambda t: t)
@@ -476,7 +476,7 @@ QUANTIZERS = {
 
 
 @pytest.mark.parametrize("made_by", [MXFP8BlockScaling, Float8BlockScaling, NVFP4BlockScaling])
-def test_seed_001_frame_2_weight_tensor_and_recipe_correspondence(made_by):
+def test_a_quantized_weight_must_fit_the_recipe(made_by):
     with quantized_model_init(enabled=True, recipe=made_by()):
         layer = Linear(32, 32)
     x, g = leaf(32, 32), torch.randn(32, 32)
@@ -490,7 +490,7 @@ def test_seed_001_frame_2_weight_tensor_and_recipe_correspondence(made_by):
     assert torch.equal(step(layer, x, g, made_by())[0], y)
 
 
-def test_a_mismatch_names_the_module():
+def test_a_recipe_mismatch_names_the_module():
     with quantized_model_init():
         layer = Linear(32, 32, name="encoder.3.fc1")
     with pytest.raises(RuntimeError, match=r"Recipe mismatch for encoder\.3\.fc1: "):
@@ -498,8 +498,8 @@ def test_a_mismatch_names_the_module():
 
 
 @pytest.mark.parametrize("target", [MXFP8BlockScaling, Float8BlockScaling, Float8CurrentScaling, NVFP4BlockScaling])
-def test_seed_001_frame_3_dynamic_recipe_update(target):
-    """Three iterations, and three under a recipe of another type: one warning, at the first of them."""
+def test_a_recipe_of_another_type_warns_once(target):
+    """Three iterations, then three under a recipe of another type, whose first iteration warns."""
     layer = Linear(32, 32)
     for _ in range(3):
         step(layer, leaf(32, 32), torch.randn(32, 32), DelayedScaling())
@@ -514,12 +514,12 @@ def test_seed_001_frame_3_dynamic_recipe_update(target):
         for text in (str(w.message) for w in caught):
             assert "Recipe type changed from DelayedScaling to " + target.__name__ + " for Linear" in text
         assert all(isinstance(q, QUANTIZERS[target]) for q in layer.quantizers["scaling_fwd"])
-    if target is not NVFP4BlockScaling:  # whose gradients round stochastically
+    if target is not NVFP4BlockScaling:  # its gradients round stochastically
         check(layer, x, g, recipe)
 
 
 @pytest.mark.parametrize("recipe, kind", QUANTIZERS.items())
-def test_seed_001_frame_4_quantizer_slots(recipe, kind):
+def test_the_quantizers_of_a_module(recipe, kind):
     layer = Linear(32, 32)
     step(layer, leaf(32, 32), torch.randn(32, 32), recipe())
     assert [len(layer.quantizers[key]) for key in ("scaling_fwd", "scaling_bwd")] == [2, 1]
@@ -542,8 +542,8 @@ def test_a_changed_field_takes_effect_at_the_next_forward_without_a_warning():
 # ---------------------------------------------------------------------------------------------- delayed scaling
 
 
-def test_delayed_scaling_has_histories_of_its_own():
-    """Products and histories are those of ``linear`` over one DelayedState; the first scales are 1."""
+def test_each_module_has_its_own_amax_histories():
+    """Products and histories equal those of ``linear`` over one DelayedState; the first scales are 1."""
     layer, recipe = Linear(64, 48), DelayedScaling(amax_history_len=4)
     state = DelayedState(recipe.linear_recipe(), torch.device("cpu"))
     for i in range(6):
@@ -560,7 +560,7 @@ def test_delayed_scaling_has_histories_of_its_own():
         if i == 0:
             assert (state.scale == 1).all()
             amax = x.abs().amax()
-    assert not torch.equal(state.amax[0], amax)  # four steps later the first is forgotten
+    assert not torch.equal(state.amax[0], amax)  # after four steps the first amax has left the history
 
 
 def test_a_delayed_state_is_replaced_when_the_recipe_changes():
@@ -576,7 +576,7 @@ def test_a_delayed_state_is_replaced_when_the_recipe_changes():
     assert "_extra_state" not in layer.state_dict()
 
 
-def test_a_checkpoint_resumes_delayed_scaling_to_the_bit(tmp_path):
+def test_a_checkpoint_resumes_delayed_scaling_bitwise(tmp_path):
     recipe = DelayedScaling(amax_history_len=8)
     model = nn.Sequential(Linear(64, 48), Linear(48, 16, delay_wgrad_compute=True))
     data = [(leaf(20, 64), torch.randn(20, 16)) for _ in range(6)]
@@ -595,7 +595,7 @@ def test_a_checkpoint_resumes_delayed_scaling_to_the_bit(tmp_path):
     step(resumed, *data[0], recipe)
 
 
-def test_a_state_dict_without_histories_lacks_nothing():
+def test_a_state_dict_without_histories_is_complete():
     layer, x, g = Linear(64, 48), leaf(20, 64), torch.randn(20, 48)
     for _ in range(2):
         step(layer, x, g, DelayedScaling())
@@ -605,7 +605,7 @@ def test_a_state_dict_without_histories_lacks_nothing():
 
 
 @pytest.mark.parametrize("recipe", [DelayedScaling(), MXFP8BlockScaling()], ids=str)
-def test_copies_go_on_by_themselves(recipe):
+def test_copies_are_independent(recipe):
     layer, x, g = Linear(64, 48), leaf(20, 64), torch.randn(20, 48)
     for _ in range(2):
         step(layer, x, g, recipe, is_first_microbatch=True)
@@ -637,7 +637,7 @@ def fresh_dynamo():
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "float8 current"])
 @pytest.mark.parametrize("operands", [False, True], ids=["plain weight", "quantized weight"])
-def test_it_compiles_whole_forward_and_backward(fresh_dynamo, recipe, operands):
+def test_forward_and_backward_compile_to_one_graph(fresh_dynamo, recipe, operands):
     recipe = NEAREST[recipe]
     with quantized_model_init(enabled=operands, recipe=recipe):
         layer = Linear(64, 48)
@@ -650,7 +650,7 @@ def test_it_compiles_whole_forward_and_backward(fresh_dynamo, recipe, operands):
     assert all(relative_error(a, b) < 1e-6 for a, b in zip(*results, strict=True))
 
 
-def test_it_compiles_under_torch_autocast_with_split_parameters(fresh_dynamo):
+def test_split_parameters_compile_under_torch_autocast(fresh_dynamo):
     layer, x = Linear(64, 48, parameters_split=("a", "b"), return_bias=True), leaf(20, 64)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     with torch.autocast("cpu", torch.bfloat16), mx.autocast():
@@ -658,9 +658,9 @@ def test_it_compiles_under_torch_autocast_with_split_parameters(fresh_dynamo):
     assert y.dtype is bias.dtype is torch.bfloat16 and relative_error(y, expected) < 1e-3
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # of Dynamo at any graph break
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # from each graph break
 @pytest.mark.parametrize("options", [{"fuse_wgrad_accumulation": True}, {"delay_wgrad_compute": True}, {}], ids=str)
-def test_options_for_eager_code_break_the_graph_and_work(fresh_dynamo, options):
+def test_options_that_need_eager_code_break_the_graph_and_work(fresh_dynamo, options):
     recipe = NEAREST["mxfp8"] if options else DelayedScaling()
     layer = with_main_grad(Linear(64, 48, **options))
     other, x, g = with_main_grad(twin(layer)), leaf(20, 64), torch.randn(20, 48)
@@ -684,7 +684,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("make, kind, text", MISTAKES.values(), ids=MISTAKES)
 @pytest.mark.parametrize("recipe", [None, DelayedScaling()], ids=["plain", "delayed"])
-def test_a_wrong_input_is_named_and_changes_nothing(make, kind, text, recipe):
+def test_a_wrong_input_is_an_error_that_changes_nothing(make, kind, text, recipe):
     layer, x, g = Linear(64, 48, name="fc"), leaf(20, 64), torch.randn(20, 48)
     other = twin(layer)
     step(layer, x, g, recipe), step(other, x, g, recipe)
@@ -693,7 +693,7 @@ def test_a_wrong_input_is_named_and_changes_nothing(make, kind, text, recipe):
     assert all(map(torch.equal, step(layer, x, g, recipe), step(other, x, g, recipe)))
 
 
-def test_a_recipe_made_impossible_changes_nothing():
+def test_an_impossible_recipe_changes_nothing():
     layer, x, g, recipe = Linear(64, 48), leaf(20, 64), torch.randn(20, 48), MXFP8BlockScaling()
     step(layer, x, g, recipe)
     before = layer.quantizers
@@ -711,13 +711,13 @@ def test_a_recipe_made_impossible_changes_nothing():
     [{"tp_size": 2}, {"tp_group": "a group"}, {"sequence_parallel": True}, {"get_rng_state_tracker": print}],
     ids=lambda a: next(iter(a)),
 )
-def test_tensor_parallelism_is_left_to_torch(argument):
+def test_arguments_for_tensor_parallelism_are_refused(argument):
     name, value = next(iter(argument.items()))
     with pytest.raises(NotImplementedError, match=f"Linear: {name}={value!r} is not available: .* torch.distributed"):
         Linear(64, 48, **argument)
 
 
-def test_arguments_that_mean_no_parallelism_are_accepted():
+def test_arguments_without_parallelism_are_accepted():
     for mode in (None, "row", "column"):
         layer = Linear(64, 48, False, False, None, 1, None, None, False, False, torch.bfloat16, mode)
         assert layer.weight.dtype is torch.bfloat16 and layer.bias is None

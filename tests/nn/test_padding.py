@@ -1,4 +1,4 @@
-"""Zero rows after each group and back again: shapes, gradients, and that no code or scale of a real row changes."""
+"""Fp8Padding and Fp8Unpadding: shapes, gradients, and unchanged codes and scales of the real rows."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ ROWS = sum(SPLITS)
 
 
 def with_zeros(x, splits, size):
-    """The padding once more, row by row."""
+    """The reference of the padding, row by row."""
     out, start = [], 0
     for n in splits:
         whole = -(-n // size) * size
@@ -30,7 +30,7 @@ def with_zeros(x, splits, size):
 
 @pytest.mark.parametrize("size", [1, 8, 16, 32])
 @pytest.mark.parametrize("kind", [list, tuple, torch.tensor])
-def test_each_group_gets_zero_rows_up_to_a_multiple_and_loses_them_again(size, kind):
+def test_padding_appends_zero_rows_and_unpadding_removes_them(size, kind):
     x = torch.randn(ROWS, 24)
     padded, sizes = Fp8Padding(len(SPLITS), size)(x, kind(SPLITS))
     wanted, wanted_sizes = with_zeros(x, SPLITS, size)
@@ -38,7 +38,7 @@ def test_each_group_gets_zero_rows_up_to_a_multiple_and_loses_them_again(size, k
     assert torch.equal(Fp8Unpadding(len(SPLITS), size)(padded, kind(SPLITS)), x)
 
 
-def test_nothing_to_pad_gives_the_input_itself():
+def test_without_padding_the_input_itself_is_returned():
     x = torch.randn(96, 8)
     assert Fp8Padding(3, 32)(x, [32, 64, 0])[0] is x
     assert Fp8Unpadding(3, 32)(x, [32, 64, 0]) is x
@@ -82,7 +82,7 @@ ALIGNED = [
 
 
 @pytest.mark.parametrize("active, size", ALIGNED, ids=lambda v: type(v).__name__ if isinstance(v, recipe.Recipe) else v)
-def test_the_active_recipe_says_how_far_at_each_call(active, size):
+def test_the_active_recipe_sets_the_multiple_at_each_call(active, size):
     pad, unpad = Fp8Padding(2), Fp8Unpadding(2)
     x = torch.randn(6, 8)
     assert align_size_of(active.linear_recipe()) == size
@@ -92,7 +92,7 @@ def test_the_active_recipe_says_how_far_at_each_call(active, size):
     assert pad(x, [5, 1])[1] == [16, 16]
 
 
-def test_an_align_size_of_its_own_wins():
+def test_a_given_align_size_wins():
     with mx.autocast():
         assert Fp8Padding(1, 8)(torch.randn(3, 2), [3])[1] == [8]
     assert repr(Fp8Padding(3, 8)) == "Fp8Padding(num_gemms=3, align_size=8)"
@@ -126,8 +126,8 @@ def trained(x, weights, biases, splits, options, g):
 
 
 @pytest.mark.parametrize("active", NEAREST, ids=str)
-def test_padding_grouped_linear_accuracy_padded_and_unpadded_are_the_same_quantized_layers(active):
-    """Seed 000, pattern 4. In float64, where a code that changed shows and an order of summation does not."""
+def test_padded_and_unpadded_rows_give_the_same_quantized_layers(active):
+    """In float64, which detects a changed code and hides the order of summation."""
     options, pad, unpad = Options(active.linear_recipe()), Fp8Padding(len(SPLITS)), Fp8Unpadding(len(SPLITS))
     x = (torch.randn(ROWS, 70, dtype=torch.float64) * torch.rand(ROWS, 1).exp2()).requires_grad_()
     weights = [torch.randn(48, 70, dtype=torch.float64, requires_grad=True) for _ in SPLITS]
@@ -171,7 +171,7 @@ def test_m_splits_that_do_not_fit_are_named(module):
         module(2, 16)(x, [16, 32])
     with pytest.raises(TypeError, match=rf"{name}: m_splits is \[16.0, 16.0\]; row counts are integers"):
         module(2, 16)(x, [16.0, 16.0])
-    with pytest.raises(ValueError, match=f"{name}: align_size is 0; row counts are multiples of 1 or more"):
+    with pytest.raises(ValueError, match=f"{name}: align_size is 0; use 1 or more"):
         module(2, 0)
     with pytest.raises(ValueError, match=f"{name}: the input has no dimensions"):
         module(1, 16)(torch.ones(()), [1])

@@ -1,4 +1,4 @@
-"""TransformerLayer: against torch's layers, against a layer written out, and what runs quantized under a recipe."""
+"""TransformerLayer: against torch's layers, against a handwritten layer, and its quantized products."""
 
 import copy
 from collections import Counter
@@ -27,7 +27,7 @@ def small(**options):
 
 
 def gradients(layer, x, y, grad):
-    """Of the input, then of the parameters by name."""
+    """The gradients of the input, then of the parameters by name."""
     parameters = dict(layer.named_parameters())
     of_input, *rest = torch.autograd.grad(y, (x, *parameters.values()), grad)
     return {"input": of_input, **dict(zip(parameters, rest, strict=True))}
@@ -41,7 +41,7 @@ def gradients(layer, x, y, grad):
     "activation", ["relu", "gelu", F.silu, nn.GELU(approximate="tanh")], ids=["relu", "gelu", "silu", "gelu of tanh"]
 )
 @pytest.mark.parametrize("batch_first", [False, True])
-def test_an_encoder_layer_is_torchs(batch_first, activation, dtype):
+def test_an_encoder_layer_equals_torchs(batch_first, activation, dtype):
     theirs = nn.TransformerEncoderLayer(
         48, 3, 80, 0.0, activation, 1e-4, batch_first, norm_first=True, bias=activation != "relu", dtype=dtype
     )
@@ -57,12 +57,12 @@ def test_an_encoder_layer_is_torchs(batch_first, activation, dtype):
     torch.testing.assert_close(mine, other)
     y.backward(grad)
     expected.backward(grad)
-    if activation != "relu":  # without biases torch's norms have none, which twins cannot be told from
+    if activation != "relu":  # without biases torch's norms have none either
         assert_same_gradients(ours, theirs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_a_decoder_layer_is_torchs(dtype):
+def test_a_decoder_layer_equals_torchs(dtype):
     theirs = nn.TransformerDecoderLayer(48, 3, 80, 0.0, "gelu", norm_first=True, dtype=dtype)
     ours = TransformerLayer.from_torch(theirs, fuse_qkv_params=True)
     x, memory = draw(7, 2, 48, dtype=dtype), draw(5, 2, 48, dtype=dtype)
@@ -101,7 +101,7 @@ def test_a_model_of_torchs_layers_loads_by_its_state_dict():
     torch.testing.assert_close(ours.layers[1](ours.layers[0](x)), theirs(x))
 
 
-def test_what_from_torch_takes_over():
+def test_from_torch_copies_options_and_parameters():
     theirs = nn.TransformerEncoderLayer(48, 3, 80, 0.25, norm_first=True, dtype=torch.bfloat16).eval()
     ours = TransformerLayer.from_torch(theirs, attention_dropout=0.5)
     assert (ours.hidden_dropout, ours.self_attention.core_attention.attention_dropout) == (0.25, 0.5)
@@ -115,7 +115,7 @@ def test_what_from_torch_takes_over():
 
 
 def written_out(layer, x, *, post=False, output=False, parallel=False, rope=None):
-    """A llama-like layer (RMSNorm, swiglu, grouped queries, bshd) in torch's functions; options as the layer's."""
+    """A llama-like layer (RMSNorm, swiglu, grouped queries, bshd) written with torch's functions."""
     attention, mlp = layer.self_attention, layer.layernorm_mlp
     projection = attention.qkv if output else attention.layernorm_qkv
     norm = partial(F.rms_norm, normalized_shape=(64,), eps=1e-5)
@@ -156,7 +156,7 @@ def written_out(layer, x, *, post=False, output=False, parallel=False, rope=None
     ],
     ids=str,
 )
-def test_the_layer_is_what_its_options_say(options):
+def test_the_options_of_the_layer(options):
     options = dict(options)
     rope = RotaryPositionEmbedding(16)(9) if options.pop("rope", False) else None
     layer = small(
@@ -252,7 +252,7 @@ def test_an_mxfp8_layer_is_within_eight_percent_of_the_unquantized_one(options):
     grad = torch.randn_like(y)
     theirs, key_bias = gradients(exact, wide, expected, grad.double()), "self_attention.layernorm_qkv.key_bias"
     ours = gradients(layer, x, y, grad)
-    # Softmax does not see a constant: the exact gradient is zero, and attention is not quantized.
+    # Softmax ignores a constant: the exact gradient is zero, and attention is not quantized.
     assert ours.pop(key_bias).norm() < 1e-5 and theirs.pop(key_bias).norm() < 1e-12
     for name, mine in ours.items():
         assert relative_error(mine, theirs[name]) < (0.015 if name == "input" else 0.08), name
@@ -267,7 +267,7 @@ RECIPES = [
 
 
 @pytest.mark.parametrize("make", RECIPES, ids=lambda make: make.__name__)
-def test_every_recipe_trains_the_layer_and_its_state_goes_into_the_checkpoint(make):
+def test_every_recipe_trains_the_layer_and_its_state_is_in_the_state_dict(make):
     layer, recipe, x = small(), make(), draw(32, 2, 64, dtype=torch.float32)
     for _ in range(2):
         with mx.autocast(recipe=recipe), mx.explain() as log:
@@ -288,7 +288,7 @@ def test_every_recipe_trains_the_layer_and_its_state_goes_into_the_checkpoint(ma
 
 
 @pytest.mark.parametrize("options", [{}, {"layer_type": "decoder"}, {"fuse_qkv_params": True}], ids=str)
-def test_compiled_it_is_one_graph_and_the_same_bits(options):
+def test_compiled_it_is_one_graph_and_bitwise_identical(options):
     layer, x = small(**options), draw(32, 2, 64, dtype=torch.float32)
     memory = draw(32, 2, 64, dtype=torch.float32) if options.get("layer_type") == "decoder" else None
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
@@ -403,7 +403,7 @@ def test_quantized_parameters_train():
     assert losses == sorted(losses, reverse=True)
 
 
-def test_bfloat16_autocast_of_torch_and_a_recipe_together():
+def test_torch_autocast_in_bfloat16_with_a_recipe():
     layer, x = small(), draw(32, 2, 64, dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16), mx.autocast(recipe=MXFP8()), mx.explain() as log:
         y = layer(x)
@@ -429,14 +429,14 @@ def test_bfloat16_autocast_of_torch_and_a_recipe_together():
         (lambda: small(layer_type="decoder")(torch.ones(3, 1, 64)), ValueError, "needs encoder_output"),
         (
             lambda: TransformerLayer.from_torch(nn.TransformerEncoderLayer(64, 4)),
-            NotImplementedError, "norm_first=False puts norms behind",
+            NotImplementedError, "norm_first=False puts norms after",
         ),
         (
             lambda: TransformerLayer.from_torch(nn.TransformerEncoderLayer(64, 4, activation=F.elu, norm_first=True)),
-            NotImplementedError, "activation .*elu.* are offered",
+            NotImplementedError, "activation .*elu.* are supported",
         ),
     ],
 )  # fmt: skip
-def test_mistakes_are_named(call, error, message):
+def test_errors_name_the_argument(call, error, message):
     with pytest.raises(error, match=message):
         call()

@@ -1,4 +1,4 @@
-"""Single elements, whole domains: rounding and decoding against ml_dtypes, gfloat and the oracle; packing by layout."""
+"""Single elements over their whole domains: rounding and decoding against ml_dtypes, gfloat and the oracle; packing."""
 
 import gfloat
 import ml_dtypes
@@ -37,7 +37,7 @@ each_packed = pytest.mark.parametrize("element", PACKED.values(), ids=PACKED)
 
 
 def check_codes(x, element):
-    """Codes of the float32 tensor ``x`` (no NaN) are those of everyone else; the others have to be clipped first."""
+    """Check the codes of the float32 tensor ``x`` (no NaN) against all oracles; their inputs are clipped first."""
     codes = as_bytes(encode_elements(x.clone(), element))
     np.testing.assert_array_equal(codes, oracle.element_codes(x.numpy(), oracle.ELEMENTS[element.name]))
     clipped = np.clip(x.numpy(), -element.max, element.max)
@@ -109,7 +109,7 @@ def test_every_code_decodes(element):
     ],
 )
 def test_random_words_are_philox(index, seed, word):
-    """The first word of Philox 4x32-10 in plain integers, whose published answer for zeros is 6627e8d5."""
+    """The first word of Philox 4x32-10, compared with plain integers; the published answer for zeros is 6627e8d5."""
     signed = index - (1 << 64) if index >> 63 else index
     expected = philox(index, seed % (1 << 64))
     assert word is None or expected == word
@@ -117,7 +117,7 @@ def test_random_words_are_philox(index, seed, word):
 
 
 def philox(index, seed):
-    """Philox 4x32-10 of counter (low, high, 0, 0) and key (low, high), by its paper; the first word."""
+    """The first word of Philox 4x32-10 for counter (low, high, 0, 0) and key (low, high), as in the paper."""
     low = 0xFFFFFFFF
     counter, key = [index & low, index >> 32, 0, 0], [seed & low, seed >> 32]
     for _ in range(10):
@@ -127,7 +127,7 @@ def philox(index, seed):
     return counter[0]
 
 
-def test_uniform_numbers_depend_on_seed_and_place_only():
+def test_uniform_numbers_depend_on_seed_and_index_only():
     flat = uniform(7, torch.empty(3 * 5000))
     assert torch.equal(flat, uniform(7, torch.empty(3, 5000, dtype=torch.bfloat16)).flatten())
     assert torch.equal(flat, uniform(7, torch.empty(5000, 3).t()).flatten())
@@ -147,7 +147,7 @@ def test_uniform_numbers_are_24_bits_of_the_words_evenly_spread():
 
 @each_element
 def test_stochastic_rounding_goes_up_where_the_noise_reaches_the_next_value(element):
-    """A quarter of the way up: up for noise of 3/4 and more; never below the lower one, never above the upper."""
+    """A quarter above the lower neighbour: noise of 3/4 and more rounds up; the result is always one of the two."""
     values = torch.from_numpy(oracle.ELEMENTS[element.name].magnitudes).float()
     lower, upper = values[:-1], values[1:]
     y = lower + (upper - lower) / 4
@@ -164,7 +164,7 @@ def test_stochastic_rounding_goes_up_where_the_noise_reaches_the_next_value(elem
 
 
 def every_byte(size):
-    """(size, 256, size) bytes: in row i every byte value at place i of a group, the other places random."""
+    """(size, 256, size) bytes: row i has every byte value at position i of a group and random bytes at the others."""
     data = np.random.default_rng(0).integers(0, 256, (size, 256, size), dtype=np.uint8)
     for place in range(size):
         data[place, :, place] = np.arange(256)
@@ -179,8 +179,8 @@ def test_pack_and_unpack_are_inverse(element):
     data = pack(torch.from_numpy(codes), element)
     assert data.dtype == torch.uint8 and data.shape == (3, 1024 * size)
     np.testing.assert_array_equal(data.numpy(), oracle.pack(codes, reference))
-    for place, part in enumerate(unpack(data, element)):
-        np.testing.assert_array_equal(part.flatten(1).numpy(), codes[:, place::group])
+    for place, unpacked in enumerate(unpack(data, element)):
+        np.testing.assert_array_equal(unpacked.flatten(1).numpy(), codes[:, place::group])
     data = every_byte(size)
     codes = torch.stack(unpack(data, element), -1).flatten(-2)
     np.testing.assert_array_equal(codes.numpy(), oracle.unpack(data.numpy(), reference, group))
@@ -188,8 +188,8 @@ def test_pack_and_unpack_are_inverse(element):
 
 
 @each_packed
-def test_pack_does_not_mind_strides(element):
-    """A dimension of size 1 may stride by anything and be contiguous all the same."""
+def test_pack_accepts_any_strides(element):
+    """A tensor with a dimension of size 1 is contiguous whatever the stride of that dimension is."""
     group = element.packing[0]
     codes = torch.arange(1, 1 + 3 * group).to(torch.uint8)
     assert pack(codes[:group, None].t(), element).tolist() == [pack(codes[:group], element).tolist()]

@@ -1,4 +1,4 @@
-"""Formats are rows: the table as a whole, the names that lead to it, and blocks other than a row's own."""
+"""Formats are rows: the whole table, the names that lead to a row, other blocks, and where operands can be split."""
 
 import copy
 import pickle
@@ -219,6 +219,42 @@ def test_torchao_modes_are_accepted_by_value():
     torchao = pytest.importorskip("torchao.prototype.mx_formats.config")
     for mode in ScaleCalculationMode:
         assert ScaleCalculationMode.of(torchao.ScaleCalculationMode(mode.value)) is mode
+
+
+@pytest.mark.parametrize(
+    ("format", "dim", "cuts", "reason"),
+    [
+        ("mxfp8", -1, (32, 96), None),
+        ("mxfp8", -1, (48,), "mxfp8_e4m3 has blocks of 32 values in this dimension, and 48 is not a multiple of 32"),
+        ("mxfp8", -2, (1, 33), None),
+        ("mxfp8[32x32]", -2, (64, 48), "has blocks of 32 values in this dimension, and 48 is not"),
+        ("mxfp8[32x32]", -3, (5,), None),
+        ("nvfp4", -1, (16,), None),
+        ("nvfp4", -1, (8,), "nvfp4 has blocks of 16 values"),
+        ("float8_row", -1, (7,), None),
+        ("float8_row", -2, (7,), None),
+        ("float8_tensor", -2, (7,), None),
+    ],
+)
+def test_where_an_operand_can_be_split(format, dim, cuts, reason):
+    found = get_format(format).why_not_split(dim, *cuts)
+    assert found is None if reason is None else reason in found
+
+
+@pytest.mark.parametrize(
+    ("format", "dim", "reason"),
+    [
+        ("mxfp8", -1, None),
+        ("float8_128x128", -2, None),
+        ("float8_row", -2, None),
+        ("float8_row", -1, "float8_e4m3_row has one scale for all values of this dimension"),
+        ("float8_tensor", -2, "float8_e4m3_tensor has one scale for the whole tensor"),
+        ("nvfp4", -2, "nvfp4 has one scale for the whole tensor"),
+        ("nvfp4_single_level", -2, None),
+    ],
+)
+def test_scales_that_depend_on_two_parts_forbid_to_quantize_them_separately(format, dim, reason):
+    assert get_format(format).why_not_split(dim, 128, scales_differ=True) == reason
 
 
 def test_every_format_is_a_format():

@@ -1,4 +1,4 @@
-"""float8 formats whose float32 scales are powers of two: one rule in each cast kernel, products in bfloat16."""
+"""float8 formats with power-of-two float32 scales: each cast kernel follows one rule, products run in bfloat16."""
 
 import numpy as np
 import pytest
@@ -7,10 +7,10 @@ import torch
 from mxtensor import FORMATS, Cast, get_format
 from mxtensor.kernels.gemm import dequant
 from mxtensor.kernels.gemm.spec import GemmArgs
-from mxtensor.kernels.quantize import blocked, cpu, triton_rows
+from mxtensor.kernels.quantize import cpu, sliced, triton_rows
 from mxtensor.numerics.reference import decode, encode, scale_to_float
 from tests.helpers import oracle
-from tests.helpers.stand_in import BF16, gemm_operands, spec_of
+from tests.helpers.stand_in import BF16, quantized_pair, spec_of
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")  # numpy's about NaN
@@ -20,8 +20,8 @@ BY_BLOCK = ["float8_e4m3_1x128_pow2", "float8_e5m2_1x128_pow2"]
 BUILT = cpu.library()
 KERNELS = [
     pytest.param(encode, id="reference"),
-    pytest.param(blocked.QUANTIZE.run, id="blocked"),
-    pytest.param(cpu.QUANTIZE.run, id="native", marks=pytest.mark.skipif(isinstance(BUILT, str), reason=str(BUILT))),
+    pytest.param(sliced.QUANTIZE.run, id="sliced"),
+    pytest.param(cpu.QUANTIZE.run, id="cpu", marks=pytest.mark.skipif(isinstance(BUILT, str), reason=str(BUILT))),
     pytest.param(
         triton_rows.quantize, id="triton", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="test_gpu.py's")
     ),
@@ -41,7 +41,7 @@ def corners(largest):
 @pytest.mark.parametrize("mode", oracle.MODES)
 @pytest.mark.parametrize("quantize", KERNELS)
 @pytest.mark.parametrize("name", BY_BLOCK)
-def test_every_kernel_has_the_rule_of_the_oracle(name, quantize, mode):
+def test_every_kernel_follows_the_rule_of_the_oracle(name, quantize, mode):
     amax = corners(get_format(name).element.max)
     amax = torch.cat([amax, torch.tensor([0.0, -0.0, float("nan"), float("inf"), -float("inf")])])
     amax = torch.cat([amax, amax.new_ones(-amax.numel() % 64)])
@@ -76,7 +76,7 @@ def test_blocks_by_hand(value, name, mode, scale, code):
 
 @pytest.mark.parametrize("name", BY_BLOCK)
 def test_the_default_rule_is_the_one_of_transformer_engine_and_torchao(name):
-    """Both divide max by amax in float32 and round down to a power of two, of which the scale is the reciprocal.
+    """Both divide max by amax in float32 and round down to a power of two; the scale is its reciprocal.
 
     torchao does so through a float32 log2: for a few amax just above max * 2^e its scale is half, and they saturate.
     """
@@ -104,9 +104,9 @@ def test_values_are_exact_in_bfloat16_so_that_bfloat16_products_take_them(name):
     format = get_format(name)
     operand = encode(torch.randn(130, 300) * 2.0 ** torch.randint(-9, 9, (130, 1)).float(), Cast(format))
     assert torch.equal(decode(operand, BF16).float(), decode(operand, torch.float32))
-    a, b = gemm_operands(name, name, 16, 32, 64)
+    a, b = quantized_pair(name, name, 16, 32, 64)
     for left in (a, a.x):
         assert dequant.refuses(spec_of(left, b, BF16), left, b, GemmArgs(BF16)) is None
-    a, b = gemm_operands(name, name.removesuffix("_pow2"), 16, 32, 64)
+    a, b = quantized_pair(name, name.removesuffix("_pow2"), 16, 32, 64)
     sentence = "has float32 scales: its values are not exact in bfloat16"
     assert dequant.refuses(spec_of(a, b, BF16), a, b, GemmArgs(BF16)).endswith(sentence)

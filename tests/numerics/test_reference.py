@@ -25,7 +25,7 @@ def as_codes(operand):
 
 
 def check(x, cast):
-    """Encode ``x``, hold every part and the decoded values to the oracle, and return the operand."""
+    """Encode ``x``, compare each tensor of the operand and the decoded values with the oracle; return the operand."""
     operand = encode(x, cast)
     values = oracle.check(operand, x, cast.scaling.value)
     assert same_floats(decode(operand, torch.float32).numpy(), values)
@@ -38,7 +38,7 @@ def check(x, cast):
 @each_mx
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_16_bit_value_beside_a_known_scale(dtype, format):
-    """Beside the largest element the scale is 1, so the codes are the element's own (test_elements.py)."""
+    """With the largest element in the block the scale is 1, so the codes are those of test_elements.py."""
     x = oracle.every_16_bit_value(dtype).clamp(-format.element.max, format.element.max)
     x = x[~x.isnan()]
     x = torch.cat([x, x[: -len(x) % 31]]).view(-1, 31)
@@ -71,7 +71,7 @@ def test_every_scale_byte_decodes():
 
 
 def wide(rows, cols, specials):
-    """Values of every magnitude that float32 has, 16x16 at a time; 2 % of these squares hold something special."""
+    """Values of every magnitude of float32, in squares of 16x16; 2 % of the squares contain a special value."""
     rng = np.random.default_rng(20 + specials)
     squares = (-(-rows // 16), -(-cols // 16))
 
@@ -102,7 +102,7 @@ GAUSSIAN = torch.randn(1009, 1003, generator=torch.Generator().manual_seed(21))
 def test_a_million_values(orientation, cast):
     format = cast.format
     operands = []
-    # Where the whole tensor shares a scale, NaN or the largest magnitude would be all there is to see.
+    # If the whole tensor shares a scale, NaN or the largest magnitude would hide everything else.
     shared = format.global_scale or format.block == (FULL, FULL)
     for x in (FINITE, GAUSSIAN * 2.0**-130, GAUSSIAN) if shared else (SPECIAL,):
         assert x.numel() > 10**6
@@ -113,7 +113,7 @@ def test_a_million_values(orientation, cast):
 
 
 def around(values, ulps):
-    """Positive float32 ``values`` and their neighbours that many ulps away, where these are positive and finite."""
+    """Positive float32 ``values`` and their neighbours up to that many ulps away, if positive and finite."""
     with np.errstate(over="ignore"):
         values = np.asarray(values, np.float64).astype(np.float32)
     bits = values[np.isfinite(values)].view(np.int32).astype(np.int64)
@@ -137,7 +137,7 @@ def test_scales_at_the_borders(mode, format):
     operand = check(torch.from_numpy(amax).unsqueeze(-1), Cast.of(format, mode))
     np.testing.assert_array_equal(operand.scale[:, 0].numpy(), expected)
 
-    # The rules in their own words, where the byte is not clamped and amax not subnormal.
+    # The rules as the specification states them, for bytes that are not clamped and amax that is not subnormal.
     free = (expected > 0) & (expected < 254) & (amax >= 2.0**-125)
     amax, scale = amax[free].astype(np.float64), np.exp2(expected[free].astype(np.float64) - 127)
     power, ulp = 2.0**element.emax, 2.0**-22
@@ -183,7 +183,7 @@ def test_scales_at_the_borders(mode, format):
     ],
 )
 def test_blocks_by_hand(value, format, mode, byte, code):
-    """One value beside zeros, from the definitions' table of special content."""
+    """One value among zeros, from the table of special values in the definitions."""
     x = torch.zeros(2, 32)
     x[1, 5] = float(value)
     operand = check(x, Cast.of(format, mode))
@@ -197,7 +197,7 @@ def test_blocks_by_hand(value, format, mode, byte, code):
 
 @pytest.mark.parametrize("name", ["nvfp4", "nvfp4_single_level"])
 def test_nvfp4_scales_for_a_tensor_of_every_magnitude(name):
-    """In bfloat16, whose few bits make ties of block scales common: a global scale one ulp off shows."""
+    """In bfloat16 ties of block scales are common, so a global scale that is one ulp off is detected."""
     generator = torch.Generator().manual_seed(22)
     for exponent in range(-149, 127):
         x = torch.randn(4, 300, generator=generator) * 0.25 * 2.0**exponent
@@ -245,7 +245,7 @@ def test_decode_rounds_once(dtype, format):
         assert same_floats(decoded.float().numpy(), expected)
 
 
-def test_nothing_of_the_source_is_kept():
+def test_an_operand_does_not_keep_its_source_alive():
     x = torch.randn(4, 64, requires_grad=True)
     before = x.detach().clone()
     for format in FORMATS:
@@ -254,15 +254,15 @@ def test_nothing_of_the_source_is_kept():
         assert torch.equal(x, before)
 
 
-def test_a_part_of_a_tensor_takes_the_scale_of_the_whole():
+def test_slices_of_a_tensor_take_the_scale_of_the_whole():
     x, whole = GAUSSIAN[:64, :100], GAUSSIAN[:64, :100].abs().amax()
     for format in ("nvfp4", "float8_tensor"):
         complete = check(x, Cast.of(format))
-        components = [encode(part, Cast.of(format), whole) for part in x.split(24)]
-        assert torch.equal(torch.cat([p.data.view(torch.uint8) for p in components]), complete.data.view(torch.uint8))
-        for part in components:
-            assert part.global_scale == complete.global_scale
-            assert format == "nvfp4" or torch.equal(part.scale, complete.scale)
+        operands = [encode(rows, Cast.of(format), whole) for rows in x.split(24)]
+        assert torch.equal(torch.cat([o.data.view(torch.uint8) for o in operands]), complete.data.view(torch.uint8))
+        for operand in operands:
+            assert operand.global_scale == complete.global_scale
+            assert format == "nvfp4" or torch.equal(operand.scale, complete.scale)
 
 
 def test_operands_count_their_bytes_and_show_their_scales():
@@ -283,8 +283,8 @@ def stochastic(format, seed):
 
 
 @pytest.mark.parametrize("format", [*FORMATS, "mxfp8[32x32]", "mxfp4[1x64]"])
-def test_a_seed_decides_every_code_whatever_lies_around(format):
-    """By the place in x: neither padding, nor strides, nor the dtype that holds the same values changes a number."""
+def test_a_seed_determines_every_code_by_its_index(format):
+    """Padding, strides and another dtype of the same values do not change a random number."""
     x = GAUSSIAN[:37, :300].bfloat16()
     first = encode(x, stochastic(format, 11))
     for same in (x.clone(), x.float(), x.t().contiguous().t()):
@@ -304,7 +304,7 @@ def test_the_mean_over_seeds_is_the_value_where_the_nearest_is_not(format):
     assert bias < 0.2 * nearest  # about sqrt(2 / 200) of it if unbiased
 
 
-def test_without_a_seed_torchs_generator_decides():
+def test_without_a_seed_rounding_draws_from_torchs_generator():
     x = GAUSSIAN[:8, :256]
     torch.manual_seed(1)
     first, second = (as_codes(encode(x, stochastic("mxfp4", None))) for _ in range(2))
@@ -317,6 +317,6 @@ def test_without_a_seed_torchs_generator_decides():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_seed_changes_nothing_where_rounding_is_to_nearest():
+def test_a_seed_changes_nothing_when_rounding_is_to_nearest():
     one, other = (encode(GAUSSIAN[:8, :256], Cast.of("mxfp4", seed=s)) for s in (None, 5))
     assert np.array_equal(as_bytes(one.data), as_bytes(other.data))

@@ -1,4 +1,4 @@
-"""The definition over shapes, strides and dtypes, and what is true of it whatever the values are."""
+"""The definition for many shapes, strides and dtypes, and properties that hold for all values."""
 
 import numpy as np
 import pytest
@@ -33,7 +33,7 @@ EVERY_KIND = [
 
 
 def check(x, cast):
-    """Encode ``x`` and hold every part and the decoded values to the oracle."""
+    """Encode ``x`` and compare every tensor of the operand and the decoded values with the oracle."""
     operand = encode(x, cast)
     values = oracle.check(operand, x, cast.scaling.value)
     assert same_floats(decode(operand, torch.float32).numpy(), values)
@@ -50,11 +50,11 @@ LAYOUTS = {
     "one row for all": lambda make, *shape: make(1, *shape[1:]).expand(shape),
     "one value for a row": lambda make, *shape: make(*shape[:-1], 1).expand(shape),
 }
-"""How a tensor of a shape may lie in memory, given what makes contiguous ones."""
+"""Memory layouts of a tensor of one shape; ``make`` makes contiguous ones."""
 
 
 def draw(shape, dtype, layout="contiguous", seed=0, exponent=0, specials=False):
-    """Gaussians over some 30 binades around 2^exponent; with ``specials`` a few NaN, infinities and zeros."""
+    """Normal values over some 30 binades around 2^exponent; with ``specials`` a few NaN, infinities and zeros."""
     rng = np.random.default_rng(seed)
 
     def make(*size):
@@ -136,7 +136,7 @@ def test_encode_is_the_definition(x, name, mode):
 @property_of
 @given(tensors(specials=False), mx_formats, MODES)
 def test_requantizing_the_values_changes_none(x, name, mode):
-    """Power-of-two scales: each value is on the new grid too. Under FLOOR and EVEN it is the same grid."""
+    """With power-of-two scales each value is on the new grid too. Under FLOOR and EVEN it is the same grid."""
     first = encode(x, Cast.of(name, mode))
     values = decode(first, torch.float32)
     second = encode(values, Cast.of(name, mode))
@@ -149,7 +149,7 @@ def test_requantizing_the_values_changes_none(x, name, mode):
 @property_of
 @given(tensors(specials=False), mx_formats, MODES)
 def test_errors_are_bounded(x, name, mode):
-    """Half a mantissa step of the value or half a subnormal step of its block, except for what FLOOR and EVEN cut."""
+    """Half a mantissa step of the value or half a subnormal step of its block, unless FLOOR or EVEN saturate it."""
     format = get_format(name)
     operand, element = encode(x, Cast.of(name, mode)), oracle.ELEMENTS[format.element.name]
     scale = oracle.spread(oracle.e8m0_values()[operand.scale.numpy()], x.shape, format.block)
@@ -167,7 +167,7 @@ def test_errors_are_bounded(x, name, mode):
 @property_of
 @given(tensors(), independent_blocks, st.randoms())
 def test_blocks_do_not_see_each_other(x, name, random):
-    """A tail quantizes as a block filled up with zeros does, and a row alone as it does among others."""
+    """A shorter last block quantizes like a block padded with zeros, and a row alone like a row among others."""
     cast, cols = Cast.of(name), x.shape[-1]
     values = decode(encode(x, cast), torch.float32)
     padded = decode(encode(F.pad(x, (0, -cols % 128)), cast), torch.float32)
@@ -179,7 +179,7 @@ def test_blocks_do_not_see_each_other(x, name, random):
 
 @pytest.mark.parametrize("name", ["mxfp8[16x16]", "mxfp6[16x16]", "mxfp4[16x16]", "nvfp4[16x16]"])
 @pytest.mark.parametrize("shape", [(1, 1), (4, 1), (1, 4), (32, 1), (1, 32), (17, 33)], ids=str)
-def test_tiles_turn_whatever_their_shape(shape, name):
+def test_tiles_transpose_whatever_their_shape(shape, name):
     x = draw(shape, torch.float32)
     tile, direct = transposed(encode(x, Cast.of(name))), encode(x.t(), Cast.of(name))
     np.testing.assert_array_equal(as_bytes(tile.data), as_bytes(direct.data))
@@ -188,7 +188,7 @@ def test_tiles_turn_whatever_their_shape(shape, name):
 
 @property_of
 @given(tensors(MATRICES), square_formats)
-def test_a_turned_tile_is_the_tile_of_the_turned_values(x, name):
+def test_a_transposed_tile_is_the_tile_of_the_transposed_values(x, name):
     tile, direct = transposed(encode(x, Cast.of(name))), encode(x.t(), Cast.of(name))
     assert tile.shape == direct.shape == tuple(x.t().shape)
     np.testing.assert_array_equal(as_bytes(tile.data), as_bytes(direct.data))
@@ -199,7 +199,7 @@ def test_a_turned_tile_is_the_tile_of_the_turned_values(x, name):
 @given(tensors(MATRICES), every_format, MODES)
 def test_columnwise_is_rowwise_of_the_transpose(x, name, mode):
     columnwise, rowwise = quantize(x, name, mode, "columnwise"), quantize(x.t(), name, mode, "rowwise")
-    if not rowwise.format.square:  # a square block is held once
+    if not rowwise.format.square:  # formats with square blocks store one copy
         np.testing.assert_array_equal(as_bytes(columnwise.columnwise.data), as_bytes(rowwise.rowwise.data))
         np.testing.assert_array_equal(columnwise.columnwise.scale.numpy(), rowwise.rowwise.scale.numpy())
     values, transposed = columnwise.to_dtype(torch.float32), rowwise.to_dtype(torch.float32).t()

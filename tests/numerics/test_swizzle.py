@@ -1,4 +1,4 @@
-"""Scales in tiles of 128x4, held to the layout that the cuBLAS manual prints; what is kept of a weight, how long."""
+"""Scales in tiles of 128x4, compared with the layout in the cuBLAS manual; the cache of swizzled scales."""
 
 import gc
 import weakref
@@ -14,14 +14,14 @@ SHAPES = [(1, 1), (128, 4), (128, 8), (256, 4), (3, 5), (127, 3), (129, 4), (130
 
 
 def place(row, col, whole_cols):
-    """The byte where the scale of (row, col) stands: tile by tile along a row of tiles, then the manual's formula."""
+    """The byte index of the scale of (row, col): tile by tile along a row of tiles, then the manual's formula."""
     tile = (row // 128) * (whole_cols // 4) + col // 4
     outer, inner = row % 128, col % 4
     return tile * 512 + (outer % 32) * 16 + (outer // 32) * 4 + inner
 
 
 def slowly(scale):
-    """The definition: one byte at a time, the rest 0."""
+    """The definition: one byte at a time; padding is 0."""
     rows, cols = scale.shape
     whole_rows, whole_cols = -(-rows // 128) * 128, -(-cols // 4) * 4
     out = [0] * (whole_rows * whole_cols)
@@ -43,7 +43,7 @@ def scales(*shape):
 
 
 @pytest.mark.parametrize("rows, cols", SHAPES)
-def test_the_layout_is_the_manuals_and_what_is_added_is_zero(rows, cols):
+def test_the_layout_is_the_manuals_and_padding_is_zero(rows, cols):
     scale = scales(rows, cols)
     assert torch.equal(swizzle(scale), slowly(scale))
     assert swizzle(scale).shape == (swizzled_shape(rows, cols)[0] * swizzled_shape(rows, cols)[1],)
@@ -102,7 +102,7 @@ def test_every_group_starts_a_row_of_tiles(sizes, after):
     scale = scales(rows, 5)
     ends = torch.tensor(sizes).cumsum(0).to(torch.int32)
     got = swizzle_groups(scale, ends)
-    expected = torch.cat([slowly(part) for part in scale[: sum(sizes)].split(sizes) if len(part)] or [scales(0)])
+    expected = torch.cat([slowly(rows) for rows in scale[: sum(sizes)].split(sizes) if len(rows)] or [scales(0)])
     assert got.shape == (-(-(rows + 127 * len(sizes)) // 128) * 128, 8)
     assert torch.equal(got.flatten()[: expected.numel()], expected)
     assert sorted(got.flatten().tolist()) == sorted(scale.flatten().tolist() + [0] * (got.numel() - scale.numel()))
@@ -114,7 +114,7 @@ def test_groups_need_no_value_of_their_ends():
         assert swizzle_groups(scale, torch.empty(3, dtype=torch.int32, device="cuda")).shape == (512, 8)
 
 
-# ---------------------------------------------------------------------------------------------- kept
+# ---------------------------------------------------------------------------------------------- cache
 
 
 class Counted:
@@ -126,7 +126,7 @@ class Counted:
         return swizzle(scale)
 
 
-def test_a_scale_is_laid_out_once_for_each_layout():
+def test_a_scale_is_swizzled_once_for_each_layout():
     scale, make = scales(130, 5), Counted()
     first = cached_value(scale, "a", make)
     assert cached_value(scale, "a", make) is first and make.calls == 1
@@ -142,7 +142,7 @@ def test_a_write_is_seen():
     assert torch.equal(cached_value(scale, "a", make), slowly(scale)) and make.calls == 3
 
 
-def test_what_is_kept_goes_with_the_scale():
+def test_a_cached_result_ends_with_its_scale():
     scale = scales(130, 5)
     made = weakref.ref(cached_value(scale, "a", swizzle))
     whole = scales(128, 4)
@@ -154,7 +154,7 @@ def test_what_is_kept_goes_with_the_scale():
     assert made() is None and view() is None
 
 
-def test_nothing_is_kept_of_what_is_traced_or_has_no_version():
+def test_nothing_is_cached_for_traced_scales_or_scales_without_a_version():
     make = Counted()
     with FakeTensorMode():
         fake = torch.empty(130, 5, dtype=torch.uint8, device="cuda")
@@ -162,7 +162,7 @@ def test_nothing_is_kept_of_what_is_traced_or_has_no_version():
     with torch.inference_mode():
         inference = scales(130, 5)
         cached_value(inference, "a", make), cached_value(inference, "a", make)
-    assert make.calls == 4 and fake not in module._kept and inference not in module._kept
+    assert make.calls == 4 and fake not in module._cache and inference not in module._cache
 
 
 @pytest.mark.gpu

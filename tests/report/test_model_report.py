@@ -1,4 +1,4 @@
-"""Errors by layer: the formula on numbers done by hand, the rows, their errors, and the plot."""
+"""Errors by layer: the formula against hand-computed numbers, the rows, the errors, and the plot."""
 
 import copy
 import math
@@ -52,7 +52,7 @@ def test_sqnr_refuses_to_broadcast():
         sqnr_db(torch.ones(2, 3), torch.ones(3))
 
 
-def test_rows_say_what_was_done():
+def test_the_rows_of_a_model():
     model = two_layers()
     small = mx.quantize_(copy.deepcopy(model), "mxfp8")
     first, second = layer_errors(small, model)
@@ -66,7 +66,7 @@ def test_rows_say_what_was_done():
     assert 30 < first.sqnr_db < 33
 
 
-def test_state_dict_is_as_good_as_the_model():
+def test_the_reference_may_be_a_state_dict():
     model = two_layers()
     small = mx.quantize_(copy.deepcopy(model), "nvfp4-weight-only")
     assert layer_errors(small, model.state_dict()) == layer_errors(small, model)
@@ -80,8 +80,8 @@ def test_exact_values_have_no_error():
     assert (row.sqnr_db, row.max_abs_error) == (math.inf, 0.0)
 
 
-def test_bfloat16_facade_adds_no_error_of_its_own():
-    """An nvfp4 value is a product of element and two scales, which bfloat16 would round once more."""
+def test_a_bfloat16_outer_dtype_adds_no_error():
+    """An nvfp4 value is the product of an element and two scales, which bfloat16 would round again."""
     model = two_layers(torch.bfloat16)
     small = mx.quantize_(copy.deepcopy(model), "nvfp4")
     rows = layer_errors(small, model)
@@ -140,7 +140,7 @@ def test_plot_is_written_with_its_folder(tmp_path):
     assert path.read_bytes().startswith(PNG)
 
 
-def test_plot_leaves_exact_layers_out(tmp_path):
+def test_plot_omits_exact_layers(tmp_path):
     pytest.importorskip("matplotlib")
     exact = LayerError("0.weight", "mxfp8_e4m3", (2, 32), math.inf, 0.0, 8.25, 256, 66)
     assert plot_layer_errors({"mxfp8": [exact]}, tmp_path / "exact.png").stat().st_size > 0

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import mxtensor as mx
-from mxtensor.recipe.training_recipes import NVFP4BlockScaling
+from mxtensor.recipe import NVFP4BlockScaling
 from mxtensor.te.general_gemm import general_gemm, get_workspace
 from mxtensor.te.quantizer_base import DType
 from mxtensor.te.quantizers import (
@@ -67,7 +67,7 @@ def shapes(layout, m=37, n=50, k=70):
 
 
 def values(t, side):
-    """The values that a product of this copy multiplies."""
+    """The dequantized values of this copy."""
     if not isinstance(t, mx.MXTensor):
         return t
     return (
@@ -90,8 +90,8 @@ def gemm_operands(layout, make, dtype=torch.float32):
 @pytest.mark.parametrize("datatype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("input_quantizer", INPUTS)
 @pytest.mark.parametrize("out_quantizer", OUTPUTS)
-def test_000_frame_4a_fp8gemm_with_unfused_quantization(n, datatype, input_quantizer, out_quantizer):
-    """Quantizing inside is quantizing after, to the bit."""
+def test_quantizing_inside_the_product_equals_quantizing_after_it(n, datatype, input_quantizer, out_quantizer):
+    """Bitwise."""
     input_quantizer, out_quantizer = INPUTS[input_quantizer](), OUTPUTS[out_quantizer]()
     inp_fp8 = input_quantizer(torch.randn(n, n, dtype=datatype))
     weight_fp8 = input_quantizer(torch.randn(n, n, dtype=datatype))
@@ -121,7 +121,7 @@ def test_000_frame_4a_fp8gemm_with_unfused_quantization(n, datatype, input_quant
     assert_same_product(out, PRODUCTS["TN"], weight_fp8.dequantize(torch.float32), inp_fp8.dequantize(torch.float32))
 
 
-def test_000_pattern_3_a_result_in_high_precision():
+def test_a_result_in_high_precision():
     inp, weight = torch.randn(40, 64), torch.randn(48, 64)
     quantizer = MXFP8Quantizer(fp8_dtype=E4M3)
     out, *rest = general_gemm(
@@ -137,7 +137,7 @@ def test_000_pattern_3_a_result_in_high_precision():
 @pytest.mark.parametrize("layout", PRODUCTS)
 @pytest.mark.parametrize("make", GEMM_OPERANDS)
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_layout_multiplies_the_copies_it_names(layout, make, out_dtype):
+def test_a_layout_multiplies_its_copies(layout, make, out_dtype):
     a, b = gemm_operands(layout, GEMM_OPERANDS[make])
     sides = SIDES[layout]
     out = general_gemm(a, b, out_dtype=out_dtype, layout=layout).out
@@ -148,7 +148,7 @@ def test_a_layout_multiplies_the_copies_it_names(layout, make, out_dtype):
 
 @pytest.mark.parametrize("layout", PRODUCTS)
 @pytest.mark.parametrize("plain", ["A", "B"])
-def test_one_factor_may_be_plain(layout, plain):
+def test_one_operand_may_be_plain(layout, plain):
     a, b = (torch.randn(shape, dtype=torch.bfloat16) for shape in shapes(layout))
     a, b = (a, mxfp8()(b)) if plain == "A" else (mxfp8()(a), b)
     out = general_gemm(a, b, layout=layout, out_dtype=torch.float32).out
@@ -193,8 +193,8 @@ def test_empty_matrices(layout):
     assert torch.equal(out, PRODUCTS[layout](*(torch.randn(shape) for shape in shapes(layout, m=0))))
 
 
-def test_the_layouts_are_the_products_of_a_linear_layer():
-    """fprop, dgrad and wgrad of NVFP4, whose wgrad multiplies rotated copies, to the bit."""
+def test_the_layouts_equal_the_products_of_a_linear_layer():
+    """Bitwise, for fprop, dgrad and wgrad of NVFP4, whose wgrad multiplies rotated copies."""
     recipe = NVFP4BlockScaling(disable_stochastic_rounding=True)
     x, w = torch.randn(37, 70, requires_grad=True), torch.randn(50, 70, requires_grad=True)
     g = torch.randn(37, 50)
@@ -219,7 +219,7 @@ def test_explain_names_the_product():
 
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bias_dtype", [torch.float32, torch.bfloat16])
-def test_the_bias_is_added_before_the_one_rounding(out_dtype, bias_dtype):
+def test_the_bias_is_added_before_rounding(out_dtype, bias_dtype):
     a, b = gemm_operands("TN", mxfp8)
     bias = torch.randn(50, dtype=bias_dtype)
     out = general_gemm(a, b, out_dtype=out_dtype, bias=bias).out
@@ -293,7 +293,7 @@ def test_the_bias_gradient_sums_the_rows_of_b(quantized, bias_dtype):
 
 
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
-def test_gelu_and_what_its_derivative_needs(out_dtype):
+def test_gelu_returns_its_input_for_the_derivative(out_dtype):
     a, b = gemm_operands("TN", mxfp8)
     bias = torch.randn(50)
     exact = b.dequantize().double() @ a.dequantize().double().t() + bias
@@ -352,8 +352,12 @@ ERRORS = [
     (lambda: general_gemm(q(4, 4), q(4, 4), accumulate=True), ValueError, "needs out="),
     (lambda: general_gemm(q(4, 4), q(4, 4), beta=1.0), ValueError, "accumulate=True"),
     (lambda: general_gemm(q(4, 4), q(4, 4), gelu=True, grad=True), ValueError, "needs gelu_in"),
-    (lambda: general_gemm(q(4, 4), q(4, 4), out=ONES(4, 4), quantization_params=mxfp8()), ValueError, "go together"),
-    (lambda: general_gemm(q(4, 4), q(4, 4), out=q(4, 4)), ValueError, "go together"),
+    (
+        lambda: general_gemm(q(4, 4), q(4, 4), out=ONES(4, 4), quantization_params=mxfp8()),
+        ValueError,
+        "needs quantization_params",
+    ),
+    (lambda: general_gemm(q(4, 4), q(4, 4), out=q(4, 4)), ValueError, "needs quantization_params"),
     (
         lambda: general_gemm(q(4, 4), q(4, 4), out=q(4, 4), quantization_params=mxfp8(), accumulate=True),
         ValueError,
@@ -362,12 +366,12 @@ ERRORS = [
     (
         lambda: general_gemm(NVFP4Quantizer(with_rht=True)(ONES(16, 4)), NVFP4Quantizer()(ONES(16, 4)), layout="NT"),
         ValueError,
-        "not rotated alike",
+        "rotated differently",
     ),
     (
         lambda: general_gemm(NVFP4Quantizer(with_rht=True)(ONES(16, 4)), ONES(4, 16), layout="NN"),
         ValueError,
-        "not rotated alike",
+        "rotated differently",
     ),
     (
         lambda: general_gemm(*(NVFP4Quantizer(with_rht=True)(ONES(rows, 4)) for rows in (16, 12)), layout="NT"),

@@ -1,4 +1,4 @@
-"""Quantizers: what they make is what ``mx.quantize`` makes, bit for bit; their usages, writes and gradients."""
+"""Quantizers: bitwise identical to ``mx.quantize``; their usages, writes and gradients."""
 
 import copy
 from dataclasses import replace
@@ -9,11 +9,12 @@ from torch import nn
 
 import mxtensor as mx
 from mxtensor import recipe as R
+from mxtensor.kernels.gemm.spec import Form
 from mxtensor.kernels.quantize.hadamard import rotated
-from mxtensor.kernels.quantize.select import Form, cast_pair
+from mxtensor.kernels.quantize.select_pair import cast_pair
 from mxtensor.numerics.cast import Cast
+from mxtensor.recipe.block_scaling import RANDOM_SIGNS
 from mxtensor.recipe.linear_recipe import TensorCasts
-from mxtensor.recipe.training_recipes import RANDOM_SIGNS
 from mxtensor.te.quantizer_base import DType, Quantizer
 from mxtensor.te.quantizers import (
     QUANTIZER_OF,
@@ -60,14 +61,14 @@ EVERY = STATELESS | {"delayed": delayed, "rotated": lambda **usage: NVFP4Quantiz
 
 
 def poison(w):
-    """Fill an MXTensor's memory with what no correct write leaves behind."""
+    """Fill the memory of an MXTensor with values that no correct write leaves there."""
     for part in [*w.components, *(w._rotated.operand.tensors if w._rotated else ())]:
         (part.view(torch.uint8) if part.dtype.itemsize == 1 else part).fill_(0xAB)
     return w
 
 
 def in_order(quantizers):
-    """Those of input, weight and grad."""
+    """The quantizers of input, weight and grad."""
     return [*quantizers["scaling_fwd"], *quantizers["scaling_bwd"]]
 
 
@@ -87,8 +88,8 @@ def same(a, b):
 # ------------------------------------------------------------------------------------------ seed 000, frames 2A, 4A, 4B
 
 
-def test_000_frame_2a_memory_of_mxfp8_weights():
-    """8192x2048: 16 MiB of codes and 0.5 MiB of scales a copy."""
+def test_memory_of_mxfp8_weights():
+    """8192x2048: 16 MiB of codes and 0.5 MiB of scales per copy."""
     mib = 2**20
     quantizer = MXFP8Quantizer(E4M3, columnwise=False)
     weight = quantizer.make_empty((8192, 2048), dtype=torch.bfloat16)
@@ -98,7 +99,7 @@ def test_000_frame_2a_memory_of_mxfp8_weights():
     assert quantizer.make_empty((8192, 2048), dtype=torch.bfloat16).nbytes == 33 * mib
 
 
-def test_000_frame_4b_properties():
+def test_properties():
     inp = torch.randn(256, 1024, dtype=torch.bfloat16)
     inp_fp8 = MXFP8Quantizer(fp8_dtype=E4M3)(inp)
     assert inp_fp8._data.shape == (256, 1024) and inp_fp8._data.dtype is torch.uint8
@@ -116,8 +117,8 @@ def test_000_frame_4b_properties():
 @pytest.mark.parametrize(
     "turn", [lambda w: w.transpose(), lambda w: w.t(), lambda w: w.transpose(0, 1), lambda w: w.mT]
 )
-def test_000_frame_4b_a_transpose_trades_the_copies(turn):
-    """Where TransformerEngine raises: the columnwise copy was made from the same high-precision values."""
+def test_transpose_swaps_the_copies(turn):
+    """TransformerEngine raises here. The columnwise copy was cast from the same high-precision values."""
     inp = torch.randn(96, 160)
     inp_fp8 = MXFP8Quantizer(E4M3)(inp)
     other = turn(inp_fp8)
@@ -158,7 +159,7 @@ def test_a_transpose_is_traced():
     ],
     ids=lambda value: str(value),
 )
-def test_001_frame_4a_quantizers_of_a_recipe(recipe, kind):
+def test_quantizers_of_a_recipe(recipe, kind):
     quantizers = quantizers_of(recipe, torch.device("cpu"))
     assert list(quantizers) == ["scaling_fwd", "scaling_bwd"]
     assert [len(slots) for slots in quantizers.values()] == [2, 1]
@@ -176,7 +177,7 @@ def test_001_frame_4a_quantizers_of_a_recipe(recipe, kind):
             assert torch.equal(quantizer(x)._rowwise_data, plain._rowwise_data)
 
 
-def test_001_frame_4b_the_delayed_one_has_state_and_the_others_none():
+def test_only_the_quantizer_of_delayed_scaling_has_state():
     q = Float8Quantizer(scale=torch.tensor([1.0]), amax=torch.tensor([0.0]), fp8_dtype=E4M3)
     assert torch.equal(q.scale, torch.ones(1)) and torch.equal(q.amax, torch.zeros(1)) and q.fp8_dtype is E4M3
     for make in STATELESS.values():
@@ -234,8 +235,8 @@ def test_the_bits_are_those_of_quantize(name, usage, shape):
 
 
 @pytest.mark.parametrize("name", STATELESS)
-def test_the_parts_by_name_decode_to_the_values(name):
-    """Codes and scales by TransformerEngine's names, tails included."""
+def test_transformer_engines_attributes_decode_to_the_values(name):
+    """Codes and scales, tails included."""
     x = torch.randn(40, 50)
     w = STATELESS[name]()(x)
     expected, transposed = (values_in(t, name) for t in (x, x.t()))
@@ -256,7 +257,7 @@ def decoded(codes, scale, w):
     ).dequantize()
 
 
-def test_what_is_not_held_is_none():
+def test_attributes_of_a_missing_copy_are_none():
     x = torch.randn(64, 64)
     row, column = MXFP8Quantizer(E4M3, columnwise=False)(x), MXFP8Quantizer(E4M3, rowwise=False)(x)
     assert row._columnwise_data is None and row._columnwise_scale_inv is None
@@ -319,12 +320,12 @@ def test_a_format_belongs_to_one_class():
         Float8CurrentScalingQuantizer,
         Float8BlockQuantizer,
     }
-    assert len(QUANTIZER_OF) == sum(len(kind.rows) for kind in set(QUANTIZER_OF.values()))
+    assert len(QUANTIZER_OF) == sum(len(kind.formats) for kind in set(QUANTIZER_OF.values()))
     for row, kind in QUANTIZER_OF.items():
         assert row == mx.get_format(row.name) and kind.of(Cast(row), True, True)(torch.randn(4, 4)).format == row
 
 
-def test_set_usage_changes_what_is_named():
+def test_set_usage_changes_the_given_usages():
     q = MXFP8Quantizer(E4M3)
     q.set_usage(columnwise=False)
     assert (q.rowwise_usage, q.columnwise_usage) == (True, False)
@@ -335,7 +336,7 @@ def test_set_usage_changes_what_is_named():
     assert (q.rowwise, q.columnwise) == (False, True), "an error changes nothing"
 
 
-def test_a_copy_has_usages_of_its_own():
+def test_a_copy_has_its_own_usages():
     q = delayed()
     other = q.copy()
     other.set_usage(columnwise=False)
@@ -366,8 +367,8 @@ def test_nvfp4_rotates_the_columnwise_copy(shape):
     assert torch.equal(w._columnwise_scale_inv, transposed._rowwise_scale_inv)
 
 
-def test_torch_ops_never_meet_a_rotated_copy():
-    """It stands for other values: what is made of the tensor has the rowwise copy alone."""
+def test_results_of_torch_ops_have_no_rotated_copy():
+    """A rotated copy has other values, so results have the rowwise copy only."""
     x = torch.randn(64, 48)
     w = NVFP4Quantizer(with_rht=True)(x)
     plain = mx.quantize(x, "nvfp4")
@@ -408,8 +409,8 @@ def test_out_is_written_and_returned(name):
 
 @pytest.mark.parametrize("name", STATELESS)
 @pytest.mark.parametrize("operands", ["rowwise", "columnwise", "both"])
-def test_an_update_writes_every_copy_that_is_held(name, operands):
-    """Whatever the quantizer's usage is: a copy left alone would stand for the old values."""
+def test_an_update_writes_every_copy(name, operands):
+    """Whatever usages the quantizer has: a copy that is not written would have the old values."""
     q = STATELESS[name](columnwise=False)
     x = torch.randn(64, 96)
     w = mx.quantize(torch.randn(64, 96), name, orientation=operands)
@@ -432,21 +433,21 @@ def test_an_update_is_seen_through_aliases():
 
 
 @pytest.mark.parametrize("name", ["float8_e4m3_tensor", "mxfp8_e4m3[32x32]", "nvfp4[16x16]"])
-def test_a_turned_square_tensor_is_written_from_the_values(name):
-    """Rounded once, not once for the write and once for the turned copy."""
+def test_a_transposed_square_tensor_is_written_from_the_values(name):
+    """The values are rounded once, and not a second time for the transposed copy."""
     x = torch.randn(48, 80)
     w = mx.quantize(torch.randn(80, 48), name)
     STATELESS[name]().update_quantized(x, w.t())
     assert torch.equal(w.dequantize(), mx.quantize(x.t(), name).dequantize())
 
 
-def test_an_update_with_another_scale_rule_is_written_as_the_quantizer_has_it():
+def test_an_update_uses_the_scale_rule_of_the_quantizer():
     x = torch.randn(32, 64) * 1000
     w = mx.quantize(torch.randn(32, 64), "mxfp8", scaling="floor")
     assert same_bytes(MXFP8Quantizer(E4M3).update_quantized(x, w), mx.quantize(x, "mxfp8"))
 
 
-def test_make_empty_takes_its_place_and_gradient():
+def test_make_empty_takes_a_device_and_requires_grad():
     w = MXFP8Quantizer(E4M3).make_empty([8, 32], device="meta", requires_grad=True)
     assert w.device.type == "meta" and w.requires_grad and w.is_leaf and w.dtype is torch.float32
     q = Float8CurrentScalingQuantizer(E4M3, "meta")
@@ -466,7 +467,7 @@ def test_the_gradient_passes_unchanged(name):
     assert torch.equal(x.grad, upstream)
 
 
-def test_without_gradients_there_is_none():
+def test_without_gradients_the_result_has_none():
     x = torch.randn(32, 32, requires_grad=True)
     q = MXFP8Quantizer(E4M3)
     with torch.no_grad():
@@ -515,7 +516,7 @@ def test_the_tensors_given_are_read_and_written():
     assert amax.item() == 5.0
 
 
-def test_what_is_not_finite_becomes_nan_by_itself():
+def test_each_value_that_is_not_finite_becomes_nan():
     x = torch.tensor([[1.0, float("inf")], [float("nan"), 1e30]])
     q = delayed(1e10)
     values = q(x).dequantize()
@@ -542,7 +543,7 @@ def test_quantizers_of_a_delayed_state():
     assert quantizers[2].dtype is E5M2
 
 
-def test_a_deep_copy_of_a_layer_has_a_state_of_its_own():
+def test_a_deep_copy_of_a_layer_has_its_own_state():
     state = DelayedState(R.DelayedScaling().linear_recipe(), torch.device("cpu"))
     layer = {"state": state, "quantizers": in_order(quantizers_of(R.DelayedScaling(), "cpu", state))}
     other = copy.deepcopy(layer)
@@ -550,10 +551,10 @@ def test_a_deep_copy_of_a_layer_has_a_state_of_its_own():
     assert other["state"].record[0] == 5 and state.record[0] == 0
 
 
-# ------------------------------------------------------------------------------------------ roles
+# ------------------------------------------------------------------------------------------ for a recipe
 
 
-def test_roles_in_high_precision_have_no_quantizer():
+def test_tensors_in_high_precision_have_no_quantizer():
     quantizers = quantizers_of(R.MXFP8BlockScaling(high_precision_backward=True), "cpu")
     assert quantizers["scaling_bwd"] == [None]
     assert [(q.rowwise, q.columnwise) for q in quantizers["scaling_fwd"]] == [(True, False)] * 2
@@ -561,7 +562,7 @@ def test_roles_in_high_precision_have_no_quantizer():
     assert quantizers["scaling_fwd"][0] is None and isinstance(quantizers["scaling_fwd"][1], MXFP8Quantizer)
 
 
-def test_roles_with_two_casts_are_shown_by_the_rowwise_one():
+def test_the_quantizer_of_a_tensor_with_two_casts_makes_the_rowwise_one():
     e4m3, e5m2 = Cast.of("mxfp8_e4m3"), Cast.of("mxfp8_e5m2")
     (both, other), (last,) = quantizers_of(
         R.CustomRecipe(TensorCasts(e4m3, e5m2, signs=5), TensorCasts(None, e5m2), TensorCasts(None, e5m2, signs=5)),
@@ -572,7 +573,7 @@ def test_roles_with_two_casts_are_shown_by_the_rowwise_one():
     assert last is None, "a rotated copy alone is no tensor"
 
 
-def test_nvfp4_roles_keep_their_options():
+def test_nvfp4_quantizers_have_the_options_of_the_recipe():
     (inp, weight), (grad,) = quantizers_of(R.NVFP4BlockScaling(), "cpu").values()
     assert inp.signs == RANDOM_SIGNS == grad.signs and weight.signs is None
     assert weight.cast.format.block == (16, 16) and grad.cast.rounding is mx.Rounding.STOCHASTIC
@@ -588,8 +589,8 @@ ERRORS = [
     (lambda: NVFP4Quantizer("e4m3"), ValueError, "DType.kFloat4E2M1"),
     (lambda: DType.of(torch.int8), ValueError, "torch.int8"),
     (lambda: MXQuantizer("mxfp7"), ValueError, "mxfp7"),
-    (lambda: NVFP4Quantizer(with_rht=True, with_2d_quantization=True), ValueError, "a tile serves both"),
-    (lambda: NVFP4Quantizer(with_rht=True, rowwise=False), ValueError, "beside a rowwise one"),
+    (lambda: NVFP4Quantizer(with_rht=True, with_2d_quantization=True), ValueError, "use only one of them"),
+    (lambda: NVFP4Quantizer(with_rht=True, rowwise=False), ValueError, "needs a rowwise copy beside it"),
     (lambda: Float8BlockQuantizer(E4M3, block_scaling_dim=3), ValueError, "block_scaling_dim is 3"),
     (lambda: Float8Quantizer(1.0, torch.zeros(1), E4M3), TypeError, "scale must be a float32 tensor"),
     (lambda: Float8Quantizer(torch.ones(1), torch.zeros(1).half(), E4M3), TypeError, "amax must be a float32 tensor"),
@@ -611,12 +612,12 @@ ERRORS = [
     (
         lambda: NVFP4Quantizer(with_rht=True).update_quantized(torch.ones(2, 2), NVFP4Quantizer()(torch.ones(2, 2))),
         ValueError,
-        "rotated otherwise",
+        "rotated differently",
     ),
     (
         lambda: NVFP4Quantizer().update_quantized(torch.ones(2, 2), NVFP4Quantizer(with_rht=True)(torch.ones(2, 2))),
         ValueError,
-        "rotated otherwise",
+        "rotated differently",
     ),
 ]
 

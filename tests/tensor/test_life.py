@@ -1,4 +1,4 @@
-"""The life of a quantized model: copied, filed, shared, sent to workers, loaded, reparametrized, exported, compiled."""
+"""The life of a quantized model: copied, saved, shared with workers, loaded, reparametrized, exported, compiled."""
 
 import copy
 import pickle
@@ -28,7 +28,7 @@ def model(config="mxfp8", seed=None):
 
 
 def same_models(a, b):
-    """The same parameters in every respect."""
+    """Whether all parameters are the same in every respect."""
     for (name, p), (other, q) in zip(a.named_parameters(), b.named_parameters(), strict=True):
         assert (name, type(p), p.dtype, p.requires_grad) == (other, type(q), q.dtype, q.requires_grad)
         assert same_bytes(p, q) if isinstance(p, mx.MXTensor) else torch.equal(p, q)
@@ -64,7 +64,7 @@ def test_a_state_dict_in_a_file(format, assign, mmap, tmp_path):
 
 @pytest.mark.parametrize("assign", [False, True], ids=["copied", "assigned"])
 @pytest.mark.parametrize("format", FORMATS)
-def test_values_cross_between_plain_and_quantized(format, assign):
+def test_values_load_from_plain_into_quantized_models_and_back(format, assign):
     plain = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 32))
     target = model(format)
     recipe = target[0].weight.recipe
@@ -77,7 +77,7 @@ def test_values_cross_between_plain_and_quantized(format, assign):
 
 
 @pytest.mark.parametrize("assign", [False, True], ids=["copied", "assigned"])
-def test_what_does_not_fit_is_refused_and_changes_nothing(assign):
+def test_values_that_do_not_fit_are_refused_and_change_nothing(assign):
     target = model("mxfp8")
     before = copy.deepcopy(target)
     with pytest.raises(RuntimeError, match=r"size mismatch for 0\.weight"):
@@ -95,7 +95,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(assign):
 
 
 def test_a_format_mismatch_may_be_quantized_again():
-    """The way out that the error names; ``strict=False`` is about names, not about values."""
+    """The error names this way out; ``strict=False`` is about names, not about values."""
     source, target = model("mxfp8"), model("mxfp4")
     with pytest.raises(RuntimeError, match=r"format mismatch for 0\.weight"):
         target.load_state_dict(source.state_dict(), strict=False)
@@ -140,7 +140,7 @@ class Rows(Dataset):
 
 @pytest.fixture
 def forked():
-    """Forking with more than one thread alive is what Python 3.12 warns of; these children are short and single."""
+    """Python 3.12 warns of forking with more than one thread alive; these children are short and have one thread."""
     return mp.get_context("fork")
 
 
@@ -171,14 +171,14 @@ def test_a_write_in_another_process_reaches_a_shared_parameter(forked, format):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
-def test_conversions_change_the_facade_and_no_code(dtype):
+def test_conversions_change_the_outer_tensor_and_no_code(dtype):
     module = model("nvfp4-weight-only")
     before = copy.deepcopy(module)
     optimizer_view = module[0].weight
     module.to(dtype)
     assert same_bytes(module[0].weight, before[0].weight) and module[0].weight.dtype is dtype
     assert module(torch.randn(5, 64, dtype=dtype)).dtype is dtype
-    assert module[0].weight is optimizer_view  # parameters are swapped in place: what holds them still does
+    assert module[0].weight is optimizer_view  # parameters are swapped in place, so references to them stay valid
 
 
 class Scaled(nn.Module):
@@ -328,7 +328,7 @@ def test_what_torch_jit_traces_computes_the_same(config):
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-def test_torch_jit_does_not_trace_what_trains():
+def test_torch_jit_does_not_trace_training():
     with pytest.raises(NotImplementedError, match="cannot record a layer that trains quantized"):
         torch.jit.trace(model(mx.recipe.MXFP8BlockScaling()), torch.randn(5, 64))
 

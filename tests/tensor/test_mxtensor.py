@@ -1,4 +1,4 @@
-"""MXTensor itself: the dense tensor it claims to be, the operands it holds, and the ways in and out."""
+"""MXTensor itself: the outer tensor, the operands it stores, and the functions that make it and read it."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 ROWWISE, COLUMNWISE, BOTH = mx.Orientation.ROWWISE, mx.Orientation.COLUMNWISE, mx.Orientation.BOTH
 
 
-# ---------------------------------------------------------------------------------------------- the facade
+# ---------------------------------------------------------------------------------------------- the outer tensor
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -36,7 +36,7 @@ def test_a_quantized_tensor_is_as_contiguous_as_a_fresh_one_whatever_its_source(
     assert transposed.stride() == w.stride() and same_bytes(transposed, w)
 
 
-def test_quantizing_carries_no_gradient_and_keeps_the_source():
+def test_quantizing_carries_no_gradient_and_does_not_change_the_source():
     x = torch.randn(8, 64, requires_grad=True)
     before = x.detach().clone()
     assert not mx.quantize(x, "mxfp8").requires_grad
@@ -57,7 +57,7 @@ def test_quantizing_again_gives_another_format_of_the_same_values():
 # ---------------------------------------------------------------------------------------------- repr
 
 
-def test_repr_shows_what_is_held_and_never_a_value():
+def test_repr_shows_the_stored_operands_and_never_a_value():
     x = torch.randn(64, 4096)
     tensors = [
         mx.quantize(x, "mxfp8"),
@@ -134,7 +134,7 @@ def test_a_square_block_serves_both_orientations_with_one_copy(format):
         assert w.rowwise.shape == (2, 96, 160) and w.columnwise.shape == (2, 160, 96)
     transposed = w.replace(w.columnwise, None, size=(2, 160, 96))
     assert torch.equal(transposed.dequantize(), w.dequantize().mT)
-    # turned, and not rounded again: quantizing the transposed values finds the same codes
+    # transposed, and not rounded again: quantizing the transposed values gives the same codes
     assert same_bytes(transposed, mx.quantize(x.mT.contiguous(), format))
 
 
@@ -223,7 +223,7 @@ def test_an_operand_is_codes_and_scales_in_documented_dtypes(format, data, scale
         (mx.DTYPE_FP6_E3M2, "mxfp6_e3m2"),
     ],
 )
-def test_to_mx_and_to_dtype_as_torchao_names_them(elem_dtype, format):
+def test_to_mx_and_to_dtype_are_torchaos_names(elem_dtype, format):
     x = torch.randn(8, 64, dtype=torch.bfloat16)
     w = mx.MXTensor.to_mx(x, elem_dtype, 32, mx.ScaleCalculationMode.FLOOR)
     assert w.format is mx.FORMATS[format] and same_bytes(w, mx.quantize(x, elem_dtype, scaling="floor"))
@@ -244,33 +244,35 @@ def test_dequantize_in_another_dtype_rounds_once_from_float32():
     assert w.dequantize(torch.int32).dtype is torch.int32
 
 
-# ---------------------------------------------------------------------------------------------- from parts
+# ---------------------------------------------------------------------------------------------- from components
 
 
 @pytest.mark.parametrize("as_views", [False, True], ids=["stored", "viewed"])
 @pytest.mark.parametrize("format", FORMATS)
-def test_from_parts_is_the_inverse_of_taking_apart(format, as_views):
+def test_from_components_is_the_inverse_of_reading_the_components(format, as_views):
     w = mx.quantize(torch.randn(3, 40, 100, dtype=torch.bfloat16), format)
-    part = w.rowwise
-    data = part.data.view(torch.uint8) if as_views else part.data
-    scale = part.scale_view if as_views else part.scale
-    again = mx.MXTensor.from_components(data, scale, format, shape=(3, 40, 100), global_scale=part.global_scale)
+    operand = w.rowwise
+    data = operand.data.view(torch.uint8) if as_views else operand.data
+    scale = operand.scale_view if as_views else operand.scale
+    again = mx.MXTensor.from_components(data, scale, format, shape=(3, 40, 100), global_scale=operand.global_scale)
     assert (again.shape, again.dtype, again.format) == (w.shape, torch.bfloat16, w.format)
     assert torch.equal(again.dequantize(), w.dequantize())
-    assert again.rowwise.data.data_ptr() == part.data.data_ptr()  # nothing is copied
+    assert again.rowwise.data.data_ptr() == operand.data.data_ptr()  # nothing is copied
 
 
-def test_from_parts_reads_the_shape_from_whole_groups_of_codes():
+def test_from_components_reads_the_shape_from_whole_groups_of_codes():
     for format in FORMATS:
-        part = mx.quantize(torch.randn(4, 128), format).rowwise
+        operand = mx.quantize(torch.randn(4, 128), format).rowwise
         again = mx.MXTensor.from_components(
-            part.data, part.scale, format, global_scale=part.global_scale, dtype=torch.half
+            operand.data, operand.scale, format, global_scale=operand.global_scale, dtype=torch.half
         )
         assert again.shape == (4, 128) and again.dtype is torch.half
 
 
-def test_from_parts_takes_a_global_scale_of_one_element_in_any_shape():
+def test_from_components_takes_a_global_scale_of_one_element_in_any_shape():
     w = mx.quantize(torch.randn(4, 64), "nvfp4")
-    part = w.rowwise
-    again = mx.MXTensor.from_components(part.data, part.scale, "nvfp4", global_scale=part.global_scale.reshape(1, 1))
+    operand = w.rowwise
+    again = mx.MXTensor.from_components(
+        operand.data, operand.scale, "nvfp4", global_scale=operand.global_scale.reshape(1, 1)
+    )
     assert again.rowwise.global_scale.shape == () and torch.equal(again.dequantize(torch.float32), w.dequantize())

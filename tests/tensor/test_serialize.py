@@ -1,4 +1,4 @@
-"""State: copies, files, state dicts and conversions of modules keep the bytes, or round to them again and say so."""
+"""State: copies, files, state dicts and conversions of modules preserve the bytes, or quantize again and report it."""
 
 import copy
 import io
@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import mxtensor as mx
-from mxtensor.recipe.linear_recipe import LinearRecipe, recipe_from_row, recipe_to_row
+from mxtensor.recipe.linear_recipe import LinearRecipe
+from mxtensor.recipe.rows import recipe_from_row, recipe_to_row
 from tests.helpers.compare import components_of, relative_error, same_bytes
 
 FORMATS = [*mx.FORMATS, "mxfp8[32x32]", "mxfp6_e3m2[1x16]"]
@@ -30,7 +31,7 @@ def saved(value, weights_only=True):
 
 
 def assert_same(got, expected):
-    """The same tensor in every respect but identity."""
+    """Assert that two tensors are the same in every respect but identity."""
     assert type(got) is type(expected) is mx.MXTensor
     assert (repr(got), got.stride(), got.recipe) == (repr(expected), expected.stride(), expected.recipe)
     assert isinstance(got, nn.Parameter) == isinstance(expected, nn.Parameter)
@@ -63,14 +64,14 @@ def test_a_parameter_stays_a_parameter_with_its_recipe(way):
         assert_same(way(w), w)
 
 
-def test_the_whole_cast_is_kept_with_the_tensor():
+def test_the_whole_cast_is_saved_with_the_tensor():
     w = mx.quantize(torch.randn(8, 64), "mxfp4", scaling="ceil", rounding="stochastic")
     for got in (saved(w), copy.deepcopy(w), pickle.loads(pickle.dumps(w))):
         assert got.recipe == w.recipe and got.recipe.stored.rounding is mx.Rounding.STOCHASTIC
         assert same_bytes(got, w)
 
 
-def test_a_seed_is_kept_in_the_row_of_a_recipe_and_a_row_without_one_is_of_an_older_file():
+def test_a_seed_is_saved_in_the_row_of_a_recipe_and_rows_of_older_files_have_none():
     cast = mx.Cast.of("mxfp4", "floor", "stochastic", 2**40 + 1)
     for recipe in (
         LinearRecipe.inference(cast, mx.Cast.of("mxfp8")),
@@ -113,7 +114,7 @@ def test_a_whole_model_is_a_file():
     assert torch.equal(saved(source, weights_only=False)(x), source(x))
 
 
-def test_a_file_holds_the_quantized_bytes_only():
+def test_a_file_contains_the_quantized_bytes_only():
     buffer = io.BytesIO()
     torch.save(mx.quantize(torch.randn(512, 1024), "mxfp4"), buffer)
     assert buffer.tell() < 512 * 1024 * 4.25 / 8 * 1.02 + 4096
@@ -152,7 +153,7 @@ def test_quantized_values_loaded_into_a_plain_model_are_dequantized(format):
     assert torch.equal(target[0].weight, source[0].weight.dequantize())
 
 
-def test_values_of_another_format_are_an_error_until_somebody_dequantizes_them():
+def test_values_of_another_format_are_an_error_unless_they_are_dequantized():
     source, target = model("mxfp8"), model("mxfp4")
     before = components_of(target[0].weight)[0].clone()
     with pytest.raises(RuntimeError, match=r"0\.weight: the checkpoint holds mxfp8_e4m3, the model mxfp4_e2m1"):
@@ -196,7 +197,7 @@ def test_assigning_a_state_dict_of_quantized_values():
         (lambda m: m.to("cpu", torch.float16), torch.float16),
     ],
 )
-def test_another_dtype_of_a_module_changes_the_facade_and_no_code(convert, dtype):
+def test_another_dtype_of_a_module_changes_the_outer_tensor_and_no_code(convert, dtype):
     module = model("nvfp4")
     before = copy.deepcopy(module[0].weight)
     assert convert(module) is module
@@ -215,7 +216,7 @@ def test_a_shared_weight_stays_shared_in_another_dtype():
     assert twins[0].weight is twins[1].weight and twins[1].weight.dtype is torch.bfloat16
 
 
-def test_moving_to_where_it_is_changes_nothing():
+def test_moving_to_the_same_device_changes_nothing():
     module = model()
     w = module[0].weight
     module.to("cpu"), module.cpu(), module.float()
@@ -234,7 +235,7 @@ def test_a_module_on_another_device_and_back():
     before = copy.deepcopy(module[0].weight)
     module.cuda()
     assert module[0].weight.device.type == "cuda" and all(t.is_cuda for t in components_of(module[0].weight))
-    with torch.no_grad():  # torch moves no parameter that a live graph holds
+    with torch.no_grad():  # torch does not move a parameter that a live graph refers to
         assert relative_error(module(x.cuda()).cpu(), module.cpu()(x)) < 1e-2
     assert_same(module[0].weight, before)
 
@@ -244,7 +245,7 @@ def test_a_module_on_another_device_and_back():
 
 @pytest.mark.parametrize("orientation", ["rowwise", "columnwise", "both"])
 @pytest.mark.parametrize("format", FORMATS)
-def test_copy_quantizes_into_the_buffers_that_are_there(format, orientation):
+def test_copy_quantizes_into_the_existing_buffers(format, orientation):
     w = mx.quantize(torch.randn(40, 96), format, orientation=orientation)
     view, pointers, x = w.t(), [t.data_ptr() for t in components_of(w)], torch.randn(40, 96)
     for values in (x, x.bfloat16(), x[:1]):
@@ -254,7 +255,7 @@ def test_copy_quantizes_into_the_buffers_that_are_there(format, orientation):
         assert torch.equal(view.t().dequantize(), w.dequantize())  # a view sees the write
 
 
-def test_copy_between_quantized_tensors_takes_the_bytes_or_rounds_again():
+def test_copy_between_quantized_tensors_copies_the_bytes_or_quantizes_again():
     x = torch.randn(40, 96)
     same = mx.quantize(torch.randn(40, 96), "nvfp4")
     same.copy_(mx.quantize(x, "nvfp4"))
@@ -273,7 +274,7 @@ def test_copy_into_a_plain_tensor_dequantizes():
 
 
 @pytest.mark.parametrize("like", [torch.zeros_like, torch.ones_like, torch.rand_like, torch.randn_like])
-def test_state_kept_beside_a_parameter_is_plain(like):
+def test_optimizer_state_of_a_parameter_is_plain(like):
     for w in (mx.quantize(torch.randn(8, 64), "mxfp4"), mx.quantize(torch.randn(64, 8).bfloat16(), "mxfp8").t()):
         got, dense = like(w), like(w.dequantize())
         assert type(got) is torch.Tensor
@@ -283,7 +284,7 @@ def test_state_kept_beside_a_parameter_is_plain(like):
         assert like(w, dtype=torch.float64).dtype is torch.float64
 
 
-def test_empty_like_on_a_named_device_is_of_the_same_kind_elsewhere_in_memory():
+def test_empty_like_on_a_named_device_is_an_mxtensor_in_new_memory():
     w = mx.quantize(torch.randn(8, 64), "nvfp4", orientation="both")
     empty = torch.empty_like(w, device="cpu")
     assert repr(empty) == repr(w) and not {t.data_ptr() for t in components_of(w)} & {
@@ -298,7 +299,7 @@ def test_equal_compares_values():
     x = torch.randn(8, 64)
     w = mx.quantize(x, "mxfp8")
     assert torch.equal(w, w.clone()) and torch.equal(w, w.dequantize()) and torch.equal(w.dequantize(), w)
-    assert torch.equal(w, mx.quantize(w, "mxfp8", orientation="both"))  # the same values, held twice
+    assert torch.equal(w, mx.quantize(w, "mxfp8", orientation="both"))  # the same values in two copies
     assert not torch.equal(w, x) and not torch.equal(w, w[:4]) and not torch.equal(w, mx.quantize(-x, "mxfp8"))
 
 

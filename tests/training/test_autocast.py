@@ -1,4 +1,4 @@
-"""``autocast``: who is inside it, what it reaches, and that what it reaches is the reference's training step."""
+"""``autocast``: which threads and tasks are inside, which functions it quantizes, and their results."""
 
 import asyncio
 import copy
@@ -13,7 +13,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 import mxtensor as mx
-from mxtensor.recipe.training_recipes import (
+from mxtensor.recipe import (
     CustomRecipe,
     DelayedScaling,
     Float8BlockScaling,
@@ -82,7 +82,7 @@ def test_the_default_recipe_is_mxfp8():
     assert active() is None and not is_enabled()
 
 
-def test_the_inner_block_wins_and_the_outer_comes_back():
+def test_the_inner_block_wins_and_the_outer_is_restored():
     with mx.autocast(recipe=MXFP8):
         with mx.autocast(recipe=MXFP6):
             assert active() is MXFP6
@@ -95,7 +95,7 @@ def test_the_inner_block_wins_and_the_outer_comes_back():
         assert active() is MXFP8
 
 
-def test_layers_obey_the_innermost_block():
+def test_layers_run_by_the_innermost_block():
     layer, x = nn.Linear(64, 48), leaf(4, 64)
     results = {}
     with mx.autocast(recipe=MXFP8):
@@ -110,7 +110,7 @@ def test_layers_obey_the_innermost_block():
     assert len({t.sum().item() for t in results.values()}) == 3
 
 
-def test_disabled_a_quantized_model_runs_in_high_precision():
+def test_a_disabled_block_runs_a_quantized_model_in_high_precision():
     plain = nn.Linear(64, 48)
     layer, x = mx.quantize_(copy.deepcopy(plain), MXFP8), torch.randn(4, 64)
     with mx.autocast(enabled=False):
@@ -119,7 +119,7 @@ def test_disabled_a_quantized_model_runs_in_high_precision():
     assert not torch.equal(layer(x), plain(x))
 
 
-def test_autocast_goes_before_the_roles_that_a_weight_carries():
+def test_autocast_overrides_the_recipe_of_a_weight():
     plain = nn.Linear(64, 48)
     layer, x = mx.quantize_(copy.deepcopy(plain), MXFP8), torch.randn(4, 64)
     with mx.autocast(recipe=E5M2):
@@ -141,16 +141,16 @@ def test_an_exception_inside_an_inner_block_leaves_the_outer_one():
 
 
 @pytest.mark.parametrize("wrong", ["mxfp8", MXFP8BlockScaling, MXFP8.linear_recipe(), 3, Format.E4M3], ids=str)
-def test_what_is_no_recipe_is_a_type_error(wrong):
+def test_an_object_that_is_not_a_recipe_is_a_type_error(wrong):
     with mx.autocast(recipe=MXFP6):
-        with pytest.raises(TypeError, match=r"is no recipe; pass an instance of one of mxtensor.recipe"):
+        with pytest.raises(TypeError, match=r"is not a recipe; pass an instance of a class of mxtensor.recipe"):
             mx.autocast(recipe=wrong)
         assert active() is MXFP6
 
 
-def test_a_recipe_in_the_place_of_enabled_is_a_type_error():
-    """It would be true, and the default recipe would run."""
-    with pytest.raises(TypeError, match="a recipe goes to recipe="):
+def test_a_recipe_passed_as_enabled_is_a_type_error():
+    """A recipe is true, so the default recipe would run."""
+    with pytest.raises(TypeError, match="pass True or False, and the recipe as recipe="):
         mx.autocast(NVFP4BlockScaling())
 
 
@@ -180,7 +180,7 @@ def test_as_a_decorator():
         assert inside() is MXFP6 and active() is MXFP8
 
 
-def test_one_object_may_be_entered_again_and_again():
+def test_one_object_may_be_entered_several_times():
     block = mx.autocast(recipe=MXFP8)
     for _ in range(2):
         with block, mx.autocast(recipe=MXFP6), block:
@@ -193,7 +193,7 @@ def test_one_object_may_be_entered_again_and_again():
 # ---------------------------------------------------------------------------------------------- threads and tasks
 
 
-def test_each_thread_is_on_its_own():
+def test_each_thread_has_its_own_state():
     seen, inside, done = {}, threading.Event(), threading.Event()
 
     def other(recipe):
@@ -216,7 +216,7 @@ def test_each_thread_is_on_its_own():
 
 
 def test_one_object_serves_two_threads_at_once():
-    """They leave in the order in which they came, each into what was around it."""
+    """They leave in the order in which they entered, and each restores its own outer state."""
     block, steps, seen = mx.autocast(recipe=MXFP8), threading.Barrier(2, timeout=10), []
 
     def other():
@@ -241,7 +241,7 @@ def test_one_object_serves_two_threads_at_once():
 
 
 def test_interleaved_tasks_have_their_own_recipes():
-    """Two inside blocks of their own, one outside, all awaiting in the middle and leaving in the wrong order."""
+    """Two tasks in their own blocks and one outside; all await inside and leave in another order."""
     layer, x = nn.Linear(64, 48), torch.randn(4, 64)
     results, alone = {}, {}
 
@@ -292,8 +292,8 @@ def test_a_task_started_inside_a_block_is_inside_until_the_block_is_left():
     assert seen == [(MXFP6, ["fprop"]), (MXFP8, ["fprop"]), (None, []), (None, [])]
 
 
-def test_a_thread_of_asyncio_is_outside():
-    """Its context is a copy, but torch's modes, as torch.autocast, are the thread's."""
+def test_a_thread_of_asyncio_is_outside_the_block():
+    """The context is copied to it, but torch's modes, and torch.autocast, belong to one thread."""
     layer, x = nn.Linear(64, 48), torch.randn(4, 64)
 
     def other():
@@ -315,7 +315,7 @@ def test_a_thread_of_asyncio_is_outside():
 
 @pytest.mark.parametrize("recipe", NEAREST.values(), ids=NEAREST)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_an_unmodified_linear_is_the_reference(recipe, dtype):
+def test_an_unmodified_linear_equals_the_reference(recipe, dtype):
     layer, x, g = (
         nn.Linear(70, 40).to(dtype),
         leaf(3, 11, 70).to(dtype).detach().requires_grad_(),
@@ -331,7 +331,7 @@ def test_an_unmodified_linear_is_the_reference(recipe, dtype):
     [*NEAREST.values(), NVFP4BlockScaling(), MXFP4BlockScaling(), DelayedScaling()],
     ids=lambda r: repr(r)[12:30],
 )
-def test_autocast_and_quantize_agree_bit_for_bit(recipe):
+def test_autocast_and_quantize_are_bitwise_identical(recipe):
     def model():
         torch.manual_seed(3)
         return nn.Sequential(nn.Linear(64, 48), nn.GELU(), nn.Linear(48, 32))
@@ -465,7 +465,7 @@ def test_matmul_takes_any_leading_dimensions(shape):
 
 
 class Conv1D(nn.Module):
-    """As transformers write GPT-2's linear layers."""
+    """The linear layer of GPT-2 in transformers."""
 
     def __init__(self, n_out, n_in):
         super().__init__()
@@ -543,7 +543,7 @@ def attention_by_hand(q, k, v, w, b, out, heads, linear):
     return linear(y, out.weight, out.bias)
 
 
-def test_attention_projections_are_linear_layers_and_its_own_products_are_not():
+def test_projections_of_attention_are_quantized_and_its_own_products_are_not():
     mha = nn.MultiheadAttention(64, 4, batch_first=True)
     x, g = leaf(2, 10, 64), torch.randn(2, 10, 64)
     leaves = [mha.in_proj_weight, mha.in_proj_bias, mha.out_proj.weight, mha.out_proj.bias]
@@ -579,7 +579,7 @@ KINDS = {"self": 2, "self with weights": 2, "cross": 3, "three": 4, "other sizes
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", ["autocast", "quantize_"])
-def test_every_kind_of_attention_is_reached(kind, way):
+def test_every_kind_of_attention_is_quantized(kind, way):
     mha, call = attention(kind)
     x, g = leaf(2, 10, 64), torch.randn(2, 10, 64)
     if way == "quantize_":
@@ -597,7 +597,7 @@ def test_every_kind_of_attention_is_reached(kind, way):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_attention_under_quantize_is_that_under_autocast(kind):
+def test_attention_under_quantize_equals_that_under_autocast(kind):
     mha, call = attention(kind)
     x, g = leaf(2, 10, 64), torch.randn(2, 10, 64)
     a = step(call, x, list(mha.parameters()), g)
@@ -610,7 +610,7 @@ def test_attention_under_quantize_is_that_under_autocast(kind):
                                   lambda: nn.TransformerEncoderLayer(64, 4, 96, batch_first=True)])  # fmt: skip
 @pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("way", ["autocast", "quantize_"])
-def test_torchs_fast_path_of_inference_is_not_taken(make, without, way):
+def test_torchs_fast_path_for_inference_is_not_used(make, without, way):
     module, x = make().eval(), torch.randn(2, 10, 64)
     call = (lambda: module(x)) if isinstance(module, nn.TransformerEncoderLayer) else (lambda: module(x, x, x)[0])
     if way == "quantize_":
@@ -647,7 +647,7 @@ def test_transformer_layers_train(layer, count):
 # ---------------------------------------------------------------------------------------------- quantized weights
 
 
-def test_a_quantized_weight_of_the_recipes_format_enters_as_it_is():
+def test_a_quantized_weight_in_the_format_of_the_recipe_is_used_as_it_is():
     layer, x = nn.Linear(64, 48), torch.randn(4, 64)
     with mx.autocast(recipe=MXFP8):
         expected = layer(x)
@@ -659,7 +659,7 @@ def test_a_quantized_weight_of_the_recipes_format_enters_as_it_is():
 
 
 @pytest.mark.parametrize("recipe", [MXFP6, DelayedScaling(), NVFP4BlockScaling(), CustomRecipe(weight=None)], ids=repr)
-def test_001_frame_2_a_quantized_weight_of_another_format_is_a_recipe_mismatch(recipe):
+def test_a_quantized_weight_of_another_format_is_a_recipe_mismatch(recipe):
     layer, x = mx.quantize_(nn.Linear(64, 48), "mxfp8"), torch.randn(4, 64)
     before = layer(x)
     with mx.autocast(recipe=recipe):
@@ -672,7 +672,7 @@ def test_001_frame_2_a_quantized_weight_of_another_format_is_a_recipe_mismatch(r
     assert torch.equal(layer(x), before)
 
 
-def test_a_quantized_weight_blocked_the_other_way_says_so():
+def test_a_weight_with_a_columnwise_copy_only_is_an_error():
     w = nn.Parameter(mx.quantize(torch.randn(64, 48), "mxfp8"), requires_grad=False)
     both = nn.Parameter(mx.quantize(torch.randn(64, 48), "mxfp8", orientation="both"), requires_grad=False)
     with mx.autocast():
@@ -718,7 +718,7 @@ def test_compiled_with_the_block_inside():
 
 
 @pytest.mark.parametrize("way", ["autocast", "quantize_"])
-def test_a_compiled_model_follows_every_change_of_the_recipe(way):
+def test_a_compiled_model_follows_changes_of_the_recipe(way):
     net, x, g = model(), leaf(8, 64), torch.randn(8, 32)
     if way == "quantize_":
         mx.quantize_(net, MXFP6)
@@ -742,7 +742,7 @@ def test_a_compiled_model_follows_every_change_of_the_recipe(way):
     assert seen[0] == seen[2] and len(set(seen)) == 5
 
 
-def test_a_graph_break_inside_the_block_loses_nothing():
+def test_a_graph_break_inside_the_block_leaves_it_active():
     net, x, g = model(), leaf(8, 64), torch.randn(8, 32)
 
     def fn(x):
@@ -756,7 +756,7 @@ def test_a_graph_break_inside_the_block_loses_nothing():
 
 
 @pytest.mark.parametrize("where", ["inside", "outside"])
-def test_compiled_checkpointing_is_refused_rather_than_left_in_high_precision(where):
+def test_compiled_checkpointing_is_refused(where):
     net, x, g = model(), leaf(8, 64), torch.randn(8, 32)
 
     def fn(x):
@@ -799,7 +799,7 @@ def test_compiled_products_with_parameters():
     check_compiled(fn, torch.compile(fn, **EAGER), x, [w, b], g)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # inductor's own
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # from inductor
 def test_compiled_by_inductor():
     layer, x, g = nn.Linear(64, 48), leaf(20, 64), torch.randn(20, 48)
     out = step(torch.compile(layer, fullgraph=True), x, [layer.weight, layer.bias], g)
@@ -807,6 +807,6 @@ def test_compiled_by_inductor():
 
 
 @pytest.mark.parametrize("block", [mx.autocast, mx.quantized_model_init])
-def test_a_name_in_the_place_of_enabled_is_a_type_error(block):
+def test_a_name_passed_as_enabled_is_a_type_error(block):
     with pytest.raises(TypeError, match="enabled is 'nvfp4'"):
         block("nvfp4")

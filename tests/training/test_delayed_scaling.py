@@ -1,4 +1,4 @@
-"""Delayed scaling: every scale of a layer follows from the amax of the steps before, as one can compute by hand."""
+"""Delayed scaling: every scale of a layer follows from the amax of earlier steps, computed here by hand."""
 
 import copy
 import itertools
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import mxtensor as mx
-from mxtensor.recipe.training_recipes import DelayedScaling, Float8CurrentScaling, Format, MXFP8BlockScaling
+from mxtensor.recipe import DelayedScaling, Float8CurrentScaling, Format, MXFP8BlockScaling
 from mxtensor.training.delayed_scaling import DelayedState
 from mxtensor.training.interception import STATE, delayed_state
 from mxtensor.training.training_weight import TrainingWeight
@@ -69,13 +69,13 @@ def test_scales_follow_the_history(algo, length, margin):
 
 
 def quantized(t, amax, maximum, dtype):
-    """``t`` times the scale, saturated, rounded, and back: in float64 but for the rounding."""
+    """``t`` fake-quantized with this scale: in float64 except for the rounding."""
     scale = maximum / amax
     return (t.double() * scale).clamp(-maximum, maximum).to(dtype).double() / scale
 
 
-def test_the_products_are_made_with_these_scales():
-    """Values beyond last step's amax saturate."""
+def test_the_products_use_these_scales():
+    """Values beyond the amax of the last step saturate."""
     recipe, layer = DelayedScaling(), nn.Linear(64, 48, bias=False)
     w = layer.weight.detach()
     step(layer, *sized(2.0, 0.5), recipe)
@@ -124,7 +124,7 @@ def test_amax_and_scale_may_be_functions():
 
 
 @pytest.mark.parametrize("bad", [0.0, float("inf"), float("nan")])
-def test_an_amax_of_nothing_keeps_the_last_scale(bad):
+def test_without_a_usable_amax_the_last_scale_stays(bad):
     recipe, layer = DelayedScaling(amax_compute_algo="most_recent"), nn.Linear(64, 48)
     step(layer, *sized(2.0, 0.5), recipe)
     step(layer, *sized(2.0, 0.5), recipe)
@@ -176,7 +176,7 @@ def test_evaluation_uses_the_scales_and_records_nothing(without):
     assert relative_error(y - layer.bias, x_q @ w_q.T) < 1e-5
 
 
-def test_training_goes_on_after_a_first_pass_in_inference_mode():
+def test_training_continues_after_a_first_pass_in_inference_mode():
     recipe, layer = DelayedScaling(), nn.Linear(64, 48)
     with torch.inference_mode(), mx.autocast(recipe=recipe):
         layer(torch.randn(4, 64))
@@ -188,7 +188,7 @@ def test_training_goes_on_after_a_first_pass_in_inference_mode():
 # ---------------------------------------------------------------------------------------------- whose state it is
 
 
-def test_another_recipe_makes_a_new_state_and_an_equal_one_does_not():
+def test_another_recipe_makes_a_new_state_and_an_equal_recipe_does_not():
     layer = nn.Linear(64, 48)
     recipe = DelayedScaling(amax_history_len=4)
     step(layer, *sized(2.0, 2.0), recipe)
@@ -206,7 +206,7 @@ def test_another_recipe_makes_a_new_state_and_an_equal_one_does_not():
 
 
 class Products(nn.Module):
-    """A weight (in, out), as transformers' Conv1D has it."""
+    """A weight (in, out), as in the Conv1D of transformers."""
 
     def __init__(self, call):
         super().__init__()
@@ -221,7 +221,7 @@ class Products(nn.Module):
     "call",
     [lambda x, w: x @ w, lambda x, w: torch.addmm(torch.zeros(48), x, w), lambda x, w: nn.functional.linear(x, w.t())],
 )
-def test_a_turned_weight_keeps_its_history(call, way):
+def test_a_transposed_weight_has_one_history(call, way):
     layer, recipe = Products(call), DelayedScaling()
     if way == "quantize_":
         layer.weight = nn.Parameter(TrainingWeight(layer.weight.detach(), recipe.linear_recipe()))
@@ -233,7 +233,7 @@ def test_a_turned_weight_keeps_its_history(call, way):
 
 
 @pytest.mark.parametrize("way", ["autocast", "quantize_"])
-def test_parts_of_a_weight_keep_histories_of_their_own(way):
+def test_slices_of_a_weight_have_their_own_histories(way):
     """Cross attention splits its one input projection into two layers."""
     mha, recipe = nn.MultiheadAttention(64, 4, batch_first=True), DelayedScaling()
     if way == "quantize_":
@@ -248,12 +248,12 @@ def test_parts_of_a_weight_keep_histories_of_their_own(way):
     assert [query.amax[0].item(), rest.amax[0].item()] == pytest.approx([2.0, 20.0])
 
 
-def test_a_weight_that_is_computed_anew_has_nowhere_to_keep_a_history():
+def test_a_weight_that_is_computed_in_each_step_is_an_error():
     layer = nn.utils.parametrizations.weight_norm(nn.Linear(64, 48))
     x = torch.randn(4, 64)
     with (
         mx.autocast(recipe=DelayedScaling()),
-        pytest.raises(RuntimeError, match=r"\(48, 64\), is computed anew.*Float8Cur"),
+        pytest.raises(RuntimeError, match=r"\(48, 64\) is computed in each step.*Float8Cur"),
     ):
         layer(x)
     with mx.autocast(recipe=Float8CurrentScaling()):
@@ -276,7 +276,7 @@ def trained(layer, recipe=None):
     return layer
 
 
-def test_copies_of_a_quantized_layer_have_the_history_and_go_their_own_way():
+def test_copies_of_a_quantized_layer_copy_the_history():
     layer = trained(mx.quantize_(nn.Sequential(nn.Linear(64, 48)), DelayedScaling(amax_history_len=4)))[0]
     for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert all(map(torch.equal, snapshot(state_of(twin)), snapshot(state_of(layer))))
@@ -305,7 +305,7 @@ def test_the_history_moves_with_the_layer(to, way):
 # ---------------------------------------------------------------------------------------------- saved and loaded
 
 
-def test_a_state_dict_round_trip_continues_the_history():
+def test_saving_and_loading_continues_the_history():
     recipe = DelayedScaling(amax_history_len=4)
     linear_recipe = recipe.linear_recipe()
     layer = trained(mx.quantize_(nn.Sequential(nn.Linear(64, 48)), recipe))[0]
@@ -317,7 +317,7 @@ def test_a_state_dict_round_trip_continues_the_history():
         assert torch.equal(mine, theirs)
 
 
-def test_loading_copies():
+def test_loading_copies_the_tensors():
     linear_recipe = DelayedScaling(amax_history_len=4).linear_recipe()
     saved = {"history": torch.rand(4, 3), "record": torch.rand(3), "amax": torch.rand(3)}
     before = copy.deepcopy(saved)
@@ -354,7 +354,7 @@ def test_a_group_takes_the_largest_amax(group, reduce, monkeypatch):
 
     def all_reduce(t, op, group):
         seen.append(op)
-        t.mul_(2)  # as if another process had seen twice as much
+        t.mul_(2)  # as if another process had recorded twice the amax
 
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
     recipe, layer = DelayedScaling(reduce_amax=reduce), nn.Linear(64, 48)
@@ -364,7 +364,7 @@ def test_a_group_takes_the_largest_amax(group, reduce, monkeypatch):
     assert seen == [dist.ReduceOp.MAX] * (2 if reduce else 0)
 
 
-def test_a_group_of_one_changes_nothing(group):
+def test_a_group_of_one_process_changes_nothing(group):
     results = []
     for options in ({}, {"amax_reduction_group": group}):
         torch.manual_seed(0)
@@ -379,8 +379,8 @@ def test_a_group_of_one_changes_nothing(group):
 
 
 @pytest.mark.parametrize("length, algo", list(itertools.product([1, 3], ["max", "most_recent"])))
-def test_compiled_steps_are_eager_ones(length, algo):
-    """After one eager step, which makes the states."""
+def test_compiled_steps_equal_eager_steps(length, algo):
+    """The first step is eager and creates the states."""
     torch._dynamo.reset()
     results = []
     for compiled in (False, True):
@@ -399,7 +399,7 @@ def test_compiled_steps_are_eager_ones(length, algo):
     assert all(map(torch.equal, *results))
 
 
-def test_compiled_products_keep_their_history():
+def test_compiled_products_record_their_history():
     torch._dynamo.reset()
     layer, recipe = Products(lambda x, w: x @ w), DelayedScaling()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
@@ -411,13 +411,13 @@ def test_compiled_products_keep_their_history():
 
 
 @pytest.mark.parametrize("way", ["autocast", "quantize_"])
-def test_a_compiled_first_step_says_that_an_eager_one_comes_before(way):
+def test_a_compiled_first_step_asks_for_an_eager_step(way):
     torch._dynamo.reset()
     layer, recipe = nn.Sequential(nn.Linear(64, 48)), DelayedScaling()
     if way == "quantize_":
         mx.quantize_(layer, recipe)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    with pytest.raises(Exception, match="run one step in eager mode before you compile"):
+    with pytest.raises(Exception, match="run one step in eager mode before compiling"):
         if way == "quantize_":
             compiled(torch.randn(4, 64))
         else:

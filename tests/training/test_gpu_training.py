@@ -1,4 +1,4 @@
-"""Training on a CUDA device: the three products held to the exact reference, as on CPU."""
+"""Training on a CUDA device: the three products against the exact reference, as on CPU."""
 
 import copy
 
@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import mxtensor as mx
-from mxtensor.recipe.training_recipes import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
+from mxtensor.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from mxtensor.training.linear import Options, linear
 from tests.helpers.compare import relative_error
 from tests.helpers.training_reference import check_step, train_step
@@ -16,7 +16,7 @@ from tests.training.test_linear import NEAREST, problem
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning"),  # torch's own, by version
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning"),  # a warning of some torch versions
 ]
 
 FLOAT8_SUMS = 4e-4
@@ -28,7 +28,7 @@ def on_gpu(*tensors):
 
 
 def check(actual, x, w, b, g, linear_recipe):
-    """``check_step`` of results on the GPU, with room for float8 sums of 14 bits in 16-bit results."""
+    """``check_step`` of results on the GPU, with a tolerance for float8 sums of 14 bits in 16-bit results."""
     cpu = [None if t is None else t.detach().cpu() for t in (*actual, x, w, b, g)]
     if actual[0].dtype is torch.float32:
         check_step(cpu[:4], *cpu[4:], linear_recipe)
@@ -95,8 +95,8 @@ def test_a_model_trains(make):
 
 
 @pytest.mark.parametrize("make", [MXFP8BlockScaling, Float8CurrentScaling, DelayedScaling])
-def test_compiled_is_eager(make):
-    """One graph by inductor, forward and backward, gives the bits of eager."""
+def test_compiled_equals_eager(make):
+    """One inductor graph for forward and backward is bitwise identical to eager."""
     torch._dynamo.reset()
     recipe, model = make(), nn.Linear(256, 128, device="cuda", dtype=torch.bfloat16)
     twin = copy.deepcopy(model)
@@ -105,7 +105,7 @@ def test_compiled_is_eager(make):
         x = torch.randn(64, 256, device="cuda").bfloat16().requires_grad_()
         g = torch.randn(64, 128, device="cuda").bfloat16()
         results = []
-        for layer in (model, compiled if i else twin):  # delayed scaling wants its first step eager
+        for layer in (model, compiled if i else twin):  # delayed scaling needs an eager first step
             x.grad = model.weight.grad = twin.weight.grad = None
             with mx.autocast(recipe=recipe):
                 y = layer(x)
@@ -141,7 +141,7 @@ def test_a_step_in_a_cuda_graph():
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputation_under_autocast_changes_no_bit(reentrant):
-    """In backward on a CUDA device another thread recomputes."""
+    """On a CUDA device another thread recomputes in the backward pass."""
     model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)).cuda().bfloat16()
     x, g = torch.randn(64, 64, device="cuda").bfloat16().requires_grad_(), torch.randn(64, 64, device="cuda").bfloat16()
     grads = []
@@ -155,7 +155,7 @@ def test_recomputation_under_autocast_changes_no_bit(reentrant):
     assert all(torch.equal(a, c) for a, c in zip(*grads, strict=True))
 
 
-def test_activations_are_kept_in_about_half_the_memory():
+def test_saved_activations_use_about_half_the_memory():
     x = torch.randn(2048, 2048, device="cuda").bfloat16()
 
     def saved(model):
@@ -170,5 +170,5 @@ def test_activations_are_kept_in_about_half_the_memory():
     mx.quantize_(model, MXFP8BlockScaling())
     saved(model)
     ours, _ = saved(model)
-    assert plain == 3 * x.nbytes  # the input is there anyway
+    assert plain == 3 * x.nbytes  # the input exists anyway
     assert ours <= 4 * 0.52 * x.nbytes

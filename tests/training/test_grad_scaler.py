@@ -1,4 +1,4 @@
-"""MXFP8GradientScaler: torch's GradScaler, which counts what it skips."""
+"""MXFP8GradientScaler: torch's GradScaler with a count of the skipped steps."""
 
 import copy
 
@@ -9,8 +9,8 @@ from torch import nn
 
 from mxtensor import optim
 from mxtensor.convert.mxfp8 import MXFP8Config, MXFP8Linear
-from mxtensor.recipe.training_recipes import MXFP8BlockScaling
-from mxtensor.tensor.mxtensor import quantize
+from mxtensor.recipe import MXFP8BlockScaling
+from mxtensor.tensor.quantize import quantize
 from mxtensor.training.grad_scaler import MXFP8GradientScaler
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -26,7 +26,7 @@ def weights(model):
 
 
 def loop(model, optimizer, scaler, x, target, poison=None):
-    """One step as torch's documentation has it; ``poison`` goes into a gradient on its way."""
+    """One step as in torch's documentation; ``poison`` is written into a gradient."""
     optimizer.zero_grad()
     loss = F.mse_loss(model(x), target)
     scaler.scale(loss).backward()
@@ -38,7 +38,7 @@ def loop(model, optimizer, scaler, x, target, poison=None):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_it_is_a_grad_scaler_that_a_loop_uses_as_is(dtype):
+def test_an_unmodified_training_loop_uses_it(dtype):
     model, x, target = make(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scaler = MXFP8GradientScaler(MXFP8Config(), "cpu")
@@ -48,7 +48,7 @@ def test_it_is_a_grad_scaler_that_a_loop_uses_as_is(dtype):
     assert (scaler.skipped_steps, scaler.total_steps) == (0, 20)
 
 
-def test_the_device_is_the_one_there_is():
+def test_the_default_device_is_the_available_one():
     assert MXFP8GradientScaler()._device == ("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -117,7 +117,7 @@ def test_master_weights_are_skipped_with_their_parameters():
     assert not torch.equal(values, start) and (scaler.skipped_steps, scaler.total_steps) == (1, 2)
 
 
-def test_several_optimizers_are_counted_each():
+def test_each_of_several_optimizers_is_counted():
     model, x, target = make()
     first, second = (torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (model[0], model[2]))
     scaler = MXFP8GradientScaler(device="cpu")
@@ -169,12 +169,12 @@ def test_arguments_are_torchs():
         loop(model, optimizer, scaler, x, target, poison)
         scales.append(scaler.get_scale())
     assert scales == [4.0, 16.0, 4.0]
-    with pytest.raises(TypeError, match="'cuda' is no recipe; pass an MXFP8Config as config, and the device by name"):
+    with pytest.raises(TypeError, match="'cuda' is not a recipe; pass an MXFP8Config as config"):
         MXFP8GradientScaler("cuda")
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_a_fused_step_is_skipped_and_counted_without_waiting():
+def test_on_a_gpu_a_fused_step_is_skipped_and_counted_without_synchronizing():
     model, x, target = make()
     model, x, target = model.cuda(), x.cuda(), target.cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)

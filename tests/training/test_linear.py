@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 
 import mxtensor as mx
-from mxtensor.core.dispatch import describe
-from mxtensor.recipe.training_recipes import (
+from mxtensor.core.kernel import describe
+from mxtensor.recipe import (
     CustomRecipe,
     DelayedScaling,
     Float8BlockScaling,

@@ -1,4 +1,4 @@
-"""quantized_model_init: which weights become MXTensors, what they hold, and that they train."""
+"""quantized_model_init: which weights become MXTensors, their copies, and that they train."""
 
 import asyncio
 import copy
@@ -10,8 +10,7 @@ from torch import nn
 
 import mxtensor as mx
 from mxtensor.nn import LayerNormMLP, Linear
-from mxtensor.recipe.linear_recipe import TensorCasts
-from mxtensor.recipe.training_recipes import (
+from mxtensor.recipe import (
     CustomRecipe,
     DelayedScaling,
     Float8BlockScaling,
@@ -20,6 +19,7 @@ from mxtensor.recipe.training_recipes import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
 )
+from mxtensor.recipe.linear_recipe import TensorCasts
 from mxtensor.training.model_init import quantized_model_init
 from tests.helpers.compare import same_bytes
 from tests.helpers.training_reference import check_step
@@ -36,13 +36,13 @@ RECIPES = {
 
 
 def quantized():
-    """Whether a module made here is quantized."""
+    """Whether a module that is created here is quantized."""
     return isinstance(Linear(32, 32).weight, mx.MXTensor)
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-def test_weights_are_quantized_as_the_recipe_casts_them(recipe):
-    """From the values that the module would have started with; biases and norms stay plain."""
+def test_weights_are_quantized_by_the_recipe(recipe):
+    """From the initial values of the module; biases and norms stay plain."""
     torch.manual_seed(3)
     plain = LayerNormMLP(96, 64)
     torch.manual_seed(3)
@@ -70,8 +70,8 @@ def test_without_gradients_weights_are_rowwise_only(off):
 
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp8 32x32", "nvfp4", "float8 current", "float8 block"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_quantized_weights_give_the_step_of_the_values_they_were_made_of(name, dtype):
-    """Both copies come from the high-precision values, so that the reference is that of a plain weight."""
+def test_quantized_weights_give_the_step_of_the_high_precision_values(name, dtype):
+    """Both copies come from the high-precision values, so the reference is that of a plain weight."""
     recipe = RECIPES[name]
     with quantized_model_init(recipe=recipe, preserve_high_precision_init_val=True):
         layer = Linear(100, 70, params_dtype=dtype)
@@ -127,7 +127,7 @@ def test_state_dicts_go_between_quantized_and_plain_modules():
 # ---------------------------------------------------------------------------------------------- first values
 
 
-def test_first_values_are_kept_until_they_are_cleared():
+def test_initial_values_are_preserved_until_they_are_cleared():
     torch.manual_seed(3)
     plain = Linear(64, 48, params_dtype=torch.bfloat16)
     torch.manual_seed(3)
@@ -136,7 +136,7 @@ def test_first_values_are_kept_until_they_are_cleared():
     saved = layer.weight.get_high_precision_init_val()
     assert torch.equal(saved, plain.weight) and saved.dtype is torch.bfloat16 and saved.device.type == "cpu"
     assert not saved.requires_grad and not hasattr(layer.bias, "get_high_precision_init_val")
-    layer.float()  # torch puts another tensor in the parameter's place
+    layer.float()  # torch replaces the parameter by another tensor
     assert torch.equal(layer.weight.get_high_precision_init_val(), plain.weight)
     layer.weight.clear_high_precision_init_val()
     assert layer.weight.get_high_precision_init_val() is None
@@ -146,7 +146,7 @@ def test_first_values_are_kept_until_they_are_cleared():
 
 
 def test_deferred_initialization():
-    """Made on meta, moved, filled: quantized as the recipe says, with first values."""
+    """Created on meta, moved, filled: quantized by the recipe, with initial values."""
     with quantized_model_init(preserve_high_precision_init_val=True):
         layer = Linear(64, 48, device="meta")
     assert layer.weight.is_meta and layer.weight.get_high_precision_init_val() is None
@@ -163,7 +163,7 @@ def test_deferred_initialization():
 # ---------------------------------------------------------------------------------------------- the context
 
 
-def test_blocks_nest_and_are_left():
+def test_blocks_nest():
     assert not quantized()
     with quantized_model_init(recipe=NVFP4BlockScaling()):
         with quantized_model_init(enabled=False):
@@ -174,7 +174,7 @@ def test_blocks_nest_and_are_left():
     assert not quantized()
 
 
-def test_a_failure_inside_leaves_nothing_behind():
+def test_an_exception_inside_leaves_the_block():
     with pytest.raises(ZeroDivisionError), quantized_model_init():
         1 / 0  # noqa: B018
     assert not quantized()
@@ -193,7 +193,7 @@ def test_it_is_a_decorator():
     assert make() and not quantized() and make()
 
 
-def test_other_threads_and_tasks_are_not_touched():
+def test_other_threads_and_tasks_are_not_affected():
     found = {}
     with quantized_model_init():
         thread = threading.Thread(target=lambda: found.update(thread=quantized()))
@@ -220,22 +220,22 @@ def test_other_threads_and_tasks_are_not_touched():
     assert found == {"thread": False, "inside": True, "beside": False, "copied": False}
 
 
-def test_a_recipe_that_leaves_weights_plain_leaves_these_plain():
+def test_a_recipe_with_high_precision_weights_creates_plain_weights():
     with quantized_model_init(recipe=CustomRecipe("mxfp8", None)):
         assert not quantized()
 
 
 def test_mistakes():
-    with pytest.raises(TypeError, match="'mxfp8' is no recipe; pass an instance"):
+    with pytest.raises(TypeError, match="'mxfp8' is not a recipe; pass an instance"):
         quantized_model_init(recipe="mxfp8")
     two = CustomRecipe("mxfp8", TensorCasts(TensorCasts.of("mxfp8").rowwise, TensorCasts.of("mxfp6").columnwise))
-    with pytest.raises(ValueError, match="one MXTensor holds one format"), quantized_model_init(recipe=two):
+    with pytest.raises(ValueError, match="one MXTensor has one format"), quantized_model_init(recipe=two):
         pass
     assert not quantized()
 
 
 @pytest.mark.parametrize("device", ["meta", "cpu"])
-def test_a_state_dict_of_high_precision_that_is_assigned_is_quantized(device):
+def test_an_assigned_high_precision_state_dict_is_quantized(device):
     with torch.device(device), quantized_model_init():
         layer = Linear(64, 32)
     source = nn.Linear(64, 32)

@@ -97,7 +97,7 @@ def same_model(a, b):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_sgd_is_the_loop_over_float32_masters_written_by_hand(format):
+def test_sgd_equals_a_handwritten_loop_over_float32_masters(format):
     model = Net(format)
     hand, masters = copy.deepcopy(model), {}
     momentum = {}
@@ -118,7 +118,7 @@ def test_sgd_is_the_loop_over_float32_masters_written_by_hand(format):
 
 
 @pytest.mark.parametrize("name", [n for n in OPTIMIZERS if n != "LBFGS"])
-def test_every_optimizer_is_torchs_own_over_masters(name):
+def test_every_optimizer_equals_torchs_own_over_masters(name):
     model = Net()
     hand = copy.deepcopy(model)
     masters = [nn.Parameter(p.detach().dequantize() if isinstance(p, mx.MXTensor) else p.detach().clone())
@@ -147,7 +147,7 @@ def test_the_loss_falls(name):
 
 
 def test_steps_smaller_than_a_code_add_up():
-    """What masters are for: plain SGD on the codes stands still."""
+    """Plain SGD on the codes makes no progress."""
 
     def walked(optimizer_class):
         p = nn.Parameter(mx.quantize(torch.ones(2, 32), "mxfp8"))
@@ -162,7 +162,7 @@ def test_steps_smaller_than_a_code_add_up():
 
 
 @pytest.mark.parametrize("orientation", ["rowwise", "columnwise", "both"])
-def test_identity_memory_and_orientation_stay_and_both_copies_are_of_the_same_values(orientation):
+def test_identity_memory_and_orientation_stay_and_both_copies_have_the_same_values(orientation):
     model = Net(orientation=orientation)
     p, components = model.first, [t.data_ptr() for t in components_of(model.first)]
     view = p.detach()
@@ -224,20 +224,20 @@ def test_masters_start_as_the_preserved_initial_values(dtype):
     assert torch.equal(master_of(optim.AdamW([p], lr=0.1)), values.float())
 
 
-def test_masters_start_as_the_values_where_nothing_was_preserved():
+def test_masters_start_as_the_values_if_nothing_was_preserved():
     p = preserved(torch.randn(33, 65))
     p.clear_high_precision_init_val()
     assert torch.equal(master_of(optim.AdamW([p], lr=0.1)), p.detach().dequantize())
 
 
-def test_preserved_values_of_which_the_parameter_is_no_longer_made_do_not_count():
+def test_preserved_values_that_do_not_fit_the_parameter_are_ignored():
     p = preserved(torch.rand(33, 65) + 1)
     with torch.no_grad():
         p.copy_(torch.randn(33, 65) - 8)
     assert torch.equal(master_of(optim.AdamW([p], lr=0.1)), p.detach().dequantize())
 
 
-def test_what_is_written_to_a_parameter_goes_into_its_master_and_the_rest_stays():
+def test_elements_written_to_a_parameter_enter_its_master_and_the_others_stay():
     values = torch.randn(4, 64)
     p = preserved(values)
     optimizer = optim.SGD([p], lr=1.0)
@@ -256,7 +256,7 @@ def test_what_is_written_to_a_parameter_goes_into_its_master_and_the_rest_stays(
 
 @pytest.mark.parametrize("model_first", [True, False])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_training_resumes_to_the_bit(name, model_first, tmp_path):
+def test_training_resumes_bitwise(name, model_first, tmp_path):
     data = batches(7)
     model = Net()
     optimizer = make(name, model.parameters())
@@ -293,7 +293,7 @@ def test_the_state_dict_is_torchs_with_the_masters(steps):
     assert state["param_groups"] == torch.optim.AdamW(model.parameters(), lr=0.01).state_dict()["param_groups"]
 
 
-def test_a_checkpoint_of_step_0_keeps_masters_finer_than_the_weights():
+def test_a_checkpoint_of_step_0_has_masters_more_precise_than_the_weights():
     values = torch.randn(4, 64)
     p = preserved(values)
     state = optim.AdamW([p], lr=0.1).state_dict()
@@ -316,7 +316,7 @@ def test_the_state_of_a_plain_optimizer_loads_and_masters_start_from_the_weights
     assert optimizer.param_groups[0]["lr"] == 0.25
 
 
-def test_hooks_of_the_state_dict_see_the_whole():
+def test_hooks_of_the_state_dict_see_the_masters():
     model = Net()
     optimizer = optim.AdamW(model.parameters())
     seen = []
@@ -327,7 +327,7 @@ def test_hooks_of_the_state_dict_see_the_whole():
     assert seen == [[0, 1], True, "loaded"]
 
 
-def test_distributed_checkpoints_resume_to_the_bit():
+def test_distributed_checkpoints_resume_bitwise():
     model, data = Net(), batches(6)
     optimizer = optim.AdamW(model.parameters(), lr=0.01)
     train(model, optimizer, data[:3])
@@ -354,7 +354,7 @@ def test_model_and_optimizer_can_be_copied_together(copied):
 # ---------------------------------------------------------------------------------------------- an optimizer to torch
 
 
-def test_schedulers_set_what_the_masters_are_stepped_with():
+def test_schedulers_change_the_hyperparameters_of_the_inner_optimizer():
     model = Net()
     optimizer = optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
     schedule = lr_scheduler.OneCycleLR(optimizer, max_lr=1.0, total_steps=10)  # lr and momentum
@@ -427,7 +427,7 @@ def test_clipping_and_step_hooks_work_on_the_model():
     assert torch.equal(master_of(optimizer), start - model.first.grad) and calls == ["before", "after"]
 
 
-def test_a_closure_is_evaluated_on_the_values_that_the_masters_have_by_then():
+def test_a_closure_sees_the_current_values_of_the_masters():
     model = Net()
     optimizer = optim.LBFGS(model.parameters(), lr=0.1, max_iter=5)
     seen = []
@@ -506,11 +506,11 @@ class OneGroup(torch.optim.SGD):
         super().add_param_group(param_group)
 
 
-def test_mistakes_are_named_and_change_nothing():
+def test_errors_name_the_argument_and_change_nothing():
     model = Net()
     with pytest.raises(ValueError, match="master_weights_for is 'none'; choose quantized or all"):
         optim.SGD(model.parameters(), lr=0.1, master_weights_for="none")
-    with pytest.raises(ValueError, match="differentiable=True: no gradient goes through the rounding"):
+    with pytest.raises(ValueError, match="differentiable=True: master weights are rounded"):
         optim.SGD(model.parameters(), lr=0.1, differentiable=True)
     with pytest.raises(ValueError, match="Invalid learning rate: -1"):
         optim.SGD(model.parameters(), lr=-1)
@@ -526,7 +526,7 @@ def test_mistakes_are_named_and_change_nothing():
     optimizer.step()
 
 
-def test_a_state_that_does_not_fit_is_refused_whole():
+def test_a_state_that_does_not_fit_changes_nothing():
     optimizer, other = (optim.AdamW([nn.Parameter(mx.quantize(torch.randn(4, n), "mxfp8"))]) for n in (32, 64))
     before = master_of(optimizer)
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Activation recomputation: what torch.utils.checkpoint runs again is quantized again, and gradients are the same."""
+"""Activation recomputation: torch.utils.checkpoint recomputes quantized, and the gradients are the same."""
 
 import copy
 import functools
@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import mxtensor as mx
-from mxtensor.recipe.training_recipes import (
+from mxtensor.recipe import (
     DelayedScaling,
     Float8CurrentScaling,
     Format,
@@ -55,7 +55,7 @@ def step(fn, net, x, g, recipe=None):
 
 
 def backward(y, net, x, g):
-    """The gradients of x and the parameters; by ``backward``, as reentrant checkpoints refuse ``autograd.grad``."""
+    """The gradients of x and the parameters, by ``backward``: reentrant checkpoints refuse ``autograd.grad``."""
     for leaf in (x, *net.parameters()):
         leaf.grad = None
     y.backward(g)
@@ -72,7 +72,7 @@ def counted(ops):
 
 @ways
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: type(r).__name__)
-def test_gradients_are_those_without_checkpointing(again, recipe):
+def test_gradients_equal_those_without_checkpointing(again, recipe):
     net, (x, g) = model(), problem()
     plain, _ = step(net, net, x, g, recipe)
     mine, ops = step(lambda x: again(net, x), net, x, g, recipe)
@@ -86,12 +86,12 @@ def test_sequential_checkpoints(reentrant):
     plain, _ = step(net, net, x, g, MXFP8)
     mine, ops = step(lambda x: checkpoint_sequential(net, 2, x, use_reentrant=reentrant), net, x, g, MXFP8)
     assert same(plain, mine)
-    assert counted(ops) == {"fprop": 3, "dgrad": 2, "wgrad": 2}  # the last segment is not run again
+    assert counted(ops) == {"fprop": 3, "dgrad": 2, "wgrad": 2}  # the last segment is not recomputed
 
 
 @ways
-def test_stochastic_rounding_is_drawn_once(again):
-    """In backward only, so that recomputation does not move it."""
+def test_stochastic_rounding_draws_once(again):
+    """The backward pass draws, and the recomputation does not."""
     net, (x, g) = model(), problem()
     for recipe in (MXFP4BlockScaling(), NVFP4BlockScaling()):
         results = []
@@ -102,7 +102,7 @@ def test_stochastic_rounding_is_drawn_once(again):
 
 
 @ways
-def test_a_block_inside_what_is_checkpointed(again):
+def test_a_block_inside_a_checkpointed_function(again):
     net, (x, g) = model(), problem()
 
     def inside(x):
@@ -118,7 +118,7 @@ def test_a_block_inside_what_is_checkpointed(again):
 
 
 @ways
-def test_a_disabled_block_around_a_checkpoint_is_kept(again):
+def test_a_disabled_block_around_a_checkpoint_applies_to_the_recomputation(again):
     net, (x, g) = model(), problem()
     with mx.autocast(recipe=MXFP8), mx.autocast(enabled=False):
         y = again(net, x)
@@ -139,7 +139,7 @@ def test_nested_checkpoints(again):
 
 
 @ways
-def test_a_recipe_edited_before_backward_does_not_change_what_is_run_again(again):
+def test_a_recipe_edited_before_backward_does_not_change_the_recomputation(again):
     net, (x, g) = model(), problem()
     plain, _ = step(net, net, x, g, MXFP8BlockScaling())
     recipe = MXFP8BlockScaling()
@@ -151,7 +151,7 @@ def test_a_recipe_edited_before_backward_does_not_change_what_is_run_again(again
 
 @ways
 @pytest.mark.parametrize("around", [MXFP6, None], ids=["another recipe", "disabled"])
-def test_a_block_around_the_backward_pass_does_not_change_what_is_run_again(again, around):
+def test_a_block_around_the_backward_pass_does_not_change_the_recomputation(again, around):
     net, (x, g) = model(), problem()
     for recipe in (MXFP8, None):
         plain, _ = step(net, net, x, g, recipe)
@@ -176,7 +176,7 @@ def test_a_model_quantized_for_training_needs_no_block(again):
 
 
 @ways
-def test_two_checkpoints_wait_for_their_backwards_together(again):
+def test_two_checkpoints_before_their_backward_passes(again):
     net, (x, g) = model(), problem()
     plain = [step(net, net, x, g, recipe)[0] for recipe in (MXFP8, MXFP6)]
     with mx.autocast(recipe=MXFP8):
@@ -188,7 +188,7 @@ def test_two_checkpoints_wait_for_their_backwards_together(again):
 
 
 @ways
-def test_torch_autocast_and_dropout_are_kept_with_it(again):
+def test_torch_autocast_and_dropout_are_restored_too(again):
     net, (x, g) = nn.Sequential(nn.Linear(64, 48), nn.Dropout(0.5), nn.Linear(48, 32)), problem()
     results = []
     for fn in (net, lambda x: again(net, x)):
@@ -201,8 +201,8 @@ def test_torch_autocast_and_dropout_are_kept_with_it(again):
 
 @ways
 @pytest.mark.parametrize("way", ["autocast", "quantize_"])
-def test_recomputation_is_no_step_of_delayed_scaling(again, way):
-    """A reentrant checkpoint runs its forward pass without gradients, and yet that is the step."""
+def test_recomputation_does_not_count_as_a_step_of_delayed_scaling(again, way):
+    """A reentrant checkpoint runs its forward pass without gradients, and that pass is the step."""
     results = []
     for wrap in (lambda net: net, lambda net: functools.partial(again, net)):
         torch.manual_seed(2)
@@ -220,12 +220,12 @@ def test_recomputation_is_no_step_of_delayed_scaling(again, way):
     assert results[0][-3].count_nonzero() == 9
 
 
-def test_a_model_quantized_with_delayed_scaling_needs_no_block_before():
-    """In a process in which no autocast was ever entered."""
+def test_a_model_quantized_with_delayed_scaling_needs_no_block():
+    """In a process that never enters autocast."""
     code = """
 import torch, mxtensor as mx
 from torch.utils.checkpoint import checkpoint
-from mxtensor.interception import STATE
+from mxtensor.training.training_weight import STATE
 from mxtensor.recipe import DelayedScaling
 layer = mx.quantize_(torch.nn.Sequential(torch.nn.Linear(64, 48)), DelayedScaling())
 for _ in range(2):
@@ -237,7 +237,7 @@ assert getattr(layer[0].weight, STATE).history[0].count_nonzero() == 3
     assert done.returncode == 0, done.stderr.decode()
 
 
-def test_checkpoints_that_never_saw_autocast_are_torchs_own():
+def test_checkpoints_outside_autocast_behave_as_in_torch():
     net, (x, g) = model(), problem()
     with mx.autocast():
         pass
@@ -247,13 +247,13 @@ def test_checkpoints_that_never_saw_autocast_are_torchs_own():
     assert same(backward(y, net, x, g), backward(z, twin, x, g))
 
 
-def test_a_torch_that_checkpoints_otherwise_is_warned_of(monkeypatch):
+def test_an_unknown_checkpoint_implementation_warns(monkeypatch):
     from mxtensor.training import recompute
 
     monkeypatch.setattr(recompute, "_installed", [])
     monkeypatch.delattr(torch_checkpoint, "_CheckpointFrame")
     with (
-        pytest.warns(UserWarning, match="checkpoints in a way that mxtensor does not know.*use mx.quantize_"),
+        pytest.warns(UserWarning, match="does not know this version of torch.utils.checkpoint.*use mx.quantize_"),
         mx.autocast(),
     ):
         pass
@@ -263,7 +263,7 @@ def test_a_torch_that_checkpoints_otherwise_is_warned_of(monkeypatch):
 
 @pytest.mark.parametrize("way", ["autocast", "quantize_"])
 def test_compiled(way):
-    """Under autocast torch.compile cannot (test_autocast.py); weights of quantize_ carry their roles into it."""
+    """torch.compile refuses checkpoints under autocast (test_autocast.py); weights of quantize_ carry their recipe."""
     torch._dynamo.reset()
     net, (x, g) = model(), problem()
 

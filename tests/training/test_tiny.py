@@ -1,4 +1,4 @@
-"""The whole story in seconds: quantize, look, view, multiply, convert a model, save it, load it."""
+"""A short tour: quantize, view, multiply, convert a model, save it, load it."""
 
 import io
 
@@ -10,7 +10,7 @@ import mxtensor as mx
 from tests.helpers.compare import relative_error
 
 
-def test_a_tensor_in_a_few_bits():
+def test_quantize_a_tensor():
     x = torch.randn(64, 128)
     w = mx.quantize(x, "mxfp8")
     assert isinstance(w, torch.Tensor) and (w.shape, w.dtype) == (x.shape, x.dtype)
@@ -24,12 +24,12 @@ def test_views_keep_the_bytes():
     for view in (lambda t: t.t(), lambda t: t[8:24], lambda t: t[:, 32:96], lambda t: t.view(2, 32, 128).mT):
         assert torch.equal(view(w).dequantize(), view(w.dequantize()))
         assert view(w).operands[0].data.untyped_storage().data_ptr() == w.rowwise.data.untyped_storage().data_ptr()
-    assert torch.equal(w[:, 16:], w.dequantize()[:, 16:])  # cuts blocks: plain values
+    assert torch.equal(w[:, 16:], w.dequantize()[:, 16:])  # the slice cuts blocks, so the result is plain
     with mx.strict(), pytest.raises(NotImplementedError, match="cuts 1x32 blocks"):
         w[:, 16:]
 
 
-def test_products_are_those_of_the_values_held():
+def test_products_are_those_of_the_dequantized_values():
     w, x = mx.quantize(torch.randn(64, 128), "nvfp4"), torch.randn(3, 5, 128)
     values = w.dequantize()
     assert relative_error(x @ w.t(), x @ values.t()) < 1e-6
@@ -57,7 +57,7 @@ def test_an_unmodified_model_runs_saves_and_loads(format):
     assert torch.equal(other(x), y)
 
 
-def test_nothing_happens_in_silence():
+def test_explain_records_every_product():
     linear = mx.quantize_(nn.Linear(128, 64), "mxfp8")
     with mx.explain() as log:
         linear(torch.randn(5, 128))

@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 
 from benchmarks.models import CASES, VOCABULARY
 
-# transformers renames it with version 6
+# transformers 6 renames it
 pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
 
 PRODUCTS = ("fprop", "dgrad", "wgrad")
@@ -23,24 +23,24 @@ MASK = 3
 
 
 def text():
-    """To be said again token by token."""
+    """The task is to predict each next token."""
     ids = torch.randint(4, VOCABULARY, (4, 16))
     return {"input_ids": ids, "labels": ids}
 
 
 def masked_text():
-    """Every fourth token is to be guessed from the others."""
+    """The task is to predict every fourth token from the others."""
     ids = torch.randint(4, VOCABULARY, (4, 16))
     hidden = torch.arange(16) % 4 == 1
     return {"input_ids": ids.masked_fill(hidden, MASK), "labels": ids.masked_fill(~hidden, -100)}
 
 
 def images():
-    """Eight images of noise, each of a class that only memory can tell."""
+    """Eight images of noise, each with a class that the model must memorize."""
     return {"pixel_values": torch.randn(8, 3, 32, 32), "labels": torch.arange(8)}
 
 
-# model: (its task, quantized layers, linear layers and tied heads left alone)
+# model: (its task, number of quantized layers, linear layers and tied heads that stay plain)
 TASKS = {
     "llama": (text, 7, ["lm_head"]),
     "gpt2": (text, 2 * 4, ["lm_head"]),
@@ -73,7 +73,7 @@ def weight_of(entry):
 
 
 def quantized_products(log):
-    """Product -> the (out, in) of the layers whose product of that name ran on two quantized factors."""
+    """Product -> the (out, in) of the layers whose product of that name ran on two quantized operands."""
     found = {op: Counter() for op in PRODUCTS}
     for entry in log.entries:
         if entry.spec.op in found:
@@ -108,12 +108,12 @@ def optimize(model, batch, steps):
 def test_fifty_steps_learn_the_task(name):
     model, batch = quantized(name)
     losses = optimize(model, batch, 50)
-    assert losses[0] > 2  # the logarithm of the number of classes, about
+    assert losses[0] > 2  # about the logarithm of the number of classes
     assert sum(losses[-5:]) / 5 < losses[0] / 4
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_every_layer_but_the_skipped_runs_three_quantized_products_a_step(name):
+def test_every_layer_except_the_skipped_ones_runs_three_quantized_products_per_step(name):
     model, batch = quantized(name)
     _, layers, skipped = TASKS[name]
     plain = [fqn for fqn, m in model.named_modules() if is_linear(m) and not isinstance(m.weight, TrainingWeight)]
@@ -121,12 +121,12 @@ def test_every_layer_but_the_skipped_runs_three_quantized_products_a_step(name):
     assert weights_of(model).total() == layers
     for _ in range(2):
         found, _ = explained(model, batch)
-        # Every layer's input depends on a parameter (an embedding, a norm), so that no dgrad is left out.
+        # Every layer's input depends on a parameter (an embedding, a norm), so every layer has a dgrad.
         assert found == dict.fromkeys(PRODUCTS, weights_of(model))
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_a_layer_that_reads_the_data_itself_has_no_dgrad():
+def test_a_layer_whose_input_needs_no_gradient_has_no_dgrad():
     model = mx.quantize_(nn.Sequential(nn.Linear(48, 64), nn.GELU(), nn.Linear(64, 32)), recipe.MXFP8BlockScaling())
     with mx.explain() as log:
         model(torch.randn(8, 48)).backward(torch.randn(8, 32))
@@ -137,7 +137,7 @@ def test_a_layer_that_reads_the_data_itself_has_no_dgrad():
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("name", ["llama", "bert"])
 def test_recomputation_stays_quantized(name, use_reentrant):
-    """Under gradient checkpointing fprop of what is inside a checkpoint runs twice, and the gradients are the same."""
+    """With gradient checkpointing, fprop inside a checkpoint runs twice, and the gradients are the same."""
     torch.manual_seed(0)
     model, batch = quantized(name)
     model.apply(without_dropout)
@@ -185,7 +185,7 @@ def test_every_recipe_trains(name, config):
     assert losses[-1] < 0.75 * losses[0]
 
 
-def test_recomputation_keeps_the_state_of_delayed_scaling_of_a_run_without_it():
+def test_recomputation_does_not_change_the_state_of_delayed_scaling():
     """One step of a layer is one step of its amax history, however often its fprop runs."""
     amaxes = []
     for kwargs in (None, {"use_reentrant": False}, {"use_reentrant": True}):
@@ -196,7 +196,7 @@ def test_recomputation_keeps_the_state_of_delayed_scaling_of_a_run_without_it():
         losses = optimize(model, batch, 3)
         amaxes.append((losses, [state_of(p).history for p in model.parameters() if isinstance(p, TrainingWeight)]))
     (losses, histories), *others = amaxes
-    assert all((history != 0).any(1).sum() == 2 for history in histories)  # the third step's enters at the fourth
+    assert all((history != 0).any(1).sum() == 2 for history in histories)  # that of step 3 enters at step 4
     for other_losses, other_histories in others:
         assert other_losses == losses
         assert all(torch.equal(a, b) for a, b in zip(histories, other_histories, strict=True))
@@ -209,7 +209,7 @@ def state_of(weight):
 
 
 def test_the_history_of_a_transposed_weight_grows():
-    """GPT-2's Conv1D multiplies by a view of its weight, made anew at every call."""
+    """GPT-2's Conv1D multiplies by a view of its weight, which each call creates."""
     model, batch = quantized("gpt2", recipe.DelayedScaling(amax_history_len=8))
     optimize(model, batch, 3)
     for parameter in model.parameters():
@@ -218,7 +218,7 @@ def test_the_history_of_a_transposed_weight_grows():
 
 
 @pytest.mark.parametrize("name", ["llama", "vit"])
-def test_torch_autocast_decides_the_dtype_of_what_is_not_quantized(name):
+def test_torch_autocast_sets_the_dtype_of_unquantized_layers(name):
     model, batch = quantized(name)
     with torch.autocast("cpu", torch.bfloat16), mx.explain() as log:
         loss = model(**batch).loss

@@ -1,4 +1,4 @@
-"""TrainingWeight: to everything but a product an ordinary parameter, with the roles of its layer."""
+"""TrainingWeight: an ordinary parameter for everything but products, which run by its recipe."""
 
 import copy
 import pickle
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mxtensor as mx
-from mxtensor.recipe.training_recipes import MXFP6BlockScaling, MXFP8BlockScaling
+from mxtensor.recipe import MXFP6BlockScaling, MXFP8BlockScaling
 from mxtensor.training.training_weight import TrainingWeight
 from tests.helpers.compare import relative_error
 from tests.helpers.training_reference import check_step, products
@@ -162,7 +162,7 @@ def test_a_change_between_forward_and_backward_is_an_error():
 
 
 def test_a_frozen_weight_has_no_gradient_and_adapters_beside_it_train():
-    """LoRA: the base runs quantized, forward and to its input."""
+    """LoRA: the frozen layer runs quantized, in fprop and dgrad."""
     base = mx.quantize_(nn.Sequential(nn.Linear(64, 48)), MXFP8)[0].requires_grad_(False)
     down, up = nn.Linear(64, 4, bias=False), nn.Linear(4, 48, bias=False)
     x, g = torch.randn(20, 64, requires_grad=True), torch.randn(20, 48)
@@ -177,7 +177,7 @@ def test_a_frozen_weight_has_no_gradient_and_adapters_beside_it_train():
 
 
 def test_two_weights_multiply_in_high_precision():
-    """An adapter that is merged is no layer."""
+    """The product of a merged adapter is not a layer."""
     a, b = weight((48, 4)), weight((4, 64))
     with mx.explain() as log:
         merged = a @ b
@@ -225,18 +225,18 @@ def test_views_are_views_of_the_values(view):
 @pytest.mark.parametrize(
     "split", [lambda w: w.split(16), lambda w: w.chunk(3), lambda w: w.unbind(), torch.tensor_split]
 )
-def test_parts_are_weights(split):
+def test_chunks_are_weights(split):
     w = weight()
-    components = split(w, 3) if split is torch.tensor_split else split(w)
+    chunks = split(w, 3) if split is torch.tensor_split else split(w)
     theirs = split(w.high_precision, 3) if split is torch.tensor_split else split(w.high_precision)
-    assert all(isinstance(p, TrainingWeight) for p in components)
-    assert same((p + 0 for p in components), theirs)
+    assert all(isinstance(p, TrainingWeight) for p in chunks)
+    assert same((p + 0 for p in chunks), theirs)
 
 
 def test_gradients_flow_through_views_to_the_whole():
     w, x, g = weight(), torch.randn(5, 64), torch.randn(5, 16)
-    part = w[16:32]
-    y = F.linear(x, part)
+    rows = w[16:32]
+    y = F.linear(x, rows)
     y.backward(g)
     assert w.grad[:16].count_nonzero() == w.grad[32:].count_nonzero() == 0
     check_step((y.detach(), None, w.grad[16:32], None), x, w.high_precision[16:32], None, g, MXFP8.linear_recipe())
@@ -257,12 +257,12 @@ COMPUTED = {
 
 
 @pytest.mark.parametrize("compute", COMPUTED.values(), ids=COMPUTED)
-def test_what_is_computed_of_it_is_plain(compute):
+def test_results_computed_from_it_are_plain(compute):
     w = weight()
     with mx.explain() as log:
         out = compute(w)
     assert type(out) is torch.Tensor and products(log) == []
-    torch.testing.assert_close(out, compute(w.high_precision))  # torch's SVD with a gradient is another one
+    torch.testing.assert_close(out, compute(w.high_precision))  # torch's SVD with a gradient is a different one
 
 
 def test_its_values_leave_torch():
@@ -365,7 +365,7 @@ assert w.is_shared() and w.high_precision.is_shared() and net(torch.randn(3, 64)
 
 
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
-def test_copies_go_their_own_way(again):
+def test_copies_are_independent(again):
     net = model(MXFP8)
     net[2].weight.requires_grad_(False)
     twin, (x, _) = again(net), problem()
@@ -387,7 +387,7 @@ def test_copies_keep_ties():
 
 
 def test_moving_averages_of_weights():
-    """torch.optim.swa_utils: the average is quantized as the model is."""
+    """torch.optim.swa_utils: the averaged model is quantized like the model."""
     results = []
     for net, around in ((model(), MXFP8), (model(MXFP8), None)):
         average = torch.optim.swa_utils.AveragedModel(net, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
@@ -403,7 +403,7 @@ def test_moving_averages_of_weights():
 
 
 def test_parametrization_of_a_quantized_weight_says_what_it_needs():
-    """The computed weight is plain: roles cannot follow, and autocast reaches it."""
+    """The computed weight is plain: it has no recipe, but autocast reaches it."""
     layer = nn.utils.parametrizations.weight_norm(nn.Linear(64, 48))
     x = torch.randn(4, 64)
     with mx.autocast(recipe=MXFP8), mx.explain() as log:
@@ -448,7 +448,7 @@ def test_assign_keeps_a_frozen_weight_frozen():
     assert isinstance(net[0].weight, TrainingWeight) and not net[0].weight.requires_grad
 
 
-def test_strict_loading_says_what_does_not_fit():
+def test_strict_loading_names_what_does_not_fit():
     net = model(MXFP8)
     before = [v.clone() for v in values(net)]
     state = net.state_dict()
@@ -463,7 +463,7 @@ def test_strict_loading_says_what_does_not_fit():
     assert net.load_state_dict({}, strict=False).missing_keys == list(state)
 
 
-def test_a_saved_state_dict_loads_where_there_is_no_mxtensor(tmp_path):
+def test_a_saved_state_dict_loads_without_mxtensor_installed(tmp_path):
     net = model(MXFP8)
     optimizer = train(net, OPTIMIZERS["adamw"])
     torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "step.pt")
@@ -505,7 +505,7 @@ def test_training_resumes_bit_for_bit(tmp_path):
 
 
 def test_a_pickled_model_trains_on_in_another_process(tmp_path):
-    """Compiled there too: its roles are known again."""
+    """It compiles there too: the recipe is registered again when it is unpickled."""
     net, (x, _) = model(MXFP8BlockScaling(two_dimensional_weights=True, grad_scaling="even")), problem()
     torch.save((net, x, net(x).detach()), tmp_path / "model.pt")
     code = f"""
@@ -527,7 +527,7 @@ def test_functional_call_with_the_models_own_parameters_is_quantized():
 
 
 def test_functional_call_with_plain_tensors_takes_autocast():
-    """Roles are the parameter's: tensors in its place have none."""
+    """The recipe belongs to the parameter: a tensor that replaces it has none."""
     net, (x, _) = model(MXFP8), problem()
     state = net.state_dict()
     with mx.explain() as log:
@@ -563,7 +563,7 @@ def test_a_compiled_model_trains_as_the_eager_one(compiled_anew):
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # torch's own
 def test_a_whole_training_step_compiles_with_its_optimizer(compiled_anew):
-    """The values move as in eager code, but for what the compiled optimizer's rounding changes in later casts."""
+    """The values change as in eager code, except where the compiled optimizer's rounding changes later casts."""
 
     def run(compiled):
         net = model(MXFP8)

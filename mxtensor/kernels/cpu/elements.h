@@ -1,5 +1,5 @@
-// The elements of quantize.cpp: rounding to codes, codes back to values, and the packing of codes that are less than a
-// byte, as in mxtensor/elements.py; and the plain floats that are cast from and to.
+// The elements of quantize.cpp, as in mxtensor/numerics/elements.py: rounding to codes, codes to values, packing of
+// codes of less than a byte. Also the plain floats that are cast from and to.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -8,7 +8,7 @@ namespace {
 
 constexpr int32_t INFINITE = 0x7F800000;
 
-// The fields of native.py's _Element.
+// The fields of _Element in quantize/cpu.py.
 struct Element {
   int32_t exponent_bits, mantissa_bits, bias, emax, bits, nan_code, first_special;
   float max, inverse_max;
@@ -21,7 +21,7 @@ inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 template <typename V> V smaller(V a, V b) { return b < a ? b : a; }
 template <typename V> V larger(V a, V b) { return b > a ? b : a; }
 
-// Magnitudes of a small float: its codes are a float's bits moved, apart from those below the smallest normal value.
+// Magnitudes of a small float: its codes are shifted float bits, except for those below the smallest normal value.
 struct Minifloat {
   int32_t shift, first_normal, first_special, rebias, magic_bits;
 
@@ -29,7 +29,7 @@ struct Minifloat {
       : shift(23 - mantissa), first_normal(1 << mantissa), first_special(special), rebias((127 - bias) << 23),
         magic_bits((24 - bias - mantissa + 127) << 23) {}
 
-  // Nearest, ties to even: the bits rounded to the mantissa, or the float adder's own rounding. Never saturates.
+  // Nearest, ties to even: by the bits for normal values, by the rounding of a float addition below. Never saturates.
   int32_t encode(float magnitude) const {
     const int32_t bits = as_int(magnitude), small = as_int(magnitude + as_float(magic_bits)) - magic_bits;
     const int32_t normal = (bits + ((1 << (shift - 1)) - 1 - rebias) + ((bits >> shift) & 1)) >> shift;
@@ -52,7 +52,7 @@ inline float load(Half x) {
   return as_float(as_int(HALF.decode(x.bits & 0x7FFF)) | int32_t(uint32_t(x.bits & 0x8000) << 16));
 }
 inline void store(float& out, float v) { out = v; }
-inline void store(BFloat16& out, float v) {  // nearest even; a NaN keeps being one
+inline void store(BFloat16& out, float v) {  // nearest, ties to even; a NaN stays a NaN
   const int32_t bits = as_int(v);
   const int32_t rounded = int32_t((uint32_t(bits) + 0x7FFFu + ((uint32_t(bits) >> 16) & 1u)) >> 16);
   out.bits = uint16_t((bits & 0x7FFFFFFF) > INFINITE ? 0x7FC0 : rounded);
@@ -63,13 +63,13 @@ inline void store(Half& out, float v) {
   out.bits = uint16_t((magnitude > INFINITE ? 0x7E00 : code) | int32_t(uint32_t(bits) >> 16 & 0x8000u));
 }
 
-// Codes of n values of a chunk, each times its own multiplier.
+// Codes of n values of a chunk, each multiplied by its multiplier.
 template <typename T> void encode_chunk(const T* x, int n, const float* multiplier, const Element& e, uint8_t* codes) {
   if (e.exponent_bits == 0) {
     const float steps = float(1 << e.mantissa_bits), limit = e.max * steps, magic = 12582912.0f;  // 1.5 * 2^23
     for (int i = 0; i < n; i++) {
       const float y = load(x[i]) * multiplier[i] * steps;
-      codes[i] = uint8_t(as_int(smaller(larger(y, -limit), limit) + magic));  // nearest, ties to even, in the last bits
+      codes[i] = uint8_t(as_int(smaller(larger(y, -limit), limit) + magic));  // nearest, ties to even, in the low bits
     }
     return;
   }
@@ -84,10 +84,10 @@ template <typename T> void encode_chunk(const T* x, int n, const float* multipli
 }
 
 template <typename T>
-void decode_chunk(const uint8_t* codes, int n, const float* scale, float last, const Element& e, T* out) {
+void decode_chunk(const uint8_t* codes, int n, const float* scale, float global_scale, const Element& e, T* out) {
   if (e.exponent_bits == 0) {
     const float step = 1.0f / float(1 << e.mantissa_bits);
-    for (int i = 0; i < n; i++) store(out[i], float(int8_t(codes[i])) * step * scale[i] * last);
+    for (int i = 0; i < n; i++) store(out[i], float(int8_t(codes[i])) * step * scale[i] * global_scale);
     return;
   }
   const Minifloat code(e.mantissa_bits, e.bias, e.first_special);
@@ -95,14 +95,14 @@ void decode_chunk(const uint8_t* codes, int n, const float* scale, float last, c
   const int32_t magnitudes = (1 << (e.bits - 1)) - 1;
   for (int i = 0; i < n; i++) {
     const int32_t negative = int32_t(uint32_t(codes[i] & ~magnitudes) << sign);
-    store(out[i], as_float(as_int(code.decode(codes[i] & magnitudes)) | negative) * scale[i] * last);
+    store(out[i], as_float(as_int(code.decode(codes[i] & magnitudes)) | negative) * scale[i] * global_scale);
   }
 }
 
-inline int group(int bits) { return bits == 8 ? 1 : bits == 4 ? 2 : 4; }  // values that fill whole bytes
+inline int group(int bits) { return bits == 8 ? 1 : bits == 4 ? 2 : 4; }  // values in a group of whole bytes
 inline int64_t packed_size(int64_t n, int bits) { return ceil_div(n, group(bits)) * group(bits) * bits / 8; }
 
-inline void pack(const uint8_t* codes, int n, int bits, uint8_t* out) {  // codes beyond n are 0 up to a whole group
+inline void pack(const uint8_t* codes, int n, int bits, uint8_t* out) {  // codes after n are 0 up to a whole group
   if (bits == 8) {
     std::memcpy(out, codes, size_t(n));
   } else if (bits == 4) {

@@ -1,6 +1,6 @@
-// Casts between float32, bfloat16 or float16 and block-scaled operands, held to mxtensor/codec.py bit for bit.
-// Rows are taken CHUNK values at a time, which hold whole blocks (or lie in one), in plain loops that a compiler turns
-// into vectors: what a block shares is spread over its values first. Compiled once a machine by native.py.
+// Casts between float32, bfloat16 or float16 and block-scaled operands, bitwise equal to numerics/reference.py. A row
+// is cast CHUNK values at a time, which are whole blocks or part of one, in plain loops that a compiler vectorizes: the
+// scale of a block is first repeated for its values. quantize/cpu.py compiles this once on each machine.
 #include <cfloat>
 #include <cstdint>
 #include <cstring>
@@ -9,24 +9,24 @@
 
 namespace {
 
-constexpr int FULL = -1;                      // an extent of a block, as in formats.py
+constexpr int FULL = -1;                      // the extent of a block, as in numerics/formats.py
 constexpr int CHUNK = 128;                    // a multiple of every block and of every group of packed codes
-constexpr int SPAN = 8 * CHUNK;               // columns whose scales are worked out at a time
-constexpr int MAX_BLOCKS = CHUNK * CHUNK / 16;  // of a panel in one span
+constexpr int SPAN = 8 * CHUNK;               // columns whose scales are computed at a time
+constexpr int MAX_BLOCKS = CHUNK * CHUNK / 16;  // in one span of a panel
 
 enum Scaling { FLOOR, RCEIL, CEIL, EVEN };
-enum Scale { E8M0, UE4M3, FP32, FP32_POW2 };  // as native.py's SCALES
+enum Scale { E8M0, UE4M3, FP32, FP32_POW2 };  // the order of SCALES in quantize/cpu.py
 
-// The fields of native.py's _Format.
+// The fields of _Format in quantize/cpu.py.
 struct Format {
   Element element;
-  int32_t scale, rows, cols;  // rows, cols of a block
-  float scale_values[256];    // of every byte
+  int32_t scale, rows, cols;  // rows and cols: the extents of a block
+  float scale_values[256];    // the value of every scale byte
 };
 
 // ------------------------------------------------------------------------------------------ blocks and scales
 
-template <typename T> void fold(const T* x, int n, int32_t* most) {  // bits of the largest magnitudes, place by place
+template <typename T> void fold(const T* x, int n, int32_t* most) {  // bits of the larger magnitudes, elementwise
   for (int i = 0; i < n; i++) most[i] = larger(most[i], as_int(load(x[i])) & 0x7FFFFFFF);
 }
 template <int N> void reduce(const int32_t* most, int blocks, int32_t* amax) {
@@ -50,7 +50,7 @@ void spread(int block, const float* of_block, int blocks, float* of_value) {
                  : spread<CHUNK>)(of_block, blocks, of_value);
 }
 
-// Biased exponent of the smallest power of two >= the positive float with these bits.
+// Biased exponent of the smallest power of two that is at least the positive float with these bits.
 inline int32_t exponent_up(int32_t bits) {
   const int32_t exponent = bits >> 23, mantissa = bits & 0x7FFFFF;
   return exponent + int32_t(mantissa > (exponent > 0 ? 0 : 0x400000));
@@ -64,11 +64,11 @@ inline int32_t scale_byte(int32_t amax, const Element& e, int scaling) {
   return smaller(larger(byte, 0), 254);
 }
 
-// From the amax of blocks to their scales and multipliers: codec.py's SCALE_RULES.
+// Scales and multipliers from the amax of blocks: SCALE_RULES of numerics/reference.py.
 struct Rule {
   const Format& f;
   int scaling;
-  int32_t whole;  // amax of the tensor, for a global scale or one block
+  int32_t whole;  // amax bits of the tensor, for a global scale or for one scale a tensor
   float encode = 1.0f, global_scale = 1.0f;
 
   Rule(const Format& f, int scaling, int32_t whole, bool global) : f(f), scaling(scaling), whole(whole) {
@@ -77,9 +77,9 @@ struct Rule {
     encode = smaller(largest / as_float(whole), FLT_MAX), global_scale = as_float(whole) / largest;
   }
 
-  // Of n blocks; scales are stored from ``at`` on. Multipliers of NaN blocks do not matter.
+  // For n blocks; scales are stored from ``at`` on. The multiplier of a block that is not finite is not used.
   void operator()(const int32_t* __restrict amax, int n, void* scale, int64_t at, float* __restrict multiplier) const {
-    const Element e = f.element;  // a copy, which no store through a byte pointer can be thought to change
+    const Element e = f.element;  // a copy: the compiler knows that no store through a byte pointer changes it
     const int mode = scaling;
     uint8_t* __restrict bytes = static_cast<uint8_t*>(scale) + at;
     float* __restrict floats = static_cast<float*>(scale) + at;
@@ -112,42 +112,44 @@ struct Rule {
   }
 };
 
-// ------------------------------------------------------------------------------------------ the two ways
+// ------------------------------------------------------------------------------------------ encode and decode
 
-// Where the blocks of a matrix lie.
+// The positions of the blocks of a matrix.
 struct Grid {
-  int tile, block;          // rows and columns of a block as far as a chunk sees them
-  bool whole, across;       // one block for everything; one for a row
+  int tile, block;          // rows and columns of a block inside a chunk
+  bool whole, across;       // one block for the tensor; one block for a row
   int64_t rows, bands, per_row;
 
   Grid(const Format& f, int64_t rows, int64_t cols)
       : tile(f.rows == FULL ? 1 : f.rows), block(f.cols == FULL ? CHUNK : f.cols), whole(f.rows == FULL),
         across(f.cols == FULL), rows(rows), bands(ceil_div(rows, tile)), per_row(across ? 1 : ceil_div(cols, block)) {}
-  // The place of a scale, by the row and column of one of its values.
+  // The index of a scale from the row and column of one of its values.
   int64_t scale_of(int64_t matrix, int64_t row, int64_t col) const {
     return whole ? 0 : (matrix * bands + row / tile) * per_row + (across ? 0 : col / block);
   }
 };
 
-// Matrices one after the other: in rows, or turned, in columns.
+// Contiguous matrices: row-major or, if ``transposed``, column-major.
 template <typename T> struct Source {
   const T* x;
   int64_t rows, cols;
-  bool turned;
+  bool transposed;
   alignas(64) T scratch[CHUNK * CHUNK];
-  int64_t step = 0;  // from a row of the last tile to the next
+  int64_t step = 0;  // from one row of the current tile to the next
 
-  Source(const T* x, int64_t rows, int64_t cols, bool turned) : x(x), rows(rows), cols(cols), turned(turned) {}
+  Source(const T* x, int64_t rows, int64_t cols, bool transposed)
+      : x(x), rows(rows), cols(cols), transposed(transposed) {}
 
   const T* tile(int64_t matrix, int64_t top, int height, int64_t left, int width) {
-    const T* from = x + matrix * rows * cols + (turned ? left * rows + top : top * cols + left);
-    step = turned ? CHUNK : cols;
-    if (!turned) return from;
+    const T* from = x + matrix * rows * cols + (transposed ? left * rows + top : top * cols + left);
+    step = transposed ? CHUNK : cols;
+    if (!transposed) return from;
     for (int j = 0; j < width; j += 16)
-      for (int i = 0; i < height; i += 16) turn(from + j * rows + i, height - i, width - j, scratch + i * CHUNK + j);
+      for (int i = 0; i < height; i += 16)
+        transpose(from + j * rows + i, height - i, width - j, scratch + i * CHUNK + j);
     return scratch;
   }
-  void turn(const T* from, int height, int width, T* to) {  // 16 x 16, of which height x width are there
+  void transpose(const T* from, int height, int width, T* to) {  // 16 x 16, of which height x width exist
     T square[16][16] = {};
     for (int j = 0; j < smaller(width, 16); j++)
       if (height < 16) std::memcpy(square[j], from + j * rows, size_t(height) * sizeof(T));
@@ -157,15 +159,15 @@ template <typename T> struct Source {
   }
 };
 
-// Panels first to last; a panel is ``height`` rows, or what is left of a matrix, in whole tiles.
+// Encode panels first to last; a panel is ``height`` rows of a matrix, in whole blocks, or the rows that remain.
 template <typename T>
 void encode_panels(const Format& f, const Rule& rule, Source<T>& x, int height, int64_t first, int64_t last,
                    uint8_t* data, void* scale) {
   const Element& e = f.element;
   const Grid grid(f, x.rows, x.cols);
   const int64_t panels = ceil_div(x.rows, height), row_bytes = packed_size(x.cols, e.bits);
-  const int64_t span = grid.across ? x.cols : x.turned ? CHUNK : SPAN;
-  const int stride = grid.across ? 1 : int(span / grid.block);  // from a band's blocks to the next band's
+  const int64_t span = grid.across ? x.cols : x.transposed ? CHUNK : SPAN;
+  const int stride = grid.across ? 1 : int(span / grid.block);  // from the blocks of one band to those of the next
   alignas(64) int32_t amax[MAX_BLOCKS], most[CHUNK];
   alignas(64) float multiplier[MAX_BLOCKS], of_value[CHUNK];
   alignas(64) uint8_t codes[CHUNK + 4];
@@ -203,7 +205,7 @@ void encode_panels(const Format& f, const Rule& rule, Source<T>& x, int height, 
           const int at = place(band, c);
           spread(grid.block, multiplier + at, blocks, of_value);
           for (int r = band * grid.tile; r < smaller((band + 1) * grid.tile, rows); r++) {
-            std::memset(codes + n, 0, 4);  // the rest of a group
+            std::memset(codes + n, 0, 4);  // zero codes up to a whole group
             encode_chunk(tile + r * x.step, n, of_value, e, codes);
             for (int b = 0; b < blocks; b++)
               if (amax[at + b] >= INFINITE)
@@ -216,7 +218,7 @@ void encode_panels(const Format& f, const Rule& rule, Source<T>& x, int height, 
   }
 }
 
-// Rows first to last of matrices of ``rows`` rows.
+// Decode rows first to last of matrices of ``rows`` rows.
 template <typename T>
 void decode_rows(const Format& f, const uint8_t* data, const void* scale, float global_scale, int64_t rows,
                  int64_t cols, int64_t first, int64_t last, T* out) {
@@ -264,19 +266,19 @@ int32_t mx_amax(const void* x, int kind, int64_t first, int64_t last) {
   return amax;
 }
 
-// Panels first to last of matrices (rows, cols). amax: bits of that of the whole tensor, where the format asks for it.
-int mx_encode(const Format* f, int scaling, const void* x, int kind, int64_t rows, int64_t cols, int turned, int height,
-              int32_t amax, int64_t first, int64_t last, uint8_t* data, void* scale, float* global_scale) {
+// Encode panels first to last of matrices (rows, cols). amax: amax bits of the tensor if the format needs them.
+int mx_encode(const Format* f, int scaling, const void* x, int kind, int64_t rows, int64_t cols, int transposed,
+              int height, int32_t amax, int64_t first, int64_t last, uint8_t* data, void* scale, float* global_scale) {
   const Rule rule(*f, scaling, amax, global_scale != nullptr);
   if (global_scale && first == 0) *global_scale = rule.global_scale;
   with_kind(kind, [&](auto value) {
-    Source<decltype(value)> source(static_cast<const decltype(value)*>(x), rows, cols, turned != 0);
+    Source<decltype(value)> source(static_cast<const decltype(value)*>(x), rows, cols, transposed != 0);
     encode_panels(*f, rule, source, height, first, last, data, scale);
   });
   return 0;
 }
 
-// Rows first to last of matrices of ``rows`` rows, to ``out``. global_scale: null for none.
+// Decode rows first to last of matrices of ``rows`` rows to ``out``. global_scale: null if there is none.
 int mx_decode(const Format* f, const uint8_t* data, const void* scale, const float* global_scale, int64_t rows,
               int64_t cols, int64_t first, int64_t last, void* out, int kind) {
   with_kind(kind, [&](auto value) {

@@ -1,23 +1,24 @@
-// Activations as the products multiply them, cast on the way to a format with power-of-two scales for 32 values, or to
-// nvfp4, if that is wanted. As float16: each row times a power of two that brings its largest magnitude to 2^13, so that
-// what is within 2^30 of it is exact (of float16, 2^27), and the rest off by less than 2^-38 of it. (Sums are that much
-// larger, too: where a row of x is about 1, they overflow from 2^115 on. In own.cuh all of this is said of the columns of
-// a warp, not of a row.) With TILES, for together.cu, in tiles of so many
-// rows and 64 of each 128 columns, in which every word lies where the matrix instruction reads it.
+// Activations as the product kernels read them: in float16, after the cast to an MX format or NVFP4 if there is one.
+// Each row is multiplied by a power of two that brings its largest magnitude to 2^13. So values within 2^30 of the
+// largest are exact (float16 input: 2^27), and smaller ones are off by less than 2^-38 of it. Sums are larger by the
+// same power: they overflow from 2^115 on where a row of x is about 1. In warp_activations.cuh the same holds for the
+// columns of one warp instead of a row.
+// With TILE_ROWS, for wgmma.cu, the result is tiles of TILE_ROWS rows and 64 of each 128 columns, with each word at the
+// address where the matrix instruction reads it.
 
-struct Rows {  // of activations, from column ``first`` on ``count`` of them; zeros after column ``k``
+struct Rows {  // activations: ``count`` columns from ``first`` on; zeros from column ``k`` on
     const u16* x;
     u32 stride, k, rows, first, count;
 };
 
-struct Eight {  // neighbours of a row, two in a word
+struct Eight {  // eight neighbouring values of a row, two in a word
     u32 words[4];
 };
 
 DEVICE Eight load_eight(const Rows& r, u32 row, u32 at) {
     const u16* x = r.x + u64(row) * r.stride + at;
     Eight out;
-    if constexpr (X_COPY == 16) {  // then there are whole eights
+    if constexpr (X_COPY == 16) {  // k is a multiple of eight
         uint4 loaded = {0, 0, 0, 0};
         if (at < r.k) loaded = load_fresh(reinterpret_cast<const uint4*>(x));
         out = {loaded.x, loaded.y, loaded.z, loaded.w};
@@ -39,7 +40,7 @@ DEVICE void values_of(float (&x)[8], const Eight& values) {
 #pragma unroll
     for (int i = 0; i < 8; i++) x[i] = value_of(values, i);
 }
-DEVICE u32 amax_of(const Eight& values) {  // bits without their sign are in the order of magnitudes, two at a time
+DEVICE u32 amax_of(const Eight& values) {  // without the sign, bits compare as magnitudes do; two at a time
     u32 most = values.words[0] & 0x7FFF7FFF;
 #pragma unroll
     for (int i = 1; i < 4; i++) most = larger_halves(most, values.words[i] & 0x7FFF7FFF);
@@ -47,29 +48,30 @@ DEVICE u32 amax_of(const Eight& values) {  // bits without their sign are in the
     return X == FLOAT16 ? bits_of_float(float_of_half(most)) : most << 16;
 }
 
-// i / n, from ``inverse`` = 1.0f / n in fewer instructions than a division has, where that is exact.
+// i / n from ``inverse`` = 1.0f / n, with fewer instructions than a division, where that is exact.
 DEVICE u32 quotient(u32 i, u32 n, float inverse) { return i < 1 << 21 ? u32((float(i) + 0.5f) * inverse) : i / n; }
 
-DEVICE void raise_by_warp(u32* shared, u32 value) {  // to the largest of a warp's
+DEVICE void raise_by_warp(u32* shared, u32 value) {  // raises ``shared`` to the largest value of the warp
     value = largest_of_warp(value);
     if (thread() % 32 == 0) raise_to(shared, value);
 }
 
-// The largest of the maxima of some rows.
+// The largest of the maxima of these rows.
 DEVICE u32 largest_of(const u32* maxima, u32 rows) {
     u32 amax = 0;
     for (u32 i = 0; i < rows; i++) amax = larger(amax, maxima[i]);
     return amax;
 }
 
-// The exponent that brings a row with this largest magnitude, its bits, to 2^13; values of nvfp4 fit as they are.
+// The exponent of the row scale: 2^-exponent brings a row with this amax (bits) to 2^13. NVFP4 values need none.
 DEVICE int exponent_of(u32 amax) {
     if constexpr (CAST == TWO_LEVELS) return 0;
     int exponent = int(amax >> 23) - 127 - 13;
     return exponent > -126 ? exponent : -126;
 }
 
-// The bits of the largest magnitude of each row, into zeroed ``maxima``; all threads of a block.
+// Writes the bits of the largest magnitude of each row to ``maxima``, which must be zero. All threads of a block call
+// it.
 DEVICE void find_maxima(u32* maxima, const Rows& r) {
     for (u32 row = 0; row < r.rows; row++) {
         u32 amax = 0;
@@ -81,7 +83,7 @@ DEVICE void find_maxima(u32* maxima, const Rows& r) {
     }
 }
 
-// What a row of float16 is to be multiplied by; ``maxima`` of all rows.
+// The scale of a row of float16 values; ``maxima``: those of all rows.
 DEVICE float scale_of_row(const u32* maxima, u32 row, u32 rows) {
 #if CAST == 2
     u32 amax = largest_of(maxima, rows);
@@ -91,9 +93,9 @@ DEVICE float scale_of_row(const u32* maxima, u32 row, u32 rows) {
 #endif
 }
 
-// Word i of this thread and word j of the i-th of four threads, of which it is the j-th, change places; the lanes of
-// those four differ in BIT and 2 BIT.
-template <u32 BIT> DEVICE void turn(u32 (&words)[4], u32 j) {
+// Transposes 4x4 words among four threads: word i of thread j and word j of thread i change places. The lanes of the
+// four differ in BIT and 2 BIT.
+template <u32 BIT> DEVICE void transpose_words(u32 (&words)[4], u32 j) {
 #pragma unroll
     for (int b = 1; b < 3; b++) {
         bool mine = j & b;
@@ -107,25 +109,26 @@ template <u32 BIT> DEVICE void turn(u32 (&words)[4], u32 j) {
     }
 }
 
-DEVICE u32 thread_of_four(u32 at) { return BITS == 8 ? at / 16 % 4 : at % 128 / 32; }  // who has the codes of column ``at``
-// Where the words at column ``at`` of row ``row`` of a row of tiles belong; a piece of 16 bytes of a tile has one word of each
-// of four threads, which ``in_pieces`` brings together.
+// the thread that decodes column ``at``
+DEVICE u32 thread_of_four(u32 at) { return BITS == 8 ? at / 16 % 4 : at % 128 / 32; }
+// The byte address in the tiles for the words at column ``at`` of a row. A piece of 16 bytes of a tile has one word of
+// each of four threads; ``in_pieces`` exchanges them.
 DEVICE u32 place_in_tile(u32 row, u32 at) {
     u32 in = at % 128, h = BITS == 8 ? in / 64 : in / 16 % 2, second = in / 8 % 2;
-    return (at / 128 * 2 + h) * (TILES * 128) + row * 128 + ((4 * second + thread_of_four(at)) ^ row % 8) * 16;
+    return (at / 128 * 2 + h) * (TILE_ROWS * 128) + row * 128 + ((4 * second + thread_of_four(at)) ^ row % 8) * 16;
 }
-DEVICE void in_pieces(u32 (&words)[4], u32 at) { turn<BITS == 8 ? 2 : 4>(words, thread_of_four(at)); }
+DEVICE void in_pieces(u32 (&words)[4], u32 at) { transpose_words<BITS == 8 ? 2 : 4>(words, thread_of_four(at)); }
 
-// Eight values as float16, in the order of ``decode``; ``own``: their largest magnitude, ``amax`` that of what is scaled
-// with them.
-DEVICE void words_of(u32 (&words)[4], const Eight& values, u32 own, u32 amax, const Level& level) {
-    float x[8], factor = power(-exponent_of(amax));
+// Casts eight values to float16 in the order of ``decode``. ``eight_amax``: their largest magnitude; ``amax``: the
+// largest of all values that share their scale.
+DEVICE void words_of(u32 (&words)[4], const Eight& values, u32 eight_amax, u32 amax, const Level& level) {
+    float x[8], scale = power(-exponent_of(amax));
     values_of(x, values);
 #if CAST
-    cast_eight(x, own, level, factor);
+    cast_eight(x, eight_amax, level, scale);
 #else
 #pragma unroll
-    for (int i = 0; i < 8; i++) x[i] *= factor;
+    for (int i = 0; i < 8; i++) x[i] *= scale;
 #endif
     in_order(x);
 #pragma unroll
@@ -136,44 +139,46 @@ DEVICE void store_words(u8* to, const u32 (&words)[4]) {
     *reinterpret_cast<uint4*>(to) = {words[0], words[1], words[2], words[3]};
 }
 
-DEVICE void write_eight(u8* to, const Eight& values, u32 own, u32 amax, const Level& level) {
+DEVICE void write_eight(u8* to, const Eight& values, u32 eight_amax, u32 amax, const Level& level) {
     u32 words[4];
-    words_of(words, values, own, amax, level);
+    words_of(words, values, eight_amax, amax, level);
     store_words(to, words);
 }
 
-constexpr int HELD = 4;  // of Eight, a thread: what is read once where that is all
+constexpr int CACHED = 4;  // ``Eight``s of a thread that stay in registers between the two passes
 
-// Rows, ``stride`` bytes apart, and their largest magnitudes into zeroed ``maxima``; nvfp4 looks at those of ``all``. ONE
-// row: nothing is divided.
+// Writes rows, ``stride`` bytes apart, and their largest magnitudes to ``maxima``, which must be zero. NVFP4 needs
+// those of ``all`` rows and columns. ONE row: no division.
 template <bool ONE> DEVICE void convert(u8* to, u32 stride, const Rows& r, const Rows& all, u32* maxima) {
     u32 across = r.count / 8, count = r.rows * across;
     float inverse = 1.0f / across;
     auto row_of = [&](u32 i) { return ONE ? 0 : quotient(i, across, inverse); };
     auto column_in = [&](u32 i) { return (i - row_of(i) * across) * 8; };
     bool is_all = r.first == 0 && r.count >= all.count && r.rows == all.rows;
-    if (count <= HELD * threads() && (CAST != TWO_LEVELS || is_all)) {
-        Eight held[HELD];
-        u32 own[HELD], most = 0;
+    if (count <= CACHED * threads() && (CAST != TWO_LEVELS || is_all)) {
+        Eight cached[CACHED];
+        u32 eight_amax[CACHED], most = 0;
 #pragma unroll
-        for (int h = 0; h < HELD; h++) {
+        for (int h = 0; h < CACHED; h++) {
             u32 i = thread() + h * threads();
-            if (i < count) held[h] = load_eight(r, row_of(i), r.first + column_in(i));
+            if (i < count) cached[h] = load_eight(r, row_of(i), r.first + column_in(i));
         }
 #pragma unroll
-        for (int h = 0; h < HELD; h++) {  // a warp has one row: ``across`` is a multiple of 32
+        // all threads of a warp have the same row, because ``across`` is a multiple of 32
+        for (int h = 0; h < CACHED; h++) {
             u32 i = thread() + h * threads();
             if (i >= count) continue;
-            own[h] = amax_of(held[h]);
-            most = larger(most, own[h]);
-            if (!ONE || h + 1 == HELD || i + threads() >= count) raise_by_warp(maxima + row_of(i), most), most = 0;
+            eight_amax[h] = amax_of(cached[h]);
+            most = larger(most, eight_amax[h]);
+            if (!ONE || h + 1 == CACHED || i + threads() >= count) raise_by_warp(maxima + row_of(i), most), most = 0;
         }
         sync_block();
         Level level = level_of(CAST == TWO_LEVELS ? largest_of(maxima, r.rows) : 0);
 #pragma unroll
-        for (int h = 0; h < HELD; h++) {
+        for (int h = 0; h < CACHED; h++) {
             u32 i = thread() + h * threads(), row = row_of(i);
-            if (i < count) write_eight(to + row * stride + 2 * column_in(i), held[h], own[h], maxima[row], level);
+            if (i < count)
+                write_eight(to + row * stride + 2 * column_in(i), cached[h], eight_amax[h], maxima[row], level);
         }
         return;
     }

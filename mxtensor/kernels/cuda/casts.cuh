@@ -1,4 +1,5 @@
-// Casts of eight neighbouring values to elements under power-of-two scales for 32, or to nvfp4, as mxtensor.codec has them.
+// Casts of eight neighbouring values to MX elements (power-of-two scales for 32 values) or to NVFP4, bit for bit as
+// mxtensor/numerics/reference.py defines them.
 
 enum { FLOOR, RCEIL, CEIL, EVEN };
 
@@ -6,7 +7,7 @@ DEVICE float power(int exponent) { return float_of_bits(exponent > -127 ? u32(ex
 
 constexpr float LARGEST = 3.40282346638528859812e+38f;
 
-DEVICE u32 largest(u32 value, u32 lanes) {  // of so many neighbouring threads
+DEVICE u32 largest(u32 value, u32 lanes) {  // over ``lanes`` neighbouring threads
     for (u32 mask = 1; mask < lanes; mask *= 2) {
         u32 other = from_lane_xor(value, mask);
         value = other > value ? other : value;
@@ -17,19 +18,20 @@ DEVICE u32 largest(u32 value, u32 lanes) {  // of so many neighbouring threads
 enum { NO_CAST, POWER_OF_TWO, TWO_LEVELS };
 
 #if CAST
-constexpr bool LOOKS_AT_ALL = CAST_GLOBAL;  // for the largest magnitude of the tensor
-// Whether a value may round to more than the largest element: not under a scale that is rounded up, if there is one.
+constexpr bool NEEDS_TENSOR_AMAX = CAST_GLOBAL;  // needs the largest magnitude of the tensor
+// Whether a scaled value may round to more than the largest element. A scale that is rounded up prevents it.
 constexpr bool EXCEEDS = CAST == TWO_LEVELS || CAST_RULE == FLOOR || CAST_RULE == EVEN || CAST_EMAX == 0;
 
-// The nearest float of so many mantissa bits and least exponent, ties to even: added to a power of two whose lowest bit
-// is worth one step there (and half as much again, so that it stays the largest), and taken off. Not near float's end.
+// Rounds to MANTISSA mantissa bits and least exponent EMIN, ties to even: adds and subtracts a power of two whose
+// lowest bit is one rounding step (times 1.5, so that it stays the larger operand). Not for values near the end of
+// float32.
 template <int MANTISSA, int EMIN> DEVICE float nearest(float value) {
     u32 exponent = bits_of_float(value) & 0x7F800000, least = u32(EMIN + 127) << 23;
     float step = float_of_bits((exponent > least ? exponent : least) + ((23 - MANTISSA) << 23) + 0x400000);
     return (value + step) - step;
 }
 
-// Two values as CAST's elements.
+// Rounds two values to elements of the cast.
 DEVICE void round_two(float& a, float& b) {
     if constexpr (CONVERTS && CAST_MANTISSA == 3 && CAST_EMIN == -6) floats_of_halves(a, b, nearest_e4m3(a, b));
     else if constexpr (CONVERTS && CAST_MANTISSA == 2 && CAST_EMIN == -14) floats_of_halves(a, b, nearest_e5m2(a, b));
@@ -39,7 +41,8 @@ DEVICE void round_two(float& a, float& b) {
     }
 }
 
-// A power-of-two scale for 32 values from the bits of their amax, as 2^(byte - 127); the four rules of mxtensor.codec.
+// The power-of-two scale of 32 values from the bits of their amax, as 2^(byte - 127), by the four rules of
+// ScaleCalculationMode.
 DEVICE int exponent_up(u32 bits) {
     u32 e = bits >> 23, m = bits & 0x7FFFFF;
     return e + (e > 0 ? m > 0 : m > 0x400000);
@@ -53,13 +56,13 @@ DEVICE int scale_byte(u32 amax) {
     return byte < 0 ? 0 : byte > 254 ? 254 : byte;
 }
 
-// nvfp4: what codes and scales of a tensor with this largest magnitude are multiplied by before they are rounded.
+// NVFP4: the global encode scale of a tensor with this largest magnitude.
 DEVICE bool has_global_scale(u32 amax) { return CAST_GLOBAL && amax > 0 && amax < 0x7F800000; }
 DEVICE float encoding(u32 amax) {
     return has_global_scale(amax) ? smaller(448 * CAST_MAX / float_of_bits(amax), LARGEST) : 1.0f;
 }
 
-struct Level {  // of a tensor: that, and one over it
+struct Level {  // the global encode scale of a tensor, and its reciprocal
     float encode, decode;
 };
 DEVICE Level level_of(u32 amax) {
@@ -68,8 +71,9 @@ DEVICE Level level_of(u32 amax) {
     return {encode, 1.0f / encode};
 }
 
-// Eight values of a block that four neighbouring threads hold, or two of nvfp4, times ``factor``; ``amax``: of the eight.
-DEVICE void cast_eight(float (&x)[8], u32 amax, const Level& level, float factor) {
+// Casts eight values of a block of 32 (four neighbouring threads) or 16 (two, NVFP4) and multiplies them by ``scale``.
+// ``amax``: bits of the largest magnitude of the eight.
+DEVICE void cast_eight(float (&x)[8], u32 amax, const Level& level, float scale) {
     amax = largest(amax, CAST == TWO_LEVELS ? 2 : 4);
     float down, up;
     if constexpr (CAST == TWO_LEVELS) {
@@ -79,7 +83,7 @@ DEVICE void cast_eight(float (&x)[8], u32 amax, const Level& level, float factor
         int exponent = scale_byte(amax) - 127;
         down = power(-exponent), up = power(exponent);
     }
-    up = amax < 0x7F800000 ? up * factor : float_of_bits(0x7FFFFFFF);  // or all values of the block are NaNs
+    up = amax < 0x7F800000 ? up * scale : float_of_bits(0x7FFFFFFF);  // a block with an infinity or a NaN becomes NaN
 #pragma unroll
     for (int i = 0; i < 8; i++) x[i] *= down;
 #pragma unroll
@@ -88,7 +92,7 @@ DEVICE void cast_eight(float (&x)[8], u32 amax, const Level& level, float factor
     for (int i = 0; i < 8; i++) x[i] *= up;
 }
 #else
-constexpr bool LOOKS_AT_ALL = false;
+constexpr bool NEEDS_TENSOR_AMAX = false;
 struct Level {};
 DEVICE Level level_of(u32) { return {}; }
 #endif

@@ -1,5 +1,5 @@
-// The machine: what the kernels use of it, one function an instruction, so that the code above reads without PTX.
-// tests/cuda_machine.h has the same functions for a CPU, where the same kernels run in the tests.
+// Device functions: one function for each instruction that the kernels use, so that the other sources contain no PTX.
+// tests/helpers/cuda_machine.h defines the same functions for a CPU, where the tests run the same kernels.
 
 using u8 = unsigned char;
 using u16 = unsigned short;
@@ -14,8 +14,9 @@ using u64 = unsigned long long;
 
 DEVICE u32 thread() { return threadIdx.x; }
 DEVICE u32 threads() { return blockDim.x; }
-DEVICE u32 warp_of_block() { return __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0); }  // which the compiler sees is one
-DEVICE u32 lane_of_warp() {  // which is kept, where threadIdx would be read again, and waited for
+// the compiler sees that it is uniform
+DEVICE u32 warp_of_block() { return __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0); }
+DEVICE u32 lane_of_warp() {  // volatile: stays in a register; threadIdx would be read and waited for again
     u32 lane;
     asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
     return lane;
@@ -29,7 +30,7 @@ DEVICE u8* shared_memory() {
     return memory;
 }
 DEVICE void sync_block() { __syncthreads(); }
-DEVICE void sync_some(u32 which, u32 count) {  // threads of a block, who else has a number of their own
+DEVICE void sync_some(u32 which, u32 count) {  // ``count`` threads of a block; barrier 0 is that of __syncthreads
     asm volatile("bar.sync %0, %1;" ::"r"(which + 1), "r"(count) : "memory");
 }
 DEVICE void sync_warp() { __syncwarp(); }
@@ -38,18 +39,18 @@ DEVICE u32 from_lane_xor(u32 value, u32 mask) { return __shfl_xor_sync(0xFFFFFFF
 DEVICE u32 largest_of_warp(u32 value) { return __reduce_max_sync(0xFFFFFFFF, value); }
 
 DEVICE u32 shared_address(const void* at) { return static_cast<u32>(__cvta_generic_to_shared(at)); }
-DEVICE void raise_to(u32* shared, u32 value) {  // atomicMax would first look for other threads of the warp
+DEVICE void raise_to(u32* shared, u32 value) {  // atomicMax would first combine values across the warp
     asm volatile("red.shared.max.u32 [%0], %1;" ::"r"(shared_address(shared)), "r"(value) : "memory");
 }
 
-// A cluster of blocks (sm_90) lies along z: rank, barrier, and what another block has in shared memory.
+// A cluster of blocks (sm_90) is along z: its barrier, and access to the shared memory of its other blocks.
 DEVICE void sync_cluster() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 #endif
 }
-// The same in two steps, of which every thread takes both, for blocks that only must not run ahead of each other: nothing
-// that was stored or asked for is waited for, which else takes as long as memory does.
+// The cluster barrier in two steps; every thread must take both. The arrival is relaxed: it does not wait for
+// outstanding stores and copies, which would take as long as a memory access.
 DEVICE void arrive_in_cluster() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
@@ -75,7 +76,8 @@ DEVICE float read_of_block(const float* mine, u32 rank) {
     return value;
 }
 
-// Launches that overlap (sm_90): the next kernel may start now; what the one before wrote is there after the wait.
+// Programmatic dependent launch (sm_90): let_next_start allows the next kernel to start; after wait_for_previous, what
+// the previous kernel wrote is visible.
 DEVICE void let_next_start() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -89,7 +91,7 @@ DEVICE void wait_for_previous() {
 
 // ---------------------------------------------------------------------------------------------- memory
 
-// Copies of BYTES from global to shared memory, zeros where ``there`` is false; asynchronous from 4 bytes on.
+// Copies BYTES from global to shared memory, or zeros if ``there`` is false. Asynchronous for 4 bytes and more.
 template <int BYTES> DEVICE void copy(void* to, const void* from, bool there) {
     if constexpr (BYTES >= 4) {
         u32 address = shared_address(to), size = there ? BYTES : 0;
@@ -107,22 +109,23 @@ template <int BYTES> DEVICE void copy(void* to, const void* from, bool there) {
 DEVICE void end_of_stage() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int LATER> DEVICE void wait_for_stage() { asm volatile("cp.async.wait_group %0;" ::"n"(LATER) : "memory"); }
 
-// Of activations, and all that kernels before make: past the first cache, which may have what was there before.
+// For activations and everything else that a previous kernel wrote: bypasses L1, which may hold old values.
 template <class T> DEVICE T load_fresh(const T* from) { return __ldcg(from); }
 
 // ---------------------------------------------------------------------------------------------- words
 
 DEVICE u32 bytes_of(u32 low, u32 high, u32 selector) { return __byte_perm(low, high, selector); }
-DEVICE u32 bits_of_either(u32 mask, u32 a, u32 b) {  // of ``a`` where the mask has ones; one instruction
+DEVICE u32 select_bits(u32 mask, u32 a, u32 b) {  // bits of ``a`` where the mask is 1, else of ``b``; one instruction
     u32 out;
     asm("lop3.b32 %0, %1, %2, %3, 0xCA;" : "=r"(out) : "r"(mask), "r"(a), "r"(b));
     return out;
 }
-DEVICE u32 hidden(u32 value) { return value * blockDim.y; }  // the same, which the compiler does not know
+// the same value (blockDim.y is 1), hidden from the compiler's optimizer
+DEVICE u32 opaque(u32 value) { return value * blockDim.y; }
 DEVICE float float_of_bits(u32 bits) { return __uint_as_float(bits); }
 DEVICE u32 bits_of_float(float value) { return __float_as_uint(value); }
 
-// One float16, in the low half of ``word``.
+// The float16 in the low half of ``word``.
 DEVICE float float_of_half(u32 word) {
     float value;
     asm("{ .reg .b16 h; cvt.u16.u32 h, %1; cvt.f32.f16 %0, h; }" : "=f"(value) : "r"(word));
@@ -143,16 +146,16 @@ DEVICE u32 pair_of_halves(float low, float high) {
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
     return word;
 }
-DEVICE u32 larger_halves(u32 a, u32 b) { return __vmaxu2(a, b); }  // of 16 bits, as numbers without sign
+DEVICE u32 larger_halves(u32 a, u32 b) { return __vmaxu2(a, b); }  // as unsigned 16-bit numbers
 DEVICE float larger(float a, float b) { return fmaxf(a, b); }
 DEVICE u32 larger(u32 a, u32 b) { return b > a ? b : a; }
 DEVICE float smaller(float a, float b) { return fminf(a, b); }
-// Four e4m3 as two times two float16.
+// Four e4m3 bytes as two words of two float16.
 DEVICE void halves_of_e4m3(u32& low, u32& high, u32 bytes) {
 #if __CUDA_ARCH__ >= 890
     asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, h; }"
         : "=r"(low), "=r"(high) : "r"(bytes));
-#else  // 2^-8 times the value as a float16, times 2^8; 0x7F is the NaN
+#else  // as float16 bits, 2^-8 times the value; 0x7F is NaN
     u32 nans = ((bytes & 0x7F7F7F7F) + 0x01010101) & 0x80808080;
     u32 even = __byte_perm(bytes, 0, 0x1404), odd = __byte_perm(bytes, 0, 0x3424);
     even = (even & 0x80008000) | ((even >> 1) & 0x3F803F80), odd = (odd & 0x80008000) | ((odd >> 1) & 0x3F803F80);
@@ -165,7 +168,7 @@ DEVICE void floats_of_halves(float& low, float& high, u32 word) {
     asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h; }"
         : "=f"(low), "=f"(high) : "r"(word));
 }
-// Two values as two float16: the nearest finite numbers of e4m3 or e5m2, by the machine's own conversions (sm_89).
+// Two values rounded to the nearest finite e4m3 or e5m2, as two float16, by the conversion instructions of sm_89.
 #if __CUDA_ARCH__ >= 890
 constexpr bool CONVERTS = true;
 DEVICE u32 nearest_e4m3(float low, float high) {
@@ -198,7 +201,7 @@ DEVICE u32 add_half(u32 a, u32 b) {
 
 // ---------------------------------------------------------------------------------------------- the product
 
-// d (16x8) = c + a (16x16) b (16x8), or without c; the fragments of float16 as PTX has them for mma.m16n8k16.
+// d (16x8) = c + a (16x16) b (16x8), or without c. The float16 fragments are those of PTX mma.m16n8k16.
 DEVICE void multiply_add(float (&d)[4], const u32* a, u32 b0, u32 b1, const float (&c)[4]) {
     asm(
         "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
@@ -209,69 +212,71 @@ DEVICE void multiply(float (&d)[4], const u32* a, u32 b0, u32 b1) { multiply_add
 
 // ---------------------------------------------------------------------------------------------- products of four warps
 
-// The matrix instruction of sm_90 that runs beside the warps: d (64 x COLS) += a (64x16) b (16 x COLS) in float16, a in
-// the registers of four warps as above, 16 rows each, b in shared memory: rows of 64 columns of x, 128 bytes, of which the
-// eight pieces of 16 bytes lie in the order piece ^ (row % 8). ``x`` says where, 32 bytes for each 16 columns.
-#ifdef GROUP_TEXT  // the instruction and its sums, of as many columns as the plan has
-DEVICE u64 place_of(const u8* x) {
+// The asynchronous warpgroup instruction of sm_90 (wgmma): d (64 x COLS) += a (64x16) b (16 x COLS) in float16. a is in
+// the registers of four warps, 16 rows each, as above. b is in shared memory: rows of 64 columns of x (128 bytes),
+// whose eight pieces of 16 bytes are swizzled to index piece ^ (row % 8). ``x`` is the matrix descriptor; 16 columns
+// are 32 bytes.
+#ifdef WGMMA_TEXT  // the text of the instruction and its sums, for COLS columns
+DEVICE u64 matrix_descriptor(const u8* x) {
     u64 address = shared_address(x);
-    return (address & 0x3FFFF) >> 4 | 1ull << 16 | 64ull << 32 | 1ull << 62;  // 1024 bytes from 8 rows to the next 8
+    // 128-byte swizzle; 1024 bytes from 8 rows to the next 8
+    return (address & 0x3FFFF) >> 4 | 1ull << 16 | 64ull << 32 | 1ull << 62;
 }
-DEVICE constexpr u64 step_of(u32 bytes) { return bytes >> 4; }  // from one place to another
-DEVICE void multiply_group(float (&d)[NT][4], const u32* a, u64 x) {
-    asm volatile(GROUP_TEXT : GROUP_SUMS(d) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x));
+DEVICE constexpr u64 descriptor_step(u32 bytes) { return bytes >> 4; }  // from one descriptor to another
+DEVICE void multiply_warpgroup(float (&d)[NT][4], const u32* a, u64 x) {
+    asm volatile(WGMMA_TEXT : WGMMA_SUMS(d) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x));
 }
-DEVICE void begin_products(u32 (&a)[16]) {  // of factors that are made before this and not after
+DEVICE void begin_wgmma(u32 (&a)[16]) {  // fence: the words of ``a`` are complete before the instruction reads them
 #pragma unroll
     for (int i = 0; i < 16; i++) asm volatile("" : "+r"(a[i])::"memory");
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
-DEVICE void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// As many registers as each thread of four warps has from here on, which have had fewer or more.
+DEVICE void commit_wgmma() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// Sets the registers of each thread of a warpgroup, up or down, from here on.
 template <int COUNT> DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT)); }
 template <int COUNT> DEVICE void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT)); }
-template <int LATER> DEVICE void wait_for_products() {
+template <int LATER> DEVICE void wait_for_wgmma() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LATER) : "memory");
 }
-template <int N> DEVICE void settle(float (&d)[N][4]) {  // what a wait has completed: not to be read before it
+template <int N> DEVICE void fence_sums(float (&d)[N][4]) {  // keeps reads of the sums behind the wait
 #pragma unroll
     for (int i = 0; i < N; i++)
         asm volatile("" : "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])::"memory");
 }
 
-// Barriers in shared memory, which count arrivals and bytes; their phases are numbered from 0.
+// mbarriers in shared memory count arrivals and bytes; their phases are numbered from 0.
 DEVICE void begin_barrier(u64* barrier, u32 count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count) : "memory");
 }
-DEVICE void show_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-// The WHICH-th barrier of some, whose address a register keeps: the compiler would make each anew, each time.
-using Kept = u32;
-DEVICE Kept kept(u64* barriers) {
-    Kept at;
+DEVICE void publish_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+// The address of an array of barriers in a register. The compiler would recompute the address at each use.
+using BarrierAddress = u32;
+DEVICE BarrierAddress barrier_address(u64* barriers) {
+    BarrierAddress at;
     asm volatile("mov.u32 %0, %1;" : "=r"(at) : "r"(shared_address(barriers)));
     return at;
 }
-template <int WHICH> DEVICE void arrive_at(Kept barriers) {  // a warp
+template <int WHICH> DEVICE void arrive_at(BarrierAddress barriers) {  // one arrival for the whole warp
     if (thread() % 32 == 0)
         asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0 + %1];" ::"r"(barriers), "n"(8 * WHICH) : "memory");
 }
-template <int WHICH> DEVICE void wait_at(Kept barriers, u32 phase) {
+template <int WHICH> DEVICE void wait_at(BarrierAddress barriers, u32 phase) {
     asm volatile(
-        "{ .reg .pred p;\nAGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [%0 + %2], %1;\n@p bra DONE;\nbra AGAIN;\n"
+        "{ .reg .pred p;\nRETRY: mbarrier.try_wait.parity.shared::cta.b64 p, [%0 + %2], %1;\n@p bra DONE;\nbra RETRY;\n"
         "DONE: }" ::"r"(barriers), "r"(phase & 1), "n"(8 * WHICH) : "memory");
 }
 DEVICE void wait_at(u64* barrier, u32 phase) { wait_at<0>(shared_address(barrier), phase); }
-// A copy by the copy engine, which ``barrier`` waits for; one thread.
+// A bulk copy by the copy engine, by one thread; ``barrier`` counts its bytes.
 DEVICE void expect_bytes(u64* barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
                  : "memory");
 }
-DEVICE void copy_whole(void* to, const void* from, u32 bytes, u64* barrier) {
+DEVICE void copy_bulk(void* to, const void* from, u32 bytes, u64* barrier) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
             shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(barrier)) : "memory");
 }
-DEVICE void add_four_of_block(float (&sum)[4], const float* mine, u32 rank) {  // as ``read_of_block``
+DEVICE void add_four_of_block(float (&sum)[4], const float* mine, u32 rank) {  // like ``read_of_block``
     float value[4];
     asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
                  : "=f"(value[0]), "=f"(value[1]), "=f"(value[2]), "=f"(value[3])
@@ -279,16 +284,16 @@ DEVICE void add_four_of_block(float (&sum)[4], const float* mine, u32 rank) {  /
 #pragma unroll
     for (int i = 0; i < 4; i++) sum[i] += value[i];
 }
-// To the same place in another block of the cluster, which ``barrier`` there waits for; one thread, after all have shown
-// the copy engine what they have stored.
-DEVICE void show_to_engine() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// A bulk copy to the same address in another block of the cluster, by one thread; ``barrier`` of that block counts its
+// bytes. The fence makes stores of all threads visible to the copy engine first.
+DEVICE void fence_for_copy_engine() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 DEVICE void send_to_block(void* mine, const void* from, u32 bytes, u64* barrier, u32 rank) {
     asm volatile(
         "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
             address_in_block(mine, rank)), "r"(shared_address(from)), "r"(bytes), "r"(address_in_block(barrier, rank))
         : "memory");
 }
-// Sums in memory, between blocks: all of a block have stored theirs before it is counted, and the last sees them all.
+// Sums in global memory. Each block stores its sums before it is counted; the last block to be counted sees all.
 DEVICE void store_four(float* to, const float (&value)[4]) {
     *reinterpret_cast<float4*>(to) = make_float4(value[0], value[1], value[2], value[3]);
 }
@@ -307,19 +312,25 @@ DEVICE bool is_last_of(u32* counter, u32 blocks) {
 }
 DEVICE bool any_of_block(bool mine) { return __syncthreads_or(mine); }
 
-// Of weights, which are read once: 16 bytes, and 8 that a neighbour shares a sector with; from AT bytes on.
+// Loads of codes, which are read once: 16 bytes without a place in L1, or 8 bytes that share a sector with a neighbour;
+// from byte AT on.
 template <int BYTES, int AT> DEVICE void load_once(u32* to, const u8* from) {
     if constexpr (BYTES == 16)
         asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4 + %5];"
                      : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "l"(from), "n"(AT));
-    else asm volatile("ld.global.nc.L2::256B.v2.u32 {%0, %1}, [%2 + %3];" : "=r"(to[0]), "=r"(to[1]) : "l"(from), "n"(AT));
+    else
+        asm volatile("ld.global.nc.L2::256B.v2.u32 {%0, %1}, [%2 + %3];"
+                     : "=r"(to[0]), "=r"(to[1]) : "l"(from), "n"(AT));
 }
 template <int BYTES, int AT> DEVICE u32 load_scale(const u8* from) {
     u32 out;
     if constexpr (BYTES == 4) asm volatile("ld.global.nc.u32 %0, [%1 + %2];" : "=r"(out) : "l"(from), "n"(AT));
     else if constexpr (BYTES == 2)
-        asm volatile("{ .reg .u16 h; ld.global.nc.u16 h, [%1 + %2]; cvt.u32.u16 %0, h; }" : "=r"(out) : "l"(from), "n"(AT));
-    else asm volatile("{ .reg .u16 h; ld.global.nc.u8 h, [%1 + %2]; cvt.u32.u16 %0, h; }" : "=r"(out) : "l"(from), "n"(AT));
+        asm volatile("{ .reg .u16 h; ld.global.nc.u16 h, [%1 + %2]; cvt.u32.u16 %0, h; }"
+                     : "=r"(out) : "l"(from), "n"(AT));
+    else
+        asm volatile("{ .reg .u16 h; ld.global.nc.u8 h, [%1 + %2]; cvt.u32.u16 %0, h; }"
+                     : "=r"(out) : "l"(from), "n"(AT));
     return out;
 }
 #endif

@@ -1,31 +1,32 @@
-// y (M, N) = x (M, K) w (N, K)^T for the fewest rows of x, which stay in shared memory.
+// The persistent kernel: y (M, N) = x (M, K) w (N, K)^T for the fewest rows of x, which stay in shared memory.
 //
-// A block has its share of the rows of w, tiles of ROWS, as many as any other. Its WR rows of warps take turns with them;
-// each of the WK warps of one has columns of its own, a stage of BK and again one WK stages further, whose codes and
-// scales it fetches for itself, and with WR = 1 of x what belongs to them: once x is there no warp waits for another
-// until the sums of ``round`` tiles, a multiple of WR, are brought together. Blocks of a cluster have the same tiles, and
-// each of them a part of the columns. What comes before the first codes are asked for is short: no other instruction of a
-// kernel costs as much time.
+// Each block has an equal share of the tiles (ROWS rows of w). Its WR rows of warps process them in turn. Each of the
+// WK warps in a row has its own columns: a stage of BK columns, then the stage WK further. It copies their codes and
+// scales itself, and with WR = 1 also their columns of x. So once x is loaded no warp waits for another until the sums
+// of ``round`` tiles, a multiple of WR, are added. Blocks of a cluster have the same tiles and each a part of the
+// columns. The code before the first request for codes is short, because every instruction there delays the whole
+// kernel.
 
-constexpr int SLOT = ROWS + 4;  // float32 of the sums of a warp, tile and row of x
+constexpr int SLOT = ROWS + 4;  // float32 of the sums of one warp, tile and row of x
 constexpr int RING = STAGES * STAGE;
-constexpr int X_AT = WR * WK * RING;  // in lines of 128 bytes, or it would take longer to come
-// The global scales of the weights; what scales rows of x, and their maxima, of all columns or of those of each warp.
+constexpr int X_AT = WR * WK * RING;  // aligned to 128 bytes, which makes the copy faster
+// Global scales of the weights; scales of rows of x; and maxima of rows of x, over all columns or those of each warp.
 constexpr int HEAD = 16 + WHOLE_HEAD + (WHOLE_X ? 4 * COLS * WK : 0);
-// Stages that are asked for before x is: it would come after all of them.
-constexpr int ASKED_FIRST = (OWN_X || !WHOLE_X) && AHEAD > 0 && AHEAD < STAGES ? AHEAD : STAGES - 1;
-constexpr bool HAS_SCALES = !WHOLE_X || (OWN_X && OF_ALL);  // threads have what scales rows of x until the end
-static_assert(WEIGHTS <= 4 && ZEROS <= 16 * THREADS, "there is room for so many global scales; threads for zeros");
+// Stages that are requested before x, which arrives after them.
+constexpr int REQUESTED_FIRST = (WARP_READS_X || !WHOLE_X) && AHEAD > 0 && AHEAD < STAGES ? AHEAD : STAGES - 1;
+// threads hold the scales of rows of x until the end
+constexpr bool HAS_SCALES = !WHOLE_X || (WARP_READS_X && NEEDS_BLOCK_AMAX);
+static_assert(WEIGHTS <= 4 && ZEROS <= 16 * THREADS, "space for the global scales of four weights; threads for the zeros");
 
-struct Share {  // what a block works on
+struct Share {  // the work of a block
     u32 begin, end;   // tiles of w
     u32 first, last;  // stages along K
     u32 x_stride;     // bytes of a row of x
     u8* x;
-    u32 lane, row_of_warps, place;  // of this thread; of its warp, which is the place-th of its row
+    u32 lane, row_of_warps, place;  // of this thread; its warp is the place-th of its row of warps
 };
 
-struct Walk {  // through the stages of a warp, tile by tile: what is fetched next
+struct Walk {  // an iterator over the stages of a warp, tile by tile: the next one to copy
     u32 tile, stage, weight;
 };
 DEVICE Walk first_of(const Arguments& a, const Share& s) {
@@ -40,11 +41,11 @@ DEVICE void step(const Arguments& a, Walk& w, const Share& s) {
 
 DEVICE void fetch_codes(const Arguments& a, const Share& s, const Walk& w, u8* stage) {
     const Weight& weight = a.weights[w.weight];
-    Place p = {weight.codes, weight.scales, a.x, (w.tile - weight.first) * ROWS};
+    BlockWork p = {weight.codes, weight.scales, a.x, (w.tile - weight.first) * ROWS};
     p.rows = weight.n - p.row;
     fetch_weights(a, p, stage, w.stage, s.lane);
 }
-// Columns of x, ``count`` from those of stage ``first`` on, by so many threads of which this is one.
+// Copies ``count`` columns of x from stage ``first`` on; this thread is ``fetcher`` of ``fetchers``.
 DEVICE void fetch_x(const Arguments& a, const Share& s, u32 first, u32 count, u32 fetcher, u32 fetchers) {
     u32 pieces = count / 8;  // of 16 bytes
     u8* to = s.x + (first - s.first) * 2 * BK;
@@ -56,34 +57,36 @@ DEVICE void fetch_columns(const Arguments& a, const Share& s, const Walk& w) {
     if (!WHOLE_X && WR == 1 && w.tile == s.begin) fetch_x(a, s, w.stage, BK, s.lane, 32);
 }
 
-// What a warp sums for a tile, where in x the columns of the stage that is next begin, and the results.
+// The sums of a warp for a tile, the address in x of the next stage's columns, and storing the sums: with or without
+// classes.
 #if CLASSES > 1
-constexpr int MY_ROWS = MINE;  // of x, that a thread has sums of
-using Factors = float[MY_ROWS];
-using Partial = Few;
-using Columns = Spread;
+constexpr int MY_ROWS = THREAD_X_ROWS;  // rows of x that a thread has sums of
+using RowScales = float[MY_ROWS];
+using Partial = SmallMSums;
+using Columns = SmallMColumns;
 DEVICE Columns columns_of(const Lane& l, const Share& s, u32 rows, const u8* zeros) {
-    return spread_of(l, s.x + s.place * 2 * BK, s.x_stride, rows, zeros, WK * 2 * BK);
+    return small_m_columns_of(l, s.x + s.place * 2 * BK, s.x_stride, rows, zeros, WK * 2 * BK);
 }
 DEVICE void multiply_columns(Partial& sums, Lane& l, const u8* stage, Columns& x) {
-    multiply_spread(sums, l, stage, x);
+    multiply_small_m(sums, l, stage, x);
 #pragma unroll
     for (int h = 0; h < HALVES; h++) x.x[h] += x.step[h];
 }
-DEVICE constexpr u32 row_of(const Lane& l, int e) { return MINE * l.t + e; }
-DEVICE void keep(float* slot, const Partial& sums, const Factors& factors, const Lane& l, u32 m) {
+DEVICE constexpr u32 row_of(const Lane& l, int e) { return THREAD_X_ROWS * l.t + e; }
+DEVICE void store_sums(float* slot, const Partial& sums, const RowScales& row_scales, const Lane& l, u32 m) {
 #pragma unroll
     for (int i = 0; i < 2 * MT; i++) {
-        float sum[MINE];
+        float sum[THREAD_X_ROWS];
         sum_of_classes(sum, sums, i);
 #pragma unroll
-        for (int e = 0; e < MINE; e++)
-            if (MINE * l.t < X_ROWS && row_of(l, e) < m) slot[row_of(l, e) * SLOT + l.g + 8 * i] = sum[e] * factors[e];
+        for (int e = 0; e < THREAD_X_ROWS; e++)
+            if (THREAD_X_ROWS * l.t < X_ROWS && row_of(l, e) < m)
+                slot[row_of(l, e) * SLOT + l.g + 8 * i] = sum[e] * row_scales[e];
     }
 }
 #else
 constexpr int MY_ROWS = 2 * NT;
-using Factors = float[MY_ROWS];
+using RowScales = float[MY_ROWS];
 using Partial = Sums;
 using Columns = const u8*;
 DEVICE Columns columns_of(const Lane&, const Share& s, u32, const u8*) { return s.x + s.place * 2 * BK; }
@@ -92,24 +95,25 @@ DEVICE void multiply_columns(Partial& sums, Lane& l, const u8* stage, Columns& x
     x += WK * 2 * BK;
 }
 DEVICE constexpr u32 row_of(const Lane& l, int e) { return 8 * (e / 2) + 2 * l.t + e % 2; }
-DEVICE void keep(float* slot, const Partial& sums, const Factors& factors, const Lane& l, u32 m) {
+DEVICE void store_sums(float* slot, const Partial& sums, const RowScales& row_scales, const Lane& l, u32 m) {
 #pragma unroll
     for (int e = 0; e < 2 * NT; e++)
         if (row_of(l, e) < m)
 #pragma unroll
             for (int i = 0; i < 2 * MT; i++)
-                slot[row_of(l, e) * SLOT + l.g + 8 * i] = sums[i / 2][e / 2][i % 2 * 2 + e % 2] * factors[e];
+                slot[row_of(l, e) * SLOT + l.g + 8 * i] = sums[i / 2][e / 2][i % 2 * 2 + e % 2] * row_scales[e];
 }
 #endif
 
-// What scales the rows of x that this thread has sums of, where its warp has read them; ``maxima`` of them.
-DEVICE void factors_of(Factors& factors, const Lane& l, const u32* maxima, u32 m) {
+// The scales of the rows of x that this thread has sums of, if its warp has read them; ``maxima``: of those rows.
+DEVICE void row_scales_of(RowScales& row_scales, const Lane& l, const u32* maxima, u32 m) {
 #pragma unroll
     for (int e = 0; e < MY_ROWS; e++)
-        factors[e] = OWN_SCALES && row_of(l, e) < m ? power(exponent_of(maxima[row_of(l, e)])) : 1;
+        row_scales[e] = WARP_SCALES_X && row_of(l, e) < m ? power(exponent_of(maxima[row_of(l, e)])) : 1;
 }
 
-// ``tiles`` tiles from ``first`` on: what the warps, then the blocks of a cluster have summed, in that order.
+// Writes ``tiles`` tiles from ``first`` on: adds the sums of the warps, then of the blocks of a cluster, in their
+// order.
 DEVICE void write_tiles(
     const Arguments& a, u32 first, u32 tiles, float* slots, const float* x_scale, const float* globals) {
     const u32 m = rows_of(a);
@@ -124,16 +128,16 @@ DEVICE void write_tiles(
             if (pass == 0) {
 #pragma unroll
                 for (u32 w = 0; w < WK; w++) sum += slot[w * m * SLOT];
-                if constexpr (!OWN_SCALES) sum *= x_scale[col];
+                if constexpr (!WARP_SCALES_X) sum *= x_scale[col];
             } else {
 #pragma unroll
                 for (u32 r = 0; r < SPLIT; r++) sum += read_of_block(slot, r);
             }
             if (SPLIT > 1 && pass == 0) *slot = sum;
             else if (n < weight.n) {
-                float factor = factor_of_all<FACTOR>(a, globals[of]);
+                float tensor_scale = tensor_scale_of<ELEMENT_EXPONENT>(a, globals[of]);
                 float bias = bias_at(weight, col, n);
-                finish(a, weight, weight.scales, col, n, with_nans(a, weight.scales, n, sum), factor, bias);
+                finish(a, weight, weight.scales, col, n, with_nans(a, weight.scales, n, sum), tensor_scale, bias);
             }
         }
         if (SPLIT == 1) sync_block();
@@ -143,68 +147,69 @@ DEVICE void write_tiles(
 }
 
 DEVICE Share share_of(const Arguments& a, u8* x, u32 warp, u32 lane) {
-    u32 others = blocks_x() / RESIDENT, block = block_x();  // blocks of one multiprocessor have neighbouring tiles
-    if (RESIDENT > 1 && block < others * RESIDENT) block = block % others * RESIDENT + block / others;
+    u32 others = blocks_x() / PERSISTENT, block = block_x();  // blocks of one multiprocessor have neighbouring tiles
+    if (PERSISTENT > 1 && block < others * PERSISTENT) block = block % others * PERSISTENT + block / others;
     u32 begin = block * a.tiles + (block < a.more ? block : a.more), stages = (a.k + BK - 1) / BK;
     Share s = {begin, begin + a.tiles + (block < a.more), 0, stages, 2 * a.x_width + 64, x, lane, warp / WK, warp % WK};
     if constexpr (SPLIT > 1) s.first = block_z() * stages / SPLIT, s.last = (block_z() + 1) * stages / SPLIT;
     return s;
 }
 
-KERNEL void BOUNDS(THREADS, BLOCKS) resident(const Arguments a) {
+KERNEL void BOUNDS(THREADS, BLOCKS) persistent(const Arguments a) {
     u32 warp = warp_of_block(), lane = lane_of_warp();
     u8 *shared = shared_memory(), *ring = shared + warp * RING;
     Share s = share_of(a, shared + X_AT, warp, lane);
     Walk next = first_of(a, s), ahead = next;
 #pragma unroll
-    for (int i = 0; i < ASKED_FIRST; i++) {  // weights do not wait for the kernel before this one
+    for (int i = 0; i < REQUESTED_FIRST; i++) {  // weights do not depend on the previous kernel
         if (is_left(ahead, s)) fetch_codes(a, s, ahead, ring + i * STAGE), step(a, ahead, s);
         if (WHOLE_X) end_of_stage();
     }
     if (!WHOLE_X) let_next_start();
-    float global_scale = thread() < WEIGHTS ? global_scale_of(a.weights[thread()]) : 0, own_scale = 0;  // on their way
+    // loads in flight
+    float global_scale = thread() < WEIGHTS ? global_scale_of(a.weights[thread()]) : 0, thread_scale = 0;
     u8* zeros = s.x + a.m * s.x_stride;
     if (thread() * 16 < ZEROS) *reinterpret_cast<uint4*>(zeros + thread() * 16) = {0, 0, 0, 0};
     float *globals = reinterpret_cast<float*>(zeros + ZEROS), *x_scale = globals + 4, *slots = globals + HEAD / 4;
     u32* maxima = reinterpret_cast<u32*>(x_scale + 2 * COLS) + s.place * COLS;
-    if constexpr (OWN_X) {
-        u32* of_all = reinterpret_cast<u32*>(x_scale + COLS);
-        if (OF_ALL && thread() == 0) *of_all = 0;
+    if constexpr (WARP_READS_X) {
+        u32* block_amax = reinterpret_cast<u32*>(x_scale + COLS);
+        if (NEEDS_BLOCK_AMAX && thread() == 0) *block_amax = 0;
         for (u32 i = lane; !ONE_ROW && i < COLS; i += 32) maxima[i] = 0;
-        sync_block();  // for the zeros
+        sync_block();  // the zeros are written
         wait_for_previous();
-        Own own = own_of(s.first, s.last, s.place, lane);
-        Held held;
-        begin_own(held, a, own);
+        WarpActivations activations = warp_activations_of(s.first, s.last, s.place, lane);
+        Cached cached;
+        begin_warp_activations(cached, a, activations);
 #pragma unroll
-        for (int i = ASKED_FIRST; i < STAGES - 1; i++) {
+        for (int i = REQUESTED_FIRST; i < STAGES - 1; i++) {
             if (is_left(ahead, s)) fetch_codes(a, s, ahead, ring + i * STAGE), step(a, ahead, s);
             end_of_stage();
         }
-        finish_own(held, a, own, s.x, s.x_stride, maxima, of_all);
-        if (OF_ALL) own_scale = scale_of_row(of_all, 0, 1);
+        finish_warp_activations(cached, a, activations, s.x, s.x_stride, maxima, block_amax);
+        if (NEEDS_BLOCK_AMAX) thread_scale = scale_of_row(block_amax, 0, 1);
     } else if constexpr (WHOLE_X) {
         read_x(a, a.x, a.m, s.first * BK, a.x_width, s.x, s.x_stride, x_scale);
     } else {
         wait_for_previous();
         if constexpr (WR > 1) fetch_x(a, s, s.first, (s.last - s.first) * BK, thread(), THREADS);
-        if (thread() < a.m) own_scale = load_fresh(a.x_scale + thread());
+        if (thread() < a.m) thread_scale = load_fresh(a.x_scale + thread());
     }
 #pragma unroll
     for (int i = 0; !WHOLE_X && i < STAGES - 1; i++) {
-        if (i >= ASKED_FIRST && is_left(ahead, s)) fetch_codes(a, s, ahead, ring + i * STAGE), step(a, ahead, s);
+        if (i >= REQUESTED_FIRST && is_left(ahead, s)) fetch_codes(a, s, ahead, ring + i * STAGE), step(a, ahead, s);
         if (is_left(next, s)) fetch_columns(a, s, next), step(a, next, s);
         end_of_stage();
     }
     if (WHOLE_X) next = ahead;
     if constexpr (!WHOLE_X && WR > 1) wait_for_stage<0>();
-    if constexpr (!OWN_X && (WHOLE_X || WR > 1 || ZEROS > 0)) sync_block();
-    if (WHOLE_X) let_next_start();  // only now: it would ask for its weights before this one has asked for x
+    if constexpr (!WARP_READS_X && (WHOLE_X || WR > 1 || ZEROS > 0)) sync_block();
+    if (WHOLE_X) let_next_start();  // only now: the next kernel's weights would be loaded before this kernel's x
     Lane l = {lane / 4, lane % 4, lane / 4, 0};
 #pragma unroll
     for (int j = 0; j < NT; j++) l.columns[j] = (8 * j + l.g < a.m ? 8 * j + l.g : 0) * s.x_stride + l.t * 16;
-    Factors factors;
-    factors_of(factors, l, maxima, a.m);
+    RowScales row_scales;
+    row_scales_of(row_scales, l, maxima, a.m);
     u32 slot = 0;
     for (u32 round = s.begin; round < s.end; round += a.round) {
         u32 count = s.end - round < a.round ? s.end - round : a.round;
@@ -223,9 +228,10 @@ KERNEL void BOUNDS(THREADS, BLOCKS) resident(const Arguments a) {
                 multiply_columns(sums, l, ring + slot * STAGE, x);
                 slot = slot + 1 == STAGES ? 0 : slot + 1;
             }
-            keep(slots + (tile * WK + s.place) * a.m * SLOT, sums, factors, l, a.m);
+            store_sums(slots + (tile * WK + s.place) * a.m * SLOT, sums, row_scales, l, a.m);
         }
-        if (HAS_SCALES && thread() < a.m) x_scale[thread()] = own_scale;  // not before: they would be waited for
+        // not before: this would wait for the loads
+        if (HAS_SCALES && thread() < a.m) x_scale[thread()] = thread_scale;
         if (thread() < WEIGHTS) globals[thread()] = global_scale;
         write_tiles(a, round, count, slots, x_scale, globals);
     }

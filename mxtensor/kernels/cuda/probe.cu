@@ -1,3 +1,3 @@
-// A kernel that does nothing: how many clusters run at a time is asked of it.
+// An empty kernel: the driver says of it how many clusters run at a time.
 
 KERNEL void probe() {}

@@ -1,46 +1,48 @@
-// Sums where x has at most four rows: blocks of w that share a column of x no longer wait for their scales.
+// Products of at most four rows of x: several weight blocks share one matrix instruction.
 //
-// The matrix instruction has eight columns, for X_ROWS rows. With CLASSES > 1 each of them has a row of x, but only every
-// CLASSES-th block of it, and zeros elsewhere: products of CLASSES blocks, a group, are summed in one go, each block in
-// a column of its own, and scaled once. So a thread may take more codes of a row one after the other, RUN, a block's worth.
+// The instruction has eight columns and X_ROWS rows of x leave some free. With CLASSES > 1 each column holds a row of x
+// with only every CLASSES-th block of 16 or 32 values, and zeros elsewhere. So the blocks of a group (CLASSES blocks)
+// are summed by the same instructions, each in a column of its own, and each sum is scaled once. A thread may then read
+// more consecutive codes of a row, RUN.
 
 #if CLASSES == 1
 constexpr int ZEROS = 0;
 #else
-constexpr int X_ROWS = 8 / CLASSES;                  // of the columns: all rows of a class, then those of the next
-constexpr int BLOCK = SCALE == UE4M3 ? 16 : 32;      // columns of w that share a scale
-constexpr int GROUP = BLOCK * CLASSES;               // columns that are summed in one go
-constexpr int RUN = GROUP < 128 ? GROUP / 4 : 32;    // of them, of a thread, one after the other
+constexpr int X_ROWS = 8 / CLASSES;  // columns of one class; the columns of the next class follow
+constexpr int BLOCK = SCALE == UE4M3 ? 16 : 32;  // columns of w that share a scale
+constexpr int GROUP = BLOCK * CLASSES;  // columns of w that are summed before they are scaled
+constexpr int RUN = GROUP < 128 ? GROUP / 4 : 32;  // consecutive codes of a thread
 constexpr int RUNS = GROUP / (4 * RUN), EIGHTS = RUN / 8;
-constexpr int CHAINS = GROUP > 128 ? 2 : 1;          // of products that wait for each other: sixteen took longer than eight
-constexpr int HALVES = CLASSES == 8 ? 2 : 1;         // of a thread's codes of a group: they are of so many blocks
-constexpr int ZEROS = 2 * BK + 16;                   // bytes, which a thread reads where its column has zeros
+// chains of dependent instructions: one chain of sixteen was slower than two of eight
+constexpr int CHAINS = GROUP > 128 ? 2 : 1;
+constexpr int HALVES = CLASSES == 8 ? 2 : 1;  // blocks that the codes of a thread in a group belong to
+constexpr int ZEROS = 2 * BK + 16;  // bytes of zeros, read in place of x where a column is zero
 
-struct Spread {  // what a thread reads of x for each half of its codes: from where on, and how far apart stages are
+struct SmallMColumns {  // where a thread reads x for each half of its codes, and the distance between stages
     const u8* x[HALVES];
     u32 step[HALVES];
 };
 
-// Of column g, where its class is that of the first block of the half, else zeros.
-DEVICE Spread spread_of(const Lane& l, const u8* x, u32 x_stride, u32 rows, const u8* zeros, u32 step) {
-    Spread spread;
+// For column g: x if its class is that of the first block of the half, else zeros.
+DEVICE SmallMColumns small_m_columns_of(const Lane& l, const u8* x, u32 x_stride, u32 rows, const u8* zeros, u32 step) {
+    SmallMColumns columns;
     u32 row = l.g % X_ROWS;
 #pragma unroll
     for (u32 h = 0; h < HALVES; h++) {
         bool mine = l.g / X_ROWS == l.t * RUN / BLOCK + (SCALE == UE4M3 ? h : 4 * h) && row < rows;
-        spread.x[h] = mine ? x + row * x_stride + l.t * RUN * 2 : zeros + 16;  // off the banks of rows of x
-        spread.step[h] = mine ? step : 0;
+        columns.x[h] = mine ? x + row * x_stride + l.t * RUN * 2 : zeros + 16;  // other banks than rows of x
+        columns.step[h] = mine ? step : 0;
     }
-    return spread;
+    return columns;
 }
 
-constexpr int WORDS = RUN * BITS / 32;  // of codes, a thread and row
+constexpr int WORDS = RUN * BITS / 32;  // words of codes of a thread and row
 
-// From byte ``at`` of a row on, which is where that is xor ``turn``.
-DEVICE void load_run(u32 (&codes)[WORDS], const u8* row, u32 at, u32 turn) {
+// Loads codes from byte ``at`` of a row on; addresses are xor'ed with ``swizzle``.
+DEVICE void load_run(u32 (&codes)[WORDS], const u8* row, u32 at, u32 swizzle) {
 #pragma unroll
     for (int i = 0; i < WORDS;) {
-        const u8* from = row + ((at + 4 * i) ^ turn);
+        const u8* from = row + ((at + 4 * i) ^ swizzle);
         if constexpr (WORDS % 4 == 0) {
             uint4 loaded = *reinterpret_cast<const uint4*>(from);
             codes[i] = loaded.x, codes[i + 1] = loaded.y, codes[i + 2] = loaded.z, codes[i + 3] = loaded.w, i += 4;
@@ -53,7 +55,7 @@ DEVICE void load_run(u32 (&codes)[WORDS], const u8* row, u32 at, u32 turn) {
     }
 }
 
-// The scales that columns 2 t and 2 t + 1 have to do with: of two neighbouring blocks, or where they are of a class, of one.
+// The scales of columns 2 t and 2 t + 1: of two neighbouring blocks, or of one block if the columns are of one class.
 DEVICE void two_scales(float (&scale)[2], const u8* scales, u32 t) {
     u32 bytes = X_ROWS > 1 ? scales[2 * t / X_ROWS] : *reinterpret_cast<const u16*>(scales + 2 * t);
     if constexpr (SCALE == UE4M3) {
@@ -66,22 +68,23 @@ DEVICE void two_scales(float (&scale)[2], const u8* scales, u32 t) {
     if (X_ROWS > 1) scale[1] = scale[0];
 }
 
-using Few = float[MT][4];  // sums of rows g and g + 8 of w, columns 2 t and 2 t + 1 of the instruction
+using SmallMSums = float[MT][4];  // sums of rows g and g + 8 of w, columns 2 t and 2 t + 1
 
-DEVICE void multiply_spread(Few& sums, const Lane& l, const u8* stage, const Spread& spread) {
+DEVICE void multiply_small_m(SmallMSums& sums, const Lane& l, const u8* stage, const SmallMColumns& columns) {
 #pragma unroll
     for (int group = 0; group < BK / GROUP; group++) {
-        Few part[CHAINS] = {};
+        SmallMSums partial[CHAINS] = {};
 #pragma unroll
         for (int run = 0; run < RUNS; run++) {
-            u32 codes[2 * MT][WORDS], at = group * GROUP + run * 4 * RUN;  // the columns of the four threads begin here
+            u32 codes[2 * MT][WORDS], at = group * GROUP + run * 4 * RUN;  // first column of the four threads
 #pragma unroll
             for (int i = 0; i < 2 * MT; i++)
-                load_run(codes[i], stage + CODES_AT + (l.row + 8 * i) * CODES, (at + l.t * RUN) * BITS / 8, turn_of(l.g));
+                load_run(codes[i], stage + CODES_AT + (l.row + 8 * i) * CODES, (at + l.t * RUN) * BITS / 8,
+                         swizzle_of(l.g));
 #pragma unroll
             for (int q = 0; q < EIGHTS; q++) {
                 int h = HALVES == 1 ? 0 : SCALE == UE4M3 ? q / (EIGHTS / 2) : run;
-                uint4 x = *reinterpret_cast<const uint4*>(spread.x[h] + at * 2 + q * 16);
+                uint4 x = *reinterpret_cast<const uint4*>(columns.x[h] + at * 2 + q * 16);
 #pragma unroll
                 for (int i = 0; i < MT; i++) {
                     u32 a[8];
@@ -91,8 +94,8 @@ DEVICE void multiply_spread(Few& sums, const Lane& l, const u8* stage, const Spr
                         decode_eight(words, codes[2 * i + half] + q * BITS / 4, BITS == 6 && q % 2 ? UPPER : 0);
                         place_half(a, half, words);
                     }
-                    multiply_add(part[0][i], a, x.x, x.y, part[0][i]);
-                    multiply_add(part[CHAINS - 1][i], a + 4, x.z, x.w, part[CHAINS - 1][i]);
+                    multiply_add(partial[0][i], a, x.x, x.y, partial[0][i]);
+                    multiply_add(partial[CHAINS - 1][i], a + 4, x.z, x.w, partial[CHAINS - 1][i]);
                 }
             }
         }
@@ -103,22 +106,22 @@ DEVICE void multiply_spread(Few& sums, const Lane& l, const u8* stage, const Spr
 #pragma unroll
             for (int e = 0; e < 2; e++) {
                 int at = i % 2 * 2 + e;
-                float sum = part[0][i / 2][at];
-                if (CHAINS > 1) sum += part[CHAINS - 1][i / 2][at];
+                float sum = partial[0][i / 2][at];
+                if (CHAINS > 1) sum += partial[CHAINS - 1][i / 2][at];
                 sums[i / 2][at] += scale[e] * sum;
             }
         }
     }
 }
 
-// The classes together, for row g + 8 i of w and as many rows of x as a thread has columns of; all threads of a warp.
-constexpr int MINE = X_ROWS > 1 ? 2 : 1;
-DEVICE void sum_of_classes(float (&sum)[MINE], const Few& sums, int i) {
+// Adds the classes for row g + 8 i of w, for as many rows of x as a thread has columns. All threads of a warp call it.
+constexpr int THREAD_X_ROWS = X_ROWS > 1 ? 2 : 1;
+DEVICE void sum_of_classes(float (&sum)[THREAD_X_ROWS], const SmallMSums& sums, int i) {
     const float* of_columns = sums[i / 2] + i % 2 * 2;
-    sum[0] = MINE > 1 ? of_columns[0] : of_columns[0] + of_columns[1];
-    if constexpr (MINE > 1) sum[1] = of_columns[1];
+    sum[0] = THREAD_X_ROWS > 1 ? of_columns[0] : of_columns[0] + of_columns[1];
+    if constexpr (THREAD_X_ROWS > 1) sum[1] = of_columns[1];
 #pragma unroll
-    for (int e = 0; e < MINE; e++)
+    for (int e = 0; e < THREAD_X_ROWS; e++)
 #pragma unroll
         for (u32 mask = X_ROWS > 2 ? 2 : 1; mask < 4; mask *= 2)
             sum[e] += float_of_bits(from_lane_xor(bits_of_float(sum[e]), mask));

@@ -1,107 +1,116 @@
-// Activations that a warp reads for itself: those of the columns that it alone multiplies, so that no warp waits for
-// another. Each of their rows is brought near 2^13, unless they are cast to nvfp4, by a power of two of its own, which
-// multiplies what the warp sums.
+// Each warp of a persistent kernel reads and casts the activations of the columns that only it multiplies, so that no
+// warp waits for another. Unless the cast is NVFP4, the warp scales each row of its columns to about 2^13 by a power of
+// two, and multiplies its sums by the inverse.
 
-constexpr bool OF_ALL = CAST == 2;  // nvfp4 wants the largest magnitude of all of them first, that of the block
-constexpr bool OWN_X = WHOLE_X && WR == 1 && !(OF_ALL && SPLIT > 1), OWN_SCALES = OWN_X && !OF_ALL;
+// NVFP4 first needs the largest magnitude of the whole tensor, found by the whole block
+constexpr bool NEEDS_BLOCK_AMAX = CAST == 2;
+constexpr bool WARP_READS_X = WHOLE_X && WR == 1 && !(NEEDS_BLOCK_AMAX && SPLIT > 1),
+               WARP_SCALES_X = WARP_READS_X && !NEEDS_BLOCK_AMAX;
 constexpr bool ONE_ROW = CLASSES == 8;
-constexpr u32 IN_A_STAGE = BK / 8, FIRST_HELD = ONE_ROW ? 4 : 16;
+constexpr u32 EIGHTS_PER_STAGE = BK / 8, MOST_CACHED = ONE_ROW ? 4 : 16;
 
-struct Own {  // of a warp: the columns of ``stages``, WK apart, the first of them ``place`` after the block's first stage
+// the columns of a warp: ``stages`` stages, WK apart; the first is ``place`` after the block's
+struct WarpActivations {
     u32 first, place, stages, lane;
-    u32 across;  // eight columns a lane, so many times in a row
+    u32 across;  // groups of eight columns of a row that each lane reads
 };
-DEVICE Own own_of(u32 first, u32 last, u32 place, u32 lane) {
+DEVICE WarpActivations warp_activations_of(u32 first, u32 last, u32 place, u32 lane) {
     u32 stages = (last - first + WK - 1 - place) / WK;
-    return {first, place, stages, lane, (stages * IN_A_STAGE + 31) / 32};
+    return {first, place, stages, lane, (stages * EIGHTS_PER_STAGE + 31) / 32};
 }
-DEVICE u32 stage_of(const Own& own, u32 i) { return i * 32 / IN_A_STAGE + (IN_A_STAGE < 32 ? own.lane / IN_A_STAGE : 0); }
-DEVICE bool has(const Own& own, u32 i) { return stage_of(own, i) < own.stages; }
-DEVICE u32 column_of(const Own& own, u32 i) {  // from the block's first on
-    u32 in = i * 32 % IN_A_STAGE + (IN_A_STAGE < 32 ? own.lane % IN_A_STAGE : own.lane);
-    return (own.place + stage_of(own, i) * WK) * BK + in * 8;
+DEVICE u32 stage_of(const WarpActivations& warp, u32 i) {
+    return i * 32 / EIGHTS_PER_STAGE + (EIGHTS_PER_STAGE < 32 ? warp.lane / EIGHTS_PER_STAGE : 0);
 }
-DEVICE Eight load_own(const Arguments& a, const Own& own, u32 row, u32 i) {
+DEVICE bool has(const WarpActivations& warp, u32 i) { return stage_of(warp, i) < warp.stages; }
+DEVICE u32 column_of(const WarpActivations& warp, u32 i) {  // counted from the block's first column
+    u32 in = i * 32 % EIGHTS_PER_STAGE + (EIGHTS_PER_STAGE < 32 ? warp.lane % EIGHTS_PER_STAGE : warp.lane);
+    return (warp.place + stage_of(warp, i) * WK) * BK + in * 8;
+}
+DEVICE Eight load_warp_activations(const Arguments& a, const WarpActivations& warp, u32 row, u32 i) {
     Rows all = {a.x, a.x_stride, a.k, a.m, 0, 0};
-    return load_eight(all, row, has(own, i) ? own.first * BK + column_of(own, i) : a.k);
+    return load_eight(all, row, has(warp, i) ? warp.first * BK + column_of(warp, i) : a.k);
 }
-DEVICE void write_own(
-    u8* to, const Own& own, u32 i, const Eight& values, u32 amax_of_eight, u32 amax, const Level& level) {
+DEVICE void store_warp_activations(
+    u8* to, const WarpActivations& warp, u32 i, const Eight& values, u32 amax_of_eight, u32 amax, const Level& level) {
     u32 words[4];
     words_of(words, values, amax_of_eight, amax, level);
-    if (has(own, i)) store_words(to + 2 * column_of(own, i), words);
+    if (has(warp, i)) store_words(to + 2 * column_of(warp, i), words);
 }
 
 DEVICE u32 rows_of(const Arguments& a) { return ONE_ROW ? 1 : a.m; }
-DEVICE bool is_held(const Arguments& a, const Own& own) { return rows_of(a) * own.across <= FIRST_HELD; }
-DEVICE void next_of(const Own& own, u32& row, u32& i) {
-    if (++i == own.across && !ONE_ROW) i = 0, row++;
+DEVICE bool is_cached(const Arguments& a, const WarpActivations& warp) {
+    return rows_of(a) * warp.across <= MOST_CACHED;
+}
+DEVICE void next_of(const WarpActivations& warp, u32& row, u32& i) {
+    if (++i == warp.across && !ONE_ROW) i = 0, row++;
 }
 
-// Ask for what can be held: all columns of all rows, if they are so few.
-using Held = Eight[FIRST_HELD];
-DEVICE void begin_own(Held& held, const Arguments& a, const Own& own) {
-    u32 count = rows_of(a) * own.across;
+// Starts the loads of all rows, if they fit in registers.
+using Cached = Eight[MOST_CACHED];
+DEVICE void begin_warp_activations(Cached& cached, const Arguments& a, const WarpActivations& warp) {
+    u32 count = rows_of(a) * warp.across;
 #pragma unroll
-    for (u32 h = 0, row = 0, i = 0; h < FIRST_HELD; h++, next_of(own, row, i)) {
-        if (h >= count || !is_held(a, own)) break;
-        held[h] = load_own(a, own, row, i);
+    for (u32 h = 0, row = 0, i = 0; h < MOST_CACHED; h++, next_of(warp, row, i)) {
+        if (h >= count || !is_cached(a, warp)) break;
+        cached[h] = load_warp_activations(a, warp, row, i);
     }
 }
 
-// The level of the tensor, where that is wanted, from the largest magnitude of each warp, into zeroed ``of_all``.
-DEVICE Level level_of_all(u32* of_all, const Own& own, u32 most) {
-    if constexpr (!OF_ALL) return {};
-    if (own.lane == 0) raise_to(of_all, most);
+// The NVFP4 scales of the tensor, from the largest magnitude of each warp, through ``block_amax``, which must be zero.
+DEVICE Level level_of_all(u32* block_amax, const WarpActivations& warp, u32 most) {
+    if constexpr (!NEEDS_BLOCK_AMAX) return {};
+    if (warp.lane == 0) raise_to(block_amax, most);
     sync_block();
-    return level_of(*of_all);
+    return level_of(*block_amax);
 }
 
-// Into rows of ``stride`` bytes at ``to``; the bits of the largest magnitude of each row into zeroed ``maxima``: there may
-// be no columns.
-DEVICE void finish_own(
-    const Held& held, const Arguments& a, const Own& own, u8* to, u32 stride, u32* maxima, u32* of_all) {
-    const u32 rows = rows_of(a), count = rows * own.across;
-    if (is_held(a, own)) {
-        u32 amax[FIRST_HELD], most = 0;  // of what is held, and of all of it, or where maxima are of rows, of a row
+// Writes rows of ``stride`` bytes to ``to``, and the bits of the largest magnitude of each row to ``maxima``, which
+// must be zero because a warp may have no columns.
+DEVICE void finish_warp_activations(
+    const Cached& cached, const Arguments& a, const WarpActivations& warp, u8* to, u32 stride, u32* maxima,
+    u32* block_amax) {
+    const u32 rows = rows_of(a), count = rows * warp.across;
+    if (is_cached(a, warp)) {
+        // of each cached eight; and of the row, or of all rows where maxima are not per row
+        u32 amax[MOST_CACHED], most = 0;
 #pragma unroll
-        for (u32 h = 0, row = 0, i = 0; h < FIRST_HELD; h++, next_of(own, row, i)) {
+        for (u32 h = 0, row = 0, i = 0; h < MOST_CACHED; h++, next_of(warp, row, i)) {
             if (h >= count) break;
-            amax[h] = amax_of(held[h]);
+            amax[h] = amax_of(cached[h]);
             most = larger(most, amax[h]);
-            if (ONE_ROW || OF_ALL || i + 1 < own.across) continue;
+            if (ONE_ROW || NEEDS_BLOCK_AMAX || i + 1 < warp.across) continue;
             most = largest_of_warp(most);
-            if (own.lane == 0) maxima[row] = most;
+            if (warp.lane == 0) maxima[row] = most;
             most = 0;
         }
-        if (ONE_ROW || OF_ALL) most = largest_of_warp(most);
-        if (ONE_ROW && own.lane == 0) maxima[0] = most;
+        if (ONE_ROW || NEEDS_BLOCK_AMAX) most = largest_of_warp(most);
+        if (ONE_ROW && warp.lane == 0) maxima[0] = most;
         if (!ONE_ROW) sync_warp();
-        Level level = level_of_all(of_all, own, most);
+        Level level = level_of_all(block_amax, warp, most);
 #pragma unroll
-        for (u32 h = 0, row = 0, i = 0; h < FIRST_HELD; h++, next_of(own, row, i)) {
+        for (u32 h = 0, row = 0, i = 0; h < MOST_CACHED; h++, next_of(warp, row, i)) {
             if (h >= count) break;
-            write_own(to + row * stride, own, i, held[h], amax[h], ONE_ROW ? most : maxima[row], level);
+            store_warp_activations(to + row * stride, warp, i, cached[h], amax[h], ONE_ROW ? most : maxima[row], level);
         }
     } else {
         u32 of_rows = 0;
         for (u32 row = 0; row < rows; row++) {
             u32 most = 0;
 #pragma unroll 4
-            for (u32 i = 0; i < own.across; i++) {
-                most = larger(most, amax_of(load_own(a, own, row, i)));
+            for (u32 i = 0; i < warp.across; i++) {
+                most = larger(most, amax_of(load_warp_activations(a, warp, row, i)));
             }
             most = largest_of_warp(most);
             of_rows = larger(of_rows, most);
-            if (own.lane == 0) maxima[row] = most;
+            if (warp.lane == 0) maxima[row] = most;
         }
         sync_warp();
-        Level level = level_of_all(of_all, own, of_rows);
+        Level level = level_of_all(block_amax, warp, of_rows);
         for (u32 row = 0; row < rows; row++)
 #pragma unroll 2
-            for (u32 i = 0; i < own.across; i++) {
-                Eight values = load_own(a, own, row, i);
-                write_own(to + row * stride, own, i, values, amax_of(values), maxima[row], level);
+            for (u32 i = 0; i < warp.across; i++) {
+                Eight values = load_warp_activations(a, warp, row, i);
+                store_warp_activations(to + row * stride, warp, i, values, amax_of(values), maxima[row], level);
             }
     }
     sync_warp();

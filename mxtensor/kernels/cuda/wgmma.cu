@@ -1,53 +1,54 @@
-// y (M, N) = x (M, K) w (N, K)^T by the matrix instructions of sm_90 that four warps issue together, beside which they
-// decode what comes next.
+// The wgmma kernel: y (M, N) = x (M, K) w (N, K)^T by the warpgroup instruction of sm_90, which runs while the warps
+// decode the next codes.
 //
-// A block makes 16 WR rows of w times COLS rows of x, along its share of the columns, 128 at a time, a chunk, in WK groups
-// of warps, each with a part of that share and tiles of its own. Each
-// thread brings the codes of its two rows from memory into registers by itself, AHEAD chunks of them under way, and makes
-// of them its part of the left factor, scales included. Of x there are tiles laid out as the instruction reads them; one
-// more thread a group has the copy engine bring them, STAGES at a time.
+// A block computes 16 WR rows of w times COLS rows of x, over its share of the columns, a chunk of 128 at a time, in WK
+// groups of warps. Each group has a part of the columns and its own tiles of x. Each thread loads the codes of its two
+// rows from global memory to registers, AHEAD chunks ahead, and decodes them, with their scales, to its part of the
+// left operand. x is in tiles with the layout that the instruction reads; for each group one thread of four additional
+// warps has the copy engine load them, STAGES tiles at a time.
 
-constexpr int CHUNK = 128, CODES_A_CHUNK = 16 * BITS;  // columns of w at a time; bytes of a row of them
-constexpr int ROUND = STAGES / 2;           // chunks until tiles lie where others lay
-constexpr int ALL_THREADS = THREADS + 128;  // with four warps, of which one a group has x brought
-constexpr bool SCALED = SCALE_BYTES > 0;    // whether words are multiplied
-static_assert(STAGES % 2 == 0 && ROUND % AHEAD == 0, "places of tiles and chunks are known in the loop");
-static_assert(WK <= 4, "there are four warps of which one a group has x brought");
-static_assert(MT == 1 && WR % 4 == 0 && SLABS == 4, "four warps have 64 rows of w, and a chunk of it");
+constexpr int CHUNK = 128, CODES_PER_CHUNK = 16 * BITS;  // columns of w at a time; bytes of a row's codes in them
+constexpr int ROUND = STAGES / 2;  // chunks until the ring of tiles repeats
+constexpr int ALL_THREADS = THREADS + 128;  // with the four loading warps
+constexpr bool SCALED = SCALE_BYTES > 0;  // whether words are multiplied by scales
+static_assert(STAGES % 2 == 0 && ROUND % AHEAD == 0, "the ring index of tiles and chunks is a constant in the loop");
+static_assert(WK <= 4, "four loading warps, one per group");
+static_assert(MT == 1 && WR % 4 == 0 && SLABS == 4, "four warps have 64 rows of w and one chunk");
 
-struct Mine {  // where this thread reads its two rows from
+struct ThreadRows {  // where this thread reads its two rows of w
     const u8 *codes[2], *scales[2];
     u32 t;
 };
-struct Chunk {  // 32 codes of each row, BITS words, and what scales them
+struct Chunk {  // 32 codes of each row, BITS words, and their scales
     u32 codes[2][BITS], scales[2];
 };
-struct Tiles {  // of x, and the part of them that this block multiplies
+struct Tiles {  // tiles of x of this group's columns
     const u8* x;
-    u32 count;  // of chunks; there are two tiles for each
+    u32 count;  // chunks; each has two tiles
     u8* ring;
-    u64 *full, *empty;  // barriers, STAGES each, one after the other
+    u64 *full, *empty;  // barriers, STAGES of each
 };
 
-// From chunk ``first`` on. Of rows after the last one nobody writes the results.
-DEVICE Mine rows_of_thread(const Arguments& a, const Weight& w, u32 first) {
+// The rows of this thread from chunk ``first`` on. Rows after the last one repeat it; their results are not written.
+DEVICE ThreadRows rows_of_thread(const Arguments& a, const Weight& w, u32 first) {
     u32 lane = thread() % 32;
-    Mine mine = {{}, {}, lane % 4};
+    ThreadRows mine = {{}, {}, lane % 4};
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         u32 row = (block_x() - w.first) * ROWS + thread() / 32 % WR * 16 + lane / 4 + 8 * r;
         row = row < w.n ? row : w.n - 1;
-        u64 scales = u64(row_of_scales(row)) * a.scales_stride + first * SCALES_A_CHUNK + place_of_scales(mine.t);
-        mine.codes[r] = w.codes + u64(row) * a.codes_stride + first * CODES_A_CHUNK + column_of(mine.t) * BITS / 8;
+        u64 scales = u64(row_of_scales(row)) * a.scales_stride + first * SCALES_PER_CHUNK + place_of_scales(mine.t);
+        mine.codes[r] = w.codes + u64(row) * a.codes_stride + first * CODES_PER_CHUNK + column_of(mine.t) * BITS / 8;
         mine.scales[r] = w.scales + scales;
     }
     return mine;
 }
 
-// Piece H of both rows of the INDEX-th chunk from here; where codes have fewer than 8 bits, both pieces with the second.
-template <int INDEX, int H> DEVICE void load_codes(Chunk& chunk, const Mine& mine) {
+// Loads piece H of both rows of the INDEX-th chunk from here. Codes of fewer than 8 bits load both pieces with the
+// second.
+template <int INDEX, int H> DEVICE void load_codes(Chunk& chunk, const ThreadRows& mine) {
     if constexpr (BITS != 8 && H == 0) return;
-    constexpr int at = INDEX * CODES_A_CHUNK + (BITS == 8 ? 64 * H : 0);
+    constexpr int at = INDEX * CODES_PER_CHUNK + (BITS == 8 ? 64 * H : 0);
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         if constexpr (BITS == 6) {
@@ -59,25 +60,25 @@ template <int INDEX, int H> DEVICE void load_codes(Chunk& chunk, const Mine& min
         }
     }
 }
-template <int INDEX> DEVICE void load_scales(Chunk& chunk, const Mine& mine) {
+template <int INDEX> DEVICE void load_scales(Chunk& chunk, const ThreadRows& mine) {
     if constexpr (SCALE_BYTES > 0)
 #pragma unroll
         for (int r = 0; r < 2; r++)
-            chunk.scales[r] = load_scale<SCALE_BYTES, INDEX * SCALES_A_CHUNK>(mine.scales[r]);
+            chunk.scales[r] = load_scale<SCALE_BYTES, INDEX * SCALES_PER_CHUNK>(mine.scales[r]);
 }
 
-// Piece H of both rows as four fragments.
-template <int H> DEVICE void decode_both(u32 (&a)[16], const Chunk& chunk, const u32 (&factor)[2][2]) {
+// Decodes piece H of both rows to four fragments.
+template <int H> DEVICE void decode_both(u32 (&a)[16], const Chunk& chunk, const u32 (&word_scale)[2][2]) {
 #pragma unroll
-    for (int r = 0; r < 2; r++) decode_piece<SCALED>(a, r, chunk.codes[r] + H * (BITS / 2), factor[r][H]);
+    for (int r = 0; r < 2; r++) decode_piece<SCALED>(a, r, chunk.codes[r] + H * (BITS / 2), word_scale[r][H]);
 }
 
 DEVICE void fetch(u8* to, const u8* from, u32 bytes, u64* barrier) {
     expect_bytes(barrier, bytes);
-    copy_whole(to, from, bytes, barrier);
+    copy_bulk(to, from, bytes, barrier);
 }
 
-// All tiles of this block's, one after the other, each once the one that lay there has been read; one thread.
+// Loads all tiles of this group, each after the tile before it in the ring has been read. One thread.
 DEVICE void fetch_tiles(const Tiles& tiles) {
     for (u32 i = 0; i < 2 * tiles.count; i++) {
         u32 slot = i % STAGES, round = i / STAGES;
@@ -86,11 +87,11 @@ DEVICE void fetch_tiles(const Tiles& tiles) {
     }
 }
 
-struct Work {  // of a warp that multiplies
+struct Work {  // the state of a warp that multiplies
     Chunk ring[AHEAD];
     u32 a[2][16], windows[2], seen, round;
-    u64 place;
-    Kept barriers;
+    u64 descriptor;
+    BarrierAddress barriers;
 };
 
 DEVICE void clear(Total& sums) {
@@ -100,62 +101,63 @@ DEVICE void clear(Total& sums) {
         for (int e = 0; e < 4; e++) sums[j][e] = 0;
 }
 
-// Four fragments times tile SLOT of a round; then the tile before, whose fragments are free as well, makes room.
+// Multiplies four fragments by tile SLOT of a round. Then the previous tile and its fragments are free.
 template <int SLOT> DEVICE void multiply_tile(Total& sums, Work& work, const Tiles& tiles) {
     wait_at<SLOT>(work.barriers, work.round);
-    begin_products(work.a[SLOT % 2]);
+    begin_wgmma(work.a[SLOT % 2]);
 #pragma unroll
     for (int j = 0; j < 4; j++)
-        multiply_group(sums, work.a[SLOT % 2] + 4 * j, work.place + step_of(SLOT * TILE + 32 * j));
-    end_products();
-    wait_for_products<1>();
+        multiply_warpgroup(sums, work.a[SLOT % 2] + 4 * j, work.descriptor + descriptor_step(SLOT * TILE + 32 * j));
+    commit_wgmma();
+    wait_for_wgmma<1>();
     if (SLOT > 0 || work.round > 0) arrive_at<STAGES + (SLOT + STAGES - 1) % STAGES>(work.barriers);
 }
 
-// Chunk INDEX of a round and those after it.
-template <int INDEX> DEVICE void multiply_round(Total& sums, Work& work, const Mine& mine, const Tiles& tiles) {
+// Multiplies chunk INDEX of a round and the chunks after it.
+template <int INDEX> DEVICE void multiply_round(Total& sums, Work& work, const ThreadRows& mine, const Tiles& tiles) {
     u32 index = work.round * ROUND + INDEX;
     if (index >= tiles.count) return;
     bool more = index + AHEAD < tiles.count;
     Chunk& chunk = work.ring[INDEX % AHEAD];
-    u32 factor[2][2] = {};
+    u32 word_scale[2][2] = {};
 #pragma unroll
     for (int r = 0; SCALED && r < 2; r++) {
         u32 scales = chunk.scales[r];
         if (SCALE == E8M0) scales -= work.windows[r], work.seen |= scales;
-        factors(factor[r], scales, mine.t);
+        word_scales(word_scale[r], scales, mine.t);
     }
-    decode_both<0>(work.a[0], chunk, factor);
+    decode_both<0>(work.a[0], chunk, word_scale);
     if (more) load_codes<INDEX + AHEAD, 0>(chunk, mine), load_scales<INDEX + AHEAD>(chunk, mine);
     multiply_tile<2 * INDEX>(sums, work, tiles);
-    decode_both<1>(work.a[1], chunk, factor);
+    decode_both<1>(work.a[1], chunk, word_scale);
     if (more) load_codes<INDEX + AHEAD, 1>(chunk, mine);
     multiply_tile<2 * INDEX + 1>(sums, work, tiles);
     if constexpr (INDEX + 1 < ROUND) multiply_round<INDEX + 1>(sums, work, mine, tiles);
 }
 
-template <int INDEX> DEVICE void load_first(Work& work, const Mine& mine, const Tiles& tiles) {
+template <int INDEX> DEVICE void load_first(Work& work, const ThreadRows& mine, const Tiles& tiles) {
     if (INDEX >= tiles.count) return;
     load_codes<INDEX, 0>(work.ring[INDEX], mine), load_codes<INDEX, 1>(work.ring[INDEX], mine);
     load_scales<INDEX>(work.ring[INDEX], mine);
     if constexpr (INDEX + 1 < AHEAD) load_first<INDEX + 1>(work, mine, tiles);
 }
 
-// The sums of this block's chunks, of which the first are under way; whether they are right.
-DEVICE bool multiply_all(Total& sums, Work& work, Mine mine, const Tiles& tiles) {
-    work.seen = 0, work.place = place_of(tiles.ring), work.barriers = kept(tiles.full);
+// Sums all chunks, the first of which are being loaded. Returns whether all scales were inside their windows.
+DEVICE bool multiply_all(Total& sums, Work& work, ThreadRows mine, const Tiles& tiles) {
+    work.seen = 0, work.descriptor = matrix_descriptor(tiles.ring), work.barriers = barrier_address(tiles.full);
     clear(sums);
 #pragma unroll
     for (int r = 0; r < 2; r++)
         if (SCALE == E8M0) work.windows[r] = window_around(work.ring[0].scales[r]);
     work.round = 0;
-    do {  // there is one: a loop that might not begin would keep ptxas from running products beside other instructions
+    do {  // there is at least one: in a loop with none ptxas would serialize the wgmma instructions
         multiply_round<0>(sums, work, mine, tiles);
 #pragma unroll
-        for (int r = 0; r < 2; r++) mine.codes[r] += ROUND * CODES_A_CHUNK, mine.scales[r] += ROUND * SCALES_A_CHUNK;
+        for (int r = 0; r < 2; r++)
+            mine.codes[r] += ROUND * CODES_PER_CHUNK, mine.scales[r] += ROUND * SCALES_PER_CHUNK;
     } while (++work.round * ROUND < tiles.count);
-    wait_for_products<0>();
-    settle(sums);
+    wait_for_wgmma<0>();
+    fence_sums(sums);
     if constexpr (SCALE != E8M0) return true;
 #pragma unroll
     for (int j = 0; j < NT; j++)
@@ -164,14 +166,14 @@ DEVICE bool multiply_all(Total& sums, Work& work, Mine mine, const Tiles& tiles)
     return (work.seen & OUTSIDE) == 0;
 }
 
-// ---------------------------------------------------------------------------------------------- careful
+// ---------------------------------------------------------------------------------------------- any scales
 
-// A tile, piece H of a chunk, as many times as it has blocks, by the words of one of them each time: each warp for itself,
-// for ptxas would have the instructions above wait for each other if there were more of them here.
-template <int H> DEVICE void multiply_blocks(Total& sums, const Chunk& chunk, const Mine& m, const u8* tile) {
+// Multiplies piece H of a chunk by its tile once for each scale block, with the words of the other blocks zero. Each
+// warp uses mma instructions: with more wgmma instructions here, ptxas would serialize those above.
+template <int H> DEVICE void multiply_blocks(Total& sums, const Chunk& chunk, const ThreadRows& m, const u8* tile) {
     constexpr u32 blocks = BITS == 8 ? 2 : 4;
     u32 words[16], a[16], g = thread() % 32 / 4, mine = BITS == 8 ? m.t / 2 : m.t;
-    const u8* lines[8];  // of the first row of x: eight rows on are 1024 bytes
+    const u8* lines[8];  // of the first row of x; eight rows further are 1024 bytes
 #pragma unroll
     for (u32 i = 0; i < 8; i++) lines[i] = tile + g * 128 + (i ^ g) * 16 + 4 * m.t;
 #pragma unroll
@@ -186,76 +188,77 @@ template <int H> DEVICE void multiply_blocks(Total& sums, const Chunk& chunk, co
         for (int i = 0; i < 16; i++) a[i] = block == mine ? words[i] : 0;
 #pragma unroll
         for (int j = 0; j < NT; j++) {
-            float part[4] = {};
+            float partial[4] = {};
 #pragma unroll
-            for (int i = 0; i < 4; i++) {  // x is zero elsewhere, too: it may be infinite
+            for (int i = 0; i < 4; i++) {  // x is zero elsewhere too, because it may be infinite
                 u32 low = *reinterpret_cast<const u32*>(lines[2 * i] + 1024 * j);
                 u32 high = *reinterpret_cast<const u32*>(lines[2 * i + 1] + 1024 * j);
-                multiply_add(part, a + 4 * i, block == mine ? low : 0, block == mine ? high : 0, part);
+                multiply_add(partial, a + 4 * i, block == mine ? low : 0, block == mine ? high : 0, partial);
             }
 #pragma unroll
-            for (int e = 0; e < 4; e++) sums[j][e] += scale[e / 2] * part[e];
+            for (int e = 0; e < 4; e++) sums[j][e] += scale[e / 2] * partial[e];
         }
     }
 }
 
-// The same sums for scales of any size; ``arrived``, a barrier for the tiles of a chunk at a time.
-DEVICE void multiply_carefully(Total& sums, Mine mine, const Tiles& tiles, u64* arrived, u32 group) {
+// The same sums for scales of any size; ``arrived``: a barrier for the two tiles of a chunk.
+DEVICE void multiply_any_scales(Total& sums, ThreadRows mine, const Tiles& tiles, u64* arrived, u32 group) {
     clear(sums);
     for (u32 i = 0; i < tiles.count; i++) {
         Chunk chunk;
         load_codes<0, 0>(chunk, mine), load_codes<0, 1>(chunk, mine);
-        sync_some(group, GROUP_THREADS);  // nobody reads any more what lies there
+        sync_some(group, GROUP_THREADS);  // the tiles are not read any more
         if (thread() % GROUP_THREADS == 0) fetch(tiles.ring, tiles.x + u64(2 * i) * TILE, 2 * TILE, arrived);
         wait_at(arrived, i);
         multiply_blocks<0>(sums, chunk, mine, tiles.ring);
         multiply_blocks<1>(sums, chunk, mine, tiles.ring + TILE);
 #pragma unroll
-        for (int r = 0; r < 2; r++) mine.codes[r] += CODES_A_CHUNK, mine.scales[r] += SCALES_A_CHUNK;
+        for (int r = 0; r < 2; r++) mine.codes[r] += CODES_PER_CHUNK, mine.scales[r] += SCALES_PER_CHUNK;
     }
     sync_block();
 }
 
 // ---------------------------------------------------------------------------------------------- the kernel
 
-DEVICE void sync_all() {  // and tell those who send to here that there are barriers
-    if constexpr (SENDS) arrive_in_cluster();
+DEVICE void sync_all() {  // and announce to the blocks of the cluster that the barriers exist
+    if constexpr (REDUCE_DSMEM) arrive_in_cluster();
     sync_block();
 }
 
-// The tiles' barriers, one more a group for careful blocks, and one for sums.
+// The barriers of tiles, one more per group for multiply_any_scales, and one for sums.
 DEVICE void begin_barriers(u64* barriers) {
     if (thread() == 0)
-        for (int i = 0; i < BARRIERS; i++) begin_barrier(barriers + i, i < OF_TILES && i / STAGES % 2 ? WR : 1);
-    show_barriers();
+        for (int i = 0; i < BARRIERS; i++) begin_barrier(barriers + i, i < TILE_BARRIERS && i / STAGES % 2 ? WR : 1);
+    publish_barriers();
 }
 
-KERNEL void BOUNDS(ALL_THREADS, BLOCKS) together(const Arguments a) {
+KERNEL void BOUNDS(ALL_THREADS, BLOCKS) wgmma(const Arguments a) {
     let_next_start();
     u8* shared = shared_memory();
     u64* barriers = reinterpret_cast<u64*>(shared + RING);
-    u32 warp = warp_of_block(), group = warp < WR * WK ? warp / WR : (warp - WR * WK) % WK;  // that multiplies, or its x
-    u32 chunks = a.k / CHUNK, part = block_z() * WK + group;
-    u32 first = part * chunks / (SPLIT * WK), last = (part + 1) * chunks / (SPLIT * WK);
+    // the group that the warp multiplies or loads for
+    u32 warp = warp_of_block(), group = warp < WR * WK ? warp / WR : (warp - WR * WK) % WK;
+    u32 chunks = a.k / CHUNK, share = block_z() * WK + group;
+    u32 first = share * chunks / (SPLIT * WK), last = (share + 1) * chunks / (SPLIT * WK);
     const u8* x = reinterpret_cast<const u8*>(a.x) + (u64(block_y()) * chunks + first) * (2 * TILE);
     u64* of_tiles = barriers + group * (2 * STAGES);
     Tiles tiles = {x, last - first, shared + group * (STAGES * TILE), of_tiles, of_tiles + STAGES};
     if (warp >= WR * WK) {
-        if constexpr (REGISTERS > AT_FIRST) give_registers<LEAST_REGISTERS>();
+        if constexpr (REGISTERS_COMPUTE > REGISTERS_AT_START) give_registers<LEAST_REGISTERS>();
         sync_all();
         wait_for_previous();
         if (warp < WR * WK + WK && thread() % 32 == 0) fetch_tiles(tiles);
         sync_warp();
-        if constexpr (SENDS) wait_for_cluster();
+        if constexpr (REDUCE_DSMEM) wait_for_cluster();
         return;
     }
-    if constexpr (REGISTERS > AT_FIRST) take_registers<REGISTERS>();
+    if constexpr (REGISTERS_COMPUTE > REGISTERS_AT_START) take_registers<REGISTERS_COMPUTE>();
     const Weight& w = a.weights[weight_of(a, block_x())];
-    Mine mine = rows_of_thread(a, w, first);
+    ThreadRows mine = rows_of_thread(a, w, first);
     Work work;
-    load_first<0>(work, mine, tiles);  // weights do not wait for the kernel before this one
+    load_first<0>(work, mine, tiles);  // weights do not depend on the previous kernel
     float* x_scale = reinterpret_cast<float*>(barriers + BARRIERS);
-    float global_scale = thread() == 0 ? global_scale_of(w) : 0;  // on its way
+    float global_scale = thread() == 0 ? global_scale_of(w) : 0;  // load in flight
     begin_barriers(barriers);
     sync_all();
     wait_for_previous();
@@ -265,10 +268,10 @@ KERNEL void BOUNDS(ALL_THREADS, BLOCKS) together(const Arguments a) {
     Total sums;
     bool right = multiply_all(sums, work, mine, tiles);
     if constexpr (SCALE != E8M0) sync_block();
-    else if (any_of_block(!right)) multiply_carefully(sums, mine, tiles, barriers + OF_TILES + group, group);
-    if constexpr (WK > 1) add_groups(sums, reinterpret_cast<float*>(shared + OF_SUMS), group);
-    if (APART && !is_last_and_adds(a, sums)) return;
-    float* kept = reinterpret_cast<float*>(shared);
-    if constexpr (SENDS) send_and_write(a, w, sums, x_scale, kept, barriers + OF_TILES + WK);
-    else write(a, w, sums, x_scale, kept);
+    else if (any_of_block(!right)) multiply_any_scales(sums, mine, tiles, barriers + TILE_BARRIERS + group, group);
+    if constexpr (WK > 1) add_groups(sums, reinterpret_cast<float*>(shared + SUM_BYTES), group);
+    if (REDUCE_GLOBAL && !reduce_through_global(a, sums)) return;
+    float* sums_at = reinterpret_cast<float*>(shared);
+    if constexpr (REDUCE_DSMEM) send_and_write_result(a, w, sums, x_scale, sums_at, barriers + TILE_BARRIERS + WK);
+    else write_result(a, w, sums, x_scale, sums_at);
 }

@@ -1,7 +1,7 @@
-"""cuBLAS called by its own name, for the one thing torch keeps from us: a factor of the accumulator on the device.
+"""cuBLAS through ctypes, for what torch does not offer: an ``alpha`` of the accumulator on the device.
 
-``y = round(s * (a @ b^T) + beta * bias)`` with ``s`` a float32 on the GPU. torch's products take such a factor from the
-host only, and reading it back would stop the queue and forbid CUDA graphs.
+``y = round(s * (a @ b^T) + beta * bias)`` with ``s`` a float32 on the GPU. torch's products take ``alpha``
+from the host only; to read ``s`` back would wait for the GPU and make CUDA graphs impossible.
 Source: the cuBLAS manual, cublasGemmEx and CUBLAS_POINTER_MODE_DEVICE.
 """
 
@@ -12,7 +12,8 @@ import ctypes
 import torch
 from torch import Tensor
 
-from ...core.dispatch import Spec, cached
+from ...core.devices import cached
+from ...core.kernel import Spec
 from ...core.tracing import is_traced
 from .spec import GemmArgs
 
@@ -24,7 +25,7 @@ _HOST_POINTERS, _DEVICE_POINTERS = 0, 1
 
 @cached
 def _library() -> ctypes.CDLL | str:
-    """The cuBLAS that torch has loaded, or the sentence that says why it cannot be called."""
+    """The cuBLAS that torch has loaded, or the reason why it cannot be called."""
     if torch.version.cuda is None:
         return "this build of torch has no cuBLAS"
     name = f"libcublas.so.{torch.version.cuda.split('.')[0]}"
@@ -35,12 +36,12 @@ def _library() -> ctypes.CDLL | str:
 
 
 def refuses(spec: Spec, args: GemmArgs) -> str | None:
-    """Why a product with a factor on the device cannot run here; None if it can."""
+    """Why a product with an ``alpha`` on the device cannot run here; None if it can."""
     library = _library()
     if isinstance(library, str):
         return library
     if len(spec.shapes[0]) != 2:
-        return "a global scale multiplies the accumulator, which the cuBLAS call does for matrices only"
+        return "applies a global scale to products of matrices only (through cuBLAS)"
     return None
 
 
@@ -48,7 +49,7 @@ _constants: dict[tuple[float, torch.device], Tensor] = {}
 
 
 def _constant(value: float, device: torch.device) -> Tensor:
-    """A float32 on the device; 0 and 1 are kept."""
+    """A float32 on the device; 0 and 1 are cached."""
     cached_value = _constants.get((value, device))
     if cached_value is None:
         cached_value = torch.full((), value, dtype=torch.float32, device=device)
@@ -59,7 +60,7 @@ def _constant(value: float, device: torch.device) -> Tensor:
 
 
 def _by_rows(t: Tensor) -> tuple[Tensor, bool]:
-    """A matrix or its transpose, whichever lies in memory row after row, and whether it is the former; else a copy."""
+    """(row-major matrix, whether it is t and not its transpose); a copy of t if neither is row-major."""
     for one, plain in ((t, True), (t.t(), False)):
         if one.stride(1) == 1 and one.stride(0) >= max(one.shape[1], 1):
             return one, plain
@@ -75,17 +76,17 @@ def eager_device_scaled_mm(
     beta: float,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """``alpha * prod(scales) * a @ b^T + beta * bias``: a (M, K), b (N, K) bfloat16, stored by rows or by columns.
+    """``alpha * prod(scales) * a @ b^T + beta * bias``: a (M, K), b (N, K) bfloat16, row-major or column-major.
 
-    Result (M, N) in bfloat16 or float32.
+    ``scales``: one or two float32 scalars. Result (M, N) in bfloat16 or float32. Raises RuntimeError if cuBLAS fails.
     """
     library = _library()
     assert isinstance(library, ctypes.CDLL)
     rows, inner, cols = a.shape[0], a.shape[1], b.shape[0]
     (a, a_plain), (b, b_plain) = _by_rows(a), _by_rows(b)
-    gemm_operand = scales[0] if len(scales) == 1 else scales[0] * scales[1]
+    multiplier = scales[0] if len(scales) == 1 else scales[0] * scales[1]
     if alpha != 1:
-        gemm_operand = gemm_operand * alpha
+        multiplier = multiplier * alpha
     if bias is not None and beta != 0:
         out = bias.to(out_dtype).expand(rows, cols).contiguous()
         out = out.clone() if out.data_ptr() == bias.data_ptr() else out
@@ -103,7 +104,7 @@ def eager_device_scaled_mm(
         try:  # column-major, so that out^T = b a^T
             status = library.cublasGemmEx(
                 handle, _TRANSPOSE if b_plain else _PLAIN, _PLAIN if a_plain else _TRANSPOSE, cols, rows, inner,
-                pointer(gemm_operand.data_ptr()), pointer(b.data_ptr()), _BFLOAT16, b.stride(0),
+                pointer(multiplier.data_ptr()), pointer(b.data_ptr()), _BFLOAT16, b.stride(0),
                 pointer(a.data_ptr()), _BFLOAT16, a.stride(0),
                 pointer(start.data_ptr()), pointer(out.data_ptr()), _OUT[out_dtype], cols,
                 _COMPUTE_FLOAT32, _DEFAULT_ALGORITHM,
@@ -124,6 +125,6 @@ def _(a, b, scales, bias, alpha, beta, out_dtype):  # type: ignore[no-untyped-de
 
 
 def mm(a: Tensor, b: Tensor, scales: list[Tensor], args: GemmArgs) -> Tensor:
-    """``device_scaled_mm``, past torch's dispatcher where nobody is tracing."""
+    """``device_scaled_mm``; eager calls skip torch's dispatcher."""
     work = device_scaled_mm if is_traced(a, b) else eager_device_scaled_mm
     return work(a, b, scales, args.bias, args.alpha, args.beta, args.out_dtype)  # type: ignore[no-any-return]

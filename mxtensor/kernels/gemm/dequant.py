@@ -1,7 +1,8 @@
-"""Decode to bfloat16, which loses nothing, and multiply with the backend's own bfloat16 product.
+"""Dequantize to bfloat16, which is exact, and multiply with the backend's bfloat16 product.
 
-Where element times block scale has at most 8 significant bits, bfloat16 holds it exactly, so that a bfloat16 product
-accumulated in float32 equals the definition up to the order of summation. A global scale multiplies the accumulator.
+If element times block scale has at most 8 significant bits, bfloat16 represents it exactly, and a bfloat16 product
+accumulated in float32 equals the definition except for floating-point summation order. A global scale multiplies the
+accumulator.
 """
 
 from __future__ import annotations
@@ -14,63 +15,63 @@ import torch
 from torch import Tensor
 
 from ...core.compat import cpu_multiplies_bfloat16
-from ...core.dispatch import Kernel, Spec
+from ...core.kernel import Kernel, Spec
 from ...core.tracing import is_traced
 from ...numerics.formats import Format, get_format
 from ...numerics.operand import Operand
-from ..gemm import cublas
-from ..quantize import blocked
+from ..quantize import sliced
 from ..quantize.select import dequantize_operand, fake_quantize, rows_decoder
+from . import cublas
 from .emulated import values
 from .spec import FakeQuantized, GemmArgs, GemmOperand, Unquantized, finish, format_of, zero_after
 
 SLICE = 1 << 21
-"""Weight values decoded at a time on CPU: 4 MiB of bfloat16, reused, instead of a fresh copy of the weight."""
+"""Weight values decoded at a time on CPU: one buffer of 4 MiB of bfloat16 instead of a copy of the whole weight."""
 WHOLE = 1 << 18
-"""Bytes of codes up to which a weight is decoded at once."""
+"""A weight of fewer codes than this is decoded at once."""
 
 
-def _has_global_scale(*gemm_operands: GemmOperand) -> bool:
-    return any(not isinstance(f, Tensor) and f.format.global_scale for f in gemm_operands)
+def _has_global_scale(*sides: GemmOperand) -> bool:
+    return any(not isinstance(side, Tensor) and side.format.global_scale for side in sides)
 
 
 _CPU_ACCUMULATES_IN_FLOAT32 = cpu_multiplies_bfloat16()
-"""Whether bfloat16 products on this CPU are oneDNN's."""
+"""Whether oneDNN computes bfloat16 products on this CPU."""
 
 
 def refuses(spec: Spec, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> str | None:
     if args.out_dtype is not torch.bfloat16 and (args.out_dtype is not torch.float32 or spec.device.type != "cuda"):
         return f"computes in bfloat16, the result is {str(args.out_dtype).removeprefix('torch.')}"
-    for gemm_operand in (a, b):
-        format = format_of(gemm_operand)
-        if isinstance(gemm_operand, FakeQuantized) and gemm_operand.values.dtype is not torch.bfloat16:
-            return f"the rounded values of a factor are {str(gemm_operand.values.dtype).removeprefix('torch.')}"
+    for side in (a, b):
+        format = format_of(side)
+        if isinstance(side, FakeQuantized) and side.values.dtype is not torch.bfloat16:
+            return f"the fake-quantized values of an operand are {str(side.values.dtype).removeprefix('torch.')}"
         if isinstance(format, Format):
             if not format.exact_in_bfloat16:
                 return f"{format} has {format.scale.name} scales: its values are not exact in bfloat16"
         elif format is not torch.bfloat16:
-            return f"a factor is {str(format).removeprefix('torch.')}"
+            return f"an operand is {str(format).removeprefix('torch.')}"
     if spec.device.type == "cpu" and not _CPU_ACCUMULATES_IN_FLOAT32:
         return "this CPU has no bfloat16 product that accumulates in float32"
     if args.out_dtype is torch.float32:
         if len(spec.shapes[1]) > 2 and (len(spec.shapes[0]) != 3 or spec.shapes[0][0] != spec.shapes[1][0]):
-            return "torch gives float32 results of a matrix, or of a batch of as many, on the right only"
+            return "torch returns float32 only if the right operand is a matrix or a batch of the left operand's size"
     elif len(spec.shapes[0]) > 3 and args.bias is not None:
         return "adds a bias to two- and three-dimensional products only"
     if _has_global_scale(a, b) and not _can_slice(spec, b):
         if spec.device.type != "cuda":
-            return "a global scale multiplies the accumulator, which only the sliced product on CPU can reach"
+            return "applies a global scale on CPU only if the right operand is one matrix that can be decoded in slices"
         return cublas.refuses(spec, args)
     return None
 
 
 def values_dtype(args: GemmArgs) -> torch.dtype:
-    """What the product is computed in."""
+    """The dtype in which the product is computed."""
     return torch.bfloat16
 
 
 def _can_slice(spec: Spec, b: GemmOperand) -> bool:
-    """Whether the weight can be decoded a few rows at a time: a matrix on CPU in whole blocks."""
+    """Whether the weight can be decoded some rows at a time: a matrix of whole blocks on CPU."""
     if not isinstance(b, Operand) or len(spec.shapes[0]) != 2 or spec.shapes[0][0] == 0 or spec.device.type != "cpu":
         return False
     return rows_decoder(b, torch.bfloat16) is not None
@@ -80,7 +81,7 @@ def eager_sliced_mm(
     a: Tensor, data: Tensor, scale: Tensor, format: str, global_scales: list[Tensor], bias: Tensor | None,
     alpha: float, beta: float,
 ) -> Tensor:  # fmt: skip
-    """``alpha * a @ decode(data, scale)^T + beta * bias``: decode some rows, multiply, reuse the buffer.
+    """``alpha * a @ dequantize(data, scale)^T + beta * bias``: decode some rows, multiply, reuse the buffer.
 
     a (M, K) bfloat16; data and scale of an (N, K) operand; result (M, N) bfloat16. One opaque op for torch.compile,
     which would otherwise write out the whole decoded weight.
@@ -91,7 +92,7 @@ def eager_sliced_mm(
     out = a.new_empty(a.shape[0], rows)
     decode_rows = rows_decoder(b, torch.bfloat16)
     assert decode_rows is not None
-    step = blocked.row_step(b, SLICE)
+    step = sliced.row_step(b, SLICE)
     buffer = a.new_empty(min(step, rows), cols)
     for start in range(0, rows, step):
         length = min(step, rows - start)
@@ -116,7 +117,7 @@ def _(a, data, scale, format, global_scales, bias, alpha, beta):  # type: ignore
 
 
 def _whole(a: Tensor, b: Tensor, args: GemmArgs) -> Tensor:
-    """``a @ b`` with the bias added before rounding, which is what addmm and baddbmm do with bfloat16 operands."""
+    """``a @ b`` with the bias added before the rounding, as addmm and baddbmm do for bfloat16."""
     if args.bias is None and args.alpha == 1:
         return torch.matmul(a, b)
     add = torch.addmm if a.dim() == 2 else torch.baddbmm
@@ -125,23 +126,22 @@ def _whole(a: Tensor, b: Tensor, args: GemmArgs) -> Tensor:
 
 
 def _in_float32(a: Tensor, b: Tensor, args: GemmArgs) -> Tensor:
-    """``a @ b`` as it was accumulated, the bias added to that; CUDA only, since torch 2.8."""
+    """``a @ b`` with the accumulator in float32, then the bias; CUDA only, from torch 2.8."""
     if b.dim() == 2:
         out = torch.mm(a.reshape(-1, a.shape[-1]), b, out_dtype=torch.float32)
         return finish(out.view(*a.shape[:-1], b.shape[1]), args)
     return finish(torch.bmm(a, b, out_dtype=torch.float32), args)
 
 
-def _values(gemm_operand: GemmOperand) -> tuple[Tensor, list[Tensor]]:
-    """The factor in bfloat16 without its global scale, and that scale if it has one."""
-    if isinstance(gemm_operand, FakeQuantized):
-        return gemm_operand.values, [] if gemm_operand.global_scale is None else [gemm_operand.global_scale]
-    if isinstance(gemm_operand, Unquantized):
-        rounded, global_scale = fake_quantize(gemm_operand.x, gemm_operand.cast, torch.bfloat16)
-        return rounded, [] if global_scale is None else [global_scale]
-    if isinstance(gemm_operand, Operand) and gemm_operand.global_scale is not None:
-        return dequantize_operand(replace(gemm_operand, global_scale=None), torch.bfloat16), [gemm_operand.global_scale]
-    return values(gemm_operand, torch.bfloat16), []
+def _values(side: GemmOperand) -> tuple[Tensor, list[Tensor]]:
+    """One side in bfloat16 without its global scale, and the global scale if there is one."""
+    if isinstance(side, Unquantized):
+        side = FakeQuantized(*fake_quantize(side.x, side.cast, torch.bfloat16), side.format)
+    if isinstance(side, FakeQuantized):
+        return side.values, [] if side.global_scale is None else [side.global_scale]
+    if isinstance(side, Operand) and side.global_scale is not None:
+        return dequantize_operand(replace(side, global_scale=None), torch.bfloat16), [side.global_scale]
+    return values(side, torch.bfloat16), []
 
 
 def run(a: GemmOperand, b: GemmOperand, args: GemmArgs) -> Tensor:
@@ -168,19 +168,19 @@ def refuses_grouped(spec: Spec, a: GemmOperand, b: GemmOperand, ends: Tensor, ar
         if args.out_dtype is torch.float32:
             return "torch._grouped_mm rounds to bfloat16, the result is float32"
         if _has_global_scale(a, b):
-            return "a global scale multiplies the accumulator, which torch._grouped_mm does not let us reach"
+            return "torch._grouped_mm cannot apply a global scale to the accumulator"
         if spec.shapes[1][2] % 8 or spec.shapes[1][1] % 8:
-            return f"torch._grouped_mm wants K and N in multiples of 8, got {spec.shapes[1][2]} and {spec.shapes[1][1]}"
+            return f"torch._grouped_mm needs K and N in multiples of 8, got {spec.shapes[1][2]} and {spec.shapes[1][1]}"
     elif spec.traced:
-        return "the ends of the groups are being traced: they have no values"
+        return "the ends of the groups are being traced and have no values"
     elif isinstance(b, Unquantized) or _has_global_scale(a):
-        return "one matrix of the stack at a time, without a global scale of the rows"
+        return "multiplies one quantized matrix of the stack at a time, by rows without a global scale"
     one = b if isinstance(b, Unquantized) else matrix(b, 0) if b.shape[0] else b
     return refuses(spec._replace(shapes=(spec.shapes[0], spec.shapes[1][1:])), a, one, args)
 
 
 def matrix(stack: Operand | FakeQuantized | Tensor, i: int) -> Operand | FakeQuantized | Tensor:
-    """Matrix ``i`` of a stack (G, N, K); a scale that all of them share stays."""
+    """Matrix ``i`` of a stack (G, N, K), with the scale that all matrices share if there is only one."""
     if isinstance(stack, Tensor):
         return stack[i]
     if isinstance(stack, FakeQuantized):

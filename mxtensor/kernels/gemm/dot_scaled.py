@@ -1,7 +1,7 @@
-"""The block-scaled matrix instructions of Blackwell through Triton's ``tl.dot_scaled``: codes and scales as they lie.
+"""The block-scaled matrix instructions of Blackwell through Triton's ``tl.dot_scaled``, on codes and row-major scales.
 
-Where cuBLAS takes a product (``scaled_mm``) it comes first; this takes the rest: any M, N and K, pairs of unlike
-elements, groups of rows, an epilogue in float32. Kernels: ``device/dot_scaled.py``. Scales need no other layout.
+``scaled_mm`` (cuBLAS) is asked first. This kernel takes the other products: any M, N and K, two different elements,
+groups of rows, an epilogue in float32. Scales need no conversion. Device code: ``triton_device/dot_scaled.py``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...core.dispatch import Kernel, Spec, cached, device_capability
+from ...core.devices import cached, device_capability
+from ...core.kernel import Kernel, Spec
 from ...core.tracing import is_traced
 from ...numerics.formats import E2M1, E4M3, E5M2, E8M0, UE4M3, ElementFormat, Format, get_format
 from ...numerics.operand import Operand
@@ -22,20 +23,20 @@ from ..runtime import triton_launch
 from .spec import FakeQuantized, GemmArgs, GemmOperand, flat_bias, needs_codes, not_a_bias_of_groups, not_rows_by_matrix
 
 MIXES = {(10, 0): True, (10, 3): True, (11, 0): True, (12, 0): False}
-"""The compute capabilities for which Triton 3.6 and 3.7 compile ``tl.dot_scaled`` to block-scaled instructions, and
-whether also for 8 bits times 4. Elsewhere it decodes to bfloat16 in registers that it does not have (seen in its PTX,
-sm121 included, where UE4M3 scales do not compile at all)."""
+"""Compute capability -> whether 8-bit times 4-bit elements work too. For these Triton 3.6 and 3.7 compile
+``tl.dot_scaled`` to block-scaled instructions. For others it decodes to bfloat16 and spills registers (seen in its PTX;
+on sm121, too, where UE4M3 scales do not compile)."""
 ELEMENTS = {E4M3: "e4m3", E5M2: "e5m2", E2M1: "e2m1"}
-"""An element as ``tl.dot_scaled`` calls it."""
+"""Element -> its name in ``tl.dot_scaled``."""
 
 
 class ScaleKind(NamedTuple):
-    """What goes with one kind of scale."""
+    """What belongs to one scale format."""
 
     block: int
     elements: tuple[ElementFormat, ...]
     dtype: torch.dtype
-    """As what Triton reads it, and how it tells blocks of 16 from blocks of 32."""
+    """The dtype that Triton reads; by it Triton tells blocks of 16 from blocks of 32."""
 
 
 SCALES = {
@@ -46,10 +47,10 @@ OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Tile(NamedTuple):
-    """What one program computes, and with how many warps; its K is 128 bytes of codes."""
+    """The part of the result that one program computes and its launch options; its K is 128 bytes of codes."""
 
     rows: float
-    """for products of so many rows at most"""
+    """the largest number of rows of a product with this tile"""
     m: int
     n: int
     warps: int
@@ -60,26 +61,26 @@ class Tile(NamedTuple):
 _TENSOR_MEMORY = (Tile(128, 128, 64, 4, 4, 8), Tile(math.inf, 128, 128, 4, 4, 8))
 _REGISTERS = (Tile(64, 64, 64, 4, 3, 8), Tile(math.inf, 128, 64, 8, 3, 8))
 TILES = {10: _TENSOR_MEMORY, 11: _TENSOR_MEMORY, 12: _REGISTERS}
-"""Major compute capability -> tiles. tcgen05 multiplies 128 rows whatever M is; two programs of these fit in one SM's
-tensor memory. All are free of spills (``tests/triton_targets.py``); no Blackwell has timed them yet."""
+"""Major compute capability -> tiles. tcgen05 always multiplies 128 rows; two programs fit in one SM's tensor memory.
+None spills registers (``tests/helpers/triton_targets.py``). Not timed on a Blackwell GPU."""
 SMALL = (Tile(math.inf, 32, 32, 4, 2, 2),)
-"""The tile elsewhere: for tests in Triton's interpreter and on older devices."""
+"""The tile on other devices and in Triton's interpreter: for tests."""
 
 
-class Plan(NamedTuple):
-    """The compile-time argument ``P`` of the kernels."""
+class Constants(NamedTuple):
+    """``P``, the compile-time argument of the kernels."""
 
     a: str
     a_pack: int
-    """values in a byte"""
+    """values in a byte of a"""
     a_rows: int
-    """rows that share a scale"""
+    """rows of a that share a scale"""
     b: str
     b_pack: int
     b_rows: int
     block: int
     unit: int
-    """what the rows of scales are a multiple of, in bytes"""
+    """bytes of which a row of scales is a multiple"""
     even: bool
     """whether K is a multiple of tile_k"""
     bias_rows: bool
@@ -101,24 +102,24 @@ def _sm(capability: tuple[int, int]) -> str:
 def _lacks_instructions(capability: tuple[int, int]) -> str | None:
     if capability in MIXES:
         return None
-    return f"block-scaled instructions of Triton are for {', '.join(map(_sm, MIXES))}, this device is {_sm(capability)}"
+    return f"needs {', '.join(map(_sm, MIXES))} for Triton's block-scaled products, this device is {_sm(capability)}"
 
 
 def _refuses_format(format: Format | torch.dtype) -> str | None:
     if not isinstance(format, Format):
-        return f"both factors must be quantized, one is {str(format).removeprefix('torch.')}"
+        return f"needs both operands quantized, one is {str(format).removeprefix('torch.')}"
     kind = SCALES.get(format.scale)
     taken = kind and format.element in kind.elements and format.block in ((1, kind.block), (kind.block, kind.block))
     if not taken:
         return (
-            f"tl.dot_scaled takes e4m3, e5m2 and e2m1 with an e8m0 scale for 32, or e2m1 with an e4m3 scale for 16, "
-            f"not {format}"
+            f"tl.dot_scaled takes e4m3, e5m2 and e2m1 with an e8m0 scale for 32 values, or e2m1 with an e4m3 scale for "
+            f"16 values, not {format}"
         )
     return None
 
 
 def _refuses(spec: Spec, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> str | None:
-    """What single and grouped products have in common."""
+    """The refusals that single and grouped products share."""
     reason = triton_launch.missing(spec)
     if reason is not None:
         return reason
@@ -134,7 +135,7 @@ def _refuses(spec: Spec, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> str 
         return reason
     left, right = (f for f in spec.formats if isinstance(f, Format))
     if left.scale is not right.scale:
-        return f"one instruction takes one kind of scale, not {left.scale.name} with {right.scale.name}"
+        return f"needs one scale format for both operands, not {left.scale.name} with {right.scale.name}"
     if left.element.bits != right.element.bits and not MIXES[spec.capability]:
         return (
             f"Triton has no instruction for {left.element.name} with {right.element.name} on sm%d%d" % spec.capability
@@ -160,7 +161,7 @@ def refuses_grouped(spec: Spec, a: GemmOperand, b: GemmOperand, ends: Tensor, ar
 
 
 def _padded(t: Tensor) -> Tensor:
-    """Contiguous, each row zero-padded to a multiple of 16 bytes, which is what the kernels can load at once."""
+    """``t`` contiguous with each row zero-padded to a multiple of 16 bytes, the width of one load of the kernels."""
     short = -t.shape[-1] % 16
     return F.pad(t.contiguous().view(torch.uint8), (0, short)).view(t.dtype) if short else t.contiguous()
 
@@ -175,10 +176,10 @@ def eager_dot_scaled(
     a_global: Tensor | None, b_global: Tensor | None, bias: Tensor | None, ends: Tensor | None,
     alpha: float, beta: float, out_dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """``alpha * global scales * a @ b^T + beta * bias`` of codes and scales, rounded once; result (M, N).
+    """``alpha * global scales * a @ b^T + beta * bias`` from codes and scales, rounded once; result (M, N).
 
-    Data and scale of a (M, K) and b (N, K) as an ``Operand`` holds them, ``cols`` = K. ``bias`` is (N,) or (M, N). With
-    ``ends`` (G,) b is (G, N, K) and row ``ends[g - 1]`` to ``ends[g]`` of a meets b[g]; later rows give zeros.
+    Data and scales of ``Operand``: a (M, K), b (N, K), ``cols`` = K. ``bias``: (N,) or (M, N). With ``ends`` (G,) b is
+    (G, N, K), and rows ``ends[g - 1]`` to ``ends[g]`` of a are multiplied by b[g]; rows after the last end give zeros.
     """
     from ..triton_device import dot_scaled as device
 
@@ -196,7 +197,7 @@ def eager_dot_scaled(
     kind = SCALES[left.scale]
     a_scale, b_scale = (fit(scale).view(kind.dtype) for scale in (a_scale, b_scale))
     unit = math.gcd(16, a_scale.shape[-1], b_scale.shape[-1])
-    plan = Plan(
+    constants = Constants(
         ELEMENTS[left.element], packs[0], left.block[0], ELEMENTS[right.element], packs[1], right.block[0],
         kind.block, unit, even, bias is not None and bias.dim() == 2, tile.m, tile.n, tile_k, tile.band,
     )  # fmt: skip
@@ -204,14 +205,14 @@ def eager_dot_scaled(
     kernel, groups = device.matrix, []
     if ends is not None:
         count = ends.shape[0]
-        plan = plan._replace(groups=1 << count.bit_length())
+        constants = constants._replace(groups=1 << count.bit_length())
         row_tiles = rows // tile.m + count + 1
         kernel, groups = device.grouped, [ends.contiguous(), count]
     with triton_launch.on(a.device):
         kernel[(row_tiles * col_tiles,)](
             a, a_scale, b, b_scale, out, a_global, b_global, bias, *groups, rows, width, -(-cols // 16) * 16,
             a.shape[-1], a_scale.shape[-1] // unit, b.shape[-1], b_scale.shape[-1] // unit, float(alpha), float(beta),
-            plan, num_warps=tile.warps, num_stages=tile.stages,
+            constants, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
     return out
 

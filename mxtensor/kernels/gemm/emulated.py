@@ -1,4 +1,4 @@
-"""The definition of a product: decode both operands to float32, multiply and add in float32, round once."""
+"""The definition of a product: dequantize both operands to float32, multiply and add in float32, round once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ...core.dispatch import Kernel, Spec
+from ...core.kernel import Kernel, Spec
 from ..quantize.select import dequantize_operand, operand_of
 from .spec import FakeQuantized, GemmArgs, GemmOperand, data_of, finish
 
@@ -16,18 +16,18 @@ def refuses(spec: Spec, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> str |
     return None
 
 
-def values(gemm_operand: GemmOperand, dtype: torch.dtype) -> Tensor:
-    """The factor as a plain tensor of ``dtype``."""
-    if isinstance(gemm_operand, Tensor):
-        return gemm_operand.to(dtype)
-    if isinstance(gemm_operand, FakeQuantized):
-        plain: Tensor = gemm_operand.values.to(dtype)
-        return plain if gemm_operand.global_scale is None else plain * gemm_operand.global_scale
-    return dequantize_operand(operand_of(gemm_operand), dtype)
+def values(side: GemmOperand, dtype: torch.dtype) -> Tensor:
+    """One side of the product as a plain tensor of ``dtype``."""
+    if isinstance(side, Tensor):
+        return side.to(dtype)
+    if isinstance(side, FakeQuantized):
+        plain: Tensor = side.values.to(dtype)
+        return plain if side.global_scale is None else plain * side.global_scale
+    return dequantize_operand(operand_of(side), dtype)
 
 
 def multiply(left: Tensor, right: Tensor, args: GemmArgs) -> Tensor:
-    """``alpha * left @ right^T + beta * bias`` of factors that are plain already, rounded once."""
+    """``alpha * left @ right^T + beta * bias`` of plain tensors, rounded once."""
     if left.dim() == 2 and args.alpha == 1 and (args.bias is None or (args.bias.dim() == 1 and args.beta == 1)):
         bias = None if args.bias is None else args.bias.to(left.dtype)
         product: Tensor = torch.ops.aten.linear.default(left, right, bias)
@@ -36,7 +36,7 @@ def multiply(left: Tensor, right: Tensor, args: GemmArgs) -> Tensor:
 
 
 def values_dtype(args: GemmArgs) -> torch.dtype:
-    """What the product is computed in."""
+    """The dtype in which the product is computed."""
     return torch.float64 if args.out_dtype is torch.float64 else torch.float32
 
 
@@ -46,7 +46,7 @@ def run(a: GemmOperand, b: GemmOperand, args: GemmArgs) -> Tensor:
 
 
 def refuses_grouped(spec: Spec, a: GemmOperand, b: GemmOperand, ends: Tensor, args: GemmArgs) -> str | None:
-    return "the ends of the groups are being traced: they have no values" if spec.traced else None
+    return "the ends of the groups are being traced and have no values" if spec.traced else None
 
 
 def run_grouped(a: GemmOperand, b: GemmOperand, ends: Tensor, args: GemmArgs) -> Tensor:

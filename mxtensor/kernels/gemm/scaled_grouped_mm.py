@@ -1,6 +1,6 @@
-"""Rows in groups times a stack of weights, both quantized: ``torch._scaled_grouped_mm``.
+"""Groups of rows times a stack of weights, both quantized: ``torch._scaled_grouped_mm``.
 
-float8 per row on sm90, MXFP8 on sm100; bfloat16 results. The ends of the groups stay on the device.
+float8 per row on sm90, MXFP8 on sm100; bfloat16 results. The host never reads the ends of the groups.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import cast as typed
 import torch
 from torch import Tensor
 
-from ...core.dispatch import Kernel, Spec
+from ...core.kernel import Kernel, Spec
 from ...numerics.formats import Format
 from ...numerics.swizzle import swizzle_groups
 from ..quantize.select import operand_of
@@ -25,16 +25,16 @@ def refuses(spec: Spec, a: GemmOperand, b: GemmOperand, ends: Tensor, args: Gemm
     if isinstance(scaling, str):
         return scaling
     if args.out_dtype not in scaling.outputs:
-        return f"rounds to bfloat16 by itself, the result is {str(args.out_dtype).removeprefix('torch.')}"
+        return f"returns bfloat16, the result is {str(args.out_dtype).removeprefix('torch.')}"
     if args.alpha != 1 or (args.bias is not None and args.beta != 0):
-        return "torch._scaled_grouped_mm has no alpha and no bias, and its result is rounded already"
+        return "torch._scaled_grouped_mm rounds the product before an alpha or a bias could be applied"
     if spec.shapes[1][0] > MAX_GROUPS:
         return f"torch._scaled_grouped_mm takes at most {MAX_GROUPS} groups, got {spec.shapes[1][0]}"
     return None
 
 
 def prepare(scaling: Scaling, a: GemmOperand, b: GemmOperand, ends: Tensor) -> Product:
-    """The arguments for rows a (M, K) in groups that end at ``ends`` (G,), and weights b (G, N, K)."""
+    """The arguments for rows a (M, K) in groups that end at ``ends`` (G,) and weights b (G, N, K)."""
     assert not isinstance(a, (Tensor, FakeQuantized)) and not isinstance(b, (Tensor, FakeQuantized))
     rows = operand_of(a)
     scale_a = spread(rows.scale, rows.format.block, scaling.blocks[0], rows.shape)

@@ -1,7 +1,7 @@
-"""Both factors quantized, multiplied by the tensor cores with their scales: ``torch._scaled_mm`` and its relatives.
+"""Both operands quantized, multiplied by the tensor cores with their scales: ``torch._scaled_mm`` and ``scaled_mm``.
 
-float8 from sm89 on, MXFP8, MXFP4 and NVFP4 from sm100 on: the rows of ``scaled_contract``. What these kernels cannot do
-with one rounding (alpha, a bias of another shape or dtype) is done on a float32 result, or refused where there is none.
+float8 from sm89 on, MXFP8, MXFP4 and NVFP4 from sm100 on: see ``scaled_mm_contract.py``. An alpha or a bias that these
+kernels cannot apply before their one rounding is applied to a float32 result, or refused if there is none.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...core.dispatch import Kernel, Spec, elsewhere
+from ...core.kernel import Kernel, Spec, elsewhere
 from ...core.tracing import is_traced
 from ...numerics.cast import Cast
 from ...numerics.formats import FP32, FULL, Format
@@ -39,7 +39,7 @@ from .scaled_mm_contract import (
 from .spec import FakeQuantized, GemmArgs, GemmOperand, Unquantized, data_of, finish, format_of, needs_codes
 
 WHOLE_SUMS = (10, 0)
-"""The first compute capability whose tensor cores add float8 products with all bits of a float32."""
+"""The first compute capability whose tensor cores accumulate float8 products in full float32."""
 
 
 def refuses(spec: Spec, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> str | None:
@@ -47,26 +47,26 @@ def refuses(spec: Spec, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> str |
     if isinstance(scaling, str):
         return scaling
     if len(spec.shapes[1]) > 2 and math.prod(spec.shapes[1][:-2]) != 1:
-        return f"multiplies by one matrix, the right factor is a batch: {spec.shapes[1]}"
-    for gemm_operand in (a, b):
-        if len(gemm_operand.shape) < 2 or not _flattens(gemm_operand):
-            return f"a {format_of(gemm_operand)} factor of shape {tuple(gemm_operand.shape)} is no matrix of whole blocks of rows"
+        return f"multiplies by one matrix, the right operand is a batch: {spec.shapes[1]}"
+    for one in (a, b):
+        if len(one.shape) < 2 or not _flattens(one):
+            return f"a {format_of(one)} operand of shape {tuple(one.shape)} is not a matrix of whole blocks"
     if args.out_dtype is FLOAT32 and scaling.scale is FP32 and spec.capability < WHOLE_SUMS:
         return (
-            f"tensor cores of sm{spec.capability[0]}{spec.capability[1]} add float8 products in about 14 bits, fewer "
-            "than a float32 result shows"
+            f"tensor cores of sm{spec.capability[0]}{spec.capability[1]} accumulate float8 products in about 14 bits, "
+            "too few for a float32 result"
         )
     if _output(scaling, args, spec.shapes[1][-2]) is None:
         names = " or ".join(str(d).removeprefix("torch.") for d in scaling.outputs)
         return (
-            f"{scaling.name} scaling rounds the product to {names} at once: a bias, an alpha or a result in "
-            f"{str(args.out_dtype).removeprefix('torch.')} would need it in float32"
+            f"{scaling.name} scaling returns {names} only: this bias, alpha or "
+            f"{str(args.out_dtype).removeprefix('torch.')} result needs a float32 product"
         )
     return None
 
 
 def chosen(table: tuple[Scaling, ...], spec: Spec, a: GemmOperand, b: GemmOperand) -> Scaling | str:
-    """The scaling of these factors on the device of ``spec``, or why there is none."""
+    """The scaling for these operands on the device of ``spec``, or why there is none."""
     if spec.device.type != "cuda":
         return elsewhere("cuda", spec.device.type)
     reason = other_build()
@@ -75,18 +75,18 @@ def chosen(table: tuple[Scaling, ...], spec: Spec, a: GemmOperand, b: GemmOperan
     left, right = format_of(a), format_of(b)
     for format in (left, right):
         if not isinstance(format, Format):
-            return f"needs both factors quantized, one is {str(format).removeprefix('torch.')}"
+            return f"needs both operands quantized, one is {str(format).removeprefix('torch.')}"
     return needs_codes(a, b) or plan_here(table, typed(Format, left), typed(Format, right), spec.device)
 
 
-def _flattens(gemm_operand: GemmOperand) -> bool:
-    """Whether leading dimensions and rows are the rows of one matrix: no block would cross from one to the next."""
-    rows = typed(Format, format_of(gemm_operand)).block[0]
-    return rows in (1, FULL) or math.prod(gemm_operand.shape[:-2]) == 1 or gemm_operand.shape[-2] % rows == 0
+def _flattens(side: GemmOperand) -> bool:
+    """Whether a stack can be read as one matrix: no block would cross from one matrix into the next."""
+    rows = typed(Format, format_of(side)).block[0]
+    return rows in (1, FULL) or math.prod(side.shape[:-2]) == 1 or side.shape[-2] % rows == 0
 
 
 def _added_inside(scaling: Scaling, args: GemmArgs, cols: int) -> bool:
-    """Whether alpha and the bias are what the kernel does by itself."""
+    """Whether the kernel itself applies alpha and the bias."""
     if args.alpha != 1 or args.bias is None or args.beta == 0:
         return args.alpha == 1
     fits = tuple(args.bias.shape) == (cols,) and args.bias.dtype is args.out_dtype and args.out_dtype is not FLOAT32
@@ -94,7 +94,7 @@ def _added_inside(scaling: Scaling, args: GemmArgs, cols: int) -> bool:
 
 
 def _output(scaling: Scaling, args: GemmArgs, cols: int) -> torch.dtype | None:
-    """The dtype to ask of the kernel so that the result is rounded once; None if it cannot be."""
+    """The dtype that the kernel has to return so that the result is rounded once; None if there is none."""
     if args.out_dtype not in (torch.bfloat16, torch.float16, FLOAT32):
         return None
     if args.out_dtype in scaling.outputs and _added_inside(scaling, args, cols):
@@ -106,7 +106,7 @@ def _output(scaling: Scaling, args: GemmArgs, cols: int) -> torch.dtype | None:
 
 
 def dense(t: Tensor) -> Tensor:
-    """``t`` row-major, strides of dimensions of size 1 included, and starting at a multiple of 16 bytes."""
+    """``t`` row-major, strides of dimensions of size 1 included, with a start that is a multiple of 16 bytes."""
     if not t.is_contiguous():
         t = t.clone(memory_format=torch.contiguous_format)
     if t.stride() != row_major(tuple(t.shape)):
@@ -115,7 +115,7 @@ def dense(t: Tensor) -> Tensor:
 
 
 def padded(t: Tensor, rows: int, cols: int) -> Tensor:
-    """The last two dimensions with zero bytes up to multiples of ``rows`` and ``cols``."""
+    """``t`` with its last two dimensions zero-padded to multiples of ``rows`` and ``cols``."""
     down, right = -t.shape[-2] % rows, -t.shape[-1] % cols
     if not down and not right:
         return dense(t)
@@ -124,7 +124,7 @@ def padded(t: Tensor, rows: int, cols: int) -> Tensor:
 
 
 def spread(scale: Tensor, block: Block, target: Block, shape: tuple[int, ...]) -> Tensor:
-    """Scales of ``block`` repeated to be scales of ``target``, for values of ``shape``."""
+    """Scales of blocks ``block`` repeated to be scales of blocks ``target``, for values of ``shape``."""
     rows, cols = shape[-2:]
     if target[0] == 1 and block[0] == FULL:
         scale = scale.expand(*shape[:-1], scale.shape[-1])
@@ -137,8 +137,8 @@ def spread(scale: Tensor, block: Block, target: Block, shape: tuple[int, ...]) -
     return scale
 
 
-def _lay_out(scale: Tensor, block: Block, target: Block, shape: tuple[int, ...], whole_rows: int) -> Tensor:
-    """The scales of values of ``shape`` as ``Product`` holds them, for data padded to ``whole_rows``."""
+def _scale_layout(scale: Tensor, block: Block, target: Block, shape: tuple[int, ...], whole_rows: int) -> Tensor:
+    """The scales of values of ``shape`` in the layout of ``Product``, for data padded to ``whole_rows``."""
     scale = spread(scale, block, target, shape)
     if scale.dtype is torch.uint8:
         return swizzle(scale)
@@ -156,7 +156,7 @@ def _lay_out(scale: Tensor, block: Block, target: Block, shape: tuple[int, ...],
 
 
 def quantize_swizzled(x: Tensor, cast: Cast) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(data, swizzled scale, global scale) of a matrix, by one kernel where Triton runs."""
+    """(data, swizzled scale, global scale) of a matrix, by one kernel if Triton is available."""
     spec = Spec("quantize", (tuple(x.shape),), ((x.dtype, cast.format),), x.dtype, x.device, is_traced(x))
     if not spec.traced and triton_rows.refuses_quantize(spec, x, cast) is None:
         data, scale, global_scale = triton_rows.quantize_swizzled(x, cast)
@@ -165,48 +165,48 @@ def quantize_swizzled(x: Tensor, cast: Cast) -> tuple[Tensor, Tensor, Tensor | N
     return operand.data, swizzle(operand.scale), operand.global_scale
 
 
-def _as_matrix(gemm_operand: Operand | Unquantized) -> Operand | Unquantized:
-    if len(gemm_operand.shape) == 2:
-        return gemm_operand
-    shape = (math.prod(gemm_operand.shape[:-1]), gemm_operand.shape[-1])
-    if isinstance(gemm_operand, Unquantized):
-        return Unquantized(gemm_operand.x.reshape(shape), gemm_operand.cast)
-    data, scale = gemm_operand.data.reshape(shape[0], -1), gemm_operand.scale.reshape(-1, gemm_operand.scale.shape[-1])
-    return Operand(data, scale, gemm_operand.global_scale, gemm_operand.format, shape)
+def _as_matrix(quantized: Operand | Unquantized) -> Operand | Unquantized:
+    if len(quantized.shape) == 2:
+        return quantized
+    shape = (math.prod(quantized.shape[:-1]), quantized.shape[-1])
+    if isinstance(quantized, Unquantized):
+        return Unquantized(quantized.x.reshape(shape), quantized.cast)
+    data, scale = quantized.data.reshape(shape[0], -1), quantized.scale.reshape(-1, quantized.scale.shape[-1])
+    return Operand(data, scale, quantized.global_scale, quantized.format, shape)
 
 
-def side(gemm_operand: Operand | Unquantized, scaling: Scaling, which: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(codes, scales, global scale) of a matrix or a stack, padded and laid out for the left (0) or right (1) side."""
+def side(quantized: Operand | Unquantized, scaling: Scaling, which: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(codes, scales, global scale) of a matrix or a stack, padded, in the layout of the left (0) or right (1) side."""
     target, multiple = scaling.blocks[which], (scaling.rows, scaling.cols)[which]
-    if isinstance(gemm_operand, Unquantized):
-        if scaling.swizzled and gemm_operand.format.block == target and gemm_operand.x.dim() == 2:
-            data, scale, global_scale = quantize_swizzled(gemm_operand.x, gemm_operand.cast)
+    if isinstance(quantized, Unquantized):
+        if scaling.swizzled and quantized.format.block == target and quantized.x.dim() == 2:
+            data, scale, global_scale = quantize_swizzled(quantized.x, quantized.cast)
             return padded(data, multiple, scaling.inner), scale, global_scale
-        operand, fresh = quantize_operand(gemm_operand.x, gemm_operand.cast), True
+        operand, fresh = quantize_operand(quantized.x, quantized.cast), True
     else:
-        operand, fresh = gemm_operand, False
+        operand, fresh = quantized, False
     shape, block, whole = operand.shape, operand.format.block, round_up(operand.shape[-2], multiple)
 
-    def lay_out(scale: Tensor) -> Tensor:
-        return _lay_out(scale, block, target, shape, whole)
+    def convert(scale: Tensor) -> Tensor:
+        return _scale_layout(scale, block, target, shape, whole)
 
     trivial = fresh or (block == target and block[1] == FULL)
-    scale = lay_out(operand.scale) if trivial else cached_value(operand.scale, (block, target, shape, whole), lay_out)
+    scale = convert(operand.scale) if trivial else cached_value(operand.scale, (block, target, shape, whole), convert)
     return padded(operand.data, multiple, scaling.inner), scale, operand.global_scale
 
 
 def prepare(scaling: Scaling, a: GemmOperand, b: GemmOperand, bias: Tensor | None, out_dtype: torch.dtype) -> Product:
-    """The arguments of the product of two quantized factors, both of them matrices once flattened."""
+    """The arguments of the product of two quantized operands; stacks are flattened to matrices."""
     assert not isinstance(a, (Tensor, FakeQuantized)) and not isinstance(b, (Tensor, FakeQuantized))
     left, scale_a, global_scale_a = side(_as_matrix(a), scaling, 0)
     right, scale_b, global_scale_b = side(_as_matrix(b), scaling, 1)
-    global_scale = [t for t in (global_scale_a, global_scale_b) if t is not None]
-    if len(global_scale) == 1:  # torch wants one of each side or none
-        one = torch.ones_like(global_scale[0])
-        global_scale = [one, global_scale[0]] if global_scale_a is None else [global_scale[0], one]
+    global_scales = [t for t in (global_scale_a, global_scale_b) if t is not None]
+    if len(global_scales) == 1:  # torch needs one for each side or none
+        one = torch.ones_like(global_scales[0])
+        global_scales = [one, global_scales[0]] if global_scale_a is None else [global_scales[0], one]
     if bias is not None:
         bias = dense(bias) if bias.shape[0] == right.shape[0] else F.pad(bias, (0, right.shape[0] - bias.shape[0]))
-    return Product(scaling, left, right, scale_a, scale_b, global_scale, bias, out_dtype)
+    return Product(scaling, left, right, scale_a, scale_b, global_scales, bias, out_dtype)
 
 
 # ---------------------------------------------------------------------------------------------- the product

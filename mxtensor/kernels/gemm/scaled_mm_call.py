@@ -1,7 +1,7 @@
-"""The scaled product of checked arguments: one opaque op, and the torch function that it ends in.
+"""The scaled product of checked arguments: one opaque op and the torch function that it calls.
 
-Opaque, because torch's own meta functions reject right arguments (MXFP4, and a last 128x128 block that is not whole, in
-2.11 and 2.13), and because inductor has no type of its own for float4 and E8M0: outside this file both are uint8.
+The op is opaque because torch's meta functions reject valid arguments (MXFP4, and a short last 128x128 block, in 2.11
+and 2.13) and because inductor has no type for float4 and E8M0: outside this file both are uint8.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ...numerics.formats import FULL
 from .scaled_mm_contract import GROUPED_SCALINGS, ROW_BLOCK, SCALINGS, SQUARE_BLOCK, Product, Scaling, check
 
 USE_FAST_ACCUM = False
-"""Hopper's float8 products may keep 14 bits of each sum instead of adding in float32; then they miss the definition."""
+"""If True, Hopper accumulates float8 products in about 14 bits and no longer meets the definition."""
 
 
 def _codes(t: Tensor) -> Tensor:
@@ -23,13 +23,13 @@ def _codes(t: Tensor) -> Tensor:
 
 
 def _scale(p: Product, side: int) -> Tensor:
-    """One side's scales as torch takes them: viewed in their own dtype, blocks of K last."""
+    """The scales of one side as torch takes them: in their own dtype, blocks of K in the last dimension."""
     scale = (p.scale_a, p.scale_b)[side].view(p.scaling.scale.view_dtype)
     return scale if p.scaling.swizzled or p.scaling.blocks[side][1] == FULL else scale.t()
 
 
 def _recipe(p: Product, side: int) -> tuple[list[Tensor], list[F.ScalingType], list[F.SwizzleType]]:
-    """(scales, what each one scales, how it is laid out) for ``scaled_mm``."""
+    """(scales, what each one scales, its layout) for ``F.scaled_mm``."""
     rows, cols = p.scaling.blocks[side]
     scales, kinds = [_scale(p, side)], [getattr(F.ScalingType, f"BlockWise{rows}x{cols}")]
     layouts = [F.SwizzleType.SWIZZLE_32_4_4 if p.scaling.swizzled else F.SwizzleType.NO_SWIZZLE]
@@ -64,10 +64,10 @@ def launch(p: Product) -> Tensor:
 
 
 def _fake_is_wrong(p: Product) -> bool:
-    """Whether torch's meta function rejects what torch's kernel takes."""
+    """Whether torch's meta function rejects arguments that torch's kernel accepts."""
     square = [t for t, block in zip((p.a, p.b), p.scaling.blocks, strict=True) if block == SQUARE_BLOCK]
-    packed = p.scaling.named and p.scaling.swizzled  # counts the blocks of MXFP4 in bytes
-    return packed or any(t.shape[-2] % SQUARE_BLOCK[0] for t in square)  # rounds the blocks of rows down
+    packed = p.scaling.named and p.scaling.swizzled  # it counts the blocks of MXFP4 in bytes
+    return packed or any(t.shape[-2] % SQUARE_BLOCK[0] for t in square)  # it rounds the number of blocks of rows down
 
 
 # ---------------------------------------------------------------------------------------------- one op
@@ -87,7 +87,7 @@ _ROWS: tuple[Scaling, ...] = SCALINGS + GROUPED_SCALINGS
 def scaled_mm(
     a: Tensor, b: Tensor, scales: list[Tensor], bias: Tensor | None, ends: Tensor | None, row: int, dtype: torch.dtype
 ) -> Tensor:
-    """``launch`` of a Product: scales (a, b, and the two global ones), scaling number ``row``."""
+    """``launch`` of a Product: ``scales`` of a, of b and the two global ones; ``row`` is the index of the scaling."""
     return launch(_product(a, b, scales, bias, ends, row, dtype))
 
 
@@ -101,7 +101,7 @@ def _(a, b, scales, bias, ends, row, dtype):  # type: ignore[no-untyped-def]
 
 
 def multiply(p: Product) -> Tensor:
-    """``launch(p)``; under a tracer as one op."""
+    """``launch(p)``; one op while being traced."""
     if not is_traced(p.a, p.b):
         return launch(p)
     scales = [p.scale_a, p.scale_b, *p.global_scales]

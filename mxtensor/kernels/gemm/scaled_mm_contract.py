@@ -1,7 +1,7 @@
-"""What ``torch._scaled_mm`` takes, as rows, and the check that every call passes.
+"""What ``torch._scaled_mm`` accepts, as a table, and the check of every call.
 
-torch's own checks differ by version and leave out, in fake mode at least, whether the inner dimensions agree, the bias,
-the output dtype and the pairs of formats; cuBLAS answers most mistakes with NOT_SUPPORTED, some with wrong numbers.
+torch's own checks differ by version. In fake mode at least they skip the inner dimensions, the bias, the output dtype
+and the pairs of formats. cuBLAS answers most mistakes with NOT_SUPPORTED and some with wrong numbers.
 Sources: PyTorch's ScaledBlas.cpp, RowwiseScaledMM.cu, GroupedBlas.cpp; the cuBLAS manual, "Narrow Precision Data Types
 Usage" and "Scaling factors layouts".
 """
@@ -15,8 +15,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ...core import dispatch
-from ...core.dispatch import cached
+from ...core import devices
+from ...core.devices import cached
 from ...numerics.formats import E2M1, E4M3, E5M2, E8M0, FP32, FULL, UE4M3, ElementFormat, Format, ScaleFormat
 from ...numerics.swizzle import round_up, swizzled_shape
 
@@ -27,39 +27,39 @@ TENSOR_BLOCK, ROW_BLOCK, VECTOR_BLOCK, SQUARE_BLOCK = (FULL, FULL), (1, FULL), (
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
 FLOAT8 = frozenset((E4M3, E5M2))
 LINE = 16
-"""Bytes that every row, scale and bias has to start at a multiple of."""
+"""Every row, scale and bias has to start at a multiple of so many bytes."""
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """One way in which scales enter a product: what may use it, where it exists, what it needs."""
+    """One kind of scales in a product: the formats that can use it, the devices that have it, what it needs."""
 
     name: str
     scale: ScaleFormat
-    """Of both sides, or another that is viewed as the same dtype: a power of two in float32 is a float32."""
+    """The scale format of both sides; another one with the same dtype is accepted (float32 powers of two)."""
     blocks: tuple[Block, Block]
-    """The block of one scale, left and right; finer than a format's own where its scales can be repeated."""
+    """The block of one scale, left and right; finer than a format's block if its scales can be repeated."""
     elements: tuple[frozenset[ElementFormat], frozenset[ElementFormat]]
     outputs: tuple[torch.dtype, ...]
     oldest: Version
-    """The first compute capability that has it."""
+    """The first compute capability with this scaling."""
     before: Version = (99, 0)
-    """The first one that no longer has it."""
+    """The first compute capability that no longer has it."""
     toolkit: Version = (11, 8)
-    """The CUDA release whose cuBLAS brought it."""
+    """The first CUDA release whose cuBLAS has it."""
     rows: int = 1
-    """M comes in multiples of this."""
+    """M has to be a multiple of this."""
     cols: int = 16
-    """and N of this,"""
+    """N has to be a multiple of this."""
     inner: int = 16
-    """and the bytes of a row of this."""
+    """The bytes of a row have to be a multiple of this."""
     bias: bool = True
-    """Whether it adds a bias, in float32, before the result is rounded."""
+    """Whether it adds a bias in float32 before the result is rounded."""
     named: bool = False
-    """Whether the recipe has to be named (``torch.nn.functional.scaled_mm``): ``_scaled_mm`` guesses it from shapes."""
+    """Whether the scaling has to be named (``torch.nn.functional.scaled_mm``); ``_scaled_mm`` infers it from shapes."""
 
     def reads(self, scale: ScaleFormat) -> bool:
-        """Whether scales of this kind are what the product takes, as far as it can see."""
+        """Whether the product accepts scales of this format."""
         return scale.view_dtype is self.scale.view_dtype
 
     @property
@@ -68,21 +68,21 @@ class Scaling:
 
     @cached_property
     def dtypes(self) -> tuple[frozenset[torch.dtype], ...]:
-        """Of the codes, left and right."""
+        """The dtypes of the codes, left and right."""
         return tuple(frozenset(e.dtype for e in side) for side in self.elements)
 
     @cached_property
     def packing(self) -> int:
-        """Values in one entry of the codes."""
+        """Values in one entry of the code tensor."""
         return max(e.packing[0] // e.packing[1] for e in self.elements[0])
 
 
 BLOCK_128 = {
     "scale": FP32, "elements": (FLOAT8, FLOAT8), "outputs": (BFLOAT16, FLOAT32), "oldest": (9, 0), "before": (10, 0),
-    # M: the left scales are M apart and start at 16 bytes each; inner: whole blocks, so that no tail is left to cuBLAS
+    # rows: the left scales have stride M and start at multiples of 16 bytes; inner: whole blocks, cuBLAS gets no tail
     "toolkit": (12, 9), "rows": 4, "inner": 128, "named": True,
 }  # fmt: skip
-"""The DeepSeek scalings, which torch has on Hopper only."""
+"""The scalings of DeepSeek-V3; torch has them on Hopper only."""
 
 SCALINGS = (
     Scaling(
@@ -111,7 +111,7 @@ SCALINGS = (
         (10, 0), toolkit=(12, 8),
     ),
 )  # fmt: skip
-"""In the order in which they are tried: those with fewer scales first."""
+"""The first that fits is used: those with fewer scales come first."""
 
 GROUPED_SCALINGS = (
     Scaling(  # CUTLASS for sm90
@@ -128,7 +128,7 @@ MAX_GROUPS = 1023
 
 @cached
 def toolkit_version() -> Version:
-    """The CUDA release that torch was built with; a build without one meets fake tensors only, and has the newest."""
+    """The CUDA release that torch was built with; the newest for a build without CUDA, which sees fake tensors only."""
     version = torch.version.cuda
     if version is None:
         return (99, 0)
@@ -141,7 +141,7 @@ def _dotted(version: Version) -> str:
 
 
 def _repeats(block: Block, target: Block) -> bool:
-    """Whether scales of ``block`` can be repeated to be scales of ``target``."""
+    """Whether scales of blocks ``block`` can be repeated to be scales of blocks ``target``."""
     rows = target[0] in (1, block[0])
     return rows and (target[1] == block[1] or (target[1] != FULL and (block[1] == FULL or block[1] % target[1] == 0)))
 
@@ -150,13 +150,13 @@ def _repeats(block: Block, target: Block) -> bool:
 def plan(
     table: tuple[Scaling, ...], left: Format, right: Format, capability: Version, toolkit: Version
 ) -> Scaling | str:
-    """The first scaling that these formats can use on this device, or the sentence that says why there is none."""
+    """The first scaling that these formats can use on this device, or the reason why there is none."""
     if left.element is E5M2 and right.element is E5M2:
-        return f"no tensor core multiplies e5m2 by e5m2, which {left} and {right} are"
+        return f"no tensor core multiplies e5m2 by e5m2, the elements of {left} and {right}"
     reason = f"has no scaling for {left} by {right}"
     for s in table:
         if left.block[1] == right.block[1] == FULL != s.blocks[0][1]:
-            continue  # scales that K does not divide are not repeated along it
+            continue  # scales that do not depend on K are not repeated along K
         sides = zip((left, right), s.blocks, s.elements, strict=True)
         if any(not s.reads(f.scale) or f.element not in e or not _repeats(f.block, b) for f, b, e in sides):
             continue
@@ -173,7 +173,7 @@ def plan(
 
 def plan_here(table: tuple[Scaling, ...], left: Format, right: Format, device: torch.device) -> Scaling | str:
     """``plan`` for a device and the torch that is running."""
-    return plan(table, left, right, dispatch.device_capability(device), toolkit_version())
+    return plan(table, left, right, devices.device_capability(device), toolkit_version())
 
 
 # ---------------------------------------------------------------------------------------------- the check
@@ -181,7 +181,7 @@ def plan_here(table: tuple[Scaling, ...], left: Format, right: Format, device: t
 
 @dataclass(frozen=True)
 class Product:
-    """The arguments of one product, each tensor row-major and padded: a (M, K'), b (N, K') with K' stored bytes a row.
+    """The arguments of one product, each tensor row-major and padded: a (M, K'), b (N, K'), K' the bytes of a row.
 
     Grouped: b (G, N, K') and ``ends`` (G,). Packed codes and byte scales are uint8.
     """
@@ -202,10 +202,10 @@ class Product:
 
 
 def scale_shape(scaling: Scaling, side: int, data_shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of one side's scales for padded data (..., rows, K'), as ``Product`` holds them.
+    """The shape of the scales of one side in ``Product``, for padded data (..., rows, K').
 
-    (1, 1) per tensor, (rows, 1) per row, (blocks of K, rows) for 1x128, (blocks of rows, blocks of K in fours) for
-    128x128, one buffer in tiles otherwise; a stack has one row of it for each matrix.
+    (1, 1) per tensor; (rows, 1) per row; (blocks of K, rows) for 1x128; (blocks of rows, blocks of K rounded up to a
+    multiple of 4) for 128x128; otherwise one buffer in the 128x4 layout, for a stack one buffer for each matrix.
     """
     block = scaling.blocks[side]
     lead, rows, inner = data_shape[:-2], data_shape[-2], data_shape[-1] * scaling.packing
@@ -223,7 +223,7 @@ def scale_shape(scaling: Scaling, side: int, data_shape: tuple[int, ...]) -> tup
 
 
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a row-major tensor; those of dimensions of size 1 as well, which ``is_contiguous`` leaves open."""
+    """The strides of a row-major tensor, also of dimensions of size 1, which ``is_contiguous`` does not check."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
@@ -253,7 +253,7 @@ def _check_codes(p: Product) -> None:
         if t.dim() != dims:
             raise ValueError(f"{name} must have {dims} dimensions, got shape {tuple(t.shape)}")
         if 0 in t.shape:
-            raise ValueError(f"{name} is empty, shape {tuple(t.shape)}: a product of nothing needs no kernel")
+            raise ValueError(f"{name} is empty, shape {tuple(t.shape)}: an empty product needs no kernel")
     if p.a.dtype is E5M2.dtype and p.b.dtype is E5M2.dtype:
         raise TypeError("a and b are both e5m2, which no tensor core multiplies; cast one of them to e4m3")
     if p.a.shape[-1] != p.b.shape[-1]:
@@ -303,9 +303,9 @@ def _check_result(p: Product) -> None:
         raise TypeError(f"out_dtype must be one of {names} for {s.name} scaling, got {p.out_dtype}")
     if p.bias is not None:
         if not s.bias:
-            raise ValueError(f"{s.name} scaling adds no bias here; add it to the result in float32")
+            raise ValueError(f"{s.name} scaling takes no bias; add it to the result in float32")
         if p.out_dtype is FLOAT32:
-            raise TypeError("a float32 result takes no bias; add it to the result")
+            raise TypeError("a product with a float32 result takes no bias; add it to the result")
         if p.bias.dtype is not p.out_dtype:
             raise TypeError(f"bias must have the dtype of the result, {p.out_dtype}, got {p.bias.dtype}")
         if tuple(p.bias.shape) != (p.b.shape[-2],):
@@ -330,7 +330,7 @@ def _check_result(p: Product) -> None:
 
 
 def check(p: Product) -> None:
-    """Raise TypeError or ValueError, naming the tensor, what it is and what is wanted, unless ``p`` is a right call."""
+    """Raise TypeError or ValueError if ``p`` is not a valid call, with the tensor, what it is and what is needed."""
     _check_codes(p)
     _check_scales(p)
     _check_result(p)

@@ -1,11 +1,13 @@
-"""Products: the tuples of product kernels, fastest first, and the one way through each."""
+"""Products: the tuples of product kernels, fastest first, and the one function that runs each."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from ...core.dispatch import KERNEL_NAMES, Kernel, Spec, accepting, perform
+from ...core.kernel import Kernel, Spec
+from ...core.plan import Plan
+from ...core.select import KERNEL_NAMES, perform, plan_for
 from ...core.tracing import is_traced
 from ..gemm import dequant, dot_scaled, emulated, scaled_grouped_mm, scaled_mm
 from ..small_m import kernel as small_m
@@ -17,9 +19,11 @@ GEMM: tuple[Kernel, ...] = (
 GROUPED: tuple[Kernel, ...] = (
     scaled_grouped_mm.KERNEL, dot_scaled.GROUPED, small_m.GROUPED, dequant.GROUPED, emulated.GROUPED,
 )  # fmt: skip
-"""The same kernels for a stack of weights, each with rows of its own."""
+"""The same kernels for a stack of weights, each multiplied by rows of its own."""
 VALUES = {dequant.KERNEL.name: dequant.values_dtype, emulated.KERNEL.name: emulated.values_dtype}
-"""Kernels that multiply values rather than codes -> the dtype they want them in, by the product's arguments."""
+"""Kernels that multiply values and not codes -> the dtype that they want them in, given the product's arguments."""
+LAUNCH_DEVICES = frozenset(kernel.device for kernel in GEMM if kernel.prepare is not None)
+"""Types of devices on which a plan may have a launch; None stands for every type."""
 KERNEL_NAMES.update(kernel.name for kernel in GEMM)
 
 
@@ -32,17 +36,17 @@ def _spec(op: str, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> Spec:
 def _check_devices(
     op: str, device: torch.device, left: Tensor, bias: Tensor | None, ends: Tensor | None = None
 ) -> None:
-    """Raise ValueError unless all are on the right factor's device: a kernel takes them by their addresses there."""
-    for name, t in (("left factor", left), ("bias", bias), ("group ends", ends)):
+    """Raise ValueError unless all are on the device of the right operand: kernels get addresses only."""
+    for name, t in (("left operand", left), ("bias", bias), ("group ends", ends)):
         if t is not None and t.device != device:
-            raise ValueError(f"{op}: {name} on {t.device}, right factor on {device}; move one with .to()")
+            raise ValueError(f"{op}: {name} on {t.device}, right operand on {device}; move one with .to()")
 
 
 def gemm(op: str, a: GemmOperand, b: GemmOperand, args: GemmArgs, prefer: str | None = None) -> Tensor:
     """``alpha * a @ b^T + beta * bias``: a (..., M, K), b (..., N, K), both blocked along K; result (..., M, N).
 
     Accumulated in float32 and rounded once to ``args.out_dtype``. ``op`` names the caller in ``explain()``; ``prefer``
-    names the kernel that must run. Raises ValueError where shapes or devices do not fit.
+    names the kernel that must run. Raises ValueError for shapes that do not fit and for operands on two devices.
     """
     spec = _spec(op, a, b, args)
     _check_devices(op, spec.device, data_of(a), args.bias)
@@ -54,28 +58,28 @@ def gemm(op: str, a: GemmOperand, b: GemmOperand, args: GemmArgs, prefer: str | 
     return perform(GEMM, spec, a, b, args, prefer=prefer, facts=facts_of(a, b, args))  # type: ignore[no-any-return]
 
 
+def plan_of(op: str, a: GemmOperand, b: GemmOperand, args: GemmArgs, prefer: str | None = None) -> Plan:
+    """The plan by which ``gemm`` would run; nothing is logged."""
+    return plan_for(GEMM, _spec(op, a, b, args), a, b, args, prefer=prefer, facts=facts_of(a, b, args))
+
+
 def values_dtype(
     op: str, a: GemmOperand, b: GemmOperand, args: GemmArgs, prefer: str | None = None
 ) -> torch.dtype | None:
-    """The dtype in which the kernel for this product wants ``FakeQuantized`` factors; None if it wants codes."""
-    wanted = VALUES.get(kernel_for(op, a, b, args, prefer) or "")
+    """The dtype in which the kernel for this product wants ``FakeQuantized`` operands; None if it wants codes."""
+    kernel = plan_of(op, a, b, args, prefer).kernel
+    wanted = None if kernel is None else VALUES.get(kernel.name)
     return None if wanted is None else wanted(args)
-
-
-def kernel_for(op: str, a: GemmOperand, b: GemmOperand, args: GemmArgs, prefer: str | None = None) -> str | None:
-    """The name of the kernel that ``gemm`` would run; nothing is logged."""
-    kernel, _ = accepting(GEMM, _spec(op, a, b, args), a, b, args, prefer=prefer)
-    return None if kernel is None else kernel.name
 
 
 def grouped_gemm(
     op: str, a: GemmOperand, b: GemmOperand, ends: Tensor, args: GemmArgs, prefer: str | None = None
 ) -> Tensor:
-    """Rows of a (M, K) times the weight of their group, b (G, N, K): row ``ends[g - 1]`` to ``ends[g]`` meet b[g].
+    """Rows of a (M, K) times the weight of their group, b (G, N, K): rows ``ends[g - 1]`` to ``ends[g]`` times b[g].
 
     ``ends``: int32 (G,), never decreasing; a group may have no rows; rows after the last end give zeros. A cast of
-    ``a`` sees all its rows at once. Result (M, N). Raises ValueError where shapes or devices do not fit, TypeError for
-    ends of another dtype.
+    ``a`` sees all its rows at once. Result (M, N). Raises ValueError for shapes that do not fit and for tensors on two
+    devices, TypeError for ends of another dtype.
     """
     if len(a.shape) != 2 or len(b.shape) != 3 or a.shape[1] != b.shape[2] or tuple(ends.shape) != (b.shape[0],):
         raise ValueError(

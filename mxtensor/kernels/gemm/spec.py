@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from ...core.dispatch import Spec
+from ...core.kernel import Spec
 from ...numerics.cast import Cast
 from ...numerics.formats import Format
 from ...numerics.operand import Operand
@@ -19,9 +19,9 @@ from ...numerics.operand import Operand
 
 @dataclass(frozen=True)
 class Unquantized:
-    """Plain values and the cast they are to go through: each kernel takes it in the form that costs it least.
+    """Plain values and the cast that they still need: each kernel casts them in the form that costs it least.
 
-    Most products want codes with scales in a layout of their own, or the rounded values and never the codes.
+    Most kernels want codes with scales in a layout of their own, or the rounded values and never the codes.
     """
 
     x: Tensor
@@ -37,17 +37,17 @@ class Unquantized:
 
 
 class Form(Enum):
-    """What a cast leaves behind of a factor: what the product kernels of a device will ask for."""
+    """What a cast writes: the form in which the product kernels of a device want an operand."""
 
     CODES = "codes"
     """an Operand: codes and scales"""
     VALUES = "values"
-    """a Rounded: the values that the codes stand for"""
+    """a FakeQuantized: the values that the codes stand for"""
 
 
 @dataclass(frozen=True)
 class FakeQuantized:
-    """Values that a cast to ``format`` has rounded already, without the global scale.
+    """Values that a cast to ``format`` has rounded already, not multiplied by the global scale.
 
     ``values``: (..., rows, K) with any strides; ``global_scale``: a float32 scalar or None.
     """
@@ -62,12 +62,12 @@ class FakeQuantized:
 
 
 GemmOperand: TypeAlias = Operand | Unquantized | FakeQuantized | Tensor
-"""One side of a product, (..., rows, K): an operand blocked along K, values to be cast to one or rounded as one, or
-plain values."""
+"""One operand of a product, (..., rows, K): codes blocked along K, values that still need a cast, values that a cast has
+rounded, or plain values."""
 
 
 class GemmArgs(NamedTuple):
-    """The rest of a product: the bias broadcasts to (..., M, N) and is added in float32 before the one rounding."""
+    """The other arguments of a product. The bias broadcasts to (..., M, N) and is added in float32, before the one rounding."""
 
     out_dtype: torch.dtype
     bias: Tensor | None = None
@@ -75,40 +75,40 @@ class GemmArgs(NamedTuple):
     beta: float = 1
 
 
-def format_of(gemm_operand: GemmOperand) -> Format | torch.dtype:
-    """The format in which a factor enters the product; the dtype of plain values."""
-    return gemm_operand.dtype if isinstance(gemm_operand, Tensor) else gemm_operand.format
+def format_of(operand: GemmOperand) -> Format | torch.dtype:
+    """The format in which an operand enters the product; the dtype of plain values."""
+    return operand.dtype if isinstance(operand, Tensor) else operand.format
 
 
-def data_of(gemm_operand: GemmOperand) -> Tensor:
-    """The tensor that says where a factor lives and whether it is being traced."""
-    if isinstance(gemm_operand, Tensor):
-        return gemm_operand
-    if isinstance(gemm_operand, Unquantized):
-        return gemm_operand.x
-    return gemm_operand.data if isinstance(gemm_operand, Operand) else gemm_operand.values
+def data_of(operand: GemmOperand) -> Tensor:
+    """The tensor of an operand that has its device, and that is traced if the operand is."""
+    if isinstance(operand, Tensor):
+        return operand
+    if isinstance(operand, Unquantized):
+        return operand.x
+    return operand.data if isinstance(operand, Operand) else operand.values
 
 
 def facts_of(a: GemmOperand, b: GemmOperand, args: GemmArgs) -> Hashable:
-    """All that refusals of product kernels look at beside the spec; None on a CPU, where they see how codes lie too."""
+    """All that refusals of product kernels look at beside the spec, for ``plan_for``."""
     bias, data = args.bias, data_of(b)
-    if not data.is_cuda:
-        return None
     added = None if bias is None else (bias.dtype, tuple(bias.shape))
-    return type(a), data_of(a).dtype, type(b), data.dtype, added, args.alpha, args.beta
+    # Kernels on a CPU decode a weight a few rows at a time only if it is contiguous.
+    layout = data.device.type == "cpu" and isinstance(b, Operand) and data.is_contiguous() and b.scale.is_contiguous()
+    return type(a), data_of(a).dtype, type(b), data.dtype, added, args.alpha, args.beta, layout
 
 
 def needs_codes(a: GemmOperand, b: GemmOperand) -> str | None:
-    """Why a kernel that reads codes refuses factors of which one has none."""
+    """Why a kernel that reads codes refuses operands of which one has none."""
     return (
-        "needs codes, a factor is rounded values"
+        "needs codes, an operand is rounded values"
         if isinstance(a, FakeQuantized) or isinstance(b, FakeQuantized)
         else None
     )
 
 
 def not_rows_by_matrix(spec: Spec, a: GemmOperand) -> str | None:
-    """Why a kernel for rows (..., M, K) times one matrix (N, K) refuses; None for those."""
+    """Why a kernel for rows (..., M, K) times one matrix (N, K) refuses; None if that is the product."""
     left, right = spec.shapes
     if len(right) != 2 or len(left) < 2:
         return f"multiplies rows with one matrix, not {left} with {right}"
@@ -125,9 +125,9 @@ def not_a_bias_of_groups(args: GemmArgs) -> str | None:
 
 
 def flat_bias(args: GemmArgs, shape: tuple[int, ...]) -> Tensor | None:
-    """The bias of a product of this shape: (N,) where it is the same for every row, else (M, N); contiguous.
+    """The bias of a product of this shape: (N,) if it is the same for every row, else (M, N); contiguous.
 
-    A factor of 0 keeps even its NaNs out.
+    None if ``beta`` is 0: not even a NaN of the bias enters then.
     """
     bias = args.bias
     if bias is None or args.beta == 0:
@@ -140,16 +140,16 @@ def flat_bias(args: GemmArgs, shape: tuple[int, ...]) -> Tensor | None:
 
 
 def finish(product: Tensor, args: GemmArgs) -> Tensor:
-    """Alpha and the bias on a product in float32 or float64, rounded once."""
+    """Multiply a product in float32 or float64 by alpha, add the bias and round once."""
     if args.alpha != 1:
         product = product * args.alpha
-    if args.bias is not None and args.beta != 0:  # as addmm has it, not even a NaN of the bias enters then
+    if args.bias is not None and args.beta != 0:  # as in torch.addmm, not even a NaN of the bias enters then
         bias = args.bias.to(product.dtype)
         product = product + (bias * args.beta if args.beta != 1 else bias)
     return product.to(args.out_dtype)
 
 
 def zero_after(out: Tensor, ends: Tensor) -> Tensor:
-    """A grouped product with zeros in the rows after the last group's end, which stays on the device."""
+    """A grouped product with zeros in the rows after the end of the last group, which stays on the device."""
     row = torch.arange(out.shape[0], device=out.device)
     return torch.where((row < ends.narrow(0, ends.shape[0] - 1, 1)).unsqueeze(-1), out, 0)

@@ -1,37 +1,35 @@
-"""One step of delayed scaling: a handful of numbers, which eager torch would take ten launches for."""
+"""One step of delayed scaling in one launch; eager torch needs ten launches for these few numbers."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from ...core.dispatch import Spec
+from ...core.kernel import Spec
 from ...core.tracing import is_traced
 from ..runtime import triton_launch
 from ..runtime.triton_launch import device_code, launch, on
 
 LONGEST = 4096
-"""Rows of a history that one program holds."""
+"""The longest history, in rows, that one Triton program can read."""
 
 
-def advance(history: Tensor, record: Tensor, amax: Tensor, gemm_operand: float, newest: bool) -> tuple[Tensor, Tensor]:
-    """The next history and the next amax; ``record`` is zeroed in place.
+def advance(history: Tensor, record: Tensor, amax: Tensor, multiplier: float, newest: bool) -> tuple[Tensor, Tensor]:
+    """(next history, next amax); ``record`` is set to zero in place.
 
-    history (rows, 3) float32, the newest row first; record and amax (3,). The next amax is ``gemm_operand`` times the largest
-    of the history (``newest``: its first row), or the last one where that is zero or not finite.
+    history (rows, 3) float32, the newest row first; record and amax (3,). The next amax is ``multiplier`` times the
+    largest row of the next history (``newest``: its first row). It stays ``amax`` if that value is zero or not finite.
     """
     spec = Spec("advance history", (tuple(history.shape),), (history.dtype,), history.dtype, history.device)
     if triton_launch.missing(spec) is not None or history.shape[0] > LONGEST:
-        out = _advance(history, record, amax, gemm_operand, newest)
+        out = _advance(history, record, amax, multiplier, newest)
     else:
-        out = (advance_op if is_traced(history) else _on_device)(history, record, amax, gemm_operand, newest)
+        out = (advance_op if is_traced(history) else _on_device)(history, record, amax, multiplier, newest)
     record.zero_()
     return out
 
 
-def _on_device(
-    history: Tensor, record: Tensor, amax: Tensor, gemm_operand: float, newest: bool
-) -> tuple[Tensor, Tensor]:
+def _on_device(history: Tensor, record: Tensor, amax: Tensor, multiplier: float, newest: bool) -> tuple[Tensor, Tensor]:
     rows, columns = history.shape
     out, following = torch.empty_like(history), torch.empty_like(amax)
     with on(history.device):
@@ -39,26 +37,24 @@ def _on_device(
             device_code("amax_history.advance_history"),
             1,
             (history, record, amax, out, following, rows),
-            (newest, gemm_operand, columns, max(16, 1 << (rows - 1).bit_length())),
+            (newest, multiplier, columns, max(16, 1 << (rows - 1).bit_length())),
             4,
         )
     return out, following
 
 
 @torch.library.custom_op("mxtensor::advance_history", mutates_args=())
-def advance_op(
-    history: Tensor, record: Tensor, amax: Tensor, gemm_operand: float, newest: bool
-) -> tuple[Tensor, Tensor]:
-    """``advance`` without the zeros in ``record``, one op for torch.compile."""
-    return _on_device(history, record, amax, gemm_operand, newest)
+def advance_op(history: Tensor, record: Tensor, amax: Tensor, multiplier: float, newest: bool) -> tuple[Tensor, Tensor]:
+    """``advance`` that leaves ``record`` as it is: one op for torch.compile."""
+    return _on_device(history, record, amax, multiplier, newest)
 
 
 @advance_op.register_fake
-def _(history, record, amax, gemm_operand, newest):  # type: ignore[no-untyped-def]
+def _(history, record, amax, multiplier, newest):  # type: ignore[no-untyped-def]
     return torch.empty_like(history), torch.empty_like(amax)
 
 
-def _advance(history: Tensor, record: Tensor, amax: Tensor, gemm_operand: float, newest: bool) -> tuple[Tensor, Tensor]:
+def _advance(history: Tensor, record: Tensor, amax: Tensor, multiplier: float, newest: bool) -> tuple[Tensor, Tensor]:
     out = torch.cat([record.unsqueeze(0), history[:-1]])
     largest = out[0] if newest else out.amax(0)
-    return out, torch.where((largest > 0) & largest.isfinite(), largest * gemm_operand, amax)
+    return out, torch.where((largest > 0) & largest.isfinite(), largest * multiplier, amax)

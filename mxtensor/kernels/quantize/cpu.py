@@ -1,15 +1,13 @@
-"""Eager casts on CPU in C++: every format, one pass over the values, and one before it where a scale is the tensor's.
+"""Eager casts on CPU in C++: every format, one pass over the values, and a pass for the amax if a scale needs it.
 
-``quantize.cpp`` is compiled once a machine (about two seconds) by the C++ compiler that torch.compile uses too, without
-torch's headers, and called through ctypes. Where there is none, the slices of ``cast_blocked`` do the same work.
+``quantize.cpp`` is compiled once on each machine (about two seconds) without torch's headers, by the C++ compiler that
+torch.compile uses too, and called through ctypes. Without a compiler ``sliced.py`` does the same work.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-import shutil
-import subprocess
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -19,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.dispatch import Kernel, Spec, elsewhere
+from ...core.kernel import Kernel, Spec, elsewhere
 from ...numerics.cast import Cast
 from ...numerics.elements import decode_elements
 from ...numerics.formats import BLOCK_SIZES, E8M0, FP32, FP32_POW2, FULL, UE4M3, Format, Rounding, ScaleCalculationMode
 from ...numerics.operand import Operand
 from ...numerics.reference import scale_to_float
-from ..runtime.disk_cache import cache_path, new_file
+from ..runtime.native_build import load
 
 SOURCE, HEADER = (Path(__file__).parent.parent / "cpu" / name for name in ("quantize.cpp", "elements.h"))
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off", "-fno-trapping-math")
@@ -34,8 +32,9 @@ MODES = {mode: i for i, mode in enumerate(ScaleCalculationMode)}
 SCALES = (E8M0, UE4M3, FP32, FP32_POW2)
 BLOCKS = frozenset({(FULL, FULL), (1, FULL), *((rows, n) for n in BLOCK_SIZES for rows in (1, n))})
 TRANSPOSED_ROWS = 128
-"""Of a source whose columns are contiguous, transposed at a time: whole cache lines of each column."""
+"""Rows that are transposed at a time if the columns of x are contiguous: whole cache lines of each column."""
 VALUES_PER_THREAD = 1 << 16
+"""The least that a thread is given."""
 
 
 class _Element(ctypes.Structure):
@@ -57,28 +56,12 @@ class _Format(ctypes.Structure):
 # ---------------------------------------------------------------------------------------------- the library
 
 
-def _cache_path(compiler: str) -> Path:
-    """Where the library of this source, these flags and this processor lies."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    flags = [line for line in lines if line.startswith(("flags", "Features"))][:1]
-    return cache_path("native", (SOURCE.read_text(), HEADER.read_text(), FLAGS, compiler, flags), "so")
-
-
 @cache
 def library() -> ctypes.CDLL | str:
     """The compiled casts, or the sentence that says why there are none."""
-    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    if not compiler:
-        return "there is no C++ compiler"
-    try:
-        path = _cache_path(compiler)
-        if not path.exists():
-            with new_file(path) as built:
-                subprocess.run([compiler, *FLAGS, "-o", str(built), str(SOURCE)], check=True, capture_output=True)
-        lib = ctypes.CDLL(str(path))
-    except (OSError, subprocess.CalledProcessError) as error:
-        return f"quantize.cpp did not build: {str(error).splitlines()[0]}"
+    lib = load(SOURCE, FLAGS, headers=(HEADER,))
+    if isinstance(lib, str):
+        return lib
     pointer, number, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
     lib.mx_amax.argtypes = [pointer, number, size, size]
     lib.mx_encode.argtypes = [
@@ -88,23 +71,24 @@ def library() -> ctypes.CDLL | str:
     return lib
 
 
-_ROWS: dict[object, tuple[object, ...]] = {}
+_FORMATS: dict[object, tuple[object, ...]] = {}
 
 
-def _row(format: Format) -> Any:
+def _c_format(format: Format) -> Any:
     """A reference to the fields of ``format`` for C."""
     e, kind, block = format.element, format.scale, format.block
-    row = _ROWS.get((id(e), id(kind), block))  # by identity: hashing an element costs as much as the call into C
-    if row is None:
-        codes = torch.arange(256, dtype=torch.uint8, device="cpu")  # whatever torch takes where nothing is said
+    cached = _FORMATS.get((id(e), id(kind), block))  # by identity: to hash an element takes as long as to call C
+    if cached is None:
+        codes = torch.arange(256, dtype=torch.uint8, device="cpu")  # whatever torch's default device is
         magnitudes = codes[: 1 << (e.bits - 1)]
         finite = decode_elements(magnitudes if e.packed else magnitudes.view(e.dtype), e).isfinite()
         fields = (e.exponent_bits, e.mantissa_bits, e.bias, e.emax, e.bits, e.nan_code, int(finite.sum()))
         values = scale_to_float(codes, kind).tolist() if kind.dtype is torch.uint8 else ()
         element = _Element(*fields, e.max, 1.0 / e.max)
         c = _Format(element, SCALES.index(kind), *block, (ctypes.c_float * 256)(*values))
-        row = _ROWS[id(e), id(kind), block] = (ctypes.byref(c), e, kind)  # kept, so that their ids stay their own
-    return row[0]
+        # The entry references e and kind, so that no other object gets their ids.
+        cached = _FORMATS[id(e), id(kind), block] = (ctypes.byref(c), e, kind)
+    return cached[0]
 
 
 _pool: list[ThreadPoolExecutor] = []
@@ -113,8 +97,10 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 
 
 def _in_spans(work: Callable[[int, int], int], units: int, values: int) -> int:
-    """The largest result of ``work(first, last)`` on spans of so many units, which hold so many values in all, in as
-    many threads as torch uses; ctypes lets go of the GIL."""
+    """The largest result of ``work(first, end)`` over spans of ``units`` units with ``values`` values in all.
+
+    Runs in as many threads as torch uses; ctypes releases the GIL.
+    """
     spans_worth = values // VALUES_PER_THREAD
     threads = min(torch.get_num_threads(), spans_worth, units) if spans_worth > 1 else 1
     if threads == 1:
@@ -129,7 +115,7 @@ def _refuses(spec: Spec, format: Format) -> str | None:
     if spec.device.type != "cpu":
         return elsewhere("cpu", spec.device.type)
     if spec.traced:
-        return "being traced: the codec itself fuses better"
+        return "being traced: the reference fuses better"
     if spec.dtype not in KINDS:
         return f"not for {str(spec.dtype).removeprefix('torch.')}"
     if format.block not in BLOCKS or format.scale not in SCALES:
@@ -146,38 +132,38 @@ def _refuses_quantize(spec: Spec, x: Tensor, cast: Cast) -> str | None:
         return "rounds to nearest only"
     reason = _refuses(spec, cast.format)
     if reason is None and not (x.is_contiguous() or (x.dim() > 1 and x.transpose(-1, -2).is_contiguous())):
-        return "neither contiguous nor the transpose of something contiguous"
+        return "neither contiguous nor the transpose of a contiguous tensor"
     return reason
 
 
 def _quantize(x: Tensor, cast: Cast) -> Operand:
     lib, format, shape = library(), cast.format, tuple(x.shape)
     assert isinstance(lib, ctypes.CDLL)
-    data = torch.empty(format.data_shape(shape), dtype=format.element.dtype, device=x.device)
-    scale = torch.empty(format.scale_shape(shape), dtype=format.scale.dtype, device=x.device)
-    global_scale = torch.ones((), dtype=torch.float32, device=x.device) if format.global_scale else None
+    out = Operand.empty(format, shape, x.device)
     values, cols, tile = x.numel(), shape[-1], format.block[0]
     if not values:
-        return Operand(data, scale, global_scale, format, shape)
+        if out.global_scale is not None:
+            out.global_scale.fill_(1)
+        return out
     rows, height, transposed = values // cols, max(tile, 1), not x.is_contiguous()
     if transposed or (tile > 1 and len(shape) > 1):
-        rows = shape[-2]  # of one matrix; where no block spans rows, those of all are alike
+        rows = shape[-2]  # of one matrix; without blocks that span rows, a stack is one matrix
     if transposed:
         height = TRANSPOSED_ROWS
-    row, mode, kind = _row(format), MODES[cast.scaling], KINDS[x.dtype]
-    source, codes, scales = x.data_ptr(), data.data_ptr(), scale.data_ptr()
-    global_scale_ptr = None if global_scale is None else global_scale.data_ptr()
+    c_format, mode, kind = _c_format(format), MODES[cast.scaling], KINDS[x.dtype]
+    source, codes, scales = x.data_ptr(), out.data.data_ptr(), out.scale.data_ptr()
+    global_scale = None if out.global_scale is None else out.global_scale.data_ptr()
     amax = 0
     if global_scale is not None or tile == FULL:
         amax = _in_spans(lambda first, end: lib.mx_amax(source, kind, first, end), values, values)
 
     def work(first: int, end: int) -> int:
         return lib.mx_encode(  # type: ignore[no-any-return]
-            row, mode, source, kind, rows, cols, transposed, height, amax, first, end, codes, scales, global_scale_ptr
+            c_format, mode, source, kind, rows, cols, transposed, height, amax, first, end, codes, scales, global_scale
         )
 
     _in_spans(work, values // (rows * cols) * -(-rows // height), values)
-    return Operand(data, scale, global_scale, format, shape)
+    return out
 
 
 # ---------------------------------------------------------------------------------------------- dequantize
@@ -197,13 +183,13 @@ def decode_rows(operand: Operand, start: int, length: int, out: Tensor) -> Tenso
     if not out.numel():
         return out
     rows, cols = shape[-2] if len(shape) > 1 else 1, shape[-1]
-    row, kind, size = _row(operand.format), KINDS[out.dtype], cols * out.itemsize
+    c_format, kind, size = _c_format(operand.format), KINDS[out.dtype], cols * out.itemsize
     codes, scales, to = operand.data.data_ptr(), operand.scale.data_ptr(), out.data_ptr()
     global_scale_ptr = None if global_scale is None else global_scale.data_ptr()
 
     def work(first: int, end: int) -> int:
         return lib.mx_decode(  # type: ignore[no-any-return]
-            row, codes, scales, global_scale_ptr, rows, cols, start + first, start + end, to + first * size, kind
+            c_format, codes, scales, global_scale_ptr, rows, cols, start + first, start + end, to + first * size, kind
         )
 
     _in_spans(work, length, length * cols)
@@ -215,5 +201,5 @@ def _dequantize(operand: Operand, dtype: torch.dtype) -> Tensor:
     return decode_rows(operand, 0, out.numel() // max(operand.shape[-1], 1), out)
 
 
-QUANTIZE = Kernel("native", _refuses_quantize, _quantize, "cpu")
-DEQUANTIZE = Kernel("native", _refuses_dequantize, _dequantize, "cpu")
+QUANTIZE = Kernel("cpu", _refuses_quantize, _quantize, "cpu")
+DEQUANTIZE = Kernel("cpu", _refuses_dequantize, _dequantize, "cpu")

@@ -14,26 +14,26 @@ GROUP = 16
 
 
 def _matrix(signs: int, device: torch.device) -> Tensor:
-    """diag(signs) @ H16 / 4, float32; bit i of ``signs`` set: row i is negated."""
+    """diag(signs) @ H16 / 4 in float32; row i is negated if bit i of ``signs`` is set."""
     rows = [[(-1) ** ((i & j).bit_count() + (signs >> i)) / 4 for j in range(GROUP)] for i in range(GROUP)]
     return torch.tensor(rows, dtype=torch.float32, device=device)
 
 
-_kept_matrix = cache(_matrix)
+_cached_matrix = cache(_matrix)
 
 
 def rotated(x: Tensor, signs: int) -> Tensor:
-    """Each 16 values of the last dimension times an orthogonal matrix, in float32, rounded to bfloat16.
+    """Groups of 16 values of the last dimension times an orthogonal matrix, in float32, rounded to bfloat16.
 
-    (..., K) to (..., K rounded up to a multiple of 16): absent values count as zero. A product of two factors that were
-    both rotated along the contraction is what it was. The transpose of a matrix stored by rows is rotated where it
-    lies, and the result lies as it does. Source: "Pretraining LLMs with NVFP4", NVIDIA 2025.
+    (..., K) to (..., K rounded up to a multiple of 16); absent values count as zero. If both operands of a product are
+    rotated along the contraction, the product stays the same. The transpose of a row-major matrix is rotated without
+    a copy, and the result has its layout. Source: "Pretraining LLMs with NVFP4", NVIDIA 2025.
     """
     pad = -x.shape[-1] % GROUP
     if pad:
         x = F.pad(x, (0, pad))
-    matrix = (_matrix if is_traced(x) else _kept_matrix)(signs, x.device)
-    # Entries of 1/4 are exact in bfloat16, and CUDA adds products of bfloat16 in float32.
+    matrix = (_matrix if is_traced(x) else _cached_matrix)(signs, x.device)
+    # Entries of 1/4 are exact in bfloat16, and CUDA accumulates bfloat16 products in float32.
     in_bfloat16 = x.dtype is torch.bfloat16 and x.device.type == "cuda"
     compute = torch.bfloat16 if in_bfloat16 else torch.float32
     matrix = matrix.to(compute)

@@ -1,8 +1,8 @@
-"""The codec as it stands, in two forms: traced into the caller's graph, or as one opaque op that runs eagerly.
+"""The reference itself as a kernel, in two forms: traced into the caller's graph, or one opaque op that runs eagerly.
 
-Traced, it fuses into one loop and needs nothing but aten, which an exported program wants. Opaque it stays where that
-loop would be slower or wrong: on CPU the C++ casts beat what inductor makes of it, and elsewhere inductor divides to 2
-ulps and contracts multiply and add, which moves a rounding wherever a multiplier is no power of two.
+Traced, it fuses into one loop and needs only aten ops, as an exported program must. It is opaque if that loop would be
+slower or wrong: on CPU the C++ casts are faster than inductor's code; on other devices inductor divides to 2 ulps and
+contracts multiply and add, which changes a rounding if a multiplier is not a power of two.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from ...core.compat import is_exporting
-from ...core.dispatch import Kernel, Spec
+from ...core.kernel import Kernel, Spec
 from ...core.tracing import is_traced
 from ...numerics.cast import Cast
 from ...numerics.formats import Rounding, get_format
 from ...numerics.operand import Operand
 from ...numerics.reference import decode, encode
-from ..quantize import cpu
+from . import cpu
 
 
 def _eager(x: Tensor, cast: Cast) -> Operand:
@@ -29,7 +29,7 @@ def _eager(x: Tensor, cast: Cast) -> Operand:
 
 @torch.library.custom_op("mxtensor::encode", mutates_args=())
 def encode_op(x: Tensor, format: str, scaling: str, rounding: str) -> tuple[Tensor, Tensor, Tensor]:
-    """``codec.encode`` of x: (data, scale, global scale or an empty tensor)."""
+    """``reference.encode`` of x: (data, scale, global scale or an empty tensor)."""
     operand = _eager(x.contiguous(), Cast.of(format, scaling, rounding))
     global_scale = x.new_empty(0, dtype=torch.float32) if operand.global_scale is None else operand.global_scale
     return operand.data, operand.scale, global_scale
@@ -37,17 +37,15 @@ def encode_op(x: Tensor, format: str, scaling: str, rounding: str) -> tuple[Tens
 
 @encode_op.register_fake
 def _(x, format, scaling, rounding):  # type: ignore[no-untyped-def]
-    row = get_format(format)
-    global_scale = x.new_empty(() if row.global_scale else (0,), dtype=torch.float32)
-    data = x.new_empty(row.data_shape(tuple(x.shape)), dtype=row.element.dtype)
-    return data, x.new_empty(row.scale_shape(tuple(x.shape)), dtype=row.scale.dtype), global_scale
+    out = Operand.empty(get_format(format), x.shape, x.device)
+    return out.data, out.scale, x.new_empty(0, dtype=torch.float32) if out.global_scale is None else out.global_scale
 
 
-def encode_under(x: Tensor, cast: Cast, amax: Tensor) -> Operand:
-    """``codec.encode`` of x under the amax of other values (delayed scaling), for formats with one scale a tensor.
+def encode_with_amax(x: Tensor, cast: Cast, amax: Tensor) -> Operand:
+    """``reference.encode`` of x with the amax of other values (delayed scaling), for formats with one scale a tensor.
 
-    What lies beyond the scale saturates. What is not finite has no place under any scale: it becomes the format's NaN
-    by itself, as it makes a whole block NaN where the amax is its own, so that an overflow is never taken for a number.
+    Values too large for the scale saturate. A NaN or an infinity becomes the format's NaN, that value alone, so that an
+    overflow is never taken for a number.
     """
     return encode(torch.where(x.isfinite(), x, float("nan")), cast, amax)
 

@@ -1,7 +1,7 @@
-"""Casts of the columns of a matrix in Triton, alone or with its rows: which kernel, in which tiles.
+"""Casts with blocks along columns in Triton, alone or together with blocks along rows: which kernel, in which tiles.
 
-What is made of the columns or of the rows is a ``Target``: codes as bytes (those of columns stored transposed) with
-their scales, or values, which lie as a contiguous x would, and no scales.
+The result for the columns, or for the rows, is written to a ``Target``: (codes as bytes, scales), where columnwise
+codes are stored transposed; or (values, None), where values have the layout of a contiguous x.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ import torch
 from torch import Tensor
 
 from ...numerics.cast import Cast
-from ..quantize import tiles
 from ..runtime.triton_launch import device_code, launch
-from .device_constants import CastCode
+from . import triton_tiles as tiles
 from .triton_common import amax_of, ceil_div, code_of, in_pairs, needs_amax, seed_of
+from .triton_constants import CastCode
 
 Target: TypeAlias = tuple[Tensor, Tensor | None]
 FAR = 1 << 23
-"""Values in a row up to which offsets in a tile fit 32 bits."""
+"""Below this many values in a row, offsets inside a tile fit 32 bits."""
 
 
 def rounds_in_words(code: CastCode, *values: Tensor | None) -> bool:
-    """Whether bfloat16 is rounded two values at a time and without codes: by powers of two, to bfloat16."""
+    """Whether bfloat16 is fake quantized in words of two values: power-of-two scales, bfloat16 results."""
     return code.mode != "" and code.block > 0 and all(v is None or v.dtype is torch.bfloat16 for v in values)
 
 
 def round_tiles(x: Tensor, code: CastCode, rowwise: Tensor | None, columnwise: Tensor | None) -> None:
-    """Values of a matrix of pairs (``in_pairs``) in blocks along its rows, its columns or both; results contiguous."""
+    """Fake quantize a matrix of pairs (``in_pairs``) with blocks along rows, columns or both; contiguous results."""
     (rows, cols), (high, wide, warps) = x.shape, tiles.ROUND[columnwise is not None]
     words, pairs = cols // 2, code.block // 2
     if columnwise is not None and code.block > high:
@@ -44,12 +44,12 @@ def round_tiles(x: Tensor, code: CastCode, rowwise: Tensor | None, columnwise: T
 
 
 def _form(target: Target | None) -> str:
-    """What the kernels call it."""
+    """The name of the target's form in the kernels."""
     return "" if target is None else "values" if target[1] is None else "codes"
 
 
 def encode_columns(x: Tensor, cast: Cast, rowwise: Target | None, columnwise: Target, swizzled: bool) -> Tensor | None:
-    """Cast the columns of a matrix (and its rows) into their targets; the global scale or None."""
+    """Cast the columns of a matrix, and its rows, into their targets; returns the global scale or None."""
     code, seed = code_of(cast, x.device), seed_of(cast, x.device)
     forms = _form(rowwise), _form(columnwise)
     if seed is None and in_pairs(x) and code.block > 0:
@@ -69,7 +69,7 @@ def _encode_words(
     x: Tensor, code: CastCode, form: str, rowwise: tuple[Tensor | None, Tensor | None], columnwise: Target,
     swizzled: bool,
 ) -> None:  # fmt: skip
-    """Float8 codes of the columns of pairs of bfloat16, in whole fours of rows."""
+    """Float8 codes of the columns of a matrix of bfloat16 pairs whose number of rows is a multiple of four."""
     (rows, cols), (data, scale), (tdata, tscale) = x.shape, rowwise, columnwise
     groups, wide, warps = tiles.WORDS[form]
     groups, wide, words = max(groups, code.block // 32), max(wide, code.block // 2), cols // 2
@@ -90,7 +90,7 @@ def _encode(
     x: Tensor, cast: Cast, code: CastCode, seed: Tensor | None, forms: tuple[str, str],
     rowwise: tuple[Tensor | None, Tensor | None], columnwise: Target, swizzled: bool,
 ) -> Tensor | None:  # fmt: skip
-    """Any format from any dtype, value by value."""
+    """Any format from any dtype, one value at a time."""
     (rows, cols), (data, scale), (tdata, tscale) = x.shape, rowwise, columnwise
     amax = amax_of(x) if needs_amax(cast.format) else None
     if code.block == -1:

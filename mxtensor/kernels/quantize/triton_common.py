@@ -1,19 +1,19 @@
-"""What the hosts of the Triton casts share: matrices of rows, seeds, the amax of a tensor, memory for what is made."""
+"""What the host sides of the Triton casts share: matrices of rows, seeds, the amax of a tensor, memory for results."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from ...core.dispatch import Spec
+from ...core.kernel import Spec
 from ...numerics.cast import Cast
-from ...numerics.formats import FULL, Format, Rounding
+from ...numerics.formats import Format, Rounding
 from ...numerics.operand import Operand
-from ..quantize import tiles
 from ..runtime import triton_launch
 from ..runtime.availability import exported
 from ..runtime.triton_launch import device_code, launch
-from .device_constants import CastCode, cast_code
+from . import triton_tiles as tiles
+from .triton_constants import CastCode, cast_code
 
 SOURCES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -23,19 +23,19 @@ def ceil_div(n: int, size: int) -> int:
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """x as a matrix of its rows with unit stride along them; a copy only where no view will do."""
+    """x as a matrix with unit stride along its rows; a copy only if no view exists."""
     if x.dim() != 2:
         x = x.reshape(-1, x.shape[-1])
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
 
 
 def code_of(cast: Cast, device: torch.device) -> CastCode:
-    """What the kernels know of the cast when they are compiled for the device."""
+    """The compile-time constants of the cast on this device."""
     return cast_code(cast, triton_launch.instructions_of(device))
 
 
 def seed_of(cast: Cast, device: torch.device) -> Tensor | None:
-    """The seed of stochastic rounding where the kernel can read it without a host in between."""
+    """The seed of stochastic rounding, int64 (1,) on the device, so that the host does not wait for it; or None."""
     if cast.rounding is not Rounding.STOCHASTIC:
         return None
     if cast.seed is not None:
@@ -47,13 +47,15 @@ _zeros: dict[torch.device, tuple[Tensor, list[Tensor]]] = {}
 
 
 def _zero(device: torch.device) -> Tensor:
-    """An int32 zero that nobody has used or will use again: one of a thousand that were made at once."""
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():  # a graph runs more than once
+    """An int32 zero, (1,), that no other kernel uses: one of 1024 that were allocated at once."""
+    if (
+        device.type != "cuda" or torch.cuda.is_current_stream_capturing()
+    ):  # a captured graph runs more than once and has to write the zero itself
         return torch.zeros(1, dtype=torch.int32, device=device)
     left = _zeros[device][1] if device in _zeros else []
     if not left:
         whole = torch.zeros(1024, dtype=torch.int32, device=device)
-        torch.cuda.synchronize(device)  # any stream may take one, and may still be reading one of the thousand before
+        torch.cuda.synchronize(device)  # zeros are taken on any stream, and the 1024 before may still be in use
         left = list(whole.split(1))
         _zeros[device] = whole, left
     return left.pop()
@@ -72,12 +74,14 @@ def amax_of(x: Tensor) -> Tensor:
 
 def needs_amax(format: Format) -> bool:
     """Whether a scale depends on the whole tensor, so that a pass over it has to come first."""
-    return format.global_scale or format.block[0] == FULL
+    return format.has_tensor_scale
 
 
 def slow_in_one_pass(cast: Cast) -> bool:
-    """Whether codes of columns beside anything of rows take longer in one pass than in two, as an H200 has it: packed
-    codes, which leave in small pieces, and random numbers for long blocks."""
+    """Whether columnwise codes, written together with a rowwise copy, take longer in one pass than in two on an H200.
+
+    That is so for packed codes, which are stored in small pieces, and for random numbers in long blocks.
+    """
     format = cast.format
     packed = format.element.packed and not format.global_scale
     return packed or (cast.rounding is Rounding.STOCHASTIC and format.block[1] > 32)
@@ -90,7 +94,7 @@ def in_pairs(x: Tensor) -> bool:
 
 
 def empty(x: Tensor, format: Format, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Codes as bytes, and scales, for values of ``shape``."""
+    """Memory for the codes, as the bytes that kernels write, and for the scales of values of ``shape``."""
     data = torch.empty(format.data_shape(shape), dtype=torch.uint8, device=x.device)
     return data, torch.empty(format.scale_shape(shape), dtype=format.scale.dtype, device=x.device)
 
@@ -98,20 +102,21 @@ def empty(x: Tensor, format: Format, shape: tuple[int, ...]) -> tuple[Tensor, Te
 def operand_of(
     components: tuple[Tensor, Tensor], global_scale: Tensor | None, format: Format, shape: tuple[int, ...]
 ) -> Operand:
+    """The operand of what ``empty`` allocated."""
     data = components[0] if format.element.dtype is torch.uint8 else components[0].view(format.element.dtype)
     return Operand(data, components[1], global_scale, format, shape)
 
 
-def runs_down_columns(x: Tensor, format: Format) -> bool:
-    """Whether x is the transpose of a matrix that is stored by rows, so that its blocks lie along columns there."""
+def is_transposed_matrix(x: Tensor, format: Format) -> bool:
+    """Whether x is the transpose of a row-major matrix, so that its blocks run along columns of that matrix."""
     return x.dim() == 2 and x.stride(0) == 1 and x.stride(1) != 1 and format.block[0] == 1
 
 
 def refuses(spec: Spec) -> str | None:
-    """Why no Triton cast takes values of this dtype and shape on this device; None if they do."""
+    """Why the Triton casts refuse values of this dtype and shape on this device; None if they accept."""
     missing = triton_launch.missing(spec)
     if missing:
         return missing
     if spec.dtype not in SOURCES:
         return f"not for {str(spec.dtype).removeprefix('torch.')}"
-    return exported(spec) or ("no values" if 0 in spec.shapes[0] else None)
+    return exported(spec) or ("the tensor is empty" if 0 in spec.shapes[0] else None)

@@ -1,17 +1,17 @@
-"""Both factors of a matrix in Triton, of one pass: codes or values of its rows, codes or values of its columns."""
+"""Both copies of a matrix in one pass in Triton: codes or values of its rows, codes or values of its columns."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from ...core.dispatch import Spec
+from ...core.kernel import Spec
 from ...numerics.cast import Cast
 from ...numerics.formats import FULL, Format
 from ...numerics.operand import Operand
 from ..gemm.spec import FakeQuantized, Form, GemmOperand
-from ..quantize import tiles
 from ..runtime.triton_launch import device_code, launch, on
+from . import triton_tiles as tiles
 from .triton_columns import Target, encode_columns
 from .triton_common import (
     SOURCES,
@@ -38,12 +38,12 @@ def refuses_pair(
         if Form.VALUES in (rowwise, columnwise) or (rowwise is None and columnwise is None):
             return "codes only for formats with one scale a tensor"
         if columnwise is None and amax is None and record is None:
-            return "codes of rows are a cast of their own"
+            return "rowwise codes alone are one cast"
         return refuses(spec)
     if rows != 1 or cols == FULL:
-        return "square tiles are rounded once and turned, and whole rows take two passes"
+        return "square blocks are rounded once and then transposed, and blocks of whole rows take two passes"
     if rowwise is None or columnwise is None:
-        return "one factor is a cast of its own"
+        return "one copy alone is one cast"
     if columnwise is Form.CODES and slow_in_one_pass(cast):
         return "two casts are faster"
     if Form.VALUES in (rowwise, columnwise) and dtype not in SOURCES:
@@ -55,7 +55,7 @@ def pair(
     x: Tensor, cast: Cast, rowwise: Form | None, columnwise: Form | None, dtype: torch.dtype,
     amax: Tensor | None, record: Tensor | None,
 ) -> tuple[GemmOperand | None, GemmOperand | None]:  # fmt: skip
-    """What ``kernels/cast.py`` says of ``cast_pair``."""
+    """``select_pair.cast_pair``."""
     format, shape = cast.format, tuple(x.shape)
     x = rows_of(x)
     if format.block[0] == FULL:
@@ -64,9 +64,8 @@ def pair(
     assert targets[1] is not None
     with on(x.device):
         global_scale = encode_columns(x, cast, targets[0], targets[1], False)
-    return _gemm_operand(targets[0], global_scale, format, shape, False), _gemm_operand(
-        targets[1], global_scale, format, shape[::-1], True
-    )
+    left = _side(targets[0], global_scale, format, shape, False)
+    return left, _side(targets[1], global_scale, format, shape[::-1], True)
 
 
 def _target(x: Tensor, format: Format, form: Form | None, shape: tuple[int, ...], dtype: torch.dtype) -> Target | None:
@@ -75,7 +74,7 @@ def _target(x: Tensor, format: Format, form: Form | None, shape: tuple[int, ...]
     return None if form is None else empty(x, format, shape)
 
 
-def _gemm_operand(
+def _side(
     target: Target | None, global_scale: Tensor | None, format: Format, shape: tuple[int, ...], transposed: bool
 ) -> GemmOperand | None:
     if target is None:
@@ -89,7 +88,7 @@ def _gemm_operand(
 def _of_one_scale(
     x: Tensor, cast: Cast, rowwise: bool, columnwise: bool, amax: Tensor | None, record: Tensor | None
 ) -> tuple[Operand | None, Operand | None]:
-    """Codes of a matrix and of its transpose by one scale: that of ``amax``, or of a first pass over x."""
+    """Codes of a matrix and of its transpose with one scale: from ``amax``, or from a first pass over x."""
     format, (rows, cols), code, seed = cast.format, x.shape, code_of(cast, x.device), seed_of(cast, x.device)
     fours, wide, warps = tiles.TRANSPOSE
     components = empty(x, format, (rows, cols)) if rowwise else (None, None)
@@ -101,8 +100,8 @@ def _of_one_scale(
             device_code("quantize_transposed.quantize_transposed"),
             ceil_div(rows, 4 * fours) * ceil_div(cols, wide),
             (
-                x, *components, *transposed, bits, None if record is None else record.detach(), seed, rows, cols, x.stride(0),
-                rows // 4,
+                x, *components, *transposed, bits, None if record is None else record.detach(), seed, rows, cols,
+                x.stride(0), rows // 4,
             ),
             (code, fours, wide, rowwise, columnwise, amax is not None, record is not None, whole, rows % 4 == 0),
             warps,

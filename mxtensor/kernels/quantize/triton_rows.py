@@ -1,6 +1,7 @@
-"""Casts on CUDA devices in Triton: one pass over the values, every format (device code: ``device/``).
+"""Casts on CUDA devices in Triton: every format, one pass over the values. Host side of blocks along rows.
 
-Eager calls go straight to the kernels; traced ones through the custom ops of ``cast_op.py``, which call these.
+Device code: ``triton_device/``. Eager calls use these functions; traced calls use the custom ops of ``triton_ops.py``,
+which call them.
 """
 
 from __future__ import annotations
@@ -10,15 +11,14 @@ import math
 import torch
 from torch import Tensor
 
-from ...core.dispatch import Spec
+from ...core.kernel import Spec
 from ...numerics.cast import Cast
 from ...numerics.formats import FULL, Format
 from ...numerics.operand import Operand
 from ...numerics.swizzle import swizzled_shape
-from ..quantize import tiles
 from ..runtime import triton_launch
 from ..runtime.triton_launch import device_code, launch, on
-from .device_constants import format_code
+from . import triton_tiles as tiles
 from .triton_columns import encode_columns, round_tiles, rounds_in_words
 from .triton_common import (
     SOURCES,
@@ -27,22 +27,23 @@ from .triton_common import (
     code_of,
     empty,
     in_pairs,
+    is_transposed_matrix,
     needs_amax,
     operand_of,
     refuses,
     rows_of,
-    runs_down_columns,
     seed_of,
     slow_in_one_pass,
 )
+from .triton_constants import format_code
 
 # ---------------------------------------------------------------------------------------------- quantize
 
 
 def encode_matrix(x: Tensor, cast: Cast, out: Tensor, scale: Tensor | None, swizzled: bool) -> Tensor | None:
-    """Cast a matrix with unit stride along its rows into ``out`` and ``scale``; the global scale or None.
+    """Cast a matrix with unit stride along its rows into ``out`` and ``scale``; returns the global scale or None.
 
-    Without ``scale``, ``out`` takes the rounded values, in its dtype, instead of codes.
+    If ``scale`` is None, the fake-quantized values are written to ``out``, in its dtype, instead of codes.
     """
     values = scale is None
     format, (rows, cols) = cast.format, x.shape
@@ -108,17 +109,17 @@ def encode_matrix(x: Tensor, cast: Cast, out: Tensor, scale: Tensor | None, swiz
 
 
 def _matrices(x: Tensor, format: Format) -> bool:
-    """Whether the matrices of a stack must be cast one by one: tiles that would reach from one into the next."""
-    tiles = format.rows_are_blocked and format.block[0] != FULL
-    return x.dim() > 2 and tiles and x.shape[-2] % format.block[0] != 0
+    """Whether the matrices of a stack must be cast one by one: a square block would cross from one into the next."""
+    square = format.rows_are_blocked and format.block[0] != FULL
+    return x.dim() > 2 and square and x.shape[-2] % format.block[0] != 0
 
 
 def quantize(x: Tensor, cast: Cast) -> Operand:
-    """``codec.encode`` of a CUDA tensor."""
+    """``reference.encode`` of a CUDA tensor."""
     format, shape = cast.format, tuple(x.shape)
     components = empty(x, format, shape)
     with on(x.device):
-        if runs_down_columns(x, format):
+        if is_transposed_matrix(x, format):
             global_scale = encode_columns(x.t(), cast, None, components, False)
         elif _matrices(x, format):
             global_scale = None
@@ -132,7 +133,7 @@ def quantize(x: Tensor, cast: Cast) -> Operand:
 
 
 def quantize_both(x: Tensor, cast: Cast) -> tuple[Operand, Operand]:
-    """The operand of a matrix and that of its transpose, of one pass."""
+    """The operands of a matrix and of its transpose in one pass."""
     format, shape = cast.format, tuple(x.shape)
     transposed = (shape[1], shape[0])
     rowwise, columnwise = empty(x, format, shape), empty(x, format, transposed)
@@ -142,7 +143,7 @@ def quantize_both(x: Tensor, cast: Cast) -> tuple[Operand, Operand]:
 
 
 def quantize_swizzled(x: Tensor, cast: Cast) -> tuple[Tensor, Tensor, Tensor | None]:
-    """A matrix as (codes, scales in the 128x4 layout, global scale): blocks along rows, padding scales zero."""
+    """(codes, scales in the 128x4 layout, global scale) of a matrix with blocks along rows; padding scales are zero."""
     format, shape = cast.format, tuple(x.shape)
     data = torch.empty(format.data_shape(shape), dtype=torch.uint8, device=x.device)
     scale_cols = ceil_div(shape[1], format.block[1])
@@ -155,11 +156,11 @@ def quantize_swizzled(x: Tensor, cast: Cast) -> tuple[Tensor, Tensor, Tensor | N
 
 
 def fake_quantize(x: Tensor, cast: Cast, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """The values that x has in the format, without the global scale, and that scale.
+    """The values of x in the format, without the global scale, and the global scale or None.
 
-    Those of a matrix that is stored by columns, in blocks along them, are stored so too.
+    If x is the transpose of a row-major matrix, so is the result.
     """
-    if runs_down_columns(x, cast.format):
+    if is_transposed_matrix(x, cast.format):
         transposed = torch.empty(x.t().shape, dtype=dtype, device=x.device)
         with on(x.device):
             return transposed.t(), encode_columns(x.t(), cast, None, (transposed, None), False)
@@ -177,7 +178,7 @@ def fake_quantize(x: Tensor, cast: Cast, dtype: torch.dtype) -> tuple[Tensor, Te
 
 
 def dequantize(operand: Operand, dtype: torch.dtype) -> Tensor:
-    """``codec.decode`` of operands on a CUDA device."""
+    """``reference.decode`` of operands on a CUDA device."""
     format, shape, global_scale = operand.format, operand.shape, operand.global_scale
     code = format_code(format, triton_launch.instructions_of(operand.data.device), global_scale is not None)
     out = torch.empty(shape, dtype=dtype, device=operand.data.device)
@@ -214,7 +215,7 @@ def refuses_quantize(spec: Spec, x: Tensor, cast: Cast) -> str | None:
 def refuses_both(spec: Spec, x: Tensor, cast: Cast) -> str | None:
     rows, cols = cast.format.block
     if rows != 1 or cols == FULL:
-        return "only blocks along rows have two copies to make at once"
+        return "makes both copies of blocks along rows only"
     if x.dim() != 2:
         return "matrices only"
     if slow_in_one_pass(cast):
@@ -222,7 +223,7 @@ def refuses_both(spec: Spec, x: Tensor, cast: Cast) -> str | None:
     return refuses(spec)
 
 
-def refuses_round_trip(spec: Spec, x: Tensor, cast: Cast, dtype: torch.dtype) -> str | None:
+def refuses_fake_quantize(spec: Spec, x: Tensor, cast: Cast, dtype: torch.dtype) -> str | None:
     if dtype not in SOURCES:
         return f"not for {str(dtype).removeprefix('torch.')}"
     return refuses(spec)

@@ -1,0 +1,1 @@
+"""How kernels are compiled, cached and launched: NVRTC, Triton, native C++; and reasons why they cannot be."""

@@ -1,18 +1,18 @@
-"""What kernels of several files refuse with, each sentence once."""
+"""Reasons to refuse a call that kernels of several files share."""
 
 from __future__ import annotations
 
 import torch
 
 from ...core.compat import is_exporting
-from ...core.dispatch import Spec
+from ...core.kernel import Spec
 
 
 def other_build() -> str | None:
-    """Why nothing written for CUDA runs with this build of torch; None if it does."""
+    """Why this build of torch cannot run CUDA kernels; None if it can."""
     return None if torch.version.hip is None else "written for CUDA devices, this build of torch is for ROCm"
 
 
 def exported(spec: Spec) -> str | None:
-    """Why an op of our own does not go into what is being traced; None if it does."""
+    """Why a custom op may not be in the program being traced; None if it may."""
     return "an exported program holds aten ops only" if spec.traced and is_exporting() else None

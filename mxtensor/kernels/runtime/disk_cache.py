@@ -1,4 +1,4 @@
-"""What is compiled once a machine: files under ``~/.cache/mxtensor`` (``XDG_CACHE_HOME``)."""
+"""A cache on disk for compiled kernels: ``~/.cache/mxtensor``, or ``mxtensor`` in ``XDG_CACHE_HOME``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ def _of_this_process() -> TemporaryDirectory[str]:
 
 
 def _folder() -> Path:
-    """Where a user has no home, a folder that goes with the process: nobody else can have put something there."""
+    """The cache folder of the user. A user without a home gets a temporary folder that is deleted with the process.
+
+    Its name is new, so that no other user can have put a file there.
+    """
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     except RuntimeError:
@@ -25,20 +28,20 @@ def _folder() -> Path:
 
 
 def cache_path(kind: str, key: object, suffix: str) -> Path:
-    """Where what was made of ``key`` lies, a value whose repr says all that it depends on."""
+    """The file for ``key``, a value whose repr includes everything that the file depends on."""
     return _folder() / "mxtensor" / f"{kind}-{hashlib.blake2b(repr(key).encode(), digest_size=12).hexdigest()}.{suffix}"
 
 
 @contextmanager
 def new_file(path: Path) -> Iterator[Path]:
-    """A path to write to, which becomes ``path`` at the end of the block: whole or not at all, whoever else writes it.
+    """A temporary path to write to, which is renamed to ``path`` at the end of the block: readers see all or nothing.
 
-    Raises OSError where the folder cannot be written to.
+    Several processes may write the same path. Raises OSError if the folder cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=path.parent) as folder:
         built = Path(folder) / path.name
         yield built
         with built.open("r+b") as written:
-            os.fsync(written.fileno())  # a machine that stops now must not leave a name without its bytes
+            os.fsync(written.fileno())  # after a power failure a name must not exist without its bytes
         built.replace(path)

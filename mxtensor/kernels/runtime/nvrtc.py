@@ -1,7 +1,7 @@
-"""CUDA sources compiled at run time by the NVRTC that torch brings along, kept on disk, and launched by the driver.
+"""CUDA sources: compiled at run time by torch's NVRTC, cached on disk, launched through the CUDA driver.
 
-The sources lie in ``cuda/``; what is known when they are compiled goes in front of them as constants. A kernel compiles
-in about a second, once a machine: ``~/.cache/mxtensor`` (``XDG_CACHE_HOME``) keeps what came out.
+The sources are in ``kernels/cuda/``; constants are put before them as macros. A kernel compiles in about a second, once
+per machine: the result is in ``~/.cache/mxtensor`` (``XDG_CACHE_HOME``).
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ import torch
 from torch.cuda import check_error
 
 from ...core import compat
-from ...core.dispatch import cached, device_capability
+from ...core.devices import cached, device_capability
 from .disk_cache import cache_path, new_file
 
 SOURCES = Path(__file__).parent.parent / "cuda"
 OLDEST = (8, 0)
-"""The first compute capability with asynchronous copies."""
+"""The lowest compute capability of the sources, which use asynchronous copies."""
 CLUSTERS = (9, 0)
-"""The first with clusters of blocks and launches that overlap."""
+"""The lowest compute capability with clusters of blocks and programmatic dependent launch."""
 FLAGS = ("-std=c++17",)
 SUFFIX = {(9, 0): "a"}
-"""Of the architecture's name, where some instructions are those of one generation alone."""
+"""Compute capability -> suffix of the architecture name that enables its own instructions."""
 Constants = tuple[tuple[str, object], ...]
-"""What a source is compiled with, in order."""
+"""(macro, value) pairs, in order."""
 
 
 # ---------------------------------------------------------------------------------------------- the compiler
 
 
 def _wheel() -> list[str]:
-    """Where the NVRTC of a wheel lies that torch has not loaded: beside a torch for CPUs, in tests."""
+    """Paths of the NVRTC of a wheel that torch has not loaded, such as beside a CPU build of torch in the tests."""
     found: list[str] = []
     for name in ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"):
         try:
@@ -47,7 +47,7 @@ def _wheel() -> list[str]:
         except PackageNotFoundError:
             continue
         for built_in in (f for f in names if f.name.startswith("libnvrtc-builtins.so")):
-            with suppress(OSError):  # before 13.1 it would be looked for where the system has its libraries
+            with suppress(OSError):  # before 13.1 NVRTC looks for it in the system's folders only
                 ctypes.CDLL(str(built_in.locate()))
         found += [str(f.locate()) for f in names if f.name.startswith("libnvrtc.so")]
     return found
@@ -55,14 +55,14 @@ def _wheel() -> list[str]:
 
 @cache
 def library() -> ctypes.CDLL | str:
-    """NVRTC, or the sentence that says why there is none."""
+    """NVRTC, or the sentence that says why it is missing."""
     major = (torch.version.cuda or "").split(".")[0]
     for name in [*([f"libnvrtc.so.{major}"] if major else []), "libnvrtc.so", *_wheel()]:
         try:
             return ctypes.CDLL(name)
         except OSError:
             continue
-    return "NVRTC, which torch for CUDA brings along, is not installed"
+    return "NVRTC is not installed; a CUDA build of torch installs it"
 
 
 def _text(names: Sequence[str], constants: Constants) -> str:
@@ -80,7 +80,7 @@ def _version() -> tuple[int, int]:
 
 @cached
 def _target(capability: tuple[int, int]) -> tuple[int, int] | None:
-    """What to compile for: the last architecture that NVRTC knows whose code such a device runs; None for none."""
+    """The newest architecture that NVRTC knows whose code this capability runs; None if there is none."""
     lib, count = library(), ctypes.c_int()
     assert not isinstance(lib, str)
     lib.nvrtcGetNumSupportedArchs(ctypes.byref(count))
@@ -91,15 +91,18 @@ def _target(capability: tuple[int, int]) -> tuple[int, int] | None:
 
 
 def unknown(capability: tuple[int, int]) -> str | None:
-    """Why nothing can be compiled for devices of a compute capability; None if something can."""
+    """Why NVRTC cannot compile for devices of this compute capability; None if it can."""
     if _target(capability) is not None:
         return None
     version, device = ".".join(map(str, _version())), "".join(map(str, capability))
-    return f"NVRTC {version} knows no code that sm{device} runs; a newer torch brings a newer one"
+    return f"NVRTC {version} cannot compile for sm{device}; a newer torch includes a newer NVRTC"
 
 
 def compiled(names: Sequence[str], constants: Constants, capability: tuple[int, int]) -> bytes:
-    """Machine code of these sources, one after the other, for a compute capability. Raises RuntimeError."""
+    """The machine code of these sources, concatenated, for a compute capability.
+
+    Raises RuntimeError with the compiler's log if they do not compile.
+    """
     lib, text = library(), _text(names, constants)
     assert not isinstance(lib, str)
     target = _target(capability)
@@ -124,7 +127,7 @@ def compiled(names: Sequence[str], constants: Constants, capability: tuple[int, 
         lib.nvrtcGetCUBIN(program, code)
     finally:
         lib.nvrtcDestroyProgram(ctypes.byref(program))
-    with suppress(OSError), new_file(path) as file:  # where a home cannot be written to: compiled again next time
+    with suppress(OSError), new_file(path) as file:  # if the cache cannot be written, compile again next time
         file.write_bytes(code.raw)
     return code.raw
 
@@ -145,8 +148,8 @@ class _Config(ctypes.Structure):
     )
 
 
-_CLUSTER, _OVERLAP, _MEMORY = 4, 6, 8  # ids of launch attributes, and of a function's shared memory
-_NO_SUCH_CLUSTER = 912  # what the driver says of one that the device cannot run
+_CLUSTER, _OVERLAP, _MEMORY = 4, 6, 8  # ids of two launch attributes and one function attribute
+_NO_SUCH_CLUSTER = 912  # error code for a cluster that the device cannot run
 
 
 @cache
@@ -158,7 +161,7 @@ def _driver() -> ctypes.CDLL:
 
 
 def _use_context() -> None:
-    """Make torch's context the driver's: a thread that has not called CUDA's runtime yet has none."""
+    """Give this thread torch's CUDA context; a thread that has not called CUDA's runtime has none."""
     lib, context, device = _driver(), ctypes.c_void_p(), ctypes.c_int()
     check_error(lib.cuCtxGetCurrent(ctypes.byref(context)))
     if not context:
@@ -168,8 +171,7 @@ def _use_context() -> None:
 
 
 class Function:
-    """A kernel on the device that is current when it is made: blocks of ``threads``, ``depth`` of them along z, as a
-    cluster or each for itself.
+    """A kernel on the current device: blocks of ``threads`` threads, ``depth`` blocks along z, optionally as a cluster.
 
     Its arguments are one C struct, packed by ``layout``.
     """
@@ -205,13 +207,13 @@ class Function:
 
     def _allow(self, memory: int) -> None:
         if memory > self._memory:
-            with self._changes:  # of the driver's value and ours together
+            with self._changes:  # the driver's value and ours change together
                 if memory > self._memory:
                     check_error(_driver().cuFuncSetAttribute(self._function, _MEMORY, memory))
                     self._memory = memory
 
     def clusters(self, memory: int) -> int:
-        """How many clusters of blocks with so many bytes of shared memory the device runs at a time; 0 if none."""
+        """Clusters that the device runs at a time, with ``memory`` bytes of shared memory per block; 0 if none."""
         config, count = self._make()[0], ctypes.c_int()
         self._allow(memory)
         config.memory, config.x, config.y = memory, 1, 1
@@ -222,12 +224,12 @@ class Function:
         return count.value
 
     def __call__(self, x: int, y: int, memory: int, arguments: Sequence[int | float]) -> None:
-        """Run in x * y * depth blocks, each with so many bytes of shared memory, on the current stream."""
-        operands = getattr(self._local, "operands", None)
-        if operands is None:
-            operands = self._local.operands = self._make()
+        """Launch x * y * depth blocks, each with ``memory`` bytes of shared memory, on the current stream."""
+        launch = getattr(self._local, "launch", None)
+        if launch is None:
+            launch = self._local.launch = self._make()
         self._allow(memory)
-        config, reference, buffer, pointers, _ = operands
+        config, reference, buffer, pointers, _ = launch
         self._layout.pack_into(buffer, 0, *arguments)
         config.x, config.y, config.memory = x, y, memory
         config.stream = compat.current_cuda_stream(compat.current_cuda_device())
@@ -241,6 +243,8 @@ def function(
     device: torch.device, sources: tuple[str, ...], constants: Constants, name: str, layout: struct.Struct,
     threads: int, depth: int = 1, clustered: bool = True,
 ) -> Function:  # fmt: skip
-    """The kernel ``name`` of these sources, compiled for ``device``, which must be current; see ``Function``. The same
-    one for the same arguments: code that is loaded once is where it is run from more often."""
+    """The kernel ``name`` of these sources, compiled for ``device``, which must be the current one; see ``Function``.
+
+    It is cached: code that is loaded once stays in the GPU's instruction caches more often.
+    """
     return Function(compiled(sources, constants, device_capability(device)), name, layout, threads, depth, clustered)

@@ -1,4 +1,4 @@
-"""What the hosts of Triton kernels share: whether Triton can run here, and which instructions its device has."""
+"""What all Triton kernels share: whether Triton can run, the instructions of the device, and a fast launch."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from ...core import compat
-from ...core.dispatch import Spec, cached, device_capability, elsewhere
+from ...core.devices import cached, device_capability
+from ...core.kernel import Spec, elsewhere
 from .availability import other_build
 
 OLDEST = (8, 0)
-"""The first compute capability that Triton compiles for."""
-
+"""The lowest compute capability that Triton compiles for."""
 
 _INSTALLED = importlib.util.find_spec("triton") is not None
 
@@ -28,12 +28,12 @@ def _installed() -> bool:
 
 @cached
 def interpreted() -> bool:
-    """Whether Triton kernels run in its interpreter, on the CPU; decided when triton is imported."""
+    """Whether Triton kernels run in its CPU interpreter, which is decided when triton is imported."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def missing(spec: Spec) -> str | None:
-    """Why no Triton kernel runs on the device of ``spec``; None if one can."""
+    """Why Triton cannot run on the device of ``spec``; None if it can."""
     if spec.device.type != "cuda":
         return elsewhere("cuda", spec.device.type)
     if not _installed():
@@ -48,7 +48,7 @@ def missing(spec: Spec) -> str | None:
 
 
 def instructions_of(device: torch.device) -> tuple[int, int]:
-    """The compute capability whose instructions kernels may use on the device; (0, 0) in the interpreter, none."""
+    """The compute capability whose instructions a kernel may use; (0, 0), which has none, in the interpreter."""
     return (0, 0) if interpreted() else device_capability(device)
 
 
@@ -56,13 +56,13 @@ _HERE = nullcontext()
 
 
 def on(device: torch.device) -> AbstractContextManager[Any]:
-    """Triton launches on the current device, which this is inside the block."""
+    """Make ``device`` the current CUDA device inside the block, because Triton launches on the current one."""
     return _HERE if device.type != "cuda" or device.index == compat.current_cuda_device() else torch.cuda.device(device)
 
 
 @cache
 def device_code(name: str) -> Any:
-    """A kernel of ``triton_device/`` as "file.function", imported, and triton with it, when it is first asked for."""
+    """The kernel "file.function" of ``triton_device/``, imported at its first use because it imports triton."""
     file, function = name.split(".")
     return getattr(import_module(f"mxtensor.kernels.triton_device.{file}"), function)
 
@@ -73,8 +73,8 @@ _compiled: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 def launch(kernel: Any, programs: int, arguments: tuple[Any, ...], constants: tuple[Any, ...], warps: int) -> None:
     """Run a Triton kernel whose signature is ``arguments`` (tensors, ints, None) followed by ``constants``.
 
-    Triton's own call binds and hashes every argument anew, which takes longer than a small cast. A compiled kernel
-    depends on its constants and on a few facts of each argument alone, which are the key here.
+    Triton's own call binds and hashes every argument each time, which takes longer than a small cast. A compiled kernel
+    depends only on its constants and a few facts of each argument; these are the key here.
     """
     if interpreted():
         kernel[(programs,)](*arguments, *constants, num_warps=warps, enable_fp_fusion=False)
@@ -90,12 +90,12 @@ def launch(kernel: Any, programs: int, arguments: tuple[Any, ...], constants: tu
     found = _compiled.get(key)
     if found is None:
         compiled = kernel[(programs,)](*arguments, *constants, num_warps=warps, enable_fp_fusion=False)
-        _compiled[key] = compiled, kernel, constants[0]  # kept, so that their ids stay their own
+        _compiled[key] = compiled, kernel, constants[0]  # stored with the result, so that their ids are not reused
         return
     compiled = found[0]
     stream = compat.current_cuda_stream(device)
     enter, leave = _hooks()
-    if enter.calls or leave.calls:  # a profiler wants to know of every launch
+    if enter.calls or leave.calls:  # a profiler is told of each launch by Triton's own call
         compiled[(programs, 1, 1)](*arguments, *constants)
     else:
         handles = (stream, compiled.function, compiled.packed_metadata)

@@ -1,7 +1,8 @@
-"""Which plan goes with which shape: what ``python -m mxtensor.tune`` has measured on each kind of GPU.
+"""Which launch config a shape gets: the fastest that ``python -m mxtensor.report.tune`` measured on this kind of GPU.
 
-``sm90.json`` and its like hold, for some formats, rows and shapes, the fastest plan. A shape that is not
-there takes the plan of the nearest one; a GPU that has no table, the plans of another that it has room for.
+``sm90.json`` (one file per compute capability) has one row per measurement; its ``columns`` name the values of a row.
+A shape that was not measured takes the config of the nearest one. A GPU without a table takes the configs of another
+compute capability that fit its shared memory.
 """
 
 from __future__ import annotations
@@ -9,27 +10,27 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from ...core.dispatch import device_capability
+from ...core.devices import device_capability
 from ...numerics.formats import Format
 from ..runtime.nvrtc import CLUSTERS, function, library
-from .config import KINDS, Gpu, Plan, plan_of
-from .shared_memory import room_of
+from .config import KINDS, LaunchConfig, config_of
+from .shared_memory import Gpu, layout_of
 
 FOLDER = Path(__file__).parent
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-"""Rows of activations that are measured; others take the plans of the next more, if there are any for them."""
-TOGETHER = (9, 0)
-"""The compute capability whose matrix instructions four warps issue together."""
+"""Activation rows M that are measured; other M take the configs of the next larger one, if it has any."""
+WGMMA_CAPABILITY = (9, 0)
+"""The compute capability that has the wgmma instruction."""
 STAND_INS = {8: "mxfp8_e4m3", 6: "mxfp6_e2m3", 4: "mxfp4_e2m1"}
-"""Bits of an element -> the format whose plans its formats take; nvfp4 has its own, of the kinds that were measured."""
-SHARED = {
+"""Element bits -> the measured format whose configs other formats take; NVFP4 has its own for the kinds measured."""
+SHARED_BYTES = {
     capability: kibibytes * 1024
     for kibibytes, capabilities in (
         (163, ((8, 0), (8, 7))),
@@ -38,71 +39,95 @@ SHARED = {
     )
     for capability in capabilities
 }
-"""Compute capability -> bytes of shared memory of a block (CUDA C++ Programming Guide, compute capabilities); others
-have what the least of them has."""
+"""Compute capability -> bytes of shared memory of a block (CUDA C++ Programming Guide, compute capabilities); other
+capabilities count as the smallest."""
 BY_WARPS = 128
-"""Rows up to which plans are worth it whose warps multiply each for itself, where others might multiply together."""
-LAST = Plan(1, 1, 1, 4, 4, 2, 1, 1, False)
-"""A plan that any GPU has room for."""
+"""Rows up to which the kernels without wgmma pay off on a GPU that has wgmma."""
+FALLBACK = LaunchConfig(1, 1, 1, 4, 4, 2, 1, 1, False)
+"""A config that fits any GPU."""
+
+
+# ---------------------------------------------------------------------------------------------- tables
 
 
 class Measured(NamedTuple):
-    """A line of a table."""
+    """One row of a table."""
 
     format: str
     casts: bool
-    """whether activations were cast on the way; up to 8 rows that makes a difference to which plan is best"""
+    """whether the activations were cast on the way; up to 8 rows this changes which config is fastest"""
     m: int
     n: int
     k: int
     us: float
-    """microseconds, under a CUDA graph"""
-    plan: Plan
+    """microseconds of one product in a CUDA graph"""
+    config: LaunchConfig
+
+
+COLUMNS = (*Measured._fields[:-1], *LaunchConfig._fields)
+"""The columns of a table file."""
+REQUIRED = COLUMNS[: -len(LaunchConfig._field_defaults)]
+"""Columns without a default."""
 
 
 def path_of(capability: tuple[int, int]) -> Path:
-    """Where the table of GPUs with this compute capability lies."""
+    """The table file of this compute capability."""
     return FOLDER / f"sm{capability[0]}{capability[1]}.json"
 
 
-def line(measured: Measured) -> list[Any]:
-    """As it stands in a file."""
-    return [measured.format, int(measured.casts), *measured[2:5], round(measured.us, 2), *map(int, measured.plan)]
+def row_of(measured: Measured) -> list[Any]:
+    """A measurement as a row of a table file, in the order of ``COLUMNS``."""
+    return [measured.format, int(measured.casts), *measured[2:5], round(measured.us, 2), *map(int, measured.config)]
 
 
-def measured_of(row: Sequence[Any]) -> Measured:
-    """From a line of a file."""
-    format, casts, m, n, k, us, *plan = row
-    if casts not in (0, 1) or not all(isinstance(value, int) for value in (m, n, k)):
+def measured_of(row: Mapping[str, Any]) -> Measured:
+    """A row of a table file, by column names. Raises ValueError for missing or unknown columns and wrong values."""
+    given = dict(row)
+    if (
+        not set(REQUIRED) <= given.keys() <= set(COLUMNS)
+        or given["casts"] not in (0, 1)
+        or not all(isinstance(given[name], int) for name in ("m", "n", "k"))
+    ):
         raise ValueError(
-            f"a line of a table of plans is [format, casts, m, n, k, us, *plan], not {list(row)}; "
-            "python -m mxtensor.tune measures it anew"
+            f"a row of a table of launch configs has the columns {', '.join(COLUMNS)}, not {given}; "
+            "measure the table again with python -m mxtensor.report.tune"
         )
-    return Measured(format, bool(casts), m, n, k, us, plan_of(plan))
+    config = config_of([given[name] for name in LaunchConfig._fields if name in given])
+    return Measured(given["format"], bool(given["casts"]), given["m"], given["n"], given["k"], given["us"], config)
+
+
+def read(path: Path) -> list[Measured]:
+    """The measurements of a table file. Raises ValueError for rows that do not fit the columns."""
+    content = json.loads(path.read_text())
+    return [measured_of(dict(zip(content["columns"], row, strict=True))) for row in content["rows"]]
+
+
+def write(path: Path, lines: Sequence[Measured]) -> None:
+    """Write a table file, one row a line."""
+    rows = ",\n".join("  " + json.dumps(row_of(line)) for line in lines)
+    path.write_text(f'{{\n "columns": {json.dumps(COLUMNS)},\n "rows": [\n{rows}\n ]\n}}\n')
 
 
 @cache
 def table(capability: tuple[int, int]) -> tuple[Measured, ...]:
-    """The lines for a compute capability, or for the one nearest below that has a table, or above."""
+    """The table of a compute capability, or of the nearest lower one that has a table, or else of the lowest."""
     known = sorted(int(path.stem.removeprefix("sm")) for path in FOLDER.glob("sm*.json"))
     if not known:
         return ()
     number = 10 * capability[0] + capability[1]
     best = max((n for n in known if n <= number), default=known[0])
-    return tuple(map(measured_of, json.loads((FOLDER / f"sm{best}.json").read_text())))
+    return tuple(read(FOLDER / f"sm{best}.json"))
 
 
-def stand_in(format: Format) -> str:
-    """The format that was measured in place of this one."""
-    return format.name if format.global_scale else STAND_INS[format.element.bits]
+# ---------------------------------------------------------------------------------------------- the GPU
 
 
 @cache
 def gpu_of(device: torch.device) -> Gpu:
-    """Compute capability, shared memory and multiprocessors; elsewhere, those of an H100."""
+    """The limits of a CUDA device; for other devices, those of an H100."""
     capability = device_capability(device) if device.type == "cuda" else (9, 0)
     count = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
-    memory, clusters = SHARED.get(capability, SHARED[8, 9]), {}
+    memory, clusters = SHARED_BYTES.get(capability, SHARED_BYTES[8, 9]), {}
     if device.type == "cuda" and capability >= CLUSTERS and not isinstance(library(), str):
         for size in (2, 4, 8):
             probe = function(device, ("machine.cuh", "probe.cu"), (), "probe", struct.Struct(""), 32, size)
@@ -110,47 +135,58 @@ def gpu_of(device: torch.device) -> Gpu:
     return Gpu(capability, memory, count, clusters)
 
 
-def most_rows(capability: tuple[int, int], together: bool = True) -> int:
-    """Up to where the product takes less time than decoding the weight once, for a product of the library's.
+def most_rows(capability: tuple[int, int], wgmma: bool = True) -> int:
+    """Rows up to which a small-M kernel is faster than to dequantize the weight and call cuBLAS.
 
-    ``together``: whether four warps may multiply together.
+    ``wgmma``: whether a wgmma kernel can run this product (``can_use_wgmma``).
     """
-    if capability != TOGETHER:
+    if capability != WGMMA_CAPABILITY:
         return 64
-    return 512 if together else BY_WARPS
+    return 512 if wgmma else BY_WARPS
 
 
-def fitted(plan: Plan, m: int) -> Plan:
-    """The plan with as many columns as m rows of activations need, in multiples of 32, where it has more."""
-    tiles = -(-m // plan.cols)
-    return plan._replace(nt=min(plan.nt, 4 * -(-m // (32 * tiles))))
+# ---------------------------------------------------------------------------------------------- the choice
+
+
+def stand_in(format: Format) -> str:
+    """The format that was measured in place of this one."""
+    return format.name if format.global_scale else STAND_INS[format.element.bits]
+
+
+def fitted(config: LaunchConfig, m: int) -> LaunchConfig:
+    """The config with no more columns than m activation rows need, in multiples of 32."""
+    tiles = -(-m // config.cols)
+    return config._replace(nt=min(config.nt, 4 * -(-m // (32 * tiles))))
 
 
 def measured_for(format: Format, lines: Sequence[Measured]) -> list[Measured]:
-    """Of each kind of plans those of the format itself, or where it has none, of the one that stands for as many bits,
-    or for 8."""
+    """Of each kind of kernel the rows of the format itself, else of the format with its bits, else of the 8-bit one."""
     names, found = (stand_in(format), STAND_INS[format.element.bits], STAND_INS[8]), []
     for kind in KINDS:
-        of_a_kind = ([line for line in lines if (line.plan.kind, line.format) == (kind, name)] for name in names)
+        of_a_kind = ([line for line in lines if (line.config.kind, line.format) == (kind, name)] for name in names)
         found += next(filter(None, of_a_kind), [])
     return found
 
 
 def _preference(m: int, rows: int) -> tuple[int, int]:
-    """Plans of which number of rows are looked at first for m: as many or the next more, fewer that fill as many
-    columns of the matrix instruction, more, fewer."""
+    """Sort key: which measured number of rows to try first for m.
+
+    First m or the next larger one; then fewer rows that fill as many columns of the matrix instruction; then more rows;
+    then fewer rows.
+    """
     enough = next((known for known in ROWS if known >= m), rows)
     rank = 0 if rows == enough else 1 if 1 < rows < m <= -(-rows // 8) * 8 else 2 if rows > m else 3
     return rank, abs(rows - m)
 
 
-def choose_plan(
+def choose_config(
     device: torch.device, format: Format, m: int, n: int, k: int, x_rows: int,
-    allowed: Callable[[Plan], bool] = lambda plan: True, casts: bool = False,
-) -> Plan:  # fmt: skip
-    """The plan for m rows (of a group; ``x_rows`` of all), n and k: ``allowed``, fast on ``device``, and with room.
+    allowed: Callable[[LaunchConfig], bool] = lambda config: True, casts: bool = False,
+) -> LaunchConfig:  # fmt: skip
+    """The fastest measured config for m rows (of one group; ``x_rows`` of all groups), n and k.
 
-    ``casts``: whether activations are cast on the way.
+    It is ``allowed``, runs on ``device`` and fits its shared memory; ``FALLBACK`` if no measured one does. ``casts``:
+    whether the kernel casts the activations.
     """
     gpu = gpu_of(device)
     capability = gpu.capability
@@ -160,18 +196,20 @@ def choose_plan(
         return abs(math.log2(line.n / n)) + abs(math.log2(line.k / k)), line.us
 
     fit = [
-        line for line in table(capability) if allowed(line.plan) and not (line.plan.together and capability != TOGETHER)
+        line
+        for line in table(capability)
+        if allowed(line.config) and not (line.config.wgmma and capability != WGMMA_CAPABILITY)
     ]
     fit = measured_for(format, fit)
-    of_casts = {(line.m, line.n, line.k, line.plan.kind): line for line in fit if line.casts}
+    with_cast = {(line.m, line.n, line.k, line.config.kind): line for line in fit if line.casts}
     for rows in sorted({line.m for line in fit}, key=partial(_preference, m)):
-        # all kinds are measured without a cast, which says which of them is best; with one, which plan of it
+        # Rows without a cast exist for all kinds and say which kind is fastest; rows with one say which config of it.
         for line in sorted((line for line in fit if line.m == rows and not line.casts), key=distance):
-            of_cast = of_casts.get((rows, line.n, line.k, line.plan.kind)) if casts else None
-            plan = (of_cast or line).plan
-            plan = plan if capability >= CLUSTERS else plan._replace(split=1)
-            if plan.together and m > 64:
-                plan = fitted(plan, m)
-            if room_of(format, plan, x_rows, n, k, gpu):
-                return plan
-    return LAST
+            same_cast = with_cast.get((rows, line.n, line.k, line.config.kind)) if casts else None
+            config = (same_cast or line).config
+            config = config if capability >= CLUSTERS else config._replace(split=1)
+            if config.wgmma and m > 64:
+                config = fitted(config, m)
+            if layout_of(format, config, x_rows, n, k, gpu):
+                return config
+    return FALLBACK

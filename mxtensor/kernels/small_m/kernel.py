@@ -1,7 +1,7 @@
-"""Products of few rows, on any GPU since sm_80: the codes of the weight are read once and decoded in registers.
+"""The kernel rows ``small_m`` of the GEMM tables, and its custom ops: products of few rows on any GPU from sm_80 on.
 
-With so few rows the time is that of reading the weight, so that 8 bits take half of bfloat16's and 4 bits a quarter.
-``small_batch_launch`` says how it is done.
+``refuses`` says which products the kernel takes. ``run`` calls ``launch`` directly; a traced graph holds the ops
+``mxtensor::small_m`` and, for several weights of one input, ``mxtensor::small_m_shared``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.dispatch import Kernel, Spec
+from ...core.kernel import Kernel, Spec
 from ...numerics.cast import Cast
 from ...numerics.formats import E8M0, UE4M3, Format, Rounding, ScaleCalculationMode, get_format
 from ...numerics.operand import Operand
@@ -30,9 +30,9 @@ from ..gemm.spec import (
 from ..quantize.select import dequantize_operand, fake_quantize
 from ..runtime import nvrtc
 from ..runtime.availability import exported, other_build
-from .config import ELEMENTS, SCALES, TYPES, can_multiply_together
-from .heuristics import most_rows
-from .launch import Again, Weight, launch, launched_again
+from .config import ELEMENTS, SCALES, TYPES, can_use_wgmma
+from .heuristics import BY_WARPS, most_rows
+from .launch import Launch, Weight, launch, prepare_launch
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -53,7 +53,7 @@ def _refuses(spec: Spec, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> str 
     if reason is not None:
         return reason
     if not isinstance(b, Operand):
-        return "reads the codes of a quantized right factor, which has none"
+        return "needs a quantized right operand, this one has no codes"
     f = b.format
     if f.element not in ELEMENTS or (f.scale, f.block[1]) not in SCALES:
         return f"has no decoder for {f.scale.name} scales of {f.block[0]}x{f.block[1]} blocks"
@@ -62,9 +62,9 @@ def _refuses(spec: Spec, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> str 
     x = a.values if isinstance(a, FakeQuantized) else a
     if isinstance(x, Tensor) and x.dtype not in HALVES:
         name = str(x.dtype).removeprefix("torch.")
-        return f"multiplies bfloat16 or float16 by bfloat16 or float16, the activations are {name}"
+        return f"needs activations in bfloat16 or float16, these are {name}"
     if not isinstance(a, Tensor) and not a.format.exact_in_bfloat16:
-        return f"{a.format} has {a.format.scale.name} scales: its values are not exact in bfloat16"
+        return f"the values of {a.format} are not exact in bfloat16, because its scales are {a.format.scale.name}"
     if 0 in (*spec.shapes[0], *spec.shapes[1]):
         return "no values"
     return None
@@ -74,10 +74,10 @@ def refuses(spec: Spec, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> str |
     reason = not_rows_by_matrix(spec, a) or _refuses(spec, a, b, args)
     if reason is None:
         assert isinstance(b, Operand)
-        together = can_multiply_together(b.format, b.shape[-1], 0, (0, 0))
-        rows, most = math.prod(spec.shapes[0][:-1]), most_rows(spec.capability, together)
+        wgmma = can_use_wgmma(b.format, b.shape[-1], 0, (0, 0))
+        rows, most = math.prod(spec.shapes[0][:-1]), most_rows(spec.capability, wgmma)
         if rows > most:
-            return f"for at most {most} rows, where reading the weight is what takes the time; these are {rows}"
+            return f"for at most {most} rows, this product has {rows}"
     return reason
 
 
@@ -89,7 +89,7 @@ def refuses_grouped(spec: Spec, a: GemmOperand, b: GemmOperand, ends: Tensor, ar
             return f"{b.format} has one scale for all groups"
         most = most_rows(spec.capability, False) * b.shape[0]
         if spec.shapes[0][0] > most:
-            return f"for at most {most} rows in {b.shape[0]} groups; these are {spec.shapes[0][0]}"
+            return f"for at most {most} rows in {b.shape[0]} groups, this product has {spec.shapes[0][0]}"
     return reason
 
 
@@ -97,13 +97,13 @@ def refuses_grouped(spec: Spec, a: GemmOperand, b: GemmOperand, ends: Tensor, ar
 
 
 def _cast_of(cast: str, scaling: str) -> Cast | None:
-    """A cast as the ops have it, in words."""
+    """The cast that an op's two strings name; None for an empty ``cast``."""
     return Cast(get_format(cast), ScaleCalculationMode(scaling)) if cast else None
 
 
 def _one(
-    x: Tensor, data: Tensor, scale: Tensor, format: Format, cols: int, x_global: Tensor | None, global_scale: Tensor | None,
-    bias: Tensor | None, *rest: Any,
+    x: Tensor, data: Tensor, scale: Tensor, format: Format, cols: int, x_global: Tensor | None,
+    global_scale: Tensor | None, bias: Tensor | None, *rest: Any,
 ) -> Tensor:  # fmt: skip
     """``launch`` of one weight."""
     return launch(x, (Weight(data, scale, global_scale, bias),), format, cols, x_global, *rest)[0]
@@ -111,15 +111,16 @@ def _one(
 
 @torch.library.custom_op("mxtensor::small_m", mutates_args=())
 def small_m(
-    x: Tensor, data: Tensor, scale: Tensor, format: str, cols: int, x_global: Tensor | None, global_scale: Tensor | None,
-    bias: Tensor | None, ends: Tensor | None, alpha: float, beta: float, out_dtype: torch.dtype, cast: str,
-    scaling: str,
+    x: Tensor, data: Tensor, scale: Tensor, format: str, cols: int, x_global: Tensor | None,
+    global_scale: Tensor | None, bias: Tensor | None, ends: Tensor | None, alpha: float, beta: float,
+    out_dtype: torch.dtype, cast: str, scaling: str,
 ) -> Tensor:  # fmt: skip
-    """``alpha * global scales * x @ decode(data, scale)^T + beta * bias``: summed in float32, rounded once; (M, N).
+    """``alpha * global scales * x @ decode(data, scale)^T + beta * bias`` (M, N), summed in float32 and rounded once.
 
-    x (M, K) bfloat16 or float16, cast to the format ``cast`` first unless that is empty; data and scale of an (N, K)
-    operand, ``cols`` = K. ``bias`` is (N,) or (M, N). With ``ends`` (G,) they are of a stack (G, N, K), and row
-    ``ends[g - 1]`` to ``ends[g]`` of x meets matrix g; later rows give zeros.
+    x (M, K) is bfloat16 or float16; it is first cast to the format ``cast`` unless that is empty. ``data`` and
+    ``scale`` are those of an (N, K) operand of ``format``, and ``cols`` is K. ``bias`` is (N,) or (M, N). With ``ends``
+    (G,) the operand is a stack (G, N, K): rows ``ends[g - 1]`` to ``ends[g]`` of x are multiplied by matrix g, and the
+    rows after the last end are zeros.
     """
     f, to = get_format(format), _cast_of(cast, scaling)
     return _one(x, data, scale, f, cols, x_global, global_scale, bias, ends, alpha, beta, out_dtype, to)
@@ -133,10 +134,10 @@ def _(x, data, scale, format, cols, x_global, global_scale, bias, ends, alpha, b
 @torch.library.custom_op("mxtensor::small_m_shared", mutates_args=())
 def small_m_shared(
     x: Tensor, data: list[Tensor], scale: list[Tensor], format: str, cols: int, x_global: Tensor | None,
-    global_scale: Sequence[Tensor | None], bias: Sequence[Tensor | None], alpha: float, beta: float, out_dtype: torch.dtype,
-    cast: str, scaling: str,
+    global_scale: Sequence[Tensor | None], bias: Sequence[Tensor | None], alpha: float, beta: float,
+    out_dtype: torch.dtype, cast: str, scaling: str,
 ) -> list[Tensor]:  # fmt: skip
-    """``small_m`` of one x and several weights, without groups."""
+    """``small_m`` of one x by each of several weights, without groups."""
     f, to, weights = get_format(format), _cast_of(cast, scaling), [*map(Weight, data, scale, global_scale, bias)]
     return launch(x, weights, f, cols, x_global, None, alpha, beta, out_dtype, to)
 
@@ -148,7 +149,10 @@ def _(x, data, scale, format, cols, x_global, global_scale, bias, alpha, beta, o
 
 @torch.library.custom_op("mxtensor::written", mutates_args=())
 def written(x: Tensor) -> Tensor:
-    """A copy, by a kernel that lets none start before it has ended: what it copies is there by then, and the copy."""
+    """A copy of x by a kernel that does not let the next kernel start early.
+
+    So a product may read the copy without waiting: x and the copy are complete when the product starts.
+    """
     return x.clone()
 
 
@@ -161,7 +165,7 @@ def _(x):  # type: ignore[no-untyped-def]
 
 
 def _is_cast_here(cast: Cast, x: Tensor) -> bool:
-    """Whether this file casts: to 32 values under a power of two, or to nvfp4, from 16 bits."""
+    """Whether the CUDA sources do this cast: to MX blocks of 32 or to NVFP4 blocks of 16, from a 16-bit dtype."""
     f = cast.format
     if cast.rounding is not Rounding.NEAREST or x.dtype not in HALVES:
         return False
@@ -171,7 +175,7 @@ def _is_cast_here(cast: Cast, x: Tensor) -> bool:
 
 
 def _activations(a: GemmOperand) -> tuple[Tensor, Tensor | None, Cast | None]:
-    """Values of 16 bits, their global scale, and the cast that they still have to go through."""
+    """The activations in 16 bits, their global scale, and the cast that the kernel still has to do."""
     if isinstance(a, Unquantized):
         if _is_cast_here(a.cast, a.x):
             return a.x, None, a.cast
@@ -184,7 +188,7 @@ def _activations(a: GemmOperand) -> tuple[Tensor, Tensor | None, Cast | None]:
 
 
 def _call(a: GemmOperand, b: GemmOperand, ends: Tensor | None, args: GemmArgs, work: Callable[..., Tensor]) -> Tensor:
-    """``work`` of the arguments that ``_one`` takes."""
+    """Call ``work`` with the arguments of ``_one``, made from the operands of the product."""
     assert isinstance(b, Operand)
     x, x_global, cast = _activations(a)
     shape = (*x.shape[:-1], b.shape[-2])
@@ -205,10 +209,10 @@ def _call(a: GemmOperand, b: GemmOperand, ends: Tensor | None, args: GemmArgs, w
 
 
 def _op(x: Tensor, data: Tensor, scale: Tensor, format: Format, *rest: Any) -> Tensor:
-    """``_one`` as the op that graphs hold."""
+    """``_one`` as the custom op, for traced graphs."""
     *others, cast = rest
-    words = ("", "") if cast is None else (cast.format.name, cast.scaling.value)
-    return small_m(x, data, scale, format.name, *others, *words)  # type: ignore[no-any-return]
+    cast_strings = ("", "") if cast is None else (cast.format.name, cast.scaling.value)
+    return small_m(x, data, scale, format.name, *others, *cast_strings)  # type: ignore[no-any-return]
 
 
 def run(a: GemmOperand, b: GemmOperand, args: GemmArgs) -> Tensor:
@@ -219,16 +223,21 @@ def run_traced(a: GemmOperand, b: GemmOperand, args: GemmArgs) -> Tensor:
     return _call(a, b, None, args, _op)
 
 
-def again(x: Tensor, gemm_operand: GemmOperand, b: Operand, bias: Tensor | None) -> Again | None:
-    """``run`` of ``gemm_operand``, the rows of x, with alpha and beta 1, for other values that lie as x does; None where it
-    is more than one launch."""
-    cast = gemm_operand.cast if isinstance(gemm_operand, Unquantized) else None
-    if not isinstance(gemm_operand, Tensor) and (cast is None or not _is_cast_here(cast, x)):
+def prepare(x: Tensor, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> Launch | None:
+    """The launch of ``run(a, b, args)`` for any x with this layout; None if the product takes more than one kernel.
+
+    a is x (..., K) as rows, unquantized or plain.
+    """
+    assert isinstance(b, Operand)
+    bias, cast = args.bias, a.cast if isinstance(a, Unquantized) else None
+    if not isinstance(a, Tensor) and (cast is None or not _is_cast_here(cast, x)):
         return None
     simple = bias is None or (bias.dim() == 1 and bias.is_contiguous() and bias.dtype in TYPES)
-    if not (simple and x.is_contiguous() and b.data.is_contiguous() and b.scale.is_contiguous()):
+    if not simple or args.alpha != 1 or args.beta != 1 or args.out_dtype is not x.dtype:
         return None
-    return launched_again(x, Weight(b.data, b.scale, b.global_scale, bias), b.format, b.shape[-1], cast)
+    if a.shape[0] > BY_WARPS or not (x.is_contiguous() and b.data.is_contiguous() and b.scale.is_contiguous()):
+        return None
+    return prepare_launch(x, Weight(b.data, b.scale, b.global_scale, bias), b.format, b.shape[-1], cast)
 
 
 def run_grouped(a: GemmOperand, b: GemmOperand, ends: Tensor, args: GemmArgs) -> Tensor:
@@ -239,5 +248,5 @@ def run_grouped_traced(a: GemmOperand, b: GemmOperand, ends: Tensor, args: GemmA
     return _call(a, b, ends, args, _op)
 
 
-KERNEL = Kernel("small_m", refuses, run, "cuda", run_traced)
+KERNEL = Kernel("small_m", refuses, run, "cuda", run_traced, prepare)
 GROUPED = Kernel("small_m", refuses_grouped, run_grouped, "cuda", run_grouped_traced)

@@ -1,1 +1,1 @@
-"""Device code in Triton. The only folder that imports triton; its hosts import it when a kernel first runs."""
+"""Device code in Triton. Only this folder imports triton; host code imports a file of it when a kernel first runs."""

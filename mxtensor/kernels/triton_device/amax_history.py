@@ -1,4 +1,4 @@
-"""One step of delayed scaling in one program: the record enters the history, and the next amax comes out."""
+"""One step of delayed scaling in one program: the record enters the history, and the next amax is computed."""
 
 import triton
 import triton.language as tl
@@ -11,11 +11,11 @@ INFINITY = tl.constexpr(0x7F800000)
 @triton.jit
 def advance_history(
     history_ptr, record_ptr, amax_ptr, out_ptr, next_ptr, rows,
-    NEWEST: tl.constexpr, FACTOR: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+    NEWEST: tl.constexpr, MULTIPLIER: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """history (rows, COLUMNS) to out, one row down, with ``record`` in front; the next amax to next.
+    """Write ``record`` and then all rows of history (rows, COLUMNS) but the last to out; write the next amax to next.
 
-    Magnitudes are compared as integers, among which NaN is the largest.
+    Magnitudes are compared as integers; a NaN is the largest.
     """
     row = tl.arange(0, BLOCK)[:, None]
     column = tl.arange(0, 4)[None, :]
@@ -27,5 +27,5 @@ def advance_history(
     tl.store(out_ptr + row * COLUMNS + column, moved, mask=inside)
     largest = bits_of(record) if NEWEST else tl.max(bits_of(moved), axis=0)
     usable = (largest > 0) & (largest < INFINITY)
-    last = tl.load(amax_ptr + one, mask=one < COLUMNS, other=0.0)
-    tl.store(next_ptr + one, tl.where(usable, float_of(largest) * FACTOR, last), mask=one < COLUMNS)
+    unchanged = tl.load(amax_ptr + one, mask=one < COLUMNS, other=0.0)
+    tl.store(next_ptr + one, tl.where(usable, float_of(largest) * MULTIPLIER, unchanged), mask=one < COLUMNS)

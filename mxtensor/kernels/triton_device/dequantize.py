@@ -1,4 +1,4 @@
-"""Codes and scales to values in Triton, one pass: float32(element) * scale (* global scale), rounded once."""
+"""Dequantize in Triton in one pass: float32(element) * scale (* global scale), rounded once."""
 
 import triton
 import triton.language as tl
@@ -36,7 +36,7 @@ def dequantize_tiles(
     C: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
     EVEN: tl.constexpr,
 ):  # fmt: skip
-    """ROWS x COLS values share a scale, 0 for the whole extent. ``out`` (rows, cols) is contiguous."""
+    """ROWS x COLS values share a scale; 0 stands for the whole extent. ``out`` (rows, cols) is contiguous."""
     tiles = tl.cdiv(cols, BK)
     pid = tl.program_id(0)
     row = (pid // tiles) * BM + tl.arange(0, BM)[:, None]

@@ -1,11 +1,11 @@
-"""Products of two block-scaled factors in Triton: ``tl.dot_scaled`` over tiles, one epilogue in float32.
+"""Products of two block-scaled operands in Triton: ``tl.dot_scaled`` over tiles, one epilogue in float32.
 
-Both factors are blocked along K, their last dimension. Codes lie in rows of ``width`` bytes, a multiple of 16, and are
-0 past the logical K. Scales lie in rows of ``scale_width * P.unit`` bytes: the compiler has to know what a row is a
-multiple of to load more than a byte at a time. Where K is not ``P.even`` a row of scales covers the last tile. What
-lies outside reads as code 0 with scale byte 0, which is no NaN in any scale format. ``P`` is a ``Plan``.
+Both operands are blocked along K, their last dimension. A row of codes has ``width`` bytes, a multiple of 16, and is 0
+past the logical K. A row of scales has ``scale_width * P.unit`` bytes: the compiler needs a known multiple to load more
+than one byte at a time. If ``P.even`` is false, a row of scales covers the last tile. Everything outside reads as code
+0 with scale byte 0, which is not NaN in any scale format. ``P`` is a ``Constants`` of ``gemm/dot_scaled.py``.
 
-A tile is reached from its 64-bit origin by small offsets: 64-bit row numbers in every thread cost registers (spills).
+A tile is addressed by small offsets from a 64-bit origin: 64-bit row numbers in every thread spill registers.
 """
 
 import triton
@@ -14,7 +14,7 @@ import triton.language as tl
 
 @triton.jit
 def swizzled(pid, row_tiles, col_tiles, P: tl.constexpr):
-    """(row tile, column tile) of a program: a band of row tiles at a time, so that neighbours share what L2 holds."""
+    """(row tile, column tile) of a program, one band of row tiles at a time, so that neighbours share data in L2."""
     first = pid // (P.band * col_tiles) * P.band
     height = min(row_tiles - first, P.band)
     inside = pid % (P.band * col_tiles)
@@ -23,13 +23,13 @@ def swizzled(pid, row_tiles, col_tiles, P: tl.constexpr):
 
 @triton.jit
 def code_pointers(base, first, width, TILE: tl.constexpr, BYTES: tl.constexpr):
-    """Pointers to the first tile (TILE, BYTES) of the rows from ``first``."""
+    """Pointers to the first tile (TILE, BYTES) of the rows that start at ``first``."""
     return base + first * width + tl.arange(0, TILE).to(tl.int64)[:, None] * width + tl.arange(0, BYTES)[None, :]
 
 
 @triton.jit
 def scale_pointers(base, first, width, TILE: tl.constexpr, ROWS: tl.constexpr, P: tl.constexpr):
-    """Pointers to the scales of that tile, one for ROWS rows."""
+    """Pointers to the scales of that tile; ROWS rows share a scale."""
     rows = (first % ROWS).to(tl.int32) + tl.arange(0, TILE)
     at = base + first // ROWS * width * P.unit
     block = tl.arange(0, P.tile_k // P.block)
@@ -40,7 +40,7 @@ def scale_pointers(base, first, width, TILE: tl.constexpr, ROWS: tl.constexpr, P
 def accumulate(
     a, a_scale, b, b_scale, row, rows, col, cols, K, a_width, a_scale_width, b_width, b_scale_width, P: tl.constexpr
 ):
-    """``a[row :] @ b[col :]^T`` in float32: one tile, of which ``rows`` and ``cols`` are there."""
+    """``a[row :] @ b[col :]^T`` in float32: one tile, of which ``rows`` rows and ``cols`` columns exist."""
     TILE_M: tl.constexpr = P.tile_m
     TILE_N: tl.constexpr = P.tile_n
     A: tl.constexpr = tl.constexpr(P.a)
@@ -73,20 +73,20 @@ def accumulate(
 
 @triton.jit
 def finish(out, total, row, rows, col, cols, N, a_global, b_global, bias, alpha, beta, live, P: tl.constexpr):
-    """``alpha * total * global scales + beta * bias``, rounded once; 0 where not ``live``.
+    """``alpha * total * global scales + beta * bias``, rounded once; 0 if ``live`` is false.
 
-    ``bias`` is (N,), or with ``P.bias_rows`` like ``out``, where all is live.
+    ``bias`` is (N,), or with ``P.bias_rows`` (M, N); then ``live`` is always true.
     """
     right = tl.arange(0, P.tile_n)
     origin = row * N + col
     at = tl.arange(0, P.tile_m).to(tl.int64)[:, None] * N + right[None, :]
     mask = (tl.arange(0, P.tile_m) < rows)[:, None] & (right < cols)[None, :]
-    gemm_operand = alpha
+    multiplier = alpha
     if a_global is not None:
-        gemm_operand *= tl.load(a_global)
+        multiplier *= tl.load(a_global)
     if b_global is not None:
-        gemm_operand *= tl.load(b_global)
-    total *= tl.where(live, gemm_operand, 0.0)
+        multiplier *= tl.load(b_global)
+    total *= tl.where(live, multiplier, 0.0)
     if bias is not None:
         if P.bias_rows:
             total += beta * tl.load(bias + origin + at, mask=mask, other=0.0).to(tl.float32)
@@ -101,7 +101,7 @@ def matrix(
     a, a_scale, b, b_scale, out, a_global, b_global, bias, M, N, K,
     a_width, a_scale_width, b_width, b_scale_width, alpha, beta, P: tl.constexpr,
 ):  # fmt: skip
-    """One tile of (M, N) = a (M, K) @ b (N, K)^T a program."""
+    """One program computes one tile of (M, N) = a (M, K) @ b (N, K)^T."""
     row_tile, col_tile = swizzled(tl.program_id(0), tl.cdiv(M, P.tile_m), tl.cdiv(N, P.tile_n), P)
     row, rows = row_tile.to(tl.int64) * P.tile_m, M - row_tile * P.tile_m
     col, cols = col_tile.to(tl.int64) * P.tile_n, N - col_tile * P.tile_n
@@ -113,7 +113,7 @@ def matrix(
 
 @triton.jit
 def group_of(ends, tile, G, M, P: tl.constexpr):
-    """(group, first row, rows) of a row tile; the rows after the last end are group G, and more than G is no group."""
+    """(group, first row, rows) of a row tile; the rows after the last end are group G, a group above G has no rows."""
     groups = tl.arange(0, P.groups)
     end = tl.minimum(tl.load(ends + groups, mask=groups < G, other=M), M)
     start = tl.minimum(tl.load(ends + groups - 1, mask=(groups > 0) & (groups <= G), other=0), M)
@@ -130,10 +130,10 @@ def grouped(
     a, a_scale, b, b_scale, out, a_global, b_global, bias, ends, G, M, N, K,
     a_width, a_scale_width, b_width, b_scale_width, alpha, beta, P: tl.constexpr,
 ):  # fmt: skip
-    """Rows of a (M, K) times the weight of their group, b (G, N, K); one tile of one group's rows a program.
+    """Rows of a (M, K) times the weight of their group, b (G, N, K); one program computes one tile of one group.
 
-    The host never reads ``ends``: M // tile_m + G + 1 row tiles are enough whatever they are, and the programs left
-    over return. Rows after the last end meet nothing. ``P.groups``: a power of two above G.
+    The host never reads ``ends``: M // tile_m + G + 1 row tiles are always enough, and programs without a tile return.
+    Rows after the last end give zeros. ``P.groups``: a power of two above G.
     """
     row_tile, col_tile = swizzled(tl.program_id(0), M // P.tile_m + G + 1, tl.cdiv(N, P.tile_n), P)
     group, first, rows = group_of(ends, row_tile, G, M, P)

@@ -1,7 +1,7 @@
-"""Scales and elements in Triton: the arithmetic of ``codec.py`` and ``elements.py``, on blocks in registers.
+"""Scales and elements in Triton: the arithmetic of ``numerics/reference.py`` and ``numerics/elements.py``.
 
-``C`` is a ``CastCode``, a row of compile-time facts. Everything is integer arithmetic and exact float32 operations, so
-that it is right on every device and in Triton's interpreter; sm_89 and later round float8 in one instruction.
+``C`` is a ``CastCode``, the compile-time constants of a cast. All arithmetic is integer or exact float32, so that it is
+right on every device and in Triton's interpreter; sm_89 and later round to float8 in one instruction.
 """
 
 import triton
@@ -19,7 +19,7 @@ cvt.rn.satfinite.e4m3x2.f32 lo, $2, $1;
 cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3;
 mov.b32 $0, {lo, hi};
 }""")
-"""Four float32 to the word of their codes, the first in the low byte."""
+"""PTX: four float32 to a word of their codes, the first in the low byte."""
 E5M2_WORD = tl.constexpr(E4M3_WORD.value.replace("e4m3", "e5m2"))
 
 
@@ -37,7 +37,7 @@ def float_of(bits):
 
 @triton.jit
 def widened(x):
-    """x in float32. bfloat16 by its bits: Triton's interpreter loses its subnormals otherwise (3.7)."""
+    """x in float32. bfloat16 is converted by its bits: otherwise Triton's interpreter (3.7) loses subnormals."""
     if x.dtype == tl.bfloat16:
         return float_of(x.to(tl.int16, bitcast=True).to(tl.int32) << 16)
     else:
@@ -46,9 +46,10 @@ def widened(x):
 
 @triton.jit
 def magnitude_bits(x):
-    """The bits of |x|: ordered as the magnitudes are, infinity above them, NaN on top. ``amax_bits`` ends with them.
+    """The bits of |x|, which order as the magnitudes do: infinity above finite values, NaN above infinity.
 
-    bfloat16 stays in its 16 bits, so that no float32 of every value is kept from here to the rounding.
+    bfloat16 stays in 16 bits, so that registers need not hold a float32 of every value until the rounding.
+    ``amax_bits`` converts the largest of them to float32 bits.
     """
     if x.dtype == tl.bfloat16:
         return x.to(tl.uint16, bitcast=True) & 0x7FFF
@@ -70,7 +71,7 @@ def amax_bits(largest, x):
 
 @triton.jit
 def exponent_up(bits):
-    """Biased exponent of the smallest power of two that is not below the float32 with these bits."""
+    """Biased exponent of the smallest power of two that is at least the float32 with these bits."""
     return (bits + tl.where(bits < 0x800000, 0x3FFFFF, 0x7FFFFF)) >> 23
 
 
@@ -82,7 +83,7 @@ def power_of_two(byte):
 
 @triton.jit
 def e8m0_byte(amax_bits, C: tl.constexpr):
-    """The scale byte of blocks by their amax, which must be finite to count."""
+    """The scale byte of blocks with this amax; any byte if the amax is not finite."""
     if C.mode == "rceil":
         byte = exponent_up(bits_of(float_of(amax_bits) * C.inverse_max))
         return tl.minimum(byte, 254) if C.emax < 1 else byte
@@ -97,24 +98,24 @@ def e8m0_byte(amax_bits, C: tl.constexpr):
 
 @triton.jit
 def global_encode(tensor_amax, C: tl.constexpr):
-    """NVFP4's factor of the whole tensor: (the factor, the global scale that undoes it)."""
+    """(encode scale S_enc of NVFP4, global scale that inverts it) of a tensor with this amax."""
     largest = 448.0 * C.max
     wanted = tl.minimum(tl.div_rn(tl.full(tensor_amax.shape, largest, tl.float32), tensor_amax), FLT_MAX)
     usable = (tensor_amax > 0) & (wanted > 0)
-    undo = tl.div_rn(tensor_amax, tl.full(tensor_amax.shape, largest, tl.float32))
-    return tl.where(usable, wanted, 1.0), tl.where(usable, undo, 1.0)
+    inverse = tl.div_rn(tensor_amax, tl.full(tensor_amax.shape, largest, tl.float32))
+    return tl.where(usable, wanted, 1.0), tl.where(usable, inverse, 1.0)
 
 
 @triton.jit
 def scales_of(amax_bits, encode, C: tl.constexpr):
-    """Of blocks with this amax: (scale as stored, the factor of the values, the factor back, whether all is finite)."""
+    """(stored scale, multiplier of the values, value of the scale, whether finite) of blocks with this amax."""
     finite = amax_bits < INFINITY_BITS
     amax = float_of(amax_bits)
     nan = float("nan")
     if C.scale == "e8m0":
         byte = e8m0_byte(amax_bits, C)
         stored = tl.where(finite, byte, 255).to(tl.uint8)
-        # A byte of 254 has a subnormal reciprocal; elements that reach 4 never let it come to that.
+        # Byte 254 has a subnormal reciprocal; elements whose largest value is 4 or more never get byte 254.
         multiplier = power_of_two(254 - byte) if C.emax < 2 else float_of((254 - byte) << 23)
         value = power_of_two(byte)
     elif C.scale == "ue4m3":
@@ -158,14 +159,14 @@ def scale_value(stored, C: tl.constexpr):
 
 @triton.jit
 def round_float(a, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX: tl.constexpr):
-    """Magnitudes to codes without sign: nearest, ties to even, saturating. NaN gives any code."""
+    """Magnitudes to codes without sign: nearest, ties to even, saturating. The code of a NaN is arbitrary."""
     if EXPONENT == 2:
-        # From value to code is a line in each binade, every next one half as steep: the lowest line is the map. Adding
-        # TO_INTEGER rounds it, and rounding keeps order, so it may come first.
+        # In each binade the code is a linear function of the value, half as steep as in the binade below; the code is
+        # the minimum of these lines. Adding TO_INTEGER rounds; rounding is monotonic, so it can precede the minimum.
         first: tl.constexpr = 2.0 ** (MANTISSA - 1 + BIAS)
         step: tl.constexpr = 2.0**MANTISSA
         last: tl.constexpr = TO_INTEGER + MAX * (first / 4) + 2 * step
-        # Positive floats are ordered as their bits, of which the device takes the least of three in one instruction.
+        # Positive floats order as their bits; the device has an integer minimum of three in one instruction.
         code = tl.minimum(bits_of(tl.fma(a, first, TO_INTEGER)), bits_of(tl.fma(a, first / 2, TO_INTEGER + step)))
         code = tl.minimum(code, bits_of(tl.fma(a, first / 4, TO_INTEGER + 2 * step)))
         return tl.minimum(code, bits_of(tl.full(a.shape, last, tl.float32))) & ((4 << MANTISSA) - 1)
@@ -181,14 +182,14 @@ def round_float(a, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.cons
 
 @triton.jit
 def float_from_code(magnitude, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
-    """Codes without sign to float32, exactly: a subnormal code makes a subnormal float; the product normalizes it."""
+    """Codes without sign to float32, exactly: the product normalizes the subnormal float of a subnormal code."""
     return float_of(magnitude << (23 - MANTISSA)) * (2.0 ** (127 - BIAS))
 
 
 @triton.jit
 def dither(y, random, C: tl.constexpr):
-    """A neighbouring element value of each y, up with the probability of its distance; ``random`` is uint32."""
-    y = tl.minimum(tl.maximum(y, -FLT_MAX), FLT_MAX)  # an infinity, made by a scale of zero, saturates in the end
+    """One of the two neighbouring element values of each y, by stochastic rounding; ``random`` is uint32."""
+    y = tl.minimum(tl.maximum(y, -FLT_MAX), FLT_MAX)  # an infinity from a scale of zero saturates later
     if C.exponent_bits == 0:
         step = tl.full(y.shape, 2.0**-C.mantissa_bits, tl.float32)
         inverse = tl.full(y.shape, 2.0**C.mantissa_bits, tl.float32)
@@ -202,7 +203,7 @@ def dither(y, random, C: tl.constexpr):
 
 @triton.jit
 def to_codes(y, C: tl.constexpr):
-    """Scaled values to codes of one byte, sign included (uint8). A NaN gives any code, e4m3's and e5m2's own in asm."""
+    """Scaled values to codes of one byte with sign (uint8). A NaN gets its code from float8 instructions only."""
     if C.float8 == "e4m3":
         return tl.inline_asm_elementwise(E4M3_WORD, "=r,r,r,r,r", [y], dtype=tl.uint8, is_pure=True, pack=4)
     elif C.float8 == "e5m2":
@@ -219,7 +220,7 @@ def to_codes(y, C: tl.constexpr):
 
 @triton.jit
 def from_codes(code, C: tl.constexpr):
-    """Codes of one byte (uint8) to float32, exactly, NaN and infinity included."""
+    """Codes of one byte (uint8) to float32, exactly, also NaN and infinity."""
     if C.exponent_bits == 0:
         return code.to(tl.int8, bitcast=True).to(tl.float32) * (2.0**-C.mantissa_bits)
     elif C.float8 == "e4m3":

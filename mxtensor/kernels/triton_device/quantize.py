@@ -1,7 +1,7 @@
-"""Casts in Triton, one program a tile: blocks along rows, blocks along columns (with or without rows), square tiles.
+"""Casts in Triton with blocks along rows, whole rows, square blocks or one scale a tensor; what all casts share.
 
 x is (rows, cols) with unit stride along the last dimension; ``C`` is a ``CastCode``. Values outside x count as zero and
-are never written. Offsets of rows are 64 bits wide.
+are never written. Row offsets are 64 bits wide. One program casts one tile.
 """
 
 import triton
@@ -12,14 +12,14 @@ from .elements import amax_bits, dither, from_codes, global_encode, magnitude_bi
 
 @triton.jit
 def swizzled_offset(row, col, scale_cols):
-    """Where the scale (row, col) lies in the 128x4 layout of a matrix with ``scale_cols`` scales a row."""
+    """The offset of scale (row, col) in the 128x4 layout of a matrix with ``scale_cols`` scales in a row."""
     tile = (row // 128).to(tl.int64) * ((scale_cols + 3) // 4) + col // 4
     return tile * 512 + (row % 32) * 16 + (row % 128) // 32 * 4 + col % 4
 
 
 @triton.jit
 def scale_offset(row, col, scale_cols, SWIZZLED: tl.constexpr):
-    """Where the scale (row, col) lies, in rows of ``scale_cols`` or in the 128x4 layout."""
+    """The offset of scale (row, col), row-major with ``scale_cols`` scales in a row or in the 128x4 layout."""
     if SWIZZLED:
         return swizzled_offset(row, col, scale_cols)
     else:
@@ -27,12 +27,12 @@ def scale_offset(row, col, scale_cols, SWIZZLED: tl.constexpr):
 
 
 @triton.jit
-def tensor_factor(amax_ptr, global_ptr, pid, C: tl.constexpr):
-    """NVFP4's factor of the tensor from its amax bits, 1 where there is none; program 0 stores the global scale."""
+def encode_scale(amax_ptr, global_ptr, pid, C: tl.constexpr):
+    """S_enc of NVFP4 from the amax bits of the tensor, 1 for other formats; program 0 stores the global scale."""
     if C.global_scale:
-        encode, undo = global_encode(tl.load(amax_ptr).to(tl.float32, bitcast=True), C)
+        encode, inverse = global_encode(tl.load(amax_ptr).to(tl.float32, bitcast=True), C)
         if pid == 0:
-            tl.store(global_ptr, undo)
+            tl.store(global_ptr, inverse)
         return encode
     else:
         return tl.full((), 1.0, tl.float32)
@@ -40,7 +40,7 @@ def tensor_factor(amax_ptr, global_ptr, pid, C: tl.constexpr):
 
 @triton.jit
 def block_scales(amax_bits, encode, C: tl.constexpr):
-    """``scales_of`` with the factor of the values turned into NaN where float8 instructions make the NaN code of it."""
+    """``scales_of``; with float8 instructions the multiplier of a non-finite block is NaN, which gives NaN codes."""
     stored, multiplier, value, finite = scales_of(amax_bits, encode, C)
     if C.float8 != "":
         multiplier = tl.where(finite, multiplier, float("nan"))
@@ -49,7 +49,7 @@ def block_scales(amax_bits, encode, C: tl.constexpr):
 
 @triton.jit
 def finish_codes(code, finite, C: tl.constexpr):
-    """The format's NaN (or 0 where it has none) in blocks that are not finite; ``finite`` broadcasts."""
+    """The NaN code (0 if the format has none) in blocks that are not finite; ``finite`` broadcasts."""
     if C.float8 != "":
         return code
     else:
@@ -58,7 +58,7 @@ def finish_codes(code, finite, C: tl.constexpr):
 
 @triton.jit
 def rounded(y, index, seed_ptr, stream: tl.constexpr, C: tl.constexpr):
-    """y as it is, or moved to one of its two neighbours by a random number that ``seed + stream`` and place decide."""
+    """y; or stochastically rounded by the random number of ``seed + stream`` and ``index``."""
     if C.stochastic:
         low, high = index.to(tl.uint32), (index >> 32).to(tl.uint32)
         zero = low * 0
@@ -70,7 +70,7 @@ def rounded(y, index, seed_ptr, stream: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def load_tile(at, inside, EVEN: tl.constexpr):
-    """The values at ``at``; zero where ``inside`` says they are none, which EVEN says is nowhere."""
+    """The values at ``at``, zero if not ``inside``; EVEN: all are inside."""
     if EVEN:
         return tl.load(at)
     else:
@@ -79,7 +79,7 @@ def load_tile(at, inside, EVEN: tl.constexpr):
 
 @triton.jit
 def store_tile(at, value, inside, EVEN: tl.constexpr):
-    """The inverse of ``load_tile``."""
+    """Store ``value`` at ``at`` if ``inside``; EVEN: all are inside."""
     if EVEN:
         tl.store(at, value)
     else:
@@ -88,7 +88,7 @@ def store_tile(at, value, inside, EVEN: tl.constexpr):
 
 @triton.jit
 def store_codes(code, data_ptr, row_start, tile, rows_in, cols, C: tl.constexpr, EVEN: tl.constexpr):
-    """Codes (BM, BK) of column tile ``tile`` as packed bytes; ``row_start`` (BM, 1): the first entry of each row."""
+    """Store codes (BM, BK) of column tile ``tile`` as packed bytes; ``row_start`` (BM, 1): the offset of each row."""
     BM: tl.constexpr = code.shape[0]
     BK: tl.constexpr = code.shape[1]
     if C.bits == 8:
@@ -112,7 +112,7 @@ def store_codes(code, data_ptr, row_start, tile, rows_in, cols, C: tl.constexpr,
 
 @triton.jit
 def amax_of_tensor(x_ptr, out_ptr, size, BLOCK: tl.constexpr, ROUNDS: tl.constexpr):
-    """The largest magnitude bits of a contiguous x, into an int32 that starts as zero."""
+    """The largest magnitude bits of a contiguous x, by atomic max into an int32 that starts as zero."""
     start = tl.program_id(0).to(tl.int64) * (BLOCK * ROUNDS)
     at = start + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + at, mask=at < size, other=0.0)
@@ -129,19 +129,19 @@ def quantize_rows(
     C: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, SWIZZLED: tl.constexpr,
     VALUES: tl.constexpr,
 ):  # fmt: skip
-    """Blocks along rows, or one scale for the tensor (its amax is in ``amax_ptr``).
+    """Blocks along rows, or one scale for the tensor, whose amax is in ``amax_ptr``.
 
-    Writes codes and scales; with VALUES, instead of both, the values that the codes stand for without the global scale.
+    Writes codes and scales; VALUES: writes the fake-quantized values without the global scale instead.
     """
     tiles = tl.cdiv(cols, BK)
     pid = tl.program_id(0)
     if C.reverse:
-        pid = tl.num_programs(0) - 1 - pid  # start with what the pass for the amax has left in the cache
+        pid = tl.num_programs(0) - 1 - pid  # start with the values that the pass for the amax left in the cache
     row = (pid // tiles) * BM + tl.arange(0, BM)[:, None]
     col = (pid % tiles) * BK + tl.arange(0, BK)[None, :]
     rows_in = row < rows
     x = load_tile(x_ptr + row.to(tl.int64) * stride + col, rows_in & (col < cols), EVEN)
-    encode = tensor_factor(amax_ptr, global_ptr, pid, C)
+    encode = encode_scale(amax_ptr, global_ptr, pid, C)
     index = row.to(tl.int64) * cols + col
     if C.block == 0:
         stored, multiplier, value, finite = block_scales(tl.load(amax_ptr), encode, C)
@@ -176,7 +176,7 @@ def quantize_full_rows(
     x_ptr, data_ptr, scale_ptr, seed_ptr, rows, cols, stride, data_stride,
     C: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, ONE: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
-    """One scale a row. ONE: BK covers the row, which is then read once; else it is read for the amax and again."""
+    """One scale a row. ONE: BK covers the row and x is read once; otherwise it is read twice, first for the amax."""
     row = tl.program_id(0) * BM + tl.arange(0, BM)[:, None]
     rows_in = row < rows
     x_row, data_row = row.to(tl.int64) * stride, row.to(tl.int64) * data_stride
@@ -211,12 +211,12 @@ def quantize_tiles(
     x_ptr, data_ptr, scale_ptr, amax_ptr, global_ptr, seed_ptr, rows, cols, stride, data_stride, scale_cols,
     C: tl.constexpr, NB: tl.constexpr, EVEN: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
-    """Square tiles of C.block, NB of them side by side."""
+    """Square blocks of C.block x C.block values; a program casts NB neighbouring blocks."""
     B: tl.constexpr = C.block
     BK: tl.constexpr = NB * B
     tiles = tl.cdiv(cols, BK)
     pid = tl.program_id(0)
-    encode = tensor_factor(amax_ptr, global_ptr, pid, C)
+    encode = encode_scale(amax_ptr, global_ptr, pid, C)
     row = (pid // tiles) * B + tl.arange(0, B)[:, None]
     col = (pid % tiles) * BK + tl.arange(0, BK)[None, :]
     rows_in = row < rows

@@ -1,8 +1,9 @@
-"""Blocks along columns, codes stored transposed or values as x lies, and both copies of one pass over x.
+"""Casts in Triton with blocks along columns, or along columns and rows in one pass over x.
 
-A thread holds whole columns of a block: 32 rows of 4 neighbouring columns, loaded as four groups of rows so that the
-codes of rows 4j to 4j + 3 are four registers that become one word. The amax of a column block then needs no other
-thread, and what crosses shared memory on its way to the transposed store is words, a quarter of the codes.
+Columnwise codes are stored transposed, columnwise values in the layout of x. A thread has whole columns of a block: 32
+rows of 4 neighbouring columns, loaded as four groups of rows, so that the codes of rows 4j to 4j + 3 are in four
+registers that become one word. The amax of a column block then needs no other thread, and the transposed store moves
+words through shared memory, a quarter as many as codes.
 """
 
 import triton
@@ -11,19 +12,19 @@ import triton.language as tl
 from .elements import E4M3_WORD, E5M2_WORD, amax_bits, from_codes, magnitude_bits, to_codes, widened
 from .quantize import (
     block_scales,
+    encode_scale,
     finish_codes,
     load_tile,
     rounded,
     scale_offset,
     store_codes,
     store_tile,
-    tensor_factor,
 )
 
 
 @triton.jit
 def word_of(y0, y1, y2, y3, finite, C: tl.constexpr):
-    """The codes of four rows in one int32, the first in the low bits: C.bits each."""
+    """The codes of four rows, C.bits each, in one int32, the first in the low bits."""
     if C.float8 == "e4m3":
         return tl.inline_asm_elementwise(E4M3_WORD, "=r,f,f,f,f", [y0, y1, y2, y3], tl.int32, is_pure=True, pack=1)
     elif C.float8 == "e5m2":
@@ -38,12 +39,13 @@ def word_of(y0, y1, y2, y3, finite, C: tl.constexpr):
 
 @triton.jit
 def load_group(x_ptr, row, col, rows, cols, stride, EVEN: tl.constexpr):
+    """One group of rows of x at ``row`` and ``col``."""
     return load_tile(x_ptr + row.to(tl.int64) * stride + col, (row < rows) & (col < cols), EVEN)
 
 
 @triton.jit
 def as_matrix(t):
-    """(Q, W, J, V) of a group of rows as (W * J, Q * V): its rows in order."""
+    """(Q, W, J, V) of a group of rows as a matrix (W * J, Q * V) with the rows in order."""
     Q: tl.constexpr = t.shape[0]
     W: tl.constexpr = t.shape[1]
     J: tl.constexpr = t.shape[2]
@@ -53,7 +55,7 @@ def as_matrix(t):
 
 @triton.jit
 def over_spans(t, G: tl.constexpr):
-    """A value of each block (Q, W / G, V) for each of the G spans that the block has: (Q, W, V)."""
+    """Repeat the value of each block (Q, W / G, V) for the G spans of the block: (Q, W, V)."""
     Q: tl.constexpr = t.shape[0]
     B: tl.constexpr = t.shape[1]
     V: tl.constexpr = t.shape[2]
@@ -62,7 +64,7 @@ def over_spans(t, G: tl.constexpr):
 
 @triton.jit
 def over_columns(t, Q: tl.constexpr):
-    """A value of each block of a row (NB, W, J) for each column that the block has: (Q, W, J, 1)."""
+    """Repeat the value of each block of a row (NB, W, J) for the columns of the block: (Q, W, J, 1)."""
     NB: tl.constexpr = t.shape[0]
     W: tl.constexpr = t.shape[1]
     J: tl.constexpr = t.shape[2]
@@ -71,7 +73,7 @@ def over_columns(t, Q: tl.constexpr):
 
 @triton.jit
 def store_values(code, scale, row, col, out_ptr, rows, cols, stride, C: tl.constexpr, EVEN: tl.constexpr):
-    """What codes of one byte stand for under ``scale``, which broadcasts: as x lies, in the dtype of ``out_ptr``."""
+    """Store the values of codes of one byte times ``scale``, which broadcasts, in the layout of x."""
     value = (from_codes(code, C) * scale).to(out_ptr.dtype.element_ty)
     store_tile(out_ptr + row.to(tl.int64) * stride + col, value, (row < rows) & (col < cols), EVEN)
 
@@ -81,7 +83,7 @@ def store_column_values(
     x, row, col, multiplier, value, finite, out_ptr, seed_ptr, rows, cols, stride,
     STREAM: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Columnwise values of one group of rows, x (Q, W, J, V) at ``row`` and ``col``, by scales of their columns."""
+    """Store the columnwise values of one group of rows, x (Q, W, J, V) at ``row`` and ``col``."""
     y = rounded(widened(x) * multiplier, col.to(tl.int64) * rows + row, seed_ptr, STREAM, C)
     store_values(finish_codes(to_codes(y, C), finite, C), value, row, col, out_ptr, rows, cols, stride, C, EVEN)
 
@@ -91,7 +93,7 @@ def store_rows(
     x, row, col, tile, data_ptr, encode, seed_ptr, rows, cols, data_stride,
     C: tl.constexpr, NB: tl.constexpr, VALUES: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Rowwise codes, or VALUES, of one group of rows, x (Q, W, J, V) at ``row`` and ``col``; its scales (NB, W, J)."""
+    """Store the rowwise codes (VALUES: values) of one group of rows x (Q, W, J, V); returns its scales (NB, W, J)."""
     Q: tl.constexpr = x.shape[0]
     W: tl.constexpr = x.shape[1]
     J: tl.constexpr = x.shape[2]
@@ -112,7 +114,7 @@ def store_rows(
 
 @triton.jit
 def in_row_order(s0, s1, s2, s3):
-    """The scales (NB, W, J) of the four groups as (rows of the tile, NB): row w * 4J + 4j + i of group i."""
+    """The scales (NB, W, J) of the four groups as (rows of the tile, NB): row w * 4J + 4j + i is from group i."""
     NB: tl.constexpr = s0.shape[0]
     W: tl.constexpr = s0.shape[1]
     J: tl.constexpr = s0.shape[2]
@@ -127,14 +129,14 @@ def quantize_columns(
     C: tl.constexpr, W: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     EVEN: tl.constexpr, SWIZZLED: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Codes (cols, rows) and scales (cols, rows / block) of the columns of x, and what ROWS says of its rows.
+    """Codes (cols, rows) and scales (cols, rows / block) of the columns of x, and the rowwise result that ROWS names.
 
-    ROWS: "", "codes" (with scales) or "values"; COLUMNS: "codes" or "values": ``tdata`` then lies as x does, and there
-    are no scales.
-    W: spans of 32 rows (16 where a block has 16) that a program holds, G of them to a block; V: adjacent columns of
-    a thread. WORDS: the transposed codes can be stored as ``words`` whole words a row. Axes
-    are (Q, W, J, V) = (columns / V, spans, fours of rows, V): Triton lays threads along V, then Q, W and J in turn,
-    so that a warp reads along rows and J stays inside a thread.
+    ROWS: "", "codes" (with scales) or "values". COLUMNS: "codes" or "values"; for "values" ``tdata`` has the layout of
+    x and there are no scales.
+    W: spans of 32 rows (16 if a block has 16) in a program, G spans in a block; V: adjacent columns in a thread. WORDS:
+    a row of transposed codes is ``words`` whole words. Axes are (Q, W, J, V) = (columns / V, spans, groups of four
+    rows, V): Triton distributes threads along V, then Q, W and J, so that a warp reads along rows and a thread has
+    all of J.
     """
     V: tl.constexpr = 4
     BLOCK: tl.constexpr = C.block if C.block > 0 else 32
@@ -156,10 +158,10 @@ def quantize_columns(
     x1 = load_group(x_ptr, row + 1, col, rows, cols, stride, EVEN)
     x2 = load_group(x_ptr, row + 2, col, rows, cols, stride, EVEN)
     x3 = load_group(x_ptr, row + 3, col, rows, cols, stride, EVEN)
-    encode = tensor_factor(amax_ptr, global_ptr, pid, C)
+    encode = encode_scale(amax_ptr, global_ptr, pid, C)
 
     column = first_col + tl.arange(0, BK)[None, :]
-    if C.block == -1:  # one scale a column: ``amax_ptr`` has the bits of them all
+    if C.block == -1:  # one scale a column: ``amax_ptr`` has the amax bits of every column
         whole_col = tl.reshape(col, (Q, 1, V))
         amax = tl.load(amax_ptr + whole_col, mask=whole_col < cols, other=0) & 0x7FFFFFFF
         stored, multiplier, value, finite = block_scales(amax, encode, C)
@@ -199,7 +201,7 @@ def quantize_columns(
             finite,
             C,
         )
-        # In this shape a row of transposed codes is one run of words, W * J of them, which are stored as whole lines.
+        # In this shape a row of transposed codes is one run of W * J words, stored as whole cache lines.
         word = as_matrix(word)
         word_row = (pid // tiles) * (W * J) + tl.arange(0, W * J)[:, None]
         if WORDS and C.bits != 6:
@@ -213,7 +215,7 @@ def quantize_columns(
             BYTES: tl.constexpr = C.bits // 2
             to = tdata_ptr + column.to(tl.int64) * tdata_stride + word_row * BYTES
             for i in tl.static_range(BYTES):
-                # A byte is there if the first row with a bit in it is; those of 6-bit codes are there in threes.
+                # A byte exists if the first row with a bit in it exists; 6-bit codes come in groups of three bytes.
                 inside = (word_row * 4 + (8 * i // C.bits if C.bits != 6 else 0) < rows) & (column < cols)
                 tl.store(to + i, ((word >> (8 * i)) & 0xFF).to(tl.uint8), mask=inside)
     if ROWS != "":

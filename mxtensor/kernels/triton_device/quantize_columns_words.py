@@ -1,4 +1,4 @@
-"""``quantize_columns`` from bfloat16 to float8, on words of two columns: half the registers, so twice the programs."""
+"""``quantize_columns`` from bfloat16 to float8 on words of two columns: half the registers, twice the programs."""
 
 import triton
 import triton.language as tl
@@ -11,7 +11,7 @@ from .words import MAGNITUDES, column_codes, larger, largest, row_codes
 
 @triton.jit
 def load_words(tile_ptr, row, col, rows, words, stride, EVEN: tl.constexpr):
-    """Words at ``row`` and ``col`` of the tile, of which ``rows`` and ``words`` are there."""
+    """Words at ``row`` and ``col`` of the tile; ``rows`` rows of ``words`` words exist."""
     return load_tile(tile_ptr + (row * stride + col), (row < rows) & (col < words), EVEN)
 
 
@@ -19,15 +19,15 @@ def load_words(tile_ptr, row, col, rows, words, stride, EVEN: tl.constexpr):
 def store_rows(
     word, row, col, tile_ptr, rows, words, data_stride, C: tl.constexpr, NB: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Rowwise codes of one group of rows of words (Q, W, J, V); its scales (NB, W, J)."""
+    """Store the rowwise codes of one group of rows of words (Q, W, J, V); returns its scales (NB, W, J)."""
     Q: tl.constexpr = word.shape[0]
     W: tl.constexpr = word.shape[1]
     J: tl.constexpr = word.shape[2]
     V: tl.constexpr = word.shape[3]
     pair = largest(tl.reshape(largest(word & MAGNITUDES, 3, C), (NB, Q // NB, W, J)), 1, C)
     one = tl.full((), 1.0, tl.float32)
-    stored, gemm_operand, _, finite = block_scales(tl.maximum(pair << 16, pair & 0x7FFF0000), one, C)
-    code = row_codes(word, tl.broadcast_to(over_columns(gemm_operand, Q), (Q, W, J, V)), C)
+    stored, multiplier, _, finite = block_scales(tl.maximum(pair << 16, pair & 0x7FFF0000), one, C)
+    code = row_codes(word, tl.broadcast_to(over_columns(multiplier, Q), (Q, W, J, V)), C)
     if C.float8 == "":
         code = tl.where(over_columns(finite.to(tl.int32), Q) != 0, code, C.nan_code * 0x101).to(tl.int16)
     store_tile(tile_ptr + (row * data_stride + col), code, (row < rows) & (col < words), EVEN)
@@ -41,12 +41,11 @@ def row_values(word, C: tl.constexpr, NB: tl.constexpr):
     W: tl.constexpr = word.shape[1]
     J: tl.constexpr = word.shape[2]
     V: tl.constexpr = word.shape[3]
-    gemm_operand, back = words_of_scale(
-        largest(tl.reshape(largest(word & MAGNITUDES, 3, C), (NB, Q // NB, W, J)), 1, C), C
-    )
+    pair = largest(tl.reshape(largest(word & MAGNITUDES, 3, C), (NB, Q // NB, W, J)), 1, C)
+    multiplier, scale = words_of_scale(pair, C)
     shape: tl.constexpr = (Q, W, J, V)
-    gemm_operand = tl.broadcast_to(over_columns(gemm_operand, Q), shape)
-    return round_words(word, gemm_operand, tl.broadcast_to(over_columns(back, Q), shape), C)
+    multiplier = tl.broadcast_to(over_columns(multiplier, Q), shape)
+    return round_words(word, multiplier, tl.broadcast_to(over_columns(scale, Q), shape), C)
 
 
 @triton.jit
@@ -56,11 +55,10 @@ def quantize_columns_words(
     C: tl.constexpr, W: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr,
     SWIZZLED: tl.constexpr,
 ):  # fmt: skip
-    """x (rows, words) int32; strides of x and of what is written of its rows in words and pairs; BK words to a program.
+    """x (rows, words) int32, BK words to a program; ``stride`` is in words, ``data_stride`` in pairs of values.
 
-    ROWS: "", "codes" (with scales) or "values" (bfloat16, by powers of two).
-
-    ``fours``: groups of four rows, rows / 4, which is also the length of a transposed row of codes in words.
+    ROWS: "", "codes" (with scales) or "values" (bfloat16, power-of-two scales). ``fours``: rows / 4, which is also the
+    length of a row of transposed codes in words.
     """
     V: tl.constexpr = 2
     SPAN: tl.constexpr = min(C.block, 32)

@@ -1,14 +1,14 @@
-"""Rows of bfloat16 to e2m1, two values at a time: a word of x holds the pair that one byte of codes does.
+"""Rows of bfloat16 to e2m1, two values at a time: one word of x becomes one byte of codes.
 
-The general cast spends 20 instructions a value here, which is more than the memory takes; two values that share their
-word, their signs and their byte need half of that.
+The general cast needs 20 instructions a value here and is then limited by instructions, not by memory. Two values in
+one word need half as many.
 """
 
 import triton
 import triton.language as tl
 
 from .elements import float_of, round_float, scales_of
-from .quantize import load_tile, scale_offset, store_tile, tensor_factor
+from .quantize import encode_scale, load_tile, scale_offset, store_tile
 from .words import MAGNITUDES, e2m1_byte, largest
 
 
@@ -17,7 +17,7 @@ def quantize_rows_fp4(
     x_ptr, data_ptr, scale_ptr, amax_ptr, global_ptr, rows, words, stride, data_stride, scale_cols,
     C: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, SWIZZLED: tl.constexpr,
 ):  # fmt: skip
-    """``quantize_rows`` for such a cast: x (rows, words) int32, ``stride`` and BK in words, BK // 2 to a block."""
+    """``quantize_rows`` for this cast: x (rows, words) int32; ``stride`` and BK are in words."""
     PAIRS: tl.constexpr = C.block // 2
     NB: tl.constexpr = BK // PAIRS
     tiles = tl.cdiv(words, BK)
@@ -28,19 +28,19 @@ def quantize_rows_fp4(
     col = (pid % tiles) * BK + tl.arange(0, BK)[None, :]
     inside = (row < rows) & (col < words)
     word = load_tile(x_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + row.to(tl.int64) * stride + col, inside, EVEN)
-    encode = tensor_factor(amax_ptr, global_ptr, pid, C)
+    encode = encode_scale(amax_ptr, global_ptr, pid, C)
     pair = largest(tl.reshape(word & MAGNITUDES, (BM, NB, PAIRS)), 2, C)
     amax = tl.maximum(pair << 16, pair & 0x7FFF0000)
     stored, multiplier, _, finite = scales_of(amax, encode, C)
-    gemm_operand = tl.reshape(tl.broadcast_to(multiplier[:, :, None], (BM, NB, PAIRS)), (BM, BK))
+    each = tl.reshape(tl.broadcast_to(multiplier[:, :, None], (BM, NB, PAIRS)), (BM, BK))
     if C.pairs and C.scale == "e8m0":
-        byte = e2m1_byte(word, gemm_operand, C)
+        byte = e2m1_byte(word, each, C)
     else:
-        low = round_float(float_of((word << 16) & 0x7FFF0000) * gemm_operand, 2, 1, 1, 6.0)
-        high = round_float(float_of(word & 0x7FFF0000) * gemm_operand, 2, 1, 1, 6.0)
+        low = round_float(float_of((word << 16) & 0x7FFF0000) * each, 2, 1, 1, 6.0)
+        high = round_float(float_of(word & 0x7FFF0000) * each, 2, 1, 1, 6.0)
         byte = low | ((word >> 12) & 8) | (high << 4) | ((word >> 24) & 0x80)
-    keep = tl.broadcast_to(tl.where(finite, 0xFF, 0)[:, :, None], (BM, NB, PAIRS))
-    byte = (byte & tl.reshape(keep, (BM, BK))).to(tl.uint8)
+    mask = tl.broadcast_to(tl.where(finite, 0xFF, 0)[:, :, None], (BM, NB, PAIRS))
+    byte = (byte & tl.reshape(mask, (BM, BK))).to(tl.uint8)
     store_tile(data_ptr + row.to(tl.int64) * data_stride + col, byte, inside, EVEN)
     block = (pid % tiles) * NB + tl.arange(0, NB)[None, :]
     to = scale_offset(row, block, scale_cols, SWIZZLED)

@@ -1,6 +1,6 @@
-"""One scale for the tensor: codes, the same codes of the transpose, and the amax for a later scale, of one pass over x.
+"""One scale for the tensor: codes, the same codes transposed, and the amax for a later scale, in one pass over x.
 
-The four rows of a word of transposed codes are four registers, as in ``quantize_columns``.
+The four rows of a word of transposed codes are in four registers, as in ``quantize_columns``.
 """
 
 import triton
@@ -13,7 +13,7 @@ from .quantize_columns import load_group, word_of
 
 @triton.jit
 def scaled(x, row, col, multiplier, finite, seed_ptr, cols, C: tl.constexpr, GIVEN: tl.constexpr):
-    """Values to be encoded, NaN where there is no number: everywhere unless ``finite``, or with GIVEN by themselves."""
+    """Scaled values; all NaN unless ``finite``, and with GIVEN each value that is not finite is NaN."""
     y = rounded(widened(x) * multiplier, row.to(tl.int64) * cols + col, seed_ptr, 0, C)
     if GIVEN:
         finite = finite & (amax_bits(magnitude_bits(x), x) < INFINITY_BITS)
@@ -22,7 +22,7 @@ def scaled(x, row, col, multiplier, finite, seed_ptr, cols, C: tl.constexpr, GIV
 
 @triton.jit
 def codes_of(y, C: tl.constexpr):
-    """Codes of one byte, the format's NaN for a NaN."""
+    """Codes of one byte; a NaN gets the NaN code of the format."""
     if C.float8 != "":
         return to_codes(y, C)
     else:
@@ -45,15 +45,16 @@ def quantize_transposed(
     C: tl.constexpr, J: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     GIVEN: tl.constexpr, RECORD: tl.constexpr, EVEN: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Codes (rows, cols) with ROWS, (cols, rows) with COLUMNS, each with the scale; 4 * J rows to a program.
+    """ROWS: codes (rows, cols), COLUMNS: codes (cols, rows), each with the scale; 4 * J rows to a program.
 
-    GIVEN: ``amax_ptr`` holds a float32 that need not be the amax of x, otherwise its bits. RECORD: ``record_ptr`` holds
-    a float32 that becomes the larger of itself and the amax of x. WORDS: a row of the transpose is ``fours`` words.
+    GIVEN: ``amax_ptr`` has a float32 that need not be the amax of x; otherwise it has the amax bits of x. RECORD: the
+    float32 at ``record_ptr`` becomes the larger of itself and the amax of x. WORDS: a row of the transpose is ``fours``
+    whole words.
     """
     tiles = tl.cdiv(cols, BK)
     pid = tl.program_id(0)
     if not GIVEN:
-        pid = tl.num_programs(0) - 1 - pid  # start with what the pass for the amax has left in the cache
+        pid = tl.num_programs(0) - 1 - pid  # start with the values that the pass for the amax left in the cache
     first_four, first_col = (pid // tiles) * J, (pid % tiles) * BK
     four = first_four + tl.arange(0, J)[:, None]
     row, col = four * 4, first_col + tl.arange(0, BK)[None, :]

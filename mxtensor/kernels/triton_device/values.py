@@ -1,9 +1,9 @@
-"""Rounding bfloat16 to values of an MX format with no codes in between: words of two in, words of two out.
+"""Fake quantize bfloat16 to an MX format without codes: words of two values in, words of two values out.
 
-A value is y * 2^s with y rounded to a few bits of mantissa, and never finer than the step of the smallest elements.
-Adding a power of two 2^(7 - mantissa bits) times the one below |y| (in bfloat16; 2^(23 - ...) in float32) leaves just
-those bits, ties to even, and taking it away again is exact. So a word needs eight instructions where the device has
-fused products of such words, and its scale is never more than two words of powers of two.
+A value is y * 2^s with y rounded to the mantissa bits of the element, and to no finer step than its subnormals have.
+Let p be the power of two just below |y|. Adding p * 2^(7 - mantissa bits) in bfloat16 (2^(23 - mantissa bits) in
+float32) rounds to those bits, ties to even; subtracting it again is exact. If the device has fused multiply-add of such
+words, a word needs eight instructions, and its scale is two words of powers of two.
 """
 
 import triton
@@ -31,22 +31,22 @@ fma.rn.bf16x2 $0, t, $3, $7;
 
 
 @triton.jit
-def rounded_value(x, gemm_operand, back, C: tl.constexpr):
-    """float32 x in float32, as ``round_words`` does it."""
-    y = x * gemm_operand
+def rounded_value(x, multiplier, scale, C: tl.constexpr):
+    """``round_words`` of a float32 x, in float32."""
+    y = x * multiplier
     lowest: tl.constexpr = 1 - C.bias if C.exponent_bits > 0 else 0
     power = float_of(tl.maximum(bits_of(y) & 0x7F800000, (127 + lowest) << 23))
     far = power * (2.0 ** (23 - C.mantissa_bits))
     near = tl.minimum(tl.abs(y) + far - far, C.max)
-    value = float_of(bits_of(near) | (bits_of(y) & -0x80000000)) * back
-    return value + 0.0 if C.exponent_bits == 0 else value  # two's complement has one zero
+    value = float_of(bits_of(near) | (bits_of(y) & -0x80000000)) * scale
+    return value + 0.0 if C.exponent_bits == 0 else value  # int8 has no negative zero
 
 
 @triton.jit
-def round_words(word, gemm_operand, back, C: tl.constexpr):
-    """Words of two bfloat16 to words of the values they have in the format.
+def round_words(word, multiplier, scale, C: tl.constexpr):
+    """Words of two bfloat16 to words of their fake-quantized values.
 
-    factor, back: words of the two powers of two 2^-s and 2^s, each of its half; NaN in ``back`` makes the values NaN.
+    multiplier, scale: words of the powers of two 2^-s and 2^s of each half; a NaN in ``scale`` makes the values NaN.
     """
     if C.pairs:
         shape: tl.constexpr = word.shape
@@ -60,8 +60,8 @@ def round_words(word, gemm_operand, back, C: tl.constexpr):
             "=r,r,r,r,r,r,r,r",
             [
                 word,
-                gemm_operand,
-                back,
+                multiplier,
+                scale,
                 tl.full(shape, floor, tl.int32),
                 tl.full(shape, magic, tl.int32),
                 top,
@@ -72,38 +72,38 @@ def round_words(word, gemm_operand, back, C: tl.constexpr):
             pack=1,
         )
     else:
-        low = rounded_value(low_value(word), low_value(gemm_operand), low_value(back), C).to(tl.bfloat16)
-        high = rounded_value(high_value(word), high_value(gemm_operand), high_value(back), C).to(tl.bfloat16)
+        low = rounded_value(low_value(word), low_value(multiplier), low_value(scale), C).to(tl.bfloat16)
+        high = rounded_value(high_value(word), high_value(multiplier), high_value(scale), C).to(tl.bfloat16)
         low_half = low.to(tl.uint16, bitcast=True).to(tl.int32)
         return low_half | (high.to(tl.uint16, bitcast=True).to(tl.int32) << 16)
 
 
 @triton.jit
 def side_by_side(low, high):
-    """Two float32 that are bfloat16 as a word."""
+    """Two float32 with bfloat16 values as a word."""
     return ((bits_of(low) >> 16) & 0xFFFF) | (bits_of(high) & -0x10000)
 
 
 @triton.jit
 def words_of_scales(low_amax, high_amax, C: tl.constexpr):
-    """``gemm_operand`` and ``back`` of ``round_words`` for blocks with these amax bits in the low and in the high half."""
+    """``multiplier`` and ``scale`` of ``round_words`` for blocks with these amax bits in the low and high halves."""
     one = tl.full((), 1.0, tl.float32)
-    _, low, low_back, _ = scales_of(low_amax, one, C)
-    _, high, high_back, _ = scales_of(high_amax, one, C)
-    return side_by_side(low, high), side_by_side(low_back, high_back)
+    _, low, low_scale, _ = scales_of(low_amax, one, C)
+    _, high, high_scale, _ = scales_of(high_amax, one, C)
+    return side_by_side(low, high), side_by_side(low_scale, high_scale)
 
 
 @triton.jit
 def words_of_scale(pair, C: tl.constexpr):
-    """The same for blocks that hold both halves of their words: ``pair`` has the largest magnitude of each."""
+    """The same for blocks with both halves of their words: ``pair`` has the largest magnitude of each half."""
     one = tl.full((), 1.0, tl.float32)
-    _, gemm_operand, back, _ = scales_of(tl.maximum(pair << 16, pair & 0x7FFF0000), one, C)
-    return side_by_side(gemm_operand, gemm_operand), side_by_side(back, back)
+    _, multiplier, scale, _ = scales_of(tl.maximum(pair << 16, pair & 0x7FFF0000), one, C)
+    return side_by_side(multiplier, multiplier), side_by_side(scale, scale)
 
 
 @triton.jit
 def over_block(t, BLOCK: tl.constexpr, AXIS: tl.constexpr):
-    """A value of each block for each of the BLOCK places along AXIS that the block has."""
+    """Repeat the value of each block BLOCK times along AXIS."""
     if AXIS == 0:
         B: tl.constexpr = t.shape[0]
         N: tl.constexpr = t.shape[1]
@@ -116,21 +116,21 @@ def over_block(t, BLOCK: tl.constexpr, AXIS: tl.constexpr):
 
 @triton.jit
 def round_along_rows(word, C: tl.constexpr):
-    """A matrix of words rounded in blocks along its rows."""
+    """Fake quantize a matrix of words with blocks along its rows."""
     PAIRS: tl.constexpr = C.block // 2
     M: tl.constexpr = word.shape[0]
     NB: tl.constexpr = word.shape[1] // PAIRS
-    gemm_operand, back = words_of_scale(largest(tl.reshape(word & MAGNITUDES, (M, NB, PAIRS)), 2, C), C)
-    return round_words(word, over_block(gemm_operand, PAIRS, 1), over_block(back, PAIRS, 1), C)
+    multiplier, scale = words_of_scale(largest(tl.reshape(word & MAGNITUDES, (M, NB, PAIRS)), 2, C), C)
+    return round_words(word, over_block(multiplier, PAIRS, 1), over_block(scale, PAIRS, 1), C)
 
 
 @triton.jit
 def round_along_columns(word, C: tl.constexpr):
-    """A matrix of words rounded in blocks along its columns, of which a word holds two."""
+    """Fake quantize a matrix of words with blocks along its columns; a word has two columns."""
     NB: tl.constexpr = word.shape[0] // C.block
     pair = largest(tl.reshape(word & MAGNITUDES, (NB, C.block, word.shape[1])), 1, C)
-    gemm_operand, back = words_of_scales(pair << 16, pair & 0x7FFF0000, C)
-    return round_words(word, over_block(gemm_operand, C.block, 0), over_block(back, C.block, 0), C)
+    multiplier, scale = words_of_scales(pair << 16, pair & 0x7FFF0000, C)
+    return round_words(word, over_block(multiplier, C.block, 0), over_block(scale, C.block, 0), C)
 
 
 @triton.jit
@@ -139,9 +139,9 @@ def round_tiles(
     C: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Values in blocks along rows, along columns, or both of one pass: x and each result (rows, words) int32.
+    """Fake quantize with blocks along rows, columns or both in one pass: x and each result (rows, words) int32.
 
-    Strides and BK in words. Lanes read along rows, so that only the largest of columns cross from warp to warp.
+    Strides and BK are in words. Lanes read along rows, so that only the amax of columns crosses warps.
     """
     tiles = tl.cdiv(words, BK)
     pid = tl.program_id(0)

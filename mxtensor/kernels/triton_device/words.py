@@ -1,7 +1,7 @@
-"""bfloat16 two by two: words of two neighbouring values, which take half the registers and, on sm_90, half the minima.
+"""Words of two neighbouring bfloat16 values: half the registers and, on sm_90, half the max instructions.
 
-``C.pairs`` says that the device has maxima and products of such words in one instruction; the other branch of each
-function computes the same with plain integers and floats.
+If ``C.pairs``, the device has max and multiply of such words in one instruction; the other branch of each function
+computes the same with integers and floats.
 """
 
 import triton
@@ -56,8 +56,8 @@ mov.b32 $0, {p, q};
 }""")
 E5M2_ROW = tl.constexpr(E4M3_ROW.value.replace("e4m3", "e5m2"))
 
-# y = w * 2^-s, exactly; the three lines of ``elements.round_float`` in bfloat16, where 192 leaves integers in the low
-# bits; their minimum is the code; then signs, and both nibbles in one byte.
+# y = w * 2^-s, exactly; the three linear functions of ``elements.round_float`` in bfloat16, where adding 192 leaves
+# integers in the low bits; their minimum is the code; then the signs, and both nibbles in one byte.
 E2M1_PAIR = tl.constexpr("""{
 .reg .b32 y, a, t, u, s, c;
 mov.b32 c, 0x80008000;
@@ -93,40 +93,41 @@ def low_value(word):
 
 @triton.jit
 def high_value(word):
+    """The value in the high half, in float32."""
     return float_of(word & -0x10000)
 
 
 @triton.jit
-def _larger_in_one(a, b):
+def _larger_pair(a, b):
     return tl.inline_asm_elementwise("max.u16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit
-def _larger_apart(a, b):
+def _larger_halves(a, b):
     return tl.maximum(a & 0x7FFF0000, b & 0x7FFF0000) | tl.maximum(a & 0x7FFF, b & 0x7FFF)
 
 
 @triton.jit
 def larger(a, b, C: tl.constexpr):
-    """The larger of two words of magnitudes, half by half."""
+    """The larger magnitudes of two words, for each half."""
     if C.pairs:
-        return _larger_in_one(a, b)
+        return _larger_pair(a, b)
     else:
-        return _larger_apart(a, b)
+        return _larger_halves(a, b)
 
 
 @triton.jit
 def largest(word, axis: tl.constexpr, C: tl.constexpr):
-    """The largest words of magnitudes along an axis, half by half."""
+    """The largest magnitudes along an axis, for each half."""
     if C.pairs:
-        return tl.reduce(word, axis, _larger_in_one)
+        return tl.reduce(word, axis, _larger_pair)
     else:
-        return tl.reduce(word, axis, _larger_apart)
+        return tl.reduce(word, axis, _larger_halves)
 
 
 @triton.jit
 def column_codes(w0, w1, w2, w3, low, high, C: tl.constexpr):
-    """Float8 codes of four rows of words, scaled: of their low columns and of their high ones, an int32 each."""
+    """Scaled float8 codes of four rows of words: one int32 of their low columns, one of their high columns."""
     if C.float8 == "e4m3":
         return tl.inline_asm_elementwise(
             E4M3_COLUMNS, "=r,=r,r,r,r,r,r,r", [w0, w1, w2, w3, low, high], (tl.int32, tl.int32), is_pure=True, pack=1
@@ -144,21 +145,21 @@ def column_codes(w0, w1, w2, w3, low, high, C: tl.constexpr):
 
 
 @triton.jit
-def row_codes(word, gemm_operand, C: tl.constexpr):
-    """Float8 codes of both values of a word, the low one in the low byte: int16."""
+def row_codes(word, multiplier, C: tl.constexpr):
+    """Float8 codes of both values of a word, int16, the low value in the low byte."""
     if C.float8 == "e4m3":
-        return tl.inline_asm_elementwise(E4M3_ROW, "=r,r,r,r,r", [word, gemm_operand], tl.int16, is_pure=True, pack=2)
+        return tl.inline_asm_elementwise(E4M3_ROW, "=r,r,r,r,r", [word, multiplier], tl.int16, is_pure=True, pack=2)
     elif C.float8 == "e5m2":
-        return tl.inline_asm_elementwise(E5M2_ROW, "=r,r,r,r,r", [word, gemm_operand], tl.int16, is_pure=True, pack=2)
+        return tl.inline_asm_elementwise(E5M2_ROW, "=r,r,r,r,r", [word, multiplier], tl.int16, is_pure=True, pack=2)
     else:
-        low, high = to_codes(low_value(word) * gemm_operand, C), to_codes(high_value(word) * gemm_operand, C)
+        low, high = to_codes(low_value(word) * multiplier, C), to_codes(high_value(word) * multiplier, C)
         return (low.to(tl.int32) | (high.to(tl.int32) << 8)).to(tl.int16)
 
 
 @triton.jit
-def e2m1_byte(word, gemm_operand, C: tl.constexpr):
-    """Codes of both values of a word scaled by a float32 power of two, in the low byte of an int32."""
-    halves = bits_of(gemm_operand) >> 16
+def e2m1_byte(word, multiplier, C: tl.constexpr):
+    """Codes of both values of a word times a float32 power of two, in the low byte of an int32."""
+    halves = bits_of(multiplier) >> 16
     return tl.inline_asm_elementwise(
         E2M1_PAIR, "=r,r,r", [word, halves | (halves << 16)], tl.int32, is_pure=True, pack=1
     )

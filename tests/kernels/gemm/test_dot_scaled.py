@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mxtensor.core import dispatch
+from mxtensor.core import devices
 from mxtensor.kernels.gemm import dot_scaled, select
 from mxtensor.kernels.gemm.spec import GemmArgs, Unquantized
 from mxtensor.numerics import reference
@@ -46,7 +46,7 @@ SHAPES = {  # M, N, K: tiles are 32x32x128, of 4-bit pairs 32x32x256
 
 @pytest.fixture(autouse=True)
 def instruction(monkeypatch):
-    """``tl.dot_scaled`` for the interpreter: decoded exactly, multiplied in float64, added in float32.
+    """``tl.dot_scaled`` for the interpreter: decode exactly, multiply in float64, add in float32.
 
     Triton before 3.9 has none there, and that one's multiplies in numpy, whose sums are in an order of its own.
     """
@@ -62,8 +62,8 @@ def instruction(monkeypatch):
         decoded = (
             decode_packed(codes, element) if element.packed else decode_elements(codes.view(element.dtype), element)
         )
-        gemm_operand = reference.scale_to_float(torch.from_numpy(scale.data.copy()), kind).double()
-        return decoded.double() * gemm_operand.repeat_interleave(decoded.shape[1] // gemm_operand.shape[1], 1)
+        multiplier = reference.scale_to_float(torch.from_numpy(scale.data.copy()), kind).double()
+        return decoded.double() * multiplier.repeat_interleave(decoded.shape[1] // multiplier.shape[1], 1)
 
     def create_dot_scaled(self, lhs, lhs_scale, lhs_format, rhs, rhs_scale, rhs_format, fast, lhs_k, rhs_k, total):
         transposed = interpreter.TensorHandle(rhs.data.T, rhs.dtype)
@@ -77,7 +77,7 @@ def instruction(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def poison():
-    """Memory that nobody has written holds NaN."""
+    """Memory from ``empty`` is full of NaN."""
     torch.use_deterministic_algorithms(True)
     assert torch.randn(2).new_empty(64).isnan().all()
     yield
@@ -86,13 +86,13 @@ def poison():
 
 def needs_device(*formats):
     """Skip what the device here cannot compile: blocks of 16 before Blackwell."""
-    capability = dispatch.device_capability(DEVICE)
+    capability = devices.device_capability(DEVICE)
     if DEVICE.type == "cuda" and capability not in dot_scaled.MIXES and "nvfp4" in "".join(formats):
         pytest.skip(f"Triton does not compile blocks of 16 for sm{capability[0]}{capability[1]}")
 
 
 def operand(*shape, format):
-    """Gaussian values over many magnitudes, quantized; rows of NaN lie behind it in memory."""
+    """Gaussian values over many magnitudes, quantized; rows of NaN follow it in memory."""
     rows = shape[-2] + (32 if len(shape) == 2 else 0)
     x = torch.randn(*shape[:-2], rows, shape[-1], device=DEVICE)
     x *= 2.0 ** torch.randint(-5, 4, (rows, 1), device=DEVICE).float()
@@ -108,14 +108,14 @@ def values(operand):
     return decode(operand, torch.float32).double().cpu()
 
 
-def check(y, product, *gemm_operands):
-    """The definition to float32 rounding; a GPU is allowed the truncation inside its matrix instructions."""
-    y, gemm_operands = y.cpu(), [f.cpu() for f in gemm_operands]  # where poison() leaves a float64 product alone
+def check(y, product, *operands):
+    """Equal to the definition to float32 rounding; on a GPU, to the truncation of its matrix instructions."""
+    y, operands = y.cpu(), [f.cpu() for f in operands]  # where poison() leaves a float64 product alone
     if DEVICE.type == "cpu":
-        assert_same_product(y, product, *gemm_operands)
+        assert_same_product(y, product, *operands)
     else:
         limit = {torch.float32: 1e-5, torch.float16: 5e-4, torch.bfloat16: 4e-3}[y.dtype]
-        assert relative_error(y, product(*gemm_operands)) < limit
+        assert relative_error(y, product(*operands)) < limit
 
 
 def mm(a, b):
@@ -233,17 +233,17 @@ def test_rows_that_are_in_no_group_are_zeros_even_where_they_are_nan():
 
 
 def pretend(monkeypatch, *capability):
-    monkeypatch.setattr(dispatch, "device_capability", lambda device: capability)
+    monkeypatch.setattr(devices, "device_capability", lambda device: capability)
     monkeypatch.setattr(dot_scaled, "device_capability", lambda device: capability)
 
 
 def fake(*shape, format):
-    """An operand on a CUDA device that is not there; call inside FakeTensorMode."""
+    """An operand on a CUDA device that this machine lacks; call inside FakeTensorMode."""
     format = get_format(format)
     data = torch.empty(format.data_shape(shape), dtype=format.element.dtype, device="cuda")
     scale = torch.empty(format.scale_shape(shape), dtype=format.scale.dtype, device="cuda")
-    last = torch.empty((), device="cuda") if format.global_scale else None
-    return Operand(data, scale, last, format, shape)
+    global_scale = torch.empty((), device="cuda") if format.global_scale else None
+    return Operand(data, scale, global_scale, format, shape)
 
 
 def refusal(a, b, args=None):
@@ -262,7 +262,7 @@ def test_a_device_without_the_instructions_is_refused(monkeypatch, capability, n
     with FakeTensorMode():
         a = fake(8, 64, format="mxfp8")
         assert refusal(a, a) == (
-            f"block-scaled instructions of Triton are for sm100, sm103, sm110, sm120, this device is {name}"
+            f"needs sm100, sm103, sm110, sm120 for Triton's block-scaled products, this device is {name}"
         )
 
 
@@ -286,7 +286,8 @@ def test_formats_without_an_instruction_are_refused(monkeypatch, format):
     pretend(monkeypatch, 10, 0)
     with FakeTensorMode():
         assert refusal(fake(8, 64, format="mxfp8"), fake(8, 64, format=format)) == (
-            "tl.dot_scaled takes e4m3, e5m2 and e2m1 with an e8m0 scale for 32, or e2m1 with an e4m3 scale for 16, "
+            "tl.dot_scaled takes e4m3, e5m2 and e2m1 with an e8m0 scale for 32 values, "
+            "or e2m1 with an e4m3 scale for 16 values, "
             f"not {get_format(format)}"
         )
 
@@ -296,10 +297,10 @@ def test_other_refusals_name_the_values(monkeypatch):
     with FakeTensorMode():
         a, b = fake(8, 64, format="mxfp4"), fake(16, 64, format="mxfp4")
         assert (
-            refusal(a, fake(16, 64, format="nvfp4")) == "one instruction takes one kind of scale, not e8m0 with ue4m3"
+            refusal(a, fake(16, 64, format="nvfp4")) == "needs one scale format for both operands, not e8m0 with ue4m3"
         )
         plain = torch.empty(8, 64, dtype=torch.bfloat16, device="cuda")
-        assert refusal(plain, b) == "both factors must be quantized, one is bfloat16"
+        assert refusal(plain, b) == "needs both operands quantized, one is bfloat16"
         assert refusal(a, b, GemmArgs(torch.float64)) == "writes bfloat16, float16 or float32, not float64"
         batch = fake(3, 16, 64, format="mxfp4")
         assert refusal(batch, batch) == "multiplies rows with one matrix, not (3, 16, 64) with (3, 16, 64)"

@@ -1,6 +1,7 @@
 """Products: each equals the product of the dequantized operands, accumulated in float32 and rounded once."""
 
 import sys
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -9,10 +10,12 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mxtensor as mx
-from mxtensor.core import dispatch
-from mxtensor.core.dispatch import Spec, accepting, choose
+from mxtensor.core import devices, plan
+from mxtensor.core.kernel import Spec
+from mxtensor.core.plan import PLANS
+from mxtensor.core.select import choose, decide
 from mxtensor.kernels.gemm import dot_scaled, scaled_mm_contract
-from mxtensor.kernels.gemm.select import GEMM, GROUPED, _spec, gemm, grouped_gemm
+from mxtensor.kernels.gemm.select import GEMM, GROUPED, _spec, gemm, grouped_gemm, plan_of
 from mxtensor.kernels.gemm.spec import FakeQuantized, GemmArgs, Unquantized, facts_of
 from mxtensor.kernels.quantize.select import fake_quantize, quantize_operand
 from mxtensor.kernels.runtime import nvrtc, triton_launch
@@ -30,7 +33,7 @@ def recipe(weight, activation=None):
 
 
 def cast(x, format):
-    """The values that a plain factor enters with under an activation format."""
+    """The values of a plain operand after the cast to the activation format."""
     return x if format is None else mx.quantize(x, format).dequantize(torch.float64)
 
 
@@ -70,7 +73,7 @@ def test_large_bfloat16_weights_multiply_slice_by_slice_without_another_rounding
 
 K = 64
 PRODUCTS = {
-    # name: (op, plain factors, quantized factor, orientation that is blocked along the contraction)
+    # name: (op, plain operands, quantized operand, orientation that is blocked along the contraction)
     "mm_right": (lambda w, x: x @ w, [(5, K)], (K, 48), "columnwise"),
     "mm_left": (lambda w, x: w @ x, [(K, 5)], (48, K), "rowwise"),
     "mm_both_turned": (lambda w, x: x.t() @ w.t(), [(K, 5)], (48, K), "rowwise"),
@@ -101,11 +104,11 @@ PRODUCTS = {
 
 
 def check(op, plain_shapes, shape, orientation, format, dtype):
-    gemm_operands = [torch.randn(s).to(dtype) for s in plain_shapes]
+    operands = [torch.randn(s).to(dtype) for s in plain_shapes]
     w = mx.quantize(torch.randn(shape).to(dtype), format, orientation=orientation)
     with mx.explain() as log:
-        y = op(w, *gemm_operands)
-    assert_same_product(y, op, w.dequantize(torch.float64), *gemm_operands)
+        y = op(w, *operands)
+    assert_same_product(y, op, w.dequantize(torch.float64), *operands)
     assert "high precision" not in log.table()
 
 
@@ -154,7 +157,7 @@ def test_beta_zero_ignores_the_input_even_where_it_is_nan():
 # ---------------------------------------------------------------------------------------------- einsum
 
 EINSUMS = [
-    # equation, plain factor, quantized factor, its orientation
+    # equation, plain operand, quantized operand, its orientation
     ("ik,jk->ij", (5, K), (48, K), "rowwise"),
     ("ik,jk", (5, K), (48, K), "rowwise"),
     ("ik,kj->ji", (5, K), (K, 48), "columnwise"),
@@ -176,11 +179,11 @@ def test_einsum(equation, plain, quantized, orientation, order):
     x, dense = torch.randn(plain), torch.randn(quantized)
     for format in ("mxfp8", "mxfp4", "nvfp4"):
         w = mx.quantize(dense, format, orientation=orientation)
-        text, gemm_operands = equation, (x, w)
+        text, operands = equation, (x, w)
         if order == "quantized_first" and "->" in equation:
             inputs, output = equation.split("->")
-            text, gemm_operands = ",".join(reversed(inputs.split(","))) + "->" + output, (w, x)
-        y = torch.einsum(text, gemm_operands) if order == "as_a_list" else torch.einsum(text, *gemm_operands)
+            text, operands = ",".join(reversed(inputs.split(","))) + "->" + output, (w, x)
+        y = torch.einsum(text, operands) if order == "as_a_list" else torch.einsum(text, *operands)
         assert_same_product(y, lambda x, w: torch.einsum(equation, x, w), x, w.dequantize(torch.float64))
 
 
@@ -254,10 +257,10 @@ def rounded(x, format, dtype=torch.float32):
     return FakeQuantized(*fake_quantize(x, mx.Cast.of(format), dtype), mx.get_format(format))
 
 
-def whole(gemm_operand):
-    """The float64 values that a rounded factor stands for."""
-    scale = 1.0 if gemm_operand.global_scale is None else gemm_operand.global_scale.double()
-    return gemm_operand.values.double() * scale
+def whole(side):
+    """The float64 values of a fake-quantized operand."""
+    scale = 1.0 if side.global_scale is None else side.global_scale.double()
+    return side.values.double() * scale
 
 
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -276,7 +279,7 @@ def test_rounded_values_multiply_as_the_operand_they_were_rounded_to(format, out
 @pytest.mark.skipif(not BF16_ON_CPU, reason="this CPU has no bfloat16 product that accumulates in float32")
 @pytest.mark.parametrize("format", ["mxfp8", "mxfp6", "mxfp4", "mxint8", "mxfp8[32x32]"])
 def test_rounded_bfloat16_values_are_multiplied_as_they_lie_in_memory(format):
-    """No copy of a factor that lies transposed: both of a weight's gradient do."""
+    """Operands in transposed layout are not copied: both operands of wgrad have it."""
     g, x = torch.randn(96, 48).bfloat16(), torch.randn(96, 160).bfloat16()
     a, b = rounded(g.t(), format, torch.bfloat16), rounded(x.t(), format, torch.bfloat16)
     for left, right in ((a, b), (FakeQuantized(a.values.t().contiguous().t(), None, a.format), b)):
@@ -297,39 +300,42 @@ def test_rounded_rows_in_groups_meet_rounded_weights(kernel):
     assert not y[9:].any()
 
 
-def test_kernels_refuse_rounded_values_with_a_sentence():
+def test_kernels_refuse_fake_quantized_operands_with_a_sentence():
     x = torch.randn(32, 64, dtype=torch.bfloat16)
     a, b = rounded(x, "mxfp8", torch.bfloat16), rounded(x, "mxfp8", torch.float32)
-    with mx.kernels("dequant"), pytest.raises(NotImplementedError, match="the rounded values of a factor are float32"):
+    with (
+        mx.kernels("dequant"),
+        pytest.raises(NotImplementedError, match="the fake-quantized values of an operand are float32"),
+    ):
         gemm("mm", a, b, GemmArgs(torch.bfloat16))
 
 
 @pytest.mark.parametrize("kernel", ["scaled_mm", "dot_scaled"])
 @pytest.mark.parametrize("which", [0, 1])
 def test_kernels_that_read_codes_refuse_rounded_values(kernel, which, monkeypatch):
-    """On a Blackwell that takes the same factors as operands."""
+    """On a Blackwell device that accepts the same operands as codes."""
     monkeypatch.setattr(triton_launch, "_installed", lambda: True)
-    for module in (dispatch, dot_scaled):
+    for module in (devices, dot_scaled):
         monkeypatch.setattr(module, "device_capability", lambda device: (10, 0))
     monkeypatch.setattr(scaled_mm_contract, "toolkit_version", lambda: (13, 0))
     args, ends = GemmArgs(torch.bfloat16), torch.tensor([32], dtype=torch.int32)
     with FakeTensorMode():
         x = torch.empty(32, 64, dtype=torch.bfloat16, device="cuda")
-        gemm_operands = [quantize_operand(x, mx.Cast.of("mxfp8")), quantize_operand(x, mx.Cast.of("mxfp8"))]
+        operands = [quantize_operand(x, mx.Cast.of("mxfp8")), quantize_operand(x, mx.Cast.of("mxfp8"))]
         (taken,) = [k for k in GEMM if k.name == kernel]
         (grouped,) = [k for k in GROUPED if k.name == kernel]
-        spec = Spec("mm", ((32, 64), (32, 64)), tuple(f.format for f in gemm_operands), torch.bfloat16, x.device, True)
-        assert taken.refuses(spec, *gemm_operands, args) is None
-        gemm_operands[which] = FakeQuantized(x, None, gemm_operands[0].format)
-        assert taken.refuses(spec, *gemm_operands, args) == "needs codes, a factor is rounded values"
+        spec = Spec("mm", ((32, 64), (32, 64)), tuple(f.format for f in operands), torch.bfloat16, x.device, True)
+        assert taken.refuses(spec, *operands, args) is None
+        operands[which] = FakeQuantized(x, None, operands[0].format)
+        assert taken.refuses(spec, *operands, args) == "needs codes, a factor is rounded values"
         stack = spec._replace(shapes=((32, 64), (1, 32, 64)))
-        assert grouped.refuses(stack, *gemm_operands, ends, args) == "needs codes, a factor is rounded values"
+        assert grouped.refuses(stack, *operands, ends, args) == "needs codes, a factor is rounded values"
 
 
 def test_on_a_device_a_float32_result_is_the_accumulator_of_a_bfloat16_product(monkeypatch):
-    """By torch.mm with a dtype for its result, which is for CUDA; the values are in test_gpu.py."""
+    """By torch.mm with ``out_dtype``, which is for CUDA only; test_gpu.py tests the values."""
     monkeypatch.setattr(triton_launch, "_installed", lambda: True)
-    monkeypatch.setattr(dispatch, "device_capability", lambda device: (9, 0) if device.type == "cuda" else (0, 0))
+    monkeypatch.setattr(devices, "device_capability", lambda device: (9, 0) if device.type == "cuda" else (0, 0))
     with FakeTensorMode(), mx.explain() as log:
         a = FakeQuantized(torch.empty(3, 5, 64, dtype=torch.bfloat16, device="cuda"), None, mx.get_format("mxfp8"))
         b = FakeQuantized(torch.empty(64, 40, dtype=torch.bfloat16, device="cuda").t(), None, mx.get_format("mxfp8"))
@@ -340,15 +346,15 @@ def test_on_a_device_a_float32_result_is_the_accumulator_of_a_bfloat16_product(m
 
 @pytest.mark.parametrize("capability", [(7, 5), (8, 0), (9, 0), (10, 0), (12, 0)], ids=str)
 def test_what_is_decided_once_is_what_the_kernels_say_when_asked_again(capability, monkeypatch):
-    """``facts_of`` holds all that refusals look at: no two products are taken for alike that are not."""
+    """``facts_of`` has everything that refusals read: different products never share a decision."""
     monkeypatch.setattr(triton_launch, "_installed", lambda: True)
     monkeypatch.setattr(nvrtc, "library", lambda: None)
     monkeypatch.setattr(nvrtc, "unknown", lambda capability: None)
-    for module in (dispatch, dot_scaled):
+    for module in (devices, dot_scaled):
         monkeypatch.setattr(module, "device_capability", lambda device: capability)
     monkeypatch.setattr(scaled_mm_contract, "toolkit_version", lambda: (13, 0))
-    monkeypatch.setattr(dispatch, "_decisions", {})
-    monkeypatch.setattr(dispatch, "MOST_DECISIONS", 1 << 20)
+    monkeypatch.setattr(plan, "MAX_PLANS", 1 << 20)
+    PLANS.clear()
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
     with FakeTensorMode():
         x = torch.empty(2, 64, dtype=bf16, device="cuda")
@@ -371,13 +377,21 @@ def test_what_is_decided_once_is_what_the_kernels_say_when_asked_again(capabilit
             with mx.explain() as log:
                 choose(GEMM, spec, a, b, args, facts=facts_of(a, b, args))
             (entry,) = log.entries
-            kernel, refusals = accepting(GEMM, spec, a, b, args)
-            assert (entry.kernel, entry.refusals) == (kernel.name, refusals)
+            again = decide(GEMM, spec, a, b, args)
+            assert (entry.kernel, entry.refusals) == (again.kernel.name, again.refusals)
 
 
-def test_on_a_cpu_kernels_look_at_how_codes_lie_and_are_asked_at_every_call():
-    w = quantize_operand(torch.randn(32, 64), mx.Cast.of("mxfp8"))
-    assert facts_of(torch.randn(2, 64), w, GemmArgs(torch.float32)) is None
+def test_on_a_cpu_a_weight_that_is_not_contiguous_is_another_question():
+    """A global scale needs the sliced product, and that needs contiguous codes."""
+    x, args = torch.randn(2, 64).bfloat16(), GemmArgs(torch.bfloat16)
+    whole = quantize_operand(torch.randn(64, 128), mx.Cast.of("nvfp4"))
+    part = replace(whole, data=whole.data[::2, :32], scale=whole.scale[::2, :4], shape=(32, 64))
+    alone = replace(part, data=part.data.contiguous(), scale=part.scale.contiguous())
+    assert facts_of(x, part, args) != facts_of(x, alone, args)
+    for operand in (part, alone, part):
+        cached = plan_of("mm", x, operand, args)
+        again = decide(GEMM, cached.spec, x, operand, args)
+        assert (cached.kernel, cached.refusals) == (again.kernel, again.refusals)
 
 
 # ---------------------------------------------------------------------------------------------- against no rounding

@@ -1,4 +1,4 @@
-"""Rows in groups times a stack of weights: what torch's grouped product is handed, and what it gives."""
+"""Groups of rows times a stack of weights: the arguments and the result of torch's grouped product."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ GROUPS = [([5], 0), ([0, 3, 0, 200, 129, 0], 0), ([1, 2, 3], 7), ([128, 128], 0)
 
 
 def product_of_groups(a, b, scale_a, scale_b, offs=None, bias=None, out_dtype=None, use_fast_accum=False):
-    """torch._scaled_grouped_mm in float64, reading scales from where GroupedBlas.cpp and MSLK read them."""
+    """torch._scaled_grouped_mm in float64; it reads scales at the addresses that GroupedBlas.cpp and MSLK read."""
     rows, inner = a.shape
     groups, _, cols = b.shape
     assert a.stride() == (inner, 1) and b.stride() == (inner * cols, 1, inner) and not inner % 16 and not cols % 16
@@ -127,9 +127,9 @@ def test_what_the_grouped_kernel_does_not_do_is_refused(pretend):
     a, b, ends = stack("float8_row", "float8_row", [2, 3], 0, 16, 64)
     bias = torch.randn(16, dtype=BF16)
     for args, words in (
-        (GemmArgs(FP32), "rounds to bfloat16 by itself, the result is float32"),
-        (GemmArgs(BF16, bias), "has no alpha and no bias"),
-        (GemmArgs(BF16, None, 2.0), "has no alpha and no bias"),
+        (GemmArgs(FP32), "returns bfloat16, the result is float32"),
+        (GemmArgs(BF16, bias), "before an alpha or a bias could be applied"),
+        (GemmArgs(BF16, None, 2.0), "before an alpha or a bias could be applied"),
     ):
         assert words in scaled_grouped_mm.refuses(spec_of(a, b, args.out_dtype), a, b, ends, args)
     assert scaled_grouped_mm.refuses(spec_of(a, b, BF16), a, b, ends, GemmArgs(BF16, bias, 1, 0)) is None

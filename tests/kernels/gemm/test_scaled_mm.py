@@ -1,4 +1,4 @@
-"""What is handed to torch's scaled products: read back value by value, and checked as torch's C++ would check it.
+"""The arguments of torch's scaled products: decoded value by value, and checked as torch's C++ checks them.
 
 On CPU a stand-in decodes the very arguments and multiplies them; under FakeTensorMode torch's own meta functions see
 them; where torch has the kernel on CPU it runs; the tests marked gpu run the rest.
@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import mxtensor as mx
-from mxtensor.core import dispatch
+from mxtensor.core import select
 from mxtensor.kernels.gemm import emulated, scaled_mm, scaled_mm_call
 from mxtensor.kernels.gemm.scaled_mm_contract import SCALINGS, plan
 from mxtensor.kernels.gemm.select import gemm
@@ -31,8 +31,8 @@ from tests.helpers.stand_in import (
     PAIRS,
     SHAPES,
     StandIn,
-    gemm_operands,
     pretend,
+    quantized_pair,
     spec_of,
     stand_in,
 )
@@ -40,10 +40,8 @@ from tests.helpers.stand_in import (
 __all__ = ["pretend", "stand_in"]
 
 
-def values(gemm_operand):
-    return decode(
-        encode(gemm_operand.x, gemm_operand.cast) if isinstance(gemm_operand, Unquantized) else gemm_operand, FP32
-    )
+def values(operand):
+    return decode(encode(operand.x, operand.cast) if isinstance(operand, Unquantized) else operand, FP32)
 
 
 def takes_bias(left):
@@ -54,7 +52,7 @@ def takes_bias(left):
 @pytest.mark.parametrize("capability, left, right", CASES)
 def test_what_is_handed_over_means_what_the_operands_mean(pretend, stand_in, capability, left, right, m, n, k):
     pretend(capability)
-    a, b = gemm_operands(left, right, m, n, k)
+    a, b = quantized_pair(left, right, m, n, k)
     bias = torch.randn(n, dtype=BF16) if takes_bias(left) else None
     y = scaled_mm.KERNEL.run(a, b, GemmArgs(BF16, bias))
     assert len(stand_in.calls) == 1 and y.shape == (m, n) and y.dtype is BF16 and y.is_contiguous()
@@ -66,7 +64,7 @@ def test_what_is_handed_over_means_what_the_operands_mean(pretend, stand_in, cap
 @pytest.mark.parametrize("capability, left, right", CASES)
 def test_a_cast_operand_gives_the_same_call_as_plain_values(pretend, stand_in, capability, left, right):
     pretend(capability)
-    a, b = gemm_operands(left, right, 5, 33, 100)
+    a, b = quantized_pair(left, right, 5, 33, 100)
     y = scaled_mm.KERNEL.run(a, b, GemmArgs(BF16))
     assert torch.equal(scaled_mm.KERNEL.run(encode(a.x, a.cast), b, GemmArgs(BF16)), y)
     swapped = scaled_mm.KERNEL.run(
@@ -88,7 +86,7 @@ def test_what_the_kernel_cannot_add_is_added_in_float32(
     pretend, stand_in, capability, left, right, dtype, bias_dtype, bias_shape, alpha, beta
 ):
     pretend(capability)
-    a, b = gemm_operands(left, right, 5, 33, 100)
+    a, b = quantized_pair(left, right, 5, 33, 100)
     bias = None if bias_shape is None else torch.randn(bias_shape, dtype=bias_dtype)
     args = GemmArgs(dtype, bias, alpha, beta)
     if scaled_mm.refuses(spec_of(a, b, dtype), a, b, args) is not None:
@@ -103,7 +101,7 @@ def test_what_the_kernel_cannot_add_is_added_in_float32(
 
 def test_a_beta_of_zero_takes_nothing_of_the_bias(pretend, stand_in):
     pretend(HOPPER)
-    a, b = gemm_operands("float8_row", "float8_row", 5, 33, 100)
+    a, b = quantized_pair("float8_row", "float8_row", 5, 33, 100)
     nan = torch.full((33,), float("nan"), dtype=BF16)
     y = scaled_mm.KERNEL.run(a, b, GemmArgs(BF16, nan, 1, 0))
     assert torch.equal(y, scaled_mm.KERNEL.run(a, b, GemmArgs(BF16)))
@@ -113,7 +111,7 @@ def test_a_beta_of_zero_takes_nothing_of_the_bias(pretend, stand_in):
 @pytest.mark.parametrize("format", ["float8_row", "float8_tensor"])
 def test_a_product_of_nothing_calls_nothing(pretend, stand_in, format, m, n, k):
     pretend(HOPPER)
-    a, b = gemm_operands(format, format, m, n, k)
+    a, b = quantized_pair(format, format, m, n, k)
     bias = torch.randn(n, dtype=BF16)
     y = scaled_mm.KERNEL.run(a, b, GemmArgs(BF16, bias))
     assert torch.equal(y, bias.expand(m, n)) and not stand_in.calls
@@ -136,7 +134,7 @@ def test_a_nan_stays_in_its_own_rows_and_columns(pretend, stand_in, capability, 
 )
 def test_leading_dimensions_are_rows(pretend, stand_in, capability, format):
     pretend(capability)
-    x, (_, b) = torch.randn(2, 3, 5, 100, dtype=BF16), gemm_operands(format, format, 1, 33, 100)
+    x, (_, b) = torch.randn(2, 3, 5, 100, dtype=BF16), quantized_pair(format, format, 1, 33, 100)
     for a in (Unquantized(x, mx.Cast.of(format)), encode(x, mx.Cast.of(format))):
         y = scaled_mm.KERNEL.run(a, b, GemmArgs(BF16))
         assert y.shape == (2, 3, 5, 33)
@@ -156,9 +154,9 @@ def test_strided_and_misaligned_operands_are_copied_into_line(pretend, stand_in)
     bias = torch.randn(34, dtype=BF16)[1:]
     y = scaled_mm.KERNEL.run(a, part, GemmArgs(BF16, bias))
     assert_same_product(y, lambda p, q, r: p @ q.t() + r, values(a), values(part), bias)
-    again = Operand(whole.data[1:33], whole.scale[1:33], None, whole.format, (32, 48))
+    part = Operand(whole.data[1:33], whole.scale[1:33], None, whole.format, (32, 48))
     left = encode(torch.randn(3, 48), cast)
-    y = scaled_mm.KERNEL.run(left, again, GemmArgs(BF16, torch.randn(40, dtype=BF16)[1:33]))
+    y = scaled_mm.KERNEL.run(left, part, GemmArgs(BF16, torch.randn(40, dtype=BF16)[1:33]))
     assert stand_in.calls[-1][3].storage_offset() * 4 % 16 == 0
 
 
@@ -166,7 +164,7 @@ def test_the_scales_of_a_weight_are_swizzled_once(pretend, stand_in, monkeypatch
     pretend(BLACKWELL)
     seen, real = [], scaled_mm.swizzle
     monkeypatch.setattr(scaled_mm, "swizzle", lambda scale: (seen.append(scale.shape), real(scale))[1])
-    _, b = gemm_operands("mxfp8", "mxfp8", 5, 33, 100)
+    _, b = quantized_pair("mxfp8", "mxfp8", 5, 33, 100)
     for _ in range(3):
         scaled_mm.KERNEL.run(Unquantized(torch.randn(5, 100), mx.Cast.of("mxfp8")), b, GemmArgs(BF16))
     assert seen.count((33, 4)) == 1 and seen.count((5, 4)) == 3
@@ -184,8 +182,8 @@ def fake(format, rows, cols):
     format = mx.get_format(format)
     data = torch.empty(format.data_shape((rows, cols)), dtype=format.element.dtype, device="cuda")
     scale = torch.empty(format.scale_shape((rows, cols)), dtype=format.scale.dtype, device="cuda")
-    last = torch.empty((), device="cuda") if format.global_scale else None
-    return Operand(data, scale, last, format, (rows, cols))
+    global_scale = torch.empty((), device="cuda") if format.global_scale else None
+    return Operand(data, scale, global_scale, format, (rows, cols))
 
 
 @pytest.mark.parametrize("m, n, k", [*SHAPES, (256, 384, 1024), (0, 16, 32)])
@@ -210,7 +208,7 @@ def test_torchs_own_checks_accept_every_call(pretend, monkeypatch, capability, l
 
 
 def runs_on_cpu(format):
-    """Whether torch's kernel on CPU takes the scales of a format: that of torch 2.11 takes one a tensor."""
+    """Whether torch's kernel on CPU takes the scales of a format; torch 2.11 takes one scale a tensor only."""
     if not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm", "CPU"):
         return False
     scales = torch.ones(() if format == "float8_tensor" else (16, 1))
@@ -230,7 +228,7 @@ def test_torchs_kernel_on_cpu_agrees(pretend, format, m, n, k, bias):
     if not runs_on_cpu(format):
         pytest.skip(f"torch's kernel on this CPU does not take {format}")
     pretend(HOPPER)
-    a, b = gemm_operands(format, format, m, n, k)
+    a, b = quantized_pair(format, format, m, n, k)
     args = GemmArgs(BF16, torch.randn(n, dtype=BF16) if bias else None)
     assert relative_error(scaled_mm.KERNEL.run(a, b, args), emulated.KERNEL.run(a, b, args)) < 3e-3
 
@@ -248,7 +246,7 @@ def test_the_op_passes_torchs_opcheck():
 @pytest.mark.parametrize("capability, left, right", CASES)
 def test_a_tracer_sees_one_op_for_any_number_of_rows(pretend, monkeypatch, capability, left, right):
     pretend(capability)
-    cast, (_, b) = mx.Cast.of(left), gemm_operands(left, right, 1, 33, 100)
+    cast, (_, b) = mx.Cast.of(left), quantized_pair(left, right, 1, 33, 100)
 
     def product(x):
         return scaled_mm.KERNEL.run(Unquantized(x, cast), b, GemmArgs(BF16))
@@ -262,7 +260,7 @@ def test_a_tracer_sees_one_op_for_any_number_of_rows(pretend, monkeypatch, capab
 
 
 def test_fast_accumulation_is_off():
-    assert scaled_mm_call.USE_FAST_ACCUM is False  # it keeps 14 bits of each partial sum
+    assert scaled_mm_call.USE_FAST_ACCUM is False  # True would keep 14 bits of each partial sum
 
 
 # ---------------------------------------------------------------------------------------------- refusals
@@ -271,7 +269,7 @@ def test_fast_accumulation_is_off():
 def refusal(pretend, left, right, capability, args=None, toolkit=(13, 0), shapes=None, device="cuda"):
     pretend(capability, toolkit)
     m, n, k = shapes or (5, 32, 64)
-    a, b = gemm_operands(left, right, m, n, k)
+    a, b = quantized_pair(left, right, m, n, k)
     return scaled_mm.refuses(spec_of(a, b, BF16, device), a, b, args or GemmArgs(BF16))
 
 
@@ -285,7 +283,7 @@ def refusal(pretend, left, right, capability, args=None, toolkit=(13, 0), shapes
         ("float8_1x128", "float8_128x128", (10, 0),
          "float8 1x128 by 1x128 scaling needs sm90 and before sm100, this device is sm100"),
         ("float8_e5m2_row", "float8_e5m2_row", (9, 0),
-         "no tensor core multiplies e5m2 by e5m2, which float8_e5m2_row and float8_e5m2_row are"),
+         "no tensor core multiplies e5m2 by e5m2, the elements of float8_e5m2_row and float8_e5m2_row"),
         ("float8_row", "float8_e5m2_row", (10, 0),
          "float8 per row scaling needs sm90 and before sm100, this device is sm100"),
         ("mxfp8", "mxfp4", (10, 0), "has no scaling for mxfp8_e4m3 by mxfp4_e2m1"),
@@ -305,11 +303,11 @@ def test_the_cuda_release_decides_too(pretend):
     assert plan(SCALINGS, mx.FORMATS["float8_row"], mx.FORMATS["float8_row"], HOPPER, (12, 8)).outputs == (BF16, FP16)
 
 
-def test_other_devices_and_plain_factors_are_refused(pretend, monkeypatch):
+def test_other_devices_and_plain_operands_are_refused(pretend, monkeypatch):
     assert refusal(pretend, "mxfp8", "mxfp8", BLACKWELL, device="cpu") == "runs on cuda, this tensor is on cpu"
-    a, b = gemm_operands("mxfp8", "mxfp8", 5, 32, 64)
+    a, b = quantized_pair("mxfp8", "mxfp8", 5, 32, 64)
     plain = a.x
-    want = "needs both factors quantized, one is bfloat16"
+    want = "needs both operands quantized, one is bfloat16"
     assert scaled_mm.refuses(spec_of(plain, b, BF16), plain, b, GemmArgs(BF16)) == want
     assert scaled_mm.refuses(spec_of(b, plain, BF16), b, plain, GemmArgs(BF16)) == want
     monkeypatch.setattr(torch.version, "hip", "7.0")
@@ -320,13 +318,12 @@ def test_what_would_be_rounded_twice_is_refused(pretend):
     bias = torch.randn(32, dtype=BF16)
     sentence = refusal(pretend, "mxfp4", "mxfp4", BLACKWELL, GemmArgs(BF16, bias))
     assert sentence == (
-        "mxfp4 scaling rounds the product to bfloat16 at once: a bias, an alpha or a result in bfloat16 would need it "
-        "in float32"
+        "mxfp4 scaling returns bfloat16 only: this bias, alpha or bfloat16 result needs a float32 product"
     )
     for args in (GemmArgs(FP32), GemmArgs(FP16), GemmArgs(BF16, None, 2.0), GemmArgs(torch.float64)):
-        assert "rounds the product" in refusal(pretend, "mxfp4", "mxfp4", BLACKWELL, args)
+        assert "needs a float32 product" in refusal(pretend, "mxfp4", "mxfp4", BLACKWELL, args)
     assert refusal(pretend, "mxfp4", "mxfp4", BLACKWELL, GemmArgs(BF16, bias, 1, 0)) is None
-    assert "rounds the product" in refusal(pretend, "float8_row", "float8_row", BLACKWELL, GemmArgs(FP32))
+    assert "needs a float32 product" in refusal(pretend, "float8_row", "float8_row", BLACKWELL, GemmArgs(FP32))
 
 
 def test_a_float32_result_is_refused_where_sums_have_fewer_bits(pretend):
@@ -336,18 +333,18 @@ def test_a_float32_result_is_refused_where_sums_have_fewer_bits(pretend):
 
 
 def test_a_float64_result_is_refused(pretend):
-    assert "rounds the product" in refusal(pretend, "float8_row", "float8_row", HOPPER, GemmArgs(torch.float64))
+    assert "needs a float32 product" in refusal(pretend, "float8_row", "float8_row", HOPPER, GemmArgs(torch.float64))
 
 
 def test_batches_are_refused_unless_they_are_one_matrix(pretend):
     pretend(HOPPER)
     cast = mx.Cast.of("float8_row")
     a, b = Unquantized(torch.randn(2, 5, 64), cast), encode(torch.randn(2, 32, 64), cast)
-    want = "multiplies by one matrix, the right factor is a batch: (2, 32, 64)"
+    want = "multiplies by one matrix, the right operand is a batch: (2, 32, 64)"
     assert scaled_mm.refuses(spec_of(a, b, BF16), a, b, GemmArgs(BF16)) == want
     tiles = Unquantized(torch.randn(2, 130, 64), mx.Cast.of("float8_128x128"))
     one = encode(torch.randn(32, 64), mx.Cast.of("float8_1x128"))
-    want = "a float8_e4m3_128x128 factor of shape (2, 130, 64) is no matrix of whole blocks of rows"
+    want = "a float8_e4m3_128x128 operand of shape (2, 130, 64) is not a matrix of whole blocks"
     assert scaled_mm.refuses(spec_of(tiles, one, BF16), tiles, one, GemmArgs(BF16)) == want
     whole = Unquantized(torch.randn(2, 128, 64), mx.Cast.of("float8_128x128"))
     assert scaled_mm.refuses(spec_of(whole, one, BF16), whole, one, GemmArgs(BF16)) is None
@@ -372,7 +369,7 @@ def test_the_gpus_product_is_the_emulated_one(left, right, dtype, bias, m, n, k)
     reason = scaled_mm.refuses(spec_of(a, b, dtype), a, b, args)
     if reason is not None:
         pytest.skip(reason)
-    # Tensor cores of sm89 and sm90 add float8 products with 14 bits between the sums that are kept in float32.
+    # Tensor cores of sm89 and sm90 accumulate float8 products in 14 bits between the sums in float32.
     limit = {BF16: 2.5e-3, FP16: 1.2e-3, FP32: 1e-3}[dtype]
     assert relative_error(scaled_mm.KERNEL.run(a, b, args), emulated.KERNEL.run(a, b, args)) < limit
 
@@ -384,7 +381,7 @@ def test_a_linear_on_the_gpu_chooses_it(format):
     x = torch.randn(2, 33, 416, dtype=BF16, device="cuda")
     with torch.no_grad(), mx.explain() as log:
         y = layer(x)
-    entry = next(e for e in log.entries if e.kernel in dispatch.KERNEL_NAMES)
+    entry = next(e for e in log.entries if e.kernel in select.KERNEL_NAMES)
     if "scaled_mm" in entry.refusals:
         pytest.skip(entry.refusals["scaled_mm"])
     assert entry.kernel == "scaled_mm"

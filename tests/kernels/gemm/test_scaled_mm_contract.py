@@ -1,4 +1,4 @@
-"""Every wrong call of a scaled product is a sentence that names the tensor, before it reaches torch."""
+"""Every wrong call of a scaled product raises an error that names the tensor, before torch is called."""
 
 import dataclasses
 from itertools import product
@@ -16,7 +16,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 def right_call(name, m=4, n=16, k=128):
-    """A right Product of this scaling, from real operands."""
+    """A valid Product of this scaling, from real operands."""
     scaling = next(s for s in SCALINGS if s.name == name)
     formats = {
         "float8 per tensor": ("float8_tensor",) * 2, "float8 per row": ("float8_row",) * 2,
@@ -119,7 +119,7 @@ def test_a_wrong_bias_is_named(name, change, kind, message):
     [
         ("float8 per tensor", fields(a=lambda t, p: t.to(torch.float8_e5m2), b=lambda t, p: t.to(torch.float8_e5m2)),
          TypeError, "a and b are both e5m2"),
-        ("float8 per tensor", fields(out_dtype=lambda t, p: FP32), TypeError, "a float32 result takes no bias"),
+        ("float8 per tensor", fields(out_dtype=lambda t, p: FP32), TypeError, "float32 result takes no bias"),
         ("float8 per row", fields(scale_a=lambda t, p: t.t()), ValueError, r"scale_a must have shape \(4, 1\)"),
         ("float8 1x128 by 1x128", fields(a=lambda t, p: t[:3]), ValueError, "rows of a must come in multiples of 4"),
         ("float8 1x128 by 128x128", fields(scale_b=lambda t, p: t[:, :1]), ValueError, r"scale_b must have shape"),
@@ -129,7 +129,7 @@ def test_a_wrong_bias_is_named(name, change, kind, message):
         ("mxfp8", fields(scale_a=lambda t, p: t[:256]), ValueError, r"must have shape \(512,\) .* got \(256,\)"),
         ("mxfp8", fields(scale_a=lambda t, p: t.view(torch.float8_e8m0fnu)), TypeError, "scale_a must be torch.uint8"),
         ("mxfp8", fields(global_scales=lambda t, p: [torch.ones(()), torch.ones(())]), ValueError, "got 2 for mxfp8"),
-        ("mxfp4", fields(bias=lambda t, p: torch.ones(16, dtype=BF16)), ValueError, "mxfp4 scaling adds no bias here"),
+        ("mxfp4", fields(bias=lambda t, p: torch.ones(16, dtype=BF16)), ValueError, "mxfp4 scaling takes no bias"),
         ("nvfp4", fields(global_scales=lambda t, p: [torch.ones(2), torch.ones(())]), ValueError,
          r"global_scales\[0\] must be one float32, got torch.float32 of shape \(2,\)"),
         ("nvfp4", fields(global_scales=lambda t, p: [torch.ones(()), torch.ones((), dtype=BF16)]), ValueError,
@@ -163,7 +163,7 @@ def right_group(name):
         (fields(scale_a=lambda t, p: t[:1]), ValueError, "^scale_a must have shape"),
         (fields(scale_b=lambda t, p: t[:1]), ValueError, r"^scale_b must have shape \(3, "),
         (fields(out_dtype=lambda t, p: FP32), TypeError, "^out_dtype must be one of torch.bfloat16 for"),
-        (fields(bias=lambda t, p: torch.ones(32, dtype=BF16)), ValueError, "scaling adds no bias here"),
+        (fields(bias=lambda t, p: torch.ones(32, dtype=BF16)), ValueError, "scaling takes no bias"),
         (fields(ends=lambda t, p: t.long()), ValueError, r"^ends must be int32 of shape \(3,\), .* got torch.int64"),
         (fields(ends=lambda t, p: t[:2]), ValueError, r"^(ends must be int32 of shape|scale_a must have shape)"),
         (fields(ends=lambda t, p: t.to("meta")), ValueError, "^ends must be on the device of a, cpu, got meta"),

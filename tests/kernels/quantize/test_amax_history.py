@@ -1,4 +1,4 @@
-"""One step of delayed scaling by the kernel is the step that plain torch takes."""
+"""One step of delayed scaling by the kernel equals the step in plain torch."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ INF, NAN = float("inf"), float("nan")
 
 
 def by_kernel(history, record, amax, multiplier, newest):
-    """What ``advance`` does on a CUDA device."""
+    """``advance`` as it runs on a CUDA device."""
     out, following = torch.full_like(history, 7.0), torch.full_like(amax, 7.0)
     block = max(16, 1 << (len(history) - 1).bit_length())
     arguments = (history, record, amax, out, following, len(history))

@@ -1,4 +1,4 @@
-"""Both factors of a matrix: what ``cast_pair`` means, on CPU and as traced code sees it."""
+"""``cast_pair``: both copies of a matrix, on CPU and in traced code."""
 
 import dataclasses
 import functools
@@ -11,15 +11,16 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import mxtensor as mx
 from mxtensor import FORMATS, Cast, get_format
 from mxtensor.kernels.gemm.spec import FakeQuantized, Form
-from mxtensor.kernels.quantize import custom_ops
-from mxtensor.kernels.quantize.reference import encode_under
-from mxtensor.kernels.quantize.select import cast_pair, quantize_operand
+from mxtensor.kernels.quantize import triton_ops
+from mxtensor.kernels.quantize.reference import encode_with_amax
+from mxtensor.kernels.quantize.select import quantize_operand
+from mxtensor.kernels.quantize.select_pair import cast_pair
 from mxtensor.kernels.quantize.triton_common import slow_in_one_pass
 from mxtensor.numerics.formats import FULL
 from mxtensor.numerics.operand import Operand
 from mxtensor.numerics.reference import decode_local, encode
-from tests.kernels.quantize.test_custom_ops import chosen, cuda, interpreted, on_the_interpreters_device  # noqa: F401  (fixtures)
 from tests.kernels.quantize.test_select import assert_same, assert_same_values
+from tests.kernels.quantize.test_triton_ops import chosen, on_the_interpreters_device
 
 CODES, VALUES = Form.CODES, Form.VALUES
 NAMES = [*FORMATS, "mxfp8[32x32]", "mxfp6[1x64]", "nvfp4[16x16]", "mxfp4[64x64]"]
@@ -41,22 +42,18 @@ each_kind = pytest.mark.parametrize("name", KINDS)
 each_form = pytest.mark.parametrize("forms", FORMS, ids=lambda forms: "-".join(f.value if f else "none" for f in forms))
 
 
-def assert_gemm_operand(gemm_operand, form, operand, dtype):
-    """A factor in this form of the values that ``operand`` holds."""
+def assert_in_form(copy, form, operand, dtype):
+    """``copy`` is ``operand`` in this form."""
     if form is None:
-        assert gemm_operand is None
+        assert copy is None
     elif form is CODES:
-        assert isinstance(gemm_operand, Operand)
-        assert_same(gemm_operand, operand)
+        assert isinstance(copy, Operand)
+        assert_same(copy, operand)
     else:
-        assert (
-            isinstance(gemm_operand, FakeQuantized)
-            and gemm_operand.format == operand.format
-            and gemm_operand.shape == operand.shape
-        )
-        assert_same_values(gemm_operand.values.contiguous(), decode_local(operand).to(dtype))
-        assert (gemm_operand.global_scale is None) == (operand.global_scale is None)
-        assert gemm_operand.global_scale is None or torch.equal(gemm_operand.global_scale, operand.global_scale)
+        assert isinstance(copy, FakeQuantized) and copy.format == operand.format and copy.shape == operand.shape
+        assert_same_values(copy.values.contiguous(), decode_local(operand).to(dtype))
+        assert (copy.global_scale is None) == (operand.global_scale is None)
+        assert copy.global_scale is None or torch.equal(copy.global_scale, operand.global_scale)
 
 
 # ---------------------------------------------------------------------------------------------- the definition
@@ -68,8 +65,8 @@ def test_each_factor_is_the_cast_of_its_side(name, forms):
     cast, x = Cast.of(name), torch.randn(50, 70)
     for dtype in (torch.bfloat16, torch.float32):
         row, column = cast_pair(x, cast, *forms, dtype)
-        assert_gemm_operand(row, forms[0], encode(x, cast), dtype)
-        assert_gemm_operand(column, forms[1], encode(x.t(), cast), dtype)
+        assert_in_form(row, forms[0], encode(x, cast), dtype)
+        assert_in_form(column, forms[1], encode(x.t(), cast), dtype)
 
 
 @each_kind
@@ -77,8 +74,8 @@ def test_stacks_of_matrices_and_sources_of_any_stride(name):
     cast = Cast.of(name)
     for x in (torch.randn(3, 40, 64), torch.randn(64, 40).t(), torch.randn(1, 64).expand(40, 64)):
         row, column = cast_pair(x, cast, VALUES, CODES, torch.float32)
-        assert_gemm_operand(row, VALUES, encode(x, cast), torch.float32)
-        assert_gemm_operand(column, CODES, encode(x.mT, cast), torch.float32)
+        assert_in_form(row, VALUES, encode(x, cast), torch.float32)
+        assert_in_form(column, CODES, encode(x.mT, cast), torch.float32)
 
 
 @each_form
@@ -86,8 +83,8 @@ def test_columns_draw_from_the_seed_after_that_of_rows(forms):
     x, dtype = torch.randn(50, 70), torch.float32
     cast, other = (Cast.of("mxfp8", rounding="stochastic", seed=seed) for seed in (7, 8))
     row, column = cast_pair(x, cast, *forms, dtype)
-    assert_gemm_operand(row, forms[0], encode(x, cast), dtype)
-    assert_gemm_operand(column, forms[1], encode(x.t(), other), dtype)
+    assert_in_form(row, forms[0], encode(x, cast), dtype)
+    assert_in_form(column, forms[1], encode(x.t(), other), dtype)
 
 
 @pytest.mark.parametrize("name", ["mxfp8[32x32]", "mxfp4[64x64]", "nvfp4[16x16]", "float8_tensor", "float8_128x128"])
@@ -116,21 +113,21 @@ def test_a_given_amax_makes_the_scale(name, forms):
     cast, x, dtype = Cast.of(name), torch.randn(50, 70), torch.float32
     for amax in (torch.tensor(2.0), torch.tensor([100.0])):
         row, column = cast_pair(x, cast, *forms, dtype, amax)
-        assert_gemm_operand(row, forms[0], encode(x, cast, amax.reshape(())), dtype)
-        assert_gemm_operand(column, forms[1], encode(x.t(), cast, amax.reshape(())), dtype)
+        assert_in_form(row, forms[0], encode(x, cast, amax.reshape(())), dtype)
+        assert_in_form(column, forms[1], encode(x.t(), cast, amax.reshape(())), dtype)
 
 
 def test_what_lies_beyond_a_given_amax_saturates_and_what_is_no_number_is_nan_by_itself():
-    """An infinity under a finite scale would otherwise come back as an ordinary large number."""
+    """Otherwise an infinity would be dequantized to an ordinary large number."""
     inf, nan = float("inf"), float("nan")
     x = torch.tensor([[1.0, -2.0, 48.0, -48.0, inf, -inf, nan, -nan, 0.0]])
     for name in ONE_SCALE:
         top = get_format(name).element.max
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            operand = encode_under(x.to(dtype), Cast.of(name), torch.tensor(top))
+            operand = encode_with_amax(x.to(dtype), Cast.of(name), torch.tensor(top))
             assert decode_local(operand).nan_to_num(12345.0).tolist() == [[1, -2, 48, -48, *[12345.0] * 4, 0]]
             assert operand.data.view(torch.uint8)[0, 4:8].tolist() == [0x7F] * 4
-        operand = encode_under(x, Cast.of(name), torch.tensor(8.0))
+        operand = encode_with_amax(x, Cast.of(name), torch.tensor(8.0))
         largest = (operand.scale * top).item()
         assert decode_local(operand)[0, 2:4].tolist() == [largest, -largest] and 8 <= largest < 16
 
@@ -159,7 +156,7 @@ def test_what_delayed_scaling_does_not_take_is_refused():
         cast_pair(x, Cast.of("float8_tensor"), CODES, None, x.dtype, one, torch.ones(2))
     with pytest.raises(ValueError, match="amax is on meta, the values on cpu"):
         cast_pair(x, Cast.of("float8_tensor"), CODES, None, x.dtype, one.to("meta"))
-    with pytest.raises(ValueError, match=r"from a matrix or a stack of them, not from \(64,\)"):
+    with pytest.raises(ValueError, match=r"cast_pair needs a matrix or a stack of matrices, got shape \(64,\)"):
         cast_pair(x[0], Cast.of("mxfp8"), CODES, None, x.dtype)
     with pytest.raises(TypeError, match="cannot quantize a tensor of dtype int32"):
         cast_pair(x.int(), Cast.of("mxfp8"), CODES, None, x.dtype)
@@ -168,13 +165,13 @@ def test_what_delayed_scaling_does_not_take_is_refused():
 # ---------------------------------------------------------------------------------------------- traced
 
 
-def tensors(gemm_operands):
+def tensors(copies):
     components = []
-    for gemm_operand in gemm_operands:
-        if isinstance(gemm_operand, FakeQuantized):
-            components += [gemm_operand.values, gemm_operand.global_scale]
-        elif gemm_operand is not None:
-            components += gemm_operand.tensors
+    for copy in copies:
+        if isinstance(copy, FakeQuantized):
+            components += [copy.values, copy.global_scale]
+        elif copy is not None:
+            components += copy.tensors
     return [t for t in components if t is not None]
 
 
@@ -197,24 +194,24 @@ def test_it_traces_on_cpu(name):
 
 @each_form
 @pytest.mark.parametrize("name", [n for n in NAMES if not (get_format(n).square and get_format(n).element.packed)])
-def test_what_traced_code_sees_on_a_device_has_the_shapes_of_the_codec(name, forms, cuda):  # noqa: F811
+def test_what_traced_code_sees_on_a_device_has_the_shapes_of_the_codec(name, forms, cuda):
     x = torch.empty(36, 134, dtype=torch.bfloat16, device=cuda)
     with mx.explain() as log:
         row, column = cast_pair(x, Cast.of(name), *forms, torch.bfloat16)
     assert {e.kernel for e in log.entries} <= {"triton", "two casts"}
     assert None in forms or (log.entries[0].kernel == "triton") == one_pass(name, forms)
-    for gemm_operand, form, shape in ((row, forms[0], (36, 134)), (column, forms[1], (134, 36))):
+    for copy, form, shape in ((row, forms[0], (36, 134)), (column, forms[1], (134, 36))):
         expected = encode(torch.empty(shape, device="meta"), Cast.of(name))
         if form is VALUES:
-            assert (gemm_operand.shape, gemm_operand.values.dtype, gemm_operand.format) == (
+            assert (copy.shape, copy.values.dtype, copy.format) == (
                 shape,
                 torch.bfloat16,
                 expected.format,
             )
-            assert (gemm_operand.global_scale is None) == (expected.global_scale is None)
+            assert (copy.global_scale is None) == (expected.global_scale is None)
         elif form is CODES:
-            assert [(t.shape, t.dtype) for t in gemm_operand.tensors] == [(t.shape, t.dtype) for t in expected.tensors]
-            assert gemm_operand.shape == shape
+            assert [(t.shape, t.dtype) for t in copy.tensors] == [(t.shape, t.dtype) for t in expected.tensors]
+            assert copy.shape == shape
 
 
 def one_pass(name, forms):
@@ -236,10 +233,10 @@ def test_the_op_is_what_torch_asks_of_a_custom_op(name):
         else [("values", "codes"), ("codes", "values"), (None, "values")]
     )
     for pair in pairs:
-        torch.library.opcheck(custom_ops.cast_pair_op, (x, *words, *pair, torch.float32, None, False))
+        torch.library.opcheck(triton_ops.cast_pair_op, (x, *words, *pair, torch.float32, None, False))
     if name == "float8_tensor":
         arguments = (x, *words, "codes", None, torch.float32, torch.tensor(1.0), True)
-        torch.library.opcheck(custom_ops.cast_pair_op, arguments)
+        torch.library.opcheck(triton_ops.cast_pair_op, arguments)
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -265,12 +262,12 @@ def test_compiled_code_calls_the_op(name, monkeypatch):
     assert called == ["mxtensor.cast_pair.default"]
     if delayed:
         assert delayed[1] == x.abs().amax()
-        sides = encode_under(x, of, delayed[0]), encode_under(x.t(), of, delayed[0])
+        sides = encode_with_amax(x, of, delayed[0]), encode_with_amax(x.t(), of, delayed[0])
         expected = [*sides[0].tensors, *sides[1].tensors]
     else:
         row, column = encode(x, of), quantize_operand(x.t(), of)
-        last = [] if row.global_scale is None else [row.global_scale]
-        expected = [decode_local(row), *last, *column.tensors]
+        global_scale = [] if row.global_scale is None else [row.global_scale]
+        expected = [decode_local(row), *global_scale, *column.tensors]
     for ours, theirs in zip(got, expected, strict=True):
         assert torch.equal(ours.float(), theirs.float())
 
@@ -298,7 +295,7 @@ def test_values_of_a_turned_source_are_the_columns_of_the_one_that_lies_in_memor
 @warns
 def test_eager_calls_go_straight_to_the_kernel(monkeypatch):
     on_the_interpreters_device(monkeypatch)
-    monkeypatch.setattr(custom_ops, "cast_pair_op", None)
+    monkeypatch.setattr(triton_ops, "cast_pair_op", None)
     x, of = torch.randn(12, 140, requires_grad=True), Cast.of("mxfp8")
     with mx.explain() as log:
         row, column = cast_pair(x, of, VALUES, CODES, torch.float32)

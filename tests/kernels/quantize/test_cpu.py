@@ -1,4 +1,4 @@
-"""The C++ casts give what the codec gives, bit for bit, whatever the values, shapes, threads and modes."""
+"""The C++ casts are bitwise the reference for all values, shapes, threads and modes."""
 
 import dataclasses
 import math
@@ -25,7 +25,7 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 def bits(count, dtype, cols):
-    """Every bit pattern alike: NaN, infinities and subnormals among them."""
+    """Every bit pattern with equal probability, also NaN, infinities and subnormals."""
     integers = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
     info = torch.iinfo(integers)
     return torch.randint(info.min, info.max, (count // cols, cols), dtype=torch.int64).to(integers).view(dtype)
@@ -44,7 +44,7 @@ def magnitudes(rows, cols):
 
 
 def specials(rows, cols, values):
-    """Ordinary values, some blocks of zeros of both signs, and ``values`` here and there."""
+    """Ordinary values, some blocks of zeros of both signs, and some of ``values``."""
     x = torch.randn(rows, cols)
     x[: rows // 4, : cols // 2] *= 0.0
     for value in values:
@@ -74,24 +74,24 @@ SOURCES = {
     "four dimensions": lambda: torch.randn(2, 3, 37, 70).half(),
     "no rows": lambda: torch.randn(0, 64),
     "no columns": lambda: torch.randn(5, 0),
-    "turned": lambda: specials(300, 333, [NAN, INF, LARGEST]).t(),
-    "turned, magnitudes": lambda: magnitudes(200, 140).bfloat16().t(),
-    "turned, small": lambda: torch.randn(5, 3).half().t(),
-    "turned, a stack": lambda: torch.randn(3, 2, 133, 70).bfloat16().transpose(-1, -2),
+    "transposed": lambda: specials(300, 333, [NAN, INF, LARGEST]).t(),
+    "transposed, magnitudes": lambda: magnitudes(200, 140).bfloat16().t(),
+    "transposed, small": lambda: torch.randn(5, 3).half().t(),
+    "transposed, a stack": lambda: torch.randn(3, 2, 133, 70).bfloat16().transpose(-1, -2),
 }
 each_source = pytest.mark.parametrize("source", SOURCES)
 
 
 @pytest.fixture(autouse=True)
 def poison():
-    """Memory from torch.empty is full of NaN and largest integers, so that what a kernel leaves out shows."""
+    """Memory from torch.empty is full of NaN and largest integers, so that a missing write shows."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
 
 
 def casts(format):
-    """The format by each of its scale rules: power-of-two scales have four."""
+    """The format with each of its scale rules; power-of-two scales have four."""
     modes = mx.ScaleCalculationMode if mx.get_format(format).scale.significant_bits == 1 else ["rceil"]
     return [mx.Cast.of(format, mode) for mode in modes]
 
@@ -125,13 +125,13 @@ def test_casts_equal_the_codec_bit_for_bit(format, source):
     for cast in casts(format):
         with mx.explain() as log:
             ours = quantize_operand(x, cast)
-        assert [e.kernel for e in log.entries] == ["native"]
+        assert [e.kernel for e in log.entries] == ["cpu"]
         expected = reference.encode(x, cast)
         assert_same(ours, expected)
     for dtype in DTYPES:
         with mx.explain() as log:
             values = dequantize_operand(ours, dtype)
-        assert [e.kernel for e in log.entries] == ["native"]
+        assert [e.kernel for e in log.entries] == ["cpu"]
         assert same_values(values, reference.decode(expected, dtype))
 
 
@@ -177,7 +177,7 @@ def test_spans_of_rows_meet_without_a_seam(format, threads, monkeypatch):
 
 @each_format
 def test_rows_of_a_stack_are_counted_through_its_matrices(format):
-    """Each matrix of the stack ends in a shorter tile of its own."""
+    """Each matrix of the stack ends in a short block."""
     x, cast = torch.randn(3, 70, 96), mx.Cast.of(format)
     ours, expected = cpu._quantize(x, cast), reference.decode(reference.encode(x, cast), torch.bfloat16)
     part = cpu.decode_rows(ours, 67, 100, torch.full((100, 96), float("nan"), dtype=torch.bfloat16))
@@ -196,13 +196,13 @@ def test_it_refuses_in_a_sentence_what_it_cannot_do():
     ):
         with mx.explain() as log:
             operand = quantize_operand(source, cast)
-        reasons[name] = log.entries[0].refusals["native"]
+        reasons[name] = log.entries[0].refusals["cpu"]
         if name != "stochastic":
             assert_same(operand, reference.encode(source, cast))
     assert reasons == {
         "float64": "not for float64",
-        "strides": "neither contiguous nor the transpose of something contiguous",
-        "part of a row": "neither contiguous nor the transpose of something contiguous",
+        "strides": "neither contiguous nor the transpose of a contiguous tensor",
+        "part of a row": "neither contiguous nor the transpose of a contiguous tensor",
         "stochastic": "rounds to nearest only",
         "odd blocks": "not for e8m0 scales of 1x8 blocks",
     }
@@ -217,7 +217,7 @@ def test_it_refuses_to_decode_parts_and_double_precision():
     ):
         with mx.explain() as log:
             values = dequantize_operand(given, dtype)
-        assert log.entries[0].refusals["native"] == reason
+        assert log.entries[0].refusals["cpu"] == reason
         assert same_values(values, reference.decode(given, dtype))
 
 
@@ -240,7 +240,7 @@ DEFAULTS = {
 def test_what_torch_makes_tensors_of_by_default_changes_nothing(default, without, monkeypatch):
     if without:
         monkeypatch.setattr(cpu, "library", lambda: "there is no C++ compiler")
-    monkeypatch.setattr(cpu, "_ROWS", {})
+    monkeypatch.setattr(cpu, "_FORMATS", {})
     x, w = (torch.randn(rows, 320, dtype=torch.float16) for rows in (5, 288))
 
     def made():
@@ -271,7 +271,7 @@ def reference_bytes(t):
 
 
 def test_a_forked_child_casts_on():
-    """A child has none of its parent's threads."""
+    """A forked child process does not have the threads of its parent."""
     code = (
         "import os, torch, mxtensor as mx\n"
         "torch.set_num_threads(2)\n"

@@ -1,4 +1,4 @@
-"""Each cast kernel gives what the codec gives, bit for bit, or says in a sentence why it will not."""
+"""Each cast kernel is bitwise the reference, or refuses with a sentence."""
 
 import dataclasses
 import sys
@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mxtensor import FORMATS, Cast, Operand, explain, get_format
-from mxtensor.kernels.quantize import blocked, reference
+from mxtensor.kernels.quantize import reference, sliced
 from mxtensor.kernels.quantize.select import dequantize_operand, quantize_operand
 from mxtensor.numerics.operand import transposed
 from mxtensor.numerics.reference import decode, encode
@@ -26,26 +26,26 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 @pytest.fixture(autouse=True)
 def poison():
-    """Memory from torch.empty is full of NaN and largest integers, so that what a kernel leaves out shows."""
+    """Memory from torch.empty is full of NaN and largest integers, so that a missing write shows."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(autouse=True)
-def without_native(monkeypatch):
-    """As on a machine without a C++ compiler; test_native.py has the other."""
+def without_cpp(monkeypatch):
+    """As on a machine without a C++ compiler; test_cpu.py tests the C++ casts."""
     casts = sys.modules["mxtensor.kernels.quantize.select"]
     for name in ("QUANTIZE", "DEQUANTIZE"):
         kernels = getattr(casts, name)
-        monkeypatch.setattr(casts, name, kernels[kernels.index(getattr(blocked, name)) :])
+        monkeypatch.setattr(casts, name, kernels[kernels.index(getattr(sliced, name)) :])
 
 
 @pytest.fixture
 def thin_slices(monkeypatch):
     """A slice ends every 24 rows or so, and the last one is short."""
-    monkeypatch.setattr(blocked, "ENCODE_SLICE", 24 * COLS)
-    monkeypatch.setattr(blocked, "DECODE_SLICE", 24 * COLS)
+    monkeypatch.setattr(sliced, "ENCODE_SLICE", 24 * COLS)
+    monkeypatch.setattr(sliced, "DECODE_SLICE", 24 * COLS)
 
 
 def values(rows=ROWS, cols=COLS, specials=True):
@@ -93,7 +93,7 @@ def test_blocked_quantize_is_encode(name, dtype, thin_slices):
         x = values(specials=specials).to(dtype)
         with explain() as log:
             operand = quantize_operand(x, cast)
-        assert chosen(log) == [("quantize", "blocked", {})]
+        assert chosen(log) == [("quantize", "sliced", {})]
         assert_same(operand, encode(x, cast))
 
 
@@ -102,19 +102,19 @@ def test_blocked_quantize_takes_tails_of_slices_and_blocks(name, thin_slices):
     x = values(ROWS, COLS + 16)[:, : COLS - 5].contiguous().float()
     with explain() as log:
         operand = quantize_operand(x, Cast.of(name, "floor"))
-    assert chosen(log) == [("quantize", "blocked", {})]
+    assert chosen(log) == [("quantize", "sliced", {})]
     assert_same(operand, encode(x, Cast.of(name, "floor")))
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp6", "nvfp4", "float8_tensor", "float8_row"])
 def test_blocked_quantize_takes_more_dimensions(name, thin_slices):
     x = values(6 * 44, COLS).view(2, 3, 44, COLS).bfloat16()
-    assert_same(blocked.QUANTIZE.run(x, Cast.of(name)), encode(x, Cast.of(name)))
+    assert_same(sliced.QUANTIZE.run(x, Cast.of(name)), encode(x, Cast.of(name)))
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp4", "mxfp8[32x32]", "nvfp4"])
 def test_slices_of_the_real_size(name):
-    """Three of them, the last one short; against the oracle itself."""
+    """Three slices, the last one short, against the outside oracle."""
     x = values(1031, 1024).bfloat16()
     operand = quantize_operand(x, Cast.of(name))
     expected = oracle.check(operand, x)
@@ -124,7 +124,7 @@ def test_slices_of_the_real_size(name):
         expected = oracle.check(operand, x[:1024])
     with explain() as log:
         assert same_floats(dequantize_operand(operand, torch.float32).numpy(), expected)
-    assert chosen(log) == [("dequantize", "blocked", {})]
+    assert chosen(log) == [("dequantize", "sliced", {})]
 
 
 # ---------------------------------------------------------------------------------------------- dequantize
@@ -134,7 +134,7 @@ SCALES = torch.tensor([0, 1, 2, 3, 20, 100, 126, 127, 128, 150, *range(244, 256)
 
 
 def operand_of_codes(name, rows=384, cols=384, nan_codes=True, scales=SCALES):
-    """Random codes under random scales, no encoder involved."""
+    """Random codes and random scales; nothing is encoded."""
     format, generator = get_format(name), torch.Generator().manual_seed(7)
 
     def random(shape, high=256):
@@ -162,7 +162,7 @@ def test_blocked_dequantize_is_decode(name, dtype, nan_codes, thin_slices):
     operand = operand_of_codes(name, nan_codes=nan_codes)
     with explain() as log:
         out = dequantize_operand(operand, dtype)
-    assert chosen(log) == [("dequantize", "blocked", {})]
+    assert chosen(log) == [("dequantize", "sliced", {})]
     assert_same_values(out, decode(operand, dtype))
     if dtype == torch.float32:
         scale = None if operand.global_scale is None else operand.global_scale.numpy()
@@ -173,10 +173,10 @@ def test_blocked_dequantize_is_decode(name, dtype, nan_codes, thin_slices):
 @pytest.mark.parametrize("byte", [0, 1, 9, 127, *range(246, 256)])
 @pytest.mark.parametrize("name", ["mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp4_e2m1", "mxint8"])
 def test_one_scale_byte_throughout(name, byte):
-    """A kernel may take a short cut where all scales of a slice are tame; here all are as wild as they get."""
+    """A kernel may skip a step if no scale of a slice is extreme; here all scales are extreme."""
     operand = operand_of_codes(name, rows=192, nan_codes=False, scales=torch.tensor([byte]).to(torch.uint8))
     for dtype in DTYPES:
-        assert_same_values(blocked.DEQUANTIZE.run(operand, dtype), decode(operand, dtype))
+        assert_same_values(sliced.DEQUANTIZE.run(operand, dtype), decode(operand, dtype))
 
 
 @pytest.mark.parametrize("code", [0x7F, 0xFF])
@@ -184,7 +184,7 @@ def test_one_nan_code_under_an_ordinary_scale(code):
     operand = operand_of_codes("mxfp8_e4m3", nan_codes=False, scales=torch.tensor([126]).to(torch.uint8))
     operand.data.view(torch.uint8)[100, 33] = code
     for dtype in DTYPES:
-        out = blocked.DEQUANTIZE.run(operand, dtype)
+        out = sliced.DEQUANTIZE.run(operand, dtype)
         assert out.isnan().nonzero().tolist() == [[100, 33]]
         assert_same_values(out, decode(operand, dtype))
 
@@ -194,7 +194,7 @@ def test_e5m2_has_infinities_and_nans(code, value):
     operand = operand_of_codes("mxfp8_e5m2", scales=torch.tensor([126]).to(torch.uint8))
     operand.data.view(torch.uint8)[100, 33] = code
     for dtype in DTYPES:
-        out = blocked.DEQUANTIZE.run(operand, dtype)
+        out = sliced.DEQUANTIZE.run(operand, dtype)
         assert out[100, 33].isnan() if value is None else out[100, 33] == value
         assert_same_values(out, decode(operand, dtype))
 
@@ -206,17 +206,17 @@ def test_blocked_dequantize_takes_more_dimensions(name, thin_slices):
     scale = flat.scale.view(flat.format.scale_shape(shape))
     operand = dataclasses.replace(flat, data=flat.data.view(*shape[:-1], -1), scale=scale, shape=shape)
     for dtype in DTYPES:
-        assert_same_values(blocked.DEQUANTIZE.run(operand, dtype), decode(operand, dtype))
+        assert_same_values(sliced.DEQUANTIZE.run(operand, dtype), decode(operand, dtype))
 
 
 # ---------------------------------------------------------------------------------------------- refusals
 
 
-def why_not_blocked(log):
-    """The sentence for which the only decision in ``log`` passed by the blocked kernel, for the codec."""
+def why_not_sliced(log):
+    """Why the only decision in ``log`` refused the sliced kernel and took the reference."""
     (entry,) = log.entries
     assert entry.kernel == "reference"
-    return entry.refusals["blocked"]
+    return entry.refusals["sliced"]
 
 
 @pytest.mark.parametrize(
@@ -226,14 +226,14 @@ def why_not_blocked(log):
         (lambda: torch.randn(70000), "mxfp8", "too small to slice"),
         (lambda: torch.randn(384, 256).t(), "mxfp8", "not contiguous"),
         (lambda: torch.randn(256, 1).expand(256, 384), "nvfp4", "not contiguous"),
-        (lambda: torch.randn(2, 256, 384), "mxfp8[32x32]", "tiles are sliced in two dimensions only"),
+        (lambda: torch.randn(2, 256, 384), "mxfp8[32x32]", "slices square blocks of matrices only"),
     ],
 )
 def test_blocked_says_why_it_does_not_quantize(source, name, reason):
     x = source()
     with explain() as log:
         operand = quantize_operand(x, Cast.of(name))
-    assert why_not_blocked(log) == reason
+    assert why_not_sliced(log) == reason
     assert_same(operand, encode(x, Cast.of(name)))
 
 
@@ -241,10 +241,10 @@ def test_blocked_says_why_it_does_not_quantize(source, name, reason):
     ("name", "shape", "reason"),
     [
         ("mxfp8", (100, 640), "too small to slice"),
-        ("mxfp8", (256, 383), "the last block of 383 values is shorter than 32"),
-        ("nvfp4", (256, 392), "the last block of 392 values is shorter than 16"),
-        ("mxfp8[32x32]", (250, 384), "the last tile of 250 rows is shorter than 32"),
-        ("mxfp8[32x32]", (2, 256, 384), "tiles are sliced in two dimensions only"),
+        ("mxfp8", (256, 383), "the last block of a row of 383 values is shorter than 32"),
+        ("nvfp4", (256, 392), "the last block of a row of 392 values is shorter than 16"),
+        ("mxfp8[32x32]", (250, 384), "the last block of 250 rows is shorter than 32"),
+        ("mxfp8[32x32]", (2, 256, 384), "slices square blocks of matrices only"),
         ("mxfp8[32x32]", (70016,), "too small to slice"),
     ],
 )
@@ -252,7 +252,7 @@ def test_blocked_says_why_it_does_not_dequantize(name, shape, reason):
     operand = encode(torch.randn(shape), Cast.of(name))
     with explain() as log:
         out = dequantize_operand(operand, torch.bfloat16)
-    assert why_not_blocked(log) == reason
+    assert why_not_sliced(log) == reason
     assert_same_values(out, decode(operand, torch.bfloat16))
 
 
@@ -261,32 +261,32 @@ def test_blocked_does_not_dequantize_parts_that_are_not_contiguous():
     part = Operand(operand.data[:, :384], operand.scale[:, :12], None, operand.format, (256, 384))
     with explain() as log:
         out = dequantize_operand(part, torch.float32)
-    assert why_not_blocked(log) == "not contiguous"
+    assert why_not_sliced(log) == "not contiguous"
     assert torch.equal(out, decode(operand, torch.float32)[:, :384])
 
 
 @pytest.mark.parametrize("name", ["mxfp8[32x32]", "mxint8[16x16]", "float8_tensor", "float8_128x128"])
 @pytest.mark.parametrize("shape", [(256, 384), (260, 390), (3, 96, 64), (1, 64)])
-def test_codes_that_lie_transposed_are_decoded_as_they_lie(name, shape):
-    """Square blocks turned, which is what dgrad reads of a weight in one copy."""
+def test_codes_in_transposed_layout_are_decoded_in_that_layout(name, shape):
+    """Transposed square blocks, which dgrad reads of a weight with one copy."""
     operand = quantize_operand(torch.randn(shape), Cast.of(name))
-    turned = transposed(operand)
+    columnwise = transposed(operand)
     with explain() as log:
-        out = dequantize_operand(turned, torch.bfloat16)
+        out = dequantize_operand(columnwise, torch.bfloat16)
     (entry,) = log.entries
-    assert entry.spec.shapes == (transposed.shape,) and "not contiguous" not in entry.refusals.values()
-    assert_same_values(out.contiguous(), decode(transposed, torch.bfloat16))
+    assert entry.spec.shapes == (columnwise.shape,) and "not contiguous" not in entry.refusals.values()
+    assert_same_values(out.contiguous(), decode(columnwise, torch.bfloat16))
     assert out.transpose(-1, -2).is_contiguous()
 
 
 def test_other_devices_are_refused():
     with explain() as log:
         operand = quantize_operand(torch.empty(256, 384, device="meta"), Cast.of("mxfp8"))
-    assert why_not_blocked(log) == "runs on cpu, this tensor is on meta"
+    assert why_not_sliced(log) == "runs on cpu, this tensor is on meta"
     assert (operand.data.device.type, operand.data.shape, operand.scale.shape) == ("meta", (256, 384), (256, 12))
     with explain() as log:
         out = dequantize_operand(operand, torch.bfloat16)
-    assert why_not_blocked(log) == "runs on cpu, this tensor is on meta"
+    assert why_not_sliced(log) == "runs on cpu, this tensor is on meta"
     assert (out.device.type, out.shape, out.dtype) == ("meta", (256, 384), torch.bfloat16)
 
 
@@ -296,10 +296,10 @@ def test_fake_tensors_go_to_the_codec(dtype):
         x = torch.empty(256, 384, dtype=dtype)
         with explain() as log:
             operand = quantize_operand(x, Cast.of("nvfp4"))
-        assert why_not_blocked(log) == "being traced: the codec itself fuses better"
+        assert why_not_sliced(log) == "being traced: the reference fuses better"
         with explain() as log:
             out = dequantize_operand(operand, dtype)
-        assert why_not_blocked(log) == "being traced: the codec itself fuses better"
+        assert why_not_sliced(log) == "being traced: the reference fuses better"
     assert (operand.data.shape, operand.scale.shape, out.shape) == ((256, 192), (256, 24), (256, 384))
     assert out.dtype == dtype
 
@@ -319,8 +319,8 @@ def test_sources_are_checked_before_any_kernel_is_asked():
 @pytest.mark.parametrize("name", ["mxfp6", "nvfp4", "nvfp4[16x16]", "float8_tensor", "float8_1x128"])
 def test_the_opaque_op_is_encode(name):
     x, finite, format = values(35, 160).float(), values(35, 160, specials=False).float(), get_format(name)
-    data, scale, last = reference.encode_op(x, format.name, "floor", "nearest")
-    operand = Operand(data, scale, last if format.global_scale else None, format, (35, 160))
+    data, scale, global_scale = reference.encode_op(x, format.name, "floor", "nearest")
+    operand = Operand(data, scale, global_scale if format.global_scale else None, format, (35, 160))
     assert_same(operand, encode(x, Cast.of(name, "floor")))
     torch.library.opcheck(
         reference.encode_op, (finite, format.name, "floor", "nearest")
@@ -334,7 +334,7 @@ def test_the_opaque_op_is_encode(name):
     ids=lambda names: names[0],
 )
 def test_compiled_casts_are_the_eager_ones(names):
-    """Tails, NaN, infinities and subnormals included, and a slice that inductor would rather not compute in full."""
+    """With tails, NaN, infinities and subnormals, and of a slice that inductor could compute in part."""
     casts = [Cast.of(name) for name in names]
 
     def roundtrip(x):

@@ -1,6 +1,6 @@
-"""The Triton casts of both factors of a matrix give what the codec gives, bit for bit, run by Triton's interpreter.
+"""The Triton casts of both copies of a matrix are bitwise the reference, run by Triton's interpreter.
 
-``test_cast_triton.py`` has the casts of one factor, and the fixtures.
+``test_triton_rows.py`` has the casts of one copy; ``conftest.py`` has the fixtures.
 """
 
 import itertools
@@ -11,7 +11,7 @@ import torch
 from mxtensor import FORMATS, Cast, get_format
 from mxtensor.kernels.gemm.spec import FakeQuantized, Form
 from mxtensor.kernels.quantize import triton_columns, triton_pair, triton_rows
-from mxtensor.kernels.quantize.reference import encode_under
+from mxtensor.kernels.quantize.reference import encode_with_amax
 from mxtensor.numerics.formats import FULL
 from mxtensor.numerics.reference import decode_local, encode
 from tests.kernels.quantize.test_select import assert_same, assert_same_values
@@ -20,6 +20,7 @@ from tests.kernels.quantize.test_triton_rows import (
     MODES,
     blocks_of,
     every_bfloat16,
+    pytestmark,  # noqa: F401  (pytest reads it)
     stochastic,
     surrounded,
     values,
@@ -30,7 +31,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 BLOCKS = ["mxfp8_e5m2[1x64]", "mxfp6_e3m2[1x128]", "mxfp6_e2m3[1x16]", "mxfp4[1x64]", "mxint8[1x16]", "nvfp4[1x32]"]
 NAMES = [n for n in (*FORMATS, *BLOCKS) if get_format(n).block[0] == 1 and get_format(n).block[1] != FULL]
 KINDS = ["mxfp8", "mxfp8_e5m2[1x64]", "mxfp6[1x16]", "mxint8", "nvfp4", "float8_1x128", "float8_1x128_pow2"]
-"""One format for each way through the kernels."""
+"""One format for each path through the kernels."""
 FORMS = [(VALUES, CODES), (VALUES, VALUES), (CODES, VALUES), (CODES, CODES)]
 ONE_SCALE = [n for n in FORMATS if get_format(n).block == (FULL, FULL)]
 
@@ -40,16 +41,16 @@ each_kind = pytest.mark.parametrize("name", KINDS)
 each_with_one_scale = pytest.mark.parametrize("name", ONE_SCALE)
 
 
-def assert_is(gemm_operand, operand, dtype=None):
-    """The factor is the operand, or the values that the operand has without its global scale."""
-    if not isinstance(gemm_operand, FakeQuantized):
-        assert_same(gemm_operand, operand)
+def assert_is(copy, operand, dtype=None):
+    """``copy`` is the operand, or the values of the operand without its global scale."""
+    if not isinstance(copy, FakeQuantized):
+        assert_same(copy, operand)
         return
     expected = decode_local(operand).to(dtype)
-    assert_same_values(gemm_operand.values.contiguous(), expected)
-    last = operand.global_scale
-    assert (gemm_operand.global_scale is None) == (last is None) and gemm_operand.format == operand.format
-    assert last is None or torch.equal(gemm_operand.global_scale, last)
+    assert_same_values(copy.values.contiguous(), expected)
+    global_scale = operand.global_scale
+    assert (copy.global_scale is None) == (global_scale is None) and copy.format == operand.format
+    assert global_scale is None or torch.equal(copy.global_scale, global_scale)
 
 
 def assert_pair(x, cast, forms=(VALUES, VALUES), dtype=BF16, columns=None):
@@ -57,7 +58,7 @@ def assert_pair(x, cast, forms=(VALUES, VALUES), dtype=BF16, columns=None):
     assert_is(row, encode(x, cast), dtype)
     assert_is(column, encode(x.t(), columns or cast), dtype)
     if forms[1] is VALUES:
-        assert column.values.t().is_contiguous()  # as x lies
+        assert column.values.t().is_contiguous()  # the layout of x
 
 
 # ---------------------------------------------------------------------------------------------- blocks along rows
@@ -67,7 +68,7 @@ def assert_pair(x, cast, forms=(VALUES, VALUES), dtype=BF16, columns=None):
 @each_format
 @small
 def test_every_format_in_every_pair_of_forms(name, forms):
-    """36 rows: whole fours, which words of codes want; 134 columns: pairs, with a tail of every block."""
+    """36 rows are whole groups of four, as stored words need; 134 columns are pairs, with a tail for every block."""
     assert_pair(surrounded(values(36, 134, BF16)), Cast.of(name), forms)
 
 
@@ -140,7 +141,7 @@ ELEMENTS = ["mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4", "mx
 
 @pytest.fixture
 def in_words(monkeypatch):
-    """Every value is made by ``device/values.py``, which the test would otherwise not be about."""
+    """Every value is computed by ``triton_device/values.py``; otherwise the test would not test it."""
     for name in ("_encode", "_encode_words"):
         monkeypatch.delattr(triton_columns, name)
 
@@ -149,7 +150,7 @@ def in_words(monkeypatch):
 @pytest.mark.parametrize("name", [*(f"{name}[1x16]" for name in ELEMENTS), "float8_1x128_pow2"])
 @large
 def test_every_bfloat16_below_a_larger_one_rounds_as_its_code(name, mode, in_words):
-    """Beside v a value up to 2^8 times as large, so that v meets scales that are not its own; both signs of each."""
+    """Each value v next to a value up to 2^8 times as large, which decides its scale; both signs of each."""
     v = every_bfloat16()
     word = v.view(torch.int16).to(torch.int32)
     larger = word + (torch.randint(0, 9, word.shape) << 7) + torch.randint(0, 128, word.shape)
@@ -164,7 +165,7 @@ def test_every_bfloat16_below_a_larger_one_rounds_as_its_code(name, mode, in_wor
     assert_same_values(got.contiguous(), expected)
 
 
-# ---------------------------------------------------------------------------------------------- a source that is turned
+# ---------------------------------------------------------------------------------------------- a transposed source
 
 
 @each_kind
@@ -173,9 +174,9 @@ def test_values_of_a_turned_source_lie_as_it_does(name):
     for dtype, target in itertools.product((BF16, FP32), repeat=2):
         for cast in (Cast.of(name), stochastic(name, 7)):
             x = values(36, 134, dtype, specials=False).t()
-            got, last = triton_rows.fake_quantize(x, cast, target)
+            got, global_scale = triton_rows.fake_quantize(x, cast, target)
             assert got.t().is_contiguous() and got.shape == (134, 36)
-            assert_is(FakeQuantized(got, last, cast.format), encode(x, cast), target)
+            assert_is(FakeQuantized(got, global_scale, cast.format), encode(x, cast), target)
 
 
 @small
@@ -206,13 +207,13 @@ def test_codes_and_their_transpose_by_one_scale(name, dtype):
 @each_with_one_scale
 @small
 def test_a_given_amax_makes_the_scale_and_the_own_one_is_recorded(name, amax):
-    """NaN and infinities under a finite amax are NaN by themselves; what lies beyond it saturates."""
+    """With a finite amax a NaN or an infinity becomes NaN alone; larger values saturate."""
     cast, amax = Cast.of(name), torch.tensor(amax)
     for specials, dtype, operands in ((True, BF16, 0.0), (False, FP16, 0.0), (False, FP32, 1e32), (False, BF16, 1e39)):
         x, record = values(21, 132, dtype, specials), torch.tensor(operands)
         row, column = triton_pair.pair(x, cast, CODES, CODES, dtype, amax, record)
-        assert_same(row, encode_under(x, cast, amax))
-        assert_same(column, encode_under(x.t().contiguous(), cast, amax))
+        assert_same(row, encode_with_amax(x, cast, amax))
+        assert_same(column, encode_with_amax(x.t().contiguous(), cast, amax))
         own = torch.maximum(x.abs().amax().float(), torch.tensor(operands))
         assert record == own or (record.isnan() and own.isnan())
 
@@ -231,12 +232,12 @@ def test_without_an_amax_the_record_takes_the_one_that_was_used(name):
 def test_the_transpose_is_not_rounded_again(name):
     x, cast = values(37, 132, FP32, specials=False), stochastic(name, 5)
     row, column = triton_pair.pair(x, cast, CODES, CODES, x.dtype, torch.tensor(3.0), None)
-    assert_same(row, encode_under(x, cast, torch.tensor(3.0)))
+    assert_same(row, encode_with_amax(x, cast, torch.tensor(3.0)))
     assert torch.equal(column.data.view(torch.uint8), row.data.view(torch.uint8).t())
 
 
 def test_one_scale_with_the_tiles_of_a_device():
     x = values(141, 150, BF16)
     row, column = triton_pair.pair(x, Cast.of("float8_tensor"), CODES, CODES, x.dtype, torch.tensor(9.0), None)
-    assert_same(row, encode_under(x, Cast.of("float8_tensor"), torch.tensor(9.0)))
+    assert_same(row, encode_with_amax(x, Cast.of("float8_tensor"), torch.tensor(9.0)))
     assert torch.equal(column.data.view(torch.uint8), row.data.view(torch.uint8).t())

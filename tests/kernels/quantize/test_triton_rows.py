@@ -1,11 +1,10 @@
-"""The Triton casts give what the codec gives, bit for bit, run by Triton's interpreter on the CPU.
+"""The Triton casts are bitwise the reference, run by Triton's interpreter on the CPU.
 
-Here it is about arithmetic, tails, strides and what is written where. ``test_gpu.py`` has what only a device shows:
+These tests check arithmetic, tails, strides and addresses. ``test_gpu.py`` has what only a device shows:
 its instructions, streams and graphs. A program costs the interpreter as much time as thousands of values do, so that
 tiles are small where edges count and large where values do.
 """
 
-import functools
 import math
 from dataclasses import replace
 
@@ -13,17 +12,19 @@ import pytest
 import torch
 
 from mxtensor import FORMATS, Cast, ScaleCalculationMode, get_format
-from mxtensor.kernels.quantize import tiles, triton_common, triton_pair, triton_rows
+from mxtensor.kernels.quantize import triton_rows
 from mxtensor.numerics.formats import E8M0, FULL, UE4M3
 from mxtensor.numerics.operand import Operand
 from mxtensor.numerics.reference import decode, decode_local, encode
 from mxtensor.numerics.swizzle import swizzle
+from tests.kernels.quantize.conftest import set_tiles
 from tests.kernels.quantize.test_select import assert_same, assert_same_values
 
 pytest.importorskip("triton")
 pytestmark = [
-    pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a device, test_gpu.py has the kernels on it"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="test_gpu.py runs the kernels on the device"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),  # numpy's about NaN and Inf
+    pytest.mark.usefixtures("guarded_memory", "one_rounding", "whole_reductions"),
 ]
 
 BLOCKS = [
@@ -31,11 +32,11 @@ BLOCKS = [
     "mxint8[128x128]", "mxint8[1x16]", "nvfp4_single_level[1x128]", "nvfp4[1x64]", "nvfp4[32x32]",
 ]  # fmt: skip
 TWICE = [n for n in FORMATS if n.startswith("float8_e5m2") and n.endswith("_pow2")]
-"""Rows that take no way through the kernels but those of e4m3 with these scales and of e5m2 with others."""
+"""Formats whose paths through the kernels are those of e4m3 with these scales and of e5m2 with other scales."""
 NAMES = [n for n in (*FORMATS, *BLOCKS) if n not in TWICE]
 TWO_COPIES = [n for n in NAMES if get_format(n).block[0] == 1 and get_format(n).block[1] != FULL]
 KINDS = ["mxfp8", "mxfp6", "mxfp4", "mxint8", "nvfp4", "float8_1x128", "float8_row", "float8_tensor", "mxfp4[16x16]"]
-"""One format for each way through the kernels."""
+"""One format for each path through the kernels."""
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 MODES = list(ScaleCalculationMode)
 
@@ -43,95 +44,6 @@ each_format = pytest.mark.parametrize("name", NAMES)
 each_kind = pytest.mark.parametrize("name", KINDS)
 each_with_two_copies = pytest.mark.parametrize("name", TWO_COPIES)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-
-
-class Torch:
-    """``torch`` whose ``empty`` lies in a buffer of 0xAA, which shows what is left out and what is written beside."""
-
-    MARGIN, BYTE = 4096, 0xAA
-
-    def __init__(self):
-        self.buffers = []
-
-    def __getattr__(self, name):
-        return getattr(torch, name)
-
-    def empty(self, shape, dtype, device):
-        size = math.prod(torch.empty(shape, device="meta").shape) * dtype.itemsize
-        buffer = torch.full((size + 2 * self.MARGIN,), self.BYTE, dtype=torch.uint8)
-        self.buffers.append(buffer)
-        return buffer[self.MARGIN : self.MARGIN + size].view(dtype).view(shape)
-
-    def intact(self):
-        edges = [torch.cat([b[: self.MARGIN], b[-self.MARGIN :]]) for b in self.buffers]
-        return all((e == self.BYTE).all() for e in edges)
-
-
-@pytest.fixture(autouse=True)
-def poison(monkeypatch):
-    """What the hosts allocate is full of 0xAA, and nothing around it is ever written."""
-    memory = Torch()
-    for module in (triton_common, triton_rows, triton_pair):
-        monkeypatch.setattr(module, "torch", memory)
-    yield memory
-    assert memory.intact()
-
-
-@pytest.fixture(autouse=True)
-def one_rounding(monkeypatch):
-    """float32 to bfloat16 to nearest, as devices do; the interpreter of Triton 3.7 truncates, and loses subnormals."""
-    from triton import language as tl
-    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
-
-    def cast(builder, source, kind):
-        if (source.dtype.scalar, kind.scalar) != (tl.float32, tl.bfloat16):
-            return others(builder, source, kind)
-        rounded = torch.from_numpy(source.data.copy()).to(torch.bfloat16)
-        return TensorHandle(rounded.view(torch.uint16).numpy(), tl.bfloat16)
-
-    others = InterpreterBuilder.cast_impl
-    monkeypatch.setattr(InterpreterBuilder, "cast_impl", cast)
-
-
-@pytest.fixture(autouse=True)
-def whole_reductions(monkeypatch):
-    """``tl.reduce`` by a function of ours a slice at a time; the interpreter goes element by element."""
-    from triton.runtime.interpreter import ReduceOps
-
-    def reduce_slices(self, inputs):
-        ((data, dtype),) = [(x.handle.data, x.dtype) for x in inputs]
-        slices = [self.to_tensor(data.take(i, self.axis), dtype) for i in range(data.shape[self.axis])]
-        return [functools.reduce(self.combine_fn.fn, slices)]
-
-    monkeypatch.setattr(ReduceOps, "generic_reduce", reduce_slices)
-
-
-def set_tiles(monkeypatch, rows, cols, full, groups, wide):
-    """Programs of ``rows`` x ``cols`` values; along columns of ``groups`` x ``wide``."""
-
-    def sized(table, *tile):
-        return {key: (*tile, *old[len(tile) :]) for key, old in table.items()}
-
-    monkeypatch.setattr(tiles, "ROWS", sized(tiles.ROWS, rows, cols))
-    monkeypatch.setattr(tiles, "DECODE", sized(tiles.DECODE, rows, cols))
-    monkeypatch.setattr(tiles, "PAIRS", (rows, cols // 2, *tiles.PAIRS[2:]))
-    monkeypatch.setattr(tiles, "FULL_ROWS", (full, *tiles.FULL_ROWS[1:]))
-    monkeypatch.setattr(tiles, "COLUMNS", sized(tiles.COLUMNS, groups, wide))
-    monkeypatch.setattr(tiles, "WORDS", sized(tiles.WORDS, groups, wide // 2))
-    monkeypatch.setattr(tiles, "ROUND", {False: (rows, cols // 2, 2), True: (groups * 16, wide // 2, 4)})
-    monkeypatch.setattr(tiles, "TRANSPOSE", (groups * 8, wide, *tiles.TRANSPOSE[2:]))
-
-
-@pytest.fixture
-def small_tiles(monkeypatch):
-    """Several programs to a small matrix, so that it has inner tiles and edges of each kind."""
-    set_tiles(monkeypatch, rows=16, cols=128, full=64, groups=2, wide=128)
-
-
-@pytest.fixture
-def large_tiles(monkeypatch):
-    """One program or a few to a whole domain."""
-    set_tiles(monkeypatch, rows=512, cols=2048, full=2048, groups=4, wide=2048)
 
 
 def values(rows, cols, dtype, specials=True):
@@ -149,7 +61,7 @@ def values(rows, cols, dtype, specials=True):
 
 
 def each_values(name, rows, cols, dtype):
-    """``values``; where a scale depends on the whole tensor, which one NaN decides, also without specials."""
+    """``values``; also without specials if a scale depends on the whole tensor, because one NaN would decide it."""
     yield values(rows, cols, dtype)
     format = get_format(name)
     if format.global_scale or format.block[0] == FULL:
@@ -222,7 +134,7 @@ def test_strides_and_offsets(name, place, small_tiles):
 @pytest.mark.parametrize("shape", [(1,), (33,), (300,), (1, 1), (2, 3, 70), (2, 16, 32), (2, 1, 2, 33), (2, 9, 130)])
 @each_kind
 def test_any_number_of_dimensions(name, shape, small_tiles):
-    """Also stacks whose matrices are no whole number of tiles: a tile never reaches into the next matrix."""
+    """Also stacks of matrices with short blocks: a block never crosses into the next matrix."""
     x = torch.randn(shape) * 2.0 ** torch.randint(-20, 20, (*shape[:-1], 1)).float()
     for y in (x, x.bfloat16()):
         assert_same(triton_rows.quantize(y, Cast.of(name)), encode(y, Cast.of(name)))
@@ -235,7 +147,7 @@ def test_any_number_of_dimensions(name, shape, small_tiles):
 
 
 def every_bfloat16():
-    """All 65,536 of them, shuffled."""
+    """All 65,536 bfloat16 values, shuffled."""
     words = torch.arange(65536, dtype=torch.int32).to(torch.int16)
     return words[torch.randperm(65536)].view(torch.bfloat16)
 
@@ -260,7 +172,7 @@ def test_every_bfloat16_value_as_a_block_of_its_own(name, large_tiles):
 
 @pytest.mark.parametrize("name", DOMAIN)
 def test_every_bfloat16_value_below_a_larger_one(name, large_tiles):
-    """Beside v a value up to 2^8 times as large, so that v meets scales that are not its own; both signs of each."""
+    """Each value v next to a value up to 2^8 times as large, which decides its scale; both signs of each."""
     v = every_bfloat16()
     word = v.view(torch.int16).to(torch.int32)
     larger = word + (torch.randint(0, 9, word.shape) << 7) + torch.randint(0, 128, word.shape)
@@ -272,7 +184,7 @@ def test_every_bfloat16_value_below_a_larger_one(name, large_tiles):
 
 
 def every_code_by_every_scale(name):
-    """Row r has scale byte r (UE4M3, which has no sign: of 7 bits) and every code (as packed bytes: every byte)."""
+    """Row r has scale byte r (7 bits for UE4M3, which has no sign) and every code, or every byte of packed codes."""
     format = get_format(name)
     element = format.element
     data = torch.arange(256, dtype=torch.int32).to(torch.uint8).expand(256, -1)
@@ -309,7 +221,7 @@ def test_both_copies_of_one_pass_are_the_two_casts(name, dtype, small_tiles):
 @pytest.mark.parametrize("shape", [(64, 256), (64, 130), (67, 131), (3, 140), (131, 2)])
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp6[1x16]", "mxfp4[1x64]", "nvfp4"])
 def test_columns_of_whole_tiles_and_with_tails(name, shape, small_tiles):
-    """From float32, and from bfloat16, of which pairs are read as words where they lie evenly."""
+    """From float32, and from bfloat16, which is read as words of two values if it is aligned."""
     cast = Cast.of(name)
     x = torch.randn(shape) * 2.0 ** torch.randint(-9, 9, shape).float()
     for y in (x, x.bfloat16()):
@@ -333,30 +245,30 @@ def test_both_copies_with_the_tiles_of_a_device(name):
 @pytest.mark.parametrize("shape", [(37, 300), (130, 90), (128, 128), (128, 132), (1, 2)])
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp6[1x64]", "mxfp4", "nvfp4"])
 def test_swizzled_scales_are_the_swizzle_of_the_scales(name, shape, small_tiles):
-    """What pads them is 0, whatever memory held; codes and global scale are those of ``quantize``."""
+    """Padding scales are 0; codes and global scale are those of ``quantize``."""
     cast, x = Cast.of(name), torch.randn(shape) * 2.0 ** torch.randint(-9, 9, shape).float()
     for y in (x, x.bfloat16()):
         expected = encode(y, cast)
-        data, scale, last = triton_rows.quantize_swizzled(y, cast)
+        data, scale, global_scale = triton_rows.quantize_swizzled(y, cast)
         assert torch.equal(data, expected.data.view(torch.uint8))
         assert torch.equal(scale, swizzle(expected.scale))
-        assert (last is None) == (expected.global_scale is None)
-        assert last is None or torch.equal(last, expected.global_scale)
+        assert (global_scale is None) == (expected.global_scale is None)
+        assert global_scale is None or torch.equal(global_scale, expected.global_scale)
 
 
 # ---------------------------------------------------------------------------------------------- values
 
 
 @each_format
-def test_round_trip_is_encode_and_decode_without_the_global_scale(name, small_tiles):
+def test_fake_quantize_is_encode_and_decode_without_the_global_scale(name, small_tiles):
     cast = Cast.of(name)
     for source, target in ((torch.bfloat16, torch.float32), (torch.float16, torch.bfloat16)):
         x = surrounded(values(16, 260, source))
-        got, last = triton_rows.fake_quantize(x, cast, target)
+        got, global_scale = triton_rows.fake_quantize(x, cast, target)
         operand = encode(x, cast)
         assert_same_values(got, decode_local(operand).to(target))
-        assert (last is None) == (operand.global_scale is None)
-        assert last is None or torch.equal(last, operand.global_scale)
+        assert (global_scale is None) == (operand.global_scale is None)
+        assert global_scale is None or torch.equal(global_scale, operand.global_scale)
 
 
 @pytest.mark.parametrize("name", ["mxfp8[32x32]", "mxfp4", "float8_row", "nvfp4"])
@@ -389,7 +301,7 @@ def stochastic(name, seed):
 
 
 @each_format
-def test_a_seed_decides_every_bit_as_in_the_codec(name, small_tiles):
+def test_a_seed_decides_every_bit_as_in_the_reference(name, small_tiles):
     for seed, dtype in ((12345, torch.float32), (2**40 + 7, torch.bfloat16)):
         for x in map(surrounded, each_values(name, 16, 134, dtype)):
             assert_same(triton_rows.quantize(x, stochastic(name, seed)), encode(x, stochastic(name, seed)))
@@ -397,7 +309,7 @@ def test_a_seed_decides_every_bit_as_in_the_codec(name, small_tiles):
 
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp6[1x64]", "mxfp4", "mxint8", "nvfp4", "float8_1x128"])
 def test_each_copy_rounds_by_a_stream_of_its_own(name, small_tiles):
-    """The transposed copy by the seed after the given one, and by its own places: row and column of the transpose."""
+    """The transposed copy uses ``seed + 1`` and the row and column of the transpose."""
     x = values(38, 132, torch.float32, specials=False)
     rowwise, columnwise = triton_rows.quantize_both(x, stochastic(name, 99))
     assert_same(rowwise, encode(x, stochastic(name, 99)))
@@ -416,9 +328,9 @@ def test_values_are_rounded_by_the_same_seed(name, small_tiles):
 def test_the_mean_of_many_draws_is_the_value(name, monkeypatch):
     set_tiles(monkeypatch, rows=1024, cols=128, full=128, groups=4, wide=128)
     x = torch.randn(64)
-    draws, last = triton_rows.fake_quantize(x.repeat(1024, 1), stochastic(name, 3), torch.float32)
+    draws, global_scale = triton_rows.fake_quantize(x.repeat(1024, 1), stochastic(name, 3), torch.float32)
     nearest, _ = triton_rows.fake_quantize(x.repeat(1024, 1), Cast.of(name), torch.float32)
-    x = x if last is None else x / last
+    x = x if global_scale is None else x / global_scale
     step = draws.amax(0) - draws.amin(0)
     between = step > 0
     bias = ((draws.mean(0) - x) / step)[between]

@@ -1,4 +1,4 @@
-"""Hosts of Triton kernels: a compiled kernel is found again by all it depends on, and what cannot run says why."""
+"""Launches of Triton kernels: the key of a compiled kernel has all it depends on, and refusals give the reason."""
 
 from types import SimpleNamespace
 
@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from mxtensor import Cast, get_format
-from mxtensor.core import dispatch
-from mxtensor.core import compat
-from mxtensor.core.dispatch import Spec
-from mxtensor.kernels.quantize import tiles, triton_rows
-from mxtensor.kernels.quantize.device_constants import cast_code, format_code
+from mxtensor.core import compat, devices
+from mxtensor.core.kernel import Spec
+from mxtensor.kernels.quantize import triton_rows
+from mxtensor.kernels.quantize import triton_tiles as tiles
+from mxtensor.kernels.quantize.triton_constants import cast_code, format_code
 from mxtensor.kernels.runtime import triton_launch
 from mxtensor.numerics.operand import Operand
 
@@ -67,7 +67,7 @@ def pretend(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", None)
 
     def capability(*of):
-        monkeypatch.setattr(dispatch, "device_capability", lambda device: of)
+        monkeypatch.setattr(devices, "device_capability", lambda device: of)
 
     capability(9, 0)
     return capability
@@ -97,7 +97,7 @@ def test_a_profiler_is_told_of_a_launch(device):
     assert kernel.ran == [("told", (3, 1, 1), (*FIRST, CODE, 64))]
 
 
-def test_tritons_hooks_are_where_they_are_looked_for():
+def test_the_hooks_of_triton_exist():
     pytest.importorskip("triton")
     assert [hook.calls for hook in triton_launch._hooks()] == [[], []]
 
@@ -226,7 +226,7 @@ def test_casts_refuse_what_no_triton_kernel_runs(pretend):
     sentence = "Triton needs sm80, this device is sm70"
     assert triton_rows.refuses_quantize(spec(), x, cast) == sentence
     assert triton_rows.refuses_both(spec(), x, cast) == sentence
-    assert triton_rows.refuses_round_trip(spec(), x, cast, torch.bfloat16) == sentence
+    assert triton_rows.refuses_fake_quantize(spec(), x, cast, torch.bfloat16) == sentence
     operand = Operand(torch.zeros(8, 64), torch.zeros(8, 2), None, cast.format, (8, 64))
     assert triton_rows.refuses_dequantize(spec(), operand, torch.bfloat16) == sentence
 
@@ -236,21 +236,22 @@ def test_casts_accept_every_format_and_dtype_but_float64(pretend):
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         assert triton_rows.refuses_quantize(spec(dtype=dtype), x, Cast.of("mxfp8")) is None
         assert triton_rows.refuses_both(spec(dtype=dtype), x, Cast.of("nvfp4")) is None
-        assert triton_rows.refuses_round_trip(spec(dtype=dtype), x, Cast.of("float8_row"), dtype) is None
+        assert triton_rows.refuses_fake_quantize(spec(dtype=dtype), x, Cast.of("float8_row"), dtype) is None
     assert triton_rows.refuses_quantize(spec(dtype=torch.float64), x, Cast.of("mxfp8")) == "not for float64"
-    reason = triton_rows.refuses_round_trip(spec(), x, Cast.of("mxfp8"), torch.float64)
+    reason = triton_rows.refuses_fake_quantize(spec(), x, Cast.of("mxfp8"), torch.float64)
     assert reason == "not for float64"
 
 
 def test_a_tensor_without_values_is_refused(pretend):
     for shape in ((0, 64), (8, 0)):
-        assert triton_rows.refuses_quantize(spec(shape=shape), torch.empty(shape), Cast.of("mxfp8")) == "no values"
+        reason = triton_rows.refuses_quantize(spec(shape=shape), torch.empty(shape), Cast.of("mxfp8"))
+        assert reason == "the tensor is empty"
 
 
 @pytest.mark.parametrize("name", ["mxfp8[32x32]", "float8_row", "float8_tensor", "float8_128x128"])
 def test_two_copies_are_made_of_blocks_along_rows_only(name, pretend):
     reason = triton_rows.refuses_both(spec(), torch.randn(8, 64), Cast.of(name))
-    assert reason == "only blocks along rows have two copies to make at once"
+    assert reason == "makes both copies of blocks along rows only"
     assert triton_rows.refuses_both(spec(), torch.randn(2, 4, 64), Cast.of("mxfp8")) == "matrices only"
 
 

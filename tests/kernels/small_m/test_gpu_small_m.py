@@ -1,4 +1,4 @@
-"""Products of few rows on a CUDA device: what the emulation gives, to the rounding of a float32 accumulation."""
+"""Small-M products on a CUDA device equal the emulation, except for the rounding of float32 accumulation."""
 
 import math
 from concurrent.futures import ThreadPoolExecutor
@@ -33,7 +33,7 @@ SHAPES = (
     (40, 515, 1024),
 )
 TOLERANCE = 1e-6
-"""Of a float32 result, by norm: the matrix instruction truncates what it adds."""
+"""Relative error of a float32 result, by norm: the matrix instruction truncates its sums."""
 
 
 def relative_error(y, reference):
@@ -79,7 +79,7 @@ def test_a_product_of_many_rows_equals_the_decoded_operands(format, shape):
 @pytest.mark.parametrize("rows", [1, 4, 16, 64, 300])
 @pytest.mark.parametrize("n", [1024, 1030])
 @pytest.mark.parametrize("shift", [0, 1], ids=["aligned", "between"])
-def test_biases_may_be_of_a_row_or_of_all_and_lie_anywhere(rows, n, shift):
+def test_biases_of_one_row_or_all_rows_at_any_address(rows, n, shift):
     w, x = operand("mxfp8", n, 1024), torch.randn(rows, 1024, device="cuda").bfloat16()
     exact = x.double() @ values(w).t()
     for shape in ((n,), (rows, n)):
@@ -91,7 +91,7 @@ def test_biases_may_be_of_a_row_or_of_all_and_lie_anywhere(rows, n, shift):
 
 @pytest.mark.parametrize("activation", ["mxfp8_e4m3", "mxfp6_e2m3", "mxfp4", "mxint8", "nvfp4"])
 @pytest.mark.parametrize("rows", [1, 3, 7, 40, 300])
-def test_activations_are_cast_as_the_codec_casts_them(activation, rows):
+def test_activations_are_cast_as_the_reference_casts_them(activation, rows):
     k = 1056 if rows < 40 else 1152
     w, x = operand("mxfp8", 384, k), torch.randn(rows, k, device="cuda").bfloat16()
     cast = Cast.of(activation)
@@ -102,7 +102,7 @@ def test_activations_are_cast_as_the_codec_casts_them(activation, rows):
 
 @pytest.mark.parametrize("format", ["mxfp8", "mxfp4", "nvfp4"])
 @pytest.mark.parametrize("rows", [1, 7, 64, 100, 200])
-def test_the_same_bits_again(format, rows):
+def test_repeated_products_are_bitwise_identical(format, rows):
     w, x = operand(format, 512, 8192), torch.randn(rows, 8192, device="cuda").bfloat16()
     with mx.kernels("small_m"):
         first = gemm("test", x, w, GemmArgs(torch.bfloat16))
@@ -110,7 +110,7 @@ def test_the_same_bits_again(format, rows):
 
 
 @pytest.mark.parametrize("format", ["mxfp8", "mxfp4", "nvfp4"])
-def test_groups_of_rows_each_meet_a_weight(format):
+def test_each_group_of_rows_is_multiplied_by_its_weight(format):
     ends = torch.tensor([3, 3, 20, 21], dtype=torch.int32, device="cuda")
     w = mx.quantize(torch.randn(4, 200, 512, device="cuda"), format).rowwise
     x = torch.randn(24, 512, device="cuda").bfloat16()
@@ -144,23 +144,23 @@ def test_a_thread_of_its_own_compiles_and_runs_a_kernel():
 @pytest.mark.parametrize(
     ("kind", "shape"),
     [
-        *(("resident", shape) for shape in ((1, 4096, 4096), (3, 14336, 1024), (16, 4096, 14336), (24, 2048, 4096))),
-        *(("together", shape) for shape in ((4, 4096, 1024), (16, 4096, 2048), (24, 2048, 4096), (130, 4096, 1024))),
+        *(("persistent", shape) for shape in ((1, 4096, 4096), (3, 14336, 1024), (16, 4096, 14336), (24, 2048, 4096))),
+        *(("wgmma", shape) for shape in ((4, 4096, 1024), (16, 4096, 2048), (24, 2048, 4096), (130, 4096, 1024))),
     ],
 )
 @pytest.mark.parametrize("format", ["mxfp8_e4m3", "mxfp4", "nvfp4", "mxfp6_e3m2"])
-def test_plans_that_are_timed(format, kind, shape):
+def test_configs_that_are_timed(format, kind, shape):
     m, n, k = shape
     w, x = operand(format, n, k), torch.randn(m, k, device="cuda").bfloat16()
-    plans = list(tune.candidates(mx.get_format(format), m, n, k, kind))
-    assert plans
-    rare = (lambda p: p.sends, lambda p: p.together and p.wk > 1, lambda p: p.resident and p.ahead)
-    some = [next(filter(is_rare, plans), plans[0]) for is_rare in rare]
-    for plan in dict.fromkeys((*plans[:: max(1, len(plans) // 4)], *some)):
+    configs = list(tune.candidates(mx.get_format(format), m, n, k, kind))
+    assert configs
+    rare = (lambda p: p.reduce_dsmem, lambda p: p.wgmma and p.wk > 1, lambda p: p.persistent and p.ahead)
+    some = [next(filter(is_rare, configs), configs[0]) for is_rare in rare]
+    for config in dict.fromkeys((*configs[:: max(1, len(configs) // 4)], *some)):
         given = Weight(w.data, w.scale, w.global_scale, None), Weight(w.data[:96], w.scale[:96], w.global_scale, None)
-        y, part = launch(x, given, w.format, k, None, None, 1.0, 1.0, torch.float32, None, plan)
+        y, part = launch(x, given, w.format, k, None, None, 1.0, 1.0, torch.float32, None, config)
         exact = x.double() @ values(w).t()
-        assert relative_error(y, exact) < TOLERANCE and relative_error(part, exact[:, :96]) < TOLERANCE, plan
+        assert relative_error(y, exact) < TOLERANCE and relative_error(part, exact[:, :96]) < TOLERANCE, config
 
 
 @pytest.mark.parametrize("config", ["mxfp8", "mxfp8-weight-only", "mxfp4", "nvfp4-weight-only", "mxfp6"])
@@ -191,7 +191,7 @@ def test_a_compiled_layer_gives_the_bits_of_the_eager_one(mode):
             assert torch.equal(compiled(x).clone(), layers(x))
 
 
-def test_a_layer_of_any_size_chooses_it_by_itself():
+def test_a_layer_of_any_size_uses_it_without_being_told():
     layer = torch.nn.Linear(640, 320, device="cuda", dtype=torch.bfloat16)
     weight = layer.weight.detach().clone()
     mx.quantize_(layer, "mxfp8-weight-only")
@@ -202,7 +202,7 @@ def test_a_layer_of_any_size_chooses_it_by_itself():
     assert relative_error(y, F.linear(x.double(), weight.double(), layer.bias.double())) < 0.05
 
 
-def test_more_rows_than_it_is_for_are_refused_with_a_sentence():
+def test_too_many_rows_are_refused_with_a_reason():
     w, x = operand("mxfp8", 64, 64), torch.randn(300, 64, device="cuda").bfloat16()
     with mx.explain() as log:
         gemm("test", x, w, GemmArgs(torch.bfloat16))
@@ -215,11 +215,11 @@ def test_more_rows_than_it_is_for_are_refused_with_a_sentence():
 @pytest.mark.parametrize("format", ["mxfp8", "mxfp4", "nvfp4"])
 @pytest.mark.parametrize("rows", [1, 2, 4, 16])
 def test_products_of_one_input_read_it_only_once_it_is_there(format, rows):
-    """Between kernels that make x and kernels that use all results, over and over, in a graph."""
-    held = [operand(format, n, 4096) for n in (4096, 1024, 1024, 250)]
-    given = [Weight(w.data, w.scale, w.global_scale, None) for w in held]
+    """In a graph, between kernels that compute x and kernels that use all results, many times."""
+    operands = [operand(format, n, 4096) for n in (4096, 1024, 1024, 250)]
+    given = [Weight(w.data, w.scale, w.global_scale, None) for w in operands]
     base, cast = torch.randn(rows, 4096, device="cuda").bfloat16(), Cast.of(format)
-    rest = held[0].format, 4096, None, None, 1.0, 1.0, torch.float32, cast
+    rest = operands[0].format, 4096, None, None, 1.0, 1.0, torch.float32, cast
 
     def step(i, *sets):
         x = (base.float() * 2.0 ** (i % 3)).roll(i, 1).bfloat16()
@@ -245,8 +245,8 @@ def test_products_of_one_input_read_it_only_once_it_is_there(format, rows):
 
 @pytest.mark.parametrize("format", ["mxfp8", "nvfp4"])
 @pytest.mark.parametrize("rows", [3, 16, 64])
-def test_products_one_right_after_the_other_read_what_was_made_for_them(format, rows):
-    """Kernels of several calls run side by side, and what one call made lies where the call before had its own."""
+def test_products_in_quick_succession_read_their_own_activations(format, rows):
+    """Kernels of several calls overlap, and a call's buffers reuse the memory of the previous call."""
     w, cast = operand(format, 512, 2048), Cast.of(format)
     given, rest = (
         (Weight(w.data, w.scale, w.global_scale, None),),
@@ -258,9 +258,9 @@ def test_products_one_right_after_the_other_read_what_was_made_for_them(format, 
         return [launch(x, given, *rest, how)[0] for x in inputs]
 
     for how in (None, cast):
-        apart = []
+        one_by_one = []
         for x in inputs:
-            apart.append(launch(x, given, *rest, how)[0])
+            one_by_one.append(launch(x, given, *rest, how)[0])
             torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -268,7 +268,7 @@ def test_products_one_right_after_the_other_read_what_was_made_for_them(format, 
         for _ in range(10):
             graph.replay()
         torch.cuda.synchronize()
-        assert all(map(torch.equal, found, apart))
+        assert all(map(torch.equal, found, one_by_one))
 
 
 def test_compiled_layers_of_one_input_are_one_call(monkeypatch):
@@ -289,10 +289,10 @@ def test_compiled_layers_of_one_input_are_one_call(monkeypatch):
         compiled = torch.compile(model, options=mx.inference_options())
         found, codes = run_and_get_code(compiled, x)
         for _ in range(2):
-            for y, again, expected in zip(compiled(x), found, model(x), strict=True):
-                assert torch.equal(y, again)
+            for y, first, expected in zip(compiled(x), found, model(x), strict=True):
+                assert torch.equal(y, first)
                 torch.testing.assert_close(y, expected, rtol=2e-2, atol=2e-2)
-    if torch.cuda.get_device_capability() >= (9, 0):  # products ask for their weights while the norm runs
+    if torch.cuda.get_device_capability() >= (9, 0):  # products load their weights while the norm runs
         norm = codes[0].split("@triton.jit")[1]
         assert norm.index("gdc_launch_dependents") < norm.index("gdc_wait")
     assert [weights for weights in calls if weights > 1] == [3, 3, 3]

@@ -1,4 +1,4 @@
-"""Every Triton kernel compiles for the devices it claims, with the instructions it is there for and without spills."""
+"""Every Triton kernel compiles for the devices it claims, to the expected instructions and without spills."""
 
 import functools
 

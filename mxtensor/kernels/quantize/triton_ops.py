@@ -1,7 +1,7 @@
-"""The Triton casts as custom ops for traced code, and the kernels that are a call or such an op.
+"""The Triton casts as kernels: a direct call in eager code, a custom op in traced code.
 
-A custom op is opaque to torch.compile, so that the bits stay those of the kernel: inductor's own code would divide to
-2 ulps and contract products with sums.
+A custom op is opaque to torch.compile, so that the result is bitwise that of the kernel: inductor's own code would
+divide to 2 ulps and contract multiply and add.
 """
 
 from __future__ import annotations
@@ -12,48 +12,45 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.dispatch import Kernel
+from ...core.kernel import Kernel
 from ...numerics.cast import Cast
 from ...numerics.formats import Format, get_format
 from ...numerics.operand import Operand
 from ..gemm.spec import FakeQuantized, Form, GemmOperand
-from ..quantize import triton_pair, triton_rows
-from .triton_common import runs_down_columns
+from . import triton_pair, triton_rows
+from .triton_common import is_transposed_matrix
 
 
-def _words(cast: Cast) -> tuple[str, str, str, int | None]:
+def _arguments(cast: Cast) -> tuple[str, str, str, int | None]:
+    """The cast as arguments that a custom op can take; ``Cast.of`` is the inverse."""
     return cast.format.name, cast.scaling.value, cast.rounding.value, cast.seed
 
 
 def _tensors(operands: tuple[Operand, ...]) -> list[Tensor]:
-    """Codes and scales of each operand, and at the end the global scale that they share, if there is one."""
+    """Codes and scales of each operand, then the global scale that they share, if there is one."""
     components = [t for o in operands for t in (o.data, o.scale)]
     global_scale = operands[0].global_scale
     return components if global_scale is None else [*components, global_scale]
 
 
 def _fake(x: Tensor, format: Format, shapes: list[tuple[int, ...]]) -> list[Tensor]:
-    components = []
-    for shape in shapes:
-        components.append(x.new_empty(format.data_shape(shape), dtype=format.element.dtype))
-        components.append(x.new_empty(format.scale_shape(shape), dtype=format.scale.dtype))
-    return [*components, x.new_empty((), dtype=torch.float32)] if format.global_scale else components
+    return _tensors(tuple(Operand.empty(format, shape, x.device) for shape in shapes))
 
 
 @torch.library.custom_op("mxtensor::quantize", mutates_args=())
 def quantize_op(x: Tensor, format: str, scaling: str, rounding: str, seed: int | None) -> list[Tensor]:
-    """``cast_triton.quantize`` of x: codes, scales, and the global scale where the format has one."""
-    return _tensors((triton_rows.quantize(x, Cast.of(format, scaling, rounding, seed)),))
+    """``triton_rows.quantize`` of x: codes, scales, and the global scale where the format has one."""
+    return list(triton_rows.quantize(x, Cast.of(format, scaling, rounding, seed)).tensors)
 
 
 @quantize_op.register_fake
 def _(x, format, scaling, rounding, seed):  # type: ignore[no-untyped-def]
-    return _fake(x, get_format(format), [tuple(x.shape)])
+    return list(Operand.empty(get_format(format), x.shape, x.device).tensors)
 
 
 @torch.library.custom_op("mxtensor::quantize_both", mutates_args=())
 def quantize_both_op(x: Tensor, format: str, scaling: str, rounding: str, seed: int | None) -> list[Tensor]:
-    """``cast_triton.quantize_both`` of a matrix: codes and scales of x, those of its transpose, the global scale."""
+    """``triton_rows.quantize_both`` of a matrix: codes and scales of x, those of its transpose, the global scale."""
     return _tensors(triton_rows.quantize_both(x, Cast.of(format, scaling, rounding, seed)))
 
 
@@ -66,7 +63,7 @@ def _(x, format, scaling, rounding, seed):  # type: ignore[no-untyped-def]
 def fake_quantize_op(
     x: Tensor, format: str, scaling: str, rounding: str, seed: int | None, dtype: torch.dtype
 ) -> list[Tensor]:
-    """``cast_triton.fake_quantize`` of x: the values, and the global scale where the format has one."""
+    """``triton_rows.fake_quantize`` of x: the values, and the global scale where the format has one."""
     out, global_scale = triton_rows.fake_quantize(x, Cast.of(format, scaling, rounding, seed), dtype)
     return [out] if global_scale is None else [out, global_scale]
 
@@ -90,23 +87,20 @@ def cast_pair_op(
     amax: Tensor | None,
     recorded: bool,
 ) -> list[Tensor]:
-    """``cast_pair_triton.pair`` of a matrix: codes and scales or values, of rows, of columns, then the global scale.
+    """``triton_pair.pair`` of a matrix: codes and scales or values of rows, then of columns, then the global scale.
 
-    Values of columns lie as those of x. Forms are named by ``Form``. With ``recorded``, last comes the amax of x.
+    Columnwise values have the layout of x. ``rowwise`` and ``columnwise`` are values of ``Form``. If ``recorded``, the
+    amax of x comes after everything else.
     """
     record = x.new_zeros((), dtype=torch.float32) if recorded else None
     row, column = (None if form is None else Form(form) for form in (rowwise, columnwise))
     cast = Cast.of(format, scaling, rounding, seed)
     components, global_scale = [], None
-    for gemm_operand in triton_pair.pair(x, cast, row, column, dtype, amax, record):
-        if gemm_operand is not None:
-            assert isinstance(gemm_operand, (Operand, FakeQuantized))
-            components += (
-                [gemm_operand.values]
-                if isinstance(gemm_operand, FakeQuantized)
-                else [gemm_operand.data, gemm_operand.scale]
-            )
-            global_scale = gemm_operand.global_scale
+    for copy in triton_pair.pair(x, cast, row, column, dtype, amax, record):
+        if copy is not None:
+            assert isinstance(copy, (Operand, FakeQuantized))
+            components += [copy.values] if isinstance(copy, FakeQuantized) else [copy.data, copy.scale]
+            global_scale = copy.global_scale
     if columnwise == Form.VALUES.value:
         components[-1] = components[-1].t()
     return [*components, *(t for t in (global_scale, record) if t is not None)]
@@ -114,7 +108,8 @@ def cast_pair_op(
 
 @cast_pair_op.register_fake
 def _(x, format, scaling, rounding, seed, rowwise, columnwise, dtype, amax, recorded):  # type: ignore[no-untyped-def]
-    row, components = get_format(format), []
+    row = get_format(format)
+    components: list[Tensor] = []
     for form, shape in ((rowwise, tuple(x.shape)), (columnwise, (x.shape[1], x.shape[0]))):
         if form == Form.VALUES.value:
             components.append(x.new_empty(x.shape, dtype=dtype))
@@ -127,7 +122,7 @@ def _(x, format, scaling, rounding, seed, rowwise, columnwise, dtype, amax, reco
 def dequantize_op(
     data: Tensor, scale: Tensor, global_scale: Tensor | None, format: str, shape: list[int], dtype: torch.dtype
 ) -> Tensor:
-    """``cast_triton.dequantize`` of an operand's tensors; ``shape``: the logical one."""
+    """``triton_rows.dequantize`` of an operand's tensors; ``shape`` is the logical shape."""
     return triton_rows.dequantize(Operand(data, scale, global_scale, get_format(format), tuple(shape)), dtype)
 
 
@@ -140,22 +135,23 @@ def _(data, scale, global_scale, format, shape, dtype):  # type: ignore[no-untyp
 
 
 def _quantize(x: Tensor, cast: Cast) -> Operand:
-    data, scale, *global_scale = quantize_op(x.detach(), *_words(cast))
-    return Operand(data, scale, global_scale[0] if global_scale else None, cast.format, tuple(x.shape))
+    return Operand.from_tensors(quantize_op(x.detach(), *_arguments(cast)), cast.format, x.shape)
 
 
 def _quantize_both(x: Tensor, cast: Cast) -> tuple[Operand, Operand]:
-    data, scale, transposed_data, transposed_scale, *rest = quantize_both_op(x.detach(), *_words(cast))
-    global_scale, shape = rest[0] if rest else None, tuple(x.shape)
-    rowwise = Operand(data, scale, global_scale, cast.format, shape)
-    return rowwise, Operand(transposed_data, transposed_scale, global_scale, cast.format, shape[::-1])
+    tensors = quantize_both_op(x.detach(), *_arguments(cast))
+    rows, columns, global_scale = tensors[:2], tensors[2:4], tensors[4:]
+    rowwise = Operand.from_tensors([*rows, *global_scale], cast.format, x.shape)
+    return rowwise, Operand.from_tensors([*columns, *global_scale], cast.format, x.shape[::-1])
 
 
-def _round_trip(x: Tensor, cast: Cast, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    if runs_down_columns(x, cast.format):  # said by a name, for a graph may lay its tensors out anew
-        out, *global_scale = cast_pair_op(x.detach().t(), *_words(cast), None, Form.VALUES.value, dtype, None, False)
+def _fake_quantize(x: Tensor, cast: Cast, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    if is_transposed_matrix(x, cast.format):  # stated by the op: a graph may change the layout of its tensors
+        out, *global_scale = cast_pair_op(
+            x.detach().t(), *_arguments(cast), None, Form.VALUES.value, dtype, None, False
+        )
         return out.t(), global_scale[0] if global_scale else None
-    out, *global_scale = fake_quantize_op(x.detach(), *_words(cast), dtype)
+    out, *global_scale = fake_quantize_op(x.detach(), *_arguments(cast), dtype)
     return out, global_scale[0] if global_scale else None
 
 
@@ -163,42 +159,39 @@ def _pair(
     x: Tensor, cast: Cast, rowwise: Form | None, columnwise: Form | None, dtype: torch.dtype,
     amax: Tensor | None, record: Tensor | None,
 ) -> tuple[GemmOperand | None, GemmOperand | None]:  # fmt: skip
-    row, column = (None if form is None else form.value for form in (rowwise, columnwise))
-    components = cast_pair_op(x.detach(), *_words(cast), row, column, dtype, amax, record is not None)
+    forms = (None if form is None else form.value for form in (rowwise, columnwise))
+    components = cast_pair_op(x.detach(), *_arguments(cast), *forms, dtype, amax, record is not None)
     if record is not None:
         record.copy_(torch.maximum(record, components[-1].reshape(record.shape)))
     rest = int(record is not None)
     global_scale = components[-1 - rest] if cast.format.global_scale else None
-    taken, operands = TENSORS[rowwise], TENSORS[columnwise]
-    gemm_operand = _gemm_operand(components[:taken], global_scale, cast.format, tuple(x.shape))
-    transposed = _gemm_operand(
-        components[taken : taken + operands], global_scale, cast.format, (x.shape[1], x.shape[0])
-    )
-    return gemm_operand, replace(transposed, values=transposed.values.t()) if isinstance(
-        transposed, FakeQuantized
-    ) else transposed
+    first = TENSORS[rowwise]
+    end = first + TENSORS[columnwise]
+    row = _side(components[:first], global_scale, cast.format, tuple(x.shape))
+    column = _side(components[first:end], global_scale, cast.format, (x.shape[1], x.shape[0]))
+    return row, replace(column, values=column.values.t()) if isinstance(column, FakeQuantized) else column
 
 
 TENSORS = {None: 0, Form.VALUES: 1, Form.CODES: 2}
-"""Of how many tensors a factor in each form consists, the global scale left aside."""
+"""Form -> the number of its tensors, without the global scale."""
 
 
-def _gemm_operand(
+def _side(
     components: list[Tensor], global_scale: Tensor | None, format: Format, shape: tuple[int, ...]
 ) -> GemmOperand | None:
-    """Values, or codes and scales, or nothing, as a factor."""
+    """A side of a product from its values, from its codes and scales, or None from no tensors."""
     if len(components) == 1:
         return FakeQuantized(components[0], global_scale, format)
     return Operand(components[0], components[1], global_scale, format, shape) if components else None
 
 
 def _dequantize(operand: Operand, dtype: torch.dtype) -> Any:
-    components = (operand.data, operand.scale, operand.global_scale)
-    return dequantize_op(*components, operand.format.name, list(operand.shape), dtype)
+    tensors = (operand.data, operand.scale, operand.global_scale)
+    return dequantize_op(*tensors, operand.format.name, list(operand.shape), dtype)
 
 
 QUANTIZE = Kernel("triton", triton_rows.refuses_quantize, triton_rows.quantize, "cuda", _quantize)
 QUANTIZE_BOTH = Kernel("triton", triton_rows.refuses_both, triton_rows.quantize_both, "cuda", _quantize_both)
-FAKE_QUANTIZE = Kernel("triton", triton_rows.refuses_round_trip, triton_rows.fake_quantize, "cuda", _round_trip)
+FAKE_QUANTIZE = Kernel("triton", triton_rows.refuses_fake_quantize, triton_rows.fake_quantize, "cuda", _fake_quantize)
 PAIR = Kernel("triton", triton_pair.refuses_pair, triton_pair.pair, "cuda", _pair)
 DEQUANTIZE = Kernel("triton", triton_rows.refuses_dequantize, triton_rows.dequantize, "cuda", _dequantize)

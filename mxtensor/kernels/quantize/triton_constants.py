@@ -1,4 +1,4 @@
-"""A cast as compile-time facts of a Triton kernel: what ``Cast`` and its rows say, as numbers and words."""
+"""A cast as compile-time constants of a Triton kernel: the facts of ``Cast`` and its format as numbers and strings."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from ...numerics.cast import Cast
 from ...numerics.formats import FULL, Format, Rounding
 
 FLOAT8 = {(4, 3): "e4m3", (5, 2): "e5m2"}
-"""(exponent bits, mantissa bits) -> the element that instructions of sm_89 and later round to."""
+"""(exponent bits, mantissa bits) -> the element to which sm_89 and later round in one instruction."""
 
 
 class CastCode(NamedTuple):
-    """One compile-time argument of the kernels in ``device/``."""
+    """``C``, the compile-time argument of the kernels in ``triton_device/``."""
 
     bits: int
     exponent_bits: int
@@ -26,27 +26,27 @@ class CastCode(NamedTuple):
     scale: str
     """e8m0, ue4m3, float32 or float32_pow2"""
     block: int
-    """values along the blocked dimension that share a scale; 0 for the whole tensor, -1 for a whole row"""
+    """values along the blocked dimension that share a scale; 0: the whole tensor, -1: a whole row"""
     global_scale: bool
     mode: str
     stochastic: bool
     float8: str
-    """the element that the device rounds to in one instruction; "" for integer arithmetic"""
+    """the element to which the device rounds in one instruction; "": integer arithmetic"""
     pairs: bool
-    """whether the device has maxima and minima of words of two 16-bit numbers"""
+    """whether the device has min and max of words of two 16-bit numbers"""
     reverse: bool
-    """whether a pass over the same values came before, whose last ones are still in the cache"""
+    """whether programs run from the last to the first: a pass for the amax left the last values in the cache"""
 
 
 @cache
 def cast_code(cast: Cast, capability: tuple[int, int]) -> CastCode:
-    """The code of a cast on devices of this compute capability; (0, 0): by integer arithmetic alone."""
+    """The constants of a cast on devices of this compute capability; (0, 0): integer arithmetic only."""
     return _code(cast.format, cast.scaling.value, cast.rounding is Rounding.STOCHASTIC, capability)
 
 
 @cache
 def format_code(format: Format, capability: tuple[int, int], global_scale: bool) -> CastCode:
-    """The code for reading a format; ``global_scale``: whether the values are to be multiplied by one."""
+    """The constants to dequantize a format; ``global_scale``: whether values are multiplied by a global scale."""
     return _code(format, "", False, capability)._replace(global_scale=global_scale, reverse=False)
 
 

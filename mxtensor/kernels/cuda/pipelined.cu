@@ -1,22 +1,25 @@
-// y (M, N) = x (M, K) w (N, K)^T for few rows of x: the codes of w are read once and decoded in registers.
+// The pipelined kernel: y (M, N) = x (M, K) w (N, K)^T for few rows of x; the codes of w are read once and decoded in
+// registers.
 //
-// A block of WR x WK warps makes ROWS rows of w times COLS rows of x. The codes, scales and activations of BK columns
-// at a time, a stage, come asynchronously into shared memory, STAGES of them under way; the warps of one row of
-// warps take turns along K. w is the left factor of the matrix instruction, 16 rows of it at a time, x the right, 8.
-// Where columns lie in K is free as long as both sides agree: thread t of four takes columns 8 t to 8 t + 7 of 32, a
-// slab, so that its codes are consecutive bytes. A block scale multiplies the sum of a slab's products in float32, as
-// the definition has it; nvfp4's, for 16, multiplies the codes, whose products with it float16 holds exactly.
+// A block of WR x WK warps computes ROWS rows of w times COLS rows of x. The codes, scales and activations of BK
+// columns, a stage, are copied asynchronously to shared memory, STAGES stages ahead; the WK warps of one row of warps
+// divide the columns of a stage. w is the left operand of the matrix instruction, 16 rows at a time, and x the right
+// one, 8 rows at a time. The order of the columns of K is free as long as both operands agree: thread t of four takes
+// columns 8 t to 8 t + 7 of a slab of 32, so that its codes are consecutive bytes. A block scale multiplies the sum of
+// a slab's products in float32, as the definition has it. An NVFP4 scale, of 16 values, multiplies the codes instead:
+// float16 holds these products exactly.
 
 // ---------------------------------------------------------------------------------------------- the result
 
-// Of a row of x: this block has found it itself, or a kernel before.
+// The scale of a row of x, computed by this block or by activations.cu before.
 DEVICE float scale_of(const float* x_scale, u32 row) { return WHOLE_X ? x_scale[row] : load_fresh(x_scale + row); }
 
-// What the warps along K and the blocks of a cluster have summed, in that order, with what belongs at the end.
-DEVICE void write(const Arguments& a, const Weight& weight, const Place& p, u32 x_row, const Sums& sums, const Lane& l,
-                  float* shared, const float* x_scale) {
+// Adds the sums of the warps along K and of the blocks of a cluster, in their order, and writes results.
+DEVICE void write_result(
+    const Arguments& a, const Weight& weight, const BlockWork& p, u32 x_row, const Sums& sums, const Lane& l,
+    float* shared, const float* x_scale) {
     u32 warp = thread() / 32;
-    sync_block();  // the stages are no longer read
+    sync_block();  // the stages are not read any more
 #pragma unroll
     for (int i = 0; i < MT; i++)
 #pragma unroll
@@ -29,7 +32,7 @@ DEVICE void write(const Arguments& a, const Weight& weight, const Place& p, u32 
     sync_block();
     u32 rank = block_z(), span = (ROWS * p.x_rows + SPLIT - 1) / SPLIT, begin = 0, end = ROWS * p.x_rows;
     if constexpr (SPLIT > 1) {
-        for (u32 i = thread(); i < end; i += THREADS) {  // first those of this block
+        for (u32 i = thread(); i < end; i += THREADS) {  // first the sums of this block
             u32 at = i % ROWS * SUM_STRIDE + i / ROWS;
             float sum = shared[at];
 #pragma unroll
@@ -39,8 +42,8 @@ DEVICE void write(const Arguments& a, const Weight& weight, const Place& p, u32 
         sync_cluster();
         begin = rank * span, end = begin + span < end ? begin + span : end;
     }
-    float factor = factor_of_all<FACTOR>(a, global_scale_of(weight));
-    static_assert(THREADS % ROWS == 0, "threads stay with a row of w");
+    float tensor_scale = tensor_scale_of<ELEMENT_EXPONENT>(a, global_scale_of(weight));
+    static_assert(THREADS % ROWS == 0, "each thread has one row of w");
     u32 row = (begin + thread()) % ROWS, n = p.row + row;
     float common = row < p.rows ? bias_at(weight, 0, n) : 0;
     for (u32 i = begin + thread(); i < end; i += THREADS) {
@@ -56,20 +59,20 @@ DEVICE void write(const Arguments& a, const Weight& weight, const Place& p, u32 
             sum *= scale_of(x_scale, col);
         }
         float bias = bias_of(weight, x_row + col, n, common);
-        finish(a, weight, p.scales, x_row + col, n, with_nans(a, p.scales, n, sum), factor, bias);
+        finish(a, weight, p.scales, x_row + col, n, with_nans(a, p.scales, n, sum), tensor_scale, bias);
     }
-    if constexpr (SPLIT > 1) sync_cluster();  // nobody leaves while others read
+    if constexpr (SPLIT > 1) sync_cluster();  // no block may exit while others read its memory
 }
 
 // ---------------------------------------------------------------------------------------------- the kernel
 
-DEVICE void multiply_rows(const Arguments& a, const Weight& w, const Place& p, u32 x_row) {
+DEVICE void multiply_rows(const Arguments& a, const Weight& w, const BlockWork& p, u32 x_row) {
     u8* shared = shared_memory();
     u8* whole = shared + WHOLE_AT;
     u32 lane = thread() % 32, warp = thread() / 32, stages = p.last - p.first;
     Lane l = {lane / 4, lane % 4, warp / WK * (16 * MT) + lane / 4, warp % WK * SLABS};
 #pragma unroll
-    for (int s = 0; s < STAGES - 1; s++) {  // weights do not wait for the kernel before this one
+    for (int s = 0; s < STAGES - 1; s++) {  // weights do not depend on the previous kernel
         if (s < stages) fetch_weights(a, p, shared + s * STAGE, p.first + s, thread());
         end_of_stage();
     }
@@ -109,13 +112,14 @@ DEVICE void multiply_rows(const Arguments& a, const Weight& w, const Place& p, u
         slot = slot + 1 == STAGES ? 0 : slot + 1;
     }
     wait_for_stage<0>();
-    write(a, w, p, x_row, sums, l, reinterpret_cast<float*>(shared), x_scale);
+    write_result(a, w, p, x_row, sums, l, reinterpret_cast<float*>(shared), x_scale);
 }
 
-KERNEL void BOUNDS(THREADS, BLOCKS) product(const Arguments a) {
-    if (!WHOLE_X) let_next_start();  // which else would ask for its weights before this one has asked for x
+KERNEL void BOUNDS(THREADS, BLOCKS) pipelined(const Arguments a) {
+    // with WHOLE_X later: the next kernel's weights would be loaded before this kernel's x
+    if (!WHOLE_X) let_next_start();
     u32 group = a.ends ? block_y() : 0, stages = (a.k + BK - 1) / BK;
-    Place p;
+    BlockWork p;
     const Weight& w = a.weights[weight_of(a, block_x())];
     p.codes = w.codes + group * a.codes_group;
     p.scales = w.scales + group * a.scales_group;
@@ -133,6 +137,6 @@ KERNEL void BOUNDS(THREADS, BLOCKS) product(const Arguments a) {
         p.x_rows = x_end - x_row < COLS ? x_end - x_row : COLS;
         multiply_rows(a, w, p, x_row);
         if (!a.ends) break;
-        sync_block();  // before the next rows of the group take the same memory
+        sync_block();  // before the next rows of the group use the same memory
     }
 }

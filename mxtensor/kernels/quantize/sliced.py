@@ -1,8 +1,8 @@
-"""Eager casts on CPU: the codec over slices of rows that stay in the cache, into outputs allocated once.
+"""Eager casts on CPU in torch: the reference on slices of rows that fit the cache, into outputs allocated once.
 
-A whole-tensor pass per torch op moves every intermediate through memory and pays a page fault for each fresh page;
-a slice of about half a megabyte does neither. Decoding goes through float16, which holds every code of every element
-format as a shifted bit pattern and converts to other floats in vector instructions that honour subnormals.
+One torch op on the whole tensor moves every intermediate through memory and pays a page fault for each fresh page; an
+op on a slice of 2 MiB does neither. Decoding goes through float16: every code of every element format is a shifted
+float16 bit pattern, and the vector instructions that convert float16 handle subnormals.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ...core.dispatch import Kernel, Spec, elsewhere
+from ...core.kernel import Kernel, Spec, elsewhere
 from ...numerics.cast import Cast
 from ...numerics.elements import unpack
 from ...numerics.formats import FULL, ElementFormat, Format
@@ -20,29 +20,30 @@ from ...numerics.operand import Operand
 from ...numerics.reference import decode, encode, scale_to_float, tensor_amax
 
 ENCODE_SLICE = 1 << 19
-"""Values a slice of an encode: 2 MiB of float32."""
+"""Values in a slice that is quantized: 2 MiB of float32."""
 DECODE_SLICE = 1 << 19
+"""Values in a slice that is dequantized."""
 MIN_VALUES = 1 << 16
-"""Below this a slice is the whole tensor."""
+"""A tensor of fewer values is not sliced."""
 
 
 def _refuses(spec: Spec, format: Format, contiguous: bool) -> str | None:
     if spec.device.type != "cpu":
         return elsewhere("cpu", spec.device.type)
     if spec.traced:
-        return "being traced: the codec itself fuses better"
+        return "being traced: the reference fuses better"
     shape = spec.shapes[0]
     if len(shape) < 2 or torch.Size(shape).numel() < MIN_VALUES:
         return "too small to slice"
     if format.rows_are_blocked and format.block[0] != FULL and len(shape) != 2:
-        return "tiles are sliced in two dimensions only"
+        return "slices square blocks of matrices only"
     if not contiguous:
         return "not contiguous"
     return None
 
 
 def _slices(rows: int, cols: int, values: int, multiple: int) -> Iterator[tuple[int, int]]:
-    """(start, length) of slices of rows holding about ``values`` values, starts on multiples of ``multiple``."""
+    """(start, length) of slices of rows with about ``values`` values; every start is a multiple of ``multiple``."""
     step = max(multiple, values // max(cols, 1) // multiple * multiple)
     for start in range(0, rows, step):
         yield start, min(step, rows - start)
@@ -53,25 +54,24 @@ def _slices(rows: int, cols: int, values: int, multiple: int) -> Iterator[tuple[
 
 def _refuses_quantize(spec: Spec, x: Tensor, cast: Cast) -> str | None:
     if cast.seed is not None:
-        return "a seed counts the values of the whole tensor"
+        return "a seed numbers the values of the whole tensor"
     return _refuses(spec, cast.format, x.is_contiguous())
 
 
 def _slice_amax(x: Tensor) -> Tensor:
-    components = [tensor_amax(x.narrow(0, i, n)) for i, n in _slices(x.shape[0], x.shape[1], ENCODE_SLICE, 1)]
-    return torch.stack(components).amax()
+    slices = _slices(x.shape[0], x.shape[1], ENCODE_SLICE, 1)
+    return torch.stack([tensor_amax(x.narrow(0, start, length)) for start, length in slices]).amax()
 
 
 def _quantize(x: Tensor, cast: Cast) -> Operand:
     format, shape = cast.format, tuple(x.shape)
     x = x.detach().reshape(-1, shape[-1])
-    whole = _slice_amax(x) if format.global_scale or format.block[0] == FULL else None
+    amax = _slice_amax(x) if format.has_tensor_scale else None
     block_rows = 1 if format.block[0] == FULL else format.block[0]
-    data = torch.empty(format.data_shape(tuple(x.shape)), dtype=format.element.dtype, device=x.device)
-    scale = torch.empty(format.scale_shape(tuple(x.shape)), dtype=format.scale.dtype, device=x.device)
-    global_scale = None
+    out = Operand.empty(format, tuple(x.shape), x.device)
+    data, scale, global_scale = out.data, out.scale, out.global_scale
     for start, length in _slices(x.shape[0], x.shape[1], ENCODE_SLICE, block_rows):
-        part = encode(x.narrow(0, start, length), cast, whole)
+        part = encode(x.narrow(0, start, length), cast, amax)
         data.narrow(0, start, length).copy_(part.data)
         if format.block[0] == FULL:
             scale.copy_(part.scale)
@@ -89,28 +89,28 @@ def _quantize(x: Tensor, cast: Cast) -> Operand:
 def _refuses_dequantize(spec: Spec, operand: Operand, dtype: torch.dtype) -> str | None:
     rows, cols = operand.format.block
     if cols != FULL and operand.shape[-1] % cols:
-        return f"the last block of {operand.shape[-1]} values is shorter than {cols}"
+        return f"the last block of a row of {operand.shape[-1]} values is shorter than {cols}"
     if rows not in (1, FULL) and len(operand.shape) > 1 and operand.shape[-2] % rows:
-        return f"the last tile of {operand.shape[-2]} rows is shorter than {rows}"
+        return f"the last block of {operand.shape[-2]} rows is shorter than {rows}"
     return _refuses(spec, operand.format, operand.data.is_contiguous() and operand.scale.is_contiguous())
 
 
 def half_from_codes(data: Tensor, element: ElementFormat) -> Tensor:
-    """Codes as float16 values times 2^(bias - 15): a shift puts exponent and mantissa where float16 has them."""
+    """Codes as float16 values times 2^(bias - 15): a shift moves exponent and mantissa to their place in float16."""
     shift = 10 - element.mantissa_bits
     if element.packing == (2, 1):
         word = data.to(torch.int32).mul_(0x1001)  # low nibble to bits 0-3, high nibble to bits 16-19
         sign = (word & 0x00080008).bitwise_left_shift_(12)
         return word.bitwise_and_(0x00070007).bitwise_left_shift_(shift).bitwise_or_(sign).view(torch.float16)
     if element.packing == (4, 3):
-        code = torch.stack([part.to(torch.int16) for part in unpack(data, element)], -1).flatten(-2)
+        code = torch.stack([codes.to(torch.int16) for codes in unpack(data, element)], -1).flatten(-2)
         return ((code & 0x1F) << shift).bitwise_or_((code & 0x20) << 10).view(torch.float16)
     code = data.view(torch.int8).to(torch.int16)
     return code.bitwise_left_shift_(shift).bitwise_and_((0x7F << shift) - 0x8000).view(torch.float16)
 
 
 def _has_nan_code(data: Tensor, element: ElementFormat) -> bool:
-    """Whether an e4m3 NaN, which float16 would read as 480, is among the codes."""
+    """Whether a code is an e4m3 NaN, which ``half_from_codes`` would decode as 480."""
     return (
         element.nan_code == 0x7F
         and element.exponent_bits == 4
@@ -119,13 +119,13 @@ def _has_nan_code(data: Tensor, element: ElementFormat) -> bool:
 
 
 def row_step(operand: Operand, values: int) -> int:
-    """How many rows of a 2-D operand to decode at a time: about ``values`` values, whole tiles."""
+    """How many rows of a 2-D operand to decode at a time: about ``values`` values in whole blocks."""
     rows = max(operand.format.block[0], 1)
     return max(rows, values // max(operand.shape[-1], 1) // rows * rows)
 
 
 def decode_rows(operand: Operand, start: int, length: int, out: Tensor) -> Tensor:
-    """Decode rows ``start`` to ``start + length`` (whole tiles) of a 2-D operand this kernel accepts into ``out``."""
+    """Decode rows ``start`` to ``start + length`` (whole blocks) of a 2-D operand into ``out``."""
     format, element, cols = operand.format, operand.format.element, operand.shape[-1]
     rows = format.block[0]
     data = operand.data.narrow(0, start, length)
@@ -138,7 +138,7 @@ def decode_rows(operand: Operand, start: int, length: int, out: Tensor) -> Tenso
     value.copy_(data if element.is_integer else half_from_codes(data, element))
     multiplier = scale_to_float(scale, format.scale)
     if bool(multiplier.amax() < 2.0**100 if exponent > 0 else multiplier.amin() > 2.0**-100):
-        multiplier = multiplier * 2.0**exponent  # exact, and one pass less over the values
+        multiplier = multiplier * 2.0**exponent  # exact, and it saves a pass over the values
     else:
         value.mul_(2.0**exponent)
     if rows == FULL:
@@ -164,5 +164,5 @@ def _dequantize(operand: Operand, dtype: torch.dtype) -> Tensor:
     return out.view(operand.shape)
 
 
-QUANTIZE = Kernel("blocked", _refuses_quantize, _quantize, "cpu")
-DEQUANTIZE = Kernel("blocked", _refuses_dequantize, _dequantize, "cpu")
+QUANTIZE = Kernel("sliced", _refuses_quantize, _quantize, "cpu")
+DEQUANTIZE = Kernel("sliced", _refuses_dequantize, _dequantize, "cpu")

@@ -1,16 +1,14 @@
-"""The Triton casts as custom ops: what they promise to torch.compile is what they give, for every format."""
+"""The Triton casts as custom ops: real results match what torch.compile is told, for every format."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mxtensor as mx
 from mxtensor import FORMATS, Cast, get_format
-from mxtensor.core import dispatch
-from mxtensor.kernels.quantize import custom_ops, select
+from mxtensor.kernels.quantize import select, select_pair, triton_ops
 from mxtensor.kernels.quantize.triton_common import slow_in_one_pass
 from mxtensor.kernels.runtime import triton_launch
 from mxtensor.numerics.formats import FULL
@@ -28,26 +26,11 @@ each_kind = pytest.mark.parametrize("name", KINDS)
 def on_the_interpreters_device(monkeypatch):
     """The Triton casts accept tensors on the CPU, where the interpreter runs them."""
     monkeypatch.setattr(triton_launch, "missing", lambda spec: None)
-    for name in ("QUANTIZE", "QUANTIZE_BOTH", "ROUND_TRIP", "PAIR", "DEQUANTIZE"):
-        kernels = tuple(replace(k, device=None) if k.device == "cuda" else k for k in getattr(select, name))
-        monkeypatch.setattr(select, name, kernels)
-
-
-@pytest.fixture
-def cuda(monkeypatch):
-    """Tensors without values on a CUDA device that can run Triton."""
-    monkeypatch.setattr(triton_launch, "_installed", lambda: True)
-    monkeypatch.setattr(dispatch, "device_capability", lambda device: (9, 0) if device.type == "cuda" else (0, 0))
-    with FakeTensorMode():
-        yield torch.device("cuda")
-
-
-@pytest.fixture
-def interpreted():
-    """The ops run on the CPU, in Triton's interpreter."""
-    pytest.importorskip("triton")
-    if torch.cuda.is_available():
-        pytest.skip("where there is a device, nothing is interpreted; test_gpu.py has compiled casts")
+    tuples = {select: ("QUANTIZE", "FAKE_QUANTIZE", "DEQUANTIZE"), select_pair: ("QUANTIZE_BOTH", "PAIR")}
+    for module, names in tuples.items():
+        for name in names:
+            kernels = tuple(replace(k, device=None) if k.device == "cuda" else k for k in getattr(module, name))
+            monkeypatch.setattr(module, name, kernels)
 
 
 interpreter = pytest.mark.usefixtures("interpreted")
@@ -71,26 +54,26 @@ def chosen(log):
 
 @pytest.mark.parametrize("shape", [(37, 300), (32, 128), (33,), (2, 5, 70)])
 @each_format
-def test_what_traced_code_sees_has_the_shapes_and_dtypes_of_the_codec(name, shape, cuda):
+def test_what_traced_code_sees_has_the_shapes_and_dtypes_of_the_reference(name, shape, cuda):
     x = torch.empty(shape, dtype=torch.bfloat16, device=cuda)
     with mx.explain() as log:
         operand = select.quantize_operand(x, Cast.of(name))
         values = select.dequantize_operand(operand, torch.float16)
-        rounded, last = select.fake_quantize(x, Cast.of(name), torch.float32)
+        rounded, global_scale = select.fake_quantize(x, Cast.of(name), torch.float32)
     assert chosen(log) == [("quantize", "triton"), ("dequantize", "triton"), ("fake quantize", "triton")]
     expected = encode(torch.empty(shape, device="meta"), Cast.of(name))
     assert like(operand) == like(expected) and operand.shape == shape and operand.format == get_format(name)
     assert {t.device.type for t in operand.tensors} == {"cuda"}
     assert (values.shape, values.dtype, values.device.type) == (shape, torch.float16, "cuda")
     assert (rounded.shape, rounded.dtype) == (shape, torch.float32)
-    assert (last is None) == (expected.global_scale is None)
+    assert (global_scale is None) == (expected.global_scale is None)
 
 
 @each_format
 def test_two_copies_of_traced_code(name, cuda):
     x = torch.empty(37, 300, dtype=torch.bfloat16, device=cuda)
     with mx.explain() as log:
-        rowwise, columnwise = select.quantize_operands(x, Cast.of(name), mx.Orientation.BOTH)
+        rowwise, columnwise = select_pair.quantize_operands(x, Cast.of(name), mx.Orientation.BOTH)
     one_pass = [("quantize both", "triton")]
     two = [("quantize both", "two casts"), ("quantize", "triton"), ("quantize", "triton")]
     assert chosen(log) == (one_pass if name in TWO_COPIES and not slow_in_one_pass(Cast.of(name)) else two)
@@ -129,7 +112,7 @@ def test_float64_and_empty_tensors_go_on_to_the_codec(cuda):
         with mx.explain() as log:
             select.quantize_operand(x, Cast.of("mxfp8"))
         (entry,) = log.entries
-        assert entry.kernel == "reference" and entry.refusals["triton"] in ("not for float64", "no values")
+        assert entry.kernel == "reference" and entry.refusals["triton"] in ("not for float64", "the tensor is empty")
 
 
 # ---------------------------------------------------------------------------------------------- what is given
@@ -143,14 +126,14 @@ def test_the_ops_are_what_torch_asks_of_a_custom_op(name):
     torch.manual_seed(0)
     x = torch.randn(6, 132)
     operand, seeded = encode(x, Cast.of(name)), words(name, rounding="stochastic", seed=7)
-    torch.library.opcheck(custom_ops.quantize_op, (x, *words(name)))
-    torch.library.opcheck(custom_ops.quantize_op, (x, *seeded))
-    torch.library.opcheck(custom_ops.fake_quantize_op, (x, *words(name), torch.float32))
+    torch.library.opcheck(triton_ops.quantize_op, (x, *words(name)))
+    torch.library.opcheck(triton_ops.quantize_op, (x, *seeded))
+    torch.library.opcheck(triton_ops.fake_quantize_op, (x, *words(name), torch.float32))
     components = (operand.data, operand.scale, operand.global_scale)
     tests = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]  # test_schema has no float8
-    torch.library.opcheck(custom_ops.dequantize_op, (*components, name, [6, 132], torch.float32), test_utils=tests)
+    torch.library.opcheck(triton_ops.dequantize_op, (*components, name, [6, 132], torch.float32), test_utils=tests)
     if name in TWO_COPIES or get_format(name).name in TWO_COPIES:
-        torch.library.opcheck(custom_ops.quantize_both_op, (x, *words(name)))
+        torch.library.opcheck(triton_ops.quantize_both_op, (x, *words(name)))
 
 
 @interpreter
@@ -159,22 +142,22 @@ def test_the_ops_are_what_torch_asks_of_a_custom_op(name):
 def test_the_ops_give_what_the_codec_gives(name):
     x, of = torch.randn(6, 132), Cast.of(name, "floor", "stochastic", 2**33 + 1)
     operand = encode(x, of)
-    given = custom_ops.quantize_op(x, name, "floor", "stochastic", 2**33 + 1)
+    given = triton_ops.quantize_op(x, name, "floor", "stochastic", 2**33 + 1)
     for ours, theirs in zip(given, operand.tensors, strict=True):
         assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)) if ours.dim() else ours == theirs
     components = (operand.data, operand.scale, operand.global_scale)
-    values = custom_ops.dequantize_op(*components, name, [6, 132], torch.float32)
+    values = triton_ops.dequantize_op(*components, name, [6, 132], torch.float32)
     assert_same_values(values, decode(operand, torch.float32))
-    rounded, *last = custom_ops.fake_quantize_op(x, name, "floor", "stochastic", 2**33 + 1, torch.float32)
+    rounded, *global_scale = triton_ops.fake_quantize_op(x, name, "floor", "stochastic", 2**33 + 1, torch.float32)
     assert_same_values(rounded, decode_local(operand))
-    assert last == [] if operand.global_scale is None else torch.equal(last[0], operand.global_scale)
+    assert global_scale == [] if operand.global_scale is None else torch.equal(global_scale[0], operand.global_scale)
 
 
 @interpreter
 @warns
 @pytest.mark.parametrize("name", ["mxfp8", "mxint8", "nvfp4"])
 def test_compiled_code_calls_the_ops(name, monkeypatch):
-    """A graph of the kernels' own, traced and run: the casts of a traced call are the ops, with the cast as words."""
+    """A traced graph, run: its casts are the custom ops, with the cast as strings."""
     on_the_interpreters_device(monkeypatch)
     torch._dynamo.reset()
     of = Cast.of(name, "floor")
@@ -185,7 +168,7 @@ def test_compiled_code_calls_the_ops(name, monkeypatch):
         return graph
 
     def both(x):
-        rowwise, columnwise = select.quantize_operands(x, of, mx.Orientation.BOTH)
+        rowwise, columnwise = select_pair.quantize_operands(x, of, mx.Orientation.BOTH)
         return rowwise.tensors, columnwise.tensors, select.fake_quantize(x, of, torch.float32)[0]
 
     x = torch.randn(12, 140)
@@ -203,11 +186,11 @@ def test_compiled_code_calls_the_ops(name, monkeypatch):
 def test_eager_calls_go_straight_to_the_kernels(monkeypatch):
     """A custom op costs more host time than a small cast; the results are the same."""
     on_the_interpreters_device(monkeypatch)
-    for op in ("quantize_op", "quantize_both_op", "round_trip_op", "dequantize_op"):
-        monkeypatch.setattr(custom_ops, op, None)
+    for op in ("quantize_op", "quantize_both_op", "fake_quantize_op", "dequantize_op"):
+        monkeypatch.setattr(triton_ops, op, None)
     x, of = torch.randn(12, 140, requires_grad=True), Cast.of("mxfp8")
     with mx.explain() as log:
-        rowwise, columnwise = select.quantize_operands(x, of, mx.Orientation.BOTH)
+        rowwise, columnwise = select_pair.quantize_operands(x, of, mx.Orientation.BOTH)
         assert_same(select.quantize_operand(x, of), rowwise)
         assert_same(columnwise, encode(x.t(), of))
         values, _ = select.fake_quantize(x, of, torch.float32)

@@ -1,0 +1,166 @@
+"""What ``quantize_`` quantizes by: torchao's configs, and the names and recipes that stand for a LinearRecipe.
+
+mx.quantize_(model, mx.MXDynamicActivationMXWeightConfig(weight_dtype="mxfp4"))
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..numerics.cast import Cast
+from ..numerics.formats import FORMATS, Format, ScaleCalculationMode, get_mx_format
+from ..recipe.base import Recipe, one_weight_copy
+from ..recipe.kernel_preference import KernelPreference
+from ..recipe.linear_recipe import LinearRecipe, TensorCasts
+
+WEIGHT_ONLY = "-weight-only"
+"""The end of a name that leaves activations in high precision."""
+
+
+@dataclass(frozen=True)
+class MXDynamicActivationMXWeightConfig:
+    """MX weights, and activations cast to MX on the fly (torchao's fields)."""
+
+    block_size: int = 32
+    activation_dtype: torch.dtype | str = torch.float8_e4m3fn
+    weight_dtype: torch.dtype | str = torch.float8_e4m3fn
+    kernel_preference: KernelPreference | str = KernelPreference.AUTO
+    scaling_mode: ScaleCalculationMode | str = ScaleCalculationMode.RCEIL
+
+    def linear_recipe(self) -> LinearRecipe:
+        """The casts of weight and activation as a recipe. Raises ValueError for an unknown format, block or mode."""
+        weight, activation = (
+            Cast.of(get_mx_format(dtype, self.block_size), self.scaling_mode)
+            for dtype in (self.weight_dtype, self.activation_dtype)
+        )
+        return LinearRecipe.inference(weight, activation, KernelPreference.of(self.kernel_preference))
+
+
+def _nvfp4(use_dynamic_per_tensor_scale: bool) -> Cast:
+    return Cast(FORMATS["nvfp4" if use_dynamic_per_tensor_scale else "nvfp4_single_level"])
+
+
+@dataclass(frozen=True)
+class NVFP4DynamicActivationNVFP4WeightConfig:
+    """NVFP4 weights, and activations cast to NVFP4 on the fly (torchao's fields)."""
+
+    use_triton_kernel: bool = True
+    """Accepted for compatibility with torchao; the device decides which kernels can run."""
+    use_dynamic_per_tensor_scale: bool = True
+    kernel_preference: KernelPreference | str = KernelPreference.AUTO
+
+    def linear_recipe(self) -> LinearRecipe:
+        """The casts of weight and activation as a recipe. Raises ValueError for an unknown format, block or mode."""
+        cast = _nvfp4(self.use_dynamic_per_tensor_scale)
+        return LinearRecipe.inference(cast, cast, KernelPreference.of(self.kernel_preference))
+
+
+@dataclass(frozen=True)
+class NVFP4WeightOnlyConfig:
+    """NVFP4 weights and high-precision activations (torchao's fields)."""
+
+    use_dynamic_per_tensor_scale: bool = True
+    kernel_preference: KernelPreference | str = KernelPreference.AUTO
+
+    def linear_recipe(self) -> LinearRecipe:
+        """The casts of weight and activation as a recipe. Raises ValueError for an unknown format, block or mode."""
+        cast = _nvfp4(self.use_dynamic_per_tensor_scale)
+        return LinearRecipe.inference(cast, None, KernelPreference.of(self.kernel_preference))
+
+
+RECIPE_KERNELS = {
+    "emulated": KernelPreference.EMULATED,
+    "cublas": KernelPreference.AUTO,
+    "cutlass": KernelPreference.AUTO,
+}
+"""torchao's kernel names -> KernelPreference."""
+
+
+@dataclass(frozen=True)
+class MXLinearConfig:
+    """MX training of linear layers (torchao's fields): one element dtype for all tensors, or one for each."""
+
+    block_size: int = 32
+    elem_dtype: torch.dtype | str = torch.float8_e4m3fn
+    elem_dtype_weight_override: torch.dtype | str | None = None
+    elem_dtype_grad_output_override: torch.dtype | str | None = None
+    kernel_preference: KernelPreference | str = KernelPreference.AUTO
+    scale_calculation_mode: ScaleCalculationMode | str = ScaleCalculationMode.RCEIL
+    single_weight_copy: bool = False
+    """As in recipes: dgrad's copy of a weight is cast from fprop's copy. FSDP2 needs this to gather one copy."""
+    quantized_gather: bool = True
+    """As in recipes: FSDP2 gathers codes when the result is bitwise identical."""
+
+    @classmethod
+    def from_recipe_name(cls, name: str) -> MXLinearConfig:
+        """torchao's recipe names: ``mxfp8_emulated``, ``mxfp8_cublas``, ``mxfp8_cublas_rceil``, ``mxfp4_emulated`` ...
+
+        The part after the format names the kernel (``emulated``; otherwise the fastest available) and the scaling mode.
+        Raises ValueError for an unknown name.
+        """
+        name = str(getattr(name, "value", name))
+        element, _, kernel = name.removesuffix("_rceil").partition("_")
+        if element not in ("mxfp8", "mxfp4") or kernel not in RECIPE_KERNELS:
+            kernels = ", ".join(f"_{k}" for k in RECIPE_KERNELS)
+            raise ValueError(f"unknown recipe name {name!r}; choose mxfp8 or mxfp4 with one of {kernels}, then _rceil")
+        mode = ScaleCalculationMode.RCEIL if name.endswith("_rceil") else ScaleCalculationMode.FLOOR
+        format = FORMATS[element]
+        return cls(elem_dtype=format.name, kernel_preference=RECIPE_KERNELS[kernel], scale_calculation_mode=mode)
+
+    def linear_recipe(self) -> LinearRecipe:
+        """The casts of the three products as a recipe. Raises ValueError for an unknown format, block or mode."""
+
+        def casts(override: torch.dtype | str | None) -> TensorCasts:
+            format = get_mx_format(self.elem_dtype if override is None else override, self.block_size)
+            return TensorCasts.of(Cast.of(format, self.scale_calculation_mode))
+
+        weight = casts(self.elem_dtype_weight_override)
+        return LinearRecipe(
+            casts(None),
+            one_weight_copy(weight) if self.single_weight_copy else weight,
+            casts(self.elem_dtype_grad_output_override),
+            None,
+            KernelPreference.of(self.kernel_preference),
+            "MXLinearConfig",
+            self.quantized_gather,
+        )
+
+
+Config = (
+    str
+    | torch.dtype
+    | Format
+    | LinearRecipe
+    | MXDynamicActivationMXWeightConfig
+    | NVFP4DynamicActivationNVFP4WeightConfig
+    | NVFP4WeightOnlyConfig
+    | MXLinearConfig
+    | Recipe
+)
+"""What ``quantize_`` accepts."""
+
+
+def recipe_of(config: Any) -> LinearRecipe:
+    """The LinearRecipe of a config: a LinearRecipe itself, an object with ``linear_recipe()``, or the name of a format.
+
+    A name (``"mxfp8"``, ``"mxfp8-weight-only"``), a dtype or a Format gives an inference recipe. Raises ValueError for
+    an unknown format name, TypeError for any other object.
+    """
+    if isinstance(config, type):
+        raise TypeError(f"cannot quantize by the class {config.__name__}; pass an instance: {config.__name__}()")
+    if isinstance(config, LinearRecipe):
+        return config
+    if hasattr(config, "linear_recipe"):
+        return config.linear_recipe()  # type: ignore[no-any-return]
+    if isinstance(config, str) and config.endswith(WEIGHT_ONLY):
+        return LinearRecipe.inference(config.removesuffix(WEIGHT_ONLY))
+    if isinstance(config, (str, torch.dtype, Format)):
+        return LinearRecipe.inference(config, config)
+    raise TypeError(
+        f"cannot quantize by {config!r}; pass a format name like 'mxfp8' or 'mxfp8-weight-only', a LinearRecipe, or "
+        "one of the configs MXDynamicActivationMXWeightConfig, NVFP4DynamicActivationNVFP4WeightConfig, "
+        "NVFP4WeightOnlyConfig; to train, MXLinearConfig or a recipe such as MXFP8BlockScaling()"
+    )

@@ -1,0 +1,135 @@
+"""Which weights ``quantize_`` converts: the kinds of modules it knows, and the default filter.
+
+A new kind of module is a row of ``KINDS``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ..numerics.formats import Orientation
+from ..tensor.mxtensor import MXTensor
+from ..training.training_weight import is_sharded
+
+FilterFn = Callable[[nn.Module, str], bool]
+"""(module, its fully qualified name) -> whether to quantize its weights."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of module, and those of its weights that enter a product (for an embedding, a lookup)."""
+
+    matches: Callable[[nn.Module], bool]
+    names: tuple[str, ...]
+    orientation: Orientation = Orientation.ROWWISE
+    """Which dimension products contract: ROWWISE the last one, of (out, in); COLUMNWISE the first, of (in, out)."""
+    trains: bool = True
+    """Whether the three products of training can be quantized."""
+
+
+def _is(kind: type[nn.Module]) -> Callable[[nn.Module], bool]:
+    return lambda module: isinstance(module, kind)
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    """transformers' Conv1D, by name: a linear layer (GPT-2's) whose weight is (in, out)."""
+    weight = module._parameters.get("weight")
+    return weight is not None and weight.dim() == 2 and any(kind.__name__ == "Conv1D" for kind in type(module).__mro__)
+
+
+EXPERTS = (("gate_up_proj", "down_proj"), ("gate_proj", "up_proj", "down_proj"), ("up_proj", "down_proj"))
+"""Parameters that stack all experts of a module, from the first product to the last; one row for each naming."""
+
+
+def _are_experts(names: tuple[str, ...], transposed: bool) -> Callable[[nn.Module], bool]:
+    """transformers' mixture of experts, by its parameters: (experts, out, in), or transposed (experts, in, out).
+
+    Llama 4 has no flag for it; the shapes decide: ``down`` takes half of what ``gate_up`` returns, and returns what
+    ``gate_up`` takes.
+    """
+
+    def matches(module: nn.Module) -> bool:
+        weights = [weight for name in names if (weight := module._parameters.get(name)) is not None]
+        if len(weights) < len(names) or any(weight.dim() != 3 for weight in weights):
+            return False
+        first, (low, high) = tuple(weights[0].shape[1:]), weights[-1].shape[1:]
+        by_shape = first == (high, 2 * low) and first != (2 * high, low)
+        return getattr(module, "is_transposed", by_shape) == transposed
+
+    return matches
+
+
+def _are_parallel_experts(module: nn.Module) -> bool:
+    """transformers' ParallelExperts (JetMoe's), by name: one linear layer for each expert, (experts, out, in)."""
+    weight = module._parameters.get("weight")
+    named = any(kind.__name__.endswith("ParallelExperts") for kind in type(module).__mro__)
+    return named and weight is not None and weight.dim() == 3
+
+
+KINDS = (
+    Kind(_is(nn.Linear), ("weight",)),
+    Kind(_is(nn.MultiheadAttention), ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")),
+    Kind(_is(nn.Embedding), ("weight",), trains=False),
+    Kind(_is_conv1d, ("weight",), Orientation.COLUMNWISE),
+    *(Kind(_are_experts(names, transposed=False), names, trains=False) for names in EXPERTS),
+    *(Kind(_are_experts(names, transposed=True), names, Orientation.COLUMNWISE, trains=False) for names in EXPERTS),
+    Kind(_are_parallel_experts, ("weight",), trains=False),
+)
+"""Every kind of module that ``quantize_`` knows; the first match counts."""
+
+SKIPPED_NAMES = ("lm_head", "router", "gate")
+"""Last parts of module names that the default filter leaves in high precision: heads and expert routers."""
+
+
+def default_filter(module: nn.Module, fqn: str) -> bool:
+    """Linear layers and attention; not heads, routers and embeddings, where rounding costs most and saves least."""
+    return not isinstance(module, nn.Embedding) and fqn.rpartition(".")[2] not in SKIPPED_NAMES
+
+
+def _tied_to_lookups(model: nn.Module) -> set[int]:
+    """The ids of embedding weights: a linear layer with such a weight is a head, whatever its name."""
+    return {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+
+
+def _weights(model: nn.Module, filter_fn: FilterFn) -> Iterator[tuple[nn.Module, str, Kind]]:
+    """(module, parameter name, kind of module) of every weight that ``filter_fn`` accepts."""
+    for fqn, module in model.named_modules():
+        kind = next((kind for kind in KINDS if kind.matches(module)), None)
+        if kind is not None and filter_fn(module, fqn):
+            for name in kind.names:
+                weight = getattr(module, name, None)
+                if weight is not None and not isinstance(weight, MXTensor):
+                    _check_parameter(weight, f"{fqn}.{name}" if fqn else name)
+                    yield module, name, kind
+
+
+def _check_parameter(weight: Any, fqn: str) -> None:
+    if nn.parameter.is_lazy(weight):
+        raise ValueError(f"quantize_: {fqn} has no values yet; run one batch through the lazy module first")
+    if not isinstance(weight, nn.Parameter):
+        raise ValueError(
+            f"quantize_: {fqn} is not a parameter but computed from others (parametrize, weight_norm, prune); remove "
+            "that first, leave the layer out by filter_fn, or train inside mx.autocast(recipe=...)"
+        )
+    if is_sharded(weight):
+        raise ValueError(
+            f"quantize_: {fqn} is already sharded, {tuple(weight.shape)} as {weight.placements}; call quantize_ before "  # type: ignore[attr-defined]
+            "fully_shard or parallelize_module"
+        )
+
+
+def weights_to_quantize(model: nn.Module, filter_fn: FilterFn | None) -> list[tuple[nn.Module, str, Kind]]:
+    """(module, parameter name, kind of module) of every weight that ``filter_fn`` accepts; None: ``default_filter``.
+
+    The default also skips layers whose weight is that of an embedding. Raises ValueError for a weight that is not a
+    parameter, is sharded or has no values yet.
+    """
+    found = list(_weights(model, filter_fn or default_filter))
+    if filter_fn is None:
+        lookups = _tied_to_lookups(model)
+        found = [(module, name, kind) for module, name, kind in found if id(getattr(module, name)) not in lookups]
+    return found

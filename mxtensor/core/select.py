@@ -1,0 +1,149 @@
+"""Choosing a kernel: the first of a tuple that accepts, unless ``kernels()`` or a recipe names one."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+from .explain import Log, current_log, measure, record, use_log
+from .kernel import Kernel, Spec, describe, elsewhere
+from .plan import PLANS, Plan
+
+KERNEL_NAMES: set[str] = set()
+"""Names that ``kernels()`` accepts: those of the product kernels, entered by ``kernels/gemm/select.py``."""
+_forced: ContextVar[str | None] = ContextVar("mxtensor_kernels", default=None)
+
+
+def forced_kernel() -> str | None:
+    """The kernel that an enclosing ``kernels()`` names. None while Dynamo traces, which cannot read a ContextVar."""
+    return None if torch.compiler.is_dynamo_compiling() else _forced.get()
+
+
+@contextmanager
+def kernels(name: str) -> Iterator[None]:
+    """Force the product kernel called ``name`` inside the block; a product that it refuses raises NotImplementedError.
+
+    A compiled graph keeps the kernel that was chosen when it was traced. Raises ValueError for an unknown name.
+    """
+    if name not in KERNEL_NAMES:
+        raise ValueError(f"unknown kernel {name!r}; the kernels are {', '.join(sorted(KERNEL_NAMES))}")
+    token = _forced.set(name)
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
+# ---------------------------------------------------------------------------------------------- plans
+
+
+def decide(candidates: tuple[Kernel, ...], spec: Spec, *operands: Any, prefer: str | None = None) -> Plan:
+    """Ask the candidates in order until one accepts. Nothing is cached or logged."""
+    forced = forced_kernel() or prefer if candidates and candidates[0].name in KERNEL_NAMES else None
+    refusals: dict[str, str] = {}
+    device = spec.device.type
+    for kernel in candidates:
+        if forced is not None and kernel.name != forced:
+            refusals[kernel.name] = f"{forced!r} was asked for"
+            continue
+        if kernel.device is not None and kernel.device != device:
+            refusals[kernel.name] = elsewhere(kernel.device, device)
+            continue
+        reason = kernel.refuses(spec, *operands)
+        if reason is None:
+            return Plan(spec, kernel, refusals)
+        refusals[kernel.name] = reason
+    return Plan(spec, None, refusals)
+
+
+def plan_for(
+    candidates: tuple[Kernel, ...], spec: Spec, *operands: Any, prefer: str | None = None, facts: Hashable = None
+) -> Plan:
+    """The plan of a call, from the cache if it may be; nothing is logged.
+
+    ``facts``: all that the refusals look at beside the spec. With them the plan is cached, unless the call is traced.
+    ``prefer``: the kernel that a recipe names; an enclosing ``kernels()`` wins.
+    """
+    if facts is None or spec.traced:
+        return decide(candidates, spec, *operands, prefer=prefer)
+    key = (candidates, spec, facts, prefer, _forced.get())
+    plan = PLANS.get(key)
+    if plan is None:
+        plan = decide(candidates, spec, *operands, prefer=prefer)
+        PLANS.put(key, plan)
+    return plan
+
+
+def choose(
+    candidates: tuple[Kernel, ...], spec: Spec, *operands: Any, prefer: str | None = None, facts: Hashable = None
+) -> Kernel:
+    """The kernel of ``plan_for``, logged. Raises NotImplementedError with every refusal if none accepts."""
+    plan = plan_for(candidates, spec, *operands, prefer=prefer, facts=facts)
+    _accepted(plan)
+    record(spec, plan.kernel.name, plan.refusals)  # type: ignore[union-attr]
+    return plan.kernel  # type: ignore[return-value]
+
+
+def _accepted(plan: Plan) -> Kernel:
+    if plan.kernel is not None:
+        return plan.kernel
+    spec, why = plan.spec, "; ".join(f"{name}: {reason}" for name, reason in plan.refusals.items())
+    raise NotImplementedError(f"no kernel runs {spec.op} of {describe(spec)} on {spec.device}: {why}")
+
+
+def perform(
+    candidates: tuple[Kernel, ...], spec: Spec, *operands: Any, prefer: str | None = None, facts: Hashable = None
+) -> Any:
+    """Choose a kernel, log it and run it.
+
+    Raises what ``choose`` raises. Other errors inside the kernel become a RuntimeError that names it and its operands.
+    """
+    plan = plan_for(candidates, spec, *operands, prefer=prefer, facts=facts)
+    kernel = _accepted(plan)
+    entry = record(spec, kernel.name, plan.refusals)
+    if spec.traced:
+        return (kernel.run_traced or kernel.run)(*operands)
+    try:
+        if entry is None:
+            return kernel.run(*operands)
+        with measure(entry):
+            return kernel.run(*operands)
+    except (ValueError, TypeError, NotImplementedError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise RuntimeError(
+            f"the kernel {kernel.name!r} failed in {spec.op} of {describe(spec)} on {spec.device}: {error}"
+        ) from error
+
+
+# ---------------------------------------------------------------------------------------------- the dispatch context
+
+
+def is_observed() -> bool:
+    """Whether there is an enclosing ``explain()`` or ``kernels()``: then no launch of a plan is used."""
+    return current_log() is not None or _forced.get() is not None
+
+
+def dispatch_context() -> tuple[Log | None, str | None]:
+    """The enclosing ``explain()`` and ``kernels()``, for a backward pass to restore."""
+    return (None, None) if torch.compiler.is_dynamo_compiling() else (current_log(), _forced.get())
+
+
+def restore_context(log: Log | None, forced: str | None) -> AbstractContextManager[None]:
+    """Set the log and the forced kernel of ``dispatch_context()`` where there are none, as in autograd's threads."""
+    return nullcontext() if log is None and forced is None else _restore_context(log, forced)
+
+
+@contextmanager
+def _restore_context(log: Log | None, forced: str | None) -> Iterator[None]:
+    token = _forced.set(forced) if forced is not None and _forced.get() is None else None
+    try:
+        with use_log(log) if log is not None and current_log() is None else nullcontext():
+            yield
+    finally:
+        if token is not None:
+            _forced.reset(token)

@@ -1,0 +1,70 @@
+"""Casts of a tensor and of its transpose: the tuples of kernels, and the one function that goes through each."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...core.kernel import Kernel
+from ...core.select import perform
+from ...numerics.cast import Cast
+from ...numerics.formats import FULL, Orientation
+from ...numerics.operand import Operand
+from ...numerics.reference import check_source
+from ..gemm.spec import Form, GemmOperand
+from . import triton_ops, two_casts
+from .select import cast_spec, quantize_operand
+
+QUANTIZE_BOTH: tuple[Kernel, ...] = (triton_ops.QUANTIZE_BOTH, two_casts.QUANTIZE_BOTH)
+"""``run(x, cast)``: the operand of x and the operand of its transpose."""
+PAIR: tuple[Kernel, ...] = (triton_ops.PAIR, two_casts.PAIR)
+"""``run(x, cast, rowwise, columnwise, dtype, amax, record)``: what ``cast_pair`` returns."""
+
+
+def quantize_operands(x: Tensor, cast: Cast, orientation: Orientation) -> tuple[Operand | None, Operand | None]:
+    """(rowwise, columnwise): the operand of x, of its transpose, or both in one pass over x; None if not asked for."""
+    if orientation is Orientation.ROWWISE:
+        return quantize_operand(x, cast), None
+    if orientation is Orientation.COLUMNWISE:
+        return None, quantize_operand(x.transpose(-1, -2), cast)
+    check_source(x)
+    return perform(QUANTIZE_BOTH, cast_spec("quantize both", x, cast), x, cast)  # type: ignore[no-any-return]
+
+
+def cast_pair(
+    x: Tensor,
+    cast: Cast,
+    rowwise: Form | None,
+    columnwise: Form | None,
+    dtype: torch.dtype,
+    amax: Tensor | None = None,
+    record: Tensor | None = None,
+) -> tuple[GemmOperand | None, GemmOperand | None]:
+    """(rowwise, columnwise): x (..., rows, cols) and its transpose, each in its form; None if no form is given.
+
+    Rowwise: ``quantize_operand`` (CODES) or ``fake_quantize`` in ``dtype`` (VALUES) of x. Columnwise: the same of x
+    transposed, with random numbers of its own (``seed + 1``); its values may have the layout of x, as a transposed
+    view. Square blocks are rounded once and then transposed.
+
+    Delayed scaling, for formats with one scale a tensor: ``amax``, a float32 scalar, decides the scale in place of the
+    amax of x (see ``reference.encode_with_amax``). ``record``, another one, becomes the larger of itself and the amax
+    of x; NaN counts as the largest.
+
+    Raises ValueError if ``amax`` or ``record`` is given for another format or is on another device, and if x has fewer
+    than two dimensions; TypeError if one of them is not one float32.
+    """
+    check_source(x)
+    if x.dim() < 2:
+        raise ValueError(f"cast_pair needs a matrix or a stack of matrices, got shape {tuple(x.shape)}")
+    for name, value in (("amax", amax), ("record", record)):
+        if value is None:
+            continue
+        if cast.format.block[0] != FULL:
+            raise ValueError(f"{cast.format} has a scale for each block: {name} is for formats with one scale a tensor")
+        if value.dtype is not torch.float32 or value.numel() != 1:
+            kind = str(value.dtype).removeprefix("torch.")
+            raise TypeError(f"{name} must be one float32, got {kind} {tuple(value.shape)}")
+        if value.device != x.device:
+            raise ValueError(f"{name} is on {value.device}, the values on {x.device}")
+    operands = (x, cast, rowwise, columnwise, dtype, amax, record)
+    return perform(PAIR, cast_spec("cast pair", x, cast, amax, record), *operands)  # type: ignore[no-any-return]

@@ -1,0 +1,94 @@
+"""ParameterModule: how the modules register, initialize, reset and move their parameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..training.model_init import init_recipe, preserve, preserves, weight_parameter
+from ..training.state_dict import register_state_dict_hooks
+from .weight_shards import remember, spread
+
+Init = Callable[[Tensor], Any]
+"""Fills a tensor in place."""
+
+
+def kaiming(weight: Tensor) -> None:
+    """The initialization of torch.nn.Linear, so that a drop-in replacement starts with the same values."""
+    nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
+
+
+class ParameterModule(nn.Module):
+    """A module whose weights ``quantized_model_init`` may quantize and FSDP2 may shard."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sharded: dict[str, Any] = {}
+        """Name -> the parameter that FSDP2 has sharded."""
+        self._init_recipe = init_recipe()
+        self._inits: dict[str, Init] = {}
+        register_state_dict_hooks(self)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, nn.Parameter):
+            remember(name, value, self._sharded)
+        super().__setattr__(name, value)
+
+    def add_parameter(
+        self, name: str, shape: tuple[int, ...], init: Init, device: Any, dtype: torch.dtype | None
+    ) -> None:
+        """Register a parameter that ``init`` fills. Inside ``quantized_model_init``, quantize it if it has two dims."""
+        values = torch.empty(shape, device=device, dtype=dtype)
+        with torch.no_grad():
+            init(values)
+        self._inits[name] = init
+        self.register_parameter(name, weight_parameter(values) if len(shape) == 2 else nn.Parameter(values))
+
+    def add_linear(
+        self, prefix: str, shape: tuple[int, int], init: Init | None, bias: bool, device: Any,
+        dtype: torch.dtype | None,
+    ) -> None:  # fmt: skip
+        """Register a weight (N, K) and its bias (N,) or None.
+
+        ``init`` fills the weight and the bias starts at zero. Without ``init`` both start as in torch.nn.Linear.
+        """
+        self.add_parameter(f"{prefix}weight", shape, init or kaiming, device, dtype)
+        self.add_bias(f"{prefix}bias", shape, init, bias, device, dtype)
+
+    def add_bias(
+        self, name: str, shape: tuple[int, int], init: Init | None, bias: bool, device: Any,
+        dtype: torch.dtype | None,
+    ) -> None:  # fmt: skip
+        """Register the bias (N,) of a weight (N, K), or None. It starts at zero if the weight has an ``init`` of its
+        own, else as in torch.nn.Linear."""
+        if not bias:
+            self.register_parameter(name, None)
+            return
+        bound = 1 / math.sqrt(shape[1]) if shape[1] > 0 else 0.0
+        start: Init = partial(nn.init.uniform_, a=-bound, b=bound) if init is None else nn.init.zeros_
+        self.add_parameter(name, shape[:1], start, device, dtype)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Initialize all parameters again, in place: after ``to_empty()``, for example. Sharded parameters take the
+        values that the first rank draws."""
+        for name, init in self._inits.items():
+            parameter = getattr(self, name)
+            values = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+            init(values)
+            parameter.copy_(spread(values, parameter))
+            if preserves(parameter):
+                preserve(parameter, values)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        parameters: dict[str, Any] = {name: p for name, p in self._parameters.items() if p is not None and preserves(p)}
+        preserved = {name: parameter.get_high_precision_init_val() for name, parameter in parameters.items()}
+        out = super()._apply(fn, recurse)
+        for name, values in preserved.items():  # torch swaps the whole tensor with its attributes
+            preserve(self._parameters[name], values)
+        return out

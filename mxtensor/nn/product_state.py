@@ -1,0 +1,149 @@
+"""ProductState: what one product of a module stores between calls.
+
+Amax histories of delayed scaling, the quantized weight of several microbatches, and weight gradients to be computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.select import dispatch_context, restore_context
+from ..core.torch_autocast import without_autocast
+from ..numerics.operand import Operand
+from ..recipe.linear_recipe import LinearRecipe
+from ..tensor.mxtensor import MXTensor
+from ..training.delayed_scaling import DelayedState
+from ..training.linear import WgradHook
+from ..training.operands import Scales, weight_copies
+from .weight_shards import add_gradient, owner, version
+
+WeightShards = Sequence[Tensor]
+"""The parameters whose rows, one below the other, are the weight of one product."""
+CachedOperands = tuple[Operand | None, Operand | None]
+"""The rowwise and the columnwise operand of a weight."""
+Wgrad = Callable[[torch.dtype], Tensor]
+"""Computes the weight gradient in the given dtype."""
+
+
+@dataclass(frozen=True)
+class _CachedWeight:
+    """The operands of a weight for several microbatches, with the recipe and the versions they were made from."""
+
+    operands: CachedOperands
+    linear_recipe: LinearRecipe
+    versions: tuple[tuple[int, int], ...]
+
+
+def _versions(shards: WeightShards) -> tuple[tuple[int, int], ...]:
+    """Identity and version of each parameter. Every in-place write, such as an optimizer step, changes the version."""
+    return tuple((id(shard), version(shard)) for shard in map(owner, shards))
+
+
+class ProductState:
+    """The state of one product of a module."""
+
+    def __init__(self) -> None:
+        self.delayed: DelayedState | None = None
+        self.loaded: dict[str, Tensor] | None = None
+        """A delayed state from a checkpoint, until the first forward pass tells the recipe it belongs to."""
+        self._cached_weight: _CachedWeight | None = None
+        self._pending: list[Callable[[], None]] = []
+
+    # ---------------------------------------------------------------------------------------- delayed scaling
+
+    def init_state(self, linear_recipe: LinearRecipe, device: torch.device) -> None:
+        """Create the delayed state that ``linear_recipe`` needs; the state of another recipe is dropped.
+
+        Raises ValueError if the history of a checkpoint has another length than the recipe's.
+        """
+        if linear_recipe.delayed is None:
+            self.delayed = None
+        elif self.delayed is None or self.delayed.linear_recipe != linear_recipe:
+            state = DelayedState(linear_recipe, device)
+            if self.loaded is not None:
+                state.load_state_dict(self.loaded)
+            self.delayed, self.loaded = state, None
+        elif self.delayed.amax.device != device:
+            self.move(device)
+
+    def move(self, device: torch.device) -> None:
+        """Move the delayed state to ``device``."""
+        if self.delayed is not None:
+            self.delayed = self.delayed.to(device)
+
+    def scales(self, group: Any) -> Scales | None:
+        """The scales of this forward pass, which is one step of the history; None without delayed scaling."""
+        return None if self.delayed is None else self.delayed.step(group)
+
+    # ---------------------------------------------------------------------------------------- cached operands
+
+    def operands(
+        self, weight: Tensor, shards: WeightShards, linear_recipe: LinearRecipe, scales: Scales | None,
+        first: bool | None,
+    ) -> CachedOperands | None:  # fmt: skip
+        """The operands of ``weight``, which consists of ``shards``, for this microbatch; None: the product casts it.
+
+        ``first`` (TransformerEngine's ``is_first_microbatch``): True makes and caches them; False uses the cached ones,
+        unless the weight or its casts have changed; None caches nothing.
+        """
+        if first is None or isinstance(weight, MXTensor) or linear_recipe.weight.rowwise is None:
+            return None
+        versions, cached = _versions(shards), self._cached_weight
+        if (
+            first
+            or cached is None
+            or cached.linear_recipe.weight != linear_recipe.weight
+            or cached.versions != versions
+        ):
+            with torch.inference_mode(False):
+                cached = _CachedWeight(weight_copies(weight, linear_recipe, scales), linear_recipe, versions)
+                self._cached_weight = cached
+        return cached.operands
+
+    # ---------------------------------------------------------------------------------------- weight gradients
+
+    def on_wgrad(self, shards: WeightShards, dtype: torch.dtype, fused: bool, delayed: bool) -> WgradHook | None:
+        """What the backward pass does with the gradient of the weight that consists of ``shards``; None: as torch does.
+
+        ``fused`` adds it, in float32, to ``main_grad``; ``delayed`` leaves it to ``backward_dw``. ``dtype``: the dtype
+        of the product without ``fused``.
+        """
+        if not fused and not delayed:
+            return None
+
+        def add(wgrad: Wgrad) -> None:
+            accumulate(shards, wgrad(torch.float32 if fused else dtype), fused)
+
+        def hook(wgrad: Wgrad) -> None:
+            if not delayed:
+                return add(wgrad)
+            context, device = dispatch_context(), shards[0].device
+
+            def run() -> None:
+                with torch.no_grad(), without_autocast(device), restore_context(*context):
+                    add(wgrad)
+
+            self._pending.append(run)
+
+        return hook
+
+    def backward_dw(self) -> None:
+        """Compute and accumulate the weight gradients of all backward passes since the last call."""
+        while self._pending:
+            self._pending.pop(0)()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has the histories, but neither cached operands nor pending gradients: they belong to the original."""
+        return self.__dict__ | {"_cached_weight": None, "_pending": []}
+
+
+def accumulate(shards: WeightShards, dw: Tensor, fused: bool) -> None:
+    """Add the gradient (N, K) to ``main_grad`` or ``grad`` of the parameters whose rows make up the weight."""
+    for shard, rows in zip(shards, dw.split([shard.shape[0] for shard in shards]), strict=True):
+        if shard.requires_grad:
+            add_gradient(owner(shard), rows, fused, len(shards) > 1)

@@ -1,0 +1,138 @@
+"""Recipes whose formats have a one-byte scale per block: MXFP8, MXFP6, MXFP4 and NVFP4.
+
+The defaults follow NVIDIA's MXFP8 and NVFP4 pre-training papers: RCEIL scales, E4M3 for all operands, 16x16 tiles for
+NVFP4 weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from ..numerics.cast import Cast
+from ..numerics.formats import FORMATS, Rounding, ScaleCalculationMode
+from ..numerics.formats import Format as FormatRow
+from .base import BackwardOptions, Format, check_choice, check_no_attention, parse_field
+from .linear_recipe import LinearRecipe, TensorCasts
+
+__all__ = ["MXFP4BlockScaling", "MXFP6BlockScaling", "MXFP8BlockScaling", "NVFP4BlockScaling"]
+
+Mode: TypeAlias = ScaleCalculationMode | str
+
+RANDOM_SIGNS = 0xA6D5
+"""The signs of the Hadamard transform of NVFP4's columnwise copies: any fixed 16 bits, the same for both operands."""
+
+
+@dataclass(repr=False, kw_only=True)
+class _MXOptions(BackwardOptions):
+    """The options that all MX recipes take: 32 values share a power-of-two scale."""
+
+    input_scaling: Mode = ScaleCalculationMode.RCEIL
+    weight_scaling: Mode = ScaleCalculationMode.RCEIL
+    grad_scaling: Mode = ScaleCalculationMode.RCEIL
+    two_dimensional_weights: bool = False
+    """Use 32x32 tiles for weights: one copy serves fprop and dgrad, so that both multiply by the same values."""
+
+    def _mx_recipe(self, forward: str, backward: str) -> LinearRecipe:
+        """The recipe with the format ``forward`` for inputs and weights, ``backward`` for gradients (names)."""
+        weight = FORMATS[forward].with_block((32, 32)) if self.two_dimensional_weights else FORMATS[forward]
+
+        def casts(format: FormatRow, name: str) -> TensorCasts:
+            return TensorCasts.of(Cast(format, parse_field(self, name, ScaleCalculationMode.of)))
+
+        return self.with_options(
+            casts(FORMATS[forward], "input_scaling"),
+            casts(weight, "weight_scaling"),
+            casts(FORMATS[backward], "grad_scaling"),
+        )
+
+
+@dataclass(repr=False)
+class MXFP8BlockScaling(_MXOptions):
+    """MXFP8: 32 values share a power-of-two scale; both copies of a tensor are cast from its high-precision values.
+
+    ``fp8_format``: E4M3 for all tensors (the default, and the paper's advice), HYBRID for E5M2 gradients, or E5M2.
+    """
+
+    margin: int = 0
+    """A field of TransformerEngine; only 0 is possible, since each block has its own scale."""
+    fp8_format: Format = Format.E4M3
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    _kinds = frozenset({"mxfp8", "block_scaling"})
+    _shown = (("margin", "margin"), ("fp8_format", "format"))
+
+    def _linear_recipe(self) -> LinearRecipe:
+        check_no_attention(self)
+        check_choice(self, "margin", (0,))
+        check_choice(self, "fp8_format", (Format.E4M3, Format.HYBRID, Format.E5M2))
+        return self._mx_recipe(f"mxfp8_{self.fp8_format.fwd}", f"mxfp8_{self.fp8_format.bwd}")
+
+
+@dataclass(repr=False)
+class MXFP6BlockScaling(_MXOptions):
+    """MXFP6: like MXFP8 with six bits per value, ``e2m3`` (more precision) or ``e3m2`` (more range)."""
+
+    fp6_format: str = "e2m3"
+    fp6_format_grad: str = "e2m3"
+    _kinds = frozenset({"block_scaling"})
+    _shown = (("fp6_format", "format"),)
+
+    def _linear_recipe(self) -> LinearRecipe:
+        for name in ("fp6_format", "fp6_format_grad"):
+            check_choice(self, name, ("e2m3", "e3m2"))
+        return self._mx_recipe(f"mxfp6_{self.fp6_format}", f"mxfp6_{self.fp6_format_grad}")
+
+
+@dataclass(repr=False)
+class MXFP4BlockScaling(_MXOptions):
+    """MXFP4: like MXFP8 with four bits per value; ``grad_format`` may be the name of any MX format."""
+
+    fp4_format: Format = Format.E2M1
+    grad_format: str = "mxfp4_e2m1"
+    stochastic_rounding: bool = True
+    """Round gradients stochastically: rounding them to the nearest of four bits would bias them."""
+    _kinds = frozenset({"block_scaling"})
+    _shown = (("fp4_format", "format"),)
+
+    def _linear_recipe(self) -> LinearRecipe:
+        check_choice(self, "fp4_format", (Format.E2M1,))
+        check_choice(self, "grad_format", tuple(name for name in FORMATS if name.startswith("mx")))
+        nearest = self._mx_recipe("mxfp4_e2m1", self.grad_format)
+        if not self.stochastic_rounding:
+            return nearest
+        grad = nearest.grad
+        rowwise, columnwise = (c and replace(c, rounding=Rounding.STOCHASTIC) for c in (grad.rowwise, grad.columnwise))
+        return replace(nearest, grad=TensorCasts(rowwise, columnwise))
+
+
+@dataclass(repr=False)
+class NVFP4BlockScaling(BackwardOptions):
+    """NVFP4 as in NVIDIA's pre-training paper: 16 values share an E4M3 scale, the tensor has a float32 global scale.
+
+    16x16 tiles of weights share a scale. A random Hadamard transform rotates the columnwise copies of inputs and
+    gradients, the operands of wgrad. Gradients round stochastically. Each of the three can be disabled.
+    """
+
+    disable_rht: bool = False
+    disable_stochastic_rounding: bool = False
+    disable_2d_quantization: bool = False
+    fp4_format: Format = Format.E2M1
+    fp8_format: Format = Format.E4M3
+    """The format of the block scales."""
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    _kinds = frozenset({"nvfp4", "block_scaling"})
+    _shown = (("fp4_format", "fp4_format"), ("fp8_format", "fp8_format"))
+
+    def _linear_recipe(self) -> LinearRecipe:
+        check_no_attention(self)
+        check_choice(self, "fp4_format", (Format.E2M1,))
+        check_choice(self, "fp8_format", (Format.E4M3,))
+        signs = None if self.disable_rht else RANDOM_SIGNS
+        nearest = Cast(FORMATS["nvfp4"])
+        grad = nearest if self.disable_stochastic_rounding else replace(nearest, rounding=Rounding.STOCHASTIC)
+        weight = nearest if self.disable_2d_quantization else Cast(FORMATS["nvfp4"].with_block((16, 16)))
+        return self.with_options(
+            TensorCasts(nearest, nearest, signs), TensorCasts.of(weight), TensorCasts(grad, grad, signs)
+        )

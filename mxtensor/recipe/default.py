@@ -1,0 +1,21 @@
+"""The recipe that ``autocast`` and ``quantized_model_init`` use if they are given none."""
+
+from __future__ import annotations
+
+from .base import Recipe
+from .block_scaling import MXFP8BlockScaling
+
+
+def recipe_or_default(owner: str, enabled: bool, recipe: Recipe | None) -> Recipe | None:
+    """``recipe``, or ``MXFP8BlockScaling()`` if it is None; None if not ``enabled``. ``owner`` names the caller.
+
+    Raises TypeError for an object that is not a Recipe, and for a recipe passed as ``enabled``.
+    """
+    if isinstance(enabled, (str, Recipe)):
+        raise TypeError(f"{owner}: enabled is {enabled!r}; pass True or False, and the recipe as recipe=")
+    if recipe is not None and not isinstance(recipe, Recipe):
+        raise TypeError(
+            f"{owner}: {recipe!r} is not a recipe; pass an instance of a class of mxtensor.recipe, such as "
+            "MXFP8BlockScaling()"
+        )
+    return (recipe or MXFP8BlockScaling()) if enabled else None

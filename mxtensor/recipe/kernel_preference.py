@@ -1,0 +1,21 @@
+"""KernelPreference: which product kernel a recipe asks for."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from ..numerics.formats import member
+
+
+class KernelPreference(Enum):
+    """Which product kernel a recipe asks for (names and values as torchao has them)."""
+
+    AUTO = "auto"
+    """the fastest kernel that accepts the product"""
+    EMULATED = "emulated"
+    """the definition: decode to float32, multiply, round once"""
+
+    @classmethod
+    def of(cls, value: KernelPreference | str) -> KernelPreference:
+        """The member with this name; members of torchao's own enum are accepted by their value. Raises ValueError."""
+        return member(cls, "kernel_preference", value)

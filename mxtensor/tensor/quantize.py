@@ -1,0 +1,39 @@
+"""``mxtensor.quantize``: a plain tensor becomes an MXTensor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.devices import cached
+from ..numerics.cast import Cast
+from ..numerics.formats import Format, Orientation, Rounding, ScaleCalculationMode
+from ..recipe.linear_recipe import LinearRecipe
+from .mxtensor import MXTensor, quantize_as
+
+
+def quantize(
+    x: Tensor,
+    format: Format | str | torch.dtype,
+    scaling: ScaleCalculationMode | str = "rceil",
+    orientation: Orientation | str = "rowwise",
+    rounding: Rounding | str = "nearest",
+    seed: int | None = None,
+) -> MXTensor:
+    """Quantize ``x`` (float32, bfloat16, float16 or float64; 1-D or more; any strides) to an MXTensor of its shape.
+
+    ``format``: a name of FORMATS, a Format or a torch dtype. ``scaling``: rceil, floor, ceil or even; it applies to
+    power-of-two scales. ``orientation``: rowwise blocks the last dimension, columnwise the one before it, both stores a
+    copy of each, cast from the same values. ``rounding``: nearest or stochastic, now and at every write to the tensor.
+    ``seed`` makes stochastic rounding the same on every device; without it torch's generator decides. The result
+    carries no gradient. Raises TypeError for other dtypes, ValueError for an unknown name or a tensor with too few
+    dimensions.
+    """
+    return quantize_as(x, _recipe(format, scaling, rounding, seed), Orientation.of(orientation))
+
+
+@cached
+def _recipe(format: Any, scaling: Any, rounding: Any, seed: int | None) -> LinearRecipe:
+    return LinearRecipe.inference(Cast.of(format, scaling, rounding, seed))

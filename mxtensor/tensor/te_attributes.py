@@ -1,0 +1,62 @@
+"""TransformerEngine's attribute names for the components of an MXTensor.
+
+Codes and byte scales are uint8, float32 scales float32, in their logical, unpadded shapes; a copy that is not stored is
+None. Columnwise components are stored transposed: for mxfp8 values (256, 1024) the columnwise codes are (1024, 256)
+and the scales (1024, 8). Formats with square blocks or one scale a tensor store one copy; its columnwise components are
+the same codes and scales, transposed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..numerics.operand import Operand, Rotated
+
+
+class TransformerEngineAttributes(Tensor):
+    """The part of MXTensor that code written for TransformerEngine's quantized tensors reads."""
+
+    _rotated: Rotated | None = None
+    """The columnwise copy of a quantizer with a random Hadamard transform; results of torch ops do not have it."""
+
+    @property
+    def _data(self: Any) -> Tensor | None:
+        """The rowwise codes as uint8; None if they are not stored."""
+        return _codes(self.rowwise)
+
+    @property
+    def _rowwise_data(self: Any) -> Tensor | None:
+        """The rowwise codes as uint8; None if they are not stored."""
+        return _codes(self.rowwise)
+
+    @property
+    def _rowwise_scale_inv(self: Any) -> Tensor | None:
+        """The rowwise scales, by which codes are multiplied; None if they are not stored."""
+        return None if self.rowwise is None else self.rowwise.scale
+
+    @property
+    def _columnwise_data(self: Any) -> Tensor | None:
+        """The columnwise codes as uint8; None if they are not stored."""
+        return _codes(self._columnwise_operand)
+
+    @property
+    def _columnwise_scale_inv(self: Any) -> Tensor | None:
+        """The columnwise scales, by which codes are multiplied; None if they are not stored."""
+        operand = self._columnwise_operand
+        return None if operand is None else operand.scale
+
+    @property
+    def _columnwise_operand(self: Any) -> Operand | None:
+        operand: Operand | None = self.columnwise if self._rotated is None else self._rotated.operand
+        return operand
+
+    def transpose(self, dim0: int = -2, dim1: int = -1) -> Tensor:
+        """``torch.Tensor.transpose``; without arguments it swaps the last two dimensions."""
+        return Tensor.transpose(self, dim0, dim1)
+
+
+def _codes(operand: Operand | None) -> Tensor | None:
+    return None if operand is None else operand.data.view(torch.uint8)

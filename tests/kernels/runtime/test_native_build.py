@@ -1,0 +1,51 @@
+"""C++ sources that are built once and cached on disk, and the sentences for sources that cannot be built."""
+
+import os
+
+import pytest
+
+from mxtensor.kernels.runtime import native_build
+
+FLAGS = ("-O0", "-shared", "-fPIC")
+needs_compiler = pytest.mark.skipif(native_build.compiler() is None, reason="needs a C++ compiler")
+
+
+@pytest.fixture
+def source(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "number.h").write_text("#define NUMBER 7\n")
+    path = tmp_path / "number.cpp"
+    path.write_text('#include "number.h"\nextern "C" int number() { return NUMBER; }\n')
+    return path
+
+
+def built(folder):
+    return sorted((folder / "cache").rglob("*.so"))
+
+
+@needs_compiler
+def test_a_source_is_built_once_until_its_text_headers_or_flags_change(source, monkeypatch):
+    header, runs, run = source.with_name("number.h"), [], native_build.subprocess.run
+    monkeypatch.setattr(
+        native_build.subprocess, "run", lambda *args, **kwargs: (runs.append(args), run(*args, **kwargs))
+    )
+    for _ in range(2):
+        assert native_build.load(source, FLAGS, (header,)).number() == 7
+    assert len(runs) == len(built(source.parent)) == 1
+    header.write_text("#define NUMBER 8\n")
+    assert native_build.load(source, FLAGS, (header,)).number() == 8
+    assert native_build.load(source, (*FLAGS, "-g"), (header,)).number() == 8
+    assert len(runs) == len(built(source.parent)) == 3
+
+
+@needs_compiler
+def test_a_source_that_does_not_compile_is_a_sentence_and_leaves_no_file(source):
+    source.write_text("no C++\n")
+    assert native_build.load(source, FLAGS).startswith("number.cpp did not build: ")
+    assert not built(source.parent)
+
+
+def test_a_machine_without_a_compiler_gets_a_sentence(source, monkeypatch):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", os.devnull)
+    assert native_build.load(source, FLAGS) == "there is no C++ compiler; install one or name it in CXX"
