@@ -15,7 +15,7 @@ from tests.helpers.compare import components_of
 
 ROOT = Path(__file__).resolve().parents[2]
 KINDS = (
-    ValueError, TypeError, NotImplementedError, RuntimeError, ImportError, AttributeError, FileExistsError,
+    ValueError, TypeError, IndexError, NotImplementedError, RuntimeError, ImportError, AttributeError, FileExistsError,
     FileNotFoundError, UserWarning,
 )  # fmt: skip
 
