@@ -1,4 +1,4 @@
-"""Operand: its tensors taken apart and put together again, empty and zero operands, and functions of every tensor."""
+"""Operand: from_tensors as the inverse of tensors, empty and zero operands, and functions of every tensor."""
 
 import pytest
 import torch

@@ -127,4 +127,4 @@ def _(a, b, scales, bias, alpha, beta, out_dtype):  # type: ignore[no-untyped-de
 def mm(a: Tensor, b: Tensor, scales: list[Tensor], args: GemmArgs) -> Tensor:
     """``device_scaled_mm``; eager calls skip torch's dispatcher."""
     work = device_scaled_mm if is_traced(a, b) else eager_device_scaled_mm
-    return work(a, b, scales, args.bias, args.alpha, args.beta, args.out_dtype)  # type: ignore[no-any-return]
+    return work(a, b, scales, args.bias, args.alpha, args.beta, args.out_dtype)

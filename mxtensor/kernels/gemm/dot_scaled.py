@@ -230,7 +230,7 @@ def _(a, a_scale, b, b_scale, a_format, b_format, cols, a_global, b_global, bias
 
 def _call(a: Operand, b: Operand, bias: Tensor | None, ends: Tensor | None, args: GemmArgs) -> Tensor:
     work = dot_scaled if is_traced(a.data, b.data) else eager_dot_scaled
-    return work(  # type: ignore[no-any-return]
+    return work(
         a.data.flatten(0, -2), a.scale.flatten(0, -2), b.data, b.scale,
         a.format.name, b.format.name, a.shape[-1], a.global_scale, b.global_scale, bias, ends,
         float(args.alpha), float(args.beta), args.out_dtype,

@@ -252,7 +252,7 @@ def test_what_torch_makes_tensors_of_by_default_changes_nothing(default, without
         return components
 
     expected = made()
-    cpu._ROWS.clear()
+    cpu._FORMATS.clear()
     if default == "meta":
         with torch.device(default):
             found = made()
