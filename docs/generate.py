@@ -4,7 +4,7 @@
     python -m docs.generate --check            exit with 1 and name the pages that are out of date
     python -m docs.generate [--check] PAGE...  of these pages only
 
-Two kinds of part are generated in README.md, CONTRIBUTING.md and docs/*.md. What stands between
+Two kinds of part are generated in README.md, CONTRIBUTING.md and the pages under docs/. What stands between
 ``<!-- generated: NAME -->`` and ``<!-- end -->`` is a table made by the function of that name in TABLES. A text block
 after ``<!-- output -->`` is what the python block before it prints. The python blocks of a page run in order and in one
 namespace, in a process and a working directory of the page's own, with warnings as errors.
@@ -33,7 +33,7 @@ from typing import Any
 from docs.devices import devices
 from docs.markdown import table
 from docs.recipes import recipes
-from docs.records import cast, cpu, decode, decode_model, fsdp, host, linear, sharding, train_linear
+from docs.records import cast, cpu, decode, decode_model, figures, fsdp, host, linear, sharding, train_linear
 
 ROOT = Path(__file__).resolve().parent.parent
 GENERATED = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -43,7 +43,7 @@ OUTPUT = re.compile(r"<!-- output -->\n+```text\n(.*?)^```$", re.DOTALL | re.MUL
 
 def pages() -> list[Path]:
     """The files that hold documentation."""
-    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def first_line(obj: Any) -> str:
@@ -151,7 +151,7 @@ def public_docs() -> dict[str, str]:
     import mxtensor as mx
 
     literals: dict[str, str] = {}
-    for path in (ROOT / "mxtensor").glob("*.py"):
+    for path in sorted((ROOT / "mxtensor").rglob("*.py")):
         literals |= _literal_docs(path.read_text())
     objects = {name: getattr(mx, name) for name in mx.__all__}
     return {
@@ -183,7 +183,7 @@ def models() -> str:
     return table(", ".join(HEADER), [cells(row) for row in recorded()])
 
 
-RECORDS = (cpu, host, cast, linear, decode, decode_model, train_linear, fsdp, sharding)
+RECORDS = (figures, cpu, host, cast, linear, decode, decode_model, train_linear, fsdp, sharding)
 GENERATORS = (formats, ops, functions, kernels, devices, api, torchao, models, recipes, *RECORDS)
 TABLES: dict[str, Callable[[], str]] = {generator.__name__: generator for generator in GENERATORS}
 

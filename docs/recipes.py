@@ -1,4 +1,4 @@
-"""The table of recipes of docs/training.md, made from the recipes themselves."""
+"""The table of recipes of docs/guide/recipes.md, made from the recipes themselves."""
 
 from __future__ import annotations
 

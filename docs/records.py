@@ -1,4 +1,4 @@
-"""What the benchmarks recorded, as text and tables of docs/benchmarks.md: one function for each record."""
+"""What the benchmarks recorded, as text and tables of the documentation: one function for each record."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def _on_gpu(name: str, kind: type[RowT], sections: Callable[[list[RowT]], list[s
             f"Not recorded yet: `python -m benchmarks.{name} --json benchmarks/results/{name}.json` writes the record."
         )
     machine, rows = read_json(path, kind)
-    components = [_where(f"{machine['gpu']}, CUDA {machine['cuda']}", machine), *sections(rows)]
+    paragraphs = [_where(f"{machine['gpu']}, CUDA {machine['cuda']}", machine), *sections(rows)]
     if (ASSETS / f"{name}.png").exists():
-        components.insert(1, f"![{PICTURES[name]}](assets/{name}.png)")
-    return "\n\n".join(components)
+        paragraphs.insert(1, f"![{PICTURES[name]}](../assets/{name}.png)")
+    return "\n\n".join(paragraphs)
 
 
 PICTURES = {
@@ -178,3 +178,47 @@ def sharding() -> str:
     from benchmarks import estimate
 
     return table(", ".join(estimate.HEADER), estimate.lines())
+
+
+FIGURES = {"mxfp8": "MXFP8", "mxfp4": "MXFP4", "nvfp4": "NVFP4"}
+"""Columns of the table of figures: the name in the records, and the name in the table."""
+
+
+def figures() -> str:
+    """The table of figures in README.md: what the formats save, and what they cost."""
+    from benchmarks import decode_model, fsdp, train_linear
+
+    machine, models = read_json(RESULTS / "decode_model.json", decode_model.ModelRow)
+    rows: list[tuple[str, ...]] = []
+
+    def add(what: str, unit: str, base: float, values: Callable[[str], float | None], faster: bool = False) -> None:
+        cells = [f"{base:.4g} {unit}"]
+        for value in map(values, FIGURES):
+            ratio = value and (value / base if faster else base / value)
+            cells.append("" if value is None else f"{value:.4g} {unit} ({ratio:.2f}x)")
+        rows.append((what, *cells))
+
+    decoded = {line[0]: line for line in decode_model.lines(models)}
+    for what, unit, column, faster in (
+        ("Weights of a model with the shape of Llama 3 8B", "GB", 4, False),
+        ("Decoding of that model, batch 1", "tokens/s", 1, True),
+        ("Prefill of 4096 tokens", "ms", 6, False),
+    ):
+        base = float(decoded["bfloat16"][column])
+        add(what, unit, base, lambda name, column=column: float(decoded[f"{name}-weight-only"][column]), faster)
+
+    memory = json.loads((RESULTS / "train_linear.json").read_text())["chain_memory"]
+    saved = {line[1]: float(line[2]) for line in memory if line[0] == "8192"}
+    add("Activations saved for backward, 8 linear layers of 8192x8192", "MiB", saved["bfloat16"], saved.get)
+    _, steps = read_json(RESULTS / "train_linear.json", train_linear.TrainRow)
+    lines = [train_linear.cells(row) for row in steps]
+    trained = {line[1]: line for line in lines if line[0] == "8192x8192x8192"}
+    base = float(trained["mxfp8"][2])
+    add("Forward and backward of a linear layer, 8192x8192x8192", "ms", base, lambda name: float(trained[name][3]))
+    _, ranks = read_json(RESULTS / "fsdp.json", fsdp.FsdpRow)
+    gathered = {line[0]: float(line[5]) for line in fsdp.lines(ranks)}
+    codes = {"mxfp8": gathered["mxfp8, codes gathered"]}
+    add("All-gathers of FSDP2 in one step, 1B parameters, 2 GPUs", "MB", gathered["bfloat16"], codes.get)
+
+    header = f"{machine['gpu'].removeprefix('NVIDIA ')}, bfloat16, " + ", ".join(FIGURES.values())
+    return table(header, rows)

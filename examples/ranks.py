@@ -1,5 +1,5 @@
-"""The ranks that torchrun starts: each learns from its part of a batch and holds its part of the weights, by FSDP2 and
-tensor parallelism."""
+"""The ranks that torchrun starts. Each trains on its part of a batch and stores its shard of the weights, with FSDP2
+and tensor parallelism."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ import mxtensor as mx
 
 @dataclass(frozen=True)
 class Ranks:
-    """This rank among so many, of which ``split`` share each layer; one that is alone shards nothing."""
+    """This rank. ``split`` ranks share each layer (tensor parallelism); a world of one rank shards nothing."""
 
     rank: int = 0
     world: int = 1
@@ -36,7 +36,7 @@ class Ranks:
         return self.rank == 0
 
     def shard(self, model: nn.Module, blocks: nn.Sequential, device: str) -> None:
-        """The layers of each block over the ranks that share them, and FSDP2 over the others: a block at a time."""
+        """Split the layers of each block over ``split`` ranks, and shard blocks with FSDP2 over the other ranks."""
         if self.world == 1:
             return
         mesh = init_device_mesh(device, (self.world // self.split, self.split), mesh_dim_names=("data", "layer"))
@@ -51,18 +51,18 @@ class Ranks:
             fully_shard(model, mesh=mesh["data"])
 
     def part(self, batch: Tensor) -> Tensor:
-        """This rank's rows of what all ranks have drawn alike; those that share layers have the same."""
+        """This rank's rows of a batch that all ranks draw identically; ranks that share layers get the same rows."""
         return batch.chunk(self.world // self.split)[self.rank // self.split]
 
     def mean(self, value: Tensor) -> float:
-        """The mean over all ranks."""
+        """The mean of ``value`` over all ranks."""
         if self.world > 1:
             value = value.detach().clone()
             dist.all_reduce(value)
         return value.item() / self.world
 
     def any(self, here: bool) -> bool:
-        """Whether it holds on some rank: what ends a loop must end it on all."""
+        """Whether ``here`` is true on any rank: a loop must end on all ranks at once."""
         if self.world == 1:
             return here
         flag = torch.tensor(float(here), device="cuda" if dist.get_backend() == "nccl" else "cpu")
@@ -74,12 +74,12 @@ ALONE = Ranks()
 
 
 def started_by_torchrun() -> bool:
-    """Whether the environment names this process's rank."""
+    """Whether torchrun started this process."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def check_ranks(args: argparse.Namespace, parser: argparse.ArgumentParser, heads: int, batch: int) -> None:
-    """Whether torchrun's ranks can share layers and batches as ``args`` says; fills in ``args.tp``."""
+    """Check that torchrun's ranks can share layers and batches as ``args`` says; sets ``args.tp``."""
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     if (args.fsdp or args.tp is not None) != started_by_torchrun():
         parser.error("--fsdp, --tp and torchrun go together: torchrun --nproc-per-node 2 -m examples.train_lm --fsdp")
@@ -95,7 +95,7 @@ def check_ranks(args: argparse.Namespace, parser: argparse.ArgumentParser, heads
 
 
 def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Parameters that lie on the same ranks, together: torch's fused optimizers take no others."""
+    """Group parameters by device mesh: torch's fused optimizers do not accept mixed groups."""
     groups: dict[Any, list[nn.Parameter]] = {}
     for p in parameters:
         groups.setdefault(p.device_mesh if isinstance(p, DTensor) else None, []).append(p)
@@ -103,7 +103,7 @@ def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
 
 
 def clip(groups: list[list[nn.Parameter]], largest: float) -> None:
-    """``clip_grad_norm_`` of all groups of ``by_mesh`` together."""
+    """``clip_grad_norm_`` over all groups of ``by_mesh``."""
     norms = [nn.utils.get_total_norm([p.grad for p in group if p.grad is not None]) for group in groups]
     whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
     total = whole[0] if len(whole) == 1 else torch.linalg.vector_norm(torch.stack(whole))
@@ -113,7 +113,7 @@ def clip(groups: list[list[nn.Parameter]], largest: float) -> None:
 
 @contextmanager
 def joined(device: str, split: int = 1) -> Iterator[Ranks]:
-    """The ranks of torchrun over NCCL (each on a GPU of its own) or gloo; alone without torchrun."""
+    """Join the ranks of torchrun over NCCL (one GPU per rank) or gloo; without torchrun, one rank."""
     if not started_by_torchrun():
         yield ALONE
         return
@@ -122,16 +122,16 @@ def joined(device: str, split: int = 1) -> Iterator[Ranks]:
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
     try:
         yield Ranks(dist.get_rank(), dist.get_world_size(), split)
-        init_state()
+        wait_for_sends()
     finally:
         dist.destroy_process_group()
 
 
-def init_state() -> None:
-    """What ranks do last: wait for each other, and for gloo's threads to let go of the tensors that they sent.
+def wait_for_sends() -> None:
+    """Wait for all ranks, and for gloo's threads to release the tensors that they sent.
 
-    A thread that does so later asks for Python's lock; once Python shuts down it is ended for that, and aborts the
-    process ("terminate called without an active exception", pytorch issue 190489). Nothing says when it has done so.
+    A thread that releases a tensor needs Python's lock. While Python shuts down, such a thread is ended and aborts the
+    process ("terminate called without an active exception", pytorch issue 190489). torch offers no way to ask for it.
     """
     dist.barrier()
     if dist.get_backend() == "gloo":

@@ -1,4 +1,4 @@
-"""The recipes that ``examples.train_lm`` trains by, by name."""
+"""The recipes of ``examples.train_lm``, by name."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ RECIPES: dict[str, Callable[[], recipes.Recipe] | None] = {
     "float8-delayed": recipes.DelayedScaling,
     "float8-block": recipes.Float8BlockScaling,
 }
-"""``none``: float32; ``bf16``: torch.autocast; with the others what is not quantized is float32 on a CPU, else bf16."""
+"""``none``: float32; ``bf16``: torch.autocast. With the others, unquantized ops are float32 on a CPU, else bf16."""
 
 
 def recipe_of(name: str) -> recipes.Recipe | None:
-    """A row of RECIPES, or any format by name for inputs, weights and gradients. Raises ValueError for neither."""
+    """A row of RECIPES, or a format by name for inputs, weights and gradients. Raises ValueError for other names."""
     if name not in RECIPES:
         return recipes.CustomRecipe(name, name, name)
     make = RECIPES[name]
@@ -32,7 +32,7 @@ def recipe_of(name: str) -> recipes.Recipe | None:
 
 
 def recipe_name(name: str) -> str:
-    """An argument that ``recipe_of`` knows."""
+    """Check that ``recipe_of`` accepts the argument."""
     try:
         recipe_of(name)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Checkpoints of ``examples.train_lm``: a folder for each, whole or not there, on as many ranks as there are."""
+"""Checkpoints of ``examples.train_lm``: one folder each, complete or absent, for any number of ranks."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from torch.optim import Optimizer
 from mxtensor.distributed.checkpoint import Reader, Writer, latest
 
 BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
-"""An optimizer's state by the names of the parameters, however they are grouped."""
+"""The optimizer's state by parameter name, independent of parameter groups."""
 SAVED = 2
-"""Checkpoints: the last one, and the one before it, should the last be damaged."""
+"""Number of checkpoints on disk: the last one, and the one before it in case the last is damaged."""
 
 
 def _state(model: nn.Module, optimizer: Optimizer, rest: dict[str, Any]) -> dict[str, Any]:
@@ -30,34 +30,34 @@ def _state(model: nn.Module, optimizer: Optimizer, rest: dict[str, Any]) -> dict
 
 
 @contextmanager
-def _alone_if_need_be() -> Iterator[None]:
-    """torch warns of saving and loading without a process group, as one process does."""
+def _without_process_group() -> Iterator[None]:
+    """Ignore torch's warning about saving and loading without a process group."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is")
         yield
 
 
 def save(folder: Path, step: int, model: nn.Module, optimizer: Optimizer, rest: dict[str, Any]) -> None:
-    """Write ``folder/step-N``; every rank must call it. A step that is saved already is left as it is."""
+    """Write ``folder/step-N``; every rank must call it. A step that exists already is not written again."""
     path = folder / f"step-{step}"
     if path.exists():
         return
-    with _alone_if_need_be():
+    with _without_process_group():
         save_all(_state(model, optimizer, rest), storage_writer=Writer(path))
     whole = [p for p in folder.glob("step-*") if p.name[5:].isdigit()]
     for old in sorted(whole, key=lambda p: int(p.name[5:]))[:-SAVED]:
-        shutil.rmtree(old, ignore_errors=True)  # by whichever rank comes first
+        shutil.rmtree(old, ignore_errors=True)  # the first rank deletes it
 
 
 def load(folder: Path, model: nn.Module, optimizer: Optimizer, rest: dict[str, Any]) -> dict[str, Any]:
-    """Fill model and optimizer from the last checkpoint in ``folder``; returns what stands there for ``rest``.
+    """Load model and optimizer from the last checkpoint in ``folder``; returns its ``rest``.
 
-    Raises ValueError on every rank, with no weight changed, where the settings in ``rest`` are others or it is damaged,
-    FileNotFoundError where there is none.
+    Raises ValueError on every rank, and changes no weight, if the settings in ``rest`` differ or the checkpoint is
+    damaged; FileNotFoundError if there is none.
     """
     path = latest(folder)
     try:
-        with _alone_if_need_be():
+        with _without_process_group():
             found: dict[str, Any] = {"rest": {"settings": dict(rest["settings"])}}
             load_into(found, storage_reader=Reader(path))
             for name, value in rest["settings"].items():

@@ -1,4 +1,4 @@
-"""A small GPT that learns the Python sources of the standard library, its linear layers in block-scaled formats.
+"""Trains a small GPT with quantized linear layers on the Python sources of the standard library.
 
 Tokens are bytes, the model is plain torch, nothing is downloaded. About two minutes on two CPU cores:
 
@@ -7,7 +7,7 @@ Tokens are bytes, the model is plain torch, nothing is downloaded. About two min
     python -m examples.train_lm --text book.txt --minutes 30 --checkpoint out/book.pt     and later also --resume
     torchrun --nproc-per-node 2 -m examples.train_lm --fsdp
 
-with ``pip install 'mxtensor[demo]'``, and with OMP_NUM_THREADS=1 where other programs keep the cores busy.
+after ``pip install 'mxtensor[demo]'``. Set OMP_NUM_THREADS=1 if other programs use the cores.
 
 ``--recipe`` takes a name of RECIPES or any format of mxtensor. As in NVIDIA's recipe for MXFP8 pre-training, the four
 linear layers of every block are quantized; embeddings, norms, the products of attention, softmax, residuals and the
@@ -43,7 +43,7 @@ from .recipes import RECIPES, recipe_name, recipe_of
 
 
 def quantized_weights(model: nn.Module) -> dict[str, TrainingWeight]:
-    """The parameters that carry a recipe, by name; of sharded ones the part that this rank has."""
+    """The parameters that carry a recipe, by name; for sharded parameters the local shard."""
     weights = {name: local_of(p) for name, p in model.named_parameters()}
     return {name: p for name, p in weights.items() if isinstance(p, TrainingWeight)}
 
@@ -53,7 +53,7 @@ def quantized_weights(model: nn.Module) -> dict[str, TrainingWeight]:
 
 @dataclass(frozen=True)
 class Settings:
-    """What two runs must share for one to go on where the other stopped."""
+    """A run can continue from a checkpoint of another run only if these are equal."""
 
     recipe: str
     quantize_all: bool
@@ -61,29 +61,29 @@ class Settings:
     seed: int
     device: str
     text: str
-    """A digest of it."""
+    """A digest of the text."""
 
 
 @dataclass
 class Run:
-    """A model in training: everything that the next step depends on, and what the steps so far gave."""
+    """A model in training: the state that the next step depends on, and the losses so far."""
 
     settings: Settings
     model: GPT
     optimizer: torch.optim.Optimizer
     sampler: torch.Generator
-    """Draws the windows."""
+    """Chooses the windows."""
     ranks: Ranks = ALONE
     losses: list[float] = field(default_factory=list)
-    """Of each step, before it."""
+    """The loss of each step, before its update."""
     held_out: list[tuple[int, float]] = field(default_factory=list)
     """(step, loss)."""
     seconds: list[float] = field(default_factory=list)
-    """Of each step in this process."""
+    """The time of each step of this process."""
 
     @classmethod
     def of(cls, settings: Settings, ranks: Ranks = ALONE) -> Run:
-        """A run at its beginning. Sets torch's seed: twins of another recipe begin with the same weights and text."""
+        """Start a run. Sets torch's seed, so that runs with different recipes start with the same weights and text."""
         torch.manual_seed(settings.seed)
         size = SIZES[settings.size]
         model = GPT(size).to(settings.device)
@@ -101,12 +101,12 @@ class Run:
 
     @property
     def tokens_per_second(self) -> float:
-        """By the median step of this process; nan where it has run none."""
+        """From the median step of this process; nan if there was none."""
         size = self.size
         return size.batch * size.context / statistics.median(self.seconds) if self.seconds else math.nan
 
     def precision(self) -> AbstractContextManager[Any]:
-        """What runs in bfloat16 where it is not quantized."""
+        """torch.autocast for the unquantized operations, if they run in bfloat16."""
         device, name = self.settings.device, self.settings.recipe
         half = name == "bf16" or (name != "none" and device != "cpu")
         return torch.autocast(device, torch.bfloat16) if half else nullcontext()
@@ -121,7 +121,7 @@ class Run:
         return self.ranks.mean(loss)
 
     def step(self, text: Tensor) -> None:
-        """One step of training."""
+        """Run one training step."""
         began = time.perf_counter()
         size, done = self.size, len(self.losses) + 1
         rate = size.rate * min(done / size.warm_up, (size.warm_up / done) ** 0.5)
@@ -135,8 +135,8 @@ class Run:
         self.seconds.append(time.perf_counter() - began)
 
     @torch.no_grad()
-    def look(self, text: Tensor) -> None:
-        """Note the loss over windows spread evenly over ``text``; draws nothing at random."""
+    def evaluate(self, text: Tensor) -> None:
+        """Record the loss over windows at even distances in ``text``; uses no random numbers."""
         size = self.size
         starts = torch.linspace(0, len(text) - size.context - 1, 4 * size.batch).long()
         with self.precision():
@@ -145,7 +145,7 @@ class Run:
         self.held_out.append((len(self.losses), loss))
 
     def rest(self) -> dict[str, Any]:
-        """What the next step depends on beside model and optimizer, and what the steps so far gave."""
+        """The state beside model and optimizer that the next step depends on, and the losses so far."""
         delayed = {n: w for n, w in quantized_weights(self.model).items() if w.linear_recipe.delayed is not None}
         random = {"cpu": torch.get_rng_state(), "sampler": self.sampler.get_state()}
         if self.settings.device == "cuda":
@@ -159,14 +159,14 @@ class Run:
         }
 
     def save(self, folder: Path) -> None:
-        """Write all that the next step depends on, on every rank; the checkpoint before stays until it is whole."""
+        """Write a checkpoint on every rank. The one before it is deleted only after the new one is complete."""
         saving.save(folder, len(self.losses), self.model, self.optimizer, self.rest())
 
     def load(self, folder: Path) -> None:
-        """Go on where ``save`` was: the next steps are those of a run that never stopped.
+        """Continue from a checkpoint as if the run had never stopped.
 
-        Bit for bit on a CPU with as many threads and ranks; on a GPU as far as torch's own kernels repeat themselves.
-        Raises ValueError where the settings differ or the checkpoint is damaged.
+        Bitwise identical on a CPU with the same number of threads and ranks; on a GPU as far as torch's own kernels are
+        deterministic. Raises ValueError if the settings differ or the checkpoint is damaged.
         """
         rest = saving.load(folder, self.model, self.optimizer, self.rest())
         weights = quantized_weights(self.model)
@@ -180,38 +180,38 @@ class Run:
 
 
 def train(run: Run, text: Tensor, steps: int | None, minutes: float | None, checkpoint: Path | None) -> None:
-    """Steps until there are ``steps`` in all or ``minutes`` are over, under a bar; looks and saves at intervals."""
+    """Train until ``steps`` steps or ``minutes`` are over, with a progress bar; evaluate and save at intervals."""
     from tqdm import tqdm
 
     learned, held_out = split(text)
     end = math.inf if minutes is None else time.monotonic() + 60 * minutes
     if not run.held_out:
-        run.look(held_out)
+        run.evaluate(held_out)
     quiet = None if run.ranks.first else True
     with tqdm(desc=run.settings.recipe, total=steps, initial=len(run.losses), unit="step", disable=quiet) as bar:
         while steps is None or len(run.losses) < steps:
             run.step(learned)
             if len(run.losses) % run.size.every == 0:
-                run.look(held_out)
+                run.evaluate(held_out)
                 if checkpoint is not None:
                     run.save(checkpoint)
-            operands = f"{run.held_out[-1][1]:.3f}"
+            evaluated = f"{run.held_out[-1][1]:.3f}"
             rate = f"{run.size.batch * run.size.context / run.seconds[-1]:,.0f}"
-            bar.set_postfix_str(f"loss {run.losses[-1]:.3f}, held out {operands}, {rate} tokens/s", refresh=False)
+            bar.set_postfix_str(f"loss {run.losses[-1]:.3f}, held out {evaluated}, {rate} tokens/s", refresh=False)
             bar.update()
             if minutes is not None and run.ranks.any(time.monotonic() > end):
                 break
     if run.held_out[-1][0] != len(run.losses):
-        run.look(held_out)
+        run.evaluate(held_out)
     if checkpoint is not None:
         run.save(checkpoint)
 
 
-# ---------------------------------------------------------------------------------------------- what it shows
+# ---------------------------------------------------------------------------------------------- output
 
 
 def table(runs: Sequence[Run]) -> str:
-    """One line a run; the training loss is the mean of the last tenth of its steps."""
+    """One line per run; the training loss is the mean of the last tenth of its steps."""
     lines = [f"{'recipe':<16}{'steps':>7}{'training':>10}{'held out':>10}{'tokens/s':>10}{'quantized layers':>18}"]
     for run in runs:
         last = run.losses[-max(1, len(run.losses) // 10) :]
@@ -223,7 +223,7 @@ def table(runs: Sequence[Run]) -> str:
 
 
 def evidence(run: Run, text: Tensor) -> str:
-    """The products of quantized factors that ``mx.explain()`` sees in one more pass forward and backward."""
+    """The quantized products that ``mx.explain()`` records in one more forward and backward pass."""
     with mx.explain() as log:
         run.gradients(split(text)[0])
     counts = Counter(
@@ -241,18 +241,22 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m examples.train_lm", description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
     add("--recipe", type=recipe_name, default="mxfp8", metavar="NAME", help=f"{', '.join(RECIPES)}, or any format")
-    add("--quantize-all", action="store_true", help="every linear layer, the head too, not only the paper's choice")
+    add(
+        "--quantize-all",
+        action="store_true",
+        help="quantize the head too, not only the layers of the paper",
+    )
     add("--fsdp", action="store_true", help="shard the model over the ranks of torchrun")
     add("--tp", type=int, nargs="?", const=0, metavar="N", help="split each layer over N of the ranks (all)")
-    add("--compare", action="store_true", help="train the same model unquantized too, and plot both")
-    add("--text", type=Path, metavar="FILE", help="what to learn (Python's standard library)")
+    add("--compare", action="store_true", help="also train the same model unquantized, and plot both")
+    add("--text", type=Path, metavar="FILE", help="the text to train on (Python's standard library)")
     add("--size", choices=SIZES, default="base" if cuda else "small", help="of the model (%(default)s)")
     add("--device", choices=("cuda", "cpu") if cuda else ("cpu",), default="cuda" if cuda else "cpu")
-    add("--steps", type=int, metavar="N", help="in all (of the size, unless --minutes is given)")
-    add("--minutes", type=float, metavar="N", help="stop after so many, each model")
+    add("--steps", type=int, metavar="N", help="total number of steps (that of the size, unless --minutes is given)")
+    add("--minutes", type=float, metavar="N", help="stop each model after N minutes")
     add("--seed", type=int, default=0, metavar="N", help="of weights and batches (0)")
     add("--checkpoint", type=Path, metavar="FOLDER", help="where to save at intervals and at the end")
-    add("--resume", action="store_true", help="go on from --checkpoint")
+    add("--resume", action="store_true", help="continue from --checkpoint")
     add("--plot", type=Path, default=Path("out/train_lm.png"), metavar="FILE", help="the loss (out/train_lm.png)")
     args = parser.parse_args(argv)
     size = SIZES[args.size]
@@ -271,7 +275,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     if args.resume and not args.checkpoint.is_dir():
         parser.error(f"--resume: there is no folder {args.checkpoint}")
     if args.checkpoint is not None and args.checkpoint.exists() and not args.resume:
-        parser.error(f"--checkpoint: {args.checkpoint} is there already; add --resume, or name another folder")
+        parser.error(f"--checkpoint: {args.checkpoint} exists already; add --resume, or name another folder")
     check_ranks(args, parser, size.heads, size.batch)
     args.error = parser.error
     return args
@@ -281,7 +285,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Train, print the table and write the plot."""
     args = parsed(argv)
     try:
-        import matplotlib  # noqa: F401  (after the training would be late)
+        import matplotlib  # noqa: F401  (fail before the training, not after it)
         import tqdm  # noqa: F401
     except ImportError as error:
         raise ImportError("the example needs tqdm and matplotlib: pip install 'mxtensor[demo]'") from error
@@ -292,7 +296,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not ranks.first:
         return
     source = args.text or "Python's standard library"
-    print(f"\n{source}, {len(args.bytes):,} bytes; losses in nats a byte\n\n{table(runs)}\n")
+    print(f"\n{source}, {len(args.bytes):,} bytes; losses in nats per byte\n\n{table(runs)}\n")
     print(said)
     curves = [Curve(run.settings.recipe, run.losses, run.held_out) for run in runs]
     title = f"A GPT of {sum(p.numel() for p in runs[0].model.parameters()) / 1e6:.2g} million parameters"
@@ -301,12 +305,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def digest(text: Tensor) -> str:
-    """What tells one text from another."""
+    """A digest of the text, to tell one text from another."""
     return hashlib.sha256(text.numpy().tobytes()).hexdigest()[:16]
 
 
 def trained(args: argparse.Namespace, ranks: Ranks) -> list[Run]:
-    """The run that was asked for, and its twin."""
+    """Train the requested run, and with --compare its unquantized twin."""
     names, steps, minutes = [args.recipe], args.steps, args.minutes
     if args.compare:
         names.append("none" if args.device == "cpu" else "bf16")
@@ -323,7 +327,7 @@ def trained(args: argparse.Namespace, ranks: Ranks) -> list[Run]:
                 args.error(f"--resume: {error}")
         train(run, args.bytes, steps, minutes, checkpoint)
         runs.append(run)
-        steps, minutes = len(run.losses), None  # the twin does as many
+        steps, minutes = len(run.losses), None  # the twin runs the same number of steps
     return runs
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import ast
+import inspect
+import pkgutil
 import re
 import shutil
 import subprocess
@@ -12,7 +13,9 @@ from pathlib import Path
 import pytest
 
 import mxtensor as mx
-from docs.generate import ROOT, pages, public_docs
+from docs import rooms
+from docs.generate import OUTPUT, ROOT, pages, public_docs
+from docs.site_hooks import ROOT_FILES, relinked
 
 PAGES = pages()
 CODE = re.compile(r"^```.*?^```$|`[^`\n]*`", re.DOTALL | re.MULTILINE)
@@ -68,9 +71,54 @@ def test_relative_links_resolve(page: Path) -> None:
             assert anchor in anchors(target), f"{name(page)} links to {link}: no such heading"
 
 
+DOCS = ROOT / "docs"
+SITE_PAGES = [p for p in PAGES if DOCS in p.parents]
+
+
 def test_every_page_is_in_the_navigation() -> None:
-    navigation = (ROOT / "mkdocs.yml").read_text()
-    assert [p.name for p in PAGES if p.parent.name == "docs" and f": {p.name}" not in navigation] == []
+    named = set(re.findall(r"- (?:[^:\n]+: )?(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    assert named == {str(p.relative_to(DOCS)) for p in SITE_PAGES} | set(ROOT_FILES.values())
+
+
+@pytest.mark.parametrize("page", SITE_PAGES, ids=name)
+def test_a_page_begins_with_its_reader_and_a_block_of_code(page: Path) -> None:
+    title, first, *_ = page.read_text().split("\n\n")
+    assert title.startswith("# ")
+    assert first.startswith("You "), "say what the reader has, and wants to do"
+    assert "```" in page.read_text().split("\n## ")[0], "a block of code before the first section"
+
+
+def test_no_shown_output_of_the_readme_is_wider_than_a_terminal() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert text.count("\n") <= 120
+    assert all(len(line) <= 100 for block in OUTPUT.findall(text) for line in block.splitlines())
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    pages = " ".join(p.read_text() for p in (DOCS / "reference" / "api").glob("*.md"))
+    listed = {path.removeprefix("mxtensor.").split(".")[0] for path in re.findall(r"^::: (\S+)$", pages, re.MULTILINE)}
+    modules = {name for name in mx.__all__ if inspect.ismodule(getattr(mx, name))}
+    assert set(mx.__all__) - modules <= listed
+    assert all(f"mx.{module}" in pages for module in modules)
+
+
+def test_the_names_of_the_reference_exist() -> None:
+    for page in SITE_PAGES:
+        for path in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE):
+            module, _, attribute = path.rpartition(".")
+            assert hasattr(pkgutil.resolve_name(module), attribute), f"{name(page)} lists {path}"
+
+
+def test_the_root_files_link_to_pages_of_the_site() -> None:
+    for source in ROOT_FILES:
+        for link in LINK.findall(CODE.sub("", relinked((ROOT / source).read_text()))):
+            if not link.startswith(("http", "#")):
+                path = (DOCS / "develop" / link.partition("#")[0]).resolve()
+                assert path.exists() or str(path.relative_to(DOCS)) in ROOT_FILES.values(), link
+
+
+def test_the_picture_of_the_rooms_is_current() -> None:
+    assert rooms.PICTURE.read_text() == rooms.picture(), "run python -m docs.rooms"
 
 
 def test_make_targets_that_pages_name_exist() -> None:
@@ -88,33 +136,13 @@ def test_public_names_are_documented(public: str) -> None:
     assert any(f"mx.{public}`" in page.read_text() for page in PAGES), f"no page names `mx.{public}`"
 
 
-def floors() -> dict[str, int]:
-    """File or folder of the package -> its place in the table of CONTRIBUTING.md, the lowest first."""
-    rows = re.findall(r"^\| \d+ \| ([^|]+) \|", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
-    return {name: place for place, name in enumerate(re.findall(r"`(\w+)(?:\.py|/)`", " ".join(rows)))}
-
-
-def test_the_floors_are_the_files() -> None:
-    found = {
-        p.relative_to(ROOT / "mxtensor").components[0].removesuffix(".py") for p in (ROOT / "mxtensor").rglob("*.py")
-    }
-    assert set(floors()) == found - {"__init__"}
-
-
-def test_a_file_imports_only_from_below() -> None:
-    places = floors()
-    wrong = []
-    for path in (ROOT / "mxtensor").rglob("*.py"):
-        here = path.relative_to(ROOT / "mxtensor")
-        if here.name == "__init__.py":
-            continue
-        for node in ast.walk(ast.parse(path.read_text())):
-            if not isinstance(node, ast.ImportFrom) or node.level != len(here.components):
-                continue  # not of the package, or of a neighbour in the same folder
-            names = [node.module.split(".")[0]] if node.module else [alias.name for alias in node.names]
-            mine = places[here.components[0].removesuffix(".py")]
-            wrong += [f"{here} imports {n}" for n in names if places[n] >= mine]
-    assert wrong == []
+def test_the_table_of_rooms_is_the_package() -> None:
+    """Floors and circles of the imports are checked by tests/floors.py."""
+    table = rooms.rooms()
+    floors = [floor for floor, _, _ in table]
+    assert floors == sorted(floors, reverse=True)
+    folders = {p.name for p in (ROOT / "mxtensor").iterdir() if p.is_dir() and p.name != "__pycache__"}
+    assert {room for _, room, _ in table} == folders | {"__init__"}
 
 
 def test_the_bits_in_the_readme() -> None:

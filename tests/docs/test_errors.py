@@ -1,31 +1,21 @@
-"""docs/errors.md is true and complete: every row raises what it says, whole text, and every raise has a row."""
+"""docs/reference/errors.md is true and complete: each row raises what it says, and each raise has a row."""
 
 import ast
-import builtins
 import re
-import tempfile
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
 
 import mxtensor as mx
-from mxtensor.core.kernel import Kernel
-from mxtensor.kernels.gemm import select
-from mxtensor.training import recompute
 from mxtensor.training.training_weight import values_of
+from tests.docs.error_rows import PAGE, ROWS, forced, namespace, pattern
 from tests.helpers.compare import components_of
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "errors.md").read_text()
-ROW = re.compile(r"^\| `(.+?)` \| (\w+) \| `(.+?)` \| (.+) \|$", re.MULTILINE)
-ROWS = ROW.findall(PAGE)
-SETUP = re.search(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)[1]
 KINDS = (
-    ValueError, TypeError, NotImplementedError, RuntimeError, ImportError, AttributeError, FileExistsError,
+    ValueError, TypeError, IndexError, NotImplementedError, RuntimeError, ImportError, AttributeError, FileExistsError,
     FileNotFoundError, UserWarning,
 )  # fmt: skip
 
@@ -54,107 +44,10 @@ NEVER_SEEN = {
 }
 
 
-def pattern(message):
-    """A message whose {words} stand for any text."""
-    return ".+?".join(map(re.escape, re.split(r"\{\w+\}", message)))
-
-
-def forced(kernel, call):
-    with mx.kernels(kernel):
-        return call()
-
-
-def strictly(call):
-    with mx.strict():
-        return call()
-
-
-def without(package, call):
-    """``call`` where ``package`` is not installed."""
-
-    def find(name, *args, **kwargs):
-        if name.partition(".")[0] == package:
-            raise ImportError(name)
-        return original(name, *args, **kwargs)
-
-    original, builtins.__import__ = builtins.__import__, find
-    try:
-        return call()
-    finally:
-        builtins.__import__ = original
-
-
-def failing(message, call):
-    """``call`` where the first product kernel fails with ``message`` after it accepted."""
-
-    def run(*operands):
-        raise RuntimeError(message)
-
-    original, select.GEMM = select.GEMM, (Kernel("broken", lambda *operands: None, run), *select.GEMM)
-    try:
-        return call()
-    finally:
-        select.GEMM = original
-
-
-def inside(recipe, call):
-    with mx.autocast(recipe=recipe):
-        return call()
-
-
-def traced(call):
-    """``call`` as torch.compile's tracing sees it."""
-    with mock.patch("torch.compiler.is_compiling", lambda: True):
-        return call()
-
-
-def other_torch(call):
-    """``call`` where torch's checkpoints are made of other classes."""
-    with mock.patch.multiple(recompute, torch_checkpoint=SimpleNamespace(), _installed=[]):
-        return call()
-
-
-def alone(call):
-    """``call`` in a process group of one."""
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        return call()
-    finally:
-        torch.distributed.destroy_process_group()
-
-
-def ranked(world, call):
-    """``call`` with the mesh of so many ranks, the others not there: what is sent is nothing."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
-    try:
-        return call(torch.distributed.device_mesh.init_device_mesh("cpu", (world,)))
-    finally:
-        torch.distributed.destroy_process_group()
-
-
-def saved(call):
-    """``call`` with the path of a checkpoint."""
-    from torch.distributed import checkpoint as dcp
-
-    from tests.distributed.dcp_cases import in_one_process
-
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "step-1"
-        in_one_process(dcp.save, {"x": torch.ones(4)}, path, storage_writer=mx.checkpoint.Writer(path))
-        return call(path)
-
-
-HELPERS = (forced, strictly, without, failing, inside, traced, other_torch, alone, ranked, saved)
-
-
 @pytest.fixture
 def names():
     """What the page sets up, and the helpers."""
-    space = {helper.__name__: helper for helper in HELPERS}
-    exec(SETUP, space)
-    return space
+    return namespace()
 
 
 def state(names):

@@ -1,4 +1,4 @@
-"""The demo's claims, measured on its own text through its own functions."""
+"""The claims of the demo, measured on its own text."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 from examples import minilm
 
 CLAIMS = {
-    # config: (lowest mean cosine to float32, fewest of ten neighbours kept, most bytes against float32)
+    # config: (lowest mean cosine to float32, fewest of ten neighbours shared, most bytes relative to float32)
     "mxfp8": (0.996, 9.3, 0.26),
     "mxfp8-weight-only": (0.9975, 9.4, 0.26),
     "mxfp4-weight-only": (0.94, 7.9, 0.14),
@@ -15,7 +15,7 @@ CLAIMS = {
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
-    """Where other tests run beside this one, OpenMP threads wait for each other five times as long as they compute."""
+    """Beside other tests, OpenMP threads wait for each other five times as long as they compute."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -48,12 +48,12 @@ def test_text_is_as_described(sentences):
 
 @pytest.mark.parametrize("config", CLAIMS)
 def test_claims(config, model, sentences, reference):
-    cosine, saved, bytes_stored = CLAIMS[config]
+    cosine, shared, size = CLAIMS[config]
     result = minilm.measure(model, config, sentences, reference)
     assert len(result.layers) == 37  # six layers of six, and the pooler
     assert cosine <= result.cosine < 1
-    assert saved <= result.saved < 10
-    assert result.mb_after / result.mb_before <= bytes_stored
+    assert shared <= result.shared < 10
+    assert result.mb_after / result.mb_before <= size
     assert result.mb_after / result.mb_before == pytest.approx(result.bits_per_value / 32)
 
 
@@ -69,7 +69,7 @@ def test_main_prints_and_plots(model, sentences, tmp_path, monkeypatch, capsys):
     assert nvfp4[1:5] == ["4.50", "43.06", "6.06", "0.141"]
     assert sum(row[:1] == ["mxfp8"] for row in table) == 1
     assert "The worst of 37 layers" in out
-    assert "nvfp4 384x1536" in out  # what explain() saw
+    assert "nvfp4 384x1536" in out  # the table of explain()
     assert (tmp_path / "out" / "minilm_error.png").stat().st_size > 10_000
 
 
@@ -78,9 +78,9 @@ def test_neighbours_by_hand():
     index = torch.arange(22)
     halves, parity = (torch.eye(2)[group] for group in (index // 11, index % 2))
     assert set(minilm.neighbours(halves)[3].tolist()) == set(range(11)) - {3}
-    assert minilm.neighbours_kept(halves, halves) == 10
-    # a half has six indices of one parity, which keep five of each other, and five of the other, which keep four
-    assert minilm.neighbours_kept(halves, parity) == pytest.approx((6 * 5 + 5 * 4) / 11)
+    assert minilm.shared_neighbours(halves, halves) == 10
+    # a half has six indices of one parity, which share five neighbours, and five of the other, which share four
+    assert minilm.shared_neighbours(halves, parity) == pytest.approx((6 * 5 + 5 * 4) / 11)
 
 
 @pytest.mark.parametrize(

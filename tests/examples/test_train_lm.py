@@ -1,4 +1,4 @@
-"""The training example: it learns, stops and goes on bit for bit, and says what it did."""
+"""The training example learns, stops, continues bit for bit, and reports what ran."""
 
 import shutil
 
@@ -79,25 +79,25 @@ def assert_same(a, b, where="checkpoint"):
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "mxfp4", "nvfp4", "float8-delayed"])
-def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(recipe, main, tmp_path):
-    """Also where gradients round stochastically and where scales come from earlier steps."""
-    whole, components = tmp_path / "whole", tmp_path / "parts"
+def test_a_run_that_continues_is_bitwise_identical_to_an_uninterrupted_one(recipe, main, tmp_path):
+    """Also with stochastic rounding of gradients and with delayed scaling."""
+    whole, interrupted = tmp_path / "whole", tmp_path / "interrupted"
     main("--recipe", recipe, "--steps", 24, "--checkpoint", whole)
-    main("--recipe", recipe, "--steps", 11, "--checkpoint", components)
+    main("--recipe", recipe, "--steps", 11, "--checkpoint", interrupted)
     torch.manual_seed(7)  # another process
-    main("--recipe", recipe, "--steps", 24, "--checkpoint", components, "--resume")
-    assert {p.name for p in components.iterdir()} == {"step-20", "step-24"}  # the last two
-    expected, resumed = (saved(path / "step-24", tmp_path / "file") for path in (whole, components))
-    mine, its = resumed["rest"].pop("held_out"), expected["rest"].pop("held_out")
-    assert [step for step, _ in mine] == [0, 11, 20, 24]  # one look more
-    assert [look for look in mine if look[0] != 11] == its
+    main("--recipe", recipe, "--steps", 24, "--checkpoint", interrupted, "--resume")
+    assert {p.name for p in interrupted.iterdir()} == {"step-20", "step-24"}  # the last two
+    expected, continued = (saved(path / "step-24", tmp_path / "file") for path in (whole, interrupted))
+    mine, its = continued["rest"].pop("held_out"), expected["rest"].pop("held_out")
+    assert [step for step, _ in mine] == [0, 11, 20, 24]  # one evaluation more
+    assert [entry for entry in mine if entry[0] != 11] == its
     assert len(expected["rest"]["losses"]) == 24 and expected.keys() == {"model", "optimizer", "rest"}
     assert bool(expected["rest"].get("delayed")) == (recipe == "float8-delayed")
-    assert_same(expected, resumed)
+    assert_same(expected, continued)
 
 
 def saved(folder, file):
-    """What a checkpoint holds."""
+    """The contents of a checkpoint."""
     dcp_to_torch_save(folder, file)
     return torch.load(file, weights_only=False)
 
@@ -149,10 +149,10 @@ def test_every_recipe_trains_its_layers_in_three_products(recipe, text):
         assert said.endswith("0 quantized layers: no product")
     run.optimizer.zero_grad()
     learned, held_out = split(text)
-    run.look(held_out)
+    run.evaluate(held_out)
     for _ in range(20):
         run.step(learned)
-    run.look(held_out)
+    run.evaluate(held_out)
     (_, before), (_, after) = run.held_out
     assert 5.3 < before < 5.7
     assert after < 4.3
@@ -207,7 +207,7 @@ def test_parameters_of_the_largest_size():
         (["--steps", "0"], "--steps: 0 is not positive"),
         (["--resume"], "name the folder with --checkpoint"),
         (["--resume", "--checkpoint", "nowhere"], "there is no folder nowhere"),
-        (["--checkpoint", "{short}"], "is there already; add --resume, or name another folder"),
+        (["--checkpoint", "{short}"], "exists already; add --resume, or name another folder"),
     ],
 )
 def test_mistakes_are_named(arguments, message, main, tmp_path, capsys):
