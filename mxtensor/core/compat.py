@@ -80,6 +80,12 @@ dispatch_mode_count: Callable[[], int] = _python_dispatch._len_torch_dispatch_st
 
 torch has no public question for it. Missing: ``import mxtensor`` fails.
 """
+is_jit_tracing: Callable[[], bool] = torch._C._is_tracing
+"""Whether ``torch.jit.trace`` is recording ops: it sees no write to memory.
+
+``torch.jit.is_tracing`` asks the same through two Python functions, in each eager call of a layer. Missing: ``import
+mxtensor`` fails.
+"""
 functorch_interpreter: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
 """The innermost transform of torch.func (vmap, grad) that is running; None outside.
 

@@ -134,9 +134,8 @@ def use_log(log: Log) -> Iterator[Log]:
         _log.reset(token)
 
 
-def current_log() -> Log | None:
-    """The log of the innermost ``explain()``, if there is one."""
-    return _log.get()
+current_log = _log.get
+"""The log of the innermost ``explain()``; None without one."""
 
 
 def record(spec: Spec, kernel: str, refusals: dict[str, str]) -> Entry | None:

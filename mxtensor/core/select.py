@@ -125,7 +125,7 @@ def perform(
 
 def is_observed() -> bool:
     """Whether there is an enclosing ``explain()`` or ``kernels()``: then no launch of a plan is used."""
-    return current_log() is not None or _forced.get() is not None
+    return _forced.get() is not None or current_log() is not None
 
 
 def dispatch_context() -> tuple[Log | None, str | None]:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from .compat import dispatch_mode_count, is_ephemeral, is_functorch_wrapped_tensor
+from .compat import dispatch_mode_count, is_ephemeral, is_functorch_wrapped_tensor, is_jit_tracing
 
 
 def is_recorded() -> bool:
     """Whether ``torch.jit.trace`` looks on: it sees ops, not what is written to memory."""
-    return torch.jit.is_tracing()
+    return is_jit_tracing()
 
 
 def is_traced(*tensors: torch.Tensor | None) -> bool:
     """Whether these tensors are being traced (or have no values at all) rather than computed."""
-    if torch.compiler.is_compiling() or dispatch_mode_count() > 0 or torch.jit.is_tracing():
+    if torch.compiler.is_compiling() or dispatch_mode_count() > 0 or is_jit_tracing():
         return True
     for t in tensors:
         if t is not None and (type(t) not in _PLAIN or t.is_meta or is_functorch_wrapped_tensor(t)):

@@ -44,14 +44,13 @@ def _launch_key(x: Tensor, weight: MXTensor, bias: Tensor | None, operand: Opera
 
     A tensor that got the memory of another one finds that one's plan only if all of this is equal: then it is right.
     """
-    data, scale, global_scale = operand.data, operand.scale, operand.global_scale
-    return (
-        x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15,  # kernels read 16 bytes at a time
-        data.data_ptr(), scale.data_ptr(), 0 if global_scale is None else global_scale.data_ptr(),
-        data.is_contiguous() and scale.is_contiguous(), operand.format.name, operand.shape,
-        weight.dtype, weight.recipe.key,
-        None if bias is None else (bias.data_ptr(), bias.dtype, bias.shape, bias.stride()),
+    global_scale = operand.global_scale
+    key = (
+        x.shape, x.is_contiguous(), x.dtype, x.device, x.data_ptr() & 15,  # kernels read 16 bytes at a time
+        operand.data.data_ptr(), operand.scale.data_ptr(), 0 if global_scale is None else global_scale.data_ptr(),
+        operand.is_contiguous, operand.shape, weight.dtype, weight.recipe.key,  # the recipe names the format
     )  # fmt: skip
+    return key if bias is None else (*key, bias.data_ptr(), bias.dtype, bias.shape, bias.is_contiguous())
 
 
 @implements_function(F.linear)
@@ -65,8 +64,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, **out: Ten
         return F.linear(input, weight, bias, **out)
     assert isinstance(weight, MXTensor)
     operand, key = weight._rowwise, None
-    launches = input.device.type in select.LAUNCH_DEVICES or None in select.LAUNCH_DEVICES
-    if launches and operand is not None and not is_observed():
+    if operand is not None and select.has_launches(input.device.type) and not is_observed():
         key = _launch_key(input, weight, bias, operand)
         plan = PLANS.get(key)
         if plan is not None and plan.launch is not None:

@@ -235,6 +235,12 @@ def test_dispatch_modes_functorch_and_traces_are_noticed():
     assert seen == [(True, True), (False, False)]
 
 
+def test_a_jit_trace_is_noticed():
+    seen = []
+    torch.jit.trace(lambda x: (seen.append(compat.is_jit_tracing()), x + 1)[1], torch.ones(2), check_trace=False)
+    assert seen == [True] and not compat.is_jit_tracing()
+
+
 def test_function_modes_are_listed_innermost_last():
     with Seen() as outer, Seen() as inner:
         assert compat.function_mode_stack() == [outer, inner]

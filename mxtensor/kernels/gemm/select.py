@@ -22,8 +22,9 @@ GROUPED: tuple[Kernel, ...] = (
 """The same kernels for a stack of weights, each multiplied by rows of its own."""
 VALUES = {dequant.KERNEL.name: dequant.values_dtype, emulated.KERNEL.name: emulated.values_dtype}
 """Kernels that multiply values and not codes -> the dtype that they want them in, given the product's arguments."""
-LAUNCH_DEVICES = frozenset(kernel.device for kernel in GEMM if kernel.prepare is not None)
-"""Types of devices on which a plan may have a launch; None stands for every type."""
+_LAUNCH_DEVICES = frozenset(kernel.device for kernel in GEMM if kernel.prepare is not None)
+has_launches = _LAUNCH_DEVICES.__contains__
+"""Whether plans may have launches on this type of device."""
 KERNEL_NAMES.update(kernel.name for kernel in GEMM)
 
 
