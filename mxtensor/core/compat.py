@@ -86,6 +86,12 @@ is_jit_tracing: Callable[[], bool] = torch._C._is_tracing
 ``torch.jit.is_tracing`` asks the same through two Python functions, in each eager call of a layer. Missing: ``import
 mxtensor`` fails.
 """
+any_autocast_is_active: Callable[[], bool] = torch._C._is_any_autocast_enabled
+"""Whether ``torch.autocast`` is active for any type of device.
+
+``torch.is_autocast_enabled`` wants the name of one, which takes longer to make than this takes to answer. Missing:
+``import mxtensor`` fails.
+"""
 functorch_interpreter: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
 """The innermost transform of torch.func (vmap, grad) that is running; None outside.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -43,6 +44,11 @@ class Operand:
         scale = torch.empty(format.scale_shape(shape), dtype=format.scale.dtype, device=device)
         global_scale = torch.empty((), dtype=torch.float32, device=device) if format.global_scale else None
         return cls(data, scale, global_scale, format, shape)
+
+    @cached_property
+    def is_contiguous(self) -> bool:
+        """Whether codes and scales are contiguous; asked once, in each eager call of a layer."""
+        return self.data.is_contiguous() and self.scale.is_contiguous()
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..core.compat import functorch_interpreter
+from ..core.compat import any_autocast_is_active, functorch_interpreter
 from ..core.dispatch import implements_function
 from ..core.plan import PLANS
 from ..core.select import is_observed
@@ -35,7 +35,7 @@ def _runs_whole(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     return not (
         is_traced(input, bias)  # torch.compile, dispatch modes, functorch, other subclasses
         or functorch_interpreter() is not None
-        or torch_autocasts(input.device)
+        or (any_autocast_is_active() and torch_autocasts(input.device))
     )
 
 
@@ -45,12 +45,12 @@ def _launch_key(x: Tensor, weight: MXTensor, bias: Tensor | None, operand: Opera
     A tensor that got the memory of another one finds that one's plan only if all of this is equal: then it is right.
     """
     global_scale = operand.global_scale
-    key = (
+    return (
         x.shape, x.is_contiguous(), x.dtype, x.device, x.data_ptr() & 15,  # kernels read 16 bytes at a time
         operand.data.data_ptr(), operand.scale.data_ptr(), 0 if global_scale is None else global_scale.data_ptr(),
         operand.is_contiguous, operand.shape, weight.dtype, weight.recipe.key,  # the recipe names the format
+        None if bias is None else (bias.data_ptr(), bias.dtype, bias.shape, bias.is_contiguous()),
     )  # fmt: skip
-    return key if bias is None else (*key, bias.data_ptr(), bias.dtype, bias.shape, bias.is_contiguous())
 
 
 @implements_function(F.linear)
@@ -64,7 +64,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, **out: Ten
         return F.linear(input, weight, bias, **out)
     assert isinstance(weight, MXTensor)
     operand, key = weight._rowwise, None
-    if operand is not None and select.has_launches(input.device.type) and not is_observed():
+    if operand is not None and select.has_launches(input.device) and not is_observed():
         key = _launch_key(input, weight, bias, operand)
         plan = PLANS.get(key)
         if plan is not None and plan.launch is not None:

@@ -241,6 +241,14 @@ def test_a_jit_trace_is_noticed():
     assert seen == [True] and not compat.is_jit_tracing()
 
 
+def test_an_autocast_is_noticed():
+    with torch.autocast("cpu", torch.bfloat16):
+        assert compat.any_autocast_is_active()
+        with torch.autocast("cpu", enabled=False):
+            assert not compat.any_autocast_is_active()
+    assert not compat.any_autocast_is_active()
+
+
 def test_function_modes_are_listed_innermost_last():
     with Seen() as outer, Seen() as inner:
         assert compat.function_mode_stack() == [outer, inner]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -22,10 +24,13 @@ GROUPED: tuple[Kernel, ...] = (
 """The same kernels for a stack of weights, each multiplied by rows of its own."""
 VALUES = {dequant.KERNEL.name: dequant.values_dtype, emulated.KERNEL.name: emulated.values_dtype}
 """Kernels that multiply values and not codes -> the dtype that they want them in, given the product's arguments."""
-_LAUNCH_DEVICES = frozenset(kernel.device for kernel in GEMM if kernel.prepare is not None)
-has_launches = _LAUNCH_DEVICES.__contains__
-"""Whether plans may have launches on this type of device."""
 KERNEL_NAMES.update(kernel.name for kernel in GEMM)
+
+
+@cache
+def has_launches(device: torch.device) -> bool:
+    """Whether a kernel may give plans on this device a launch."""
+    return any(kernel.prepare is not None and kernel.device in (None, device.type) for kernel in GEMM)
 
 
 def _spec(op: str, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> Spec:

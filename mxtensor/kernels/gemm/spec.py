@@ -62,12 +62,13 @@ class FakeQuantized:
 
 
 GemmOperand: TypeAlias = Operand | Unquantized | FakeQuantized | Tensor
-"""One operand of a product, (..., rows, K): codes blocked along K, values that still need a cast, values that a cast has
-rounded, or plain values."""
+"""One operand of a product, (..., rows, K): codes blocked along K, values that still need a cast, values that a cast
+has rounded, or plain values."""
 
 
 class GemmArgs(NamedTuple):
-    """The other arguments of a product. The bias broadcasts to (..., M, N) and is added in float32, before the one rounding."""
+    """The other arguments of a product. The bias broadcasts to (..., M, N) and is added in float32, before the one
+    rounding."""
 
     out_dtype: torch.dtype
     bias: Tensor | None = None

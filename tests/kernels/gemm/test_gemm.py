@@ -327,9 +327,9 @@ def test_kernels_that_read_codes_refuse_rounded_values(kernel, which, monkeypatc
         spec = Spec("mm", ((32, 64), (32, 64)), tuple(f.format for f in operands), torch.bfloat16, x.device, True)
         assert taken.refuses(spec, *operands, args) is None
         operands[which] = FakeQuantized(x, None, operands[0].format)
-        assert taken.refuses(spec, *operands, args) == "needs codes, a factor is rounded values"
+        assert taken.refuses(spec, *operands, args) == "needs codes, an operand is rounded values"
         stack = spec._replace(shapes=((32, 64), (1, 32, 64)))
-        assert grouped.refuses(stack, *operands, ends, args) == "needs codes, a factor is rounded values"
+        assert grouped.refuses(stack, *operands, ends, args) == "needs codes, an operand is rounded values"
 
 
 def test_on_a_device_a_float32_result_is_the_accumulator_of_a_bfloat16_product(monkeypatch):
