@@ -48,7 +48,7 @@ def _launch_key(x: Tensor, weight: MXTensor, bias: Tensor | None, operand: Opera
     return (
         x.shape, x.is_contiguous(), x.dtype, x.device, x.data_ptr() & 15,  # kernels read 16 bytes at a time
         operand.data.data_ptr(), operand.scale.data_ptr(), 0 if global_scale is None else global_scale.data_ptr(),
-        operand.is_contiguous, operand.shape, weight.dtype, weight.recipe.key,  # the recipe names the format
+        operand.is_contiguous, operand.shape, weight.dtype, id(weight.recipe),  # the recipe has the format
         None if bias is None else (bias.data_ptr(), bias.dtype, bias.shape, bias.is_contiguous()),
     )  # fmt: skip
 
@@ -81,6 +81,6 @@ def _prepare(key: Hashable, x: Tensor, weight: MXTensor, bias: Tensor | None) ->
     a, b = gemm_operands("linear", Side(as_matrix(x), False), Side(weight, False))
     args = GemmArgs(x.dtype, bias)
     plan = select.plan_of("linear", a, b, args, preference(weight))
-    if plan.kernel is not None and plan.kernel.prepare is not None:
-        plan = replace(plan, launch=plan.kernel.prepare(x, a, b, args))
-    PLANS.put(key, plan)
+    prepare = None if plan.kernel is None else plan.kernel.prepare
+    launch = None if prepare is None else prepare(x, a, b, args)
+    PLANS.put(key, replace(plan, launch=launch, pinned=(weight.recipe,)))
