@@ -1,5 +1,4 @@
-"""What torch's autograd lacks: the derivative of a change of representation, and the mode in which a wrapper's views
-are made."""
+"""The derivative of ``dequantize``, and the mode in which views of a wrapper are made."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ def _outside_inference() -> Iterator[None]:
 
 
 def mode_of_views(func: Any, base: Any) -> AbstractContextManager[None]:
-    """In which ``func`` of ``base`` is to run: torch takes a view for its base's only if both are inference tensors or
+    """The context for ``func`` of ``base``: torch accepts a view only if base and view are both inference tensors or
     neither is, and a wrapper that is made in inference mode is one."""
     if not torch.is_inference_mode_enabled() or not getattr(func, "is_view", False) or base.is_inference():
         return nullcontext()

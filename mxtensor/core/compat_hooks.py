@@ -1,4 +1,4 @@
-"""Every change to torch's own behaviour: where torch calls what no public hook reaches. ``compat`` holds what is read.
+"""Every change to torch's own behaviour: where torch calls what no public hook reaches. ``compat`` reads torch.
 
 Nothing is changed when this file is imported. Each function says why no public API does it, and what happens where this
 torch has no such place. All were seen in torch 2.11, 2.13 and 2.15 unless the function says otherwise.

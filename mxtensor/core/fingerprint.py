@@ -1,7 +1,7 @@
 """A digest of the package's own sources.
 
-torch.compile caches what a graph over an MXTensor was lowered to under a key that knows the tensor but not the rules
-and kernels that lowered it. With this digest in the key, another version of the package never runs an old graph.
+torch.compile caches compiled graphs under a key of the tensors, not of the rules and kernels that lowered the graph.
+With this digest in the key, another version of the package never runs an old graph.
 """
 
 from __future__ import annotations

@@ -31,10 +31,12 @@ class Plan:
     launch: Callable[..., Any] | None = None
     """Runs the call for other values of its first operand; holds no tensor. None: the kernel runs as in the first
     call."""
+    pinned: tuple[object, ...] = ()
+    """Objects whose ids stand in the key: while the plan is cached, no other object can get such an id."""
 
 
 class PlanCache:
-    """Key -> Plan, least recently used first. Keys are made of numbers, names and dtypes: no tensor stays alive.
+    """Key -> Plan, least recently used first. Keys are made of numbers, names and dtypes, and a plan pins no tensor.
 
     Threads may use it at once: each step is one atomic call of OrderedDict, and a plan that another thread has dropped
     in between is still right.

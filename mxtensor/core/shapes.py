@@ -1,4 +1,4 @@
-"""Shapes, strides and sizes as plain numbers, and the one shape that products want."""
+"""Shapes, strides and sizes as plain numbers, and the matrix shape that products take."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def as_matrix(t: Tensor) -> Tensor:
-    """(..., K) as (rows, K), also where K is 0, which says nothing of how many rows there are."""
+    """(..., K) as (rows, K), also if K is 0."""
     return t if t.dim() == 2 else t.reshape(math.prod(t.shape[:-1]), t.shape[-1])
 
 
@@ -19,16 +19,16 @@ def swapped(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def wrapped_dim(dim: int, ndim: int) -> int:
-    """``dim`` counted from the front. Raises IndexError, in torch's words, for a dimension that is not there."""
+    """``dim`` counted from the front. Raises IndexError, in torch's words, for a dimension out of range."""
     if not -ndim <= dim < ndim:
         raise IndexError(f"Dimension out of range (expected to be in range of [{-ndim}, {ndim - 1}], but got {dim})")
     return dim % ndim
 
 
 def inferred_shape(shape: Sequence[int], numel: int) -> tuple[int, ...]:
-    """``shape`` with the -1 in it replaced by what ``numel`` values, more than none, leave for that dimension.
+    """``shape`` with its one -1 replaced so that it has ``numel`` values, at least one.
 
-    Raises RuntimeError, in torch's words, where they do not fill it.
+    Raises RuntimeError, in torch's words, if no number does.
     """
     known = math.prod(n for n in shape if n != -1)
     if list(shape).count(-1) != 1 or known == 0 or numel % known:
@@ -37,7 +37,7 @@ def inferred_shape(shape: Sequence[int], numel: int) -> tuple[int, ...]:
 
 
 def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a fresh dense tensor of ``shape``."""
+    """Strides of a new dense tensor of ``shape``."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)

@@ -9,18 +9,18 @@ import torch
 
 
 def torch_autocasts(device: torch.device) -> bool:
-    """Whether torch.autocast is active for tensors of ``device``; torch has none for meta, and raises."""
+    """Whether torch.autocast is active for tensors of ``device``. False for meta, for which torch would raise."""
     kind = device.type
     return kind != "meta" and torch.is_autocast_enabled(kind)
 
 
 def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
-    """The dtype that torch.autocast gives products of ``x``; None outside it, and for float64, left alone."""
+    """The dtype that torch.autocast gives products of ``x``; None outside it, and for float64, which it does not change."""
     if torch_autocasts(x.device) and x.dtype is not torch.float64:
         return torch.get_autocast_dtype(x.device.type)
     return None
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """torch.autocast switched off, for code that decides on dtypes itself."""
+    """The context without torch.autocast, for code that chooses dtypes itself."""
     return torch.autocast(device.type, enabled=False) if torch_autocasts(device) else nullcontext()

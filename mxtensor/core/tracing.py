@@ -1,4 +1,4 @@
-"""Who looks on while an op runs: what torch traces must be ops, and what it exports aten's own."""
+"""Whether torch is tracing: then all work must be ops, and in an export ops of aten."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .compat import dispatch_mode_count, is_ephemeral, is_functorch_wrapped_tens
 
 
 def is_recorded() -> bool:
-    """Whether ``torch.jit.trace`` looks on: it sees ops, not what is written to memory."""
+    """Whether ``torch.jit.trace`` is recording: it sees ops, and no write to memory."""
     return is_jit_tracing()
 
 
@@ -26,9 +26,9 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def guard_int(number: int) -> int:
-    """``number``; decided now, where it is a symbol for an argument of a view that torch makes anew to trace it.
+    """``number`` as an int if it is a symbol for an argument of a view that torch replays to trace it.
 
-    No guard can name such a symbol, so that none may be left of it.
+    No guard can name such a symbol, so that none may remain. Other symbols are returned as they are.
     """
     if type(number) is int:
         return number

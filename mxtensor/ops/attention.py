@@ -1,7 +1,7 @@
-"""The fused attention ops of torch's inference fast path, spelled out so that their products reach the other rules.
+"""The fused attention ops of torch's inference fast path, decomposed so that their products reach the other rules.
 
-``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer`` call these in eval mode without gradients; torch.compile
-does so even where a tensor subclass should have kept it from it.
+``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer`` call these in eval mode without gradients. Under
+torch.compile they call them even for a tensor subclass, for which eager code does not.
 """
 
 from __future__ import annotations

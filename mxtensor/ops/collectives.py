@@ -1,7 +1,7 @@
-"""What torch's own tensor parallelism sends a weight through: its codes and scales are sent, one after the other.
+"""The collectives that torch's tensor parallelism runs on a weight: codes and scales are sent one after the other.
 
-``distribute_tensor`` cuts a parameter, makes a buffer for a part by ``empty_like``, and scatters; what every rank has
-whole it broadcasts. Any other collective is refused: it would move values, or add up codes.
+``distribute_tensor`` splits a parameter, makes a buffer for one shard by ``empty_like`` and scatters; a replicated
+parameter it broadcasts. Any other collective is refused: it would move values, or add up codes.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ from ..tensor.mxtensor import MXTensor
 
 @implements_function(Tensor.is_complex)
 def is_complex(t: MXTensor) -> bool:
-    """Never; torch.distributed asks before it hands tensors to C++, which for lists of them (gather, or scatter into a
-    plain tensor) asks no more and reads a memory that a wrapper has not."""
+    """False. torch.distributed asks it before it hands tensors to C++.
+
+    For a list of tensors (gather, or scatter into a plain tensor) C++ asks nothing more and reads storage that a
+    wrapper does not have: these calls raise NotImplementedError here.
+    """
     frame = distributed_caller("distributed_c10d")
     if frame is not None and not (
         frame.f_code.co_name in ("broadcast", "scatter") and isinstance(frame.f_locals.get("tensor"), MXTensor)
@@ -35,9 +38,9 @@ def is_complex(t: MXTensor) -> bool:
 
 @implements_function(torch.empty_like)
 def empty_like(t: MXTensor, **options: Any) -> Tensor:
-    """As the op has it; for ``distribute_tensor`` a buffer for codes and scales.
+    """The rule of the op; for ``distribute_tensor`` a buffer for codes and scales.
 
-    Raises NotImplementedError there, on every rank alike, where ranks would not hold the same orientations.
+    Raises NotImplementedError for such a buffer, on every rank, if the shards would not store the same orientations.
     """
     frame = distributed_caller("tensor.placement_types")
     components = [] if frame is None else frame.f_locals.get("scatter_list", [])
@@ -46,31 +49,31 @@ def empty_like(t: MXTensor, **options: Any) -> Tensor:
     first = tuple(p.shape for p in t.components)
     if not all(isinstance(p, MXTensor) and tuple(q.shape for q in p.components) == first for p in components):
         raise NotImplementedError(
-            f"an MXTensor in {t.format} does not divide into {len(components)} parts that hold the same, such as "
-            f"{tuple(t.shape)} {t.copies.label}; use a mesh of fewer ranks, hold one orientation only, or pad the layer"
+            f"an MXTensor in {t.format} does not divide into {len(components)} shards that store the same, such as "
+            f"{tuple(t.shape)} {t.copies.label}; use a mesh of fewer ranks, store one orientation, or pad the layer"
         )
-    return t.map_components(lambda part: part.new_empty(part.shape))
+    return t.map_components(lambda component: component.new_empty(component.shape))
 
 
-def _part(value: Any, i: int) -> Any:
-    """The i-th part of each MXTensor among the arguments of a collective, as bytes."""
+def _component(value: Any, i: int) -> Any:
+    """Each MXTensor among the arguments of a collective replaced by its i-th component, as bytes."""
     if isinstance(value, list | tuple):
-        return type(value)(_part(v, i) for v in value)
+        return type(value)(_component(v, i) for v in value)
     return value.components[i].reshape(-1).view(torch.uint8) if isinstance(value, MXTensor) else value
 
 
 def sent(func: Any, args: Any, kwargs: Any) -> Any:
-    """A collective of MXTensors, part by part; the work of the last is that of all.
+    """A collective of MXTensors, component by component; the ``Work`` of the last one stands for all.
 
-    Of one that is to be waited for, NCCL gives no work: it runs among what the device does anyway.
+    NCCL returns no ``Work`` for a synchronous collective: it runs on the current stream.
     """
     written, work = args[0], None
-    for i, part in enumerate(written[0].components):
-        if not part.is_contiguous():
-            raise NotImplementedError(f"{func} cannot fill an MXTensor whose parts are views; use contiguous()")
+    for i, component in enumerate(written[0].components):
+        if not component.is_contiguous():
+            raise NotImplementedError(f"{func} cannot fill an MXTensor whose components are views; use contiguous()")
         if work is not None:
             work.wait()
-        work = Work.unbox(func(*_part(args, i), **kwargs)[1])
+        work = Work.unbox(func(*_component(args, i), **kwargs)[1])
     return written, (finished_work() if work is None else work).boxed()
 
 

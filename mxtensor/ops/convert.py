@@ -1,4 +1,4 @@
-"""Copies, conversions, and the few rules that leave the quantized world."""
+"""Copies and conversions, and the few rules that return plain values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ aten = torch.ops.aten
 
 @implements(aten.dequantize.self)
 def dequantize(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """The values in the facade dtype, with the strides that a copy of the facade has."""
+    """The values in the outer dtype, with the strides that a copy of the outer tensor has."""
     w = args[0]
     if w._rowwise is not None:
         out = dequantize_operand(w._rowwise, w.dtype)
@@ -31,19 +31,19 @@ def dequantize(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 
 def _copied_stride(w: MXTensor, **memory_format: Any) -> tuple[int, ...]:
-    """The strides of a copy: a dense facade keeps its own, an expanded or sliced one becomes dense."""
+    """The strides of a copy: those of ``w`` if it is dense; an expanded or sliced tensor becomes dense."""
     return outer(aten.clone.default, w, (w,), memory_format).stride()
 
 
 @implements(aten.clone.default)
 def clone(func: Any, args: Any, kwargs: Any) -> MXTensor:
-    """Copies of codes and scales; ``memory_format`` decides the facade's strides, as it does for a dense tensor."""
+    """Copies of codes and scales; ``memory_format`` decides the outer strides, as it does for a dense tensor."""
     return args[0].map_components(torch.clone, stride=_copied_stride(args[0], **kwargs))  # type: ignore[no-any-return]
 
 
 @implements(aten._to_copy.default)
 def to_copy(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Another float dtype changes the facade, not a code; another device moves the bytes; integers are plain values."""
+    """Another float dtype changes the outer dtype only; another device moves the bytes; integers are plain values."""
     w, dtype = args[0], kwargs.get("dtype") or args[0].dtype
     if dtype not in SOURCE_DTYPES:
         return w.dequantize(torch.float32).to(**{k: v for k, v in kwargs.items() if v is not None})  # type: ignore
@@ -54,9 +54,9 @@ def to_copy(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 @implements(aten.empty_like.default)
 def empty_like(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """The same kind of tensor, undefined, where a device is named (``to_empty``); else a buffer to compute in: plain.
+    """An uninitialized MXTensor if a device is named (``to_empty``); else a plain buffer to compute in.
 
-    torch's composites compute in one: ``1 - w`` is ``empty_like(w).fill_(1).sub_(w)``, which must round nothing.
+    torch's composites compute in such a buffer: ``1 - w`` is ``empty_like(w).fill_(1).sub_(w)``, which must not round.
     """
     w = args[0]
     if kwargs.get("device") is None:
@@ -74,7 +74,7 @@ def empty_like(func: Any, args: Any, kwargs: Any) -> Tensor:
     aten.new_empty_strided.default,
 )  # fmt: skip
 def fresh_like(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """A plain tensor: what optimizers keep beside a parameter must not be rounded to its format."""
+    """A plain tensor: the state of an optimizer must not be rounded to the format of its parameter."""
     w = args[0]
     shape = torch.empty_strided(tuple(w.shape), w.stride(), dtype=w.dtype, device=w.device)
     return func(shape, *args[1:], **kwargs)  # type: ignore[no-any-return]
@@ -82,7 +82,7 @@ def fresh_like(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 @implements(aten.new_zeros.default)
 def new_zeros(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Other rows of the same columns: a buffer for a shard, as FSDP2 makes it. Any other shape, or dtype: plain."""
+    """For other rows of the same columns an MXTensor, which FSDP2 needs for a shard. Otherwise a plain tensor."""
     w, size = args
     rows_of_it = w.dim() == len(size) > 1 and tuple(size[1:]) == tuple(w.shape[1:]) and w.is_contiguous()
     if not rows_of_it or any(kwargs.get(k) is not None for k in ("dtype", "device", "layout")):
@@ -92,7 +92,7 @@ def new_zeros(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 @implements(aten.equal.default)
 def equal(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether all values are equal, whatever the formats."""
+    """Whether all values are equal, in any two formats."""
     a, b = (t.dequantize() if isinstance(t, MXTensor) else t for t in args[:2])
     return torch.equal(a, b)
 

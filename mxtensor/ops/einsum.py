@@ -1,4 +1,4 @@
-"""einsum: seen whole, before torch turns it into permutes that would move a blocked dimension out of reach."""
+"""einsum: its rule runs before torch decomposes it into permutes, which could move a blocked dimension to the front."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..tensor.mxtensor import MXTensor
 
 
 def _matrix_form(equation: str, x: Tensor, w: MXTensor) -> tuple[str, str, str, str, str] | None:
-    """(batch, rows, contracted, columns, output) letters where the equation is one batched product; None otherwise."""
+    """The letters (batch, rows, contracted, columns, output) if the equation is one batched product; None otherwise."""
     text = equation.replace(" ", "")
     if "." in text or text.count(",") != 1:
         return None
@@ -62,7 +62,7 @@ def _einsum(equation: str, x: Tensor, w: MXTensor) -> Tensor:
 
 @implements_function(torch.einsum)
 def einsum(equation: Any, *operands: Any) -> Tensor:
-    """One plain and one quantized operand multiply as matrices; anything else is dequantized, visibly."""
+    """One plain and one quantized operand multiply as matrices; otherwise operands are dequantized, which is logged."""
     tensors = list(operands[0]) if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else list(operands)
     reason = "more than one product"
     if isinstance(equation, str) and len(tensors) == 2 and "," in equation:

@@ -1,8 +1,8 @@
-"""What happens to an op without a rule of its own.
+"""Ops without a rule use one of two fallbacks.
 
-One rule for reads: every MXTensor is dequantized, the op runs in high precision, the result is a plain tensor. One
-rule for writes: the values are dequantized, the op runs on them, and what it wrote is quantized again into the buffers
-that are there. Both are logged; inside ``mx.strict()`` both are errors that name the op and where a rule would go.
+Reads: every MXTensor is dequantized, the op runs in high precision, and the result is a plain tensor. Writes: the
+values are dequantized, the op runs on them, and what it wrote is quantized again into the existing buffers. Both are
+logged; inside ``mx.strict()`` both are errors that name the op and the file for a rule.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from ..tensor.mxtensor import MXTensor
 from .inplace import write_back
 
 REFUSED: dict[Any, str] = {}
-"""aten overload -> why nothing sensible can be done, and the way out."""
+"""aten overload -> why no result would be right, and the way out."""
 
 aten = torch.ops.aten
 REFUSED |= {
     aten.view.dtype: "its bytes are codes and scales, not values of another dtype; use .rowwise.data for the codes",
     aten.set_.source_Tensor: "its storage is codes and scales; use copy_() to write other values",
-    aten.resize_.default: "its blocks have no room for other values; use torch.nn.functional.pad and quantize again",
+    aten.resize_.default: "its blocks cannot store more values; use torch.nn.functional.pad and quantize again",
 }
 
 
 REFUSED_NAMESPACES = {
     "c10d": "it would move a copy of the values; use dequantize() and quantize again, or move each of .components",
 }
-"""The same for all ops of a namespace: those of collectives do not say in their schemas what they write."""
+"""The same for all ops of a namespace: the schemas of collectives do not say what they write."""
 
 
 def _written(func: Any) -> set[str]:
-    """Names of the arguments that the schema says are written."""
+    """Names of the arguments that ``func`` writes, by its schema."""
     return {a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
 
 
 def _home(func: Any) -> str:
-    """The file where a rule for ``func`` would stand."""
+    """The file in which a rule for ``func`` belongs."""
     if not hasattr(func, "_schema"):
-        return "fallback.py"  # a torch function, seen whole
+        return "fallback.py"  # a torch function
     if _written(func):
         return "inplace.py"
     return "view.py" if any(r.alias_info is not None for r in func._schema.returns) else "structure.py"
@@ -79,7 +79,7 @@ def read(func: Any, args: Any, kwargs: Any, reason: str = "no rule of its own") 
 
 
 def write(func: Any, args: Any, kwargs: Any) -> Any:
-    """The op on the dequantized values, and what it wrote quantized again; returns the tensors given."""
+    """The op on the dequantized values; what it wrote is quantized again. Returns the tensors given."""
     named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
     targets = [t for name in _written(func) for t in tree_flatten(named.get(name))[0] if isinstance(t, MXTensor)]
     if not targets:
@@ -104,7 +104,7 @@ def _write(func: Any, args: Any, kwargs: Any, targets: list[MXTensor]) -> Any:
 
 
 def fallback(func: Any, args: Any, kwargs: Any) -> Any:
-    """The rule of last resort for ``func``."""
+    """The rule for an op that is not in OP_TABLE. Raises NotImplementedError for those in REFUSED."""
     reason = REFUSED.get(func) or REFUSED_NAMESPACES.get(getattr(func, "namespace", ""))
     if reason is not None:
         raise NotImplementedError(f"{func} of an MXTensor is refused: {reason}")
@@ -118,17 +118,17 @@ FALLBACK[:] = [fallback]
 
 @implements_function(torch.linalg.matrix_rank)
 def matrix_rank(*args: Any, **kwargs: Any) -> Any:
-    """Seen whole, because torch leaves ``out`` unwritten where the input is a tensor subclass."""
+    """A rule of the function, because torch does not write ``out`` if the input is a tensor subclass."""
     return read(torch.linalg.matrix_rank, args, kwargs)
 
 
 def _in_python(func: Any) -> Callable[..., Any]:
     def values(*args: Any, **kwargs: Any) -> Any:
-        """The dequantized values, which torch does not give Python of a wrapper."""
+        """The dequantized values; torch refuses these functions for a wrapper, which has no storage."""
         return read(func, args, kwargs, "values for Python or numpy")
 
     return values
 
 
-for _function in (Tensor.numpy, Tensor.tolist, Tensor.__array__):  # which torch refuses to run on a wrapper
+for _function in (Tensor.numpy, Tensor.tolist, Tensor.__array__):
     implements_function(_function)(_in_python(_function))

@@ -82,6 +82,6 @@ def _prepare(key: Hashable, x: Tensor, weight: MXTensor, bias: Tensor | None) ->
     a, b = gemm_operands("linear", Side(as_matrix(x), False), Side(weight, False))
     args = GemmArgs(x.dtype, bias)
     plan = select.plan_of("linear", a, b, args, preference(weight))
-    if plan.kernel is not None and plan.kernel.prepare is not None:
-        plan = replace(plan, launch=plan.kernel.prepare(x, a, b, args))
-    PLANS.put(key, plan)
+    prepare = None if plan.kernel is None else plan.kernel.prepare
+    launch = None if prepare is None else prepare(x, a, b, args)
+    PLANS.put(key, replace(plan, launch=launch, pinned=(weight.recipe,)))

@@ -1,4 +1,4 @@
-"""Writes: the values are quantized again into the buffers that are there."""
+"""Writes: the values are quantized again into the existing buffers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _write(target: Operand, source: Operand) -> None:
 
 
 def _needs_base(w: MXTensor, base: Tensor | None) -> bool:
-    """Whether ``w`` views a part of what shares one scale, or of a tensor with a copy that ``w`` has no part in."""
+    """Whether ``w`` is a view that shares a scale with values outside it, or whose base has a copy that ``w`` lacks."""
     if not isinstance(base, MXTensor):
         return False
     shared = w.format.global_scale or FULL in w.format.block
@@ -48,7 +48,7 @@ def write_back(w: MXTensor, values: Tensor) -> MXTensor:
 
 
 def _same_operands(a: MXTensor, b: MXTensor) -> bool:
-    """Whether ``b``'s bytes are ``a``'s: equal casts and the same copies held."""
+    """Whether the bytes of ``b`` can be copied to ``a``: equal casts and the same copies."""
     pairs = ((a._rowwise, b._rowwise), (a._columnwise, b._columnwise))
     return (
         a.recipe.stored == b.recipe.stored and a.shape == b.shape and all((p is None) == (q is None) for p, q in pairs)
@@ -57,7 +57,7 @@ def _same_operands(a: MXTensor, b: MXTensor) -> bool:
 
 @implements(aten.copy_.default)
 def copy_(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Into a plain tensor: dequantized. From an equal MXTensor: the bytes. Otherwise the values, quantized again."""
+    """Into a plain tensor: dequantized values. From an equal MXTensor: bytes. Otherwise values, quantized again."""
     target, source = args[:2]
     if not isinstance(target, MXTensor):
         return target.copy_(source.dequantize())  # type: ignore[no-any-return]
@@ -72,14 +72,14 @@ def copy_(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 @implements_function(Tensor.__setitem__)
 def setitem(target: Tensor, index: Any, value: Any) -> None:
-    """``w[index] = value``: a view of whole blocks is written in place; anything else writes all of ``w`` again."""
+    """``w[index] = value``: a view of whole blocks is written in place; other indices quantize all of ``w`` again."""
     if not isinstance(target, MXTensor):
         target[index] = value.dequantize()
         return
     with torch.no_grad():
-        part = target[index]
-    if isinstance(part, MXTensor) and part._is_view():
-        part.copy_(value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=target.dtype))
+        view = target[index]
+    if isinstance(view, MXTensor) and view._is_view():
+        view.copy_(value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=target.dtype))
         return
     values = target.detach().dequantize()
     values[index] = value.dequantize() if isinstance(value, MXTensor) else value
@@ -88,7 +88,7 @@ def setitem(target: Tensor, index: Any, value: Any) -> None:
 
 @implements_function(Tensor.data.__set__)  # type: ignore[attr-defined]
 def set_data(target: Tensor, value: Tensor) -> None:
-    """``w.data = values``: torch would change the facade and no code; here the values are quantized into ``w``."""
+    """``w.data = values``: torch would change the outer tensor only; here the values are quantized into ``w``."""
     if not isinstance(target, MXTensor):
         target.data = value.dequantize()
         return

@@ -1,7 +1,7 @@
-"""How the dimensions of the facade map to those of the operands it holds.
+"""How the dimensions of the outer tensor map to those of its operands.
 
-An operand lists the facade's dimensions with the blocked one last. Every structural rule asks the same three
-questions: where did the blocked dimension go, may this operand follow, and what happens to data and scale.
+An operand has the dimensions of the outer tensor with the blocked one last. Every structural rule asks three questions:
+where is the blocked dimension now, can this operand follow, and what happens to data and scale.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Dims = list[int | None]
 
 
 def order(ndim: int, columnwise: bool) -> list[int]:
-    """The facade's dimensions in the order an operand stores them."""
+    """The outer dimensions in the order in which an operand stores them."""
     dims = list(range(ndim))
     if columnwise:
         dims[-2:] = reversed(dims[-2:])
@@ -30,7 +30,7 @@ def order(ndim: int, columnwise: bool) -> list[int]:
 
 
 def sides(w: MXTensor) -> list[tuple[Operand, list[int]]]:
-    """Each operand held, with its dimension order."""
+    """Each operand of ``w``, with its dimension order."""
     out = []
     if w._rowwise is not None:
         out.append((w._rowwise, order(w.dim(), False)))
@@ -45,10 +45,10 @@ def on_bytes(t: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def relabel_operand(operand: Operand, old: list[int], new: Dims, size: tuple[int, ...]) -> tuple[bool, Operand] | None:
-    """Move an operand stored as ``old`` to a facade whose dimensions are ``new`` (old indices, None for a fresh one).
+    """Move an operand stored as ``old`` to an outer tensor with dimensions ``new`` (old indices, None for a new one).
 
     Returns (columnwise?, operand), or None where the blocked dimension does not end up in one of the last two places
-    or a tile would be torn apart. Old dimensions missing from ``new`` have size 1.
+    or a tile would be split. Old dimensions missing from ``new`` have size 1.
     """
     ndim = len(new)
     if old[-1] not in new:
@@ -61,10 +61,10 @@ def relabel_operand(operand: Operand, old: list[int], new: Dims, size: tuple[int
     if operand.format.block[0] not in (1, FULL) and len(old) > 1 and (ndim < 2 or dims[-2] != old[-2]):
         return None
     gone = [i for i, d in enumerate(old) if d not in new]
-    kept = [old.index(d) for d in dims if d is not None]
+    remaining = [old.index(d) for d in dims if d is not None]
 
     def move(t: Tensor) -> Tensor:
-        t = t.permute(*gone, *kept)
+        t = t.permute(*gone, *remaining)
         for _ in gone:
             t = t.squeeze(0)
         for i, d in enumerate(dims):
@@ -76,7 +76,7 @@ def relabel_operand(operand: Operand, old: list[int], new: Dims, size: tuple[int
 
 
 def relabel(w: MXTensor, new: Dims, size: tuple[int, ...], stride: tuple[int, ...]) -> MXTensor | None:
-    """The facade with its dimensions permuted, inserted or (size 1) removed; None if no operand can follow."""
+    """``w`` with its dimensions permuted, inserted or (size 1) removed; None if no operand can follow."""
     placed: dict[bool, Operand] = {}
     for operand, old in sides(w):
         moved = relabel_operand(operand, old, new, size)
@@ -88,14 +88,14 @@ def relabel(w: MXTensor, new: Dims, size: tuple[int, ...], stride: tuple[int, ..
 def assemble(
     w: MXTensor, rowwise: Operand | None, columnwise: Operand | None, size: tuple[int, ...], stride: tuple[int, ...]
 ) -> MXTensor | None:
-    """``w.replace``, or None where no operand is left."""
+    """``w.replace``, or None if no operand is left."""
     if rowwise is None and columnwise is None:
         return None
     return w.replace(rowwise, columnwise, size, stride)
 
 
 def outer(func: Any, w: MXTensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """``func`` of a tensor without storage that is shaped like ``w``: torch's own answer for size and stride."""
+    """``func`` of a meta tensor with the shape of ``w``: its result has the size and stride that torch gives."""
     shadow = torch.empty_strided(tuple(w.shape), w.stride(), dtype=w.dtype, device="meta")
     return func(shadow, *args[1:], **kwargs)  # type: ignore[no-any-return]
 
@@ -104,9 +104,9 @@ def finish(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: MXTensor | None, what: str,
     offset: int | torch.SymInt = 0,
 ) -> Any:  # fmt: skip
-    """Return a view, marked as an alias of its base; without an ``out``, the dequantized values: a copy.
+    """Return a view, marked as an alias of its base; if ``out`` is None, a copy: the dequantized values.
 
-    ``offset``: values of the base before the view's first.
+    ``offset``: number of values of the base before the first one of the view. ``what``: the reason, for the log.
     """
     base = args[0]
     if out is None:
@@ -116,7 +116,7 @@ def finish(
 
 
 def _as_view_of(base: MXTensor, out: MXTensor, offset: int) -> MXTensor:
-    """torch takes a view for its base's only if both are inference tensors or neither is, whatever the mode now."""
+    """torch accepts a view of a base only if both are inference tensors or neither is, in any mode."""
     inference = base.is_inference()
     if out.is_inference() == inference and out.storage_offset() == offset:
         return out

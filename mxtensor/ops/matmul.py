@@ -1,4 +1,4 @@
-"""Products: every one is ``gemm(left.rowwise, right.columnwise)``, with plain factors cast on the fly."""
+"""Products: each is ``gemm(left.rowwise, right.columnwise)``; plain operands are cast as the weight's recipe says."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def _note_dequantized(op: str, side: Side) -> None:
     w = side.tensor
     assert isinstance(w, MXTensor)
     spec = Spec(op, (tuple(w.shape),), (w.format,), w.dtype, w.device)
-    reason = f"holds {w.orientation.label}, not blocked along the contraction"
+    reason = f"is stored {w.orientation.label}, not blocked along the contraction"
     refuse_if_strict(op, reason, "matmul.py")
     record(spec, "high precision", {"quantized": reason})
 
 
 def gemm_operands(op: str, left: Side, right: Side) -> tuple[GemmOperand, GemmOperand]:
-    """Both factors as kernels take them; raises ValueError where two MXTensors meet and neither can be used."""
+    """Both operands as kernels take them. Raises ValueError for two MXTensors of which neither can be used."""
     a, b = left.operand, right.operand
     if left.mx is not None and right.mx is not None and a is None and b is None:
         raise ValueError(
@@ -69,7 +69,7 @@ def gemm_operands(op: str, left: Side, right: Side) -> tuple[GemmOperand, GemmOp
 
 
 def _cast(side: Side, weight: Side) -> GemmOperand:
-    """A plain factor as the weight's recipe wants it."""
+    """A plain operand as the weight's recipe wants it."""
     assert weight.mx is not None
     cast = weight.mx.recipe.activation
     return side.plain() if cast is None else Unquantized(side.plain(), cast)
@@ -83,7 +83,7 @@ def preference(weight: MXTensor | None) -> str | None:
 
 
 def product(op: str, left: Side, right: Side, bias: Tensor | None = None, alpha: float = 1, beta: float = 1) -> Tensor:
-    """``alpha * left @ right^T + beta * bias``, each side (..., rows, contracted); plain, in the facade dtype."""
+    """``alpha * left @ right^T + beta * bias``, each side (..., rows, contracted); plain, in the outer dtype."""
     a, b = left.tensor, right.tensor
     if a.dtype != b.dtype:  # not a TypeError, which torch's `@` would replace by "unsupported operand type(s)"
         raise ValueError(f"{op}: the operands must have one dtype, got {a.dtype} and {b.dtype}; convert one with .to()")

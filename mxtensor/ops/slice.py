@@ -1,4 +1,4 @@
-"""Parts of a tensor along a dimension: whole blocks stay quantized and share memory."""
+"""Slices of a tensor along a dimension: whole blocks stay quantized and share memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 
 def _count(start: int, end: int, step: int) -> int:
-    """How many indices a slice has; of one whose start is a symbol, without asking which."""
+    """How many indices a slice has. With step 1 no comparison is made, so that a symbolic start is not guarded on."""
     return end - start if step == 1 else len(range(start, end, step))
 
 
@@ -53,14 +53,14 @@ def _slice_operand(operand: Operand, place: int, start: int, end: int, step: int
 
 def sliced(w: MXTensor, dim: int, start: int, end: int, step: int, stride: tuple[int, ...]) -> MXTensor | None:
     """The slice of every operand that can give it."""
-    kept: dict[bool, Operand] = {}
+    found: dict[bool, Operand] = {}
     for operand, dims in sides(w):
-        part = _slice_operand(operand, dims.index(dim) - w.dim(), start, end, step)
-        if part is not None:
-            kept[dims != order(w.dim(), False)] = part
+        piece = _slice_operand(operand, dims.index(dim) - w.dim(), start, end, step)
+        if piece is not None:
+            found[dims != order(w.dim(), False)] = piece
     size = list(w.shape)
     size[dim] = _count(start, end, step)
-    return assemble(w, kept.get(False), kept.get(True), tuple(size), stride)
+    return assemble(w, found.get(False), found.get(True), tuple(size), stride)
 
 
 @implements(aten.slice.Tensor)
@@ -91,7 +91,7 @@ def select(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _split(w: MXTensor, dim: int, lengths: list[int]) -> list[Tensor]:
-    """Slices one after the other: all quantized, or none, as ranks that get one each must hold the same."""
+    """Slices one after the other: all quantized, or none, because ranks that get one each must store the same."""
     out, start = [], 0
     for length in lengths:
         out.append(aten.slice.Tensor(w, dim, start, start + length))

@@ -1,7 +1,7 @@
-"""``as_strided``: a view told by numbers, as torch makes anew what a compiled graph hands out of its inputs.
+"""``as_strided``: a view given by numbers. torch replays so the views of its inputs that a compiled graph returns.
 
-What such a graph returns knows where its codes begin, not of which tensor; its ``storage_offset()`` counts the values
-before them, and with sizes and strides that says which slices of the tensor it is.
+Such a view knows the offset of its codes, and not which tensor they belong to. Its ``storage_offset()`` counts the
+values before them; with sizes and strides that says which slices of the tensor it is.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ class Target(NamedTuple):
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int | None
-    """Values before its first; None: it begins where the tensor does."""
+    """Values before its first one; None: the offset of the tensor itself."""
 
 
 @implements(aten.as_strided.default)
 def as_strided(func: Any, args: Any, kwargs: Any) -> Any:
-    """The whole tensor as it is or in row-major order under another shape, or slices of it that cut no block."""
+    """The whole tensor, also in row-major order with another shape, or slices of it that cut no block."""
     w, size, stride, offset = (*args, None)[:4]
     begin, offset = w.storage_offset(), None if offset is None else guard_int(offset)
     target = Target(tuple(map(guard_int, size)), tuple(map(guard_int, stride)), None if offset == begin else offset)
     whole = _whole(w, target)
-    found = [whole] if whole is not None else _components(w, target)
+    found = [whole] if whole is not None else _views(w, target)
     if len(found) > 1 or (not found and not _can_be_read(w, target)):
         which = "more than one view" if found else "no view"
         raise NotImplementedError(
@@ -53,9 +53,9 @@ def as_strided(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _can_be_read(w: MXTensor, target: Target) -> bool:
-    """Whether a target that is no view of whole blocks can but count the values of the tensor that ``w`` stands for."""
+    """Whether a target that is not a view of whole blocks can only count the values of the outer tensor of ``w``."""
     if 1 + sum((n - 1) * step for n, step in zip(w.shape, w.stride(), strict=True)) != w.numel():
-        return False  # a copy of its values would lie closer together
+        return False  # a copy of its values would have smaller strides
     if target.offset is None or (w._rowwise is not None and w._rowwise.offset == w.storage_offset()):
         return True
     return any(n > 1 and step not in w.stride() for n, step in zip(target.size, target.stride, strict=True))
@@ -71,14 +71,14 @@ def _whole(w: MXTensor, target: Target) -> MXTensor | None:
     return reshaped(w, size, stride) if rows else None
 
 
-# ---------------------------------------------------------------------------------------------- parts
+# ---------------------------------------------------------------------------------------------- slices
 
 
-def _components(w: MXTensor, target: Target) -> list[MXTensor]:
-    """The views of parts of ``w`` that a target can mean.
+def _views(w: MXTensor, target: Target) -> list[MXTensor]:
+    """The views of ``w`` that a target can mean.
 
-    Its offset counts the values of the tensor that ``w`` stands for, as those of slices do, or the codes of what a
-    graph has returned: mostly the same, but not with codes that lie transposed, behind others, or with tails.
+    Its offset counts the values of the outer tensor, like the offset of a slice, or the codes that a graph has
+    returned. The two are mostly equal; they differ if codes are stored transposed, after others, or with padding.
     """
     readings: list[tuple[list[int], Operand | None]] = [([0] * w.dim(), None)]
     if target.offset is not None:
@@ -90,12 +90,12 @@ def _components(w: MXTensor, target: Target) -> list[MXTensor]:
             starts = _starts(data.shape, data.stride(), dims, codes)
             starts[dims[-1]] = starts[dims[-1]] // size * values
             readings.append((starts, operand))
-    found: list[tuple[list[int], MXTensor]] = []  # by where it starts, which may be symbols: they have no hash
+    found: list[tuple[list[int], MXTensor]] = []  # with its starts, which may be symbols: they have no hash
     for starts, operands in readings:
-        for part, make in (_slices(w, starts, target), _rows(w, starts, target)):
-            # what holds codes of rows is returned with their place
-            if part is not None and (operands is None or (operands is w._rowwise) == (part._rowwise is not None)):
-                out = make(part)
+        for piece, make in (_slices(w, starts, target), _rows(w, starts, target)):
+            # a reading by the codes of an operand is for views that have this operand
+            if piece is not None and (operands is None or (operands is w._rowwise) == (piece._rowwise is not None)):
+                out = make(piece)
                 if out is not None and all(starts != other for other, _ in found):
                     found.append((starts, out))
     return [out for _, out in found]
@@ -112,11 +112,11 @@ def _starts(shape: Sequence[int], strides: Sequence[int], dims: list[int], offse
 
 
 Made = tuple[MXTensor | None, Callable[[MXTensor], MXTensor | None]]
-"""A part, and what makes the view of it."""
+"""A slice, and a function that makes the view of it."""
 
 
 def _slices(w: MXTensor, starts: list[int], target: Target) -> Made:
-    """A slice of each dimension; those that the view has not are of one index."""
+    """A slice of each dimension; dimensions that the view lacks contribute one index."""
     lengths, new = [1] * w.dim(), Dims()
     for n, step in zip(target.size, target.stride, strict=True):
         fits = (d for d in range(w.dim()) if d not in new and w.stride(d) == step and starts[d] + n <= w.shape[d])
@@ -125,19 +125,19 @@ def _slices(w: MXTensor, starts: list[int], target: Target) -> Made:
         if dim is not None:
             lengths[dim] = n
     fresh = all(dim is not None or n == 1 for dim, n in zip(new, target.size, strict=True))
-    part = w if fresh and all(0 <= start < max(n, 1) for start, n in zip(starts, w.shape, strict=True)) else None
+    piece = w if fresh and all(0 <= start < max(n, 1) for start, n in zip(starts, w.shape, strict=True)) else None
     for dim, (start, n) in enumerate(zip(starts, lengths, strict=True)):
-        if part is not None and n != w.shape[dim]:
-            part = sliced(part, dim, start, start + n, 1, w.stride())
-    return part, lambda part: relabel(part, new, target.size, target.stride)
+        if piece is not None and n != w.shape[dim]:
+            piece = sliced(piece, dim, start, start + n, 1, w.stride())
+    return piece, lambda piece: relabel(piece, new, target.size, target.stride)
 
 
 def _rows(w: MXTensor, starts: list[int], target: Target) -> Made:
     """Whole rows, one after the other, in another shape."""
-    part, total, cols = None, torch.Size(target.size).numel(), w.shape[-1]
+    piece, total, cols = None, torch.Size(target.size).numel(), w.shape[-1]
     if w.is_contiguous() and target.stride == contiguous_stride(target.size) and starts[-1] == 0 and cols:
         first = sum(start * step for start, step in zip(starts, w.stride(), strict=True)) // cols
         matrix = reshaped(w, (w.numel() // cols, cols), (cols, 1))
         if matrix is not None and total % cols == 0 and first + total // cols <= matrix.shape[0]:
-            part = sliced(matrix, 0, first, first + total // cols, 1, matrix.stride())
-    return part, lambda part: reshaped(part, target.size, target.stride)
+            piece = sliced(matrix, 0, first, first + total // cols, 1, matrix.stride())
+    return piece, lambda piece: reshaped(piece, target.size, target.stride)

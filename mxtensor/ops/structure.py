@@ -1,7 +1,7 @@
-"""Joining, picking and repeating: whatever moves whole blocks moves codes and scales and rounds nothing.
+"""Joining, picking and repeating: ops that move whole blocks move codes and scales, and round nothing.
 
-One rule: if every value of the result can keep the code it has, the result is quantized; otherwise it is dequantized,
-and the log says so.
+If every value of the result has the code that it had, the result is quantized; otherwise it is dequantized, and the log
+says so.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CUTS = "the result would not be made of whole blocks"
 
 
 def _alike(tensors: Sequence[Any]) -> bool:
-    """Whether codes of these can stand side by side: one cast, one dtype, the same copies, equal global scales."""
+    """Whether the codes of these can be joined: one cast, one dtype, the same copies, equal global scales."""
     first = tensors[0]
     if not all(isinstance(t, MXTensor) and t.recipe.stored == first.recipe.stored for t in tensors):
         return False
@@ -44,7 +44,7 @@ def _alike(tensors: Sequence[Any]) -> bool:
 
 
 def _joined(operands: list[Operand], place: int, shape: tuple[int, ...]) -> Operand | None:
-    """Operands one after the other along dimension ``place`` (negative); None if one but the last cuts a block."""
+    """Operands joined along dimension ``place`` (negative); None if one before the last ends inside a block."""
     first = operands[0]
     block = first.format.block[place + 2] if place >= -2 else 1
     if block == FULL or first.format.why_not_split(place, *(o.shape[place] for o in operands[:-1])):
@@ -59,25 +59,25 @@ def _place(dims: list[int], dim: int) -> int:
 
 @implements(aten.cat.default)
 def cat(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Equal formats join where every part but the last ends on a block boundary."""
+    """Equal formats join if every tensor but the last ends on a block boundary."""
     tensors, dim = (*args, 0)[:2] if "dim" not in kwargs else (args[0], kwargs["dim"])
     tensors = [t for t in tensors if t.dim() != 1 or t.shape[0]]  # torch skips the legacy empty tensor
     if len(tensors) == 0 or not _alike(tensors):
         return read(func, args, kwargs, "not one format throughout")  # type: ignore[no-any-return]
     dim = dim % tensors[0].dim()
     out = torch.cat([torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in tensors], dim)
-    kept: dict[bool, Operand] = {}
+    found: dict[bool, Operand] = {}
     for i, (_, dims) in enumerate(sides(tensors[0])):
         operand = _joined([sides(t)[i][0] for t in tensors], _place(dims, dim), tuple(out.shape[d] for d in dims))
         if operand is not None:
-            kept[dims != sorted(dims)] = operand
-    result = assemble(tensors[0], kept.get(False), kept.get(True), tuple(out.shape), out.stride())
+            found[dims != sorted(dims)] = operand
+    result = assemble(tensors[0], found.get(False), found.get(True), tuple(out.shape), out.stride())
     return read(func, args, kwargs, CUTS) if result is None else result
 
 
 @implements(aten.stack.default)
 def stack(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """A fresh dimension each, then ``cat``."""
+    """A new dimension for each, then ``cat``."""
     tensors, dim = (*args, 0)[:2] if "dim" not in kwargs else (args[0], kwargs["dim"])
     if not all(isinstance(t, MXTensor) for t in tensors):
         return read(func, args, kwargs, "not one format throughout")  # type: ignore[no-any-return]
@@ -87,21 +87,21 @@ def stack(func: Any, args: Any, kwargs: Any) -> Tensor:
 def _move(
     func: Any, args: Any, kwargs: Any, touched: Sequence[int], fn: Callable[[Tensor, list[int]], Tensor]
 ) -> Tensor:
-    """Apply ``fn(part, places of touched)`` to data and scale of operands not blocked along ``touched``."""
+    """Apply ``fn(component, places of touched)`` to data and scale of operands not blocked along ``touched``."""
     w = args[0]
     out = outer(func, w, [a.to("meta") if isinstance(a, Tensor) and a is not w else a for a in args], kwargs)
     size, stride = tuple(out.shape), out.stride()
-    kept: dict[bool, Operand] = {}
+    found: dict[bool, Operand] = {}
     for operand, dims in sides(w):
         places = [_place(dims, d % w.dim()) for d in touched]
         if operand.format.block[0] == FULL or any(p >= -2 and operand.format.block[p + 2] != 1 for p in places):
             continue
 
-        def part(t: Tensor, places: list[int] = places) -> Tensor:
+        def move(t: Tensor, places: list[int] = places) -> Tensor:
             return on_bytes(t, lambda raw: fn(raw, [p + t.dim() for p in places]))
 
-        kept[dims != sorted(dims)] = operand.map_blocks(part, tuple(size[d] for d in dims))
-    result = assemble(w, kept.get(False), kept.get(True), size, stride)
+        found[dims != sorted(dims)] = operand.map_blocks(move, tuple(size[d] for d in dims))
+    result = assemble(w, found.get(False), found.get(True), size, stride)
     return read(func, args, kwargs, CUTS) if result is None else result
 
 
@@ -116,13 +116,13 @@ def index_select(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 @implements(aten.flip.default)
 def flip(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Dimensions that are not blocked, back to front."""
+    """Reverse dimensions that are not blocked."""
     return _move(func, args, kwargs, args[1], lambda t, p: t.flip(p))
 
 
 @implements(aten.roll.default)
 def roll(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Dimensions that are not blocked, turned round."""
+    """Roll dimensions that are not blocked."""
     _w, shifts, dims = (*args, kwargs.get("dims", []))[:3]
     if not dims:
         return read(func, args, kwargs, CUTS)  # type: ignore[no-any-return]
@@ -131,12 +131,12 @@ def roll(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 @implements(aten.repeat.default)
 def repeat(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Copies along dimensions that are not blocked, or along blocked ones that hold whole blocks."""
+    """Copies along dimensions that are not blocked, or along blocked ones of whole blocks."""
     w, repeats = args
     out = outer(func, w, args, kwargs)
     size, fresh = tuple(out.shape), out.dim() - w.dim()
     w = w.expand(*([1] * fresh), *w.shape)
-    kept: dict[bool, Operand] = {}
+    found: dict[bool, Operand] = {}
     for operand, dims in sides(w):
         rows, cols = operand.format.block
         counts = [repeats[d] for d in dims]
@@ -146,8 +146,8 @@ def repeat(func: Any, args: Any, kwargs: Any) -> Tensor:
             if len(dims) >= -place
         )
         if rows != FULL and whole and operand.format.data_shape(operand.shape)[-1]:
-            kept[dims != sorted(dims)] = operand.map_blocks(lambda t: t.repeat(counts), tuple(size[d] for d in dims))  # noqa: B023
-    result = assemble(w, kept.get(False), kept.get(True), size, out.stride())
+            found[dims != sorted(dims)] = operand.map_blocks(lambda t: t.repeat(counts), tuple(size[d] for d in dims))  # noqa: B023
+    result = assemble(w, found.get(False), found.get(True), size, out.stride())
     return read(func, args, kwargs, CUTS) if result is None else result
 
 
@@ -174,11 +174,11 @@ def index(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 @implements(aten.constant_pad_nd.default)
 def constant_pad_nd(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Zeros after the last value of any dimension, or around one that is not blocked, are zero codes."""
+    """Zero codes for zeros after the end of any dimension, or on both sides of one that is not blocked."""
     w, pad, value = (*args, kwargs.get("value", 0))[:3]
     zero_scale = 1.0 if w.format.scale.dtype is torch.float32 else 0
     ends = {w.dim() - 1 - i // 2: (pad[i], pad[i + 1]) for i in range(0, len(pad), 2)}
-    kept: dict[bool, Operand] = {}
+    found: dict[bool, Operand] = {}
     out = outer(func, w, args, kwargs)
     for operand, dims in sides(w) if value == 0 and min(pad) >= 0 else ():
         blocks = {len(dims) - 1: operand.format.block[1], len(dims) - 2: operand.format.block[0]}
@@ -193,6 +193,6 @@ def constant_pad_nd(func: Any, args: Any, kwargs: Any) -> Tensor:
 
         data = grow(operand.data, operand.format.data_shape(shape), 0)
         scale = grow(operand.scale, operand.format.scale_shape(shape), zero_scale)
-        kept[dims != sorted(dims)] = operand.with_blocks(data, scale, shape)
-    result = assemble(w, kept.get(False), kept.get(True), tuple(out.shape), out.stride())
+        found[dims != sorted(dims)] = operand.with_blocks(data, scale, shape)
+    result = assemble(w, found.get(False), found.get(True), tuple(out.shape), out.stride())
     return read(func, args, kwargs, CUTS) if result is None else result

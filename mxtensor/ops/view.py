@@ -1,4 +1,4 @@
-"""Views: whatever keeps blocks whole moves no data; the two orientations trade places in a transpose."""
+"""Views: those of whole blocks move no data; a transpose swaps the rowwise and columnwise operands."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 @implements(aten.detach.default, aten.alias.default)
 def alias(func: Any, args: Any, kwargs: Any) -> Any:
-    """The same operands under a new facade."""
+    """The same operands in a new outer tensor."""
     return finish(func, args, kwargs, args[0].map_components(func), "an alias")
 
 
@@ -32,13 +32,13 @@ def _permuted(func: Any, args: Any, kwargs: Any, dims: list[int]) -> Any:
 
 @implements(aten.t.default)
 def t(func: Any, args: Any, kwargs: Any) -> Any:
-    """Blocks cannot turn, but the two copies can trade places."""
+    """Swap the rowwise and columnwise operands; no data moves."""
     return _permuted(func, args, kwargs, list(reversed(range(args[0].dim()))))
 
 
 @implements(aten.transpose.int)
 def transpose(func: Any, args: Any, kwargs: Any) -> Any:
-    """As ``t``; leading dimensions may trade places too."""
+    """Like ``t``; leading dimensions may be swapped too."""
     w, first, second = args
     dims = list(range(w.dim()))
     first, second = wrapped_dim(first, w.dim()), wrapped_dim(second, w.dim())
@@ -55,7 +55,7 @@ def permute(func: Any, args: Any, kwargs: Any) -> Any:
 
 @implements(aten.unsqueeze.default)
 def unsqueeze(func: Any, args: Any, kwargs: Any) -> Any:
-    """A fresh dimension of size 1."""
+    """A new dimension of size 1."""
     w, dim = args
     dim = dim + w.dim() + 1 if dim < 0 else dim
     out = outer(func, w, args, kwargs)
@@ -65,7 +65,7 @@ def unsqueeze(func: Any, args: Any, kwargs: Any) -> Any:
 
 @implements(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
 def squeeze(func: Any, args: Any, kwargs: Any) -> Any:
-    """Dimensions of size 1 leave."""
+    """Remove dimensions of size 1."""
     w = args[0]
     wanted = range(w.dim()) if len(args) < 2 else [args[1]] if isinstance(args[1], int) else args[1]
     gone = {d % w.dim() for d in wanted if w.shape[d] == 1}
@@ -76,7 +76,7 @@ def squeeze(func: Any, args: Any, kwargs: Any) -> Any:
 
 @implements(aten.expand.default)
 def expand(func: Any, args: Any, kwargs: Any) -> Any:
-    """Dimensions that are not blocked repeat without being copied."""
+    """Repeat dimensions that are not blocked, without a copy."""
     w = args[0]
     out = outer(func, w, args, kwargs)
     size, fresh = tuple(out.shape), out.dim() - w.dim()
@@ -106,7 +106,8 @@ def expand(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _reshape_rowwise(operand: Operand, size: tuple[int, ...]) -> Operand | None:
-    """Row-major values keep their blocks if the last dimension stays, or was and becomes whole blocks."""
+    """Reshape values in row-major order: blocks stay whole if the last dimension stays, or is whole blocks before and
+    after."""
     rows, cols = operand.format.block
     old, shape = operand.shape, tuple(size)
     if not shape:
@@ -124,7 +125,7 @@ def _reshape_rowwise(operand: Operand, size: tuple[int, ...]) -> Operand | None:
 
 
 def _reshape_columnwise(operand: Operand, size: tuple[int, ...]) -> Operand | None:
-    """Stored transposed, it follows only where the last two dimensions stay."""
+    """Stored transposed: blocks stay whole only if the last two dimensions stay."""
     shape = (*size[:-2], *reversed(size[-2:]))
     if len(size) < 2 or shape[-2:] != operand.shape[-2:]:
         return None
@@ -152,7 +153,7 @@ def view(func: Any, args: Any, kwargs: Any) -> Any:
         size = inferred_shape(args[1], w.numel()) if -1 in args[1] else tuple(args[1])
         stride = contiguous_stride(size)
         if torch.Size(size).numel() != w.numel():
-            raise ValueError(f"{func}: shape {size} does not hold the {w.numel()} values of {tuple(w.shape)}")
+            raise ValueError(f"{func}: shape {size} cannot take the {w.numel()} values of {tuple(w.shape)}")
     else:
         out = outer(func, w, args, kwargs)
         size, stride = tuple(out.shape), out.stride()
@@ -164,7 +165,7 @@ def view(func: Any, args: Any, kwargs: Any) -> Any:
 
 @implements(aten._reshape_alias.default)
 def reshape_alias(func: Any, args: Any, kwargs: Any) -> Any:
-    """``view`` with the strides spelled out."""
+    """``view`` with explicit strides."""
     w, size, stride = args
     return finish(func, args, kwargs, reshaped(w, tuple(size), tuple(stride)), f"the shape {tuple(size)}")
 
@@ -177,14 +178,14 @@ def reshape_alias(func: Any, args: Any, kwargs: Any) -> Any:
     aten.squeeze_.default, aten.squeeze_.dim, aten.squeeze_.dims,
 )  # fmt: skip
 def view_(func: Any, args: Any, kwargs: Any) -> Any:
-    """The view's operands and facade become the tensor's own, where blocks stay whole; refused where they do not."""
+    """The tensor gets the operands, shape and strides of the view. Raises NotImplementedError if that cuts blocks."""
     w = args[0]
     views = getattr(aten, func._schema.name.removeprefix("aten::").removesuffix("_"))
     view = getattr(views, func._overloadname, None) or views.int  # transpose_ has no overload name, transpose has
     out = view(w, *args[1:], **kwargs)
     if not isinstance(out, MXTensor):
         raise NotImplementedError(
-            f"{func} of an MXTensor of shape {tuple(w.shape)} is refused: it would cut blocks of {w.format} held "
+            f"{func} of an MXTensor of shape {tuple(w.shape)} is refused: it would cut blocks of {w.format} stored "
             f"{w.orientation.label}; use the op without the underscore, whose result is dequantized"
         )
     w._rowwise, w._columnwise = out._rowwise, out._columnwise

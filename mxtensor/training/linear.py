@@ -4,11 +4,11 @@
     dgrad  dx = g.rowwise     @ w.columnwise^T    (M, N) by (K, N)
     wgrad  dw = g.columnwise  @ x.columnwise^T    (N, M) by (K, M)
 
-A bias wider than the result is rounded to its dtype first, as torch.autocast has it.
+A bias wider than the result is rounded to the dtype of the result first, as under torch.autocast.
 
-Each tensor is cast once for both products it enters, from its high-precision values. A copy that its kernel will
-multiply as values (``gemm.values_dtype``) is written as values; one that waits for the backward pass waits as codes,
-about half the bytes of the bfloat16 input that torch would keep.
+Each tensor is cast once for both of its products, from its high-precision values. A copy that its kernel multiplies as
+values (``select.values_dtype``) is written as values. A copy that is saved for the backward pass is saved as codes: about
+half the bytes of the bfloat16 input that torch would save.
 """
 
 from __future__ import annotations
@@ -61,15 +61,15 @@ class Options:
 
     linear_recipe: LinearRecipe
     dtype: torch.dtype | None = None
-    """Of the result (torch.autocast's, say); None: that of the input."""
+    """Of the result, such as that of torch.autocast; None: the dtype of the input."""
     save_input: bool = False
-    """Keep the input itself for wgrad and cast it there: for inputs that somebody keeps anyway."""
+    """Save the input itself for wgrad and cast it there: for inputs that are saved elsewhere too."""
     on_wgrad: WgradHook | None = None
     """Called in backward with wgrad as a function of its dtype; what it returns is the weight's gradient."""
 
     @property
     def prefer(self) -> str | None:
-        """The product kernel asked for by name, if one is."""
+        """The name of the product kernel that the recipe asks for; None if it asks for none."""
         preference = self.linear_recipe.kernel_preference
         return None if preference is KernelPreference.AUTO else preference.value
 
@@ -84,8 +84,8 @@ def linear(
 ) -> Tensor:
     """``x @ weight^T + bias`` with its gradients, cast as ``options.linear_recipe`` says.
 
-    x (..., K), weight (N, K), bias (N,); result (..., N). An MXTensor weight enters as it is; so does ``held``, the
-    (rowwise, columnwise) operands of ``weight`` from an earlier call. Raises TypeError for dtypes that have no
+    x (..., K), weight (N, K), bias (N,); result (..., N). An MXTensor weight is used as it is; so is ``cached``,
+    the (rowwise, columnwise) operands of ``weight`` from an earlier call. Raises TypeError for dtypes that have no
     gradient, ValueError where shapes or devices do not fit.
     """
     if torch.compiler.is_dynamo_compiling():
@@ -97,7 +97,7 @@ def linear(
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, options: Options, scales: Any, cached: Any) -> Tensor:
-    with disable_torch_function():  # an autocast around the call has done its part
+    with disable_torch_function():  # an enclosing autocast has seen the call already
         _check(x, weight, bias)
         cached = cached_operands(weight, options.linear_recipe) if cached is None else cached
         return _Linear.apply(x, weight, bias, options, scales, cached)  # type: ignore[no-any-return]
@@ -105,8 +105,8 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, options: Options, sc
 
 @nonstrict_trace
 def _traced(key: str, dtype: str, save_input: bool, has_bias: bool, x: Tensor, weight: Tensor, *rest: Tensor) -> Tensor:
-    """``linear`` for Dynamo, which does not look inside but leaves it to AOTAutograd to trace: kernels are chosen, and
-    choices logged, as in eager code. Its arguments may be tensors and plain constants only."""
+    """``linear`` for Dynamo, which leaves it to AOTAutograd: kernels are chosen and logged as in eager code. Arguments
+    are tensors and plain constants only."""
     bias, scales = (rest[0], rest[1:]) if has_bias else (None, rest)
     options = Options(recipe_by_key(key), getattr(torch, dtype), save_input)
     return _linear(x, weight, bias, options, Scales(*scales) if scales else None, None)
@@ -145,7 +145,7 @@ def _want(op: str, a: GemmOperand, b: GemmOperand, dtype: torch.dtype, prefer: s
 def product(
     op: str, a: GemmOperand | None, b: GemmOperand | None, dtype: torch.dtype, bias: Tensor | None, prefer: str | None
 ) -> Tensor:
-    """``a @ b^T + bias`` in ``dtype``: by a product kernel, or by torch where both factors are plain."""
+    """``a @ b^T + bias`` in ``dtype``: by a product kernel, or by torch if both operands are plain."""
     assert a is not None and b is not None
     bias = None if bias is None else bias.to(dtype)
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
@@ -159,8 +159,10 @@ def product(
 
 
 def _runs_fast(a: Any, b: Any, dtype: torch.dtype, prefer: str | None) -> bool:
-    """Whether a result in ``dtype`` costs no more than one in the dtype of the layer. Hopper has float32 results of
-    float8 factors by emulation only; rounding them to bfloat16 on the way is what they can have."""
+    """Whether a result in ``dtype`` costs no more than one in the dtype of the layer.
+
+    Hopper computes float32 results of float8 operands by emulation only; there wgrad is rounded to bfloat16 first.
+    """
     if data_of(a).device.type != "cuda" or (isinstance(a, Tensor) and isinstance(b, Tensor)):
         return True
     kernel = plan_of("wgrad", a, b, GemmArgs(dtype), prefer).kernel
@@ -179,7 +181,7 @@ class _Linear(torch.autograd.Function):
         linear_recipe, prefer, rows = options.linear_recipe, options.prefer, as_matrix(x)
         dtype = options.dtype or x.dtype
         need_dx, need_dw, _ = ctx.needs_input_grad[:3]
-        w = values_of(weight)  # of a quantized weight ``held`` is used
+        w = values_of(weight)  # a quantized weight has ``cached`` operands instead
         with without_autocast(x.device):
             grad_like = of_shape(rows.shape[0], weight.shape[0], dtype, rows)
             b_row: Any = cached[0] if cached is not None else standing_for(w, linear_recipe.weight.rowwise)
@@ -203,7 +205,7 @@ class _Linear(torch.autograd.Function):
             if cached is not None:
                 w_row, w_col = cached
             else:
-                # Codes wait for dgrad; values, twice as large, are made of the weight again, which is there anyway.
+                # Codes are saved for dgrad. Values, twice as large, are cast again from the weight, which exists anyway.
                 now = Form.CODES if dgrad_want is Form.CODES and linear_recipe.weight.columnwise is not None else None
                 w_row, w_col = copies(w, linear_recipe.weight, (want, now), scales_of(scales, WEIGHT))
             y = product("fprop", x_row, w_row, dtype, bias, prefer)
@@ -213,7 +215,7 @@ class _Linear(torch.autograd.Function):
         ctx.saved, ctx.options, ctx.scales, ctx.dgrad_want = (x_saved, w_saved), options, scales, dgrad_want
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype, dtype
         ctx.shape, ctx.dispatch_context = tuple(x.shape), dispatch_context()
-        # As torch's own linear layer has it: FSDP2 warns of modules whose result is a view.
+        # As in torch's own linear layer: FSDP2 warns of modules whose result is a view.
         return torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], weight.shape[0]))  # type: ignore[no-any-return]
 
     @staticmethod

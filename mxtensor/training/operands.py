@@ -1,4 +1,4 @@
-"""The factors of a linear layer's three products: which copies of a matrix are made, and what waits for backward."""
+"""The operands of a linear layer's products: which copies of a matrix are made, and what is saved for backward."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from ..tensor.mxtensor import MXTensor
 from .training_weight import values_of
 
 Want = Form | torch.dtype | None
-"""How a copy is wanted: Form.CODES, the dtype of its values, or None for not at all."""
+"""The form in which a copy is wanted: Form.CODES, the dtype of its values, or None for no copy."""
 
 
 class Scales(NamedTuple):
     """Delayed scaling: float32 (3,), one value for each of input, weight and grad."""
 
     amax: Tensor
-    """makes the scales of this step"""
+    """gives the scales of this step"""
     record: Tensor
-    """takes the larger of what it holds and the amax of this step"""
+    """becomes the larger of its value and the amax of this step"""
 
 
 INPUT, WEIGHT, GRAD = range(3)
 
 
 def scales_of(scales: Scales | None, index: int) -> tuple[Tensor, ...]:
-    """What delayed scaling gives one role's casts; nothing without it."""
+    """The amax and the record of delayed scaling for the casts of one tensor; empty without delayed scaling."""
     return () if scales is None else (scales.amax[index], scales.record[index])
 
 
@@ -55,7 +55,7 @@ def _copy(x: Tensor, cast: Cast, want: Want, side: int, scales: tuple[Tensor, ..
 def copies(
     x: Tensor, casts: TensorCasts, wants: tuple[Want, Want], scales: tuple[Tensor, ...]
 ) -> list[GemmOperand | None]:
-    """The factors of a matrix for its two products, in one pass over it where one will do."""
+    """The operands of a matrix for its two products, from one pass over it if the casts allow."""
     row, column = casts.rowwise, casts.columnwise
     twice = _rounds_twice(casts)
     if None not in wants and row is not None and row == column and casts.signs is None and not twice:
@@ -80,12 +80,12 @@ def copies(
 
 
 def standing_for(x: Tensor, cast: Cast | None) -> GemmOperand:
-    """A factor that is yet to be cast, as kernels judge it."""
+    """An operand before its cast, for the question which kernel will run."""
     return x if cast is None else Unquantized(x, cast)
 
 
 def of_shape(rows: int, cols: int, dtype: torch.dtype, like: Tensor) -> Tensor:
-    """What stands for a plain matrix that is yet to come where kernels are asked: a value of memory."""
+    """A plain matrix of this shape with the memory of one value, for the question which kernel will run."""
     return like.new_empty((1, 1), dtype=dtype).expand(rows, cols)
 
 
@@ -93,28 +93,28 @@ def of_shape(rows: int, cols: int, dtype: torch.dtype, like: Tensor) -> Tensor:
 
 
 def _rounds_twice(casts: TensorCasts) -> bool:
-    """Whether the columnwise copy is a second rounding of the rowwise one; a tile needs none."""
+    """Whether the columnwise copy is cast from the rowwise one, a second rounding; square tiles need none."""
     row, column = casts.rowwise, casts.columnwise
     return casts.from_rowwise and row is not None and column is not None and not (row == column and row.format.square)
 
 
 def _exact(operand: Operand) -> Tensor:
-    """The values of an operand, in the narrowest dtype that a second rounding can read them from."""
+    """The values of an operand, in the narrowest dtype that represents them exactly."""
     narrow = operand.format.exact_in_bfloat16 and not operand.format.global_scale
     return dequantize_operand(operand, torch.bfloat16 if narrow else torch.float32)
 
 
 def cached_operands(weight: Tensor, linear_recipe: LinearRecipe) -> tuple[Operand | None, Operand | None] | None:
-    """The (rowwise, columnwise) operands of a weight that holds codes; None for one of high-precision values.
+    """The (rowwise, columnwise) operands of a quantized weight; None for a high-precision weight.
 
-    Raises ValueError where the copy that fprop needs is missing.
+    Raises ValueError if the copy that fprop needs is missing.
     """
     values = values_of(weight)
     if not isinstance(values, MXTensor):
         return None
     if values.rowwise is None:
         raise ValueError(
-            f"linear: the quantized weight {tuple(weight.shape)} holds no copy blocked along in_features; quantize "
+            f"linear: the quantized weight {tuple(weight.shape)} has no copy blocked along in_features; quantize "
             "it with orientation='both'"
         )
     if is_gathered(weight) and _rounds_twice(linear_recipe.weight):
@@ -123,13 +123,14 @@ def cached_operands(weight: Tensor, linear_recipe: LinearRecipe) -> tuple[Operan
 
 
 def is_gathered(weight: Tensor) -> bool:
-    """Whether this is a parameter for training of which FSDP2 has gathered codes. What holds them is freed and filled
-    again between forward and backward, so that the parameter is kept and not what is inside."""
+    """Whether this is a parameter for training of which FSDP2 has gathered codes. FSDP2 frees and fills their storage
+    between forward and backward, so that the parameter is saved and not its operands."""
     return values_of(weight) is not weight and isinstance(values_of(weight), MXTensor)
 
 
 def dgrad_weight(weight: Tensor, linear_recipe: LinearRecipe, x: Tensor, columnwise: Operand | None) -> GemmOperand:
-    """dgrad's factor of a weight that holds codes, as kernels judge it; x: any tensor on its device."""
+    """The operand that dgrad takes of a quantized weight, for the question which kernel will run; x: any tensor on its
+    device."""
     if columnwise is not None:
         return columnwise
     values = of_shape(weight.shape[1], weight.shape[0], weight.dtype, x)
@@ -137,13 +138,13 @@ def dgrad_weight(weight: Tensor, linear_recipe: LinearRecipe, x: Tensor, columnw
 
 
 def transposed(weight: Tensor, linear_recipe: LinearRecipe, want: Want, scales: tuple[Tensor, ...]) -> GemmOperand:
-    """dgrad's factor of a weight that was kept whole, made in the backward pass."""
+    """The operand that dgrad takes of a weight that was saved whole, cast in the backward pass."""
     values = values_of(weight)
     if not isinstance(values, MXTensor):
         gemm_operand = copies(values, linear_recipe.weight, (None, want), scales)[1]
         assert gemm_operand is not None
         return gemm_operand
-    if not is_gathered(weight):  # its values without a columnwise copy: exact, where a second cast would round again
+    if not is_gathered(weight):  # no columnwise copy: the exact values, because a second cast would round again
         return values.dequantize().detach().t()
     rowwise, columnwise = cached_operands(weight, linear_recipe)  # type: ignore[misc]
     if columnwise is not None:
@@ -155,7 +156,7 @@ def transposed(weight: Tensor, linear_recipe: LinearRecipe, want: Want, scales: 
 def weight_copies(
     weight: Tensor, linear_recipe: LinearRecipe, scales: Scales | None = None
 ) -> tuple[Operand | None, Operand | None]:
-    """The (rowwise, columnwise) operands of a high-precision weight (N, K), for later calls to be given as ``held``."""
+    """The (rowwise, columnwise) operands of a high-precision weight (N, K), for later calls, as ``cached``."""
     column = None if linear_recipe.weight.columnwise is None else Form.CODES
     both = copies(values_of(weight).detach(), linear_recipe.weight, (Form.CODES, column), scales_of(scales, WEIGHT))
     return both[0], both[1]  # type: ignore[return-value]
@@ -165,14 +166,14 @@ def weight_copies(
 
 
 class SavedOperand(NamedTuple):
-    """What ``save_for_backward`` holds of a factor: so many tensors, of this format and shape."""
+    """How ``save_for_backward`` stores an operand: the number of tensors, format and shape."""
 
     tensors: int
     format: Any = None
     shape: tuple[int, ...] = ()
 
     def gemm_operand(self, saved: Iterator[Tensor]) -> Any:
-        """The factor again, from the tensors that were saved."""
+        """The operand, from the tensors that were saved."""
         mine = [next(saved) for _ in range(self.tensors)]
         if self.format is None:
             return mine[0] if mine else None
@@ -180,7 +181,7 @@ class SavedOperand(NamedTuple):
 
 
 def saved(gemm_operand: GemmOperand | None) -> tuple[SavedOperand, list[Tensor]]:
-    """A factor as tensors that autograd can keep, and what they are."""
+    """An operand as tensors for ``save_for_backward``, and how to read them."""
     if gemm_operand is None:
         return SavedOperand(0), []
     if isinstance(gemm_operand, Tensor):

@@ -71,7 +71,7 @@ def test_no_module_names_anything_private_of_torch():
 
 def names_of_the_package():
     """Private names that the package itself defines, and those of named tuples."""
-    names = {"_replace", "_fields", "_asdict", "_field_defaults"}
+    names = {"_replace", "_fields", "_field_defaults", "_asdict"}
     for tree in SOURCES.values():
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -235,6 +235,7 @@ def test_dispatch_modes_functorch_and_traces_are_noticed():
     assert seen == [(True, True), (False, False)]
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace.*:DeprecationWarning")
 def test_a_jit_trace_is_noticed():
     seen = []
     torch.jit.trace(lambda x: (seen.append(compat.is_jit_tracing()), x + 1)[1], torch.ones(2), check_trace=False)

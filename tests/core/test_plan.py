@@ -244,6 +244,19 @@ def test_another_recipe_of_the_same_codes_is_another_plan(launched):
 
 
 @needs_compiler
+def test_a_recipe_that_is_gone_leaves_its_id_to_no_other(launched):
+    """A plan keeps the recipe whose id is in its key alive, and nothing else of the weight."""
+    operand, x = layer("mxfp8-weight-only").weight.rowwise, torch.randn(2, 320).bfloat16()
+    ids = set()
+    for _ in range(20):
+        recipe = copy.copy(mx.LinearRecipe.inference("mxfp8"))
+        assert id(recipe) not in ids
+        ids.add(id(recipe))
+        assert launched(F.linear, x, MXTensor(operand, None, recipe, torch.bfloat16)) == 0
+        del recipe
+
+
+@needs_compiler
 def test_an_input_of_another_dtype_layout_or_alignment_is_another_plan(launched):
     weight, x = layer("mxfp8-weight-only").weight, torch.randn(4, 320).bfloat16()
     shifted = torch.empty(4 * 320 + 1, dtype=torch.bfloat16)[1:].view(4, 320).copy_(x)
@@ -323,7 +336,7 @@ def test_where_no_kernel_prepares_a_launch_no_key_is_made(monkeypatch):
     from mxtensor.ops import functional
 
     monkeypatch.setattr(functional, "_launch_key", lambda *args: pytest.fail("a key was made"))
-    assert {"cuda"} == select.LAUNCH_DEVICES
+    assert select.has_launches(torch.device("cuda", 0)) and not select.has_launches(torch.device("cpu"))
     linear = layer("mxfp8")
     with torch.no_grad():
         linear(torch.randn(2, 320).bfloat16())

@@ -422,7 +422,7 @@ def test_one_usable_operand_of_two_multiplies_with_the_other_dequantized_visibly
         y = a @ b
     assert_same_product(y, torch.matmul, a.dequantize(torch.float64), b.dequantize(torch.float64))
     (entry,) = [e for e in log.entries if e.kernel == "high precision"]
-    assert entry.refusals == {"quantized": "holds rowwise, not blocked along the contraction"}
+    assert entry.refusals == {"quantized": "is stored rowwise, not blocked along the contraction"}
 
 
 def test_two_operands_of_which_neither_is_usable_are_refused():
