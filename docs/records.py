@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,10 @@ FIGURES = {"mxfp8": "MXFP8", "mxfp4": "MXFP4", "nvfp4": "NVFP4"}
 """Columns of the table of figures: the name in the records, and the name in the table."""
 
 
+def _weight_only(decoded: dict[str, Any], column: int, name: str) -> float:
+    return float(decoded[f"{name}-weight-only"][column])
+
+
 def figures() -> str:
     """The table of figures in README.md: what the formats save, and what they cost."""
     from benchmarks import decode_model, fsdp, train_linear
@@ -205,7 +210,7 @@ def figures() -> str:
         ("Prefill of 4096 tokens", "ms", 6, False),
     ):
         base = float(decoded["bfloat16"][column])
-        add(what, unit, base, lambda name, column=column: float(decoded[f"{name}-weight-only"][column]), faster)
+        add(what, unit, base, partial(_weight_only, decoded, column), faster)
 
     memory = json.loads((RESULTS / "train_linear.json").read_text())["chain_memory"]
     saved = {line[1]: float(line[2]) for line in memory if line[0] == "8192"}

@@ -39,7 +39,7 @@ def cases():
 
 def work(rank, folder):
     """What each process runs. The first failure ends both, because the other rank would wait."""
-    from examples.ranks import init_state
+    from examples.ranks import wait_for_sends
 
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", ".*isinstance.treespec, LeafSpec.*", FutureWarning)
@@ -60,7 +60,7 @@ def work(rank, folder):
             save(folder, rank, results)
             os._exit(1)
     save(folder, rank, results)
-    init_state()
+    wait_for_sends()
     dist.destroy_process_group()
 
 
