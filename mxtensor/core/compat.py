@@ -146,7 +146,7 @@ def nonstrict_trace(function: Function) -> Function:
     are no tensor subclasses. Missing: the function as it is, which Dynamo then traces, with graph breaks.
     """
     mark = getattr(torch._dynamo, "nonstrict_trace", None)
-    return function if mark is None else mark(function)  # type: ignore[no-any-return]
+    return function if mark is None else mark(function)
 
 
 # ---------------------------------------------------------------------------------------------- devices
@@ -161,7 +161,7 @@ the CPU: the public function.
 
 
 def _public_stream(device: int) -> int:
-    return torch.cuda.current_stream(device).cuda_stream  # type: ignore[no-any-return]
+    return torch.cuda.current_stream(device).cuda_stream
 
 
 current_cuda_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _public_stream)

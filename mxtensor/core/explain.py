@@ -32,7 +32,8 @@ class Timer:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.start, self.stop = self._now(), None
+        self.start: Any = self._now()
+        self.stop: Any = None
         self.inside: list[Timer] = []
 
     def _now(self) -> Any:
@@ -49,9 +50,9 @@ class Timer:
     def elapsed(self) -> float:
         """Milliseconds, with all that ran inside."""
         if self.device.type != "cuda":
-            return (self.stop - self.start) * 1e3  # type: ignore[operator]
-        self.stop.synchronize()  # type: ignore[attr-defined]
-        return self.start.elapsed_time(self.stop)  # type: ignore[no-any-return]
+            return float(self.stop - self.start) * 1e3
+        self.stop.synchronize()
+        return float(self.start.elapsed_time(self.stop))
 
     def ms(self) -> float:
         """Milliseconds, without the entries inside."""

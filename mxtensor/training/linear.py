@@ -7,8 +7,8 @@
 A bias wider than the result is rounded to the dtype of the result first, as under torch.autocast.
 
 Each tensor is cast once for both of its products, from its high-precision values. A copy that its kernel multiplies as
-values (``select.values_dtype``) is written as values. A copy that is saved for the backward pass is saved as codes: about
-half the bytes of the bfloat16 input that torch would save.
+values (``select.values_dtype``) is written as values. A copy for the backward pass is saved as codes: about half the
+bytes of the bfloat16 input that torch would save.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ class _Linear(torch.autograd.Function):
             if cached is not None:
                 w_row, w_col = cached
             else:
-                # Codes are saved for dgrad. Values, twice as large, are cast again from the weight, which exists anyway.
+                # Codes are saved for dgrad. Values, twice as large, are cast again from the weight.
                 now = Form.CODES if dgrad_want is Form.CODES and linear_recipe.weight.columnwise is not None else None
                 w_row, w_col = copies(w, linear_recipe.weight, (want, now), scales_of(scales, WEIGHT))
             y = product("fprop", x_row, w_row, dtype, bias, prefer)
