@@ -1,4 +1,4 @@
-"""The tables of rules refuse a second entry, and what they hold is what runs."""
+"""The tables of rules refuse a second entry, and the registered rule runs."""
 
 import pytest
 import torch

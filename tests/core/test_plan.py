@@ -245,7 +245,7 @@ def test_another_recipe_of_the_same_codes_is_another_plan(launched):
 
 @needs_compiler
 def test_a_recipe_that_is_gone_leaves_its_id_to_no_other(launched):
-    """A plan keeps the recipe whose id is in its key alive, and nothing else of the weight."""
+    """A plan holds on to the recipe whose id is in its key, and to nothing else of the weight."""
     operand, x = layer("mxfp8-weight-only").weight.rowwise, torch.randn(2, 320).bfloat16()
     ids = set()
     for _ in range(20):

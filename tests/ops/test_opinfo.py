@@ -9,8 +9,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # torch's samples use what it
 REFUSED = {
     "as_strided in place": "would cut blocks",
     "as_strided.partial_views in place": "would cut blocks",
-    "resize_": "blocks have no room",
-    "resize_ in place": "blocks have no room",
+    "resize_": "blocks cannot store more values",
+    "resize_ in place": "blocks cannot store more values",
     "squeeze in place": "would cut blocks",
     "squeeze.multiple in place": "would cut blocks",
     "unsqueeze in place": "would cut blocks",

@@ -16,11 +16,11 @@ ROWS = {
     "whole": lambda w: w,
     "one matrix": lambda w: w[3],
     "matrices": lambda w: w[1:3],
-    "last matrix, turned": lambda w: w[4].t(),
+    "last matrix, transposed": lambda w: w[4].t(),
     "rows of one": lambda w: w[2, 32:96],
     "rows of all": lambda w: w[:, 64:],
     "a dimension more": lambda w: w[3].unsqueeze(0),
-    "matrices turned": lambda w: w[2:4].transpose(1, 2),
+    "matrices transposed": lambda w: w[2:4].transpose(1, 2),
     "rows in another shape": lambda w: w[3].unflatten(0, (2, 48)),
     "matrices in another shape": lambda w: w[1:3].flatten(0, 1),
 }
@@ -66,17 +66,17 @@ def test_numbers_of_a_view_give_the_view(format, orientation):
         if not isinstance(v, MXTensor):
             continue
         assert v.storage_offset() == view(dense).storage_offset(), name
-        again = remade(w, v, name)
-        if again is None:
+        replayed = remade(w, v, name)
+        if replayed is None:
             assert orientation != "rowwise"
             continue
-        assert torch.equal(again.dequantize(), v.dequantize()), name
-        assert again.storage_offset() == v.storage_offset()
-        assert type(again) is MXTensor and again.operands[0].data.data_ptr() == v.operands[0].data.data_ptr()
+        assert torch.equal(replayed.dequantize(), v.dequantize()), name
+        assert replayed.storage_offset() == v.storage_offset()
+        assert type(replayed) is MXTensor and replayed.operands[0].data.data_ptr() == v.operands[0].data.data_ptr()
 
 
 def handed_out(v):
-    """``v`` as a compiled graph hands it out: made of its parts."""
+    """``v`` as a compiled graph returns it: made of its components."""
     names, context = v.__tensor_flatten__()
     return MXTensor.__tensor_unflatten__({n: getattr(v, n) for n in names}, context, v.shape, v.stride())
 
@@ -85,7 +85,7 @@ def handed_out(v):
 @pytest.mark.parametrize("orientation", ["rowwise", "columnwise"])
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_view_is_found_by_where_its_codes_begin(format, orientation, begin):
-    """Also where the codes of the tensor lie behind others in one buffer, as those that FSDP2 gathers do."""
+    """Also if the codes of the tensor follow others in one buffer, like those that FSDP2 gathers."""
     w = mx.quantize(torch.randn(5, 96, 127), format, orientation=orientation)  # packed codes have a tail
 
     def moved(operand):
@@ -102,21 +102,21 @@ def test_a_view_is_found_by_where_its_codes_begin(format, orientation, begin):
         v = view(w)
         if isinstance(v, MXTensor) and (orientation == "rowwise" or "shape" not in name):
             out = handed_out(v)
-            again = remade(w, out, name)
-            if again is None:
+            replayed = remade(w, out, name)
+            if replayed is None:
                 assert begin and "float8" in format  # which are cut anywhere
                 continue
-            assert same(again, v), name
+            assert same(replayed, v), name
             seen += 1
     assert seen >= 5
 
 
 @pytest.mark.parametrize("format", ["mxfp8", "nvfp4", "mxfp6", "mxfp8[32x32]"])
-@pytest.mark.parametrize("view", ["one matrix", "last matrix, turned", "a dimension more", "rows in another shape"])
+@pytest.mark.parametrize("view", ["one matrix", "last matrix, transposed", "a dimension more", "rows in another shape"])
 def test_a_compiled_function_returns_the_matrix_that_was_asked_for(format, view):
     def matrix(w, i):
         picked = w[i : i + 1] if view == "matrices in another shape" else w[i]
-        return {"one matrix": lambda p: p, "last matrix, turned": lambda p: p.t()}.get(
+        return {"one matrix": lambda p: p, "last matrix, transposed": lambda p: p.t()}.get(
             view, lambda p: p.unsqueeze(0) if view == "a dimension more" else p.unflatten(0, (2, 48))
         )(picked)
 

@@ -1,7 +1,7 @@
-"""Joining, picking, repeating: whole blocks keep every code; what would cut a block gives the dequantized values.
+"""Joining, picking, repeating: whole blocks leave every code as it is; an op that cuts a block gives plain values.
 
 One law for every case: ``op(w)`` has the values, shape, strides and dtype of ``op(w.dequantize())``, bit for bit. Where
-it stays an MXTensor each copy it holds follows by itself; where it does not, it is plain, logged, and an error inside
+it stays an MXTensor each of its copies follows by itself; if it does not, it is plain, logged, and an error inside
 ``mx.strict()``.
 """
 
@@ -82,7 +82,7 @@ CUTTING = {
     "pad left": lambda w: F.pad(w, (1, 5)),
     "pad by a value": lambda w: F.pad(w, (0, 0, 0, 1), value=2.0),
     "crop": lambda w: F.pad(w, (-1, 0)),
-    "as_strided part": lambda w: w.as_strided((3, 4), (COLS, 2)),
+    "as_strided slice": lambda w: w.as_strided((3, 4), (COLS, 2)),
     "diagonal": lambda w: w.diagonal(),
     "unfold": lambda w: w.unfold(0, 3, 2),
     "gather": lambda w: w.gather(0, torch.zeros(3, COLS, dtype=torch.long)),
@@ -180,7 +180,7 @@ def test_whole_blocks_move(format, name):
         ("repeat", lambda w: w.repeat(2, 2)),
         ("stacked rows", lambda w: torch.stack([w, w, w])[torch.tensor([2, 0])]),
         ("stacked flip", lambda w: torch.stack([w, w]).flip(0)),
-        ("turned", lambda w: torch.cat([w.t(), w.t()])),
+        ("transposed", lambda w: torch.cat([w.t(), w.t()])),
         ("expand", lambda w: w.expand(2, ROWS, COLS)),
     ],
     ids=lambda value: None if callable(value) else str(value),

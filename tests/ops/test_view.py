@@ -356,7 +356,7 @@ def operations(draw, shape):
     if kind == "split":
         return lambda w: w.split(32, dim)
     merged = [d for d in shape if d != 1] or [1]
-    split = [part for d in shape for part in ((d // 32, 32) if d and d % 32 == 0 else (d,))]
+    split = [size for d in shape for size in ((d // 32, 32) if d and d % 32 == 0 else (d,))]
     return draw(st.sampled_from([lambda w: w.reshape(merged), lambda w: w.view(split), lambda w: w.flatten(0, -2)]))
 
 

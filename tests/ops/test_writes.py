@@ -1,4 +1,4 @@
-"""Writing to an MXTensor: the dense op on its values, quantized again into the buffers that are there."""
+"""Writing to an MXTensor: the dense op on its values, quantized again into the existing buffers."""
 
 import math
 
@@ -124,7 +124,7 @@ def test_a_write_is_the_dense_op_quantized_again(format, name):
         if name in RETURNING:
             result, _ = assert_written(w, RETURNING[name])
             assert result is w
-        else:  # blocks that are not written keep the codes they have, so that values are what can be compared
+        else:  # blocks that are not written have their old codes, so that values are compared
             dense, pointers = w.dequantize(), [t.data_ptr() for t in components_of(w)]
             SETITEM[name](w), SETITEM[name](dense)
             expected = mx.quantize(dense, format, orientation=orientation)
@@ -173,7 +173,7 @@ def test_an_out_argument_is_written():
 @pytest.mark.parametrize("orientation", ["rowwise", "both"])
 @pytest.mark.parametrize("format", ["mxfp8", "mxfp4", "nvfp4", "float8_row", "float8_tensor"])
 def test_a_write_to_a_view_reaches_all_of_its_base(format, orientation, rows):
-    """Also where a view has no part in the second copy, or shares its scale with values outside of it."""
+    """Also if a view lacks the second copy, or shares its scale with values outside it."""
     for op in (
         lambda v: v.mul_(100.0),
         lambda v: v.copy_(X[-1]),

@@ -676,7 +676,7 @@ def test_a_weight_with_a_columnwise_copy_only_is_an_error():
     w = nn.Parameter(mx.quantize(torch.randn(64, 48), "mxfp8"), requires_grad=False)
     both = nn.Parameter(mx.quantize(torch.randn(64, 48), "mxfp8", orientation="both"), requires_grad=False)
     with mx.autocast():
-        with pytest.raises(ValueError, match=r"\(48, 64\) holds no copy blocked along in_features.*orientation='both'"):
+        with pytest.raises(ValueError, match=r"\(48, 64\) has no copy blocked along in_features.*orientation='both'"):
             torch.randn(4, 64) @ w
         assert ops(lambda: torch.randn(4, 64) @ both) == ["fprop"]
 

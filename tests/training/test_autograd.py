@@ -72,7 +72,7 @@ OPS = {
     "norm": lambda w: w.norm(dim=1),
     "cat": lambda w: torch.cat([w, 2 * w]),
     "cat rows": lambda w: torch.cat([w[:3], w[5:]]),
-    "turned": lambda w: w.t().sin(),
+    "transposed": lambda w: w.t().sin(),
     "view": lambda w: w.view(8, -1).cumsum(1),
     "embedding": lambda w: F.embedding(torch.tensor([[1, 2], [2, 0]]), w),
     "float": lambda w: w.float().exp(),
@@ -224,8 +224,8 @@ def test_gradients_accumulate_over_micro_batches():
     x = torch.randn(8, 64, dtype=torch.float64)
     F.linear(x, w).square().sum().backward()
     whole, w.grad = w.grad, None
-    for part in x.split(2):
-        F.linear(part, w).square().sum().backward()
+    for rows in x.split(2):
+        F.linear(rows, w).square().sum().backward()
     assert_close(w.grad, whole)
 
 

@@ -1,4 +1,4 @@
-"""The autograd function of a linear layer: three products held to an exact reference, whatever goes in."""
+"""The autograd function of a linear layer: three products compared with an exact reference, for any input."""
 
 import pytest
 import torch
@@ -142,7 +142,7 @@ def test_error_against_an_unquantized_model(name, limit):
 
 
 def saved_bytes(fn):
-    """Bytes that autograd keeps while ``fn`` runs, each memory counted once."""
+    """Bytes that autograd saves while ``fn`` runs, each memory counted once."""
     saved = {}
 
     def pack(t):
@@ -199,7 +199,7 @@ def test_no_second_derivative():
         dx.backward(torch.randn_like(dx))
 
 
-# ---------------------------------------------------------------------------------------------- surroundings
+# ---------------------------------------------------------------------------------------------- contexts
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
