@@ -50,7 +50,7 @@ class Timer:
     def elapsed(self) -> float:
         """Milliseconds, with all that ran inside."""
         if self.device.type != "cuda":
-            return (self.stop - self.start) * 1e3
+            return float(self.stop - self.start) * 1e3
         self.stop.synchronize()
         return float(self.start.elapsed_time(self.stop))
 

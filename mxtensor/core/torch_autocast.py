@@ -15,7 +15,7 @@ def torch_autocasts(device: torch.device) -> bool:
 
 
 def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
-    """The dtype that torch.autocast gives products of ``x``; None outside it, and for float64, which it leaves alone."""
+    """The dtype that torch.autocast gives products of ``x``; None outside it and for float64, which it leaves alone."""
     if torch_autocasts(x.device) and x.dtype is not torch.float64:
         return torch.get_autocast_dtype(x.device.type)
     return None
