@@ -4,7 +4,8 @@ A parametrized test function multiplies its parameters: 10 formats, 3 dtypes and
 breaks is one format or one shape, so the quick suite runs a covering sample of the cases: each value of each parameter
 at least once (each-choice coverage), with as many different pairs of values as that number of cases holds. A function
 with one parameter, and a list of rows given as one ``parametrize``, are run whole. A test marked ``exhaustive`` is
-never in the sample. ``--suite rest`` is the complement, so the two suites together run each test exactly once.
+never in the sample; of one marked ``exhaustive(quick=3)`` the sample has three cases. ``--suite rest`` is the
+complement, so the two suites together run each test exactly once.
 
 The sample depends on the cases of one function only: not on ``-k``, on other files, or on the number of processes.
 """
@@ -12,6 +13,7 @@ The sample depends on the cases of one function only: not on ``-k``, on other fi
 from __future__ import annotations
 
 import itertools
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -58,6 +60,12 @@ def axes(items: Sequence[Any]) -> list[dict[str, int]]:
     return result
 
 
+def spaced(sample: Sequence[int], most: float) -> list[int]:
+    """``most`` of ``sample`` at equal distances, the first included; all if there are no more."""
+    count = int(min(most, len(sample)))
+    return [sample[i * len(sample) // count] for i in range(count)]
+
+
 def function_of(nodeid: str) -> str:
     """The node id of a test function, without the case: ``tests/a.py::test_b`` for ``tests/a.py::test_b[x]``."""
     return nodeid.partition("[")[0]
@@ -77,15 +85,17 @@ def choose(items: Sequence[Any], suite: str, arguments: Iterable[str] = (), root
     """For each pytest item whether it belongs to ``suite``: "quick", "rest" or "all"."""
     if suite == "all":
         return [True] * len(items)
-    by_function: dict[str, list[int]] = {}
+    by_function: dict[tuple[str, float], list[int]] = {}
     for i, item in enumerate(items):
-        if not item.get_closest_marker("exhaustive"):
-            by_function.setdefault(function_of(item.nodeid), []).append(i)
+        mark = item.get_closest_marker("exhaustive")
+        most = math.inf if mark is None else mark.kwargs.get("quick", 0)
+        if most:
+            by_function.setdefault((function_of(item.nodeid), most), []).append(i)
     quick = set()
-    for indices in by_function.values():
+    for (_, most), indices in by_function.items():
         parametrized = hasattr(items[indices[0]], "callspec")
         sample = cover(axes([items[i] for i in indices])) if parametrized else range(len(indices))
-        quick.update(indices[i] for i in sample)
+        quick.update(indices[i] for i in spaced(sample, most))
     always = named(arguments, root)
     owners = [{item.nodeid.rsplit("::", n)[0] for n in range(1, item.nodeid.count("::"))} for item in items]
     asked = [bool(always & {function_of(item.nodeid), *owner}) for item, owner in zip(items, owners, strict=True)]

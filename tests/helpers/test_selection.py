@@ -12,17 +12,14 @@ FORMATS, DTYPES, SHAPES = (tuple(f"{letter}{i}" for i in range(n)) for letter, n
 class Item:
     """What the choice reads of a pytest item: its id, its case, its marks."""
 
-    def __init__(self, nodeid, params=None, names=(), exhaustive=False):
-        self.nodeid, self.marks, self.exhaustive = (
-            nodeid,
-            [pytest.mark.parametrize(n, []).mark for n in names],
-            exhaustive,
-        )
+    def __init__(self, nodeid, params=None, names=(), exhaustive=None):
+        self.nodeid, self.exhaustive = nodeid, exhaustive
+        self.marks = [pytest.mark.parametrize(n, []).mark for n in names]
         if params is not None:
             self.callspec = type("CallSpec", (), {"params": params})
 
     def get_closest_marker(self, name):
-        return name == "exhaustive" and self.exhaustive
+        return self.exhaustive.mark if name == "exhaustive" and self.exhaustive else None
 
     def iter_markers(self, name):
         return iter(self.marks)
@@ -47,14 +44,20 @@ def test_a_list_of_rows_is_run_whole():
     assert choose(items, "quick") == [True] * 4
 
 
+@pytest.mark.parametrize(("quick", "cases"), [(1, [0]), (2, [0, 5]), (3, [0, 3, 6]), (10, range(10)), (99, range(10))])
+def test_a_long_test_says_how_many_cases_are_quick(quick, cases):
+    mark = pytest.mark.exhaustive(quick=quick)
+    items = [Item(f"a.py::test_f[{i}]", {"i": str(i)}, "i", exhaustive=mark) for i in range(10)]
+    assert [i for i, mine in enumerate(choose(items, "quick")) if mine] == list(cases)
+
+
 @pytest.mark.parametrize("order", [1, -1], ids=["forwards", "backwards"])
 def test_quick_and_rest_are_all_exactly_once(order):
-    items = [*product(), Item("a.py::test_plain"), Item("a.py::test_long", exhaustive=True)][::order]
+    items = [*product(), Item("a.py::test_plain"), Item("a.py::test_long", exhaustive=pytest.mark.exhaustive)][::order]
     quick, rest = choose(items, "quick"), choose(items, "rest")
     assert all(q != r for q, r in zip(quick, rest, strict=True)) and sum(quick) == 11
-    assert [i.nodeid for i, q in zip(items, quick, strict=True) if q and not hasattr(i, "callspec")] == [
-        "a.py::test_plain"
-    ]
+    whole = [item for item, mine in zip(items, quick, strict=True) if mine and not hasattr(item, "callspec")]
+    assert [item.nodeid for item in whole] == ["a.py::test_plain"]
     assert choose(items, "all") == [True] * len(items)
 
 
@@ -66,7 +69,7 @@ def test_a_sample_does_not_depend_on_the_other_functions():
 @pytest.mark.parametrize("suite", ["quick", "rest"])
 @pytest.mark.parametrize("argument", ["a.py::test_f", "a.py::test_f[f0-d0-s0]", "/root/a.py::test_f"])
 def test_a_named_test_always_runs(suite, argument):
-    items = [*product(), Item("a.py::test_long", exhaustive=True)]
+    items = [*product(), Item("a.py::test_long", exhaustive=pytest.mark.exhaustive)]
     assert choose(items, suite, [argument], "/root" if argument[0] == "/" else ".") == [True] * 120 + [suite == "rest"]
 
 
