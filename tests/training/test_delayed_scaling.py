@@ -378,6 +378,7 @@ def test_a_group_of_one_changes_nothing(group):
 # ---------------------------------------------------------------------------------------------- compiled
 
 
+@pytest.mark.exhaustive(quick=1)
 @pytest.mark.parametrize("length, algo", list(itertools.product([1, 3], ["max", "most_recent"])))
 def test_compiled_steps_are_eager_ones(length, algo):
     """After one eager step, which makes the states."""

@@ -504,6 +504,7 @@ def test_training_resumes_bit_for_bit(tmp_path):
     assert same(values(whole), values(second))
 
 
+@pytest.mark.exhaustive
 def test_a_pickled_model_trains_on_in_another_process(tmp_path):
     """Compiled there too: its roles are known again."""
     net, (x, _) = model(MXFP8BlockScaling(two_dimensional_weights=True, grad_scaling="even")), problem()
@@ -585,6 +586,7 @@ def test_a_whole_training_step_compiles_with_its_optimizer(compiled_anew):
         assert relative_error(compiled - before, eager - before) < 0.02
 
 
+@pytest.mark.exhaustive
 def test_a_compiled_model_follows_another_recipe(compiled_anew):
     net, (x, _) = model(MXFP8), problem()
     compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
