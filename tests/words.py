@@ -41,11 +41,11 @@ NAMES = [
     Row("again", "plan, launch"),
     Row("room", "shared memory", KERNELS),
     Row("plans?|cuts?", "launch config", SMALL_M),
-    Row("together", "wgmma"),
+    Row("together", "wgmma", SMALL_M),
     Row("resident", "persistent"),
     Row("staged", "pipelined"),
-    Row("apart", "reduce through global memory"),
-    Row("sends", "reduce through distributed shared memory"),
+    Row("apart", "reduce through global memory", SMALL_M),
+    Row("sends", "reduce through distributed shared memory", SMALL_M),
     Row("meeting|meets?", "cluster reduce, barrier", r"kernels/|helpers/cuda_"),
     Row("own", "warp activations", r"kernels/(small_m|cuda)/"),
     Row("spread", "small_m mma", r"kernels/(small_m|cuda)/"),
@@ -182,7 +182,7 @@ def test_no_old_word_is_left():
         ("a.md", "What lies there by a factor of two", 1),
         ("kernels/cuda/a.cu", "int resident_plan; // staged\n", 3),
         ("kernels/cuda/a.cu", "int x; /* its own\n lines */ int y;", 0),
-        ("a.py", "together = 1  # together", 1),
+        ("kernels/small_m/a.py", "together = 1  # together", 1),
     ],
 )
 def test_an_old_word_would_be_found(file, text, count):

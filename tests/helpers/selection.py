@@ -50,9 +50,9 @@ def axes(items: Sequence[Any]) -> list[dict[str, int]]:
     for item in items:
         params, case = dict(item.callspec.params), {}
         marks = [mark.args[0] if mark.args else mark.kwargs["argnames"] for mark in item.iter_markers("parametrize")]
-        together = [[n.strip() for n in names.split(",")] if isinstance(names, str) else [*names] for names in marks]
-        rest = params.keys() - set(itertools.chain(*together))
-        for names in [*together, *([name] for name in sorted(rest))]:
+        groups = [[n.strip() for n in names.split(",")] if isinstance(names, str) else [*names] for names in marks]
+        rest = params.keys() - set(itertools.chain(*groups))
+        for names in [*groups, *([name] for name in sorted(rest))]:
             value = tuple(id(params[name]) for name in names)  # one object for all cases, hashable or not
             numbers = seen.setdefault(",".join(names), {})
             case[",".join(names)] = numbers.setdefault(value, len(numbers))

@@ -562,6 +562,7 @@ def test_a_compiled_model_trains_as_the_eager_one(compiled_anew):
     assert same(values(eager), values(net))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # torch's own
 def test_a_whole_training_step_compiles_with_its_optimizer(compiled_anew):
     """The values move as in eager code, but for what the compiled optimizer's rounding changes in later casts."""
