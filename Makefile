@@ -10,13 +10,15 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.10 python3 p
             $$p -c 'import sys, venv; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1 && echo $$p && break; done)
 PY     := $(VENV)/bin/python
 PIP    := $(PY) -m pip install --disable-pip-version-check --no-input --quiet -c constraints.txt
-# One thread for each of the two test processes: more only make them wait for each other.
-TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false MPLBACKEND=Agg
+# One thread for each of the two test processes: more only make them wait for each other. Bytecode is written, for tests
+# start Python in new processes.
+TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false MPLBACKEND=Agg PYTHONDONTWRITEBYTECODE=
+PYTEST   := $(TEST_ENV) $(PY) -m pytest -n 2 --dist worksteal -q -rs
 
-.PHONY: help demo train test lint docs site bench clean
+.PHONY: help demo train test test-all faults lint docs site bench clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
 
 demo: $(VENV)/.installed-demo  ## quantize all-MiniLM-L6-v2 to every format and compare its embeddings
 	HF_HUB_OFFLINE=1 $(PY) -m examples.minilm $(ARGS)
@@ -24,9 +26,16 @@ demo: $(VENV)/.installed-demo  ## quantize all-MiniLM-L6-v2 to every format and 
 train: $(VENV)/.installed-demo  ## train a small language model quantized, on the sources of the standard library
 	$(PY) -m examples.train_lm $(ARGS)
 
-test: $(VENV)/.installed-test $(VENV)/.installed-demo  ## run the tests (ARGS="-k name" for some of them)
-	$(TEST_ENV) $(PY) -m pytest -n 2 -q -rs $(ARGS)
+test: $(VENV)/.installed-test $(VENV)/.installed-demo  ## run the quick tests (ARGS="-k name" for some of them)
+	$(PYTEST) $(ARGS)
 	@echo "Skipped tests are counted and listed above; those marked gpu need a CUDA device."
+
+test-all: $(VENV)/.installed-test $(VENV)/.installed-demo  ## run the tests that `make test` leaves out
+	$(PYTEST) --suite rest $(ARGS)
+	@echo "Skipped tests are counted and listed above; those marked gpu need a CUDA device."
+
+faults: $(VENV)/.installed-test $(VENV)/.installed-demo  ## plant faults one by one and say which tests catch them
+	$(TEST_ENV) $(PY) -m tests.faults $(ARGS)
 
 # mypy reads the types of what the code imports, so it wants the same packages as the tests.
 lint: $(VENV)/.installed-test $(VENV)/.installed-demo $(VENV)/.installed-dev  ## ruff and mypy

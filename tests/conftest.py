@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.helpers.ranks import DEVICE, WORLD, run
+from tests.helpers.selection import SUITES, choose
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, which nothing has done yet
@@ -27,7 +28,19 @@ def no_plans():
         sys.modules["mxtensor.core.plan"].PLANS.clear()
 
 
-def pytest_collection_modifyitems(items):
+def pytest_addoption(parser):
+    parser.addoption(
+        "--suite", choices=SUITES, default="quick", help="quick (make test), rest (what quick leaves out), or all"
+    )
+
+
+@pytest.hookimpl(tryfirst=True)  # before -k and -m: a sample does not depend on them
+def pytest_collection_modifyitems(config, items):
+    suite = config.getoption("suite")
+    chosen = choose(items, suite, config.args, config.rootpath)
+    left_out = [item for item, mine in zip(items, chosen, strict=True) if not mine]
+    items[:] = [item for item, mine in zip(items, chosen, strict=True) if mine]
+    config.hook.pytest_deselected(items=left_out)
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

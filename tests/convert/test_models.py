@@ -36,6 +36,7 @@ def fresh_dynamo():
 
 
 # peft uses a name that transformers has deprecated
+@pytest.mark.exhaustive(quick=2)
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize("name", CASES)
 def test_a_model_runs_compiles_and_learns_as_the_record_says(name):
@@ -53,6 +54,7 @@ def test_a_model_runs_compiles_and_learns_as_the_record_says(name):
     assert found == shown, "write the record again: python -m benchmarks.models --json benchmarks/results/models.json"
 
 
+@pytest.mark.exhaustive
 def test_saved_models_compute_the_same_in_a_new_process():
     assert models.loaded_elsewhere(CASES) == dict.fromkeys(CASES, True)
     assert all(shown["loaded"] for shown in RECORD.values())
@@ -143,6 +145,7 @@ def test_experts_of_other_layouts_multiply_quantized(made, way):
         assert relative_error(got, dequantized(experts)(*inputs)) < 1e-5
 
 
+@pytest.mark.exhaustive(quick=1)
 @pytest.mark.parametrize("made, way", [(nemotron, "eager"), (nemotron, "batched_mm"), (inkling, None), (jetmoe, None)])
 def test_compiled_experts_give_the_same(made, way):
     """With eager experts, each expert is a view of the weight that crosses from graph to graph."""

@@ -216,12 +216,12 @@ def run_sample(tally, name, op, sample, format, orientation):
         _outcome(tally, f"{name} out=", lambda: out_of(w.clone()), dense_out_of, sources, defined)
 
 
-def run(chunk):
+def run(chunk, chunks=CHUNKS, formats=FORMATS):
     """Every op of one chunk."""
     tally = Tally()
-    for name, op in list(op_database().items())[chunk::CHUNKS]:
-        for i, sample in enumerate(samples(op, max(FORMATS.values()))):
-            for (format, orientation), count in FORMATS.items():
+    for name, op in list(op_database().items())[chunk::chunks]:
+        for i, sample in enumerate(samples(op, max(formats.values()))):
+            for (format, orientation), count in formats.items():
                 if i < count:
                     run_sample(tally, name, op, sample, format, orientation)
     return tally

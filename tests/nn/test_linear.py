@@ -635,6 +635,7 @@ def fresh_dynamo():
     torch._dynamo.reset()
 
 
+@pytest.mark.exhaustive(quick=1)
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "float8 current"])
 @pytest.mark.parametrize("operands", [False, True], ids=["plain weight", "quantized weight"])
 def test_forward_and_backward_compile_to_one_graph(fresh_dynamo, recipe, operands):

@@ -97,6 +97,7 @@ FINITE = wide(1003, 1009, specials=False)
 GAUSSIAN = torch.randn(1009, 1003, generator=torch.Generator().manual_seed(21))
 
 
+@pytest.mark.exhaustive(quick=14)
 @each_cast
 @pytest.mark.parametrize("orientation", ["rowwise", "columnwise"])
 def test_a_million_values(orientation, cast):

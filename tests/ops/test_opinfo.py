@@ -22,6 +22,7 @@ def op_of(call):
     return call.removesuffix(" in place").removesuffix(" out=")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_an_op_gives_the_dense_result_or_says_why_not(chunk, record_property):
     tally = run(chunk)
@@ -33,6 +34,13 @@ def test_an_op_gives_the_dense_result_or_says_why_not(chunk, record_property):
         assert REFUSED[call] in said and len(said.split()) > 8, f"{call}: {said}"
     assert len(tally.tried) > 60
     assert tally.counts["samples"] > 700 and tally.counts["dequantized"] > 1000 and tally.counts["quantized"] > 120
+
+
+def test_one_sample_of_every_fourth_op_gives_the_dense_result_or_says_why_not():
+    tally = run(0, 4, {("mxfp8", "rowwise"): 1})
+    assert tally.mismatched == {}
+    assert set(tally.refused) <= set(REFUSED)
+    assert len(tally.tried) > 120
 
 
 def test_few_ops_are_refused():

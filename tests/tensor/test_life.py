@@ -301,6 +301,7 @@ def test_another_weight_of_the_same_kind_needs_no_graph(fresh_dynamo):
     assert counter.frame_count == 1
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 @pytest.mark.skipif(torch.__version__ < "2.12", reason="the C++ that AOTInductor 2.11 writes has no float8 type")
 @pytest.mark.filterwarnings(JIT)

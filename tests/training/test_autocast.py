@@ -717,6 +717,7 @@ def test_compiled_with_the_block_inside():
     assert ops(lambda: fn(x)) == ["fprop"] * 2
 
 
+@pytest.mark.exhaustive(quick=1)
 @pytest.mark.parametrize("way", ["autocast", "quantize_"])
 def test_a_compiled_model_follows_changes_of_the_recipe(way):
     net, x, g = model(), leaf(8, 64), torch.randn(8, 32)

@@ -266,6 +266,7 @@ def test_delayed_scales_come_from_outside():
 # ---------------------------------------------------------------------------------------------- compiled
 
 
+@pytest.mark.exhaustive(quick=2)
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp8 32x32 weights", "nvfp4", "float8 current", "float8 block"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_compiled_as_one_graph_is_eager(name, dtype):

@@ -104,6 +104,7 @@ def optimize(model, batch, steps):
     return losses
 
 
+@pytest.mark.exhaustive(quick=1)
 @pytest.mark.parametrize("name", TASKS)
 def test_fifty_steps_learn_the_task(name):
     model, batch = quantized(name)

@@ -504,6 +504,7 @@ def test_training_resumes_bit_for_bit(tmp_path):
     assert same(values(whole), values(second))
 
 
+@pytest.mark.exhaustive
 def test_a_pickled_model_trains_on_in_another_process(tmp_path):
     """It compiles there too: the recipe is registered again when it is unpickled."""
     net, (x, _) = model(MXFP8BlockScaling(two_dimensional_weights=True, grad_scaling="even")), problem()
@@ -561,6 +562,7 @@ def test_a_compiled_model_trains_as_the_eager_one(compiled_anew):
     assert same(values(eager), values(net))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # torch's own
 def test_a_whole_training_step_compiles_with_its_optimizer(compiled_anew):
     """The values change as in eager code, except where the compiled optimizer's rounding changes later casts."""
@@ -585,6 +587,7 @@ def test_a_whole_training_step_compiles_with_its_optimizer(compiled_anew):
         assert relative_error(compiled - before, eager - before) < 0.02
 
 
+@pytest.mark.exhaustive
 def test_a_compiled_model_follows_another_recipe(compiled_anew):
     net, (x, _) = model(MXFP8), problem()
     compiled = torch.compile(net, fullgraph=True, backend="aot_eager")

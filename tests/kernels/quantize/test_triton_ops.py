@@ -118,6 +118,7 @@ def test_float64_and_empty_tensors_go_on_to_the_codec(cuda):
 # ---------------------------------------------------------------------------------------------- what is given
 
 
+@pytest.mark.exhaustive(quick=2)
 @interpreter
 @warns
 @each_kind

@@ -193,6 +193,7 @@ def test_every_scale_rule(scaling):
     assert error(product(x, w, WHOLE, cast), values(encode(x, cast)) @ values(w).t()) < TOLERANCE
 
 
+@pytest.mark.exhaustive
 @settings(max_examples=12, deadline=None)
 @given(
     st.integers(1, 11), st.integers(1, 70), st.integers(1, 150), st.sampled_from(["mxfp8", "mxfp6", "mxfp4", "nvfp4"])
@@ -204,6 +205,7 @@ def test_tails_and_odd_shapes(m, n, k, format):
         assert error(product(x, w, config), x.double() @ values(w).t()) < TOLERANCE
 
 
+@pytest.mark.exhaustive
 @settings(max_examples=10, deadline=None)
 @given(
     st.integers(1, 21), st.integers(1, 200), st.integers(3, 9), st.sampled_from(["mxfp8", "mxfp6", "mxfp4", "nvfp4"])

@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 report = functools.cache(triton_targets.in_own_process)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("target", [t for t in TARGETS if any(t in v.needs for v in VARIANTS)])
 def test_kernels_compile_to_the_instructions_they_are_for_and_spill_nothing(target):
     rows = report(target)
