@@ -248,8 +248,8 @@ def test_a_recipe_that_is_gone_leaves_its_id_to_no_other(launched):
     """A plan holds on to the recipe whose id is in its key, and to nothing else of the weight."""
     operand, x = layer("mxfp8-weight-only").weight.rowwise, torch.randn(2, 320).bfloat16()
     ids = set()
-    for _ in range(20):
-        recipe = copy.copy(mx.LinearRecipe.inference("mxfp8"))
+    for n in range(20):
+        recipe = replace(mx.LinearRecipe.inference("mxfp8"), name=f"recipe {n}")
         assert id(recipe) not in ids
         ids.add(id(recipe))
         assert launched(F.linear, x, MXTensor(operand, None, recipe, torch.bfloat16)) == 0
