@@ -48,8 +48,7 @@ def _launch_key(x: Tensor, weight: MXTensor, bias: Tensor | None, operand: Opera
     return (
         x.shape, x.is_contiguous(), x.dtype, x.device, x.data_ptr() & 15,  # kernels read 16 bytes at a time
         operand.data.data_ptr(), operand.scale.data_ptr(), 0 if global_scale is None else global_scale.data_ptr(),
-        operand.is_contiguous, operand.shape, weight.dtype,
-        weight.recipe.key or repr(weight.recipe),  # which names the format
+        operand.is_contiguous, operand.shape, weight.dtype, id(weight.recipe),  # pinned by the plan; it has the format
         None if bias is None else (bias.data_ptr(), bias.dtype, bias.shape, bias.is_contiguous()),
     )  # fmt: skip
 
