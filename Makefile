@@ -13,7 +13,7 @@ PIP    := $(PY) -m pip install --disable-pip-version-check --no-input --quiet -c
 # One thread for each of the two test processes: more only make them wait for each other. Bytecode is written, for tests
 # start Python in new processes.
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false MPLBACKEND=Agg PYTHONDONTWRITEBYTECODE=
-PYTEST   := $(TEST_ENV) $(PY) -m pytest -n 2 --dist worksteal -q -rs
+PYTEST   := $(TEST_ENV) $(PY) -m pytest -n 2 --dist worksteal -q -rfE
 
 .PHONY: help demo train test test-all faults lint docs site bench clean
 
@@ -28,11 +28,11 @@ train: $(VENV)/.installed-demo  ## train a small language model quantized, on th
 
 test: $(VENV)/.installed-test $(VENV)/.installed-demo  ## run the quick tests (ARGS="-k name" for some of them)
 	$(PYTEST) $(ARGS)
-	@echo "Skipped tests are counted and listed above; those marked gpu need a CUDA device."
+	@echo "Skipped tests need a CUDA device (marked gpu) or an optional package; ARGS=-rs lists them."
 
 test-all: $(VENV)/.installed-test $(VENV)/.installed-demo  ## run the tests that `make test` leaves out
 	$(PYTEST) --suite rest $(ARGS)
-	@echo "Skipped tests are counted and listed above; those marked gpu need a CUDA device."
+	@echo "Skipped tests need a CUDA device (marked gpu) or an optional package; ARGS=-rs lists them."
 
 faults: $(VENV)/.installed-test $(VENV)/.installed-demo  ## plant faults one by one and say which tests catch them
 	$(TEST_ENV) $(PY) -m tests.faults $(ARGS)

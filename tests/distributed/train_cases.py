@@ -46,7 +46,7 @@ def example_continued(rank, folder):
     for _ in range(3):
         again.step(learned)
     for each in (run, again):
-        each.look(held_out)
+        each.evaluate(held_out)
     return run.losses, again.losses, run.held_out == again.held_out, str(path)
 
 
@@ -64,7 +64,7 @@ def example_split(rank, folder):
     for each in (run, again):
         for _ in range(3):
             each.step(learned)
-        each.look(held_out)
+        each.evaluate(held_out)
     return run.losses, again.losses, run.held_out == again.held_out, str(path)
 
 
