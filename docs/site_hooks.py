@@ -43,5 +43,6 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
-    """Sphinx's markup in docstrings, such as ``:func:``, is left out."""
-    return re.sub(r":\w+:(?=<code>)", "", html)
+    """Leave out Sphinx's markup in docstrings, such as ``:func:``, and give each page a class for the style sheet."""
+    html = re.sub(r":\w+:(?=<code>)", "", html)
+    return f'<div class="page-{Path(page.file.src_path).stem}">{html}</div>'
