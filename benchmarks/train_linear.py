@@ -189,7 +189,9 @@ def measured(name: str, problem: Problem, make: Make, args: Any, guard: Callable
 # ---------------------------------------------------------------------------------------------- memory of a chain
 
 
-MEMORY_HEADER = ["rows", "recipe", "kept MiB", "over bf16", "peak MiB", "over bf16", "peak, new gradients", "over bf16"]
+MEMORY_HEADER = [
+    "rows", "recipe", "saved MiB", "over bf16", "peak MiB", "over bf16", "peak, new gradients", "over bf16"
+]  # fmt: skip
 
 
 def chain_memory(device: str, rows: int, width: int = 8192) -> list[list[str]]:

@@ -352,7 +352,7 @@ DEVICE bool any_of_block(bool mine) {
 }
 DEVICE void store_four(float* to, const float (&value)[4]) { memcpy(to, value, 16); }
 DEVICE void load_four(float (&value)[4], const float* from) { memcpy(value, from, 16); }
-DEVICE bool is_last_of(u32* counter, u32 blocks) {
+DEVICE bool is_final_block(u32* counter, u32 blocks) {
     sync_block();
     return any_of_block(thread() == 0 && (*counter)++ == blocks - 1);
 }

@@ -217,8 +217,8 @@ def test_recomputation_gives_the_same_step(use_reentrant):
     layer, x, g = Linear(64, 48), leaf(20, 64), torch.randn(20, 48)
     plain = (*step(layer, x, g, NEAREST["mxfp8"]), layer.weight.grad)
     layer.zero_grad()
-    again = step(lambda t: checkpoint(layer, t, use_reentrant=use_reentrant), x, g, NEAREST["mxfp8"])
-    assert all(torch.equal(a, b) for a, b in zip(plain, (*again, layer.weight.grad), strict=True))
+    recomputed = step(lambda t: checkpoint(layer, t, use_reentrant=use_reentrant), x, g, NEAREST["mxfp8"])
+    assert all(torch.equal(a, b) for a, b in zip(plain, (*recomputed, layer.weight.grad), strict=True))
 
 
 # ---------------------------------------------------------------------------------------------- bias, init, split
@@ -583,16 +583,16 @@ def test_a_checkpoint_resumes_delayed_scaling_bitwise(tmp_path):
     for x, g in data[:3]:
         step(model, x, g, recipe)
     torch.save(model.state_dict(), tmp_path / "model.pt")
-    resumed = nn.Sequential(Linear(64, 48), Linear(48, 16))
-    resumed.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
-    early = resumed.state_dict()
+    restored = nn.Sequential(Linear(64, 48), Linear(48, 16))
+    restored.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
+    early = restored.state_dict()
     assert torch.equal(early["0._extra_state"]["0.history"], model[0].state_dict()["_extra_state"]["0.history"])
     for x, g in data[3:]:
-        assert all(map(torch.equal, step(resumed, x, g, recipe), step(model, x, g, recipe)))
+        assert all(map(torch.equal, step(restored, x, g, recipe), step(model, x, g, recipe)))
     with pytest.raises(ValueError, match="use amax_history_len=8"):
-        resumed.load_state_dict(early)
-        step(resumed, *data[0], DelayedScaling(amax_history_len=5))
-    step(resumed, *data[0], recipe)
+        restored.load_state_dict(early)
+        step(restored, *data[0], DelayedScaling(amax_history_len=5))
+    step(restored, *data[0], recipe)
 
 
 def test_a_state_dict_without_histories_is_complete():

@@ -301,14 +301,14 @@ DEVICE void load_four(float (&value)[4], const float* from) {
     float4 found = __ldcg(reinterpret_cast<const float4*>(from));
     value[0] = found.x, value[1] = found.y, value[2] = found.z, value[3] = found.w;
 }
-DEVICE bool is_last_of(u32* counter, u32 blocks) {
-    bool last = false;
+DEVICE bool is_final_block(u32* counter, u32 blocks) {
+    bool is_final = false;
     __threadfence();
     __syncthreads();
-    if (thread() == 0) last = atomicAdd(counter, 1) == blocks - 1;
-    last = __syncthreads_or(last);
-    if (last) __threadfence();
-    return last;
+    if (thread() == 0) is_final = atomicAdd(counter, 1) == blocks - 1;
+    is_final = __syncthreads_or(is_final);
+    if (is_final) __threadfence();
+    return is_final;
 }
 DEVICE bool any_of_block(bool mine) { return __syncthreads_or(mine); }
 
