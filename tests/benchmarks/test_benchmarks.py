@@ -361,7 +361,7 @@ def test_a_picture_is_drawn_from_its_record_and_shown(name, records):
     assert path == records / "assets" / f"{name}.png"
     content = path.read_bytes()
     assert content.startswith(b"\x89PNG") and plots.checksum(records / f"{name}.json").encode() in content
-    assert f"](assets/{name}.png)" in generate.TABLES[name]()
+    assert f"](../assets/{name}.png)" in generate.TABLES[name]()
 
 
 def test_a_picture_has_a_row_for_each_name_and_a_marker_for_each_figure():

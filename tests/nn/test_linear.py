@@ -189,15 +189,15 @@ def test_tied_weights_add_their_gradients():
     one, two = Linear(64, 64, bias=False), Linear(64, 64, bias=False)
     two.weight = one.weight
     x, g, h = leaf(20, 64), torch.randn(20, 64), torch.randn(20, 64)
-    apart = []
+    gradients = []
     for layer, upstream in ((one, g), (two, h)):
         one.weight.grad = None
         step(layer, x, upstream, NEAREST["mxfp8"])
-        apart.append(one.weight.grad)
+        gradients.append(one.weight.grad)
     one.weight.grad = None
     with mx.autocast():
         torch.autograd.backward([one(x), two(x)], [g, h])
-    assert torch.equal(one.weight.grad, apart[1] + apart[0])
+    assert torch.equal(one.weight.grad, gradients[1] + apart[0])
 
 
 def test_two_forwards_before_two_backwards_outside_the_context():
@@ -282,8 +282,8 @@ def test_quantized_split_parameters_have_one_product_each(recipe):
         layer.weight, layer.bias = getattr(split, f"{name}_weight"), getattr(split, f"{name}_bias")
     x, g = leaf(20, 40), torch.randn(20, 70)
     y, dx = step(split, x, g, recipe)
-    apart = [step(layer, x, part, recipe) for layer, part in zip(each, g.split([40, 30], 1), strict=True)]
-    assert torch.equal(y, torch.cat([a[0] for a in apart], 1)) and torch.equal(dx, apart[0][1] + apart[1][1])
+    separate = [step(layer, x, part, recipe) for layer, part in zip(each, g.split([40, 30], 1), strict=True)]
+    assert torch.equal(y, torch.cat([part[0] for part in separate], 1)) and torch.equal(dx, separate[0][1] + separate[1][1])
     assert len(split.quantizers["scaling_fwd"]) == 4 and len(split.quantizers["scaling_bwd"]) == 2
 
 

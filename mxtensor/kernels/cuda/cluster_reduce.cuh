@@ -114,7 +114,7 @@ DEVICE void write_result(const Arguments& a, const Weight& w, const Total& sums,
 }
 
 // The same with REDUCE_DSMEM: the copy engine of each block copies its sums to the blocks that write them.
-DEVICE void send_and_write_result(
+DEVICE void write_result_through_dsmem(
     const Arguments& a, const Weight& w, const Total& sums, const float* x_scale, float* shared, u64* arrived) {
     u32 rank = block_z(), x_row = block_y() * COLS + rank * X_ROWS_PER_BLOCK;
     u32 mine = (block_x() - w.first) * ROWS + thread() % (ROWS / 4) * 4;  // rows of w, four, all the time
@@ -127,7 +127,7 @@ DEVICE void send_and_write_result(
         expect_bytes(arrived, (SPLIT - 1) * BLOCK_SUMS * 4);
         for (u32 i = 1; i < SPLIT; i++) {
             u32 to = (rank + i) % SPLIT;
-            send_to_block(others + (rank < to ? rank : rank - 1) * BLOCK_SUMS, shared + to * BLOCK_SUMS, BLOCK_SUMS * 4,
+            copy_to_block(others + (rank < to ? rank : rank - 1) * BLOCK_SUMS, shared + to * BLOCK_SUMS, BLOCK_SUMS * 4,
                           arrived, to);
         }
     }

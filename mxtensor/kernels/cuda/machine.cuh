@@ -287,7 +287,7 @@ DEVICE void add_four_of_block(float (&sum)[4], const float* mine, u32 rank) {  /
 // A bulk copy to the same address in another block of the cluster, by one thread; ``barrier`` of that block counts its
 // bytes. The fence makes stores of all threads visible to the copy engine first.
 DEVICE void fence_for_copy_engine() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-DEVICE void send_to_block(void* mine, const void* from, u32 bytes, u64* barrier, u32 rank) {
+DEVICE void copy_to_block(void* mine, const void* from, u32 bytes, u64* barrier, u32 rank) {
     asm volatile(
         "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
             address_in_block(mine, rank)), "r"(shared_address(from)), "r"(bytes), "r"(address_in_block(barrier, rank))

@@ -272,6 +272,6 @@ KERNEL void BOUNDS(ALL_THREADS, BLOCKS) wgmma(const Arguments a) {
     if constexpr (WK > 1) add_groups(sums, reinterpret_cast<float*>(shared + SUM_BYTES), group);
     if (REDUCE_GLOBAL && !reduce_through_global(a, sums)) return;
     float* sums_at = reinterpret_cast<float*>(shared);
-    if constexpr (REDUCE_DSMEM) send_and_write_result(a, w, sums, x_scale, sums_at, barriers + TILE_BARRIERS + WK);
+    if constexpr (REDUCE_DSMEM) write_result_through_dsmem(a, w, sums, x_scale, sums_at, barriers + TILE_BARRIERS + WK);
     else write_result(a, w, sums, x_scale, sums_at);
 }
