@@ -190,15 +190,8 @@ def measured(name: str, problem: Problem, make: Make, args: Any, guard: Callable
 
 
 MEMORY_HEADER = [
-    "rows",
-    "recipe",
-    "saved MiB",
-    "over bf16",
-    "peak MiB",
-    "over bf16",
-    "peak, new gradients",
-    "over bf16",
-]
+    "rows", "recipe", "saved MiB", "over bf16", "peak MiB", "over bf16", "peak, new gradients", "over bf16"
+]  # fmt: skip
 
 
 def chain_memory(device: str, rows: int, width: int = 8192) -> list[list[str]]:

@@ -95,7 +95,7 @@ ALLOWED = [
     (r"held[-_ ]out", "held-out data is the field's word"),
     (r"scal(e|ing)[-_ ]factors?", "a scale factor is the field's word"),
     (r"\b(a|the same|this|some) factor of|by a factor|prime factors?", "a ratio, not an operand of a product"),
-    (r"(growth|backoff|divide)_factor", "arguments of torch's GradScaler and FSDP2"),
+    (r"(growth|backoff|divide|interpolation)_factor", "names of torch and TransformerEngine"),
     (r"\.parts\b", "pathlib's attribute"),
 ]
 """What does not count, and why."""

@@ -16,9 +16,10 @@ class RotaryPositionEmbedding(nn.Module):
     """The angles ``position * base^(-2i / dim)`` of the first ``dim * rotary_percent`` channels of a head.
 
     ``interleaved``: channels 2i and 2i + 1 form a pair, otherwise i and i + half. ``seq_len_interpolation_factor``
-    divides positions (arXiv:2306.15595). With ``pretrained_max_position_embeddings``, longer sequences than that number
-    times the factor are scaled to ``pretrained_max_position_embeddings`` positions instead. ``inv_freq`` stays float32
-    whatever dtype the model is converted to: bfloat16 cannot distinguish positions beyond 256.
+    divides positions (arXiv:2306.15595). With ``pretrained_max_position_embeddings``, sequences longer than that number
+    times ``seq_len_interpolation_factor`` are scaled to ``pretrained_max_position_embeddings`` positions instead.
+    ``inv_freq`` stays float32 whatever dtype the model is converted to: bfloat16 cannot distinguish positions beyond
+    256.
 
     Raises ValueError for a rotary dimension that is not even and positive.
     """

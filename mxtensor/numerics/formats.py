@@ -225,12 +225,12 @@ class Format:
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of ``scale``: ceil(dim / block) in the last two dimensions; FULL rows: 1 in the leading ones."""
         rows, cols = self.block
-        last = _ceil_div(shape[-1], cols)
+        scales_per_row = _ceil_div(shape[-1], cols)
         if rows == FULL:
-            return (*(min(d, 1) for d in shape[:-1]), last)
+            return (*(min(d, 1) for d in shape[:-1]), scales_per_row)
         if rows == 1 or len(shape) == 1:
-            return (*shape[:-1], last)
-        return (*shape[:-2], _ceil_div(shape[-2], rows), last)
+            return (*shape[:-1], scales_per_row)
+        return (*shape[:-2], _ceil_div(shape[-2], rows), scales_per_row)
 
     @property
     def has_tensor_scale(self) -> bool:

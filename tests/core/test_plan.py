@@ -204,7 +204,7 @@ def test_a_weight_replaced_in_place_has_no_stale_plan(launched):
         assert torch.equal(linear(x), F.linear(x, linear.weight.clone(), linear.bias))
 
 
-def with_parts(weight, **changes):
+def with_components(weight, **changes):
     """An MXTensor over the same codes and scales, seen otherwise."""
     operand = Operand(**{"data": weight.rowwise.data, "scale": weight.rowwise.scale, "global_scale": None} | changes)
     return MXTensor(operand, None, mx.LinearRecipe.inference(mx.Cast.of(operand.format)), torch.bfloat16)
@@ -217,11 +217,13 @@ def test_the_same_memory_seen_otherwise_is_another_plan(launches):
     e4m3, e5m2 = mx.get_format("mxfp8"), mx.get_format("mxfp8_e5m2")
     data, scale = whole.rowwise.data, whole.rowwise.scale
     seen = [
-        with_parts(whole, format=e4m3, shape=(64, 640)),
-        with_parts(whole, data=data.view(128, 320), scale=scale.view(128, 10), format=e4m3, shape=(128, 320)),
-        with_parts(whole, data=data[:32], scale=scale[:32], format=e4m3, shape=(32, 640)),
-        with_parts(whole, data=data[:1].expand(64, -1), scale=scale[:1].expand(64, -1), format=e4m3, shape=(64, 640)),
-        with_parts(whole, data=data.view(e5m2.element.dtype), format=e5m2, shape=(64, 640)),
+        with_components(whole, format=e4m3, shape=(64, 640)),
+        with_components(whole, data=data.view(128, 320), scale=scale.view(128, 10), format=e4m3, shape=(128, 320)),
+        with_components(whole, data=data[:32], scale=scale[:32], format=e4m3, shape=(32, 640)),
+        with_components(
+            whole, data=data[:1].expand(64, -1), scale=scale[:1].expand(64, -1), format=e4m3, shape=(64, 640)
+        ),
+        with_components(whole, data=data.view(e5m2.element.dtype), format=e5m2, shape=(64, 640)),
     ]
     with torch.no_grad():
         for _ in range(3):
@@ -271,7 +273,7 @@ def test_an_input_of_another_dtype_layout_or_alignment_is_another_plan(launched)
 
 
 @needs_compiler
-def test_no_tensor_is_kept_alive():
+def test_a_plan_keeps_no_tensor_alive():
     linear, x = layer("mxfp8"), torch.randn(2, 320).bfloat16()
     gone = [weakref.ref(t) for t in (linear.weight.rowwise.data, linear.weight, linear.bias, x)]
     with torch.no_grad():

@@ -219,9 +219,9 @@ def damaged(rank, folder):
     load(*fresh, parent / "step-1")  # with torch's own reader
     same += [torch.equal(a, whole(plain(b))) for a, b in zip(expected[0], fresh[0].parameters(), strict=True)]
     saved = state(*fresh)
-    again = message(lambda: dcp.load(saved, storage_reader=Reader(last)))
+    loaded = message(lambda: dcp.load(saved, storage_reader=Reader(last)))
     twice = message(lambda: dcp.save(saved, storage_writer=Writer(last)))
-    return last.name, told, same, again, twice
+    return last.name, told, same, loaded, twice
 
 
 @case

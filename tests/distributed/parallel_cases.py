@@ -216,8 +216,8 @@ def frozen_weights(rank, folder):
 
 
 @case
-def frozen_weights_of_uneven_parts(rank, folder):
-    """(features out, in) -> the result of torch's own style for parts of different sizes, or parts that would cut
+def frozen_weights_of_uneven_shards(rank, folder):
+    """(features out, in) -> the result of torch's own style for shards of different sizes, or shards that would cut
     blocks: the error of the product and the type of the local weight, or the message."""
     found = {}
     for out, into, style in (
@@ -244,9 +244,9 @@ def other_collectives(rank, folder):
     dist.broadcast(sent, 1)
     with mock.patch.object(collectives, "Work", mock.Mock(unbox=lambda boxed: None)):  # like NCCL, which returns none
         dist.broadcast(sent, 1)
-    work = dist.broadcast(again := mx.quantize(same, "mxfp8"), 0, async_op=True)
+    work = dist.broadcast(received := mx.quantize(same, "mxfp8"), 0, async_op=True)
     work.wait()
-    return told, [sent.dequantize().unique().tolist(), again.dequantize().unique().tolist()]
+    return told, [sent.dequantize().unique().tolist(), received.dequantize().unique().tolist()]
 
 
 @case

@@ -115,8 +115,8 @@ def test_codes_of_two_ranks_in_one_process(ranks):
 
 
 def test_damage_raises_on_every_rank_and_the_checkpoint_before_it_loads(ranks):
-    for name, told, same, again, twice in ranks("damaged"):
-        assert name == "step-2" and len(told) == 12 and all(same) and again is None
+    for name, told, same, loaded, twice in ranks("damaged"):
+        assert name == "step-2" and len(told) == 12 and all(same) and loaded is None
         for (file, what), said in told.items():
             assert said is not None, (file, what)
             kind, text = said

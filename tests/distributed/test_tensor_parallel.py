@@ -68,8 +68,8 @@ def test_frozen_weights_are_split_with_their_codes_by_our_styles_and_by_torchs_o
         assert len(errors) == 20 and max(errors.values()) < TOLERANCE and kinds == {"MXTensor"}
 
 
-def test_torchs_own_styles_pad_uneven_parts_and_dequantize_if_blocks_would_be_cut(ranks):
-    first, second = ranks("frozen_weights_of_uneven_parts")
+def test_torchs_own_styles_pad_uneven_shards_and_dequantize_if_blocks_would_be_cut(ranks):
+    first, second = ranks("frozen_weights_of_uneven_shards")
     for found in (first, second):
         assert all(error < TOLERANCE for error, _ in found.values())
     kinds = {shape: (first[shape][1], second[shape][1]) for shape in first}

@@ -41,13 +41,13 @@ def example_continued(rank, folder):
     run.save(path)
     for _ in range(3):
         run.step(learned)
-    again = Run.of(SETTINGS, ranks)
-    again.load(path)
+    continued = Run.of(SETTINGS, ranks)
+    continued.load(path)
     for _ in range(3):
-        again.step(learned)
-    for each in (run, again):
+        continued.step(learned)
+    for each in (run, continued):
         each.evaluate(held_out)
-    return run.losses, again.losses, run.held_out == again.held_out, str(path)
+    return run.losses, continued.losses, run.held_out == continued.held_out, str(path)
 
 
 @case
@@ -55,17 +55,17 @@ def example_continued(rank, folder):
 def example_split(rank, folder):
     """Each layer over two ranks: three steps, and three more from the checkpoint."""
     learned, held_out = split(load_text(None))
-    run, again = (Run.of(SPLIT, Ranks(rank, WORLD, split=WORLD)) for _ in range(2))
+    run, continued = (Run.of(SPLIT, Ranks(rank, WORLD, split=WORLD)) for _ in range(2))
     for _ in range(3):
         run.step(learned)
     path = Path(folder) / "split"
     run.save(path)
-    again.load(path)
-    for each in (run, again):
+    continued.load(path)
+    for each in (run, continued):
         for _ in range(3):
             each.step(learned)
         each.evaluate(held_out)
-    return run.losses, again.losses, run.held_out == again.held_out, str(path)
+    return run.losses, continued.losses, run.held_out == continued.held_out, str(path)
 
 
 def compared(model, reference, rank):

@@ -329,7 +329,7 @@ DEVICE void copy_bulk(void* to, const void* from, u32 bytes, u64* barrier) {
     arrived(barrier, 0, -int(bytes));
 }
 DEVICE void fence_for_copy_engine() {}
-DEVICE void send_to_block(void* mine, const void* from, u32 bytes, u64* barrier, u32 rank) {
+DEVICE void copy_to_block(void* mine, const void* from, u32 bytes, u64* barrier, u32 rank) {
     auto there = [&](void* at) { return memory_of((*cluster)[rank]) + (reinterpret_cast<u8*>(at) - shared_memory()); };
     if ((reinterpret_cast<u64>(mine) | reinterpret_cast<u64>(from) | bytes) % 16)
         fprintf(stderr, "what is sent is not aligned\n"), abort();
@@ -352,7 +352,7 @@ DEVICE bool any_of_block(bool mine) {
 }
 DEVICE void store_four(float* to, const float (&value)[4]) { memcpy(to, value, 16); }
 DEVICE void load_four(float (&value)[4], const float* from) { memcpy(value, from, 16); }
-DEVICE bool is_last_of(u32* counter, u32 blocks) {
+DEVICE bool is_final_block(u32* counter, u32 blocks) {
     sync_block();
     return any_of_block(thread() == 0 && (*counter)++ == blocks - 1);
 }

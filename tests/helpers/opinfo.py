@@ -25,7 +25,7 @@ FORMATS = {("mxfp8", "rowwise"): 6, ("mxfp4", "both"): 3, ("mxfp8[32x32]", "roww
 UNDEFINED = {
     "empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize_", "resize_as_",
 }  # fmt: skip
-"""Ops whose values are whatever memory held."""
+"""Ops whose values are whatever the memory contained before."""
 FAKE_QUANTIZED = (
     "cdist", "cholesky", "corrcoef", "cov", "geqrf", "linalg.", "logdet", "lu", "matrix_exp", "norm.nuc", "ormqr",
     "pca_lowrank", "pinverse", "qr", "svd", "triangular_solve",

@@ -70,7 +70,7 @@ def every_bfloat16():
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_casts_equal_the_cpu_codec_bit_for_bit(format, dtype):
+def test_casts_equal_the_cpu_reference_bit_for_bit(format, dtype):
     cast, x = mx.Cast.of(format), special_values().to(dtype)
     for y in (x, x[7:]):  # a scale of the whole tensor is NaN in the first, and finite in the second
         with mx.explain() as log:
@@ -81,7 +81,7 @@ def test_casts_equal_the_cpu_codec_bit_for_bit(format, dtype):
 
 @pytest.mark.parametrize("scaling", ["floor", "ceil", "even"])
 @pytest.mark.parametrize("format", ["mxfp8_e4m3", "mxfp4", "mxint8"])
-def test_scale_rules_equal_the_cpu_codec(format, scaling):
+def test_scale_rules_equal_the_cpu_reference(format, scaling):
     x = special_values().bfloat16()
     same_operand(mx.quantize(x.cuda(), format, scaling).rowwise, reference.encode(x, mx.Cast.of(format, scaling)))
 
@@ -95,14 +95,14 @@ def test_every_bfloat16_value_and_whole_tiles(format):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_values_equal_the_cpu_codec(format):
+def test_values_equal_the_cpu_reference(format):
     for x, dtype in ((special_values(), torch.float32), (torch.randn(128, 2048), torch.bfloat16)):
         expected = mx.quantize(x, format)
         same_values(expected.cuda().dequantize(dtype), expected.dequantize(dtype))
 
 
 @pytest.mark.parametrize("format", ["mxfp8", "mxfp8_e5m2", "mxfp6", "mxfp4", "mxint8", "nvfp4", "float8_row"])
-def test_rounded_values_equal_the_cpu_codec(format):
+def test_rounded_values_equal_the_cpu_reference(format):
     x, cast = special_values()[7:].bfloat16(), mx.Cast.of(format)
     operand = reference.encode(x, cast)
     got, global_scale = fake_quantize(x.cuda(), cast, torch.bfloat16)
@@ -120,7 +120,7 @@ def same_copies(x, format):
 
 
 @pytest.mark.parametrize("format", TWO_COPIES)
-def test_both_copies_equal_the_cpu_codec(format):
+def test_both_copies_equal_the_cpu_reference(format):
     """Whole tiles, tails of aligned pairs, and tails of odd rows and columns."""
     for x in (torch.randn(512, 1024), special_values()[8:, :420], special_values()[7:, :419]):
         same_copies(x.bfloat16(), format)
@@ -150,7 +150,7 @@ PAIRS = [(Form.VALUES, Form.CODES), (Form.VALUES, Form.VALUES), (Form.CODES, For
 
 @pytest.mark.parametrize("forms", PAIRS, ids=lambda forms: "-".join(form.value for form in forms))
 @pytest.mark.parametrize("format", TWO_COPIES)
-def test_pairs_of_factors_equal_the_cpu_codec(format, forms):
+def test_pairs_of_operands_equal_the_cpu_reference(format, forms):
     """Whole tiles, tails of aligned pairs, and tails of odd rows and columns."""
     cast = mx.Cast.of(format)
     for x in (torch.randn(512, 1024), special_values()[8:, :420], special_values()[7:, :419]):
@@ -179,7 +179,7 @@ def test_every_bfloat16_rounds_to_the_value_of_its_code(format, scaling):
 
 
 @pytest.mark.parametrize("format", ["mxfp8", "nvfp4", "float8_1x128"])
-def test_pairs_of_float32_and_by_seeds_equal_the_cpu_codec(format):
+def test_pairs_of_float32_and_by_seeds_equal_the_cpu_reference(format):
     x = special_values()[7:]
     for dtype in (torch.float32, torch.float16):
         row, column = cast_pair(x.cuda(), mx.Cast.of(format), *PAIRS[0], dtype)
@@ -193,7 +193,7 @@ def test_pairs_of_float32_and_by_seeds_equal_the_cpu_codec(format):
 
 @pytest.mark.parametrize("format", ["float8_tensor", "float8_e5m2_tensor", "float8_tensor_pow2"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_codes_by_one_scale_and_their_transpose_equal_the_cpu_codec(format, dtype):
+def test_codes_by_one_scale_and_their_transpose_equal_the_cpu_reference(format, dtype):
     cast, codes = mx.Cast.of(format), (Form.CODES, Form.CODES)
     for x in (torch.randn(512, 1024), special_values()[:, :420], torch.randn(93, 419)):
         x = x.to(dtype)
@@ -355,7 +355,7 @@ def test_an_error_of_the_device_names_the_kernel_and_its_operands(monkeypatch):
 
 @pytest.mark.parametrize("format", ["mxfp8", "mxfp6", "nvfp4"])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
-def test_a_compiled_cast_of_both_copies_equals_the_cpu_codec(format):
+def test_a_compiled_cast_of_both_copies_equals_the_cpu_reference(format):
     torch._dynamo.reset()
     x = special_values()[7:]
     got = torch.compile(lambda x: mx.quantize(x, format, orientation="both"), fullgraph=True)(x.cuda())
@@ -395,7 +395,7 @@ def test_a_compiled_linear_equals_the_eager_one(format):
 
 @pytest.mark.parametrize("format", ["mxfp8", "mxfp6_e2m3", "mxfp4", "mxint8", "nvfp4", "float8_row", "mxfp8[32x32]"])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
-def test_a_compiled_cast_equals_the_cpu_codec_bit_for_bit(format):
+def test_a_compiled_cast_equals_the_cpu_reference_bit_for_bit(format):
     torch._dynamo.reset()
     x = special_values()
     expected = mx.quantize(x, format)

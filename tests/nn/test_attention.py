@@ -132,9 +132,9 @@ def test_dropout_is_for_training_only():
     first, second = dropping(q, k, v), dropping(q, k, v)
     assert not torch.equal(first, second)
     torch.manual_seed(5)
-    again = dropping(q, k, v)
+    seeded = dropping(q, k, v)
     torch.manual_seed(5)
-    assert torch.equal(again, dropping(q, k, v))
+    assert torch.equal(seeded, dropping(q, k, v))
     assert torch.equal(dropping.eval()(q, k, v), keeping(q, k, v))
 
 
@@ -204,17 +204,17 @@ def test_each_pair_of_channels_rotates_by_its_angle(form, percent, interleaved):
     length, d, offset, base = 11, 16, 3, 500.0
     rope = RotaryPositionEmbedding(d, percent, rotary_base=base, interleaved=interleaved)
     freqs = rope(length + 2, offset)
-    transposed = int(d * percent)
-    assert freqs.shape == (length + 2, 1, 1, transposed) and freqs.dtype == torch.float32
+    rotated = int(d * percent)
+    assert freqs.shape == (length + 2, 1, 1, rotated) and freqs.dtype == torch.float32
     t = torch.randn((length, 2, 3, d) if form == "sbhd" else (2, length, 3, d), dtype=torch.float64)
     y = apply_rotary_pos_emb(t, freqs, form, interleaved=interleaved)
-    assert torch.equal(y[..., transposed:], t[..., transposed:])
+    assert torch.equal(y[..., rotated:], t[..., rotated:])
     position = torch.arange(length, dtype=torch.float64).add(offset)
     position = position.view(-1, 1, 1) if form == "sbhd" else position.view(1, -1, 1)
-    for i in range(transposed // 2):
-        a, b = (2 * i, 2 * i + 1) if interleaved else (i, i + transposed // 2)
-        turn = torch.polar(torch.ones_like(position), position * base ** (-2 * i / transposed))
-        expected = torch.complex(t[..., a], t[..., b]) * turn
+    for i in range(rotated // 2):
+        a, b = (2 * i, 2 * i + 1) if interleaved else (i, i + rotated // 2)
+        rotation = torch.polar(torch.ones_like(position), position * base ** (-2 * i / rotated))
+        expected = torch.complex(t[..., a], t[..., b]) * rotation
         torch.testing.assert_close(torch.complex(y[..., a], y[..., b]), expected, rtol=0, atol=1e-5)
 
 
@@ -416,9 +416,9 @@ def test_parameters_are_named_as_transformer_engines(options, names):
     wanted = {name.replace("*", kind) for name in names.split() for kind in ("weight", "bias")}
     layer = MultiheadAttention(32, 4, **options)
     assert set(layer.state_dict()) == wanted == set(dict(layer.named_parameters()))
-    again = MultiheadAttention(32, 4, **options)
-    again.load_state_dict(layer.state_dict())
-    assert all(torch.equal(a, b) for a, b in zip(layer.parameters(), again.parameters(), strict=True))
+    loaded = MultiheadAttention(32, 4, **options)
+    loaded.load_state_dict(layer.state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(layer.parameters(), loaded.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("kind", ["self", "cross"])

@@ -189,15 +189,15 @@ def test_tied_weights_add_their_gradients():
     one, two = Linear(64, 64, bias=False), Linear(64, 64, bias=False)
     two.weight = one.weight
     x, g, h = leaf(20, 64), torch.randn(20, 64), torch.randn(20, 64)
-    apart = []
+    gradients = []
     for layer, upstream in ((one, g), (two, h)):
         one.weight.grad = None
         step(layer, x, upstream, NEAREST["mxfp8"])
-        apart.append(one.weight.grad)
+        gradients.append(one.weight.grad)
     one.weight.grad = None
     with mx.autocast():
         torch.autograd.backward([one(x), two(x)], [g, h])
-    assert torch.equal(one.weight.grad, apart[1] + apart[0])
+    assert torch.equal(one.weight.grad, gradients[1] + gradients[0])
 
 
 def test_two_forwards_before_two_backwards_outside_the_context():
@@ -217,8 +217,8 @@ def test_recomputation_gives_the_same_step(use_reentrant):
     layer, x, g = Linear(64, 48), leaf(20, 64), torch.randn(20, 48)
     plain = (*step(layer, x, g, NEAREST["mxfp8"]), layer.weight.grad)
     layer.zero_grad()
-    again = step(lambda t: checkpoint(layer, t, use_reentrant=use_reentrant), x, g, NEAREST["mxfp8"])
-    assert all(torch.equal(a, b) for a, b in zip(plain, (*again, layer.weight.grad), strict=True))
+    recomputed = step(lambda t: checkpoint(layer, t, use_reentrant=use_reentrant), x, g, NEAREST["mxfp8"])
+    assert all(torch.equal(a, b) for a, b in zip(plain, (*recomputed, layer.weight.grad), strict=True))
 
 
 # ---------------------------------------------------------------------------------------------- bias, init, split
@@ -282,8 +282,9 @@ def test_quantized_split_parameters_have_one_product_each(recipe):
         layer.weight, layer.bias = getattr(split, f"{name}_weight"), getattr(split, f"{name}_bias")
     x, g = leaf(20, 40), torch.randn(20, 70)
     y, dx = step(split, x, g, recipe)
-    apart = [step(layer, x, part, recipe) for layer, part in zip(each, g.split([40, 30], 1), strict=True)]
-    assert torch.equal(y, torch.cat([a[0] for a in apart], 1)) and torch.equal(dx, apart[0][1] + apart[1][1])
+    separate = [step(layer, x, part, recipe) for layer, part in zip(each, g.split([40, 30], 1), strict=True)]
+    assert torch.equal(y, torch.cat([part[0] for part in separate], 1))
+    assert torch.equal(dx, separate[0][1] + separate[1][1])
     assert len(split.quantizers["scaling_fwd"]) == 4 and len(split.quantizers["scaling_bwd"]) == 2
 
 
@@ -583,16 +584,16 @@ def test_a_checkpoint_resumes_delayed_scaling_bitwise(tmp_path):
     for x, g in data[:3]:
         step(model, x, g, recipe)
     torch.save(model.state_dict(), tmp_path / "model.pt")
-    resumed = nn.Sequential(Linear(64, 48), Linear(48, 16))
-    resumed.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
-    early = resumed.state_dict()
+    restored = nn.Sequential(Linear(64, 48), Linear(48, 16))
+    restored.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
+    early = restored.state_dict()
     assert torch.equal(early["0._extra_state"]["0.history"], model[0].state_dict()["_extra_state"]["0.history"])
     for x, g in data[3:]:
-        assert all(map(torch.equal, step(resumed, x, g, recipe), step(model, x, g, recipe)))
+        assert all(map(torch.equal, step(restored, x, g, recipe), step(model, x, g, recipe)))
     with pytest.raises(ValueError, match="use amax_history_len=8"):
-        resumed.load_state_dict(early)
-        step(resumed, *data[0], DelayedScaling(amax_history_len=5))
-    step(resumed, *data[0], recipe)
+        restored.load_state_dict(early)
+        step(restored, *data[0], DelayedScaling(amax_history_len=5))
+    step(restored, *data[0], recipe)
 
 
 def test_a_state_dict_without_histories_is_complete():

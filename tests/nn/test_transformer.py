@@ -278,13 +278,13 @@ def test_every_recipe_trains_the_layer_and_its_state_is_in_the_state_dict(make):
     extra = {name for name in layer.state_dict() if name.endswith("_extra_state")}
     blocks = ("self_attention.layernorm_qkv", "self_attention.proj", "layernorm_mlp")
     assert extra == ({f"{block}._extra_state" for block in blocks} if recipe.delayed() else set())
-    again = small()
-    again.load_state_dict(layer.state_dict())
+    loaded = small()
+    loaded.load_state_dict(layer.state_dict())
     with mx.autocast(recipe=recipe), torch.no_grad():
         torch.manual_seed(2)
         expected = layer(x)
         torch.manual_seed(2)
-        assert torch.equal(again(x), expected)
+        assert torch.equal(loaded(x), expected)
 
 
 @pytest.mark.exhaustive(quick=1)
@@ -382,8 +382,8 @@ def test_weights_are_cast_once_for_several_microbatches():
             y = layer(x, is_first_microbatch=first)
         return y, sum(entry.spec.op == "cast pair" and entry.spec.shapes[0] in weights for entry in log.entries)
 
-    (y, without), (first, making), (again, using) = casts(None), casts(True), casts(False)
-    assert torch.equal(y, first) and torch.equal(y, again)
+    (y, without), (first, making), (second, using) = casts(None), casts(True), casts(False)
+    assert torch.equal(y, first) and torch.equal(y, second)
     assert (without, making, using) == (4, 4, 0)
 
 

@@ -90,8 +90,8 @@ def test_every_code_decodes(element):
     if element.name in ML_DTYPES:
         assert same_floats(values, codes.view(ML_DTYPES[element.name]).astype(np.float32))
         finite = np.isfinite(values)
-        again = as_bytes(encode_elements(torch.from_numpy(values[finite]), element))
-        np.testing.assert_array_equal(again, codes[finite])
+        encoded = as_bytes(encode_elements(torch.from_numpy(values[finite]), element))
+        np.testing.assert_array_equal(encoded, codes[finite])
 
 
 # ---------------------------------------------------------------------------------------------- random numbers

@@ -289,8 +289,8 @@ def test_a_seed_determines_every_code_by_its_index(format):
     x = GAUSSIAN[:37, :300].bfloat16()
     first = encode(x, stochastic(format, 11))
     for same in (x.clone(), x.float(), x.t().contiguous().t()):
-        again = encode(same, stochastic(format, 11))
-        assert np.array_equal(as_bytes(again.data), as_bytes(first.data))
+        repeated = encode(same, stochastic(format, 11))
+        assert np.array_equal(as_bytes(repeated.data), as_bytes(first.data))
     assert not np.array_equal(as_codes(encode(x, stochastic(format, 12))), as_codes(first))
     nearest = encode(x, Cast.of(format))
     assert torch.equal(nearest.scale.view(torch.uint8), first.scale.view(torch.uint8))

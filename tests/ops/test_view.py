@@ -108,7 +108,7 @@ EVERYWHERE = {
     "permute_last_two": lambda w, n: w.permute(0, 2, 1),
     "permute_nothing": lambda w, n: w.permute(0, 1, 2),
     "there_and_back": lambda w, n: w.mT.mT,
-    "turned_contiguous": lambda w, n: w.mT.contiguous(),
+    "transposed_contiguous": lambda w, n: w.mT.contiguous(),
     "unsqueeze": lambda w, n: w.unsqueeze(0),
     "unsqueeze_inside": lambda w, n: w.unsqueeze(1),
     "none_index": lambda w, n: w[None, :, None],

@@ -285,7 +285,7 @@ def test_training_in_bfloat16_and_in_four_bits():
     assert last < first / 2
 
 
-def test_a_small_step_is_lost_to_nearest_rounding_and_kept_by_stochastic():
+def test_a_small_step_is_lost_to_nearest_rounding_and_survives_stochastic():
     """A step of 1e-4 is far less than the gap between two codes: rounded to the nearest it never happened."""
     _, nearest = train(OPTIM.AdamW, steps=200, lr=1e-4)
     _, stochastic = train(OPTIM.AdamW, steps=200, rounding="stochastic", lr=1e-4)

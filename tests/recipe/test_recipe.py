@@ -472,8 +472,8 @@ def test_a_subclass_must_define_its_linear_recipe():
 def test_recipes_are_equal_by_their_fields_and_survive_copies_and_pickle(recipe):
     one, other = recipe(), recipe(high_precision_wgrad=True)
     assert one == recipe() and one != other
-    for again in (copy.copy(other), copy.deepcopy(other), pickle.loads(pickle.dumps(other))):
-        assert again == other and again is not other and again.linear_recipe() == other.linear_recipe()
+    for copied in (copy.copy(other), copy.deepcopy(other), pickle.loads(pickle.dumps(other))):
+        assert copied == other and copied is not other and copied.linear_recipe() == other.linear_recipe()
 
 
 def test_recipes_of_different_types_are_not_equal():
@@ -484,9 +484,9 @@ def test_recipes_of_different_types_are_not_equal():
 @each
 def test_linear_recipes_survive_copies_and_pickle(recipe):
     linear_recipe = recipe().linear_recipe()
-    for again in (copy.copy(linear_recipe), copy.deepcopy(linear_recipe), pickle.loads(pickle.dumps(linear_recipe))):
-        assert isinstance(again, LinearRecipe) and again == linear_recipe and hash(again) == hash(linear_recipe)
-        assert again.key == linear_recipe.key and recipe_by_key(again.key) == linear_recipe
+    for copied in (copy.copy(linear_recipe), copy.deepcopy(linear_recipe), pickle.loads(pickle.dumps(linear_recipe))):
+        assert isinstance(copied, LinearRecipe) and copied == linear_recipe and hash(copied) == hash(linear_recipe)
+        assert copied.key == linear_recipe.key and recipe_by_key(copied.key) == linear_recipe
 
 
 def test_a_process_that_unpickles_a_linear_recipe_finds_it_by_its_key():

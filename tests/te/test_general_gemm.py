@@ -301,8 +301,8 @@ def test_gelu_returns_its_input_for_the_derivative(out_dtype):
     torch.testing.assert_close(result.gelu_input, exact.to(out_dtype))
     torch.testing.assert_close(result.out, torch.nn.functional.gelu(exact, approximate="tanh").to(out_dtype))
     saved = torch.full((37, 50), float("nan"), dtype=out_dtype)
-    again = general_gemm(a, b, out_dtype=out_dtype, gelu=True, gelu_in=saved, bias=bias)
-    assert again.gelu_input is saved and torch.equal(saved, result.gelu_input) and torch.equal(again.out, result.out)
+    reused = general_gemm(a, b, out_dtype=out_dtype, gelu=True, gelu_in=saved, bias=bias)
+    assert reused.gelu_input is saved and torch.equal(saved, result.gelu_input) and torch.equal(reused.out, result.out)
 
 
 def test_gelu_in_the_backward_product():

@@ -115,13 +115,13 @@ def test_properties():
 
 
 @pytest.mark.parametrize(
-    "turn", [lambda w: w.transpose(), lambda w: w.t(), lambda w: w.transpose(0, 1), lambda w: w.mT]
+    "transpose", [lambda w: w.transpose(), lambda w: w.t(), lambda w: w.transpose(0, 1), lambda w: w.mT]
 )
-def test_transpose_swaps_the_copies(turn):
+def test_transpose_swaps_the_copies(transpose):
     """TransformerEngine raises here. The columnwise copy was cast from the same high-precision values."""
     inp = torch.randn(96, 160)
     inp_fp8 = MXFP8Quantizer(E4M3)(inp)
-    other = turn(inp_fp8)
+    other = transpose(inp_fp8)
     assert other.shape == (160, 96)
     assert torch.equal(other._rowwise_data, inp_fp8._columnwise_data)
     assert torch.equal(other._columnwise_scale_inv, inp_fp8._rowwise_scale_inv)

@@ -50,8 +50,8 @@ def test_the_source_rounds_from_its_own_dtype():
 
 def test_quantizing_again_gives_another_format_of_the_same_values():
     w = mx.quantize(torch.randn(8, 64), "mxfp8")
-    again = mx.quantize(w, "mxfp4")
-    assert again.format.name == "mxfp4_e2m1" and same_bytes(again, mx.quantize(w.dequantize(), "mxfp4"))
+    short = mx.quantize(w, "mxfp4")
+    assert short.format.name == "mxfp4_e2m1" and same_bytes(short, mx.quantize(w.dequantize(), "mxfp4"))
 
 
 # ---------------------------------------------------------------------------------------------- repr
@@ -254,25 +254,25 @@ def test_from_components_is_the_inverse_of_reading_the_components(format, as_vie
     operand = w.rowwise
     data = operand.data.view(torch.uint8) if as_views else operand.data
     scale = operand.scale_view if as_views else operand.scale
-    again = mx.MXTensor.from_components(data, scale, format, shape=(3, 40, 100), global_scale=operand.global_scale)
-    assert (again.shape, again.dtype, again.format) == (w.shape, torch.bfloat16, w.format)
-    assert torch.equal(again.dequantize(), w.dequantize())
-    assert again.rowwise.data.data_ptr() == operand.data.data_ptr()  # nothing is copied
+    rebuilt = mx.MXTensor.from_components(data, scale, format, shape=(3, 40, 100), global_scale=operand.global_scale)
+    assert (rebuilt.shape, rebuilt.dtype, rebuilt.format) == (w.shape, torch.bfloat16, w.format)
+    assert torch.equal(rebuilt.dequantize(), w.dequantize())
+    assert rebuilt.rowwise.data.data_ptr() == operand.data.data_ptr()  # nothing is copied
 
 
 def test_from_components_reads_the_shape_from_whole_groups_of_codes():
     for format in FORMATS:
         operand = mx.quantize(torch.randn(4, 128), format).rowwise
-        again = mx.MXTensor.from_components(
+        rebuilt = mx.MXTensor.from_components(
             operand.data, operand.scale, format, global_scale=operand.global_scale, dtype=torch.half
         )
-        assert again.shape == (4, 128) and again.dtype is torch.half
+        assert rebuilt.shape == (4, 128) and rebuilt.dtype is torch.half
 
 
 def test_from_components_takes_a_global_scale_of_one_element_in_any_shape():
     w = mx.quantize(torch.randn(4, 64), "nvfp4")
     operand = w.rowwise
-    again = mx.MXTensor.from_components(
+    rebuilt = mx.MXTensor.from_components(
         operand.data, operand.scale, "nvfp4", global_scale=operand.global_scale.reshape(1, 1)
     )
-    assert again.rowwise.global_scale.shape == () and torch.equal(again.dequantize(torch.float32), w.dequantize())
+    assert rebuilt.rowwise.global_scale.shape == () and torch.equal(rebuilt.dequantize(torch.float32), w.dequantize())

@@ -245,9 +245,9 @@ def test_interleaved_tasks_have_their_own_recipes():
     layer, x = nn.Linear(64, 48), torch.randn(4, 64)
     results, alone = {}, {}
 
-    async def task(name, recipe, turns):
+    async def task(name, recipe, steps):
         with mx.autocast(recipe=recipe) if recipe is not None else nullcontext():
-            for _ in range(turns):
+            for _ in range(steps):
                 await asyncio.sleep(0)
                 results.setdefault(name, []).append(layer(x))
                 assert active() is recipe

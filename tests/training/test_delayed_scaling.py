@@ -311,9 +311,9 @@ def test_saving_and_loading_continues_the_history():
     layer = trained(mx.quantize_(nn.Sequential(nn.Linear(64, 48)), recipe))[0]
     saved = copy.deepcopy(state_of(layer).state_dict())
     assert {name: tuple(t.shape) for name, t in saved.items()} == {"history": (4, 3), "record": (3,), "amax": (3,)}
-    again = DelayedState(linear_recipe, torch.device("cpu"))
-    again.load_state_dict(saved)
-    for mine, theirs in zip(again.step(), state_of(layer).step(), strict=True):
+    restored = DelayedState(linear_recipe, torch.device("cpu"))
+    restored.load_state_dict(saved)
+    for mine, theirs in zip(restored.step(), state_of(layer).step(), strict=True):
         assert torch.equal(mine, theirs)
 
 

@@ -154,7 +154,7 @@ def saved_bytes(fn):
     return sum(saved.values()), out
 
 
-def test_activations_are_kept_in_half_the_bytes():
+def test_activations_are_saved_in_half_the_bytes():
     x = torch.randn(256, 512).bfloat16()
     w = torch.randn(64, 512).bfloat16().requires_grad_()
     plain, _ = saved_bytes(lambda: F.linear(x, w))

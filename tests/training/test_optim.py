@@ -267,17 +267,17 @@ def test_training_resumes_bitwise(name, model_first, tmp_path):
     losses = train(model, optimizer, data[3:], schedule)
 
     fresh = Net()
-    again = make(name, fresh.parameters())
-    resumed = lr_scheduler.CosineAnnealingLR(again, 10)
+    restored = make(name, fresh.parameters())
+    restored_schedule = lr_scheduler.CosineAnnealingLR(restored, 10)
     loaded = torch.load(tmp_path / "state.pt", weights_only=True)
     if model_first:
         fresh.load_state_dict(loaded["model"])
-    again.load_state_dict(loaded["optimizer"])
-    resumed.load_state_dict(loaded["schedule"])
+    restored.load_state_dict(loaded["optimizer"])
+    restored_schedule.load_state_dict(loaded["schedule"])
     fresh.load_state_dict(loaded["model"])
-    assert train(fresh, again, data[3:], resumed) == losses
+    assert train(fresh, restored, data[3:], restored_schedule) == losses
     assert same_model(fresh, model)
-    assert torch.equal(master_of(again), master_of(optimizer))
+    assert torch.equal(master_of(restored), master_of(optimizer))
 
 
 @pytest.mark.parametrize("steps", [0, 2])
@@ -334,10 +334,10 @@ def test_distributed_checkpoints_resume_bitwise():
     states = copy.deepcopy(get_state_dict(model, optimizer))
     assert set(states[1]["state"]["first"]) == {"step", "exp_avg", "exp_avg_sq", "master_weight"}
     fresh = Net()
-    again = optim.AdamW(fresh.parameters(), lr=0.5)
-    assert get_state_dict(fresh, again)[1]["state"].keys() == states[1]["state"].keys()
-    set_state_dict(fresh, again, model_state_dict=states[0], optim_state_dict=states[1])
-    assert train(fresh, again, data[3:]) == train(model, optimizer, data[3:])
+    restored = optim.AdamW(fresh.parameters(), lr=0.5)
+    assert get_state_dict(fresh, restored)[1]["state"].keys() == states[1]["state"].keys()
+    set_state_dict(fresh, restored, model_state_dict=states[0], optim_state_dict=states[1])
+    assert train(fresh, restored, data[3:]) == train(model, optimizer, data[3:])
     assert same_model(fresh, model)
 
 

@@ -29,7 +29,7 @@ WAYS = {
     "reentrant": functools.partial(checkpoint, use_reentrant=True),
     "not reentrant": functools.partial(checkpoint, use_reentrant=False),
 }
-ways = pytest.mark.parametrize("again", WAYS.values(), ids=WAYS)
+ways = pytest.mark.parametrize("checkpointed", WAYS.values(), ids=WAYS)
 RECIPES = [MXFP8, MXFP6, NVFP4BlockScaling(disable_stochastic_rounding=True), Float8CurrentScaling()]
 
 
@@ -72,10 +72,10 @@ def counted(ops):
 
 @ways
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: type(r).__name__)
-def test_gradients_equal_those_without_checkpointing(again, recipe):
+def test_gradients_equal_those_without_checkpointing(checkpointed, recipe):
     net, (x, g) = model(), problem()
     plain, _ = step(net, net, x, g, recipe)
-    mine, ops = step(lambda x: again(net, x), net, x, g, recipe)
+    mine, ops = step(lambda x: checkpointed(net, x), net, x, g, recipe)
     assert same(plain, mine)
     assert counted(ops) == {"fprop": 4, "dgrad": 2, "wgrad": 2}
 
@@ -90,19 +90,19 @@ def test_sequential_checkpoints(reentrant):
 
 
 @ways
-def test_stochastic_rounding_draws_once(again):
+def test_stochastic_rounding_draws_once(checkpointed):
     """The backward pass draws, and the recomputation does not."""
     net, (x, g) = model(), problem()
     for recipe in (MXFP4BlockScaling(), NVFP4BlockScaling()):
         results = []
-        for fn in (net, lambda x: again(net, x)):
+        for fn in (net, lambda x: checkpointed(net, x)):
             torch.manual_seed(7)
             results.append(step(fn, net, x, g, recipe)[0])
         assert same(*results)
 
 
 @ways
-def test_a_block_inside_a_checkpointed_function(again):
+def test_a_block_inside_a_checkpointed_function(checkpointed):
     net, (x, g) = model(), problem()
 
     def inside(x):
@@ -111,87 +111,87 @@ def test_a_block_inside_a_checkpointed_function(again):
             return net[2](net[1](x))
 
     plain, _ = step(inside, net, x, g, MXFP8)
-    mine, ops = step(lambda x: again(inside, x), net, x, g, MXFP8)
+    mine, ops = step(lambda x: checkpointed(inside, x), net, x, g, MXFP8)
     assert same(plain, mine) and counted(ops)["fprop"] == 4
-    disabled, ops = step(lambda x: again(mx.autocast(enabled=False)(net), x), net, x, g, MXFP8)
+    disabled, ops = step(lambda x: checkpointed(mx.autocast(enabled=False)(net), x), net, x, g, MXFP8)
     assert ops == [] and same(disabled, step(net, net, x, g)[0])
 
 
 @ways
-def test_a_disabled_block_around_a_checkpoint_applies_to_the_recomputation(again):
+def test_a_disabled_block_around_a_checkpoint_applies_to_the_recomputation(checkpointed):
     net, (x, g) = model(), problem()
     with mx.autocast(recipe=MXFP8), mx.autocast(enabled=False):
-        y = again(net, x)
+        y = checkpointed(net, x)
     with mx.explain() as log:
         gradients = backward(y, net, x, g)
     assert products(log) == [] and same(step(net, net, x, g)[0][1:], gradients)
 
 
 @ways
-def test_nested_checkpoints(again):
+def test_nested_checkpoints(checkpointed):
     net, (x, g) = model(), problem()
     plain, _ = step(net, net, x, g, MXFP8)
 
     def inner(x):
-        return net[2](net[1](again(net[0], x)))
+        return net[2](net[1](checkpointed(net[0], x)))
 
-    assert same(plain, step(lambda x: again(inner, x), net, x, g, MXFP8)[0])
+    assert same(plain, step(lambda x: checkpointed(inner, x), net, x, g, MXFP8)[0])
 
 
 @ways
-def test_a_recipe_edited_before_backward_does_not_change_the_recomputation(again):
+def test_a_recipe_edited_before_backward_does_not_change_the_recomputation(checkpointed):
     net, (x, g) = model(), problem()
     plain, _ = step(net, net, x, g, MXFP8BlockScaling())
     recipe = MXFP8BlockScaling()
     with mx.autocast(recipe=recipe):
-        y = again(net, x)
+        y = checkpointed(net, x)
     recipe.fp8_format = Format.E5M2
     assert same(plain[1:], backward(y, net, x, g))
 
 
 @ways
 @pytest.mark.parametrize("around", [MXFP6, None], ids=["another recipe", "disabled"])
-def test_a_block_around_the_backward_pass_does_not_change_the_recomputation(again, around):
+def test_a_block_around_the_backward_pass_does_not_change_the_recomputation(checkpointed, around):
     net, (x, g) = model(), problem()
     for recipe in (MXFP8, None):
         plain, _ = step(net, net, x, g, recipe)
         if recipe is None:
-            y = again(net, x)
+            y = checkpointed(net, x)
         else:
             with mx.autocast(recipe=recipe):
-                y = again(net, x)
+                y = checkpointed(net, x)
         with mx.autocast(around is not None, around):
             assert same(plain[1:], backward(y, net, x, g))
 
 
 @ways
-def test_a_model_quantized_for_training_needs_no_block(again):
+def test_a_model_quantized_for_training_needs_no_block(checkpointed):
     net, (x, g) = mx.quantize_(model(), MXFP8), problem()
     plain, _ = step(net, net, x, g)
-    mine, ops = step(lambda x: again(net, x), net, x, g)
+    mine, ops = step(lambda x: checkpointed(net, x), net, x, g)
     assert same(plain, mine) and counted(ops) == {"fprop": 4, "dgrad": 2, "wgrad": 2}
-    y = again(net, x)
+    y = checkpointed(net, x)
     with mx.autocast(recipe=MXFP6):
         assert same(plain[1:], backward(y, net, x, g))
 
 
 @ways
-def test_two_checkpoints_before_their_backward_passes(again):
+def test_two_checkpoints_before_their_backward_passes(checkpointed):
     net, (x, g) = model(), problem()
     plain = [step(net, net, x, g, recipe)[0] for recipe in (MXFP8, MXFP6)]
     with mx.autocast(recipe=MXFP8):
-        first = again(net, x)
+        first = checkpointed(net, x)
     with mx.autocast(recipe=MXFP6):
-        second = again(net, x)
+        second = checkpointed(net, x)
     assert same(plain[1][1:], backward(second, net, x, g))
     assert same(plain[0][1:], backward(first, net, x, g))
 
 
 @ways
-def test_torch_autocast_and_dropout_are_restored_too(again):
+def test_torch_autocast_and_dropout_are_restored_too(checkpointed):
     net, (x, g) = nn.Sequential(nn.Linear(64, 48), nn.Dropout(0.5), nn.Linear(48, 32)), problem()
     results = []
-    for fn in (net, lambda x: again(net, x)):
+    for fn in (net, lambda x: checkpointed(net, x)):
         torch.manual_seed(3)
         with torch.autocast("cpu", dtype=torch.bfloat16), mx.autocast(recipe=MXFP8):
             y = fn(x)
@@ -201,10 +201,10 @@ def test_torch_autocast_and_dropout_are_restored_too(again):
 
 @ways
 @pytest.mark.parametrize("way", ["autocast", "quantize_"])
-def test_recomputation_does_not_count_as_a_step_of_delayed_scaling(again, way):
+def test_recomputation_does_not_count_as_a_step_of_delayed_scaling(checkpointed, way):
     """A reentrant checkpoint runs its forward pass without gradients, and that pass is the step."""
     results = []
-    for wrap in (lambda net: net, lambda net: functools.partial(again, net)):
+    for wrap in (lambda net: net, lambda net: functools.partial(checkpointed, net)):
         torch.manual_seed(2)
         net, recipe = model(), DelayedScaling(amax_history_len=3)
         if way == "quantize_":

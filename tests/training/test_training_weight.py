@@ -364,11 +364,11 @@ assert w.is_shared() and w.high_precision.is_shared() and net(torch.randn(3, 64)
     assert done.returncode == 0, done.stderr.decode()
 
 
-@pytest.mark.parametrize("again", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
-def test_copies_are_independent(again):
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+def test_copies_are_independent(copied):
     net = model(MXFP8)
     net[2].weight.requires_grad_(False)
-    twin, (x, _) = again(net), problem()
+    twin, (x, _) = copied(net), problem()
     assert [type(p) for p in twin.parameters()] == [type(p) for p in net.parameters()]
     assert [p.requires_grad for p in twin.parameters()] == [True, True, False, True]
     assert twin[0].weight.linear_recipe == MXFP8.linear_recipe() and torch.equal(twin(x), net(x))
@@ -436,9 +436,9 @@ def test_state_dicts_load_both_ways(assign):
     with mx.autocast(recipe=MXFP8):
         assert torch.equal(plain(x), quantized(x))
     assert torch.equal(quantized(x), quantized(x))
-    again = model()
-    again.load_state_dict(quantized.state_dict(), assign=assign)
-    assert type(again[0].weight) is nn.Parameter and same(values(again), values(plain))
+    loaded = model()
+    loaded.load_state_dict(quantized.state_dict(), assign=assign)
+    assert type(loaded[0].weight) is nn.Parameter and same(values(loaded), values(plain))
 
 
 def test_assign_keeps_a_frozen_weight_frozen():

@@ -159,9 +159,9 @@ template <typename T> struct Source {
   }
 };
 
-// Encode panels first to last; a panel is ``height`` rows of a matrix, in whole blocks, or the rows that remain.
+// Encode panels first to end - 1; a panel is ``height`` rows of a matrix, in whole blocks, or the rows that remain.
 template <typename T>
-void encode_panels(const Format& f, const Rule& rule, Source<T>& x, int height, int64_t first, int64_t last,
+void encode_panels(const Format& f, const Rule& rule, Source<T>& x, int height, int64_t first, int64_t end,
                    uint8_t* data, void* scale) {
   const Element& e = f.element;
   const Grid grid(f, x.rows, x.cols);
@@ -172,7 +172,7 @@ void encode_panels(const Format& f, const Rule& rule, Source<T>& x, int height, 
   alignas(64) float multiplier[MAX_BLOCKS], of_value[CHUNK];
   alignas(64) uint8_t codes[CHUNK + 4];
 
-  for (int64_t panel = first; panel < last; panel++) {
+  for (int64_t panel = first; panel < end; panel++) {
     const int64_t matrix = panel / panels, top = panel % panels * height;
     const int rows = int(smaller<int64_t>(height, x.rows - top)), bands = int(ceil_div(rows, grid.tile));
     for (int64_t left = 0; left < x.cols; left += span) {
@@ -218,17 +218,17 @@ void encode_panels(const Format& f, const Rule& rule, Source<T>& x, int height, 
   }
 }
 
-// Decode rows first to last of matrices of ``rows`` rows.
+// Decode rows first to end - 1 of matrices of ``rows`` rows.
 template <typename T>
 void decode_rows(const Format& f, const uint8_t* data, const void* scale, float global_scale, int64_t rows,
-                 int64_t cols, int64_t first, int64_t last, T* out) {
+                 int64_t cols, int64_t first, int64_t end, T* out) {
   const Element& e = f.element;
   const Grid grid(f, rows, cols);
   const int64_t row_bytes = packed_size(cols, e.bits);
   const bool floats = f.scale == FP32 || f.scale == FP32_POW2;
   alignas(64) float of_block[CHUNK / 16], of_value[CHUNK];
   alignas(64) uint8_t codes[CHUNK] = {};
-  for (int64_t r = first; r < last; r++) {
+  for (int64_t r = first; r < end; r++) {
     for (int64_t c = 0; c < cols; c += CHUNK) {
       const int n = int(smaller<int64_t>(CHUNK, cols - c)), blocks = int(ceil_div(n, grid.block));
       if (c == 0 || !grid.across) {
@@ -255,34 +255,34 @@ template <typename F> void with_kind(int kind, F work) {
 // kind: 0 float32, 1 bfloat16, 2 float16.
 extern "C" {
 
-// The bits of the largest magnitude of values first to last.
-int32_t mx_amax(const void* x, int kind, int64_t first, int64_t last) {
+// The bits of the largest magnitude of values first to end - 1.
+int32_t mx_amax(const void* x, int kind, int64_t first, int64_t end) {
   alignas(64) int32_t most[CHUNK] = {}, amax = 0;
   with_kind(kind, [&](auto value) {
     const auto* values = static_cast<const decltype(value)*>(x);
-    for (int64_t i = first; i < last; i += CHUNK) fold(values + i, int(smaller<int64_t>(CHUNK, last - i)), most);
+    for (int64_t i = first; i < end; i += CHUNK) fold(values + i, int(smaller<int64_t>(CHUNK, end - i)), most);
   });
   reduce<CHUNK>(most, 1, &amax);
   return amax;
 }
 
-// Encode panels first to last of matrices (rows, cols). amax: amax bits of the tensor if the format needs them.
+// Encode panels first to end - 1 of matrices (rows, cols). amax: amax bits of the tensor if the format needs them.
 int mx_encode(const Format* f, int scaling, const void* x, int kind, int64_t rows, int64_t cols, int transposed,
-              int height, int32_t amax, int64_t first, int64_t last, uint8_t* data, void* scale, float* global_scale) {
+              int height, int32_t amax, int64_t first, int64_t end, uint8_t* data, void* scale, float* global_scale) {
   const Rule rule(*f, scaling, amax, global_scale != nullptr);
   if (global_scale && first == 0) *global_scale = rule.global_scale;
   with_kind(kind, [&](auto value) {
     Source<decltype(value)> source(static_cast<const decltype(value)*>(x), rows, cols, transposed != 0);
-    encode_panels(*f, rule, source, height, first, last, data, scale);
+    encode_panels(*f, rule, source, height, first, end, data, scale);
   });
   return 0;
 }
 
-// Decode rows first to last of matrices of ``rows`` rows to ``out``. global_scale: null if there is none.
+// Decode rows first to end - 1 of matrices of ``rows`` rows to ``out``. global_scale: null if there is none.
 int mx_decode(const Format* f, const uint8_t* data, const void* scale, const float* global_scale, int64_t rows,
-              int64_t cols, int64_t first, int64_t last, void* out, int kind) {
+              int64_t cols, int64_t first, int64_t end, void* out, int kind) {
   with_kind(kind, [&](auto value) {
-    decode_rows(*f, data, scale, global_scale ? *global_scale : 1.0f, rows, cols, first, last,
+    decode_rows(*f, data, scale, global_scale ? *global_scale : 1.0f, rows, cols, first, end,
                 static_cast<decltype(value)*>(out));
   });
   return 0;

@@ -147,8 +147,8 @@ DEVICE void write_eight(u8* to, const Eight& values, u32 eight_amax, u32 amax, c
 
 constexpr int CACHED = 4;  // ``Eight``s of a thread that stay in registers between the two passes
 
-// Writes rows, ``stride`` bytes apart, and their largest magnitudes to ``maxima``, which must be zero. NVFP4 needs
-// those of ``all`` rows and columns. ONE row: no division.
+// Writes rows at a distance of ``stride`` bytes, and their largest magnitudes to ``maxima``, which must be zero. NVFP4
+// needs those of ``all`` rows and columns. ONE row: no division.
 template <bool ONE> DEVICE void convert(u8* to, u32 stride, const Rows& r, const Rows& all, u32* maxima) {
     u32 across = r.count / 8, count = r.rows * across;
     float inverse = 1.0f / across;

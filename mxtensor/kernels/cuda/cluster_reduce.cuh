@@ -46,7 +46,7 @@ DEVICE bool reduce_through_global(const Arguments& a, Total& sums) {
     if (has_sums())
 #pragma unroll
         for (int j = 0; j < NT; j++) store_four(partial + j * GROUP_THREADS * 4, sums[j]);
-    if (!is_last_of(a.counters + tile, SPLIT)) return false;
+    if (!is_final_block(a.counters + tile, SPLIT)) return false;
     if (!has_sums()) return true;
     partial = a.partial_sums + u64(tile * SPLIT) * block_floats + thread() * 4;
 #pragma unroll
@@ -113,8 +113,8 @@ DEVICE void write_result(const Arguments& a, const Weight& w, const Total& sums,
     if constexpr (blocks > 1) sync_cluster();  // no block may exit while others read its memory
 }
 
-// The same with REDUCE_DSMEM: the copy engine of each block sends its sums to the blocks that write them.
-DEVICE void send_and_write_result(
+// The same with REDUCE_DSMEM: the copy engine of each block copies its sums to the blocks that write them.
+DEVICE void write_result_through_dsmem(
     const Arguments& a, const Weight& w, const Total& sums, const float* x_scale, float* shared, u64* arrived) {
     u32 rank = block_z(), x_row = block_y() * COLS + rank * X_ROWS_PER_BLOCK;
     u32 mine = (block_x() - w.first) * ROWS + thread() % (ROWS / 4) * 4;  // rows of w, four, all the time
@@ -127,7 +127,7 @@ DEVICE void send_and_write_result(
         expect_bytes(arrived, (SPLIT - 1) * BLOCK_SUMS * 4);
         for (u32 i = 1; i < SPLIT; i++) {
             u32 to = (rank + i) % SPLIT;
-            send_to_block(others + (rank < to ? rank : rank - 1) * BLOCK_SUMS, shared + to * BLOCK_SUMS, BLOCK_SUMS * 4,
+            copy_to_block(others + (rank < to ? rank : rank - 1) * BLOCK_SUMS, shared + to * BLOCK_SUMS, BLOCK_SUMS * 4,
                           arrived, to);
         }
     }

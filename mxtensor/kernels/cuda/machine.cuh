@@ -287,7 +287,7 @@ DEVICE void add_four_of_block(float (&sum)[4], const float* mine, u32 rank) {  /
 // A bulk copy to the same address in another block of the cluster, by one thread; ``barrier`` of that block counts its
 // bytes. The fence makes stores of all threads visible to the copy engine first.
 DEVICE void fence_for_copy_engine() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-DEVICE void send_to_block(void* mine, const void* from, u32 bytes, u64* barrier, u32 rank) {
+DEVICE void copy_to_block(void* mine, const void* from, u32 bytes, u64* barrier, u32 rank) {
     asm volatile(
         "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
             address_in_block(mine, rank)), "r"(shared_address(from)), "r"(bytes), "r"(address_in_block(barrier, rank))
@@ -301,14 +301,14 @@ DEVICE void load_four(float (&value)[4], const float* from) {
     float4 found = __ldcg(reinterpret_cast<const float4*>(from));
     value[0] = found.x, value[1] = found.y, value[2] = found.z, value[3] = found.w;
 }
-DEVICE bool is_last_of(u32* counter, u32 blocks) {
-    bool last = false;
+DEVICE bool is_final_block(u32* counter, u32 blocks) {
+    bool is_final = false;
     __threadfence();
     __syncthreads();
-    if (thread() == 0) last = atomicAdd(counter, 1) == blocks - 1;
-    last = __syncthreads_or(last);
-    if (last) __threadfence();
-    return last;
+    if (thread() == 0) is_final = atomicAdd(counter, 1) == blocks - 1;
+    is_final = __syncthreads_or(is_final);
+    if (is_final) __threadfence();
+    return is_final;
 }
 DEVICE bool any_of_block(bool mine) { return __syncthreads_or(mine); }
 

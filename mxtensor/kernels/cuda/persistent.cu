@@ -16,12 +16,13 @@ constexpr int HEAD = 16 + WHOLE_HEAD + (WHOLE_X ? 4 * COLS * WK : 0);
 constexpr int REQUESTED_FIRST = (WARP_READS_X || !WHOLE_X) && AHEAD > 0 && AHEAD < STAGES ? AHEAD : STAGES - 1;
 // threads hold the scales of rows of x until the end
 constexpr bool HAS_SCALES = !WHOLE_X || (WARP_READS_X && NEEDS_BLOCK_AMAX);
-static_assert(WEIGHTS <= 4 && ZEROS <= 16 * THREADS, "space for the global scales of four weights; threads for the zeros");
+static_assert(WEIGHTS <= 4, "space for four global scales");
+static_assert(ZEROS <= 16 * THREADS, "threads for the zeros");
 
 struct Share {  // the work of a block
-    u32 begin, end;   // tiles of w
-    u32 first, last;  // stages along K
-    u32 x_stride;     // bytes of a row of x
+    u32 begin, end;              // tiles of w
+    u32 stage_begin, stage_end;  // along K
+    u32 x_stride;                // bytes of a row of x
     u8* x;
     u32 lane, row_of_warps, place;  // of this thread; its warp is the place-th of its row of warps
 };
@@ -30,13 +31,13 @@ struct Walk {  // an iterator over the stages of a warp, tile by tile: the next 
     u32 tile, stage, weight;
 };
 DEVICE Walk first_of(const Arguments& a, const Share& s) {
-    u32 stage = s.first + s.place, tile = stage < s.last ? s.begin + s.row_of_warps : s.end;
+    u32 stage = s.stage_begin + s.place, tile = stage < s.stage_end ? s.begin + s.row_of_warps : s.end;
     return {tile, stage, weight_of(a, tile)};
 }
 DEVICE bool is_left(const Walk& w, const Share& s) { return w.tile < s.end; }
 DEVICE void step(const Arguments& a, Walk& w, const Share& s) {
     w.stage += WK;
-    if (w.stage >= s.last) w.stage = s.first + s.place, w.tile += WR, w.weight = weight_of(a, w.tile);
+    if (w.stage >= s.stage_end) w.stage = s.stage_begin + s.place, w.tile += WR, w.weight = weight_of(a, w.tile);
 }
 
 DEVICE void fetch_codes(const Arguments& a, const Share& s, const Walk& w, u8* stage) {
@@ -48,7 +49,7 @@ DEVICE void fetch_codes(const Arguments& a, const Share& s, const Walk& w, u8* s
 // Copies ``count`` columns of x from stage ``first`` on; this thread is ``fetcher`` of ``fetchers``.
 DEVICE void fetch_x(const Arguments& a, const Share& s, u32 first, u32 count, u32 fetcher, u32 fetchers) {
     u32 pieces = count / 8;  // of 16 bytes
-    u8* to = s.x + (first - s.first) * 2 * BK;
+    u8* to = s.x + (first - s.stage_begin) * 2 * BK;
     for (u32 i = fetcher; i < a.m * pieces; i += fetchers)
         copy<16>(to + i / pieces * s.x_stride + i % pieces * 16,
                  a.x + i / pieces * u64(a.x_stride) + first * BK + i % pieces * 8, true);
@@ -151,7 +152,7 @@ DEVICE Share share_of(const Arguments& a, u8* x, u32 warp, u32 lane) {
     if (PERSISTENT > 1 && block < others * PERSISTENT) block = block % others * PERSISTENT + block / others;
     u32 begin = block * a.tiles + (block < a.more ? block : a.more), stages = (a.k + BK - 1) / BK;
     Share s = {begin, begin + a.tiles + (block < a.more), 0, stages, 2 * a.x_width + 64, x, lane, warp / WK, warp % WK};
-    if constexpr (SPLIT > 1) s.first = block_z() * stages / SPLIT, s.last = (block_z() + 1) * stages / SPLIT;
+    if constexpr (SPLIT > 1) s.stage_begin = block_z() * stages / SPLIT, s.stage_end = (block_z() + 1) * stages / SPLIT;
     return s;
 }
 
@@ -178,7 +179,7 @@ KERNEL void BOUNDS(THREADS, BLOCKS) persistent(const Arguments a) {
         for (u32 i = lane; !ONE_ROW && i < COLS; i += 32) maxima[i] = 0;
         sync_block();  // the zeros are written
         wait_for_previous();
-        WarpActivations activations = warp_activations_of(s.first, s.last, s.place, lane);
+        WarpActivations activations = warp_activations_of(s.stage_begin, s.stage_end, s.place, lane);
         Cached cached;
         begin_warp_activations(cached, a, activations);
 #pragma unroll
@@ -189,10 +190,10 @@ KERNEL void BOUNDS(THREADS, BLOCKS) persistent(const Arguments a) {
         finish_warp_activations(cached, a, activations, s.x, s.x_stride, maxima, block_amax);
         if (NEEDS_BLOCK_AMAX) thread_scale = scale_of_row(block_amax, 0, 1);
     } else if constexpr (WHOLE_X) {
-        read_x(a, a.x, a.m, s.first * BK, a.x_width, s.x, s.x_stride, x_scale);
+        read_x(a, a.x, a.m, s.stage_begin * BK, a.x_width, s.x, s.x_stride, x_scale);
     } else {
         wait_for_previous();
-        if constexpr (WR > 1) fetch_x(a, s, s.first, (s.last - s.first) * BK, thread(), THREADS);
+        if constexpr (WR > 1) fetch_x(a, s, s.stage_begin, (s.stage_end - s.stage_begin) * BK, thread(), THREADS);
         if (thread() < a.m) thread_scale = load_fresh(a.x_scale + thread());
     }
 #pragma unroll
@@ -216,7 +217,7 @@ KERNEL void BOUNDS(THREADS, BLOCKS) persistent(const Arguments a) {
         for (u32 tile = s.row_of_warps; tile < count; tile += WR) {
             Partial sums = {};
             Columns x = columns_of(l, s, a.m, zeros);
-            for (u32 stage = s.first + s.place; stage < s.last; stage += WK) {
+            for (u32 stage = s.stage_begin + s.place; stage < s.stage_end; stage += WK) {
                 wait_for_stage<STAGES - 2>();
                 sync_warp();
                 if (is_left(next, s)) {

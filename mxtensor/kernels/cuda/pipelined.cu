@@ -69,11 +69,11 @@ DEVICE void write_result(
 DEVICE void multiply_rows(const Arguments& a, const Weight& w, const BlockWork& p, u32 x_row) {
     u8* shared = shared_memory();
     u8* whole = shared + WHOLE_AT;
-    u32 lane = thread() % 32, warp = thread() / 32, stages = p.last - p.first;
+    u32 lane = thread() % 32, warp = thread() / 32, stages = p.end - p.begin;
     Lane l = {lane / 4, lane % 4, warp / WK * (16 * MT) + lane / 4, warp % WK * SLABS};
 #pragma unroll
     for (int s = 0; s < STAGES - 1; s++) {  // weights do not depend on the previous kernel
-        if (s < stages) fetch_weights(a, p, shared + s * STAGE, p.first + s, thread());
+        if (s < stages) fetch_weights(a, p, shared + s * STAGE, p.begin + s, thread());
         end_of_stage();
     }
     u32 x_stride = X_STRIDE;
@@ -81,14 +81,14 @@ DEVICE void multiply_rows(const Arguments& a, const Weight& w, const BlockWork& 
     if constexpr (WHOLE_X) {
         x_stride = 2 * stages * BK + 64;
         float* scale = reinterpret_cast<float*>(whole);
-        read_x(a, p.x, p.x_rows, p.first * BK, stages * BK, whole + WHOLE_HEAD, x_stride, scale);
+        read_x(a, p.x, p.x_rows, p.begin * BK, stages * BK, whole + WHOLE_HEAD, x_stride, scale);
         x_scale = scale;
         let_next_start();
     } else {
         wait_for_previous();
 #pragma unroll
         for (int s = 0; s < STAGES - 1; s++) {
-            if (s < stages) fetch_x(a, p, shared + s * STAGE, p.first + s);
+            if (s < stages) fetch_x(a, p, shared + s * STAGE, p.begin + s);
             end_of_stage();
         }
     }
@@ -103,8 +103,8 @@ DEVICE void multiply_rows(const Arguments& a, const Weight& w, const BlockWork& 
         sync_block();
         if (index + STAGES - 1 < stages) {
             u32 free = (slot == 0 ? STAGES - 1 : slot - 1) * STAGE;
-            fetch_weights(a, p, shared + free, p.first + index + STAGES - 1, thread());
-            if constexpr (!WHOLE_X) fetch_x(a, p, shared + free, p.first + index + STAGES - 1);
+            fetch_weights(a, p, shared + free, p.begin + index + STAGES - 1, thread());
+            if constexpr (!WHOLE_X) fetch_x(a, p, shared + free, p.begin + index + STAGES - 1);
         }
         end_of_stage();
         const u8* x = WHOLE_X ? whole + WHOLE_HEAD + index * 2 * BK : shared + slot * STAGE;
@@ -125,8 +125,8 @@ KERNEL void BOUNDS(THREADS, BLOCKS) pipelined(const Arguments a) {
     p.scales = w.scales + group * a.scales_group;
     p.row = (block_x() - w.first) * ROWS;
     p.rows = w.n - p.row < ROWS ? w.n - p.row : ROWS;
-    p.first = block_z() * stages / SPLIT;
-    p.last = (block_z() + 1) * stages / SPLIT;
+    p.begin = block_z() * stages / SPLIT;
+    p.end = (block_z() + 1) * stages / SPLIT;
     u32 x_row = block_y() * COLS, x_end = a.m;
     if (a.ends) {
         wait_for_previous();

@@ -60,7 +60,7 @@ struct BlockWork {  // the work of this block
     const u16* x;
     u32 row, rows;  // of w: the first, and their number
     u32 x_rows;  // of x, at most COLS
-    u32 first, last;  // stages along K
+    u32 begin, end;  // stages along K
 };
 
 DEVICE u32 row_of_scales(u32 row) {

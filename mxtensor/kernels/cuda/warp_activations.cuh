@@ -9,13 +9,13 @@ constexpr bool WARP_READS_X = WHOLE_X && WR == 1 && !(NEEDS_BLOCK_AMAX && SPLIT 
 constexpr bool ONE_ROW = CLASSES == 8;
 constexpr u32 EIGHTS_PER_STAGE = BK / 8, MOST_CACHED = ONE_ROW ? 4 : 16;
 
-// the columns of a warp: ``stages`` stages, WK apart; the first is ``place`` after the block's
+// the columns of a warp: ``stages`` stages at a distance of WK; the first is ``place`` after the block's
 struct WarpActivations {
     u32 first, place, stages, lane;
     u32 across;  // groups of eight columns of a row that each lane reads
 };
-DEVICE WarpActivations warp_activations_of(u32 first, u32 last, u32 place, u32 lane) {
-    u32 stages = (last - first + WK - 1 - place) / WK;
+DEVICE WarpActivations warp_activations_of(u32 first, u32 end, u32 place, u32 lane) {
+    u32 stages = (end - first + WK - 1 - place) / WK;
     return {first, place, stages, lane, (stages * EIGHTS_PER_STAGE + 31) / 32};
 }
 DEVICE u32 stage_of(const WarpActivations& warp, u32 i) {

@@ -239,10 +239,10 @@ KERNEL void BOUNDS(ALL_THREADS, BLOCKS) wgmma(const Arguments a) {
     // the group that the warp multiplies or loads for
     u32 warp = warp_of_block(), group = warp < WR * WK ? warp / WR : (warp - WR * WK) % WK;
     u32 chunks = a.k / CHUNK, share = block_z() * WK + group;
-    u32 first = share * chunks / (SPLIT * WK), last = (share + 1) * chunks / (SPLIT * WK);
+    u32 first = share * chunks / (SPLIT * WK), end = (share + 1) * chunks / (SPLIT * WK);
     const u8* x = reinterpret_cast<const u8*>(a.x) + (u64(block_y()) * chunks + first) * (2 * TILE);
     u64* of_tiles = barriers + group * (2 * STAGES);
-    Tiles tiles = {x, last - first, shared + group * (STAGES * TILE), of_tiles, of_tiles + STAGES};
+    Tiles tiles = {x, end - first, shared + group * (STAGES * TILE), of_tiles, of_tiles + STAGES};
     if (warp >= WR * WK) {
         if constexpr (REGISTERS_COMPUTE > REGISTERS_AT_START) give_registers<LEAST_REGISTERS>();
         sync_all();
@@ -272,6 +272,6 @@ KERNEL void BOUNDS(ALL_THREADS, BLOCKS) wgmma(const Arguments a) {
     if constexpr (WK > 1) add_groups(sums, reinterpret_cast<float*>(shared + SUM_BYTES), group);
     if (REDUCE_GLOBAL && !reduce_through_global(a, sums)) return;
     float* sums_at = reinterpret_cast<float*>(shared);
-    if constexpr (REDUCE_DSMEM) send_and_write_result(a, w, sums, x_scale, sums_at, barriers + TILE_BARRIERS + WK);
+    if constexpr (REDUCE_DSMEM) write_result_through_dsmem(a, w, sums, x_scale, sums_at, barriers + TILE_BARRIERS + WK);
     else write_result(a, w, sums, x_scale, sums_at);
 }

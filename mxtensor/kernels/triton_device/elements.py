@@ -165,11 +165,11 @@ def round_float(a, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.cons
         # the minimum of these lines. Adding TO_INTEGER rounds; rounding is monotonic, so it can precede the minimum.
         first: tl.constexpr = 2.0 ** (MANTISSA - 1 + BIAS)
         step: tl.constexpr = 2.0**MANTISSA
-        last: tl.constexpr = TO_INTEGER + MAX * (first / 4) + 2 * step
+        limit: tl.constexpr = TO_INTEGER + MAX * (first / 4) + 2 * step
         # Positive floats order as their bits; the device has an integer minimum of three in one instruction.
         code = tl.minimum(bits_of(tl.fma(a, first, TO_INTEGER)), bits_of(tl.fma(a, first / 2, TO_INTEGER + step)))
         code = tl.minimum(code, bits_of(tl.fma(a, first / 4, TO_INTEGER + 2 * step)))
-        return tl.minimum(code, bits_of(tl.full(a.shape, last, tl.float32))) & ((4 << MANTISSA) - 1)
+        return tl.minimum(code, bits_of(tl.full(a.shape, limit, tl.float32))) & ((4 << MANTISSA) - 1)
     else:
         shift: tl.constexpr = 23 - MANTISSA
         magic: tl.constexpr = 2.0 ** (shift + 1 - BIAS)

@@ -76,7 +76,7 @@ PRODUCTS = {
     # name: (op, plain operands, quantized operand, orientation that is blocked along the contraction)
     "mm_right": (lambda w, x: x @ w, [(5, K)], (K, 48), "columnwise"),
     "mm_left": (lambda w, x: w @ x, [(K, 5)], (48, K), "rowwise"),
-    "mm_both_turned": (lambda w, x: x.t() @ w.t(), [(K, 5)], (48, K), "rowwise"),
+    "mm_both_transposed": (lambda w, x: x.t() @ w.t(), [(K, 5)], (48, K), "rowwise"),
     "addmm": (lambda w, c, x: torch.addmm(c, x, w, alpha=2, beta=0.5), [(5, 48), (5, K)], (K, 48), "columnwise"),
     "addmm_row": (lambda w, c, x: torch.addmm(c, x, w), [(48,), (5, K)], (K, 48), "columnwise"),
     "addmm_column": (lambda w, c, x: torch.addmm(c, w, x, alpha=0.25), [(48, 1), (K, 5)], (48, K), "rowwise"),
@@ -98,7 +98,7 @@ PRODUCTS = {
     "linear_vector": (lambda w, x: F.linear(x, w), [(K,)], (48, K), "rowwise"),
     "linear_4d": (lambda w, x, b: F.linear(x, w, b), [(2, 3, 5, K), (48,)], (48, K), "rowwise"),
     "linear_strided": (lambda w, x: F.linear(x.transpose(0, 2)[:, ::2], w), [(5, 6, 2, K)], (48, K), "rowwise"),
-    "linear_turned_rows": (lambda w, x: F.linear(x.mT, w), [(2, K, 5)], (48, K), "rowwise"),
+    "linear_transposed_rows": (lambda w, x: F.linear(x.mT, w), [(2, K, 5)], (48, K), "rowwise"),
     "linear_no_rows": (lambda w, x: F.linear(x[:0], w), [(5, K)], (48, K), "rowwise"),
 }
 
@@ -278,7 +278,7 @@ def test_rounded_values_multiply_as_the_operand_they_were_rounded_to(format, out
 
 @pytest.mark.skipif(not BF16_ON_CPU, reason="this CPU has no bfloat16 product that accumulates in float32")
 @pytest.mark.parametrize("format", ["mxfp8", "mxfp6", "mxfp4", "mxint8", "mxfp8[32x32]"])
-def test_rounded_bfloat16_values_are_multiplied_as_they_lie_in_memory(format):
+def test_rounded_bfloat16_values_are_multiplied_in_their_layout(format):
     """Operands in transposed layout are not copied: both operands of wgrad have it."""
     g, x = torch.randn(96, 48).bfloat16(), torch.randn(96, 160).bfloat16()
     a, b = rounded(g.t(), format, torch.bfloat16), rounded(x.t(), format, torch.bfloat16)
@@ -377,8 +377,8 @@ def test_what_is_decided_once_is_what_the_kernels_say_when_asked_again(capabilit
             with mx.explain() as log:
                 choose(GEMM, spec, a, b, args, facts=facts_of(a, b, args))
             (entry,) = log.entries
-            again = decide(GEMM, spec, a, b, args)
-            assert (entry.kernel, entry.refusals) == (again.kernel.name, again.refusals)
+            decided = decide(GEMM, spec, a, b, args)
+            assert (entry.kernel, entry.refusals) == (decided.kernel.name, decided.refusals)
 
 
 def test_on_a_cpu_a_weight_that_is_not_contiguous_is_another_question():
@@ -390,8 +390,8 @@ def test_on_a_cpu_a_weight_that_is_not_contiguous_is_another_question():
     assert facts_of(x, part, args) != facts_of(x, alone, args)
     for operand in (part, alone, part):
         cached = plan_of("mm", x, operand, args)
-        again = decide(GEMM, cached.spec, x, operand, args)
-        assert (cached.kernel, cached.refusals) == (again.kernel, again.refusals)
+        decided = decide(GEMM, cached.spec, x, operand, args)
+        assert (cached.kernel, cached.refusals) == (decided.kernel, decided.refusals)
 
 
 # ---------------------------------------------------------------------------------------------- against no rounding
@@ -448,7 +448,7 @@ def test_both_copies_multiply_from_their_own_side():
     assert not torch.equal(col, row)  # two roundings of the same values
 
 
-def test_a_plain_factor_of_another_dtype_is_refused():
+def test_a_plain_operand_of_another_dtype_is_refused():
     w = mx.quantize(torch.randn(48, 64), "mxfp8")
     x = torch.randn(5, 64, dtype=torch.bfloat16)
     for op in (torch.mm, torch.matmul, lambda x, w: x @ w, lambda x, w: F.linear(x, w.t())):

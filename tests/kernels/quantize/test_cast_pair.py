@@ -61,7 +61,7 @@ def assert_in_form(copy, form, operand, dtype):
 
 @each_form
 @each_format
-def test_each_factor_is_the_cast_of_its_side(name, forms):
+def test_each_operand_is_the_cast_of_its_side(name, forms):
     cast, x = Cast.of(name), torch.randn(50, 70)
     for dtype in (torch.bfloat16, torch.float32):
         row, column = cast_pair(x, cast, *forms, dtype)
@@ -88,7 +88,7 @@ def test_columns_draw_from_the_seed_after_that_of_rows(forms):
 
 
 @pytest.mark.parametrize("name", ["mxfp8[32x32]", "mxfp4[64x64]", "nvfp4[16x16]", "float8_tensor", "float8_128x128"])
-def test_a_square_block_is_rounded_once_and_turned(name):
+def test_a_square_block_is_rounded_once_and_transposed(name):
     x = torch.randn(70, 50)
     for cast in (Cast.of(name, rounding="stochastic"), Cast.of(name, rounding="stochastic", seed=3)):
         row, column = cast_pair(x, cast, CODES, VALUES, torch.float32)
@@ -98,7 +98,7 @@ def test_a_square_block_is_rounded_once_and_turned(name):
         assert column.data.is_contiguous() and column.scale.is_contiguous()
 
 
-def test_a_matrix_without_values_has_factors_without_values():
+def test_a_matrix_without_values_has_operands_without_values():
     for shape in ((0, 64), (64, 0)):
         row, column = cast_pair(torch.empty(shape), Cast.of("mxfp8"), CODES, VALUES, torch.bfloat16)
         assert row.shape == shape and column.shape == shape[::-1]
@@ -117,7 +117,7 @@ def test_a_given_amax_makes_the_scale(name, forms):
         assert_in_form(column, forms[1], encode(x.t(), cast, amax.reshape(())), dtype)
 
 
-def test_what_lies_beyond_a_given_amax_saturates_and_what_is_no_number_is_nan_by_itself():
+def test_values_beyond_a_given_amax_saturate_and_those_not_finite_become_nan():
     """Otherwise an infinity would be dequantized to an ordinary large number."""
     inf, nan = float("inf"), float("nan")
     x = torch.tensor([[1.0, -2.0, 48.0, -48.0, inf, -inf, nan, -nan, 0.0]])
@@ -194,7 +194,7 @@ def test_it_traces_on_cpu(name):
 
 @each_form
 @pytest.mark.parametrize("name", [n for n in NAMES if not (get_format(n).square and get_format(n).element.packed)])
-def test_what_traced_code_sees_on_a_device_has_the_shapes_of_the_codec(name, forms, cuda):
+def test_what_traced_code_sees_on_a_device_has_the_shapes_of_the_reference(name, forms, cuda):
     x = torch.empty(36, 134, dtype=torch.bfloat16, device=cuda)
     with mx.explain() as log:
         row, column = cast_pair(x, Cast.of(name), *forms, torch.bfloat16)
@@ -275,7 +275,7 @@ def test_compiled_code_calls_the_op(name, monkeypatch):
 
 @pytest.mark.usefixtures("interpreted")
 @warns
-def test_values_of_a_turned_source_are_the_columns_of_the_one_that_lies_in_memory(monkeypatch):
+def test_values_of_a_transposed_source_are_the_columns_of_the_stored_matrix(monkeypatch):
     from mxtensor.kernels.quantize.select import fake_quantize
 
     on_the_interpreters_device(monkeypatch)

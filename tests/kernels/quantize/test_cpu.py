@@ -120,7 +120,7 @@ def same_values(a, b):
 
 @each_format
 @each_source
-def test_casts_equal_the_codec_bit_for_bit(format, source):
+def test_casts_equal_the_reference_bit_for_bit(format, source):
     x = SOURCES[source]()
     for cast in casts(format):
         with mx.explain() as log:
@@ -137,7 +137,7 @@ def test_casts_equal_the_codec_bit_for_bit(format, source):
 
 @each_dtype
 @each_format
-def test_any_code_under_any_scale_decodes_as_the_codec_does(format, dtype):
+def test_any_code_under_any_scale_decodes_as_the_reference_does(format, dtype):
     fmt, shape = mx.get_format(format), (512, 600)
     data = torch.randint(0, 256, fmt.data_shape(shape), dtype=torch.uint8).view(fmt.element.dtype)
     if fmt.scale.dtype is torch.uint8:

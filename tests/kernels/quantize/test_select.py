@@ -291,7 +291,7 @@ def test_other_devices_are_refused():
 
 
 @each_dtype
-def test_fake_tensors_go_to_the_codec(dtype):
+def test_fake_tensors_go_to_the_reference(dtype):
     with FakeTensorMode():
         x = torch.empty(256, 384, dtype=dtype)
         with explain() as log:
@@ -338,7 +338,7 @@ def test_compiled_casts_are_the_eager_ones(names):
     """With tails, NaN, infinities and subnormals, and of a slice that inductor could compute in part."""
     casts = [Cast.of(name) for name in names]
 
-    def roundtrip(x):
+    def cast_and_dequantize(x):
         results = []
         for cast in casts:
             operand = quantize_operand(x, cast)
@@ -349,7 +349,7 @@ def test_compiled_casts_are_the_eager_ones(names):
 
     x = values(ROWS, COLS + 16)[:, : COLS - 5].contiguous().float()
     torch.compiler.reset()
-    for (components, *got), cast in zip(torch.compile(roundtrip, fullgraph=True)(x), casts, strict=True):
+    for (components, *got), cast in zip(torch.compile(cast_and_dequantize, fullgraph=True)(x), casts, strict=True):
         operand = encode(x, cast)
         assert_same(Operand(*components, *[None] * (3 - len(components)), cast.format, tuple(x.shape)), operand)
         decoded = decode(operand, torch.float32)

@@ -107,7 +107,7 @@ def test_a_linear_casts_its_input_with_triton(name, cuda):
     assert casts and {e.kernel for e in casts} <= {"triton"}
 
 
-def test_float64_and_empty_tensors_go_on_to_the_codec(cuda):
+def test_float64_and_empty_tensors_go_on_to_the_reference(cuda):
     for x in (torch.empty(4, 64, dtype=torch.float64, device=cuda), torch.empty(0, 64, device=cuda)):
         with mx.explain() as log:
             select.quantize_operand(x, Cast.of("mxfp8"))
@@ -140,7 +140,7 @@ def test_the_ops_are_what_torch_asks_of_a_custom_op(name):
 @interpreter
 @warns
 @each_kind
-def test_the_ops_give_what_the_codec_gives(name):
+def test_the_ops_give_what_the_reference_gives(name):
     x, of = torch.randn(6, 132), Cast.of(name, "floor", "stochastic", 2**33 + 1)
     operand = encode(x, of)
     given = triton_ops.quantize_op(x, name, "floor", "stochastic", 2**33 + 1)

@@ -170,7 +170,7 @@ def test_every_bfloat16_below_a_larger_one_rounds_as_its_code(name, mode, in_wor
 
 @each_kind
 @small
-def test_values_of_a_turned_source_lie_as_it_does(name):
+def test_values_of_a_transposed_source_have_its_layout(name):
     for dtype, target in itertools.product((BF16, FP32), repeat=2):
         for cast in (Cast.of(name), stochastic(name, 7)):
             x = values(36, 134, dtype, specials=False).t()

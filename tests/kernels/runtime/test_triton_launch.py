@@ -121,7 +121,7 @@ OTHER = {
 }
 
 
-def compiles_again(arguments=FIRST, constants=(CODE, 64), warps=4, kernel=None):
+def recompiles(arguments=FIRST, constants=(CODE, 64), warps=4, kernel=None):
     """Whether these are another compilation than FIRST."""
     first = Kernel()
     triton_launch.launch(first, 1, FIRST, (CODE, 64), 4)
@@ -135,21 +135,21 @@ def compiles_again(arguments=FIRST, constants=(CODE, 64), warps=4, kernel=None):
 
 @pytest.mark.parametrize("change", SAME)
 def test_what_a_kernel_does_not_depend_on(change, device):
-    assert not compiles_again(SAME[change])
+    assert not recompiles(SAME[change])
 
 
 @pytest.mark.parametrize("change", OTHER)
 def test_what_the_compiler_is_told_of_an_argument(change, device):
     """Triton takes 1 as a constant, knows multiples of 16 from other numbers, and 64 bits from 32."""
-    assert compiles_again(OTHER[change])
+    assert recompiles(OTHER[change])
 
 
 def test_constants_warps_kernel_and_device_are_part_of_the_key(device):
-    assert compiles_again(constants=(CODE, 128))
-    assert compiles_again(constants=(("facts", 6), 64))
-    assert compiles_again(constants=(CODE, True))
-    assert compiles_again(warps=8)
-    assert compiles_again(kernel=Kernel())
+    assert recompiles(constants=(CODE, 128))
+    assert recompiles(constants=(("facts", 6), 64))
+    assert recompiles(constants=(CODE, True))
+    assert recompiles(warps=8)
+    assert recompiles(kernel=Kernel())
     kernel = Kernel()
     for device.index in (0, 1):
         triton_launch.launch(kernel, 1, FIRST, (CODE, 64), 4)

@@ -84,8 +84,8 @@ def on_the_cpu(monkeypatch):
     monkeypatch.setattr(nvrtc, "function", cuda_on_cpu.function)
 
 
-def weight(format, n, k, spread=3):
-    return mx.quantize(torch.randn(n, k) * 2.0 ** torch.randint(-spread, spread, (n, 1)).float(), format).rowwise
+def weight(format, n, k, octaves=3):
+    return mx.quantize(torch.randn(n, k) * 2.0 ** torch.randint(-octaves, octaves, (n, 1)).float(), format).rowwise
 
 
 def values(x):
@@ -373,7 +373,7 @@ def test_every_code_of_every_element(name):
     assert torch.equal(y[finite], expected[finite]) and finite.any()
     assert not y[~finite].isfinite().all(1).any()
     wide = Operand(w.data.repeat(1, 4), w.scale.repeat(1, 4), None, format, (16, 128))
-    for octaves in (0, 16):  # scales this far apart do not fit in one window
+    for octaves in (0, 16):  # scales with this ratio do not fit in one window
         scale = wide.scale + torch.tensor([0, 0, octaves, 0]).to(torch.uint8)
         some = Operand(wide.data, scale, None, format, (16, 128))
         x = torch.eye(32).repeat(1, 4) * torch.tensor([1, 1, 2.0**-octaves, 1]).repeat_interleave(32) / 4
