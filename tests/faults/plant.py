@@ -70,7 +70,7 @@ def catch(fault: Fault, options: tuple[str, ...] = ()) -> Caught:
         path = folder / "mxtensor" / fault.file
         clean = path.read_text()
         broken = planted(clean, fault)
-        near = [f"tests/{name}" for name in fault.near]
+        near = [f"tests/{name}" for name in fault.near.split()]
         skipped = ["--ignore=tests/faults"]
         for suite, paths in (("quick", near), ("quick", ["tests"]), ("rest", near), ("rest", ["tests"])):
             while True:
