@@ -47,18 +47,8 @@ def planted(text: str, fault: Fault) -> str:
 def failures(folder: Path, arguments: list[str]) -> list[str]:
     """The tests that fail in a copy of the tree; something in parentheses where pytest does not come that far."""
     environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": ""}
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        f"--maxfail={MOST_FAILURES}",
-        "-q",
-        "--tb=no",
-        "-rfE",
-        "-p",
-        "no:cacheprovider",
-        *arguments,
-    ]
+    options = ["-q", "--tb=no", "-rfE", "-p", "no:cacheprovider", f"--maxfail={MOST_FAILURES}"]
+    command = [sys.executable, "-m", "pytest", *options, *arguments]
     try:
         done = subprocess.run(
             command, cwd=folder, env=environment, capture_output=True, text=True, timeout=MOST_SECONDS, check=False

@@ -57,7 +57,7 @@ FAULTS = (
           "core tensor convert"),
     Fault("strides of empty dimensions", "core/shapes.py",
           "step *= max(size, 1)", "step *= size",
-          "tensor ops"),
+          "core/test_shapes.py tensor"),
     Fault("an op may have two rules", "core/dispatch.py",
           "if key in table:", "if False:",
           "core"),
