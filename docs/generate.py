@@ -26,6 +26,7 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,7 @@ def _literal_docs(source: str) -> dict[str, str]:
     return out
 
 
+@cache
 def public_docs() -> dict[str, str]:
     """Every name of ``mxtensor.__all__`` with its docstring: for a constant, the literal under it."""
     import mxtensor as mx

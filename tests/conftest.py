@@ -48,7 +48,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 @pytest.fixture(scope="session")
-def all_ranks(tmp_path_factory):
+def all_ranks(request, tmp_path_factory):
     """What the cases of ``ranks.py`` told, by name and rank: run once, whichever process of pytest-xdist asks first."""
     folder = tmp_path_factory.getbasetemp()
     folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "ranks"
@@ -57,7 +57,9 @@ def all_ranks(tmp_path_factory):
         fcntl.flock(lock, fcntl.LOCK_EX)
         saved = folder / "told"
         if not saved.exists():
-            saved.write_bytes(pickle.dumps(run(folder)))
+            mine = (item for item in request.session.items if "ranks" in getattr(item, "fixturenames", ()))
+            long = any(item.get_closest_marker("exhaustive") for item in mine)
+            saved.write_bytes(pickle.dumps(run(folder, long)))
     return pickle.loads(saved.read_bytes())
 
 

@@ -82,6 +82,7 @@ def test_a_decoder_gives_the_tokens_of_the_model_without_a_cache():
     assert tokens == whole[0, 5:].tolist() and isinstance(model, transformers.LlamaForCausalLM)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
 @pytest.mark.parametrize("config", ["bfloat16", "mxfp8-weight-only", "mxfp8", "mxfp4-weight-only"])
 def test_compiled_layers_share_one_graph_for_all_layers_and_tokens(config):

@@ -5,6 +5,7 @@ import pytest
 from benchmarks import fsdp
 
 pytest.importorskip("transformers")
+pytestmark = pytest.mark.exhaustive  # its case of two ranks takes long
 
 
 def test_every_config_is_measured_and_codes_take_fewer_bytes(ranks):

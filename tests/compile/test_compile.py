@@ -37,7 +37,7 @@ def linear(format, dtype, rows=80):
     return mx.quantize_(nn.Linear(96, rows).to(dtype), format)
 
 
-@pytest.mark.exhaustive(quick=1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_linears_of_four_formats_in_one_graph(dtype):
     """Activations are cast inside the graph; inputs of two and three dimensions; weights small, and enough to slice."""

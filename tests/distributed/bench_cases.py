@@ -3,10 +3,10 @@
 import warnings
 
 from benchmarks import fsdp
-from tests.helpers.ranks import DEVICE, case
+from tests.helpers.ranks import DEVICE, long_case
 
 
-@case
+@long_case
 def benchmark_of_fsdp(rank, folder):
     """The rows of the benchmark, one for each config."""
     warnings.simplefilter("ignore")  # of transformers

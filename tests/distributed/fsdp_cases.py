@@ -23,7 +23,7 @@ from mxtensor.recipe import (
     NVFP4BlockScaling,
 )
 from mxtensor.training.training_weight import local_of, sharded_like
-from tests.helpers.ranks import DEVICE, case
+from tests.helpers.ranks import DEVICE, case, long_case
 
 RECIPES = {
     "two copies": MXFP8BlockScaling(),
@@ -347,7 +347,7 @@ def from_meta(rank, folder):
     return told
 
 
-@case
+@long_case
 def compiled_layers(rank, folder):
     warnings.filterwarnings(
         "ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning

@@ -84,6 +84,7 @@ def work(rank, folder, fault):
     os._exit(0)  # the group cannot be destroyed without the other rank
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_rank_that_dies_is_an_error_on_the_other_and_the_last_checkpoint_loads(fault, tmp_path):
     ranks = spawn(work, (str(tmp_path), fault), 2, join=False)

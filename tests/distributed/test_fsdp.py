@@ -157,6 +157,7 @@ def test_models_made_on_meta(ranks):
             assert finite and all(same) and set(what(gathered).values()) == {CODES}
 
 
+@pytest.mark.exhaustive
 def test_compiled_layers(ranks):
     for results in ranks("compiled_layers"):
         assert len(results) == len(RECIPES) + 1 and all(map(all, results.values()))

@@ -52,6 +52,7 @@ def test_the_example_continues_in_one_process(case, settings, close, ranks):
     assert run.losses == pytest.approx(losses, rel=close if DEVICE == "cpu" else 1e-3)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("option", "settings", "close"), [("--fsdp", SETTINGS, 1e-5), ("--tp", SPLIT, 1e-3)])
 def test_under_torchrun(option, settings, close, tmp_path):
     """The first rank prints one table, the checkpoint exists, and the losses are those of one process. Sums over ranks

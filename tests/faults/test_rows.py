@@ -15,7 +15,7 @@ def test_a_fault_can_be_planted_and_is_still_a_program(fault):
     if fault.file.endswith(".py"):
         ast.parse(text)
     assert fault.old != fault.new
-    assert all((ROOT / "tests" / name).exists() for name in fault.near)
+    assert all((ROOT / "tests" / name).exists() for name in fault.near.split())
 
 
 def test_there_are_at_least_34_and_one_in_every_room():

@@ -44,21 +44,47 @@ def compiler():
 
 
 @cache
+def folder():
+    """The folder of this user in which libraries are cached."""
+    path = Path(tempfile.gettempdir()) / f"mxtensor-tests-{os.getuid()}"
+    path.mkdir(exist_ok=True)
+    return path
+
+
+def build(text, path, suffix, *options):
+    """Compile ``text`` to ``path``, whole or not at all, whichever process comes first."""
+    with tempfile.TemporaryDirectory(dir=folder()) as scratch:
+        built, source = Path(scratch) / "built", Path(scratch) / f"source{suffix}"
+        source.write_text(text)
+        done = subprocess.run([compiler(), *FLAGS, *options, "-o", built, source], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        built.replace(path)
+
+
+@cache
+def machine():
+    """``cuda_machine.h`` with its compiled form beside it: parsing its headers takes half of the time of a kernel."""
+    text = MACHINE.read_text()
+    path = folder() / f"{hashlib.blake2b((text + repr(FLAGS)).encode(), digest_size=10).hexdigest()}.h"
+    compiled = path.with_name(f"{path.name}.gch")
+    if not compiled.exists():
+        copy = folder() / f"{path.name}.{os.getpid()}"
+        copy.write_text(text)
+        copy.replace(path)  # the header first: whoever finds the compiled form finds both
+        build(text, compiled, ".h", "-x", "c++-header")
+    return path
+
+
+@cache
 def library(sources, constants, name):
     """The shared library of one kernel with its constants, cached on disk in a folder of this user."""
     defines = "".join(f"#define {key} {value}\n" for key, value in constants)
     rest = "".join((nvrtc.SOURCES / source).read_text() for source in sources if source != "machine.cuh")
-    text = MACHINE.read_text() + defines + rest + ENTRY.format(struct=STRUCTS[name], kernel=name)
-    folder = Path(tempfile.gettempdir()) / f"mxtensor-tests-{os.getuid()}"
-    folder.mkdir(exist_ok=True)
-    path = folder / f"{hashlib.blake2b((text + repr(FLAGS)).encode(), digest_size=10).hexdigest()}.so"
+    text = defines + rest + ENTRY.format(struct=STRUCTS[name], kernel=name)
+    key = MACHINE.read_text() + text + repr(FLAGS)
+    path = folder() / f"{hashlib.blake2b(key.encode(), digest_size=10).hexdigest()}.so"
     if not path.exists():
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            built, source = Path(scratch) / "kernel.so", Path(scratch) / "kernel.cpp"
-            source.write_text(text)
-            done = subprocess.run([compiler(), *FLAGS, "-o", built, source], capture_output=True, text=True)
-            assert done.returncode == 0, done.stderr
-            built.replace(path)
+        build(text, path, ".cpp", "-include", machine())
     return ctypes.CDLL(str(path))
 
 

@@ -29,15 +29,21 @@ def case(function):
     return function
 
 
-def cases():
-    """Name -> function, in the order of their definition."""
+def long_case(function):
+    """Mark a case that runs for tests marked ``exhaustive`` only."""
+    function.is_long = True
+    return case(function)
+
+
+def cases(long=True):
+    """Name -> function, in the order of their definition; without ``long``, only those that are not long."""
     found = {}
     for module in map(importlib.import_module, MODULES):
         found |= {name: f for name, f in vars(module).items() if getattr(f, "is_case", False)}
-    return found
+    return {name: f for name, f in found.items() if long or not getattr(f, "is_long", False)}
 
 
-def work(rank, folder):
+def work(rank, folder, long):
     """What each process runs. The first failure ends both, because the other rank would wait."""
     from examples.ranks import wait_for_sends
 
@@ -51,7 +57,7 @@ def work(rank, folder):
         torch.set_default_device(f"cuda:{rank}")
     dist.init_process_group(BACKEND, init_method=store, rank=rank, world_size=WORLD, timeout=limit)
     results = {}
-    for name, function in cases().items():
+    for name, function in cases(long).items():
         torch.manual_seed(0)
         try:
             results[name] = function(rank, folder)
@@ -69,12 +75,12 @@ def save(folder, rank, results):
         pickle.dump(results, file)
 
 
-def run(folder):
-    """Run all cases in new processes; name -> the results of the ranks."""
+def run(folder, long=True):
+    """Run the cases in new processes; name -> the results of the ranks."""
     import torch.multiprocessing as mp
 
     try:
-        mp.spawn(work, args=(str(folder),), nprocs=WORLD)
+        mp.spawn(work, args=(str(folder), long), nprocs=WORLD)
     except (mp.ProcessExitedException, mp.ProcessRaisedException) as error:
         print(error, file=sys.stderr)
     told = {}

@@ -353,6 +353,7 @@ def test_quantized_on_meta_and_filled_later():
     assert torch.equal(net(x), model(MXFP8)(x))
 
 
+@pytest.mark.exhaustive
 def test_shared_memory():
     code = """
 import torch, mxtensor as mx
@@ -463,6 +464,7 @@ def test_strict_loading_names_what_does_not_fit():
     assert net.load_state_dict({}, strict=False).missing_keys == list(state)
 
 
+@pytest.mark.exhaustive
 def test_a_saved_state_dict_loads_without_mxtensor_installed(tmp_path):
     net = model(MXFP8)
     optimizer = train(net, OPTIMIZERS["adamw"])

@@ -270,6 +270,7 @@ def reference_bytes(t):
     return t.contiguous().reshape(-1).view(torch.uint8)
 
 
+@pytest.mark.exhaustive
 def test_a_forked_child_casts_on():
     """A forked child process does not have the threads of its parent."""
     code = (

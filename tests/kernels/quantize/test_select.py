@@ -327,7 +327,7 @@ def test_the_opaque_op_is_encode(name):
     )  # which takes no NaN for another
 
 
-@pytest.mark.exhaustive(quick=1)
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # inductor's own
 @pytest.mark.parametrize(
     "names",

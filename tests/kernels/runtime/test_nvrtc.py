@@ -72,7 +72,7 @@ def product(format, config, capability, even=True, rows=8, weights=1):
 CASES = [(name, SM90) for name in FORMATS] + [(name, c) for name in ELSEWHERE for c in TARGETS if c != SM90]
 
 
-@pytest.mark.exhaustive(quick=3)
+@pytest.mark.exhaustive(quick=2)
 @pytest.mark.parametrize(("name", "capability"), CASES)
 def test_products_compile_and_those_of_few_rows_do_not_spill(name, capability, tmp_path):
     format = mx.get_format(name)
