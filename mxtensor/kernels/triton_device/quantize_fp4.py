@@ -33,7 +33,7 @@ def quantize_rows_fp4(
     amax = tl.maximum(pair << 16, pair & 0x7FFF0000)
     stored, multiplier, _, finite = scales_of(amax, encode, C)
     each = tl.reshape(tl.broadcast_to(multiplier[:, :, None], (BM, NB, PAIRS)), (BM, BK))
-    if C.pairs and C.scale == "e8m0" and C.exponent_bits == 2:
+    if C.pairs and C.scale == "e8m0" and C.exponent_bits == 2 and C.bias == 1 and C.max == 6.0:
         byte = e2m1_byte(word, each, C)
     else:
         low = float_of((word << 16) & 0x7FFF0000) * each
