@@ -110,11 +110,24 @@ class ElementFormat:
     """The code stored throughout a block whose scale is NaN; 0 if the element has no NaN."""
 
     def __post_init__(self) -> None:
-        if not self.is_integer and not 0 < self.emax + self.bias < 1 << self.exponent_bits:
-            raise ValueError(
-                f"{self.name}: max {self.max} has exponent {self.emax}, which {self.exponent_bits} exponent bits "
-                f"with bias {self.bias} cannot hold"
-            )
+        why = self._why_impossible()
+        if why is not None:
+            raise ValueError(f"{self.name}: {why}")
+
+    def _why_impossible(self) -> str | None:
+        """Why the casts cannot make this element."""
+        e, m = self.exponent_bits, self.mantissa_bits
+        if self.is_integer:
+            return "an integer element has 8 bits, because only floats are packed" if self.packed else None
+        if 1 + e + m != self.bits:
+            return f"a sign, {e} exponent bits and {m} mantissa bits are not the {self.bits} bits that packing gives"
+        if not 0 < self.emax + self.bias < 1 << e:
+            return f"max {self.max} has exponent {self.emax}, which {e} exponent bits with bias {self.bias} cannot hold"
+        if not math.ldexp(self.max, m - self.emax).is_integer():
+            return f"max {self.max} needs more than {m} mantissa bits"
+        if m == 0 and self.bias % 2 == 0:
+            return f"without mantissa bits the bias must be odd, so that ties round to even codes; it is {self.bias}"
+        return None
 
     def __hash__(self) -> int:
         return hash(self.name)  # fast: every cast looks up rows by their format

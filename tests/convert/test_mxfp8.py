@@ -261,7 +261,9 @@ def test_mistakes_are_named():
         MXFP8Linear(4, 4, block_size=8)
     with pytest.raises(TypeError, match="int64"):
         to_mxfp8(torch.arange(32))
-    with pytest.raises(TypeError, match=r"no MXFP8Config; for other recipes use mxtensor\.nn\.Linear, or quantize_"):
+    with pytest.raises(
+        TypeError, match=r"is not an MXFP8Config; for other recipes use mxtensor\.nn\.Linear, or quantize_"
+    ):
         MXFP8Linear(4, 4, config=NVFP4BlockScaling())
     with pytest.raises(ValueError, match="block_size is 64, that of config 16; give one of the two"):
         MXFP8Linear(4, 4, block_size=64, config=MXFP8Config(16))

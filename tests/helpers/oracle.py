@@ -1,9 +1,10 @@
 """The definitions in exact arithmetic, for the tests: slow, simple, and without code of the package.
 
 An element format is the table of its values, built from fractions; rounding is "the nearest entry, on a tie the even
-code". Products with powers of two are taken in float64, where every float32 (24 bits, exponents -149 to 127) times
-every scale (2^-127 to 2^127) is exact, so comparisons and floors are exact too. Where a definition names float32
-operations (RCEIL, NVFP4, float32 scales), they are numpy's, one rounding each. torch only carries tensors in here.
+code". The tables of the published elements are written here; another element has the widths and the bias of its row.
+Products with powers of two are taken in float64, where every float32 (24 bits, exponents -149 to 127) times every scale
+(2^-127 to 2^127) is exact, so comparisons and floors are exact too. Where a definition names float32 operations (RCEIL,
+NVFP4, float32 scales), they are numpy's, one rounding each. torch only carries tensors in here.
 
 Sources: OCP Microscaling Formats (MX) v1.0, sections 5 and 6.3; NVIDIA's MXFP8 pre-training paper (RCEIL) and NVFP4.
 """
@@ -69,6 +70,21 @@ ELEMENTS = {
     "e2m1": _floating("e2m1", 2, 1, 1),
     "int8": Element("int8", 8, 6, np.array([float(Fraction(i, 64)) for i in range(128)]), {}),
 }
+
+
+@cache
+def element_of(row):
+    """The table of an element: written above if it is published, otherwise built from the fields of its row.
+
+    NaN and infinities of an element that is not published are those of its torch dtype.
+    """
+    if row.name in ELEMENTS:
+        return ELEMENTS[row.name]
+    specials = {}
+    if row.dtype.is_floating_point:
+        values = torch.arange(128).to(torch.uint8).view(row.dtype).float().tolist()
+        specials = {code: value for code, value in enumerate(values) if not np.isfinite(value)}
+    return _floating(row.name, row.exponent_bits, row.mantissa_bits, row.bias, specials, row.nan_code)
 
 
 def element_codes(values, element):
@@ -207,7 +223,7 @@ def spread(per_block, shape, block):
 def encode(x, format, mode="rceil"):
     """Quantize the non-empty float32 array ``x`` into ``format`` (read for its names and block only)."""
     assert x.dtype == np.float32 and x.size
-    element = ELEMENTS[format.element.name]
+    element = element_of(format.element)
     amax = block_amax(x, format.block)
     scale, divided, global_scale = RULES[format.scale.name](x, amax, element, format, mode)
     finite = spread(np.isfinite(amax), x.shape, format.block)
@@ -222,19 +238,19 @@ def _encode_e8m0(x, amax, element, format, mode):
     return byte, np.ldexp(x.astype(np.float64), -exponent), None
 
 
-def nvfp4_encode_scale(amax):
-    """S_enc of the tensor's amax: 2688 / amax, at most FLT_MAX; 1 for zero, NaN and Inf."""
-    s_enc = np.minimum(np.float32(448 * 6) / amax, FLT_MAX)
+def nvfp4_encode_scale(amax, largest):
+    """S_enc of the tensor's amax: 448 * largest / amax, at most FLT_MAX; 1 for zero, NaN and Inf."""
+    s_enc = np.minimum(np.float32(448 * largest) / amax, FLT_MAX)
     return s_enc if np.isfinite(amax) and amax > 0 and s_enc > 0 else np.float32(1)
 
 
 def _encode_ue4m3(x, amax, element, format, mode):
     s_enc, global_scale, e4m3 = np.float32(1), None, ELEMENTS["e4m3"]
     if format.global_scale:
-        s_enc = nvfp4_encode_scale(amax.max())
+        s_enc = nvfp4_encode_scale(amax.max(), element.max)
         usable = np.isfinite(amax.max()) and amax.max() > 0
-        global_scale = amax.max() / np.float32(448 * 6) if usable else np.float32(1)
-    wanted = np.clip(amax * (s_enc * np.float32(1 / 6)), np.float32(-448), np.float32(448))
+        global_scale = amax.max() / np.float32(448 * element.max) if usable else np.float32(1)
+    wanted = np.clip(amax * (s_enc * np.float32(1 / element.max)), np.float32(-448), np.float32(448))
     code = np.full(amax.shape, e4m3.nan_code, np.uint8)
     code[np.isfinite(amax)] = element_codes(wanted[np.isfinite(amax)], e4m3)
     scale = element_values(e4m3)[code].astype(np.float32)
@@ -268,7 +284,7 @@ RULES = {
 @np.errstate(all="ignore")
 def decode(encoded, format, shape):
     """float32(element * scale), then times the global scale: a float32 array of ``shape``."""
-    element = ELEMENTS[format.element.name]
+    element = element_of(format.element)
     scale = {
         "e8m0": lambda s: e8m0_values()[s],
         "ue4m3": lambda s: element_values(ELEMENTS["e4m3"])[s],

@@ -5,7 +5,6 @@ import pickle
 
 import pytest
 import torch
-from expecttest import assert_expected_inline
 
 import mxtensor as mx
 from mxtensor import FORMATS, Format, Orientation, ScaleCalculationMode, get_format
@@ -14,14 +13,20 @@ from mxtensor.numerics.formats import FULL
 MX_FORMATS = [f for f in FORMATS.values() if f.scale.name == "e8m0"]
 
 
-def test_the_table():
+def assert_lines(found: list[str], published: str) -> None:
+    """Assert that the published rows are among those found, in this order. Other rows may be added."""
+    wanted = published.splitlines()
+    assert [line for line in found if line in wanted] == wanted
+
+
+def test_the_published_formats():
     lines = [
         f"{f.name:24} {f.element.name:4} {f.scale.name:12} {f.block!s:10} {f.bits_per_value:8.6g} "
         f"{'global' if f.global_scale else '-':6} {f.data_shape((130, 200))!s:10} {f.scale_shape((130, 200))}"
         for f in FORMATS.values()
     ]
-    assert_expected_inline(
-        "\n".join(lines),
+    assert_lines(
+        lines,
         """\
 mxfp8_e4m3               e4m3 e8m0         (1, 32)        8.25 -      (130, 200) (130, 7)
 mxfp8_e5m2               e5m2 e8m0         (1, 32)        8.25 -      (130, 200) (130, 7)
@@ -50,15 +55,15 @@ float8_e5m2_128x128_pow2 e5m2 float32_pow2 (128, 128)  8.00195 -      (130, 200)
     )
 
 
-def test_the_elements():
+def test_the_published_elements():
     elements = dict.fromkeys(f.element for f in FORMATS.values())
     lines = [
         f"{e.name} bits={e.bits} max={e.max} emax={e.emax} bias={e.bias} mantissa={e.mantissa_bits} {e.dtype} "
         f"{e.packing[0]} in {e.packing[1]} nan={e.nan_code:#x} integer={e.is_integer}"
         for e in elements
     ]
-    assert_expected_inline(
-        "\n".join(lines),
+    assert_lines(
+        lines,
         """\
 e4m3 bits=8 max=448.0 emax=8 bias=7 mantissa=3 torch.float8_e4m3fn 1 in 1 nan=0x7f integer=False
 e5m2 bits=8 max=57344.0 emax=15 bias=15 mantissa=2 torch.float8_e5m2 1 in 1 nan=0x7f integer=False
@@ -70,9 +75,9 @@ int8 bits=8 max=1.984375 emax=0 bias=0 mantissa=6 torch.int8 1 in 1 nan=0x0 inte
 
 
 def test_aliases_lead_to_rows_and_are_not_listed():
-    assert len(FORMATS) == 24 and not set(FORMATS) & set(FORMATS.aliases)
-    assert_expected_inline(
-        "\n".join(f"{a} -> {get_format(a)}" for a in FORMATS.aliases),
+    assert not set(FORMATS) & set(FORMATS.aliases)
+    assert_lines(
+        [f"{a} -> {get_format(a)}" for a in FORMATS.aliases],
         """\
 mxfp8 -> mxfp8_e4m3
 mxfp6 -> mxfp6_e2m3

@@ -20,7 +20,7 @@ each_cast = pytest.mark.parametrize("cast", CASTS, ids=lambda c: f"{c.format}-{c
 
 
 def as_codes(operand):
-    element = oracle.ELEMENTS[operand.format.element.name]
+    element = oracle.element_of(operand.format.element)
     return oracle.unpack(as_bytes(operand.data), element, operand.shape[-1])
 
 
@@ -43,7 +43,7 @@ def test_every_16_bit_value_beside_a_known_scale(dtype, format):
     x = x[~x.isnan()]
     x = torch.cat([x, x[: -len(x) % 31]]).view(-1, 31)
     x = torch.nn.functional.pad(x, (1, 0), value=format.element.max)
-    expected = oracle.element_codes(x.double().numpy(), oracle.ELEMENTS[format.element.name])
+    expected = oracle.element_codes(x.double().numpy(), oracle.element_of(format.element))
     for mode in ("floor", "rceil", "even"):
         operand = encode(x, Cast.of(format, mode))
         assert (operand.scale == 127).all()
@@ -131,7 +131,7 @@ def test_scales_at_the_borders(mode, format):
     corners = np.concatenate([np.exp2(exponents), element.max * np.exp2(exponents)])
     carries = (2 - 2.0 ** -(element.mantissa_bits + 1)) * np.exp2(exponents)
     amax = np.concatenate([around(corners, [-44, -2, -1, 0, 1, 2, 44]), around(carries, [-1, 0, 1])])
-    reference = oracle.ELEMENTS[element.name]
+    reference = oracle.element_of(element)
     expected = oracle.scale_bytes(amax, reference, mode)
     byte = e8m0_from_amax(torch.from_numpy(amax), element, ScaleCalculationMode.of(mode))
     np.testing.assert_array_equal(byte.numpy(), expected)

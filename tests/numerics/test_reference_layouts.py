@@ -151,7 +151,7 @@ def test_requantizing_the_values_changes_none(x, name, mode):
 def test_errors_are_bounded(x, name, mode):
     """Half a mantissa step of the value or half a subnormal step of its block, unless FLOOR or EVEN saturate it."""
     format = get_format(name)
-    operand, element = encode(x, Cast.of(name, mode)), oracle.ELEMENTS[format.element.name]
+    operand, element = encode(x, Cast.of(name, mode)), oracle.element_of(format.element)
     scale = oracle.spread(oracle.e8m0_values()[operand.scale.numpy()], x.shape, format.block)
     magnitude = x.abs().double().numpy()
     error = np.abs(decode(operand, torch.float64).numpy() - x.double().numpy())

@@ -47,7 +47,8 @@ def test_an_unmodified_model_runs_saves_and_loads(format):
     assert [type(m) for m in model] == [nn.Linear, nn.GELU, nn.Linear]
     assert sum(p.nbytes for p in model.parameters()) < 0.27 * size
     y = model(x)
-    assert 0 < relative_error(y, dense) < 0.3
+    coarse = mx.get_format(format).element.mantissa_bits == 0  # powers of two: their steps are twice as wide
+    assert 0 < relative_error(y, dense) < (0.6 if coarse else 0.3)
 
     file = io.BytesIO()
     torch.save(model.state_dict(), file)

@@ -23,7 +23,12 @@ FAR = 1 << 23
 
 
 def rounds_in_words(code: CastCode, *values: Tensor | None) -> bool:
-    """Whether bfloat16 is fake quantized in words of two values: power-of-two scales, bfloat16 results."""
+    """Whether bfloat16 is fake quantized in words of two values: power-of-two scales, bfloat16 results.
+
+    The words round to an even mantissa, which an element without mantissa bits lacks.
+    """
+    if not code.mantissa_bits:
+        return False
     return code.mode != "" and code.block > 0 and all(v is None or v.dtype is torch.bfloat16 for v in values)
 
 

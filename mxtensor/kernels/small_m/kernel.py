@@ -55,7 +55,9 @@ def _refuses(spec: Spec, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> str 
     if not isinstance(b, Operand):
         return "needs a quantized right operand, this one has no codes"
     f = b.format
-    if f.element not in ELEMENTS or (f.scale, f.block[1]) not in SCALES:
+    if f.element not in ELEMENTS:
+        return f"has no decoder for elements of {f.element.name}"
+    if (f.scale, f.block[1]) not in SCALES:
         return f"has no decoder for {f.scale.name} scales of {f.block[0]}x{f.block[1]} blocks"
     if args.out_dtype not in TYPES:
         return f"writes bfloat16, float16 or float32, not {str(args.out_dtype).removeprefix('torch.')}"
@@ -165,9 +167,12 @@ def _(x):  # type: ignore[no-untyped-def]
 
 
 def _is_cast_here(cast: Cast, x: Tensor) -> bool:
-    """Whether the CUDA sources do this cast: to MX blocks of 32 or to NVFP4 blocks of 16, from a 16-bit dtype."""
+    """Whether the CUDA sources do this cast: to MX blocks of 32 or to NVFP4 blocks of 16, from a 16-bit dtype.
+
+    ``casts.cuh`` rounds to an even mantissa, which an element without mantissa bits lacks; ELEMENTS are tested.
+    """
     f = cast.format
-    if cast.rounding is not Rounding.NEAREST or x.dtype not in HALVES:
+    if cast.rounding is not Rounding.NEAREST or x.dtype not in HALVES or f.element not in ELEMENTS:
         return False
     if f.scale is E8M0:
         return f.block == (1, 32)

@@ -1,4 +1,4 @@
-"""Rows of bfloat16 to e2m1, two values at a time: one word of x becomes one byte of codes.
+"""Rows of bfloat16 to four bits, two values at a time: one word of x becomes one byte of codes.
 
 The general cast needs 20 instructions a value here and is then limited by instructions, not by memory. Two values in
 one word need half as many.
@@ -33,11 +33,13 @@ def quantize_rows_fp4(
     amax = tl.maximum(pair << 16, pair & 0x7FFF0000)
     stored, multiplier, _, finite = scales_of(amax, encode, C)
     each = tl.reshape(tl.broadcast_to(multiplier[:, :, None], (BM, NB, PAIRS)), (BM, BK))
-    if C.pairs and C.scale == "e8m0":
+    if C.pairs and C.scale == "e8m0" and C.exponent_bits == 2 and C.bias == 1 and C.max == 6.0:
         byte = e2m1_byte(word, each, C)
     else:
-        low = round_float(float_of((word << 16) & 0x7FFF0000) * each, 2, 1, 1, 6.0)
-        high = round_float(float_of(word & 0x7FFF0000) * each, 2, 1, 1, 6.0)
+        low = float_of((word << 16) & 0x7FFF0000) * each
+        low = round_float(low, C.exponent_bits, C.mantissa_bits, C.bias, C.max)
+        high = float_of(word & 0x7FFF0000) * each
+        high = round_float(high, C.exponent_bits, C.mantissa_bits, C.bias, C.max)
         byte = low | ((word >> 12) & 8) | (high << 4) | ((word >> 24) & 0x80)
     mask = tl.broadcast_to(tl.where(finite, 0xFF, 0)[:, :, None], (BM, NB, PAIRS))
     byte = (byte & tl.reshape(mask, (BM, BK))).to(tl.uint8)

@@ -31,7 +31,7 @@ from mxtensor.kernels.small_m.heuristics import (
 )
 from mxtensor.kernels.small_m.shared_memory import RESERVED, Gpu, layout_of, pipelined_bytes
 from mxtensor.numerics.cast import Cast
-from mxtensor.numerics.formats import FORMATS
+from mxtensor.numerics.formats import E2M3, E8M0, FORMATS, UE4M3, ElementFormat, Format
 from mxtensor.numerics.operand import Operand
 from mxtensor.numerics.reference import decode, encode
 from tests.helpers import cuda_on_cpu
@@ -76,7 +76,11 @@ PERSISTENT_WIDE = LaunchConfig(2, 2, 1, 2, 8, 3, 1, 1, False, persistent=1)
 """The same with two tiles of rows and of columns per warp."""
 TOLERANCE = 2e-7
 """Relative error of a float32 result, by norm."""
-KINDS = sorted(name for name, f in FORMATS.items() if (f.scale, f.block[1]) in SCALES and not name.endswith("_pow2"))
+E3M0 = Format("mxfp4_e3m0", ElementFormat("e3m0", 3, 0, 3, 16.0, torch.uint8, (2, 1)), E8M0, (1, 32))
+"""A format without a decoder."""
+DECODED = {name: f for name, f in FORMATS.items() if f.element in ELEMENTS and (f.scale, f.block[1]) in SCALES}
+"""The formats that the CUDA sources decode; ``refuses`` has a sentence for every other one."""
+KINDS = sorted(name for name in DECODED if not name.endswith("_pow2"))
 
 
 @pytest.fixture(autouse=True)
@@ -123,6 +127,15 @@ def test_every_format_equals_the_decoded_operands(format, config, dtype):
     w, x, bias = weight(format, 40, 320), torch.randn(5, 320).to(dtype), torch.randn(40).to(dtype)
     y = product(x, w, config, bias=bias, alpha=0.5, beta=2.0)
     assert error(y, 0.5 * x.double() @ values(w).t() + 2 * bias.double()) < TOLERANCE
+
+
+def test_a_format_that_is_not_listed_is_multiplied_and_cast():
+    """Two scale levels over 6 bits: the sources read the fields of the row."""
+    nvfp6 = Format("nvfp6_e2m3", E2M3, UE4M3, (1, 16), global_scale=True)
+    w, x = weight(nvfp6, 40, 320), torch.randn(5, 320).bfloat16()
+    for config, cast in ((PIPELINED, None), (PERSISTENT_CAST, Cast(nvfp6)), (WIDE, Cast(nvfp6))):
+        rounded = x.double() if cast is None else values(encode(x, cast))
+        assert error(product(x, w, config, cast), rounded @ values(w).t()) < TOLERANCE
 
 
 @pytest.mark.parametrize("format", [name for name in KINDS if FORMATS[name].block[1] != 128])
@@ -538,6 +551,7 @@ def test_refusals_give_the_reason():
     assert why() is None
     assert why(capability=(7, 5)) == "needs sm80, this device is sm75"
     assert why(b=x) == "needs a quantized right operand, this one has no codes"
+    assert why(b=weight(E3M0, 32, 64)) == "has no decoder for elements of e3m0"
     assert why(b=weight("mxfp8[1x64]", 32, 64)) == "has no decoder for e8m0 scales of 1x64 blocks"
     assert why(a=x.float()).endswith("in bfloat16 or float16, these are float32")
     assert why(args=GemmArgs(torch.float64)) == "writes bfloat16, float16 or float32, not float64"
@@ -592,7 +606,7 @@ def test_an_unknown_gpu_takes_configs_that_fit_it():
             cpu, mx.FORMATS["mxfp8"], m, 4096, k, m, lambda config, k=k: not config.wgmma or k % 128 == 0
         )
         assert layout_of(mx.FORMATS["mxfp8"], config, m, 4096, k, gpu_of(cpu))
-    smallest = max(pipelined_bytes(f, FALLBACK, 1, 65536) for f in FORMATS.values() if (f.scale, f.block[1]) in SCALES)
+    smallest = max(pipelined_bytes(f, FALLBACK, 1, 65536) for f in DECODED.values())
     assert smallest <= min(SHARED_BYTES.values()) // 2
 
 
