@@ -37,6 +37,10 @@ def quantize_(model: ModuleT, config: Config, filter_fn: FilterFn | None = None)
     weight_norm), both before anything is changed. Warns if no layer matches. Make the optimizer for training after this
     call: parameters are new objects over the same memory.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"quantize_ takes a module, not a {type(model).__name__}; for a tensor use mx.quantize(x, format)"
+        )
     recipe = recipe_of(config)
     found = [f for f in weights_to_quantize(model, filter_fn) if f[2].trains or not recipe.trains]
     if not found:

@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from enum import Enum, Flag
 from typing import TypeVar
 
@@ -376,7 +377,7 @@ _BLOCK_SUFFIX = re.compile(r"(.+)\[(\d+)x(\d+)\]")
 def get_format(name: Format | str | torch.dtype) -> Format:
     """The format called ``name``: a row or alias of FORMATS, ``"mxfp8[32x32]"`` with a block, or a torch dtype.
 
-    Raises ValueError that names the known formats.
+    Raises ValueError that names the known formats, and last the one with the most similar name.
     """
     if isinstance(name, Format):
         return name
@@ -387,5 +388,7 @@ def get_format(name: Format | str | torch.dtype) -> Format:
     if match and match[1] in FORMATS:
         rows, cols = int(match[2]), int(match[3])
         return FORMATS[match[1]].with_block(cols if rows == 1 else (rows, cols))
-    names = ", ".join([*FORMATS, *(a for a in FORMATS.aliases if "." not in a)])
-    raise ValueError(f"unknown format {name!r}; the formats are {names}")
+    names = [*FORMATS, *(a for a in FORMATS.aliases if "." not in a)]
+    close = get_close_matches(text.lower(), names, 1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    raise ValueError(f"unknown format {name!r}; the formats are {', '.join(names)}{hint}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .base import Recipe
 from .block_scaling import MXFP8BlockScaling
+from .linear_recipe import LinearRecipe
 
 
 def recipe_or_default(owner: str, enabled: bool, recipe: Recipe | None) -> Recipe | None:
@@ -13,6 +14,11 @@ def recipe_or_default(owner: str, enabled: bool, recipe: Recipe | None) -> Recip
     """
     if isinstance(enabled, (str, Recipe)):
         raise TypeError(f"{owner}: enabled is {enabled!r}; pass True or False, and the recipe as recipe=")
+    if isinstance(recipe, LinearRecipe):
+        raise TypeError(
+            f"{owner}: a LinearRecipe is for quantize_; pass an instance of a class of mxtensor.recipe, such as "
+            "MXFP8BlockScaling(), or CustomRecipe for other casts"
+        )
     if recipe is not None and not isinstance(recipe, Recipe):
         raise TypeError(
             f"{owner}: {recipe!r} is not a recipe; pass an instance of a class of mxtensor.recipe, such as "

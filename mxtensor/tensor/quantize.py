@@ -31,6 +31,10 @@ def quantize(
     carries no gradient. Raises TypeError for other dtypes, ValueError for an unknown name or a tensor with too few
     dimensions.
     """
+    if not isinstance(x, Tensor):
+        raise TypeError(
+            f"quantize takes a tensor, not a {type(x).__name__}; for a module use mx.quantize_(model, format)"
+        )
     return quantize_as(x, _recipe(format, scaling, rounding, seed), Orientation.of(orientation))
 
 
