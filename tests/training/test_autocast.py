@@ -140,10 +140,16 @@ def test_an_exception_inside_an_inner_block_leaves_the_outer_one():
         assert active() is MXFP8
 
 
-@pytest.mark.parametrize("wrong", ["mxfp8", MXFP8BlockScaling, MXFP8.linear_recipe(), 3, Format.E4M3], ids=str)
-def test_an_object_that_is_not_a_recipe_is_a_type_error(wrong):
+WRONG = [
+    *((wrong, "is not a recipe") for wrong in ("mxfp8", MXFP8BlockScaling, 3, Format.E4M3)),
+    (MXFP8.linear_recipe(), "a LinearRecipe is for quantize_"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "reason"), WRONG, ids=str)
+def test_an_object_that_is_not_a_recipe_is_a_type_error(wrong, reason):
     with mx.autocast(recipe=MXFP6):
-        with pytest.raises(TypeError, match=r"is not a recipe; pass an instance of a class of mxtensor.recipe"):
+        with pytest.raises(TypeError, match=f"{reason}; pass an instance of a class of mxtensor.recipe"):
             mx.autocast(recipe=wrong)
         assert active() is MXFP6
 
