@@ -348,7 +348,7 @@ def report(target: int) -> dict[str, dict[str, Any]]:
 
 def in_own_process(target: int) -> dict[str, dict[str, Any]]:
     """``report`` of a fresh Python, for a process whose kernels are interpreted."""
-    command = [sys.executable, "-m", "tests.triton_targets", str(target)]
+    command = [sys.executable, "-m", "tests.helpers.triton_targets", str(target)]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)

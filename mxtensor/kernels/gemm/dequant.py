@@ -78,16 +78,13 @@ def _can_slice(spec: Spec, b: GemmOperand) -> bool:
 
 
 def eager_sliced_mm(
-    a: Tensor, data: Tensor, scale: Tensor, format: str, global_scales: list[Tensor], bias: Tensor | None,
-    alpha: float, beta: float,
-) -> Tensor:  # fmt: skip
-    """``alpha * a @ dequantize(data, scale)^T + beta * bias``: decode some rows, multiply, reuse the buffer.
+    a: Tensor, b: Operand, global_scales: list[Tensor], bias: Tensor | None, alpha: float, beta: float
+) -> Tensor:
+    """``alpha * a @ dequantize(b)^T + beta * bias``: decode some rows, multiply, reuse the buffer.
 
-    a (M, K) bfloat16; data and scale of an (N, K) operand; result (M, N) bfloat16. One opaque op for torch.compile,
-    which would otherwise write out the whole decoded weight.
+    a (M, K) bfloat16; b an (N, K) operand whose global scale stands in ``global_scales``; result (M, N) bfloat16.
     """
-    rows, cols = data.shape[0], a.shape[1]
-    b = Operand(data, scale, None, get_format(format), (rows, cols))
+    rows, cols = b.shape
     alpha = math.prod([s.item() for s in global_scales], start=alpha)
     out = a.new_empty(a.shape[0], rows)
     decode_rows = rows_decoder(b, torch.bfloat16)
@@ -108,7 +105,14 @@ def eager_sliced_mm(
     return out
 
 
-sliced_mm = torch.library.custom_op("mxtensor::sliced_mm", eager_sliced_mm, mutates_args=())
+@torch.library.custom_op("mxtensor::sliced_mm", mutates_args=())
+def sliced_mm(
+    a: Tensor, data: Tensor, scale: Tensor, format: str, global_scales: list[Tensor], bias: Tensor | None,
+    alpha: float, beta: float,
+) -> Tensor:  # fmt: skip
+    """``eager_sliced_mm`` as one opaque op for torch.compile, which would otherwise write out the decoded weight."""
+    b = Operand(data, scale, None, get_format(format), (data.shape[0], a.shape[1]))
+    return eager_sliced_mm(a, b, global_scales, bias, alpha, beta)
 
 
 @sliced_mm.register_fake
@@ -150,9 +154,10 @@ def run(a: GemmOperand, b: GemmOperand, args: GemmArgs) -> Tensor:
     if large and _can_slice(Spec("mm", (tuple(a.shape), b.shape), (), torch.bfloat16, left.device), b):
         assert isinstance(b, Operand)
         scales += [] if b.global_scale is None else [b.global_scale]
-        work = sliced_mm if is_traced(left, b.data) else eager_sliced_mm
-        out: Tensor = work(left, b.data, b.scale, b.format.name, scales, args.bias, args.alpha, args.beta)
-        return out
+        if is_traced(left, b.data):
+            out: Tensor = sliced_mm(left, b.data, b.scale, b.format.name, scales, args.bias, args.alpha, args.beta)
+            return out
+        return eager_sliced_mm(left, replace(b, global_scale=None), scales, args.bias, args.alpha, args.beta)
     right, global_scale = _values(b)
     if scales or global_scale:
         return cublas.mm(left, right, scales + global_scale, args)
