@@ -301,7 +301,7 @@ def source(variant: Variant) -> Any:
     from triton.compiler import ASTSource
 
     module, _, function = variant.kernel.partition(".")
-    kernel = getattr(importlib.import_module(f"mxtensor.kernels.device.{module}"), function)
+    kernel = getattr(importlib.import_module(f"mxtensor.kernels.triton_device.{module}"), function)
     names = kernel.arg_names
     given = set(variant.signature) | set(variant.constexprs)
     assert given == set(names), f"{variant.name}: {sorted(given ^ set(names))} are or are not arguments"
