@@ -123,7 +123,7 @@ def test_a_traced_call_runs_the_op_of_a_kernel_that_has_one():
 
 def test_an_unknown_kernel_lists_the_names():
     with (
-        pytest.raises(ValueError, match=r"unknown kernel 'nope'; the kernels are .*dequant.*emulated"),
+        pytest.raises(ValueError, match=r"unknown product kernel 'nope'; the product kernels are .*dequant.*emulated"),
         mx.kernels("nope"),
     ):
         pass
