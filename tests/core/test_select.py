@@ -162,3 +162,10 @@ def test_a_recipe_may_ask_for_a_kernel_and_kernels_overrules_it():
         pytest.raises(NotImplementedError, match=r"dequant: .*emulated: 'dequant' was asked for"),
     ):
         linear.float()(x.float())
+
+
+def test_a_trace_may_be_the_first_call_of_the_process(monkeypatch):
+    monkeypatch.setattr("mxtensor.core.kernel._ELSEWHERE", {})  # as in a new process
+    x = torch.randn(8, 64)
+    compiled = torch.compile(lambda x: mx.quantize(x, "mxfp8").dequantize(), backend="aot_eager", fullgraph=True)
+    assert compiled(x).equal(mx.quantize(x, "mxfp8").dequantize())
