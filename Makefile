@@ -20,7 +20,7 @@ PYTEST   := $(TEST_ENV) $(PY) -m pytest -n 2 --dist worksteal -q -rfE
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
 
-demo: $(VENV)/.installed-demo  ## quantize all-MiniLM-L6-v2 to every format and compare its embeddings
+demo: $(VENV)/.installed-demo  ## quantize all-MiniLM-L6-v2 to six formats and compare its embeddings
 	HF_HUB_OFFLINE=1 $(PY) -m examples.minilm $(ARGS)
 
 train: $(VENV)/.installed-demo  ## train a small language model quantized, on the sources of the standard library

@@ -164,11 +164,17 @@ def public_docs() -> dict[str, str]:
 
 def api() -> str:
     """The public names."""
+    places: dict[str, str] = {}  # a name has an entry; a module has a heading, or entries of its classes
+    for page in sorted((ROOT / "docs/reference/api").glob("*.md")):
+        text = page.read_text()
+        places |= {name: page.name for name in re.findall(r"^::: mxtensor\.(\w+)\.\w+$", text, re.MULTILINE)}
+        places |= {name: f"{page.name}#mx{name}" for name in re.findall(r"^## mx\.(\w+)$", text, re.MULTILINE)}
+        places |= {n: f"{page.name}#mxtensor.{n}" for n in re.findall(r"^::: mxtensor\.(\w+)$", text, re.MULTILINE)}
     body = []
-    for name, doc in public_docs().items():
+    for name, doc in sorted(public_docs().items(), key=lambda item: item[0].lower()):
         holder = type("holder", (), {"__doc__": doc})
-        body.append((f"`mx.{name}`", first_line(holder)))
-    return table("name, what it is", sorted(body, key=lambda row: row[0].strip("`").lower()))
+        body.append((f"[`mx.{name}`]({places[name]})", first_line(holder)))
+    return table("name, what it is", body)
 
 
 def torchao() -> str:

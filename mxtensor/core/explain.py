@@ -93,6 +93,9 @@ class Log:
     time: bool = False
     """Whether each entry is timed."""
 
+    def __str__(self) -> str:
+        return self.table()
+
     def table(self, refused: bool = False) -> str:
         """Decisions of one kind on one line: how often, milliseconds if timed, op, operands and kernel.
 

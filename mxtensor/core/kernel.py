@@ -67,6 +67,8 @@ _ELSEWHERE: dict[tuple[str, str], str] = {}
 
 def elsewhere(wanted: str, device: str) -> str:
     """Why a kernel for one type of device refuses another. The sentences are cached: every call needs a few."""
+    if torch.compiler.is_dynamo_compiling():  # a guard on the cache would fail as soon as the trace adds to it
+        return f"runs on {wanted}, this tensor is on {device}"
     sentence = _ELSEWHERE.get((wanted, device))
     if sentence is None:
         sentence = _ELSEWHERE[wanted, device] = f"runs on {wanted}, this tensor is on {device}"

@@ -30,7 +30,7 @@ def kernels(name: str) -> Iterator[None]:
     A compiled graph keeps the kernel that was chosen when it was traced. Raises ValueError for an unknown name.
     """
     if name not in KERNEL_NAMES:
-        raise ValueError(f"unknown kernel {name!r}; the kernels are {', '.join(sorted(KERNEL_NAMES))}")
+        raise ValueError(f"unknown product kernel {name!r}; the product kernels are {', '.join(sorted(KERNEL_NAMES))}")
     token = _forced.set(name)
     try:
         yield

@@ -93,6 +93,14 @@ class Rounding(Enum):
         return member(cls, "rounding", value)
 
 
+PACKINGS = {(1, 1): 8, (4, 3): 6, (2, 1): 4}
+"""(values, bytes) -> bits of an element: the packings that ``elements.pack`` and the kernels know."""
+
+
+def _packings() -> str:
+    return ", ".join(f"{packing} for {bits} bits" for packing, bits in PACKINGS.items())
+
+
 @dataclass(frozen=True)
 class ElementFormat:
     """One element: sign, exponent and mantissa, or a two's-complement fixed-point number (``exponent_bits == 0``)."""
@@ -120,8 +128,13 @@ class ElementFormat:
         e, m = self.exponent_bits, self.mantissa_bits
         if self.is_integer:
             return "an integer element has 8 bits, because only floats are packed" if self.packed else None
+        if self.packing not in PACKINGS:
+            return f"packing {self.packing} is not available; choose {_packings()}"
         if 1 + e + m != self.bits:
-            return f"a sign, {e} exponent bits and {m} mantissa bits are not the {self.bits} bits that packing gives"
+            return (
+                f"a sign, {e} exponent bits and {m} mantissa bits are {1 + e + m} bits, and packing {self.packing} "
+                f"stores {self.bits}; choose {_packings()}"
+            )
         if not 0 < self.emax + self.bias < 1 << e:
             return f"max {self.max} has exponent {self.emax}, which {e} exponent bits with bias {self.bias} cannot hold"
         if not math.ldexp(self.max, m - self.emax).is_integer():
@@ -210,6 +223,17 @@ class Format:
     block: tuple[int, int]
     global_scale: bool = False
     """Whether a second, float32 scale belongs to the whole tensor (NVFP4)."""
+
+    def __post_init__(self) -> None:
+        extents = self.block if isinstance(self.block, tuple) else ()
+        if len(extents) != 2 or not all(isinstance(n, int) and (n == FULL or n > 0) for n in extents):
+            raise ValueError(f"{self.name}: block is {self.block!r}; pass (rows, columns), for example (1, 32)")
+        values = self.element.packing[0]
+        if extents[1] != FULL and extents[1] % values:
+            raise ValueError(
+                f"{self.name}: {extents[1]} columns are not a multiple of {values}, the number of values of "
+                f"{self.element.name} that are packed together"
+            )
 
     @property
     def square(self) -> bool:

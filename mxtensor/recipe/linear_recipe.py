@@ -72,11 +72,11 @@ class TensorCasts:
 class LinearRecipe:
     """How the tensors of one linear layer are cast: the three products of training, or fprop alone for inference.
 
-    ======  ==================  =====================  =====================
-    fprop   y = x w^T           input.rowwise          weight.rowwise
-    dgrad   dx = g w            grad.rowwise           weight.columnwise
-    wgrad   dw = g^T x          grad.columnwise        input.columnwise
-    ======  ==================  =====================  =====================
+    | product | formula    | first operand   | second operand    |
+    | ------- | ---------- | --------------- | ----------------- |
+    | fprop   | y = x w^T  | input.rowwise   | weight.rowwise    |
+    | dgrad   | dx = g w   | grad.rowwise    | weight.columnwise |
+    | wgrad   | dw = g^T x | grad.columnwise | input.columnwise  |
 
     Raises ValueError if only one operand of a product is rotated, and for ``from_rowwise`` of an input or a gradient.
     """

@@ -47,7 +47,7 @@ def test_explain_logs_inside_its_block_only_and_nests():
 def test_an_empty_log_says_so():
     with mx.explain() as log:
         torch.randn(4, 4) @ torch.randn(4, 4)
-    assert log.table() == log.table(refused=True) == "no MXTensor operation ran"
+    assert str(log) == log.table() == log.table(refused=True) == "no MXTensor operation ran"
 
 
 def test_each_thread_has_its_own_log():

@@ -123,7 +123,7 @@ def test_a_traced_call_runs_the_op_of_a_kernel_that_has_one():
 
 def test_an_unknown_kernel_lists_the_names():
     with (
-        pytest.raises(ValueError, match=r"unknown kernel 'nope'; the kernels are .*dequant.*emulated"),
+        pytest.raises(ValueError, match=r"unknown product kernel 'nope'; the product kernels are .*dequant.*emulated"),
         mx.kernels("nope"),
     ):
         pass
@@ -162,3 +162,10 @@ def test_a_recipe_may_ask_for_a_kernel_and_kernels_overrules_it():
         pytest.raises(NotImplementedError, match=r"dequant: .*emulated: 'dequant' was asked for"),
     ):
         linear.float()(x.float())
+
+
+def test_a_trace_may_be_the_first_call_of_the_process(monkeypatch):
+    monkeypatch.setattr("mxtensor.core.kernel._ELSEWHERE", {})  # as in a new process
+    x = torch.randn(8, 64)
+    compiled = torch.compile(lambda x: mx.quantize(x, "mxfp8").dequantize(), backend="aot_eager", fullgraph=True)
+    assert compiled(x).equal(mx.quantize(x, "mxfp8").dequantize())

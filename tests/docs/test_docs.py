@@ -55,9 +55,11 @@ def test_shown_numbers_may_differ_a_little_and_words_may_not() -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """The ids that a heading gets: lower case, words joined by hyphens."""
-    headings = HEADING.findall(CODE.sub(lambda m: m[0].strip("`") if "\n" not in m[0] else "", page.read_text()))
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+    """The ids that a heading gets: lower case, words joined by hyphens. A name of the API reference is an id itself."""
+    text = page.read_text()
+    headings = HEADING.findall(CODE.sub(lambda m: m[0].strip("`") if "\n" not in m[0] else "", text))
+    ids = {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+    return ids | set(re.findall(r"^::: (\S+)$", text, re.MULTILINE))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
