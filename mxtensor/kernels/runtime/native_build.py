@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shlex
 import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from .disk_cache import cache_path, new_file
+from .disk_cache import find, forget, say_once, store
 
 
-def compiler() -> str | None:
-    """The C++ compiler: ``$CXX``, or the first of c++, g++ and clang++ on the path; None if there is none."""
-    return os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+def compiler() -> list[str] | None:
+    """The command of the C++ compiler: the words of ``$CXX`` (``ccache g++``), or the first of c++, g++ and clang++ on
+    the path; None if there is none.
+
+    Raises ValueError if a quotation mark in ``$CXX`` has no end.
+    """
+    named = shlex.split(os.environ.get("CXX", ""))
+    found = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    return named or ([found] if found else None)
 
 
 def _processor() -> list[str]:
@@ -24,21 +31,43 @@ def _processor() -> list[str]:
     return [line for line in lines if line.startswith(("flags", "Features"))][:1]
 
 
-def load(source: Path, flags: Sequence[str], headers: Sequence[Path] = ()) -> ctypes.CDLL | str:
-    """The shared library of ``source``, or a sentence that says why it cannot be built.
+def load(
+    source: Path, flags: Sequence[str], headers: Sequence[Path] = (), symbols: Sequence[str] = ()
+) -> ctypes.CDLL | str:
+    """The shared library of ``source`` with the functions ``symbols``, or a sentence that says why there is none.
 
     The cached file depends on the texts of ``source`` and ``headers``, on ``flags`` (which include ``-shared``), on the
-    compiler's name, and on the instruction sets of the processor, because of ``-march=native``.
+    compiler's command, and on the instruction sets of the processor, because of ``-march=native``. A cached file that
+    cannot be loaded or lacks a function is built again, which the log says once.
     """
-    found = compiler()
-    if not found:
-        return "there is no C++ compiler; install one or name it in CXX"
     try:
+        command = compiler()
+        if not command:
+            return "there is no C++ compiler; install one or name it in CXX"
         texts = [path.read_text() for path in (source, *headers)]
-        path = cache_path("native", (*texts, tuple(flags), found, _processor()), "so")
-        if not path.exists():
-            with new_file(path) as built:
-                subprocess.run([found, *flags, "-o", str(built), str(source)], check=True, capture_output=True)
-        return ctypes.CDLL(str(path))
-    except (OSError, subprocess.CalledProcessError) as error:
+        key = (*texts, tuple(flags), command, _processor())
+        cached = find("native", key, "so")
+        if cached is not None:
+            loaded = _loaded(cached[0], symbols)
+            if not isinstance(loaded, str):
+                return loaded
+            say_once(f"{loaded}: it is built again")
+            forget(cached[0])
+
+        def build(built: Path) -> None:
+            subprocess.run([*command, *flags, "-o", str(built), str(source)], check=True, capture_output=True)
+
+        loaded = _loaded(store("native", key, "so", build), symbols)
+        return f"{source.name} did not build: {loaded}" if isinstance(loaded, str) else loaded
+    except (OSError, ValueError, subprocess.CalledProcessError) as error:
         return f"{source.name} did not build: {str(error).splitlines()[0]}"
+
+
+def _loaded(path: Path, symbols: Sequence[str]) -> ctypes.CDLL | str:
+    """The library, or a sentence that says what is wrong with it."""
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        return f"{path} cannot be loaded ({error})"
+    missing = [symbol for symbol in symbols if not hasattr(library, symbol)]
+    return f"{path} lacks {', '.join(missing)}" if missing else library

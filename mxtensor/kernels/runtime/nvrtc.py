@@ -21,7 +21,7 @@ from torch.cuda import check_error
 
 from ...core import compat
 from ...core.devices import cached, device_capability
-from .disk_cache import cache_path, new_file
+from .disk_cache import find, store
 
 SOURCES = Path(__file__).parent.parent / "cuda"
 OLDEST = (8, 0)
@@ -107,9 +107,10 @@ def compiled(names: Sequence[str], constants: Constants, capability: tuple[int, 
     assert not isinstance(lib, str)
     target = _target(capability)
     assert target is not None, unknown(capability)
-    path = cache_path("cuda", (text, FLAGS, target, _version()), "cubin")
-    with suppress(OSError):
-        return path.read_bytes()
+    key = text, FLAGS, target, _version()
+    cached_file = find("cuda", key, "cubin")
+    if cached_file is not None:
+        return cached_file[1]
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
     options = [
         flag.encode() for flag in (f"--gpu-architecture=sm_{target[0]}{target[1]}{SUFFIX.get(target, '')}", *FLAGS)
@@ -127,8 +128,8 @@ def compiled(names: Sequence[str], constants: Constants, capability: tuple[int, 
         lib.nvrtcGetCUBIN(program, code)
     finally:
         lib.nvrtcDestroyProgram(ctypes.byref(program))
-    with suppress(OSError), new_file(path) as file:  # if the cache cannot be written, compile again next time
-        file.write_bytes(code.raw)
+    with suppress(OSError):  # if the cache cannot be written, compile again next time
+        store("cuda", key, "cubin", lambda file: file.write_bytes(code.raw))
     return code.raw
 
 

@@ -133,10 +133,12 @@ def test_compiled_code_is_cached_on_disk(monkeypatch, tmp_path):
     row = (("ELEMENT", "E4M3"), ("X", "BFLOAT16"), ("X_COPY", 2), ("TILE_ROWS", 0), ("CAST", 0))
     code = nvrtc.compiled(ACTIVATION_SOURCES, row, SM90)
     (file,) = tmp_path.rglob("*.cubin")
-    assert file.read_bytes() == code
-    file.write_bytes(b"cached")
-    assert nvrtc.compiled(ACTIVATION_SOURCES, row, SM90) == b"cached"
-    assert nvrtc.compiled(ACTIVATION_SOURCES, row, (8, 0)) != b"cached"
+    assert file.read_bytes() == code and file.stat().st_mode & 0o777 == 0o600
+    stem, marked = file.stem.rpartition("-")[0], b"cached"
+    file.unlink()
+    (file.parent / f"{stem}-{disk_cache._digest(marked)}.cubin").write_bytes(marked)
+    assert nvrtc.compiled(ACTIVATION_SOURCES, row, SM90) == marked
+    assert nvrtc.compiled(ACTIVATION_SOURCES, row, (8, 0)) != marked
 
 
 def test_a_home_that_cannot_be_written_is_no_obstacle(monkeypatch, tmp_path):
@@ -146,28 +148,20 @@ def test_a_home_that_cannot_be_written_is_no_obstacle(monkeypatch, tmp_path):
     assert nvrtc.compiled(ACTIVATION_SOURCES, row, SM90)
 
 
-def test_cached_code_that_cannot_be_read_is_compiled_again(monkeypatch, tmp_path):
+@pytest.mark.parametrize("damage", ["cut", "other bytes", "others can write it", "a folder"])
+def test_cached_code_that_cannot_be_trusted_is_compiled_again(damage, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     row = (("ELEMENT", "E4M3"), ("X", "BFLOAT16"), ("X_COPY", 4), ("TILE_ROWS", 0), ("CAST", 0))
     code = nvrtc.compiled(ACTIVATION_SOURCES, row, SM90)
-
-    def refuse(path):
-        raise PermissionError(path)
-
-    monkeypatch.setattr(Path, "read_bytes", refuse)
+    (file,) = tmp_path.rglob("*.cubin")
+    if damage == "others can write it":
+        file.chmod(0o666)
+    elif damage == "a folder":
+        file.unlink()
+        file.mkdir()
+    else:
+        file.write_bytes(code[:100] if damage == "cut" else code[:-1] + b"x")
     assert nvrtc.compiled(ACTIVATION_SOURCES, row, SM90) == code
-
-
-def test_a_user_without_a_home_has_a_temporary_cache(monkeypatch):
-    def none():
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(Path, "home", none)
-    path = disk_cache.cache_path("cuda", "key", "cubin")
-    with disk_cache.new_file(path) as file:
-        file.write_bytes(b"cached")
-    assert path.read_bytes() == b"cached" and path == disk_cache.cache_path("cuda", "key", "cubin")
 
 
 def test_an_unknown_device_runs_the_code_of_its_generation_or_is_refused():
