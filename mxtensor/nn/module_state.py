@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -88,6 +89,11 @@ class StatefulModule(ParameterModule):
         """Store the delayed states of a checkpoint for the next forward pass."""
         for key, value in (state or {}).items():
             index, _, name = key.partition(".")
+            if not re.fullmatch(r"[0-9]{1,3}", index) or not isinstance(value, Tensor):
+                raise ValueError(
+                    f"{self.label} has no extra state {key!r:.80} of {type(value).__name__}; its keys are "
+                    "PRODUCT.TENSOR, its values tensors"
+                )
             product = self._state(int(index))
             product.delayed, product.loaded = None, (product.loaded or {}) | {name: value.clone()}
 

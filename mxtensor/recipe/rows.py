@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 from ..numerics.cast import Cast
 from .linear_recipe import LinearRecipe
+
+_OF_A_CAST = ("", "_scaling", "_rounding")
+_WORDS = ("kernel_preference", *(name + part for name in ("weight", "activation") for part in _OF_A_CAST))
+_SEED = re.compile(r"-?[0-9]{1,40}")
 
 
 def recipe_to_row(recipe: LinearRecipe) -> dict[str, str | None]:
@@ -19,13 +25,21 @@ def recipe_to_row(recipe: LinearRecipe) -> dict[str, str | None]:
 
 
 def recipe_from_row(row: dict[str, str | None]) -> LinearRecipe:
-    """The inverse of ``recipe_to_row``. Raises ValueError for names that this version does not know."""
+    """The inverse of ``recipe_to_row``. Raises ValueError for names that this version does not know, TypeError for
+    what is no row of words."""
+    if not isinstance(row, dict) or any(type(v) is not str and v is not None for v in row.values()):
+        raise TypeError(f"a recipe is stored as a dict of words, not as {row!r:.80}")
+    missing = [name for name in _WORDS if name not in row]
+    if missing:
+        raise ValueError(f"the stored recipe lacks {', '.join(missing)}: {row!r:.80}")
 
     def cast(name: str) -> Cast | None:
         format, scaling, rounding = row[name], row[f"{name}_scaling"], row[f"{name}_rounding"]
         if format is None or scaling is None or rounding is None:
             return None
         seed = row.get(f"{name}_seed")
+        if seed is not None and not _SEED.fullmatch(seed):
+            raise ValueError(f"the seed of a stored recipe must be an integer, got {seed!r:.80}")
         return Cast.of(format, scaling, rounding, None if seed is None else int(seed))
 
     weight = cast("weight")

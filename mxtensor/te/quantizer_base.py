@@ -131,7 +131,7 @@ class Quantizer:
         wanted, size = self._wanted(x), tuple(x.shape)
         row = empty(size) if Orientation.ROWWISE in wanted else None
         column = empty(swapped(size)) if Orientation.COLUMNWISE in wanted and self.signs is None else None
-        out = MXTensor(row, column, self.recipe, dtype, size)
+        out = MXTensor(row, column, self.recipe, dtype, size, checked=True)
         if self.signs is not None and Orientation.COLUMNWISE in wanted:
             *outer, rows, cols = size
             out._rotated = Rotated(empty((*outer, cols, -(-rows // GROUP) * GROUP)), self.signs)
@@ -140,7 +140,7 @@ class Quantizer:
     def _made(self, x: Tensor) -> MXTensor:
         x = _plain(x)
         wanted = self._wanted(x)
-        out = MXTensor(*self._operands(x, wanted), self.recipe, x.dtype, tuple(x.shape))
+        out = MXTensor(*self._operands(x, wanted), self.recipe, x.dtype, tuple(x.shape), checked=True)
         if self.signs is not None and Orientation.COLUMNWISE in wanted:
             out._rotated = self._rotated(x)
         return out

@@ -231,7 +231,8 @@ class GatheredByFSDP2(Tensor):
             out._rowwise, out._columnwise = refilled((out._rowwise, out._columnwise), outputs, gathered)
             return None
         whole = gathered.whole
-        return type(self)(*gathered_operands(outputs, gathered), self.recipe, dtype, whole), outputs
+        operands, made = gathered_operands(outputs, gathered), type(self)
+        return made(*operands, self.recipe, dtype, whole, checked=True), outputs  # type: ignore[call-overload]
 
 
 def _stored_inputs(w: Any, mesh: Any) -> tuple[tuple[Tensor, ...], Gathered]:

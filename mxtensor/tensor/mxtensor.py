@@ -21,14 +21,16 @@ from ..core.dispatch import FALLBACK, FUNCTION_TABLE, OP_TABLE
 from ..core.fingerprint import fingerprint
 from ..core.select import forced_kernel
 from ..core.shapes import contiguous_stride, readable_size, swapped
+from ..core.tracing import is_traced
 from ..kernels.quantize.select_pair import quantize_operands
 from ..numerics.cast import Cast
 from ..numerics.formats import Format, Orientation, ScaleCalculationMode, get_format, get_mx_format
 from ..numerics.operand import Operand, transposed
-from ..numerics.validate import check_components, known_size
+from ..numerics.validate import check_components, check_outer, check_outer_dtype, fits_outside, known_size
 from ..recipe.linear_recipe import LinearRecipe
-from ..recipe.rows import recipe_from_row, recipe_to_row
+from ..recipe.rows import recipe_to_row
 from .fsdp import GatheredByFSDP2
+from .stored import in_a_file, operand_of, stored_arguments
 from .te_attributes import TransformerEngineAttributes
 
 _TENSORS = ("data", "scale", "global_scale")
@@ -69,13 +71,27 @@ class MXTensor(GatheredByFSDP2, TransformerEngineAttributes):
         stride: tuple[int, ...] | None = None,
         requires_grad: bool = False,
         offset: int = 0,
+        checked: bool = False,
     ) -> MXTensor:
+        """``checked``: for callers in the package, whose operands fit each other; others are checked and aliased.
+
+        Raises TypeError or ValueError that says which argument does not fit.
+        """
         if isinstance(rowwise, MXTensor):  # accelerate calls the class of a parameter that it has moved
             return torch.nn.Parameter(rowwise.detach(), requires_grad)  # type: ignore[return-value]
         if isinstance(rowwise, Tensor):
             raise TypeError(
                 "a plain tensor has no format: make an MXTensor with mx.quantize(x, format) (accelerate offloads codes "
                 "to the CPU, but values to the disk)"
+            )
+        if not checked:
+            if not isinstance(recipe, LinearRecipe):
+                raise TypeError(
+                    f"MXTensor needs a LinearRecipe, not {type(recipe).__name__}; make one with mx.quantize(x, format) "
+                    "or MXTensor.from_components(data, scale, format)"
+                )
+            rowwise, columnwise, size, stride = check_outer(
+                rowwise, columnwise, recipe.stored.format, dtype, size, stride, offset
             )
         operands = rowwise if rowwise is not None else columnwise
         assert operands is not None and recipe is not None and dtype is not None
@@ -128,7 +144,8 @@ class MXTensor(GatheredByFSDP2, TransformerEngineAttributes):
         """
         fmt = get_format(format)
         operand = check_components(data, scale, fmt, shape, global_scale)
-        return cls(operand, None, LinearRecipe.inference(Cast(fmt)), dtype)
+        check_outer_dtype(dtype)
+        return cls(operand, None, LinearRecipe.inference(Cast(fmt)), dtype, checked=True)
 
     def replace(
         self,
@@ -141,7 +158,8 @@ class MXTensor(GatheredByFSDP2, TransformerEngineAttributes):
         offset: int = 0,
     ) -> MXTensor:
         """An MXTensor with other operands; arguments that are not given are those of this tensor."""
-        out = MXTensor(rowwise, columnwise, recipe or self.recipe, dtype or self.dtype, size, stride, offset=offset)
+        recipe, dtype = recipe or self.recipe, dtype or self.dtype
+        out = MXTensor(rowwise, columnwise, recipe, dtype, size, stride, offset=offset, checked=True)
         out._shard = self._shard
         return out
 
@@ -231,15 +249,18 @@ class MXTensor(GatheredByFSDP2, TransformerEngineAttributes):
         inner: dict[str, Tensor], context: Any, outer_size: tuple[int, ...], outer_stride: tuple[int, ...]
     ) -> MXTensor:
         recipe, dtype = context
-        size = known_size(inner, outer_size)
+        size, stride = known_size(inner, outer_size), tuple(outer_stride)
 
         def operand(side: str, shape: tuple[int, ...]) -> Operand | None:
             tensors = [inner[key] for key in (f"_inner{side}_{name}" for name in _TENSORS) if key in inner]
-            return Operand.from_tensors(tensors, recipe.stored.format, shape) if tensors else None
+            return operand_of(tensors, recipe.stored.format, shape) if tensors else None
 
         row, column = operand("_rowwise", size), operand("_columnwise", swapped(size)) if len(size) > 1 else None
+        if not is_traced() and all(type(t) is Tensor for t in inner.values()):  # a graph's own are of many kinds
+            outer = recipe.stored.format, dtype, size, stride
+            row, column, size, stride = check_outer(row, column, *outer, any_stride=True)
         offset = (row or column).offset  # type: ignore[union-attr]  # torch does not pass the offset of a view
-        return MXTensor(row, column, recipe, dtype, size, tuple(outer_stride), offset=offset)
+        return MXTensor(row, column, recipe, dtype, size, stride, offset=offset, checked=True)
 
     def _stable_hash_for_caching(self) -> str:
         names, (recipe, dtype) = self.__tensor_flatten__()
@@ -280,8 +301,11 @@ class MXTensor(GatheredByFSDP2, TransformerEngineAttributes):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         operands = (("_rowwise", self._rowwise), ("_columnwise", self._columnwise))
-        components = {side: o.map(_as_bytes).tensors for side, o in operands if o is not None}
-        outer = (str(self.dtype).removeprefix("torch."), tuple(self.shape), self.stride(), self.requires_grad)
+        components = {side: o.map(in_a_file).tensors for side, o in operands if o is not None}
+        size, stride = tuple(self.shape), self.stride()
+        if not fits_outside(size, stride, *self.operands):  # an expanded tensor, or the copy of a slice
+            stride = torch.empty_strided(size, stride, device="meta").clone().stride()
+        outer = (str(self.dtype).removeprefix("torch."), size, stride, self.requires_grad)
         return rebuild, (components, recipe_to_row(self.recipe), outer, isinstance(self, torch.nn.Parameter))
 
 
@@ -289,25 +313,17 @@ def rebuild(
     components: dict[str, Any], row: dict[str, str | None], outer: tuple[Any, ...], is_parameter: bool
 ) -> MXTensor:
     """What unpickling an MXTensor calls. Its arguments are uint8 and float32 tensors and strings, so that
-    ``torch.load(weights_only=True)`` accepts them."""
-    dtype, size, stride, requires_grad = outer
-    recipe = recipe_from_row(row)
-    format = recipe.stored.format
+    ``torch.load(weights_only=True)`` accepts them.
 
-    def operand(side: str, shape: tuple[int, ...]) -> Operand | None:
-        if side not in components:
-            return None
-        data, *scales = components[side]
-        return Operand.from_tensors((data.view(format.element.dtype), *scales), format, shape)
-
-    size = tuple(size)
-    columnwise = operand("_columnwise", swapped(size)) if len(size) > 1 else None
-    out = MXTensor(operand("_rowwise", size), columnwise, recipe, getattr(torch, dtype), size, tuple(stride))
-    return torch.nn.Parameter(out, requires_grad) if is_parameter else out.requires_grad_(requires_grad)  # type: ignore
-
-
-def _as_bytes(t: Tensor) -> Tensor:
-    return t.view(torch.uint8) if t.dtype.itemsize == 1 else t
+    A file may hold anything, so every argument is checked. The result has aliases of the tensors, because a pickle can
+    go on to change a tensor that it has named. Raises ValueError that says what does not fit.
+    """
+    try:
+        row_, column, recipe, dtype, size, stride = stored_arguments(components, row, outer, is_parameter)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"this file or pickle holds no valid MXTensor: {error}") from error
+    out = MXTensor(row_, column, recipe, dtype, size, stride, checked=True)
+    return torch.nn.Parameter(out, outer[3]) if is_parameter else out.requires_grad_(outer[3])  # type: ignore
 
 
 def _transposed(operand: Operand | None) -> Operand | None:
@@ -326,4 +342,5 @@ def quantize_as(x: Tensor, recipe: LinearRecipe, orientation: Orientation = Orie
         raise ValueError(f"orientation {orientation.label!r} needs two dimensions, this tensor has {x.dim()}")
     if recipe.stored.format.square and x.dim() > 1:
         orientation = Orientation.ROWWISE  # one copy serves both
-    return MXTensor(*quantize_operands(x, recipe.stored, orientation), recipe, x.dtype, tuple(x.shape))
+    operands = quantize_operands(x, recipe.stored, orientation)
+    return MXTensor(*operands, recipe, x.dtype, tuple(x.shape), checked=True)

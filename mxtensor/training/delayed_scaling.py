@@ -85,6 +85,12 @@ class DelayedState:
                 f"the checkpoint's amax history is {tuple(state['history'].shape)}, the recipe's "
                 f"{tuple(self.history.shape)}; use amax_history_len={state['history'].shape[0]}"
             )
+        for name, mine in self.state_dict().items():
+            if state[name].dtype is not torch.float32 or state[name].shape != mine.shape:
+                raise ValueError(
+                    f"the checkpoint's {name} is {state[name].dtype} {tuple(state[name].shape)}, delayed scaling's is "
+                    f"torch.float32 {tuple(mine.shape)}; load the state of the same layer"
+                )
         for name in self.state_dict():
             setattr(self, name, state[name].detach().to(self.history.device, copy=True))
 

@@ -82,6 +82,11 @@ class TrainingWeight(Tensor):
 
     @staticmethod
     def __new__(cls, high_precision: Tensor, linear_recipe: LinearRecipe, shard: Shard | None = None) -> TrainingWeight:
+        if not isinstance(high_precision, Tensor) or not isinstance(linear_recipe, LinearRecipe):
+            raise TypeError(
+                "TrainingWeight takes a tensor and a LinearRecipe, not "
+                f"{type(high_precision).__name__} and {type(linear_recipe).__name__}"
+            )
         self: TrainingWeight = make_wrapper_subclass(
             cls,
             high_precision.size(),
@@ -200,7 +205,7 @@ class TrainingWeight(Tensor):
         cast = self.linear_recipe.weight.rowwise
         assert cast is not None
         recipe = LinearRecipe.inference(cast, cast, self.linear_recipe.kernel_preference)
-        whole = MXTensor(*gathered_operands(outputs, gathered), recipe, dtype, gathered.whole)
+        whole = MXTensor(*gathered_operands(outputs, gathered), recipe, dtype, gathered.whole, checked=True)
         return TrainingWeight(whole, self.linear_recipe), outputs
 
     def share_memory_(self) -> TrainingWeight:
@@ -249,7 +254,11 @@ def is_parameter(t: Tensor) -> bool:
 def _rebuild(
     values: Tensor, linear_recipe: LinearRecipe, requires_grad: bool, parameter: bool, state: Any = None
 ) -> Tensor:
-    import_module(".interception", __package__)  # a process that unpickles a weight needs WEIGHT_FUNCTIONS filled
+    interception = import_module(".interception", __package__)  # fills WEIGHT_FUNCTIONS in a process that unpickles
+    if type(requires_grad) is not bool or type(parameter) is not bool:
+        raise TypeError(f"requires_grad and parameter must be bool, got {requires_grad!r:.80} and {parameter!r:.80}")
+    if state is not None and not isinstance(state, interception.DelayedState):
+        raise TypeError(f"the state of a TrainingWeight must be a DelayedState, got a {type(state).__name__}")
     out: Tensor = TrainingWeight(values, linear_recipe)
     out = torch.nn.Parameter(out, requires_grad) if parameter else out.requires_grad_(requires_grad)
     if state is not None:

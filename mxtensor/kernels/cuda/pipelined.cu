@@ -131,6 +131,7 @@ KERNEL void BOUNDS(THREADS, BLOCKS) pipelined(const Arguments a) {
     if (a.ends) {
         wait_for_previous();
         x_row = group ? load_fresh(a.ends + group - 1) : 0, x_end = load_fresh(a.ends + group);
+        x_end = x_end < a.m ? x_end : a.m;  // the ends are data: no row after the last may be read or written
     }
     for (; x_row < x_end; x_row += COLS) {
         p.x = a.x + u64(x_row) * a.x_stride;

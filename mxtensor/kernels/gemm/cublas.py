@@ -15,6 +15,7 @@ from torch import Tensor
 from ...core.devices import cached
 from ...core.kernel import Spec
 from ...core.tracing import is_traced
+from ..runtime.check import check_argument, check_scalars
 from .spec import GemmArgs
 
 _TRANSPOSE, _PLAIN = 1, 0
@@ -116,7 +117,20 @@ def eager_device_scaled_mm(
     return out
 
 
-device_scaled_mm = torch.library.custom_op("mxtensor::device_scaled_mm", eager_device_scaled_mm, mutates_args=())
+@torch.library.custom_op("mxtensor::device_scaled_mm", mutates_args=())
+def device_scaled_mm(
+    a: Tensor, b: Tensor, scales: list[Tensor], bias: Tensor | None, alpha: float, beta: float, out_dtype: torch.dtype
+) -> Tensor:
+    """``eager_device_scaled_mm`` of checked arguments: one op for torch.compile."""
+    op, library = "mxtensor::device_scaled_mm", _library()
+    if a.device.type != "cuda" or isinstance(library, str):
+        raise ValueError(f"{op} needs cuBLAS and tensors on a CUDA device; a is on {a.device}")
+    check_argument(op, "a", a, (torch.bfloat16,), a.shape[:2] if a.dim() == 2 else (None, None), a.device)
+    check_argument(op, "b", b, (torch.bfloat16,), (*b.shape[:1], a.shape[1]), a.device)
+    check_scalars(op, "scales", scales, a.device)
+    if len(scales) not in (1, 2) or out_dtype not in _OUT or (bias is not None and bias.device != a.device):
+        raise ValueError(f"{op} takes one or two scales, a bias on {a.device} and gives bfloat16 or float32")
+    return eager_device_scaled_mm(a, b, scales, bias, alpha, beta, out_dtype)
 
 
 @device_scaled_mm.register_fake

@@ -21,6 +21,7 @@ from ...numerics.formats import Format, get_format
 from ...numerics.operand import Operand
 from ..quantize import sliced
 from ..quantize.select import dequantize_operand, fake_quantize, rows_decoder
+from ..runtime.check import check_argument, check_codes, check_scalars
 from . import cublas
 from .emulated import values
 from .spec import FakeQuantized, GemmArgs, GemmOperand, Unquantized, finish, format_of, zero_after
@@ -111,7 +112,12 @@ def sliced_mm(
     alpha: float, beta: float,
 ) -> Tensor:  # fmt: skip
     """``eager_sliced_mm`` as one opaque op for torch.compile, which would otherwise write out the decoded weight."""
-    b = Operand(data, scale, None, get_format(format), (data.shape[0], a.shape[1]))
+    op = "mxtensor::sliced_mm"
+    check_argument(op, "a", a, (torch.bfloat16,), (None, a.shape[-1] if a.dim() else 1), torch.device("cpu"))
+    b = check_codes(op, data, scale, None, get_format(format), (*data.shape[:1], a.shape[1]))
+    check_scalars(op, "global_scales", global_scales, a.device)
+    if rows_decoder(b, torch.bfloat16) is None:
+        raise ValueError(f"{op} decodes a contiguous {b.format} matrix on the CPU a few rows at a time; not {b.shape}")
     return eager_sliced_mm(a, b, global_scales, bias, alpha, beta)
 
 

@@ -18,9 +18,20 @@ from ...core.kernel import Kernel, Spec
 from ...core.tracing import is_traced
 from ...numerics.formats import E2M1, E4M3, E5M2, E8M0, UE4M3, ElementFormat, Format, get_format
 from ...numerics.operand import Operand
+from ...numerics.validate import check_sizes
 from ..quantize.select import operand_of
 from ..runtime import triton_launch
-from .spec import FakeQuantized, GemmArgs, GemmOperand, flat_bias, needs_codes, not_a_bias_of_groups, not_rows_by_matrix
+from ..runtime.check import check_argument, check_codes, check_device
+from .spec import (
+    FakeQuantized,
+    GemmArgs,
+    GemmOperand,
+    Unquantized,
+    flat_bias,
+    needs_codes,
+    not_a_bias_of_groups,
+    not_rows_by_matrix,
+)
 
 MIXES = {(10, 0): True, (10, 3): True, (11, 0): True, (12, 0): False}
 """Compute capability -> whether 8-bit times 4-bit elements work too. For these Triton 3.6 and 3.7 compile
@@ -217,7 +228,30 @@ def eager_dot_scaled(
     return out
 
 
-dot_scaled = torch.library.custom_op("mxtensor::dot_scaled", eager_dot_scaled, mutates_args=())
+@torch.library.custom_op("mxtensor::dot_scaled", mutates_args=())
+def dot_scaled(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, a_format: str, b_format: str, cols: int,
+    a_global: Tensor | None, b_global: Tensor | None, bias: Tensor | None, ends: Tensor | None,
+    alpha: float, beta: float, out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """``eager_dot_scaled`` of checked arguments: one op for torch.compile."""
+    op, device, (left, right) = "mxtensor::dot_scaled", a.device, map(get_format, (a_format, b_format))
+    reason = _refuses_format(left) or _refuses_format(right)
+    if reason is not None or left.scale is not right.scale or out_dtype not in OUT_DTYPES:
+        raise ValueError(f"{op} cannot multiply {left} and {right} to {out_dtype}; {reason or 'the scales differ'}")
+    check_argument(op, "a", a, (torch.uint8, left.element.dtype), (None, None), device)
+    check_argument(op, "b", b, (torch.uint8, right.element.dtype), (None,) * (2 if ends is None else 3), device)
+    check_codes(op, a, a_scale, a_global, left, (a.shape[0], cols))
+    check_codes(op, b, b_scale, b_global, right, (*b.shape[:-1], cols))
+    if bias is not None:
+        sizes = (b.shape[-2],) if bias.dim() == 1 else (a.shape[0], b.shape[-2])
+        check_argument(op, "bias", bias, OUT_DTYPES, sizes, device)
+        bias = bias.contiguous()
+    if ends is not None:
+        check_argument(op, "ends", ends, (torch.int32,), (b.shape[0],), device)
+    check_device(op, a)
+    rest = a_format, b_format, cols, a_global, b_global, bias, ends, alpha, beta, out_dtype
+    return eager_dot_scaled(a, a_scale, b, b_scale, *rest)
 
 
 @dot_scaled.register_fake
@@ -237,16 +271,23 @@ def _call(a: Operand, b: Operand, bias: Tensor | None, ends: Tensor | None, args
     )  # fmt: skip
 
 
+def _checked(side: Operand | Unquantized) -> Operand:
+    operand = operand_of(side)
+    if not is_traced(operand.data):
+        check_sizes(operand)
+    return operand
+
+
 def run(a: GemmOperand, b: GemmOperand, args: GemmArgs) -> Tensor:
     assert not isinstance(a, (Tensor, FakeQuantized)) and not isinstance(b, (Tensor, FakeQuantized))
-    left, right = operand_of(a), operand_of(b)
+    left, right = _checked(a), _checked(b)
     shape = (*left.shape[:-1], right.shape[0])
     return _call(left, right, flat_bias(args, shape), None, args).view(shape)
 
 
 def run_grouped(a: GemmOperand, b: GemmOperand, ends: Tensor, args: GemmArgs) -> Tensor:
     assert not isinstance(a, (Tensor, FakeQuantized)) and not isinstance(b, (Tensor, FakeQuantized))
-    left, right = operand_of(a), operand_of(b)
+    left, right = _checked(a), _checked(b)
     return _call(left, right, flat_bias(args, (left.shape[0], right.shape[1])), ends, args)
 
 

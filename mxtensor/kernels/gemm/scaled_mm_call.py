@@ -88,6 +88,11 @@ def scaled_mm(
     a: Tensor, b: Tensor, scales: list[Tensor], bias: Tensor | None, ends: Tensor | None, row: int, dtype: torch.dtype
 ) -> Tensor:
     """``launch`` of a Product: ``scales`` of a, of b and the two global ones; ``row`` is the index of the scaling."""
+    if not 0 <= row < len(_ROWS) or len(scales) < 2:
+        raise ValueError(
+            f"mxtensor::scaled_mm: row must be from 0 to {len(_ROWS) - 1} and scales at least two, got {row} and "
+            f"{len(scales)}"
+        )
     return launch(_product(a, b, scales, bias, ends, row, dtype))
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from ...core.kernel import Spec
 from ...core.tracing import is_traced
 from ..runtime import triton_launch
+from ..runtime.check import check_argument, check_device
 from ..runtime.triton_launch import device_code, launch, on
 
 LONGEST = 4096
@@ -46,6 +47,14 @@ def _on_device(history: Tensor, record: Tensor, amax: Tensor, multiplier: float,
 @torch.library.custom_op("mxtensor::advance_history", mutates_args=())
 def advance_op(history: Tensor, record: Tensor, amax: Tensor, multiplier: float, newest: bool) -> tuple[Tensor, Tensor]:
     """``advance`` that leaves ``record`` as it is: one op for torch.compile."""
+    op, kind = "mxtensor::advance_history", (torch.float32,)
+    check_argument(op, "history", history, kind, (None, None), history.device)
+    for name, t in (("record", record), ("amax", amax)):
+        check_argument(op, name, t, kind, (history.shape[1],), history.device)
+    if history.shape[0] > LONGEST:
+        raise ValueError(f"{op} reads histories of at most {LONGEST} rows, got {history.shape[0]}")
+    check_device(op, history)
+    history, record, amax = history.contiguous(), record.contiguous(), amax.contiguous()
     return _on_device(history, record, amax, multiplier, newest)
 
 

@@ -7,6 +7,7 @@ torch.compile uses too, and called through ctypes. Without a compiler ``sliced.p
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +24,7 @@ from ...numerics.elements import decode_elements
 from ...numerics.formats import BLOCK_SIZES, E8M0, FP32, FP32_POW2, FULL, UE4M3, Format, Rounding, ScaleCalculationMode
 from ...numerics.operand import Operand
 from ...numerics.reference import scale_to_float
+from ...numerics.validate import check_sizes, has_memory
 from ..runtime.native_build import load
 
 SOURCE, HEADER = (Path(__file__).parent.parent / "cpu" / name for name in ("quantize.cpp", "elements.h"))
@@ -59,7 +61,7 @@ class _Format(ctypes.Structure):
 @cache
 def library() -> ctypes.CDLL | str:
     """The compiled casts, or the sentence that says why there are none."""
-    lib = load(SOURCE, FLAGS, headers=(HEADER,))
+    lib = load(SOURCE, FLAGS, headers=(HEADER,), symbols=("mx_amax", "mx_encode", "mx_decode"))
     if isinstance(lib, str):
         return lib
     pointer, number, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
@@ -141,6 +143,8 @@ def _quantize(x: Tensor, cast: Cast) -> Operand:
     assert isinstance(lib, ctypes.CDLL)
     out = Operand.empty(format, shape, x.device)
     values, cols, tile = x.numel(), shape[-1], format.block[0]
+    if not has_memory(x):
+        raise ValueError(f"the storage of a tensor of shape {shape} was freed: there are no values to quantize")
     if not values:
         if out.global_scale is not None:
             out.global_scale.fill_(1)
@@ -176,10 +180,16 @@ def _refuses_dequantize(spec: Spec, operand: Operand, dtype: torch.dtype) -> str
     return reason
 
 
+def _rows(shape: tuple[int, ...]) -> int:
+    return math.prod(shape[:-1])
+
+
 def decode_rows(operand: Operand, start: int, length: int, out: Tensor) -> Tensor:
     """Decode rows ``start`` to ``start + length`` of an operand (leading dimensions flat) into a contiguous ``out``."""
     lib, shape, global_scale = library(), operand.shape, operand.global_scale
     assert isinstance(lib, ctypes.CDLL)
+    check_sizes(operand)  # all that the addresses below are read by
+    assert out.is_contiguous() and out.numel() == length * shape[-1] and 0 <= start <= start + length <= _rows(shape)
     if not out.numel():
         return out
     rows, cols = shape[-2] if len(shape) > 1 else 1, shape[-1]

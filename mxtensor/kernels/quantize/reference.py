@@ -18,7 +18,8 @@ from ...core.tracing import is_traced
 from ...numerics.cast import Cast
 from ...numerics.formats import Rounding, get_format
 from ...numerics.operand import Operand
-from ...numerics.reference import decode, encode
+from ...numerics.reference import SOURCE_DTYPES, check_source, decode, encode
+from ...numerics.validate import check_tensor
 from . import cpu
 
 
@@ -30,6 +31,8 @@ def _eager(x: Tensor, cast: Cast) -> Operand:
 @torch.library.custom_op("mxtensor::encode", mutates_args=())
 def encode_op(x: Tensor, format: str, scaling: str, rounding: str) -> tuple[Tensor, Tensor, Tensor]:
     """``reference.encode`` of x: (data, scale, global scale or an empty tensor)."""
+    check_source(x)
+    check_tensor("mxtensor::encode: x", x, *SOURCE_DTYPES)
     operand = _eager(x.contiguous(), Cast.of(format, scaling, rounding))
     global_scale = x.new_empty(0, dtype=torch.float32) if operand.global_scale is None else operand.global_scale
     return operand.data, operand.scale, global_scale

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from ...core.kernel import Kernel
 from ...numerics.cast import Cast
-from ...numerics.formats import Format, get_format
+from ...numerics.formats import FULL, Format, get_format
 from ...numerics.operand import Operand
 from ..gemm.spec import FakeQuantized, Form, GemmOperand
+from ..runtime.check import check_argument, check_codes, check_device, check_scalars
 from . import triton_pair, triton_rows
-from .triton_common import is_transposed_matrix
+from .triton_common import SOURCES, is_transposed_matrix
 
 
 def _arguments(cast: Cast) -> tuple[str, str, str, int | None]:
@@ -37,9 +38,27 @@ def _fake(x: Tensor, format: Format, shapes: list[tuple[int, ...]]) -> list[Tens
     return _tensors(tuple(Operand.empty(format, shape, x.device) for shape in shapes))
 
 
+def _check_dtype(op: str, name: str, dtype: torch.dtype) -> None:
+    if dtype not in SOURCES:
+        raise TypeError(f"{op}: {name} must be bfloat16, float16 or float32, not {dtype}")
+
+
+def _check(op: str, x: Tensor, dims: int, dtype: torch.dtype = torch.float32) -> None:
+    """Raise TypeError or ValueError unless the kernels can read ``x`` and write values in ``dtype``."""
+    _check_dtype(op, "the result", dtype)
+    check_argument(op, "x", x, SOURCES, (None,) * max(dims, 1), x.device)
+    check_device(op, x)
+
+
+def _check_rows(op: str, format: Format, columnwise: bool = True) -> None:
+    if format.block[0] != 1 or format.block[1] == FULL or not columnwise:
+        raise ValueError(f"{op} casts the columns of blocks along rows, or codes with one scale a tensor, not {format}")
+
+
 @torch.library.custom_op("mxtensor::quantize", mutates_args=())
 def quantize_op(x: Tensor, format: str, scaling: str, rounding: str, seed: int | None) -> list[Tensor]:
     """``triton_rows.quantize`` of x: codes, scales, and the global scale where the format has one."""
+    _check("mxtensor::quantize", x, x.dim())
     return list(triton_rows.quantize(x, Cast.of(format, scaling, rounding, seed)).tensors)
 
 
@@ -51,7 +70,10 @@ def _(x, format, scaling, rounding, seed):  # type: ignore[no-untyped-def]
 @torch.library.custom_op("mxtensor::quantize_both", mutates_args=())
 def quantize_both_op(x: Tensor, format: str, scaling: str, rounding: str, seed: int | None) -> list[Tensor]:
     """``triton_rows.quantize_both`` of a matrix: codes and scales of x, those of its transpose, the global scale."""
-    return _tensors(triton_rows.quantize_both(x, Cast.of(format, scaling, rounding, seed)))
+    cast = Cast.of(format, scaling, rounding, seed)
+    _check_rows("mxtensor::quantize_both", cast.format)
+    _check("mxtensor::quantize_both", x, 2)
+    return _tensors(triton_rows.quantize_both(x, cast))
 
 
 @quantize_both_op.register_fake
@@ -64,6 +86,7 @@ def fake_quantize_op(
     x: Tensor, format: str, scaling: str, rounding: str, seed: int | None, dtype: torch.dtype
 ) -> list[Tensor]:
     """``triton_rows.fake_quantize`` of x: the values, and the global scale where the format has one."""
+    _check("mxtensor::fake_quantize", x, x.dim(), dtype)
     out, global_scale = triton_rows.fake_quantize(x, Cast.of(format, scaling, rounding, seed), dtype)
     return [out] if global_scale is None else [out, global_scale]
 
@@ -92,9 +115,13 @@ def cast_pair_op(
     Columnwise values have the layout of x. ``rowwise`` and ``columnwise`` are values of ``Form``. If ``recorded``, the
     amax of x comes after everything else.
     """
+    _check("mxtensor::cast_pair", x, 2, dtype)
     record = x.new_zeros((), dtype=torch.float32) if recorded else None
     row, column = (None if form is None else Form(form) for form in (rowwise, columnwise))
     cast = Cast.of(format, scaling, rounding, seed)
+    if cast.format.block[0] != FULL or Form.VALUES in (row, column) or column is None is row:
+        _check_rows("mxtensor::cast_pair", cast.format, column is not None)
+    check_scalars("mxtensor::cast_pair", "amax", [amax], x.device)
     components, global_scale = [], None
     for copy in triton_pair.pair(x, cast, row, column, dtype, amax, record):
         if copy is not None:
@@ -123,7 +150,13 @@ def dequantize_op(
     data: Tensor, scale: Tensor, global_scale: Tensor | None, format: str, shape: list[int], dtype: torch.dtype
 ) -> Tensor:
     """``triton_rows.dequantize`` of an operand's tensors; ``shape`` is the logical shape."""
-    return triton_rows.dequantize(Operand(data, scale, global_scale, get_format(format), tuple(shape)), dtype)
+    op, row = "mxtensor::dequantize", get_format(format)
+    _check_dtype(op, "dtype", dtype)
+    operand = check_codes(op, data, scale, global_scale, row, shape)
+    if 0 in operand.shape:
+        raise ValueError(f"{op}: an operand of shape {operand.shape} has no values; the result is torch.empty of it")
+    check_device(op, data)
+    return triton_rows.dequantize(operand, dtype)
 
 
 @dequantize_op.register_fake

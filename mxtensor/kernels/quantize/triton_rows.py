@@ -16,6 +16,7 @@ from ...numerics.cast import Cast
 from ...numerics.formats import FULL, Format
 from ...numerics.operand import Operand
 from ...numerics.swizzle import swizzled_shape
+from ...numerics.validate import check_sizes
 from ..runtime import triton_launch
 from ..runtime.triton_launch import device_code, launch, on
 from . import triton_tiles as tiles
@@ -179,6 +180,7 @@ def fake_quantize(x: Tensor, cast: Cast, dtype: torch.dtype) -> tuple[Tensor, Te
 
 def dequantize(operand: Operand, dtype: torch.dtype) -> Tensor:
     """``reference.decode`` of operands on a CUDA device."""
+    check_sizes(operand)
     format, shape, global_scale = operand.format, operand.shape, operand.global_scale
     code = format_code(format, triton_launch.instructions_of(operand.data.device), global_scale is not None)
     out = torch.empty(shape, dtype=dtype, device=operand.data.device)

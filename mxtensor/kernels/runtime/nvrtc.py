@@ -246,6 +246,9 @@ def function(
 ) -> Function:  # fmt: skip
     """The kernel ``name`` of these sources, compiled for ``device``, which must be the current one; see ``Function``.
 
-    It is cached: code that is loaded once stays in the GPU's instruction caches more often.
+    It is cached: code that is loaded once stays in the GPU's instruction caches more often. Raises ValueError for
+    another device than a CUDA device.
     """
+    if device.type != "cuda":
+        raise ValueError(f"the CUDA kernel {name} needs tensors on a CUDA device, not on {device}; use .to()")
     return Function(compiled(sources, constants, device_capability(device)), name, layout, threads, depth, clustered)

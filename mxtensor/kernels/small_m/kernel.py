@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from ...core.kernel import Kernel, Spec
+from ...core.tracing import is_traced
 from ...numerics.cast import Cast
 from ...numerics.formats import E8M0, UE4M3, Format, Rounding, ScaleCalculationMode, get_format
 from ...numerics.operand import Operand
+from ...numerics.validate import check_sizes
 from ..gemm.spec import (
     FakeQuantized,
     GemmArgs,
@@ -30,6 +32,7 @@ from ..gemm.spec import (
 from ..quantize.select import dequantize_operand, fake_quantize
 from ..runtime import nvrtc
 from ..runtime.availability import exported, other_build
+from ..runtime.check import check_argument, check_codes, check_scalars
 from .config import ELEMENTS, SCALES, TYPES, can_use_wgmma
 from .heuristics import BY_WARPS, most_rows
 from .launch import Launch, Weight, launch, prepare_launch
@@ -103,6 +106,33 @@ def _cast_of(cast: str, scaling: str) -> Cast | None:
     return Cast(get_format(cast), ScaleCalculationMode(scaling)) if cast else None
 
 
+def check_arguments(
+    op: str, x: Tensor, weights: Sequence[Weight], format: Format, cols: int, x_global: Tensor | None,
+    ends: Tensor | None, out_dtype: torch.dtype, cast: Cast | None,
+) -> None:  # fmt: skip
+    """Raise TypeError or ValueError unless the kernels can read these arguments of an op, on whatever device."""
+    decoded = format.element in ELEMENTS and (format.scale, format.block[1]) in SCALES and out_dtype in TYPES
+    if not decoded or (cast is not None and not _is_cast_here(cast, x)):
+        raise ValueError(f"{op} cannot multiply {x.dtype} by {format} to {out_dtype} with the cast {cast}")
+    check_argument(op, "x", x, HALVES, (None, cols), x.device)
+    if not x.is_contiguous() and (x.stride(1) != 1 or x.stride(0) < cols):
+        raise ValueError(f"{op}: the rows of x must be contiguous, one after the other, got strides {x.stride()}")
+    check_scalars(op, "a global scale", [x_global, *(w.global_scale for w in weights)], x.device)
+    for w in weights:
+        sizes = (None, None) if ends is None else (None, None, None)
+        check_argument(op, "data", w.data, (torch.uint8, format.element.dtype), sizes, x.device)
+        check_codes(op, w.data, w.scale, w.global_scale, format, (*w.data.shape[:-1], cols))
+        width = w.data.shape[-2]
+        if w.bias is not None:
+            check_argument(op, "bias", w.bias, tuple(TYPES), (x.shape[0], width)[2 - max(w.bias.dim(), 1) :], x.device)
+        if not all(t.is_contiguous() for t in (w.data, w.scale, w.bias) if t is not None):
+            raise ValueError(f"{op}: codes, scales and bias must be contiguous; copy them with contiguous()")
+    if ends is not None:
+        check_argument(op, "ends", ends, (torch.int32,), (weights[0].data.shape[0],), x.device)
+        if not ends.is_contiguous():
+            raise ValueError(f"{op}: ends must be contiguous; copy them with contiguous()")
+
+
 def _one(
     x: Tensor, data: Tensor, scale: Tensor, format: Format, cols: int, x_global: Tensor | None,
     global_scale: Tensor | None, bias: Tensor | None, *rest: Any,
@@ -124,7 +154,8 @@ def small_m(
     (G,) the operand is a stack (G, N, K): rows ``ends[g - 1]`` to ``ends[g]`` of x are multiplied by matrix g, and the
     rows after the last end are zeros.
     """
-    f, to = get_format(format), _cast_of(cast, scaling)
+    f, to, weight = get_format(format), _cast_of(cast, scaling), Weight(data, scale, global_scale, bias)
+    check_arguments("mxtensor::small_m", x, [weight], f, cols, x_global, ends, out_dtype, to)
     return _one(x, data, scale, f, cols, x_global, global_scale, bias, ends, alpha, beta, out_dtype, to)
 
 
@@ -140,7 +171,11 @@ def small_m_shared(
     out_dtype: torch.dtype, cast: str, scaling: str,
 ) -> list[Tensor]:  # fmt: skip
     """``small_m`` of one x by each of several weights, without groups."""
-    f, to, weights = get_format(format), _cast_of(cast, scaling), [*map(Weight, data, scale, global_scale, bias)]
+    f, to = get_format(format), _cast_of(cast, scaling)
+    if not data or len({*map(len, (data, scale, global_scale, bias))}) > 1:
+        raise ValueError("mxtensor::small_m_shared: data, scale, global_scale and bias must have one length, not 0")
+    weights = [*map(Weight, data, scale, global_scale, bias)]
+    check_arguments("mxtensor::small_m_shared", x, weights, f, cols, x_global, None, out_dtype, to)
     return launch(x, weights, f, cols, x_global, None, alpha, beta, out_dtype, to)
 
 
@@ -195,6 +230,8 @@ def _activations(a: GemmOperand) -> tuple[Tensor, Tensor | None, Cast | None]:
 def _call(a: GemmOperand, b: GemmOperand, ends: Tensor | None, args: GemmArgs, work: Callable[..., Tensor]) -> Tensor:
     """Call ``work`` with the arguments of ``_one``, made from the operands of the product."""
     assert isinstance(b, Operand)
+    if not is_traced(b.data):
+        check_sizes(b)
     x, x_global, cast = _activations(a)
     shape = (*x.shape[:-1], b.shape[-2])
     if len(shape) != 2:
@@ -234,6 +271,7 @@ def prepare(x: Tensor, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> Launch
     a is x (..., K) as rows, unquantized or plain.
     """
     assert isinstance(b, Operand)
+    check_sizes(b)
     bias, cast = args.bias, a.cast if isinstance(a, Unquantized) else None
     if not isinstance(a, Tensor) and (cast is None or not _is_cast_here(cast, x)):
         return None

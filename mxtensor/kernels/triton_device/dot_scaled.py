@@ -115,9 +115,10 @@ def matrix(
 def group_of(ends, tile, G, M, P: tl.constexpr):
     """(group, first row, rows) of a row tile; the rows after the last end are group G, a group above G has no rows."""
     groups = tl.arange(0, P.groups)
-    end = tl.minimum(tl.load(ends + groups, mask=groups < G, other=M), M)
-    start = tl.minimum(tl.load(ends + groups - 1, mask=(groups > 0) & (groups <= G), other=0), M)
-    tiles = tl.cdiv(end - start, P.tile_m)
+    # The ends are data: whatever they are, no row outside of a may be read or written.
+    end = tl.maximum(tl.minimum(tl.load(ends + groups, mask=groups < G, other=M), M), 0)
+    start = tl.maximum(tl.minimum(tl.load(ends + groups - 1, mask=(groups > 0) & (groups <= G), other=0), M), 0)
+    tiles = tl.cdiv(tl.maximum(end - start, 0), P.tile_m)
     until = tl.cumsum(tiles, 0)
     group = tl.sum((until <= tile).to(tl.int32))
     mine = groups == group

@@ -349,3 +349,20 @@ def test_the_op_keeps_its_promises_to_torch():
         torch.float16,
     )
     torch.library.opcheck(dot_scaled.dot_scaled, args, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize("ends", [[-5, 40], [100, 7], [40, 1000], [2**31 - 1, -(2**31)], [-(2**31), 2**31 - 1]])
+def test_ends_of_groups_never_reach_outside(ends, monkeypatch):
+    """The ends are data that the host does not read: rows outside of a must be neither read nor written."""
+    cast = Cast.of("mxfp8")
+    left, right = (reference.encode(torch.randn(size, device=DEVICE), cast) for size in ((40, 128), (2, 16, 128)))
+    ends = torch.tensor(ends, dtype=torch.int32, device=DEVICE)
+    whole, new_empty = torch.full((2040, 16), 7.0, device=DEVICE), torch.Tensor.new_empty
+
+    def inside(t, *size, **options):
+        return whole[1000:1040] if size == (40, 16) else new_empty(t, *size, **options)
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", inside)
+    codes = left.data, left.scale, right.data, right.scale, "mxfp8_e4m3", "mxfp8_e4m3", 128
+    dot_scaled.eager_dot_scaled(*codes, None, None, None, ends, 1.0, 1.0, torch.float32)
+    assert (whole[:1000] == 7).all() and (whole[1040:] == 7).all()

@@ -496,6 +496,20 @@ def test_each_group_of_rows_is_multiplied_by_its_weight(format):
     assert error(y, reference) < TOLERANCE and (y[20:] == 0).all()
 
 
+@pytest.mark.parametrize("ends", [[2, 99], [-7, 23], [30, 2], [2**31 - 1, -(2**31)]])
+def test_ends_of_groups_never_reach_outside(ends, monkeypatch):
+    """The ends are data that the host does not read: no row after the last one of x is read or written."""
+    w, x = mx.quantize(torch.randn(2, 40, 96), "mxfp8").rowwise, torch.randn(123, 96).bfloat16()
+    whole, new_zeros = torch.full((323, 40), 7.0), torch.Tensor.new_zeros
+
+    def inside(t, *size, **options):
+        return whole[100:123] if size == (23, 40) else new_zeros(t, *size, **options)
+
+    monkeypatch.setattr(torch.Tensor, "new_zeros", inside)
+    y = product(x[:23], w, PIPELINED, ends=torch.tensor(ends, dtype=torch.int32))
+    assert y.data_ptr() == whole[100:].data_ptr() and (whole[:100] == 7).all() and (whole[123:] == 7).all()
+
+
 def test_groups_are_cast_to_nvfp4_by_the_largest_of_all_rows():
     w, ends = mx.quantize(torch.randn(4, 40, 256), "mxfp8").rowwise, torch.tensor([1, 2, 2, 4], dtype=torch.int32)
     x = (torch.randn(4, 256) * torch.tensor([[0.1], [1.0], [30.0], [0.3]])).bfloat16()
