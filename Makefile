@@ -15,7 +15,7 @@ PIP    := $(PY) -m pip install --disable-pip-version-check --no-input --quiet -c
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false MPLBACKEND=Agg PYTHONDONTWRITEBYTECODE=
 PYTEST   := $(TEST_ENV) $(PY) -m pytest -n 2 --dist worksteal -q -rfE
 
-.PHONY: help demo train test test-all faults lint docs site bench clean
+.PHONY: help demo train test test-all sanitize faults lint docs site bench clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
@@ -33,6 +33,9 @@ test: $(VENV)/.installed-test $(VENV)/.installed-demo  ## run the quick tests (A
 test-all: $(VENV)/.installed-test $(VENV)/.installed-demo  ## run the tests that `make test` leaves out
 	$(PYTEST) --suite rest $(ARGS)
 	@echo "Skipped tests need a CUDA device (marked gpu) or an optional package; ARGS=-rs lists them."
+
+sanitize: $(VENV)/.installed-test  ## run the native code under AddressSanitizer and UBSan (ARGS=--casts: the casts only)
+	$(TEST_ENV) $(PY) -m tests.helpers.sanitize_native $(ARGS)
 
 faults: $(VENV)/.installed-test $(VENV)/.installed-demo  ## plant faults one by one and say which tests catch them
 	$(TEST_ENV) $(PY) -m tests.faults $(ARGS)

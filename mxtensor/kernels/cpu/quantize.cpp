@@ -59,7 +59,7 @@ inline int32_t scale_byte(int32_t amax, const Element& e, int scaling) {
   const int32_t byte =
       scaling == RCEIL  ? exponent_up(as_int(as_float(amax) * e.inverse_max))
       : scaling == CEIL ? exponent_up(amax) - e.emax
-      : scaling == EVEN ? ((amax + (1 << (22 - e.mantissa_bits))) >> 23) - e.emax
+      : scaling == EVEN ? int32_t((uint32_t(amax) + (1u << (22 - e.mantissa_bits))) >> 23) - e.emax  // NaN overflows
                         : (amax >> 23) - e.emax;
   return smaller(larger(byte, 0), 254);
 }
