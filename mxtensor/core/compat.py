@@ -67,7 +67,6 @@ ATTRIBUTES = {
     "_save_to_state_dict": "of torch.nn.Module: saves what the module itself owns",
     "_schema": "of an op: its arguments, defaults and which of them it writes",
     "_version": "of a tensor: counts writes; documented under in-place correctness checks",
-    "_view_func": "of a view: the same view of another base",
 }
 """Private attributes of torch's objects that the package reads -> what they are. They are documented, or overridden in
 torch's own examples, and have no public name. Missing: AttributeError where they are read."""
@@ -128,6 +127,16 @@ def is_ephemeral(number: Any) -> bool:
     node = number.node
     sources = getattr(node.shape_env, "var_to_sources", {}).get(node.expr, ())
     return any(source.is_ephemeral() for source in sources)
+
+
+def is_fake(t: torch.Tensor) -> bool:
+    """Whether ``t`` is a FakeTensor: it stands for an input or a result of a graph, and has no values.
+
+    torch has no public question for it. Missing: ImportError where a graph is traced.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(t, FakeTensor)
 
 
 def in_backward() -> bool:

@@ -53,6 +53,31 @@ def hook_checkpoints(
     return True
 
 
+# ---------------------------------------------------------------------------------------------- TorchScript
+
+
+def hook_torchscript(check: Callable[[torch.nn.Module], None]) -> bool:
+    """Let ``check(module)`` raise for each module that ``torch.jit.script`` or ``torch.jit.trace`` is about to convert.
+    True if this torch has the place.
+
+    TorchScript reads tensors in C++ and asks no subclass. Missing: nothing is changed, and ``torch.jit.save`` of a
+    scripted module writes zeros or crashes.
+    """
+    import torch.jit._recursive as recursive
+
+    usual = getattr(recursive, "infer_concrete_type_builder", None)
+    if usual is None:
+        return False
+
+    @wraps(usual)
+    def infer(nn_module: Any, *args: Any, **kwargs: Any) -> Any:
+        check(nn_module)
+        return usual(nn_module, *args, **kwargs)
+
+    recursive.infer_concrete_type_builder = infer
+    return True
+
+
 # ---------------------------------------------------------------------------------------------- torch's attention
 
 

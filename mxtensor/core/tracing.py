@@ -12,6 +12,20 @@ def is_recorded() -> bool:
     return is_jit_tracing()
 
 
+def refuse_torchscript(what: str) -> None:
+    """Raise NotImplementedError: TorchScript would save the storage of the tensor ``what``, which it does not have."""
+    raise NotImplementedError(
+        f"TorchScript (torch.jit.trace, torch.jit.script, the ONNX exporter with dynamo=False) cannot record {what}: a "
+        "saved program would compute with zeros; use torch.export or torch.compile, or a model in high precision"
+    )
+
+
+def refuse_recording(what: str) -> None:
+    """Raise NotImplementedError while ``torch.jit.trace`` is recording; ``what`` is the tensor."""
+    if is_jit_tracing():
+        refuse_torchscript(what)
+
+
 def is_traced(*tensors: torch.Tensor | None) -> bool:
     """Whether these tensors are being traced (or have no values at all) rather than computed."""
     if torch.compiler.is_compiling() or dispatch_mode_count() > 0 or is_jit_tracing():

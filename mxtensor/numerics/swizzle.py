@@ -114,3 +114,10 @@ def cached_value(scale: Tensor, layout: Hashable, make: Callable[[Tensor], Tenso
             return result  # a cached view would keep its key alive
         made[layout] = result
     return made[layout]  # type: ignore[no-any-return]
+
+
+def forget(scale: Tensor) -> None:
+    """Drop what was computed from the memory of ``scale``: a rule has written to it, and torch counts no such write."""
+    memory = scale.untyped_storage().data_ptr() if _cache else 0
+    for key in [key for key in _cache if key.untyped_storage().data_ptr() == memory]:
+        del _cache[key]

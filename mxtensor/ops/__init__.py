@@ -12,7 +12,9 @@ from ..ops import (
     slice,
     strided,
     structure,
+    torchscript,
     view,
+    view_writes,
 )
 
 __all__ = [
@@ -27,5 +29,7 @@ __all__ = [
     "slice",
     "strided",
     "structure",
+    "torchscript",
     "view",
+    "view_writes",
 ]

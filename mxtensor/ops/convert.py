@@ -46,7 +46,7 @@ def to_copy(func: Any, args: Any, kwargs: Any) -> Tensor:
     """Another float dtype changes the outer dtype only; another device moves the bytes; integers are plain values."""
     w, dtype = args[0], kwargs.get("dtype") or args[0].dtype
     if dtype not in SOURCE_DTYPES:
-        return w.dequantize(torch.float32).to(**{k: v for k, v in kwargs.items() if v is not None})  # type: ignore
+        return aten._to_copy.default(w.dequantize(torch.float32), **kwargs)  # type: ignore[no-any-return]
     where = {k: kwargs[k] for k in ("device", "non_blocking", "pin_memory") if kwargs.get(k) is not None}
     stride = _copied_stride(w, **{k: kwargs[k] for k in ("memory_format",) if kwargs.get(k) is not None})
     return w.map_components(lambda t: aten._to_copy.default(t, **where), dtype=dtype, stride=stride)  # type: ignore

@@ -19,6 +19,7 @@ from ..core.dispatch import FALLBACK, implements_function, refuse_if_strict
 from ..core.explain import Entry, measure, record
 from ..core.kernel import Spec
 from ..core.tracing import is_traced
+from ..tensor.dequantized_view import Decoded, DequantizedView, View
 from ..tensor.mxtensor import MXTensor
 from .inplace import write_back
 
@@ -28,9 +29,18 @@ REFUSED: dict[Any, str] = {}
 aten = torch.ops.aten
 REFUSED |= {
     aten.view.dtype: "its bytes are codes and scales, not values of another dtype; use .rowwise.data for the codes",
-    aten.set_.source_Tensor: "its storage is codes and scales; use copy_() to write other values",
     aten.resize_.default: "its blocks cannot store more values; use torch.nn.functional.pad and quantize again",
+    aten.resize_as_.default: "its blocks cannot store more values; use torch.nn.functional.pad and quantize again",
 }
+for _overload in aten.set_.overloads():
+    REFUSED[getattr(aten.set_, _overload)] = "its storage is codes and scales; use copy_() to write other values"
+
+
+def keeps_size(func: Any, args: Any) -> bool:
+    """Whether the call resizes a tensor to the size that it has, as random numbers with ``out=`` do."""
+    if func is aten.resize_as_.default:
+        return bool(args[0].shape == args[1].shape)
+    return func is aten.resize_.default and tuple(args[0].shape) == tuple(args[1])
 
 
 REFUSED_NAMESPACES = {
@@ -39,16 +49,31 @@ REFUSED_NAMESPACES = {
 """The same for all ops of a namespace: the schemas of collectives do not say what they write."""
 
 
-def _written(func: Any) -> set[str]:
-    """Names of the arguments that ``func`` writes, by its schema."""
-    return {a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+def written(func: Any) -> set[str]:
+    """Names of the arguments that ``func`` writes, by its schema or by what is known of it."""
+    names = {a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+    return names | _UNDECLARED.get(func._overloadpacket, set())
+
+
+_STATISTICS = {"running_mean", "running_var"}
+_UNDECLARED = {aten.native_batch_norm: _STATISTICS, aten.cudnn_batch_norm: _STATISTICS}
+"""Arguments that ops write and that their schemas do not call so."""
+
+
+def is_view(func: Any) -> bool:
+    """Whether results of ``func`` share the memory of its first argument."""
+    return getattr(func, "is_view", False) or getattr(func, "_overloadpacket", None) in _UNSAFE_VIEWS
+
+
+_UNSAFE_VIEWS = (aten.unsafe_split, aten.unsafe_split_with_sizes)
+"""Views that their schemas do not call so."""
 
 
 def _home(func: Any) -> str:
     """The file in which a rule for ``func`` belongs."""
     if not hasattr(func, "_schema"):
         return "fallback.py"  # a torch function
-    if _written(func):
+    if written(func):
         return "inplace.py"
     return "view.py" if any(r.alias_info is not None for r in func._schema.returns) else "structure.py"
 
@@ -72,16 +97,37 @@ def run_plain(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def read(func: Any, args: Any, kwargs: Any, reason: str = "no rule of its own") -> Any:
-    """The op on the dequantized values."""
+    """The op on the dequantized values. Views are ``DequantizedView``s."""
     tensors = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, MXTensor)]
     with measure(note(func, tensors, "dequantized", reason)), mode_of_views(func, tensors[0]):
+        if is_view(func) and args[0] is tensors[0]:
+            decoded = Decoded(tensors[0].same())
+            return viewed(func, (decoded.values(), *args[1:]), kwargs, decoded)
         return run_plain(func, args, kwargs)
+
+
+def viewed(func: Any, args: Any, kwargs: Any, decoded: Decoded | None, before: View | None = None) -> Any:
+    """``func``, a view, of decoded values or of the view ``before`` of them: each result as a DequantizedView."""
+    out = func(*args, **kwargs)
+    if isinstance(out, Tensor):
+        return _viewed(out, decoded, lambda dense: func(before(dense) if before else dense, *args[1:], **kwargs))
+
+    def piece(i: int) -> View:
+        return lambda dense: func(before(dense) if before else dense, *args[1:], **kwargs)[i]
+
+    return [_viewed(t, decoded, piece(i)) for i, t in enumerate(out)]
+
+
+def _viewed(values: Tensor, decoded: Decoded | None, view: View) -> DequantizedView:
+    if values.is_neg():  # kernels do not know a lazy minus sign, and a copy without it cannot be written through
+        return DequantizedView(values.resolve_neg(), None, view)
+    return DequantizedView(values, decoded, view)
 
 
 def write(func: Any, args: Any, kwargs: Any) -> Any:
     """The op on the dequantized values; what it wrote is quantized again. Returns the tensors given."""
     named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-    targets = [t for name in _written(func) for t in tree_flatten(named.get(name))[0] if isinstance(t, MXTensor)]
+    targets = [t for name in written(func) for t in tree_flatten(named.get(name))[0] if isinstance(t, MXTensor)]
     if not targets:
         return read(func, args, kwargs)
     with measure(note(func, targets, "requantized", "writes values")):
@@ -93,7 +139,7 @@ def _write(func: Any, args: Any, kwargs: Any, targets: list[MXTensor]) -> Any:
     plain: dict[int, Tensor] = {}
     for t in flat:
         if isinstance(t, MXTensor) and id(t) not in plain:
-            plain[id(t)] = t.dequantize()
+            plain[id(t)] = t.values_to_write()
     args, kwargs = tree_unflatten([plain.get(id(t), t) for t in flat], spec)
     out = func(*args, **kwargs)
     for target in targets:
@@ -105,10 +151,12 @@ def _write(func: Any, args: Any, kwargs: Any, targets: list[MXTensor]) -> Any:
 
 def fallback(func: Any, args: Any, kwargs: Any) -> Any:
     """The rule for an op that is not in OP_TABLE. Raises NotImplementedError for those in REFUSED."""
+    if keeps_size(func, args):
+        return args[0]
     reason = REFUSED.get(func) or REFUSED_NAMESPACES.get(getattr(func, "namespace", ""))
     if reason is not None:
         raise NotImplementedError(f"{func} of an MXTensor is refused: {reason}")
-    if _written(func):
+    if written(func):
         return write(func, args, kwargs)
     return read(func, args, kwargs)
 
@@ -130,5 +178,5 @@ def _in_python(func: Any) -> Callable[..., Any]:
     return values
 
 
-for _function in (Tensor.numpy, Tensor.tolist, Tensor.__array__):
+for _function in (Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.__dlpack__):
     implements_function(_function)(_in_python(_function))

@@ -15,7 +15,7 @@ from ..core.plan import PLANS
 from ..core.select import is_observed
 from ..core.shapes import as_matrix
 from ..core.torch_autocast import torch_autocasts
-from ..core.tracing import is_traced
+from ..core.tracing import is_traced, refuse_recording
 from ..kernels.gemm import select
 from ..kernels.gemm.spec import GemmArgs
 from ..numerics.operand import Operand
@@ -35,6 +35,8 @@ def _runs_whole(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     return not (
         is_traced(input, bias)  # torch.compile, dispatch modes, functorch, other subclasses
         or functorch_interpreter() is not None
+        or input.is_neg()  # a lazy minus sign, which aten carries out and a launch does not
+        or (bias is not None and bias.is_neg())
         or (any_autocast_is_active() and torch_autocasts(input.device))
     )
 
@@ -61,6 +63,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, **out: Ten
     """
     matrix = type(weight) is MXTensor and weight.dim() == 2 and input.dim() > 0 and not out
     if not matrix or not _runs_whole(input, weight, bias):
+        refuse_recording("an MXTensor")
         return F.linear(input, weight, bias, **out)
     assert isinstance(weight, MXTensor)
     operand, key = weight._rowwise, None

@@ -8,37 +8,62 @@ import torch
 from torch import Tensor
 
 from ..core.dispatch import implements, implements_function
+from ..core.tracing import is_traced
+from ..core.writes import has_no_memory, note_write
 from ..kernels.quantize.select import quantize_operand
 from ..numerics.formats import FULL
 from ..numerics.operand import Operand
-from ..tensor.mxtensor import MXTensor
+from ..numerics.swizzle import forget
+from ..tensor.mxtensor import MXTensor, quantize_as
 
 aten = torch.ops.aten
 
 
 def _write(target: Operand, source: Operand) -> None:
-    target.data.view(torch.uint8).copy_(source.data.view(torch.uint8))
+    if is_traced(target.data):  # a graph writes its inputs only, and a view in another dtype is none
+        target.data.copy_(source.data)
+    else:
+        target.data.view(torch.uint8).copy_(source.data.view(torch.uint8))
     target.scale.copy_(source.scale)
     if target.global_scale is not None and source.global_scale is not None:
         target.global_scale.copy_(source.global_scale)
+    note_write(target.data)
+    if not has_no_memory(target.scale):
+        forget(target.scale)
 
 
-def _needs_base(w: MXTensor, base: Tensor | None) -> bool:
-    """Whether ``w`` is a view that shares a scale with values outside it, or whose base has a copy that ``w`` lacks."""
-    if not isinstance(base, MXTensor):
-        return False
-    shared = w.format.global_scale or FULL in w.format.block
-    return len(w.operands) != len(base.operands) or (shared and w.numel() != base.numel())
+def lacks_values(view: MXTensor, base: MXTensor) -> bool:
+    """Whether ``view`` shares a scale with values outside it, or lacks a copy that ``base`` has."""
+    shared = base.format.global_scale or FULL in base.format.block
+    return len(base.operands) > len(view.operands) or (shared and view.numel() != base.numel())
+
+
+def _writes_all(w: MXTensor) -> bool:
+    """Whether a write to the operands of ``w`` changes every copy of these values, those of its bases too."""
+    if w._link is None:
+        return True
+    base: MXTensor | None = w._link.base
+    return base is not None and not lacks_values(w, base) and _writes_all(base)
 
 
 def write_back(w: MXTensor, values: Tensor) -> MXTensor:
-    """Quantize ``values`` (any dtype, broadcastable to ``w``) into every operand of ``w``."""
+    """Quantize ``values`` (any dtype, broadcastable to ``w``) into every operand of ``w``, and of what it is a view of.
+
+    Raises NotImplementedError for a view that has only a part of its base, which torch.compile does not pass on.
+    """
     values = values.to(w.device).expand(w.shape)
-    base = w._base
-    if _needs_base(w, base):
-        dense = base.dequantize()  # type: ignore[union-attr]
-        w._view_func(dense).copy_(values)  # type: ignore[attr-defined]
-        write_back(base, dense)  # type: ignore[arg-type]
+    if w._link is not None and not _writes_all(w):
+        base, view = w._link
+        if base is None:
+            raise NotImplementedError(
+                f"a view {tuple(w.shape)} of an MXTensor in {w.format} cannot be written in a graph that has only the "
+                "view: it shares scales or copies with the whole; pass the whole tensor to the graph and write a view "
+                "of it there"
+            )
+        dense = base.values_to_write()
+        assert view is not None
+        view(dense).copy_(values)
+        write_back(base, dense)
         return w
     if w._rowwise is not None:
         _write(w._rowwise, quantize_operand(values, w.recipe.stored))
@@ -57,12 +82,12 @@ def _same_operands(a: MXTensor, b: MXTensor) -> bool:
 
 @implements(aten.copy_.default)
 def copy_(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Into a plain tensor: dequantized values. From an equal MXTensor: bytes. Otherwise values, quantized again."""
+    """Into a plain tensor: values in its dtype. From an equal MXTensor: bytes. Otherwise values, quantized again."""
     target, source = args[:2]
     if not isinstance(target, MXTensor):
-        return target.copy_(source.dequantize())  # type: ignore[no-any-return]
+        return target.copy_(source.dequantize(target.dtype))  # type: ignore[no-any-return]
     if isinstance(source, MXTensor):
-        if _same_operands(target, source) and not _needs_base(target, target._base):
+        if _same_operands(target, source) and _writes_all(target):
             for mine, theirs in zip(target.operands, source.operands, strict=True):
                 _write(mine, theirs)
             return target
@@ -70,28 +95,47 @@ def copy_(func: Any, args: Any, kwargs: Any) -> Tensor:
     return write_back(target, source)
 
 
+@implements(aten._foreach_copy_.default)
+def foreach_copy_(func: Any, args: Any, kwargs: Any) -> None:
+    """``copy_`` of each pair."""
+    for target, source in zip(*args[:2], strict=True):
+        target.copy_(source)
+
+
 @implements_function(Tensor.__setitem__)
 def setitem(target: Tensor, index: Any, value: Any) -> None:
     """``w[index] = value``: a view of whole blocks is written in place; other indices quantize all of ``w`` again."""
     if not isinstance(target, MXTensor):
-        target[index] = value.dequantize()
+        target[index] = value.dequantize(target.dtype)
         return
     with torch.no_grad():
         view = target[index]
     if isinstance(view, MXTensor) and view._is_view():
         view.copy_(value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=target.dtype))
         return
-    values = target.detach().dequantize()
+    values = target.values_to_write()
     values[index] = value.dequantize() if isinstance(value, MXTensor) else value
     target.copy_(values)
 
 
 @implements_function(Tensor.data.__set__)  # type: ignore[attr-defined]
 def set_data(target: Tensor, value: Tensor) -> None:
-    """``w.data = values``: torch would change the outer tensor only; here the values are quantized into ``w``."""
+    """``w.data = value``: ``w`` gets the operands of an MXTensor, or new ones for plain values, and their shape.
+
+    As in torch, memory is shared with ``value`` if that is an MXTensor, and what shared memory with ``w`` before keeps
+    its values. A plain target gets the dequantized values.
+    """
     if not isinstance(target, MXTensor):
         target.data = value.dequantize()
         return
-    if value.shape != target.shape:
-        raise ValueError(f"cannot set the data of {target!r} to values of shape {tuple(value.shape)}")
-    copy_(None, (target, value), {})
+    new = value
+    if not isinstance(value, MXTensor):
+        new = quantize_as(value, target.recipe, target.copies)
+        new._shard = target._shard if new.shape == target.shape else None
+    assert isinstance(new, MXTensor)
+    with torch.no_grad():
+        target.data = new  # shape, strides, dtype and device of the outer tensor
+    if new.recipe.stored != target.recipe.stored:  # otherwise the layer keeps the cast of its input
+        target.recipe = new.recipe
+    target._rowwise, target._columnwise = new._rowwise, new._columnwise
+    target._link, target._shard, target._rotated = new._link, new._shard, new._rotated

@@ -15,8 +15,10 @@ from torch import Tensor
 from ..core.compat import return_and_correct_aliasing
 from ..numerics.formats import FULL
 from ..numerics.operand import Operand
+from ..tensor.dequantized_view import Link
 from ..tensor.mxtensor import MXTensor
 from .fallback import read
+from .inplace import lacks_values
 
 Dims = list[int | None]
 
@@ -104,15 +106,25 @@ def finish(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: MXTensor | None, what: str,
     offset: int | torch.SymInt = 0,
 ) -> Any:  # fmt: skip
-    """Return a view, marked as an alias of its base; if ``out`` is None, a copy: the dequantized values.
+    """Return a view, marked as an alias of its base; if ``out`` is None, a view that cuts blocks: dequantized values.
 
     ``offset``: number of values of the base before the first one of the view. ``what``: the reason, for the log.
     """
     base = args[0]
     if out is None:
-        block = "x".join("all" if b == FULL else str(b) for b in base.format.block)
-        return read(func, args, kwargs, f"{what} cuts {block} blocks of {base.orientation.label}")
-    return return_and_correct_aliasing(func, args, kwargs, _as_view_of(base, out, base.storage_offset() + offset))
+        return read(func, args, kwargs, cuts(base, what))
+    out = _as_view_of(base, out, base.storage_offset() + offset)
+    if base._link is not None and out.shape == base.shape and out.stride() == base.stride():
+        out._link = base._link
+    elif base._link is not None or len(base.operands) > 1 or lacks_values(out, base):  # what it is computed from, too
+        out._link = Link(base.same(), lambda dense: func(dense, *args[1:], **kwargs))
+    return return_and_correct_aliasing(func, args, kwargs, out)
+
+
+def cuts(w: MXTensor, what: str) -> str:
+    """The reason why a view is dequantized, for the log."""
+    block = "x".join("all" if b == FULL else str(b) for b in w.format.block)
+    return f"{what} cuts {block} blocks of {w.orientation.label}"
 
 
 def _as_view_of(base: MXTensor, out: MXTensor, offset: int) -> MXTensor:

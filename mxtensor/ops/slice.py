@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ from ..core.tracing import guard_int
 from ..numerics.formats import FULL
 from ..numerics.operand import Operand
 from ..tensor.mxtensor import MXTensor
-from .layout import assemble, finish, order, outer, relabel, sides
+from .fallback import read
+from .layout import assemble, cuts, finish, order, outer, relabel, sides
 
 aten = torch.ops.aten
 
@@ -33,14 +35,14 @@ def _slice_operand(operand: Operand, place: int, start: int, end: int, step: int
     def take(t: Tensor, start: int, end: int, step: int = 1) -> Tensor:
         return aten.slice.Tensor(t, t.dim() + place, start, end, step)  # type: ignore[no-any-return]
 
-    cuts = partial(operand.format.why_not_split, place)
+    cut = partial(operand.format.why_not_split, place)
     if block == 1:
         data, scale = take(operand.data, start, end, step), operand.scale
         if operand.format.block[0] != FULL:
             scale = take(scale, start, end, step)
     elif block == FULL and not operand.format.element.packed:
         data, scale = take(operand.data, start, end, step), operand.scale
-    elif step == 1 and cuts(start) is None and (cuts(end) is None or end == length):
+    elif step == 1 and cut(start) is None and (cut(end) is None or end == length):
         unit = operand.format.element.data_cols if place == -1 else int
         data = take(operand.data, unit(start), unit(end))
         scale = take(operand.scale, start // block, -(-end // block))
@@ -90,15 +92,14 @@ def select(func: Any, args: Any, kwargs: Any) -> Any:
     return finish(func, args, kwargs, result, f"index {index} of dimension {dim}", out.storage_offset())
 
 
-def _split(w: MXTensor, dim: int, lengths: list[int]) -> list[Tensor]:
+def _pieces(func: Any, args: Any, kwargs: Any, w: MXTensor, dim: int, lengths: list[int]) -> Any:
     """Slices one after the other: all quantized, or none, because ranks that get one each must store the same."""
-    out, start = [], 0
-    for length in lengths:
-        out.append(aten.slice.Tensor(w, dim, start, start + length))
-        start += length
-    if all(isinstance(t, MXTensor) for t in out):
-        return out
-    return [t.dequantize() if isinstance(t, MXTensor) else t for t in out]
+    ends = list(accumulate(lengths))
+    spans = list(zip([0, *ends], ends, strict=False))
+    for start, end in spans:
+        if sliced(w, dim % w.dim(), start, end, 1, w.stride()) is None:
+            return read(func, args, kwargs, cuts(w, f"[{start}:{end}:1] along dimension {dim}"))
+    return [aten.slice.Tensor(w, dim, start, end) for start, end in spans]
 
 
 @implements(aten.split.Tensor)
@@ -106,18 +107,24 @@ def split(func: Any, args: Any, kwargs: Any) -> Any:
     """Slices of equal length, the last one shorter."""
     w, length, dim = (*args, 0)[:3] if "dim" not in kwargs else (*args[:2], kwargs["dim"])
     total = w.shape[dim]
-    return _split(w, dim, [min(length, total - i) for i in range(0, total, length)] or [0])
+    lengths = [min(length, total - i) for i in range(0, total, length)] or [0]
+    return _pieces(func, args, kwargs, w, dim, lengths)
 
 
 @implements(aten.split_with_sizes.default)
 def split_with_sizes(func: Any, args: Any, kwargs: Any) -> Any:
     """Slices of the lengths given."""
     w, lengths, dim = (*args, 0)[:3] if "dim" not in kwargs else (*args[:2], kwargs["dim"])
-    return _split(w, dim, list(lengths))
+    return _pieces(func, args, kwargs, w, dim, list(lengths))
 
 
 @implements(aten.unbind.int)
 def unbind(func: Any, args: Any, kwargs: Any) -> Any:
     """Every index of a dimension."""
-    w, dim = (*args, 0)[:2]
-    return [aten.select.int(w, dim, i) for i in range(w.shape[dim])]
+    w, dim = (*args, 0)[:2] if "dim" not in kwargs else (args[0], kwargs["dim"])
+    out: list[Tensor] = []
+    for i in range(w.shape[dim]):
+        out.append(aten.select.int(w, dim, i))
+        if not isinstance(out[-1], MXTensor):
+            return read(func, args, kwargs, cuts(w, f"an index of dimension {dim}"))
+    return out

@@ -3,7 +3,7 @@
 The outer tensor is the wrapper: it has the shape, strides, dtype and device of the dense tensor it stands for. The
 ``rowwise`` operand is blocked along the last dimension of the outer tensor and has its shape. The ``columnwise``
 operand is blocked along the dimension before it and is stored transposed, so every operand is blocked along its own
-last dimension.
+last dimension. This file is longer than others because torch looks for its whole contract in one class.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..core.dispatch import FALLBACK, FUNCTION_TABLE, OP_TABLE
 from ..core.fingerprint import fingerprint
 from ..core.select import forced_kernel
 from ..core.shapes import contiguous_stride, readable_size, swapped
-from ..core.tracing import is_traced
+from ..core.tracing import is_traced, refuse_recording
 from ..kernels.quantize.select_pair import quantize_operands
 from ..numerics.cast import Cast
 from ..numerics.formats import Format, Orientation, ScaleCalculationMode, get_format, get_mx_format
@@ -29,6 +29,7 @@ from ..numerics.operand import Operand, transposed
 from ..numerics.validate import check_components, check_outer, check_outer_dtype, fits_outside, known_size
 from ..recipe.linear_recipe import LinearRecipe
 from ..recipe.rows import recipe_to_row
+from .dequantized_view import DequantizedView, Link
 from .fsdp import GatheredByFSDP2
 from .stored import in_a_file, operand_of, stored_arguments
 from .te_attributes import TransformerEngineAttributes
@@ -53,6 +54,8 @@ class MXTensor(GatheredByFSDP2, TransformerEngineAttributes):
     _rowwise: Operand | None
     _columnwise: Operand | None
     recipe: LinearRecipe
+    _link: Link | None = None
+    """Set on a view that has only some of the copies of its base, or only some of the values that share a scale."""
     _inner_rowwise_data = _inner("_rowwise", "data")
     _inner_rowwise_scale = _inner("_rowwise", "scale")
     _inner_rowwise_global_scale = _inner("_rowwise", "global_scale")
@@ -84,6 +87,7 @@ class MXTensor(GatheredByFSDP2, TransformerEngineAttributes):
                 "a plain tensor has no format: make an MXTensor with mx.quantize(x, format) (accelerate offloads codes "
                 "to the CPU, but values to the disk)"
             )
+        refuse_recording("an MXTensor")
         if not checked:
             if not isinstance(recipe, LinearRecipe):
                 raise TypeError(
@@ -168,6 +172,12 @@ class MXTensor(GatheredByFSDP2, TransformerEngineAttributes):
         rowwise, columnwise = (None if o is None else o.map(fn) for o in (self._rowwise, self._columnwise))
         return self.replace(rowwise, columnwise, **{"size": tuple(self.shape), "stride": self.stride()} | changes)
 
+    def same(self) -> MXTensor:
+        """Another MXTensor over the same operands: it keeps them if this one gets others (``.data =``)."""
+        out = self.replace(self._rowwise, self._columnwise, tuple(self.shape), self.stride())
+        out._link = self._link
+        return out
+
     # ------------------------------------------------------------------------------------------ looking at one
 
     @property
@@ -233,6 +243,16 @@ class MXTensor(GatheredByFSDP2, TransformerEngineAttributes):
         outer = self if dtype is None or dtype is self.dtype else self.to(dtype)
         return dequantize_with_gradient(outer) if isinstance(outer, MXTensor) else outer
 
+    def values_to_write(self) -> Tensor:
+        """New memory with the values that a write starts from; for a part of another MXTensor those of that one.
+
+        The two copies of a tensor differ in the last bits, and a view may read another copy than its base.
+        """
+        if self._link is None or self._link.view is None:
+            values: Tensor = torch.ops.aten.dequantize.self(self)
+            return values.clone() if is_traced(values) else values  # a traced cast may end in a view
+        return self._link.view(self._link.base.values_to_write()).clone()
+
     def to_dtype(self, dtype: torch.dtype) -> Tensor:
         """torchao's name for ``dequantize``."""
         return self.dequantize(dtype)
@@ -242,13 +262,13 @@ class MXTensor(GatheredByFSDP2, TransformerEngineAttributes):
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         sides = (("_rowwise", self._rowwise), ("_columnwise", self._columnwise))
         names = [f"_inner{side}_{name}" for side, o in sides if o is not None for name in _TENSORS[: len(o.tensors)]]
-        return names, (self.recipe, self.dtype)
+        return names, (self.recipe, self.dtype, self._link is not None)
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, Tensor], context: Any, outer_size: tuple[int, ...], outer_stride: tuple[int, ...]
     ) -> MXTensor:
-        recipe, dtype = context
+        recipe, dtype, is_linked = context
         size, stride = known_size(inner, outer_size), tuple(outer_stride)
 
         def operand(side: str, shape: tuple[int, ...]) -> Operand | None:
@@ -260,18 +280,22 @@ class MXTensor(GatheredByFSDP2, TransformerEngineAttributes):
             outer = recipe.stored.format, dtype, size, stride
             row, column, size, stride = check_outer(row, column, *outer, any_stride=True)
         offset = (row or column).offset  # type: ignore[union-attr]  # torch does not pass the offset of a view
-        return MXTensor(row, column, recipe, dtype, size, stride, offset=offset, checked=True)
+        out = MXTensor(row, column, recipe, dtype, size, stride, offset=offset, checked=True)
+        out._link = Link(None, None) if is_linked else None
+        return out
 
     def _stable_hash_for_caching(self) -> str:
-        names, (recipe, dtype) = self.__tensor_flatten__()
+        names, (recipe, dtype, is_linked) = self.__tensor_flatten__()
         components = [(n, p.dtype, tuple(p.shape), p.stride()) for n in names for p in (getattr(self, n),)]
-        outer = (dtype, tuple(self.shape), self.stride(), str(self.device), self.requires_grad)
+        outer = (dtype, tuple(self.shape), self.stride(), str(self.device), self.requires_grad, is_linked)
         key = (fingerprint(), forced_kernel(), recipe_to_row(recipe), outer, components)
         return hashlib.blake2b(repr(key).encode(), digest_size=16).hexdigest()
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         rule = FUNCTION_TABLE.get(func)
+        if func is not torch.nn.functional.linear:  # whose rule checks it where that takes no time
+            refuse_recording("an MXTensor")
         with disable_subclass_torch_function():
             return (rule or func)(*args, **(kwargs or {}))
 
@@ -335,7 +359,7 @@ def _transposed(operand: Operand | None) -> Operand | None:
 
 def quantize_as(x: Tensor, recipe: LinearRecipe, orientation: Orientation = Orientation.ROWWISE) -> MXTensor:
     """Quantize ``x`` by the weight cast of ``recipe`` to an MXTensor that carries it; see :func:`mxtensor.quantize`."""
-    if isinstance(x, MXTensor):
+    if isinstance(x, MXTensor | DequantizedView):
         x = x.dequantize()
     x = x.detach()
     if x.dim() < 2 and orientation is not Orientation.ROWWISE:

@@ -293,6 +293,7 @@ def _set_data(func: Any, args: Any, kwargs: Any) -> None:
     """``weight.data = values``: torch exchanges the outer tensor, and this rule the tensor inside."""
     weight, value = args
     values = getattr(value, "high_precision", value).detach()
+    values = values.dequantize() if isinstance(values, MXTensor) else values
     with disable_subclass_torch_function():
         func(weight, TrainingWeight(values, weight.linear_recipe))
     weight.high_precision = values

@@ -235,6 +235,12 @@ def test_dispatch_modes_functorch_and_traces_are_noticed():
     assert seen == [(True, True), (False, False)]
 
 
+def test_a_fake_tensor_is_known():
+    assert not compat.is_fake(torch.ones(2))
+    with FakeTensorMode():
+        assert compat.is_fake(torch.ones(2))
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace.*:DeprecationWarning")
 def test_a_jit_trace_is_noticed():
     seen = []
@@ -371,6 +377,20 @@ def test_checkpoints_run_what_the_hook_makes_of_a_function(checkpoints, use_reen
 def test_a_torch_with_other_checkpoints_is_left_alone(monkeypatch, missing):
     monkeypatch.delattr(torch_checkpoint, missing)
     assert not compat_hooks.hook_checkpoints(lambda function: function, lambda: None)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+def test_a_module_is_checked_before_torchscript_converts_it(monkeypatch):
+    import torch.jit._recursive as recursive
+
+    monkeypatch.setattr(recursive, "infer_concrete_type_builder", recursive.infer_concrete_type_builder)
+    seen = []
+    assert compat_hooks.hook_torchscript(seen.append)
+    module = nn.Sequential(nn.Linear(2, 2))
+    torch.jit.script(module)
+    assert module in seen and module[0] in seen
+    monkeypatch.delattr(recursive, "infer_concrete_type_builder")
+    assert not compat_hooks.hook_torchscript(seen.append)
 
 
 def heads(width=8):

@@ -40,9 +40,16 @@ NEVER_SEEN = {
     "({value} bytes a block)",
     "{value} cannot run {value}x{value} in {value}, {value} groups, aligned to {value} bytes; "
     "leave the config out to have one chosen",
-    # torch.jit.trace warns that it is deprecated: tests/test_life.py
+    # torch.jit.trace warns that it is deprecated: tests/tensor/test_life.py
+    "TorchScript (torch.jit.trace, torch.jit.script, the ONNX exporter with dynamo=False) cannot record {value}: a "
+    "saved program would compute with zeros; use torch.export or torch.compile, or a model in high precision",
     "linear: torch.jit.trace cannot record a layer that trains quantized; use torch.export or torch.compile, "
     "or trace a model that was quantized for inference",
+    # of a compiled graph: tests/ops/test_view_writes.py
+    "a view {value} of an MXTensor in {value} cannot be written in a graph that has only the view: it shares scales or "
+    "copies with the whole; pass the whole tensor to the graph and write a view of it there",
+    "a graph cannot return a view {value} that cuts the blocks of an MXTensor and was made before a write in the "
+    "graph; make the view after the write, or return a clone() of it",
     # a table of configs that another version has written: tests/kernels/small_m/test_small_m.py
     "a row of a table of launch configs has the columns {value}, not {value}; "
     "measure the table again with python -m mxtensor.report.tune",

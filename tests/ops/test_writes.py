@@ -219,20 +219,6 @@ def test_chains_of_views_and_transposes_write_through():
     assert torch.equal(p[4].detach().dequantize(), w[4].dequantize())
 
 
-@pytest.mark.parametrize("format", ["mxfp8", "nvfp4"])
-def test_data_is_assigned_by_value(format):
-    """``p.data = values``: torch's own setter would leave codes that no longer match."""
-    p = nn.Parameter(mx.quantize(torch.randn(ROWS, COLS), format))
-    p.data = X
-    assert isinstance(p, mx.MXTensor) and same_bytes(p, mx.quantize(X, format))
-    p.data = mx.quantize(-X, format)
-    assert same_bytes(p, mx.quantize(-X, format))
-    nn.utils.vector_to_parameters(X.flatten(), [p])
-    assert same_bytes(p, mx.quantize(X, format))
-    with pytest.raises(ValueError, match=r"to values of shape \(3,\)"):
-        p.data = torch.ones(3)
-
-
 # ---------------------------------------------------------------------------------------------- training
 
 

@@ -1,6 +1,7 @@
 """The life of a quantized model: copied, saved, shared with workers, loaded, reparametrized, exported, compiled."""
 
 import copy
+import io
 import pickle
 import re
 import shutil
@@ -317,21 +318,55 @@ def test_an_ahead_of_time_package_runs(tmp_path, fresh_dynamo):
 # ---------------------------------------------------------------------------------------------- jit, Python, numpy
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+TORCHSCRIPT = pytest.mark.filterwarnings(
+    "ignore:`torch.jit:DeprecationWarning", "ignore:(You are using the legacy|The feature will be removed)"
+)
+
+
+def scripts(quantized, x):
+    """Every way into TorchScript: of a module, of a function that uses a weight, of a weight, of a view of one."""
+    weight, view = quantized[0].weight, quantized[0].weight.detach()[:, 3]
+    return [
+        lambda: torch.jit.trace(quantized, x),
+        lambda: torch.jit.script(quantized),
+        lambda: torch.jit.trace(lambda y: nn.functional.linear(y, weight), x),
+        lambda: torch.jit.trace(lambda y: y @ weight.t(), x),
+        lambda: torch.jit.trace(lambda y: y + weight.dequantize()[0], x),
+        lambda: torch.jit.trace(lambda y: y + 1, weight),
+        lambda: torch.jit.trace(lambda i: nn.functional.embedding(i, weight), torch.tensor([1, 2])),
+        lambda: torch.jit.trace(lambda y: mx.quantize(y, "mxfp8").dequantize(), x),
+        lambda: torch.onnx.export(quantized, (x,), io.BytesIO(), dynamo=False),
+        lambda: torch.jit.trace(lambda y: y[:, 0] + view[0] + weight[:, 3][0], x),
+    ]
+
+
+@TORCHSCRIPT
+@pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("config", ["mxfp8", "mxfp4-weight-only", "nvfp4"])
-def test_what_torch_jit_traces_computes_the_same(config):
+def test_torchscript_is_refused_before_it_records_zeros(config, grad):
     quantized, x = model(config).eval(), torch.randn(5, 64)
-    with torch.no_grad():
-        traced = torch.jit.trace(quantized, x)
-        for rows in (5, 7):
-            x = torch.randn(rows, 64)
-            assert torch.equal(traced(x), quantized(x))
+    y = quantized(x)
+    with torch.set_grad_enabled(grad):
+        for way_in in scripts(quantized, x):
+            with pytest.raises(
+                NotImplementedError, match=r"a saved program would compute with zeros; use torch\.export"
+            ):
+                way_in()
+    assert torch.equal(quantized(x), y) and not torch.jit.is_tracing()
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-def test_torch_jit_does_not_trace_training():
-    with pytest.raises(NotImplementedError, match="cannot record a layer that trains quantized"):
-        torch.jit.trace(model(mx.recipe.MXFP8BlockScaling()), torch.randn(5, 64))
+@TORCHSCRIPT
+def test_torchscript_takes_no_training_and_still_takes_plain_models():
+    trained, x = model(mx.recipe.MXFP8BlockScaling()), torch.randn(5, 64)
+    for convert in (lambda: torch.jit.trace(trained, x), lambda: torch.jit.script(trained)):
+        with pytest.raises(NotImplementedError, match=r"cannot record \w+\.weight \(TrainingWeight\): a saved program"):
+            convert()
+    plain = nn.Linear(64, 32)
+    refused = pytest.raises(NotImplementedError, match="cannot record a layer that trains quantized")
+    with mx.autocast(recipe=mx.recipe.MXFP8BlockScaling()), refused:
+        torch.jit.trace(plain, x)
+    for converted in (torch.jit.script(plain), torch.jit.trace(plain, x)):
+        assert torch.equal(converted(x), plain(x))
 
 
 def test_values_for_python_and_numpy():

@@ -13,7 +13,7 @@ from ...core.select import KERNEL_NAMES, perform, plan_for
 from ...core.tracing import is_traced
 from ..gemm import dequant, dot_scaled, emulated, scaled_grouped_mm, scaled_mm
 from ..small_m import kernel as small_m
-from .spec import GemmArgs, GemmOperand, data_of, facts_of, format_of
+from .spec import GemmArgs, GemmOperand, data_of, facts_of, format_of, without_lazy_signs
 
 GEMM: tuple[Kernel, ...] = (
     scaled_mm.KERNEL, dot_scaled.KERNEL, small_m.KERNEL, dequant.KERNEL, emulated.KERNEL,
@@ -54,6 +54,7 @@ def gemm(op: str, a: GemmOperand, b: GemmOperand, args: GemmArgs, prefer: str | 
     Accumulated in float32 and rounded once to ``args.out_dtype``. ``op`` names the caller in ``explain()``; ``prefer``
     names the kernel that must run. Raises ValueError for shapes that do not fit and for operands on two devices.
     """
+    a, b, args = without_lazy_signs(a, b, args)
     spec = _spec(op, a, b, args)
     _check_devices(op, spec.device, data_of(a), args.bias)
     left, right = spec.shapes
@@ -95,6 +96,7 @@ def grouped_gemm(
     if ends.dtype is not torch.int32:
         kind = str(ends.dtype).removeprefix("torch.")
         raise TypeError(f"{op}: the group ends must be int32, got {kind}; convert them with .to(torch.int32)")
+    a, b, args = without_lazy_signs(a, b, args)
     spec = _spec(op, a, b, args)
     _check_devices(op, spec.device, data_of(a), args.bias, ends)
     return perform(GROUPED, spec, a, b, ends, args, prefer=prefer)  # type: ignore[no-any-return]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple, TypeAlias
 
@@ -88,6 +88,23 @@ def data_of(operand: GemmOperand) -> Tensor:
     if isinstance(operand, Unquantized):
         return operand.x
     return operand.data if isinstance(operand, Operand) else operand.values
+
+
+def without_lazy_signs(a: GemmOperand, b: GemmOperand, args: GemmArgs) -> tuple[GemmOperand, GemmOperand, GemmArgs]:
+    """The arguments of a product with torch's lazy minus signs carried out: kernels read memory."""
+    if args.bias is not None and args.bias.is_neg():
+        args = args._replace(bias=args.bias.resolve_neg())
+    return _resolved(a), _resolved(b), args
+
+
+def _resolved(operand: GemmOperand) -> GemmOperand:
+    if isinstance(operand, Operand) or not data_of(operand).is_neg():
+        return operand
+    if isinstance(operand, Tensor):
+        return operand.resolve_neg()
+    if isinstance(operand, Unquantized):
+        return replace(operand, x=operand.x.resolve_neg())
+    return replace(operand, values=operand.values.resolve_neg())
 
 
 def facts_of(a: GemmOperand, b: GemmOperand, args: GemmArgs) -> Hashable:

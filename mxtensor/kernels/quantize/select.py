@@ -29,6 +29,7 @@ def cast_spec(op: str, x: Tensor, cast: Cast, *more: Tensor | None) -> Spec:
 def quantize_operand(x: Tensor, cast: Cast) -> Operand:
     """``reference.encode`` by the first kernel that accepts: the same bits and the same errors."""
     check_source(x)
+    x = x.resolve_neg()  # kernels read memory, and know no lazy minus sign
     return perform(QUANTIZE, cast_spec("quantize", x, cast), x, cast)  # type: ignore[no-any-return]
 
 
@@ -59,6 +60,7 @@ def _has_transposed_layout(operand: Operand) -> bool:
 def fake_quantize(x: Tensor, cast: Cast, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """The values of x in the format, in ``dtype``, without the global scale; and the global scale or None."""
     check_source(x)
+    x = x.resolve_neg()
     return perform(FAKE_QUANTIZE, cast_spec("fake quantize", x, cast), x, cast, dtype)  # type: ignore[no-any-return]
 
 

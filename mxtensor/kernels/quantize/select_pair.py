@@ -28,6 +28,7 @@ def quantize_operands(x: Tensor, cast: Cast, orientation: Orientation) -> tuple[
     if orientation is Orientation.COLUMNWISE:
         return None, quantize_operand(x.transpose(-1, -2), cast)
     check_source(x)
+    x = x.resolve_neg()  # kernels read memory, and know no lazy minus sign
     return perform(QUANTIZE_BOTH, cast_spec("quantize both", x, cast), x, cast)  # type: ignore[no-any-return]
 
 
@@ -66,5 +67,6 @@ def cast_pair(
             raise TypeError(f"{name} must be one float32, got {kind} {tuple(value.shape)}")
         if value.device != x.device:
             raise ValueError(f"{name} is on {value.device}, the values on {x.device}")
+    x = x.resolve_neg()
     operands = (x, cast, rowwise, columnwise, dtype, amax, record)
     return perform(PAIR, cast_spec("cast pair", x, cast, amax, record), *operands)  # type: ignore[no-any-return]

@@ -1,0 +1,33 @@
+"""How many writes to codes and scales there have been, so that values that were decoded before can be told from now's.
+
+torch does not count the writes of a rule: inside ``__torch_dispatch__`` the version counters of codes and scales stay.
+Writes that are only traced count by themselves, because they change no memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor
+
+_counts = {False: 0, True: 0}
+
+
+def note_write(target: Tensor) -> None:
+    """Call it after each write of a rule to ``target``, the codes or scales of any MXTensor."""
+    _counts[has_no_memory(target)] += 1
+
+
+def has_no_memory(t: Tensor) -> bool:
+    """Whether ``t`` stands for a tensor of a graph that is traced."""
+    return type(t) is not Tensor
+
+
+def state_of(components: Iterable[Tensor]) -> tuple[int, ...]:
+    """A key that changes with each write to ``components``, by a rule or by torch.
+
+    Inference tensors have no version.
+    """
+    components = list(components)
+    versions = (t._version for t in components if not t.is_inference())
+    return (_counts[has_no_memory(components[0])], *versions)

@@ -1,0 +1,345 @@
+"""Every op that writes a tensor, called on an MXTensor, on views of it, and on the values that they stand for.
+
+Ops come from three places: the in-place variants in torch's operator database, with torch's samples; every aten schema
+that writes an argument, with generated arguments; ``nn.init``. A call counts if the dense call works. Then the MXTensor
+must be what quantizing the dense result gives, or the call must have raised a sentence and changed nothing.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import islice
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+import mxtensor as mx
+from tests.helpers.opinfo import op_database, samples
+
+LAYOUTS = [
+    ("mxfp8", "rowwise"), ("mxfp8", "columnwise"), ("mxfp4", "both"), ("mxfp8[32x32]", "rowwise"), ("nvfp4", "both"),
+    ("nvfp4", "rowwise"), ("float8_row", "rowwise"),
+]  # fmt: skip
+SHAPES = ((8, 8), (8,), (2, 3, 8))
+SEVERAL = (
+    "nn.functional.alpha_dropout", "nn.functional.dropout", "nn.functional.feature_alpha_dropout", "nn.init.dirac_",
+    "nn.init.orthogonal_", "nn.init.sparse_", "nn.init.trunc_normal_",
+)  # fmt: skip
+"""Beginnings of the names of composites of several writes, each of which is rounded: that the view is written, and
+nothing else, is all that is compared."""
+
+
+def _flat(shape):
+    return torch.Size(shape).numel()
+
+
+VIEWS = {
+    "itself": (lambda s: s, lambda t, s: t),
+    "alias": (lambda s: s, lambda t, s: t.data),
+    "transposed": (lambda s: (*s[:-2], *reversed(s[-2:])), lambda t, s: t.transpose(-1, -2) if len(s) > 1 else t),
+    "rows": (lambda s: (s[0] + 3, *s[1:]), lambda t, s: t[2 : 2 + s[0]]),
+    "columns": (lambda s: (*s[:-1], s[-1] + 5), lambda t, s: t[..., 3 : 3 + s[-1]]),
+    "every other": (lambda s: (*s[:-1], 2 * s[-1] + 1), lambda t, s: t[..., 1::2].narrow(-1, 0, s[-1])),
+    "flat": (lambda s: (_flat(s) + 40,), lambda t, s: t.view(-1)[7 : 7 + _flat(s)].view(s)),
+    "one of many": (lambda s: (3, *s), lambda t, s: t.unbind(0)[1]),
+    "last index": (lambda s: (*s, 3), lambda t, s: t.select(-1, 1)),
+    "split": (lambda s: (*s[:-1], 2 * s[-1] + 1), lambda t, s: t.split(s[-1], -1)[1]),
+    "view of a view": (
+        lambda s: (2, *s[:-1], s[-1] + 5),
+        lambda t, s: t.transpose(0, -1)[2:].transpose(0, -1)[1].data.narrow(-1, 1, s[-1]),
+    ),
+    "window": (lambda s: (*s[:-1], s[-1] + 4), lambda t, s: t.unfold(-1, s[-1], 2).select(-2, 1)),
+}  # fmt: skip
+"""Name -> (the shape of the base for a view of a shape, the view)."""
+
+
+@dataclass
+class Tally:
+    """What became of the calls; keys of ``refused`` and ``wrong`` are (op, view, layout)."""
+
+    ops: set[str] = field(default_factory=set)
+    counts: Counter[str] = field(default_factory=Counter)
+    refused: dict[tuple[str, ...], str] = field(default_factory=dict)
+    wrong: dict[tuple[str, ...], str] = field(default_factory=dict)
+
+    def line(self) -> str:
+        counts = ", ".join(f"{n} {what}" for what, n in sorted(self.counts.items()))
+        return f"{len(self.ops)} ops: {counts}"
+
+
+def _pair(shape, layout, view):
+    """An MXTensor and its values, and a view of the shape of both; None if the layout needs more dimensions."""
+    base_shape, of = VIEWS[view]
+    whole = base_shape(tuple(shape))
+    format, orientation = layout
+    if len(whole) < 2 and orientation != "rowwise":
+        return None
+    if 0 in whole:
+        return None
+    w = mx.quantize(torch.randn(whole), format, orientation=orientation)
+    d = w.dequantize()
+    return w, d, of(w, tuple(shape)), of(d, tuple(shape))
+
+
+def _copies(w):
+    return [w.dequantize()] + ([w.transpose(-1, -2).dequantize()] if len(w.operands) > 1 else [])
+
+
+def _equal(a, b):
+    return torch.equal(a.nan_to_num(123.0), b.nan_to_num(123.0))
+
+
+def _are_written(got, expected, old, view, shape):
+    """Whether every copy has the written values. Outside of the view the second copy may keep its codes, which were
+    rounded once, from the high-precision values."""
+    if not _equal(got[0], expected[0]):
+        return False
+    if len(got) < 2:
+        return True
+    inside = torch.zeros_like(got[0])
+    VIEWS[view][1](inside, tuple(shape)).fill_(1)
+    blockwise = torch.where(inside.bool().mT, expected[1], old[1])
+    return _equal(got[1], expected[1]) or _equal(got[1], blockwise)
+
+
+def run_call(tally, name, call, shape, layout, view):
+    """``call(target)`` of a view of the shape in the layout; ``call`` writes ``target``."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", category=DeprecationWarning)
+        torch.manual_seed(2)
+        try:
+            pair = _pair(shape, layout, view)
+        except (RuntimeError, IndexError, ValueError):
+            pair = None
+        if pair is None:
+            return
+        w, d, target, dense = pair
+        before, shape_before, pointer = d.clone(), dense.shape, dense.data_ptr()
+        try:
+            torch.manual_seed(1)
+            call(dense)
+        except Exception:
+            return
+        if dense.shape != shape_before or dense.data_ptr() != pointer or dense.layout is not torch.strided:
+            return  # it got other memory, which is no write
+    tally.ops.add(name)
+    tally.counts["calls"] += 1
+    key = (name, view, " ".join(layout))
+    old = _copies(w)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            torch.manual_seed(1)
+            call(target)
+        except (NotImplementedError, ValueError, TypeError) as refusal:
+            said = str(refusal)
+            unchanged = all(_equal(a, b) for a, b in zip(_copies(w), old, strict=True))
+            if len(said.split()) < 9 or "MXTensor" not in said or not unchanged:
+                tally.wrong[key] = f"{type(refusal).__name__}: {said}; unchanged: {unchanged}"
+            else:
+                tally.refused[key] = said
+                tally.counts["refused"] += 1
+            return
+        except Exception as error:
+            tally.wrong[key] = f"{type(error).__name__}: {error}"
+            return
+    if d.isnan().any() and w.format.block[0] < 0:
+        return
+    got, expected = _copies(w), _copies(mx.quantize(d, w.format, orientation=w.orientation))
+    if name.startswith(SEVERAL):
+        outside = torch.ones_like(d)
+        VIEWS[view][1](outside, tuple(shape)).zero_()
+        same = _equal(got[0], old[0]) == _equal(d, before)
+        same &= bool(((got[0] - before) * outside).norm() <= 0.3 * before.norm())
+    else:
+        same = _are_written(got, expected, old, view, shape)
+        same |= _equal(d, before) and all(_equal(a, b) for a, b in zip(got, old, strict=True))
+    if not same and not _equal(d, _in_order(call, before, view, shape)):  # random numbers come in the order of strides
+        d = _in_order(call, before, view, shape)
+        expected = _copies(mx.quantize(d, w.format, orientation=w.orientation))
+        same = _are_written(got, expected, old, view, shape)
+    if not same:
+        vanished = _equal(got[0], old[0]) and not _equal(d, before)
+        tally.wrong[key] = "the write vanished" if vanished else f"{(got[0] - expected[0]).abs().max()} {got[0]}"
+        return
+    reads = target.dequantize()
+    if not _equal(reads, VIEWS[view][1](w, tuple(shape)).dequantize()):
+        tally.wrong[key] = "the view does not read what was written"
+    tally.counts["written" if not _equal(d, before) else "no change"] += 1
+
+
+def _in_order(call, before, view, shape):
+    """``before`` after the call on a contiguous copy of its view."""
+    values = before.clone()
+    part = VIEWS[view][1](values, tuple(shape))
+    copy = part.contiguous().clone()
+    torch.manual_seed(1)
+    call(copy)
+    part.copy_(copy)
+    return values
+
+
+# ---------------------------------------------------------------------------------------------- torch's samples
+
+
+def from_database(part, slices):
+    """(name, call, shape) of each in-place variant in torch's operator database, two samples of each."""
+    for name, op in islice(op_database().items(), part, None, slices):
+        inplace = op.get_inplace()
+        if inplace is None:
+            continue
+        usable = (s for s in samples(op, 6) if isinstance(s.input, torch.Tensor) and not s.broadcasts_input)
+        for sample in islice(usable, 2):
+
+            def call(target, inplace=inplace, sample=sample):
+                fresh = tree_map(
+                    lambda t: t.clone() if isinstance(t, torch.Tensor) else t, (sample.args, sample.kwargs)
+                )
+                inplace(target, *fresh[0], **fresh[1])
+
+            yield name, call, sample.input.shape
+
+
+# ---------------------------------------------------------------------------------------------- aten schemas
+
+INTEGERS = {"dim": -1, "dim0": 0, "dim1": -1, "diagonal": 0, "k": 0, "N": 3, "n": 2, "high": 5, "low": 1, "to": 9}
+FLOATS = {
+    "p": 0.4,
+    "lambd": 1.3,
+    "sigma": 0.7,
+    "std": 0.7,
+    "eps": 1e-3,
+    "to": 2.0,
+    "lr": 0.1,
+    "beta1": 0.9,
+    "beta2": 0.99,
+}
+NOT_WRITES = {"set_", "resize_", "resize_as_", "_resize_output_", "requires_grad_", "detach_", "rename_", "retain_grad"}
+"""They change the tensor and not its values; tests of their own refuse them."""
+
+
+def _is_written(argument):
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def _argument(argument, target, shape, variant, written):
+    """A value for one argument of a schema."""
+    kind, name = str(argument.type), argument.name
+    like = torch.randn(shape)
+    if kind == "Tensor":
+        if written:
+            return target
+        if name in ("mask", "condition"):
+            return like > 0
+        if name in ("index", "indices"):
+            return torch.zeros(shape, dtype=torch.int64)
+        return [like, like.abs() + 0.5, (like > 0), (like * 3).long().abs()][variant]
+    if kind in ("List[Tensor]", "List[Optional[Tensor]]"):
+        if written:
+            return [target]
+        return [like.abs()] if "step" not in name else [torch.tensor(1.0)]
+    if kind in ("Scalar", "number", "float"):
+        return FLOATS.get(name, 0.5 + variant)
+    if kind == "int":
+        return INTEGERS.get(name, 1)
+    if kind in ("List[int]", "List[SymInt]"):
+        return list(shape) if name in ("size", "shape", "sizes") else [-1] if name.startswith("dim") else [1]
+    if kind == "bool":
+        return variant % 2 == 1
+    if kind == "List[Scalar]" or kind == "List[number]":
+        return [0.5]
+    if kind == "str":
+        return "none"
+    raise LookupError(kind)
+
+
+def schemas():
+    """Every public overload of aten that writes an argument; private ones do not check their other arguments."""
+    for packet in sorted(dir(torch.ops.aten)):
+        found = getattr(torch.ops.aten, packet, None)
+        if not isinstance(found, torch._ops.OpOverloadPacket) or packet in NOT_WRITES:
+            continue
+        if "empty" in packet:  # its values are whatever the memory contained before
+            continue
+        if packet.startswith("_") and not packet.startswith(("_foreach_", "_fused_")):
+            continue
+        for overload in found.overloads():
+            op = getattr(found, overload)
+            if any(map(_is_written, op._schema.arguments)) and torch.Tag.inplace_view not in op.tags:
+                yield op
+
+
+def from_schemas(part, slices):
+    """(name, call, shape) of each overload of aten that writes, with the first arguments that a tensor takes."""
+    for op in islice(schemas(), part, None, slices):
+        for shape in SHAPES:
+            call = _callable(op, shape)
+            if call is not None:
+                yield str(op), call, shape
+                break
+
+
+def _callable(op, shape):
+    for variant in range(4):
+
+        def call(target, variant=variant):
+            torch.manual_seed(5)
+            if op._schema.name.removeprefix("aten::").startswith("_fused_") and not target.is_contiguous():
+                raise ValueError("torch's fused optimizers write elsewhere if a parameter is not contiguous")
+            args, kwargs = [], {}
+            first = next(a for a in op._schema.arguments if _is_written(a))
+            for a in op._schema.arguments:
+                wanted = not a.has_default_value() or _is_written(a)
+                if wanted and a.kwarg_only:
+                    kwargs[a.name] = _argument(a, target, shape, variant, a is first)
+                elif wanted:
+                    args.append(_argument(a, target, shape, variant, a is first))
+                elif not a.kwarg_only:
+                    args.append(a.default_value)
+            with torch.no_grad():
+                op(*args, **kwargs)
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            try:
+                target = torch.randn(shape)
+                pointer = target.data_ptr()
+                call(target)
+                if target.shape == torch.Size(shape) and target.data_ptr() == pointer:
+                    return call
+            except Exception:
+                continue
+    return None
+
+
+# ---------------------------------------------------------------------------------------------- nn.init
+
+
+def from_init(part, slices):
+    """(name, call, shape) of each function of nn.init."""
+    values = {"val": 0.3, "sparsity": 0.2}
+    for name, function in islice(inspect.getmembers(nn.init, inspect.isfunction), part, None, slices):
+        if not name.endswith("_") or name.startswith("_"):
+            continue
+        parameters = list(inspect.signature(function).parameters.values())[1:]
+        given = {p.name: values[p.name] for p in parameters if p.name in values}
+        shape = (4, 3, 8) if name == "dirac_" else (8, 8)
+        yield f"nn.init.{name}", lambda t, function=function, given=given: function(t, **given), shape
+
+
+SOURCES = {"database": from_database, "schemas": from_schemas, "init": from_init}
+
+
+def run(source, part=0, slices=1, views=VIEWS, layouts=LAYOUTS):
+    """Every call of one source; of several slices, one."""
+    tally = Tally()
+    for name, call, shape in SOURCES[source](part, slices):
+        for layout in layouts:
+            for view in views:
+                run_call(tally, name, call, shape, layout, view)
+    return tally
