@@ -32,7 +32,7 @@ from .numerics.formats import (
 from .numerics.operand import Operand
 from .recipe.kernel_preference import KernelPreference
 from .recipe.linear_recipe import LinearRecipe
-from .tensor.mxtensor import MXTensor, rebuild
+from .tensor.mxtensor import MXTensor, rebuild, rebuild_with_attributes
 from .tensor.quantize import quantize
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from .training.autocast import autocast
     from .training.grad_scaler import MXFP8GradientScaler
     from .training.model_init import quantized_model_init
+    from .training.track import track_delayed_scaling
 
 __version__ = "0.1.0"
 
@@ -103,6 +104,7 @@ __all__ = [
     "recipe",
     "strict",
     "to_mxfp8",
+    "track_delayed_scaling",
 ]
 
 _LAZY = {
@@ -121,6 +123,7 @@ _LAZY = {
     "training.grad_scaler": ("MXFP8GradientScaler",),
     "training.model_init": ("quantized_model_init",),
     "training.optim": ("optim",),
+    "training.track": ("track_delayed_scaling",),
 }  # fmt: skip
 """Module -> the names loaded on first use: it imports torch's compiler, which takes longer than importing torch."""
 _MODULES = ("checkpoint", "nn", "optim", "parallel")
@@ -140,4 +143,4 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-_torch.serialization.add_safe_globals([rebuild])
+_torch.serialization.add_safe_globals([rebuild, rebuild_with_attributes])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from importlib import import_module
 from typing import Any, TypeVar
@@ -12,11 +12,14 @@ from torch import nn
 
 from ..numerics.formats import Orientation
 from ..recipe.linear_recipe import LinearRecipe
+from ..tensor.attributes import set_attributes, user_attributes
 from ..tensor.mxtensor import MXTensor, quantize_as
 from ..training.state_dict import register_state_dict_hooks
 from ..training.training_weight import values_of
 from .configs import Config, recipe_of
-from .weights import FilterFn, Kind, weights_to_quantize
+from .instance_methods import count_codes, show_format
+from .plan import Change, planned
+from .weights import FilterFn, Weight, unknown_experts, weights_to_quantize
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -31,65 +34,123 @@ def quantize_(model: ModuleT, config: Config, filter_fn: FilterFn | None = None)
 
     ``filter_fn(module, fqn) -> bool`` is called for every nn.Linear, nn.MultiheadAttention and nn.Embedding, and for
     transformers' Conv1D and modules of stacked experts. The default skips embeddings, layers that share a weight with
-    one, ``lm_head`` and routers. Embeddings and experts are not trained quantized. Returns ``model``.
+    one, ``lm_head`` and routers. Embeddings and experts are not trained quantized; a warning names the experts that a
+    recipe for training leaves in high precision. Returns ``model``.
 
-    Raises ValueError or TypeError for an unknown config, and ValueError for a weight that is not a parameter (as under
-    weight_norm), both before anything is changed. Warns if no layer matches. Make the optimizer for training after this
-    call: parameters are new objects over the same memory.
+    Every weight is checked before the first one changes: if this raises ValueError or TypeError, for an unknown config
+    or for a weight that cannot be quantized (no parameter, as under weight_norm; not floating-point; sparse; sharded;
+    without values), the model is as it was. A failure after that, such as an interrupt or too little memory, restores a
+    model for training. For inference each original is freed when its weight is quantized, so that the model takes at
+    most the memory of one weight more than before; the model is then usable, each weight quantized or as it was, and
+    another call quantizes the rest.
+
+    Warns if no layer matches. Make the optimizer for training after this call: parameters are new objects over the same
+    memory, with the attributes that were set on the old ones.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"quantize_ takes a module, not a {type(model).__name__}; for a tensor use mx.quantize(x, format)"
         )
     recipe = recipe_of(config)
-    found = [f for f in weights_to_quantize(model, filter_fn) if f[2].trains or not recipe.trains]
-    if not found:
-        done = any(isinstance(parameter, MXTensor) for parameter in model.parameters())
-        why = (
-            "its weights are quantized already, and frozen; quantize the model anew from its high-precision values"
-            if done
-            else f"no nn.Linear, nn.MultiheadAttention or nn.Embedding of {type(model).__name__} passed the filter"
-        )
-        warnings.warn(f"quantize_ changed nothing: {why}", UserWarning, stacklevel=2)
-    originals: dict[int, nn.Parameter] = {}  # keeps them alive, so that no new parameter gets the same id
-    shared: dict[int, nn.Parameter] = {}
-    for module, name, kind in _progress(found, sum(getattr(m, n).numel() for m, n, _ in found)):
-        weight = getattr(module, name)
-        if id(weight) not in shared:
-            originals[id(weight)] = weight
-            shared[id(weight)] = _parameter(weight, module, kind, recipe)
-        setattr(module, name, shared[id(weight)])
-    changed = dict.fromkeys(module for module, _, _ in found)
-    if recipe.trains:  # a module that the filter skipped, such as an embedding, can share a weight
-        for module in model.modules():
-            for name, parameter in list(module._parameters.items()):
-                if id(parameter) in originals:
-                    setattr(module, name, shared[id(parameter)])
-                    changed[module] = None
-    for module in changed:
-        register_state_dict_hooks(module)
+    weights = weights_to_quantize(model, filter_fn)
+    left_out: list[Weight] = []
+    if recipe.trains:
+        weights, left_out = _that_train(weights)
+        left_out += unknown_experts(model) if filter_fn is None else ()
+    changes = planned(model, weights, recipe)
+    if left_out or not changes:
+        _warn(model, changes, left_out)
+    _convert(changes, recipe)
+    if recipe.trains:
+        for weight in left_out:
+            _training("left_out").watch(weight.module, weight.name)
+    else:
+        count_codes(model)
     return model
 
 
-def _progress(items: list[Any], values: int) -> Iterable[Any]:
-    """``items`` with a progress bar for large models, if tqdm is installed."""
-    if values < 100_000_000:
-        return items
+def _that_train(weights: Sequence[Weight]) -> tuple[list[Weight], list[Weight]]:
+    """The weights whose three products can be quantized, and those of products that cannot."""
+    train = [weight for weight in weights if weight.kind.trains]
+    return train, [weight for weight in weights if not weight.kind.trains and weight.kind.multiplies]
+
+
+def _warn(model: nn.Module, changes: Sequence[Change], left_out: Sequence[Weight]) -> None:
+    if left_out:
+        begin = "quantize_" if changes else "quantize_ changed nothing"
+        experts = _training("left_out").describe(left_out, model)
+        warnings.warn(f"{begin}: {experts}, which do not train quantized", UserWarning, stacklevel=3)
+        return
+    done = any(isinstance(parameter, MXTensor) for parameter in model.parameters())
+    why = (
+        "its weights are quantized already, and frozen; quantize the model anew from its high-precision values"
+        if done
+        else f"no nn.Linear, nn.MultiheadAttention or nn.Embedding of {type(model).__name__} passed the filter"
+    )
+    warnings.warn(f"quantize_ changed nothing: {why}", UserWarning, stacklevel=3)
+
+
+# ---------------------------------------------------------------------------------------------- one weight by one
+
+
+def _convert(changes: Sequence[Change], recipe: LinearRecipe) -> None:
+    """Replace the weights, one by one. What is shared by two weights is their memory, or nothing: for training, all
+    replaced parameters can wait for the end, in case of a failure; for inference, each is freed at once."""
+    replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
+    try:
+        for change in _progress(changes):
+            _replace(change, recipe, replaced)
+            if not recipe.trains:
+                replaced.clear()
+    except BaseException:
+        for module, name, original in reversed(replaced):
+            setattr(module, name, original)
+        raise
+
+
+def _replace(change: Change, recipe: LinearRecipe, replaced: list[tuple[nn.Module, str, nn.Parameter]]) -> None:
+    """Replace a weight in all its places; ``replaced`` gets the original before each one."""
+    module, name = change.places[0]
+    original = getattr(module, name)
+    parameter = _parameter(original, module, change.orientation, recipe)
+    for module, name in change.places:
+        register_state_dict_hooks(module)
+        show_format(module)
+        replaced.append((module, name, original))
+        setattr(module, name, parameter)
+
+
+def _progress(changes: Sequence[Change]) -> Iterable[Change]:
+    """``changes`` with a progress bar for large models, if tqdm is installed."""
+    if sum(change.values for change in changes) < 100_000_000:
+        return changes
     try:
         from tqdm.auto import tqdm
     except ImportError:
-        return items
-    return tqdm(items, desc="quantizing", unit="weight")  # type: ignore[no-any-return]
+        return changes
+    return tqdm(changes, desc="quantizing", unit="weight")  # type: ignore[no-any-return]
 
 
-def _parameter(weight: nn.Parameter, module: nn.Module, kind: Kind, recipe: LinearRecipe) -> nn.Parameter:
-    """The parameter that replaces ``weight``."""
+def _parameter(weight: nn.Parameter, module: nn.Module, orientation: Orientation, recipe: LinearRecipe) -> nn.Parameter:
+    """The parameter that replaces ``weight``, with its attributes."""
     if recipe.trains:
-        if kind.orientation is Orientation.COLUMNWISE:  # FSDP2 shards the dimension that products contract
+        if orientation is Orientation.COLUMNWISE:  # FSDP2 shards the dimension that products contract
             recipe = replace(recipe, quantized_gather=False)
-        # Imported for those who train: it brings torch's compiler, which takes longer to import than all of torch.
-        training = import_module(".training", __package__)
-        return training.training_parameter(weight, recipe)  # type: ignore[no-any-return]
+        parameter = _training("training").training_parameter(weight, recipe)
+    else:
+        stored = inference_recipe(module, recipe)
+        parameter = nn.Parameter(quantize_as(values_of(weight), stored, orientation), requires_grad=False)
+    return set_attributes(parameter, user_attributes(weight))  # type: ignore[no-any-return]
+
+
+def inference_recipe(module: nn.Module, recipe: LinearRecipe) -> LinearRecipe:
+    """The recipe of a stored weight of ``module``: a lookup has no activation to cast."""
     if isinstance(module, nn.Embedding):
-        recipe = LinearRecipe.inference(recipe.stored, None, recipe.kernel_preference)
-    return nn.Parameter(quantize_as(values_of(weight), recipe, kind.orientation), requires_grad=False)
+        return LinearRecipe.inference(recipe.stored, None, recipe.kernel_preference)
+    return recipe
+
+
+def _training(name: str) -> Any:
+    """A module of this folder for those who train: it brings torch's compiler, which takes longer to import than all of
+    torch."""
+    return import_module(f".{name}", __package__)

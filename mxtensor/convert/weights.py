@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -29,6 +29,28 @@ class Kind:
     """Which dimension products contract: ROWWISE the last one, of (out, in); COLUMNWISE the first, of (in, out)."""
     trains: bool = True
     """Whether the three products of training can be quantized."""
+    multiplies: bool = True
+    """Whether its weights enter a product; False for a lookup."""
+
+
+class Weight(NamedTuple):
+    """A weight that the filter has accepted."""
+
+    module: nn.Module
+    name: str
+    kind: Kind
+    module_name: str
+    """The fully qualified name of the module; empty for the model itself."""
+
+    @property
+    def value(self) -> nn.Parameter:
+        """The parameter, which a plan does not hold."""
+        return getattr(self.module, self.name)  # type: ignore[no-any-return]
+
+    @property
+    def fqn(self) -> str:
+        """The name of the parameter in the model."""
+        return f"{self.module_name}.{self.name}" if self.module_name else self.name
 
 
 def _is(kind: type[nn.Module]) -> Callable[[nn.Module], bool]:
@@ -73,7 +95,7 @@ def _are_parallel_experts(module: nn.Module) -> bool:
 KINDS = (
     Kind(_is(nn.Linear), ("weight",)),
     Kind(_is(nn.MultiheadAttention), ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")),
-    Kind(_is(nn.Embedding), ("weight",), trains=False),
+    Kind(_is(nn.Embedding), ("weight",), trains=False, multiplies=False),
     Kind(_is_conv1d, ("weight",), Orientation.COLUMNWISE),
     *(Kind(_are_experts(names, transposed=False), names, trains=False) for names in EXPERTS),
     *(Kind(_are_experts(names, transposed=True), names, Orientation.COLUMNWISE, trains=False) for names in EXPERTS),
@@ -95,8 +117,8 @@ def _tied_to_lookups(model: nn.Module) -> set[int]:
     return {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
 
 
-def _weights(model: nn.Module, filter_fn: FilterFn) -> Iterator[tuple[nn.Module, str, Kind]]:
-    """(module, parameter name, kind of module) of every weight that ``filter_fn`` accepts."""
+def _weights(model: nn.Module, filter_fn: FilterFn) -> Iterator[Weight]:
+    """Every weight that ``filter_fn`` accepts."""
     for fqn, module in model.named_modules():
         kind = next((kind for kind in KINDS if kind.matches(module)), None)
         if kind is not None and filter_fn(module, fqn):
@@ -104,7 +126,19 @@ def _weights(model: nn.Module, filter_fn: FilterFn) -> Iterator[tuple[nn.Module,
                 weight = getattr(module, name, None)
                 if weight is not None and not isinstance(weight, MXTensor):
                     _check_parameter(weight, f"{fqn}.{name}" if fqn else name)
-                    yield module, name, kind
+                    yield Weight(module, name, kind, fqn)
+
+
+_UNKNOWN = Kind(lambda module: False, (), trains=False)
+
+
+def unknown_experts(model: nn.Module) -> Iterator[Weight]:
+    """The stacks of weights of modules that are experts by the name of their class, and of no kind that is known."""
+    for fqn, module in model.named_modules():
+        if "Expert" in type(module).__name__ and not any(kind.matches(module) for kind in KINDS):
+            for name, parameter in module._parameters.items():
+                if parameter is not None and parameter.dim() > 1 and "bias" not in name:
+                    yield Weight(module, name, _UNKNOWN, fqn)
 
 
 def _check_parameter(weight: Any, fqn: str) -> None:
@@ -122,8 +156,8 @@ def _check_parameter(weight: Any, fqn: str) -> None:
         )
 
 
-def weights_to_quantize(model: nn.Module, filter_fn: FilterFn | None) -> list[tuple[nn.Module, str, Kind]]:
-    """(module, parameter name, kind of module) of every weight that ``filter_fn`` accepts; None: ``default_filter``.
+def weights_to_quantize(model: nn.Module, filter_fn: FilterFn | None) -> list[Weight]:
+    """Every weight that ``filter_fn`` accepts; None: ``default_filter``.
 
     The default also skips layers whose weight is that of an embedding. Raises ValueError for a weight that is not a
     parameter, is sharded or has no values yet.
@@ -131,5 +165,5 @@ def weights_to_quantize(model: nn.Module, filter_fn: FilterFn | None) -> list[tu
     found = list(_weights(model, filter_fn or default_filter))
     if filter_fn is None:
         lookups = _tied_to_lookups(model)
-        found = [(module, name, kind) for module, name, kind in found if id(getattr(module, name)) not in lookups]
+        found = [weight for weight in found if id(weight.value) not in lookups]
     return found

@@ -54,6 +54,7 @@ ATTRIBUTES = {
     "_base": "the tensor that a view was made of; documented under Tensor Views",
     "_can_decompose": "of an op: whether it is a composite; inference mode hands composites over whole",
     "_enabled": "of torch.amp.GradScaler: is_enabled() asks nothing else",
+    "_forward_pre_hooks": "of torch.nn.Module: its hooks, of which one is registered only once",
     "_is_view": "whether autograd regards a tensor as a view",
     "_load_from_state_dict": "of torch.nn.Module; documented as the method to override",
     "_overloadname": "of an op: the name after the dot",
@@ -64,6 +65,7 @@ ATTRIBUTES = {
     "_parameters": "of torch.nn.Module: parameters by their own names, None among them",
     "_per_optimizer_states": "of torch.amp.GradScaler: whether an optimizer's gradients were finite",
     "_qkv_same_embed_dim": "of torch.nn.MultiheadAttention: whether it has one weight for query, key and value",
+    "_state_dict_hooks": "of torch.nn.Module: its hooks, of which one is registered only once",
     "_save_to_state_dict": "of torch.nn.Module: saves what the module itself owns",
     "_schema": "of an op: its arguments, defaults and which of them it writes",
     "_version": "of a tensor: counts writes; documented under in-place correctness checks",
@@ -106,6 +108,23 @@ function_mode_stack: Callable[[], list[Any]] = torch.overrides._get_current_func
 
 torch has no public way to list them. Missing: ``import mxtensor`` fails.
 """
+_push_function_mode: Callable[[Any], Any] = torch.overrides._push_mode
+_pop_function_mode: Callable[[], Any] = torch.overrides._pop_mode
+
+
+def remove_function_mode(mode: Any) -> None:
+    """Take a ``TorchFunctionMode`` from the stack of this thread, wherever in the stack it is; nothing if it is not.
+
+    ``mode.__exit__`` takes the innermost mode, whichever that is, and a generator may leave its block when others are
+    above. torch has no public way to take another one. Missing: ``import mxtensor`` fails.
+    """
+    if not any(other is mode for other in function_mode_stack()):  # the stack of another thread
+        return
+    above = []
+    while (popped := _pop_function_mode()) is not mode:
+        above.append(popped)
+    for other in reversed(above):
+        _push_function_mode(other)
 
 
 def is_exporting() -> bool:

@@ -122,6 +122,26 @@ def distributed_caller(module: str) -> FrameType | None:
     return frame if frame is not None and frame.f_globals.get("__name__") == f"torch.distributed.{module}" else None
 
 
+# ---------------------------------------------------------------------------------------------- nn.Module
+
+
+def is_swapped_by_module() -> bool:
+    """Whether the caller's attribute is being set by ``torch.utils.swap_tensors`` for ``nn.Module._apply``.
+
+    torch converts a parameter of a wrapper subclass by exchanging it with a new one, and has no hook there. A user's
+    own exchange has to take all attributes along. Missing (another name): False, and attributes of users are lost.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return False
+    frame: FrameType | None = sys._getframe(2)
+    for _ in range(3):
+        if frame is None or frame.f_code.co_name == "swap_tensors":
+            break
+        frame = frame.f_back
+    caller = None if frame is None else frame.f_back
+    return caller is not None and caller.f_globals.get("__name__") == torch.nn.Module.__module__
+
+
 # ---------------------------------------------------------------------------------------------- torch.compile
 
 

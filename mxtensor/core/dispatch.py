@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import torch
+
+from .scopes import Scopes
 
 Rule = Callable[..., Any]
 
@@ -45,22 +46,28 @@ def implements_function(*functions: Any) -> Callable[[Rule], Rule]:
     return _register(FUNCTION_TABLE, functions)
 
 
-_strict: ContextVar[bool] = ContextVar("mxtensor_strict", default=False)
+_strict: Scopes[bool] = Scopes("strict", False)
 
 
 @contextmanager
 def strict() -> Iterator[None]:
-    """Inside the block, an op that would dequantize an MXTensor raises a NotImplementedError that names it."""
-    token = _strict.set(True)
-    try:
+    """Inside the block, an op that would dequantize an MXTensor raises a NotImplementedError that names it.
+
+    So does a product that a recipe for training leaves in high precision because it has no rule for it, such as that of
+    stacked experts.
+    """
+    with _strict.block(True):
         yield
-    finally:
-        _strict.reset(token)
+
+
+def is_strict() -> bool:
+    """Whether there is an enclosing ``strict()``. False while Dynamo traces, which cannot read a ContextVar."""
+    return not torch.compiler.is_dynamo_compiling() and _strict.get()
 
 
 def refuse_if_strict(op: str, reason: str, home: str) -> None:
     """Raise NotImplementedError if ``op`` would dequantize inside ``strict()``; ``home``: the file for a rule of it."""
-    if not torch.compiler.is_dynamo_compiling() and _strict.get():
+    if is_strict():
         raise NotImplementedError(
             f"{op} would dequantize ({reason}), which mx.strict() forbids; "
             f"a rule for it would go to mxtensor/ops/{home}"

@@ -6,19 +6,27 @@ import math
 import textwrap
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from .kernel import Spec, describe_operand
+from .scopes import Scopes
 
 WIDTH = 100
 """Columns of a terminal that a table fills at most."""
 MOST_LISTED = 3
 """Different numbers of rows that a line of the table lists; more are shown as a range."""
+MAX_ENTRIES = 4_096
+"""Entries that a log holds; later decisions are only counted, so that an ``explain()`` left open stays small."""
+MAX_LINES = 256
+"""Kinds of decisions that are counted after that."""
+MAX_PENDING = 128
+"""Entries of a line whose times are not added up yet: adding the time of a GPU waits for it."""
+MAX_REASONS = 100
+"""Refusals that a line lists."""
 
 # ---------------------------------------------------------------------------------------------- time
 
@@ -90,8 +98,34 @@ class Log:
     """What ``explain()`` yields: the decisions taken inside its block, in order."""
 
     entries: list[Entry] = field(default_factory=list)
+    """The first MAX_ENTRIES decisions; the table counts the later ones too."""
     time: bool = False
     """Whether each entry is timed."""
+    later: dict[Any, _Line] = field(default_factory=dict, repr=False)
+    """The decisions after MAX_ENTRIES, by kind."""
+    unlisted: int = 0
+    """The decisions after these of further kinds."""
+
+    def add(self, entry: Entry) -> None:
+        """Log a decision, or count it if there are MAX_ENTRIES already."""
+        if len(self.entries) < MAX_ENTRIES:
+            self.entries.append(entry)
+            return
+        kind = _kind(entry)
+        line = self.later.get(kind)
+        if line is None:
+            if len(self.later) >= MAX_LINES:
+                self.unlisted += 1
+                return
+            line = self.later[kind] = _Line(entry)
+        line.count(entry, self.time)
+
+    def __len__(self) -> int:
+        """The number of decisions."""
+        return len(self.entries) + sum(line.calls for line in list(self.later.values())) + self.unlisted
+
+    def __bool__(self) -> bool:
+        return True
 
     def __str__(self) -> str:
         return self.table()
@@ -104,17 +138,31 @@ class Log:
         """
         if not self.entries:
             return "no MXTensor operation ran"
-        kinds: dict[Any, list[Entry]] = {}
+        kinds: dict[Any, _Line] = {}
         for entry in self.entries:
-            kinds.setdefault(_kind(entry), []).append(entry)
-        lines = [_Line(entries) for entries in kinds.values()]
+            kind = _kind(entry)
+            if kind not in kinds:
+                kinds[kind] = _Line(entry)
+            kinds[kind].count(entry, self.time)
+        for kind, later in list(self.later.items()):
+            kinds.setdefault(kind, _Line(later.first)).join(later)
+        lines = list(kinds.values())
         if self.time:
             lines.sort(key=lambda line: -1.0 if line.ms is None else line.ms, reverse=True)
-        return _printed(lines, self.time, refused)
+        return _printed(lines, self.time, refused) + self._left_out()
+
+    def _left_out(self) -> str:
+        """A sentence below the table if decisions were counted only."""
+        if not self.later and not self.unlisted:
+            return ""
+        sentence = f"log.entries holds the first {len(self.entries)} of {len(self)} decisions; the table counts "
+        sentence += "all of them" if not self.unlisted else f"all but {self.unlisted} of further kinds"
+        return "\n" + "\n".join(textwrap.wrap(sentence, WIDTH))
 
 
-_log: ContextVar[Log | None] = ContextVar("mxtensor_log", default=None)
-_running: ContextVar[Timer | None] = ContextVar("mxtensor_running", default=None)
+LOGS: Scopes[Log | None] = Scopes("log", None)
+"""The logs of open ``explain()`` blocks."""
+_RUNNING: Scopes[Timer | None] = Scopes("running", None)
 
 
 @contextmanager
@@ -128,45 +176,35 @@ def explain(time: bool = False) -> Iterator[Log]:
         yield log
 
 
-@contextmanager
-def use_log(log: Log) -> Iterator[Log]:
+def use_log(log: Log) -> AbstractContextManager[Log]:
     """Decisions inside the block are logged in ``log``."""
-    token = _log.set(log)
-    try:
-        yield log
-    finally:
-        _log.reset(token)
-
-
-current_log = _log.get
-"""The log of the innermost ``explain()``; None without one."""
+    return LOGS.block(log)  # type: ignore[return-value]
 
 
 def record(spec: Spec, kernel: str, refusals: dict[str, str]) -> Entry | None:
-    """Append a decision to the innermost ``explain()`` and return the entry; None without one."""
+    """Add a decision to the innermost ``explain()`` and return the entry; None without one."""
     if torch.compiler.is_dynamo_compiling():
         return None  # Dynamo reads this Python itself; rules that run below it are logged
-    log = _log.get()
+    log = LOGS.get()
     if log is None:
         return None
     entry = Entry(spec, kernel, refusals)
-    log.entries.append(entry)
+    log.add(entry)
     return entry
 
 
 @contextmanager
 def measure(entry: Entry | None) -> Iterator[None]:
     """The work of an entry happens inside the block, which is timed if its log is."""
-    log = None if entry is None else _log.get()
+    log = None if entry is None else LOGS.get()
     if entry is None or log is None or not log.time or not _can_time(entry.spec):
         yield
         return
-    outer, timer = _running.get(), Timer(entry.spec.device)
-    token = _running.set(timer)
+    outer, timer = _RUNNING.get(), Timer(entry.spec.device)
     try:
-        yield
+        with _RUNNING.block(timer):
+            yield
     finally:
-        _running.reset(token)
         timer.end()
         entry.timers.append(timer)
         if outer is not None:
@@ -192,26 +230,68 @@ def _kind(entry: Entry) -> tuple[Any, ...]:
 
 
 class _Line:
-    """Entries of one kind."""
+    """Entries of one kind: how many, and what a table shows of them."""
 
-    def __init__(self, entries: list[Entry]) -> None:
-        self.entries, self.spec, self.kernel = entries, entries[0].spec, entries[0].kernel
-        times = [ms for ms in (entry.ms for entry in entries) if ms is not None]
-        self.ms = sum(times) if times else None
+    def __init__(self, first: Entry) -> None:
+        self.first, self.spec, self.kernel = first, first.spec, first.kernel
+        self.calls = 0
+        self.rows: list[int] = []
+        """The numbers of rows of the first operand, sorted: all if they are few, else the least and the largest."""
+        self.refusals: dict[tuple[str, str], None] = {}
+        self._ms: float | None = None
+        self._timers: list[list[Timer]] = []
+        """Of entries whose time has not been added: a GPU is not waited for while it works."""
+
+    def count(self, entry: Entry, timed: bool) -> None:
+        """Add an entry."""
+        self.calls += 1
+        if entry.spec.shapes:
+            self._add_rows([math.prod(entry.spec.shapes[0][:-1])])
+        if len(self.refusals) < MAX_REASONS:
+            self.refusals.update(dict.fromkeys(entry.refusals.items()))
+        if timed:
+            self._timers.append(entry.timers)  # the work is still to come
+            if len(self._timers) > MAX_PENDING:
+                self._add_times(MAX_PENDING // 2)
+
+    def join(self, other: _Line) -> None:
+        """Add all entries of a line of the same kind."""
+        self.calls += other.calls
+        self._add_rows(other.rows)
+        self.refusals.update(other.refusals)
+        self._timers += other._timers
+        self._add_ms(other._ms)
+
+    def _add_rows(self, rows: list[int]) -> None:
+        if rows != self.rows:
+            both = sorted({*self.rows, *rows})
+            self.rows = both if len(both) <= MOST_LISTED + 1 else [*both[:MOST_LISTED], both[-1]]
+
+    def _add_ms(self, ms: float | None) -> None:
+        if ms is not None:
+            self._ms = ms + (self._ms or 0.0)
+
+    def _add_times(self, number: int) -> None:
+        for timers in self._timers[:number]:
+            self._add_ms(timers[0].ms() if timers else None)
+        del self._timers[:number]
+
+    @property
+    def ms(self) -> float | None:
         """Of all entries that have a time."""
+        self._add_times(len(self._timers))
+        return self._ms
 
     def operands(self) -> str:
         shapes: list[Any] = list(self.spec.shapes)
-        firsts = {entry.spec.shapes[:1] for entry in self.entries}
-        if len(firsts) > 1:
-            rows = sorted({math.prod(first[0][:-1]) for first in firsts})
-            listed = ",".join(map(str, rows)) if len(rows) <= MOST_LISTED else f"{rows[0]}..{rows[-1]}"
+        if len(self.rows) > 1:
+            few = len(self.rows) <= MOST_LISTED
+            listed = ",".join(map(str, self.rows)) if few else f"{self.rows[0]}..{self.rows[-1]}"
             shapes[0] = f"{{{listed}}}x{shapes[0][-1]}"
         return ", ".join(map(describe_operand, self.spec.formats, shapes))
 
     def reasons(self) -> list[str]:
-        pairs = dict.fromkeys(pair for entry in self.entries for pair in entry.refusals.items())
-        return [f"{', '.join(names)}: {reason}" for reason, names in by_reason(list(pairs)).items()]
+        return [f"{', '.join(names)}: {reason}" for reason, names in by_reason(list(self.refusals)).items()]
 
 
 SHORT = (("bfloat16", "bf16"), ("float16", "fp16"), ("float32", "fp32"), ("float64", "fp64"))
@@ -243,7 +323,7 @@ def _fitted(rows: list[list[str]], spare: int) -> None:
 def _printed(lines: list[_Line], timed: bool, refused: bool) -> str:
     """The table as text."""
     rows = [["op", "operands"], *([line.spec.op, line.operands()] for line in lines)]
-    counts = ["calls", *(str(len(line.entries)) for line in lines)]
+    counts = ["calls", *(str(line.calls) for line in lines)]
     times = ["ms", *("-" if line.ms is None else f"{line.ms:.3f}" for line in lines)]
     kernels = ["kernel", *(line.kernel for line in lines)]
     columns = [counts, times] if timed else [counts]

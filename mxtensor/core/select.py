@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar
 from typing import Any
 
 import torch
 
-from .explain import Log, current_log, measure, record, use_log
+from .explain import LOGS, Log, measure, record, use_log
 from .kernel import Kernel, Spec, describe, elsewhere
 from .plan import PLANS, Plan
+from .scopes import Scopes
 
 KERNEL_NAMES: set[str] = set()
 """Names that ``kernels()`` accepts: those of the product kernels, entered by ``kernels/gemm/select.py``."""
-_forced: ContextVar[str | None] = ContextVar("mxtensor_kernels", default=None)
+_forced: Scopes[str | None] = Scopes("kernels", None)
 
 
 def forced_kernel() -> str | None:
@@ -31,11 +31,8 @@ def kernels(name: str) -> Iterator[None]:
     """
     if name not in KERNEL_NAMES:
         raise ValueError(f"unknown product kernel {name!r}; the product kernels are {', '.join(sorted(KERNEL_NAMES))}")
-    token = _forced.set(name)
-    try:
+    with _forced.block(name):
         yield
-    finally:
-        _forced.reset(token)
 
 
 # ---------------------------------------------------------------------------------------------- plans
@@ -125,12 +122,14 @@ def perform(
 
 def is_observed() -> bool:
     """Whether there is an enclosing ``explain()`` or ``kernels()``: then no launch of a plan is used."""
-    return _forced.get() is not None or current_log() is not None
+    if _forced.latest() is None and LOGS.latest() is None:
+        return False
+    return _forced.get() is not None or LOGS.get() is not None
 
 
 def dispatch_context() -> tuple[Log | None, str | None]:
     """The enclosing ``explain()`` and ``kernels()``, for a backward pass to restore."""
-    return (None, None) if torch.compiler.is_dynamo_compiling() else (current_log(), _forced.get())
+    return (None, None) if torch.compiler.is_dynamo_compiling() else (LOGS.get(), _forced.get())
 
 
 def restore_context(log: Log | None, forced: str | None) -> AbstractContextManager[None]:
@@ -140,10 +139,8 @@ def restore_context(log: Log | None, forced: str | None) -> AbstractContextManag
 
 @contextmanager
 def _restore_context(log: Log | None, forced: str | None) -> Iterator[None]:
-    token = _forced.set(forced) if forced is not None and _forced.get() is None else None
-    try:
-        with use_log(log) if log is not None and current_log() is None else nullcontext():
-            yield
-    finally:
-        if token is not None:
-            _forced.reset(token)
+    with (
+        _forced.block(forced) if forced is not None and _forced.get() is None else nullcontext(),
+        use_log(log) if log is not None and LOGS.get() is None else nullcontext(),
+    ):
+        yield

@@ -84,11 +84,3 @@ class ParameterModule(nn.Module):
             parameter.copy_(spread(values, parameter))
             if preserves(parameter):
                 preserve(parameter, values)
-
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
-        parameters: dict[str, Any] = {name: p for name, p in self._parameters.items() if p is not None and preserves(p)}
-        preserved = {name: parameter.get_high_precision_init_val() for name, parameter in parameters.items()}
-        out = super()._apply(fn, recurse)
-        for name, values in preserved.items():  # torch swaps the whole tensor with its attributes
-            preserve(self._parameters[name], values)
-        return out

@@ -8,6 +8,7 @@ last dimension. This file is longer than others because torch looks for its whol
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Callable
 from typing import Any
@@ -29,6 +30,7 @@ from ..numerics.operand import Operand, transposed
 from ..numerics.validate import check_components, check_outer, check_outer_dtype, fits_outside, known_size
 from ..recipe.linear_recipe import LinearRecipe
 from ..recipe.rows import recipe_to_row
+from .attributes import KeepsAttributes, set_attributes, user_attributes
 from .dequantized_view import DequantizedView, Link
 from .fsdp import GatheredByFSDP2
 from .stored import in_a_file, operand_of, stored_arguments
@@ -43,7 +45,7 @@ def _inner(side: str, name: str) -> property:
     return property(lambda self: getattr(getattr(self, side), name))
 
 
-class MXTensor(GatheredByFSDP2, TransformerEngineAttributes):
+class MXTensor(KeepsAttributes, GatheredByFSDP2, TransformerEngineAttributes):
     """A tensor in a block-scaled format that torch code uses like any other.
 
     Make one with :func:`mxtensor.quantize`, :meth:`to_mx` or :meth:`from_components`. ``dtype``, ``shape``,
@@ -320,7 +322,11 @@ class MXTensor(GatheredByFSDP2, TransformerEngineAttributes):
         if id(self) in memo:
             return memo[id(self)]  # type: ignore[no-any-return]
         out: MXTensor = self.detach().map_components(torch.clone).requires_grad_(self.requires_grad)  # type: ignore
-        memo[id(self)] = torch.nn.Parameter(out, out.requires_grad) if isinstance(self, torch.nn.Parameter) else out
+        if isinstance(self, torch.nn.Parameter):
+            memo[id(self)] = torch.nn.Parameter(out, out.requires_grad)
+        else:
+            memo[id(self)] = out
+            set_attributes(out, copy.deepcopy(user_attributes(self), memo))
         return memo[id(self)]  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -330,7 +336,9 @@ class MXTensor(GatheredByFSDP2, TransformerEngineAttributes):
         if not fits_outside(size, stride, *self.operands):  # an expanded tensor, or the copy of a slice
             stride = torch.empty_strided(size, stride, device="meta").clone().stride()
         outer = (str(self.dtype).removeprefix("torch."), size, stride, self.requires_grad)
-        return rebuild, (components, recipe_to_row(self.recipe), outer, isinstance(self, torch.nn.Parameter))
+        arguments = (components, recipe_to_row(self.recipe), outer, isinstance(self, torch.nn.Parameter))
+        attributes = user_attributes(self)
+        return (rebuild_with_attributes, (arguments, attributes)) if attributes else (rebuild, arguments)
 
 
 def rebuild(
@@ -348,6 +356,11 @@ def rebuild(
         raise ValueError(f"this file or pickle holds no valid MXTensor: {error}") from error
     out = MXTensor(row_, column, recipe, dtype, size, stride, checked=True)
     return torch.nn.Parameter(out, outer[3]) if is_parameter else out.requires_grad_(outer[3])  # type: ignore
+
+
+def rebuild_with_attributes(arguments: tuple[Any, ...], attributes: dict[str, Any]) -> MXTensor:
+    """``rebuild`` of a tensor on which the user has set attributes."""
+    return set_attributes(rebuild(*arguments), attributes)  # type: ignore[no-any-return]
 
 
 def _transposed(operand: Operand | None) -> Operand | None:

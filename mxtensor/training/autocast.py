@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ContextDecorator, contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
+from contextlib import ContextDecorator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,12 +18,14 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from ..core.compat import function_mode_stack
+from ..core.compat import function_mode_stack, remove_function_mode
 from ..core.compat_hooks import run_uncompiled
+from ..core.scopes import Scope, Scopes
 from ..recipe import MXFP8BlockScaling, Recipe
 from ..recipe.default import recipe_or_default
 from ..recipe.linear_recipe import LinearRecipe
 from ..training import recompute
+from .experts import watched
 from .interception import MODE_BODIES, MODE_FUNCTIONS
 
 
@@ -36,15 +37,11 @@ class AutocastState:
     """None: do not quantize."""
     group: Any = None
     """The process group that shares delayed scaling's amax."""
-    thread: int = 0
-    before: AutocastState | None = None
-    """The state of the enclosing block."""
     mode: AutocastMode | None = None
-    open: bool = True
-    """False after the block is left: a task that started inside the block may run longer than the block."""
 
 
-_autocast_state: ContextVar[AutocastState | None] = ContextVar("mxtensor_autocast", default=None)
+_autocast_state: Scopes[AutocastState | None] = Scopes("autocast", None)
+"""None inside a block: as if there were no ``autocast`` around it."""
 
 
 def autocast_state() -> AutocastState | None:
@@ -52,11 +49,9 @@ def autocast_state() -> AutocastState | None:
     if torch.compiler.is_dynamo_compiling():
         modes = [mode for mode in function_mode_stack() if isinstance(mode, AutocastMode)]
         return modes[-1].state if modes else None
-    state = _autocast_state.get()
-    while state is not None and not state.open:
-        state = state.before
+    scope = _autocast_state.innermost()
     # asyncio.to_thread copies the context to another thread, but modes, and torch.autocast, belong to one thread.
-    return state if state is not None and state.thread == threading.get_ident() else None
+    return scope.value if scope is not None and scope.thread == threading.get_ident() else None
 
 
 def get_recipe() -> Recipe | None:
@@ -90,7 +85,9 @@ class AutocastMode(TorchFunctionMode):
                 return MODE_BODIES[func](*args, **(kwargs or {}))
         rule = MODE_FUNCTIONS.get(func)
         if rule is None or state is None:  # no state: this is the mode of another task
-            return func(*args, **(kwargs or {}))
+            if state is None or state.recipe is None or torch.compiler.is_dynamo_compiling():
+                return func(*args, **(kwargs or {}))
+            return watched(func, args, kwargs or {})
         return rule(linear_recipe_of(state), state.group, func, args, kwargs or {})
 
 
@@ -109,33 +106,32 @@ class autocast(ContextDecorator):  # noqa: N801  (as torch and TransformerEngine
     def __init__(self, enabled: bool = True, recipe: Recipe | None = None, *, amax_reduction_group: Any = None) -> None:
         self.recipe = recipe_or_default("autocast", enabled, recipe)
         self.group = amax_reduction_group
-        self._entered: list[AutocastState] = []
+        self._entered: list[Scope[AutocastState | None]] = []
         """The open blocks of all threads and tasks."""
 
     def __enter__(self) -> autocast:
         if self.recipe is not None:
             self.recipe.linear_recipe()  # impossible fields raise here, before anything changes
-        traced = torch.compiler.is_dynamo_compiling()  # Dynamo sees modes, but neither threads nor ContextVars
         state = AutocastState(self.recipe, self.group)
         state.mode = AutocastMode(state)
-        if not traced:
+        if torch.compiler.is_dynamo_compiling():  # Dynamo sees modes, but neither threads nor ContextVars
+            scope: Scope[AutocastState | None] = Scope(state, None, 0)
+        else:
             recompute.install(with_present_state)
-            state.thread, state.before = threading.get_ident(), _autocast_state.get()
-            _autocast_state.set(state)
+            scope = _autocast_state.enter(state)
         state.mode.__enter__()
-        self._entered.append(state)
+        self._entered.append(scope)
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        traced = torch.compiler.is_dynamo_compiling()
-        current = None if traced else _autocast_state.get()
-        state = current if current is not None and current in self._entered else self._entered[-1]
-        self._entered.remove(state)
-        assert state.mode is not None
-        state.mode.__exit__(*exception)
-        state.open = False
-        if state is current:
-            _autocast_state.set(state.before)
+        if torch.compiler.is_dynamo_compiling():
+            state = self._entered.pop().value
+            assert state is not None and state.mode is not None
+            state.mode.__exit__(*exception)
+            return
+        state = _autocast_state.leave_one_of(self._entered).value
+        assert state is not None and state.mode is not None
+        remove_function_mode(state.mode)
 
 
 # A block may be entered between two graphs. If Dynamo compiled these functions, they would skip the ContextVar.
@@ -148,22 +144,15 @@ def linear_recipe_of(state: AutocastState | None) -> LinearRecipe | None:
     return None if state is None or state.recipe is None else state.recipe.linear_recipe()
 
 
-@contextmanager
-def _no_state() -> Iterator[None]:
-    token = _autocast_state.set(None)
-    try:
-        yield
-    finally:
-        _autocast_state.reset(token)
-
-
 def with_present_state(function: Callable[..., Any]) -> Callable[..., Any]:
     """A wrapper that runs ``function`` under the present recipe (a copy of it), wherever it is called."""
     state = autocast_state()
     recipe, group = (None, None) if state is None else (copy.copy(state.recipe), state.group)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        here = autocast(recipe is not None, recipe, amax_reduction_group=group) if state else _no_state()
+        here = (
+            autocast(recipe is not None, recipe, amax_reduction_group=group) if state else _autocast_state.block(None)
+        )
         with here:
             return function(*args, **kwargs)
 

@@ -11,6 +11,9 @@ from ..recipe.linear_recipe import LinearRecipe
 from .operands import Scales
 from .recompute import in_first_pass
 
+DELAYED = ("history", "record", "amax")
+"""The tensors of a DelayedState that change from step to step."""
+
 
 class DelayedState:
     """The amax histories of input, weight and grad of one layer: (history_len, 3) float32 with the newest row first.
@@ -76,27 +79,32 @@ class DelayedState:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The tensors for a checkpoint."""
-        return {"history": self.history, "record": self.record, "amax": self.amax}
+        return {name: getattr(self, name) for name in DELAYED}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Load copies of the tensors of ``state_dict``. Raises ValueError for a history of another length."""
+        """Load copies of the tensors of ``state_dict``. Raises ValueError, with nothing changed, for a history of
+        another length and for missing tensors."""
+        missing = [name for name in DELAYED if name not in state]
+        if missing:
+            raise ValueError(f"the checkpoint's state of delayed scaling has no {', '.join(missing)}; load a whole one")
         if state["history"].shape != self.history.shape:
             raise ValueError(
                 f"the checkpoint's amax history is {tuple(state['history'].shape)}, the recipe's "
                 f"{tuple(self.history.shape)}; use amax_history_len={state['history'].shape[0]}"
             )
-        for name, mine in self.state_dict().items():
+        for name, mine in ((name, getattr(self, name)) for name in DELAYED):
             if state[name].dtype is not torch.float32 or state[name].shape != mine.shape:
                 raise ValueError(
                     f"the checkpoint's {name} is {state[name].dtype} {tuple(state[name].shape)}, delayed scaling's is "
                     f"torch.float32 {tuple(mine.shape)}; load the state of the same layer"
                 )
-        for name in self.state_dict():
+        for name in DELAYED:
             setattr(self, name, state[name].detach().to(self.history.device, copy=True))
 
     def to(self, device: torch.device) -> DelayedState:
-        """A copy on ``device``."""
+        """A copy on ``device``; a new state if this one has no values, on the meta device."""
         with torch.inference_mode(False):  # as in __init__
             out = DelayedState(self.linear_recipe, device)
-            out.load_state_dict(self.state_dict())
+            if not self.history.is_meta or torch.device(device).type == "meta":
+                out.load_state_dict(self.state_dict())
         return out

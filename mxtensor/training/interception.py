@@ -20,9 +20,10 @@ from ..recipe.linear_recipe import HIGH_PRECISION, LinearRecipe
 from ..tensor.mxtensor import MXTensor
 from ..training import recompute
 from .delayed_scaling import DelayedState
+from .experts import note_if_experts
 from .linear import Options, linear
 from .operands import Scales
-from .training_weight import STATE, WEIGHT_FUNCTIONS, TrainingWeight, values_of
+from .training_weight import LOADED, STATE, WEIGHT_FUNCTIONS, TrainingWeight, values_of
 
 # ---------------------------------------------------------------------------------------------- calls
 
@@ -117,6 +118,9 @@ def delayed_state(weight: Tensor, linear_recipe: LinearRecipe) -> DelayedState:
         )
     recompute.install()
     state = DelayedState(linear_recipe, weight.device)
+    loaded = parameter.__dict__.pop(LOADED + name.removeprefix(STATE), None)
+    if loaded is not None:
+        state.load_state_dict(loaded)
     setattr(parameter, name, state)
     return state
 
@@ -197,7 +201,11 @@ def _for_mode(linear_recipe: LinearRecipe | None, group: Any, func: Any, args: A
         with disable_torch_function():
             return func(*args, **kwargs)
     layer = _call(func, args, kwargs, Tensor, torch.nn.Parameter)
-    return func(*args, **kwargs) if layer is None else run(layer, linear_recipe, group)
+    if layer is not None:
+        return run(layer, linear_recipe, group)
+    if not torch.compiler.is_dynamo_compiling():
+        note_if_experts(func, args, kwargs)
+    return func(*args, **kwargs)
 
 
 def _weight_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

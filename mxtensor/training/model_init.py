@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from contextlib import ContextDecorator
-from contextvars import ContextVar
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.scopes import Scope, Scopes
 from ..numerics.formats import Orientation
 from ..recipe import Recipe
 from ..recipe.default import recipe_or_default
@@ -27,10 +27,9 @@ class ModelInit:
     """None: do not quantize."""
     preserve: bool
     """Whether each weight preserves its initial high-precision values."""
-    thread: int
 
 
-_model_init: ContextVar[ModelInit | None] = ContextVar("mxtensor_model_init", default=None)
+_model_init: Scopes[ModelInit | None] = Scopes("model_init", None)
 
 
 def init_recipe() -> LinearRecipe | None:
@@ -40,9 +39,9 @@ def init_recipe() -> LinearRecipe | None:
 
 
 def _state() -> ModelInit | None:
-    state = _model_init.get()
+    scope = _model_init.innermost()
     # As with autocast, a context that was copied to another thread does not apply there.
-    return state if state is not None and state.thread == threading.get_ident() else None
+    return scope.value if scope is not None and scope.thread == threading.get_ident() else None
 
 
 class quantized_model_init(ContextDecorator):  # noqa: N801  (as TransformerEngine writes it)
@@ -67,7 +66,8 @@ class quantized_model_init(ContextDecorator):  # noqa: N801  (as TransformerEngi
     ) -> None:
         self.recipe = recipe_or_default("quantized_model_init", enabled, recipe)
         self.preserve = preserve_high_precision_init_val
-        self._before: list[ModelInit | None] = []
+        self._entered: list[Scope[ModelInit | None]] = []
+        """The open blocks of all threads and tasks."""
 
     def __enter__(self) -> quantized_model_init:
         linear_recipe = None if self.recipe is None else self.recipe.linear_recipe()
@@ -76,12 +76,11 @@ class quantized_model_init(ContextDecorator):  # noqa: N801  (as TransformerEngi
                 f"quantized_model_init: {linear_recipe} casts weights to {linear_recipe.weight.rowwise} for fprop and "
                 f"to {linear_recipe.weight.columnwise} for dgrad; one MXTensor has one format: use one cast for both"
             )
-        self._before.append(_model_init.get())
-        _model_init.set(ModelInit(linear_recipe, self.preserve, threading.get_ident()))
+        self._entered.append(_model_init.enter(ModelInit(linear_recipe, self.preserve)))
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        _model_init.set(self._before.pop())
+        _model_init.leave_one_of(self._entered)
 
 
 def weight_parameter(values: Tensor) -> nn.Parameter:

@@ -7,17 +7,17 @@ no hook for others. ``core/compat_hooks.py`` therefore makes every checkpoint wr
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from ..core.compat_hooks import hook_checkpoints
+from ..core.scopes import Scopes
 
 Function = Callable[..., Any]
-_first_pass: ContextVar[bool] = ContextVar("mxtensor_first_pass", default=False)
+_first_pass: Scopes[bool] = Scopes("first_pass", False)
 _installed: list[bool] = []
 _wrappers: list[Callable[[Function], Function]] = []
 
@@ -31,13 +31,8 @@ def _wrapped(function: Function) -> Function:
     return _wrappers[0](function) if _wrappers else function
 
 
-@contextmanager
-def _mark_first_pass() -> Iterator[None]:
-    token = _first_pass.set(True)
-    try:
-        yield
-    finally:
-        _first_pass.reset(token)
+def _mark_first_pass() -> AbstractContextManager[bool]:
+    return _first_pass.block(True)
 
 
 def install(wrapper: Callable[[Function], Function] | None = None) -> None:

@@ -4,20 +4,34 @@
 
 A TrainingWeight is saved as an ordinary tensor over the same memory. At loading, values take the format or the recipe
 that the module's parameter has; ``load_state_dict(assign=True)`` would otherwise replace the parameter by a plain one.
+The amax histories of delayed scaling are saved as torch's extra state of the module. A state dict without them is
+complete; the module then continues with those it has.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from torch import Tensor, nn
 
 from ..tensor.mxtensor import MXTensor, quantize_as
-from .training_weight import STATE, TrainingWeight, local_of, sharded_like
+from .delayed_scaling import DELAYED, DelayedState
+from .packed_states import packed, unpacked
+from .training_weight import LOADED, STATE, TrainingWeight, delayed_states, local_of, sharded_like
+
+SLICES = ("query, key and value", "query", "key and value", "query", "key", "value")
+"""The layers that torch's attention makes of its one input weight: one, two or three of them."""
+BYTES_OF_NAMES = 256
+"""More than the names and shapes of one history take."""
+EXTRA_STATE = "_extra_state"
+"""torch's key for the extra state of a module."""
 
 
 def register_state_dict_hooks(module: nn.Module) -> None:
     """Save the module's TrainingWeights as plain tensors, and load values in the format or recipe of its parameters."""
+    if any(hook is save_plain for hook in module._state_dict_hooks.values()):
+        return
     module.register_state_dict_post_hook(save_plain)
     module.register_load_state_dict_pre_hook(load_as_parameters)
 
@@ -29,6 +43,42 @@ def save_plain(module: nn.Module, state_dict: dict[str, Any], prefix: str, local
         weight = local_of(value)
         if isinstance(weight, TrainingWeight):
             state_dict[prefix + name] = sharded_like(value, weight.high_precision)
+    histories = {key: value for name, state in _states(module).items() for key, value in _named(name, state).items()}
+    for name, parameter in module._parameters.items():
+        for attribute, tensors in ({} if parameter is None else vars(parameter)).items():
+            if attribute.startswith(LOADED):  # loaded, and not used yet
+                stem = f"{name}{attribute.removeprefix(LOADED)}"
+                histories |= {f"{stem}.{key}": value for key, value in tensors.items()}
+    if histories and prefix + EXTRA_STATE not in state_dict:
+        state_dict[prefix + EXTRA_STATE] = packed(histories, _capacity(module))
+
+
+def _capacity(module: nn.Module) -> int:
+    """The bytes that hold all histories which the module may get: torch.distributed.checkpoint loads into tensors of
+    the size that was saved, and an attention that has not run does not know which slices of its weight are layers."""
+    weight = local_of(module._parameters.get("in_proj_weight"))
+    delayed = weight.linear_recipe.delayed if isinstance(weight, TrainingWeight) else None
+    if delayed is None or not isinstance(module, nn.MultiheadAttention):
+        return 0
+    return len(SLICES) * (12 * (delayed.history_len + 2) + BYTES_OF_NAMES)
+
+
+def _states(module: nn.Module) -> dict[tuple[str, str], DelayedState]:
+    """(name of a parameter, name of its attribute) -> the state of delayed scaling."""
+    found = {}
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            for attribute, state in delayed_states(local_of(parameter)).items():
+                if not state.history.is_meta:
+                    found[name, attribute] = state
+    return found
+
+
+def _named(name: tuple[str, str], state: DelayedState) -> dict[str, Tensor]:
+    """``weight.history``, ``weight.record`` and ``weight.amax``; of a slice of a weight ``in_proj_weight_0_64.history``
+    and so on."""
+    parameter, attribute = name
+    return {f"{parameter}{attribute.removeprefix(STATE)}.{key}": value for key, value in state.state_dict().items()}
 
 
 def load_as_parameters(
@@ -41,6 +91,7 @@ def load_as_parameters(
     precision silently. (torch passes ``strict=True`` to every hook, whatever ``load_state_dict`` was called with.)
     """
     assign = bool(local_metadata.get("assign_to_params_buffers"))
+    histories = None if _has_extra_state(module) else state_dict.pop(prefix + EXTRA_STATE, None)
     for name, parameter in module._parameters.items():
         key = prefix + name
         value = state_dict.get(key)
@@ -58,6 +109,53 @@ def load_as_parameters(
                 state_dict[key] = nn.Parameter(new, requires_grad=parameter.requires_grad)
         elif assign and isinstance(local_of(parameter), TrainingWeight):
             state_dict[key] = _with_recipe(value, parameter)
+    if histories is not None:
+        _load_states(module, state_dict, prefix, assign, histories, error_msgs)
+
+
+def _has_extra_state(module: nn.Module) -> bool:
+    """Whether the class of the module has an extra state of its own, such as the modules of ``mxtensor.nn``."""
+    return type(module).set_extra_state is not nn.Module.set_extra_state
+
+
+def _load_states(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, assign: bool, histories: Any, error_msgs: list[str]
+) -> None:
+    """Load the histories of a state dict into the parameters that have them, in place, or into those that will replace
+    them. Histories of another recipe are of no use and are dropped."""
+    try:
+        tensors = unpacked(histories)
+        for name, parameter in module._parameters.items():
+            replacement = state_dict.get(prefix + name) if assign else None
+            if type(replacement) is Tensor and parameter is not None:  # torch would make a parameter without attributes
+                replacement = state_dict[prefix + name] = nn.Parameter(replacement, parameter.requires_grad)
+            for weight in map(local_of, (parameter, replacement)):
+                if isinstance(weight, (nn.Parameter, TrainingWeight)) and not isinstance(weight, MXTensor):
+                    _load_weight(weight, name, tensors)
+    except ValueError as error:
+        error_msgs.append(f"{prefix}{EXTRA_STATE}: {error}")
+
+
+def _load_weight(weight: Tensor, name: str, tensors: dict[str, Tensor]) -> None:
+    """A weight without a state gets one from its recipe, or, if it has none, from that of ``autocast`` in the next
+    step."""
+    recipe = weight.linear_recipe if isinstance(weight, TrainingWeight) else None
+    if weight.is_meta or (recipe is not None and recipe.delayed is None):
+        return
+    pattern = re.compile(rf"{re.escape(name)}((?:_\d+_\d+)?)\.history")
+    for match in filter(None, map(pattern.fullmatch, tensors)):
+        stem, attribute = match.string.removesuffix(".history"), STATE + match[1]
+        loaded = {key: tensors[f"{stem}.{key}"] for key in DELAYED if f"{stem}.{key}" in tensors}
+        state: Any = getattr(weight, attribute, None)
+        if recipe is None and state is None:
+            setattr(weight, LOADED + match[1], loaded)
+            continue
+        if recipe is not None and (
+            state is None or (state.linear_recipe, state.history.device) != (recipe, weight.device)
+        ):
+            state = DelayedState(recipe, weight.device)
+        state.load_state_dict(loaded)
+        setattr(weight, attribute, state)
 
 
 def _with_recipe(value: Any, parameter: nn.Parameter) -> Any:
@@ -71,8 +169,8 @@ def _with_recipe(value: Any, parameter: nn.Parameter) -> Any:
     if isinstance(value, MXTensor):  # from a model for inference
         value = value.dequantize()
     out = nn.Parameter(TrainingWeight(value.detach(), weight.linear_recipe), weight.requires_grad)
-    state = getattr(weight, STATE, None)
-    if state is not None:  # a history on another device, meta for one, has no values to go on with
+    for name, state in delayed_states(weight).items():
+        # A history on another device, meta for one, has no values to go on with.
         same = state.history.device == value.device
-        setattr(out, STATE, state if same else type(state)(state.linear_recipe, value.device))
+        setattr(out, name, state if same else DelayedState(state.linear_recipe, value.device))
     return out

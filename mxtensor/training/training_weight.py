@@ -7,6 +7,7 @@ WEIGHT_FUNCTIONS first, and run quantized.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import sys
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from ..core.compat import (
 from ..core.fingerprint import fingerprint
 from ..core.select import forced_kernel
 from ..recipe.linear_recipe import LinearRecipe
+from ..tensor.attributes import KeepsAttributes, set_attributes, user_attributes
 from ..tensor.fsdp import (
     Gathered,
     Shard,
@@ -48,15 +50,19 @@ WEIGHT_FUNCTIONS: dict[Any, Callable[..., Any]] = {}
 
 STATE = "_mxtensor_delayed_state"
 """The attribute of a weight that stores the DelayedState of its layer."""
+LOADED = "_mxtensor_loaded_state"
+"""The attribute of a plain weight that stores the tensors of a loaded state, until a recipe is known; then the name
+goes on as that of STATE does."""
 WEIGHT_RESULTS = {
     aten.clone.default, aten.copy_.default, aten.empty_like.default, aten.new_empty.default, aten.new_zeros.default,
     aten._pin_memory.default, aten._to_copy.default,
 }  # fmt: skip
 """Ops whose results are TrainingWeights, as are those of all views: modules, FSDP2 and hooks call them on a parameter
 without computing with it."""
-SAME = {aten.alias.default, aten.detach.default}
 COPIES = {aten.clone.default, aten._to_copy.default}
-"""Ops whose results get the amax history of delayed scaling too: the same one, or a copy."""
+SHARDS = {aten.new_zeros.default}
+"""Ops whose results get the amax history of delayed scaling: a copy of it, or, as all views do, the same one. FSDP2
+makes a shard by ``new_zeros``."""
 SHAPES = {
     aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.rand_like.default,
     aten.randn_like.default, aten.is_pinned.default,
@@ -67,7 +73,7 @@ INSIDE = {Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.__format__}
 """Functions that torch refuses to run on a wrapper."""
 
 
-class TrainingWeight(Tensor):
+class TrainingWeight(KeepsAttributes):
     """A wrapper around ``high_precision``, with the same shape, strides, dtype and device, and a ``linear_recipe``.
 
     A shard of FSDP2 has a ``shard``. While FSDP2 has gathered codes, the tensor inside is an MXTensor: the weight then
@@ -166,11 +172,13 @@ class TrainingWeight(Tensor):
             copied = _rebuild(self.high_precision.clone(), self.linear_recipe, self.requires_grad, is_parameter(self))
             copied.shard = self.shard  # type: ignore[attr-defined]
             memo[id(self)] = _with_state(copied, self, aten.clone.default)
+            if not is_parameter(self):
+                set_attributes(copied, copy.deepcopy(user_attributes(self), memo))
         return memo[id(self)]  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        state = self.__dict__.get(STATE)
-        return _rebuild, (self.high_precision, self.linear_recipe, self.requires_grad, is_parameter(self), state)
+        outer = (self.linear_recipe, self.requires_grad, is_parameter(self))
+        return _rebuild, (self.high_precision, *outer, delayed_states(self), user_attributes(self))
 
     def _stable_hash_for_caching(self) -> str:
         outer = (self.dtype, tuple(self.shape), self.stride(), str(self.device), self.requires_grad)
@@ -201,12 +209,13 @@ class TrainingWeight(Tensor):
                 inside._rowwise, inside._columnwise = refilled((inside._rowwise, inside._columnwise), outputs, gathered)
             return None
         if not gathered.quantized:
-            return TrainingWeight(gathered_values(outputs, gathered, dtype), self.linear_recipe), outputs
+            out_values = TrainingWeight(gathered_values(outputs, gathered, dtype), self.linear_recipe)
+            return _with_state(out_values, self, aten.detach.default), outputs
         cast = self.linear_recipe.weight.rowwise
         assert cast is not None
         recipe = LinearRecipe.inference(cast, cast, self.linear_recipe.kernel_preference)
         whole = MXTensor(*gathered_operands(outputs, gathered), recipe, dtype, gathered.whole, checked=True)
-        return TrainingWeight(whole, self.linear_recipe), outputs
+        return _with_state(TrainingWeight(whole, self.linear_recipe), self, aten.detach.default), outputs
 
     def share_memory_(self) -> TrainingWeight:
         """Move the values to shared memory (torch's own method needs a storage, which a wrapper lacks)."""
@@ -251,26 +260,33 @@ def is_parameter(t: Tensor) -> bool:
     return isinstance(t, torch.nn.Parameter)
 
 
+def delayed_states(weight: Tensor) -> dict[str, Any]:
+    """Name of the attribute -> DelayedState, of all layers that ``weight`` serves: it, and slices of it."""
+    return {name: state for name, state in vars(weight).items() if name.startswith(STATE)}
+
+
 def _rebuild(
-    values: Tensor, linear_recipe: LinearRecipe, requires_grad: bool, parameter: bool, state: Any = None
-) -> Tensor:
+    values: Tensor, linear_recipe: LinearRecipe, requires_grad: bool, parameter: bool,
+    states: dict[str, Any] | None = None, attributes: dict[str, Any] | None = None,
+) -> Tensor:  # fmt: skip
     interception = import_module(".interception", __package__)  # fills WEIGHT_FUNCTIONS in a process that unpickles
     if type(requires_grad) is not bool or type(parameter) is not bool:
         raise TypeError(f"requires_grad and parameter must be bool, got {requires_grad!r:.80} and {parameter!r:.80}")
-    if state is not None and not isinstance(state, interception.DelayedState):
-        raise TypeError(f"the state of a TrainingWeight must be a DelayedState, got a {type(state).__name__}")
+    for name, state in (states or {}).items():
+        if not (name.startswith(STATE) and isinstance(state, interception.DelayedState)):
+            raise TypeError(f"the state of a TrainingWeight must be a DelayedState, got a {type(state).__name__}")
     out: Tensor = TrainingWeight(values, linear_recipe)
     out = torch.nn.Parameter(out, requires_grad) if parameter else out.requires_grad_(requires_grad)
-    if state is not None:
-        setattr(out, STATE, state)
-    return out
+    for name, state in (states or {}).items():
+        setattr(out, name, state)
+    return set_attributes(out, attributes or {})  # type: ignore[no-any-return]
 
 
 def _with_state(out: Tensor, weight: TrainingWeight, func: Any) -> Any:
     """``out``, the result of ``func``, with the amax history of ``weight`` if it stands for the same weight."""
-    state = weight.__dict__.get(STATE)
-    if state is not None and (func in SAME or func in COPIES):
-        setattr(out, STATE, state if func in SAME else state.to(out.device))
+    if weight.linear_recipe.delayed is not None and (func in COPIES or func in SHARDS or func.is_view):
+        for name, state in delayed_states(weight).items():
+            setattr(out, name, state.to(out.device) if func in COPIES else state)
     return out
 
 

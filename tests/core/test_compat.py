@@ -208,6 +208,7 @@ def test_the_attributes_of_torchs_objects_are_there():
     optimizer, scaler, kind = torch.optim.SGD([x]), torch.amp.GradScaler("cpu"), enum.Enum("Kind", "ONE")
     assert kind._member_map_ == {"ONE": kind.ONE} and scaler._enabled and scaler._per_optimizer_states == {}
     assert optimizer._optimizer_load_state_dict_pre_hooks == {} == optimizer._optimizer_load_state_dict_post_hooks
+    assert attention._forward_pre_hooks == {} == attention._state_dict_hooks
     for method in ("_apply", "_save_to_state_dict", "_load_from_state_dict"):
         assert inspect.isfunction(getattr(nn.Module, method))
     tested = set(inspect.getsource(test_the_attributes_of_torchs_objects_are_there).replace(".", " ").split())
@@ -465,3 +466,52 @@ def test_kernels_of_inductor_are_written_with_the_lines_that_the_hook_gives(monk
     assert said == ["torch's own"] * 2
     monkeypatch.delattr(TritonKernel, "GDC_LAUNCH")
     assert not compat_hooks.hook_kernel_lines(lambda lines, launch: lines, lambda config, scheduler: True)
+
+
+def test_a_mode_is_taken_from_below_another_one():
+    class Mode(TorchFunctionMode):
+        pass
+
+    first, second, never = Mode(), Mode(), Mode()
+    with second:
+        pass
+    first.__enter__()
+    with second:
+        compat.remove_function_mode(never)
+        assert compat.function_mode_stack() == [first, second]
+        compat.remove_function_mode(first)
+        assert compat.function_mode_stack() == [second]
+    assert compat.function_mode_stack() == []
+
+
+def test_an_exchange_by_a_module_is_known():
+    seen = []
+
+    class Wrapper(torch.Tensor):
+        @property
+        def __dict__(self):
+            return vars(torch.Tensor)["__dict__"].__get__(self)
+
+        @__dict__.setter
+        def __dict__(self, new):
+            seen.append(compat_hooks.is_swapped_by_module())
+            vars(torch.Tensor)["__dict__"].__set__(self, new)
+
+    def tensor():
+        return torch.ones(2).as_subclass(Wrapper)
+
+    class Swaps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(tensor())
+
+    model = Swaps()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.double()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert seen == [True, True]
+    torch.utils.swap_tensors(tensor(), tensor())
+    tensor().__dict__ = {}
+    assert seen == [True, True, False, False, False]

@@ -364,3 +364,66 @@ def test_a_timer_of_a_cpu_reads_the_wall():
     timer = Timer(CPU)
     timer.end()
     assert timer.ms() >= 0
+
+
+# ---------------------------------------------------------------------------------------------- a log left open
+
+
+@pytest.fixture
+def small_logs(monkeypatch):
+    monkeypatch.setattr(explain, "MAX_ENTRIES", 20)
+    monkeypatch.setattr(explain, "MAX_LINES", 3)
+    monkeypatch.setattr(explain, "MAX_PENDING", 8)
+
+
+def test_a_log_that_is_left_open_is_bounded_and_counts_all(small_logs):
+    with mx.explain() as log:
+        for i in range(100):
+            explain.record(spec(rows=8 + i % 7), "k", {"a": "refused"})
+    assert len(log.entries) == 20 and len(log) == 100 and len(log.later) == 1
+    assert_expected_inline(
+        log.table(refused=True),
+        """\
+calls  op  operands                              kernel
+-----  --  ------------------------------------  ------
+100    mm  float32 {8..14}x64, mxfp8_e4m3 16x64  k
+    a: refused
+log.entries holds the first 20 of 100 decisions; the table counts all of them""",
+    )
+
+
+def test_a_log_of_ever_new_kinds_is_bounded_too(small_logs):
+    with mx.explain() as log:
+        for i in range(100):
+            explain.record(spec(op=f"op{i}"), "k", {})
+    assert len(log) == 100 and len(log.entries) == 20 and len(log.later) == 3 and log.unlisted == 77
+    assert log.table().splitlines()[-1] == (
+        "log.entries holds the first 20 of 100 decisions; the table counts all but 77 of further kinds"
+    )
+    assert sum(int(line.split()[0]) for line in log.table().splitlines()[2:-1]) == 23
+
+
+def test_reasons_of_a_line_are_bounded(small_logs, monkeypatch):
+    monkeypatch.setattr(explain, "MAX_REASONS", 5)
+    with mx.explain() as log:
+        for i in range(100):
+            explain.record(spec(), "k", {"a": f"reason {i}"})
+    assert len(next(iter(log.later.values())).refusals) == 5
+
+
+def test_times_are_added_up_beyond_the_entries_of_a_log(small_logs, clock):
+    slow = sleeping(clock, "slow", 0.25)
+    with mx.explain(time=True) as log:
+        for _ in range(100):
+            perform((slow,), spec())
+    (later,) = log.later.values()
+    assert len(later._timers) <= 8
+    for _ in range(2):  # a table changes nothing
+        (line,) = [line for line in log.table().splitlines() if "slow" in line]
+        assert line.split()[:2] == ["100", "25000.000"]
+
+
+def test_a_log_is_true_even_if_it_is_empty():
+    with mx.explain() as log:
+        pass
+    assert log and len(log) == 0

@@ -295,6 +295,35 @@ def delayed_scaling(rank, folder):
 
 
 @case
+def delayed_scaling_restored(rank, folder):
+    """The histories of a sharded model are in its state dict, and go on in another one."""
+    recipe = DelayedScaling(amax_history_len=4)
+
+    def steps(model, numbers):
+        grads = []
+        for number in numbers:
+            torch.manual_seed(number)
+            model.zero_grad()
+            model(torch.randn(ROWS, WIDTH) * number).square().mean().backward()
+            grads.append([whole(p.grad).clone() for p in model.parameters()])
+        return grads
+
+    straight, first, second = (shard(net(64, recipe)) for _ in range(3))
+    expected = steps(straight, (1, 2, 3, 4, 5))[3:]
+    steps(first, (1, 2, 3))
+    steps(second, (9,))  # other histories, also of the gathered weights
+    state = first.state_dict()
+    second.load_state_dict(state)
+    found = steps(second, (4, 5))
+    return (
+        sum(key.endswith("_extra_state") for key in state),
+        all(
+            same_as(a, b) for mine, other in zip(found, expected, strict=True) for a, b in zip(mine, other, strict=True)
+        ),
+    )
+
+
+@case
 def shards_of_columns(rank, folder):
     told = {}
     for name in ("one copy", "tiles"):

@@ -140,6 +140,10 @@ def test_delayed_scaling_is_gathered_in_high_precision(ranks):
     assert ranks("delayed_scaling") == [[True] * 3] * 2
 
 
+def test_delayed_scaling_is_restored_from_the_state_dict_of_a_sharded_model(ranks):
+    assert ranks("delayed_scaling_restored") == [(2, True)] * 2
+
+
 def test_shards_of_columns_fall_back(ranks):
     for results in ranks("shards_of_columns"):
         for same, gathered in results.values():

@@ -9,10 +9,12 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -98,19 +100,50 @@ if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(after_in_child=_pool.clear)
 
 
-def _in_spans(work: Callable[[int, int], int], units: int, values: int) -> int:
+def _in_spans(work: Callable[[int, int], int], units: int, values: int, *memory: object) -> int:
     """The largest result of ``work(first, end)`` over spans of ``units`` units with ``values`` values in all.
 
-    Runs in as many threads as torch uses; ctypes releases the GIL.
+    Runs in as many threads as torch uses; ctypes releases the GIL. This thread takes part, and does all of it where no
+    thread can be started: while the interpreter shuts down (``atexit``, or a thread that outlives the main thread).
+    ``memory``: what ``work`` reads and writes; threads hold it until they are done, also if this one is interrupted.
     """
     spans_worth = values // VALUES_PER_THREAD
     threads = min(torch.get_num_threads(), spans_worth, units) if spans_worth > 1 else 1
     if threads == 1:
         return work(0, units)
-    if not _pool:
-        _pool.append(ThreadPoolExecutor(torch.get_num_threads(), "mxtensor"))
-    spans = [(units * i // threads, units * (i + 1) // threads) for i in range(threads)]
-    return max(_pool[0].map(lambda span: work(*span), spans))
+    spans = deque((units * i // threads, units * (i + 1) // threads) for i in range(threads))
+    results: SimpleQueue[int | BaseException] = SimpleQueue()
+
+    def run(*memory: object) -> None:
+        while spans:
+            try:
+                span = spans.popleft()
+            except IndexError:  # another thread took the last one
+                return
+            try:
+                results.put(work(*span))
+            except BaseException as error:
+                results.put(error)
+                raise
+
+    _start(run, threads - 1, memory)
+    run()
+    found = [results.get() for _ in range(threads)]
+    for result in found:
+        if isinstance(result, BaseException):
+            raise result
+    return max(found)  # type: ignore[type-var,return-value]
+
+
+def _start(run: Callable[..., None], threads: int, memory: tuple[object, ...]) -> None:
+    """Let other threads run ``run(*memory)`` too, as many as can be had."""
+    try:
+        if not _pool:
+            _pool.append(ThreadPoolExecutor(torch.get_num_threads(), "mxtensor"))
+        for _ in range(threads):
+            _pool[0].submit(run, *memory)
+    except (RuntimeError, IndexError):  # the interpreter shuts down, or the system has no more threads; or a fork
+        return
 
 
 def _refuses(spec: Spec, format: Format) -> str | None:
@@ -159,14 +192,14 @@ def _quantize(x: Tensor, cast: Cast) -> Operand:
     global_scale = None if out.global_scale is None else out.global_scale.data_ptr()
     amax = 0
     if global_scale is not None or tile == FULL:
-        amax = _in_spans(lambda first, end: lib.mx_amax(source, kind, first, end), values, values)
+        amax = _in_spans(lambda first, end: lib.mx_amax(source, kind, first, end), values, values, x)
 
     def work(first: int, end: int) -> int:
         return lib.mx_encode(  # type: ignore[no-any-return]
             c_format, mode, source, kind, rows, cols, transposed, height, amax, first, end, codes, scales, global_scale
         )
 
-    _in_spans(work, values // (rows * cols) * -(-rows // height), values)
+    _in_spans(work, values // (rows * cols) * -(-rows // height), values, x, out)
     return out
 
 
@@ -202,7 +235,7 @@ def decode_rows(operand: Operand, start: int, length: int, out: Tensor) -> Tenso
             c_format, codes, scales, global_scale_ptr, rows, cols, start + first, start + end, to + first * size, kind
         )
 
-    _in_spans(work, length, length * cols)
+    _in_spans(work, length, length * cols, operand, out)
     return out
 
 

@@ -4,6 +4,9 @@ import dataclasses
 import math
 import subprocess
 import sys
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -284,3 +287,114 @@ def test_a_forked_child_casts_on():
         "assert os.waitpid(child, 0)[1] == 0\n"
     )
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=120)
+
+
+LATE = """
+import atexit, os, threading, time, torch, mxtensor as mx
+torch.set_num_threads(2)
+x = torch.randn(1024, 512)
+expected = bytes(mx.quantize(x, 'mxfp8').dequantize().numpy())
+
+def cast(name):
+    # in Python: torch's own threads do not survive a fork
+    print(name, bytes(mx.quantize(x, 'mxfp8').dequantize().numpy()) == expected, flush=True)
+
+def outlives():
+    threading.main_thread().join()
+    time.sleep(0.1)
+    cast('thread after the main thread')
+
+def at_exit():
+    cast('atexit')
+    child = os.fork()
+    if child == 0:
+        cast('child that was forked in atexit')
+        os._exit(0)
+    os.waitpid(child, 0)
+
+atexit.register(at_exit)
+threading.Thread(target=outlives).start()
+daemon = threading.Thread(target=cast, args=('daemon thread',), daemon=True)
+daemon.start()
+daemon.join()
+child = os.fork()
+if child == 0:
+    cast('child')
+    os._exit(0)
+os.waitpid(child, 0)
+"""
+
+
+def test_casts_run_while_the_interpreter_shuts_down():
+    """The pool takes no work then: the thread that casts does all of it."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", LATE], check=True, timeout=120, capture_output=True, text=True
+    )
+    names = ["daemon thread", "child", "thread after the main thread", "atexit", "child that was forked in atexit"]
+    assert done.stdout.splitlines() == [f"{name} True" for name in names] and done.stderr == ""
+
+
+class Pool:
+    """Takes ``accepted`` pieces of work, then shuts down."""
+
+    def __init__(self, accepted):
+        self.accepted, self.taken = accepted, []
+
+    def submit(self, run, *memory):
+        if len(self.taken) == self.accepted:
+            raise RuntimeError("cannot schedule new futures after shutdown")
+        self.taken.append((run, memory))
+
+
+@pytest.mark.parametrize("accepted", [0, 1])
+def test_a_pool_that_shuts_down_leaves_the_work_to_the_caller(accepted, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    monkeypatch.setattr(cpu, "_pool", [Pool(accepted)])
+    x, cast = torch.randn(1001, 384), mx.Cast.of("nvfp4")
+    assert_same(cpu._quantize(x, cast), reference.encode(x, cast))
+    for run, memory in cpu._pool[0].taken:  # a thread that comes late finds nothing to do
+        run(*memory)
+
+
+def test_an_interrupted_cast_leaves_its_memory_to_the_threads_that_write_to_it(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(cpu, "_pool", [ThreadPoolExecutor(1)])
+    started, finish, alive = threading.Event(), threading.Event(), []
+
+    class Memory:
+        pass
+
+    memory = Memory()
+    there = weakref.ref(memory)
+
+    def work(first, end):
+        if threading.current_thread() is threading.main_thread():
+            assert started.wait(10)
+            raise KeyboardInterrupt
+        started.set()
+        assert finish.wait(10)
+        alive.append(there() is not None)
+        return 0
+
+    with pytest.raises(KeyboardInterrupt):
+        cpu._in_spans(work, 2, 1 << 20, memory)
+    del memory
+    finish.set()
+    cpu._pool[0].shutdown()
+    assert alive == [True]
+
+
+def test_an_error_in_a_thread_is_raised(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(cpu, "_pool", [ThreadPoolExecutor(1)])
+    other = threading.Event()
+
+    def work(first, end):
+        if threading.current_thread() is not threading.main_thread():
+            other.set()
+            raise ValueError("in a thread")
+        assert other.wait(10)
+        return 0
+
+    with pytest.raises(ValueError, match="in a thread"):
+        cpu._in_spans(work, 2, 1 << 20)

@@ -1,0 +1,57 @@
+"""Stacked experts, whose products a recipe for training leaves in high precision: ``quantize_`` names them,
+``explain()`` logs them, and ``strict()`` raises.
+
+Their products are those of transformers' experts: loops over slices of a three-dimensional parameter, batched products
+of gathered weights, and grouped products. What they have in common is the module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..tensor.mxtensor import MXTensor
+from ..training.autocast import autocast_state
+from ..training.experts import note_experts
+from .weights import Weight
+
+NAMED = 3
+"""Modules that the warning names."""
+
+
+def describe(left_out: Sequence[Weight], model: nn.Module) -> str:
+    """The sentence about weights that stay in high precision: how many parameters, their share, some modules."""
+    weights = {id(weight.value): weight.value.numel() for weight in left_out}
+    numbers = {id(parameter): parameter.numel() for parameter in model.parameters()}
+    number, share = sum(weights.values()), sum(weights.values()) / max(sum(numbers.values()), 1)
+    names = list(dict.fromkeys(weight.module_name or type(weight.module).__name__ for weight in left_out))
+    named = ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
+    return (
+        f"{named} stay in high precision, with {number:,} of {sum(numbers.values()):,} parameters ({share:.0%}): they "
+        "are stacked experts"
+    )
+
+
+def watch(module: nn.Module, name: str) -> None:
+    """Log and refuse the products by the parameter ``name`` of a module of experts, in each forward pass."""
+    if not any(isinstance(hook, _Note) and hook.name == name for hook in module._forward_pre_hooks.values()):
+        module.register_forward_pre_hook(_Note(name), with_kwargs=True)
+
+
+class _Note:
+    """A hook of the module. ``autocast`` sees the products themselves."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        weight = module._parameters.get(self.name)
+        if torch.compiler.is_dynamo_compiling() or weight is None or isinstance(weight, MXTensor):
+            return
+        if autocast_state() is None:
+            given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+            x = next((value for value in given if value.is_floating_point()), weight)
+            note_experts(f"{type(module).__name__}.{self.name}", x, weight)

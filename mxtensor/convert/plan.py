@@ -1,0 +1,90 @@
+"""The plan of ``quantize_``: every weight that it will replace, checked before the first one changes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from ..core.explain import LOGS
+from ..numerics.formats import Orientation
+from ..recipe.linear_recipe import LinearRecipe
+from ..tensor.mxtensor import quantize_as
+from ..training.training_weight import values_of
+from .weights import Weight
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class Change(NamedTuple):
+    """One weight, and all its places (module, name of the parameter). It does not hold the weight."""
+
+    places: list[tuple[nn.Module, str]]
+    orientation: Orientation
+    values: int
+
+
+def planned(model: nn.Module, weights: Sequence[Weight], recipe: LinearRecipe) -> list[Change]:
+    """The changes of ``quantize_``, in the order of the modules.
+
+    Raises TypeError for a weight that is not floating-point, ValueError for one that is sparse, has one dimension or no
+    memory, and what the format raises for the shape.
+    """
+    changes: dict[int, Change] = {}  # by the id of a weight: all of them are alive while the plan is made
+    tried: set[tuple[object, ...]] = set()
+    for weight in weights:
+        value = weight.value
+        if id(value) not in changes:
+            _check(weight)
+            if not recipe.trains:
+                _try(weight, recipe, tried)
+            changes[id(value)] = Change([], weight.kind.orientation, value.numel())
+        changes[id(value)].places.append((weight.module, weight.name))
+    if recipe.trains:  # a module that the filter skipped, such as an embedding, can share a weight
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                change = changes.get(id(parameter))
+                if change is not None and (module, name) not in change.places:
+                    change.places.append((module, name))
+    return list(changes.values())
+
+
+def _check(weight: Weight) -> None:
+    value, name = values_of(weight.value), weight.fqn
+    if value.dtype not in DTYPES:
+        raise TypeError(
+            f"quantize_: {name} is {str(value.dtype).removeprefix('torch.')}; weights are float32, bfloat16, float16 "
+            "or float64: convert it, or leave the layer out by filter_fn"
+        )
+    if value.layout is not torch.strided or value.is_nested:
+        layout = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
+        raise ValueError(
+            f"quantize_: {name} is {layout}; convert it by to_dense(), or leave the layer out by filter_fn"
+        )
+    if value.dim() < 2:
+        raise ValueError(
+            f"quantize_: {name} has the shape {tuple(value.shape)}; a weight is a matrix, or a stack of them: leave "
+            "the layer out by filter_fn (another library may have partitioned it)"
+        )
+    has_memory = type(value) in (torch.Tensor, nn.Parameter) and not value.is_meta and value.numel() > 0
+    if has_memory and value.untyped_storage().nbytes() == 0:
+        raise ValueError(
+            f"quantize_: the memory of {name} is freed, as that of a sharded weight; call quantize_ before the model "
+            "is sharded"
+        )
+
+
+def _try(weight: Weight, recipe: LinearRecipe, tried: set[tuple[object, ...]]) -> None:
+    """Quantize a weight of this kind without values: what the format refuses, it refuses here."""
+    value = values_of(weight.value)
+    kind = (tuple(value.shape), value.dtype, weight.kind.orientation)
+    if kind in tried:
+        return
+    tried.add(kind)
+    try:
+        with torch.no_grad(), LOGS.block(None):
+            quantize_as(torch.empty(value.shape, dtype=value.dtype, device="meta"), recipe, weight.kind.orientation)
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise type(error)(f"quantize_: {weight.fqn} {tuple(value.shape)}: {error}") from error

@@ -1,0 +1,68 @@
+"""Attributes that users set on a tensor (``main_grad``, ``tensor_model_parallel``): where torch keeps those of a plain
+parameter, a quantized one keeps them too.
+
+    module.to(), .half(), .cpu() ...    stay: the parameter is the same object
+    pickle, torch.save                  saved
+    copy.deepcopy                       copied for a tensor, dropped for a parameter
+    detach, clone, results of ops       dropped
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..core.compat_hooks import is_swapped_by_module
+
+INTERNAL = frozenset({
+    "_rowwise", "_columnwise", "_link", "recipe", "_shard", "_rotated", "_quantizer", "_is_param", "_mx_stands_for",
+    "high_precision", "linear_recipe", "shard", "scattered", "fsdp_pre_all_gather",
+})  # fmt: skip
+"""Attributes of the tensor itself: another tensor has its own, and no file can set them."""
+PRESERVED = frozenset({
+    "_high_precision_init_val", "get_high_precision_init_val", "clear_high_precision_init_val",
+})  # fmt: skip
+"""Attributes of ``quantized_model_init``. They stay with a parameter, and are not saved."""
+OURS = "_mxtensor_"
+"""The beginning of the names of other attributes that the package sets, such as the histories of delayed scaling."""
+
+_dict: Any = vars(Tensor)["__dict__"]
+
+
+def user_attributes(t: Tensor) -> dict[str, Any]:
+    """The attributes that the user has set on ``t``; without bound methods of ``t``, which are of no use elsewhere."""
+    return {
+        name: value
+        for name, value in _dict.__get__(t).items()
+        if _is_users(name) and getattr(value, "__self__", None) is not t
+    }
+
+
+def set_attributes(t: Any, attributes: dict[str, Any]) -> Any:
+    """Set attributes of ``user_attributes`` on ``t``, and return it; others, which a made-up file may have, are not."""
+    _dict.__get__(t).update((name, value) for name, value in attributes.items() if _is_users(name))
+    return t
+
+
+def _is_users(name: str) -> bool:
+    return name not in INTERNAL and name not in PRESERVED and not name.startswith(OURS)
+
+
+class KeepsAttributes(Tensor):
+    """A tensor subclass whose parameters keep their attributes when a module converts them.
+
+    ``nn.Module._apply`` sets ``param.data`` of a plain parameter, which stays the same object with its attributes. Of a
+    wrapper subclass it exchanges everything, by ``torch.utils.swap_tensors``, with a new parameter that has none. No
+    hook is called there, but ``__dict__`` is set.
+    """
+
+    @property
+    def __dict__(self) -> dict[str, Any]:
+        return _dict.__get__(self)  # type: ignore[no-any-return]
+
+    @__dict__.setter
+    def __dict__(self, new: dict[str, Any]) -> None:
+        if is_swapped_by_module():
+            new = {name: value for name, value in _dict.__get__(self).items() if name not in INTERNAL} | new
+        _dict.__set__(self, new)
