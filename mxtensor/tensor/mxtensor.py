@@ -29,6 +29,7 @@ from ..numerics.validate import check_components, known_size
 from ..recipe.linear_recipe import LinearRecipe
 from ..recipe.rows import recipe_from_row, recipe_to_row
 from .fsdp import GatheredByFSDP2
+from .graph_attributes import hook_graph_attributes_of
 from .te_attributes import TransformerEngineAttributes
 
 _TENSORS = ("data", "scale", "global_scale")
@@ -222,6 +223,7 @@ class MXTensor(GatheredByFSDP2, TransformerEngineAttributes):
     # ------------------------------------------------------------------------------------------ torch's contract
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        hook_graph_attributes_of(MXTensor)
         sides = (("_rowwise", self._rowwise), ("_columnwise", self._columnwise))
         names = [f"_inner{side}_{name}" for side, o in sides if o is not None for name in _TENSORS[: len(o.tensors)]]
         return names, (self.recipe, self.dtype)
