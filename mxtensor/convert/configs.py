@@ -14,14 +14,15 @@ from ..numerics.cast import Cast
 from ..numerics.formats import FORMATS, Format, ScaleCalculationMode, get_mx_format
 from ..recipe.base import Recipe, one_weight_copy
 from ..recipe.kernel_preference import KernelPreference
+from ..recipe.known_fields import KnownFields
 from ..recipe.linear_recipe import LinearRecipe, TensorCasts
 
 WEIGHT_ONLY = "-weight-only"
 """The end of a name that leaves activations in high precision."""
 
 
-@dataclass(frozen=True)
-class MXDynamicActivationMXWeightConfig:
+@dataclass
+class MXDynamicActivationMXWeightConfig(KnownFields):
     """MX weights, and activations cast to MX on the fly (torchao's fields)."""
 
     block_size: int = 32
@@ -43,8 +44,8 @@ def _nvfp4(use_dynamic_per_tensor_scale: bool) -> Cast:
     return Cast(FORMATS["nvfp4" if use_dynamic_per_tensor_scale else "nvfp4_single_level"])
 
 
-@dataclass(frozen=True)
-class NVFP4DynamicActivationNVFP4WeightConfig:
+@dataclass
+class NVFP4DynamicActivationNVFP4WeightConfig(KnownFields):
     """NVFP4 weights, and activations cast to NVFP4 on the fly (torchao's fields)."""
 
     use_triton_kernel: bool = True
@@ -58,8 +59,8 @@ class NVFP4DynamicActivationNVFP4WeightConfig:
         return LinearRecipe.inference(cast, cast, KernelPreference.of(self.kernel_preference))
 
 
-@dataclass(frozen=True)
-class NVFP4WeightOnlyConfig:
+@dataclass
+class NVFP4WeightOnlyConfig(KnownFields):
     """NVFP4 weights and high-precision activations (torchao's fields)."""
 
     use_dynamic_per_tensor_scale: bool = True
@@ -79,8 +80,8 @@ RECIPE_KERNELS = {
 """torchao's kernel names -> KernelPreference."""
 
 
-@dataclass(frozen=True)
-class MXLinearConfig:
+@dataclass
+class MXLinearConfig(KnownFields):
     """MX training of linear layers (torchao's fields): one element dtype for all tensors, or one for each."""
 
     block_size: int = 32
