@@ -15,8 +15,11 @@ class KnownFields:
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if not name.startswith("_") and name not in _declared(type(self)):
-            raise AttributeError(unknown_field(type(self), name))
+        if not name.startswith("_") and name not in _declared(type(self)):  # type: ignore[arg-type]
+            names = sorted(_declared(type(self)))  # type: ignore[arg-type]
+            close = get_close_matches(name, names, 1, 0.75)
+            hint = f"did you mean {close[0]!r}?" if close else f"its fields are {', '.join(names)}"
+            raise AttributeError(f"{type(self).__name__} has no field {name!r}; {hint}")
         object.__setattr__(self, name, value)
 
 
@@ -35,11 +38,3 @@ def _is_code(value: Any) -> bool:
     if isinstance(value, property):
         return value.fset is None
     return callable(value) or isinstance(value, (staticmethod, classmethod))
-
-
-def unknown_field(kind: type, name: str) -> str:
-    """The sentence about a field ``name`` that ``kind`` does not have, with the field that may be meant."""
-    names = sorted(_declared(kind))
-    close = get_close_matches(name, names, 1, 0.75)
-    hint = f"did you mean {close[0]!r}?" if close else f"its fields are {', '.join(names)}"
-    return f"{kind.__name__} has no field {name!r}; {hint}"
