@@ -67,16 +67,14 @@ def pad_rows(t: Tensor, rows: int) -> Tensor:
 @cache
 def _signature_without(function: Callable[..., Any], given: int) -> Signature:
     """The named parameters of ``function`` without the first ``given``."""
-    whole = signature(function)
-    named = [p for p in whole.parameters.values() if p.kind is Parameter.POSITIONAL_OR_KEYWORD]
-    return whole.replace(parameters=named[given:])
+    named = [p for p in signature(function).parameters.values() if p.kind is Parameter.POSITIONAL_OR_KEYWORD]
+    return Signature(named[given:])
 
 
 def hook(function: Callable[..., Any], *given: Any) -> Callable[..., Any]:
-    """``function`` with its first arguments bound, as FSDP2 calls it.
+    """``function`` with its first arguments bound. One that counts as a hook of ``mesh`` also takes FSDP2's other four.
 
-    FSDP2 counts the parameters of the hook at each gather. Without the stored signature that takes as long as a cast. A
-    hook of one parameter, the mesh, also takes the other four of FSDP2's protocol, and does not count them.
+    FSDP2 counts the parameters at each gather. Without the stored signature that takes as long as a cast.
     """
     call = partial(function, *given)
     call.__signature__ = _signature_without(function, len(given))  # type: ignore[attr-defined]
@@ -120,7 +118,6 @@ def _row_counts(format: Format, columnwise: bool, size: tuple[int, ...]) -> tupl
 
 
 def _ranks(mesh: Any) -> int:
-    """The number of ranks that gather; no mesh is one rank."""
     return 1 if mesh is None else mesh.size()
 
 
@@ -301,10 +298,7 @@ def refusal(linear_recipe: LinearRecipe, shard: Shard | None) -> str | None:
 def quantized_inputs(
     values: Tensor, linear_recipe: LinearRecipe, shard: Shard, mesh: Any, *ignored: Any, **others: Any
 ) -> tuple[tuple[Tensor, ...], Gathered]:
-    """(codes, scales) of this rank's rows (rows, K), padded to the largest shard.
-
-    They are cast from the sharded values, whatever dtype a mixed-precision policy gives the layer.
-    """
+    """(codes, scales) of this rank's rows, padded to the largest shard, cast from the sharded values in their dtype."""
     cast = linear_recipe.weight.rowwise
     assert cast is not None
     _check_agreement(values, linear_recipe, "codes", shard.whole, mesh)
@@ -321,8 +315,7 @@ def high_precision_inputs(
     _check_agreement(values, linear_recipe, "values", whole, mesh)
     padded = shard.padded if shard is not None else (-(-whole[0] // _ranks(mesh)), *whole[1:])
     _record(values, Shard(whole, padded), values.dtype, "high precision", {"codes": reason})
-    dtype = None if mp_policy is None else mp_policy.param_dtype
-    values = values if dtype is None else values.to(dtype)
+    values = values if mp_policy is None or mp_policy.param_dtype is None else values.to(mp_policy.param_dtype)
     return (pad_rows(values, padded[0]),), Gathered(whole)
 
 

@@ -102,11 +102,12 @@ class MXTensor(GatheredByFSDP2, TransformerEngineAttributes):
         data_hp: Tensor,
         elem_dtype: Format | str | torch.dtype = torch.float8_e4m3fn,
         block_size: int = 32,
-        scaling_mode: ScaleCalculationMode | str = ScaleCalculationMode.RCEIL,
+        scaling_mode: ScaleCalculationMode | str = ScaleCalculationMode.FLOOR,
     ) -> MXTensor:
-        """Quantize along the last dimension, with torchao's argument names; ``block_size`` applies to MX formats only.
+        """Quantize along the last dimension, with torchao's argument names and defaults.
 
-        See :func:`mxtensor.quantize`.
+        Scales are FLOOR unless ``scaling_mode`` says otherwise; those of :func:`mxtensor.quantize` are RCEIL.
+        ``block_size`` applies to MX formats only.
         """
         cast = Cast.of(get_mx_format(elem_dtype, block_size), scaling_mode)
         return quantize_as(data_hp, LinearRecipe.inference(cast))
