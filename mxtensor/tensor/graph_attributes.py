@@ -38,15 +38,15 @@ def _readers(kind: type[Tensor]) -> dict[str, Callable[[Any], Any]]:
     return readers | {"_rowwise": _rowwise, "_columnwise": _columnwise}
 
 
-def hook_graph_attributes_of(kind: type[Tensor]) -> None:
-    """Let Dynamo trace the attributes of ``kind``; nothing before the compiler is imported.
+def hook_graph_attributes_of(kind: type[Tensor], recipe: str = "recipe") -> None:
+    """Let Dynamo trace the attributes of ``kind`` (``recipe``: that of its LinearRecipe) once the compiler is imported.
 
     ``__tensor_flatten__`` calls this: Dynamo asks it about each tensor of a graph, before anybody reads an attribute.
     """
     if "torch._dynamo.variables.tensor" in sys.modules:
-        _hook(kind)
+        _hook(kind, recipe)
 
 
 @cache
-def _hook(kind: type[Tensor]) -> bool:
-    return hook_graph_attributes(kind, _readers(kind), ("recipe",))
+def _hook(kind: type[Tensor], recipe: str) -> bool:
+    return hook_graph_attributes(kind, _readers(kind) if recipe == "recipe" else {}, (recipe,))

@@ -296,3 +296,34 @@ def two_dimensions(rank, folder):
         gathered = {e.kernel for e in log.entries if e.spec.op == "all-gather"}
         told[shape] = gathered, products(log), [error(y, z), *gradient_errors(two, one)]
     return told
+
+
+@case
+def compiled(rank, folder):
+    """{(config, sequence parallel): (largest error of y, of gradients)} of compiled layers against eager ones."""
+    found = {}
+    configs = CONFIGS | {"frozen": "mxfp8", "no backward": MXFP8BlockScaling(high_precision_backward=True)}
+    for name in ("mxfp8", "tiles", "no backward", "frozen"):
+        for sequence in (False, True):
+            torch._dynamo.reset()
+            layouts = {"input_layouts": Shard(0)} if sequence else {}
+            styles = {
+                "0": mx.parallel.ColwiseParallel(**layouts),
+                "2": mx.parallel.RowwiseParallel(**({"output_layouts": Shard(0)} if sequence else {})),
+            }
+            eager = parallelize_module(mlp(configs[name]), mesh(), dict(styles))
+            other = parallelize_module(mlp(configs[name]), mesh(), dict(styles))
+            traced = torch.compile(other, fullgraph=True, backend="aot_eager")
+            torch.manual_seed(3 + rank * sequence)
+            x = torch.randn(TOKENS, IN)
+            ys = []
+            for model in (eager, traced):
+                with warnings.catch_warnings():  # Dynamo makes an object of each autograd function that it traces
+                    warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)
+                    ys.append(model(x))
+                if name != "frozen":
+                    ys[-1].square().sum().backward()
+            pairs = zip(eager.parameters(), other.parameters(), strict=True)
+            errors = [error(b.grad, a.grad) for a, b in pairs if a.grad is not None]
+            found[name, sequence] = error(ys[1], ys[0]), errors
+    return found

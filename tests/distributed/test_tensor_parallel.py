@@ -134,3 +134,11 @@ def test_which_recipes_gather_rows_as_codes(given, rows, reason):
 def test_the_error_of_a_refused_gather_names_the_way_out():
     with pytest.raises(ValueError, match="gather x in high precision"):
         gathered_linear(torch.randn(3, 64), torch.randn(64, 64), None, linear_recipe(), None, torch.float32)
+
+
+def test_compiled_layers_compute_what_eager_layers_do(ranks):
+    for found in ranks("compiled"):
+        assert len(found) == 8
+        for (name, _), (error_of_y, errors) in found.items():
+            assert error_of_y < TOLERANCE and max(errors, default=0) < TOLERANCE
+            assert len(errors) == (0 if name == "frozen" else 4)
