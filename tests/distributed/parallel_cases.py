@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor import parallel as plain
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -326,4 +326,38 @@ def compiled(rank, folder):
             pairs = zip(eager.parameters(), other.parameters(), strict=True)
             errors = [error(b.grad, a.grad) for a, b in pairs if a.grad is not None]
             found[name, sequence] = error(ys[1], ys[0]), errors
+    return found
+
+
+@case
+def quantized_dtensors(rank, folder):
+    """{(format, orientation, dim): whether codes and scales are those of the whole tensor, or the message}."""
+    torch.manual_seed(5)
+    values, found = torch.randn(128, 192), {}
+    for format in (
+        "mxfp8",
+        "mxfp4",
+        "mxfp8[32x32]",
+        "float8_e4m3_row",
+        "nvfp4",
+        "nvfp4_single_level",
+        "float8_e4m3_tensor",
+    ):
+        for orientation in ("rowwise", "columnwise", "both"):
+            for dim in (0, 1, None):
+                placement = Replicate() if dim is None else Shard(dim)
+                x = distribute_tensor(values, mesh(), [placement])
+                try:
+                    w = mx.quantize(x, format, orientation=orientation)
+                except NotImplementedError as refused:
+                    found[format, orientation, dim] = str(refused)
+                    continue
+                assert isinstance(w, DTensor) and isinstance(w.to_local(), mx.MXTensor) and w.placements == x.placements
+                whole = mx.quantize(values, format, orientation=orientation).dequantize()
+                mine = whole if dim is None else whole.chunk(2, dim)[rank]
+                same = torch.equal(w.to_local().dequantize(), mine)
+                found[format, orientation, dim] = same and w.shape == values.shape
+    odd = distribute_tensor(torch.randn(128, 80), mesh(), [Shard(1)])
+    partial = DTensor.from_local(values, mesh(), [Partial()])
+    found["cut"], found["partial"] = (message(lambda t=t: mx.quantize(t, "mxfp8")) for t in (odd, partial))
     return found
