@@ -14,7 +14,14 @@ from .convert.configs import (
     NVFP4DynamicActivationNVFP4WeightConfig,
     NVFP4WeightOnlyConfig,
 )
+from .convert.float8_configs import Float8DynamicActivationFloat8WeightConfig, Float8WeightOnlyConfig
 from .convert.quantize import quantize_
+from .convert.training_configs import (
+    Float8TrainingOpConfig,
+    MXFP8TrainingOpConfig,
+    MXFP8TrainingRecipe,
+    NVFP4TrainingConfig,
+)
 from .core.dispatch import strict
 from .core.explain import explain
 from .core.select import kernels
@@ -67,7 +74,10 @@ __all__ = [
     "DType",
     "Float8BlockQuantizer",
     "Float8CurrentScalingQuantizer",
+    "Float8DynamicActivationFloat8WeightConfig",
     "Float8Quantizer",
+    "Float8TrainingOpConfig",
+    "Float8WeightOnlyConfig",
     "Format",
     "KernelPreference",
     "LinearRecipe",
@@ -76,11 +86,14 @@ __all__ = [
     "MXFP8GradientScaler",
     "MXFP8Linear",
     "MXFP8Quantizer",
+    "MXFP8TrainingOpConfig",
+    "MXFP8TrainingRecipe",
     "MXLinearConfig",
     "MXQuantizer",
     "MXTensor",
     "NVFP4DynamicActivationNVFP4WeightConfig",
     "NVFP4Quantizer",
+    "NVFP4TrainingConfig",
     "NVFP4WeightOnlyConfig",
     "Operand",
     "Orientation",

@@ -14,14 +14,18 @@ from ..numerics.cast import Cast
 from ..numerics.formats import FORMATS, Format, ScaleCalculationMode, get_mx_format
 from ..recipe.base import Recipe, one_weight_copy
 from ..recipe.kernel_preference import KernelPreference
+from ..recipe.known_fields import KnownFields
 from ..recipe.linear_recipe import LinearRecipe, TensorCasts
+from .float8_configs import Float8DynamicActivationFloat8WeightConfig, Float8WeightOnlyConfig
+from .torchao import from_torchao
+from .training_configs import Float8TrainingOpConfig, MXFP8TrainingOpConfig, NVFP4TrainingConfig
 
 WEIGHT_ONLY = "-weight-only"
 """The end of a name that leaves activations in high precision."""
 
 
-@dataclass(frozen=True)
-class MXDynamicActivationMXWeightConfig:
+@dataclass
+class MXDynamicActivationMXWeightConfig(KnownFields):
     """MX weights, and activations cast to MX on the fly (torchao's fields)."""
 
     block_size: int = 32
@@ -43,8 +47,8 @@ def _nvfp4(use_dynamic_per_tensor_scale: bool) -> Cast:
     return Cast(FORMATS["nvfp4" if use_dynamic_per_tensor_scale else "nvfp4_single_level"])
 
 
-@dataclass(frozen=True)
-class NVFP4DynamicActivationNVFP4WeightConfig:
+@dataclass
+class NVFP4DynamicActivationNVFP4WeightConfig(KnownFields):
     """NVFP4 weights, and activations cast to NVFP4 on the fly (torchao's fields)."""
 
     use_triton_kernel: bool = True
@@ -58,8 +62,8 @@ class NVFP4DynamicActivationNVFP4WeightConfig:
         return LinearRecipe.inference(cast, cast, KernelPreference.of(self.kernel_preference))
 
 
-@dataclass(frozen=True)
-class NVFP4WeightOnlyConfig:
+@dataclass
+class NVFP4WeightOnlyConfig(KnownFields):
     """NVFP4 weights and high-precision activations (torchao's fields)."""
 
     use_dynamic_per_tensor_scale: bool = True
@@ -79,9 +83,13 @@ RECIPE_KERNELS = {
 """torchao's kernel names -> KernelPreference."""
 
 
-@dataclass(frozen=True)
-class MXLinearConfig:
-    """MX training of linear layers (torchao's fields): one element dtype for all tensors, or one for each."""
+@dataclass
+class MXLinearConfig(KnownFields):
+    """MX training of linear layers: one element dtype for all tensors, or one for each.
+
+    The fields are those of torchao before 0.18, which has ``MXFP8TrainingOpConfig`` instead; the defaults are those of
+    0.18.
+    """
 
     block_size: int = 32
     elem_dtype: torch.dtype | str = torch.float8_e4m3fn
@@ -98,17 +106,15 @@ class MXLinearConfig:
     def from_recipe_name(cls, name: str) -> MXLinearConfig:
         """torchao's recipe names: ``mxfp8_emulated``, ``mxfp8_cublas``, ``mxfp8_cublas_rceil``, ``mxfp4_emulated`` ...
 
-        The part after the format names the kernel (``emulated``; otherwise the fastest available) and the scaling mode.
-        Raises ValueError for an unknown name.
+        The part after the format names the kernel (``emulated``; otherwise the fastest available). Scales are RCEIL,
+        as in the recipes of torchao 0.18, with ``_rceil`` or without it. Raises ValueError for an unknown name.
         """
         name = str(getattr(name, "value", name))
         element, _, kernel = name.removesuffix("_rceil").partition("_")
         if element not in ("mxfp8", "mxfp4") or kernel not in RECIPE_KERNELS:
             kernels = ", ".join(f"_{k}" for k in RECIPE_KERNELS)
             raise ValueError(f"unknown recipe name {name!r}; choose mxfp8 or mxfp4 with one of {kernels}, then _rceil")
-        mode = ScaleCalculationMode.RCEIL if name.endswith("_rceil") else ScaleCalculationMode.FLOOR
-        format = FORMATS[element]
-        return cls(elem_dtype=format.name, kernel_preference=RECIPE_KERNELS[kernel], scale_calculation_mode=mode)
+        return cls(elem_dtype=FORMATS[element].name, kernel_preference=RECIPE_KERNELS[kernel])
 
     def linear_recipe(self) -> LinearRecipe:
         """The casts of the three products as a recipe. Raises ValueError for an unknown format, block or mode."""
@@ -129,6 +135,16 @@ class MXLinearConfig:
         )
 
 
+TORCHAO: dict[str, type] = {
+    kind.__name__: kind
+    for kind in (
+        Float8DynamicActivationFloat8WeightConfig, Float8TrainingOpConfig, Float8WeightOnlyConfig,
+        MXDynamicActivationMXWeightConfig, MXFP8TrainingOpConfig, MXLinearConfig,
+        NVFP4DynamicActivationNVFP4WeightConfig, NVFP4TrainingConfig, NVFP4WeightOnlyConfig,
+    )
+}  # fmt: skip
+"""torchao's configs by name: an object of torchao's own class with this name is read by its fields."""
+
 Config = (
     str
     | torch.dtype
@@ -138,13 +154,19 @@ Config = (
     | NVFP4DynamicActivationNVFP4WeightConfig
     | NVFP4WeightOnlyConfig
     | MXLinearConfig
+    | Float8DynamicActivationFloat8WeightConfig
+    | Float8WeightOnlyConfig
+    | Float8TrainingOpConfig
+    | MXFP8TrainingOpConfig
+    | NVFP4TrainingConfig
     | Recipe
 )
 """What ``quantize_`` accepts."""
 
 
 def recipe_of(config: Any) -> LinearRecipe:
-    """The LinearRecipe of a config: a LinearRecipe itself, an object with ``linear_recipe()``, or the name of a format.
+    """The LinearRecipe of a config: a LinearRecipe itself, an object with ``linear_recipe()``, a config object of
+    torchao, or the name of a format.
 
     A name (``"mxfp8"``, ``"mxfp8-weight-only"``), a dtype or a Format gives an inference recipe. Raises ValueError for
     an unknown format name, TypeError for any other object.
@@ -159,6 +181,9 @@ def recipe_of(config: Any) -> LinearRecipe:
         return LinearRecipe.inference(config.removesuffix(WEIGHT_ONLY))
     if isinstance(config, (str, torch.dtype, Format)):
         return LinearRecipe.inference(config, config)
+    ours = from_torchao(config, TORCHAO)
+    if ours is not None:
+        return ours.linear_recipe()  # type: ignore[no-any-return]
     raise TypeError(
         f"cannot quantize by {config!r}; pass a format name like 'mxfp8' or 'mxfp8-weight-only', a LinearRecipe, or "
         "one of the configs MXDynamicActivationMXWeightConfig, NVFP4DynamicActivationNVFP4WeightConfig, "

@@ -182,3 +182,36 @@ def hook_kernel_lines(change: Callable[[list[Any], str], list[Any]], wanted: Cal
 
     TritonKernel._filter_pdl = filter_pdl  # type: ignore[method-assign]
     return True
+
+
+def hook_graph_attributes(kind: type, readers: dict[str, Function], constants: tuple[str, ...]) -> bool:
+    """Let Dynamo read attributes of a tensor of class ``kind`` that a graph computes. True if Dynamo has the place.
+
+    ``readers[name](tensor)`` is traced in the place of the attribute ``name``; ``constants`` are attributes whose value
+    Dynamo holds as an object of the program. An attribute that is None stays with Dynamo.
+
+    Dynamo takes an attribute of such a tensor to be one that ``__tensor_flatten__`` names, or a number: it has no
+    public way to say what any other object is made of. Inputs of a graph need no hook. Missing: nothing is changed, and
+    Dynamo raises "Unexpected type in sourceless builder".
+    """
+    from torch._dynamo.source import GlobalSource
+    from torch._dynamo.variables.base import VariableTracker
+    from torch._dynamo.variables.tensor import TensorVariable
+
+    usual = getattr(TensorVariable, "dynamic_getattr", None)
+    if usual is None:
+        return False
+
+    @wraps(usual)
+    def dynamic_getattr(self: Any, tx: Any, name: str) -> Any:
+        if self.source or (name not in readers and name not in constants):
+            return usual(self, tx, name)
+        tensor = self.proxy.node.meta["example_value"]
+        if not isinstance(tensor, kind) or (value := getattr(tensor, name)) is None:
+            return usual(self, tx, name)
+        if name in constants:
+            return VariableTracker.build(tx, value, GlobalSource(tx.output.install_global_by_id(name, value)))
+        return VariableTracker.build(tx, readers[name]).call_function(tx, [self], {})
+
+    TensorVariable.dynamic_getattr = dynamic_getattr  # type: ignore[method-assign]
+    return True

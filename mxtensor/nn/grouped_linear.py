@@ -17,11 +17,11 @@ from .parameters import Init, kaiming
 class GroupedLinear(QuantizedModule):
     """``num_gemms`` linear layers of one shape: the first ``m_splits[0]`` rows go through the first, and so on.
 
-    The arguments are those of TransformerEngine. The parameters are ``weight0``, ``weight1`` ... (out_features,
-    in_features), then ``bias0`` ... (out_features,), initialized as in ``Linear``. Any row counts, zero included, work
-    without padding: each group is cast from its own rows. The result and all gradients are bitwise identical to those
-    of ``num_gemms`` ``Linear`` modules over ``torch.split(inp, m_splits)``. Every group has its own quantizers and,
-    with delayed scaling, its own histories.
+    The arguments are those of TransformerEngine, and so is the order of the parameters: ``weight0`` (out_features,
+    in_features), ``bias0`` (out_features,), ``weight1``, ``bias1`` ..., initialized as in ``Linear``. Any row counts,
+    zero included, work without padding: each group is cast from its own rows. The result and all gradients are bitwise
+    identical to those of ``num_gemms`` ``Linear`` modules over ``torch.split(inp, m_splits)``. Every group has its own
+    quantizers and, with delayed scaling, its own histories.
 
     The other options are those of ``Linear``; with ``return_bias`` the result is ``(y, [bias0, ...])``.
 
@@ -66,7 +66,6 @@ class GroupedLinear(QuantizedModule):
         shape = (out_features, in_features)
         for i in range(num_gemms):
             self.add_parameter(f"weight{i}", shape, init_method or kaiming, device, params_dtype)
-        for i in range(num_gemms):
             self.add_bias(f"bias{i}", shape, init_method, bias, device, params_dtype)
 
     def forward(

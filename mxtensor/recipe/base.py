@@ -8,6 +8,7 @@ from enum import Enum
 from typing import Any, ClassVar, TypeVar
 
 from .kernel_preference import KernelPreference
+from .known_fields import KnownFields
 from .linear_recipe import Delayed, LinearRecipe, TensorCasts, recipe_by_key
 
 Parsed = TypeVar("Parsed")
@@ -33,7 +34,7 @@ class Format(Enum):
 
 
 @dataclass(repr=False)
-class Recipe:
+class Recipe(KnownFields):
     """The base of all recipe classes: a dataclass whose fields may be edited at any time.
 
     A subclass defines ``_linear_recipe()``, which checks the fields and returns the casts that they describe. Raises
@@ -45,7 +46,7 @@ class Recipe:
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set a field and update the casts at once: Dynamo can read a LinearRecipe but cannot build one."""
-        object.__setattr__(self, name, value)
+        super().__setattr__(name, value)
         if name != "_current" and "_current" in self.__dict__:
             try:
                 self._current = self._interned()

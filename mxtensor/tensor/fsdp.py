@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
-from inspect import Signature, signature
+from inspect import Parameter, Signature, signature
 from typing import Any, NamedTuple
 
 import torch
@@ -66,15 +66,15 @@ def pad_rows(t: Tensor, rows: int) -> Tensor:
 
 @cache
 def _signature_without(function: Callable[..., Any], given: int) -> Signature:
-    """The signature of ``function`` without its first ``given`` parameters."""
-    whole = signature(function)
-    return whole.replace(parameters=list(whole.parameters.values())[given:])
+    """The named parameters of ``function`` without the first ``given``."""
+    named = [p for p in signature(function).parameters.values() if p.kind is Parameter.POSITIONAL_OR_KEYWORD]
+    return Signature(named[given:])
 
 
 def hook(function: Callable[..., Any], *given: Any) -> Callable[..., Any]:
-    """``function`` with its first arguments bound, as FSDP2 calls it.
+    """``function`` with its first arguments bound. One that counts as a hook of ``mesh`` also takes FSDP2's other four.
 
-    FSDP2 counts the parameters of the hook at each gather. Without the stored signature that takes as long as a cast.
+    FSDP2 counts the parameters at each gather. Without the stored signature that takes as long as a cast.
     """
     call = partial(function, *given)
     call.__signature__ = _signature_without(function, len(given))  # type: ignore[attr-defined]
@@ -117,6 +117,10 @@ def _row_counts(format: Format, columnwise: bool, size: tuple[int, ...]) -> tupl
     return format.data_shape(shape)[dim], format.scale_shape(shape)[dim]
 
 
+def _ranks(mesh: Any) -> int:
+    return 1 if mesh is None else mesh.size()
+
+
 def gather_inputs(operands: Copies, shard: Shard, mesh: Any) -> tuple[tuple[Tensor, ...], Gathered]:
     """The tensors of a shard to gather: codes and scales of each operand, rows first, padded to the largest shard."""
     inputs: list[Tensor] = []
@@ -125,7 +129,7 @@ def gather_inputs(operands: Copies, shard: Shard, mesh: Any) -> tuple[tuple[Tens
             counts = _row_counts(operand.format, columnwise, shard.padded)
             inputs += map(pad_rows, _rows_first(operand, columnwise), counts)
     row_format, column_format = (None if operand is None else operand.format for operand in operands)
-    rest = tuple(inputs[1:]) if mesh.size() == 1 else ()
+    rest = tuple(inputs[1:]) if _ranks(mesh) == 1 else ()
     return tuple(inputs), Gathered(shard.whole, row_format, column_format, rest)
 
 
@@ -235,12 +239,12 @@ class GatheredByFSDP2(Tensor):
         return made(*operands, self.recipe, dtype, whole, checked=True), outputs  # type: ignore[call-overload]
 
 
-def _stored_inputs(w: Any, mesh: Any) -> tuple[tuple[Tensor, ...], Gathered]:
+def _stored_inputs(w: Any, mesh: Any, *ignored: Any, **others: Any) -> tuple[tuple[Tensor, ...], Gathered]:
     record(Spec("all-gather", (w._shard.whole,), (w.format,), w.dtype, w.device), "codes", {})
     return gather_inputs((w._rowwise, w._columnwise), w._shard, mesh)
 
 
-def _refuse_without_shard(w: Tensor, *arguments: Any) -> Any:
+def _refuse_without_shard(w: Tensor, mesh: Any, *ignored: Any, **others: Any) -> Any:
     raise RuntimeError(
         f"FSDP2 gathers a shard of shape {tuple(w.shape)} that does not know its place in the whole MXTensor; load "
         "state dicts without assign=True"
@@ -293,12 +297,9 @@ def refusal(linear_recipe: LinearRecipe, shard: Shard | None) -> str | None:
 
 
 def quantized_inputs(
-    values: Tensor, linear_recipe: LinearRecipe, shard: Shard, mesh: Any
+    values: Tensor, linear_recipe: LinearRecipe, shard: Shard, mesh: Any, *ignored: Any, **others: Any
 ) -> tuple[tuple[Tensor, ...], Gathered]:
-    """(codes, scales) of this rank's rows (rows, K), padded to the largest shard.
-
-    They are cast from the sharded values, whatever dtype a mixed-precision policy gives the layer.
-    """
+    """(codes, scales) of this rank's rows, padded to the largest shard, cast from the sharded values in their dtype."""
     cast = linear_recipe.weight.rowwise
     assert cast is not None
     _check_agreement(values, linear_recipe, "codes", shard.whole, mesh)
@@ -307,15 +308,15 @@ def quantized_inputs(
 
 
 def high_precision_inputs(
-    values: Tensor, linear_recipe: LinearRecipe, shard: Shard | None, reason: str, mesh: Any, size: Any, stride: Any,
-    module: Any, policy: Any,
+    values: Tensor, linear_recipe: LinearRecipe, shard: Shard | None, reason: str, mesh: Any, outer_size: Any = None,
+    outer_stride: Any = None, module: Any = None, mp_policy: Any = None,
 ) -> tuple[tuple[Tensor, ...], Gathered]:  # fmt: skip
     """The values of this rank's rows in the policy's dtype, padded to the largest shard."""
-    whole = tuple(size)
+    whole = tuple(outer_size) if outer_size is not None else shard.whole if shard is not None else tuple(values.shape)
     _check_agreement(values, linear_recipe, "values", whole, mesh)
-    padded = shard.padded if shard is not None else (-(-whole[0] // mesh.size()), *whole[1:])
+    padded = shard.padded if shard is not None else (-(-whole[0] // _ranks(mesh)), *whole[1:])
     _record(values, Shard(whole, padded), values.dtype, "high precision", {"codes": reason})
-    values = values if policy.param_dtype is None else values.to(policy.param_dtype)
+    values = values if mp_policy is None or mp_policy.param_dtype is None else values.to(mp_policy.param_dtype)
     return (pad_rows(values, padded[0]),), Gathered(whole)
 
 
@@ -332,7 +333,7 @@ def _check_agreement(values: Tensor, linear_recipe: LinearRecipe, kind: str, who
     rank.
     """
     key = (linear_recipe.key, kind)
-    if mesh.size() == 1 or getattr(values, AGREED, None) == key or is_traced(values):
+    if _ranks(mesh) == 1 or getattr(values, AGREED, None) == key or is_traced(values):
         return
     group = mesh.get_group(-1)
     said: list[Any] = [None] * dist.get_world_size(group)

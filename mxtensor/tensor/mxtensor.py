@@ -33,6 +33,7 @@ from ..recipe.rows import recipe_to_row
 from .attributes import KeepsAttributes, set_attributes, user_attributes
 from .dequantized_view import DequantizedView, Link
 from .fsdp import GatheredByFSDP2
+from .graph_attributes import hook_graph_attributes_of
 from .stored import in_a_file, operand_of, stored_arguments
 from .te_attributes import TransformerEngineAttributes
 
@@ -123,11 +124,12 @@ class MXTensor(KeepsAttributes, GatheredByFSDP2, TransformerEngineAttributes):
         data_hp: Tensor,
         elem_dtype: Format | str | torch.dtype = torch.float8_e4m3fn,
         block_size: int = 32,
-        scaling_mode: ScaleCalculationMode | str = ScaleCalculationMode.RCEIL,
+        scaling_mode: ScaleCalculationMode | str = ScaleCalculationMode.FLOOR,
     ) -> MXTensor:
-        """Quantize along the last dimension, with torchao's argument names; ``block_size`` applies to MX formats only.
+        """Quantize along the last dimension, with torchao's argument names and defaults.
 
-        See :func:`mxtensor.quantize`.
+        Scales are FLOOR unless ``scaling_mode`` says otherwise; those of :func:`mxtensor.quantize` are RCEIL.
+        ``block_size`` applies to MX formats only.
         """
         cast = Cast.of(get_mx_format(elem_dtype, block_size), scaling_mode)
         return quantize_as(data_hp, LinearRecipe.inference(cast))
@@ -262,6 +264,7 @@ class MXTensor(KeepsAttributes, GatheredByFSDP2, TransformerEngineAttributes):
     # ------------------------------------------------------------------------------------------ torch's contract
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        hook_graph_attributes_of(MXTensor)
         sides = (("_rowwise", self._rowwise), ("_columnwise", self._columnwise))
         names = [f"_inner{side}_{name}" for side, o in sides if o is not None for name in _TENSORS[: len(o.tensors)]]
         return names, (self.recipe, self.dtype, self._link is not None)

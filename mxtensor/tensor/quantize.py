@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -28,14 +30,19 @@ def quantize(
     power-of-two scales. ``orientation``: rowwise blocks the last dimension, columnwise the one before it, both stores a
     copy of each, cast from the same values. ``rounding``: nearest or stochastic, now and at every write to the tensor.
     ``seed`` makes stochastic rounding the same on every device; without it torch's generator decides. The result
-    carries no gradient. Raises TypeError for other dtypes, ValueError for an unknown name or a tensor with too few
-    dimensions.
+    carries no gradient. A DTensor gives a DTensor of MXTensors: each rank quantizes its shard. Raises TypeError for
+    other dtypes, ValueError for an unknown name or a tensor with too few dimensions, NotImplementedError for a DTensor
+    whose shards cut blocks or share a scale.
     """
     if not isinstance(x, Tensor):
         raise TypeError(
             f"quantize takes a tensor, not a {type(x).__name__}; for a module use mx.quantize_(model, format)"
         )
-    return quantize_as(x, _recipe(format, scaling, rounding, seed), Orientation.of(orientation))
+    recipe, copies = _recipe(format, scaling, rounding, seed), Orientation.of(orientation)
+    distributed = sys.modules.get("torch.distributed.tensor")  # a DTensor exists only after this import
+    if distributed is not None and isinstance(x, distributed.DTensor):
+        return import_module(".quantize_shards", __package__).quantize_shards(x, recipe, copies)  # type: ignore[no-any-return]
+    return quantize_as(x, recipe, copies)
 
 
 @cached

@@ -41,6 +41,7 @@ from ..tensor.fsdp import (
     refusal,
     shard_of,
 )
+from ..tensor.graph_attributes import hook_graph_attributes_of
 from ..tensor.mxtensor import MXTensor
 
 aten = torch.ops.aten
@@ -113,6 +114,7 @@ class TrainingWeight(KeepsAttributes):
         return f"TrainingWeight({self.linear_recipe}, {self.high_precision!r})"
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[LinearRecipe, Shard | None]]:
+        hook_graph_attributes_of(TrainingWeight, "linear_recipe")
         return ["high_precision"], (self.linear_recipe, self.shard)
 
     @staticmethod

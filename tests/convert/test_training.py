@@ -251,17 +251,17 @@ def test_recipe_names():
     assert_expected_inline(
         "\n".join(f"{name}: {row(mx.MXLinearConfig.from_recipe_name(name))}" for name in names),
         """\
-mxfp8_emulated: mxfp8_e4m3 mxfp8_e4m3 mxfp8_e4m3 floor emulated
+mxfp8_emulated: mxfp8_e4m3 mxfp8_e4m3 mxfp8_e4m3 rceil emulated
 mxfp8_emulated_rceil: mxfp8_e4m3 mxfp8_e4m3 mxfp8_e4m3 rceil emulated
-mxfp8_cublas: mxfp8_e4m3 mxfp8_e4m3 mxfp8_e4m3 floor auto
+mxfp8_cublas: mxfp8_e4m3 mxfp8_e4m3 mxfp8_e4m3 rceil auto
 mxfp8_cublas_rceil: mxfp8_e4m3 mxfp8_e4m3 mxfp8_e4m3 rceil auto
-mxfp8_cutlass: mxfp8_e4m3 mxfp8_e4m3 mxfp8_e4m3 floor auto
+mxfp8_cutlass: mxfp8_e4m3 mxfp8_e4m3 mxfp8_e4m3 rceil auto
 mxfp8_cutlass_rceil: mxfp8_e4m3 mxfp8_e4m3 mxfp8_e4m3 rceil auto
-mxfp4_emulated: mxfp4_e2m1 mxfp4_e2m1 mxfp4_e2m1 floor emulated
+mxfp4_emulated: mxfp4_e2m1 mxfp4_e2m1 mxfp4_e2m1 rceil emulated
 mxfp4_emulated_rceil: mxfp4_e2m1 mxfp4_e2m1 mxfp4_e2m1 rceil emulated
-mxfp4_cublas: mxfp4_e2m1 mxfp4_e2m1 mxfp4_e2m1 floor auto
+mxfp4_cublas: mxfp4_e2m1 mxfp4_e2m1 mxfp4_e2m1 rceil auto
 mxfp4_cublas_rceil: mxfp4_e2m1 mxfp4_e2m1 mxfp4_e2m1 rceil auto
-mxfp4_cutlass: mxfp4_e2m1 mxfp4_e2m1 mxfp4_e2m1 floor auto
+mxfp4_cutlass: mxfp4_e2m1 mxfp4_e2m1 mxfp4_e2m1 rceil auto
 mxfp4_cutlass_rceil: mxfp4_e2m1 mxfp4_e2m1 mxfp4_e2m1 rceil auto""",
     )
 

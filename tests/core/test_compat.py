@@ -515,3 +515,16 @@ def test_an_exchange_by_a_module_is_known():
     torch.utils.swap_tensors(tensor(), tensor())
     tensor().__dict__ = {}
     assert seen == [True, True, False, False, False]
+
+
+def test_dynamo_reads_attributes_of_tensors_that_a_graph_computes(monkeypatch):
+    from torch._dynamo.variables.tensor import TensorVariable
+
+    monkeypatch.setattr(TensorVariable, "dynamic_getattr", TensorVariable.dynamic_getattr)
+    monkeypatch.setattr(mxtensor.MXTensor, "values", 0, raising=False)
+    assert compat_hooks.hook_graph_attributes(mxtensor.MXTensor, {"values": lambda w: w.numel()}, ())
+    x = torch.randn(32, 32)
+    scaled = torch.compile(lambda x: x * mxtensor.quantize(x, "mxfp8").values, fullgraph=True, backend="eager")
+    assert torch.equal(scaled(x), x * 1024)
+    monkeypatch.delattr(TensorVariable, "dynamic_getattr")
+    assert not compat_hooks.hook_graph_attributes(mxtensor.MXTensor, {}, ())

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor import parallel as plain
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -296,3 +296,68 @@ def two_dimensions(rank, folder):
         gathered = {e.kernel for e in log.entries if e.spec.op == "all-gather"}
         told[shape] = gathered, products(log), [error(y, z), *gradient_errors(two, one)]
     return told
+
+
+@case
+def compiled(rank, folder):
+    """{(config, sequence parallel): (largest error of y, of gradients)} of compiled layers against eager ones."""
+    found = {}
+    configs = CONFIGS | {"frozen": "mxfp8", "no backward": MXFP8BlockScaling(high_precision_backward=True)}
+    for name in ("mxfp8", "tiles", "no backward", "frozen"):
+        for sequence in (False, True):
+            torch._dynamo.reset()
+            layouts = {"input_layouts": Shard(0)} if sequence else {}
+            styles = {
+                "0": mx.parallel.ColwiseParallel(**layouts),
+                "2": mx.parallel.RowwiseParallel(**({"output_layouts": Shard(0)} if sequence else {})),
+            }
+            eager = parallelize_module(mlp(configs[name]), mesh(), dict(styles))
+            other = parallelize_module(mlp(configs[name]), mesh(), dict(styles))
+            traced = torch.compile(other, fullgraph=True, backend="aot_eager")
+            torch.manual_seed(3 + rank * sequence)
+            x = torch.randn(TOKENS, IN)
+            ys = []
+            for model in (eager, traced):
+                with warnings.catch_warnings():  # Dynamo makes an object of each autograd function that it traces
+                    warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)
+                    ys.append(model(x))
+                if name != "frozen":
+                    ys[-1].square().sum().backward()
+            pairs = zip(eager.parameters(), other.parameters(), strict=True)
+            errors = [error(b.grad, a.grad) for a, b in pairs if a.grad is not None]
+            found[name, sequence] = error(ys[1], ys[0]), errors
+    return found
+
+
+@case
+def quantized_dtensors(rank, folder):
+    """{(format, orientation, dim): whether codes and scales are those of the whole tensor, or the message}."""
+    torch.manual_seed(5)
+    values, found = torch.randn(128, 192), {}
+    for format in (
+        "mxfp8",
+        "mxfp4",
+        "mxfp8[32x32]",
+        "float8_e4m3_row",
+        "nvfp4",
+        "nvfp4_single_level",
+        "float8_e4m3_tensor",
+    ):
+        for orientation in ("rowwise", "columnwise", "both"):
+            for dim in (0, 1, None):
+                placement = Replicate() if dim is None else Shard(dim)
+                x = distribute_tensor(values, mesh(), [placement])
+                try:
+                    w = mx.quantize(x, format, orientation=orientation)
+                except NotImplementedError as refused:
+                    found[format, orientation, dim] = str(refused)
+                    continue
+                assert isinstance(w, DTensor) and isinstance(w.to_local(), mx.MXTensor) and w.placements == x.placements
+                whole = mx.quantize(values, format, orientation=orientation).dequantize()
+                mine = whole if dim is None else whole.chunk(2, dim)[rank]
+                same = torch.equal(w.to_local().dequantize(), mine)
+                found[format, orientation, dim] = same and w.shape == values.shape
+    odd = distribute_tensor(torch.randn(128, 80), mesh(), [Shard(1)])
+    partial = DTensor.from_local(values, mesh(), [Partial()])
+    found["cut"], found["partial"] = (message(lambda t=t: mx.quantize(t, "mxfp8")) for t in (odd, partial))
+    return found

@@ -11,13 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import mxtensor as mx
 from mxtensor.numerics import swizzle
 from mxtensor.numerics.cast import Cast
 from mxtensor.recipe import CustomRecipe, MXFP4BlockScaling, MXFP8BlockScaling
 from mxtensor.tensor.fsdp import Shard, refusal
-from mxtensor.training.training_weight import TrainingWeight
+from mxtensor.training.training_weight import TrainingWeight, values_of
 from tests.distributed.fsdp_cases import (
     DIMENSIONS,
     DISTINCT,
@@ -277,17 +278,43 @@ def test_what_can_be_gathered(linear_recipe, shard, reason):
 
 
 @pytest.mark.parametrize(
-    ("name", "parameters"), [("tiles", ["mesh"]), ("off", ["mesh", "size", "stride", "module", "policy"])]
+    ("name", "parameters"),
+    [("tiles", ["mesh"]), ("off", ["mesh", "outer_size", "outer_stride", "module", "mp_policy"])],
 )
 def test_a_hook_has_the_right_parameters_and_follows_the_values(name, parameters):
     """FSDP2 counts the parameters, and reads the hook again at each gather."""
     weight = TrainingWeight(torch.randn(32, 64), RECIPES[name].linear_recipe(), Shard((64, 64), (32, 64)))
     hook = weight.fsdp_pre_all_gather
-    assert list(signature(hook).parameters) == parameters and signature(hook) == signature(
-        partial(hook.func, *hook.args)
-    )
+    assert list(signature(hook).parameters) == parameters
     weight.data = values = torch.randn(32, 64)
     assert hook.args[0] is not values and weight.fsdp_pre_all_gather.args[0].data_ptr() == values.data_ptr()
+
+
+@pytest.mark.parametrize("name", ["tiles", "off", "frozen", "frozen nvfp4"])
+def test_the_hook_takes_both_protocols_by_position_and_by_name(name):
+    """Custom code calls it with ``mesh`` alone or with all five arguments of FSDP2."""
+    values, policy = torch.randn(32, 64), MixedPrecisionPolicy()
+    if name in RECIPES:
+        weight = TrainingWeight(values, RECIPES[name].linear_recipe(), Shard((32, 64), (32, 64)))
+    else:
+        weight = mx.quantize(values, "nvfp4_single_level" if "nvfp4" in name else "mxfp8").new_zeros(32, 64)
+        weight._shard = Shard((32, 64), (32, 64))
+        weight.copy_(values)
+    hook, rest = weight.fsdp_pre_all_gather, (torch.Size([32, 64]), (64, 1), nn.Linear(64, 32), policy)
+    named = dict(zip(("outer_size", "outer_stride", "module", "mp_policy"), rest, strict=True))
+    calls = [hook(None), hook(mesh=None), hook(None, *rest), hook(mesh=None, **named)]
+    for inputs, gathered in calls:
+        assert len(inputs) > 0 and all(torch.equal(a, b) for a, b in zip(inputs, calls[0][0], strict=True))
+        whole, _ = weight.fsdp_post_all_gather(inputs, gathered, torch.float32)
+        assert whole.shape == (32, 64)
+        torch.testing.assert_close(local_values(whole), local_values(weight), rtol=0.07, atol=1e-3)
+    with pytest.raises(RuntimeError, match="does not know its place"):
+        mx.quantize(values, "mxfp8").fsdp_pre_all_gather(mesh=None)
+
+
+def local_values(weight):
+    values = values_of(weight)
+    return values.dequantize() if isinstance(values, mx.MXTensor) else values
 
 
 def test_weights_of_conv1d_are_gathered_in_high_precision():

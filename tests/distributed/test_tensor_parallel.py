@@ -134,3 +134,25 @@ def test_which_recipes_gather_rows_as_codes(given, rows, reason):
 def test_the_error_of_a_refused_gather_names_the_way_out():
     with pytest.raises(ValueError, match="gather x in high precision"):
         gathered_linear(torch.randn(3, 64), torch.randn(64, 64), None, linear_recipe(), None, torch.float32)
+
+
+def test_compiled_layers_compute_what_eager_layers_do(ranks):
+    for found in ranks("compiled"):
+        assert len(found) == 8
+        for (name, _), (error_of_y, errors) in found.items():
+            assert error_of_y < TOLERANCE and max(errors, default=0) < TOLERANCE
+            assert len(errors) == (0 if name == "frozen" else 4)
+
+
+def test_a_dtensor_is_quantized_shard_by_shard_or_refused(ranks):
+    for found in ranks("quantized_dtensors"):
+        cut, partial = found.pop("cut"), found.pop("partial")
+        assert "40 is not a multiple of 32; call redistribute" in str(cut) and "no values of its own" in str(partial)
+        assert len(found) == 63 and not any(result is False for result in found.values())
+        for (format, orientation, dim), result in found.items():
+            one_scale = format in ("nvfp4", "float8_e4m3_tensor")
+            row = format == "float8_e4m3_row"
+            cuts = row and (orientation == "both" or (orientation == "rowwise") == (dim == 1))
+            refused = dim is not None and (one_scale or cuts)
+            assert isinstance(result, str) == refused, (format, orientation, dim, result)
+            assert not refused or "call redistribute(placements=[Replicate()])" in result

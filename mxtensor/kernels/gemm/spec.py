@@ -92,13 +92,18 @@ def data_of(operand: GemmOperand) -> Tensor:
 
 def without_lazy_signs(a: GemmOperand, b: GemmOperand, args: GemmArgs) -> tuple[GemmOperand, GemmOperand, GemmArgs]:
     """The arguments of a product with torch's lazy minus signs carried out: kernels read memory."""
-    if args.bias is not None and args.bias.is_neg():
+    if args.bias is not None and _may_be_negated(args.bias):
         args = args._replace(bias=args.bias.resolve_neg())
     return _resolved(a), _resolved(b), args
 
 
+def _may_be_negated(t: Tensor) -> bool:
+    """Whether ``t`` has a lazy minus sign; Dynamo cannot ask it, but traces the op that resolves it."""
+    return torch.compiler.is_dynamo_compiling() or t.is_neg()
+
+
 def _resolved(operand: GemmOperand) -> GemmOperand:
-    if isinstance(operand, Operand) or not data_of(operand).is_neg():
+    if isinstance(operand, Operand) or not _may_be_negated(data_of(operand)):
         return operand
     if isinstance(operand, Tensor):
         return operand.resolve_neg()

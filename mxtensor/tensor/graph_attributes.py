@@ -1,0 +1,52 @@
+"""What Dynamo traces when a function reads an attribute, such as ``w.rowwise.data``, of an MXTensor made in its graph.
+
+A graph knows the tensors that ``__tensor_flatten__`` names. The readers build everything else from them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from torch import Tensor
+
+from ..core.compat_hooks import hook_graph_attributes
+from ..core.shapes import swapped
+from ..numerics.operand import Operand
+
+
+def _rowwise(w: Any) -> Operand:
+    format = w.recipe.stored.format
+    global_scale = w._inner_rowwise_global_scale if format.global_scale else None
+    return Operand(w._inner_rowwise_data, w._inner_rowwise_scale, global_scale, format, tuple(w.shape))
+
+
+def _columnwise(w: Any) -> Operand:
+    format = w.recipe.stored.format
+    global_scale = w._inner_columnwise_global_scale if format.global_scale else None
+    shape = swapped(tuple(w.shape))
+    return Operand(w._inner_columnwise_data, w._inner_columnwise_scale, global_scale, format, shape)
+
+
+def _readers(kind: type[Tensor]) -> dict[str, Callable[[Any], Any]]:
+    """Attribute -> its reader: the stored operands, and every property that reads them."""
+    ours = [base for base in reversed(kind.__mro__) if issubclass(base, Tensor) and base is not Tensor]
+    found = {name: value for base in ours for name, value in vars(base).items() if isinstance(value, property)}
+    readers = {name: value.fget for name, value in found.items() if value.fget and not name.startswith("_inner_")}
+    return readers | {"_rowwise": _rowwise, "_columnwise": _columnwise}
+
+
+def hook_graph_attributes_of(kind: type[Tensor], recipe: str = "recipe") -> None:
+    """Let Dynamo trace the attributes of ``kind`` (``recipe``: that of its LinearRecipe) once the compiler is imported.
+
+    ``__tensor_flatten__`` calls this: Dynamo asks it about each tensor of a graph, before anybody reads an attribute.
+    """
+    if "torch._dynamo.variables.tensor" in sys.modules:
+        _hook(kind, recipe)
+
+
+@cache
+def _hook(kind: type[Tensor], recipe: str) -> bool:
+    return hook_graph_attributes(kind, _readers(kind) if recipe == "recipe" else {}, (recipe,))
