@@ -10,8 +10,11 @@ from typing import Any
 
 import torch
 
+from ..core.arguments import check_fields, described
+from ..core.names import find, suggestion, without_weight_only
 from ..numerics.cast import Cast
 from ..numerics.formats import FORMATS, Format, ScaleCalculationMode, get_mx_format
+from ..recipe import RECIPES
 from ..recipe.base import Recipe, one_weight_copy
 from ..recipe.kernel_preference import KernelPreference
 from ..recipe.known_fields import KnownFields
@@ -19,9 +22,6 @@ from ..recipe.linear_recipe import LinearRecipe, TensorCasts
 from .float8_configs import Float8DynamicActivationFloat8WeightConfig, Float8WeightOnlyConfig
 from .torchao import from_torchao
 from .training_configs import Float8TrainingOpConfig, MXFP8TrainingOpConfig, NVFP4TrainingConfig
-
-WEIGHT_ONLY = "-weight-only"
-"""The end of a name that leaves activations in high precision."""
 
 
 @dataclass
@@ -36,6 +36,7 @@ class MXDynamicActivationMXWeightConfig(KnownFields):
 
     def linear_recipe(self) -> LinearRecipe:
         """The casts of weight and activation as a recipe. Raises ValueError for an unknown format, block or mode."""
+        check_fields(self)
         weight, activation = (
             Cast.of(get_mx_format(dtype, self.block_size), self.scaling_mode)
             for dtype in (self.weight_dtype, self.activation_dtype)
@@ -58,6 +59,7 @@ class NVFP4DynamicActivationNVFP4WeightConfig(KnownFields):
 
     def linear_recipe(self) -> LinearRecipe:
         """The casts of weight and activation as a recipe. Raises ValueError for an unknown format, block or mode."""
+        check_fields(self)
         cast = _nvfp4(self.use_dynamic_per_tensor_scale)
         return LinearRecipe.inference(cast, cast, KernelPreference.of(self.kernel_preference))
 
@@ -71,6 +73,7 @@ class NVFP4WeightOnlyConfig(KnownFields):
 
     def linear_recipe(self) -> LinearRecipe:
         """The casts of weight and activation as a recipe. Raises ValueError for an unknown format, block or mode."""
+        check_fields(self)
         cast = _nvfp4(self.use_dynamic_per_tensor_scale)
         return LinearRecipe.inference(cast, None, KernelPreference.of(self.kernel_preference))
 
@@ -109,7 +112,8 @@ class MXLinearConfig(KnownFields):
         The part after the format names the kernel (``emulated``; otherwise the fastest available). Scales are RCEIL,
         as in the recipes of torchao 0.18, with ``_rceil`` or without it. Raises ValueError for an unknown name.
         """
-        name = str(getattr(name, "value", name))
+        name = getattr(name, "value", name)
+        name = name if isinstance(name, str) else described(name)
         element, _, kernel = name.removesuffix("_rceil").partition("_")
         if element not in ("mxfp8", "mxfp4") or kernel not in RECIPE_KERNELS:
             kernels = ", ".join(f"_{k}" for k in RECIPE_KERNELS)
@@ -118,6 +122,7 @@ class MXLinearConfig(KnownFields):
 
     def linear_recipe(self) -> LinearRecipe:
         """The casts of the three products as a recipe. Raises ValueError for an unknown format, block or mode."""
+        check_fields(self)
 
         def casts(override: torch.dtype | str | None) -> TensorCasts:
             format = get_mx_format(self.elem_dtype if override is None else override, self.block_size)
@@ -177,15 +182,41 @@ def recipe_of(config: Any) -> LinearRecipe:
         return config
     if hasattr(config, "linear_recipe"):
         return config.linear_recipe()  # type: ignore[no-any-return]
-    if isinstance(config, str) and config.endswith(WEIGHT_ONLY):
-        return LinearRecipe.inference(config.removesuffix(WEIGHT_ONLY))
-    if isinstance(config, (str, torch.dtype, Format)):
+    if isinstance(config, str):
+        return _recipe_called(config)
+    if isinstance(config, (torch.dtype, Format)):
         return LinearRecipe.inference(config, config)
     ours = from_torchao(config, TORCHAO)
     if ours is not None:
         return ours.linear_recipe()  # type: ignore[no-any-return]
     raise TypeError(
-        f"cannot quantize by {config!r}; pass a format name like 'mxfp8' or 'mxfp8-weight-only', a LinearRecipe, or "
-        "one of the configs MXDynamicActivationMXWeightConfig, NVFP4DynamicActivationNVFP4WeightConfig, "
-        "NVFP4WeightOnlyConfig; to train, MXLinearConfig or a recipe such as MXFP8BlockScaling()"
+        f"cannot quantize by {described(config)}; pass a format name like 'mxfp8' or 'mxfp8-weight-only', a "
+        "LinearRecipe, or one of the configs MXDynamicActivationMXWeightConfig, "
+        "NVFP4DynamicActivationNVFP4WeightConfig, NVFP4WeightOnlyConfig; to train, MXLinearConfig or a recipe such as "
+        "MXFP8BlockScaling()"
     )
+
+
+CLASSES = {kind.__name__: f"mx.recipe.{kind.__name__}" for kind in RECIPES} | {
+    kind.__name__: f"mx.{kind.__name__}"
+    for kind in (
+        MXDynamicActivationMXWeightConfig, NVFP4DynamicActivationNVFP4WeightConfig, NVFP4WeightOnlyConfig,
+        MXLinearConfig,
+    )
+}  # fmt: skip
+"""Name of a class of configs -> where it is."""
+
+
+def _recipe_called(text: str) -> LinearRecipe:
+    """The inference recipe of a format's name, with or without an end that means weight-only."""
+    name, weight_only = without_weight_only(text)
+    try:
+        return LinearRecipe.inference(name, None if weight_only else name)
+    except ValueError:
+        named = find(text, CLASSES)
+        if named is not None:
+            raise ValueError(f"{text!r} names a class; pass an instance, {CLASSES[named]}()") from None
+        hint = suggestion(text, CLASSES) if len(text) > 5 else ""
+        if hint and not weight_only and not suggestion(name, FORMATS):
+            raise ValueError(f"unknown format or config {text!r}{hint}") from None
+        raise

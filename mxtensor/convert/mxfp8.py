@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ..core.arguments import DENSE, SIZE, check, checked, described
 from ..numerics.formats import get_mx_format
 from ..recipe.base import BackwardOptions
 from ..recipe.linear_recipe import LinearRecipe, TensorCasts
@@ -58,13 +59,15 @@ class MXFP8Linear(nn.Linear):
     another kind of config, ValueError if config and ``block_size`` contradict each other.
     """
 
+    @checked(in_features=SIZE, out_features=SIZE)
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, block_size: int = 32,
         config: MXFP8Config | None = None, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         if config is not None and not isinstance(config, MXFP8Config):
             raise TypeError(
-                f"MXFP8Linear: {config!r} is not an MXFP8Config; for other recipes use mxtensor.nn.Linear, or quantize_"
+                f"MXFP8Linear: {described(config)} is not an MXFP8Config; for other recipes use mxtensor.nn.Linear, or "
+                "quantize_"
             )
         if config is not None and block_size not in (32, config.block_size):
             raise ValueError(
@@ -75,6 +78,7 @@ class MXFP8Linear(nn.Linear):
         self.config = config
 
     def forward(self, input: Tensor) -> Tensor:
+        check("MXFP8Linear", "input", input, DENSE)
         return run(Call(input, self.weight, self.bias), self.config.linear_recipe())
 
     def extra_repr(self) -> str:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from ..core.arguments import described
 from ..numerics.formats import Orientation
 from ..recipe.linear_recipe import LinearRecipe
 from ..tensor.attributes import set_attributes, user_attributes
@@ -48,9 +49,7 @@ def quantize_(model: ModuleT, config: Config, filter_fn: FilterFn | None = None)
     memory, with the attributes that were set on the old ones.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"quantize_ takes a module, not a {type(model).__name__}; for a tensor use mx.quantize(x, format)"
-        )
+        raise TypeError(f"quantize_ takes a module, not {described(model)}; for a tensor use mx.quantize(x, format)")
     recipe = recipe_of(config)
     weights = weights_to_quantize(model, filter_fn)
     left_out: list[Weight] = []

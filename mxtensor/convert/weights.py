@@ -5,12 +5,14 @@ A new kind of module is a row of ``KINDS``.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import nn
 
+from ..core.arguments import FUNCTION, check, described, optional
 from ..numerics.formats import Orientation
 from ..tensor.mxtensor import MXTensor
 from ..training.training_weight import is_sharded
@@ -121,7 +123,7 @@ def _weights(model: nn.Module, filter_fn: FilterFn) -> Iterator[Weight]:
     """Every weight that ``filter_fn`` accepts."""
     for fqn, module in model.named_modules():
         kind = next((kind for kind in KINDS if kind.matches(module)), None)
-        if kind is not None and filter_fn(module, fqn):
+        if kind is not None and _accepts(filter_fn, module, fqn):
             for name in kind.names:
                 weight = getattr(module, name, None)
                 if weight is not None and not isinstance(weight, MXTensor):
@@ -139,6 +141,35 @@ def unknown_experts(model: nn.Module) -> Iterator[Weight]:
             for name, parameter in module._parameters.items():
                 if parameter is not None and parameter.dim() > 1 and "bias" not in name:
                     yield Weight(module, name, _UNKNOWN, fqn)
+
+
+def _accepts(filter_fn: FilterFn, module: nn.Module, fqn: str) -> bool:
+    """Whether a filter accepts a module. Its answer may be any object that is true or false, but no array."""
+    answer: Any = filter_fn(module, fqn)
+    try:
+        return bool(answer)
+    except (RuntimeError, ValueError, TypeError):
+        given = described(answer)
+        raise TypeError(f"quantize_: filter_fn returned {given} for {fqn!r}; return True or False") from None
+
+
+def _check_filter(filter_fn: FilterFn | None) -> None:
+    """Raise TypeError unless a filter can be called with a module and its name."""
+    check("quantize_", "filter_fn", filter_fn, optional(FUNCTION))
+    if filter_fn is None:
+        return
+    try:
+        arguments = inspect.signature(filter_fn)
+    except ValueError:  # some functions written in C have none
+        return
+    try:
+        arguments.bind(None, "")
+    except TypeError:
+        name = described(filter_fn)
+        raise TypeError(
+            f"quantize_: filter_fn is {name}, which takes {arguments}; pass a function of two arguments, the module "
+            "and its name"
+        ) from None
 
 
 def _check_parameter(weight: Any, fqn: str) -> None:
@@ -160,8 +191,9 @@ def weights_to_quantize(model: nn.Module, filter_fn: FilterFn | None) -> list[We
     """Every weight that ``filter_fn`` accepts; None: ``default_filter``.
 
     The default also skips layers whose weight is that of an embedding. Raises ValueError for a weight that is not a
-    parameter, is sharded or has no values yet.
+    parameter, is sharded or has no values yet, TypeError for a filter that cannot be called.
     """
+    _check_filter(filter_fn)
     found = list(_weights(model, filter_fn or default_filter))
     if filter_fn is None:
         lookups = _tied_to_lookups(model)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from .arguments import FLAG, check
 from .kernel import Spec, describe_operand
 from .scopes import Scopes
 
@@ -136,6 +137,7 @@ class Log:
         Calls of one kind differ in the number of rows only, {rows} of the first operand. Lines are at most 100
         characters long and, if timed, sorted by time. ``refused``: below each line, why the faster kernels refused.
         """
+        check("table", "refused", refused, FLAG)
         if not self.entries:
             return "no MXTensor operation ran"
         kinds: dict[Any, _Line] = {}
@@ -172,6 +174,7 @@ def explain(time: bool = False) -> Iterator[Log]:
     ``time=True`` also measures each decision: by CUDA events on a GPU, by wall time on a CPU. A compiled function
     decides while it is traced, so that only its first call is logged, without a time. Other threads are not logged.
     """
+    check("explain", "time", time, FLAG)
     with use_log(Log(time=time)) as log:
         yield log
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from .arguments import described
 from .explain import LOGS, Log, measure, record, use_log
 from .kernel import Kernel, Spec, describe, elsewhere
 from .plan import PLANS, Plan
@@ -29,8 +30,10 @@ def kernels(name: str) -> Iterator[None]:
 
     A compiled graph keeps the kernel that was chosen when it was traced. Raises ValueError for an unknown name.
     """
-    if name not in KERNEL_NAMES:
-        raise ValueError(f"unknown product kernel {name!r}; the product kernels are {', '.join(sorted(KERNEL_NAMES))}")
+    if not isinstance(name, str) or name not in KERNEL_NAMES:
+        raise ValueError(
+            f"unknown product kernel {described(name)}; the product kernels are {', '.join(sorted(KERNEL_NAMES))}"
+        )
     with _forced.block(name):
         yield
 

@@ -26,7 +26,10 @@ from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from ..core.arguments import check, instance
+
 CHECKSUMS = "checksums.json"
+FOLDER = instance((str, os.PathLike), "the path of a folder", lambda path: Path(path).name != "")
 METADATA = ".metadata"
 PIECE = 1 << 24
 """The number of bytes that are read at a time."""
@@ -68,6 +71,7 @@ class Writer(FileSystemWriter):
     """
 
     def __init__(self, path: str | os.PathLike[str], **options: Any) -> None:
+        check("checkpoint.Writer", "path", path, FOLDER)
         self.to = Path(path)
         super().__init__(self._part, **options)
 

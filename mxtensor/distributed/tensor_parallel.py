@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor import parallel as torch_parallel
 
+from ..core.arguments import FLAG, check, instance, optional
 from ..core.explain import record
 from ..core.kernel import Spec
 from ..core.torch_autocast import autocast_dtype
@@ -124,6 +125,16 @@ def _columns_of_sharded_rows(
     return y.reshape(*before, world * within[0], *within[1:], y.shape[-1])
 
 
+PLACEMENT = optional(instance(Placement, "a placement of torch.distributed.tensor, such as Replicate() or Shard(1)"))
+
+
+def _check_style(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a style of torch."""
+    for argument, value in arguments.items():
+        check(name, argument, value, FLAG if argument == "use_local_output" else PLACEMENT)
+    return arguments
+
+
 class ColwiseParallel(torch_parallel.ColwiseParallel):
     """Each rank computes ``out_features / world`` columns of a linear layer; arguments are those of torch's style.
 
@@ -132,6 +143,13 @@ class ColwiseParallel(torch_parallel.ColwiseParallel):
     MXTensors and plain weights; embeddings are torch's. ``parallelize_module`` raises ValueError for a layer whose
     parts are not whole blocks, and NotImplementedError for a recipe whose scales depend on values of two ranks.
     """
+
+    def __init__(
+        self, *, input_layouts: Placement | None = None, output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+    ) -> None:  # fmt: skip
+        given = {"input_layouts": input_layouts, "output_layouts": output_layouts, "use_local_output": use_local_output}
+        super().__init__(**_check_style("ColwiseParallel", given))
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, nn.Linear):
@@ -167,6 +185,13 @@ class RowwiseParallel(torch_parallel.RowwiseParallel):
     ``parallelize_module`` raises ValueError for a layer whose parts are not whole blocks, and NotImplementedError for a
     recipe whose scales depend on values of two ranks.
     """
+
+    def __init__(
+        self, *, input_layouts: Placement | None = None, output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+    ) -> None:  # fmt: skip
+        given = {"input_layouts": input_layouts, "output_layouts": output_layouts, "use_local_output": use_local_output}
+        super().__init__(**_check_style("RowwiseParallel", given))
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, nn.Linear):

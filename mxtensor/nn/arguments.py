@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from ..core.arguments import described, is_one_of
+
 NO_PARALLELISM: dict[str, tuple[Any, ...]] = {
     "sequence_parallel": (False,),
     "tp_group": (None,),
@@ -20,17 +22,17 @@ NO_PARALLELISM: dict[str, tuple[Any, ...]] = {
 def check_parallelism(owner: str, **given: Any) -> None:
     """Raise NotImplementedError for an argument that asks for tensor parallelism. ``owner`` names the module."""
     for name, value in given.items():
-        if value not in NO_PARALLELISM[name]:
+        if not is_one_of(value, NO_PARALLELISM[name]):
             raise NotImplementedError(
-                f"{owner}: {name}={value!r} is not available: modules hold whole weights; shard them with "
+                f"{owner}: {name}={described(value)} is not available: modules hold whole weights; shard them with "
                 "torch.distributed (FSDP2's fully_shard, or DTensor's parallelize_module)"
             )
 
 
 def one_of(what: str, value: str, choices: Iterable[str]) -> str:
     """``value``, if it is one of ``choices``. Raises ValueError otherwise; ``what`` names the argument."""
-    if value not in choices:
-        raise ValueError(f"{what} is {value!r}; choose one of {', '.join(choices)}")
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(f"{what} is {described(value)}; choose one of {', '.join(choices)}")
     return value
 
 

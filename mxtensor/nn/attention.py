@@ -8,12 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.arguments import COUNT, POSITIVE, SHARE, Kind, check, checked, described, instance, optional
 from .arguments import check_heads, check_parallelism, one_of
 from .dot_product import ATTENTION_TYPES, DotProductAttention, PaddingMask, Window
 from .layernorm_linear import LayerNormLinear
 from .linear import Linear
 from .parameters import Init
 from .rope import apply_rotary_pos_emb
+
+ANGLES = Kind(
+    "a tensor of angles, or a pair of them",
+    lambda given: all(isinstance(t, Tensor) for t in (given if isinstance(given, tuple) else (given,))),
+    lambda given: not isinstance(given, tuple) or len(given) == 2,
+)
+ATTENTION = instance(nn.MultiheadAttention, "an nn.MultiheadAttention")
 
 
 class MultiheadAttention(nn.Module):
@@ -28,6 +36,10 @@ class MultiheadAttention(nn.Module):
     Raises ValueError for sizes that do not divide and for unknown names, NotImplementedError for parallelism.
     """
 
+    @checked(
+        hidden_size=COUNT, num_attention_heads=COUNT, num_gqa_groups=optional(COUNT), kv_channels=optional(COUNT),
+        attention_dropout=SHARE, layernorm_epsilon=POSITIVE,
+    )  # fmt: skip
     def __init__(
         self,
         hidden_size: int,
@@ -151,8 +163,11 @@ class MultiheadAttention(nn.Module):
         ``encoder_output`` and for self-attention with one.
         """
         if (encoder_output is None) is (self.attention_type == "cross"):
-            needs = "needs encoder_output" if encoder_output is None else "takes no encoder_output"
-            raise ValueError(f"MultiheadAttention: attention_type={self.attention_type!r} {needs}")
+            needs = "needs" if encoder_output is None else "takes no"
+            given = "" if encoder_output is None else f", got {described(encoder_output)}"
+            raise ValueError(
+                f"MultiheadAttention: attention_type={self.attention_type!r} {needs} encoder_output{given}"
+            )
         normed: Tensor | None = None
         heads: dict[str, Tensor] = {}
         for attribute, names in self.projections.items():
@@ -163,6 +178,7 @@ class MultiheadAttention(nn.Module):
             heads |= zip(names, self._heads(y, names), strict=True)
         q, k, v = heads["query"], heads["key"], heads["value"]
         if rotary_pos_emb is not None:
+            check("MultiheadAttention", "rotary_pos_emb", rotary_pos_emb, ANGLES)
             angles = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
             form, interleaved = self.core_attention.qkv_format, self.rotary_pos_interleaved
             q = apply_rotary_pos_emb(q, angles[0], form, interleaved=interleaved)
@@ -204,6 +220,7 @@ class MultiheadAttention(nn.Module):
 
         Raises NotImplementedError for key or value sizes other than embed_dim, ``add_bias_kv`` and ``add_zero_attn``.
         """
+        check("MultiheadAttention.from_torch", "module", module, ATTENTION)
         if not module._qkv_same_embed_dim or module.bias_k is not None or module.add_zero_attn:
             raise NotImplementedError(
                 f"MultiheadAttention.from_torch: kdim={module.kdim}, vdim={module.vdim}, add_bias_kv="

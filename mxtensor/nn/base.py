@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..core.arguments import DENSE, FLAG, check, optional
 from ..core.torch_autocast import autocast_dtype, torch_autocasts
 from ..recipe.linear_recipe import HIGH_PRECISION, LinearRecipe
 from ..training.autocast import autocast_state
@@ -74,6 +75,7 @@ class QuantizedModule(StatefulModule):
 
     def _check(self, x: Tensor, weights: Sequence[WeightShards]) -> None:
         label, weight = self.label, weights[0][0]
+        check(label, "the input", x, DENSE)
         if not x.dtype.is_floating_point:
             raise TypeError(f"{label}: the input is {str(x.dtype).removeprefix('torch.')}; convert it to a float dtype")
         if x.device != weight.device:
@@ -100,6 +102,8 @@ class QuantizedModule(StatefulModule):
 
         ``first`` is TransformerEngine's ``is_first_microbatch``.
         """
+        if first is not None and first is not True and first is not False:
+            check(self.label, "is_first_microbatch", first, optional(FLAG))
         hooked = self.fuse_wgrad_accumulation or self.delay_wgrad_compute
         if active is None and not hooked:
             return _high_precision(x, joined(shards), bias)

@@ -16,6 +16,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ..core.arguments import (
+    COUNT,
+    FLAG,
+    LARGEST,
+    SHARE,
+    Kind,
+    check,
+    checked,
+    described,
+    is_dense_float,
+    is_integers,
+    optional,
+)
 from ..core.compat import disable_torch_function
 from .arguments import check_heads, check_parallelism, one_of
 
@@ -55,6 +68,33 @@ BACK = {"sbhd": (2, 0, 1, 3), "bshd": (0, 2, 1, 3)}
 ATTENTION_TYPES = ("self", "cross")
 
 
+CHANNELS = Kind(
+    "an integer of 1 or more, or two of them",
+    lambda given: is_integers(given if isinstance(given, tuple) else (given,)),
+    lambda given: (
+        (not isinstance(given, tuple) or len(given) == 2)
+        and all(0 < n <= LARGEST for n in (given if isinstance(given, tuple) else (given,)))
+    ),
+)
+ATTENDED = Kind("a dense floating-point torch.Tensor", lambda t: isinstance(t, Tensor) and is_dense_float(t))
+MASK = optional(
+    Kind(
+        "a dense bool tensor, or a pair of them",
+        lambda mask: all(
+            isinstance(m, Tensor) and m.layout is torch.strided for m in (mask if isinstance(mask, tuple) else (mask,))
+        ),
+        lambda mask: isinstance(mask, Tensor) or len(mask) == 2,
+    )
+)
+WINDOW = optional(
+    Kind(
+        "two integers (left, right), -1 for no limit",
+        lambda window: isinstance(window, (tuple, list)) and is_integers(window),
+        lambda window: len(window) == 2 and all(-1 <= n <= LARGEST for n in window),
+    )
+)
+
+
 class DotProductAttention(nn.Module):
     """Attention of queries (s, b, h, d) over keys and values (s, b, g, d), for ``bshd`` (b, s, ...). No parameters.
 
@@ -68,6 +108,7 @@ class DotProductAttention(nn.Module):
     heads that do not divide, and for unknown names.
     """
 
+    @checked(num_attention_heads=COUNT, num_gqa_groups=optional(COUNT), attention_dropout=SHARE)
     def __init__(
         self,
         num_attention_heads: int,
@@ -92,6 +133,8 @@ class DotProductAttention(nn.Module):
             name, sequence_parallel=sequence_parallel, tp_group=tp_group, tp_size=tp_size,
             get_rng_state_tracker=get_rng_state_tracker,
         )  # fmt: skip
+        check(name, "kv_channels", kv_channels, CHANNELS)
+        check(name, "window_size", window_size, WINDOW)
         self.num_attention_heads = num_attention_heads
         self.num_gqa_groups = check_heads(name, num_attention_heads, num_gqa_groups)
         self.channels = (kv_channels, kv_channels) if isinstance(kv_channels, int) else tuple(kv_channels)
@@ -130,8 +173,13 @@ class DotProductAttention(nn.Module):
         do not fit, TypeError for masks that are not bool.
         """
         name = type(self).__name__
-        form = one_of(f"{name}: qkv_format", qkv_format or self.qkv_format, FORMATS)
-        mask_type = one_of(f"{name}: attn_mask_type", attn_mask_type or self.attn_mask_type, MASKS)
+        form = one_of(f"{name}: qkv_format", self.qkv_format if qkv_format is None else qkv_format, FORMATS)
+        check(name, "attention_mask", attention_mask, MASK)
+        mask_type = one_of(
+            f"{name}: attn_mask_type", self.attn_mask_type if attn_mask_type is None else attn_mask_type, MASKS
+        )
+        check(name, "window_size", window_size, WINDOW)
+        check(name, "checkpoint_core_attention", checkpoint_core_attention, FLAG)
         window = window_size or self.window_size or (-1, -1)
         self._check(query_layer, key_layer, value_layer, form)
         q, k, v = (t.permute(FORMATS[form]) for t in (query_layer, key_layer, value_layer))
@@ -145,6 +193,12 @@ class DotProductAttention(nn.Module):
         return out
 
     def _check(self, q: Tensor, k: Tensor, v: Tensor, form: str) -> None:
+        name = type(self).__name__
+        for argument, t in (("query_layer", q), ("key_layer", k), ("value_layer", v)):
+            check(name, argument, t, ATTENDED)
+        if len({q.dtype, k.dtype, v.dtype}) > 1 or len({q.device, k.device, v.device}) > 1:
+            given = ", ".join(map(described, (q, k, v)))
+            raise ValueError(f"{name}: query, key and value need one dtype and one device, got {given}")
         batch, shapes = form.index("b"), (tuple(q.shape), tuple(k.shape), tuple(v.shape))
         heads = (self.num_attention_heads, self.num_gqa_groups, self.num_gqa_groups)
         channels = (self.channels[0], *self.channels)

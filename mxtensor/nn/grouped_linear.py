@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.arguments import COUNT, DEVICE, SIZE, checked, optional
 from ..training.grouped import Splits, groups_of, row_counts, stacked
 from .arguments import check_parallelism
 from .base import QuantizedModule, cast_bias
@@ -28,6 +29,7 @@ class GroupedLinear(QuantizedModule):
     Raises NotImplementedError for arguments that ask for tensor parallelism, ValueError for ``num_gemms`` below 1.
     """
 
+    @checked(num_gemms=COUNT, in_features=SIZE, out_features=SIZE, device=optional(DEVICE))
     def __init__(
         self,
         num_gemms: int,
@@ -53,8 +55,6 @@ class GroupedLinear(QuantizedModule):
             "GroupedLinear", sequence_parallel=sequence_parallel, tp_group=tp_group, tp_size=tp_size,
             get_rng_state_tracker=get_rng_state_tracker, rng_tracker_name=rng_tracker_name, parallel_mode=parallel_mode,
         )  # fmt: skip
-        if num_gemms < 1:
-            raise ValueError(f"GroupedLinear: num_gemms is {num_gemms}; use 1 or more")
         super().__init__(
             name,
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,

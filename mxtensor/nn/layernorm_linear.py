@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.arguments import DEVICE, POSITIVE, SIZE, checked, optional
 from .arguments import check_parallelism
 from .linear import LinearBase, Split
 from .norm import NormBase, check_normalization
@@ -24,6 +25,7 @@ class LayerNormLinear(NormBase, LinearBase):
     Raises what Linear raises, and ValueError for an unknown norm.
     """
 
+    @checked(in_features=SIZE, out_features=SIZE, device=optional(DEVICE), eps=POSITIVE)
     def __init__(
         self,
         in_features: int,

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..core.arguments import DEVICE, POSITIVE, SIZE, checked, optional
 from .arguments import check_parallelism, one_of
 from .norm import NormBase, check_normalization
 from .parameters import Init
@@ -68,6 +69,7 @@ class LayerNormMLP(NormBase):
     fc2_weight: Tensor
     fc2_bias: Tensor | None
 
+    @checked(hidden_size=SIZE, ffn_hidden_size=SIZE, device=optional(DEVICE), eps=POSITIVE)
     def __init__(
         self,
         hidden_size: int,

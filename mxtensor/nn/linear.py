@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.arguments import DEVICE, SIZE, Kind, check, checked, described, optional
 from ..tensor.mxtensor import MXTensor
 from .arguments import check_parallelism
 from .base import Active, QuantizedModule, cast_bias
@@ -18,17 +19,26 @@ Split = dict[str, int] | Sequence[str] | None
 """Names of parameters with the number of rows of each; a sequence of names divides the rows equally."""
 
 
+SPLIT = Kind(
+    "a sequence of names, or a dictionary from names to rows",
+    lambda split: isinstance(split, (dict, list, tuple)) and all(isinstance(name, str) for name in split),
+    lambda split: not isinstance(split, dict) or all(isinstance(rows, int) for rows in split.values()),
+)
+
+
 def split_sizes(owner: str, out_features: int, split: Split) -> dict[str, int]:
     """Prefix of each parameter's name -> its number of rows. Raises ValueError unless they sum to ``out_features``."""
     if split is None:
         return {"": out_features}
+    check(owner, "parameters_split", split, SPLIT)
+    given = split
     if not isinstance(split, dict):
         split = dict.fromkeys(split, out_features // max(len(split), 1))
     sizes = {f"{name.rstrip('_')}_": rows for name, rows in split.items()}
     if sum(sizes.values()) != out_features or any(rows < 1 for rows in sizes.values()):
         raise ValueError(
-            f"{owner}: parameters_split {split} does not divide out_features={out_features}: the rows of the "
-            "parameters must sum to it"
+            f"{owner}: parameters_split {described(given)} does not divide out_features={out_features}: the rows "
+            "of the parameters must sum to it"
         )
     return sizes
 
@@ -100,6 +110,7 @@ class Linear(LinearBase):
     Raises NotImplementedError for arguments that ask for tensor parallelism, ValueError for a split that does not fit.
     """
 
+    @checked(in_features=SIZE, out_features=SIZE, device=optional(DEVICE))
     def __init__(
         self,
         in_features: int,

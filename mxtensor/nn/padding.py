@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ..core.arguments import COUNT, check, optional
 from ..numerics.formats import FULL
 from ..recipe.linear_recipe import LinearRecipe
 from ..training.autocast import get_recipe
@@ -43,8 +44,8 @@ class _Aligned(nn.Module):
 
     def __init__(self, num_gemms: int, align_size: int | None = None) -> None:
         super().__init__()
-        if align_size is not None and align_size < 1:
-            raise ValueError(f"{type(self).__name__}: align_size is {align_size}; use 1 or more")
+        check(type(self).__name__, "num_gemms", num_gemms, COUNT)
+        check(type(self).__name__, "align_size", align_size, optional(COUNT))
         self.num_gemms, self.align_size = num_gemms, align_size
 
     def padded(self, sizes: list[int]) -> list[int]:

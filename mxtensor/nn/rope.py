@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.arguments import COUNT, FLAG, POSITIVE, SIZE, Kind, check, checked, is_dense_float, optional
 from .arguments import one_of
 from .dot_product import FORMATS
 
@@ -26,6 +27,10 @@ class RotaryPositionEmbedding(nn.Module):
 
     inv_freq: Tensor
 
+    @checked(
+        dim=COUNT, rotary_percent=POSITIVE, seq_len_interpolation_factor=optional(POSITIVE),
+        pretrained_max_position_embeddings=optional(COUNT), rotary_base=POSITIVE,
+    )  # fmt: skip
     def __init__(
         self,
         dim: int,
@@ -60,6 +65,8 @@ class RotaryPositionEmbedding(nn.Module):
 
     def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
         """The angles of the positions offset ... offset + max_seq_len - 1: (max_seq_len, 1, 1, dim) float32."""
+        check("RotaryPositionEmbedding", "max_seq_len", max_seq_len, SIZE)
+        check("RotaryPositionEmbedding", "offset", offset, SIZE)
         positions = torch.arange(max_seq_len, dtype=torch.float32, device=self.inv_freq.device) + offset
         if self.interpolation is not None:
             divisor = self.interpolation
@@ -82,6 +89,13 @@ def _rotate_half(x: Tensor, interleaved: bool) -> Tensor:
     return torch.stack((-b, a), -1).flatten(-2) if interleaved else torch.cat((-b, a), -1)
 
 
+ROTATED = Kind(
+    "a dense floating-point torch.Tensor of 4 dimensions",
+    lambda t: isinstance(t, Tensor) and is_dense_float(t),
+    lambda t: t.dim() == 4,
+)
+
+
 def apply_rotary_pos_emb(t: Tensor, freqs: Tensor, tensor_format: str = "sbhd", *, interleaved: bool = False) -> Tensor:
     """``t`` (s, b, h, d), or (b, s, h, d) for ``bshd``, with its first ``freqs.shape[-1]`` channels rotated.
 
@@ -90,8 +104,13 @@ def apply_rotary_pos_emb(t: Tensor, freqs: Tensor, tensor_format: str = "sbhd", 
     format, and for angles of too few positions or too many channels.
     """
     one_of("apply_rotary_pos_emb: tensor_format", tensor_format, FORMATS)
+    check("apply_rotary_pos_emb", "t", t, ROTATED)
+    check("apply_rotary_pos_emb", "freqs", freqs, ROTATED)
+    check("apply_rotary_pos_emb", "interleaved", interleaved, FLAG)
+    if t.device != freqs.device:
+        raise ValueError(f"apply_rotary_pos_emb: t is on {t.device}, freqs on {freqs.device}; move one with .to()")
     length, channels = t.shape[tensor_format.index("s")], freqs.shape[-1]
-    if length > freqs.shape[0] or channels > t.shape[-1]:
+    if length > freqs.shape[0] or channels > t.shape[-1] or channels % 2 or freqs.shape[1:3] != (1, 1):
         raise ValueError(
             f"apply_rotary_pos_emb: angles {tuple(freqs.shape)} do not cover {tensor_format} {tuple(t.shape)}; "
             f"make them by RotaryPositionEmbedding(dim={t.shape[-1]})({length})"

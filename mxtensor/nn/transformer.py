@@ -8,14 +8,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..core.arguments import COUNT, POSITIVE, SHARE, TEXT, check, checked, described, instance, optional
 from .arguments import check_parallelism, one_of
 from .attention import MultiheadAttention
-from .dot_product import PaddingMask, Window
+from .dot_product import MASK, WINDOW, PaddingMask, Window
 from .layernorm_mlp import LayerNormMLP
 from .norm import Norm
 from .parameters import Init
 
 LAYER_TYPES = ("encoder", "decoder")
+LAYER = instance(
+    (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer),
+    "an nn.TransformerEncoderLayer or an nn.TransformerDecoderLayer",
+)
 
 
 class TransformerLayer(nn.Module):
@@ -35,6 +40,11 @@ class TransformerLayer(nn.Module):
     exclude each other, NotImplementedError for parallelism.
     """
 
+    @checked(
+        hidden_size=COUNT, ffn_hidden_size=COUNT, num_attention_heads=COUNT, num_gqa_groups=optional(COUNT),
+        kv_channels=optional(COUNT), layernorm_epsilon=POSITIVE, hidden_dropout=SHARE, attention_dropout=SHARE,
+        drop_path_rate=SHARE,
+    )  # fmt: skip
     def __init__(
         self,
         hidden_size: int,
@@ -84,6 +94,7 @@ class TransformerLayer(nn.Module):
             title, sequence_parallel=sequence_parallel, tp_group=tp_group, tp_size=tp_size,
             get_rng_state_tracker=get_rng_state_tracker, set_parallel_mode=set_parallel_mode,
         )  # fmt: skip
+        check(title, "enc_dec_window_size", enc_dec_window_size, WINDOW)
         one_of(f"{title}: layer_type", layer_type, LAYER_TYPES)
         post_norm = apply_residual_connection_post_layernorm
         if parallel_attention_mlp and (layer_type == "decoder" or post_norm or output_layernorm):
@@ -170,8 +181,11 @@ class TransformerLayer(nn.Module):
         ``encoder_output`` and for an encoder with one.
         """
         if (encoder_output is None) is (self.layer_type == "decoder"):
-            needs = "needs encoder_output" if encoder_output is None else "takes no encoder_output"
-            raise ValueError(f"TransformerLayer: layer_type={self.layer_type!r} {needs}")
+            needs = "needs" if encoder_output is None else "takes no"
+            given = "" if encoder_output is None else f", got {described(encoder_output)}"
+            raise ValueError(f"TransformerLayer: layer_type={self.layer_type!r} {needs} encoder_output{given}")
+        if self.layer_type != "decoder":
+            _check_unused(enc_dec_attn_mask, enc_dec_attn_mask_type, enc_dec_window_size)
         both: dict[str, Any] = {
             "is_first_microbatch": is_first_microbatch,
             "checkpoint_core_attention": checkpoint_core_attention,
@@ -217,6 +231,7 @@ class TransformerLayer(nn.Module):
         the activation has no counterpart. Raises NotImplementedError for ``norm_first=False`` and activations that
         LayerNormMLP does not have.
         """
+        check("TransformerLayer.from_torch", "module", module, LAYER)
         if not module.norm_first:
             raise NotImplementedError(
                 "TransformerLayer.from_torch: norm_first=False puts norms after the residual connections; only "
@@ -239,6 +254,13 @@ class TransformerLayer(nn.Module):
         made = cls(weight.shape[1], weight.shape[0], module.self_attn.num_heads, **(known | options))
         made.load_state_dict(module.state_dict())
         return made.train(module.training)
+
+
+def _check_unused(mask: Any, mask_type: Any, window: Any) -> None:
+    """The arguments of cross-attention, which an encoder does not have."""
+    check("TransformerLayer", "enc_dec_attn_mask", mask, MASK)
+    check("TransformerLayer", "enc_dec_attn_mask_type", mask_type, optional(TEXT))
+    check("TransformerLayer", "enc_dec_window_size", window, WINDOW)
 
 
 ENCODER_NAMES = {

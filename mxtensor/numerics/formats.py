@@ -12,11 +12,13 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from enum import Enum, Flag
 from typing import TypeVar
 
 import torch
+
+from ..core import names
+from ..core.arguments import Kind, check, described
 
 FULL = -1
 """A block extent that covers the whole dimension (FULL rows: every leading dimension too)."""
@@ -32,14 +34,14 @@ class Orientation(Flag):
     @classmethod
     def of(cls, value: Orientation | str) -> Orientation:
         """The member named by ``value`` ("rowwise", "columnwise" or "both")."""
-        if isinstance(value, Orientation):
+        if isinstance(value, Orientation) and value:
             return value
         try:
-            return cls[str(value).upper()]
-        except KeyError:
+            return cls[names.key(value).upper()]  # type: ignore[arg-type]
+        except (KeyError, TypeError, AttributeError):
             raise ValueError(
-                f"unknown orientation {value!r}; choose 'rowwise' (blocks along the last dimension), 'columnwise' "
-                "(along the one before it) or 'both'"
+                f"unknown orientation {described(value)}; choose 'rowwise' (blocks along the last dimension), "
+                "'columnwise' (along the one before it) or 'both'"
             ) from None
 
     @property
@@ -55,10 +57,13 @@ def member(kind: type[Choice], what: str, value: object) -> Choice:
 
     Raises ValueError that names the choices.
     """
-    try:
-        return kind(str(getattr(value, "value", value)).lower())
-    except ValueError:
-        raise ValueError(f"unknown {what} {value!r}; choose one of {', '.join(m.value for m in kind)}") from None
+    text = getattr(value, "value", value)
+    found = names.find(text, (m.value for m in kind)) if isinstance(text, str) else None
+    if found is not None:
+        return kind(found)
+    else:
+        choices = ", ".join(m.value for m in kind)
+        raise ValueError(f"unknown {what} {described(value)}; choose one of {choices}") from None
 
 
 class ScaleCalculationMode(Enum):
@@ -299,6 +304,7 @@ class Format:
 
         Raises ValueError for sizes other than 16, 32, 64 and 128.
         """
+        check(f"{self}.with_block", "block", block, BLOCK)
         rows, cols = (1, block) if isinstance(block, int) else tuple(block)
         if cols not in BLOCK_SIZES or rows not in (1, cols):
             raise ValueError(
@@ -389,6 +395,13 @@ DTYPE_FP6_E3M2 = "fp6_e3m2"
 """torchao's name for the element of mxfp6_e3m2."""
 
 
+BLOCK = Kind(
+    "a block size, 16, 32, 64 or 128, or a square tile of one of these, like (32, 32)",
+    lambda block: all(type(n) is int for n in (block if isinstance(block, (tuple, list)) else (block,))),
+    lambda block: isinstance(block, int) or len(block) == 2,
+)
+
+
 def get_mx_format(name: Format | str | torch.dtype, block_size: int) -> Format:
     """``get_format`` with ``block_size``. It applies to MX formats only: NVFP4 and float8 have blocks of their own."""
     format = get_format(name)
@@ -401,18 +414,21 @@ _BLOCK_SUFFIX = re.compile(r"(.+)\[(\d+)x(\d+)\]")
 def get_format(name: Format | str | torch.dtype) -> Format:
     """The format called ``name``: a row or alias of FORMATS, ``"mxfp8[32x32]"`` with a block, or a torch dtype.
 
-    Raises ValueError that names the known formats, and last the one with the most similar name.
+    Case, hyphens, underscores and spaces do not matter: ``"MX-FP8"`` is ``"mxfp8"``. Raises ValueError for an unknown
+    name and for one that could be several, like ``"fp8"``, with the known formats and last those with similar names.
     """
     if isinstance(name, Format):
         return name
-    text = str(name)
+    text = str(name) if isinstance(name, (str, torch.dtype)) else ""
     if text in FORMATS:
         return FORMATS[text]
-    match = _BLOCK_SUFFIX.fullmatch(text)
-    if match and match[1] in FORMATS:
+    known = [*FORMATS, *(a for a in FORMATS.aliases if "." not in a)]
+    match = _BLOCK_SUFFIX.fullmatch(text.strip().lower())
+    row = names.find(match[1] if match else text, known)
+    if row is not None and match:
         rows, cols = int(match[2]), int(match[3])
-        return FORMATS[match[1]].with_block(cols if rows == 1 else (rows, cols))
-    names = [*FORMATS, *(a for a in FORMATS.aliases if "." not in a)]
-    close = get_close_matches(text.lower(), names, 1)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
-    raise ValueError(f"unknown format {name!r}; the formats are {', '.join(names)}{hint}")
+        return FORMATS[row].with_block(cols if rows == 1 else (rows, cols))
+    if row is not None:
+        return FORMATS[row]
+    hint = names.suggestion(match[1] if match else text, known)
+    raise ValueError(f"unknown format {described(name)}; the formats are {', '.join(known)}{hint}")

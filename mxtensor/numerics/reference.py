@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..core.arguments import described
 from ..core.tracing import is_traced
 from .cast import Cast
 from .elements import decode_elements, decode_packed, encode_elements, pack, round_stochastically, uniform
@@ -184,6 +185,8 @@ def check_source(x: Tensor) -> None:
             f"cannot quantize a tensor of dtype {str(x.dtype).removeprefix('torch.')}; convert it first to one of "
             f"{names}"
         )
+    if not torch.compiler.is_dynamo_compiling() and x.layout is not torch.strided:  # Dynamo cannot ask it
+        raise TypeError(f"cannot quantize {described(x)}; convert it with .to_dense()")
     if x.dim() == 0:
         raise ValueError("cannot quantize a 0-dimensional tensor: blocks need a dimension; use x.reshape(1)")
 

@@ -51,7 +51,7 @@ def check_tensor(what: str, t: Any, *dtypes: torch.dtype) -> Tensor:
         raise TypeError(f"{what} must be {names}, got {_name(t.dtype)}")
     if t.layout is not torch.strided:
         raise TypeError(f"{what} must be a dense tensor, got layout {str(t.layout).removeprefix('torch.')}")
-    if t.is_neg():
+    if not torch.compiler.is_dynamo_compiling() and t.is_neg():
         raise TypeError(f"{what} must be a tensor in memory, got a negated view; use resolve_neg()")
     return t
 

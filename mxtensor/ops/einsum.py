@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.arguments import described
 from ..core.dispatch import implements_function, refuse_if_strict
 from ..core.explain import record
 from ..core.kernel import Spec
@@ -64,6 +65,9 @@ def _einsum(equation: str, x: Tensor, w: MXTensor) -> Tensor:
 def einsum(equation: Any, *operands: Any) -> Tensor:
     """One plain and one quantized operand multiply as matrices; otherwise operands are dequantized, which is logged."""
     tensors = list(operands[0]) if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else list(operands)
+    for i, t in enumerate(tensors):
+        if not isinstance(t, Tensor):
+            raise TypeError(f"einsum: operand {i} is {described(t)}; pass tensors")
     reason = "more than one product"
     if isinstance(equation, str) and len(tensors) == 2 and "," in equation:
         x, w = tensors

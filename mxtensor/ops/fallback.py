@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.arguments import described
 from ..core.autograd import mode_of_views
 from ..core.compat import tree_flatten, tree_unflatten
 from ..core.dispatch import FALLBACK, implements_function, refuse_if_strict
@@ -180,3 +181,12 @@ def _in_python(func: Any) -> Callable[..., Any]:
 
 for _function in (Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.__dlpack__):
     implements_function(_function)(_in_python(_function))
+
+
+@implements_function(Tensor.storage)
+def storage(self: Tensor) -> Any:
+    """A TypeError, which safetensors shows: it asks here after the memory of ``untyped_storage()`` was refused."""
+    raise TypeError(
+        f"{described(self)} has codes and scales and no storage of its own, so safetensors cannot save it; use "
+        "torch.save, or save the plain tensors .components or .dequantize()"
+    )

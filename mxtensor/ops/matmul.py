@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.arguments import described
 from ..core.dispatch import implements, refuse_if_strict
 from ..core.explain import record
 from ..core.kernel import Spec
@@ -18,6 +19,7 @@ from ..numerics.operand import Operand
 from ..recipe.kernel_preference import KernelPreference
 from ..tensor.mxtensor import MXTensor
 from .fallback import read
+from .product_checks import check_dims, check_product
 
 aten = torch.ops.aten
 
@@ -85,14 +87,9 @@ def preference(weight: MXTensor | None) -> str | None:
 def product(op: str, left: Side, right: Side, bias: Tensor | None = None, alpha: float = 1, beta: float = 1) -> Tensor:
     """``alpha * left @ right^T + beta * bias``, each side (..., rows, contracted); plain, in the outer dtype."""
     a, b = left.tensor, right.tensor
-    if a.dtype != b.dtype:  # not a TypeError, which torch's `@` would replace by "unsupported operand type(s)"
-        raise ValueError(f"{op}: the operands must have one dtype, got {a.dtype} and {b.dtype}; convert one with .to()")
     if isinstance(bias, MXTensor):
         bias = bias.dequantize()
-    if (a.dim() > 2 or b.dim() > 2) and a.shape[:-2] != b.shape[:-2]:
-        raise ValueError(
-            f"{op}: the dimensions before the last two must be equal, got {tuple(a.shape)} and {tuple(b.shape)}"
-        )
+    check_product(op, a, b, right.transposed, bias)
     weight = right.mx if right.mx is not None else left.mx
     args = GemmArgs(a.dtype, bias, alpha, beta)
     return gemm(op, *gemm_operands(op, left, right), args, prefer=preference(weight))
@@ -111,13 +108,24 @@ def _first_of_repeats(t: Tensor) -> Tensor | None:
 @implements(aten.mm.default)
 def mm(func: Any, args: Any, kwargs: Any) -> Tensor:
     """(M, K) @ (K, N)."""
+    check_dims("mm", (args[0], 2), (args[1], 2))
     return product("mm", Side(args[0], False), Side(args[1], True))
+
+
+@implements(aten.matmul.default)
+def matmul(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """Inference mode alone hands it over whole."""
+    if any(t.dim() == 0 for t in args):
+        given = " and ".join(map(described, args))
+        raise RuntimeError(f"matmul: both operands need 1 dimension or more, got {given}; use * for a number")
+    return func.decompose(*args, **kwargs)  # type: ignore[no-any-return]
 
 
 @implements(aten.addmm.default)
 def addmm(func: Any, args: Any, kwargs: Any) -> Tensor:
     """beta * input + alpha * (M, K) @ (K, N)."""
     bias, a, b = args
+    check_dims("addmm", (a, 2), (b, 2))
     return product("addmm", Side(a, False), Side(b, True), bias, kwargs.get("alpha", 1), kwargs.get("beta", 1))
 
 
@@ -125,6 +133,7 @@ def addmm(func: Any, args: Any, kwargs: Any) -> Tensor:
 def bmm(func: Any, args: Any, kwargs: Any) -> Tensor:
     """(B, M, K) @ (B, K, N); a weight that the batch repeats is multiplied once, with all rows."""
     a, b = args
+    check_dims("bmm", (a, 3), (b, 3))
     one = _first_of_repeats(b)
     if one is not None and not isinstance(a, MXTensor) and a.shape[0] == b.shape[0]:
         rows = a.reshape(-1, a.shape[-1])
@@ -136,6 +145,7 @@ def bmm(func: Any, args: Any, kwargs: Any) -> Tensor:
 def baddbmm(func: Any, args: Any, kwargs: Any) -> Tensor:
     """beta * input + alpha * (B, M, K) @ (B, K, N)."""
     bias, a, b = args
+    check_dims("baddbmm", (a, 3), (b, 3))
     return product("baddbmm", Side(a, False), Side(b, True), bias, kwargs.get("alpha", 1), kwargs.get("beta", 1))
 
 
@@ -156,12 +166,14 @@ def grouped_mm(func: Any, args: Any, kwargs: Any) -> Tensor:
 def mv(func: Any, args: Any, kwargs: Any) -> Tensor:
     """(M, K) @ (K,)."""
     a, vector = args
+    check_dims("mv", (a, 2), (vector, 1))
     return product("mv", Side(a, False), Side(vector.unsqueeze(0), False)).squeeze(-1)
 
 
 @implements(aten.dot.default)
 def dot(func: Any, args: Any, kwargs: Any) -> Tensor:
     """(K,) @ (K,)."""
+    check_dims("dot", (args[0], 1), (args[1], 1))
     a, b = (v.unsqueeze(0) for v in args)
     return product("dot", Side(a, False), Side(b, False)).reshape(())
 
@@ -170,6 +182,7 @@ def dot(func: Any, args: Any, kwargs: Any) -> Tensor:
 def addmv(func: Any, args: Any, kwargs: Any) -> Tensor:
     """beta * input + alpha * (M, K) @ (K,)."""
     bias, a, vector = args
+    check_dims("addmv", (a, 2), (vector, 1))
     scales = kwargs.get("alpha", 1), kwargs.get("beta", 1)
     return product("addmv", Side(a, False), Side(vector.unsqueeze(0), False), bias.unsqueeze(-1), *scales).squeeze(-1)
 
@@ -178,8 +191,12 @@ def addmv(func: Any, args: Any, kwargs: Any) -> Tensor:
 def linear(func: Any, args: Any, kwargs: Any) -> Tensor:
     """(..., K) @ (N, K)^T + bias, as inference mode hands it over whole."""
     x, weight, bias = (*args, None)[:3] if len(args) > 1 else (args[0], kwargs["weight"], kwargs.get("bias"))
-    out = product("linear", Side(as_matrix(x), False), Side(weight, False), bias)
-    return out if x.dim() == 2 else out.view(*x.shape[:-1], weight.shape[0])
+    if x.dim() == 0 or weight.dim() != 2:
+        check_dims("linear", (x, max(x.dim(), 1)), (weight, 2))
+    later = bias if bias is not None and bias.dim() > 1 and x.dim() != 2 else None  # it has leading dimensions of x
+    out = product("linear", Side(as_matrix(x), False), Side(weight, False), bias if later is None else None)
+    out = out if x.dim() == 2 else out.view(*x.shape[:-1], weight.shape[0])
+    return out if later is None else out + later
 
 
 @implements(aten.mm.out, aten.addmm.out, aten.bmm.out, aten.baddbmm.out, aten.mv.out)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from enum import Enum
 from typing import Any, ClassVar, TypeVar
 
+from ..core.arguments import check_fields, described, is_one_of
 from .kernel_preference import KernelPreference
 from .known_fields import KnownFields
 from .linear_recipe import Delayed, LinearRecipe, TensorCasts, recipe_by_key
@@ -50,16 +51,28 @@ class Recipe(KnownFields):
         if name != "_current" and "_current" in self.__dict__:
             try:
                 self._current = self._interned()
-            except ValueError:  # linear_recipe() raises it again, after all fields have been set
+            except (ValueError, TypeError):  # linear_recipe() raises it again, after all fields have been set
                 self._current = None
 
     def linear_recipe(self) -> LinearRecipe:
         """The casts that the fields describe now. Raises ValueError for impossible fields."""
-        return self._linear_recipe() if self._current is None else self._current
+        return self._checked() if self._current is None else self._current
+
+    def _checked(self) -> LinearRecipe:
+        try:
+            check_fields(self)
+        except TypeError as error:
+            try:
+                self._linear_recipe()
+            except Exception as own:
+                if isinstance(own, ValueError) and str(own).startswith(type(self).__name__):
+                    raise  # it names the choices
+            raise ValueError(f"{error}") from None
+        return self._linear_recipe()
 
     def _interned(self) -> LinearRecipe:
         """One LinearRecipe object for all recipes with equal casts."""
-        return recipe_by_key(self._linear_recipe().key)
+        return recipe_by_key(self._checked().key)
 
     def _linear_recipe(self) -> LinearRecipe:
         raise NotImplementedError(f"{type(self).__name__} must define _linear_recipe(); CustomRecipe takes any formats")
@@ -163,9 +176,9 @@ def one_weight_copy(weight: TensorCasts) -> TensorCasts:
 def check_choice(recipe: Recipe, name: str, allowed: tuple[Any, ...]) -> None:
     """Raise ValueError unless the field ``name`` has one of the ``allowed`` values."""
     value = getattr(recipe, name)
-    if value not in allowed:
+    if not is_one_of(value, allowed):
         names = ", ".join(str(a) for a in allowed)
-        raise ValueError(f"{type(recipe).__name__}: {name} is {value!r}; choose one of {names}")
+        raise ValueError(f"{type(recipe).__name__}: {name} is {described(value)}; choose one of {names}")
 
 
 def parse_field(recipe: Recipe, name: str, parse: Callable[[Any], Parsed]) -> Parsed:

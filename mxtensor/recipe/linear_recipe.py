@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ..core.arguments import FLAG, INTEGER, TEXT, check, instance, optional
 from ..numerics.cast import Cast
 from ..numerics.formats import Format
 from .kernel_preference import KernelPreference
@@ -35,6 +36,9 @@ class Delayed:
     """Whether the process group of ``autocast``, if there is one, shares the largest amax."""
 
 
+CAST = optional(instance(Cast, "a Cast, or use TensorCasts.of, which takes names of formats"))
+
+
 @dataclass(frozen=True)
 class TensorCasts:
     """How one tensor of a linear layer is cast for each of its two products.
@@ -52,6 +56,12 @@ class TensorCasts:
     """For a weight: the columnwise copy is cast from the dequantized rowwise copy, not from high precision. A layer
     then needs the rowwise copy only."""
 
+    def __post_init__(self) -> None:
+        check("TensorCasts", "rowwise", self.rowwise, CAST)
+        check("TensorCasts", "columnwise", self.columnwise, CAST)
+        check("TensorCasts", "signs", self.signs, optional(INTEGER))
+        check("TensorCasts", "from_rowwise", self.from_rowwise, FLAG)
+
     @property
     def one_copy(self) -> bool:
         """Whether the rowwise copy alone gives both products, bitwise: true for a square block and ``from_rowwise``."""
@@ -68,6 +78,14 @@ class TensorCasts:
         return cls(both, both)
 
 
+CASTS = instance(TensorCasts, "TensorCasts, or use LinearRecipe.inference('mxfp8'), which takes names of formats")
+FIELDS = (
+    ("input", CASTS), ("weight", CASTS), ("grad", CASTS), ("delayed", optional(instance(Delayed, "a Delayed"))),
+    ("kernel_preference", instance(KernelPreference, "a KernelPreference")), ("name", TEXT),
+    ("quantized_gather", FLAG), ("trains", FLAG),
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class LinearRecipe:
     """How the tensors of one linear layer are cast: the three products of training, or fprop alone for inference.
@@ -78,12 +96,13 @@ class LinearRecipe:
     | dgrad   | dx = g w   | grad.rowwise    | weight.columnwise |
     | wgrad   | dw = g^T x | grad.columnwise | input.columnwise  |
 
-    Raises ValueError if only one operand of a product is rotated, and for ``from_rowwise`` of an input or a gradient.
+    Raises ValueError if only one operand of a product is rotated, and for ``from_rowwise`` of an input or a gradient;
+    TypeError for fields of other types.
     """
 
     input: TensorCasts
-    weight: TensorCasts
-    grad: TensorCasts
+    weight: TensorCasts = None  # type: ignore[assignment]  # required: without it the error says what to pass
+    grad: TensorCasts = None  # type: ignore[assignment]
     delayed: Delayed | None = None
     """Scales from earlier steps instead of the tensor's own amax; for formats with one scale per tensor."""
     kernel_preference: KernelPreference = KernelPreference.AUTO
@@ -99,6 +118,8 @@ class LinearRecipe:
     passes all fields to the constructor."""
 
     def __post_init__(self) -> None:
+        for name, kind in FIELDS:
+            check("LinearRecipe", name, getattr(self, name), kind)
         x, g = (casts.signs if casts.columnwise is not None else None for casts in (self.input, self.grad))
         if x != g or self.weight.signs is not None:
             raise ValueError(

@@ -12,7 +12,31 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from ..core.arguments import MODULE, TENSOR, TEXT, Kind, check, instance
 from ..tensor.mxtensor import MXTensor
+
+REFERENCE = instance(
+    (nn.Module, Mapping), "the model before quantize_, or its state dict",
+    lambda given: isinstance(given, nn.Module) or all(isinstance(name, str) for name in given),
+)  # fmt: skip
+VALUES = Kind(
+    "a dense real torch.Tensor with values",
+    lambda t: isinstance(t, Tensor) and t.layout is torch.strided and not t.is_complex() and not t.is_meta,
+)
+NAMES = Kind(
+    "a list of names of parameters",
+    lambda names: isinstance(names, (list, tuple)) and all(isinstance(name, str) for name in names),
+)
+ROWS = Kind(
+    "a dictionary from labels to results of layer_errors",
+    lambda given: (
+        isinstance(given, Mapping)
+        and all(
+            isinstance(rows, Sequence) and all(isinstance(row, LayerError) for row in rows) for rows in given.values()
+        )
+    ),
+)
+FILE = instance((str, os.PathLike), "the path of a file", lambda path: bool(os.fspath(path)))
 
 
 def sqnr_db(reference: Tensor, approximation: Tensor) -> float:
@@ -22,6 +46,8 @@ def sqnr_db(reference: Tensor, approximation: Tensor) -> float:
     two are equal, ``-inf`` if only the reference is zero, ``nan`` if either has a nan. Raises ValueError if the shapes
     differ, since broadcasting would compare the wrong values.
     """
+    check("sqnr_db", "reference", reference, VALUES)
+    check("sqnr_db", "approximation", approximation, VALUES)
     if reference.shape != approximation.shape:
         raise ValueError(f"shapes differ: reference {tuple(reference.shape)}, other {tuple(approximation.shape)}")
     wanted = reference.detach().double()
@@ -61,6 +87,8 @@ def layer_errors(model: nn.Module, reference: nn.Module | Mapping[str, Tensor]) 
     ``quantize_`` works in place, so make a ``copy.deepcopy(model)`` or a ``state_dict()`` first. Raises ValueError if
     the reference lacks a tensor, has it in another shape, or is quantized itself.
     """
+    check("layer_errors", "model", model, MODULE)
+    check("layer_errors", "reference", reference, REFERENCE)
     if isinstance(reference, nn.Module):
         reference = dict(reference.named_parameters(remove_duplicate=False))
     return [
@@ -73,6 +101,7 @@ def layer_errors(model: nn.Module, reference: nn.Module | Mapping[str, Tensor]) 
 def _layer_error(fqn: str, weight: MXTensor, reference: Tensor | None) -> LayerError:
     if reference is None:
         raise ValueError(f"the reference has no tensor {fqn!r}; pass the model before quantize_, or its state dict")
+    check("layer_errors", f"{fqn!r} of the reference", reference, TENSOR)
     if isinstance(reference, MXTensor):
         raise ValueError(
             f"{fqn!r} of the reference is quantized itself; quantize_ works in place, so copy.deepcopy the model before"
@@ -98,6 +127,7 @@ def _layer_error(fqn: str, weight: MXTensor, reference: Tensor | None) -> LayerE
 
 def short_names(fqns: Sequence[str]) -> list[str]:
     """The names without the module path that all of them share, and without a final ``.weight``."""
+    check("short_names", "fqns", fqns, NAMES)
     paths = [fqn.removesuffix(".weight").split(".") for fqn in fqns]
     modules = [path[:-1] for path in paths]  # the last name stays, so that no name becomes empty
     shared = len(list(takewhile(lambda names: len(set(names)) == 1, zip(*modules, strict=False))))
@@ -128,6 +158,9 @@ def plot_layer_errors(
     except ImportError as error:
         raise ImportError("plot_layer_errors needs matplotlib: pip install 'mxtensor[plot]'") from error
 
+    check("plot_layer_errors", "rows_by_format", rows_by_format, ROWS)
+    check("plot_layer_errors", "path", path, FILE)
+    check("plot_layer_errors", "title", title, TEXT)
     fqns = list(dict.fromkeys(row.fqn for rows in rows_by_format.values() for row in rows))
     if not fqns:
         raise ValueError("no rows to plot: no model had an MXTensor parameter")

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..core.arguments import checked, described, instance, optional
 from ..kernels.gemm.select import gemm
 from ..kernels.gemm.spec import GemmArgs, GemmOperand
 from ..tensor.mxtensor import MXTensor
@@ -45,6 +46,7 @@ def get_workspace() -> Tensor:
     return torch.empty(0, dtype=torch.uint8)
 
 
+@checked(quantization_params=optional(instance(Quantizer, "a quantizer, such as MXFP8Quantizer()")))
 @torch.no_grad()
 def general_gemm(
     A: Tensor,  # noqa: N803
@@ -82,7 +84,7 @@ def general_gemm(
     """
     if layout not in LAYOUTS:
         formulas = "; ".join(f"{name}: {row.formula}" for name, row in LAYOUTS.items())
-        raise ValueError(f"general_gemm: unknown layout {layout!r}; choose one of {formulas}")
+        raise ValueError(f"general_gemm: unknown layout {described(layout)}; choose one of {formulas}")
     if beta is not None and not accumulate:
         raise ValueError(f"general_gemm: beta is {beta} without accumulate; use accumulate=True with out=")
     if gelu and grad and gelu_in is None:
@@ -98,7 +100,7 @@ def general_gemm(
     wide = torch.float64 if dtype is torch.float64 else torch.float32
     # The kernel must not round if more is added to its result.
     unfused = gelu or accumulate or (added is not None and added.dtype is not dtype)
-    args = GemmArgs(wide if unfused else dtype, None if unfused else added, alpha)
+    args = GemmArgs(wide if unfused else dtype, None if unfused else added, float(alpha))
     y = gemm(f"general_gemm {layout}", b, a, args).view(shape)
     if unfused and added is not None:
         y = y + added.to(wide)
@@ -130,6 +132,8 @@ def _check_tensors(a: Tensor, b: Tensor, others: dict[str, Tensor | None]) -> No
     for name, t in (("A", a), ("B", b)):
         if not t.dtype.is_floating_point:
             raise TypeError(f"general_gemm: {name} is {_name(t.dtype)}; convert it to a float dtype or quantize it")
+        if t.layout is not torch.strided:
+            raise TypeError(f"general_gemm: {name} is {described(t)}; convert it with .to_dense()")
     for name, other in {"A": a, **others}.items():
         if other is not None and other.device != b.device:
             raise ValueError(f"general_gemm: B is on {b.device}, {name} on {other.device}; move one with .to()")

@@ -10,6 +10,18 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
+from ..core.arguments import (
+    DEVICE,
+    FLAG,
+    INTEGER,
+    SHAPE,
+    TENSOR,
+    Kind,
+    check,
+    described,
+    instance,
+    optional,
+)
 from ..core.shapes import swapped
 from ..kernels.quantize.hadamard import GROUP, rotated
 from ..kernels.quantize.select import quantize_operand
@@ -36,10 +48,12 @@ class DType(Enum):
         """The member for a member, a torch dtype, TransformerEngine's own member or a name. Raises ValueError."""
         name = str(getattr(value, "name", value)).removeprefix("torch.")
         member = cls._member_map_.get(name) or _OTHER_NAMES.get(name.lower())
+        if allowed is not None:
+            check("DType.of", "allowed", allowed, MEMBERS)
         choices = allowed or tuple(cls)
         if member not in choices:
             names = " or ".join(f"DType.{m.name}" for m in choices)
-            raise ValueError(f"the element {value!r} is not available here; choose {names}")
+            raise ValueError(f"the element {described(value)} is not available here; choose {names}")
         return member
 
 
@@ -48,6 +62,12 @@ _OTHER_NAMES = {m.value: m for m in DType} | {
     "float8_e5m2": DType.kFloat8E5M2,
     "float4_e2m1fn_x2": DType.kFloat4E2M1,
 }
+MEMBERS = Kind(
+    "a tuple of members of DType",
+    lambda given: isinstance(given, tuple) and all(isinstance(member, DType) for member in given),
+)
+DTYPE = instance(torch.dtype, "a torch.dtype")
+CAST = instance(Cast, "a Cast, such as Cast.of('mxfp8')")
 FP8 = (DType.kFloat8E4M3, DType.kFloat8E5M2)
 
 
@@ -65,6 +85,9 @@ class Quantizer:
     """The default device of ``make_empty``."""
 
     def __init__(self, cast: Cast, rowwise: bool, columnwise: bool, signs: int | None = None) -> None:
+        name = type(self).__name__
+        check(name, "cast", cast, CAST)
+        check(name, "signs", signs, optional(INTEGER))
         self.cast, self.signs, self.recipe = cast, signs, LinearRecipe.inference(cast)
         self.rowwise = self.columnwise = True
         self.set_usage(rowwise=rowwise, columnwise=columnwise)
@@ -88,6 +111,8 @@ class Quantizer:
         """
         if out is not None:
             return self.update_quantized(x, out)
+        if not isinstance(x, Tensor):
+            check(type(self).__name__, "x", x, TENSOR)
         if x.requires_grad and torch.is_grad_enabled():
             return _StraightThrough.apply(x, self)  # type: ignore[no-any-return]
         return self._made(x)
@@ -97,8 +122,9 @@ class Quantizer:
 
         Raises TypeError if ``dst`` is not an MXTensor, ValueError if it has another format, shape or rotation.
         """
+        check(type(self).__name__, "src", src, TENSOR)
         if not isinstance(dst, MXTensor):
-            raise TypeError(f"can only update an MXTensor, got {type(dst).__name__}; make one with make_empty()")
+            raise TypeError(f"can only update an MXTensor, got {described(dst)}; make one with make_empty()")
         if dst.format != self.cast.format or dst.shape != src.shape:
             raise ValueError(
                 f"cannot write {self.cast.format} values of shape {tuple(src.shape)} into {dst!r}; use make_empty"
@@ -126,6 +152,13 @@ class Quantizer:
 
         Raises TypeError for a dtype that cannot be quantized, ValueError for a shape without the needed dimensions.
         """
+        given = (
+            ("shape", shape, SHAPE),
+            ("dtype", dtype, instance(torch.dtype, "a float dtype")),
+            ("device", device, optional(DEVICE)),
+        )
+        for name, value, kind in (*given, ("requires_grad", requires_grad, FLAG)):
+            check("make_empty", name, value, kind)
         x = torch.empty(tuple(shape), dtype=dtype, device="meta")
         empty = partial(Operand.empty, self.cast.format, device=device if device is not None else self.device)
         wanted, size = self._wanted(x), tuple(x.shape)
@@ -135,7 +168,7 @@ class Quantizer:
         if self.signs is not None and Orientation.COLUMNWISE in wanted:
             *outer, rows, cols = size
             out._rotated = Rotated(empty((*outer, cols, -(-rows // GROUP) * GROUP)), self.signs)
-        return out.requires_grad_(requires_grad)  # type: ignore[return-value]
+        return out.requires_grad_(bool(requires_grad))  # type: ignore[return-value]
 
     def _made(self, x: Tensor) -> MXTensor:
         x = _plain(x)
@@ -167,6 +200,8 @@ class Quantizer:
 
     def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
         """Set the copies that later calls make; None leaves one unchanged. Raises ValueError if both are False."""
+        check(type(self).__name__, "rowwise", rowwise, optional(FLAG))
+        check(type(self).__name__, "columnwise", columnwise, optional(FLAG))
         rowwise = self.rowwise if rowwise is None else rowwise
         columnwise = self.columnwise if columnwise is None else columnwise
         if not rowwise and not columnwise:
@@ -197,7 +232,8 @@ class Quantizer:
 
     def is_quantizable(self, x: Tensor) -> bool:
         """Whether ``quantize`` accepts ``x``: its dtype and number of dimensions; sizes do not matter."""
-        return x.dtype in SOURCE_DTYPES and x.dim() >= (1 if self.rowwise else 2)
+        check(type(self).__name__, "x", x, TENSOR)
+        return x.layout is torch.strided and x.dtype in SOURCE_DTYPES and x.dim() >= (1 if self.rowwise else 2)
 
     def copy(self: Q) -> Q:
         """A quantizer with the same settings; a Float8Quantizer shares the tensors ``scale`` and ``amax``."""

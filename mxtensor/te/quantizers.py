@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.arguments import checked, described
 from ..kernels.gemm.spec import Form
 from ..kernels.quantize.select_pair import cast_pair
 from ..numerics.cast import Cast
@@ -31,6 +32,7 @@ from .quantizer_base import FP8, DType, Quantizer
 class MXQuantizer(Quantizer):
     """Any format of this package: ``MXQuantizer("mxfp6_e2m3")``. Arguments as in :func:`mxtensor.quantize`."""
 
+    @checked()
     def __init__(
         self,
         format: Format | str | torch.dtype,
@@ -52,6 +54,7 @@ class MXFP8Quantizer(Quantizer):
 
     formats = tuple(FORMATS[f"mxfp8_{e}"].with_block(block) for e in ("e4m3", "e5m2") for block in (32, (32, 32)))
 
+    @checked()
     def __init__(
         self,
         fp8_dtype: DType | torch.dtype | str = DType.kFloat8E4M3,
@@ -78,6 +81,7 @@ class NVFP4Quantizer(Quantizer):
     formats = tuple(FORMATS["nvfp4"].with_block(block) for block in (16, (16, 16)))
     fp4_dtype = Quantizer.dtype
 
+    @checked()
     def __init__(
         self,
         fp4_dtype: DType | torch.dtype | str = DType.kFloat4E2M1,
@@ -110,6 +114,7 @@ class Float8CurrentScalingQuantizer(Quantizer):
 
     formats = tuple(FORMATS[f"float8_{e}_tensor{s}"] for e in ("e4m3", "e5m2") for s in ("", "_pow2"))
 
+    @checked()
     def __init__(
         self,
         fp8_dtype: DType | torch.dtype | str = DType.kFloat8E4M3,
@@ -134,6 +139,7 @@ class Float8BlockQuantizer(Quantizer):
         FORMATS[f"float8_{e}_{b}{s}"] for e in ("e4m3", "e5m2") for b in ("1x128", "128x128") for s in ("", "_pow2")
     )
 
+    @checked()
     def __init__(
         self,
         fp8_dtype: DType | torch.dtype | str = DType.kFloat8E4M3,
@@ -144,7 +150,7 @@ class Float8BlockQuantizer(Quantizer):
         block_scaling_dim: int = 2,
     ) -> None:
         if block_scaling_dim not in (1, 2):
-            raise ValueError(f"Float8BlockQuantizer: block_scaling_dim is {block_scaling_dim!r}; use 1 or 2")
+            raise ValueError(f"Float8BlockQuantizer: block_scaling_dim is {described(block_scaling_dim)}; use 1 or 2")
         block = "1x128" if block_scaling_dim == 1 else "128x128"
         row = FORMATS[f"float8_{DType.of(fp8_dtype, FP8).value}_{block}{'_pow2' if force_pow_2_scales else ''}"]
         super().__init__(Cast(row), rowwise, columnwise)
@@ -169,6 +175,7 @@ class Float8Quantizer(Quantizer):
     scale: Tensor
     amax: Tensor
 
+    @checked()
     def __init__(
         self,
         scale: Tensor,
@@ -181,7 +188,7 @@ class Float8Quantizer(Quantizer):
         super().__init__(Cast(FORMATS[f"float8_{DType.of(fp8_dtype, FP8).value}_tensor"]), rowwise, columnwise)
         for name, value in (("scale", scale), ("amax", amax)):
             if not isinstance(value, Tensor) or value.dtype is not torch.float32:
-                raise TypeError(f"Float8Quantizer: {name} must be a float32 tensor, got {value!r}")
+                raise TypeError(f"Float8Quantizer: {name} must be a float32 tensor, got {described(value)}")
             if value.numel() != 1:
                 raise ValueError(f"Float8Quantizer: {name} must be one value, got {tuple(value.shape)}")
         self.scale, self.amax, self.device = scale.detach(), amax.detach(), scale.device

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.arguments import TENSOR, check, described, instance
 from ..core.autograd import dequantize_with_gradient
 from ..core.compat import disable_subclass_torch_function, make_wrapper_subclass
 from ..core.dispatch import FALLBACK, FUNCTION_TABLE, OP_TABLE
@@ -37,6 +38,7 @@ from .graph_attributes import hook_graph_attributes_of
 from .stored import in_a_file, operand_of, stored_arguments
 from .te_attributes import TransformerEngineAttributes
 
+DTYPE = instance(torch.dtype, "a torch.dtype")
 _TENSORS = ("data", "scale", "global_scale")
 """The tensors of an operand, in the order of ``Operand.tensors``."""
 
@@ -85,23 +87,24 @@ class MXTensor(KeepsAttributes, GatheredByFSDP2, TransformerEngineAttributes):
         """
         if isinstance(rowwise, MXTensor):  # accelerate calls the class of a parameter that it has moved
             return torch.nn.Parameter(rowwise.detach(), requires_grad)  # type: ignore[return-value]
-        if isinstance(rowwise, Tensor):
-            raise TypeError(
-                "a plain tensor has no format: make an MXTensor with mx.quantize(x, format) (accelerate offloads codes "
-                "to the CPU, but values to the disk)"
-            )
         refuse_recording("an MXTensor")
         if not checked:
+            if isinstance(rowwise, Tensor):
+                raise TypeError(
+                    f"an MXTensor is made of operands, and {described(rowwise)} has no format: make one with "
+                    "mx.quantize(x, format), or from codes and scales with mx.MXTensor.from_components (accelerate "
+                    "offloads codes to the CPU, but values to the disk)"
+                )
             if not isinstance(recipe, LinearRecipe):
                 raise TypeError(
-                    f"MXTensor needs a LinearRecipe, not {type(recipe).__name__}; make one with mx.quantize(x, format) "
-                    "or MXTensor.from_components(data, scale, format)"
+                    f"MXTensor needs a LinearRecipe, not {described(recipe)}; make one with mx.quantize(x, format) or "
+                    "MXTensor.from_components(data, scale, format)"
                 )
             rowwise, columnwise, size, stride = check_outer(
                 rowwise, columnwise, recipe.stored.format, dtype, size, stride, offset
             )
         operands = rowwise if rowwise is not None else columnwise
-        assert operands is not None and recipe is not None and dtype is not None
+        assert isinstance(operands, Operand) and recipe is not None and dtype is not None
         if size is None:
             size = operands.shape if rowwise is not None else swapped(operands.shape)
         self: MXTensor = make_wrapper_subclass(
@@ -113,7 +116,7 @@ class MXTensor(KeepsAttributes, GatheredByFSDP2, TransformerEngineAttributes):
             device=operands.data.device,
             requires_grad=requires_grad,
         )
-        self._rowwise, self._columnwise, self.recipe = rowwise, columnwise, recipe
+        self._rowwise, self._columnwise, self.recipe = rowwise, columnwise, recipe  # type: ignore[assignment]
         return self
 
     # ------------------------------------------------------------------------------------------ making one
@@ -131,6 +134,7 @@ class MXTensor(KeepsAttributes, GatheredByFSDP2, TransformerEngineAttributes):
         Scales are FLOOR unless ``scaling_mode`` says otherwise; those of :func:`mxtensor.quantize` are RCEIL.
         ``block_size`` applies to MX formats only.
         """
+        check("to_mx", "data_hp", data_hp, TENSOR)
         cast = Cast.of(get_mx_format(elem_dtype, block_size), scaling_mode)
         return quantize_as(data_hp, LinearRecipe.inference(cast))
 
@@ -244,6 +248,8 @@ class MXTensor(KeepsAttributes, GatheredByFSDP2, TransformerEngineAttributes):
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The plain values in ``dtype`` (default: ``self.dtype``), with the shape and strides of a clone."""
+        if dtype is not None:
+            check("dequantize", "dtype", dtype, DTYPE)
         outer = self if dtype is None or dtype is self.dtype else self.to(dtype)
         return dequantize_with_gradient(outer) if isinstance(outer, MXTensor) else outer
 

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.arguments import check, described
 from ..core.devices import cached
-from ..numerics.cast import Cast
+from ..numerics.cast import SEED, Cast
 from ..numerics.formats import Format, Orientation, Rounding, ScaleCalculationMode
 from ..recipe.linear_recipe import LinearRecipe
 from .mxtensor import MXTensor, quantize_as
@@ -36,9 +37,15 @@ def quantize(
     """
     if not isinstance(x, Tensor):
         raise TypeError(
-            f"quantize takes a tensor, not a {type(x).__name__}; for a module use mx.quantize_(model, format)"
+            f"quantize takes a tensor, not {described(x)}; for numbers use torch.as_tensor(x), for a module "
+            "mx.quantize_(model, format)"
         )
-    recipe, copies = _recipe(format, scaling, rounding, seed), Orientation.of(orientation)
+    check("quantize", "seed", seed, SEED)
+    try:
+        recipe = _recipe(format, scaling, rounding, seed)
+    except TypeError:  # what cannot be hashed is no name; this raises with the sentence for it
+        recipe = LinearRecipe.inference(Cast.of(format, scaling, rounding, seed))
+    copies = Orientation.of(orientation)
     distributed = sys.modules.get("torch.distributed.tensor")  # a DTensor exists only after this import
     if distributed is not None and isinstance(x, distributed.DTensor):
         return import_module(".quantize_shards", __package__).quantize_shards(x, recipe, copies)  # type: ignore[no-any-return]

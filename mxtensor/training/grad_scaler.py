@@ -8,7 +8,13 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
+from ..core.arguments import DEVICE, FLAG, NUMBER, POSITIVE, SIZE, check, described, optional
 from ..recipe import Recipe
+
+OPTIONS = {
+    "init_scale": POSITIVE, "growth_factor": NUMBER, "backoff_factor": NUMBER, "growth_interval": SIZE, "enabled": FLAG
+}  # fmt: skip
+"""The arguments of torch.amp.GradScaler, which checks them further."""
 
 
 class MXFP8GradientScaler(GradScaler):
@@ -26,9 +32,12 @@ class MXFP8GradientScaler(GradScaler):
     def __init__(self, config: Recipe | None = None, device: str | None = None, **kwargs: Any) -> None:
         if config is not None and not isinstance(config, Recipe):
             raise TypeError(
-                f"MXFP8GradientScaler: {config!r} is not a recipe; pass an MXFP8Config as config, and the device as "
-                "device="
+                f"MXFP8GradientScaler: {described(config)} is not a recipe; pass an MXFP8Config as config, and the "
+                "device as device="
             )
+        check("MXFP8GradientScaler", "device", device, optional(DEVICE))
+        for name in OPTIONS.keys() & kwargs.keys():
+            check("MXFP8GradientScaler", name, kwargs[name], OPTIONS[name])
         super().__init__(device or ("cuda" if torch.cuda.is_available() else "cpu"), **kwargs)
         self.config = config
         self.total_steps = 0

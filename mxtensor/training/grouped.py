@@ -17,6 +17,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from ..core.arguments import DENSE, check, described
 from ..numerics.operand import Operand
 from .linear import Options, linear
 from .operands import Scales
@@ -31,7 +32,12 @@ def row_counts(m_splits: Splits, groups: int, name: str) -> list[int]:
     Raises TypeError for values that are not integers, ValueError for another number of groups and for negative counts.
     ``name`` is the caller's name in messages.
     """
+    given = m_splits
+    if isinstance(m_splits, (str, bytes)):
+        raise TypeError(f"{name}: m_splits is {described(m_splits)}; row counts are integers")
     if isinstance(m_splits, Tensor):
+        if m_splits.is_meta or m_splits.layout is not torch.strided:
+            raise TypeError(f"{name}: m_splits is {described(m_splits)}, which has no values to read; pass integers")
         m_splits = m_splits.reshape(-1).tolist()
     if torch.compiler.is_compiling():  # symbolic integers stay as they are
         sizes = list(m_splits)
@@ -39,7 +45,7 @@ def row_counts(m_splits: Splits, groups: int, name: str) -> list[int]:
         try:
             sizes = [operator.index(n) for n in m_splits]
         except TypeError:
-            raise TypeError(f"{name}: m_splits is {m_splits!r}; row counts are integers") from None
+            raise TypeError(f"{name}: m_splits is {described(given)}; row counts are integers") from None
     if len(sizes) != groups:
         raise ValueError(f"{name}: m_splits has {len(sizes)} row counts, there are {groups} groups: {sizes}")
     if any(n < 0 for n in sizes):
@@ -52,6 +58,7 @@ def groups_of(x: Tensor, sizes: list[int], name: str) -> tuple[Tensor, ...]:
 
     Raises ValueError where x has more or fewer rows, or no dimensions.
     """
+    check(name, "the input", x, DENSE)
     if x.dim() == 0:
         raise ValueError(f"{name}: the input has no dimensions; rows in groups are (rows, features)")
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.arguments import FLAG, check
 from ..core.scopes import Scope, Scopes
 from ..numerics.formats import Orientation
 from ..recipe import Recipe
@@ -65,6 +66,9 @@ class quantized_model_init(ContextDecorator):  # noqa: N801  (as TransformerEngi
         self, enabled: bool = True, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False
     ) -> None:
         self.recipe = recipe_or_default("quantized_model_init", enabled, recipe)
+        check(
+            "quantized_model_init", "preserve_high_precision_init_val", preserve_high_precision_init_val, FLAG
+        )  # fmt: skip
         self.preserve = preserve_high_precision_init_val
         self._entered: list[Scope[ModelInit | None]] = []
         """The open blocks of all threads and tasks."""

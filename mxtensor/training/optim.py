@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..core.arguments import FUNCTION, NUMBER, Kind, check, described, instance, optional
 from ..tensor.mxtensor import MXTensor
 from .training_weight import local_of, sharded_like, values_of
 
@@ -24,6 +25,23 @@ _HAS_MASTER: dict[str, Callable[[Tensor], bool]] = {
     "quantized": lambda p: isinstance(local_of(p), MXTensor),
     "all": lambda p: isinstance(local_of(p), MXTensor) or (p.is_floating_point() and p.itemsize < 4),
 }
+
+
+OPTIMIZER = Kind(
+    "a class of torch.optim, such as torch.optim.AdamW",
+    lambda kind: isinstance(kind, type) and issubclass(kind, Optimizer),
+)
+RATE = Kind("a number or a tensor with one", lambda lr: isinstance(lr, Tensor) or NUMBER.accepts(lr))
+PARAMS = Kind(
+    "the parameters of a model, or a list of groups",
+    lambda params: isinstance(params, Iterable) and not isinstance(params, (Tensor, str, bytes)),
+)
+GROUP = instance(dict, "a dictionary with the key 'params'", lambda group: "params" in group)
+STATE = instance(
+    dict,
+    "a result of state_dict(), with 'state' and 'param_groups'",
+    lambda state: {"state", "param_groups"} <= state.keys(),
+)
 
 
 class MasterWeights(Optimizer):
@@ -51,8 +69,14 @@ class MasterWeights(Optimizer):
         self, optimizer_class: type[Optimizer], params: Any, *args: Any,
         master_weights_for: str = "quantized", **kwargs: Any,
     ) -> None:  # fmt: skip
-        if master_weights_for not in _HAS_MASTER:
-            raise ValueError(f"master_weights_for is {master_weights_for!r}; choose {' or '.join(_HAS_MASTER)}")
+        check("MasterWeights", "optimizer_class", optimizer_class, OPTIMIZER)
+        check(optimizer_class.__name__, "params", params, PARAMS)
+        if not isinstance(master_weights_for, str) or master_weights_for not in _HAS_MASTER:
+            raise ValueError(
+                f"master_weights_for is {described(master_weights_for)}; choose {' or '.join(_HAS_MASTER)}"
+            )
+        if "lr" in kwargs:
+            check(optimizer_class.__name__, "lr", kwargs["lr"], RATE)
         if kwargs.get("differentiable"):
             raise ValueError("differentiable=True: master weights are rounded, which has no gradient; leave it False")
         self._for = master_weights_for
@@ -65,6 +89,7 @@ class MasterWeights(Optimizer):
         self._copy_out()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        check("add_param_group", "param_group", param_group, GROUP)
         super().add_param_group(param_group)
         if self.optimizer is None:  # torch's own __init__ calls this
             return
@@ -103,6 +128,7 @@ class MasterWeights(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of the inner optimizer. A closure sees the model with the current values of the master weights."""
         assert self.optimizer is not None
+        check("step", "closure", closure, optional(FUNCTION))
         self._copy_in()
         for p, master in self._masters.items():
             if p._version != self._written[p]:
@@ -190,6 +216,7 @@ class MasterWeights(Optimizer):
         ValueError for groups, or the shape of a master weight, that do not fit; nothing has changed then.
         """
         assert self.optimizer is not None
+        check("load_state_dict", "state_dict", state_dict, STATE)
         state_dict = dict(state_dict)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = hook(self, state_dict)

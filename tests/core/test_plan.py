@@ -266,9 +266,9 @@ def test_an_input_of_another_dtype_layout_or_alignment_is_another_plan(launched)
     for other in (x, x[:2], x.view(2, 2, 320), shifted):
         assert [launched(F.linear, other, weight) for _ in range(2)] == [0, 1]
     assert [launched(F.linear, strided, weight) for _ in range(2)] == [0, 0]
-    with pytest.raises(ValueError, match="one dtype"), torch.no_grad():
+    with pytest.raises(RuntimeError, match="one dtype"), torch.no_grad():
         F.linear(x.half(), weight)
-    with pytest.raises(ValueError, match="one dtype"), torch.no_grad():
+    with pytest.raises(RuntimeError, match="one dtype"), torch.no_grad():
         F.linear(x, MXTensor(weight.rowwise, None, weight.recipe, torch.float16))
 
 

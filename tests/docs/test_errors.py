@@ -27,6 +27,13 @@ NEVER_SEEN = {
     # raised and caught inside ops/einsum.py; they show as the reason in explain()
     "not one product",
     "a shared dimension differs in size",
+    # checked earlier by ops/product_checks.py; tests/kernels call the products themselves
+    "{value}: the contracted dimensions differ: {value} has {value} columns, the other operand {value} rows",
+    # raised for tensors on two devices, for two dtypes and for inference mode: tests/docs/wrong_calls.py
+    "{value}: query, key and value need one dtype and one device, got {value}",
+    "apply_rotary_pos_emb: t is on {value}, freqs on {value}; move one with .to()",
+    "TransformerLayer: layer_type={value} {value} encoder_output{value}",
+    "matmul: both operands need 1 dimension or more, got {value}; use * for a number",
     # raised inside a kernel; it shows as the end of "the kernel ... failed"
     "cublasGemmEx returned status {value}",
     # of arguments on a CUDA device

@@ -565,7 +565,7 @@ def test_m_splits_that_do_not_fit_are_named_and_leave_the_state_as_it_was():
 
 
 def test_unsupported_arguments_are_refused():
-    with pytest.raises(ValueError, match="GroupedLinear: num_gemms is 0; use 1 or more"):
+    with pytest.raises(ValueError, match="GroupedLinear: num_gemms is 0; it must be an integer from 1"):
         GroupedLinear(0, K, N)
     for argument in ({"tp_size": 2}, {"sequence_parallel": True}, {"rng_tracker_name": "model"}):
         with pytest.raises(NotImplementedError, match=rf"GroupedLinear: {next(iter(argument))}="):

@@ -171,7 +171,7 @@ def test_m_splits_that_do_not_fit_are_named(module):
         module(2, 16)(x, [16, 32])
     with pytest.raises(TypeError, match=rf"{name}: m_splits is \[16.0, 16.0\]; row counts are integers"):
         module(2, 16)(x, [16.0, 16.0])
-    with pytest.raises(ValueError, match=f"{name}: align_size is 0; use 1 or more"):
+    with pytest.raises(ValueError, match=f"{name}: align_size is 0; it must be an integer from 1"):
         module(2, 0)
     with pytest.raises(ValueError, match=f"{name}: the input has no dimensions"):
         module(1, 16)(torch.ones(()), [1])

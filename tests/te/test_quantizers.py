@@ -592,7 +592,7 @@ ERRORS = [
     (lambda: NVFP4Quantizer(with_rht=True, with_2d_quantization=True), ValueError, "use only one of them"),
     (lambda: NVFP4Quantizer(with_rht=True, rowwise=False), ValueError, "needs a rowwise copy beside it"),
     (lambda: Float8BlockQuantizer(E4M3, block_scaling_dim=3), ValueError, "block_scaling_dim is 3"),
-    (lambda: Float8Quantizer(1.0, torch.zeros(1), E4M3), TypeError, "scale must be a float32 tensor"),
+    (lambda: Float8Quantizer(1.0, torch.zeros(1), E4M3), TypeError, "scale is 1.0; pass a torch.Tensor"),
     (lambda: Float8Quantizer(torch.ones(1), torch.zeros(1).half(), E4M3), TypeError, "amax must be a float32 tensor"),
     (lambda: Float8Quantizer(torch.ones(2), torch.zeros(1), E4M3), ValueError, "must be one value"),
     (lambda: delayed()(torch.empty(4, 4, device="meta")), ValueError, "scale is on cpu, the values on meta"),

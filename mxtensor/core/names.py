@@ -1,0 +1,47 @@
+"""Names that users write: case, hyphens, underscores and spaces do not matter, nor "float" for "fp"."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+WEIGHT_ONLY = ("weightonly", "wo")
+"""The ends of a name, as ``key`` writes it, that leave activations in high precision."""
+MOST = 5
+"""Candidates that a message lists."""
+
+
+def key(text: str) -> str:
+    """``text`` in the form in which names are compared: ``"MX-FP8 e4m3"`` and ``"mxfloat8_E4M3"`` are one name."""
+    return re.sub(r"[-_\s]+", "", text.casefold()).replace("float", "fp")
+
+
+def find(text: str, names: Iterable[str]) -> str | None:
+    """The one of ``names`` that ``text`` is, but for its spelling; None if there is none."""
+    return next((name for name in names if key(name) == key(text)), None)
+
+
+def without_weight_only(text: str) -> tuple[str, bool]:
+    """``text`` without the end that means weight-only, and whether it had one: ``"mxfp8-weight-only"``, ``"mxfp8_wo"``.
+
+    What is left is spelt as ``key`` spells it if an end was removed.
+    """
+    for end in WEIGHT_ONLY:
+        if key(text).endswith(end) and key(text) != end:
+            return key(text).removesuffix(end), True
+    return text, False
+
+
+def suggestion(text: str, names: Iterable[str]) -> str:
+    """``"; did you mean 'a' or 'b'?"``: the names that contain ``text``, else the most similar one; "" if none is."""
+    names, short = list(names), key(text)
+    found = [name for name in names if len(short) > 2 and short in key(name)]
+    # of names that continue another one, the short one: float8_row of float8_row_pow2
+    found = [name for name in found if not any(name != other and name.startswith(f"{other}_") for other in found)]
+    found.sort(key=len)
+    if not found:
+        keys = {key(name): name for name in names}
+        found = [keys[close] for close in get_close_matches(short, keys, 1)]
+    shown = " or ".join(map(repr, found[:MOST]))
+    return f"; did you mean {shown}?" if found else ""
