@@ -33,7 +33,6 @@ from .formats import (
 from .operand import Operand
 
 FLT_MAX = torch.finfo(torch.float32).max
-FLT_MIN_NORMAL = torch.finfo(torch.float32).tiny
 SOURCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -155,10 +154,10 @@ def _scale_nvfp4(amax: Tensor, cast: Cast, tensor_amax: Tensor) -> tuple[Tensor,
 
 
 def _scale_float32(amax: Tensor, cast: Cast, tensor_amax: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    scale = (amax * (1.0 / cast.format.element.max)).clamp(min=FLT_MIN_NORMAL)
-    scale = torch.where(amax > 0, scale, torch.ones_like(scale))
-    scale = torch.where(amax.isfinite(), scale, float("nan"))
-    return scale, (1.0 / scale).clamp(max=FLT_MAX), None
+    # TransformerEngine's arithmetic: two divisions, each rounded once. A tensor is divided: see _scale_nvfp4.
+    multiplier = (torch.full_like(amax, cast.format.element.max) / amax).clamp(max=FLT_MAX)
+    multiplier = torch.where(amax > 0, multiplier, torch.ones_like(multiplier))
+    return torch.where(amax.isfinite(), 1.0 / multiplier, float("nan")), multiplier, None
 
 
 def _scale_float32_pow2(amax: Tensor, cast: Cast, tensor_amax: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:

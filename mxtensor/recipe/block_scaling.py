@@ -19,8 +19,8 @@ __all__ = ["MXFP4BlockScaling", "MXFP6BlockScaling", "MXFP8BlockScaling", "NVFP4
 
 Mode: TypeAlias = ScaleCalculationMode | str
 
-RANDOM_SIGNS = 0xA6D5
-"""The signs of the Hadamard transform of NVFP4's columnwise copies: any fixed 16 bits, the same for both operands."""
+RANDOM_SIGNS = 0xD7E8
+"""The signs of the Hadamard transform of NVFP4's columnwise copies: TransformerEngine's fixed random sign mask."""
 
 
 @dataclass(repr=False, kw_only=True)

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 
 FLT_MAX = np.float32(np.finfo(np.float32).max)
-FLT_MIN_NORMAL = np.float32(2.0**-126)
 MODES = ("floor", "rceil", "ceil", "even")
 
 
@@ -259,10 +258,9 @@ def _encode_ue4m3(x, amax, element, format, mode):
 
 
 def _encode_float32(x, amax, element, format, mode):
-    scale = np.maximum(amax * np.float32(1 / element.max), FLT_MIN_NORMAL)
-    scale = np.where(amax == 0, np.float32(1), scale)
-    scale = np.where(np.isfinite(amax), scale, np.float32(np.nan))
-    return scale, x * spread(np.minimum(np.float32(1) / scale, FLT_MAX), x.shape, format.block), None
+    multiplier = np.where(amax == 0, np.float32(1), np.minimum(np.float32(element.max) / amax, FLT_MAX))
+    scale = np.where(np.isfinite(amax), np.float32(1) / multiplier, np.float32(np.nan))
+    return scale, x * spread(multiplier, x.shape, format.block), None
 
 
 def _encode_float32_pow2(x, amax, element, format, mode):

@@ -229,7 +229,7 @@ mxfp6 e3m2 grad: mxfp6_e2m3 | mxfp6_e2m3 | mxfp6_e3m2
 mxfp4: mxfp4_e2m1 | mxfp4_e2m1 | mxfp4_e2m1~
 mxfp4 mxfp8 grad: mxfp4_e2m1 | mxfp4_e2m1 | mxfp8_e5m2
 mxfp4 plain backward: mxfp4_e2m1/- | mxfp4_e2m1/- | -
-nvfp4: nvfp4 signs 0xa6d5 | nvfp4[16x16] | nvfp4~ signs 0xa6d5
+nvfp4: nvfp4 signs 0xd7e8 | nvfp4[16x16] | nvfp4~ signs 0xd7e8
 nvfp4 all off: nvfp4 | nvfp4 | nvfp4
 nvfp4 plain wgrad: nvfp4/- | nvfp4[16x16] | nvfp4~/-
 float8 current: float8_e4m3_tensor | float8_e4m3_tensor | float8_e5m2_tensor

@@ -104,9 +104,9 @@ struct Rule {
       }
     } else {
       for (int b = 0; b < n; b++) {
-        const float s = amax[b] > 0 ? larger(as_float(amax[b]) * e.inverse_max, FLT_MIN) : 1.0f;
-        floats[b] = amax[b] < INFINITE ? s : as_float(0x7FC00000);
-        multiplier[b] = 1.0f / s;
+        const float m = amax[b] > 0 ? smaller(e.max / as_float(amax[b]), FLT_MAX) : 1.0f;
+        floats[b] = amax[b] < INFINITE ? 1.0f / m : as_float(0x7FC00000);
+        multiplier[b] = m;
       }
     }
   }

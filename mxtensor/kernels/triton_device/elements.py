@@ -8,7 +8,6 @@ import triton
 import triton.language as tl
 
 FLT_MAX = tl.constexpr(3.4028234663852886e38)
-FLT_MIN = tl.constexpr(1.1754943508222875e-38)
 INFINITY_BITS = tl.constexpr(0x7F800000)
 TO_INTEGER = tl.constexpr(12582912.0)
 """1.5 * 2^23: added to a float32 below 2^22, it leaves the nearest integer, ties to even, in the low bits."""
@@ -132,10 +131,10 @@ def scales_of(amax_bits, encode, C: tl.constexpr):
         stored = tl.where(finite, value, nan)
         multiplier = float_of((254 - byte) << 23)
     else:
-        scale = tl.where(amax > 0, tl.maximum(amax * C.inverse_max, FLT_MIN), 1.0)
-        stored = tl.where(finite, scale, nan)
-        multiplier = tl.minimum(tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale), FLT_MAX)
-        value = scale
+        multiplier = tl.minimum(tl.div_rn(tl.full(amax.shape, C.max, tl.float32), amax), FLT_MAX)
+        multiplier = tl.where(amax > 0, multiplier, 1.0)
+        value = tl.div_rn(tl.full(amax.shape, 1.0, tl.float32), multiplier)
+        stored = tl.where(finite, value, nan)
     return stored, multiplier, tl.where(finite, value, nan), finite
 
 
