@@ -110,7 +110,7 @@ def check_components(
         values, size = element.packing
         shape = (*data.shape[:-1], data.shape[-1] // size * values) if data.dim() else ()
     shape = check_numbers(f"{format}: shape", shape)
-    if all(type(n) is int for n in shape) and math.prod(max(n, 1) for n in shape) > _LARGEST // 8:
+    if all(type(n) is int for n in shape) and math.prod([max(n, 1) for n in shape]) > _LARGEST // 8:
         raise ValueError(f"{format}: a shape of {shape} has too many values for torch")
     if len(shape) == 0 or tuple(data.shape) != format.data_shape(shape):
         expected = format.data_shape(shape) if len(shape) else "at least one dimension"

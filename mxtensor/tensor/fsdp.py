@@ -7,7 +7,8 @@ for MXFP8 with blocks of 1x32 and 8.01 with tiles of 32x32, where bfloat16 has 1
 Two kinds of parameters use this file. An ``MXTensor`` stores operands in its shard and gathers them
 (``GatheredByFSDP2``). A ``TrainingWeight`` stores high-precision values and casts its rows before each gather
 (``refusal``, ``quantized_inputs``, ``high_precision_inputs``). The choice between codes and values depends on the
-recipe, the shape and the number of ranks only, so all ranks choose the same.
+recipe, the shape and the number of ranks only, so all ranks choose the same. This file is a little longer than others
+because there is one FSDP2 path for both.
 """
 
 from __future__ import annotations

@@ -161,7 +161,7 @@ FAULTS = (
           '"bmm", Side(a, False), Side(b, True))', '"bmm", Side(a, False), Side(b, False))',
           "ops kernels/gemm"),
     Fault("slices that cut a block stay quantized", "ops/slice.py",
-          "step == 1 and cuts(start) is None and", "step == 1 and",
+          "step == 1 and cut(start) is None and", "step == 1 and",
           "ops"),
     Fault("columnwise dimensions in rowwise order", "ops/layout.py",
           "dims[-2:] = reversed(dims[-2:])", "pass",

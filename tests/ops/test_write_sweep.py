@@ -18,6 +18,8 @@ REFUSED = {
     "unsqueeze": "aten.unsqueeze_",
 }
 """Op -> what its refusal says; they change the shape, which a view that cuts blocks cannot."""
+RESIZES = "aten.linalg_matrix_rank"
+"""The op whose overloads resize their ``out``, which an MXTensor refuses."""
 SLICES = {"database": 6, "schemas": 8, "init": 1}
 CALLS = {"database": 2500, "schemas": 4500, "init": 1100}
 """The least number of calls of a part."""
@@ -27,7 +29,7 @@ def check(tally):
     logging.info(tally.line())
     assert tally.wrong == {}
     for (op, *_), said in tally.refused.items():
-        assert op.partition(".")[0] in REFUSED or op in REFUSED, (op, said)
+        assert op.partition(".")[0] in REFUSED or op in REFUSED or op.startswith(RESIZES), (op, said)
 
 
 @pytest.mark.exhaustive
