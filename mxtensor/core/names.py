@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 
@@ -14,7 +13,9 @@ MOST = 5
 
 def key(text: str) -> str:
     """``text`` in the form in which names are compared: ``"MX-FP8 e4m3"`` and ``"mxfloat8_E4M3"`` are one name."""
-    return re.sub(r"[-_\s]+", "", text.casefold()).replace("float", "fp")
+    for mark in "-_ \t\n":  # not by a regular expression, which Dynamo of torch 2.11 cannot trace
+        text = text.replace(mark, "")
+    return text.lower().replace("float", "fp")
 
 
 def find(text: str, names: Iterable[str]) -> str | None:

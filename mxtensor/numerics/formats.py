@@ -58,12 +58,14 @@ def member(kind: type[Choice], what: str, value: object) -> Choice:
     Raises ValueError that names the choices.
     """
     text = getattr(value, "value", value)
-    found = names.find(text, (m.value for m in kind)) if isinstance(text, str) else None
-    if found is not None:
-        return kind(found)
-    else:
+    try:
+        return kind(text)  # first, because Dynamo of torch 2.11 cannot trace what follows
+    except ValueError:
+        found = names.find(text, [m.value for m in kind]) if isinstance(text, str) else None
+    if found is None:
         choices = ", ".join(m.value for m in kind)
-        raise ValueError(f"unknown {what} {described(value)}; choose one of {choices}") from None
+        raise ValueError(f"unknown {what} {described(value)}; choose one of {choices}")
+    return kind(found)
 
 
 class ScaleCalculationMode(Enum):
@@ -411,6 +413,11 @@ def get_mx_format(name: Format | str | torch.dtype, block_size: int) -> Format:
 _BLOCK_SUFFIX = re.compile(r"(.+)\[(\d+)x(\d+)\]")
 
 
+def _with_block(format: Format, match: re.Match[str]) -> Format:
+    rows, cols = int(match[2]), int(match[3])
+    return format.with_block(cols if rows == 1 else (rows, cols))
+
+
 def get_format(name: Format | str | torch.dtype) -> Format:
     """The format called ``name``: a row or alias of FORMATS, ``"mxfp8[32x32]"`` with a block, or a torch dtype.
 
@@ -422,13 +429,13 @@ def get_format(name: Format | str | torch.dtype) -> Format:
     text = str(name) if isinstance(name, (str, torch.dtype)) else ""
     if text in FORMATS:
         return FORMATS[text]
-    known = [*FORMATS, *(a for a in FORMATS.aliases if "." not in a)]
     match = _BLOCK_SUFFIX.fullmatch(text.strip().lower())
+    if match and match[1] in FORMATS:
+        return _with_block(FORMATS[match[1]], match)
+    # Dynamo of torch 2.11 traces what is above, and not what follows: another spelling, and an unknown name.
+    known = [*FORMATS, *(a for a in FORMATS.aliases if "." not in a)]
     row = names.find(match[1] if match else text, known)
-    if row is not None and match:
-        rows, cols = int(match[2]), int(match[3])
-        return FORMATS[row].with_block(cols if rows == 1 else (rows, cols))
     if row is not None:
-        return FORMATS[row]
+        return _with_block(FORMATS[row], match) if match else FORMATS[row]
     hint = names.suggestion(match[1] if match else text, known)
     raise ValueError(f"unknown format {described(name)}; the formats are {', '.join(known)}{hint}")
