@@ -37,8 +37,8 @@ class Orientation(Flag):
         if isinstance(value, Orientation) and value:
             return value
         try:
-            return cls[names.key(value).upper()]  # type: ignore[arg-type]
-        except (KeyError, TypeError, AttributeError):
+            return cls[names.key(value).upper() if isinstance(value, str) else ""]
+        except KeyError:
             raise ValueError(
                 f"unknown orientation {described(value)}; choose 'rowwise' (blocks along the last dimension), "
                 "'columnwise' (along the one before it) or 'both'"

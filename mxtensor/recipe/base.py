@@ -192,8 +192,9 @@ def parse_field(recipe: Recipe, name: str, parse: Callable[[Any], Parsed]) -> Pa
 def check_no_attention(recipe: Any) -> None:
     """Raise ValueError for ``fp8_dpa`` and ``fp8_mha``."""
     for name in ("fp8_dpa", "fp8_mha"):
-        if getattr(recipe, name):
+        value = getattr(recipe, name)
+        if value:
             raise ValueError(
-                f"{type(recipe).__name__}: {name}=True is not available: attention's own products stay in high "
-                "precision, as in NVIDIA's pre-training papers; leave it False"
+                f"{type(recipe).__name__}: {name}={described(value)} is not available: attention's own products stay "
+                "in high precision, as in NVIDIA's pre-training papers; leave it False"
             )

@@ -6,7 +6,7 @@ import pytest
 
 from .wrong_calls import ROWS, calls, judged
 
-NOT_YET = 46
+NOT_YET = 43
 """Calls of the whole sweep whose error is not a sentence yet; this number may only fall."""
 
 
