@@ -214,7 +214,8 @@ rss = lambda: int(open("/proc/self/statm").read().split()[1]) * resource.getpage
 model = nn.Sequential(*(nn.Linear(4096, 2048, bias=False) for _ in range(12)))  # 32 MiB each
 before = rss()
 mx.quantize_(model, "mxfp8")
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+status = dict(line.split(":", 1) for line in open("/proc/self/status"))
+peak = int(status["VmHWM"].split()[0]) * 1024  # ru_maxrss would be that of the process that started this one
 print((peak - before) / 2**20, (rss() - before) / 2**20)
 """
 

