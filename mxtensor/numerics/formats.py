@@ -230,6 +230,9 @@ class Format:
     block: tuple[int, int]
     global_scale: bool = False
     """Whether a second, float32 scale belongs to the whole tensor (NVFP4)."""
+    signed_zero: bool = True
+    """Whether a scaled value of -0.0 keeps its sign. False: it gets code 0, as in TransformerEngine's NVFP4 reference;
+    a negative value that rounds to zero keeps its sign in both."""
 
     def __post_init__(self) -> None:
         extents = self.block if isinstance(self.block, tuple) else ()
@@ -354,7 +357,7 @@ FORMATS = _Formats(
         Format("mxfp6_e2m3", E2M3, E8M0, (1, 32)),
         Format("mxfp4_e2m1", E2M1, E8M0, (1, 32)),
         Format("mxint8", INT8, E8M0, (1, 32)),
-        Format("nvfp4", E2M1, UE4M3, (1, 16), global_scale=True),
+        Format("nvfp4", E2M1, UE4M3, (1, 16), global_scale=True, signed_zero=False),
         Format("nvfp4_single_level", E2M1, UE4M3, (1, 16)),
         Format("float8_e4m3_tensor", E4M3, FP32, (FULL, FULL)),
         Format("float8_e4m3_row", E4M3, FP32, (1, FULL)),

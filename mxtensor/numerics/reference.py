@@ -222,6 +222,8 @@ def encode(x: Tensor, cast: Cast, whole_amax: Tensor | None = None) -> Operand:
         if cast.seed is not None:  # by the index in x, before padding
             noise = _split(uniform(cast.seed, x), format)[0]
         y = round_stochastically(y, element, noise)
+    if not format.signed_zero:  # on the bits: a compiler may take adding 0.0 for no operation
+        y = torch.where(y == 0, 0, y.view(torch.int32)).view(torch.float32)
     codes = encode_elements(y, element).view(torch.uint8)
     # On other devices than the CPU, reading the values costs more than the work; a traced tensor has none.
     if x.device.type != "cpu" or is_traced(x) or not finite.all():

@@ -254,7 +254,10 @@ def _encode_ue4m3(x, amax, element, format, mode):
     code[np.isfinite(amax)] = element_codes(wanted[np.isfinite(amax)], e4m3)
     scale = element_values(e4m3)[code].astype(np.float32)
     multiplier = np.minimum(np.float32(1) / (scale * (np.float32(1) / s_enc)), FLT_MAX)
-    return code, x * spread(multiplier, x.shape, format.block), global_scale
+    divided = x * spread(multiplier, x.shape, format.block)
+    if format.name.startswith("nvfp4") and format.global_scale:  # TransformerEngine's reference: -0.0 has code 0
+        divided = np.where(divided == 0, np.float32(0), divided)
+    return code, divided, global_scale
 
 
 def _encode_float32(x, amax, element, format, mode):

@@ -63,8 +63,9 @@ inline void store(Half& out, float v) {
   out.bits = uint16_t((magnitude > INFINITE ? 0x7E00 : code) | int32_t(uint32_t(bits) >> 16 & 0x8000u));
 }
 
-// Codes of n values of a chunk, each multiplied by its multiplier.
-template <typename T> void encode_chunk(const T* x, int n, const float* multiplier, const Element& e, uint8_t* codes) {
+// Codes of n values of a chunk, each multiplied by its multiplier. Unless ``signed_zero``, a product of -0.0 gets code 0.
+template <typename T>
+void encode_chunk(const T* x, int n, const float* multiplier, const Element& e, bool signed_zero, uint8_t* codes) {
   if (e.exponent_bits == 0) {
     const float steps = float(1 << e.mantissa_bits), limit = e.max * steps, magic = 12582912.0f;  // 1.5 * 2^23
     for (int i = 0; i < n; i++) {
@@ -76,9 +77,9 @@ template <typename T> void encode_chunk(const T* x, int n, const float* multipli
   const Minifloat code(e.mantissa_bits, e.bias, e.first_special);
   const int sign = 32 - e.bits;
   const int32_t sign_bit = 1 << (e.bits - 1);
-  const float max = e.max;
+  const float max = e.max, zero = signed_zero ? -0.0f : 0.0f;  // added, 0.0 changes -0.0 only, and -0.0 changes nothing
   for (int i = 0; i < n; i++) {
-    const int32_t raw = as_int(load(x[i]) * multiplier[i]);
+    const int32_t raw = as_int(load(x[i]) * multiplier[i] + zero);
     codes[i] = uint8_t(code.encode(smaller(as_float(raw & 0x7FFFFFFF), max)) | ((raw >> sign) & sign_bit));
   }
 }

@@ -20,7 +20,7 @@ enum Scale { E8M0, UE4M3, FP32, FP32_POW2 };  // the order of SCALES in quantize
 // The fields of _Format in quantize/cpu.py.
 struct Format {
   Element element;
-  int32_t scale, rows, cols;  // rows and cols: the extents of a block
+  int32_t scale, rows, cols, signed_zero;  // rows and cols: the extents of a block
   float scale_values[256];    // the value of every scale byte
 };
 
@@ -206,7 +206,7 @@ void encode_panels(const Format& f, const Rule& rule, Source<T>& x, int height, 
           spread(grid.block, multiplier + at, blocks, of_value);
           for (int r = band * grid.tile; r < smaller((band + 1) * grid.tile, rows); r++) {
             std::memset(codes + n, 0, 4);  // zero codes up to a whole group
-            encode_chunk(tile + r * x.step, n, of_value, e, codes);
+            encode_chunk(tile + r * x.step, n, of_value, e, f.signed_zero != 0, codes);
             for (int b = 0; b < blocks; b++)
               if (amax[at + b] >= INFINITE)
                 std::memset(codes + b * grid.block, e.nan_code, size_t(grid.block));

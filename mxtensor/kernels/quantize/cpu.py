@@ -52,7 +52,7 @@ class _Element(ctypes.Structure):
 class _Format(ctypes.Structure):
     _fields_ = (
         ("element", _Element),
-        *((name, ctypes.c_int32) for name in ("scale", "rows", "cols")),
+        *((name, ctypes.c_int32) for name in ("scale", "rows", "cols", "signed_zero")),
         ("scale_values", ctypes.c_float * 256),
     )
 
@@ -80,8 +80,9 @@ _FORMATS: dict[object, tuple[object, ...]] = {}
 
 def _c_format(format: Format) -> Any:
     """A reference to the fields of ``format`` for C."""
-    e, kind, block = format.element, format.scale, format.block
-    cached = _FORMATS.get((id(e), id(kind), block))  # by identity: to hash an element takes as long as to call C
+    e, kind, block, signed_zero = format.element, format.scale, format.block, format.signed_zero
+    key = (id(e), id(kind), block, signed_zero)  # by identity: to hash an element takes as long as to call C
+    cached = _FORMATS.get(key)
     if cached is None:
         codes = torch.arange(256, dtype=torch.uint8, device="cpu")  # whatever torch's default device is
         magnitudes = codes[: 1 << (e.bits - 1)]
@@ -89,9 +90,9 @@ def _c_format(format: Format) -> Any:
         fields = (e.exponent_bits, e.mantissa_bits, e.bias, e.emax, e.bits, e.nan_code, int(finite.sum()))
         values = scale_to_float(codes, kind).tolist() if kind.dtype is torch.uint8 else ()
         element = _Element(*fields, e.max, 1.0 / e.max)
-        c = _Format(element, SCALES.index(kind), *block, (ctypes.c_float * 256)(*values))
+        c = _Format(element, SCALES.index(kind), *block, int(signed_zero), (ctypes.c_float * 256)(*values))
         # The entry references e and kind, so that no other object gets their ids.
-        cached = _FORMATS[id(e), id(kind), block] = (ctypes.byref(c), e, kind)
+        cached = _FORMATS[key] = (ctypes.byref(c), e, kind)
     return cached[0]
 
 

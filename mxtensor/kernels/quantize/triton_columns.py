@@ -25,9 +25,9 @@ FAR = 1 << 23
 def rounds_in_words(code: CastCode, *values: Tensor | None) -> bool:
     """Whether bfloat16 is fake quantized in words of two values: power-of-two scales, bfloat16 results.
 
-    The words round to an even mantissa, which an element without mantissa bits lacks.
+    The words round to an even mantissa, which an element without mantissa bits lacks, and keep the sign of a zero.
     """
-    if not code.mantissa_bits:
+    if not code.mantissa_bits or not code.signed_zero:
         return False
     return code.mode != "" and code.block > 0 and all(v is None or v.dtype is torch.bfloat16 for v in values)
 
@@ -64,7 +64,13 @@ def encode_columns(x: Tensor, cast: Cast, rowwise: Target | None, columnwise: Ta
             round_tiles(x, code, None if rowwise is None else rowwise[0], columnwise[0])
             return None
         float8 = code.bits == 8 and code.exponent_bits > 0 and max(x.stride(0), x.shape[1]) < FAR
-        if float8 and x.shape[0] % 4 == 0 and forms[1] == "codes" and (words or forms[0] != "values"):
+        if (
+            float8
+            and code.signed_zero
+            and x.shape[0] % 4 == 0
+            and forms[1] == "codes"
+            and (words or forms[0] != "values")
+        ):
             _encode_words(x, code, forms[0], rowwise or (None, None), columnwise, swizzled)
             return None
     return _encode(x, cast, code, seed, forms, rowwise or (None, None), columnwise, swizzled)

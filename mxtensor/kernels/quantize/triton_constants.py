@@ -28,6 +28,7 @@ class CastCode(NamedTuple):
     block: int
     """values along the blocked dimension that share a scale; 0: the whole tensor, -1: a whole row"""
     global_scale: bool
+    signed_zero: bool
     mode: str
     stochastic: bool
     float8: str
@@ -65,6 +66,7 @@ def _code(format: Format, mode: str, stochastic: bool, capability: tuple[int, in
         scale=format.scale.name,
         block=0 if whole_tensor else format.block[1],
         global_scale=format.global_scale,
+        signed_zero=format.signed_zero,
         mode=mode if format.scale.significant_bits == 1 else "",
         stochastic=stochastic,
         float8=FLOAT8.get((e.exponent_bits, e.mantissa_bits), "") if capability >= (8, 9) else "",

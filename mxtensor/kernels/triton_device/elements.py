@@ -201,8 +201,18 @@ def dither(y, random, C: tl.constexpr):
 
 
 @triton.jit
+def signed(y, C: tl.constexpr):
+    """y, with the sign of a zero only if the format keeps it. A sum with 0.0 could be contracted, a select cannot."""
+    if C.signed_zero:
+        return y
+    else:
+        return tl.where(y == 0.0, 0.0, y)
+
+
+@triton.jit
 def to_codes(y, C: tl.constexpr):
     """Scaled values to codes of one byte with sign (uint8). A NaN gets its code from float8 instructions only."""
+    y = signed(y, C)
     if C.float8 == "e4m3":
         return tl.inline_asm_elementwise(E4M3_WORD, "=r,r,r,r,r", [y], dtype=tl.uint8, is_pure=True, pack=4)
     elif C.float8 == "e5m2":

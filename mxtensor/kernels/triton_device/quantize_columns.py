@@ -9,7 +9,7 @@ words through shared memory, a quarter as many as codes.
 import triton
 import triton.language as tl
 
-from .elements import E4M3_WORD, E5M2_WORD, amax_bits, from_codes, magnitude_bits, to_codes, widened
+from .elements import E4M3_WORD, E5M2_WORD, amax_bits, from_codes, magnitude_bits, signed, to_codes, widened
 from .quantize import (
     block_scales,
     encode_scale,
@@ -25,6 +25,8 @@ from .quantize import (
 @triton.jit
 def word_of(y0, y1, y2, y3, finite, C: tl.constexpr):
     """The codes of four rows, C.bits each, in one int32, the first in the low bits."""
+    if C.float8 != "":
+        y0, y1, y2, y3 = signed(y0, C), signed(y1, C), signed(y2, C), signed(y3, C)
     if C.float8 == "e4m3":
         return tl.inline_asm_elementwise(E4M3_WORD, "=r,f,f,f,f", [y0, y1, y2, y3], tl.int32, is_pure=True, pack=1)
     elif C.float8 == "e5m2":

@@ -13,6 +13,16 @@ from .words import MAGNITUDES, e2m1_byte, largest
 
 
 @triton.jit
+def sign_of(moved, magnitude, BIT: tl.constexpr, C: tl.constexpr):
+    """The sign of a value, moved to BIT; that of a zero ``magnitude`` only if the format keeps it."""
+    sign = moved & BIT
+    if C.signed_zero:
+        return sign
+    else:
+        return tl.where(magnitude == 0.0, 0, sign)
+
+
+@triton.jit
 def quantize_rows_fp4(
     x_ptr, data_ptr, scale_ptr, amax_ptr, global_ptr, rows, words, stride, data_stride, scale_cols,
     C: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, SWIZZLED: tl.constexpr,
@@ -33,14 +43,16 @@ def quantize_rows_fp4(
     amax = tl.maximum(pair << 16, pair & 0x7FFF0000)
     stored, multiplier, _, finite = scales_of(amax, encode, C)
     each = tl.reshape(tl.broadcast_to(multiplier[:, :, None], (BM, NB, PAIRS)), (BM, BK))
-    if C.pairs and C.scale == "e8m0" and C.exponent_bits == 2 and C.bias == 1 and C.max == 6.0:
+    if C.pairs and C.signed_zero and C.scale == "e8m0" and C.exponent_bits == 2 and C.bias == 1 and C.max == 6.0:
         byte = e2m1_byte(word, each, C)
     else:
         low = float_of((word << 16) & 0x7FFF0000) * each
+        low_sign = sign_of(word >> 12, low, 8, C)
         low = round_float(low, C.exponent_bits, C.mantissa_bits, C.bias, C.max)
         high = float_of(word & 0x7FFF0000) * each
+        high_sign = sign_of(word >> 24, high, 0x80, C)
         high = round_float(high, C.exponent_bits, C.mantissa_bits, C.bias, C.max)
-        byte = low | ((word >> 12) & 8) | (high << 4) | ((word >> 24) & 0x80)
+        byte = low | low_sign | (high << 4) | high_sign
     mask = tl.broadcast_to(tl.where(finite, 0xFF, 0)[:, :, None], (BM, NB, PAIRS))
     byte = (byte & tl.reshape(mask, (BM, BK))).to(tl.uint8)
     store_tile(data_ptr + row.to(tl.int64) * data_stride + col, byte, inside, EVEN)
