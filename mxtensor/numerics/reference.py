@@ -153,7 +153,13 @@ def _scale_nvfp4(amax: Tensor, cast: Cast, tensor_amax: Tensor) -> tuple[Tensor,
     return scale.view(torch.uint8), multiplier, global_scale if cast.format.global_scale else None
 
 
+def _floored(amax: Tensor, cast: Cast) -> Tensor:
+    """The amax, at least ``amax_epsilon``; NaN stays."""
+    return amax.clamp(min=cast.amax_epsilon) if cast.amax_epsilon else amax
+
+
 def _scale_float32(amax: Tensor, cast: Cast, tensor_amax: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    amax = _floored(amax, cast)
     # TransformerEngine's arithmetic: two divisions, each rounded once. A tensor is divided: see _scale_nvfp4.
     multiplier = (torch.full_like(amax, cast.format.element.max) / amax).clamp(max=FLT_MAX)
     multiplier = torch.where(amax > 0, multiplier, torch.ones_like(multiplier))
@@ -161,6 +167,7 @@ def _scale_float32(amax: Tensor, cast: Cast, tensor_amax: Tensor) -> tuple[Tenso
 
 
 def _scale_float32_pow2(amax: Tensor, cast: Cast, tensor_amax: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    amax = _floored(amax, cast)
     byte = e8m0_from_amax(amax, cast.format.element, cast.scaling).clamp(
         1, 253
     )  # so that the reciprocal is a normal number too

@@ -10,6 +10,7 @@ from .linear_recipe import LinearRecipe
 _OF_A_CAST = ("", "_scaling", "_rounding")
 _WORDS = ("kernel_preference", *(name + part for name in ("weight", "activation") for part in _OF_A_CAST))
 _SEED = re.compile(r"-?[0-9]{1,40}")
+_EPSILON = re.compile(r"[0-9]{1,40}(\.[0-9]{1,40})?(e[+-]?[0-9]{1,3})?")
 
 
 def recipe_to_row(recipe: LinearRecipe) -> dict[str, str | None]:
@@ -21,6 +22,8 @@ def recipe_to_row(recipe: LinearRecipe) -> dict[str, str | None]:
         row[f"{name}_rounding"] = cast.rounding.value if cast else None
         if cast and cast.seed is not None:
             row[f"{name}_seed"] = str(cast.seed)
+        if cast and cast.amax_epsilon:
+            row[f"{name}_amax_epsilon"] = repr(float(cast.amax_epsilon))
     return row
 
 
@@ -40,7 +43,10 @@ def recipe_from_row(row: dict[str, str | None]) -> LinearRecipe:
         seed = row.get(f"{name}_seed")
         if seed is not None and not _SEED.fullmatch(seed):
             raise ValueError(f"the seed of a stored recipe must be an integer, got {seed!r:.80}")
-        return Cast.of(format, scaling, rounding, None if seed is None else int(seed))
+        epsilon = row.get(f"{name}_amax_epsilon") or "0"
+        if not _EPSILON.fullmatch(epsilon):
+            raise ValueError(f"the amax_epsilon of a stored recipe must be a number, got {epsilon!r:.80}")
+        return Cast.of(format, scaling, rounding, None if seed is None else int(seed), float(epsilon))
 
     weight = cast("weight")
     if weight is None:

@@ -224,6 +224,11 @@ class Quantizer:
         return self.columnwise
 
     @property
+    def amax_epsilon(self) -> float:
+        """A smaller amax counts as this number, in float32 scales."""
+        return self.cast.amax_epsilon
+
+    @property
     def dtype(self) -> DType | str:
         """The element: a DType, or its name if TransformerEngine has no DType for it."""
         return _OTHER_NAMES.get(self.cast.format.element.name, self.cast.format.element.name)
@@ -246,7 +251,7 @@ class Quantizer:
     def __repr__(self) -> str:
         shown = self._arguments() | {"rowwise": self.rowwise, "columnwise": self.columnwise}
         plain = Cast(self.cast.format)
-        for name in ("scaling", "rounding", "seed"):
+        for name in ("scaling", "rounding", "seed", "amax_epsilon"):
             if getattr(self.cast, name) != getattr(plain, name) and f"stochastic_{name}" not in shown:
                 shown[name] = getattr(self.cast, name)
         text = (f"{name}={value.name if isinstance(value, DType) else _word(value)}" for name, value in shown.items())

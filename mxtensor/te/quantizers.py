@@ -16,7 +16,7 @@ from torch import Tensor
 from ..core.arguments import checked, described
 from ..kernels.gemm.spec import Form
 from ..kernels.quantize.select_pair import cast_pair
-from ..numerics.cast import Cast
+from ..numerics.cast import EPSILON, Cast
 from ..numerics.formats import FORMATS, Format, Orientation, Rounding, ScaleCalculationMode
 from ..numerics.operand import Operand
 from ..numerics.reference import tensor_amax
@@ -110,11 +110,14 @@ class NVFP4Quantizer(Quantizer):
 
 
 class Float8CurrentScalingQuantizer(Quantizer):
-    """Float8 with one float32 scale per tensor, from its own amax. ``force_pow_2_scales``: powers of two only."""
+    """Float8 with one float32 scale per tensor, from its own amax. ``force_pow_2_scales``: powers of two only.
+
+    ``amax_epsilon``: a smaller amax counts as this number, also that of zeros.
+    """
 
     formats = tuple(FORMATS[f"float8_{e}_tensor{s}"] for e in ("e4m3", "e5m2") for s in ("", "_pow2"))
 
-    @checked()
+    @checked(amax_epsilon=EPSILON)
     def __init__(
         self,
         fp8_dtype: DType | torch.dtype | str = DType.kFloat8E4M3,
@@ -123,9 +126,10 @@ class Float8CurrentScalingQuantizer(Quantizer):
         rowwise: bool = True,
         columnwise: bool = True,
         force_pow_2_scales: bool = False,
+        amax_epsilon: float = 0.0,
     ) -> None:
         row = FORMATS[f"float8_{DType.of(fp8_dtype, FP8).value}_tensor{'_pow2' if force_pow_2_scales else ''}"]
-        super().__init__(Cast(row), rowwise, columnwise)
+        super().__init__(Cast(row, amax_epsilon=amax_epsilon), rowwise, columnwise)
         self.device = None if device is None else torch.device(device)
 
     def _arguments(self) -> dict[str, Any]:
@@ -133,19 +137,23 @@ class Float8CurrentScalingQuantizer(Quantizer):
 
 
 class Float8BlockQuantizer(Quantizer):
-    """Float8 with a float32 scale per 128x128 tile (``block_scaling_dim=2``) or per 128 values of a row (1)."""
+    """Float8 with a float32 scale per 128x128 tile (``block_scaling_dim=2``) or per 128 values of a row (1).
+
+    ``amax_epsilon``: a smaller amax counts as this number, also that of a block of zeros.
+    """
 
     formats = tuple(
         FORMATS[f"float8_{e}_{b}{s}"] for e in ("e4m3", "e5m2") for b in ("1x128", "128x128") for s in ("", "_pow2")
     )
 
-    @checked()
+    @checked(amax_epsilon=EPSILON)
     def __init__(
         self,
         fp8_dtype: DType | torch.dtype | str = DType.kFloat8E4M3,
         *,
         rowwise: bool = True,
         columnwise: bool = True,
+        amax_epsilon: float = 0.0,
         force_pow_2_scales: bool = True,
         block_scaling_dim: int = 2,
     ) -> None:
@@ -153,7 +161,7 @@ class Float8BlockQuantizer(Quantizer):
             raise ValueError(f"Float8BlockQuantizer: block_scaling_dim is {described(block_scaling_dim)}; use 1 or 2")
         block = "1x128" if block_scaling_dim == 1 else "128x128"
         row = FORMATS[f"float8_{DType.of(fp8_dtype, FP8).value}_{block}{'_pow2' if force_pow_2_scales else ''}"]
-        super().__init__(Cast(row), rowwise, columnwise)
+        super().__init__(Cast(row, amax_epsilon=amax_epsilon), rowwise, columnwise)
 
     def _arguments(self) -> dict[str, Any]:
         return super()._arguments() | {

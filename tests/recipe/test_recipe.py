@@ -158,7 +158,8 @@ recipe_type=CustomRecipe,
   grad=Cast(format=Format('mxfp4_e2m1'),
   scaling=<ScaleCalculationMode.RCEIL: 'rceil'>,
   rounding=<Rounding.STOCHASTIC: 'stochastic'>,
-  seed=None),
+  seed=None,
+  amax_epsilon=0.0),
   high_precision_wgrad=True""",
     )
 

@@ -69,9 +69,11 @@ struct Rule {
   const Format& f;
   int scaling;
   int32_t whole;  // amax bits of the tensor, for a global scale or for one scale a tensor
+  int32_t least;  // bits of amax_epsilon: a smaller amax counts as this, in float32 scales
   float encode = 1.0f, global_scale = 1.0f;
 
-  Rule(const Format& f, int scaling, int32_t whole, bool global) : f(f), scaling(scaling), whole(whole) {
+  Rule(const Format& f, int scaling, int32_t whole, float epsilon, bool global)
+      : f(f), scaling(scaling), whole(whole), least(as_int(epsilon)) {
     if (!global || whole == 0 || whole >= INFINITE) return;
     const float largest = 448.0f * f.element.max;
     encode = smaller(largest / as_float(whole), FLT_MAX), global_scale = as_float(whole) / largest;
@@ -98,14 +100,16 @@ struct Rule {
       }
     } else if (f.scale == FP32_POW2) {
       for (int b = 0; b < n; b++) {
-        const int32_t byte = amax[b] > 0 ? smaller(larger(scale_byte(amax[b], e, mode), 1), 253) : 127;
-        floats[b] = amax[b] < INFINITE ? power_of_two(byte) : as_float(0x7FC00000);
+        const int32_t most = larger(amax[b], least);
+        const int32_t byte = most > 0 ? smaller(larger(scale_byte(most, e, mode), 1), 253) : 127;
+        floats[b] = most < INFINITE ? power_of_two(byte) : as_float(0x7FC00000);
         multiplier[b] = power_of_two(254 - byte);
       }
     } else {
       for (int b = 0; b < n; b++) {
-        const float m = amax[b] > 0 ? smaller(e.max / as_float(amax[b]), FLT_MAX) : 1.0f;
-        floats[b] = amax[b] < INFINITE ? 1.0f / m : as_float(0x7FC00000);
+        const int32_t most = larger(amax[b], least);
+        const float m = most > 0 ? smaller(e.max / as_float(most), FLT_MAX) : 1.0f;
+        floats[b] = most < INFINITE ? 1.0f / m : as_float(0x7FC00000);
         multiplier[b] = m;
       }
     }
@@ -268,8 +272,9 @@ int32_t mx_amax(const void* x, int kind, int64_t first, int64_t end) {
 
 // Encode panels first to end - 1 of matrices (rows, cols). amax: amax bits of the tensor if the format needs them.
 int mx_encode(const Format* f, int scaling, const void* x, int kind, int64_t rows, int64_t cols, int transposed,
-              int height, int32_t amax, int64_t first, int64_t end, uint8_t* data, void* scale, float* global_scale) {
-  const Rule rule(*f, scaling, amax, global_scale != nullptr);
+              int height, int32_t amax, float amax_epsilon, int64_t first, int64_t end, uint8_t* data, void* scale,
+              float* global_scale) {
+  const Rule rule(*f, scaling, amax, amax_epsilon, global_scale != nullptr);
   if (global_scale && first == 0) *global_scale = rule.global_scale;
   with_kind(kind, [&](auto value) {
     Source<decltype(value)> source(static_cast<const decltype(value)*>(x), rows, cols, transposed != 0);

@@ -69,7 +69,8 @@ def library() -> ctypes.CDLL | str:
     pointer, number, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
     lib.mx_amax.argtypes = [pointer, number, size, size]
     lib.mx_encode.argtypes = [
-        pointer, number, pointer, number, size, size, number, number, number, size, size, pointer, pointer, pointer,
+        pointer, number, pointer, number, size, size, number, number, number, ctypes.c_float, size, size, pointer,
+        pointer, pointer,
     ]  # fmt: skip
     lib.mx_decode.argtypes = [pointer, pointer, pointer, pointer, size, size, size, size, pointer, number]
     return lib
@@ -197,8 +198,9 @@ def _quantize(x: Tensor, cast: Cast) -> Operand:
 
     def work(first: int, end: int) -> int:
         return lib.mx_encode(  # type: ignore[no-any-return]
-            c_format, mode, source, kind, rows, cols, transposed, height, amax, first, end, codes, scales, global_scale
-        )
+            c_format, mode, source, kind, rows, cols, transposed, height, amax, cast.amax_epsilon, first, end, codes,
+            scales, global_scale,
+        )  # fmt: skip
 
     _in_spans(work, values // (rows * cols) * -(-rows // height), values, x, out)
     return out

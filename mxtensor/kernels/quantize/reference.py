@@ -29,17 +29,19 @@ def _eager(x: Tensor, cast: Cast) -> Operand:
 
 
 @torch.library.custom_op("mxtensor::encode", mutates_args=())
-def encode_op(x: Tensor, format: str, scaling: str, rounding: str) -> tuple[Tensor, Tensor, Tensor]:
+def encode_op(
+    x: Tensor, format: str, scaling: str, rounding: str, amax_epsilon: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """``reference.encode`` of x: (data, scale, global scale or an empty tensor)."""
     check_source(x)
     check_tensor("mxtensor::encode: x", x, *SOURCE_DTYPES)
-    operand = _eager(x.contiguous(), Cast.of(format, scaling, rounding))
+    operand = _eager(x.contiguous(), Cast.of(format, scaling, rounding, None, amax_epsilon))
     global_scale = x.new_empty(0, dtype=torch.float32) if operand.global_scale is None else operand.global_scale
     return operand.data, operand.scale, global_scale
 
 
 @encode_op.register_fake
-def _(x, format, scaling, rounding):  # type: ignore[no-untyped-def]
+def _(x, format, scaling, rounding, amax_epsilon):  # type: ignore[no-untyped-def]
     out = Operand.empty(get_format(format), x.shape, x.device)
     return out.data, out.scale, x.new_empty(0, dtype=torch.float32) if out.global_scale is None else out.global_scale
 
@@ -66,7 +68,8 @@ def _wants_opaque(x: Tensor, cast: Cast) -> bool:
 def _quantize(x: Tensor, cast: Cast) -> Operand:
     if not _wants_opaque(x, cast):
         return encode(x, cast)
-    data, scale, global_scale = encode_op(x, cast.format.name, cast.scaling.value, cast.rounding.value)
+    words = cast.format.name, cast.scaling.value, cast.rounding.value
+    data, scale, global_scale = encode_op(x, *words, float(cast.amax_epsilon))
     return Operand(data, scale, global_scale if cast.format.global_scale else None, cast.format, tuple(x.shape))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from functools import cache
 from typing import NamedTuple
 
@@ -29,6 +30,8 @@ class CastCode(NamedTuple):
     """values along the blocked dimension that share a scale; 0: the whole tensor, -1: a whole row"""
     global_scale: bool
     signed_zero: bool
+    amax_floor: int
+    """the bits of the float32 that a smaller amax counts as"""
     mode: str
     stochastic: bool
     float8: str
@@ -42,7 +45,9 @@ class CastCode(NamedTuple):
 @cache
 def cast_code(cast: Cast, capability: tuple[int, int]) -> CastCode:
     """The constants of a cast on devices of this compute capability; (0, 0): integer arithmetic only."""
-    return _code(cast.format, cast.scaling.value, cast.rounding is Rounding.STOCHASTIC, capability)
+    (floor,) = struct.unpack("<i", struct.pack("<f", cast.amax_epsilon))
+    code = _code(cast.format, cast.scaling.value, cast.rounding is Rounding.STOCHASTIC, capability)
+    return code._replace(amax_floor=floor)
 
 
 @cache
@@ -67,6 +72,7 @@ def _code(format: Format, mode: str, stochastic: bool, capability: tuple[int, in
         block=0 if whole_tensor else format.block[1],
         global_scale=format.global_scale,
         signed_zero=format.signed_zero,
+        amax_floor=0,
         mode=mode if format.scale.significant_bits == 1 else "",
         stochastic=stochastic,
         float8=FLOAT8.get((e.exponent_bits, e.mantissa_bits), "") if capability >= (8, 9) else "",

@@ -22,9 +22,9 @@ from . import triton_pair, triton_rows
 from .triton_common import SOURCES, is_transposed_matrix
 
 
-def _arguments(cast: Cast) -> tuple[str, str, str, int | None]:
+def _arguments(cast: Cast) -> tuple[str, str, str, int | None, float]:
     """The cast as arguments that a custom op can take; ``Cast.of`` is the inverse."""
-    return cast.format.name, cast.scaling.value, cast.rounding.value, cast.seed
+    return cast.format.name, cast.scaling.value, cast.rounding.value, cast.seed, float(cast.amax_epsilon)
 
 
 def _tensors(operands: tuple[Operand, ...]) -> list[Tensor]:
@@ -56,43 +56,47 @@ def _check_rows(op: str, format: Format, columnwise: bool = True) -> None:
 
 
 @torch.library.custom_op("mxtensor::quantize", mutates_args=())
-def quantize_op(x: Tensor, format: str, scaling: str, rounding: str, seed: int | None) -> list[Tensor]:
+def quantize_op(
+    x: Tensor, format: str, scaling: str, rounding: str, seed: int | None, amax_epsilon: float
+) -> list[Tensor]:
     """``triton_rows.quantize`` of x: codes, scales, and the global scale where the format has one."""
     _check("mxtensor::quantize", x, x.dim())
-    return list(triton_rows.quantize(x, Cast.of(format, scaling, rounding, seed)).tensors)
+    return list(triton_rows.quantize(x, Cast.of(format, scaling, rounding, seed, amax_epsilon)).tensors)
 
 
 @quantize_op.register_fake
-def _(x, format, scaling, rounding, seed):  # type: ignore[no-untyped-def]
+def _(x, format, scaling, rounding, seed, amax_epsilon):  # type: ignore[no-untyped-def]
     return list(Operand.empty(get_format(format), x.shape, x.device).tensors)
 
 
 @torch.library.custom_op("mxtensor::quantize_both", mutates_args=())
-def quantize_both_op(x: Tensor, format: str, scaling: str, rounding: str, seed: int | None) -> list[Tensor]:
+def quantize_both_op(
+    x: Tensor, format: str, scaling: str, rounding: str, seed: int | None, amax_epsilon: float
+) -> list[Tensor]:
     """``triton_rows.quantize_both`` of a matrix: codes and scales of x, those of its transpose, the global scale."""
-    cast = Cast.of(format, scaling, rounding, seed)
+    cast = Cast.of(format, scaling, rounding, seed, amax_epsilon)
     _check_rows("mxtensor::quantize_both", cast.format)
     _check("mxtensor::quantize_both", x, 2)
     return _tensors(triton_rows.quantize_both(x, cast))
 
 
 @quantize_both_op.register_fake
-def _(x, format, scaling, rounding, seed):  # type: ignore[no-untyped-def]
+def _(x, format, scaling, rounding, seed, amax_epsilon):  # type: ignore[no-untyped-def]
     return _fake(x, get_format(format), [tuple(x.shape), (x.shape[1], x.shape[0])])
 
 
 @torch.library.custom_op("mxtensor::fake_quantize", mutates_args=())
 def fake_quantize_op(
-    x: Tensor, format: str, scaling: str, rounding: str, seed: int | None, dtype: torch.dtype
+    x: Tensor, format: str, scaling: str, rounding: str, seed: int | None, amax_epsilon: float, dtype: torch.dtype
 ) -> list[Tensor]:
     """``triton_rows.fake_quantize`` of x: the values, and the global scale where the format has one."""
     _check("mxtensor::fake_quantize", x, x.dim(), dtype)
-    out, global_scale = triton_rows.fake_quantize(x, Cast.of(format, scaling, rounding, seed), dtype)
+    out, global_scale = triton_rows.fake_quantize(x, Cast.of(format, scaling, rounding, seed, amax_epsilon), dtype)
     return [out] if global_scale is None else [out, global_scale]
 
 
 @fake_quantize_op.register_fake
-def _(x, format, scaling, rounding, seed, dtype):  # type: ignore[no-untyped-def]
+def _(x, format, scaling, rounding, seed, amax_epsilon, dtype):  # type: ignore[no-untyped-def]
     out = [x.new_empty(x.shape, dtype=dtype)]
     return [*out, x.new_empty((), dtype=torch.float32)] if get_format(format).global_scale else out
 
@@ -104,6 +108,7 @@ def cast_pair_op(
     scaling: str,
     rounding: str,
     seed: int | None,
+    amax_epsilon: float,
     rowwise: str | None,
     columnwise: str | None,
     dtype: torch.dtype,
@@ -118,7 +123,7 @@ def cast_pair_op(
     _check("mxtensor::cast_pair", x, 2, dtype)
     record = x.new_zeros((), dtype=torch.float32) if recorded else None
     row, column = (None if form is None else Form(form) for form in (rowwise, columnwise))
-    cast = Cast.of(format, scaling, rounding, seed)
+    cast = Cast.of(format, scaling, rounding, seed, amax_epsilon)
     if cast.format.block[0] != FULL or Form.VALUES in (row, column) or column is None is row:
         _check_rows("mxtensor::cast_pair", cast.format, column is not None)
     check_scalars("mxtensor::cast_pair", "amax", [amax], x.device)
@@ -134,7 +139,7 @@ def cast_pair_op(
 
 
 @cast_pair_op.register_fake
-def _(x, format, scaling, rounding, seed, rowwise, columnwise, dtype, amax, recorded):  # type: ignore[no-untyped-def]
+def _(x, format, scaling, rounding, seed, amax_epsilon, rowwise, columnwise, dtype, amax, recorded):  # type: ignore[no-untyped-def]
     row = get_format(format)
     components: list[Tensor] = []
     for form, shape in ((rowwise, tuple(x.shape)), (columnwise, (x.shape[1], x.shape[0]))):

@@ -108,6 +108,8 @@ def global_encode(tensor_amax, C: tl.constexpr):
 @triton.jit
 def scales_of(amax_bits, encode, C: tl.constexpr):
     """(stored scale, multiplier of the values, value of the scale, whether finite) of blocks with this amax."""
+    if C.amax_floor > 0:
+        amax_bits = tl.maximum(amax_bits, C.amax_floor)
     finite = amax_bits < INFINITY_BITS
     amax = float_of(amax_bits)
     nan = float("nan")

@@ -227,7 +227,7 @@ def one_pass(name, forms):
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp6", "nvfp4", "float8_tensor"])
 def test_the_op_is_what_torch_asks_of_a_custom_op(name):
     """Schema, no aliasing, fakes equal to results, and the same under AOTAutograd with dynamic shapes."""
-    x, words = torch.randn(8, 132), (get_format(name).name, "rceil", "nearest", None)
+    x, words = torch.randn(8, 132), (get_format(name).name, "rceil", "nearest", None, 0.0)
     pairs = (
         [("codes", "codes")]
         if name == "float8_tensor"

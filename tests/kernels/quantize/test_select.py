@@ -319,11 +319,11 @@ def test_sources_are_checked_before_any_kernel_is_asked():
 @pytest.mark.parametrize("name", ["mxfp6", "nvfp4", "nvfp4[16x16]", "float8_tensor", "float8_1x128"])
 def test_the_opaque_op_is_encode(name):
     x, finite, format = values(35, 160).float(), values(35, 160, specials=False).float(), get_format(name)
-    data, scale, global_scale = reference.encode_op(x, format.name, "floor", "nearest")
+    data, scale, global_scale = reference.encode_op(x, format.name, "floor", "nearest", 0.0)
     operand = Operand(data, scale, global_scale if format.global_scale else None, format, (35, 160))
     assert_same(operand, encode(x, Cast.of(name, "floor")))
     torch.library.opcheck(
-        reference.encode_op, (finite, format.name, "floor", "nearest")
+        reference.encode_op, (finite, format.name, "floor", "nearest", 0.0)
     )  # which takes no NaN for another
 
 

@@ -38,7 +38,7 @@ warns = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interp
 
 
 def words(name, scaling="rceil", rounding="nearest", seed=None):
-    return name, scaling, rounding, seed
+    return name, scaling, rounding, seed, 0.0
 
 
 def like(operand):
@@ -143,13 +143,13 @@ def test_the_ops_are_what_torch_asks_of_a_custom_op(name):
 def test_the_ops_give_what_the_reference_gives(name):
     x, of = torch.randn(6, 132), Cast.of(name, "floor", "stochastic", 2**33 + 1)
     operand = encode(x, of)
-    given = triton_ops.quantize_op(x, name, "floor", "stochastic", 2**33 + 1)
+    given = triton_ops.quantize_op(x, name, "floor", "stochastic", 2**33 + 1, 0.0)
     for ours, theirs in zip(given, operand.tensors, strict=True):
         assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)) if ours.dim() else ours == theirs
     components = (operand.data, operand.scale, operand.global_scale)
     values = triton_ops.dequantize_op(*components, name, [6, 132], torch.float32)
     assert_same_values(values, decode(operand, torch.float32))
-    rounded, *global_scale = triton_ops.fake_quantize_op(x, name, "floor", "stochastic", 2**33 + 1, torch.float32)
+    rounded, *global_scale = triton_ops.fake_quantize_op(x, name, "floor", "stochastic", 2**33 + 1, 0.0, torch.float32)
     assert_same_values(rounded, decode_local(operand))
     assert global_scale == [] if operand.global_scale is None else torch.equal(global_scale[0], operand.global_scale)
 

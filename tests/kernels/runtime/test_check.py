@@ -46,11 +46,11 @@ CHANGES = {
 
 @pytest.mark.parametrize("bad", ["no dimensions", "int32", "sparse", "an unknown format", "an unknown rounding"])
 def test_encode(bad):
-    good = (torch.randn(8, 64), "mxfp8", "floor", "nearest")
+    good = (torch.randn(8, 64), "mxfp8", "floor", "nearest", 0.0)
     changes = {
         "no dimensions": (torch.randn(()), *good[1:]), "int32": (torch.ones(8, 64).int(), *good[1:]),
         "sparse": (torch.eye(64).to_sparse(), *good[1:]), "an unknown format": (good[0], "mxfp9", *good[2:]),
-        "an unknown rounding": (*good[:3], "down"),
+        "an unknown rounding": (*good[:3], "down", 0.0),
     }  # fmt: skip
     with pytest.raises(ERRORS):
         OPS.encode(*changes[bad])
@@ -101,7 +101,7 @@ def test_dequantize(format, bad):
 
 
 def test_the_casts_take_matrices_with_values():
-    cast = ("mxfp8_e4m3", "floor", "nearest", None)
+    cast = ("mxfp8_e4m3", "floor", "nearest", None, 0.0)
     pair = (*cast, "codes", "codes", torch.bfloat16)
     assert len(OPS.quantize(x(8, 64), *cast)) == 2 and len(OPS.cast_pair(x(32, 64), *pair, None, False)) == 4
     for t in (
@@ -246,7 +246,7 @@ def test_ops_for_cuda_refuse_tensors_on_other_devices(monkeypatch):
         OPS.device_scaled_mm(a, a, [torch.ones(())], None, *rest)
     monkeypatch.setattr(check, "interpreted", lambda: False)
     with pytest.raises(ValueError, match="needs tensors on a CUDA device"):
-        OPS.quantize(a, "mxfp8_e4m3", "floor", "nearest", None)
+        OPS.quantize(a, "mxfp8_e4m3", "floor", "nearest", None, 0.0)
     with pytest.raises(ValueError, match="needs tensors on a CUDA device"):
         OPS.dequantize(data, scale, None, "mxfp8_e4m3", [64, 128], torch.float32)
 
