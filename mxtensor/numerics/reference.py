@@ -168,9 +168,8 @@ def _scale_float32(amax: Tensor, cast: Cast, tensor_amax: Tensor) -> tuple[Tenso
 
 def _scale_float32_pow2(amax: Tensor, cast: Cast, tensor_amax: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     amax = _floored(amax, cast)
-    byte = e8m0_from_amax(amax, cast.format.element, cast.scaling).clamp(
-        1, 253
-    )  # so that the reciprocal is a normal number too
+    # From 2^-127, whose reciprocal is the largest power of two of float32. At the upper end no block reaches 2^126.
+    byte = e8m0_from_amax(amax, cast.format.element, cast.scaling).clamp(max=253)
     byte = torch.where(amax > 0, byte, 127)
     scale = torch.where(amax.isfinite(), _power_of_two(byte), float("nan"))
     return scale, _power_of_two(254 - byte), None

@@ -268,7 +268,7 @@ def _encode_float32(x, amax, element, format, mode):
 
 def _encode_float32_pow2(x, amax, element, format, mode):
     ordinary = np.isfinite(amax) & (amax > 0)
-    exponent = np.clip(scale_exponents(np.where(ordinary, amax, np.float32(1)), element, mode), -126, 126)
+    exponent = np.clip(scale_exponents(np.where(ordinary, amax, np.float32(1)), element, mode), -127, 126)
     exponent = np.where(ordinary, exponent, 0)
     scale = np.where(np.isfinite(amax), np.ldexp(1.0, exponent), np.nan).astype(np.float32)
     return scale, np.ldexp(x.astype(np.float64), -spread(exponent, x.shape, format.block)), None

@@ -60,9 +60,9 @@ def test_every_kernel_follows_the_rule_of_the_oracle(name, quantize, mode):
         (-57345.0, "float8_e5m2_128x128_pow2", "rceil", 2.0, 0xF7),
         (oracle.FLT_MAX, "float8_1x128_pow2", "rceil", 2.0**120, 0x78),
         (oracle.FLT_MAX, "float8_e5m2_row_pow2", "rceil", 2.0**113, 0x78),
-        (2.0**-120, "float8_tensor_pow2", "rceil", 2.0**-126, 0x68),
-        (2.0**-135, "float8_tensor_pow2", "floor", 2.0**-126, 0x01),
-        (2.0**-149, "float8_1x128_pow2", "ceil", 2.0**-126, 0x00),
+        (2.0**-120, "float8_tensor_pow2", "rceil", 2.0**-127, 0x70),
+        (2.0**-135, "float8_tensor_pow2", "floor", 2.0**-127, 0x02),
+        (2.0**-149, "float8_1x128_pow2", "ceil", 2.0**-127, 0x00),
         (float("nan"), "float8_1x128_pow2", "rceil", float("nan"), 0x7F),
         (float("-inf"), "float8_e5m2_row_pow2", "even", float("nan"), 0x7F),
     ],
@@ -78,14 +78,17 @@ def test_blocks_by_hand(value, name, mode, scale, code):
 def test_the_default_rule_is_the_one_of_transformer_engine_and_torchao(name):
     """Both divide max by amax in float32 and round down to a power of two; the scale is its reciprocal.
 
+    TransformerEngine takes the largest float32 for a quotient that overflows. One amax differs: the float32 above
+    max * 2^-127, whose product with 1 / max is rounded to the subnormal 2^-127.
     torchao does so through a float32 log2: for a few amax just above max * 2^e its scale is half, and they saturate.
     """
     largest = get_format(name).element.max
     amax = torch.cat(
         [corners(largest), torch.randint(1, 0x7F800000, (1 << 16,), dtype=torch.int32).view(torch.float32)]
     )
-    amax = amax[amax >= largest * 2.0**-126]
-    _, exponent = torch.frexp(torch.full_like(amax, largest) / amax)
+    amax = amax[amax.view(torch.int32) != torch.tensor(largest * 2.0**-127).view(torch.int32) + 1]
+    quotient = (torch.full_like(amax, largest) / amax).clamp(max=oracle.FLT_MAX)
+    _, exponent = torch.frexp(quotient)
     scale = encode(amax[:, None], Cast.of(name)).scale[:, 0]
     assert torch.equal(scale, torch.ldexp(torch.ones_like(amax), 1 - exponent))
 

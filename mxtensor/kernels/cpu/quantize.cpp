@@ -101,7 +101,7 @@ struct Rule {
     } else if (f.scale == FP32_POW2) {
       for (int b = 0; b < n; b++) {
         const int32_t most = larger(amax[b], least);
-        const int32_t byte = most > 0 ? smaller(larger(scale_byte(most, e, mode), 1), 253) : 127;
+        const int32_t byte = most > 0 ? smaller(scale_byte(most, e, mode), 253) : 127;
         floats[b] = most < INFINITE ? power_of_two(byte) : as_float(0x7FC00000);
         multiplier[b] = power_of_two(254 - byte);
       }

@@ -128,8 +128,8 @@ def scales_of(amax_bits, encode, C: tl.constexpr):
         inverse = tl.div_rn(tl.full(encode.shape, 1.0, tl.float32), encode)
         multiplier = tl.minimum(tl.div_rn(one, value * inverse), FLT_MAX)
     elif C.scale == "float32_pow2":
-        byte = tl.where(amax_bits > 0, tl.minimum(tl.maximum(e8m0_byte(amax_bits, C), 1), 253), 127)
-        value = float_of(byte << 23)
+        byte = tl.where(amax_bits > 0, tl.minimum(e8m0_byte(amax_bits, C), 253), 127)
+        value = power_of_two(byte)
         stored = tl.where(finite, value, nan)
         multiplier = float_of((254 - byte) << 23)
     else:

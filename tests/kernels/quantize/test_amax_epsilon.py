@@ -41,8 +41,7 @@ def scale_of(amax, largest, power_of_two, epsilon):
     with np.errstate(over="ignore"):
         scale = min(np.float32(largest) / amax, np.finfo(np.float32).max)
     if power_of_two:
-        scale = max((scale.view(np.int32) & np.int32(0x7F800000)).view(np.float32), np.float32(2.0**-126))
-        scale = min(scale, np.float32(2.0**126))
+        scale = (scale.view(np.int32) & np.int32(0x7F800000)).view(np.float32)
     return scale, np.float32(1) / scale
 
 
