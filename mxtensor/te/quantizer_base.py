@@ -208,8 +208,8 @@ class Quantizer:
             raise ValueError(f"{type(self).__name__}: rowwise and columnwise are both False; a tensor needs one copy")
         if not rowwise and self.signs is not None:
             raise ValueError(
-                f"{type(self).__name__}: a rotated columnwise copy needs a rowwise copy beside it; use rowwise=True, "
-                "or with_rht=False"
+                f"{type(self).__name__}: a rotated columnwise copy needs a rowwise copy beside it, from which torch "
+                "ops read the values of the tensor; use rowwise=True, or with_rht=False"
             )
         self.rowwise, self.columnwise = rowwise, columnwise
 

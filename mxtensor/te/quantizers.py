@@ -75,6 +75,7 @@ class NVFP4Quantizer(Quantizer):
 
     ``with_rht``: a random Hadamard transform with these ``signs`` rotates the columnwise copy. Only products of two
     rotated copies, ``general_gemm(..., layout="NT")``, use it, and results of torch ops do not have it.
+    ``with_random_sign_mask=False``: the transform without signs, the same as ``signs=0``.
     ``with_2d_quantization``: a 16x16 tile shares a scale. ``stochastic_rounding``: for gradients.
     """
 
@@ -91,6 +92,7 @@ class NVFP4Quantizer(Quantizer):
         with_rht: bool = False,
         with_2d_quantization: bool = False,
         stochastic_rounding: bool = False,
+        with_random_sign_mask: bool = True,
         signs: int = RANDOM_SIGNS,
     ) -> None:
         DType.of(fp4_dtype, (DType.kFloat4E2M1,))
@@ -99,6 +101,11 @@ class NVFP4Quantizer(Quantizer):
                 "NVFP4Quantizer: with_2d_quantization has one copy for both orientations, with_rht rotates one of two; "
                 "use only one of them"
             )
+        if not with_random_sign_mask and signs not in (0, RANDOM_SIGNS):
+            raise ValueError(
+                f"NVFP4Quantizer: with_random_sign_mask=False is signs=0, and signs is {signs}; give one of the two"
+            )
+        signs = signs if with_random_sign_mask else 0
         row = FORMATS["nvfp4"].with_block((16, 16) if with_2d_quantization else 16)
         rounding = Rounding.STOCHASTIC if stochastic_rounding else Rounding.NEAREST
         super().__init__(Cast(row, rounding=rounding), rowwise, columnwise, signs if with_rht else None)
@@ -106,7 +113,8 @@ class NVFP4Quantizer(Quantizer):
     def _arguments(self) -> dict[str, Any]:
         stochastic = self.cast.rounding is Rounding.STOCHASTIC
         options = {"with_rht": self.signs is not None, "with_2d_quantization": self.cast.format.square}
-        return {"fp4_dtype": self.dtype} | options | {"stochastic_rounding": stochastic}
+        signs = {} if self.signs in (None, RANDOM_SIGNS) else {"signs": self.signs}
+        return {"fp4_dtype": self.dtype} | options | {"stochastic_rounding": stochastic} | signs
 
 
 class Float8CurrentScalingQuantizer(Quantizer):

@@ -367,6 +367,21 @@ def test_nvfp4_rotates_the_columnwise_copy(shape):
     assert torch.equal(w._columnwise_scale_inv, transposed._rowwise_scale_inv)
 
 
+def test_the_rotation_without_random_signs():
+    """TransformerEngine's switch: H16 / 4 alone, the Hadamard matrix of Sylvester's construction."""
+    x = torch.randn(64, 48)
+    two = torch.tensor([[1.0, 1.0], [1.0, -1.0]])
+    hadamard = torch.kron(torch.kron(torch.kron(two, two), two), two) / 4
+    groups = (x.t().reshape(48, 4, 16) @ hadamard).reshape(48, 64).bfloat16()
+    quantizer = NVFP4Quantizer(with_rht=True, with_random_sign_mask=False)
+    w, expected = quantizer(x), mx.quantize(groups, "nvfp4")
+    assert torch.equal(w._columnwise_data, expected._rowwise_data)
+    assert torch.equal(w._columnwise_scale_inv, expected._rowwise_scale_inv)
+    assert w._rotated.signs == 0 and "signs=0" in repr(quantizer)
+    y = mx.general_gemm(w, quantizer(x), layout="NT")[0]
+    assert (y - x.t() @ x).norm() < 0.3 * (x.t() @ x).norm()
+
+
 def test_results_of_torch_ops_have_no_rotated_copy():
     """A rotated copy has other values, so results have the rowwise copy only."""
     x = torch.randn(64, 48)
