@@ -8,6 +8,7 @@ import torch as _torch
 
 from . import ops as _ops  # noqa: F401  (fills OP_TABLE)
 from . import recipe
+from .compile.defaults import compile_passes
 from .convert.configs import (
     MXDynamicActivationMXWeightConfig,
     MXLinearConfig,
@@ -102,6 +103,7 @@ __all__ = [
     "ScaleCalculationMode",
     "autocast",
     "checkpoint",
+    "compile_passes",
     "explain",
     "general_gemm",
     "get_format",

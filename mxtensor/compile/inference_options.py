@@ -11,7 +11,7 @@ from __future__ import annotations
 from operator import getitem
 from typing import Any
 
-from torch._inductor import config
+from torch._inductor import config as config
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, Node
 

@@ -215,3 +215,66 @@ def hook_graph_attributes(kind: type, readers: dict[str, Function], constants: t
 
     TensorVariable.dynamic_getattr = dynamic_getattr  # type: ignore[method-assign]
     return True
+
+
+def hook_inductor_settings(settings: Callable[[Any], dict[str, Any]]) -> bool:
+    """Let Inductor compile each graph under ``settings(graph_module)``, options of its config, beside the user's own.
+    True if this Inductor has the place.
+
+    ``torch.compile(options=...)`` is an argument of each call, which belongs to the user or to the library that calls
+    it, such as ``generate()`` of transformers. Missing: nothing is changed, and graphs are compiled as for any op.
+    """
+    from torch._inductor import compile_fx, config
+
+    usual = getattr(compile_fx, "_compile_fx_inner", None)
+    if usual is None:
+        return False
+
+    @wraps(usual)
+    def compile_inner(gm: Any, *args: Any, **kwargs: Any) -> Any:
+        with config.patch(settings(gm)):
+            return usual(gm, *args, **kwargs)
+
+    compile_fx._compile_fx_inner = compile_inner
+    return True
+
+
+def hook_unwrapping(kind: type) -> bool:
+    """Let compiled graphs take the tensors of a ``kind`` apart at once: ``x.components`` are all its tensors, in order.
+    True if this torch has the place.
+
+    Every call of a graph asks each wrapper subclass for its tensors through several Python calls, which takes longer
+    than the layer. Missing (torch 2.13 generates such code itself): nothing is changed.
+    """
+    from torch._functorch._aot_autograd import runtime_wrappers
+
+    name = "runtime_unwrap_tensor_subclasses"
+    usual = getattr(runtime_wrappers, name, None)
+    if usual is None:
+        return False
+
+    @wraps(usual)
+    def unwrap(wrapped_args: Any, *, append_symints: bool, subclass_metas: Any = None) -> Any:
+        out: list[Any] = []
+        x: Any
+        for i, x in enumerate(wrapped_args):
+            if type(x) is torch.Tensor or type(x) is torch.nn.Parameter or type(x) is int:
+                out.append(x)
+                continue
+            meta = None if subclass_metas is None else subclass_metas[i]
+            static = not append_symints or (meta is not None and _is_static(meta))
+            if type(x) is kind and static:
+                out += x.components  # type: ignore[attr-defined]
+            else:
+                metas = None if subclass_metas is None else [meta]
+                out += usual([x], append_symints=append_symints, subclass_metas=metas)
+        return out
+
+    setattr(runtime_wrappers, name, unwrap)
+    return True
+
+
+def _is_static(meta: Any) -> bool:
+    """Whether no outer size or stride of a subclass is a symbol, which would be an argument of the graph too."""
+    sizes = *getattr(meta, "outer_size", (None,)), *getattr(meta, "outer_stride", (None,))
+    return all(type(size) is int for size in sizes)

@@ -10,6 +10,9 @@ import hashlib
 from functools import cache
 from pathlib import Path
 
+COMPILATION: dict[str, bool] = {}
+"""Settings of this process that change what a graph compiles to; torch's cache of compiled graphs tells them apart."""
+
 
 @cache
 def fingerprint() -> str:

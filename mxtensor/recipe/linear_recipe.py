@@ -166,6 +166,10 @@ class LinearRecipe:
         """Unpickling calls the constructor, which enters ``key`` in the table of that process."""
         return type(self), tuple(getattr(self, f.name) for f in fields(self))
 
+    def __deepcopy__(self, memo: object) -> LinearRecipe:
+        """Itself, since it is frozen: guards of compiled graphs compare a deep copy in every call."""
+        return self
+
     def __str__(self) -> str:
         """``MXFP8BlockScaling (mxfp8_e4m3)``; if the formats differ, ``NAME (weight/input/grad)``."""
         casts = (self.weight.rowwise, self.input.rowwise, self.grad.rowwise)[: 3 if self.trains else 2]

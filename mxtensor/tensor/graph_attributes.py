@@ -5,15 +5,14 @@ A graph knows the tensors that ``__tensor_flatten__`` names. The readers build e
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 from torch import Tensor
 
 from ..core.compat_hooks import hook_graph_attributes
 from ..core.shapes import swapped
+from ..core.when_imported import when_imported
 from ..numerics.operand import Operand
 
 
@@ -41,12 +40,7 @@ def _readers(kind: type[Tensor]) -> dict[str, Callable[[Any], Any]]:
 def hook_graph_attributes_of(kind: type[Tensor], recipe: str = "recipe") -> None:
     """Let Dynamo trace the attributes of ``kind`` (``recipe``: that of its LinearRecipe) once the compiler is imported.
 
-    ``__tensor_flatten__`` calls this: Dynamo asks it about each tensor of a graph, before anybody reads an attribute.
+    ``__tensor_flatten__`` installs it: Dynamo asks it about each tensor of a graph, before anybody reads an attribute.
     """
-    if "torch._dynamo.variables.tensor" in sys.modules:
-        _hook(kind, recipe)
-
-
-@cache
-def _hook(kind: type[Tensor], recipe: str) -> bool:
-    return hook_graph_attributes(kind, _readers(kind) if recipe == "recipe" else {}, (recipe,))
+    readers = _readers(kind) if recipe == "recipe" else {}
+    when_imported("torch._dynamo.variables.tensor", lambda: hook_graph_attributes(kind, readers, (recipe,)))

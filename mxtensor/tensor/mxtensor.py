@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -19,11 +20,13 @@ from torch import Tensor
 from ..core.arguments import TENSOR, check, described, instance
 from ..core.autograd import dequantize_with_gradient
 from ..core.compat import disable_subclass_torch_function, make_wrapper_subclass
+from ..core.compat_hooks import hook_unwrapping
 from ..core.dispatch import FALLBACK, FUNCTION_TABLE, OP_TABLE
-from ..core.fingerprint import fingerprint
+from ..core.fingerprint import COMPILATION, fingerprint
 from ..core.select import forced_kernel
 from ..core.shapes import contiguous_stride, readable_size, swapped
 from ..core.tracing import is_traced, refuse_recording
+from ..core.when_imported import PENDING, install_pending, when_imported
 from ..kernels.quantize.select_pair import quantize_operands
 from ..numerics.cast import Cast
 from ..numerics.formats import Format, Orientation, ScaleCalculationMode, get_format, get_mx_format
@@ -41,11 +44,19 @@ from .te_attributes import TransformerEngineAttributes
 DTYPE = instance(torch.dtype, "a torch.dtype")
 _TENSORS = ("data", "scale", "global_scale")
 """The tensors of an operand, in the order of ``Operand.tensors``."""
+_NAMES: dict[tuple[bool, bool, bool], tuple[str, ...]] = {}
+"""(has a rowwise copy, a columnwise copy, a global scale) -> ``_inner_names``: a compiled graph asks in every call."""
 
 
 def _inner(side: str, name: str) -> property:
     """One tensor of one operand under a name of its own, which ``__tensor_flatten__`` lists."""
-    return property(lambda self: getattr(getattr(self, side), name))
+    return property(attrgetter(f"{side}.{name}"))
+
+
+def _inner_names(row: Operand | None, column: Operand | None) -> tuple[str, ...]:
+    """The names of the tensors of these operands, in the order of ``MXTensor.components``."""
+    sides = (("_rowwise", row), ("_columnwise", column))
+    return tuple(f"_inner{side}_{name}" for side, o in sides if o is not None for name in _TENSORS[: len(o.tensors)])
 
 
 class MXTensor(KeepsAttributes, GatheredByFSDP2, TransformerEngineAttributes):
@@ -221,7 +232,10 @@ class MXTensor(KeepsAttributes, GatheredByFSDP2, TransformerEngineAttributes):
     @property
     def components(self) -> tuple[Tensor, ...]:
         """Every tensor of codes, scales and global scales, operand by operand."""
-        return tuple(t for operand in self.operands for t in operand.tensors)
+        row, column = self._rowwise, self._columnwise
+        if row is None or column is None:
+            return (row or column).tensors  # type: ignore[union-attr]
+        return row.tensors + column.tensors
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
@@ -270,10 +284,12 @@ class MXTensor(KeepsAttributes, GatheredByFSDP2, TransformerEngineAttributes):
     # ------------------------------------------------------------------------------------------ torch's contract
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        hook_graph_attributes_of(MXTensor)
-        sides = (("_rowwise", self._rowwise), ("_columnwise", self._columnwise))
-        names = [f"_inner{side}_{name}" for side, o in sides if o is not None for name in _TENSORS[: len(o.tensors)]]
-        return names, (self.recipe, self.dtype, self._link is not None)
+        if PENDING:
+            install_pending()
+        row, column = self._rowwise, self._columnwise
+        key = row is not None, column is not None, (row or column).global_scale is not None  # type: ignore[union-attr]
+        names = _NAMES.get(key) or _NAMES.setdefault(key, _inner_names(row, column))
+        return [*names], (self.recipe, self.dtype, self._link is not None)
 
     @staticmethod
     def __tensor_unflatten__(
@@ -299,7 +315,7 @@ class MXTensor(KeepsAttributes, GatheredByFSDP2, TransformerEngineAttributes):
         names, (recipe, dtype, is_linked) = self.__tensor_flatten__()
         components = [(n, p.dtype, tuple(p.shape), p.stride()) for n in names for p in (getattr(self, n),)]
         outer = (dtype, tuple(self.shape), self.stride(), str(self.device), self.requires_grad, is_linked)
-        key = (fingerprint(), forced_kernel(), recipe_to_row(recipe), outer, components)
+        key = (fingerprint(), sorted(COMPILATION.items()), forced_kernel(), recipe_to_row(recipe), outer, components)
         return hashlib.blake2b(repr(key).encode(), digest_size=16).hexdigest()
 
     @classmethod
@@ -390,3 +406,7 @@ def quantize_as(x: Tensor, recipe: LinearRecipe, orientation: Orientation = Orie
         orientation = Orientation.ROWWISE  # one copy serves both
     operands = quantize_operands(x, recipe.stored, orientation)
     return MXTensor(*operands, recipe, x.dtype, tuple(x.shape), checked=True)
+
+
+hook_graph_attributes_of(MXTensor)
+when_imported("torch._functorch._aot_autograd.runtime_wrappers", lambda: hook_unwrapping(MXTensor))

@@ -27,6 +27,7 @@ from ..core.compat import (
 )
 from ..core.fingerprint import fingerprint
 from ..core.select import forced_kernel
+from ..core.when_imported import PENDING, install_pending
 from ..recipe.linear_recipe import LinearRecipe
 from ..tensor.attributes import KeepsAttributes, set_attributes, user_attributes
 from ..tensor.fsdp import (
@@ -114,7 +115,8 @@ class TrainingWeight(KeepsAttributes):
         return f"TrainingWeight({self.linear_recipe}, {self.high_precision!r})"
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[LinearRecipe, Shard | None]]:
-        hook_graph_attributes_of(TrainingWeight, "linear_recipe")
+        if PENDING:
+            install_pending()
         return ["high_precision"], (self.linear_recipe, self.shard)
 
     @staticmethod
@@ -319,3 +321,6 @@ def _set_data(func: Any, args: Any, kwargs: Any) -> None:
 
 
 WEIGHT_FUNCTIONS[Tensor.data.__set__] = _set_data  # type: ignore[attr-defined]
+
+
+hook_graph_attributes_of(TrainingWeight, "linear_recipe")

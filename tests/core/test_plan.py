@@ -18,7 +18,7 @@ from mxtensor.core.plan import PLANS, Plan, PlanCache
 from mxtensor.kernels.gemm import select
 from mxtensor.kernels.runtime import nvrtc
 from mxtensor.kernels.small_m import kernel as small_m
-from mxtensor.kernels.small_m import launch
+from mxtensor.kernels.small_m import launch, prepared
 from mxtensor.kernels.small_m.config import LaunchConfig
 from mxtensor.numerics.operand import Operand
 from mxtensor.tensor.mxtensor import MXTensor
@@ -133,14 +133,14 @@ def launches(monkeypatch):
     monkeypatch.setattr(select, "GEMM", tuple(anywhere if k is small_m.KERNEL else k for k in select.GEMM))
     monkeypatch.setattr(select, "has_launches", lambda device: True)
     calls, lock = [], threading.Lock()
-    whole = launch.Launch.__call__
+    whole = prepared.Launch.__call__
 
     def counted(self, x):
         calls.append(x)
         with lock:  # the stand-in for a GPU runs one kernel at a time
             return whole(self, x)
 
-    monkeypatch.setattr(launch.Launch, "__call__", counted)
+    monkeypatch.setattr(prepared.Launch, "__call__", counted)
     yield calls
     launch.resolve.cache_clear()
 
@@ -314,22 +314,38 @@ def test_gradients_traces_and_modes_take_no_launch(launches):
     assert before == len(launches) == 1
 
 
+SEVERAL_LAUNCHES = {
+    "activations first": (ONE_LAUNCH._replace(whole_x=False, stages=2), 2, 320),
+    "wgmma": (LaunchConfig(1, 4, 4, 1, 4, 8, 1, 1, False, True, 2), 40, 256),
+    "wgmma with counters": (LaunchConfig(1, 4, 4, 1, 4, 8, 1, 2, False, True, 2, 0, True), 150, 256),
+    "maxima first": (LaunchConfig(1, 4, 4, 1, 4, 8, 1, 1, False, True, 2), 70, 256),
+}
+"""Launch config, rows and columns of the activations."""
+
+
 @needs_compiler
-@pytest.mark.parametrize("config", ["mxfp8", "mxfp8-weight-only"])
-def test_a_product_of_more_than_one_launch_is_prepared_once(config, launches, monkeypatch):
-    monkeypatch.setattr(launch, "choose_config", lambda *args: ONE_LAUNCH._replace(whole_x=False, stages=2))
+@pytest.mark.parametrize("kind", SEVERAL_LAUNCHES)
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp8-weight-only", "nvfp4"])
+def test_a_product_of_several_launches_is_prepared_once(name, kind, launches, monkeypatch):
+    config, rows, k = SEVERAL_LAUNCHES[kind]
+    monkeypatch.setattr(launch, "choose_config", lambda *args: config)
     asked, kernel = [], next(k for k in select.GEMM if k.name == "small_m")
     watched = replace(kernel, prepare=lambda *args: asked.append(args) or kernel.prepare(*args))
     monkeypatch.setattr(select, "GEMM", tuple(watched if k is kernel else k for k in select.GEMM))
-    linear, x = layer(config), torch.randn(2, 320).bfloat16()
+    linear = mx.quantize_(torch.nn.Linear(k, 64, bias=False, dtype=torch.bfloat16), name)
+    xs = [torch.randn(rows, k).bfloat16() * scale for scale in (1, 100, 1)]
     with torch.no_grad():
-        assert torch.equal(linear(x), linear(x)) and len(asked) == 1 and not launches
+        prepared_ones = [linear(x) for x in (xs[0], *xs)][1:]
+        assert len(asked) == 1 and len(launches) == 3
+        with mx.kernels("small_m"):  # this asks for the kernel anew, and launches as a first call does
+            expected = [linear(x) for x in xs]
+    assert len(launches) == 3
+    assert all(map(torch.equal, prepared_ones, expected))
 
 
 @needs_compiler
-def test_many_rows_and_biases_of_rows_have_no_launch(launched):
+def test_biases_of_rows_have_no_launch(launched):
     linear = layer("mxfp8-weight-only")
-    assert [launched(linear, torch.randn(200, 320).bfloat16()) for _ in range(2)] == [0, 0]
     bias, x = torch.randn(2, 48).bfloat16(), torch.randn(2, 320).bfloat16()
     assert [launched(F.linear, x, linear.weight, bias) for _ in range(2)] == [0, 0]
 

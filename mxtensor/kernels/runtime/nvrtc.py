@@ -7,6 +7,7 @@ per machine: the result is in ``~/.cache/mxtensor`` (``XDG_CACHE_HOME``).
 from __future__ import annotations
 
 import ctypes
+import re
 import struct
 import threading
 from collections.abc import Sequence
@@ -161,7 +162,7 @@ def _driver() -> ctypes.CDLL:
     return lib
 
 
-def _use_context() -> None:
+def use_context() -> None:
     """Give this thread torch's CUDA context; a thread that has not called CUDA's runtime has none."""
     lib, context, device = _driver(), ctypes.c_void_p(), ctypes.c_int()
     check_error(lib.cuCtxGetCurrent(ctypes.byref(context)))
@@ -169,6 +170,13 @@ def _use_context() -> None:
         check_error(lib.cuDeviceGet(ctypes.byref(device), compat.current_cuda_device()))
         check_error(lib.cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
         check_error(lib.cuCtxSetCurrent(context))
+
+
+@cache
+def offsets(layout: struct.Struct) -> tuple[int, ...]:
+    """The bytes before each field of a struct of fields such as ``5Q3I2f``."""
+    fields = [code for count, code in re.findall(r"(\d*)([A-Za-z])", layout.format) for _ in range(int(count or 1))]
+    return tuple(struct.calcsize("".join(fields[: i + 1])) - struct.calcsize(code) for i, code in enumerate(fields))
 
 
 class Function:
@@ -185,13 +193,13 @@ class Function:
         self._threads, self._depth, self._clustered, self._memory = threads, depth, clustered and depth > 1, 0
         self._changes = threading.Lock()
         self._overlaps = torch.cuda.get_device_capability() >= CLUSTERS
-        _use_context()
+        use_context()
         check_error(lib.cuModuleLoadData(ctypes.byref(module), code))
         check_error(lib.cuModuleGetFunction(ctypes.byref(self._function), module, name.encode()))
         self._launch = lib.cuLaunchKernelEx
 
     def _make(self) -> Any:
-        _use_context()
+        use_context()
         attributes = (_Attribute * 2)()
         count = 0
         if self._overlaps:
@@ -205,6 +213,23 @@ class Function:
         buffer = ctypes.create_string_buffer(self._layout.size)
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
         return config, ctypes.byref(config), buffer, arguments, attributes
+
+    def prepared(self, x: int, y: int, memory: int, arguments: Sequence[int | float]) -> tuple[Any, ...]:
+        """The driver's function, and a config, an argument block and what these point to, for one kind of launch."""
+        config, _, buffer, pointers, attributes = self._make()
+        self._allow(memory)
+        self._layout.pack_into(buffer, 0, *arguments)
+        config.x, config.y, config.memory = x, y, memory
+        return self._launch, config, buffer, pointers, attributes
+
+    @property
+    def handle(self) -> Any:
+        """The driver's handle of the kernel."""
+        return self._function
+
+    def offset_of(self, argument: int) -> int:
+        """The bytes before an argument in the argument block."""
+        return offsets(self._layout)[argument]
 
     def _allow(self, memory: int) -> None:
         if memory > self._memory:

@@ -34,8 +34,9 @@ from ..runtime import nvrtc
 from ..runtime.availability import exported, other_build
 from ..runtime.check import check_argument, check_codes, check_scalars
 from .config import ELEMENTS, SCALES, TYPES, can_use_wgmma
-from .heuristics import BY_WARPS, most_rows
-from .launch import Launch, Weight, launch, prepare_launch
+from .heuristics import most_rows
+from .launch import Weight, launch
+from .prepared import Launch, prepare_launch
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -278,7 +279,7 @@ def prepare(x: Tensor, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> Launch
     simple = bias is None or (bias.dim() == 1 and bias.is_contiguous() and bias.dtype in TYPES)
     if not simple or args.alpha != 1 or args.beta != 1 or args.out_dtype is not x.dtype:
         return None
-    if a.shape[0] > BY_WARPS or not (x.is_contiguous() and b.data.is_contiguous() and b.scale.is_contiguous()):
+    if not (x.is_contiguous() and b.data.is_contiguous() and b.scale.is_contiguous()):
         return None
     return prepare_launch(x, Weight(b.data, b.scale, b.global_scale, bias), b.format, b.shape[-1], cast)
 

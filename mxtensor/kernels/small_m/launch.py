@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...core.shapes import as_matrix
 from ...numerics.cast import Cast
 from ...numerics.formats import ElementFormat, Format
 from ..runtime import nvrtc, triton_launch
@@ -35,6 +34,7 @@ from .config import (
     facts_for,
 )
 from .heuristics import BY_WARPS, choose_config, gpu_of
+from .scratch import ACTIVATION_THREADS, Scratch, scratch_of
 from .shared_memory import SharedMemoryLayout, clusters, layout_of
 
 WEIGHT, OTHERS = "5Q3I0Q", "8Q9I2f0Q"
@@ -50,12 +50,6 @@ KERNEL_SOURCES = {
     "wgmma": (*HEADERS, "stages.cuh", "result.cuh", "dequant_words.cuh", "cluster_reduce.cuh", "wgmma.cu"),
 }  # fmt: skip
 """Kind of kernel -> its sources, in order."""
-ACTIVATION_THREADS = {"maxima": 256, "activations": 512}
-"""Kernels in ``cuda/activations.cu`` -> threads of a block."""
-ALONE = 16384
-"""Activations up to which every block finds the largest magnitude of all of them by itself."""
-MAXIMA = 128
-"""Most blocks of the kernel ``maxima``."""
 
 
 # ---------------------------------------------------------------------------------------------- resolve
@@ -159,32 +153,33 @@ def _activations_kernel(
     return nvrtc.function(device, ACTIVATION_SOURCES, row, name, ACTIVATIONS, ACTIVATION_THREADS[name])
 
 
-def _prepared(
-    x: Tensor, format: Format, cast: Cast | None, config: LaunchConfig, counters: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Activations x (M, K) as the kernel of ``config`` reads them: cast, in float16, in the order in which codes of
-    ``format`` are decoded; and the float32 scale of each row (M,).
+class Step(NamedTuple):
+    """One launch: the kernel, its blocks along x and y, its bytes of shared memory, and its arguments."""
 
-    The float16 values are rows (M, K rounded up), or for wgmma tiles of 64 columns. The padding rows are not
-    initialized. The kernel also sets ``counters`` to zero.
+    kernel: Any
+    grid: tuple[int, int]
+    memory: int
+    arguments: Sequence[int | float]
+
+
+def activation_steps(
+    x: Tensor, format: Format, cast: Cast | None, config: LaunchConfig, scratch: Scratch, base: int
+) -> list[Step]:
+    """The launches that write activations x (M, K) as the kernel of ``config`` reads them to the scratch memory at
+    ``base``: cast, in float16, in the order in which codes of ``format`` are decoded, with the float32 scale of each
+    row. They also set the counters to zero.
+
+    The activations are rows (M, K rounded up), or for wgmma tiles of 64 columns. Padding rows are not initialized.
     """
-    rows, k = x.shape
-    step, tile_rows = max(256, config.depth) if config.persistent else 256, config.cols if config.wgmma else 0
-    width = -(-k // step) * step
-    shape = (-(-rows // tile_rows) * tile_rows, k) if tile_rows else (rows + config.cols, width)
-    out, blocks = x.new_empty(shape, dtype=torch.float16), 0
-    if cast is not None and cast.format.global_scale and rows * k > ALONE:
-        blocks = min(MAXIMA, -(-rows * k // (16 * ACTIVATION_THREADS["maxima"])))
-    scale = x.new_empty(rows + blocks, dtype=torch.float32)  # followed by the bits of the maxima of the blocks
-    zeroed = (0, 0) if counters is None else (counters.data_ptr(), counters.numel())
-    kind = format.element, x.dtype, copy_size(x.data_ptr(), 2 * x.stride(0), 2 * k), cast, tile_rows
-    pointers = x.data_ptr(), out.data_ptr(), scale.data_ptr(), zeroed[0], scale.data_ptr() + 4 * rows
+    (rows, k), address, stride, width = x.shape, x.data_ptr(), x.stride(0), scratch.width
+    kind = format.element, x.dtype, copy_size(address, 2 * stride, 2 * k), cast, config.cols if config.wgmma else 0
+    scale = base + scratch.scale
+    pointers = address, base, scale, base + scratch.counters if scratch.counted else 0, scale + 4 * rows
     blocks_per_row = -(-width // (8 * ACTIVATION_THREADS["activations"]))
-    arguments = (*pointers, k, width, x.stride(0), rows, zeroed[1], blocks, blocks_per_row)
-    if blocks:
-        _activations_kernel(x.device, "maxima", *kind)(blocks, 1, 4, arguments)
-    _activations_kernel(x.device, "activations", *kind)(rows, blocks_per_row, 4, arguments)
-    return out, scale
+    arguments = (*pointers, k, width, stride, rows, scratch.counted, scratch.maxima_blocks, blocks_per_row)
+    grids = {"maxima": (scratch.maxima_blocks, 1), "activations": (rows, blocks_per_row)}
+    names = ("maxima", "activations") if scratch.maxima_blocks else ("activations",)
+    return [Step(_activations_kernel(x.device, name, *kind), grids[name], 4, arguments) for name in names]
 
 
 # ---------------------------------------------------------------------------------------------- products
@@ -199,7 +194,7 @@ class Weight(NamedTuple):
     bias: Tensor | None
 
 
-def _resolved(
+def resolved_for(
     x: Tensor, weights: Sequence[Weight], format: Format, cols: int, groups: int, out_dtype: torch.dtype,
     cast: Cast | None, config: LaunchConfig | None,
 ) -> ResolvedLaunch:  # fmt: skip
@@ -223,21 +218,29 @@ def _launch_once(
 ) -> list[Tensor]:  # fmt: skip
     """The products with at most ``MOST_WEIGHTS`` weights, whose biases have one dtype, by one product kernel."""
     rows, groups = x.shape[0], 0 if ends is None else weights[0].data.shape[0]
-    resolved = _resolved(x, weights, format, cols, groups, out_dtype, cast, given)
-    config, blocks = resolved.config, resolved.blocks
-    values, x_scale, counters, partial_sums = x, None, None, None
-    if config.reduce_global:
-        count = blocks[0] * blocks[1]
-        counters = x.new_empty(count, dtype=torch.int32)
-        partial_sums = x.new_empty(count * config.split * config.rows * config.cols, dtype=torch.float32)
-    if not config.whole_x:
-        values, x_scale = _prepared(x, format, cast, config, counters)
+    resolved = resolved_for(x, weights, format, cols, groups, out_dtype, cast, given)
     new = x.new_empty if ends is None else x.new_zeros
     results = [new(rows, w.data.shape[-2], dtype=out_dtype) for w in weights]
-    others = x_scale, x_global, partial_sums, counters
-    arguments = _arguments(resolved, weights, results, values, rows, cols, alpha, beta, ends, *others)
-    resolved.kernel(*blocks, resolved.layout.bytes, arguments)
+    scratch, memory = None, None
+    if not resolved.config.whole_x:
+        scratch = scratch_of(resolved.config, rows, x.shape[1], cast, resolved.blocks)
+        memory = x.new_empty(scratch.bytes, dtype=torch.uint8)
+    for kernel, grid, shared_bytes, arguments in steps_of(
+        x, weights, results, format, cast, resolved, scratch, _address(memory), alpha, beta, ends, x_global
+    ):
+        kernel(*grid, shared_bytes, arguments)
     return results
+
+
+def steps_of(
+    x: Tensor, weights: Sequence[Weight], results: Sequence[Tensor], format: Format, cast: Cast | None,
+    resolved: ResolvedLaunch, scratch: Scratch | None, base: int, alpha: float = 1.0, beta: float = 1.0,
+    ends: Tensor | None = None, x_global: Tensor | None = None,
+) -> list[Step]:  # fmt: skip
+    """The launches of a product, in order; ``base``: the address of its scratch memory."""
+    first = [] if scratch is None else activation_steps(x, format, cast, resolved.config, scratch, base)
+    arguments = _arguments(x, weights, results, resolved, scratch, base, alpha, beta, ends, x_global)
+    return [*first, Step(resolved.kernel, resolved.blocks, resolved.layout.bytes, arguments)]
 
 
 def _address(t: Tensor | None) -> int:
@@ -245,9 +248,8 @@ def _address(t: Tensor | None) -> int:
 
 
 def _arguments(
-    resolved: ResolvedLaunch, weights: Sequence[Weight], results: Sequence[Tensor], values: Tensor, rows: int,
-    cols: int, alpha: float = 1.0, beta: float = 1.0, ends: Tensor | None = None, x_scale: Tensor | None = None,
-    x_global: Tensor | None = None, partial_sums: Tensor | None = None, counters: Tensor | None = None,
+    x: Tensor, weights: Sequence[Weight], results: Sequence[Tensor], resolved: ResolvedLaunch, scratch: Scratch | None,
+    base: int, alpha: float, beta: float, ends: Tensor | None, x_global: Tensor | None,
 ) -> list[int | float]:  # fmt: skip
     """The arguments of a product's kernel, in the order of ``WEIGHT`` and ``OTHERS``."""
     (data, scale, _, _), layout, first_tiles = weights[0], resolved.layout, resolved.first_tiles
@@ -261,10 +263,15 @@ def _arguments(
             n if bias is not None and bias.dim() == 2 else 0,
         )  # fmt: skip
     out += (0, 0, 0, 0, 0, 0, first_tiles[-1], 0) * (len(first_tiles) - len(weights))  # unused weights
+    values = (x.data_ptr(), 0, 0, 0, x.stride()[0])
+    if scratch is not None:
+        sums = (base + scratch.partial_sums, base + scratch.counters) if scratch.counted else (0, 0)
+        values = (base, base + scratch.scale, *sums, scratch.width)
+    address, x_scale, partial_sums, counters, stride = values
     out += (
-        _address(ends), width * row_bytes, scale_rows * scale_bytes, values.data_ptr(), _address(x_scale),
-        _address(x_global), _address(partial_sums), _address(counters), row_bytes, scale_bytes, values.stride()[0],
-        rows, cols, layout.x_width, layout.round, *resolved.share, alpha, beta,
+        _address(ends), width * row_bytes, scale_rows * scale_bytes, address, x_scale, _address(x_global),
+        partial_sums, counters, row_bytes, scale_bytes, stride, *x.shape, layout.x_width, layout.round,
+        *resolved.share, alpha, beta,
     )  # fmt: skip
     return out
 
@@ -292,42 +299,3 @@ def launch(
 def _aligned(codes: Tensor) -> Tensor:
     """The codes at a multiple of 16 bytes: at many rows only wgmma pays off, so that a copy is worth its time."""
     return codes if codes.data_ptr() % 16 == 0 else codes.clone()
-
-
-# ---------------------------------------------------------------------------------------------- repeated launches
-
-OF_A_WEIGHT, RESULT_AT, X_AT = 8, 2, 3
-"""Arguments of each weight; index of the result among them; index of the activations among the other arguments."""
-
-
-class Launch(NamedTuple):
-    """The one launch of a product with one weight, for activations of the same shape, dtype and alignment.
-
-    Stores addresses and no tensor.
-    """
-
-    kernel: Any
-    grid: tuple[int, int, int]
-    """blocks along N and M, and bytes of shared memory of each"""
-    shape: tuple[int, ...]
-    arguments: Sequence[int | float]
-    x_at: int
-
-    def __call__(self, x: Tensor) -> Tensor:
-        out, arguments = x.new_empty(self.shape), [*self.arguments]
-        arguments[RESULT_AT], arguments[self.x_at] = out.data_ptr(), x.data_ptr()
-        with triton_launch.on(x.device):
-            self.kernel(*self.grid, arguments)
-        return out
-
-
-def prepare_launch(x: Tensor, weight: Weight, format: Format, cols: int, cast: Cast | None) -> Launch | None:
-    """``launch`` of this weight with alpha and beta 1 and the dtype of x (..., K); None if it takes several kernels."""
-    rows, n = as_matrix(x), weight.data.shape[-2]
-    with triton_launch.on(x.device):
-        resolved = _resolved(rows, (weight,), format, cols, 0, x.dtype, cast, None)
-    if resolved.config.reduce_global or not resolved.config.whole_x:
-        return None
-    arguments = _arguments(resolved, (weight,), (x,), rows, rows.shape[0], cols)  # x in the place of the result
-    x_at = OF_A_WEIGHT * len(resolved.first_tiles) + X_AT
-    return Launch(resolved.kernel, (*resolved.blocks, resolved.layout.bytes), (*x.shape[:-1], n), arguments, x_at)

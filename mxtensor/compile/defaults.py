@@ -1,0 +1,48 @@
+"""What every compiled graph with quantized products gets, under any mode: the options of ``inference_options.py``.
+
+torch.compile(model)            # merged products, early launches
+mx.compile_passes(False)        # graphs that are compiled from now on are left as they are
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from ..core.compat_hooks import hook_inductor_settings
+from ..core.fingerprint import COMPILATION
+from ..core.when_imported import when_imported
+
+
+def compile_passes(enabled: bool) -> None:
+    """Whether ``torch.compile`` optimizes graphs that are compiled from now on for their quantized products.
+
+    The default is True. Graphs without such products are never changed. Options of a call of ``torch.compile`` win.
+    """
+    COMPILATION["passes"] = bool(enabled)
+
+
+def are_passes_enabled() -> bool:
+    """What ``compile_passes`` said last."""
+    return COMPILATION.get("passes", True)
+
+
+def _settings(gm: Any) -> dict[str, Any]:
+    """The options for a graph: none without products, or where the user has a pass of their own."""
+    if not are_passes_enabled() or "mxtensor.kernels.small_m.kernel" not in sys.modules:
+        return {}
+    from .graph import ONE
+    from .inference_options import config, inference_options
+
+    has_products = any(
+        node.target is ONE
+        for module in gm.modules()
+        if hasattr(module, "graph")
+        for node in module.graph.find_nodes(op="call_function", target=ONE)
+    )
+    if not has_products or config.post_grad_custom_pre_pass is not None:
+        return {}
+    return inference_options()
+
+
+when_imported("torch._inductor.compile_fx", lambda: hook_inductor_settings(_settings))
