@@ -7,6 +7,7 @@
 | ``decode`` | the same at few rows of activations, beside gemlite and torchao | yes |
 | ``decode_model`` | how many tokens a second does a Llama 3 8B decode in each format? | yes |
 | ``train_linear`` | how long do forward and backward of a linear layer take, and how much memory? | yes |
+| ``users`` | what users run: host time, layers of public models, ``generate``, training steps, the first token | yes |
 | ``fsdp`` | what does FSDP2 training gain from gathering codes instead of values? | yes (``--quick``: no) |
 | ``host`` | how much host time does one eager call take? | no (``--cuda``: yes) |
 | ``cpu`` | how long do casts and linear layers take on a CPU, beside torchao? | no |
@@ -17,5 +18,6 @@
 | ``plots`` | draws the records as the pictures of the documentation | no |
 
 ``harness`` times contenders side by side, ``cuda`` has the clocks and targets of the GPU benchmarks, and ``peers`` the
-calls of torchao and gemlite.
+calls of torchao and gemlite. The commands of ``users`` are in ``users_layers``, ``users_generate``, ``users_train`` and
+``users_first``.
 """

@@ -17,7 +17,7 @@ import mxtensor as mx
 from mxtensor.report.tune import Graph as Graph
 from mxtensor.report.tune import cold_copies as cold_copies
 
-from .harness import Clock, Prepare, Row, Work, machine, parser, print_table
+from .harness import Clock, Prepare, Row, Work, command, machine, parser, print_table
 
 SLEEP_CYCLES_PER_MS = 2_000_000
 """Cycles of a GPU clock of 2 GHz. A slower clock sleeps longer, which takes time but changes no figure."""
@@ -218,6 +218,11 @@ def machine_line() -> str:
     info = machine()
     versions = ", ".join(f"{name} {number}" for name, number in info["versions"].items())
     return f"{info['gpu']}, CUDA {info['cuda']}, {versions}"
+
+
+def print_header() -> None:
+    """Print the command, the machine and the versions, between two empty lines."""
+    print(f"\n{command()}\n{machine_line()}\n", flush=True)
 
 
 def print_failures(rows: Iterable[Row]) -> None:

@@ -191,9 +191,42 @@ def arguments(description: str) -> argparse.Namespace:
 def parser(description: str) -> argparse.ArgumentParser:
     """A parser of the options that all benchmarks share."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--json", type=Path, help="write the raw figures to this file")
-    parser.add_argument("--repeats", type=int, default=15, help="rounds per row; the median is reported (default: 15)")
+    add_options(parser)
     return parser
+
+
+def add_options(parser: argparse.ArgumentParser, repeats: int = 15) -> None:
+    """Add the options that all benchmarks share; ``repeats`` is the default of ``--repeats``."""
+    parser.add_argument("--json", type=Path, help="write the raw figures to this file")
+    text = f"rounds per row; the median is reported (default: {repeats})"
+    parser.add_argument("--repeats", type=int, default=repeats, help=text)
+
+
+class Progress:
+    """The progress of a long run on stderr: tqdm's bar if it is installed, else a line for each tenth of the work."""
+
+    def __init__(self, total: int, unit: str) -> None:
+        self.total, self.unit, self.done = total, unit, 0
+        try:
+            from tqdm import tqdm
+
+            self.bar: Any = tqdm(total=total, unit=unit, mininterval=1.0)
+        except ImportError:
+            self.bar = None
+
+    def step(self, what: str) -> None:
+        """One more unit of work is done; ``what`` names it."""
+        self.done += 1
+        if self.bar is not None:
+            self.bar.set_postfix_str(what, refresh=False)
+            self.bar.update()
+        elif self.done * 10 // self.total > (self.done - 1) * 10 // self.total:
+            print(f"{self.done} of {self.total} {self.unit}: {what}", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Leave the bar as it is, and go to the next line."""
+        if self.bar is not None:
+            self.bar.close()
 
 
 def read_json(path: Path, kind: type[RowT]) -> tuple[dict[str, Any], list[RowT]]:
