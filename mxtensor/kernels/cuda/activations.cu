@@ -62,7 +62,7 @@ KERNEL void BOUNDS(512, 4) activations(const ActivationArguments a) {
     u32 row = block_x(), row_block = block_y(), block_columns = threads() * 8, in = thread() * 8,
         at = row_block * block_columns + in;
     u8* to = reinterpret_cast<u8*>(a.out) +
-             (TILE_ROWS > 0 ? u64(row / TILE_ROWS) * TILE_ROWS * a.k : u64(row) * a.width) * 2;
+             (TILE_ROWS > 0 ? u64(row / TILE_ROWS) * TILE_ROWS : u64(row)) * a.width * 2;
     u32 place = TILE_ROWS > 0 ? place_in_tile(row % TILE_ROWS, at) : at * 2;
     u32 *shared = reinterpret_cast<u32*>(shared_memory()), amax = 0, words[4];
     Rows all = {a.x + u64(row) * a.x_stride, a.x_stride, a.k, 1, 0, a.width};
@@ -86,7 +86,7 @@ KERNEL void BOUNDS(512, 4) activations(const ActivationArguments a) {
     }
     words_of(words, values, eight_amax, amax, level_of(amax));
     if (TILE_ROWS > 0) in_pieces(words, at);
-    if (at < (TILE_ROWS > 0 ? a.k : a.width)) store_words(to + place, words);
+    if (at < a.width) store_words(to + place, words);
     if (row_block == 0 && thread() == 0) a.scale[row] = scale_of_row(&amax, 0, 1);
     zero_counters(a);
 }

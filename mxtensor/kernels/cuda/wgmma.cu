@@ -6,11 +6,16 @@
 // rows from global memory to registers, AHEAD chunks ahead, and decodes them, with their scales, to its part of the
 // left operand. x is in tiles with the layout that the instruction reads; for each group one thread of four additional
 // warps has the copy engine load them, STAGES tiles at a time.
+//
+// If K is no multiple of 128 (TAIL), codes after the last column are zeros and no memory is read for them, x is zero
+// there too, and a missing scale repeats the first one of its chunk.
 
 constexpr int CHUNK = 128, CODES_PER_CHUNK = 16 * BITS;  // columns of w at a time; bytes of a row's codes in them
 constexpr int ROUND = STAGES / 2;  // chunks until the ring of tiles repeats
 constexpr int ALL_THREADS = THREADS + 128;  // with the four loading warps
 constexpr bool SCALED = SCALE_BYTES > 0;  // whether words are multiplied by scales
+constexpr bool TAIL = !WHOLE_TILES;  // whether the last chunk may be short, or scales are not aligned
+constexpr int SCALE_COLUMNS = SCALED ? CHUNK / SCALES_PER_CHUNK : CHUNK;  // columns that share a scale
 static_assert(STAGES % 2 == 0 && ROUND % AHEAD == 0, "the ring index of tiles and chunks is a constant in the loop");
 static_assert(WK <= 4, "four loading warps, one per group");
 static_assert(MT == 1 && WR % 4 == 0 && SLABS == 4, "four warps have 64 rows of w and one chunk");
@@ -18,6 +23,7 @@ static_assert(MT == 1 && WR % 4 == 0 && SLABS == 4, "four warps have 64 rows of 
 struct ThreadRows {  // where this thread reads its two rows of w
     const u8 *codes[2], *scales[2];
     u32 t;
+    int left;  // TAIL: columns from here to the end of the row
 };
 struct Chunk {  // 32 codes of each row, BITS words, and their scales
     u32 codes[2][BITS], scales[2];
@@ -32,7 +38,7 @@ struct Tiles {  // tiles of x of this group's columns
 // The rows of this thread from chunk ``first`` on. Rows after the last one repeat it; their results are not written.
 DEVICE ThreadRows rows_of_thread(const Arguments& a, const Weight& w, u32 first) {
     u32 lane = thread() % 32;
-    ThreadRows mine = {{}, {}, lane % 4};
+    ThreadRows mine = {{}, {}, lane % 4, int(a.k) - int(first * CHUNK)};
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         u32 row = (block_x() - w.first) * ROWS + thread() / 32 % WR * 16 + lane / 4 + 8 * r;
@@ -48,6 +54,12 @@ DEVICE ThreadRows rows_of_thread(const Arguments& a, const Weight& w, u32 first)
 // second.
 template <int INDEX, int H> DEVICE void load_codes(Chunk& chunk, const ThreadRows& mine) {
     if constexpr (BITS != 8 && H == 0) return;
+    if (TAIL && INDEX * CHUNK + (BITS == 8 ? 64 * H : 0) + int(column_of(mine.t)) >= mine.left) {
+#pragma unroll
+        for (int i = 0; i < 2 * BITS; i++)
+            if (BITS != 8 || i % BITS / 4 == H) chunk.codes[i / BITS][i % BITS] = 0;
+        return;
+    }
     constexpr int at = INDEX * CODES_PER_CHUNK + (BITS == 8 ? 64 * H : 0);
 #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -60,8 +72,21 @@ template <int INDEX, int H> DEVICE void load_codes(Chunk& chunk, const ThreadRow
         }
     }
 }
+// The byte of scale ``at`` of the INDEX-th chunk from here, counted from this thread's first one.
+template <int INDEX> DEVICE int byte_of_scale(const ThreadRows& mine, int at) {
+    int block = int(place_of_scales(mine.t)) + at;
+    bool inside = INDEX * CHUNK + block * SCALE_COLUMNS < mine.left;
+    return INDEX * SCALES_PER_CHUNK + (TAIL && !inside ? 0 : block) - int(place_of_scales(mine.t));
+}
 template <int INDEX> DEVICE void load_scales(Chunk& chunk, const ThreadRows& mine) {
-    if constexpr (SCALE_BYTES > 0)
+    if constexpr (TAIL) {
+#pragma unroll
+        for (int i = 0; i < 2 * SCALE_BYTES; i++) {
+            int r = i / (SCALE_BYTES > 0 ? SCALE_BYTES : 1), at = i % (SCALE_BYTES > 0 ? SCALE_BYTES : 1);
+            u32 scale = *(mine.scales[r] + byte_of_scale<INDEX>(mine, at));
+            chunk.scales[r] = at == 0 ? scale : chunk.scales[r] | scale << 8 * at;
+        }
+    } else if constexpr (SCALE_BYTES > 0)
 #pragma unroll
         for (int r = 0; r < 2; r++)
             chunk.scales[r] = load_scale<SCALE_BYTES, INDEX * SCALES_PER_CHUNK>(mine.scales[r]);
@@ -155,6 +180,7 @@ DEVICE bool multiply_all(Total& sums, Work& work, ThreadRows mine, const Tiles& 
 #pragma unroll
         for (int r = 0; r < 2; r++)
             mine.codes[r] += ROUND * CODES_PER_CHUNK, mine.scales[r] += ROUND * SCALES_PER_CHUNK;
+        if (TAIL) mine.left -= ROUND * CHUNK;
     } while (++work.round * ROUND < tiles.count);
     wait_for_wgmma<0>();
     fence_sums(sums);
@@ -183,7 +209,8 @@ template <int H> DEVICE void multiply_blocks(Total& sums, const Chunk& chunk, co
         float scale[2];
 #pragma unroll
         for (int r = 0; r < 2; r++)
-            scale[r] = power_of_scale(*(m.scales[r] - place_of_scales(m.t) + (BITS == 8 ? 2 * H : 0) + block));
+            scale[r] = power_of_scale(
+                *(m.scales[r] + byte_of_scale<0>(m, (BITS == 8 ? 2 * H : 0) + int(block) - int(place_of_scales(m.t)))));
 #pragma unroll
         for (int i = 0; i < 16; i++) a[i] = block == mine ? words[i] : 0;
 #pragma unroll
@@ -214,6 +241,7 @@ DEVICE void multiply_any_scales(Total& sums, ThreadRows mine, const Tiles& tiles
         multiply_blocks<1>(sums, chunk, mine, tiles.ring + TILE);
 #pragma unroll
         for (int r = 0; r < 2; r++) mine.codes[r] += CODES_PER_CHUNK, mine.scales[r] += SCALES_PER_CHUNK;
+        if (TAIL) mine.left -= CHUNK;
     }
     sync_block();
 }
@@ -238,7 +266,7 @@ KERNEL void BOUNDS(ALL_THREADS, BLOCKS) wgmma(const Arguments a) {
     u64* barriers = reinterpret_cast<u64*>(shared + RING);
     // the group that the warp multiplies or loads for
     u32 warp = warp_of_block(), group = warp < WR * WK ? warp / WR : (warp - WR * WK) % WK;
-    u32 chunks = a.k / CHUNK, share = block_z() * WK + group;
+    u32 chunks = (a.k + CHUNK - 1) / CHUNK, share = block_z() * WK + group;
     u32 first = share * chunks / (SPLIT * WK), end = (share + 1) * chunks / (SPLIT * WK);
     const u8* x = reinterpret_cast<const u8*>(a.x) + (u64(block_y()) * chunks + first) * (2 * TILE);
     u64* of_tiles = barriers + group * (2 * STAGES);

@@ -206,21 +206,23 @@ def classes_of(format: Format, config: LaunchConfig, x_rows: int) -> int:
     return min(8 // next(r for r in (1, 2, 4) if r >= x_rows), config.depth // format.block[1])
 
 
-WGMMA_ALIGNMENT = {8: (16, 4), 6: (16, 1), 4: (16, 1)}
-"""Element bits -> bytes of codes and bytes of scales that a thread of a wgmma kernel loads at a time."""
+def has_whole_chunks(format: Format, k: int, alignment: Sequence[int]) -> bool:
+    """Whether each row is whole chunks of 128 columns, with scales that a thread of a wgmma kernel loads at once."""
+    kind = SCALES[format.scale, format.block[1]]
+    size = {"UE4M3": 2, "E8M0": 4 if format.element.bits == 8 else 1}.get(kind, 1)
+    return k % 128 == 0 and alignment[1] % size == 0
 
 
 def can_use_wgmma(format: Format, k: int, groups: int, alignment: Sequence[int]) -> bool:
-    """Whether a wgmma kernel can run: K is whole chunks of 128 columns, no groups, and aligned rows.
+    """Whether a wgmma kernel can run: no groups, rows of codes aligned to 16 bytes, no scales of 128 columns.
 
-    ``alignment``: of codes and scales, address and row stride in bytes modulo 16, combined by "or".
+    ``alignment``: of codes and scales, address and row stride in bytes modulo 16, combined by "or". A thread has whole
+    pieces of codes or none, so that K in whole pieces follows from the alignment of the rows.
     """
-    kind, (codes, scales) = SCALES[format.scale, format.block[1]], WGMMA_ALIGNMENT[format.element.bits]
-    if groups or k % 128 or kind == "FLOAT32":
+    if groups or SCALES[format.scale, format.block[1]] == "FLOAT32":
         return False
-    return alignment[0] % codes == 0 and (
-        kind == "AT_THE_END" or alignment[1] % (2 if kind == "UE4M3" else scales) == 0
-    )
+    piece = {8: 16, 6: 64, 4: 32}[format.element.bits]
+    return alignment[0] % 16 == 0 and k % piece == 0
 
 
 # ---------------------------------------------------------------------------------------------- swizzles

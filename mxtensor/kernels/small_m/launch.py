@@ -32,6 +32,7 @@ from .config import (
     constants,
     copy_size,
     facts_for,
+    has_whole_chunks,
 )
 from .heuristics import BY_WARPS, choose_config, gpu_of
 from .scratch import ACTIVATION_THREADS, Scratch, scratch_of
@@ -117,7 +118,7 @@ def resolve(
             f"({gpu.memory} bytes a block)"
         )
     whole = cols % config.depth == 0 and not any(n % config.rows for n in widths)
-    even = config.wgmma or whole  # a wgmma kernel checks each row by itself
+    even = has_whole_chunks(format, cols, alignment) if config.wgmma else whole
     if not possible(config):
         raise RuntimeError(
             f"{config} cannot run {width}x{cols} in {format}, {groups} groups, aligned to {copies} bytes; "

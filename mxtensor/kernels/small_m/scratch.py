@@ -30,7 +30,7 @@ class Scratch(NamedTuple):
     counters: int
     partial_sums: int
     width: int
-    """columns of a row of activations in memory; K for the tiles of a wgmma kernel"""
+    """columns of a row of activations in memory: K rounded up to whole chunks"""
     maxima_blocks: int
     """blocks of the kernel ``maxima``, which runs before for an NVFP4 cast of many values; 0: it does not run"""
     counted: int
@@ -41,8 +41,8 @@ class Scratch(NamedTuple):
 def scratch_of(config: LaunchConfig, rows: int, k: int, cast: Cast | None, blocks: tuple[int, int]) -> Scratch:
     """The scratch memory of a product of (rows, k) activations, cast to ``cast``, by ``blocks`` along N and M."""
     tile_rows = config.cols if config.wgmma else 0
-    step = max(256, config.depth) if config.persistent else 256
-    width = k if tile_rows else -(-k // step) * step
+    step = 128 if tile_rows else max(256, config.depth) if config.persistent else 256
+    width = -(-k // step) * step
     stored_rows = -(-rows // tile_rows) * tile_rows if tile_rows else rows + config.cols
     maxima = 0
     if cast is not None and cast.format.global_scale and rows * k > ALONE:

@@ -97,7 +97,7 @@ def persistent_layout(
 
 def layout_of(format: Format, config: LaunchConfig, x_rows: int, n: int, k: int, gpu: Gpu) -> SharedMemoryLayout | None:
     """The shared memory of a block for a product of these sizes; None if ``gpu`` cannot run it with this config."""
-    if config.split > (k // config.depth if config.wgmma else -(-k // config.depth)):
+    if config.split > (-(-k // 128) // config.wk if config.wgmma else -(-k // config.depth)):
         return None
     if config.persistent:
         return persistent_layout(format, config, x_rows, n, k, gpu)

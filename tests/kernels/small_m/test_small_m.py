@@ -2,6 +2,7 @@
 
 import math
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -253,9 +254,47 @@ def test_contradictory_configs_are_refused():
             product(x, w, config)
 
 
-def test_wgmma_needs_whole_chunks_of_columns():
-    with pytest.raises(RuntimeError, match=r"cannot run 16x320 in mxfp8_e4m3, 0 groups, aligned to \(16, "):
-        product(torch.randn(3, 320).bfloat16(), weight("mxfp8", 16, 320), WGMMA)
+def guarded(w):
+    """``w`` with codes and scales at the end of their memory, before bytes that would be NaN: reading on shows."""
+
+    def at_the_end(t):
+        t8 = t.view(torch.uint8)
+        memory = torch.full((t8.numel() + 256,), 0xFF, dtype=torch.uint8)
+        return memory[: t8.numel()].view(t8.shape).copy_(t8).view(t.dtype)
+
+    return replace(w, data=at_the_end(w.data), scale=at_the_end(w.scale))
+
+
+@pytest.mark.parametrize("k", [32, 160, 320, 352, 736, 1376])
+@pytest.mark.parametrize("format", ["mxfp8", "mxfp6", "mxfp4", "mxint8", "nvfp4", "float8_row"])
+def test_wgmma_takes_columns_that_are_no_whole_chunks(format, k):
+    """Scales of rows whose length is odd are not aligned."""
+    if format == "mxfp6" and k % 64:
+        k += 32
+    w, x = guarded(weight(format, 70, k)), torch.randn(9, k).bfloat16()
+    for config in (*WGMMAS, WGMMA._replace(stages=16, ahead=8)):
+        if config.split <= -(-k // 128) // config.wk:
+            assert error(product(x, w, config), x.double() @ values(w).t()) < TOLERANCE
+
+
+@pytest.mark.parametrize("format", ["mxfp8", "mxfp4"])
+def test_a_short_chunk_with_scales_out_of_range(format):
+    w, x = guarded(weight(format, 70, 352)), torch.randn(3, 352).bfloat16()
+    w.scale[7, 10], w.scale[9, 8], w.scale[69, 10] = 200, 3, 255
+    y, exact = product(x, w, WGMMA), x.double() @ values(w).t()
+    assert y[:, 69].isnan().all() and error(y[:, :69], exact[:, :69]) < 1e-6
+
+
+@pytest.mark.parametrize("cast", ["mxfp8", "nvfp4"])
+def test_activations_of_a_short_chunk_are_cast(cast):
+    w, x = weight(cast, 16, 352), torch.randn(5, 352).bfloat16()
+    y = product(x, w, WGMMA, Cast.of(cast))
+    assert error(y, values(mx.quantize(x, cast).rowwise) @ values(w).t()) < TOLERANCE
+
+
+def test_wgmma_needs_aligned_rows_of_codes():
+    with pytest.raises(RuntimeError, match=r"cannot run 16x328 in mxfp8_e4m3, 0 groups, aligned to \(8, "):
+        product(torch.randn(3, 328).bfloat16(), weight("mxfp8", 16, 328), WGMMA)
 
 
 def test_float16_activations_by_wgmma():
