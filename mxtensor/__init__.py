@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from .convert.mxfp8 import MXFP8Config, MXFP8Linear, to_mxfp8
     from .distributed import checkpoint
     from .distributed import tensor_parallel as parallel
+    from .report.tune_model import tune
     from .te.general_gemm import general_gemm, get_workspace
     from .te.quantizer_base import DType, Quantizer
     from .te.quantizers import (
@@ -120,6 +121,7 @@ __all__ = [
     "strict",
     "to_mxfp8",
     "track_delayed_scaling",
+    "tune",
 ]
 
 _LAZY = {
@@ -128,6 +130,7 @@ _LAZY = {
     "distributed.checkpoint": ("checkpoint",),
     "distributed.tensor_parallel": ("parallel",),
     "nn": ("nn",),
+    "report.tune_model": ("tune",),
     "te.general_gemm": ("general_gemm", "get_workspace"),
     "te.quantizer_base": ("DType", "Quantizer"),
     "te.quantizers": (

@@ -7,6 +7,7 @@ other module of the package reaches into torch by itself.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -222,6 +223,17 @@ def finished_work() -> Any:
 
 
 # ---------------------------------------------------------------------------------------------- elsewhere
+
+
+def forget_graphs() -> None:
+    """Compile anew whatever was compiled: the guards of graphs take a weight of ours to be as it was (``hook_guards``).
+
+    For a living tensor that got another format, shape or layout, as by ``w.data = other``. Seen in torch 2.11 and 2.13.
+    """
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None and not torch.compiler.is_compiling():
+        dynamo.reset()
+
 
 ELSEWHERE = {
     "compile/inference_options.py": ("torch._inductor", "torch._inductor.custom_graph_pass"),

@@ -278,3 +278,39 @@ def _is_static(meta: Any) -> bool:
     """Whether no outer size or stride of a subclass is a symbol, which would be an argument of the graph too."""
     sizes = *getattr(meta, "outer_size", (None,)), *getattr(meta, "outer_stride", (None,))
     return all(type(size) is int for size in sizes)
+
+
+def hook_guards(kind: type) -> bool:
+    """Let Dynamo skip the guards of a weight of class ``kind`` as it skips those of a plain one: while no dict between
+    the module and the weight was written to. True if this Dynamo has the place.
+
+    Dynamo takes a tensor to be unchanged until it is replaced, but looks at each wrapper subclass in every call, in
+    Python: milliseconds a token for a model of hundreds of weights. Whoever changes what the guards compare of a living
+    tensor calls ``compat.forget_graphs``. Missing: nothing is changed, and calls take longer.
+    """
+    from torch._dynamo import guards
+
+    usual = getattr(guards.GuardManagerWrapper, "find_tag_safe_roots", None)
+    managers: Any = getattr(guards, "DictGuardManager", None)
+    if usual is None or not hasattr(managers, "mark_tag_safe"):
+        return False
+
+    def mark(node: Any) -> None:
+        if isinstance(node, managers):
+            for pair in node.get_key_value_managers().values():
+                for manager in pair:
+                    if manager is not None:
+                        mark(manager)
+        if issubclass(node.get_type_of_guarded_value(), kind):
+            node.mark_tag_safe()
+            return
+        for child in node.get_child_managers():
+            mark(child)
+
+    @wraps(usual)
+    def find_tag_safe_roots(self: Any) -> None:
+        mark(self.root)
+        usual(self)
+
+    guards.GuardManagerWrapper.find_tag_safe_roots = find_tag_safe_roots  # type: ignore[method-assign]
+    return True

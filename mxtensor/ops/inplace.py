@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.compat import forget_graphs
 from ..core.dispatch import implements, implements_function
 from ..core.tracing import is_traced
 from ..core.writes import has_no_memory, note_write
@@ -133,9 +134,17 @@ def set_data(target: Tensor, value: Tensor) -> None:
         new = quantize_as(value, target.recipe, target.copies)
         new._shard = target._shard if new.shape == target.shape else None
     assert isinstance(new, MXTensor)
+    before = _layout(target)
     with torch.no_grad():
         target.data = new  # shape, strides, dtype and device of the outer tensor
     if new.recipe.stored != target.recipe.stored:  # otherwise the layer keeps the cast of its input
         target.recipe = new.recipe
     target._rowwise, target._columnwise = new._rowwise, new._columnwise
     target._link, target._shard, target._rotated = new._link, new._shard, new._rotated
+    if _layout(target) != before:
+        forget_graphs()
+
+
+def _layout(w: MXTensor) -> Any:
+    """What a compiled graph takes to be the same in every call."""
+    return w.__tensor_flatten__(), w.shape, w.stride(), w.device, [(t.shape, t.stride()) for t in w.components]

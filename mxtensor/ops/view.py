@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..core.compat import return_and_correct_aliasing
+from ..core.compat import forget_graphs, return_and_correct_aliasing
 from ..core.dispatch import implements
 from ..core.shapes import contiguous_stride, inferred_shape, wrapped_dim
 from ..numerics.formats import FULL
@@ -189,4 +189,5 @@ def view_(func: Any, args: Any, kwargs: Any) -> Any:
             f"{w.orientation.label}; use the op without the underscore, whose result is dequantized"
         )
     w._rowwise, w._columnwise, w._link = out._rowwise, out._columnwise, out._link
+    forget_graphs()
     return return_and_correct_aliasing(func, args, kwargs, out)

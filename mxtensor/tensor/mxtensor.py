@@ -20,7 +20,7 @@ from torch import Tensor
 from ..core.arguments import TENSOR, check, described, instance
 from ..core.autograd import dequantize_with_gradient
 from ..core.compat import disable_subclass_torch_function, make_wrapper_subclass
-from ..core.compat_hooks import hook_unwrapping
+from ..core.compat_hooks import hook_guards, hook_unwrapping
 from ..core.dispatch import FALLBACK, FUNCTION_TABLE, OP_TABLE
 from ..core.fingerprint import COMPILATION, fingerprint
 from ..core.select import forced_kernel
@@ -410,3 +410,4 @@ def quantize_as(x: Tensor, recipe: LinearRecipe, orientation: Orientation = Orie
 
 hook_graph_attributes_of(MXTensor)
 when_imported("torch._functorch._aot_autograd.runtime_wrappers", lambda: hook_unwrapping(MXTensor))
+when_imported("torch._dynamo.guards", lambda: hook_guards(MXTensor))

@@ -1,8 +1,9 @@
-"""Which launch config a shape gets: the fastest that ``python -m mxtensor.report.tune`` measured on this kind of GPU.
+"""Which launch config a shape gets: a measured one, else the fastest one by the cost model (``costs.py``).
 
+``mx.tune(model)`` measures the shapes of a model on this GPU and keeps the result (``tuned``).
 ``sm90.json`` (one file per compute capability) has one row per measurement; its ``columns`` name the values of a row.
-A shape that was not measured takes the config of the nearest one. A GPU without a table takes the configs of another
-compute capability that fit its shared memory.
+A GPU without a table or costs takes the configs of the nearest shape of another compute capability that fit its shared
+memory.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ import torch
 
 from ...core.devices import device_capability
 from ...numerics.formats import Format
+from ..runtime.disk_cache import find, forget, store
 from ..runtime.nvrtc import CLUSTERS, function, library
 from .config import KINDS, LaunchConfig, config_of
+from .costs import costs_of, predict, rows_key
 from .shared_memory import Gpu, layout_of
 
 FOLDER = Path(__file__).parent
@@ -41,6 +44,8 @@ SHARED_BYTES = {
 }
 """Compute capability -> bytes of shared memory of a block (CUDA C++ Programming Guide, compute capabilities); other
 capabilities count as the smallest."""
+TUNED = "tuned"
+"""The kind of the files of ``mx.tune`` in the disk cache."""
 BY_WARPS = 128
 """Rows up to which the kernels without wgmma pay off on a GPU that has wgmma."""
 FALLBACK = LaunchConfig(1, 1, 1, 4, 4, 2, 1, 1, False)
@@ -119,6 +124,24 @@ def table(capability: tuple[int, int]) -> tuple[Measured, ...]:
     return tuple(read(FOLDER / f"sm{best}.json"))
 
 
+@cache
+def tuned(gpu: str) -> tuple[Measured, ...]:
+    """What ``mx.tune`` measured on this kind of GPU, on this computer."""
+    found = find(TUNED, gpu, "json") if gpu else None
+    return () if found is None else tuple(read(found[0]))
+
+
+def keep_tuned(gpu: str, lines: Sequence[Measured]) -> Path:
+    """Keep measurements for all later processes, beside those of other shapes, and use them from now on."""
+    by_case = {line[:5]: line for line in (*tuned(gpu), *lines)}
+    old = find(TUNED, gpu, "json")
+    path = store(TUNED, gpu, "json", lambda path: write(path, list(by_case.values())))
+    if old is not None and old[0] != path:
+        forget(old[0])
+    tuned.cache_clear()
+    return path
+
+
 # ---------------------------------------------------------------------------------------------- the GPU
 
 
@@ -132,7 +155,8 @@ def gpu_of(device: torch.device) -> Gpu:
         for size in (2, 4, 8):
             probe = function(device, ("machine.cuh", "probe.cu"), (), "probe", struct.Struct(""), 32, size)
             clusters[size] = probe.clusters(memory)
-    return Gpu(capability, memory, count, clusters)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return Gpu(capability, memory, count, clusters, name)
 
 
 def most_rows(capability: tuple[int, int], wgmma: bool = True) -> int:
@@ -183,12 +207,66 @@ def choose_config(
     device: torch.device, format: Format, m: int, n: int, k: int, x_rows: int,
     allowed: Callable[[LaunchConfig], bool] = lambda config: True, casts: bool = False,
 ) -> LaunchConfig:  # fmt: skip
-    """The fastest measured config for m rows (of one group; ``x_rows`` of all groups), n and k.
+    """The fastest config for m rows (of one group; ``x_rows`` of all groups), n and k: of a measurement of this very
+    shape, else by the cost model, else of the nearest measured shape.
 
     It is ``allowed``, runs on ``device`` and fits its shared memory; ``FALLBACK`` if no measured one does. ``casts``:
     whether the kernel casts the activations.
     """
     gpu = gpu_of(device)
+    return (
+        _measured_here(gpu, format, m, n, k, x_rows, allowed, casts)
+        or _by_costs(gpu, format, m, n, k, x_rows, allowed, casts)
+        or _nearest(gpu, format, m, n, k, x_rows, allowed, casts)
+    )
+
+
+Allowed = Callable[[LaunchConfig], bool]
+
+
+def _fits(
+    gpu: Gpu, format: Format, config: LaunchConfig, x_rows: int, n: int, k: int, allowed: Allowed
+) -> LaunchConfig | None:
+    """The config as this GPU can run it; None if it cannot."""
+    if not allowed(config) or (config.wgmma and gpu.capability != WGMMA_CAPABILITY):
+        return None
+    config = config if gpu.capability >= CLUSTERS else config._replace(split=1)
+    return config if layout_of(format, config, x_rows, n, k, gpu) else None
+
+
+def _measured_here(
+    gpu: Gpu, format: Format, m: int, n: int, k: int, x_rows: int, allowed: Allowed, casts: bool
+) -> LaunchConfig | None:
+    """The config that was measured for exactly this shape, on this computer or for the table of the package."""
+    for lines in (tuned(gpu.name), table(gpu.capability)):
+        same = [line for line in lines if (line.m, line.n, line.k) == (m, n, k) and line.format == stand_in(format)]
+        preferred = [line for line in same if line.casts == casts] or same
+        for line in sorted(preferred, key=lambda line: line.us):
+            config = _fits(gpu, format, line.config, x_rows, n, k, allowed)
+            if config is not None:
+                return config
+    return None
+
+
+def _by_costs(
+    gpu: Gpu, format: Format, m: int, n: int, k: int, x_rows: int, allowed: Allowed, casts: bool
+) -> LaunchConfig | None:
+    """The config that the cost model expects to be fastest; None without a model of this GPU."""
+    model, rows = costs_of(gpu.capability), rows_key(min(m, most_rows(gpu.capability)))
+    for name in dict.fromkeys((stand_in(format), STAND_INS[format.element.bits], STAND_INS[8])):
+        for key in ((name, casts, rows), (name, False, rows)):
+            found = sorted((predict(cost, m, n, k, format, gpu), cost.config) for cost in model.get(key, ()))
+            for _, config in found:
+                possible = _fits(gpu, format, config, x_rows, n, k, allowed)
+                if possible is not None:
+                    return possible
+    return None
+
+
+def _nearest(
+    gpu: Gpu, format: Format, m: int, n: int, k: int, x_rows: int, allowed: Allowed, casts: bool
+) -> LaunchConfig:
+    """The config of the nearest measured shape; ``FALLBACK`` if none can run."""
     capability = gpu.capability
     m = min(m, most_rows(capability))
 

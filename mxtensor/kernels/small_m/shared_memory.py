@@ -25,6 +25,8 @@ class Gpu(NamedTuple):
     multiprocessors: int
     clusters: Mapping[int, int]
     """blocks of a cluster -> clusters that run at a time, with one block per multiprocessor"""
+    name: str = ""
+    """the name under which ``mx.tune`` keeps what it measured"""
 
 
 class SharedMemoryLayout(NamedTuple):

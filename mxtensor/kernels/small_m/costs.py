@@ -1,0 +1,95 @@
+"""The cost model of small-M products: the time of a launch config on a shape that nobody has measured.
+
+    microseconds = start + step * (steps of the slowest block) + byte * (MB of weight) + wave * (waves of blocks)
+
+The four coefficients of each config are fitted to measurements over many shapes (``python -m mxtensor.report.costs``,
+which also prints the error on shapes that it was not fitted to) and stand in ``costs_sm90.json``, one file per compute
+capability: for each format, with and without a cast of the activations, and for each of ``ROWS`` the configs that were
+fastest for some shape.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ...numerics.formats import Format
+from .config import LaunchConfig, config_of
+from .shared_memory import Gpu
+
+FOLDER = Path(__file__).parent
+ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+"""Activation rows M that are measured; other M take the coefficients of the next larger one."""
+
+
+class Cost(NamedTuple):
+    """The coefficients of one config, in microseconds."""
+
+    config: LaunchConfig
+    start: float
+    step: float
+    byte: float
+    wave: float
+
+
+Key = tuple[str, bool, int]
+"""(format, whether the activations are cast, rows)."""
+
+
+def features(config: LaunchConfig, m: int, n: int, k: int, format: Format, gpu: Gpu) -> tuple[float, ...]:
+    """What the coefficients are multiplied by, for a product (m, k) by (n, k)^T.
+
+    A step is one stage of columns of one tile of weight rows.
+    """
+    tiles, steps = -(-n // config.rows), -(-k // (config.depth * config.split))
+    megabytes = n * k * format.bits_per_value / 8e6
+    if config.persistent:
+        blocks = min(tiles, max(1, gpu.multiprocessors * config.persistent // config.split))
+        most = -(-tiles // blocks)
+        return 1.0, -(-most // config.wr) * steps, megabytes, 0.0
+    at_a_time = max(1, gpu.multiprocessors * config.blocks // config.split)
+    waves = -(-tiles * -(-m // config.cols) // at_a_time)
+    return 1.0, waves * steps, megabytes, waves
+
+
+def predict(cost: Cost, m: int, n: int, k: int, format: Format, gpu: Gpu) -> float:
+    """Microseconds of a product by this config."""
+    known = features(cost.config, m, n, k, format, gpu)
+    return sum(coefficient * feature for coefficient, feature in zip(cost[1:], known, strict=True))
+
+
+def rows_key(m: int) -> int:
+    """The measured number of rows whose coefficients m takes."""
+    return next((rows for rows in ROWS if rows >= m), ROWS[-1])
+
+
+def path_of(capability: tuple[int, int]) -> Path:
+    """The file of this compute capability."""
+    return FOLDER / f"costs_sm{capability[0]}{capability[1]}.json"
+
+
+@cache
+def costs_of(capability: tuple[int, int]) -> dict[Key, tuple[Cost, ...]]:
+    """The coefficients for GPUs of this compute capability; empty if they were not measured."""
+    path = path_of(capability)
+    found: dict[Key, list[Cost]] = {}
+    for format, casts, m, *values in json.loads(path.read_text())["rows"] if path.exists() else ():
+        found.setdefault((format, bool(casts), m), []).append(Cost(config_of(values[4:]), *values[:4]))
+    return {key: tuple(costs) for key, costs in found.items()}
+
+
+def write(path: Path, costs: dict[Key, Sequence[Cost]], note: str) -> None:
+    """Write a file of coefficients, one config a line; ``note`` says where they were measured."""
+    rows: Iterable[list[Any]] = (
+        [format, int(casts), m, *(float(f"{value:.4g}") for value in cost[1:]), *map(int, cost.config)]
+        for (format, casts, m), some in sorted(costs.items())
+        for cost in some
+    )
+    lines = ",\n".join("  " + json.dumps(row) for row in rows)
+    columns = ["format", "casts", "m", *Cost._fields[1:], *LaunchConfig._fields]
+    path.write_text(
+        f'{{\n "note": {json.dumps(note)},\n "columns": {json.dumps(columns)},\n "rows": [\n{lines}\n ]\n}}\n'
+    )

@@ -1,0 +1,109 @@
+"""``mx.tune(model)``: measures the products of a model's quantized layers on its GPU and keeps what is fastest.
+
+The result serves all later processes on this kind of GPU, in the folder of compiled kernels. Without it the cost model
+of ``kernels/small_m/costs.py`` chooses; a model never measures anything by itself.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..core.plan import PLANS
+from ..kernels.small_m import launch
+from ..kernels.small_m.config import LaunchConfig, can_use_wgmma
+from ..kernels.small_m.costs import costs_of, predict, rows_key
+from ..kernels.small_m.heuristics import Measured, gpu_of, keep_tuned, stand_in
+from ..kernels.small_m.shared_memory import layout_of
+from ..numerics.cast import Cast
+from ..numerics.formats import Format, get_format
+from ..tensor.mxtensor import MXTensor
+from .costs import compile_all
+from .tune import FEW, call, graph_time, weights
+
+TUNED_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+CONTENDERS = 6
+"""Configs that are timed for one product: those that the cost model expects to be fastest."""
+
+
+def _products(model: nn.Module) -> dict[tuple[str, bool, int, int], torch.device]:
+    """(format, cast of activations, N, K) -> device, of the quantized layers on CUDA devices."""
+    found = {}
+    for layer in model.modules():
+        w = getattr(layer, "weight", None)
+        if isinstance(w, MXTensor) and w.dim() == 2 and w.device.type == "cuda":
+            n, k = w.shape
+            found[stand_in(w.format), w.recipe.activation is not None, n, k] = w.device
+    return found
+
+
+def _contenders(format: Format, casts: bool, m: int, n: int, k: int, gpu: Any) -> list[LaunchConfig]:
+    """The configs to time for one product, the one that is expected to be fastest first."""
+    model, rows = costs_of(gpu.capability), rows_key(m)
+    costs = model.get((format.name, casts, rows)) or model.get((format.name, False, rows), ())
+    wgmma = can_use_wgmma(format, k, 0, (0, 0))
+    possible = [c for c in costs if (wgmma or not c.config.wgmma) and layout_of(format, c.config, m, n, k, gpu)]
+    return [c.config for c in sorted(possible, key=lambda c: predict(c, m, n, k, format, gpu))[:CONTENDERS]]
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[], object]]:
+    """A function to call after each product: it moves a progress bar if tqdm is installed."""
+    try:
+        from tqdm.auto import tqdm
+    except ImportError:
+        yield lambda: None
+        return
+    with tqdm(total=total, desc="tuning", unit="product") as bar:
+        yield bar.update
+
+
+def tune(model: nn.Module, rows: Sequence[int] = TUNED_ROWS, seconds: float = 60.0) -> dict[tuple[int, int, int], str]:
+    """Measure the products of ``model``'s quantized layers with these numbers of activation rows.
+
+    Ends after about ``seconds``; what was not measured by then stays with the cost model. Returns the kind of kernel of
+    each (rows, N, K). Compiled graphs keep the kernels they were captured with. Raises ValueError if the model has no
+    quantized layer on a CUDA device, or for a GPU without a cost model.
+    """
+    products = _products(model)
+    if not products:
+        raise ValueError(
+            "tune needs a model with quantized layers on a CUDA device: mx.quantize_(model.cuda(), 'mxfp8')"
+        )
+
+    end, found = time.monotonic() + seconds, []
+    with _progress(len(products) * len(rows)) as done:
+        for (name, casts, n, k), device in products.items():
+            format, gpu = get_format(name), gpu_of(device)
+            if not costs_of(gpu.capability):
+                raise ValueError(
+                    f"there is no cost model of {gpu.name}; write one with python -m mxtensor.report.costs"
+                )
+            cases = {m: _contenders(format, casts and m <= FEW, m, n, k, gpu) for m in rows}
+            with torch.cuda.device(device), torch.no_grad():
+                compile_all(format, [(m, n, k, c, Cast(format) if casts else None) for m in rows for c in cases[m]])
+                copies = weights(format, n, k)
+                for m, configs in cases.items():
+                    done()
+                    if time.monotonic() > end:
+                        continue
+                    cast = Cast(format) if casts else None
+                    x = torch.randn(m, k, device=device, dtype=torch.bfloat16)
+                    for config in configs:
+                        us = graph_time([partial(call, x, w, config, cast) for w in copies], 3)
+                        found.append(Measured(name, casts, m, n, k, us, config))
+    best: dict[tuple[Any, ...], Measured] = {}
+    for line in sorted(found, key=lambda line: -line.us):
+        best[line[:5]] = line
+    names = {torch.cuda.get_device_name(device) for device in products.values()}
+    for gpu_name in names:
+        keep_tuned(gpu_name, list(best.values()))
+    launch.resolve.cache_clear()
+    PLANS.clear()
+    return {(line.m, line.n, line.k): line.config.kind for line in best.values()}
