@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 
 from mxtensor import recipe as recipes
+from mxtensor.core.names import find
 
 RECIPES: dict[str, Callable[[], recipes.Recipe] | None] = {
     "none": None,
@@ -24,10 +25,14 @@ RECIPES: dict[str, Callable[[], recipes.Recipe] | None] = {
 
 
 def recipe_of(name: str) -> recipes.Recipe | None:
-    """A row of RECIPES, or a format by name for inputs, weights and gradients. Raises ValueError for other names."""
-    if name not in RECIPES:
+    """A row of RECIPES, or a format by name for inputs, weights and gradients, in any spelling.
+
+    Raises ValueError for other names.
+    """
+    known = find(name, RECIPES)
+    if known is None:
         return recipes.CustomRecipe(name, name, name)
-    make = RECIPES[name]
+    make = RECIPES[known]
     return None if make is None else make()
 
 

@@ -5,6 +5,7 @@ mx.quantize_(model, mx.MXDynamicActivationMXWeightConfig(weight_dtype="mxfp4"))
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,7 +114,7 @@ class MXLinearConfig(KnownFields):
         as in the recipes of torchao 0.18, with ``_rceil`` or without it. Raises ValueError for an unknown name.
         """
         name = getattr(name, "value", name)
-        name = name if isinstance(name, str) else described(name)
+        name = re.sub(r"[-\s]+", "_", name.lower()) if isinstance(name, str) else described(name)
         element, _, kernel = name.removesuffix("_rceil").partition("_")
         if element not in ("mxfp8", "mxfp4") or kernel not in RECIPE_KERNELS:
             kernels = ", ".join(f"_{k}" for k in RECIPE_KERNELS)

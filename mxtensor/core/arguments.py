@@ -81,6 +81,10 @@ def _is_flag(value: Any) -> bool:
     return isinstance(value, bool) or type(value).__name__ == "bool_" or (type(value) is int and value in (0, 1))
 
 
+def _is_positive(value: Any) -> bool:
+    return bool(0 < value < (2**63 if _is_integer(value) else 3.4e38))  # torch takes integers of 64 bits
+
+
 def _names_a_device(value: Any) -> bool:
     if isinstance(value, int) and not torch.accelerator.is_available():
         return False
@@ -100,7 +104,7 @@ INTEGER = Kind("an integer of 64 bits", _is_integer, lambda value: -(2**63) <= v
 SIZE = Kind(f"an integer from 0 to {LARGEST}", _is_integer, lambda value: 0 <= value <= LARGEST)
 COUNT = Kind(f"an integer from 1 to {LARGEST}", _is_integer, lambda value: 1 <= value <= LARGEST)
 NUMBER = Kind("a finite number", _is_number, lambda value: math.isfinite(value))
-POSITIVE = Kind("a number above 0 that float32 can hold", _is_number, lambda value: 0 < value < 3.4e38)
+POSITIVE = Kind("a number above 0 that float32 can hold", _is_number, _is_positive)
 SHARE = Kind("a number from 0 to 1", _is_number, lambda value: 0 <= value <= 1)
 FLOAT_DTYPE = Kind(
     "one of torch.float32, torch.bfloat16, torch.float16, torch.float64",

@@ -35,7 +35,7 @@ def without_weight_only(text: str) -> tuple[str, bool]:
 
 
 def suggestion(text: str, names: Iterable[str]) -> str:
-    """``"; did you mean 'a' or 'b'?"``: the names that contain ``text``, else the most similar one; "" if none is."""
+    """``"; did you mean 'a' or 'b'?"``: the names that contain ``text``, else the two most similar; "" if none is."""
     names, short = list(names), key(text)
     found = [name for name in names if len(short) > 2 and short in key(name)]
     # of names that continue another one, the short one: float8_row of float8_row_pow2
@@ -43,6 +43,6 @@ def suggestion(text: str, names: Iterable[str]) -> str:
     found.sort(key=len)
     if not found:
         keys = {key(name): name for name in names}
-        found = [keys[close] for close in get_close_matches(short, keys, 1)]
+        found = [keys[close] for close in get_close_matches(short, keys, 2)]
     shown = " or ".join(map(repr, found[:MOST]))
     return f"; did you mean {shown}?" if found else ""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.arguments import COUNT, POSITIVE, SHARE, Kind, check, checked, described, instance, optional
+from ..core.arguments import COUNT, POSITIVE, SHARE, Kind, check, checked, described, instance, is_dense_float, optional
 from .arguments import check_heads, check_parallelism, one_of
 from .dot_product import ATTENTION_TYPES, DotProductAttention, PaddingMask, Window
 from .layernorm_linear import LayerNormLinear
@@ -16,6 +16,11 @@ from .linear import Linear
 from .parameters import Init
 from .rope import apply_rotary_pos_emb
 
+SEQUENCE = Kind(
+    "a dense floating-point torch.Tensor of 3 dimensions",
+    lambda x: isinstance(x, Tensor) and is_dense_float(x),
+    lambda x: x.dim() == 3,
+)
 ANGLES = Kind(
     "a tensor of angles, or a pair of them",
     lambda given: all(isinstance(t, Tensor) for t in (given if isinstance(given, tuple) else (given,))),
@@ -162,6 +167,8 @@ class MultiheadAttention(nn.Module):
         keys, or a pair with one tensor of angles for each. Raises ValueError for cross-attention without
         ``encoder_output`` and for self-attention with one.
         """
+        check("MultiheadAttention", "hidden_states", hidden_states, SEQUENCE)
+        check("MultiheadAttention", "encoder_output", encoder_output, optional(SEQUENCE))
         if (encoder_output is None) is (self.attention_type == "cross"):
             needs = "needs" if encoder_output is None else "takes no"
             given = "" if encoder_output is None else f", got {described(encoder_output)}"

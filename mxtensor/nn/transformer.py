@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..core.arguments import COUNT, POSITIVE, SHARE, TEXT, check, checked, described, instance, optional
 from .arguments import check_parallelism, one_of
-from .attention import MultiheadAttention
+from .attention import SEQUENCE, MultiheadAttention
 from .dot_product import MASK, WINDOW, PaddingMask, Window
 from .layernorm_mlp import LayerNormMLP
 from .norm import Norm
@@ -180,6 +180,8 @@ class TransformerLayer(nn.Module):
         ``rotary_pos_emb`` rotates queries and keys of self-attention. Raises ValueError for a decoder without
         ``encoder_output`` and for an encoder with one.
         """
+        check("TransformerLayer", "hidden_states", hidden_states, SEQUENCE)
+        check("TransformerLayer", "encoder_output", encoder_output, optional(SEQUENCE))
         if (encoder_output is None) is (self.layer_type == "decoder"):
             needs = "needs" if encoder_output is None else "takes no"
             given = "" if encoder_output is None else f", got {described(encoder_output)}"

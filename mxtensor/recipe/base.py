@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from typing import Any, ClassVar, TypeVar
 
 from ..core.arguments import check_fields, described, is_one_of
+from ..core.names import find
 from .kernel_preference import KernelPreference
 from .known_fields import KnownFields
 from .linear_recipe import Delayed, LinearRecipe, TensorCasts, recipe_by_key
@@ -179,6 +180,15 @@ def check_choice(recipe: Recipe, name: str, allowed: tuple[Any, ...]) -> None:
     if not is_one_of(value, allowed):
         names = ", ".join(str(a) for a in allowed)
         raise ValueError(f"{type(recipe).__name__}: {name} is {described(value)}; choose one of {names}")
+
+
+def spelt_choice(recipe: Recipe, name: str, allowed: Iterable[str]) -> str:
+    """The one of ``allowed`` that the field ``name`` is, but for its spelling. Raises ValueError for other values."""
+    value, choices = getattr(recipe, name), tuple(allowed)
+    found = find(value, choices) if isinstance(value, str) else None
+    if found is None:
+        check_choice(recipe, name, choices)
+    return value if found is None else found
 
 
 def parse_field(recipe: Recipe, name: str, parse: Callable[[Any], Parsed]) -> Parsed:

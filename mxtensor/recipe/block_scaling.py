@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from ..numerics.cast import Cast
-from ..numerics.formats import FORMATS, Rounding, ScaleCalculationMode
+from ..numerics.formats import E8M0, FORMATS, Rounding, ScaleCalculationMode
 from ..numerics.formats import Format as FormatRow
-from .base import BackwardOptions, Format, check_choice, check_no_attention, parse_field
+from .base import BackwardOptions, Format, check_choice, check_no_attention, parse_field, spelt_choice
 from .linear_recipe import LinearRecipe, TensorCasts
 
 __all__ = ["MXFP4BlockScaling", "MXFP6BlockScaling", "MXFP8BlockScaling", "NVFP4BlockScaling"]
@@ -79,9 +79,8 @@ class MXFP6BlockScaling(_MXOptions):
     _shown = (("fp6_format", "format"),)
 
     def _linear_recipe(self) -> LinearRecipe:
-        for name in ("fp6_format", "fp6_format_grad"):
-            check_choice(self, name, ("e2m3", "e3m2"))
-        return self._mx_recipe(f"mxfp6_{self.fp6_format}", f"mxfp6_{self.fp6_format_grad}")
+        forward, backward = (spelt_choice(self, name, ("e2m3", "e3m2")) for name in ("fp6_format", "fp6_format_grad"))
+        return self._mx_recipe(f"mxfp6_{forward}", f"mxfp6_{backward}")
 
 
 @dataclass(repr=False)
@@ -97,8 +96,8 @@ class MXFP4BlockScaling(_MXOptions):
 
     def _linear_recipe(self) -> LinearRecipe:
         check_choice(self, "fp4_format", (Format.E2M1,))
-        check_choice(self, "grad_format", tuple(name for name in FORMATS if name.startswith("mx")))
-        nearest = self._mx_recipe("mxfp4_e2m1", self.grad_format)
+        grad_format = spelt_choice(self, "grad_format", (name for name, row in FORMATS.items() if row.scale is E8M0))
+        nearest = self._mx_recipe("mxfp4_e2m1", grad_format)
         if not self.stochastic_rounding:
             return nearest
         grad = nearest.grad

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..core.arguments import FLAG, check, described
+from ..core.arguments import FLAG, FUNCTION, check, described
 from ..numerics.cast import EPSILON, Cast
 from .base import BackwardOptions, Format, Recipe, check_choice, check_no_attention
 from .linear_recipe import Delayed, LinearRecipe, TensorCasts
@@ -98,7 +98,7 @@ class DelayedScaling(BackwardOptions):
     def _linear_recipe(self) -> LinearRecipe:
         check_no_attention(self)
         check_choice(self, "fp8_format", (Format.HYBRID, Format.E4M3, Format.E5M2))
-        if not callable(self.amax_compute_algo):
+        if not FUNCTION.accepts(self.amax_compute_algo):
             check_choice(self, "amax_compute_algo", ("max", "most_recent"))
         if not isinstance(self.amax_history_len, int) or self.amax_history_len < 1:
             raise ValueError(
@@ -106,7 +106,7 @@ class DelayedScaling(BackwardOptions):
             )
         if not isinstance(self.margin, (int, float)):
             raise ValueError(f"DelayedScaling: margin is {self.margin!r}; use a number, the exponent of a power of two")
-        if not (self.scaling_factor_compute_algo is None or callable(self.scaling_factor_compute_algo)):
+        if not (self.scaling_factor_compute_algo is None or FUNCTION.accepts(self.scaling_factor_compute_algo)):
             raise ValueError(
                 f"DelayedScaling: scaling_factor_compute_algo is {self.scaling_factor_compute_algo!r}; use a function "
                 "or None"

@@ -244,10 +244,18 @@ def shape_of(text: str) -> tuple[int, int]:
     return int(n), int(k)
 
 
+def format_name(text: str) -> str:
+    """The name of the format called ``text``, in any spelling."""
+    try:
+        return get_format(text).name
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{error}") from error
+
+
 def main() -> None:
     """Time the configs, print the fastest and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--formats", nargs="+", default=FORMATS)
+    parser.add_argument("--formats", nargs="+", type=format_name, default=FORMATS)
     parser.add_argument("--rows", nargs="+", type=int, default=ROWS)
     parser.add_argument("--shapes", nargs="+", type=shape_of, help="of weights, as NxK (default: all)")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="of kernels (default: all)")

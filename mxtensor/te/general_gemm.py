@@ -152,7 +152,7 @@ def _check_out(out: Tensor | None, dtype: torch.dtype, quantizer: Quantizer | No
     if isinstance(out, MXTensor) != (quantizer is not None):
         raise ValueError(
             "general_gemm: a quantized out= needs quantization_params, and quantization_params need a quantized out=; "
-            "make one with quantization_params.make_empty(shape)"
+            f"make one with quantization_params.make_empty(shape); out is {described(out)}"
         )
     if out.dtype != dtype:
         raise ValueError(f"general_gemm: out is {_name(out.dtype)}, out_dtype {_name(dtype)}; omit out_dtype")

@@ -100,11 +100,11 @@ class MXTensor(KeepsAttributes, GatheredByFSDP2, TransformerEngineAttributes):
             return torch.nn.Parameter(rowwise.detach(), requires_grad)  # type: ignore[return-value]
         refuse_recording("an MXTensor")
         if not checked:
-            if isinstance(rowwise, Tensor):
+            if rowwise is not None and not isinstance(rowwise, Operand):
                 raise TypeError(
                     f"an MXTensor is made of operands, and {described(rowwise)} has no format: make one with "
-                    "mx.quantize(x, format), or from codes and scales with mx.MXTensor.from_components (accelerate "
-                    "offloads codes to the CPU, but values to the disk)"
+                    "mx.quantize(x, format), or from codes and scales with mx.MXTensor.from_components "
+                    "(accelerate's disk_offload stores plain values only: use its cpu_offload)"
                 )
             if not isinstance(recipe, LinearRecipe):
                 raise TypeError(

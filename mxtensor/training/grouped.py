@@ -26,28 +26,32 @@ Splits: TypeAlias = Sequence[int] | Tensor
 """The row count of each group: integers, or an integer tensor (groups,) on any device."""
 
 
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
 def row_counts(m_splits: Splits, groups: int, name: str) -> list[int]:
     """``m_splits`` as a list of ``groups`` row counts, zeros allowed. A tensor on a device synchronizes.
 
     Raises TypeError for values that are not integers, ValueError for another number of groups and for negative counts.
     ``name`` is the caller's name in messages.
     """
-    given = m_splits
-    if isinstance(m_splits, (str, bytes)):
-        raise TypeError(f"{name}: m_splits is {described(m_splits)}; row counts are integers")
     if isinstance(m_splits, Tensor):
-        if m_splits.is_meta or m_splits.layout is not torch.strided:
-            raise TypeError(f"{name}: m_splits is {described(m_splits)}, which has no values to read; pass integers")
+        if m_splits.is_meta or m_splits.layout is not torch.strided or m_splits.dtype not in INTEGERS:
+            raise TypeError(f"{name}: m_splits is {described(m_splits)}; row counts are integers")
         m_splits = m_splits.reshape(-1).tolist()
+    if not hasattr(m_splits, "__len__") or isinstance(m_splits, (str, bytes)):
+        raise TypeError(f"{name}: m_splits is {described(m_splits)}; row counts are integers")
     if torch.compiler.is_compiling():  # symbolic integers stay as they are
         sizes = list(m_splits)
     else:
         try:
             sizes = [operator.index(n) for n in m_splits]
         except TypeError:
-            raise TypeError(f"{name}: m_splits is {described(given)}; row counts are integers") from None
+            raise TypeError(f"{name}: m_splits is {described(m_splits)}; row counts are integers") from None
     if len(sizes) != groups:
-        raise ValueError(f"{name}: m_splits has {len(sizes)} row counts, there are {groups} groups: {sizes}")
+        raise ValueError(
+            f"{name}: m_splits has {len(sizes)} row counts, there are {groups} groups: {described(m_splits)}"
+        )
     if any(n < 0 for n in sizes):
         raise ValueError(f"{name}: m_splits has negative row counts: {sizes}")
     return sizes
@@ -60,10 +64,12 @@ def groups_of(x: Tensor, sizes: list[int], name: str) -> tuple[Tensor, ...]:
     """
     check(name, "the input", x, DENSE)
     if x.dim() == 0:
-        raise ValueError(f"{name}: the input has no dimensions; rows in groups are (rows, features)")
+        raise ValueError(f"{name}: the input is 0-dimensional; rows in groups are (rows, features)")
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     if sum(sizes) != rows.shape[0]:
-        raise ValueError(f"{name}: m_splits {sizes} sum to {sum(sizes)}, the input has {rows.shape[0]} rows")
+        raise ValueError(
+            f"{name}: m_splits {sizes} sum to {sum(sizes)}, the input has {rows.shape[0]} rows, {tuple(x.shape)}"
+        )
     return torch.split(rows, sizes)
 
 

@@ -173,7 +173,7 @@ def test_m_splits_that_do_not_fit_are_named(module):
         module(2, 16)(x, [16.0, 16.0])
     with pytest.raises(ValueError, match=f"{name}: align_size is 0; it must be an integer from 1"):
         module(2, 0)
-    with pytest.raises(ValueError, match=f"{name}: the input has no dimensions"):
+    with pytest.raises(ValueError, match=f"{name}: the input is 0-dimensional"):
         module(1, 16)(torch.ones(()), [1])
 
 

@@ -3,8 +3,10 @@
 import logging
 
 import pytest
+import torch
 
-from tests.helpers.write_sweep import LAYOUTS, run
+import mxtensor as mx
+from tests.helpers.write_sweep import LAYOUTS, are_near, run
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's samples use what it deprecates
 REFUSED = {
@@ -21,8 +23,11 @@ REFUSED = {
 RESIZES = "aten.linalg_matrix_rank"
 """The op whose overloads resize their ``out``, which an MXTensor refuses."""
 SLICES = {"database": 6, "schemas": 8, "init": 1}
-CALLS = {"database": 2200, "schemas": 4500, "init": 1100}
-"""The least number of calls of a part."""
+OPS = {"database": 20, "schemas": 60, "init": 13}
+"""The least number of ops in a part. A part of the database is every sixth op, and the ops without an in-place variant
+are left out afterwards, so parts are uneven: 21 to 27 ops, and 2337 to 3156 calls, with torch 2.13."""
+CALLS_OF_AN_OP = {"database": 100, "schemas": 75, "init": 80}
+"""The least number of calls of an op, on average of a part. An op of the database has up to two samples of 84 calls."""
 
 
 def check(tally):
@@ -39,7 +44,8 @@ def test_every_write_reaches_the_base_of_a_view(source, part, record_property):
     record_property("tally", tally.line())
     print(tally.line())
     check(tally)
-    assert tally.counts["calls"] > CALLS[source]
+    assert len(tally.ops) >= OPS[source]
+    assert tally.counts["calls"] >= CALLS_OF_AN_OP[source] * len(tally.ops)
     assert tally.counts["written"] > 0.85 * tally.counts["calls"]
 
 
@@ -55,3 +61,21 @@ def test_a_sample_of_all_writes_reaches_the_base_of_a_view(source, part, slices,
     tally = run(source, part, slices, layouts=layouts)
     check(tally)
     assert tally.counts["written"] > 120
+
+
+@pytest.mark.parametrize(("format", "orientation"), LAYOUTS)
+def test_one_step_of_a_block_is_near_and_two_are_not(format, orientation):
+    w = mx.quantize(torch.randn(40, 72), format, orientation=orientation)
+    columnwise = w.orientation == mx.Orientation.COLUMNWISE
+    values = w.dequantize()
+    top = values.abs().max()
+    step = 2.0 ** (top.log2().floor() - w.format.element.mantissa_bits)
+    place = (values.abs() == top).nonzero()[0].unbind()
+    for steps, near in ((0, True), (-1, True), (-2.5, False)):
+        other = values.clone()
+        other[place] += steps * step * other[place].sign()
+        assert are_near(other, values, w.format, columnwise) is near
+    small = values.clone()
+    small[3, 5] = 0.0
+    small[3, 5] += 3 * step
+    assert not are_near(small, values, w.format, columnwise)

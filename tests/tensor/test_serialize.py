@@ -311,3 +311,18 @@ def test_a_tensor_can_be_collected():
     assert data() is not None and saved.t().dequantize().shape == (8, 64)
     del saved
     assert data() is None
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")
+def test_safetensors_is_told_how_to_save(tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    layer = model()
+    with pytest.raises(TypeError, match=r"\(64, 96\) .* in mxfp8_e4m3 has .* no storage .* torch.save.* \.components"):
+        safetensors.save_file(layer.state_dict(), tmp_path / "model.safetensors")
+    with pytest.raises(TypeError, match=r"torch\.save"):
+        safetensors.save_model(layer, str(tmp_path / "model.safetensors"))
+    weight, file = layer[0].weight, tmp_path / "components.safetensors"
+    operand = weight.rowwise
+    safetensors.save_file({"data": operand.data.view(torch.uint8), "scale": operand.scale}, file)
+    got = mx.MXTensor.from_components(**safetensors.load_file(file), format=weight.format, dtype=weight.dtype)
+    assert torch.equal(got.dequantize(), weight.dequantize())
