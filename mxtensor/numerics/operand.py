@@ -53,8 +53,8 @@ class Operand:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """Codes, scales and, where there is one, the global scale."""
-        last = self.global_scale
-        return (self.data, self.scale) if last is None else (self.data, self.scale, last)
+        global_scale = self.global_scale
+        return (self.data, self.scale) if global_scale is None else (self.data, self.scale, global_scale)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Operand:
         """The operand with ``fn`` applied to each of its tensors; format and logical shape stay."""

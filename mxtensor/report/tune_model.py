@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.plan import PLANS
 from ..kernels.small_m import launch
 from ..kernels.small_m.config import LaunchConfig, can_use_wgmma
 from ..kernels.small_m.costs import costs_of, predict, rows_key
@@ -105,5 +104,4 @@ def tune(model: nn.Module, rows: Sequence[int] = TUNED_ROWS, seconds: float = 60
     for gpu_name in names:
         keep_tuned(gpu_name, list(best.values()))
     launch.resolve.cache_clear()
-    PLANS.clear()
     return {(line.m, line.n, line.k): line.config.kind for line in best.values()}

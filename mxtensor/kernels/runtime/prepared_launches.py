@@ -18,7 +18,7 @@ class PreparedLaunches:
     """Launches one after the other on one device, whose arguments differ from call to call in some addresses only.
 
     ``steps``: (kernel, blocks along x and y, bytes of shared memory, arguments). ``bases``: the value of each address
-    in these arguments; an argument that lies less than ``WINDOW`` above a base moves with it. Calls of several threads
+    in these arguments; an argument less than ``WINDOW`` above a base moves with it. Calls of several threads
     take turns: they share the argument blocks.
     """
 
