@@ -78,6 +78,11 @@ def plan_for(
     return plan
 
 
+def forget_decisions() -> None:
+    """Decide anew about every kind of call, after what kernels look at has changed."""
+    PLANS.clear()
+
+
 def choose(
     candidates: tuple[Kernel, ...], spec: Spec, *operands: Any, prefer: str | None = None, facts: Hashable = None
 ) -> Kernel:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..core.select import forget_decisions
 from ..kernels.small_m import launch
 from ..kernels.small_m.config import LaunchConfig, can_use_wgmma
 from ..kernels.small_m.costs import costs_of, predict, rows_key
@@ -104,4 +105,5 @@ def tune(model: nn.Module, rows: Sequence[int] = TUNED_ROWS, seconds: float = 60
     for gpu_name in names:
         keep_tuned(gpu_name, list(best.values()))
     launch.resolve.cache_clear()
+    forget_decisions()
     return {(line.m, line.n, line.k): line.config.kind for line in best.values()}

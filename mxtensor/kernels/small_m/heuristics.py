@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import torch
 
 from ...core.devices import device_capability
-from ...core.plan import PLANS
 from ...numerics.formats import Format
 from ..runtime.disk_cache import find, forget, store
 from ..runtime.nvrtc import CLUSTERS, function, library
@@ -140,7 +139,6 @@ def keep_tuned(gpu: str, lines: Sequence[Measured]) -> Path:
     if old is not None and old[0] != path:
         forget(old[0])
     tuned.cache_clear()
-    PLANS.clear()
     return path
 
 
