@@ -21,7 +21,7 @@ KINDS = (
 
 NEVER_SEEN = {
     # mx.tune needs a GPU
-    "tune needs a model with quantized layers on a CUDA device, found none: mx.quantize_(model.cuda(), 'mxfp8')",
+    "tune needs a model with quantized layers on a CUDA device: mx.quantize_(model.cuda(), 'mxfp8')",
     "there is no cost model of {value}; write one with python -m mxtensor.report.costs",
     # no format refuses the shape of a matrix: tests/convert/test_whole.py
     "quantize_: {value} {value}: {value}",
