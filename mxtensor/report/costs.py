@@ -29,7 +29,7 @@ from ..kernels.small_m.heuristics import fitted, gpu_of, table
 from ..kernels.small_m.shared_memory import Gpu, layout_of
 from ..numerics.cast import Cast
 from ..numerics.formats import Format, get_format
-from .tune import FEW, FORMATS, call, graph_time, weights
+from .tune import FEW, FORMATS, call, format_name, graph_time, weights
 
 FITTED = (
     (4096, 4096), (14336, 4096), (4096, 14336), (6144, 5120), (5120, 5120), (2880, 4096), (5120, 2880), (1024, 4096),
@@ -61,25 +61,19 @@ def candidates(format: Format, m: int, casts: bool) -> list[LaunchConfig]:
 def compile_all(format: Format, cases: Iterable[tuple[int, int, int, LaunchConfig, Cast | None]]) -> None:
     """Compile the kernels of these products (M, N, K, config, cast), in one thread per processor."""
     device, half = torch.device("cuda", torch.cuda.current_device()), (torch.bfloat16,) * 3
-    capability, usual = torch.cuda.get_device_capability(), nvrtc.function
-
-    def only_compile(device: object, sources: tuple[str, ...], constants: nvrtc.Constants, *rest: object) -> None:
-        nvrtc.compiled(sources, constants, capability)
+    capability = torch.cuda.get_device_capability()
 
     def one(case: tuple[int, int, int, LaunchConfig, Cast | None]) -> None:
         m, n, k, config, cast = case
         alignment = (k * format.element.bits // 8) & 15, (k // format.block[1]) & 15, 2 * k & 15
         try:
-            launch.resolve.__wrapped__(device, format, half, (m, k, 0), (n,), alignment, cast, config)
+            chosen = launch.choose(device, format, half, (m, k, 0), (n,), alignment, cast, config)
         except RuntimeError:  # it does not fit; it is not timed either
             return
+        nvrtc.compiled(launch.KERNEL_SOURCES[config.kind], chosen.constants, capability)
 
-    nvrtc.function = only_compile  # type: ignore[assignment]
-    try:
-        with ThreadPoolExecutor() as pool:
-            list(pool.map(one, cases))
-    finally:
-        nvrtc.function = usual
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(one, cases))
 
 
 def measure(format: Format, shapes: Sequence[tuple[int, int]]) -> Iterator[tuple[Case, tuple[int, int, float]]]:
@@ -155,7 +149,7 @@ def check(times: Times, costs: dict[Case, Cost], gpu: Gpu, shapes: Sequence[tupl
 def main() -> None:
     """Measure, fit, print the errors and write the file."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--formats", nargs="+", default=FORMATS)
+    parser.add_argument("--formats", nargs="+", type=format_name, default=FORMATS)
     parser.add_argument("--json", type=Path, help="the file to write (default: that of this GPU)")
     parser.add_argument("--times", type=Path, help="also write every measured time to this file")
     args = parser.parse_args()

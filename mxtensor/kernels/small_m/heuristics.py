@@ -214,58 +214,54 @@ def choose_config(
     whether the kernel casts the activations.
     """
     gpu = gpu_of(device)
-    return (
-        _measured_here(gpu, format, m, n, k, x_rows, allowed, casts)
-        or _by_costs(gpu, format, m, n, k, x_rows, allowed, casts)
-        or _nearest(gpu, format, m, n, k, x_rows, allowed, casts)
-    )
+
+    def possible(config: LaunchConfig) -> bool:
+        return allowed(config) and not (config.wgmma and gpu.capability != WGMMA_CAPABILITY)
+
+    def runnable(config: LaunchConfig) -> LaunchConfig | None:
+        if not possible(config):
+            return None
+        config = config if gpu.capability >= CLUSTERS else config._replace(split=1)
+        return config if layout_of(format, config, x_rows, n, k, gpu) else None
+
+    product = gpu, format, m, n, k, casts
+    return _measured_here(*product, runnable) or _by_costs(*product, runnable) or _nearest(*product, possible, runnable)
 
 
-Allowed = Callable[[LaunchConfig], bool]
-
-
-def _fits(
-    gpu: Gpu, format: Format, config: LaunchConfig, x_rows: int, n: int, k: int, allowed: Allowed
-) -> LaunchConfig | None:
-    """The config as this GPU can run it; None if it cannot."""
-    if not allowed(config) or (config.wgmma and gpu.capability != WGMMA_CAPABILITY):
-        return None
-    config = config if gpu.capability >= CLUSTERS else config._replace(split=1)
-    return config if layout_of(format, config, x_rows, n, k, gpu) else None
+Runnable = Callable[[LaunchConfig], LaunchConfig | None]
+"""A config -> the config as this GPU can run it for this product; None if it cannot."""
 
 
 def _measured_here(
-    gpu: Gpu, format: Format, m: int, n: int, k: int, x_rows: int, allowed: Allowed, casts: bool
+    gpu: Gpu, format: Format, m: int, n: int, k: int, casts: bool, runnable: Runnable
 ) -> LaunchConfig | None:
     """The config that was measured for exactly this shape, on this computer or for the table of the package."""
     for lines in (tuned(gpu.name), table(gpu.capability)):
         same = [line for line in lines if (line.m, line.n, line.k) == (m, n, k) and line.format == stand_in(format)]
         preferred = [line for line in same if line.casts == casts] or same
-        for line in sorted(preferred, key=lambda line: line.us):
-            config = _fits(gpu, format, line.config, x_rows, n, k, allowed)
-            if config is not None:
-                return config
+        fastest_first = sorted(preferred, key=lambda line: line.us)
+        found = next(filter(None, (runnable(line.config) for line in fastest_first)), None)
+        if found is not None:
+            return found
     return None
 
 
-def _by_costs(
-    gpu: Gpu, format: Format, m: int, n: int, k: int, x_rows: int, allowed: Allowed, casts: bool
-) -> LaunchConfig | None:
+def _by_costs(gpu: Gpu, format: Format, m: int, n: int, k: int, casts: bool, runnable: Runnable) -> LaunchConfig | None:
     """The config that the cost model expects to be fastest; None without a model of this GPU."""
     model, rows = costs_of(gpu.capability), rows_key(min(m, most_rows(gpu.capability)))
     for name in dict.fromkeys((stand_in(format), STAND_INS[format.element.bits], STAND_INS[8])):
         for key in ((name, casts, rows), (name, False, rows)):
-            found = sorted((predict(cost, m, n, k, format, gpu), cost.config) for cost in model.get(key, ()))
-            for _, config in found:
-                possible = _fits(gpu, format, config, x_rows, n, k, allowed)
-                if possible is not None:
-                    return possible
+            expected = sorted((predict(cost, m, n, k, format, gpu), cost.config) for cost in model.get(key, ()))
+            found = next(filter(None, (runnable(config) for _, config in expected)), None)
+            if found is not None:
+                return found
     return None
 
 
 def _nearest(
-    gpu: Gpu, format: Format, m: int, n: int, k: int, x_rows: int, allowed: Allowed, casts: bool
-) -> LaunchConfig:
+    gpu: Gpu, format: Format, m: int, n: int, k: int, casts: bool, possible: Callable[[LaunchConfig], bool],
+    runnable: Runnable,
+) -> LaunchConfig:  # fmt: skip
     """The config of the nearest measured shape; ``FALLBACK`` if none can run."""
     capability = gpu.capability
     m = min(m, most_rows(capability))
@@ -273,21 +269,14 @@ def _nearest(
     def distance(line: Measured) -> tuple[float, float]:
         return abs(math.log2(line.n / n)) + abs(math.log2(line.k / k)), line.us
 
-    fit = [
-        line
-        for line in table(capability)
-        if allowed(line.config) and not (line.config.wgmma and capability != WGMMA_CAPABILITY)
-    ]
-    fit = measured_for(format, fit)
+    fit = measured_for(format, [line for line in table(capability) if possible(line.config)])
     with_cast = {(line.m, line.n, line.k, line.config.kind): line for line in fit if line.casts}
     for rows in sorted({line.m for line in fit}, key=partial(_preference, m)):
         # Rows without a cast exist for all kinds and say which kind is fastest; rows with one say which config of it.
         for line in sorted((line for line in fit if line.m == rows and not line.casts), key=distance):
             same_cast = with_cast.get((rows, line.n, line.k, line.config.kind)) if casts else None
             config = (same_cast or line).config
-            config = config if capability >= CLUSTERS else config._replace(split=1)
-            if config.wgmma and m > 64:
-                config = fitted(config, m)
-            if layout_of(format, config, x_rows, n, k, gpu):
-                return config
+            found = runnable(fitted(config, m) if config.wgmma and m > 64 else config)
+            if found is not None:
+                return found
     return FALLBACK

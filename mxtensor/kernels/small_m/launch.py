@@ -76,14 +76,23 @@ def argument_struct(weights: int) -> struct.Struct:
     return struct.Struct(weights * WEIGHT + OTHERS)
 
 
-@cache
-def resolve(
+class Choice(NamedTuple):
+    """What a product's kernel is compiled from, before it is compiled."""
+
+    config: LaunchConfig
+    layout: SharedMemoryLayout
+    constants: nvrtc.Constants
+    tiles: tuple[int, ...]
+    """tiles of weight rows of each weight"""
+
+
+def choose(
     device: torch.device, format: Format, types: tuple[torch.dtype, torch.dtype, torch.dtype],
     sizes: tuple[int, int, int], widths: tuple[int, ...], alignment: tuple[int, int, int], cast: Cast | None,
     given: LaunchConfig | None,
-) -> ResolvedLaunch:  # fmt: skip
-    """The launch of products of these dtypes (x, result, bias) and sizes (M, K, groups or 0) with weights of ``widths``
-    rows, by the config ``given`` or else by the one that ``choose_config`` finds.
+) -> Choice:  # fmt: skip
+    """The config and constants of products of these dtypes (x, result, bias) and sizes (M, K, groups or 0) with weights
+    of ``widths`` rows, by the config ``given`` or else by the one that ``choose_config`` finds.
 
     ``alignment``: of codes, scales and x, address and row stride in bytes modulo 16, combined by "or". Raises
     RuntimeError if the config does not fit the device or cannot run this product.
@@ -126,11 +135,20 @@ def resolve(
         )
     classes = classes_of(format, config, rows)
     facts = facts_for(Facts(format, *types, *copies, even, cast, classes, weights), config)
-    row = constants(facts, config)
-    grid = config.split, not config.reduce_global
-    packed = argument_struct(weights)
+    return Choice(config, layout, constants(facts, config), tuple(tiles))
+
+
+@cache
+def resolve(
+    device: torch.device, format: Format, types: tuple[torch.dtype, torch.dtype, torch.dtype],
+    sizes: tuple[int, int, int], widths: tuple[int, ...], alignment: tuple[int, int, int], cast: Cast | None,
+    given: LaunchConfig | None,
+) -> ResolvedLaunch:  # fmt: skip
+    """The launch of what ``choose`` chooses. Raises what it raises."""
+    config, layout, row, tiles = choose(device, format, types, sizes, widths, alignment, cast, given)
+    (rows, _, groups), packed, grid = sizes, argument_struct(len(tiles)), (config.split, not config.reduce_global)
     kernel = nvrtc.function(device, KERNEL_SOURCES[config.kind], row, config.kind, packed, config.threads, *grid)
-    blocks = min(sum(tiles), clusters(config, gpu)), 1
+    blocks = min(sum(tiles), clusters(config, gpu_of(device))), 1
     if not config.persistent:
         blocks = sum(tiles), groups or -(-rows // config.cols)
     return ResolvedLaunch(config, layout, kernel, blocks, (0, *accumulate(tiles[:-1])), divmod(sum(tiles), blocks[0]))

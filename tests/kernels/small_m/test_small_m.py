@@ -611,7 +611,9 @@ def test_refusals_give_the_reason():
     assert why(a=Unquantized(x, Cast.of("float8_row"))).startswith(
         "the values of float8_e4m3_row are not exact in bfloat16"
     )
-    assert why(m=129).startswith("for at most 128 rows") and most_rows((9, 0)) == 512  # K = 64 is half a chunk
+    unaligned = weight("mxfp8", 32, 72)  # its rows of codes start at multiples of 8 bytes: wgmma cannot run
+    assert why(b=unaligned, m=129).startswith("for at most 128 rows") and why(m=129) is None
+    assert why(m=513).startswith("for at most 512 rows") and most_rows((9, 0)) == 512
     assert why(m=65, capability=(8, 0)).startswith("for at most 64 rows")
     assert why(m=0) == "no values"
 
