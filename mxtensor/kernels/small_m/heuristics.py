@@ -207,8 +207,8 @@ def choose_config(
     device: torch.device, format: Format, m: int, n: int, k: int, x_rows: int,
     allowed: Callable[[LaunchConfig], bool] = lambda config: True, casts: bool = False,
 ) -> LaunchConfig:  # fmt: skip
-    """The fastest config for m rows (of one group; ``x_rows`` of all groups), n and k: of a measurement of this very
-    shape, else by the cost model, else of the nearest measured shape.
+    """The fastest config for m rows (of one group; ``x_rows`` of all groups), n and k: what ``mx.tune`` measured, else
+    for a shape of the table what that measured, else by the cost model, else of the nearest measured shape.
 
     It is ``allowed``, runs on ``device`` and fits its shared memory; ``FALLBACK`` if no measured one does. ``casts``:
     whether the kernel casts the activations.
@@ -225,25 +225,21 @@ def choose_config(
         return config if layout_of(format, config, x_rows, n, k, gpu) else None
 
     product = gpu, format, m, n, k, casts
-    return _measured_here(*product, runnable) or _by_costs(*product, runnable) or _nearest(*product, possible, runnable)
+    measured = any((line.n, line.k) == (n, k) and line.format == stand_in(format) for line in table(gpu.capability))
+    found = _tuned_here(*product, runnable) or (None if measured else _by_costs(*product, runnable))
+    return found or _nearest(*product, possible, runnable)
 
 
 Runnable = Callable[[LaunchConfig], LaunchConfig | None]
 """A config -> the config as this GPU can run it for this product; None if it cannot."""
 
 
-def _measured_here(
+def _tuned_here(
     gpu: Gpu, format: Format, m: int, n: int, k: int, casts: bool, runnable: Runnable
 ) -> LaunchConfig | None:
-    """The config that was measured for exactly this shape, on this computer or for the table of the package."""
-    for lines in (tuned(gpu.name), table(gpu.capability)):
-        same = [line for line in lines if (line.m, line.n, line.k) == (m, n, k) and line.format == stand_in(format)]
-        preferred = [line for line in same if line.casts == casts] or same
-        fastest_first = sorted(preferred, key=lambda line: line.us)
-        found = next(filter(None, (runnable(line.config) for line in fastest_first)), None)
-        if found is not None:
-            return found
-    return None
+    """The config that ``mx.tune`` found fastest for exactly this product; None if it did not measure it."""
+    case = stand_in(format), casts, m, n, k
+    return next(filter(None, (runnable(line.config) for line in tuned(gpu.name) if line[:5] == case)), None)
 
 
 def _by_costs(gpu: Gpu, format: Format, m: int, n: int, k: int, casts: bool, runnable: Runnable) -> LaunchConfig | None:
