@@ -1,6 +1,6 @@
-"""What every compiled graph with quantized products gets, under any mode: the options of ``inference_options.py``.
+"""What every compiled graph with quantized products gets, under any mode: products of one input become one launch.
 
-torch.compile(model)            # merged products, early launches
+torch.compile(model)            # merged products
 mx.compile_passes(False)        # graphs that are compiled from now on are left as they are
 """
 
@@ -36,7 +36,7 @@ def _settings(gm: Any) -> dict[str, Any]:
     if not are_passes_enabled() or "mxtensor.kernels.small_m.kernel" not in sys.modules:
         return {}
     from .graph import ONE
-    from .inference_options import config, inference_options
+    from .inference_options import Products, config
 
     has_products = any(
         node.target is ONE
@@ -46,7 +46,7 @@ def _settings(gm: Any) -> dict[str, Any]:
     )
     if not has_products or config.post_grad_custom_pre_pass is not None:
         return {}
-    return {"post_grad_custom_pre_pass": inference_options()["post_grad_custom_pre_pass"]}
+    return {"post_grad_custom_pre_pass": Products()}
 
 
 when_imported("torch._inductor.compile_fx", lambda: hook_inductor_settings(_settings))

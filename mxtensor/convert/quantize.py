@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from ..core.arguments import described
+from ..core.progress import with_progress
 from ..numerics.formats import Orientation
 from ..recipe.linear_recipe import LinearRecipe
 from ..tensor.attributes import set_attributes, user_attributes
@@ -120,14 +121,10 @@ def _replace(change: Change, recipe: LinearRecipe, replaced: list[tuple[nn.Modul
 
 
 def _progress(changes: Sequence[Change]) -> Iterable[Change]:
-    """``changes`` with a progress bar for large models, if tqdm is installed."""
+    """``changes`` with a progress bar for large models."""
     if sum(change.values for change in changes) < 100_000_000:
         return changes
-    try:
-        from tqdm.auto import tqdm
-    except ImportError:
-        return changes
-    return tqdm(changes, desc="quantizing", unit="weight")  # type: ignore[no-any-return]
+    return with_progress(changes, "quantizing", "weight")
 
 
 def _parameter(weight: nn.Parameter, module: nn.Module, orientation: Orientation, recipe: LinearRecipe) -> nn.Parameter:

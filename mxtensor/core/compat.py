@@ -222,9 +222,6 @@ def finished_work() -> Any:
     return _create_work_from_future(future)
 
 
-# ---------------------------------------------------------------------------------------------- elsewhere
-
-
 def forget_graphs() -> None:
     """Compile anew whatever was compiled: the guards of graphs take a weight of ours to be as it was (``hook_guards``).
 
@@ -234,6 +231,8 @@ def forget_graphs() -> None:
     if dynamo is not None and not torch.compiler.is_compiling():
         dynamo.reset()
 
+
+# ---------------------------------------------------------------------------------------------- elsewhere
 
 ELSEWHERE = {
     "compile/inference_options.py": ("torch._inductor", "torch._inductor.custom_graph_pass"),

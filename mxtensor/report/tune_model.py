@@ -7,14 +7,14 @@ of ``kernels/small_m/costs.py`` chooses; a model never measures anything by itse
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..core.progress import with_progress
 from ..core.select import forget_decisions
 from ..kernels.small_m import launch
 from ..kernels.small_m.config import LaunchConfig, can_use_wgmma
@@ -52,18 +52,6 @@ def _contenders(format: Format, casts: bool, m: int, n: int, k: int, gpu: Any) -
     return [c.config for c in sorted(possible, key=lambda c: predict(c, m, n, k, format, gpu))[:CONTENDERS]]
 
 
-@contextmanager
-def _progress(total: int) -> Iterator[Callable[[], object]]:
-    """A function to call after each product: it moves a progress bar if tqdm is installed."""
-    try:
-        from tqdm.auto import tqdm
-    except ImportError:
-        yield lambda: None
-        return
-    with tqdm(total=total, desc="tuning", unit="product") as bar:
-        yield bar.update
-
-
 def tune(model: nn.Module, rows: Sequence[int] = TUNED_ROWS, seconds: float = 60.0) -> dict[tuple[int, int, int], str]:
     """Measure the products of ``model``'s quantized layers with these numbers of activation rows.
 
@@ -78,26 +66,21 @@ def tune(model: nn.Module, rows: Sequence[int] = TUNED_ROWS, seconds: float = 60
         )
 
     end, found = time.monotonic() + seconds, []
-    with _progress(len(products) * len(rows)) as done:
-        for (name, casts, n, k), device in products.items():
-            format, gpu = get_format(name), gpu_of(device)
-            if not costs_of(gpu.capability):
-                raise ValueError(
-                    f"there is no cost model of {gpu.name}; write one with python -m mxtensor.report.costs"
-                )
-            cases = {m: _contenders(format, casts and m <= FEW, m, n, k, gpu) for m in rows}
-            with torch.cuda.device(device), torch.no_grad():
-                compile_all(format, [(m, n, k, c, Cast(format) if casts else None) for m in rows for c in cases[m]])
-                copies = weights(format, n, k)
-                for m, configs in cases.items():
-                    done()
-                    if time.monotonic() > end:
-                        continue
-                    cast = Cast(format) if casts else None
-                    x = torch.randn(m, k, device=device, dtype=torch.bfloat16)
-                    for config in configs:
-                        us = graph_time([partial(call, x, w, config, cast) for w in copies], 3)
-                        found.append(Measured(name, casts, m, n, k, us, config))
+    for (name, casts, n, k), device in with_progress(products.items(), "tuning", "shape"):
+        format, gpu, cast = get_format(name), gpu_of(device), Cast(get_format(name)) if casts else None
+        if not costs_of(gpu.capability):
+            raise ValueError(f"there is no cost model of {gpu.name}; write one with python -m mxtensor.report.costs")
+        if time.monotonic() > end:
+            continue
+        cases = {m: _contenders(format, casts and m <= FEW, m, n, k, gpu) for m in rows}
+        with torch.cuda.device(device), torch.no_grad():
+            compile_all(format, [(m, n, k, config, cast) for m in rows for config in cases[m]])
+            copies = weights(format, n, k)
+            for m, configs in cases.items():
+                x = torch.randn(m, k, device=device, dtype=torch.bfloat16)
+                for config in configs if time.monotonic() <= end else ():
+                    us = graph_time([partial(call, x, w, config, cast) for w in copies], 3)
+                    found.append(Measured(name, casts, m, n, k, us, config))
     best: dict[tuple[Any, ...], Measured] = {}
     for line in sorted(found, key=lambda line: -line.us):
         best[line[:5]] = line

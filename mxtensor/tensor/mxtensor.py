@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import itertools
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
@@ -44,8 +45,6 @@ from .te_attributes import TransformerEngineAttributes
 DTYPE = instance(torch.dtype, "a torch.dtype")
 _TENSORS = ("data", "scale", "global_scale")
 """The tensors of an operand, in the order of ``Operand.tensors``."""
-_NAMES: dict[tuple[bool, bool, bool], tuple[str, ...]] = {}
-"""(has a rowwise copy, a columnwise copy, a global scale) -> ``_inner_names``: a compiled graph asks in every call."""
 
 
 def _inner(side: str, name: str) -> property:
@@ -53,10 +52,15 @@ def _inner(side: str, name: str) -> property:
     return property(attrgetter(f"{side}.{name}"))
 
 
-def _inner_names(row: Operand | None, column: Operand | None) -> tuple[str, ...]:
-    """The names of the tensors of these operands, in the order of ``MXTensor.components``."""
-    sides = (("_rowwise", row), ("_columnwise", column))
-    return tuple(f"_inner{side}_{name}" for side, o in sides if o is not None for name in _TENSORS[: len(o.tensors)])
+_NAMES = {
+    (row, column, has_global_scale): tuple(
+        f"_inner{side}_{name}"
+        for side, exists in (("_rowwise", row), ("_columnwise", column))
+        for name in _TENSORS[: exists * (2 + has_global_scale)]
+    )
+    for row, column, has_global_scale in itertools.product((False, True), repeat=3)
+}
+"""(has a rowwise copy, a columnwise copy, a global scale) -> names of its tensors, in the order of ``components``."""
 
 
 class MXTensor(KeepsAttributes, GatheredByFSDP2, TransformerEngineAttributes):
@@ -288,8 +292,7 @@ class MXTensor(KeepsAttributes, GatheredByFSDP2, TransformerEngineAttributes):
             install_pending()
         row, column = self._rowwise, self._columnwise
         key = row is not None, column is not None, (row or column).global_scale is not None  # type: ignore[union-attr]
-        names = _NAMES.get(key) or _NAMES.setdefault(key, _inner_names(row, column))
-        return [*names], (self.recipe, self.dtype, self._link is not None)
+        return [*_NAMES[key]], (self.recipe, self.dtype, self._link is not None)
 
     @staticmethod
     def __tensor_unflatten__(

@@ -11,6 +11,7 @@ from torch._inductor.virtualized import V
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import mxtensor as mx
+from mxtensor.compile import defaults
 from mxtensor.compile.inference_options import ONE, SHARED, Products
 from mxtensor.kernels.runtime import nvrtc
 from mxtensor.kernels.small_m import launch
@@ -217,3 +218,22 @@ def test_a_weight_computed_in_a_graph_is_written_before_a_branch_reads_it():
     found, made = copies(f, *inputs)
     assert made[-1] == 1 and not any(made[:-1])
     torch.testing.assert_close(found, f(*inputs), rtol=2e-2, atol=2e-2)
+
+
+def test_products_are_merged_by_default_unless_that_is_turned_off_or_the_user_has_a_pass():
+    weight = weights(16)[0]
+    with_products = make_fx(one, tracing_mode="fake")(torch.randn(2, 512).bfloat16(), weight)
+    without = make_fx(torch.sin)(torch.randn(2))
+    settings = defaults._settings(with_products)
+    assert list(settings) == ["post_grad_custom_pre_pass"] and isinstance(*settings.values(), Products)
+    assert defaults._settings(without) == {}
+    with config.patch(post_grad_custom_pre_pass=Products()):
+        assert defaults._settings(with_products) == {}
+    layer, usual = mx.quantize(torch.randn(32, 32), "mxfp8"), mx.compile_passes
+    key = layer._stable_hash_for_caching()
+    try:
+        usual(False)
+        assert defaults._settings(with_products) == {} and layer._stable_hash_for_caching() != key
+    finally:
+        usual(True)
+    assert defaults._settings(with_products)

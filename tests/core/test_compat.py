@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import mxtensor
 from mxtensor.core import compat, compat_hooks
+from mxtensor.core.when_imported import install_pending
 
 PACKAGE = Path(mxtensor.__file__).parent
 COMPAT = ("core/compat.py", "core/compat_hooks.py")
@@ -520,6 +521,7 @@ def test_an_exchange_by_a_module_is_known():
 def test_dynamo_reads_attributes_of_tensors_that_a_graph_computes(monkeypatch):
     from torch._dynamo.variables.tensor import TensorVariable
 
+    install_pending()  # before the change that the test undoes: each hook is installed once in a process
     monkeypatch.setattr(TensorVariable, "dynamic_getattr", TensorVariable.dynamic_getattr)
     monkeypatch.setattr(mxtensor.MXTensor, "values", 0, raising=False)
     assert compat_hooks.hook_graph_attributes(mxtensor.MXTensor, {"values": lambda w: w.numel()}, ())
@@ -528,3 +530,58 @@ def test_dynamo_reads_attributes_of_tensors_that_a_graph_computes(monkeypatch):
     assert torch.equal(scaled(x), x * 1024)
     monkeypatch.delattr(TensorVariable, "dynamic_getattr")
     assert not compat_hooks.hook_graph_attributes(mxtensor.MXTensor, {}, ())
+
+
+def test_inductor_compiles_a_graph_under_settings_of_ours(monkeypatch):
+    from torch._inductor import compile_fx, config
+
+    seen = []
+    monkeypatch.setattr(compile_fx, "_compile_fx_inner", lambda gm, *args: seen.append(config.max_autotune))
+    assert compat_hooks.hook_inductor_settings(lambda gm: {"max_autotune": gm == "with products"})
+    compile_fx._compile_fx_inner("with products", "an input")
+    compile_fx._compile_fx_inner("without", "an input")
+    assert seen == [True, False]
+    monkeypatch.delattr(compile_fx, "_compile_fx_inner")
+    assert not compat_hooks.hook_inductor_settings(lambda gm: {})
+
+
+def test_a_compiled_graph_takes_a_tensor_apart_at_once(monkeypatch):
+    from torch._functorch._aot_autograd import runtime_wrappers
+
+    name, usual_got = "runtime_unwrap_tensor_subclasses", []
+    monkeypatch.setattr(
+        runtime_wrappers, name, lambda args, *, append_symints, subclass_metas: usual_got.append(args) or args
+    )
+    assert compat_hooks.hook_unwrapping(mxtensor.MXTensor)
+    unwrap = getattr(runtime_wrappers, name)
+    w, x = mxtensor.quantize(torch.randn(4, 64), "nvfp4"), torch.randn(4)
+    static, symbolic = SimpleNamespace(outer_size=(4, 64), outer_stride=(64, 1)), SimpleNamespace(outer_size=(None, 64))
+    found = unwrap([x, w, 3], append_symints=True, subclass_metas=[None, static, None])
+    assert all(a is b for a, b in zip(found, [x, *w.components, 3], strict=True)) and usual_got == []
+    unwrap([w], append_symints=True, subclass_metas=[symbolic])
+    assert len(usual_got) == 1 and usual_got[0][0] is w
+    monkeypatch.delattr(runtime_wrappers, name)
+    assert not compat_hooks.hook_unwrapping(mxtensor.MXTensor)
+
+
+def test_guards_of_a_weight_are_skipped_where_dynamo_skips_those_of_a_plain_one(monkeypatch):
+    from torch._dynamo import config, guards
+
+    install_pending()
+    marked = []
+    usual = guards.GuardManagerWrapper.find_tag_safe_roots
+
+    def noting(self):
+        usual(self)
+        marked.extend(line for line in str(self).splitlines() if "MXTensor" in line and "tag_safe=(True" in line)
+
+    monkeypatch.setattr(guards.GuardManagerWrapper, "find_tag_safe_roots", noting)
+    layer = mxtensor.quantize_(nn.Linear(64, 64, bias=False), "mxfp8-weight-only")
+    x = torch.randn(2, 64)
+    compiled = torch.compile(layer, backend="eager")
+    with torch.no_grad(), config.patch(use_recursive_dict_tags_for_guards=True):
+        assert torch.equal(compiled(x), layer(x)) and marked
+        layer.weight.data = mxtensor.quantize(torch.randn(64, 64), "mxfp4")
+        assert torch.equal(compiled(x), layer(x))
+    monkeypatch.delattr(guards.GuardManagerWrapper, "find_tag_safe_roots")
+    assert not compat_hooks.hook_guards(mxtensor.MXTensor)

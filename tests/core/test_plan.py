@@ -125,6 +125,7 @@ def test_the_same_plan_says_which_form_a_kernel_wants_and_runs_the_product():
 def launches(monkeypatch):
     """Products of few rows run on the CPU, by one launch; the inputs of launches that came from a plan."""
     monkeypatch.setattr(nvrtc, "function", cuda_on_cpu.function)
+    monkeypatch.setattr(prepared, "PreparedLaunches", cuda_on_cpu.PreparedLaunches)
     monkeypatch.setattr(devices, "device_capability", lambda device: (9, 0))
     monkeypatch.setattr(nvrtc, "unknown", lambda capability: None)
     monkeypatch.setattr(launch, "choose_config", lambda *args: ONE_LAUNCH)

@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 
 from mxtensor.kernels.runtime import nvrtc
+from mxtensor.kernels.runtime.prepared_launches import moved_arguments
 
 MACHINE = Path(__file__).with_name("cuda_machine.h")
 FLAGS = ("-O1", "-std=c++17", "-shared", "-fPIC", "-w", "-ffp-contract=off", "-fno-strict-aliasing")
@@ -96,3 +97,17 @@ def function(device, sources, constants, name, layout, threads, depth=1, cluster
         kernel.run(layout.pack(*arguments), x, y, depth, clustered, threads, memory)
 
     return call
+
+
+class PreparedLaunches:
+    """Replaces that of ``prepared_launches`` for kernels of ``function``, which take all arguments in each call."""
+
+    def __init__(self, device, steps, bases):
+        self.steps = [(kernel, grid, memory, list(arguments)) for kernel, grid, memory, arguments in steps]
+        self.moved = moved_arguments(steps, bases)
+
+    def __call__(self, addresses):
+        for step, at, base, offset in self.moved:
+            self.steps[step][3][at] = addresses[base] + offset
+        for kernel, grid, memory, arguments in self.steps:
+            kernel(*grid, memory, arguments)

@@ -7,9 +7,9 @@ import torch
 from mxtensor import FORMATS, Cast, get_format
 from mxtensor.kernels.gemm import dequant
 from mxtensor.kernels.gemm.spec import GemmArgs
-from mxtensor.kernels.quantize import cpu, sliced, triton_rows
 from mxtensor.numerics.reference import decode, encode, scale_to_float
 from tests.helpers import oracle
+from tests.helpers.every_kernel import KERNELS
 from tests.helpers.stand_in import BF16, quantized_pair, spec_of
 
 pytest.importorskip("triton")
@@ -17,15 +17,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.i
 
 POW2 = [name for name in FORMATS if name.endswith("_pow2")]
 BY_BLOCK = ["float8_e4m3_1x128_pow2", "float8_e5m2_1x128_pow2"]
-BUILT = cpu.library()
-KERNELS = [
-    pytest.param(encode, id="reference"),
-    pytest.param(sliced.QUANTIZE.run, id="sliced"),
-    pytest.param(cpu.QUANTIZE.run, id="cpu", marks=pytest.mark.skipif(isinstance(BUILT, str), reason=str(BUILT))),
-    pytest.param(
-        triton_rows.quantize, id="triton", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="test_gpu.py's")
-    ),
-]
 
 
 def corners(largest):

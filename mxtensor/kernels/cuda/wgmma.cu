@@ -72,19 +72,21 @@ template <int INDEX, int H> DEVICE void load_codes(Chunk& chunk, const ThreadRow
         }
     }
 }
-// The byte of scale ``at`` of the INDEX-th chunk from here, counted from this thread's first one.
-template <int INDEX> DEVICE int byte_of_scale(const ThreadRows& mine, int at) {
-    int block = int(place_of_scales(mine.t)) + at;
+// The scale of block ``block`` of the INDEX-th chunk from here.
+template <int INDEX> DEVICE u32 scale_of_block(const u8* scales, const ThreadRows& mine, int block) {
     bool inside = INDEX * CHUNK + block * SCALE_COLUMNS < mine.left;
-    return INDEX * SCALES_PER_CHUNK + (TAIL && !inside ? 0 : block) - int(place_of_scales(mine.t));
+    return *(scales - place_of_scales(mine.t) + INDEX * SCALES_PER_CHUNK + (TAIL && !inside ? 0 : block));
 }
 template <int INDEX> DEVICE void load_scales(Chunk& chunk, const ThreadRows& mine) {
-    if constexpr (TAIL) {
+    if constexpr (TAIL && SCALED) {
 #pragma unroll
-        for (int i = 0; i < 2 * SCALE_BYTES; i++) {
-            int r = i / (SCALE_BYTES > 0 ? SCALE_BYTES : 1), at = i % (SCALE_BYTES > 0 ? SCALE_BYTES : 1);
-            u32 scale = *(mine.scales[r] + byte_of_scale<INDEX>(mine, at));
-            chunk.scales[r] = at == 0 ? scale : chunk.scales[r] | scale << 8 * at;
+        for (int r = 0; r < 2; r++) {
+            chunk.scales[r] = 0;
+#pragma unroll
+            for (int i = 0; i < SCALE_BYTES; i++) {
+                u32 scale = scale_of_block<INDEX>(mine.scales[r], mine, int(place_of_scales(mine.t)) + i);
+                chunk.scales[r] |= scale << 8 * i;
+            }
         }
     } else if constexpr (SCALE_BYTES > 0)
 #pragma unroll
@@ -209,8 +211,7 @@ template <int H> DEVICE void multiply_blocks(Total& sums, const Chunk& chunk, co
         float scale[2];
 #pragma unroll
         for (int r = 0; r < 2; r++)
-            scale[r] = power_of_scale(
-                *(m.scales[r] + byte_of_scale<0>(m, (BITS == 8 ? 2 * H : 0) + int(block) - int(place_of_scales(m.t)))));
+            scale[r] = power_of_scale(scale_of_block<0>(m.scales[r], m, (BITS == 8 ? 2 * H : 0) + int(block)));
 #pragma unroll
         for (int i = 0; i < 16; i++) a[i] = block == mine ? words[i] : 0;
 #pragma unroll

@@ -215,12 +215,13 @@ class Function:
         return config, ctypes.byref(config), buffer, arguments, attributes
 
     def prepared(self, x: int, y: int, memory: int, arguments: Sequence[int | float]) -> tuple[Any, ...]:
-        """The driver's function, and a config, an argument block and what these point to, for one kind of launch."""
+        """For one kind of launch: the driver's function, a config, the pointers to its arguments, and what both point
+        to, the argument block first."""
         config, _, buffer, pointers, attributes = self._make()
         self._allow(memory)
         self._layout.pack_into(buffer, 0, *arguments)
         config.x, config.y, config.memory = x, y, memory
-        return self._launch, config, buffer, pointers, attributes
+        return self._launch, config, pointers, buffer, attributes
 
     @property
     def handle(self) -> Any:

@@ -20,6 +20,7 @@ from torch import Tensor
 from ...numerics.cast import Cast
 from ...numerics.formats import ElementFormat, Format
 from ..runtime import nvrtc, triton_launch
+from ..runtime.prepared_launches import Step
 from .config import (
     ELEMENTS,
     MOST_WEIGHTS,
@@ -172,15 +173,6 @@ def _activations_kernel(
     return nvrtc.function(device, ACTIVATION_SOURCES, row, name, ACTIVATIONS, ACTIVATION_THREADS[name])
 
 
-class Step(NamedTuple):
-    """One launch: the kernel, its blocks along x and y, its bytes of shared memory, and its arguments."""
-
-    kernel: Any
-    grid: tuple[int, int]
-    memory: int
-    arguments: Sequence[int | float]
-
-
 def activation_steps(
     x: Tensor, format: Format, cast: Cast | None, config: LaunchConfig, scratch: Scratch, base: int
 ) -> list[Step]:
@@ -198,7 +190,7 @@ def activation_steps(
     arguments = (*pointers, k, width, stride, rows, scratch.counted, scratch.maxima_blocks, blocks_per_row)
     grids = {"maxima": (scratch.maxima_blocks, 1), "activations": (rows, blocks_per_row)}
     names = ("maxima", "activations") if scratch.maxima_blocks else ("activations",)
-    return [Step(_activations_kernel(x.device, name, *kind), grids[name], 4, arguments) for name in names]
+    return [(_activations_kernel(x.device, name, *kind), grids[name], 4, arguments) for name in names]
 
 
 # ---------------------------------------------------------------------------------------------- products
@@ -259,7 +251,7 @@ def steps_of(
     """The launches of a product, in order; ``base``: the address of its scratch memory."""
     first = [] if scratch is None else activation_steps(x, format, cast, resolved.config, scratch, base)
     arguments = _arguments(x, weights, results, resolved, scratch, base, alpha, beta, ends, x_global)
-    return [*first, Step(resolved.kernel, resolved.blocks, resolved.layout.bytes, arguments)]
+    return [*first, (resolved.kernel, resolved.blocks, resolved.layout.bytes, arguments)]
 
 
 def _address(t: Tensor | None) -> int:

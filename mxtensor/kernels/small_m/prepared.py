@@ -27,13 +27,8 @@ class _At:
     """A tensor of this layout at an address."""
 
     def __init__(self, t: Tensor, address: int) -> None:
-        self.shape, self.device, self.dtype, self.strides, self.address = (
-            t.shape,
-            t.device,
-            t.dtype,
-            t.stride(),
-            address,
-        )
+        self.shape, self.device, self.dtype = t.shape, t.device, t.dtype
+        self.strides, self.address = t.stride(), address
 
     def data_ptr(self) -> int:
         return self.address

@@ -8,11 +8,12 @@ import mxtensor as mx
 from mxtensor import Cast, get_format
 from mxtensor import recipe as R
 from mxtensor.kernels.gemm.spec import Form
-from mxtensor.kernels.quantize import cpu, reference, sliced, triton_pair, triton_rows
+from mxtensor.kernels.quantize import reference, triton_pair, triton_rows
 from mxtensor.kernels.quantize.select import quantize_operand
 from mxtensor.numerics.formats import FULL
 from mxtensor.numerics.reference import decode_local, encode
 from mxtensor.recipe.rows import recipe_from_row, recipe_to_row
+from tests.helpers.every_kernel import KERNELS
 from tests.kernels.quantize.test_select import assert_same, assert_same_values
 
 pytest.importorskip("triton")
@@ -21,13 +22,6 @@ pytestmark = [
     pytest.mark.usefixtures("one_rounding", "whole_reductions"),
 ]
 no_device = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs the kernels")
-BUILT = cpu.library()
-KERNELS = [
-    pytest.param(encode, id="reference"),
-    pytest.param(sliced.QUANTIZE.run, id="sliced"),
-    pytest.param(cpu.QUANTIZE.run, id="cpu", marks=pytest.mark.skipif(isinstance(BUILT, str), reason=str(BUILT))),
-    pytest.param(triton_rows.quantize, id="triton", marks=no_device),
-]
 NAMES = [name for name in mx.FORMATS if name.startswith("float8")]
 EPSILON = 2.0**-10 + 2.0**-20
 AMAXES = [0.0, -0.0, 2.0**-149, EPSILON / 2, EPSILON - 2.0**-33, EPSILON, EPSILON * 1.01, 3.0, -1e30]

@@ -10,25 +10,17 @@ import torch
 
 import mxtensor as mx
 from mxtensor import Cast, get_format
-from mxtensor.kernels.quantize import cpu, sliced, triton_rows
+from mxtensor.kernels.quantize import cpu, triton_rows
 from mxtensor.numerics.elements import unpack
 from mxtensor.numerics.formats import FORMATS
 from mxtensor.numerics.reference import decode, encode
 from tests.helpers import oracle
+from tests.helpers.every_kernel import KERNELS
 
 pytest.importorskip("triton")
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),  # numpy's about a scale of zero
     pytest.mark.usefixtures("one_rounding", "whole_reductions"),
-]
-BUILT = cpu.library()
-KERNELS = [
-    pytest.param(encode, id="reference"),
-    pytest.param(sliced.QUANTIZE.run, id="sliced"),
-    pytest.param(cpu.QUANTIZE.run, id="cpu", marks=pytest.mark.skipif(isinstance(BUILT, str), reason=str(BUILT))),
-    pytest.param(
-        triton_rows.quantize, id="triton", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="test_gpu.py's")
-    ),
 ]
 each_kernel = pytest.mark.parametrize("quantize", KERNELS)
 each_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -1,0 +1,74 @@
+"""The cost model of launch configs: its fit, its file, and the choices that it makes."""
+
+import pytest
+import torch
+
+import mxtensor as mx
+from mxtensor.kernels.small_m import costs, heuristics
+from mxtensor.kernels.small_m.heuristics import Measured, choose_config, gpu_of, table
+from mxtensor.report.costs import FITTED, HELD_OUT, check, fit
+
+CPU = torch.device("cpu")
+GPU = gpu_of(CPU)
+MXFP8 = mx.FORMATS["mxfp8"]
+CONFIGS = [line.config for line in table((9, 0)) if line.format == MXFP8.name and line.m == 16 and not line.casts][::6]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.kind)
+def test_the_fit_finds_coefficients_that_explain_all_times(config):
+    true = costs.Cost(config, 2.0, 0.3, 0.25, 0.0)
+    times = {
+        (MXFP8.name, False, 16, config): [
+            (n, k, costs.predict(true, 16, n, k, MXFP8, GPU)) for n, k in FITTED + HELD_OUT
+        ]
+    }
+    (found,) = fit(times, GPU, lambda n, k: (n, k) in FITTED).values()
+    for n, k in HELD_OUT:
+        expected = costs.predict(true, 16, n, k, MXFP8, GPU)
+        assert costs.predict(found, 16, n, k, MXFP8, GPU) == pytest.approx(expected, rel=1e-6)
+    assert min(found[1:]) >= 0
+    assert "error 0.0% median" in check(times, {next(iter(times)): found}, GPU, HELD_OUT)
+
+
+def test_a_file_of_costs_is_read_as_it_was_written(tmp_path, monkeypatch):
+    some = {("mxfp8_e4m3", casts, 4): [costs.Cost(CONFIGS[0], 1.5, 0.25, 0.125, 0.0)] for casts in (False, True)}
+    monkeypatch.setattr(costs, "FOLDER", tmp_path)
+    costs.write(costs.path_of((9, 0)), some, "a GPU")
+    costs.costs_of.cache_clear()
+    try:
+        assert costs.costs_of((9, 0)) == {key: tuple(value) for key, value in some.items()}
+        assert costs.costs_of((8, 0)) == {}
+    finally:
+        costs.costs_of.cache_clear()
+
+
+def test_every_number_of_rows_has_costs_and_a_shape_that_was_not_measured_takes_the_cheapest_that_runs():
+    for name in ("mxfp8_e4m3", "mxfp4_e2m1"):
+        for m in costs.ROWS:
+            known = costs.costs_of((9, 0))[name, False, m]
+            chosen = choose_config(CPU, mx.FORMATS[name], m, 5760, 2880, m)
+            cheapest = sorted(known, key=lambda cost: costs.predict(cost, m, 5760, 2880, mx.FORMATS[name], GPU))
+            runs = [c.config for c in cheapest if heuristics.layout_of(mx.FORMATS[name], c.config, m, 5760, 2880, GPU)]
+            assert chosen == runs[0]
+
+
+def test_what_tune_kept_comes_first(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    gpu = GPU._replace(name="a GPU of this test")
+    monkeypatch.setattr(heuristics, "gpu_of", lambda device: gpu)
+    usual = choose_config(CPU, MXFP8, 16, 5760, 2880, 16)
+    beside = choose_config(CPU, MXFP8, 16, 5760, 2912, 16)
+    other = next(c for c in CONFIGS if c not in (usual, beside) and heuristics.layout_of(MXFP8, c, 16, 5760, 2880, gpu))
+    heuristics.keep_tuned(gpu.name, [Measured(MXFP8.name, False, 16, 5760, 2880, 9.0, other)])
+    heuristics.keep_tuned(gpu.name, [Measured(MXFP8.name, False, 8, 5760, 2880, 9.0, other)])
+    try:
+        assert choose_config(CPU, MXFP8, 16, 5760, 2880, 16) == other
+        assert choose_config(CPU, MXFP8, 16, 5760, 2912, 16) == beside
+        assert len(heuristics.tuned(gpu.name)) == 2
+    finally:
+        heuristics.tuned.cache_clear()
+
+
+def test_tune_needs_quantized_layers_on_a_gpu():
+    with pytest.raises(ValueError, match="tune needs a model with quantized layers on a CUDA device"):
+        mx.tune(mx.quantize_(torch.nn.Linear(64, 64), "mxfp8"))
