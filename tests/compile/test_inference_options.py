@@ -222,7 +222,7 @@ def test_a_weight_computed_in_a_graph_is_written_before_a_branch_reads_it():
 
 def test_products_are_merged_by_default_unless_that_is_turned_off_or_the_user_has_a_pass():
     weight = weights(16)[0]
-    with_products = make_fx(one, tracing_mode="fake")(torch.randn(2, 512).bfloat16(), weight)
+    with_products = make_fx(lambda x, *w: one(x, w), tracing_mode="fake")(torch.randn(2, 512).bfloat16(), *weight)
     without = make_fx(torch.sin)(torch.randn(2))
     settings = defaults._settings(with_products)
     assert list(settings) == ["post_grad_custom_pre_pass"] and isinstance(*settings.values(), Products)

@@ -52,7 +52,7 @@ def test_every_number_of_rows_has_costs_and_a_shape_that_was_not_measured_takes_
             assert chosen == runs[0]
 
 
-def test_what_tune_kept_comes_first(tmp_path, monkeypatch):
+def test_what_tune_saved_comes_first(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     gpu = GPU._replace(name="a GPU of this test")
     monkeypatch.setattr(heuristics, "gpu_of", lambda device: gpu)
