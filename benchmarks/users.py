@@ -51,15 +51,20 @@ class HostRow(Row):
 
 
 def host_row(m: int, size: int, args: Any) -> HostRow:
-    """``F.linear`` without gradients at ``m`` rows of one weight, in each format."""
+    """``F.linear`` without gradients at ``m`` rows of one weight, in each format; ``--compiled``: a compiled layer."""
     x = torch.randn(m, size, dtype=torch.bfloat16, device=args.device)
 
     def prepare(config: str) -> Work:
         layer = nn.Linear(size, size, bias=False, dtype=torch.bfloat16, device=args.device).requires_grad_(False)
-        weight = layer.weight if config == BASE else mx.quantize_(layer, config).weight
+        if config != BASE:
+            mx.quantize_(layer, config)
+        if args.compiled:
+            compiled = torch.compile(layer)
+            return lambda: compiled(x)
+        weight = layer.weight
         return lambda: F.linear(x, weight)
 
-    contenders: dict[str, Prepare] = {name: lambda name=name: prepare(name) for name in (BASE, *FORMATS)}  # type: ignore[misc]
+    contenders: dict[str, Prepare] = {name: lambda name=name: prepare(name) for name in (BASE, *args.formats)}  # type: ignore[misc]
     row = HostRow(f"F.linear {m}x{size}x{size}", {}, kind="F.linear", m=m)
     with torch.no_grad():
         return timed(row, contenders, args.repeats, clock=host_clock(CALLS))
@@ -81,7 +86,7 @@ def train_row(m: int, size: int, args: Any) -> HostRow:
 
         return work
 
-    contenders: dict[str, Prepare] = {name: lambda name=name: prepare(name) for name in (BASE, *TRAINED)}  # type: ignore[misc]
+    contenders: dict[str, Prepare] = {name: lambda name=name: prepare(name) for name in (BASE, *args.recipes)}  # type: ignore[misc]
     row = HostRow(f"forward and backward {m}x{size}x{size}", {}, kind="forward and backward", m=m)
     return timed(row, contenders, args.repeats, clock=host_clock(STEPS))
 
@@ -100,9 +105,10 @@ def host_table(rows: Sequence[HostRow]) -> tuple[list[str], list[list[str]]]:
 
 def run_host(args: argparse.Namespace) -> None:
     """Time every format and recipe, and print a table of each kind."""
-    size, progress = 64 if args.tiny else 4096, Progress(len(ROWS) + len(TRAIN_ROWS), "rows")
+    work = [(make, numbers) for make, numbers in ((host_row, args.rows), (train_row, args.train_rows)) if numbers]
+    size, progress = 64 if args.tiny else 4096, Progress(len(args.rows) + len(args.train_rows), "rows")
     tables = []
-    for make, numbers in ((host_row, ROWS), (train_row, TRAIN_ROWS)):
+    for make, numbers in work:
         table = []
         for m in numbers:
             table.append(make(m, size, args))
@@ -118,10 +124,21 @@ def run_host(args: argparse.Namespace) -> None:
     write_json(args.json, rows)
 
 
+def add_host_options(options: argparse.ArgumentParser) -> None:
+    """The options of ``host``."""
+    options.add_argument("--rows", nargs="*", type=int, default=ROWS, help="rows of activations of F.linear")
+    options.add_argument("--formats", nargs="*", default=FORMATS, help=f"default: {' '.join(FORMATS)}")
+    options.add_argument("--train-rows", nargs="*", type=int, default=TRAIN_ROWS, help="the same of a training layer")
+    options.add_argument(
+        "--recipes", nargs="*", choices=RECIPES, default=TRAINED, help=f"default: {', '.join(TRAINED)}"
+    )
+    options.add_argument("--compiled", action="store_true", help="call the layer through torch.compile")
+
+
 Command = tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], None], int]
 """A function that adds options, one that measures and prints, and the default of ``--repeats``."""
 COMMANDS: dict[str, Command] = {
-    "host": (lambda options: None, run_host, 25),
+    "host": (add_host_options, run_host, 25),
     "layers": (users_layers.add_options, users_layers.run, 7),
     "generate": (users_generate.add_options, users_generate.run, 3),
     "train": (users_train.add_options, users_train.run, 7),

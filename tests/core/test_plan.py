@@ -18,7 +18,7 @@ from mxtensor.core.plan import PLANS, Plan, PlanCache
 from mxtensor.kernels.gemm import select
 from mxtensor.kernels.runtime import nvrtc
 from mxtensor.kernels.small_m import kernel as small_m
-from mxtensor.kernels.small_m import launch, prepared
+from mxtensor.kernels.small_m import launch, ops, prepared
 from mxtensor.kernels.small_m.config import LaunchConfig
 from mxtensor.numerics.operand import Operand
 from mxtensor.tensor.mxtensor import MXTensor
@@ -134,14 +134,14 @@ def launches(monkeypatch):
     monkeypatch.setattr(select, "GEMM", tuple(anywhere if k is small_m.KERNEL else k for k in select.GEMM))
     monkeypatch.setattr(select, "has_launches", lambda device: True)
     calls, lock = [], threading.Lock()
-    whole = prepared.Launch.__call__
+    whole = prepared.Launch.run
 
-    def counted(self, x):
+    def counted(self, x, *results):
         calls.append(x)
         with lock:  # the stand-in for a GPU runs one kernel at a time
-            return whole(self, x)
+            whole(self, x, *results)
 
-    monkeypatch.setattr(prepared.Launch, "__call__", counted)
+    monkeypatch.setattr(prepared.Launch, "run", counted)
     yield calls
     launch.resolve.cache_clear()
 
@@ -342,6 +342,55 @@ def test_a_product_of_several_launches_is_prepared_once(name, kind, launches, mo
             expected = [linear(x) for x in xs]
     assert len(launches) == 3
     assert all(map(torch.equal, prepared_ones, expected))
+
+
+@needs_compiler
+@pytest.mark.parametrize("weights", [1, 3])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("cast", [("", ""), ("mxfp8_e4m3", "rceil")])
+def test_the_second_call_of_an_op_has_the_bits_of_the_first(weights, biased, cast, launches, monkeypatch):
+    """The ops are what a compiled graph holds. Each call has other activations, and the third one other weights."""
+    monkeypatch.setattr(ops, "has_launches", lambda x: True)
+    one, shared = torch.ops.mxtensor.small_m, torch.ops.mxtensor.small_m_shared
+
+    def call(x, operands, biases):
+        tensors = [[o.data for o in operands], [o.scale for o in operands]]
+        rest = 1.5, 2.0, torch.float32, *cast
+        if weights == 1:
+            (data,), (scale,) = tensors
+            return [one(x, data, scale, "mxfp8_e4m3", 320, None, None, biases[0], None, *rest)]
+        return shared(x, *tensors, "mxfp8_e4m3", 320, None, [None] * weights, biases, *rest)
+
+    def fresh():
+        operands = [mx.quantize(torch.randn(48 + 16 * i, 320), "mxfp8").rowwise for i in range(weights)]
+        return operands, [torch.randn(o.shape[0]).bfloat16() if biased else None for o in operands]
+
+    first, other = fresh(), fresh()
+    for rows in (1, 3):
+        call(torch.randn(rows, 320).bfloat16(), *first)
+        for operands in (first, other, first):
+            x = torch.randn(rows, 320).bfloat16()
+            found = call(x, *operands)
+            monkeypatch.setattr(ops, "has_launches", lambda x: False)
+            expected = call(x, *operands)
+            monkeypatch.setattr(ops, "has_launches", lambda x: True)
+            assert all(map(torch.equal, found, expected)) and [y.dtype for y in found] == [torch.float32] * weights
+    assert len(launches) == 4  # of six calls, two prepare the launches of the other weights
+
+
+@needs_compiler
+def test_an_op_checks_the_first_call_of_each_kind(launches, monkeypatch):
+    monkeypatch.setattr(ops, "has_launches", lambda x: True)
+    o, x = mx.quantize(torch.randn(48, 320), "mxfp8").rowwise, torch.randn(2, 320).bfloat16()
+
+    def call(scale):
+        rest = "mxfp8_e4m3", 320, None, None, None, None, 1.0, 1.0, torch.bfloat16, "", ""
+        return torch.ops.mxtensor.small_m(x, o.data, scale, *rest)
+
+    assert torch.equal(call(o.scale), call(o.scale)) and len(launches) == 1
+    for wrong in (o.scale[:, :-1], o.scale[:-1], o.scale.float(), o.scale.t()):
+        with pytest.raises((ValueError, TypeError), match="scale must"):
+            call(wrong)
 
 
 @needs_compiler

@@ -13,7 +13,7 @@ from mxtensor.core.kernel import Spec
 from mxtensor.kernels.gemm import select as gemm
 from mxtensor.kernels.gemm.spec import GemmArgs, Unquantized
 from mxtensor.kernels.quantize import cpu, sliced, triton_rows
-from mxtensor.kernels.small_m import kernel as small_m
+from mxtensor.kernels.small_m import ops as small_m
 from mxtensor.kernels.small_m.config import ELEMENTS
 from mxtensor.numerics.formats import E2M3, E8M0, UE4M3, ElementFormat, Format
 from mxtensor.numerics.reference import decode, decode_local, encode
@@ -100,5 +100,5 @@ def test_every_product_kernel_gives_the_definition_or_a_sentence(format, dtype, 
 
 def test_the_few_row_kernels_do_not_cast_to_elements_that_their_sources_lack():
     """The sources round to even mantissas, which e3m0 does not have; the activations are cast before the product."""
-    assert not small_m._is_cast_here(mx.Cast.of(NEW[0]), torch.randn(2, 64).bfloat16())
-    assert small_m._is_cast_here(mx.Cast.of("mxfp4"), torch.randn(2, 64).bfloat16())
+    assert not small_m.is_cast_here(mx.Cast.of(NEW[0]), torch.randn(2, 64).bfloat16())
+    assert small_m.is_cast_here(mx.Cast.of("mxfp4"), torch.randn(2, 64).bfloat16())

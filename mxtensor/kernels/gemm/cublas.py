@@ -12,6 +12,7 @@ import ctypes
 import torch
 from torch import Tensor
 
+from ...core import custom_ops
 from ...core.devices import cached
 from ...core.kernel import Spec
 from ...core.tracing import is_traced
@@ -117,7 +118,7 @@ def eager_device_scaled_mm(
     return out
 
 
-@torch.library.custom_op("mxtensor::device_scaled_mm", mutates_args=())
+@custom_ops.define("mxtensor::device_scaled_mm")
 def device_scaled_mm(
     a: Tensor, b: Tensor, scales: list[Tensor], bias: Tensor | None, alpha: float, beta: float, out_dtype: torch.dtype
 ) -> Tensor:
@@ -133,7 +134,7 @@ def device_scaled_mm(
     return eager_device_scaled_mm(a, b, scales, bias, alpha, beta, out_dtype)
 
 
-@device_scaled_mm.register_fake
+@custom_ops.fake_of(device_scaled_mm)
 def _(a, b, scales, bias, alpha, beta, out_dtype):  # type: ignore[no-untyped-def]
     return a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
 

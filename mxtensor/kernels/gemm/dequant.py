@@ -14,6 +14,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from ...core import custom_ops
 from ...core.compat import cpu_multiplies_bfloat16
 from ...core.kernel import Kernel, Spec
 from ...core.tracing import is_traced
@@ -106,7 +107,7 @@ def eager_sliced_mm(
     return out
 
 
-@torch.library.custom_op("mxtensor::sliced_mm", mutates_args=())
+@custom_ops.define("mxtensor::sliced_mm")
 def sliced_mm(
     a: Tensor, data: Tensor, scale: Tensor, format: str, global_scales: list[Tensor], bias: Tensor | None,
     alpha: float, beta: float,
@@ -121,7 +122,7 @@ def sliced_mm(
     return eager_sliced_mm(a, b, global_scales, bias, alpha, beta)
 
 
-@sliced_mm.register_fake
+@custom_ops.fake_of(sliced_mm)
 def _(a, data, scale, format, global_scales, bias, alpha, beta):  # type: ignore[no-untyped-def]
     return a.new_empty(a.shape[0], data.shape[0])
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...core import custom_ops
 from ...core.devices import cached, device_capability
 from ...core.kernel import Kernel, Spec
 from ...core.tracing import is_traced
@@ -228,7 +229,7 @@ def eager_dot_scaled(
     return out
 
 
-@torch.library.custom_op("mxtensor::dot_scaled", mutates_args=())
+@custom_ops.define("mxtensor::dot_scaled")
 def dot_scaled(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, a_format: str, b_format: str, cols: int,
     a_global: Tensor | None, b_global: Tensor | None, bias: Tensor | None, ends: Tensor | None,
@@ -254,7 +255,7 @@ def dot_scaled(
     return eager_dot_scaled(a, a_scale, b, b_scale, *rest)
 
 
-@dot_scaled.register_fake
+@custom_ops.fake_of(dot_scaled)
 def _(a, a_scale, b, b_scale, a_format, b_format, cols, a_global, b_global, bias, ends, alpha, beta, out_dtype):  # type: ignore[no-untyped-def]
     return a.new_empty(a.shape[0], b.shape[-2], dtype=out_dtype)
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...core import custom_ops
 from ...core.tracing import is_traced
 from ...numerics.formats import FULL
 from .scaled_mm_contract import GROUPED_SCALINGS, ROW_BLOCK, SCALINGS, SQUARE_BLOCK, Product, Scaling, check
@@ -83,7 +84,7 @@ def _product(
 _ROWS: tuple[Scaling, ...] = SCALINGS + GROUPED_SCALINGS
 
 
-@torch.library.custom_op("mxtensor::scaled_mm", mutates_args=())
+@custom_ops.define("mxtensor::scaled_mm")
 def scaled_mm(
     a: Tensor, b: Tensor, scales: list[Tensor], bias: Tensor | None, ends: Tensor | None, row: int, dtype: torch.dtype
 ) -> Tensor:
@@ -96,7 +97,7 @@ def scaled_mm(
     return launch(_product(a, b, scales, bias, ends, row, dtype))
 
 
-@scaled_mm.register_fake
+@custom_ops.fake_of(scaled_mm)
 def _(a, b, scales, bias, ends, row, dtype):  # type: ignore[no-untyped-def]
     p = _product(a, b, scales, bias, ends, row, dtype)
     if _fake_is_wrong(p):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...core import custom_ops
 from ...core.kernel import Spec
 from ...core.tracing import is_traced
 from ..runtime import triton_launch
@@ -44,7 +45,7 @@ def _on_device(history: Tensor, record: Tensor, amax: Tensor, multiplier: float,
     return out, following
 
 
-@torch.library.custom_op("mxtensor::advance_history", mutates_args=())
+@custom_ops.define("mxtensor::advance_history")
 def advance_op(history: Tensor, record: Tensor, amax: Tensor, multiplier: float, newest: bool) -> tuple[Tensor, Tensor]:
     """``advance`` that leaves ``record`` as it is: one op for torch.compile."""
     op, kind = "mxtensor::advance_history", (torch.float32,)
@@ -58,7 +59,7 @@ def advance_op(history: Tensor, record: Tensor, amax: Tensor, multiplier: float,
     return _on_device(history, record, amax, multiplier, newest)
 
 
-@advance_op.register_fake
+@custom_ops.fake_of(advance_op)
 def _(history, record, amax, multiplier, newest):  # type: ignore[no-untyped-def]
     return torch.empty_like(history), torch.empty_like(amax)
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...core import custom_ops
 from ...core.compat import is_exporting
 from ...core.kernel import Kernel, Spec
 from ...core.tracing import is_traced
@@ -28,7 +29,7 @@ def _eager(x: Tensor, cast: Cast) -> Operand:
     return (cpu.QUANTIZE if cpu.QUANTIZE.refuses(spec, x, cast) is None else QUANTIZE).run(x, cast)  # type: ignore[no-any-return]
 
 
-@torch.library.custom_op("mxtensor::encode", mutates_args=())
+@custom_ops.define("mxtensor::encode")
 def encode_op(
     x: Tensor, format: str, scaling: str, rounding: str, amax_epsilon: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -40,7 +41,7 @@ def encode_op(
     return operand.data, operand.scale, global_scale
 
 
-@encode_op.register_fake
+@custom_ops.fake_of(encode_op)
 def _(x, format, scaling, rounding, amax_epsilon):  # type: ignore[no-untyped-def]
     out = Operand.empty(get_format(format), x.shape, x.device)
     return out.data, out.scale, x.new_empty(0, dtype=torch.float32) if out.global_scale is None else out.global_scale

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...core import custom_ops
 from ...core.kernel import Kernel
 from ...numerics.cast import Cast
 from ...numerics.formats import FULL, Format, get_format
@@ -55,7 +56,7 @@ def _check_rows(op: str, format: Format, columnwise: bool = True) -> None:
         raise ValueError(f"{op} casts the columns of blocks along rows, or codes with one scale a tensor, not {format}")
 
 
-@torch.library.custom_op("mxtensor::quantize", mutates_args=())
+@custom_ops.define("mxtensor::quantize")
 def quantize_op(
     x: Tensor, format: str, scaling: str, rounding: str, seed: int | None, amax_epsilon: float
 ) -> list[Tensor]:
@@ -64,12 +65,12 @@ def quantize_op(
     return list(triton_rows.quantize(x, Cast.of(format, scaling, rounding, seed, amax_epsilon)).tensors)
 
 
-@quantize_op.register_fake
+@custom_ops.fake_of(quantize_op)
 def _(x, format, scaling, rounding, seed, amax_epsilon):  # type: ignore[no-untyped-def]
     return list(Operand.empty(get_format(format), x.shape, x.device).tensors)
 
 
-@torch.library.custom_op("mxtensor::quantize_both", mutates_args=())
+@custom_ops.define("mxtensor::quantize_both")
 def quantize_both_op(
     x: Tensor, format: str, scaling: str, rounding: str, seed: int | None, amax_epsilon: float
 ) -> list[Tensor]:
@@ -80,12 +81,12 @@ def quantize_both_op(
     return _tensors(triton_rows.quantize_both(x, cast))
 
 
-@quantize_both_op.register_fake
+@custom_ops.fake_of(quantize_both_op)
 def _(x, format, scaling, rounding, seed, amax_epsilon):  # type: ignore[no-untyped-def]
     return _fake(x, get_format(format), [tuple(x.shape), (x.shape[1], x.shape[0])])
 
 
-@torch.library.custom_op("mxtensor::fake_quantize", mutates_args=())
+@custom_ops.define("mxtensor::fake_quantize")
 def fake_quantize_op(
     x: Tensor, format: str, scaling: str, rounding: str, seed: int | None, amax_epsilon: float, dtype: torch.dtype
 ) -> list[Tensor]:
@@ -95,13 +96,13 @@ def fake_quantize_op(
     return [out] if global_scale is None else [out, global_scale]
 
 
-@fake_quantize_op.register_fake
+@custom_ops.fake_of(fake_quantize_op)
 def _(x, format, scaling, rounding, seed, amax_epsilon, dtype):  # type: ignore[no-untyped-def]
     out = [x.new_empty(x.shape, dtype=dtype)]
     return [*out, x.new_empty((), dtype=torch.float32)] if get_format(format).global_scale else out
 
 
-@torch.library.custom_op("mxtensor::cast_pair", mutates_args=())
+@custom_ops.define("mxtensor::cast_pair")
 def cast_pair_op(
     x: Tensor,
     format: str,
@@ -138,7 +139,7 @@ def cast_pair_op(
     return [*components, *(t for t in (global_scale, record) if t is not None)]
 
 
-@cast_pair_op.register_fake
+@custom_ops.fake_of(cast_pair_op)
 def _(x, format, scaling, rounding, seed, amax_epsilon, rowwise, columnwise, dtype, amax, recorded):  # type: ignore[no-untyped-def]
     row = get_format(format)
     components: list[Tensor] = []
@@ -150,7 +151,7 @@ def _(x, format, scaling, rounding, seed, amax_epsilon, rowwise, columnwise, dty
     return [*components, *(x.new_empty((), dtype=torch.float32) for there in (row.global_scale, recorded) if there)]
 
 
-@torch.library.custom_op("mxtensor::dequantize", mutates_args=())
+@custom_ops.define("mxtensor::dequantize")
 def dequantize_op(
     data: Tensor, scale: Tensor, global_scale: Tensor | None, format: str, shape: list[int], dtype: torch.dtype
 ) -> Tensor:
@@ -164,7 +165,7 @@ def dequantize_op(
     return triton_rows.dequantize(operand, dtype)
 
 
-@dequantize_op.register_fake
+@custom_ops.fake_of(dequantize_op)
 def _(data, scale, global_scale, format, shape, dtype):  # type: ignore[no-untyped-def]
     return data.new_empty(shape, dtype=dtype)
 

@@ -1,13 +1,13 @@
-"""The kernel rows ``small_m`` of the GEMM tables, and its custom ops: products of few rows on any GPU from sm_80 on.
+"""The kernel rows ``small_m`` of the GEMM tables: products of few rows on any GPU from sm_80 on.
 
-``refuses`` says which products the kernel takes. ``run`` calls ``launch`` directly; a traced graph holds the ops
-``mxtensor::small_m`` and, for several weights of one input, ``mxtensor::small_m_shared``.
+``refuses`` says which products the kernel takes. ``run`` calls ``launch`` directly; a traced graph holds the op
+``mxtensor::small_m`` (``ops.py``).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from ...core.kernel import Kernel, Spec
 from ...core.tracing import is_traced
 from ...numerics.cast import Cast
-from ...numerics.formats import E8M0, UE4M3, Format, Rounding, ScaleCalculationMode, get_format
+from ...numerics.formats import Format
 from ...numerics.operand import Operand
 from ...numerics.validate import check_sizes
 from ..gemm.spec import (
@@ -32,14 +32,11 @@ from ..gemm.spec import (
 from ..quantize.select import dequantize_operand, fake_quantize
 from ..runtime import nvrtc
 from ..runtime.availability import exported, other_build
-from ..runtime.check import check_argument, check_codes, check_scalars
 from .config import ELEMENTS, SCALES, TYPES, can_use_wgmma
 from .heuristics import most_rows
 from .launch import Weight, launch
+from .ops import HALVES, is_cast_here, small_m
 from .prepared import Launch, prepare_launch
-
-HALVES = (torch.bfloat16, torch.float16)
-
 
 # ---------------------------------------------------------------------------------------------- refusals
 
@@ -99,39 +96,20 @@ def refuses_grouped(spec: Spec, a: GemmOperand, b: GemmOperand, ends: Tensor, ar
     return reason
 
 
-# ---------------------------------------------------------------------------------------------- the op
+# ---------------------------------------------------------------------------------------------- the kernels
 
 
-def _cast_of(cast: str, scaling: str) -> Cast | None:
-    """The cast that an op's two strings name; None for an empty ``cast``."""
-    return Cast(get_format(cast), ScaleCalculationMode(scaling)) if cast else None
-
-
-def check_arguments(
-    op: str, x: Tensor, weights: Sequence[Weight], format: Format, cols: int, x_global: Tensor | None,
-    ends: Tensor | None, out_dtype: torch.dtype, cast: Cast | None,
-) -> None:  # fmt: skip
-    """Raise TypeError or ValueError unless the kernels can read these arguments of an op, on whatever device."""
-    decoded = format.element in ELEMENTS and (format.scale, format.block[1]) in SCALES and out_dtype in TYPES
-    if not decoded or (cast is not None and not _is_cast_here(cast, x)):
-        raise ValueError(f"{op} cannot multiply {x.dtype} by {format} to {out_dtype} with the cast {cast}")
-    check_argument(op, "x", x, HALVES, (None, cols), x.device)
-    if not x.is_contiguous() and (x.stride(1) != 1 or x.stride(0) < cols):
-        raise ValueError(f"{op}: the rows of x must be contiguous, one after the other, got strides {x.stride()}")
-    check_scalars(op, "a global scale", [x_global, *(w.global_scale for w in weights)], x.device)
-    for w in weights:
-        sizes = (None, None) if ends is None else (None, None, None)
-        check_argument(op, "data", w.data, (torch.uint8, format.element.dtype), sizes, x.device)
-        check_codes(op, w.data, w.scale, w.global_scale, format, (*w.data.shape[:-1], cols))
-        width = w.data.shape[-2]
-        if w.bias is not None:
-            check_argument(op, "bias", w.bias, tuple(TYPES), (x.shape[0], width)[2 - max(w.bias.dim(), 1) :], x.device)
-        if not all(t.is_contiguous() for t in (w.data, w.scale, w.bias) if t is not None):
-            raise ValueError(f"{op}: codes, scales and bias must be contiguous; copy them with contiguous()")
-    if ends is not None:
-        check_argument(op, "ends", ends, (torch.int32,), (weights[0].data.shape[0],), x.device)
-        if not ends.is_contiguous():
-            raise ValueError(f"{op}: ends must be contiguous; copy them with contiguous()")
+def _activations(a: GemmOperand) -> tuple[Tensor, Tensor | None, Cast | None]:
+    """The activations in 16 bits, their global scale, and the cast that the kernel still has to do."""
+    if isinstance(a, Unquantized):
+        if is_cast_here(a.cast, a.x):
+            return a.x, None, a.cast
+        return *fake_quantize(a.x, a.cast, torch.bfloat16), None
+    if isinstance(a, FakeQuantized):
+        return a.values, a.global_scale, None
+    if isinstance(a, Operand):
+        return dequantize_operand(replace(a, global_scale=None), torch.bfloat16), a.global_scale, None
+    return a, None, None
 
 
 def _one(
@@ -140,92 +118,6 @@ def _one(
 ) -> Tensor:  # fmt: skip
     """``launch`` of one weight."""
     return launch(x, (Weight(data, scale, global_scale, bias),), format, cols, x_global, *rest)[0]
-
-
-@torch.library.custom_op("mxtensor::small_m", mutates_args=())
-def small_m(
-    x: Tensor, data: Tensor, scale: Tensor, format: str, cols: int, x_global: Tensor | None,
-    global_scale: Tensor | None, bias: Tensor | None, ends: Tensor | None, alpha: float, beta: float,
-    out_dtype: torch.dtype, cast: str, scaling: str,
-) -> Tensor:  # fmt: skip
-    """``alpha * global scales * x @ decode(data, scale)^T + beta * bias`` (M, N), summed in float32 and rounded once.
-
-    x (M, K) is bfloat16 or float16; it is first cast to the format ``cast`` unless that is empty. ``data`` and
-    ``scale`` are those of an (N, K) operand of ``format``, and ``cols`` is K. ``bias`` is (N,) or (M, N). With ``ends``
-    (G,) the operand is a stack (G, N, K): rows ``ends[g - 1]`` to ``ends[g]`` of x are multiplied by matrix g, and the
-    rows after the last end are zeros.
-    """
-    f, to, weight = get_format(format), _cast_of(cast, scaling), Weight(data, scale, global_scale, bias)
-    check_arguments("mxtensor::small_m", x, [weight], f, cols, x_global, ends, out_dtype, to)
-    return _one(x, data, scale, f, cols, x_global, global_scale, bias, ends, alpha, beta, out_dtype, to)
-
-
-@small_m.register_fake
-def _(x, data, scale, format, cols, x_global, global_scale, bias, ends, alpha, beta, out_dtype, cast, scaling):  # type: ignore[no-untyped-def]
-    return x.new_empty(x.shape[0], data.shape[-2], dtype=out_dtype)
-
-
-@torch.library.custom_op("mxtensor::small_m_shared", mutates_args=())
-def small_m_shared(
-    x: Tensor, data: list[Tensor], scale: list[Tensor], format: str, cols: int, x_global: Tensor | None,
-    global_scale: Sequence[Tensor | None], bias: Sequence[Tensor | None], alpha: float, beta: float,
-    out_dtype: torch.dtype, cast: str, scaling: str,
-) -> list[Tensor]:  # fmt: skip
-    """``small_m`` of one x by each of several weights, without groups."""
-    f, to = get_format(format), _cast_of(cast, scaling)
-    if not data or len({*map(len, (data, scale, global_scale, bias))}) > 1:
-        raise ValueError("mxtensor::small_m_shared: data, scale, global_scale and bias must have one length, not 0")
-    weights = [*map(Weight, data, scale, global_scale, bias)]
-    check_arguments("mxtensor::small_m_shared", x, weights, f, cols, x_global, None, out_dtype, to)
-    return launch(x, weights, f, cols, x_global, None, alpha, beta, out_dtype, to)
-
-
-@small_m_shared.register_fake
-def _(x, data, scale, format, cols, x_global, global_scale, bias, alpha, beta, out_dtype, cast, scaling):  # type: ignore[no-untyped-def]
-    return [x.new_empty(x.shape[0], d.shape[-2], dtype=out_dtype) for d in data]
-
-
-@torch.library.custom_op("mxtensor::written", mutates_args=())
-def written(x: Tensor) -> Tensor:
-    """A copy of x by a kernel that does not let the next kernel start early.
-
-    So a product may read the copy without waiting: x and the copy are complete when the product starts.
-    """
-    return x.clone()
-
-
-@written.register_fake
-def _(x):  # type: ignore[no-untyped-def]
-    return torch.empty_like(x)
-
-
-# ---------------------------------------------------------------------------------------------- the kernels
-
-
-def _is_cast_here(cast: Cast, x: Tensor) -> bool:
-    """Whether the CUDA sources do this cast: to MX blocks of 32 or to NVFP4 blocks of 16, from a 16-bit dtype.
-
-    ``casts.cuh`` rounds to an even mantissa, which an element without mantissa bits lacks; ELEMENTS are tested.
-    """
-    f = cast.format
-    if cast.rounding is not Rounding.NEAREST or x.dtype not in HALVES or f.element not in ELEMENTS:
-        return False
-    if f.scale is E8M0:
-        return f.block == (1, 32)
-    return f.scale is UE4M3 and f.block == (1, 16)
-
-
-def _activations(a: GemmOperand) -> tuple[Tensor, Tensor | None, Cast | None]:
-    """The activations in 16 bits, their global scale, and the cast that the kernel still has to do."""
-    if isinstance(a, Unquantized):
-        if _is_cast_here(a.cast, a.x):
-            return a.x, None, a.cast
-        return *fake_quantize(a.x, a.cast, torch.bfloat16), None
-    if isinstance(a, FakeQuantized):
-        return a.values, a.global_scale, None
-    if isinstance(a, Operand):
-        return dequantize_operand(replace(a, global_scale=None), torch.bfloat16), a.global_scale, None
-    return a, None, None
 
 
 def _call(a: GemmOperand, b: GemmOperand, ends: Tensor | None, args: GemmArgs, work: Callable[..., Tensor]) -> Tensor:
@@ -274,14 +166,14 @@ def prepare(x: Tensor, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> Launch
     assert isinstance(b, Operand)
     check_sizes(b)
     bias, cast = args.bias, a.cast if isinstance(a, Unquantized) else None
-    if not isinstance(a, Tensor) and (cast is None or not _is_cast_here(cast, x)):
+    if not isinstance(a, Tensor) and (cast is None or not is_cast_here(cast, x)):
         return None
     simple = bias is None or (bias.dim() == 1 and bias.is_contiguous() and bias.dtype in TYPES)
     if not simple or args.alpha != 1 or args.beta != 1 or args.out_dtype is not x.dtype:
         return None
     if not (x.is_contiguous() and b.data.is_contiguous() and b.scale.is_contiguous()):
         return None
-    return prepare_launch(x, Weight(b.data, b.scale, b.global_scale, bias), b.format, b.shape[-1], cast)
+    return prepare_launch(x, [Weight(b.data, b.scale, b.global_scale, bias)], b.format, b.shape[-1], cast)
 
 
 def run_grouped(a: GemmOperand, b: GemmOperand, ends: Tensor, args: GemmArgs) -> Tensor:

@@ -1,26 +1,27 @@
-"""Repeated products: all launches of a product with one weight, prepared once for activations of one layout.
+"""Repeated products: all launches of one x by one or several weights, prepared once for activations of one layout.
 
-A later call costs an allocation of the result, one of the scratch memory if there is any, and the launches.
+A later call costs an allocation of each result, one of the scratch memory if there is any, and the launches.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...core.shapes import as_matrix
 from ...numerics.cast import Cast
 from ...numerics.formats import Format
 from ..runtime import triton_launch
-from ..runtime.prepared_launches import PreparedLaunches
+from ..runtime.prepared_launches import WINDOW, PreparedLaunches
+from .config import MOST_WEIGHTS
 from .heuristics import BY_WARPS
 from .launch import Weight, resolved_for, steps_of
 from .scratch import scratch_of
 
-WHERE = 1 << 60, 1 << 61, 1 << 62
-"""Addresses that no memory has, for result, activations and scratch memory while the arguments are made."""
+RESULTS, X, SCRATCH = 1 << 60, 1 << 61, 1 << 62
+"""Addresses that no memory has, for results, activations and scratch memory while the arguments are made."""
 
 
 class _At:
@@ -38,32 +39,57 @@ class _At:
 
 
 class Launch:
-    """The launches of a product with one weight. Stores addresses and no tensor."""
+    """The launches of the product with one weight. Stores addresses and no tensor."""
 
-    def __init__(self, shape: tuple[int, ...], scratch_bytes: int, launches: PreparedLaunches) -> None:
-        self.shape, self.scratch_bytes, self.launches = shape, scratch_bytes, launches
+    def __init__(
+        self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, scratch_bytes: int, launches: PreparedLaunches
+    ) -> None:
+        self.shapes, self.dtype, self.scratch_bytes, self.launches = shapes, dtype, scratch_bytes, launches
+        self.shape = shapes[0]
 
     def __call__(self, x: Tensor) -> Tensor:
-        out = x.new_empty(self.shape)
-        if self.scratch_bytes:
-            scratch = x.new_empty(self.scratch_bytes, dtype=torch.uint8)
-            self.launches((out.data_ptr(), x.data_ptr(), scratch.data_ptr()))
-        else:
-            self.launches((out.data_ptr(), x.data_ptr(), 0))
+        out = x.new_empty(self.shape, dtype=self.dtype)
+        self.run(x, out.data_ptr())
         return out
 
+    def run(self, x: Tensor, *results: int) -> None:
+        """Launch all; ``results``: the addresses of the results."""
+        if self.scratch_bytes:
+            scratch = x.new_empty(self.scratch_bytes, dtype=torch.uint8)
+            self.launches((x.data_ptr(), scratch.data_ptr(), *results))
+        else:
+            self.launches((x.data_ptr(), 0, *results))
 
-def prepare_launch(x: Tensor, weight: Weight, format: Format, cols: int, cast: Cast | None) -> Launch | None:
-    """The launches of this weight with alpha and beta 1 and the dtype of x (..., K)."""
-    rows, n = as_matrix(x), weight.data.shape[-2]
-    if rows.shape[0] > BY_WARPS and (weight.data.data_ptr() | weight.scale.data_ptr()) % 16:
+
+class SharedLaunch(Launch):
+    """The same with several weights: a call returns a list."""
+
+    def __call__(self, x: Tensor) -> list[Tensor]:  # type: ignore[override]
+        results = [x.new_empty(shape, dtype=self.dtype) for shape in self.shapes]
+        self.run(x, *(t.data_ptr() for t in results))
+        return results
+
+
+def prepare_launch(
+    x: Tensor, weights: Sequence[Weight], format: Format, cols: int, cast: Cast | None, alpha: float = 1.0,
+    beta: float = 1.0, out_dtype: torch.dtype | None = None, kind: type[Launch] = Launch,
+) -> Launch | None:  # fmt: skip
+    """The launches of x (..., K) by these weights; None if they take more than one product kernel, or a copy first.
+
+    Results have the dtype of x unless ``out_dtype`` is given.
+    """
+    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    if rows.shape[0] > BY_WARPS and any((w.data.data_ptr() | w.scale.data_ptr()) % 16 for w in weights):
         return None  # the weight is copied first
-    out_at, x_at, scratch_at = WHERE
+    if len(weights) > MOST_WEIGHTS or len({w.bias.dtype for w in weights if w.bias is not None}) > 1:
+        return None
+    dtype = out_dtype or x.dtype
     with triton_launch.on(x.device):
-        resolved = resolved_for(rows, (weight,), format, cols, 0, x.dtype, cast, None)
+        resolved = resolved_for(rows, weights, format, cols, 0, dtype, cast, None)
         scratch = None if resolved.config.whole_x else scratch_of(resolved.config, *rows.shape, cast, resolved.blocks)
-        given: Any = _At(rows, x_at | rows.data_ptr() & 15)
-        result: Any = _At(rows, out_at)
-        steps = steps_of(given, (weight,), (result,), format, cast, resolved, scratch, scratch_at)
-        launches = PreparedLaunches(x.device, steps, (out_at, given.address, scratch_at))
-    return Launch((*x.shape[:-1], n), 0 if scratch is None else scratch.bytes, launches)
+        given: Any = _At(rows, X | rows.data_ptr() & 15)
+        results: list[Any] = [_At(rows, RESULTS + i * WINDOW) for i in range(len(weights))]
+        steps = steps_of(given, weights, results, format, cast, resolved, scratch, SCRATCH, alpha, beta)
+        launches = PreparedLaunches(x.device, steps, (given.address, SCRATCH, *(y.address for y in results)))
+    shapes = [(*x.shape[:-1], w.data.shape[-2]) for w in weights]
+    return kind(shapes, dtype, 0 if scratch is None else scratch.bytes, launches)

@@ -7,7 +7,7 @@ import mxtensor as mx
 from mxtensor.kernels.gemm import cublas, dequant, dot_scaled, scaled_mm_call  # noqa: F401  (define ops)
 from mxtensor.kernels.quantize import amax_history, triton_ops  # noqa: F401
 from mxtensor.kernels.runtime import check
-from mxtensor.kernels.small_m import kernel as small_m
+from mxtensor.kernels.small_m import ops as small_m
 from mxtensor.kernels.small_m.launch import Weight
 from mxtensor.numerics.reference import decode
 
