@@ -300,7 +300,7 @@ template <float (*VALUE)(u32, int), int N> DEVICE void multiply_four_warps(float
         }
     arrive_and_wait(w.barrier);
 }
-#define multiply_warpgroup multiply_four_warps<DIRECT ? brain : half>  // DIRECT is defined after this header
+#define multiply_warpgroup multiply_four_warps<BRAIN ? brain : half>  // BRAIN is defined after this header
 DEVICE void begin_wgmma(u32 (&)[16]) {}
 DEVICE void commit_wgmma() {}
 template <int COUNT> DEVICE void take_registers() {}

@@ -1,5 +1,5 @@
 // Dequantized words of a wgmma kernel: sixteen consecutive codes of a row, a piece, as eight words of two float16, or
-// of two bfloat16 if x is read as it is (DIRECT), multiplied by the scale of their block.
+// of two bfloat16 if x is read as it is (BRAIN), multiplied by the scale of their block.
 //
 // A power-of-two scale is taken relative to the window of its row: a range of octaves around the row's first scales in
 // which 16 bits hold every product exactly. If any scale of a block of rows is outside its window, the block computes
@@ -55,11 +55,11 @@ DEVICE void decode_eight_brains(u32* out, const u32* codes, u32 odd = 0) {
 // ---------------------------------------------------------------------------------------------- windows
 
 // octaves of a window, and how many of them are above the row's first scales
-constexpr u32 OCTAVES = DIRECT ? 32 : ELEMENT == E5M2 ? 8 : 16, ABOVE = OCTAVES / 4;
+constexpr u32 OCTAVES = BRAIN ? 32 : ELEMENT == E5M2 ? 8 : 16, ABOVE = OCTAVES / 4;
 // The biased exponent (BIAS) of the largest scale in a window. float16: 2^(TOP - 15); bfloat16: the largest E4M3 value
 // becomes about 1, so that no sum is larger than it would be with the scales themselves.
-constexpr u32 EXPONENT_BIAS = DIRECT ? 127 : 15, EXPONENT_AT = DIRECT ? 7 : 10;
-constexpr u32 TOP = DIRECT ? BRAIN_EXPONENT + 118
+constexpr u32 EXPONENT_BIAS = BRAIN ? 127 : 15, EXPONENT_AT = BRAIN ? 7 : 10;
+constexpr u32 TOP = BRAIN ? BRAIN_EXPONENT + 118
                     : ELEMENT == E4M3 ? 22 : ELEMENT == E5M2 ? 15 : ELEMENT == INT8 ? 23 : 30;
 constexpr u32 LEAST = TOP - OCTAVES + 1, NAN_SCALE = 255, EACH = BITS == 8 ? 0x01010101 : 1;
 constexpr u32 BOTH = 0x00010001 << EXPONENT_AT;  // one octave in both halves of a word
@@ -86,8 +86,8 @@ constexpr u32 OUTSIDE = BITS == 8 ? ~((OCTAVES - 1) * EACH) : ~(OCTAVES - 1);
 
 // Multiplies the sum of a row by what brings it back from its window; the power may be too large for one float.
 DEVICE float from_window(float sum, u32 window) {
-    int exponent = int((window & 255) + EXPONENT_BIAS - LEAST) - 127 + (DIRECT ? BRAIN_EXPONENT : 0);
-    if constexpr (!DIRECT) return sum * power(exponent);
+    int exponent = int((window & 255) + EXPONENT_BIAS - LEAST) - 127 + (BRAIN ? BRAIN_EXPONENT : 0);
+    if constexpr (!BRAIN) return sum * power(exponent);
     return sum * power(exponent / 2) * power(exponent - exponent / 2);
 }
 
@@ -97,7 +97,7 @@ DEVICE float from_window(float sum, u32 window) {
 DEVICE void word_scales(u32 (&out)[2], u32 scales, u32 t) {
     if constexpr (SCALE == UE4M3) {
         u32 bytes = bytes_of(scales, 0, 0x1100);
-        if constexpr (DIRECT) {
+        if constexpr (BRAIN) {
             brains_of_e4m3(out[0], out[1], bytes);
             out[0] = multiply_brain(out[0], OF_E4M3), out[1] = multiply_brain(out[1], OF_E4M3);
         } else {
@@ -119,7 +119,7 @@ DEVICE float power_of_scale(u32 scale) {
 // ---------------------------------------------------------------------------------------------- both
 
 template <bool SCALED> DEVICE u32 scaled_word(u32 word, u32 scale) {
-    if constexpr (DIRECT) {
+    if constexpr (BRAIN) {
         if (!SCALED || SCALE == UE4M3) word = multiply_brain(word, EXACT);
         return SCALED ? multiply_brain(word, scale) : word;
     }
@@ -129,7 +129,7 @@ template <bool SCALED> DEVICE u32 scaled_word(u32 word, u32 scale) {
 // Decodes a piece to words 2 j and 2 j + 1 of half a fragment of each step j of four: a[4 j + half] and two further.
 template <bool SCALED> DEVICE void decode_piece(u32 (&a)[16], int half, const u32* codes, u32 scale) {
     u32 words[8], odd = BITS == 6 ? UPPER : 0;
-    if constexpr (DIRECT) decode_eight_brains(words, codes), decode_eight_brains(words + 4, codes + BITS / 4, odd);
+    if constexpr (BRAIN) decode_eight_brains(words, codes), decode_eight_brains(words + 4, codes + BITS / 4, odd);
     else decode_eight(words, codes), decode_eight(words + 4, codes + BITS / 4, odd);
 #pragma unroll
     for (int i = 0; i < 8; i++) a[i / 2 * 4 + i % 2 * 2 + half] = scaled_word<SCALED>(words[i], scale);

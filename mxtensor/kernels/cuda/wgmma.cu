@@ -201,7 +201,7 @@ template <int H> DEVICE void multiply_blocks(Total& sums, const Chunk& chunk, co
                 u32 low = *reinterpret_cast<const u32*>(lines[2 * i] + 1024 * j);
                 u32 high = *reinterpret_cast<const u32*>(lines[2 * i + 1] + 1024 * j);
                 low = block == mine ? low : 0, high = block == mine ? high : 0;
-                if constexpr (DIRECT) multiply_add_brain(partial, a + 4 * i, low, high, partial);
+                if constexpr (BRAIN) multiply_add_brain(partial, a + 4 * i, low, high, partial);
                 else multiply_add(partial, a + 4 * i, low, high, partial);
             }
 #pragma unroll

@@ -51,12 +51,17 @@ DEVICE void load_pieces(Pieces& pieces, const Arguments& a, const Tiles& tiles, 
     }
 }
 
-// Puts eight values in the order of decoded codes: 0 4 | 1 5 | 2 6 | 3 7, unless codes have 8 bits.
+// Puts eight values in the order of decoded codes.
 DEVICE void in_code_order(u32 (&words)[4]) {
     if constexpr (BITS == 8) return;
     u32 w0 = words[0], w1 = words[1], w2 = words[2], w3 = words[3];
-    words[0] = bytes_of(w0, w2, 0x5410), words[1] = bytes_of(w0, w2, 0x7632);
-    words[2] = bytes_of(w1, w3, 0x5410), words[3] = bytes_of(w1, w3, 0x7632);
+    if (BITS == 4 && !BRAIN) {  // 0 2 | 4 6 | 1 3 | 5 7
+        words[0] = bytes_of(w0, w1, 0x5410), words[1] = bytes_of(w2, w3, 0x5410);
+        words[2] = bytes_of(w0, w1, 0x7632), words[3] = bytes_of(w2, w3, 0x7632);
+    } else {  // 0 4 | 1 5 | 2 6 | 3 7
+        words[0] = bytes_of(w0, w2, 0x5410), words[1] = bytes_of(w0, w2, 0x7632);
+        words[2] = bytes_of(w1, w3, 0x5410), words[3] = bytes_of(w1, w3, 0x7632);
+    }
 }
 
 DEVICE void store_pieces(u8* tile, Pieces& pieces, u32 batch) {

@@ -88,8 +88,8 @@ class LaunchConfig(NamedTuple):
     """whether the blocks of a wgmma cluster send their sums through distributed shared memory by the copy engine;
     otherwise each block reads the sums of the others"""
     direct: bool = False
-    """whether the loading warps of a wgmma kernel read the activations as they are, in bfloat16; otherwise another
-    kernel has written them as float16 tiles before"""
+    """whether the loading warps of a wgmma kernel read the activations as they are, in bfloat16 or float16; otherwise
+    another kernel has written them as float16 tiles before"""
 
     @property
     def kind(self) -> str:
@@ -288,19 +288,20 @@ def cast_constants(cast: Cast | None) -> Constants:
 
 
 def can_read_directly(format: Format, dtype: torch.dtype, x_copy: int) -> bool:
-    """Whether a wgmma kernel can read these activations as they are: bfloat16 in rows aligned to 16 bytes, and weights
-    that it decodes to bfloat16. Bits moved to bfloat16 lose the infinities of E5M2; INT8 takes a sum, which rounds."""
-    return x_copy == 16 and dtype is torch.bfloat16 and format.element not in (E5M2, INT8)
+    """Whether a wgmma kernel can read these activations as they are: rows aligned to 16 bytes, and weights that it
+    decodes to their dtype. bfloat16 has no shortcut for E5M2, whose infinities it would lose, and too few bits for
+    INT8 to be added up to it."""
+    return x_copy == 16 and (dtype is torch.float16 or format.element not in (E5M2, INT8))
 
 
-def wgmma_constants(config: LaunchConfig) -> Constants:
+def wgmma_constants(config: LaunchConfig, x: torch.dtype) -> Constants:
     """Macros of a wgmma kernel: the text and the sums of its matrix instruction (``cuda/machine.cuh``), and the
     division of the registers."""
     cols, per_thread = config.cols, registers(config)
     sums = ", ".join(f"%{i}" for i in range(cols // 2))
     left = ", ".join(f"%{cols // 2 + i}" for i in range(4))
     right = f"%{cols // 2 + 4}"
-    kind = "bf16" if config.direct else "f16"
+    kind = "bf16" if x is torch.bfloat16 else "f16"
     text = f"wgmma.mma_async.sync.aligned.m64n{cols}k16.f32.{kind}.{kind} {{{sums}}}, {{{left}}}, {right}, 1, 1, 1, 0;"
     return (
         ("WGMMA_TEXT", f'"{text}"'),
@@ -316,7 +317,7 @@ def constants(facts: Facts, config: LaunchConfig) -> Constants:
     f, rows = facts.format, facts.format.block[0]
     swizzle = swizzle_of_codes(f, facts.classes, config.depth)
     return (
-        *(wgmma_constants(config) if config.wgmma else ()),
+        *(wgmma_constants(config, facts.x) if config.wgmma else ()),
         ("ELEMENT", ELEMENTS[f.element]),
         ("SCALE", SCALES[f.scale, f.block[1]]),
         ("BLOCK_ROWS", 0 if rows == FULL else rows),

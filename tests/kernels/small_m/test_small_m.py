@@ -314,18 +314,19 @@ READ_DIRECTLY = [name for name in KINDS if FORMATS[name].block[1] != 128]
 
 
 @pytest.mark.parametrize("format", READ_DIRECTLY)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("config", DIRECTS)
-def test_activations_that_are_read_as_they_are(format, config):
+def test_activations_that_are_read_as_they_are(format, dtype, config):
     """Tails of weight rows, of activation rows and of columns; no other kernel runs before."""
     for rows, k in ((5, 640), (17, 608), (1, 544)):
         if FORMATS[format].element.bits == 6 and k % 64:
             k += 32
-        w, x = guarded(weight(format, 140, k)), torch.randn(rows, k).bfloat16()
-        if not can_read_directly(FORMATS[format], x.dtype, 16):
+        w, x = guarded(weight(format, 140, k)), torch.randn(rows, k).to(dtype)
+        if not can_read_directly(FORMATS[format], dtype, 16):
             with pytest.raises(RuntimeError, match="cannot run"):
                 product(x, w, config)
             continue
-        bias = torch.randn(140).bfloat16()
+        bias = torch.randn(140).to(dtype)
         y = product(x, w, config, bias=bias, alpha=0.5, beta=2.0)
         assert error(y, 0.5 * x.double() @ values(w).t() + 2 * bias.double()) < TOLERANCE
 
@@ -382,9 +383,9 @@ def test_what_cannot_be_read_as_it_is():
     ):
         with pytest.raises(RuntimeError, match="cannot run 16x512"):
             product(x[:, :k], w, config, cast)
-    for other in (torch.randn(3 * 512 + 4).bfloat16()[4:].view(3, 512), x.half()):
-        with pytest.raises(RuntimeError, match="cannot run 16x512"):
-            product(other, w, DIRECT)
+    shifted = torch.randn(3 * 512 + 4).bfloat16()[4:].view(3, 512)
+    with pytest.raises(RuntimeError, match="cannot run 16x512"):
+        product(shifted, w, DIRECT)
 
 
 @pytest.mark.parametrize("format", ["mxfp8", "mxfp4", "nvfp4"])
