@@ -240,18 +240,13 @@ DEVICE void floats_of_halves(float& low, float& high, u32 word) { low = half(wor
 DEVICE u32 multiply_half(u32 a, u32 b) {
     return half_of(half(a, 0) * half(b, 0)) | u32(half_of(half(a, 1) * half(b, 1))) << 16;
 }
-DEVICE float brain(u32 word, int i) { return float_of_bits(word >> (16 * i) << 16); }
-DEVICE u32 multiply_brain(u32 a, u32 b) {
-    return bfloat16_of(brain(a, 0) * brain(b, 0)) | u32(bfloat16_of(brain(a, 1) * brain(b, 1))) << 16;
-}
 DEVICE u32 add_half(u32 a, u32 b) {
     return half_of(half(a, 0) + half(b, 0)) | u32(half_of(half(a, 1) + half(b, 1))) << 16;
 }
 
 // ---------------------------------------------------------------------------------------------- the product
 
-template <float (*VALUE)(u32, int)>
-DEVICE void multiply_words(float (&d)[4], const u32* a, u32 b0, u32 b1, const float (&c)[4]) {
+DEVICE void multiply_add(float (&d)[4], const u32* a, u32 b0, u32 b1, const float (&c)[4]) {
     u32 lane = thread() % 32, g = lane / 4, t = lane % 4, mine[6] = {a[0], a[1], a[2], a[3], b0, b1};
     Warp& w = warp();
     memcpy(w.words[lane], mine, sizeof mine);
@@ -262,17 +257,11 @@ DEVICE void multiply_words(float (&d)[4], const u32* a, u32 b0, u32 b1, const fl
         for (int k = 0; k < 16; k++) {  // word and half of a (row, k) and b (k, col)
             u32 a_word = w.words[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2];
             u32 b_word = w.words[col * 4 + k % 8 / 2][4 + k / 8];
-            sum += double(VALUE(a_word, k % 2)) * VALUE(b_word, k % 2);
+            sum += double(half(a_word, k % 2)) * half(b_word, k % 2);
         }
         d[e] = sum;
     }
     arrive_and_wait(w.barrier);
-}
-DEVICE void multiply_add(float (&d)[4], const u32* a, u32 b0, u32 b1, const float (&c)[4]) {
-    multiply_words<half>(d, a, b0, b1, c);
-}
-DEVICE void multiply_add_brain(float (&d)[4], const u32* a, u32 b0, u32 b1, const float (&c)[4]) {
-    multiply_words<brain>(d, a, b0, b1, c);
 }
 DEVICE void multiply(float (&d)[4], const u32* a, u32 b0, u32 b1) { multiply_add(d, a, b0, b1, {0, 0, 0, 0}); }
 
@@ -280,7 +269,7 @@ DEVICE void multiply(float (&d)[4], const u32* a, u32 b0, u32 b1) { multiply_add
 
 DEVICE u64 matrix_descriptor(const u8* x) { return reinterpret_cast<u64>(x); }
 DEVICE constexpr u64 descriptor_step(u32 bytes) { return bytes; }
-template <float (*VALUE)(u32, int), int N> DEVICE void multiply_four_warps(float (&d)[N][4], const u32* a, u64 x) {
+template <int N> DEVICE void multiply_warpgroup(float (&d)[N][4], const u32* a, u64 x) {
     u32 lane = thread() % 32, g = lane / 4, t = lane % 4;
     Warp& w = warp();
     memcpy(w.words[lane], a, 16);
@@ -294,13 +283,12 @@ template <float (*VALUE)(u32, int), int N> DEVICE void multiply_four_warps(float
                 u32 at = x % 1024 + 2 * k;
                 const u8* piece = tile + col * 128 + ((at / 16) ^ (col % 8)) * 16 + at % 16;
                 u32 a_word = w.words[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2];
-                sum += double(VALUE(a_word, k % 2)) * VALUE(*reinterpret_cast<const u16*>(piece), 0);
+                sum += double(half(a_word, k % 2)) * half(*reinterpret_cast<const u16*>(piece), 0);
             }
             d[j][e] = sum;
         }
     arrive_and_wait(w.barrier);
 }
-#define multiply_warpgroup multiply_four_warps<BRAIN ? brain : half>  // BRAIN is defined after this header
 DEVICE void begin_wgmma(u32 (&)[16]) {}
 DEVICE void commit_wgmma() {}
 template <int COUNT> DEVICE void take_registers() {}

@@ -9,9 +9,8 @@ enum { AT_THE_END, E8M0, UE4M3, FLOAT32 };  // when a scale is applied: to the r
 enum { BFLOAT16, FLOAT16, FLOAT };  // dtypes of inputs and results
 
 constexpr int BITS = ELEMENT == E2M1 ? 4 : ELEMENT == E3M2 || ELEMENT == E2M3 ? 6 : 8;
-constexpr bool BRAIN = DIRECT && X == BFLOAT16;  // whether words are bfloat16, always exact: see dequant_words.cuh
 constexpr int ELEMENT_EXPONENT =
-    BRAIN ? 0 : ELEMENT == INT8 ? -6 : ELEMENT == E2M1 ? 14 : ELEMENT == E3M2 ? 12 : ELEMENT == E2M3 ? 14 : 0;
+    ELEMENT == INT8 ? -6 : ELEMENT == E2M1 ? 14 : ELEMENT == E3M2 ? 12 : ELEMENT == E2M3 ? 14 : 0;
 
 // ---------------------------------------------------------------------------------------------- elements
 

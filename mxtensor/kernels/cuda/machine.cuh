@@ -193,13 +193,6 @@ DEVICE u32 multiply_half(u32 a, u32 b) {
     asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
     return product;
 }
-DEVICE u32 multiply_brain(u32 a, u32 b) {  // two bfloat16
-    u32 product = 0;
-#if __CUDA_ARCH__ >= 900
-    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
-#endif
-    return product;
-}
 DEVICE u32 add_half(u32 a, u32 b) {
     u32 sum;
     asm("add.rn.f16x2 %0, %1, %2;" : "=r"(sum) : "r"(a), "r"(b));
@@ -215,17 +208,11 @@ DEVICE void multiply_add(float (&d)[4], const u32* a, u32 b0, u32 b1, const floa
         : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
 }
-DEVICE void multiply_add_brain(float (&d)[4], const u32* a, u32 b0, u32 b1, const float (&c)[4]) {  // in bfloat16
-    asm(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
-        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
-}
 DEVICE void multiply(float (&d)[4], const u32* a, u32 b0, u32 b1) { multiply_add(d, a, b0, b1, {0, 0, 0, 0}); }
 
 // ---------------------------------------------------------------------------------------------- products of four warps
 
-// The asynchronous warpgroup instruction of sm_90 (wgmma): d (64 x COLS) += a (64x16) b (16 x COLS) in 16 bits. a is in
+// The asynchronous warpgroup instruction of sm_90 (wgmma): d (64 x COLS) += a (64x16) b (16 x COLS) in float16. a is in
 // the registers of four warps, 16 rows each, as above. b is in shared memory: rows of 64 columns of x (128 bytes),
 // whose eight pieces of 16 bytes are swizzled to index piece ^ (row % 8). ``x`` is the matrix descriptor; 16 columns
 // are 32 bytes.

@@ -4,12 +4,13 @@
 // A block computes 16 WR rows of w times COLS rows of x, over its share of the columns, a chunk of 128 at a time, in WK
 // groups of warps. Each group has a part of the columns and its own tiles of x. Each thread loads the codes of its two
 // rows from global memory to registers, AHEAD chunks ahead, and decodes them, with their scales, to its part of the
-// left operand. x is in tiles with the layout that the instruction reads; four additional warps load them, STAGES tiles
-// at a time (x_tiles.cuh).
+// left operand. x is in tiles with the layout that the instruction reads; for each group one thread of four additional
+// warps has the copy engine load them, STAGES tiles at a time.
 //
 // If K is no multiple of 128 (TAIL), codes after the last column are zeros and no memory is read for them, x is zero
 // there too, and a missing scale repeats the first one of its chunk.
 
+constexpr int CHUNK = 128, CODES_PER_CHUNK = 16 * BITS;  // columns of w at a time; bytes of a row's codes in them
 constexpr int ROUND = STAGES / 2;  // chunks until the ring of tiles repeats
 constexpr int ALL_THREADS = THREADS + 128;  // with the four loading warps
 constexpr bool SCALED = SCALE_BYTES > 0;  // whether words are multiplied by scales
@@ -26,6 +27,12 @@ struct ThreadRows {  // where this thread reads its two rows of w
 };
 struct Chunk {  // 32 codes of each row, BITS words, and their scales
     u32 codes[2][BITS], scales[2];
+};
+struct Tiles {  // tiles of x of this group's columns
+    const u8* x;
+    u32 count;  // chunks; each has two tiles
+    u8* ring;
+    u64 *full, *empty;  // barriers, STAGES of each
 };
 
 // The rows of this thread from chunk ``first`` on. Rows after the last one repeat it; their results are not written.
@@ -91,6 +98,20 @@ template <int INDEX> DEVICE void load_scales(Chunk& chunk, const ThreadRows& min
 template <int H> DEVICE void decode_both(u32 (&a)[16], const Chunk& chunk, const u32 (&word_scale)[2][2]) {
 #pragma unroll
     for (int r = 0; r < 2; r++) decode_piece<SCALED>(a, r, chunk.codes[r] + H * (BITS / 2), word_scale[r][H]);
+}
+
+DEVICE void fetch(u8* to, const u8* from, u32 bytes, u64* barrier) {
+    expect_bytes(barrier, bytes);
+    copy_bulk(to, from, bytes, barrier);
+}
+
+// Loads all tiles of this group, each after the tile before it in the ring has been read. One thread.
+DEVICE void fetch_tiles(const Tiles& tiles) {
+    for (u32 i = 0; i < 2 * tiles.count; i++) {
+        u32 slot = i % STAGES, round = i / STAGES;
+        if (round > 0) wait_at(tiles.empty + slot, round - 1);
+        fetch(tiles.ring + slot * TILE, tiles.x + u64(i) * TILE, TILE, tiles.full + slot);
+    }
 }
 
 struct Work {  // the state of a warp that multiplies
@@ -169,7 +190,7 @@ DEVICE bool multiply_all(Total& sums, Work& work, ThreadRows mine, const Tiles& 
 #pragma unroll
     for (int j = 0; j < NT; j++)
 #pragma unroll
-        for (int e = 0; e < 4; e++) sums[j][e] = from_window(sums[j][e], work.windows[e / 2]);
+        for (int e = 0; e < 4; e++) sums[j][e] *= power_of(work.windows[e / 2]);
     return (work.seen & OUTSIDE) == 0;
 }
 
@@ -200,9 +221,7 @@ template <int H> DEVICE void multiply_blocks(Total& sums, const Chunk& chunk, co
             for (int i = 0; i < 4; i++) {  // x is zero elsewhere too, because it may be infinite
                 u32 low = *reinterpret_cast<const u32*>(lines[2 * i] + 1024 * j);
                 u32 high = *reinterpret_cast<const u32*>(lines[2 * i + 1] + 1024 * j);
-                low = block == mine ? low : 0, high = block == mine ? high : 0;
-                if constexpr (BRAIN) multiply_add_brain(partial, a + 4 * i, low, high, partial);
-                else multiply_add(partial, a + 4 * i, low, high, partial);
+                multiply_add(partial, a + 4 * i, block == mine ? low : 0, block == mine ? high : 0, partial);
             }
 #pragma unroll
             for (int e = 0; e < 4; e++) sums[j][e] += scale[e / 2] * partial[e];
@@ -211,20 +230,14 @@ template <int H> DEVICE void multiply_blocks(Total& sums, const Chunk& chunk, co
 }
 
 // The same sums for scales of any size; ``arrived``: a barrier for the two tiles of a chunk.
-DEVICE void multiply_any_scales(
-    const Arguments& a, Total& sums, ThreadRows mine, const Tiles& tiles, u64* arrived, u32 group) {
+DEVICE void multiply_any_scales(Total& sums, ThreadRows mine, const Tiles& tiles, u64* arrived, u32 group) {
     clear(sums);
     for (u32 i = 0; i < tiles.count; i++) {
         Chunk chunk;
         load_codes<0, 0>(chunk, mine), load_codes<0, 1>(chunk, mine);
         sync_some(group, GROUP_THREADS);  // the tiles are not read any more
-        if constexpr (DIRECT) {
-            load_chunk(a, tiles, i, thread() % GROUP_THREADS / 32, WR);
-            sync_some(group, GROUP_THREADS);
-        } else {
-            if (thread() % GROUP_THREADS == 0) fetch(tiles.ring, tiles.x + u64(2 * i) * TILE, 2 * TILE, arrived);
-            wait_at(arrived, i);
-        }
+        if (thread() % GROUP_THREADS == 0) fetch(tiles.ring, tiles.x + u64(2 * i) * TILE, 2 * TILE, arrived);
+        wait_at(arrived, i);
         multiply_blocks<0>(sums, chunk, mine, tiles.ring);
         multiply_blocks<1>(sums, chunk, mine, tiles.ring + TILE);
 #pragma unroll
@@ -258,14 +271,12 @@ KERNEL void BOUNDS(ALL_THREADS, BLOCKS) wgmma(const Arguments a) {
     u32 first = share * chunks / (SPLIT * WK), end = (share + 1) * chunks / (SPLIT * WK);
     const u8* x = reinterpret_cast<const u8*>(a.x) + (u64(block_y()) * chunks + first) * (2 * TILE);
     u64* of_tiles = barriers + group * (2 * STAGES);
-    Tiles tiles = {x, end - first, shared + group * (STAGES * TILE), of_tiles, of_tiles + STAGES, first};
+    Tiles tiles = {x, end - first, shared + group * (STAGES * TILE), of_tiles, of_tiles + STAGES};
     if (warp >= WR * WK) {
-        if constexpr (REGISTERS_COMPUTE > REGISTERS_AT_START) give_registers<REGISTERS_LOAD>();
+        if constexpr (REGISTERS_COMPUTE > REGISTERS_AT_START) give_registers<LEAST_REGISTERS>();
         sync_all();
         wait_for_previous();
-        u32 loader = (warp - WR * WK) / WK;
-        if (DIRECT) load_tiles(a, tiles, loader);
-        else if (loader == 0 && thread() % 32 == 0) fetch_tiles(tiles);
+        if (warp < WR * WK + WK && thread() % 32 == 0) fetch_tiles(tiles);
         sync_warp();
         if constexpr (REDUCE_DSMEM) wait_for_cluster();
         return;
@@ -281,12 +292,12 @@ KERNEL void BOUNDS(ALL_THREADS, BLOCKS) wgmma(const Arguments a) {
     sync_all();
     wait_for_previous();
     for (u32 i = thread(), row = block_y() * COLS; i < COLS; i += THREADS)
-        x_scale[i] = DIRECT ? 1 : row + i < a.m ? load_fresh(a.x_scale + row + i) : 0;
+        x_scale[i] = row + i < a.m ? load_fresh(a.x_scale + row + i) : 0;
     if (thread() == 0) x_scale[COLS] = global_scale;
     Total sums;
     bool right = multiply_all(sums, work, mine, tiles);
     if constexpr (SCALE != E8M0) sync_block();
-    else if (any_of_block(!right)) multiply_any_scales(a, sums, mine, tiles, barriers + TILE_BARRIERS + group, group);
+    else if (any_of_block(!right)) multiply_any_scales(sums, mine, tiles, barriers + TILE_BARRIERS + group, group);
     if constexpr (WK > 1) add_groups(sums, reinterpret_cast<float*>(shared + SUM_BYTES), group);
     if (REDUCE_GLOBAL && !reduce_through_global(a, sums)) return;
     float* sums_at = reinterpret_cast<float*>(shared);

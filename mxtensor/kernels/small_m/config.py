@@ -87,19 +87,11 @@ class LaunchConfig(NamedTuple):
     reduce_dsmem: bool = False
     """whether the blocks of a wgmma cluster send their sums through distributed shared memory by the copy engine;
     otherwise each block reads the sums of the others"""
-    direct: bool = False
-    """whether the loading warps of a wgmma kernel read the activations as they are, in bfloat16 or float16; otherwise
-    another kernel has written them as float16 tiles before"""
 
     @property
     def kind(self) -> str:
         """One of ``KINDS``."""
         return "persistent" if self.persistent else "wgmma" if self.wgmma else "pipelined"
-
-    @property
-    def reads_x(self) -> bool:
-        """Whether the kernel reads the activations as they are."""
-        return self.whole_x or self.direct
 
     @property
     def threads(self) -> int:
@@ -122,7 +114,7 @@ class LaunchConfig(NamedTuple):
         return 32 * self.slabs * (1 if self.persistent else self.wk)
 
 
-FLAGS = frozenset({"whole_x", "wgmma", "reduce_global", "reduce_dsmem", "direct"})
+FLAGS = frozenset({"whole_x", "wgmma", "reduce_global", "reduce_dsmem"})
 """Fields of a config that are True or False."""
 
 
@@ -137,8 +129,8 @@ def config_of(values: Sequence[int]) -> LaunchConfig:
 
 REGISTER_FILE = 65536
 """32-bit registers of a multiprocessor."""
-LEAST_REGISTERS, DIRECT_REGISTERS = 24, 96
-"""The fewest registers that a thread can have; those of a loading thread that reads activations itself."""
+LEAST_REGISTERS = 24
+"""The fewest registers that a thread can have."""
 
 
 class Registers(NamedTuple):
@@ -146,18 +138,15 @@ class Registers(NamedTuple):
 
     at_start: int
     """of every thread when the kernel starts"""
-    load: int
-    """of the loading threads, after they have released the others"""
     compute: int
-    """of the threads that multiply, after that"""
+    """of the threads that multiply, after the loading threads have released all but ``LEAST_REGISTERS``"""
 
 
 def registers(config: LaunchConfig) -> Registers:
     """How the registers of a multiprocessor are divided, in steps of 8."""
     at_start = REGISTER_FILE // config.blocks // config.threads // 8 * 8
-    load = min(DIRECT_REGISTERS if config.direct else LEAST_REGISTERS, at_start)
-    left = (at_start * config.threads - load * 128) // (config.threads - 128) // 8 * 8
-    return Registers(min(at_start, 255), load, min(left, 240))
+    left = (at_start * config.threads - LEAST_REGISTERS * 128) // (config.threads - 128) // 8 * 8
+    return Registers(min(at_start, 255), min(left, 240))
 
 
 # ---------------------------------------------------------------------------------------------- facts
@@ -186,9 +175,9 @@ class Facts(NamedTuple):
 def facts_for(facts: Facts, config: LaunchConfig) -> Facts:
     """The facts of a product as the kernel of this config sees them.
 
-    Unless ``whole_x`` or ``direct`` is set, another kernel has cast the activations to float16 before.
+    Unless ``whole_x`` is set, another kernel has cast the activations to float16 before.
     """
-    return facts if config.reads_x else facts._replace(x=torch.float16, x_copy=16, cast=None)
+    return facts if config.whole_x else facts._replace(x=torch.float16, x_copy=16, cast=None)
 
 
 def copy_size(address: int, *strides: int) -> int:
@@ -287,28 +276,20 @@ def cast_constants(cast: Cast | None) -> Constants:
     )
 
 
-def can_read_directly(format: Format, dtype: torch.dtype, x_copy: int) -> bool:
-    """Whether a wgmma kernel can read these activations as they are: rows aligned to 16 bytes, and weights that it
-    decodes to their dtype. bfloat16 has no shortcut for E5M2, whose infinities it would lose, and too few bits for
-    INT8 to be added up to it."""
-    return x_copy == 16 and (dtype is torch.float16 or format.element not in (E5M2, INT8))
-
-
-def wgmma_constants(config: LaunchConfig, x: torch.dtype) -> Constants:
+def wgmma_constants(config: LaunchConfig) -> Constants:
     """Macros of a wgmma kernel: the text and the sums of its matrix instruction (``cuda/machine.cuh``), and the
     division of the registers."""
     cols, per_thread = config.cols, registers(config)
     sums = ", ".join(f"%{i}" for i in range(cols // 2))
     left = ", ".join(f"%{cols // 2 + i}" for i in range(4))
     right = f"%{cols // 2 + 4}"
-    kind = "bf16" if x is torch.bfloat16 else "f16"
-    text = f"wgmma.mma_async.sync.aligned.m64n{cols}k16.f32.{kind}.{kind} {{{sums}}}, {{{left}}}, {right}, 1, 1, 1, 0;"
+    text = f"wgmma.mma_async.sync.aligned.m64n{cols}k16.f32.f16.f16 {{{sums}}}, {{{left}}}, {right}, 1, 1, 1, 0;"
     return (
         ("WGMMA_TEXT", f'"{text}"'),
         ("WGMMA_SUMS(d)", ", ".join(f'"+f"(d[{i // 4}][{i % 4}])' for i in range(cols // 2))),
         ("REGISTERS_AT_START", per_thread.at_start),
         ("REGISTERS_COMPUTE", per_thread.compute),
-        ("REGISTERS_LOAD", per_thread.load),
+        ("LEAST_REGISTERS", LEAST_REGISTERS),
     )
 
 
@@ -317,7 +298,7 @@ def constants(facts: Facts, config: LaunchConfig) -> Constants:
     f, rows = facts.format, facts.format.block[0]
     swizzle = swizzle_of_codes(f, facts.classes, config.depth)
     return (
-        *(wgmma_constants(config, facts.x) if config.wgmma else ()),
+        *(wgmma_constants(config) if config.wgmma else ()),
         ("ELEMENT", ELEMENTS[f.element]),
         ("SCALE", SCALES[f.scale, f.block[1]]),
         ("BLOCK_ROWS", 0 if rows == FULL else rows),

@@ -1,10 +1,9 @@
 """Launches of small-M products: resolve the config, prepare the activations, compile the sources, call the kernel.
 
 ``resolve`` does what depends on shapes, dtypes and alignments only, and is cached. A config with ``whole_x`` casts the
-activations inside the product kernel (up to 8 rows), one with ``direct`` reads them as they are; other configs need one
-launch of ``cuda/activations.cu`` before, two where an NVFP4 cast needs the largest magnitude of many values.
-``cuda/pipelined.cu`` multiplies by one weight, by several, or groups of rows by a stack of weights;
-``cuda/persistent.cu`` and ``cuda/wgmma.cu`` by one or several.
+activations inside the product kernel (up to 8 rows); other configs need one launch of ``cuda/activations.cu`` before,
+two where an NVFP4 cast needs the largest magnitude of many values. ``cuda/pipelined.cu`` multiplies by one weight, by
+several, or groups of rows by a stack of weights; ``cuda/persistent.cu`` and ``cuda/wgmma.cu`` by one or several.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from .config import (
     TYPES,
     Facts,
     LaunchConfig,
-    can_read_directly,
     can_use_wgmma,
     cast_constants,
     classes_of,
@@ -51,9 +49,7 @@ KERNEL_SOURCES = {
     "persistent": (
         *HEADERS, "stages.cuh", "sums.cuh", "result.cuh", "small_m_mma.cuh", "warp_activations.cuh", "persistent.cu",
     ),
-    "wgmma": (
-        *HEADERS, "stages.cuh", "result.cuh", "dequant_words.cuh", "cluster_reduce.cuh", "x_tiles.cuh", "wgmma.cu",
-    ),
+    "wgmma": (*HEADERS, "stages.cuh", "result.cuh", "dequant_words.cuh", "cluster_reduce.cuh", "wgmma.cu"),
 }  # fmt: skip
 """Kind of kernel -> its sources, in order."""
 
@@ -111,10 +107,6 @@ def choose(
             not config.wgmma or config.reduce_global or config.split < 2 or config.cols % config.split
         ):
             return False
-        if config.direct:
-            # The kernel that casts the activations also sets the counters of split sums to zero.
-            readable = cast is None and can_read_directly(format, types[0], copies[2])
-            return config.wgmma and wgmma and readable and not config.reduce_global and config.wk != 3
         if not config.wgmma:
             # The kernel finds the largest magnitude of its own rows only.
             needs_all_rows = config.whole_x and cast is not None and cast.format.global_scale
@@ -176,7 +168,6 @@ def _activations_kernel(
         ("X", TYPES[dtype]),
         ("X_COPY", copy),
         ("TILE_ROWS", tile_rows),
-        ("DIRECT", 0),
         *cast_constants(cast),
     )
     return nvrtc.function(device, ACTIVATION_SOURCES, row, name, ACTIVATIONS, ACTIVATION_THREADS[name])
@@ -242,7 +233,7 @@ def _launch_once(
     new = x.new_empty if ends is None else x.new_zeros
     results = [new(rows, w.data.shape[-2], dtype=out_dtype) for w in weights]
     scratch, memory = None, None
-    if not resolved.config.reads_x:
+    if not resolved.config.whole_x:
         scratch = scratch_of(resolved.config, rows, x.shape[1], cast, resolved.blocks)
         memory = x.new_empty(scratch.bytes, dtype=torch.uint8)
     for kernel, grid, shared_bytes, arguments in steps_of(

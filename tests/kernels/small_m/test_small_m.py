@@ -16,7 +16,7 @@ from mxtensor.kernels.gemm.spec import FakeQuantized, GemmArgs, Unquantized
 from mxtensor.kernels.runtime import nvrtc
 from mxtensor.kernels.small_m import kernel as small_m
 from mxtensor.kernels.small_m import launch
-from mxtensor.kernels.small_m.config import ELEMENTS, SCALES, LaunchConfig, can_read_directly, classes_of, copy_size
+from mxtensor.kernels.small_m.config import ELEMENTS, SCALES, LaunchConfig, classes_of, copy_size
 from mxtensor.kernels.small_m.heuristics import (
     COLUMNS,
     FALLBACK,
@@ -32,7 +32,7 @@ from mxtensor.kernels.small_m.heuristics import (
 )
 from mxtensor.kernels.small_m.shared_memory import RESERVED, Gpu, layout_of, pipelined_bytes
 from mxtensor.numerics.cast import Cast
-from mxtensor.numerics.formats import E2M3, E5M2, E8M0, FORMATS, INT8, UE4M3, ElementFormat, Format
+from mxtensor.numerics.formats import E2M3, E8M0, FORMATS, UE4M3, ElementFormat, Format
 from mxtensor.numerics.operand import Operand
 from mxtensor.numerics.reference import decode, encode
 from tests.helpers import cuda_on_cpu
@@ -60,11 +60,6 @@ GROUPS_REDUCE_DSMEM = GROUPS._replace(wk=2, split=2, reduce_dsmem=True)
 """Two such warpgroups, and two blocks that send each other their sums."""
 GROUPS_REDUCE_GLOBAL = GROUPS._replace(wr=8, wk=2, split=2, reduce_global=True)
 """Two groups of eight warps, and two blocks that reduce through global memory."""
-DIRECT = WGMMA._replace(nt=2, stages=6, ahead=3, direct=True)
-"""The loading warps read the activations as they are."""
-DIRECT_SPLIT = DIRECT._replace(nt=3, wk=2, split=2, reduce_dsmem=False)
-"""The same with two groups of warps and two blocks along K."""
-DIRECTS = (DIRECT, DIRECT_SPLIT, DIRECT._replace(nt=10, wr=8, wk=1, stages=4, ahead=2, split=2, reduce_dsmem=True))
 WGMMAS = (
     WGMMA,
     WGMMA_SPLIT,
@@ -306,86 +301,6 @@ def test_float16_activations_by_wgmma():
     w, x, cast = weight("mxfp8", 16, 256), torch.randn(3, 256).half(), Cast.of("mxfp8")
     assert error(product(x, w, WGMMA), x.double() @ values(w).t()) < TOLERANCE
     assert error(product(x, w, WGMMA, cast), values(encode(x, cast)) @ values(w).t()) < TOLERANCE
-
-
-# ---------------------------------------------------------------------------------------------- activations as they are
-
-READ_DIRECTLY = [name for name in KINDS if FORMATS[name].block[1] != 128]
-
-
-@pytest.mark.parametrize("format", READ_DIRECTLY)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("config", DIRECTS)
-def test_activations_that_are_read_as_they_are(format, dtype, config):
-    """Tails of weight rows, of activation rows and of columns; no other kernel runs before."""
-    for rows, k in ((5, 640), (17, 608), (1, 544)):
-        if FORMATS[format].element.bits == 6 and k % 64:
-            k += 32
-        w, x = guarded(weight(format, 140, k)), torch.randn(rows, k).to(dtype)
-        if not can_read_directly(FORMATS[format], dtype, 16):
-            with pytest.raises(RuntimeError, match="cannot run"):
-                product(x, w, config)
-            continue
-        bias = torch.randn(140).to(dtype)
-        y = product(x, w, config, bias=bias, alpha=0.5, beta=2.0)
-        assert error(y, 0.5 * x.double() @ values(w).t() + 2 * bias.double()) < TOLERANCE
-
-
-@pytest.mark.parametrize("format", [name for name in READ_DIRECTLY if FORMATS[name].element not in (E5M2, INT8)])
-def test_every_code_and_scale_is_exact_in_bfloat16(format):
-    """Times an identity, so that each result is one product: every number, subnormal ones included, and for each row of
-    w another scale; those far from the row's first one too."""
-    f = FORMATS[format]
-    codes = torch.arange(256, dtype=torch.uint8).repeat(64, 1) if f.element.bits == 8 else None
-    if codes is not None:
-        codes[codes % 128 == 127] = 0  # NaN, which makes all results of its row NaN
-    w = mx.quantize(torch.randn(64, 256), format).rowwise
-    data = w.data.view(torch.uint8)
-    data.copy_(torch.randint(0, 256, data.shape, dtype=torch.uint8) if codes is None else codes)
-    if w.scale.dtype is torch.uint8:
-        first = torch.randint(0, 254, (64, 1)) if f.scale is E8M0 else torch.arange(64)[:, None] + 1
-        apart = torch.randint(-9, 9, w.scale.shape) * (torch.arange(64)[:, None] % 4 > 0)
-        w.scale.copy_((first + apart).clamp(0, 254 if f.scale is E8M0 else 126).to(torch.uint8))
-    for config in (DIRECT._replace(nt=8), DIRECT._replace(nt=1, wr=8)):
-        assert torch.equal(product(torch.eye(256).bfloat16(), w, config), values(w).float().t())
-
-
-@pytest.mark.parametrize("format", ["mxfp8", "mxfp4"])
-@pytest.mark.parametrize("config", DIRECTS)
-def test_scales_out_of_range_and_infinite_activations_that_are_read_as_they_are(format, config):
-    w, x = guarded(weight(format, 70, 608)), torch.randn(19, 608).bfloat16()
-    w.scale[7, 10], w.scale[9, 8], w.scale[69, 10] = 200, 3, 255
-    y, exact = product(x, w, config), x.double() @ values(w).t()
-    assert y[:, 69].isnan().all() and error(y[:, :69], exact[:, :69]) < 1e-6
-    w = weight(format, 70, 608)
-    if format == "mxfp8":
-        w.data.view(torch.uint8)[8, 33], w.data.view(torch.uint8)[9, 600] = 127, 255  # NaN
-    x[3, 100], x[4, 200] = float("inf"), float("nan")
-    y, exact = product(x, w, config), x.double() @ values(w).t()
-    assert torch.equal(y.isnan(), exact.isnan()) and torch.equal(y[3].isinf(), exact[3].isinf())
-    finite = exact.isfinite()
-    assert finite.sum() > 1000 and error(y[finite], exact[finite]) < TOLERANCE
-
-
-@pytest.mark.parametrize("size", [2.0**-100, 2.0**100])
-def test_activations_of_any_size_are_read_as_they_are(size):
-    w, x = weight("mxfp8", 40, 256), (torch.randn(9, 256) * size).bfloat16()
-    assert error(product(x, w, DIRECT), x.double() @ values(w).t()) < TOLERANCE
-
-
-def test_what_cannot_be_read_as_it_is():
-    w, x = weight("mxfp8", 16, 512), torch.randn(3, 512).bfloat16()
-    for config, cast, k in (
-        (DIRECT, Cast.of("mxfp8"), 512),
-        (DIRECT._replace(wk=3), None, 512),
-        (DIRECT._replace(split=2, reduce_global=True), None, 512),
-        (PIPELINED._replace(direct=True), None, 512),
-    ):
-        with pytest.raises(RuntimeError, match="cannot run 16x512"):
-            product(x[:, :k], w, config, cast)
-    shifted = torch.randn(3 * 512 + 4).bfloat16()[4:].view(3, 512)
-    with pytest.raises(RuntimeError, match="cannot run 16x512"):
-        product(shifted, w, DIRECT)
 
 
 @pytest.mark.parametrize("format", ["mxfp8", "mxfp4", "nvfp4"])
