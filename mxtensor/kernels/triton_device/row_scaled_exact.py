@@ -33,9 +33,9 @@ def e4m3_value(code):
 @triton.jit
 def side_values(
     codes_ptr, scale_ptr, row, rows_in, row_scale, marked, col, cols, width, scale_stride,
-    C: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    C: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, BF16: tl.constexpr,
 ):  # fmt: skip
-    """The values (rows, columns) of one side in bfloat16; row (BM, 1), col (1, BK)."""
+    """The values (rows, columns) of one side; row (BM, 1), col (1, BK). Not BF16: in float32, for the interpreter."""
     inside = rows_in & (col < cols)
     code = tl.load(codes_ptr + row.to(tl.int64) * width + col, mask=inside, other=0)
     line = row // ROWS if ROWS > 0 else row * 0
@@ -46,7 +46,8 @@ def side_values(
     value = e4m3_value(code)
     if C.bits == 8 and C.mantissa_bits == 2:
         value = tl.where(marked, from_codes(code, C), value)
-    return tl.where(inside, value * scale, 0.0).to(tl.bfloat16)
+    value = tl.where(inside, value * scale, 0.0)
+    return value.to(tl.bfloat16) if BF16 else value
 
 
 @triton.jit
@@ -55,6 +56,7 @@ def exact_rows(
     M, N, K, a_width, a_scale_stride, b_width, b_scale_stride, out_stride,
     A: tl.constexpr, B: tl.constexpr, A_ROWS: tl.constexpr, A_COLS: tl.constexpr, B_ROWS: tl.constexpr,
     B_COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, CHUNK: tl.constexpr,
+    BF16: tl.constexpr,
 ):  # fmt: skip
     """``a @ b^T + bias`` where a row of a (M, K) or of b (N, K) is marked; the rest of out (M, N) stays."""
     if marks_in(a_beyond_ptr, M, CHUNK) + marks_in(b_beyond_ptr, N, CHUNK) == 0:
@@ -73,11 +75,11 @@ def exact_rows(
                 at = k + tl.arange(0, BK)[None, :]
                 a = side_values(
                     a_ptr, a_scale_ptr, row[:, None], (row < M)[:, None], a_row[:, None], (a_marked > 0)[:, None],
-                    at, K, a_width, a_scale_stride, A, A_ROWS, A_COLS,
+                    at, K, a_width, a_scale_stride, A, A_ROWS, A_COLS, BF16,
                 )  # fmt: skip
                 b = side_values(
                     b_ptr, b_scale_ptr, col[:, None], (col < N)[:, None], b_row[:, None], (b_marked > 0)[:, None],
-                    at, K, b_width, b_scale_stride, B, B_ROWS, B_COLS,
+                    at, K, b_width, b_scale_stride, B, B_ROWS, B_COLS, BF16,
                 )  # fmt: skip
                 total = tl.dot(a, tl.trans(b), total)
             if bias_ptr is not None:
