@@ -257,7 +257,8 @@ CASTS: dict[str, tuple[Callable[[], Any], bool]] = {
     "mxfp6 to rows": (lambda: fp8_rows_operand.rows_of_operand(operand("mxfp6"), 16), True),
     "mxfp4 to rows": (lambda: fp8_rows_operand.rows_of_operand(operand("mxfp4"), 16), True),
     "float8_e5m2_tensor_pow2 to rows": (
-        lambda: fp8_rows_operand.rows_of_operand(operand("float8_e5m2_tensor_pow2"), 16), True
+        lambda: fp8_rows_operand.rows_of_operand(operand("float8_e5m2_tensor_pow2"), 16),
+        True,
     ),
     "exact mxfp8 by mxfp8": (lambda: exact("mxfp8", "mxfp8", False), False),
     "exact mxfp8_e5m2 by mxfp4": (lambda: exact("mxfp8_e5m2", "mxfp4", True), False),

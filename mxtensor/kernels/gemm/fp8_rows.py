@@ -1,15 +1,14 @@
 """MX operands on FP8 tensor cores without block-scaled instructions: row-scaled E4M3 through ``torch._scaled_mm``.
 
-Both operands are re-expressed as E4M3 codes with one power of two a row (``numerics/row_scaled.py``, which has the bound),
-and multiplied with float32 scales for rows. Activations are cast straight to that form. Rows beyond the bound are
-multiplied again from their own codes and scales: the device finds them, the host does not wait
+Both operands are re-expressed as E4M3 codes with one power of two a row and multiplied with float32 scales for rows.
+``numerics/row_scaled.py`` has the bound of what that changes. Activations are cast straight to that form. Rows beyond
+the bound are multiplied again from their own codes and scales: the device finds them, the host does not wait
 (``triton_device/row_scaled_exact.py``).
 """
 
 from __future__ import annotations
 
 import math
-from typing import cast as typed
 
 import torch
 from torch import Tensor
@@ -17,7 +16,6 @@ from torch import Tensor
 from ...core.devices import cached
 from ...core.explain import LOGS, record
 from ...core.kernel import Kernel, Spec
-from ...core.tracing import is_traced
 from ...numerics.cast import Cast
 from ...numerics.formats import FULL, Format, get_format
 from ...numerics.operand import Operand
@@ -26,7 +24,7 @@ from ...numerics.validate import check_sizes
 from ..quantize.select import quantize_operand
 from ..quantize.triton_common import ceil_div
 from ..quantize.triton_constants import format_code
-from ..quantize.triton_ops import _arguments as arguments_of
+from ..quantize.triton_ops import cast_arguments
 from ..runtime import triton_launch
 from ..runtime.availability import exported
 from ..runtime.check import check_argument, check_codes, check_device
@@ -44,7 +42,6 @@ from .fp8_rows_operand import (
 from .scaled_mm_call import USE_FAST_ACCUM
 from .scaled_mm_contract import SCALINGS, plan_here
 from .spec import (
-    FakeQuantized,
     GemmArgs,
     GemmOperand,
     Unquantized,
@@ -67,7 +64,6 @@ MARKS = 8192
 # ---------------------------------------------------------------------------------------------- refusals
 
 
-@cached
 def _row_scaling(device: torch.device, out_dtype: torch.dtype) -> str | None:
     """Why torch multiplies no E4M3 rows on this device to this dtype."""
     row = get_format("float8_e4m3_row")
@@ -249,8 +245,9 @@ def row_operand(side: Operand | Unquantized, traced: bool, weight: bool, rows: i
     if isinstance(side, Unquantized):
         x = _flat(side.x)
         if why_not_in_one(x, side.cast) is None:
-            tensors = cast_to_rows(x.detach(), *arguments_of(side.cast)) if traced else rows_of_values(x, side.cast)
-            return RowOperand(*tensors, side.format, (x.shape[0], x.shape[1]))
+            tensors = cast_to_rows(x.detach(), *cast_arguments(side.cast)) if traced else rows_of_values(x, side.cast)
+            codes, row_scale, beyond, scale = tensors
+            return RowOperand(codes, row_scale, beyond, scale, side.format, (x.shape[0], x.shape[1]))
         side = quantize_operand(x, side.cast)
     elif not traced:
         check_sizes(side)
@@ -261,7 +258,8 @@ def row_operand(side: Operand | Unquantized, traced: bool, weight: bool, rows: i
         made = fp8_rows_cache.weight_rows(side, matrix, rows)
     else:
         made = rows_of_operand(matrix, 1)
-    return RowOperand(*made, matrix.scale, matrix.format, typed("tuple[int, int]", matrix.shape))
+    codes, row_scale, beyond = made
+    return RowOperand(codes, row_scale, beyond, matrix.scale, matrix.format, (matrix.shape[0], matrix.shape[1]))
 
 
 def _tell(a: RowOperand, b: RowOperand, spec: Spec) -> None:
@@ -290,13 +288,11 @@ def _run(a: GemmOperand, b: GemmOperand, args: GemmArgs, traced: bool) -> Tensor
         if LOGS.latest() is not None and LOGS.get() is not None:
             spec = Spec("", (), (left.format, right.format), args.out_dtype, out.device)
             _tell(left, right, spec)
-    return out if len(shape) == 2 else out.view(shape)
+    return out if len(shape) == 2 else out.view(shape)  # type: ignore[no-any-return]
 
 
 def run(a: GemmOperand, b: GemmOperand, args: GemmArgs) -> Tensor:
     return _run(a, b, args, False)
-
-
 
 
 def run_traced(a: GemmOperand, b: GemmOperand, args: GemmArgs) -> Tensor:

@@ -1,9 +1,9 @@
 """Row-scaled E4M3 in Triton: an operand re-expressed, and a cast that writes it. ``numerics/row_scaled.py`` in kernels.
 
-``C`` is the ``CastCode`` of the operand, ``R`` a ``RowCode``. One program takes BM rows. It looks at all blocks of a row
-for the largest and the smallest exponent, then writes the row. ONE: BK covers a row, which stays in registers;
-otherwise it is read twice, the second time from a cache. Codes past the logical K, and rows past the logical rows, are
-zero with the scale 1, up to the padded sizes.
+``C`` is the ``CastCode`` of the operand, ``R`` a ``RowCode``. One program takes BM rows. It looks at all blocks of a
+row for the largest and the smallest exponent, then writes the row. ONE: BK covers a row, which stays in registers;
+otherwise it is read twice, the second time from a cache. Codes past the logical K are zero (or NaN at the end of a
+block of NaN), and rows past the logical rows are zero with the scale 1, up to the padded sizes.
 """
 
 import triton
@@ -164,7 +164,7 @@ def operand_to_rows(
 def block_facts(x, C: tl.constexpr, R: tl.constexpr):
     """(stored scale, multiplier, e, finite, whether a code is not zero) of blocks x (BM, NB, block)."""
     amax = amax_bits(tl.max(magnitude_bits(x), axis=2), x)
-    stored, multiplier, value, finite = scales_of(amax, tl.full((), 1.0, tl.float32), C)
+    stored, multiplier, _, finite = scales_of(amax, tl.full((), 1.0, tl.float32), C)
     e, _ = exponent_of(stored, C)
     live = finite & (float_of(amax) * multiplier > R.half)
     return stored, multiplier, e, finite, live
@@ -212,9 +212,7 @@ def cast_to_rows(
         stored, multiplier, e, finite, live = block_facts(x, C, R)
         top, low, bad = extremes(top, low, bad, e, tl.where(finite, 0, 2), live)
         top, beyond, scale = decide(top, low, bad, R)
-        write_blocks(
-            x, stored, multiplier, e, finite, top, beyond, to, at, 0, rows_in, width, scale_cols, C, R, BM, BK
-        )
+        write_blocks(x, stored, multiplier, e, finite, top, beyond, to, at, 0, rows_in, width, scale_cols, C, R, BM, BK)
     else:
         for i in range(0, tiles):
             x = load_blocks(x_row, i, rows_in, cols, C, BM, BK, EVEN)
