@@ -148,3 +148,25 @@ def test_the_products_of_a_training_step():
             exact = gemm("mm", a, b, GemmArgs(BF16))
         y = gemm("mm", a, b, GemmArgs(BF16))
         assert ((y - exact).norm() / exact.norm()) < 5e-3
+
+
+def test_a_training_step_takes_it_for_all_three_products():
+    layer = torch.nn.Linear(4096, 4096, device="cuda", dtype=BF16)
+    x, grad = values(2048, 4096, False), values(2048, 4096, False)
+
+    def step():
+        one = x.clone().requires_grad_()
+        layer.zero_grad()
+        with mx.autocast(recipe=mx.MXFP8BlockScaling()):
+            y = layer(one)
+        y.backward(grad)
+        return y.detach(), one.grad, layer.weight.grad.clone()
+
+    with mx.explain() as log:
+        ours = step()
+    ran = {entry.spec.op: entry.kernel for entry in log.entries}
+    assert [ran[op] for op in ("fprop", "dgrad", "wgrad")] == ["fp8_rows"] * 3
+    with mx.kernels("dequant"):
+        exact = step()
+    for got, expected in zip(ours, exact, strict=True):
+        assert ((got - expected).norm() / expected.norm()) < 5e-3
