@@ -291,7 +291,7 @@ def _of_casts(casts: TensorCasts, index: int, state: DelayedState | None, device
     rowwise = casts.rowwise is not None
     columnwise = casts.columnwise is not None and casts.columnwise == (casts.rowwise or casts.columnwise)
     cast = casts.rowwise or casts.columnwise
-    if cast is None or (casts.signs is not None and not rowwise):  # an MXTensor cannot have a rotated copy only
+    if cast is None:
         return None
     if state is not None:
         return _LayerQuantizer(cast, state, index, rowwise, columnwise)

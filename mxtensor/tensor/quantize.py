@@ -14,7 +14,7 @@ from ..core.devices import cached
 from ..numerics.cast import SEED, Cast
 from ..numerics.formats import Format, Orientation, Rounding, ScaleCalculationMode
 from ..recipe.linear_recipe import LinearRecipe
-from .mxtensor import MXTensor, quantize_as
+from .mxtensor import MXTensor
 
 
 def quantize(
@@ -49,7 +49,7 @@ def quantize(
     distributed = sys.modules.get("torch.distributed.tensor")  # a DTensor exists only after this import
     if distributed is not None and isinstance(x, distributed.DTensor):
         return import_module(".quantize_shards", __package__).quantize_shards(x, recipe, copies)  # type: ignore[no-any-return]
-    return quantize_as(x, recipe, copies)
+    return MXTensor._quantized(x, recipe, copies)
 
 
 @cached
