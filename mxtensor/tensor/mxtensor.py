@@ -25,7 +25,7 @@ from ..core.dispatch import FALLBACK, FUNCTION_TABLE, OP_TABLE
 from ..core.fingerprint import COMPILATION, fingerprint
 from ..core.select import forced_kernel
 from ..core.shapes import contiguous_stride, readable_size, swapped
-from ..core.tracing import is_traced, refuse_recording
+from ..core.tracing import constants_of, is_traced, refuse_recording
 from ..core.when_imported import PENDING, install_pending, when_imported
 from ..numerics.formats import Format, Orientation
 from ..numerics.operand import Operand, Rotated, transposed
@@ -140,7 +140,7 @@ class MXTensor(Makers, Pickled, KeepsAttributes, GatheredByFSDP2, TransformerEng
         )
         self._rowwise, self._columnwise, self.recipe = rowwise, columnwise, recipe  # type: ignore[assignment]
         if rotated is not None:
-            self._rotated = rotated
+            self._rotated = Rotated(rotated.operand, constants_of(rotated.signs))  # type: ignore[arg-type]
         return self
 
     # ------------------------------------------------------------------------------------------ another one

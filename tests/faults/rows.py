@@ -89,7 +89,7 @@ FAULTS = (
           "scale.narrow(0, start // block_rows,", "scale.narrow(0, 0,",
           "kernels/quantize"),
     Fault("Hadamard matrix not normalized", "kernels/quantize/hadamard.py",
-          "(signs >> i)) / 4", "(signs >> i)) / 2",
+          "is_negated[i]) / 4", "is_negated[i]) / 2",
           "kernels/quantize/test_cast_pair.py training te"),
     Fault("Triton: amax of bfloat16 not widened", "kernels/triton_device/elements.py",
           "return largest.to(tl.int32) << 16", "return largest.to(tl.int32) << 15",

@@ -18,7 +18,9 @@ GROUP = 16
 
 def _matrix(signs: int, device: torch.device) -> Tensor:
     """diag(signs) @ H16 / 4 in float32; row i is negated if bit i of ``signs`` is set."""
-    rows = [[(-1) ** ((i & j).bit_count() + (signs >> i)) / 4 for j in range(GROUP)] for i in range(GROUP)]
+    # A branch for each bit: with dynamic=True Dynamo makes the signs a symbol, and a branch makes it a constant.
+    is_negated = [True if signs >> i & 1 else False for i in range(GROUP)]  # noqa: SIM210
+    rows = [[(-1) ** ((i & j).bit_count() + is_negated[i]) / 4 for j in range(GROUP)] for i in range(GROUP)]
     return torch.tensor(rows, dtype=torch.float32, device=device)
 
 
