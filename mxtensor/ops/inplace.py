@@ -134,11 +134,9 @@ def set_data(target: Tensor, value: Tensor) -> None:
     """``w.data = value``: ``w`` gets the operands of an MXTensor, or new ones for plain values, and their shape.
 
     As in torch, memory is shared with ``value`` if that is an MXTensor, and what shared memory with ``w`` before keeps
-    its values. A plain target gets the dequantized values.
+    its values. torch asks the target alone, so no rule sees ``plain.data = w``, which leaves a tensor without memory.
     """
-    if not isinstance(target, MXTensor):
-        target.data = value.dequantize()
-        return
+    assert isinstance(target, MXTensor)
     new = value
     if isinstance(target, RotatedTensor) and not isinstance(value, RotatedTensor):
         new = target.quantized(value)

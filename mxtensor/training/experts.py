@@ -54,13 +54,13 @@ def note_experts(op: str, x: Tensor, weight: Tensor) -> None:
         _note_in_graph(op, weight)
         return
     if is_strict():
-        raise NotImplementedError(_refusal(op, tuple(weight.shape)))
+        _refuse(op, tuple(weight.shape))
     spec = Spec(op, (tuple(x.shape), tuple(weight.shape)), (x.dtype, weight.dtype), x.dtype, x.device, is_traced(x))
     record(spec, "high precision", {"quantized": REASON})
 
 
-def _refusal(op: str, shape: tuple[int, ...]) -> str:
-    return (
+def _refuse(op: str, shape: tuple[int, ...]) -> None:
+    raise NotImplementedError(
         f"{op} would multiply by a stack of weights {shape} in high precision ({REASON}), which mx.strict() forbids; "
         "use mx.nn.GroupedLinear, or a linear layer for each expert"
     )
@@ -71,7 +71,7 @@ def _note_in_graph(op: str, weight: Tensor) -> None:
     shape = tuple(weight.shape) if all(type(n) is int for n in weight.shape) else ()
     is_open = OPEN["strict"] > 0  # the guard that compiles the graph anew inside ``strict()``
     if _noted_in_graph(op, shape, str(weight.dtype), str(weight.device)) and is_open:
-        raise NotImplementedError(_refusal(op, shape))
+        _refuse(op, shape)
 
 
 @called_while_traced
@@ -141,4 +141,4 @@ def _is_of_stack(t: Tensor) -> bool:
 
 
 # After a graph break, eager code calls these; compiled one by one, they would ask for a ContextVar in vain.
-run_uncompiled(note_experts, _note_in_graph, _noted_in_graph, note_if_experts)
+run_uncompiled(note_experts, _note_in_graph, _noted_in_graph, _refuse, note_if_experts)
