@@ -63,7 +63,7 @@ class Makers(Tensor):
     @classmethod
     def _quantized(cls: type[M], x: Any, recipe: LinearRecipe, orientation: Orientation = Orientation.ROWWISE) -> M:
         """``x`` quantized by the weight cast of ``recipe``, which the result carries; see :func:`mxtensor.quantize`."""
-        if isinstance(x, Makers | DequantizedView):
+        if type(x) is not Tensor and isinstance(x, (Makers, DequantizedView)):
             x = x.dequantize()
         x = x.detach()
         if x.dim() < 2 and orientation is not Orientation.ROWWISE:
