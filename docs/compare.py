@@ -164,7 +164,7 @@ def here() -> Package:
     """This package."""
     import mxtensor as mx
     from mxtensor.convert.configs import recipe_of
-    from mxtensor.tensor.mxtensor import quantize_as
+    from mxtensor.tensor.quantize_as import quantize_as
 
     recipe = recipe_of("mxfp8")
     training = mx.recipe.MXFP8BlockScaling()

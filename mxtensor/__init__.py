@@ -40,7 +40,8 @@ from .numerics.formats import (
 from .numerics.operand import Operand
 from .recipe.kernel_preference import KernelPreference
 from .recipe.linear_recipe import LinearRecipe
-from .tensor.mxtensor import MXTensor, rebuild, rebuild_with_attributes
+from .tensor.mxtensor import MXTensor
+from .tensor.pickles import rebuild, rebuild_with_attributes
 from .tensor.quantize import quantize
 
 if TYPE_CHECKING:

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..core.compat import called_while_traced
+from ..core.compat_hooks import run_uncompiled
 from ..tensor.mxtensor import MXTensor
 from ..training.autocast import autocast_state
 from ..training.experts import note_experts
@@ -41,6 +43,11 @@ def watch(module: nn.Module, name: str) -> None:
         module.register_forward_pre_hook(_Note(name), with_kwargs=True)
 
 
+@called_while_traced
+def _is_inside_autocast() -> bool:
+    return autocast_state() is not None
+
+
 class _Note:
     """A hook of the module. ``autocast`` sees the products themselves."""
 
@@ -49,9 +56,12 @@ class _Note:
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         weight = module._parameters.get(self.name)
-        if torch.compiler.is_dynamo_compiling() or weight is None or isinstance(weight, MXTensor):
+        if weight is None or isinstance(weight, MXTensor):
             return
-        if autocast_state() is None:
+        if not _is_inside_autocast():
             given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
             x = next((value for value in given if value.is_floating_point()), weight)
             note_experts(f"{type(module).__name__}.{self.name}", x, weight)
+
+
+run_uncompiled(_is_inside_autocast, _Note.__call__)

@@ -11,7 +11,7 @@ from torch import nn
 from ..core.explain import LOGS
 from ..numerics.formats import Orientation
 from ..recipe.linear_recipe import LinearRecipe
-from ..tensor.mxtensor import quantize_as
+from ..tensor.quantize_as import quantize_as
 from ..training.training_weight import values_of
 from .weights import Weight
 

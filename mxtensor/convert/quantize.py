@@ -15,7 +15,8 @@ from ..core.progress import with_progress
 from ..numerics.formats import Orientation
 from ..recipe.linear_recipe import LinearRecipe
 from ..tensor.attributes import set_attributes, user_attributes
-from ..tensor.mxtensor import MXTensor, quantize_as
+from ..tensor.mxtensor import MXTensor
+from ..tensor.quantize_as import quantize_as
 from ..training.state_dict import register_state_dict_hooks
 from ..training.training_weight import values_of
 from .configs import Config, recipe_of

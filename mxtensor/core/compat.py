@@ -183,6 +183,16 @@ def nonstrict_trace(function: Function) -> Function:
     return function if mark is None else mark(function)
 
 
+def called_while_traced(function: Function) -> Function:
+    """Dynamo calls the function with constants instead of tracing it, and takes the result for a constant.
+
+    ``torch.compiler.assume_constant_result`` sets the same attribute, and imports the compiler, which takes a second.
+    Missing: Dynamo traces the function, and breaks the graph at a ContextVar.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
 # ---------------------------------------------------------------------------------------------- devices
 
 

@@ -5,6 +5,7 @@ Knows no tensor. ``ops/`` fills the tables.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -47,6 +48,9 @@ def implements_function(*functions: Any) -> Callable[[Rule], Rule]:
 
 
 _strict: Scopes[bool] = Scopes("strict", False)
+_LOCK = threading.Lock()
+OPEN = {"strict": 0}
+"""How many ``strict()`` are open in all threads. A graph that has read it is compiled anew inside a block."""
 
 
 @contextmanager
@@ -56,8 +60,19 @@ def strict() -> Iterator[None]:
     So does a product that a recipe for training leaves in high precision because it has no rule for it, such as that of
     stacked experts.
     """
-    with _strict.block(True):
-        yield
+    with _LOCK:
+        OPEN["strict"] += 1
+    try:
+        with _strict.block(True):
+            yield
+    finally:
+        with _LOCK:
+            OPEN["strict"] -= 1
+
+
+def is_inside_strict() -> bool:
+    """``is_strict`` for a function that Dynamo calls while it traces."""
+    return _strict.get()
 
 
 def is_strict() -> bool:

@@ -188,6 +188,11 @@ def record(spec: Spec, kernel: str, refusals: dict[str, str]) -> Entry | None:
     """Add a decision to the innermost ``explain()`` and return the entry; None without one."""
     if torch.compiler.is_dynamo_compiling():
         return None  # Dynamo reads this Python itself; rules that run below it are logged
+    return record_traced(spec, kernel, refusals)
+
+
+def record_traced(spec: Spec, kernel: str, refusals: dict[str, str]) -> Entry | None:
+    """``record`` for a function that Dynamo calls while it traces."""
     log = LOGS.get()
     if log is None:
         return None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from .compat import dispatch_mode_count, is_ephemeral, is_functorch_wrapped_tensor, is_jit_tracing
@@ -51,3 +53,32 @@ def guard_int(number: int) -> int:
     if type(number) is int:
         return number
     return int(number) if is_ephemeral(number) else number
+
+
+def constants_of(fields: Any) -> Any | None:
+    """The fields of a frozen dataclass as constants; None if Dynamo is only writing a call of the class to its graph.
+
+    With ``dynamic=True`` Dynamo makes numbers of an object that is an argument symbols, and a format has constants.
+    """
+    if isinstance(fields, torch.fx.Proxy):
+        return None
+    if isinstance(fields, tuple):
+        found = [constants_of(value) for value in fields]
+        return (
+            None
+            if any(new is None and old is not None for new, old in zip(found, fields, strict=True))
+            else tuple(found)
+        )
+    kind = _SYMBOLS.get(type(fields))
+    return fields if kind is None else kind(fields)
+
+
+def make_constant(instance: Any, *names: str) -> bool:
+    """``constants_of`` these fields of a frozen dataclass, set in it; False if it is only written to a graph."""
+    found = constants_of(tuple(getattr(instance, name) for name in names))
+    for name, value in zip(names, found or (), strict=False):
+        object.__setattr__(instance, name, value)
+    return found is not None
+
+
+_SYMBOLS: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}

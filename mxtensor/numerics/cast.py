@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ..core.arguments import INTEGER, NUMBER, Kind, check, instance, optional
+from ..core.tracing import make_constant
 from .formats import Format, Rounding, ScaleCalculationMode, get_format
 
 FLT_MAX = torch.finfo(torch.float32).max
@@ -29,10 +30,12 @@ class Cast:
     """Stochastic rounding draws from torch's generator for the tensor's device, or from ``seed``."""
     seed: int | None = None
     """With a seed, stochastic rounding gives the same bits in every kernel, on every device and at every call."""
-    amax_epsilon: float = 0.0
+    amax_epsilon: float = 0
     """A smaller amax counts as this number, in float32 scales (TransformerEngine); other scales have no such floor."""
 
     def __post_init__(self) -> None:
+        if not make_constant(self, "seed", "amax_epsilon"):
+            return
         check("Cast", "format", self.format, FORMAT)
         check("Cast", "scaling", self.scaling, SCALING)
         check("Cast", "rounding", self.rounding, ROUNDING)
@@ -51,7 +54,7 @@ class Cast:
         scaling: ScaleCalculationMode | str = ScaleCalculationMode.RCEIL,
         rounding: Rounding | str = Rounding.NEAREST,
         seed: int | None = None,
-        amax_epsilon: float = 0.0,
+        amax_epsilon: float = 0,
     ) -> Cast:
         """A cast by names; a Cast itself is returned unchanged.
 
@@ -59,4 +62,4 @@ class Cast:
         """
         if isinstance(format, Cast):
             return format
-        return cls(get_format(format), ScaleCalculationMode.of(scaling), Rounding.of(rounding), seed, amax_epsilon)
+        return cls(get_format(format), ScaleCalculationMode.of(scaling), Rounding.of(rounding), seed, amax_epsilon or 0)

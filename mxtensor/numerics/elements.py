@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .formats import ElementFormat
+from .element_format import ElementFormat
 
 
 def encode_elements(y: Tensor, element: ElementFormat) -> Tensor:

@@ -3,12 +3,11 @@
 Source: OCP Microscaling Formats (MX) v1.0, sections 5 and 6; NVFP4 as published for Blackwell. Nothing in the
 package asks a format for its name to decide what to do: every difference between two formats is a field here.
 
-This file is longer than others because a new element, scale or block format is a row here and nowhere else.
+A new element, scale or block format is a row here and nowhere else; ``element_format`` has the fields of an element.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -19,6 +18,8 @@ import torch
 
 from ..core import names
 from ..core.arguments import Kind, check, described
+from ..core.tracing import make_constant
+from .element_format import ElementFormat, ScaleFormat
 
 FULL = -1
 """A block extent that covers the whole dimension (FULL rows: every leading dimension too)."""
@@ -100,103 +101,6 @@ class Rounding(Enum):
         return member(cls, "rounding", value)
 
 
-PACKINGS = {(1, 1): 8, (4, 3): 6, (2, 1): 4}
-"""(values, bytes) -> bits of an element: the packings that ``elements.pack`` and the kernels know."""
-
-
-def _packings() -> str:
-    return ", ".join(f"{packing} for {bits} bits" for packing, bits in PACKINGS.items())
-
-
-@dataclass(frozen=True)
-class ElementFormat:
-    """One element: sign, exponent and mantissa, or a two's-complement fixed-point number (``exponent_bits == 0``)."""
-
-    name: str
-    exponent_bits: int
-    mantissa_bits: int
-    bias: int
-    max: float
-    """The largest finite value; larger values saturate to it."""
-    dtype: torch.dtype
-    """The dtype of ``Operand.data``: the torch dtype of one code, or uint8 for packed codes."""
-    packing: tuple[int, int] = (1, 1)
-    """(values, bytes): this many values share this many bytes."""
-    nan_code: int = 0
-    """The code stored throughout a block whose scale is NaN; 0 if the element has no NaN."""
-
-    def __post_init__(self) -> None:
-        why = self._why_impossible()
-        if why is not None:
-            raise ValueError(f"{self.name}: {why}")
-
-    def _why_impossible(self) -> str | None:
-        """Why the casts cannot make this element."""
-        e, m = self.exponent_bits, self.mantissa_bits
-        if self.is_integer:
-            return "an integer element has 8 bits, because only floats are packed" if self.packed else None
-        if self.packing not in PACKINGS:
-            return f"packing {self.packing} is not available; choose {_packings()}"
-        if 1 + e + m != self.bits:
-            return (
-                f"a sign, {e} exponent bits and {m} mantissa bits are {1 + e + m} bits, and packing {self.packing} "
-                f"stores {self.bits}; choose {_packings()}"
-            )
-        if not 0 < self.emax + self.bias < 1 << e:
-            return f"max {self.max} has exponent {self.emax}, which {e} exponent bits with bias {self.bias} cannot hold"
-        if not math.ldexp(self.max, m - self.emax).is_integer():
-            return f"max {self.max} needs more than {m} mantissa bits"
-        if m == 0 and self.bias % 2 == 0:
-            return f"without mantissa bits the bias must be odd, so that ties round to even codes; it is {self.bias}"
-        return None
-
-    def __hash__(self) -> int:
-        return hash(self.name)  # fast: every cast looks up rows by their format
-
-    @property
-    def bits(self) -> int:
-        return 8 * self.packing[1] // self.packing[0]
-
-    @property
-    def significant_bits(self) -> int:
-        return self.mantissa_bits + 1
-
-    @property
-    def emax(self) -> int:
-        """The exponent of the largest power of two among the elements."""
-        return math.frexp(self.max)[1] - 1
-
-    @property
-    def is_integer(self) -> bool:
-        return self.exponent_bits == 0
-
-    @property
-    def packed(self) -> bool:
-        return self.packing != (1, 1)
-
-    def data_cols(self, cols: int) -> int:
-        """The number of entries of ``data`` that hold ``cols`` values."""
-        values, size = self.packing
-        return -(-cols // values) * size
-
-
-@dataclass(frozen=True)
-class ScaleFormat:
-    """One scale: how it is stored and viewed."""
-
-    name: str
-    dtype: torch.dtype
-    """The storage dtype: formats of one byte are stored as uint8, which every backend and serializer knows."""
-    view_dtype: torch.dtype
-    """The torch dtype of the same bytes, for ``Operand.scale_view``."""
-    significant_bits: int
-    """The significant bits of a scale's value; a power of two has 1."""
-
-    @property
-    def bits(self) -> int:
-        return 8 * self.dtype.itemsize
-
-
 E4M3 = ElementFormat("e4m3", 4, 3, bias=7, max=448.0, dtype=torch.float8_e4m3fn, nan_code=0x7F)
 E5M2 = ElementFormat("e5m2", 5, 2, bias=15, max=57344.0, dtype=torch.float8_e5m2, nan_code=0x7F)
 E3M2 = ElementFormat("e3m2", 3, 2, bias=3, max=28.0, dtype=torch.uint8, packing=(4, 3))
@@ -235,6 +139,8 @@ class Format:
     a negative value that rounds to zero keeps its sign in both."""
 
     def __post_init__(self) -> None:
+        if not make_constant(self, "block", "global_scale", "signed_zero"):
+            return
         extents = self.block if isinstance(self.block, tuple) else ()
         if len(extents) != 2 or not all(isinstance(n, int) and (n == FULL or n > 0) for n in extents):
             raise ValueError(f"{self.name}: block is {self.block!r}; pass (rows, columns), for example (1, 32)")
@@ -398,7 +304,6 @@ DTYPE_FP6_E2M3 = "fp6_e2m3"
 """torchao's name for the element of mxfp6_e2m3; torch has no dtype for it."""
 DTYPE_FP6_E3M2 = "fp6_e3m2"
 """torchao's name for the element of mxfp6_e3m2."""
-
 
 BLOCK = Kind(
     "a block size, 16, 32, 64 or 128, or a square tile of one of these, like (32, 32)",

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..core.arguments import described
 from ..core.tracing import is_traced
 from .cast import Cast
+from .element_format import ElementFormat, ScaleFormat
 from .elements import decode_elements, decode_packed, encode_elements, pack, round_stochastically, uniform
 from .formats import (
     E8M0,
@@ -24,11 +25,9 @@ from .formats import (
     FP32_POW2,
     FULL,
     UE4M3,
-    ElementFormat,
     Format,
     Rounding,
     ScaleCalculationMode,
-    ScaleFormat,
 )
 from .operand import Operand
 
@@ -214,7 +213,8 @@ def encode(x: Tensor, cast: Cast, whole_amax: Tensor | None = None) -> Operand:
         scale = x.new_zeros(format.scale_shape(shape), dtype=format.scale.dtype)
         return Operand(data, scale, x.new_ones((), dtype=torch.float32) if format.global_scale else None, format, shape)
     blocks, dims = _split(x.detach().to(torch.float32), format)
-    amax = blocks.abs().amax(dims, keepdim=format.block[0] == FULL)
+    magnitudes = blocks.abs()
+    amax = magnitudes.amax(dims, keepdim=True) if format.block[0] == FULL else magnitudes.amax(dims)
     if whole_amax is None:
         whole_amax = amax.amax()
     elif format.block[0] == FULL:

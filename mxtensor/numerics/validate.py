@@ -17,7 +17,7 @@ from torch import Tensor
 from ..core.shapes import contiguous_stride, swapped
 from ..core.tracing import is_traced
 from .formats import Format
-from .operand import Operand
+from .operand import Operand, Rotated
 from .reference import SOURCE_DTYPES
 
 _LARGEST = (1 << 63) - 1
@@ -208,15 +208,16 @@ def check_outer(
     offset: Any = 0,
     apart: bool = False,
     any_stride: bool = False,
+    rotated: Rotated | None = None,
 ) -> tuple[Operand | None, Operand | None, tuple[int, ...], tuple[int, ...]]:
     """Checked operands, size and strides of a quantized tensor, which ``MXTensor`` has as arguments.
 
     ``apart``: as in ``check_components``. ``any_stride``: strides may reach further than the codes, or to one value
-    twice, as those of an expanded tensor do.
+    twice, as those of an expanded tensor do. ``rotated``: a checked copy beside the others, or the only one.
     Raises TypeError for a wrong type or dtype, ValueError for operands, sizes and strides that do not fit each other.
     """
     check_outer_dtype(dtype)
-    if rowwise is None and columnwise is None:
+    if rowwise is None and columnwise is None and rotated is None:
         raise ValueError("a quantized tensor needs a rowwise or a columnwise operand, got neither")
     row = None if rowwise is None else check_operand("rowwise", rowwise, apart)
     column = None if columnwise is None else check_operand("columnwise", columnwise, apart)
@@ -235,14 +236,16 @@ def check_outer(
             raise ValueError(
                 f"the {name} operand of a tensor of shape {size} has shape {expected}, not {operand.shape}"
             )
-    if row is not None and column is not None and row.data.device != column.data.device:
-        raise ValueError(f"the rowwise operand is on {row.data.device}, the columnwise one on {column.data.device}")
+    beside = None if rotated is None else rotated.operand
+    for name, operand in (("columnwise", column), ("rotated", beside)):
+        if row is not None and operand is not None and row.data.device != operand.data.device:
+            raise ValueError(f"the rowwise operand is on {row.data.device}, the {name} one on {operand.data.device}")
     stride = contiguous_stride(size) if stride is None else check_numbers("strides", stride)
     if len(stride) != len(size):
         raise ValueError(f"a tensor of shape {size} has {len(size)} strides, got {_short(stride)}")
     if type(offset) is not int or not 0 <= offset <= _LARGEST:
         raise ValueError(f"the storage offset must be an integer that is not negative, got {_short(offset)}")
-    if not any_stride and not fits_outside(size, stride, row, column):
+    if not any_stride and not fits_outside(size, stride, row, column, beside):
         raise ValueError(
             f"strides {stride} of a tensor of shape {size} share memory or reach beyond the values that are stored"
         )

@@ -11,11 +11,14 @@ from ..core.compat import forget_graphs
 from ..core.dispatch import implements, implements_function
 from ..core.tracing import is_traced
 from ..core.writes import has_no_memory, note_write
+from ..kernels.quantize.hadamard import quantize_rotated
 from ..kernels.quantize.select import quantize_operand
 from ..numerics.formats import FULL
 from ..numerics.operand import Operand
 from ..numerics.swizzle import forget
-from ..tensor.mxtensor import MXTensor, quantize_as
+from ..tensor.mxtensor import MXTensor
+from ..tensor.quantize_as import quantize_as
+from ..tensor.rotated import RotatedTensor
 
 aten = torch.ops.aten
 
@@ -36,7 +39,8 @@ def _write(target: Operand, source: Operand) -> None:
 def lacks_values(view: MXTensor, base: MXTensor) -> bool:
     """Whether ``view`` shares a scale with values outside it, or lacks a copy that ``base`` has."""
     shared = base.format.global_scale or FULL in base.format.block
-    return len(base.operands) > len(view.operands) or (shared and view.numel() != base.numel())
+    lacks_copy = len(base.operands) > len(view.operands) or (base._rotated is not None and view._rotated is None)
+    return lacks_copy or (shared and view.numel() != base.numel())
 
 
 def _writes_all(w: MXTensor) -> bool:
@@ -70,15 +74,21 @@ def write_back(w: MXTensor, values: Tensor) -> MXTensor:
         _write(w._rowwise, quantize_operand(values, w.recipe.stored))
     if w._columnwise is not None:
         _write(w._columnwise, quantize_operand(values.transpose(-1, -2), w.recipe.stored))
+    if w._rotated is not None:
+        _write(w._rotated.operand, quantize_rotated(values, w.recipe.stored, w._rotated.signs).operand)
     return w
 
 
 def _same_operands(a: MXTensor, b: MXTensor) -> bool:
     """Whether the bytes of ``b`` can be copied to ``a``: equal casts and the same copies."""
     pairs = ((a._rowwise, b._rowwise), (a._columnwise, b._columnwise))
-    return (
-        a.recipe.stored == b.recipe.stored and a.shape == b.shape and all((p is None) == (q is None) for p, q in pairs)
-    )
+    alike = a.recipe.stored == b.recipe.stored and a.shape == b.shape and a._signs == b._signs
+    return alike and all((p is None) == (q is None) for p, q in pairs)
+
+
+def _copies(w: MXTensor) -> list[Operand]:
+    """Every stored operand, the rotated one too."""
+    return [o for o in (w._rowwise, w._columnwise, w._rotated and w._rotated.operand) if o is not None]
 
 
 @implements(aten.copy_.default)
@@ -89,7 +99,7 @@ def copy_(func: Any, args: Any, kwargs: Any) -> Tensor:
         return target.copy_(source.dequantize(target.dtype))  # type: ignore[no-any-return]
     if isinstance(source, MXTensor):
         if _same_operands(target, source) and _writes_all(target):
-            for mine, theirs in zip(target.operands, source.operands, strict=True):
+            for mine, theirs in zip(_copies(target), _copies(source), strict=True):
                 _write(mine, theirs)
             return target
         source = source.dequantize(torch.float32)
@@ -124,13 +134,18 @@ def set_data(target: Tensor, value: Tensor) -> None:
     """``w.data = value``: ``w`` gets the operands of an MXTensor, or new ones for plain values, and their shape.
 
     As in torch, memory is shared with ``value`` if that is an MXTensor, and what shared memory with ``w`` before keeps
-    its values. A plain target gets the dequantized values.
+    its values. torch asks the target alone, so no rule sees ``plain.data = w``, which leaves a tensor without memory.
     """
-    if not isinstance(target, MXTensor):
-        target.data = value.dequantize()
-        return
+    assert isinstance(target, MXTensor)
     new = value
-    if not isinstance(value, MXTensor):
+    if isinstance(target, RotatedTensor) and not isinstance(value, RotatedTensor):
+        new = target.quantized(value)
+    elif isinstance(value, RotatedTensor) and not isinstance(target, RotatedTensor):
+        raise TypeError(
+            f"{value!r} has a rotated copy only, which cannot become the data of {target!r}; use copy_() to write its "
+            "values"
+        )
+    elif not isinstance(value, MXTensor):
         new = quantize_as(value, target.recipe, target.copies)
         new._shard = target._shard if new.shape == target.shape else None
     assert isinstance(new, MXTensor)

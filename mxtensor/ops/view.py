@@ -188,6 +188,6 @@ def view_(func: Any, args: Any, kwargs: Any) -> Any:
             f"{func} of an MXTensor of shape {tuple(w.shape)} is refused: it would cut blocks of {w.format} stored "
             f"{w.orientation.label}; use the op without the underscore, whose result is dequantized"
         )
-    w._rowwise, w._columnwise, w._link = out._rowwise, out._columnwise, out._link
+    w._rowwise, w._columnwise, w._link, w._rotated = out._rowwise, out._columnwise, out._link, out._rotated
     forget_graphs()
     return return_and_correct_aliasing(func, args, kwargs, out)

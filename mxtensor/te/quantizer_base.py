@@ -23,7 +23,7 @@ from ..core.arguments import (
     optional,
 )
 from ..core.shapes import swapped
-from ..kernels.quantize.hadamard import GROUP, rotated
+from ..kernels.quantize.hadamard import quantize_rotated
 from ..kernels.quantize.select import quantize_operand
 from ..kernels.quantize.select_pair import quantize_operands
 from ..numerics.cast import Cast
@@ -32,6 +32,8 @@ from ..numerics.operand import Operand, Rotated
 from ..numerics.reference import SOURCE_DTYPES, check_source
 from ..recipe.linear_recipe import LinearRecipe
 from ..tensor.mxtensor import MXTensor
+from ..tensor.rotated import RotatedTensor
+from ..tensor.stored import rotated_shape
 
 Q = TypeVar("Q", bound="Quantizer")
 
@@ -136,13 +138,10 @@ class Quantizer:
         ):
             raise ValueError(f"{self!r} and the columnwise copy of out are rotated differently; use make_empty()")
         x = _plain(src)
-        row, column = self._operands(x, dst.copies)
+        row, column = (None, None) if isinstance(dst, RotatedTensor) else self._operands(x, dst.copies)
+        rotated = None if rotated_copy is None else quantize_rotated(x, self.cast, rotated_copy.signs)
         with torch.no_grad():
-            dst.copy_(dst.replace(row, column, tuple(dst.shape), dst.stride()))
-            if rotated_copy is not None:
-                new = self._rotated(x)
-                for old, value in zip(rotated_copy.operand.tensors, new.operand.tensors, strict=True):
-                    old.copy_(value)
+            dst.copy_(_tensor(row, column, rotated, dst.recipe, dst.dtype, tuple(dst.shape)))
         return dst
 
     def make_empty(
@@ -164,19 +163,19 @@ class Quantizer:
         wanted, size = self._wanted(x), tuple(x.shape)
         row = empty(size) if Orientation.ROWWISE in wanted else None
         column = empty(swapped(size)) if Orientation.COLUMNWISE in wanted and self.signs is None else None
-        out = MXTensor(row, column, self.recipe, dtype, size, checked=True)
-        if self.signs is not None and Orientation.COLUMNWISE in wanted:
-            *outer, rows, cols = size
-            out._rotated = Rotated(empty((*outer, cols, -(-rows // GROUP) * GROUP)), self.signs)
+        is_rotated = self.signs is not None and Orientation.COLUMNWISE in wanted
+        rotated = Rotated(empty(rotated_shape(size)), self.signs) if is_rotated else None  # type: ignore[arg-type]
+        out = _tensor(row, column, rotated, self.recipe, dtype, size)
         return out.requires_grad_(bool(requires_grad))  # type: ignore[return-value]
 
     def _made(self, x: Tensor) -> MXTensor:
         x = _plain(x)
         wanted = self._wanted(x)
-        out = MXTensor(*self._operands(x, wanted), self.recipe, x.dtype, tuple(x.shape), checked=True)
+        rotated = None
+        row, column = self._operands(x, wanted)
         if self.signs is not None and Orientation.COLUMNWISE in wanted:
-            out._rotated = self._rotated(x)
-        return out
+            rotated = quantize_rotated(x, self.cast, self.signs)
+        return _tensor(row, column, rotated, self.recipe, x.dtype, tuple(x.shape))
 
     def _wanted(self, x: Tensor) -> Orientation:
         """The copies to make of ``x``."""
@@ -189,12 +188,8 @@ class Quantizer:
 
     def _operands(self, x: Tensor, orientation: Orientation) -> tuple[Operand | None, Operand | None]:
         if self.signs is not None:
-            orientation = Orientation.ROWWISE
+            return (quantize_operand(x, self.cast) if Orientation.ROWWISE in orientation else None), None
         return quantize_operands(x, self.cast, orientation)
-
-    def _rotated(self, x: Tensor) -> Rotated:
-        assert self.signs is not None
-        return Rotated(quantize_operand(rotated(x.transpose(-1, -2), self.signs), self.cast), self.signs)
 
     # ------------------------------------------------------------------------------------------ settings
 
@@ -206,11 +201,6 @@ class Quantizer:
         columnwise = self.columnwise if columnwise is None else columnwise
         if not rowwise and not columnwise:
             raise ValueError(f"{type(self).__name__}: rowwise and columnwise are both False; a tensor needs one copy")
-        if not rowwise and self.signs is not None:
-            raise ValueError(
-                f"{type(self).__name__}: a rotated columnwise copy needs a rowwise copy beside it, from which torch "
-                "ops read the values of the tensor; use rowwise=True, or with_rht=False"
-            )
         self.rowwise, self.columnwise = rowwise, columnwise
 
     @property
@@ -260,6 +250,15 @@ class Quantizer:
 
 def _word(value: Any) -> str:
     return repr(value.value if isinstance(value, Enum) else value)
+
+
+def _tensor(
+    row: Operand | None, column: Operand | None, rotated: Rotated | None, recipe: LinearRecipe, dtype: torch.dtype,
+    size: tuple[int, ...],
+) -> MXTensor:  # fmt: skip
+    if row is None and rotated is not None:
+        return RotatedTensor(rotated, recipe, dtype, size)
+    return MXTensor(row, column, recipe, dtype, size, checked=True, rotated=rotated)
 
 
 def _plain(x: Tensor) -> Tensor:

@@ -137,7 +137,7 @@ class Float8CurrentScalingQuantizer(Quantizer):
         amax_epsilon: float = 0.0,
     ) -> None:
         row = FORMATS[f"float8_{DType.of(fp8_dtype, FP8).value}_tensor{'_pow2' if force_pow_2_scales else ''}"]
-        super().__init__(Cast(row, amax_epsilon=amax_epsilon), rowwise, columnwise)
+        super().__init__(Cast(row, amax_epsilon=amax_epsilon or 0), rowwise, columnwise)
         self.device = None if device is None else torch.device(device)
 
     def _arguments(self) -> dict[str, Any]:
@@ -169,7 +169,7 @@ class Float8BlockQuantizer(Quantizer):
             raise ValueError(f"Float8BlockQuantizer: block_scaling_dim is {described(block_scaling_dim)}; use 1 or 2")
         block = "1x128" if block_scaling_dim == 1 else "128x128"
         row = FORMATS[f"float8_{DType.of(fp8_dtype, FP8).value}_{block}{'_pow2' if force_pow_2_scales else ''}"]
-        super().__init__(Cast(row, amax_epsilon=amax_epsilon), rowwise, columnwise)
+        super().__init__(Cast(row, amax_epsilon=amax_epsilon or 0), rowwise, columnwise)
 
     def _arguments(self) -> dict[str, Any]:
         return super()._arguments() | {
@@ -291,7 +291,7 @@ def _of_casts(casts: TensorCasts, index: int, state: DelayedState | None, device
     rowwise = casts.rowwise is not None
     columnwise = casts.columnwise is not None and casts.columnwise == (casts.rowwise or casts.columnwise)
     cast = casts.rowwise or casts.columnwise
-    if cast is None or (casts.signs is not None and not rowwise):  # an MXTensor cannot have a rotated copy only
+    if cast is None:
         return None
     if state is not None:
         return _LayerQuantizer(cast, state, index, rowwise, columnwise)

@@ -13,7 +13,8 @@ from torch import Tensor
 from ..core.compat_hooks import hook_graph_attributes
 from ..core.shapes import swapped
 from ..core.when_imported import when_imported
-from ..numerics.operand import Operand
+from ..kernels.quantize.hadamard import GROUP
+from ..numerics.operand import Operand, Rotated
 
 
 def _rowwise(w: Any) -> Operand:
@@ -29,12 +30,23 @@ def _columnwise(w: Any) -> Operand:
     return Operand(w._inner_columnwise_data, w._inner_columnwise_scale, global_scale, format, shape)
 
 
+def _rotated(w: Any) -> Rotated:
+    format, (*outer, rows, cols) = w.recipe.stored.format, tuple(w.shape)
+    global_scale = w._inner_rotated_global_scale if format.global_scale else None
+    shape = (*outer, cols, -(-rows // GROUP) * GROUP)
+    return Rotated(Operand(w._inner_rotated_data, w._inner_rotated_scale, global_scale, format, shape), w._signs)
+
+
 def _readers(kind: type[Tensor]) -> dict[str, Callable[[Any], Any]]:
     """Attribute -> its reader: the stored operands, and every property that reads them."""
     ours = [base for base in reversed(kind.__mro__) if issubclass(base, Tensor) and base is not Tensor]
     found = {name: value for base in ours for name, value in vars(base).items() if isinstance(value, property)}
-    readers = {name: value.fget for name, value in found.items() if value.fget and not name.startswith("_inner_")}
-    return readers | {"_rowwise": _rowwise, "_columnwise": _columnwise}
+    readers = {
+        name: value.fget for name, value in found.items() if value.fget and not name.startswith(("_inner_", "_signs"))
+    }
+    return readers | {
+        "_rowwise": _rowwise, "_columnwise": _columnwise, "_rotated": _rotated,
+    }  # fmt: skip
 
 
 def hook_graph_attributes_of(kind: type[Tensor], recipe: str = "recipe") -> None:
@@ -42,5 +54,5 @@ def hook_graph_attributes_of(kind: type[Tensor], recipe: str = "recipe") -> None
 
     ``__tensor_flatten__`` installs it: Dynamo asks it about each tensor of a graph, before anybody reads an attribute.
     """
-    readers = _readers(kind) if recipe == "recipe" else {}
-    when_imported("torch._dynamo.variables.tensor", lambda: hook_graph_attributes(kind, readers, (recipe,)))
+    readers, constants = (_readers(kind), (recipe, "_signs")) if recipe == "recipe" else ({}, (recipe,))
+    when_imported("torch._dynamo.variables.tensor", lambda: hook_graph_attributes(kind, readers, constants))

@@ -3,12 +3,11 @@
 The outer tensor is the wrapper: it has the shape, strides, dtype and device of the dense tensor it stands for. The
 ``rowwise`` operand is blocked along the last dimension of the outer tensor and has its shape. The ``columnwise``
 operand is blocked along the dimension before it and is stored transposed, so every operand is blocked along its own
-last dimension. This file is longer than others because torch looks for its whole contract in one class.
+last dimension. ``makers``, ``pickles``, ``attributes``, ``fsdp`` and ``te_attributes`` have parts of the class.
 """
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import itertools
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.arguments import TENSOR, check, described, instance
+from ..core.arguments import check, described, instance
 from ..core.autograd import dequantize_with_gradient
 from ..core.compat import disable_subclass_torch_function, make_wrapper_subclass
 from ..core.compat_hooks import hook_guards, hook_unwrapping
@@ -26,25 +25,26 @@ from ..core.dispatch import FALLBACK, FUNCTION_TABLE, OP_TABLE
 from ..core.fingerprint import COMPILATION, fingerprint
 from ..core.select import forced_kernel
 from ..core.shapes import contiguous_stride, readable_size, swapped
-from ..core.tracing import is_traced, refuse_recording
+from ..core.tracing import constants_of, is_traced, refuse_recording
 from ..core.when_imported import PENDING, install_pending, when_imported
-from ..kernels.quantize.select_pair import quantize_operands
-from ..numerics.cast import Cast
-from ..numerics.formats import Format, Orientation, ScaleCalculationMode, get_format, get_mx_format
-from ..numerics.operand import Operand, transposed
-from ..numerics.validate import check_components, check_outer, check_outer_dtype, fits_outside, known_size
+from ..numerics.formats import Format, Orientation
+from ..numerics.operand import Operand, Rotated, transposed
+from ..numerics.validate import check_outer, known_size
 from ..recipe.linear_recipe import LinearRecipe
 from ..recipe.rows import recipe_to_row
-from .attributes import KeepsAttributes, set_attributes, user_attributes
-from .dequantized_view import DequantizedView, Link
+from .attributes import KeepsAttributes
+from .dequantized_view import Link
 from .fsdp import GatheredByFSDP2
 from .graph_attributes import hook_graph_attributes_of
-from .stored import in_a_file, operand_of, stored_arguments
+from .makers import Makers
+from .pickles import KINDS, Pickled
+from .stored import check_rotated, operand_of, rotated_shape
 from .te_attributes import TransformerEngineAttributes
 
 DTYPE = instance(torch.dtype, "a torch.dtype")
 _TENSORS = ("data", "scale", "global_scale")
 """The tensors of an operand, in the order of ``Operand.tensors``."""
+ROTATED = tuple(f"_inner_rotated_{name}" for name in _TENSORS)
 
 
 def _inner(side: str, name: str) -> property:
@@ -63,7 +63,7 @@ _NAMES = {
 """(has a rowwise copy, a columnwise copy, a global scale) -> names of its tensors, in the order of ``components``."""
 
 
-class MXTensor(KeepsAttributes, GatheredByFSDP2, TransformerEngineAttributes):
+class MXTensor(Makers, Pickled, KeepsAttributes, GatheredByFSDP2, TransformerEngineAttributes):
     """A tensor in a block-scaled format that torch code uses like any other.
 
     Make one with :func:`mxtensor.quantize`, :meth:`to_mx` or :meth:`from_components`. ``dtype``, ``shape``,
@@ -82,6 +82,9 @@ class MXTensor(KeepsAttributes, GatheredByFSDP2, TransformerEngineAttributes):
     _inner_columnwise_data = _inner("_columnwise", "data")
     _inner_columnwise_scale = _inner("_columnwise", "scale")
     _inner_columnwise_global_scale = _inner("_columnwise", "global_scale")
+    _inner_rotated_data = _inner("_rotated", "operand.data")
+    _inner_rotated_scale = _inner("_rotated", "operand.scale")
+    _inner_rotated_global_scale = _inner("_rotated", "operand.global_scale")
 
     @staticmethod
     def __new__(
@@ -95,8 +98,11 @@ class MXTensor(KeepsAttributes, GatheredByFSDP2, TransformerEngineAttributes):
         requires_grad: bool = False,
         offset: int = 0,
         checked: bool = False,
+        rotated: Rotated | None = None,
     ) -> MXTensor:
         """``checked``: for callers in the package, whose operands fit each other; others are checked and aliased.
+
+        ``rotated``: of a quantizer, the columnwise copy that only products of two such copies use.
 
         Raises TypeError or ValueError that says which argument does not fit.
         """
@@ -119,6 +125,7 @@ class MXTensor(KeepsAttributes, GatheredByFSDP2, TransformerEngineAttributes):
                 rowwise, columnwise, recipe.stored.format, dtype, size, stride, offset
             )
         operands = rowwise if rowwise is not None else columnwise
+        operands = operands if operands is not None or rotated is None else rotated.operand
         assert isinstance(operands, Operand) and recipe is not None and dtype is not None
         if size is None:
             size = operands.shape if rowwise is not None else swapped(operands.shape)
@@ -132,47 +139,11 @@ class MXTensor(KeepsAttributes, GatheredByFSDP2, TransformerEngineAttributes):
             requires_grad=requires_grad,
         )
         self._rowwise, self._columnwise, self.recipe = rowwise, columnwise, recipe  # type: ignore[assignment]
+        if rotated is not None:
+            self._rotated = Rotated(rotated.operand, constants_of(rotated.signs))  # type: ignore[arg-type]
         return self
 
-    # ------------------------------------------------------------------------------------------ making one
-
-    @classmethod
-    def to_mx(
-        cls,
-        data_hp: Tensor,
-        elem_dtype: Format | str | torch.dtype = torch.float8_e4m3fn,
-        block_size: int = 32,
-        scaling_mode: ScaleCalculationMode | str = ScaleCalculationMode.FLOOR,
-    ) -> MXTensor:
-        """Quantize along the last dimension, with torchao's argument names and defaults.
-
-        Scales are FLOOR unless ``scaling_mode`` says otherwise; those of :func:`mxtensor.quantize` are RCEIL.
-        ``block_size`` applies to MX formats only.
-        """
-        check("to_mx", "data_hp", data_hp, TENSOR)
-        cast = Cast.of(get_mx_format(elem_dtype, block_size), scaling_mode)
-        return quantize_as(data_hp, LinearRecipe.inference(cast))
-
-    @classmethod
-    def from_components(
-        cls,
-        data: Tensor,
-        scale: Tensor,
-        format: Format | str | torch.dtype,
-        shape: tuple[int, ...] | None = None,
-        dtype: torch.dtype = torch.bfloat16,
-        global_scale: Tensor | None = None,
-    ) -> MXTensor:
-        """A rowwise MXTensor around codes and scales that exist already; nothing is copied.
-
-        ``data``: codes, in the element's dtype or uint8; ``scale``: uint8 (or its e8m0/e4m3 view) or float32;
-        ``shape``: the logical shape, needed only if the last dimension of packed data does not determine it. Raises
-        ValueError or TypeError that names what was expected.
-        """
-        fmt = get_format(format)
-        operand = check_components(data, scale, fmt, shape, global_scale)
-        check_outer_dtype(dtype)
-        return cls(operand, None, LinearRecipe.inference(Cast(fmt)), dtype, checked=True)
+    # ------------------------------------------------------------------------------------------ another one
 
     def replace(
         self,
@@ -198,7 +169,7 @@ class MXTensor(KeepsAttributes, GatheredByFSDP2, TransformerEngineAttributes):
     def same(self) -> MXTensor:
         """Another MXTensor over the same operands: it keeps them if this one gets others (``.data =``)."""
         out = self.replace(self._rowwise, self._columnwise, tuple(self.shape), self.stride())
-        out._link = self._link
+        out._link, out._rotated = self._link, self._rotated
         return out
 
     # ------------------------------------------------------------------------------------------ looking at one
@@ -236,7 +207,9 @@ class MXTensor(KeepsAttributes, GatheredByFSDP2, TransformerEngineAttributes):
     @property
     def components(self) -> tuple[Tensor, ...]:
         """Every tensor of codes, scales and global scales, operand by operand."""
-        row, column = self._rowwise, self._columnwise
+        row, column, rotated = self._rowwise, self._columnwise, self._rotated
+        if rotated is not None:
+            return tuple(t for o in (row, column, rotated.operand) if o is not None for t in o.tensors)
         if row is None or column is None:
             return (row or column).tensors  # type: ignore[union-attr]
         return row.tensors + column.tensors
@@ -244,7 +217,7 @@ class MXTensor(KeepsAttributes, GatheredByFSDP2, TransformerEngineAttributes):
     @property
     def nbytes(self) -> int:  # type: ignore[override]
         """Bytes of all stored codes and scales."""
-        return sum(o.nbytes for o in self.operands)
+        return sum(t.numel() * t.dtype.itemsize for t in self.components)
 
     @property
     def bits_per_value(self) -> float:
@@ -292,13 +265,16 @@ class MXTensor(KeepsAttributes, GatheredByFSDP2, TransformerEngineAttributes):
             install_pending()
         row, column = self._rowwise, self._columnwise
         key = row is not None, column is not None, (row or column).global_scale is not None  # type: ignore[union-attr]
-        return [*_NAMES[key]], (self.recipe, self.dtype, self._link is not None)
+        names, context = [*_NAMES[key]], (self.recipe, self.dtype, self._link is not None)
+        if self._rotated is None:
+            return names, context
+        return [*names, *ROTATED[: 2 + key[2]]], (*context, self._rotated.signs)
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, Tensor], context: Any, outer_size: tuple[int, ...], outer_stride: tuple[int, ...]
     ) -> MXTensor:
-        recipe, dtype, is_linked = context
+        recipe, dtype, is_linked, *signs = context
         size, stride = known_size(inner, outer_size), tuple(outer_stride)
 
         def operand(side: str, shape: tuple[int, ...]) -> Operand | None:
@@ -306,18 +282,21 @@ class MXTensor(KeepsAttributes, GatheredByFSDP2, TransformerEngineAttributes):
             return operand_of(tensors, recipe.stored.format, shape) if tensors else None
 
         row, column = operand("_rowwise", size), operand("_columnwise", swapped(size)) if len(size) > 1 else None
+        beside = operand("_rotated", rotated_shape(size)) if signs else None
+        rotated = None if beside is None else Rotated(beside, signs[0])
         if not is_traced() and all(type(t) is Tensor for t in inner.values()):  # a graph's own are of many kinds
             outer = recipe.stored.format, dtype, size, stride
-            row, column, size, stride = check_outer(row, column, *outer, any_stride=True)
+            rotated = None if rotated is None else check_rotated(rotated)
+            row, column, size, stride = check_outer(row, column, *outer, any_stride=True, rotated=rotated)
         offset = (row or column).offset  # type: ignore[union-attr]  # torch does not pass the offset of a view
-        out = MXTensor(row, column, recipe, dtype, size, stride, offset=offset, checked=True)
+        out = MXTensor(row, column, recipe, dtype, size, stride, offset=offset, checked=True, rotated=rotated)
         out._link = Link(None, None) if is_linked else None
         return out
 
     def _stable_hash_for_caching(self) -> str:
-        names, (recipe, dtype, is_linked) = self.__tensor_flatten__()
+        names, (recipe, dtype, *rest) = self.__tensor_flatten__()
         components = [(n, p.dtype, tuple(p.shape), p.stride()) for n in names for p in (getattr(self, n),)]
-        outer = (dtype, tuple(self.shape), self.stride(), str(self.device), self.requires_grad, is_linked)
+        outer = (dtype, tuple(self.shape), self.stride(), str(self.device), self.requires_grad, *rest)
         key = (fingerprint(), sorted(COMPILATION.items()), forced_kernel(), recipe_to_row(recipe), outer, components)
         return hashlib.blake2b(repr(key).encode(), digest_size=16).hexdigest()
 
@@ -346,50 +325,6 @@ class MXTensor(KeepsAttributes, GatheredByFSDP2, TransformerEngineAttributes):
     def is_shared(self) -> bool:
         return all(t.is_shared() for t in self.components)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> MXTensor:
-        if id(self) in memo:
-            return memo[id(self)]  # type: ignore[no-any-return]
-        out: MXTensor = self.detach().map_components(torch.clone).requires_grad_(self.requires_grad)  # type: ignore
-        if isinstance(self, torch.nn.Parameter):
-            memo[id(self)] = torch.nn.Parameter(out, out.requires_grad)
-        else:
-            memo[id(self)] = out
-            set_attributes(out, copy.deepcopy(user_attributes(self), memo))
-        return memo[id(self)]  # type: ignore[no-any-return]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        operands = (("_rowwise", self._rowwise), ("_columnwise", self._columnwise))
-        components = {side: o.map(in_a_file).tensors for side, o in operands if o is not None}
-        size, stride = tuple(self.shape), self.stride()
-        if not fits_outside(size, stride, *self.operands):  # an expanded tensor, or the copy of a slice
-            stride = torch.empty_strided(size, stride, device="meta").clone().stride()
-        outer = (str(self.dtype).removeprefix("torch."), size, stride, self.requires_grad)
-        arguments = (components, recipe_to_row(self.recipe), outer, isinstance(self, torch.nn.Parameter))
-        attributes = user_attributes(self)
-        return (rebuild_with_attributes, (arguments, attributes)) if attributes else (rebuild, arguments)
-
-
-def rebuild(
-    components: dict[str, Any], row: dict[str, str | None], outer: tuple[Any, ...], is_parameter: bool
-) -> MXTensor:
-    """What unpickling an MXTensor calls. Its arguments are uint8 and float32 tensors and strings, so that
-    ``torch.load(weights_only=True)`` accepts them.
-
-    A file may hold anything, so every argument is checked. The result has aliases of the tensors, because a pickle can
-    go on to change a tensor that it has named. Raises ValueError that says what does not fit.
-    """
-    try:
-        row_, column, recipe, dtype, size, stride = stored_arguments(components, row, outer, is_parameter)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"this file or pickle holds no valid MXTensor: {error}") from error
-    out = MXTensor(row_, column, recipe, dtype, size, stride, checked=True)
-    return torch.nn.Parameter(out, outer[3]) if is_parameter else out.requires_grad_(outer[3])  # type: ignore
-
-
-def rebuild_with_attributes(arguments: tuple[Any, ...], attributes: dict[str, Any]) -> MXTensor:
-    """``rebuild`` of a tensor on which the user has set attributes."""
-    return set_attributes(rebuild(*arguments), attributes)  # type: ignore[no-any-return]
-
 
 def _transposed(operand: Operand | None) -> Operand | None:
     """The other orientation of an operand with square blocks; None for other blocks."""
@@ -398,19 +333,7 @@ def _transposed(operand: Operand | None) -> Operand | None:
     return transposed(operand)
 
 
-def quantize_as(x: Tensor, recipe: LinearRecipe, orientation: Orientation = Orientation.ROWWISE) -> MXTensor:
-    """Quantize ``x`` by the weight cast of ``recipe`` to an MXTensor that carries it; see :func:`mxtensor.quantize`."""
-    if isinstance(x, MXTensor | DequantizedView):
-        x = x.dequantize()
-    x = x.detach()
-    if x.dim() < 2 and orientation is not Orientation.ROWWISE:
-        raise ValueError(f"orientation {orientation.label!r} needs two dimensions, this tensor has {x.dim()}")
-    if recipe.stored.format.square and x.dim() > 1:
-        orientation = Orientation.ROWWISE  # one copy serves both
-    operands = quantize_operands(x, recipe.stored, orientation)
-    return MXTensor(*operands, recipe, x.dtype, tuple(x.shape), checked=True)
-
-
+KINDS["MXTensor"] = MXTensor
 hook_graph_attributes_of(MXTensor)
 when_imported("torch._functorch._aot_autograd.runtime_wrappers", lambda: hook_unwrapping(MXTensor))
 when_imported("torch._dynamo.guards", lambda: hook_guards(MXTensor))

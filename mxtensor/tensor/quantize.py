@@ -14,7 +14,7 @@ from ..core.devices import cached
 from ..numerics.cast import SEED, Cast
 from ..numerics.formats import Format, Orientation, Rounding, ScaleCalculationMode
 from ..recipe.linear_recipe import LinearRecipe
-from .mxtensor import MXTensor, quantize_as
+from .mxtensor import MXTensor
 
 
 def quantize(
@@ -40,16 +40,19 @@ def quantize(
             f"quantize takes a tensor, not {described(x)}; for numbers use torch.as_tensor(x), for a module "
             "mx.quantize_(model, format)"
         )
-    check("quantize", "seed", seed, SEED)
+    if seed is not None:
+        check("quantize", "seed", seed, SEED)
     try:
         recipe = _recipe(format, scaling, rounding, seed)
     except TypeError:  # what cannot be hashed is no name; this raises with the sentence for it
         recipe = LinearRecipe.inference(Cast.of(format, scaling, rounding, seed))
-    copies = Orientation.of(orientation)
+    copies = Orientation.ROWWISE if orientation == "rowwise" else Orientation.of(orientation)
+    if type(x) is Tensor:
+        return MXTensor._quantized(x, recipe, copies)
     distributed = sys.modules.get("torch.distributed.tensor")  # a DTensor exists only after this import
     if distributed is not None and isinstance(x, distributed.DTensor):
         return import_module(".quantize_shards", __package__).quantize_shards(x, recipe, copies)  # type: ignore[no-any-return]
-    return quantize_as(x, recipe, copies)
+    return MXTensor._quantized(x, recipe, copies)
 
 
 @cached

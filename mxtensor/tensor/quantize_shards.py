@@ -6,7 +6,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..numerics.formats import Orientation, Rounding
 from ..recipe.linear_recipe import LinearRecipe
-from .mxtensor import quantize_as
+from .quantize_as import quantize_as
 
 
 def quantize_shards(x: DTensor, recipe: LinearRecipe, orientation: Orientation) -> DTensor:

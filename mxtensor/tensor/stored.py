@@ -13,10 +13,11 @@ from torch import Tensor
 
 from ..core.shapes import swapped
 from ..core.tracing import is_traced
+from ..kernels.quantize.hadamard import GROUP
 from ..numerics.formats import Format
-from ..numerics.operand import Operand
+from ..numerics.operand import Operand, Rotated
 from ..numerics.reference import SOURCE_DTYPES
-from ..numerics.validate import check_numbers, check_outer, is_apart
+from ..numerics.validate import check_numbers, check_operand, check_outer, is_apart
 from ..recipe.rows import recipe_from_row
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in SOURCE_DTYPES}
@@ -29,8 +30,8 @@ def in_a_file(t: Tensor) -> Tensor:
     return t.view(torch.uint8) if t.dtype.itemsize == 1 else t
 
 
-def stored_arguments(components: Any, row: Any, outer: Any, is_parameter: Any) -> tuple[Any, ...]:
-    """The first six arguments of ``MXTensor``, from those of ``rebuild``.
+def stored_arguments(components: Any, row: Any, outer: Any, is_parameter: Any, signs: Any) -> tuple[Any, ...]:
+    """The first six arguments of ``MXTensor`` and its rotated copy or None, from the arguments of ``rebuild``.
 
     Raises TypeError for an argument of another type, ValueError for sizes that do not fit each other.
     """
@@ -40,6 +41,9 @@ def stored_arguments(components: Any, row: Any, outer: Any, is_parameter: Any) -
     _expect(type(dtype) is str and dtype in _DTYPES, f"the dtype, one of {', '.join(_DTYPES)},", dtype)
     recipe, size = recipe_from_row(row), check_numbers("size", size)
     sides = {"_rowwise": size, "_columnwise": swapped(size) if len(size) > 1 else ()}
+    _expect(signs is None or type(signs) is int, "the signs of a rotated copy", signs)
+    if signs is not None:
+        sides["_rotated"] = rotated_shape(size)
     _expect(isinstance(components, dict) and set(components) <= set(sides), "the operands by name", type(components))
     operands: dict[str, Operand | None] = {}
     for side, shape in sides.items():
@@ -48,10 +52,21 @@ def stored_arguments(components: Any, row: Any, outer: Any, is_parameter: Any) -
         kinds = [type(t) for t in tensors] if isinstance(tensors, (tuple, list)) else type(tensors)
         _expect(tensors is None or plain, f"the codes and scales of {side[1:]}", kinds)
         operands[side] = None if tensors is None else operand_of(tensors, recipe.stored.format, shape)
-    rowwise, columnwise = operands["_rowwise"], operands["_columnwise"]
+    rowwise, columnwise, rotated = (operands.get(side) for side in ("_rowwise", "_columnwise", "_rotated"))
     wanted = recipe.stored.format, _DTYPES[dtype], size, stride
-    rowwise, columnwise, size, stride = check_outer(rowwise, columnwise, *wanted, apart=True)
-    return rowwise, columnwise, recipe, _DTYPES[dtype], size, stride
+    beside = None if rotated is None else check_rotated(Rotated(rotated, signs), apart=True)
+    rowwise, columnwise, size, stride = check_outer(rowwise, columnwise, *wanted, apart=True, rotated=beside)
+    return rowwise, columnwise, recipe, _DTYPES[dtype], size, stride, beside
+
+
+def rotated_shape(size: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of the rotated columnwise copy of a tensor (..., rows, cols): (..., cols, rows in whole groups)."""
+    return (*size[:-2], size[-1], -(-size[-2] // GROUP) * GROUP) if len(size) > 1 else ()
+
+
+def check_rotated(rotated: Rotated, apart: bool = False) -> Rotated:
+    """A rotated copy of checked tensors. Raises TypeError or ValueError as ``check_components`` does."""
+    return Rotated(check_operand("rotated", rotated.operand, apart), rotated.signs)
 
 
 def _expect(so: bool, what: str, value: object) -> None:

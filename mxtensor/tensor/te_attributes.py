@@ -20,7 +20,8 @@ class TransformerEngineAttributes(Tensor):
     """The part of MXTensor that code written for TransformerEngine's quantized tensors reads."""
 
     _rotated: Rotated | None = None
-    """The columnwise copy of a quantizer with a random Hadamard transform; results of torch ops do not have it."""
+    """The columnwise copy of a quantizer with a random Hadamard transform. Copies by ``deepcopy`` and pickles have it,
+    other results of torch ops do not, except those of a ``RotatedTensor``, which has no other copy."""
 
     @property
     def _data(self: Any) -> Tensor | None:
@@ -47,6 +48,10 @@ class TransformerEngineAttributes(Tensor):
         """The columnwise scales, by which codes are multiplied; None if they are not stored."""
         operand = self._columnwise_operand
         return None if operand is None else operand.scale
+
+    @property
+    def _signs(self) -> int | None:
+        return None if self._rotated is None else self._rotated.signs
 
     @property
     def _columnwise_operand(self: Any) -> Operand | None:

@@ -85,7 +85,7 @@ class AutocastMode(TorchFunctionMode):
                 return MODE_BODIES[func](*args, **(kwargs or {}))
         rule = MODE_FUNCTIONS.get(func)
         if rule is None or state is None:  # no state: this is the mode of another task
-            if state is None or state.recipe is None or torch.compiler.is_dynamo_compiling():
+            if state is None or state.recipe is None:
                 return func(*args, **(kwargs or {}))
             return watched(func, args, kwargs or {})
         return rule(linear_recipe_of(state), state.group, func, args, kwargs or {})

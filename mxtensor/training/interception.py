@@ -204,8 +204,7 @@ def _for_mode(linear_recipe: LinearRecipe | None, group: Any, func: Any, args: A
     layer = _call(func, args, kwargs, Tensor, torch.nn.Parameter)
     if layer is not None:
         return run(layer, linear_recipe, group)
-    if not torch.compiler.is_dynamo_compiling():
-        note_if_experts(func, args, kwargs)
+    note_if_experts(func, args, kwargs)
     return func(*args, **kwargs)
 
 

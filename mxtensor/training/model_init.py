@@ -17,7 +17,7 @@ from ..numerics.formats import Orientation
 from ..recipe import Recipe
 from ..recipe.default import recipe_or_default
 from ..recipe.linear_recipe import LinearRecipe
-from ..tensor.mxtensor import quantize_as
+from ..tensor.quantize_as import quantize_as
 
 
 @dataclass(frozen=True)

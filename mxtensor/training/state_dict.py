@@ -15,7 +15,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..tensor.mxtensor import MXTensor, quantize_as
+from ..tensor.mxtensor import MXTensor
+from ..tensor.quantize_as import quantize_as
 from .delayed_scaling import DELAYED, DelayedState
 from .packed_states import packed, unpacked
 from .training_weight import LOADED, STATE, TrainingWeight, delayed_states, local_of, sharded_like

@@ -1,4 +1,4 @@
-"""Codes, scales and other attributes of an MXTensor, read inside ``torch.compile(fullgraph=True)``."""
+"""Codes, scales and other attributes of an MXTensor, read inside ``torch.compile(fullgraph=True)``; dynamic shapes."""
 
 import pytest
 import torch
@@ -111,3 +111,69 @@ def test_a_tensor_and_its_codes_leave_one_graph():
     _check_equal(w.rowwise.data, mx.quantize(x, "mxfp8").rowwise.data)
     _check_equal(codes, w.rowwise.data)
     torch.testing.assert_close(y, x @ mx.quantize(x, "mxfp8").t())
+
+
+# ---------------------------------------------------------------------------------------------- dynamic shapes
+
+
+SHAPES = [(64, 96), (33, 50), (1, 32)]
+
+
+@pytest.mark.parametrize("format", ["mxfp8", "mxfp6_e2m3", "mxint8", "nvfp4", "float8_tensor", "mxfp8[32x32]"])
+def test_quantize_with_dynamic_shapes(format):
+    def quantized(x):
+        w = mx.quantize(x * 2, format, orientation="both")
+        return w, w.dequantize(), x @ w.t()
+
+    compiled = torch.compile(quantized, backend="aot_eager", fullgraph=True, dynamic=True)
+    for shape in SHAPES:
+        x = torch.randn(shape)
+        (w, *rest), (expected, *values) = compiled(x), quantized(x)
+        _check_equal(w.components, expected.components)
+        torch.testing.assert_close(rest, values)
+
+
+def test_quantize_with_marked_dimensions():
+    compiled = torch.compile(lambda x: mx.quantize(x, "mxfp8"), backend="aot_eager", fullgraph=True)
+    for shape in SHAPES[:2]:
+        x = torch.randn(shape)
+        torch._dynamo.mark_dynamic(x, 0), torch._dynamo.mark_dynamic(x, 1)
+        _check_equal(compiled(x).components, mx.quantize(x, "mxfp8").components)
+
+
+def test_a_second_format_is_no_argument_of_the_graph():
+    def scale(x, format):
+        return mx.quantize(x, format).rowwise.scale
+
+    compiled, x = torch.compile(scale, backend="aot_eager", fullgraph=True), torch.randn(64, 96)
+    for format in ("mxfp8", "mxfp4", "mxfp6", "nvfp4", "float8_row"):
+        _check_equal(compiled(x, format), scale(x, format))
+
+
+def test_amax_epsilon_is_a_constant():
+    quantizer = mx.Float8CurrentScalingQuantizer(amax_epsilon=1e-3)
+    compiled = torch.compile(quantizer, backend="aot_eager", fullgraph=True, dynamic=True)
+    for shape in SHAPES:
+        x = torch.randn(shape) * 1e-5
+        _check_equal(compiled(x).components, quantizer(x).components)
+        assert compiled(x).recipe == quantizer(x).recipe
+
+
+WAYS = {
+    "format": (mx.get_format("mxfp4"), lambda x, format: mx.quantize(x, format)),
+    "quantizer": (mx.NVFP4Quantizer(with_rht=True), lambda x, quantizer: quantizer(x)),
+    "format of another": (mx.quantize(torch.randn(32, 32), "nvfp4"), lambda x, w: mx.quantize(x, w.format)),
+    "seed": (3, lambda x, seed: mx.quantize(x, "mxfp8", rounding="stochastic", seed=seed)),
+}
+
+
+@pytest.mark.exhaustive(quick=1)
+@pytest.mark.parametrize("way", WAYS)
+def test_numbers_of_an_argument_are_constants(way):
+    given, quantized = WAYS[way]
+    compiled = torch.compile(quantized, backend="aot_eager", fullgraph=True, dynamic=True)
+    for shape in SHAPES[:2]:
+        x = torch.randn(shape)
+        w, expected = compiled(x, given), quantized(x, given)
+        _check_equal(w.components, expected.components)
+        assert w.recipe == expected.recipe and w.format == expected.format

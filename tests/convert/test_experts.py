@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mxtensor as mx
+from mxtensor.convert import left_out
 
 transformers = pytest.importorskip("transformers")
 RECIPE = mx.recipe.MXFP8BlockScaling()
@@ -227,3 +228,51 @@ def test_a_compiled_model_runs_as_before():
     with mx.autocast(recipe=RECIPE):
         torch.testing.assert_close(torch.compile(bare, fullgraph=True, backend="aot_eager")(x), bare(x))
     torch._dynamo.reset()
+
+
+# ---------------------------------------------------------------------------------------------- compiled
+
+
+class Stack(nn.Module):
+    def __init__(self, product):
+        super().__init__()
+        self.weight, self.product = nn.Parameter(torch.randn(4, 64, 32)), product
+
+    def forward(self, x):
+        return self.product(x, self.weight)
+
+
+PICKED = torch.tensor([0, 1, 1, 2])
+COMPILED = {
+    "bmm of a view": lambda x, w: torch.bmm(x, w.transpose(1, 2)),
+    "einsum": lambda x, w: torch.einsum("eth,eih->eti", x, w),
+    "matmul of a copy": lambda x, w: x.bfloat16() @ w.mT.to(torch.bfloat16),
+    "bmm of what is gathered": lambda x, w: torch.bmm(x, w[PICKED].transpose(1, 2)),
+}
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize("way", ["quantize_", *COMPILED])
+def test_compiled_products_are_logged_and_refused(way, fullgraph):
+    torch._dynamo.reset()
+    model, x = Stack(COMPILED.get(way, COMPILED["bmm of a view"])), torch.randn(4, 3, 32)
+    if way == "quantize_":
+        left_out.watch(model, "weight")
+    around = nullcontext if way == "quantize_" else lambda: mx.autocast(recipe=RECIPE)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=fullgraph)
+    with around(), mx.explain() as log:
+        expected = compiled(x)
+    assert len(left_in_high_precision(log)) == 1
+    refused = (NotImplementedError, torch._dynamo.exc.Unsupported)
+    with around(), mx.strict(), pytest.raises(refused, match="stack of weights"):
+        compiled(x)
+    with around():
+        torch.testing.assert_close(compiled(x), expected)
+
+
+def test_a_compiled_model_without_stacks_is_not_refused():
+    model, x = nn.Linear(32, 32), torch.randn(3, 32)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with mx.autocast(recipe=RECIPE), mx.strict(), mx.explain() as log:
+        compiled(x).sum().backward()
+    assert left_in_high_precision(log) == []

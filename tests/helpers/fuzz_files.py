@@ -22,7 +22,7 @@ from collections import Counter
 import torch
 
 import mxtensor as mx
-from mxtensor.tensor.mxtensor import rebuild
+from mxtensor.tensor.pickles import rebuild
 from tests.helpers.compare import components_of
 
 PREFIX = "this file or pickle holds no valid MXTensor: "

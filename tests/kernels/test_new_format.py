@@ -15,7 +15,8 @@ from mxtensor.kernels.gemm.spec import GemmArgs, Unquantized
 from mxtensor.kernels.quantize import cpu, sliced, triton_rows
 from mxtensor.kernels.small_m import ops as small_m
 from mxtensor.kernels.small_m.config import ELEMENTS
-from mxtensor.numerics.formats import E2M3, E8M0, UE4M3, ElementFormat, Format
+from mxtensor.numerics.element_format import ElementFormat
+from mxtensor.numerics.formats import E2M3, E8M0, UE4M3, Format
 from mxtensor.numerics.reference import decode, decode_local, encode
 from tests.helpers import oracle
 from tests.kernels.quantize.conftest import one_rounding, whole_reductions  # noqa: F401

@@ -9,7 +9,8 @@ from mxtensor.numerics.cast import Cast
 from mxtensor.numerics.operand import Operand
 from mxtensor.recipe.linear_recipe import LinearRecipe
 from mxtensor.tensor.dequantized_view import DequantizedView
-from mxtensor.tensor.mxtensor import MXTensor, quantize_as
+from mxtensor.tensor.mxtensor import MXTensor
+from mxtensor.tensor.quantize_as import quantize_as
 
 FORMATS = ["mxfp8", "mxfp4", "mxfp6", "mxint8", "nvfp4", "float8_row", "float8_tensor", "mxfp8[32x32]"]
 SHAPE = (5, 96, 128)

@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import mxtensor as mx
+from mxtensor.core.dispatch import FUNCTION_TABLE
 from tests.helpers.compare import components_of, same_bytes
 
 FORMATS = ["mxfp8", "nvfp4", "float8_row"]
@@ -138,3 +139,14 @@ def test_the_data_of_a_training_weight_is_values():
     layer.weight.data = w
     assert type(layer.weight.high_precision) is torch.Tensor
     assert torch.equal(layer.weight.high_precision, w.dequantize())
+
+
+def test_torch_asks_no_rule_where_the_target_is_plain(monkeypatch):
+    """Why ``set_data`` has no branch for it. The values of such a tensor must not be read: it has no memory."""
+    asked = []
+    monkeypatch.setitem(FUNCTION_TABLE, torch.Tensor.data.__set__, lambda *given: asked.append(given))
+    target = torch.randn(8, 32)
+    target.data = mx.quantize(torch.randn(8, 32), "mxfp8")
+    assert asked == [] and type(target) is torch.Tensor
+    mx.quantize(torch.randn(8, 32), "mxfp8").data = torch.randn(8, 32)
+    assert len(asked) == 1

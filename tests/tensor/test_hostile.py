@@ -14,7 +14,7 @@ import torch
 
 import mxtensor as mx
 from mxtensor.kernels.quantize.select import dequantize_operand
-from mxtensor.tensor.mxtensor import rebuild
+from mxtensor.tensor.pickles import rebuild
 from mxtensor.training.training_weight import TrainingWeight, _rebuild
 from tests.helpers.compare import same_bytes
 from tests.helpers.fuzz_files import PREFIX, Call, saved

@@ -17,7 +17,8 @@ from ...core import custom_ops
 from ...core.devices import cached, device_capability
 from ...core.kernel import Kernel, Spec
 from ...core.tracing import is_traced
-from ...numerics.formats import E2M1, E4M3, E5M2, E8M0, UE4M3, ElementFormat, Format, get_format
+from ...numerics.element_format import ElementFormat
+from ...numerics.formats import E2M1, E4M3, E5M2, E8M0, UE4M3, Format, get_format
 from ...numerics.operand import Operand
 from ...numerics.validate import check_sizes
 from ..quantize.select import operand_of

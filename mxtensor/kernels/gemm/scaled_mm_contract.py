@@ -17,7 +17,8 @@ from torch import Tensor
 
 from ...core import devices
 from ...core.devices import cached
-from ...numerics.formats import E2M1, E4M3, E5M2, E8M0, FP32, FULL, UE4M3, ElementFormat, Format, ScaleFormat
+from ...numerics.element_format import ElementFormat, ScaleFormat
+from ...numerics.formats import E2M1, E4M3, E5M2, E8M0, FP32, FULL, UE4M3, Format
 from ...numerics.swizzle import round_up, swizzled_shape
 
 Version = tuple[int, int]

@@ -10,13 +10,18 @@ from torch import Tensor
 
 from ...core import recording
 from ...core.tracing import is_traced
+from ...numerics.cast import Cast
+from ...numerics.operand import Rotated
+from .select import quantize_operand
 
 GROUP = 16
 
 
 def _matrix(signs: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """diag(signs) @ H16 / 4; row i is negated if bit i of ``signs`` is set."""
-    rows = [[(-1) ** ((i & j).bit_count() + (signs >> i)) / 4 for j in range(GROUP)] for i in range(GROUP)]
+    # A branch for each bit: with dynamic=True Dynamo makes the signs a symbol, and a branch makes it a constant.
+    is_negated = [True if signs >> i & 1 else False for i in range(GROUP)]  # noqa: SIM210
+    rows = [[(-1) ** ((i & j).bit_count() + is_negated[i]) / 4 for j in range(GROUP)] for i in range(GROUP)]
     return torch.tensor(rows, dtype=dtype, device=device)
 
 
@@ -41,5 +46,22 @@ def rotated(x: Tensor, signs: int) -> Tensor:
     if x.dim() == 2 and x.stride(0) == 1 and x.stride(1) != 1 and x.numel():
         groups = x.t().unflatten(0, (-1, GROUP)).to(compute)
         transposed = torch.bmm(matrix.t().expand(groups.shape[0], GROUP, GROUP), groups)
-        return transposed.to(torch.bfloat16).flatten(0, 1).t()
-    return (x.reshape(-1, GROUP).to(compute) @ matrix).to(torch.bfloat16).view(x.shape)
+        return _rounded(transposed).flatten(0, 1).t()
+    return _rounded(x.reshape(-1, GROUP).to(compute) @ matrix).view(x.shape)
+
+
+def _rounded(x: Tensor) -> Tensor:
+    """``x`` in bfloat16. as_strided makes inductor store it: inside a kernel it keeps float32 and does not round."""
+    out = x.to(torch.bfloat16)
+    return out.as_strided(out.shape, out.stride()) if is_traced(out) else out
+
+
+def rotated_back(x: Tensor, signs: int) -> Tensor:
+    """The inverse of ``rotated``, in float32: the matrix is orthogonal. The last dimension is whole groups of 16."""
+    matrix = (_matrix if is_traced(x) else _cached_matrix)(signs, x.device, torch.float32)
+    return (x.to(torch.float32).reshape(-1, GROUP) @ matrix.t()).view(x.shape)
+
+
+def quantize_rotated(x: Tensor, cast: Cast, signs: int) -> Rotated:
+    """The rotated columnwise copy of x (..., rows, cols), cast with an amax of its own."""
+    return Rotated(quantize_operand(rotated(x.transpose(-1, -2), signs), cast), signs)

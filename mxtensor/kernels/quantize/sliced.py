@@ -14,8 +14,9 @@ from torch import Tensor
 
 from ...core.kernel import Kernel, Spec, elsewhere
 from ...numerics.cast import Cast
+from ...numerics.element_format import ElementFormat
 from ...numerics.elements import unpack
-from ...numerics.formats import FULL, ElementFormat, Format
+from ...numerics.formats import FULL, Format
 from ...numerics.operand import Operand
 from ...numerics.reference import decode, encode, scale_to_float, tensor_amax
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...numerics.cast import Cast
+from ...numerics.element_format import ElementFormat
 from ...numerics.formats import (
     E2M1,
     E2M3,
@@ -25,7 +26,6 @@ from ...numerics.formats import (
     FULL,
     INT8,
     UE4M3,
-    ElementFormat,
     Format,
 )
 from ..runtime.nvrtc import Constants

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from ...numerics.cast import Cast
-from ...numerics.formats import ElementFormat, Format
+from ...numerics.element_format import ElementFormat
+from ...numerics.formats import Format
 from ..runtime import nvrtc, triton_launch
 from ..runtime.prepared_launches import Step
 from .config import (

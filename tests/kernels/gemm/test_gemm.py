@@ -19,7 +19,7 @@ from mxtensor.kernels.gemm.select import GEMM, GROUPED, _spec, gemm, grouped_gem
 from mxtensor.kernels.gemm.spec import FakeQuantized, GemmArgs, Unquantized, facts_of
 from mxtensor.kernels.quantize.select import fake_quantize, quantize_operand
 from mxtensor.kernels.runtime import nvrtc, triton_launch
-from mxtensor.tensor.mxtensor import quantize_as
+from mxtensor.tensor.quantize_as import quantize_as
 from tests.helpers.compare import assert_same_product, relative_error
 
 FORMATS = list(mx.FORMATS)

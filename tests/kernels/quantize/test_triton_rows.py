@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mxtensor import FORMATS, Cast, ScaleCalculationMode, get_format
-from mxtensor.kernels.quantize import triton_rows
+from mxtensor.kernels.quantize import hadamard, triton_rows
 from mxtensor.numerics.formats import E8M0, FULL, UE4M3
 from mxtensor.numerics.operand import Operand
 from mxtensor.numerics.reference import decode, decode_local, encode
@@ -93,6 +93,15 @@ def test_every_scale_rule(name, mode, small_tiles):
     for dtype in (torch.bfloat16, torch.float32):
         x = values(16, 132, dtype)
         assert_same(triton_rows.quantize(x, cast), encode(x, cast))
+
+
+@pytest.mark.parametrize("shape", [(40, 48), (2, 33, 20)], ids=str)
+@each_dtype
+def test_a_rotated_columnwise_copy(dtype, shape, small_tiles, monkeypatch):
+    x, cast = torch.randn(shape).to(dtype), Cast.of("nvfp4")
+    expected = hadamard.quantize_rotated(x, cast, 0xD7E8).operand
+    monkeypatch.setattr(hadamard, "quantize_operand", triton_rows.quantize)
+    assert_same(hadamard.quantize_rotated(x, cast, 0xD7E8).operand, expected)
 
 
 @each_kind

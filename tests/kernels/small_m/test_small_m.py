@@ -32,7 +32,8 @@ from mxtensor.kernels.small_m.heuristics import (
 )
 from mxtensor.kernels.small_m.shared_memory import RESERVED, Gpu, layout_of, pipelined_bytes
 from mxtensor.numerics.cast import Cast
-from mxtensor.numerics.formats import E2M3, E8M0, FORMATS, UE4M3, ElementFormat, Format
+from mxtensor.numerics.element_format import ElementFormat
+from mxtensor.numerics.formats import E2M3, E8M0, FORMATS, UE4M3, Format
 from mxtensor.numerics.operand import Operand
 from mxtensor.numerics.reference import decode, encode
 from tests.helpers import cuda_on_cpu
