@@ -29,8 +29,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .element_format import ElementFormat
 from .elements import decode_elements, decode_packed
-from .formats import E4M3, E8M0, FULL, ElementFormat, Format
+from .formats import E4M3, E8M0, FULL, Format
 from .operand import Operand
 
 LOSSY_OCTAVES = 8

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ...numerics.cast import Cast
-from ...numerics.formats import FULL, ElementFormat, Format, Rounding
+from ...numerics.element_format import ElementFormat
+from ...numerics.formats import FULL, Format, Rounding
 from ...numerics.operand import Operand
 from ...numerics.row_scaled import MAX_EXPONENT, shift_of
 from ...numerics.swizzle import round_up
