@@ -1,6 +1,6 @@
 """llama.cpp as a contender of ``benchmarks.llm_cpu``: the model as a GGUF file, and steps of decoding it.
 
-Needs ``llama-cpp-python``, which pip builds with CMake and a C++ compiler (``pip install 'mxtensor[peers]'``), and gguf.
+Needs gguf and ``llama-cpp-python`` (``pip install 'mxtensor[peers]'``), which pip builds by CMake and a C++ compiler.
 """
 
 from __future__ import annotations

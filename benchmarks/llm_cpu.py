@@ -228,13 +228,13 @@ class Bench:
         self.failed: dict[str, str] = {}
         self.variants: dict[str, Any] = {}
         for contender in (*PLAIN, *((TORCHAO,) if peers else ()), *formats):
-            self._add(contender, lambda c=contender: variant(base, c, include_head), self.variants)
+            self._add(contender, partial(variant, base, contender, include_head), self.variants)
         self.files: dict[str, Path] = {}
         if name == "smollm2" and peers:
             self.files["llama.cpp Q4_1"] = smollm2.gguf_path()
         for kind in ("Q8_0", "MXFP4") if peers else ():
             path = folder / f"{name}-{kind}.gguf"
-            self._add(f"llama.cpp {kind}", lambda p=path, k=kind: write_gguf(base, p, k), self.files)
+            self._add(f"llama.cpp {kind}", partial(write_gguf, base, path, kind), self.files)
 
     def _add(self, name: str, make: Callable[[], Any], found: dict[str, Any]) -> None:
         try:

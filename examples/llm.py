@@ -1,15 +1,17 @@
 """Quantizes SmolLM2-135M-Instruct to each format, and measures size, quality and speed. Run it with
 
     make demo
-    python -m examples.llm --formats mxfp8-weight-only mxfp4-weight-only --include-head
+    python -m examples.llm --formats mxfp8-weight-only mxfp4-weight-only+head
 
-The text is that of ``examples/sentences.txt``. README shows the table and the picture of ``--json``.
+``+head`` after a format quantizes the head and the embedding too (``include_head=True``). The text is that of
+``examples/sentences.txt``. README shows the table and the picture of ``--json benchmarks/results/llm.json``.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
 import statistics
 import time
 from collections.abc import Sequence
@@ -29,8 +31,10 @@ from .smollm2 import UNQUANTIZED, Decoder, Quality
 
 FORMATS = (
     "mxint8-weight-only", "mxfp8-weight-only", "mxfp8", "mxfp6_e2m3-weight-only", "nvfp4-weight-only",
-    "mxfp4-weight-only", "mxfp4",
+    "mxfp4-weight-only", "mxfp4", "mxfp8-weight-only+head", "nvfp4-weight-only+head",
 )  # fmt: skip
+HEAD = "+head"
+"""After the name of a format: head and embedding too."""
 TOKENS = 1024
 QUESTION = "Name three colors of the rainbow."
 ANSWER = 24
@@ -71,8 +75,8 @@ def speed(decoder: Decoder, base: Decoder) -> tuple[float, float]:
 class Demo:
     """The unquantized model, its predictions and its decoder, beside which each format is measured."""
 
-    def __init__(self, model: Any, tokenizer: Any, tokens: int, include_head: bool, done: Any = lambda: None) -> None:
-        self.model, self.tokenizer, self.include_head, self.done = model, tokenizer, include_head, done
+    def __init__(self, model: Any, tokenizer: Any, tokens: int, done: Any = lambda: None) -> None:
+        self.model, self.tokenizer, self.done = model, tokenizer, done
         self.rows = smollm2.windows(tokenizer, " ".join(load_sentences(SENTENCES)), tokens)
         self.prompt = smollm2.chat_prompt(tokenizer, [{"role": "user", "content": QUESTION}])
         self.bandwidth = smollm2.memory_bandwidth()
@@ -80,7 +84,7 @@ class Demo:
 
     def measure(self, config: str) -> Result:
         """Quantize a copy of the model, and measure it."""
-        small = smollm2.quantized(self.model, config, self.include_head)
+        small = smollm2.quantized(self.model, config.removesuffix(HEAD), config.endswith(HEAD))
         found = self.reference
         if config != UNQUANTIZED:
             found = smollm2.log_probabilities(small, self.rows, self.done)
@@ -117,11 +121,11 @@ def cells(result: Result) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def notes(bandwidth: float, tokens: int, include_head: bool) -> str:
+def notes(bandwidth: float, tokens: int) -> str:
     """What the columns mean, and the sample."""
-    head = "is quantized too, once for both uses" if include_head else f"stays {UNQUANTIZED}"
     return (
-        f"bits/weight and MB: over all parameters; the head, which is the embedding too, {head}.\n"
+        f"bits/weight and MB: over all parameters. The head, which is the embedding too, stays {UNQUANTIZED} except "
+        "after\n+head, where it is quantized once for both uses.\n"
         f"perplexity, KL (to {UNQUANTIZED}, in nats a token, +- its standard error) and same token (as the most likely "
         f"one):\n{tokens} tokens of examples/sentences.txt in windows of {smollm2.WINDOW}.\n"
         f"tokens/s: batch 1, eager, in turn with {UNQUANTIZED}, {torch.get_num_threads()} threads. "
@@ -137,7 +141,7 @@ def plot(results: Sequence[Result], path: Path) -> Path:
     axes = figure.add_subplot()
     shown = [result for result in results if result.quality.kl > 0]
     for i, result in enumerate(shown):
-        whole = not result.config.endswith("-weight-only")
+        whole = not result.config.removesuffix(HEAD).endswith("-weight-only")
         color, kl = COLORS[i % len(COLORS)], result.quality.kl
         axes.errorbar(
             result.bits, kl, yerr=result.quality.kl_error, marker="s" if whole else "o", color=color, capsize=3,
@@ -147,7 +151,9 @@ def plot(results: Sequence[Result], path: Path) -> Path:
     axes.set_yscale("log")
     axes.set_xlabel("bits a weight, over the whole model")
     axes.set_ylabel(f"KL divergence from {UNQUANTIZED} [nats a token]")
-    axes.margins(x=0.3, y=0.12)
+    axes.margins(x=0.12, y=0.12)
+    low, high = axes.get_xlim()
+    axes.set_xlim(low, high + 0.3 * (high - low))  # for the labels of the points to the right
     axes.grid(color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
@@ -157,14 +163,20 @@ def plot(results: Sequence[Result], path: Path) -> Path:
     return path
 
 
+def format_name(name: str) -> str:
+    """Check that ``quantize_`` accepts the argument; the end ``+head`` may follow."""
+    config_name(name.removesuffix(HEAD))
+    return name
+
+
 def write_record(path: Path, results: Sequence[Result], demo: Demo) -> None:
     """Write the results and the machine, for the documentation."""
     from benchmarks.harness import machine
 
     path.parent.mkdir(parents=True, exist_ok=True)
     record = {
-        "machine": machine(), "bandwidth": demo.bandwidth, "include_head": demo.include_head,
-        "tokens": demo.rows.numel(), "rows": [asdict(result) for result in results],
+        "machine": machine(), "bandwidth": demo.bandwidth, "tokens": demo.rows.numel(),
+        "rows": [asdict(result) for result in results],
     }  # fmt: skip
     path.write_text(json.dumps(record, indent=1) + "\n")
 
@@ -180,8 +192,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measure every format, print the table and the completions, and draw the plot."""
     parser = argparse.ArgumentParser(prog="python -m examples.llm", description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
-    add("--formats", nargs="+", type=config_name, default=FORMATS, metavar="NAME", help="what quantize_ takes")
-    add("--include-head", action="store_true", help="quantize the head and the embedding too")
+    help_formats = f"what quantize_ takes, with {HEAD} after it to include the head"
+    add("--formats", nargs="+", type=format_name, default=FORMATS, metavar="NAME", help=help_formats)
     add("--tokens", type=int, default=TOKENS, metavar="N", help=f"of text, for perplexity and KL ({TOKENS})")
     add("--out", type=Path, default=Path("out"), metavar="DIR", help="folder of the plot (out)")
     add("--json", type=Path, metavar="FILE", help="write the results, for the documentation")
@@ -189,26 +201,27 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.tokens < smollm2.WINDOW:
         parser.error(f"--tokens: {args.tokens} is less than one window of {smollm2.WINDOW}")
     begin = time.perf_counter()
+    logging.getLogger("mxtensor").setLevel(logging.ERROR)  # the table has what quantize_ would say of each format
     from tqdm import tqdm  # the demo's dependencies bring it
 
     print("loading SmolLM2-135M-Instruct ...", flush=True)
     model, tokenizer = smollm2.load_model()
     steps = args.tokens // smollm2.WINDOW
     with tqdm(total=(len(args.formats) + 1) * (steps + 1), desc=UNQUANTIZED, unit="step") as bar:
-        demo = Demo(model, tokenizer, args.tokens, args.include_head, bar.update)
+        demo = Demo(model, tokenizer, args.tokens, bar.update)
         results = []
         for config in (UNQUANTIZED, *args.formats):
             bar.set_description(config)
             results.append(demo.measure(config))
 
     print(f"\n{columns(HEADER, [cells(result) for result in results])}\n")
-    print(notes(demo.bandwidth, demo.rows.numel(), demo.include_head))
+    print(notes(demo.bandwidth, demo.rows.numel()))
     print(f"\n{QUESTION}\n")
     for result in results:
         print(f"{result.config}: {result.completion}")
-    if not args.include_head:
-        small = smollm2.quantized(model, args.formats[-1], include_head=False)
-        print(f"\nWhere the bits of {args.formats[-1]} are (mx.model_size)\n\n{mx.model_size(small)}")
+    layers_only = min((r for r in results if not r.config.endswith(HEAD)), key=lambda result: result.bits).config
+    small = smollm2.quantized(model, layers_only, include_head=False)
+    print(f"\nWhere the bits of {layers_only} are (mx.model_size)\n\n{mx.model_size(small)}")
     print(f"\nBits a weight against KL, as a picture: {plot(results, args.out / 'llm.png')}")
     if args.json is not None:
         write_record(args.json, results, demo)

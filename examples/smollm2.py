@@ -8,6 +8,7 @@ plug-in of the program ``llm``, which needs llama.cpp. Therefore install it with
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 import time
@@ -45,15 +46,14 @@ def load_model(dtype: torch.dtype = torch.bfloat16) -> tuple[Any, Any]:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the package contains all that is read
     try:
         import gguf  # noqa: F401
-        from transformers import AutoModelForCausalLM, AutoTokenizer, utils
+        import transformers
+        from transformers import AutoModelForCausalLM, AutoTokenizer
     except ImportError as error:
         raise ImportError(f"the demo needs transformers and gguf: {INSTALL}") from error
     options: dict[str, Any] = {"gguf_file": path.name, "dtype": dtype}
-    import transformers
-
     if hasattr(transformers, "GgufConfig"):  # older versions always dequantize
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     model = AutoModelForCausalLM.from_pretrained(path.parent, **options).eval()
     return model.requires_grad_(False), tokenizer
@@ -61,15 +61,8 @@ def load_model(dtype: torch.dtype = torch.bfloat16) -> tuple[Any, Any]:
 
 def quantized(model: nn.Module, config: str, include_head: bool) -> Any:
     """A quantized copy of ``model``: it shares the memory of what stays in high precision."""
-    memo: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
-    copied = _copy(model, memo)
+    copied = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
     return copied if config == UNQUANTIZED else mx.quantize_(copied, config, include_head=include_head)
-
-
-def _copy(model: nn.Module, memo: dict[int, Any]) -> Any:
-    import copy
-
-    return copy.deepcopy(model, memo)
 
 
 # ---------------------------------------------------------------------------------------------- quality
