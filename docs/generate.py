@@ -34,7 +34,7 @@ from typing import Any
 from docs.devices import devices
 from docs.markdown import table
 from docs.recipes import recipes
-from docs.records import cast, cpu, decode, decode_model, figures, fsdp, host, linear, sharding, train_linear
+from docs.records import cast, cpu, decode, decode_model, figures, fsdp, host, linear, llm, llm_cpu, sharding, train_linear
 
 ROOT = Path(__file__).resolve().parent.parent
 GENERATED = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -191,7 +191,7 @@ def models() -> str:
     return table(", ".join(HEADER), [cells(row) for row in recorded()])
 
 
-RECORDS = (figures, cpu, host, cast, linear, decode, decode_model, train_linear, fsdp, sharding)
+RECORDS = (figures, llm, llm_cpu, cpu, host, cast, linear, decode, decode_model, train_linear, fsdp, sharding)
 GENERATORS = (formats, ops, functions, kernels, devices, api, torchao, models, recipes, *RECORDS)
 TABLES: dict[str, Callable[[], str]] = {generator.__name__: generator for generator in GENERATORS}
 
