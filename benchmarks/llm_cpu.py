@@ -193,9 +193,9 @@ class Steps:
 
 
 def _set(layer: Any, name: str, value: int) -> None:
-    held = getattr(layer, name)
-    if isinstance(held, torch.Tensor):
-        held.fill_(value)
+    before = getattr(layer, name)
+    if isinstance(before, torch.Tensor):
+        before.fill_(value)
     else:
         setattr(layer, name, value)
 

@@ -34,7 +34,20 @@ from typing import Any
 from docs.devices import devices
 from docs.markdown import table
 from docs.recipes import recipes
-from docs.records import cast, cpu, decode, decode_model, figures, fsdp, host, linear, llm, llm_cpu, sharding, train_linear
+from docs.records import (
+    cast,
+    cpu,
+    decode,
+    decode_model,
+    figures,
+    fsdp,
+    host,
+    linear,
+    llm,
+    llm_cpu,
+    sharding,
+    train_linear,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 GENERATED = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)

@@ -59,14 +59,13 @@ def cpu() -> str:
 
 
 def llm() -> str:
-    """What examples/llm.py recorded: its table, without the columns that its picture shows better."""
+    """What examples/llm.py recorded."""
     from examples.llm import HEADER, cells, read_record
 
     record, results = read_record(RESULTS / "llm.json")
     machine = record["machine"]
     where = _where(f"{machine['cpu']}, {machine['threads']} threads, {record['bandwidth']:.1f} GB/s", machine)
-    rows = [(f"`{line[0]}`", *line[1:]) for line in map(cells, results)]
-    return f"{table(', '.join(HEADER), rows)}\n\n{where}"
+    return f"{table(', '.join(HEADER), map(cells, results))}\n\n{where}"
 
 
 def llm_cpu() -> str:
@@ -76,7 +75,9 @@ def llm_cpu() -> str:
 
     path = RESULTS / "llm_cpu.json"
     if not path.exists():
-        return "Not recorded yet: `python -m benchmarks.llm_cpu --json benchmarks/results/llm_cpu.json` writes the record."
+        return (
+            "Not recorded yet: `python -m benchmarks.llm_cpu --json benchmarks/results/llm_cpu.json` writes the record."
+        )
     machine, rows = read_json(path, LlmRow)
     bandwidths = {row.threads: row.bandwidth for row in rows}
     measured = ", ".join(f"{gbps:.1f} GB/s on {threads} threads" for threads, gbps in bandwidths.items())

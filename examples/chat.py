@@ -24,7 +24,7 @@ from .minilm import config_name
 from .smollm2 import UNQUANTIZED
 
 LONGEST = 4096
-"""Tokens of a conversation; earlier turns are forgotten beyond it."""
+"""Tokens of a conversation; its first questions and answers are forgotten beyond it."""
 
 
 def config_or_none(name: str) -> str:
@@ -53,7 +53,7 @@ class Chat:
     def __init__(self, model: Any, tokenizer: Any, system: str | None, temperature: float, max_new_tokens: int) -> None:
         self.model, self.tokenizer = model, tokenizer
         self.messages = [] if system is None else [{"role": "system", "content": system}]
-        self.turns = len(self.messages)
+        self.first = len(self.messages)
         self.options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
         if temperature > 0:
             self.options |= {"temperature": temperature, "top_p": 0.95}
@@ -64,8 +64,8 @@ class Chat:
 
         self.messages.append({"role": "user", "content": text})
         ids = smollm2.chat_prompt(self.tokenizer, self.messages)
-        while ids.shape[1] > LONGEST and len(self.messages) > self.turns + 2:
-            del self.messages[self.turns : self.turns + 2]  # the first question and its answer
+        while ids.shape[1] > LONGEST and len(self.messages) > self.first + 2:
+            del self.messages[self.first : self.first + 2]  # the first question and its answer
             ids = smollm2.chat_prompt(self.tokenizer, self.messages)
         streamer = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
         with torch.no_grad():
