@@ -19,6 +19,6 @@
 | ``plots`` | draws the records as the pictures of the documentation | no |
 
 ``harness`` times contenders side by side, ``cuda`` has the clocks and targets of the GPU benchmarks, and ``peers`` the
-calls of torchao and gemlite. ``llama_cpp_peer`` is llama.cpp for ``llm_cpu``. The commands of ``users`` are in ``users_layers``, ``users_generate``, ``users_train`` and
-``users_first``.
+calls of torchao and gemlite. ``llama_cpp_peer`` is llama.cpp for ``llm_cpu``. The commands of ``users`` are in
+``users_layers``, ``users_generate``, ``users_train`` and ``users_first``.
 """

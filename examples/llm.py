@@ -133,9 +133,14 @@ def notes(bandwidth: float, tokens: int) -> str:
     )
 
 
+STYLES: tuple[dict[str, Any], ...] = ({"marker": "o"}, {"marker": "s", "markerfacecolor": "none"})
+"""Points of weight-only formats, and of those that quantize activations too."""
+
+
 def plot(results: Sequence[Result], path: Path) -> Path:
     """Draw bits a weight against KL, one point for each format, and write it to ``path``; creates the folder."""
     from matplotlib.figure import Figure  # not pyplot: no global state, no display
+    from matplotlib.lines import Line2D
 
     figure = Figure(figsize=(7.5, 4.5), layout="constrained")
     axes = figure.add_subplot()
@@ -143,21 +148,30 @@ def plot(results: Sequence[Result], path: Path) -> Path:
     for i, result in enumerate(shown):
         whole = not result.config.removesuffix(HEAD).endswith("-weight-only")
         color, kl = COLORS[i % len(COLORS)], result.quality.kl
+        style = STYLES[whole]
         axes.errorbar(
-            result.bits, kl, yerr=result.quality.kl_error, marker="s" if whole else "o", color=color, capsize=3,
-            markerfacecolor="none" if whole else color, markersize=7, linestyle="",
-        )  # fmt: skip
-        axes.annotate(result.config, (result.bits, kl), (9, 0), textcoords="offset points", va="center", fontsize=9)
+            result.bits, kl, yerr=result.quality.kl_error, color=color, capsize=3, markersize=7, linestyle="", **style
+        )
+        axes.annotate(
+            result.config.replace("-weight-only", ""),
+            (result.bits, kl),
+            (9, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=9,
+        )
     axes.set_yscale("log")
     axes.set_xlabel("bits a weight, over the whole model")
     axes.set_ylabel(f"KL divergence from {UNQUANTIZED} [nats a token]")
     axes.margins(x=0.12, y=0.12)
     low, high = axes.get_xlim()
-    axes.set_xlim(low, high + 0.3 * (high - low))  # for the labels of the points to the right
+    axes.set_xlim(low, high + 0.12 * (high - low))  # for the labels of the points to the right
     axes.grid(color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    figure.suptitle("SmolLM2-135M-Instruct: size and error by format (squares: activations quantized too)", fontsize=11)
+    figure.suptitle("SmolLM2-135M-Instruct: size and error by format")
+    circle, square = (Line2D([], [], color="#000000", linestyle="", **style) for style in STYLES)
+    axes.legend([circle, square], ["weights only", "weights and activations"], frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
     return path

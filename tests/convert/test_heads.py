@@ -129,6 +129,15 @@ def test_the_tie_survives_copies_and_files(config):
     assert same_bytes(other.words.weight, mx.quantize(plain.words.weight, config.removesuffix("-weight-only")))
 
 
+@pytest.mark.parametrize("config", FORMATS)
+def test_both_uses_compile(config):
+    model = mx.quantize_(Words(), config, include_head=True)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        assert torch.allclose(compiled(IDS), model(IDS), rtol=1e-5, atol=1e-6)
+    torch._dynamo.reset()
+
+
 # ---------------------------------------------------------------------------------------------- lookups
 
 
