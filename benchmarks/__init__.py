@@ -11,6 +11,7 @@
 | ``fsdp`` | what does FSDP2 training gain from gathering codes instead of values? | yes (``--quick``: no) |
 | ``host`` | how much host time does one eager call take? | no (``--cuda``: yes) |
 | ``cpu`` | how long do casts and linear layers take on a CPU, beside torchao? | no |
+| ``llm_cpu`` | how many tokens a second do language models decode on a CPU, beside torchao and llama.cpp? | no |
 | ``models`` | what works in transformers' models after ``quantize_``? | no |
 | ``estimate`` | when does computation hide the communication of FSDP2? Calculated, not measured | no |
 | ``one_product`` | one product at few rows, for a profiler such as ``ncu`` | yes |
@@ -18,6 +19,6 @@
 | ``plots`` | draws the records as the pictures of the documentation | no |
 
 ``harness`` times contenders side by side, ``cuda`` has the clocks and targets of the GPU benchmarks, and ``peers`` the
-calls of torchao and gemlite. The commands of ``users`` are in ``users_layers``, ``users_generate``, ``users_train`` and
-``users_first``.
+calls of torchao and gemlite. ``llama_cpp_peer`` is llama.cpp for ``llm_cpu``. The commands of ``users`` are in
+``users_layers``, ``users_generate``, ``users_train`` and ``users_first``.
 """

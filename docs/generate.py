@@ -34,7 +34,20 @@ from typing import Any
 from docs.devices import devices
 from docs.markdown import table
 from docs.recipes import recipes
-from docs.records import cast, cpu, decode, decode_model, figures, fsdp, host, linear, sharding, train_linear
+from docs.records import (
+    cast,
+    cpu,
+    decode,
+    decode_model,
+    figures,
+    fsdp,
+    host,
+    linear,
+    llm,
+    llm_cpu,
+    sharding,
+    train_linear,
+)
 from docs.records_users import users_first, users_generate, users_layers
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -193,8 +206,8 @@ def models() -> str:
 
 
 RECORDS = (
-    figures, cpu, host, cast, linear, decode, decode_model, train_linear, fsdp, sharding, users_layers, users_generate,
-    users_first,
+    figures, llm, llm_cpu, cpu, host, cast, linear, decode, decode_model, train_linear, fsdp, sharding, users_layers,
+    users_generate, users_first,
 )  # fmt: skip
 GENERATORS = (formats, ops, functions, kernels, devices, api, torchao, models, recipes, *RECORDS)
 TABLES: dict[str, Callable[[], str]] = {generator.__name__: generator for generator in GENERATORS}

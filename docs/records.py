@@ -60,6 +60,38 @@ def cpu() -> str:
     return _recorded("cpu", HEADER, cells)
 
 
+def llm() -> str:
+    """What examples/llm.py recorded."""
+    from examples.llm import HEADER, cells, read_record
+
+    record, results = read_record(RESULTS / "llm.json")
+    machine = record["machine"]
+    where = _where(f"{machine['cpu']}, {machine['threads']} threads, {record['bandwidth']:.1f} GB/s", machine)
+    return f"{table(', '.join(HEADER), map(cells, results))}\n\n{where}"
+
+
+def llm_cpu() -> str:
+    """What benchmarks/llm_cpu.py recorded; a sentence where there is none yet."""
+    from benchmarks.cuda import VERDICT_HEADER
+    from benchmarks.llm_cpu import HEADER, TARGETS, LlmRow, lines
+
+    path = RESULTS / "llm_cpu.json"
+    if not path.exists():
+        return (
+            "Not recorded yet: `python -m benchmarks.llm_cpu --json benchmarks/results/llm_cpu.json` writes the record."
+        )
+    machine, rows = read_json(path, LlmRow)
+    bandwidths = {row.threads: row.bandwidth for row in rows}
+    measured = ", ".join(f"{gbps:.1f} GB/s on {threads} threads" for threads, gbps in bandwidths.items())
+    verdicts = [target.verdict(rows) for target in sorted(TARGETS, key=lambda target: target.margin(rows))]
+    paragraphs = [
+        _where(f"{machine['cpu']}, memory is read at {measured}", machine),
+        table(", ".join(VERDICT_HEADER), verdicts),
+        table(", ".join(HEADER), lines(rows)),
+    ]
+    return "\n\n".join(paragraphs)
+
+
 def host() -> str:
     """What benchmarks/host.py recorded, on CPU and with ``--cuda``."""
     from benchmarks.host import HEADER, cells

@@ -16,6 +16,7 @@ from .convert.configs import (
     NVFP4WeightOnlyConfig,
 )
 from .convert.float8_configs import Float8DynamicActivationFloat8WeightConfig, Float8WeightOnlyConfig
+from .convert.model_size import model_size
 from .convert.quantize import quantize_
 from .convert.training_configs import (
     Float8TrainingOpConfig,
@@ -112,6 +113,7 @@ __all__ = [
     "get_workspace",
     "inference_options",
     "kernels",
+    "model_size",
     "nn",
     "optim",
     "parallel",

@@ -94,6 +94,7 @@ PROSE = [
 
 ALLOWED = [
     (r"held[-_ ]out", "held-out data is the field's word"),
+    (r"['\"]role['\"]", "a key of transformers' chat messages"),
     (r"scal(e|ing)[-_ ]factors?", "a scale factor is the field's word"),
     (r"\b(a|the same|this|some) factor of|by a factor|prime factors?", "a ratio, not an operand of a product"),
     (r"(growth|backoff|divide|interpolation)_factor", "names of torch and TransformerEngine"),

@@ -42,12 +42,11 @@ def planned(model: nn.Module, weights: Sequence[Weight], recipe: LinearRecipe) -
                 _try(weight, recipe, tried)
             changes[id(value)] = Change([], weight.kind.orientation, value.numel())
         changes[id(value)].places.append((weight.module, weight.name))
-    if recipe.trains:  # a module that the filter skipped, such as an embedding, can share a weight
-        for module in model.modules():
-            for name, parameter in module._parameters.items():
-                change = changes.get(id(parameter))
-                if change is not None and (module, name) not in change.places:
-                    change.places.append((module, name))
+    for module in model.modules():  # one that the filter skipped, such as an embedding, can share a weight
+        for name, parameter in module._parameters.items():
+            change = changes.get(id(parameter))
+            if change is not None and (module, name) not in change.places:
+                change.places.append((module, name))
     return list(changes.values())
 
 

@@ -20,14 +20,18 @@ from ..tensor.quantize_as import quantize_as
 from ..training.state_dict import register_state_dict_hooks
 from ..training.training_weight import values_of
 from .configs import Config, recipe_of
+from .heads import heads
 from .instance_methods import count_codes, show_format
+from .model_size import say_what_is_left
 from .plan import Change, planned
 from .weights import FilterFn, Weight, unknown_experts, weights_to_quantize
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
-def quantize_(model: ModuleT, config: Config, filter_fn: FilterFn | None = None) -> ModuleT:
+def quantize_(
+    model: ModuleT, config: Config, filter_fn: FilterFn | None = None, *, include_head: bool = False
+) -> ModuleT:
     """Quantize the linear and attention layers of ``model``, in place, for inference or for training.
 
     The modules keep torch's own classes, and a shared weight stays shared. ``config`` for inference: the name of any
@@ -37,8 +41,13 @@ def quantize_(model: ModuleT, config: Config, filter_fn: FilterFn | None = None)
 
     ``filter_fn(module, fqn) -> bool`` is called for every nn.Linear, nn.MultiheadAttention and nn.Embedding, and for
     transformers' Conv1D and modules of stacked experts. The default skips embeddings, layers that share a weight with
-    one, ``lm_head`` and routers. Embeddings and experts are not trained quantized; a warning names the experts that a
-    recipe for training leaves in high precision. Returns ``model``.
+    one, ``lm_head`` and routers. ``include_head=True`` adds ``lm_head`` and linear layers that share a weight with an
+    embedding; that weight is quantized once, for the product and for the lookup. If modules share a weight and the
+    filter accepts one of them, the weight is quantized for all of them. Embeddings and experts are not trained
+    quantized; a warning names the experts that a recipe for training leaves in high precision. Returns ``model``.
+
+    If heads and embeddings that the default filter skips are more than a tenth of the values, a warning of the logger
+    ``mxtensor`` names them and the bits a value over the whole model. ``mx.model_size(model)`` has all of it.
 
     Every weight is checked before the first one changes: if this raises ValueError or TypeError, for an unknown config
     or for a weight that cannot be quantized (no parameter, as under weight_norm; not floating-point; sparse; sharded;
@@ -47,13 +56,13 @@ def quantize_(model: ModuleT, config: Config, filter_fn: FilterFn | None = None)
     most the memory of one weight more than before; the model is then usable, each weight quantized or as it was, and
     another call quantizes the rest.
 
-    Warns if no layer matches. Make the optimizer for training after this call: parameters are new objects over the same
-    memory, with the attributes that were set on the old ones.
+    Warns if no layer matches, or if ``include_head`` finds no head. Make the optimizer for training after this call:
+    parameters are new objects over the same memory, with the attributes that were set on the old ones.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"quantize_ takes a module, not {described(model)}; for a tensor use mx.quantize(x, format)")
     recipe = recipe_of(config)
-    weights = weights_to_quantize(model, filter_fn)
+    weights = weights_to_quantize(model, filter_fn, include_head)
     left_out: list[Weight] = []
     if recipe.trains:
         weights, left_out = _that_train(weights)
@@ -61,12 +70,17 @@ def quantize_(model: ModuleT, config: Config, filter_fn: FilterFn | None = None)
     changes = planned(model, weights, recipe)
     if left_out or not changes:
         _warn(model, changes, left_out)
+    if include_head and not heads(model):
+        why = "it has no lm_head, and no linear layer that shares a weight with an embedding"
+        warnings.warn(f"quantize_: include_head=True found no head in {type(model).__name__}: {why}", stacklevel=2)
     _convert(changes, recipe)
     if recipe.trains:
         for weight in left_out:
             _training("left_out").watch(weight.module, weight.name)
     else:
         count_codes(model)
+        if not include_head and filter_fn is None:
+            say_what_is_left(model)
     return model
 
 
@@ -113,7 +127,7 @@ def _replace(change: Change, recipe: LinearRecipe, replaced: list[tuple[nn.Modul
     """Replace a weight in all its places; ``replaced`` gets the original before each one."""
     module, name = change.places[0]
     original = getattr(module, name)
-    parameter = _parameter(original, module, change.orientation, recipe)
+    parameter = _parameter(original, [module for module, _ in change.places], change.orientation, recipe)
     for module, name in change.places:
         register_state_dict_hooks(module)
         show_format(module)
@@ -128,21 +142,23 @@ def _progress(changes: Sequence[Change]) -> Iterable[Change]:
     return with_progress(changes, "quantizing", "weight")
 
 
-def _parameter(weight: nn.Parameter, module: nn.Module, orientation: Orientation, recipe: LinearRecipe) -> nn.Parameter:
-    """The parameter that replaces ``weight``, with its attributes."""
+def _parameter(
+    weight: nn.Parameter, modules: Sequence[nn.Module], orientation: Orientation, recipe: LinearRecipe
+) -> nn.Parameter:
+    """The parameter that replaces ``weight`` of ``modules``, with its attributes."""
     if recipe.trains:
         if orientation is Orientation.COLUMNWISE:  # FSDP2 shards the dimension that products contract
             recipe = replace(recipe, quantized_gather=False)
         parameter = _training("training").training_parameter(weight, recipe)
     else:
-        stored = inference_recipe(module, recipe)
+        stored = inference_recipe(modules, recipe)
         parameter = nn.Parameter(quantize_as(values_of(weight), stored, orientation), requires_grad=False)
     return set_attributes(parameter, user_attributes(weight))  # type: ignore[no-any-return]
 
 
-def inference_recipe(module: nn.Module, recipe: LinearRecipe) -> LinearRecipe:
-    """The recipe of a stored weight of ``module``: a lookup has no activation to cast."""
-    if isinstance(module, nn.Embedding):
+def inference_recipe(modules: Sequence[nn.Module], recipe: LinearRecipe) -> LinearRecipe:
+    """The recipe of a stored weight of ``modules``: if all of them are lookups, there is no activation to cast."""
+    if all(isinstance(module, nn.Embedding) for module in modules):
         return LinearRecipe.inference(recipe.stored, None, recipe.kernel_preference)
     return recipe
 

@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ..core.arguments import FUNCTION, check, described, optional
+from ..core.arguments import FLAG, FUNCTION, check, described, optional
 from ..numerics.formats import Orientation
 from ..tensor.mxtensor import MXTensor
 from ..training.training_weight import is_sharded
+from .heads import heads, is_head, lookups
 
 FilterFn = Callable[[nn.Module, str], bool]
 """(module, its fully qualified name) -> whether to quantize its weights."""
@@ -105,18 +106,26 @@ KINDS = (
 )
 """Every kind of module that ``quantize_`` knows; the first match counts."""
 
-SKIPPED_NAMES = ("lm_head", "router", "gate")
-"""Last parts of module names that the default filter leaves in high precision: heads and expert routers."""
+SKIPPED_NAMES = ("router", "gate")
+"""Last parts of module names that the default filter leaves in high precision, beside heads: expert routers."""
 
 
 def default_filter(module: nn.Module, fqn: str) -> bool:
     """Linear layers and attention; not heads, routers and embeddings, where rounding costs most and saves least."""
-    return not isinstance(module, nn.Embedding) and fqn.rpartition(".")[2] not in SKIPPED_NAMES
+    skipped = is_head(fqn) or fqn.rpartition(".")[2] in SKIPPED_NAMES
+    return not isinstance(module, nn.Embedding) and not skipped
 
 
-def _tied_to_lookups(model: nn.Module) -> set[int]:
-    """The ids of embedding weights: a linear layer with such a weight is a head, whatever its name."""
-    return {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+def _with_heads(model: nn.Module) -> FilterFn:
+    """The default filter, and heads with the embeddings that share their weights."""
+    accepted = heads(model)
+    weights = {id(head.weight) for head in accepted.values()}
+
+    def accepts(module: nn.Module, fqn: str) -> bool:
+        tied = isinstance(module, nn.Embedding) and id(module.weight) in weights
+        return tied or fqn in accepted or default_filter(module, fqn)
+
+    return accepts
 
 
 def _weights(model: nn.Module, filter_fn: FilterFn) -> Iterator[Weight]:
@@ -187,15 +196,23 @@ def _check_parameter(weight: Any, fqn: str) -> None:
         )
 
 
-def weights_to_quantize(model: nn.Module, filter_fn: FilterFn | None) -> list[Weight]:
-    """Every weight that ``filter_fn`` accepts; None: ``default_filter``.
+def weights_to_quantize(model: nn.Module, filter_fn: FilterFn | None, include_head: bool = False) -> list[Weight]:
+    """Every weight that ``filter_fn`` accepts; None: ``default_filter``, with ``include_head`` the heads too.
 
     The default also skips layers whose weight is that of an embedding. Raises ValueError for a weight that is not a
-    parameter, is sharded or has no values yet, TypeError for a filter that cannot be called.
+    parameter, is sharded or has no values yet, and for ``include_head`` with a filter; TypeError for a filter that
+    cannot be called.
     """
     _check_filter(filter_fn)
-    found = list(_weights(model, filter_fn or default_filter))
-    if filter_fn is None:
-        lookups = _tied_to_lookups(model)
-        found = [weight for weight in found if id(weight.value) not in lookups]
-    return found
+    check("quantize_", "include_head", include_head, FLAG)
+    if filter_fn is not None:
+        if include_head:
+            raise ValueError(
+                "quantize_: include_head=True extends the default filter, and filter_fn replaces it; pass one of them "
+                "(a filter that returns True for the head includes it)"
+            )
+        return list(_weights(model, filter_fn))
+    if include_head:
+        return list(_weights(model, _with_heads(model)))
+    tied = lookups(model)
+    return [weight for weight in _weights(model, default_filter) if id(weight.value) not in tied]

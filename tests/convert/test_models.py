@@ -1,6 +1,7 @@
 """Models of transformers: the rows of benchmarks/models.py are true, and logits are those of the rounded operands."""
 
 import copy
+import itertools
 import json
 from dataclasses import asdict
 from importlib.metadata import version
@@ -65,6 +66,21 @@ def test_weight_only_logits_are_those_of_the_dequantized_weights(name):
     for config in ("mxfp8-weight-only", "nvfp4-weight-only"):
         model = built(name, config)
         assert relative_error(logits(name, model), logits(name, dequantized(model))) < 1e-5
+
+
+@pytest.mark.exhaustive(quick=2)
+@pytest.mark.parametrize("name", [name for name in CASES if name not in ("vit", "resnet")])
+@pytest.mark.parametrize("config", ["mxfp8-weight-only", "nvfp4-weight-only"])
+def test_logits_with_a_quantized_head_are_those_of_the_dequantized_weights(config, name):
+    model = built(name)
+    tied = {n for n, p in model.named_parameters(remove_duplicate=False) if "lm_head" in n}
+    before = {n: id(p) for n, p in model.named_parameters(remove_duplicate=False)}
+    mx.quantize_(model, config, include_head=True)
+    after = dict(model.named_parameters(remove_duplicate=False))
+    assert all(isinstance(after[n], mx.MXTensor) for n in tied)
+    for first, second in itertools.combinations(before, 2):  # what was one weight is one
+        assert (before[first] == before[second]) == (after[first] is after[second]), (first, second)
+    assert relative_error(logits(name, model), logits(name, dequantized(model))) < 1e-5
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "mixtral"])

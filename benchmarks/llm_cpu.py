@@ -1,0 +1,366 @@
+"""Tokens a second of language models on a CPU, beside plain torch, torchao and llama.cpp.
+
+    python -m benchmarks.llm_cpu --json benchmarks/results/llm_cpu.json
+
+The models are SmolLM2-135M-Instruct and a Llama of 1.2 billion random weights (the shape of Llama 3.2 1B). All
+contenders of a row take turns in one process: bfloat16, float32, torchao's int8 weights, our formats (head included),
+and llama.cpp with files of the same weights. A step decodes one token of each sequence of the batch after a prompt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import logging
+import math
+import tempfile
+import types
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import mxtensor as mx
+from examples import smollm2
+
+from .cuda import Target, print_failures, print_verdicts
+from .harness import Prepare, Progress, Row, Work, add_options, command, machine, print_table, timed, write_json
+from .llama_cpp_peer import LlamaCpp, write_gguf
+
+PLAIN = ("bfloat16", "float32")
+TORCHAO = "torchao int8"
+FORMATS = ("mxfp8-weight-only", "mxfp4-weight-only", "nvfp4-weight-only")
+EQUAL_BITS = {"mxfp8-weight-only": "llama.cpp Q8_0", "mxfp4-weight-only": "llama.cpp MXFP4"}
+"""Our format -> the type of llama.cpp at about the same bits a weight (8.25 and 8.5; 4.25 and 4.25)."""
+MODELS, MODES = ("smollm2", "llama-1b"), ("eager", "compiled")
+PROMPT, CONTEXT = 16, 256
+"""Tokens of the prompt, and of the cache."""
+LLAMA_1B = dict(
+    vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
+    num_key_value_heads=8, max_position_embeddings=8192, rms_norm_eps=1e-5, tie_word_embeddings=True,
+)  # fmt: skip
+TINY = dict(
+    vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=1, max_position_embeddings=512, tie_word_embeddings=True,
+)  # fmt: skip
+
+
+@dataclass
+class LlmRow(Row):
+    """One model, number of threads, batch and mode. ``times`` are those of a step."""
+
+    model: str = ""
+    threads: int = 1
+    batch: int = 1
+    mode: str = "eager"
+    read: dict[str, int] = field(default_factory=dict)
+    """Contender -> bytes of weights that a step reads."""
+    bandwidth: float = 0.0
+    """GB/s at which this process reads memory with these threads."""
+
+    def tokens_a_second(self, name: str) -> float:
+        return 1e3 * self.batch / self.times[name] if name in self.times else math.nan
+
+    def over_plain(self, name: str) -> float:
+        """The speed over that of the faster of bfloat16 and float32."""
+        plain = [self.times[base] for base in PLAIN if base in self.times]
+        return min(plain) / self.times[name] if plain and name in self.times else math.nan
+
+    def over(self, name: str, other: str) -> float:
+        """The speed over that of another contender."""
+        return self.ratio(name, other)
+
+    def share(self, name: str) -> float:
+        """The share of the memory bandwidth that reading the weights takes."""
+        return self.read.get(name, 0) / self.times[name] / 1e6 / self.bandwidth if name in self.times else math.nan
+
+
+# ---------------------------------------------------------------------------------------------- models
+
+
+def llama(**sizes: Any) -> Any:
+    """A Llama of transformers with random weights, in bfloat16."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        return LlamaForCausalLM(LlamaConfig(**sizes)).eval().requires_grad_(False)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def load(name: str) -> Any:
+    """The unquantized model of a name."""
+    if name == "smollm2":
+        return smollm2.load_model()[0]
+    return llama(**(TINY if name == "tiny" else LLAMA_1B))
+
+
+def variant(model: Any, contender: str, include_head: bool) -> Any:
+    """The model as a contender has it; what it has in common with ``model`` is shared."""
+    if contender == "float32":
+        return copy.deepcopy(model).float()
+    if contender == TORCHAO:
+        from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+        small = smollm2.quantized(model, smollm2.UNQUANTIZED, False)
+        quantize_(small, Int8WeightOnlyConfig())
+        return small
+    return smollm2.quantized(model, contender, include_head)
+
+
+def read_bytes(model: Any) -> int:
+    """Bytes of weights that a step reads: those of linear layers, and the rest without embeddings."""
+    lookups = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    products = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}
+    total = 0
+    for parameter in model.parameters():
+        if id(parameter) in lookups and id(parameter) not in products:
+            continue
+        tensors = parameter.components if isinstance(parameter, mx.MXTensor) else _inner(parameter)
+        total += sum(t.nbytes for t in tensors)
+    return total
+
+
+def _inner(parameter: Any) -> list[torch.Tensor]:
+    """The tensors of a torchao weight; a plain one is itself."""
+    if not hasattr(parameter, "__tensor_flatten__"):
+        return [parameter]
+    inner = [getattr(parameter, name) for name in parameter.__tensor_flatten__()[0]]
+    return [tensor for part in inner for tensor in _inner(part)]
+
+
+# ---------------------------------------------------------------------------------------------- contenders
+
+
+class Steps:
+    """Decoding with a static cache; each step writes the same place, so that all steps do the same work."""
+
+    def __init__(self, model: Any, batch: int, compiles: bool) -> None:
+        from transformers import StaticCache
+
+        self.model, self.cache = model, StaticCache(config=model.config, max_cache_len=CONTEXT)
+        generator = torch.Generator().manual_seed(0)
+        self.prompt = torch.randint(5, model.config.vocab_size - 1, (batch, PROMPT), generator=generator)
+        self.token, self.layers = self.prompt[:, :1], model.model.layers
+        self._run(self.prompt, torch.arange(PROMPT)[None])
+        self.position = torch.full((1, 1), PROMPT)
+        if compiles:
+            self._compile()
+
+    @torch.no_grad()
+    def _run(self, ids: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        out = self.model(
+            input_ids=ids, position_ids=position, past_key_values=self.cache, use_cache=True, logits_to_keep=1
+        )
+        return out.logits  # type: ignore[no-any-return]
+
+    def step(self) -> torch.Tensor:
+        """One token of each sequence; the logits."""
+        for layer in self.cache.layers:  # forget the token of the step before
+            if hasattr(layer, "cumulative_length"):
+                _set(layer, "cumulative_length", PROMPT)
+        return self._run(self.token, self.position)
+
+    def _compile(self) -> None:
+        """One compiled function for all layers. Its code is a copy: contenders do not share torch's cache of graphs."""
+        from .decode_model import OneLayerCache, _forward
+
+        original = type(self.layers[0]).forward
+        while hasattr(original, "__wrapped__"):
+            original = original.__wrapped__
+        own = types.FunctionType(
+            original.__code__.replace(), original.__globals__, original.__name__, original.__defaults__,
+            original.__closure__,
+        )  # fmt: skip
+        own.__kwdefaults__ = original.__kwdefaults__
+        run = torch.compile(own, fullgraph=True, dynamic=False)
+        for layer, layer_cache in zip(self.layers, self.cache.layers, strict=True):
+            layer.self_attn.layer_idx = 0
+            layer.forward = partial(_forward, run, layer, OneLayerCache(layer_cache))
+
+    def restore(self) -> None:
+        """Give the layers their own forward again."""
+        for index, layer in enumerate(self.layers):
+            layer.__dict__.pop("forward", None)
+            layer.self_attn.layer_idx = index
+
+
+def _set(layer: Any, name: str, value: int) -> None:
+    before = getattr(layer, name)
+    if isinstance(before, torch.Tensor):
+        before.fill_(value)
+    else:
+        setattr(layer, name, value)
+
+
+def torch_contender(model: Any, batch: int, compiles: bool, ready: list[Steps]) -> Prepare:
+    """The work of one step; ``ready`` gets what has to be restored after the row."""
+
+    def prepare() -> Work:
+        ready.append(steps := Steps(model, batch, compiles))
+        return steps.step
+
+    return prepare
+
+
+def llama_cpp_contender(path: Path, batch: int, threads: int, ready: list[LlamaCpp]) -> Prepare:
+    """The work of one step of llama.cpp; ``ready`` gets what has to be closed after the row."""
+
+    def prepare() -> Work:
+        ready.append(peer := LlamaCpp(path, batch, PROMPT, threads, CONTEXT))
+        return peer.step
+
+    return prepare
+
+
+class Bench:
+    """All contenders of one model, in memory together."""
+
+    def __init__(self, name: str, formats: Sequence[str], include_head: bool, peers: bool, folder: Path) -> None:
+        self.name, base = name, load(name)
+        self.failed: dict[str, str] = {}
+        self.variants: dict[str, Any] = {}
+        for contender in (*PLAIN, *((TORCHAO,) if peers else ()), *formats):
+            self._add(contender, partial(variant, base, contender, include_head), self.variants)
+        self.files: dict[str, Path] = {}
+        if name == "smollm2" and peers:
+            self.files["llama.cpp Q4_1"] = smollm2.gguf_path()
+        for kind in ("Q8_0", "MXFP4") if peers else ():
+            path = folder / f"{name}-{kind}.gguf"
+            self._add(f"llama.cpp {kind}", partial(write_gguf, base, path, kind), self.files)
+
+    def _add(self, name: str, make: Callable[[], Any], found: dict[str, Any]) -> None:
+        try:
+            found[name] = make()
+        except Exception as error:
+            self.failed[name] = f"{type(error).__name__}: {error}".splitlines()[0][:120]
+
+    def row(self, threads: int, batch: int, mode: str, repeats: int, seconds: float, bandwidth: float) -> LlmRow:
+        """Time a step of every contender, in turn."""
+        row = LlmRow(f"{self.name}, {threads} threads, batch {batch}, {mode}", {})
+        row.model, row.threads, row.batch, row.mode = self.name, threads, batch, mode
+        row.bandwidth, row.failed = bandwidth, dict(self.failed)
+        steps: list[Steps] = []
+        peers: list[LlamaCpp] = []
+        contenders = {n: torch_contender(m, batch, mode == "compiled", steps) for n, m in self.variants.items()}
+        contenders |= {n: llama_cpp_contender(p, batch, threads, peers) for n, p in self.files.items()}
+        row.read = {n: read_bytes(m) for n, m in self.variants.items()}
+        row.read |= {n: p.stat().st_size for n, p in self.files.items()}
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            return timed(row, contenders, repeats, warmup=2, seconds=seconds)
+        finally:
+            torch.set_num_threads(before)
+            for step in steps:
+                step.restore()
+            for peer in peers:
+                peer.close()
+            torch._dynamo.reset()
+
+
+# ---------------------------------------------------------------------------------------------- targets
+
+Figures = Callable[[Sequence[LlmRow]], Iterable[tuple[str, float]]]
+
+
+def over_plain(name: str) -> Figures:
+    return lambda rows: [(row.work, row.over_plain(name)) for row in rows if row.batch == 1]
+
+
+def over_llama_cpp(rows: Sequence[LlmRow]) -> Iterable[tuple[str, float]]:
+    return [(f"{row.work}, {ours}", row.over(ours, peer)) for row in rows for ours, peer in EQUAL_BITS.items()]
+
+
+def share_of_bandwidth(rows: Sequence[LlmRow]) -> Iterable[tuple[str, float]]:
+    of_1b = [row for row in rows if row.model == "llama-1b" and row.batch == 1]
+    return [(f"{row.work}, {name}", row.share(name)) for row in of_1b for name in row.times if name in FORMATS]
+
+
+TARGETS = (
+    Target("mxfp8 over the faster of bf16 and f32, batch 1", ">=", 1.6, over_plain("mxfp8-weight-only")),
+    Target("mxfp4 over the faster of bf16 and f32, batch 1", ">=", 2.3, over_plain("mxfp4-weight-only")),
+    Target("over llama.cpp at equal bits", ">=", 0.8, over_llama_cpp),
+    Target("share of the bandwidth, 1B model, batch 1", ">=", 0.7, share_of_bandwidth),
+)
+HEADER = ["work", "contender", "ms a step", "tokens/s", "over plain", "over llama.cpp", "of bandwidth"]
+
+
+def _number(value: float, digits: int = 2) -> str:
+    return "" if math.isnan(value) else f"{value:.{digits}f}"
+
+
+def lines(rows: Sequence[LlmRow]) -> list[list[str]]:
+    """One line for every contender of every row; the rows in which our formats gain least come first."""
+
+    def worst(row: LlmRow) -> float:
+        ours = [row.over_plain(name) for name in row.times if name.startswith(("mx", "nv", "float8"))]
+        return min([ratio for ratio in ours if not math.isnan(ratio)], default=math.inf)
+
+    return [
+        [
+            row.work, name, _number(row.times[name]), _number(row.tokens_a_second(name), 1),
+            _number(row.over_plain(name)), _number(row.over(name, EQUAL_BITS.get(name, ""))), _number(row.share(name)),
+        ]
+        for row in sorted(rows, key=worst)
+        for name in sorted(row.times, key=row.over_plain)
+    ]  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure every model, number of threads, batch and mode; print the table and the targets."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    add_options(parser, repeats=9)
+    add = parser.add_argument
+    add("--models", nargs="+", default=MODELS, choices=(*MODELS, "tiny"), help="(both)")
+    add("--threads", nargs="+", type=int, default=(1, 2), help="numbers of threads (1 2)")
+    add("--batches", nargs="+", type=int, default=(1, 4, 16), help="sequences that are decoded together (1 4 16)")
+    add("--modes", nargs="+", default=MODES, choices=MODES, help="(both); llama.cpp has one")
+    add("--formats", nargs="+", default=FORMATS, metavar="NAME", help="what quantize_ takes")
+    add("--seconds", type=float, default=20, help="for the rounds of one row (%(default)s)")
+    add("--no-peers", action="store_true", help="without torchao and llama.cpp")
+    add("--no-head", action="store_true", help="leave head and embedding in bfloat16")
+    args = parser.parse_args(argv)
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+
+    bandwidths = {threads: bandwidth(threads, 8 if args.models == ["tiny"] else 512) for threads in args.threads}
+    total = len(args.models) * len(args.threads) * len(args.batches) * len(args.modes)
+    rows, progress = [], Progress(total, "row")
+    with tempfile.TemporaryDirectory() as folder:
+        for name in args.models:
+            bench = Bench(name, args.formats, not args.no_head, not args.no_peers, Path(folder))
+            for mode in args.modes:
+                for threads in args.threads:
+                    for batch in args.batches:
+                        rows.append(bench.row(threads, batch, mode, args.repeats, args.seconds, bandwidths[threads]))
+                        progress.step(rows[-1].work)
+                        write_json(args.json, rows, bandwidth=bandwidths)
+    progress.close()
+    info = machine()
+    measured = ", ".join(f"{gbps:.1f} GB/s on {threads} threads" for threads, gbps in bandwidths.items())
+    print(f"\n{command()}\n{info['cpu']}, memory is read at {measured}\n")
+    print_table(HEADER, lines(rows))
+    print_failures(rows)
+    print_verdicts(TARGETS, rows)
+
+
+def bandwidth(threads: int, megabytes: int) -> float:
+    """GB/s at which memory is read with this number of threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        return smollm2.memory_bandwidth(megabytes)
+    finally:
+        torch.set_num_threads(before)
+
+
+if __name__ == "__main__":
+    main()

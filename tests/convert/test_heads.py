@@ -1,0 +1,211 @@
+"""``include_head``: heads, and the embeddings that share their weights, are quantized once; what stays is said."""
+
+import copy
+import io
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import mxtensor as mx
+from tests.helpers.compare import same_bytes
+
+FORMATS = ("mxfp8", "mxfp4-weight-only", "nvfp4-weight-only", "mxfp6_e2m3-weight-only", "float8_e4m3_row")
+
+
+class Words(nn.Module):
+    """Embedding, one layer, and a head of any name; ``first`` is the module that is registered first."""
+
+    def __init__(self, tied=True, head="lm_head", first="words", dtype=torch.float32):
+        super().__init__()
+        modules = {"words": nn.Embedding(300, 64), "layer": nn.Linear(64, 64), head: nn.Linear(64, 300, bias=False)}
+        for name in sorted(modules, key=lambda name: name != first):
+            self.add_module(name, modules[name])
+        self.head_name = head
+        if tied:
+            self.head.weight = self.words.weight
+        self.to(dtype)
+
+    @property
+    def head(self):
+        return self.get_submodule(self.head_name)
+
+    def forward(self, ids):
+        return self.head(self.layer(self.words(ids)))
+
+
+IDS = torch.tensor([[3, 299, 0, 3]])
+
+
+@pytest.mark.parametrize("config", FORMATS)
+@pytest.mark.parametrize("head", ["lm_head", "decoder"])
+@pytest.mark.parametrize("first", ["words", "lm_head", "decoder"])
+def test_a_tied_weight_is_quantized_once_for_both_uses(config, head, first):
+    model = Words(head=head, first=first)
+    values = model.words.weight.detach().clone()
+    mx.quantize_(model, config, include_head=True)
+    weight = model.head.weight
+    assert weight is model.words.weight and isinstance(weight, mx.MXTensor) and not weight.requires_grad
+    wanted = mx.quantize(values, config.removesuffix("-weight-only"))
+    assert same_bytes(weight, wanted)
+    assert torch.equal(model.words(IDS), wanted.dequantize()[IDS])
+    # the product casts its activation as every other layer does, whichever module comes first
+    assert weight.recipe.activation == model.layer.weight.recipe.activation
+    x = torch.randn(3, 64)
+    assert torch.equal(model.head(x), nn.functional.linear(x, weight))
+
+
+@pytest.mark.parametrize("config", FORMATS)
+def test_of_an_untied_model_the_head_is_quantized_and_the_embedding_is_not(config):
+    model = mx.quantize_(Words(tied=False), config, include_head=True)
+    assert isinstance(model.head.weight, mx.MXTensor) and not isinstance(model.words.weight, mx.MXTensor)
+    model = mx.quantize_(Words(tied=False), config)
+    assert not isinstance(model.head.weight, mx.MXTensor)
+
+
+def test_the_head_can_be_quantized_after_the_layers():
+    model = mx.quantize_(Words(), "mxfp4-weight-only")
+    layer = model.layer.weight
+    mx.quantize_(model, "mxfp8-weight-only", include_head=True)
+    assert model.layer.weight is layer and model.head.weight is model.words.weight
+    assert model.head.weight.format.name == "mxfp8_e4m3"
+
+
+@pytest.mark.parametrize("accepts", [nn.Linear, nn.Embedding])
+def test_a_shared_weight_stays_shared_if_a_filter_accepts_one_of_its_modules(accepts):
+    model = mx.quantize_(Words(), "mxfp8-weight-only", lambda module, name: isinstance(module, accepts))
+    assert model.head.weight is model.words.weight and isinstance(model.head.weight, mx.MXTensor)
+    assert model(IDS).shape == (1, 4, 300)
+
+
+def test_for_training_the_head_learns_and_stays_shared():
+    model = mx.quantize_(Words(), mx.recipe.MXFP8BlockScaling(), include_head=True)
+    assert model.head.weight is model.words.weight
+    with mx.explain() as log:
+        model(IDS).square().mean().backward()
+    # three quantized products in each of two layers
+    products = [e for e in log.entries if e.spec.op in ("fprop", "dgrad", "wgrad")]
+    assert len(products) == 6
+    assert model.words.weight.grad is not None and model.words.weight.grad.abs().sum() > 0
+
+
+def test_a_model_without_a_head_is_named():
+    with pytest.warns(UserWarning, match="include_head=True found no head in Sequential: it has no lm_head"):
+        mx.quantize_(nn.Sequential(nn.Linear(64, 64)), "mxfp8", include_head=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"filter_fn": lambda module, name: True, "include_head": True}, ValueError, "filter_fn replaces it"),
+        ({"include_head": "lm_head"}, TypeError, "include_head"),
+    ],
+)
+def test_mistakes_change_nothing(options, error, message):
+    model = Words()
+    with pytest.raises(error, match=message):
+        mx.quantize_(model, "mxfp8", **options)
+    assert not any(isinstance(p, mx.MXTensor) for p in model.parameters())
+
+
+@pytest.mark.parametrize("config", FORMATS)
+def test_the_tie_survives_copies_and_files(config):
+    model = mx.quantize_(Words(dtype=torch.bfloat16), config, include_head=True)
+    wanted = model(IDS)
+    twin = copy.deepcopy(model)
+    assert twin.head.weight is twin.words.weight and torch.equal(twin(IDS), wanted)
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    for assign in (False, True):
+        file.seek(0)
+        other = mx.quantize_(Words(dtype=torch.bfloat16), config, include_head=True)
+        other.load_state_dict(torch.load(file, weights_only=True), assign=assign)
+        assert torch.equal(other(IDS), wanted)
+        codes = [other.head.weight.rowwise.data, other.words.weight.rowwise.data]
+        assert codes[0].data_ptr() == codes[1].data_ptr()  # assign=True makes two parameters of one memory, as in torch
+    plain = Words(dtype=torch.bfloat16)
+    other.load_state_dict(plain.state_dict())
+    assert same_bytes(other.words.weight, mx.quantize(plain.words.weight, config.removesuffix("-weight-only")))
+
+
+@pytest.mark.parametrize("config", FORMATS)
+def test_both_uses_compile(config):
+    model = mx.quantize_(Words(), config, include_head=True)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        assert torch.allclose(compiled(IDS), model(IDS), rtol=1e-5, atol=1e-6)
+    torch._dynamo.reset()
+
+
+# ---------------------------------------------------------------------------------------------- lookups
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("format", [*mx.FORMATS, "mxfp8[16x16]"])
+def test_a_lookup_decodes_only_its_rows(format, dtype):
+    weight = mx.quantize(torch.randn(300, 96, dtype=dtype) * torch.linspace(0.1, 9, 300, dtype=dtype)[:, None], format)
+    with mx.explain() as log:
+        rows = nn.functional.embedding(IDS, weight)
+    assert torch.equal(rows, weight.dequantize()[IDS]) and rows.dtype is dtype
+    assert [entry.spec.shapes[0][0] for entry in log.entries] == [IDS.numel()]
+
+
+def test_an_index_that_is_no_row_raises():
+    weight = mx.quantize(torch.randn(40, 64), "float8_e4m3_128x128")
+    for index in (40, -1):
+        with pytest.raises(IndexError):
+            nn.functional.embedding(torch.tensor([index]), weight)
+
+
+# ---------------------------------------------------------------------------------------------- what stays is said
+
+
+def test_what_stays_is_named_with_the_bits_of_the_whole_model(caplog):
+    model = Words(dtype=torch.bfloat16)
+    with caplog.at_level(logging.WARNING, "mxtensor"):
+        mx.quantize_(model, "mxfp4-weight-only")
+    (record,) = caplog.records
+    size = mx.model_size(model)
+    assert record.getMessage() == (
+        "quantize_: 4,096 of 23,360 values have 4.25 bits now; 19,200 of words.weight = lm_head.weight (head and "
+        f"embedding) stay bfloat16: {size.bits:.2f} bits over the whole model; include_head=True quantizes heads"
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (Words, {"include_head": True}),
+        (Words, {"filter_fn": lambda module, name: name == "layer"}),  # the user has chosen
+        (lambda: nn.Sequential(nn.Linear(64, 64)), {}),
+        (lambda: nn.Sequential(nn.Embedding(300, 64), nn.Linear(64, 5)), {}),  # a classifier
+    ],
+)
+def test_nothing_is_said_of_other_models(caplog, make, options):
+    with caplog.at_level(logging.INFO, "mxtensor"):
+        mx.quantize_(make(), "mxfp4-weight-only", **options)
+    assert not caplog.records
+
+
+def test_the_size_of_a_model_counts_each_parameter_once():
+    model = Words(dtype=torch.bfloat16)
+    before = mx.model_size(model)
+    assert (before.values, before.nbytes, before.bits) == (23360, 2 * 23360, 16)
+    mx.quantize_(model, "mxfp4-weight-only", include_head=True)
+    size = mx.model_size(model)
+    assert [(p.use, p.stored, p.quantized, p.values, p.bits) for p in size.groups] == [
+        ("layers", "mxfp4_e2m1", True, 4096, 4.25),
+        ("head and embedding", "mxfp4_e2m1", True, 19200, 4.25),
+        ("other parameters", "bfloat16", False, 64, 16),
+    ]
+    assert size.groups[1].names == ("words.weight = lm_head.weight",)
+    assert size.nbytes == (4096 + 19200) * 17 // 32 + 128
+    assert str(size).splitlines()[-1].split() == ["whole", "model", "23,360", f"{size.bits:.2f}", "0.0"]
+    untied = mx.model_size(mx.quantize_(Words(tied=False), "mxfp8"))
+    assert [group.use for group in untied.groups] == ["layers", "head", "embedding", "other parameters"]
+
+
+def test_only_a_module_has_a_model_size():
+    with pytest.raises(TypeError, match="model_size"):
+        mx.model_size(torch.randn(3))
