@@ -89,11 +89,11 @@ template <typename T> bool is_tame(const T* x, int64_t k) {
 
 // Sums of rows first to end - 1 of w, times the global scales, plus the bias, rounded once.
 inline void finish(const Problem& p, int64_t first, int64_t end, const float* sums, int64_t step) {
-  double factor = p.alpha;
-  if (p.global_scale) factor *= *p.global_scale;
-  if (p.x_global) factor *= *p.x_global;
-  const bool scaled = factor != 1.0;
-  const float multiplier = float(factor), beta = float(p.beta);
+  double whole = p.alpha;
+  if (p.global_scale) whole *= *p.global_scale;
+  if (p.x_global) whole *= *p.x_global;
+  const bool scaled = whole != 1.0;
+  const float multiplier = float(whole), beta = float(p.beta);
   const int64_t width = end - first;
   alignas(64) float row[256];
   for (int64_t m = 0; m < p.m; m++) {

@@ -7,10 +7,10 @@
 
 namespace {
 
-// The halves of 16 float16 values as float32, times ``factor``.
-inline void widen(__m256i halves, float factor, Floats* w) {
-  w[0] = Floats(_mm256_cvtph_ps(_mm256_castsi256_si128(halves))) * eight(factor);
-  w[1] = Floats(_mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1))) * eight(factor);
+// The halves of 16 float16 values as float32, times ``multiplier``.
+inline void widen(__m256i halves, float multiplier, Floats* w) {
+  w[0] = Floats(_mm256_cvtph_ps(_mm256_castsi256_si128(halves))) * eight(multiplier);
+  w[1] = Floats(_mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1))) * eight(multiplier);
 }
 
 template <int ELEMENT> struct Decoder;

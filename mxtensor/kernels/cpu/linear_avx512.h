@@ -243,4 +243,32 @@ void dots_of_rows(const Problem& p, const D& decode, int64_t x_bytes, const uint
   if (p.m - m == 1) some(std::integral_constant<int, 1>(), m);
 }
 
+// ------------------------------------------------------------------------------------------ decoded rows
+
+// A row of w times its scales, in the order of packed x: float32, or bfloat16 where that is exact.
+template <typename D>
+void decode_row(const Problem& p, const D& decode, const uint8_t* w, const float* scales, int per_step, void* out) {
+  alignas(64) int32_t of_lane[16];
+  for (int i = 0; i < 16; i++) of_lane[i] = i * per_step / 16;
+  const Bits spread = _mm512_load_si512(of_lane), upper = _mm512_set1_epi32(int(0xFFFF0000));
+  for (int64_t at = 0; at < ceil_div(p.k, D::STEP); at++) {
+    const int64_t bytes = smaller<int64_t>(D::BYTES, p.row_bytes - at * D::BYTES);
+    Bits values[D::VECTORS];
+    decode(_mm512_maskz_loadu_epi8(first_bytes(bytes), w + at * D::BYTES), values);
+    const __m512 scale = _mm512_permutexvar_ps(spread, _mm512_loadu_ps(scales + at * per_step));
+    for (int v = 0; v < D::VECTORS; v++) {
+      const __m512 even = _mm512_mul_ps(_mm512_castsi512_ps(_mm512_slli_epi32(values[v], 16)), scale);
+      const __m512 odd = _mm512_mul_ps(_mm512_castsi512_ps(_mm512_and_si512(values[v], upper)), scale);
+      const int64_t to = at * D::STEP + v * 32;
+      if (p.mode == IN_BFLOAT16) {
+        const Bits low = _mm512_srli_epi32(_mm512_castps_si512(even), 16);
+        _mm512_storeu_si512(static_cast<uint16_t*>(out) + to, _mm512_or_si512(low, _mm512_and_si512(_mm512_castps_si512(odd), upper)));
+      } else {
+        _mm512_storeu_ps(static_cast<float*>(out) + to, even);
+        _mm512_storeu_ps(static_cast<float*>(out) + to + 16, odd);
+      }
+    }
+  }
+}
+
 }  // namespace

@@ -65,9 +65,9 @@ void dots(const Problem& p, const D& decode, const float* x, int64_t x_step, con
   const int64_t whole = p.k / D::STEP, bytes = p.row_bytes - whole * D::BYTES;
   for (int64_t at = 0; at < whole; at++) add(w + at * D::BYTES, at);
   if (bytes) {
-    uint8_t last[D::BYTES] = {};
-    std::memcpy(last, w + whole * D::BYTES, size_t(bytes));
-    add(last, whole);
+    uint8_t tail[D::BYTES] = {};
+    std::memcpy(tail, w + whole * D::BYTES, size_t(bytes));
+    add(tail, whole);
   }
   for (int m = 0; m < ROWS; m++) {
     const Floats sum = total[m][0] + total[m][1];
@@ -89,6 +89,20 @@ void dots_of_rows(const Problem& p, const D& decode, int64_t x_bytes, const uint
     if (p.m - m == 3) some(std::integral_constant<int, 3>(), m);
     if (p.m - m == 2) some(std::integral_constant<int, 2>(), m);
     if (p.m - m == 1) some(std::integral_constant<int, 1>(), m);
+  }
+}
+
+// A row of w times its scales, in float32.
+template <typename D>
+void decode_row(const Problem& p, const D& decode, const uint8_t* w, const float* scales, int per_step, void* out) {
+  Floats* to = static_cast<Floats*>(out);
+  for (int64_t at = 0; at < ceil_div(p.k, D::STEP); at++, to += 4) {
+    uint8_t codes[D::BYTES] = {};
+    std::memcpy(codes, w + at * D::BYTES, size_t(smaller<int64_t>(D::BYTES, p.row_bytes - at * D::BYTES)));
+    Floats values[4];
+    decode(codes, values);
+    const Floats low = eight(scales[at * per_step]), high = eight(scales[at * per_step + per_step / 2]);
+    to[0] = values[0] * low, to[1] = values[1] * low, to[2] = values[2] * high, to[3] = values[3] * high;
   }
 }
 

@@ -12,6 +12,24 @@ template <bool BFLOAT16_X, typename D>
 void dots_of_rows(const Problem& p, const D& decode, int64_t x_bytes, const uint8_t* w, int64_t w_step,
                   const float* scales, int64_t scales_step, int per_step, float* sums, int64_t step);
 
+template <typename D>
+void decode_row(const Problem& p, const D& decode, const uint8_t* w, const float* scales, int per_step, void* out);
+
+// Floats of this thread, which the next call may reuse.
+inline float* buffer(int64_t size) {
+  struct Memory {
+    float* values = nullptr;
+    int64_t size = 0;
+    ~Memory() { delete[] values; }
+  };
+  thread_local Memory memory;
+  if (size > memory.size) {
+    delete[] memory.values;
+    memory.values = new float[size_t(size)], memory.size = size;
+  }
+  return memory.values;
+}
+
 template <typename D> int64_t packed_row(const Problem& p) { return ceil_div(p.k, D::STEP) * D::STEP; }  // values
 
 constexpr int TILE = 32;         // rows of w whose sums are finished together
@@ -26,31 +44,22 @@ template <typename D> void linear_rows(const Problem& p, int64_t first, int64_t 
   const bool bfloat16 = p.mode == IN_BFLOAT16;
   const int64_t x_bytes = packed_row<D>(p) * (bfloat16 ? 2 : 4);
   const int64_t group = larger<int64_t>(2, smaller<int64_t>(TILE, SCALES / scales_row / 2 * 2));
-  thread_local struct Buffer {
-    float* values = nullptr;
-    int64_t size = 0;
-    float* of(int64_t n) {
-      if (n > size) delete[] values, values = new float[size_t(n)], size = n;
-      return values;
-    }
-    ~Buffer() { delete[] values; }
-  } buffer;
-  float* scales = buffer.of(group * scales_row + 64 + PITCH * p.m);
-  float* sums = scales + group * scales_row + 64;  // a load may read 15 scales after the last
+  float* scales = buffer(group * scales_row + 64 + PITCH * p.m);
+  float* sums = scales + group * scales_row + 64;  // a load may read 15 scales too many
   for (int64_t top = first; top < end; top += TILE) {
     const int64_t bottom = smaller(top + TILE, end);
     for (int64_t n = top; n < bottom; n += group) {
-      const int64_t last = smaller(n + group, bottom);
+      const int64_t stop = smaller(n + group, bottom);
       bool plain[TILE];
-      for (int64_t r = n; r < last; r++)
+      for (int64_t r = n; r < stop; r++)
         plain[r - n] = scales_of(p, r, D::STEP, per_step, steps, scales + (r - n) * scales_row);
-      for (int64_t r = n; r < last;) {
+      for (int64_t r = n; r < stop;) {
         if (!plain[r - n]) {
           careful_row(p, r, sums + (r - top), PITCH);
           r++;
           continue;
         }
-        const bool two = last - r > 1 && plain[r - n + 1];  // else this one twice
+        const bool two = stop - r > 1 && plain[r - n + 1];  // else this one twice
         const uint8_t* w = p.data + r * p.row_bytes;
         const float* s = scales + (r - n) * scales_row;
         const auto work = [&](auto is_bfloat16) {
@@ -63,6 +72,22 @@ template <typename D> void linear_rows(const Problem& p, int64_t first, int64_t 
       }
     }
     finish(p, top, bottom, sums, PITCH);
+  }
+}
+
+// Rows first to end - 1 of w, each ``packed_row`` values after the one before, in the order and dtype of packed x.
+template <typename D> void decode_rows(const Problem& p, int64_t first, int64_t end, char* out) {
+  const D decode{};
+  const int64_t steps = ceil_div(p.k, D::STEP), block = block_cols(p), blocks = ceil_div(p.k, block);
+  const int per_step = int(larger<int64_t>(1, D::STEP / block));
+  float* scales = buffer(steps * per_step + 64);
+  for (int64_t n = first; n < end; n++, out += packed_row<D>(p) * (p.mode == IN_BFLOAT16 ? 2 : 4)) {
+    if (!scales_of(p, n, D::STEP, per_step, steps, scales))
+      for (int64_t i = 0; i < steps * per_step; i++) {
+        const int64_t b = i * D::STEP / per_step / block;
+        scales[i] = b < blocks ? scale_at(p, scale_row(p, n) * p.scale_stride + b) : 0.0f;
+      }
+    decode_row<D>(p, decode, p.data + n * p.row_bytes, scales, per_step, out);
   }
 }
 

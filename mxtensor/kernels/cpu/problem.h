@@ -17,3 +17,9 @@ struct Problem {
   double alpha, beta;
   int32_t element, scale_kind, block_rows, block_cols, x_kind, out_kind, bias_kind, mode;
 };
+
+// Whether element times block scale fits the 8 significant bits of bfloat16, as Format.exact_in_bfloat16 says.
+inline bool exact_in_bfloat16(int element, int scale) {
+  constexpr int ELEMENT_BITS[] = {4, 3, 3, 4, 2, 7}, SCALE_BITS[] = {0, 4, 24, 0};
+  return ELEMENT_BITS[element] + SCALE_BITS[scale] <= 8;
+}

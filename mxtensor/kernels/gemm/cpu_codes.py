@@ -6,27 +6,22 @@ codes.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from ...core.kernel import Kernel, Spec
 from ...core.tracing import is_traced
-from ...numerics.formats import E2M1, E2M3, E3M2, E4M3, E5M2, INT8, Format
+from ...numerics.cast import Cast
+from ...numerics.formats import Format, Rounding
 from ...numerics.operand import Operand
 from ...numerics.validate import check_sizes
-from ..quantize.cpu import KINDS, SCALES
+from ..quantize.cpu import BLOCKS, KINDS, MODES, SCALES
 from ..quantize.select import dequantize_operand, fake_quantize
 from ..runtime.availability import exported
-from .cpu_library import Library, library
+from .cpu_library import ELEMENTS, FEW_ROWS, library, linear, prepared
+from .cpu_library import prepare as prepare_op
 from .spec import FakeQuantized, GemmArgs, GemmOperand, Unquantized, flat_bias, not_rows_by_matrix
-
-ELEMENTS = (E4M3, E5M2, E3M2, E2M3, E2M1, INT8)
-"""In the order of ``ElementId`` in cpu/problem.h; scales have that of ``SCALES``."""
-MOST_ROWS = 64
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -50,9 +45,6 @@ def refuses(spec: Spec, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> str |
         return "the codes are not contiguous"
     if 0 in (*spec.shapes[0], *spec.shapes[1]):
         return "no values"
-    rows = math.prod(spec.shapes[0][:-1])
-    if rows > MOST_ROWS:
-        return f"for at most {MOST_ROWS} rows, this product has {rows}"
     reason = exported(spec)
     if reason is None:
         found = library()
@@ -65,74 +57,94 @@ def numbers_of(format: Format) -> tuple[int, int, int, int]:
     return ELEMENTS.index(format.element), SCALES.index(format.scale), *format.block
 
 
+def _is_cast_here(cast: Cast) -> bool:
+    """Whether the op does this cast, in the library of the casts."""
+    f = cast.format
+    known = f.element in ELEMENTS and f.scale in SCALES and f.block in BLOCKS
+    return known and cast.rounding is Rounding.NEAREST
+
+
+def _numbers_of_cast(cast: Cast | None) -> tuple[tuple[int, ...], float]:
+    """A cast as the op takes it; empty for none."""
+    if cast is None:
+        return (), 0.0
+    f = cast.format
+    return (*numbers_of(f), int(f.global_scale), int(f.signed_zero), MODES[cast.scaling]), cast.amax_epsilon
+
+
+def _activations(a: GemmOperand) -> tuple[Tensor, Tensor | None, Cast | None]:
+    """The activations as plain values, their global scale, and the cast that the op still has to do."""
+    if isinstance(a, Unquantized):
+        if _is_cast_here(a.cast):
+            return a.x, None, a.cast
+        return *fake_quantize(a.x, a.cast, _dtype_of(a.format)), None
+    if isinstance(a, FakeQuantized):
+        return a.values, a.global_scale, None
+    if isinstance(a, Operand):
+        return dequantize_operand(replace(a, global_scale=None), _dtype_of(a.format)), a.global_scale, None
+    return a, None, None
+
+
 def _dtype_of(format: Format) -> torch.dtype:
     """The shorter dtype that holds values of a format without the global scale exactly."""
     return torch.bfloat16 if format.exact_in_bfloat16 else torch.float32
-
-
-def _activations(a: GemmOperand) -> tuple[Tensor, Tensor | None]:
-    """The activations as plain values, and their global scale."""
-    if isinstance(a, Unquantized):
-        return fake_quantize(a.x, a.cast, _dtype_of(a.format))
-    if isinstance(a, FakeQuantized):
-        return a.values, a.global_scale
-    if isinstance(a, Operand):
-        return dequantize_operand(replace(a, global_scale=None), _dtype_of(a.format)), a.global_scale
-    return a, None
 
 
 def run(a: GemmOperand, b: GemmOperand, args: GemmArgs) -> Tensor:
     assert isinstance(b, Operand)
     if not is_traced(b.data):
         check_sizes(b)
-    x, x_global = _activations(a)
+    x, x_global, cast = _activations(a)
     shape = (*x.shape[:-1], b.shape[-2])
     if len(shape) != 2:
         x = x.reshape(-1, x.shape[-1])
-    if not x.is_contiguous() and (x.stride(1) != 1 or x.stride(0) < x.shape[1]):
+    if not x.is_contiguous() and (cast is not None or x.stride(1) != 1 or x.stride(0) < x.shape[1]):
         x = x.contiguous()
     bias = flat_bias(args, shape)
     if bias is not None and bias.dtype not in KINDS:
         bias = bias.float()
-    found = library()
-    assert not isinstance(found, str)
-    out: Tensor = found.linear(
+    out: Tensor = linear(
         x, b.data, b.scale, b.global_scale, x_global, bias, numbers_of(b.format), float(args.alpha), float(args.beta),
-        args.out_dtype,
+        args.out_dtype, *_numbers_of_cast(cast),
     )  # fmt: skip
     return out if len(shape) == 2 else out.view(shape)
 
 
 class Launch:
-    """A product with one weight whose addresses the op holds under a number. Stores no tensor."""
+    """A product with one weight whose addresses the op stores under a number. Stores no tensor."""
 
-    __slots__ = ("_library", "_number", "_op")
+    __slots__ = ("_forget", "_number")
 
-    def __init__(self, found: Library, number: int) -> None:
-        self._library, self._op, self._number = found, found.prepared, number
+    def __init__(self, number: int) -> None:
+        found = library()
+        assert not isinstance(found, str)
+        self._number, self._forget = number, found.forget
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._op(x, self._number)  # type: ignore[no-any-return]
+        return prepared(x, self._number)  # type: ignore[no-any-return]
 
     def __del__(self) -> None:
-        self._library.forget(self._number)
+        self._forget(self._number)
 
 
-def prepare(x: Tensor, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> Any:
-    """The launch of ``run(a, b, args)`` for any x with this layout; None if the product takes more than one op."""
+def prepare(x: Tensor, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> Launch | None:
+    """The launch of ``run(a, b, args)`` for any x with this layout; None if the product takes more than one op.
+
+    a is x (..., K) as rows, unquantized or plain.
+    """
     assert isinstance(b, Operand)
     check_sizes(b)
-    bias = args.bias
+    bias, cast = args.bias, a.cast if isinstance(a, Unquantized) else None
+    if not isinstance(a, Tensor) and (cast is None or not _is_cast_here(cast)):
+        return None
     simple = bias is None or (bias.dim() == 1 and bias.is_contiguous() and bias.dtype in KINDS)
-    if not isinstance(a, Tensor) or not simple or args.alpha != 1 or args.beta != 1 or args.out_dtype is not x.dtype:
+    if not simple or args.alpha != 1 or args.beta != 1 or args.out_dtype is not x.dtype:
         return None
-    if not x.is_contiguous():
+    if not x.is_contiguous() or x.numel() > FEW_ROWS * x.shape[-1]:
         return None
-    found = library()
-    assert not isinstance(found, str)
-    shape = (*x.shape[:-1], b.shape[-2])
-    number = found.prepare(a, b.data, b.scale, b.global_scale, bias, numbers_of(b.format), shape)
-    return Launch(found, number)
+    rows, shape = x.reshape(-1, x.shape[-1]), (*x.shape[:-1], b.shape[-2])
+    numbers = numbers_of(b.format), *_numbers_of_cast(cast)
+    return Launch(prepare_op(rows, b.data, b.scale, b.global_scale, bias, *numbers, shape))
 
 
 KERNEL = Kernel("cpu_codes", refuses, run, "cpu", prepare=prepare)

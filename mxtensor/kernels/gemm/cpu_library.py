@@ -19,15 +19,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...numerics.formats import E2M1, E2M3, E3M2, E4M3, E5M2, INT8, Format
+from ..quantize import cpu
+from ..runtime.disk_cache import say_once
 from ..runtime.native_build import instruction_sets, load
 
 HERE = Path(__file__).parent.parent / "cpu"
 HEADERS = tuple(
     HERE / name
-    for name in ("elements.h", "problem.h", "linear.h", "linear_plain.h", "linear_avx2.h", "linear_avx512.h")
+    for name in (
+        "format.h",
+        "problem.h",
+        "elements.h",
+        "linear_tiles.h",
+        "linear_narrow.h",
+        "linear.h",
+        "linear_plain.h",
+        "linear_avx2.h",
+        "linear_avx512.h",
+    )
 )
-FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off")
-SYMBOLS = ("mx_linear_packed_bytes", "mx_linear_pack", "mx_linear_rows", "mx_linear_instructions")
+FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC")
+SYMBOLS = tuple(f"mx_linear_{name}" for name in ("packed_row", "pack", "rows", "decode", "finish", "instructions"))
+"""The functions of ``linear.cpp``, in the order of ``Functions`` in linear_op.cpp; the op does not call the last."""
+CASTS = ("mx_amax", "mx_encode", "mx_decode")
+"""Functions of ``quantize.cpp``, which cast activations."""
+ELEMENTS = (E4M3, E5M2, E3M2, E2M3, E2M1, INT8)
+"""In the order of ``ElementId`` in cpu/problem.h; scales have that of ``quantize/cpu.py``."""
+FEW_ROWS = 32
+"""Rows up to which every code is decoded in registers; with more, torch's BLAS multiplies decoded slabs."""
 X86 = {
     "avx512": (
         {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd", "avx512vbmi"},
@@ -46,7 +66,9 @@ def instructions() -> tuple[str, tuple[str, ...]]:
     Raises ValueError if the environment variable names one that is unknown or that this processor lacks.
     """
     has = instruction_sets()
-    usable = [name for name, (needs, _) in X86.items() if needs <= has] if platform.machine() in ("x86_64", "AMD64") else []
+    usable = (
+        [name for name, (needs, _) in X86.items() if needs <= has] if platform.machine() in ("x86_64", "AMD64") else []
+    )
     wanted = os.environ.get(VARIABLE) or (usable or ["plain"])[0]
     if wanted not in (*usable, "plain"):
         raise ValueError(f"{VARIABLE} is {wanted!r}; this processor runs {', '.join((*usable, 'plain'))}")
@@ -71,30 +93,21 @@ def load_kernels() -> ctypes.CDLL | str:
     kernels = load(HERE / "linear.cpp", (*FLAGS, *instructions()[1]), HEADERS, SYMBOLS)
     if isinstance(kernels, ctypes.CDLL):
         kernels.mx_linear_instructions.restype = ctypes.c_char_p
-        kernels.mx_linear_packed_bytes.restype = ctypes.c_int64
     return kernels
 
 
 class Library:
     """The loaded op."""
 
-    def __init__(self, op: ctypes.CDLL, kernels: ctypes.CDLL) -> None:
-        self.kernels, self.instructions = kernels, kernels.mx_linear_instructions().decode()
-        self.forget = op.mx_linear_forget
+    def __init__(self, op: ctypes.CDLL, kernels: ctypes.CDLL, casts: ctypes.CDLL) -> None:
+        self.instructions = kernels.mx_linear_instructions().decode()
+        functions = [getattr(kernels, name) for name in SYMBOLS[:-1]] + [getattr(casts, name) for name in CASTS]
+        addresses = [ctypes.cast(function, ctypes.c_void_p).value for function in functions]
+        self._formats = [cpu.c_format(Format("cpu_linear", e, s, (1, 32))) for e in ELEMENTS for s in cpu.SCALES]
+        formats = (ctypes.c_void_p * len(self._formats))(*map(ctypes.addressof, self._formats))
+        op.mx_linear_use((ctypes.c_void_p * len(addresses))(*addresses), formats, ctypes.c_int64(FEW_ROWS))
+        self.kernels, self.forget = kernels, op.mx_linear_forget
         self.forget.argtypes = [ctypes.c_int64]
-        addresses = [ctypes.cast(getattr(kernels, name), ctypes.c_void_p) for name in SYMBOLS[:3]]
-        op.mx_linear_use(*addresses)
-        self.linear: Any = torch.ops.mxtensor.cpu_linear.default
-        self.prepare: Any = torch.ops.mxtensor.cpu_linear_prepare.default
-        self.prepared: Any = torch.ops.mxtensor.cpu_linear_prepared.default
-        torch.library.register_fake("mxtensor::cpu_linear", _fake)
-
-
-def _fake(
-    x: Tensor, data: Tensor, scale: Tensor, global_scale: Tensor | None, x_global: Tensor | None, bias: Tensor | None,
-    format: list[int], alpha: float, beta: float, out_dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
-    return x.new_empty(x.shape[0], data.shape[0], dtype=out_dtype)
 
 
 @cache
@@ -102,8 +115,41 @@ def library() -> Library | str:
     """The op, or the sentence that says why there is none."""
     with ThreadPoolExecutor(1) as pool:  # two compilers at once
         other = pool.submit(load_kernels)
-        op = load(HERE / "linear_op.cpp", torch_flags(), HEADERS[1:2], ("mx_linear_use", "mx_linear_forget"))
-        kernels = other.result()
-    if isinstance(op, str) or isinstance(kernels, str):
-        return op if isinstance(op, str) else str(kernels)
-    return Library(op, kernels)
+        op = load(HERE / "linear_op.cpp", torch_flags(), HEADERS[:2], ("mx_linear_use", "mx_linear_forget"))
+        kernels, casts = other.result(), cpu.library()
+    for found in (op, kernels, casts):
+        if isinstance(found, str):
+            say_once(f"products on the CPU take the plain path, which decodes whole weights: {found}")
+            return found
+    return Library(op, kernels, casts)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------------------------------------- the ops
+
+_OPS = torch.library.Library("mxtensor", "FRAGMENT")
+_OPS.define(
+    "cpu_linear(Tensor x, Tensor data, Tensor scale, Tensor? global_scale, Tensor? x_global, Tensor? bias, "
+    "int[] format, float alpha, float beta, ScalarType out_dtype, int[] cast, float amax_epsilon) -> Tensor"
+)
+_OPS.define(
+    "cpu_linear_prepare(Tensor x, Tensor data, Tensor scale, Tensor? global_scale, Tensor? bias, int[] format, "
+    "int[] cast, float amax_epsilon, int[] shape) -> int"
+)
+_OPS.define("cpu_linear_prepared(Tensor x, int number) -> Tensor")
+linear: Any = torch.ops.mxtensor.cpu_linear.default
+prepare: Any = torch.ops.mxtensor.cpu_linear_prepare.default
+prepared: Any = torch.ops.mxtensor.cpu_linear_prepared.default
+
+
+@torch.library.impl(_OPS, "cpu_linear", "CompositeExplicitAutograd")
+def _first_call(*args: Any) -> Tensor:
+    """Load the library and call the op that it registers: a compiled graph from torch's cache may come first."""
+    found = library()
+    if isinstance(found, str):
+        raise RuntimeError(f"mxtensor::cpu_linear is in a graph that was compiled elsewhere, and {found}")
+    return linear(*args)  # type: ignore[no-any-return]
+
+
+@torch.library.register_fake("mxtensor::cpu_linear", lib=_OPS)
+def _(x, data, scale, global_scale, x_global, bias, format, alpha, beta, out_dtype, cast, amax_epsilon):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape[0], data.shape[0], dtype=out_dtype)
