@@ -169,10 +169,18 @@ template <typename D, typename T> void pack_row(const T* x, int64_t k, bool bflo
 
 // ------------------------------------------------------------------------------------------ products
 
-constexpr int OUTS = 2;  // rows of w that share the values of x
+constexpr int AHEAD = 4096;  // bytes: codes are loaded into the cache before the processor would do so by itself
 
-// Two rows of w, ``w_step`` bytes apart, with ROWS rows of x.
-template <int ROWS, bool BFLOAT16_X, typename D>
+// The sums of four registers.
+inline __m128 sums_of(const __m512 (&x)[4]) {
+  const auto half = [](__m512 v) { return _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1)); };
+  const __m256 low = _mm256_hadd_ps(half(x[0]), half(x[1])), high = _mm256_hadd_ps(half(x[2]), half(x[3]));
+  const __m256 sum = _mm256_hadd_ps(low, high);
+  return _mm_add_ps(_mm256_castps256_ps128(sum), _mm256_extractf128_ps(sum, 1));
+}
+
+// OUTS rows of w, ``w_step`` bytes apart, with ROWS rows of x.
+template <int OUTS, int ROWS, bool BFLOAT16_X, typename D>
 void dots(const Problem& p, const D& decode, const char* x, int64_t x_bytes, const uint8_t* w, int64_t w_step,
           const float* scales, int64_t scales_step, int per_step, float* sums, int64_t step) {
   constexpr int VALUE = BFLOAT16_X ? 2 : 4;
@@ -185,11 +193,12 @@ void dots(const Problem& p, const D& decode, const char* x, int64_t x_bytes, con
   const auto add = [&](int64_t at, int64_t bytes, auto whole) {
     Bits values[OUTS][D::VECTORS];
     __m512 scale[OUTS];
-#pragma GCC unroll 2
+#pragma GCC unroll 4
     for (int o = 0; o < OUTS; o++) {
       const uint8_t* from = w + o * w_step + at * D::BYTES;
       const Bits codes = decltype(whole)::value && D::BYTES == 64 ? _mm512_loadu_si512(from)
                                                                   : _mm512_maskz_loadu_epi8(first_bytes(bytes), from);
+      _mm_prefetch(from + AHEAD, _MM_HINT_T0);
       decode(codes, values[o]);
       scale[o] = _mm512_permutexvar_ps(spread, _mm512_loadu_ps(scales + o * scales_step + at * per_step));
     }
@@ -197,12 +206,12 @@ void dots(const Problem& p, const D& decode, const char* x, int64_t x_bytes, con
     for (int m = 0; m < ROWS; m++) {
       const char* row = x + m * x_bytes + at * D::STEP * VALUE;
       __m512 sum[OUTS];
-#pragma GCC unroll 2
+#pragma GCC unroll 4
       for (int o = 0; o < OUTS; o++) sum[o] = _mm512_setzero_ps();
 #pragma GCC unroll 4
       for (int v = 0; v < D::VECTORS; v++) {
         const char* xs = row + v * 32 * VALUE;
-#pragma GCC unroll 2
+#pragma GCC unroll 4
         for (int o = 0; o < OUTS; o++) {
 #ifdef __AVX512BF16__
           if constexpr (BFLOAT16_X) {
@@ -216,25 +225,34 @@ void dots(const Problem& p, const D& decode, const char* x, int64_t x_bytes, con
           sum[o] = _mm512_fmadd_ps(odd, _mm512_load_ps(xs + 64), sum[o]);
         }
       }
-#pragma GCC unroll 2
+#pragma GCC unroll 4
       for (int o = 0; o < OUTS; o++) total[m][o] = _mm512_fmadd_ps(sum[o], scale[o], total[m][o]);
     }
   };
   const int64_t whole = p.k / D::STEP, bytes = p.row_bytes - whole * D::BYTES;
   for (int64_t at = 0; at < whole; at++) add(at, D::BYTES, std::true_type());
   if (bytes) add(whole, bytes, std::false_type());
-  for (int m = 0; m < ROWS; m++)
-    for (int o = 0; o < OUTS; o++) sums[m * step + o] = _mm512_reduce_add_ps(total[m][o]);
+  for (int m = 0; m < ROWS; m++) {
+    const __m512 none = _mm512_setzero_ps();
+    if constexpr (OUTS == 4) {
+      _mm_storeu_ps(sums + m * step, sums_of(total[m]));
+    } else {
+      const __m128 sum = sums_of({total[m][0], total[m][1], none, none});
+      _mm_storel_pi(reinterpret_cast<__m64*>(sums + m * step), sum);
+    }
+  }
 }
 
 template <bool BFLOAT16_X, typename D>
-void dots_of_rows(const Problem& p, const D& decode, int64_t x_bytes, const uint8_t* w, int64_t w_step,
+void dots_of_rows(const Problem& p, int outs, const D& decode, int64_t x_bytes, const uint8_t* w, int64_t w_step,
                   const float* scales, int64_t scales_step, int per_step, float* sums, int64_t step) {
   const char* x = static_cast<const char*>(p.packed);
   const auto some = [&](auto rows, int64_t m) {
-    dots<decltype(rows)::value, BFLOAT16_X>(p, decode, x + m * x_bytes, x_bytes, w, w_step, scales, scales_step,
+    dots<2, decltype(rows)::value, BFLOAT16_X>(p, decode, x + m * x_bytes, x_bytes, w, w_step, scales, scales_step,
                                             per_step, sums + m * step, step);
   };
+  if (outs == 4)
+    return dots<4, 1, BFLOAT16_X>(p, decode, x, x_bytes, w, w_step, scales, scales_step, per_step, sums, step);
   int64_t m = 0;
   for (; p.m - m >= 8; m += 8) some(std::integral_constant<int, 8>(), m);
   for (; p.m - m >= 4; m += 4) some(std::integral_constant<int, 4>(), m);

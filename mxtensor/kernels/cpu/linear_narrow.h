@@ -76,9 +76,9 @@ void dots(const Problem& p, const D& decode, const float* x, int64_t x_step, con
 }
 
 template <bool, typename D>
-void dots_of_rows(const Problem& p, const D& decode, int64_t x_bytes, const uint8_t* w, int64_t w_step,
+void dots_of_rows(const Problem& p, int outs, const D& decode, int64_t x_bytes, const uint8_t* w, int64_t w_step,
                   const float* scales, int64_t scales_step, int per_step, float* sums, int64_t step) {
-  for (int o = 0; o < (w_step ? 2 : 1); o++) {
+  for (int o = 0; o < outs; o++) {
     const auto some = [&](auto rows, int64_t m) {
       const float* x = static_cast<const float*>(p.packed) + m * (x_bytes / 4);
       dots<decltype(rows)::value>(p, decode, x, x_bytes / 4, w + o * w_step, scales + o * scales_step, per_step,

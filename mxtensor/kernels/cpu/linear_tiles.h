@@ -9,7 +9,7 @@ template <int ELEMENT> struct Decoder;
 bool scales_of(const Problem& p, int64_t n, int step, int per_step, int64_t steps, float* out);
 
 template <bool BFLOAT16_X, typename D>
-void dots_of_rows(const Problem& p, const D& decode, int64_t x_bytes, const uint8_t* w, int64_t w_step,
+void dots_of_rows(const Problem& p, int outs, const D& decode, int64_t x_bytes, const uint8_t* w, int64_t w_step,
                   const float* scales, int64_t scales_step, int per_step, float* sums, int64_t step);
 
 template <typename D>
@@ -43,7 +43,7 @@ template <typename D> void linear_rows(const Problem& p, int64_t first, int64_t 
   const int64_t scales_row = steps * per_step;
   const bool bfloat16 = p.mode == IN_BFLOAT16;
   const int64_t x_bytes = packed_row<D>(p) * (bfloat16 ? 2 : 4);
-  const int64_t group = larger<int64_t>(2, smaller<int64_t>(TILE, SCALES / scales_row / 2 * 2));
+  const int64_t group = larger<int64_t>(4, smaller<int64_t>(TILE, SCALES / scales_row / 4 * 4));
   float* scales = buffer(group * scales_row + 64 + PITCH * p.m);
   float* sums = scales + group * scales_row + 64;  // a load may read 15 scales too many
   for (int64_t top = first; top < end; top += TILE) {
@@ -59,16 +59,19 @@ template <typename D> void linear_rows(const Problem& p, int64_t first, int64_t 
           r++;
           continue;
         }
-        const bool two = stop - r > 1 && plain[r - n + 1];  // else this one twice
+        int outs = 1;  // rows of w at a time: four for one row of x, else two
+        while (outs < (p.m == 1 ? 4 : 2) && r + outs < stop && plain[r + outs - n]) outs++;
+        if (outs == 3) outs = 2;
+        const bool more = outs > 1;  // else this one twice
         const uint8_t* w = p.data + r * p.row_bytes;
         const float* s = scales + (r - n) * scales_row;
         const auto work = [&](auto is_bfloat16) {
-          dots_of_rows<decltype(is_bfloat16)::value>(p, decode, x_bytes, w, two ? p.row_bytes : 0, s,
-                                                     two ? scales_row : 0, per_step, sums + (r - top), PITCH);
+          dots_of_rows<decltype(is_bfloat16)::value>(p, outs, decode, x_bytes, w, more ? p.row_bytes : 0, s,
+                                                     more ? scales_row : 0, per_step, sums + (r - top), PITCH);
         };
         if (bfloat16) work(std::integral_constant<bool, D::TAKES_BFLOAT16>());
         else work(std::false_type());
-        r += two ? 2 : 1;
+        r += outs;
       }
     }
     finish(p, top, bottom, sums, PITCH);

@@ -1,12 +1,13 @@
 """The kernel row ``cpu_codes``: products of rows with codes on CPU that decode each code in registers, once.
 
-Weights stay codes: no decoded copy of a weight is written to memory. A product of few rows takes the time of reading the
-codes.
+No decoded copy of a weight is written to memory: a product of few rows takes the time of reading its codes. With many
+rows, torch's BLAS multiplies slabs of the weight that are decoded into the cache.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+
 import torch
 from torch import Tensor
 

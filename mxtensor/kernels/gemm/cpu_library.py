@@ -84,7 +84,8 @@ def torch_flags() -> tuple[str, ...]:
     linker = ("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ("-Wl,--no-as-needed",)
     return (
         "-O2", "-std=c++20", "-shared", "-fPIC", f"-I{root / 'include'}", f"-L{root / 'lib'}", *linker, "-ltorch_cpu",
-        "-lc10", f'-DMX_TORCH="{torch.__version__}"', f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+        "-lc10", f'-DMX_TORCH="{torch.__version__}"',
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
     )  # fmt: skip
 
 
