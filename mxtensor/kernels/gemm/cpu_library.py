@@ -40,6 +40,7 @@ HEADERS = tuple(
     )
 )
 FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC")
+TORCH_FLAGS = ("-O2", "-std=c++20", "-shared", "-fPIC")
 SYMBOLS = tuple(f"mx_linear_{name}" for name in ("packed_row", "pack", "rows", "decode", "finish", "instructions"))
 """The functions of ``linear.cpp``, in the order of ``Functions`` in linear_op.cpp; the op does not call the last."""
 CASTS = ("mx_amax", "mx_encode", "mx_decode")
@@ -83,7 +84,7 @@ def torch_flags() -> tuple[str, ...]:
     root = Path(torch.__file__).parent
     linker = ("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ("-Wl,--no-as-needed",)
     return (
-        "-O2", "-std=c++20", "-shared", "-fPIC", f"-I{root / 'include'}", f"-L{root / 'lib'}", *linker, "-ltorch_cpu",
+        *TORCH_FLAGS, f"-I{root / 'include'}", f"-L{root / 'lib'}", *linker, "-ltorch_cpu",
         "-lc10", f'-DMX_TORCH="{torch.__version__}"',
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
     )  # fmt: skip
