@@ -1,7 +1,7 @@
 """Linear layers of few rows on CPU beside float32, bfloat16 and torchao's int8: ``python -m benchmarks.cpu_linear``.
 
-The weights of a layer are rotated: there are so many copies that none is in the cache when its turn comes, as in a model
-that generates text. Contenders take turns, and a row is the median of the rounds. Bandwidth is what a sum over a large
+The weights of a layer are rotated: there are so many copies that none is in the cache when its turn comes, as in a
+model that generates text. Contenders take turns, and a row is the median of the rounds. Bandwidth is what a sum over a large
 tensor reads on the same threads. Prints the worst row first.
 """
 
@@ -13,11 +13,10 @@ from itertools import cycle
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 import mxtensor as mx
 
-from .harness import Prepare, Row, Work, arguments, machine, print_table, side_by_side, write_json
+from .harness import Prepare, Row, Work, machine, parser, print_table, side_by_side, write_json
 
 SHAPES = {
     "SmolLM2-135M": ((576, 576), (192, 576), (1536, 576), (576, 1536)),
@@ -45,8 +44,8 @@ def layer(n: int, k: int, dtype: torch.dtype, config: str | None) -> torch.nn.Li
 
 def nbytes(module: torch.nn.Linear) -> int:
     """Bytes that a product reads of the weight."""
-    weight = module.weight
-    return sum(t.nbytes for t in weight.rowwise.tensors) if isinstance(weight, mx.MXTensor) else weight.nbytes
+    weight: Any = module.weight
+    return int(sum(t.nbytes for t in weight.rowwise.tensors) if isinstance(weight, mx.MXTensor) else weight.nbytes)
 
 
 def rotated(n: int, k: int, rows: int, dtype: torch.dtype, config: str | None) -> Prepare:
@@ -116,18 +115,18 @@ def lines(rows: list[Row], peak: float) -> list[list[str]]:
     return [cells for _, cells in sorted(found, key=lambda pair: pair[0])]
 
 
-def options() -> argparse.ArgumentParser:
-    """The options that only this benchmark has."""
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
-    parser.add_argument("--configs", nargs="+", default=CONFIGS, choices=CONFIGS)
-    parser.add_argument("--model", choices=SHAPES, default=None)
-    return parser
+def options() -> argparse.Namespace:
+    """The options of this benchmark."""
+    found = parser(__doc__ or "")
+    found.add_argument("--rows", type=int, nargs="+", default=ROWS)
+    found.add_argument("--configs", nargs="+", default=CONFIGS, choices=CONFIGS)
+    found.add_argument("--model", choices=SHAPES, default=None)
+    return found.parse_args()
 
 
 def main() -> None:
     """Time every layer and print times, speedups and the share of the memory bandwidth."""
-    args: Any = arguments(__doc__ or "", options())
+    args = options()
     warnings.filterwarnings("ignore")
     rows = []
     with torch.no_grad():

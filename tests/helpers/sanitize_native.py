@@ -1,8 +1,9 @@
 """Run the native code of the package under AddressSanitizer and UBSan: ``python -m tests.helpers.sanitize_native``.
 
-The C++ casts and products, and the CUDA sources as ``cuda_on_cpu`` runs them, are compiled with both sanitizers; Python gets their
-runtime by LD_PRELOAD. Then come every format, dtype and layout with tails, hostile values and made-up codes, the tests
-of casts and products, and some of those of the CUDA sources. A report ends the process with its text and the status 99.
+The C++ casts and products, and the CUDA sources as ``cuda_on_cpu`` runs them, are compiled with both sanitizers;
+Python gets their runtime by LD_PRELOAD. Then come every format, dtype and layout with tails, hostile values and made-up
+codes, the tests of casts and products, and some of those of the CUDA sources. A report ends the process with its text
+and the status 99.
 ``--casts`` stops after the casts. ``--check`` reads one value too many, to show that this is reported.
 """
 
