@@ -1,8 +1,8 @@
 """Linear layers of few rows on CPU beside float32, bfloat16 and torchao's int8: ``python -m benchmarks.cpu_linear``.
 
 The weights of a layer are rotated: there are so many copies that none is in the cache when its turn comes, as in a
-model that generates text. Contenders take turns, and a row is the median of the rounds. Bandwidth is what a sum over a large
-tensor reads on the same threads. Prints the worst row first.
+model that generates text. Contenders take turns, and a row is the median of the rounds. Bandwidth is what a sum over a
+large tensor reads on the same threads. Prints the worst row first.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def layer(n: int, k: int, dtype: torch.dtype, config: str | None) -> torch.nn.Li
 
 def nbytes(module: torch.nn.Linear) -> int:
     """Bytes that a product reads of the weight."""
-    weight: Any = module.weight
-    return int(sum(t.nbytes for t in weight.rowwise.tensors) if isinstance(weight, mx.MXTensor) else weight.nbytes)
+    operand: Any = getattr(module.weight, "rowwise", None)
+    return module.weight.nbytes if operand is None else int(sum([t.nbytes for t in operand.tensors]))
 
 
 def rotated(n: int, k: int, rows: int, dtype: torch.dtype, config: str | None) -> Prepare:
