@@ -22,7 +22,7 @@ from ..numerics.operand import Operand
 from ..tensor.mxtensor import MXTensor
 from .matmul import Side, gemm_operands, preference
 from .matmul import linear as linear_rule
-from .repeated import Repeated, repeated
+from .repeated import DEVICES, Repeated, repeated
 
 aten = torch.ops.aten
 
@@ -91,7 +91,7 @@ def _prepare(key: Hashable, x: Tensor, weight: MXTensor, bias: Tensor | None) ->
     plan = select.plan_of("linear", a, b, args, preference(weight))
     prepare = None if plan.kernel is None else plan.kernel.prepare
     launch = None if prepare is None else prepare(x, a, b, args)
-    if launch is None and plan.kernel is not None:
+    if launch is None and plan.kernel is not None and x.device.type in DEVICES:
         assert weight._rowwise is not None
         launch = repeated(plan, x, weight._rowwise, bias, weight.recipe)
     PLANS.put(key, replace(plan, launch=launch, pinned=(weight.recipe,)))

@@ -20,6 +20,8 @@ from ..kernels.runtime.triton_launch import is_watched
 from ..numerics.operand import Operand
 
 General = Callable[[], Tensor]
+DEVICES = {"cuda"}
+"""Types of devices on which all that writes memory is an op or says what it does, so that a call can be recorded."""
 
 
 def _kind(t: Tensor | None) -> Hashable:

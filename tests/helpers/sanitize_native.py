@@ -1,8 +1,9 @@
 """Run the native code of the package under AddressSanitizer and UBSan: ``python -m tests.helpers.sanitize_native``.
 
-The C++ casts, and the CUDA sources as ``cuda_on_cpu`` runs them, are compiled with both sanitizers; Python gets their
-runtime by LD_PRELOAD. Then come every format, dtype and layout with tails, hostile values and made-up codes, the tests
-of the casts, and some of those of the CUDA sources. A report ends the process with its text and the status 99.
+The C++ casts and products, and the CUDA sources as ``cuda_on_cpu`` runs them, are compiled with both sanitizers;
+Python gets their runtime by LD_PRELOAD. Then come every format, dtype and layout with tails, hostile values and made-up
+codes, the tests of casts and products, and some of those of the CUDA sources. A report ends the process with its text
+and the status 99.
 ``--casts`` stops after the casts. ``--check`` reads one value too many, to show that this is reported.
 """
 
@@ -29,6 +30,7 @@ OPTIONS = {
 SOME = "tails or each_group or several_weights or biases or cast_to_nvfp4"
 TESTS = {
     "casts": ("tests/kernels/quantize/test_cpu.py", "-k", "not without_a_compiler"),
+    "products": ("tests/kernels/gemm/test_cpu_codes.py", "-k", "not without_a_compiler and not other and not compiled"),
     "CUDA sources": ("tests/kernels/small_m/test_small_m.py", "-k", SOME),
 }
 SIZES = (
@@ -78,12 +80,16 @@ def under_sanitizers():
 
 def arm():
     """Compile what comes with the sanitizers."""
+    from mxtensor.kernels.gemm import cpu_library
     from mxtensor.kernels.quantize import cpu
     from tests.helpers import cuda_on_cpu
 
-    cpu.FLAGS = (*(flag for flag in cpu.FLAGS if flag != "-O3"), "-O1", *SANITIZERS)
+    for module in (cpu, cpu_library):
+        module.FLAGS = (*(flag for flag in module.FLAGS if flag != "-O3"), "-O1", *SANITIZERS)
+    cpu_library.TORCH_FLAGS = (*cpu_library.TORCH_FLAGS, *SANITIZERS[:1], "-fno-sanitize=undefined")
     cuda_on_cpu.FLAGS = (*cuda_on_cpu.FLAGS, *SANITIZERS)
-    assert not isinstance(cpu.library(), str), cpu.library()
+    for found in (cpu.library(), cpu_library.library()):
+        assert not isinstance(found, str), found
     return cpu
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import mxtensor as mx
 from mxtensor.core.plan import PLANS
 from mxtensor.kernels.gemm import select
-from mxtensor.ops import repeated
+from mxtensor.ops import functional, repeated
 from mxtensor.ops.repeated import Repeated
 from tests.helpers import compiled_triton
 
@@ -25,6 +25,7 @@ CASES = [("float8_e4m3_tensor", True), ("float8_e4m3_row", False), ("mxfp8", Tru
 def launches(monkeypatch):
     PLANS.clear()
     monkeypatch.setattr(select, "has_launches", lambda device: True)
+    monkeypatch.setattr(functional, "DEVICES", {"cpu"})
     yield compiled_triton.install(monkeypatch)
     PLANS.clear()
 
@@ -98,7 +99,7 @@ def test_an_error_of_a_program_comes_from_the_general_way(launches, monkeypatch)
 
 
 def test_nothing_is_recorded_for_another_device(launches, monkeypatch):
-    monkeypatch.setattr(select, "has_launches", lambda device: False)
+    monkeypatch.setattr(functional, "DEVICES", {"cuda"})
     linear, x = layer("mxfp8"), torch.randn(2, 64).bfloat16()
     with torch.no_grad():
         assert all(torch.equal(linear(x), F.linear(x, linear.weight, linear.bias)) for _ in range(3))

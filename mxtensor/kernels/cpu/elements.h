@@ -4,15 +4,11 @@
 #include <cstdint>
 #include <cstring>
 
+#include "format.h"
+
 namespace {
 
 constexpr int32_t INFINITE = 0x7F800000;
-
-// The fields of _Element in quantize/cpu.py.
-struct Element {
-  int32_t exponent_bits, mantissa_bits, bias, emax, bits, nan_code, first_special;
-  float max, inverse_max;
-};
 
 inline float as_float(int32_t bits) { float f; std::memcpy(&f, &bits, 4); return f; }
 inline int32_t as_int(float f) { int32_t bits; std::memcpy(&bits, &f, 4); return bits; }

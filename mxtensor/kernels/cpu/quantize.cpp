@@ -17,13 +17,6 @@ constexpr int MAX_BLOCKS = CHUNK * CHUNK / 16;  // in one span of a panel
 enum Scaling { FLOOR, RCEIL, CEIL, EVEN };
 enum Scale { E8M0, UE4M3, FP32, FP32_POW2 };  // the order of SCALES in quantize/cpu.py
 
-// The fields of _Format in quantize/cpu.py.
-struct Format {
-  Element element;
-  int32_t scale, rows, cols, signed_zero;  // rows and cols: the extents of a block
-  float scale_values[256];    // the value of every scale byte
-};
-
 // ------------------------------------------------------------------------------------------ blocks and scales
 
 template <typename T> void fold(const T* x, int n, int32_t* most) {  // bits of the larger magnitudes, elementwise

@@ -30,7 +30,7 @@ from ...numerics.reference import scale_to_float
 from ...numerics.validate import check_sizes, has_memory
 from ..runtime.native_build import load
 
-SOURCE, HEADER = (Path(__file__).parent.parent / "cpu" / name for name in ("quantize.cpp", "elements.h"))
+SOURCE, *HEADERS = (Path(__file__).parent.parent / "cpu" / name for name in ("quantize.cpp", "elements.h", "format.h"))
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off", "-fno-trapping-math")
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MODES = {mode: i for i, mode in enumerate(ScaleCalculationMode)}
@@ -64,7 +64,7 @@ class _Format(ctypes.Structure):
 @cache
 def library() -> ctypes.CDLL | str:
     """The compiled casts, or the sentence that says why there are none."""
-    lib = load(SOURCE, FLAGS, headers=(HEADER,), symbols=("mx_amax", "mx_encode", "mx_decode"))
+    lib = load(SOURCE, FLAGS, headers=HEADERS, symbols=("mx_amax", "mx_encode", "mx_decode"))
     if isinstance(lib, str):
         return lib
     pointer, number, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
@@ -77,11 +77,11 @@ def library() -> ctypes.CDLL | str:
     return lib
 
 
-_FORMATS: dict[object, tuple[object, ...]] = {}
+_FORMATS: dict[object, tuple[Any, ...]] = {}
 
 
-def _c_format(format: Format) -> Any:
-    """A reference to the fields of ``format`` for C."""
+def c_format(format: Format) -> Any:
+    """The fields of ``format`` for C, in memory that stays."""
     e, kind, block, signed_zero = format.element, format.scale, format.block, format.signed_zero
     key = (id(e), id(kind), block, signed_zero)  # by identity: to hash an element takes as long as to call C
     cached = _FORMATS.get(key)
@@ -94,8 +94,14 @@ def _c_format(format: Format) -> Any:
         element = _Element(*fields, e.max, 1.0 / e.max)
         c = _Format(element, SCALES.index(kind), *block, int(signed_zero), (ctypes.c_float * 256)(*values))
         # The entry references e and kind, so that no other object gets their ids.
-        cached = _FORMATS[key] = (ctypes.byref(c), e, kind)
+        cached = _FORMATS[key] = (c, ctypes.byref(c), e, kind)
     return cached[0]
+
+
+def _c_format(format: Format) -> Any:
+    """A reference to the fields of ``format`` for C."""
+    cached = _FORMATS.get((id(format.element), id(format.scale), format.block, format.signed_zero))
+    return ctypes.byref(c_format(format)) if cached is None else cached[1]
 
 
 _pool: list[ThreadPoolExecutor] = []

@@ -31,6 +31,11 @@ def _processor() -> list[str]:
     return [line for line in lines if line.startswith(("flags", "Features"))][:1]
 
 
+def instruction_sets() -> set[str]:
+    """The instruction sets of this processor by the names that Linux gives them; empty elsewhere."""
+    return {name for line in _processor() for name in line.partition(":")[2].split()}
+
+
 def load(
     source: Path, flags: Sequence[str], headers: Sequence[Path] = (), symbols: Sequence[str] = ()
 ) -> ctypes.CDLL | str:

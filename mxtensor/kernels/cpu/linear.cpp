@@ -1,0 +1,75 @@
+// Products of a few rows with codes, for one instruction set: gemm/cpu_library.py compiles this file with the flags of
+// the widest set that the processor has, and linear_op.cpp calls it from torch's threads.
+#include <type_traits>
+
+#include "linear.h"
+
+#if defined(__AVX512VBMI__) && defined(__AVX512BW__)
+#include "linear_avx512.h"
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#include "linear_avx2.h"
+#else
+#include "linear_plain.h"
+#endif
+
+extern "C" {
+
+const char* mx_linear_instructions() { return INSTRUCTIONS; }
+
+// Values of a row of ``packed``, which starts at a multiple of 64 bytes.
+int64_t mx_linear_packed_row(const Problem* p) {
+  int64_t values = 0;
+  with_decoder(p->element, [&](auto* decoder) { values = packed_row<std::remove_pointer_t<decltype(decoder)>>(*p); });
+  return values;
+}
+
+// Pack x in the order in which codes are decoded, and choose the mode. ``exactly``: w will be decoded before its product.
+void mx_linear_pack(Problem* p, int exactly) {
+  p->mode = HAS_BFLOAT16 && p->x_kind == BFLOAT16 ? IN_BFLOAT16 : IN_FLOAT32;
+  if (exactly && (!exact_in_bfloat16(p->element, p->scale_kind) || p->out_kind != BFLOAT16 || (p->bias && p->bias_kind != BFLOAT16))) p->mode = IN_FLOAT32;
+  with_kind(p->x_kind, [&](auto kind) {
+    const auto* x = static_cast<const decltype(kind)*>(p->x);
+    with_decoder(p->element, [&](auto* decoder) {
+      using D = std::remove_pointer_t<decltype(decoder)>;
+      const int64_t bytes = packed_row<D>(*p) * (p->mode == IN_BFLOAT16 ? 2 : 4);
+      for (int64_t m = 0; m < p->m && p->mode != CAREFULLY; m++) {
+        if (!exactly && !is_tame(x + m * p->x_stride, p->k)) p->mode = CAREFULLY;
+        else pack_row<D>(x + m * p->x_stride, p->k, p->mode == IN_BFLOAT16, static_cast<char*>(p->packed) + m * bytes);
+      }
+    });
+  });
+}
+
+// Rows first to end - 1 of w as values, in the order of packed x and in its dtype.
+void mx_linear_decode(const Problem* p, int64_t first, int64_t end, void* out) {
+  with_decoder(p->element, [&](auto* decoder) {
+    decode_rows<std::remove_pointer_t<decltype(decoder)>>(*p, first, end, static_cast<char*>(out));
+  });
+}
+
+// Results of rows first to end - 1 of w from their sums, those of a row of x ``step`` after those of the last.
+void mx_linear_finish(const Problem* p, int64_t first, int64_t end, const float* sums, int64_t step) {
+  for (int64_t n = first; n < end; n += 256) finish(*p, n, smaller<int64_t>(n + 256, end), sums + (n - first), step);
+}
+
+// Results of rows first to end - 1 of w.
+void mx_linear_rows(const Problem* p, int64_t first, int64_t end) {
+  if (p->mode != CAREFULLY) {
+    with_decoder(p->element, [&](auto* decoder) { linear_rows<std::remove_pointer_t<decltype(decoder)>>(*p, first, end); });
+    return;
+  }
+  for (int64_t n = first; n < end; n++) {
+    float sums[64];
+    Problem some = *p;
+    for (int64_t m = 0; m < p->m; m += 64) {
+      some.m = smaller<int64_t>(64, p->m - m);
+      with_kind(p->x_kind, [&](auto kind) { some.x = static_cast<const decltype(kind)*>(p->x) + m * p->x_stride; });
+      with_kind(p->out_kind, [&](auto kind) { some.out = static_cast<decltype(kind)*>(p->out) + m * p->out_stride; });
+      if (p->bias)
+        with_kind(p->bias_kind, [&](auto kind) { some.bias = static_cast<const decltype(kind)*>(p->bias) + m * p->bias_stride; });
+      careful_row(some, n, sums, 1);
+      finish(some, n, n + 1, sums, 1);
+    }
+  }
+}
+}

@@ -1,0 +1,292 @@
+// Dot products of codes with AVX-512 and VBMI. A step decodes one register of codes into registers of 32 bfloat16
+// values, which hold every element exactly, by table permutes. The order of the values in these registers is that of
+// the permutes: x is packed in the same order once a call. All lanes of 32 bits belong to one block each.
+#pragma once
+#include <immintrin.h>
+
+#include <type_traits>
+
+#include "linear_tiles.h"
+
+namespace {
+
+using Bits = __m512i;
+#ifdef __AVX512BF16__
+constexpr bool HAS_BFLOAT16 = true;
+#else
+constexpr bool HAS_BFLOAT16 = false;
+#endif
+const char* const INSTRUCTIONS = HAS_BFLOAT16 ? "avx512bf16" : "avx512";
+
+// A table of bfloat16 values by code, split into low and high bytes.
+struct ByteTables {
+  alignas(64) uint8_t low[128], high[128];
+  ByteTables(int element, int codes) {
+    for (int c = 0; c < codes; c++) {
+      const uint32_t bits = uint32_t(as_int(tables().value[element][c]));
+      low[c] = uint8_t(bits >> 16), high[c] = uint8_t(bits >> 24);
+    }
+  }
+};
+template <int ELEMENT, int CODES> inline const ByteTables& byte_tables() {
+  static const ByteTables made(ELEMENT, CODES);
+  return made;
+}
+
+inline __mmask64 first_bytes(int64_t n) { return n >= 64 ? ~0ull : (1ull << n) - 1; }
+
+// Codes of one byte, and of six bits: 64 codes become two registers. In each 128 bits the first holds codes 0 to 7
+// and the second codes 8 to 15.
+struct OfBytes {
+  static constexpr bool TAKES_BFLOAT16 = HAS_BFLOAT16;
+  static constexpr int STEP = 64, VECTORS = 2;
+  static int code(int vector, int lane, int half) { return lane / 4 * 16 + vector * 8 + lane % 4 * 2 + half; }
+  static void join(Bits low, Bits high, Bits* w) {
+    w[0] = _mm512_unpacklo_epi8(low, high), w[1] = _mm512_unpackhi_epi8(low, high);
+  }
+};
+
+template <int ELEMENT> struct Decoder : OfBytes {  // e4m3, e5m2: a table of 128 magnitudes, and the sign
+  static constexpr int BYTES = 64;
+  Bits low0, low1, high0, high1;
+  Decoder() {
+    const ByteTables& t = byte_tables<ELEMENT, 128>();
+    low0 = _mm512_load_si512(t.low), low1 = _mm512_load_si512(t.low + 64);
+    high0 = _mm512_load_si512(t.high), high1 = _mm512_load_si512(t.high + 64);
+  }
+  void operator()(Bits codes, Bits* w) const {
+    const Bits low = _mm512_permutex2var_epi8(low0, codes, low1);
+    const Bits high = _mm512_permutex2var_epi8(high0, codes, high1);
+    join(low, _mm512_ternarylogic_epi32(high, codes, _mm512_set1_epi8(char(0x80)), 0xF8), w);  // high | codes & 0x80
+  }
+};
+
+template <> struct Decoder<INT8_ID> : OfBytes {  // a table of 128 magnitudes; -128 has no place in it
+  static constexpr int BYTES = 64;
+  Bits low0, low1, high0, high1;
+  Decoder() {
+    const ByteTables& t = byte_tables<INT8_ID, 128>();
+    low0 = _mm512_load_si512(t.low), low1 = _mm512_load_si512(t.low + 64);
+    high0 = _mm512_load_si512(t.high), high1 = _mm512_load_si512(t.high + 64);
+  }
+  void operator()(Bits codes, Bits* w) const {
+    const Bits magnitude = _mm512_abs_epi8(codes);
+    const Bits low = _mm512_permutex2var_epi8(low0, magnitude, low1);
+    Bits high = _mm512_permutex2var_epi8(high0, magnitude, high1);
+    high = _mm512_ternarylogic_epi32(high, codes, _mm512_set1_epi8(char(0x80)), 0xF8);
+    high = _mm512_mask_mov_epi8(high, _mm512_movepi8_mask(magnitude), _mm512_set1_epi8(char(0xC0)));  // -2.0
+    join(low, high, w);
+  }
+};
+
+template <int ELEMENT> struct SixBits : OfBytes {  // 48 bytes: eight codes in six bytes, brought into eight
+  static constexpr int BYTES = 48;
+  Bits low, high, place, shifts;
+  SixBits() {
+    const ByteTables& t = byte_tables<ELEMENT, 64>();
+    low = _mm512_load_si512(t.low), high = _mm512_load_si512(t.high);
+    alignas(64) uint8_t at[64], by[64];
+    for (int i = 0; i < 64; i++) at[i] = uint8_t(i / 8 * 6 + smaller(i % 8, 5)), by[i] = uint8_t(i % 8 * 6);
+    place = _mm512_load_si512(at), shifts = _mm512_load_si512(by);
+  }
+  void operator()(Bits codes, Bits* w) const {  // a permute looks at the low six bits of a byte only
+    const Bits c = _mm512_multishift_epi64_epi8(shifts, _mm512_permutexvar_epi8(place, codes));
+    join(_mm512_permutexvar_epi8(c, low), _mm512_permutexvar_epi8(c, high), w);
+  }
+};
+template <> struct Decoder<E3M2_ID> : SixBits<E3M2_ID> {};
+template <> struct Decoder<E2M3_ID> : SixBits<E2M3_ID> {};
+
+template <> struct Decoder<E2M1_ID> {  // 128 codes, four in each 16 bits: one permute decodes every fourth code
+  static constexpr bool TAKES_BFLOAT16 = HAS_BFLOAT16;
+  static constexpr int STEP = 128, VECTORS = 4, BYTES = 64;
+  Bits table;
+  Decoder() {
+    alignas(64) uint16_t t[32];  // twice the 16 values: a permute looks at five bits
+    for (int i = 0; i < 32; i++) t[i] = uint16_t(uint32_t(as_int(tables().value[E2M1_ID][i % 16])) >> 16);
+    table = _mm512_load_si512(t);
+  }
+  static int code(int vector, int lane, int half) { return lane * 8 + half * 4 + vector; }
+  void operator()(Bits codes, Bits* w) const {
+    w[0] = _mm512_permutexvar_epi16(codes, table);
+    w[1] = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 4), table);
+    w[2] = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 8), table);
+    w[3] = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 12), table);
+  }
+};
+
+// ------------------------------------------------------------------------------------------ scales
+
+// The scales of a row as float32, ``per_step`` for each step, zeros after the end. False if the row needs care.
+inline bool scales_of(const Problem& p, int64_t n, int step, int per_step, int64_t steps, float* out) {
+  const int64_t start = scale_row(p, n) * p.scale_stride, block = block_cols(p), blocks = ceil_div(p.k, block);
+  const int64_t wanted = steps * per_step;
+  if (p.scale_kind >= FP32 || block * per_step != step) {
+    bool plain = true;
+    for (int64_t i = 0; i < wanted; i++) {
+      const int64_t b = i * (step / per_step) / block;
+      out[i] = b < blocks ? scale_at(p, start + b) : 0.0f;
+      plain &= is_plain(out[i]);
+    }
+    return plain;
+  }
+  const uint8_t* bytes = static_cast<const uint8_t*>(p.scale) + start;
+  __mmask16 unusual = 0;
+  for (int64_t i = 0; i < wanted; i += 16) {
+    const __mmask16 there = __mmask16(blocks - i >= 16 ? 0xFFFF : blocks > i ? (1u << (blocks - i)) - 1 : 0);
+    const __m128i raw = _mm_maskz_loadu_epi8(there, bytes + i);
+    __m512 value;
+    if (p.scale_kind == UE4M3) {  // through float16, which has the same subnormal values
+      const __m256i half = _mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16(raw), 7), _mm256_set1_epi16(int16_t(0xBFFF)));
+      value = _mm512_mul_ps(_mm512_cvtph_ps(half), _mm512_set1_ps(256.0f));
+      unusual |= _mm_cmpeq_epi8_mask(_mm_and_si128(raw, _mm_set1_epi8(0x7F)), _mm_set1_epi8(0x7F));
+    } else {
+      const Bits exponent = _mm512_slli_epi32(_mm512_cvtepu8_epi32(raw), 23);
+      value = _mm512_castsi512_ps(_mm512_max_epi32(exponent, _mm512_set1_epi32(0x00400000)));
+      unusual |= _mm_cmpge_epu8_mask(raw, _mm_set1_epi8(char(227)));
+    }
+    _mm512_storeu_ps(out + i, _mm512_maskz_mov_ps(there, value));
+  }
+  return unusual == 0;
+}
+
+// ------------------------------------------------------------------------------------------ x in the order of codes
+
+template <typename D, typename T> void pack_row(const T* x, int64_t k, bool bfloat16, void* out) {
+  for (int64_t start = 0; start < k; start += D::STEP)
+    for (int v = 0; v < D::VECTORS; v++)
+      for (int lane = 0; lane < 16; lane++)
+        for (int half = 0; half < 2; half++) {
+          const int64_t i = start + D::code(v, lane, half), at = start + v * 32;
+          if constexpr (sizeof(T) == 2)
+            if (bfloat16) {
+              static_cast<uint16_t*>(out)[at + lane * 2 + half] = i < k ? x[i].bits : uint16_t(0);
+              continue;
+            }
+          static_cast<float*>(out)[at + half * 16 + lane] = i < k ? load(x[i]) : 0.0f;
+        }
+}
+
+// ------------------------------------------------------------------------------------------ products
+
+constexpr int AHEAD = 4096;  // bytes: codes are loaded into the cache before the processor would do so by itself
+
+// The sums of four registers.
+inline __m128 sums_of(const __m512 (&x)[4]) {
+  const auto half = [](__m512 v) { return _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1)); };
+  const __m256 low = _mm256_hadd_ps(half(x[0]), half(x[1])), high = _mm256_hadd_ps(half(x[2]), half(x[3]));
+  const __m256 sum = _mm256_hadd_ps(low, high);
+  return _mm_add_ps(_mm256_castps256_ps128(sum), _mm256_extractf128_ps(sum, 1));
+}
+
+// OUTS rows of w, ``w_step`` bytes apart, with ROWS rows of x.
+template <int OUTS, int ROWS, bool BFLOAT16_X, typename D>
+void dots(const Problem& p, const D& decode, const char* x, int64_t x_bytes, const uint8_t* w, int64_t w_step,
+          const float* scales, int64_t scales_step, int per_step, float* sums, int64_t step) {
+  constexpr int VALUE = BFLOAT16_X ? 2 : 4;
+  alignas(64) int32_t of_lane[16];
+  for (int i = 0; i < 16; i++) of_lane[i] = i * per_step / 16;
+  const Bits spread = _mm512_load_si512(of_lane);
+  __m512 total[ROWS][OUTS];
+  for (int m = 0; m < ROWS; m++)
+    for (int o = 0; o < OUTS; o++) total[m][o] = _mm512_setzero_ps();
+  const auto add = [&](int64_t at, int64_t bytes, auto whole) {
+    Bits values[OUTS][D::VECTORS];
+    __m512 scale[OUTS];
+#pragma GCC unroll 4
+    for (int o = 0; o < OUTS; o++) {
+      const uint8_t* from = w + o * w_step + at * D::BYTES;
+      const Bits codes = decltype(whole)::value && D::BYTES == 64 ? _mm512_loadu_si512(from)
+                                                                  : _mm512_maskz_loadu_epi8(first_bytes(bytes), from);
+      _mm_prefetch(from + AHEAD, _MM_HINT_T0);
+      decode(codes, values[o]);
+      scale[o] = _mm512_permutexvar_ps(spread, _mm512_loadu_ps(scales + o * scales_step + at * per_step));
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < ROWS; m++) {
+      const char* row = x + m * x_bytes + at * D::STEP * VALUE;
+      __m512 sum[OUTS];
+#pragma GCC unroll 4
+      for (int o = 0; o < OUTS; o++) sum[o] = _mm512_setzero_ps();
+#pragma GCC unroll 4
+      for (int v = 0; v < D::VECTORS; v++) {
+        const char* xs = row + v * 32 * VALUE;
+#pragma GCC unroll 4
+        for (int o = 0; o < OUTS; o++) {
+#ifdef __AVX512BF16__
+          if constexpr (BFLOAT16_X) {
+            sum[o] = _mm512_dpbf16_ps(sum[o], __m512bh(values[o][v]), __m512bh(_mm512_load_si512(xs)));
+            continue;
+          }
+#endif
+          const __m512 even = _mm512_castsi512_ps(_mm512_slli_epi32(values[o][v], 16));
+          const __m512 odd = _mm512_castsi512_ps(_mm512_and_si512(values[o][v], _mm512_set1_epi32(int(0xFFFF0000))));
+          sum[o] = _mm512_fmadd_ps(even, _mm512_load_ps(xs), sum[o]);
+          sum[o] = _mm512_fmadd_ps(odd, _mm512_load_ps(xs + 64), sum[o]);
+        }
+      }
+#pragma GCC unroll 4
+      for (int o = 0; o < OUTS; o++) total[m][o] = _mm512_fmadd_ps(sum[o], scale[o], total[m][o]);
+    }
+  };
+  const int64_t whole = p.k / D::STEP, bytes = p.row_bytes - whole * D::BYTES;
+  for (int64_t at = 0; at < whole; at++) add(at, D::BYTES, std::true_type());
+  if (bytes) add(whole, bytes, std::false_type());
+  for (int m = 0; m < ROWS; m++) {
+    const __m512 none = _mm512_setzero_ps();
+    if constexpr (OUTS == 4) {
+      _mm_storeu_ps(sums + m * step, sums_of(total[m]));
+    } else {
+      const __m128 sum = sums_of({total[m][0], total[m][1], none, none});
+      _mm_storel_pi(reinterpret_cast<__m64*>(sums + m * step), sum);
+    }
+  }
+}
+
+template <bool BFLOAT16_X, typename D>
+void dots_of_rows(const Problem& p, int outs, const D& decode, int64_t x_bytes, const uint8_t* w, int64_t w_step,
+                  const float* scales, int64_t scales_step, int per_step, float* sums, int64_t step) {
+  const char* x = static_cast<const char*>(p.packed);
+  const auto some = [&](auto rows, int64_t m) {
+    dots<2, decltype(rows)::value, BFLOAT16_X>(p, decode, x + m * x_bytes, x_bytes, w, w_step, scales, scales_step,
+                                            per_step, sums + m * step, step);
+  };
+  if (outs == 4)
+    return dots<4, 1, BFLOAT16_X>(p, decode, x, x_bytes, w, w_step, scales, scales_step, per_step, sums, step);
+  int64_t m = 0;
+  for (; p.m - m >= 8; m += 8) some(std::integral_constant<int, 8>(), m);
+  for (; p.m - m >= 4; m += 4) some(std::integral_constant<int, 4>(), m);
+  if (p.m - m == 3) some(std::integral_constant<int, 3>(), m);
+  if (p.m - m == 2) some(std::integral_constant<int, 2>(), m);
+  if (p.m - m == 1) some(std::integral_constant<int, 1>(), m);
+}
+
+// ------------------------------------------------------------------------------------------ decoded rows
+
+// A row of w times its scales, in the order of packed x: float32, or bfloat16 where that is exact.
+template <typename D>
+void decode_row(const Problem& p, const D& decode, const uint8_t* w, const float* scales, int per_step, void* out) {
+  alignas(64) int32_t of_lane[16];
+  for (int i = 0; i < 16; i++) of_lane[i] = i * per_step / 16;
+  const Bits spread = _mm512_load_si512(of_lane), upper = _mm512_set1_epi32(int(0xFFFF0000));
+  for (int64_t at = 0; at < ceil_div(p.k, D::STEP); at++) {
+    const int64_t bytes = smaller<int64_t>(D::BYTES, p.row_bytes - at * D::BYTES);
+    Bits values[D::VECTORS];
+    decode(_mm512_maskz_loadu_epi8(first_bytes(bytes), w + at * D::BYTES), values);
+    const __m512 scale = _mm512_permutexvar_ps(spread, _mm512_loadu_ps(scales + at * per_step));
+    for (int v = 0; v < D::VECTORS; v++) {
+      const __m512 even = _mm512_mul_ps(_mm512_castsi512_ps(_mm512_slli_epi32(values[v], 16)), scale);
+      const __m512 odd = _mm512_mul_ps(_mm512_castsi512_ps(_mm512_and_si512(values[v], upper)), scale);
+      const int64_t to = at * D::STEP + v * 32;
+      if (p.mode == IN_BFLOAT16) {
+        const Bits low = _mm512_srli_epi32(_mm512_castps_si512(even), 16);
+        _mm512_storeu_si512(static_cast<uint16_t*>(out) + to, _mm512_or_si512(low, _mm512_and_si512(_mm512_castps_si512(odd), upper)));
+      } else {
+        _mm512_storeu_ps(static_cast<float*>(out) + to, even);
+        _mm512_storeu_ps(static_cast<float*>(out) + to + 16, odd);
+      }
+    }
+  }
+}
+
+}  // namespace

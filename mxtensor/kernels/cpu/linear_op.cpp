@@ -1,0 +1,304 @@
+// The op mxtensor::cpu_linear: products with codes as one op of torch, on torch's own threads. The work is done by
+// functions of linear.cpp and quantize.cpp, which do not know torch; gemm/cpu_library.py enters their addresses here.
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/addmm.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/mm.h>
+#include <torch/library.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "format.h"
+#include "problem.h"
+
+namespace {
+
+using at::IntArrayRef;
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+struct Functions {
+  int64_t (*packed_row)(const Problem*);
+  void (*pack)(Problem*, int);
+  void (*rows)(const Problem*, int64_t, int64_t);
+  void (*decode)(const Problem*, int64_t, int64_t, void*);
+  void (*finish)(const Problem*, int64_t, int64_t, const float*, int64_t);
+  int32_t (*amax)(const void*, int, int64_t, int64_t);
+  int (*encode)(const Format*, int, const void*, int, int64_t, int64_t, int, int, int32_t, float, int64_t, int64_t,
+                uint8_t*, void*, float*);
+  int (*decode_values)(const Format*, const uint8_t*, const void*, const float*, int64_t, int64_t, int64_t, int64_t,
+                       void*, int);
+} functions;
+const Format* formats[6][4];  // by element and scale, with blocks to be filled in
+
+constexpr int BITS[] = {8, 8, 6, 6, 4, 8};
+constexpr int64_t LEAST = 1 << 15;  // values of w that are worth a thread
+constexpr int64_t SLAB = 1 << 18;   // values of w that a thread decodes at a time
+int64_t MOST_ROWS = 16;
+
+int32_t kind_of(at::ScalarType type) {
+  if (type == at::kFloat) return FLOAT32;
+  if (type == at::kBFloat16) return BFLOAT16;
+  TORCH_CHECK_VALUE(type == at::kHalf, "mxtensor::cpu_linear takes float32, bfloat16 and float16, not ", type);
+  return FLOAT16;
+}
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+bool is_format(IntArrayRef f) {
+  return f[0] >= 0 && f[0] < 6 && f[1] >= 0 && f[1] < 4 && (f[2] == -1 || f[2] > 0) && (f[3] == -1 || f[3] > 0);
+}
+
+// Memory for packed x, which the threads of one call read.
+char* scratch(int64_t bytes) {
+  struct Free { void operator()(char* p) const { std::free(p); } };
+  thread_local std::unique_ptr<char, Free> memory;
+  thread_local int64_t size = 0;
+  if (bytes > size) {
+    memory.reset(static_cast<char*>(std::aligned_alloc(64, size_t(ceil_div(bytes, 64) * 64))));
+    size = memory ? bytes : 0;
+    TORCH_CHECK(memory, "mxtensor::cpu_linear: no memory for ", bytes, " bytes of activations");
+  }
+  return memory.get();
+}
+
+// Few rows: each code is decoded in a register, for all rows of x.
+void by_codes(Problem& p) {
+  p.packed = scratch(functions.packed_row(&p) * p.m * 4);
+  functions.pack(&p, false);
+  const int64_t grain = std::max<int64_t>(32, LEAST / p.k);
+  at::parallel_for(0, p.n, grain, [&](int64_t first, int64_t end) { functions.rows(&p, first, end); });
+}
+
+// Many rows: some rows of w are decoded into the cache and multiplied by torch's BLAS, then the next.
+void by_slabs(Problem& p, const Tensor& x, const OptionalTensor& bias, const Tensor& out) {
+  const int64_t cols = functions.packed_row(&p);
+  const int64_t threads = std::min<int64_t>(at::get_num_threads(), 8);
+  const int64_t height = std::min(p.n, std::max<int64_t>(64, SLAB * threads / cols / 16 * 16));
+  Tensor packed = at::empty({p.m, cols}, x.options().dtype(at::kFloat));
+  p.packed = packed.mutable_data_ptr();
+  functions.pack(&p, true);
+  const bool bfloat16 = p.mode == IN_BFLOAT16;
+  const Tensor memory = packed;
+  if (bfloat16) packed = at::from_blob(p.packed, {p.m, cols}, x.options().dtype(at::kBFloat16));
+  const Tensor slab = at::empty({height, cols}, packed.options());
+  const Tensor sums = bfloat16 ? Tensor() : at::empty({p.m, height}, packed.options());
+  double alpha = p.alpha;
+  if (p.global_scale) alpha *= *p.global_scale;
+  if (p.x_global) alpha *= *p.x_global;
+  for (int64_t first = 0; first < p.n; first += height) {
+    const int64_t rows = std::min(height, p.n - first);
+    char* to = static_cast<char*>(slab.mutable_data_ptr());
+    const int64_t size = cols * (bfloat16 ? 2 : 4);
+    at::parallel_for(0, rows, std::max<int64_t>(1, LEAST / p.k), [&](int64_t from, int64_t end) {
+      functions.decode(&p, first + from, first + end, to + from * size);
+    });
+    const Tensor w = slab.narrow(0, 0, rows).t();
+    if (!bfloat16) {
+      Tensor part = sums.narrow(1, 0, rows);
+      at::mm_out(part, packed, w);
+      functions.finish(&p, first, first + rows, sums.const_data_ptr<float>(), height);
+      continue;
+    }
+    Tensor part = out.narrow(1, first, rows);
+    if (bias && p.beta != 0) at::addmm_out(part, bias->narrow(-1, first, rows), packed, w, p.beta, alpha);
+    else if (alpha != 1) at::addmm_out(part, part, packed, w, 0, alpha);
+    else at::mm_out(part, packed, w);
+  }
+}
+
+// The cast of activations: to the numbers of a format, whether it has a global scale and signed zeros, and the scale rule.
+struct Cast {
+  Format format;
+  bool global_scale, exact;
+  int32_t scaling;
+  float amax_epsilon;
+};
+
+Cast cast_of(IntArrayRef cast, double amax_epsilon) {
+  TORCH_CHECK_VALUE(cast.size() == 7 && is_format(cast), "mxtensor::cpu_linear: there is no cast ", cast);
+  Cast c;
+  c.format = *formats[cast[0]][cast[1]];
+  c.format.rows = int32_t(cast[2]), c.format.cols = int32_t(cast[3]);
+  c.global_scale = cast[4] != 0, c.format.signed_zero = cast[5] != 0, c.scaling = int32_t(cast[6]);
+  c.exact = exact_in_bfloat16(int(cast[0]), int(cast[1])), c.amax_epsilon = float(amax_epsilon);
+  return c;
+}
+
+int32_t amax_of(const Problem& p) {
+  std::atomic<int32_t> most{0};
+  at::parallel_for(0, p.m * p.k, 1 << 16, [&](int64_t first, int64_t end) {
+    const int32_t here = functions.amax(p.x, p.x_kind, first, end);
+    for (int32_t old = most; old < here && !most.compare_exchange_weak(old, here);) {}
+  });
+  return most;
+}
+
+// x as the values that its codes stand for, in the memory that is returned; the global scale comes last in it.
+Tensor fake_quantize(Problem& p, const Cast& c, const at::TensorOptions& options) {
+  const Format& f = c.format;
+  const int64_t tile = f.rows < 0 ? 1 : f.rows, bands = ceil_div(p.m, tile), code_bytes = ceil_div(p.k, 4) * 4;
+  const int64_t scales = f.cols < 0 ? bands : bands * ceil_div(p.k, f.cols), values = p.m * p.k * (c.exact ? 2 : 4);
+  const int64_t at_codes = ceil_div(values, 64) * 64, at_scales = at_codes + ceil_div(p.m * code_bytes, 64) * 64;
+  const Tensor memory = at::empty({at_scales + scales * 4 + 4}, options.dtype(at::kByte));
+  char* to = static_cast<char*>(memory.mutable_data_ptr());
+  uint8_t* codes = reinterpret_cast<uint8_t*>(to + at_codes);
+  float* global_scale = c.global_scale ? reinterpret_cast<float*>(to + at_scales + scales * 4) : nullptr;
+  const int32_t amax = c.global_scale || f.rows < 0 ? amax_of(p) : 0;
+  const int64_t grain = std::max<int64_t>(1, (1 << 16) / (tile * p.k));
+  const auto encode = [&](int64_t first, int64_t end) {
+    functions.encode(&f, c.scaling, p.x, p.x_kind, p.m, p.k, 0, int(tile), amax, c.amax_epsilon, first, end, codes,
+                     to + at_scales, global_scale);
+  };
+  at::parallel_for(0, bands, grain, encode);
+  const int kind = c.exact ? BFLOAT16 : FLOAT32;
+  const int64_t size = p.k * (c.exact ? 2 : 4);
+  at::parallel_for(0, p.m, std::max<int64_t>(1, (1 << 16) / p.k), [&](int64_t first, int64_t end) {
+    functions.decode_values(&f, codes, to + at_scales, nullptr, p.m, p.k, first, end, to + first * size, kind);
+  });
+  p.x = to, p.x_kind = kind, p.x_stride = p.k, p.x_global = global_scale;
+  return memory;
+}
+
+void compute(Problem& p, const Tensor& x, const OptionalTensor& bias, const Tensor& out) {
+  if (!p.m || !p.n || !p.k) {
+    out.zero_();
+    return;
+  }
+  if (p.m <= MOST_ROWS) by_codes(p);
+  else by_slabs(p, x, bias, out);
+}
+
+void check_codes(const Problem& p, const Tensor& data, const Tensor& scale) {
+  const int bits = BITS[p.element], group = bits == 8 ? 1 : bits == 4 ? 2 : 4;
+  const int64_t bytes = ceil_div(p.k, group) * group * bits / 8;
+  const int64_t rows = p.block_rows < 0 ? 1 : ceil_div(p.n, p.block_rows), cols = p.block_cols < 0 ? 1 : ceil_div(p.k, p.block_cols);
+  TORCH_CHECK_VALUE(data.is_contiguous() && data.size(1) == bytes && data.element_size() == 1,
+                    "mxtensor::cpu_linear: ", p.k, " values are ", bytes, " contiguous bytes of codes, got ", data.sizes());
+  TORCH_CHECK_VALUE(scale.is_contiguous() && scale.numel() == rows * cols &&
+                        scale.element_size() == (p.scale_kind < 2 ? 1 : 4),
+                    "mxtensor::cpu_linear: needs ", rows, " x ", cols, " contiguous scales, got ", scale.sizes());
+}
+
+Problem problem_of(const Tensor& x, const Tensor& data, const Tensor& scale, const OptionalTensor& global_scale,
+                   const OptionalTensor& x_global, const OptionalTensor& bias, IntArrayRef format, double alpha,
+                   double beta) {
+  TORCH_CHECK_VALUE(x.dim() == 2 && data.dim() == 2 && format.size() == 4, "mxtensor::cpu_linear multiplies matrices, "
+                    "not ", x.sizes(), " and ", data.sizes());
+  TORCH_CHECK_VALUE(is_format(format), "mxtensor::cpu_linear: there is no format ", format);
+  Problem p = {};
+  p.element = int32_t(format[0]), p.scale_kind = int32_t(format[1]);
+  p.block_rows = int32_t(format[2]), p.block_cols = int32_t(format[3]);
+  p.m = x.size(0), p.k = x.size(1), p.n = data.size(0), p.row_bytes = data.size(1);
+  check_codes(p, data, scale);
+  for (const auto* t : {&global_scale, &x_global})
+    TORCH_CHECK_VALUE(!t->has_value() || ((*t)->numel() == 1 && (*t)->scalar_type() == at::kFloat),
+                      "mxtensor::cpu_linear: a global scale is one float32");
+  TORCH_CHECK_VALUE(x.size(1) < 2 || x.stride(1) == 1, "mxtensor::cpu_linear: rows of x must be contiguous");
+  p.scale_stride = p.block_cols < 0 ? 1 : ceil_div(p.k, p.block_cols);
+  p.data = static_cast<const uint8_t*>(data.const_data_ptr()), p.scale = scale.const_data_ptr();
+  p.global_scale = global_scale ? global_scale->const_data_ptr<float>() : nullptr;
+  p.x_global = x_global ? x_global->const_data_ptr<float>() : nullptr;
+  p.x = x.const_data_ptr(), p.x_kind = kind_of(x.scalar_type()), p.x_stride = x.stride(0);
+  p.alpha = alpha, p.beta = beta, p.out_stride = p.n;
+  if (bias && beta != 0) {
+    const bool one = bias->dim() == 1;
+    TORCH_CHECK_VALUE(bias->is_contiguous() && bias->sizes().back() == p.n && (one || (bias->dim() == 2 && bias->size(0) == p.m)),
+                      "mxtensor::cpu_linear: a bias is (N,) or (M, N) and contiguous, got ", bias->sizes());
+    p.bias = bias->const_data_ptr(), p.bias_kind = kind_of(bias->scalar_type()), p.bias_stride = one ? 0 : p.n;
+  }
+  return p;
+}
+
+Tensor cpu_linear(const Tensor& x, const Tensor& data, const Tensor& scale, const OptionalTensor& global_scale,
+                  const OptionalTensor& x_global, const OptionalTensor& bias, IntArrayRef format, double alpha,
+                  double beta, at::ScalarType out_dtype, IntArrayRef cast, double amax_epsilon) {
+  Problem p = problem_of(x, data, scale, global_scale, x_global, bias, format, alpha, beta);
+  Tensor memory;
+  if (!cast.empty() && p.m && p.k) {
+    TORCH_CHECK_VALUE(x.is_contiguous() && !x_global, "mxtensor::cpu_linear: values that are cast must be contiguous and have no scale");
+    memory = fake_quantize(p, cast_of(cast, amax_epsilon), x.options());
+  }
+  Tensor out = at::empty({p.m, p.n}, x.options().dtype(out_dtype));
+  p.out = out.mutable_data_ptr(), p.out_kind = kind_of(out_dtype);
+  compute(p, x, bias, out);
+  return out;
+}
+
+// Products with one weight whose addresses were prepared once, by number. The caller answers for the memory.
+struct Prepared {
+  Problem problem;
+  std::optional<Cast> cast;
+  std::vector<int64_t> shape;
+};
+std::mutex lock;
+std::vector<std::unique_ptr<Prepared>> all_prepared;
+std::vector<int64_t> unused;
+
+int64_t cpu_linear_prepare(const Tensor& x, const Tensor& data, const Tensor& scale, const OptionalTensor& global_scale,
+                           const OptionalTensor& bias, IntArrayRef format, IntArrayRef cast, double amax_epsilon,
+                           IntArrayRef shape) {
+  auto made = std::make_unique<Prepared>();
+  made->problem = problem_of(x, data, scale, global_scale, std::nullopt, bias, format, 1, 1);
+  made->problem.out_kind = made->problem.x_kind;
+  made->shape = shape.vec();
+  if (!cast.empty()) made->cast = cast_of(cast, amax_epsilon);
+  const std::lock_guard<std::mutex> guard(lock);
+  if (unused.empty()) {
+    all_prepared.push_back(std::move(made));
+    return int64_t(all_prepared.size()) - 1;
+  }
+  const int64_t number = unused.back();
+  unused.pop_back();
+  all_prepared[size_t(number)] = std::move(made);
+  return number;
+}
+
+Tensor cpu_linear_prepared(const Tensor& x, int64_t number) {
+  Problem p;
+  std::optional<Cast> cast;
+  std::vector<int64_t> shape;
+  {
+    const std::lock_guard<std::mutex> guard(lock);
+    const auto known = number >= 0 && size_t(number) < all_prepared.size() ? all_prepared[size_t(number)].get() : nullptr;
+    TORCH_CHECK_VALUE(known && x.is_contiguous() && x.numel() == known->problem.m * known->problem.k &&
+                          kind_of(x.scalar_type()) == known->problem.x_kind,
+                      "mxtensor::cpu_linear_prepared: product ", number, " was not prepared for ", x.sizes());
+    p = known->problem, shape = known->shape, cast = known->cast;
+  }
+  Tensor out = at::empty(shape, x.options());
+  p.x = x.const_data_ptr(), p.out = out.mutable_data_ptr();
+  Tensor memory;
+  if (cast) memory = fake_quantize(p, *cast, x.options());
+  by_codes(p);
+  return out;
+}
+
+TORCH_LIBRARY_IMPL(mxtensor, CPU, m) {
+  m.impl("cpu_linear", cpu_linear);
+  m.impl("cpu_linear_prepare", cpu_linear_prepare);
+  m.impl("cpu_linear_prepared", cpu_linear_prepared);
+}
+
+}  // namespace
+
+extern "C" {
+
+void mx_linear_use(void* const* addresses, const Format* const* all_formats, int64_t most_rows) {
+  std::memcpy(&functions, addresses, sizeof functions);
+  std::memcpy(formats, all_formats, sizeof formats);
+  MOST_ROWS = most_rows;
+}
+
+void mx_linear_forget(int64_t number) {
+  const std::lock_guard<std::mutex> guard(lock);
+  all_prepared[size_t(number)].reset();
+  unused.push_back(number);
+}
+}

@@ -1,0 +1,109 @@
+// The order of the work: scales of some rows of w, then their sums with x, then the results of a tile of rows. The
+// instruction set defines Decoder<ELEMENT>, scales_of and dots_of_rows, and includes this file first.
+#pragma once
+#include "linear.h"
+
+namespace {
+
+template <int ELEMENT> struct Decoder;
+bool scales_of(const Problem& p, int64_t n, int step, int per_step, int64_t steps, float* out);
+
+template <bool BFLOAT16_X, typename D>
+void dots_of_rows(const Problem& p, int outs, const D& decode, int64_t x_bytes, const uint8_t* w, int64_t w_step,
+                  const float* scales, int64_t scales_step, int per_step, float* sums, int64_t step);
+
+template <typename D>
+void decode_row(const Problem& p, const D& decode, const uint8_t* w, const float* scales, int per_step, void* out);
+
+// Floats of this thread, which the next call may reuse.
+inline float* buffer(int64_t size) {
+  struct Memory {
+    float* values = nullptr;
+    int64_t size = 0;
+    ~Memory() { delete[] values; }
+  };
+  thread_local Memory memory;
+  if (size > memory.size) {
+    delete[] memory.values;
+    memory.values = new float[size_t(size)], memory.size = size;
+  }
+  return memory.values;
+}
+
+template <typename D> int64_t packed_row(const Problem& p) { return ceil_div(p.k, D::STEP) * D::STEP; }  // values
+
+constexpr int TILE = 32;         // rows of w whose sums are finished together
+constexpr int PITCH = TILE + 1;  // sums of a row of x; one more may be written
+constexpr int SCALES = 1 << 12;  // of them that are made at a time
+
+template <typename D> void linear_rows(const Problem& p, int64_t first, int64_t end) {
+  const D decode{};
+  const int64_t steps = ceil_div(p.k, D::STEP), block = block_cols(p);
+  const int per_step = int(larger<int64_t>(1, D::STEP / block));
+  const int64_t scales_row = steps * per_step;
+  const bool bfloat16 = p.mode == IN_BFLOAT16;
+  const int64_t x_bytes = packed_row<D>(p) * (bfloat16 ? 2 : 4);
+  const int64_t group = larger<int64_t>(4, smaller<int64_t>(TILE, SCALES / scales_row / 4 * 4));
+  float* scales = buffer(group * scales_row + 64 + PITCH * p.m);
+  float* sums = scales + group * scales_row + 64;  // a load may read 15 scales too many
+  for (int64_t top = first; top < end; top += TILE) {
+    const int64_t bottom = smaller(top + TILE, end);
+    for (int64_t n = top; n < bottom; n += group) {
+      const int64_t stop = smaller(n + group, bottom);
+      bool plain[TILE];
+      for (int64_t r = n; r < stop; r++)
+        plain[r - n] = scales_of(p, r, D::STEP, per_step, steps, scales + (r - n) * scales_row);
+      for (int64_t r = n; r < stop;) {
+        if (!plain[r - n]) {
+          careful_row(p, r, sums + (r - top), PITCH);
+          r++;
+          continue;
+        }
+        int outs = 1;  // rows of w at a time: four for one row of x, else two
+        while (outs < (p.m == 1 ? 4 : 2) && r + outs < stop && plain[r + outs - n]) outs++;
+        if (outs == 3) outs = 2;
+        const bool more = outs > 1;  // else this one twice
+        const uint8_t* w = p.data + r * p.row_bytes;
+        const float* s = scales + (r - n) * scales_row;
+        const auto work = [&](auto is_bfloat16) {
+          dots_of_rows<decltype(is_bfloat16)::value>(p, outs, decode, x_bytes, w, more ? p.row_bytes : 0, s,
+                                                     more ? scales_row : 0, per_step, sums + (r - top), PITCH);
+        };
+        if (bfloat16) work(std::integral_constant<bool, D::TAKES_BFLOAT16>());
+        else work(std::false_type());
+        r += outs;
+      }
+    }
+    finish(p, top, bottom, sums, PITCH);
+  }
+}
+
+// Rows first to end - 1 of w, each ``packed_row`` values after the one before, in the order and dtype of packed x.
+template <typename D> void decode_rows(const Problem& p, int64_t first, int64_t end, char* out) {
+  const D decode{};
+  const int64_t steps = ceil_div(p.k, D::STEP), block = block_cols(p), blocks = ceil_div(p.k, block);
+  const int per_step = int(larger<int64_t>(1, D::STEP / block));
+  float* scales = buffer(steps * per_step + 64);
+  for (int64_t n = first; n < end; n++, out += packed_row<D>(p) * (p.mode == IN_BFLOAT16 ? 2 : 4)) {
+    if (!scales_of(p, n, D::STEP, per_step, steps, scales))
+      for (int64_t i = 0; i < steps * per_step; i++) {
+        const int64_t b = i * D::STEP / per_step / block;
+        scales[i] = b < blocks ? scale_at(p, scale_row(p, n) * p.scale_stride + b) : 0.0f;
+      }
+    decode_row<D>(p, decode, p.data + n * p.row_bytes, scales, per_step, out);
+  }
+}
+
+template <typename F> void with_decoder(int element, F work) {
+  switch (element) {
+    case E4M3_ID: return work(static_cast<Decoder<E4M3_ID>*>(nullptr));
+    case E5M2_ID: return work(static_cast<Decoder<E5M2_ID>*>(nullptr));
+    case E3M2_ID: return work(static_cast<Decoder<E3M2_ID>*>(nullptr));
+    case E2M3_ID: return work(static_cast<Decoder<E2M3_ID>*>(nullptr));
+    case E2M1_ID: return work(static_cast<Decoder<E2M1_ID>*>(nullptr));
+    default: return work(static_cast<Decoder<INT8_ID>*>(nullptr));
+  }
+}
+
+
+}  // namespace

@@ -1,0 +1,25 @@
+// One product y = alpha x w^T + beta bias of rows x (M, K) with codes w (N, K), as linear_op.cpp hands it to linear.cpp.
+#pragma once
+#include <cstdint>
+
+enum ElementId { E4M3_ID, E5M2_ID, E3M2_ID, E2M3_ID, E2M1_ID, INT8_ID };  // ELEMENTS in gemm/cpu_library.py
+enum ScaleId { E8M0, UE4M3, FP32, FP32_POW2 };                            // SCALES in quantize/cpu.py
+enum Kind { FLOAT32, BFLOAT16, FLOAT16 };
+enum Mode { IN_FLOAT32, IN_BFLOAT16, CAREFULLY };  // how rows of x are packed; CAREFULLY: they are not
+
+// Strides are counted in values. A block extent of -1 is the whole dimension.
+struct Problem {
+  const uint8_t* data;
+  const void *scale, *x, *bias;
+  void *out, *packed;
+  const float *global_scale, *x_global;  // or null
+  int64_t m, n, k, row_bytes, scale_stride, x_stride, out_stride, bias_stride;
+  double alpha, beta;
+  int32_t element, scale_kind, block_rows, block_cols, x_kind, out_kind, bias_kind, mode;
+};
+
+// Whether element times block scale fits the 8 significant bits of bfloat16, as Format.exact_in_bfloat16 says.
+inline bool exact_in_bfloat16(int element, int scale) {
+  constexpr int ELEMENT_BITS[] = {4, 3, 3, 4, 2, 7}, SCALE_BITS[] = {0, 4, 24, 0};
+  return ELEMENT_BITS[element] + SCALE_BITS[scale] <= 8;
+}

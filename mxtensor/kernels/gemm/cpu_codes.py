@@ -1,0 +1,151 @@
+"""The kernel row ``cpu_codes``: products of rows with codes on CPU that decode each code in registers, once.
+
+No decoded copy of a weight is written to memory: a product of few rows takes the time of reading its codes. With many
+rows, torch's BLAS multiplies slabs of the weight that are decoded into the cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ...core.kernel import Kernel, Spec
+from ...core.tracing import is_traced
+from ...numerics.cast import Cast
+from ...numerics.formats import Format, Rounding
+from ...numerics.operand import Operand
+from ...numerics.validate import check_sizes
+from ..quantize.cpu import BLOCKS, KINDS, MODES, SCALES
+from ..quantize.select import dequantize_operand, fake_quantize
+from ..runtime.availability import exported
+from .cpu_library import ELEMENTS, FEW_ROWS, library, linear, prepared
+from .cpu_library import prepare as prepare_op
+from .spec import FakeQuantized, GemmArgs, GemmOperand, Unquantized, flat_bias, not_rows_by_matrix
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def refuses(spec: Spec, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> str | None:
+    reason = not_rows_by_matrix(spec, a)
+    if reason is not None:
+        return reason
+    if not isinstance(b, Operand):
+        return "needs a quantized right operand, this one has no codes"
+    f = b.format
+    if f.element not in ELEMENTS or f.scale not in SCALES:
+        return f"has no decoder for {f.element.name} with {f.scale.name} scales"
+    x = a.values if isinstance(a, FakeQuantized) else a.x if isinstance(a, Unquantized) else a
+    for dtype in (args.out_dtype, *((x.dtype,) if isinstance(x, Tensor) else ())):
+        if dtype not in KINDS:
+            return f"computes with float32, bfloat16 and float16, not {_name(dtype)}"
+    if not (b.data.is_contiguous() and b.scale.is_contiguous()):
+        return "the codes are not contiguous"
+    if 0 in (*spec.shapes[0], *spec.shapes[1]):
+        return "no values"
+    reason = exported(spec)
+    if reason is None:
+        found = library()
+        reason = found if isinstance(found, str) else None
+    return reason
+
+
+def numbers_of(format: Format) -> tuple[int, int, int, int]:
+    """A format as the op takes it: element, scale and extents of a block."""
+    return ELEMENTS.index(format.element), SCALES.index(format.scale), *format.block
+
+
+def _is_cast_here(cast: Cast) -> bool:
+    """Whether the op does this cast, in the library of the casts."""
+    f = cast.format
+    known = f.element in ELEMENTS and f.scale in SCALES and f.block in BLOCKS
+    return known and cast.rounding is Rounding.NEAREST
+
+
+def _numbers_of_cast(cast: Cast | None) -> tuple[tuple[int, ...], float]:
+    """A cast as the op takes it; empty for none."""
+    if cast is None:
+        return (), 0.0
+    f = cast.format
+    return (*numbers_of(f), int(f.global_scale), int(f.signed_zero), MODES[cast.scaling]), cast.amax_epsilon
+
+
+def _activations(a: GemmOperand) -> tuple[Tensor, Tensor | None, Cast | None]:
+    """The activations as plain values, their global scale, and the cast that the op still has to do."""
+    if isinstance(a, Unquantized):
+        if _is_cast_here(a.cast):
+            return a.x, None, a.cast
+        return *fake_quantize(a.x, a.cast, _dtype_of(a.format)), None
+    if isinstance(a, FakeQuantized):
+        return a.values, a.global_scale, None
+    if isinstance(a, Operand):
+        return dequantize_operand(replace(a, global_scale=None), _dtype_of(a.format)), a.global_scale, None
+    return a, None, None
+
+
+def _dtype_of(format: Format) -> torch.dtype:
+    """The shorter dtype that holds values of a format without the global scale exactly."""
+    return torch.bfloat16 if format.exact_in_bfloat16 else torch.float32
+
+
+def run(a: GemmOperand, b: GemmOperand, args: GemmArgs) -> Tensor:
+    assert isinstance(b, Operand)
+    if not is_traced(b.data):
+        check_sizes(b)
+    x, x_global, cast = _activations(a)
+    shape = (*x.shape[:-1], b.shape[-2])
+    if len(shape) != 2:
+        x = x.reshape(-1, x.shape[-1])
+    if not x.is_contiguous() and (cast is not None or x.stride(1) != 1 or x.stride(0) < x.shape[1]):
+        x = x.contiguous()
+    bias = flat_bias(args, shape)
+    if bias is not None and bias.dtype not in KINDS:
+        bias = bias.float()
+    out: Tensor = linear(
+        x, b.data, b.scale, b.global_scale, x_global, bias, numbers_of(b.format), float(args.alpha), float(args.beta),
+        args.out_dtype, *_numbers_of_cast(cast),
+    )  # fmt: skip
+    return out if len(shape) == 2 else out.view(shape)
+
+
+class Launch:
+    """A product with one weight whose addresses the op stores under a number. Stores no tensor."""
+
+    __slots__ = ("_forget", "_number")
+
+    def __init__(self, number: int) -> None:
+        found = library()
+        assert not isinstance(found, str)
+        self._number, self._forget = number, found.forget
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return prepared(x, self._number)  # type: ignore[no-any-return]
+
+    def __del__(self) -> None:
+        self._forget(self._number)
+
+
+def prepare(x: Tensor, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> Launch | None:
+    """The launch of ``run(a, b, args)`` for any x with this layout; None if the product takes more than one op.
+
+    a is x (..., K) as rows, unquantized or plain.
+    """
+    assert isinstance(b, Operand)
+    check_sizes(b)
+    bias, cast = args.bias, a.cast if isinstance(a, Unquantized) else None
+    if not isinstance(a, Tensor) and (cast is None or not _is_cast_here(cast)):
+        return None
+    simple = bias is None or (bias.dim() == 1 and bias.is_contiguous() and bias.dtype in KINDS)
+    if not simple or args.alpha != 1 or args.beta != 1 or args.out_dtype is not x.dtype:
+        return None
+    if not x.is_contiguous() or x.numel() > FEW_ROWS * x.shape[-1]:
+        return None
+    rows, shape = x.reshape(-1, x.shape[-1]), (*x.shape[:-1], b.shape[-2])
+    numbers = numbers_of(b.format), *_numbers_of_cast(cast)
+    return Launch(prepare_op(rows, b.data, b.scale, b.global_scale, bias, *numbers, shape))
+
+
+KERNEL = Kernel("cpu_codes", refuses, run, "cpu", prepare=prepare)

@@ -1,0 +1,157 @@
+"""The op ``mxtensor::cpu_linear``: products of rows with codes on CPU, compiled once on each machine.
+
+Two libraries, built at first use (about 20 seconds of one core in all) and cached on disk. ``linear.cpp`` does the work
+and knows no torch; it is compiled for the widest instruction set that this processor has. ``linear_op.cpp`` makes an op
+of torch of it, with torch's headers, so that neither torch's threads nor a compiled graph goes through Python.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...numerics.formats import E2M1, E2M3, E3M2, E4M3, E5M2, INT8, Format
+from ..quantize import cpu
+from ..runtime.disk_cache import say_once
+from ..runtime.native_build import instruction_sets, load
+
+HERE = Path(__file__).parent.parent / "cpu"
+HEADERS = tuple(
+    HERE / name
+    for name in (
+        "format.h",
+        "problem.h",
+        "elements.h",
+        "linear_tiles.h",
+        "linear_narrow.h",
+        "linear.h",
+        "linear_plain.h",
+        "linear_avx2.h",
+        "linear_avx512.h",
+    )
+)
+FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC")
+TORCH_FLAGS = ("-O2", "-std=c++20", "-shared", "-fPIC")
+SYMBOLS = tuple(f"mx_linear_{name}" for name in ("packed_row", "pack", "rows", "decode", "finish", "instructions"))
+"""The functions of ``linear.cpp``, in the order of ``Functions`` in linear_op.cpp; the op does not call the last."""
+CASTS = ("mx_amax", "mx_encode", "mx_decode")
+"""Functions of ``quantize.cpp``, which cast activations."""
+ELEMENTS = (E4M3, E5M2, E3M2, E2M3, E2M1, INT8)
+"""In the order of ``ElementId`` in cpu/problem.h; scales have that of ``quantize/cpu.py``."""
+FEW_ROWS = 32
+"""Rows up to which every code is decoded in registers; with more, torch's BLAS multiplies decoded slabs."""
+X86 = {
+    "avx512": (
+        {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd", "avx512vbmi"},
+        ("-march=x86-64-v4", "-mavx512vbmi"),
+    ),
+    "avx2": ({"avx2", "fma", "f16c"}, ("-mavx2", "-mfma", "-mf16c")),
+}
+"""Instruction sets, widest first -> the flags that Linux shows for them, and those of the compiler."""
+VARIABLE = "MXTENSOR_CPU_INSTRUCTIONS"
+"""The environment variable that names an instruction set: avx512, avx2 or plain."""
+
+
+def instructions() -> tuple[str, tuple[str, ...]]:
+    """The instruction set to compile for, and the compiler's flags.
+
+    Raises ValueError if the environment variable names one that is unknown or that this processor lacks.
+    """
+    has = instruction_sets()
+    usable = (
+        [name for name, (needs, _) in X86.items() if needs <= has] if platform.machine() in ("x86_64", "AMD64") else []
+    )
+    wanted = os.environ.get(VARIABLE) or (usable or ["plain"])[0]
+    if wanted not in (*usable, "plain"):
+        raise ValueError(f"{VARIABLE} is {wanted!r}; this processor runs {', '.join((*usable, 'plain'))}")
+    flags = X86[wanted][1] if wanted in X86 else ()
+    if wanted == "avx512" and "avx512_bf16" in has:
+        flags = (*flags, "-mavx512bf16")
+    return wanted, flags
+
+
+def torch_flags() -> tuple[str, ...]:
+    """How a library is compiled against this torch: its headers, and its libraries, which are loaded already."""
+    root = Path(torch.__file__).parent
+    linker = ("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ("-Wl,--no-as-needed",)
+    return (
+        *TORCH_FLAGS, f"-I{root / 'include'}", f"-L{root / 'lib'}", *linker, "-ltorch_cpu",
+        "-lc10", f'-DMX_TORCH="{torch.__version__}"',
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+    )  # fmt: skip
+
+
+def load_kernels() -> ctypes.CDLL | str:
+    """``linear.cpp`` for this processor, or the sentence that says why there is none."""
+    kernels = load(HERE / "linear.cpp", (*FLAGS, *instructions()[1]), HEADERS, SYMBOLS)
+    if isinstance(kernels, ctypes.CDLL):
+        kernels.mx_linear_instructions.restype = ctypes.c_char_p
+    return kernels
+
+
+class Library:
+    """The loaded op."""
+
+    def __init__(self, op: ctypes.CDLL, kernels: ctypes.CDLL, casts: ctypes.CDLL) -> None:
+        self.instructions = kernels.mx_linear_instructions().decode()
+        functions = [getattr(kernels, name) for name in SYMBOLS[:-1]] + [getattr(casts, name) for name in CASTS]
+        addresses = [ctypes.cast(function, ctypes.c_void_p).value for function in functions]
+        self._formats = [cpu.c_format(Format("cpu_linear", e, s, (1, 32))) for e in ELEMENTS for s in cpu.SCALES]
+        formats = (ctypes.c_void_p * len(self._formats))(*map(ctypes.addressof, self._formats))
+        op.mx_linear_use((ctypes.c_void_p * len(addresses))(*addresses), formats, ctypes.c_int64(FEW_ROWS))
+        self.kernels, self.forget = kernels, op.mx_linear_forget
+        self.forget.argtypes = [ctypes.c_int64]
+
+
+@cache
+def library() -> Library | str:
+    """The op, or the sentence that says why there is none."""
+    with ThreadPoolExecutor(1) as pool:  # two compilers at once
+        other = pool.submit(load_kernels)
+        op = load(HERE / "linear_op.cpp", torch_flags(), HEADERS[:2], ("mx_linear_use", "mx_linear_forget"))
+        kernels, casts = other.result(), cpu.library()
+    for found in (op, kernels, casts):
+        if isinstance(found, str):
+            say_once(f"products on the CPU take the plain path, which decodes whole weights: {found}")
+            return found
+    return Library(op, kernels, casts)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------------------------------------- the ops
+
+_OPS = torch.library.Library("mxtensor", "FRAGMENT")
+_OPS.define(
+    "cpu_linear(Tensor x, Tensor data, Tensor scale, Tensor? global_scale, Tensor? x_global, Tensor? bias, "
+    "int[] format, float alpha, float beta, ScalarType out_dtype, int[] cast, float amax_epsilon) -> Tensor"
+)
+_OPS.define(
+    "cpu_linear_prepare(Tensor x, Tensor data, Tensor scale, Tensor? global_scale, Tensor? bias, int[] format, "
+    "int[] cast, float amax_epsilon, int[] shape) -> int"
+)
+_OPS.define("cpu_linear_prepared(Tensor x, int number) -> Tensor")
+linear: Any = torch.ops.mxtensor.cpu_linear.default
+prepare: Any = torch.ops.mxtensor.cpu_linear_prepare.default
+prepared: Any = torch.ops.mxtensor.cpu_linear_prepared.default
+
+
+@torch.library.impl(_OPS, "cpu_linear", "CompositeExplicitAutograd")
+def _first_call(*args: Any) -> Tensor:
+    """Load the library and call the op that it registers: a compiled graph from torch's cache may come first."""
+    found = library()
+    if isinstance(found, str):
+        raise RuntimeError(f"mxtensor::cpu_linear is in a graph that was compiled elsewhere, and {found}")
+    return linear(*args)  # type: ignore[no-any-return]
+
+
+@torch.library.register_fake("mxtensor::cpu_linear", lib=_OPS)
+def _(x, data, scale, global_scale, x_global, bias, format, alpha, beta, out_dtype, cast, amax_epsilon):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape[0], data.shape[0], dtype=out_dtype)

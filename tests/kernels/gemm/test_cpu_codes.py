@@ -1,0 +1,299 @@
+"""Products of rows with codes on CPU: the op against the definition, for every format, instruction set and number of
+rows; the choice of the kernel, its prepared launches, and compiled graphs."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import mxtensor as mx
+from mxtensor.kernels.gemm import cpu_codes, cpu_library
+from mxtensor.kernels.gemm.select import gemm, plan_of
+from mxtensor.kernels.gemm.spec import GemmArgs, Unquantized
+from mxtensor.numerics.cast import Cast
+from mxtensor.numerics.formats import FORMATS, get_format
+from mxtensor.numerics.operand import Operand
+from mxtensor.numerics.reference import decode_local, encode
+
+BLOCKS = ["mxfp8[1x64]", "mxfp4[32x32]", "mxfp6[1x16]", "mxint8[1x128]", "mxfp4[1x128]"]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+EPS = {torch.float32: 2**-20, torch.bfloat16: 2**-8, torch.float16: 2**-10}
+
+
+def exact(operand):
+    """The values of an operand in float64."""
+    values = decode_local(operand).double()
+    return values if operand.global_scale is None else values * operand.global_scale.double()
+
+
+def assert_product(out, x, w, bias=None):
+    """``out`` is x w^T + bias in float32 arithmetic, rounded once; x is (M, K) and w (N, K) in float64."""
+    want, size = x @ w.t(), x.abs() @ w.abs().t()
+    if bias is not None:
+        want, size = want + bias.double(), size + bias.double().abs()
+    normal = want.isfinite()
+    assert torch.equal(normal, out.isfinite())
+    error = (out.double() - want).abs()[normal]
+    assert (error <= size[normal] * 2**-20 + want.abs()[normal] * EPS[out.dtype] + 2**-126).all(), error.max()
+
+
+def product(x, w, dtype=None, bias=None):
+    with mx.kernels("cpu_codes"):
+        return gemm("test", x, w, GemmArgs(dtype or x.dtype, bias))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 5, 32), (2, 33, 576), (3, 70, 70), (7, 31, 200), (13, 65, 513), (32, 40, 96)])
+@pytest.mark.parametrize("name", [*FORMATS, *BLOCKS])
+def test_every_format_is_multiplied_as_the_definition_says(name, shape, dtype):
+    m, n, k = shape
+    w, x, bias = mx.quantize(torch.randn(n, k), name).rowwise, torch.randn(m, k).to(dtype), torch.randn(n)
+    assert_product(product(x, w), x.double(), exact(w))
+    assert_product(product(x, w, bias=bias), x.double(), exact(w), bias)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", [*FORMATS, *BLOCKS])
+def test_many_rows_are_multiplied_in_slabs(name, dtype):
+    w, x = mx.quantize(torch.randn(300, 132), name).rowwise, torch.randn(70, 132).to(dtype)
+    assert_product(product(x, w), x.double(), exact(w))
+    bias = torch.randn(300).to(dtype)
+    assert_product(product(x, w, bias=bias), x.double(), exact(w), bias)
+
+
+@pytest.mark.parametrize("rows", range(1, 70))
+def test_every_number_of_rows(rows):
+    w, x = mx.quantize(torch.randn(17, 96), "mxfp4").rowwise, torch.randn(rows, 96)
+    assert_product(product(x, w), x.double(), exact(w))
+
+
+@pytest.mark.parametrize("rows", [1, 3, 40])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", [*FORMATS, *BLOCKS])
+def test_the_cast_of_activations_is_the_definition(name, dtype, rows):
+    format = get_format(name)
+    w, x = mx.quantize(torch.randn(40, 160), "mxfp8").rowwise, torch.randn(rows, 160).to(dtype)
+    cast = Cast(format)
+    assert cpu_codes._is_cast_here(cast)
+    assert_product(product(Unquantized(x, cast), w, dtype), exact(encode(x, cast)), exact(w))
+
+
+def codes_of(name, k=64):
+    """An operand with every code, each with every scale byte: row s holds all codes of the element with scale s."""
+    format = get_format(name)
+    count = 1 << format.element.bits
+    blocks = format.block[1]
+    rows = 256
+    out = Operand.empty(format, (rows, max(count, blocks)))
+    codes = torch.arange(256, dtype=torch.uint8)
+    if format.element.bits == 8:
+        data = codes.expand(rows, 256)
+    elif format.element.bits == 4:
+        low = torch.arange(out.shape[1]) % 16
+        data = (low[0::2] | low[1::2] << 4).to(torch.uint8).expand(rows, -1)
+    else:
+        c = torch.arange(64).view(-1, 4)
+        word = c[:, 0] | c[:, 1] << 6 | c[:, 2] << 12 | c[:, 3] << 18
+        data = torch.stack([word & 255, word >> 8 & 255, word >> 16], -1).flatten().to(torch.uint8).expand(rows, -1)
+    out.data.view(torch.uint8).copy_(data)
+    out.scale.copy_(codes[:, None].expand_as(out.scale))
+    if out.global_scale is not None:
+        out.global_scale.fill_(0.75)
+    return out
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("name", ["mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4", "mxint8", "nvfp4"])
+def test_every_code_with_every_scale(name, dtype):
+    """x picks one value of a row at a time: each product is one code times one scale."""
+    w = codes_of(name)
+    k = w.shape[1]
+    x = torch.eye(k, dtype=dtype)
+    want = exact(w)
+    for start in range(0, k, 32):  # few rows: decoded in registers
+        out = product(x[start : start + 32], w, torch.float32).double()
+        values = want.t()[start : start + 32]
+        # An infinity or NaN of a row meets the zeros of x: every product of that row is NaN.
+        usual = want.isfinite().all(1).expand_as(values)
+        rounded = values.float().double()
+        assert torch.equal(out[usual], rounded[usual])
+        assert not out[~usual].isfinite().any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+def test_extreme_activations(dtype):
+    w = mx.quantize(torch.randn(9, 96), "mxfp8").rowwise
+    for scale in (1e-38, 1e-30, 1e30, 1e36):
+        x = (torch.randn(3, 96) * scale).to(dtype)
+        assert_product(product(x, w, torch.float32), x.double(), exact(w))
+    x = torch.randn(3, 96).to(dtype)
+    x[0, 0], x[1, 5] = float("inf"), float("nan")
+    out = product(x, w)
+    assert out[2].isfinite().all() and not out[:2].isfinite().any()
+
+
+def test_results_do_not_depend_on_threads():
+    w = mx.quantize(torch.randn(400, 512), "mxfp4").rowwise
+    threads, found = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            torch.manual_seed(0)
+            x = torch.randn(5, 512, dtype=torch.bfloat16)
+            found.append((product(x, w), product(Unquantized(x, Cast.of("nvfp4")), w, torch.bfloat16)))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(a, b) for result in found[1:] for a, b in zip(found[0], result, strict=True))
+
+
+# ---------------------------------------------------------------------------------------------- instruction sets
+
+
+def usable():
+    """The instruction sets that this processor has, with the name that the library reports."""
+    first = cpu_library.instructions()[0]
+    names = [*cpu_library.X86, "plain"]
+    return names[names.index(first) :]
+
+
+CHECK = """
+import sys, torch
+from tests.kernels.gemm import test_cpu_codes as t
+found = t.cpu_library.library()
+assert found.instructions.startswith(sys.argv[1]), found.instructions
+for i, name in enumerate([*t.FORMATS, *t.BLOCKS]):
+    for m, n, k in ((1, 33, 576), (3, 7, 70), (6, 9, 200)):
+        t.test_every_format_is_multiplied_as_the_definition_says(name, (m, n, k), t.DTYPES[i % 3])
+    t.test_many_rows_are_multiplied_in_slabs(name, t.DTYPES[i % 3])
+for name in ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4", "mxint8", "nvfp4"):
+    t.test_every_code_with_every_scale(name, torch.bfloat16)
+"""
+
+
+@pytest.mark.exhaustive(quick=1)
+@pytest.mark.parametrize("name", usable()[1:])
+def test_other_instruction_sets(name):
+    environment = {**os.environ, cpu_library.VARIABLE: name, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", CHECK, name], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_unknown_instruction_set_is_refused(monkeypatch):
+    monkeypatch.setenv(cpu_library.VARIABLE, "avx1024")
+    with pytest.raises(ValueError, match=r"MXTENSOR_CPU_INSTRUCTIONS is 'avx1024'; this processor runs .*plain"):
+        cpu_library.instructions()
+
+
+# ---------------------------------------------------------------------------------------------- the choice, launches
+
+
+def test_it_is_chosen_and_named_in_explain():
+    layer = torch.nn.Linear(64, 32).bfloat16()
+    mx.quantize_(layer, "mxfp8-weight-only")
+    with torch.no_grad(), mx.explain() as log:
+        layer(torch.randn(2, 64, dtype=torch.bfloat16))
+    assert "cpu_codes" in str(log)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"dtype": torch.float64}, "computes with float32, bfloat16 and float16, not float64"),
+        ({"rows": 0}, "no values"),
+        ({"transposed": True}, "the codes are not contiguous"),
+    ],
+)
+def test_refusals(change, reason):
+    dtype = change.get("dtype", torch.float32)
+    w, x = mx.quantize(torch.randn(64, 64), "mxfp8").rowwise, torch.randn(change.get("rows", 2), 64, dtype=dtype)
+    if "transposed" in change:
+        w = Operand(w.data.t().contiguous().t(), w.scale, None, w.format, w.shape)
+    refusals = plan_of("test", x, w, GemmArgs(dtype)).refusals
+    assert refusals["cpu_codes"] == reason
+
+
+@pytest.mark.parametrize("config", ["mxfp8-weight-only", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+def test_the_second_call_takes_a_prepared_launch(config, dtype):
+    layer = torch.nn.Linear(96, 40).to(dtype)
+    mx.quantize_(layer, config)
+    with torch.no_grad():
+        for x in (torch.randn(2, 3, 96, dtype=dtype), torch.randn(96, dtype=dtype)):
+            first = layer(x)
+            assert torch.equal(layer(x), first)
+            other = torch.randn_like(x)
+            with mx.kernels("cpu_codes"):
+                want = layer(other)
+            assert torch.equal(layer(other), want)
+
+
+def test_a_launch_gives_its_number_back():
+    w, x = mx.quantize(torch.randn(8, 32), "mxfp8").rowwise, torch.randn(1, 32)
+    launch = cpu_codes.prepare(x, x, w, GemmArgs(torch.float32))
+    number = launch._number
+    del launch
+    assert cpu_codes.prepare(x, x, w, GemmArgs(torch.float32))._number == number
+
+
+def test_a_compiled_graph_calls_the_op():
+    from torch._inductor.utils import run_and_get_code
+
+    x = torch.randn(2, 64, dtype=torch.bfloat16)
+    for config in ("mxfp8-weight-only", "mxfp4"):
+        model = torch.nn.Sequential(torch.nn.Linear(64, 48)).bfloat16()
+        mx.quantize_(model, config)
+        with torch.no_grad():
+            want = model(x)
+            torch._dynamo.reset()
+            got, code = run_and_get_code(torch.compile(model, fullgraph=True), x)
+        assert torch.equal(got, want) and "mxtensor.cpu_linear.default" in "".join(code)
+
+
+BAD = [
+    ({"data": torch.zeros(8, 31, dtype=torch.uint8)}, "32 values are 32 contiguous bytes"),
+    ({"scale": torch.zeros(8, 2, dtype=torch.uint8)}, "needs 8 x 1 contiguous scales"),
+    ({"format": (9, 0, 1, 32)}, "there is no format"),
+    ({"bias": torch.zeros(7)}, "a bias is"),
+    ({"global_scale": torch.zeros(2)}, "a global scale is one float32"),
+    ({"x": torch.zeros(1, 32, dtype=torch.float64)}, "takes float32, bfloat16 and float16"),
+    ({"cast": (0, 0, 1)}, "there is no cast"),
+]
+
+
+@pytest.mark.parametrize(("change", "reason"), BAD)
+def test_the_op_checks_what_it_gets(change, reason):
+    assert isinstance(cpu_library.library(), cpu_library.Library)
+    given = {
+        "x": torch.zeros(1, 32), "data": torch.zeros(8, 32, dtype=torch.uint8),
+        "scale": torch.zeros(8, 1, dtype=torch.uint8), "global_scale": None, "x_global": None, "bias": None,
+        "format": (0, 0, 1, 32), "alpha": 1.0, "beta": 1.0, "out_dtype": torch.float32, "cast": (), "amax_epsilon": 0.0,
+    }  # fmt: skip
+    assert not cpu_library.linear(*given.values()).any()
+    with pytest.raises(ValueError, match=reason):
+        cpu_library.linear(*(given | change).values())
+
+
+def test_without_a_compiler_the_plain_path_runs(tmp_path):
+    script = (
+        "import torch, mxtensor as mx\n"
+        "from mxtensor.kernels.gemm import cpu_library\n"
+        "l = torch.nn.Linear(64, 32); mx.quantize_(l, 'mxfp8-weight-only')\n"
+        "with torch.no_grad(), mx.explain() as log: l(torch.randn(1, 64))\n"
+        "assert 'emulated' in str(log), log\n"
+        "assert 'did not build' in cpu_library.library()\n"
+    )
+    environment = {**os.environ, "CXX": str(tmp_path / "none"), "XDG_CACHE_HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("plain path") == 1, done.stderr
+
+
+def test_a_weight_changed_in_place_is_seen():
+    w, x = mx.quantize(torch.randn(8, 32), "mxfp8"), torch.randn(1, 32)
+    with torch.no_grad():
+        F.linear(x, w), F.linear(x, w)
+        w.copy_(torch.randn(8, 32))
+        assert_product(F.linear(x, w), x.double(), exact(w.rowwise))
