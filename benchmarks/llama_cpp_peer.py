@@ -46,7 +46,9 @@ def write_gguf(model: Any, path: Path, weight_type: str) -> Path:
         array, stored = values.numpy(), gguf.GGMLQuantizationType.F32
         if values.dim() == 2:
             array, stored = gguf.quants.quantize(array, kind), kind
-        writer.add_tensor(names.get_name(name, (".weight", ".bias")), array, raw_dtype=stored)
+        named = names.get_name(name, (".weight", ".bias"))
+        assert named is not None, f"gguf has no name for {name}"
+        writer.add_tensor(named, array, raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -88,7 +88,8 @@ def install(monkeypatch, compiled=True):
     monkeypatch.setattr(dequant, "_can_slice", lambda spec, b: False)
     monkeypatch.setattr(prepared, "DEVICES", {"cpu"})
     per_tensor = Kernel("scaled_mm", scaled_mm.refuses, scaled_mm.run)
-    monkeypatch.setattr(gemm_select, "GEMM", (per_tensor, *gemm_select.GEMM[1:]))
+    others = tuple(kernel for kernel in gemm_select.GEMM[1:] if kernel.name != "cpu_codes")
+    monkeypatch.setattr(gemm_select, "GEMM", (per_tensor, *others))
     monkeypatch.setattr(scaled_mm, "chosen", lambda table, spec, a, b: chosen(a, b))
     monkeypatch.setattr(scaled_mm, "plan_here", lambda *rest: SCALINGS[0])
     for module, name, kernel in TUPLES:
