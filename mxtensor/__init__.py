@@ -44,7 +44,7 @@ from .tensor.mxtensor import MXTensor, rebuild, rebuild_with_attributes
 from .tensor.quantize import quantize
 
 if TYPE_CHECKING:
-    from . import nn
+    from . import checkpoints, nn
     from .compile.inference_options import inference_options
     from .convert.mxfp8 import MXFP8Config, MXFP8Linear, to_mxfp8
     from .distributed import checkpoint
@@ -104,6 +104,7 @@ __all__ = [
     "ScaleCalculationMode",
     "autocast",
     "checkpoint",
+    "checkpoints",
     "compile_passes",
     "explain",
     "general_gemm",
@@ -125,6 +126,7 @@ __all__ = [
 ]
 
 _LAZY = {
+    "checkpoints": ("checkpoints",),
     "compile.inference_options": ("inference_options",),
     "convert.mxfp8": ("MXFP8Config", "MXFP8Linear", "to_mxfp8"),
     "distributed.checkpoint": ("checkpoint",),
@@ -144,7 +146,7 @@ _LAZY = {
     "training.track": ("track_delayed_scaling",),
 }  # fmt: skip
 """Module -> the names loaded on first use: it imports torch's compiler, which takes longer than importing torch."""
-_MODULES = ("checkpoint", "nn", "optim", "parallel")
+_MODULES = ("checkpoint", "checkpoints", "nn", "optim", "parallel")
 """Names that are the module itself."""
 _HOME = {name: module for module, names in _LAZY.items() for name in names}
 

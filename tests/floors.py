@@ -33,6 +33,7 @@ ROOMS = {
     "nn": (7, "TransformerEngine's modules"),
     "convert": (7, "quantize_ and the configs that torchao users know"),
     "report": (8, "error reports with plots, tuning"),
+    "checkpoints": (8, "one file for each on-disk layout: name, detect, read, write"),
     FACE: (9, "the public face: every mx.NAME, nothing else"),
 }
 """Room -> its floor, what it knows."""
@@ -42,7 +43,7 @@ SAYS_WHY = re.compile(rf"longer than (the )?others|{MAX_LINES} lines")
 """A longer file has a sentence with these words in its first lines, which says why it is one file."""
 CORE_DEPENDENCIES = {"torch", "numpy"}
 """What every installation has."""
-EXTRAS = {"tqdm", "matplotlib", "triton"}
+EXTRAS = {"tqdm", "matplotlib", "triton", "safetensors", "gguf", "transformers"}
 """Optional dependencies, imported inside the functions that need them."""
 TRITON_CODE = "kernels.triton_device"
 """The only package that imports triton at import time; other packages import it inside functions."""
