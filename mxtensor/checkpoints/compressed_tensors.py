@@ -231,6 +231,10 @@ def _write(name: str, t: MXTensor) -> dict[str, Tensor]:
     if operand.global_scale is not None:
         out[f"{module}weight_scale"] = operand.scale_view
         out[f"{module}weight_global_scale"] = stored_for(t, divides).reshape(1)
+    elif operand.scale.is_floating_point():
+        narrow = operand.scale.to(t.dtype)  # the dtype in which compressed-tensors makes them
+        if torch.equal(narrow.to(torch.float32), operand.scale):
+            out[f"{module}weight_scale"] = narrow
     return out
 
 
