@@ -209,7 +209,8 @@ def _float8(dtype: torch.dtype, group: dict[str, Any]) -> Callable[..., Tensor]:
 def _read(checkpoint: Checkpoint) -> dict[str, Entry]:
     entries = {}
     for module, names in companions(checkpoint, "weight_packed", ["weight_scale"], ["weight_global_scale"]):
-        entries[f"{module}.weight"] = Entry(names, _packed(checkpoint.dtype, _activation(_group_of(checkpoint, module))))
+        build = _packed(checkpoint.dtype, _activation(_group_of(checkpoint, module)))
+        entries[f"{module}.weight"] = Entry(names, build)
     for module, names in companions(checkpoint, "weight", ["weight_scale"]):
         entries[f"{module}.weight"] = Entry(names, _float8(checkpoint.dtype, _group_of(checkpoint, module)))
     for module, names in companions(checkpoint, "weight_packed", []):

@@ -2,8 +2,8 @@
 
 This package decodes float32(element * scale) * global_scale. Others first combine the two scales in float32, then
 multiply by the element, so a value can differ by a float32 step, and then sometimes by a step of its dtype. There are
-only 8 elements and 127 scales: all their products are compared, and the global scale next to the stored one that gives
-the values of the other library is taken. The stored scale stays with the tensor, so that it can be written as it was.
+only 8 elements and 126 scales: all their products are compared, and the global scale is taken, among the float32 next
+to it, that gives equal values. The stored scale stays with the tensor, so that it can be written as it was.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..tensor.mxtensor import MXTensor
 STORED = "_mxtensor_stored_global_scale"
 """The attribute of a loaded tensor: (decoded global scale, how it is stored, stored global scale)."""
 STEPS = 4
-"""How many float32 steps from the reciprocal (or the stored scale) are tried."""
+"""How many float32 steps above and below are tried."""
 Combine = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -50,13 +50,18 @@ def decoded(stored: Tensor, combine: Combine, dtype: torch.dtype) -> Tensor:
     if not (bool(start.isfinite()) and float(start) > 0):
         return start  # refused by ``layout.check_global_scale``
     elements, scales = _tables()
-    wanted = (elements * combine(scales, stored)).to(dtype)
-    best, fewest = start, wanted.numel() + 1
+    wanted = elements * combine(scales, stored)
+    return _nearest(start, lambda candidate: elements * scales * candidate, wanted, dtype)
+
+
+def _nearest(start: Tensor, values: Callable[[Tensor], Tensor], wanted: Tensor, dtype: torch.dtype) -> Tensor:
+    """The float32 near ``start`` whose ``values``, rounded to ``dtype``, differ least often from those wanted."""
+    best, fewest, wanted = start, wanted.numel() + 1, wanted.to(dtype)
     for candidate in _around(start):
-        wrong = int(((elements * scales * candidate).to(dtype) != wanted).sum())
+        wrong = int((values(candidate).to(dtype) != wanted).sum())
         if wrong < fewest:
             best, fewest = candidate, wrong
-        if wrong == 0 or dtype in (torch.float32, torch.float64):
+        if wrong == 0:
             break
     return best
 
@@ -81,16 +86,12 @@ def stored_for(t: MXTensor, combine: Combine) -> Tensor:
     """The global scale to store for a library that decodes by ``combine``: the one that was loaded, if it is known."""
     operand = t.rowwise
     assert operand is not None and operand.global_scale is not None
-    scale = operand.global_scale
-    before, how, stored = getattr(t, STORED, (None, None, None))
-    if how is combine and torch.equal(before, scale):
-        return stored.clone()  # type: ignore[no-any-return]
-    return scale.clone() if combine is multiplies else _reciprocal(scale)
-
-
-def _reciprocal(scale: Tensor) -> Tensor:
-    """The float32 whose reciprocal is ``scale``, where there is one; otherwise the nearest."""
-    for candidate in _around(1.0 / scale)[:3]:
-        if torch.equal(1.0 / candidate, scale):
-            return candidate
-    return 1.0 / scale
+    scale = operand.global_scale.cpu()
+    loaded: tuple[Tensor, Combine, Tensor] | None = getattr(t, STORED, None)
+    if loaded is not None and loaded[1] is combine and torch.equal(loaded[0], scale):
+        return loaded[2].clone()
+    start = scale.reshape(()) if combine is multiplies else 1.0 / scale.reshape(())
+    if not (bool(start.isfinite()) and float(start) > 0):
+        raise ValueError(f"the global scale is {float(scale)}, which has no reciprocal to store")
+    elements, scales = _tables()
+    return _nearest(start, lambda stored: elements * combine(scales, stored), elements * scales * scale.cpu(), t.dtype)

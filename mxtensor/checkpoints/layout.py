@@ -139,9 +139,9 @@ def rowwise(name: str, t: MXTensor, layout: str, formats: Mapping[str, Any], who
     """
     operand, block = t.rowwise, t.format.block[-1]
     if t.format.name not in formats:
-        held = ", ".join(formats)
         raise NotImplementedError(
-            f"{name} is {t.format.name}, and the layout {layout} holds {held}: pass format=, which quantizes again"
+            f"{name} is {t.format.name}, and the layout {layout} holds {', '.join(formats)}: pass format=, which "
+            "quantizes again"
         )
     if operand is None or t.dim() != 2 or not name.endswith("weight"):
         raise NotImplementedError(

@@ -1,8 +1,8 @@
 """NVIDIA ModelOpt: NVFP4, MXFP8 and float8 with one scale a tensor.
 
-``weight`` U8 with ``weight_scale`` F8_E4M3 and ``weight_scale_2`` F32, which multiplies (NVFP4 and its W4A16); ``weight``
-F8_E4M3 with ``weight_scale`` U8 (MXFP8) or F32 (float8). ``input_scale`` belongs to static activations and is read as
-an ordinary tensor.
+NVFP4 and its W4A16: ``weight`` U8 with ``weight_scale`` F8_E4M3 and ``weight_scale_2`` F32, which multiplies. MXFP8 and
+float8: ``weight`` F8_E4M3 with ``weight_scale`` U8 or F32. ``input_scale`` belongs to static activations and is read
+as an ordinary tensor.
 """
 
 from __future__ import annotations

@@ -91,8 +91,8 @@ def _config(written: Written) -> dict[str, Any]:
     quantization = {
         "quant_method": "quark", "global_quant_config": casts, "layer_quant_config": {}, "layer_type_quant_config": {},
         "exclude": [name.removesuffix(".weight") for name in written.others], "quant_mode": "eager_mode",
-        "export": {"kv_cache_group": [], "min_kv_scale": 0.0, "pack_method": "reorder", "weight_format": "real_quantized",
-                   "weight_merge_groups": None},
+        "export": {"kv_cache_group": [], "min_kv_scale": 0.0, "pack_method": "reorder",
+                   "weight_format": "real_quantized", "weight_merge_groups": None},
     }  # fmt: skip
     return {"config.json": {"quantization_config": quantization}}
 

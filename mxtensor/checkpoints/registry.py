@@ -41,8 +41,8 @@ def layout_of(checkpoint: Checkpoint) -> Layout:
         if layout.detect(checkpoint):
             return layout
     raise NotImplementedError(
-        f"{checkpoint.path} has the quant_method {described(checkpoint.method)}, which no layout reads; the layouts are "
-        f"{', '.join(LAYOUTS)}"
+        f"{checkpoint.path} has the quant_method {described(checkpoint.method)}, which no layout reads; the layouts "
+        f"are {', '.join(LAYOUTS)}"
     )
 
 

@@ -48,7 +48,7 @@ class Sink:
         self._metadata: dict[str, str] = {}
         self._bytes = 0
 
-    def add(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] = {}) -> None:  # noqa: B006  (only read)
+    def add(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
         """Add tensors that go to one shard together, and entries of the header of that shard."""
         size = sum(t.nbytes for t in tensors.values())
         if self._tensors and self._bytes + size > self.shard_bytes:
@@ -58,7 +58,7 @@ class Sink:
                 raise ValueError(f"two tensors would be stored as {name}; rename one of them")
             self._names.add(name)
             self._tensors[name] = t.detach().to("cpu").contiguous()
-        self._metadata |= metadata
+        self._metadata |= metadata or {}
         self._bytes += size
 
     def _flush(self) -> None:
@@ -96,7 +96,7 @@ class Sink:
         if count == 1:
             os.replace(self.folder / "1.safetensors", self.folder / ONE_FILE)
             return
-        weight_map = {}
+        weight_map: dict[str, str] = {}
         for i, tensors in enumerate(self.shards, 1):
             name = f"model-{i:05}-of-{count:05}.safetensors"
             os.replace(self.folder / f"{i}.safetensors", self.folder / name)

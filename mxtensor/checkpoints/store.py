@@ -1,8 +1,8 @@
 """``load``, ``save`` and ``convert`` of checkpoints in every layout.
 
-    state = mx.checkpoints.load("model-NVFP4")                              # MXTensors, without a detour
-    mx.checkpoints.save(model, "out", layout="compressed-tensors")
-    mx.checkpoints.convert("model", "out", layout="modelopt", format="nvfp4")
+state = mx.checkpoints.load("model-NVFP4")  # MXTensors, without a detour
+mx.checkpoints.save(model, "out", layout="compressed-tensors")
+mx.checkpoints.convert("model", "out", layout="modelopt", format="nvfp4")
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..convert.configs import Config, recipe_of
@@ -89,8 +88,8 @@ def save(
     chosen = _writable(layout)
     config: dict[str, Any] = {}
     if isinstance(model, nn.Module):
-        described_config = getattr(model, "config", None)
-        config = described_config.to_diff_dict() if hasattr(described_config, "to_diff_dict") else {}
+        of_model: Any = getattr(model, "config", None)
+        config = of_model.to_diff_dict() if hasattr(of_model, "to_diff_dict") else {}
         tied = getattr(model, "all_tied_weights_keys", None) or {}
         state: Mapping[str, Any] = {k: v for k, v in model.state_dict().items() if k not in tied}
     elif isinstance(model, Mapping):
@@ -175,7 +174,8 @@ def _store(sink: Sink, layout: Layout, written: Written, name: str, value: Tenso
 def _quantized(name: str, value: Tensor, recipe: LinearRecipe | None, skip: Sequence[str]) -> Tensor:
     """``value`` in the format of ``recipe``, if it is a matrix that is to be quantized."""
     module, _, leaf = name.rpartition(".")
-    if recipe is None or leaf != "weight" or value.dim() != 2 or not value.is_floating_point() or is_skipped(module, skip):
+    is_matrix = leaf == "weight" and value.dim() == 2 and value.is_floating_point()
+    if recipe is None or not is_matrix or is_skipped(module, skip):
         return value
     if isinstance(value, MXTensor):
         if value.format == recipe.stored.format:
@@ -194,7 +194,7 @@ def _note(report: Conversion, name: str, before: Tensor, after: Tensor) -> None:
         report.exact.append(name)
         return
     exact = before.dequantize() if isinstance(before, MXTensor) else before
-    error = (after.dequantize(torch.float32) - exact.float()).norm() / exact.float().norm().clamp(min=1e-38)
+    error = (after.dequantize().float() - exact.float()).norm() / exact.float().norm().clamp(min=1e-38)
     report.errors[name] = float(error) if math.isfinite(float(error)) else math.inf
 
 
