@@ -26,6 +26,7 @@ from .convert.training_configs import (
 from .core.dispatch import strict
 from .core.explain import explain
 from .core.select import kernels
+from .integrations import TransformersConfig
 from .numerics.cast import Cast
 from .numerics.formats import (
     DTYPE_FP6_E2M3,
@@ -102,6 +103,7 @@ __all__ = [
     "Quantizer",
     "Rounding",
     "ScaleCalculationMode",
+    "TransformersConfig",
     "autocast",
     "checkpoint",
     "checkpoints",

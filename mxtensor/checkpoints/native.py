@@ -30,7 +30,8 @@ def _pickled(t: MXTensor) -> Any:
     return arguments[0] if function is rebuild_with_attributes else arguments
 
 
-def _write(name: str, t: MXTensor) -> dict[str, Tensor]:
+def stored_tensors(name: str, t: MXTensor) -> dict[str, Tensor]:
+    """The tensors that are stored for ``t``: bytes of codes, scales."""
     components = _pickled(t)[0]
     return {
         f"{name}{side}_{kind}": tensor
@@ -39,7 +40,8 @@ def _write(name: str, t: MXTensor) -> dict[str, Tensor]:
     }
 
 
-def _metadata(name: str, t: MXTensor) -> dict[str, str]:
+def header(name: str, t: MXTensor) -> dict[str, str]:
+    """What the metadata says of ``t``."""
     components, row, (dtype, size, stride, _), _ = _pickled(t)
     fields = {"copies": {side: len(tensors) for side, tensors in components.items()}, "recipe": row, "dtype": dtype,
               "shape": list(size), "stride": list(stride)}  # fmt: skip
@@ -54,7 +56,9 @@ def entry_of(name: str, text: str) -> Entry:
         outer = fields["dtype"], tuple(fields["shape"]), tuple(fields["stride"]), False
         if not isinstance(copies, dict) or not copies or not set(copies) <= set(_SIDES):
             raise ValueError(f"copies must be of {', '.join(_SIDES)}, got {described(copies)}")
-        sides = {side: _TENSORS[: int(count)] for side, count in copies.items()}
+        if any(type(count) is not int or count not in (2, 3) for count in copies.values()):
+            raise ValueError(f"each copy has 2 or 3 tensors, got {described(copies)}")
+        sides = {side: _TENSORS[:count] for side, count in copies.items()}
     except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
         raise ValueError(f"the metadata of tensor {name} is not valid: {error!r:.200}") from error
     sources = tuple(f"{name}{side}_{kind}" for side, kinds in sides.items() for kind in kinds)
@@ -74,11 +78,43 @@ def _read(checkpoint: Checkpoint) -> dict[str, Entry]:
     for key, text in checkpoint.metadata.items():
         if key.startswith(PREFIX):
             name = key.removeprefix(PREFIX)
-            entries[name] = entry = entry_of(name, text)
+            entry = entry_of(name, text)
+            if entry.sources[0] not in checkpoint.tensors:  # transformers has renamed it after the metadata was made
+                end = entry.sources[0].removeprefix(name)
+                others = [other.removesuffix(end) for other in checkpoint.tensors if other.endswith(end)]
+                name, entry = _renamed(name, entry, closest(name, others) or name)
             lacks = [source for source in entry.sources if source not in checkpoint.tensors]
             if lacks:
                 raise ValueError(f"{checkpoint.path}, tensor {name}: the checkpoint lacks {', '.join(lacks)}")
+            entries[name] = entry
     return with_others(checkpoint, entries)
+
+
+def _renamed(name: str, entry: Entry, new: str) -> tuple[str, Entry]:
+    return new, Entry(tuple(new + source.removeprefix(name) for source in entry.sources), entry.build)
+
+
+def closest(name: str, others: list[str]) -> str | None:
+    """The one of ``others`` that is ``name`` with renamed components in the middle or the front; None if none is.
+
+    Numbers of layers and the last component stay; the most components at both ends have to agree.
+    """
+    if name in others:
+        return name
+    components = name.split(".")
+    numbers = [c for c in components if c.isdigit()]
+    scores = {}
+    for other in others:
+        theirs = other.split(".")
+        if theirs[-1] == components[-1] and [c for c in theirs if c.isdigit()] == numbers:
+            scores[other] = _agree(components, theirs) + _agree(components[::-1], theirs[::-1])
+    best = [other for other, score in scores.items() if score == max(scores.values())]
+    return best[0] if len(best) == 1 and scores[best[0]] > 1 else None
+
+
+def _agree(a: list[str], b: list[str]) -> int:
+    """How many components agree at the front."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _config(written: Written) -> dict[str, Any]:
@@ -92,8 +128,8 @@ NATIVE = Layout(
     "this package",
     detect=lambda checkpoint: any(key.startswith(PREFIX) for key in checkpoint.metadata),
     read=_read,
-    write=_write,
+    write=stored_tensors,
     config=_config,
-    metadata=_metadata,
+    metadata=header,
     formats="all, in every orientation",
 )

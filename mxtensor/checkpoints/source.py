@@ -138,7 +138,7 @@ class Checkpoint:
         """The tensor that an entry describes. Raises ValueError or NotImplementedError that names file and tensor."""
         try:
             return entry.build(*map(self.tensor, entry.sources))
-        except (ValueError, TypeError, RuntimeError) as error:
+        except (ValueError, TypeError, RuntimeError, LookupError, ArithmeticError) as error:
             kind = NotImplementedError if isinstance(error, NotImplementedError) else ValueError
             raise kind(f"{self.place(entry.sources[0])}: {error}") from error
 

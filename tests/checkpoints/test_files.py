@@ -185,11 +185,11 @@ def test_mutated_headers_raise_a_sentence_or_load(seed, tmp_path):
 # ---------------------------------------------------------------------------------------------- writing
 
 
-class Full(OSError):
+class FullError(OSError):
     pass
 
 
-@pytest.mark.parametrize("error", [Full("No space left on device"), KeyboardInterrupt()])
+@pytest.mark.parametrize("error", [FullError("No space left on device"), KeyboardInterrupt()])
 def test_a_failure_leaves_nothing(error, tmp_path, monkeypatch):
     path = checkpoint(tmp_path / "a", {f"m{i}.weight": torch.randn(32, 32) for i in range(4)})
     before = {p.name: p.read_bytes() for p in path.iterdir()}
