@@ -120,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return int(chosen.run(chosen))
     except BrokenPipeError:  # what reads the output, such as head, has enough
-        sys.stdout = None  # type: ignore[assignment]  # nothing to flush at the end
+        sys.stdout = None  # nothing to flush at the end
         return FAILED
     except EXPECTED as error:
         text = " ".join(str(error).split())

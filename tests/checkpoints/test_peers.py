@@ -79,9 +79,11 @@ def test_compressed_tensors_both_ways(scheme, tmp_path):
     mx.checkpoints.save(
         loaded, tmp_path / "b", layout="compressed-tensors"
     )  # the same bytes, and a valid configuration
-    again = load_file(tmp_path / "b" / "model.safetensors")
-    assert {name: t.dtype for name, t in again.items()} == {f"m.{name}": t.dtype for name, t in stored.items()}
-    assert all(torch.equal(again[f"m.{name}"].view(torch.uint8), t.view(torch.uint8)) for name, t in stored.items())
+    written_back = load_file(tmp_path / "b" / "model.safetensors")
+    assert {name: t.dtype for name, t in written_back.items()} == {f"m.{name}": t.dtype for name, t in stored.items()}
+    assert all(
+        torch.equal(written_back[f"m.{name}"].view(torch.uint8), t.view(torch.uint8)) for name, t in stored.items()
+    )
     config = json.loads((tmp_path / "b" / "config.json").read_text())["quantization_config"]
     written = QuantizationConfig.model_validate(config).config_groups["group_0"].model_dump(mode="json")
     assert {k: v for k, v in written.items() if k != "format"} == {k: v for k, v in groups["group_0"].items()
@@ -155,8 +157,8 @@ def test_words_of_mlx(mode, bits, group, tmp_path):
                                                                            "group_size": group}}))  # fmt: skip
     table = nibbles(torch.arange(16, dtype=torch.uint8))[::2]
     elements = table[values] if bits == 4 else values.to(torch.uint8).view(torch.float8_e4m3fn).float()
-    factors = scale.view(torch.float8_e4m3fn).float() if group == 16 else torch.exp2(scale.double() - 127).float()
-    wanted = elements * factors.repeat_interleave(group, 1)
+    scale_values = scale.view(torch.float8_e4m3fn).float() if group == 16 else torch.exp2(scale.double() - 127).float()
+    wanted = elements * scale_values.repeat_interleave(group, 1)
     assert torch.equal(mx.checkpoints.load(path)["m.weight"].dequantize(), wanted.bfloat16())
 
 

@@ -1,4 +1,4 @@
-"""transformers: quantizing while loading, saving, and loading again by name alone."""
+"""transformers: quantizing while loading, saving, and loading reloaded by name alone."""
 
 import subprocess
 import sys
@@ -50,17 +50,17 @@ def test_a_model_is_quantized_saved_and_loaded_by_name(path, format):
     with torch.no_grad():
         assert torch.equal(model(IDS).logits, wanted(IDS).logits)
         model.save_pretrained(path.parent / "saved", max_shard_size="40KB")
-        again = AutoModelForCausalLM.from_pretrained(path.parent / "saved")
-        assert quantized(again) == quantized(model) and again.dtype == torch.bfloat16
-        assert torch.equal(again(IDS).logits, model(IDS).logits)
+        reloaded = AutoModelForCausalLM.from_pretrained(path.parent / "saved")
+        assert quantized(reloaded) == quantized(model) and reloaded.dtype == torch.bfloat16
+        assert torch.equal(reloaded(IDS).logits, model(IDS).logits)
     tied = model.config.tie_word_embeddings
-    assert (again.get_output_embeddings().weight is again.get_input_embeddings().weight) is tied
-    assert {p.requires_grad for p in again.parameters() if isinstance(p, mx.MXTensor)} == {False}
+    assert (reloaded.get_output_embeddings().weight is reloaded.get_input_embeddings().weight) is tied
+    assert {p.requires_grad for p in reloaded.parameters() if isinstance(p, mx.MXTensor)} == {False}
 
     loaded = mx.checkpoints.load(path.parent / "saved")
     assert sum(isinstance(t, mx.MXTensor) for t in loaded.values()) == len(quantized(model))
-    again.dequantize()
-    assert quantized(again) == {}
+    reloaded.dequantize()
+    assert quantized(reloaded) == {}
 
 
 def test_layers_that_are_skipped_stay_as_they_are(tmp_path):
@@ -141,3 +141,31 @@ def test_it_is_registered_in_any_order_of_imports_and_imports_nothing_itself(ord
     code += f"{order}; from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING as m; print('mxtensor' in m)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "True", done.stderr
+
+
+@pytest.mark.parametrize("format", ["mxfp4", "mxfp6-weight-only", "mxfp8-weight-only", "nvfp4-weight-only"])
+@pytest.mark.filterwarnings("ignore")
+def test_transformers_loads_the_layout_of_compressed_tensors(format, tmp_path):
+    pytest.importorskip("compressed_tensors")
+    MODELS["Llama"]().bfloat16().save_pretrained(tmp_path / "a")
+    mx.checkpoints.convert(tmp_path / "a", tmp_path / "b", layout="compressed-tensors", format=format)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "b")
+    with torch.no_grad():
+        model(IDS)  # decompresses the weights
+    state, wanted = model.state_dict(), mx.checkpoints.load(tmp_path / "b")
+    weights = {name: t.dequantize() for name, t in wanted.items() if isinstance(t, mx.MXTensor)}
+    assert len(weights) == 14 and all(torch.equal(state[name], values) for name, values in weights.items())
+
+
+def test_transformers_dequantizes_the_layout_of_deepseek_to_the_same_values(tmp_path):
+    from transformers import FineGrainedFP8Config
+
+    sizes = SIZES | {"hidden_size": 128, "intermediate_size": 256}
+    LlamaForCausalLM(LlamaConfig(**sizes)).bfloat16().save_pretrained(tmp_path / "a")
+    mx.checkpoints.convert(tmp_path / "a", tmp_path / "b", layout="deepseek", format="float8_128x128-weight-only")
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "b", quantization_config=FineGrainedFP8Config(dequantize=True)
+    )
+    state, wanted = model.state_dict(), mx.checkpoints.load(tmp_path / "b")
+    weights = {name: t.dequantize() for name, t in wanted.items() if isinstance(t, mx.MXTensor)}
+    assert len(weights) == 14 and all(torch.equal(state[name], values) for name, values in weights.items())
