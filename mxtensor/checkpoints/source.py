@@ -7,7 +7,8 @@ names of shards stay inside the folder, JSON files have a largest size, and each
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -22,8 +23,15 @@ from ..numerics.reference import SOURCE_DTYPES
 INDEX = "model.safetensors.index.json"
 LARGEST_JSON = 1 << 28
 """Bytes of a JSON file that is read; the index of a model with 100,000 tensors has 10 MB."""
-REOPEN_BYTES = 1 << 28
-"""A file is opened anew after so many bytes, since its mapped pages count as memory of the process."""
+READ_BYTES = 1 << 30
+"""Linux reads at most 2 GiB in one call."""
+DTYPES = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "U16": torch.uint16,
+    "F16": torch.float16, "BF16": torch.bfloat16, "I32": torch.int32, "U32": torch.uint32, "F32": torch.float32,
+    "F64": torch.float64, "I64": torch.int64, "U64": torch.uint64, "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+}  # fmt: skip
+"""safetensors' names of dtypes whose values are read by offset; others are read by safetensors."""
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in SOURCE_DTYPES}
 
 
@@ -50,6 +58,8 @@ class Stored:
     dtype: str
     """safetensors' name: U8, F8_E4M3, BF16 ..."""
     shape: tuple[int, ...]
+    offset: int | None = None
+    """The first byte of its values in the file; None: safetensors reads it."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +81,7 @@ def plain(name: str) -> Entry:
 
 @dataclass
 class Checkpoint:
-    """An opened folder or file of safetensors. A context manager: ``close`` frees the mapped files."""
+    """An opened folder or file of safetensors. A context manager."""
 
     path: Path
     tensors: dict[str, Stored] = field(default_factory=dict)
@@ -79,8 +89,6 @@ class Checkpoint:
     """The metadata of all headers."""
     config: dict[str, Any] = field(default_factory=dict)
     """``config.json``; empty if there is none."""
-    _open: dict[Path, Any] = field(default_factory=dict)
-    _read: dict[Path, int] = field(default_factory=dict)
 
     @property
     def quantization(self) -> dict[str, Any]:
@@ -120,19 +128,14 @@ class Checkpoint:
     def tensor(self, name: str) -> Tensor:
         """The values of a stored tensor. Raises ValueError that names file and tensor."""
         stored = self.tensors[name]
-        count = self._read.get(stored.file, 0)
-        if count > REOPEN_BYTES:
-            self._open.pop(stored.file, None)
-            count = 0
         try:
-            handle = self._open.get(stored.file)
-            if handle is None:
-                handle = self._open[stored.file] = open_safetensors(stored.file)
-            values: Tensor = handle.get_tensor(name)
+            return _read(stored) if stored.offset is not None else self._mapped(stored, name)
         except (safetensors_error(), OSError, RuntimeError, KeyError, TypeError) as error:
             raise ValueError(f"{self.place(name)}: {error}") from error
-        self._read[stored.file] = count + values.nbytes
-        return values
+
+    def _mapped(self, stored: Stored, name: str) -> Tensor:
+        with open_safetensors(stored.file) as handle:
+            return handle.get_tensor(name)  # type: ignore[no-any-return]
 
     def load(self, name: str, entry: Entry) -> Tensor:
         """The tensor that an entry describes. Raises ValueError or NotImplementedError that names file and tensor."""
@@ -146,14 +149,11 @@ class Checkpoint:
         """A JSON file of the folder; empty if there is none."""
         return read_json(self.path / name) if self.path.is_dir() and (self.path / name).is_file() else {}
 
-    def close(self) -> None:
-        self._open.clear()
-
     def __enter__(self) -> Checkpoint:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, t: TracebackType | None) -> None:
-        self.close()
+        """Nothing is open between two tensors."""
 
 
 def open_safetensors(file: Path) -> Any:
@@ -188,14 +188,47 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     out.config = out.json("config.json")
     for file in files:
         with open_safetensors(file) as handle:
-            for name in handle.keys():  # noqa: SIM118  (a handle is no dict)
+            for name, stored in _described(handle, file):
                 if name in out.tensors:
                     raise ValueError(f"tensor {name} is in two files: {out.tensors[name].file} and {file}")
-                part = handle.get_slice(name)
-                out.tensors[name] = Stored(file, part.get_dtype(), tuple(part.get_shape()))
+                out.tensors[name] = stored
             out.metadata |= handle.metadata() or {}
     _check_index(path, out)
     return out
+
+
+def _described(handle: Any, file: Path) -> Iterator[tuple[str, Stored]]:
+    """The tensors of an opened file, in their order in it.
+
+    safetensors has checked that the values follow the header, and each other, without gaps. They are read by offset and
+    not from its mapped memory: mapped pages count as memory of the process, and reading them is slower.
+    """
+    with file.open("rb") as f:
+        offset: int | None = 8 + int.from_bytes(f.read(8), "little")
+    for name in handle.offset_keys():
+        described_by = handle.get_slice(name)
+        dtype, shape = described_by.get_dtype(), tuple(described_by.get_shape())
+        known = DTYPES.get(dtype)
+        if known is None:  # of packed values, whose bytes torch does not count
+            offset = None
+        yield name, Stored(file, dtype, shape, offset)
+        if offset is not None and known is not None:
+            offset += math.prod(shape) * known.itemsize
+
+
+def _read(stored: Stored) -> Tensor:
+    """The values of a tensor, by offset. Raises OSError if the file has become shorter."""
+    dtype = DTYPES[stored.dtype]
+    out = torch.empty(math.prod(stored.shape) * dtype.itemsize, dtype=torch.uint8)
+    with stored.file.open("rb", buffering=0) as f:
+        f.seek(stored.offset or 0)
+        view, done = memoryview(out.numpy()), 0  # type: ignore[arg-type]
+        while done < len(view):
+            count = f.readinto(view[done : done + READ_BYTES])
+            if not count:
+                raise OSError(f"the file ends {len(view) - done} bytes too early")
+            done += count
+    return out.view(dtype).reshape(stored.shape)
 
 
 def _files(path: Path) -> list[Path]:

@@ -27,10 +27,13 @@ from .registry import get_layout, layout_of, opened
 from .sink import Sink, merged
 from .source import Checkpoint
 
-SHARD_BYTES = 1 << 30
+SHARD_BYTES = 1 << 29
 SKIPPED = (*SKIPPED_NAMES, "embed_tokens", "embed_positions", "wte", "wpe", "word_embeddings", "position_embeddings",
            "token_type_embeddings", "embeddings", "tok_embeddings", "token_embd", "output", "norm")  # fmt: skip
 """Last components of module names whose matrices stay in high precision: heads, routers and embeddings."""
+TILES, TILE = 4, (128, 512)
+"""Parts of a large matrix whose error is measured: enough for two digits, and fast. They begin at whole blocks."""
+SAMPLE = TILES * TILE[0] * TILE[1]
 STATIC = ("input_scale", "input_global_scale", "k_scale", "v_scale", "k_proj.output_scale", "v_proj.output_scale")
 """Scales of static activations, which another layout names and defines in another way."""
 
@@ -43,7 +46,8 @@ class Conversion:
     """The layout that was read."""
     layout: str
     errors: dict[str, float] = field(default_factory=dict)
-    """Tensor -> relative error (Frobenius norm) of one that was quantized, or stored with another global scale."""
+    """Tensor -> relative error (Frobenius norm) of one that was quantized, measured on at most
+    262,144 values."""
     exact: list[str] = field(default_factory=list)
     """Tensors whose codes or values were stored as they were."""
     dropped: list[str] = field(default_factory=list)
@@ -193,9 +197,29 @@ def _note(report: Conversion, name: str, before: Tensor, after: Tensor) -> None:
     if after is before:
         report.exact.append(name)
         return
-    exact = before.dequantize() if isinstance(before, MXTensor) else before
-    error = (after.dequantize().float() - exact.float()).norm() / exact.float().norm().clamp(min=1e-38)
-    report.errors[name] = float(error) if math.isfinite(float(error)) else math.inf
+    report.errors[name] = _relative_error(before, after)
+
+
+def _relative_error(before: Tensor, after: Tensor) -> float:
+    """||after - before|| / ||before|| of the whole matrix, or of TILES along its diagonal if it is large."""
+    places: list[tuple[int, int]] = [(0, 0)]
+    sizes = tuple(after.shape)
+    if after.numel() > SAMPLE:
+        sizes = tuple(min(n, most) for n, most in zip(sizes, TILE, strict=True))
+        rows, columns = after.shape[0] - sizes[0], after.shape[1] - sizes[1]
+        places = [(rows * i // (TILES - 1) // 128 * 128, columns * i // (TILES - 1) // 128 * 128) for i in range(TILES)]
+    noise, signal = [], []
+    for row, column in places:
+        tiles = (t.narrow(0, row, sizes[0]).narrow(1, column, sizes[1]) for t in (before, after))
+        true, rounded = map(_values, tiles)
+        noise.append(float((rounded - true).norm()))
+        signal.append(float(true.norm()))
+    error = math.hypot(*noise) / (math.hypot(*signal) or 1.0)
+    return error if math.isfinite(error) else math.inf
+
+
+def _values(t: Tensor) -> Tensor:
+    return (t.dequantize() if isinstance(t, MXTensor) else t).float()
 
 
 @dataclass(frozen=True)

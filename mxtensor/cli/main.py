@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from ..checkpoints import store
 from ..checkpoints.registry import LAYOUTS
 from . import commands
 
@@ -44,7 +45,7 @@ ARGUMENTS: dict[str, tuple[tuple[str, ...], dict[str, object]]] = {
     ),
     "shard": (
         ("--max-shard-bytes",),
-        {"type": int, "default": 1 << 30, "metavar": "N", "help": "the largest size of a file (default: 1 GiB)"},
+        {"type": int, "default": store.SHARD_BYTES, "metavar": "N", "help": "the largest file (default: 512 MiB)"},
     ),
     "overwrite": (("--overwrite",), {"action": "store_true", "help": "replace the destination if it exists"}),
     "tensors": (("--tensors",), {"action": "store_true", "help": "a line for each tensor"}),
