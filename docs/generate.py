@@ -35,6 +35,7 @@ from docs.devices import devices
 from docs.markdown import table
 from docs.recipes import recipes
 from docs.records import cast, cpu, decode, decode_model, figures, fsdp, host, linear, sharding, train_linear
+from docs.records_users import users_first, users_generate, users_layers
 
 ROOT = Path(__file__).resolve().parent.parent
 GENERATED = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -191,7 +192,10 @@ def models() -> str:
     return table(", ".join(HEADER), [cells(row) for row in recorded()])
 
 
-RECORDS = (figures, cpu, host, cast, linear, decode, decode_model, train_linear, fsdp, sharding)
+RECORDS = (
+    figures, cpu, host, cast, linear, decode, decode_model, train_linear, fsdp, sharding, users_layers, users_generate,
+    users_first,
+)  # fmt: skip
 GENERATORS = (formats, ops, functions, kernels, devices, api, torchao, models, recipes, *RECORDS)
 TABLES: dict[str, Callable[[], str]] = {generator.__name__: generator for generator in GENERATORS}
 

@@ -28,13 +28,15 @@ def _recorded(name: str, header: list[str], cells: Callable[[Row], list[list[str
     return f"{where}\n\n" + table(", ".join(header), [line for row in rows for line in cells(row)])
 
 
-def _on_gpu(name: str, kind: type[RowT], sections: Callable[[list[RowT]], list[str]]) -> str:
-    """The record of a GPU benchmark as text, tables and its picture; a sentence where there is none yet."""
+def on_gpu(name: str, kind: type[RowT], sections: Callable[[list[RowT]], list[str]], command: str | None = None) -> str:
+    """The record of a GPU benchmark as text, tables and its picture; a sentence where there is none yet.
+
+    ``command``: of ``python -m benchmarks``, if it is not ``name``.
+    """
     path = RESULTS / f"{name}.json"
     if not path.exists():
-        return (
-            f"Not recorded yet: `python -m benchmarks.{name} --json benchmarks/results/{name}.json` writes the record."
-        )
+        line = f"python -m benchmarks.{command or name} --json benchmarks/results/{name}.json"
+        return f"Not recorded yet: `{line}` writes the record."
     machine, rows = read_json(path, kind)
     paragraphs = [_where(f"{machine['gpu']}, CUDA {machine['cuda']}", machine), *sections(rows)]
     if (ASSETS / f"{name}.png").exists():
@@ -65,7 +67,7 @@ def host() -> str:
     def sections(rows: list[Row]) -> list[str]:
         return [table(", ".join(HEADER), [line for row in rows for line in cells(row)])]
 
-    return "\n\n".join((_recorded("host", HEADER, cells), _on_gpu("host_gpu", Row, sections)))
+    return "\n\n".join((_recorded("host", HEADER, cells), on_gpu("host_gpu", Row, sections)))
 
 
 def cast() -> str:
@@ -85,7 +87,7 @@ def cast() -> str:
             table("format, rowwise, both, torchao", host),
         ]
 
-    return _on_gpu("cast", bench.CastRow, sections)
+    return on_gpu("cast", bench.CastRow, sections)
 
 
 def linear() -> str:
@@ -101,7 +103,7 @@ def linear() -> str:
             table(", ".join(header), lines),
         ]
 
-    return _on_gpu("linear", bench.LinearRow, sections)
+    return on_gpu("linear", bench.LinearRow, sections)
 
 
 def train_linear() -> str:
@@ -119,7 +121,7 @@ def train_linear() -> str:
             table(", ".join(h.replace(",", "") for h in bench.MEMORY_HEADER), memory),
         ]
 
-    return _on_gpu("train_linear", bench.TrainRow, sections)
+    return on_gpu("train_linear", bench.TrainRow, sections)
 
 
 def decode() -> str:
@@ -141,7 +143,7 @@ def decode() -> str:
         ]
 
     return "\n\n".join(
-        (_on_gpu("decode", bench.DecodeRow, sections), _on_gpu("decode_peers", bench.DecodeRow, beside_peers))
+        (on_gpu("decode", bench.DecodeRow, sections), on_gpu("decode_peers", bench.DecodeRow, beside_peers))
     )
 
 
@@ -156,7 +158,7 @@ def decode_model() -> str:
             table(", ".join(bench.HEADER), bench.lines(rows)),
         ]
 
-    return _on_gpu("decode_model", bench.ModelRow, sections)
+    return on_gpu("decode_model", bench.ModelRow, sections)
 
 
 def fsdp() -> str:
@@ -171,7 +173,7 @@ def fsdp() -> str:
             table(", ".join(VERDICT_HEADER), [t.verdict(rows) for t in bench.TARGETS]),
         ]
 
-    return _on_gpu("fsdp", bench.FsdpRow, sections)
+    return on_gpu("fsdp", bench.FsdpRow, sections)
 
 
 def sharding() -> str:

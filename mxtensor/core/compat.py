@@ -82,6 +82,11 @@ dispatch_mode_count: Callable[[], int] = _python_dispatch._len_torch_dispatch_st
 
 torch has no public question for it. Missing: ``import mxtensor`` fails.
 """
+dispatch_mode: type[Any] = _python_dispatch.TorchDispatchMode
+"""The base class of modes that see each op.
+
+torch documents it in "Extending PyTorch" under this private name only. Missing: ``import mxtensor`` fails.
+"""
 is_jit_tracing: Callable[[], bool] = torch._C._is_tracing
 """Whether ``torch.jit.trace`` is recording ops: it sees no write to memory.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from .compat import dispatch_mode_count, is_ephemeral, is_functorch_wrapped_tensor, is_jit_tracing
+from .recording import active
 
 
 def is_recorded() -> bool:
@@ -28,7 +29,10 @@ def refuse_recording(what: str) -> None:
 
 def is_traced(*tensors: torch.Tensor | None) -> bool:
     """Whether these tensors are being traced (or have no values at all) rather than computed."""
-    if torch.compiler.is_compiling() or dispatch_mode_count() > 0 or is_jit_tracing():
+    if torch.compiler.is_compiling() or is_jit_tracing():
+        return True
+    modes = dispatch_mode_count()
+    if modes and modes > (active() is not None):  # a recorder sees ops, and traces nothing
         return True
     for t in tensors:
         if t is not None and (type(t) not in _PLAIN or t.is_meta or is_functorch_wrapped_tensor(t)):

@@ -25,8 +25,8 @@ from ..kernels.gemm.spec import Form
 from ..numerics.formats import Rounding
 from ..numerics.operand import Operand
 from ..recipe.linear_recipe import LinearRecipe
-from ..training.linear import Options, product
 from ..training.operands import cached_operands, copies, saved, transposed
+from ..training.passes import Options, product
 from ..training.training_weight import values_of
 
 Group = Any

@@ -18,8 +18,9 @@ from ..core.torch_autocast import autocast_dtype, torch_autocasts
 from ..recipe.linear_recipe import HIGH_PRECISION, LinearRecipe
 from ..training.autocast import autocast_state
 from ..training.interception import check_recipe
-from ..training.linear import Options, linear
+from ..training.linear import linear
 from ..training.operands import Scales
+from ..training.passes import Options
 from .module_state import StatefulModule
 from .product_state import CachedOperands, WeightShards
 from .weight_shards import misfit, owner

@@ -18,8 +18,8 @@ from ..numerics.operand import Operand
 from ..recipe.linear_recipe import LinearRecipe
 from ..tensor.mxtensor import MXTensor
 from ..training.delayed_scaling import DelayedState
-from ..training.linear import WgradHook
 from ..training.operands import Scales, weight_copies
+from ..training.passes import WgradHook
 from .weight_shards import add_gradient, owner, version
 
 WeightShards = Sequence[Tensor]

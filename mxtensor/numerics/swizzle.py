@@ -8,6 +8,7 @@ Source: the cuBLAS manual, "1D Block Scaling Factors Layout"; PTX ISA, tcgen05.m
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -85,6 +86,7 @@ def swizzle_groups(scale: Tensor, ends: Tensor) -> Tensor:
 
 # ---------------------------------------------------------------------------------------------- cache
 
+Made = TypeVar("Made")
 _cache: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Scale tensor -> (its version, {layout: the cached result}); an entry ends with its tensor."""
 
@@ -100,8 +102,13 @@ def _may_cache(scale: Tensor) -> bool:
     return scale.device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
 
 
-def cached_value(scale: Tensor, layout: Hashable, make: Callable[[Tensor], Tensor]) -> Tensor:
-    """``make(scale)``, or the cached result for the same ``layout`` if ``scale`` has not been written to since."""
+def cached_value(
+    scale: Tensor, layout: Hashable, make: Callable[[Tensor], Made], may_add: Callable[[Made], bool] | None = None
+) -> Made:
+    """``make(scale)``, or the cached result for the same ``layout`` if ``scale`` has not been written to since.
+
+    ``may_add``: asked whether a new result may be cached.
+    """
     if not _may_cache(scale):
         return make(scale)
     version, made = _cache.get(scale, (None, {}))
@@ -110,8 +117,10 @@ def cached_value(scale: Tensor, layout: Hashable, make: Callable[[Tensor], Tenso
         _cache[scale] = (scale._version, made)
     if layout not in made:
         result = make(scale)
-        if result.untyped_storage().data_ptr() == scale.untyped_storage().data_ptr():
+        if isinstance(result, Tensor) and result.untyped_storage().data_ptr() == scale.untyped_storage().data_ptr():
             return result  # a cached view would keep its key alive
+        if may_add is not None and not may_add(result):
+            return result
         made[layout] = result
     return made[layout]  # type: ignore[no-any-return]
 

@@ -22,6 +22,7 @@ from ..numerics.operand import Operand
 from ..tensor.mxtensor import MXTensor
 from .matmul import Side, gemm_operands, preference
 from .matmul import linear as linear_rule
+from .repeated import Repeated, repeated
 
 aten = torch.ops.aten
 
@@ -71,7 +72,10 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, **out: Ten
         key = _launch_key(input, weight, bias, operand)
         plan = PLANS.get(key)
         if plan is not None and plan.launch is not None:
-            return plan.launch(input)  # type: ignore[no-any-return]
+            launch = plan.launch
+            if type(launch) is Repeated:
+                return launch(input, operand, bias, lambda: linear_rule(aten.linear.default, (input, weight, bias), {}))
+            return launch(input)  # type: ignore[no-any-return]
         key = key if plan is None else None
     product: Tensor = linear_rule(aten.linear.default, (input, weight, bias), {})
     if key is not None:
@@ -80,10 +84,14 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, **out: Ten
 
 
 def _prepare(key: Hashable, x: Tensor, weight: MXTensor, bias: Tensor | None) -> None:
-    """Cache the plan of an ``F.linear`` that has just run, with its launch if the kernel has one."""
+    """Cache the plan of an ``F.linear`` that has just run, with its launch: the kernel's, or the program of a later
+    call."""
     a, b = gemm_operands("linear", Side(as_matrix(x), False), Side(weight, False))
     args = GemmArgs(x.dtype, bias)
     plan = select.plan_of("linear", a, b, args, preference(weight))
     prepare = None if plan.kernel is None else plan.kernel.prepare
     launch = None if prepare is None else prepare(x, a, b, args)
+    if launch is None and plan.kernel is not None:
+        assert weight._rowwise is not None
+        launch = repeated(plan, x, weight._rowwise, bias, weight.recipe)
     PLANS.put(key, replace(plan, launch=launch, pinned=(weight.recipe,)))

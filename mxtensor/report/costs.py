@@ -13,16 +13,14 @@ import json
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from ..kernels.runtime import nvrtc
-from ..kernels.small_m import launch
+from ..kernels.small_m.compile_ahead import compile_all
 from ..kernels.small_m.config import LaunchConfig
 from ..kernels.small_m.costs import ROWS, Cost, features, path_of, predict, write
 from ..kernels.small_m.heuristics import fitted, gpu_of, table
@@ -58,24 +56,6 @@ def candidates(format: Format, m: int, casts: bool) -> list[LaunchConfig]:
     return list(found)
 
 
-def compile_all(format: Format, cases: Iterable[tuple[int, int, int, LaunchConfig, Cast | None]]) -> None:
-    """Compile the kernels of these products (M, N, K, config, cast), in one thread per processor."""
-    device, half = torch.device("cuda", torch.cuda.current_device()), (torch.bfloat16,) * 3
-    capability = torch.cuda.get_device_capability()
-
-    def one(case: tuple[int, int, int, LaunchConfig, Cast | None]) -> None:
-        m, n, k, config, cast = case
-        alignment = (k * format.element.bits // 8) & 15, (k // format.block[1]) & 15, 2 * k & 15
-        try:
-            chosen = launch.choose(device, format, half, (m, k, 0), (n,), alignment, cast, config)
-        except RuntimeError:  # it does not fit; it is not timed either
-            return
-        nvrtc.compiled(launch.KERNEL_SOURCES[config.kind], chosen.constants, capability)
-
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(one, cases))
-
-
 def measure(format: Format, shapes: Sequence[tuple[int, int]]) -> Iterator[tuple[Case, tuple[int, int, float]]]:
     """Time every candidate on every shape; progress is printed."""
     gpu = gpu_of(torch.device("cuda", torch.cuda.current_device()))
@@ -88,7 +68,7 @@ def measure(format: Format, shapes: Sequence[tuple[int, int]]) -> Iterator[tuple
         if layout_of(format, config, m, n, k, gpu)
     ]
     print(f"{format}: compiling the kernels of {len(every)} products", flush=True)
-    compile_all(format, every)
+    print(f"{format}: {compile_all(format, every)} kernels", flush=True)
     for n, k in shapes:
         copies = weights(format, n, k)
         for m, _, _, config, cast in (case for case in every if case[1:3] == (n, k)):

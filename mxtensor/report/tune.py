@@ -13,7 +13,6 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,10 @@ from torch import Tensor
 
 from ..kernels.quantize.select import quantize_operand
 from ..kernels.runtime import nvrtc
-from ..kernels.small_m.config import KINDS, Facts, LaunchConfig, classes_of, constants, facts_for, registers
+from ..kernels.small_m.compile_ahead import compile_all
+from ..kernels.small_m.config import KINDS, LaunchConfig, registers
 from ..kernels.small_m.heuristics import ROWS, WGMMA_CAPABILITY, Measured, gpu_of, path_of, read, write
-from ..kernels.small_m.launch import KERNEL_SOURCES, Weight, launch
+from ..kernels.small_m.launch import Weight, launch
 from ..kernels.small_m.shared_memory import RESERVED, Gpu, layout_of
 from ..numerics.cast import Cast
 from ..numerics.formats import Format, get_format
@@ -184,20 +184,6 @@ def casts_of(format: Format, rows: int, kind: str) -> tuple[Cast | None, ...]:
     return (None, Cast(format)) if rows <= FEW and kind == "persistent" else (None,)
 
 
-def compile_all(format: Format, kernels: Iterable[tuple[LaunchConfig, int]]) -> None:
-    """Compile the kernels of these configs and classes, in one thread per processor."""
-    capability = torch.cuda.get_device_capability()
-
-    def one(kernel: tuple[LaunchConfig, int]) -> None:
-        (config, classes), half = kernel, torch.bfloat16
-        for cast in casts_of(format, 1, config.kind) if config.whole_x else (None,):
-            facts = Facts(format, half, half, half, 16, 16, 16, True, cast, classes)
-            nvrtc.compiled(KERNEL_SOURCES[config.kind], constants(facts_for(facts, config), config), capability)
-
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(one, kernels))
-
-
 def kinds(rows: int) -> tuple[str, ...]:
     """The kinds of kernels worth timing at this number of rows."""
     if torch.cuda.get_device_capability() != WGMMA_CAPABILITY:
@@ -269,9 +255,14 @@ def main() -> None:
     for format in map(get_format, args.formats):
         shapes = [(m, n, k) for m in args.rows for n, k in args.shapes or (SHAPES + JOINED if m == 1 else SHAPES)]
         cases = [(*shape, kind) for shape in shapes for kind in kinds(shape[0]) if kind in args.kinds]
-        kernels = {(c, classes_of(format, c, case[0])) for case in cases for c in candidates(format, *case)}
-        print(f"{format}: compiling {len(kernels)} kernels", flush=True)
-        compile_all(format, kernels)
+        print(f"{format}: compiling", flush=True)
+        products = [
+            (*case[:3], config, cast)
+            for case in cases
+            for cast in casts_of(format, case[0], case[3])
+            for config in candidates(format, *case)
+        ]
+        print(f"{format}: {compile_all(format, products)} kernels", flush=True)
         for n, k in dict.fromkeys(shape[1:] for shape in shapes):
             copies = weights(format, n, k)
             update(path, [line for case in cases if case[1:3] == (n, k) for line in fastest(format, *case, copies)])

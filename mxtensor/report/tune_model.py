@@ -17,6 +17,7 @@ from torch import nn
 from ..core.progress import with_progress
 from ..core.select import forget_decisions
 from ..kernels.small_m import launch
+from ..kernels.small_m.compile_ahead import compile_all
 from ..kernels.small_m.config import LaunchConfig, can_use_wgmma
 from ..kernels.small_m.costs import costs_of, predict, rows_key
 from ..kernels.small_m.heuristics import Measured, gpu_of, keep_tuned, stand_in
@@ -24,7 +25,6 @@ from ..kernels.small_m.shared_memory import layout_of
 from ..numerics.cast import Cast
 from ..numerics.formats import Format, get_format
 from ..tensor.mxtensor import MXTensor
-from .costs import compile_all
 from .tune import FEW, call, graph_time, weights
 
 TUNED_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)

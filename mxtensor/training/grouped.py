@@ -19,8 +19,9 @@ from torch import Tensor
 
 from ..core.arguments import DENSE, check, described
 from ..numerics.operand import Operand
-from .linear import Options, linear
+from .linear import linear
 from .operands import Scales
+from .passes import Options
 
 Splits: TypeAlias = Sequence[int] | Tensor
 """The row count of each group: integers, or an integer tensor (groups,) on any device."""

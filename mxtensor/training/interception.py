@@ -21,8 +21,9 @@ from ..tensor.mxtensor import MXTensor
 from ..training import recompute
 from .delayed_scaling import DelayedState
 from .experts import note_if_experts
-from .linear import Options, linear
+from .linear import linear
 from .operands import Scales
+from .passes import Options
 from .training_weight import LOADED, STATE, WEIGHT_FUNCTIONS, TrainingWeight, values_of
 
 # ---------------------------------------------------------------------------------------------- calls

@@ -272,7 +272,7 @@ def test_the_table_of_a_small_float32_linear():
 calls  op          operands                           kernel
 -----  ----------  ---------------------------------  --------
 2      linear      mxfp8_e4m3 8x64, mxfp8_e4m3 16x64  emulated
-    scaled_mm, dot_scaled, small_m: runs on cuda, this tensor is on cpu
+    scaled_mm, dot_scaled, fp8_rows, small_m: runs on cuda, this tensor is on cpu
     dequant: computes in bfloat16, the result is float32
 2      quantize    float32->mxfp8_e4m3 8x64           cpu
     triton: runs on cuda, this tensor is on cpu

@@ -25,7 +25,7 @@ from unittest.mock import patch
 
 import torch
 
-from mxtensor.kernels.gemm import dot_scaled
+from mxtensor.kernels.gemm import dot_scaled, fp8_rows, fp8_rows_operand
 from mxtensor.kernels.gemm.spec import Form
 from mxtensor.kernels.quantize import triton_columns, triton_common, triton_pair, triton_rows
 from mxtensor.kernels.runtime import triton_launch
@@ -34,8 +34,8 @@ from mxtensor.numerics.formats import get_format
 from mxtensor.numerics.operand import Operand
 
 TARGETS = (80, 89, 90, 100, 120)
-HOSTS = (triton_common, triton_columns, triton_rows, triton_pair)
-"""The modules that launch casts."""
+HOSTS = (triton_common, triton_columns, triton_rows, triton_pair, fp8_rows, fp8_rows_operand)
+"""The modules that launch casts, and products of row-scaled operands."""
 
 
 class Variant(NamedTuple):
@@ -182,6 +182,24 @@ def transposed_values(name: str, dtype: torch.dtype) -> None:
     triton_rows.fake_quantize(values(4096, 4096, dtype).t(), Cast.of(name), dtype)
 
 
+def row_operand(name: str, multiple: int) -> fp8_rows_operand.RowOperand:
+    """4096x4096 values re-expressed."""
+    whole = operand(name)
+    made = fp8_rows_operand.empty_rows(4096, 4096, whole.data.device)
+    return fp8_rows_operand.RowOperand(*made, whole.scale, whole.format, (4096, 4096))
+
+
+def row_cast(name: str, dtype: torch.dtype, cols: int) -> None:
+    """``rows_of_values`` of a matrix with so many columns."""
+    fp8_rows_operand.rows_of_values(values(4096, cols, dtype), Cast.of(name))
+
+
+def exact(left: str, right: str, bias: bool) -> None:
+    """The product of rows beyond the bound."""
+    out, added = torch.empty(4096, 4096, dtype=BF16, device="meta"), torch.empty(4096, dtype=BF16, device="meta")
+    fp8_rows.exact_rows(row_operand(left, 1), row_operand(right, 16), added if bias else None, out)
+
+
 CASTS: dict[str, tuple[Callable[[], Any], bool]] = {
     "mxfp8 bf16": (lambda: quantize("mxfp8", BF16), True),
     "mxfp8 fp32": (lambda: quantize("mxfp8", FP32), True),
@@ -230,6 +248,20 @@ CASTS: dict[str, tuple[Callable[[], Any], bool]] = {
     "mxfp8 to bf16": (lambda: triton_rows.dequantize(operand("mxfp8"), BF16), False),
     "mxfp6 to fp32": (lambda: triton_rows.dequantize(operand("mxfp6"), FP32), False),
     "nvfp4 to bf16": (lambda: triton_rows.dequantize(operand("nvfp4"), BF16), False),
+    "mxfp8 bf16 rows": (lambda: row_cast("mxfp8", BF16, 4096), True),
+    "mxfp8 bf16 long rows": (lambda: row_cast("mxfp8", BF16, 14336), True),
+    "mxfp8_e5m2 bf16 rows in steps": (lambda: row_cast("mxfp8_e5m2", BF16, 5120), True),
+    "mxfp6 fp32 rows": (lambda: row_cast("mxfp6", FP32, 4096), True),
+    "mxfp4 bf16 rows": (lambda: row_cast("mxfp4", BF16, 4096), True),
+    "mxfp8 to rows": (lambda: fp8_rows_operand.rows_of_operand(operand("mxfp8"), 16), True),
+    "mxfp6 to rows": (lambda: fp8_rows_operand.rows_of_operand(operand("mxfp6"), 16), True),
+    "mxfp4 to rows": (lambda: fp8_rows_operand.rows_of_operand(operand("mxfp4"), 16), True),
+    "float8_e5m2_tensor_pow2 to rows": (
+        lambda: fp8_rows_operand.rows_of_operand(operand("float8_e5m2_tensor_pow2"), 16),
+        True,
+    ),
+    "exact mxfp8 by mxfp8": (lambda: exact("mxfp8", "mxfp8", False), False),
+    "exact mxfp8_e5m2 by mxfp4": (lambda: exact("mxfp8_e5m2", "mxfp4", True), False),
 }
 """Name of a cast -> (the call, whether its kernel rounds with float8 instructions if the device has them)."""
 

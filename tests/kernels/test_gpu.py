@@ -479,3 +479,21 @@ def test_pinned_memory_holds_the_same_codes():
     assert pinned.is_pinned() and not w.is_pinned()
     assert same(pinned.rowwise.data, w.rowwise.data)
     assert torch.equal(pinned.to("cuda", non_blocking=True).dequantize().cpu(), w.dequantize())
+
+
+@pytest.mark.parametrize("config", ["float8_e4m3_row", "float8_e4m3_tensor", "float8_e4m3_1x128", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("rows", [1, 48, 600])
+def test_repeated_products_have_the_bits_of_the_general_way(config, rows):
+    """The second call of a kind is recorded, later ones repeat it; also on another stream, and for another layer."""
+    layers = [mx.quantize_(torch.nn.Linear(512, 256, device="cuda", dtype=torch.bfloat16), config) for _ in range(2)]
+    side = torch.cuda.Stream()
+    with torch.no_grad():
+        for stream in (torch.cuda.current_stream(), side):
+            for layer in layers * 3:
+                x = torch.randn(rows, 512, device="cuda").bfloat16()
+                with torch.cuda.stream(stream):
+                    stream.wait_stream(torch.cuda.default_stream())
+                    y = layer(x)
+                torch.cuda.synchronize()
+                with mx.explain():
+                    assert torch.equal(y, layer(x))

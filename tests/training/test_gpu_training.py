@@ -1,6 +1,8 @@
 """Training on a CUDA device: the three products against the exact reference, as on CPU."""
 
 import copy
+import threading
+import weakref
 
 import pytest
 import torch
@@ -8,7 +10,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import mxtensor as mx
+from mxtensor.core.plan import PLANS
 from mxtensor.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
+from mxtensor.training import prepared
 from mxtensor.training.linear import Options, linear
 from tests.helpers.compare import relative_error
 from tests.helpers.training_reference import check_step, train_step
@@ -172,3 +176,171 @@ def test_saved_activations_use_about_half_the_memory():
     ours, _ = saved(model)
     assert plain == 3 * x.nbytes  # the input exists anyway
     assert ours <= 4 * 0.52 * x.nbytes
+
+
+# ---------------------------------------------------------------------------------------------- prepared layers
+
+PREPARED = NEAREST | {"nvfp4 stochastic": NVFP4BlockScaling(), "delayed": DelayedScaling()}
+
+
+def results_of(layer, x, g):
+    """(y, dx, dw, db) of one step with a seed of its own."""
+    x.grad = None
+    layer.zero_grad()
+    torch.manual_seed(7)
+    y = layer(x)
+    y.backward(g)
+    return [t.detach().clone() for t in (y, x.grad, *(p.grad for p in layer.parameters()))]
+
+
+def in_general(monkeypatch, function, *args):
+    with monkeypatch.context() as patch:
+        patch.setattr(prepared, "DEVICES", set())
+        return function(*args)
+
+
+def inputs(rows=256, cols=512, n=384):
+    x = torch.randn(rows, cols, device="cuda").bfloat16().requires_grad_()
+    return x, torch.randn(rows, n, device="cuda").bfloat16()
+
+
+def prepared_layer(recipe, bias=True, steps=3):
+    layer = mx.quantize_(nn.Linear(512, 384, bias=bias, device="cuda", dtype=torch.bfloat16), recipe)
+    for _ in range(steps):
+        results_of(layer, *inputs())
+    return layer
+
+
+def programs():
+    layers = [plan.launch for plan in PLANS._plans.values() if isinstance(plan.launch, prepared.Layer)]
+    return [program for layer in layers for program in (layer.forward, *layer.backward.values()) if program is not None]
+
+
+def assert_equal(found, expected):
+    assert all(torch.equal(mine, other) for mine, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("recipe", PREPARED.values(), ids=PREPARED)
+def test_prepared_layers_have_the_bits_of_the_general_way(recipe, bias, monkeypatch):
+    """Other data, other weights, rows that are freed and reused by torch's allocator, in place and through .data."""
+    layer = prepared_layer(recipe, bias)
+    assert len(programs()) == 2
+    for change in (lambda w: None, lambda w: w.mul_(1.5), lambda w: w.data.neg_(), lambda w: w.copy_(w.roll(1, 0))):
+        with torch.no_grad():
+            change(layer.weight)
+        x, g = inputs()
+        expected = in_general(monkeypatch, results_of, copy.deepcopy(layer), x, g)
+        assert_equal(results_of(layer, x, g), expected)
+    assert len(programs()) == 2
+
+
+@pytest.mark.parametrize("rows", [1, 17, 64, 2048])
+@pytest.mark.parametrize("recipe", ["mxfp8", "float8 current", "nvfp4 stochastic"])
+def test_prepared_layers_with_any_number_of_rows(rows, recipe, monkeypatch):
+    layer = prepared_layer(PREPARED[recipe], steps=0)
+    for _ in range(4):
+        x, g = inputs(rows)
+        assert_equal(results_of(layer, x, g), in_general(monkeypatch, results_of, layer, x, g))
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "float8 current", "nvfp4 stochastic", "delayed"])
+def test_prepared_layers_launch_on_the_current_stream(recipe, monkeypatch):
+    """A side stream waits for the input, which comes late; another stream must not read it before."""
+    layer = prepared_layer(PREPARED[recipe])
+    x, g = inputs()
+    expected = in_general(monkeypatch, results_of, copy.deepcopy(layer), x, g)
+    late = torch.zeros_like(x).requires_grad_()
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)  # about 30 ms
+        with torch.no_grad():
+            late.copy_(x)
+        found = results_of(layer, late, g)
+    stream.synchronize()
+    assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "float8 current", "nvfp4"])
+def test_a_prepared_step_in_a_cuda_graph(recipe, monkeypatch):
+    """The graph casts the weight and the input anew in each replay."""
+    layer = prepared_layer(PREPARED[recipe])
+    x, g = inputs()
+
+    def step():
+        y = layer(x)
+        return y, *torch.autograd.grad(y, (x, layer.weight), g)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = step()
+    for _ in range(3):
+        with torch.no_grad():
+            x.copy_(torch.randn_like(x))
+            layer.weight.mul_(-1.25)
+        graph.replay()
+        assert_equal(outputs, in_general(monkeypatch, step))
+        assert_equal(outputs, step())
+
+
+def test_two_threads_share_prepared_layers(monkeypatch):
+    layer = prepared_layer(MXFP8BlockScaling())
+    layers = [layer, *(copy.deepcopy(layer) for _ in range(3))]
+    work = [inputs() for _ in layers]
+    expected = [in_general(monkeypatch, results_of, mine, *args) for mine, args in zip(layers, work, strict=True)]
+    found = [None] * len(layers)
+    torch.cuda.synchronize()
+
+    def run(i):
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for _ in range(10):
+                found[i] = results_of(layers[i], *work[i])
+        stream.synchronize()
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(layers))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for mine, other in zip(found, expected, strict=True):
+        assert_equal(mine, other)
+
+
+def test_programs_hold_no_memory():
+    layer = prepared_layer(MXFP8BlockScaling())
+    x, g = inputs()
+    results_of(layer, x, g)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    gone = [weakref.ref(t) for t in (layer.weight, layer.weight.high_precision, x)]
+    nbytes = layer.weight.nbytes + x.nbytes + g.nbytes
+    del layer, x, g
+    assert [ref() for ref in gone] == [None] * len(gone)
+    assert before - torch.cuda.memory_allocated() >= nbytes
+
+
+def test_a_prepared_step_needs_no_more_memory(monkeypatch):
+    layer = prepared_layer(MXFP8BlockScaling(), steps=0)
+    x, g = inputs(4096)
+
+    def peak():
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        layer(x).backward(g)
+        x.grad = None
+        layer.zero_grad()
+        return torch.cuda.max_memory_allocated() - before
+
+    for _ in range(3):
+        peak()
+    general = in_general(monkeypatch, peak)
+    assert peak() <= 1.02 * general

@@ -12,7 +12,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from ...core import custom_ops
+from ...core import custom_ops, recording
 from ...core.devices import cached
 from ...core.kernel import Spec
 from ...core.tracing import is_traced
@@ -82,8 +82,6 @@ def eager_device_scaled_mm(
 
     ``scales``: one or two float32 scalars. Result (M, N) in bfloat16 or float32. Raises RuntimeError if cuBLAS fails.
     """
-    library = _library()
-    assert isinstance(library, ctypes.CDLL)
     rows, inner, cols = a.shape[0], a.shape[1], b.shape[0]
     (a, a_plain), (b, b_plain) = _by_rows(a), _by_rows(b)
     multiplier = scales[0] if len(scales) == 1 else scales[0] * scales[1]
@@ -98,24 +96,33 @@ def eager_device_scaled_mm(
         return out
     if not inner:
         return out.mul_(beta) if beta else out.zero_()
-    start = _constant(beta, a.device)
+    start = recording.constant(_constant, beta, a.device)
+    layout = cols, rows, inner, b.stride(0), a.stride(0), b_plain, a_plain
+    recording.call(_gemm, out, a, b, multiplier, start, layout)
+    return out
+
+
+def _gemm(out: Tensor, a: Tensor, b: Tensor, multiplier: Tensor, start: Tensor, layout: tuple[int, ...]) -> None:
+    """``out = multiplier * a @ b^T + start * out`` in cuBLAS's terms: column-major, so that out^T = b a^T."""
+    library = _library()
+    assert isinstance(library, ctypes.CDLL)
+    cols, rows, inner, b_stride, a_stride, b_plain, a_plain = layout
     with torch.cuda.device(a.device):
         handle = ctypes.c_void_p(torch.cuda.current_blas_handle())
         pointer = ctypes.c_void_p
         library.cublasSetPointerMode_v2(handle, _DEVICE_POINTERS)
-        try:  # column-major, so that out^T = b a^T
+        try:
             status = library.cublasGemmEx(
                 handle, _TRANSPOSE if b_plain else _PLAIN, _PLAIN if a_plain else _TRANSPOSE, cols, rows, inner,
-                pointer(multiplier.data_ptr()), pointer(b.data_ptr()), _BFLOAT16, b.stride(0),
-                pointer(a.data_ptr()), _BFLOAT16, a.stride(0),
-                pointer(start.data_ptr()), pointer(out.data_ptr()), _OUT[out_dtype], cols,
+                pointer(multiplier.data_ptr()), pointer(b.data_ptr()), _BFLOAT16, b_stride,
+                pointer(a.data_ptr()), _BFLOAT16, a_stride,
+                pointer(start.data_ptr()), pointer(out.data_ptr()), _OUT[out.dtype], cols,
                 _COMPUTE_FLOAT32, _DEFAULT_ALGORITHM,
             )  # fmt: skip
         finally:
             library.cublasSetPointerMode_v2(handle, _HOST_POINTERS)
     if status:
         raise RuntimeError(f"cublasGemmEx returned status {status}")
-    return out
 
 
 @custom_ops.define("mxtensor::device_scaled_mm")

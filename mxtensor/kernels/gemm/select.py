@@ -11,12 +11,12 @@ from ...core.kernel import Kernel, Spec
 from ...core.plan import Plan
 from ...core.select import KERNEL_NAMES, perform, plan_for
 from ...core.tracing import is_traced
-from ..gemm import dequant, dot_scaled, emulated, scaled_grouped_mm, scaled_mm
+from ..gemm import dequant, dot_scaled, emulated, fp8_rows, scaled_grouped_mm, scaled_mm
 from ..small_m import kernel as small_m
 from .spec import GemmArgs, GemmOperand, data_of, facts_of, format_of, without_lazy_signs
 
 GEMM: tuple[Kernel, ...] = (
-    scaled_mm.KERNEL, dot_scaled.KERNEL, small_m.KERNEL, dequant.KERNEL, emulated.KERNEL,
+    scaled_mm.KERNEL, dot_scaled.KERNEL, fp8_rows.KERNEL, small_m.KERNEL, dequant.KERNEL, emulated.KERNEL,
 )  # fmt: skip
 GROUPED: tuple[Kernel, ...] = (
     scaled_grouped_mm.KERNEL, dot_scaled.GROUPED, small_m.GROUPED, dequant.GROUPED, emulated.GROUPED,

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...core import recording
 from ...core.kernel import Kernel, Spec, elsewhere
 from ...numerics.cast import Cast
 from ...numerics.elements import decode_elements
@@ -109,6 +110,7 @@ def _in_spans(work: Callable[[int, int], int], units: int, values: int, *memory:
     thread can be started: while the interpreter shuts down (``atexit``, or a thread that outlives the main thread).
     ``memory``: what ``work`` reads and writes; threads hold it until they are done, also if this one is interrupted.
     """
+    recording.refuse("C++ got addresses")
     spans_worth = values // VALUES_PER_THREAD
     threads = min(torch.get_num_threads(), spans_worth, units) if spans_worth > 1 else 1
     if threads == 1:

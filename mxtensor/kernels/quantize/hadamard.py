@@ -8,15 +8,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...core import recording
 from ...core.tracing import is_traced
 
 GROUP = 16
 
 
-def _matrix(signs: int, device: torch.device) -> Tensor:
-    """diag(signs) @ H16 / 4 in float32; row i is negated if bit i of ``signs`` is set."""
+def _matrix(signs: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """diag(signs) @ H16 / 4; row i is negated if bit i of ``signs`` is set."""
     rows = [[(-1) ** ((i & j).bit_count() + (signs >> i)) / 4 for j in range(GROUP)] for i in range(GROUP)]
-    return torch.tensor(rows, dtype=torch.float32, device=device)
+    return torch.tensor(rows, dtype=dtype, device=device)
 
 
 _cached_matrix = cache(_matrix)
@@ -32,11 +33,11 @@ def rotated(x: Tensor, signs: int) -> Tensor:
     pad = -x.shape[-1] % GROUP
     if pad:
         x = F.pad(x, (0, pad))
-    matrix = (_matrix if is_traced(x) else _cached_matrix)(signs, x.device)
     # Entries of 1/4 are exact in bfloat16, and CUDA accumulates bfloat16 products in float32.
     in_bfloat16 = x.dtype is torch.bfloat16 and x.device.type == "cuda"
     compute = torch.bfloat16 if in_bfloat16 else torch.float32
-    matrix = matrix.to(compute)
+    make = _matrix if is_traced(x) else _cached_matrix
+    matrix = recording.constant(make, signs, x.device, compute)
     if x.dim() == 2 and x.stride(0) == 1 and x.stride(1) != 1 and x.numel():
         groups = x.t().unflatten(0, (-1, GROUP)).to(compute)
         transposed = torch.bmm(matrix.t().expand(groups.shape[0], GROUP, GROUP), groups)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...core import recording
 from ...core.kernel import Spec
 from ...numerics.cast import Cast
 from ...numerics.formats import Format, Rounding
@@ -64,7 +65,7 @@ def _zero(device: torch.device) -> Tensor:
 def amax_of(x: Tensor) -> Tensor:
     """The bits of the largest magnitude of a matrix, int32 (1,)."""
     x = x if x.is_contiguous() else x.contiguous()
-    out = _zero(x.device)
+    out = recording.call(_zero, x.device)
     block, rounds, warps = tiles.AMAX
     size = x.numel()
     programs = ceil_div(size, block * rounds)

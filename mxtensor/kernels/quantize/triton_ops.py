@@ -23,7 +23,7 @@ from . import triton_pair, triton_rows
 from .triton_common import SOURCES, is_transposed_matrix
 
 
-def _arguments(cast: Cast) -> tuple[str, str, str, int | None, float]:
+def cast_arguments(cast: Cast) -> tuple[str, str, str, int | None, float]:
     """The cast as arguments that a custom op can take; ``Cast.of`` is the inverse."""
     return cast.format.name, cast.scaling.value, cast.rounding.value, cast.seed, float(cast.amax_epsilon)
 
@@ -174,11 +174,11 @@ def _(data, scale, global_scale, format, shape, dtype):  # type: ignore[no-untyp
 
 
 def _quantize(x: Tensor, cast: Cast) -> Operand:
-    return Operand.from_tensors(quantize_op(x.detach(), *_arguments(cast)), cast.format, x.shape)
+    return Operand.from_tensors(quantize_op(x.detach(), *cast_arguments(cast)), cast.format, x.shape)
 
 
 def _quantize_both(x: Tensor, cast: Cast) -> tuple[Operand, Operand]:
-    tensors = quantize_both_op(x.detach(), *_arguments(cast))
+    tensors = quantize_both_op(x.detach(), *cast_arguments(cast))
     rows, columns, global_scale = tensors[:2], tensors[2:4], tensors[4:]
     rowwise = Operand.from_tensors([*rows, *global_scale], cast.format, x.shape)
     return rowwise, Operand.from_tensors([*columns, *global_scale], cast.format, x.shape[::-1])
@@ -187,10 +187,10 @@ def _quantize_both(x: Tensor, cast: Cast) -> tuple[Operand, Operand]:
 def _fake_quantize(x: Tensor, cast: Cast, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     if is_transposed_matrix(x, cast.format):  # stated by the op: a graph may change the layout of its tensors
         out, *global_scale = cast_pair_op(
-            x.detach().t(), *_arguments(cast), None, Form.VALUES.value, dtype, None, False
+            x.detach().t(), *cast_arguments(cast), None, Form.VALUES.value, dtype, None, False
         )
         return out.t(), global_scale[0] if global_scale else None
-    out, *global_scale = fake_quantize_op(x.detach(), *_arguments(cast), dtype)
+    out, *global_scale = fake_quantize_op(x.detach(), *cast_arguments(cast), dtype)
     return out, global_scale[0] if global_scale else None
 
 
@@ -199,7 +199,7 @@ def _pair(
     amax: Tensor | None, record: Tensor | None,
 ) -> tuple[GemmOperand | None, GemmOperand | None]:  # fmt: skip
     forms = (None if form is None else form.value for form in (rowwise, columnwise))
-    components = cast_pair_op(x.detach(), *_arguments(cast), *forms, dtype, amax, record is not None)
+    components = cast_pair_op(x.detach(), *cast_arguments(cast), *forms, dtype, amax, record is not None)
     if record is not None:
         record.copy_(torch.maximum(record, components[-1].reshape(record.shape)))
     rest = int(record is not None)

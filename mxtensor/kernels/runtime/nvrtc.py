@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.cuda import check_error
 
-from ...core import compat
+from ...core import compat, recording
 from ...core.devices import cached, device_capability
 from .disk_cache import find, store
 
@@ -252,6 +252,7 @@ class Function:
 
     def __call__(self, x: int, y: int, memory: int, arguments: Sequence[int | float]) -> None:
         """Launch x * y * depth blocks, each with ``memory`` bytes of shared memory, on the current stream."""
+        recording.refuse("a CUDA kernel got addresses")
         launch = getattr(self._local, "launch", None)
         if launch is None:
             launch = self._local.launch = self._make()

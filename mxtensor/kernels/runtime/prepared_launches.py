@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.cuda import check_error
 
-from ...core import compat
+from ...core import compat, recording
 from .nvrtc import use_context
 
 Step = tuple[Any, tuple[int, int], int, Sequence[int | float]]
@@ -53,6 +53,7 @@ class PreparedLaunches:
 
     def __call__(self, addresses: Sequence[int]) -> None:
         """Launch all on the current stream of the device, with these addresses in the place of the bases."""
+        recording.refuse("CUDA kernels got addresses")
         index = self._index
         if compat.current_cuda_device() != index:
             with torch.cuda.device(index):

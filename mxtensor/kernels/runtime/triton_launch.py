@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ...core import compat
+from ...core import compat, recording
 from ...core.devices import cached, device_capability
 from ...core.kernel import Spec, elsewhere
 from .availability import other_build
@@ -76,9 +76,23 @@ def launch(kernel: Any, programs: int, arguments: tuple[Any, ...], constants: tu
     Triton's own call binds and hashes every argument each time, which takes longer than a small cast. A compiled kernel
     depends only on its constants and a few facts of each argument; these are the key here.
     """
+    recorder = recording.active()
+    if recorder is None:
+        _launch(kernel, programs, arguments, constants, warps)
+    elif interpreted():
+        recorder.call(_launch, (kernel, programs, arguments, constants, warps))
+    else:
+        with recorder.paused():
+            compiled = _launch(kernel, programs, arguments, constants, warps)
+        handles = compiled.function, compiled.packed_metadata, None, None, None
+        recorder.launch(recording.Launch(compiled.run, (programs, 1, 1), handles, arguments + constants))
+
+
+def _launch(kernel: Any, programs: int, arguments: tuple[Any, ...], constants: tuple[Any, ...], warps: int) -> Any:
+    """``launch``; returns what Triton compiled."""
     if interpreted():
         kernel[(programs,)](*arguments, *constants, num_warps=warps, enable_fp_fusion=False)
-        return
+        return None
     facts = [
         a and (a % 16 == 0, a == 1, a > 0x7FFFFFFF)
         if type(a) is int
@@ -91,15 +105,23 @@ def launch(kernel: Any, programs: int, arguments: tuple[Any, ...], constants: tu
     if found is None:
         compiled = kernel[(programs,)](*arguments, *constants, num_warps=warps, enable_fp_fusion=False)
         _compiled[key] = compiled, kernel, constants[0]  # stored with the result, so that their ids are not reused
-        return
+        return compiled
     compiled = found[0]
     stream = compat.current_cuda_stream(device)
-    enter, leave = _hooks()
-    if enter.calls or leave.calls:  # a profiler is told of each launch by Triton's own call
+    if is_watched():  # a profiler is told of each launch by Triton's own call
         compiled[(programs, 1, 1)](*arguments, *constants)
     else:
         handles = (stream, compiled.function, compiled.packed_metadata)
         compiled.run(programs, 1, 1, *handles, None, None, None, *arguments, *constants)
+    return compiled
+
+
+def is_watched() -> bool:
+    """Whether a profiler wants to be told of each launch of Triton."""
+    if not _INSTALLED:
+        return False
+    enter, leave = _hooks()
+    return bool(enter.calls or leave.calls)
 
 
 @cache

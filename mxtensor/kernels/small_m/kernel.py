@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...core import recording
 from ...core.kernel import Kernel, Spec
 from ...core.tracing import is_traced
 from ...numerics.cast import Cast
@@ -136,8 +137,8 @@ def _call(a: GemmOperand, b: GemmOperand, ends: Tensor | None, args: GemmArgs, w
         bias = bias.float()
     if ends is not None:
         ends = ends.contiguous()
-    out = work(
-        x, b.data.contiguous(), b.scale.contiguous(), b.format, b.shape[-1], x_global, b.global_scale, bias, ends,
+    out = recording.call(
+        work, x, b.data.contiguous(), b.scale.contiguous(), b.format, b.shape[-1], x_global, b.global_scale, bias, ends,
         float(args.alpha), float(args.beta), args.out_dtype, cast,
     )  # fmt: skip
     return out if len(shape) == 2 else out.view(shape)

@@ -1,0 +1,302 @@
+"""MX operands on FP8 tensor cores without block-scaled instructions: row-scaled E4M3 through ``torch._scaled_mm``.
+
+Both operands are re-expressed as E4M3 codes with one power of two a row and multiplied with float32 scales for rows.
+``numerics/row_scaled.py`` has the bound of what that changes. Activations are cast straight to that form. Rows beyond
+the bound are multiplied again from their own codes and scales: the device finds them, the host does not wait
+(``triton_device/row_scaled_exact.py``).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ...core.devices import cached
+from ...core.explain import LOGS, record
+from ...core.kernel import Kernel, Spec
+from ...numerics.cast import Cast
+from ...numerics.formats import FULL, Format, get_format
+from ...numerics.operand import Operand
+from ...numerics.row_scaled import why_not
+from ...numerics.validate import check_sizes
+from ..quantize.select import quantize_operand
+from ..quantize.triton_common import ceil_div
+from ..quantize.triton_constants import format_code
+from ..quantize.triton_ops import cast_arguments
+from ..runtime import triton_launch
+from ..runtime.availability import exported
+from ..runtime.check import check_argument, check_codes, check_device
+from ..runtime.triton_launch import device_code, launch, on
+from . import fp8_rows_cache
+from .fp8_rows_operand import (
+    INNER,
+    ROWS,
+    RowOperand,
+    matrix_of,
+    rows_of_operand,
+    rows_of_values,
+    why_not_in_one,
+)
+from .scaled_mm_call import USE_FAST_ACCUM
+from .scaled_mm_contract import SCALINGS, plan_here
+from .spec import (
+    GemmArgs,
+    GemmOperand,
+    Unquantized,
+    needs_codes,
+    not_rows_by_matrix,
+)
+
+OLDEST = (8, 9)
+"""The first compute capability with FP8 tensor cores."""
+MIN_ROWS = 128
+MIN_VALUES = 3 << 19
+"""Values of the result below which the kernels for few rows, or bfloat16, are as fast: measured on an H200."""
+HALVES = (torch.bfloat16, torch.float16)
+EXACT_TILE = (64, 128, 64, 8)
+"""(rows, columns, K, warps) of the product of rows beyond the bound."""
+MARKS = 8192
+"""Marks of rows that a program reads at a time."""
+
+
+# ---------------------------------------------------------------------------------------------- refusals
+
+
+def _row_scaling(device: torch.device, out_dtype: torch.dtype) -> str | None:
+    """Why torch multiplies no E4M3 rows on this device to this dtype."""
+    row = get_format("float8_e4m3_row")
+    scaling = plan_here(SCALINGS, row, row, device)
+    if isinstance(scaling, str):
+        return scaling
+    if out_dtype not in HALVES or out_dtype not in scaling.outputs:
+        return f"writes bfloat16 or float16, not {str(out_dtype).removeprefix('torch.')}"
+    return None
+
+
+def _refuses_args(spec: Spec, args: GemmArgs) -> str | None:
+    if args.alpha != 1:
+        return f"multiplies the result by nothing, alpha is {args.alpha}"
+    if args.bias is None or args.beta == 0:
+        return None
+    if args.beta != 1 or tuple(args.bias.shape) != spec.shapes[1][-2:-1] or args.bias.dtype is not args.out_dtype:
+        return "adds a bias of one value a column in the dtype of the result"
+    return None
+
+
+def refuses(spec: Spec, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> str | None:
+    reason = triton_launch.missing(spec) or exported(spec)
+    if reason is not None:
+        return reason
+    for format in spec.formats:
+        if not isinstance(format, Format):
+            return f"needs both operands quantized, one is {str(format).removeprefix('torch.')}"
+        reason = why_not(format)
+        if reason is not None:
+            return reason
+    reason = needs_codes(a, b) or not_rows_by_matrix(spec, a) or _row_scaling(spec.device, args.out_dtype)
+    if reason is not None:
+        return reason
+    rows, width = math.prod(spec.shapes[0][:-1]), spec.shapes[1][0]
+    if rows < MIN_ROWS or rows * width < MIN_VALUES:
+        return f"is slower than others for {rows} rows of {width} values"
+    if width % ROWS or spec.shapes[0][-1] % INNER:
+        return f"needs K and N in multiples of {INNER}, got {spec.shapes[0][-1]} and {width}"
+    return _refuses_args(spec, args)
+
+
+# ---------------------------------------------------------------------------------------------- the product
+
+
+def exact_rows(a: RowOperand, b: RowOperand, bias: Tensor | None, out: Tensor) -> None:
+    """Write the product of rows beyond the bound over their part of ``out``."""
+    (rows, cols), width = a.shape, b.shape[0]
+    high, wide, deep, warps = EXACT_TILE
+    device = out.device
+    capability = triton_launch.instructions_of(device)
+    tiles = ceil_div(rows, high) * ceil_div(width, wide)
+    sides, blocks = [], []
+    for side in (a, b):
+        code = format_code(side.format, capability, False)
+        sides.append(code)
+        blocks += [0 if n == FULL else n for n in side.format.block]
+    with on(device):
+        launch(
+            device_code("row_scaled_exact.exact_rows"),
+            min(tiles, _programs(device)),
+            (
+                a.codes.view(torch.uint8), a.row_scale, a.beyond, a.scale, b.codes.view(torch.uint8), b.row_scale,
+                b.beyond, b.scale, bias, out, rows, width, cols, a.codes.shape[1], a.scale.stride(0),
+                b.codes.shape[1], b.scale.stride(0), out.stride(0),
+            ),
+            (*sides, *blocks, high, wide, deep, MARKS, not triton_launch.interpreted()),
+            warps,
+        )  # fmt: skip
+
+
+@cached
+def _programs(device: torch.device) -> int:
+    """One program for each multiprocessor."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+def multiply(a: RowOperand, b: RowOperand, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """``a @ b^T + bias``: (rows of a, rows of b), rounded once."""
+    e4m3 = torch.float8_e4m3fn
+    out = torch._scaled_mm(
+        a.codes.view(e4m3), b.codes.view(e4m3).t(), a.row_scale, b.row_scale.t(),
+        bias=bias, out_dtype=out_dtype, use_fast_accum=USE_FAST_ACCUM,
+    )  # fmt: skip
+    exact_rows(a, b, bias, out)
+    return out
+
+
+# ---------------------------------------------------------------------------------------------- ops for traced graphs
+
+
+def _check_side(op: str, tensors: list[Tensor], format: Format, cols: int) -> RowOperand:
+    codes, row_scale, beyond, scale = tensors
+    device = codes.device
+    check_argument(op, "codes", codes, (torch.uint8,), (None, -(-cols // INNER) * INNER), device)
+    rows = codes.shape[0]
+    check_argument(op, "row scales", row_scale, (torch.float32,), (rows, 1), device)
+    check_argument(op, "marks", beyond, (torch.uint8,), (rows,), device)
+    check_argument(op, "scales", scale, (format.scale.dtype,), format.scale_shape((rows, cols)), device)
+    if not all(t.is_contiguous() for t in tensors[:3]) or scale.stride(1) != 1:
+        raise ValueError(f"{op}: codes, row scales, marks and rows of scales must be contiguous; use contiguous()")
+    return RowOperand(codes, row_scale, beyond, scale, format, (rows, cols))
+
+
+@torch.library.custom_op("mxtensor::operand_to_rows", mutates_args=())
+def operand_to_rows(data: Tensor, scale: Tensor, format: str, cols: int) -> list[Tensor]:
+    """``rows_of_operand`` of a matrix: codes, row scales, marks of rows beyond the bound."""
+    op, row = "mxtensor::operand_to_rows", get_format(format)
+    operand = check_codes(op, data, scale, None, row, (data.shape[0], cols))
+    check_device(op, data)
+    reason = why_not(row)
+    if reason is not None or 0 in operand.shape:
+        raise ValueError(f"{op}: {reason or f'no values in {operand.shape}'}")
+    return list(rows_of_operand(matrix_of(operand), 1))
+
+
+def _fake_rows(x: Tensor, rows: int, cols: int) -> list[Tensor]:
+    codes = x.new_empty(rows, -(-cols // INNER) * INNER, dtype=torch.uint8)
+    return [codes, x.new_empty(rows, 1, dtype=torch.float32), x.new_empty(rows, dtype=torch.uint8)]
+
+
+@operand_to_rows.register_fake
+def _(data, scale, format, cols):  # type: ignore[no-untyped-def]
+    return _fake_rows(data, data.shape[0], cols)
+
+
+@torch.library.custom_op("mxtensor::cast_to_rows", mutates_args=())
+def cast_to_rows(
+    x: Tensor, format: str, scaling: str, rounding: str, seed: int | None, amax_epsilon: float
+) -> list[Tensor]:
+    """``rows_of_values`` of a matrix: codes, row scales, marks of rows beyond the bound, scales of blocks."""
+    op, cast = "mxtensor::cast_to_rows", Cast.of(format, scaling, rounding, seed, amax_epsilon)
+    check_argument(op, "x", x, (x.dtype,), (None, None), x.device)
+    check_device(op, x)
+    reason = why_not(cast.format) or why_not_in_one(x, cast)
+    if reason is not None:
+        raise ValueError(f"{op} {reason}")
+    return list(rows_of_values(x, cast))
+
+
+@cast_to_rows.register_fake
+def _(x, format, scaling, rounding, seed, amax_epsilon):  # type: ignore[no-untyped-def]
+    row = get_format(format)
+    scale = x.new_empty(row.scale_shape(tuple(x.shape)), dtype=row.scale.dtype)
+    return [*_fake_rows(x, x.shape[0], x.shape[1]), scale]
+
+
+@torch.library.custom_op("mxtensor::fp8_rows_mm", mutates_args=())
+def fp8_rows_mm(
+    a: list[Tensor], b: list[Tensor], a_format: str, b_format: str, cols: int, bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """``multiply`` of checked arguments. a, b: codes, row scales, marks, scales of blocks."""
+    op = "mxtensor::fp8_rows_mm"
+    left, right = _check_side(op, a, get_format(a_format), cols), _check_side(op, b, get_format(b_format), cols)
+    if bias is not None:
+        check_argument(op, "bias", bias, (out_dtype,), (right.shape[0],), left.codes.device)
+        bias = bias.contiguous()
+    check_device(op, left.codes)
+    if out_dtype not in HALVES or right.shape[0] % ROWS:
+        raise ValueError(f"{op} writes bfloat16 or float16 rows of a multiple of {ROWS} values; not {out_dtype}")
+    return multiply(left, right, bias, out_dtype)
+
+
+@fp8_rows_mm.register_fake
+def _(a, b, a_format, b_format, cols, bias, out_dtype):  # type: ignore[no-untyped-def]
+    return a[0].new_empty(a[0].shape[0], b[0].shape[0], dtype=out_dtype)
+
+
+# ---------------------------------------------------------------------------------------------- the kernel
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+
+
+def row_operand(side: Operand | Unquantized, traced: bool, weight: bool, rows: int) -> RowOperand:
+    """One side of the product; ``weight``: it may be cached, for a product of so many rows."""
+    if isinstance(side, Unquantized):
+        x = _flat(side.x)
+        if why_not_in_one(x, side.cast) is None:
+            tensors = cast_to_rows(x.detach(), *cast_arguments(side.cast)) if traced else rows_of_values(x, side.cast)
+            codes, row_scale, beyond, scale = tensors
+            return RowOperand(codes, row_scale, beyond, scale, side.format, (x.shape[0], x.shape[1]))
+        side = quantize_operand(x, side.cast)
+    elif not traced:
+        check_sizes(side)
+    matrix = matrix_of(side)
+    if traced:
+        made = operand_to_rows(matrix.data, matrix.scale, matrix.format.name, matrix.shape[1])
+    elif weight:
+        made = fp8_rows_cache.weight_rows(side, matrix, rows)
+    else:
+        made = rows_of_operand(matrix, 1)
+    codes, row_scale, beyond = made
+    return RowOperand(codes, row_scale, beyond, matrix.scale, matrix.format, (matrix.shape[0], matrix.shape[1]))
+
+
+def _tell(a: RowOperand, b: RowOperand, spec: Spec) -> None:
+    """Log how many rows took the exact path; an open ``explain()`` waits for the device."""
+    if spec.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return
+    counts = [int(side.beyond.sum()) for side in (a, b)]
+    if any(counts):
+        shapes = tuple((n, side.shape[1]) for n, side in zip(counts, (a, b), strict=True))
+        reason = f"{counts[0]} rows of the left operand and {counts[1]} of the right one span too many octaves"
+        record(spec._replace(op="rows beyond the bound", shapes=shapes), "fp8_rows exact", {"fp8_rows": reason})
+
+
+def _run(a: GemmOperand, b: GemmOperand, args: GemmArgs, traced: bool) -> Tensor:
+    assert isinstance(a, (Operand, Unquantized)) and isinstance(b, (Operand, Unquantized))
+    shape = (*a.shape[:-1], b.shape[-2])
+    rows = math.prod(a.shape[:-1])
+    left, right = row_operand(a, traced, False, rows), row_operand(b, traced, True, rows)
+    bias = None if args.bias is None or args.beta == 0 else args.bias
+    if traced:
+        sides = [[side.codes, side.row_scale, side.beyond, side.scale] for side in (left, right)]
+        names = left.format.name, right.format.name
+        out = fp8_rows_mm(*sides, *names, left.shape[1], bias, args.out_dtype)
+    else:
+        out = multiply(left, right, None if bias is None else bias.contiguous(), args.out_dtype)
+        if LOGS.latest() is not None and LOGS.get() is not None:
+            spec = Spec("", (), (left.format, right.format), args.out_dtype, out.device)
+            _tell(left, right, spec)
+    return out if len(shape) == 2 else out.view(shape)  # type: ignore[no-any-return]
+
+
+def run(a: GemmOperand, b: GemmOperand, args: GemmArgs) -> Tensor:
+    return _run(a, b, args, False)
+
+
+def run_traced(a: GemmOperand, b: GemmOperand, args: GemmArgs) -> Tensor:
+    return _run(a, b, args, True)
+
+
+KERNEL = Kernel("fp8_rows", refuses, run, "cuda", run_traced)

@@ -1,0 +1,63 @@
+"""The row-scaled form of stored weights, cached while memory for it is left: one byte a value beside the codes.
+
+The cache is that of ``numerics/swizzle.py``: an entry ends with its weight, and when the weight is written to. Under a
+CUDA graph or a trace nothing is cached, because a replay has to read the weight as it is then.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import Tensor
+
+from ...core.devices import cached
+from ...numerics.operand import Operand
+from ...numerics.swizzle import cached_value
+from .fp8_rows_operand import ROWS, rows_of_operand
+
+ON_THE_FLY = 4096
+"""Rows of activations from which the form is made for each product, unless it is cached: a tenth of its time."""
+SHARE = 8
+"""The cache takes at most this part of the memory of a device."""
+
+Rows = tuple[Tensor, Tensor, Tensor]
+_bytes: dict[torch.device, int] = {}
+"""Bytes of the forms that are cached now."""
+
+
+@cached
+def _budget(device: torch.device) -> int:
+    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 1 << 34
+    return int(memory) // SHARE
+
+
+def _release(device: torch.device, size: int) -> None:
+    _bytes[device] -= size
+
+
+def _reserve(made: Rows) -> bool:
+    """Count the memory of a form until it is freed; False if there is too little for it."""
+    device, size = made[0].device, sum(t.nbytes for t in made)
+    used = _bytes.get(device, 0) + size
+    if used > _budget(device):
+        return False
+    _bytes[device] = used
+    weakref.finalize(made[0], _release, device, size).atexit = False
+    return True
+
+
+def weight_rows(operand: Operand, matrix: Operand, rows: int) -> Rows:
+    """``rows_of_operand`` of a weight for a product with so many rows; ``matrix`` is the operand as a matrix."""
+    data = operand.data
+    if data.is_inference():
+        return rows_of_operand(matrix, ROWS)
+    layout = "row-scaled", data._version, data.data_ptr(), operand.format, operand.shape
+    return cached_value(
+        operand.scale, layout, lambda scale: rows_of_operand(matrix, ROWS),
+        _reserve if rows < ON_THE_FLY else _never,
+    )  # fmt: skip
+
+
+def _never(made: Rows) -> bool:
+    return False

@@ -1,0 +1,173 @@
+"""Operands of ``fp8_rows`` products: row-scaled E4M3 made from codes or straight from values, and cached for weights.
+
+Host side of ``triton_device/row_scaled.py``; the definition is ``numerics/row_scaled.py``.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...numerics.cast import Cast
+from ...numerics.formats import FULL, ElementFormat, Format, Rounding
+from ...numerics.operand import Operand
+from ...numerics.row_scaled import MAX_EXPONENT, shift_of
+from ...numerics.swizzle import round_up
+from ..quantize.triton_common import SOURCES, ceil_div, code_of, rows_of
+from ..quantize.triton_constants import format_code
+from ..runtime import triton_launch
+from ..runtime.triton_launch import device_code, launch, on
+
+INNER, ROWS = 16, 16
+"""Codes are padded to multiples of these: torch needs both sizes of the right operand so."""
+ROW_GROUP = 128
+"""Values that a program looks at as one block where the scale format has larger ones."""
+
+
+class Tile(NamedTuple):
+    """What one program takes: rows of at most ``whole`` columns at once, others ``step`` columns at a time, twice."""
+
+    whole: int
+    step: int
+    values_per_warp: int
+    most_warps: int
+
+
+CAST, OPERAND = Tile(16384, 1024, 1024, 16), Tile(16384, 2048, 1024, 16)
+WASTE = 1.4
+"""A row is taken at once if its columns, rounded up to a power of two, are at most this many times as many."""
+
+
+class RowCode(NamedTuple):
+    """``R``, the compile-time argument of the kernels."""
+
+    up: int
+    octaves: int
+    most: int
+    """the largest exponent of a row scale"""
+    half: float
+    """half of the smallest element: what is larger has a code that is not zero"""
+    float8: bool
+    """whether the device rounds to float8 in one instruction"""
+
+
+class RowOperand(NamedTuple):
+    """One side of the product: a matrix (rows, cols) as ``RowScaled``, and where its exact values are."""
+
+    codes: Tensor
+    """float8_e4m3fn (rows padded, cols padded)"""
+    row_scale: Tensor
+    """float32 (rows padded, 1)"""
+    beyond: Tensor
+    """uint8 (rows padded,)"""
+    scale: Tensor
+    """scales of the blocks, 2-D, as in ``Operand``; where it was made by a cast, in rows beyond the bound only"""
+    format: Format
+    shape: tuple[int, int]
+
+
+@cache
+def row_code(element: ElementFormat, float8: bool) -> RowCode:
+    """The constants of an element."""
+    up, octaves = shift_of(element)
+    half = 2.0 ** (-element.bias - element.mantissa_bits)
+    return RowCode(up, octaves, MAX_EXPONENT, half, float8)
+
+
+def _constants(element: ElementFormat, device: torch.device) -> RowCode:
+    return row_code(element, triton_launch.instructions_of(device) >= (8, 9))
+
+
+def _tile(tile: Tile, width: int) -> tuple[int, bool, int]:
+    """(columns at a time, whether these are the whole row, warps)."""
+    power = max(128, 1 << (width - 1).bit_length())
+    one = power <= tile.whole and (power <= WASTE * width or power <= tile.step)
+    columns = power if one else tile.step
+    warps = min(tile.most_warps, max(1, columns // tile.values_per_warp))
+    return columns, one, warps
+
+
+def empty_rows(rows: int, cols: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory for codes, row scales and marks."""
+    codes = torch.empty(rows, round_up(cols, INNER), dtype=torch.uint8, device=device)
+    scale = torch.empty(rows, 1, dtype=torch.float32, device=device)
+    return codes, scale, torch.empty(rows, dtype=torch.uint8, device=device)
+
+
+# ---------------------------------------------------------------------------------------------- from codes
+
+
+def matrix_of(operand: Operand) -> Operand:
+    """An operand whose rows can be flattened as a matrix with 2-D scales."""
+    data, scale = operand.data, operand.scale
+    if data.dim() != 2:
+        data, scale = data.reshape(-1, data.shape[-1]), scale.reshape(-1, scale.shape[-1])
+    if data.stride(1) != 1:
+        data = data.contiguous()
+    if scale.stride(1) != 1:
+        scale = scale.contiguous()
+    return Operand(data, scale, None, operand.format, (data.shape[0], operand.shape[-1]))
+
+
+def rows_of_operand(operand: Operand, multiple: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(codes, row scales, marks) of a matrix, with rows padded to a multiple."""
+    format, (rows, cols) = operand.format, operand.shape
+    data, scale, device = operand.data.view(torch.uint8), operand.scale, operand.data.device
+    whole = round_up(rows, multiple)
+    codes, row_scale, beyond = empty_rows(whole, cols, device)
+    code = format_code(format, triton_launch.instructions_of(device), False)
+    block_rows, block_cols = (0 if b == FULL else b for b in format.block)
+    columns, one, warps = _tile(OPERAND, codes.shape[1])
+    with on(device):
+        launch(
+            device_code("row_scaled.operand_to_rows"),
+            whole,
+            (
+                data, scale, codes, row_scale, beyond, rows, cols, data.stride(0), scale.stride(0), whole,
+                codes.shape[1],
+            ),
+            (
+                code, _constants(format.element, device), block_rows, block_cols,
+                min(block_cols or ROW_GROUP, ROW_GROUP), 1, columns, one,
+            ),
+            warps,
+        )  # fmt: skip
+    return codes, row_scale, beyond
+
+
+# ---------------------------------------------------------------------------------------------- from values
+
+
+def why_not_in_one(x: Tensor, cast: Cast) -> str | None:
+    """Why values cannot be cast to rows in one kernel; None if they can."""
+    format = cast.format
+    if format.block[0] != 1 or format.block[1] not in (16, 32, 64, 128):
+        return f"casts blocks along rows, not those of {format}"
+    if cast.rounding is not Rounding.NEAREST:
+        return "rounds to nearest"
+    if x.dtype not in SOURCES:
+        return f"not for {str(x.dtype).removeprefix('torch.')}"
+    return None
+
+
+def rows_of_values(x: Tensor, cast: Cast) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(codes, row scales, marks, scales of blocks) of a matrix: ``rows_of_operand`` of its cast, in one kernel."""
+    x = rows_of(x)
+    (rows, cols), format = x.shape, cast.format
+    codes, row_scale, beyond = empty_rows(rows, cols, x.device)
+    scale = torch.empty(format.scale_shape((rows, cols)), dtype=format.scale.dtype, device=x.device)
+    width = codes.shape[1]
+    columns, one, warps = _tile(CAST, width)
+    even = cols == width and cols % columns == 0
+    with on(x.device):
+        launch(
+            device_code("row_scaled.cast_to_rows"),
+            rows,
+            (x, codes, row_scale, beyond, scale, rows, cols, x.stride(0), width, ceil_div(cols, format.block[1])),
+            (code_of(cast, x.device), _constants(format.element, x.device), 1, columns, one, even),
+            warps,
+        )
+    return codes, row_scale, beyond, scale

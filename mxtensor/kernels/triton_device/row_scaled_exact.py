@@ -1,0 +1,89 @@
+"""The exact product of rows beyond the bound of row-scaled E4M3, written over the result of the others.
+
+Programs stay on the device: each looks at the marks of all rows, and returns if there is none. Otherwise the programs
+share the tiles, and skip those without a mark. Values are decoded to bfloat16, which is exact, as in
+``gemm/dequant.py``: a marked row under the scales of its blocks, another one under its row scale.
+"""
+
+import triton
+import triton.language as tl
+
+from .elements import float_from_code, from_codes, scale_value
+
+
+@triton.jit
+def marks_in(beyond_ptr, rows, CHUNK: tl.constexpr):
+    """How many of the rows are marked."""
+    total = tl.zeros((CHUNK,), tl.int32)
+    for i in range(0, tl.cdiv(rows, CHUNK)):
+        at = i * CHUNK + tl.arange(0, CHUNK)
+        total += tl.load(beyond_ptr + at, mask=at < rows, other=0).to(tl.int32)
+    return tl.sum(total, axis=0)
+
+
+@triton.jit
+def e4m3_value(code):
+    """E4M3 codes to float32."""
+    wide = code.to(tl.int32)
+    value = float_from_code(wide & 0x7F, 4, 3, 7)
+    value = tl.where((wide & 0x7F) == 0x7F, float("nan"), value)
+    return tl.where(wide > 127, -value, value)
+
+
+@triton.jit
+def side_values(
+    codes_ptr, scale_ptr, row, rows_in, row_scale, marked, col, cols, width, scale_stride,
+    C: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, BF16: tl.constexpr,
+):  # fmt: skip
+    """The values (rows, columns) of one side; row (BM, 1), col (1, BK). Not BF16: in float32, for the interpreter."""
+    inside = rows_in & (col < cols)
+    code = tl.load(codes_ptr + row.to(tl.int64) * width + col, mask=inside, other=0)
+    line = row // ROWS if ROWS > 0 else row * 0
+    block = col // COLS if COLS > 0 else col * 0
+    at = scale_ptr + line.to(tl.int64) * scale_stride + block
+    stored = tl.load(at, mask=inside & marked, other=0)
+    scale = tl.where(marked, scale_value(stored, C), row_scale)
+    value = e4m3_value(code)
+    if C.bits == 8 and C.mantissa_bits == 2:
+        value = tl.where(marked, from_codes(code, C), value)
+    value = tl.where(inside, value * scale, 0.0)
+    return value.to(tl.bfloat16) if BF16 else value
+
+
+@triton.jit
+def exact_rows(
+    a_ptr, a_row_ptr, a_beyond_ptr, a_scale_ptr, b_ptr, b_row_ptr, b_beyond_ptr, b_scale_ptr, bias_ptr, out_ptr,
+    M, N, K, a_width, a_scale_stride, b_width, b_scale_stride, out_stride,
+    A: tl.constexpr, B: tl.constexpr, A_ROWS: tl.constexpr, A_COLS: tl.constexpr, B_ROWS: tl.constexpr,
+    B_COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, CHUNK: tl.constexpr,
+    BF16: tl.constexpr,
+):  # fmt: skip
+    """``a @ b^T + bias`` where a row of a (M, K) or of b (N, K) is marked; the rest of out (M, N) stays."""
+    if marks_in(a_beyond_ptr, M, CHUNK) + marks_in(b_beyond_ptr, N, CHUNK) == 0:
+        return
+    col_tiles = tl.cdiv(N, BN)
+    for tile in range(tl.program_id(0), tl.cdiv(M, BM) * col_tiles, tl.num_programs(0)):
+        row = (tile // col_tiles) * BM + tl.arange(0, BM)
+        col = (tile % col_tiles) * BN + tl.arange(0, BN)
+        a_marked = tl.load(a_beyond_ptr + row, mask=row < M, other=0).to(tl.int32)
+        b_marked = tl.load(b_beyond_ptr + col, mask=col < N, other=0).to(tl.int32)
+        if tl.max(a_marked, axis=0) + tl.max(b_marked, axis=0) > 0:
+            a_row = tl.load(a_row_ptr + row, mask=row < M, other=0.0)
+            b_row = tl.load(b_row_ptr + col, mask=col < N, other=0.0)
+            total = tl.zeros((BM, BN), tl.float32)
+            for k in range(0, K, BK):
+                at = k + tl.arange(0, BK)[None, :]
+                a = side_values(
+                    a_ptr, a_scale_ptr, row[:, None], (row < M)[:, None], a_row[:, None], (a_marked > 0)[:, None],
+                    at, K, a_width, a_scale_stride, A, A_ROWS, A_COLS, BF16,
+                )  # fmt: skip
+                b = side_values(
+                    b_ptr, b_scale_ptr, col[:, None], (col < N)[:, None], b_row[:, None], (b_marked > 0)[:, None],
+                    at, K, b_width, b_scale_stride, B, B_ROWS, B_COLS, BF16,
+                )  # fmt: skip
+                total = tl.dot(a, tl.trans(b), total)
+            if bias_ptr is not None:
+                total += tl.load(bias_ptr + col, mask=col < N, other=0.0).to(tl.float32)[None, :]
+            mask = ((a_marked[:, None] > 0) | (b_marked[None, :] > 0)) & (row < M)[:, None] & (col < N)[None, :]
+            to = out_ptr + row.to(tl.int64)[:, None] * out_stride + col[None, :]
+            tl.store(to, total.to(out_ptr.dtype.element_ty), mask=mask)

@@ -1,0 +1,161 @@
+"""Prepared layers: repeated calls of a linear layer run the program of an earlier call of the same kind.
+
+``passes.py`` decides, checks and casts in general. What it does to tensors is recorded (``core/recording.py``) for each
+kind of call: recipe, shapes, strides, dtypes, devices, alignment, and which gradients are needed. A later call costs
+the host a look-up, the allocations and the launches. There is no second definition of a pass: a call that cannot be
+recorded, and one inside ``explain()`` or ``kernels()``, takes the general way.
+
+The second call of a kind is recorded. Recording takes some milliseconds, which a shape that comes only once is spared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..core import recording
+from ..core.kernel import Spec
+from ..core.plan import PLANS, Plan
+from ..core.program import Program
+from ..core.select import is_observed
+from ..core.tracing import is_traced
+from ..kernels.runtime.triton_launch import is_watched
+from . import passes
+from .operands import Scales
+from .passes import Inputs, Options, SavedOperands
+from .training_weight import values_of
+
+Result = TypeVar("Result")
+DEVICES = {"cuda"}
+"""Types of devices on which all that writes memory is an op or says what it does, so that a pass can be recorded."""
+MAX_BACKWARD = 64
+"""Backward passes that a layer holds: one for each layout and alignment of its gradients and saved tensors."""
+
+
+class Layer:
+    """A kind of call: its forward pass, and its backward passes by the kind of their gradients. Holds no tensor."""
+
+    __slots__ = ("backward", "calls", "forward", "operands", "whole")
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.forward: Program | None = None
+        """None: not recorded, or not to be recorded."""
+        self.operands: SavedOperands | None = None
+        self.whole = False
+        """Whether the weight itself is saved for the backward pass."""
+        self.backward: dict[Any, Program | None] = {}
+
+
+def _kind(t: Tensor | None) -> Any:
+    """All of a tensor that kernels and ops decide on."""
+    return None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() & 15)
+
+
+def _is_general(*tensors: Tensor | None) -> bool:
+    """Whether a call with these tensors takes the general way."""
+    if is_observed() or is_traced(*tensors) or is_watched():
+        return True
+    return any(t is not None and (t.is_neg() or t.layout is not torch.strided) for t in tensors)
+
+
+def _is_captured(t: Tensor) -> bool:
+    """Whether a CUDA graph is captured, whose memory belongs to the graph: then nothing is recorded."""
+    return t.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _recorded(
+    work: Callable[[], Result], inputs: Sequence[Tensor | None], tensors_of: Callable[[Result], Sequence[Tensor | None]]
+) -> tuple[Result, Program | None]:
+    """``recording.record``, unless memory does not suffice: all of a call that is recorded lives until its end."""
+    try:
+        return recording.record(work, inputs, tensors_of)
+    except torch.OutOfMemoryError:
+        return work(), None
+
+
+def _run(program: Program, work: Callable[[], Any], inputs: Sequence[Tensor | None]) -> Any:
+    """The results of a program; an error comes from the general way, which names the kernel and its operands."""
+    try:
+        return program(*inputs)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:
+        return work()
+
+
+def forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, options: Options, scales: Scales | None, needs: tuple[bool, ...]
+) -> tuple[Tensor, Sequence[Tensor], SavedOperands, Layer | None]:
+    """``passes.forward`` of a high-precision weight, and the layer for ``backward``; None if there is none."""
+
+    def work() -> tuple[Tensor, list[Tensor], SavedOperands]:
+        return passes.forward(x, weight, bias, options, scales, None, needs)
+
+    w = values_of(weight)
+    if x.device.type not in DEVICES or _is_general(x, w, bias):
+        return *work(), None
+    amax, record = (None, None) if scales is None else scales
+    recipe = options.linear_recipe
+    key = (
+        "layer", id(recipe), needs, options.dtype, options.save_input, _kind(x), _kind(w), _kind(bias), _kind(amax),
+        _kind(record),
+    )  # fmt: skip
+    plan = PLANS.get(key)
+    if plan is None:
+        spec = Spec("linear", (tuple(x.shape), tuple(w.shape)), (x.dtype, w.dtype), x.dtype, x.device)
+        plan = Plan(spec, None, {}, Layer(), (recipe,))  # type: ignore[arg-type]
+        PLANS.put(key, plan)
+    layer: Layer = plan.launch  # type: ignore[assignment]
+    inputs = x, w, bias, amax, record
+    program = layer.forward
+    if program is None:
+        captured = _is_captured(x)
+        layer.calls += not captured
+        if captured or layer.calls != 2:
+            return *work(), None
+        out, program = _recorded(work, inputs, lambda out: _flat(out, weight))
+        layer.operands, layer.whole = out[2], any(t is weight for t in out[1])
+        layer.forward = program
+        return *out, None if program is None else layer
+    assert layer.operands is not None
+    y, *tensors = _run(program, lambda: _flat(work(), weight), inputs)
+    if layer.whole:
+        tensors.append(weight)
+    return y, tensors, layer.operands, layer
+
+
+def _flat(out: tuple[Tensor, list[Tensor], SavedOperands], weight: Tensor) -> list[Tensor]:
+    """The results of a forward pass as its program gives them."""
+    return [out[0], *(t for t in out[1] if t is not weight)]
+
+
+def backward(
+    grad: Tensor, tensors: Sequence[Tensor], operands: SavedOperands, inputs: Inputs, options: Options,
+    scales: Scales | None, layer: Layer | None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """``passes.backward``."""
+
+    def work() -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        return passes.backward(grad, tensors, operands, inputs, options, scales)
+
+    if layer is None or options.on_wgrad is not None:
+        return work()
+    given = [values_of(t) for t in tensors] if layer.whole else tensors
+    if _is_general(grad, *given):
+        return work()
+    every = (grad, *given) if scales is None else (grad, *given, *scales)
+    key = tuple(map(_kind, every))
+    if key in layer.backward:
+        program = layer.backward[key]
+        return work() if program is None else _run(program, work, every)
+    if _is_captured(grad):
+        return work()
+    out, program = _recorded(work, every, lambda out: out)
+    if len(layer.backward) >= MAX_BACKWARD:
+        layer.backward.clear()
+    layer.backward[key] = program
+    return out

@@ -1,0 +1,97 @@
+"""Triton's casts on the CPU for layers that are recorded: launched by addresses as on a device, and interpreted."""
+
+import ctypes
+
+import torch
+
+from mxtensor.core.kernel import Kernel
+from mxtensor.kernels.gemm import dequant, scaled_mm
+from mxtensor.kernels.gemm import select as gemm_select
+from mxtensor.kernels.gemm.scaled_mm_contract import SCALINGS
+from mxtensor.kernels.gemm.spec import format_of, needs_codes
+from mxtensor.kernels.quantize import select, select_pair, triton_ops
+from mxtensor.kernels.runtime import triton_launch
+from mxtensor.numerics.formats import FP32, FULL, Format
+from mxtensor.training import prepared
+from tests.kernels.quantize.conftest import set_tiles
+
+TUPLES = [
+    (select, "QUANTIZE", triton_ops.QUANTIZE),
+    (select, "DEQUANTIZE", triton_ops.DEQUANTIZE),
+    (select, "FAKE_QUANTIZE", triton_ops.FAKE_QUANTIZE),
+    (select_pair, "QUANTIZE_BOTH", triton_ops.QUANTIZE_BOTH),
+    (select_pair, "PAIR", triton_ops.PAIR),
+]
+
+
+class Compiled:
+    """What Triton made of a launch: it runs for other addresses, of tensors like those of the first call."""
+
+    packed_metadata, error = "metadata", None
+
+    def __init__(self, interpret, arguments, options, launches):
+        self.interpret, self.options, self.launches, self.function = interpret, options, launches, self
+        self.like = [(a.dtype, tuple(a.shape), a.stride()) if isinstance(a, torch.Tensor) else None for a in arguments]
+
+    def run(self, x, y, z, stream, function, metadata, *rest):
+        if self.error is not None:
+            raise self.error
+        assert (y, z, function, metadata, rest[:3]) == (1, 1, self, "metadata", (None, None, None))
+        addresses = any(like and type(a) is int for a, like in zip(rest[3:], self.like, strict=True))
+        self.launches.append((stream, addresses))
+        given = [a if like is None else at(a, *like) for a, like in zip(rest[3:], self.like, strict=True)]
+        self.interpret((x,))(*given, **self.options)
+
+
+def at(address, dtype, shape, stride):
+    """The tensor of this geometry at an address; a tensor itself."""
+    if isinstance(address, torch.Tensor):
+        return address
+    count = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    memory = (ctypes.c_uint8 * (count * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype).as_strided(shape, stride)
+
+
+def chosen(a, b):
+    """The scaling of two float8 operands with one scale each, or why there is none."""
+    formats = format_of(a), format_of(b)
+    one_scale = all(isinstance(f, Format) and f.block == (FULL, FULL) and f.scale is FP32 for f in formats)
+    return SCALINGS[0] if one_scale and needs_codes(a, b) is None else "not here"
+
+
+def install(monkeypatch, compiled=True):
+    """Layers are recorded on the CPU, with Triton's casts; returns (stream, whether by addresses) of each launch.
+
+    ``compiled``: launch by addresses; otherwise in the way of the interpreter. Products are torch's, since kernels of
+    the CPU write memory without saying so: ``torch._scaled_mm`` for float8 with one scale a tensor.
+    """
+    from triton.runtime.interpreter import InterpretedFunction
+
+    launches = []
+    original = InterpretedFunction.__getitem__
+
+    def getitem(self, grid):
+        def call(*arguments, **options):
+            original(self, grid)(*arguments, **options)
+            return Compiled(lambda grid: original(self, grid), arguments, options, launches)
+
+        return call
+
+    if compiled:
+        monkeypatch.setattr(InterpretedFunction, "__getitem__", getitem)
+        monkeypatch.setattr(triton_launch, "interpreted", lambda: False)
+        monkeypatch.setattr(triton_launch.compat, "current_cuda_device", lambda: 0)
+        monkeypatch.setattr(triton_launch.compat, "current_cuda_stream", lambda index: 0)
+    set_tiles(monkeypatch, rows=64, cols=128, full=64, groups=2, wide=64)
+    monkeypatch.setattr(triton_launch, "_compiled", {})
+    monkeypatch.setattr(triton_launch, "missing", lambda spec: None)
+    monkeypatch.setattr(dequant, "_can_slice", lambda spec, b: False)
+    monkeypatch.setattr(prepared, "DEVICES", {"cpu"})
+    per_tensor = Kernel("scaled_mm", scaled_mm.refuses, scaled_mm.run)
+    monkeypatch.setattr(gemm_select, "GEMM", (per_tensor, *gemm_select.GEMM[1:]))
+    monkeypatch.setattr(scaled_mm, "chosen", lambda table, spec, a, b: chosen(a, b))
+    monkeypatch.setattr(scaled_mm, "plan_here", lambda *rest: SCALINGS[0])
+    for module, name, kernel in TUPLES:
+        here = Kernel(kernel.name, kernel.refuses, kernel.run, None, kernel.run_traced)
+        monkeypatch.setattr(module, name, (here, *getattr(module, name)[1:]))
+    return launches

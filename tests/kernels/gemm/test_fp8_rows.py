@@ -1,0 +1,321 @@
+"""Products of row-scaled E4M3: the kernels are bitwise the definition, and every product is within the stated bound.
+
+Without a GPU the Triton kernels run in the interpreter, and a strict stand-in takes the place of ``torch._scaled_mm``.
+"""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import mxtensor as mx
+from mxtensor.core.kernel import Spec
+from mxtensor.core.select import decide
+from mxtensor.kernels.gemm import fp8_rows, fp8_rows_cache, fp8_rows_operand, select
+from mxtensor.kernels.gemm.fp8_rows_operand import Tile, matrix_of, rows_of_operand, rows_of_values, why_not_in_one
+from mxtensor.kernels.gemm.spec import GemmArgs, Unquantized, format_of
+from mxtensor.kernels.runtime import nvrtc, triton_launch
+from mxtensor.numerics.formats import get_format
+from mxtensor.numerics.operand import Operand
+from mxtensor.numerics.reference import decode, encode
+from mxtensor.numerics.row_scaled import row_scaled
+from tests.helpers.stand_in import BF16, FP16, FP32, pretend, stand_in
+from tests.kernels.quantize.conftest import one_rounding
+
+pytest.importorskip("triton")
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="test_gpu_fp8_rows.py runs the kernels on the device"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
+]
+__all__ = ["one_rounding", "pretend", "stand_in"]
+
+STORED = [
+    "mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "mxfp8[32x32]", "mxfp4[16x16]", "mxfp8[1x64]",
+    "float8_e4m3_1x128_pow2", "float8_e5m2_row_pow2", "float8_e5m2_tensor_pow2", "float8_e4m3_128x128_pow2",
+]  # fmt: skip
+PAIRS = [
+    ("mxfp8", "mxfp8"), ("mxfp8", "mxfp4"), ("mxfp6", "mxfp6"), ("mxfp4", "mxfp6_e3m2"), ("mxfp8_e5m2", "mxfp8[32x32]"),
+    ("float8_e4m3_1x128_pow2", "float8_e5m2_row_pow2"), ("mxfp8_e5m2", "mxfp8_e5m2"),
+]  # fmt: skip
+
+
+def values(rows, cols, dtype=FP32):
+    """Rows with outliers; from row 8 on: wide spans, zeros, NaN, an infinity, tiny, huge."""
+    x = torch.randn(rows, cols) * torch.exp(1.5 * torch.randn(cols))
+    if rows > 14:
+        x[8] *= (2.0 ** torch.randint(-25, 26, (cols,)).float()).sort().values
+        x[9, : cols // 2] *= 2.0**-30
+        x[10], x[11, 3], x[12, -1] = 0.0, float("nan"), float("inf")
+        x[13], x[14] = x[13] * 2.0**-90, x[14] * 2.0**90
+    return x.to(dtype)
+
+
+def stored(name, rows, cols):
+    """A stored operand; specials are in single rows only if no scale has several."""
+    format = get_format(name)
+    operand = encode(values(rows, cols) if format.block[0] == 1 else torch.randn(rows, cols), mx.Cast(format))
+    if format.element.name == "e5m2":
+        operand.data.view(torch.uint8)[2, 3], operand.data.view(torch.uint8)[3, 5] = 0x7C, 0x7E
+    return operand
+
+
+def same(got, expected):
+    return torch.equal(torch.nan_to_num(got.float(), 77.0), torch.nan_to_num(expected.float(), 77.0))
+
+
+def check_rows(made, expected, cols):
+    codes, scale, beyond = made[:3]
+    rows = expected.codes.shape[0]
+    assert torch.equal(codes[:rows, :cols], expected.codes) and not codes[rows:].any()
+    nan = expected.scale[:, 0].isnan() & ~expected.beyond.bool()  # padding belongs to a block of NaN, too
+    assert not codes[:rows, cols:][~nan].any()
+    assert same(scale[:rows], expected.scale) and (scale[rows:] == 1).all()
+    assert torch.equal(beyond[:rows], expected.beyond) and not beyond[rows:].any()
+
+
+@pytest.fixture(params=["whole rows", "steps"])
+def tiles(request, monkeypatch):
+    if request.param == "steps":
+        for name in ("CAST", "OPERAND"):
+            monkeypatch.setattr(fp8_rows_operand, name, Tile(128, 128, 1024, 16))
+
+
+# ---------------------------------------------------------------------------------------------- one operand
+
+
+@pytest.mark.parametrize("cols", [256, 300])
+@pytest.mark.parametrize("name", STORED)
+def test_a_stored_operand_is_re_expressed_bit_for_bit(tiles, name, cols):
+    operand = stored(name, 18, cols)
+    check_rows(rows_of_operand(matrix_of(operand), 16), row_scaled(operand), cols)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+@pytest.mark.parametrize("cols", [256, 300])
+@pytest.mark.parametrize("name", [n for n in STORED if why_not_in_one(torch.empty(1), mx.Cast.of(n)) is None])
+def test_a_cast_to_rows_is_quantize_then_re_express(tiles, name, cols, dtype):
+    x, cast = values(15, cols, dtype), mx.Cast.of(name)
+    operand = encode(x, cast)
+    made, expected = rows_of_values(x, cast), row_scaled(operand)
+    check_rows(made, expected, cols)
+    beyond = expected.beyond.bool()
+    assert torch.equal(made[3][beyond], operand.scale[beyond]) and (beyond.any() or dtype is FP16)
+
+
+@pytest.mark.parametrize("mode", ["floor", "ceil", "even"])
+def test_every_scale_rule(mode):
+    x, cast = values(15, 128, BF16), mx.Cast.of("mxfp6", mode)
+    check_rows(rows_of_values(x, cast), row_scaled(encode(x, cast)), 128)
+
+
+def test_strided_values_and_codes():
+    x, cast = values(15, 128, BF16), mx.Cast.of("mxfp8")
+    wide = torch.full((17, 150), float("nan"), dtype=BF16)
+    wide[1:16, 9:137] = x
+    check_rows(rows_of_values(wide[1:16, 9:137], cast), row_scaled(encode(x, cast)), 128)
+    operand = encode(x, cast)
+    codes = operand.data.view(torch.uint8).t().contiguous().t().view(operand.data.dtype)
+    other = Operand(codes, operand.scale.t().contiguous().t(), None, operand.format, operand.shape)
+    check_rows(rows_of_operand(matrix_of(other), 1), row_scaled(operand), 128)
+
+
+# ---------------------------------------------------------------------------------------------- products
+
+
+def limit(operand):
+    """How far a value of each row may be from that of the operand: 2^-10 of the row scale; none beyond the bound."""
+    rows = row_scaled(operand)
+    kinds = operand.format.element.name in ("e4m3", "e5m2")
+    return torch.where(rows.beyond.bool()[:, None] | ~torch.tensor(kinds), 0.0, 2.0**-10 * rows.scale.double())
+
+
+def assert_within_the_bound(y, a, b, bias=None):
+    """Each value of y is as far from the exact one as the bound, float32 sums and one rounding allow."""
+    left, right = (decode(o, FP32).double() for o in (a, b))
+    exact = left @ right.t() + (0 if bias is None else bias.double())
+    moved, magnitude = (limit(a).expand_as(left), limit(b).expand_as(right)), left.abs() @ right.abs().t()
+    allowed = moved[0] @ right.abs().t() + (left.abs() + moved[0]) @ moved[1].t()
+    allowed = allowed + 2.0**-18 * magnitude + 2.0**-8 * exact.abs() + torch.finfo(y.dtype).smallest_normal
+    overflows = magnitude.isfinite() & (magnitude > 1e38)  # float32 sums may be infinite or NaN, in any order
+    assert torch.equal(y.isnan() & ~overflows, exact.isnan() & ~overflows)
+    fine = exact.isfinite() & (exact.abs() < torch.finfo(y.dtype).max) & ~overflows
+    assert ((y.double() - exact).abs() <= allowed)[fine].all()
+    assert (y.isfinite() == fine)[~exact.isnan() & ~overflows].all()
+
+
+@pytest.fixture
+def small(monkeypatch, one_rounding):
+    """Several tiles of the exact product to a small result."""
+    monkeypatch.setattr(fp8_rows, "EXACT_TILE", (16, 16, 64, 4))
+    monkeypatch.setattr(fp8_rows, "MARKS", 16)
+
+
+@pytest.mark.parametrize("left, right", PAIRS)
+def test_every_product_is_within_the_bound(pretend, stand_in, small, left, right):
+    pretend((9, 0))
+    a, b = stored(left, 18, 160), stored(right, 32, 160)
+    bias = torch.randn(32, dtype=BF16)
+    y = fp8_rows.KERNEL.run(a, b, GemmArgs(BF16, bias))
+    assert len(stand_in.calls) == 1 and y.shape == (18, 32) and y.dtype is BF16
+    assert_within_the_bound(y, a, b, bias)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_plain_values_are_cast_first(pretend, stand_in, small, dtype):
+    pretend((9, 0))
+    cast = mx.Cast.of("mxfp8")
+    x, b = values(15, 96, dtype), stored("mxfp4", 16, 96)
+    y = fp8_rows.KERNEL.run(Unquantized(x.view(3, 5, 96), cast), b, GemmArgs(dtype))
+    assert y.shape == (3, 5, 16)
+    assert_within_the_bound(y.view(15, 16), encode(x, cast), b)
+    assert same(y.view(15, 16), fp8_rows.KERNEL.run(encode(x, cast), b, GemmArgs(dtype)))
+    tensor = mx.Cast.of("float8_e5m2_tensor_pow2")  # cannot be cast in one kernel
+    y = fp8_rows.KERNEL.run(Unquantized(x[:8], tensor), b, GemmArgs(dtype))
+    assert_within_the_bound(y, encode(x[:8], tensor), b)
+
+
+def test_without_marks_the_exact_product_writes_nothing(pretend, stand_in, small):
+    pretend((9, 0))
+    a, b = encode(torch.randn(20, 64), mx.Cast.of("mxfp8")), encode(torch.randn(16, 64), mx.Cast.of("mxfp8"))
+    sides = [fp8_rows.row_operand(o, False, False, 0) for o in (a, b)]
+    out = torch.full((20, 16), 3.0, dtype=BF16)
+    fp8_rows.exact_rows(*sides, None, out)
+    assert (out == 3).all()
+    sides[0].beyond[4], sides[1].beyond[15] = 1, 1
+    fp8_rows.exact_rows(*sides, None, out)
+    written = torch.zeros(20, 16, dtype=torch.bool)
+    written[4], written[:, 15] = True, True
+    assert torch.equal(out != 3, written)
+
+
+def test_a_trace_holds_three_ops_with_the_same_result(pretend, stand_in, small):
+    pretend((9, 0))
+    cast, b = mx.Cast.of("mxfp8"), stored("mxfp8", 16, 96)
+    x, bias = values(15, 96, BF16), torch.randn(16, dtype=BF16)
+
+    def product(x, data, scale, bias):
+        weight = Operand(data, scale, None, b.format, b.shape)
+        return fp8_rows.KERNEL.run_traced(Unquantized(x, cast), weight, GemmArgs(BF16, bias))
+
+    graph = make_fx(product)(x, b.data, b.scale, bias)
+    ops = [str(n.target) for n in graph.graph.nodes if "mxtensor" in str(n.target)]
+    assert ops == [f"mxtensor.{op}.default" for op in ("cast_to_rows", "operand_to_rows", "fp8_rows_mm")]
+    eager = fp8_rows.KERNEL.run(Unquantized(x, cast), b, GemmArgs(BF16, bias))
+    assert same(graph(x, b.data, b.scale, bias), eager)
+    with FakeTensorMode() as mode:
+        fake = graph(*(mode.from_tensor(t) for t in (x, b.data, b.scale, bias)))
+    assert fake.shape == eager.shape and fake.dtype is BF16
+
+
+def test_the_ops_check_their_arguments():
+    operand = encode(torch.randn(16, 64), mx.Cast.of("mxfp8"))
+    rows = list(rows_of_operand(operand, 1))
+    side = [*rows, operand.scale]
+    with pytest.raises(ValueError, match="row scales must have shape"):
+        fp8_rows.fp8_rows_mm([rows[0], rows[1][:3], *side[2:]], side, "mxfp8", "mxfp8", 64, None, BF16)
+    with pytest.raises(ValueError, match="writes bfloat16 or float16"):
+        fp8_rows.fp8_rows_mm(side, side, "mxfp8", "mxfp8", 64, None, FP32)
+    with pytest.raises(ValueError, match="powers of two"):
+        nvfp4 = encode(torch.randn(16, 64), mx.Cast.of("nvfp4"))
+        fp8_rows.operand_to_rows(nvfp4.data, nvfp4.scale, "nvfp4", 64)
+    with pytest.raises(ValueError, match="casts blocks along rows"):
+        fp8_rows.cast_to_rows(torch.randn(16, 64), "mxfp8[32x32]", "rceil", "nearest", None, 0.0)
+
+
+# ---------------------------------------------------------------------------------------------- the cache of weights
+
+
+def test_a_weight_is_re_expressed_once_until_it_is_written_to(monkeypatch):
+    weight = mx.quantize(torch.randn(16, 64), "mxfp8")
+
+    def form(rows=256):
+        return fp8_rows_cache.weight_rows(weight.rowwise, matrix_of(weight.rowwise), rows)
+
+    assert form()[0] is form()[0] is form(8192)[0]
+    before = form()[0].clone()
+    weight.copy_(torch.randn(16, 64))
+    assert not torch.equal(form()[0], before)
+    assert torch.equal(form()[0][:, :64], row_scaled(weight.rowwise).codes)
+    other = mx.quantize(torch.randn(16, 64), "mxfp8")
+    of_many = fp8_rows_cache.weight_rows(other.rowwise, matrix_of(other.rowwise), fp8_rows_cache.ON_THE_FLY)
+    assert of_many[0] is not fp8_rows_cache.weight_rows(other.rowwise, matrix_of(other.rowwise), 256)[0]
+
+
+def test_the_cache_stops_at_its_share_of_the_memory_and_counts_what_was_freed(monkeypatch):
+    device = torch.device("cpu")
+    used = fp8_rows_cache._bytes.get(device, 0)
+    monkeypatch.setattr(fp8_rows_cache, "_budget", lambda device: used + 16 * 64 + 16 * 5)
+    first, second = (mx.quantize(torch.randn(16, 64), "mxfp8").rowwise for _ in range(2))
+    for operand, cached in ((first, True), (second, False)):
+        form, later = (fp8_rows_cache.weight_rows(operand, operand, 256)[0] for _ in range(2))
+        assert (form is later) == cached
+    del form, later, first, operand
+    assert fp8_rows_cache._bytes[device] == used
+    assert fp8_rows_cache.weight_rows(second, second, 256)[0] is fp8_rows_cache.weight_rows(second, second, 256)[0]
+
+
+# ---------------------------------------------------------------------------------------------- the choice
+
+
+@pytest.fixture
+def device(pretend, monkeypatch):
+    """``device(capability)``: fake CUDA tensors on such a GPU with Triton and NVRTC."""
+    monkeypatch.setattr(triton_launch, "_installed", lambda: True)
+    monkeypatch.setattr(nvrtc, "library", lambda: None)
+    monkeypatch.setattr(nvrtc, "unknown", lambda capability: None)
+    return pretend
+
+
+def chosen(left, right, m, n, k, args=None, prefer=None):
+    with FakeTensorMode():
+        x = torch.empty(m, k, dtype=BF16, device="cuda")
+        b = Operand.empty(get_format(right), (n, k), "cuda")
+        a = x if left is None else Unquantized(x, mx.Cast.of(left))
+        args = args or GemmArgs(BF16)
+        spec = Spec("mm", ((m, k), (n, k)), (format_of(a), b.format), args.out_dtype, x.device)
+        return decide(select.GEMM, spec, a, b, args, prefer=prefer)
+
+
+@pytest.mark.parametrize("capability", [(8, 9), (9, 0), (12, 1)])
+@pytest.mark.parametrize(
+    "left, right", [("mxfp8", "mxfp8"), ("mxfp8", "mxfp4"), ("mxfp6", "mxfp6"), ("mxfp4", "mxfp4")]
+)
+def test_large_products_of_two_quantized_operands_take_it(device, capability, left, right):
+    device(capability)
+    assert chosen(left, right, 4096, 4096, 4096).kernel is fp8_rows.KERNEL
+    assert chosen(left, right, 64, 4096, 4096).kernel is not fp8_rows.KERNEL
+    assert chosen(None, right, 4096, 4096, 4096).kernel is not fp8_rows.KERNEL
+
+
+def test_what_it_refuses(device):
+    device((9, 0))
+
+    def reason(*args, **kwargs):
+        return chosen(*args, **kwargs).refusals["fp8_rows"]
+
+    assert "is slower than others for 96 rows" in reason("mxfp8", "mxfp8", 96, 65536, 4096)
+    assert "is slower than others for 128 rows" in reason("mxfp8", "mxfp8", 128, 4096, 4096)
+    assert "multiples of 16, got 4096 and 4100" in reason("mxfp8", "mxfp8", 4096, 4100, 4096)
+    assert "multiples of 16, got 4104 and 4096" in reason("mxfp8", "mxfp8", 4096, 4096, 4104)
+    assert "not float32" in reason("mxfp8", "mxfp8", 4096, 4096, 4096, GemmArgs(FP32))
+    assert "alpha is 2" in reason("mxfp8", "mxfp8", 4096, 4096, 4096, GemmArgs(BF16, alpha=2))
+    assert "nvfp4 has ue4m3 scales" in reason("mxfp8", "nvfp4", 4096, 4096, 4096)
+    assert "'dequant' was asked for" in reason("mxfp8", "mxfp8", 4096, 4096, 4096, prefer="dequant")
+    assert "bias" in reason("mxfp8", "mxfp8", 4096, 4096, 4096, GemmArgs(BF16, torch.empty(4096, 4096, dtype=BF16)))
+    device((8, 0))
+    assert "needs sm89" in reason("mxfp8", "mxfp8", 4096, 4096, 4096)
+    device((10, 0))
+    assert chosen("mxfp8", "mxfp8", 4096, 4096, 4096).kernel.name == "scaled_mm"
+    assert chosen("mxfp6", "mxfp6", 4096, 4096, 4096).kernel is fp8_rows.KERNEL
+
+
+def test_explain_tells_of_rows_beyond_the_bound(pretend, stand_in, small):
+    pretend((9, 0))
+    a, b = stored("mxfp8", 18, 64), encode(torch.randn(16, 64), mx.Cast.of("mxfp8"))
+    with mx.explain() as log:
+        fp8_rows.KERNEL.run(a, b, GemmArgs(BF16))
+    (entry,) = log.entries
+    assert entry.kernel == "fp8_rows exact" and entry.spec.shapes[0][0] == row_scaled(a).beyond.sum()
+    with mx.explain() as log:
+        fp8_rows.KERNEL.run(b, b, GemmArgs(BF16))
+    assert not log.entries

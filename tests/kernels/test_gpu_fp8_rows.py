@@ -1,0 +1,172 @@
+"""Products of row-scaled E4M3 on a CUDA device: bits of the operands, the bound, graphs, training, what is chosen."""
+
+import pytest
+import torch
+
+import mxtensor as mx
+from mxtensor.kernels.gemm import fp8_rows
+from mxtensor.kernels.gemm.fp8_rows_operand import matrix_of, rows_of_operand, rows_of_values, why_not_in_one
+from mxtensor.kernels.gemm.select import gemm, plan_of
+from mxtensor.kernels.gemm.spec import GemmArgs, Unquantized
+from mxtensor.numerics.reference import decode, encode
+from mxtensor.numerics.row_scaled import row_scaled
+
+pytestmark = pytest.mark.gpu
+BF16 = torch.bfloat16
+STORED = [
+    "mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "mxfp8[32x32]", "mxfp4[16x16]", "mxfp8[1x64]",
+    "float8_e4m3_1x128_pow2", "float8_e5m2_row_pow2", "float8_e5m2_tensor_pow2", "float8_e4m3_128x128_pow2",
+]  # fmt: skip
+PAIRS = [("mxfp8", "mxfp8"), ("mxfp8", "mxfp4"), ("mxfp6", "mxfp6"), ("mxfp4", "mxfp4"), ("mxfp8_e5m2", "mxfp8")]
+
+
+@pytest.fixture(autouse=True)
+def tensor_cores():
+    if torch.cuda.get_device_capability() < fp8_rows.OLDEST:
+        pytest.skip("no FP8 tensor cores")
+
+
+def values(rows, cols, wide=True):
+    """Rows with channel outliers; with ``wide`` some of wide spans, zeros, NaN, an infinity, tiny and huge."""
+    x = torch.randn(rows, cols, device="cuda") * torch.exp(1.5 * torch.randn(cols, device="cuda"))
+    if wide:
+        x[8] *= 2.0 ** torch.randint(-20, 21, (-(-cols // 32),), device="cuda").float().repeat_interleave(32)[:cols]
+        x[9, : cols // 2] *= 2.0**-30
+        x[10], x[11, 3], x[12, -1] = 0.0, float("nan"), float("inf")
+        x[13], x[14] = x[13] * 2.0**-90, x[14] * 2.0**90
+    return x.to(BF16)
+
+
+def same(got, expected):
+    return torch.equal(torch.nan_to_num(got.float(), 77.0), torch.nan_to_num(expected.float(), 77.0))
+
+
+@pytest.mark.parametrize("cols", [64, 2880, 4096, 5120, 16400])
+@pytest.mark.parametrize("name", STORED)
+def test_operands_are_the_definition_bit_for_bit(name, cols):
+    cast = mx.Cast.of(name)
+    for dtype in (BF16, torch.float16, torch.float32):
+        x = values(40, cols, cast.format.block[0] == 1).to(dtype)
+        operand = encode(x, cast)
+        expected = row_scaled(operand)
+        made = [rows_of_operand(matrix_of(operand), 16)]
+        if why_not_in_one(x, cast) is None:
+            made.append(rows_of_values(x, cast))
+        for codes, scale, beyond, *_ in made:
+            assert torch.equal(codes[:40, :cols], expected.codes)
+            assert same(scale[:40], expected.scale) and torch.equal(beyond[:40], expected.beyond)
+
+
+def assert_within_the_bound(y, a, b):
+    """A norm for each row: bfloat16's rounding, and the sums of tensor cores; each NaN is where it belongs."""
+    left, right = (decode(o, torch.float32).double() for o in (a, b))
+    exact, magnitude = left @ right.t(), left.abs() @ right.abs().t()
+    overflows = magnitude.isfinite() & (magnitude > 1e37)
+    assert torch.equal(y.isnan() & ~overflows, exact.isnan() & ~overflows)
+    fine = exact.isfinite() & ~overflows
+    limits = [
+        torch.where(row_scaled(o).beyond.bool()[:, None], 0.0, 2.0**-10 * row_scaled(o).scale.double()) for o in (a, b)
+    ]
+    lost = limits[0] * right.abs().sum(1) + left.abs().sum(1)[:, None] * limits[1].t()
+    allowed = 2.0**-8 * exact.abs() + lost + 2.0**-11 * magnitude
+    assert ((y.double() - exact).abs() <= allowed)[fine].all()
+    error, norm = (torch.where(fine, t, 0.0).norm(dim=1) for t in (y.double() - exact, exact))
+    assert (error <= 4e-3 * norm).all()
+
+
+@pytest.mark.parametrize("shape", [(512, 4096, 4096), (130, 48, 160), (1000, 2880, 2880)])
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("left, right", PAIRS)
+def test_every_product_is_within_the_bound(left, right, wide, shape):
+    rows, width, cols = shape
+    x, w = values(rows, cols, wide), values(width, cols, wide)
+    a, b = encode(x, mx.Cast.of(left)), encode(w, mx.Cast.of(right))
+    y = fp8_rows.run(a, b, GemmArgs(BF16))
+    assert_within_the_bound(y, a, b)
+    assert same(fp8_rows.run(Unquantized(x, mx.Cast.of(left)), b, GemmArgs(BF16)), y)
+    bias = torch.randn(width, device="cuda", dtype=BF16)
+    with_bias = fp8_rows.run(a, b, GemmArgs(BF16, bias))
+    assert torch.allclose(with_bias.float(), y.float() + bias.float(), rtol=0.02, atol=0.02, equal_nan=True)
+
+
+def test_the_layer_takes_it_and_dequant_stays_available():
+    layer = torch.nn.Linear(4096, 4096, device="cuda", dtype=BF16)
+    mx.quantize_(layer, "mxfp8")
+    x = values(1024, 4096)
+    with torch.no_grad():
+        with mx.explain() as log:
+            y = layer(x)
+        kernels = [entry.kernel for entry in log.entries]
+        assert "fp8_rows" in kernels and "fp8_rows exact" in kernels
+        with mx.kernels("dequant"):
+            exact = layer(x)
+        assert torch.equal(y.isnan(), exact.isnan())
+        fine = exact.isfinite()
+        assert ((y - exact)[fine].norm() / exact[fine].norm()) < 5e-3
+
+
+def test_compiled_and_captured_it_finds_the_rows_of_later_values():
+    layer = torch.nn.Linear(4096, 4096, device="cuda", dtype=BF16)
+    mx.quantize_(layer, "mxfp8")
+    narrow, wide = values(512, 4096, False), values(512, 4096, True)
+    with torch.no_grad():
+        compiled = torch.compile(layer)
+        for x in (narrow, wide):
+            assert same(compiled(x), layer(x))
+        x, graph = narrow.clone(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = layer(x)
+        for now in (wide, narrow):
+            x.copy_(now)
+            graph.replay()
+            assert same(out, layer(now))
+        layer.weight.copy_(torch.randn(4096, 4096, device="cuda"))
+        graph.replay()
+        assert same(out, layer(narrow))
+
+
+def test_no_host_sync():
+    layer = torch.nn.Linear(4096, 4096, device="cuda", dtype=BF16)
+    mx.quantize_(layer, "mxfp8")
+    x = values(512, 4096)
+    with torch.no_grad():
+        layer(x)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            layer(x)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_products_of_a_training_step():
+    x, w = values(2048, 4096, False), values(2048, 4096, False)
+    cast = mx.Cast.of("mxfp8")
+    for a, b in ((x, w), (w.t().contiguous(), x.t().contiguous())):
+        a, b = Unquantized(a, cast), encode(b, cast)
+        assert plan_of("mm", a, b, GemmArgs(BF16)).kernel is fp8_rows.KERNEL
+        with mx.kernels("dequant"):
+            exact = gemm("mm", a, b, GemmArgs(BF16))
+        y = gemm("mm", a, b, GemmArgs(BF16))
+        assert ((y - exact).norm() / exact.norm()) < 5e-3
+
+
+def test_a_training_step_takes_it_for_all_three_products():
+    layer = torch.nn.Linear(4096, 4096, device="cuda", dtype=BF16)
+    x, grad = values(2048, 4096, False), values(2048, 4096, False)
+
+    def step():
+        one = x.clone().requires_grad_()
+        layer.zero_grad()
+        with mx.autocast(recipe=mx.MXFP8BlockScaling()):
+            y = layer(one)
+        y.backward(grad)
+        return y.detach(), one.grad, layer.weight.grad.clone()
+
+    with mx.explain() as log:
+        ours = step()
+    ran = {entry.spec.op: entry.kernel for entry in log.entries}
+    assert [ran[op] for op in ("fprop", "dgrad", "wgrad")] == ["fp8_rows"] * 3
+    with mx.kernels("dequant"):
+        exact = step()
+    for got, expected in zip(ours, exact, strict=True):
+        assert ((got - expected).norm() / expected.norm()) < 5e-3

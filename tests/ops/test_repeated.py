@@ -1,0 +1,105 @@
+"""``F.linear`` without gradients by the recorded program of an earlier call, for kernels without a prepared launch.
+
+Casts are Triton's, launched by addresses as on a device and interpreted (``helpers/compiled_triton.py``).
+"""
+
+import importlib.util
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import mxtensor as mx
+from mxtensor.core.plan import PLANS
+from mxtensor.kernels.gemm import select
+from mxtensor.ops import repeated
+from mxtensor.ops.repeated import Repeated
+from tests.helpers import compiled_triton
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+CASES = [("float8_e4m3_tensor", True), ("float8_e4m3_row", False), ("mxfp8", True), ("mxfp4-weight-only", False)]
+"""Config, and whether the layer has a bias."""
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    PLANS.clear()
+    monkeypatch.setattr(select, "has_launches", lambda device: True)
+    yield compiled_triton.install(monkeypatch)
+    PLANS.clear()
+
+
+def layer(config, bias=True):
+    return mx.quantize_(torch.nn.Linear(64, 32, bias=bias, dtype=torch.bfloat16), config)
+
+
+def general(linear, x):
+    """The result without any plan of ``F.linear``: an observed call asks for its kernel anew."""
+    with mx.explain():
+        return linear(x)
+
+
+def kinds():
+    return {id(p.launch): p.launch for p in PLANS._plans.values() if isinstance(p.launch, Repeated)}.values()
+
+
+@pytest.mark.exhaustive(quick=3)
+@pytest.mark.parametrize(("config", "bias"), CASES)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("shape", [(3, 64), (2, 2, 64)])
+def test_later_calls_have_the_bits_of_the_general_way(config, bias, mode, shape, launches):
+    linear = layer(config, bias)
+    with mode():
+        for scale in (1.0, 1.0, 30.0):
+            x = (torch.randn(shape) * scale).bfloat16()
+            assert torch.equal(linear(x), general(linear, x))
+    assert [kind.program is not None for kind in kinds()] == [True]
+
+
+def test_layers_of_one_kind_share_a_program_and_read_their_own_weights(launches):
+    layers = [layer("mxfp8-weight-only") for _ in range(3)]
+    with torch.no_grad():
+        for _ in range(2):
+            for linear in layers:
+                x = torch.randn(2, 64).bfloat16()
+                assert torch.equal(linear(x), general(linear, x))
+        (kind,) = kinds()
+        program = kind.program
+        layers[0].weight.copy_(torch.randn(32, 64).bfloat16())
+        x = torch.randn(2, 64).bfloat16()
+        assert torch.equal(layers[0](x), general(layers[0], x))
+        assert program is not None and kind.program is program
+
+
+def test_the_third_call_runs_the_program_of_the_second(launches, monkeypatch):
+    linear, x = layer("mxfp8"), torch.randn(2, 64).bfloat16()
+    records = []
+    monkeypatch.setattr(
+        repeated.recording, "record", lambda *a, f=repeated.recording.record: records.append(a) or f(*a)
+    )
+    with torch.no_grad():
+        linear(x)
+        assert records == []
+        linear(x)
+        assert len(records) == 1
+        monkeypatch.setattr(select, "plan_of", lambda *a: pytest.fail("asked for a kernel"))
+        linear(x), linear(x)
+    assert len(records) == 1
+
+
+def test_an_error_of_a_program_comes_from_the_general_way(launches, monkeypatch):
+    linear, x = layer("mxfp8"), torch.randn(2, 64).bfloat16()
+    with torch.no_grad():
+        expected = linear(x)
+        linear(x), linear(x)
+        (kind,) = kinds()
+        kind.program = lambda *inputs: 1 / 0
+        assert torch.equal(linear(x), expected)
+
+
+def test_nothing_is_recorded_for_another_device(launches, monkeypatch):
+    monkeypatch.setattr(select, "has_launches", lambda device: False)
+    linear, x = layer("mxfp8"), torch.randn(2, 64).bfloat16()
+    with torch.no_grad():
+        assert all(torch.equal(linear(x), F.linear(x, linear.weight, linear.bias)) for _ in range(3))
+    assert not kinds()
