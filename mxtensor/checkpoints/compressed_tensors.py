@@ -79,6 +79,8 @@ ACTIVATIONS = {
 """(bits, strategy, group) of dynamic activations -> their format."""
 
 
+_REPEATED_GROUP, _REPETITION = re.compile(r"\)[*+{]"), re.compile(r"[*+{]")
+"""Patterns of a file with these could take for ever."""
 _E8M0 = (torch.uint8, torch.float8_e8m0fnu)
 
 # ---------------------------------------------------------------------------------------------- reading
@@ -120,8 +122,11 @@ def _matches(target: object, module: str) -> bool:
     if not isinstance(target, str):
         return False
     if target.startswith("re:"):
-        if len(target) > 1000:
-            raise ValueError(f"the target {described(target)} is too long for a name")
+        if len(target) > 1000 or _REPEATED_GROUP.search(target) or len(_REPETITION.findall(target)) > 3:
+            raise ValueError(
+                f"the target {described(target)} is no simple pattern of names: it may have 1000 characters, three "
+                "repetitions, and no repeated group"
+            )
         try:
             return re.match(target[3:], module) is not None
         except re.error:

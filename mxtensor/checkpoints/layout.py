@@ -51,6 +51,8 @@ class Layout:
     """JSON files to write: file name -> what is merged into it."""
     metadata: Callable[[str, MXTensor], dict[str, str]] | None = None
     """Entries of the header for a tensor."""
+    one_file: bool = False
+    """Whether a file says all without a configuration beside it."""
     formats: str = ""
     """The formats it holds, for the table."""
     exact: str = "bit for bit"

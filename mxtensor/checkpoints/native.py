@@ -131,5 +131,6 @@ NATIVE = Layout(
     write=stored_tensors,
     config=_config,
     metadata=header,
+    one_file=True,
     formats="all, in every orientation",
 )

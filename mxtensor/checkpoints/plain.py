@@ -29,6 +29,7 @@ PLAIN = Layout(
     detect=_detect,
     read=_read,
     write=_write,
+    one_file=True,
     formats="none: values are dequantized",
     exact="the decoded values, rounded to the dtype of the tensor",
 )

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .source import INDEX, needs, read_json
+from .source import INDEX, needs, read_json, safetensors_error
 
 ONE_FILE = "model.safetensors"
 NOT_COPIED = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".index.json", "hf_quant_config.json")
@@ -64,7 +64,10 @@ class Sink:
     def _flush(self) -> None:
         number = len(self.shards) + 1
         save = needs("safetensors.torch", "safetensors").save_file
-        save(_apart(self._tensors), str(self.folder / f"{number}.safetensors"), {"format": "pt"} | self._metadata)
+        try:
+            save(_apart(self._tensors), str(self.folder / f"{number}.safetensors"), {"format": "pt"} | self._metadata)
+        except safetensors_error() as error:
+            raise OSError(f"{self.path} cannot be written: {error}") from error
         self.shards.append(tuple(self._tensors))
         self.total += self._bytes
         self._tensors, self._metadata, self._bytes = {}, {}, 0

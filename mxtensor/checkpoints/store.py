@@ -89,7 +89,7 @@ def save(
     ``config.json``. A weight that two modules share is stored once if the model knows it as tied, otherwise twice.
     Raises NotImplementedError for a tensor that the layout cannot hold, FileExistsError for a folder that is not empty.
     """
-    chosen = _writable(layout)
+    chosen = _writable(layout, path)
     config: dict[str, Any] = {}
     if isinstance(model, nn.Module):
         of_model: Any = getattr(model, "config", None)
@@ -126,7 +126,7 @@ def convert(
     Embeddings, heads, routers and modules whose name ends in one of ``skip`` stay as they are. Other files of the
     folder, such as the tokenizer, are copied. The destination is whole or absent. Raises as ``load`` and ``save``.
     """
-    chosen = _writable(layout)
+    chosen = _writable(layout, destination)
     recipe = None if format is None else recipe_of(format)
     if recipe is not None and recipe.trains:
         raise ValueError(f"convert: {recipe} trains, and stores no codes; pass a format such as 'mxfp8-weight-only'")
@@ -139,7 +139,7 @@ def convert(
         with Sink(destination, max_shard_bytes, overwrite) as sink:
             entries = before.read(checkpoint)
             for name in _progress(list(entries), progress):
-                if before is not chosen and name.endswith(STATIC) and before.name != "plain":
+                if before is not chosen and name.endswith(STATIC) and before.config is not None:
                     report.dropped.append(name)
                     continue
                 value = checkpoint.load(name, entries[name])
@@ -155,8 +155,10 @@ def _progress(names: list[str], shown: bool) -> Iterable[str]:
     return with_progress(names, "converting", "tensor") if shown and len(names) > 100 else names
 
 
-def _writable(layout: str) -> Layout:
+def _writable(layout: str, path: str | Path) -> Layout:
     chosen = get_layout(layout)
+    if not chosen.one_file and str(path).endswith(".safetensors"):
+        raise ValueError(f"the layout {chosen.name} has a config.json; pass a folder, not the file {path}")
     if chosen.write is None:
         raise NotImplementedError(f"the layout {chosen.name} is only read; choose another one to write")
     return chosen
@@ -170,8 +172,7 @@ def _store(sink: Sink, layout: Layout, written: Written, name: str, value: Tenso
             written.others.append(name)
         sink.add({name: value.detach()})
         return
-    if layout.name != "plain":
-        written.weights[name] = value.recipe
+    written.weights[name] = value.recipe
     sink.add(write(name, value), layout.metadata(name, value) if layout.metadata else {})
 
 

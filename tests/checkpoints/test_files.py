@@ -209,6 +209,26 @@ def test_a_failure_leaves_nothing(error, tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == ["a"] and before == {p.name: p.read_bytes() for p in path.iterdir()}
 
 
+def test_a_full_disk_is_an_os_error(tmp_path, monkeypatch):
+    import safetensors.torch
+
+    def full(*args):
+        raise safetensors.SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(safetensors.torch, "save_file", full)
+    with pytest.raises(OSError, match=r"out cannot be written: I/O error: No space left"):
+        mx.checkpoints.save({"a": torch.ones(2)}, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("target", ["re:(m+)+$", "re:(m|m)*x", "re:.*.*.*.*x", "re:(m{1,9}){1,9}x", "re:" + "m" * 1000])
+def test_a_pattern_that_could_take_for_ever_is_refused(target, tmp_path):
+    groups = {"group_0": {"targets": [target], "weights": {}}}
+    path = checkpoint(tmp_path / "a", MXFP4, METHOD | {"config_groups": groups})
+    with pytest.raises(ValueError, match="no simple pattern"):
+        mx.checkpoints.load(path)
+
+
 def test_a_destination_is_not_overwritten_unasked(tmp_path):
     path = checkpoint(tmp_path / "a", {"m.weight": torch.randn(32, 32)})
     mx.checkpoints.convert(path, tmp_path / "out")

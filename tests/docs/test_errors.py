@@ -64,6 +64,8 @@ NEVER_SEEN = {
     "copies with the whole; pass the whole tensor to the graph and write a view of it there",
     "a graph cannot return a view {value} that cuts the blocks of an MXTensor and was made before a write in the "
     "graph; make the view after the write, or return a clone() of it",
+    # of a disk that is full: tests/checkpoints/test_files.py
+    "{value} cannot be written: {value}",
     # of GGUF, whose package is an extra: tests/checkpoints/test_peers.py
     "{value} cannot be read: {value}",
     "{value} cannot be read as GGUF: {value}",
