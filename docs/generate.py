@@ -90,6 +90,17 @@ def formats() -> str:
     return table("format, other names, element, largest, block, scale, bits a value", body)
 
 
+def layouts() -> str:
+    """Every row of mx.checkpoints.LAYOUTS."""
+    from mxtensor.checkpoints import LAYOUTS
+
+    body = [
+        (f"`{row.name}`", row.producers, row.formats, "read, written" if row.write else "read", row.exact)
+        for row in LAYOUTS.values()
+    ]
+    return table("layout, who uses it, formats, here, what is exact", body)
+
+
 def _module(rule: Any) -> str:
     name = rule.__module__.removeprefix("mxtensor.")
     return f"`{name.replace('.', '/')}.py`"
@@ -209,7 +220,7 @@ RECORDS = (
     figures, llm, llm_cpu, cpu, host, cast, linear, decode, decode_model, train_linear, fsdp, sharding, users_layers,
     users_generate, users_first,
 )  # fmt: skip
-GENERATORS = (formats, ops, functions, kernels, devices, api, torchao, models, recipes, *RECORDS)
+GENERATORS = (layouts, formats, ops, functions, kernels, devices, api, torchao, models, recipes, *RECORDS)
 TABLES: dict[str, Callable[[], str]] = {generator.__name__: generator for generator in GENERATORS}
 
 

@@ -27,6 +27,7 @@ from .convert.training_configs import (
 from .core.dispatch import strict
 from .core.explain import explain
 from .core.select import kernels
+from .integrations import TransformersConfig
 from .numerics.cast import Cast
 from .numerics.formats import (
     DTYPE_FP6_E2M3,
@@ -46,7 +47,7 @@ from .tensor.pickles import rebuild, rebuild_with_attributes
 from .tensor.quantize import quantize
 
 if TYPE_CHECKING:
-    from . import nn
+    from . import checkpoints, nn
     from .compile.inference_options import inference_options
     from .convert.mxfp8 import MXFP8Config, MXFP8Linear, to_mxfp8
     from .distributed import checkpoint
@@ -104,8 +105,10 @@ __all__ = [
     "Quantizer",
     "Rounding",
     "ScaleCalculationMode",
+    "TransformersConfig",
     "autocast",
     "checkpoint",
+    "checkpoints",
     "compile_passes",
     "explain",
     "general_gemm",
@@ -128,6 +131,7 @@ __all__ = [
 ]
 
 _LAZY = {
+    "checkpoints": ("checkpoints",),
     "compile.inference_options": ("inference_options",),
     "convert.mxfp8": ("MXFP8Config", "MXFP8Linear", "to_mxfp8"),
     "distributed.checkpoint": ("checkpoint",),
@@ -147,7 +151,7 @@ _LAZY = {
     "training.track": ("track_delayed_scaling",),
 }  # fmt: skip
 """Module -> the names loaded on first use: it imports torch's compiler, which takes longer than importing torch."""
-_MODULES = ("checkpoint", "nn", "optim", "parallel")
+_MODULES = ("checkpoint", "checkpoints", "nn", "optim", "parallel")
 """Names that are the module itself."""
 _HOME = {name: module for module, names in _LAZY.items() for name in names}
 

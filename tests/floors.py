@@ -33,7 +33,10 @@ ROOMS = {
     "nn": (7, "TransformerEngine's modules"),
     "convert": (7, "quantize_ and the configs that torchao users know"),
     "report": (8, "error reports with plots, tuning"),
-    FACE: (9, "the public face: every mx.NAME, nothing else"),
+    "checkpoints": (8, "one file for each on-disk layout: name, detect, read, write"),
+    "integrations": (9, "transformers: a quantizer in its registry"),
+    "cli": (9, "the command mxtensor"),
+    FACE: (10, "the public face: every mx.NAME, nothing else"),
 }
 """Room -> its floor, what it knows."""
 
@@ -42,10 +45,12 @@ SAYS_WHY = re.compile(rf"longer than (the )?others|{MAX_LINES} lines")
 """A longer file has a sentence with these words in its first lines, which says why it is one file."""
 CORE_DEPENDENCIES = {"torch", "numpy"}
 """What every installation has."""
-EXTRAS = {"tqdm", "matplotlib", "triton"}
+EXTRAS = {"tqdm", "matplotlib", "triton", "safetensors", "gguf", "transformers"}
 """Optional dependencies, imported inside the functions that need them."""
 TRITON_CODE = "kernels.triton_device"
 """The only package that imports triton at import time; other packages import it inside functions."""
+TRANSFORMERS_CODE = "integrations.transformers"
+"""The only module that imports transformers at import time: it is imported when transformers is."""
 NOT_ROOMS = {"helpers", "faults", "benchmarks", "docs", "examples"}
 """Folders of ``tests/`` that are about something else than a room."""
 
@@ -132,6 +137,8 @@ def early_imports(path: Path, source: str) -> list[str]:
         if f"{target}.".startswith(f"{TRITON_CODE}.") and not triton_code and node in early:
             found.append(f"{where(path, node)} imports Triton code at import time")
         if top in sys.stdlib_module_names or top in CORE_DEPENDENCIES | {FACE} or (top == "triton" and triton_code):
+            continue
+        if top == "transformers" and here == TRANSFORMERS_CODE:
             continue
         if top not in EXTRAS:
             found.append(f"{where(path, node)} imports {name}, which is not a dependency")

@@ -4,8 +4,10 @@ python -m tests.docs.error_rows          write the rows whose message has change
 python -m tests.docs.error_rows --check  print them, and exit with 1 if there are any
 """
 
+import atexit
 import builtins
 import re
+import shutil
 import sys
 import tempfile
 import warnings
@@ -120,7 +122,16 @@ def saved(call):
         return call(path)
 
 
-HELPERS = (forced, strictly, without, failing, inside, traced, other_torch, alone, ranked, saved)
+FOLDERS = Path(tempfile.mkdtemp())
+atexit.register(shutil.rmtree, FOLDERS, ignore_errors=True)
+
+
+def place(name=""):
+    """A path in a new folder."""
+    return Path(tempfile.mkdtemp(dir=FOLDERS)) / name
+
+
+HELPERS = (place, forced, strictly, without, failing, inside, traced, other_torch, alone, ranked, saved)
 
 
 def namespace():

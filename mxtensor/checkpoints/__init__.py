@@ -1,0 +1,9 @@
+"""Checkpoints of other libraries and of this one: load, save and convert, without a detour through high precision.
+
+A layout is one file of this folder: a row with its name, how it is detected, read and written.
+"""
+
+from .registry import LAYOUTS, get_layout
+from .store import Conversion, Info, convert, info, load, save
+
+__all__ = ["LAYOUTS", "Conversion", "Info", "convert", "get_layout", "info", "load", "save"]

@@ -1,0 +1,79 @@
+"""DeepSeek: float8 with one float32 scale for a tile of 128x128 values, and the FP4 experts of its fourth version.
+
+``X.weight`` F8_E4M3 (N, K) has ``X.weight_scale_inv`` (ceil(N / 128), ceil(K / 128)), which multiplies despite its
+name.
+Scales are float32; transformers also stores them as F8_E8M0, or these bytes as U8 (``scale_fmt: ue8m0``). Those become
+float32 scales, which is exact. transformers' "mxfp8" has scales of 1x32 values. Experts in FP4 are I8 or F4 with E8M0
+scales of 1x32 values. The fourth version calls the scales ``X.scale``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..tensor.mxtensor import MXTensor
+from .compressed_tensors import float8_weight, tile_size
+from .layout import Layout, Written, companions, rowwise, weight, with_others
+from .source import Checkpoint, Entry
+
+NAME = "deepseek"
+FP4 = (torch.int8, torch.uint8, torch.float4_e2m1fn_x2)
+QUANTIZED = ("F8_E4M3", "F8_E5M2", "I8", "U8", "F4")
+BLOCK = {"float8_e4m3_128x128": 128, "float8_e4m3_128x128_pow2": 128}
+
+
+def _codes(dtype: torch.dtype, block: int | None) -> Callable[..., Tensor]:
+    def build(data: Tensor, scale: Tensor) -> Tensor:
+        if data.dtype in FP4:
+            return weight(data.view(torch.uint8), scale, "mxfp4_e2m1", dtype)
+        return float8_weight(data, scale, dtype, block=block)
+
+    return build
+
+
+def _detect(checkpoint: Checkpoint) -> bool:
+    inverse = any(name.endswith("weight_scale_inv") for name in checkpoint.tensors)
+    return checkpoint.method in ("fp8", "mxfp8") or (not checkpoint.method and inverse)
+
+
+def _read(checkpoint: Checkpoint) -> dict[str, Entry]:
+    sizes = checkpoint.quantization.get("weight_block_size", None if checkpoint.method == "mxfp8" else [128, 128])
+    build = _codes(checkpoint.dtype, tile_size(sizes))
+    entries = {
+        f"{module}.weight" if module else "weight": Entry(names, build)
+        for scale in ("weight_scale_inv", "scale")
+        for module, names in companions(checkpoint, "weight", [scale])
+        if checkpoint.tensors[names[0]].dtype in QUANTIZED
+    }
+    return with_others(checkpoint, entries, ("weight_scale_inv",))
+
+
+def _write(name: str, t: MXTensor) -> dict[str, Tensor]:
+    operand, _ = rowwise(name, t, NAME, BLOCK, whole_blocks=False)
+    return {name: operand.data.contiguous(), f"{name}_scale_inv": operand.scale.contiguous()}
+
+
+def _config(written: Written) -> dict[str, Any]:
+    if not written.weights:
+        return {}
+    skipped = [name.removesuffix(".weight") for name in written.others]
+    quantization = {
+        "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
+        "modules_to_not_convert": skipped,
+    }  # fmt: skip
+    return {"config.json": {"quantization_config": quantization}}
+
+
+DEEPSEEK = Layout(
+    NAME,
+    "DeepSeek V3 and V3.1, transformers' FineGrainedFP8Config",
+    detect=_detect,
+    read=_read,
+    write=_write,
+    config=_config,
+    formats=f"{', '.join(BLOCK)}; read also: mxfp8_e4m3, mxfp4_e2m1",
+)

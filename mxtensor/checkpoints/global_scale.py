@@ -1,0 +1,97 @@
+"""The global scale of NVFP4 in files: one multiplies, the other divides, and each library rounds in its own order.
+
+This package decodes float32(element * scale) * global_scale. Others first combine the two scales in float32, then
+multiply by the element, so a value can differ by a float32 step, and then sometimes by a step of its dtype. There are
+only 8 elements and 126 scales: all their products are compared, and the global scale is taken, among the float32 next
+to it, that gives equal values. The stored scale stays with the tensor, so that it can be written as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from ..tensor.mxtensor import MXTensor
+
+STORED = "_mxtensor_stored_global_scale"
+"""The attribute of a loaded tensor: (decoded global scale, how it is stored, stored global scale)."""
+STEPS = 4
+"""How many float32 steps above and below are tried."""
+Combine = Callable[[Tensor, Tensor], Tensor]
+
+
+def divides(scale: Tensor, stored: Tensor) -> Tensor:
+    """compressed-tensors: block scale / stored global scale."""
+    return scale / stored
+
+
+def multiplies(scale: Tensor, stored: Tensor) -> Tensor:
+    """ModelOpt: block scale * stored global scale."""
+    return scale * stored
+
+
+@cache
+def _tables() -> tuple[Tensor, Tensor]:
+    """All magnitudes of elements as a column, all finite scales as a row."""
+    elements = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    return elements[:, None], torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.float32)
+
+
+def decoded(stored: Tensor, combine: Combine, dtype: torch.dtype) -> Tensor:
+    """The global scale by which this package decodes what another library decodes by ``combine(scale, stored)``.
+
+    In bfloat16 and float16 the values are those of that library wherever one float32 can give them.
+    """
+    stored = stored.reshape(())
+    start = 1.0 / stored if combine is divides else stored
+    if not (bool(start.isfinite()) and float(start) > 0):
+        return start  # refused by ``layout.check_global_scale``
+    elements, scales = _tables()
+    wanted = elements * combine(scales, stored)
+    return _nearest(start, lambda candidate: elements * scales * candidate, wanted, dtype)
+
+
+def _nearest(start: Tensor, values: Callable[[Tensor], Tensor], wanted: Tensor, dtype: torch.dtype) -> Tensor:
+    """The float32 near ``start`` whose ``values``, rounded to ``dtype``, differ least often from those wanted."""
+    best, fewest, wanted = start, wanted.numel() + 1, wanted.to(dtype)
+    for candidate in _around(start):
+        wrong = int((values(candidate).to(dtype) != wanted).sum())
+        if wrong < fewest:
+            best, fewest = candidate, wrong
+        if wrong == 0:
+            break
+    return best
+
+
+def _around(start: Tensor) -> list[Tensor]:
+    found, low, high = [start], start, start
+    for _ in range(STEPS):
+        low, high = torch.nextafter(low, torch.zeros(())), torch.nextafter(high, torch.tensor(torch.inf))
+        found += [low, high]
+    return found
+
+
+def remember(t: MXTensor, combine: Combine, stored: Tensor) -> MXTensor:
+    """Attach the stored global scale to a loaded tensor."""
+    operand = t.rowwise
+    assert operand is not None and operand.global_scale is not None
+    setattr(t, STORED, (operand.global_scale.clone(), combine, stored.reshape(()).clone()))
+    return t
+
+
+def stored_for(t: MXTensor, combine: Combine) -> Tensor:
+    """The global scale to store for a library that decodes by ``combine``: the one that was loaded, if it is known."""
+    operand = t.rowwise
+    assert operand is not None and operand.global_scale is not None
+    scale = operand.global_scale.cpu()
+    loaded: tuple[Tensor, Combine, Tensor] | None = getattr(t, STORED, None)
+    if loaded is not None and loaded[1] is combine and torch.equal(loaded[0], scale):
+        return loaded[2].clone()
+    start = scale.reshape(()) if combine is multiplies else 1.0 / scale.reshape(())
+    if not (bool(start.isfinite()) and float(start) > 0):
+        raise ValueError(f"the global scale is {float(scale)}, which has no reciprocal to store")
+    elements, scales = _tables()
+    return _nearest(start, lambda stored: elements * combine(scales, stored), elements * scales * scale.cpu(), t.dtype)

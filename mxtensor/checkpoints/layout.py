@@ -1,0 +1,157 @@
+"""Layout: one way in which checkpoints store quantized tensors, as a row: name, detect, read, write.
+
+A layout maps names of the model to entries, which say from which stored tensors one is made. Reading and converting go
+through entries one by one, so that a model larger than the memory can be converted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..numerics.cast import Cast
+from ..numerics.formats import FORMATS, Format
+from ..numerics.validate import check_components
+from ..recipe.linear_recipe import LinearRecipe
+from ..tensor.mxtensor import MXTensor
+from .source import Checkpoint, Entry, plain
+
+LARGEST_WEIGHT = 65504.0
+"""The largest float16. A decoded amax above it comes from a global scale that was read the wrong way round."""
+
+
+@dataclass
+class Written:
+    """What a layout has written so far, for its configuration."""
+
+    weights: dict[str, LinearRecipe] = field(default_factory=dict)
+    """Name of a quantized tensor -> its recipe."""
+    others: list[str] = field(default_factory=list)
+    """Names of matrices that stay in high precision."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A row of the registry."""
+
+    name: str
+    producers: str
+    """Who writes it, for the table of the documentation."""
+    detect: Callable[[Checkpoint], bool]
+    read: Callable[[Checkpoint], dict[str, Entry]]
+    write: Callable[[str, MXTensor], dict[str, Tensor]] | None = None
+    """(name, tensor) -> stored tensors; None: this layout is only read. Raises NotImplementedError for a format that
+    the layout cannot hold."""
+    config: Callable[[Written], dict[str, Any]] | None = None
+    """JSON files to write: file name -> what is merged into it."""
+    metadata: Callable[[str, MXTensor], dict[str, str]] | None = None
+    """Entries of the header for a tensor."""
+    one_file: bool = False
+    """Whether a file says all without a configuration beside it."""
+    formats: str = ""
+    """The formats it holds, for the table."""
+    exact: str = "bit for bit"
+    """What is exact, for the table."""
+
+
+def weight(
+    data: Tensor,
+    scale: Tensor,
+    format: Format | str,
+    dtype: torch.dtype,
+    global_scale: Tensor | None = None,
+    activation: str | None = None,
+    shape: tuple[int, ...] | None = None,
+    columnwise: bool = False,
+) -> MXTensor:
+    """An MXTensor of stored codes and scales, which are checked. ``columnwise``: they belong to the transpose.
+
+    Raises TypeError or ValueError for tensors that do not fit the format or each other.
+    """
+    row = FORMATS[format] if isinstance(format, str) else format
+    if global_scale is not None:
+        global_scale = global_scale.reshape(()) if global_scale.numel() == 1 else global_scale
+    operand = check_components(data, scale, row, shape, global_scale)
+    if operand.global_scale is not None:
+        check_global_scale(operand.scale_view, operand.global_scale, row)
+    recipe = LinearRecipe.inference(Cast(row), activation)
+    return MXTensor(None, operand, recipe, dtype) if columnwise else MXTensor(operand, None, recipe, dtype)
+
+
+def check_global_scale(scale: Tensor, global_scale: Tensor, format: Format) -> None:
+    """Raise ValueError for a global scale that is not positive, or that makes the largest value no weight."""
+    value = float(global_scale)
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError(f"{format}: the global scale decodes to {value}, and must be positive and finite")
+    largest = float(scale.to(torch.float32).nan_to_num().max()) if scale.numel() else 0.0
+    amax = largest * value * format.element.max
+    if amax > LARGEST_WEIGHT:
+        raise ValueError(
+            f"{format}: with the global scale {value:.6g} the values reach {amax:.6g}, beyond {LARGEST_WEIGHT:.0f}: "
+            "this scale was stored the other way round (one divides, the other multiplies)"
+        )
+
+
+def companions(
+    checkpoint: Checkpoint, data: str, required: Sequence[str], optional: Sequence[str] = ()
+) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """(module, stored names) of every tensor called ``MODULE.data`` that has companions; those required come first.
+
+    Raises ValueError if only some of the required companions exist.
+    """
+    for name in checkpoint.tensors:
+        module, _, leaf = name.rpartition(".")
+        if leaf != data:
+            continue
+        names = [f"{module}.{other}" if module else other for other in required]
+        found = [other in checkpoint.tensors for other in names]
+        if not all(found):
+            if any(found):
+                lacks = ", ".join(other for other, there in zip(names, found, strict=True) if not there)
+                raise ValueError(f"{checkpoint.place(name)}: the checkpoint lacks {lacks}")
+            continue
+        more = [f"{module}.{other}" if module else other for other in optional]
+        yield module, (name, *names, *(other for other in more if other in checkpoint.tensors))
+
+
+def with_others(checkpoint: Checkpoint, entries: dict[str, Entry], scales: Iterable[str] = ()) -> dict[str, Entry]:
+    """``entries`` in the order of the file, and all other tensors as they are.
+
+    Raises ValueError for a left-over tensor whose name ends in one of ``scales``: its weight is missing.
+    """
+    used = {source for entry in entries.values() for source in entry.sources}
+    endings = tuple(scales)
+    for name in checkpoint.tensors:
+        if name not in used:
+            if endings and name.endswith(endings):
+                raise ValueError(f"{checkpoint.place(name)}: the checkpoint lacks the weight of this scale")
+            entries[name] = plain(name)
+    return entries
+
+
+def rowwise(name: str, t: MXTensor, layout: str, formats: Mapping[str, Any], whole_blocks: bool = True) -> Any:
+    """The operand of a matrix, and the row of ``formats`` for its format.
+
+    Raises NotImplementedError for a tensor that the layout cannot hold.
+    """
+    operand, block = t.rowwise, t.format.block[-1]
+    if t.format.name not in formats:
+        raise NotImplementedError(
+            f"{name} is {t.format.name}, and the layout {layout} holds {', '.join(formats)}: pass format=, which "
+            "quantizes again"
+        )
+    if operand is None or t.dim() != 2 or not name.endswith("weight"):
+        raise NotImplementedError(
+            f"{name} is a {t.orientation.label} tensor of shape {tuple(t.shape)}, and the layout {layout} holds "
+            "rowwise matrices called weight; skip it, or use the layout native"
+        )
+    if whole_blocks and block > 0 and t.shape[-1] % block:
+        raise NotImplementedError(
+            f"{name} has {t.shape[-1]} columns, and the layout {layout} holds whole blocks of {block} values"
+        )
+    return operand, formats[t.format.name]

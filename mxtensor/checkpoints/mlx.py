@@ -1,0 +1,97 @@
+"""MLX: ``weight`` U32 with ``scales`` U8, of mlx-lm.
+
+A word of 32 bits has 8 codes of 4 bits or 4 of 8 bits, the first in the lowest bits: in memory these are the bytes of
+this package. NVFP4 has no global scale there. The configuration's ``quantization`` has group_size, bits and mode, and
+may have entries for single modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.arguments import described
+from ..numerics.formats import FORMATS
+from ..tensor.mxtensor import MXTensor
+from .layout import Layout, Written, companions, rowwise, weight, with_others
+from .source import Checkpoint, Entry
+
+NAME = "mlx"
+FORMATS_BY_MODE = {"mxfp4": "mxfp4_e2m1", "mxfp8": "mxfp8_e4m3", "nvfp4": "nvfp4_single_level"}
+MODES = {format: mode for mode, format in FORMATS_BY_MODE.items()}
+
+
+def _mode(checkpoint: Checkpoint, module: str) -> str:
+    """The mode of a module. Raises NotImplementedError for one without a format here, such as affine."""
+    config = checkpoint.config.get("quantization")
+    config = config if isinstance(config, dict) else {}
+    single = config.get(module)
+    mode = (single if isinstance(single, dict) else config).get("mode", "affine")
+    if not isinstance(mode, str) or mode not in FORMATS_BY_MODE:
+        raise NotImplementedError(
+            f"{checkpoint.path}, module {module}: the mode {described(mode)} has no format here; "
+            f"read are {', '.join(FORMATS_BY_MODE)}"
+        )
+    return mode
+
+
+def _codes(mode: str, dtype: torch.dtype) -> Callable[..., Tensor]:
+    format = FORMATS[FORMATS_BY_MODE[mode]]
+
+    def build(words: Tensor, scale: Tensor) -> Tensor:
+        if words.dtype is not torch.uint32 or words.dim() != 2:
+            raise ValueError(f"weight must be a matrix of uint32, got {words.dtype} {tuple(words.shape)}")
+        return weight(words.contiguous().view(torch.uint8), scale, format, dtype)
+
+    return build
+
+
+def _detect(checkpoint: Checkpoint) -> bool:
+    return isinstance(checkpoint.config.get("quantization"), dict) and not checkpoint.method
+
+
+def _read(checkpoint: Checkpoint) -> dict[str, Entry]:
+    entries = {
+        f"{module}.weight": Entry(names, _codes(_mode(checkpoint, module), checkpoint.dtype))
+        for module, names in companions(checkpoint, "weight", ["scales"])
+    }
+    return with_others(checkpoint, entries, (".scales",))
+
+
+def _write(name: str, t: MXTensor) -> dict[str, Tensor]:
+    operand, _ = rowwise(name, t, NAME, MODES)
+    words = operand.data.contiguous().view(torch.uint8).view(torch.uint32)
+    return {name: words, f"{name.removesuffix('weight')}scales": operand.scale}
+
+
+def _config(written: Written) -> dict[str, Any]:
+    casts = {}
+    for name, recipe in written.weights.items():
+        format = recipe.stored.format
+        mode = MODES[format.name]
+        casts[name.removesuffix(".weight")] = {
+            "group_size": format.block[-1],
+            "bits": format.element.bits,
+            "mode": mode,
+        }
+    if not casts:
+        return {}
+    first = next(iter(casts.values()))
+    single = {module: cast for module, cast in casts.items() if cast != first}
+    skipped = {name.removesuffix(".weight"): False for name in written.others}
+    return {"config.json": {"quantization": first | single | skipped}}
+
+
+MLX = Layout(
+    NAME,
+    "mlx-lm, on Apple's devices",
+    detect=_detect,
+    read=_read,
+    write=_write,
+    config=_config,
+    metadata=lambda name, t: {"format": "mlx"},
+    formats=", ".join(MODES),
+)

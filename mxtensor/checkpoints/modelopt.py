@@ -1,0 +1,98 @@
+"""NVIDIA ModelOpt: NVFP4, MXFP8 and float8 with one scale a tensor.
+
+NVFP4 and its W4A16: ``weight`` U8 with ``weight_scale`` F8_E4M3 and ``weight_scale_2`` F32, which multiplies. MXFP8 and
+float8: ``weight`` F8_E4M3 with ``weight_scale`` U8 or F32. ``input_scale`` belongs to static activations and is read
+as an ordinary tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..tensor.mxtensor import MXTensor
+from .compressed_tensors import float8_weight
+from .global_scale import decoded, multiplies, remember, stored_for
+from .layout import Layout, Written, companions, rowwise, weight, with_others
+from .source import Checkpoint, Entry
+
+NAME = "modelopt"
+ALGORITHMS = {"nvfp4": ("NVFP4", 16), "mxfp8_e4m3": ("MXFP8", 32)}
+"""Format -> quant_algo and group_size."""
+
+
+def _codes(dtype: torch.dtype) -> Callable[..., Tensor]:
+    def build(data: Tensor, scale: Tensor, *second: Tensor) -> Tensor:
+        if data.dtype is not torch.uint8:
+            return float8_weight(data, scale, dtype)
+        if scale.dtype is not torch.float8_e4m3fn:
+            raise NotImplementedError(
+                f"codes of 4 bits with scales in {str(scale.dtype).removeprefix('torch.')} are no NVFP4 (W4A8 and AWQ "
+                "have integer codes): no format here has them"
+            )
+        if not second or second[0].numel() != 1 or second[0].dtype != torch.float32:
+            got = [(str(t.dtype), tuple(t.shape)) for t in second]
+            raise ValueError(f"NVFP4 needs weight_scale_2, one float32; got {got or 'none'}")
+        here = decoded(second[0], multiplies, dtype)
+        return remember(weight(data, scale, "nvfp4", dtype, here), multiplies, second[0])
+
+    return build
+
+
+def _detect(checkpoint: Checkpoint) -> bool:
+    return checkpoint.method == "modelopt" or (
+        not checkpoint.method and bool(checkpoint.json("hf_quant_config.json").get("quantization"))
+    )
+
+
+def _read(checkpoint: Checkpoint) -> dict[str, Entry]:
+    entries = {
+        f"{module}.weight" if module else "weight": Entry(names, _codes(checkpoint.dtype))
+        for module, names in companions(checkpoint, "weight", ["weight_scale"], ["weight_scale_2"])
+    }
+    return with_others(checkpoint, entries, ("weight_scale", "weight_scale_2"))
+
+
+def _write(name: str, t: MXTensor) -> dict[str, Tensor]:
+    operand, _ = rowwise(name, t, NAME, ALGORITHMS)
+    out = {name: operand.data, f"{name}_scale": operand.scale}
+    if operand.global_scale is not None:
+        out[f"{name}_scale"] = operand.scale_view
+        out[f"{name}_scale_2"] = stored_for(t, multiplies)
+    return out
+
+
+def _config(written: Written) -> dict[str, Any]:
+    formats = {recipe.stored.format.name for recipe in written.weights.values()}
+    if not formats:
+        return {}
+    if len(formats) > 1:
+        raise NotImplementedError(
+            f"the layout modelopt holds one format in a checkpoint, got {', '.join(sorted(formats))}: pass format="
+        )
+    algorithm, group = ALGORITHMS[formats.pop()]
+    if algorithm == "NVFP4" and not any(recipe.activation for recipe in written.weights.values()):
+        algorithm = "W4A16_NVFP4"
+    skipped = [name.removesuffix(".weight") for name in written.others]
+    common = {"quant_algo": algorithm, "kv_cache_quant_algo": None, "group_size": group}
+    producer = {"name": "modelopt", "version": "0.37.0"}  # the version whose layout this is
+    return {
+        "config.json": {
+            "quantization_config": {"quant_method": "modelopt", "producer": producer, "ignore": skipped, **common}
+        },
+        "hf_quant_config.json": {"producer": producer, "quantization": {**common, "exclude_modules": skipped}},
+    }
+
+
+MODELOPT = Layout(
+    NAME,
+    "NVIDIA ModelOpt; vLLM, SGLang, TensorRT-LLM read it",
+    detect=_detect,
+    read=_read,
+    write=_write,
+    config=_config,
+    formats=f"{', '.join(ALGORITHMS)}; read also: float8 with one scale a tensor",
+)

@@ -1,0 +1,136 @@
+"""The layout of this package: bytes of codes and scales in safetensors, the format of each tensor in the metadata.
+
+``X.weight`` is stored as ``X.weight_rowwise_data``, ``X.weight_rowwise_scale`` and, for NVFP4,
+``X.weight_rowwise_global_scale``; a columnwise copy likewise. The metadata ``mxtensor.X.weight`` holds the recipe, the
+dtype, the shape and the strides as JSON. Every format and orientation is exact, scales and attributes of the recipe
+included.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from ..core.arguments import described
+from ..tensor.mxtensor import MXTensor, rebuild, rebuild_with_attributes
+from .layout import Layout, Written, with_others
+from .source import Checkpoint, Entry
+
+PREFIX = "mxtensor."
+_TENSORS = ("data", "scale", "global_scale")
+_SIDES = ("_rowwise", "_columnwise")
+
+
+def _pickled(t: MXTensor) -> Any:
+    """The arguments of ``rebuild``: bytes and words."""
+    function, arguments = t.detach().__reduce_ex__(2)
+    return arguments[0] if function is rebuild_with_attributes else arguments
+
+
+def stored_tensors(name: str, t: MXTensor) -> dict[str, Tensor]:
+    """The tensors that are stored for ``t``: bytes of codes, scales."""
+    components = _pickled(t)[0]
+    return {
+        f"{name}{side}_{kind}": tensor
+        for side, tensors in components.items()
+        for kind, tensor in zip(_TENSORS, tensors, strict=False)
+    }
+
+
+def header(name: str, t: MXTensor) -> dict[str, str]:
+    """What the metadata says of ``t``."""
+    components, row, (dtype, size, stride, _), _ = _pickled(t)
+    fields = {"copies": {side: len(tensors) for side, tensors in components.items()}, "recipe": row, "dtype": dtype,
+              "shape": list(size), "stride": list(stride)}  # fmt: skip
+    return {PREFIX + name: json.dumps(fields)}
+
+
+def entry_of(name: str, text: str) -> Entry:
+    """The entry of a tensor whose metadata is ``text``. Raises ValueError for metadata that is not valid."""
+    try:
+        fields = json.loads(text)
+        copies, row = fields["copies"], fields["recipe"]
+        outer = fields["dtype"], tuple(fields["shape"]), tuple(fields["stride"]), False
+        if not isinstance(copies, dict) or not copies or not set(copies) <= set(_SIDES):
+            raise ValueError(f"copies must be of {', '.join(_SIDES)}, got {described(copies)}")
+        if any(type(count) is not int or count not in (2, 3) for count in copies.values()):
+            raise ValueError(f"each copy has 2 or 3 tensors, got {described(copies)}")
+        sides = {side: _TENSORS[:count] for side, count in copies.items()}
+    except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
+        raise ValueError(f"the metadata of tensor {name} is not valid: {error!r:.200}") from error
+    sources = tuple(f"{name}{side}_{kind}" for side, kinds in sides.items() for kind in kinds)
+    return Entry(sources, _builder(sides, row, outer))
+
+
+def _builder(sides: dict[str, tuple[str, ...]], row: Any, outer: tuple[Any, ...]) -> Callable[..., Tensor]:
+    def build(*tensors: Tensor) -> Tensor:
+        rest = iter(tensors)
+        return rebuild({side: tuple(next(rest) for _ in kinds) for side, kinds in sides.items()}, row, outer, False)
+
+    return build
+
+
+def _read(checkpoint: Checkpoint) -> dict[str, Entry]:
+    entries = {}
+    for key, text in checkpoint.metadata.items():
+        if key.startswith(PREFIX):
+            name = key.removeprefix(PREFIX)
+            entry = entry_of(name, text)
+            if entry.sources[0] not in checkpoint.tensors:  # transformers has renamed it after the metadata was made
+                end = entry.sources[0].removeprefix(name)
+                others = [other.removesuffix(end) for other in checkpoint.tensors if other.endswith(end)]
+                name, entry = _renamed(name, entry, closest(name, others) or name)
+            lacks = [source for source in entry.sources if source not in checkpoint.tensors]
+            if lacks:
+                raise ValueError(f"{checkpoint.path}, tensor {name}: the checkpoint lacks {', '.join(lacks)}")
+            entries[name] = entry
+    return with_others(checkpoint, entries)
+
+
+def _renamed(name: str, entry: Entry, new: str) -> tuple[str, Entry]:
+    return new, Entry(tuple(new + source.removeprefix(name) for source in entry.sources), entry.build)
+
+
+def closest(name: str, others: list[str]) -> str | None:
+    """The one of ``others`` that is ``name`` with renamed components in the middle or the front; None if none is.
+
+    Numbers of layers and the last component stay; the most components at both ends have to agree.
+    """
+    if name in others:
+        return name
+    components = name.split(".")
+    numbers = [c for c in components if c.isdigit()]
+    scores = {}
+    for other in others:
+        theirs = other.split(".")
+        if theirs[-1] == components[-1] and [c for c in theirs if c.isdigit()] == numbers:
+            scores[other] = _agree(components, theirs) + _agree(components[::-1], theirs[::-1])
+    best = [other for other, score in scores.items() if score == max(scores.values())]
+    return best[0] if len(best) == 1 and scores[best[0]] > 1 else None
+
+
+def _agree(a: list[str], b: list[str]) -> int:
+    """How many components agree at the front."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _config(written: Written) -> dict[str, Any]:
+    if not written.weights:
+        return {}
+    return {"config.json": {"quantization_config": {"quant_method": "mxtensor", "skip": written.others}}}
+
+
+NATIVE = Layout(
+    "native",
+    "this package",
+    detect=lambda checkpoint: any(key.startswith(PREFIX) for key in checkpoint.metadata),
+    read=_read,
+    write=stored_tensors,
+    config=_config,
+    metadata=header,
+    one_file=True,
+    formats="all, in every orientation",
+)

@@ -1,0 +1,108 @@
+"""AMD Quark: MXFP4 and MXFP6, ``weight`` U8 with ``weight_scale`` U8 (E8M0).
+
+The configuration names the element; the bytes that one scale covers have to agree with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.arguments import described
+from ..tensor.mxtensor import MXTensor
+from .compressed_tensors import float8_weight
+from .layout import Layout, Written, companions, rowwise, weight, with_others
+from .source import Checkpoint, Entry
+
+NAME = "quark"
+FORMATS_BY_DTYPE = {
+    "fp4": "mxfp4_e2m1",
+    "fp6_e2m3": "mxfp6_e2m3",
+    "fp6_e3m2": "mxfp6_e3m2",
+    "fp8_e4m3": "mxfp8_e4m3",
+}
+DTYPES = {format: dtype for dtype, format in FORMATS_BY_DTYPE.items() if dtype != "fp8_e4m3"}
+
+
+def _dtype_of(checkpoint: Checkpoint, module: str) -> str:
+    """Quark's name of the element of a module's weight. Raises ValueError for a configuration without one."""
+    quantization = checkpoint.quantization
+    layers = quantization.get("layer_quant_config")
+    config = layers.get(module) if isinstance(layers, dict) else None
+    config = config or quantization.get("global_quant_config")
+    cast = config.get("weight") if isinstance(config, dict) else None
+    if isinstance(cast, list):
+        cast = cast[0] if cast else None
+    dtype = cast.get("dtype") if isinstance(cast, dict) else None
+    if not isinstance(dtype, str) or dtype not in FORMATS_BY_DTYPE:
+        raise ValueError(
+            f"{checkpoint.path}, module {module}: the weight has the dtype {described(dtype)} by the configuration; "
+            f"known are {', '.join(FORMATS_BY_DTYPE)}"
+        )
+    return dtype
+
+
+def _codes(format: str, dtype: torch.dtype) -> Callable[..., Tensor]:
+    def build(data: Tensor, scale: Tensor) -> Tensor:
+        if data.dtype is not torch.uint8:
+            return float8_weight(data, scale, dtype)
+        return weight(data, scale, format, dtype)
+
+    return build
+
+
+def _read(checkpoint: Checkpoint) -> dict[str, Entry]:
+    entries = {}
+    for module, names in companions(checkpoint, "weight", ["weight_scale"]):
+        format = FORMATS_BY_DTYPE[_dtype_of(checkpoint, module)]
+        entries[f"{module}.weight"] = Entry(names, _codes(format, checkpoint.dtype))
+    return with_others(checkpoint, entries, ("weight_scale",))
+
+
+def _write(name: str, t: MXTensor) -> dict[str, Tensor]:
+    operand, _ = rowwise(name, t, NAME, DTYPES)
+    return {name: operand.data, f"{name}_scale": operand.scale}
+
+
+def _cast(format: str, dynamic: bool) -> dict[str, Any]:
+    return {
+        "dtype": DTYPES[format], "qscheme": "per_group", "group_size": 32, "ch_axis": -1, "is_dynamic": dynamic,
+        "scale_format": "e8m0", "scale_calculation_mode": "even", "symmetric": None, "round_method": "half_even",
+        "scale_type": "float", "observer_cls": "PerBlockMXObserver", "is_scale_quant": False, "zero_point_type": None,
+        "mx_element_dtype": None,
+    }  # fmt: skip
+
+
+def _config(written: Written) -> dict[str, Any]:
+    kinds = {(r.stored.format.name, r.activation.format.name if r.activation else None)
+             for r in written.weights.values()}  # fmt: skip
+    if not kinds:
+        return {}
+    if len(kinds) > 1:
+        raise NotImplementedError(
+            f"the layout quark is written with one format in a checkpoint, got {sorted(map(str, kinds))}: pass format="
+        )
+    format, activation = kinds.pop()
+    inputs = _cast(activation, dynamic=True) if activation in DTYPES else None
+    casts = {"weight": _cast(format, dynamic=False), "input_tensors": inputs, "output_tensors": None, "bias": None}
+    quantization = {
+        "quant_method": "quark", "global_quant_config": casts, "layer_quant_config": {}, "layer_type_quant_config": {},
+        "exclude": [name.removesuffix(".weight") for name in written.others], "quant_mode": "eager_mode",
+        "export": {"kv_cache_group": [], "min_kv_scale": 0.0, "pack_method": "reorder",
+                   "weight_format": "real_quantized", "weight_merge_groups": None},
+    }  # fmt: skip
+    return {"config.json": {"quantization_config": quantization}}
+
+
+QUARK = Layout(
+    NAME,
+    "AMD Quark; vLLM and SGLang read it",
+    detect=lambda checkpoint: checkpoint.method == "quark",
+    read=_read,
+    write=_write,
+    config=_config,
+    formats=", ".join(DTYPES),
+)

@@ -1,0 +1,265 @@
+"""``load``, ``save`` and ``convert`` of checkpoints in every layout.
+
+state = mx.checkpoints.load("model-NVFP4")  # MXTensors, without a detour
+mx.checkpoints.save(model, "out", layout="compressed-tensors")
+mx.checkpoints.convert("model", "out", layout="modelopt", format="nvfp4")
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..convert.configs import Config, recipe_of
+from ..convert.weights import SKIPPED_NAMES
+from ..core.arguments import described
+from ..core.progress import with_progress
+from ..recipe.linear_recipe import LinearRecipe
+from ..tensor.mxtensor import MXTensor, quantize_as
+from ..training.training_weight import values_of
+from .layout import Layout, Written
+from .registry import get_layout, layout_of, opened
+from .sink import Sink, merged
+from .source import Checkpoint
+
+SHARD_BYTES = 1 << 29
+SKIPPED = (*SKIPPED_NAMES, "embed_tokens", "embed_positions", "wte", "wpe", "word_embeddings", "position_embeddings",
+           "token_type_embeddings", "embeddings", "tok_embeddings", "token_embd", "output", "norm")  # fmt: skip
+"""Last components of module names whose matrices stay in high precision: heads, routers and embeddings."""
+TILES, TILE = 4, (128, 512)
+"""Parts of a large matrix whose error is measured: enough for two digits, and fast. They begin at whole blocks."""
+SAMPLE = TILES * TILE[0] * TILE[1]
+STATIC = ("input_scale", "input_global_scale", "k_scale", "v_scale", "k_proj.output_scale", "v_proj.output_scale")
+"""Scales of static activations, which another layout names and defines in another way."""
+
+
+@dataclass
+class Conversion:
+    """What ``convert`` did, tensor by tensor."""
+
+    source: str
+    """The layout that was read."""
+    layout: str
+    errors: dict[str, float] = field(default_factory=dict)
+    """Tensor -> relative error (Frobenius norm) of one that was quantized, measured on at most
+    262,144 values."""
+    exact: list[str] = field(default_factory=list)
+    """Tensors whose codes or values were stored as they were."""
+    dropped: list[str] = field(default_factory=list)
+    """Scales of static activations of another layout, which are not stored."""
+
+    def __str__(self) -> str:
+        worst = max(self.errors, key=lambda name: self.errors[name], default=None)
+        lines = [f"{self.source} -> {self.layout}: {len(self.exact)} tensors exact, {len(self.errors)} rounded"]
+        if worst is not None:
+            mean = sum(self.errors.values()) / len(self.errors)
+            lines.append(f"relative error: mean {mean:.3g}, largest {self.errors[worst]:.3g} ({worst})")
+        if self.dropped:
+            lines.append(f"{len(self.dropped)} scales of static activations were left out, such as {self.dropped[0]}")
+        return "\n".join(lines)
+
+
+def load(path: str | Path, layout: str | None = None) -> dict[str, Tensor]:
+    """The tensors of a checkpoint by name: MXTensors where it holds codes, ordinary tensors otherwise.
+
+    ``path``: a folder, a ``.safetensors`` or a ``.gguf`` file. ``layout``: one of ``LAYOUTS``; None: the one that the
+    checkpoint has. Codes are not dequantized on the way. Raises FileNotFoundError, ValueError or NotImplementedError
+    that names file and tensor.
+    """
+    with opened(path) as checkpoint:
+        chosen = layout_of(checkpoint) if layout is None else get_layout(layout)
+        return {name: checkpoint.load(name, entry) for name, entry in chosen.read(checkpoint).items()}
+
+
+def save(
+    model: nn.Module | Mapping[str, Tensor],
+    path: str | Path,
+    layout: str = "native",
+    max_shard_bytes: int = SHARD_BYTES,
+    overwrite: bool = False,
+) -> None:
+    """Write a model or a state dict in a layout, in shards with an index.
+
+    ``path``: a new folder, or a file that ends in ``.safetensors``. transformers' models also write their
+    ``config.json``. A weight that two modules share is stored once if the model knows it as tied, otherwise twice.
+    Raises NotImplementedError for a tensor that the layout cannot hold, FileExistsError for a folder that is not empty.
+    """
+    chosen = _writable(layout, path)
+    config: dict[str, Any] = {}
+    if isinstance(model, nn.Module):
+        of_model: Any = getattr(model, "config", None)
+        config = of_model.to_diff_dict() if hasattr(of_model, "to_diff_dict") else {}
+        tied = getattr(model, "all_tied_weights_keys", None) or {}
+        state: Mapping[str, Any] = {k: v for k, v in model.state_dict().items() if k not in tied}
+    elif isinstance(model, Mapping):
+        state = model
+    else:
+        raise TypeError(f"save takes a module or a state dict, not {described(model)}")
+    written = Written()
+    with Sink(path, max_shard_bytes, overwrite) as sink:
+        for name, value in state.items():
+            if not isinstance(name, str) or not isinstance(value, Tensor):
+                raise TypeError(f"save: a state dict holds tensors by name, got {described(value)} for {name!r:.80}")
+            _store(sink, chosen, written, name, values_of(value))
+        sink.finish(merged(config, chosen.config(written) if chosen.config else {}, None))
+
+
+def convert(
+    source: str | Path,
+    destination: str | Path,
+    layout: str = "native",
+    format: Config | None = None,
+    skip: Sequence[str] = (),
+    max_shard_bytes: int = SHARD_BYTES,
+    overwrite: bool = False,
+    progress: bool = True,
+) -> Conversion:
+    """Convert a checkpoint to another layout, tensor by tensor: memory holds one shard, not the model.
+
+    ``format``: what ``quantize_`` takes for inference, such as ``"mxfp4-weight-only"``: matrices in high precision are
+    quantized, and those in another format are quantized again; None only changes the layout, which is exact.
+    Embeddings, heads, routers and modules whose name ends in one of ``skip`` stay as they are. Other files of the
+    folder, such as the tokenizer, are copied. The destination is whole or absent. Raises as ``load`` and ``save``.
+    """
+    chosen = _writable(layout, destination)
+    recipe = None if format is None else recipe_of(format)
+    if recipe is not None and recipe.trains:
+        raise ValueError(f"convert: {recipe} trains, and stores no codes; pass a format such as 'mxfp8-weight-only'")
+    written, names = Written(), (*SKIPPED, *skip)
+    with opened(source) as checkpoint:
+        if Path(destination).resolve() == checkpoint.path.resolve():
+            raise ValueError(f"convert: {destination} is the source; choose another destination")
+        before = layout_of(checkpoint)
+        report = Conversion(before.name, chosen.name)
+        with Sink(destination, max_shard_bytes, overwrite) as sink:
+            entries = before.read(checkpoint)
+            for name in _progress(list(entries), progress):
+                if before is not chosen and name.endswith(STATIC) and before.config is not None:
+                    report.dropped.append(name)
+                    continue
+                value = checkpoint.load(name, entries[name])
+                new = _quantized(name, value, recipe, names)
+                _note(report, name, value, new)
+                _store(sink, chosen, written, name, new)
+            files = merged(checkpoint.config, chosen.config(written) if chosen.config else {}, checkpoint.path)
+            sink.finish(files, checkpoint.path)
+    return report
+
+
+def _progress(names: list[str], shown: bool) -> Iterable[str]:
+    return with_progress(names, "converting", "tensor") if shown and len(names) > 100 else names
+
+
+def _writable(layout: str, path: str | Path) -> Layout:
+    chosen = get_layout(layout)
+    if not chosen.one_file and str(path).endswith(".safetensors"):
+        raise ValueError(f"the layout {chosen.name} has a config.json; pass a folder, not the file {path}")
+    if chosen.write is None:
+        raise NotImplementedError(f"the layout {chosen.name} is only read; choose another one to write")
+    return chosen
+
+
+def _store(sink: Sink, layout: Layout, written: Written, name: str, value: Tensor) -> None:
+    """Add a tensor to a checkpoint as the layout stores it."""
+    write: Callable[[str, MXTensor], dict[str, Tensor]] = layout.write  # type: ignore[assignment]
+    if not isinstance(value, MXTensor):
+        if value.dim() == 2 and value.is_floating_point() and name.endswith(".weight"):
+            written.others.append(name)
+        sink.add({name: value.detach()})
+        return
+    written.weights[name] = value.recipe
+    sink.add(write(name, value), layout.metadata(name, value) if layout.metadata else {})
+
+
+def _quantized(name: str, value: Tensor, recipe: LinearRecipe | None, skip: Sequence[str]) -> Tensor:
+    """``value`` in the format of ``recipe``, if it is a matrix that is to be quantized."""
+    module, _, leaf = name.rpartition(".")
+    is_matrix = leaf == "weight" and value.dim() == 2 and value.is_floating_point()
+    if recipe is None or not is_matrix or is_skipped(module, skip):
+        return value
+    if isinstance(value, MXTensor):
+        if value.format == recipe.stored.format:
+            return value
+        value = value.dequantize()
+    return quantize_as(value, recipe)
+
+
+def is_skipped(module: str, skip: Iterable[str]) -> bool:
+    """Whether the name of a module ends in one of ``skip``, as whole components."""
+    return any(module == name or module.endswith(f".{name}") for name in skip)
+
+
+def _note(report: Conversion, name: str, before: Tensor, after: Tensor) -> None:
+    if after is before:
+        report.exact.append(name)
+        return
+    report.errors[name] = _relative_error(before, after)
+
+
+def _relative_error(before: Tensor, after: Tensor) -> float:
+    """||after - before|| / ||before|| of the whole matrix, or of TILES along its diagonal if it is large."""
+    places: list[tuple[int, int]] = [(0, 0)]
+    sizes = tuple(after.shape)
+    if after.numel() > SAMPLE:
+        sizes = tuple(min(n, most) for n, most in zip(sizes, TILE, strict=True))
+        rows, columns = after.shape[0] - sizes[0], after.shape[1] - sizes[1]
+        places = [(rows * i // (TILES - 1) // 128 * 128, columns * i // (TILES - 1) // 128 * 128) for i in range(TILES)]
+    noise, signal = [], []
+    for row, column in places:
+        tiles = (t.narrow(0, row, sizes[0]).narrow(1, column, sizes[1]) for t in (before, after))
+        true, rounded = map(_values, tiles)
+        noise.append(float((rounded - true).norm()))
+        signal.append(float(true.norm()))
+    error = math.hypot(*noise) / (math.hypot(*signal) or 1.0)
+    return error if math.isfinite(error) else math.inf
+
+
+def _values(t: Tensor) -> Tensor:
+    return (t.dequantize() if isinstance(t, MXTensor) else t).float()
+
+
+@dataclass(frozen=True)
+class Row:
+    """One tensor of a checkpoint, for ``info``."""
+
+    name: str
+    format: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Info:
+    """What a checkpoint holds."""
+
+    path: Path
+    layout: str
+    rows: tuple[Row, ...]
+
+    @property
+    def by_format(self) -> dict[str, tuple[int, int, int]]:
+        """Format or dtype -> (tensors, values, bytes)."""
+        out: dict[str, tuple[int, int, int]] = {}
+        for row in self.rows:
+            count, values, size = out.get(row.format, (0, 0, 0))
+            out[row.format] = count + 1, values + math.prod(row.shape), size + row.nbytes
+        return out
+
+
+def info(path: str | Path) -> Info:
+    """The layout of a checkpoint and the format, shape and bytes of each tensor, which are read one by one."""
+    with opened(path) as checkpoint:
+        layout = layout_of(checkpoint)
+        return Info(checkpoint.path, layout.name, tuple(_rows(checkpoint, layout)))
+
+
+def _rows(checkpoint: Checkpoint, layout: Layout) -> Iterator[Row]:
+    for name, entry in layout.read(checkpoint).items():
+        value = checkpoint.load(name, entry)
+        kind = value.format.name if isinstance(value, MXTensor) else str(value.dtype).removeprefix("torch.")
+        yield Row(name, kind, tuple(value.shape), value.nbytes)

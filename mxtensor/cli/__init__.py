@@ -1,0 +1,1 @@
+"""The command ``mxtensor``: checkpoints without writing Python."""

@@ -1,0 +1,37 @@
+"""Other libraries that are told about this package: transformers' registry of quantizers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib import import_module
+from typing import Any
+
+from ..core.when_imported import after_import
+
+
+class TransformersConfig:
+    """``quantization_config`` of transformers' ``from_pretrained``: weights are quantized while they are loaded.
+
+    ``format``: what ``quantize_`` takes by name for inference, such as ``"mxfp4-weight-only"``. ``skip``: names of
+    modules that stay in high precision, from their last components: ``"lm_head"``, ``"layers.0.mlp"``. Embeddings,
+    heads, routers and layers that share a weight with an embedding always do. The instance is one of transformers'
+    ``QuantizationConfigMixin``. Raises ValueError for an unknown format.
+    """
+
+    def __new__(cls, format: str, skip: Sequence[str] = ()) -> Any:
+        try:
+            module = import_module(".transformers", __name__)
+        except ImportError as error:
+            raise ImportError(
+                f"TransformersConfig needs transformers 5: pip install 'transformers>=5' ({error})"
+            ) from error
+        return module.MXQuantizationConfig(format, skip)
+
+
+def _register() -> None:
+    with suppress(ImportError):  # a transformers before version 5 works as if this package did not know it
+        import_module(".transformers", __name__)
+
+
+after_import("transformers.quantizers.auto", _register)

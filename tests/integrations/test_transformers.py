@@ -1,0 +1,171 @@
+"""transformers: quantizing while loading, saving, and loading reloaded by name alone."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
+
+import mxtensor as mx
+
+SIZES = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "num_key_value_heads": 2}  # fmt: skip
+MODELS = {
+    "Llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
+    "Llama, tied": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True)),
+    "Mixtral, experts": lambda: MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4)),
+    "GPT-2, Conv1D": lambda: GPT2LMHeadModel(
+        GPT2Config(vocab_size=96, n_embd=64, n_layer=2, n_head=4, n_positions=32, bos_token_id=1, eos_token_id=2)
+    ),
+}
+FORMATS = ["mxfp4-weight-only", "nvfp4", "float8_row"]
+IDS = torch.arange(24).view(2, 12)
+
+
+def quantized(model):
+    return {name: p.format.name for name, p in model.named_parameters() if isinstance(p, mx.MXTensor)}
+
+
+@pytest.fixture(params=MODELS)
+def path(request, tmp_path):
+    MODELS[request.param]().save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_model_is_quantized_saved_and_loaded_by_name(path, format):
+    config = mx.TransformersConfig(format, skip=["lm_head"])
+    model = AutoModelForCausalLM.from_pretrained(path, quantization_config=config, dtype=torch.bfloat16)
+    wanted = mx.quantize_(AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16), format)
+    assert quantized(model) == quantized(wanted) != {}
+    with torch.no_grad():
+        assert torch.equal(model(IDS).logits, wanted(IDS).logits)
+        model.save_pretrained(path.parent / "saved", max_shard_size="40KB")
+        reloaded = AutoModelForCausalLM.from_pretrained(path.parent / "saved")
+        assert quantized(reloaded) == quantized(model) and reloaded.dtype == torch.bfloat16
+        assert torch.equal(reloaded(IDS).logits, model(IDS).logits)
+    tied = model.config.tie_word_embeddings
+    assert (reloaded.get_output_embeddings().weight is reloaded.get_input_embeddings().weight) is tied
+    assert {p.requires_grad for p in reloaded.parameters() if isinstance(p, mx.MXTensor)} == {False}
+
+    loaded = mx.checkpoints.load(path.parent / "saved")
+    assert sum(isinstance(t, mx.MXTensor) for t in loaded.values()) == len(quantized(model))
+    reloaded.dequantize()
+    assert quantized(reloaded) == {}
+
+
+def test_layers_that_are_skipped_stay_as_they_are(tmp_path):
+    MODELS["Llama"]().save_pretrained(tmp_path)
+    config = mx.TransformersConfig("mxfp8", skip=["o_proj", "layers.0.mlp.up_proj"])
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config)
+    names = {name.removeprefix("model.").removesuffix(".weight") for name in quantized(model)}
+    assert len(names) == 14 - 3 and not any("o_proj" in name or name == "layers.0.mlp.up_proj" for name in names)
+
+
+@pytest.mark.parametrize("layout", ["native"])
+def test_what_convert_writes_is_loaded(layout, tmp_path):
+    model = MODELS["Llama, tied"]().bfloat16()
+    model.save_pretrained(tmp_path / "a")
+    mx.checkpoints.convert(tmp_path / "a", tmp_path / "b", layout=layout, format="mxfp8-weight-only")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "b")
+    wanted = mx.quantize_(AutoModelForCausalLM.from_pretrained(tmp_path / "a"), "mxfp8-weight-only")
+    assert quantized(loaded) == quantized(wanted)
+    with torch.no_grad():
+        assert torch.equal(loaded(IDS).logits, wanted(IDS).logits)
+
+
+def test_a_saved_model_is_that_of_from_pretrained(tmp_path):
+    model = mx.quantize_(MODELS["Llama, tied"](), "mxfp4-weight-only")
+    mx.checkpoints.save(model, tmp_path / "b")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "b")
+    with torch.no_grad():
+        assert quantized(loaded) == quantized(model) and torch.equal(loaded(IDS).logits, model(IDS).logits)
+
+
+def test_experts_one_by_one_are_not_dropped_silently(tmp_path):
+    MODELS["Mixtral, experts"]().save_pretrained(tmp_path / "a")
+    mx.checkpoints.convert(tmp_path / "a", tmp_path / "b", format="mxfp8-weight-only")
+    with pytest.raises(ValueError, match="which stacks experts"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "b")
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_adapters_train_over_a_quantized_model(tmp_path):
+    peft = pytest.importorskip("peft")
+    MODELS["Llama"]().save_pretrained(tmp_path)
+    config = mx.TransformersConfig("mxfp8-weight-only")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config)
+    model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], r=2))
+    model(IDS, labels=IDS).loss.backward()
+    assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        (("mxfp9",), ValueError, "unknown format 'mxfp9'"), ((8,), TypeError, "takes the name of a format"),
+        (("mxfp8", "lm_head"), TypeError, "skip must be names of modules"),
+    ],
+)  # fmt: skip
+def test_wrong_arguments(arguments, kind, message):
+    with pytest.raises(kind, match=message):
+        mx.TransformersConfig(*arguments)
+
+
+def test_disk_offload_is_refused(tmp_path):
+    MODELS["Llama"]().save_pretrained(tmp_path)
+    with pytest.raises(NotImplementedError, match="offload to disk"):
+        AutoModelForCausalLM.from_pretrained(
+            tmp_path, quantization_config=mx.TransformersConfig("mxfp8"), device_map={"model": "cpu", "lm_head": "disk"}
+        )
+
+
+@pytest.mark.parametrize(
+    "order", ["import mxtensor, transformers.quantizers.auto", "import transformers.quantizers.auto, mxtensor"]
+)
+def test_it_is_registered_in_any_order_of_imports_and_imports_nothing_itself(order):
+    code = (
+        "import sys, mxtensor; assert 'transformers' not in sys.modules; "
+        if order.startswith("import mxtensor")
+        else ""
+    )
+    code += f"{order}; from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING as m; print('mxtensor' in m)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "True", done.stderr
+
+
+@pytest.mark.parametrize("format", ["mxfp4", "mxfp6-weight-only", "mxfp8-weight-only", "nvfp4-weight-only"])
+@pytest.mark.filterwarnings("ignore")
+def test_transformers_loads_the_layout_of_compressed_tensors(format, tmp_path):
+    pytest.importorskip("compressed_tensors")
+    MODELS["Llama"]().bfloat16().save_pretrained(tmp_path / "a")
+    mx.checkpoints.convert(tmp_path / "a", tmp_path / "b", layout="compressed-tensors", format=format)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "b")
+    with torch.no_grad():
+        model(IDS)  # decompresses the weights
+    state, wanted = model.state_dict(), mx.checkpoints.load(tmp_path / "b")
+    weights = {name: t.dequantize() for name, t in wanted.items() if isinstance(t, mx.MXTensor)}
+    assert len(weights) == 14 and all(torch.equal(state[name], values) for name, values in weights.items())
+
+
+def test_transformers_dequantizes_the_layout_of_deepseek_to_the_same_values(tmp_path):
+    from transformers import FineGrainedFP8Config
+
+    sizes = SIZES | {"hidden_size": 128, "intermediate_size": 256}
+    LlamaForCausalLM(LlamaConfig(**sizes)).bfloat16().save_pretrained(tmp_path / "a")
+    mx.checkpoints.convert(tmp_path / "a", tmp_path / "b", layout="deepseek", format="float8_128x128-weight-only")
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "b", quantization_config=FineGrainedFP8Config(dequantize=True)
+    )
+    state, wanted = model.state_dict(), mx.checkpoints.load(tmp_path / "b")
+    weights = {name: t.dequantize() for name, t in wanted.items() if isinstance(t, mx.MXTensor)}
+    assert len(weights) == 14 and all(torch.equal(state[name], values) for name, values in weights.items())
