@@ -15,7 +15,8 @@ from typing import Any
 from torch import Tensor
 
 from ..core.arguments import described
-from ..tensor.mxtensor import MXTensor, rebuild, rebuild_with_attributes
+from ..tensor.mxtensor import MXTensor
+from ..tensor.pickles import rebuild, rebuild_with_attributes
 from .layout import Layout, Written, with_others
 from .source import Checkpoint, Entry
 
@@ -68,7 +69,7 @@ def entry_of(name: str, text: str) -> Entry:
 def _builder(sides: dict[str, tuple[str, ...]], row: Any, outer: tuple[Any, ...]) -> Callable[..., Tensor]:
     def build(*tensors: Tensor) -> Tensor:
         rest = iter(tensors)
-        return rebuild({side: tuple(next(rest) for _ in kinds) for side, kinds in sides.items()}, row, outer, False)
+        return rebuild({side: tuple(next(rest) for _ in kinds) for side, kinds in sides.items()}, row, outer, False)  # type: ignore[no-any-return]
 
     return build
 

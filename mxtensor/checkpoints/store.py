@@ -20,7 +20,8 @@ from ..convert.weights import SKIPPED_NAMES
 from ..core.arguments import described
 from ..core.progress import with_progress
 from ..recipe.linear_recipe import LinearRecipe
-from ..tensor.mxtensor import MXTensor, quantize_as
+from ..tensor.mxtensor import MXTensor
+from ..tensor.quantize_as import quantize_as
 from ..training.training_weight import values_of
 from .layout import Layout, Written
 from .registry import get_layout, layout_of, opened

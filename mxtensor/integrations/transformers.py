@@ -26,7 +26,8 @@ from ..convert.quantize import inference_recipe
 from ..convert.weights import KINDS, Kind, default_filter
 from ..core.arguments import described
 from ..recipe.linear_recipe import LinearRecipe
-from ..tensor.mxtensor import MXTensor, quantize_as
+from ..tensor.mxtensor import MXTensor
+from ..tensor.quantize_as import quantize_as
 from ..training.state_dict import register_state_dict_hooks
 
 METHOD = "mxtensor"
@@ -82,7 +83,7 @@ class Quantize(ConversionOps):
             return {name: value}
         value = value.to(getattr(module, leaf).dtype)
         quantized = quantize_as(
-            value, inference_recipe(module, self.hf_quantizer.quantization_config.recipe), kind.orientation
+            value, inference_recipe([module], self.hf_quantizer.quantization_config.recipe), kind.orientation
         )
         _prepare(module)
         return {name: nn.Parameter(quantized, requires_grad=False)}
