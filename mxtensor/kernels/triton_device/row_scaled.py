@@ -18,11 +18,10 @@ from .elements import (
     from_codes,
     magnitude_bits,
     round_float,
-    scales_of,
     to_codes,
     widened,
 )
-from .quantize import finish_codes, load_tile
+from .quantize import block_scales, finish_codes, load_tile
 
 
 @triton.jit
@@ -164,7 +163,7 @@ def operand_to_rows(
 def block_facts(x, C: tl.constexpr, R: tl.constexpr):
     """(stored scale, multiplier, e, finite, whether a code is not zero) of blocks x (BM, NB, block)."""
     amax = amax_bits(tl.max(magnitude_bits(x), axis=2), x)
-    stored, multiplier, _, finite = scales_of(amax, tl.full((), 1.0, tl.float32), C)
+    stored, multiplier, _, finite = block_scales(amax, tl.full((), 1.0, tl.float32), C)
     e, _ = exponent_of(stored, C)
     live = finite & (float_of(amax) * multiplier > R.half)
     return stored, multiplier, e, finite, live
