@@ -35,6 +35,8 @@ from .operand import Operand
 
 LOSSY_OCTAVES = 8
 """The largest d of elements that E4M3 cannot move without loss."""
+LOSS = 2.0**-10
+"""Of the row scale: half of E4M3's smallest step, by which a value changes at most."""
 MAX_EXPONENT = 63
 """Row scales are 2^-63 to 2^63, so that the product of two is a normal float32."""
 NAN_CODE = E4M3.nan_code
@@ -69,6 +71,11 @@ def shift_of(element: ElementFormat) -> Shift:
         up -= 1
     step = 1 - element.bias - element.mantissa_bits  # the smallest element is 2^step
     return Shift(up, max(LOWEST_STEP + step + up, LOSSY_OCTAVES))
+
+
+def is_exact(element: ElementFormat) -> bool:
+    """Whether no value of a row within the bound changes."""
+    return shift_of(element).octaves > LOSSY_OCTAVES
 
 
 def why_not(format: Format) -> str | None:

@@ -4,7 +4,8 @@ import torch
 
 import mxtensor as mx
 from mxtensor.numerics.formats import get_format
-from mxtensor.numerics.reference import encode
+from mxtensor.numerics.reference import decode_local, encode
+from mxtensor.numerics.row_scaled_bound import FLOAT32_SUMS, exact_product, product_bound
 
 FP32 = torch.float32
 
@@ -47,3 +48,15 @@ def check_rows(made, expected, cols):
     assert not codes[:rows, cols:][~nan].any()
     assert same(scale[:rows], expected.scale) and (scale[rows:] == 1).all()
     assert torch.equal(beyond[:rows], expected.beyond) and not beyond[rows:].any()
+
+
+def assert_within_the_bound(y, a, b, bias=None, sums=FLOAT32_SUMS):
+    """Each value of y is within ``product_bound`` of the exact one, and each NaN is where it belongs."""
+    exact, allowed = exact_product(a, b, bias), product_bound(a, b, y.dtype, sums, bias)
+    magnitude = decode_local(a).double().abs() @ decode_local(b).double().abs().t()
+    overflows = magnitude.isfinite() & (magnitude > 1e37)  # float32 sums may be infinite or NaN, in any order
+    assert torch.equal(y.isnan() & ~overflows, exact.isnan() & ~overflows)
+    fine = exact.isfinite() & (exact.abs() < torch.finfo(y.dtype).max) & ~overflows
+    assert ((y.double() - exact).abs() <= allowed)[fine].all()
+    assert (y.isfinite() == fine)[~exact.isnan() & ~overflows].all()
+    return exact, fine

@@ -17,9 +17,9 @@ from mxtensor.kernels.gemm.spec import GemmArgs, Unquantized, format_of
 from mxtensor.kernels.runtime import nvrtc, triton_launch
 from mxtensor.numerics.formats import get_format
 from mxtensor.numerics.operand import Operand
-from mxtensor.numerics.reference import decode, encode
+from mxtensor.numerics.reference import encode
 from mxtensor.numerics.row_scaled import row_scaled
-from tests.helpers.row_scaled import same, stored, values
+from tests.helpers.row_scaled import assert_within_the_bound, same, stored, values
 from tests.helpers.stand_in import BF16, FP16, FP32, pretend, stand_in
 from tests.kernels.quantize.conftest import one_rounding
 
@@ -37,27 +37,6 @@ PAIRS = [
 
 
 # ---------------------------------------------------------------------------------------------- products
-
-
-def limit(operand):
-    """How far a value of each row may be from that of the operand: 2^-10 of the row scale; none beyond the bound."""
-    rows = row_scaled(operand)
-    kinds = operand.format.element.name in ("e4m3", "e5m2")
-    return torch.where(rows.beyond.bool()[:, None] | ~torch.tensor(kinds), 0.0, 2.0**-10 * rows.scale.double())
-
-
-def assert_within_the_bound(y, a, b, bias=None):
-    """Each value of y is as far from the exact one as the bound, float32 sums and one rounding allow."""
-    left, right = (decode(o, FP32).double() for o in (a, b))
-    exact = left @ right.t() + (0 if bias is None else bias.double())
-    moved, magnitude = (limit(a).expand_as(left), limit(b).expand_as(right)), left.abs() @ right.abs().t()
-    allowed = moved[0] @ right.abs().t() + (left.abs() + moved[0]) @ moved[1].t()
-    allowed = allowed + 2.0**-18 * magnitude + 2.0**-8 * exact.abs() + torch.finfo(y.dtype).smallest_normal
-    overflows = magnitude.isfinite() & (magnitude > 1e38)  # float32 sums may be infinite or NaN, in any order
-    assert torch.equal(y.isnan() & ~overflows, exact.isnan() & ~overflows)
-    fine = exact.isfinite() & (exact.abs() < torch.finfo(y.dtype).max) & ~overflows
-    assert ((y.double() - exact).abs() <= allowed)[fine].all()
-    assert (y.isfinite() == fine)[~exact.isnan() & ~overflows].all()
 
 
 @pytest.fixture
