@@ -162,13 +162,13 @@ def device(pretend, monkeypatch):
     return pretend
 
 
-def chosen(left, right, m, n, k, args=None, prefer=None):
+def chosen(left, right, m, n, k, args=None, prefer=None, op="mm"):
     with FakeTensorMode():
         x = torch.empty(m, k, dtype=BF16, device="cuda")
         b = Operand.empty(get_format(right), (n, k), "cuda")
         a = x if left is None else Unquantized(x, mx.Cast.of(left))
         args = args or GemmArgs(BF16)
-        spec = Spec("mm", ((m, k), (n, k)), (format_of(a), b.format), args.out_dtype, x.device)
+        spec = Spec(op, ((m, k), (n, k)), (format_of(a), b.format), args.out_dtype, x.device)
         return decide(select.GEMM, spec, a, b, args, prefer=prefer)
 
 
@@ -190,7 +190,8 @@ def test_what_it_refuses(device):
         return chosen(*args, **kwargs).refusals["fp8_rows"]
 
     assert "is slower than others for 96 rows" in reason("mxfp8", "mxfp8", 96, 65536, 4096)
-    assert "is slower than others for 128 rows" in reason("mxfp8", "mxfp8", 128, 4096, 4096)
+    assert "small_m is expected to be faster: " in reason("mxfp8", "mxfp8", 128, 2880, 2880)
+    assert "dequant is expected to be faster: " in reason("mxfp8", "mxfp4", 1024, 2880, 2880, op="fprop")
     assert "multiples of 16, got 4096 and 4100" in reason("mxfp8", "mxfp8", 4096, 4100, 4096)
     assert "multiples of 16, got 4104 and 4096" in reason("mxfp8", "mxfp8", 4096, 4096, 4104)
     assert "not float32" in reason("mxfp8", "mxfp8", 4096, 4096, 4096, GemmArgs(FP32))
@@ -198,6 +199,8 @@ def test_what_it_refuses(device):
     assert "nvfp4 has ue4m3 scales" in reason("mxfp8", "nvfp4", 4096, 4096, 4096)
     assert "'dequant' was asked for" in reason("mxfp8", "mxfp8", 4096, 4096, 4096, prefer="dequant")
     assert "bias" in reason("mxfp8", "mxfp8", 4096, 4096, 4096, GemmArgs(BF16, torch.empty(4096, 4096, dtype=BF16)))
+    device((8, 9))
+    assert "is slower than others for 128 rows" in reason("mxfp8", "mxfp8", 128, 4096, 4096)
     device((8, 0))
     assert "needs sm89" in reason("mxfp8", "mxfp8", 4096, 4096, 4096)
     device((10, 0))
