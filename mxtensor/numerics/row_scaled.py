@@ -36,8 +36,12 @@ from .operand import Operand
 
 LOSSY_OCTAVES = 8
 """The largest d of elements that E4M3 cannot move without loss."""
+LOSS = 2.0**-10
+"""Of the row scale: half of E4M3's smallest step, by which a value changes at most."""
 MAX_EXPONENT = 63
 """Row scales are 2^-63 to 2^63, so that the product of two is a normal float32."""
+NAN_CODE = E4M3.nan_code
+"""The code of every NaN that is moved, whatever its sign was: 0x7F, which the instructions of GPUs give."""
 LOWEST_STEP = E4M3.bias + E4M3.mantissa_bits - 1
 """E4M3's smallest subnormal is 2^-LOWEST_STEP."""
 
@@ -68,6 +72,11 @@ def shift_of(element: ElementFormat) -> Shift:
         up -= 1
     step = 1 - element.bias - element.mantissa_bits  # the smallest element is 2^step
     return Shift(up, max(LOWEST_STEP + step + up, LOSSY_OCTAVES))
+
+
+def is_exact(element: ElementFormat) -> bool:
+    """Whether no value of a row within the bound changes."""
+    return shift_of(element).octaves > LOSSY_OCTAVES
 
 
 def why_not(format: Format) -> str | None:
@@ -129,7 +138,8 @@ def row_scaled(operand: Operand) -> RowScaled:
     power = (exponent - top + up).clamp(-126, 127)
     values = decode_elements(codes.view(element.dtype if element.bits == 8 else torch.float8_e4m3fn), E4M3)
     moved = (values * ((power + 127) << 23).view(torch.float32)).clamp(-E4M3.max, E4M3.max)
-    moved = torch.where(beyond, codes, moved.to(torch.float8_e4m3fn).view(torch.uint8))
+    moved = torch.where(moved.isnan(), NAN_CODE, moved.to(torch.float8_e4m3fn).view(torch.uint8))
+    moved = torch.where(beyond, codes, moved)
     return RowScaled(moved, scale, beyond.squeeze(1).to(torch.uint8))
 
 

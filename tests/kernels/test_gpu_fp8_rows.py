@@ -8,15 +8,13 @@ from mxtensor.kernels.gemm import fp8_rows
 from mxtensor.kernels.gemm.fp8_rows_operand import matrix_of, rows_of_operand, rows_of_values, why_not_in_one
 from mxtensor.kernels.gemm.select import gemm, plan_of
 from mxtensor.kernels.gemm.spec import GemmArgs, Unquantized
-from mxtensor.numerics.reference import decode, encode
+from mxtensor.numerics.reference import encode
 from mxtensor.numerics.row_scaled import row_scaled
+from mxtensor.recipe import MXFP8BlockScaling
+from tests.helpers.row_scaled import STORED, assert_within_the_bound, same
 
 pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16
-STORED = [
-    "mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "mxfp8[32x32]", "mxfp4[16x16]", "mxfp8[1x64]",
-    "float8_e4m3_1x128_pow2", "float8_e5m2_row_pow2", "float8_e5m2_tensor_pow2", "float8_e4m3_128x128_pow2",
-]  # fmt: skip
 PAIRS = [("mxfp8", "mxfp8"), ("mxfp8", "mxfp4"), ("mxfp6", "mxfp6"), ("mxfp4", "mxfp4"), ("mxfp8_e5m2", "mxfp8")]
 
 
@@ -37,10 +35,6 @@ def values(rows, cols, wide=True):
     return x.to(BF16)
 
 
-def same(got, expected):
-    return torch.equal(torch.nan_to_num(got.float(), 77.0), torch.nan_to_num(expected.float(), 77.0))
-
-
 @pytest.mark.parametrize("cols", [64, 2880, 4096, 5120, 16400])
 @pytest.mark.parametrize("name", STORED)
 def test_operands_are_the_definition_bit_for_bit(name, cols):
@@ -57,23 +51,6 @@ def test_operands_are_the_definition_bit_for_bit(name, cols):
             assert same(scale[:40], expected.scale) and torch.equal(beyond[:40], expected.beyond)
 
 
-def assert_within_the_bound(y, a, b):
-    """A norm for each row: bfloat16's rounding, and the sums of tensor cores; each NaN is where it belongs."""
-    left, right = (decode(o, torch.float32).double() for o in (a, b))
-    exact, magnitude = left @ right.t(), left.abs() @ right.abs().t()
-    overflows = magnitude.isfinite() & (magnitude > 1e37)
-    assert torch.equal(y.isnan() & ~overflows, exact.isnan() & ~overflows)
-    fine = exact.isfinite() & ~overflows
-    limits = [
-        torch.where(row_scaled(o).beyond.bool()[:, None], 0.0, 2.0**-10 * row_scaled(o).scale.double()) for o in (a, b)
-    ]
-    lost = limits[0] * right.abs().sum(1) + left.abs().sum(1)[:, None] * limits[1].t()
-    allowed = 2.0**-8 * exact.abs() + lost + 2.0**-11 * magnitude
-    assert ((y.double() - exact).abs() <= allowed)[fine].all()
-    error, norm = (torch.where(fine, t, 0.0).norm(dim=1) for t in (y.double() - exact, exact))
-    assert (error <= 4e-3 * norm).all()
-
-
 @pytest.mark.parametrize("shape", [(512, 4096, 4096), (130, 48, 160), (1000, 2880, 2880)])
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("left, right", PAIRS)
@@ -82,7 +59,9 @@ def test_every_product_is_within_the_bound(left, right, wide, shape):
     x, w = values(rows, cols, wide), values(width, cols, wide)
     a, b = encode(x, mx.Cast.of(left)), encode(w, mx.Cast.of(right))
     y = fp8_rows.run(a, b, GemmArgs(BF16))
-    assert_within_the_bound(y, a, b)
+    exact, fine = assert_within_the_bound(y, a, b, sums=2.0**-10)  # the worst case is HOPPER_SUMS
+    error, norm = (torch.where(fine, t, 0.0).norm(dim=1) for t in (y.double() - exact, exact))
+    assert (error <= 5e-3 * norm + 1e-30).all()
     assert same(fp8_rows.run(Unquantized(x, mx.Cast.of(left)), b, GemmArgs(BF16)), y)
     bias = torch.randn(width, device="cuda", dtype=BF16)
     with_bias = fp8_rows.run(a, b, GemmArgs(BF16, bias))
@@ -125,6 +104,7 @@ def test_compiled_and_captured_it_finds_the_rows_of_later_values():
         assert same(out, layer(narrow))
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature:UserWarning")
 def test_no_host_sync():
     layer = torch.nn.Linear(4096, 4096, device="cuda", dtype=BF16)
     mx.quantize_(layer, "mxfp8")
@@ -157,7 +137,7 @@ def test_a_training_step_takes_it_for_all_three_products():
     def step():
         one = x.clone().requires_grad_()
         layer.zero_grad()
-        with mx.autocast(recipe=mx.MXFP8BlockScaling()):
+        with mx.autocast(recipe=MXFP8BlockScaling()):
             y = layer(one)
         y.backward(grad)
         return y.detach(), one.grad, layer.weight.grad.clone()

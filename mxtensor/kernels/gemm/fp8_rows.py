@@ -30,6 +30,7 @@ from ..runtime.availability import exported
 from ..runtime.check import check_argument, check_codes, check_device
 from ..runtime.triton_launch import device_code, launch, on
 from . import fp8_rows_cache
+from .fp8_rows_costs import MEASURED, slower
 from .fp8_rows_operand import (
     INNER,
     ROWS,
@@ -53,7 +54,7 @@ OLDEST = (8, 9)
 """The first compute capability with FP8 tensor cores."""
 MIN_ROWS = 128
 MIN_VALUES = 3 << 19
-"""Values of the result below which the kernels for few rows, or bfloat16, are as fast: measured on an H200."""
+"""Values of the result below which other kernels are as fast, on GPUs whose costs were not measured: on an H200."""
 HALVES = (torch.bfloat16, torch.float16)
 EXACT_TILE = (64, 128, 64, 8)
 """(rows, columns, K, warps) of the product of rows beyond the bound."""
@@ -99,11 +100,12 @@ def refuses(spec: Spec, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> str |
     if reason is not None:
         return reason
     rows, width = math.prod(spec.shapes[0][:-1]), spec.shapes[1][0]
-    if rows < MIN_ROWS or rows * width < MIN_VALUES:
+    if rows < MIN_ROWS or (spec.capability != MEASURED and rows * width < MIN_VALUES):
         return f"is slower than others for {rows} rows of {width} values"
     if width % ROWS or spec.shapes[0][-1] % INNER:
         return f"needs K and N in multiples of {INNER}, got {spec.shapes[0][-1]} and {width}"
-    return _refuses_args(spec, args)
+    reason = _refuses_args(spec, args)
+    return slower(spec, a, b, args) if reason is None and spec.capability == MEASURED else reason
 
 
 # ---------------------------------------------------------------------------------------------- the product

@@ -230,6 +230,21 @@ def choose_config(
     return found or _nearest(*product, possible, runnable)
 
 
+def expected_time(format: Format, m: int, n: int, k: int) -> float | None:
+    """Microseconds of a product without a cast on an H100: measured for this shape, else by the cost model; None if
+    neither knows the format."""
+    gpu, name = gpu_of(torch.device("cpu")), stand_in(format)
+    measured = [line.us for line in table(gpu.capability) if line[:5] == (name, False, m, n, k)]
+    if measured:
+        return min(measured)
+    model, rows = costs_of(gpu.capability), rows_key(min(m, most_rows(gpu.capability)))
+    for key in ((name, False, rows), (STAND_INS[8], False, rows)):
+        times = [predict(cost, m, n, k, format, gpu) for cost in model.get(key, ())]
+        if times:
+            return min(times)
+    return None
+
+
 Runnable = Callable[[LaunchConfig], LaunchConfig | None]
 """A config -> the config as this GPU can run it for this product; None if it cannot."""
 

@@ -18,11 +18,10 @@ from .elements import (
     from_codes,
     magnitude_bits,
     round_float,
-    scales_of,
     to_codes,
     widened,
 )
-from .quantize import finish_codes, load_tile
+from .quantize import block_scales, finish_codes, load_tile
 
 
 @triton.jit
@@ -61,19 +60,19 @@ def decide(top, low, bad, R: tl.constexpr):
 
 
 @triton.jit
-def moved(code, e, top, C: tl.constexpr, R: tl.constexpr):
-    """Codes (BM, NB, G) under the exponent of their row; e (BM, NB), top (BM)."""
-    power = tl.minimum(tl.maximum(e - top[:, None] + R.up, -126), 127)
-    return to_e4m3(from_codes(code, C) * float_of((power + 127) << 23)[:, :, None], R)
+def moved(code, e, top, beyond, C: tl.constexpr, R: tl.constexpr):
+    """Codes (BM, NB, G) under the exponent of their row; e (BM, NB), top and beyond (BM).
 
-
-@triton.jit
-def untouched(code, C: tl.constexpr, R: tl.constexpr):
-    """The codes of a row beyond the bound, one byte each."""
+    In a row beyond the bound they are the same elements, one byte each. Those of fewer than 8 bits are E4M3 numbers:
+    they are rounded times one, because a second rounding for such rows would double the work on all rows.
+    """
+    up = tl.minimum(tl.maximum(e - top[:, None] + R.up, -126), 127)
+    if C.bits < 8:
+        up = tl.where(beyond[:, None], 0, up)
+    out = to_e4m3(from_codes(code, C) * float_of((up + 127) << 23)[:, :, None], R)
     if C.bits == 8:
-        return code
-    else:
-        return to_e4m3(from_codes(code, C), R)
+        out = tl.where(beyond[:, None, None], code, out)
+    return out
 
 
 # ---------------------------------------------------------------------------------------------- a stored operand
@@ -136,7 +135,7 @@ def operand_to_rows(
         kind, live = stored_facts(code, kind, C)
         top, low, bad = extremes(top, low, bad, e, kind, live)
         top, beyond, scale = decide(top, low, bad, R)
-        out = tl.where(beyond[:, None, None], untouched(code, C, R), moved(code, e, top, C, R))
+        out = moved(code, e, top, beyond, C, R)
         col = tl.arange(0, BK)[None, :]
         tl.store(to + col, tl.reshape(out, (BM, BK)), mask=(row < whole_rows) & (col < width))
     else:
@@ -149,7 +148,7 @@ def operand_to_rows(
         for i in range(0, tiles):
             code = tl.reshape(load_codes(data_ptr, start, rows_in, i, cols, C, BK, False), (BM, NB, G))
             e, kind = load_exponents(scale_ptr, row, i, rows_in, cols, scale_stride, C, ROWS, COLS, G, NB)
-            out = tl.where(beyond[:, None, None], untouched(code, C, R), moved(code, e, top, C, R))
+            out = moved(code, e, top, beyond, C, R)
             col = i * BK + tl.arange(0, BK)[None, :]
             tl.store(to + col, tl.reshape(out, (BM, BK)), mask=(row < whole_rows) & (col < width))
     one = tl.program_id(0) * BM + tl.arange(0, BM)
@@ -164,7 +163,7 @@ def operand_to_rows(
 def block_facts(x, C: tl.constexpr, R: tl.constexpr):
     """(stored scale, multiplier, e, finite, whether a code is not zero) of blocks x (BM, NB, block)."""
     amax = amax_bits(tl.max(magnitude_bits(x), axis=2), x)
-    stored, multiplier, _, finite = scales_of(amax, tl.full((), 1.0, tl.float32), C)
+    stored, multiplier, _, finite = block_scales(amax, tl.full((), 1.0, tl.float32), C)
     e, _ = exponent_of(stored, C)
     live = finite & (float_of(amax) * multiplier > R.half)
     return stored, multiplier, e, finite, live
@@ -184,7 +183,7 @@ def write_blocks(
 ):  # fmt: skip
     """Round blocks x to codes and store them under their row; in rows beyond the bound as they are, with scales."""
     code = finish_codes(to_codes(widened(x) * multiplier[:, :, None], C), finite[:, :, None], C)
-    out = tl.where(beyond[:, None, None], untouched(code, C, R), moved(code, e, top, C, R))
+    out = moved(code, e, top, beyond, C, R)
     col = i * BK + tl.arange(0, BK)[None, :]
     tl.store(to + col, tl.reshape(out, (BM, BK)), mask=rows_in & (col < width))
     block = i * (BK // C.block) + tl.arange(0, BK // C.block)[None, :]

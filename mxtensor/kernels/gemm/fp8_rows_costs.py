@@ -1,0 +1,76 @@
+"""Which of ``fp8_rows``, ``small_m`` and ``dequant`` is expected to be fastest: a cost model of Hopper.
+
+All figures are microseconds in a CUDA graph on an H100 80GB HBM3 (torch 2.11, Triton 3.6), fitted to products of 128,
+512, 1024 and 4096 rows with weights of 4096x4096, 4096x14336 and 2880x2880 in MXFP8, MXFP4 and MXFP8 by MXFP4. They are
+in ``tests/kernels/gemm/test_fp8_rows_costs.py``, beside what the model says: within 19 % with a weight re-expressed
+before, 25 % with one re-expressed each time, 12 % for ``dequant``. Those of
+``small_m`` are measured for its launch configs (``small_m/costs.py``).
+
+A wave is a 128x128 tile of the result for each multiprocessor.
+"""
+
+from __future__ import annotations
+
+import math
+
+from ...core.kernel import Spec
+from ...numerics.formats import Format
+from ..small_m import kernel as small_m
+from ..small_m.heuristics import expected_time, most_rows
+from .fp8_rows_cache import ON_THE_FLY
+from .spec import GemmArgs, GemmOperand, Unquantized
+
+MEASURED = (9, 0)
+"""The compute capability of the figures."""
+TILE = 128
+MULTIPROCESSORS = 132
+FRESH = ("fprop", "dgrad", "wgrad")
+"""Products whose right operand is cast anew in each step, so that no form of it is cached."""
+LAUNCH = 2.0
+"""The start of a kernel that casts, and that of the exact product, which finds no row to multiply."""
+
+
+def _waves(rows: int, width: int) -> float:
+    tiles = -(-rows // TILE) * -(-width // TILE)
+    return tiles / MULTIPROCESSORS
+
+
+def _cast(values: int, format: Format) -> float:
+    """bfloat16 values to row-scaled codes: 2.8 TB/s for E4M3 elements, 1.9 for others."""
+    return LAUNCH + 3 * values / (2.8e6 if format.element.name == "e4m3" else 1.9e6)
+
+
+def _re_express(values: int, format: Format) -> float:
+    """Stored codes to row-scaled codes."""
+    return 3 + values / (1.3e6 if format.element.bits == 8 else 1.0e6)
+
+
+def fp8_rows(rows: int, width: int, cols: int, left: Format, right: Format, plain: bool, held: bool) -> float:
+    """Microseconds of ``fp8_rows``. ``plain``: the activations are not codes yet; ``held``: the weight is re-expressed
+    already."""
+    product = math.ceil(_waves(rows, width)) * (3 + 0.0026 * cols) + LAUNCH
+    first = _cast(rows * cols, left) if plain else _re_express(rows * cols, left)
+    return first + product + (0.0 if held else _re_express(width * cols, right))
+
+
+def dequant(rows: int, width: int, cols: int, right: Format) -> float:
+    """Microseconds of ``dequant``: the weight decoded, activations rounded, a product in bfloat16."""
+    moved = width * cols * (2 + right.bits_per_value / 8) + 2 * rows * cols
+    halves = math.ceil(2 * _waves(rows, width)) / 2
+    return 1 + moved / 2.8e6 + max(2 * width * cols / 2.2e6, halves * (1 + 0.0052 * cols))
+
+
+def slower(spec: Spec, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> str | None:
+    """Which kernel is expected to be faster than ``fp8_rows`` on Hopper, and the figures; None if none is."""
+    rows, (width, cols) = math.prod(spec.shapes[0][:-1]), spec.shapes[1]
+    left, right = spec.formats
+    assert isinstance(left, Format) and isinstance(right, Format)
+    held = spec.op not in FRESH and not spec.traced and rows < ON_THE_FLY
+    ours = fp8_rows(rows, width, cols, left, right, isinstance(a, Unquantized), held)
+    name, theirs = "dequant", dequant(rows, width, cols, right)
+    if rows <= most_rows(spec.capability) and small_m.KERNEL.refuses(spec, a, b, args) is None:
+        known = expected_time(right, rows, width, cols)
+        name, theirs = "small_m", math.inf if known is None else LAUNCH + 4 * rows * cols / 2.8e6 + known
+    if theirs < ours:
+        return f"{name} is expected to be faster: {theirs:.1f} us, this kernel {ours:.1f} us"
+    return None
