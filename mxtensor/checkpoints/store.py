@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..convert.configs import Config, recipe_of
+from ..convert.heads import HEAD_NAMES
 from ..convert.weights import SKIPPED_NAMES
 from ..core.arguments import described
 from ..core.progress import with_progress
@@ -29,8 +30,10 @@ from .sink import Sink, merged
 from .source import Checkpoint
 
 SHARD_BYTES = 1 << 29
-SKIPPED = (*SKIPPED_NAMES, "embed_tokens", "embed_positions", "wte", "wpe", "word_embeddings", "position_embeddings",
-           "token_type_embeddings", "embeddings", "tok_embeddings", "token_embd", "output", "norm")  # fmt: skip
+SKIPPED = (
+    *HEAD_NAMES, *SKIPPED_NAMES, "embed_tokens", "embed_positions", "wte", "wpe", "word_embeddings",
+    "position_embeddings", "token_type_embeddings", "embeddings", "tok_embeddings", "token_embd", "output", "norm",
+)  # fmt: skip
 """Last components of module names whose matrices stay in high precision: heads, routers and embeddings."""
 TILES, TILE = 4, (128, 512)
 """Parts of a large matrix whose error is measured: enough for two digits, and fast. They begin at whole blocks."""
