@@ -1,17 +1,20 @@
-"""Triton's casts on the CPU for layers that are recorded: launched by addresses as on a device, and interpreted."""
+"""Layers that are recorded on the CPU: with Triton's casts, launched by addresses as on a device and interpreted
+(``install``); or with the casts in C++, which take a thousandth of the time (``install_native``)."""
 
 import ctypes
 
 import torch
 
+from mxtensor.core import recording
 from mxtensor.core.kernel import Kernel
 from mxtensor.kernels.gemm import dequant, scaled_mm
 from mxtensor.kernels.gemm import select as gemm_select
 from mxtensor.kernels.gemm.scaled_mm_contract import SCALINGS
 from mxtensor.kernels.gemm.spec import format_of, needs_codes
-from mxtensor.kernels.quantize import select, select_pair, triton_ops
+from mxtensor.kernels.quantize import cpu, reference, select, select_pair, triton_ops, two_casts
 from mxtensor.kernels.runtime import triton_launch
 from mxtensor.numerics.formats import FP32, FULL, Format
+from mxtensor.numerics.operand import Operand
 from mxtensor.training import prepared
 from tests.kernels.quantize.conftest import set_tiles
 
@@ -59,11 +62,54 @@ def chosen(a, b):
     return SCALINGS[0] if one_scale and needs_codes(a, b) is None else "not here"
 
 
+def _record_on_the_cpu(monkeypatch):
+    """Products are torch's, since kernels of the CPU write memory without saying so: ``torch._scaled_mm`` for float8
+    with one scale a tensor."""
+    monkeypatch.setattr(dequant, "_can_slice", lambda spec, b: False)
+    monkeypatch.setattr(prepared, "DEVICES", {"cpu"})
+    per_tensor = Kernel("scaled_mm", scaled_mm.refuses, scaled_mm.run)
+    others = tuple(kernel for kernel in gemm_select.GEMM[1:] if kernel.name != "cpu_codes")
+    monkeypatch.setattr(gemm_select, "GEMM", (per_tensor, *others))
+    monkeypatch.setattr(scaled_mm, "chosen", lambda table, spec, a, b: chosen(a, b))
+    monkeypatch.setattr(scaled_mm, "plan_here", lambda *rest: SCALINGS[0])
+
+
+def _as_step(quantize):
+    """``quantize(x, cast, amax)``, which gives an operand, as one step of a program."""
+
+    def run(x, cast, *amax):
+        like = []
+
+        def components(x, *amax):
+            like[:] = [quantize(x, cast, *amax)]
+            return tuple(like[0].tensors)
+
+        return Operand.from_tensors(list(recording.call(components, x, *amax)), like[0].format, like[0].shape)
+
+    return run
+
+
+def _dequantize(operand, dtype):
+    def run(*tensors):
+        return cpu.DEQUANTIZE.run(Operand.from_tensors(list(tensors), operand.format, operand.shape), dtype)
+
+    return recording.call(run, *operand.tensors)
+
+
+def install_native(monkeypatch):
+    """Layers are recorded on the CPU, with its casts in C++ and in plain torch."""
+    _record_on_the_cpu(monkeypatch)
+    steps = [Kernel(k.name, k.refuses, _as_step(k.run)) for k in (cpu.QUANTIZE, reference.QUANTIZE)]
+    monkeypatch.setattr(select, "QUANTIZE", tuple(steps))
+    decode = Kernel("cpu", cpu.DEQUANTIZE.refuses, _dequantize)
+    monkeypatch.setattr(select, "DEQUANTIZE", (decode, *select.DEQUANTIZE))
+    monkeypatch.setattr(two_casts.reference, "encode_with_amax", _as_step(two_casts.reference.encode_with_amax))
+
+
 def install(monkeypatch, compiled=True):
     """Layers are recorded on the CPU, with Triton's casts; returns (stream, whether by addresses) of each launch.
 
-    ``compiled``: launch by addresses; otherwise in the way of the interpreter. Products are torch's, since kernels of
-    the CPU write memory without saying so: ``torch._scaled_mm`` for float8 with one scale a tensor.
+    ``compiled``: launch by addresses; otherwise in the way of the interpreter.
     """
     from triton.runtime.interpreter import InterpretedFunction
 
@@ -85,13 +131,7 @@ def install(monkeypatch, compiled=True):
     set_tiles(monkeypatch, rows=64, cols=128, full=64, groups=2, wide=64)
     monkeypatch.setattr(triton_launch, "_compiled", {})
     monkeypatch.setattr(triton_launch, "missing", lambda spec: None)
-    monkeypatch.setattr(dequant, "_can_slice", lambda spec, b: False)
-    monkeypatch.setattr(prepared, "DEVICES", {"cpu"})
-    per_tensor = Kernel("scaled_mm", scaled_mm.refuses, scaled_mm.run)
-    others = tuple(kernel for kernel in gemm_select.GEMM[1:] if kernel.name != "cpu_codes")
-    monkeypatch.setattr(gemm_select, "GEMM", (per_tensor, *others))
-    monkeypatch.setattr(scaled_mm, "chosen", lambda table, spec, a, b: chosen(a, b))
-    monkeypatch.setattr(scaled_mm, "plan_here", lambda *rest: SCALINGS[0])
+    _record_on_the_cpu(monkeypatch)
     for module, name, kernel in TUPLES:
         here = Kernel(kernel.name, kernel.refuses, kernel.run, None, kernel.run_traced)
         monkeypatch.setattr(module, name, (here, *getattr(module, name)[1:]))
