@@ -81,8 +81,9 @@ def _as_step(quantize):
         like = []
 
         def components(x, *amax):
-            like[:] = [quantize(x, cast, *amax)]
-            return tuple(like[0].tensors)
+            operand = quantize(x, cast, *amax)
+            like[:] = [operand]
+            return tuple(operand.tensors)  # not those of ``like``, which another thread may have replaced
 
         return Operand.from_tensors(list(recording.call(components, x, *amax)), like[0].format, like[0].shape)
 

@@ -120,13 +120,8 @@ def test_every_recipe_gives_the_bits_of_the_general_way(recipe, bias, launches, 
 
 @pytest.mark.exhaustive(quick=1)
 @pytest.mark.parametrize("recipe", ["float8 current", "mxfp8"])
-def test_the_launches_of_the_interpreter_are_recorded_too(
-    recipe,
-    monkeypatch,
-    passes_run,
-    one_rounding,
-    whole_reductions,  # noqa: F811
-):
+@pytest.mark.usefixtures("one_rounding", "whole_reductions")
+def test_the_launches_of_the_interpreter_are_recorded_too(recipe, monkeypatch, passes_run):
     compiled_triton.install(monkeypatch, compiled=False)
     for _ in range(2):
         step(*tensors(), NEAREST[recipe])
