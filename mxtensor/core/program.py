@@ -180,11 +180,8 @@ class _Writer:
     def write(self, node: Node, needed: set[int]) -> None:
         """One step."""
         if node.is_launch:
-            _, before, after, arguments, in_tuple = node.args
-            addresses = [*map(self.address, arguments)]
-            if in_tuple:
-                addresses = [f"({''.join(f'{one}, ' for one in addresses)})"]
-            given = [*map(self.text, before), "stream", *map(self.text, after), *addresses]
+            _, before, after, arguments = node.args
+            given = [*map(self.text, before), "stream", *map(self.text, after), *map(self.address, arguments)]
             self.lines.append(f"{self.name(node.function)}({', '.join(given)})")
             return
         if node.function is None:

@@ -45,8 +45,6 @@ class Launch(NamedTuple):
     before: tuple[Any, ...]
     after: tuple[Any, ...]
     arguments: tuple[Any, ...]
-    in_tuple: bool = False
-    """Whether the arguments are passed as one tuple."""
 
 
 class Recorder(compat.dispatch_mode):

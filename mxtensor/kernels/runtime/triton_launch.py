@@ -84,33 +84,8 @@ def launch(kernel: Any, programs: int, arguments: tuple[Any, ...], constants: tu
     else:
         with recorder.paused():
             compiled = _launch(kernel, programs, arguments, constants, warps)
-        recorder.launch(prepared_launch(compiled, programs, arguments + constants))
-
-
-def prepared_launch(compiled: Any, programs: int, arguments: tuple[Any, ...]) -> recording.Launch:
-    """The launch of a compiled kernel that no profiler watches: by Triton's function in C if this version is known.
-
-    ``compiled.run`` is Python around that function: it makes a closure and asks twice whether the kernel needs scratch
-    memory. Source: CudaLauncher.__call__ in backends/nvidia/driver.py of Triton 3.6 (torch 2.11) and 3.7 (torch 2.13).
-    """
-    grid, unwatched = (programs, 1, 1), (compiled.packed_metadata, None, None, None)
-    run = compiled.run
-    version = _version() if type(run).__name__ == "CudaLauncher" else ""
-    if version not in ("3.6", "3.7") or run.global_scratch_size or run.profile_scratch_size:
-        return recording.Launch(run, grid, (compiled.function, *unwatched), arguments)
-    options, no_scratch = (compiled.function, run.launch_cooperative_grid, run.launch_pdl), (None, None)
-    if version == "3.6":
-        return recording.Launch(run.launch, grid, (*options, *no_scratch, *unwatched), arguments)
-    kinds = run.arg_annotations, run.kernel_signature
-    return recording.Launch(run.launch, grid, (*options, *unwatched, *no_scratch, *kinds), arguments, in_tuple=True)
-
-
-@cache
-def _version() -> str:
-    """Major and minor version of Triton."""
-    import triton
-
-    return ".".join(triton.__version__.split(".")[:2])
+        handles = compiled.function, compiled.packed_metadata, None, None, None
+        recorder.launch(recording.Launch(compiled.run, (programs, 1, 1), handles, arguments + constants))
 
 
 def _launch(kernel: Any, programs: int, arguments: tuple[Any, ...], constants: tuple[Any, ...], warps: int) -> Any:
