@@ -1,6 +1,6 @@
 """Linear layers of few rows on CPU beside float32, bfloat16 and torchao's int8: ``python -m benchmarks.cpu_linear``.
 
-The weights of a layer are rotated: there are so many copies that none is in the cache when its turn comes, as in a
+The weights of a layer are rotated: there are so many copies that none is in the cache when it is used, as in a
 model that generates text. Contenders take turns, and a row is the median of the rounds. Bandwidth is what a sum over a
 large tensor reads on the same threads. Prints the worst row first.
 """
@@ -54,10 +54,10 @@ def rotated(n: int, k: int, rows: int, dtype: torch.dtype, config: str | None) -
     def prepare() -> Work:
         first = layer(n, k, dtype, config)
         copies = [first, *(layer(n, k, dtype, config) for _ in range(CACHE // nbytes(first)))]
-        x, turn = torch.randn(rows, k, dtype=dtype), cycle(copies)
+        x, following = torch.randn(rows, k, dtype=dtype), cycle(copies)
         for module in copies:
             module(x)
-        return lambda: next(turn)(x)
+        return lambda: next(following)(x)
 
     return prepare
 
@@ -71,8 +71,8 @@ def torchao_int8(n: int, k: int, rows: int) -> Prepare:
         copies = [layer(n, k, torch.bfloat16, None) for _ in range(CACHE // (n * k) + 1)]
         for module in copies:
             quantize_(module, Int8WeightOnlyConfig())
-        x, turn = torch.randn(rows, k, dtype=torch.bfloat16), cycle(copies)
-        return lambda: next(turn)(x)
+        x, following = torch.randn(rows, k, dtype=torch.bfloat16), cycle(copies)
+        return lambda: next(following)(x)
 
     return prepare
 

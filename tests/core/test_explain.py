@@ -269,15 +269,10 @@ def test_the_table_of_a_small_float32_linear():
     assert_expected_inline(
         explained(linear, x, x, refused=True),
         """\
-calls  op          operands                           kernel
------  ----------  ---------------------------------  --------
-2      linear      mxfp8_e4m3 8x64, mxfp8_e4m3 16x64  emulated
-    scaled_mm, dot_scaled, fp8_rows, small_m: runs on cuda, this tensor is on cpu
-    dequant: computes in bfloat16, the result is float32
-2      quantize    float32->mxfp8_e4m3 8x64           cpu
-    triton: runs on cuda, this tensor is on cpu
-4      dequantize  mxfp8_e4m3->float32 {8,16}x64      cpu
-    triton: runs on cuda, this tensor is on cpu""",
+calls  op      operands                           kernel
+-----  ------  ---------------------------------  ---------
+2      linear  mxfp8_e4m3 8x64, mxfp8_e4m3 16x64  cpu_codes
+    scaled_mm, dot_scaled, fp8_rows, small_m: runs on cuda, this tensor is on cpu""",
     )
 
 
@@ -288,17 +283,11 @@ def test_the_table_of_a_model_joins_layers_of_one_kind_for_any_number_of_rows():
     assert_expected_inline(
         explained(model, *(torch.randn(rows, 128).bfloat16() for rows in (64, 1, 2, 3))),
         """\
-calls  op             operands                                    kernel
------  -------------  ------------------------------------------  ---------
-20     linear         mxfp8_e4m3 {1..64}x128, mxfp8_e4m3 128x128  dequant
-24     fake quantize  bfloat16->mxfp8_e4m3 {1..64}x128            two casts
-24     quantize       bfloat16->mxfp8_e4m3 {1..64}x128            cpu
-48     dequantize     mxfp8_e4m3->bfloat16 {1..512}x128           cpu
-4      linear         mxfp8_e4m3 {1..64}x128, mxfp8_e4m3 512x128  dequant
-4      linear         mxfp8_e4m3 {1..64}x512, mxfp8_e4m3 128x512  dequant
-4      fake quantize  bfloat16->mxfp8_e4m3 {1..64}x512            two casts
-4      quantize       bfloat16->mxfp8_e4m3 {1..64}x512            cpu
-8      dequantize     mxfp8_e4m3->bfloat16 {1..128}x512           cpu""",
+calls  op      operands                                    kernel
+-----  ------  ------------------------------------------  ---------
+20     linear  mxfp8_e4m3 {1..64}x128, mxfp8_e4m3 128x128  cpu_codes
+4      linear  mxfp8_e4m3 {1..64}x128, mxfp8_e4m3 512x128  cpu_codes
+4      linear  mxfp8_e4m3 {1..64}x512, mxfp8_e4m3 128x512  cpu_codes""",
     )
 
 

@@ -109,13 +109,14 @@ def test_a_second_training_step_asks_no_kernel(monkeypatch):
     assert {spec.op for spec in asked} == {"fprop", "dgrad", "wgrad"}
 
 
-def test_the_same_plan_says_which_form_a_kernel_wants_and_runs_the_product():
+@pytest.mark.parametrize(("kernel", "form"), [("emulated", torch.float32), ("cpu_codes", None)])
+def test_the_same_plan_says_which_form_a_kernel_wants_and_runs_the_product(kernel, form):
     x, w = torch.randn(2, 64), mx.quantize(torch.randn(48, 64), "mxfp8")
     args = select.GemmArgs(torch.float32)
-    assert select.values_dtype("mm", x, w.rowwise, args) is torch.float32
+    assert select.values_dtype("mm", x, w.rowwise, args, kernel) is form
     asked = len(PLANS)
-    select.gemm("mm", x, w.rowwise, args)
-    assert select.plan_of("mm", x, w.rowwise, args).kernel.name == "emulated" and len(PLANS) == asked
+    select.gemm("mm", x, w.rowwise, args, kernel)
+    assert select.plan_of("mm", x, w.rowwise, args, kernel).kernel.name == kernel and len(PLANS) == asked
 
 
 # ---------------------------------------------------------------------------------------------- launches
@@ -404,7 +405,9 @@ def test_where_no_kernel_prepares_a_launch_no_key_is_made(monkeypatch):
     from mxtensor.ops import functional
 
     monkeypatch.setattr(functional, "_launch_key", lambda *args: pytest.fail("a key was made"))
-    assert select.has_launches(torch.device("cuda", 0)) and not select.has_launches(torch.device("cpu"))
+    devices = [torch.device(name) for name in ("cuda:0", "cpu", "xpu")]
+    assert [select.has_launches(device) for device in devices] == [True, True, False]
+    monkeypatch.setattr(select, "has_launches", lambda device: False)
     linear = layer("mxfp8")
     with torch.no_grad():
         linear(torch.randn(2, 320).bfloat16())

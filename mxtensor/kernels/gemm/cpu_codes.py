@@ -20,7 +20,7 @@ from ...numerics.validate import check_sizes
 from ..quantize.cpu import BLOCKS, KINDS, MODES, SCALES
 from ..quantize.select import dequantize_operand, fake_quantize
 from ..runtime.availability import exported
-from .cpu_library import ELEMENTS, FEW_ROWS, library, linear, prepared
+from .cpu_library import ELEMENTS, FEW_ROWS, library, linear, missing, prepared
 from .cpu_library import prepare as prepare_op
 from .spec import FakeQuantized, GemmArgs, GemmOperand, Unquantized, flat_bias, not_rows_by_matrix
 
@@ -46,16 +46,16 @@ def refuses(spec: Spec, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> str |
         return "the codes are not contiguous"
     if 0 in (*spec.shapes[0], *spec.shapes[1]):
         return "no values"
-    reason = exported(spec)
-    if reason is None:
-        found = library()
-        reason = found if isinstance(found, str) else None
-    return reason
+    return exported(spec) or missing()
+
+
+_NUMBERS = {e.name: i for i, e in enumerate(ELEMENTS)} | {s.name: i for i, s in enumerate(SCALES)}
+"""By name, because Dynamo cannot search a tuple of rows."""
 
 
 def numbers_of(format: Format) -> tuple[int, int, int, int]:
     """A format as the op takes it: element, scale and extents of a block."""
-    return ELEMENTS.index(format.element), SCALES.index(format.scale), *format.block
+    return _NUMBERS[format.element.name], _NUMBERS[format.scale.name], *format.block
 
 
 def _is_cast_here(cast: Cast) -> bool:

@@ -126,6 +126,13 @@ def library() -> Library | str:
     return Library(op, kernels, casts)  # type: ignore[arg-type]
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # Dynamo would trace the build
+def missing() -> str | None:
+    """Why there is no op; None if there is one."""
+    found = library()
+    return found if isinstance(found, str) else None
+
+
 # ---------------------------------------------------------------------------------------------- the ops
 
 _OPS = torch.library.Library("mxtensor", "FRAGMENT")
