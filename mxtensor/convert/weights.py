@@ -131,6 +131,11 @@ def _weights(model: nn.Module, filter_fn: FilterFn) -> Iterator[Weight]:
                     yield Weight(module, name, kind, fqn)
 
 
+def names_of_weights(module: nn.Module) -> tuple[str, ...]:
+    """The parameters of ``module`` that ``quantize_`` can quantize, by its kind."""
+    return next((kind.names for kind in KINDS if kind.matches(module)), ())
+
+
 _UNKNOWN = Kind(lambda module: False, (), trains=False)
 
 
@@ -195,7 +200,10 @@ def weights_to_quantize(model: nn.Module, filter_fn: FilterFn | None) -> list[We
     """
     _check_filter(filter_fn)
     found = list(_weights(model, filter_fn or default_filter))
-    if filter_fn is None:
-        lookups = _tied_to_lookups(model)
-        found = [weight for weight in found if id(weight.value) not in lookups]
-    return found
+    return without_tied(model, found) if filter_fn is None else found
+
+
+def without_tied(model: nn.Module, weights: list[Weight]) -> list[Weight]:
+    """``weights`` without those of embeddings, as the default filter leaves them."""
+    lookups = _tied_to_lookups(model)
+    return [weight for weight in weights if id(weight.value) not in lookups]
