@@ -16,6 +16,8 @@ from .convert.configs import (
     NVFP4WeightOnlyConfig,
 )
 from .convert.float8_configs import Float8DynamicActivationFloat8WeightConfig, Float8WeightOnlyConfig
+from .convert.float8_linear_config import CastConfig, Float8LinearConfig
+from .convert.fqn_config import FqnToConfig
 from .convert.model_size import model_size
 from .convert.quantize import quantize_
 from .convert.training_configs import (
@@ -76,14 +78,17 @@ __all__ = [
     "DTYPE_FP6_E3M2",
     "FORMATS",
     "Cast",
+    "CastConfig",
     "DType",
     "Float8BlockQuantizer",
     "Float8CurrentScalingQuantizer",
     "Float8DynamicActivationFloat8WeightConfig",
+    "Float8LinearConfig",
     "Float8Quantizer",
     "Float8TrainingOpConfig",
     "Float8WeightOnlyConfig",
     "Format",
+    "FqnToConfig",
     "KernelPreference",
     "LinearRecipe",
     "MXDynamicActivationMXWeightConfig",

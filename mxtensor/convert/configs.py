@@ -21,6 +21,8 @@ from ..recipe.kernel_preference import KernelPreference
 from ..recipe.known_fields import KnownFields
 from ..recipe.linear_recipe import LinearRecipe, TensorCasts
 from .float8_configs import Float8DynamicActivationFloat8WeightConfig, Float8WeightOnlyConfig
+from .float8_linear_config import Float8LinearConfig
+from .fqn_config import FqnToConfig
 from .torchao import from_torchao
 from .training_configs import Float8TrainingOpConfig, MXFP8TrainingOpConfig, NVFP4TrainingConfig
 
@@ -144,8 +146,8 @@ class MXLinearConfig(KnownFields):
 TORCHAO: dict[str, type] = {
     kind.__name__: kind
     for kind in (
-        Float8DynamicActivationFloat8WeightConfig, Float8TrainingOpConfig, Float8WeightOnlyConfig,
-        MXDynamicActivationMXWeightConfig, MXFP8TrainingOpConfig, MXLinearConfig,
+        Float8DynamicActivationFloat8WeightConfig, Float8LinearConfig, Float8TrainingOpConfig, Float8WeightOnlyConfig,
+        FqnToConfig, MXDynamicActivationMXWeightConfig, MXFP8TrainingOpConfig, MXLinearConfig,
         NVFP4DynamicActivationNVFP4WeightConfig, NVFP4TrainingConfig, NVFP4WeightOnlyConfig,
     )
 }  # fmt: skip
@@ -162,12 +164,22 @@ Config = (
     | MXLinearConfig
     | Float8DynamicActivationFloat8WeightConfig
     | Float8WeightOnlyConfig
+    | Float8LinearConfig
     | Float8TrainingOpConfig
     | MXFP8TrainingOpConfig
     | NVFP4TrainingConfig
     | Recipe
+    | FqnToConfig
 )
 """What ``quantize_`` accepts."""
+
+
+def by_name(config: Any) -> FqnToConfig | None:
+    """A config that has a config for each name, ours or torchao's; None for another."""
+    if isinstance(config, FqnToConfig):
+        return config
+    kinds = {FqnToConfig.__name__: FqnToConfig}
+    return None if isinstance(config, type) else from_torchao(config, kinds)
 
 
 def recipe_of(config: Any) -> LinearRecipe:
@@ -175,7 +187,7 @@ def recipe_of(config: Any) -> LinearRecipe:
     torchao, or the name of a format.
 
     A name (``"mxfp8"``, ``"mxfp8-weight-only"``), a dtype or a Format gives an inference recipe. Raises ValueError for
-    an unknown format name, TypeError for any other object.
+    an unknown format name, TypeError for any other object, and for an ``FqnToConfig``, which has many recipes.
     """
     if isinstance(config, type):
         raise TypeError(f"cannot quantize by the class {config.__name__}; pass an instance: {config.__name__}()")
@@ -187,6 +199,10 @@ def recipe_of(config: Any) -> LinearRecipe:
         return _recipe_called(config)
     if isinstance(config, (torch.dtype, Format)):
         return LinearRecipe.inference(config, config)
+    if by_name(config) is not None:
+        raise TypeError(
+            "an FqnToConfig is for a whole model, quantize_(model, config); its values are single configs or None"
+        )
     ours = from_torchao(config, TORCHAO)
     if ours is not None:
         return ours.linear_recipe()  # type: ignore[no-any-return]

@@ -24,24 +24,32 @@ class Change(NamedTuple):
     places: list[tuple[nn.Module, str]]
     orientation: Orientation
     values: int
+    recipe: LinearRecipe
+    fqn: str
 
 
-def planned(model: nn.Module, weights: Sequence[Weight], recipe: LinearRecipe) -> list[Change]:
+def planned(model: nn.Module, weights: Sequence[tuple[Weight, LinearRecipe]]) -> list[Change]:
     """The changes of ``quantize_``, in the order of the modules.
 
     Raises TypeError for a weight that is not floating-point, ValueError for one that is sparse, has one dimension or no
-    memory, and what the format raises for the shape.
+    memory, or is shared by layers with different recipes, and what the format raises for the shape.
     """
     changes: dict[int, Change] = {}  # by the id of a weight: all of them are alive while the plan is made
     tried: set[tuple[object, ...]] = set()
-    for weight in weights:
+    for weight, recipe in weights:
         value = weight.value
         if id(value) not in changes:
             _check(weight)
             if not recipe.trains:
                 _try(weight, recipe, tried)
-            changes[id(value)] = Change([], weight.kind.orientation, value.numel())
-        changes[id(value)].places.append((weight.module, weight.name))
+            changes[id(value)] = Change([], weight.kind.orientation, value.numel(), recipe, weight.fqn)
+        planned_change = changes[id(value)]
+        if planned_change.recipe != recipe:
+            raise ValueError(
+                f"quantize_: {planned_change.fqn} and {weight.fqn} are one weight; give both the same config, not "
+                f"{planned_change.recipe} and {recipe}"
+            )
+        planned_change.places.append((weight.module, weight.name))
     for module in model.modules():  # one that the filter skipped, such as an embedding, can share a weight
         for name, parameter in module._parameters.items():
             change = changes.get(id(parameter))
@@ -78,7 +86,7 @@ def _check(weight: Weight) -> None:
 def _try(weight: Weight, recipe: LinearRecipe, tried: set[tuple[object, ...]]) -> None:
     """Quantize a weight of this kind without values: what the format refuses, it refuses here."""
     value = values_of(weight.value)
-    kind = (tuple(value.shape), value.dtype, weight.kind.orientation)
+    kind = (tuple(value.shape), value.dtype, weight.kind.orientation, recipe)
     if kind in tried:
         return
     tried.add(kind)

@@ -19,12 +19,13 @@ from ..tensor.mxtensor import MXTensor
 from ..tensor.quantize_as import quantize_as
 from ..training.state_dict import register_state_dict_hooks
 from ..training.training_weight import values_of
-from .configs import Config, recipe_of
+from .choose import choose
+from .configs import Config
 from .heads import heads
 from .instance_methods import count_codes, show_format
 from .model_size import say_what_is_left
 from .plan import Change, planned
-from .weights import FilterFn, Weight, unknown_experts, weights_to_quantize
+from .weights import FilterFn, Weight, unknown_experts
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -37,7 +38,8 @@ def quantize_(
     The modules keep torch's own classes, and a shared weight stays shared. ``config`` for inference: the name of any
     format (weights, and activations on the fly in the same format), ``"NAME-weight-only"``, a LinearRecipe or one of
     torchao's configs; weights become frozen MXTensor parameters. For training: MXLinearConfig or a recipe; weights stay
-    high-precision parameters, unchanged for optimizers and state dicts, and their three products run quantized.
+    high-precision parameters, unchanged for optimizers and state dicts, and their three products run quantized. An
+    ``FqnToConfig`` has a config for each name; it takes the place of the filter.
 
     ``filter_fn(module, fqn) -> bool`` is called for every nn.Linear, nn.MultiheadAttention and nn.Embedding, and for
     transformers' Conv1D and modules of stacked experts. The default skips embeddings, layers that share a weight with
@@ -61,33 +63,27 @@ def quantize_(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"quantize_ takes a module, not {described(model)}; for a tensor use mx.quantize(x, format)")
-    recipe = recipe_of(config)
-    weights = weights_to_quantize(model, filter_fn, include_head)
-    left_out: list[Weight] = []
-    if recipe.trains:
-        weights, left_out = _that_train(weights)
-        left_out += unknown_experts(model) if filter_fn is None else ()
-    changes = planned(model, weights, recipe)
+    chosen, general = choose(model, config, filter_fn, include_head)
+    weights = [(weight, recipe) for weight, recipe in chosen if weight.kind.trains or not recipe.trains]
+    left_out = [
+        weight for weight, recipe in chosen if recipe.trains and not weight.kind.trains and weight.kind.multiplies
+    ]
+    if general is not None and general.trains and filter_fn is None:
+        left_out += unknown_experts(model)
+    changes = planned(model, weights)
     if left_out or not changes:
         _warn(model, changes, left_out)
     if include_head and not heads(model):
         why = "it has no lm_head, and no linear layer that shares a weight with an embedding"
         warnings.warn(f"quantize_: include_head=True found no head in {type(model).__name__}: {why}", stacklevel=2)
-    _convert(changes, recipe)
-    if recipe.trains:
-        for weight in left_out:
-            _training("left_out").watch(weight.module, weight.name)
-    else:
+    _convert(changes)
+    for weight in left_out:
+        _training("left_out").watch(weight.module, weight.name)
+    if any(not change.recipe.trains for change in changes):
         count_codes(model)
         if not include_head and filter_fn is None:
             say_what_is_left(model)
     return model
-
-
-def _that_train(weights: Sequence[Weight]) -> tuple[list[Weight], list[Weight]]:
-    """The weights whose three products can be quantized, and those of products that cannot."""
-    train = [weight for weight in weights if weight.kind.trains]
-    return train, [weight for weight in weights if not weight.kind.trains and weight.kind.multiplies]
 
 
 def _warn(model: nn.Module, changes: Sequence[Change], left_out: Sequence[Weight]) -> None:
@@ -108,26 +104,41 @@ def _warn(model: nn.Module, changes: Sequence[Change], left_out: Sequence[Weight
 # ---------------------------------------------------------------------------------------------- one weight by one
 
 
-def _convert(changes: Sequence[Change], recipe: LinearRecipe) -> None:
+def _convert(changes: Sequence[Change]) -> None:
     """Replace the weights, one by one. What is shared by two weights is their memory, or nothing: for training, all
     replaced parameters can wait for the end, in case of a failure; for inference, each is freed at once."""
     replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
     try:
         for change in _progress(changes):
-            _replace(change, recipe, replaced)
-            if not recipe.trains:
-                replaced.clear()
+            if change.recipe.trains:
+                _replace(change, replaced)
+            else:
+                _replace_and_free(change)
     except BaseException:
-        for module, name, original in reversed(replaced):
-            setattr(module, name, original)
+        _restore(replaced)
         raise
 
 
-def _replace(change: Change, recipe: LinearRecipe, replaced: list[tuple[nn.Module, str, nn.Parameter]]) -> None:
+def _replace_and_free(change: Change) -> None:
+    """Replace a weight in all its places, or in none; the original is free on return."""
+    replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
+    try:
+        _replace(change, replaced)
+    except BaseException:
+        _restore(replaced)
+        raise
+
+
+def _restore(replaced: Sequence[tuple[nn.Module, str, nn.Parameter]]) -> None:
+    for module, name, original in reversed(replaced):
+        setattr(module, name, original)
+
+
+def _replace(change: Change, replaced: list[tuple[nn.Module, str, nn.Parameter]]) -> None:
     """Replace a weight in all its places; ``replaced`` gets the original before each one."""
     module, name = change.places[0]
     original = getattr(module, name)
-    parameter = _parameter(original, [module for module, _ in change.places], change.orientation, recipe)
+    parameter = _parameter(original, [module for module, _ in change.places], change.orientation, change.recipe)
     for module, name in change.places:
         register_state_dict_hooks(module)
         show_format(module)

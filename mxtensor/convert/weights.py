@@ -140,6 +140,11 @@ def _weights(model: nn.Module, filter_fn: FilterFn) -> Iterator[Weight]:
                     yield Weight(module, name, kind, fqn)
 
 
+def names_of_weights(module: nn.Module) -> tuple[str, ...]:
+    """The parameters of ``module`` that ``quantize_`` can quantize, by its kind."""
+    return next((kind.names for kind in KINDS if kind.matches(module)), ())
+
+
 _UNKNOWN = Kind(lambda module: False, (), trains=False)
 
 
@@ -214,5 +219,10 @@ def weights_to_quantize(model: nn.Module, filter_fn: FilterFn | None, include_he
         return list(_weights(model, filter_fn))
     if include_head:
         return list(_weights(model, _with_heads(model)))
+    return without_tied(model, list(_weights(model, default_filter)))
+
+
+def without_tied(model: nn.Module, weights: list[Weight]) -> list[Weight]:
+    """``weights`` without those of embeddings, as the default filter leaves them."""
     tied = lookups(model)
-    return [weight for weight in _weights(model, default_filter) if id(weight.value) not in tied]
+    return [weight for weight in weights if id(weight.value) not in tied]
