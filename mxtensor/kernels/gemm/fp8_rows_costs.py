@@ -3,8 +3,8 @@
 All figures are microseconds in a CUDA graph on an H100 80GB HBM3 (torch 2.11, Triton 3.6), fitted to products of 128,
 512, 1024 and 4096 rows with weights of 4096x4096, 4096x14336 and 2880x2880 in MXFP8, MXFP4 and MXFP8 by MXFP4. They are
 in ``tests/kernels/gemm/test_fp8_rows_costs.py``, beside what the model says: within 19 % with a weight re-expressed
-before, 25 % with one re-expressed each time, 12 % for ``dequant``. Those of
-``small_m`` are measured for its launch configs (``small_m/costs.py``).
+before, 25 % with one re-expressed each time, 12 % for ``dequant``. Those of ``small_m`` are measured for its launch
+configs (``small_m/costs.py``).
 
 A wave is a 128x128 tile of the result for each multiprocessor.
 """
@@ -46,8 +46,8 @@ def _re_express(values: int, format: Format) -> float:
 
 
 def fp8_rows(rows: int, width: int, cols: int, left: Format, right: Format, plain: bool, cached: bool) -> float:
-    """Microseconds of ``fp8_rows``. ``plain``: the activations are not codes yet; ``cached``: the weight is re-expressed
-    already."""
+    """Microseconds of ``fp8_rows``. ``plain``: the activations are not codes yet; ``cached``: the re-expressed weight
+    is."""
     product = math.ceil(_waves(rows, width)) * (3 + 0.0026 * cols) + LAUNCH
     first = _cast(rows * cols, left) if plain else _re_express(rows * cols, left)
     return first + product + (0.0 if cached else _re_express(width * cols, right))
