@@ -3,8 +3,8 @@
 All figures are microseconds in a CUDA graph on an H100 80GB HBM3 (torch 2.11, Triton 3.6), fitted to products of 128,
 512, 1024 and 4096 rows with weights of 4096x4096, 4096x14336 and 2880x2880 in MXFP8, MXFP4 and MXFP8 by MXFP4. They are
 in ``tests/kernels/gemm/test_fp8_rows_costs.py``, beside what the model says: within 19 % with a weight re-expressed
-before, 25 % with one re-expressed each time, 12 % for ``dequant``. Those of
-``small_m`` are measured for its launch configs (``small_m/costs.py``).
+before, 25 % with one re-expressed each time, 12 % for ``dequant``. Those of ``small_m`` are measured for its launch
+configs (``small_m/costs.py``).
 
 A wave is a 128x128 tile of the result for each multiprocessor.
 """
@@ -45,12 +45,12 @@ def _re_express(values: int, format: Format) -> float:
     return 3 + values / (1.3e6 if format.element.bits == 8 else 1.0e6)
 
 
-def fp8_rows(rows: int, width: int, cols: int, left: Format, right: Format, plain: bool, held: bool) -> float:
-    """Microseconds of ``fp8_rows``. ``plain``: the activations are not codes yet; ``held``: the weight is re-expressed
-    already."""
+def fp8_rows(rows: int, width: int, cols: int, left: Format, right: Format, plain: bool, cached: bool) -> float:
+    """Microseconds of ``fp8_rows``. ``plain``: the activations are not codes yet; ``cached``: the re-expressed weight
+    is."""
     product = math.ceil(_waves(rows, width)) * (3 + 0.0026 * cols) + LAUNCH
     first = _cast(rows * cols, left) if plain else _re_express(rows * cols, left)
-    return first + product + (0.0 if held else _re_express(width * cols, right))
+    return first + product + (0.0 if cached else _re_express(width * cols, right))
 
 
 def dequant(rows: int, width: int, cols: int, right: Format) -> float:
@@ -65,8 +65,8 @@ def slower(spec: Spec, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> str | 
     rows, (width, cols) = math.prod(spec.shapes[0][:-1]), spec.shapes[1]
     left, right = spec.formats
     assert isinstance(left, Format) and isinstance(right, Format)
-    held = spec.op not in FRESH and not spec.traced and rows < ON_THE_FLY
-    ours = fp8_rows(rows, width, cols, left, right, isinstance(a, Unquantized), held)
+    cached = spec.op not in FRESH and not spec.traced and rows < ON_THE_FLY
+    ours = fp8_rows(rows, width, cols, left, right, isinstance(a, Unquantized), cached)
     name, theirs = "dequant", dequant(rows, width, cols, right)
     if rows <= most_rows(spec.capability) and small_m.KERNEL.refuses(spec, a, b, args) is None:
         known = expected_time(right, rows, width, cols)

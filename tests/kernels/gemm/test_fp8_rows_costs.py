@@ -51,11 +51,11 @@ the launch in it, which are taken off: graphs of 2, 5 and 6 of the smallest kern
 
 def modelled(left, right, rows, width, cols):
     left, right = get_format(left), get_format(right)
-    ours = [costs.fp8_rows(rows, width, cols, left, right, True, held) for held in (True, False)]
+    ours = [costs.fp8_rows(rows, width, cols, left, right, True, cached) for cached in (True, False)]
     return *ours, costs.dequant(rows, width, cols, right)
 
 
-@pytest.mark.parametrize("column, within", [(0, 1.2), (1, 1.3), (2, 1.2)], ids=["held", "made each time", "dequant"])
+@pytest.mark.parametrize("column, within", [(0, 1.2), (1, 1.3), (2, 1.2)], ids=["cached", "made each time", "dequant"])
 def test_the_model_is_near_what_was_measured(column, within):
     for line in H100:
         assert 1 / within < modelled(*line[:5])[column] / line[5 + column] < within, line
