@@ -21,7 +21,8 @@ def test_the_kernels_are_those_that_a_product_launches(monkeypatch):
         return lambda *call: None
 
     monkeypatch.setattr(nvrtc, "function", function)
-    monkeypatch.setattr(launch, "resolve", launch.resolve.__wrapped__)
+    for cached in ("resolve", "_activations_kernel"):  # no later test gets this function
+        monkeypatch.setattr(launch, cached, getattr(launch, cached).__wrapped__)
     for name, k in (("mxfp8", 640), ("mxfp4", 352), ("nvfp4", 640)):
         w, x = mx.quantize(torch.randn(48, k), name).rowwise, torch.randn(3, k).bfloat16()
         weights = [launch.Weight(w.data, w.scale, w.global_scale, None)]
