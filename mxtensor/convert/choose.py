@@ -51,6 +51,8 @@ def choose(
 
 
 def _recipe(key: str, config: Any) -> LinearRecipe:
+    if by_name(config) is not None:
+        raise TypeError(f"FqnToConfig, {key!r}: its values are single configs or None, not an FqnToConfig")
     try:
         return recipe_of(config)
     except (ValueError, TypeError) as error:

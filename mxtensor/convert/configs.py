@@ -147,7 +147,7 @@ TORCHAO: dict[str, type] = {
     kind.__name__: kind
     for kind in (
         Float8DynamicActivationFloat8WeightConfig, Float8LinearConfig, Float8TrainingOpConfig, Float8WeightOnlyConfig,
-        FqnToConfig, MXDynamicActivationMXWeightConfig, MXFP8TrainingOpConfig, MXLinearConfig,
+        MXDynamicActivationMXWeightConfig, MXFP8TrainingOpConfig, MXLinearConfig,
         NVFP4DynamicActivationNVFP4WeightConfig, NVFP4TrainingConfig, NVFP4WeightOnlyConfig,
     )
 }  # fmt: skip
@@ -187,7 +187,7 @@ def recipe_of(config: Any) -> LinearRecipe:
     torchao, or the name of a format.
 
     A name (``"mxfp8"``, ``"mxfp8-weight-only"``), a dtype or a Format gives an inference recipe. Raises ValueError for
-    an unknown format name, TypeError for any other object, and for an ``FqnToConfig``, which has many recipes.
+    an unknown format name, TypeError for any other object.
     """
     if isinstance(config, type):
         raise TypeError(f"cannot quantize by the class {config.__name__}; pass an instance: {config.__name__}()")
@@ -199,10 +199,6 @@ def recipe_of(config: Any) -> LinearRecipe:
         return _recipe_called(config)
     if isinstance(config, (torch.dtype, Format)):
         return LinearRecipe.inference(config, config)
-    if by_name(config) is not None:
-        raise TypeError(
-            "an FqnToConfig is for a whole model, quantize_(model, config); its values are single configs or None"
-        )
     ours = from_torchao(config, TORCHAO)
     if ours is not None:
         return ours.linear_recipe()  # type: ignore[no-any-return]

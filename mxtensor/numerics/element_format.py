@@ -35,13 +35,15 @@ class ElementFormat:
     """The code stored throughout a block whose scale is NaN; 0 if the element has no NaN."""
 
     def __init__(
-        self, name: str, exponent_bits: int, mantissa_bits: int, bias: int, max: float | tuple[int, int] = 0,
+        self, name: str, exponent_bits: int, mantissa_bits: int, bias: int, max: float | tuple[int, int] | None = None,
         dtype: torch.dtype = torch.uint8, packing: tuple[int, int] = (1, 1), nan_code: int = 0,
         max_ratio: tuple[int, int] | None = None,
     ) -> None:  # fmt: skip
         """``max``: the largest finite value; larger values saturate to it. ``max_ratio`` is for torch.compile, which
-        calls this with the fields. Raises ValueError for an element that the casts cannot make."""
-        ratio = max_ratio or (max if isinstance(max, tuple) else float(max).as_integer_ratio())
+        calls this with the fields; ``dataclasses.replace`` gives both, and ``max`` counts. Raises ValueError for an
+        element that the casts cannot make."""
+        given_max = max_ratio or (0, 1) if max is None else max
+        ratio = given_max if isinstance(given_max, tuple) else float(given_max).as_integer_ratio()
         given = (name, exponent_bits, mantissa_bits, bias, ratio, dtype, packing, nan_code)
         constants = constants_of(given)
         for field, value in zip(fields(self), constants or given, strict=True):

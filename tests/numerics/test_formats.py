@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -266,3 +267,10 @@ def test_every_format_is_a_format():
     assert all(isinstance(f, Format) and f.name == name for name, f in FORMATS.items())
     assert {f.block for f in MX_FORMATS} == {(1, 32)}
     assert not any(f.global_scale for f in MX_FORMATS)
+
+
+def test_replace_changes_the_largest_value():
+    element = mx.FORMATS["mxfp8"].element
+    assert replace(element, max=416.0).max == 416.0 and replace(element, name="other").max == 448.0
+    with pytest.raises(ValueError, match=r"max 6\.5 needs more than 1 mantissa bits"):
+        replace(mx.FORMATS["mxfp4"].element, max=6.5)
