@@ -30,7 +30,7 @@ class Cast:
     """Stochastic rounding draws from torch's generator for the tensor's device, or from ``seed``."""
     seed: int | None = None
     """With a seed, stochastic rounding gives the same bits in every kernel, on every device and at every call."""
-    amax_epsilon: float = 0
+    amax_epsilon: float = 0.0
     """A smaller amax counts as this number, in float32 scales (TransformerEngine); other scales have no such floor."""
 
     def __post_init__(self) -> None:
@@ -54,7 +54,7 @@ class Cast:
         scaling: ScaleCalculationMode | str = ScaleCalculationMode.RCEIL,
         rounding: Rounding | str = Rounding.NEAREST,
         seed: int | None = None,
-        amax_epsilon: float = 0,
+        amax_epsilon: float = 0.0,
     ) -> Cast:
         """A cast by names; a Cast itself is returned unchanged.
 
@@ -62,4 +62,4 @@ class Cast:
         """
         if isinstance(format, Cast):
             return format
-        return cls(get_format(format), ScaleCalculationMode.of(scaling), Rounding.of(rounding), seed, amax_epsilon or 0)
+        return cls(get_format(format), ScaleCalculationMode.of(scaling), Rounding.of(rounding), seed, amax_epsilon or 0.0)

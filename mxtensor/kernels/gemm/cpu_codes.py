@@ -38,7 +38,9 @@ def refuses(spec: Spec, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> str |
     f = b.format
     if f.element not in ELEMENTS or f.scale not in SCALES:
         return f"has no decoder for {f.element.name} with {f.scale.name} scales"
-    x = a.values if isinstance(a, FakeQuantized) else a.x if isinstance(a, Unquantized) else a
+    if isinstance(a, (Operand, FakeQuantized)):
+        return "its left operand is cast already: the kernels of other forms of this operand give the same bits"
+    x = a.x if isinstance(a, Unquantized) else a
     for dtype in (args.out_dtype, *((x.dtype,) if isinstance(x, Tensor) else ())):
         if dtype not in KINDS:
             return f"computes with float32, bfloat16 and float16, not {_name(dtype)}"
