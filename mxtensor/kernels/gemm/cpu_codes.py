@@ -6,8 +6,6 @@ rows, torch's BLAS multiplies slabs of the weight that are decoded into the cach
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -18,7 +16,7 @@ from ...numerics.formats import Format, Rounding
 from ...numerics.operand import Operand
 from ...numerics.validate import check_sizes
 from ..quantize.cpu import BLOCKS, KINDS, MODES, SCALES
-from ..quantize.select import dequantize_operand, fake_quantize
+from ..quantize.select import fake_quantize
 from ..runtime.availability import exported
 from .cpu_library import ELEMENTS, FEW_ROWS, library, linear, missing, prepared
 from .cpu_library import prepare as prepare_op
@@ -44,8 +42,6 @@ def refuses(spec: Spec, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> str |
     for dtype in (args.out_dtype, *((x.dtype,) if isinstance(x, Tensor) else ())):
         if dtype not in KINDS:
             return f"computes with float32, bfloat16 and float16, not {_name(dtype)}"
-    if not (b.data.is_contiguous() and b.scale.is_contiguous()):
-        return "the codes are not contiguous"
     if 0 in (*spec.shapes[0], *spec.shapes[1]):
         return "no values"
     return exported(spec) or missing()
@@ -81,10 +77,7 @@ def _activations(a: GemmOperand) -> tuple[Tensor, Tensor | None, Cast | None]:
         if _is_cast_here(a.cast):
             return a.x, None, a.cast
         return *fake_quantize(a.x, a.cast, _dtype_of(a.format)), None
-    if isinstance(a, FakeQuantized):
-        return a.values, a.global_scale, None
-    if isinstance(a, Operand):
-        return dequantize_operand(replace(a, global_scale=None), _dtype_of(a.format)), a.global_scale, None
+    assert isinstance(a, Tensor)
     return a, None, None
 
 
@@ -107,8 +100,8 @@ def run(a: GemmOperand, b: GemmOperand, args: GemmArgs) -> Tensor:
     if bias is not None and bias.dtype not in KINDS:
         bias = bias.float()
     out: Tensor = linear(
-        x, b.data, b.scale, b.global_scale, x_global, bias, numbers_of(b.format), float(args.alpha), float(args.beta),
-        args.out_dtype, *_numbers_of_cast(cast),
+        x, b.data.contiguous(), b.scale.contiguous(), b.global_scale, x_global, bias, numbers_of(b.format),
+        float(args.alpha), float(args.beta), args.out_dtype, *_numbers_of_cast(cast),
     )  # fmt: skip
     return out if len(shape) == 2 else out.view(shape)
 
@@ -142,6 +135,8 @@ def prepare(x: Tensor, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> Launch
         return None
     simple = bias is None or (bias.dim() == 1 and bias.is_contiguous() and bias.dtype in KINDS)
     if not simple or args.alpha != 1 or args.beta != 1 or args.out_dtype is not x.dtype:
+        return None
+    if not (b.data.is_contiguous() and b.scale.is_contiguous()):
         return None
     if not x.is_contiguous() or x.numel() > FEW_ROWS * x.shape[-1]:
         return None

@@ -203,16 +203,29 @@ def test_it_is_chosen_and_named_in_explain():
     [
         ({"dtype": torch.float64}, "computes with float32, bfloat16 and float16, not float64"),
         ({"rows": 0}, "no values"),
-        ({"transposed": True}, "the codes are not contiguous"),
+        (
+            {"cast": True},
+            "its left operand is cast already: the kernels of other forms of this operand give the same bits",
+        ),
     ],
 )
 def test_refusals(change, reason):
     dtype = change.get("dtype", torch.float32)
     w, x = mx.quantize(torch.randn(64, 64), "mxfp8").rowwise, torch.randn(change.get("rows", 2), 64, dtype=dtype)
-    if "transposed" in change:
-        w = Operand(w.data.t().contiguous().t(), w.scale, None, w.format, w.shape)
+    if "cast" in change:
+        x = mx.quantize(x, "mxfp8").rowwise
     refusals = plan_of("test", x, w, GemmArgs(dtype)).refusals
     assert refusals["cpu_codes"] == reason
+
+
+def test_codes_that_are_not_contiguous_are_copied():
+    w, x = mx.quantize(torch.randn(64, 64), "mxfp8").rowwise, torch.randn(2, 64)
+    strided = Operand(w.data.t().contiguous().t(), w.scale, None, w.format, w.shape)
+    args = GemmArgs(torch.float32)
+    assert (
+        plan_of("test", x, strided, args).kernel.name == "cpu_codes" and cpu_codes.prepare(x, x, strided, args) is None
+    )
+    assert torch.equal(cpu_codes.run(x, strided, args), cpu_codes.run(x, w, args))
 
 
 @pytest.mark.parametrize("config", ["mxfp8-weight-only", "mxfp4", "nvfp4"])
