@@ -33,6 +33,8 @@ def refuses(spec: Spec, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> str |
     reason = not_rows_by_matrix(spec, a)
     if reason is not None:
         return reason
+    if spec.op == "wgrad":  # then a step gives the same bits whether the codes of the input are saved or the input
+        return "leaves wgrad to the kernel that also multiplies values"
     if not isinstance(b, Operand):
         return "needs a quantized right operand, this one has no codes"
     f = b.format
