@@ -33,8 +33,8 @@ def refuses(spec: Spec, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> str |
     reason = not_rows_by_matrix(spec, a)
     if reason is not None:
         return reason
-    if spec.op == "wgrad":  # then a step gives the same bits whether the codes of the input are saved or the input
-        return "leaves wgrad to the kernel that also multiplies values"
+    if spec.op.partition(" ")[0] in TRAINING:
+        return "training multiplies values in the same way whether codes were saved or not"
     if not isinstance(b, Operand):
         return "needs a quantized right operand, this one has no codes"
     f = b.format
@@ -51,7 +51,9 @@ def refuses(spec: Spec, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> str |
     return exported(spec) or missing()
 
 
-_NUMBERS = {row.name: i for rows in (ELEMENTS, SCALES) for i, row in enumerate(rows)}
+TRAINING = frozenset({"fprop", "dgrad", "wgrad", "general_gemm"})
+"""Products whose operands are codes in one step and rounded values in another: both take one kernel, for equal bits."""
+_NUMBERS = {e.name: i for i, e in enumerate(ELEMENTS)} | {scale.name: i for i, scale in enumerate(SCALES)}
 """By name, because Dynamo cannot search a tuple of rows."""
 
 
