@@ -62,5 +62,9 @@ def test_explain_records_every_product():
     linear = mx.quantize_(nn.Linear(128, 64), "mxfp8")
     with mx.explain() as log:
         linear(torch.randn(5, 128))
+    assert [e.spec.op for e in log.entries] == ["addmm"]
+    linear.double()
+    with mx.explain() as log:
+        linear(torch.randn(5, 128, dtype=torch.float64))
     assert [e.spec.op for e in log.entries][:2] == ["addmm", "quantize"]
-    assert "dequant: computes in bfloat16, the result is float32" in log.table(refused=True)
+    assert "dequant: computes in bfloat16, the result is float64" in log.table(refused=True)

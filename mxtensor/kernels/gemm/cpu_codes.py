@@ -31,6 +31,8 @@ def refuses(spec: Spec, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> str |
     reason = not_rows_by_matrix(spec, a)
     if reason is not None:
         return reason
+    if spec.op.partition(" ")[0] in TRAINING:
+        return "training multiplies values in the same way whether codes were saved or not"
     if not isinstance(b, Operand):
         return "needs a quantized right operand, this one has no codes"
     f = b.format
@@ -47,6 +49,8 @@ def refuses(spec: Spec, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> str |
     return exported(spec) or missing()
 
 
+TRAINING = frozenset({"fprop", "dgrad", "wgrad", "general_gemm"})
+"""Products whose operands are codes in one step and rounded values in another: both take one kernel, for equal bits."""
 _NUMBERS = {e.name: i for i, e in enumerate(ELEMENTS)} | {s.name: i for i, s in enumerate(SCALES)}
 """By name, because Dynamo cannot search a tuple of rows."""
 

@@ -115,15 +115,18 @@ class Library:
 @cache
 def library() -> Library | str:
     """The op, or the sentence that says why there is none."""
-    with ThreadPoolExecutor(1) as pool:  # two compilers at once
-        other = pool.submit(load_kernels)
-        op = load(HERE / "linear_op.cpp", torch_flags(), HEADERS[:2], ("mx_linear_use", "mx_linear_forget"))
-        kernels, casts = other.result(), cpu.library()
-    for found in (op, kernels, casts):
-        if isinstance(found, str):
-            say_once(f"products on the CPU take the plain path, which decodes whole weights: {found}")
-            return found
-    return Library(op, kernels, casts)  # type: ignore[arg-type]
+    # In other threads: two compilers run at once, and no mode of the caller, who may be tracing, changes the tables.
+    with ThreadPoolExecutor(2) as pool:
+        kernels = pool.submit(load_kernels)
+        op = pool.submit(
+            load, HERE / "linear_op.cpp", torch_flags(), HEADERS[:2], ("mx_linear_use", "mx_linear_forget")
+        )
+        found = op.result(), kernels.result(), pool.submit(cpu.library).result()
+        for part in found:
+            if isinstance(part, str):
+                say_once(f"products on the CPU take the plain path, which decodes whole weights: {part}")
+                return part
+        return pool.submit(Library, *found).result()  # type: ignore[arg-type]
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # Dynamo would trace the build
@@ -151,12 +154,14 @@ prepared: Any = torch.ops.mxtensor.cpu_linear_prepared.default
 
 
 @torch.library.impl(_OPS, "cpu_linear", "CompositeExplicitAutograd")
-def _first_call(*args: Any) -> Tensor:
+def _first_call(x: Tensor, *others: Any) -> Tensor:
     """Load the library and call the op that it registers: a compiled graph from torch's cache may come first."""
+    if x.device.type != "cpu":
+        raise ValueError(f"mxtensor::cpu_linear needs tensors on the CPU, not on {x.device}; use .cpu()")
     found = library()
     if isinstance(found, str):
         raise RuntimeError(f"mxtensor::cpu_linear is in a graph that was compiled elsewhere, and {found}")
-    return linear(*args)  # type: ignore[no-any-return]
+    return linear(x, *others)  # type: ignore[no-any-return]
 
 
 @torch.library.register_fake("mxtensor::cpu_linear", lib=_OPS)

@@ -4,6 +4,7 @@ rows; the choice of the kernel, its prepared launches, and compiled graphs."""
 import os
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -228,6 +229,13 @@ def test_codes_that_are_not_contiguous_are_copied():
     assert torch.equal(cpu_codes.run(x, strided, args), cpu_codes.run(x, w, args))
 
 
+@pytest.mark.parametrize("op", ["fprop", "dgrad", "wgrad", "general_gemm NT"])
+def test_training_takes_the_kernel_that_also_multiplies_values(op):
+    x, w = torch.randn(2, 64), mx.quantize(torch.randn(32, 64), "mxfp8").rowwise
+    plan = plan_of(op, x, w, GemmArgs(torch.float32))
+    assert plan.kernel.name == "emulated" and "training multiplies values" in plan.refusals["cpu_codes"]
+
+
 @pytest.mark.parametrize("config", ["mxfp8-weight-only", "mxfp4", "nvfp4"])
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 def test_the_second_call_takes_a_prepared_launch(config, dtype):
@@ -263,6 +271,33 @@ def test_a_compiled_graph_calls_the_op():
             torch._dynamo.reset()
             got, code = run_and_get_code(torch.compile(model, fullgraph=True), x)
         assert torch.equal(got, want) and "mxtensor.cpu_linear.default" in "".join(code)
+
+
+FIRST_USE = """
+import torch, mxtensor as mx
+layer = mx.quantize_(torch.nn.Linear(64, 48), "mxfp4")
+x = torch.randn(2, 64)
+with torch.no_grad():
+    assert torch.equal(torch.compile(layer, fullgraph=True)(x), layer(x))
+"""
+
+
+def test_the_first_use_may_be_a_compiled_graph():
+    """Neither the build nor its tables are traced. The second process finds the graph in torch's cache."""
+    for _ in range(2):
+        done = subprocess.run([sys.executable, "-c", FIRST_USE], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+
+def test_a_graph_from_elsewhere_says_why_it_cannot_run(monkeypatch):
+    monkeypatch.setattr(cpu_library, "library", lambda: "there is no C++ compiler")
+    with pytest.raises(RuntimeError, match="was compiled elsewhere, and there is no C"):
+        cpu_library._first_call(torch.zeros(1, 32))
+
+
+def test_the_op_is_for_the_cpu():
+    with pytest.raises(ValueError, match="mxtensor::cpu_linear needs tensors on the CPU, not on cuda"):
+        cpu_library._first_call(mock.Mock(device=torch.device("cuda")))
 
 
 BAD = [
