@@ -62,6 +62,4 @@ class Cast:
         """
         if isinstance(format, Cast):
             return format
-        return cls(
-            get_format(format), ScaleCalculationMode.of(scaling), Rounding.of(rounding), seed, amax_epsilon or 0.0
-        )
+        return cls(get_format(format), ScaleCalculationMode.of(scaling), Rounding.of(rounding), seed, amax_epsilon)
