@@ -1,6 +1,7 @@
 """Every test starts from one seed on one thread; helpers that say when two results are the same product."""
 
 import fcntl
+import logging
 import os
 import pickle
 import sys
@@ -26,6 +27,16 @@ def no_plans():
     """Tests that replace a kernel or a device find no plan that was made without."""
     if "mxtensor.core.plan" in sys.modules:
         sys.modules["mxtensor.core.plan"].PLANS.clear()
+
+
+@pytest.fixture(autouse=True)
+def messages():
+    """Examples and benchmarks that a test runs may silence messages; later tests hear them."""
+    logger = logging.getLogger("mxtensor")
+    level, disabled = logger.level, logging.root.manager.disable
+    yield
+    logger.setLevel(level)
+    logging.disable(disabled)
 
 
 def pytest_addoption(parser):
