@@ -152,8 +152,39 @@ inline bool scales_of(const Problem& p, int64_t n, int step, int per_step, int64
 
 // ------------------------------------------------------------------------------------------ x in the order of codes
 
+// Where the bfloat16 values of a step go: of each packed register, the places in the first or the last 64 values.
+template <typename D> struct Places {
+  alignas(64) uint16_t from[D::VECTORS][32];
+  uint32_t last[D::VECTORS];  // bits of the places in the last 64
+  Places() {
+    for (int v = 0; v < D::VECTORS; v++) {
+      last[v] = 0;
+      for (int i = 0; i < 32; i++) {
+        const int code = D::code(v, i / 2, i % 2);
+        from[v][i] = uint16_t(code % 64), last[v] |= uint32_t(code >= 64) << i;
+      }
+    }
+  }
+};
+
 template <typename D, typename T> void pack_row(const T* x, int64_t k, bool bfloat16, void* out) {
-  for (int64_t start = 0; start < k; start += D::STEP)
+  int64_t start = 0;
+  if constexpr (sizeof(T) == 2)
+    if (bfloat16) {
+      static const Places<D> places;
+      for (; start + D::STEP <= k; start += D::STEP) {
+        Bits in[4];
+        for (int i = 0; i < D::STEP / 32; i++) in[i] = _mm512_loadu_si512(x + start + i * 32);
+        for (int v = 0; v < D::VECTORS; v++) {
+          const Bits from = _mm512_load_si512(places.from[v]);
+          Bits packed = _mm512_permutex2var_epi16(in[0], from, in[1]);
+          if constexpr (D::STEP == 128)
+            packed = _mm512_mask_mov_epi16(packed, places.last[v], _mm512_permutex2var_epi16(in[2], from, in[3]));
+          _mm512_storeu_si512(static_cast<uint16_t*>(out) + start + v * 32, packed);
+        }
+      }
+    }
+  for (; start < k; start += D::STEP)
     for (int v = 0; v < D::VECTORS; v++)
       for (int lane = 0; lane < 16; lane++)
         for (int half = 0; half < 2; half++) {
@@ -169,7 +200,9 @@ template <typename D, typename T> void pack_row(const T* x, int64_t k, bool bflo
 
 // ------------------------------------------------------------------------------------------ products
 
-constexpr int AHEAD = 4096;  // bytes: codes are loaded into the cache before the processor would do so by itself
+// Bytes between the codes that are multiplied and those that are brought into the L2 cache, in the order of memory: the
+// processor's own prefetching follows one row well, but not some short rows at a time.
+constexpr int64_t AHEAD = 12288;
 
 // The sums of four registers.
 inline __m128 sums_of(const __m512 (&x)[4]) {
@@ -190,6 +223,7 @@ void dots(const Problem& p, const D& decode, const char* x, int64_t x_bytes, con
   __m512 total[ROWS][OUTS];
   for (int m = 0; m < ROWS; m++)
     for (int o = 0; o < OUTS; o++) total[m][o] = _mm512_setzero_ps();
+  const uint8_t* ahead = w + larger(AHEAD, OUTS * w_step);
   const auto add = [&](int64_t at, int64_t bytes, auto whole) {
     Bits values[OUTS][D::VECTORS];
     __m512 scale[OUTS];
@@ -198,7 +232,7 @@ void dots(const Problem& p, const D& decode, const char* x, int64_t x_bytes, con
       const uint8_t* from = w + o * w_step + at * D::BYTES;
       const Bits codes = decltype(whole)::value && D::BYTES == 64 ? _mm512_loadu_si512(from)
                                                                   : _mm512_maskz_loadu_epi8(first_bytes(bytes), from);
-      _mm_prefetch(from + AHEAD, _MM_HINT_T0);
+      _mm_prefetch(reinterpret_cast<const char*>(ahead + (at * OUTS + o) * D::BYTES), _MM_HINT_T1);
       decode(codes, values[o]);
       scale[o] = _mm512_permutexvar_ps(spread, _mm512_loadu_ps(scales + o * scales_step + at * per_step));
     }
@@ -247,18 +281,21 @@ template <bool BFLOAT16_X, typename D>
 void dots_of_rows(const Problem& p, int outs, const D& decode, int64_t x_bytes, const uint8_t* w, int64_t w_step,
                   const float* scales, int64_t scales_step, int per_step, float* sums, int64_t step) {
   const char* x = static_cast<const char*>(p.packed);
-  const auto some = [&](auto rows, int64_t m) {
-    dots<2, decltype(rows)::value, BFLOAT16_X>(p, decode, x + m * x_bytes, x_bytes, w, w_step, scales, scales_step,
-                                            per_step, sums + m * step, step);
+  const auto some = [&](auto rows, int64_t m, auto at_a_time) {
+    dots<decltype(at_a_time)::value, decltype(rows)::value, BFLOAT16_X>(
+        p, decode, x + m * x_bytes, x_bytes, w, w_step, scales, scales_step, per_step, sums + m * step, step);
   };
-  if (outs == 4)
-    return dots<4, 1, BFLOAT16_X>(p, decode, x, x_bytes, w, w_step, scales, scales_step, per_step, sums, step);
+  const std::integral_constant<int, 1> one;
+  const std::integral_constant<int, 2> two;
+  const std::integral_constant<int, 3> three;
+  const std::integral_constant<int, 4> four;
+  if (outs == 4) return p.m == 1 ? some(one, 0, four) : p.m == 2 ? some(two, 0, four) : some(three, 0, four);
   int64_t m = 0;
-  for (; p.m - m >= 8; m += 8) some(std::integral_constant<int, 8>(), m);
-  for (; p.m - m >= 4; m += 4) some(std::integral_constant<int, 4>(), m);
-  if (p.m - m == 3) some(std::integral_constant<int, 3>(), m);
-  if (p.m - m == 2) some(std::integral_constant<int, 2>(), m);
-  if (p.m - m == 1) some(std::integral_constant<int, 1>(), m);
+  for (; p.m - m >= 8; m += 8) some(std::integral_constant<int, 8>(), m, two);
+  for (; p.m - m >= 4; m += 4) some(four, m, two);
+  if (p.m - m == 3) some(three, m, two);
+  if (p.m - m == 2) some(two, m, two);
+  if (p.m - m == 1) some(one, m, two);
 }
 
 // ------------------------------------------------------------------------------------------ decoded rows

@@ -59,8 +59,8 @@ template <typename D> void linear_rows(const Problem& p, int64_t first, int64_t 
           r++;
           continue;
         }
-        int outs = 1;  // rows of w at a time: four for one row of x, else two
-        while (outs < (p.m == 1 ? 4 : 2) && r + outs < stop && plain[r + outs - n]) outs++;
+        int outs = 1;  // rows of w at a time: four for up to three rows of x, else two
+        while (outs < (p.m < 4 ? 4 : 2) && r + outs < stop && plain[r + outs - n]) outs++;
         if (outs == 3) outs = 2;
         const bool more = outs > 1;  // else this one twice
         const uint8_t* w = p.data + r * p.row_bytes;
