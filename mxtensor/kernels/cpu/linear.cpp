@@ -5,7 +5,7 @@
 #include "linear.h"
 
 #if defined(__AVX512VBMI__) && defined(__AVX512BW__)
-#include "linear_avx512.h"
+#include "linear_avx512_dots.h"
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #include "linear_avx2.h"
 #else

@@ -92,6 +92,11 @@ void dots_of_rows(const Problem& p, int outs, const D& decode, int64_t x_bytes, 
   }
 }
 
+template <bool, typename D>
+int64_t dots_by_fours(const Problem&, const D&, int64_t, int64_t first, int64_t, float*, int64_t) {
+  return first;
+}
+
 // A row of w times its scales, in float32.
 template <typename D>
 void decode_row(const Problem& p, const D& decode, const uint8_t* w, const float* scales, int per_step, void* out) {

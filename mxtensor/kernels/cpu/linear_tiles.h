@@ -1,5 +1,5 @@
 // The order of the work: scales of some rows of w, then their sums with x, then the results of a tile of rows. The
-// instruction set defines Decoder<ELEMENT>, scales_of and dots_of_rows, and includes this file first.
+// instruction set defines Decoder<ELEMENT>, scales_of, dots_of_rows and dots_by_fours, and includes this file first.
 #pragma once
 #include "linear.h"
 
@@ -11,6 +11,9 @@ bool scales_of(const Problem& p, int64_t n, int step, int per_step, int64_t step
 template <bool BFLOAT16_X, typename D>
 void dots_of_rows(const Problem& p, int outs, const D& decode, int64_t x_bytes, const uint8_t* w, int64_t w_step,
                   const float* scales, int64_t scales_step, int per_step, float* sums, int64_t step);
+
+template <bool BFLOAT16_X, typename D>
+int64_t dots_by_fours(const Problem& p, const D& decode, int64_t x_bytes, int64_t first, int64_t end, float* sums, int64_t step);
 
 template <typename D>
 void decode_row(const Problem& p, const D& decode, const uint8_t* w, const float* scales, int per_step, void* out);
@@ -48,7 +51,12 @@ template <typename D> void linear_rows(const Problem& p, int64_t first, int64_t 
   float* sums = scales + group * scales_row + 64;  // a load may read 15 scales too many
   for (int64_t top = first; top < end; top += TILE) {
     const int64_t bottom = smaller(top + TILE, end);
-    for (int64_t n = top; n < bottom; n += group) {
+    int64_t left = top;
+    if (p.m < 4 && bfloat16)
+      left = dots_by_fours<D::TAKES_BFLOAT16>(p, decode, x_bytes, top, bottom, sums, PITCH);
+    else if (p.m < 4)
+      left = dots_by_fours<false>(p, decode, x_bytes, top, bottom, sums, PITCH);
+    for (int64_t n = left; n < bottom; n += group) {
       const int64_t stop = smaller(n + group, bottom);
       bool plain[TILE];
       for (int64_t r = n; r < stop; r++)

@@ -37,6 +37,7 @@ HEADERS = tuple(
         "linear_plain.h",
         "linear_avx2.h",
         "linear_avx512.h",
+        "linear_avx512_dots.h",
     )
 )
 FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC")
