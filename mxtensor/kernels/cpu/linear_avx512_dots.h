@@ -4,10 +4,6 @@
 
 namespace {
 
-// Bytes between the codes that are multiplied and those that are brought into the L2 cache, in the order of memory: the
-// processor's own prefetching follows one row well, but not some short rows at a time.
-constexpr int64_t AHEAD = 12288;
-
 // The scales of a step as factors of the lanes of one register: from float32, ``per_step`` for each step.
 struct FloatScales {
   const float* values;
@@ -85,6 +81,7 @@ void dots(const Problem& p, const D& decode, const char* x, int64_t x_bytes, con
   for (int m = 0; m < ROWS; m++)
     for (int o = 0; o < OUTS; o++) total[m][o] = _mm512_setzero_ps();
   const uint8_t* ahead = w + larger(AHEAD, OUTS * w_step);
+  if (ahead >= p.data + p.n * p.row_bytes) ahead = w;
   const auto add = [&](int64_t at, int64_t bytes, auto whole) {
     Bits values[OUTS][D::VECTORS];
     __m512 scale[OUTS];
