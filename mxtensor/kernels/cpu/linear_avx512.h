@@ -152,50 +152,60 @@ inline bool scales_of(const Problem& p, int64_t n, int step, int per_step, int64
 
 // ------------------------------------------------------------------------------------------ x in the order of codes
 
-// Where the bfloat16 values of a step go: of each packed register, the places in the first or the last 64 values.
+// Where the values of a step go. ``words``: of each packed register of bfloat16, the places in the first or the last 64
+// values. ``floats``: of the registers of float32 with the even and the odd ones of these values.
 template <typename D> struct Places {
-  alignas(64) uint16_t from[D::VECTORS][32];
-  uint32_t last[D::VECTORS];  // bits of the places in the last 64
+  alignas(64) uint16_t words[D::VECTORS][32];
+  alignas(64) int32_t floats[D::VECTORS][2][16];
+  uint32_t last[D::VECTORS];  // bits of the words in the last 64
   Places() {
     for (int v = 0; v < D::VECTORS; v++) {
       last[v] = 0;
       for (int i = 0; i < 32; i++) {
         const int code = D::code(v, i / 2, i % 2);
-        from[v][i] = uint16_t(code % 64), last[v] |= uint32_t(code >= 64) << i;
+        words[v][i] = uint16_t(code % 64), last[v] |= uint32_t(code >= 64) << i, floats[v][i % 2][i / 2] = code;
       }
     }
   }
 };
 
+inline void widen(const float* x, float* out) { _mm512_store_ps(out, _mm512_loadu_ps(x)); }
+inline void widen(const BFloat16* x, float* out) {
+  const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x));
+  _mm512_store_si512(out, _mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+}
+inline void widen(const Half* x, float* out) {
+  _mm512_store_ps(out, _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x))));
+}
+
 template <typename D, typename T> void pack_row(const T* x, int64_t k, bool bfloat16, void* out) {
-  int64_t start = 0;
-  if constexpr (sizeof(T) == 2)
-    if (bfloat16) {
-      static const Places<D> places;
-      for (; start + D::STEP <= k; start += D::STEP) {
-        Bits in[4];
-        for (int i = 0; i < D::STEP / 32; i++) in[i] = _mm512_loadu_si512(x + start + i * 32);
-        for (int v = 0; v < D::VECTORS; v++) {
-          const Bits from = _mm512_load_si512(places.from[v]);
-          Bits packed = _mm512_permutex2var_epi16(in[0], from, in[1]);
-          if constexpr (D::STEP == 128)
-            packed = _mm512_mask_mov_epi16(packed, places.last[v], _mm512_permutex2var_epi16(in[2], from, in[3]));
-          _mm512_storeu_si512(static_cast<uint16_t*>(out) + start + v * 32, packed);
-        }
-      }
+  static const Places<D> places;
+  for (int64_t start = 0; start < k; start += D::STEP) {
+    T tail[D::STEP] = {};
+    const T* from = x + start;
+    if (k - start < D::STEP) {
+      std::memcpy(tail, from, size_t(k - start) * sizeof(T));
+      from = tail;
     }
-  for (; start < k; start += D::STEP)
+    if (bfloat16) {
+      Bits in[4];
+      for (int i = 0; i < D::STEP / 32; i++) in[i] = _mm512_loadu_si512(reinterpret_cast<const uint16_t*>(from) + i * 32);
+      for (int v = 0; v < D::VECTORS; v++) {
+        const Bits words = _mm512_load_si512(places.words[v]);
+        Bits packed = _mm512_permutex2var_epi16(in[0], words, in[1]);
+        if constexpr (D::STEP == 128)
+          packed = _mm512_mask_mov_epi16(packed, places.last[v], _mm512_permutex2var_epi16(in[2], words, in[3]));
+        _mm512_storeu_si512(static_cast<uint16_t*>(out) + start + v * 32, packed);
+      }
+      continue;
+    }
+    alignas(64) float values[D::STEP];
+    for (int i = 0; i < D::STEP; i += 16) widen(from + i, values + i);
     for (int v = 0; v < D::VECTORS; v++)
-      for (int lane = 0; lane < 16; lane++)
-        for (int half = 0; half < 2; half++) {
-          const int64_t i = start + D::code(v, lane, half), at = start + v * 32;
-          if constexpr (sizeof(T) == 2)
-            if (bfloat16) {
-              static_cast<uint16_t*>(out)[at + lane * 2 + half] = i < k ? x[i].bits : uint16_t(0);
-              continue;
-            }
-          static_cast<float*>(out)[at + half * 16 + lane] = i < k ? load(x[i]) : 0.0f;
-        }
+      for (int half = 0; half < 2; half++)
+        _mm512_storeu_ps(static_cast<float*>(out) + start + v * 32 + half * 16,
+                         _mm512_i32gather_ps(_mm512_load_si512(places.floats[v][half]), values, 4));
+  }
 }
 
 // ------------------------------------------------------------------------------------------ decoded rows

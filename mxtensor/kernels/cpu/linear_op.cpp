@@ -26,7 +26,7 @@ using OptionalTensor = std::optional<Tensor>;
 
 struct Functions {
   int64_t (*packed_row)(const Problem*);
-  void (*pack)(Problem*, int);
+  void (*pack)(Problem*, int, int64_t, int64_t);
   void (*rows)(const Problem*, int64_t, int64_t);
   void (*decode)(const Problem*, int64_t, int64_t, void*);
   void (*finish)(const Problem*, int64_t, int64_t, const float*, int64_t);
@@ -71,9 +71,20 @@ char* scratch(int64_t bytes) {
 // Few rows: each code is decoded in a register, for all rows of x.
 void by_codes(Problem& p) {
   p.packed = scratch(functions.packed_row(&p) * p.m * 4);
-  functions.pack(&p, false);
+  functions.pack(&p, false, 0, p.m);
   const int64_t grain = std::max<int64_t>(32, LEAST / p.k);
   at::parallel_for(0, p.n, grain, [&](int64_t first, int64_t end) { functions.rows(&p, first, end); });
+}
+
+// Whether products of many rows take bfloat16, and quantize.cpp decodes blocks of this size.
+bool in_bfloat16(Problem& p) {
+  functions.pack(&p, true, 0, 0);
+  return p.mode == IN_BFLOAT16;
+}
+bool decodes_blocks(const Problem& p) {
+  const int64_t cols = p.block_cols;
+  const bool known = cols == 16 || cols == 32 || cols == 64 || cols == 128;
+  return cols < 0 ? p.block_rows < 0 || p.block_rows == 1 : known && (p.block_rows == 1 || p.block_rows == cols);
 }
 
 // Many rows: some rows of w are decoded into the cache and multiplied by torch's BLAS, then the next.
@@ -83,8 +94,11 @@ void by_slabs(Problem& p, const Tensor& x, const OptionalTensor& bias, const Ten
   const int64_t height = std::min(p.n, std::max<int64_t>(64, SLAB * threads / cols / 16 * 16));
   Tensor packed = at::empty({p.m, cols}, x.options().dtype(at::kFloat));
   p.packed = packed.mutable_data_ptr();
-  functions.pack(&p, true);
-  const bool bfloat16 = p.mode == IN_BFLOAT16;
+  const bool bfloat16 = in_bfloat16(p);
+  at::parallel_for(0, p.m, std::max<int64_t>(1, LEAST / p.k), [&](int64_t first, int64_t end) {
+    Problem mine = p;
+    functions.pack(&mine, true, first, end);
+  });
   const Tensor memory = packed;
   if (bfloat16) packed = at::from_blob(p.packed, {p.m, cols}, x.options().dtype(at::kBFloat16));
   const Tensor slab = at::empty({height, cols}, packed.options());
@@ -110,6 +124,31 @@ void by_slabs(Problem& p, const Tensor& x, const OptionalTensor& bias, const Ten
     if (bias && p.beta != 0) at::addmm_out(part, bias->narrow(-1, first, rows), packed, w, p.beta, alpha);
     else if (alpha != 1) at::addmm_out(part, part, packed, w, 0, alpha);
     else at::mm_out(part, packed, w);
+  }
+}
+
+// Very many rows in float32: as above, but w is decoded in the order of its values, so that x need not be packed.
+void by_values(Problem& p, const Tensor& out) {
+  constexpr at::ScalarType KINDS[] = {at::kFloat, at::kBFloat16, at::kHalf};
+  const auto options = out.options().dtype(at::kFloat);
+  const Tensor x = at::from_blob(const_cast<void*>(p.x), {p.m, p.k}, {p.x_stride, 1}, options.dtype(KINDS[p.x_kind])).to(at::kFloat);
+  Format format = *formats[p.element][p.scale_kind];
+  format.rows = p.block_rows, format.cols = p.block_cols;
+  const int64_t height = std::min(p.n, std::max<int64_t>(64, (SLAB << 4) / p.k / 16 * 16));
+  const Tensor slab = at::empty({height, p.k}, options);
+  const bool plain = !p.global_scale && !p.x_global && !p.bias && p.alpha == 1, direct = plain && p.out_kind == FLOAT32;
+  const Tensor sums = direct ? out : at::empty({p.m, height}, options);
+  for (int64_t first = 0; first < p.n; first += height) {
+    const int64_t rows = std::min(height, p.n - first);
+    float* to = slab.mutable_data_ptr<float>();
+    at::parallel_for(0, rows, std::max<int64_t>(1, LEAST / p.k), [&](int64_t from, int64_t end) {
+      functions.decode_values(&format, p.data, p.scale, nullptr, p.n, p.k, first + from, first + end, to + from * p.k, FLOAT32);
+    });
+    Tensor part = sums.narrow(1, direct ? first : 0, rows);
+    at::mm_out(part, x, slab.narrow(0, 0, rows).t());
+    if (direct) continue;
+    if (plain) out.narrow(1, first, rows).copy_(part);
+    else functions.finish(&p, first, first + rows, sums.const_data_ptr<float>(), height);
   }
 }
 
@@ -172,6 +211,7 @@ void compute(Problem& p, const Tensor& x, const OptionalTensor& bias, const Tens
     return;
   }
   if (p.m <= MOST_ROWS) by_codes(p);
+  else if (2 * p.m > 3 * MOST_ROWS && decodes_blocks(p) && !in_bfloat16(p)) by_values(p, out);
   else by_slabs(p, x, bias, out);
 }
 

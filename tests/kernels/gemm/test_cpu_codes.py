@@ -65,6 +65,16 @@ def test_many_rows_are_multiplied_in_slabs(name, dtype):
     assert_product(product(x, w, bias=bias), x.double(), exact(w), bias)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_large_weights_are_multiplied_in_several_slabs(dtype):
+    w, x = mx.quantize(torch.randn(5000, 1000), "mxfp8").rowwise, torch.randn(50, 1000).to(dtype)
+    bias = torch.randn(5000).to(dtype)
+    for rows in (40, 50):
+        assert_product(product(x[:rows], w), x[:rows].double(), exact(w))
+        assert_product(product(x[:rows], w, bias=bias), x[:rows].double(), exact(w), bias)
+
+
 @pytest.mark.parametrize("rows", range(1, 70))
 def test_every_number_of_rows(rows):
     w, x = mx.quantize(torch.randn(17, 96), "mxfp4").rowwise, torch.randn(rows, 96)
