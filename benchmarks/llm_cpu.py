@@ -13,6 +13,8 @@ import argparse
 import copy
 import logging
 import math
+import os
+import statistics
 import tempfile
 import types
 import warnings
@@ -62,6 +64,8 @@ class LlmRow(Row):
     """Contender -> bytes of weights that a step reads."""
     bandwidth: float = 0.0
     """GB/s at which this process reads memory with these threads."""
+    load: float = 0.0
+    """The system's load average of the last minute when the row was finished: this benchmark alone is about 1."""
 
     def tokens_a_second(self, name: str) -> float:
         return 1e3 * self.batch / self.times[name] if name in self.times else math.nan
@@ -242,8 +246,10 @@ class Bench:
         except Exception as error:
             self.failed[name] = f"{type(error).__name__}: {error}".splitlines()[0][:120]
 
-    def row(self, threads: int, batch: int, mode: str, repeats: int, seconds: float, bandwidth: float) -> LlmRow:
-        """Time a step of every contender, in turn."""
+    def row(
+        self, threads: int, batch: int, mode: str, repeats: int, seconds: float, bandwidth: float, fastest: bool = False
+    ) -> LlmRow:
+        """Time a step of every contender, in turn; ``fastest``: the fastest step counts, not the median."""
         row = LlmRow(f"{self.name}, {threads} threads, batch {batch}, {mode}", {})
         row.model, row.threads, row.batch, row.mode = self.name, threads, batch, mode
         row.bandwidth, row.failed = bandwidth, dict(self.failed)
@@ -256,8 +262,10 @@ class Bench:
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
         try:
-            return timed(row, contenders, repeats, warmup=2, seconds=seconds)
+            summary = min if fastest else statistics.median
+            return timed(row, contenders, repeats, warmup=2, seconds=seconds, summary=summary)
         finally:
+            row.load = os.getloadavg()[0]
             torch.set_num_threads(before)
             for step in steps:
                 step.restore()
@@ -325,6 +333,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--modes", nargs="+", default=MODES, choices=MODES, help="(both); llama.cpp has one")
     add("--formats", nargs="+", default=FORMATS, metavar="NAME", help="what quantize_ takes")
     add("--seconds", type=float, default=20, help="for the rounds of one row (%(default)s)")
+    add("--fastest", action="store_true", help="the fastest step counts, not the median: for a machine in use")
     add("--no-peers", action="store_true", help="without torchao and llama.cpp")
     add("--no-head", action="store_true", help="leave head and embedding in bfloat16")
     args = parser.parse_args(argv)
@@ -340,7 +349,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             for mode in args.modes:
                 for threads in args.threads:
                     for batch in args.batches:
-                        rows.append(bench.row(threads, batch, mode, args.repeats, args.seconds, bandwidths[threads]))
+                        options = args.repeats, args.seconds, bandwidths[threads], args.fastest
+                        rows.append(bench.row(threads, batch, mode, *options))
                         progress.step(rows[-1].work)
                         write_json(args.json, rows, bandwidth=bandwidths)
     progress.close()

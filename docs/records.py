@@ -84,8 +84,9 @@ def llm_cpu() -> str:
     bandwidths = {row.threads: row.bandwidth for row in rows}
     measured = ", ".join(f"{gbps:.1f} GB/s on {threads} threads" for threads, gbps in bandwidths.items())
     verdicts = [target.verdict(rows) for target in sorted(TARGETS, key=lambda target: target.margin(rows))]
+    loads = f"the system's load was {min(row.load for row in rows):.1f} to {max(row.load for row in rows):.1f}"
     paragraphs = [
-        _where(f"{machine['cpu']}, memory is read at {measured}", machine),
+        _where(f"{machine['cpu']}, memory is read at {measured}, {loads}", machine),
         table(", ".join(VERDICT_HEADER), verdicts),
         table(", ".join(HEADER), lines(rows)),
     ]
