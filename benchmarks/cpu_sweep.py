@@ -1,4 +1,4 @@
-"""Whether products with codes on CPU are ever slower than decoding the whole weight: ``python -m benchmarks.cpu_sweep``.
+"""Are products with codes on CPU ever slower than decoding the whole weight? ``python -m benchmarks.cpu_sweep``.
 
 Every shape, format, number of rows and dtype runs the kernel that the package chooses and, in turn with it, the path
 without it: decode the weight to float32, call ``F.linear``. The fastest call of each counts, so that other work on the

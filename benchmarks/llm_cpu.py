@@ -63,7 +63,7 @@ class LlmRow(Row):
     read: dict[str, int] = field(default_factory=dict)
     """Contender -> bytes of weights that a step reads."""
     bandwidth: float = 0.0
-    """GB/s at which this process reads memory with these threads."""
+    """GB/s at which this process reads memory with these threads, in turn with the contenders."""
     load: float = 0.0
     """The system's load average of the last minute when the row was finished: this benchmark alone is about 1."""
 
@@ -214,6 +214,19 @@ def torch_contender(model: Any, batch: int, compiles: bool, ready: list[Steps]) 
     return prepare
 
 
+READING = ("sum", "amax")
+
+
+def reading(name: str, megabytes: int) -> Prepare:
+    """The work of reading memory with torch: a reduction over more than any cache holds."""
+
+    def prepare() -> Work:
+        work: Work = getattr(torch.ones(megabytes * 250_000), name)
+        return work
+
+    return prepare
+
+
 def llama_cpp_contender(path: Path, batch: int, threads: int, ready: list[LlamaCpp]) -> Prepare:
     """The work of one step of llama.cpp; ``ready`` gets what has to be closed after the row."""
 
@@ -246,24 +259,27 @@ class Bench:
         except Exception as error:
             self.failed[name] = f"{type(error).__name__}: {error}".splitlines()[0][:120]
 
-    def row(
-        self, threads: int, batch: int, mode: str, repeats: int, seconds: float, bandwidth: float, fastest: bool = False
-    ) -> LlmRow:
+    def row(self, threads: int, batch: int, mode: str, repeats: int, seconds: float, fastest: bool = False) -> LlmRow:
         """Time a step of every contender, in turn; ``fastest``: the fastest step counts, not the median."""
         row = LlmRow(f"{self.name}, {threads} threads, batch {batch}, {mode}", {})
         row.model, row.threads, row.batch, row.mode = self.name, threads, batch, mode
-        row.bandwidth, row.failed = bandwidth, dict(self.failed)
+        row.failed = dict(self.failed)
         steps: list[Steps] = []
         peers: list[LlamaCpp] = []
         contenders = {n: torch_contender(m, batch, mode == "compiled", steps) for n, m in self.variants.items()}
         contenders |= {n: llama_cpp_contender(p, batch, threads, peers) for n, p in self.files.items()}
+        megabytes = 8 if self.name == "tiny" else 256
+        contenders |= {name: reading(name, megabytes) for name in READING}
         row.read = {n: read_bytes(m) for n, m in self.variants.items()}
         row.read |= {n: p.stat().st_size for n, p in self.files.items()}
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
         try:
             summary = min if fastest else statistics.median
-            return timed(row, contenders, repeats, warmup=2, seconds=seconds, summary=summary)
+            timed(row, contenders, repeats, warmup=2, seconds=seconds, summary=summary)
+            row.bandwidth = megabytes / min(row.times.pop(name) for name in READING)
+            row.relative = {name: ratio for name, ratio in row.relative.items() if name not in READING}
+            return row
         finally:
             row.load = os.getloadavg()[0]
             torch.set_num_threads(before)
@@ -340,7 +356,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
 
-    bandwidths = {threads: bandwidth(threads, 8 if args.models == ["tiny"] else 512) for threads in args.threads}
     total = len(args.models) * len(args.threads) * len(args.batches) * len(args.modes)
     rows, progress = [], Progress(total, "row")
     with tempfile.TemporaryDirectory() as folder:
@@ -349,27 +364,23 @@ def main(argv: Sequence[str] | None = None) -> None:
             for mode in args.modes:
                 for threads in args.threads:
                     for batch in args.batches:
-                        options = args.repeats, args.seconds, bandwidths[threads], args.fastest
-                        rows.append(bench.row(threads, batch, mode, *options))
+                        rows.append(bench.row(threads, batch, mode, args.repeats, args.seconds, args.fastest))
                         progress.step(rows[-1].work)
-                        write_json(args.json, rows, bandwidth=bandwidths)
+                        write_json(args.json, rows)
     progress.close()
     info = machine()
-    measured = ", ".join(f"{gbps:.1f} GB/s on {threads} threads" for threads, gbps in bandwidths.items())
-    print(f"\n{command()}\n{info['cpu']}, memory is read at {measured}\n")
+    print(f"\n{command()}\n{info['cpu']}, memory is read at {bandwidths(rows)}\n")
     print_table(HEADER, lines(rows))
     print_failures(rows)
     print_verdicts(TARGETS, rows)
 
 
-def bandwidth(threads: int, megabytes: int) -> float:
-    """GB/s at which memory is read with this number of threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        return smollm2.memory_bandwidth(megabytes)
-    finally:
-        torch.set_num_threads(before)
+def bandwidths(rows: Sequence[LlmRow]) -> str:
+    """The greatest bandwidth of each number of threads."""
+    best: dict[int, float] = {}
+    for row in rows:
+        best[row.threads] = max(row.bandwidth, best.get(row.threads, 0.0))
+    return ", ".join(f"{gbps:.1f} GB/s on {threads} threads" for threads, gbps in best.items())
 
 
 if __name__ == "__main__":

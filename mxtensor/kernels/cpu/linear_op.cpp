@@ -23,6 +23,7 @@ using OptionalTensor = std::optional<Tensor>;
 
 constexpr int64_t LEAST = 1 << 15;  // values of w that are worth a thread
 constexpr int64_t SLAB = 1 << 18;   // values of w that a thread decodes at a time
+constexpr int64_t TINY = 1 << 14;   // values of w below which calling a bfloat16 product takes longer than the product
 int64_t FEW_ROWS = 16, FEW_FLOAT_ROWS = 16;  // FEW_ROWS in gemm/cpu_library.py
 
 // Memory for packed x, which the threads of one call read.
@@ -137,8 +138,9 @@ void compute(Problem& p, const Tensor& x, const OptionalTensor& bias, const Tens
     return;
   }
   const int64_t few = few_rows(p);
+  const bool tiny = p.n * p.k < TINY, many = few < FEW_ROWS || 2 * p.m > 3 * FEW_ROWS;
   if (p.m <= few) by_codes(p);
-  else if ((few < FEW_ROWS || 2 * p.m > 3 * FEW_ROWS) && decodes_blocks(p) && !in_bfloat16(p, true)) by_values(p, out);
+  else if (decodes_blocks(p) && (tiny || (many && !in_bfloat16(p, true)))) by_values(p, out);
   else by_slabs(p, x, bias, out);
 }
 
