@@ -31,7 +31,21 @@ import mxtensor as mx
 from examples import smollm2
 
 from .cuda import Target, print_failures, print_verdicts
-from .harness import Prepare, Progress, Row, Work, add_options, command, machine, print_table, timed, write_json
+from .harness import (
+    Clock,
+    Prepare,
+    Progress,
+    Row,
+    Work,
+    add_options,
+    command,
+    cpu_clock,
+    machine,
+    print_table,
+    timed,
+    wall_clock,
+    write_json,
+)  # fmt: skip
 from .llama_cpp_peer import LlamaCpp, write_gguf
 
 PLAIN = ("bfloat16", "float32")
@@ -259,7 +273,10 @@ class Bench:
         except Exception as error:
             self.failed[name] = f"{type(error).__name__}: {error}".splitlines()[0][:120]
 
-    def row(self, threads: int, batch: int, mode: str, repeats: int, seconds: float, fastest: bool = False) -> LlmRow:
+    def row(
+        self, threads: int, batch: int, mode: str, repeats: int, seconds: float, fastest: bool = False,
+        clock: Clock = wall_clock,
+    ) -> LlmRow:  # fmt: skip
         """Time a step of every contender, in turn; ``fastest``: the fastest step counts, not the median."""
         row = LlmRow(f"{self.name}, {threads} threads, batch {batch}, {mode}", {})
         row.model, row.threads, row.batch, row.mode = self.name, threads, batch, mode
@@ -276,7 +293,7 @@ class Bench:
         torch.set_num_threads(threads)
         try:
             summary = min if fastest else statistics.median
-            timed(row, contenders, repeats, warmup=2, seconds=seconds, summary=summary)
+            timed(row, contenders, repeats, 2, clock, seconds, summary)
             row.bandwidth = megabytes / min(row.times.pop(name) for name in READING)
             row.relative = {name: ratio for name, ratio in row.relative.items() if name not in READING}
             return row
@@ -352,7 +369,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--fastest", action="store_true", help="the fastest step counts, not the median: for a machine in use")
     add("--no-peers", action="store_true", help="without torchao and llama.cpp")
     add("--no-head", action="store_true", help="leave head and embedding in bfloat16")
+    add("--cpu-time", action="store_true", help="the CPU time of this process, on one thread: for a machine in use")
     args = parser.parse_args(argv)
+    if args.cpu_time and set(args.threads) != {1}:
+        parser.error("--cpu-time needs --threads 1: threads that wait for each other use CPU time too")
+    clock = cpu_clock if args.cpu_time else wall_clock
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
 
@@ -364,7 +385,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             for mode in args.modes:
                 for threads in args.threads:
                     for batch in args.batches:
-                        rows.append(bench.row(threads, batch, mode, args.repeats, args.seconds, args.fastest))
+                        options = args.repeats, args.seconds, args.fastest, clock
+                        rows.append(bench.row(threads, batch, mode, *options))
                         progress.step(rows[-1].work)
                         write_json(args.json, rows)
     progress.close()
