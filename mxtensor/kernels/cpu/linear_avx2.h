@@ -19,9 +19,9 @@ template <> struct Decoder<E4M3_ID> : Step<E4M3_ID> {
   static constexpr float UNIT = 256;
   void operator()(const uint8_t* codes, Floats* w) const {
     const __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes)), most = _mm256_set1_epi8(0x7F);
-    const __m256i kept = _mm256_set1_epi16(int16_t(0xBFFF));
+    const __m256i mask = _mm256_set1_epi16(int16_t(0xBFFF));
     const __m128i half[] = {_mm256_castsi256_si128(raw), _mm256_extracti128_si256(raw, 1)};
-    for (int i = 0; i < 2; i++) widen(_mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16(half[i]), 7), kept), w + 2 * i);
+    for (int i = 0; i < 2; i++) widen(_mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16(half[i]), 7), mask), w + 2 * i);
     const int nan = _mm256_movemask_epi8(_mm256_cmpeq_epi8(_mm256_and_si256(raw, most), most));
     if (__builtin_expect(nan, 0))
       for (int i = 0; i < 32; i++)
@@ -69,10 +69,10 @@ template <int ELEMENT, int SHIFT> struct SixBits : Step<ELEMENT> {
                                            6, 7, 6, 7, 7, 8, 8, 9, 9, 10, 9, 10, 10, 11, 11, 12);
     const __m256i to_top = _mm256_setr_epi16(1024, 16, 64, 256, 1024, 16, 64, 256, 1024, 16, 64, 256, 1024, 16, 64, 256);
     for (int i = 0; i < 2; i++) {
-      int last;  // loaded apart: a wider load of bytes that were just copied would wait for them
-      std::memcpy(&last, codes + 12 * i + 8, 4);
+      int rest;  // loaded apart: a wider load of bytes that were just copied would wait for them
+      std::memcpy(&rest, codes + 12 * i + 8, 4);
       const __m128i first = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes + 12 * i));
-      const __m256i raw = _mm256_broadcastsi128_si256(_mm_insert_epi32(first, last, 2));
+      const __m256i raw = _mm256_broadcastsi128_si256(_mm_insert_epi32(first, rest, 2));
       const __m256i top = _mm256_mullo_epi16(_mm256_shuffle_epi8(raw, place), to_top);
       const __m256i sign = _mm256_and_si256(top, _mm256_set1_epi16(int16_t(0x8000)));
       const __m256i magnitude = _mm256_srli_epi16(_mm256_and_si256(top, _mm256_set1_epi16(0x7C00)), SHIFT);

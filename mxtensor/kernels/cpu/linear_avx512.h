@@ -152,18 +152,18 @@ inline bool scales_of(const Problem& p, int64_t n, int step, int per_step, int64
 
 // ------------------------------------------------------------------------------------------ x in the order of codes
 
-// Where the values of a step go. ``words``: of each packed register of bfloat16, the places in the first or the last 64
+// Where the values of a step go. ``words``: of each packed register of bfloat16, the places in the first or the second 64
 // values. ``floats``: of the registers of float32 with the even and the odd ones of these values.
 template <typename D> struct Places {
   alignas(64) uint16_t words[D::VECTORS][32];
   alignas(64) int32_t floats[D::VECTORS][2][16];
-  uint32_t last[D::VECTORS];  // bits of the words in the last 64
+  uint32_t upper[D::VECTORS];  // bits of the words in the second 64
   Places() {
     for (int v = 0; v < D::VECTORS; v++) {
-      last[v] = 0;
+      upper[v] = 0;
       for (int i = 0; i < 32; i++) {
         const int code = D::code(v, i / 2, i % 2);
-        words[v][i] = uint16_t(code % 64), last[v] |= uint32_t(code >= 64) << i, floats[v][i % 2][i / 2] = code;
+        words[v][i] = uint16_t(code % 64), upper[v] |= uint32_t(code >= 64) << i, floats[v][i % 2][i / 2] = code;
       }
     }
   }
@@ -194,7 +194,7 @@ template <typename D, typename T> void pack_row(const T* x, int64_t k, bool bflo
         const Bits words = _mm512_load_si512(places.words[v]);
         Bits packed = _mm512_permutex2var_epi16(in[0], words, in[1]);
         if constexpr (D::STEP == 128)
-          packed = _mm512_mask_mov_epi16(packed, places.last[v], _mm512_permutex2var_epi16(in[2], words, in[3]));
+          packed = _mm512_mask_mov_epi16(packed, places.upper[v], _mm512_permutex2var_epi16(in[2], words, in[3]));
         _mm512_storeu_si512(static_cast<uint16_t*>(out) + start + v * 32, packed);
       }
       continue;

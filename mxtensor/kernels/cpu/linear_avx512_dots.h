@@ -4,7 +4,7 @@
 
 namespace {
 
-// The scales of a step as factors of the lanes of one register: from float32, ``per_step`` for each step.
+// The scales of a step as multipliers of the lanes of one register: from float32, ``per_step`` for each step.
 struct FloatScales {
   const float* values;
   int64_t row;  // values from one row of w to the next
@@ -19,7 +19,7 @@ struct FloatScales {
   }
 };
 
-// The same from the bytes of E8M0, PER_STEP for each step: a byte from 1 to 254 is the exponent of its factor.
+// The same from the bytes of E8M0, PER_STEP for each step: a byte from 1 to 254 is the exponent of its multiplier.
 template <int PER_STEP> struct E8M0Scales {
   static constexpr int FIRST = 1, COUNT = 226;  // bytes that are normal and small enough, as is_plain in linear.h
   const uint8_t* bytes;
