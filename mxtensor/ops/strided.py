@@ -64,7 +64,8 @@ def _of_values(w: MXTensor, target: Target) -> Target | None:
     if ambiguous and all(n == 1 or step in w.stride() for n, step in zip(target.size, target.stride, strict=True)):
         return None
     order, shape, strides = list(range(w.dim())), w.shape, w.stride()
-    first = _starts(shape, strides, order, 0 if target.offset is None else target.offset - w.storage_offset())
+    begin: Any = 0 if target.offset is None else target.offset - w.storage_offset()
+    first = _starts(shape, strides, order, begin)
     steps = [_starts(shape, strides, order, step) for step in target.stride]
     ends = [sum((n - 1) * step[d] for n, step in zip(target.size, steps, strict=True)) for d in order]
     if any(not 0 <= start < n - end for start, end, n in zip(first, ends, shape, strict=True)):
