@@ -193,7 +193,7 @@ def test_a_gradient_passes_through():
 
 
 @pytest.mark.parametrize("kind", QUANTIZERS)
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive(quick=1))])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)])
 def test_compiled(kind, backend):
     torch._dynamo.reset()
     q, x, g = QUANTIZERS[kind], torch.randn(64, 48), torch.randn(64, 32)
