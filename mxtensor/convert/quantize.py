@@ -138,9 +138,7 @@ def _restore(replaced: Sequence[tuple[nn.Module, str, nn.Parameter]]) -> None:
         setattr(module, name, original)
 
 
-def _replace(
-    change: Change, replaced: list[tuple[nn.Module, str, nn.Parameter]], made: MXTensor | None = None
-) -> None:
+def _replace(change: Change, replaced: list[tuple[nn.Module, str, nn.Parameter]], made: MXTensor | None = None) -> None:
     """Replace a weight in all its places; ``replaced`` gets the original before each one."""
     module, name = change.places[0]
     original = getattr(module, name)

@@ -1,7 +1,7 @@
 """GPTQ for block formats: columns are rounded one by one, and each one's error is made up for by those after it.
 
 The squared error of the outputs of a layer is ``(w - q) H (w - q)^T`` for each row, ``H`` the second moment of its
-inputs. With the upper Cholesky factor ``U`` of the inverse of ``H``, the best change of the columns after column j is
+inputs. With the inverse of ``H`` as ``U^T U``, ``U`` upper triangular (Cholesky), the best change of the columns after column j is
 ``-(w_j - q_j) / U_jj * U_j``. Source: Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative
 Pre-trained Transformers", 2022.
 
@@ -37,20 +37,21 @@ def damped(second_moment: Tensor, damping: float) -> Tensor:
     return h + torch.eye(len(h), dtype=h.dtype, device=h.device) * (damping * mean if mean > 0 else 1.0)
 
 
-def inverse_factor(second_moment: Tensor, damping: float) -> Tensor:
-    """The upper Cholesky factor of the inverse of the damped second moment, float32.
+def inverse_cholesky(second_moment: Tensor, damping: float) -> Tensor:
+    """The upper triangular U with ``U^T U`` the inverse of the damped second moment, float32.
 
     Raises ValueError for a second moment that is not finite.
     """
     if not second_moment.isfinite().all():
         raise ValueError("the inputs of the layer are not all finite; calibrate with data that the model can read")
     for _ in range(TRIES):
-        factor, failed = torch.linalg.cholesky_ex(damped(second_moment, damping))
+        lower, failed = torch.linalg.cholesky_ex(damped(second_moment, damping))
         if not failed:
             break
         damping *= 10
-    inverse = torch.cholesky_inverse(factor)
-    return torch.linalg.cholesky(inverse, upper=True).to(torch.float32)
+    inverse = torch.cholesky_inverse(lower)
+    found: Tensor = torch.linalg.cholesky(inverse, upper=True)
+    return found.to(torch.float32)
 
 
 def corrected(w: Tensor, cross_moment: Tensor, second_moment: Tensor, damping: float) -> Tensor:
@@ -61,13 +62,14 @@ def corrected(w: Tensor, cross_moment: Tensor, second_moment: Tensor, damping: f
     """
     h = damped(second_moment, damping)
     cross = cross_moment.to(torch.float64) + (h - second_moment.to(torch.float64))
-    return torch.linalg.solve(h, cross.T @ w.to(torch.float64).T).T.to(torch.float32)
+    found: Tensor = torch.linalg.solve(h, cross.T @ w.to(torch.float64).T)
+    return found.T.to(torch.float32)
 
 
-def gptq(w: Tensor, factor: Tensor, cast: Cast, factors: Sequence[float]) -> Operand:
-    """``w`` (rows, cols; float32) rounded for inputs with this ``inverse_factor``; ``factors`` as in best_scales."""
+def gptq(w: Tensor, upper: Tensor, cast: Cast, multiples: Sequence[float]) -> Operand:
+    """``w`` (rows, cols; float32) rounded for inputs with this ``inverse_cholesky``; ``multiples`` as in best_scales."""
     format, w, whole_amax = cast.format, w.clone(), tensor_amax(w)
-    importance = 1 / factor.diagonal().square()
+    importance = 1 / upper.diagonal().square()
     width = format.block[1]
     chosen: list[Tensor] = []
     by_block = format.block[0] == 1 and width != FULL
@@ -75,7 +77,7 @@ def gptq(w: Tensor, factor: Tensor, cast: Cast, factors: Sequence[float]) -> Ope
         group = max(COLUMNS // width, 1) * width
         scales = Scales(w, torch.empty_like(w), torch.empty_like(w), None)
     else:
-        group, scales = COLUMNS, best_scales(w, cast, whole_amax, importance, factors)
+        group, scales = COLUMNS, best_scales(w, cast, whole_amax, importance, multiples)
     codes = torch.empty(w.shape, dtype=torch.uint8, device=w.device)
     for begin in range(0, w.shape[1], group):
         end = min(begin + group, w.shape[1])
@@ -83,22 +85,22 @@ def gptq(w: Tensor, factor: Tensor, cast: Cast, factors: Sequence[float]) -> Ope
         for j in range(begin, end):
             if by_block and (j - begin) % width == 0:
                 block = slice(j, min(j + width, end))
-                of_block = best_scales(w[:, block], cast, whole_amax, importance[block], factors)
+                of_block = best_scales(w[:, block], cast, whole_amax, importance[block], multiples)
                 scales.multiplier[:, block], scales.value[:, block] = of_block.multiplier, of_block.value
                 chosen.append(of_block.stored)
                 scales = Scales(w, scales.multiplier, scales.value, of_block.global_scale)
             here = Scales(w, scales.multiplier[:, j], scales.value[:, j], None)
             codes[:, j], values = rounded(w[:, j], here, format)
-            errors[:, j - begin] = (w[:, j] - values) / factor[j, j]
-            w[:, j + 1 : end] -= errors[:, j - begin, None] * factor[j, None, j + 1 : end]
-        w[:, end:] -= errors @ factor[begin:end, end:]
+            errors[:, j - begin] = (w[:, j] - values) / upper[j, j]
+            w[:, j + 1 : end] -= errors[:, j - begin, None] * upper[j, None, j + 1 : end]
+        w[:, end:] -= errors @ upper[begin:end, end:]
     stored = torch.cat(chosen, 1) if by_block else scales.stored
     return operand_of(codes, stored, scales.global_scale, format)
 
 
-def nearest(w: Tensor, cast: Cast, factors: Sequence[float], importance: Tensor | None = None) -> Operand:
+def nearest(w: Tensor, cast: Cast, multiples: Sequence[float], importance: Tensor | None = None) -> Operand:
     """``w`` (rows, cols; float32), each value rounded to nearest with the best scale of its block."""
-    scales = best_scales(w, cast, tensor_amax(w), importance, factors)
+    scales = best_scales(w, cast, tensor_amax(w), importance, multiples)
     codes, _ = rounded(w, scales, cast.format)
     return operand_of(codes, scales.stored, scales.global_scale, cast.format)
 

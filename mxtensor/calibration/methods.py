@@ -10,9 +10,9 @@ from torch import Tensor
 from ..core.arguments import FLAG, SHARE, check, described
 from ..numerics.cast import Cast
 from ..numerics.operand import Operand
-from .gptq import corrected, gptq, inverse_factor, nearest
+from .gptq import corrected, gptq, inverse_cholesky, nearest
 from .moments import Moments
-from .scales import factors_of
+from .scales import multiples_of
 
 
 class Method(Protocol):
@@ -44,7 +44,7 @@ class BestScales:
         importance = moments.second.diagonal() if self.weighted else None
         if importance is not None and not importance.any():  # a layer without an input
             importance = None
-        return nearest(w, cast, factors_of(cast.format.scale), importance)
+        return nearest(w, cast, multiples_of(cast.format.scale), importance)
 
 
 @dataclass(frozen=True)
@@ -67,12 +67,12 @@ class GPTQ:
 
     def operand(self, w: Tensor, cast: Cast, moments: Moments) -> Operand:
         """See :class:`Method`."""
-        factors = factors_of(cast.format.scale) if self.search else (1.0,)
+        multiples = multiples_of(cast.format.scale) if self.search else (1.0,)
         second = moments.second
-        factor = inverse_factor(second, self.damping)
+        upper = inverse_cholesky(second, self.damping)
         if moments.cross is not None:
             w = corrected(w, moments.cross, second, self.damping)
-        return gptq(w, factor, cast, factors)
+        return gptq(w, upper, cast, multiples)
 
 
 METHODS: dict[str, Method] = {"mse": BestScales(), "gptq": GPTQ()}
@@ -85,7 +85,7 @@ def method_of(method: Any) -> Method:
     names = ", ".join(map(repr, METHODS))
     if not isinstance(method, str):
         raise TypeError(
-            f"calibrate: method is {described(method)}; pass {names}, or an mx.calibrate.GPTQ or BestScales object"
+            f"calibrate: method is {described(method)}; pass {names}, or an mx.GPTQ or mx.BestScales object"
         )
     if method not in METHODS:
         raise ValueError(f"calibrate: there is no method {method!r}; choose one of {names}")

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from ..numerics.cast import Cast
+from ..numerics.element_format import ScaleFormat
 from ..numerics.elements import decode_elements, encode_elements
-from ..numerics.formats import E8M0, FP32_POW2, FULL, Format, ScaleFormat
+from ..numerics.formats import E8M0, FP32_POW2, FULL, Format
 from ..numerics.reference import SCALE_RULES, join_blocks, scale_to_float, split_blocks, spread
 
 OF_POWERS = (1.0, 0.5, 2.0)
@@ -24,7 +25,7 @@ OF_FRACTIONS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 1.1, 1.2, 1.3, 
 """The same where scales have a mantissa. 1.5 is four over six."""
 
 
-def factors_of(scale: ScaleFormat) -> tuple[float, ...]:
+def multiples_of(scale: ScaleFormat) -> tuple[float, ...]:
     """The candidates for a scale format, as multiples of the amax. The first is the scale that a cast would choose."""
     return OF_POWERS if scale in (E8M0, FP32_POW2) else OF_FRACTIONS
 
@@ -52,12 +53,12 @@ def rounded(x: Tensor, scales: Scales, format: Format) -> tuple[Tensor, Tensor]:
 
 
 def best_scales(
-    w: Tensor, cast: Cast, whole_amax: Tensor, importance: Tensor | None = None, factors: Sequence[float] = (1.0,)
+    w: Tensor, cast: Cast, whole_amax: Tensor, importance: Tensor | None = None, multiples: Sequence[float] = (1.0,)
 ) -> Scales:
     """The scales of ``w`` (rows, cols; float32, finite), each with the least weighted squared error of its block.
 
     ``whole_amax``: the amax of the whole matrix, if ``w`` is a piece of it. ``importance``: the weight of each column's
-    error, (cols,). ``factors``: the candidates, as multiples of the amax of a block; of equal ones the first is chosen.
+    error, (cols,). ``multiples``: the candidates, as multiples of the amax of a block; of equal ones the first is chosen.
     """
     format = cast.format
     blocks, dims = split_blocks(w, format)
@@ -66,8 +67,8 @@ def best_scales(
     weights = None if importance is None else split_blocks(importance.expand_as(w), format)[0]
     best: tuple[Tensor, ...] | None = None
     global_scale = None
-    for factor in factors:
-        stored, multiplier, global_scale = SCALE_RULES[format.scale](amax * factor, cast, whole_amax)
+    for multiple in multiples:
+        stored, multiplier, global_scale = SCALE_RULES[format.scale](amax * multiple, cast, whole_amax)
         value = scale_to_float(stored, format.scale)
         value = value if global_scale is None else value * global_scale
         found = Scales(stored, spread(multiplier, dims), spread(value, dims), global_scale)
