@@ -1,9 +1,10 @@
 """GPTQ for block formats: columns are rounded one by one, and each one's error is made up for by those after it.
 
 The squared error of the outputs of a layer is ``(w - q) H (w - q)^T`` for each row, ``H`` the second moment of its
-inputs. With the inverse of ``H`` as ``U^T U``, ``U`` upper triangular (Cholesky), the best change of the columns after column j is
-``-(w_j - q_j) / U_jj * U_j``. Source: Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative
-Pre-trained Transformers", 2022.
+inputs. With the inverse of ``H`` as ``U^T U``, ``U`` upper triangular (Cholesky), the best change of the columns after
+column j is ``-(w_j - q_j) / U_jj * U_j``.
+
+Source: Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers", 2022.
 
 A block's scale is chosen when its first column is reached, from values that hold the corrections up to there, with the
 error of column j weighted by ``1 / U_jj^2``. Blocks of several rows or of all columns choose theirs before.
@@ -67,7 +68,7 @@ def corrected(w: Tensor, cross_moment: Tensor, second_moment: Tensor, damping: f
 
 
 def gptq(w: Tensor, upper: Tensor, cast: Cast, multiples: Sequence[float]) -> Operand:
-    """``w`` (rows, cols; float32) rounded for inputs with this ``inverse_cholesky``; ``multiples`` as in best_scales."""
+    """``w`` (rows, cols; float32) rounded for inputs with this ``inverse_cholesky``; ``multiples``: see best_scales."""
     format, w, whole_amax = cast.format, w.clone(), tensor_amax(w)
     importance = 1 / upper.diagonal().square()
     width = format.block[1]

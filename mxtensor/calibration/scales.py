@@ -58,7 +58,7 @@ def best_scales(
     """The scales of ``w`` (rows, cols; float32, finite), each with the least weighted squared error of its block.
 
     ``whole_amax``: the amax of the whole matrix, if ``w`` is a piece of it. ``importance``: the weight of each column's
-    error, (cols,). ``multiples``: the candidates, as multiples of the amax of a block; of equal ones the first is chosen.
+    error, (cols,). ``multiples``: the candidates, as multiples of the amax of a block; of equals the first is chosen.
     """
     format = cast.format
     blocks, dims = split_blocks(w, format)
