@@ -1,0 +1,111 @@
+"""eval and report: commands that run a language model on a text."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..convert.model_size import model_size
+from ..convert.quantize import quantize_
+from ..report.model_report import layer_errors
+from ..report.output_errors import output_errors
+from ..report.page import Measured, page, summary
+from ..report.quality import evaluate
+from .models import load_model, load_tokenizer, text_rows
+from .output import columns, progress, show
+
+
+def _check_device(device: str) -> None:
+    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"--device {device}: torch finds no CUDA device here")
+
+
+def _rows(arguments: argparse.Namespace, tokenizer: Any) -> Tensor:
+    if arguments.tokenizer is not None:
+        tokenizer = load_tokenizer(arguments.tokenizer)
+    path = arguments.path if arguments.tokenizer is None else arguments.tokenizer
+    return text_rows(tokenizer, path, arguments.text, arguments.tokens, arguments.window).to(arguments.device)
+
+
+# ---------------------------------------------------------------------------------------------- eval
+
+
+def eval_model(arguments: argparse.Namespace) -> int:
+    """``eval``."""
+    _check_device(arguments.device)
+    model, tokenizer = load_model(arguments.path, arguments.device, arguments.format, arguments.skip)
+    rows = _rows(arguments, tokenizer)
+    reference = None if arguments.reference is None else load_model(arguments.reference, arguments.device)[0]
+    with progress(len(rows), "evaluating", "window") as step:
+        found = evaluate(model, rows, reference, step)
+    size = model_size(model)
+    fields: dict[str, Any] = {
+        "model": arguments.path, "bits": size.bits, "bytes": size.nbytes, "tokens": found.tokens,
+        "window": arguments.window, "perplexity": found.perplexity,
+    }  # fmt: skip
+    header = ["model", "bits a value", "MB", "tokens", "perplexity"]
+    cells = [
+        arguments.path,
+        f"{size.bits:.2f}",
+        f"{size.nbytes / 1e6:.1f}",
+        f"{found.tokens}",
+        f"{found.perplexity:.2f}",
+    ]
+    if reference is not None:
+        fields |= {"reference": arguments.reference, "kl": found.kl, "kl_error": found.kl_error,
+                   "same_token": found.same_token}  # fmt: skip
+        header += ["KL", "+-", "same token"]
+        cells += [f"{found.kl:.4f}", f"{found.kl_error:.4f}", f"{found.same_token:.1%}"]
+    return show(arguments, columns(header, [cells]), fields)
+
+
+# ---------------------------------------------------------------------------------------------- report
+
+
+def _quantized(model: nn.Module, format: str) -> Any:
+    """A quantized copy, which shares the memory of what stays in high precision."""
+    copied = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+    return quantize_(copied, format)
+
+
+def report(arguments: argparse.Namespace) -> int:
+    """``report``: of a quantized checkpoint beside its reference, or of a model in some formats."""
+    _check_device(arguments.device)
+    before = arguments.path if arguments.reference is None else arguments.reference
+    reference, tokenizer = load_model(before, arguments.device)
+    labels, rows = arguments.formats or [arguments.path], None
+    if arguments.text is not None:
+        rows = _rows(arguments, tokenizer)
+    models = []
+    with progress(len(labels) * (1 + (0 if rows is None else 2 * len(rows))), "measuring", "step") as step:
+        for label in labels:
+            small = (
+                _quantized(reference, label) if arguments.formats else load_model(arguments.path, arguments.device)[0]
+            )
+            models.append(_measured(label, small, reference, rows, step))
+            step()
+    about = {"model before": before, "sample": "none: the outputs of layers were not measured; pass --text"}
+    if rows is not None:
+        about["sample"] = f"{rows.numel()} tokens of {arguments.text} in windows of {arguments.window}"
+    text = page(f"Quantization report of {Path(arguments.path).resolve().name}", about, models)
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    arguments.output.write_text(text, encoding="utf-8")
+    fields = {"page": str(arguments.output), "models": [asdict(m) for m in models], **about}
+    return show(arguments, f"{columns(*summary(models))}\nwrote {arguments.output}", fields)
+
+
+def _measured(label: str, small: Any, reference: Any, rows: Tensor | None, step: Any) -> Measured:
+    size, found = model_size(small), None
+    outputs: list[Any] = []
+    if rows is not None:
+        outputs = output_errors(
+            small, reference, [{"input_ids": row, "use_cache": False} for row in rows.split(1)], step
+        )
+        found = evaluate(small, rows, reference, step)
+    return Measured(label, size.bits, size.nbytes, layer_errors(small, reference), outputs, found)
