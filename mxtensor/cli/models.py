@@ -92,7 +92,7 @@ def _save_gguf(file: Path, folder: Path) -> str | None:
             model = transformers.AutoModelForCausalLM.from_pretrained(file.parent, **options)
             model.save_pretrained(folder)
             transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
-    except (ValueError, KeyError, NotImplementedError, ImportError, RuntimeError) as error:
+    except (ValueError, KeyError, NotImplementedError, RuntimeError) as error:
         shutil.rmtree(folder)
         folder.mkdir()
         return f"transformers cannot read it ({' '.join(str(error).split())[:160]})"
