@@ -91,9 +91,11 @@ def tune(arguments: argparse.Namespace) -> int:
         lines.append((p.format + (", activations too" if p.casts else ""), f"{p.n}", f"{p.k}", f"{len(p.names)}",
                       ", ".join(kinds) or "not measured"))  # fmt: skip
     text = columns(("format", "N", "K", "layers", "fastest kernel by rows"), lines)
-    counts = f"{len(products)} products with {', '.join(map(str, rows))} rows"
-    text += f"\nmeasured {len(kernels)} of " if kernels else "\nwould measure "
-    text += f"{counts}, for at most about {arguments.seconds:g} seconds"
+    what = f"{len(products)} products with {', '.join(map(str, rows))} rows each"
+    if dry:
+        text += f"\nwould measure {what}, for about {arguments.seconds:g} seconds at most"
+    else:
+        text += f"\nmeasured {len(kernels)} of {len(products) * len(rows)}: {what}"
     fields = {
         "tuned": not dry, "rows": rows,
         "products": [

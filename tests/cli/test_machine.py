@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import mxtensor as mx
-from mxtensor.cli import doctor
+from mxtensor.cli import doctor, tune
 from tests.checkpoints.test_peers import checkpoint
 from tests.cli.test_main import run
 
@@ -76,6 +76,23 @@ def test_tune_without_a_gpu_is_a_refusal(source, capsys):
         "mxtensor: error: nothing was measured: torch finds no CUDA device here, and only its kernels have launch "
         "configs\n"
     )
+
+
+def test_tune_measures_one_weight_of_each_product(source, capsys, monkeypatch):
+    seen = {}
+
+    def measures(model, rows, seconds):
+        seen.update(rows=rows, seconds=seconds, weights=[layer.weight for layer in model])
+        return {(m, 64, 64): "persistent" for m in rows}
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(tune, "tune_model", measures)
+    arguments = ("--format", "nvfp4", "--rows", 1, 2, "--seconds", 5, "--device", "cpu")
+    code, out, err = run(capsys, "tune", source, *arguments)
+    assert code == 0 and err == "" and seen["rows"] == (1, 2) and seen["seconds"] == 5
+    assert all(isinstance(w, mx.MXTensor) and w.recipe.activation is not None for w in seen["weights"])
+    assert [(w.format.name, tuple(w.shape)) for w in seen["weights"]] == [("nvfp4", (32, 64)), ("nvfp4", (64, 64))]
+    assert "1: persistent, 2: persistent" in out and "measured 2 of 4: 2 products with 1, 2 rows each" in out
 
 
 @pytest.mark.gpu
