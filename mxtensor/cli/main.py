@@ -262,5 +262,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
         note(f"error: {' '.join(str(error).split())}")
         return FAILED
     except KeyboardInterrupt:
-        note("interrupted; the destination was not written")
+        note("interrupted; the destination was not written" if hasattr(chosen, "output") else "interrupted")
         return INTERRUPTED

@@ -105,7 +105,7 @@ def test_a_failure_is_one_line_and_leaves_nothing(code, arguments, message, sour
 
 def test_an_interrupt_and_a_defect(source, capsys, monkeypatch):
     def raising(error):
-        def info(path):
+        def info(path, progress):
             raise error
 
         monkeypatch.setattr(store, "info", info)
