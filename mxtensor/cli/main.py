@@ -107,6 +107,10 @@ ARGUMENTS: dict[str, Argument] = {
         {"metavar": "MODEL", "help": "the model before quantization, to compare with"},
     ),
     "text": (("--text",), {"metavar": "FILE", "help": "a text in UTF-8 that both models read"}),
+    "inputs": (
+        ("--inputs",),
+        {"metavar": "FILE", "help": "a .safetensors file of what both models are called with, such as input_ids"},
+    ),
     "required_text": (("--text",), {"required": True, "metavar": "FILE", "help": "a text in UTF-8; - reads the input"}),
     "tokens": (("--tokens",), {"type": _at_least(1), "metavar": "N", "help": "the first N tokens of the text (all)"}),
     "window": (
@@ -188,7 +192,7 @@ COMMANDS = {
             "mxtensor report ./SmolLM2-mxfp4 --reference ./SmolLM2 --text book.txt --tokens 1024 -o report.html",
             "mxtensor report ./SmolLM2 --format mxfp8-weight-only mxfp4-weight-only --text book.txt --tokens 1024",
         ),
-        ("model", "reference", "formats", "text", "page", *_READING),
+        ("model", "reference", "formats", "text", "inputs", "page", *_READING),
     ),
     "tune": Command(
         tune.tune,
@@ -243,6 +247,8 @@ def _usage_of(chosen: argparse.Namespace) -> str | None:
     """What is wrong with arguments that are right one by one."""
     if chosen.command == "report" and (chosen.reference is None) == (not chosen.formats):
         return "pass either --reference with the model before, or --format with what to try"
+    if chosen.command == "report" and chosen.text is not None and chosen.inputs is not None:
+        return "pass --text or --inputs, not both"
     return None
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..checkpoints.registry import opened
 from ..convert.model_size import model_size
 from ..convert.quantize import quantize_
 from ..report.model_report import layer_errors
@@ -74,25 +75,36 @@ def _quantized(model: nn.Module, format: str) -> Any:
     return quantize_(copied, format)
 
 
+def _inputs(arguments: argparse.Namespace, rows: Tensor | None) -> list[dict[str, Any]]:
+    """The keyword arguments of each call of the models: the rows of the text, or the tensors of a file in one call."""
+    if rows is not None:
+        return [{"input_ids": row, "use_cache": False} for row in rows.split(1)]
+    if arguments.inputs is None:
+        return []
+    with opened(arguments.inputs) as file:
+        return [{name: file.tensor(name).to(arguments.device) for name in file.tensors}]
+
+
 def report(arguments: argparse.Namespace) -> int:
     """``report``: of a quantized checkpoint beside its reference, or of a model in some formats."""
     _check_device(arguments.device)
     before = arguments.path if arguments.reference is None else arguments.reference
     reference, tokenizer = load_model(before, arguments.device)
-    labels, rows = arguments.formats or [arguments.path], None
-    if arguments.text is not None:
-        rows = _rows(arguments, tokenizer)
-    models = []
-    with progress(len(labels) * (1 + (0 if rows is None else 2 * len(rows))), "measuring", "step") as step:
+    labels = arguments.formats or [arguments.path]
+    rows = None if arguments.text is None else _rows(arguments, tokenizer)
+    inputs, models = _inputs(arguments, rows), []
+    steps = 1 + len(inputs) + (0 if rows is None else len(rows))
+    with progress(len(labels) * steps, "measuring", "step") as step:
         for label in labels:
             small = (
                 _quantized(reference, label) if arguments.formats else load_model(arguments.path, arguments.device)[0]
             )
-            models.append(_measured(label, small, reference, rows, step))
+            size, outputs = model_size(small), output_errors(small, reference, inputs, step)
+            found = None if rows is None else evaluate(small, rows, reference, step)
+            errors = layer_errors(small, reference)
+            models.append(Measured(label, size.bits, size.nbytes, errors, outputs, found))
             step()
-    about = {"model before": before, "sample": "none: the outputs of layers were not measured; pass --text"}
-    if rows is not None:
-        about["sample"] = f"{rows.numel()} tokens of {arguments.text} in windows of {arguments.window}"
+    about = {"model before": before, "sample": _sample(arguments, rows)}
     text = page(f"Quantization report of {Path(arguments.path).resolve().name}", about, models)
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     arguments.output.write_text(text, encoding="utf-8")
@@ -100,12 +112,9 @@ def report(arguments: argparse.Namespace) -> int:
     return show(arguments, f"{columns(*summary(models))}\nwrote {arguments.output}", fields)
 
 
-def _measured(label: str, small: Any, reference: Any, rows: Tensor | None, step: Any) -> Measured:
-    size, found = model_size(small), None
-    outputs: list[Any] = []
+def _sample(arguments: argparse.Namespace, rows: Tensor | None) -> str:
     if rows is not None:
-        outputs = output_errors(
-            small, reference, [{"input_ids": row, "use_cache": False} for row in rows.split(1)], step
-        )
-        found = evaluate(small, rows, reference, step)
-    return Measured(label, size.bits, size.nbytes, layer_errors(small, reference), outputs, found)
+        return f"{rows.numel()} tokens of {arguments.text} in windows of {arguments.window}"
+    if arguments.inputs is not None:
+        return f"the tensors of {arguments.inputs}"
+    return "none: the outputs of layers were not measured; pass --text or --inputs"

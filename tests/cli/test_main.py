@@ -82,6 +82,7 @@ WRONG = [
     (2, ("convert", "SRC", "-o", "OUT", "--layout", "gguf"), "the layout gguf is only read"),
     (2, ("convert", "SRC", "-o", "OUT", "--max-shard-bytes", "0"), "'0' is no whole number from 1 on"),
     (2, ("report", "SRC"), "pass either --reference"),
+    (2, ("report", "SRC", "--format", "mxfp8", "--text", "a", "--inputs", "b"), "pass --text or --inputs, not both"),
     (2, ("eval", "SRC", "--text", "x.txt", "--device", "tpu9"), "'tpu9' is no device"),
     (2, ("convert",), "required: SRC, -o/--output"),
     (2, ("info", "SRC"), "invalid choice: 'info'"),
@@ -101,6 +102,42 @@ def test_a_failure_is_one_line_and_leaves_nothing(code, arguments, message, sour
     assert found == code and out == "" and err.count("\n") == 1
     assert err.startswith("mxtensor") and ": error: " in err and message in err
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
+
+
+BAD = {
+    "truncated": lambda file: file.write_bytes(file.read_bytes()[:-100]),
+    "a header that is too long": lambda file: file.write_bytes((1 << 62).to_bytes(8, "little") + file.read_bytes()[8:]),
+    "empty": lambda file: file.write_bytes(b""),
+    "a folder": lambda file: (file.unlink(), file.mkdir()),
+}
+
+
+@pytest.mark.parametrize("damage", BAD)
+@pytest.mark.parametrize(
+    "arguments",
+    [("inspect", "SRC"), ("compare", "SRC", "SRC"), ("convert", "SRC", "-o", "OUT"), ("tune", "SRC", "--dry-run"),
+     ("quantize", "SRC", "-o", "OUT", "--format", "mxfp8"), ("eval", "SRC", "--text", "t"),
+     ("report", "SRC", "--format", "mxfp8")],
+    ids=lambda arguments: arguments[0],
+)  # fmt: skip
+def test_a_damaged_file_is_named_in_one_line(damage, arguments, source, tmp_path, capsys):
+    file = tmp_path / "a" / "model.safetensors"
+    BAD[damage](file)
+    places = {"SRC": source, "OUT": str(tmp_path / "out")}
+    code, out, err = run(capsys, *(places.get(argument, argument) for argument in arguments))
+    assert (code, out, err.count("\n")) == (1, "", 1) and (str(file) in err or source in err)
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_scale_that_is_missing_is_named_with_its_file(tmp_path, capsys):
+    checkpoint(tmp_path / "a", {"m.q.weight_packed": torch.zeros(4, 16, dtype=torch.uint8)},
+               {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"})  # fmt: skip
+    for arguments in (("inspect",), ("tune", "--dry-run"), ("convert", "-o", tmp_path / "out")):
+        code, _, err = run(capsys, arguments[0], tmp_path / "a", *arguments[1:])
+        assert code == 1 and "model.safetensors" in err and "m.q" in err and err.count("\n") == 1, err
+    checkpoint(tmp_path / "b", {"w": torch.zeros(4)}, {"quant_method": "unheard-of"})
+    code, _, err = run(capsys, "inspect", tmp_path / "b")
+    assert code == 1 and "quant_method 'unheard-of', which no layout reads" in err
 
 
 def test_an_interrupt_and_a_defect(source, capsys, monkeypatch):

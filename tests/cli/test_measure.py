@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import mxtensor as mx
@@ -124,6 +125,18 @@ def test_a_report_has_numbers_pictures_and_nothing_from_elsewhere(folder, tmp_pa
 
     code, out, _ = run(capsys, "report", folder / "mxfp4", "--reference", folder / "plain", "-o", tmp_path / "s.html")
     assert code == 0 and "mxfp4" in out and "outputs of layers were not measured" in (tmp_path / "s.html").read_text()
+
+
+def test_given_inputs_are_what_the_text_would_be(folder, tmp_path, capsys):
+    ids = AutoTokenizer.from_pretrained(folder / "plain")(TEXT, return_tensors="pt").input_ids[:, :256]
+    save_file({"input_ids": ids}, tmp_path / "inputs.safetensors")
+    model = (folder / "plain", "--format", "mxfp8", "-o", tmp_path / "r.html", "--json")
+    by_text = json.loads(run(capsys, "report", *model, "--text", folder / "text.txt", "--tokens", 256)[1])["models"][0]
+    by_file = json.loads(run(capsys, "report", *model, "--inputs", tmp_path / "inputs.safetensors")[1])["models"][0]
+    assert by_file["outputs"] == by_text["outputs"] != [] and by_file["quality"] is None
+    (tmp_path / "bad.safetensors").write_bytes(b"12345678")
+    code, _, err = run(capsys, "report", *model, "--inputs", tmp_path / "bad.safetensors")
+    assert code == 1 and err.count("\n") == 1 and "bad.safetensors cannot be read as safetensors" in err
 
 
 def test_gguf_becomes_a_model_of_transformers_unless_it_has_codes(tmp_path, capsys, monkeypatch):
