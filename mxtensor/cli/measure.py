@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoints.registry import opened
-from ..convert.model_size import model_size
+from ..convert.model_size import ModelSize, model_size
 from ..convert.quantize import quantize_
 from ..report.model_report import layer_errors
 from ..report.output_errors import output_errors
 from ..report.page import Measured, page, summary
-from ..report.quality import evaluate
+from ..report.quality import Quality, evaluate
 from .models import load_model, load_tokenizer, text_rows
 from .output import columns, progress, show
 
@@ -51,19 +51,19 @@ def eval_model(arguments: argparse.Namespace) -> int:
         "window": arguments.window, "perplexity": found.perplexity,
     }  # fmt: skip
     header = ["model", "bits a value", "MB", "tokens", "perplexity"]
-    cells = [
-        arguments.path,
-        f"{size.bits:.2f}",
-        f"{size.nbytes / 1e6:.1f}",
-        f"{found.tokens}",
-        f"{found.perplexity:.2f}",
-    ]
+    lines = [[*_stored(arguments.path, size), f"{found.tokens}", f"{found.perplexity:.2f}"]]
     if reference is not None:
-        fields |= {"reference": arguments.reference, "kl": found.kl, "kl_error": found.kl_error,
-                   "same_token": found.same_token}  # fmt: skip
+        fields |= {"reference": arguments.reference, "reference_perplexity": found.reference_perplexity,
+                   "kl": found.kl, "kl_error": found.kl_error, "same_token": found.same_token}  # fmt: skip
         header += ["KL", "+-", "same token"]
-        cells += [f"{found.kl:.4f}", f"{found.kl_error:.4f}", f"{found.same_token:.1%}"]
-    return show(arguments, columns(header, [cells]), fields)
+        lines[0] += [f"{found.kl:.4f}", f"{found.kl_error:.4f}", f"{found.same_token:.1%}"]
+        before = [*_stored(arguments.reference, model_size(reference)), f"{found.tokens}"]
+        lines.append([*before, f"{found.reference_perplexity:.2f}", "", "", ""])
+    return show(arguments, columns(header, lines), fields)
+
+
+def _stored(path: str, size: ModelSize) -> list[str]:
+    return [path, f"{size.bits:.2f}", f"{size.nbytes / 1e6:.1f}"]
 
 
 # ---------------------------------------------------------------------------------------------- report
@@ -104,6 +104,10 @@ def report(arguments: argparse.Namespace) -> int:
             errors = layer_errors(small, reference)
             models.append(Measured(label, size.bits, size.nbytes, errors, outputs, found))
             step()
+    size, found = model_size(reference), models[0].quality
+    if found is not None and found.reference_perplexity is not None:
+        found = Quality(found.reference_perplexity, 0.0, 0.0, 1.0, found.tokens)
+    models.insert(0, Measured(before, size.bits, size.nbytes, [], [], found))
     about = {"model before": before, "sample": _sample(arguments, rows)}
     text = page(f"Quantization report of {Path(arguments.path).resolve().name}", about, models)
     arguments.output.parent.mkdir(parents=True, exist_ok=True)

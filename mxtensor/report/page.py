@@ -29,7 +29,7 @@ p { max-width: 46rem } code { font-size: 13px }
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured of one quantized model."""
+    """What was measured of one model. The model before quantization has neither weights nor outputs."""
 
     label: str
     """Its format, or its path."""
@@ -168,6 +168,8 @@ def page(title: str, about: Mapping[str, str], models: Sequence[Measured]) -> st
             out += [f"<h2>{heading}</h2>", f"<p>{text}</p>"]
             out += [f'<img alt="{escape(label)} by layer" src="data:image/png;base64,{picture}">']
     for m in models:
+        if not m.weights:
+            continue
         out += [f"<h2>{escape(m.label)}, layer by layer</h2>", _layers(m)]
     head = f'<meta charset="utf-8">\n<title>{escape(title)}</title>\n<style>{STYLE}</style>'
     return (

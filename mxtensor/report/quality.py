@@ -27,6 +27,8 @@ class Quality:
     """How often both models find the same token the most likely one, 0 to 1."""
     tokens: int
     """Predicted tokens."""
+    reference_perplexity: float | None = None
+    """Of the other model."""
 
 
 def windows(tokenizer: Any, text: str, count: int | None = None, window: int = WINDOW) -> Tensor:
@@ -60,21 +62,25 @@ class _Tokens:
 
     loss: Tensor
     """The negative logarithm of the probability of the token that follows."""
+    other_loss: Tensor
+    """The same of the other model."""
     kl: Tensor
     same: Tensor
 
 
 def _tokens(found: Tensor, reference: Tensor, rows: Tensor) -> _Tokens:
-    loss = -found.gather(-1, rows[:, 1:, None])
+    loss, other = (-model.gather(-1, rows[:, 1:, None]).flatten() for model in (found, reference))
     kl = (reference.exp() * (reference - found)).sum(-1)
     same = found.argmax(-1) == reference.argmax(-1)
-    return _Tokens(loss.flatten(), kl.flatten().double(), same.flatten().float())
+    return _Tokens(loss, other, kl.flatten().double(), same.flatten().float())
 
 
 def _quality(tokens: Sequence[_Tokens]) -> Quality:
-    loss, kl, same = (torch.cat([getattr(t, name) for t in tokens]) for name in ("loss", "kl", "same"))
-    perplexity, error = math.exp(loss.mean().item()), (kl.std() / len(kl) ** 0.5).item()
-    return Quality(perplexity, kl.mean().item(), error, same.mean().item(), len(kl))
+    names = ("loss", "other_loss", "kl", "same")
+    loss, other, kl, same = (torch.cat([getattr(t, name) for t in tokens]) for name in names)
+    perplexity, reference = (math.exp(x.mean().item()) for x in (loss, other))
+    error = (kl.std() / len(kl) ** 0.5).item()
+    return Quality(perplexity, kl.mean().item(), error, same.mean().item(), len(kl), reference)
 
 
 def quality(found: Tensor, reference: Tensor, rows: Tensor) -> Quality:

@@ -45,6 +45,7 @@ def test_eval_is_the_loss_of_the_model(folder, capsys):
     fields = json.loads(out)
     assert code == 0 and fields["tokens"] == 63
     assert fields["perplexity"] == pytest.approx(math.exp(loss(folder / "mxfp4", ids)), rel=1e-5)
+    assert fields["reference_perplexity"] == pytest.approx(math.exp(loss(folder / "plain", ids)), rel=1e-5)
     assert 0 < fields["kl"] < 10 and fields["kl_error"] > 0 and 0 <= fields["same_token"] <= 1
     while_loading = json.loads(run(capsys, "eval", folder / "plain", "--format", "mxfp4-weight-only", *arguments)[1])
     assert while_loading["perplexity"] == fields["perplexity"] and "kl" not in while_loading
@@ -113,14 +114,15 @@ def test_a_report_has_numbers_pictures_and_nothing_from_elsewhere(folder, tmp_pa
     code, out, _ = run(capsys, "report", folder / "plain", "--format", "mxfp8-weight-only", "nvfp4", *arguments)
     fields = json.loads(out)
     text = (tmp_path / "new" / "r.html").read_text()
-    assert code == 0 and [m["label"] for m in fields["models"]] == ["mxfp8-weight-only", "nvfp4"]
-    eight, four = ({row["fqn"]: row for row in m["outputs"]} for m in fields["models"])
+    assert code == 0 and [m["label"] for m in fields["models"][1:]] == ["mxfp8-weight-only", "nvfp4"]
+    eight, four = ({row["fqn"]: row for row in m["outputs"]} for m in fields["models"][1:])
     assert len(eight) == 7 and all(eight[name]["alone_db"] > four[name]["alone_db"] > 0 for name in eight)
     assert all(name in text for name in eight)
     pictures = [base64.b64decode(found) for found in re.findall(r'src="data:image/png;base64,([^"]+)"', text)]
     assert len(pictures) == 3 and all(picture.startswith(b"\x89PNG") for picture in pictures)
     assert re.findall(r"(?:https?:|<link|<script|src=\"(?!data:))", text) == []
-    q = fields["models"][0]["quality"]
+    before, q = (m["quality"] for m in fields["models"][:2])
+    assert before["perplexity"] == q["reference_perplexity"] and fields["models"][0]["bits"] == 16
     assert q["tokens"] == 255 and f"{q['perplexity']:.2f}" in text
 
     code, out, _ = run(capsys, "report", folder / "mxfp4", "--reference", folder / "plain", "-o", tmp_path / "s.html")
@@ -131,8 +133,8 @@ def test_given_inputs_are_what_the_text_would_be(folder, tmp_path, capsys):
     ids = AutoTokenizer.from_pretrained(folder / "plain")(TEXT, return_tensors="pt").input_ids[:, :256]
     save_file({"input_ids": ids}, tmp_path / "inputs.safetensors")
     model = (folder / "plain", "--format", "mxfp8", "-o", tmp_path / "r.html", "--json")
-    by_text = json.loads(run(capsys, "report", *model, "--text", folder / "text.txt", "--tokens", 256)[1])["models"][0]
-    by_file = json.loads(run(capsys, "report", *model, "--inputs", tmp_path / "inputs.safetensors")[1])["models"][0]
+    by_text = json.loads(run(capsys, "report", *model, "--text", folder / "text.txt", "--tokens", 256)[1])["models"][1]
+    by_file = json.loads(run(capsys, "report", *model, "--inputs", tmp_path / "inputs.safetensors")[1])["models"][1]
     assert by_file["outputs"] == by_text["outputs"] != [] and by_file["quality"] is None
     (tmp_path / "bad.safetensors").write_bytes(b"12345678")
     code, _, err = run(capsys, "report", *model, "--inputs", tmp_path / "bad.safetensors")
