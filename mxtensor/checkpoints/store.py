@@ -157,8 +157,8 @@ def convert(
     return report
 
 
-def _progress(names: list[str], shown: bool, does: str = "converting") -> Iterable[str]:
-    return with_progress(names, does, "tensor") if shown and len(names) > 100 else names
+def _progress(names: list[str], shown: bool) -> Iterable[str]:
+    return with_progress(names, "converting", "tensor") if shown and len(names) > 100 else names
 
 
 def _writable(layout: str, path: str | Path) -> Layout:
@@ -270,16 +270,15 @@ class Info:
         return out
 
 
-def info(path: str | Path, progress: bool = False) -> Info:
+def info(path: str | Path) -> Info:
     """The layout of a checkpoint and the format, shape and bytes of each tensor, which are read one by one."""
     with opened(path) as checkpoint:
         layout = layout_of(checkpoint)
-        return Info(checkpoint.path, layout.name, tuple(_rows(checkpoint, layout, progress)))
+        return Info(checkpoint.path, layout.name, tuple(_rows(checkpoint, layout)))
 
 
-def _rows(checkpoint: Checkpoint, layout: Layout, progress: bool) -> Iterator[Row]:
-    entries = layout.read(checkpoint)
-    for name in _progress(list(entries), progress, "reading"):
-        value = checkpoint.load(name, entries[name])
+def _rows(checkpoint: Checkpoint, layout: Layout) -> Iterator[Row]:
+    for name, entry in layout.read(checkpoint).items():
+        value = checkpoint.load(name, entry)
         kind = value.format.name if isinstance(value, MXTensor) else str(value.dtype).removeprefix("torch.")
         yield Row(name, kind, tuple(value.shape), value.nbytes)

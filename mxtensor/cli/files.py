@@ -53,7 +53,7 @@ def _size(path: str) -> int:
 
 def inspect(arguments: argparse.Namespace) -> int:
     """``inspect``."""
-    found = store.info(arguments.path, progress=True)
+    found = store.info(arguments.path)
     values, size = sum(math.prod(row.shape) for row in found.rows), sum(row.nbytes for row in found.rows)
     rows = [
         (format, f"{count}", f"{n:,}", readable_size(nbytes), f"{8 * nbytes / max(n, 1):.4g}")

@@ -79,7 +79,7 @@ WRONG = [
     (2, ("quantize", "SRC", "-o", "OUT", "--format", "mxfp9"), "unknown format 'mxfp9'"),
     (2, ("quantize", "SRC", "-o", "OUT"), "required: --format"),
     (2, ("convert", "SRC", "-o", "OUT", "--layout", "awq"), "unknown layout 'awq'"),
-    (2, ("convert", "SRC", "-o", "OUT", "--layout", "gguf"), "the layout gguf is only read"),
+    (2, ("convert", "SRC", "-o", "OUT", "--layout", "READ"), "is only read; choose one of native, "),
     (2, ("convert", "SRC", "-o", "OUT", "--max-shard-bytes", "0"), "'0' is no whole number from 1 on"),
     (2, ("report", "SRC"), "pass either --reference"),
     (2, ("report", "SRC", "--format", "mxfp8", "--text", "a", "--inputs", "b"), "pass --text or --inputs, not both"),
@@ -94,6 +94,7 @@ def test_a_failure_is_one_line_and_leaves_nothing(code, arguments, message, sour
     if torch.cuda.is_available() and "cuda" in arguments:
         pytest.skip("there is a CUDA device")
     places = {"SRC": source, "OUT": str(tmp_path / "out")}
+    places["READ"] = next(name for name, layout in mx.checkpoints.LAYOUTS.items() if layout.write is None)
     if "OTHER" in arguments:
         places["OTHER"] = str(checkpoint(tmp_path / "a" / "other", {"x.weight": torch.ones(2, 2)}))
     if "LARGER" in arguments:
@@ -142,7 +143,7 @@ def test_a_scale_that_is_missing_is_named_with_its_file(tmp_path, capsys):
 
 def test_an_interrupt_and_a_defect(source, capsys, monkeypatch):
     def raising(error):
-        def info(path, progress):
+        def info(path):
             raise error
 
         monkeypatch.setattr(store, "info", info)
