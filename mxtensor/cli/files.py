@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoints import store
+from ..checkpoints.gguf import GGUF
 from ..checkpoints.registry import layout_of, opened
 from ..core.shapes import readable_size
 from ..report.model_report import sqnr_db
@@ -22,7 +23,10 @@ from .output import columns, progress, show
 
 def convert(arguments: argparse.Namespace) -> int:
     """``quantize`` and ``convert``."""
-    with without_gguf(arguments.source, beside=arguments.output) as source:
+    with ExitStack() as stack:
+        source: str | Path = arguments.source
+        if arguments.layout != GGUF.name:  # a GGUF file has llama.cpp's names, whatever it is made from
+            source = stack.enter_context(without_gguf(source, beside=arguments.output))
         report = store.convert(
             source,
             arguments.output,

@@ -79,7 +79,7 @@ WRONG = [
     (2, ("quantize", "SRC", "-o", "OUT", "--format", "mxfp9"), "unknown format 'mxfp9'"),
     (2, ("quantize", "SRC", "-o", "OUT"), "required: --format"),
     (2, ("convert", "SRC", "-o", "OUT", "--layout", "awq"), "unknown layout 'awq'"),
-    (2, ("convert", "SRC", "-o", "OUT", "--layout", "READ"), "is only read; choose one of native, "),
+    (2, ("convert", "SRC", "-o", "OUT", "--layout", "READ"), "is only read; choose one of "),
     (2, ("convert", "SRC", "-o", "OUT", "--max-shard-bytes", "0"), "'0' is no whole number from 1 on"),
     (2, ("report", "SRC"), "pass either --reference"),
     (2, ("report", "SRC", "--format", "mxfp8", "--text", "a", "--inputs", "b"), "pass --text or --inputs, not both"),

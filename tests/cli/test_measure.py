@@ -162,3 +162,18 @@ def test_gguf_becomes_a_model_of_transformers_unless_it_has_codes(tmp_path, caps
     assert code == 0 and "keeps llama.cpp's names of tensors: transformers cannot read it" in err
     assert list(mx.checkpoints.load(tmp_path / "out")) == ["blk.0.attn_q.weight"]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.gguf", "codes.gguf", "out"]
+
+
+@pytest.mark.skipif(mx.checkpoints.LAYOUTS["gguf"].write is None, reason="GGUF is only read")
+def test_from_gguf_to_gguf_names_stay(tmp_path, capsys):
+    gguf = pytest.importorskip("gguf")
+    writer = gguf.GGUFWriter(str(tmp_path / "a.gguf"), "llama")
+    writer.add_tensor("blk.0.attn_q.weight", torch.randn(32, 32).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    arguments = ("-o", tmp_path / "b.gguf", "--layout", "gguf", "--format", "mxfp4-weight-only")
+    code, _, err = run(capsys, "quantize", tmp_path / "a.gguf", *arguments)
+    assert code == 0 and err == ""
+    assert list(mx.checkpoints.load(tmp_path / "b.gguf")) == ["blk.0.attn_q.weight"]
