@@ -1,8 +1,10 @@
 """The command: quantize, convert, inspect and compare, exit codes, and that a failure is one line."""
 
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -103,6 +105,24 @@ def test_a_failure_is_one_line_and_leaves_nothing(code, arguments, message, sour
     assert found == code and out == "" and err.count("\n") == 1
     assert err.startswith("mxtensor") and ": error: " in err and message in err
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
+
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "guide" / "serve.md").read_text()
+SERVED = [
+    (layout, format)
+    for _, layout, formats in re.findall(r"^\| ([\w -]+) \| `([\w-]+)` \| (`.+?`) \| ", PAGE, re.MULTILINE)
+    for format in re.findall(r"`([\w-]+)`", formats)
+]
+
+
+@pytest.mark.parametrize(("layout", "format"), sorted(set(SERVED)))
+def test_what_the_page_serves_is_written_and_read(layout, format, tmp_path, capsys):
+    path = checkpoint(tmp_path / "a", {"model.layers.0.q_proj.weight": torch.randn(64, 256).bfloat16()})
+    code, out, _ = run(capsys, "quantize", path, "-o", tmp_path / "b", "--format", format, "--layout", layout)
+    assert code == 0 and "1 rounded" in out
+    fields = json.loads(run(capsys, "inspect", tmp_path / "b", "--json")[1])
+    stored = mx.get_format(format.removesuffix("-weight-only")).name
+    assert fields["layout"] == layout and list(fields["formats"]) == [stored]
 
 
 BAD = {
