@@ -30,9 +30,11 @@ from .sink import Sink, merged
 from .source import Checkpoint
 
 SHARD_BYTES = 1 << 29
+LOOKUPS = ("embed_tokens", "wte", "word_embeddings", "tok_embeddings", "token_embd")
+"""Last components of module names of embeddings that a head may share its weight with."""
 SKIPPED = (
-    *HEAD_NAMES, *SKIPPED_NAMES, "embed_tokens", "embed_positions", "wte", "wpe", "word_embeddings",
-    "position_embeddings", "token_type_embeddings", "embeddings", "tok_embeddings", "token_embd", "output", "norm",
+    *HEAD_NAMES, *SKIPPED_NAMES, *LOOKUPS, "embed_positions", "wpe", "position_embeddings", "token_type_embeddings",
+    "embeddings", "output", "norm",
 )  # fmt: skip
 """Last components of module names whose matrices stay in high precision: heads, routers and embeddings."""
 TILES, TILE = 4, (128, 512)
@@ -110,7 +112,7 @@ def save(
             if not isinstance(name, str) or not isinstance(value, Tensor):
                 raise TypeError(f"save: a state dict holds tensors by name, got {described(value)} for {name!r:.80}")
             _store(sink, chosen, written, name, values_of(value))
-        sink.finish(merged(config, chosen.config(written) if chosen.config else {}, None))
+        sink.finish(merged(config, _config(chosen, written), None))
 
 
 def convert(
@@ -150,7 +152,7 @@ def convert(
                 new = _quantized(name, value, recipe, names)
                 _note(report, name, value, new)
                 _store(sink, chosen, written, name, new)
-            files = merged(checkpoint.config, chosen.config(written) if chosen.config else {}, checkpoint.path)
+            files = merged(checkpoint.config, _config(chosen, written), checkpoint.path)
             sink.finish(files, checkpoint.path)
     return report
 
@@ -178,6 +180,19 @@ def _store(sink: Sink, layout: Layout, written: Written, name: str, value: Tenso
         return
     written.weights[name] = value.recipe
     sink.add(write(name, value), layout.metadata(name, value) if layout.metadata else {})
+
+
+def _config(layout: Layout, written: Written) -> dict[str, Any]:
+    """The JSON files of the layout.
+
+    A head that shares its weight with an embedding is stored nowhere by its own name. It is listed with the layers in
+    high precision nevertheless: readers would take it for a quantized layer otherwise.
+    """
+    modules = [name.removesuffix(".weight") for name in (*written.weights, *written.others)]
+    is_tied = any(is_skipped(m, LOOKUPS) for m in modules) and not any(is_skipped(m, HEAD_NAMES) for m in modules)
+    if is_tied:
+        written.others.append(f"{HEAD_NAMES[0]}.weight")
+    return layout.config(written) if layout.config else {}
 
 
 def _quantized(name: str, value: Tensor, recipe: LinearRecipe | None, skip: Sequence[str]) -> Tensor:

@@ -106,6 +106,27 @@ NEVER_SEEN = {
     "quantize its high-precision checkpoint with quantization_config=mx.TransformersConfig(format)",
     "{value}: the metadata of the checkpoint does not say its format",
     "TransformersConfig: {value} trains, and stores no codes; pass a format for inference",
+    # of the command, which prints them as one line: tests/cli
+    "{value} and {value} have no tensor of the same name: {value} and {value}; compare two checkpoints of one model",
+    "{value} trains, and stores no codes; pass a format such as mxfp8-weight-only",
+    "the layout {value} is only read; choose one of {value}",
+    "{value} is no device; pass cpu or cuda",
+    "{value} is no whole number from {value} on",
+    "--device {value}: torch finds no CUDA device here",
+    "{value} has no tokenizer; pass --tokenizer with a folder that has one",
+    "this command needs transformers: pip install 'mxtensor[cli]'",
+    "{value} is not a text in UTF-8: {value}",
+    "{value} has no config.json; pass the folder of a model as transformers saves it",
+    "{value} is quantized already; leave --format out, or pass the model before",
+    "{value} cannot be loaded by transformers: {value}",
+    "{value} has no quantized matrix; pass --format with what it is to be quantized to",
+    # of reports, which the command prints as one line: tests/cli, tests/report/test_output_errors.py
+    "the reference has no layer {value} of its own; pass a copy.deepcopy of the model before",
+    "no layer is quantized, so there is nothing to report; pass --format",
+    "a report needs matplotlib: pip install 'mxtensor[plot]'",
+    "the text has {value} tokens; {value} were asked for, and a window has {value}",
+    "the model has a vocabulary of {value} tokens, the reference one of {value}; compare a model with its own "
+    "high-precision version",
     # a table of configs that another version has written: tests/kernels/small_m/test_small_m.py
     "a row of a table of launch configs has the columns {value}, not {value}; "
     "measure the table again with python -m mxtensor.report.tune",

@@ -1,5 +1,6 @@
 """transformers: quantizing while loading, saving, and loading reloaded by name alone."""
 
+import json
 import subprocess
 import sys
 
@@ -143,11 +144,15 @@ def test_it_is_registered_in_any_order_of_imports_and_imports_nothing_itself(ord
     assert done.stdout.strip() == "True", done.stderr
 
 
-@pytest.mark.parametrize("format", ["mxfp4", "mxfp6-weight-only", "mxfp8-weight-only", "nvfp4-weight-only"])
+@pytest.mark.parametrize(
+    ("name", "format"),
+    [("Llama", "mxfp4"), ("Llama", "mxfp6-weight-only"), ("Llama", "mxfp8-weight-only"), ("Llama", "nvfp4-weight-only"),
+     ("Llama, tied", "nvfp4-weight-only")],
+)  # fmt: skip
 @pytest.mark.filterwarnings("ignore")
-def test_transformers_loads_the_layout_of_compressed_tensors(format, tmp_path):
+def test_transformers_loads_the_layout_of_compressed_tensors(name, format, tmp_path):
     pytest.importorskip("compressed_tensors")
-    MODELS["Llama"]().bfloat16().save_pretrained(tmp_path / "a")
+    MODELS[name]().bfloat16().save_pretrained(tmp_path / "a")
     mx.checkpoints.convert(tmp_path / "a", tmp_path / "b", layout="compressed-tensors", format=format)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "b")
     with torch.no_grad():
@@ -155,6 +160,19 @@ def test_transformers_loads_the_layout_of_compressed_tensors(format, tmp_path):
     state, wanted = model.state_dict(), mx.checkpoints.load(tmp_path / "b")
     weights = {name: t.dequantize() for name, t in wanted.items() if isinstance(t, mx.MXTensor)}
     assert len(weights) == 14 and all(torch.equal(state[name], values) for name, values in weights.items())
+
+
+@pytest.mark.parametrize(
+    ("layout", "key"),
+    [("compressed-tensors", "ignore"), ("modelopt", "ignore"), ("deepseek", "modules_to_not_convert")],
+)
+def test_a_tied_head_is_listed_with_the_layers_in_high_precision(layout, key, tmp_path):
+    format = "float8_128x128-weight-only" if layout == "deepseek" else "nvfp4-weight-only"
+    for name in ("Llama", "Llama, tied"):
+        MODELS[name]().bfloat16().save_pretrained(tmp_path / "a")
+        mx.checkpoints.convert(tmp_path / "a", tmp_path / "b", layout=layout, format=format, overwrite=True)
+        config = json.loads((tmp_path / "b" / "config.json").read_text())["quantization_config"]
+        assert sorted(config[key]) == ["lm_head", "model.embed_tokens"], name
 
 
 def test_transformers_dequantizes_the_layout_of_deepseek_to_the_same_values(tmp_path):
