@@ -57,6 +57,17 @@ class Row:
 RowT = TypeVar("RowT", bound=Row)
 
 
+def cpu_clock(run: Work) -> Callable[[], float]:
+    """The clock of the CPU time of this process: for work on one thread, on a machine that does other work too."""
+
+    def sample() -> float:
+        start = time.process_time()
+        run()
+        return (time.process_time() - start) * 1e3
+
+    return sample
+
+
 def wall_clock(run: Work) -> Callable[[], float]:
     """The clock of wall time, for work that is finished when its call returns."""
 
@@ -84,8 +95,11 @@ def timed(
     warmup: int = 3,
     clock: Clock = wall_clock,
     seconds: float = float("inf"),
+    summary: Callable[[list[float]], float] = statistics.median,
 ) -> RowT:
     """Time the contenders side by side, fill ``row`` with the medians, and return it.
+
+    ``summary`` makes one figure of the times of a contender; ``min`` shows what other work on the machine hides.
 
     Every round times each contender once, so that a drift of the machine affects all of them. ``contenders`` maps a
     name to the function that prepares the work. A contender that raises in preparation or warm-up is recorded in
@@ -109,7 +123,7 @@ def timed(
         first = index % max(len(names), 1)  # rotate the order: the work before changes the temperature of the chip
         for name in names[first:] + names[:first]:
             samples[name].append(ready[name]())
-    row.times = {name: statistics.median(values) for name, values in samples.items()}
+    row.times = {name: summary(values) for name, values in samples.items()}
     base = samples.get(next(iter(contenders), ""))
     if base:
         row.relative = {

@@ -13,6 +13,8 @@ import argparse
 import copy
 import logging
 import math
+import os
+import statistics
 import tempfile
 import types
 import warnings
@@ -29,7 +31,21 @@ import mxtensor as mx
 from examples import smollm2
 
 from .cuda import Target, print_failures, print_verdicts
-from .harness import Prepare, Progress, Row, Work, add_options, command, machine, print_table, timed, write_json
+from .harness import (
+    Clock,
+    Prepare,
+    Progress,
+    Row,
+    Work,
+    add_options,
+    command,
+    cpu_clock,
+    machine,
+    print_table,
+    timed,
+    wall_clock,
+    write_json,
+)  # fmt: skip
 from .llama_cpp_peer import LlamaCpp, write_gguf
 
 PLAIN = ("bfloat16", "float32")
@@ -61,7 +77,9 @@ class LlmRow(Row):
     read: dict[str, int] = field(default_factory=dict)
     """Contender -> bytes of weights that a step reads."""
     bandwidth: float = 0.0
-    """GB/s at which this process reads memory with these threads."""
+    """GB/s at which this process reads memory with these threads, in turn with the contenders."""
+    load: float = 0.0
+    """The system's load average of the last minute when the row was finished: this benchmark alone is about 1."""
 
     def tokens_a_second(self, name: str) -> float:
         return 1e3 * self.batch / self.times[name] if name in self.times else math.nan
@@ -210,6 +228,19 @@ def torch_contender(model: Any, batch: int, compiles: bool, ready: list[Steps]) 
     return prepare
 
 
+READING = ("sum", "amax")
+
+
+def reading(name: str, megabytes: int) -> Prepare:
+    """The work of reading memory with torch: a reduction over more than any cache holds."""
+
+    def prepare() -> Work:
+        work: Work = getattr(torch.ones(megabytes * 250_000), name)
+        return work
+
+    return prepare
+
+
 def llama_cpp_contender(path: Path, batch: int, threads: int, ready: list[LlamaCpp]) -> Prepare:
     """The work of one step of llama.cpp; ``ready`` gets what has to be closed after the row."""
 
@@ -242,22 +273,32 @@ class Bench:
         except Exception as error:
             self.failed[name] = f"{type(error).__name__}: {error}".splitlines()[0][:120]
 
-    def row(self, threads: int, batch: int, mode: str, repeats: int, seconds: float, bandwidth: float) -> LlmRow:
-        """Time a step of every contender, in turn."""
+    def row(
+        self, threads: int, batch: int, mode: str, repeats: int, seconds: float, fastest: bool = False,
+        clock: Clock = wall_clock,
+    ) -> LlmRow:  # fmt: skip
+        """Time a step of every contender, in turn; ``fastest``: the fastest step counts, not the median."""
         row = LlmRow(f"{self.name}, {threads} threads, batch {batch}, {mode}", {})
         row.model, row.threads, row.batch, row.mode = self.name, threads, batch, mode
-        row.bandwidth, row.failed = bandwidth, dict(self.failed)
+        row.failed = dict(self.failed)
         steps: list[Steps] = []
         peers: list[LlamaCpp] = []
         contenders = {n: torch_contender(m, batch, mode == "compiled", steps) for n, m in self.variants.items()}
         contenders |= {n: llama_cpp_contender(p, batch, threads, peers) for n, p in self.files.items()}
+        megabytes = 8 if self.name == "tiny" else 256
+        contenders |= {name: reading(name, megabytes) for name in READING}
         row.read = {n: read_bytes(m) for n, m in self.variants.items()}
         row.read |= {n: p.stat().st_size for n, p in self.files.items()}
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
         try:
-            return timed(row, contenders, repeats, warmup=2, seconds=seconds)
+            summary = min if fastest else statistics.median
+            timed(row, contenders, repeats, 2, clock, seconds, summary)
+            row.bandwidth = megabytes / min(row.times.pop(name) for name in READING)
+            row.relative = {name: ratio for name, ratio in row.relative.items() if name not in READING}
+            return row
         finally:
+            row.load = os.getloadavg()[0]
             torch.set_num_threads(before)
             for step in steps:
                 step.restore()
@@ -325,13 +366,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--modes", nargs="+", default=MODES, choices=MODES, help="(both); llama.cpp has one")
     add("--formats", nargs="+", default=FORMATS, metavar="NAME", help="what quantize_ takes")
     add("--seconds", type=float, default=20, help="for the rounds of one row (%(default)s)")
+    add("--fastest", action="store_true", help="the fastest step counts, not the median: for a machine in use")
     add("--no-peers", action="store_true", help="without torchao and llama.cpp")
     add("--no-head", action="store_true", help="leave head and embedding in bfloat16")
+    add("--cpu-time", action="store_true", help="the CPU time of this process, on one thread: for a machine in use")
     args = parser.parse_args(argv)
+    if args.cpu_time and set(args.threads) != {1}:
+        parser.error("--cpu-time needs --threads 1: threads that wait for each other use CPU time too")
+    clock = cpu_clock if args.cpu_time else wall_clock
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
 
-    bandwidths = {threads: bandwidth(threads, 8 if args.models == ["tiny"] else 512) for threads in args.threads}
     total = len(args.models) * len(args.threads) * len(args.batches) * len(args.modes)
     rows, progress = [], Progress(total, "row")
     with tempfile.TemporaryDirectory() as folder:
@@ -340,26 +385,24 @@ def main(argv: Sequence[str] | None = None) -> None:
             for mode in args.modes:
                 for threads in args.threads:
                     for batch in args.batches:
-                        rows.append(bench.row(threads, batch, mode, args.repeats, args.seconds, bandwidths[threads]))
+                        options = args.repeats, args.seconds, args.fastest, clock
+                        rows.append(bench.row(threads, batch, mode, *options))
                         progress.step(rows[-1].work)
-                        write_json(args.json, rows, bandwidth=bandwidths)
+                        write_json(args.json, rows)
     progress.close()
     info = machine()
-    measured = ", ".join(f"{gbps:.1f} GB/s on {threads} threads" for threads, gbps in bandwidths.items())
-    print(f"\n{command()}\n{info['cpu']}, memory is read at {measured}\n")
+    print(f"\n{command()}\n{info['cpu']}, memory is read at {bandwidths(rows)}\n")
     print_table(HEADER, lines(rows))
     print_failures(rows)
     print_verdicts(TARGETS, rows)
 
 
-def bandwidth(threads: int, megabytes: int) -> float:
-    """GB/s at which memory is read with this number of threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        return smollm2.memory_bandwidth(megabytes)
-    finally:
-        torch.set_num_threads(before)
+def bandwidths(rows: Sequence[LlmRow]) -> str:
+    """The greatest bandwidth of each number of threads."""
+    best: dict[int, float] = {}
+    for row in rows:
+        best[row.threads] = max(row.bandwidth, best.get(row.threads, 0.0))
+    return ", ".join(f"{gbps:.1f} GB/s on {threads} threads" for threads, gbps in best.items())
 
 
 if __name__ == "__main__":

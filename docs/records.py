@@ -73,7 +73,7 @@ def llm() -> str:
 def llm_cpu() -> str:
     """What benchmarks/llm_cpu.py recorded; a sentence where there is none yet."""
     from benchmarks.cuda import VERDICT_HEADER
-    from benchmarks.llm_cpu import HEADER, TARGETS, LlmRow, lines
+    from benchmarks.llm_cpu import HEADER, TARGETS, LlmRow, bandwidths, lines
 
     path = RESULTS / "llm_cpu.json"
     if not path.exists():
@@ -81,11 +81,10 @@ def llm_cpu() -> str:
             "Not recorded yet: `python -m benchmarks.llm_cpu --json benchmarks/results/llm_cpu.json` writes the record."
         )
     machine, rows = read_json(path, LlmRow)
-    bandwidths = {row.threads: row.bandwidth for row in rows}
-    measured = ", ".join(f"{gbps:.1f} GB/s on {threads} threads" for threads, gbps in bandwidths.items())
     verdicts = [target.verdict(rows) for target in sorted(TARGETS, key=lambda target: target.margin(rows))]
+    loads = f"the system's load was {min(row.load for row in rows):.1f} to {max(row.load for row in rows):.1f}"
     paragraphs = [
-        _where(f"{machine['cpu']}, memory is read at {measured}", machine),
+        _where(f"{machine['cpu']}, memory is read at {bandwidths(rows)}, {loads}", machine),
         table(", ".join(VERDICT_HEADER), verdicts),
         table(", ".join(HEADER), lines(rows)),
     ]

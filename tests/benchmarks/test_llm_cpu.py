@@ -87,12 +87,19 @@ def test_compiled_steps_are_those_of_eager_and_are_taken_back():
 def test_main_writes_a_record_and_prints_the_targets(tmp_path, capsys):
     path = tmp_path / "llm_cpu.json"
     options = ["--models", "tiny", "--threads", "1", "--batches", "2", "--modes", "eager", "--no-peers"]
+    options += ["--fastest", "--cpu-time"]
     llm_cpu.main([*options, "--repeats", "2", "--formats", "mxfp8-weight-only", "--json", str(path)])
     out = capsys.readouterr().out
     assert "mxfp8 over the faster of bf16 and f32, batch 1" in out and "tiny, 1 threads, batch 2, eager" in out
     (found,) = json.loads(path.read_text())["rows"]
     assert set(found["times"]) == {"bfloat16", "float32", "mxfp8-weight-only"} and not found["failed"]
-    assert found["bandwidth"] > 0 and found["read"]["float32"] == 2 * found["read"]["bfloat16"]
+    assert found["bandwidth"] > 0 and found["load"] >= 0 and found["read"]["float32"] == 2 * found["read"]["bfloat16"]
+
+
+def test_cpu_time_is_for_one_thread(capsys):
+    with pytest.raises(SystemExit):
+        llm_cpu.main(["--cpu-time", "--threads", "1", "2"])
+    assert "--cpu-time needs --threads 1" in capsys.readouterr().err
 
 
 def test_peers_that_are_not_installed_are_named_as_failed(tmp_path, monkeypatch):

@@ -5,7 +5,7 @@
 #include "linear.h"
 
 #if defined(__AVX512VBMI__) && defined(__AVX512BW__)
-#include "linear_avx512.h"
+#include "linear_avx512_dots.h"
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #include "linear_avx2.h"
 #else
@@ -23,8 +23,9 @@ int64_t mx_linear_packed_row(const Problem* p) {
   return values;
 }
 
-// Pack x in the order in which codes are decoded, and choose the mode. ``exactly``: w will be decoded before its product.
-void mx_linear_pack(Problem* p, int exactly) {
+// Choose the mode and pack rows first to end - 1 of x in the order in which codes are decoded. ``exactly``: w will be
+// decoded before its product; then the mode does not depend on the rows.
+void mx_linear_pack(Problem* p, int exactly, int64_t first, int64_t end) {
   p->mode = HAS_BFLOAT16 && p->x_kind == BFLOAT16 ? IN_BFLOAT16 : IN_FLOAT32;
   if (exactly && (!exact_in_bfloat16(p->element, p->scale_kind) || p->out_kind != BFLOAT16 || (p->bias && p->bias_kind != BFLOAT16))) p->mode = IN_FLOAT32;
   with_kind(p->x_kind, [&](auto kind) {
@@ -32,7 +33,7 @@ void mx_linear_pack(Problem* p, int exactly) {
     with_decoder(p->element, [&](auto* decoder) {
       using D = std::remove_pointer_t<decltype(decoder)>;
       const int64_t bytes = packed_row<D>(*p) * (p->mode == IN_BFLOAT16 ? 2 : 4);
-      for (int64_t m = 0; m < p->m && p->mode != CAREFULLY; m++) {
+      for (int64_t m = first; m < end && p->mode != CAREFULLY; m++) {
         if (!exactly && !is_tame(x + m * p->x_stride, p->k)) p->mode = CAREFULLY;
         else pack_row<D>(x + m * p->x_stride, p->k, p->mode == IN_BFLOAT16, static_cast<char*>(p->packed) + m * bytes);
       }

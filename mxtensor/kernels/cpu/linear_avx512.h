@@ -152,113 +152,60 @@ inline bool scales_of(const Problem& p, int64_t n, int step, int per_step, int64
 
 // ------------------------------------------------------------------------------------------ x in the order of codes
 
-template <typename D, typename T> void pack_row(const T* x, int64_t k, bool bfloat16, void* out) {
-  for (int64_t start = 0; start < k; start += D::STEP)
-    for (int v = 0; v < D::VECTORS; v++)
-      for (int lane = 0; lane < 16; lane++)
-        for (int half = 0; half < 2; half++) {
-          const int64_t i = start + D::code(v, lane, half), at = start + v * 32;
-          if constexpr (sizeof(T) == 2)
-            if (bfloat16) {
-              static_cast<uint16_t*>(out)[at + lane * 2 + half] = i < k ? x[i].bits : uint16_t(0);
-              continue;
-            }
-          static_cast<float*>(out)[at + half * 16 + lane] = i < k ? load(x[i]) : 0.0f;
-        }
-}
-
-// ------------------------------------------------------------------------------------------ products
-
-constexpr int AHEAD = 4096;  // bytes: codes are loaded into the cache before the processor would do so by itself
-
-// The sums of four registers.
-inline __m128 sums_of(const __m512 (&x)[4]) {
-  const auto half = [](__m512 v) { return _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1)); };
-  const __m256 low = _mm256_hadd_ps(half(x[0]), half(x[1])), high = _mm256_hadd_ps(half(x[2]), half(x[3]));
-  const __m256 sum = _mm256_hadd_ps(low, high);
-  return _mm_add_ps(_mm256_castps256_ps128(sum), _mm256_extractf128_ps(sum, 1));
-}
-
-// OUTS rows of w, ``w_step`` bytes apart, with ROWS rows of x.
-template <int OUTS, int ROWS, bool BFLOAT16_X, typename D>
-void dots(const Problem& p, const D& decode, const char* x, int64_t x_bytes, const uint8_t* w, int64_t w_step,
-          const float* scales, int64_t scales_step, int per_step, float* sums, int64_t step) {
-  constexpr int VALUE = BFLOAT16_X ? 2 : 4;
-  alignas(64) int32_t of_lane[16];
-  for (int i = 0; i < 16; i++) of_lane[i] = i * per_step / 16;
-  const Bits spread = _mm512_load_si512(of_lane);
-  __m512 total[ROWS][OUTS];
-  for (int m = 0; m < ROWS; m++)
-    for (int o = 0; o < OUTS; o++) total[m][o] = _mm512_setzero_ps();
-  const auto add = [&](int64_t at, int64_t bytes, auto whole) {
-    Bits values[OUTS][D::VECTORS];
-    __m512 scale[OUTS];
-#pragma GCC unroll 4
-    for (int o = 0; o < OUTS; o++) {
-      const uint8_t* from = w + o * w_step + at * D::BYTES;
-      const Bits codes = decltype(whole)::value && D::BYTES == 64 ? _mm512_loadu_si512(from)
-                                                                  : _mm512_maskz_loadu_epi8(first_bytes(bytes), from);
-      _mm_prefetch(from + AHEAD, _MM_HINT_T0);
-      decode(codes, values[o]);
-      scale[o] = _mm512_permutexvar_ps(spread, _mm512_loadu_ps(scales + o * scales_step + at * per_step));
-    }
-#pragma GCC unroll 8
-    for (int m = 0; m < ROWS; m++) {
-      const char* row = x + m * x_bytes + at * D::STEP * VALUE;
-      __m512 sum[OUTS];
-#pragma GCC unroll 4
-      for (int o = 0; o < OUTS; o++) sum[o] = _mm512_setzero_ps();
-#pragma GCC unroll 4
-      for (int v = 0; v < D::VECTORS; v++) {
-        const char* xs = row + v * 32 * VALUE;
-#pragma GCC unroll 4
-        for (int o = 0; o < OUTS; o++) {
-#ifdef __AVX512BF16__
-          if constexpr (BFLOAT16_X) {
-            sum[o] = _mm512_dpbf16_ps(sum[o], __m512bh(values[o][v]), __m512bh(_mm512_load_si512(xs)));
-            continue;
-          }
-#endif
-          const __m512 even = _mm512_castsi512_ps(_mm512_slli_epi32(values[o][v], 16));
-          const __m512 odd = _mm512_castsi512_ps(_mm512_and_si512(values[o][v], _mm512_set1_epi32(int(0xFFFF0000))));
-          sum[o] = _mm512_fmadd_ps(even, _mm512_load_ps(xs), sum[o]);
-          sum[o] = _mm512_fmadd_ps(odd, _mm512_load_ps(xs + 64), sum[o]);
-        }
+// Where the values of a step go. ``words``: of each packed register of bfloat16, the places in the first or the second 64
+// values. ``floats``: of the registers of float32 with the even and the odd ones of these values.
+template <typename D> struct Places {
+  alignas(64) uint16_t words[D::VECTORS][32];
+  alignas(64) int32_t floats[D::VECTORS][2][16];
+  uint32_t upper[D::VECTORS];  // bits of the words in the second 64
+  Places() {
+    for (int v = 0; v < D::VECTORS; v++) {
+      upper[v] = 0;
+      for (int i = 0; i < 32; i++) {
+        const int code = D::code(v, i / 2, i % 2);
+        words[v][i] = uint16_t(code % 64), upper[v] |= uint32_t(code >= 64) << i, floats[v][i % 2][i / 2] = code;
       }
-#pragma GCC unroll 4
-      for (int o = 0; o < OUTS; o++) total[m][o] = _mm512_fmadd_ps(sum[o], scale[o], total[m][o]);
-    }
-  };
-  const int64_t whole = p.k / D::STEP, bytes = p.row_bytes - whole * D::BYTES;
-  for (int64_t at = 0; at < whole; at++) add(at, D::BYTES, std::true_type());
-  if (bytes) add(whole, bytes, std::false_type());
-  for (int m = 0; m < ROWS; m++) {
-    const __m512 none = _mm512_setzero_ps();
-    if constexpr (OUTS == 4) {
-      _mm_storeu_ps(sums + m * step, sums_of(total[m]));
-    } else {
-      const __m128 sum = sums_of({total[m][0], total[m][1], none, none});
-      _mm_storel_pi(reinterpret_cast<__m64*>(sums + m * step), sum);
     }
   }
+};
+
+inline void widen(const float* x, float* out) { _mm512_store_ps(out, _mm512_loadu_ps(x)); }
+inline void widen(const BFloat16* x, float* out) {
+  const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x));
+  _mm512_store_si512(out, _mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+}
+inline void widen(const Half* x, float* out) {
+  _mm512_store_ps(out, _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x))));
 }
 
-template <bool BFLOAT16_X, typename D>
-void dots_of_rows(const Problem& p, int outs, const D& decode, int64_t x_bytes, const uint8_t* w, int64_t w_step,
-                  const float* scales, int64_t scales_step, int per_step, float* sums, int64_t step) {
-  const char* x = static_cast<const char*>(p.packed);
-  const auto some = [&](auto rows, int64_t m) {
-    dots<2, decltype(rows)::value, BFLOAT16_X>(p, decode, x + m * x_bytes, x_bytes, w, w_step, scales, scales_step,
-                                            per_step, sums + m * step, step);
-  };
-  if (outs == 4)
-    return dots<4, 1, BFLOAT16_X>(p, decode, x, x_bytes, w, w_step, scales, scales_step, per_step, sums, step);
-  int64_t m = 0;
-  for (; p.m - m >= 8; m += 8) some(std::integral_constant<int, 8>(), m);
-  for (; p.m - m >= 4; m += 4) some(std::integral_constant<int, 4>(), m);
-  if (p.m - m == 3) some(std::integral_constant<int, 3>(), m);
-  if (p.m - m == 2) some(std::integral_constant<int, 2>(), m);
-  if (p.m - m == 1) some(std::integral_constant<int, 1>(), m);
+template <typename D, typename T> void pack_row(const T* x, int64_t k, bool bfloat16, void* out) {
+  static const Places<D> places;
+  for (int64_t start = 0; start < k; start += D::STEP) {
+    T tail[D::STEP] = {};
+    const T* from = x + start;
+    if (k - start < D::STEP) {
+      std::memcpy(tail, from, size_t(k - start) * sizeof(T));
+      from = tail;
+    }
+    if (bfloat16) {
+      Bits in[4];
+      for (int i = 0; i < D::STEP / 32; i++) in[i] = _mm512_loadu_si512(reinterpret_cast<const uint16_t*>(from) + i * 32);
+      for (int v = 0; v < D::VECTORS; v++) {
+        const Bits words = _mm512_load_si512(places.words[v]);
+        Bits packed = _mm512_permutex2var_epi16(in[0], words, in[1]);
+        if constexpr (D::STEP == 128)
+          packed = _mm512_mask_mov_epi16(packed, places.upper[v], _mm512_permutex2var_epi16(in[2], words, in[3]));
+        _mm512_storeu_si512(static_cast<uint16_t*>(out) + start + v * 32, packed);
+      }
+      continue;
+    }
+    alignas(64) float values[D::STEP];
+    for (int i = 0; i < D::STEP; i += 16) widen(from + i, values + i);
+    for (int v = 0; v < D::VECTORS; v++)
+      for (int half = 0; half < 2; half++)
+        _mm512_storeu_ps(static_cast<float*>(out) + start + v * 32 + half * 16,
+                         _mm512_i32gather_ps(_mm512_load_si512(places.floats[v][half]), values, 4));
+  }
 }
 
 // ------------------------------------------------------------------------------------------ decoded rows

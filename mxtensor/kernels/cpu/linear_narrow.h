@@ -14,6 +14,7 @@ typedef float Floats __attribute__((vector_size(32), aligned(4)));
 template <int ELEMENT> struct Step {
   static constexpr bool TAKES_BFLOAT16 = false;
   static constexpr int STEP = 32, BYTES = 4 * BITS[ELEMENT];
+  static constexpr float UNIT = 1;  // what decoded values have to be multiplied by
 };
 
 bool scales_of(const Problem& p, int64_t n, int step, int per_step, int64_t steps, float* out) {
@@ -30,6 +31,12 @@ bool scales_of(const Problem& p, int64_t n, int step, int per_step, int64_t step
     return is_plain(as_float(most));
   }
   bool plain = true;
+  if (p.scale_kind == UE4M3 && block * per_step == step) {
+    const uint8_t* bytes = static_cast<const uint8_t*>(p.scale) + start;
+    for (int64_t i = 0; i < blocks; i++) out[i] = tables().value[E4M3_ID][bytes[i]], plain &= (bytes[i] & 0x7F) != 0x7F;
+    for (int64_t i = blocks; i < wanted; i++) out[i] = 0;
+    return plain;
+  }
   for (int64_t i = 0; i < wanted; i++) {
     const int64_t b = block * per_step == step ? i : i * (step / per_step) / block;
     out[i] = b < blocks ? scale_at(p, start + b) : 0.0f;
@@ -53,11 +60,16 @@ void dots(const Problem& p, const D& decode, const float* x, int64_t x_step, con
   const auto add = [&](const uint8_t* codes, int64_t at) {
     Floats values[4];
     decode(codes, values);
-    const Floats low = eight(scales[at * per_step]), high = eight(scales[at * per_step + per_step / 2]);
-    values[0] *= low, values[1] *= low, values[2] *= high, values[3] *= high;
+    const Floats low = eight(scales[at * per_step] * D::UNIT), high = eight(scales[at * per_step + per_step / 2] * D::UNIT);
+    if (ROWS > 1) values[0] *= low, values[1] *= low, values[2] *= high, values[3] *= high;
 #pragma GCC unroll 4
     for (int m = 0; m < ROWS; m++) {
       const Floats* xs = reinterpret_cast<const Floats*>(x + m * x_step + at * D::STEP);
+      if (ROWS == 1) {  // scaling sums takes fewer products than scaling values
+        total[m][0] += (values[0] * xs[0] + values[1] * xs[1]) * low;
+        total[m][1] += (values[2] * xs[2] + values[3] * xs[3]) * high;
+        continue;
+      }
       total[m][0] += values[0] * xs[0], total[m][1] += values[1] * xs[1];
       total[m][0] += values[2] * xs[2], total[m][1] += values[3] * xs[3];
     }
@@ -92,6 +104,11 @@ void dots_of_rows(const Problem& p, int outs, const D& decode, int64_t x_bytes, 
   }
 }
 
+template <bool, typename D>
+int64_t dots_by_fours(const Problem&, const D&, int64_t, int64_t first, int64_t, float*, int64_t) {
+  return first;
+}
+
 // A row of w times its scales, in float32.
 template <typename D>
 void decode_row(const Problem& p, const D& decode, const uint8_t* w, const float* scales, int per_step, void* out) {
@@ -101,6 +118,7 @@ void decode_row(const Problem& p, const D& decode, const uint8_t* w, const float
     std::memcpy(codes, w + at * D::BYTES, size_t(smaller<int64_t>(D::BYTES, p.row_bytes - at * D::BYTES)));
     Floats values[4];
     decode(codes, values);
+    for (Floats& value : values) value *= eight(D::UNIT);
     const Floats low = eight(scales[at * per_step]), high = eight(scales[at * per_step + per_step / 2]);
     to[0] = values[0] * low, to[1] = values[1] * low, to[2] = values[2] * high, to[3] = values[3] * high;
   }

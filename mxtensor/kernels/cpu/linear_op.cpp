@@ -8,52 +8,23 @@
 #include <ATen/ops/mm.h>
 #include <torch/library.h>
 
-#include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <mutex>
 #include <vector>
 
-#include "format.h"
-#include "problem.h"
+#include "op_cast.h"
+#include "op_functions.h"
 
 namespace {
 
-using at::IntArrayRef;
-using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-struct Functions {
-  int64_t (*packed_row)(const Problem*);
-  void (*pack)(Problem*, int);
-  void (*rows)(const Problem*, int64_t, int64_t);
-  void (*decode)(const Problem*, int64_t, int64_t, void*);
-  void (*finish)(const Problem*, int64_t, int64_t, const float*, int64_t);
-  int32_t (*amax)(const void*, int, int64_t, int64_t);
-  int (*encode)(const Format*, int, const void*, int, int64_t, int64_t, int, int, int32_t, float, int64_t, int64_t,
-                uint8_t*, void*, float*);
-  int (*decode_values)(const Format*, const uint8_t*, const void*, const float*, int64_t, int64_t, int64_t, int64_t,
-                       void*, int);
-} functions;
-const Format* formats[6][4];  // by element and scale, with blocks to be filled in
-
-constexpr int BITS[] = {8, 8, 6, 6, 4, 8};
 constexpr int64_t LEAST = 1 << 15;  // values of w that are worth a thread
 constexpr int64_t SLAB = 1 << 18;   // values of w that a thread decodes at a time
-int64_t MOST_ROWS = 16;
-
-int32_t kind_of(at::ScalarType type) {
-  if (type == at::kFloat) return FLOAT32;
-  if (type == at::kBFloat16) return BFLOAT16;
-  TORCH_CHECK_VALUE(type == at::kHalf, "mxtensor::cpu_linear takes float32, bfloat16 and float16, not ", type);
-  return FLOAT16;
-}
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-bool is_format(IntArrayRef f) {
-  return f[0] >= 0 && f[0] < 6 && f[1] >= 0 && f[1] < 4 && (f[2] == -1 || f[2] > 0) && (f[3] == -1 || f[3] > 0);
-}
+constexpr int64_t TINY = 1 << 14;   // values of w below which calling a bfloat16 product takes longer than the product
+int64_t FEW_ROWS = 16, FEW_FLOAT_ROWS = 16;  // FEW_ROWS in gemm/cpu_library.py
 
 // Memory for packed x, which the threads of one call read.
 char* scratch(int64_t bytes) {
@@ -71,9 +42,29 @@ char* scratch(int64_t bytes) {
 // Few rows: each code is decoded in a register, for all rows of x.
 void by_codes(Problem& p) {
   p.packed = scratch(functions.packed_row(&p) * p.m * 4);
-  functions.pack(&p, false);
+  functions.pack(&p, false, 0, p.m);
   const int64_t grain = std::max<int64_t>(32, LEAST / p.k);
   at::parallel_for(0, p.n, grain, [&](int64_t first, int64_t end) { functions.rows(&p, first, end); });
+}
+
+// Whether products take bfloat16; ``exactly``: those of many rows.
+bool in_bfloat16(Problem& p, bool exactly) {
+  functions.pack(&p, exactly, 0, 0);
+  return p.mode == IN_BFLOAT16;
+}
+
+// The most rows of x for which each code is decoded in registers: fewer where the last codes of a row fill a small part
+// of a step.
+int64_t few_rows(Problem& p) {
+  if (in_bfloat16(p, false)) return FEW_ROWS;
+  return functions.packed_row(&p) * 8 > p.k * 9 ? FEW_FLOAT_ROWS / 2 : FEW_FLOAT_ROWS;
+}
+
+// Whether quantize.cpp decodes blocks of this size.
+bool decodes_blocks(const Problem& p) {
+  const int64_t cols = p.block_cols;
+  const bool known = cols == 16 || cols == 32 || cols == 64 || cols == 128;
+  return cols < 0 ? p.block_rows < 0 || p.block_rows == 1 : known && (p.block_rows == 1 || p.block_rows == cols);
 }
 
 // Many rows: some rows of w are decoded into the cache and multiplied by torch's BLAS, then the next.
@@ -83,8 +74,11 @@ void by_slabs(Problem& p, const Tensor& x, const OptionalTensor& bias, const Ten
   const int64_t height = std::min(p.n, std::max<int64_t>(64, SLAB * threads / cols / 16 * 16));
   Tensor packed = at::empty({p.m, cols}, x.options().dtype(at::kFloat));
   p.packed = packed.mutable_data_ptr();
-  functions.pack(&p, true);
-  const bool bfloat16 = p.mode == IN_BFLOAT16;
+  const bool bfloat16 = in_bfloat16(p, true);
+  at::parallel_for(0, p.m, std::max<int64_t>(1, LEAST / p.k), [&](int64_t first, int64_t end) {
+    Problem mine = p;
+    functions.pack(&mine, true, first, end);
+  });
   const Tensor memory = packed;
   if (bfloat16) packed = at::from_blob(p.packed, {p.m, cols}, x.options().dtype(at::kBFloat16));
   const Tensor slab = at::empty({height, cols}, packed.options());
@@ -113,57 +107,29 @@ void by_slabs(Problem& p, const Tensor& x, const OptionalTensor& bias, const Ten
   }
 }
 
-// The cast of activations: to the numbers of a format, whether it has a global scale and signed zeros, and the scale rule.
-struct Cast {
-  Format format;
-  bool global_scale, exact;
-  int32_t scaling;
-  float amax_epsilon;
-};
-
-Cast cast_of(IntArrayRef cast, double amax_epsilon) {
-  TORCH_CHECK_VALUE(cast.size() == 7 && is_format(cast), "mxtensor::cpu_linear: there is no cast ", cast);
-  Cast c;
-  c.format = *formats[cast[0]][cast[1]];
-  c.format.rows = int32_t(cast[2]), c.format.cols = int32_t(cast[3]);
-  c.global_scale = cast[4] != 0, c.format.signed_zero = cast[5] != 0, c.scaling = int32_t(cast[6]);
-  c.exact = exact_in_bfloat16(int(cast[0]), int(cast[1])), c.amax_epsilon = float(amax_epsilon);
-  return c;
-}
-
-int32_t amax_of(const Problem& p) {
-  std::atomic<int32_t> most{0};
-  at::parallel_for(0, p.m * p.k, 1 << 16, [&](int64_t first, int64_t end) {
-    const int32_t here = functions.amax(p.x, p.x_kind, first, end);
-    for (int32_t old = most; old < here && !most.compare_exchange_weak(old, here);) {}
-  });
-  return most;
-}
-
-// x as the values that its codes stand for, in the memory that is returned; the global scale comes last in it.
-Tensor fake_quantize(Problem& p, const Cast& c, const at::TensorOptions& options) {
-  const Format& f = c.format;
-  const int64_t tile = f.rows < 0 ? 1 : f.rows, bands = ceil_div(p.m, tile), code_bytes = ceil_div(p.k, 4) * 4;
-  const int64_t scales = f.cols < 0 ? bands : bands * ceil_div(p.k, f.cols), values = p.m * p.k * (c.exact ? 2 : 4);
-  const int64_t at_codes = ceil_div(values, 64) * 64, at_scales = at_codes + ceil_div(p.m * code_bytes, 64) * 64;
-  const Tensor memory = at::empty({at_scales + scales * 4 + 4}, options.dtype(at::kByte));
-  char* to = static_cast<char*>(memory.mutable_data_ptr());
-  uint8_t* codes = reinterpret_cast<uint8_t*>(to + at_codes);
-  float* global_scale = c.global_scale ? reinterpret_cast<float*>(to + at_scales + scales * 4) : nullptr;
-  const int32_t amax = c.global_scale || f.rows < 0 ? amax_of(p) : 0;
-  const int64_t grain = std::max<int64_t>(1, (1 << 16) / (tile * p.k));
-  const auto encode = [&](int64_t first, int64_t end) {
-    functions.encode(&f, c.scaling, p.x, p.x_kind, p.m, p.k, 0, int(tile), amax, c.amax_epsilon, first, end, codes,
-                     to + at_scales, global_scale);
-  };
-  at::parallel_for(0, bands, grain, encode);
-  const int kind = c.exact ? BFLOAT16 : FLOAT32;
-  const int64_t size = p.k * (c.exact ? 2 : 4);
-  at::parallel_for(0, p.m, std::max<int64_t>(1, (1 << 16) / p.k), [&](int64_t first, int64_t end) {
-    functions.decode_values(&f, codes, to + at_scales, nullptr, p.m, p.k, first, end, to + first * size, kind);
-  });
-  p.x = to, p.x_kind = kind, p.x_stride = p.k, p.x_global = global_scale;
-  return memory;
+// Many rows in float32: as above, but w is decoded in the order of its values, so that x need not be packed.
+void by_values(Problem& p, const Tensor& out) {
+  constexpr at::ScalarType KINDS[] = {at::kFloat, at::kBFloat16, at::kHalf};
+  const auto options = out.options().dtype(at::kFloat);
+  const Tensor x = at::from_blob(const_cast<void*>(p.x), {p.m, p.k}, {p.x_stride, 1}, options.dtype(KINDS[p.x_kind])).to(at::kFloat);
+  Format format = *formats[p.element][p.scale_kind];
+  format.rows = p.block_rows, format.cols = p.block_cols;
+  const int64_t height = std::min(p.n, std::max<int64_t>(64, (SLAB << 4) / p.k / 16 * 16));
+  const Tensor slab = at::empty({height, p.k}, options);
+  const bool plain = !p.global_scale && !p.x_global && !p.bias && p.alpha == 1, direct = plain && p.out_kind == FLOAT32;
+  const Tensor sums = direct ? out : at::empty({p.m, height}, options);
+  for (int64_t first = 0; first < p.n; first += height) {
+    const int64_t rows = std::min(height, p.n - first);
+    float* to = slab.mutable_data_ptr<float>();
+    at::parallel_for(0, rows, std::max<int64_t>(1, LEAST / p.k), [&](int64_t from, int64_t end) {
+      functions.decode_values(&format, p.data, p.scale, nullptr, p.n, p.k, first + from, first + end, to + from * p.k, FLOAT32);
+    });
+    Tensor part = sums.narrow(1, direct ? first : 0, rows);
+    at::mm_out(part, x, slab.narrow(0, 0, rows).t());
+    if (direct) continue;
+    if (plain) out.narrow(1, first, rows).copy_(part);
+    else functions.finish(&p, first, first + rows, sums.const_data_ptr<float>(), height);
+  }
 }
 
 void compute(Problem& p, const Tensor& x, const OptionalTensor& bias, const Tensor& out) {
@@ -171,7 +137,10 @@ void compute(Problem& p, const Tensor& x, const OptionalTensor& bias, const Tens
     out.zero_();
     return;
   }
-  if (p.m <= MOST_ROWS) by_codes(p);
+  const int64_t few = few_rows(p);
+  const bool tiny = p.n * p.k < TINY, many = few < FEW_ROWS || 2 * p.m > 3 * FEW_ROWS;
+  if (p.m <= few) by_codes(p);
+  else if (decodes_blocks(p) && (tiny || (many && !in_bfloat16(p, true)))) by_values(p, out);
   else by_slabs(p, x, bias, out);
 }
 
@@ -276,7 +245,8 @@ Tensor cpu_linear_prepared(const Tensor& x, int64_t number) {
   p.x = x.const_data_ptr(), p.out = out.mutable_data_ptr();
   Tensor memory;
   if (cast) memory = fake_quantize(p, *cast, x.options());
-  by_codes(p);
+  if (p.m <= few_rows(p) || !decodes_blocks(p)) by_codes(p);
+  else by_values(p, out.view({p.m, p.n}));
   return out;
 }
 
@@ -290,10 +260,10 @@ TORCH_LIBRARY_IMPL(mxtensor, CPU, m) {
 
 extern "C" {
 
-void mx_linear_use(void* const* addresses, const Format* const* all_formats, int64_t most_rows) {
+void mx_linear_use(void* const* addresses, const Format* const* all_formats, int64_t few_rows, int64_t few_float_rows) {
   std::memcpy(&functions, addresses, sizeof functions);
   std::memcpy(formats, all_formats, sizeof formats);
-  MOST_ROWS = most_rows;
+  FEW_ROWS = few_rows, FEW_FLOAT_ROWS = few_float_rows;
 }
 
 void mx_linear_forget(int64_t number) {

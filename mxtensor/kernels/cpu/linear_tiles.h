@@ -1,5 +1,5 @@
 // The order of the work: scales of some rows of w, then their sums with x, then the results of a tile of rows. The
-// instruction set defines Decoder<ELEMENT>, scales_of and dots_of_rows, and includes this file first.
+// instruction set defines Decoder<ELEMENT>, scales_of, dots_of_rows and dots_by_fours, and includes this file first.
 #pragma once
 #include "linear.h"
 
@@ -11,6 +11,9 @@ bool scales_of(const Problem& p, int64_t n, int step, int per_step, int64_t step
 template <bool BFLOAT16_X, typename D>
 void dots_of_rows(const Problem& p, int outs, const D& decode, int64_t x_bytes, const uint8_t* w, int64_t w_step,
                   const float* scales, int64_t scales_step, int per_step, float* sums, int64_t step);
+
+template <bool BFLOAT16_X, typename D>
+int64_t dots_by_fours(const Problem& p, const D& decode, int64_t x_bytes, int64_t first, int64_t end, float* sums, int64_t step);
 
 template <typename D>
 void decode_row(const Problem& p, const D& decode, const uint8_t* w, const float* scales, int per_step, void* out);
@@ -36,6 +39,10 @@ constexpr int TILE = 32;         // rows of w whose sums are finished together
 constexpr int PITCH = TILE + 1;  // sums of a row of x; one more may be written
 constexpr int SCALES = 1 << 12;  // of them that are made at a time
 
+// Bytes between the codes that are multiplied and those that are brought into the L2 cache, in the order of memory: the
+// processor's own prefetching follows one row well, but not some short rows at a time.
+constexpr int64_t AHEAD = 12288;
+
 template <typename D> void linear_rows(const Problem& p, int64_t first, int64_t end) {
   const D decode{};
   const int64_t steps = ceil_div(p.k, D::STEP), block = block_cols(p);
@@ -44,11 +51,18 @@ template <typename D> void linear_rows(const Problem& p, int64_t first, int64_t 
   const bool bfloat16 = p.mode == IN_BFLOAT16;
   const int64_t x_bytes = packed_row<D>(p) * (bfloat16 ? 2 : 4);
   const int64_t group = larger<int64_t>(4, smaller<int64_t>(TILE, SCALES / scales_row / 4 * 4));
+  const int64_t all = (end - first) * p.row_bytes;
+  for (int64_t i = 0; i < smaller(AHEAD, all); i += 64) __builtin_prefetch(p.data + first * p.row_bytes + i, 0, 2);
   float* scales = buffer(group * scales_row + 64 + PITCH * p.m);
   float* sums = scales + group * scales_row + 64;  // a load may read 15 scales too many
   for (int64_t top = first; top < end; top += TILE) {
     const int64_t bottom = smaller(top + TILE, end);
-    for (int64_t n = top; n < bottom; n += group) {
+    int64_t left = top;
+    if (p.m < 4 && bfloat16)
+      left = dots_by_fours<D::TAKES_BFLOAT16>(p, decode, x_bytes, top, bottom, sums, PITCH);
+    else if (p.m < 4)
+      left = dots_by_fours<false>(p, decode, x_bytes, top, bottom, sums, PITCH);
+    for (int64_t n = left; n < bottom; n += group) {
       const int64_t stop = smaller(n + group, bottom);
       bool plain[TILE];
       for (int64_t r = n; r < stop; r++)
@@ -59,8 +73,8 @@ template <typename D> void linear_rows(const Problem& p, int64_t first, int64_t 
           r++;
           continue;
         }
-        int outs = 1;  // rows of w at a time: four for one row of x, else two
-        while (outs < (p.m == 1 ? 4 : 2) && r + outs < stop && plain[r + outs - n]) outs++;
+        int outs = 1;  // rows of w at a time: four for up to three rows of x, else two
+        while (outs < (p.m < 4 ? 4 : 2) && r + outs < stop && plain[r + outs - n]) outs++;
         if (outs == 3) outs = 2;
         const bool more = outs > 1;  // else this one twice
         const uint8_t* w = p.data + r * p.row_bytes;

@@ -28,17 +28,11 @@ HERE = Path(__file__).parent.parent / "cpu"
 HEADERS = tuple(
     HERE / name
     for name in (
-        "format.h",
-        "problem.h",
-        "elements.h",
-        "linear_tiles.h",
-        "linear_narrow.h",
-        "linear.h",
-        "linear_plain.h",
-        "linear_avx2.h",
-        "linear_avx512.h",
+        "format.h", "problem.h", "elements.h", "linear_tiles.h", "linear_narrow.h", "linear.h", "linear_plain.h",
+        "linear_avx2.h", "linear_avx512.h", "linear_avx512_dots.h",
     )
-)
+)  # fmt: skip
+OP_HEADERS = tuple(HERE / name for name in ("format.h", "problem.h", "op_functions.h", "op_cast.h"))
 FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC")
 TORCH_FLAGS = ("-O2", "-std=c++20", "-shared", "-fPIC")
 SYMBOLS = tuple(f"mx_linear_{name}" for name in ("packed_row", "pack", "rows", "decode", "finish", "instructions"))
@@ -47,8 +41,10 @@ CASTS = ("mx_amax", "mx_encode", "mx_decode")
 """Functions of ``quantize.cpp``, which cast activations."""
 ELEMENTS = (E4M3, E5M2, E3M2, E2M3, E2M1, INT8)
 """In the order of ``ElementId`` in cpu/problem.h; scales have that of ``quantize/cpu.py``."""
-FEW_ROWS = 32
-"""Rows up to which every code is decoded in registers; with more, torch's BLAS multiplies decoded slabs."""
+FEW_ROWS, FEW_FLOAT_ROWS = 32, {"avx512": 32, "avx512bf16": 32, "avx2": 16, "plain": 4}
+"""Rows up to which every code is decoded in registers, in bfloat16 and in float32 on each instruction set; with more,
+torch's BLAS multiplies decoded slabs. ``python -m benchmarks.cpu_sweep`` shows that neither is slower than
+decoding the whole weight."""
 X86 = {
     "avx512": (
         {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd", "avx512vbmi"},
@@ -107,7 +103,8 @@ class Library:
         addresses = [ctypes.cast(function, ctypes.c_void_p).value for function in functions]
         self._formats = [cpu.c_format(Format("cpu_linear", e, s, (1, 32))) for e in ELEMENTS for s in cpu.SCALES]
         formats = (ctypes.c_void_p * len(self._formats))(*map(ctypes.addressof, self._formats))
-        op.mx_linear_use((ctypes.c_void_p * len(addresses))(*addresses), formats, ctypes.c_int64(FEW_ROWS))
+        rows = FEW_ROWS, FEW_FLOAT_ROWS[self.instructions]
+        op.mx_linear_use((ctypes.c_void_p * len(addresses))(*addresses), formats, *map(ctypes.c_int64, rows))
         self.kernels, self.forget = kernels, op.mx_linear_forget
         self.forget.argtypes = [ctypes.c_int64]
 
@@ -118,9 +115,7 @@ def library() -> Library | str:
     # In other threads: two compilers run at once, and no mode of the caller, who may be tracing, changes the tables.
     with ThreadPoolExecutor(2) as pool:
         kernels = pool.submit(load_kernels)
-        op = pool.submit(
-            load, HERE / "linear_op.cpp", torch_flags(), HEADERS[:2], ("mx_linear_use", "mx_linear_forget")
-        )
+        op = pool.submit(load, HERE / "linear_op.cpp", torch_flags(), OP_HEADERS, ("mx_linear_use", "mx_linear_forget"))
         found = op.result(), kernels.result(), pool.submit(cpu.library).result()
         for part in found:
             if isinstance(part, str):

@@ -1,0 +1,44 @@
+"""The sweep of CPU products: its figures, and a run of the smallest product."""
+
+import json
+
+import pytest
+
+from benchmarks import cpu_sweep, harness
+
+
+def row(work, chosen, whole):
+    return harness.Row(work, {cpu_sweep.CHOSEN: chosen, cpu_sweep.WHOLE: whole})
+
+
+def test_the_worst_row_comes_first_and_decides_the_target():
+    rows = [row("a", 1.0, 2.0), row("b", 3.0, 2.0)]
+    assert [line[0] for line in cpu_sweep.lines(rows)] == ["b", "a"]
+    assert cpu_sweep.lines(rows)[0] == ["b", "3000", "2000", "1.50"]
+    (target,) = cpu_sweep.TARGETS
+    assert target.worst(rows) == (1.5, "b") and target.worst(rows[:1]) == (0.5, "a")
+
+
+def test_the_fastest_time_counts():
+    times = iter((3.0, 1.0, 2.0, 5.0, 4.0))
+    contenders = {"a": lambda: lambda: None}
+    found = harness.timed(
+        harness.Row("work", {}), contenders, repeats=5, warmup=0, clock=lambda run: lambda: next(times), summary=min
+    )
+    assert found.times == {"a": 1.0}
+
+
+def test_a_run_writes_its_record(tmp_path, capsys):
+    path = tmp_path / "sweep.json"
+    arguments = ["--json", str(path), "--repeats", "1", "--formats", "mxfp4", "--dtypes", "float32", "--rows", "1"]
+    cpu_sweep.main([*arguments, "--shapes", "32x32"])
+    (found,) = json.loads(path.read_text())["rows"]
+    assert found["work"] == "32x32 mxfp4, 1 rows of float32" and not found["failed"]
+    assert found["times"].keys() == {cpu_sweep.CHOSEN, cpu_sweep.WHOLE}
+    assert "1 products" in capsys.readouterr().out
+
+
+def test_an_unknown_dtype_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        cpu_sweep.main(["--dtypes", "float64"])
+    assert "float64" in capsys.readouterr().err

@@ -1,0 +1,45 @@
+"""The CPU products compiled for narrower instruction sets than that of this processor."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from mxtensor.kernels.gemm import cpu_library
+
+
+def usable():
+    """The instruction sets that this processor has, with the name that the library reports."""
+    first = cpu_library.instructions()[0]
+    names = [*cpu_library.X86, "plain"]
+    return names[names.index(first) :]
+
+
+CHECK = """
+import sys, torch
+from tests.kernels.gemm import test_cpu_codes as t
+found = t.cpu_library.library()
+assert found.instructions.startswith(sys.argv[1]), found.instructions
+for i, name in enumerate([*t.FORMATS, *t.BLOCKS]):
+    for m, n, k in ((1, 33, 576), (3, 7, 70), (6, 9, 200)):
+        t.test_every_format_is_multiplied_as_the_definition_says(name, (m, n, k), t.DTYPES[i % 3])
+    t.test_many_rows_are_multiplied_in_slabs(name, t.DTYPES[i % 3])
+for name in ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4", "mxint8", "nvfp4"):
+    t.test_every_code_with_every_scale(name, torch.bfloat16)
+    t.test_unusual_scales_among_usual_ones(name, 1)
+"""
+
+
+@pytest.mark.exhaustive(quick=1)
+@pytest.mark.parametrize("name", usable()[1:])
+def test_other_instruction_sets(name):
+    environment = {**os.environ, cpu_library.VARIABLE: name, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", CHECK, name], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_unknown_instruction_set_is_refused(monkeypatch):
+    monkeypatch.setenv(cpu_library.VARIABLE, "avx1024")
+    with pytest.raises(ValueError, match=r"MXTENSOR_CPU_INSTRUCTIONS is 'avx1024'; this processor runs .*plain"):
+        cpu_library.instructions()
