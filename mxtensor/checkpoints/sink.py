@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -23,16 +23,20 @@ ONE_FILE = "model.safetensors"
 NOT_COPIED = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".index.json", "hf_quant_config.json")
 """Endings of files that hold or list tensors; all others of a folder are copied, such as the tokenizer."""
 LARGEST_COPY = 1 << 28
+Header = Callable[[Mapping[str, str]], dict[str, str]]
+"""Entries of all tensors up to the end of a shard -> the metadata of the shard."""
 
 
 class Sink:
     """A context manager that collects tensors and writes them in shards.
 
-    ``path``: a folder, or a file that ends in ``.safetensors``. Raises FileExistsError if it exists and is not empty,
+    ``path``: a folder, or a file that ends in ``.safetensors``. ``header``: as in ``Layout``. Raises FileExistsError if it exists and is not empty,
     unless ``overwrite``.
     """
 
-    def __init__(self, path: str | Path, shard_bytes: int, overwrite: bool = False) -> None:
+    def __init__(
+        self, path: str | Path, shard_bytes: int, overwrite: bool = False, header: Header | None = None
+    ) -> None:
         self.path = Path(path)
         self.is_file = self.path.suffix == ".safetensors"
         empty = self.path.is_dir() and not any(self.path.iterdir()) and not self.is_file
@@ -46,6 +50,7 @@ class Sink:
         self._names: set[str] = set()
         self._tensors: dict[str, Tensor] = {}
         self._metadata: dict[str, str] = {}
+        self._header = header
         self._bytes = 0
 
     def add(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
@@ -65,12 +70,15 @@ class Sink:
         number = len(self.shards) + 1
         save = needs("safetensors.torch", "safetensors").save_file
         try:
-            save(_apart(self._tensors), str(self.folder / f"{number}.safetensors"), {"format": "pt"} | self._metadata)
+            metadata = self._metadata if self._header is None else self._header(self._metadata)
+            save(_apart(self._tensors), str(self.folder / f"{number}.safetensors"), {"format": "pt"} | metadata)
         except safetensors_error() as error:
             raise OSError(f"{self.path} cannot be written: {error}") from error
         self.shards.append(tuple(self._tensors))
         self.total += self._bytes
-        self._tensors, self._metadata, self._bytes = {}, {}, 0
+        self._tensors, self._bytes = {}, 0
+        if self._header is None:
+            self._metadata = {}
 
     def finish(self, files: Mapping[str, Any], source: Path | None = None) -> None:
         """Write the shard that is left, the JSON files and the index, copy what else is in ``source``, and rename."""

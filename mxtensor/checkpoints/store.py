@@ -105,7 +105,7 @@ def save(
     else:
         raise TypeError(f"save takes a module or a state dict, not {described(model)}")
     written = Written()
-    with Sink(path, max_shard_bytes, overwrite) as sink:
+    with Sink(path, max_shard_bytes, overwrite, chosen.header) as sink:
         for name, value in state.items():
             if not isinstance(name, str) or not isinstance(value, Tensor):
                 raise TypeError(f"save: a state dict holds tensors by name, got {described(value)} for {name!r:.80}")
@@ -140,10 +140,11 @@ def convert(
             raise ValueError(f"convert: {destination} is the source; choose another destination")
         before = layout_of(checkpoint)
         report = Conversion(before.name, chosen.name)
-        with Sink(destination, max_shard_bytes, overwrite) as sink:
+        with Sink(destination, max_shard_bytes, overwrite, chosen.header) as sink:
             entries = before.read(checkpoint)
             for name in _progress(list(entries), progress):
-                if before is not chosen and name.endswith(STATIC) and before.config is not None:
+                moves = before is not chosen or not chosen.static_scales
+                if moves and name.endswith(STATIC) and before.config is not None:
                     report.dropped.append(name)
                     continue
                 value = checkpoint.load(name, entries[name])
@@ -171,13 +172,13 @@ def _writable(layout: str, path: str | Path) -> Layout:
 def _store(sink: Sink, layout: Layout, written: Written, name: str, value: Tensor) -> None:
     """Add a tensor to a checkpoint as the layout stores it."""
     write: Callable[[str, MXTensor], dict[str, Tensor]] = layout.write  # type: ignore[assignment]
-    if not isinstance(value, MXTensor):
+    if isinstance(value, MXTensor):
+        stored, written.weights[name] = write(name, value), value.recipe
+    else:
+        stored = {name: value.detach()}
         if value.dim() == 2 and value.is_floating_point() and name.endswith(".weight"):
             written.others.append(name)
-        sink.add({name: value.detach()})
-        return
-    written.weights[name] = value.recipe
-    sink.add(write(name, value), layout.metadata(name, value) if layout.metadata else {})
+    sink.add(stored, layout.metadata(name, value) if layout.metadata else {})
 
 
 def _quantized(name: str, value: Tensor, recipe: LinearRecipe | None, skip: Sequence[str]) -> Tensor:
