@@ -55,6 +55,8 @@ class Layout:
     """The header of a shard, of the entries of all tensors up to its end; None: the entries of its own tensors."""
     static_scales: bool = True
     """Whether scales of static activations are stored, as tensors of their own name."""
+    sink: Callable[..., Any] | None = None
+    """What writes the file, as ``Sink`` does; None: safetensors."""
     one_file: bool = False
     """Whether a file says all without a configuration beside it."""
     formats: str = ""

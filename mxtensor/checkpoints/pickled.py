@@ -1,7 +1,7 @@
 """State dicts that ``torch.save`` wrote: ordinary tensors, those of this package and those of torchao. Read only.
 
 ``torch.load(weights_only=True)`` runs no code of a file. torchao need not be installed: the names of its classes stand
-for subclasses of ``Held`` and ``Fields`` here, which only keep what the file says. A process that has imported torchao
+for subclasses of ``StandIn`` and ``Fields``, which only keep what the file says. A process that has imported torchao
 may get its own classes, which have the same names and attributes.
 """
 
@@ -26,12 +26,14 @@ NESTED = ("state_dict", "model", "module", "model_state_dict")
 """Keys under which training scripts store the state dict among other things."""
 
 
-class Held(Tensor):
+class StandIn(Tensor):
     """A tensor of torchao: the attributes that the file gives it, without a way to compute."""
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise NotImplementedError(f"a tensor of torchao's {cls.__name__} was only read from a file; it cannot run {func}")
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise NotImplementedError(
+            f"a tensor of torchao's {cls.__name__} was only read from a file; it cannot run {func}"
+        )
 
 
 class Fields:
@@ -58,7 +60,7 @@ OBJECTS = (
 
 def _stand_ins() -> list[Any]:
     """(class, full name of a class of torchao)."""
-    pairs = [(base, name) for names, base in ((TENSORS, Held), (OBJECTS, Fields)) for name in names]
+    pairs = [(base, name) for names, base in ((TENSORS, StandIn), (OBJECTS, Fields)) for name in names]
     return [(type(name.rpartition(".")[2], (base,), {}), name) for base, name in pairs]
 
 
@@ -131,7 +133,7 @@ def _state_dict(file: Path) -> dict[str, Tensor]:
     for name, t in found.items():
         if not isinstance(name, str) or not isinstance(t, Tensor):
             raise ValueError(f"{file} holds {described(t)} as {name!r:.80}; a state dict has tensors by name")
-        known = type(t) in (Tensor, torch.nn.Parameter) and not t.is_quantized or isinstance(t, MXTensor)
+        known = isinstance(t, MXTensor) or (type(t) in (Tensor, torch.nn.Parameter) and not t.is_quantized)
         if not _is_torchao(t) and (not known or t.layout is not torch.strided or t.is_meta):
             raise ValueError(f"{file}, tensor {name}: only dense tensors are read, got {described(t)}")
     return found

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
@@ -20,6 +21,8 @@ from ..convert.heads import HEAD_NAMES
 from ..convert.weights import SKIPPED_NAMES
 from ..core.arguments import described
 from ..core.progress import with_progress
+from ..core.workers import in_order
+from ..numerics.formats import Rounding
 from ..recipe.linear_recipe import LinearRecipe
 from ..tensor.mxtensor import MXTensor
 from ..tensor.quantize_as import quantize_as
@@ -29,6 +32,7 @@ from .registry import get_layout, layout_of, opened
 from .sink import Sink, merged
 from .source import Checkpoint
 
+Item = TypeVar("Item")
 SHARD_BYTES = 1 << 29
 SKIPPED = (
     *HEAD_NAMES, *SKIPPED_NAMES, "embed_tokens", "embed_positions", "wte", "wpe", "word_embeddings",
@@ -105,7 +109,7 @@ def save(
     else:
         raise TypeError(f"save takes a module or a state dict, not {described(model)}")
     written = Written()
-    with Sink(path, max_shard_bytes, overwrite, chosen.header) as sink:
+    with _sink(chosen, path, max_shard_bytes, overwrite, None) as sink:
         for name, value in state.items():
             if not isinstance(name, str) or not isinstance(value, Tensor):
                 raise TypeError(f"save: a state dict holds tensors by name, got {described(value)} for {name!r:.80}")
@@ -138,30 +142,46 @@ def convert(
     with opened(source) as checkpoint:
         if Path(destination).resolve() == checkpoint.path.resolve():
             raise ValueError(f"convert: {destination} is the source; choose another destination")
-        before = layout_of(checkpoint)
+        before, checkpoint.maps = layout_of(checkpoint), True
         report = Conversion(before.name, chosen.name)
-        with Sink(destination, max_shard_bytes, overwrite, chosen.header) as sink:
+        moves = (before is not chosen or not chosen.static_scales) and before.config is not None
+        with _sink(chosen, destination, max_shard_bytes, overwrite, checkpoint) as sink:
             entries = before.read(checkpoint)
-            for name in _progress(list(entries), progress):
-                moves = before is not chosen or not chosen.static_scales
-                if moves and name.endswith(STATIC) and before.config is not None:
-                    report.dropped.append(name)
-                    continue
-                value = checkpoint.load(name, entries[name])
+            report.dropped = [name for name in entries if moves and name.endswith(STATIC)]
+            rest = {name: entry for name, entry in entries.items() if not (moves and name.endswith(STATIC))}
+
+            def work(name: str) -> tuple[Tensor, float | None]:
+                value = checkpoint.load(name, rest[name])
                 new = _quantized(name, value, recipe, names)
-                _note(report, name, value, new)
-                _store(sink, chosen, written, name, new)
+                return new, None if new is value else _relative_error(value, new)
+
+            workers = 1 if recipe is not None and recipe.stored.rounding is Rounding.STOCHASTIC else None
+            with closing(in_order(work, list(rest), workers)) as results:
+                for name, (new, error) in _progress(results, len(rest), progress):
+                    if error is None:
+                        report.exact.append(name)
+                    else:
+                        report.errors[name] = error
+                    _store(sink, chosen, written, name, new)
             files = merged(checkpoint.config, chosen.config(written) if chosen.config else {}, checkpoint.path)
             sink.finish(files, checkpoint.path)
     return report
 
 
-def _progress(names: list[str], shown: bool) -> Iterable[str]:
-    return with_progress(names, "converting", "tensor") if shown and len(names) > 100 else names
+def _progress(items: Iterable[Item], count: int, shown: bool) -> Iterable[Item]:
+    return with_progress(items, "converting", "tensor", count) if shown and count > 100 else items
+
+
+def _sink(layout: Layout, path: str | Path, shard_bytes: int, overwrite: bool, source: Checkpoint | None) -> Any:
+    if layout.sink is not None:
+        return layout.sink(path, shard_bytes, overwrite, source)
+    return Sink(path, shard_bytes, overwrite, source, layout.header)
 
 
 def _writable(layout: str, path: str | Path) -> Layout:
     chosen = get_layout(layout)
+    if chosen.sink is None and str(path).endswith(".gguf"):
+        raise ValueError(f"{path} has the ending of the layout gguf, not of {chosen.name}; pass layout='gguf'")
     if not chosen.one_file and str(path).endswith(".safetensors"):
         raise ValueError(f"the layout {chosen.name} has a config.json; pass a folder, not the file {path}")
     if chosen.write is None:
@@ -169,7 +189,7 @@ def _writable(layout: str, path: str | Path) -> Layout:
     return chosen
 
 
-def _store(sink: Sink, layout: Layout, written: Written, name: str, value: Tensor) -> None:
+def _store(sink: Any, layout: Layout, written: Written, name: str, value: Tensor) -> None:
     """Add a tensor to a checkpoint as the layout stores it."""
     write: Callable[[str, MXTensor], dict[str, Tensor]] = layout.write  # type: ignore[assignment]
     if isinstance(value, MXTensor):
@@ -197,13 +217,6 @@ def _quantized(name: str, value: Tensor, recipe: LinearRecipe | None, skip: Sequ
 def is_skipped(module: str, skip: Iterable[str]) -> bool:
     """Whether the name of a module ends in one of ``skip``, as whole components."""
     return any(module == name or module.endswith(f".{name}") for name in skip)
-
-
-def _note(report: Conversion, name: str, before: Tensor, after: Tensor) -> None:
-    if after is before:
-        report.exact.append(name)
-        return
-    report.errors[name] = _relative_error(before, after)
 
 
 def _relative_error(before: Tensor, after: Tensor) -> float:
@@ -259,7 +272,7 @@ class Info:
 def info(path: str | Path) -> Info:
     """The layout of a checkpoint and the format, shape and bytes of each tensor, which are read one by one."""
     with opened(path) as checkpoint:
-        layout = layout_of(checkpoint)
+        layout, checkpoint.maps = layout_of(checkpoint), True
         return Info(checkpoint.path, layout.name, tuple(_rows(checkpoint, layout)))
 
 

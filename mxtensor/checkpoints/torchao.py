@@ -43,7 +43,7 @@ def _names(name: str) -> Callable[[str], str]:
 # ---------------------------------------------------------------------------------------------- reading
 
 
-def _described(checkpoint: Checkpoint, name: str, text: str) -> dict[str, Any] | None:
+def _described(checkpoint: Checkpoint, name: str, text: str) -> Any:
     """What the metadata says of a tensor; None for an entry that is not torchao's, and for ordinary tensors.
 
     Raises ValueError for metadata that is not valid, NotImplementedError for other classes of torchao.
@@ -102,7 +102,12 @@ def _detect(checkpoint: Checkpoint) -> bool:
 # ---------------------------------------------------------------------------------------------- writing
 
 _ELEMENT_OF = {format: element for element, format in ELEMENTS.items()}
-_FLOAT8 = {"float8_e4m3_row": (1, -1), "float8_e4m3_tensor": (-1, -1), "float8_e4m3_128x128": (128, 128)}
+_FLOAT8 = {
+    f"float8_{element}_{kind}": block
+    for element in ("e4m3", "e5m2")
+    for kind, block in (("row", (1, -1)), ("tensor", (-1, -1)), ("1x128", (1, 128)), ("128x128", (128, 128)))
+}
+"""Format -> values of a block; -1: all of the dimension."""
 FORMATS_WRITTEN = (*_ELEMENT_OF, "nvfp4", "nvfp4_single_level", *_FLOAT8)
 _AUTO = ("mxfp8_e4m3", "mxfp4_e2m1")
 """MX formats for which torchao has kernels; it refuses the others unless they are emulated."""
@@ -172,12 +177,16 @@ def _activation(recipe: LinearRecipe) -> dict[str, Any] | None:
         fields = {"block_size": 16, "is_swizzled_scales": False, "use_triton_kernel": False,
                   "use_dynamic_per_tensor_scale": name == "nvfp4"}  # fmt: skip
         return {"_type": "QuantizeTensorToNVFP4Kwargs", "_data": fields}
-    granularity = {"float8_e4m3_row": {"_type": "PerRow", "_data": {"dim": -1}},
-                   "float8_e4m3_tensor": {"_type": "PerTensor", "_data": {}}}.get(name)  # fmt: skip
-    if granularity is None:
+    granularity = {"row": {"_type": "PerRow", "_data": {"dim": -1}}, "tensor": {"_type": "PerTensor", "_data": {}}}.get(
+        name.rpartition("_")[2]
+    )
+    if granularity is None:  # torchao's JSON knows no other
         return None
-    fields = {"float8_dtype": _dtype("float8_e4m3fn"), "granularity": granularity, "mm_config": None,
-              "hp_value_lb": None, "hp_value_ub": None, "kernel_preference": _named("KernelPreference", "AUTO")}  # fmt: skip
+    fields = {
+        "float8_dtype": _dtype(str(cast.format.element.dtype).removeprefix("torch.")), "granularity": granularity,
+        "mm_config": None, "hp_value_lb": None, "hp_value_ub": None,
+        "kernel_preference": _named("KernelPreference", "AUTO"),
+    }  # fmt: skip
     return {"_type": "QuantizeTensorToFloat8Kwargs", "_data": fields}
 
 
@@ -227,10 +236,11 @@ def _default(recipe: LinearRecipe) -> dict[str, Any]:
             return {"_type": "NVFP4WeightOnlyConfig", "_version": 1, "_data": fields}
         fields |= {"use_triton_kernel": False}
         return {"_type": "NVFP4DynamicActivationNVFP4WeightConfig", "_version": 1, "_data": {**fields, "step": None}}
-    fields = {"weight_dtype": _dtype("float8_e4m3fn"), "set_inductor_config": True}
+    element = _dtype(str(recipe.stored.format.element.dtype).removeprefix("torch."))
+    fields = {"weight_dtype": element, "set_inductor_config": True}
     if recipe.activation is None:
         return {"_type": "Float8WeightOnlyConfig", "_version": 2, "_data": fields}
-    fields |= {"activation_dtype": _dtype("float8_e4m3fn")}
+    fields |= {"activation_dtype": element}
     return {"_type": "Float8DynamicActivationFloat8WeightConfig", "_version": 2, "_data": fields}
 
 
