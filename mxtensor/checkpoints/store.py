@@ -46,6 +46,10 @@ STATIC = ("input_scale", "input_global_scale", "k_scale", "v_scale", "k_proj.out
 """Scales of static activations, which another layout names and defines in another way."""
 
 
+INPUT_FACTOR = ".pre_quant_scale"
+"""ModelOpt's factors of a layer's inputs, which AWQ and SmoothQuant find."""
+
+
 @dataclass
 class Conversion:
     """What ``convert`` did, tensor by tensor."""
@@ -147,6 +151,7 @@ def convert(
         moves = (before is not chosen or not chosen.static_scales) and before.config is not None
         with _sink(chosen, destination, max_shard_bytes, overwrite, checkpoint) as sink:
             entries = before.read(checkpoint)
+            _check_inputs(entries, before.name, chosen.name)
             report.dropped = [name for name in entries if moves and name.endswith(STATIC)]
             rest = {name: entry for name, entry in entries.items() if not (moves and name.endswith(STATIC))}
 
@@ -166,6 +171,16 @@ def convert(
             files = merged(checkpoint.config, chosen.config(written) if chosen.config else {}, checkpoint.path)
             sink.finish(files, checkpoint.path)
     return report
+
+
+def _check_inputs(entries: Iterable[str], before: str, after: str) -> None:
+    """Raise NotImplementedError for a factor of inputs, which no other layout multiplies them by."""
+    found = next((name for name in entries if name.endswith(INPUT_FACTOR)), None)
+    if found is not None and after not in (before, "native"):
+        raise NotImplementedError(
+            f"{found}: the layout {before} multiplies the inputs of this layer, and {after} does not, so that the weights "
+            "alone would give another model; use the layout native, or that of the source"
+        )
 
 
 def _progress(items: Iterable[Item], count: int, shown: bool) -> Iterable[Item]:
