@@ -64,6 +64,16 @@ class Layout:
     exact: str = "bit for bit"
     """What is exact, for the table."""
 
+    def entries(self, checkpoint: Checkpoint) -> dict[str, Entry]:
+        """``read``. Raises ValueError or NotImplementedError that names the file or folder."""
+        try:
+            return self.read(checkpoint)
+        except (ValueError, NotImplementedError) as error:
+            if str(checkpoint.path) in str(error):
+                raise
+            kind = NotImplementedError if isinstance(error, NotImplementedError) else ValueError
+            raise kind(f"{checkpoint.path}: {error}") from error
+
 
 def weight(
     data: Tensor,

@@ -46,8 +46,8 @@ STATIC = ("input_scale", "input_global_scale", "k_scale", "v_scale", "k_proj.out
 """Scales of static activations, which another layout names and defines in another way."""
 
 
-INPUT_FACTOR = ".pre_quant_scale"
-"""ModelOpt's factors of a layer's inputs, which AWQ and SmoothQuant find."""
+INPUT_SCALE = ".pre_quant_scale"
+"""What ModelOpt multiplies the inputs of a layer by, after AWQ or SmoothQuant."""
 
 
 @dataclass
@@ -85,7 +85,7 @@ def load(path: str | Path, layout: str | None = None) -> dict[str, Tensor]:
     """
     with opened(path) as checkpoint:
         chosen = layout_of(checkpoint) if layout is None else get_layout(layout)
-        return {name: checkpoint.load(name, entry) for name, entry in chosen.read(checkpoint).items()}
+        return {name: checkpoint.load(name, entry) for name, entry in chosen.entries(checkpoint).items()}
 
 
 def save(
@@ -150,7 +150,7 @@ def convert(
         report = Conversion(before.name, chosen.name)
         moves = (before is not chosen or not chosen.static_scales) and before.config is not None
         with _sink(chosen, destination, max_shard_bytes, overwrite, checkpoint) as sink:
-            entries = before.read(checkpoint)
+            entries = before.entries(checkpoint)
             _check_inputs(entries, before.name, chosen.name)
             report.dropped = [name for name in entries if moves and name.endswith(STATIC)]
             rest = {name: entry for name, entry in entries.items() if not (moves and name.endswith(STATIC))}
@@ -174,12 +174,12 @@ def convert(
 
 
 def _check_inputs(entries: Iterable[str], before: str, after: str) -> None:
-    """Raise NotImplementedError for a factor of inputs, which no other layout multiplies them by."""
-    found = next((name for name in entries if name.endswith(INPUT_FACTOR)), None)
+    """Raise NotImplementedError for inputs that are multiplied, which no other layout does."""
+    found = next((name for name in entries if name.endswith(INPUT_SCALE)), None)
     if found is not None and after not in (before, "native"):
         raise NotImplementedError(
-            f"{found}: the layout {before} multiplies the inputs of this layer, and {after} does not, so that the weights "
-            "alone would give another model; use the layout native, or that of the source"
+            f"{found}: the layout {before} multiplies the inputs of this layer, and {after} does not; use the layout "
+            "native, or that of the source"
         )
 
 
@@ -292,7 +292,7 @@ def info(path: str | Path) -> Info:
 
 
 def _rows(checkpoint: Checkpoint, layout: Layout) -> Iterator[Row]:
-    for name, entry in layout.read(checkpoint).items():
+    for name, entry in layout.entries(checkpoint).items():
         value = checkpoint.load(name, entry)
         kind = value.format.name if isinstance(value, MXTensor) else str(value.dtype).removeprefix("torch.")
         yield Row(name, kind, tuple(value.shape), value.nbytes)

@@ -1,7 +1,6 @@
 """Files from outside are not trusted: each message names file and tensor."""
 
 import json
-import random
 
 import pytest
 import torch
@@ -163,25 +162,6 @@ def test_metadata_of_the_native_layout_is_checked(change, tmp_path):
     save_file(load_file(path), tmp_path / "y.safetensors", metadata)
     with pytest.raises(ValueError, match=r"tensor a\.weight"):
         mx.checkpoints.load(tmp_path / "y.safetensors")
-
-
-@pytest.mark.exhaustive(quick=1)
-@pytest.mark.parametrize("seed", range(20))
-def test_mutated_headers_raise_a_sentence_or_load(seed, tmp_path):
-    raw, rng, file = _native(tmp_path).read_bytes(), random.Random(seed), tmp_path / "y.safetensors"
-    header = 8 + int.from_bytes(raw[:8], "little")
-    for _ in range(300):
-        mutated = bytearray(raw[: rng.choice([len(raw), len(raw), header, rng.randrange(len(raw))])])
-        for _ in range(rng.randint(0, 3)):
-            if mutated:
-                mutated[rng.randrange(min(header, len(mutated)))] = rng.choice(b'0129{}[]",:aU8F\xff\x00')
-        file.write_bytes(mutated)
-        try:
-            loaded = mx.checkpoints.load(file)
-        except (ValueError, NotImplementedError) as error:
-            assert "y.safetensors" in str(error) or "tensor" in str(error)
-        else:
-            assert all(isinstance(t, torch.Tensor) for t in loaded.values())
 
 
 @pytest.mark.parametrize("target", ["re:(m+)+$", "re:(m|m)*x", "re:.*.*.*.*x", "re:(m{1,9}){1,9}x", "re:" + "m" * 1000])

@@ -1,6 +1,6 @@
 """Files that torchao, MLX, ModelOpt and Quark made: every value is the one to which their own code dequantizes it.
 
-The fixtures are such files, which ``python -m tests.checkpoints.peers`` wrote: the tests of them need no other library.
+The fixtures are such files, which ``python -m tests.helpers.peers`` wrote: the tests of them need no other library.
 """
 
 import json
@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 import mxtensor as mx
-from tests.checkpoints.peers import FIXTURES, PEERS, SHAPES, is_installed, peer
 from tests.helpers.compare import components_of
+from tests.helpers.peers import FIXTURES, PEERS, SHAPES, is_installed, peer
 
 LAYOUTS = {"torchao_files": "torchao", "mlx_files": "mlx", "modelopt_files": "modelopt", "quark_files": "quark"}
 
@@ -78,8 +78,8 @@ def test_activations_of_torchao_are_read_and_written(tmp_path):
     assert loaded["nv1.0.rows.weight"].recipe.activation is None
     assert loaded["float8.0.PerTensor.e4m3.weight"].recipe.activation == mx.Cast.of("float8_tensor")
     mx.checkpoints.save(loaded, tmp_path / "out", layout="torchao")
-    again = mx.checkpoints.load(tmp_path / "out")
-    assert {name: t.recipe for name, t in again.items() if isinstance(t, mx.MXTensor)} == {
+    reloaded = mx.checkpoints.load(tmp_path / "out")
+    assert {name: t.recipe for name, t in reloaded.items() if isinstance(t, mx.MXTensor)} == {
         name: t.recipe for name, t in loaded.items() if isinstance(t, mx.MXTensor)
     }
 
@@ -149,7 +149,7 @@ def test_transformers_loads_the_layout_of_torchao(format, tmp_path):
 @pytest.mark.filterwarnings("ignore")
 def test_mlx_reads_what_is_written(tmp_path):
     mlx = pytest.importorskip("mlx.core")
-    from tests.checkpoints.peers.mlx_files import MODES, _torch
+    from tests.helpers.peers.mlx_files import MODES, _torch
 
     formats = {"mxfp4": "mxfp4", "mxfp8": "mxfp8", "nvfp4": "nvfp4_single_level"}
     for mode in MODES:

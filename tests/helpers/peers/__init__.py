@@ -1,6 +1,6 @@
 """Files that other libraries make, and the values to which their own code dequantizes them.
 
-python -m tests.checkpoints.peers        write the fixtures of the libraries that are installed
+python -m tests.helpers.peers        write the fixtures of the libraries that are installed
 
 A module of this folder has ``NEEDS``, the modules that it imports, and ``make(folder, shapes, dtype)``, which writes a
 checkpoint into the folder and returns name -> values. torchao 0.18 and mlx[cpu] 0.32 install as they are; for
