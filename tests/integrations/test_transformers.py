@@ -98,17 +98,6 @@ def test_experts_one_by_one_are_not_dropped_silently(tmp_path):
         AutoModelForCausalLM.from_pretrained(tmp_path / "b")
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-def test_adapters_train_over_a_quantized_model(tmp_path):
-    peft = pytest.importorskip("peft")
-    MODELS["Llama"]().save_pretrained(tmp_path)
-    config = mx.TransformersConfig("mxfp8-weight-only")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config)
-    model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], r=2))
-    model(IDS, labels=IDS).loss.backward()
-    assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
-
-
 @pytest.mark.parametrize(
     ("arguments", "kind", "message"),
     [
@@ -119,14 +108,6 @@ def test_adapters_train_over_a_quantized_model(tmp_path):
 def test_wrong_arguments(arguments, kind, message):
     with pytest.raises(kind, match=message):
         mx.TransformersConfig(*arguments)
-
-
-def test_disk_offload_is_refused(tmp_path):
-    MODELS["Llama"]().save_pretrained(tmp_path)
-    with pytest.raises(NotImplementedError, match="offload to disk"):
-        AutoModelForCausalLM.from_pretrained(
-            tmp_path, quantization_config=mx.TransformersConfig("mxfp8"), device_map={"model": "cpu", "lm_head": "disk"}
-        )
 
 
 @pytest.mark.parametrize(
