@@ -16,7 +16,8 @@ from typing import Any
 class Destination:
     """A context manager with a hidden folder for what is being written.
 
-    Raises FileExistsError if ``path`` exists and is no empty folder, unless ``overwrite``.
+    Raises FileExistsError if ``path`` exists and is no empty folder, unless ``overwrite``, and for a folder where one file
+    is to be.
     """
 
     is_file = True
@@ -28,7 +29,7 @@ class Destination:
         if self.path.exists() and not empty and not overwrite:
             raise FileExistsError(f"{self.path} exists; choose another destination, or pass overwrite=True")
         if self.is_file and self.path.is_dir():
-            raise IsADirectoryError(f"{self.path} is a folder; pass the name of a file")
+            raise FileExistsError(f"{self.path} is a folder; pass the name of a file")
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.folder = Path(tempfile.mkdtemp(prefix=f".{self.path.name}.", suffix=".partial", dir=self.path.parent))
 

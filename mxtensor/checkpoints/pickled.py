@@ -124,8 +124,9 @@ def _state_dict(file: Path) -> dict[str, Tensor]:
         with torch.serialization.safe_globals(STAND_INS):
             found = _load(file)
     except Exception as error:  # a file that is not valid raises whatever its words lead to
-        text = " ".join(str(error).split())
-        raise ValueError(f"{file} cannot be read by torch.load(weights_only=True): {text:.300}") from error
+        text = " ".join(str(error).split()).rpartition("WeightsUnpickler error: ")[2]
+        text = text.partition(" Please use")[0].partition(" Check the doc")[0]  # no advice to run the code of a file
+        raise ValueError(f"{file} cannot be read by torch.load(weights_only=True): {text:.200}") from error
     inner = [key for key in NESTED if isinstance(found, dict) and isinstance(found.get(key), dict)]
     found = found[inner[0]] if inner else found
     if not isinstance(found, dict):

@@ -51,21 +51,15 @@ def _merges(model: Any, adapters: Sequence[str] | None) -> list[Merge]:
     return found
 
 
-def _message(call: str, merges: list[Merge]) -> str:
-    lost, formats = {}, set()
+def _lost(merges: list[Merge]) -> dict[str, float]:
+    """Name of a layer -> norm of the rounding over the norm of the change."""
+    lost = {}
     for merge in merges:
-        weight = getattr(merge.module, merge.parameter)
-        formats.add(str(weight.format))
         with torch.no_grad():
-            rounding = (weight.dequantize()[:ROWS].float() - merge.wanted).norm()
-        lost[merge.name] = float(rounding / merge.change.norm().clamp(min=torch.finfo(torch.float32).tiny))
-    worst = max(lost, key=lambda name: lost[name])
-    mean = sum(lost.values()) / len(lost)
-    return (
-        f"{call}: {len(lost)} weights are in {', '.join(sorted(formats))}, and their sums with the adapters were "
-        f"rounded: the rounding has {mean:.2g} of the norm of what the adapters change, {lost[worst]:.2g} in {worst}. "
-        "To lose less, keep the adapters, or merge them into the model in high precision and quantize that"
-    )
+            values = getattr(merge.module, merge.parameter).dequantize()[:ROWS].float()
+        least = torch.finfo(torch.float32).tiny
+        lost[merge.name] = float((values - merge.wanted).norm() / merge.change.norm().clamp(min=least))
+    return lost
 
 
 def _warning(call: str, position: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -76,9 +70,18 @@ def _warning(call: str, position: int) -> Callable[[Callable[..., Any]], Callabl
             adapters = kwargs.get("adapter_names", args[position] if len(args) > position else None)
             merges = _merges(self.model, adapters)
             out = method(self, *args, **kwargs)
-            changed = [m for m in merges if bool(m.change.any())]
-            if changed:
-                warnings.warn(_message(call, changed), UserWarning, stacklevel=3)
+            lost = _lost([merge for merge in merges if bool(merge.change.any())])
+            if lost:
+                worst = max(lost, key=lambda name: lost[name])
+                formats = ", ".join(sorted({str(getattr(m.module, m.parameter).format) for m in merges}))
+                warnings.warn(
+                    f"{call}: {len(lost)} weights are in {formats}, and their sums with the adapters were rounded: the "
+                    f"rounding has {sum(lost.values()) / len(lost):.2g} of the norm of what the adapters change, "
+                    f"{lost[worst]:.2g} in {worst}. To lose less, keep the adapters, or merge them into the model in "
+                    "high precision and quantize that",
+                    UserWarning,
+                    stacklevel=3,
+                )
             return out
 
         return merge
