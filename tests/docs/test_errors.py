@@ -31,9 +31,9 @@ NEVER_SEEN = {
     # of a model of transformers and its adapters: tests/integrations/test_offload.py, tests/integrations/test_peft.py
     "weights that are quantized while they are loaded are in no file; save the quantized model, or use `mxtensor "
     "quantize`, and load that with 'disk' in device_map",
-    "{value}: {value} weights are in {value}, and their sums with the adapters were rounded: the rounding has {value} "
-    "of the norm of what the adapters change, {value} in {value}. To lose less, keep the adapters, or merge them into the "
-    "model in high precision and quantize that",
+    "{value}: {value} weights are in {value}, and their sums with the adapters were rounded: the rounding has "
+    "{value} of the norm of what the adapters change, {value} in {value}. To lose less, keep the adapters, or merge "
+    "them into the model in high precision and quantize that",
     # mx.tune needs a GPU
     "tune needs a model with quantized layers on a CUDA device: mx.quantize_(model.cuda(), 'mxfp8')",
     "there is no cost model of {value}; write one with python -m mxtensor.report.costs",
