@@ -16,8 +16,8 @@ from typing import Any
 class Destination:
     """A context manager with a hidden folder for what is being written.
 
-    Raises FileExistsError if ``path`` exists and is no empty folder, unless ``overwrite``, and for a folder in the place
-    of a file.
+    Raises FileExistsError if ``path`` exists and is no empty folder, unless ``overwrite``, and for a folder instead of
+    a file.
     """
 
     is_file = True
