@@ -18,7 +18,7 @@ from ..report.model_report import layer_errors
 from ..report.output_errors import output_errors
 from ..report.page import Measured, page, summary
 from ..report.quality import Quality, evaluate
-from .models import load_model, load_tokenizer, text_rows
+from .models import load_model, load_tokenizer, read_text, text_rows
 from .output import columns, progress, show
 
 
@@ -27,11 +27,12 @@ def _check_device(device: str) -> None:
         raise ValueError(f"--device {device}: torch finds no CUDA device here")
 
 
-def _rows(arguments: argparse.Namespace, tokenizer: Any) -> Tensor:
+def _rows(arguments: argparse.Namespace, text: str, tokenizer: Any) -> Tensor:
     if arguments.tokenizer is not None:
         tokenizer = load_tokenizer(arguments.tokenizer)
     path = arguments.path if arguments.tokenizer is None else arguments.tokenizer
-    return text_rows(tokenizer, path, arguments.text, arguments.tokens, arguments.window).to(arguments.device)
+    rows = text_rows(tokenizer, path, arguments.text, text, arguments.tokens, arguments.window)
+    return rows.to(arguments.device)
 
 
 # ---------------------------------------------------------------------------------------------- eval
@@ -40,8 +41,9 @@ def _rows(arguments: argparse.Namespace, tokenizer: Any) -> Tensor:
 def eval_model(arguments: argparse.Namespace) -> int:
     """``eval``."""
     _check_device(arguments.device)
+    text = read_text(arguments.text)  # before the model, which takes longer
     model, tokenizer = load_model(arguments.path, arguments.device, arguments.format, arguments.skip)
-    rows = _rows(arguments, tokenizer)
+    rows = _rows(arguments, text, tokenizer)
     reference = None if arguments.reference is None else load_model(arguments.reference, arguments.device)[0]
     with progress(len(rows), "evaluating", "window") as step:
         found = evaluate(model, rows, reference, step)
@@ -88,10 +90,11 @@ def _inputs(arguments: argparse.Namespace, rows: Tensor | None) -> list[dict[str
 def report(arguments: argparse.Namespace) -> int:
     """``report``: of a quantized checkpoint beside its reference, or of a model in some formats."""
     _check_device(arguments.device)
+    text = None if arguments.text is None else read_text(arguments.text)
     before = arguments.path if arguments.reference is None else arguments.reference
     reference, tokenizer = load_model(before, arguments.device)
     labels = arguments.formats or [arguments.path]
-    rows = None if arguments.text is None else _rows(arguments, tokenizer)
+    rows = None if text is None else _rows(arguments, text, tokenizer)
     inputs, models = _inputs(arguments, rows), []
     steps = 1 + len(inputs) + (0 if rows is None else len(rows))
     with progress(len(labels) * steps, "measuring", "step") as step:
@@ -109,9 +112,9 @@ def report(arguments: argparse.Namespace) -> int:
         found = Quality(found.reference_perplexity, 0.0, 0.0, 1.0, found.tokens)
     models.insert(0, Measured(before, size.bits, size.nbytes, [], [], found))
     about = {"model before": before, "sample": _sample(arguments, rows)}
-    text = page(f"Quantization report of {Path(arguments.path).resolve().name}", about, models)
+    html = page(f"Quantization report of {Path(arguments.path).resolve().name}", about, models)
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(text, encoding="utf-8")
+    arguments.output.write_text(html, encoding="utf-8")
     fields = {"page": str(arguments.output), "models": [asdict(m) for m in models], **about}
     return show(arguments, f"{columns(*summary(models))}\nwrote {arguments.output}", fields)
 

@@ -27,6 +27,8 @@ from .output import note
 
 LOADED_AS_IT_IS = ("native", "plain")
 """Layouts that transformers loads with this package."""
+CODES = {"MXFP4", "NVFP4"}
+"""Types of GGUF whose values are codes of a format here."""
 
 
 def transformers_quietly() -> Any:
@@ -55,8 +57,8 @@ def is_gguf(path: Path) -> bool:
 def without_gguf(path: str | Path, beside: str | Path | None = None) -> Iterator[Path]:
     """The path; for a GGUF file of an architecture that transformers knows, a temporary folder as it saves the model.
 
-    Such a folder has the configuration, the tokenizer and bfloat16 weights with transformers' names. A file with MXFP4
-    codes stays as it is, so that they stay codes. ``beside``: the temporary folder is made next to this path.
+    Such a folder has the configuration, the tokenizer and bfloat16 weights with transformers' names. A file with CODES
+    stays as it is, so that they stay codes. ``beside``: the temporary folder is made next to this path.
     """
     path = Path(path)
     if not is_gguf(path):
@@ -68,7 +70,8 @@ def without_gguf(path: str | Path, beside: str | Path | None = None) -> Iterator
     if parent is not None:
         parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".mxtensor-gguf-", dir=parent) as folder:
-        why = "it holds MXFP4 codes, which stay codes" if "MXFP4" in kinds else _save_gguf(file, Path(folder))
+        codes = ", ".join(sorted(kinds & CODES))
+        why = f"it holds {codes} codes, which stay codes" if codes else _save_gguf(file, Path(folder))
         if why is None:
             note(f"{file.name} becomes a model of transformers, in bfloat16")
             yield Path(folder)
@@ -150,19 +153,22 @@ def load_tokenizer(folder: str | Path) -> Any:
     return None
 
 
-def text_rows(tokenizer: Any, path: str, file: str, tokens: int | None, window: int) -> torch.Tensor:
-    """The first tokens of a text file ("-": standard input) as rows of a window.
+def read_text(file: str) -> str:
+    """The text in a file ("-": standard input). Raises ValueError that names it, or OSError."""
+    try:
+        return sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not a text in UTF-8: {error}") from error
+
+
+def text_rows(tokenizer: Any, path: str, file: str, text: str, tokens: int | None, window: int) -> torch.Tensor:
+    """The first tokens of the text in ``file`` as rows of a window.
 
     ``path``: the model, for the message if its ``tokenizer`` is None. Raises ValueError that names the file.
     """
     if tokenizer is None:
         raise ValueError(f"{path} has no tokenizer; pass --tokenizer with a folder that has one")
-    name = "standard input" if file == "-" else file
-    try:
-        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{name} is not a text in UTF-8: {error}") from error
     try:
         return windows(tokenizer, text, tokens, window)
     except ValueError as error:
-        raise ValueError(f"{name}: {error}") from error
+        raise ValueError(f"{file}: {error}") from error

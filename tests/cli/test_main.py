@@ -137,14 +137,15 @@ BAD = {
 @pytest.mark.parametrize(
     "arguments",
     [("inspect", "SRC"), ("compare", "SRC", "SRC"), ("convert", "SRC", "-o", "OUT"), ("tune", "SRC", "--dry-run"),
-     ("quantize", "SRC", "-o", "OUT", "--format", "mxfp8"), ("eval", "SRC", "--text", "t"),
+     ("quantize", "SRC", "-o", "OUT", "--format", "mxfp8"), ("eval", "SRC", "--text", "TEXT"),
      ("report", "SRC", "--format", "mxfp8")],
     ids=lambda arguments: arguments[0],
 )  # fmt: skip
 def test_a_damaged_file_is_named_in_one_line(damage, arguments, source, tmp_path, capsys):
     file = tmp_path / "a" / "model.safetensors"
     BAD[damage](file)
-    places = {"SRC": source, "OUT": str(tmp_path / "out")}
+    (tmp_path / "a" / "text").write_text("text")
+    places = {"SRC": source, "OUT": str(tmp_path / "out"), "TEXT": str(tmp_path / "a" / "text")}
     code, out, err = run(capsys, *(places.get(argument, argument) for argument in arguments))
     assert (code, out, err.count("\n")) == (1, "", 1) and (str(file) in err or source in err)
     assert [p.name for p in tmp_path.iterdir()] == ["a"]

@@ -99,7 +99,8 @@ def test_models_of_two_vocabularies_are_not_compared(folder, tmp_path, capsys):
 
 def test_what_transformers_does_not_know_is_one_line(tmp_path, capsys):
     checkpoint(tmp_path / "a", {"x.weight": torch.ones(2, 2)}, model_type="unheard-of")
-    code, _, err = run(capsys, "eval", tmp_path / "a", "--text", "text.txt")
+    (tmp_path / "text").write_text("text")
+    code, _, err = run(capsys, "eval", tmp_path / "a", "--text", tmp_path / "text")
     assert code == 1 and err.count("\n") == 1 and "unheard-of" in err
 
 
