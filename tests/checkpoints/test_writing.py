@@ -236,3 +236,29 @@ def test_a_conversion_by_threads_is_the_conversion_by_one(tmp_path, monkeypatch)
         mx.checkpoints.convert(path, tmp_path / name, format="mxfp8", max_shard_bytes=700_000)
     for file in (tmp_path / "one").iterdir():
         assert file.read_bytes() == (tmp_path / "four" / file.name).read_bytes()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(resource is None, reason="needs the peak of a process")
+@pytest.mark.parametrize("format", ["", "mxfp4-weight-only"])
+def test_memory_does_not_depend_on_the_size_of_files(format, tmp_path):
+    """1 GB in one file, to one file: the peak beyond that of a tiny conversion is a third of it."""
+    values = torch.randn(1 << 20).bfloat16()
+    big = {f"m{i}.weight": values.repeat(16).view(4096, 4096) for i in range(4)}
+    with sink.Sink(tmp_path / "big.safetensors", 1 << 62) as out:
+        for copy in range(8):
+            out.add({f"l{copy}.{name}": t for name, t in big.items()})
+        out.finish({})
+    mx.checkpoints.save({"m.weight": values[: 1 << 10].view(32, 32)}, tmp_path / "small.safetensors", layout="plain")
+    code = (
+        "import resource, sys, mxtensor as mx; "
+        "mx.checkpoints.convert(sys.argv[1], sys.argv[2], format=sys.argv[3] or None, progress=False); "
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    )
+    peaks = [
+        int(subprocess.check_output([sys.executable, "-c", code, tmp_path / f"{name}.safetensors",
+                                     tmp_path / f"{name}-out.safetensors", format], text=True))
+        for name in ("small", "big")
+    ]  # fmt: skip
+    assert (tmp_path / "big.safetensors").stat().st_size > 1_000_000_000
+    assert peaks[1] - peaks[0] < 500_000  # kilobytes: 256 MiB that wait, 64 MiB of a small file, three tensors
