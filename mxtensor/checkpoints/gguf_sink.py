@@ -46,10 +46,13 @@ class GGUFSink(Destination):
             t = t.detach().to("cpu").contiguous()
             raw = (t if t.dim() else t.reshape(1)).view(torch.uint8)
             self._infos[name] = tuple(raw.shape), raw.numel(), (metadata or {})[name]
-            self._spool.write(memoryview(raw.reshape(-1).numpy()))  # type: ignore[arg-type]
+            self.told(self._spool.write, memoryview(raw.reshape(-1).numpy()))  # type: ignore[arg-type]
 
     def finish(self, files: Mapping[str, Any], source: Path | None = None) -> None:
         """Write the file and move it to its place; ``files`` and ``source`` are for layouts with a folder."""
+        self.told(self._finish)
+
+    def _finish(self) -> None:
         gguf = needs("gguf", "gguf")
         self._spool.close()
         reader = getattr(self.source, "reader", None)
