@@ -80,6 +80,7 @@ def test_a_full_disk_names_the_destination(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(resource is None, reason="needs limits of the operating system")
 @pytest.mark.parametrize(("layout", "name"), [("plain", "out"), ("plain", "out.safetensors"), ("gguf", "out.gguf")])
 def test_a_disk_that_is_full_while_a_large_file_is_written(layout, name, tmp_path):
