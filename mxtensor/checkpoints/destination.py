@@ -8,9 +8,12 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
 
 
 class Destination:
@@ -32,6 +35,13 @@ class Destination:
             raise FileExistsError(f"{self.path} is a folder; pass the name of a file")
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.folder = Path(tempfile.mkdtemp(prefix=f".{self.path.name}.", suffix=".partial", dir=self.path.parent))
+
+    def told(self, call: Callable[..., Result], *arguments: Any) -> Result:
+        """``call(*arguments)``, whose OSError names the destination: that of a full disk names no file."""
+        try:
+            return call(*arguments)
+        except OSError as error:
+            raise OSError(f"{self.path} cannot be written: {error.strerror or error}") from error
 
     def move(self) -> None:
         """Put the folder in the place of the destination; what was there is removed afterwards."""

@@ -46,17 +46,20 @@ class GGUFSink(Destination):
             t = t.detach().to("cpu").contiguous()
             raw = (t if t.dim() else t.reshape(1)).view(torch.uint8)
             self._infos[name] = tuple(raw.shape), raw.numel(), (metadata or {})[name]
-            self._spool.write(memoryview(raw.reshape(-1).numpy()))  # type: ignore[arg-type]
+            self.told(self._spool.write, memoryview(raw.reshape(-1).numpy()))  # type: ignore[arg-type]
 
     def finish(self, files: Mapping[str, Any], source: Path | None = None) -> None:
-        """Write the file and move it to its place; ``files`` and ``source`` are for layouts with a folder."""
+        """Write the file and move it to its place. ``files``: ``config.json`` names the architecture."""
+        config = files.get("config.json") or {}
+        self.told(self._finish, str(config.get("model_type", "unknown")))
+
+    def _finish(self, architecture: str) -> None:
         gguf = needs("gguf", "gguf")
         self._spool.close()
         reader = getattr(self.source, "reader", None)
-        config = self.source.config if self.source is not None else {}
         names = {} if reader is None else reader.fields
         key = gguf.Keys.General.ARCHITECTURE
-        architecture = names[key].contents() if key in names else str(config.get("model_type", "unknown"))
+        architecture = names[key].contents() if key in names else architecture
         out = self.folder / "out.gguf"
         writer = gguf.GGUFWriter(out, architecture)
         try:

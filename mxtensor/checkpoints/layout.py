@@ -150,8 +150,10 @@ def with_others(checkpoint: Checkpoint, entries: dict[str, Entry], scales: Itera
     return entries
 
 
-def rowwise(name: str, t: MXTensor, layout: str, formats: Mapping[str, Any], whole_blocks: bool = True) -> Any:
-    """The operand of a matrix, and the row of ``formats`` for its format.
+def rowwise(
+    name: str, t: MXTensor, layout: str, formats: Mapping[str, Any], whole_blocks: bool = True, stacks: bool = False
+) -> Any:
+    """The operand of a matrix, and the row of ``formats`` for its format. ``stacks``: or of matrices in a stack.
 
     Raises NotImplementedError for a tensor that the layout cannot hold.
     """
@@ -161,7 +163,7 @@ def rowwise(name: str, t: MXTensor, layout: str, formats: Mapping[str, Any], who
             f"{name} is {t.format.name}, and the layout {layout} holds {', '.join(formats)}: pass format=, which "
             "quantizes again"
         )
-    if operand is None or t.dim() != 2 or not name.endswith("weight"):
+    if operand is None or t.dim() not in ((2, 3) if stacks else (2,)) or not name.endswith("weight"):
         raise NotImplementedError(
             f"{name} is a {t.orientation.label} tensor of shape {tuple(t.shape)}, and the layout {layout} holds "
             "rowwise matrices called weight; skip it, or use the layout native"

@@ -9,7 +9,7 @@ import shutil
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor
 
@@ -23,7 +23,6 @@ NOT_COPIED = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".index.json", "hf
 LARGEST_COPY = 1 << 28
 PENDING = 1 << 28
 """Bytes of tensors that may wait for the thread that writes."""
-Result = TypeVar("Result")
 Header = Callable[[Mapping[str, str]], dict[str, str]]
 """Entries of all tensors up to the end of a shard -> the metadata of the shard."""
 
@@ -129,20 +128,13 @@ class Sink(Destination):
 
     def _opened(self) -> ShardFile:
         if self._file is None:
-            self._file = self._told(ShardFile, self.folder / f"{len(self.shards) + 1}.safetensors")
+            self._file = self.told(ShardFile, self.folder / f"{len(self.shards) + 1}.safetensors")
             self._files.append(self._file)
         return self._file
 
-    def _told(self, call: Callable[..., Result], *arguments: Any) -> Result:
-        """``call(*arguments)``, whose OSError names the destination."""
-        try:
-            return call(*arguments)
-        except OSError as error:
-            raise OSError(f"{self.path} cannot be written: {error.strerror or error}") from error
-
     def _do(self, job: Callable[..., None], *arguments: Any) -> None:
         size = sum(a.nbytes for a in arguments if isinstance(a, Tensor))
-        self._writer.do(lambda: self._told(job, *arguments), size)
+        self._writer.do(lambda: self.told(job, *arguments), size)
 
     def _flush(self) -> None:
         file = self._opened()
@@ -159,6 +151,9 @@ class Sink(Destination):
         if self._names or not self.shards:
             self._flush()
         self._writer.finish()
+        self.told(self._finish, files, source)
+
+    def _finish(self, files: Mapping[str, Any], source: Path | None) -> None:
         if self.is_file:
             self.move_file("1.safetensors")
             return

@@ -81,9 +81,9 @@ class Conversion:
 def load(path: str | Path, layout: str | None = None) -> dict[str, Tensor]:
     """The tensors of a checkpoint by name: MXTensors where it holds codes, ordinary tensors otherwise.
 
-    ``path``: a folder, a ``.safetensors`` or a ``.gguf`` file. ``layout``: one of ``LAYOUTS``; None: the one that the
-    checkpoint has. Codes are not dequantized on the way. Raises FileNotFoundError, ValueError or NotImplementedError
-    that names file and tensor.
+    ``path``: a folder, a ``.safetensors``, a ``.gguf`` or a file of ``torch.save`` (``.pt``, ``.pth``, ``.bin``).
+    ``layout``: one of ``LAYOUTS``; None: the one that the checkpoint has. Codes are not dequantized on the way. Raises
+    FileNotFoundError, ValueError or NotImplementedError that names file and tensor.
     """
     with opened(path) as checkpoint:
         chosen = layout_of(checkpoint) if layout is None else get_layout(layout)
@@ -99,8 +99,9 @@ def save(
 ) -> None:
     """Write a model or a state dict in a layout, in shards with an index.
 
-    ``path``: a new folder, or a file that ends in ``.safetensors``. transformers' models also write their
-    ``config.json``. A weight that two modules share is stored once if the model knows it as tied, otherwise twice.
+    ``path``: a new folder, or a file that ends in ``.safetensors``, or in ``.gguf`` for that layout. transformers'
+    models also write their ``config.json``. A weight that two modules share is stored once if the model knows it as
+    tied, otherwise twice.
     Raises NotImplementedError for a tensor that the layout cannot hold, FileExistsError for a folder that is not empty.
     """
     chosen = _writable(layout, path)
@@ -133,12 +134,13 @@ def convert(
     overwrite: bool = False,
     progress: bool = True,
 ) -> Conversion:
-    """Convert a checkpoint to another layout, tensor by tensor: memory holds one shard, not the model.
+    """Convert a checkpoint to another layout, tensor by tensor: memory holds a few tensors, not the model or a shard.
 
     ``format``: what ``quantize_`` takes for inference, such as ``"mxfp4-weight-only"``: matrices in high precision are
     quantized, and those in another format are quantized again; None only changes the layout, which is exact.
     Embeddings, heads, routers and modules whose name ends in one of ``skip`` stay as they are. Other files of the
-    folder, such as the tokenizer, are copied. The destination is whole or absent. Raises as ``load`` and ``save``.
+    folder, such as the tokenizer, are copied. The destination is whole or absent, and what ``overwrite`` replaces stays
+    until then. Matrices are cast by torch's number of threads, one each. Raises as ``load`` and ``save``.
     """
     chosen = _writable(layout, destination)
     recipe = None if format is None else recipe_of(format)

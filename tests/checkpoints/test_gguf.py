@@ -131,6 +131,20 @@ def test_safetensors_become_gguf_and_come_back(tmp_path):
     assert gguf.GGUFReader(tmp_path / "b.gguf").fields["general.architecture"].contents() == "llama"
 
 
+def test_a_model_names_its_architecture(tmp_path):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
+             "num_attention_heads": 2}  # fmt: skip
+    model = mx.quantize_(LlamaForCausalLM(LlamaConfig(**sizes)), "mxfp4-weight-only")
+    mx.checkpoints.save(model, tmp_path / "x.gguf", layout="gguf")
+    assert gguf.GGUFReader(tmp_path / "x.gguf").fields["general.architecture"].contents() == "llama"
+    for name, t in mx.checkpoints.load(tmp_path / "x.gguf").items():
+        values = model.state_dict()[name]
+        both = [v.dequantize(torch.float32) if isinstance(v, mx.MXTensor) else v for v in (t, values)]
+        assert torch.equal(*both)
+
+
 @pytest.mark.parametrize(
     ("state", "path", "message"),
     [

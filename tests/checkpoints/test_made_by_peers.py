@@ -125,6 +125,7 @@ def test_torchao_reads_what_is_written(tmp_path):
     assert loaded.keys() == wanted.keys()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("format", ["mxfp8", "mxfp4", "mxfp6_e3m2", "nvfp4-weight-only", "float8_row"])
 def test_transformers_loads_the_layout_of_torchao(format, tmp_path):
@@ -155,6 +156,7 @@ def test_mlx_reads_what_is_written(tmp_path):
     for mode in MODES:
         state = {f"m{i}.weight": mx.quantize(torch.randn(n, k).bfloat16(), formats[mode]) for i, (n, k) in
                  enumerate(SHAPES)}  # fmt: skip
+        state["experts.weight"] = mx.quantize(torch.randn(3, 32, 128).bfloat16(), formats[mode])
         mx.checkpoints.save(state, tmp_path / mode, layout="mlx")
         arrays = mlx.load(str(tmp_path / mode / "model.safetensors"))
         cast = json.loads((tmp_path / mode / "config.json").read_text())["quantization"]
