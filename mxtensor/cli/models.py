@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from ..checkpoints import store
+from ..checkpoints.gguf import CODES
 from ..checkpoints.registry import layout_of, opened
 from ..integrations import TransformersConfig
 from ..report.quality import windows
@@ -27,8 +28,6 @@ from .output import note
 
 LOADED_AS_IT_IS = ("native", "plain")
 """Layouts that transformers loads with this package."""
-CODES = {"MXFP4", "NVFP4"}
-"""Types of GGUF whose values are codes of a format here."""
 
 
 def transformers_quietly() -> Any:
@@ -70,7 +69,7 @@ def without_gguf(path: str | Path, beside: str | Path | None = None) -> Iterator
     if parent is not None:
         parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".mxtensor-gguf-", dir=parent) as folder:
-        codes = ", ".join(sorted(kinds & CODES))
+        codes = ", ".join(sorted(kinds & CODES.keys()))
         why = f"it holds {codes} codes, which stay codes" if codes else _save_gguf(file, Path(folder))
         if why is None:
             note(f"{file.name} becomes a model of transformers, in bfloat16")
