@@ -101,6 +101,14 @@ def layouts() -> str:
     return table("layout, who uses it, formats, here, what is exact", body)
 
 
+def commands() -> str:
+    """Every subcommand of ``mxtensor``."""
+    from mxtensor.cli.main import COMMANDS
+
+    body = [(f"`{name}`", row.help, f"`{row.examples[0]}`") for name, row in COMMANDS.items()]
+    return table("command, what it does, example", body)
+
+
 def _module(rule: Any) -> str:
     name = rule.__module__.removeprefix("mxtensor.")
     return f"`{name.replace('.', '/')}.py`"
@@ -220,7 +228,7 @@ RECORDS = (
     figures, llm, llm_cpu, cpu, host, cast, linear, decode, decode_model, train_linear, fsdp, sharding, users_layers,
     users_generate, users_first,
 )  # fmt: skip
-GENERATORS = (layouts, formats, ops, functions, kernels, devices, api, torchao, models, recipes, *RECORDS)
+GENERATORS = (layouts, commands, formats, ops, functions, kernels, devices, api, torchao, models, recipes, *RECORDS)
 TABLES: dict[str, Callable[[], str]] = {generator.__name__: generator for generator in GENERATORS}
 
 

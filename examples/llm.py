@@ -23,11 +23,13 @@ import torch
 from torch import Tensor
 
 import mxtensor as mx
+from mxtensor.report import quality
 from mxtensor.report.model_report import COLORS
+from mxtensor.report.quality import Quality
 
 from . import smollm2
 from .minilm import SENTENCES, columns, config_name, load_sentences
-from .smollm2 import UNQUANTIZED, Decoder, Quality
+from .smollm2 import UNQUANTIZED, Decoder
 
 FORMATS = (
     "mxint8-weight-only", "mxfp8-weight-only", "mxfp8", "mxfp6_e2m3-weight-only", "nvfp4-weight-only",
@@ -77,17 +79,17 @@ class Demo:
 
     def __init__(self, model: Any, tokenizer: Any, tokens: int, done: Any = lambda: None) -> None:
         self.model, self.tokenizer, self.done = model, tokenizer, done
-        self.rows = smollm2.windows(tokenizer, " ".join(load_sentences(SENTENCES)), tokens)
+        self.rows = quality.windows(tokenizer, " ".join(load_sentences(SENTENCES)), tokens)
         self.prompt = smollm2.chat_prompt(tokenizer, [{"role": "user", "content": QUESTION}])
         self.bandwidth = smollm2.memory_bandwidth()
-        self.reference: Tensor = smollm2.log_probabilities(model, self.rows, done)
+        self.reference: Tensor = quality.log_probabilities(model, self.rows, done)
 
     def measure(self, config: str) -> Result:
         """Quantize a copy of the model, and measure it."""
         small = smollm2.quantized(self.model, config.removesuffix(HEAD), config.endswith(HEAD))
         found = self.reference
         if config != UNQUANTIZED:
-            found = smollm2.log_probabilities(small, self.rows, self.done)
+            found = quality.log_probabilities(small, self.rows, self.done)
         decoder = Decoder(small, self.prompt)
         while len(decoder.tokens) < ANSWER:
             decoder.step()
@@ -97,7 +99,7 @@ class Demo:
         rate, relative = speed(decoder, Decoder(self.model, self.prompt))
         size = mx.model_size(small)
         limit = self.bandwidth * 1e9 / smollm2.bytes_a_token(small)
-        compared = smollm2.quality(found, self.reference, self.rows)
+        compared = quality.quality(found, self.reference, self.rows)
         self.done()
         if config == UNQUANTIZED:
             relative = 1.0
@@ -127,7 +129,7 @@ def notes(bandwidth: float, tokens: int) -> str:
         f"bits/weight and MB: over all parameters. The head, which is the embedding too, stays {UNQUANTIZED} except "
         "after\n+head, where it is quantized once for both uses.\n"
         f"perplexity, KL (to {UNQUANTIZED}, in nats a token, +- its standard error) and same token (as the most likely "
-        f"one):\n{tokens} tokens of examples/sentences.txt in windows of {smollm2.WINDOW}.\n"
+        f"one):\n{tokens} tokens of examples/sentences.txt in windows of {quality.WINDOW}.\n"
         f"tokens/s: batch 1, eager, in turn with {UNQUANTIZED}, {torch.get_num_threads()} threads. "
         f"limit: tokens/s if reading weights at the\nmeasured {bandwidth:.1f} GB/s were all the work."
     )
@@ -212,15 +214,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--out", type=Path, default=Path("out"), metavar="DIR", help="folder of the plot (out)")
     add("--json", type=Path, metavar="FILE", help="write the results, for the documentation")
     args = parser.parse_args(argv)
-    if args.tokens < smollm2.WINDOW:
-        parser.error(f"--tokens: {args.tokens} is less than one window of {smollm2.WINDOW}")
+    if args.tokens < quality.WINDOW:
+        parser.error(f"--tokens: {args.tokens} is less than one window of {quality.WINDOW}")
     begin = time.perf_counter()
     logging.getLogger("mxtensor").setLevel(logging.ERROR)  # the table has what quantize_ would say of each format
     from tqdm import tqdm  # the demo's dependencies bring it
 
     print("loading SmolLM2-135M-Instruct ...", flush=True)
     model, tokenizer = smollm2.load_model()
-    steps = args.tokens // smollm2.WINDOW
+    steps = args.tokens // quality.WINDOW
     with tqdm(total=(len(args.formats) + 1) * (steps + 1), desc=UNQUANTIZED, unit="step") as bar:
         demo = Demo(model, tokenizer, args.tokens, bar.update)
         results = []

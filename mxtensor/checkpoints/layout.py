@@ -49,14 +49,30 @@ class Layout:
     the layout cannot hold."""
     config: Callable[[Written], dict[str, Any]] | None = None
     """JSON files to write: file name -> what is merged into it."""
-    metadata: Callable[[str, MXTensor], dict[str, str]] | None = None
-    """Entries of the header for a tensor."""
+    metadata: Callable[[str, Tensor], dict[str, str]] | None = None
+    """Entries of the header for a tensor, quantized or not."""
+    header: Callable[[Mapping[str, str]], dict[str, str]] | None = None
+    """The header of a shard, of the entries of all tensors up to its end; None: the entries of its own tensors."""
+    static_scales: bool = True
+    """Whether scales of static activations are stored, as tensors of their own name."""
+    sink: Callable[..., Any] | None = None
+    """What writes the file, as ``Sink`` does; None: safetensors."""
     one_file: bool = False
     """Whether a file says all without a configuration beside it."""
     formats: str = ""
     """The formats it holds, for the table."""
     exact: str = "bit for bit"
     """What is exact, for the table."""
+
+    def entries(self, checkpoint: Checkpoint) -> dict[str, Entry]:
+        """``read``. Raises ValueError or NotImplementedError that names the file or folder."""
+        try:
+            return self.read(checkpoint)
+        except (ValueError, NotImplementedError) as error:
+            if str(checkpoint.path) in str(error):
+                raise
+            kind = NotImplementedError if isinstance(error, NotImplementedError) else ValueError
+            raise kind(f"{checkpoint.path}: {error}") from error
 
 
 def weight(
@@ -65,7 +81,7 @@ def weight(
     format: Format | str,
     dtype: torch.dtype,
     global_scale: Tensor | None = None,
-    activation: str | None = None,
+    activation: Cast | str | None = None,
     shape: tuple[int, ...] | None = None,
     columnwise: bool = False,
 ) -> MXTensor:
@@ -134,8 +150,10 @@ def with_others(checkpoint: Checkpoint, entries: dict[str, Entry], scales: Itera
     return entries
 
 
-def rowwise(name: str, t: MXTensor, layout: str, formats: Mapping[str, Any], whole_blocks: bool = True) -> Any:
-    """The operand of a matrix, and the row of ``formats`` for its format.
+def rowwise(
+    name: str, t: MXTensor, layout: str, formats: Mapping[str, Any], whole_blocks: bool = True, stacks: bool = False
+) -> Any:
+    """The operand of a matrix, and the row of ``formats`` for its format. ``stacks``: or of matrices in a stack.
 
     Raises NotImplementedError for a tensor that the layout cannot hold.
     """
@@ -145,7 +163,7 @@ def rowwise(name: str, t: MXTensor, layout: str, formats: Mapping[str, Any], who
             f"{name} is {t.format.name}, and the layout {layout} holds {', '.join(formats)}: pass format=, which "
             "quantizes again"
         )
-    if operand is None or t.dim() != 2 or not name.endswith("weight"):
+    if operand is None or t.dim() not in ((2, 3) if stacks else (2,)) or not name.endswith("weight"):
         raise NotImplementedError(
             f"{name} is a {t.orientation.label} tensor of shape {tuple(t.shape)}, and the layout {layout} holds "
             "rowwise matrices called weight; skip it, or use the layout native"

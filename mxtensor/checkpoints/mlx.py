@@ -1,8 +1,8 @@
 """MLX: ``weight`` U32 with ``scales`` U8, of mlx-lm.
 
 A word of 32 bits has 8 codes of 4 bits or 4 of 8 bits, the first in the lowest bits: in memory these are the bytes of
-this package. NVFP4 has no global scale there. The configuration's ``quantization`` has group_size, bits and mode, and
-may have entries for single modules.
+this package. Experts are stacked in one tensor of three dimensions. NVFP4 has no global scale there. The
+configuration's ``quantization`` has group_size, bits and mode, and may have entries for single modules.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _codes(mode: str, dtype: torch.dtype) -> Callable[..., Tensor]:
     format = FORMATS[FORMATS_BY_MODE[mode]]
 
     def build(words: Tensor, scale: Tensor) -> Tensor:
-        if words.dtype is not torch.uint32 or words.dim() != 2:
+        if words.dtype is not torch.uint32 or words.dim() not in (2, 3):
             raise ValueError(f"weight must be a matrix of uint32, got {words.dtype} {tuple(words.shape)}")
         return weight(words.contiguous().view(torch.uint8), scale, format, dtype)
 
@@ -62,7 +62,7 @@ def _read(checkpoint: Checkpoint) -> dict[str, Entry]:
 
 
 def _write(name: str, t: MXTensor) -> dict[str, Tensor]:
-    operand, _ = rowwise(name, t, NAME, MODES)
+    operand, _ = rowwise(name, t, NAME, MODES, stacks=True)
     words = operand.data.contiguous().view(torch.uint8).view(torch.uint32)
     return {name: words, f"{name.removesuffix('weight')}scales": operand.scale}
 

@@ -1,8 +1,10 @@
-"""NVIDIA ModelOpt: NVFP4, MXFP8 and float8 with one scale a tensor.
+"""NVIDIA ModelOpt: NVFP4, MXFP4, MXFP8 and float8 with one scale a tensor.
 
-NVFP4 and its W4A16: ``weight`` U8 with ``weight_scale`` F8_E4M3 and ``weight_scale_2`` F32, which multiplies. MXFP8 and
-float8: ``weight`` F8_E4M3 with ``weight_scale`` U8 or F32. ``input_scale`` belongs to static activations and is read
-as an ordinary tensor.
+NVFP4 with its W4A16 and W4A8: ``weight`` U8 with ``weight_scale`` F8_E4M3 and ``weight_scale_2`` F32, which multiplies.
+MXFP4 and its W4A8: ``weight`` U8 with ``weight_scale`` U8 (E8M0). MXFP8 and float8: ``weight`` F8_E4M3 with
+``weight_scale`` U8 or F32. ``input_scale`` belongs to static activations and is read as an ordinary tensor.
+
+Source: modelopt/torch/export and modelopt/torch/quantization/qtensor of version 0.47.
 """
 
 from __future__ import annotations
@@ -20,18 +22,25 @@ from .layout import Layout, Written, companions, rowwise, weight, with_others
 from .source import Checkpoint, Entry
 
 NAME = "modelopt"
-ALGORITHMS = {"nvfp4": ("NVFP4", 16), "mxfp8_e4m3": ("MXFP8", 32)}
+ALGORITHMS = {"nvfp4": ("NVFP4", 16), "mxfp8_e4m3": ("MXFP8", 32), "mxfp4_e2m1": ("mxfp4", 32)}
 """Format -> quant_algo and group_size."""
+WITH_ACTIVATION = {
+    ("nvfp4", None): "W4A16_NVFP4", ("nvfp4", "float8_e4m3_tensor"): "W4A8_NVFP4_FP8",
+    ("mxfp4_e2m1", "float8_e4m3_tensor"): "W4A8_MXFP4_FP8",
+}  # fmt: skip
+"""(format, format of activations) -> quant_algo, where another one is used."""
 
 
 def _codes(dtype: torch.dtype) -> Callable[..., Tensor]:
     def build(data: Tensor, scale: Tensor, *second: Tensor) -> Tensor:
         if data.dtype is not torch.uint8:
             return float8_weight(data, scale, dtype)
+        if scale.dtype is torch.uint8 and scale.dim():
+            return weight(data, scale, "mxfp4_e2m1", dtype)
         if scale.dtype is not torch.float8_e4m3fn:
             raise NotImplementedError(
-                f"codes of 4 bits with scales in {str(scale.dtype).removeprefix('torch.')} are no NVFP4 (W4A8 and AWQ "
-                "have integer codes): no format here has them"
+                f"codes of 4 bits with scales in {str(scale.dtype).removeprefix('torch.')} are neither NVFP4 nor "
+                "MXFP4 (AWQ and W4A8_AWQ have integer codes): no format here has them"
             )
         if not second or second[0].numel() != 1 or second[0].dtype != torch.float32:
             got = [(str(t.dtype), tuple(t.shape)) for t in second]
@@ -66,19 +75,21 @@ def _write(name: str, t: MXTensor) -> dict[str, Tensor]:
 
 
 def _config(written: Written) -> dict[str, Any]:
-    formats = {recipe.stored.format.name for recipe in written.weights.values()}
+    recipes = written.weights.values()
+    formats = {recipe.stored.format.name for recipe in recipes}
     if not formats:
         return {}
     if len(formats) > 1:
         raise NotImplementedError(
             f"the layout modelopt holds one format in a checkpoint, got {', '.join(sorted(formats))}: pass format="
         )
-    algorithm, group = ALGORITHMS[formats.pop()]
-    if algorithm == "NVFP4" and not any(recipe.activation for recipe in written.weights.values()):
-        algorithm = "W4A16_NVFP4"
+    format = formats.pop()
+    algorithm, group = ALGORITHMS[format]
+    casts = {recipe.activation.format.name if recipe.activation else None for recipe in recipes}
+    algorithm = WITH_ACTIVATION.get((format, casts.pop()), algorithm) if len(casts) == 1 else algorithm
     skipped = [name.removesuffix(".weight") for name in written.others]
     common = {"quant_algo": algorithm, "kv_cache_quant_algo": None, "group_size": group}
-    producer = {"name": "modelopt", "version": "0.37.0"}  # the version whose layout this is
+    producer = {"name": "modelopt", "version": "0.47.0"}  # the version whose layout this is
     return {
         "config.json": {
             "quantization_config": {"quant_method": "modelopt", "producer": producer, "ignore": skipped, **common}

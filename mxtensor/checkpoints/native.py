@@ -131,7 +131,7 @@ NATIVE = Layout(
     read=_read,
     write=stored_tensors,
     config=_config,
-    metadata=header,
+    metadata=lambda name, t: header(name, t) if isinstance(t, MXTensor) else {},
     one_file=True,
     formats="all, in every orientation",
 )

@@ -14,14 +14,16 @@ from .layout import Layout
 from .mlx import MLX
 from .modelopt import MODELOPT
 from .native import NATIVE
+from .pickled import PICKLED, is_pickled, open_pickled
 from .plain import PLAIN
 from .quark import QUARK
 from .source import Checkpoint, open_checkpoint
+from .torchao import TORCHAO
 
 LAYOUTS = {
     layout.name: layout
     for layout in (
-        GGUF, NATIVE, COMPRESSED_TENSORS, GPT_OSS, MODELOPT, DEEPSEEK, QUARK, MLX, PLAIN,
+        GGUF, PICKLED, NATIVE, TORCHAO, COMPRESSED_TENSORS, GPT_OSS, MODELOPT, DEEPSEEK, QUARK, MLX, PLAIN,
     )
 }  # fmt: skip
 """Name -> layout, in the order in which they are asked whether a checkpoint is theirs."""
@@ -55,4 +57,8 @@ def opened(path: str | Path) -> Checkpoint:
             return open_gguf(files[0])
         if files:
             raise ValueError(f"{path} has {len(files)} GGUF files; pass one of them: {files[0].name} ...")
+        if is_pickled(path):
+            return open_pickled(path)
+    if path.is_file() and is_pickled(path):
+        return open_pickled(path)
     return open_gguf(path) if path.is_file() and path.suffix == ".gguf" else open_checkpoint(path)

@@ -1,93 +1,167 @@
-"""Writing a checkpoint: shards of a largest size in a folder beside the destination, which is renamed at the end.
-
-The destination is whole or absent: an error or an interrupt removes the folder that was being written.
-"""
+"""Writing a checkpoint in safetensors: shards of a largest size, by a thread, while the next tensors are made."""
 
 from __future__ import annotations
 
 import json
 import os
+import queue
 import shutil
-import tempfile
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from .source import INDEX, needs, read_json, safetensors_error
+from .destination import Destination
+from .shard_file import ShardFile, dtype_name
+from .source import INDEX, Checkpoint, read_json
 
 ONE_FILE = "model.safetensors"
 NOT_COPIED = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".index.json", "hf_quant_config.json")
 """Endings of files that hold or list tensors; all others of a folder are copied, such as the tokenizer."""
 LARGEST_COPY = 1 << 28
+PENDING = 1 << 28
+"""Bytes of tensors that may wait for the thread that writes."""
+Header = Callable[[Mapping[str, str]], dict[str, str]]
+"""Entries of all tensors up to the end of a shard -> the metadata of the shard."""
 
 
-class Sink:
+class Writer:
+    """A thread that does jobs in order. Its errors are raised by the next call."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], None] | None, int]] = queue.SimpleQueue()
+        self._state = threading.Condition()
+        self._pending, self._stopped = 0, False
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="mxtensor-writer", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            job, size = self._jobs.get()
+            if job is None:
+                return
+            try:
+                if self._error is None and not self._stopped:
+                    job()
+            except BaseException as error:
+                self._error = error
+            del job  # and the tensor in it
+            with self._state:
+                self._pending -= size
+                self._state.notify()
+
+    def do(self, job: Callable[[], None], size: int = 0) -> None:
+        """Do ``job`` after all others; wait while more than ``PENDING`` bytes of tensors are in jobs."""
+        with self._state:
+            while self._pending > PENDING and self._error is None:
+                self._state.wait(1.0)  # so that an interrupt is noticed
+            self._pending += size
+        self._raise()
+        self._jobs.put((job, size))
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def finish(self) -> None:
+        """Wait for all jobs. Raises what one of them raised."""
+        self.stop(drop=False)
+        self._raise()
+
+    def stop(self, drop: bool = True) -> None:
+        """End the thread; ``drop``: without the jobs that wait."""
+        self._stopped = drop
+        self._jobs.put((None, 0))
+        self._thread.join()
+
+
+class Sink(Destination):
     """A context manager that collects tensors and writes them in shards.
 
-    ``path``: a folder, or a file that ends in ``.safetensors``. Raises FileExistsError if it exists and is not empty,
-    unless ``overwrite``.
+    ``path``: a folder, or a file that ends in ``.safetensors``. ``header``: as in ``Layout``. Raises FileExistsError if
+    it exists and is not empty, unless ``overwrite``.
     """
 
-    def __init__(self, path: str | Path, shard_bytes: int, overwrite: bool = False) -> None:
-        self.path = Path(path)
-        self.is_file = self.path.suffix == ".safetensors"
-        empty = self.path.is_dir() and not any(self.path.iterdir()) and not self.is_file
-        if self.path.exists() and not empty and not overwrite:
-            raise FileExistsError(f"{self.path} exists; choose another destination, or pass overwrite=True")
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+    def __init__(
+        self,
+        path: str | Path,
+        shard_bytes: int,
+        overwrite: bool = False,
+        source: Checkpoint | None = None,
+        header: Header | None = None,
+    ) -> None:
+        self.is_file = Path(path).suffix == ".safetensors"
+        super().__init__(path, overwrite)
         self.shard_bytes = shard_bytes if not self.is_file else 1 << 62
-        self.folder = Path(tempfile.mkdtemp(prefix=f".{self.path.name}.", suffix=".partial", dir=self.path.parent))
         self.shards: list[tuple[str, ...]] = []
         self.total = 0
-        self._names: set[str] = set()
-        self._tensors: dict[str, Tensor] = {}
+        self._all: set[str] = set()
+        self._names: list[str] = []
         self._metadata: dict[str, str] = {}
-        self._bytes = 0
+        self._header, self._bytes = header, 0
+        self._writer = Writer()
+        self._file: ShardFile | None = None
+        self._files: list[ShardFile] = []
 
     def add(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
-        """Add tensors that go to one shard together, and entries of the header of that shard."""
+        """Add tensors that go to one shard together, and entries of the header of that shard.
+
+        They are written later: do not change them. Raises ValueError for a name that is taken, OSError for a disk that
+        is full, which an earlier tensor may have met.
+        """
         size = sum(t.nbytes for t in tensors.values())
-        if self._tensors and self._bytes + size > self.shard_bytes:
+        if self._names and self._bytes + size > self.shard_bytes:
             self._flush()
+        file = self._opened()
         for name, t in tensors.items():
-            if name in self._names:
+            if name in self._all:
                 raise ValueError(f"two tensors would be stored as {name}; rename one of them")
-            self._names.add(name)
-            self._tensors[name] = t.detach().to("cpu").contiguous()
+            dtype_name(name, t)
+            self._all.add(name)
+            self._names.append(name)
+            self._do(file.add, name, t.detach().to("cpu").contiguous())
         self._metadata |= metadata or {}
         self._bytes += size
 
+    def _opened(self) -> ShardFile:
+        if self._file is None:
+            self._file = self.told(ShardFile, self.folder / f"{len(self.shards) + 1}.safetensors")
+            self._files.append(self._file)
+        return self._file
+
+    def _do(self, job: Callable[..., None], *arguments: Any) -> None:
+        size = sum(a.nbytes for a in arguments if isinstance(a, Tensor))
+        self._writer.do(lambda: self.told(job, *arguments), size)
+
     def _flush(self) -> None:
-        number = len(self.shards) + 1
-        save = needs("safetensors.torch", "safetensors").save_file
-        try:
-            save(_apart(self._tensors), str(self.folder / f"{number}.safetensors"), {"format": "pt"} | self._metadata)
-        except safetensors_error() as error:
-            raise OSError(f"{self.path} cannot be written: {error}") from error
-        self.shards.append(tuple(self._tensors))
+        file = self._opened()
+        metadata = dict(self._metadata if self._header is None else self._header(self._metadata))
+        self._do(file.close, {"format": "pt"} | metadata)
+        self.shards.append(tuple(self._names))
         self.total += self._bytes
-        self._tensors, self._metadata, self._bytes = {}, {}, 0
+        self._file, self._names, self._bytes = None, [], 0
+        if self._header is None:
+            self._metadata = {}
 
     def finish(self, files: Mapping[str, Any], source: Path | None = None) -> None:
         """Write the shard that is left, the JSON files and the index, copy what else is in ``source``, and rename."""
-        if self._tensors or not self.shards:
+        if self._names or not self.shards:
             self._flush()
+        self._writer.finish()
+        self.told(self._finish, files, source)
+
+    def _finish(self, files: Mapping[str, Any], source: Path | None) -> None:
         if self.is_file:
-            os.replace(self.folder / "1.safetensors", self.path)
-            shutil.rmtree(self.folder)
+            self.move_file("1.safetensors")
             return
         self._copy(source)
         for name, content in files.items():
             (self.folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         self._name_shards()
-        os.chmod(self.folder, 0o755)  # mkdtemp makes it private
-        if self.path.exists():
-            shutil.rmtree(self.path) if self.path.is_dir() else self.path.unlink()
-        os.replace(self.folder, self.path)
+        self.move()
 
     def _copy(self, source: Path | None) -> None:
         for file in sorted(source.iterdir()) if source is not None and source.is_dir() else ():
@@ -107,23 +181,11 @@ class Sink:
         index = {"metadata": {"total_size": self.total}, "weight_map": weight_map}
         (self.folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
-    def __enter__(self) -> Sink:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, t: TracebackType | None) -> None:
-        if self.folder.exists():
-            shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors with a copy of each that shares memory with one before it, which safetensors refuses."""
-    seen: set[int] = set()
-    out = {}
-    for name, t in tensors.items():
-        pointer = t.untyped_storage().data_ptr()
-        out[name] = t.clone(memory_format=torch.contiguous_format) if pointer in seen and t.numel() else t
-        seen.add(pointer)
-    return out
+    def __exit__(self, *error: Any) -> None:
+        self._writer.stop()
+        for file in self._files:
+            file.abort()
+        super().__exit__(*error)
 
 
 def merged(base: Mapping[str, Any], files: Mapping[str, Any], source: Path | None) -> dict[str, Any]:

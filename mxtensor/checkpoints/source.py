@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +27,7 @@ LARGEST_JSON = 1 << 28
 """Bytes of a JSON file that is read; the index of a model with 100,000 tensors has 10 MB."""
 READ_BYTES = 1 << 30
 """Linux reads at most 2 GiB in one call."""
+LEAST_MAPPED = 1 << 20
 DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "U16": torch.uint16,
     "F16": torch.float16, "BF16": torch.bfloat16, "I32": torch.int32, "U32": torch.uint32, "F32": torch.float32,
@@ -89,6 +92,8 @@ class Checkpoint:
     """The metadata of all headers."""
     config: dict[str, Any] = field(default_factory=dict)
     """``config.json``; empty if there is none."""
+    maps: bool = False
+    """Whether tensors are the mapped file, until they are freed: faster, for who reads a tensor once."""
 
     @property
     def quantization(self) -> dict[str, Any]:
@@ -129,11 +134,13 @@ class Checkpoint:
         """The values of a stored tensor. Raises ValueError that names file and tensor."""
         stored = self.tensors[name]
         try:
-            return _read(stored) if stored.offset is not None else self._mapped(stored, name)
+            if stored.offset is None:
+                return self._by_library(stored, name)
+            return _map(stored) if self.maps and _can_map(stored) else _read(stored)
         except (safetensors_error(), OSError, RuntimeError, KeyError, TypeError) as error:
             raise ValueError(f"{self.place(name)}: {error}") from error
 
-    def _mapped(self, stored: Stored, name: str) -> Tensor:
+    def _by_library(self, stored: Stored, name: str) -> Tensor:
         with open_safetensors(stored.file) as handle:
             return handle.get_tensor(name)  # type: ignore[no-any-return]
 
@@ -229,6 +236,32 @@ def _read(stored: Stored) -> Tensor:
                 raise OSError(f"the file ends {len(view) - done} bytes too early")
             done += count
     return out.view(dtype).reshape(stored.shape)
+
+
+def _can_map(stored: Stored) -> bool:
+    """Whether values begin where kernels may read them, and are many enough."""
+    dtype = DTYPES[stored.dtype]
+    return math.prod(stored.shape) * dtype.itemsize >= LEAST_MAPPED and (stored.offset or 0) % 8 == 0
+
+
+def _map(stored: Stored) -> Tensor:
+    """The values of a tensor as pages of the file, which are read when they are used; writing changes no file.
+
+    Raises OSError if the file has become shorter.
+    """
+    dtype, offset = DTYPES[stored.dtype], stored.offset or 0
+    size = math.prod(stored.shape) * dtype.itemsize
+    first = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+    with stored.file.open("rb") as f:
+        missing = offset + size - os.fstat(f.fileno()).st_size
+        if missing > 0:
+            raise OSError(f"the file ends {missing} bytes too early")
+        pages = mmap.mmap(f.fileno(), offset - first + size, access=mmap.ACCESS_COPY, offset=first)
+    if hasattr(mmap, "MADV_WILLNEED"):
+        pages.madvise(mmap.MADV_WILLNEED)
+    return (
+        torch.frombuffer(pages, dtype=torch.uint8, count=size, offset=offset - first).view(dtype).reshape(stored.shape)
+    )
 
 
 def _files(path: Path) -> list[Path]:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
@@ -20,6 +21,8 @@ from ..convert.heads import HEAD_NAMES
 from ..convert.weights import SKIPPED_NAMES
 from ..core.arguments import described
 from ..core.progress import with_progress
+from ..core.workers import in_order
+from ..numerics.formats import Rounding
 from ..recipe.linear_recipe import LinearRecipe
 from ..tensor.mxtensor import MXTensor
 from ..tensor.quantize_as import quantize_as
@@ -29,10 +32,13 @@ from .registry import get_layout, layout_of, opened
 from .sink import Sink, merged
 from .source import Checkpoint
 
+Item = TypeVar("Item")
 SHARD_BYTES = 1 << 29
+LOOKUPS = ("embed_tokens", "wte", "word_embeddings", "tok_embeddings", "token_embd")
+"""Last components of module names of embeddings that a head may share its weight with."""
 SKIPPED = (
-    *HEAD_NAMES, *SKIPPED_NAMES, "embed_tokens", "embed_positions", "wte", "wpe", "word_embeddings",
-    "position_embeddings", "token_type_embeddings", "embeddings", "tok_embeddings", "token_embd", "output", "norm",
+    *HEAD_NAMES, *SKIPPED_NAMES, *LOOKUPS, "embed_positions", "wpe", "position_embeddings", "token_type_embeddings",
+    "embeddings", "output", "norm",
 )  # fmt: skip
 """Last components of module names whose matrices stay in high precision: heads, routers and embeddings."""
 TILES, TILE = 4, (128, 512)
@@ -40,6 +46,10 @@ TILES, TILE = 4, (128, 512)
 SAMPLE = TILES * TILE[0] * TILE[1]
 STATIC = ("input_scale", "input_global_scale", "k_scale", "v_scale", "k_proj.output_scale", "v_proj.output_scale")
 """Scales of static activations, which another layout names and defines in another way."""
+
+
+INPUT_SCALE = ".pre_quant_scale"
+"""What ModelOpt multiplies the inputs of a layer by, after AWQ or SmoothQuant."""
 
 
 @dataclass
@@ -71,13 +81,13 @@ class Conversion:
 def load(path: str | Path, layout: str | None = None) -> dict[str, Tensor]:
     """The tensors of a checkpoint by name: MXTensors where it holds codes, ordinary tensors otherwise.
 
-    ``path``: a folder, a ``.safetensors`` or a ``.gguf`` file. ``layout``: one of ``LAYOUTS``; None: the one that the
-    checkpoint has. Codes are not dequantized on the way. Raises FileNotFoundError, ValueError or NotImplementedError
-    that names file and tensor.
+    ``path``: a folder, a ``.safetensors``, a ``.gguf`` or a file of ``torch.save`` (``.pt``, ``.pth``, ``.bin``).
+    ``layout``: one of ``LAYOUTS``; None: the one that the checkpoint has. Codes are not dequantized on the way. Raises
+    FileNotFoundError, ValueError or NotImplementedError that names file and tensor.
     """
     with opened(path) as checkpoint:
         chosen = layout_of(checkpoint) if layout is None else get_layout(layout)
-        return {name: checkpoint.load(name, entry) for name, entry in chosen.read(checkpoint).items()}
+        return {name: checkpoint.load(name, entry) for name, entry in chosen.entries(checkpoint).items()}
 
 
 def save(
@@ -89,8 +99,9 @@ def save(
 ) -> None:
     """Write a model or a state dict in a layout, in shards with an index.
 
-    ``path``: a new folder, or a file that ends in ``.safetensors``. transformers' models also write their
-    ``config.json``. A weight that two modules share is stored once if the model knows it as tied, otherwise twice.
+    ``path``: a new folder, or a file that ends in ``.safetensors``, or in ``.gguf`` for that layout. transformers'
+    models also write their ``config.json``. A weight that two modules share is stored once if the model knows it as
+    tied, otherwise twice.
     Raises NotImplementedError for a tensor that the layout cannot hold, FileExistsError for a folder that is not empty.
     """
     chosen = _writable(layout, path)
@@ -105,12 +116,12 @@ def save(
     else:
         raise TypeError(f"save takes a module or a state dict, not {described(model)}")
     written = Written()
-    with Sink(path, max_shard_bytes, overwrite) as sink:
+    with _sink(chosen, path, max_shard_bytes, overwrite, None) as sink:
         for name, value in state.items():
             if not isinstance(name, str) or not isinstance(value, Tensor):
                 raise TypeError(f"save: a state dict holds tensors by name, got {described(value)} for {name!r:.80}")
             _store(sink, chosen, written, name, values_of(value))
-        sink.finish(merged(config, chosen.config(written) if chosen.config else {}, None))
+        sink.finish(merged(config, _config(chosen, written), None))
 
 
 def convert(
@@ -123,12 +134,13 @@ def convert(
     overwrite: bool = False,
     progress: bool = True,
 ) -> Conversion:
-    """Convert a checkpoint to another layout, tensor by tensor: memory holds one shard, not the model.
+    """Convert a checkpoint to another layout, tensor by tensor: memory holds a few tensors, not the model or a shard.
 
     ``format``: what ``quantize_`` takes for inference, such as ``"mxfp4-weight-only"``: matrices in high precision are
     quantized, and those in another format are quantized again; None only changes the layout, which is exact.
     Embeddings, heads, routers and modules whose name ends in one of ``skip`` stay as they are. Other files of the
-    folder, such as the tokenizer, are copied. The destination is whole or absent. Raises as ``load`` and ``save``.
+    folder, such as the tokenizer, are copied. The destination is whole or absent, and what ``overwrite`` replaces stays
+    until then. Matrices are cast by torch's number of threads, one each. Raises as ``load`` and ``save``.
     """
     chosen = _writable(layout, destination)
     recipe = None if format is None else recipe_of(format)
@@ -138,29 +150,57 @@ def convert(
     with opened(source) as checkpoint:
         if Path(destination).resolve() == checkpoint.path.resolve():
             raise ValueError(f"convert: {destination} is the source; choose another destination")
-        before = layout_of(checkpoint)
+        before, checkpoint.maps = layout_of(checkpoint), True
         report = Conversion(before.name, chosen.name)
-        with Sink(destination, max_shard_bytes, overwrite) as sink:
-            entries = before.read(checkpoint)
-            for name in _progress(list(entries), progress):
-                if before is not chosen and name.endswith(STATIC) and before.config is not None:
-                    report.dropped.append(name)
-                    continue
-                value = checkpoint.load(name, entries[name])
+        moves = (before is not chosen or not chosen.static_scales) and before.config is not None
+        with _sink(chosen, destination, max_shard_bytes, overwrite, checkpoint) as sink:
+            entries = before.entries(checkpoint)
+            _check_inputs(entries, before.name, chosen.name)
+            report.dropped = [name for name in entries if moves and name.endswith(STATIC)]
+            rest = {name: entry for name, entry in entries.items() if not (moves and name.endswith(STATIC))}
+
+            def work(name: str) -> tuple[Tensor, float | None]:
+                value = checkpoint.load(name, rest[name])
                 new = _quantized(name, value, recipe, names)
-                _note(report, name, value, new)
-                _store(sink, chosen, written, name, new)
-            files = merged(checkpoint.config, chosen.config(written) if chosen.config else {}, checkpoint.path)
+                return new, None if new is value else _relative_error(value, new)
+
+            workers = 1 if recipe is not None and recipe.stored.rounding is Rounding.STOCHASTIC else None
+            with closing(in_order(work, list(rest), workers)) as results:
+                for name, (new, error) in _progress(results, len(rest), progress):
+                    if error is None:
+                        report.exact.append(name)
+                    else:
+                        report.errors[name] = error
+                    _store(sink, chosen, written, name, new)
+            files = merged(checkpoint.config, _config(chosen, written), checkpoint.path)
             sink.finish(files, checkpoint.path)
     return report
 
 
-def _progress(names: list[str], shown: bool) -> Iterable[str]:
-    return with_progress(names, "converting", "tensor") if shown and len(names) > 100 else names
+def _check_inputs(entries: Iterable[str], before: str, after: str) -> None:
+    """Raise NotImplementedError for inputs that are multiplied, which no other layout does."""
+    found = next((name for name in entries if name.endswith(INPUT_SCALE)), None)
+    if found is not None and after not in (before, "native"):
+        raise NotImplementedError(
+            f"{found}: the layout {before} multiplies the inputs of this layer, and {after} does not; use the layout "
+            "native, or that of the source"
+        )
+
+
+def _progress(items: Iterable[Item], count: int, shown: bool) -> Iterable[Item]:
+    return with_progress(items, "converting", "tensor", count) if shown and count > 100 else items
+
+
+def _sink(layout: Layout, path: str | Path, shard_bytes: int, overwrite: bool, source: Checkpoint | None) -> Any:
+    if layout.sink is not None:
+        return layout.sink(path, shard_bytes, overwrite, source)
+    return Sink(path, shard_bytes, overwrite, source, layout.header)
 
 
 def _writable(layout: str, path: str | Path) -> Layout:
     chosen = get_layout(layout)
+    if chosen.sink is None and str(path).endswith(".gguf"):
+        raise ValueError(f"{path} has the ending of the layout gguf, not of {chosen.name}; pass layout='gguf'")
     if not chosen.one_file and str(path).endswith(".safetensors"):
         raise ValueError(f"the layout {chosen.name} has a config.json; pass a folder, not the file {path}")
     if chosen.write is None:
@@ -168,16 +208,29 @@ def _writable(layout: str, path: str | Path) -> Layout:
     return chosen
 
 
-def _store(sink: Sink, layout: Layout, written: Written, name: str, value: Tensor) -> None:
+def _store(sink: Any, layout: Layout, written: Written, name: str, value: Tensor) -> None:
     """Add a tensor to a checkpoint as the layout stores it."""
     write: Callable[[str, MXTensor], dict[str, Tensor]] = layout.write  # type: ignore[assignment]
-    if not isinstance(value, MXTensor):
+    if isinstance(value, MXTensor):
+        stored, written.weights[name] = write(name, value), value.recipe
+    else:
+        stored = {name: value.detach()}
         if value.dim() == 2 and value.is_floating_point() and name.endswith(".weight"):
             written.others.append(name)
-        sink.add({name: value.detach()})
-        return
-    written.weights[name] = value.recipe
-    sink.add(write(name, value), layout.metadata(name, value) if layout.metadata else {})
+    sink.add(stored, layout.metadata(name, value) if layout.metadata else {})
+
+
+def _config(layout: Layout, written: Written) -> dict[str, Any]:
+    """The JSON files of the layout.
+
+    A head that shares its weight with an embedding is stored nowhere by its own name. It is listed with the layers in
+    high precision nevertheless: readers would take it for a quantized layer otherwise.
+    """
+    modules = [name.removesuffix(".weight") for name in (*written.weights, *written.others)]
+    is_tied = any(is_skipped(m, LOOKUPS) for m in modules) and not any(is_skipped(m, HEAD_NAMES) for m in modules)
+    if is_tied:
+        written.others.append(f"{HEAD_NAMES[0]}.weight")
+    return layout.config(written) if layout.config else {}
 
 
 def _quantized(name: str, value: Tensor, recipe: LinearRecipe | None, skip: Sequence[str]) -> Tensor:
@@ -196,13 +249,6 @@ def _quantized(name: str, value: Tensor, recipe: LinearRecipe | None, skip: Sequ
 def is_skipped(module: str, skip: Iterable[str]) -> bool:
     """Whether the name of a module ends in one of ``skip``, as whole components."""
     return any(module == name or module.endswith(f".{name}") for name in skip)
-
-
-def _note(report: Conversion, name: str, before: Tensor, after: Tensor) -> None:
-    if after is before:
-        report.exact.append(name)
-        return
-    report.errors[name] = _relative_error(before, after)
 
 
 def _relative_error(before: Tensor, after: Tensor) -> float:
@@ -258,12 +304,12 @@ class Info:
 def info(path: str | Path) -> Info:
     """The layout of a checkpoint and the format, shape and bytes of each tensor, which are read one by one."""
     with opened(path) as checkpoint:
-        layout = layout_of(checkpoint)
+        layout, checkpoint.maps = layout_of(checkpoint), True
         return Info(checkpoint.path, layout.name, tuple(_rows(checkpoint, layout)))
 
 
 def _rows(checkpoint: Checkpoint, layout: Layout) -> Iterator[Row]:
-    for name, entry in layout.read(checkpoint).items():
+    for name, entry in layout.entries(checkpoint).items():
         value = checkpoint.load(name, entry)
         kind = value.format.name if isinstance(value, MXTensor) else str(value.dtype).removeprefix("torch.")
         yield Row(name, kind, tuple(value.shape), value.nbytes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
 from typing import Any, TypeVar
@@ -76,13 +76,11 @@ def quantize_(
     if include_head and not heads(model):
         why = "it has no lm_head, and no linear layer that shares a weight with an embedding"
         warnings.warn(f"quantize_: include_head=True found no head in {type(model).__name__}: {why}", stacklevel=2)
-    _convert(changes)
+    convert(model, changes)
     for weight in left_out:
         _training("left_out").watch(weight.module, weight.name)
-    if any(not change.recipe.trains for change in changes):
-        count_codes(model)
-        if not include_head and filter_fn is None:
-            say_what_is_left(model)
+    if any(not change.recipe.trains for change in changes) and not include_head and filter_fn is None:
+        say_what_is_left(model)
     return model
 
 
@@ -104,26 +102,32 @@ def _warn(model: nn.Module, changes: Sequence[Change], left_out: Sequence[Weight
 # ---------------------------------------------------------------------------------------------- one weight by one
 
 
-def _convert(changes: Sequence[Change]) -> None:
-    """Replace the weights, one by one. What is shared by two weights is their memory, or nothing: for training, all
-    replaced parameters can wait for the end, in case of a failure; for inference, each is freed at once."""
+def convert(model: ModuleT, changes: Sequence[Change], made: Mapping[str, MXTensor] | None = None) -> ModuleT:
+    """Replace the weights of a plan, one by one. ``made``: those that are quantized already, by their names.
+
+    What is shared by two weights is their memory, or nothing: for training, all replaced parameters can wait for the
+    end, in case of a failure; for inference, each is freed at once.
+    """
     replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
     try:
-        for change in _progress(changes):
+        for change in _progress(changes, made or {}):
             if change.recipe.trains:
                 _replace(change, replaced)
             else:
-                _replace_and_free(change)
+                _replace_and_free(change, (made or {}).get(change.fqn))
     except BaseException:
         _restore(replaced)
         raise
+    if any(not change.recipe.trains for change in changes):
+        count_codes(model)
+    return model
 
 
-def _replace_and_free(change: Change) -> None:
+def _replace_and_free(change: Change, made: MXTensor | None) -> None:
     """Replace a weight in all its places, or in none; the original is free on return."""
     replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
     try:
-        _replace(change, replaced)
+        _replace(change, replaced, made)
     except BaseException:
         _restore(replaced)
         raise
@@ -134,11 +138,11 @@ def _restore(replaced: Sequence[tuple[nn.Module, str, nn.Parameter]]) -> None:
         setattr(module, name, original)
 
 
-def _replace(change: Change, replaced: list[tuple[nn.Module, str, nn.Parameter]]) -> None:
+def _replace(change: Change, replaced: list[tuple[nn.Module, str, nn.Parameter]], made: MXTensor | None = None) -> None:
     """Replace a weight in all its places; ``replaced`` gets the original before each one."""
     module, name = change.places[0]
     original = getattr(module, name)
-    parameter = _parameter(original, [module for module, _ in change.places], change.orientation, change.recipe)
+    parameter = _parameter(original, [module for module, _ in change.places], change.orientation, change.recipe, made)
     for module, name in change.places:
         register_state_dict_hooks(module)
         show_format(module)
@@ -146,24 +150,26 @@ def _replace(change: Change, replaced: list[tuple[nn.Module, str, nn.Parameter]]
         setattr(module, name, parameter)
 
 
-def _progress(changes: Sequence[Change]) -> Iterable[Change]:
+def _progress(changes: Sequence[Change], made: Mapping[str, MXTensor]) -> Iterable[Change]:
     """``changes`` with a progress bar for large models."""
-    if sum(change.values for change in changes) < 100_000_000:
+    if sum(change.values for change in changes if change.fqn not in made) < 100_000_000:
         return changes
     return with_progress(changes, "quantizing", "weight")
 
 
 def _parameter(
-    weight: nn.Parameter, modules: Sequence[nn.Module], orientation: Orientation, recipe: LinearRecipe
-) -> nn.Parameter:
+    weight: nn.Parameter, modules: Sequence[nn.Module], orientation: Orientation, recipe: LinearRecipe,
+    made: MXTensor | None,
+) -> nn.Parameter:  # fmt: skip
     """The parameter that replaces ``weight`` of ``modules``, with its attributes."""
     if recipe.trains:
         if orientation is Orientation.COLUMNWISE:  # FSDP2 shards the dimension that products contract
             recipe = replace(recipe, quantized_gather=False)
         parameter = _training("training").training_parameter(weight, recipe)
     else:
-        stored = inference_recipe(modules, recipe)
-        parameter = nn.Parameter(quantize_as(values_of(weight), stored, orientation), requires_grad=False)
+        if made is None:
+            made = quantize_as(values_of(weight), inference_recipe(modules, recipe), orientation)
+        parameter = nn.Parameter(made, requires_grad=False)
     return set_attributes(parameter, user_attributes(weight))  # type: ignore[no-any-return]
 
 

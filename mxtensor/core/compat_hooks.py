@@ -314,3 +314,18 @@ def hook_guards(kind: type) -> bool:
 
     guards.GuardManagerWrapper.find_tag_safe_roots = find_tag_safe_roots  # type: ignore[method-assign]
     return True
+
+
+# ---------------------------------------------------------------------------------------------- other libraries
+
+
+def hook_method(kind: type, name: str, wrap: Callable[[Function], Function]) -> bool:
+    """Replace a method of another library's class by ``wrap(method)``. True if the class has it.
+
+    peft 0.21 has no event of a merge, and ``merge_and_unload`` is its public method. Missing: nothing is changed.
+    """
+    method = vars(kind).get(name)
+    if method is None:
+        return False
+    setattr(kind, name, wraps(method)(wrap(method)))
+    return True

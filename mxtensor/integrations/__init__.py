@@ -1,4 +1,4 @@
-"""Other libraries that are told about this package: transformers' registry of quantizers."""
+"""Other libraries that are told about this package: transformers' registry of quantizers, and merges of peft."""
 
 from __future__ import annotations
 
@@ -34,4 +34,9 @@ def _register() -> None:
         import_module(".transformers", __name__)
 
 
+def _watch_merges() -> None:
+    import_module(".peft", __name__).install(import_module("peft.tuners.tuners_utils"))
+
+
 after_import("transformers.quantizers.auto", _register)
+after_import("peft.tuners.tuners_utils", _watch_merges)

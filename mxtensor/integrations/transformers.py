@@ -62,6 +62,14 @@ def _place(model: nn.Module, name: str) -> tuple[nn.Module, str, str]:
     return (model.get_submodule(path) if path else model), leaf, path
 
 
+def mapped(device_map: dict[str, Any]) -> dict[str, Any]:
+    """``device_map`` with the CPU for the disk: tensors of a file are its pages there, not memory.
+
+    accelerate's own offload to disk would write values; the checkpoint already has the codes.
+    """
+    return {name: "cpu" if device == "disk" else device for name, device in device_map.items()}
+
+
 def _prepare(module: nn.Module) -> None:
     register_state_dict_hooks(module)
     show_format(module)
@@ -145,12 +153,18 @@ class MXQuantizer(HfQuantizer):
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         device_map = kwargs.get("device_map")
-        if isinstance(device_map, dict) and "disk" in device_map.values():
-            raise NotImplementedError(
-                "accelerate's offload to disk stores plain values, not codes; leave 'disk' out of device_map"
-            )
         if not self.pre_quantized:
+            if isinstance(device_map, dict) and "disk" in device_map.values():
+                raise NotImplementedError(
+                    "weights that are quantized while they are loaded are in no file; save the quantized model, or use "
+                    "`mxtensor quantize`, and load that with 'disk' in device_map"
+                )
             _ = self.quantization_config.recipe
+        elif isinstance(device_map, dict) and "weights_only" not in kwargs:  # the one that accelerate has chosen
+            device_map.update(mapped(device_map))
+
+    def update_device_map(self, device_map: Any) -> Any:
+        return mapped(device_map) if isinstance(device_map, dict) else device_map
 
     def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **kwargs: Any) -> Any:
         for file in (checkpoint_files or ()) if self.pre_quantized else ():

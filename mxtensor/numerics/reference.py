@@ -42,7 +42,7 @@ def _extent(block: int, dim: int) -> int:
     return max(dim, 1) if block == FULL else block
 
 
-def _split(x: Tensor, format: Format) -> tuple[Tensor, tuple[int, ...]]:
+def split_blocks(x: Tensor, format: Format) -> tuple[Tensor, tuple[int, ...]]:
     """``x`` padded with zeros and viewed as whole blocks, and the dimensions that one block covers in that view."""
     rows, cols = format.block
     if rows == FULL:
@@ -59,8 +59,8 @@ def _split(x: Tensor, format: Format) -> tuple[Tensor, tuple[int, ...]]:
     return x.reshape(*x.shape[:-2], x.shape[-2] // rows, rows, -1, cols), (-3, -1)
 
 
-def _spread(scale: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """One value per block, with the shape that broadcasts over the view of ``_split``."""
+def spread(scale: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """One value per block, with the shape that broadcasts over the view of ``split_blocks``."""
     if dims == (-1,):
         return scale.unsqueeze(-1)
     if dims == (-3, -1):
@@ -68,8 +68,8 @@ def _spread(scale: Tensor, dims: tuple[int, ...]) -> Tensor:
     return scale
 
 
-def _join(blocks: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """The inverse view of ``_split``, with the padding."""
+def join_blocks(blocks: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """The inverse view of ``split_blocks``, with the padding."""
     if dims == (-1,):
         return blocks.flatten(-2)
     if dims == (-3, -1):
@@ -82,7 +82,7 @@ def _stored(x: Tensor) -> Tensor:
     return x.as_strided(x.shape, x.stride())
 
 
-def _crop(x: Tensor, rows: int | None, cols: int) -> Tensor:
+def crop(x: Tensor, rows: int | None, cols: int) -> Tensor:
     """``x`` without padding, contiguous.
 
     as_strided makes inductor store whole blocks before the padding is cut off. If the cut is fused (here, or as a slice
@@ -212,7 +212,7 @@ def encode(x: Tensor, cast: Cast, whole_amax: Tensor | None = None) -> Operand:
         data = x.new_zeros(format.data_shape(shape), dtype=element.dtype)
         scale = x.new_zeros(format.scale_shape(shape), dtype=format.scale.dtype)
         return Operand(data, scale, x.new_ones((), dtype=torch.float32) if format.global_scale else None, format, shape)
-    blocks, dims = _split(x.detach().to(torch.float32), format)
+    blocks, dims = split_blocks(x.detach().to(torch.float32), format)
     magnitudes = blocks.abs()
     amax = magnitudes.amax(dims, keepdim=True) if format.block[0] == FULL else magnitudes.amax(dims)
     if whole_amax is None:
@@ -222,11 +222,11 @@ def encode(x: Tensor, cast: Cast, whole_amax: Tensor | None = None) -> Operand:
     scale, multiplier, global_scale = SCALE_RULES[format.scale](amax, cast, whole_amax)
     finite = amax.isfinite()
     multiplier = _stored(torch.where(finite, multiplier, float("nan")))
-    y = blocks * _spread(multiplier, dims)
+    y = blocks * spread(multiplier, dims)
     if cast.rounding is Rounding.STOCHASTIC:
         noise = None
         if cast.seed is not None:  # by the index in x, before padding
-            noise = _split(uniform(cast.seed, x), format)[0]
+            noise = split_blocks(uniform(cast.seed, x), format)[0]
         y = round_stochastically(y, element, noise)
     if not format.signed_zero:  # on the bits: a compiler may take adding 0.0 for no operation
         y = torch.where(y == 0, 0, y.view(torch.int32)).view(torch.float32)
@@ -234,9 +234,9 @@ def encode(x: Tensor, cast: Cast, whole_amax: Tensor | None = None) -> Operand:
     # On other devices than the CPU, reading the values costs more than the work; a traced tensor has none.
     if x.device.type != "cpu" or is_traced(x) or not finite.all():
         # The sign of NaN is cleared, because eager and inductor set it differently; a format without NaN gets 0.
-        codes &= _spread(_stored(torch.where(finite, 0xFF, element.nan_code).to(torch.uint8)), dims)
-    data = _crop(
-        pack(_join(codes, dims), element), shape[-2] if dims == (-3, -1) else None, element.data_cols(shape[-1])
+        codes &= spread(_stored(torch.where(finite, 0xFF, element.nan_code).to(torch.uint8)), dims)
+    data = crop(
+        pack(join_blocks(codes, dims), element), shape[-2] if dims == (-3, -1) else None, element.data_cols(shape[-1])
     )
     return Operand(data.view(element.dtype), scale, global_scale, format, shape)
 
@@ -258,6 +258,6 @@ def decode_local(operand: Operand) -> Tensor:
         elements = decode_packed(operand.data, format.element).narrow(-1, 0, shape[-1]).to(torch.float32)
     else:
         elements = decode_elements(operand.data, format.element)
-    blocks, dims = _split(elements, format)
-    value = _join(blocks * _spread(scale_to_float(operand.scale, format.scale), dims), dims)
-    return _crop(value, shape[-2] if dims == (-3, -1) else None, shape[-1])
+    blocks, dims = split_blocks(elements, format)
+    value = join_blocks(blocks * spread(scale_to_float(operand.scale, format.scale), dims), dims)
+    return crop(value, shape[-2] if dims == (-3, -1) else None, shape[-1])

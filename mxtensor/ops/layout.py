@@ -133,4 +133,6 @@ def _as_view_of(base: MXTensor, out: MXTensor, offset: int) -> MXTensor:
     if out.is_inference() == inference and out.storage_offset() == offset:
         return out
     with torch.inference_mode(inference):
-        return out.replace(out._rowwise, out._columnwise, tuple(out.shape), out.stride(), offset=offset)
+        view = out.replace(out._rowwise, out._columnwise, tuple(out.shape), out.stride(), offset=offset)
+    view._rotated = out._rotated
+    return view

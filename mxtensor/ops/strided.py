@@ -40,7 +40,8 @@ def as_strided(func: Any, args: Any, kwargs: Any) -> Any:
     target = Target(tuple(map(guard_int, size)), tuple(map(guard_int, stride)), None if offset == begin else offset)
     whole = _whole(w, target)
     found = [whole] if whole is not None else _views(w, target)
-    if len(found) > 1 or (not found and not _can_be_read(w, target)):
+    dense = None if found else _of_values(w, target)
+    if len(found) > 1 or (not found and dense is None):
         which = "more than one view" if found else "no view"
         raise NotImplementedError(
             f"{func}: {which} of whole blocks of this MXTensor of shape {tuple(w.shape)} has size {target.size}, "
@@ -48,17 +49,35 @@ def as_strided(func: Any, args: Any, kwargs: Any) -> Any:
             "dequantize() first"
         )
     what, out = f"size {target.size} with strides {target.stride}", found[0] if found else None
+    if dense is not None:
+        return finish(func, (w, target.size, dense.stride, dense.offset), kwargs, None, what)
     after = 0 if offset is None else offset - begin
     return finish(func, (w, target.size, target.stride, after), kwargs, out, what, after)
 
 
-def _can_be_read(w: MXTensor, target: Target) -> bool:
-    """Whether a target that is not a view of whole blocks can only count the values of the outer tensor of ``w``."""
-    if 1 + sum((n - 1) * step for n, step in zip(w.shape, w.stride(), strict=True)) != w.numel():
-        return False  # a copy of its values would have smaller strides
-    if target.offset is None or (w._rowwise is not None and w._rowwise.offset == w.storage_offset()):
-        return True
-    return any(n > 1 and step not in w.stride() for n, step in zip(target.size, target.stride, strict=True))
+def _of_values(w: MXTensor, target: Target) -> Target | None:
+    """A target that is not a view of whole blocks, in the memory of ``w.dequantize()``, which has no holes.
+
+    None if it leaves ``w``, or if it may count the codes of an operand and not the values of the outer tensor.
+    """
+    ambiguous = target.offset is not None and (w._rowwise is None or w._rowwise.offset != w.storage_offset())
+    if ambiguous and all(n == 1 or step in w.stride() for n, step in zip(target.size, target.stride, strict=True)):
+        return None
+    order, shape, strides = list(range(w.dim())), w.shape, w.stride()
+    begin: Any = 0 if target.offset is None else target.offset - w.storage_offset()
+    first = _starts(shape, strides, order, begin)
+    steps = [_starts(shape, strides, order, step) for step in target.stride]
+    ends = [sum((n - 1) * step[d] for n, step in zip(target.size, steps, strict=True)) for d in order]
+    if any(not 0 <= start < n - end for start, end, n in zip(first, ends, shape, strict=True)):
+        return None
+    if any(n < 0 for step in steps for n in step):
+        return None
+    dense = torch.empty_like(torch.empty_strided(shape, strides, device="meta")).stride()
+
+    def distance(places: list[int]) -> int:
+        return sum(n * step for n, step in zip(places, dense, strict=True))
+
+    return Target(target.size, tuple(map(distance, steps)), distance(first))
 
 
 def _whole(w: MXTensor, target: Target) -> MXTensor | None:

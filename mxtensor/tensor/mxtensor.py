@@ -164,7 +164,10 @@ class MXTensor(Makers, Pickled, KeepsAttributes, GatheredByFSDP2, TransformerEng
     def map_components(self, fn: Callable[[Tensor], Tensor], **changes: Any) -> MXTensor:
         """Apply ``fn`` to every tensor of codes and scales (``Operand.map``); ``changes`` as in :meth:`replace`."""
         rowwise, columnwise = (None if o is None else o.map(fn) for o in (self._rowwise, self._columnwise))
-        return self.replace(rowwise, columnwise, **{"size": tuple(self.shape), "stride": self.stride()} | changes)
+        out = self.replace(rowwise, columnwise, **{"size": tuple(self.shape), "stride": self.stride()} | changes)
+        if self._rotated is not None:
+            out._rotated = Rotated(self._rotated.operand.map(fn), self._rotated.signs)
+        return out
 
     def same(self) -> MXTensor:
         """Another MXTensor over the same operands: it keeps them if this one gets others (``.data =``)."""

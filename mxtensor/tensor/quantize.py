@@ -46,7 +46,8 @@ def quantize(
         recipe = _recipe(format, scaling, rounding, seed)
     except TypeError:  # what cannot be hashed is no name; this raises with the sentence for it
         recipe = LinearRecipe.inference(Cast.of(format, scaling, rounding, seed))
-    copies = Orientation.ROWWISE if orientation == "rowwise" else Orientation.of(orientation)
+    default = isinstance(orientation, str) and orientation == "rowwise"  # an array compares with each of its entries
+    copies = Orientation.ROWWISE if default else Orientation.of(orientation)
     if type(x) is Tensor:
         return MXTensor._quantized(x, recipe, copies)
     distributed = sys.modules.get("torch.distributed.tensor")  # a DTensor exists only after this import

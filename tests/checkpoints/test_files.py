@@ -1,14 +1,12 @@
-"""Files from outside are not trusted: each message names file and tensor, and the destination is whole or absent."""
+"""Files from outside are not trusted: each message names file and tensor."""
 
 import json
-import random
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 import mxtensor as mx
-from mxtensor.checkpoints import sink
 from tests.checkpoints.test_peers import checkpoint, scale_bytes
 
 NVFP4 = {
@@ -87,8 +85,11 @@ def test_folders_that_are_no_checkpoint(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"has no \.safetensors file"):
         mx.checkpoints.load(tmp_path)
     (tmp_path / "model.bin").write_bytes(b"x")
-    with pytest.raises(ValueError, match="no checkpoint that is known"):
+    with pytest.raises(ValueError, match=r"model\.bin cannot be read by torch\.load"):
         mx.checkpoints.load(tmp_path / "model.bin")
+    (tmp_path / "model.txt").write_bytes(b"x")
+    with pytest.raises(ValueError, match="no checkpoint that is known"):
+        mx.checkpoints.load(tmp_path / "model.txt")
     (tmp_path / "model.safetensors").mkdir()  # a folder for a file
     with pytest.raises((ValueError, FileNotFoundError), match=r"model\.safetensors"):
         mx.checkpoints.load(tmp_path)
@@ -163,128 +164,9 @@ def test_metadata_of_the_native_layout_is_checked(change, tmp_path):
         mx.checkpoints.load(tmp_path / "y.safetensors")
 
 
-@pytest.mark.exhaustive(quick=1)
-@pytest.mark.parametrize("seed", range(20))
-def test_mutated_headers_raise_a_sentence_or_load(seed, tmp_path):
-    raw, rng, file = _native(tmp_path).read_bytes(), random.Random(seed), tmp_path / "y.safetensors"
-    header = 8 + int.from_bytes(raw[:8], "little")
-    for _ in range(300):
-        mutated = bytearray(raw[: rng.choice([len(raw), len(raw), header, rng.randrange(len(raw))])])
-        for _ in range(rng.randint(0, 3)):
-            if mutated:
-                mutated[rng.randrange(min(header, len(mutated)))] = rng.choice(b'0129{}[]",:aU8F\xff\x00')
-        file.write_bytes(mutated)
-        try:
-            loaded = mx.checkpoints.load(file)
-        except (ValueError, NotImplementedError) as error:
-            assert "y.safetensors" in str(error) or "tensor" in str(error)
-        else:
-            assert all(isinstance(t, torch.Tensor) for t in loaded.values())
-
-
-# ---------------------------------------------------------------------------------------------- writing
-
-
-class FullError(OSError):
-    pass
-
-
-@pytest.mark.parametrize("error", [FullError("No space left on device"), KeyboardInterrupt()])
-def test_a_failure_leaves_nothing(error, tmp_path, monkeypatch):
-    path = checkpoint(tmp_path / "a", {f"m{i}.weight": torch.randn(32, 32) for i in range(4)})
-    before = {p.name: p.read_bytes() for p in path.iterdir()}
-    calls = []
-
-    def flush(self):
-        calls.append(self)
-        if len(calls) == 3:
-            raise error
-        original(self)
-
-    original = sink.Sink._flush
-    monkeypatch.setattr(sink.Sink, "_flush", flush)
-    with pytest.raises(type(error)):
-        mx.checkpoints.convert(path, tmp_path / "out", format="mxfp8", max_shard_bytes=1000)
-    assert len(calls) == 3
-    assert [p.name for p in tmp_path.iterdir()] == ["a"] and before == {p.name: p.read_bytes() for p in path.iterdir()}
-
-
-def test_a_full_disk_is_an_os_error(tmp_path, monkeypatch):
-    import safetensors.torch
-
-    def full(*args):
-        raise safetensors.SafetensorError("I/O error: No space left on device (os error 28)")
-
-    monkeypatch.setattr(safetensors.torch, "save_file", full)
-    with pytest.raises(OSError, match=r"out cannot be written: I/O error: No space left"):
-        mx.checkpoints.save({"a": torch.ones(2)}, tmp_path / "out")
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize("target", ["re:(m+)+$", "re:(m|m)*x", "re:.*.*.*.*x", "re:(m{1,9}){1,9}x", "re:" + "m" * 1000])
 def test_a_pattern_that_could_take_for_ever_is_refused(target, tmp_path):
     groups = {"group_0": {"targets": [target], "weights": {}}}
     path = checkpoint(tmp_path / "a", MXFP4, METHOD | {"config_groups": groups})
     with pytest.raises(ValueError, match="no simple pattern"):
         mx.checkpoints.load(path)
-
-
-def test_a_destination_is_not_overwritten_unasked(tmp_path):
-    path = checkpoint(tmp_path / "a", {"m.weight": torch.randn(32, 32)})
-    mx.checkpoints.convert(path, tmp_path / "out")
-    with pytest.raises(FileExistsError, match="overwrite=True"):
-        mx.checkpoints.convert(path, tmp_path / "out", format="mxfp8")
-    mx.checkpoints.convert(path, tmp_path / "out", format="mxfp8", overwrite=True)
-    assert isinstance(mx.checkpoints.load(tmp_path / "out")["m.weight"], mx.MXTensor)
-    with pytest.raises(ValueError, match="is the source"):
-        mx.checkpoints.convert(path, path, overwrite=True)
-
-
-# ---------------------------------------------------------------------------------------------- converting
-
-
-def test_a_conversion_quantizes_matrices_and_copies_other_files(tmp_path):
-    state = {
-        "model.embed_tokens.weight": torch.randn(64, 64), "model.layers.0.q_proj.weight": torch.randn(64, 64),
-        "model.layers.0.mlp.gate.weight": torch.randn(8, 64), "model.norm.weight": torch.randn(64),
-        "lm_head.weight": torch.randn(64, 64), "model.layers.1.up_proj.weight": torch.randn(64, 64),
-    }  # fmt: skip
-    path = checkpoint(tmp_path / "a", state, architectures=["Some"])
-    (path / "tokenizer.json").write_text("{}")
-    report = mx.checkpoints.convert(
-        path, tmp_path / "out", layout="compressed-tensors", format="mxfp8-wo", skip=["up_proj"], max_shard_bytes=9000
-    )
-    assert list(report.errors) == ["model.layers.0.q_proj.weight"] and 0.02 < next(iter(report.errors.values())) < 0.03
-    assert "1 rounded" in str(report) and len(report.exact) == 5
-    after = mx.checkpoints.load(tmp_path / "out")
-    direct = mx.quantize(state["model.layers.0.q_proj.weight"], "mxfp8")
-    assert torch.equal(after["model.layers.0.q_proj.weight"].dequantize(torch.float32), direct.dequantize())
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config["architectures"] == ["Some"] and "lm_head" in config["quantization_config"]["ignore"]
-    assert (tmp_path / "out" / "tokenizer.json").exists()
-    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())["weight_map"]
-    assert len(set(index.values())) > 3
-
-
-def test_codes_move_between_layouts_without_rounding(tmp_path):
-    path = checkpoint(tmp_path / "a", NVFP4 | {"m.input_global_scale": torch.ones(1)}, METHOD)
-    report = mx.checkpoints.convert(path, tmp_path / "b", layout="modelopt")
-    assert report.errors == {} and report.dropped == ["m.input_global_scale"]
-    stored, there = load_file(tmp_path / "b" / "model.safetensors"), mx.checkpoints.load(tmp_path / "b")
-    assert torch.equal(stored["m.weight"], NVFP4["m.weight_packed"])
-    assert torch.equal(stored["m.weight_scale"].view(torch.uint8), NVFP4["m.weight_scale"].view(torch.uint8))
-    assert torch.equal(there["m.weight"].dequantize(), mx.checkpoints.load(path)["m.weight"].dequantize())
-    assert json.loads((tmp_path / "b" / "hf_quant_config.json").read_text())["quantization"]["group_size"] == 16
-    mx.checkpoints.convert(tmp_path / "b", tmp_path / "c", layout="plain")
-    assert not (tmp_path / "c" / "hf_quant_config.json").exists()
-    plain = mx.checkpoints.load(tmp_path / "c")["m.weight"]
-    assert plain.dtype == torch.bfloat16 and torch.equal(plain, there["m.weight"].dequantize())
-
-
-def test_memory_is_that_of_one_shard(tmp_path, monkeypatch):
-    path = checkpoint(tmp_path / "a", {f"m{i}.weight": torch.randn(64, 64) for i in range(12)})
-    most = []
-    original = sink.Sink.add
-    monkeypatch.setattr(sink.Sink, "add", lambda self, *args: (original(self, *args), most.append(self._bytes)))
-    mx.checkpoints.convert(path, tmp_path / "b", format="mxfp8", max_shard_bytes=10_000)
-    assert max(most) <= 10_000 and len(most) == 12

@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 
 import mxtensor as mx
 from mxtensor.checkpoints.global_scale import _tables, decoded, divides, multiplies
+from tests.helpers.peers import special
 
 CONFIG = {"dtype": "bfloat16"}
 
@@ -50,8 +51,10 @@ def _blocks(w, args):
     return padded.reshape(padded.shape[0] // 128, 128, -1, 128).transpose(1, 2).flatten(-2)
 
 
+@pytest.mark.exhaustive(quick=8)
+@pytest.mark.parametrize("shape", [(96, 256), (1, 128), (33, 384), (200, 1024), (128, 128), (7, 640)])
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_compressed_tensors_both_ways(scheme, tmp_path):
+def test_compressed_tensors_both_ways(scheme, shape, tmp_path):
     pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
@@ -59,7 +62,7 @@ def test_compressed_tensors_both_ways(scheme, tmp_path):
 
     preset = preset_name_to_scheme(scheme, ["Linear"])
     compressor = BaseCompressor.get_value_from_registry(SCHEMES[scheme])
-    w = torch.randn(96, 256, dtype=torch.bfloat16)
+    w = special(shape, torch.bfloat16, largest=200.0)
     global_scale = generate_gparam(w.min(), w.max()) if "NVFP4" in scheme else None
     blocks = _blocks(w, preset.weights)
     scale, _ = calculate_qparams(blocks.amin(-1), blocks.amax(-1), preset.weights, global_scale=global_scale)
@@ -74,7 +77,7 @@ def test_compressed_tensors_both_ways(scheme, tmp_path):
         {"quant_method": "compressed-tensors", "format": SCHEMES[scheme], "config_groups": groups},
     )  # fmt: skip
     loaded = mx.checkpoints.load(path)
-    assert torch.equal(loaded["m.weight"].dequantize(wanted.dtype), wanted)
+    assert loaded["m.weight"].shape == shape and torch.equal(loaded["m.weight"].dequantize(wanted.dtype), wanted)
 
     mx.checkpoints.save(
         loaded, tmp_path / "b", layout="compressed-tensors"
@@ -93,10 +96,11 @@ def test_compressed_tensors_both_ways(scheme, tmp_path):
 # ---------------------------------------------------------------------------------------------- transformers
 
 
-def test_gpt_oss_by_the_code_of_transformers(tmp_path):
+@pytest.mark.parametrize("low, high", [(100, 140), (0, 10), (240, 255)])
+def test_gpt_oss_by_the_code_of_transformers(low, high, tmp_path):
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-    blocks, scales = torch.randint(0, 256, (3, 64, 2, 16), dtype=torch.uint8), scale_bytes(3, 64, 2)
+    blocks, scales = torch.randint(0, 256, (3, 64, 2, 16), dtype=torch.uint8), scale_bytes(3, 64, 2, low=low, high=high)
     path = checkpoint(tmp_path / "a", {"e.gate_up_proj_blocks": blocks, "e.gate_up_proj_scales": scales},
                       {"quant_method": "mxfp4"})  # fmt: skip
     loaded = mx.checkpoints.load(path)["e.gate_up_proj"]

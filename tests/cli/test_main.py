@@ -1,14 +1,16 @@
-"""The command: what it prints, its exit codes, and that a failure is one line."""
+"""The command: quantize, convert, inspect and compare, exit codes, and that a failure is one line."""
 
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 import mxtensor as mx
-from mxtensor.cli import commands
+from mxtensor.checkpoints import store
 from mxtensor.cli.main import COMMANDS, main
 from tests.checkpoints.test_peers import checkpoint
 
@@ -22,26 +24,43 @@ def source(tmp_path):
 
 def run(capsys, *arguments):
     """(exit code, standard output, standard error)."""
-    code = main([str(argument) for argument in arguments])
+    try:
+        code = main([str(argument) for argument in arguments])
+    except SystemExit as end:
+        code = end.code
     out, err = capsys.readouterr()
     return code, out, err
 
 
-def test_quantize_info_compare_and_convert(source, tmp_path, capsys):
+def test_quantize_inspect_compare_and_convert(source, tmp_path, capsys):
     code, out, _ = run(capsys, "quantize", source, "-o", tmp_path / "q", "--format", "mxfp4-weight-only")
-    assert code == 0 and "1 rounded" in out
+    assert code == 0 and "1 rounded" in out and f"wrote {tmp_path / 'q'}: " in out
     code, out, _ = run(capsys, "inspect", tmp_path / "q", "--tensors", "--json")
     fields = json.loads(out)
     assert code == 0 and fields["layout"] == "native" and fields["formats"]["mxfp4_e2m1"]["tensors"] == 1
     assert fields["tensors"]["lm_head.weight"]["format"] == "float32"
+    assert fields["values"] == 96 * 64 and fields["bytes"] == 64 * 64 * 4.25 / 8 + 32 * 64 * 4
     code, out, _ = run(capsys, "compare", source, tmp_path / "q", "--json")
     rows = json.loads(out)["tensors"]
     assert code == 0 and 17 < rows["model.layers.0.q_proj.weight"]["sqnr_db"] < 20
-    assert rows["lm_head.weight"]["equal"] and rows["model.layers.0.q_proj.weight"]["bits"] == 4.25
+    assert rows["lm_head.weight"] | {"bits": 32} == rows["lm_head.weight"] and rows["lm_head.weight"]["equal"]
+    assert rows["model.layers.0.q_proj.weight"]["bits"] == 4.25
     code, out, _ = run(capsys, "convert", tmp_path / "q", "-o", tmp_path / "c", "--layout", "compressed-tensors")
     assert code == 0 and "2 tensors exact, 0 rounded" in out
-    assert "mxfp4_e2m1" in run(capsys, "info", tmp_path / "c")[1]
-    assert "18." in run(capsys, "compare", source, tmp_path / "c")[1]
+    assert "mxfp4_e2m1" in run(capsys, "inspect", tmp_path / "c")[1]
+    out = run(capsys, "compare", source, tmp_path / "c")[1]
+    assert "1 of 2 tensors are equal" in out and "lowest SQNR: 18." in out
+
+
+def test_the_ratio_of_compare_is_that_of_the_values(source, tmp_path, capsys):
+    run(capsys, "quantize", source, "-o", tmp_path / "q", "--format", "nvfp4-weight-only")
+    row = json.loads(run(capsys, "compare", source, tmp_path / "q", "--json")[1])["tensors"][
+        "model.layers.0.q_proj.weight"
+    ]
+    before = mx.checkpoints.load(source)["model.layers.0.q_proj.weight"].double()
+    after = mx.checkpoints.load(tmp_path / "q")["model.layers.0.q_proj.weight"].dequantize(torch.float32).double()
+    assert row["sqnr_db"] == pytest.approx(20 * torch.log10(before.norm() / (after - before).norm()).item(), abs=1e-6)
+    assert row["max_error"] == (after - before).abs().max().item()
 
 
 def test_a_module_is_skipped(source, tmp_path, capsys):
@@ -51,63 +70,124 @@ def test_a_module_is_skipped(source, tmp_path, capsys):
     assert code == 0 and json.loads(out)["errors"] == {}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("info", "/none"), "/none does not exist"),
-        (("quantize", "SRC", "-o", "OUT", "--format", "mxfp9"), "unknown format 'mxfp9'"),
-        (("convert", "SRC", "-o", "OUT", "--layout", "awq"), "unknown layout 'awq'"),
-        (("convert", "SRC", "-o", "OUT", "--layout", "gguf"), "the layout gguf is only read"),
-        (("quantize", "SRC", "-o", "OUT", "--format", "mxint8", "--layout", "mlx"), "q_proj.weight is mxint8"),
-        (("convert", "SRC", "-o", "SRC"), "is the source"),
-    ],
-)
-def test_a_failure_is_one_line_and_leaves_nothing(arguments, message, source, tmp_path, capsys):
+WRONG = [
+    (1, ("inspect", "/none"), "/none does not exist"),
+    (1, ("compare", "SRC", "OTHER"), "have no tensor of the same name: "),
+    (1, ("compare", "SRC", "LARGER"), "tensor lm_head.weight has the shape (32, 64) in A and (33, 64) in B"),
+    (1, ("quantize", "SRC", "-o", "OUT", "--format", "mxint8", "--layout", "mlx"), "q_proj.weight is mxint8"),
+    (1, ("convert", "SRC", "-o", "SRC"), "is the source"),
+    (1, ("tune", "SRC", "--dry-run"), "has no quantized matrix; pass --format"),
+    (1, ("eval", "SRC", "--text", "x.txt", "--device", "cuda"), "finds no CUDA device"),
+    (2, ("quantize", "SRC", "-o", "OUT", "--format", "mxfp9"), "unknown format 'mxfp9'"),
+    (2, ("quantize", "SRC", "-o", "OUT"), "required: --format"),
+    (2, ("convert", "SRC", "-o", "OUT", "--layout", "awq"), "unknown layout 'awq'"),
+    (2, ("convert", "SRC", "-o", "OUT", "--layout", "READ"), "is only read; choose one of "),
+    (2, ("convert", "SRC", "-o", "OUT", "--max-shard-bytes", "0"), "'0' is no whole number from 1 on"),
+    (2, ("report", "SRC"), "pass either --reference"),
+    (2, ("report", "SRC", "--format", "mxfp8", "--text", "a", "--inputs", "b"), "pass --text or --inputs, not both"),
+    (2, ("eval", "SRC", "--text", "x.txt", "--device", "tpu9"), "'tpu9' is no device"),
+    (2, ("convert",), "required: SRC, -o/--output"),
+    (2, ("info", "SRC"), "invalid choice: 'info'"),
+]
+
+
+@pytest.mark.parametrize(("code", "arguments", "message"), WRONG, ids=[" ".join(row[1]) for row in WRONG])
+def test_a_failure_is_one_line_and_leaves_nothing(code, arguments, message, source, tmp_path, capsys):
+    if torch.cuda.is_available() and "cuda" in arguments:
+        pytest.skip("there is a CUDA device")
     places = {"SRC": source, "OUT": str(tmp_path / "out")}
-    code, out, err = run(capsys, *(places.get(argument, argument) for argument in arguments))
-    assert code == 1 and out == "" and err.count("\n") == 1
-    assert err.startswith("mxtensor: error: ") and message in err
+    places["READ"] = next(name for name, layout in mx.checkpoints.LAYOUTS.items() if layout.write is None)
+    if "OTHER" in arguments:
+        places["OTHER"] = str(checkpoint(tmp_path / "a" / "other", {"x.weight": torch.ones(2, 2)}))
+    if "LARGER" in arguments:
+        places["LARGER"] = str(checkpoint(tmp_path / "a" / "larger", STATE | {"lm_head.weight": torch.ones(33, 64)}))
+    found, out, err = run(capsys, *(places.get(argument, argument) for argument in arguments))
+    assert found == code and out == "" and err.count("\n") == 1
+    assert err.startswith("mxtensor") and ": error: " in err and message in err
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
 
 
-def test_an_interrupt_and_a_defect(source, tmp_path, capsys, monkeypatch):
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "guide" / "serve.md").read_text()
+SERVED = [
+    (layout, format)
+    for _, layout, formats in re.findall(r"^\| ([\w -]+) \| `([\w-]+)` \| (`.+?`) \| ", PAGE, re.MULTILINE)
+    for format in re.findall(r"`([\w-]+)`", formats)
+]
+
+
+@pytest.mark.parametrize(("layout", "format"), sorted(set(SERVED)))
+def test_what_the_page_serves_is_written_and_read(layout, format, tmp_path, capsys):
+    path = checkpoint(tmp_path / "a", {"model.layers.0.q_proj.weight": torch.randn(64, 256).bfloat16()})
+    code, out, _ = run(capsys, "quantize", path, "-o", tmp_path / "b", "--format", format, "--layout", layout)
+    assert code == 0 and "1 rounded" in out
+    fields = json.loads(run(capsys, "inspect", tmp_path / "b", "--json")[1])
+    stored = mx.get_format(format.removesuffix("-weight-only")).name
+    assert fields["layout"] == layout and list(fields["formats"]) == [stored]
+
+
+BAD = {
+    "truncated": lambda file: file.write_bytes(file.read_bytes()[:-100]),
+    "a header that is too long": lambda file: file.write_bytes((1 << 62).to_bytes(8, "little") + file.read_bytes()[8:]),
+    "empty": lambda file: file.write_bytes(b""),
+    "a folder": lambda file: (file.unlink(), file.mkdir()),
+}
+
+
+@pytest.mark.parametrize("damage", BAD)
+@pytest.mark.parametrize(
+    "arguments",
+    [("inspect", "SRC"), ("compare", "SRC", "SRC"), ("convert", "SRC", "-o", "OUT"), ("tune", "SRC", "--dry-run"),
+     ("quantize", "SRC", "-o", "OUT", "--format", "mxfp8"), ("eval", "SRC", "--text", "TEXT"),
+     ("report", "SRC", "--format", "mxfp8")],
+    ids=lambda arguments: arguments[0],
+)  # fmt: skip
+def test_a_damaged_file_is_named_in_one_line(damage, arguments, source, tmp_path, capsys):
+    file = tmp_path / "a" / "model.safetensors"
+    BAD[damage](file)
+    (tmp_path / "a" / "text").write_text("text")
+    places = {"SRC": source, "OUT": str(tmp_path / "out"), "TEXT": str(tmp_path / "a" / "text")}
+    code, out, err = run(capsys, *(places.get(argument, argument) for argument in arguments))
+    assert (code, out, err.count("\n")) == (1, "", 1) and (str(file) in err or source in err)
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_scale_that_is_missing_is_named_with_its_file(tmp_path, capsys):
+    checkpoint(tmp_path / "a", {"m.q.weight_packed": torch.zeros(4, 16, dtype=torch.uint8)},
+               {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"})  # fmt: skip
+    for arguments in (("inspect",), ("tune", "--dry-run"), ("convert", "-o", tmp_path / "out")):
+        code, _, err = run(capsys, arguments[0], tmp_path / "a", *arguments[1:])
+        assert code == 1 and "model.safetensors" in err and "m.q" in err and err.count("\n") == 1, err
+    checkpoint(tmp_path / "b", {"w": torch.zeros(4)}, {"quant_method": "unheard-of"})
+    code, _, err = run(capsys, "inspect", tmp_path / "b")
+    assert code == 1 and "quant_method 'unheard-of', which no layout reads" in err
+
+
+def test_an_interrupt_and_a_defect(source, capsys, monkeypatch):
     def raising(error):
         def info(path):
             raise error
 
-        monkeypatch.setattr(commands.store, "info", info)
+        monkeypatch.setattr(store, "info", info)
 
     raising(KeyboardInterrupt())
-    assert run(capsys, "info", source)[0] == 130
+    assert run(capsys, "inspect", source)[0] == 130
     raising(ZeroDivisionError())
     with pytest.raises(ZeroDivisionError):
-        main(["info", source])
+        main(["inspect", source])
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_has_examples_that_parse(command, capsys):
-    with pytest.raises(SystemExit) as end:
-        main([command, "--help"])
-    assert end.value.code == 0 and "examples:" in capsys.readouterr().out
+    code, out, _ = run(capsys, command, "--help")
+    assert code == 0 and "examples:" in out and "exit codes:" in out and "--json" in out
     for example in COMMANDS[command].examples:
         name, *arguments = example.split()
         assert name == "mxtensor"
         mx.cli.main.parser().parse_args(arguments)
 
 
-def test_wrong_usage_is_two(capsys):
-    with pytest.raises(SystemExit) as end:
-        main(["convert"])
-    assert end.value.code == 2
-
-
-def test_doctor_names_versions_and_refusals(capsys):
-    code, out, _ = run(capsys, "doctor")
-    assert code == 0 and f"torch {torch.__version__}" in out and "linear" in out
-
-
 def test_the_module_runs(source):
     done = subprocess.run(
-        [sys.executable, "-m", "mxtensor", "info", source], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "mxtensor", "inspect", source], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0 and "layout plain" in done.stdout

@@ -37,7 +37,7 @@ def tracked() -> list[Path]:
     return [p for p in ROOT.rglob("*") if p.is_file() and not hidden.search(p.relative_to(ROOT).as_posix())]
 
 
-@pytest.mark.exhaustive(quick=2)
+@pytest.mark.exhaustive(quick=1)
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_blocks_run_and_generated_parts_are_current(page: Path) -> None:
     command = [sys.executable, "-m", "docs.generate", "--check", str(page)]

@@ -20,6 +20,25 @@ KINDS = (
 )  # fmt: skip
 
 NEVER_SEEN = {
+    # need a folder that exists, and an error of a layer: tests/calibration/test_calibrate.py
+    "calibrate: {value} has the state of a calibration with other {value}; pass another folder, or remove it",
+    "calibrate: {value}: {value}",
+    # caught, and raised with the name of the weight
+    "the inputs of the layer are not all finite; calibrate with data that the model can read",
+    # they show as the end of "... cannot be read as GGUF", and of "... cannot be read by torch.load"
+    "two tensors have the same name",
+    "the file ends before byte {value} of the header and {value} entries",
+    "an array of the header has {value} entries; at most {value} are read",
+    "its record {value} is compressed, which torch.save does not do",
+    # of a pickle that torchao did not write: tests/checkpoints/test_mutations.py
+    "torchao's {value} needs the tensors qdata and scale, got {value}",
+    "a tensor of torchao's {value} was only read from a file; it cannot run {value}",
+    # of a model of transformers and its adapters: tests/integrations/test_offload.py, tests/integrations/test_peft.py
+    "weights that are quantized while they are loaded are in no file; save the quantized model, or use `mxtensor "
+    "quantize`, and load that with 'disk' in device_map",
+    "{value}: {value} weights are in {value}, and their sums with the adapters were rounded: the rounding has "
+    "{value} of the norm of what the adapters change, {value} in {value}. To lose less, keep the adapters, or merge "
+    "them into the model in high precision and quantize that",
     # mx.tune needs a GPU
     "tune needs a model with quantized layers on a CUDA device: mx.quantize_(model.cuda(), 'mxfp8')",
     "there is no cost model of {value}; write one with python -m mxtensor.report.costs",
@@ -101,6 +120,27 @@ NEVER_SEEN = {
     "quantize its high-precision checkpoint with quantization_config=mx.TransformersConfig(format)",
     "{value}: the metadata of the checkpoint does not say its format",
     "TransformersConfig: {value} trains, and stores no codes; pass a format for inference",
+    # of the command, which prints them as one line: tests/cli
+    "{value} and {value} have no tensor of the same name: {value} and {value}; compare two checkpoints of one model",
+    "{value} trains, and stores no codes; pass a format such as mxfp8-weight-only",
+    "the layout {value} is only read; choose one of {value}",
+    "{value} is no device; pass cpu or cuda",
+    "{value} is no whole number from {value} on",
+    "--device {value}: torch finds no CUDA device here",
+    "{value} has no tokenizer; pass --tokenizer with a folder that has one",
+    "this command needs transformers: pip install 'mxtensor[cli]'",
+    "{value} is not a text in UTF-8: {value}",
+    "{value} has no config.json; pass the folder of a model as transformers saves it",
+    "{value} is quantized already; leave --format out, or pass the model before",
+    "{value} cannot be loaded by transformers: {value}",
+    "{value} has no quantized matrix; pass --format with what it is to be quantized to",
+    # of reports, which the command prints as one line: tests/cli, tests/report/test_output_errors.py
+    "the reference has no layer {value} of its own; pass a copy.deepcopy of the model before",
+    "no layer is quantized, so there is nothing to report; pass --format",
+    "a report needs matplotlib: pip install 'mxtensor[plot]'",
+    "the text has {value} tokens; {value} were asked for, and a window has {value}",
+    "the model has a vocabulary of {value} tokens, the reference one of {value}; compare a model with its own "
+    "high-precision version",
     # a table of configs that another version has written: tests/kernels/small_m/test_small_m.py
     "a row of a table of launch configs has the columns {value}, not {value}; "
     "measure the table again with python -m mxtensor.report.tune",
@@ -168,7 +208,7 @@ def text_of(node):
 def test_every_raise_of_the_package_has_a_row():
     messages = [re.sub(r"\{\w+\}", "VALUE", message) for _, _, message, _ in ROWS]
     found = [(place, text) for place, text in raised() if text not in NEVER_SEEN]
-    at_tensor = r"(.+?, tensor .+?: )?"  # what mx.checkpoints adds
+    at_tensor = r"(.+?, tensor .+?: |VALUE: )?"  # what mx.checkpoints adds
     missing = [f"{place}: {text}" for place, text in found
                if not any(re.fullmatch(at_tensor + pattern(text), m) for m in messages)]  # fmt: skip
     assert len(found) >= 30 and missing == []

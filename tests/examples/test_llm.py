@@ -15,6 +15,7 @@ pytest.importorskip("tqdm")
 
 import mxtensor as mx
 from examples import chat, llm, smollm2
+from mxtensor.report import quality
 from tests.examples.small_llm import small_llm
 
 
@@ -65,13 +66,13 @@ def test_a_quantized_copy_leaves_the_model_as_it_was(small):
 def test_quality_by_hand():
     rows = torch.tensor([[0, 1, 2]])
     uniform = torch.full((1, 2, 4), math.log(0.25))
-    same = smollm2.quality(uniform, uniform, rows)
+    same = quality.quality(uniform, uniform, rows)
     assert (same.perplexity, same.kl, same.kl_error, same.tokens) == (pytest.approx(4), 0, 0, 2)
     sharp = torch.tensor([[[0.5, 0.25, 0.125, 0.125], [0.25, 0.25, 0.25, 0.25]]]).log()
-    found = smollm2.quality(uniform, sharp, rows)
+    found = quality.quality(uniform, sharp, rows)
     kl = 0.5 * math.log(2) + 0.25 * math.log(0.5)  # of the first token; the second has none
     assert found.kl == pytest.approx(kl / 2) and found.kl_error == pytest.approx(kl / 2)
-    assert smollm2.quality(sharp, uniform, rows).perplexity == pytest.approx(4)
+    assert quality.quality(sharp, uniform, rows).perplexity == pytest.approx(4)
 
 
 def test_decoding_with_the_cache_is_that_of_the_whole_text(small):
@@ -97,10 +98,10 @@ def test_a_token_reads_all_weights_but_embeddings_of_their_own(small):
 
 def test_windows_are_the_first_tokens(small):
     _, tokenizer = small
-    rows = smollm2.windows(tokenizer, "abcd" * 200, 600)
-    assert rows.shape == (2, smollm2.WINDOW) and rows[1, 0] == ord("a")
+    rows = quality.windows(tokenizer, "abcd" * 200, 600)
+    assert rows.shape == (2, quality.WINDOW) and rows[1, 0] == ord("a")
     with pytest.raises(ValueError, match="the text has 800 tokens; 900 were asked for"):
-        smollm2.windows(tokenizer, "abcd" * 200, 900)
+        quality.windows(tokenizer, "abcd" * 200, 900)
 
 
 def test_bandwidth_is_positive():
@@ -134,7 +135,7 @@ def test_main_prints_a_table_completions_and_a_plot(small, tmp_path, capsys):
 
 
 def made(config="mxfp8", kl=0.02):
-    return llm.Result(config, 9.88, 166.0, smollm2.Quality(16.5, kl, 0.001, 0.91, 1020), 40.0, 2.0, 80.0, "Red.")
+    return llm.Result(config, 9.88, 166.0, quality.Quality(16.5, kl, 0.001, 0.91, 1020), 40.0, 2.0, 80.0, "Red.")
 
 
 def test_what_is_as_the_model_before_has_no_point_in_the_plot(tmp_path):
@@ -217,7 +218,7 @@ def test_the_claims_on_the_real_model():
     model, tokenizer = smollm2.load_model()
     assert smollm2.PACKAGE not in sys.modules and sum(p.numel() for p in model.parameters()) == 134_515_008
     assert type(model.lm_head.weight) is torch.nn.Parameter and model.lm_head.weight is model.model.embed_tokens.weight
-    demo = llm.Demo(model, tokenizer, smollm2.WINDOW)
+    demo = llm.Demo(model, tokenizer, quality.WINDOW)
     limits = {"mxfp8-weight-only": (9.88, 0.05), "mxfp4-weight-only+head": (4.26, 1.5)}
     for config, (bits, kl) in limits.items():
         result = demo.measure(config)

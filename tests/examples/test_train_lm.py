@@ -78,6 +78,7 @@ def assert_same(a, b, where="checkpoint"):
         assert a == b, where
 
 
+@pytest.mark.exhaustive(quick=1)
 @pytest.mark.parametrize("recipe", ["mxfp8", "mxfp4", "nvfp4", "float8-delayed"])
 def test_a_run_that_continues_is_bitwise_identical_to_an_uninterrupted_one(recipe, main, tmp_path):
     """Also with stochastic rounding of gradients and with delayed scaling."""

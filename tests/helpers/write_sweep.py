@@ -292,7 +292,8 @@ def _argument(argument, target, shape, variant, written):
 
 def schemas():
     """Every public overload of aten that writes an argument; private ones do not check their other arguments."""
-    for packet in sorted(dir(torch.ops.aten)):
+    names = {name.partition("::")[2] for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")}
+    for packet in sorted({name.partition(".")[0] for name in names}):  # dir(torch.ops.aten) lists only what was used
         found = getattr(torch.ops.aten, packet, None)
         if not isinstance(found, torch._ops.OpOverloadPacket) or packet in NOT_WRITES:
             continue

@@ -1,5 +1,6 @@
 """transformers: quantizing while loading, saving, and loading reloaded by name alone."""
 
+import json
 import subprocess
 import sys
 
@@ -98,17 +99,6 @@ def test_experts_one_by_one_are_not_dropped_silently(tmp_path):
         AutoModelForCausalLM.from_pretrained(tmp_path / "b")
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-def test_adapters_train_over_a_quantized_model(tmp_path):
-    peft = pytest.importorskip("peft")
-    MODELS["Llama"]().save_pretrained(tmp_path)
-    config = mx.TransformersConfig("mxfp8-weight-only")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config)
-    model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], r=2))
-    model(IDS, labels=IDS).loss.backward()
-    assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
-
-
 @pytest.mark.parametrize(
     ("arguments", "kind", "message"),
     [
@@ -119,14 +109,6 @@ def test_adapters_train_over_a_quantized_model(tmp_path):
 def test_wrong_arguments(arguments, kind, message):
     with pytest.raises(kind, match=message):
         mx.TransformersConfig(*arguments)
-
-
-def test_disk_offload_is_refused(tmp_path):
-    MODELS["Llama"]().save_pretrained(tmp_path)
-    with pytest.raises(NotImplementedError, match="offload to disk"):
-        AutoModelForCausalLM.from_pretrained(
-            tmp_path, quantization_config=mx.TransformersConfig("mxfp8"), device_map={"model": "cpu", "lm_head": "disk"}
-        )
 
 
 @pytest.mark.parametrize(
@@ -143,11 +125,15 @@ def test_it_is_registered_in_any_order_of_imports_and_imports_nothing_itself(ord
     assert done.stdout.strip() == "True", done.stderr
 
 
-@pytest.mark.parametrize("format", ["mxfp4", "mxfp6-weight-only", "mxfp8-weight-only", "nvfp4-weight-only"])
+@pytest.mark.parametrize(
+    ("name", "format"),
+    [("Llama", "mxfp4"), ("Llama", "mxfp6-weight-only"), ("Llama", "mxfp8-weight-only"), ("Llama", "nvfp4-weight-only"),
+     ("Llama, tied", "nvfp4-weight-only")],
+)  # fmt: skip
 @pytest.mark.filterwarnings("ignore")
-def test_transformers_loads_the_layout_of_compressed_tensors(format, tmp_path):
+def test_transformers_loads_the_layout_of_compressed_tensors(name, format, tmp_path):
     pytest.importorskip("compressed_tensors")
-    MODELS["Llama"]().bfloat16().save_pretrained(tmp_path / "a")
+    MODELS[name]().bfloat16().save_pretrained(tmp_path / "a")
     mx.checkpoints.convert(tmp_path / "a", tmp_path / "b", layout="compressed-tensors", format=format)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "b")
     with torch.no_grad():
@@ -155,6 +141,19 @@ def test_transformers_loads_the_layout_of_compressed_tensors(format, tmp_path):
     state, wanted = model.state_dict(), mx.checkpoints.load(tmp_path / "b")
     weights = {name: t.dequantize() for name, t in wanted.items() if isinstance(t, mx.MXTensor)}
     assert len(weights) == 14 and all(torch.equal(state[name], values) for name, values in weights.items())
+
+
+@pytest.mark.parametrize(
+    ("layout", "key"),
+    [("compressed-tensors", "ignore"), ("modelopt", "ignore"), ("deepseek", "modules_to_not_convert")],
+)
+def test_a_tied_head_is_listed_with_the_layers_in_high_precision(layout, key, tmp_path):
+    format = "float8_128x128-weight-only" if layout == "deepseek" else "nvfp4-weight-only"
+    for name in ("Llama", "Llama, tied"):
+        MODELS[name]().bfloat16().save_pretrained(tmp_path / "a")
+        mx.checkpoints.convert(tmp_path / "a", tmp_path / "b", layout=layout, format=format, overwrite=True)
+        config = json.loads((tmp_path / "b" / "config.json").read_text())["quantization_config"]
+        assert sorted(config[key]) == ["lm_head", "model.embed_tokens"], name
 
 
 def test_transformers_dequantizes_the_layout_of_deepseek_to_the_same_values(tmp_path):
@@ -169,3 +168,28 @@ def test_transformers_dequantizes_the_layout_of_deepseek_to_the_same_values(tmp_
     state, wanted = model.state_dict(), mx.checkpoints.load(tmp_path / "b")
     weights = {name: t.dequantize() for name, t in wanted.items() if isinstance(t, mx.MXTensor)}
     assert len(weights) == 14 and all(torch.equal(state[name], values) for name, values in weights.items())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_experts_of_gpt_oss_go_both_ways(tmp_path):
+    """transformers dequantizes what is written to the same values; what it would dequantize stays in codes here."""
+    from transformers import GptOssConfig, GptOssForCausalLM, Mxfp4Config
+
+    model = GptOssForCausalLM(GptOssConfig(**SIZES, head_dim=16, num_local_experts=4, num_experts_per_tok=2)).bfloat16()
+    mx.quantize_(model, "mxfp4-weight-only", filter_fn=lambda module, name: name.endswith("experts"))
+    mx.checkpoints.save(model, tmp_path / "a", layout="gpt-oss")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "a", quantization_config=Mxfp4Config(dequantize=True))
+    state = loaded.state_dict()
+    assert len(quantized(model)) == 4 and quantized(loaded) == {}
+    assert all(torch.equal(state[name], t.dequantize()) for name, t in model.state_dict().items()
+               if isinstance(t, mx.MXTensor))  # fmt: skip
+    mx.checkpoints.convert(tmp_path / "a", tmp_path / "b")
+    codes = AutoModelForCausalLM.from_pretrained(tmp_path / "b")
+    assert quantized(codes) == quantized(model)
+    stored = model.state_dict()
+    for name, t in codes.state_dict().items():
+        both = [v.dequantize() if isinstance(v, mx.MXTensor) else v for v in (t, stored[name])]
+        assert torch.equal(*both), name
+    with torch.no_grad():
+        assert torch.equal(codes(IDS).logits, AutoModelForCausalLM.from_pretrained(tmp_path / "b")(IDS).logits)
+        torch.testing.assert_close(codes(IDS).logits, loaded(IDS).logits, rtol=0.05, atol=0.02)

@@ -193,3 +193,18 @@ def test_values_are_read_where_no_block_is_whole():
 def test_a_view_that_could_be_any_is_refused(w):
     with pytest.raises(NotImplementedError, match=r"no view of whole blocks of this MXTensor of shape"):
         w.as_strided((3, 3), (64, 1), 7 * 64 + 3)
+
+
+@pytest.mark.parametrize("orientation", ["rowwise", "columnwise", "both"])
+def test_a_view_of_a_view_with_holes_reads_and_writes_its_values(orientation):
+    w = mx.quantize(torch.randn(40, 45), "float8_row" if orientation == "rowwise" else "mxfp8", orientation=orientation)
+    for piece in (lambda t: t[:, 3:35], lambda t: t[:32, 3:35].t(), lambda t: t[32:, :32]):
+        v, d = piece(w), piece(w.dequantize())
+        assert isinstance(v, mx.MXTensor) and not v.is_contiguous()
+        diagonal = (6,), (46,), 46 + v.storage_offset()
+        got = v.as_strided(*diagonal)
+        assert torch.equal(got, d.as_strided(*diagonal))
+        got.zero_()
+        assert torch.equal(v.as_strided(*diagonal), torch.zeros(6))
+        with pytest.raises(NotImplementedError, match="no view of whole blocks"):
+            v.as_strided((40,), (46,), v.storage_offset())

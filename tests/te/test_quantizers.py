@@ -383,11 +383,11 @@ def test_the_rotation_without_random_signs():
 
 
 def test_results_of_torch_ops_have_no_rotated_copy():
-    """A rotated copy has other values, so results have the rowwise copy only."""
+    """A rotated copy has other values, so views of another shape have the rowwise copy only."""
     x = torch.randn(64, 48)
     w = NVFP4Quantizer(with_rht=True)(x)
     plain = mx.quantize(x, "nvfp4")
-    assert w.orientation is mx.Orientation.ROWWISE and w.detach()._columnwise_data is None
+    assert w.orientation is mx.Orientation.ROWWISE and w.t()._rotated is None
     g = torch.randn(5, 64)
     assert torch.equal(g @ w, g @ plain)
     assert torch.equal(w.t().dequantize(), plain.dequantize().t())

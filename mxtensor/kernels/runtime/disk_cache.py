@@ -176,3 +176,9 @@ def _remove_left_behind(folder: Path) -> None:
                 mine = not hasattr(os, "geteuid") or found.st_uid == os.geteuid()
                 if mine and time.time() - found.st_mtime > OLD:
                     shutil.rmtree(entry.path, ignore_errors=True)
+
+
+def contents() -> tuple[Path | None, list[Path]]:
+    """The folder that compiled kernels go to, and its files; None if no folder can be written."""
+    folder = next((folder for folder in _folders() if os.access(folder, os.W_OK)), None)
+    return folder, sorted(path for path in folder.iterdir() if path.is_file()) if folder is not None else []

@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import mxtensor as mx
 from mxtensor.core.kernel import Spec
 from mxtensor.core.select import decide
-from mxtensor.kernels.gemm import fp8_rows, fp8_rows_cache, select
+from mxtensor.kernels.gemm import fp8_rows, fp8_rows_cache, scaled_mm, select
 from mxtensor.kernels.gemm.fp8_rows_operand import matrix_of, rows_of_operand
 from mxtensor.kernels.gemm.spec import GemmArgs, Unquantized, format_of
 from mxtensor.kernels.runtime import nvrtc, triton_launch
@@ -178,7 +178,8 @@ def chosen(left, right, m, n, k, args=None, prefer=None, op="mm"):
 )
 def test_large_products_of_two_quantized_operands_take_it(device, capability, left, right):
     device(capability)
-    assert chosen(left, right, 4096, 4096, 4096).kernel is fp8_rows.KERNEL
+    native = capability >= (10, 0) and left == right == "mxfp8"  # these tensor cores multiply it with its scales
+    assert chosen(left, right, 4096, 4096, 4096).kernel is (scaled_mm if native else fp8_rows).KERNEL
     assert chosen(left, right, 64, 4096, 4096).kernel is not fp8_rows.KERNEL
     assert chosen(None, right, 4096, 4096, 4096).kernel is not fp8_rows.KERNEL
 

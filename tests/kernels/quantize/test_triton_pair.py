@@ -120,7 +120,7 @@ def test_strides_and_offsets(name, place):
         assert_pair(x, Cast.of(name), forms)
 
 
-@pytest.mark.exhaustive(quick=3)
+@pytest.mark.exhaustive(quick=1)
 @each_kind
 def test_pairs_with_the_tiles_of_a_device(name):
     x = values(141, 150, BF16)
@@ -148,7 +148,7 @@ def in_words(monkeypatch):
         monkeypatch.delattr(triton_columns, name)
 
 
-@pytest.mark.exhaustive(quick=3)
+@pytest.mark.exhaustive(quick=1)
 @pytest.mark.parametrize("mode", ["rceil", "floor"])
 @pytest.mark.parametrize("name", [*(f"{name}[1x16]" for name in ELEMENTS), "float8_1x128_pow2"])
 @large
@@ -171,7 +171,7 @@ def test_every_bfloat16_below_a_larger_one_rounds_as_its_code(name, mode, in_wor
 # ---------------------------------------------------------------------------------------------- a transposed source
 
 
-@pytest.mark.exhaustive(quick=3)
+@pytest.mark.exhaustive(quick=1)
 @each_kind
 @small
 def test_values_of_a_transposed_source_have_its_layout(name):

@@ -268,6 +268,7 @@ def test_swizzled_scales_are_the_swizzle_of_the_scales(name, shape, small_tiles)
 # ---------------------------------------------------------------------------------------------- values
 
 
+@pytest.mark.exhaustive(quick=4)
 @each_format
 def test_fake_quantize_is_encode_and_decode_without_the_global_scale(name, small_tiles):
     cast = Cast.of(name)

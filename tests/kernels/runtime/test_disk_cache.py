@@ -52,6 +52,12 @@ def in_folder_of_the_user(path, home):
     return path.parent == home / "mxtensor"
 
 
+def test_contents_are_the_files_of_the_folder(home):
+    assert disk_cache.contents() == (home / "mxtensor", [])
+    path = stored()
+    assert disk_cache.contents() == (home / "mxtensor", [path])
+
+
 # ---------------------------------------------------------------------------------------------- whom to trust
 
 

@@ -72,7 +72,7 @@ def product(format, config, capability, even=True, rows=8, weights=1):
 CASES = [(name, SM90) for name in FORMATS] + [(name, c) for name in ELSEWHERE for c in TARGETS if c != SM90]
 
 
-@pytest.mark.exhaustive(quick=2)
+@pytest.mark.exhaustive(quick=1)
 @pytest.mark.parametrize(("name", "capability"), CASES)
 def test_products_compile_and_those_of_few_rows_do_not_spill(name, capability, tmp_path):
     format = mx.get_format(name)
@@ -97,6 +97,7 @@ def test_products_compile_and_those_of_few_rows_do_not_spill(name, capability, t
         )
 
 
+@pytest.mark.exhaustive
 def test_tails_and_odd_alignments_compile():
     format = mx.get_format("mxfp6")
     for capability in ((8, 0), (9, 0)):
@@ -104,6 +105,7 @@ def test_tails_and_odd_alignments_compile():
             assert product(format, config, capability, even=False)
 
 
+@pytest.mark.exhaustive(quick=1)
 @pytest.mark.parametrize("capability", TARGETS)
 def test_products_of_several_weights_compile(capability, tmp_path):
     format = mx.get_format("mxfp4")
@@ -114,6 +116,7 @@ def test_products_of_several_weights_compile(capability, tmp_path):
         assert not config.wgmma or serialized(code, tmp_path) == 0.25
 
 
+@pytest.mark.exhaustive(quick=1)
 @pytest.mark.parametrize("capability", TARGETS)
 def test_casts_of_activations_compile(capability, tmp_path):
     casts = (None, mx.Cast.of("mxfp8"), mx.Cast.of("mxint8", "floor"), mx.Cast.of("nvfp4"))

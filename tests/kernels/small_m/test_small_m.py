@@ -140,6 +140,7 @@ def test_a_format_that_is_not_listed_is_multiplied_and_cast():
         assert error(product(x, w, config, cast), rounded @ values(w).t()) < TOLERANCE
 
 
+@pytest.mark.exhaustive(quick=10)
 @pytest.mark.parametrize("format", [name for name in KINDS if FORMATS[name].block[1] != 128])
 @pytest.mark.parametrize("config", WGMMAS)
 def test_every_format_by_wgmma_equals_the_decoded_operands(format, config):
@@ -148,6 +149,7 @@ def test_every_format_by_wgmma_equals_the_decoded_operands(format, config):
     assert error(y, 0.5 * x.double() @ values(w).t() + 2 * bias.double()) < TOLERANCE
 
 
+@pytest.mark.exhaustive(quick=10)
 @pytest.mark.parametrize("config", [PIPELINED, WHOLE, WIDE, PERSISTENT_WIDE, PERSISTENT_CAST, *WGMMAS])
 @pytest.mark.parametrize("activation", ["mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "mxint8"])
 def test_activations_are_cast_as_the_reference_casts_them(activation, config):
@@ -266,6 +268,7 @@ def guarded(w):
     return replace(w, data=at_the_end(w.data), scale=at_the_end(w.scale))
 
 
+@pytest.mark.exhaustive(quick=2)
 @pytest.mark.parametrize("k", [32, 160, 320, 352, 736, 1376])
 @pytest.mark.parametrize("format", ["mxfp8", "mxfp6", "mxfp4", "mxint8", "nvfp4", "float8_row"])
 def test_wgmma_takes_columns_that_are_no_whole_chunks(format, k):

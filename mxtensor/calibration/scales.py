@@ -1,0 +1,90 @@
+"""The scale of each block with the least squared error, among those that the format's rule gives for several amax.
+
+The rule that casts use maps the amax of a block to the largest element. A smaller amax clips the largest values and
+gives the others finer steps; a larger one can put them on better steps, such as 4 instead of 6 as the largest element
+of NVFP4 ("four over six"). Every candidate is a scale that the format can store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..numerics.cast import Cast
+from ..numerics.element_format import ScaleFormat
+from ..numerics.elements import decode_elements, encode_elements
+from ..numerics.formats import E8M0, FP32_POW2, FULL, Format
+from ..numerics.reference import SCALE_RULES, join_blocks, scale_to_float, split_blocks, spread
+
+OF_POWERS = (1.0, 0.5, 2.0)
+"""What the amax is multiplied by, where scales are powers of two."""
+OF_FRACTIONS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 1.1, 1.2, 1.3, 1.5)
+"""The same where scales have a mantissa. 1.5 is four over six."""
+
+
+def multiples_of(scale: ScaleFormat) -> tuple[float, ...]:
+    """The candidates for a scale format, as multiples of the amax. The first is the scale that a cast would choose."""
+    return OF_POWERS if scale in (E8M0, FP32_POW2) else OF_FRACTIONS
+
+
+@dataclass(frozen=True)
+class Scales:
+    """The scales of a matrix (rows, cols) or of a piece of one."""
+
+    stored: Tensor
+    """One entry a block, as the operand stores it."""
+    multiplier: Tensor
+    """float32 (rows, cols): what a value is multiplied by before it is rounded to an element."""
+    value: Tensor
+    """float32 (rows, cols): what an element is multiplied by, the global scale included."""
+    global_scale: Tensor | None
+
+
+def rounded(x: Tensor, scales: Scales, format: Format) -> tuple[Tensor, Tensor]:
+    """``x`` (..., as ``scales.multiplier``) as (codes, one uint8 each; their float32 values)."""
+    y = x * scales.multiplier
+    if not format.signed_zero:
+        y = torch.where(y == 0, 0.0, y)
+    codes = encode_elements(y, format.element)
+    return codes.view(torch.uint8), decode_elements(codes, format.element).to(torch.float32) * scales.value
+
+
+def best_scales(
+    w: Tensor, cast: Cast, whole_amax: Tensor, importance: Tensor | None = None, multiples: Sequence[float] = (1.0,)
+) -> Scales:
+    """The scales of ``w`` (rows, cols; float32, finite), each with the least weighted squared error of its block.
+
+    ``whole_amax``: the amax of the whole matrix, if ``w`` is a piece of it. ``importance``: the weight of each column's
+    error, (cols,). ``multiples``: the candidates, as multiples of the amax of a block; of equals the first is chosen.
+    """
+    format = cast.format
+    blocks, dims = split_blocks(w, format)
+    magnitudes = blocks.abs()
+    amax = magnitudes.amax(dims, keepdim=True) if format.block[0] == FULL else magnitudes.amax(dims)
+    weights = None if importance is None else split_blocks(importance.expand_as(w), format)[0]
+    best: tuple[Tensor, ...] | None = None
+    global_scale = None
+    for multiple in multiples:
+        stored, multiplier, global_scale = SCALE_RULES[format.scale](amax * multiple, cast, whole_amax)
+        value = scale_to_float(stored, format.scale)
+        value = value if global_scale is None else value * global_scale
+        found = Scales(stored, spread(multiplier, dims), spread(value, dims), global_scale)
+        error = (rounded(blocks, found, format)[1] - blocks).square()
+        error = (error if weights is None else error * weights).sum(dims).reshape(amax.shape)
+        if best is None:
+            best = error, stored, multiplier, value
+            continue
+        better = error < best[0]
+        new = (error, stored, multiplier, value)
+        best = tuple(torch.where(better, a, b) for a, b in zip(new, best, strict=True))
+    assert best is not None
+    _, stored, multiplier, value = best
+    rows, cols = w.shape
+
+    def of_values(scale: Tensor) -> Tensor:
+        return join_blocks(spread(scale, dims).expand_as(blocks), dims)[..., :rows, :cols]
+
+    return Scales(stored, of_values(multiplier), of_values(value), global_scale)

@@ -1,0 +1,168 @@
+"""State dicts that ``torch.save`` wrote: ordinary tensors, those of this package and those of torchao. Read only.
+
+``torch.load(weights_only=True)`` runs no code of a file. torchao need not be installed: the names of its classes stand
+for subclasses of ``StandIn`` and ``Fields``, which only keep what the file says. A process that has imported torchao
+may get its own classes, which have the same names and attributes.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.arguments import described
+from ..tensor.mxtensor import MXTensor
+from .layout import Layout
+from .source import Checkpoint, Entry, Stored, read_json
+from .torchao_tensors import CLASSES, tensor_of
+
+ENDINGS = (".bin", ".pt", ".pth")
+INDEX = "pytorch_model.bin.index.json"
+NESTED = ("state_dict", "model", "module", "model_state_dict")
+"""Keys under which training scripts store the state dict among other things."""
+
+
+class StandIn(Tensor):
+    """A tensor of torchao: the attributes that the file gives it, without a way to compute."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise NotImplementedError(
+            f"a tensor of torchao's {cls.__name__} was only read from a file; it cannot run {func}"
+        )
+
+
+class Fields:
+    """A dataclass or the member of an enum of torchao: its fields, or its ``value``."""
+
+    def __init__(self, value: object = None) -> None:
+        self.value = value
+
+
+_MX, _WORKFLOWS = "torchao.prototype.mx_formats", "torchao.quantization.quantize_.workflows"
+_COMMON = "torchao.quantization.quantize_.common"
+TENSORS = (
+    f"{_MX}.mx_tensor.MXTensor", f"{_MX}.nvfp4_tensor.NVFP4Tensor", "torchao.quantization.Float8Tensor",
+    f"{_WORKFLOWS}.float8.float8_tensor.Float8Tensor",
+)  # fmt: skip
+OBJECTS = (
+    f"{_MX}.mx_tensor.QuantizeTensorToMXKwargs", f"{_MX}.nvfp4_tensor.QuantizeTensorToNVFP4Kwargs",
+    f"{_MX}.config.ScaleCalculationMode", f"{_COMMON}.kernel_preference.KernelPreference",
+    f"{_WORKFLOWS}.float8.float8_tensor.QuantizeTensorToFloat8Kwargs", "torchao.quantization.granularity.PerRow",
+    "torchao.quantization.granularity.PerTensor", "torchao.quantization.granularity.PerBlock",
+)  # fmt: skip
+"""Full names of classes in files of torchao 0.18."""
+
+
+def _stand_ins() -> list[Any]:
+    """(class, full name of a class of torchao)."""
+    pairs = [(base, name) for names, base in ((TENSORS, StandIn), (OBJECTS, Fields)) for name in names]
+    return [(type(name.rpartition(".")[2], (base,), {}), name) for base, name in pairs]
+
+
+STAND_INS = _stand_ins()
+
+
+class PickledCheckpoint(Checkpoint):
+    """Opened files of ``torch.save``. Their tensors are mapped into memory, and read when they are used."""
+
+    state: dict[str, Any]
+
+    def tensor(self, name: str) -> Tensor:
+        return self.state[name]  # type: ignore[no-any-return]
+
+
+def is_pickled(path: Path) -> bool:
+    """Whether a path is a file of ``torch.save``, or a folder with some and without safetensors."""
+    if path.is_dir():
+        return (path / INDEX).is_file() or (path / "pytorch_model.bin").is_file()
+    return path.is_file() and path.suffix in ENDINGS
+
+
+def open_pickled(path: Path) -> PickledCheckpoint:
+    """Open a file, or a folder with ``pytorch_model.bin`` or its shards. Raises ValueError that names the file."""
+    out = PickledCheckpoint(path)
+    out.config, out.state = out.json("config.json"), {}
+    for file in _files(path):
+        for name, t in _state_dict(file).items():
+            if name in out.tensors:
+                raise ValueError(f"tensor {name} is in two files: {out.tensors[name].file} and {file}")
+            out.state[name] = t
+            out.tensors[name] = Stored(file, str(t.dtype).removeprefix("torch."), tuple(t.shape))
+    return out
+
+
+def _files(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    if not (path / INDEX).is_file():
+        return [path / "pytorch_model.bin"]
+    found = read_json(path / INDEX).get("weight_map")
+    names = sorted(set(map(str, found.values()))) if isinstance(found, dict) else []
+    if not names or any(Path(name).name != name or not (path / name).is_file() for name in names):
+        raise ValueError(f"{path / INDEX} needs a weight_map of files in this folder, got {described(found)}")
+    return [path / name for name in names]
+
+
+def _load(file: Path) -> Any:
+    if not zipfile.is_zipfile(file):  # before torch 1.6; such a file cannot be mapped
+        return torch.load(file, map_location="cpu", weights_only=True)
+    with zipfile.ZipFile(file) as archive:
+        packed = [entry.filename for entry in archive.infolist() if entry.compress_type != zipfile.ZIP_STORED]
+    if packed:
+        raise ValueError(f"its record {packed[0]:.80} is compressed, which torch.save does not do")
+    return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+
+
+def _state_dict(file: Path) -> dict[str, Tensor]:
+    """The tensors of a file by name. Raises ValueError for anything but a state dict."""
+    try:
+        with torch.serialization.safe_globals(STAND_INS):
+            found = _load(file)
+    except Exception as error:  # a file that is not valid raises whatever its words lead to
+        text = " ".join(str(error).split()).rpartition("WeightsUnpickler error: ")[2]
+        text = text.partition(" Please use")[0].partition(" Check the doc")[0]  # no advice to run the code of a file
+        raise ValueError(f"{file} cannot be read by torch.load(weights_only=True): {text:.200}") from error
+    inner = [key for key in NESTED if isinstance(found, dict) and isinstance(found.get(key), dict)]
+    found = found[inner[0]] if inner else found
+    if not isinstance(found, dict):
+        raise ValueError(f"{file} holds {described(found)}; read are state dicts, tensors by name")
+    for name, t in found.items():
+        if not isinstance(name, str) or not isinstance(t, Tensor):
+            raise ValueError(f"{file} holds {described(t)} as {name!r:.80}; a state dict has tensors by name")
+        known = isinstance(t, MXTensor) or (type(t) in (Tensor, torch.nn.Parameter) and not t.is_quantized)
+        if not _is_torchao(t) and (not known or t.layout is not torch.strided or t.is_meta):
+            raise ValueError(f"{file}, tensor {name}: only dense tensors are read, got {described(t)}")
+    return found
+
+
+def _is_torchao(t: Tensor) -> bool:
+    return type(t).__name__ in CLASSES and not isinstance(t, MXTensor)
+
+
+def _built(t: Tensor) -> Tensor:
+    if isinstance(t, MXTensor):
+        return t.detach()
+    if not _is_torchao(t):
+        return t.detach().clone()
+    components = {name: vars(t).get(name) for name in ("qdata", "scale", "per_tensor_scale")}
+    present = {name: value for name, value in components.items() if value is not None}
+    if not {"qdata", "scale"} <= set(present) or any(
+        type(value) is not Tensor or value.layout is not torch.strided or value.is_meta for value in present.values()
+    ):
+        raise ValueError(f"torchao's {type(t).__name__} needs the tensors qdata and scale, got {sorted(present)}")
+    attributes = {"dtype": t.dtype} | {name: value for name, value in vars(t).items() if name not in components}
+    return tensor_of(type(t).__name__, {name: value.clone() for name, value in present.items()}, attributes)
+
+
+PICKLED = Layout(
+    "pickle",
+    "torch.save of a state dict, torchao included (read only)",
+    detect=lambda checkpoint: isinstance(checkpoint, PickledCheckpoint),
+    read=lambda checkpoint: {name: Entry((name,), _built) for name in checkpoint.tensors},
+    formats="those of this package and of the layout torchao",
+)

@@ -1,0 +1,143 @@
+"""quantize, convert, inspect and compare: commands that read checkpoints tensor by tensor, and run no model."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..checkpoints import store
+from ..checkpoints.gguf import GGUF
+from ..checkpoints.registry import layout_of, opened
+from ..core.shapes import readable_size
+from ..report.model_report import sqnr_db
+from ..tensor.mxtensor import MXTensor
+from .models import is_gguf, without_gguf
+from .output import columns, progress, show
+
+
+def convert(arguments: argparse.Namespace) -> int:
+    """``quantize`` and ``convert``."""
+    with ExitStack() as stack:
+        source: str | Path = arguments.source
+        if arguments.layout != GGUF.name:  # a GGUF file has llama.cpp's names, whatever it is made from
+            source = stack.enter_context(without_gguf(source, beside=arguments.output))
+        report = store.convert(
+            source,
+            arguments.output,
+            layout=arguments.layout,
+            format=arguments.format,
+            skip=arguments.skip,
+            max_shard_bytes=arguments.max_shard_bytes,
+            overwrite=arguments.overwrite,
+        )
+    before, after = _size(arguments.source), _size(arguments.output)
+    fields = {
+        "source": report.source, "layout": report.layout, "errors": report.errors, "exact": report.exact,
+        "dropped": report.dropped, "bytes_before": before, "bytes_after": after,
+    }  # fmt: skip
+    text = f"{report}\nwrote {arguments.output}: {readable_size(after)}, before {readable_size(before)}"
+    return show(arguments, text, fields)
+
+
+def _size(path: str) -> int:
+    """Bytes of a file, or of the weights in a folder."""
+    place = Path(path)
+    files = [f for f in place.iterdir() if f.suffix in (".safetensors", ".gguf")] if place.is_dir() else [place]
+    return sum(f.stat().st_size for f in files)
+
+
+# ---------------------------------------------------------------------------------------------- inspect
+
+
+def inspect(arguments: argparse.Namespace) -> int:
+    """``inspect``."""
+    found = store.info(arguments.path)
+    values, size = sum(math.prod(row.shape) for row in found.rows), sum(row.nbytes for row in found.rows)
+    rows = [
+        (format, f"{count}", f"{n:,}", readable_size(nbytes), f"{8 * nbytes / max(n, 1):.4g}")
+        for format, (count, n, nbytes) in found.by_format.items()
+    ]
+    rows.append(("all", f"{len(found.rows)}", f"{values:,}", readable_size(size), f"{8 * size / max(values, 1):.4g}"))
+    text = f"{found.path}: layout {found.layout}\n\n"
+    text += columns(("format", "tensors", "values", "size", "bits a value"), rows)
+    fields: dict[str, Any] = {
+        "path": str(found.path), "layout": found.layout, "values": values, "bytes": size,
+        "formats": {
+            format: {"tensors": count, "values": n, "bytes": nbytes}
+            for format, (count, n, nbytes) in found.by_format.items()
+        },
+    }  # fmt: skip
+    if arguments.tensors:
+        lines = [(r.name, r.format, " x ".join(map(str, r.shape)), readable_size(r.nbytes)) for r in found.rows]
+        text += "\n\n" + columns(("tensor", "format", "shape", "size"), lines)
+        fields["tensors"] = {r.name: {"format": r.format, "shape": r.shape, "bytes": r.nbytes} for r in found.rows}
+    return show(arguments, text, fields)
+
+
+# ---------------------------------------------------------------------------------------------- compare
+
+
+def _values(t: Tensor) -> Tensor:
+    return t.dequantize(torch.float32) if isinstance(t, MXTensor) else t
+
+
+def compared(a: Tensor, b: Tensor) -> dict[str, Any]:
+    """SQNR in dB, largest difference, whether all values are equal, and the format and bits of a value of ``b``."""
+    true, other = _values(a), _values(b)
+    errors = (other.double() - true.double()).abs()
+    return {
+        "sqnr_db": sqnr_db(true, other),
+        "equal": not bool((errors != 0).any()),
+        "max_error": float(errors.max()) if errors.numel() else 0.0,
+        "bits": 8 * b.nbytes / max(b.numel(), 1),
+        "format": b.format.name if isinstance(b, MXTensor) else str(b.dtype).removeprefix("torch."),
+    }
+
+
+def compare(arguments: argparse.Namespace) -> int:
+    """``compare``. Tensors are read one pair at a time."""
+    rows: dict[str, dict[str, Any]] = {}
+    paths, values, size = [Path(arguments.a), Path(arguments.b)], 0, 0
+    with ExitStack() as stack:
+        if is_gguf(paths[0]) != is_gguf(paths[1]):
+            paths = [stack.enter_context(without_gguf(path)) for path in paths]
+        a, b = (stack.enter_context(opened(path)) for path in paths)
+        mine, theirs = layout_of(a).read(a), layout_of(b).read(b)
+        common, missing = [name for name in mine if name in theirs], sorted(mine.keys() ^ theirs.keys())
+        if not common:
+            raise ValueError(
+                f"{arguments.a} and {arguments.b} have no tensor of the same name: {next(iter(mine), 'nothing')} and "
+                f"{next(iter(theirs), 'nothing')}; compare two checkpoints of one model"
+            )
+        step = stack.enter_context(progress(len(common), "comparing", "tensor"))
+        for name in common:
+            x, y = a.load(name, mine[name]), b.load(name, theirs[name])
+            if x.shape != y.shape:
+                raise ValueError(f"tensor {name} has the shape {tuple(x.shape)} in A and {tuple(y.shape)} in B")
+            rows[name] = compared(x, y)
+            values, size = values + y.numel(), size + y.nbytes
+            step()
+    lines = [
+        (name, row["format"], _ratio(row), f"{row['max_error']:.3g}", f"{row['bits']:.4g}")
+        for name, row in rows.items()
+    ]
+    changed = {name: row["sqnr_db"] for name, row in rows.items() if not row["equal"]}
+    worst = min(changed, key=lambda name: changed[name], default=None)
+    bits = 8 * size / max(values, 1)
+    end = f"{len(rows) - len(changed)} of {len(rows)} tensors are equal; B has {bits:.4g} bits a value"
+    if worst is not None:
+        end += f"; lowest SQNR: {_ratio(rows[worst])} dB ({worst})"
+    text = columns(("tensor", "format of B", "SQNR dB", "max error", "bits"), lines)
+    text = "\n".join([text, *(f"only in one of them: {name}" for name in missing), end])
+    fields = {"tensors": rows, "only_in_one": missing, "equal": len(rows) - len(changed), "bits": bits, "lowest": worst}
+    return show(arguments, text, fields)
+
+
+def _ratio(row: dict[str, Any]) -> str:
+    return "equal" if row["equal"] else f"{row['sqnr_db']:.2f}" if math.isfinite(row["sqnr_db"]) else "-"

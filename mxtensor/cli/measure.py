@@ -1,0 +1,127 @@
+"""eval and report: commands that run a language model on a text."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..checkpoints.registry import opened
+from ..convert.model_size import ModelSize, model_size
+from ..convert.quantize import quantize_
+from ..report.model_report import layer_errors
+from ..report.output_errors import output_errors
+from ..report.page import Measured, page, summary
+from ..report.quality import Quality, evaluate
+from .models import load_model, load_tokenizer, read_text, text_rows
+from .output import columns, progress, show
+
+
+def _check_device(device: str) -> None:
+    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"--device {device}: torch finds no CUDA device here")
+
+
+def _rows(arguments: argparse.Namespace, text: str, tokenizer: Any) -> Tensor:
+    if arguments.tokenizer is not None:
+        tokenizer = load_tokenizer(arguments.tokenizer)
+    path = arguments.path if arguments.tokenizer is None else arguments.tokenizer
+    rows = text_rows(tokenizer, path, arguments.text, text, arguments.tokens, arguments.window)
+    return rows.to(arguments.device)
+
+
+# ---------------------------------------------------------------------------------------------- eval
+
+
+def eval_model(arguments: argparse.Namespace) -> int:
+    """``eval``."""
+    _check_device(arguments.device)
+    text = read_text(arguments.text)  # before the model, which takes longer
+    model, tokenizer = load_model(arguments.path, arguments.device, arguments.format, arguments.skip)
+    rows = _rows(arguments, text, tokenizer)
+    reference = None if arguments.reference is None else load_model(arguments.reference, arguments.device)[0]
+    with progress(len(rows), "evaluating", "window") as step:
+        found = evaluate(model, rows, reference, step)
+    size = model_size(model)
+    fields: dict[str, Any] = {
+        "model": arguments.path, "bits": size.bits, "bytes": size.nbytes, "tokens": found.tokens,
+        "window": arguments.window, "perplexity": found.perplexity,
+    }  # fmt: skip
+    header = ["model", "bits a value", "MB", "tokens", "perplexity"]
+    lines = [[*_stored(arguments.path, size), f"{found.tokens}", f"{found.perplexity:.2f}"]]
+    if reference is not None:
+        fields |= {"reference": arguments.reference, "reference_perplexity": found.reference_perplexity,
+                   "kl": found.kl, "kl_error": found.kl_error, "same_token": found.same_token}  # fmt: skip
+        header += ["KL", "+-", "same token"]
+        lines[0] += [f"{found.kl:.4f}", f"{found.kl_error:.4f}", f"{found.same_token:.1%}"]
+        before = [*_stored(arguments.reference, model_size(reference)), f"{found.tokens}"]
+        lines.append([*before, f"{found.reference_perplexity:.2f}", "", "", ""])
+    return show(arguments, columns(header, lines), fields)
+
+
+def _stored(path: str, size: ModelSize) -> list[str]:
+    return [path, f"{size.bits:.2f}", f"{size.nbytes / 1e6:.1f}"]
+
+
+# ---------------------------------------------------------------------------------------------- report
+
+
+def _quantized(model: nn.Module, format: str) -> Any:
+    """A quantized copy, which shares the memory of what stays in high precision."""
+    copied = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+    return quantize_(copied, format)
+
+
+def _inputs(arguments: argparse.Namespace, rows: Tensor | None) -> list[dict[str, Any]]:
+    """The keyword arguments of each call of the models: the rows of the text, or the tensors of a file in one call."""
+    if rows is not None:
+        return [{"input_ids": row, "use_cache": False} for row in rows.split(1)]
+    if arguments.inputs is None:
+        return []
+    with opened(arguments.inputs) as file:
+        return [{name: file.tensor(name).to(arguments.device) for name in file.tensors}]
+
+
+def report(arguments: argparse.Namespace) -> int:
+    """``report``: of a quantized checkpoint beside its reference, or of a model in some formats."""
+    _check_device(arguments.device)
+    text = None if arguments.text is None else read_text(arguments.text)
+    before = arguments.path if arguments.reference is None else arguments.reference
+    reference, tokenizer = load_model(before, arguments.device)
+    labels = arguments.formats or [arguments.path]
+    rows = None if text is None else _rows(arguments, text, tokenizer)
+    inputs, models = _inputs(arguments, rows), []
+    steps = 1 + len(inputs) + (0 if rows is None else len(rows))
+    with progress(len(labels) * steps, "measuring", "step") as step:
+        for label in labels:
+            small = (
+                _quantized(reference, label) if arguments.formats else load_model(arguments.path, arguments.device)[0]
+            )
+            size, outputs = model_size(small), output_errors(small, reference, inputs, step)
+            found = None if rows is None else evaluate(small, rows, reference, step)
+            errors = layer_errors(small, reference)
+            models.append(Measured(label, size.bits, size.nbytes, errors, outputs, found))
+            step()
+    size, found = model_size(reference), models[0].quality
+    if found is not None and found.reference_perplexity is not None:
+        found = Quality(found.reference_perplexity, 0.0, 0.0, 1.0, found.tokens)
+    models.insert(0, Measured(before, size.bits, size.nbytes, [], [], found))
+    about = {"model before": before, "sample": _sample(arguments, rows)}
+    html = page(f"Quantization report of {Path(arguments.path).resolve().name}", about, models)
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    arguments.output.write_text(html, encoding="utf-8")
+    fields = {"page": str(arguments.output), "models": [asdict(m) for m in models], **about}
+    return show(arguments, f"{columns(*summary(models))}\nwrote {arguments.output}", fields)
+
+
+def _sample(arguments: argparse.Namespace, rows: Tensor | None) -> str:
+    if rows is not None:
+        return f"{rows.numel()} tokens of {arguments.text} in windows of {arguments.window}"
+    if arguments.inputs is not None:
+        return f"the tensors of {arguments.inputs}"
+    return "none: the outputs of layers were not measured; pass --text or --inputs"

@@ -1,0 +1,251 @@
+"""mx.calibrate: a model is quantized block by block, wholly or not at all, and an interrupted one continues."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import mxtensor as mx
+from mxtensor.calibration.blocks import Stream
+from mxtensor.calibration.methods import GPTQ, BestScales
+
+
+class Block(nn.Module):
+    def __init__(self, form):
+        super().__init__()
+        self.form = form
+        self.up, self.down, self.norm = nn.Linear(32, 64), nn.Linear(64, 32), nn.LayerNorm(32)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x, shift=None):
+        out = x + self.drop(self.down(torch.relu(self.up(self.norm(x) + (0 if shift is None else shift)))))
+        return (out, None) if self.form == "tuple" else out
+
+
+class Model(nn.Module):
+    """Blocks in a list; ``form`` is how they are called and what they return."""
+
+    def __init__(self, form="plain", blocks=3):
+        super().__init__()
+        self.form = form
+        self.embed, self.layers = nn.Embedding(50, 32), nn.ModuleList(Block(form) for _ in range(blocks))
+        self.lm_head = nn.Linear(32, 50, bias=False)
+
+    def forward(self, ids, scale=1.0):
+        x = self.embed(ids) * scale
+        for i, block in enumerate(self.layers):
+            if self.form == "named":
+                x = block(x=x, shift=torch.full((32,), 0.1 * i))
+            elif self.form == "between":
+                x = block(x) * 1.5
+            else:
+                x = block(x, 0.1)
+            x = x[0] if self.form == "tuple" else x
+        return self.lm_head(x)
+
+
+FORMS = ["plain", "named", "tuple", "between"]
+
+
+def model(form="plain"):
+    torch.manual_seed(0)
+    m = Model(form).requires_grad_(False)
+    for layer in (layer for block in m.layers for layer in (block.up, block.down)):
+        layer.weight.mul_(3)
+    return m.eval()
+
+
+def batches(seed=1):
+    torch.manual_seed(seed)
+    ids = torch.randint(0, 50, (1, 256)).expand(4, 256).cumsum(0) % 12  # few tokens: their inputs are correlated
+    return list(ids.split(2))
+
+
+def weights(m):
+    return {name: p for name, p in m.named_parameters() if isinstance(p, mx.MXTensor)}
+
+
+def error(m, reference):
+    ids = torch.cat(batches(2))
+    return ((m(ids) - reference(ids)).norm() / reference(ids).norm()).item()
+
+
+def same(a, b):
+    a, b = weights(a), weights(b)
+    return a.keys() == b.keys() and all(
+        torch.equal(p, q) for name in a for p, q in zip(a[name].rowwise.tensors, b[name].rowwise.tensors, strict=True)
+    )
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("format", ["mxfp4-weight-only", "mxfp4", "nvfp4-weight-only"])
+def test_outputs_are_nearer_than_by_rounding_to_nearest(form, format):
+    m = model(form)
+    rounded = mx.quantize_(copy.deepcopy(m), format)
+    for method in ("mse", "gptq"):
+        got = mx.calibrate(copy.deepcopy(m), batches(), format, method)
+        assert weights(got).keys() == weights(rounded).keys()
+        for name, w in weights(got).items():
+            assert w.recipe == weights(rounded)[name].recipe and not w.requires_grad
+        assert not same(got, rounded)
+    assert error(got, m) < 0.8 * error(rounded, m)
+
+
+def test_the_scales_are_those_of_a_cast_if_asked():
+    m = model()
+    got = mx.calibrate(copy.deepcopy(m), batches(), "mxfp8-weight-only", GPTQ(search=False, correct=False))
+    assert not same(got, mx.quantize_(copy.deepcopy(m), "mxfp8-weight-only"))
+    assert error(got, m) < error(mx.quantize_(copy.deepcopy(m), "mxfp8-weight-only"), m)
+
+
+@pytest.mark.parametrize(
+    "batch", [lambda ids: ids, lambda ids: {"ids": ids}, lambda ids: (ids, 1.0), lambda ids: [ids]]
+)
+def test_a_batch_is_a_tensor_a_tuple_or_a_dict(batch):
+    m = model()
+    got = mx.calibrate(copy.deepcopy(m), [batch(ids) for ids in batches()], "mxfp4")
+    assert same(got, mx.calibrate(copy.deepcopy(m), batches(), "mxfp4"))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_stream_runs_the_blocks_as_the_model_does(form):
+    m = model(form).train()
+    m.layers[1].drop.eval()
+    stream = Stream(m, batches(), [block.up for block in m.layers])
+    assert len(stream) == (1 if form == "between" else 3)
+    states = stream.states
+    for index in range(len(stream)):
+        states = [stream.run(index, batch, state) for batch, state in enumerate(states)]
+    assert m.training and m.layers[0].drop.training and not m.layers[1].drop.training
+    m.eval()
+    for ids, state in zip(batches(), states, strict=True):
+        assert torch.equal(state if form == "between" else m.lm_head(state), m(ids))
+
+
+def test_a_shared_weight_stays_shared_and_heads_are_included_if_asked():
+    m = model()
+    m.layers[2].up.weight = m.layers[0].up.weight
+    m.lm_head.weight = m.embed.weight
+    m.layers[0].up.weight.mark = 3
+    got = mx.calibrate(m, batches(), "mxfp4-weight-only", include_head=True)
+    assert got is m and m.layers[2].up.weight is m.layers[0].up.weight and m.layers[0].up.weight.mark == 3
+    assert m.lm_head.weight is m.embed.weight and isinstance(m.lm_head.weight, mx.MXTensor)
+    assert weights(m).keys() == {"embed.weight", *(f"layers.{i}.{n}.weight" for i in (0, 1) for n in ("up", "down")),
+                                 "layers.2.down.weight"}  # fmt: skip
+
+
+class Stopped(BaseException):
+    pass
+
+
+class StopsInBlock(BestScales):
+    """Raises in the third layer."""
+
+    calls = 0
+
+    def operand(self, w, cast, moments):
+        type(self).calls += 1
+        if type(self).calls == 3:
+            raise Stopped
+        return super().operand(w, cast, moments)
+
+    def __repr__(self):
+        return repr(BestScales())
+
+
+@pytest.mark.parametrize("with_state", [False, True])
+def test_an_interrupted_calibration_leaves_the_model_as_it_was_and_continues(with_state, tmp_path):
+    m, state = model(), tmp_path / "state" if with_state else None
+    before = dict(m.named_parameters())
+    StopsInBlock.calls = 0
+    with pytest.raises(Stopped):
+        mx.calibrate(m, batches(), "mxfp4", StopsInBlock(), state=state)
+    assert all(p is before[name] for name, p in m.named_parameters()) and not weights(m)
+    whole = mx.calibrate(copy.deepcopy(m), batches(), "mxfp4", BestScales())
+    if with_state:
+        assert [f.name for f in sorted(state.iterdir())] == ["block_00000.pt", "calibration.json"]
+    assert same(mx.calibrate(m, batches(), "mxfp4", BestScales(), state=state), whole)
+
+
+def test_gptq_continues_with_the_same_bits(tmp_path):
+    m = model()
+    whole = mx.calibrate(copy.deepcopy(m), batches(), "nvfp4", state=tmp_path)
+    (tmp_path / "block_00002.pt").unlink()
+    assert same(mx.calibrate(copy.deepcopy(m), batches(), "nvfp4", state=str(tmp_path)), whole)
+    with pytest.raises(ValueError, match=r"with other weights; pass another folder"):
+        mx.calibrate(copy.deepcopy(m), batches(), "mxfp4", state=tmp_path)
+    with pytest.raises(ValueError, match=r"with other data and method"):
+        mx.calibrate(copy.deepcopy(m), batches(5), "nvfp4", "mse", state=tmp_path)
+    m.layers[0].up.weight[3, 4] += 1
+    with pytest.raises(ValueError, match=r"with other weights"):
+        mx.calibrate(m, batches(), "nvfp4", state=tmp_path)
+
+
+def spoiled(value):
+    m = model()
+    m.layers[1].up.weight[2, 3] = value
+    return m
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: mx.calibrate(None, batches()), TypeError, "calibrate: model is None; pass a torch.nn.Module"),
+        (lambda: mx.calibrate(model(), []), ValueError, "data is empty; pass batches"),
+        (lambda: mx.calibrate(model(), batches(), method="awq"), ValueError, "no method 'awq'; choose one of 'mse'"),
+        (lambda: mx.calibrate(model(), batches(), method=3), TypeError, "method is 3; pass 'mse', 'gptq'"),
+        (lambda: mx.calibrate(model(), batches(), "mxfp9"), ValueError, "unknown format"),
+        (lambda: mx.calibrate(model(), batches(), mx.recipe.MXFP8BlockScaling()), ValueError, "trains .*use quantize_"),
+        (
+            lambda: mx.calibrate(spoiled(torch.nan), batches()),
+            ValueError,
+            "layers.1.up.weight has values",
+        ),
+        (lambda: GPTQ(damping=-1), ValueError, "damping"),
+        (lambda: GPTQ(search=2), TypeError, "search"),
+        (lambda: BestScales(weighted=None), TypeError, "weighted"),
+    ],
+)
+def test_wrong_calls(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_inputs_that_are_not_finite_name_the_layer_and_change_nothing():
+    m = model()
+    m.embed.weight[3] = torch.inf
+    with pytest.raises(ValueError, match=r"calibrate: layers.0.up.weight: the inputs of the layer are not all finite"):
+        mx.calibrate(m, batches())
+    assert not weights(m)
+
+
+def test_a_layer_without_inputs_is_rounded():
+    m = model()
+    m.layers[1].unused = nn.Linear(32, 32, bias=False)
+    expected = mx.quantize(m.layers[1].unused.weight, "mxint8")
+    for method in (GPTQ(search=False), BestScales()):
+        got = mx.calibrate(copy.deepcopy(m), batches(), "mxint8", method)
+        assert torch.allclose(got.layers[1].unused.weight.dequantize(), expected.dequantize(), atol=2e-3)
+
+
+def test_a_language_model_of_transformers():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=50,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    m = transformers.LlamaForCausalLM(config).eval().requires_grad_(False)
+    for layer in m.model.layers:
+        layer.mlp.up_proj.weight.mul_(20)
+    reference = copy.deepcopy(m)
+    data = [{"input_ids": ids} for ids in batches()]
+    layers = [module for module in m.modules() if isinstance(module, nn.Linear)]
+    assert len(Stream(m, data, layers)) == 2
+    rounded = mx.quantize_(copy.deepcopy(m), "mxfp4-weight-only")
+    mx.calibrate(m, data, "mxfp4-weight-only")
+    assert m.config.use_cache and len(weights(m)) == 14
+    ids = torch.cat(batches(2))
+    errors = [(q(ids).logits - reference(ids).logits).norm() for q in (m, rounded)]
+    assert errors[0] < 0.9 * errors[1]

@@ -1,0 +1,267 @@
+"""Writing and converting: the destination is whole or absent, the source untouched, and memory bounded."""
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import mxtensor as mx
+from mxtensor.checkpoints import destination, shard_file, sink, store
+from mxtensor.core.workers import in_order
+from tests.checkpoints.test_files import METHOD, NVFP4
+from tests.checkpoints.test_peers import checkpoint
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None
+
+
+FULL = OSError(28, "No space left on device")
+PLACES = {
+    "the first bytes": (shard_file.ShardFile, "_write_all", 1), "the third shard": (shard_file.ShardFile, "close", 3),
+    "a tensor of a later shard": (shard_file.ShardFile, "add", 3), "other files": (sink.shutil, "copyfile", 1),
+    "the configuration": (Path, "write_text", 1), "the index": (Path, "write_text", 2),
+    "the last step": (destination.Destination, "move", 1), "making a tensor": (store, "quantize_as", 2),
+}  # fmt: skip
+"""Where -> (object, name of the function that fails, at which call)."""
+
+
+def failing(monkeypatch, where, error):
+    """Let the call that PLACES names raise ``error``."""
+    owner, name, number = PLACES[where]
+    original, calls = getattr(owner, name), []
+
+    def call(*args, **kwargs):
+        calls.append(name)
+        if len(calls) == number:
+            raise error
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, call)
+    return calls
+
+
+@pytest.mark.parametrize("error", [FULL, KeyboardInterrupt()], ids=["full disk", "interrupt"])
+@pytest.mark.parametrize("where", PLACES)
+def test_a_failure_leaves_nothing(where, error, tmp_path, monkeypatch):
+    path = checkpoint(tmp_path / "a", {f"m{i}.weight": torch.randn(32, 32) for i in range(4)})
+    before = {p.name: p.read_bytes() for p in path.iterdir()}
+    calls = failing(monkeypatch, where, error)
+    with pytest.raises(type(error)):
+        mx.checkpoints.convert(path, tmp_path / "out", format="mxfp8", max_shard_bytes=1000)
+    assert calls
+    assert [p.name for p in tmp_path.iterdir()] == ["a"] and before == {p.name: p.read_bytes() for p in path.iterdir()}
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("mxtensor")]
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_a_failure_leaves_the_destination_that_was_there(where, tmp_path, monkeypatch):
+    path = checkpoint(tmp_path / "a", {f"m{i}.weight": torch.randn(32, 32) for i in range(4)})
+    mx.checkpoints.convert(path, tmp_path / "out")
+    before = {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()}
+    failing(monkeypatch, where, FULL)
+    message = "No space left" if where == "making a tensor" else "out cannot be written: No space left"
+    with pytest.raises(OSError, match=message):
+        mx.checkpoints.convert(path, tmp_path / "out", format="mxfp8", max_shard_bytes=1000, overwrite=True)
+    assert before == {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()}
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "out"]
+
+
+def test_a_full_disk_names_the_destination(tmp_path, monkeypatch):
+    failing(monkeypatch, "the first bytes", FULL)
+    with pytest.raises(OSError, match=r"out cannot be written: No space left"):
+        mx.checkpoints.save({"a": torch.ones(2)}, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(resource is None, reason="needs limits of the operating system")
+@pytest.mark.parametrize(("layout", "name"), [("plain", "out"), ("plain", "out.safetensors"), ("gguf", "out.gguf")])
+def test_a_disk_that_is_full_while_a_large_file_is_written(layout, name, tmp_path):
+    """The operating system refuses to write beyond 3 MB."""
+    checkpoint(tmp_path / "a", {f"m{i}.weight": torch.randn(256, 1024) for i in range(4)})
+    code = (
+        "import resource, sys, mxtensor.checkpoints.shard_file as s; s.SMALL = 1 << 20; "
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (3_000_000, 3_000_000)); "
+        "from mxtensor.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "convert", tmp_path / "a", "-o", tmp_path / name, "--layout", layout],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1 and f"{name} cannot be written: File too large" in done.stderr
+    assert done.stderr.count("\n") == 1 and [p.name for p in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_destination_is_not_overwritten_unasked(tmp_path):
+    path = checkpoint(tmp_path / "a", {"m.weight": torch.randn(32, 32)})
+    mx.checkpoints.convert(path, tmp_path / "out")
+    with pytest.raises(FileExistsError, match="overwrite=True"):
+        mx.checkpoints.convert(path, tmp_path / "out", format="mxfp8")
+    mx.checkpoints.convert(path, tmp_path / "out", format="mxfp8", overwrite=True)
+    assert isinstance(mx.checkpoints.load(tmp_path / "out")["m.weight"], mx.MXTensor)
+    with pytest.raises(ValueError, match="is the source"):
+        mx.checkpoints.convert(path, path, overwrite=True)
+
+
+# ---------------------------------------------------------------------------------------------- converting
+
+
+def test_a_conversion_quantizes_matrices_and_copies_other_files(tmp_path):
+    state = {
+        "model.embed_tokens.weight": torch.randn(64, 64), "model.layers.0.q_proj.weight": torch.randn(64, 64),
+        "model.layers.0.mlp.gate.weight": torch.randn(8, 64), "model.norm.weight": torch.randn(64),
+        "lm_head.weight": torch.randn(64, 64), "model.layers.1.up_proj.weight": torch.randn(64, 64),
+    }  # fmt: skip
+    path = checkpoint(tmp_path / "a", state, architectures=["Some"])
+    (path / "tokenizer.json").write_text("{}")
+    report = mx.checkpoints.convert(
+        path, tmp_path / "out", layout="compressed-tensors", format="mxfp8-wo", skip=["up_proj"], max_shard_bytes=9000
+    )
+    assert list(report.errors) == ["model.layers.0.q_proj.weight"] and 0.02 < next(iter(report.errors.values())) < 0.03
+    assert "1 rounded" in str(report) and len(report.exact) == 5
+    after = mx.checkpoints.load(tmp_path / "out")
+    direct = mx.quantize(state["model.layers.0.q_proj.weight"], "mxfp8")
+    assert torch.equal(after["model.layers.0.q_proj.weight"].dequantize(torch.float32), direct.dequantize())
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["architectures"] == ["Some"] and "lm_head" in config["quantization_config"]["ignore"]
+    assert (tmp_path / "out" / "tokenizer.json").exists()
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())["weight_map"]
+    assert len(set(index.values())) > 3
+
+
+def test_codes_move_between_layouts_without_rounding(tmp_path):
+    path = checkpoint(tmp_path / "a", NVFP4 | {"m.input_global_scale": torch.ones(1)}, METHOD)
+    report = mx.checkpoints.convert(path, tmp_path / "b", layout="modelopt")
+    assert report.errors == {} and report.dropped == ["m.input_global_scale"]
+    stored, there = load_file(tmp_path / "b" / "model.safetensors"), mx.checkpoints.load(tmp_path / "b")
+    assert torch.equal(stored["m.weight"], NVFP4["m.weight_packed"])
+    assert torch.equal(stored["m.weight_scale"].view(torch.uint8), NVFP4["m.weight_scale"].view(torch.uint8))
+    assert torch.equal(there["m.weight"].dequantize(), mx.checkpoints.load(path)["m.weight"].dequantize())
+    assert json.loads((tmp_path / "b" / "hf_quant_config.json").read_text())["quantization"]["group_size"] == 16
+    mx.checkpoints.convert(tmp_path / "b", tmp_path / "c", layout="plain")
+    assert not (tmp_path / "c" / "hf_quant_config.json").exists()
+    plain = mx.checkpoints.load(tmp_path / "c")["m.weight"]
+    assert plain.dtype == torch.bfloat16 and torch.equal(plain, there["m.weight"].dequantize())
+
+
+def test_memory_is_that_of_one_shard(tmp_path, monkeypatch):
+    path = checkpoint(tmp_path / "a", {f"m{i}.weight": torch.randn(64, 64) for i in range(12)})
+    most = []
+    original = sink.Sink.add
+    monkeypatch.setattr(sink.Sink, "add", lambda self, *args: (original(self, *args), most.append(self._bytes)))
+    mx.checkpoints.convert(path, tmp_path / "b", format="mxfp8", max_shard_bytes=10_000)
+    assert max(most) <= 10_000 and len(most) == 12
+
+
+# ---------------------------------------------------------------------------------------------- one file
+
+
+ODD = {
+    "codes": torch.randint(0, 256, (33, 17), dtype=torch.uint8), "a": torch.randn(64, 64), "flag": torch.tensor(True),
+    "half": torch.randn(3).bfloat16(), "b": torch.randn(100, 100, dtype=torch.float64), "none": torch.ones(0, 5),
+    "f": torch.randn(5), "e8m0": torch.ones(7).to(torch.float8_e8m0fnu), "c": torch.randn(64, 32).t(),
+    "complex": torch.randn(3, dtype=torch.complex64), "one": torch.tensor(3.0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("small", "room"), [(1 << 26, 1 << 18), (3000, 1 << 12), (0, 4096), (0, 64), (20_000, 64)])
+def test_a_file_grows_while_tensors_are_made(small, room, tmp_path, monkeypatch):
+    """In memory, with room for the header, and with too little room."""
+    monkeypatch.setattr(shard_file, "SMALL", small)
+    monkeypatch.setattr(shard_file, "ROOM", room)
+    mx.checkpoints.save(ODD, tmp_path / "x.safetensors", layout="plain")
+    loaded = load_file(tmp_path / "x.safetensors")
+    assert loaded.keys() == ODD.keys()
+    for name, t in ODD.items():
+        same = loaded[name].reshape(-1).view(torch.uint8), t.reshape(-1).view(torch.uint8)
+        assert loaded[name].dtype == t.dtype and loaded[name].shape == t.shape and torch.equal(*same), name
+    mine = mx.checkpoints.load(tmp_path / "x.safetensors")
+    assert all(torch.equal(mine[name].reshape(-1).view(torch.uint8), t.reshape(-1).view(torch.uint8))
+               for name, t in loaded.items())  # fmt: skip
+    raw = (tmp_path / "x.safetensors").read_bytes()
+    size = int.from_bytes(raw[:8], "little")
+    for fields in [v for k, v in json.loads(raw[8 : 8 + size]).items() if k != "__metadata__"]:
+        itemsize = {"F64": 8, "F32": 4, "BF16": 2, "C64": 4}.get(fields["dtype"], 1)
+        assert (8 + size + fields["data_offsets"][0]) % itemsize == 0
+
+
+def test_values_that_safetensors_cannot_store_are_named(tmp_path):
+    with pytest.raises(NotImplementedError, match=r"weight is a tensor .* which safetensors cannot store"):
+        mx.checkpoints.save({"weight": torch.ones(2, dtype=torch.complex128)}, tmp_path / "x.safetensors")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_mapped_values_are_not_changed_in_the_file(tmp_path, monkeypatch):
+    """``convert`` maps large tensors; a file that has become shorter is an error and no signal."""
+    path = checkpoint(tmp_path / "a", {"m.weight": torch.randn(512, 1024)})
+    file = path / "model.safetensors"
+    before = file.read_bytes()
+    with mx.checkpoints.registry.opened(path) as opened:
+        opened.maps = True
+        values = opened.tensor("m.weight")
+        values.zero_()
+        assert file.read_bytes() == before
+        file.write_bytes(before[:-10])
+        with pytest.raises(ValueError, match=r"model\.safetensors, tensor m\.weight: the file ends 10 bytes too early"):
+            opened.tensor("m.weight")
+
+
+@pytest.mark.parametrize("workers", [1, 2, 5])
+def test_workers_keep_the_order_and_leave_no_thread(workers):
+    threads = torch.get_num_threads()
+    found = list(in_order(lambda n: (n * n, torch.get_num_threads()), range(20), workers))
+    assert [item for item, _ in found] == list(range(20)) and [n for _, (n, _) in found] == [n * n for n in range(20)]
+    assert workers == 1 or {count for _, (_, count) in found} == {1}
+
+    def failing_at(n):
+        if n == 3:
+            raise ZeroDivisionError("three")
+        return n
+
+    with pytest.raises(ZeroDivisionError, match="three"):
+        list(in_order(failing_at, range(20), workers))
+    assert torch.get_num_threads() == threads
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("mxtensor")]
+
+
+def test_a_conversion_by_threads_is_the_conversion_by_one(tmp_path, monkeypatch):
+    state = {f"m{i}.weight": torch.randn(300, 1024).bfloat16() for i in range(12)}
+    path = checkpoint(tmp_path / "a", state)
+    for name, threads in (("one", 1), ("four", 4)):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        mx.checkpoints.convert(path, tmp_path / name, format="mxfp8", max_shard_bytes=700_000)
+    for file in (tmp_path / "one").iterdir():
+        assert file.read_bytes() == (tmp_path / "four" / file.name).read_bytes()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(resource is None, reason="needs the peak of a process")
+@pytest.mark.parametrize("format", ["", "mxfp4-weight-only"])
+def test_memory_does_not_depend_on_the_size_of_files(format, tmp_path):
+    """1 GB in one file, to one file: the peak beyond that of a tiny conversion is a third of it."""
+    values = torch.randn(1 << 20).bfloat16()
+    big = {f"m{i}.weight": values.repeat(16).view(4096, 4096) for i in range(4)}
+    with sink.Sink(tmp_path / "big.safetensors", 1 << 62) as out:
+        for copy in range(8):
+            out.add({f"l{copy}.{name}": t for name, t in big.items()})
+        out.finish({})
+    mx.checkpoints.save({"m.weight": values[: 1 << 10].view(32, 32)}, tmp_path / "small.safetensors", layout="plain")
+    code = (
+        "import resource, sys, mxtensor as mx; "
+        "mx.checkpoints.convert(sys.argv[1], sys.argv[2], format=sys.argv[3] or None, progress=False); "
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    )
+    peaks = [
+        int(subprocess.check_output([sys.executable, "-c", code, tmp_path / f"{name}.safetensors",
+                                     tmp_path / f"{name}-out.safetensors", format], text=True))
+        for name in ("small", "big")
+    ]  # fmt: skip
+    assert (tmp_path / "big.safetensors").stat().st_size > 1_000_000_000
+    assert peaks[1] - peaks[0] < 500_000  # kilobytes: 256 MiB that wait, 64 MiB of a small file, three tensors

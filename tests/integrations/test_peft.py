@@ -1,0 +1,71 @@
+"""peft: adapters train over frozen codes, and a merge says how much of them the rounding takes."""
+
+import warnings
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import mxtensor as mx
+from tests.integrations.test_transformers import IDS, MODELS, quantized
+
+peft = pytest.importorskip("peft")
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+MERGED = r"{}: 4 weights are in {}, and their sums .* the rounding has [0-9.e-]+ of the norm"
+
+
+def adapted(path, format, **more):
+    MODELS["Llama"]().save_pretrained(path)
+    model = AutoModelForCausalLM.from_pretrained(path, quantization_config=mx.TransformersConfig(format))
+    return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2, **more))
+
+
+@pytest.mark.parametrize("format", ["mxfp8-weight-only", "nvfp4-weight-only", "mxfp8"])
+def test_adapters_train_and_codes_stay(format, tmp_path):
+    model = adapted(tmp_path, format)
+    before = {n: p.dequantize().clone() for n, p in model.named_parameters() if isinstance(p, mx.MXTensor)}
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.02)
+    losses = []
+    for _ in range(4):
+        loss = model(IDS, labels=IDS).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0] and len(before) == 14
+    assert all(torch.equal(p.dequantize(), before[n]) for n, p in model.named_parameters() if n in before)
+    assert {p.requires_grad for p in model.parameters() if isinstance(p, mx.MXTensor)} == {False}
+
+
+@pytest.mark.parametrize("format", ["mxfp8-weight-only", "nvfp4-weight-only"])
+def test_a_merge_says_what_it_rounds(format, tmp_path):
+    model = adapted(tmp_path, format, init_lora_weights=False)
+    layer = model.base_model.model.model.layers[1].self_attn.v_proj
+    change, wanted = layer.get_delta_weight("default"), layer.weight.dequantize() + layer.get_delta_weight("default")
+    name = mx.get_format(format.removesuffix("-weight-only")).name
+    with pytest.warns(UserWarning, match=MERGED.format("merge_and_unload", name)) as caught:
+        merged = model.merge_and_unload()
+    weight = merged.model.layers[1].self_attn.v_proj.weight
+    lost = float(((weight.dequantize() - wanted).norm() / change.norm()).detach())
+    said = str(caught[0].message).split("change, ")[1].split(" in ")
+    assert len(quantized(merged)) == 14 and lost <= 1.001 * float(said[0]) + 0.01 and "self_attn" in said[1]
+
+
+def test_a_merge_of_adapters_in_place_warns_too(tmp_path):
+    model = adapted(tmp_path, "mxfp8-weight-only", init_lora_weights=False)
+    with pytest.warns(UserWarning, match=MERGED.format("merge_adapter", "mxfp8_e4m3")):
+        model.merge_adapter()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "Already following adapters were merged|All adapters are already merged")
+        model.merge_adapter()
+
+
+def test_what_changes_nothing_and_what_is_not_quantized_does_not_warn(tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`")
+        adapted(tmp_path, "mxfp8-weight-only").merge_and_unload()  # new adapters are zero
+        plain = peft.get_peft_model(MODELS["Llama"](), peft.LoraConfig(target_modules=["q_proj"], r=2,
+                                                                      init_lora_weights=False))  # fmt: skip
+        plain.merge_and_unload()
