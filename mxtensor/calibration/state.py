@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from ..convert.plan import Change
+from ..core.compat import tree_leaves
 from ..tensor.mxtensor import MXTensor
 from ..training.training_weight import values_of
 from .methods import Method

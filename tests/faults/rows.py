@@ -238,6 +238,16 @@ FAULTS = (
     Fault("new measurements lose the old ones", "report/tune.py",
           "for line in (*old, *new)", "for line in new",
           "report"),
+    # calibration
+    Fault("errors of a column do not reach the columns of later groups", "calibration/gptq.py",
+          "w[:, end:] -= errors @", "w[:, end:] -= 0 * errors @",
+          "calibration/test_rounding.py calibration"),
+    Fault("blocks run on the outputs before quantization", "calibration/calibrate.py",
+          "with _weights(inside.values(), done):", "with _weights((), done):",
+          "calibration/test_calibrate.py calibration"),
+    Fault("an error leaves the quantized weights of a block in the model", "calibration/calibrate.py",
+          "for module, name, original in reversed(replaced):", "for module, name, original in ():",
+          "calibration/test_calibrate.py calibration"),
     # checkpoints, integrations, the command
     Fault("a global scale that divides is multiplied", "checkpoints/global_scale.py",
           "return scale / stored", "return scale * stored",
