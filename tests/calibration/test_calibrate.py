@@ -9,6 +9,7 @@ from torch import nn
 import mxtensor as mx
 from mxtensor.calibration.blocks import Stream
 from mxtensor.calibration.methods import GPTQ, BestScales
+from mxtensor.calibration.moments import Moments, inputs_of
 
 
 class Block(nn.Module):
