@@ -100,6 +100,19 @@ def test_the_scales_are_those_of_a_cast_if_asked():
     assert error(got, m) < error(mx.quantize_(copy.deepcopy(m), "mxfp8-weight-only"), m)
 
 
+@pytest.mark.parametrize("format", ["mxfp4-weight-only", "nvfp4"])
+def test_a_block_is_calibrated_on_the_outputs_of_the_quantized_blocks_before(format):
+    m, method = model(), GPTQ(correct=False)
+    got = mx.calibrate(copy.deepcopy(m), batches(), format, method)
+    w = got.layers[2].up.weight
+    moments = Moments(32, w.device, w.recipe.activation, correct=False)
+    for ids in batches():
+        inputs, _ = inputs_of([got.layers[2].up], lambda ids=ids: got(ids))
+        moments.add(*inputs[got.layers[2].up])
+    expected = method.operand(m.layers[2].up.weight, w.recipe.stored, moments)
+    assert all(torch.equal(a, b) for a, b in zip(w.rowwise.tensors, expected.tensors, strict=True))
+
+
 @pytest.mark.parametrize(
     "batch", [lambda ids: ids, lambda ids: {"ids": ids}, lambda ids: (ids, 1.0), lambda ids: [ids]]
 )
