@@ -65,6 +65,8 @@ def _of_values(w: MXTensor, target: Target) -> Target | None:
         return None
     order, shape, strides = list(range(w.dim())), w.shape, w.stride()
     begin: Any = 0 if target.offset is None else target.offset - w.storage_offset()
+    if 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True)) == w.numel():
+        return Target(target.size, target.stride, begin)  # no holes: a step may pass the end of a row
     first = _starts(shape, strides, order, begin)
     steps = [_starts(shape, strides, order, step) for step in target.stride]
     ends = [sum((n - 1) * step[d] for n, step in zip(target.size, steps, strict=True)) for d in order]
