@@ -57,26 +57,23 @@ class Row:
 RowT = TypeVar("RowT", bound=Row)
 
 
-def cpu_clock(run: Work) -> Callable[[], float]:
-    """The clock of the CPU time of this process: for work on one thread, on a machine that does other work too."""
-
+def _clock(run: Work, seconds: Callable[[], float]) -> Callable[[], float]:
     def sample() -> float:
-        start = time.process_time()
+        start = seconds()
         run()
-        return (time.process_time() - start) * 1e3
+        return (seconds() - start) * 1e3
 
     return sample
+
+
+def cpu_clock(run: Work) -> Callable[[], float]:
+    """The clock of the CPU time of this process: for work on one thread, on a machine that does other work too."""
+    return _clock(run, time.process_time)
 
 
 def wall_clock(run: Work) -> Callable[[], float]:
     """The clock of wall time, for work that is finished when its call returns."""
-
-    def sample() -> float:
-        start = time.perf_counter()
-        run()
-        return (time.perf_counter() - start) * 1e3
-
-    return sample
+    return _clock(run, time.perf_counter)
 
 
 def side_by_side(work: str, contenders: dict[str, Prepare], nbytes: int = 0, repeats: int = 15, warmup: int = 3) -> Row:

@@ -8,7 +8,7 @@ From then on a block runs on the outputs of the one before. A model without such
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -80,20 +80,16 @@ class Stream:
         def after(module: nn.Module, args: Any, out: Any) -> None:
             outputs[:] = [out[0] if isinstance(out, tuple) else out]
 
-        handles = []
-        for index, block in enumerate(self._blocks):
-            handles.append(block.register_forward_pre_hook(before(index), with_kwargs=True))
-            handles.append(block.register_forward_hook(after))
-        try:
+        with ExitStack() as hooks:
+            for index, block in enumerate(self._blocks):
+                hooks.enter_context(block.register_forward_pre_hook(before(index), with_kwargs=True))
+                hooks.enter_context(block.register_forward_hook(after))
             for call in calls:
                 order.clear()
                 with torch.no_grad():
                     model(*call.args, **call.kwargs)
                 if order != list(range(len(self._blocks))):
                     return None
-        finally:
-            for handle in handles:
-                handle.remove()
         return recorded
 
 

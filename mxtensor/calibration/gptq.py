@@ -23,7 +23,7 @@ from ..numerics.elements import pack
 from ..numerics.formats import FULL, Format
 from ..numerics.operand import Operand
 from ..numerics.reference import crop, tensor_amax
-from .scales import Scales, best_scales, rounded
+from .scales import best_scales, rounded
 
 COLUMNS = 128
 """Columns whose corrections reach the columns after them in one product."""
@@ -76,9 +76,10 @@ def gptq(w: Tensor, upper: Tensor, cast: Cast, multiples: Sequence[float]) -> Op
     by_block = format.block[0] == 1 and width != FULL
     if by_block:
         group = max(COLUMNS // width, 1) * width
-        scales = Scales(w, torch.empty_like(w), torch.empty_like(w), None)
+        multiplier, value = torch.empty_like(w), torch.empty_like(w)
     else:
         group, scales = COLUMNS, best_scales(w, cast, whole_amax, importance, multiples)
+        multiplier, value, chosen = scales.multiplier, scales.value, [scales.stored]
     codes = torch.empty(w.shape, dtype=torch.uint8, device=w.device)
     for begin in range(0, w.shape[1], group):
         end = min(begin + group, w.shape[1])
@@ -86,23 +87,20 @@ def gptq(w: Tensor, upper: Tensor, cast: Cast, multiples: Sequence[float]) -> Op
         for j in range(begin, end):
             if by_block and (j - begin) % width == 0:
                 block = slice(j, min(j + width, end))
-                of_block = best_scales(w[:, block], cast, whole_amax, importance[block], multiples)
-                scales.multiplier[:, block], scales.value[:, block] = of_block.multiplier, of_block.value
-                chosen.append(of_block.stored)
-                scales = Scales(w, scales.multiplier, scales.value, of_block.global_scale)
-            here = Scales(w, scales.multiplier[:, j], scales.value[:, j], None)
-            codes[:, j], values = rounded(w[:, j], here, format)
+                scales = best_scales(w[:, block], cast, whole_amax, importance[block], multiples)
+                multiplier[:, block], value[:, block] = scales.multiplier, scales.value
+                chosen.append(scales.stored)
+            codes[:, j], values = rounded(w[:, j], multiplier[:, j], value[:, j], format)
             errors[:, j - begin] = (w[:, j] - values) / upper[j, j]
             w[:, j + 1 : end] -= errors[:, j - begin, None] * upper[j, None, j + 1 : end]
         w[:, end:] -= errors @ upper[begin:end, end:]
-    stored = torch.cat(chosen, 1) if by_block else scales.stored
-    return operand_of(codes, stored, scales.global_scale, format)
+    return operand_of(codes, torch.cat(chosen, -1), scales.global_scale, format)
 
 
 def nearest(w: Tensor, cast: Cast, multiples: Sequence[float], importance: Tensor | None = None) -> Operand:
     """``w`` (rows, cols; float32), each value rounded to nearest with the best scale of its block."""
     scales = best_scales(w, cast, tensor_amax(w), importance, multiples)
-    codes, _ = rounded(w, scales, cast.format)
+    codes, _ = rounded(w, scales.multiplier, scales.value, cast.format)
     return operand_of(codes, scales.stored, scales.global_scale, cast.format)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -22,13 +23,10 @@ def inputs_of(layers: Collection[nn.Module], run: Callable[[], Any]) -> tuple[In
     def keep(layer: nn.Module, args: tuple[Any, ...]) -> None:
         found[layer].append(args[0].detach())
 
-    handles = [layer.register_forward_pre_hook(keep) for layer in layers]
-    try:
-        out = run()
-    finally:
-        for handle in handles:
-            handle.remove()
-    return found, out
+    with ExitStack() as hooks:
+        for layer in layers:
+            hooks.enter_context(layer.register_forward_pre_hook(keep))
+        return found, run()
 
 
 class Moments:

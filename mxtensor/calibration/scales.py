@@ -43,13 +43,13 @@ class Scales:
     global_scale: Tensor | None
 
 
-def rounded(x: Tensor, scales: Scales, format: Format) -> tuple[Tensor, Tensor]:
-    """``x`` (..., as ``scales.multiplier``) as (codes, one uint8 each; their float32 values)."""
-    y = x * scales.multiplier
+def rounded(x: Tensor, multiplier: Tensor, value: Tensor, format: Format) -> tuple[Tensor, Tensor]:
+    """``x`` as (codes, one uint8 each; their float32 values). ``multiplier``, ``value``: as in Scales, by broadcast."""
+    y = x * multiplier
     if not format.signed_zero:
         y = torch.where(y == 0, 0.0, y)
     codes = encode_elements(y, format.element)
-    return codes.view(torch.uint8), decode_elements(codes, format.element).to(torch.float32) * scales.value
+    return codes.view(torch.uint8), decode_elements(codes, format.element).to(torch.float32) * value
 
 
 def best_scales(
@@ -71,8 +71,7 @@ def best_scales(
         stored, multiplier, global_scale = SCALE_RULES[format.scale](amax * multiple, cast, whole_amax)
         value = scale_to_float(stored, format.scale)
         value = value if global_scale is None else value * global_scale
-        found = Scales(stored, spread(multiplier, dims), spread(value, dims), global_scale)
-        error = (rounded(blocks, found, format)[1] - blocks).square()
+        error = (rounded(blocks, spread(multiplier, dims), spread(value, dims), format)[1] - blocks).square()
         error = (error if weights is None else error * weights).sum(dims).reshape(amax.shape)
         if best is None:
             best = error, stored, multiplier, value

@@ -266,7 +266,7 @@ def _config(written: Written) -> dict[str, Any]:
     quantization = {
         "quant_method": METHOD, "format": formats.pop() if len(formats) == 1 else "mixed-precision",
         "quantization_status": "compressed", "global_compression_ratio": None, "kv_cache_scheme": None,
-        "config_groups": groups, "ignore": [name.removesuffix(".weight") for name in written.others],
+        "config_groups": groups, "ignore": written.skipped,
     }  # fmt: skip
     return {"config.json": {"quantization_config": quantization}}
 

@@ -60,10 +60,9 @@ def _write(name: str, t: MXTensor) -> dict[str, Tensor]:
 def _config(written: Written) -> dict[str, Any]:
     if not written.weights:
         return {}
-    skipped = [name.removesuffix(".weight") for name in written.others]
     quantization = {
         "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
-        "modules_to_not_convert": skipped,
+        "modules_to_not_convert": written.skipped,
     }  # fmt: skip
     return {"config.json": {"quantization_config": quantization}}
 

@@ -70,8 +70,7 @@ def _write(name: str, t: MXTensor) -> dict[str, Tensor]:
 
 
 def _config(written: Written) -> dict[str, Any]:
-    skipped = [name.removesuffix(".weight") for name in written.others]
-    quantization = {"quant_method": "mxfp4", "modules_to_not_convert": skipped}
+    quantization = {"quant_method": "mxfp4", "modules_to_not_convert": written.skipped}
     return {"config.json": {"quantization_config": quantization}}
 
 

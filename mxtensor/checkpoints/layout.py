@@ -34,6 +34,11 @@ class Written:
     others: list[str] = field(default_factory=list)
     """Names of matrices that stay in high precision."""
 
+    @property
+    def skipped(self) -> list[str]:
+        """The modules of ``others``."""
+        return [name.removesuffix(".weight") for name in self.others]
+
 
 @dataclass(frozen=True)
 class Layout:

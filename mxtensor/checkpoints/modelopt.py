@@ -87,14 +87,18 @@ def _config(written: Written) -> dict[str, Any]:
     algorithm, group = ALGORITHMS[format]
     casts = {recipe.activation.format.name if recipe.activation else None for recipe in recipes}
     algorithm = WITH_ACTIVATION.get((format, casts.pop()), algorithm) if len(casts) == 1 else algorithm
-    skipped = [name.removesuffix(".weight") for name in written.others]
     common = {"quant_algo": algorithm, "kv_cache_quant_algo": None, "group_size": group}
     producer = {"name": "modelopt", "version": "0.47.0"}  # the version whose layout this is
     return {
         "config.json": {
-            "quantization_config": {"quant_method": "modelopt", "producer": producer, "ignore": skipped, **common}
+            "quantization_config": {
+                "quant_method": "modelopt",
+                "producer": producer,
+                "ignore": written.skipped,
+                **common,
+            }
         },
-        "hf_quant_config.json": {"producer": producer, "quantization": {**common, "exclude_modules": skipped}},
+        "hf_quant_config.json": {"producer": producer, "quantization": {**common, "exclude_modules": written.skipped}},
     }
 
 

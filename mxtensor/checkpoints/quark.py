@@ -90,7 +90,7 @@ def _config(written: Written) -> dict[str, Any]:
     casts = {"weight": _cast(format, dynamic=False), "input_tensors": inputs, "output_tensors": None, "bias": None}
     quantization = {
         "quant_method": "quark", "global_quant_config": casts, "layer_quant_config": {}, "layer_type_quant_config": {},
-        "exclude": [name.removesuffix(".weight") for name in written.others], "quant_mode": "eager_mode",
+        "exclude": written.skipped, "quant_mode": "eager_mode",
         "export": {"kv_cache_group": [], "min_kv_scale": 0.0, "pack_method": "reorder",
                    "weight_format": "real_quantized", "weight_merge_groups": None},
     }  # fmt: skip

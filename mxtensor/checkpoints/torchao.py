@@ -249,7 +249,7 @@ def _config(written: Written) -> dict[str, Any]:
         return {}
     quantization = {
         "quant_method": NAME, "quant_type": {"default": _default(next(iter(written.weights.values())))},
-        "modules_to_not_convert": [name.removesuffix(".weight") for name in written.others],
+        "modules_to_not_convert": written.skipped,
         "include_input_output_embeddings": False, "untie_embedding_weights": False,
     }  # fmt: skip
     return {"config.json": {"quantization_config": quantization}}

@@ -108,13 +108,14 @@ def convert(model: ModuleT, changes: Sequence[Change], made: Mapping[str, MXTens
     What is shared by two weights is their memory, or nothing: for training, all replaced parameters can wait for the
     end, in case of a failure; for inference, each is freed at once.
     """
+    made = made or {}
     replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
     try:
-        for change in _progress(changes, made or {}):
+        for change in _progress(changes, made):
             if change.recipe.trains:
                 _replace(change, replaced)
             else:
-                _replace_and_free(change, (made or {}).get(change.fqn))
+                _replace_and_free(change, made.get(change.fqn))
     except BaseException:
         _restore(replaced)
         raise

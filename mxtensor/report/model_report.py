@@ -53,6 +53,11 @@ def sqnr_db(reference: Tensor, approximation: Tensor) -> float:
     wanted = reference.detach().double()
     signal = wanted.square().sum().item()
     noise = (wanted - approximation.detach().to(wanted)).square().sum().item()
+    return decibels(signal, noise)
+
+
+def decibels(signal: float, noise: float) -> float:
+    """The ratio of two sums of squares in dB, with the special values of :func:`sqnr_db`."""
     if math.isnan(signal) or math.isnan(noise):
         return math.nan
     if noise == 0:

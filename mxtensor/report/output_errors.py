@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..core.arguments import MODULE, check
 from ..tensor.mxtensor import MXTensor
+from .model_report import decibels
 
 
 @dataclass(frozen=True)
@@ -34,14 +35,6 @@ class _Sums:
     signal: float = 0.0
     alone: float = 0.0
     total: float = 0.0
-
-    def db(self, noise: float) -> float:
-        """Signal over noise in dB; see :func:`sqnr_db`."""
-        if math.isnan(self.signal) or math.isnan(noise):
-            return math.nan
-        if noise == 0:
-            return math.inf
-        return 10 * math.log10(self.signal / noise) if self.signal else -math.inf
 
 
 @dataclass
@@ -83,15 +76,10 @@ def _squares(t: Tensor) -> float:
 
 @contextmanager
 def _hooked(layers: Mapping[str, nn.Module], make: Callable[[str], Callable[..., None]]) -> Iterator[None]:
-    handles = [
-        layer.register_forward_hook(make(fqn), with_kwargs=True)  # returns None: no change
-        for fqn, layer in layers.items()
-    ]
-    try:
+    with ExitStack() as hooks:
+        for fqn, layer in layers.items():  # a hook returns None: no change
+            hooks.enter_context(layer.register_forward_hook(make(fqn), with_kwargs=True))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _quantized_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -136,5 +124,5 @@ def output_errors(
             with _hooked({fqn: layers[1] for fqn, layers in pairs.layers.items()}, pairs.after):
                 model(**given)
         done()
-    return [OutputError(fqn, sums.db(sums.alone), sums.db(sums.total))
+    return [OutputError(fqn, decibels(sums.signal, sums.alone), decibels(sums.signal, sums.total))
             for fqn, sums in ((fqn, pairs.sums[fqn]) for fqn in small if fqn in pairs.sums)]  # fmt: skip
