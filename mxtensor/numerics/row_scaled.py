@@ -12,13 +12,13 @@ the largest s of its row, over the blocks that are not zero:
 | e2m1 | 6 | 14 | nothing |
 | e2m3 | 5 | 11 | nothing |
 | e3m2 | 4 | 9 | nothing |
-| e4m3 | 0 | 8 | values below 2^-6 of the row scale, by at most 2^-10 of it |
-| e5m2 | -7 | 8 | the same |
+| e4m3 | 0 | 12 | values below 2^-6 of the row scale, by at most 2^-10 of it |
+| e5m2 | -7 | 12 | the same |
 
-2^-10 of the row scale is at most 2^-9 of the largest value of the block, half a unit in bfloat16's last place: with
-d = 8 a block whose largest code is at least 2^(emax - 1), as every scale rule but a clamped one makes it, has a largest
-value of 2^(7 - 8) of the row scale or more. A row that is beyond the bound is marked. Its codes are those of the
-operand, under their own scales, and its row scale is NaN.
+2^-10 of the row scale is at most 2^-5 of the largest value of the block, half of what rounding to three mantissa bits
+has changed already: with d = 12 a block whose largest code is at least 2^(emax - 1), as every scale rule but a clamped
+one makes it, has a largest value of 2^(7 - 12) of the row scale or more. A row that is beyond the bound is marked. Its
+codes are those of the operand, under their own scales, and its row scale is NaN.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .elements import decode_elements, decode_packed
 from .formats import E4M3, E8M0, FULL, Format
 from .operand import Operand
 
-LOSSY_OCTAVES = 8
+LOSSY_OCTAVES = 12
 """The largest d of elements that E4M3 cannot move without loss."""
 LOSS = 2.0**-10
 """Of the row scale: half of E4M3's smallest step, by which a value changes at most."""
@@ -51,7 +51,7 @@ class RowScaled(NamedTuple):
 
     codes: Tensor
     scale: Tensor
-    """NaN for a row beyond the bound, and for a row with a NaN scale."""
+    """NaN for a row beyond the bound, and for a row with a NaN scale, whose codes mean nothing."""
     beyond: Tensor
     """1 for a row beyond the bound: codes are those of the operand, one byte each; E5M2 in E5M2, others in E4M3."""
 
@@ -71,12 +71,13 @@ def shift_of(element: ElementFormat) -> Shift:
     if element.max * 2.0**up > E4M3.max:
         up -= 1
     step = 1 - element.bias - element.mantissa_bits  # the smallest element is 2^step
-    return Shift(up, max(LOWEST_STEP + step + up, LOSSY_OCTAVES))
+    octaves = LOWEST_STEP + step + up
+    return Shift(up, octaves if octaves > 0 else LOSSY_OCTAVES)
 
 
 def is_exact(element: ElementFormat) -> bool:
     """Whether no value of a row within the bound changes."""
-    return shift_of(element).octaves > LOSSY_OCTAVES
+    return element.bits < 8
 
 
 def why_not(format: Format) -> str | None:

@@ -34,7 +34,6 @@ from .fp8_rows_costs import MEASURED, slower
 from .fp8_rows_operand import (
     INNER,
     ROWS,
-    RowOperand,
     matrix_of,
     rows_of_operand,
     rows_of_values,
@@ -43,8 +42,10 @@ from .fp8_rows_operand import (
 from .scaled_mm_call import USE_FAST_ACCUM
 from .scaled_mm_contract import SCALINGS, plan_here
 from .spec import (
+    FakeQuantized,
     GemmArgs,
     GemmOperand,
+    RowOperand,
     Unquantized,
     needs_codes,
     not_rows_by_matrix,
@@ -58,8 +59,8 @@ MIN_VALUES = 3 << 19
 HALVES = (torch.bfloat16, torch.float16)
 EXACT_TILE = (64, 128, 64, 8)
 """(rows, columns, K, warps) of the product of rows beyond the bound."""
-MARKS = 8192
-"""Marks of rows that a program reads at a time."""
+MARKS, PART = 8192, 512
+"""Marks of rows that a program counts at a time, and among which it finds the rows of a tile."""
 
 
 # ---------------------------------------------------------------------------------------------- refusals
@@ -96,7 +97,7 @@ def refuses(spec: Spec, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> str |
         reason = why_not(format)
         if reason is not None:
             return reason
-    reason = needs_codes(a, b) or not_rows_by_matrix(spec, a) or _row_scaling(spec.device, args.out_dtype)
+    reason = needs_codes(a, b, or_rows=True) or not_rows_by_matrix(spec, a) or _row_scaling(spec.device, args.out_dtype)
     if reason is not None:
         return reason
     rows, width = math.prod(spec.shapes[0][:-1]), spec.shapes[1][0]
@@ -132,7 +133,7 @@ def exact_rows(a: RowOperand, b: RowOperand, bias: Tensor | None, out: Tensor) -
                 b.beyond, b.scale, bias, out, rows, width, cols, a.codes.shape[1], a.scale.stride(0),
                 b.codes.shape[1], b.scale.stride(0), out.stride(0),
             ),
-            (*sides, *blocks, high, wide, deep, MARKS, not triton_launch.interpreted()),
+            (*sides, *blocks, high, wide, deep, MARKS, PART, not triton_launch.interpreted()),
             warps,
         )  # fmt: skip
 
@@ -242,8 +243,10 @@ def _flat(x: Tensor) -> Tensor:
     return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
-def row_operand(side: Operand | Unquantized, traced: bool, weight: bool, rows: int) -> RowOperand:
+def row_operand(side: Operand | Unquantized | RowOperand, traced: bool, weight: bool, rows: int) -> RowOperand:
     """One side of the product; ``weight``: it may be cached, for a product of so many rows."""
+    if isinstance(side, RowOperand):
+        return side
     if isinstance(side, Unquantized):
         x = _flat(side.x)
         if why_not_in_one(x, side.cast) is None:
@@ -276,7 +279,7 @@ def _tell(a: RowOperand, b: RowOperand, spec: Spec) -> None:
 
 
 def _run(a: GemmOperand, b: GemmOperand, args: GemmArgs, traced: bool) -> Tensor:
-    assert isinstance(a, (Operand, Unquantized)) and isinstance(b, (Operand, Unquantized))
+    assert not isinstance(a, (Tensor, FakeQuantized)) and not isinstance(b, (Tensor, FakeQuantized))
     shape = (*a.shape[:-1], b.shape[-2])
     rows = math.prod(a.shape[:-1])
     left, right = row_operand(a, traced, False, rows), row_operand(b, traced, True, rows)

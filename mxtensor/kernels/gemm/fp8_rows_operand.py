@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...numerics.cast import Cast
 from ...numerics.element_format import ElementFormat
-from ...numerics.formats import FULL, Format, Rounding
+from ...numerics.formats import FULL, Rounding
 from ...numerics.operand import Operand
 from ...numerics.row_scaled import MAX_EXPONENT, shift_of
 from ...numerics.swizzle import round_up
@@ -55,21 +55,6 @@ class RowCode(NamedTuple):
     """whether the device rounds to float8 in one instruction"""
 
 
-class RowOperand(NamedTuple):
-    """One side of the product: a matrix (rows, cols) as ``RowScaled``, and where its exact values are."""
-
-    codes: Tensor
-    """float8_e4m3fn (rows padded, cols padded)"""
-    row_scale: Tensor
-    """float32 (rows padded, 1)"""
-    beyond: Tensor
-    """uint8 (rows padded,)"""
-    scale: Tensor
-    """scales of the blocks, 2-D, as in ``Operand``; where it was made by a cast, in rows beyond the bound only"""
-    format: Format
-    shape: tuple[int, int]
-
-
 @cache
 def row_code(element: ElementFormat, float8: bool) -> RowCode:
     """The constants of an element."""
@@ -78,7 +63,8 @@ def row_code(element: ElementFormat, float8: bool) -> RowCode:
     return RowCode(up, octaves, MAX_EXPONENT, half, float8)
 
 
-def _constants(element: ElementFormat, device: torch.device) -> RowCode:
+def constants_of(element: ElementFormat, device: torch.device) -> RowCode:
+    """The constants of an element on this device."""
     return row_code(element, triton_launch.instructions_of(device) >= (8, 9))
 
 
@@ -131,7 +117,7 @@ def rows_of_operand(operand: Operand, multiple: int) -> tuple[Tensor, Tensor, Te
                 codes.shape[1],
             ),
             (
-                code, _constants(format.element, device), block_rows, block_cols,
+                code, constants_of(format.element, device), block_rows, block_cols,
                 min(block_cols or ROW_GROUP, ROW_GROUP), 1, columns, one,
             ),
             warps,
@@ -168,7 +154,7 @@ def rows_of_values(x: Tensor, cast: Cast) -> tuple[Tensor, Tensor, Tensor, Tenso
             device_code("row_scaled.cast_to_rows"),
             rows,
             (x, codes, row_scale, beyond, scale, rows, cols, x.stride(0), width, ceil_div(cols, format.block[1])),
-            (code_of(cast, x.device), _constants(format.element, x.device), 1, columns, one, even),
+            (code_of(cast, x.device), constants_of(format.element, x.device), 1, columns, one, even),
             warps,
         )
     return codes, row_scale, beyond, scale

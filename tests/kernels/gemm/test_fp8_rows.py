@@ -44,6 +44,7 @@ def small(monkeypatch, one_rounding):
     """Several tiles of the exact product to a small result."""
     monkeypatch.setattr(fp8_rows, "EXACT_TILE", (16, 16, 64, 4))
     monkeypatch.setattr(fp8_rows, "MARKS", 16)
+    monkeypatch.setattr(fp8_rows, "PART", 8)
 
 
 @pytest.mark.parametrize("left, right", PAIRS)
