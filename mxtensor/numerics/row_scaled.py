@@ -19,6 +19,9 @@ the largest s of its row, over the blocks that are not zero:
 has changed already: with d = 12 a block whose largest code is at least 2^(emax - 1), as every scale rule but a clamped
 one makes it, has a largest value of 2^(7 - 12) of the row scale or more. A row that is beyond the bound is marked. Its
 codes are those of the operand, under their own scales, and its row scale is NaN.
+
+In training the distance between blocks has no limit (``any_distance``): each value changes by at most 2^-10 of the row scale, which is 2^-17 of
+the largest value of its row or less. Gradients need that: those of the first token of a causal model span 30 octaves.
 """
 
 from __future__ import annotations
@@ -120,8 +123,11 @@ def _exponents(operand: Operand) -> tuple[Tensor, Tensor, Tensor]:
     return (bits >> 23) & 0xFF, nan, ~(power | (bits == 0x00400000) | nan)
 
 
-def row_scaled(operand: Operand) -> RowScaled:
-    """A matrix of a format that ``why_not`` accepts, re-expressed. Plain torch on any device."""
+def row_scaled(operand: Operand, any_distance: bool = False) -> RowScaled:
+    """A matrix of a format that ``why_not`` accepts, re-expressed. Plain torch on any device.
+
+    ``any_distance``: no row is beyond the bound because of the distance between its blocks.
+    """
     element, (up, octaves) = operand.format.element, shift_of(operand.format.element)
     codes = element_codes(operand)
     exponent, nan, odd = (_of_each_value(t, operand) for t in _exponents(operand))
@@ -129,7 +135,7 @@ def row_scaled(operand: Operand) -> RowScaled:
     if element.bits == 8 and element.mantissa_bits == 2:
         odd = odd | ((codes & 0x7F) >= 0x7C)  # E4M3 has no infinity
     top = torch.where(live, exponent, -1).amax(1, keepdim=True)
-    low = torch.where(live, exponent, 1000).amin(1, keepdim=True)
+    low = top if any_distance else torch.where(live, exponent, 1000).amin(1, keepdim=True)
     nan_row, zero = nan.any(1, keepdim=True), top < 0
     top = top.clamp(min=127 + up - MAX_EXPONENT)
     beyond = (top - low > octaves) | (top - 127 - up > MAX_EXPONENT) | (odd & live).any(1, keepdim=True)

@@ -195,7 +195,7 @@ def _(data, scale, format, cols):  # type: ignore[no-untyped-def]
 
 @torch.library.custom_op("mxtensor::cast_to_rows", mutates_args=())
 def cast_to_rows(
-    x: Tensor, format: str, scaling: str, rounding: str, seed: int | None, amax_epsilon: float
+    x: Tensor, format: str, scaling: str, rounding: str, seed: int | None, amax_epsilon: float, any_distance: bool
 ) -> list[Tensor]:
     """``rows_of_values`` of a matrix: codes, row scales, marks of rows beyond the bound, scales of blocks."""
     op, cast = "mxtensor::cast_to_rows", Cast.of(format, scaling, rounding, seed, amax_epsilon)
@@ -204,11 +204,11 @@ def cast_to_rows(
     reason = why_not(cast.format) or why_not_in_one(x, cast)
     if reason is not None:
         raise ValueError(f"{op} {reason}")
-    return list(rows_of_values(x, cast))
+    return list(rows_of_values(x, cast, any_distance))
 
 
 @cast_to_rows.register_fake
-def _(x, format, scaling, rounding, seed, amax_epsilon):  # type: ignore[no-untyped-def]
+def _(x, format, scaling, rounding, seed, amax_epsilon, any_distance):  # type: ignore[no-untyped-def]
     row = get_format(format)
     scale = x.new_empty(row.scale_shape(tuple(x.shape)), dtype=row.scale.dtype)
     return [*_fake_rows(x, x.shape[0], x.shape[1]), scale]
@@ -250,7 +250,9 @@ def row_operand(side: Operand | Unquantized | RowOperand, traced: bool, weight: 
     if isinstance(side, Unquantized):
         x = _flat(side.x)
         if why_not_in_one(x, side.cast) is None:
-            tensors = cast_to_rows(x.detach(), *cast_arguments(side.cast)) if traced else rows_of_values(x, side.cast)
+            tensors = (
+                cast_to_rows(x.detach(), *cast_arguments(side.cast), False) if traced else rows_of_values(x, side.cast)
+            )
             codes, row_scale, beyond, scale = tensors
             return RowOperand(codes, row_scale, beyond, scale, side.format, (x.shape[0], x.shape[1]))
         side = quantize_operand(x, side.cast)

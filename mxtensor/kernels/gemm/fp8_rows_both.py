@@ -1,7 +1,7 @@
 """Row-scaled operands of a matrix and of its transpose, for training: two reads of the values, and no codes between.
 
-Host side of ``triton_device/row_scaled_both.py``. The first pass finds the largest and the smallest scale of each row
-and column; the second one casts and re-expresses at once.
+Host side of ``triton_device/row_scaled_both.py``. The first pass finds the largest scale of each row and column; the
+second one casts and re-expresses at once. Blocks may be any distance apart: see ``numerics/row_scaled.py``.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def rows_of_both(x: Tensor, cast: Cast, rowwise: bool = True) -> Pair:
     code, constants, block = code_of(cast, device), constants_of(cast.format.element, device), cast.format.block[1]
     row = _empty(rows, cols, cast, device) if rowwise else None
     column = _empty(cols, rows, cast, device)
-    extremes = torch.zeros(2 * (rows + cols), dtype=torch.int32, device=device)
-    of_columns, of_rows = extremes[: 2 * cols], extremes[2 * cols :]
+    extremes = torch.zeros(rows + cols, dtype=torch.int32, device=device)
+    of_columns, of_rows = extremes[:cols], extremes[cols:]
     high, wide, warps = tiles.EXTREMES
     high, wide = max(high, block), max(wide, block // 2)
     with on(device):
@@ -124,7 +124,7 @@ def _refuses(
 def _run(x: Tensor, cast: Cast, rowwise: Form | None, columnwise: Form | None, *_: object) -> Pair:
     if columnwise is not None:
         return rows_of_both(x, cast, rowwise is not None)
-    codes, row_scale, beyond, scale = rows_of_values(x, cast)
+    codes, row_scale, beyond, scale = rows_of_values(x, cast, any_distance=True)
     return RowOperand(codes, row_scale, beyond, scale, cast.format, (x.shape[0], x.shape[1])), None
 
 
@@ -134,7 +134,7 @@ def _run_traced(x: Tensor, cast: Cast, rowwise: Form | None, columnwise: Form | 
     rows, cols = x.shape
     x, arguments, format = x.detach(), cast_arguments(cast), cast.format
     if columnwise is None:
-        return row_operand_of(cast_to_rows(x, *arguments), format, (rows, cols)), None
+        return row_operand_of(cast_to_rows(x, *arguments, True), format, (rows, cols)), None
     tensors = cast_both_to_rows(x, *arguments, rowwise is not None)
     row = None if rowwise is None else row_operand_of(tensors[:4], format, (rows, cols))
     return row, row_operand_of(tensors[-4:], format, (cols, rows))

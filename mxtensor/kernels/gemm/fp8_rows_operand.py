@@ -53,6 +53,8 @@ class RowCode(NamedTuple):
     """half of the smallest element: what is larger has a code that is not zero"""
     float8: bool
     """whether the device rounds to float8 in one instruction"""
+    any_distance: bool = False
+    """whether blocks may be any number of octaves below the largest one of their row"""
 
 
 @cache
@@ -140,8 +142,11 @@ def why_not_in_one(x: Tensor, cast: Cast) -> str | None:
     return None
 
 
-def rows_of_values(x: Tensor, cast: Cast) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(codes, row scales, marks, scales of blocks) of a matrix: ``rows_of_operand`` of its cast, in one kernel."""
+def rows_of_values(x: Tensor, cast: Cast, any_distance: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(codes, row scales, marks, scales of blocks) of a matrix: ``rows_of_operand`` of its cast, in one kernel.
+
+    ``any_distance``: see ``row_scaled``.
+    """
     x = rows_of(x)
     (rows, cols), format = x.shape, cast.format
     codes, row_scale, beyond = empty_rows(rows, cols, x.device)
@@ -149,12 +154,13 @@ def rows_of_values(x: Tensor, cast: Cast) -> tuple[Tensor, Tensor, Tensor, Tenso
     width = codes.shape[1]
     columns, one, warps = _tile(CAST, width)
     even = cols == width and cols % columns == 0
+    constants = constants_of(format.element, x.device)._replace(any_distance=any_distance)
     with on(x.device):
         launch(
             device_code("row_scaled.cast_to_rows"),
             rows,
             (x, codes, row_scale, beyond, scale, rows, cols, x.stride(0), width, ceil_div(cols, format.block[1])),
-            (code_of(cast, x.device), constants_of(format.element, x.device), 1, columns, one, even),
+            (code_of(cast, x.device), constants, 1, columns, one, even),
             warps,
         )
     return codes, row_scale, beyond, scale

@@ -3,8 +3,8 @@
 The result is bitwise that of ``row_scaled.cast_to_rows`` of the matrix and of its transpose. Both kernels work on words
 of two columns, as ``quantize_columns_words``. The elements are E4M3 or E5M2 in blocks of 32 or more values.
 
-Extremes are int32 and start as zero: of a row or column the largest of e + 1, then the largest of 256 - e, over the
-scales 2^(e - 127) of its blocks that are not zero; HUGE if a block is not finite.
+Extremes are int32 and start as zero: of a row or column the largest of e + 1 over the scales 2^(e - 127) of its blocks
+that are not zero; HUGE if a block is not finite. Blocks may be any distance apart (``row_scaled(any_distance)``).
 """
 
 import triton
@@ -52,11 +52,11 @@ E5M2_MOVED_TWO = tl.constexpr(E4M3_MOVED_TWO.value.replace("f16x2.e4m3x2", "f16x
 
 @triton.jit
 def extreme_words(bits, C: tl.constexpr, R: tl.constexpr):
-    """(e + 1 or HUGE, 256 - e) of blocks with these amax bits; (0, 0) for blocks of zeros."""
+    """e + 1 or HUGE of blocks with these amax bits; 0 for blocks of zeros."""
     stored, multiplier, _, finite = block_scales(bits, tl.full((), 1.0, tl.float32), C)
     e, _kind = exponent_of(stored, C)
     live = finite & (float_of(bits) * multiplier > R.half)
-    return tl.where(finite, tl.where(live, e + 1, 0), HUGE), tl.where(live, 256 - e, 0)
+    return tl.where(finite, tl.where(live, e + 1, 0), HUGE)
 
 
 @triton.jit
@@ -64,7 +64,7 @@ def extremes_of_both(
     x_ptr, row_ptr, column_ptr, rows, words, stride,
     C: tl.constexpr, R: tl.constexpr, HIGH: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """x (rows, words) int32; a program takes HIGH rows and BK words. row_ptr (2, rows), column_ptr (2, 2 * words)."""
+    """x (rows, words) int32; a program takes HIGH rows and BK words. row_ptr (rows,), column_ptr (2 * words,)."""
     tiles = tl.cdiv(words, BK)
     down, right = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     row, col = down * HIGH + tl.arange(0, HIGH)[:, None], right * BK + tl.arange(0, BK)[None, :]
@@ -74,28 +74,24 @@ def extremes_of_both(
     if ROWS:
         NB: tl.constexpr = 2 * BK // C.block
         pair = largest(tl.reshape(word, (HIGH, NB, C.block // 2)), 2, C)
-        top, low = extreme_words(tl.maximum(pair << 16, pair & 0x7FFF0000), C, R)
+        top = extreme_words(tl.maximum(pair << 16, pair & 0x7FFF0000), C, R)
         at = down * HIGH + tl.arange(0, HIGH)
         tl.atomic_max(row_ptr + at, tl.max(top, axis=1), mask=at < rows, sem="relaxed")
-        tl.atomic_max(row_ptr + rows + at, tl.max(low, axis=1), mask=at < rows, sem="relaxed")
     pair = largest(tl.reshape(word, (HIGH // C.block, C.block, BK)), 1, C)
-    low_top, low_low = extreme_words(pair << 16, C, R)
-    high_top, high_low = extreme_words(pair & 0x7FFF0000, C, R)
+    low_top, high_top = extreme_words(pair << 16, C, R), extreme_words(pair & 0x7FFF0000, C, R)
     at = 2 * (right * BK + tl.arange(0, BK))
-    cols, inside = 2 * words, right * BK + tl.arange(0, BK) < words
+    inside = right * BK + tl.arange(0, BK) < words
     tl.atomic_max(column_ptr + at, tl.max(low_top, axis=0), mask=inside, sem="relaxed")
     tl.atomic_max(column_ptr + at + 1, tl.max(high_top, axis=0), mask=inside, sem="relaxed")
-    tl.atomic_max(column_ptr + cols + at, tl.max(low_low, axis=0), mask=inside, sem="relaxed")
-    tl.atomic_max(column_ptr + cols + at + 1, tl.max(high_low, axis=0), mask=inside, sem="relaxed")
 
 
 @triton.jit
-def decided(extremes_ptr, at, size, inside, R: tl.constexpr):
-    """``decide`` for rows ``at`` of ``size``: (exponent, whether beyond the bound, row scale)."""
+def decided(extremes_ptr, at, inside, R: tl.constexpr):
+    """``decide`` for rows ``at``: (exponent, whether beyond the bound, row scale)."""
     top = tl.load(extremes_ptr + at, mask=inside, other=0)
-    low = tl.load(extremes_ptr + size + at, mask=inside, other=0)
     bad = tl.where(top >= HUGE, 2, 0)
-    return decide(tl.where(top >= HUGE, 127, top) - 1, 256 - low, bad, R)
+    top = tl.where(top >= HUGE, 127, top) - 1
+    return decide(top, top, bad, R)
 
 
 # ---------------------------------------------------------------------------------------------- the cast
@@ -106,12 +102,13 @@ def shift_word(stored, top, C: tl.constexpr, R: tl.constexpr, beyond):
     """What codes of blocks with these stored scales are multiplied by: a power of two, in both halves of a word as
     float16; without float8 instructions its exponent."""
     e, _kind = exponent_of(stored, C)
-    up = tl.minimum(tl.maximum(e - top + R.up, -24), 15)
+    up = tl.minimum(tl.maximum(e - top + R.up, -126), 15)
     up = tl.where(beyond, 0, up)
     if C.float8 == "":
         return up
     else:
-        half = tl.where(up >= -14, (up + 15) << 10, 1 << tl.maximum(up + 24, 0))
+        small = tl.where(up >= -24, 1 << tl.maximum(up + 24, 0), 0)  # what is smaller gives zeros
+        half = tl.where(up >= -14, (up + 15) << 10, small)
         return half | (half << 16)
 
 
@@ -160,7 +157,7 @@ def cast_rows(
     one = tl.full((), 1.0, tl.float32)
     stored, multiplier, _, finite = block_scales(tl.maximum(pair << 16, pair & 0x7FFF0000), one, C)
     line = tl.reshape(row, (1, W, J))
-    top, beyond, _scale = decided(row_extremes_ptr, first_row + line, first_row + rows, line < rows, R)
+    top, beyond, _scale = decided(row_extremes_ptr, first_row + line, line < rows, R)
     shift = shift_word(stored, top, C, R, beyond)
     shape: tl.constexpr = (Q, W, J, V)
     code = row_codes(word, tl.broadcast_to(over_columns(multiplier, Q), shape), C)
@@ -176,7 +173,7 @@ def cast_rows(
 @triton.jit
 def store_facts(extremes_ptr, scale_ptr, beyond_ptr, at, size, R: tl.constexpr):
     """Store the row scales and marks of rows ``at``."""
-    _top, beyond, scale = decided(extremes_ptr, at, size, at < size, R)
+    _top, beyond, scale = decided(extremes_ptr, at, at < size, R)
     tl.store(scale_ptr + at, scale, mask=at < size)
     tl.store(beyond_ptr + at, beyond.to(tl.uint8), mask=at < size)
 
@@ -218,8 +215,8 @@ def cast_both_to_rows(
     high_stored, high, _, high_finite = block_scales(pair & 0x7FFF0000, one, C)
     column = 2 * (first + tl.arange(0, Q)[:, None, None] * V + tl.arange(0, V)[None, None, :])
     cols = 2 * words
-    low_top, low_beyond, _s0 = decided(column_extremes_ptr, column, cols, column < cols, R)
-    high_top, high_beyond, _s1 = decided(column_extremes_ptr, column + 1, cols, column < cols, R)
+    low_top, low_beyond, _s0 = decided(column_extremes_ptr, column, column < cols, R)
+    high_top, high_beyond, _s1 = decided(column_extremes_ptr, column + 1, column < cols, R)
     low_shift, high_shift = (
         shift_word(low_stored, low_top, C, R, low_beyond),
         shift_word(high_stored, high_top, C, R, high_beyond),
@@ -264,7 +261,7 @@ def cast_both_to_rows(
         s3 = cast_rows(w3, row + 3, col, row_ptr, there, across, width, row_extremes_ptr, tile_row, C, R, NB, EVEN)
         tile = tile_row + tl.arange(0, W * SPAN)[:, None]
         block = right * NB + tl.arange(0, NB)[None, :]
-        _top, beyond, _scale = decided(row_extremes_ptr, tile, rows, tile < rows, R)
+        _top, beyond, _scale = decided(row_extremes_ptr, tile, tile < rows, R)
         to = scale_ptr + tile.to(tl.int64) * scale_cols + block
         tl.store(to, in_row_order(s0, s1, s2, s3), mask=(tile < rows) & beyond & (block < scale_cols))
         if right == 0:
