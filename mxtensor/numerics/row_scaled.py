@@ -20,8 +20,9 @@ has changed already: with d = 12 a block whose largest code is at least 2^(emax 
 one makes it, has a largest value of 2^(7 - 12) of the row scale or more. A row that is beyond the bound is marked. Its
 codes are those of the operand, under their own scales, and its row scale is NaN.
 
-In training the distance between blocks has no limit (``any_distance``): each value changes by at most 2^-10 of the row scale, which is 2^-17 of
-the largest value of its row or less. Gradients need that: those of the first token of a causal model span 30 octaves.
+In training the distance between blocks has no limit (``any_distance``): each value changes by at most 2^-10 of the row
+scale, which is 2^-17 of the largest value of its row or less. Gradients need that: those of the first token of a causal
+model span 30 octaves.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ import math
 import torch
 from torch import Tensor
 
+from ...core import custom_ops
 from ...core.devices import cached
 from ...core.explain import LOGS, record
 from ...core.kernel import Kernel, Spec
@@ -28,6 +29,7 @@ from ..quantize.triton_ops import cast_arguments
 from ..runtime import triton_launch
 from ..runtime.availability import exported
 from ..runtime.check import check_argument, check_codes, check_device
+from ..runtime.recorded_op import recorded
 from ..runtime.triton_launch import device_code, launch, on
 from . import fp8_rows_cache
 from .fp8_rows_costs import MEASURED, slower
@@ -171,7 +173,8 @@ def _check_side(op: str, tensors: list[Tensor], format: Format, cols: int) -> Ro
     return RowOperand(codes, row_scale, beyond, scale, format, (rows, cols))
 
 
-@torch.library.custom_op("mxtensor::operand_to_rows", mutates_args=())
+@custom_ops.define("mxtensor::operand_to_rows")
+@recorded
 def operand_to_rows(data: Tensor, scale: Tensor, format: str, cols: int) -> list[Tensor]:
     """``rows_of_operand`` of a matrix: codes, row scales, marks of rows beyond the bound."""
     op, row = "mxtensor::operand_to_rows", get_format(format)
@@ -188,12 +191,13 @@ def _fake_rows(x: Tensor, rows: int, cols: int) -> list[Tensor]:
     return [codes, x.new_empty(rows, 1, dtype=torch.float32), x.new_empty(rows, dtype=torch.uint8)]
 
 
-@operand_to_rows.register_fake
+@custom_ops.fake_of(operand_to_rows)
 def _(data, scale, format, cols):  # type: ignore[no-untyped-def]
     return _fake_rows(data, data.shape[0], cols)
 
 
-@torch.library.custom_op("mxtensor::cast_to_rows", mutates_args=())
+@custom_ops.define("mxtensor::cast_to_rows")
+@recorded
 def cast_to_rows(
     x: Tensor, format: str, scaling: str, rounding: str, seed: int | None, amax_epsilon: float, any_distance: bool
 ) -> list[Tensor]:
@@ -207,14 +211,15 @@ def cast_to_rows(
     return list(rows_of_values(x, cast, any_distance))
 
 
-@cast_to_rows.register_fake
+@custom_ops.fake_of(cast_to_rows)
 def _(x, format, scaling, rounding, seed, amax_epsilon, any_distance):  # type: ignore[no-untyped-def]
     row = get_format(format)
     scale = x.new_empty(row.scale_shape(tuple(x.shape)), dtype=row.scale.dtype)
     return [*_fake_rows(x, x.shape[0], x.shape[1]), scale]
 
 
-@torch.library.custom_op("mxtensor::fp8_rows_mm", mutates_args=())
+@custom_ops.define("mxtensor::fp8_rows_mm")
+@recorded
 def fp8_rows_mm(
     a: list[Tensor], b: list[Tensor], a_format: str, b_format: str, cols: int, bias: Tensor | None,
     out_dtype: torch.dtype,
@@ -231,7 +236,7 @@ def fp8_rows_mm(
     return multiply(left, right, bias, out_dtype)
 
 
-@fp8_rows_mm.register_fake
+@custom_ops.fake_of(fp8_rows_mm)
 def _(a, b, a_format, b_format, cols, bias, out_dtype):  # type: ignore[no-untyped-def]
     return a[0].new_empty(a[0].shape[0], b[0].shape[0], dtype=out_dtype)
 

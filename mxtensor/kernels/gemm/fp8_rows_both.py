@@ -17,6 +17,7 @@ from ..quantize import triton_tiles as tiles
 from ..quantize.triton_common import ceil_div, code_of, in_pairs, refuses, rows_of
 from ..quantize.triton_ops import cast_arguments
 from ..runtime.check import check_argument, check_device
+from ..runtime.recorded_op import recorded
 from ..runtime.triton_launch import device_code, launch, on
 from .fp8_rows_operand import INNER, constants_of, empty_rows, rows_of_values, why_not_in_one
 from .spec import Form, GemmOperand, RowOperand, Unquantized, row_operand_of
@@ -87,6 +88,7 @@ def rows_of_both(x: Tensor, cast: Cast, rowwise: bool = True) -> Pair:
 
 
 @custom_ops.define("mxtensor::cast_both_to_rows")
+@recorded
 def cast_both_to_rows(
     x: Tensor, format: str, scaling: str, rounding: str, seed: int | None, amax_epsilon: float, rowwise: bool
 ) -> list[Tensor]:
