@@ -110,7 +110,7 @@ def test_the_log_of_a_trace_has_the_decisions_of_eager_code():
     model, _ = compiled(net)
     with mx.explain() as traced:
         step(model, net, x, grad)
-    with mx.explain() as again:
+    with mx.explain() as later:
         step(model, net, x, grad)
     with mx.explain() as eager:
         step(net, net, x, grad)
@@ -119,4 +119,4 @@ def test_the_log_of_a_trace_has_the_decisions_of_eager_code():
         return {entry.spec.op for entry in log.entries}
 
     assert {"fprop", "dgrad", "wgrad"} <= ops(traced) and ops(traced) == ops(eager)
-    assert not again.entries
+    assert not later.entries
