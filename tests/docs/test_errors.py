@@ -27,6 +27,7 @@ NEVER_SEEN = {
     "the inputs of the layer are not all finite; calibrate with data that the model can read",
     # they show as the end of "... cannot be read as GGUF", and of "... cannot be read by torch.load"
     "two tensors have the same name",
+    "the bytes of {value} and {value} overlap",
     "the file ends before byte {value} of the header and {value} entries",
     "an array of the header has {value} entries; at most {value} are read",
     "its record {value} is compressed, which torch.save does not do",
