@@ -7,10 +7,10 @@ from torch import Tensor
 from ...core.kernel import Kernel, Spec
 from ...core.select import perform
 from ...core.tracing import is_traced
-from . import by_heads, cpu
+from . import by_heads, cpu, triton_ranges
 from .spec import AttentionArgs, Tokens
 
-ATTENTION: tuple[Kernel, ...] = (cpu.KERNEL, by_heads.KERNEL)
+ATTENTION: tuple[Kernel, ...] = (triton_ranges.KERNEL, cpu.KERNEL, by_heads.KERNEL)
 """``run(q, k, v, args)``: the result, in the dtype of q."""
 
 

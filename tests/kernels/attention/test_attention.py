@@ -1,6 +1,7 @@
 """Attention over codes: every kernel is torch's attention of the dequantized values, to float32 rounding."""
 
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -8,10 +9,11 @@ import torch.nn.functional as F
 
 import mxtensor as mx
 from mxtensor.core.kernel import Spec
-from mxtensor.kernels.attention import by_heads, cpu
+from mxtensor.kernels.attention import by_heads, cpu, triton_ranges
 from mxtensor.kernels.attention.select import attention
 from mxtensor.kernels.attention.spec import AttentionArgs, Tokens
 from mxtensor.kernels.quantize.select import dequantize_operand
+from mxtensor.kernels.runtime import triton_launch
 
 FORMATS = ["mxfp8", "mxfp8_e5m2", "mxfp6", "mxfp6_e3m2", "mxfp4", "mxint8", "nvfp4", "nvfp4_single_level", "float8_row",
            "mxfp4[1x64]", "mxfp8[1x16]"]  # fmt: skip
@@ -19,12 +21,15 @@ CALLS = {
     "one query": (2, 2, 4, 1, 300),
     "no group": (1, 3, 1, 5, 77),
     "one key": (2, 1, 2, 3, 1),
-    "long": (1, 2, 2, 1, 1500),
+    "long": (1, 2, 2, 1, 700),
 }
 """(batch, heads of keys, queries' heads for each, queries, keys)."""
 SIZES = [(64, 64), (128, 128), (80, 80), (48, 96), (256, 32), (8, 8)]
 """Values of a key, and of a value."""
-KERNELS = {"cpu": cpu.KERNEL, "by heads": by_heads.KERNEL}
+STORED = [(format, SIZES[0]) for format in FORMATS] + [(f, size) for f in ("mxfp8", "nvfp4") for size in SIZES[1:]]
+"""Every format, and every size in codes of whole and of half bytes."""
+MASKED = [("one query", "none"), ("one query", "by head"), ("no group", "bool"), ("one key", "added"), ("long", "bool")]
+KERNELS = {"triton": triton_ranges.KERNEL, "cpu": cpu.KERNEL, "by heads": by_heads.KERNEL}
 needs_compiler = pytest.mark.skipif(isinstance(cpu.library(), str), reason="needs a C++ compiler")
 
 
@@ -59,22 +64,38 @@ def wanted(q, k, v, args):
     return F.scaled_dot_product_attention(q.double(), k, v, mask, 0.0, args.causal, scale=args.scale)
 
 
-@pytest.mark.exhaustive(quick=24)
-@pytest.mark.parametrize("mask", ["none", "bool", "added", "by head"])
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("format", FORMATS)
+def on_device(tokens, device):
+    return Tokens(tokens.first.to(device), tokens.codes.map(lambda t: t.to(device)))
+
+
+@pytest.mark.exhaustive(quick=45)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
+@pytest.mark.parametrize(("call", "mask"), MASKED)
+@pytest.mark.parametrize(("format", "size"), STORED)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_kernel_is_attention_of_the_values(kernel, format, call, size, mask):
     batch, heads, group, queries, count = CALLS[call]
     q = torch.randn(batch, heads * group, queries, size[0])
     (k, k_values), (v, v_values) = (tokens((batch, heads, count, n), format, first=count % 16) for n in size)
     args = AttentionArgs(size[0] ** -0.5, masks(mask, q, count))
-    if KERNELS[kernel].refuses(spec(q), q, k, v, args) == cpu.library():
+    if kernel == "cpu" and isinstance(cpu.library(), str):
         pytest.skip(cpu.library())
-    out = KERNELS[kernel].run(q, k, v, args)
+    if kernel == "triton":
+        pytest.importorskip("triton")
+        if max(size) > triton_ranges.MOST_VALUES[False]:
+            return check_refused(q, k, v, args)
+    device = "cuda" if kernel == "triton" and torch.cuda.is_available() else "cpu"
+    mask = None if args.mask is None else args.mask.to(device)
+    sides = (on_device(side, device) for side in (k, v))
+    out = KERNELS[kernel].run(q.to(device), *sides, AttentionArgs(args.scale, mask)).cpu()
     expected = wanted(q, k_values, v_values, args)
     assert out.dtype is q.dtype and (out - expected).abs().max() <= 4e-6 * expected.abs().max()
+
+
+def check_refused(q, k, v, args):
+    with mock.patch.object(triton_launch, "missing", lambda spec: None):
+        sentence = triton_ranges.KERNEL.refuses(spec(q), q, k, v, args)
+    assert sentence == f"is for heads of a multiple of 8 up to 128 values, not {max(k.shape[3], v.shape[3])}"
 
 
 @needs_compiler
@@ -162,3 +183,38 @@ def test_what_the_kernel_leaves_to_torch(change, sentence):
         with mx.explain() as log:
             assert attention(q, side, side, args).shape == q.shape
         assert [e.kernel for e in log.entries if e.spec.op == "attention"] == ["by heads"]
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({}, None), ({"queries": 65}, "is for 64 rows"), ({"causal": True, "queries": 2}, "takes a mask"),
+        ({"size": 12}, "a multiple of 8"), ({"dtype": torch.float64}, "not float64"), ({"count": 0}, "no values"),
+        ({"format": "float8_128x128"}, "no decoder"),
+    ],
+)  # fmt: skip
+def test_what_the_kernel_for_devices_takes(change, sentence, monkeypatch):
+    monkeypatch.setattr(triton_launch, "missing", lambda spec: None)
+    call = {"queries": 1, "size": 64, "count": 9, "dtype": torch.float32, "format": "mxfp8", "causal": False} | change
+    q = torch.randn(1, 1, call["queries"], call["size"], dtype=call["dtype"])
+    shape, none = (1, 1, call["count"], call["size"]), torch.empty(1, 1, 0, call["size"])
+    side = Tokens(none, mx.quantize(torch.randn(shape), call["format"]).rowwise)
+    found = triton_ranges.KERNEL.refuses(spec(q), q, side, side, AttentionArgs(0.1, None, call["causal"]))
+    assert found is sentence is None or sentence in found
+    traced = triton_ranges.KERNEL.refuses(spec(q)._replace(traced=True), q, side, side, AttentionArgs(0.1))
+    assert traced == "being traced: torch's attention of decoded values fuses better"
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
+def test_ranges_on_a_device_are_joined_and_masked_rows_are_zero():
+    pytest.importorskip("triton")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    q = torch.randn(1, 2, 2, 32)
+    (k, k_values), (v, v_values) = (tokens((1, 1, 700, 32), "nvfp4", 5) for _ in range(2))
+    mask = torch.randn(1, 1, 2, 700)
+    mask[..., :300], mask[:, :, 1] = -math.inf, -math.inf  # a whole range, and a whole row
+    args = AttentionArgs(0.2, mask.to(device))
+    assert triton_ranges._ranges(1, 700, torch.device("cpu")) > 2
+    out = triton_ranges.run(q.to(device), on_device(k, device), on_device(v, device), args).cpu()
+    expected = wanted(q, k_values, v_values, AttentionArgs(0.2, mask))
+    assert (out[:, :, 1] == 0).all() and (out - expected)[:, :, 0].abs().max() <= 4e-6 * expected[:, :, 0].abs().max()
