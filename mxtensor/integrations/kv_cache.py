@@ -48,6 +48,8 @@ class KVCacheLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store new tokens and return all of them. Raises ValueError for other sizes than before."""
+        if torch.compiler.is_dynamo_compiling():
+            return _update_between_graphs(self, key_states, value_states)  # type: ignore[no-any-return]
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self._keys.append(key_states.detach())
@@ -132,6 +134,13 @@ class KVCacheLayer(CacheLayerMixin):
         if self.is_initialized:
             self._keys.to(self.device)
             self._values.to(self.device)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _update_between_graphs(layer: KVCacheLayer, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """``update`` for a compiled model: memory that grows is in no graph, and the next graph has the values."""
+    k, v = layer.update(keys, values)
+    return k.dequantize(), v.dequantize()
 
 
 class KVCache(Cache):

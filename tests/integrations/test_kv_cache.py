@@ -205,6 +205,19 @@ def test_bytes_beside_bfloat16(format, share):
     assert cache.nbytes <= share * 2 * (count + 1) * 64 * 2
 
 
+@pytest.mark.exhaustive
+@torch.no_grad()
+def test_a_compiled_model_has_the_values(model):
+    model.set_attn_implementation("sdpa")
+    torch.compiler.reset()
+    compiled, ids, logits = torch.compile(model), prompt(1, 30), []
+    for forward in (model, compiled):
+        cache = mx.KVCache("mxfp8")
+        logits.append([forward(part, past_key_values=cache).logits for part in (ids, ids[:, :1], ids[:, 1:2])])
+    torch.compiler.reset()
+    assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(*logits, strict=True))
+
+
 # ---------------------------------------------------------------------------------------------- what is stored
 
 
