@@ -17,7 +17,7 @@ try:
 except ImportError as error:
     raise ImportError(f"mx.KVCache needs transformers 5: pip install 'transformers>=5' ({error})") from error
 
-from ..core.arguments import INTEGER, check, described, optional
+from ..core.arguments import COUNT, check, described, optional
 from ..numerics.cast import Cast
 from ..numerics.formats import Format
 from .kv_storage import KVStorage, check_format
@@ -52,6 +52,11 @@ class KVCacheLayer(CacheLayerMixin):
             return _update_between_graphs(self, key_states, value_states)  # type: ignore[no-any-return]
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        if key_states.shape[:3] != value_states.shape[:3]:
+            raise ValueError(
+                f"KVCache: keys {tuple(key_states.shape)} and values {tuple(value_states.shape)} are of different "
+                "tokens; pass one of each for every token and head"
+            )
         self._keys.append(key_states.detach())
         self._values.append(value_states.detach())
         return self._shown(self._keys), self._shown(self._values)
@@ -160,7 +165,7 @@ class KVCache(Cache):
     def __init__(
         self, format: Format | str | torch.dtype | Cast = "mxfp8", config: Any = None, max_cache_len: int | None = None
     ) -> None:
-        check("KVCache", "max_cache_len", max_cache_len, optional(INTEGER))
+        check("KVCache", "max_cache_len", max_cache_len, optional(COUNT))
         cast = Cast.of(format)
         check_format(cast.format)
         make: Any = partial(KVCacheLayer, cast, max_cache_len)
@@ -181,6 +186,8 @@ class KVCache(Cache):
 
 def _layers(config: Any, max_cache_len: int | None) -> list[tuple[Any, bool]]:
     """transformers' layers for this model, and whether each attends to all tokens."""
+    if not hasattr(config, "get_text_config"):
+        raise TypeError(f"KVCache: config is {described(config)}; pass model.config")
     attention = getattr(config, "_attn_implementation", None)
     if attention is not None and attention not in READ_CODES:
         raise NotImplementedError(

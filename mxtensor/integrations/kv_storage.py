@@ -18,6 +18,7 @@ from ..kernels.quantize.select import quantize_operand
 from ..numerics.cast import Cast
 from ..numerics.formats import Format
 from ..numerics.operand import Operand
+from ..numerics.reference import check_source
 
 FIRST = 16
 """Tokens that stay as they are."""
@@ -84,7 +85,16 @@ class KVStorage:
         return sum(t.nbytes for t in tensors if t is not None)
 
     def prepare(self, x: Tensor) -> None:
-        """Allocate memory for tokens like ``x``. Raises ValueError for heads whose codes are no whole bytes."""
+        """Allocate memory for tokens like ``x``.
+
+        Raises TypeError for another dtype than those that casts take, ValueError for other dimensions and for heads
+        whose codes are no whole bytes.
+        """
+        check_source(x)
+        if x.dim() != 4:
+            raise ValueError(
+                f"KVCache: tokens are (batch, heads, tokens, head size), got {tuple(x.shape)}; use x[None] or unflatten"
+            )
         if self.first is not None:
             return
         if x.shape[-1] % 8:
