@@ -1,6 +1,8 @@
 """Attention over codes: every kernel is torch's attention of the dequantized values, to float32 rounding."""
 
 import math
+import platform
+from functools import cache
 from unittest import mock
 
 import pytest
@@ -14,6 +16,7 @@ from mxtensor.kernels.attention.select import attention
 from mxtensor.kernels.attention.spec import AttentionArgs, Tokens
 from mxtensor.kernels.quantize.select import dequantize_operand
 from mxtensor.kernels.runtime import triton_launch
+from mxtensor.kernels.runtime.native_build import instruction_sets
 
 FORMATS = ["mxfp8", "mxfp8_e5m2", "mxfp6", "mxfp6_e3m2", "mxfp4", "mxint8", "nvfp4", "nvfp4_single_level", "float8_row",
            "mxfp4[1x64]", "mxfp8[1x16]"]  # fmt: skip
@@ -218,3 +221,34 @@ def test_ranges_on_a_device_are_joined_and_masked_rows_are_zero():
     out = triton_ranges.run(q.to(device), on_device(k, device), on_device(v, device), args).cpu()
     expected = wanted(q, k_values, v_values, AttentionArgs(0.2, mask))
     assert (out[:, :, 1] == 0).all() and (out - expected)[:, :, 0].abs().max() <= 4e-6 * expected[:, :, 0].abs().max()
+
+
+@pytest.mark.exhaustive
+@needs_compiler
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names levels of x86")
+@pytest.mark.parametrize("level", ["x86-64-v3", "x86-64"])
+def test_other_instruction_sets_give_the_same(level, monkeypatch):
+    """With conversions of float16 and without: the vectors of the compiler become narrower ones."""
+    if level == "x86-64-v3" and not {"avx2", "fma", "f16c"} <= instruction_sets():
+        pytest.skip("this processor has no AVX2")
+    flags = tuple(f"-march={level}" if flag == "-march=native" else flag for flag in cpu.FLAGS)
+    monkeypatch.setattr(cpu, "FLAGS", flags)
+    monkeypatch.setattr(cpu, "library", cache(cpu.library.__wrapped__))
+    for format, size in (("mxfp8", 80), ("nvfp4", 64), ("mxfp6", 48), ("mxint8", 64), ("mxfp8_e5m2", 40)):
+        q = torch.randn(2, 6, 1, size)
+        (k, k_values), (v, v_values) = (tokens((2, 2, 150, size), format, 7) for _ in range(2))
+        out, expected = cpu.run(q, k, v, args := AttentionArgs(0.2)), wanted(q, k_values, v_values, args)
+        assert (out - expected).abs().max() <= 4e-6 * expected.abs().max()
+
+
+@needs_compiler
+def test_threads_share_heads_and_ranges():
+    q = torch.randn(1, 4, 1, 64)
+    (k, _), (v, _) = (tokens((1, 2, 3000, 64), "mxfp8", 7) for _ in range(2))
+    one = cpu.run(q, k, v, AttentionArgs(0.2))
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        assert torch.allclose(cpu.run(q, k, v, AttentionArgs(0.2)), one, rtol=1e-5, atol=1e-6)
+    finally:
+        torch.set_num_threads(before)
