@@ -25,7 +25,8 @@ class Dequantizing(mx.KVCache):
     """The same cache, whose keys and values are plain."""
 
     def update(self, *args, **kwargs):
-        return tuple(side.dequantize() for side in super().update(*args, **kwargs))
+        sides = super().update(*args, **kwargs)
+        return tuple(side.dequantize() if isinstance(side, CachedTokens) else side for side in sides)
 
 
 @pytest.fixture(scope="module")
