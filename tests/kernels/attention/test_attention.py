@@ -14,6 +14,7 @@ from mxtensor.core.kernel import Spec
 from mxtensor.kernels.attention import by_heads, cpu, triton_ranges
 from mxtensor.kernels.attention.select import attention
 from mxtensor.kernels.attention.spec import AttentionArgs, Tokens
+from mxtensor.kernels.quantize import cpu as casts
 from mxtensor.kernels.quantize.select import dequantize_operand
 from mxtensor.kernels.runtime import triton_launch
 from mxtensor.kernels.runtime.native_build import instruction_sets
@@ -124,7 +125,7 @@ def test_views_of_larger_memory_are_read_where_they_are():
 
 
 @needs_compiler
-def test_ranges_of_keys_are_joined(monkeypatch):
+def test_ranges_of_keys_are_joined(monkeypatch, pool):
     q = torch.randn(1, 2, 1, 64) * 3
     (k, k_values), (v, v_values) = (tokens((1, 1, 2000, 64), "mxfp8", 5) for _ in range(2))
     mask = torch.randn(1, 1, 1, 2000) * 10
@@ -241,8 +242,17 @@ def test_other_instruction_sets_give_the_same(level, monkeypatch):
         assert (out - expected).abs().max() <= 4e-6 * expected.abs().max()
 
 
+@pytest.fixture
+def pool(monkeypatch):
+    """Threads that end with the test."""
+    monkeypatch.setattr(casts, "_pool", threads := [])
+    yield
+    for executor in threads:
+        executor.shutdown()
+
+
 @needs_compiler
-def test_threads_share_heads_and_ranges():
+def test_threads_share_heads_and_ranges(pool):
     q = torch.randn(1, 4, 1, 64)
     (k, _), (v, _) = (tokens((1, 2, 3000, 64), "mxfp8", 7) for _ in range(2))
     one = cpu.run(q, k, v, AttentionArgs(0.2))
