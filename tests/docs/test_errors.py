@@ -23,10 +23,14 @@ NEVER_SEEN = {
     # need a folder that exists, and an error of a layer: tests/calibration/test_calibrate.py
     "calibrate: {value} has the state of a calibration with other {value}; pass another folder, or remove it",
     "calibrate: {value}: {value}",
+    # where transformers is not installed, and what transformers catches: tests/integrations/test_kv_cache.py
+    "mx.KVCache needs transformers 5: pip install 'transformers>=5' ({value})",
+    "batch_size: the cache has no tokens yet",
     # caught, and raised with the name of the weight
     "the inputs of the layer are not all finite; calibrate with data that the model can read",
     # they show as the end of "... cannot be read as GGUF", and of "... cannot be read by torch.load"
     "two tensors have the same name",
+    "the bytes of {value} and {value} overlap",
     "the file ends before byte {value} of the header and {value} entries",
     "an array of the header has {value} entries; at most {value} are read",
     "its record {value} is compressed, which torch.save does not do",
