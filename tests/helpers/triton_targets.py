@@ -27,8 +27,8 @@ import torch
 
 from mxtensor.kernels.attention import triton_ranges
 from mxtensor.kernels.attention.spec import AttentionArgs, Tokens
-from mxtensor.kernels.gemm import dot_scaled, fp8_rows, fp8_rows_operand
-from mxtensor.kernels.gemm.spec import Form
+from mxtensor.kernels.gemm import dot_scaled, fp8_rows, fp8_rows_both, fp8_rows_operand
+from mxtensor.kernels.gemm.spec import Form, RowOperand
 from mxtensor.kernels.quantize import triton_columns, triton_common, triton_pair, triton_rows
 from mxtensor.kernels.runtime import triton_launch
 from mxtensor.numerics.cast import Cast
@@ -36,7 +36,9 @@ from mxtensor.numerics.formats import get_format
 from mxtensor.numerics.operand import Operand
 
 TARGETS = (80, 89, 90, 100, 120)
-HOSTS = (triton_common, triton_columns, triton_rows, triton_pair, fp8_rows, fp8_rows_operand, triton_ranges)
+HOSTS = (
+    triton_common, triton_columns, triton_rows, triton_pair, fp8_rows, fp8_rows_both, fp8_rows_operand, triton_ranges,
+)  # fmt: skip
 """The modules that launch casts, products of row-scaled operands, and attention."""
 
 
@@ -143,6 +145,8 @@ POINTERS = {
 }
 BF16, FP32 = torch.bfloat16, torch.float32
 E4M3_PAIR = "cvt.rn.satfinite.e4m3x2.f32"
+WITHOUT_CASTS = ("amax_of_tensor", "extremes_of_both")
+"""Kernels that read values and write none."""
 
 
 def values(rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
@@ -184,16 +188,21 @@ def transposed_values(name: str, dtype: torch.dtype) -> None:
     triton_rows.fake_quantize(values(4096, 4096, dtype).t(), Cast.of(name), dtype)
 
 
-def row_operand(name: str, multiple: int) -> fp8_rows_operand.RowOperand:
+def row_operand(name: str, multiple: int) -> RowOperand:
     """4096x4096 values re-expressed."""
     whole = operand(name)
     made = fp8_rows_operand.empty_rows(4096, 4096, whole.data.device)
-    return fp8_rows_operand.RowOperand(*made, whole.scale, whole.format, (4096, 4096))
+    return RowOperand(*made, whole.scale, whole.format, (4096, 4096))
 
 
 def row_cast(name: str, dtype: torch.dtype, cols: int) -> None:
     """``rows_of_values`` of a matrix with so many columns."""
     fp8_rows_operand.rows_of_values(values(4096, cols, dtype), Cast.of(name))
+
+
+def both_rows(name: str, rows: int, cols: int, rowwise: bool = True) -> None:
+    """``rows_of_both`` of a matrix of this size."""
+    fp8_rows_both.rows_of_both(values(rows, cols, BF16), Cast.of(name), rowwise)
 
 
 def exact(left: str, right: str, bias: bool) -> None:
@@ -264,6 +273,9 @@ CASTS: dict[str, tuple[Callable[[], Any], bool]] = {
     "mxfp8_e5m2 bf16 rows in steps": (lambda: row_cast("mxfp8_e5m2", BF16, 5120), True),
     "mxfp6 fp32 rows": (lambda: row_cast("mxfp6", FP32, 4096), True),
     "mxfp4 bf16 rows": (lambda: row_cast("mxfp4", BF16, 4096), True),
+    "mxfp8 bf16 rows of both": (lambda: both_rows("mxfp8", 4096, 4096), True),
+    "mxfp8 bf16 rows of both tail": (lambda: both_rows("mxfp8", 4112, 4080), True),
+    "mxfp8_e5m2 bf16 rows of the transpose": (lambda: both_rows("mxfp8_e5m2", 4096, 4096, False), False),
     "mxfp8 to rows": (lambda: fp8_rows_operand.rows_of_operand(operand("mxfp8"), 16), True),
     "mxfp6 to rows": (lambda: fp8_rows_operand.rows_of_operand(operand("mxfp6"), 16), True),
     "mxfp4 to rows": (lambda: fp8_rows_operand.rows_of_operand(operand("mxfp4"), 16), True),
@@ -310,6 +322,8 @@ def casts(target: int) -> list[Variant]:
     """The launches of CASTS as the host code makes them, with the tiles and warps of ``triton_tiles.py``."""
     rows: dict[tuple[Any, ...], Variant] = {}
     for label, (call, converts) in CASTS.items():
+        if target < 89 and label.startswith("exact"):
+            continue  # only GPUs with FP8 tensor cores multiply rows
         for kernel, arguments, constants, warps in launches(call, target):
             names = kernel.arg_names
             given = dict(zip(names, arguments, strict=False))
@@ -319,7 +333,7 @@ def casts(target: int) -> list[Variant]:
             signature = {name: kind for name, kind in kinds.items() if kind is not None}
             module = kernel.fn.__module__.rpartition(".")[2]
             function = kernel.fn.__name__
-            needs = (E4M3_PAIR,) if converts and target >= 89 and function != "amax_of_tensor" else ()
+            needs = (E4M3_PAIR,) if converts and target >= 89 and function not in WITHOUT_CASTS else ()
             variant = Variant(
                 f"cast {function} {label} sm_{target}",
                 f"{module}.{function}",

@@ -59,7 +59,7 @@ MIN_ROWS = 128
 MIN_VALUES = 3 << 19
 """Values of the result below which other kernels are as fast, on GPUs whose costs were not measured: on an H200."""
 HALVES = (torch.bfloat16, torch.float16)
-EXACT_TILE = (64, 128, 64, 8)
+EXACT_TILE = (64, 64, 64, 8)
 """(rows, columns, K, warps) of the product of rows beyond the bound."""
 MARKS, PART = 8192, 512
 """Marks of rows that a program counts at a time, and among which it finds the rows of a tile."""
