@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
 
 from ..convert.choose import choose
 from ..convert.configs import Config
 from ..convert.plan import Change, planned
-from ..convert.quantize import convert, inference_recipe
+from ..convert.quantize import convert
 from ..convert.weights import FilterFn
 from ..core.arguments import MODULE, check
 from ..core.progress import with_progress
@@ -23,7 +21,7 @@ from ..tensor.mxtensor import MXTensor
 from ..training.training_weight import values_of
 from .blocks import Stream
 from .methods import Method, method_of
-from .moments import Moments, inputs_of
+from .one_block import parameters, quantized_block, weight_of, weights_in_place
 from .state import State
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -64,7 +62,7 @@ def calibrate(
     changes = planned(model, chosen)
     layers = {change.places[0][0]: change for change in changes if _is_calibrated(change)}
     for change in layers.values():
-        if not values_of(_weight(change)).isfinite().all():
+        if not values_of(weight_of(change)).isfinite().all():
             raise ValueError(f"calibrate: {change.fqn} has values that are not finite; quantize_ can store them")
     batches = list(data)
     stream = Stream(model, batches, layers)
@@ -75,15 +73,14 @@ def calibrate(
         inside = {m: layers[m] for m in stream.block(index).modules() if m in layers}
         done = None if saved is None else saved.load(index)
         if done is None:
-            moments, before = _moments(stream, index, states, before, inside, how)
-            done = {change.fqn: _rounded(change, how, moments[layer]) for layer, change in inside.items()}
+            done = quantized_block(stream, index, states, before, inside, how)
             if saved is not None:
                 saved.save(index, done)
-        elif how.correct and index + 1 < len(stream):
-            before = [stream.run(index, batch, x) for batch, x in enumerate(before)]
         made |= done
         if index + 1 < len(stream):
-            with _weights(inside.values(), done):
+            if how.correct:
+                before = [stream.run(index, batch, x) for batch, x in enumerate(before)]
+            with weights_in_place(inside.values(), parameters(done)):
                 states = [stream.run(index, batch, x) for batch, x in enumerate(states)]
     if len(made) < len(changes):
         _log.info("calibrate: %d of %d weights were rounded to nearest", len(changes) - len(made), len(changes))
@@ -93,58 +90,3 @@ def calibrate(
 def _is_calibrated(change: Change) -> bool:
     module, name = change.places[0]
     return isinstance(module, nn.Linear) and name == "weight" and change.orientation is Orientation.ROWWISE
-
-
-def _weight(change: Change) -> nn.Parameter:
-    module, name = change.places[0]
-    return getattr(module, name)  # type: ignore[no-any-return]
-
-
-def _moments(
-    stream: Stream, index: int, states: Sequence[Any], before: Sequence[Any], inside: dict[nn.Module, Change],
-    how: Method,
-) -> tuple[dict[nn.Module, Moments], list[Any]]:  # fmt: skip
-    """The moments of the inputs of a block's layers, and the outputs of the block in the model before."""
-    moments = {}
-    for layer, change in inside.items():
-        w = _weight(change)
-        moments[layer] = Moments(w.shape[1], w.device, change.recipe.activation, how.correct)
-    outs = []
-    for batch, (x, x_before) in enumerate(zip(states, before, strict=True)):
-        now, out = inputs_of(inside, lambda batch=batch, x=x: stream.run(index, batch, x))  # type: ignore[misc]
-        old = now
-        if how.correct and index:
-            old, out = inputs_of(inside, lambda batch=batch, x=x_before: stream.run(index, batch, x))  # type: ignore[misc]
-        outs.append(out)
-        for layer, inputs in now.items():
-            same = len(old[layer]) == len(inputs)
-            for number, given in enumerate(inputs):
-                moments[layer].add(given, old[layer][number] if same else None)
-    return moments, outs
-
-
-def _rounded(change: Change, how: Method, moments: Moments) -> MXTensor:
-    """The quantized weight, with the recipe that ``quantize_`` would give it."""
-    weight = values_of(_weight(change)).detach()
-    recipe = inference_recipe([module for module, _ in change.places], change.recipe)
-    try:
-        operand = how.operand(weight.to(torch.float32), recipe.stored, moments)
-    except ValueError as error:
-        raise ValueError(f"calibrate: {change.fqn}: {error}") from error
-    return MXTensor(operand, None, recipe, weight.dtype)
-
-
-@contextmanager
-def _weights(changes: Iterable[Change], made: dict[str, MXTensor]) -> Iterator[None]:
-    """The quantized weights in the place of those of the model, for a while."""
-    replaced = []
-    try:
-        for change in changes:
-            original = _weight(change)
-            for module, name in change.places:
-                replaced.append((module, name, original))
-                setattr(module, name, nn.Parameter(made[change.fqn], requires_grad=False))
-        yield
-    finally:
-        for module, name, original in reversed(replaced):
-            setattr(module, name, original)

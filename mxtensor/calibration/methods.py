@@ -10,7 +10,7 @@ from torch import Tensor
 from ..core.arguments import FLAG, SHARE, check, described
 from ..numerics.cast import Cast
 from ..numerics.operand import Operand
-from .gptq import corrected, gptq, inverse_cholesky, nearest
+from .gptq import corrected, gptq, nearest
 from .moments import Moments
 from .scales import multiples_of
 
@@ -68,10 +68,9 @@ class GPTQ:
     def operand(self, w: Tensor, cast: Cast, moments: Moments) -> Operand:
         """See :class:`Method`."""
         multiples = multiples_of(cast.format.scale) if self.search else (1.0,)
-        second = moments.second
-        upper = inverse_cholesky(second, self.damping)
+        upper = moments.inverse_cholesky(self.damping)
         if moments.cross is not None:
-            w = corrected(w, moments.cross, second, self.damping)
+            w = corrected(w, moments.cross, moments.second, upper)
         return gptq(w, upper, cast, multiples)
 
 

@@ -9,7 +9,7 @@ from torch import nn
 import mxtensor as mx
 from mxtensor.calibration.blocks import Stream
 from mxtensor.calibration.methods import GPTQ, BestScales
-from mxtensor.calibration.moments import Moments, inputs_of
+from mxtensor.calibration.moments import Moments, groups_of, inputs_of
 
 
 class Block(nn.Module):
@@ -263,3 +263,41 @@ def test_a_language_model_of_transformers():
     ids = torch.cat(batches(2))
     errors = [(q(ids).logits - reference(ids).logits).norm() for q in (m, rounded)]
     assert errors[0] < 0.9 * errors[1]
+
+
+class Branches(nn.Module):
+    """Two layers of one input, then one of their product, and one that is not called."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up, self.down, self.unused = (nn.Linear(32, 32) for _ in range(4))
+
+    def forward(self, x):
+        return self.down(self.gate(x).sigmoid() * self.up(x))
+
+
+def test_layers_of_one_input_are_a_group_in_the_order_of_their_calls():
+    m = Branches()
+    layers = [m.unused, m.down, m.up, m.gate]
+    groups = groups_of(layers, lambda: m(torch.randn(3, 32)))
+    assert [group.layers for group in groups] == [[m.gate, m.up], [m.down], [m.unused]]
+    assert [group.once for group in groups] == [True, True, False]
+    twice = groups_of(layers, lambda: m(m(torch.randn(3, 32))))
+    assert [group.layers for group in twice] == [[m.gate, m.up], [m.down], [m.unused]] and not twice[0].once
+    found, out = inputs_of([m.gate, m.up], lambda: m(torch.ones(3, 32)), stop=True)
+    assert out is None and found[m.gate][0] is found[m.up][0]
+
+
+@pytest.mark.parametrize("format", ["mxfp4-weight-only", "mxfp4"])
+def test_a_layer_is_calibrated_on_the_outputs_of_the_quantized_layers_before_it_in_its_block(format):
+    m, method = model(), GPTQ(correct=True)
+    got = mx.calibrate(copy.deepcopy(m), batches(), format, method)
+    w = got.layers[0].down.weight
+    moments = Moments(64, w.device, w.recipe.activation, correct=True)
+    for ids in batches():
+        now, before = (
+            inputs_of([model.layers[0].down], lambda ids=ids, model=model: model(ids))[0] for model in (got, m)
+        )
+        moments.add_calls(now[got.layers[0].down], before[m.layers[0].down])
+    expected = method.operand(m.layers[0].down.weight, w.recipe.stored, moments)
+    assert all(torch.equal(a, b) for a, b in zip(w.rowwise.tensors, expected.tensors, strict=True))
