@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from ..core.arguments import FLAG, SHARE, check, described
+from ..kernels.quantize.select import quantize_operand
 from ..numerics.cast import Cast
 from ..numerics.operand import Operand
 from .gptq import corrected, gptq, nearest
 from .moments import Moments
 from .scales import multiples_of
+from .smoothing import SmoothQuant
 
 
 class Method(Protocol):
@@ -21,6 +23,10 @@ class Method(Protocol):
     @property
     def correct(self) -> bool:
         """Whether the model before quantization runs as well, for ``Moments.cross``."""
+
+    @property
+    def looks(self) -> bool:
+        """Whether it looks at the moments of inputs."""
 
     def operand(self, w: Tensor, cast: Cast, moments: Moments) -> Operand:
         """``w`` (rows, cols; float32) as codes and scales."""
@@ -36,6 +42,11 @@ class BestScales:
     weighted: bool = True
     correct = False
 
+    @property
+    def looks(self) -> bool:
+        """See :class:`Method`."""
+        return self.weighted
+
     def __post_init__(self) -> None:
         check("BestScales", "weighted", self.weighted, FLAG)
 
@@ -45,6 +56,17 @@ class BestScales:
         if importance is not None and not importance.any():  # a layer without an input
             importance = None
         return nearest(w, cast, multiples_of(cast.format.scale), importance)
+
+
+@dataclass(frozen=True)
+class Nearest:
+    """As ``quantize_`` rounds."""
+
+    correct = looks = False
+
+    def operand(self, w: Tensor, cast: Cast, moments: Moments) -> Operand:
+        """See :class:`Method`."""
+        return quantize_operand(w, cast)
 
 
 @dataclass(frozen=True)
@@ -59,6 +81,7 @@ class GPTQ:
     damping: float = 0.01
     search: bool = True
     correct: bool = True
+    looks = True
 
     def __post_init__(self) -> None:
         check("GPTQ", "damping", self.damping, SHARE)
@@ -74,17 +97,39 @@ class GPTQ:
         return gptq(w, upper, cast, multiples)
 
 
-METHODS: dict[str, Method] = {"mse": BestScales(), "gptq": GPTQ()}
+Step = BestScales | GPTQ | SmoothQuant
+"""What a method consists of."""
+METHODS: dict[str, Step] = {"mse": BestScales(), "gptq": GPTQ(), "smooth": SmoothQuant()}
 
 
-def method_of(method: Any) -> Method:
-    """The method with this name, or the object itself. Raises ValueError or TypeError with the choices."""
-    if isinstance(method, (BestScales, GPTQ)):
+class Steps(NamedTuple):
+    """What happens to each block."""
+
+    transforms: tuple[SmoothQuant, ...]
+    rounding: Method
+
+
+def steps_of(method: Any) -> Steps:
+    """The steps with these names, or the objects themselves, one or a list. Raises ValueError or TypeError."""
+    steps = [_step(one) for one in (method if isinstance(method, (list, tuple)) else (method,))]
+    rounding = [step for step in steps if not isinstance(step, SmoothQuant)]
+    if len(rounding) > 1 or rounding != steps[len(steps) - len(rounding) :]:
+        raise ValueError(
+            f"calibrate: method is {described(method)}; at most one of its steps rounds (GPTQ, BestScales), and it is "
+            "the last"
+        )
+    transforms = tuple(step for step in steps if isinstance(step, SmoothQuant))
+    return Steps(transforms, rounding[0] if rounding else Nearest())
+
+
+def _step(method: Any) -> Step:
+    if isinstance(method, (BestScales, GPTQ, SmoothQuant)):
         return method
     names = ", ".join(map(repr, METHODS))
     if not isinstance(method, str):
         raise TypeError(
-            f"calibrate: method is {described(method)}; pass {names}, or an mx.GPTQ or mx.BestScales object"
+            f"calibrate: method is {described(method)}; pass {names}, an mx.GPTQ, mx.BestScales or mx.SmoothQuant "
+            "object, or a list of them"
         )
     if method not in METHODS:
         raise ValueError(f"calibrate: there is no method {method!r}; choose one of {names}")

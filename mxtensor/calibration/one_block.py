@@ -5,12 +5,12 @@ Layers that get the same input, such as the projections to queries, keys and val
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..convert.plan import Change
 from ..convert.quantize import inference_recipe
@@ -18,6 +18,7 @@ from ..numerics.cast import Cast
 from ..tensor.mxtensor import MXTensor
 from ..training.training_weight import values_of
 from .blocks import Stream
+from .edits import Edit, in_place
 from .methods import Method
 from .moments import Group, Inputs, Moments, groups_of, inputs_of
 
@@ -28,24 +29,15 @@ def weight_of(change: Change) -> nn.Parameter:
     return getattr(module, name)  # type: ignore[no-any-return]
 
 
-@contextmanager
-def weights_in_place(changes: Collection[Change], weights: Mapping[str, nn.Parameter]) -> Iterator[None]:
-    """These weights, by name, in the place of those of the model, for a while."""
-    replaced = []
-    try:
-        for change in changes:
-            for module, name in change.places:
-                replaced.append((module, name, getattr(module, name)))
-                setattr(module, name, weights[change.fqn])
-        yield
-    finally:
-        for module, name, original in reversed(replaced):
-            setattr(module, name, original)
-
-
-def parameters(made: Mapping[str, MXTensor]) -> dict[str, nn.Parameter]:
-    """Quantized weights as parameters."""
-    return {name: nn.Parameter(weight, requires_grad=False) for name, weight in made.items()}
+def placed(changes: Iterable[Change], weights: Mapping[str, Tensor]) -> list[Edit]:
+    """Weights by name in all places of their changes, as frozen parameters. Names without a weight are left out."""
+    edits = []
+    for change in changes:
+        if change.fqn in weights:
+            weight = weights[change.fqn]
+            parameter = weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight, requires_grad=False)
+            edits += [Edit(module, name, parameter) for module, name in change.places]
+    return edits
 
 
 def quantized_block(
@@ -66,10 +58,10 @@ def quantized_block(
         def inputs(batch: int, state: Any) -> Inputs:
             return inputs_of(firsts, lambda: stream.run(index, batch, state), group.once)[0]
 
-        for batch, state in enumerate(states):
+        for batch, state in enumerate(states if how.looks else ()):
             now = before_now = inputs(batch, state)
             if how.correct and (index or made):
-                with weights_in_place(layers.values(), originals):
+                with in_place(placed(layers.values(), originals)):
                     before_now = inputs(batch, before[batch])
             for layer in firsts:
                 moments[layer].add_calls(now[layer], before_now[layer])
@@ -78,10 +70,9 @@ def quantized_block(
     with ExitStack() as quantized:
         for group in groups_of(layers, lambda: stream.run(index, 0, states[0])):
             moments = moments_of(group)
-            changes = [layers[layer] for layer in group.layers]
             done = {layers[layer].fqn: _rounded(layers[layer], how, moments[layer]) for layer in group.layers}
             made |= done
-            quantized.enter_context(weights_in_place(changes, parameters(done)))
+            quantized.enter_context(in_place(placed(layers.values(), done)))
     return made
 
 

@@ -240,12 +240,12 @@ FAULTS = (
           "report"),
     # calibration
     Fault("errors of a column do not reach the columns of later groups", "calibration/gptq.py",
-          "w[:, end:] -= errors @", "w[:, end:] -= 0 * errors @",
+          "errors[: end - begin], alpha=-1)", "errors[: end - begin], alpha=0)",
           "calibration/test_rounding.py calibration"),
     Fault("blocks run on the outputs before quantization", "calibration/calibrate.py",
-          "with _weights(inside.values(), done):", "with _weights((), done):",
+          "with weights_in_place(inside.values(), parameters(done)):", "with weights_in_place((), parameters(done)):",
           "calibration/test_calibrate.py calibration"),
-    Fault("an error leaves the quantized weights of a block in the model", "calibration/calibrate.py",
+    Fault("an error leaves the quantized weights of a block in the model", "calibration/one_block.py",
           "for module, name, original in reversed(replaced):", "for module, name, original in ():",
           "calibration/test_calibrate.py calibration"),
     # checkpoints, integrations, the command
