@@ -42,7 +42,8 @@ WINDOWS = {"documentation": 6, "novel": 4}
 FORMATS = ("nvfp4-weight-only", "mxfp4-weight-only", "mxfp4")
 METHODS: dict[str, Any] = {
     "nearest": None, "mse": "mse", "smooth": "smooth", "gptq": "gptq", "smooth+gptq": ["smooth", "gptq"],
-    "smooth+gptq alone": ["smooth", mx.GPTQ(correct=False)],
+    "smooth+gptq alone": ["smooth", mx.GPTQ(correct="none")],
+    "X": ["smooth", mx.GPTQ(damping=0.2)],
 }  # fmt: skip
 """What ``mx.calibrate`` takes; None is ``mx.quantize_``."""
 BATCH = 8

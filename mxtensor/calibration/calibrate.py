@@ -108,7 +108,7 @@ def _all_blocks(
                 saved.save(index, done)
         every |= done
         if index + 1 < len(stream):
-            if steps.rounding.correct:
+            if steps.rounding.correct == "model":
                 before = [stream.run(index, batch, x) for batch, x in enumerate(before)]
             with in_place([*placed(inside.values(), done), *_edits(model, done)]):
                 states = [stream.run(index, batch, x) for batch, x in enumerate(states)]

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from ..core.arguments import FLAG, SHARE, check, described
+from ..core.arguments import FLAG, SHARE, TEXT, check, described
 from ..kernels.quantize.select import quantize_operand
 from ..numerics.cast import Cast
 from ..numerics.operand import Operand
@@ -16,13 +16,16 @@ from .moments import Moments
 from .scales import multiples_of
 from .smoothing import SmoothQuant
 
+CORRECT = ("model", "cast", "none")
+"""What a weight makes up for: that its input is not that of the model before, that it is rounded, or neither."""
+
 
 class Method(Protocol):
     """How a weight is rounded."""
 
     @property
-    def correct(self) -> bool:
-        """Whether the model before quantization runs as well, for ``Moments.cross``."""
+    def correct(self) -> str:
+        """What the inputs of ``Moments.cross`` are (CORRECT); the model before quantization runs for "model" only."""
 
     @property
     def looks(self) -> bool:
@@ -40,7 +43,7 @@ class BestScales:
     """
 
     weighted: bool = True
-    correct = False
+    correct = "none"
 
     @property
     def looks(self) -> bool:
@@ -62,7 +65,8 @@ class BestScales:
 class Nearest:
     """As ``quantize_`` rounds."""
 
-    correct = looks = False
+    correct = "none"
+    looks = False
 
     def operand(self, w: Tensor, cast: Cast, moments: Moments) -> Operand:
         """See :class:`Method`."""
@@ -74,19 +78,22 @@ class GPTQ:
     """``"gptq"``: columns are rounded one by one, and each one's error is made up for by those after it.
 
     ``damping``: what is added to the diagonal of the second moment of the inputs, as a share of its mean. ``search``:
-    the scale of each block has the least squared error; False: it is the one that a cast would choose. ``correct``: the
-    weight makes up for the errors of its inputs, too, those of the layers before and of a cast of activations.
+    the scale of each block has the least squared error; False: it is the one that a cast would choose. ``correct``: what
+    else the weight makes up for, by least squares before it is rounded: "model", the errors that its input has from the
+    quantized layers before and from the cast of activations; "cast", those of the cast; "none".
     """
 
     damping: float = 0.01
     search: bool = True
-    correct: bool = True
+    correct: str = "model"
     looks = True
 
     def __post_init__(self) -> None:
         check("GPTQ", "damping", self.damping, SHARE)
         check("GPTQ", "search", self.search, FLAG)
-        check("GPTQ", "correct", self.correct, FLAG)
+        check("GPTQ", "correct", self.correct, TEXT)
+        if self.correct not in CORRECT:
+            raise ValueError(f"GPTQ: correct is {self.correct!r}; choose one of {', '.join(map(repr, CORRECT))}")
 
     def operand(self, w: Tensor, cast: Cast, moments: Moments) -> Operand:
         """See :class:`Method`."""

@@ -60,7 +60,7 @@ def quantized_block(
 
         for batch, state in enumerate(states if how.looks else ()):
             now = before_now = inputs(batch, state)
-            if how.correct and (index or made):
+            if how.correct == "model" and (index or made):
                 with in_place(placed(layers.values(), originals)):
                     before_now = inputs(batch, before[batch])
             for layer in firsts:
@@ -84,9 +84,13 @@ def _moments(group: dict[nn.Module, Change], how: Method) -> tuple[dict[nn.Modul
         cast = change.recipe.activation
         if cast not in shared:
             w = weight_of(change)
-            shared[cast] = Moments(w.shape[1], w.device, cast, how.correct)
+            shared[cast] = Moments(w.shape[1], w.device, cast, _has_cross(how, cast))
             firsts.append(layer)
     return {layer: shared[change.recipe.activation] for layer, change in group.items()}, firsts
+
+
+def _has_cross(how: Method, activation: Cast | None) -> bool:
+    return how.correct == "model" or (how.correct == "cast" and activation is not None)
 
 
 def _rounded(change: Change, how: Method, moments: Moments) -> MXTensor:

@@ -95,14 +95,14 @@ def test_outputs_are_nearer_than_by_rounding_to_nearest(form, format):
 
 def test_the_scales_are_those_of_a_cast_if_asked():
     m = model()
-    got = mx.calibrate(copy.deepcopy(m), batches(), "mxfp8-weight-only", GPTQ(search=False, correct=False))
+    got = mx.calibrate(copy.deepcopy(m), batches(), "mxfp8-weight-only", GPTQ(search=False, correct="none"))
     assert not same(got, mx.quantize_(copy.deepcopy(m), "mxfp8-weight-only"))
     assert error(got, m) < error(mx.quantize_(copy.deepcopy(m), "mxfp8-weight-only"), m)
 
 
 @pytest.mark.parametrize("format", ["mxfp4-weight-only", "nvfp4"])
 def test_a_block_is_calibrated_on_the_outputs_of_the_quantized_blocks_before(format):
-    m, method = model(), GPTQ(correct=False)
+    m, method = model(), GPTQ(correct="none")
     got = mx.calibrate(copy.deepcopy(m), batches(), format, method)
     w = got.layers[2].up.weight
     moments = Moments(32, w.device, w.recipe.activation, correct=False)
@@ -218,6 +218,7 @@ def spoiled(value):
         ),
         (lambda: GPTQ(damping=-1), ValueError, "damping"),
         (lambda: GPTQ(search=2), TypeError, "search"),
+        (lambda: GPTQ(correct="all"), ValueError, "correct is 'all'; choose one of 'model', 'cast', 'none'"),
         (lambda: BestScales(weighted=None), TypeError, "weighted"),
     ],
 )
@@ -290,7 +291,7 @@ def test_layers_of_one_input_are_a_group_in_the_order_of_their_calls():
 
 @pytest.mark.parametrize("format", ["mxfp4-weight-only", "mxfp4"])
 def test_a_layer_is_calibrated_on_the_outputs_of_the_quantized_layers_before_it_in_its_block(format):
-    m, method = model(), GPTQ(correct=True)
+    m, method = model(), GPTQ(correct="model")
     got = mx.calibrate(copy.deepcopy(m), batches(), format, method)
     w = got.layers[0].down.weight
     moments = Moments(64, w.device, w.recipe.activation, correct=True)
@@ -301,3 +302,25 @@ def test_a_layer_is_calibrated_on_the_outputs_of_the_quantized_layers_before_it_
         moments.add_calls(now[got.layers[0].down], before[m.layers[0].down])
     expected = method.operand(m.layers[0].down.weight, w.recipe.stored, moments)
     assert all(torch.equal(a, b) for a, b in zip(w.rowwise.tensors, expected.tensors, strict=True))
+
+
+def test_a_weight_makes_up_for_the_cast_of_its_input():
+    m, method = model(), GPTQ(correct="cast")
+    got = mx.calibrate(copy.deepcopy(m), batches(), "mxfp4", method)
+    layer = m.layers[0].up
+    x = torch.cat([inputs_of([layer], lambda ids=ids: m(ids))[0][layer][0].flatten(0, -2) for ids in batches()])
+    rounded = mx.quantize(x, "mxfp4").dequantize()
+    h = rounded.T @ rounded + 0.01 * rounded.square().sum(0).mean() * torch.eye(32)
+    wanted = layer.weight + layer.weight @ ((x - rounded).T @ rounded) @ torch.linalg.inv(h)
+    only = Moments(32, x.device, got.layers[0].up.weight.recipe.activation, correct=False)
+    only.add(x)
+    expected = GPTQ(correct="none").operand(wanted, got.layers[0].up.weight.recipe.stored, only)
+    same = expected.data == got.layers[0].up.weight.rowwise.data
+    assert same.float().mean() > 0.99 and not torch.equal(wanted, layer.weight)
+    weights_only = [
+        mx.calibrate(copy.deepcopy(m), batches(), "mxfp4-weight-only", GPTQ(correct=c)) for c in ("cast", "none")
+    ]
+    assert all(
+        torch.equal(a.rowwise.data, b.rowwise.data)
+        for a, b in zip(*(weights(q).values() for q in weights_only), strict=True)
+    )
