@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import json
 import logging
 import pydoc
 import time
@@ -26,7 +27,7 @@ from torch import Tensor
 import mxtensor as mx
 from benchmarks import harness
 from examples import smollm2
-from examples.minilm import SENTENCES, load_sentences
+from examples.minilm import SENTENCES, columns, load_sentences
 from mxtensor.report import quality
 from mxtensor.report.quality import WINDOW, Quality
 
@@ -41,9 +42,8 @@ WINDOWS = {"documentation": 6, "novel": 4}
 """Windows of each text that are predicted."""
 FORMATS = ("nvfp4-weight-only", "mxfp4-weight-only", "mxfp4")
 METHODS: dict[str, Any] = {
-    "nearest": None, "mse": "mse", "smooth": "smooth", "gptq": "gptq", "smooth+gptq": ["smooth", "gptq"],
-    "smooth+gptq alone": ["smooth", mx.GPTQ(correct="none")],
-    "X": ["smooth", mx.GPTQ(damping=0.2)],
+    "nearest": None, "mse": "mse", "smooth": "smooth", "gptq": "gptq", "gptq cast": mx.GPTQ(correct="cast"),
+    "smooth+gptq cast": ["smooth", mx.GPTQ(correct="cast")],
 }  # fmt: skip
 """What ``mx.calibrate`` takes; None is ``mx.quantize_``."""
 BATCH = 8
@@ -110,20 +110,30 @@ class Measure:
         return Row(format, method, mx.model_size(small).bits, seconds, self.quality(small))
 
 
-def table(rows: Sequence[Row]) -> str:
-    """Each row, and the share of the KL of rounding to nearest that is gone."""
+def read(path: Path) -> list[Row]:
+    """The rows of a record."""
+    rows = json.loads(path.read_text())["rows"]
+    return [Row(**row | {"quality": {name: Quality(**q) for name, q in row["quality"].items()}}) for row in rows]
+
+
+HEADER = [
+    "format", "method", "bits/value", "seconds",
+    *(f"{name}: {figure}" for name in WINDOWS for figure in ("perplexity", "KL", "share of KL gone")),
+]  # fmt: skip
+
+
+def cells(rows: Sequence[Row]) -> list[list[str]]:
+    """A line for each row, with the share of the KL of rounding to nearest that is gone."""
     nearest = {(row.format, name): q.kl for row in rows if row.method == "nearest" for name, q in row.quality.items()}
-    lines = [f"{'format':18} {'method':16} bits/value   time" + "".join(f"  {name:>36}" for name in WINDOWS)]
-    lines.append(" " * 52 + f"  {'perplexity, KL (share gone)':>36}" * len(WINDOWS))
+    lines = []
     for row in rows:
-        line = f"{row.format:18} {row.method:16} {row.bits:10.2f} {row.seconds:5.0f}s"
+        line = [row.format, row.method, f"{row.bits:.2f}", f"{row.seconds:.0f}"]
         for name, q in row.quality.items():
             base = nearest.get((row.format, name))
-            gone = "" if base is None else f" ({1 - q.kl / base:4.0%})"
-            cell = f"{q.perplexity:.2f}, {q.kl:.4f} +- {q.kl_error:.4f}{gone}"
-            line += f"  {cell:>36}"
+            gone = "" if base is None or row.method == "nearest" else f"{1 - q.kl / base:.0%}"
+            line += [f"{q.perplexity:.2f}", f"{q.kl:.4f} +- {q.kl_error:.4f}", gone]
         lines.append(line)
-    return "\n".join(lines)
+    return lines
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -131,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     description = (__doc__ or "").partition("\n")[0]
     parser = argparse.ArgumentParser(prog="python -m benchmarks.calibration", description=description)
     add = parser.add_argument
-    add("--json", type=Path, help="write the figures to this file")
+    add("--json", type=Path, help="write the figures to this file; rows that it has of other methods stay")
     add("--formats", nargs="+", default=FORMATS, metavar="NAME", help="what quantize_ takes")
     add("--methods", nargs="+", default=tuple(METHODS), choices=tuple(METHODS), metavar="NAME", help=", ".join(METHODS))
     add("--sequences", type=int, default=64, help=f"of {WINDOW} tokens, for calibration (64)")
@@ -150,13 +160,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         data = calibration_data(model, tokenizer, args.sequences)
         if args.cache is not None:
             torch.save(data, args.cache)
-    rows: list[Row] = []
+    rows = read(args.json) if args.json is not None and args.json.exists() else []
     for format in args.formats:
         for method in args.methods:
-            rows.append(measure.row(format, method, data))
-            print(table(rows[-1:]).splitlines()[-1], flush=True)
+            new = measure.row(format, method, data)
+            rows = [row for row in rows if (row.format, row.method) != (format, method)] + [new]
+            rows.sort(key=lambda row: (row.format, list(METHODS).index(row.method)))
+            print(columns(HEADER, [line for line in cells(rows) if line[:2] == [format, method]]), flush=True)
             harness.write_json(args.json, rows, sequences=sum(map(len, data)), window=WINDOW)
-    print(table(rows))
+    print(f"\n{columns(HEADER, cells(rows))}")
 
 
 if __name__ == "__main__":

@@ -78,9 +78,9 @@ class GPTQ:
     """``"gptq"``: columns are rounded one by one, and each one's error is made up for by those after it.
 
     ``damping``: what is added to the diagonal of the second moment of the inputs, as a share of its mean. ``search``:
-    the scale of each block has the least squared error; False: it is the one that a cast would choose. ``correct``: what
-    else the weight makes up for, by least squares before it is rounded: "model", the errors that its input has from the
-    quantized layers before and from the cast of activations; "cast", those of the cast; "none".
+    the scale of each block has the least squared error; False: it is the one that a cast would choose. ``correct``:
+    what else the weight makes up for, by least squares before it is rounded: "model", the errors that its input has
+    from the quantized layers before and from the cast of activations; "cast", those of the cast; "none".
     """
 
     damping: float = 0.01
