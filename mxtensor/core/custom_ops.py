@@ -6,6 +6,7 @@ launch. An op here must not return an input or a view of one, and has no gradien
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -26,9 +27,8 @@ def define(name: str) -> Callable[[Op], Op]:
 
     def decorate(function: Op) -> Op:
         space, _, short = name.partition("::")
-        LIBRARY.define(
-            short + torch.library.infer_schema(function, mutates_args=()), tags=(torch.Tag.pt2_compliant_tag,)
-        )
+        schema = torch.library.infer_schema(inspect.unwrap(function), mutates_args=())
+        LIBRARY.define(short + schema, tags=(torch.Tag.pt2_compliant_tag,))
         LIBRARY.impl(short, function, "CompositeExplicitAutograd")
         op: Op = getattr(getattr(torch.ops, space), short).default
         return op

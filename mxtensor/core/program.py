@@ -19,7 +19,8 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     aten.addmm.default: torch.addmm, aten.bmm.default: torch.bmm, aten.mm.default: torch.mm, aten.t.default: torch.t,
     aten.transpose.int: torch.transpose, aten.view.default: Tensor.view, aten.view.dtype: Tensor.view,
     aten.select.int: torch.select, aten._scaled_mm.default: torch._scaled_mm, aten.detach.default: torch.detach,
-    aten.mul.Tensor: torch.mul, aten.zero_.default: torch.zero_, aten.expand.default: Tensor.expand,
+    aten.mul.Tensor: torch.mul, aten.zero_.default: torch.zero_, aten.zeros.default: torch.zeros,
+    aten.expand.default: Tensor.expand,
 }  # fmt: skip
 """Op -> a function of torch with the same arguments, which costs the host less than a call of the op."""
 PLAIN = (int, float, bool, str, type(None))

@@ -12,13 +12,17 @@ the largest s of its row, over the blocks that are not zero:
 | e2m1 | 6 | 14 | nothing |
 | e2m3 | 5 | 11 | nothing |
 | e3m2 | 4 | 9 | nothing |
-| e4m3 | 0 | 8 | values below 2^-6 of the row scale, by at most 2^-10 of it |
-| e5m2 | -7 | 8 | the same |
+| e4m3 | 0 | 12 | values below 2^-6 of the row scale, by at most 2^-10 of it |
+| e5m2 | -7 | 12 | the same |
 
-2^-10 of the row scale is at most 2^-9 of the largest value of the block, half a unit in bfloat16's last place: with
-d = 8 a block whose largest code is at least 2^(emax - 1), as every scale rule but a clamped one makes it, has a largest
-value of 2^(7 - 8) of the row scale or more. A row that is beyond the bound is marked. Its codes are those of the
-operand, under their own scales, and its row scale is NaN.
+2^-10 of the row scale is at most 2^-5 of the largest value of the block, half of what rounding to three mantissa bits
+has changed already: with d = 12 a block whose largest code is at least 2^(emax - 1), as every scale rule but a clamped
+one makes it, has a largest value of 2^(7 - 12) of the row scale or more. A row that is beyond the bound is marked. Its
+codes are those of the operand, under their own scales, and its row scale is NaN.
+
+In training the distance between blocks has no limit (``any_distance``): each value changes by at most 2^-10 of the row
+scale, which is 2^-17 of the largest value of its row or less. Gradients need that: those of the first token of a causal
+model span 30 octaves.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ from .elements import decode_elements, decode_packed
 from .formats import E4M3, E8M0, FULL, Format
 from .operand import Operand
 
-LOSSY_OCTAVES = 8
+LOSSY_OCTAVES = 12
 """The largest d of elements that E4M3 cannot move without loss."""
 LOSS = 2.0**-10
 """Of the row scale: half of E4M3's smallest step, by which a value changes at most."""
@@ -51,7 +55,7 @@ class RowScaled(NamedTuple):
 
     codes: Tensor
     scale: Tensor
-    """NaN for a row beyond the bound, and for a row with a NaN scale."""
+    """NaN for a row beyond the bound, and for a row with a NaN scale, whose codes mean nothing."""
     beyond: Tensor
     """1 for a row beyond the bound: codes are those of the operand, one byte each; E5M2 in E5M2, others in E4M3."""
 
@@ -71,12 +75,13 @@ def shift_of(element: ElementFormat) -> Shift:
     if element.max * 2.0**up > E4M3.max:
         up -= 1
     step = 1 - element.bias - element.mantissa_bits  # the smallest element is 2^step
-    return Shift(up, max(LOWEST_STEP + step + up, LOSSY_OCTAVES))
+    octaves = LOWEST_STEP + step + up
+    return Shift(up, octaves if octaves > 0 else LOSSY_OCTAVES)
 
 
 def is_exact(element: ElementFormat) -> bool:
     """Whether no value of a row within the bound changes."""
-    return shift_of(element).octaves > LOSSY_OCTAVES
+    return element.bits < 8
 
 
 def why_not(format: Format) -> str | None:
@@ -119,8 +124,11 @@ def _exponents(operand: Operand) -> tuple[Tensor, Tensor, Tensor]:
     return (bits >> 23) & 0xFF, nan, ~(power | (bits == 0x00400000) | nan)
 
 
-def row_scaled(operand: Operand) -> RowScaled:
-    """A matrix of a format that ``why_not`` accepts, re-expressed. Plain torch on any device."""
+def row_scaled(operand: Operand, any_distance: bool = False) -> RowScaled:
+    """A matrix of a format that ``why_not`` accepts, re-expressed. Plain torch on any device.
+
+    ``any_distance``: no row is beyond the bound because of the distance between its blocks.
+    """
     element, (up, octaves) = operand.format.element, shift_of(operand.format.element)
     codes = element_codes(operand)
     exponent, nan, odd = (_of_each_value(t, operand) for t in _exponents(operand))
@@ -128,7 +136,7 @@ def row_scaled(operand: Operand) -> RowScaled:
     if element.bits == 8 and element.mantissa_bits == 2:
         odd = odd | ((codes & 0x7F) >= 0x7C)  # E4M3 has no infinity
     top = torch.where(live, exponent, -1).amax(1, keepdim=True)
-    low = torch.where(live, exponent, 1000).amin(1, keepdim=True)
+    low = top if any_distance else torch.where(live, exponent, 1000).amin(1, keepdim=True)
     nan_row, zero = nan.any(1, keepdim=True), top < 0
     top = top.clamp(min=127 + up - MAX_EXPONENT)
     beyond = (top - low > octaves) | (top - 127 - up > MAX_EXPONENT) | (odd & live).any(1, keepdim=True)

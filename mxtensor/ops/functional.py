@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,7 @@ from torch import Tensor
 from ..core.compat import any_autocast_is_active, functorch_interpreter
 from ..core.dispatch import implements_function
 from ..core.plan import PLANS
+from ..core.repeated import DEVICES
 from ..core.select import is_observed
 from ..core.shapes import as_matrix
 from ..core.torch_autocast import torch_autocasts
@@ -22,7 +24,7 @@ from ..numerics.operand import Operand
 from ..tensor.mxtensor import MXTensor
 from .matmul import Side, gemm_operands, preference
 from .matmul import linear as linear_rule
-from .repeated import DEVICES, Repeated, repeated
+from .repeated import RepeatedProduct, repeated
 
 aten = torch.ops.aten
 
@@ -73,8 +75,9 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, **out: Ten
         plan = PLANS.get(key)
         if plan is not None and plan.launch is not None:
             launch = plan.launch
-            if type(launch) is Repeated:
-                return launch(input, operand, bias, lambda: linear_rule(aten.linear.default, (input, weight, bias), {}))
+            if type(launch) is RepeatedProduct:
+                work = partial(linear_rule, aten.linear.default, (input, weight, bias), {})
+                return launch.product(input, operand, bias, work)
             return launch(input)  # type: ignore[no-any-return]
         key = key if plan is None else None
     product: Tensor = linear_rule(aten.linear.default, (input, weight, bias), {})

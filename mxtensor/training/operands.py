@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.gemm.spec import Form, GemmOperand, Unquantized
+from ..kernels.gemm.spec import Form, GemmOperand, RowOperand, Unquantized, row_operand_of
 from ..kernels.quantize.hadamard import rotated
 from ..kernels.quantize.select import dequantize_operand, quantize_operand
 from ..kernels.quantize.select_pair import cast_pair
@@ -19,7 +19,9 @@ from ..tensor.mxtensor import MXTensor
 from .training_weight import values_of
 
 Want = Form | torch.dtype | None
-"""The form in which a copy is wanted: Form.CODES, the dtype of its values, or None for no copy."""
+"""The form in which a copy is wanted: Form.CODES, Form.ROWS, the dtype of its values, or None for no copy."""
+SAVED = (Form.CODES, Form.ROWS)
+"""Forms of one byte a value or less, which are saved for the backward pass."""
 
 
 class Scales(NamedTuple):
@@ -42,9 +44,13 @@ def scales_of(scales: Scales | None, index: int) -> tuple[Tensor, ...]:
 # ---------------------------------------------------------------------------------------------- one matrix
 
 
+def _form(want: Want) -> Form | None:
+    return Form.VALUES if isinstance(want, torch.dtype) else want
+
+
 def _copy(x: Tensor, cast: Cast, want: Want, side: int, scales: tuple[Tensor, ...]) -> GemmOperand:
     """One copy of a matrix, rowwise (0) or columnwise (1)."""
-    form = Form.VALUES if isinstance(want, torch.dtype) else Form.CODES
+    form = _form(want)
     dtype = want if isinstance(want, torch.dtype) else torch.bfloat16
     rowwise, columnwise = (form, None) if side == 0 else (None, form)
     gemm_operand = cast_pair(x, cast, rowwise, columnwise, dtype, *scales)[side]
@@ -60,8 +66,8 @@ def copies(
     twice = _rounds_twice(casts)
     if None not in wants and row is not None and row == column and casts.signs is None and not twice:
         dtypes = {want for want in wants if isinstance(want, torch.dtype)}
-        if len(dtypes) < 2:
-            first, second = (Form.VALUES if isinstance(want, torch.dtype) else Form.CODES for want in wants)
+        first, second = map(_form, wants)
+        if len(dtypes) < 2 and (first is second or Form.ROWS not in (first, second)):
             return list(cast_pair(x, row, first, second, next(iter(dtypes), torch.bfloat16), *scales))
     out: list[GemmOperand | None] = [None, None]
     if wants[0] is not None:
@@ -171,12 +177,16 @@ class SavedOperand(NamedTuple):
     tensors: int
     format: Any = None
     shape: tuple[int, ...] = ()
+    row_scaled: bool = False
 
     def gemm_operand(self, saved: Iterator[Tensor]) -> Any:
         """The operand, from the tensors that were saved."""
         mine = [next(saved) for _ in range(self.tensors)]
         if self.format is None:
             return mine[0] if mine else None
+        if self.row_scaled:
+            rows, cols = self.shape
+            return row_operand_of(mine, self.format, (rows, cols))
         return Operand.from_tensors(mine, self.format, self.shape)
 
 
@@ -186,6 +196,8 @@ def saved(gemm_operand: GemmOperand | None) -> tuple[SavedOperand, list[Tensor]]
         return SavedOperand(0), []
     if isinstance(gemm_operand, Tensor):
         return SavedOperand(1), [gemm_operand]
+    if isinstance(gemm_operand, RowOperand):
+        return SavedOperand(4, gemm_operand.format, gemm_operand.shape, True), [*gemm_operand[:4]]
     assert isinstance(gemm_operand, Operand)
     tensors = gemm_operand.tensors
     return SavedOperand(len(tensors), gemm_operand.format, gemm_operand.shape), [*tensors]

@@ -7,7 +7,7 @@
 A bias wider than the result is rounded to the dtype of the result first, as under torch.autocast.
 
 Each tensor is cast once for both of its products, from its high-precision values. A copy that its kernel multiplies as
-values (``select.values_dtype``) is written as values. A copy that is saved for the backward pass is saved as codes:
+values (``select.wanted_form``) is written as values. A copy that is saved for the backward pass is saved as codes:
 about half the bytes of the bfloat16 input that torch would save.
 """
 
@@ -25,7 +25,7 @@ from ..core.kernel import Spec
 from ..core.shapes import as_matrix
 from ..core.tracing import is_traced
 from ..kernels.gemm import emulated
-from ..kernels.gemm.select import gemm, plan_of, values_dtype
+from ..kernels.gemm.select import gemm, plan_of, wanted_form
 from ..kernels.gemm.spec import Form, GemmArgs, GemmOperand, data_of
 from ..numerics.operand import Operand
 from ..recipe.kernel_preference import KernelPreference
@@ -33,6 +33,7 @@ from ..recipe.linear_recipe import LinearRecipe
 from .operands import (
     GRAD,
     INPUT,
+    SAVED,
     WEIGHT,
     SavedOperand,
     Scales,
@@ -77,7 +78,7 @@ def _want(op: str, a: GemmOperand, b: GemmOperand, dtype: torch.dtype, prefer: s
     """The form in which the kernel that will run this product wants operands that are cast for it."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return dtype
-    return values_dtype(op, a, b, GemmArgs(dtype), prefer) or Form.CODES
+    return wanted_form(op, a, b, GemmArgs(dtype), prefer)
 
 
 def product(
@@ -151,7 +152,11 @@ def forward(
             b_col = standing_for(w.t(), linear_recipe.weight.columnwise)
         dgrad_want = _want("dgrad", standing_for(grad_like, linear_recipe.grad.rowwise), b_col, dtype, prefer)
 
-    later = Form.CODES if need_dw and linear_recipe.input.columnwise is not None and not options.save_input else None
+    later: Want = None
+    if need_dw and linear_recipe.input.columnwise is not None and not options.save_input:
+        g_col = standing_for(grad_like.t(), linear_recipe.grad.columnwise)
+        later = _want("wgrad", g_col, standing_for(rows.t(), linear_recipe.input.columnwise), dtype, prefer)
+        later = later if later is Form.ROWS else Form.CODES
     x_row, x_col = copies(rows, linear_recipe.input, (want, later), scales_of(scales, INPUT))
     w_row: GemmOperand | None
     w_col: GemmOperand | None
@@ -159,7 +164,8 @@ def forward(
         w_row, w_col = cached
     else:
         # Codes are saved for dgrad. Values are twice as large: they are cast again from the weight.
-        now = Form.CODES if dgrad_want is Form.CODES and linear_recipe.weight.columnwise is not None else None
+        saves = dgrad_want in SAVED and linear_recipe.weight.columnwise is not None
+        now = dgrad_want if saves else None
         w_row, w_col = copies(w, linear_recipe.weight, (want, now), scales_of(scales, WEIGHT))
     y = product("fprop", x_row, w_row, dtype, bias, prefer)
     x_saved, x_tensors = saved(x_col if x_col is not None else x if need_dw else None)

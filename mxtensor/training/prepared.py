@@ -10,16 +10,16 @@ The second call of a kind is recorded. Recording takes some milliseconds, which 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..core import recording
 from ..core.kernel import Spec
 from ..core.plan import PLANS, Plan
 from ..core.program import Program
+from ..core.repeated import DEVICES, is_captured, kind_of, recorded, run
 from ..core.select import is_observed
 from ..core.tracing import is_traced
 from ..kernels.runtime.triton_launch import is_watched
@@ -29,8 +29,6 @@ from .passes import Inputs, Options, SavedOperands
 from .training_weight import values_of
 
 Result = TypeVar("Result")
-DEVICES = {"cuda"}
-"""Types of devices on which all that writes memory is an op or says what it does, so that a pass can be recorded."""
 MAX_BACKWARD = 64
 """Backward passes that a layer holds: one for each layout and alignment of its gradients and saved tensors."""
 
@@ -50,41 +48,11 @@ class Layer:
         self.backward: dict[Any, Program | None] = {}
 
 
-def _kind(t: Tensor | None) -> Any:
-    """All of a tensor that kernels and ops decide on."""
-    return None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() & 15)
-
-
 def _is_general(*tensors: Tensor | None) -> bool:
     """Whether a call with these tensors takes the general way."""
     if is_observed() or is_traced(*tensors) or is_watched():
         return True
     return any(t is not None and (t.is_neg() or t.layout is not torch.strided) for t in tensors)
-
-
-def _is_captured(t: Tensor) -> bool:
-    """Whether a CUDA graph is captured, whose memory belongs to the graph: then nothing is recorded."""
-    return t.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-def _recorded(
-    work: Callable[[], Result], inputs: Sequence[Tensor | None], tensors_of: Callable[[Result], Sequence[Tensor | None]]
-) -> tuple[Result, Program | None]:
-    """``recording.record``, unless memory does not suffice: all of a call that is recorded lives until its end."""
-    try:
-        return recording.record(work, inputs, tensors_of)
-    except torch.OutOfMemoryError:
-        return work(), None
-
-
-def _run(program: Program, work: Callable[[], Any], inputs: Sequence[Tensor | None]) -> Any:
-    """The results of a program; an error comes from the general way, which names the kernel and its operands."""
-    try:
-        return program(*inputs)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception:
-        return work()
 
 
 def forward(
@@ -101,8 +69,8 @@ def forward(
     amax, record = (None, None) if scales is None else scales
     recipe = options.linear_recipe
     key = (
-        "layer", id(recipe), needs, options.dtype, options.save_input, _kind(x), _kind(w), _kind(bias), _kind(amax),
-        _kind(record),
+        "layer", id(recipe), needs, options.dtype, options.save_input, kind_of(x), kind_of(w), kind_of(bias),
+        kind_of(amax), kind_of(record),
     )  # fmt: skip
     plan = PLANS.get(key)
     if plan is None:
@@ -113,16 +81,16 @@ def forward(
     inputs = x, w, bias, amax, record
     program = layer.forward
     if program is None:
-        captured = _is_captured(x)
+        captured = is_captured(x)
         layer.calls += not captured
         if captured or layer.calls != 2:
             return *work(), None
-        out, program = _recorded(work, inputs, lambda out: _flat(out, weight))
+        out, program = recorded(work, inputs, lambda out: _flat(out, weight))
         layer.operands, layer.whole = out[2], any(t is weight for t in out[1])
         layer.forward = program
         return *out, None if program is None else layer
     assert layer.operands is not None
-    y, *tensors = _run(program, lambda: _flat(work(), weight), inputs)
+    y, *tensors = run(program, lambda: _flat(work(), weight), inputs)
     if layer.whole:
         tensors.append(weight)
     return y, tensors, layer.operands, layer
@@ -148,13 +116,13 @@ def backward(
     if _is_general(grad, *given):
         return work()
     every = (grad, *given) if scales is None else (grad, *given, *scales)
-    key = tuple(map(_kind, every))
+    key = tuple(map(kind_of, every))
     if key in layer.backward:
         program = layer.backward[key]
-        return work() if program is None else _run(program, work, every)
-    if _is_captured(grad):
+        return work() if program is None else run(program, work, every)
+    if is_captured(grad):
         return work()
-    out, program = _recorded(work, every, lambda out: out)
+    out, program = recorded(work, every, lambda out: out)
     if len(layer.backward) >= MAX_BACKWARD:
         layer.backward.clear()
     layer.backward[key] = program

@@ -25,6 +25,7 @@ from ..core.compat import (
     return_and_correct_aliasing,
     tree_map_only,
 )
+from ..core.compat_hooks import let_optimizers_take
 from ..core.fingerprint import fingerprint
 from ..core.select import forced_kernel
 from ..core.when_imported import PENDING, install_pending
@@ -228,6 +229,9 @@ class TrainingWeight(KeepsAttributes):
 
     def is_shared(self) -> bool:
         return bool(self.high_precision.is_shared())
+
+
+let_optimizers_take(TrainingWeight)
 
 
 def values_of(weight: Tensor) -> Tensor:

@@ -96,8 +96,10 @@ def test_tune_measures_one_weight_of_each_product(source, capsys, monkeypatch):
 
 
 @pytest.mark.gpu
-def test_tune_measures_on_a_gpu(source, capsys, monkeypatch, tmp_path):
+def test_tune_measures_on_a_gpu(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    source = tmp_path / "wide"
+    mx.checkpoints.save({"up.weight": torch.randn(1024, 512), "down.weight": torch.randn(512, 1024)}, source)
     code, out, _ = run(capsys, "tune", source, "--format", "mxfp8-weight-only", "--rows", 1, "--seconds", 30, "--json")
     fields = json.loads(out)
     assert code == 0 and fields["tuned"] and all(p["kernels"]["1"] for p in fields["products"])

@@ -2,6 +2,7 @@
 
 import ast
 import enum
+import importlib
 import inspect
 import sys
 from contextlib import contextmanager
@@ -400,6 +401,22 @@ def heads(width=8):
     x = torch.randn(3, 1, width)
     rest = (width, 2, attention.in_proj_weight, attention.in_proj_bias, None, None, False, 0.0)
     return (x, x, x, *rest, attention.out_proj.weight, attention.out_proj.bias)
+
+
+def test_optimizers_take_a_kind_of_parameter_many_at_a_time(monkeypatch):
+    class Kind(torch.Tensor):
+        pass
+
+    optimizer = importlib.import_module("torch.optim.optimizer")
+    monkeypatch.setattr(optimizer, "_foreach_supported_types", [torch.Tensor])
+    monkeypatch.setattr(optimizer, "_get_foreach_kernels_supported_devices", lambda: ["cpu"])
+    weights = [torch.ones(2), torch.ones(2).as_subclass(Kind)]
+    assert optimizer._default_to_fused_or_foreach(weights, False) == (False, False)
+    assert compat_hooks.let_optimizers_take(Kind) and compat_hooks.let_optimizers_take(Kind)
+    assert optimizer._foreach_supported_types == [torch.Tensor, Kind]
+    assert optimizer._default_to_fused_or_foreach(weights, False) == (False, True)
+    monkeypatch.delattr(optimizer, "_foreach_supported_types")
+    assert not compat_hooks.let_optimizers_take(Kind)
 
 
 def test_attention_runs_over_another_linear_and_torchs_stays():

@@ -16,6 +16,7 @@ from mxtensor.core import devices, plan
 from mxtensor.core.kernel import Spec
 from mxtensor.core.plan import PLANS, Plan, PlanCache
 from mxtensor.kernels.gemm import select
+from mxtensor.kernels.gemm.spec import Form
 from mxtensor.kernels.runtime import nvrtc
 from mxtensor.kernels.small_m import kernel as small_m
 from mxtensor.kernels.small_m import launch, ops, prepared
@@ -109,11 +110,11 @@ def test_a_second_training_step_asks_no_kernel(monkeypatch):
     assert {spec.op for spec in asked} == {"fprop", "dgrad", "wgrad"}
 
 
-@pytest.mark.parametrize(("kernel", "form"), [("emulated", torch.float32), ("cpu_codes", None)])
+@pytest.mark.parametrize(("kernel", "form"), [("emulated", torch.float32), ("cpu_codes", Form.CODES)])
 def test_the_same_plan_says_which_form_a_kernel_wants_and_runs_the_product(kernel, form):
     x, w = torch.randn(2, 64), mx.quantize(torch.randn(48, 64), "mxfp8")
     args = select.GemmArgs(torch.float32)
-    assert select.values_dtype("mm", x, w.rowwise, args, kernel) is form
+    assert select.wanted_form("mm", x, w.rowwise, args, kernel) is form
     asked = len(PLANS)
     select.gemm("mm", x, w.rowwise, args, kernel)
     assert select.plan_of("mm", x, w.rowwise, args, kernel).kernel.name == kernel and len(PLANS) == asked

@@ -8,7 +8,6 @@ from mxtensor.numerics.elements import decode_elements
 from mxtensor.numerics.formats import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, FORMATS, INT8, get_format
 from mxtensor.numerics.reference import decode, encode
 from mxtensor.numerics.row_scaled import (
-    LOSSY_OCTAVES,
     MAX_EXPONENT,
     element_codes,
     row_scaled,
@@ -34,7 +33,7 @@ def values(rows, cols):
 
 def test_the_table_of_the_page():
     shifts = {e.name: tuple(shift_of(e)) for e in (*SHORT, E4M3, E5M2)}
-    assert shifts == {"e2m1": (6, 14), "e2m3": (5, 11), "e3m2": (4, 9), "e4m3": (0, 8), "e5m2": (-7, 8)}
+    assert shifts == {"e2m1": (6, 14), "e2m3": (5, 11), "e3m2": (4, 9), "e4m3": (0, 12), "e5m2": (-7, 12)}
     for e in SHORT:
         up, octaves = shift_of(e)
         magnitudes = decode_elements(torch.arange(1 << (e.bits - 1), dtype=torch.uint8), e).double() * 2.0**up
@@ -68,7 +67,7 @@ def test_values_stay_within_the_bound(name, mode):
         padded = torch.nn.functional.pad(torch.stack([change, exact.abs()]), (0, -300 % width))
         lost, largest = padded.unflatten(-1, (-1, width)).amax(-1)
         tiny = operand.scale == 0 if operand.scale.dtype is torch.uint8 else operand.scale < 2.0**-126
-        assert (lost <= 2.0**-9 * largest)[~tiny & inside[:, None]].all()
+        assert (lost <= 2.0**-5 * largest)[~tiny & inside[:, None]].all()
 
 
 @pytest.mark.parametrize("name", ["mxfp4", "mxfp6", "mxfp6_e3m2", "mxfp8", "mxfp8_e5m2", "float8_e4m3_1x128_pow2"])
@@ -101,7 +100,6 @@ def test_special_rows():
     rows = row_scaled(encode(x, mx.Cast.of("mxfp8")))
     assert rows.beyond.tolist() == [0, 0, 0, 1, 0]
     assert rows.scale[0] == 1 and rows.scale[1:3].isnan().all() and (rows.codes[0] & 0x7F == 0).all()
-    assert LOSSY_OCTAVES == 8
 
 
 def test_infinite_codes_and_scales_that_are_no_powers_of_two_are_beyond_the_bound():

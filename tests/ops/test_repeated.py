@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 
 import mxtensor as mx
+from mxtensor.core import recording
 from mxtensor.core.plan import PLANS
 from mxtensor.kernels.gemm import select
-from mxtensor.ops import functional, repeated
+from mxtensor.ops import functional
 from mxtensor.ops.repeated import Repeated
 from tests.helpers import compiled_triton
 
@@ -75,9 +76,7 @@ def test_layers_of_one_kind_share_a_program_and_read_their_own_weights(launches)
 def test_the_third_call_runs_the_program_of_the_second(launches, monkeypatch):
     linear, x = layer("mxfp8"), torch.randn(2, 64).bfloat16()
     records = []
-    monkeypatch.setattr(
-        repeated.recording, "record", lambda *a, f=repeated.recording.record: records.append(a) or f(*a)
-    )
+    monkeypatch.setattr(recording, "record", lambda *a, f=recording.record: records.append(a) or f(*a))
     with torch.no_grad():
         linear(x)
         assert records == []

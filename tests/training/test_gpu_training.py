@@ -175,7 +175,8 @@ def test_saved_activations_use_about_half_the_memory():
     saved(model)
     ours, _ = saved(model)
     assert plain == 3 * x.nbytes  # the input exists anyway
-    assert ours <= 4 * 0.52 * x.nbytes
+    inputs, weights = 4, 3  # codes of the weights are saved for dgrad, which the first layer does not need
+    assert ours <= inputs * 0.52 * x.nbytes + weights * 0.52 * layers[0].weight.nbytes
 
 
 # ---------------------------------------------------------------------------------------------- prepared layers

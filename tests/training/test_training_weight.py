@@ -1,6 +1,7 @@
 """TrainingWeight: an ordinary parameter for everything but products, which run by its recipe."""
 
 import copy
+import importlib
 import pickle
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from torch import nn
 
 import mxtensor as mx
 from mxtensor.recipe import MXFP6BlockScaling, MXFP8BlockScaling
-from mxtensor.training.training_weight import TrainingWeight
+from mxtensor.training.training_weight import TrainingWeight, values_of
 from tests.helpers.compare import relative_error
 from tests.helpers.training_reference import check_step, products
 
@@ -597,3 +598,30 @@ def test_a_compiled_model_follows_another_recipe(compiled_anew):
     fine = compiled(x)
     mx.quantize_(net, MXFP6)
     assert torch.equal(compiled(x), net(x)) and not torch.equal(compiled(x), fine)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_optimizers_update_many_weights_at_once_as_they_do_plain_ones(kind, monkeypatch):
+    """The default of a GPU: ``foreach``."""
+    optimizers, many = importlib.import_module("torch.optim.optimizer"), []
+    monkeypatch.setattr(optimizers, "_get_foreach_kernels_supported_devices", lambda: ["cpu"])
+    plain = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32)).bfloat16()
+    ours = mx.quantize_(copy.deepcopy(plain), MXFP8BlockScaling())
+    dispatch = TrainingWeight.__torch_dispatch__.__func__
+
+    def seen(cls, func, types, args=(), kwargs=None):
+        many.append("_foreach_" in str(func))
+        return dispatch(cls, func, types, args, kwargs)
+
+    both = [kind(model.parameters(), lr=0.1, weight_decay=0.1) for model in (plain, ours)]
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainingWeight, "__torch_dispatch__", classmethod(seen))
+        for _ in range(2):
+            for one, other in zip(plain.parameters(), ours.parameters(), strict=True):
+                one.grad = other.grad = torch.randn(one.shape).bfloat16()
+            many.clear()  # the first step makes the states, one weight at a time
+            for optimizer in both:
+                optimizer.step()
+    assert many and all(many)
+    for one, other in zip(plain.parameters(), ours.parameters(), strict=True):
+        assert torch.equal(one, values_of(other))

@@ -25,7 +25,17 @@ from ..quantize.select import dequantize_operand, fake_quantize, rows_decoder
 from ..runtime.check import check_argument, check_codes, check_scalars
 from . import cublas
 from .emulated import values
-from .spec import FakeQuantized, GemmArgs, GemmOperand, Unquantized, finish, format_of, zero_after
+from .spec import (
+    FakeQuantized,
+    GemmArgs,
+    GemmOperand,
+    RowOperand,
+    Unquantized,
+    finish,
+    format_of,
+    not_row_scaled,
+    zero_after,
+)
 
 SLICE = 1 << 21
 """Weight values decoded at a time on CPU: one buffer of 4 MiB of bfloat16 instead of a copy of the whole weight."""
@@ -44,6 +54,9 @@ _CPU_ACCUMULATES_IN_FLOAT32 = cpu_multiplies_bfloat16()
 def refuses(spec: Spec, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> str | None:
     if args.out_dtype is not torch.bfloat16 and (args.out_dtype is not torch.float32 or spec.device.type != "cuda"):
         return f"computes in bfloat16, the result is {str(args.out_dtype).removeprefix('torch.')}"
+    reason = not_row_scaled(a, b)
+    if reason is not None:
+        return reason
     for side in (a, b):
         format = format_of(side)
         if isinstance(side, FakeQuantized) and side.values.dtype is not torch.bfloat16:
@@ -187,6 +200,8 @@ def refuses_grouped(spec: Spec, a: GemmOperand, b: GemmOperand, ends: Tensor, ar
         return "the ends of the groups are being traced and have no values"
     elif isinstance(b, Unquantized) or _has_global_scale(a):
         return "multiplies one quantized matrix of the stack at a time, by rows without a global scale"
+    if isinstance(b, RowOperand):
+        return not_row_scaled(a, b)
     one = b if isinstance(b, Unquantized) else matrix(b, 0) if b.shape[0] else b
     return refuses(spec._replace(shapes=(spec.shapes[0], spec.shapes[1][1:])), a, one, args)
 
@@ -206,7 +221,7 @@ def run_grouped(a: GemmOperand, b: GemmOperand, ends: Tensor, args: GemmArgs) ->
     if left.device.type == "cuda":
         right, _ = _values(b)
         return zero_after(torch._grouped_mm(left, right.transpose(-1, -2), offs=ends), ends)
-    assert not isinstance(b, Unquantized)
+    assert not isinstance(b, (Unquantized, RowOperand))
     out = left.new_zeros(left.shape[0], b.shape[1])
     for i, (start, end) in enumerate(pairwise([0, *ends.tolist()])):
         if start < end:

@@ -25,7 +25,6 @@ from ..quantize.select import operand_of
 from ..runtime import triton_launch
 from ..runtime.check import check_argument, check_codes, check_device
 from .spec import (
-    FakeQuantized,
     GemmArgs,
     GemmOperand,
     Unquantized,
@@ -281,14 +280,14 @@ def _checked(side: Operand | Unquantized) -> Operand:
 
 
 def run(a: GemmOperand, b: GemmOperand, args: GemmArgs) -> Tensor:
-    assert not isinstance(a, (Tensor, FakeQuantized)) and not isinstance(b, (Tensor, FakeQuantized))
+    assert isinstance(a, (Operand, Unquantized)) and isinstance(b, (Operand, Unquantized))
     left, right = _checked(a), _checked(b)
     shape = (*left.shape[:-1], right.shape[0])
     return _call(left, right, flat_bias(args, shape), None, args).view(shape)
 
 
 def run_grouped(a: GemmOperand, b: GemmOperand, ends: Tensor, args: GemmArgs) -> Tensor:
-    assert not isinstance(a, (Tensor, FakeQuantized)) and not isinstance(b, (Tensor, FakeQuantized))
+    assert isinstance(a, (Operand, Unquantized)) and isinstance(b, (Operand, Unquantized))
     left, right = _checked(a), _checked(b)
     return _call(left, right, flat_bias(args, (left.shape[0], right.shape[1])), ends, args)
 

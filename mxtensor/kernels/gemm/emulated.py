@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...core.kernel import Kernel, Spec
 from ..quantize.select import dequantize_operand, operand_of
-from .spec import FakeQuantized, GemmArgs, GemmOperand, data_of, finish
+from .spec import FakeQuantized, GemmArgs, GemmOperand, RowOperand, data_of, finish, values_of_rows
 
 
 def refuses(spec: Spec, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> str | None:
@@ -23,6 +23,8 @@ def values(side: GemmOperand, dtype: torch.dtype) -> Tensor:
     if isinstance(side, FakeQuantized):
         plain: Tensor = side.values.to(dtype)
         return plain if side.global_scale is None else plain * side.global_scale
+    if isinstance(side, RowOperand):
+        return values_of_rows(side).to(dtype)
     return dequantize_operand(operand_of(side), dtype)
 
 

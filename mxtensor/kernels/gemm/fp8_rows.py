@@ -13,6 +13,7 @@ import math
 import torch
 from torch import Tensor
 
+from ...core import custom_ops
 from ...core.devices import cached
 from ...core.explain import LOGS, record
 from ...core.kernel import Kernel, Spec
@@ -28,13 +29,13 @@ from ..quantize.triton_ops import cast_arguments
 from ..runtime import triton_launch
 from ..runtime.availability import exported
 from ..runtime.check import check_argument, check_codes, check_device
+from ..runtime.recorded_op import recorded
 from ..runtime.triton_launch import device_code, launch, on
 from . import fp8_rows_cache
 from .fp8_rows_costs import MEASURED, slower
 from .fp8_rows_operand import (
     INNER,
     ROWS,
-    RowOperand,
     matrix_of,
     rows_of_operand,
     rows_of_values,
@@ -43,8 +44,10 @@ from .fp8_rows_operand import (
 from .scaled_mm_call import USE_FAST_ACCUM
 from .scaled_mm_contract import SCALINGS, plan_here
 from .spec import (
+    FakeQuantized,
     GemmArgs,
     GemmOperand,
+    RowOperand,
     Unquantized,
     needs_codes,
     not_rows_by_matrix,
@@ -58,8 +61,8 @@ MIN_VALUES = 3 << 19
 HALVES = (torch.bfloat16, torch.float16)
 EXACT_TILE = (64, 128, 64, 8)
 """(rows, columns, K, warps) of the product of rows beyond the bound."""
-MARKS = 8192
-"""Marks of rows that a program reads at a time."""
+MARKS, PART = 8192, 512
+"""Marks of rows that a program counts at a time, and among which it finds the rows of a tile."""
 
 
 # ---------------------------------------------------------------------------------------------- refusals
@@ -96,7 +99,7 @@ def refuses(spec: Spec, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> str |
         reason = why_not(format)
         if reason is not None:
             return reason
-    reason = needs_codes(a, b) or not_rows_by_matrix(spec, a) or _row_scaling(spec.device, args.out_dtype)
+    reason = needs_codes(a, b, or_rows=True) or not_rows_by_matrix(spec, a) or _row_scaling(spec.device, args.out_dtype)
     if reason is not None:
         return reason
     rows, width = math.prod(spec.shapes[0][:-1]), spec.shapes[1][0]
@@ -132,7 +135,7 @@ def exact_rows(a: RowOperand, b: RowOperand, bias: Tensor | None, out: Tensor) -
                 b.beyond, b.scale, bias, out, rows, width, cols, a.codes.shape[1], a.scale.stride(0),
                 b.codes.shape[1], b.scale.stride(0), out.stride(0),
             ),
-            (*sides, *blocks, high, wide, deep, MARKS, not triton_launch.interpreted()),
+            (*sides, *blocks, high, wide, deep, MARKS, PART, not triton_launch.interpreted()),
             warps,
         )  # fmt: skip
 
@@ -170,7 +173,8 @@ def _check_side(op: str, tensors: list[Tensor], format: Format, cols: int) -> Ro
     return RowOperand(codes, row_scale, beyond, scale, format, (rows, cols))
 
 
-@torch.library.custom_op("mxtensor::operand_to_rows", mutates_args=())
+@custom_ops.define("mxtensor::operand_to_rows")
+@recorded
 def operand_to_rows(data: Tensor, scale: Tensor, format: str, cols: int) -> list[Tensor]:
     """``rows_of_operand`` of a matrix: codes, row scales, marks of rows beyond the bound."""
     op, row = "mxtensor::operand_to_rows", get_format(format)
@@ -187,14 +191,15 @@ def _fake_rows(x: Tensor, rows: int, cols: int) -> list[Tensor]:
     return [codes, x.new_empty(rows, 1, dtype=torch.float32), x.new_empty(rows, dtype=torch.uint8)]
 
 
-@operand_to_rows.register_fake
+@custom_ops.fake_of(operand_to_rows)
 def _(data, scale, format, cols):  # type: ignore[no-untyped-def]
     return _fake_rows(data, data.shape[0], cols)
 
 
-@torch.library.custom_op("mxtensor::cast_to_rows", mutates_args=())
+@custom_ops.define("mxtensor::cast_to_rows")
+@recorded
 def cast_to_rows(
-    x: Tensor, format: str, scaling: str, rounding: str, seed: int | None, amax_epsilon: float
+    x: Tensor, format: str, scaling: str, rounding: str, seed: int | None, amax_epsilon: float, any_distance: bool
 ) -> list[Tensor]:
     """``rows_of_values`` of a matrix: codes, row scales, marks of rows beyond the bound, scales of blocks."""
     op, cast = "mxtensor::cast_to_rows", Cast.of(format, scaling, rounding, seed, amax_epsilon)
@@ -203,17 +208,18 @@ def cast_to_rows(
     reason = why_not(cast.format) or why_not_in_one(x, cast)
     if reason is not None:
         raise ValueError(f"{op} {reason}")
-    return list(rows_of_values(x, cast))
+    return list(rows_of_values(x, cast, any_distance))
 
 
-@cast_to_rows.register_fake
-def _(x, format, scaling, rounding, seed, amax_epsilon):  # type: ignore[no-untyped-def]
+@custom_ops.fake_of(cast_to_rows)
+def _(x, format, scaling, rounding, seed, amax_epsilon, any_distance):  # type: ignore[no-untyped-def]
     row = get_format(format)
     scale = x.new_empty(row.scale_shape(tuple(x.shape)), dtype=row.scale.dtype)
     return [*_fake_rows(x, x.shape[0], x.shape[1]), scale]
 
 
-@torch.library.custom_op("mxtensor::fp8_rows_mm", mutates_args=())
+@custom_ops.define("mxtensor::fp8_rows_mm")
+@recorded
 def fp8_rows_mm(
     a: list[Tensor], b: list[Tensor], a_format: str, b_format: str, cols: int, bias: Tensor | None,
     out_dtype: torch.dtype,
@@ -230,7 +236,7 @@ def fp8_rows_mm(
     return multiply(left, right, bias, out_dtype)
 
 
-@fp8_rows_mm.register_fake
+@custom_ops.fake_of(fp8_rows_mm)
 def _(a, b, a_format, b_format, cols, bias, out_dtype):  # type: ignore[no-untyped-def]
     return a[0].new_empty(a[0].shape[0], b[0].shape[0], dtype=out_dtype)
 
@@ -242,12 +248,16 @@ def _flat(x: Tensor) -> Tensor:
     return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
-def row_operand(side: Operand | Unquantized, traced: bool, weight: bool, rows: int) -> RowOperand:
+def row_operand(side: Operand | Unquantized | RowOperand, traced: bool, weight: bool, rows: int) -> RowOperand:
     """One side of the product; ``weight``: it may be cached, for a product of so many rows."""
+    if isinstance(side, RowOperand):
+        return side
     if isinstance(side, Unquantized):
         x = _flat(side.x)
         if why_not_in_one(x, side.cast) is None:
-            tensors = cast_to_rows(x.detach(), *cast_arguments(side.cast)) if traced else rows_of_values(x, side.cast)
+            tensors = (
+                cast_to_rows(x.detach(), *cast_arguments(side.cast), False) if traced else rows_of_values(x, side.cast)
+            )
             codes, row_scale, beyond, scale = tensors
             return RowOperand(codes, row_scale, beyond, scale, side.format, (x.shape[0], x.shape[1]))
         side = quantize_operand(x, side.cast)
@@ -276,7 +286,7 @@ def _tell(a: RowOperand, b: RowOperand, spec: Spec) -> None:
 
 
 def _run(a: GemmOperand, b: GemmOperand, args: GemmArgs, traced: bool) -> Tensor:
-    assert isinstance(a, (Operand, Unquantized)) and isinstance(b, (Operand, Unquantized))
+    assert not isinstance(a, (Tensor, FakeQuantized)) and not isinstance(b, (Tensor, FakeQuantized))
     shape = (*a.shape[:-1], b.shape[-2])
     rows = math.prod(a.shape[:-1])
     left, right = row_operand(a, traced, False, rows), row_operand(b, traced, True, rows)

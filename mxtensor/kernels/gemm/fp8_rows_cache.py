@@ -11,7 +11,9 @@ import weakref
 import torch
 from torch import Tensor
 
+from ...core import recording
 from ...core.devices import cached
+from ...numerics.formats import Format
 from ...numerics.operand import Operand
 from ...numerics.swizzle import cached_value
 from .fp8_rows_operand import ROWS, rows_of_operand
@@ -49,14 +51,23 @@ def _reserve(made: Rows) -> bool:
 
 def weight_rows(operand: Operand, matrix: Operand, rows: int) -> Rows:
     """``rows_of_operand`` of a weight for a product with so many rows; ``matrix`` is the operand as a matrix."""
-    data = operand.data
+    tensors = operand.data, operand.scale, matrix.data, matrix.scale
+    return recording.call(_weight_rows, *tensors, operand.format, operand.shape, matrix.shape[0], rows)
+
+
+def _weight_rows(
+    data: Tensor, scale: Tensor, flat: Tensor, flat_scale: Tensor, format: Format, shape: tuple[int, ...], high: int,
+    rows: int,
+) -> Rows:  # fmt: skip
+    """The form of a weight (data, scale) of ``shape``, whose matrix of ``high`` rows is (flat, flat_scale)."""
+
+    def make(scale: Tensor) -> Rows:
+        return rows_of_operand(Operand(flat, flat_scale, None, format, (high, shape[-1])), ROWS)
+
     if data.is_inference():
-        return rows_of_operand(matrix, ROWS)
-    layout = "row-scaled", data._version, data.data_ptr(), operand.format, operand.shape
-    return cached_value(
-        operand.scale, layout, lambda scale: rows_of_operand(matrix, ROWS),
-        _reserve if rows < ON_THE_FLY else _never,
-    )  # fmt: skip
+        return make(scale)
+    layout = "row-scaled", data._version, data.data_ptr(), format, shape
+    return cached_value(scale, layout, make, _reserve if rows < ON_THE_FLY else _never)
 
 
 def _never(made: Rows) -> bool:

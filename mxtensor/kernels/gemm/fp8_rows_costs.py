@@ -17,6 +17,7 @@ from ...core.kernel import Spec
 from ...numerics.formats import Format
 from ..small_m import kernel as small_m
 from ..small_m.heuristics import expected_time, most_rows
+from .fp8_rows_both import wants_rows
 from .fp8_rows_cache import ON_THE_FLY
 from .spec import GemmArgs, GemmOperand, Unquantized
 
@@ -28,6 +29,8 @@ FRESH = ("fprop", "dgrad", "wgrad")
 """Products whose right operand is cast anew in each step, so that no form of it is cached."""
 LAUNCH = 2.0
 """The start of a kernel that casts, and that of the exact product, which finds no row to multiply."""
+TRAINED = 1 / 2.2e6
+"""Bytes of a cast for training: both copies of a value from two reads take 6, or 3 for each product; not fitted."""
 
 
 def _waves(rows: int, width: int) -> float:
@@ -53,6 +56,18 @@ def fp8_rows(rows: int, width: int, cols: int, left: Format, right: Format, plai
     return first + product + (0.0 if cached else _re_express(width * cols, right))
 
 
+def fp8_rows_in_training(rows: int, width: int, cols: int) -> float:
+    """The same of 8-bit elements where both operands are cast in this step, each for two products."""
+    product = math.ceil(_waves(rows, width)) * (3 + 0.0026 * cols) + LAUNCH
+    return product + 2 * LAUNCH + 3 * (rows + width) * cols * TRAINED
+
+
+def dequant_in_training(rows: int, width: int, cols: int) -> float:
+    """The same of ``dequant``: values are written for one product, codes for the other one, which decodes them."""
+    halves = math.ceil(2 * _waves(rows, width)) / 2
+    return 2 * LAUNCH + 3.5 * (rows + width) * cols * TRAINED + halves * (1 + 0.0052 * cols)
+
+
 def dequant(rows: int, width: int, cols: int, right: Format) -> float:
     """Microseconds of ``dequant``: the weight decoded, activations rounded, a product in bfloat16."""
     moved = width * cols * (2 + right.bits_per_value / 8) + 2 * rows * cols
@@ -65,12 +80,17 @@ def slower(spec: Spec, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> str | 
     rows, (width, cols) = math.prod(spec.shapes[0][:-1]), spec.shapes[1]
     left, right = spec.formats
     assert isinstance(left, Format) and isinstance(right, Format)
+    if spec.op in FRESH and wants_rows(a, b):
+        ours, theirs = fp8_rows_in_training(rows, width, cols), dequant_in_training(rows, width, cols)
+        return None if ours <= theirs else _slower_than("dequant", theirs, ours)
     cached = spec.op not in FRESH and not spec.traced and rows < ON_THE_FLY
     ours = fp8_rows(rows, width, cols, left, right, isinstance(a, Unquantized), cached)
     name, theirs = "dequant", dequant(rows, width, cols, right)
     if rows <= most_rows(spec.capability) and small_m.KERNEL.refuses(spec, a, b, args) is None:
         known = expected_time(right, rows, width, cols)
         name, theirs = "small_m", math.inf if known is None else LAUNCH + 4 * rows * cols / 2.8e6 + known
-    if theirs < ours:
-        return f"{name} is expected to be faster: {theirs:.1f} us, this kernel {ours:.1f} us"
-    return None
+    return _slower_than(name, theirs, ours) if theirs < ours else None
+
+
+def _slower_than(name: str, theirs: float, ours: float) -> str:
+    return f"{name} is expected to be faster: {theirs:.1f} us, this kernel {ours:.1f} us"

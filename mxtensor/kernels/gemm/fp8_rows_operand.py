@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...numerics.cast import Cast
 from ...numerics.element_format import ElementFormat
-from ...numerics.formats import FULL, Format, Rounding
+from ...numerics.formats import FULL, Rounding
 from ...numerics.operand import Operand
 from ...numerics.row_scaled import MAX_EXPONENT, shift_of
 from ...numerics.swizzle import round_up
@@ -53,21 +53,8 @@ class RowCode(NamedTuple):
     """half of the smallest element: what is larger has a code that is not zero"""
     float8: bool
     """whether the device rounds to float8 in one instruction"""
-
-
-class RowOperand(NamedTuple):
-    """One side of the product: a matrix (rows, cols) as ``RowScaled``, and where its exact values are."""
-
-    codes: Tensor
-    """float8_e4m3fn (rows padded, cols padded)"""
-    row_scale: Tensor
-    """float32 (rows padded, 1)"""
-    beyond: Tensor
-    """uint8 (rows padded,)"""
-    scale: Tensor
-    """scales of the blocks, 2-D, as in ``Operand``; where it was made by a cast, in rows beyond the bound only"""
-    format: Format
-    shape: tuple[int, int]
+    any_distance: bool = False
+    """whether blocks may be any number of octaves below the largest one of their row"""
 
 
 @cache
@@ -78,7 +65,8 @@ def row_code(element: ElementFormat, float8: bool) -> RowCode:
     return RowCode(up, octaves, MAX_EXPONENT, half, float8)
 
 
-def _constants(element: ElementFormat, device: torch.device) -> RowCode:
+def constants_of(element: ElementFormat, device: torch.device) -> RowCode:
+    """The constants of an element on this device."""
     return row_code(element, triton_launch.instructions_of(device) >= (8, 9))
 
 
@@ -131,7 +119,7 @@ def rows_of_operand(operand: Operand, multiple: int) -> tuple[Tensor, Tensor, Te
                 codes.shape[1],
             ),
             (
-                code, _constants(format.element, device), block_rows, block_cols,
+                code, constants_of(format.element, device), block_rows, block_cols,
                 min(block_cols or ROW_GROUP, ROW_GROUP), 1, columns, one,
             ),
             warps,
@@ -154,8 +142,11 @@ def why_not_in_one(x: Tensor, cast: Cast) -> str | None:
     return None
 
 
-def rows_of_values(x: Tensor, cast: Cast) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(codes, row scales, marks, scales of blocks) of a matrix: ``rows_of_operand`` of its cast, in one kernel."""
+def rows_of_values(x: Tensor, cast: Cast, any_distance: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(codes, row scales, marks, scales of blocks) of a matrix: ``rows_of_operand`` of its cast, in one kernel.
+
+    ``any_distance``: see ``row_scaled``.
+    """
     x = rows_of(x)
     (rows, cols), format = x.shape, cast.format
     codes, row_scale, beyond = empty_rows(rows, cols, x.device)
@@ -163,12 +154,13 @@ def rows_of_values(x: Tensor, cast: Cast) -> tuple[Tensor, Tensor, Tensor, Tenso
     width = codes.shape[1]
     columns, one, warps = _tile(CAST, width)
     even = cols == width and cols % columns == 0
+    constants = constants_of(format.element, x.device)._replace(any_distance=any_distance)
     with on(x.device):
         launch(
             device_code("row_scaled.cast_to_rows"),
             rows,
             (x, codes, row_scale, beyond, scale, rows, cols, x.stride(0), width, ceil_div(cols, format.block[1])),
-            (code_of(cast, x.device), _constants(format.element, x.device), 1, columns, one, even),
+            (code_of(cast, x.device), constants, 1, columns, one, even),
             warps,
         )
     return codes, row_scale, beyond, scale

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from ...core.kernel import Kernel, Spec
 from ...numerics.formats import Format
+from ...numerics.operand import Operand
 from ...numerics.swizzle import swizzle_groups
 from ..quantize.select import operand_of
 from .scaled_mm import chosen, dense, padded, side, spread
 from .scaled_mm_call import multiply
 from .scaled_mm_contract import GROUPED_SCALINGS, MAX_GROUPS, ROW_BLOCK, Product, Scaling, plan_here
-from .spec import FakeQuantized, GemmArgs, GemmOperand, data_of, format_of, zero_after
+from .spec import GemmArgs, GemmOperand, Unquantized, data_of, format_of, zero_after
 
 
 def refuses(spec: Spec, a: GemmOperand, b: GemmOperand, ends: Tensor, args: GemmArgs) -> str | None:
@@ -35,7 +36,7 @@ def refuses(spec: Spec, a: GemmOperand, b: GemmOperand, ends: Tensor, args: Gemm
 
 def prepare(scaling: Scaling, a: GemmOperand, b: GemmOperand, ends: Tensor) -> Product:
     """The arguments for rows a (M, K) in groups that end at ``ends`` (G,) and weights b (G, N, K)."""
-    assert not isinstance(a, (Tensor, FakeQuantized)) and not isinstance(b, (Tensor, FakeQuantized))
+    assert isinstance(a, (Operand, Unquantized)) and isinstance(b, (Operand, Unquantized))
     rows = operand_of(a)
     scale_a = spread(rows.scale, rows.format.block, scaling.blocks[0], rows.shape)
     scale_a = swizzle_groups(scale_a, ends) if scaling.swizzled else dense(scale_a)

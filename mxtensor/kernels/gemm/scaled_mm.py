@@ -36,7 +36,7 @@ from .scaled_mm_contract import (
     plan_here,
     row_major,
 )
-from .spec import FakeQuantized, GemmArgs, GemmOperand, Unquantized, data_of, finish, format_of, needs_codes
+from .spec import GemmArgs, GemmOperand, Unquantized, data_of, finish, format_of, needs_codes
 
 WHOLE_SUMS = (10, 0)
 """The first compute capability whose tensor cores accumulate float8 products in full float32."""
@@ -197,7 +197,7 @@ def side(quantized: Operand | Unquantized, scaling: Scaling, which: int) -> tupl
 
 def prepare(scaling: Scaling, a: GemmOperand, b: GemmOperand, bias: Tensor | None, out_dtype: torch.dtype) -> Product:
     """The arguments of the product of two quantized operands; stacks are flattened to matrices."""
-    assert not isinstance(a, (Tensor, FakeQuantized)) and not isinstance(b, (Tensor, FakeQuantized))
+    assert isinstance(a, (Operand, Unquantized)) and isinstance(b, (Operand, Unquantized))
     left, scale_a, global_scale_a = side(_as_matrix(a), scaling, 0)
     right, scale_b, global_scale_b = side(_as_matrix(b), scaling, 1)
     global_scales = [t for t in (global_scale_a, global_scale_b) if t is not None]

@@ -13,7 +13,8 @@ from ...core.select import KERNEL_NAMES, perform, plan_for
 from ...core.tracing import is_traced
 from ..gemm import cpu_codes, dequant, dot_scaled, emulated, fp8_rows, scaled_grouped_mm, scaled_mm
 from ..small_m import kernel as small_m
-from .spec import GemmArgs, GemmOperand, data_of, facts_of, format_of, without_lazy_signs
+from .fp8_rows_both import wants_rows
+from .spec import Form, GemmArgs, GemmOperand, data_of, facts_of, format_of, without_lazy_signs
 
 GEMM: tuple[Kernel, ...] = (
     scaled_mm.KERNEL, dot_scaled.KERNEL, fp8_rows.KERNEL, small_m.KERNEL, cpu_codes.KERNEL, dequant.KERNEL,
@@ -71,13 +72,16 @@ def plan_of(op: str, a: GemmOperand, b: GemmOperand, args: GemmArgs, prefer: str
     return plan_for(GEMM, _spec(op, a, b, args), a, b, args, prefer=prefer, facts=facts_of(a, b, args))
 
 
-def values_dtype(
+def wanted_form(
     op: str, a: GemmOperand, b: GemmOperand, args: GemmArgs, prefer: str | None = None
-) -> torch.dtype | None:
-    """The dtype in which the kernel for this product wants ``FakeQuantized`` operands; None if it wants codes."""
+) -> Form | torch.dtype:
+    """The form in which the kernel for this product wants operands that are cast for it: the dtype of their values,
+    codes, or codes under the scales of rows."""
     kernel = plan_of(op, a, b, args, prefer).kernel
+    if kernel is fp8_rows.KERNEL and wants_rows(a, b):
+        return Form.ROWS
     wanted = None if kernel is None else VALUES.get(kernel.name)
-    return None if wanted is None else wanted(args)
+    return Form.CODES if wanted is None else wanted(args)
 
 
 def grouped_gemm(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple, TypeAlias
@@ -15,6 +15,7 @@ from ...core.kernel import Spec
 from ...numerics.cast import Cast
 from ...numerics.formats import Format
 from ...numerics.operand import Operand
+from ...numerics.row_scaled import RowScaled, row_values
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ class Form(Enum):
     """an Operand: codes and scales"""
     VALUES = "values"
     """a FakeQuantized: the values that the codes stand for"""
+    ROWS = "rows"
+    """a RowOperand: E4M3 codes with one power of two for each row"""
 
 
 @dataclass(frozen=True)
@@ -61,9 +64,24 @@ class FakeQuantized:
         return tuple(self.values.shape)
 
 
-GemmOperand: TypeAlias = Operand | Unquantized | FakeQuantized | Tensor
+class RowOperand(NamedTuple):
+    """A matrix (rows, cols) as ``numerics.row_scaled.RowScaled``, and where its exact values are: for ``fp8_rows``."""
+
+    codes: Tensor
+    """float8_e4m3fn (rows padded, cols padded)"""
+    row_scale: Tensor
+    """float32 (rows padded, 1)"""
+    beyond: Tensor
+    """uint8 (rows padded,)"""
+    scale: Tensor
+    """scales of the blocks, 2-D, as in ``Operand``; where it was made by a cast, in rows beyond the bound only"""
+    format: Format
+    shape: tuple[int, int]
+
+
+GemmOperand: TypeAlias = Operand | Unquantized | FakeQuantized | RowOperand | Tensor
 """One operand of a product, (..., rows, K): codes blocked along K, values that still need a cast, values that a cast
-has rounded, or plain values."""
+has rounded, codes under the scales of rows, or plain values."""
 
 
 class GemmArgs(NamedTuple):
@@ -74,6 +92,20 @@ class GemmArgs(NamedTuple):
     bias: Tensor | None = None
     alpha: float = 1
     beta: float = 1
+
+
+def row_operand_of(tensors: Sequence[Tensor], format: Format, shape: tuple[int, int]) -> RowOperand:
+    """The operand of its four tensors."""
+    codes, row_scale, beyond, scale = tensors
+    return RowOperand(codes, row_scale, beyond, scale, format, shape)
+
+
+def values_of_rows(operand: RowOperand) -> Tensor:
+    """The float32 values of a row-scaled operand of 8-bit elements."""
+    rows, cols = operand.shape
+    codes, format = operand.codes[:rows, :cols].view(torch.uint8), operand.format
+    own = Operand(codes.view(format.element.dtype), operand.scale, None, format, operand.shape)
+    return row_values(RowScaled(codes, operand.row_scale[:rows], operand.beyond[:rows]), own)
 
 
 def format_of(operand: GemmOperand) -> Format | torch.dtype:
@@ -87,6 +119,8 @@ def data_of(operand: GemmOperand) -> Tensor:
         return operand
     if isinstance(operand, Unquantized):
         return operand.x
+    if isinstance(operand, RowOperand):
+        return operand.codes
     return operand.data if isinstance(operand, Operand) else operand.values
 
 
@@ -103,7 +137,7 @@ def _may_be_negated(t: Tensor) -> bool:
 
 
 def _resolved(operand: GemmOperand) -> GemmOperand:
-    if isinstance(operand, Operand) or not _may_be_negated(data_of(operand)):
+    if isinstance(operand, (Operand, RowOperand)) or not _may_be_negated(data_of(operand)):
         return operand
     if isinstance(operand, Tensor):
         return operand.resolve_neg()
@@ -121,13 +155,18 @@ def facts_of(a: GemmOperand, b: GemmOperand, args: GemmArgs) -> Hashable:
     return type(a), data_of(a).dtype, type(b), data.dtype, added, args.alpha, args.beta, layout
 
 
-def needs_codes(a: GemmOperand, b: GemmOperand) -> str | None:
-    """Why a kernel that reads codes refuses operands of which one has none."""
-    return (
-        "needs codes, an operand is rounded values"
-        if isinstance(a, FakeQuantized) or isinstance(b, FakeQuantized)
-        else None
-    )
+def needs_codes(a: GemmOperand, b: GemmOperand, or_rows: bool = False) -> str | None:
+    """Why a kernel that reads codes refuses operands of which one has none; ``or_rows``: it reads row-scaled ones."""
+    if isinstance(a, FakeQuantized) or isinstance(b, FakeQuantized):
+        return "needs codes, an operand is rounded values"
+    return None if or_rows else not_row_scaled(a, b)
+
+
+def not_row_scaled(a: GemmOperand, b: GemmOperand) -> str | None:
+    """Why all kernels but ``fp8_rows`` refuse operands that were cast for it."""
+    if isinstance(a, RowOperand) or isinstance(b, RowOperand):
+        return "an operand was cast to row-scaled E4M3 for fp8_rows"
+    return None
 
 
 def not_rows_by_matrix(spec: Spec, a: GemmOperand) -> str | None:

@@ -11,13 +11,14 @@ from ...numerics.cast import Cast
 from ...numerics.formats import FULL, Orientation
 from ...numerics.operand import Operand
 from ...numerics.reference import check_source
+from ..gemm import fp8_rows_both
 from ..gemm.spec import Form, GemmOperand
 from . import triton_ops, two_casts
 from .select import cast_spec, quantize_operand
 
 QUANTIZE_BOTH: tuple[Kernel, ...] = (triton_ops.QUANTIZE_BOTH, two_casts.QUANTIZE_BOTH)
 """``run(x, cast)``: the operand of x and the operand of its transpose."""
-PAIR: tuple[Kernel, ...] = (triton_ops.PAIR, two_casts.PAIR)
+PAIR: tuple[Kernel, ...] = (fp8_rows_both.PAIR, triton_ops.PAIR, two_casts.PAIR)
 """``run(x, cast, rowwise, columnwise, dtype, amax, record)``: what ``cast_pair`` returns."""
 
 
@@ -43,7 +44,8 @@ def cast_pair(
 ) -> tuple[GemmOperand | None, GemmOperand | None]:
     """(rowwise, columnwise): x (..., rows, cols) and its transpose, each in its form; None if no form is given.
 
-    Rowwise: ``quantize_operand`` (CODES) or ``fake_quantize`` in ``dtype`` (VALUES) of x. Columnwise: the same of x
+    Rowwise: ``quantize_operand`` (CODES), ``fake_quantize`` in ``dtype`` (VALUES) or a row-scaled operand (ROWS, alone
+    or twice, of values that ``fp8_rows_both.why_not_both`` accepts) of x. Columnwise: the same of x
     transposed, with random numbers of its own (``seed + 1``); its values may have the layout of x, as a transposed
     view. Square blocks are rounded once and then transposed.
 

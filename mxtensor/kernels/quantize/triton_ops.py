@@ -19,6 +19,7 @@ from ...numerics.formats import FULL, Format, get_format
 from ...numerics.operand import Operand
 from ..gemm.spec import FakeQuantized, Form, GemmOperand
 from ..runtime.check import check_argument, check_codes, check_device, check_scalars
+from ..runtime.recorded_op import recorded
 from . import triton_pair, triton_rows
 from .triton_common import SOURCES, is_transposed_matrix
 
@@ -57,6 +58,7 @@ def _check_rows(op: str, format: Format, columnwise: bool = True) -> None:
 
 
 @custom_ops.define("mxtensor::quantize")
+@recorded
 def quantize_op(
     x: Tensor, format: str, scaling: str, rounding: str, seed: int | None, amax_epsilon: float
 ) -> list[Tensor]:
@@ -71,6 +73,7 @@ def _(x, format, scaling, rounding, seed, amax_epsilon):  # type: ignore[no-unty
 
 
 @custom_ops.define("mxtensor::quantize_both")
+@recorded
 def quantize_both_op(
     x: Tensor, format: str, scaling: str, rounding: str, seed: int | None, amax_epsilon: float
 ) -> list[Tensor]:
@@ -87,6 +90,7 @@ def _(x, format, scaling, rounding, seed, amax_epsilon):  # type: ignore[no-unty
 
 
 @custom_ops.define("mxtensor::fake_quantize")
+@recorded
 def fake_quantize_op(
     x: Tensor, format: str, scaling: str, rounding: str, seed: int | None, amax_epsilon: float, dtype: torch.dtype
 ) -> list[Tensor]:
@@ -103,6 +107,7 @@ def _(x, format, scaling, rounding, seed, amax_epsilon, dtype):  # type: ignore[
 
 
 @custom_ops.define("mxtensor::cast_pair")
+@recorded
 def cast_pair_op(
     x: Tensor,
     format: str,
@@ -152,6 +157,7 @@ def _(x, format, scaling, rounding, seed, amax_epsilon, rowwise, columnwise, dty
 
 
 @custom_ops.define("mxtensor::dequantize")
+@recorded
 def dequantize_op(
     data: Tensor, scale: Tensor, global_scale: Tensor | None, format: str, shape: list[int], dtype: torch.dtype
 ) -> Tensor:

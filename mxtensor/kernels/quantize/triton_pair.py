@@ -31,6 +31,8 @@ def refuses_pair(
     spec: Spec, x: Tensor, cast: Cast, rowwise: Form | None, columnwise: Form | None, dtype: torch.dtype,
     amax: Tensor | None, record: Tensor | None,
 ) -> str | None:  # fmt: skip
+    if Form.ROWS in (rowwise, columnwise):
+        return "casts to codes and to values"
     rows, cols = cast.format.block
     if x.dim() != 2:
         return "matrices only"

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ...core.kernel import Kernel
+from ...core.kernel import Kernel, Spec
 from ...numerics.cast import Cast
 from ...numerics.operand import Operand, transposed
 from ...numerics.reference import tensor_amax
@@ -23,6 +23,10 @@ def _columnwise_cast(cast: Cast) -> Cast:
 
 def _quantize_both(x: Tensor, cast: Cast) -> tuple[Operand, Operand]:
     return quantize_operand(x, cast), quantize_operand(x.transpose(-1, -2), _columnwise_cast(cast))
+
+
+def _refuses_pair(spec: Spec, x: Tensor, cast: Cast, *forms: object) -> str | None:
+    return "casts to codes and to values" if Form.ROWS in forms[:2] else None
 
 
 def _in_form(x: Tensor, cast: Cast, form: Form | None, dtype: torch.dtype) -> GemmOperand | None:
@@ -63,4 +67,4 @@ def _pair(
 
 
 QUANTIZE_BOTH = Kernel("two casts", reference.refuses, _quantize_both)
-PAIR = Kernel("two casts", reference.refuses, _pair)
+PAIR = Kernel("two casts", _refuses_pair, _pair)

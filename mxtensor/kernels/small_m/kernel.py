@@ -25,9 +25,11 @@ from ..gemm.spec import (
     FakeQuantized,
     GemmArgs,
     GemmOperand,
+    RowOperand,
     Unquantized,
     flat_bias,
     not_a_bias_of_groups,
+    not_row_scaled,
     not_rows_by_matrix,
 )
 from ..quantize.select import dequantize_operand, fake_quantize
@@ -54,8 +56,8 @@ def _refuses(spec: Spec, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> str 
     reason = nvrtc.unknown(spec.capability) or exported(spec)
     if reason is not None:
         return reason
-    if not isinstance(b, Operand):
-        return "needs a quantized right operand, this one has no codes"
+    if isinstance(a, RowOperand) or not isinstance(b, Operand):
+        return not_row_scaled(a, b) or "needs a quantized right operand, this one has no codes"
     f = b.format
     if f.element not in ELEMENTS:
         return f"has no decoder for elements of {f.element.name}"
@@ -110,6 +112,7 @@ def _activations(a: GemmOperand) -> tuple[Tensor, Tensor | None, Cast | None]:
         return a.values, a.global_scale, None
     if isinstance(a, Operand):
         return dequantize_operand(replace(a, global_scale=None), torch.bfloat16), a.global_scale, None
+    assert isinstance(a, Tensor)
     return a, None, None
 
 

@@ -51,6 +51,8 @@ def exponent_of(stored, C: tl.constexpr):
 def decide(top, low, bad, R: tl.constexpr):
     """(exponent of the row that blocks are moved under, whether beyond the bound, row scale) from the extremes of e."""
     zero = top < 0
+    if R.any_distance:
+        low = top
     top = tl.maximum(top, 127 + R.up - R.most)
     beyond = (top - low > R.octaves) | (top - 127 - R.up > R.most) | (bad == 1)
     beyond = beyond & (bad < 2) & (top >= 0) & (zero == 0)

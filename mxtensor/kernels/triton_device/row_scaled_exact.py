@@ -1,8 +1,10 @@
 """The exact product of rows beyond the bound of row-scaled E4M3, written over the result of the others.
 
-Programs stay on the device: each looks at the marks of all rows, and returns if there is none. Otherwise the programs
-share the tiles, and skip those without a mark. Values are decoded to bfloat16, which is exact, as in
-``gemm/dequant.py``: a marked row under the scales of its blocks, another one under its row scale.
+Programs stay on the device: each counts the marks of all rows, and returns if there is none. Otherwise the programs
+share the tiles of two products: marked rows of a with all rows of b, and all rows of a with marked rows of b. The n-th
+marked row is found among the marks, so that the time goes with the number of marked rows. Values are decoded to
+bfloat16, which is exact, as in ``gemm/dequant.py``: a marked row under the scales of its blocks, another one under its
+row scale.
 """
 
 import triton
@@ -22,12 +24,33 @@ def marks_in(beyond_ptr, rows, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def e4m3_value(code):
+def marked_rows(beyond_ptr, rows, tile, BM: tl.constexpr, PART: tl.constexpr):
+    """The marked rows number tile * BM and so on, in order; ``rows`` for those that do not exist."""
+    wanted = tile * BM + tl.arange(0, BM)
+    found = tl.full((BM,), 0, tl.int32) + rows
+    before = 0
+    for i in range(0, tl.cdiv(rows, PART)):
+        at = i * PART + tl.arange(0, PART)
+        marked = tl.load(beyond_ptr + at, mask=at < rows, other=0).to(tl.int32)
+        count = tl.sum(marked, axis=0)
+        if (before + count > tile * BM) & (before < tile * BM + BM):
+            number = before + tl.cumsum(marked, axis=0) - 1
+            here = (number[None, :] == wanted[:, None]) & (marked > 0)[None, :]
+            found = tl.minimum(found, tl.min(tl.where(here, at[None, :], rows), axis=1))
+        before += count
+    return found
+
+
+@triton.jit
+def e4m3_value(code, NATIVE: tl.constexpr):
     """E4M3 codes to float32."""
-    wide = code.to(tl.int32)
-    value = float_from_code(wide & 0x7F, 4, 3, 7)
-    value = tl.where((wide & 0x7F) == 0x7F, float("nan"), value)
-    return tl.where(wide > 127, -value, value)
+    if NATIVE:
+        return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        wide = code.to(tl.int32)
+        value = float_from_code(wide & 0x7F, 4, 3, 7)
+        value = tl.where((wide & 0x7F) == 0x7F, float("nan"), value)
+        return tl.where(wide > 127, -value, value)
 
 
 @triton.jit
@@ -43,7 +66,7 @@ def side_values(
     at = scale_ptr + line.to(tl.int64) * scale_stride + block
     stored = tl.load(at, mask=inside & marked, other=0)
     scale = tl.where(marked, scale_value(stored, C), row_scale)
-    value = e4m3_value(code)
+    value = e4m3_value(code, BF16)
     if C.bits == 8 and C.mantissa_bits == 2:
         value = tl.where(marked, from_codes(code, C), value)
     value = tl.where(inside, value * scale, 0.0)
@@ -56,34 +79,38 @@ def exact_rows(
     M, N, K, a_width, a_scale_stride, b_width, b_scale_stride, out_stride,
     A: tl.constexpr, B: tl.constexpr, A_ROWS: tl.constexpr, A_COLS: tl.constexpr, B_ROWS: tl.constexpr,
     B_COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, CHUNK: tl.constexpr,
-    BF16: tl.constexpr,
+    PART: tl.constexpr, BF16: tl.constexpr,
 ):  # fmt: skip
     """``a @ b^T + bias`` where a row of a (M, K) or of b (N, K) is marked; the rest of out (M, N) stays."""
-    if marks_in(a_beyond_ptr, M, CHUNK) + marks_in(b_beyond_ptr, N, CHUNK) == 0:
+    a_marks, b_marks = marks_in(a_beyond_ptr, M, CHUNK), marks_in(b_beyond_ptr, N, CHUNK)
+    if a_marks + b_marks == 0:
         return
-    col_tiles = tl.cdiv(N, BN)
-    for tile in range(tl.program_id(0), tl.cdiv(M, BM) * col_tiles, tl.num_programs(0)):
-        row = (tile // col_tiles) * BM + tl.arange(0, BM)
-        col = (tile % col_tiles) * BN + tl.arange(0, BN)
-        a_marked = tl.load(a_beyond_ptr + row, mask=row < M, other=0).to(tl.int32)
-        b_marked = tl.load(b_beyond_ptr + col, mask=col < N, other=0).to(tl.int32)
-        if tl.max(a_marked, axis=0) + tl.max(b_marked, axis=0) > 0:
-            a_row = tl.load(a_row_ptr + row, mask=row < M, other=0.0)
-            b_row = tl.load(b_row_ptr + col, mask=col < N, other=0.0)
-            total = tl.zeros((BM, BN), tl.float32)
-            for k in range(0, K, BK):
-                at = k + tl.arange(0, BK)[None, :]
-                a = side_values(
-                    a_ptr, a_scale_ptr, row[:, None], (row < M)[:, None], a_row[:, None], (a_marked > 0)[:, None],
-                    at, K, a_width, a_scale_stride, A, A_ROWS, A_COLS, BF16,
-                )  # fmt: skip
-                b = side_values(
-                    b_ptr, b_scale_ptr, col[:, None], (col < N)[:, None], b_row[:, None], (b_marked > 0)[:, None],
-                    at, K, b_width, b_scale_stride, B, B_ROWS, B_COLS, BF16,
-                )  # fmt: skip
-                total = tl.dot(a, tl.trans(b), total)
-            if bias_ptr is not None:
-                total += tl.load(bias_ptr + col, mask=col < N, other=0.0).to(tl.float32)[None, :]
-            mask = ((a_marked[:, None] > 0) | (b_marked[None, :] > 0)) & (row < M)[:, None] & (col < N)[None, :]
-            to = out_ptr + row.to(tl.int64)[:, None] * out_stride + col[None, :]
-            tl.store(to, total.to(out_ptr.dtype.element_ty), mask=mask)
+    a_tiles = tl.cdiv(a_marks, BM) * tl.cdiv(N, BN)  # of marked rows of a
+    b_tiles = tl.cdiv(b_marks, BN) * tl.cdiv(M, BM)
+    for tile in range(tl.program_id(0), a_tiles + b_tiles, tl.num_programs(0)):
+        if tile < a_tiles:
+            row = marked_rows(a_beyond_ptr, M, tile // tl.cdiv(N, BN), BM, PART)
+            col = (tile % tl.cdiv(N, BN)) * BN + tl.arange(0, BN)
+        else:
+            row = ((tile - a_tiles) % tl.cdiv(M, BM)) * BM + tl.arange(0, BM)
+            col = marked_rows(b_beyond_ptr, N, (tile - a_tiles) // tl.cdiv(M, BM), BN, PART)
+        a_marked = tl.load(a_beyond_ptr + row, mask=row < M, other=0)
+        b_marked = tl.load(b_beyond_ptr + col, mask=col < N, other=0)
+        a_row = tl.load(a_row_ptr + row, mask=row < M, other=0.0)
+        b_row = tl.load(b_row_ptr + col, mask=col < N, other=0.0)
+        total = tl.zeros((BM, BN), tl.float32)
+        for k in range(0, K, BK):
+            at = k + tl.arange(0, BK)[None, :]
+            a = side_values(
+                a_ptr, a_scale_ptr, row[:, None], (row < M)[:, None], a_row[:, None], (a_marked > 0)[:, None],
+                at, K, a_width, a_scale_stride, A, A_ROWS, A_COLS, BF16,
+            )  # fmt: skip
+            b = side_values(
+                b_ptr, b_scale_ptr, col[:, None], (col < N)[:, None], b_row[:, None], (b_marked > 0)[:, None],
+                at, K, b_width, b_scale_stride, B, B_ROWS, B_COLS, BF16,
+            )  # fmt: skip
+            total = tl.dot(a, tl.trans(b), total)
+        if bias_ptr is not None:
+            total += tl.load(bias_ptr + col, mask=col < N, other=0.0).to(tl.float32)[None, :]
+        to = out_ptr + row.to(tl.int64)[:, None] * out_stride + col[None, :]
+        tl.store(to, total.to(out_ptr.dtype.element_ty), mask=(row < M)[:, None] & (col < N)[None, :])

@@ -44,6 +44,7 @@ def small(monkeypatch, one_rounding):
     """Several tiles of the exact product to a small result."""
     monkeypatch.setattr(fp8_rows, "EXACT_TILE", (16, 16, 64, 4))
     monkeypatch.setattr(fp8_rows, "MARKS", 16)
+    monkeypatch.setattr(fp8_rows, "PART", 8)
 
 
 @pytest.mark.parametrize("left, right", PAIRS)
@@ -115,7 +116,7 @@ def test_the_ops_check_their_arguments():
         nvfp4 = encode(torch.randn(16, 64), mx.Cast.of("nvfp4"))
         fp8_rows.operand_to_rows(nvfp4.data, nvfp4.scale, "nvfp4", 64)
     with pytest.raises(ValueError, match="casts blocks along rows"):
-        fp8_rows.cast_to_rows(torch.randn(16, 64), "mxfp8[32x32]", "rceil", "nearest", None, 0.0)
+        fp8_rows.cast_to_rows(torch.randn(16, 64), "mxfp8[32x32]", "rceil", "nearest", None, 0.0, False)
 
 
 # ---------------------------------------------------------------------------------------------- the cache of weights

@@ -1,0 +1,268 @@
+"""A matrix of bfloat16 and its transpose as row-scaled E4M3: one pass for extremes, one to cast.
+
+The result is bitwise that of ``row_scaled.cast_to_rows`` of the matrix and of its transpose. Both kernels work on words
+of two columns, as ``quantize_columns_words``. The elements are E4M3 or E5M2 in blocks of 32 or more values.
+
+Extremes are int32 and start as zero: of a row or column the largest of e + 1 over the scales 2^(e - 127) of its blocks
+that are not zero; HUGE if a block is not finite. Blocks may be any distance apart (``row_scaled(any_distance)``).
+"""
+
+import triton
+import triton.language as tl
+
+from .elements import float_of, from_codes
+from .quantize import block_scales, store_tile
+from .quantize_columns import as_matrix, in_row_order, over_columns, over_spans
+from .quantize_columns_words import load_words
+from .row_scaled import decide, exponent_of, to_e4m3
+from .words import MAGNITUDES, column_codes, larger, largest, row_codes
+
+HUGE = tl.constexpr(1 << 20)
+
+E4M3_MOVED_FOUR = tl.constexpr("""{
+.reg .b16 p, q;
+.reg .b32 a, b;
+mov.b32 {p, q}, $1;
+cvt.rn.f16x2.e4m3x2 a, p;
+cvt.rn.f16x2.e4m3x2 b, q;
+mul.rn.f16x2 a, a, $2;
+mul.rn.f16x2 b, b, $2;
+cvt.rn.satfinite.e4m3x2.f16x2 p, a;
+cvt.rn.satfinite.e4m3x2.f16x2 q, b;
+mov.b32 $0, {p, q};
+}""")
+E4M3_MOVED_TWO = tl.constexpr("""{
+.reg .b16 p, q;
+.reg .b32 a, b;
+mov.b32 {p, q}, $1;
+cvt.rn.f16x2.e4m3x2 a, p;
+cvt.rn.f16x2.e4m3x2 b, q;
+mul.rn.f16x2 a, a, $2;
+mul.rn.f16x2 b, b, $3;
+cvt.rn.satfinite.e4m3x2.f16x2 p, a;
+cvt.rn.satfinite.e4m3x2.f16x2 q, b;
+mov.b32 $0, {p, q};
+}""")
+E5M2_MOVED_FOUR = tl.constexpr(E4M3_MOVED_FOUR.value.replace("f16x2.e4m3x2", "f16x2.e5m2x2"))
+E5M2_MOVED_TWO = tl.constexpr(E4M3_MOVED_TWO.value.replace("f16x2.e4m3x2", "f16x2.e5m2x2"))
+
+
+# ---------------------------------------------------------------------------------------------- extremes
+
+
+@triton.jit
+def extreme_words(bits, C: tl.constexpr, R: tl.constexpr):
+    """e + 1 or HUGE of blocks with these amax bits; 0 for blocks of zeros."""
+    stored, multiplier, _, finite = block_scales(bits, tl.full((), 1.0, tl.float32), C)
+    e, _kind = exponent_of(stored, C)
+    live = finite & (float_of(bits) * multiplier > R.half)
+    return tl.where(finite, tl.where(live, e + 1, 0), HUGE)
+
+
+@triton.jit
+def extremes_of_both(
+    x_ptr, row_ptr, column_ptr, rows, words, stride,
+    C: tl.constexpr, R: tl.constexpr, HIGH: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """x (rows, words) int32; a program takes HIGH rows and BK words. row_ptr (rows,), column_ptr (2 * words,)."""
+    tiles = tl.cdiv(words, BK)
+    down, right = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    row, col = down * HIGH + tl.arange(0, HIGH)[:, None], right * BK + tl.arange(0, BK)[None, :]
+    tile_ptr = x_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + row.to(tl.int64) * stride + col
+    word = tl.load(tile_ptr) if EVEN else tl.load(tile_ptr, mask=(row < rows) & (col < words), other=0)
+    word = word & MAGNITUDES
+    if ROWS:
+        NB: tl.constexpr = 2 * BK // C.block
+        pair = largest(tl.reshape(word, (HIGH, NB, C.block // 2)), 2, C)
+        top = extreme_words(tl.maximum(pair << 16, pair & 0x7FFF0000), C, R)
+        at = down * HIGH + tl.arange(0, HIGH)
+        tl.atomic_max(row_ptr + at, tl.max(top, axis=1), mask=at < rows, sem="relaxed")
+    pair = largest(tl.reshape(word, (HIGH // C.block, C.block, BK)), 1, C)
+    low_top, high_top = extreme_words(pair << 16, C, R), extreme_words(pair & 0x7FFF0000, C, R)
+    at = 2 * (right * BK + tl.arange(0, BK))
+    inside = right * BK + tl.arange(0, BK) < words
+    tl.atomic_max(column_ptr + at, tl.max(low_top, axis=0), mask=inside, sem="relaxed")
+    tl.atomic_max(column_ptr + at + 1, tl.max(high_top, axis=0), mask=inside, sem="relaxed")
+
+
+@triton.jit
+def decided(extremes_ptr, at, inside, R: tl.constexpr):
+    """``decide`` for rows ``at``: (exponent, whether beyond the bound, row scale)."""
+    top = tl.load(extremes_ptr + at, mask=inside, other=0)
+    bad = tl.where(top >= HUGE, 2, 0)
+    top = tl.where(top >= HUGE, 127, top) - 1
+    return decide(top, top, bad, R)
+
+
+# ---------------------------------------------------------------------------------------------- the cast
+
+
+@triton.jit
+def shift_word(stored, top, C: tl.constexpr, R: tl.constexpr, beyond):
+    """What codes of blocks with these stored scales are multiplied by: a power of two, in both halves of a word as
+    float16; without float8 instructions its exponent."""
+    e, _kind = exponent_of(stored, C)
+    up = tl.minimum(tl.maximum(e - top + R.up, -126), 15)
+    up = tl.where(beyond, 0, up)
+    if C.float8 == "":
+        return up
+    else:
+        small = tl.where(up >= -24, 1 << tl.maximum(up + 24, 0), 0)  # what is smaller gives zeros
+        half = tl.where(up >= -14, (up + 15) << 10, small)
+        return half | (half << 16)
+
+
+@triton.jit
+def one_moved(code, up, C: tl.constexpr, R: tl.constexpr):
+    """A code in the low byte of an int32, moved by 2^up."""
+    value = from_codes((code & 0xFF).to(tl.uint8), C) * float_of((up + 127) << 23)
+    return to_e4m3(value, R).to(tl.int32)
+
+
+@triton.jit
+def moved_four(word, shift, C: tl.constexpr, R: tl.constexpr):
+    """Four codes in an int32, moved."""
+    if C.float8 == "e4m3":
+        return tl.inline_asm_elementwise(E4M3_MOVED_FOUR, "=r,r,r", [word, shift], tl.int32, is_pure=True, pack=1)
+    elif C.float8 == "e5m2":
+        return tl.inline_asm_elementwise(E5M2_MOVED_FOUR, "=r,r,r", [word, shift], tl.int32, is_pure=True, pack=1)
+    else:
+        low = one_moved(word, shift, C, R) | (one_moved(word >> 8, shift, C, R) << 8)
+        return low | (one_moved(word >> 16, shift, C, R) << 16) | (one_moved(word >> 24, shift, C, R) << 24)
+
+
+@triton.jit
+def moved_two(code, shift, C: tl.constexpr, R: tl.constexpr):
+    """Two codes in an int16, moved."""
+    if C.float8 == "e4m3":
+        return tl.inline_asm_elementwise(E4M3_MOVED_TWO, "=r,r,r,r", [code, shift], tl.int16, is_pure=True, pack=2)
+    elif C.float8 == "e5m2":
+        return tl.inline_asm_elementwise(E5M2_MOVED_TWO, "=r,r,r,r", [code, shift], tl.int16, is_pure=True, pack=2)
+    else:
+        wide = code.to(tl.int32)
+        return (one_moved(wide, shift, C, R) | (one_moved(wide >> 8, shift, C, R) << 8)).to(tl.int16)
+
+
+@triton.jit
+def cast_rows(
+    word, row, col, to_ptr, rows, words, width, row_extremes_ptr, first_row, C: tl.constexpr, R: tl.constexpr,
+    NB: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Store the codes of one group of rows of words (Q, W, J, V); returns the scales of its blocks (NB, W, J)."""
+    Q: tl.constexpr = word.shape[0]
+    W: tl.constexpr = word.shape[1]
+    J: tl.constexpr = word.shape[2]
+    V: tl.constexpr = word.shape[3]
+    pair = largest(tl.reshape(largest(word & MAGNITUDES, 3, C), (NB, Q // NB, W, J)), 1, C)
+    one = tl.full((), 1.0, tl.float32)
+    stored, multiplier, _, finite = block_scales(tl.maximum(pair << 16, pair & 0x7FFF0000), one, C)
+    line = tl.reshape(row, (1, W, J))
+    top, beyond, _scale = decided(row_extremes_ptr, first_row + line, line < rows, R)
+    shift = shift_word(stored, top, C, R, beyond)
+    shape: tl.constexpr = (Q, W, J, V)
+    code = row_codes(word, tl.broadcast_to(over_columns(multiplier, Q), shape), C)
+    if C.float8 == "":
+        code = tl.where(over_columns(finite.to(tl.int32), Q) != 0, code, C.nan_code * 0x101).to(tl.int16)
+    out = moved_two(code, tl.broadcast_to(over_columns(shift, Q), shape), C, R)
+    if C.mantissa_bits == 2:
+        out = tl.where(tl.reshape(beyond, (1, W, J, 1)), code, out)
+    store_tile(to_ptr + (row * width + col), out, (row < rows) & (col < words), EVEN)
+    return stored
+
+
+@triton.jit
+def store_facts(extremes_ptr, scale_ptr, beyond_ptr, at, size, R: tl.constexpr):
+    """Store the row scales and marks of rows ``at``."""
+    _top, beyond, scale = decided(extremes_ptr, at, at < size, R)
+    tl.store(scale_ptr + at, scale, mask=at < size)
+    tl.store(beyond_ptr + at, beyond.to(tl.uint8), mask=at < size)
+
+
+@triton.jit
+def cast_both_to_rows(
+    x_ptr, row_extremes_ptr, column_extremes_ptr, codes_ptr, row_scale_ptr, beyond_ptr, scale_ptr, tcodes_ptr,
+    trow_scale_ptr, tbeyond_ptr, tscale_ptr, rows, words, stride, width, scale_cols, tscale_cols, fours,
+    C: tl.constexpr, R: tl.constexpr, W: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """x (rows, words) int32, BK words and W spans of 32 rows to a program; ``stride`` and ``width`` are in words and in
+    pairs of codes. ``fours``: the length of a row of transposed codes in words. ROWS: the rows are cast, too."""
+    V: tl.constexpr = 2
+    SPAN: tl.constexpr = 32
+    J: tl.constexpr = SPAN // 4
+    G: tl.constexpr = C.block // SPAN
+    NB: tl.constexpr = 2 * BK // C.block
+    Q: tl.constexpr = BK // V
+    tiles = tl.cdiv(words, BK)
+    down, right = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    tile_row, first = down * (W * SPAN), right * BK
+    there, across = rows - tile_row, words - first
+    j = tl.arange(0, J)[None, None, :, None]
+    w = tl.arange(0, W)[None, :, None, None]
+    col = tl.arange(0, Q)[:, None, None, None] * V + tl.arange(0, V)[None, None, None, :]
+    row = w * SPAN + j * 4
+    tile_ptr = x_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + (tile_row.to(tl.int64) * stride + first)
+    w0 = load_words(tile_ptr, row, col, there, across, stride, EVEN)
+    w1 = load_words(tile_ptr, row + 1, col, there, across, stride, EVEN)
+    w2 = load_words(tile_ptr, row + 2, col, there, across, stride, EVEN)
+    w3 = load_words(tile_ptr, row + 3, col, there, across, stride, EVEN)
+
+    upper, lower = larger(w0 & MAGNITUDES, w1 & MAGNITUDES, C), larger(w2 & MAGNITUDES, w3 & MAGNITUDES, C)
+    pair = largest(larger(upper, lower, C), 2, C)
+    if G > 1:
+        pair = largest(tl.reshape(pair, (Q, W // G, G, V)), 2, C)
+    one = tl.full((), 1.0, tl.float32)
+    low_stored, low, _, low_finite = block_scales(pair << 16, one, C)
+    high_stored, high, _, high_finite = block_scales(pair & 0x7FFF0000, one, C)
+    column = 2 * (first + tl.arange(0, Q)[:, None, None] * V + tl.arange(0, V)[None, None, :])
+    cols = 2 * words
+    low_top, low_beyond, _s0 = decided(column_extremes_ptr, column, column < cols, R)
+    high_top, high_beyond, _s1 = decided(column_extremes_ptr, column + 1, column < cols, R)
+    low_shift, high_shift = (
+        shift_word(low_stored, low_top, C, R, low_beyond),
+        shift_word(high_stored, high_top, C, R, high_beyond),
+    )
+    block = down * (W // G) + tl.arange(0, W // G)[None, :, None]
+    inside = (column < cols) & (block < tscale_cols)
+    to = tscale_ptr + column.to(tl.int64) * tscale_cols + block
+    tl.store(to, low_stored, mask=inside & low_beyond)
+    tl.store(to + tscale_cols, high_stored, mask=inside & high_beyond)
+    if G > 1:
+        low, high = over_spans(low, G), over_spans(high, G)
+        low_shift, high_shift = over_spans(low_shift, G), over_spans(high_shift, G)
+    shape: tl.constexpr = (Q, W, J, V)
+    low, high = tl.broadcast_to(low[:, :, None, :], shape), tl.broadcast_to(high[:, :, None, :], shape)
+    low_shift = tl.broadcast_to(low_shift[:, :, None, :], shape)
+    high_shift = tl.broadcast_to(high_shift[:, :, None, :], shape)
+    low_code, high_code = column_codes(w0, w1, w2, w3, low, high, C)
+    if C.float8 == "":
+        low_whole, high_whole = low_finite.to(tl.int32), high_finite.to(tl.int32)
+        if G > 1:
+            low_whole, high_whole = over_spans(low_whole, G), over_spans(high_whole, G)
+        low_code = tl.where(low_whole[:, :, None, :] != 0, low_code, C.nan_code * 0x1010101)
+        high_code = tl.where(high_whole[:, :, None, :] != 0, high_code, C.nan_code * 0x1010101)
+    low_four, high_four = moved_four(low_code, low_shift, C, R), moved_four(high_code, high_shift, C, R)
+    if C.mantissa_bits == 2:
+        low_four = tl.where(low_beyond[:, :, None, :], low_code, low_four)
+        high_four = tl.where(high_beyond[:, :, None, :], high_code, high_four)
+    four = tl.reshape(tl.join(low_four, high_four), (Q, W, J, 2 * V))
+    four_row = down * (W * J) + tl.arange(0, W * J)[:, None]
+    transposed_ptr = tcodes_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+    transposed_ptr += (2 * first).to(tl.int64) * fours + down * (W * J)
+    across_four = tl.arange(0, 2 * BK)[None, :]
+    pointer = transposed_ptr + (across_four * fours + tl.arange(0, W * J)[:, None])
+    store_tile(pointer, as_matrix(four), (four_row < fours) & (2 * first + across_four < cols), EVEN)
+    if down == 0:
+        store_facts(column_extremes_ptr, trow_scale_ptr, tbeyond_ptr, 2 * first + tl.arange(0, 2 * BK), cols, R)
+    if ROWS:
+        row_ptr = codes_ptr.to(tl.pointer_type(tl.int16), bitcast=True) + (tile_row.to(tl.int64) * width + first)
+        s0 = cast_rows(w0, row, col, row_ptr, there, across, width, row_extremes_ptr, tile_row, C, R, NB, EVEN)
+        s1 = cast_rows(w1, row + 1, col, row_ptr, there, across, width, row_extremes_ptr, tile_row, C, R, NB, EVEN)
+        s2 = cast_rows(w2, row + 2, col, row_ptr, there, across, width, row_extremes_ptr, tile_row, C, R, NB, EVEN)
+        s3 = cast_rows(w3, row + 3, col, row_ptr, there, across, width, row_extremes_ptr, tile_row, C, R, NB, EVEN)
+        tile = tile_row + tl.arange(0, W * SPAN)[:, None]
+        block = right * NB + tl.arange(0, NB)[None, :]
+        _top, beyond, _scale = decided(row_extremes_ptr, tile, tile < rows, R)
+        to = scale_ptr + tile.to(tl.int64) * scale_cols + block
+        tl.store(to, in_row_order(s0, s1, s2, s3), mask=(tile < rows) & beyond & (block < scale_cols))
+        if right == 0:
+            store_facts(row_extremes_ptr, row_scale_ptr, beyond_ptr, tile_row + tl.arange(0, W * SPAN), rows, R)

@@ -1,0 +1,121 @@
+"""Row-scaled operands of a matrix and of its transpose in two passes: bitwise those of two casts."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import mxtensor as mx
+from mxtensor.kernels.gemm import fp8_rows_both
+from mxtensor.kernels.gemm.fp8_rows_both import rows_of_both, wants_rows, why_not_both
+from mxtensor.kernels.gemm.spec import Form, Unquantized, values_of_rows
+from mxtensor.kernels.quantize import triton_tiles
+from mxtensor.numerics.reference import decode, encode
+from mxtensor.numerics.row_scaled import row_scaled
+from tests.helpers.row_scaled import check_rows, values
+from tests.helpers.stand_in import BF16, pretend
+
+pytest.importorskip("triton")
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="test_gpu_fp8_rows.py runs the kernels on the device"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
+]
+__all__ = ["pretend"]
+FORMATS = ["mxfp8", "mxfp8_e5m2", "mxfp8[1x64]", "float8_e4m3_1x128_pow2"]
+
+
+def both_ways(rows, cols):
+    """Values with special rows, and with special columns."""
+    x = values(rows, cols).float()
+    half = cols // 2
+    x[:, half:] = values(cols - half, rows).t().float()
+    return x.to(BF16)
+
+
+@pytest.fixture(autouse=True)
+def several_tiles(monkeypatch):
+    monkeypatch.setattr(triton_tiles, "EXTREMES", (32, 16, 4))
+    monkeypatch.setitem(triton_tiles.WORDS, "codes", (1, 16, 4))
+
+
+def check(made, x, cast):
+    operand = encode(x, cast)
+    expected = row_scaled(operand, any_distance=True)
+    check_rows(made[:3], expected, x.shape[1])
+    beyond = expected.beyond.bool()
+    assert torch.equal(made.scale[beyond], operand.scale[beyond])
+    assert made.shape == tuple(x.shape) and made.format is cast.format
+    return beyond.any()
+
+
+@pytest.mark.exhaustive(quick=1)
+@pytest.mark.parametrize("shape", [(64, 96), (48, 160)])
+@pytest.mark.parametrize("name", FORMATS)
+def test_both_operands_are_those_of_two_casts(name, shape):
+    x, cast = both_ways(*shape), mx.Cast.of(name)
+    row, column = rows_of_both(x, cast)
+    check(fp8_rows_both.PAIR.run(x, cast, Form.ROWS, None)[0], x, cast)
+    assert check(row, x, cast) | check(column, x.t().contiguous(), cast)
+    alone, again = rows_of_both(x, cast, rowwise=False)
+    assert alone is None
+    for one, other in zip(column[:3], again[:3], strict=True):
+        assert torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("mode", ["floor", "even"])
+def test_other_scale_rules_and_strided_values(mode):
+    wide = torch.full((70, 120), float("nan"), dtype=BF16)
+    wide[2:66, 8:104] = both_ways(64, 96)
+    x, cast = wide[2:66, 8:104], mx.Cast.of("mxfp8", mode)
+    row, column = rows_of_both(x, cast)
+    check(row, x, cast)
+    check(column, x.t().contiguous(), cast)
+
+
+def test_the_values_of_an_operand_are_those_of_its_codes_within_the_bound():
+    x, cast = torch.randn(32, 64).to(BF16), mx.Cast.of("mxfp8")
+    x[3, :32] *= 2.0**30
+    x[4] *= 2.0**100
+    row, _ = rows_of_both(x, cast)
+    exact = decode(encode(x, cast), torch.float32)
+    assert row.beyond.tolist() == [int(i == 4) for i in range(32)]
+    assert torch.equal(values_of_rows(row)[4], exact[4])
+    change = (values_of_rows(row) - exact).abs()
+    assert (change <= 2.0**-10 * row.row_scale.nan_to_num(1.0)).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "dtype", "reason"),
+    [
+        ("mxfp4", (32, 64), BF16, "casts 8-bit elements"),
+        ("mxfp8", (32, 72), BF16, "multiples of 16 rows and columns, not (32, 72)"),
+        ("mxfp8", (2, 32, 64), BF16, "needs a matrix"),
+        ("mxfp8", (32, 64), torch.float32, "not for float32"),
+        ("nvfp4", (32, 64), BF16, "powers of two"),
+        ("mxfp8[32x32]", (32, 64), BF16, "blocks along rows"),
+    ],
+)
+def test_what_is_refused(name, shape, dtype, reason):
+    assert reason in why_not_both(torch.empty(shape, dtype=dtype), mx.Cast.of(name))
+
+
+def test_a_traced_cast_has_the_shapes_of_the_eager_one(pretend):
+    pretend((9, 0))
+    cast = mx.Cast.of("mxfp8")
+    x = torch.randn(32, 64).to(BF16)
+    eager = [t for side in rows_of_both(x, cast) for t in side[:4]]
+    op = torch.ops.mxtensor.cast_both_to_rows
+    arguments = ("mxfp8_e4m3", "rceil", "nearest", None, 0.0)
+    with FakeTensorMode():
+        fake = op(torch.empty(32, 64, dtype=BF16), *arguments, True)
+        assert len(op(torch.empty(32, 64, dtype=BF16), *arguments, False)) == 4
+    assert [(t.shape, t.stride(), t.dtype) for t in fake] == [(t.shape, t.stride(), t.dtype) for t in eager]
+    with pytest.raises(ValueError, match="casts 8-bit elements"):
+        op(x, "mxfp4", "rceil", "nearest", None, 0.0, True)
+
+
+def test_operands_that_are_codes_already_are_not_wanted_as_rows():
+    x, cast = torch.randn(32, 64).to(BF16), mx.Cast.of("mxfp8")
+    plain, row = Unquantized(x, cast), rows_of_both(x, cast)[0]
+    assert wants_rows(plain, plain) and wants_rows(plain, row)
+    assert not wants_rows(plain, encode(x, cast)) and not wants_rows(plain, x)

@@ -1,0 +1,86 @@
+"""Custom ops whose repeated calls run a program: the bits of the first call, for other data, lists and errors."""
+
+import pytest
+import torch
+
+import mxtensor as mx
+from mxtensor.core.plan import PLANS
+from mxtensor.core.repeated import Repeated
+from mxtensor.kernels.gemm.fp8_rows_both import rows_of_both
+from mxtensor.kernels.runtime import recorded_op
+from mxtensor.kernels.runtime.recorded_op import recorded
+from tests.helpers.stand_in import BF16
+
+CAST = ("rceil", "nearest", None, 0.0)
+
+
+@pytest.fixture(autouse=True)
+def of_the_cpu(monkeypatch):
+    PLANS.clear()
+    monkeypatch.setattr(recorded_op, "DEVICES", {"cpu"})
+    yield
+    PLANS.clear()
+
+
+def programs():
+    return [p.launch.program for p in PLANS._plans.values() if isinstance(p.launch, Repeated)]
+
+
+def test_later_calls_compute_from_their_own_arguments():
+    ran = []
+
+    @recorded
+    def work(x, others, factor):
+        ran.append(factor)
+        return [x * factor, torch.cat(others)]
+
+    for step in range(4):
+        x, others = torch.randn(3, 2), [torch.randn(2), torch.randn(1)]
+        scaled, joined = work(x, others, 2.0)
+        assert torch.equal(scaled, x * 2.0) and torch.equal(joined, torch.cat(others))
+        assert len(ran) == min(step + 1, 2)
+    for other in (3.0, 5.0):  # another value is another kind
+        assert torch.equal(work(x, others, other)[0], x * other)
+    assert ran == [2.0, 2.0, 3.0, 5.0] and [p is not None for p in programs()] == [True, False, False]
+
+
+def test_one_tensor_stays_one_tensor_and_other_shapes_are_other_kinds():
+    @recorded
+    def work(x):
+        return x + 1
+
+    for shape in ((2, 3), (2, 3), (2, 3), (4,)):
+        x = torch.randn(shape)
+        assert torch.equal(work(x), x + 1)
+    assert torch.equal(work(x=x), x + 1)
+    assert [p is not None for p in programs()] == [True, False]
+
+
+def test_a_call_that_cannot_be_recorded_runs_every_time():
+    ran = []
+
+    @recorded
+    def work(x):
+        ran.append(x)
+        return x * float(x.sum())
+
+    for _ in range(4):
+        x = torch.randn(3)
+        assert torch.equal(work(x), x * float(x.sum()))
+    assert len(ran) == 4 and programs() == [None]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
+def test_the_casts_of_a_training_graph_are_programs():
+    pytest.importorskip("triton")
+    op, cast = torch.ops.mxtensor.cast_both_to_rows, mx.Cast.of("mxfp8")
+    for _ in range(3):
+        x = torch.randn(32, 64).to(BF16)
+        made = op(x, "mxfp8_e4m3", *CAST, True)
+        expected = [t for side in rows_of_both(x, cast) for t in side[:3]]
+        for one, other in zip((*made[:3], *made[4:7]), expected, strict=True):
+            assert torch.equal(one, other)
+    assert all(p is not None for p in programs()) and programs()
+    with pytest.raises(ValueError, match="casts 8-bit elements"):
+        op(x, "mxfp4", *CAST, True)
