@@ -43,7 +43,8 @@ WINDOWS = {"documentation": 6, "novel": 4}
 FORMATS = ("nvfp4-weight-only", "mxfp4-weight-only", "mxfp4")
 METHODS: dict[str, Any] = {
     "nearest": None, "mse": "mse", "smooth": "smooth", "gptq": "gptq", "gptq cast": mx.GPTQ(correct="cast"),
-    "smooth+gptq cast": ["smooth", mx.GPTQ(correct="cast")],
+    "smooth+gptq": ["smooth", "gptq"], "smooth+gptq cast": ["smooth", mx.GPTQ(correct="cast")],
+    "smooth+gptq cast 0.2": ["smooth", mx.GPTQ(damping=0.2, correct="cast")],
 }  # fmt: skip
 """What ``mx.calibrate`` takes; None is ``mx.quantize_``."""
 BATCH = 8

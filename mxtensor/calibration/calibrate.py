@@ -23,7 +23,7 @@ from ..tensor.mxtensor import MXTensor
 from ..training.training_weight import values_of
 from .blocks import Stream
 from .edits import Edit, in_place, restore
-from .methods import Step, Steps, steps_of
+from .methods import Step, Steps, correction, steps_of
 from .one_block import placed, quantized_block, weight_of
 from .state import State
 
@@ -108,7 +108,7 @@ def _all_blocks(
                 saved.save(index, done)
         every |= done
         if index + 1 < len(stream):
-            if steps.rounding.correct == "model":
+            if any(correction(steps.rounding.correct, c.recipe.activation) == "model" for c in layers.values()):
                 before = [stream.run(index, batch, x) for batch, x in enumerate(before)]
             with in_place([*placed(inside.values(), done), *_edits(model, done)]):
                 states = [stream.run(index, batch, x) for batch, x in enumerate(states)]

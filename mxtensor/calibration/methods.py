@@ -16,8 +16,15 @@ from .moments import Moments
 from .scales import multiples_of
 from .smoothing import SmoothQuant
 
-CORRECT = ("model", "cast", "none")
+CORRECT = ("auto", "model", "cast", "none")
 """What a weight makes up for: that its input is not that of the model before, that it is rounded, or neither."""
+
+
+def correction(correct: str, activation: Cast | None) -> str:
+    """``correct`` for a layer that casts its input by ``activation``: "auto" is "model", or "none" with a cast."""
+    if correct == "auto":
+        return "model" if activation is None else "none"
+    return "none" if correct == "cast" and activation is None else correct
 
 
 class Method(Protocol):
@@ -25,7 +32,7 @@ class Method(Protocol):
 
     @property
     def correct(self) -> str:
-        """What the inputs of ``Moments.cross`` are (CORRECT); the model before quantization runs for "model" only."""
+        """One of CORRECT, which says what ``Moments.cross`` is about."""
 
     @property
     def looks(self) -> bool:
@@ -80,12 +87,13 @@ class GPTQ:
     ``damping``: what is added to the diagonal of the second moment of the inputs, as a share of its mean. ``search``:
     the scale of each block has the least squared error; False: it is the one that a cast would choose. ``correct``:
     what else the weight makes up for, by least squares before it is rounded: "model", the errors that its input has
-    from the quantized layers before and from the cast of activations; "cast", those of the cast; "none".
+    from the quantized layers before and from the cast of activations; "cast", those of the cast; "none". "auto" is
+    "model" for weights only, and "none" if inputs are cast: large errors of inputs make "model" shrink the weights.
     """
 
     damping: float = 0.01
     search: bool = True
-    correct: str = "model"
+    correct: str = "auto"
     looks = True
 
     def __post_init__(self) -> None:

@@ -19,7 +19,7 @@ from ..tensor.mxtensor import MXTensor
 from ..training.training_weight import values_of
 from .blocks import Stream
 from .edits import Edit, in_place
-from .methods import Method
+from .methods import Method, correction
 from .moments import Group, Inputs, Moments, groups_of, inputs_of
 
 
@@ -55,16 +55,18 @@ def quantized_block(
     def moments_of(group: Group) -> dict[nn.Module, Moments]:
         moments, firsts = _moments({layer: layers[layer] for layer in group.layers}, how)
 
+        from_model = {layer for layer in firsts if correction(how.correct, layers[layer].recipe.activation) == "model"}
+
         def inputs(batch: int, state: Any) -> Inputs:
             return inputs_of(firsts, lambda: stream.run(index, batch, state), group.once)[0]
 
         for batch, state in enumerate(states if how.looks else ()):
             now = before_now = inputs(batch, state)
-            if how.correct == "model" and (index or made):
+            if from_model and (index or made):
                 with in_place(placed(layers.values(), originals)):
                     before_now = inputs(batch, before[batch])
             for layer in firsts:
-                moments[layer].add_calls(now[layer], before_now[layer])
+                moments[layer].add_calls(now[layer], (before_now if layer in from_model else now)[layer])
         return moments
 
     with ExitStack() as quantized:
@@ -84,13 +86,9 @@ def _moments(group: dict[nn.Module, Change], how: Method) -> tuple[dict[nn.Modul
         cast = change.recipe.activation
         if cast not in shared:
             w = weight_of(change)
-            shared[cast] = Moments(w.shape[1], w.device, cast, _has_cross(how, cast))
+            shared[cast] = Moments(w.shape[1], w.device, cast, correction(how.correct, cast) != "none")
             firsts.append(layer)
     return {layer: shared[change.recipe.activation] for layer, change in group.items()}, firsts
-
-
-def _has_cross(how: Method, activation: Cast | None) -> bool:
-    return how.correct == "model" or (how.correct == "cast" and activation is not None)
 
 
 def _rounded(change: Change, how: Method, moments: Moments) -> MXTensor:

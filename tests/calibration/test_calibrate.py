@@ -218,7 +218,7 @@ def spoiled(value):
         ),
         (lambda: GPTQ(damping=-1), ValueError, "damping"),
         (lambda: GPTQ(search=2), TypeError, "search"),
-        (lambda: GPTQ(correct="all"), ValueError, "correct is 'all'; choose one of 'model', 'cast', 'none'"),
+        (lambda: GPTQ(correct="all"), ValueError, "correct is 'all'; choose one of 'auto', 'model', 'cast', 'none'"),
         (lambda: BestScales(weighted=None), TypeError, "weighted"),
     ],
 )
@@ -324,3 +324,23 @@ def test_a_weight_makes_up_for_the_cast_of_its_input():
         torch.equal(a.rowwise.data, b.rowwise.data)
         for a, b in zip(*(weights(q).values() for q in weights_only), strict=True)
     )
+
+
+@pytest.mark.parametrize(("format", "same_as"), [("mxfp4-weight-only", "model"), ("mxfp4", "none")])
+def test_the_default_follows_the_model_for_weights_only(format, same_as):
+    m = model()
+    default, other = (
+        mx.calibrate(copy.deepcopy(m), batches(), format, method) for method in ("gptq", GPTQ(correct=same_as))
+    )
+    assert same(default, other)
+    assert not same(default, mx.calibrate(m, batches(), format, GPTQ(correct="model" if same_as == "none" else "none")))
+
+
+def test_layers_with_and_without_a_cast_of_one_input_have_their_own_moments():
+    m = model()
+    formats = mx.FqnToConfig({"_default": "mxfp4-weight-only", "layers.0.down": "mxfp4"})
+    got = mx.calibrate(copy.deepcopy(m), batches(), formats)
+    whole = mx.calibrate(copy.deepcopy(m), batches(), "mxfp4-weight-only")
+    a, b = got.layers[0], whole.layers[0]
+    assert torch.equal(a.up.weight.rowwise.data, b.up.weight.rowwise.data)
+    assert not torch.equal(a.down.weight.rowwise.data, b.down.weight.rowwise.data)
