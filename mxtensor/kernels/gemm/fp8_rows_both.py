@@ -18,7 +18,7 @@ from ..quantize.triton_common import ceil_div, code_of, in_pairs, refuses, rows_
 from ..quantize.triton_ops import cast_arguments
 from ..runtime.check import check_argument, check_device
 from ..runtime.recorded_op import recorded
-from ..runtime.triton_launch import device_code, launch, on
+from ..runtime.triton_launch import device_code, launch, on, zeros
 from .fp8_rows_operand import INNER, constants_of, empty_rows, rows_of_values, why_not_in_one
 from .spec import Form, GemmOperand, RowOperand, Unquantized, row_operand_of
 
@@ -55,7 +55,7 @@ def rows_of_both(x: Tensor, cast: Cast, rowwise: bool = True) -> Pair:
     code, constants, block = code_of(cast, device), constants_of(cast.format.element, device), cast.format.block[1]
     row = _empty(rows, cols, cast, device) if rowwise else None
     column = _empty(cols, rows, cast, device)
-    extremes = torch.zeros(rows + cols, dtype=torch.int32, device=device)
+    extremes = zeros(rows + cols, device)
     of_columns, of_rows = extremes[:cols], extremes[cols:]
     high, wide, warps = tiles.EXTREMES
     high, wide = max(high, block), max(wide, block // 2)

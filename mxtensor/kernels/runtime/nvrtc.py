@@ -141,7 +141,9 @@ class _Attribute(ctypes.Structure):
     _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_uint * 16))
 
 
-class _Config(ctypes.Structure):
+class LaunchSettings(ctypes.Structure):
+    """CUlaunchConfig of the driver."""
+
     _fields_ = (
         *((name, ctypes.c_uint) for name in ("x", "y", "z", "threads", "ty", "tz", "memory")),
         ("stream", ctypes.c_void_p),
@@ -155,16 +157,17 @@ _NO_SUCH_CLUSTER = 912  # error code for a cluster that the device cannot run
 
 
 @cache
-def _driver() -> ctypes.CDLL:
+def driver() -> ctypes.CDLL:
+    """The CUDA driver."""
     lib = ctypes.CDLL("libcuda.so.1")
     pointer = ctypes.c_void_p
-    lib.cuLaunchKernelEx.argtypes = [ctypes.POINTER(_Config), pointer, ctypes.POINTER(pointer), pointer]
+    lib.cuLaunchKernelEx.argtypes = [ctypes.POINTER(LaunchSettings), pointer, ctypes.POINTER(pointer), pointer]
     return lib
 
 
 def use_context() -> None:
     """Give this thread torch's CUDA context; a thread that has not called CUDA's runtime has none."""
-    lib, context, device = _driver(), ctypes.c_void_p(), ctypes.c_int()
+    lib, context, device = driver(), ctypes.c_void_p(), ctypes.c_int()
     check_error(lib.cuCtxGetCurrent(ctypes.byref(context)))
     if not context:
         check_error(lib.cuDeviceGet(ctypes.byref(device), compat.current_cuda_device()))
@@ -188,7 +191,7 @@ class Function:
     def __init__(
         self, code: bytes, name: str, layout: struct.Struct, threads: int, depth: int, clustered: bool
     ) -> None:
-        lib, module, self._function = _driver(), ctypes.c_void_p(), ctypes.c_void_p()
+        lib, module, self._function = driver(), ctypes.c_void_p(), ctypes.c_void_p()
         self._code, self._layout, self._local = code, layout, threading.local()
         self._threads, self._depth, self._clustered, self._memory = threads, depth, clustered and depth > 1, 0
         self._changes = threading.Lock()
@@ -209,7 +212,7 @@ class Function:
                 attributes[1].id = _CLUSTER
                 attributes[1].value[0], attributes[1].value[1], attributes[1].value[2] = 1, 1, self._depth
                 count = 2
-        config = _Config(1, 1, self._depth, self._threads, 1, 1, 0, None, attributes, count)
+        config = LaunchSettings(1, 1, self._depth, self._threads, 1, 1, 0, None, attributes, count)
         buffer = ctypes.create_string_buffer(self._layout.size)
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
         return config, ctypes.byref(config), buffer, arguments, attributes
@@ -236,7 +239,7 @@ class Function:
         if memory > self._memory:
             with self._changes:  # the driver's value and ours change together
                 if memory > self._memory:
-                    check_error(_driver().cuFuncSetAttribute(self._function, _MEMORY, memory))
+                    check_error(driver().cuFuncSetAttribute(self._function, _MEMORY, memory))
                     self._memory = memory
 
     def clusters(self, memory: int) -> int:
@@ -244,7 +247,7 @@ class Function:
         config, count = self._make()[0], ctypes.c_int()
         self._allow(memory)
         config.memory, config.x, config.y = memory, 1, 1
-        of_driver = _driver().cuOccupancyMaxActiveClusters
+        of_driver = driver().cuOccupancyMaxActiveClusters
         result = of_driver(ctypes.byref(count), self._function, ctypes.byref(config))
         if result and result != _NO_SUCH_CLUSTER:
             check_error(result)

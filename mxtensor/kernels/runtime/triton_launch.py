@@ -14,6 +14,7 @@ import torch
 from ...core import compat, recording
 from ...core.devices import cached, device_capability
 from ...core.kernel import Spec, elsewhere
+from . import native_launch
 from .availability import other_build
 
 OLDEST = (8, 0)
@@ -84,8 +85,24 @@ def launch(kernel: Any, programs: int, arguments: tuple[Any, ...], constants: tu
     else:
         with recorder.paused():
             compiled = _launch(kernel, programs, arguments, constants, warps)
-        handles = compiled.function, compiled.packed_metadata, None, None, None
-        recorder.launch(recording.Launch(compiled.run, (programs, 1, 1), handles, arguments + constants))
+        native = native_launch.prepared(compiled, programs, arguments)
+        if native is not None:
+            recorder.launch(recording.Launch(native[0], (), (), native[1]))
+        else:
+            handles = compiled.function, compiled.packed_metadata, None, None, None
+            recorder.launch(recording.Launch(compiled.run, (programs, 1, 1), handles, arguments + constants))
+
+
+def zeros(count: int, device: torch.device) -> torch.Tensor:
+    """An int32 vector of zeros."""
+    recorder = recording.active()
+    if recorder is None or device.type != "cuda":
+        return torch.zeros(count, dtype=torch.int32, device=device)
+    out = torch.empty(count, dtype=torch.int32, device=device)
+    with recorder.paused():
+        out.zero_()
+    recorder.launch(recording.Launch(native_launch.clear, (), (), (out, count)))
+    return out
 
 
 def _launch(kernel: Any, programs: int, arguments: tuple[Any, ...], constants: tuple[Any, ...], warps: int) -> Any:

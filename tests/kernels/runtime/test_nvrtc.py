@@ -188,7 +188,7 @@ def test_threads_that_raise_the_shared_memory_limit_agree_with_the_driver(monkey
         allowed.append(memory)
         asked.set()
 
-    monkeypatch.setattr(nvrtc, "_driver", lambda: SimpleNamespace(cuFuncSetAttribute=allow))
+    monkeypatch.setattr(nvrtc, "driver", lambda: SimpleNamespace(cuFuncSetAttribute=allow))
     monkeypatch.setattr(nvrtc, "check_error", lambda result: None)
     first = threading.Thread(target=fun._allow, args=(100,))
     first.start()

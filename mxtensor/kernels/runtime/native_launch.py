@@ -1,0 +1,133 @@
+"""Launches of compiled Triton kernels, and memsets, straight through the CUDA driver, for recorded programs.
+
+Triton's own launch takes all arguments, constants included, and Python around a function in C: 9 us of the host on the
+machine of an H100. A recorded launch differs from call to call in its addresses only. They are written to a block of
+arguments that was made once, and the driver is called.
+
+The driver knows the sizes of a kernel's parameters (cuFuncGetParamInfo, CUDA 12.4): if they are not those of the block,
+as with a Triton that passes its arguments in another way, ``prepared`` gives None and Triton launches.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.cuda import check_error
+
+from .nvrtc import LaunchSettings, driver
+
+SIZES = {"i1": 1, "i8": 1, "u8": 1, "i16": 2, "i32": 4, "u32": 4, "i64": 8, "u64": 8}
+"""Types of integers in the signatures of Triton -> bytes of the parameter."""
+SCRATCH = 2
+"""Pointers to memory of Triton's that follow the arguments: null, because these kernels ask for none."""
+SLOT = 8
+
+
+def _leaves(kinds: Any) -> list[Any]:
+    """The kinds in a signature; a tuple stands for an argument that is one."""
+    return [leaf for kind in kinds for leaf in (_leaves(kind) if isinstance(kind, tuple) else (kind,))]
+
+
+def parameters(signature: Sequence[Any], arguments: Sequence[Any]) -> list[tuple[int, int | None]] | None:
+    """(bytes, value of an integer or None for an address) of each parameter; None if one is of an unknown kind.
+
+    ``signature``: Triton's kinds of all arguments, "*bf16", "i32" or "constexpr"; ``arguments``: those that come first,
+    which are no constants by name.
+    """
+    found: list[tuple[int, int | None]] = []
+    for kind, value in zip(signature, arguments, strict=False):
+        if kind == "constexpr":
+            continue
+        if isinstance(kind, str) and kind.startswith("*") and isinstance(value, Tensor):
+            found.append((SLOT, None))
+        elif kind in SIZES and type(value) is int:
+            found.append((SIZES[kind], value))
+        else:
+            return None
+    rest = _leaves(signature[len(arguments) :])
+    return found if all(kind == "constexpr" for kind in rest) else None
+
+
+def _agrees(handle: int, sizes: Sequence[int]) -> bool:
+    """Whether the driver knows a kernel with parameters of these sizes, and no others."""
+    ask = getattr(driver(), "cuFuncGetParamInfo", None)
+    if ask is None:
+        return False
+    offset, size = ctypes.c_size_t(), ctypes.c_size_t()
+    for i, wanted in enumerate(sizes):
+        if ask(ctypes.c_void_p(handle), ctypes.c_size_t(i), ctypes.byref(offset), ctypes.byref(size)):
+            return False
+        if size.value != wanted:
+            return False
+    beyond = ctypes.c_size_t(len(sizes))
+    return bool(ask(ctypes.c_void_p(handle), beyond, ctypes.byref(offset), ctypes.byref(size)))
+
+
+class NativeLaunch:
+    """A launch of one kernel with one grid, whose integers never change. Calls of several threads take turns."""
+
+    def __init__(
+        self, handle: int, programs: int, threads: int, memory: int, sizes: Sequence[tuple[int, int | None]]
+    ) -> None:
+        addresses = sum(value is None for _, value in sizes)
+        self._block = ctypes.create_string_buffer(SLOT * (len(sizes) + SCRATCH))
+        base = ctypes.addressof(self._block)
+        at, next_address, next_integer = [], 0, addresses
+        for _size, value in sizes:  # addresses come first in the block, so that one call writes them
+            slot = next_address if value is None else next_integer
+            if value is None:
+                next_address += 1
+            else:
+                next_integer += 1
+                struct.pack_into("<q", self._block, SLOT * slot, value)
+            at.append(base + SLOT * slot)
+        at += [base + SLOT * (len(sizes) + i) for i in range(SCRATCH)]
+        self._pointers = (ctypes.c_void_p * len(at))(*at)
+        self._settings = LaunchSettings(programs, 1, 1, threads, 1, 1, memory, None, None, 0)
+        self._reference, self._handle = ctypes.byref(self._settings), ctypes.c_void_p(handle)
+        self._pack, self._launch = struct.Struct(f"<{addresses}Q").pack_into, driver().cuLaunchKernelEx
+        self._lock = threading.Lock()
+
+    def __call__(self, stream: int, *addresses: int) -> None:
+        """Launch on ``stream`` with these addresses, in the order of the kernel's parameters."""
+        with self._lock:
+            self._pack(self._block, 0, *addresses)
+            self._settings.stream = stream
+            result = self._launch(self._reference, self._handle, self._pointers, None)
+        if result:
+            check_error(result)
+
+
+def prepared(compiled: Any, programs: int, arguments: Sequence[Any]) -> tuple[NativeLaunch, tuple[Tensor, ...]] | None:
+    """The launch of what Triton compiled, and the tensors among ``arguments`` whose addresses it takes; None if only
+    Triton can launch it."""
+    run = compiled.run
+    if type(run).__name__ != "CudaLauncher" or compiled.metadata.num_ctas != 1:
+        return None
+    metadata = compiled.metadata
+    scratch = (getattr(run, name, 0) for name in ("global_scratch_size", "profile_scratch_size"))
+    special = (getattr(run, name, False) for name in ("launch_cooperative_grid", "launch_pdl"))
+    if any(scratch) or any(special):
+        return None
+    sizes = parameters([*compiled.src.signature.values()], arguments)
+    if sizes is None or not _agrees(compiled.function, [*(size for size, _ in sizes), *([SLOT] * SCRATCH)]):
+        return None
+    kinds = compiled.src.signature.values()
+    tensors = tuple(
+        t for t, kind in zip(arguments, kinds, strict=False) if isinstance(t, Tensor) and kind != "constexpr"
+    )
+    return NativeLaunch(compiled.function, programs, 32 * metadata.num_warps, metadata.shared, sizes), tensors
+
+
+def clear(stream: int, address: int, count: int) -> None:
+    """Write ``count`` zeros of 32 bits at an address, on ``stream``."""
+    result = driver().cuMemsetD32Async(
+        ctypes.c_uint64(address), ctypes.c_uint(0), ctypes.c_size_t(count), ctypes.c_void_p(stream)
+    )
+    if result:
+        check_error(result)
