@@ -27,12 +27,17 @@ HIDDEN, INTERMEDIATE, VOCABULARY = 4096, 11008, 32000
 SHARD = 2_000_000_000
 RUN = """
 import json, resource, sys, time
+from pathlib import Path
 import mxtensor as mx
 source, destination, layout, format = sys.argv[1:]
 start = time.perf_counter()
 mx.checkpoints.convert(source, destination, layout=layout, format=format or None)
 seconds = time.perf_counter() - start
-print(json.dumps([seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024]))
+kibibytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+if sys.platform == "linux":  # where that is at least the peak of the process before exec
+    status = Path("/proc/self/status").read_text().split()
+    kibibytes = int(status[status.index("VmHWM:") + 1])
+print(json.dumps([seconds, kibibytes * 1024]))
 """
 
 
@@ -88,10 +93,11 @@ def main() -> int:
             shutil.copytree(folder / "source", folder / "copy")
             copies.append(time.perf_counter() - start)
             shutil.rmtree(folder / "copy")
-            command = [sys.executable, "-c", RUN, str(folder / "source"), str(folder / "out"), args.layout, args.format]
+            out = folder / ("out.gguf" if args.layout == "gguf" else "out")
+            command = [sys.executable, "-c", RUN, str(folder / "source"), str(out), args.layout, args.format]
             done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
             runs.append(tuple(json.loads(done.stdout)))
-            shutil.rmtree(folder / "out")
+            out.unlink() if out.is_file() else shutil.rmtree(out)
     seconds, peak = min(runs)
     print(
         f"{size / 1e9:.1f} GB, torch {torch.__version__}, {torch.get_num_threads()} threads, mxtensor {mx.__version__}"

@@ -146,6 +146,7 @@ def functions() -> str:
 
 def kernels() -> str:
     """The kernels of each kind of work in the order in which they are asked, and what each of them is."""
+    from mxtensor.kernels.attention import select as attention
     from mxtensor.kernels.gemm import select as gemm
     from mxtensor.kernels.quantize import select as quantize
     from mxtensor.kernels.quantize import select_pair, two_casts
@@ -153,7 +154,7 @@ def kernels() -> str:
     works = (
         ("product", gemm.GEMM), ("grouped product", gemm.GROUPED), ("quantize", quantize.QUANTIZE),
         ("quantize both ways", select_pair.QUANTIZE_BOTH), ("fake quantize", quantize.FAKE_QUANTIZE),
-        ("dequantize", quantize.DEQUANTIZE),
+        ("dequantize", quantize.DEQUANTIZE), ("attention", attention.ATTENTION),
     )  # fmt: skip
     order = [(work, ", ".join(f"`{kernel.name}`" for kernel in row)) for work, row in works]
     files: dict[tuple[str, str], None] = {}

@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from .convert.mxfp8 import MXFP8Config, MXFP8Linear, to_mxfp8
     from .distributed import checkpoint
     from .distributed import tensor_parallel as parallel
+    from .integrations.kv_cache import KVCache
     from .report.tune_model import tune
     from .te.general_gemm import general_gemm, get_workspace
     from .te.quantizer_base import DType, Quantizer
@@ -95,6 +96,7 @@ __all__ = [
     "Float8WeightOnlyConfig",
     "Format",
     "FqnToConfig",
+    "KVCache",
     "KernelPreference",
     "LinearRecipe",
     "MXDynamicActivationMXWeightConfig",
@@ -154,6 +156,7 @@ _LAZY = {
     "convert.mxfp8": ("MXFP8Config", "MXFP8Linear", "to_mxfp8"),
     "distributed.checkpoint": ("checkpoint",),
     "distributed.tensor_parallel": ("parallel",),
+    "integrations.kv_cache": ("KVCache",),
     "nn": ("nn",),
     "report.tune_model": ("tune",),
     "te.general_gemm": ("general_gemm", "get_workspace"),

@@ -23,7 +23,7 @@ ROOMS = {
     "core": (0, "the dispatch table, the log behind explain(), shapes, tracing, what private torch is needed for"),
     "numerics": (1, "elements, formats, how one tensor is cast, the reference, Operand"),
     "recipe": (2, "which tensor is cast to what, for inference and training"),
-    "kernels": (2, "casts and products: Operand in, Operand or Tensor out; never an MXTensor"),
+    "kernels": (2, "casts, products and attention: Operand in, Operand or Tensor out; never an MXTensor"),
     "tensor": (3, "MXTensor, and how FSDP2 shards and gathers one"),
     "ops": (4, "one rule per aten op"),
     "training": (5, "the autograd function of linear, TrainingWeight, autocast, delayed scaling, optim"),
@@ -35,7 +35,7 @@ ROOMS = {
     "calibration": (8, "calibrate: weights rounded for the inputs that layers get, block by block"),
     "report": (8, "error reports with plots, tuning"),
     "checkpoints": (8, "one file for each on-disk layout: name, detect, read, write"),
-    "integrations": (9, "transformers: a quantizer in its registry"),
+    "integrations": (9, "transformers: a quantizer in its registry, a cache; peft"),
     "cli": (10, "the command mxtensor"),
     FACE: (11, "the public face: every mx.NAME, nothing else"),
 }
@@ -50,8 +50,8 @@ EXTRAS = {"tqdm", "matplotlib", "triton", "safetensors", "gguf", "transformers"}
 """Optional dependencies, imported inside the functions that need them."""
 TRITON_CODE = "kernels.triton_device"
 """The only package that imports triton at import time; other packages import it inside functions."""
-TRANSFORMERS_CODE = "integrations.transformers"
-"""The only module that imports transformers at import time: it is imported when transformers is."""
+TRANSFORMERS_CODE = ("integrations.transformers", "integrations.kv_cache")
+"""The only modules that import transformers at import time: imported when transformers is, and by ``mx.KVCache``."""
 NOT_ROOMS = {"helpers", "faults", "benchmarks", "docs", "examples"}
 """Folders of ``tests/`` that are about something else than a room."""
 
@@ -139,7 +139,7 @@ def early_imports(path: Path, source: str) -> list[str]:
             found.append(f"{where(path, node)} imports Triton code at import time")
         if top in sys.stdlib_module_names or top in CORE_DEPENDENCIES | {FACE} or (top == "triton" and triton_code):
             continue
-        if top == "transformers" and here == TRANSFORMERS_CODE:
+        if top == "transformers" and here in TRANSFORMERS_CODE:
             continue
         if top not in EXTRAS:
             found.append(f"{where(path, node)} imports {name}, which is not a dependency")

@@ -12,6 +12,7 @@ Source: compressed_tensors/compressors and quantization/quant_scheme.py of versi
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from ..core.arguments import described
 from ..numerics.formats import FORMATS, Format
 from ..tensor.mxtensor import MXTensor
 from .global_scale import decoded, divides, remember, stored_for
-from .layout import Layout, Written, companions, rowwise, weight, with_others
+from .layout import Layout, Written, companions, joined, rowwise, weight, with_others
 from .source import Checkpoint, Entry
 
 METHOD = "compressed-tensors"
@@ -172,10 +173,10 @@ def _packed(dtype: torch.dtype, activation: str | None) -> Callable[..., Tensor]
 def float8_weight(
     data: Tensor, scale: Tensor, dtype: torch.dtype, activation: str | None = None, block: int | None = None
 ) -> MXTensor:
-    """A float8 matrix with MX scales, or float scales for a row, the tensor or a square tile; they multiply.
+    """A float8 matrix, or a stack, with MX scales, or float scales for a row, the tensor or a square tile.
 
-    ``block``: the size of the tiles by the configuration; without it the shape of the scales decides. Raises ValueError
-    for scales of another shape or dtype.
+    Scales multiply. ``block``: the size of the tiles by the configuration; without it the shape of the scales decides.
+    Raises ValueError for scales of another shape or dtype.
     """
     elements = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
     if data.dtype not in elements:
@@ -183,22 +184,23 @@ def float8_weight(
             f"the weight is {str(data.dtype).removeprefix('torch.')}, and only float8 (e4m3, e5m2) is read here"
         )
     element, shape = elements[data.dtype], tuple(data.shape)
-    if data.dim() != 2 or 0 in shape:
-        raise ValueError(f"a float8 weight needs two dimensions and values, got shape {shape}")
+    if data.dim() not in (2, 3) or 0 in shape:
+        raise ValueError(f"a float8 weight needs two dimensions (three: stacked) and values, got shape {shape}")
+    stack, matrix = shape[:-2], shape[-2:]
     tiles = (block,) if block else (128, 64, 32, 16)
-    if block is None and scale.dtype in _E8M0 and tuple(scale.shape) == (shape[0], -(-shape[1] // 32)):
+    if block is None and scale.dtype in _E8M0 and tuple(scale.shape) == (*shape[:-1], -(-shape[-1] // 32)):
         return weight(data, scale, f"mxfp8_{element}", dtype, activation=activation)
     if scale.dtype is torch.uint8:
         scale = scale.view(torch.float8_e8m0fnu)
     if not scale.is_floating_point():
         raise ValueError(f"the scale is {scale.dtype}; it must be a float dtype, or E8M0 bytes")
     scale = scale.to(torch.float32)
-    if block is None and scale.numel() == 1 and (shape[0] > 1 or not scale.dim()):
-        return weight(data, scale.reshape(1, 1), f"float8_{element}_tensor", dtype, activation=activation)
-    if block is None and scale.numel() == shape[0] and scale.shape[:1] == (shape[0],):
-        return weight(data, scale.reshape(-1, 1), f"float8_{element}_row", dtype, activation=activation)
+    if block is None and scale.numel() == 1 and (math.prod(shape[:-1]) > 1 or not scale.dim()):
+        return weight(data, scale.reshape((1,) * len(shape)), f"float8_{element}_tensor", dtype, activation=activation)
+    if block is None and tuple(scale.shape) in (shape[:-1], (*shape[:-1], 1)):
+        return weight(data, scale.reshape(*shape[:-1], 1), f"float8_{element}_row", dtype, activation=activation)
     for n in tiles:
-        if tuple(scale.shape) == tuple(-(-size // n) for size in shape):
+        if tuple(scale.shape) == (*stack, *(-(-size // n) for size in matrix)):
             format: Format = FORMATS[f"float8_{element}_128x128"].with_block((n, n))
             return weight(data, scale, format, dtype, activation=activation)
     what = f"tiles of {block}x{block}" if block else "rows, the tensor or square tiles of 16, 32, 64 or 128"
@@ -215,13 +217,13 @@ def _read(checkpoint: Checkpoint) -> dict[str, Entry]:
     entries = {}
     for module, names in companions(checkpoint, "weight_packed", ["weight_scale"], ["weight_global_scale"]):
         build = _packed(checkpoint.dtype, _activation(_group_of(checkpoint, module)))
-        entries[f"{module}.weight"] = Entry(names, build)
+        entries[joined(module, "weight")] = Entry(names, build)
     for module, names in companions(checkpoint, "weight", ["weight_scale"]):
-        entries[f"{module}.weight"] = Entry(names, _float8(checkpoint.dtype, _group_of(checkpoint, module)))
+        entries[joined(module, "weight")] = Entry(names, _float8(checkpoint.dtype, _group_of(checkpoint, module)))
     for module, names in companions(checkpoint, "weight_packed", []):
-        if f"{module}.weight" not in entries:
-            raise ValueError(f"{checkpoint.place(names[0])}: the checkpoint lacks {module}.weight_scale")
-        if f"{module}.weight_zero_point" in checkpoint.tensors:
+        if joined(module, "weight") not in entries:
+            raise ValueError(f"{checkpoint.place(names[0])}: the checkpoint lacks {joined(module, 'weight_scale')}")
+        if joined(module, "weight_zero_point") in checkpoint.tensors:
             raise NotImplementedError(f"{checkpoint.place(names[0])} has a zero point, which no format here has")
     return with_others(checkpoint, entries, ("weight_scale", "weight_global_scale"))
 

@@ -1,7 +1,7 @@
 """DeepSeek: float8 with one float32 scale for a tile of 128x128 values, and the FP4 experts of its fourth version.
 
 ``X.weight`` F8_E4M3 (N, K) has ``X.weight_scale_inv`` (ceil(N / 128), ceil(K / 128)), which multiplies despite its
-name.
+name, and stacked experts of transformers (E, N, K) have ``experts.gate_up_proj_scale_inv``.
 Scales are float32; transformers also stores them as F8_E8M0, or these bytes as U8 (``scale_fmt: ue8m0``). Those become
 float32 scales, which is exact. transformers' "mxfp8" has scales of 1x32 values. Experts in FP4 are I8 or F4 with E8M0
 scales of 1x32 values. The fourth version calls the scales ``X.scale``.
@@ -17,12 +17,14 @@ from torch import Tensor
 
 from ..tensor.mxtensor import MXTensor
 from .compressed_tensors import float8_weight, tile_size
-from .layout import Layout, Written, companions, rowwise, weight, with_others
+from .layout import Layout, Written, companions, joined, rowwise, weight, with_others
 from .source import Checkpoint, Entry
 
 NAME = "deepseek"
 FP4 = (torch.int8, torch.uint8, torch.float4_e2m1fn_x2)
 QUANTIZED = ("F8_E4M3", "F8_E5M2", "I8", "U8", "F4")
+STACK_SCALE = "_scale_inv"
+"""The ending of scales: ``weight_scale_inv``, and transformers' ``experts.gate_up_proj_scale_inv``."""
 BLOCK = {"float8_e4m3_128x128": 128, "float8_e4m3_128x128_pow2": 128}
 
 
@@ -44,12 +46,15 @@ def _read(checkpoint: Checkpoint) -> dict[str, Entry]:
     sizes = checkpoint.quantization.get("weight_block_size", None if checkpoint.method == "mxfp8" else [128, 128])
     build = _codes(checkpoint.dtype, tile_size(sizes))
     entries = {
-        f"{module}.weight" if module else "weight": Entry(names, build)
+        joined(module, "weight"): Entry(names, build)
         for scale in ("weight_scale_inv", "scale")
         for module, names in companions(checkpoint, "weight", [scale])
         if checkpoint.tensors[names[0]].dtype in QUANTIZED
     }
-    return with_others(checkpoint, entries, ("weight_scale_inv",))
+    for name, stored in checkpoint.tensors.items():  # stacked experts, which are no weight of a module
+        if name + STACK_SCALE in checkpoint.tensors and stored.dtype in QUANTIZED:
+            entries.setdefault(name, Entry((name, name + STACK_SCALE), build))
+    return with_others(checkpoint, entries, (STACK_SCALE,))
 
 
 def _write(name: str, t: MXTensor) -> dict[str, Tensor]:

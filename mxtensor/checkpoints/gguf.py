@@ -10,11 +10,13 @@ Source: gguf/quants.py of version 0.19.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,13 +33,20 @@ LARGEST_ARRAY = 1 << 22
 
 
 class GGUFCheckpoint(Checkpoint):
-    """An opened GGUF file. ``tensor`` gives the bytes of a tensor, as the file has them."""
+    """An opened GGUF file. ``tensor`` gives the bytes of a tensor, as the file has them.
+
+    They are read by offset. gguf's reader maps the file, and mapped pages count as memory of the process.
+    """
 
     reader: Any
     stored: dict[str, Any]
 
     def tensor(self, name: str) -> Tensor:
-        return torch.from_numpy(self.stored[name].data.copy())
+        found = self.stored[name]
+        data = np.fromfile(self.path, found.data.dtype, found.data.size, offset=int(found.data_offset))
+        if data.size < found.data.size:
+            raise ValueError(f"the file ends {found.data.nbytes - data.nbytes} bytes too early")
+        return torch.from_numpy(data.reshape(found.data.shape))
 
 
 @cache
@@ -70,6 +79,7 @@ def open_gguf(path: Path) -> GGUFCheckpoint:
         out.stored = {t.name: t for t in out.reader.tensors}
         if len(out.stored) < len(out.reader.tensors):
             raise ValueError("two tensors have the same name")
+        _check_overlaps(out.reader.tensors)
         for t in out.reader.tensors:
             out.tensors[t.name] = Stored(path, t.tensor_type.name, tuple(int(n) for n in reversed(t.shape)))
     except OSError as error:
@@ -77,6 +87,14 @@ def open_gguf(path: Path) -> GGUFCheckpoint:
     except Exception as error:  # a file that is not valid raises what numpy and enum raise
         raise ValueError(f"{path} cannot be read as GGUF: {error!r:.200}") from error
     return out
+
+
+def _check_overlaps(tensors: Iterable[Any]) -> None:
+    """Raise ValueError for two tensors that share bytes: gguf's reader does not."""
+    places = sorted((int(t.data_offset), int(t.n_bytes), t.name) for t in tensors if t.n_bytes)
+    for (start, size, name), (following, _, other) in pairwise(places):
+        if start + size > following:
+            raise ValueError(f"the bytes of {name} and {other} overlap")
 
 
 # ---------------------------------------------------------------------------------------------- reading
@@ -216,6 +234,7 @@ GGUF = Layout(
     write=_write,
     metadata=_type_of,
     sink=GGUFSink,
+    dims=(2, 3),
     one_file=True,
     formats=f"{', '.join(WRITTEN)}; all others are read as float32",
     exact="MXFP4 and NVFP4 bit for bit, mxint8 as Q8_0 where float16 has its scales; others as gguf dequantizes them",

@@ -90,13 +90,9 @@ class GGUFSink(Destination):
         writer.add_uint32(file_type, int(gguf.LlamaFileType.GUESSED))
 
     def _tensors(self, writer: Any) -> None:
-        spool = (
-            np.memmap(self._spool.name, np.uint8, "r") if os.path.getsize(self._spool.name) else np.empty(0, np.uint8)
-        )
-        start = 0
-        for _, size, _ in self._infos.values():
-            writer.write_tensor_data(spool[start : start + size])
-            start += size
+        with open(self._spool.name, "rb") as spool:
+            for _, size, _ in self._infos.values():
+                writer.write_tensor_data(np.fromfile(spool, np.uint8, size))
 
     def __exit__(self, *error: Any) -> None:
         self._spool.close()

@@ -81,5 +81,6 @@ GPT_OSS = Layout(
     read=_read,
     write=_write,
     config=_config,
+    dims=(3,),
     formats="mxfp4_e2m1, stacked experts",
 )

@@ -62,6 +62,8 @@ class Layout:
     """Whether scales of static activations are stored, as tensors of their own name."""
     sink: Callable[..., Any] | None = None
     """What writes the file, as ``Sink`` does; None: safetensors."""
+    dims: tuple[int, ...] = (2,)
+    """Dimensions of the tensors that ``convert`` quantizes: 2 for matrices, 3 for stacked experts."""
     one_file: bool = False
     """Whether a file says all without a configuration beside it."""
     formats: str = ""
@@ -118,6 +120,11 @@ def check_global_scale(scale: Tensor, global_scale: Tensor, format: Format) -> N
         )
 
 
+def joined(module: str, leaf: str) -> str:
+    """The name of a tensor of a module; ``module`` is empty for the model itself."""
+    return f"{module}.{leaf}" if module else leaf
+
+
 def companions(
     checkpoint: Checkpoint, data: str, required: Sequence[str], optional: Sequence[str] = ()
 ) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -129,14 +136,14 @@ def companions(
         module, _, leaf = name.rpartition(".")
         if leaf != data:
             continue
-        names = [f"{module}.{other}" if module else other for other in required]
+        names = [joined(module, other) for other in required]
         found = [other in checkpoint.tensors for other in names]
         if not all(found):
             if any(found):
                 lacks = ", ".join(other for other, there in zip(names, found, strict=True) if not there)
                 raise ValueError(f"{checkpoint.place(name)}: the checkpoint lacks {lacks}")
             continue
-        more = [f"{module}.{other}" if module else other for other in optional]
+        more = [joined(module, other) for other in optional]
         yield module, (name, *names, *(other for other in more if other in checkpoint.tensors))
 
 

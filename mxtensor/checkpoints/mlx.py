@@ -16,7 +16,7 @@ from torch import Tensor
 from ..core.arguments import described
 from ..numerics.formats import FORMATS
 from ..tensor.mxtensor import MXTensor
-from .layout import Layout, Written, companions, rowwise, weight, with_others
+from .layout import Layout, Written, companions, joined, rowwise, weight, with_others
 from .source import Checkpoint, Entry
 
 NAME = "mlx"
@@ -55,7 +55,7 @@ def _detect(checkpoint: Checkpoint) -> bool:
 
 def _read(checkpoint: Checkpoint) -> dict[str, Entry]:
     entries = {
-        f"{module}.weight": Entry(names, _codes(_mode(checkpoint, module), checkpoint.dtype))
+        joined(module, "weight"): Entry(names, _codes(_mode(checkpoint, module), checkpoint.dtype))
         for module, names in companions(checkpoint, "weight", ["scales"])
     }
     return with_others(checkpoint, entries, (".scales",))
@@ -93,5 +93,6 @@ MLX = Layout(
     write=_write,
     config=_config,
     metadata=lambda name, t: {"format": "mlx"},
+    dims=(2, 3),
     formats=", ".join(MODES),
 )

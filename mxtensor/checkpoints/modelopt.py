@@ -18,7 +18,7 @@ from torch import Tensor
 from ..tensor.mxtensor import MXTensor
 from .compressed_tensors import float8_weight
 from .global_scale import decoded, multiplies, remember, stored_for
-from .layout import Layout, Written, companions, rowwise, weight, with_others
+from .layout import Layout, Written, companions, joined, rowwise, weight, with_others
 from .source import Checkpoint, Entry
 
 NAME = "modelopt"
@@ -59,7 +59,7 @@ def _detect(checkpoint: Checkpoint) -> bool:
 
 def _read(checkpoint: Checkpoint) -> dict[str, Entry]:
     entries = {
-        f"{module}.weight" if module else "weight": Entry(names, _codes(checkpoint.dtype))
+        joined(module, "weight"): Entry(names, _codes(checkpoint.dtype))
         for module, names in companions(checkpoint, "weight", ["weight_scale"], ["weight_scale_2"])
     }
     return with_others(checkpoint, entries, ("weight_scale", "weight_scale_2"))

@@ -132,6 +132,7 @@ NATIVE = Layout(
     write=stored_tensors,
     config=_config,
     metadata=lambda name, t: header(name, t) if isinstance(t, MXTensor) else {},
+    dims=(2, 3),
     one_file=True,
     formats="all, in every orientation",
 )

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..core.arguments import described
 from ..tensor.mxtensor import MXTensor
 from .compressed_tensors import float8_weight
-from .layout import Layout, Written, companions, rowwise, weight, with_others
+from .layout import Layout, Written, companions, joined, rowwise, weight, with_others
 from .source import Checkpoint, Entry
 
 NAME = "quark"
@@ -58,7 +58,7 @@ def _read(checkpoint: Checkpoint) -> dict[str, Entry]:
     entries = {}
     for module, names in companions(checkpoint, "weight", ["weight_scale"]):
         format = FORMATS_BY_DTYPE[_dtype_of(checkpoint, module)]
-        entries[f"{module}.weight"] = Entry(names, _codes(format, checkpoint.dtype))
+        entries[joined(module, "weight")] = Entry(names, _codes(format, checkpoint.dtype))
     return with_others(checkpoint, entries, ("weight_scale",))
 
 

@@ -22,12 +22,13 @@ from ..convert.weights import SKIPPED_NAMES
 from ..core.arguments import described
 from ..core.progress import with_progress
 from ..core.workers import in_order
-from ..numerics.formats import Rounding
+from ..numerics.formats import Orientation, Rounding
 from ..recipe.linear_recipe import LinearRecipe
 from ..tensor.mxtensor import MXTensor
 from ..tensor.quantize_as import quantize_as
 from ..training.training_weight import values_of
 from .layout import Layout, Written
+from .matrices import matrix_orientation
 from .registry import get_layout, layout_of, opened
 from .sink import Sink, merged
 from .source import Checkpoint
@@ -66,6 +67,8 @@ class Conversion:
     """Tensors whose codes or values were stored as they were."""
     dropped: list[str] = field(default_factory=list)
     """Scales of static activations of another layout, which are not stored."""
+    stacks: list[str] = field(default_factory=list)
+    """Stacked experts that would have been quantized, and stay as they were: the layout holds matrices only."""
 
     def __str__(self) -> str:
         worst = max(self.errors, key=lambda name: self.errors[name], default=None)
@@ -75,6 +78,11 @@ class Conversion:
             lines.append(f"relative error: mean {mean:.3g}, largest {self.errors[worst]:.3g} ({worst})")
         if self.dropped:
             lines.append(f"{len(self.dropped)} scales of static activations were left out, such as {self.dropped[0]}")
+        if self.stacks:
+            lines.append(
+                f"{len(self.stacks)} stacks of experts stay as they were, such as {self.stacks[0]}: the layout "
+                f"{self.layout} holds matrices only (native holds stacks)"
+            )
         return "\n".join(lines)
 
 
@@ -137,7 +145,8 @@ def convert(
     """Convert a checkpoint to another layout, tensor by tensor: memory holds a few tensors, not the model or a shard.
 
     ``format``: what ``quantize_`` takes for inference, such as ``"mxfp4-weight-only"``: matrices in high precision are
-    quantized, and those in another format are quantized again; None only changes the layout, which is exact.
+    quantized, and those in another format are quantized again; None only changes the layout, which is exact. Stacked
+    experts are quantized for the layouts that hold them (``Layout.dims``).
     Embeddings, heads, routers and modules whose name ends in one of ``skip`` stay as they are. Other files of the
     folder, such as the tokenizer, are copied. The destination is whole or absent, and what ``overwrite`` replaces stays
     until then. Matrices are cast by torch's number of threads, one each. Raises as ``load`` and ``save``.
@@ -161,17 +170,25 @@ def convert(
 
             def work(name: str) -> tuple[Tensor, float | None]:
                 value = checkpoint.load(name, rest[name])
-                new = _quantized(name, value, recipe, names)
+                side = matrix_orientation(name, value.shape, checkpoint.config)
+                if side is None or is_skipped(name.removesuffix(".weight"), names):
+                    return value, None
+                if value.dim() not in chosen.dims:
+                    if recipe is not None and value.dim() == 3 and not isinstance(value, MXTensor):
+                        report.stacks.append(name)
+                    return value, None
+                new = _quantized(value, recipe, side)
                 return new, None if new is value else _relative_error(value, new)
 
             workers = 1 if recipe is not None and recipe.stored.rounding is Rounding.STOCHASTIC else None
             with closing(in_order(work, list(rest), workers)) as results:
-                for name, (new, error) in _progress(results, len(rest), progress):
+                for name, (new, error) in _progress(results, "converting", len(rest), progress):
                     if error is None:
                         report.exact.append(name)
                     else:
                         report.errors[name] = error
                     _store(sink, chosen, written, name, new)
+            report.stacks.sort()
             files = merged(checkpoint.config, _config(chosen, written), checkpoint.path)
             sink.finish(files, checkpoint.path)
     return report
@@ -187,8 +204,8 @@ def _check_inputs(entries: Iterable[str], before: str, after: str) -> None:
         )
 
 
-def _progress(items: Iterable[Item], count: int, shown: bool) -> Iterable[Item]:
-    return with_progress(items, "converting", "tensor", count) if shown and count > 100 else items
+def _progress(items: Iterable[Item], description: str, count: int, shown: bool) -> Iterable[Item]:
+    return with_progress(items, description, "tensor", count) if shown and count > 100 else items
 
 
 def _sink(layout: Layout, path: str | Path, shard_bytes: int, overwrite: bool, source: Checkpoint | None) -> Any:
@@ -233,17 +250,15 @@ def _config(layout: Layout, written: Written) -> dict[str, Any]:
     return layout.config(written) if layout.config else {}
 
 
-def _quantized(name: str, value: Tensor, recipe: LinearRecipe | None, skip: Sequence[str]) -> Tensor:
-    """``value`` in the format of ``recipe``, if it is a matrix that is to be quantized."""
-    module, _, leaf = name.rpartition(".")
-    is_matrix = leaf == "weight" and value.dim() == 2 and value.is_floating_point()
-    if recipe is None or not is_matrix or is_skipped(module, skip):
+def _quantized(value: Tensor, recipe: LinearRecipe | None, side: Orientation) -> Tensor:
+    """``value`` in the format of ``recipe``, if it has another one."""
+    if recipe is None or not value.is_floating_point():
         return value
     if isinstance(value, MXTensor):
         if value.format == recipe.stored.format:
             return value
         value = value.dequantize()
-    return quantize_as(value, recipe)
+    return quantize_as(value, recipe, side)
 
 
 def is_skipped(module: str, skip: Iterable[str]) -> bool:
@@ -252,7 +267,12 @@ def is_skipped(module: str, skip: Iterable[str]) -> bool:
 
 
 def _relative_error(before: Tensor, after: Tensor) -> float:
-    """||after - before|| / ||before|| of the whole matrix, or of TILES along its diagonal if it is large."""
+    """||after - before|| / ||before|| of the whole matrix, or of TILES along its diagonal if it is large.
+
+    Of a stack, the first matrix is measured.
+    """
+    if after.dim() > 2:
+        before, after = before[0], after[0]
     places: list[tuple[int, int]] = [(0, 0)]
     sizes = tuple(after.shape)
     if after.numel() > SAMPLE:
@@ -301,15 +321,16 @@ class Info:
         return out
 
 
-def info(path: str | Path) -> Info:
+def info(path: str | Path, progress: bool = False) -> Info:
     """The layout of a checkpoint and the format, shape and bytes of each tensor, which are read one by one."""
     with opened(path) as checkpoint:
         layout, checkpoint.maps = layout_of(checkpoint), True
-        return Info(checkpoint.path, layout.name, tuple(_rows(checkpoint, layout)))
+        return Info(checkpoint.path, layout.name, tuple(_rows(checkpoint, layout, progress)))
 
 
-def _rows(checkpoint: Checkpoint, layout: Layout) -> Iterator[Row]:
-    for name, entry in layout.entries(checkpoint).items():
+def _rows(checkpoint: Checkpoint, layout: Layout, progress: bool) -> Iterator[Row]:
+    entries = layout.entries(checkpoint)
+    for name, entry in _progress(entries.items(), "reading", len(entries), progress):
         value = checkpoint.load(name, entry)
         kind = value.format.name if isinstance(value, MXTensor) else str(value.dtype).removeprefix("torch.")
         yield Row(name, kind, tuple(value.shape), value.nbytes)

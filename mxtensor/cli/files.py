@@ -39,7 +39,7 @@ def convert(arguments: argparse.Namespace) -> int:
     before, after = _size(arguments.source), _size(arguments.output)
     fields = {
         "source": report.source, "layout": report.layout, "errors": report.errors, "exact": report.exact,
-        "dropped": report.dropped, "bytes_before": before, "bytes_after": after,
+        "dropped": report.dropped, "stacks": report.stacks, "bytes_before": before, "bytes_after": after,
     }  # fmt: skip
     text = f"{report}\nwrote {arguments.output}: {readable_size(after)}, before {readable_size(before)}"
     return show(arguments, text, fields)
@@ -57,7 +57,7 @@ def _size(path: str) -> int:
 
 def inspect(arguments: argparse.Namespace) -> int:
     """``inspect``."""
-    found = store.info(arguments.path)
+    found = store.info(arguments.path, progress=True)
     values, size = sum(math.prod(row.shape) for row in found.rows), sum(row.nbytes for row in found.rows)
     rows = [
         (format, f"{count}", f"{n:,}", readable_size(nbytes), f"{8 * nbytes / max(n, 1):.4g}")

@@ -1,10 +1,12 @@
 """``linear``: a linear layer with its gradients, the one autograd function of training.
 
-``passes.py`` has the two passes, and ``prepared.py`` what repeated calls run instead.
+``passes.py`` has the two passes, ``prepared.py`` what repeated calls run instead, and ``graph_ops.py`` what a compiled
+graph holds.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from ..core.torch_autocast import without_autocast
 from ..core.tracing import is_recorded
 from ..numerics.operand import Operand
 from ..recipe.linear_recipe import recipe_by_key
-from . import prepared
+from . import graph_ops, prepared
 from .operands import Scales, cached_operands
 from .passes import Inputs, Options, forward
 
@@ -90,11 +92,16 @@ class _Linear(torch.autograd.Function):
         cached: tuple[Operand | None, Operand | None] | None,
     ) -> Tensor:  # fmt: skip
         needs = ctx.needs_input_grad[:3]
+        layer: Any = None
+        tensors: Sequence[Tensor]
         with without_autocast(x.device):
-            if cached is None:
+            if cached is None and graph_ops.takes(x, weight, bias, options, scales):
+                y, tensors, operands = graph_ops.forward(x, weight, bias, options, needs)
+                layer = tuple(weight.shape)
+            elif cached is None:
                 y, tensors, operands, layer = prepared.forward(x, weight, bias, options, scales, needs)
             else:
-                (y, tensors, operands), layer = forward(x, weight, bias, options, scales, cached, needs), None
+                y, tensors, operands = forward(x, weight, bias, options, scales, cached, needs)
         ctx.save_for_backward(*tensors)
         dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype, options.dtype or x.dtype
         ctx.call = operands, Inputs(needs, tuple(x.shape), dtypes), options, scales, layer
@@ -106,4 +113,9 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         tensors = ctx.saved_tensors  # a checkpoint recomputes the layer here
         with disable_torch_function(), without_autocast(grad.device), restore_context(*ctx.dispatch_context):
-            return *prepared.backward(grad, tensors, *ctx.call), None, None, None
+            operands, inputs, options, scales, layer = ctx.call
+            if isinstance(layer, tuple):
+                found = graph_ops.backward(grad, tensors, operands, inputs, options, layer)
+            else:
+                found = prepared.backward(grad, tensors, operands, inputs, options, scales, layer)
+            return *found, None, None, None

@@ -183,3 +183,14 @@ def test_a_wrong_length_in_the_header_is_no_endless_loop(tmp_path):
         (tmp_path / "b.gguf").write_bytes(raw)
         with pytest.raises(ValueError, match=r"b\.gguf cannot be read as GGUF"):
             mx.checkpoints.load(tmp_path / "b.gguf")
+
+
+def test_tensors_that_share_bytes_are_refused(tmp_path):
+    mx.checkpoints.save({"a": torch.arange(64.0), "b": torch.arange(64.0)}, tmp_path / "a.gguf", layout="gguf")
+    raw = bytearray((tmp_path / "a.gguf").read_bytes())
+    second = raw.index(struct.pack("<QI", 64, 0), raw.index(struct.pack("<QI", 64, 0)) + 1) + 12
+    assert struct.unpack_from("<Q", raw, second) == (256,)
+    struct.pack_into("<Q", raw, second, 224)
+    (tmp_path / "b.gguf").write_bytes(raw)
+    with pytest.raises(ValueError, match="the bytes of a and b overlap"):
+        mx.checkpoints.load(tmp_path / "b.gguf")

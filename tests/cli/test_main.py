@@ -164,7 +164,7 @@ def test_a_scale_that_is_missing_is_named_with_its_file(tmp_path, capsys):
 
 def test_an_interrupt_and_a_defect(source, capsys, monkeypatch):
     def raising(error):
-        def info(path):
+        def info(path, progress):
             raise error
 
         monkeypatch.setattr(store, "info", info)

@@ -31,6 +31,7 @@ SOME = "tails or each_group or several_weights or biases or cast_to_nvfp4"
 TESTS = {
     "casts": ("tests/kernels/quantize/test_cpu.py", "-k", "not without_a_compiler"),
     "products": ("tests/kernels/gemm/test_cpu_codes.py", "-k", "not without_a_compiler and not compiled"),
+    "attention": ("tests/kernels/attention/test_attention.py", "-k", "not triton and not device"),
     "CUDA sources": ("tests/kernels/small_m/test_small_m.py", "-k", SOME),
 }
 SIZES = (
@@ -80,15 +81,16 @@ def under_sanitizers():
 
 def arm():
     """Compile what comes with the sanitizers."""
+    from mxtensor.kernels.attention import cpu as attention
     from mxtensor.kernels.gemm import cpu_library
     from mxtensor.kernels.quantize import cpu
     from tests.helpers import cuda_on_cpu
 
-    for module in (cpu, cpu_library):
+    for module in (cpu, cpu_library, attention):
         module.FLAGS = (*(flag for flag in module.FLAGS if flag != "-O3"), "-O1", *SANITIZERS)
     cpu_library.TORCH_FLAGS = (*cpu_library.TORCH_FLAGS, *SANITIZERS[:1], "-fno-sanitize=undefined")
     cuda_on_cpu.FLAGS = (*cuda_on_cpu.FLAGS, *SANITIZERS)
-    for found in (cpu.library(), cpu_library.library()):
+    for found in (cpu.library(), cpu_library.library(), attention.library()):
         assert not isinstance(found, str), found
     return cpu
 

@@ -25,6 +25,8 @@ from unittest.mock import patch
 
 import torch
 
+from mxtensor.kernels.attention import triton_ranges
+from mxtensor.kernels.attention.spec import AttentionArgs, Tokens
 from mxtensor.kernels.gemm import dot_scaled, fp8_rows, fp8_rows_operand
 from mxtensor.kernels.gemm.spec import Form
 from mxtensor.kernels.quantize import triton_columns, triton_common, triton_pair, triton_rows
@@ -34,8 +36,8 @@ from mxtensor.numerics.formats import get_format
 from mxtensor.numerics.operand import Operand
 
 TARGETS = (80, 89, 90, 100, 120)
-HOSTS = (triton_common, triton_columns, triton_rows, triton_pair, fp8_rows, fp8_rows_operand)
-"""The modules that launch casts, and products of row-scaled operands."""
+HOSTS = (triton_common, triton_columns, triton_rows, triton_pair, fp8_rows, fp8_rows_operand, triton_ranges)
+"""The modules that launch casts, products of row-scaled operands, and attention."""
 
 
 class Variant(NamedTuple):
@@ -200,6 +202,15 @@ def exact(left: str, right: str, bias: bool) -> None:
     fp8_rows.exact_rows(row_operand(left, 1), row_operand(right, 16), added if bias else None, out)
 
 
+def attention(name: str, size: int, group: int, dtype: torch.dtype, has_mask: bool = False) -> None:
+    """One query for each of ``group`` heads that share a head of keys, over 4096 keys."""
+    q = torch.empty(2, 8 * group, 1, size, dtype=dtype, device="meta")
+    codes = Operand.empty(get_format(name), (2, 8, 4080, size), "meta")
+    tokens = Tokens(torch.empty(2, 8, 16, size, device="meta"), codes)
+    mask = torch.empty(2, 1, 1, 4096, device="meta") if has_mask else None
+    triton_ranges.run(q, tokens, tokens, AttentionArgs(size**-0.5, mask))
+
+
 CASTS: dict[str, tuple[Callable[[], Any], bool]] = {
     "mxfp8 bf16": (lambda: quantize("mxfp8", BF16), True),
     "mxfp8 fp32": (lambda: quantize("mxfp8", FP32), True),
@@ -260,10 +271,15 @@ CASTS: dict[str, tuple[Callable[[], Any], bool]] = {
         lambda: fp8_rows_operand.rows_of_operand(operand("float8_e5m2_tensor_pow2"), 16),
         True,
     ),
+    "attention mxfp8": (lambda: attention("mxfp8", 128, 4, BF16), False),
+    "attention nvfp4 masked": (lambda: attention("nvfp4", 128, 8, BF16, True), False),
+    "attention mxfp4 small": (lambda: attention("mxfp4", 64, 1, BF16), False),
+    "attention mxfp6 fp32": (lambda: attention("mxfp6", 80, 4, FP32), False),
+    "attention float8_row": (lambda: attention("float8_row", 128, 2, BF16), False),
     "exact mxfp8 by mxfp8": (lambda: exact("mxfp8", "mxfp8", False), False),
     "exact mxfp8_e5m2 by mxfp4": (lambda: exact("mxfp8_e5m2", "mxfp4", True), False),
 }
-"""Name of a cast -> (the call, whether its kernel rounds with float8 instructions if the device has them)."""
+"""Name of a cast, or attention -> (the call, whether its kernel rounds with float8 instructions, where they exist)."""
 
 
 def argument(value: Any) -> str | None:

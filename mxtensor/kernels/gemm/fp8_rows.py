@@ -17,7 +17,6 @@ from ...core import custom_ops
 from ...core.devices import cached
 from ...core.explain import LOGS, record
 from ...core.kernel import Kernel, Spec
-from ...numerics.cast import Cast
 from ...numerics.formats import FULL, Format, get_format
 from ...numerics.operand import Operand
 from ...numerics.row_scaled import why_not
@@ -28,7 +27,7 @@ from ..quantize.triton_constants import format_code
 from ..quantize.triton_ops import cast_arguments
 from ..runtime import triton_launch
 from ..runtime.availability import exported
-from ..runtime.check import check_argument, check_codes, check_device
+from ..runtime.check import check_argument, check_device
 from ..runtime.recorded_op import recorded
 from ..runtime.triton_launch import device_code, launch, on
 from . import fp8_rows_cache
@@ -41,6 +40,7 @@ from .fp8_rows_operand import (
     rows_of_values,
     why_not_in_one,
 )
+from .fp8_rows_ops import cast_to_rows, operand_to_rows
 from .scaled_mm_call import USE_FAST_ACCUM
 from .scaled_mm_contract import SCALINGS, plan_here
 from .spec import (
@@ -171,51 +171,6 @@ def _check_side(op: str, tensors: list[Tensor], format: Format, cols: int) -> Ro
     if not all(t.is_contiguous() for t in tensors[:3]) or scale.stride(1) != 1:
         raise ValueError(f"{op}: codes, row scales, marks and rows of scales must be contiguous; use contiguous()")
     return RowOperand(codes, row_scale, beyond, scale, format, (rows, cols))
-
-
-@custom_ops.define("mxtensor::operand_to_rows")
-@recorded
-def operand_to_rows(data: Tensor, scale: Tensor, format: str, cols: int) -> list[Tensor]:
-    """``rows_of_operand`` of a matrix: codes, row scales, marks of rows beyond the bound."""
-    op, row = "mxtensor::operand_to_rows", get_format(format)
-    operand = check_codes(op, data, scale, None, row, (data.shape[0], cols))
-    check_device(op, data)
-    reason = why_not(row)
-    if reason is not None or 0 in operand.shape:
-        raise ValueError(f"{op}: {reason or f'no values in {operand.shape}'}")
-    return list(rows_of_operand(matrix_of(operand), 1))
-
-
-def _fake_rows(x: Tensor, rows: int, cols: int) -> list[Tensor]:
-    codes = x.new_empty(rows, -(-cols // INNER) * INNER, dtype=torch.uint8)
-    return [codes, x.new_empty(rows, 1, dtype=torch.float32), x.new_empty(rows, dtype=torch.uint8)]
-
-
-@custom_ops.fake_of(operand_to_rows)
-def _(data, scale, format, cols):  # type: ignore[no-untyped-def]
-    return _fake_rows(data, data.shape[0], cols)
-
-
-@custom_ops.define("mxtensor::cast_to_rows")
-@recorded
-def cast_to_rows(
-    x: Tensor, format: str, scaling: str, rounding: str, seed: int | None, amax_epsilon: float, any_distance: bool
-) -> list[Tensor]:
-    """``rows_of_values`` of a matrix: codes, row scales, marks of rows beyond the bound, scales of blocks."""
-    op, cast = "mxtensor::cast_to_rows", Cast.of(format, scaling, rounding, seed, amax_epsilon)
-    check_argument(op, "x", x, (x.dtype,), (None, None), x.device)
-    check_device(op, x)
-    reason = why_not(cast.format) or why_not_in_one(x, cast)
-    if reason is not None:
-        raise ValueError(f"{op} {reason}")
-    return list(rows_of_values(x, cast, any_distance))
-
-
-@custom_ops.fake_of(cast_to_rows)
-def _(x, format, scaling, rounding, seed, amax_epsilon, any_distance):  # type: ignore[no-untyped-def]
-    row = get_format(format)
-    scale = x.new_empty(row.scale_shape(tuple(x.shape)), dtype=row.scale.dtype)
-    return [*_fake_rows(x, x.shape[0], x.shape[1]), scale]
 
 
 @custom_ops.define("mxtensor::fp8_rows_mm")

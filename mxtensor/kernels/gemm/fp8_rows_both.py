@@ -9,18 +9,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...core import custom_ops
-from ...core.kernel import Kernel, Spec
 from ...numerics.cast import Cast
 from ...numerics.row_scaled import why_not
 from ..quantize import triton_tiles as tiles
-from ..quantize.triton_common import ceil_div, code_of, in_pairs, refuses, rows_of
-from ..quantize.triton_ops import cast_arguments
-from ..runtime.check import check_argument, check_device
-from ..runtime.recorded_op import recorded
+from ..quantize.triton_common import ceil_div, code_of, in_pairs, rows_of
 from ..runtime.triton_launch import device_code, launch, on, zeros
-from .fp8_rows_operand import INNER, constants_of, empty_rows, rows_of_values, why_not_in_one
-from .spec import Form, GemmOperand, RowOperand, Unquantized, row_operand_of
+from .fp8_rows_operand import INNER, constants_of, empty_rows, why_not_in_one
+from .spec import GemmOperand, RowOperand, Unquantized
 
 Pair = tuple[RowOperand | None, RowOperand | None]
 
@@ -40,7 +35,8 @@ def why_not_both(x: Tensor, cast: Cast) -> str | None:
     return None
 
 
-def _empty(rows: int, cols: int, cast: Cast, device: torch.device) -> RowOperand:
+def empty_operand(rows: int, cols: int, cast: Cast, device: torch.device) -> RowOperand:
+    """Memory for an operand with the scales of its blocks."""
     codes, row_scale, beyond = empty_rows(rows, cols, device)
     format = cast.format
     scale = torch.empty(format.scale_shape((rows, cols)), dtype=format.scale.dtype, device=device)
@@ -53,8 +49,8 @@ def rows_of_both(x: Tensor, cast: Cast, rowwise: bool = True) -> Pair:
     x = x if in_pairs(x) else x.contiguous()
     (rows, cols), device, words = x.shape, x.device, x.shape[1] // 2
     code, constants, block = code_of(cast, device), constants_of(cast.format.element, device), cast.format.block[1]
-    row = _empty(rows, cols, cast, device) if rowwise else None
-    column = _empty(cols, rows, cast, device)
+    row = empty_operand(rows, cols, cast, device) if rowwise else None
+    column = empty_operand(cols, rows, cast, device)
     extremes = zeros(rows + cols, device)
     of_columns, of_rows = extremes[:cols], extremes[cols:]
     high, wide, warps = tiles.EXTREMES
@@ -82,67 +78,6 @@ def rows_of_both(x: Tensor, cast: Cast, rowwise: bool = True) -> Pair:
             warps,
         )  # fmt: skip
     return row, column
-
-
-# ---------------------------------------------------------------------------------------------- for traced graphs
-
-
-@custom_ops.define("mxtensor::cast_both_to_rows")
-@recorded
-def cast_both_to_rows(
-    x: Tensor, format: str, scaling: str, rounding: str, seed: int | None, amax_epsilon: float, rowwise: bool
-) -> list[Tensor]:
-    """``rows_of_both``: codes, row scales, marks and scales of the matrix, if asked for, then of its transpose."""
-    op, cast = "mxtensor::cast_both_to_rows", Cast.of(format, scaling, rounding, seed, amax_epsilon)
-    check_argument(op, "x", x, (torch.bfloat16,), (None, None), x.device)
-    check_device(op, x)
-    reason = why_not_both(x, cast)
-    if reason is not None:
-        raise ValueError(f"{op} {reason}")
-    return [t for side in rows_of_both(x, cast, rowwise) if side is not None for t in side[:4]]
-
-
-@custom_ops.fake_of(cast_both_to_rows)
-def _(x, format, scaling, rounding, seed, amax_epsilon, rowwise):  # type: ignore[no-untyped-def]
-    cast = Cast.of(format, scaling, rounding, seed, amax_epsilon)
-    out: list[Tensor] = []
-    for rows, cols in ([tuple(x.shape)] if rowwise else []) + [(x.shape[1], x.shape[0])]:
-        out += _empty(rows, cols, cast, x.device)[:4]
-    return out
-
-
-# ---------------------------------------------------------------------------------------------- the kernel
-
-
-def _refuses(
-    spec: Spec, x: Tensor, cast: Cast, rowwise: Form | None, columnwise: Form | None, dtype: torch.dtype,
-    amax: Tensor | None, record: Tensor | None,
-) -> str | None:  # fmt: skip
-    if {rowwise, columnwise} - {None} != {Form.ROWS}:
-        return "casts to the row-scaled form"
-    return refuses(spec) or why_not_both(x, cast)
-
-
-def _run(x: Tensor, cast: Cast, rowwise: Form | None, columnwise: Form | None, *_: object) -> Pair:
-    if columnwise is not None:
-        return rows_of_both(x, cast, rowwise is not None)
-    codes, row_scale, beyond, scale = rows_of_values(x, cast, any_distance=True)
-    return RowOperand(codes, row_scale, beyond, scale, cast.format, (x.shape[0], x.shape[1])), None
-
-
-def _run_traced(x: Tensor, cast: Cast, rowwise: Form | None, columnwise: Form | None, *_: object) -> Pair:
-    from .fp8_rows import cast_to_rows
-
-    rows, cols = x.shape
-    x, arguments, format = x.detach(), cast_arguments(cast), cast.format
-    if columnwise is None:
-        return row_operand_of(cast_to_rows(x, *arguments, True), format, (rows, cols)), None
-    tensors = cast_both_to_rows(x, *arguments, rowwise is not None)
-    row = None if rowwise is None else row_operand_of(tensors[:4], format, (rows, cols))
-    return row, row_operand_of(tensors[-4:], format, (cols, rows))
-
-
-PAIR = Kernel("triton rows", _refuses, _run, "cuda", _run_traced)
 
 
 def wants_rows(a: GemmOperand, b: GemmOperand) -> bool:

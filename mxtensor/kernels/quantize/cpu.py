@@ -109,7 +109,7 @@ if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(after_in_child=_pool.clear)
 
 
-def _in_spans(work: Callable[[int, int], int], units: int, values: int, *memory: object) -> int:
+def in_spans(work: Callable[[int, int], int], units: int, values: int, *memory: object) -> int:
     """The largest result of ``work(first, end)`` over spans of ``units`` units with ``values`` values in all.
 
     Runs in as many threads as torch uses; ctypes releases the GIL. This thread takes part, and does all of it where no
@@ -202,7 +202,7 @@ def _quantize(x: Tensor, cast: Cast) -> Operand:
     global_scale = None if out.global_scale is None else out.global_scale.data_ptr()
     amax = 0
     if global_scale is not None or tile == FULL:
-        amax = _in_spans(lambda first, end: lib.mx_amax(source, kind, first, end), values, values, x)
+        amax = in_spans(lambda first, end: lib.mx_amax(source, kind, first, end), values, values, x)
 
     def work(first: int, end: int) -> int:
         return lib.mx_encode(  # type: ignore[no-any-return]
@@ -210,7 +210,7 @@ def _quantize(x: Tensor, cast: Cast) -> Operand:
             scales, global_scale,
         )  # fmt: skip
 
-    _in_spans(work, values // (rows * cols) * -(-rows // height), values, x, out)
+    in_spans(work, values // (rows * cols) * -(-rows // height), values, x, out)
     return out
 
 
@@ -246,7 +246,7 @@ def decode_rows(operand: Operand, start: int, length: int, out: Tensor) -> Tenso
             c_format, codes, scales, global_scale_ptr, rows, cols, start + first, start + end, to + first * size, kind
         )
 
-    _in_spans(work, length, length * cols, operand, out)
+    in_spans(work, length, length * cols, operand, out)
     return out
 
 

@@ -5,7 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mxtensor as mx
-from mxtensor.kernels.gemm import fp8_rows_both
+from mxtensor.kernels.gemm import fp8_rows_ops
 from mxtensor.kernels.gemm.fp8_rows_both import rows_of_both, wants_rows, why_not_both
 from mxtensor.kernels.gemm.spec import Form, Unquantized, values_of_rows
 from mxtensor.kernels.quantize import triton_tiles
@@ -53,12 +53,12 @@ def check(made, x, cast):
 def test_both_operands_are_those_of_two_casts(name, shape):
     x, cast = both_ways(*shape), mx.Cast.of(name)
     row, column = rows_of_both(x, cast)
-    check(fp8_rows_both.PAIR.run(x, cast, Form.ROWS, None)[0], x, cast)
+    check(fp8_rows_ops.PAIR.run(x, cast, Form.ROWS, None)[0], x, cast)
     assert check(row, x, cast) | check(column, x.t().contiguous(), cast)
-    alone, again = rows_of_both(x, cast, rowwise=False)
+    alone, other = rows_of_both(x, cast, rowwise=False)
     assert alone is None
-    for one, other in zip(column[:3], again[:3], strict=True):
-        assert torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0))
+    for one, two in zip(column[:3], other[:3], strict=True):
+        assert torch.equal(one.nan_to_num(7.0), two.nan_to_num(7.0))
 
 
 @pytest.mark.exhaustive

@@ -377,7 +377,7 @@ def test_an_interrupted_cast_leaves_its_memory_to_the_threads_that_write_to_it(m
         return 0
 
     with pytest.raises(KeyboardInterrupt):
-        cpu._in_spans(work, 2, 1 << 20, memory)
+        cpu.in_spans(work, 2, 1 << 20, memory)
     del memory
     finish.set()
     cpu._pool[0].shutdown()
@@ -397,4 +397,4 @@ def test_an_error_in_a_thread_is_raised(monkeypatch):
         return 0
 
     with pytest.raises(ValueError, match="in a thread"):
-        cpu._in_spans(work, 2, 1 << 20)
+        cpu.in_spans(work, 2, 1 << 20)

@@ -30,9 +30,9 @@ def test_later_calls_compute_from_their_own_arguments():
     ran = []
 
     @recorded
-    def work(x, others, factor):
-        ran.append(factor)
-        return [x * factor, torch.cat(others)]
+    def work(x, others, times):
+        ran.append(times)
+        return [x * times, torch.cat(others)]
 
     for step in range(4):
         x, others = torch.randn(3, 2), [torch.randn(2), torch.randn(1)]

@@ -1,0 +1,204 @@
+"""Growing memory for the keys, or the values, of one layer: (batch, heads, tokens, head size).
+
+The first tokens stay as they are, because all later ones attend to them most (StreamingLLM calls them sinks). Each
+token after them is quantized once, when it comes, in blocks along the head. Memory grows by a 128th at a time: codes
+are copied once for every 128 tokens that a step reads, and at most 0.8 % of the memory is not used yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..kernels.attention.spec import Tokens
+from ..kernels.quantize.select import quantize_operand
+from ..numerics.cast import Cast
+from ..numerics.formats import Format
+from ..numerics.operand import Operand
+from ..numerics.reference import check_source
+
+FIRST = 16
+"""Tokens that stay as they are."""
+STEP, SHARE = 32, 128
+"""Memory grows by ``max(STEP, tokens / SHARE)`` tokens."""
+ROOM, LEAST = 8.0, 168.0
+"""A global scale has room for values up to ROOM times the amax of the first tokens, and at least up to LEAST."""
+
+
+def check_format(format: Format) -> None:
+    """Raise NotImplementedError for a format whose scales belong to several tokens."""
+    if format.block[0] != 1:
+        raise NotImplementedError(
+            f"KVCache: a scale of {format} belongs to several tokens, which come one by one; pass a format with blocks "
+            "along the head, such as mxfp8, nvfp4 or float8_row"
+        )
+
+
+def global_scale_of(x: Tensor, format: Format) -> Tensor:
+    """The power of two by which all scales of ``format`` are multiplied, with room for later tokens; see ``ROOM``.
+
+    Values beyond it saturate. A power of two keeps each product exact.
+    """
+    amax = x.abs().amax().float().nan_to_num(0.0, 0.0, 0.0)
+    wanted = (ROOM * amax).clamp(min=LEAST) / (format.element.max * 448.0)
+    return torch.ldexp(torch.ones_like(wanted), torch.frexp(wanted)[1])
+
+
+class KVStorage:
+    """Keys or values of one layer.
+
+    ``cast``: the format, and how tokens are rounded. ``limit``: the most tokens, for which memory is allocated at once;
+    None: it grows. ``centered``: codes are of differences from a mean of the first tokens, which softmax does not see
+    in keys: the same number is added to all scores of a query.
+    """
+
+    def __init__(self, cast: Cast, limit: int | None = None, centered: bool = False) -> None:
+        check_format(cast.format)
+        self.cast, self.limit, self.centered = cast, limit, centered
+        self._codes = cast
+        if cast.format.global_scale:  # it is chosen here, once, and not by the cast of each token
+            name = f"{cast.format.name}_codes"
+            self._codes = replace(cast, format=replace(cast.format, name=name, global_scale=False))
+        self.first: Tensor | None = None
+        """The first tokens, float32, without ``center``."""
+        self.memory: Operand | None = None
+        """Codes and scales of all other tokens that there is room for."""
+        self.coded = 0
+        """Tokens in codes."""
+        self.center: Tensor | None = None
+        """The mean that keys have lost, (batch, heads, 1, head size), float32; None until codes are needed."""
+        self.global_scale: Tensor | None = None
+        self._inverse: Tensor | None = None
+
+    @property
+    def length(self) -> int:
+        """Tokens that are stored."""
+        return 0 if self.first is None else self.first.shape[2] + self.coded
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, including the room for tokens to come."""
+        tensors = (self.first, self.center, *(() if self.memory is None else self.memory.tensors))
+        return sum(t.nbytes for t in tensors if t is not None)
+
+    def prepare(self, x: Tensor) -> None:
+        """Allocate memory for tokens like ``x``.
+
+        Raises TypeError for another dtype than those that casts take, ValueError for other dimensions and for heads
+        whose codes are no whole bytes.
+        """
+        check_source(x)
+        if x.dim() != 4:
+            raise ValueError(
+                f"KVCache: tokens are (batch, heads, tokens, head size), got {tuple(x.shape)}; use x[None] or unflatten"
+            )
+        if self.first is not None:
+            return
+        if x.shape[-1] % 8:
+            raise ValueError(
+                f"KVCache: heads of {x.shape[-1]} values are no multiple of 8, and codes of {self.cast.format} are "
+                "read 8 at a time; use transformers' DynamicCache for this model"
+            )
+        batch, heads, _, size = x.shape
+        self.first = x.new_empty((batch, heads, 0, size), dtype=torch.float32)
+        room = 0 if self.limit is None else max(0, self.limit - FIRST)
+        self.memory = Operand.empty(self._codes.format, (batch, heads, room, size), x.device)
+
+    def append(self, x: Tensor) -> None:
+        """Store tokens (batch, heads, tokens, head size).
+
+        Raises ValueError for a batch or heads of other sizes than before, and for more tokens than the limit.
+        """
+        self.prepare(x)
+        assert self.first is not None
+        sizes, before = (*x.shape[:2], x.shape[3]), (*self.first.shape[:2], self.first.shape[3])
+        if sizes != before:
+            raise ValueError(
+                f"KVCache: the tokens have (batch, heads, head size) {sizes}, those before them {before}; call reset() "
+                "before another prompt"
+            )
+        total = self.length + x.shape[2]
+        if self.limit is not None and total > self.limit:
+            raise ValueError(
+                f"KVCache: {total} tokens do not fit max_cache_len={self.limit}; pass a larger one, or none"
+            )
+        exact = 0 if self.coded else min(FIRST - self.first.shape[2], x.shape[2])
+        if exact:
+            some = x[:, :, :exact].float()
+            self.first = torch.cat((self.first, some if self.center is None else some - self.center), 2)
+        if x.shape[2] > exact:
+            self._encode(x[:, :, exact:] if exact else x)
+
+    def _encode(self, x: Tensor) -> None:
+        assert self.first is not None
+        if self.centered:
+            if self.center is None:
+                whole = torch.cat((self.first, x.float()), 2)
+                self.center = whole[:, :, 1:].mean(2, keepdim=True).nan_to_num(0.0, 0.0, 0.0)  # not of the sink
+                self.first = self.first - self.center
+            x = (x - self.center).to(x.dtype)
+        if self._codes is not self.cast:
+            if self._inverse is None:
+                self.global_scale = global_scale_of(torch.cat((self.first, x.float()), 2), self.cast.format)
+                self._inverse = (1.0 / self.global_scale).to(x.dtype)
+            x = x * self._inverse
+        new, count = quantize_operand(x.contiguous(), self._codes), x.shape[2]
+        memory = self._with_room(self.coded + count)
+        memory.data.narrow(2, self.coded, count).copy_(new.data)
+        memory.scale.narrow(2, self.coded, count).copy_(new.scale)
+        self.coded += count
+
+    def _with_room(self, tokens: int) -> Operand:
+        """Memory for this many tokens in codes, with those that there are."""
+        before = self.memory
+        assert before is not None
+        if tokens > before.shape[2]:
+            batch, heads, _, size = before.shape
+            room = tokens + max(STEP, tokens // SHARE)
+            self.memory = Operand.empty(self._codes.format, (batch, heads, room, size), before.data.device)
+            for old, new in zip(before.tensors, self.memory.tensors, strict=True):
+                new.narrow(2, 0, self.coded).copy_(old.narrow(2, 0, self.coded))
+        assert self.memory is not None
+        return self.memory
+
+    def tokens(self) -> Tokens:
+        """All tokens, without ``center``: a view."""
+        memory, first = self.memory, self.first
+        assert memory is not None and first is not None
+        data, scale = (t.narrow(2, 0, self.coded) for t in (memory.data, memory.scale))
+        shape = (*memory.shape[:2], self.coded, memory.shape[3])
+        format = self._codes.format if self.global_scale is None else self.cast.format
+        return Tokens(first, Operand(data, scale, self.global_scale, format, shape))
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Replace all tensors with a batch, such as by those of other sequences."""
+        if self.memory is None or self.first is None:
+            return
+        data, scale = fn(self.memory.data), fn(self.memory.scale)
+        self.memory = self.memory.with_blocks(data, scale, (data.shape[0], *self.memory.shape[1:]))
+        self.first = fn(self.first)
+        self.center = None if self.center is None else fn(self.center)
+
+    def to(self, device: torch.device | str) -> None:
+        """Move all tensors."""
+        self.map(lambda t: t.to(device, non_blocking=True))
+        if self.global_scale is not None and self._inverse is not None:
+            self.global_scale, self._inverse = self.global_scale.to(device), self._inverse.to(device)
+
+    def crop(self, length: int) -> None:
+        """Keep the first ``length`` tokens."""
+        if self.first is not None:
+            length = max(0, min(self.length, length))
+            self.coded = max(0, length - self.first.shape[2])
+            self.first = self.first[:, :, :length]
+
+    def clear(self) -> None:
+        """Forget all tokens; a storage with a limit keeps its memory."""
+        self.coded, self.center, self.global_scale, self._inverse = 0, None, None, None
+        if self.limit is None:
+            self.first = self.memory = None
+        elif self.first is not None:
+            self.first = self.first[:, :, :0]

@@ -1,0 +1,140 @@
+"""The kernel row ``cpu``: a few queries over codes in C++, which decodes each tile of keys once, into the first cache.
+
+``attention.cpp`` is compiled once on each machine (about two seconds) without torch's headers, and called through
+ctypes, as the casts are. Threads share the heads, and ranges of keys where there are few heads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...core import recording
+from ...core.kernel import Kernel, Spec
+from ...numerics.formats import FULL
+from ..quantize.cpu import FLAGS as CAST_FLAGS
+from ..quantize.cpu import HEADERS as CAST_HEADERS
+from ..quantize.cpu import KINDS, SCALES, SOURCE, c_format, in_spans
+from ..runtime.native_build import load
+from .spec import AttentionArgs, Tokens, additive, group_of
+
+HERE = SOURCE.parent
+HEADERS = (HERE / "attention.h", HERE / "attention_lanes.h", *CAST_HEADERS)
+FLAGS = tuple(flag for flag in CAST_FLAGS if flag != "-ffp-contract=off")
+SYMBOLS = ("mx_attention", "mx_attention_finish", "mx_attention_part")
+MOST_ROWS, MOST_VALUES = 64, 512
+"""Queries that read one head of keys, and values of a key: the buffers of attention.h."""
+KEYS_PER_RANGE = 256
+"""The least that a thread is given of a head."""
+
+
+class _Side(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("first", "data", "scale", "format")),
+        *((name, ctypes.c_int64 * 3) for name in ("data_strides", "scale_strides")),
+        *((name, ctypes.c_int64) for name in ("size", "heads", "first_count")),
+        ("float_scales", ctypes.c_int32), ("unused", ctypes.c_int32),
+    )  # fmt: skip
+
+
+class _Attention(ctypes.Structure):
+    _fields_ = (
+        ("keys", _Side), ("values", _Side),
+        *((name, ctypes.c_void_p) for name in ("q", "mask", "out", "partials")),
+        ("mask_strides", ctypes.c_int64 * 5),
+        *((name, ctypes.c_int64) for name in ("batch", "heads", "group", "queries", "count", "splits")),
+        ("scale", ctypes.c_float), ("value_scale", ctypes.c_float),
+        ("kind", ctypes.c_int32), ("unused", ctypes.c_int32),
+    )  # fmt: skip
+
+
+@cache
+def library() -> ctypes.CDLL | str:
+    """The compiled kernel, or the sentence that says why there is none."""
+    lib = load(HERE / "attention.cpp", FLAGS, HEADERS, SYMBOLS)
+    if not isinstance(lib, str):
+        lib.mx_attention.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
+        lib.mx_attention_finish.argtypes = lib.mx_attention_part.argtypes = [ctypes.c_void_p]
+        lib.mx_attention_part.restype = ctypes.c_int64
+    return lib
+
+
+def refuses(spec: Spec, q: Tensor, k: Tokens, v: Tokens, args: AttentionArgs) -> str | None:
+    if spec.traced:
+        return "being traced: torch's attention of decoded values fuses better"
+    if q.dtype not in KINDS:
+        return f"computes with float32, bfloat16 and float16, not {str(q.dtype).removeprefix('torch.')}"
+    rows = group_of(q, k) * q.shape[2]
+    if rows > MOST_ROWS:
+        return f"is for {MOST_ROWS} rows that read a head of keys, not {rows}"
+    if args.causal and q.shape[2] > 1:
+        return "takes a mask, not is_causal"
+    for side in (k, v):
+        f, size = side.codes.format, side.shape[-1]
+        if f.block[0] != 1 or f.scale not in SCALES:
+            return f"has no decoder for blocks of {f.block[0]}x{f.block[1]} with {f.scale.name} scales"
+        if size % 8 or size > MOST_VALUES:
+            return f"is for heads of a multiple of 8 up to {MOST_VALUES} values, not {size}"
+        if f.element.bits == 4 and f.block[1] % 2 and f.block[1] != FULL:
+            return "needs blocks of whole bytes"
+    if 0 in (*q.shape, *k.shape, *v.shape):
+        return "no values"
+    built = library()
+    return built if isinstance(built, str) else None
+
+
+def _side(tokens: Tokens) -> _Side:
+    operand, first = tokens.codes, tokens.first.contiguous()
+    data, scale, format = operand.data, operand.scale, operand.format
+    if operand.global_scale is not None and first.shape[2]:
+        first = first / operand.global_scale  # by which the kernel multiplies all keys
+    data = data if data.stride(-1) == 1 else data.contiguous()
+    scale = scale if scale.stride(-1) == 1 or scale.shape[-1] == 1 else scale.contiguous()
+    size, strides = data.element_size(), ctypes.c_int64 * 3
+    side = _Side(
+        first.data_ptr(), data.data_ptr(), scale.data_ptr(), ctypes.addressof(c_format(format)),
+        strides(*(size * s for s in data.stride()[:3])), strides(*scale.stride()[:3]), *operand.shape[-1:],
+        operand.shape[1], first.shape[2], scale.is_floating_point(),
+    )  # fmt: skip
+    side.memory = first, data, scale
+    return side
+
+
+def _global(tokens: Tokens) -> float:
+    scale = tokens.codes.global_scale
+    return 1.0 if scale is None else float(scale)
+
+
+def run(q: Tensor, k: Tokens, v: Tokens, args: AttentionArgs) -> Tensor:
+    recording.refuse("C++ got addresses")
+    lib: Any = library()
+    batch, heads, queries, _ = q.shape
+    groups, count, size = k.shape[1], k.shape[2], v.shape[-1]
+    q = q.contiguous()
+    out = torch.empty((batch, heads, queries, size), dtype=q.dtype)
+    mask = additive(args, q, k, torch.float32)
+    splits = max(1, min(-(-2 * torch.get_num_threads() // (batch * groups)), count // KEYS_PER_RANGE))
+    splits = splits if torch.get_num_threads() > 1 else 1
+    keys, values = _side(k), _side(v)
+    problem = _Attention(
+        keys, values, q.data_ptr(), None if mask is None else mask.data_ptr(), out.data_ptr(), None,
+        (ctypes.c_int64 * 5)(*(mask.stride() if mask is not None else ())), batch, groups, heads // groups, queries,
+        count, splits, args.scale * _global(k), _global(v), KINDS[q.dtype],
+    )  # fmt: skip
+    partials = torch.empty(batch * heads * queries * splits * lib.mx_attention_part(ctypes.byref(problem)))
+    problem.partials = partials.data_ptr()
+    address, units = ctypes.addressof(problem), batch * groups * splits
+
+    def work(first: int, end: int) -> int:
+        return lib.mx_attention(address, first, end)  # type: ignore[no-any-return]
+
+    in_spans(work, units, batch * groups * count * size, problem, q, mask, partials, out, keys.memory, values.memory)
+    lib.mx_attention_finish(address)
+    return out
+
+
+KERNEL = Kernel("cpu", refuses, run, "cpu")

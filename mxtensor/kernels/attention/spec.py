@@ -1,0 +1,58 @@
+"""What an attention kernel is asked: softmax(q k^T * scale + mask) v, with keys and values mostly in codes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...numerics.operand import Operand
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Keys, or values, of all tokens, (batch, heads, tokens, head size): the first as they are, the others in codes.
+
+    ``first`` (batch, heads, some tokens, head size) is float32 on the device of the codes; ``codes`` are blocked along
+    the head.
+    """
+
+    first: Tensor
+    codes: Operand
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        batch, heads, count, size = self.first.shape
+        return batch, heads, count + self.codes.shape[2], size
+
+
+@dataclass(frozen=True)
+class AttentionArgs:
+    """Arguments of an attention beside its queries, keys and values."""
+
+    scale: float
+    """Scores are multiplied by it."""
+    mask: Tensor | None = None
+    """Broadcasts to (batch, query heads, queries, keys): bool, where False hides a key, or added to the scores."""
+    causal: bool = False
+    """Whether query i reads keys 0 to i only, as ``is_causal`` of torch's function."""
+
+
+def group_of(q: Tensor, k: Tokens) -> int:
+    """How many query heads read one head of keys."""
+    return q.shape[1] // k.shape[1]
+
+
+def additive(args: AttentionArgs, q: Tensor, k: Tokens, dtype: torch.dtype) -> Tensor | None:
+    """The mask as summands in ``dtype``, a view of (batch, heads of keys, group, queries, keys); None if there is none.
+
+    Dimensions that the mask shares have stride 0.
+    """
+    mask = args.mask
+    if mask is None:
+        return None
+    if mask.dtype is torch.bool:
+        mask = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
+    size = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    return mask.to(dtype).expand(size).unflatten(1, (k.shape[1], group_of(q, k)))  # type: ignore[no-any-return]

@@ -1,0 +1,159 @@
+"""The kernel row ``triton``: a few queries over codes on a CUDA device, in ranges of keys that fill the device.
+
+Codes are decoded in registers; memory beside them holds the sums of each range. Device code:
+``triton_device/attention.py``.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...core.devices import cached
+from ...core.kernel import Kernel, Spec
+from ...numerics.formats import FULL, Format
+from ..quantize.triton_common import ceil_div
+from ..quantize.triton_constants import CastCode, format_code
+from ..runtime import triton_launch
+from ..runtime.triton_launch import device_code, launch
+from .spec import AttentionArgs, Tokens, additive, group_of
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MOST_ROWS = 64
+"""Queries that read one head of keys."""
+MOST_VALUES = {True: 256, False: 128}
+"""Whether products are in bfloat16 -> values of a key: float32 takes twice the registers."""
+PROGRAMS = 4
+"""Programs for each multiprocessor."""
+MOST_RANGES, LEAST_KEYS = 64, 128
+"""Ranges of one head, and keys of a range."""
+KEYS = {True: 64, False: 32}
+"""Whether products are in bfloat16 -> keys that are decoded at a time, of up to 64 values; half as many of more."""
+WARPS = {True: 4, False: 8}
+
+
+class AttentionCode(NamedTuple):
+    """``A``, the compile-time argument of the kernels."""
+
+    k: CastCode
+    v: CastCode
+    k_cols: int
+    """values that share a scale; 0: all of a key"""
+    v_cols: int
+    k_columns: int
+    """a power of two, at least the values of a key"""
+    v_columns: int
+    rows: int
+    keys: int
+    """keys that are decoded at a time"""
+    scale: float
+    in_bfloat16: bool
+    """whether products take bfloat16, in which all codes are exact"""
+
+
+def refuses(spec: Spec, q: Tensor, k: Tokens, v: Tokens, args: AttentionArgs) -> str | None:
+    reason = triton_launch.missing(spec)
+    if reason is not None:
+        return reason
+    if spec.traced:
+        return "being traced: torch's attention of decoded values fuses better"
+    if q.dtype not in DTYPES:
+        return f"computes with bfloat16, float16 and float32, not {str(q.dtype).removeprefix('torch.')}"
+    rows = group_of(q, k) * q.shape[2]
+    if rows > MOST_ROWS:
+        return f"is for {MOST_ROWS} rows that read a head of keys, not {rows}"
+    if args.causal and q.shape[2] > 1:
+        return "takes a mask, not is_causal"
+    most = MOST_VALUES[_in_bfloat16(k.codes.format, v.codes.format, q.dtype)]
+    for side in (k, v):
+        f, size = side.codes.format, side.shape[-1]
+        if f.block[0] != 1:
+            return f"has no decoder for blocks of {f.block[0]}x{f.block[1]}"
+        if size % 8 or size > most:
+            return f"is for heads of a multiple of 8 up to {most} values, not {size}"
+    return "no values" if 0 in (*q.shape, *k.shape, *v.shape) else None
+
+
+def _in_bfloat16(k: Format, v: Format, dtype: torch.dtype) -> bool:
+    """Whether bfloat16 products lose nothing of the codes; Triton's interpreter has none."""
+    exact = k.exact_in_bfloat16 and v.exact_in_bfloat16
+    return dtype is torch.bfloat16 and exact and not triton_launch.interpreted()
+
+
+def _power(n: int, least: int = 16) -> int:
+    return max(least, 1 << (n - 1).bit_length())
+
+
+def _shared(format: Format, size: int) -> int:
+    block = format.block[1]
+    return 0 if block == FULL or block >= size else block
+
+
+@cache
+def _code(
+    k: Format, v: Format, sizes: tuple[int, int], rows: int, scale: float, dtype: torch.dtype,
+    capability: tuple[int, int],
+) -> AttentionCode:  # fmt: skip
+    columns = _power(sizes[0]), _power(sizes[1])
+    exact = _in_bfloat16(k, v, dtype)
+    return AttentionCode(
+        format_code(k, capability, False), format_code(v, capability, False), _shared(k, sizes[0]),
+        _shared(v, sizes[1]), *columns, _power(rows), KEYS[exact] if max(columns) <= 64 else KEYS[exact] // 2, scale,
+        exact,
+    )  # fmt: skip
+
+
+@cached
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 4  # Triton's interpreter
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _ranges(heads: int, count: int, device: torch.device) -> int:
+    wanted = ceil_div(PROGRAMS * _multiprocessors(device), heads)
+    return max(1, min(wanted, ceil_div(count, LEAST_KEYS), MOST_RANGES))
+
+
+def _arguments(tokens: Tokens) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[int, ...]]:
+    """The tensors of one side, and strides of codes and scales."""
+    first, data, scale = tokens.first.contiguous(), tokens.codes.data.view(torch.uint8), tokens.codes.scale
+    data = data if data.stride(-1) == 1 else data.contiguous()
+    scale = scale if scale.stride(-1) == 1 or scale.shape[-1] == 1 else scale.contiguous()
+    if tokens.codes.global_scale is not None:
+        first = first / tokens.codes.global_scale  # by which the kernel multiplies all keys
+    return (first, data, scale), (*data.stride()[:3], *scale.stride()[:3])
+
+
+def run(q: Tensor, k: Tokens, v: Tokens, args: AttentionArgs) -> Tensor:
+    batch, all_heads, queries, k_size = q.shape
+    heads, count, v_size, rows = k.shape[1], k.shape[2], v.shape[-1], group_of(q, k) * queries
+    device, q = q.device, q.contiguous()
+    splits = _ranges(batch * heads, count, device)
+    mask = additive(args, q, k, torch.float32)
+    sums = torch.empty((batch * heads * splits, rows, v_size), dtype=torch.float32, device=device)
+    stats = torch.empty((batch * heads * splits, rows, 2), dtype=torch.float32, device=device)
+    out = torch.empty((batch, all_heads, queries, v_size), dtype=q.dtype, device=device)
+    capability = triton_launch.instructions_of(device)
+    code = _code(k.codes.format, v.codes.format, (k_size, v_size), rows, float(args.scale), q.dtype, capability)
+    (k_tensors, k_strides), (v_tensors, v_strides) = _arguments(k), _arguments(v)
+    mask_strides = (0,) * 5 if mask is None else mask.stride()
+    with triton_launch.on(device):
+        launch(
+            device_code("attention.attend"), batch * heads * splits,
+            (q, *k_tensors, k.codes.global_scale, *v_tensors, mask, sums, stats, heads, rows, queries, count,
+             k.first.shape[2], v.first.shape[2], splits, k_size, v_size, *k_strides, *v_strides, *mask_strides),
+            (code,), WARPS[code.in_bfloat16],
+        )  # fmt: skip
+        launch(
+            device_code("attention.join"), batch * heads * rows,
+            (sums, stats, v.codes.global_scale, out, rows, splits, v_size),
+            (_power(splits, 1), code.v_columns), 1,
+        )  # fmt: skip
+    return out
+
+
+KERNEL = Kernel("triton", refuses, run, "cuda")

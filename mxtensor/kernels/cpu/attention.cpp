@@ -1,0 +1,150 @@
+// Attention of a few queries over keys and values in codes: each tile of keys is decoded once, into the first cache, for
+// all queries that read it, with a running softmax. Keys are split into ranges, so that threads share one head.
+// attention/cpu.py compiles this file and calls mx_attention for spans of (batch, head, range), then mx_attention_finish.
+#include "attention.h"
+
+namespace {
+
+constexpr float LOWEST = -std::numeric_limits<float>::infinity();
+
+template <typename T>
+void load_rows(const Attention& p, int64_t first, int64_t rows, float* q) {
+  const int64_t size = p.keys.size, step = padded(p.keys);
+  const T* from = static_cast<const T*>(p.q) + first * size;
+  for (int64_t r = 0; r < rows; r++) {
+    for (int64_t i = size; i < step; i++) q[r * step + i] = 0.0f;
+    for (int64_t i = 0; i < size; i++) q[r * step + place(p.keys, i)] = load(from[r * size + i]) * p.scale;
+  }
+}
+
+// Products of one row with LANES keys of ``step`` values.
+inline Lanes scores_of(const float* q, const float* keys, int64_t step) {
+  Lanes sums[LANES] = {};
+  for (int64_t i = 0; i < step; i += LANES) {
+    const Lanes row = get(q + i);
+    for (int64_t t = 0; t < LANES; t++) sums[t] += row * get(keys + t * step + i);
+  }
+  return sums_of(sums);
+}
+
+// sums (ROWS, step) += weights (ROWS, n) times values (n, step), VECTORS vectors from ``at`` on.
+template <int ROWS, int VECTORS>
+void add_columns(const float* weights, const float* values, int64_t n, int64_t step, int64_t at, float* sums, int64_t part) {
+  Lanes total[ROWS][VECTORS] = {};
+  for (int64_t t = 0; t < n; t++)
+    for (int i = 0; i < VECTORS; i++) {
+      const Lanes v = get(values + t * step + at + i * LANES);
+      for (int r = 0; r < ROWS; r++) total[r][i] += v * weights[r * MOST_KEYS + t];
+    }
+  for (int r = 0; r < ROWS; r++)
+    for (int i = 0; i < VECTORS; i++) {
+      float* to = sums + r * part + at + i * LANES;
+      put(to, get(to) + total[r][i]);
+    }
+}
+
+template <int ROWS>
+void add_weighted(const float* weights, const float* values, int64_t n, int64_t step, float* sums, int64_t part) {
+  int64_t at = 0;
+  for (; at + 4 * LANES <= step; at += 4 * LANES) add_columns<ROWS, 4>(weights, values, n, step, at, sums, part);
+  for (; at < step; at += LANES) add_columns<ROWS, 1>(weights, values, n, step, at, sums, part);
+}
+
+// Scores of a row, ``w`` (n, up to a multiple of LANES), become weights; ``part``: the sums so far, which are rescaled.
+inline void soften(float* w, int64_t n, int64_t step, float* part) {
+  float top = part[0];
+  for (int64_t t = 0; t < n; t++) top = w[t] > top ? w[t] : top;
+  const float base = top == LOWEST ? 0.0f : top, before = exponential(part[0] - base);
+  for (int64_t t = n; t < ceil_div(n, LANES) * LANES; t++) w[t] = LOWEST;
+  Lanes total = {};
+  for (int64_t t = 0; t < n; t += LANES) {
+    const Lanes weights = exponential(get(w + t) - base);
+    put(w + t, weights);
+    total += weights;
+  }
+  float sum = 0.0f;
+  for (int64_t i = 0; i < LANES; i++) sum += total[i];
+  part[0] = top, part[1] = part[1] * before + sum;
+  if (before != 1.0f)
+    for (int64_t i = LANES; i < LANES + step; i += LANES) put(part + i, get(part + i) * before);
+}
+
+// One range of keys of one head.
+void attend(const Attention& p, int64_t b, int64_t h, int64_t begin, int64_t end, int64_t rows, const float* q, float* partials) {
+  alignas(64) static thread_local float tile[TILE_VALUES + LANES * MOST_VALUES], weights[MOST_ROWS * MOST_KEYS];
+  const int64_t kstep = padded(p.keys), vstep = padded(p.values), part = part_size(p.values);
+  const int64_t most = smaller(MOST_KEYS, TILE_VALUES / larger(kstep, vstep));
+  for (int64_t r = 0; r < rows; r++) {
+    for (int64_t i = 0; i < part; i++) partials[r * part + i] = 0.0f;
+    partials[r * part] = LOWEST;
+  }
+  for (int64_t first = begin; first < end; first += most) {
+    const int64_t n = smaller(most, end - first);
+    decode_tile(p.keys, b, h, first, n, tile);
+    for (int64_t r = 0; r < rows; r++) {
+      float* w = weights + r * MOST_KEYS;
+      for (int64_t t = 0; t < n; t += LANES) put(w + t, scores_of(q + r * kstep, tile + t * kstep, kstep));
+      if (p.mask) {
+        const int64_t* s = p.mask_strides;
+        const float* m = p.mask + b * s[0] + h * s[1] + r / p.queries * s[2] + r % p.queries * s[3] + first * s[4];
+        for (int64_t t = 0; t < n; t++) w[t] += m[t * s[4]];
+      }
+      soften(w, n, vstep, partials + r * part);
+    }
+    decode_tile(p.values, b, h, first, n, tile);
+    int64_t r = 0;
+    for (; r + 4 <= rows; r += 4) add_weighted<4>(weights + r * MOST_KEYS, tile, n, vstep, partials + r * part + LANES, part);
+    for (; r < rows; r++) add_weighted<1>(weights + r * MOST_KEYS, tile, n, vstep, partials + r * part + LANES, part);
+  }
+}
+
+template <typename T>
+void finish_row(const Attention& p, const float* partials, int64_t rows, T* out) {
+  const int64_t size = p.values.size, step = part_size(p.values) * rows;
+  float top = LOWEST, total = 0.0f, sums[MOST_VALUES + LANES] = {};
+  for (int64_t s = 0; s < p.splits; s++) top = larger(top, partials[s * step]);
+  for (int64_t s = 0; s < p.splits; s++) {
+    const float* part = partials + s * step;
+    if (part[0] == LOWEST && part[1] == 0.0f) continue;  // every key of this range is masked
+    const float weight = part[0] == top ? 1.0f : exponential(part[0] - top);
+    total += weight * part[1];
+    for (int64_t i = 0; i < size; i++) sums[i] += weight * part[LANES + i];
+  }
+  const float multiplier = total == 0.0f ? 0.0f : p.value_scale / total;
+  for (int64_t i = 0; i < size; i++) store(out[i], sums[place(p.values, i)] * multiplier);
+}
+
+}  // namespace
+
+extern "C" {
+
+// Floats of ``partials`` for each row of a range.
+int64_t mx_attention_part(const Attention* p) { return part_size(p->values); }
+
+// Units first to end - 1 of (batch, heads, splits).
+int mx_attention(const Attention* p, int64_t first, int64_t end) {
+  alignas(64) static thread_local float q[MOST_ROWS * (MOST_VALUES + LANES)];
+  const int64_t rows = p->group * p->queries;
+  for (int64_t unit = first; unit < end; unit++) {
+    const int64_t head = unit / p->splits, split = unit % p->splits;
+    const int64_t begin = split * p->count / p->splits, stop = (split + 1) * p->count / p->splits;
+    if (p->kind == 0) load_rows<float>(*p, head * rows, rows, q);
+    else if (p->kind == 1) load_rows<BFloat16>(*p, head * rows, rows, q);
+    else load_rows<Half>(*p, head * rows, rows, q);
+    attend(*p, head / p->heads, head % p->heads, begin, stop, rows, q, p->partials + unit * rows * part_size(p->values));
+  }
+  return 0;
+}
+
+// The results of all rows, from those of their ranges.
+void mx_attention_finish(const Attention* p) {
+  const int64_t rows = p->group * p->queries, part = part_size(p->values);
+  for (int64_t row = 0; row < p->batch * p->heads * rows; row++) {
+    const float* partials = p->partials + (row / rows * p->splits * rows + row % rows) * part;
+    const int64_t at = row * p->values.size;
+    if (p->kind == 0) finish_row(*p, partials, rows, static_cast<float*>(p->out) + at);
+    else if (p->kind == 1) finish_row(*p, partials, rows, static_cast<BFloat16*>(p->out) + at);
+    else finish_row(*p, partials, rows, static_cast<Half*>(p->out) + at);
+  }
+}
+}

@@ -1,0 +1,122 @@
+"""Casts to row-scaled operands as custom ops, and as the kernel of casts for training."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...core import custom_ops
+from ...core.kernel import Kernel, Spec
+from ...numerics.cast import Cast
+from ...numerics.formats import get_format
+from ...numerics.row_scaled import why_not
+from ..quantize.triton_common import refuses
+from ..quantize.triton_ops import cast_arguments
+from ..runtime.check import check_argument, check_codes, check_device
+from ..runtime.recorded_op import recorded
+from .fp8_rows_both import Pair, empty_operand, rows_of_both, why_not_both
+from .fp8_rows_operand import INNER, matrix_of, rows_of_operand, rows_of_values, why_not_in_one
+from .spec import Form, RowOperand, row_operand_of
+
+# ---------------------------------------------------------------------------------------------- ops
+
+
+@custom_ops.define("mxtensor::operand_to_rows")
+@recorded
+def operand_to_rows(data: Tensor, scale: Tensor, format: str, cols: int) -> list[Tensor]:
+    """``rows_of_operand`` of a matrix: codes, row scales, marks of rows beyond the bound."""
+    op, row = "mxtensor::operand_to_rows", get_format(format)
+    operand = check_codes(op, data, scale, None, row, (data.shape[0], cols))
+    check_device(op, data)
+    reason = why_not(row)
+    if reason is not None or 0 in operand.shape:
+        raise ValueError(f"{op}: {reason or f'no values in {operand.shape}'}")
+    return list(rows_of_operand(matrix_of(operand), 1))
+
+
+def _fake_rows(x: Tensor, rows: int, cols: int) -> list[Tensor]:
+    codes = x.new_empty(rows, -(-cols // INNER) * INNER, dtype=torch.uint8)
+    return [codes, x.new_empty(rows, 1, dtype=torch.float32), x.new_empty(rows, dtype=torch.uint8)]
+
+
+@custom_ops.fake_of(operand_to_rows)
+def _(data, scale, format, cols):  # type: ignore[no-untyped-def]
+    return _fake_rows(data, data.shape[0], cols)
+
+
+@custom_ops.define("mxtensor::cast_to_rows")
+@recorded
+def cast_to_rows(
+    x: Tensor, format: str, scaling: str, rounding: str, seed: int | None, amax_epsilon: float, any_distance: bool
+) -> list[Tensor]:
+    """``rows_of_values`` of a matrix: codes, row scales, marks of rows beyond the bound, scales of blocks."""
+    op, cast = "mxtensor::cast_to_rows", Cast.of(format, scaling, rounding, seed, amax_epsilon)
+    check_argument(op, "x", x, (x.dtype,), (None, None), x.device)
+    check_device(op, x)
+    reason = why_not(cast.format) or why_not_in_one(x, cast)
+    if reason is not None:
+        raise ValueError(f"{op} {reason}")
+    return list(rows_of_values(x, cast, any_distance))
+
+
+@custom_ops.fake_of(cast_to_rows)
+def _(x, format, scaling, rounding, seed, amax_epsilon, any_distance):  # type: ignore[no-untyped-def]
+    row = get_format(format)
+    scale = x.new_empty(row.scale_shape(tuple(x.shape)), dtype=row.scale.dtype)
+    return [*_fake_rows(x, x.shape[0], x.shape[1]), scale]
+
+
+@custom_ops.define("mxtensor::cast_both_to_rows")
+@recorded
+def cast_both_to_rows(
+    x: Tensor, format: str, scaling: str, rounding: str, seed: int | None, amax_epsilon: float, rowwise: bool
+) -> list[Tensor]:
+    """``rows_of_both``: codes, row scales, marks and scales of the matrix, if asked for, then of its transpose."""
+    op, cast = "mxtensor::cast_both_to_rows", Cast.of(format, scaling, rounding, seed, amax_epsilon)
+    check_argument(op, "x", x, (torch.bfloat16,), (None, None), x.device)
+    check_device(op, x)
+    reason = why_not_both(x, cast)
+    if reason is not None:
+        raise ValueError(f"{op} {reason}")
+    return [t for side in rows_of_both(x, cast, rowwise) if side is not None for t in side[:4]]
+
+
+@custom_ops.fake_of(cast_both_to_rows)
+def _(x, format, scaling, rounding, seed, amax_epsilon, rowwise):  # type: ignore[no-untyped-def]
+    cast = Cast.of(format, scaling, rounding, seed, amax_epsilon)
+    out: list[Tensor] = []
+    for rows, cols in ([tuple(x.shape)] if rowwise else []) + [(x.shape[1], x.shape[0])]:
+        out += empty_operand(rows, cols, cast, x.device)[:4]
+    return out
+
+
+# ---------------------------------------------------------------------------------------------- the kernel
+
+
+def _refuses(
+    spec: Spec, x: Tensor, cast: Cast, rowwise: Form | None, columnwise: Form | None, dtype: torch.dtype,
+    amax: Tensor | None, record: Tensor | None,
+) -> str | None:  # fmt: skip
+    if {rowwise, columnwise} - {None} != {Form.ROWS}:
+        return "casts to the row-scaled form"
+    return refuses(spec) or why_not_both(x, cast)
+
+
+def _run(x: Tensor, cast: Cast, rowwise: Form | None, columnwise: Form | None, *_: object) -> Pair:
+    if columnwise is not None:
+        return rows_of_both(x, cast, rowwise is not None)
+    codes, row_scale, beyond, scale = rows_of_values(x, cast, any_distance=True)
+    return RowOperand(codes, row_scale, beyond, scale, cast.format, (x.shape[0], x.shape[1])), None
+
+
+def _run_traced(x: Tensor, cast: Cast, rowwise: Form | None, columnwise: Form | None, *_: object) -> Pair:
+    rows, cols = x.shape
+    x, arguments, format = x.detach(), cast_arguments(cast), cast.format
+    if columnwise is None:
+        return row_operand_of(cast_to_rows(x, *arguments, True), format, (rows, cols)), None
+    tensors = cast_both_to_rows(x, *arguments, rowwise is not None)
+    row = None if rowwise is None else row_operand_of(tensors[:4], format, (rows, cols))
+    return row, row_operand_of(tensors[-4:], format, (cols, rows))
+
+
+PAIR = Kernel("triton rows", _refuses, _run, "cuda", _run_traced)

@@ -1,0 +1,130 @@
+"""Attention of a few queries over codes in Triton: ranges of keys, each with a running softmax, and their sum.
+
+``A`` is an ``AttentionCode``, the compile-time constants. One program of ``attend`` reads one range of one head of keys
+for all queries that share this head; ``join`` adds the ranges of a row.
+"""
+
+import triton
+import triton.language as tl
+
+from .dequantize import load_codes
+from .elements import from_codes, scale_value
+
+
+@triton.jit
+def values_of(
+    first, data, scale, key, start, inside, first_count, data_stride, scale_stride, size,
+    C: tl.constexpr, COLS: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """The values (BN, BK) of keys ``key`` (BN, 1), float32: the first ones as they are, the others from their codes.
+
+    COLS values share a scale; 0: all values of a key.
+    """
+    BN: tl.constexpr = key.shape[0]
+    column = tl.arange(0, BK)[None, :]
+    row = (key - first_count).to(tl.int64)
+    coded = inside & (key >= first_count)
+    value = from_codes(load_codes(data, row * data_stride, coded, 0, size, C, BK, False), C)
+    if COLS == 0:
+        value = value * scale_value(tl.load(scale + row * scale_stride, mask=coded, other=0), C)
+    else:
+        NB: tl.constexpr = BK // COLS
+        block = tl.arange(0, NB)[None, :]
+        stored = tl.load(scale + row * scale_stride + block, mask=coded & (block * COLS < size), other=0)
+        value = tl.reshape(tl.reshape(value, (BN, NB, COLS)) * scale_value(stored, C)[:, :, None], (BN, BK))
+    if start < first_count:
+        plain = inside & (key < first_count) & (column < size)
+        value = tl.where(key < first_count, tl.load(first + key * size + column, mask=plain, other=0.0), value)
+    return value
+
+
+@triton.jit
+def attend(
+    q, k_first, k_data, k_scale, k_global, v_first, v_data, v_scale, mask, sums, stats,
+    heads, rows, queries, count, k_count, v_count, splits, k_size, v_size,
+    k_data_b, k_data_h, k_data_s, k_scale_b, k_scale_h, k_scale_s,
+    v_data_b, v_data_h, v_data_s, v_scale_b, v_scale_h, v_scale_s,
+    mask_b, mask_h, mask_g, mask_q, mask_s, A: tl.constexpr,
+):  # fmt: skip
+    """Program (batch, head, range): ``sums`` (programs, rows, v_size) and ``stats`` (programs, rows, 2), float32.
+
+    ``stats`` has the largest score and the sum of weights. ``mask`` is float32, or None.
+    """
+    program = tl.program_id(0)
+    head = program // splits
+    b, h = (head // heads).to(tl.int64), (head % heads).to(tl.int64)
+    length = tl.cdiv(tl.cdiv(count, splits), A.keys) * A.keys
+    begin = (program % splits) * length
+    end = tl.minimum(begin + length, count)
+    row = tl.arange(0, A.rows)
+    column, out_column = tl.arange(0, A.k_columns), tl.arange(0, A.v_columns)
+    row_in = row < rows
+    at = (head * rows + row).to(tl.int64)
+    x = tl.load(
+        q + at[:, None] * k_size + column[None, :], mask=row_in[:, None] & (column < k_size)[None, :], other=0.0
+    )
+    x = x.to(tl.bfloat16 if A.in_bfloat16 else tl.float32)
+    multiplier = A.scale
+    if k_global is not None:
+        multiplier = multiplier * tl.load(k_global)
+    if mask is not None:
+        mask += b * mask_b + h * mask_h
+        mask_row = (row // queries).to(tl.int64) * mask_g + (row % queries).to(tl.int64) * mask_q
+    k_first += head.to(tl.int64) * k_count * k_size
+    v_first += head.to(tl.int64) * v_count * v_size
+    k_data += b * k_data_b + h * k_data_h
+    v_data += b * v_data_b + h * v_data_h
+    k_scale += b * k_scale_b + h * k_scale_h
+    v_scale += b * v_scale_b + h * v_scale_h
+    top = tl.full((A.rows,), float("-inf"), tl.float32)
+    total = tl.full((A.rows,), 0.0, tl.float32)
+    added = tl.full((A.rows, A.v_columns), 0.0, tl.float32)
+    for start in range(begin, end, A.keys):
+        key = start + tl.arange(0, A.keys)
+        inside = key < end
+        k = values_of(
+            k_first, k_data, k_scale, key[:, None], start, inside[:, None], k_count, k_data_s, k_scale_s, k_size,
+            A.k, A.k_cols, A.k_columns,
+        )  # fmt: skip
+        scores = tl.dot(x, tl.trans(k.to(x.dtype)), input_precision="ieee") * multiplier
+        if mask is not None:
+            both = row_in[:, None] & inside[None, :]
+            scores += tl.load(mask + mask_row[:, None] + key.to(tl.int64)[None, :] * mask_s, mask=both, other=0.0)
+        scores = tl.where(inside[None, :], scores, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, 1))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        weights, before = tl.exp(scores - base[:, None]), tl.exp(top - base)
+        v = values_of(
+            v_first, v_data, v_scale, key[:, None], start, inside[:, None], v_count, v_data_s, v_scale_s, v_size,
+            A.v, A.v_cols, A.v_columns,
+        )  # fmt: skip
+        product = tl.dot(weights.to(x.dtype), v.to(x.dtype), input_precision="ieee")
+        added = added * before[:, None] + product
+        total = total * before + tl.sum(weights, 1)
+        top = higher
+    to = program.to(tl.int64) * rows + row
+    tl.store(sums + to[:, None] * v_size + out_column[None, :], added,
+             mask=row_in[:, None] & (out_column < v_size)[None, :])  # fmt: skip
+    tl.store(stats + to * 2, top, mask=row_in)
+    tl.store(stats + to * 2 + 1, total, mask=row_in)
+
+
+@triton.jit
+def join(sums, stats, v_global, out, rows, splits, size, MOST: tl.constexpr, COLUMNS: tl.constexpr):
+    """Program (batch, head, row): the result of a row from its ranges. MOST: a power of two, at least ``splits``."""
+    program = tl.program_id(0)
+    head, row = program // rows, program % rows
+    each, column = tl.arange(0, MOST), tl.arange(0, COLUMNS)
+    at = (head * splits + each).to(tl.int64) * rows + row
+    top = tl.load(stats + at * 2, mask=each < splits, other=float("-inf"))
+    total = tl.load(stats + at * 2 + 1, mask=each < splits, other=0.0)
+    highest = tl.max(top, 0)
+    weight = tl.exp(top - tl.where(highest == float("-inf"), 0.0, highest))
+    inside = (each < splits)[:, None] & (column < size)[None, :]
+    part = tl.load(sums + at[:, None] * size + column[None, :], mask=inside, other=0.0)
+    denominator = tl.sum(weight * total, 0)
+    result = tl.sum(weight[:, None] * part, 0) / tl.where(denominator == 0.0, 1.0, denominator)
+    if v_global is not None:
+        result = result * tl.load(v_global)
+    to = program.to(tl.int64) * size + column
+    tl.store(out + to, result.to(out.dtype.element_ty), mask=column < size)
