@@ -35,6 +35,7 @@ from docs.devices import devices
 from docs.markdown import table
 from docs.recipes import recipes
 from docs.records import (
+    calibration,
     cast,
     cpu,
     decode,
@@ -227,7 +228,7 @@ def models() -> str:
 
 RECORDS = (
     figures, llm, llm_cpu, cpu, host, cast, linear, decode, decode_model, train_linear, fsdp, sharding, users_layers,
-    users_generate, users_first,
+    users_generate, users_first, calibration,
 )  # fmt: skip
 GENERATORS = (layouts, commands, formats, ops, functions, kernels, devices, api, torchao, models, recipes, *RECORDS)
 TABLES: dict[str, Callable[[], str]] = {generator.__name__: generator for generator in GENERATORS}

@@ -91,6 +91,17 @@ def llm_cpu() -> str:
     return "\n\n".join(paragraphs)
 
 
+def calibration() -> str:
+    """What benchmarks/calibration.py recorded."""
+    from benchmarks.calibration import HEADER, cells, read
+
+    path = RESULTS / "calibration.json"
+    record, rows = json.loads(path.read_text()), read(path)
+    machine = record["machine"]
+    where = _where(f"{record['sequences']} sequences of {record['window']} tokens; {machine['cpu']}, 1 thread", machine)
+    return f"{table(', '.join(HEADER), cells(rows))}\n\n{where}"
+
+
 def host() -> str:
     """What benchmarks/host.py recorded, on CPU and with ``--cuda``."""
     from benchmarks.host import HEADER, cells

@@ -52,6 +52,8 @@ if TYPE_CHECKING:
     from . import checkpoints, nn
     from .calibration.calibrate import calibrate
     from .calibration.methods import GPTQ, BestScales
+    from .calibration.sampling import sampled_data
+    from .calibration.smoothing import SmoothQuant
     from .compile.inference_options import inference_options
     from .convert.mxfp8 import MXFP8Config, MXFP8Linear, to_mxfp8
     from .distributed import checkpoint
@@ -116,6 +118,7 @@ __all__ = [
     "Quantizer",
     "Rounding",
     "ScaleCalculationMode",
+    "SmoothQuant",
     "TransformersConfig",
     "autocast",
     "calibrate",
@@ -136,6 +139,7 @@ __all__ = [
     "quantize_",
     "quantized_model_init",
     "recipe",
+    "sampled_data",
     "strict",
     "to_mxfp8",
     "track_delayed_scaling",
@@ -145,6 +149,8 @@ __all__ = [
 _LAZY = {
     "calibration.calibrate": ("calibrate",),
     "calibration.methods": ("BestScales", "GPTQ"),
+    "calibration.sampling": ("sampled_data",),
+    "calibration.smoothing": ("SmoothQuant",),
     "checkpoints": ("checkpoints",),
     "compile.inference_options": ("inference_options",),
     "convert.mxfp8": ("MXFP8Config", "MXFP8Linear", "to_mxfp8"),

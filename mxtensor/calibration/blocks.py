@@ -40,7 +40,7 @@ class Stream:
         calls = [call_of(batch) for batch in batches]
         if not calls:
             raise ValueError("calibrate: data is empty; pass batches, such as [input_ids, ...] or [{'input_ids': ids}]")
-        self._blocks = _blocks(model, set(layers))
+        self._model, self._blocks = model, _blocks(model, set(layers))
         with _as_in_use(model):
             recorded = self._record(model, calls)
         if recorded is None:  # the blocks do not follow each other
@@ -54,6 +54,15 @@ class Stream:
     def block(self, index: int) -> nn.Module:
         """One of the blocks, in their order."""
         return self._blocks[index]
+
+    def is_shared(self, *modules: nn.Module) -> bool:
+        """Whether a parameter of these modules has other places in the model, or they are in several blocks."""
+        wanted = {id(parameter) for module in modules for parameter in module.parameters()}
+        places: list[int] = []
+        for module in self._model.modules():
+            places += [id(p) for p in module._parameters.values() if id(p) in wanted]
+        blocks = [id(p) for block in self._blocks for p in block.parameters() if id(p) in wanted]
+        return len(places) > len(wanted) or len(blocks) > len(wanted)
 
     def run(self, index: int, batch: int, state: Any) -> Any:
         """The output of a block for this input from a batch: the input of the next block."""

@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..convert.choose import choose
 from ..convert.configs import Config
 from ..convert.plan import Change, planned
-from ..convert.quantize import convert, inference_recipe
+from ..convert.quantize import convert
 from ..convert.weights import FilterFn
 from ..core.arguments import MODULE, check
 from ..core.progress import with_progress
 from ..numerics.formats import Orientation
+from ..tensor.attributes import set_attributes, user_attributes
 from ..tensor.mxtensor import MXTensor
 from ..training.training_weight import values_of
 from .blocks import Stream
-from .methods import Method, method_of
-from .moments import Moments, inputs_of
+from .edits import Edit, in_place, restore
+from .methods import Step, Steps, correction, steps_of
+from .one_block import placed, quantized_block, weight_of
 from .state import State
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -34,7 +35,7 @@ def calibrate(
     model: ModuleT,
     data: Iterable[Any],
     format: Config = "nvfp4-weight-only",
-    method: str | Method = "gptq",
+    method: str | Step | Sequence[str | Step] = "gptq",
     filter_fn: FilterFn | None = None,
     *,
     include_head: bool = False,
@@ -44,8 +45,9 @@ def calibrate(
 
     ``data``: batches, each the argument of the model (such as ``input_ids``, (sequences, tokens)), a tuple of
     arguments, or a dict of them by name. A hundred sequences of a few hundred tokens of the kind that the model will
-    read are enough for most. ``format``, ``filter_fn`` and ``include_head``: as in ``quantize_``. ``method``: "gptq",
-    "mse", or a ``GPTQ`` or ``BestScales`` object with other settings.
+    read are enough for most. ``format``, ``filter_fn`` and ``include_head``: as in ``quantize_``. ``method``: "smooth",
+    "gptq", "mse", an object ``SmoothQuant``, ``GPTQ`` or ``BestScales`` with other settings, or a list of them with at
+    most one that rounds, the last; without one, weights are rounded to nearest.
 
     The model runs block by block: memory holds the inputs of one block for all data, and the moments of one block's
     layers. Layers outside of the blocks, embeddings and stacked experts are rounded to nearest, as ``quantize_`` does.
@@ -56,7 +58,7 @@ def calibrate(
     inputs that are not finite, or a state of another calibration. Returns ``model``.
     """
     check("calibrate", "model", model, MODULE)
-    how = method_of(method)
+    steps = steps_of(method)
     chosen, _ = choose(model, format, filter_fn, include_head)
     for weight, recipe in chosen:
         if recipe.trains:
@@ -64,87 +66,65 @@ def calibrate(
     changes = planned(model, chosen)
     layers = {change.places[0][0]: change for change in changes if _is_calibrated(change)}
     for change in layers.values():
-        if not values_of(_weight(change)).isfinite().all():
+        if not values_of(weight_of(change)).isfinite().all():
             raise ValueError(f"calibrate: {change.fqn} has values that are not finite; quantize_ can store them")
     batches = list(data)
     stream = Stream(model, batches, layers)
-    saved = None if state is None else State(Path(state), model, batches, changes, how)
-    made: dict[str, MXTensor] = {}
+    saved = None if state is None else State(Path(state), model, batches, changes, steps)
+    done = _all_blocks(model, stream, layers, steps, saved)
+    made = {name: weight for name, weight in done.items() if isinstance(weight, MXTensor)}
+    if len(made) < len(changes):
+        _log.info("calibrate: %d of %d weights were rounded to nearest", len(changes) - len(made), len(changes))
+    originals = [Edit(module, name, getattr(module, name)) for change in changes for module, name in change.places]
+    try:
+        for module, name, value in _edits(model, done):
+            originals.append(Edit(module, name, getattr(module, name)))
+            setattr(module, name, set_attributes(value, user_attributes(originals[-1].value)))
+        return convert(model, changes, made)
+    except BaseException:
+        restore(originals)
+        raise
+
+
+def _all_blocks(
+    model: nn.Module, stream: Stream, layers: dict[nn.Module, Change], steps: Steps, saved: State | None
+) -> dict[str, Tensor]:
+    """The new parameters of all blocks by name: MXTensors, and tensors in high precision that a transform made."""
+    names = {module: name for name, module in model.named_modules()}
+    every: dict[str, Tensor] = {}
     states, before = list(stream.states), list(stream.states)
     for index in with_progress(range(len(stream)), "calibrating", "block"):
         inside = {m: layers[m] for m in stream.block(index).modules() if m in layers}
         done = None if saved is None else saved.load(index)
         if done is None:
-            moments, before = _moments(stream, index, states, before, inside, how)
-            done = {change.fqn: _rounded(change, how, moments[layer]) for layer, change in inside.items()}
+            done = {}
+            with ExitStack() as edited:
+                for transform in steps.transforms:
+                    edits = transform.edits(stream, index, states, inside)
+                    edited.enter_context(in_place(edits))
+                    done |= {f"{names[module]}.{name}": value.detach() for module, name, value in edits}
+                done |= quantized_block(stream, index, states, before, inside, steps.rounding)
             if saved is not None:
                 saved.save(index, done)
-        elif how.correct and index + 1 < len(stream):
-            before = [stream.run(index, batch, x) for batch, x in enumerate(before)]
-        made |= done
+        every |= done
         if index + 1 < len(stream):
-            with _weights(inside.values(), done):
+            if any(correction(steps.rounding.correct, c.recipe.activation) == "model" for c in layers.values()):
+                before = [stream.run(index, batch, x) for batch, x in enumerate(before)]
+            with in_place([*placed(inside.values(), done), *_edits(model, done)]):
                 states = [stream.run(index, batch, x) for batch, x in enumerate(states)]
-    if len(made) < len(changes):
-        _log.info("calibrate: %d of %d weights were rounded to nearest", len(changes) - len(made), len(changes))
-    return convert(model, changes, made)
+    return every
+
+
+def _edits(model: nn.Module, done: Mapping[str, Tensor]) -> list[Edit]:
+    """The parameters in high precision among the new ones, in their places."""
+    edits = []
+    for fqn, value in done.items():
+        if not isinstance(value, MXTensor):
+            module, _, name = fqn.rpartition(".")
+            edits.append(Edit(model.get_submodule(module), name, nn.Parameter(value, requires_grad=False)))
+    return edits
 
 
 def _is_calibrated(change: Change) -> bool:
     module, name = change.places[0]
     return isinstance(module, nn.Linear) and name == "weight" and change.orientation is Orientation.ROWWISE
-
-
-def _weight(change: Change) -> nn.Parameter:
-    module, name = change.places[0]
-    return getattr(module, name)  # type: ignore[no-any-return]
-
-
-def _moments(
-    stream: Stream, index: int, states: Sequence[Any], before: Sequence[Any], inside: dict[nn.Module, Change],
-    how: Method,
-) -> tuple[dict[nn.Module, Moments], list[Any]]:  # fmt: skip
-    """The moments of the inputs of a block's layers, and the outputs of the block in the model before."""
-    moments = {}
-    for layer, change in inside.items():
-        w = _weight(change)
-        moments[layer] = Moments(w.shape[1], w.device, change.recipe.activation, how.correct)
-    outs = []
-    for batch, (x, x_before) in enumerate(zip(states, before, strict=True)):
-        now, out = inputs_of(inside, lambda batch=batch, x=x: stream.run(index, batch, x))  # type: ignore[misc]
-        old = now
-        if how.correct and index:
-            old, out = inputs_of(inside, lambda batch=batch, x=x_before: stream.run(index, batch, x))  # type: ignore[misc]
-        outs.append(out)
-        for layer, inputs in now.items():
-            same = len(old[layer]) == len(inputs)
-            for number, given in enumerate(inputs):
-                moments[layer].add(given, old[layer][number] if same else None)
-    return moments, outs
-
-
-def _rounded(change: Change, how: Method, moments: Moments) -> MXTensor:
-    """The quantized weight, with the recipe that ``quantize_`` would give it."""
-    weight = values_of(_weight(change)).detach()
-    recipe = inference_recipe([module for module, _ in change.places], change.recipe)
-    try:
-        operand = how.operand(weight.to(torch.float32), recipe.stored, moments)
-    except ValueError as error:
-        raise ValueError(f"calibrate: {change.fqn}: {error}") from error
-    return MXTensor(operand, None, recipe, weight.dtype)
-
-
-@contextmanager
-def _weights(changes: Iterable[Change], made: dict[str, MXTensor]) -> Iterator[None]:
-    """The quantized weights in the place of those of the model, for a while."""
-    replaced = []
-    try:
-        for change in changes:
-            original = _weight(change)
-            for module, name in change.places:
-                replaced.append((module, name, original))
-                setattr(module, name, nn.Parameter(made[change.fqn], requires_grad=False))
-        yield
-    finally:
-        for module, name, original in reversed(replaced):
-            setattr(module, name, original)

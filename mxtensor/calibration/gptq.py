@@ -12,7 +12,7 @@ error of column j weighted by ``1 / U_jj^2``. Blocks of several rows or of all c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -23,10 +23,13 @@ from ..numerics.elements import pack
 from ..numerics.formats import FULL, Format
 from ..numerics.operand import Operand
 from ..numerics.reference import crop, tensor_amax
+from .nearest import nearest_of
 from .scales import best_scales, rounded
 
 COLUMNS = 128
 """Columns whose corrections reach the columns after them in one product."""
+PIECE = 32
+"""Columns whose corrections reach the others of the COLUMNS in one product."""
 TRIES = 5
 """How often the damping is multiplied by 10 if the second moment is not positive definite."""
 
@@ -55,46 +58,58 @@ def inverse_cholesky(second_moment: Tensor, damping: float) -> Tensor:
     return found.to(torch.float32)
 
 
-def corrected(w: Tensor, cross_moment: Tensor, second_moment: Tensor, damping: float) -> Tensor:
+def corrected(w: Tensor, cross_moment: Tensor, second_moment: Tensor, upper: Tensor) -> Tensor:
     """The weight whose outputs for the inputs of the quantized model are nearest to those of ``w`` before.
 
-    ``cross_moment``: (cols, cols), the mean of (input before) times (input in the quantized model). Damping pulls the
-    result towards ``w``.
+    ``cross_moment``: (cols, cols), the mean of (input before) times (input in the quantized model). ``upper``: the
+    ``inverse_cholesky`` of the second moment; its damping pulls the result towards ``w``.
     """
-    h = damped(second_moment, damping)
-    cross = cross_moment.to(torch.float64) + (h - second_moment.to(torch.float64))
-    found: Tensor = torch.linalg.solve(h, cross.T @ w.to(torch.float64).T)
-    return found.T.to(torch.float32)
+    return w + w @ (cross_moment - second_moment) @ upper.T @ upper
 
 
 def gptq(w: Tensor, upper: Tensor, cast: Cast, multiples: Sequence[float]) -> Operand:
     """``w`` (rows, cols; float32) rounded for inputs with this ``inverse_cholesky``; ``multiples``: see best_scales."""
-    format, w, whole_amax = cast.format, w.clone(), tensor_amax(w)
-    importance = 1 / upper.diagonal().square()
-    width = format.block[1]
-    chosen: list[Tensor] = []
+    format, whole_amax = cast.format, tensor_amax(w)
+    importance, pivots = 1 / upper.diagonal().square(), upper.diagonal().tolist()
+    element, width = nearest_of(format.element, w.device), format.block[1]
     by_block = format.block[0] == 1 and width != FULL
+    chosen: list[Tensor] = []
     if by_block:
         group = max(COLUMNS // width, 1) * width
-        multiplier, value = torch.empty_like(w), torch.empty_like(w)
+        multiplier, value = torch.empty_like(w.T), torch.empty_like(w.T)
     else:
-        group, scales = COLUMNS, best_scales(w, cast, whole_amax, importance, multiples)
-        multiplier, value, chosen = scales.multiplier, scales.value, [scales.stored]
-    codes = torch.empty(w.shape, dtype=torch.uint8, device=w.device)
-    for begin in range(0, w.shape[1], group):
-        end = min(begin + group, w.shape[1])
-        errors = torch.zeros_like(w[:, begin:end])
-        for j in range(begin, end):
-            if by_block and (j - begin) % width == 0:
-                block = slice(j, min(j + width, end))
-                scales = best_scales(w[:, block], cast, whole_amax, importance[block], multiples)
-                multiplier[:, block], value[:, block] = scales.multiplier, scales.value
+        group = width = COLUMNS
+        scales = best_scales(w, cast, whole_amax, importance, multiples)
+        multiplier, value = scales.multiplier.T.contiguous(), scales.value.T.contiguous()
+        chosen = [scales.stored]
+    left = w.T.contiguous()  # (cols, rows): a column is contiguous
+    codes = torch.empty(left.shape, dtype=torch.uint8, device=w.device)
+    errors = torch.empty(group, len(w), device=w.device)
+    for begin in range(0, len(left), group):
+        end = min(begin + group, len(left))
+        for piece in _pieces(begin, end, width):
+            if by_block and (piece.start - begin) % width == 0:
+                block = slice(piece.start, min(piece.start + width, end))
+                scales = best_scales(left[block].T, cast, whole_amax, importance[block], multiples)
+                multiplier[block], value[block] = scales.multiplier.T, scales.value.T
                 chosen.append(scales.stored)
-            codes[:, j], values = rounded(w[:, j], multiplier[:, j], value[:, j], format)
-            errors[:, j - begin] = (w[:, j] - values) / upper[j, j]
-            w[:, j + 1 : end] -= errors[:, j - begin, None] * upper[j, None, j + 1 : end]
-        w[:, end:] -= errors @ upper[begin:end, end:]
-    return operand_of(codes, torch.cat(chosen, -1), scales.global_scale, format)
+            for j in range(piece.start, piece.stop):
+                index = element.index(left[j] * multiplier[j])
+                torch.index_select(element.codes, 0, index, out=codes[j])
+                error = errors[j - begin]
+                torch.addcmul(left[j], element.values[index], value[j], value=-1, out=error).div_(pivots[j])
+                left[j + 1 : piece.stop].addr_(upper[j, j + 1 : piece.stop], error, alpha=-1)
+            done = errors[piece.start - begin : piece.stop - begin]
+            left[piece.stop : end].addmm_(upper[piece, piece.stop : end].T, done, alpha=-1)
+        left[end:].addmm_(upper[begin:end, end:].T, errors[: end - begin], alpha=-1)
+    return operand_of(codes.T.contiguous(), torch.cat(chosen, -1), scales.global_scale, format)
+
+
+def _pieces(begin: int, end: int, width: int) -> Iterator[slice]:
+    """Columns ``begin`` to ``end`` in pieces of at most PIECE columns, each within one block of ``width``."""
+    for block in range(begin, end, width):
+        for start in range(block, min(block + width, end), PIECE):
+            yield slice(start, min(start + PIECE, block + width, end))
 
 
 def nearest(w: Tensor, cast: Cast, multiples: Sequence[float], importance: Tensor | None = None) -> Operand:

@@ -3,24 +3,40 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from ..core.arguments import FLAG, SHARE, check, described
+from ..core.arguments import FLAG, SHARE, TEXT, check, described
+from ..kernels.quantize.select import quantize_operand
 from ..numerics.cast import Cast
 from ..numerics.operand import Operand
-from .gptq import corrected, gptq, inverse_cholesky, nearest
+from .gptq import corrected, gptq, nearest
 from .moments import Moments
 from .scales import multiples_of
+from .smoothing import SmoothQuant
+
+CORRECT = ("auto", "model", "cast", "none")
+"""What a weight makes up for: that its input is not that of the model before, that it is rounded, or neither."""
+
+
+def correction(correct: str, activation: Cast | None) -> str:
+    """``correct`` for a layer that casts its input by ``activation``: "auto" is "model", or "none" with a cast."""
+    if correct == "auto":
+        return "model" if activation is None else "none"
+    return "none" if correct == "cast" and activation is None else correct
 
 
 class Method(Protocol):
     """How a weight is rounded."""
 
     @property
-    def correct(self) -> bool:
-        """Whether the model before quantization runs as well, for ``Moments.cross``."""
+    def correct(self) -> str:
+        """One of CORRECT, which says what ``Moments.cross`` is about."""
+
+    @property
+    def looks(self) -> bool:
+        """Whether it looks at the moments of inputs."""
 
     def operand(self, w: Tensor, cast: Cast, moments: Moments) -> Operand:
         """``w`` (rows, cols; float32) as codes and scales."""
@@ -34,7 +50,12 @@ class BestScales:
     """
 
     weighted: bool = True
-    correct = False
+    correct = "none"
+
+    @property
+    def looks(self) -> bool:
+        """See :class:`Method`."""
+        return self.weighted
 
     def __post_init__(self) -> None:
         check("BestScales", "weighted", self.weighted, FLAG)
@@ -48,44 +69,82 @@ class BestScales:
 
 
 @dataclass(frozen=True)
+class Nearest:
+    """As ``quantize_`` rounds."""
+
+    correct = "none"
+    looks = False
+
+    def operand(self, w: Tensor, cast: Cast, moments: Moments) -> Operand:
+        """See :class:`Method`."""
+        return quantize_operand(w, cast)
+
+
+@dataclass(frozen=True)
 class GPTQ:
     """``"gptq"``: columns are rounded one by one, and each one's error is made up for by those after it.
 
     ``damping``: what is added to the diagonal of the second moment of the inputs, as a share of its mean. ``search``:
-    the scale of each block has the least squared error; False: it is the one that a cast would choose. ``correct``: the
-    weight makes up for the errors of its inputs, too, those of the layers before and of a cast of activations.
+    the scale of each block has the least squared error; False: it is the one that a cast would choose. ``correct``:
+    what else the weight makes up for, by least squares before it is rounded: "model", the errors that its input has
+    from the quantized layers before and from the cast of activations; "cast", those of the cast; "none". "auto" is
+    "model" for weights only, and "none" if inputs are cast: large errors of inputs make "model" shrink the weights.
     """
 
     damping: float = 0.01
     search: bool = True
-    correct: bool = True
+    correct: str = "auto"
+    looks = True
 
     def __post_init__(self) -> None:
         check("GPTQ", "damping", self.damping, SHARE)
         check("GPTQ", "search", self.search, FLAG)
-        check("GPTQ", "correct", self.correct, FLAG)
+        check("GPTQ", "correct", self.correct, TEXT)
+        if self.correct not in CORRECT:
+            raise ValueError(f"GPTQ: correct is {self.correct!r}; choose one of {', '.join(map(repr, CORRECT))}")
 
     def operand(self, w: Tensor, cast: Cast, moments: Moments) -> Operand:
         """See :class:`Method`."""
         multiples = multiples_of(cast.format.scale) if self.search else (1.0,)
-        second = moments.second
-        upper = inverse_cholesky(second, self.damping)
+        upper = moments.inverse_cholesky(self.damping)
         if moments.cross is not None:
-            w = corrected(w, moments.cross, second, self.damping)
+            w = corrected(w, moments.cross, moments.second, upper)
         return gptq(w, upper, cast, multiples)
 
 
-METHODS: dict[str, Method] = {"mse": BestScales(), "gptq": GPTQ()}
+Step = BestScales | GPTQ | SmoothQuant
+"""What a method consists of."""
+METHODS: dict[str, Step] = {"mse": BestScales(), "gptq": GPTQ(), "smooth": SmoothQuant()}
 
 
-def method_of(method: Any) -> Method:
-    """The method with this name, or the object itself. Raises ValueError or TypeError with the choices."""
-    if isinstance(method, (BestScales, GPTQ)):
+class Steps(NamedTuple):
+    """What happens to each block."""
+
+    transforms: tuple[SmoothQuant, ...]
+    rounding: Method
+
+
+def steps_of(method: Any) -> Steps:
+    """The steps with these names, or the objects themselves, one or a list. Raises ValueError or TypeError."""
+    steps = [_step(one) for one in (method if isinstance(method, (list, tuple)) else (method,))]
+    rounding = [step for step in steps if not isinstance(step, SmoothQuant)]
+    if len(rounding) > 1 or rounding != steps[len(steps) - len(rounding) :]:
+        raise ValueError(
+            f"calibrate: method is {described(method)}; at most one of its steps rounds (GPTQ, BestScales), and it is "
+            "the last"
+        )
+    transforms = tuple(step for step in steps if isinstance(step, SmoothQuant))
+    return Steps(transforms, rounding[0] if rounding else Nearest())
+
+
+def _step(method: Any) -> Step:
+    if isinstance(method, (BestScales, GPTQ, SmoothQuant)):
         return method
     names = ", ".join(map(repr, METHODS))
     if not isinstance(method, str):
         raise TypeError(
-            f"calibrate: method is {described(method)}; pass {names}, or an mx.GPTQ or mx.BestScales object"
+            f"calibrate: method is {described(method)}; pass {names}, an mx.GPTQ, mx.BestScales or mx.SmoothQuant "
+            "object, or a list of them"
         )
     if method not in METHODS:
         raise ValueError(f"calibrate: there is no method {method!r}; choose one of {names}")

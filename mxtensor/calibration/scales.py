@@ -18,6 +18,7 @@ from ..numerics.element_format import ScaleFormat
 from ..numerics.elements import decode_elements, encode_elements
 from ..numerics.formats import E8M0, FP32_POW2, FULL, Format
 from ..numerics.reference import SCALE_RULES, join_blocks, scale_to_float, split_blocks, spread
+from .nearest import nearest_of
 
 OF_POWERS = (1.0, 0.5, 2.0)
 """What the amax is multiplied by, where scales are powers of two."""
@@ -65,14 +66,16 @@ def best_scales(
     magnitudes = blocks.abs()
     amax = magnitudes.amax(dims, keepdim=True) if format.block[0] == FULL else magnitudes.amax(dims)
     weights = None if importance is None else split_blocks(importance.expand_as(w), format)[0]
+    element = nearest_of(format.element, w.device)
     best: tuple[Tensor, ...] | None = None
     global_scale = None
     for multiple in multiples:
         stored, multiplier, global_scale = SCALE_RULES[format.scale](amax * multiple, cast, whole_amax)
         value = scale_to_float(stored, format.scale)
         value = value if global_scale is None else value * global_scale
-        error = (rounded(blocks, spread(multiplier, dims), spread(value, dims), format)[1] - blocks).square()
-        error = (error if weights is None else error * weights).sum(dims).reshape(amax.shape)
+        difference = element.values[element.index(blocks * spread(multiplier, dims))].mul_(spread(value, dims))
+        error = difference.sub_(blocks).square_()
+        error = (error if weights is None else error.mul_(weights)).sum(dims).reshape(amax.shape)
         if best is None:
             best = error, stored, multiplier, value
             continue

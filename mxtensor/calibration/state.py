@@ -18,9 +18,8 @@ from torch import Tensor, nn
 
 from ..convert.plan import Change
 from ..core.compat import tree_leaves
-from ..tensor.mxtensor import MXTensor
 from ..training.training_weight import values_of
-from .methods import Method
+from .methods import Steps
 
 SAMPLE = 4096
 """Values of a weight that its digest is made of."""
@@ -30,7 +29,7 @@ class State:
     """The folder of one calibration. Raises ValueError if it is that of another one."""
 
     def __init__(
-        self, folder: Path, model: nn.Module, batches: Sequence[Any], changes: Sequence[Change], method: Method
+        self, folder: Path, model: nn.Module, batches: Sequence[Any], changes: Sequence[Change], method: Steps
     ) -> None:
         self._folder = folder
         wanted = {
@@ -53,14 +52,14 @@ class State:
     def _file(self, index: int) -> Path:
         return self._folder / f"block_{index:05d}.pt"
 
-    def load(self, index: int) -> dict[str, MXTensor] | None:
-        """The quantized weights of a block, by name; None if it is not finished."""
+    def load(self, index: int) -> dict[str, Tensor] | None:
+        """The new parameters of a block, by name; None if it is not finished."""
         if not self._file(index).exists():
             return None
         return torch.load(self._file(index), weights_only=True)  # type: ignore[no-any-return]
 
-    def save(self, index: int, made: dict[str, MXTensor]) -> None:
-        """Save the quantized weights of a finished block."""
+    def save(self, index: int, made: dict[str, Tensor]) -> None:
+        """Save the new parameters of a finished block."""
         new = self._file(index).with_suffix(".new")
         torch.save(made, new)
         os.replace(new, self._file(index))

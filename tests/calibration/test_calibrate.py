@@ -9,7 +9,7 @@ from torch import nn
 import mxtensor as mx
 from mxtensor.calibration.blocks import Stream
 from mxtensor.calibration.methods import GPTQ, BestScales
-from mxtensor.calibration.moments import Moments, inputs_of
+from mxtensor.calibration.moments import Moments, groups_of, inputs_of
 
 
 class Block(nn.Module):
@@ -95,14 +95,14 @@ def test_outputs_are_nearer_than_by_rounding_to_nearest(form, format):
 
 def test_the_scales_are_those_of_a_cast_if_asked():
     m = model()
-    got = mx.calibrate(copy.deepcopy(m), batches(), "mxfp8-weight-only", GPTQ(search=False, correct=False))
+    got = mx.calibrate(copy.deepcopy(m), batches(), "mxfp8-weight-only", GPTQ(search=False, correct="none"))
     assert not same(got, mx.quantize_(copy.deepcopy(m), "mxfp8-weight-only"))
     assert error(got, m) < error(mx.quantize_(copy.deepcopy(m), "mxfp8-weight-only"), m)
 
 
 @pytest.mark.parametrize("format", ["mxfp4-weight-only", "nvfp4"])
 def test_a_block_is_calibrated_on_the_outputs_of_the_quantized_blocks_before(format):
-    m, method = model(), GPTQ(correct=False)
+    m, method = model(), GPTQ(correct="none")
     got = mx.calibrate(copy.deepcopy(m), batches(), format, method)
     w = got.layers[2].up.weight
     moments = Moments(32, w.device, w.recipe.activation, correct=False)
@@ -218,6 +218,7 @@ def spoiled(value):
         ),
         (lambda: GPTQ(damping=-1), ValueError, "damping"),
         (lambda: GPTQ(search=2), TypeError, "search"),
+        (lambda: GPTQ(correct="all"), ValueError, "correct is 'all'; choose one of 'auto', 'model', 'cast', 'none'"),
         (lambda: BestScales(weighted=None), TypeError, "weighted"),
     ],
 )
@@ -263,3 +264,83 @@ def test_a_language_model_of_transformers():
     ids = torch.cat(batches(2))
     errors = [(q(ids).logits - reference(ids).logits).norm() for q in (m, rounded)]
     assert errors[0] < 0.9 * errors[1]
+
+
+class Branches(nn.Module):
+    """Two layers of one input, then one of their product, and one that is not called."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up, self.down, self.unused = (nn.Linear(32, 32) for _ in range(4))
+
+    def forward(self, x):
+        return self.down(self.gate(x).sigmoid() * self.up(x))
+
+
+def test_layers_of_one_input_are_a_group_in_the_order_of_their_calls():
+    m = Branches()
+    layers = [m.unused, m.down, m.up, m.gate]
+    groups = groups_of(layers, lambda: m(torch.randn(3, 32)))
+    assert [group.layers for group in groups] == [[m.gate, m.up], [m.down], [m.unused]]
+    assert [group.once for group in groups] == [True, True, False]
+    twice = groups_of(layers, lambda: m(m(torch.randn(3, 32))))
+    assert [group.layers for group in twice] == [[m.gate, m.up], [m.down], [m.unused]] and not twice[0].once
+    found, out = inputs_of([m.gate, m.up], lambda: m(torch.ones(3, 32)), stop=True)
+    assert out is None and found[m.gate][0] is found[m.up][0]
+
+
+@pytest.mark.parametrize("format", ["mxfp4-weight-only", "mxfp4"])
+def test_a_layer_is_calibrated_on_the_outputs_of_the_quantized_layers_before_it_in_its_block(format):
+    m, method = model(), GPTQ(correct="model")
+    got = mx.calibrate(copy.deepcopy(m), batches(), format, method)
+    w = got.layers[0].down.weight
+    moments = Moments(64, w.device, w.recipe.activation, correct=True)
+    for ids in batches():
+        now, before = (
+            inputs_of([model.layers[0].down], lambda ids=ids, model=model: model(ids))[0] for model in (got, m)
+        )
+        moments.add_calls(now[got.layers[0].down], before[m.layers[0].down])
+    expected = method.operand(m.layers[0].down.weight, w.recipe.stored, moments)
+    assert all(torch.equal(a, b) for a, b in zip(w.rowwise.tensors, expected.tensors, strict=True))
+
+
+def test_a_weight_makes_up_for_the_cast_of_its_input():
+    m, method = model(), GPTQ(correct="cast")
+    got = mx.calibrate(copy.deepcopy(m), batches(), "mxfp4", method)
+    layer = m.layers[0].up
+    x = torch.cat([inputs_of([layer], lambda ids=ids: m(ids))[0][layer][0].flatten(0, -2) for ids in batches()])
+    rounded = mx.quantize(x, "mxfp4").dequantize()
+    h = rounded.T @ rounded + 0.01 * rounded.square().sum(0).mean() * torch.eye(32)
+    wanted = layer.weight + layer.weight @ ((x - rounded).T @ rounded) @ torch.linalg.inv(h)
+    only = Moments(32, x.device, got.layers[0].up.weight.recipe.activation, correct=False)
+    only.add(x)
+    expected = GPTQ(correct="none").operand(wanted, got.layers[0].up.weight.recipe.stored, only)
+    same = expected.data == got.layers[0].up.weight.rowwise.data
+    assert same.float().mean() > 0.99 and not torch.equal(wanted, layer.weight)
+    weights_only = [
+        mx.calibrate(copy.deepcopy(m), batches(), "mxfp4-weight-only", GPTQ(correct=c)) for c in ("cast", "none")
+    ]
+    assert all(
+        torch.equal(a.rowwise.data, b.rowwise.data)
+        for a, b in zip(*(weights(q).values() for q in weights_only), strict=True)
+    )
+
+
+@pytest.mark.parametrize(("format", "same_as"), [("mxfp4-weight-only", "model"), ("mxfp4", "none")])
+def test_the_default_follows_the_model_for_weights_only(format, same_as):
+    m = model()
+    default, other = (
+        mx.calibrate(copy.deepcopy(m), batches(), format, method) for method in ("gptq", GPTQ(correct=same_as))
+    )
+    assert same(default, other)
+    assert not same(default, mx.calibrate(m, batches(), format, GPTQ(correct="model" if same_as == "none" else "none")))
+
+
+def test_layers_with_and_without_a_cast_of_one_input_have_their_own_moments():
+    m = model()
+    formats = mx.FqnToConfig({"_default": "mxfp4-weight-only", "layers.0.down": "mxfp4"})
+    got = mx.calibrate(copy.deepcopy(m), batches(), formats)
+    whole = mx.calibrate(copy.deepcopy(m), batches(), "mxfp4-weight-only")
+    a, b = got.layers[0], whole.layers[0]
+    assert torch.equal(a.up.weight.rowwise.data, b.up.weight.rowwise.data)
+    assert not torch.equal(a.down.weight.rowwise.data, b.down.weight.rowwise.data)

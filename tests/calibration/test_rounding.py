@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from mxtensor.calibration.gptq import corrected, gptq, inverse_cholesky, nearest
+from mxtensor.calibration.nearest import nearest_of
 from mxtensor.calibration.scales import OF_FRACTIONS, multiples_of
 from mxtensor.numerics.cast import Cast
-from mxtensor.numerics.elements import decode_elements
+from mxtensor.numerics.elements import decode_elements, encode_elements
 from mxtensor.numerics.formats import FORMATS
 from mxtensor.numerics.reference import decode, encode, scale_to_float, tensor_amax
 
@@ -107,10 +108,11 @@ def test_gptq_lessens_the_error_of_outputs_in_every_format(name, shape):
 def test_a_corrected_weight_is_the_least_squares_solution():
     w, before = torch.randn(5, 24), torch.randn(500, 24)
     now = before + 0.3 * torch.randn(500, 24)
-    got = corrected(w, before.T @ now / 500, now.T @ now / 500, 0.0)
+    second = now.T @ now / 500
+    got = corrected(w, before.T @ now / 500, second, inverse_cholesky(second, 0.0))
     expected = torch.linalg.lstsq(now.double(), (before @ w.T).double()).solution.T
     assert torch.allclose(got.double(), expected, atol=1e-4)
-    assert torch.allclose(corrected(w, now.T @ now, now.T @ now, 0.01), w, atol=1e-4)
+    assert torch.equal(corrected(w, second, second, inverse_cholesky(second, 0.01)), w)
 
 
 def test_inputs_of_low_rank_and_no_inputs_are_damped():
@@ -119,3 +121,15 @@ def test_inputs_of_low_rank_and_no_inputs_are_damped():
     assert torch.equal(inverse_cholesky(torch.zeros(8, 8), 0.01), torch.eye(8))
     with pytest.raises(ValueError, match="not all finite"):
         inverse_cholesky(torch.full((2, 2), torch.nan), 0.01)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_table_of_elements_rounds_as_the_definition(name):
+    element = Cast.of(name).format.element
+    table = nearest_of(element, torch.device("cpu"))
+    y = torch.cat([table.values, table.bounds, (table.values[1:] + table.values[:-1]) / 2, torch.randn(2000) * 3])
+    y = torch.cat([y, y.nextafter(torch.tensor(9e9)), y.nextafter(torch.tensor(-9e9)), torch.tensor([1e9, -1e9])])
+    codes = encode_elements(y.clone(), element)
+    assert torch.equal(table.values[table.index(y)], decode_elements(codes, element))
+    stored = table.codes[table.index(y)].view(element.dtype)
+    assert torch.equal(decode_elements(stored, element), decode_elements(codes, element))

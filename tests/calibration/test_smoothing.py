@@ -1,0 +1,188 @@
+"""SmoothQuant: the model computes the same before its weights are rounded, and less of it is lost afterwards."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import mxtensor as mx
+from mxtensor.calibration.blocks import Stream
+from mxtensor.calibration.calibrate import _is_calibrated
+from mxtensor.calibration.edits import in_place
+from mxtensor.calibration.pairs import pairs_of
+from mxtensor.calibration.smoothing import SmoothQuant
+from mxtensor.convert.choose import choose
+from mxtensor.convert.plan import planned
+
+transformers = pytest.importorskip("transformers")
+
+
+def llama(kind="Llama", **settings):
+    config = getattr(transformers, f"{kind}Config")(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=50, **settings,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    m = getattr(transformers, f"{kind}ForCausalLM")(config).eval().requires_grad_(False)
+    for name, p in m.named_parameters():
+        if name.endswith("norm.weight"):
+            p.copy_(torch.randn(p.shape).exp())  # some channels are large
+        elif "up_proj" in name or "v_proj" in name:
+            p.mul_(torch.randn(len(p), *[1] * (p.dim() - 1)).mul(1.5).exp() * 2)
+    return m
+
+
+def ids(seed=1):
+    return torch.randint(0, 50, (6, 24), generator=torch.Generator().manual_seed(seed))
+
+
+def data():
+    return list(ids().split(2))
+
+
+def layers_of(m, format):
+    changes = planned(m, choose(m, format, None)[0])
+    return {change.places[0][0]: change for change in changes if _is_calibrated(change)}
+
+
+def lost(q, m):
+    expected = m(ids(2)).logits
+    return ((q(ids(2)).logits - expected).norm() / expected.norm()).item()
+
+
+def test_the_pairs_of_a_llama_are_norms_values_and_the_gated_branch():
+    m = llama()
+    layers, block = layers_of(m, "mxfp4"), m.model.layers[0]
+    stream = Stream(m, data(), layers)
+    attention, mlp = block.self_attn, block.mlp
+    pairs = pairs_of(block, layers, lambda: stream.run(0, 0, stream.states[0]))
+    assert [(pair.producer, pair.consumers, pair.copies) for pair in pairs] == [
+        (block.input_layernorm, [attention.q_proj, attention.k_proj, attention.v_proj], 1),
+        (block.post_attention_layernorm, [mlp.gate_proj, mlp.up_proj], 1),
+        (attention.v_proj, [attention.o_proj], 2),
+        (mlp.up_proj, [mlp.down_proj], 1),
+    ]
+    channels = torch.arange(32.0)
+    read = pairs[2].as_read(channels).view(4, 16)  # each of 2 heads of 16 channels is read by 2 heads
+    assert torch.equal(read, torch.stack([channels[:16], channels[:16], channels[16:], channels[16:]]))
+    assert torch.equal(pairs[2].as_made(read.flatten() - torch.arange(64) % 32 // 16), channels)
+
+
+@pytest.mark.parametrize("alpha", [None, 0.5, 1.0])
+def test_a_smoothed_block_computes_the_same_with_other_weights(alpha):
+    m = llama(attention_bias=True)
+    for layer in m.model.layers:
+        layer.self_attn.v_proj.bias.normal_()
+    layers = layers_of(m, "mxfp4")
+    stream = Stream(m, data(), layers)
+    inside = {layer: change for layer, change in layers.items() if ".0." in change.fqn}
+    edits = SmoothQuant(alpha).edits(stream, 0, stream.states, inside)
+    expected = stream.run(0, 1, stream.states[1])
+    with in_place(edits):
+        got = stream.run(0, 1, stream.states[1])
+        block = m.model.layers[0]
+        x = block.input_layernorm.weight
+    assert torch.allclose(got, expected, rtol=1e-3, atol=1e-3) and len(edits) >= 9
+    assert x is not block.input_layernorm.weight and not torch.equal(x, block.input_layernorm.weight)
+
+
+def reference(x, weights, alpha):
+    """SmoothQuant's formula, with the geometric mean of the scales taken out."""
+    s = x.abs().amax(0) ** alpha / torch.stack([w.abs().amax(0) for w in weights]).amax(0) ** (1 - alpha)
+    return s / torch.exp(torch.log(s).mean())
+
+
+def test_the_scales_are_those_of_the_formula():
+    m = llama()
+    got = mx.calibrate(copy.deepcopy(m), data(), "mxfp8", mx.SmoothQuant(0.4))
+    found = {}
+    block = m.model.layers[0]
+    with block.self_attn.q_proj.register_forward_pre_hook(lambda layer, args: found.update(x=args[0].flatten(0, -2))):
+        m(ids())
+    attention = block.self_attn
+    s = reference(found["x"], [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight], 0.4)
+    assert torch.allclose(got.model.layers[0].input_layernorm.weight, block.input_layernorm.weight / s, rtol=1e-4)
+    expected = mx.quantize(attention.q_proj.weight * s, "mxfp8")
+    same = got.model.layers[0].self_attn.q_proj.weight.rowwise.data == expected.rowwise.data
+    assert same.float().mean() > 0.999  # s is summed in another order
+
+
+@pytest.mark.parametrize("format", ["mxfp4", "mxfp4-weight-only", "nvfp4"])
+@pytest.mark.parametrize("rounding", ["nearest", "gptq"])
+def test_less_is_lost_than_without(format, rounding):
+    m = llama()
+    alone = mx.quantize_(copy.deepcopy(m), format)
+    steps = ["smooth"]
+    if rounding == "gptq":
+        alone, steps = mx.calibrate(copy.deepcopy(m), data(), format), ["smooth", "gptq"]
+    smoothed = mx.calibrate(copy.deepcopy(m), data(), format, steps)
+    assert lost(smoothed, m) < 0.96 * lost(alone, m)
+    assert all(not p.requires_grad for p in smoothed.parameters())
+
+
+def test_an_interrupted_calibration_leaves_every_parameter_and_continues(tmp_path, monkeypatch):
+    m = llama()
+    before = {name: (p, p.clone()) for name, p in m.named_parameters()}
+    whole = mx.calibrate(copy.deepcopy(m), data(), "mxfp4", ["smooth", "gptq"])
+    original, calls = SmoothQuant.edits, []
+
+    def stops(self, *args):
+        calls.append(args)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return original(self, *args)
+
+    monkeypatch.setattr(SmoothQuant, "edits", stops)
+    with pytest.raises(KeyboardInterrupt):
+        mx.calibrate(m, data(), "mxfp4", ["smooth", "gptq"], state=tmp_path)
+    assert all(p is before[name][0] and torch.equal(p, before[name][1]) for name, p in m.named_parameters())
+    got = mx.calibrate(m, data(), "mxfp4", ["smooth", "gptq"], state=tmp_path)
+    assert len(calls) == 3 and torch.equal(got(ids()).logits, whole(ids()).logits)
+
+
+def test_a_failure_while_weights_are_replaced_restores_all(monkeypatch):
+    m = llama()
+    before = dict(m.named_parameters())
+
+    def fails(model, changes, made):
+        changes[0].places[0][0].weight = nn.Parameter(made[changes[0].fqn], requires_grad=False)
+        raise MemoryError
+
+    monkeypatch.setattr("mxtensor.calibration.calibrate.convert", fails)
+    with pytest.raises(MemoryError):
+        mx.calibrate(m, data(), "mxfp4", "smooth")
+    assert all(p is before[name] for name, p in m.named_parameters())
+
+
+def test_a_norm_that_scales_otherwise_is_refused():
+    m = llama("Gemma", head_dim=16)  # it multiplies by 1 + weight
+    before = dict(m.named_parameters())
+    with pytest.raises(ValueError, match=r"SmoothQuant: block 0 \(GemmaDecoderLayer\) computes something else"):
+        mx.calibrate(m, data(), "mxfp4", ["smooth", "gptq"])
+    assert all(p is before[name] for name, p in m.named_parameters())
+
+
+def test_shared_parameters_are_left_as_they_are():
+    m = llama()
+    first, second = m.model.layers
+    second.mlp.up_proj.weight = first.mlp.up_proj.weight
+    got = mx.calibrate(copy.deepcopy(m), data(), "mxfp8", mx.SmoothQuant(0.5))
+    a, b = got.model.layers
+    assert a.mlp.up_proj.weight is b.mlp.up_proj.weight
+    assert torch.equal(a.post_attention_layernorm.weight, first.post_attention_layernorm.weight)
+    assert not torch.equal(a.input_layernorm.weight, first.input_layernorm.weight)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: mx.calibrate(llama(), data(), "mxfp4", ["gptq", "smooth"]), ValueError, "one of its steps rounds"),
+        (lambda: mx.calibrate(llama(), data(), "mxfp4", ["mse", "gptq"]), ValueError, "it is the last"),
+        (lambda: mx.calibrate(llama(), data(), "mxfp4", ["smooth", "awq"]), ValueError, "no method 'awq'"),
+        (lambda: SmoothQuant(2), ValueError, "alpha"),
+    ],
+)
+def test_wrong_calls(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
