@@ -36,7 +36,7 @@ WARPS = {True: 4, False: 8}
 
 
 class AttentionCode(NamedTuple):
-    """``A``, the compile-time argument of the kernels."""
+    """The compile-time arguments of ``attend``, in their order."""
 
     k: CastCode
     v: CastCode
@@ -146,7 +146,7 @@ def run(q: Tensor, k: Tokens, v: Tokens, args: AttentionArgs) -> Tensor:
             device_code("attention.attend"), batch * heads * splits,
             (q, *k_tensors, k.codes.global_scale, *v_tensors, mask, sums, stats, heads, rows, queries, count,
              k.first.shape[2], v.first.shape[2], splits, k_size, v_size, *k_strides, *v_strides, *mask_strides),
-            (code,), WARPS[code.in_bfloat16],
+            tuple(code), WARPS[code.in_bfloat16],
         )  # fmt: skip
         launch(
             device_code("attention.join"), batch * heads * rows,

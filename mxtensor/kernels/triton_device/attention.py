@@ -1,7 +1,8 @@
 """Attention of a few queries over codes in Triton: ranges of keys, each with a running softmax, and their sum.
 
-``A`` is an ``AttentionCode``, the compile-time constants. One program of ``attend`` reads one range of one head of keys
-for all queries that share this head; ``join`` adds the ranges of a row.
+The compile-time constants are the fields of an ``AttentionCode``: Triton 3.6 takes no field of a tuple in a tuple. One
+program of ``attend`` reads one range of one head of keys for all queries that share this head; ``join`` adds the ranges
+of a row.
 """
 
 import triton
@@ -44,7 +45,9 @@ def attend(
     heads, rows, queries, count, k_count, v_count, splits, k_size, v_size,
     k_data_b, k_data_h, k_data_s, k_scale_b, k_scale_h, k_scale_s,
     v_data_b, v_data_h, v_data_s, v_scale_b, v_scale_h, v_scale_s,
-    mask_b, mask_h, mask_g, mask_q, mask_s, A: tl.constexpr,
+    mask_b, mask_h, mask_g, mask_q, mask_s,
+    K: tl.constexpr, V: tl.constexpr, K_COLS: tl.constexpr, V_COLS: tl.constexpr, K_COLUMNS: tl.constexpr,
+    V_COLUMNS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SCALE: tl.constexpr, BF16: tl.constexpr,
 ):  # fmt: skip
     """Program (batch, head, range): ``sums`` (programs, rows, v_size) and ``stats`` (programs, rows, 2), float32.
 
@@ -53,18 +56,18 @@ def attend(
     program = tl.program_id(0)
     head = program // splits
     b, h = (head // heads).to(tl.int64), (head % heads).to(tl.int64)
-    length = tl.cdiv(tl.cdiv(count, splits), A.keys) * A.keys
+    length = tl.cdiv(tl.cdiv(count, splits), KEYS) * KEYS
     begin = (program % splits) * length
     end = tl.minimum(begin + length, count)
-    row = tl.arange(0, A.rows)
-    column, out_column = tl.arange(0, A.k_columns), tl.arange(0, A.v_columns)
+    row = tl.arange(0, ROWS)
+    column, out_column = tl.arange(0, K_COLUMNS), tl.arange(0, V_COLUMNS)
     row_in = row < rows
     at = (head * rows + row).to(tl.int64)
     x = tl.load(
         q + at[:, None] * k_size + column[None, :], mask=row_in[:, None] & (column < k_size)[None, :], other=0.0
     )
-    x = x.to(tl.bfloat16 if A.in_bfloat16 else tl.float32)
-    multiplier = A.scale
+    x = x.to(tl.bfloat16 if BF16 else tl.float32)
+    multiplier = SCALE
     if k_global is not None:
         multiplier = multiplier * tl.load(k_global)
     if mask is not None:
@@ -76,15 +79,15 @@ def attend(
     v_data += b * v_data_b + h * v_data_h
     k_scale += b * k_scale_b + h * k_scale_h
     v_scale += b * v_scale_b + h * v_scale_h
-    top = tl.full((A.rows,), float("-inf"), tl.float32)
-    total = tl.full((A.rows,), 0.0, tl.float32)
-    added = tl.full((A.rows, A.v_columns), 0.0, tl.float32)
-    for start in range(begin, end, A.keys):
-        key = start + tl.arange(0, A.keys)
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.full((ROWS,), 0.0, tl.float32)
+    added = tl.full((ROWS, V_COLUMNS), 0.0, tl.float32)
+    for start in range(begin, end, KEYS):
+        key = start + tl.arange(0, KEYS)
         inside = key < end
         k = values_of(
             k_first, k_data, k_scale, key[:, None], start, inside[:, None], k_count, k_data_s, k_scale_s, k_size,
-            A.k, A.k_cols, A.k_columns,
+            K, K_COLS, K_COLUMNS,
         )  # fmt: skip
         scores = tl.dot(x, tl.trans(k.to(x.dtype)), input_precision="ieee") * multiplier
         if mask is not None:
@@ -96,7 +99,7 @@ def attend(
         weights, before = tl.exp(scores - base[:, None]), tl.exp(top - base)
         v = values_of(
             v_first, v_data, v_scale, key[:, None], start, inside[:, None], v_count, v_data_s, v_scale_s, v_size,
-            A.v, A.v_cols, A.v_columns,
+            V, V_COLS, V_COLUMNS,
         )  # fmt: skip
         product = tl.dot(weights.to(x.dtype), v.to(x.dtype), input_precision="ieee")
         added = added * before[:, None] + product
