@@ -28,6 +28,7 @@ def test_growth_is_measured_from_the_first_tenth():
     assert growth(100, 100, 100) == 0 and growth(100, 103, 100) == 0.03 and growth(100, 99, 98) == 0.02
 
 
+@pytest.mark.exhaustive
 def test_every_iteration_runs_and_shapes_differ():
     assert sum(1 for _ in soak.training(20)) == 20 and sum(1 for _ in soak.shapes(5)) == 5
     done = soak.soak("shapes", soak.shapes, 20)

@@ -97,6 +97,7 @@ def test_an_error_of_a_program_comes_from_the_general_way(launches, monkeypatch)
         assert torch.equal(linear(x), expected)
 
 
+@pytest.mark.exhaustive
 def test_nothing_is_recorded_for_another_device(launches, monkeypatch):
     monkeypatch.setattr(functional, "DEVICES", {"cuda"})
     linear, x = layer("mxfp8"), torch.randn(2, 64).bfloat16()

@@ -153,6 +153,7 @@ def test_any_expert_is_multiplied_by_one_compiled_graph():
     torch._dynamo.reset()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("index", [torch.Tensor.item, lambda i: i], ids=["number", "tensor"])
 def test_a_matrix_of_experts_crosses_a_graph_break(index):
     recipe = LinearRecipe.inference(Cast.of("mxfp8"), Cast.of("mxfp8"))

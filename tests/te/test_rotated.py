@@ -199,8 +199,9 @@ def test_a_gradient_passes_through():
     assert torch.equal(x.grad, torch.ones(32, 32))
 
 
+@pytest.mark.exhaustive(quick=1)
 @pytest.mark.parametrize("kind", QUANTIZERS)
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled(kind, backend):
     torch._dynamo.reset()
     q, x, g = QUANTIZERS[kind], torch.randn(64, 48), torch.randn(64, 32)

@@ -19,6 +19,7 @@ pytestmark = [
 __all__ = ["one_rounding", "pretend", "stand_in"]
 
 
+@pytest.mark.exhaustive
 def test_the_three_products_take_it_and_make_each_operand_once(pretend, stand_in, one_rounding, monkeypatch):
     pretend((9, 0))
     made = []

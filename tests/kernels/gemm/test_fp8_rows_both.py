@@ -48,7 +48,7 @@ def check(made, x, cast):
 
 
 @pytest.mark.exhaustive(quick=1)
-@pytest.mark.parametrize("shape", [(64, 96), (48, 160)])
+@pytest.mark.parametrize("shape", [(32, 64), (64, 96), (48, 160)])
 @pytest.mark.parametrize("name", FORMATS)
 def test_both_operands_are_those_of_two_casts(name, shape):
     x, cast = both_ways(*shape), mx.Cast.of(name)
