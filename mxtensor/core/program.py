@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from . import compat
+from .slab import Need, places
 
 aten = torch.ops.aten
 
@@ -143,9 +144,11 @@ class Program:
 class _Writer:
     """Writes the source of a program."""
 
-    def __init__(self, now: dict[int, int]) -> None:
+    def __init__(self, now: dict[int, int], shared: dict[int, int]) -> None:
         self.now = now
         """Tensor -> the one that it is by now."""
+        self.shared = shared
+        """Tensor -> bytes from the start of the memory that several share."""
         self.names: dict[str, Any] = {}
         self._known: dict[int, str] = {}
         self.lines: list[str] = []
@@ -173,6 +176,8 @@ class _Writer:
         """An argument of a launch, tensors by their addresses."""
         if not isinstance(x, Value):
             return self.text(x)
+        if x.root in self.shared:
+            return f"shared + {self.shared[x.root] + x.offset}"
         if x.root not in self.addresses:
             self.addresses.add(x.root)
             self.lines.append(f"a{x.root} = v{x.root}.data_ptr()")
@@ -189,6 +194,8 @@ class _Writer:
             self.lines.append(f"{self.text(node.results)} = {self.name(node.args)}")
             return
         if node.is_allocation:
+            if node.results.at in self.shared:
+                return
             shape, stride, dtype = node.geometry
             node = replace(node, args=(shape, stride), kwargs={"dtype": dtype} | node.kwargs)
         given = [*map(self.text, node.args), *(f"{key}={self.text(v)}" for key, v in node.kwargs.items())]
@@ -235,14 +242,37 @@ def without_unused(nodes: Sequence[Node], results: Sequence[Value | None]) -> li
     return out[::-1]
 
 
+def _shared_memory(nodes: Sequence[Node], needed: set[int], now: dict[int, int]) -> tuple[dict[int, int], int]:
+    """(tensor -> its place in the memory that several share, size of that memory), for those that launches alone use.
+
+    Launches of one stream come one after the other, so that memory is free after the last that uses it.
+    """
+    elsewhere = {now.get(at, at) for node in nodes if not node.is_launch for at in _uses(node)} | needed
+    sizes = {
+        node.results.at: _bytes(node.geometry)
+        for node in nodes
+        if node.is_allocation and node.results.at not in elsewhere and _is_dense(node.geometry)
+    }
+    needs: dict[int, Need] = {}
+    for i, node in enumerate(nodes):
+        for at in {now.get(at, at) for at in _uses(node)} & sizes.keys():
+            needs[at] = needs.get(at, Need(i, i, sizes[at]))._replace(last=i)
+    if len(needs) < 2:
+        return {}, 0
+    offsets, size = places([*needs.values()])
+    return dict(zip(needs, offsets, strict=True)), size
+
+
 def program_of(
-    nodes: Sequence[Node], inputs: Sequence[Value | None], results: Sequence[Value | None], device: int | None
+    nodes: Sequence[Node], inputs: Sequence[Value | None], results: Sequence[Value | None], device: torch.device
 ) -> Program:
-    """The program of ``nodes``, without steps whose results nobody needs; memory is freed after its last use."""
+    """The program of ``nodes``, without steps whose results nobody needs; memory is freed after its last use, but that
+    which launches alone use, which is one allocation."""
     nodes, now = without_first_views(
         without_unused(nodes, results), {value.at for value in results if value is not None}
     )
     needed = {now.get(value.at, value.at) for value in results if value is not None}
+    shared, size = _shared_memory(nodes, needed, now)
     steps: list[tuple[Node, set[int]]] = []
     """From the end, each with the tensors that it is the last to need."""
     for node in reversed(nodes):
@@ -251,14 +281,17 @@ def program_of(
         steps.append((node, (uses | made) - needed))
         needed |= uses
     arguments = {value.at for value in inputs if value is not None}
-    writer = _Writer(now)
+    writer = _Writer(now, shared)
+    if shared:
+        memory = f"{writer.name(torch.empty)}({size}, dtype={writer.name(torch.uint8)}, device={writer.name(device)})"
+        writer.lines += [f"memory = {memory}", "shared = memory.data_ptr()"]
     for node, over in reversed(steps):
         writer.write(node, needed)
-        unused = sorted(at for at in over - arguments if at in needed)
+        unused = sorted(at for at in over - arguments if at in needed and at not in shared)
         writer.lines += [f"del {', '.join(f'v{at}' for at in unused)}"] if unused else []
     names = [f"v{value.at}" if value is not None else f"_{i}" for i, value in enumerate(inputs)]
     lines = [*writer.lines, f"return {writer.text(tuple(results))}"]
     source = f"def run(stream, {', '.join(names)}):\n" + "".join(f"    {line}\n" for line in lines)
     namespace = dict(writer.names)
     exec(compile(source, "<mxtensor program>", "exec"), namespace)
-    return Program(namespace["run"], source, device)
+    return Program(namespace["run"], source, device.index if device.type == "cuda" else None)

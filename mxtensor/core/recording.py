@@ -206,5 +206,4 @@ def record(
     if recorder.refusal is not None:
         return out, None
     device = next(t.device for t in inputs if t is not None)
-    index = device.index if device.type == "cuda" else None
-    return out, program_of(recorder.nodes, recorder.inputs, results, index)
+    return out, program_of(recorder.nodes, recorder.inputs, results, device)

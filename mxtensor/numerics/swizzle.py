@@ -7,15 +7,9 @@ Source: the cuBLAS manual, "1D Block Scaling Factors Layout"; PTX ISA, tcgen05.m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from typing import TypeVar
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
-
-from ..core.tracing import is_traced
 
 TILE_ROWS, TILE_COLS = 128, 4
 _ATOM = 32
@@ -82,51 +76,3 @@ def swizzle_groups(scale: Tensor, ends: Tensor) -> Tensor:
     target = scale.new_zeros(length, cols)
     target = target.index_copy(0, row + moved.index_select(0, group), scale)
     return swizzle(target).view(length, round_up(cols, TILE_COLS))
-
-
-# ---------------------------------------------------------------------------------------------- cache
-
-Made = TypeVar("Made")
-_cache: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Scale tensor -> (its version, {layout: the cached result}); an entry ends with its tensor."""
-
-
-def _may_cache(scale: Tensor) -> bool:
-    """Whether a later call may reuse a result that is computed from ``scale`` now.
-
-    Not while tracing: there is no value yet. Not in a CUDA graph: a replay must read the scale as it is then, and the
-    graph's memory has no content before a replay. Not for inference tensors, which have no version.
-    """
-    if is_traced(scale) or scale.is_inference():
-        return False
-    return scale.device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
-
-
-def cached_value(
-    scale: Tensor, layout: Hashable, make: Callable[[Tensor], Made], may_add: Callable[[Made], bool] | None = None
-) -> Made:
-    """``make(scale)``, or the cached result for the same ``layout`` if ``scale`` has not been written to since.
-
-    ``may_add``: asked whether a new result may be cached.
-    """
-    if not _may_cache(scale):
-        return make(scale)
-    version, made = _cache.get(scale, (None, {}))
-    if version != scale._version:
-        made = {}
-        _cache[scale] = (scale._version, made)
-    if layout not in made:
-        result = make(scale)
-        if isinstance(result, Tensor) and result.untyped_storage().data_ptr() == scale.untyped_storage().data_ptr():
-            return result  # a cached view would keep its key alive
-        if may_add is not None and not may_add(result):
-            return result
-        made[layout] = result
-    return made[layout]  # type: ignore[no-any-return]
-
-
-def forget(scale: Tensor) -> None:
-    """Drop what was computed from the memory of ``scale``: a rule has written to it, and torch counts no such write."""
-    memory = scale.untyped_storage().data_ptr() if _cache else 0
-    for key in [key for key in _cache if key.untyped_storage().data_ptr() == memory]:
-        del _cache[key]

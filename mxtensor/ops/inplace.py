@@ -13,9 +13,9 @@ from ..core.tracing import is_traced
 from ..core.writes import has_no_memory, note_write
 from ..kernels.quantize.hadamard import quantize_rotated
 from ..kernels.quantize.select import quantize_operand
+from ..numerics.derived import forget
 from ..numerics.formats import FULL
 from ..numerics.operand import Operand
-from ..numerics.swizzle import forget
 from ..tensor.mxtensor import MXTensor
 from ..tensor.quantize_as import quantize_as
 from ..tensor.rotated import RotatedTensor

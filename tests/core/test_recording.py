@@ -102,6 +102,28 @@ def test_a_launch_gets_addresses_and_the_allocation_is_its_view():
     assert "view" not in program.source and program.source.count(" = k") == 1
 
 
+def test_memory_of_launches_alone_is_one_allocation():
+    """The first buffer is over when the third is needed; what is returned, or used by an op, is memory of its own."""
+    seen = []
+
+    def work(x):
+        first, second, out = torch.empty(600), torch.empty(5, dtype=torch.int32), torch.empty(3)
+        third, summed = torch.empty(300), torch.empty(2)
+        recorder = active()
+        if recorder is not None:
+            for step in ((x, first), (first, second), (second, third[1:], out), (third, summed)):
+                recorder.launch(Launch(lambda stream, *a: seen.append(a), (), (), step))
+        return out, summed + 1
+
+    x = torch.randn(3)
+    _, program = record(lambda: work(x), [x], tensors_of)
+    out, _ = program(x)
+    (a, first), (first_too, second), (second_too, third, result), (third_too, summed) = seen
+    assert (first, second) == (first_too, second_too) and third == third_too + 4 and a == x.data_ptr()
+    assert third_too == first and second == first + 2560 and result == out.data_ptr()  # 2400 bytes, to whole 512
+    assert program.source.count("empty") <= 1 and not first <= summed < second + 512
+
+
 def test_memory_that_two_views_share_is_allocated_once():
     def work(x):
         memory = torch.empty(2, 6)

@@ -1,14 +1,10 @@
 """Scales in tiles of 128x4, compared with the layout in the cuBLAS manual; the cache of swizzled scales."""
 
-import gc
-import weakref
-
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mxtensor.numerics import swizzle as module
-from mxtensor.numerics.swizzle import cached_value, swizzle, swizzle_groups, swizzled_shape, unswizzle
+from mxtensor.numerics.swizzle import swizzle, swizzle_groups, swizzled_shape, unswizzle
 
 SHAPES = [(1, 1), (128, 4), (128, 8), (256, 4), (3, 5), (127, 3), (129, 4), (130, 9), (300, 31)]
 
@@ -112,68 +108,3 @@ def test_groups_need_no_value_of_their_ends():
     with FakeTensorMode():
         scale = torch.empty(10, 5, dtype=torch.uint8, device="cuda")
         assert swizzle_groups(scale, torch.empty(3, dtype=torch.int32, device="cuda")).shape == (512, 8)
-
-
-# ---------------------------------------------------------------------------------------------- cache
-
-
-class Counted:
-    def __init__(self):
-        self.calls = 0
-
-    def __call__(self, scale):
-        self.calls += 1
-        return swizzle(scale)
-
-
-def test_a_scale_is_swizzled_once_for_each_layout():
-    scale, make = scales(130, 5), Counted()
-    first = cached_value(scale, "a", make)
-    assert cached_value(scale, "a", make) is first and make.calls == 1
-    assert cached_value(scale, "b", make) is not first and make.calls == 2
-
-
-def test_a_write_is_seen():
-    scale, make = scales(130, 5), Counted()
-    cached_value(scale, "a", make)
-    scale.copy_(scales(130, 5))
-    assert torch.equal(cached_value(scale, "a", make), slowly(scale)) and make.calls == 2
-    scale[3, 2] ^= 1
-    assert torch.equal(cached_value(scale, "a", make), slowly(scale)) and make.calls == 3
-
-
-def test_a_cached_result_ends_with_its_scale():
-    scale = scales(130, 5)
-    made = weakref.ref(cached_value(scale, "a", swizzle))
-    whole = scales(128, 4)
-    view = weakref.ref(whole)
-    cached_value(whole, "a", lambda s: s.view(-1))
-    assert made() is not None
-    del scale, whole
-    gc.collect()
-    assert made() is None and view() is None
-
-
-def test_nothing_is_cached_for_traced_scales_or_scales_without_a_version():
-    make = Counted()
-    with FakeTensorMode():
-        fake = torch.empty(130, 5, dtype=torch.uint8, device="cuda")
-        cached_value(fake, "a", make), cached_value(fake, "a", make)
-    with torch.inference_mode():
-        inference = scales(130, 5)
-        cached_value(inference, "a", make), cached_value(inference, "a", make)
-    assert make.calls == 4 and fake not in module._cache and inference not in module._cache
-
-
-@pytest.mark.gpu
-def test_a_graph_sees_the_scale_as_it_is_at_each_replay():
-    scale = scales(130, 5).cuda()
-    cached_value(scale, "a", swizzle)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = cached_value(scale, "a", swizzle)
-    for _ in range(2):
-        scale.copy_(scales(130, 5))
-        graph.replay()
-        assert torch.equal(out.cpu(), slowly(scale.cpu()))
-        assert torch.equal(cached_value(scale, "a", swizzle).cpu(), slowly(scale.cpu()))

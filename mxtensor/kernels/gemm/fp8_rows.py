@@ -31,6 +31,7 @@ from ..runtime.check import check_argument, check_device
 from ..runtime.recorded_op import recorded
 from ..runtime.triton_launch import device_code, launch, on
 from . import fp8_rows_cache
+from .cublas_lt import recorded_product
 from .fp8_rows_costs import MEASURED, slower
 from .fp8_rows_operand import (
     INNER,
@@ -148,11 +149,12 @@ def _programs(device: torch.device) -> int:
 
 def multiply(a: RowOperand, b: RowOperand, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """``a @ b^T + bias``: (rows of a, rows of b), rounded once."""
-    e4m3 = torch.float8_e4m3fn
-    out = torch._scaled_mm(
-        a.codes.view(e4m3), b.codes.view(e4m3).t(), a.row_scale, b.row_scale.t(),
-        bias=bias, out_dtype=out_dtype, use_fast_accum=USE_FAST_ACCUM,
-    )  # fmt: skip
+    left, right = (side.codes.view(torch.float8_e4m3fn) for side in (a, b))
+    out = recorded_product(left, right, a.row_scale, b.row_scale, bias, out_dtype, USE_FAST_ACCUM)
+    if out is None:
+        out = torch._scaled_mm(
+            left, right.t(), a.row_scale, b.row_scale.t(), bias, out_dtype=out_dtype, use_fast_accum=USE_FAST_ACCUM
+        )
     exact_rows(a, b, bias, out)
     return out
 

@@ -1,6 +1,6 @@
 """The row-scaled form of stored weights, cached while memory for it is left: one byte a value beside the codes.
 
-The cache is that of ``numerics/swizzle.py``: an entry ends with its weight, and when the weight is written to. Under a
+The cache is that of ``numerics/derived.py``: an entry ends with its weight, and when the weight is written to. Under a
 CUDA graph or a trace nothing is cached, because a replay has to read the weight as it is then.
 """
 
@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ...core import recording
 from ...core.devices import cached
+from ...numerics.derived import cached_value, known_value
 from ...numerics.formats import Format
 from ...numerics.operand import Operand
-from ...numerics.swizzle import cached_value
 from .fp8_rows_operand import ROWS, rows_of_operand
 
 ON_THE_FLY = 4096
@@ -66,8 +66,9 @@ def _weight_rows(
 
     if data.is_inference():
         return make(scale)
-    layout = "row-scaled", data._version, data.data_ptr(), format, shape
-    return cached_value(scale, layout, make, _reserve if rows < ON_THE_FLY else _never)
+    layout = "row-scaled", data._version, data.data_ptr(), format.name, shape
+    known = known_value(scale, layout)
+    return known if known is not None else cached_value(scale, layout, make, _reserve if rows < ON_THE_FLY else _never)
 
 
 def _never(made: Rows) -> bool:

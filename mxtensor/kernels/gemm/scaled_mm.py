@@ -16,9 +16,10 @@ from torch import Tensor
 from ...core.kernel import Kernel, Spec, elsewhere
 from ...core.tracing import is_traced
 from ...numerics.cast import Cast
+from ...numerics.derived import cached_value
 from ...numerics.formats import FP32, FULL, Format
 from ...numerics.operand import Operand
-from ...numerics.swizzle import cached_value, round_up, swizzle
+from ...numerics.swizzle import round_up, swizzle
 from ..quantize import triton_rows
 from ..quantize.select import quantize_operand
 from ..runtime.availability import other_build

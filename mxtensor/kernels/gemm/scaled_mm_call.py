@@ -13,6 +13,7 @@ from torch import Tensor
 from ...core import custom_ops
 from ...core.tracing import is_traced
 from ...numerics.formats import FULL
+from .cublas_lt import recorded_product
 from .scaled_mm_contract import GROUPED_SCALINGS, ROW_BLOCK, SCALINGS, SQUARE_BLOCK, Product, Scaling, check
 
 USE_FAST_ACCUM = False
@@ -59,6 +60,10 @@ def launch(p: Product) -> Tensor:
             a, b, scales_a, kinds_a, scales_b, kinds_b, layouts_a, layouts_b, p.bias, p.out_dtype, use_fast_accum=fast
         )
     scale_a, scale_b = _scale(p, 0), _scale(p, 1)
+    if not p.scaling.swizzled and {p.scaling.blocks[0][1], p.scaling.blocks[1][1]} == {FULL}:
+        out = recorded_product(a, _codes(p.b), scale_a, scale_b, p.bias, p.out_dtype, fast)
+        if out is not None:
+            return out
     if p.scaling.blocks[1] == ROW_BLOCK:
         scale_b = scale_b.t()
     return torch._scaled_mm(a, b, scale_a, scale_b, bias=p.bias, out_dtype=p.out_dtype, use_fast_accum=fast)

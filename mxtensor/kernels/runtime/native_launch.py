@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import ctypes
 import struct
-import threading
 from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.cuda import check_error
 
-from .nvrtc import LaunchSettings, driver
+from . import host_calls
+from .cuda_driver import driver
 
 SIZES = {"i1": 1, "i8": 1, "u8": 1, "i16": 2, "i32": 4, "u32": 4, "i64": 8, "u64": 8}
 """Types of integers in the signatures of Triton -> bytes of the parameter."""
@@ -68,50 +68,30 @@ def _agrees(handle: int, sizes: Sequence[int]) -> bool:
     return bool(ask(ctypes.c_void_p(handle), beyond, ctypes.byref(offset), ctypes.byref(size)))
 
 
-class NativeLaunch:
-    """A launch of one kernel with one grid, whose integers never change. Calls of several threads take turns."""
-
-    def __init__(
-        self, handle: int, programs: int, threads: int, memory: int, sizes: Sequence[tuple[int, int | None]]
-    ) -> None:
-        addresses = sum(value is None for _, value in sizes)
-        self._block = ctypes.create_string_buffer(SLOT * (len(sizes) + SCRATCH))
-        base = ctypes.addressof(self._block)
-        at, next_address, next_integer = [], 0, addresses
-        for _size, value in sizes:  # addresses come first in the block, so that one call writes them
-            slot = next_address if value is None else next_integer
-            if value is None:
-                next_address += 1
-            else:
-                next_integer += 1
-                struct.pack_into("<q", self._block, SLOT * slot, value)
-            at.append(base + SLOT * slot)
-        at += [base + SLOT * (len(sizes) + i) for i in range(SCRATCH)]
-        self._pointers = (ctypes.c_void_p * len(at))(*at)
-        self._settings = LaunchSettings(programs, 1, 1, threads, 1, 1, memory, None, None, 0)
-        self._reference, self._handle = ctypes.byref(self._settings), ctypes.c_void_p(handle)
-        self._pack, self._launch = struct.Struct(f"<{addresses}Q").pack_into, driver().cuLaunchKernelEx
-        self._lock = threading.Lock()
-
-    def __call__(self, stream: int, *addresses: int) -> None:
-        """Launch on ``stream`` with these addresses, in the order of the kernel's parameters."""
-        with self._lock:
-            self._pack(self._block, 0, *addresses)
-            self._settings.stream = stream
-            result = self._launch(self._reference, self._handle, self._pointers, None)
-        if result:
-            check_error(result)
+def native_launch(
+    handle: int, programs: int, threads: int, memory: int, sizes: Sequence[tuple[int, int | None]]
+) -> host_calls.Run | None:
+    """A launch of one kernel with one grid, whose integers never change: ``run(stream, *addresses)``, in the order of
+    the kernel's parameters."""
+    block = b"".join(struct.pack("<q", value or 0) for _, value in sizes) + bytes(SLOT * SCRATCH)
+    offsets = tuple(range(0, len(block), SLOT))
+    addresses = [at for at, (_, value) in zip(offsets, sizes, strict=False) if value is None]
+    moved = tuple((at, base, 0) for base, at in enumerate(addresses))
+    step = host_calls.Step(handle, programs, 1, 1, threads, memory, 0, 0, block, offsets, moved)
+    return host_calls.launches(len(addresses), [step])
 
 
-def prepared(compiled: Any, programs: int, arguments: Sequence[Any]) -> tuple[NativeLaunch, tuple[Tensor, ...]] | None:
+def prepared(
+    compiled: Any, programs: int, arguments: Sequence[Any]
+) -> tuple[host_calls.Run, tuple[Tensor, ...]] | None:
     """The launch of what Triton compiled, and the tensors among ``arguments`` whose addresses it takes; None if only
     Triton can launch it."""
-    run = compiled.run
-    if type(run).__name__ != "CudaLauncher" or compiled.metadata.num_ctas != 1:
+    launcher = compiled.run
+    if type(launcher).__name__ != "CudaLauncher" or compiled.metadata.num_ctas != 1:
         return None
     metadata = compiled.metadata
-    scratch = (getattr(run, name, 0) for name in ("global_scratch_size", "profile_scratch_size"))
-    special = (getattr(run, name, False) for name in ("launch_cooperative_grid", "launch_pdl"))
+    scratch = (getattr(launcher, name, 0) for name in ("global_scratch_size", "profile_scratch_size"))
+    special = (getattr(launcher, name, False) for name in ("launch_cooperative_grid", "launch_pdl"))
     if any(scratch) or any(special):
         return None
     sizes = parameters([*compiled.src.signature.values()], arguments)
@@ -121,7 +101,8 @@ def prepared(compiled: Any, programs: int, arguments: Sequence[Any]) -> tuple[Na
     tensors = tuple(
         t for t, kind in zip(arguments, kinds, strict=False) if isinstance(t, Tensor) and kind != "constexpr"
     )
-    return NativeLaunch(compiled.function, programs, 32 * metadata.num_warps, metadata.shared, sizes), tensors
+    run = native_launch(compiled.function, programs, 32 * metadata.num_warps, metadata.shared, sizes)
+    return None if run is None else (run, tensors)
 
 
 def clear(stream: int, address: int, count: int) -> None:

@@ -22,7 +22,9 @@ from torch.cuda import check_error
 
 from ...core import compat, recording
 from ...core.devices import cached, device_capability
+from .cuda_driver import LaunchAttribute, LaunchSettings, driver, use_context
 from .disk_cache import find, store
+from .host_calls import Step
 
 SOURCES = Path(__file__).parent.parent / "cuda"
 OLDEST = (8, 0)
@@ -134,45 +136,10 @@ def compiled(names: Sequence[str], constants: Constants, capability: tuple[int, 
     return code.raw
 
 
-# ---------------------------------------------------------------------------------------------- the driver
-
-
-class _Attribute(ctypes.Structure):
-    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_uint * 16))
-
-
-class LaunchSettings(ctypes.Structure):
-    """CUlaunchConfig of the driver."""
-
-    _fields_ = (
-        *((name, ctypes.c_uint) for name in ("x", "y", "z", "threads", "ty", "tz", "memory")),
-        ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.POINTER(_Attribute)),
-        ("count", ctypes.c_uint),
-    )
-
+# ---------------------------------------------------------------------------------------------- kernels
 
 _CLUSTER, _OVERLAP, _MEMORY = 4, 6, 8  # ids of two launch attributes and one function attribute
 _NO_SUCH_CLUSTER = 912  # error code for a cluster that the device cannot run
-
-
-@cache
-def driver() -> ctypes.CDLL:
-    """The CUDA driver."""
-    lib = ctypes.CDLL("libcuda.so.1")
-    pointer = ctypes.c_void_p
-    lib.cuLaunchKernelEx.argtypes = [ctypes.POINTER(LaunchSettings), pointer, ctypes.POINTER(pointer), pointer]
-    return lib
-
-
-def use_context() -> None:
-    """Give this thread torch's CUDA context; a thread that has not called CUDA's runtime has none."""
-    lib, context, device = driver(), ctypes.c_void_p(), ctypes.c_int()
-    check_error(lib.cuCtxGetCurrent(ctypes.byref(context)))
-    if not context:
-        check_error(lib.cuDeviceGet(ctypes.byref(device), compat.current_cuda_device()))
-        check_error(lib.cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
-        check_error(lib.cuCtxSetCurrent(context))
 
 
 @cache
@@ -203,7 +170,7 @@ class Function:
 
     def _make(self) -> Any:
         use_context()
-        attributes = (_Attribute * 2)()
+        attributes = (LaunchAttribute * 2)()
         count = 0
         if self._overlaps:
             attributes[0].id, attributes[0].value[0] = _OVERLAP, 1
@@ -218,18 +185,16 @@ class Function:
         return config, ctypes.byref(config), buffer, arguments, attributes
 
     def prepared(self, x: int, y: int, memory: int, arguments: Sequence[int | float]) -> tuple[Any, ...]:
-        """For one kind of launch: the driver's function, a config, the pointers to its arguments, and what both point
-        to, the argument block first."""
-        config, _, buffer, pointers, attributes = self._make()
+        """One kind of launch as a ``host_calls.Step`` that moves no argument, and what its attributes need alive."""
+        config, _, buffer, _, attributes = self._make()
         self._allow(memory)
         self._layout.pack_into(buffer, 0, *arguments)
-        config.x, config.y, config.memory = x, y, memory
-        return self._launch, config, pointers, buffer, attributes
-
-    @property
-    def handle(self) -> Any:
-        """The driver's handle of the kernel."""
-        return self._function
+        where = ctypes.addressof(attributes)
+        block = buffer.raw[: self._layout.size]
+        step = Step(
+            self._function.value or 0, x, y, self._depth, self._threads, memory, where, config.count, block, (0,), ()
+        )
+        return step, attributes
 
     def offset_of(self, argument: int) -> int:
         """The bytes before an argument in the argument block."""

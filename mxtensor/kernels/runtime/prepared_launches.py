@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
-import threading
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.cuda import check_error
 
 from ...core import compat, recording
-from .nvrtc import use_context
+from . import host_calls
 
 Step = tuple[Any, tuple[int, int], int, Sequence[int | float]]
 """A launch: the kernel, its blocks along x and y, its bytes of shared memory, and its arguments."""
@@ -34,22 +31,22 @@ def moved_arguments(steps: Sequence[Step], bases: Sequence[int]) -> list[tuple[i
 class PreparedLaunches:
     """Launches one after the other on one device, whose arguments differ from call to call in some addresses only.
 
-    ``bases``: the values that these addresses are relative to in the arguments of ``steps``. Calls of several threads
-    take turns: they share the argument blocks.
+    ``bases``: the values that these addresses are relative to in the arguments of ``steps``.
     """
 
     def __init__(self, device: torch.device, steps: Sequence[Step], bases: Sequence[int]) -> None:
-        self._index, self._lock, self._local = device.index, threading.Lock(), threading.local()
-        prepared = [kernel.prepared(*grid, memory, arguments) for kernel, grid, memory, arguments in steps]
-        self._calls = [
-            (launch, ctypes.byref(config), kernel.handle, pointers, config, owners)
-            for (kernel, *_), (launch, config, pointers, *owners) in zip(steps, prepared, strict=True)
-        ]
-        self._moved = [
-            (ctypes.c_uint64.from_buffer(prepared[step][3], steps[step][0].offset_of(at)), base, offset)
-            for step, at, base, offset in moved_arguments(steps, bases)
-        ]
-        """(a 64-bit argument in its block, index of its base, how far above it)"""
+        self._index = device.index
+        moved: list[list[tuple[int, int, int]]] = [[] for _ in steps]
+        for step, at, base, above in moved_arguments(steps, bases):
+            moved[step].append((steps[step][0].offset_of(at), base, above))
+        prepared, kept = [], []
+        for (kernel, grid, memory, arguments), places in zip(steps, moved, strict=True):
+            launch, owners = kernel.prepared(*grid, memory, arguments)
+            prepared.append(launch._replace(moved=tuple(places)))
+            kept.append((kernel, owners))
+        run = host_calls.launches(len(bases), prepared, kept)
+        assert run is not None, "more addresses than host_calls.py allows"
+        self._run = run
 
     def __call__(self, addresses: Sequence[int]) -> None:
         """Launch all on the current stream of the device, with these addresses in the place of the bases."""
@@ -59,15 +56,4 @@ class PreparedLaunches:
             with torch.cuda.device(index):
                 self(addresses)
             return
-        if not hasattr(self._local, "ready"):
-            use_context()
-            self._local.ready = True
-        stream = compat.current_cuda_stream(index)
-        with self._lock:
-            for argument, base, offset in self._moved:
-                argument.value = addresses[base] + offset
-            for launch, reference, handle, pointers, config, _ in self._calls:
-                config.stream = stream
-                result = launch(reference, handle, pointers, None)
-                if result:
-                    check_error(result)
+        self._run(compat.current_cuda_stream(index), *addresses)

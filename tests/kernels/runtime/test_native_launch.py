@@ -1,13 +1,13 @@
 """Launches through the driver: the parameters of a signature, the block of arguments, and who launches otherwise."""
 
-import ctypes
+import struct
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from mxtensor.kernels.runtime import native_launch
-from mxtensor.kernels.runtime.native_launch import NativeLaunch, parameters, prepared
+from mxtensor.kernels.runtime import host_calls, native_launch
+from mxtensor.kernels.runtime.native_launch import parameters, prepared
 
 X, Y = torch.empty(4), torch.empty(2)
 SIGNATURE = {
@@ -19,23 +19,16 @@ SIZES = [(8, None), (4, 7), (8, None), (8, 1 << 40)]
 
 
 class Driver:
-    """Notes what is launched; knows a kernel with parameters of ``sizes``."""
+    """Knows a kernel with parameters of ``sizes``."""
 
-    def __init__(self, sizes=(8, 4, 8, 8, 8, 8), result=0):
-        self.sizes, self.result, self.launched = sizes, result, []
+    def __init__(self, sizes=(8, 4, 8, 8, 8, 8)):
+        self.sizes = sizes
 
     def cuFuncGetParamInfo(self, handle, index, offset, size):  # noqa: N802
         if index.value >= len(self.sizes):
             return 1
         size._obj.value = self.sizes[index.value]
         return 0
-
-    def cuLaunchKernelEx(self, settings, handle, pointers, extra):  # noqa: N802
-        kinds = {4: ctypes.c_uint32, 8: ctypes.c_uint64}
-        values = [kinds[n].from_address(pointers[i]).value for i, n in enumerate(self.sizes)]
-        s = settings._obj
-        self.launched.append(((s.x, s.y, s.z, s.threads, s.memory, s.stream), handle.value, values))
-        return self.result
 
 
 def compiled(signature=None, run="CudaLauncher", **facts):
@@ -51,6 +44,7 @@ def compiled(signature=None, run="CudaLauncher", **facts):
 def driver(monkeypatch):
     driver = Driver()
     monkeypatch.setattr(native_launch, "driver", lambda: driver)
+    monkeypatch.setattr(host_calls, "launches", lambda addresses, steps: (addresses, steps))
     return driver
 
 
@@ -60,14 +54,12 @@ def test_parameters_are_addresses_and_integers_without_constants():
     assert parameters(["*fp32", "*fp32"], (X,)) is None
 
 
-def test_a_launch_writes_its_addresses_and_keeps_its_integers(driver):
-    launch, tensors = prepared(compiled(), 5, ARGUMENTS)
-    assert tensors == (X, Y)
-    for stream, addresses in ((3, (10, 20)), (4, (30, 40))):
-        launch(stream, *addresses)
-        settings, handle, values = driver.launched[-1]
-        assert settings == (5, 1, 1, 128, 1024, stream) and handle == 99
-        assert values == [addresses[0], 7, addresses[1], 1 << 40, 0, 0]
+def test_a_launch_moves_its_addresses_and_keeps_its_integers(driver):
+    (addresses, [step]), tensors = prepared(compiled(), 5, ARGUMENTS)
+    assert tensors == (X, Y) and addresses == 2
+    assert (step.kernel, step.x, step.y, step.z, step.threads, step.memory) == (99, 5, 1, 1, 128, 1024)
+    assert struct.unpack("<6q", step.block) == (0, 7, 0, 1 << 40, 0, 0)
+    assert step.offsets == (0, 8, 16, 24, 32, 40) and step.moved == ((0, 0, 0), (16, 1, 0))
 
 
 @pytest.mark.parametrize(
@@ -90,11 +82,3 @@ def test_triton_launches_kernels_whose_parameters_the_driver_knows_otherwise(dri
 def test_an_older_driver_is_not_asked(monkeypatch):
     monkeypatch.setattr(native_launch, "driver", lambda: SimpleNamespace(cuLaunchKernelEx=None))
     assert prepared(compiled(), 5, ARGUMENTS) is None
-
-
-def test_an_error_of_the_driver_is_raised(driver, monkeypatch):
-    driver.result = 701
-    monkeypatch.setattr(native_launch, "check_error", lambda code: (_ for _ in ()).throw(RuntimeError(f"error {code}")))
-    launch = NativeLaunch(99, 1, 128, 0, SIZES)
-    with pytest.raises(RuntimeError, match="error 701"):
-        launch(0, 1, 2)
