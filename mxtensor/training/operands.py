@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.gemm.spec import Form, GemmOperand, RowOperand, Unquantized, row_operand_of
+from ..kernels.gemm.row_operand import RowOperand
+from ..kernels.gemm.spec import Form, GemmOperand, Unquantized
 from ..kernels.quantize.hadamard import rotated
 from ..kernels.quantize.select import dequantize_operand, quantize_operand
 from ..kernels.quantize.select_pair import cast_pair
@@ -186,7 +187,10 @@ class SavedOperand(NamedTuple):
             return mine[0] if mine else None
         if self.row_scaled:
             rows, cols = self.shape
-            return row_operand_of(mine, self.format, (rows, cols))
+            if len(mine) == 1:
+                return RowOperand.inside(mine[0], self.format, (rows, cols))
+            codes, row_scale, beyond, scale = mine
+            return RowOperand(codes, row_scale, beyond, scale, self.format, (rows, cols))
         return Operand.from_tensors(mine, self.format, self.shape)
 
 
@@ -197,7 +201,8 @@ def saved(gemm_operand: GemmOperand | None) -> tuple[SavedOperand, list[Tensor]]
     if isinstance(gemm_operand, Tensor):
         return SavedOperand(1), [gemm_operand]
     if isinstance(gemm_operand, RowOperand):
-        return SavedOperand(4, gemm_operand.format, gemm_operand.shape, True), [*gemm_operand[:4]]
+        parts = [*gemm_operand[:4]] if gemm_operand.memory is None else [gemm_operand.memory]
+        return SavedOperand(len(parts), gemm_operand.format, gemm_operand.shape, True), parts
     assert isinstance(gemm_operand, Operand)
     tensors = gemm_operand.tensors
     return SavedOperand(len(tensors), gemm_operand.format, gemm_operand.shape), [*tensors]

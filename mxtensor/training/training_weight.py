@@ -22,6 +22,7 @@ from ..core.autograd import mode_of_views
 from ..core.compat import (
     disable_subclass_torch_function,
     make_wrapper_subclass,
+    no_torch_function,
     return_and_correct_aliasing,
     tree_map_only,
 )
@@ -131,13 +132,14 @@ class TrainingWeight(KeepsAttributes):
             return rule(func, args, kwargs or {})
         if func in INSIDE and isinstance(args[0], TrainingWeight):
             return func(args[0].high_precision, *args[1:], **(kwargs or {}))
-        with disable_subclass_torch_function():
-            return func(*args, **(kwargs or {}))
+        return no_torch_function(func, types, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if not func._schema.returns:
+            return _write(func, args, kwargs or {})
         weights: list[TrainingWeight] = []
 
         def inside(weight: TrainingWeight) -> Tensor:
@@ -303,6 +305,19 @@ def _shard_of(values: Tensor, weight: TrainingWeight, func: Any) -> Shard | None
     if func is not aten.new_zeros.default:
         return weight.shard
     return shard_of(weight.shard, tuple(weight.shape), tuple(values.shape))
+
+
+def _write(func: Any, args: Any, kwargs: Any) -> None:
+    """An op without results, such as those by which optimizers write many weights at a time."""
+
+    def inside(t: Any) -> Any:
+        if not isinstance(t, TrainingWeight):
+            return [*map(inside, t)] if isinstance(t, (list, tuple)) else t
+        if isinstance(t.high_precision, MXTensor):
+            _refuse_values(func, t)
+        return t.high_precision
+
+    func(*map(inside, args), **{key: inside(value) for key, value in kwargs.items()})
 
 
 def _refuse_values(func: Any, weight: TrainingWeight) -> NoReturn:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import mxtensor as mx
-from mxtensor.numerics import swizzle
+from mxtensor.numerics import derived
 from mxtensor.numerics.cast import Cast
 from mxtensor.recipe import CustomRecipe, MXFP4BlockScaling, MXFP8BlockScaling
 from mxtensor.tensor.fsdp import Shard, refusal
@@ -237,7 +237,7 @@ def test_a_cached_swizzled_scale_ends_with_the_gather(make, alone):
         gathered = layer.weight.high_precision if isinstance(layer.weight, TrainingWeight) else layer.weight
         for operand in gathered.operands:
             assert torch.equal(
-                swizzle.cached_value(operand.scale, "doubled", lambda scale: scale * 2), operand.scale * 2
+                derived.cached_value(operand.scale, "doubled", lambda scale: scale * 2), operand.scale * 2
             )
         seen.append([operand.scale.clone() for operand in gathered.operands])
         layer.reshard()

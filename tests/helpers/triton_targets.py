@@ -28,7 +28,8 @@ import torch
 from mxtensor.kernels.attention import triton_ranges
 from mxtensor.kernels.attention.spec import AttentionArgs, Tokens
 from mxtensor.kernels.gemm import dot_scaled, fp8_rows, fp8_rows_both, fp8_rows_operand
-from mxtensor.kernels.gemm.spec import Form, RowOperand
+from mxtensor.kernels.gemm.row_operand import RowOperand
+from mxtensor.kernels.gemm.spec import Form
 from mxtensor.kernels.quantize import triton_columns, triton_common, triton_pair, triton_rows
 from mxtensor.kernels.runtime import triton_launch
 from mxtensor.numerics.cast import Cast

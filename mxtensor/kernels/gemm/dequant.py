@@ -25,11 +25,11 @@ from ..quantize.select import dequantize_operand, fake_quantize, rows_decoder
 from ..runtime.check import check_argument, check_codes, check_scalars
 from . import cublas
 from .emulated import values
+from .row_operand import RowOperand
 from .spec import (
     FakeQuantized,
     GemmArgs,
     GemmOperand,
-    RowOperand,
     Unquantized,
     finish,
     format_of,

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ...core.kernel import Kernel, Spec
 from ..quantize.select import dequantize_operand, operand_of
-from .spec import FakeQuantized, GemmArgs, GemmOperand, RowOperand, data_of, finish, values_of_rows
+from .row_operand import RowOperand, values_of_rows
+from .spec import FakeQuantized, GemmArgs, GemmOperand, data_of, finish
 
 
 def refuses(spec: Spec, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> str | None:

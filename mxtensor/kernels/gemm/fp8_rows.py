@@ -34,7 +34,6 @@ from . import fp8_rows_cache
 from .cublas_lt import recorded_product
 from .fp8_rows_costs import MEASURED, slower
 from .fp8_rows_operand import (
-    INNER,
     ROWS,
     matrix_of,
     rows_of_operand,
@@ -42,13 +41,13 @@ from .fp8_rows_operand import (
     why_not_in_one,
 )
 from .fp8_rows_ops import cast_to_rows, operand_to_rows
+from .row_operand import INNER, RowOperand
 from .scaled_mm_call import USE_FAST_ACCUM
 from .scaled_mm_contract import SCALINGS, plan_here
 from .spec import (
     FakeQuantized,
     GemmArgs,
     GemmOperand,
-    RowOperand,
     Unquantized,
     needs_codes,
     not_rows_by_matrix,

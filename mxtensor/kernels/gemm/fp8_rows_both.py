@@ -14,8 +14,9 @@ from ...numerics.row_scaled import why_not
 from ..quantize import triton_tiles as tiles
 from ..quantize.triton_common import ceil_div, code_of, in_pairs, rows_of
 from ..runtime.triton_launch import device_code, launch, on, zeros
-from .fp8_rows_operand import INNER, constants_of, empty_rows, why_not_in_one
-from .spec import GemmOperand, RowOperand, Unquantized
+from .fp8_rows_operand import constants_of, why_not_in_one
+from .row_operand import INNER, RowOperand, sections
+from .spec import GemmOperand, Unquantized
 
 Pair = tuple[RowOperand | None, RowOperand | None]
 
@@ -36,11 +37,9 @@ def why_not_both(x: Tensor, cast: Cast) -> str | None:
 
 
 def empty_operand(rows: int, cols: int, cast: Cast, device: torch.device) -> RowOperand:
-    """Memory for an operand with the scales of its blocks."""
-    codes, row_scale, beyond = empty_rows(rows, cols, device)
-    format = cast.format
-    scale = torch.empty(format.scale_shape((rows, cols)), dtype=format.scale.dtype, device=device)
-    return RowOperand(codes, row_scale, beyond, scale, format, (rows, cols))
+    """Memory for an operand with the scales of its blocks: one tensor, which is saved for the backward pass."""
+    size = sections(cast.format, (rows, cols))[1]
+    return RowOperand.inside(torch.empty(size, dtype=torch.uint8, device=device), cast.format, (rows, cols))
 
 
 def rows_of_both(x: Tensor, cast: Cast, rowwise: bool = True) -> Pair:

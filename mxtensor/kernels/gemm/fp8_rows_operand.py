@@ -21,9 +21,10 @@ from ..quantize.triton_common import SOURCES, ceil_div, code_of, rows_of
 from ..quantize.triton_constants import format_code
 from ..runtime import triton_launch
 from ..runtime.triton_launch import device_code, launch, on
+from .row_operand import INNER
 
-INNER, ROWS = 16, 16
-"""Codes are padded to multiples of these: torch needs both sizes of the right operand so."""
+ROWS = 16
+"""Weights are padded to a multiple of so many rows: torch needs it so."""
 ROW_GROUP = 128
 """Values that a program looks at as one block where the scale format has larger ones."""
 

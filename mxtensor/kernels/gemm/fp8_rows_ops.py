@@ -14,9 +14,10 @@ from ..quantize.triton_common import refuses
 from ..quantize.triton_ops import cast_arguments
 from ..runtime.check import check_argument, check_codes, check_device
 from ..runtime.recorded_op import recorded
-from .fp8_rows_both import Pair, empty_operand, rows_of_both, why_not_both
-from .fp8_rows_operand import INNER, matrix_of, rows_of_operand, rows_of_values, why_not_in_one
-from .spec import Form, RowOperand, row_operand_of
+from .fp8_rows_both import Pair, rows_of_both, why_not_both
+from .fp8_rows_operand import matrix_of, rows_of_operand, rows_of_values, why_not_in_one
+from .row_operand import INNER, RowOperand, sections
+from .spec import Form
 
 # ---------------------------------------------------------------------------------------------- ops
 
@@ -71,23 +72,21 @@ def _(x, format, scaling, rounding, seed, amax_epsilon, any_distance):  # type: 
 def cast_both_to_rows(
     x: Tensor, format: str, scaling: str, rounding: str, seed: int | None, amax_epsilon: float, rowwise: bool
 ) -> list[Tensor]:
-    """``rows_of_both``: codes, row scales, marks and scales of the matrix, if asked for, then of its transpose."""
+    """``rows_of_both``: the memory of the operand of the matrix, if asked for, then of that of its transpose."""
     op, cast = "mxtensor::cast_both_to_rows", Cast.of(format, scaling, rounding, seed, amax_epsilon)
     check_argument(op, "x", x, (torch.bfloat16,), (None, None), x.device)
     check_device(op, x)
     reason = why_not_both(x, cast)
     if reason is not None:
         raise ValueError(f"{op} {reason}")
-    return [t for side in rows_of_both(x, cast, rowwise) if side is not None for t in side[:4]]
+    return [side.memory for side in rows_of_both(x, cast, rowwise) if side is not None]  # type: ignore[misc]
 
 
 @custom_ops.fake_of(cast_both_to_rows)
 def _(x, format, scaling, rounding, seed, amax_epsilon, rowwise):  # type: ignore[no-untyped-def]
-    cast = Cast.of(format, scaling, rounding, seed, amax_epsilon)
-    out: list[Tensor] = []
-    for rows, cols in ([tuple(x.shape)] if rowwise else []) + [(x.shape[1], x.shape[0])]:
-        out += empty_operand(rows, cols, cast, x.device)[:4]
-    return out
+    rows, cols = x.shape
+    shapes = [(rows, cols), (cols, rows)] if rowwise else [(cols, rows)]
+    return [x.new_empty(sections(get_format(format), shape)[1], dtype=torch.uint8) for shape in shapes]
 
 
 # ---------------------------------------------------------------------------------------------- the kernel
@@ -113,10 +112,11 @@ def _run_traced(x: Tensor, cast: Cast, rowwise: Form | None, columnwise: Form | 
     rows, cols = x.shape
     x, arguments, format = x.detach(), cast_arguments(cast), cast.format
     if columnwise is None:
-        return row_operand_of(cast_to_rows(x, *arguments, True), format, (rows, cols)), None
-    tensors = cast_both_to_rows(x, *arguments, rowwise is not None)
-    row = None if rowwise is None else row_operand_of(tensors[:4], format, (rows, cols))
-    return row, row_operand_of(tensors[-4:], format, (cols, rows))
+        codes, row_scale, beyond, scale = cast_to_rows(x, *arguments, True)
+        return RowOperand(codes, row_scale, beyond, scale, format, (rows, cols)), None
+    memory = cast_both_to_rows(x, *arguments, rowwise is not None)
+    row = None if rowwise is None else RowOperand.inside(memory[0], format, (rows, cols))
+    return row, RowOperand.inside(memory[-1], format, (cols, rows))
 
 
 PAIR = Kernel("triton rows", _refuses, _run, "cuda", _run_traced)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple, TypeAlias
@@ -15,7 +15,7 @@ from ...core.kernel import Spec
 from ...numerics.cast import Cast
 from ...numerics.formats import Format
 from ...numerics.operand import Operand
-from ...numerics.row_scaled import RowScaled, row_values
+from .row_operand import RowOperand
 
 
 @dataclass(frozen=True)
@@ -64,21 +64,6 @@ class FakeQuantized:
         return tuple(self.values.shape)
 
 
-class RowOperand(NamedTuple):
-    """A matrix (rows, cols) as ``numerics.row_scaled.RowScaled``, and where its exact values are: for ``fp8_rows``."""
-
-    codes: Tensor
-    """float8_e4m3fn (rows padded, cols padded)"""
-    row_scale: Tensor
-    """float32 (rows padded, 1)"""
-    beyond: Tensor
-    """uint8 (rows padded,)"""
-    scale: Tensor
-    """scales of the blocks, 2-D, as in ``Operand``; where it was made by a cast, in rows beyond the bound only"""
-    format: Format
-    shape: tuple[int, int]
-
-
 GemmOperand: TypeAlias = Operand | Unquantized | FakeQuantized | RowOperand | Tensor
 """One operand of a product, (..., rows, K): codes blocked along K, values that still need a cast, values that a cast
 has rounded, codes under the scales of rows, or plain values."""
@@ -92,20 +77,6 @@ class GemmArgs(NamedTuple):
     bias: Tensor | None = None
     alpha: float = 1
     beta: float = 1
-
-
-def row_operand_of(tensors: Sequence[Tensor], format: Format, shape: tuple[int, int]) -> RowOperand:
-    """The operand of its four tensors."""
-    codes, row_scale, beyond, scale = tensors
-    return RowOperand(codes, row_scale, beyond, scale, format, shape)
-
-
-def values_of_rows(operand: RowOperand) -> Tensor:
-    """The float32 values of a row-scaled operand of 8-bit elements."""
-    rows, cols = operand.shape
-    codes, format = operand.codes[:rows, :cols].view(torch.uint8), operand.format
-    own = Operand(codes.view(format.element.dtype), operand.scale, None, format, operand.shape)
-    return row_values(RowScaled(codes, operand.row_scale[:rows], operand.beyond[:rows]), own)
 
 
 def format_of(operand: GemmOperand) -> Format | torch.dtype:

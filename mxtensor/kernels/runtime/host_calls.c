@@ -297,7 +297,21 @@ static void product_free(PyObject *object) {
 CALLABLE(Launches, "Launches", launches_new, launches_free);
 CALLABLE(Product, "Product", product_new, product_free);
 
-static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, .m_name = "mxtensor_host_calls", .m_size = -1};
+// clear(function, stream, address, count): cuMemsetD32Async with zeros; returns its status
+static PyObject *clear(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    uint64_t given[4];
+    if (addresses_of(args, count, 4, given)) return NULL;
+    int status;
+    Py_BEGIN_ALLOW_THREADS;
+    status = ((int (*)(uint64_t, unsigned, size_t, void *))(uintptr_t)given[0])(
+        given[2], 0, (size_t)given[3], (void *)(uintptr_t)given[1]);
+    Py_END_ALLOW_THREADS;
+    return PyLong_FromLong(status);
+}
+
+static PyMethodDef methods[] = {{"clear", (PyCFunction)(void (*)(void))clear, METH_FASTCALL, NULL}, {NULL, NULL, 0, NULL}};
+static struct PyModuleDef module = {
+    PyModuleDef_HEAD_INIT, .m_name = "mxtensor_host_calls", .m_size = -1, .m_methods = methods};
 
 PyMODINIT_FUNC PyInit_mxtensor_host_calls(void) {
     PyObject *made = PyModule_Create(&module);

@@ -100,6 +100,23 @@ def launches(addresses: int, steps: Sequence[Step], kept: Any = None) -> Run | N
     return run
 
 
+@cache
+def _memset() -> int:
+    return address_of(driver().cuMemsetD32Async)
+
+
+def clear(stream: int, address: int, count: int) -> None:
+    """Write ``count`` zeros of 32 bits at an address, on ``stream``."""
+    compiled = module()
+    if isinstance(compiled, str):
+        number, size, pointer = ctypes.c_uint64(address), ctypes.c_size_t(count), ctypes.c_void_p(stream)
+        status = driver().cuMemsetD32Async(number, ctypes.c_uint(0), size, pointer)
+    else:
+        status = compiled.clear(_memset(), stream, address, count)
+    if status:
+        check_error(status)
+
+
 class PythonLaunches:
     """What ``Launches`` of ``host_calls.c`` does, with the same arguments. Calls of several threads take turns."""
 

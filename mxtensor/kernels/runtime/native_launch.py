@@ -1,4 +1,4 @@
-"""Launches of compiled Triton kernels, and memsets, straight through the CUDA driver, for recorded programs.
+"""Launches of compiled Triton kernels, straight through the CUDA driver, for recorded programs.
 
 Triton's own launch takes all arguments, constants included, and Python around a function in C: 9 us of the host on the
 machine of an H100. A recorded launch differs from call to call in its addresses only. They are written to a block of
@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.cuda import check_error
 
 from . import host_calls
 from .cuda_driver import driver
@@ -103,12 +102,3 @@ def prepared(
     )
     run = native_launch(compiled.function, programs, 32 * metadata.num_warps, metadata.shared, sizes)
     return None if run is None else (run, tensors)
-
-
-def clear(stream: int, address: int, count: int) -> None:
-    """Write ``count`` zeros of 32 bits at an address, on ``stream``."""
-    result = driver().cuMemsetD32Async(
-        ctypes.c_uint64(address), ctypes.c_uint(0), ctypes.c_size_t(count), ctypes.c_void_p(stream)
-    )
-    if result:
-        check_error(result)

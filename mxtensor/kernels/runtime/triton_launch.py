@@ -14,7 +14,7 @@ import torch
 from ...core import compat, recording
 from ...core.devices import cached, device_capability
 from ...core.kernel import Spec, elsewhere
-from . import native_launch
+from . import host_calls, native_launch
 from .availability import other_build
 
 OLDEST = (8, 0)
@@ -101,7 +101,7 @@ def zeros(count: int, device: torch.device) -> torch.Tensor:
     out = torch.empty(count, dtype=torch.int32, device=device)
     with recorder.paused():
         out.zero_()
-    recorder.launch(recording.Launch(native_launch.clear, (), (), (out, count)))
+    recorder.launch(recording.Launch(host_calls.clear, (), (), (out, count)))
     return out
 
 

@@ -21,11 +21,11 @@ from ...numerics.cast import Cast
 from ...numerics.formats import Format
 from ...numerics.operand import Operand
 from ...numerics.validate import check_sizes
+from ..gemm.row_operand import RowOperand
 from ..gemm.spec import (
     FakeQuantized,
     GemmArgs,
     GemmOperand,
-    RowOperand,
     Unquantized,
     flat_bias,
     not_a_bias_of_groups,

@@ -7,7 +7,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import mxtensor as mx
 from mxtensor.kernels.gemm import fp8_rows_ops
 from mxtensor.kernels.gemm.fp8_rows_both import rows_of_both, wants_rows, why_not_both
-from mxtensor.kernels.gemm.spec import Form, Unquantized, values_of_rows
+from mxtensor.kernels.gemm.row_operand import RowOperand, sections, values_of_rows
+from mxtensor.kernels.gemm.spec import Form, Unquantized
 from mxtensor.kernels.quantize import triton_tiles
 from mxtensor.numerics.reference import decode, encode
 from mxtensor.numerics.row_scaled import row_scaled
@@ -103,15 +104,29 @@ def test_a_traced_cast_has_the_shapes_of_the_eager_one(pretend):
     pretend((9, 0))
     cast = mx.Cast.of("mxfp8")
     x = torch.randn(32, 64).to(BF16)
-    eager = [t for side in rows_of_both(x, cast) for t in side[:4]]
+    eager = [side.memory for side in rows_of_both(x, cast)]
     op = torch.ops.mxtensor.cast_both_to_rows
     arguments = ("mxfp8_e4m3", "rceil", "nearest", None, 0.0)
     with FakeTensorMode():
         fake = op(torch.empty(32, 64, dtype=BF16), *arguments, True)
-        assert len(op(torch.empty(32, 64, dtype=BF16), *arguments, False)) == 4
+        assert len(op(torch.empty(32, 64, dtype=BF16), *arguments, False)) == 1
     assert [(t.shape, t.stride(), t.dtype) for t in fake] == [(t.shape, t.stride(), t.dtype) for t in eager]
     with pytest.raises(ValueError, match="casts 8-bit elements"):
         op(x, "mxfp4", "rceil", "nearest", None, 0.0, True)
+
+
+@pytest.mark.parametrize("shape", [(32, 64), (48, 80), (16, 16)])
+def test_an_operand_lies_in_one_memory(pretend, shape):
+    pretend((9, 0))
+    _, column = rows_of_both(torch.randn(shape).to(BF16), mx.Cast.of("mxfp8"))
+    memory, again = column.memory, RowOperand.inside(column.memory, column.format, column.shape)
+    places, size = sections(column.format, column.shape)
+    ends = [start + size for start, size in places]
+    assert all(start % 16 == 0 for start, _ in places) and memory.numel() == size >= ends[-1]
+    assert all(end <= start for end, (start, _) in zip(ends, places[1:], strict=False))
+    for part, same, (start, length) in zip(column[:4], again[:4], places, strict=True):
+        assert part.data_ptr() == memory.data_ptr() + start and part.nbytes == length
+        assert (same.shape, same.dtype, same.data_ptr()) == (part.shape, part.dtype, part.data_ptr())
 
 
 def test_operands_that_are_codes_already_are_not_wanted_as_rows():

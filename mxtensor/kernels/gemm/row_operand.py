@@ -1,0 +1,68 @@
+"""A matrix as E4M3 codes with one power of two for each row, as ``fp8_rows`` multiplies it, and its memory."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...numerics.formats import Format
+from ...numerics.operand import Operand
+from ...numerics.row_scaled import RowScaled, row_values
+from ...numerics.swizzle import round_up
+
+INNER = 16
+"""Codes of a row-scaled operand are padded to a multiple of this in each row: torch needs it so."""
+ALIGNMENT = 16
+"""Bytes: of a tensor that shares the memory of a row-scaled operand."""
+
+
+class RowOperand(NamedTuple):
+    """A matrix (rows, cols) as ``numerics.row_scaled.RowScaled``, and where its exact values are: for ``fp8_rows``."""
+
+    codes: Tensor
+    """float8_e4m3fn (rows padded, cols padded)"""
+    row_scale: Tensor
+    """float32 (rows padded, 1)"""
+    beyond: Tensor
+    """uint8 (rows padded,)"""
+    scale: Tensor
+    """scales of the blocks, 2-D, as in ``Operand``; where it was made by a cast, in rows beyond the bound only"""
+    format: Format
+    shape: tuple[int, int]
+    memory: Tensor | None = None
+    """uint8 (bytes,): what holds all four, in the order of ``sections``; None if they are apart"""
+
+    @classmethod
+    def inside(cls, memory: Tensor, format: Format, shape: tuple[int, int]) -> RowOperand:
+        """The operand in memory of ``sections(format, shape)`` bytes, whose rows are not padded."""
+        rows = shape[0]
+        codes, row_scale, beyond, scale = (memory.narrow(0, start, size) for start, size in sections(format, shape)[0])
+        scale = scale.view(format.scale.dtype).view(format.scale_shape(shape))
+        parts = codes.view(rows, -1), row_scale.view(torch.float32).view(rows, 1), beyond, scale
+        return cls(*parts, format, shape, memory)
+
+
+@cache
+def sections(format: Format, shape: tuple[int, int]) -> tuple[list[tuple[int, int]], int]:
+    """(first byte, bytes) of codes, row scales, marks and scales of blocks in the memory of a row-scaled operand, and
+    the bytes of all."""
+    rows, cols = shape
+    scales = format.scale_shape(shape)
+    sizes = rows * round_up(cols, INNER), 4 * rows, rows, format.scale.dtype.itemsize * math.prod(scales)
+    places, start = [], 0
+    for size in sizes:
+        places.append((start, size))
+        start += round_up(size, ALIGNMENT)
+    return places, start
+
+
+def values_of_rows(operand: RowOperand) -> Tensor:
+    """The float32 values of a row-scaled operand of 8-bit elements."""
+    rows, cols = operand.shape
+    codes, format = operand.codes[:rows, :cols].view(torch.uint8), operand.format
+    own = Operand(codes.view(format.element.dtype), operand.scale, None, format, operand.shape)
+    return row_values(RowScaled(codes, operand.row_scale[:rows], operand.beyond[:rows]), own)
