@@ -46,7 +46,8 @@ def encode_elements(y: Tensor, element: ElementFormat) -> Tensor:
 
 
 def random_words(seed: int, index: Tensor) -> Tensor:
-    """One random number in 0 .. 2^32 - 1 (int64) for each int64 index: Philox 4x32-10, counter ``index``, key ``seed``.
+    """Four random numbers in 0 .. 2^32 - 1 (int64) for each int64 index, in a new last dimension: Philox 4x32-10,
+    counter ``index``, key ``seed``.
 
     Source: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (2011).
     """
@@ -58,13 +59,20 @@ def random_words(seed: int, index: Tensor) -> Tensor:
         c0, c1 = ((second >> 32) & mask) ^ c1 ^ key[0], second & mask
         c2, c3 = ((first >> 32) & mask) ^ c3 ^ key[1], first & mask
         key = ((key[0] + 0x9E3779B9) & mask, (key[1] + 0xBB67AE85) & mask)
-    return c0
+    return torch.stack((c0, c1, c2, c3), -1)
 
 
 def uniform(seed: int, like: Tensor) -> Tensor:
-    """float32 multiples of 2^-24 in [0, 1); each is determined by ``seed`` and by its index in ``like``."""
-    index = torch.arange(like.numel(), dtype=torch.int64, device=like.device).view(like.shape)
-    return (random_words(seed, index) >> 8).to(torch.float32) * 2.0**-24
+    """float32 multiples of 2^-24 in [0, 1); each is determined by ``seed`` and by its row and column in ``like``.
+
+    Value c of row r is word c % 4 of counter r * ceil(columns / 4) + c // 4: one counter serves four neighbours.
+    """
+    cols = like.shape[-1] if like.dim() else 1
+    fours = -(-cols // 4)
+    rows = like.numel() // max(cols, 1)
+    words = random_words(seed, torch.arange(rows * fours, dtype=torch.int64, device=like.device))
+    noise = (words.view(rows, 4 * fours).narrow(1, 0, cols) >> 8).to(torch.float32) * 2.0**-24
+    return noise.view(like.shape)
 
 
 def round_stochastically(y: Tensor, element: ElementFormat, noise: Tensor | None = None) -> Tensor:

@@ -7,7 +7,17 @@ are never written. Row offsets are 64 bits wide. One program casts one tile.
 import triton
 import triton.language as tl
 
-from .elements import amax_bits, dither, from_codes, global_encode, magnitude_bits, scales_of, to_codes, widened
+from .elements import (
+    amax_bits,
+    bits_of,
+    dither,
+    from_codes,
+    global_encode,
+    magnitude_bits,
+    scales_of,
+    to_codes,
+    widened,
+)
 
 
 @triton.jit
@@ -57,13 +67,47 @@ def finish_codes(code, finite, C: tl.constexpr):
 
 
 @triton.jit
-def rounded(y, index, seed_ptr, stream: tl.constexpr, C: tl.constexpr):
-    """y; or stochastically rounded by the random number of ``seed + stream`` and ``index``."""
+def random_words(counter, seed_ptr, stream: tl.constexpr, C: tl.constexpr):
+    """The four words of ``seed + stream`` and an int64 counter, each for one of four neighbouring values of a row of
+    the operand; four times the counter if nothing is rounded by them."""
     if C.stochastic:
-        low, high = index.to(tl.uint32), (index >> 32).to(tl.uint32)
+        low, high = counter.to(tl.uint32), (counter >> 32).to(tl.uint32)
         zero = low * 0
-        random, _1, _2, _3 = tl.philox(tl.load(seed_ptr) + stream, low, high, zero, zero)
-        return tl.where(y == y, dither(y, random.to(tl.uint32), C), y)
+        return tl.philox(tl.load(seed_ptr) + stream, low, high, zero, zero)
+    else:
+        return counter, counter, counter, counter
+
+
+@triton.jit
+def nothing(x):
+    """int64 zeros that the compiler takes for a function of x: what they are added to is computed in the registers of
+    x, and not moved there through shared memory."""
+    return ((bits_of(widened(x)).to(tl.uint32, bitcast=True) >> 31) >> 1).to(tl.int64)
+
+
+@triton.jit
+def in_fours(r0, r1, r2, r3):
+    """(..., n, 2, 2): the four of each place side by side."""
+    return tl.join(tl.join(r0, r2), tl.join(r1, r3))
+
+
+@triton.jit
+def words_of_tile(row, tile, cols, seed_ptr, BK: tl.constexpr, C: tl.constexpr):
+    """The words (BM, BK) of the values of column tile ``tile`` in rows (BM, 1)."""
+    if C.stochastic:
+        BM: tl.constexpr = row.shape[0]
+        four = tile * (BK // 4) + tl.arange(0, BK // 4)[None, :]
+        r0, r1, r2, r3 = random_words(row.to(tl.int64) * tl.cdiv(cols, 4) + four, seed_ptr, 0, C)
+        return tl.reshape(in_fours(r0, r1, r2, r3), (BM, BK))
+    else:
+        return row
+
+
+@triton.jit
+def rounded(y, word, C: tl.constexpr):
+    """y; or stochastically rounded by random words of 32 bits."""
+    if C.stochastic:
+        return tl.where(y == y, dither(y, word.to(tl.uint32), C), y)
     else:
         return y
 
@@ -142,10 +186,10 @@ def quantize_rows(
     rows_in = row < rows
     x = load_tile(x_ptr + row.to(tl.int64) * stride + col, rows_in & (col < cols), EVEN)
     encode = encode_scale(amax_ptr, global_ptr, pid, C)
-    index = row.to(tl.int64) * cols + col
+    word = words_of_tile(row, pid % tiles, cols, seed_ptr, BK, C)
     if C.block == 0:
         stored, multiplier, value, finite = block_scales(tl.load(amax_ptr), encode, C)
-        code = finish_codes(to_codes(rounded(widened(x) * multiplier, index, seed_ptr, 0, C), C), finite, C)
+        code = finish_codes(to_codes(rounded(widened(x) * multiplier, word, C), C), finite, C)
         if VALUES:
             decoded = from_codes(code, C) * value
         elif pid == 0:
@@ -155,7 +199,7 @@ def quantize_rows(
         amax = amax_bits(tl.max(magnitude_bits(tl.reshape(x, (BM, NB, C.block))), axis=2), x)
         stored, multiplier, value, finite = block_scales(amax, encode, C)
         y = tl.reshape(widened(tl.reshape(x, (BM, NB, C.block))) * multiplier[:, :, None], (BM, BK))
-        code = to_codes(rounded(y, index, seed_ptr, 0, C), C)
+        code = to_codes(rounded(y, word, C), C)
         code = finish_codes(tl.reshape(code, (BM, NB, C.block)), finite[:, :, None], C)
         if VALUES:
             decoded = tl.reshape(from_codes(code, C) * value[:, :, None], (BM, BK))
@@ -194,7 +238,7 @@ def quantize_full_rows(
         at = i * BK + col
         if not ONE:
             x = load_tile(x_ptr + x_row + at, rows_in & (at < cols), EVEN)
-        y = rounded(widened(x) * multiplier[:, None], row.to(tl.int64) * cols + at, seed_ptr, 0, C)
+        y = rounded(widened(x) * multiplier[:, None], words_of_tile(row, i, cols, seed_ptr, BK, C), C)
         code = finish_codes(to_codes(y, C), finite[:, None], C)
         if VALUES:
             decoded = (from_codes(code, C) * value[:, None]).to(data_ptr.dtype.element_ty)
@@ -224,7 +268,7 @@ def quantize_tiles(
     amax = amax_bits(tl.max(tl.max(magnitude_bits(tl.reshape(x, (B, NB, B))), axis=2), axis=0), x)
     stored, multiplier, value, finite = block_scales(amax, encode, C)
     y = tl.reshape(widened(tl.reshape(x, (B, NB, B))) * multiplier[None, :, None], (B, BK))
-    code = to_codes(rounded(y, row.to(tl.int64) * cols + col, seed_ptr, 0, C), C)
+    code = to_codes(rounded(y, words_of_tile(row, pid % tiles, cols, seed_ptr, BK, C), C), C)
     code = finish_codes(tl.reshape(code, (B, NB, B)), finite[None, :, None], C)
     if VALUES:
         decoded = tl.reshape(from_codes(code, C) * value[None, :, None], (B, BK))

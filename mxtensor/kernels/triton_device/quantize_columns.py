@@ -14,7 +14,10 @@ from .quantize import (
     block_scales,
     encode_scale,
     finish_codes,
+    in_fours,
     load_tile,
+    nothing,
+    random_words,
     rounded,
     scale_offset,
     store_codes,
@@ -82,11 +85,10 @@ def store_values(code, scale, row, col, out_ptr, rows, cols, stride, C: tl.const
 
 @triton.jit
 def store_column_values(
-    x, row, col, multiplier, value, finite, out_ptr, seed_ptr, rows, cols, stride,
-    STREAM: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr,
+    x, word, row, col, multiplier, value, finite, out_ptr, rows, cols, stride, C: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Store the columnwise values of one group of rows, x (Q, W, J, V) at ``row`` and ``col``."""
-    y = rounded(widened(x) * multiplier, col.to(tl.int64) * rows + row, seed_ptr, STREAM, C)
+    y = rounded(widened(x) * multiplier, word, C)
     store_values(finish_codes(to_codes(y, C), finite, C), value, row, col, out_ptr, rows, cols, stride, C, EVEN)
 
 
@@ -101,7 +103,12 @@ def store_rows(
     J: tl.constexpr = x.shape[2]
     largest = tl.max(tl.reshape(tl.max(magnitude_bits(x), axis=3), (NB, Q // NB, W, J)), axis=1)
     stored, multiplier, value, finite = block_scales(amax_bits(largest, x), encode, C)
-    y = rounded(widened(x) * over_columns(multiplier, Q), row.to(tl.int64) * cols + col, seed_ptr, 0, C)
+    y = widened(x) * over_columns(multiplier, Q)
+    if C.stochastic:
+        four = tile * Q + tl.arange(0, Q)[:, None, None]  # V = 4 columns in a thread
+        at = tl.reshape(row, (1, W, J)).to(tl.int64) * tl.cdiv(cols, 4) + four
+        r0, r1, r2, r3 = random_words(at + tl.max(nothing(x), axis=3), seed_ptr, 0, C)
+        y = rounded(y, tl.reshape(in_fours(r0, r1, r2, r3), (Q, W, J, 4)), C)
     code = finish_codes(to_codes(y, C), over_columns(finite.to(tl.int32), Q) != 0, C)
     if VALUES:
         store_values(code, over_columns(value, Q), row, col, data_ptr, rows, cols, data_stride, C, EVEN)
@@ -186,20 +193,22 @@ def quantize_columns(
         value = over_spans(value, G)
     multiplier, finite, value = multiplier[:, :, None, :], finite[:, :, None, :], value[:, :, None, :]
     STREAM: tl.constexpr = 0 if ROWS == "" else 1
+    # The four rows are four neighbours in a row of the transposed operand.
+    four = col.to(tl.int64) * tl.cdiv(rows, 4) + row // 4
+    r0, r1, r2, r3 = random_words(four + nothing(x0), seed_ptr, STREAM, C)
     if COLUMNS == "values":
         for i in tl.static_range(4):
             x = x0 if i == 0 else x1 if i == 1 else x2 if i == 2 else x3
+            r = r0 if i == 0 else r1 if i == 1 else r2 if i == 2 else r3
             store_column_values(
-                x, row + i, col, multiplier, value, finite, tdata_ptr, seed_ptr, rows, cols, tdata_stride,
-                STREAM, C, EVEN,
-            )  # fmt: skip
+                x, r, row + i, col, multiplier, value, finite, tdata_ptr, rows, cols, tdata_stride, C, EVEN
+            )
     else:
-        at = col.to(tl.int64) * rows + row
         word = word_of(
-            rounded(widened(x0) * multiplier, at, seed_ptr, STREAM, C),
-            rounded(widened(x1) * multiplier, at + 1, seed_ptr, STREAM, C),
-            rounded(widened(x2) * multiplier, at + 2, seed_ptr, STREAM, C),
-            rounded(widened(x3) * multiplier, at + 3, seed_ptr, STREAM, C),
+            rounded(widened(x0) * multiplier, r0, C),
+            rounded(widened(x1) * multiplier, r1, C),
+            rounded(widened(x2) * multiplier, r2, C),
+            rounded(widened(x3) * multiplier, r3, C),
             finite,
             C,
         )

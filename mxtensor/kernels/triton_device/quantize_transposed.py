@@ -7,14 +7,15 @@ import triton
 import triton.language as tl
 
 from .elements import INFINITY_BITS, amax_bits, bits_of, magnitude_bits, scales_of, to_codes, widened
-from .quantize import rounded, store_tile
+from .quantize import rounded, store_tile, words_of_tile
 from .quantize_columns import load_group, word_of
 
 
 @triton.jit
-def scaled(x, row, col, multiplier, finite, seed_ptr, cols, C: tl.constexpr, GIVEN: tl.constexpr):
+def scaled(x, row, tile, multiplier, finite, seed_ptr, cols, C: tl.constexpr, GIVEN: tl.constexpr):
     """Scaled values; all NaN unless ``finite``, and with GIVEN each value that is not finite is NaN."""
-    y = rounded(widened(x) * multiplier, row.to(tl.int64) * cols + col, seed_ptr, 0, C)
+    BK: tl.constexpr = x.shape[1]
+    y = rounded(widened(x) * multiplier, words_of_tile(row, tile, cols, seed_ptr, BK, C), C)
     if GIVEN:
         finite = finite & (amax_bits(magnitude_bits(x), x) < INFINITY_BITS)
     return tl.where(finite, y, float("nan"))
@@ -82,10 +83,10 @@ def quantize_transposed(
             tl.atomic_max(record_ptr, own, sem="relaxed")
         elif pid == 0:
             tl.atomic_max(record_ptr, amax, sem="relaxed")
-    y0 = scaled(x0, row, col, multiplier, finite, seed_ptr, cols, C, GIVEN)
-    y1 = scaled(x1, row + 1, col, multiplier, finite, seed_ptr, cols, C, GIVEN)
-    y2 = scaled(x2, row + 2, col, multiplier, finite, seed_ptr, cols, C, GIVEN)
-    y3 = scaled(x3, row + 3, col, multiplier, finite, seed_ptr, cols, C, GIVEN)
+    y0 = scaled(x0, row, pid % tiles, multiplier, finite, seed_ptr, cols, C, GIVEN)
+    y1 = scaled(x1, row + 1, pid % tiles, multiplier, finite, seed_ptr, cols, C, GIVEN)
+    y2 = scaled(x2, row + 2, pid % tiles, multiplier, finite, seed_ptr, cols, C, GIVEN)
+    y3 = scaled(x3, row + 3, pid % tiles, multiplier, finite, seed_ptr, cols, C, GIVEN)
     if ROWS:
         for i in tl.static_range(4):
             y = y0 if i == 0 else y1 if i == 1 else y2 if i == 2 else y3
