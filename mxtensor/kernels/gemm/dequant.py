@@ -19,11 +19,12 @@ from ...core.compat import cpu_multiplies_bfloat16
 from ...core.kernel import Kernel, Spec
 from ...core.tracing import is_traced
 from ...numerics.formats import Format, get_format
+from ...numerics.groups import Groups
 from ...numerics.operand import Operand
 from ..quantize import sliced
 from ..quantize.select import dequantize_operand, fake_quantize, rows_decoder
 from ..runtime.check import check_argument, check_codes, check_scalars
-from . import cublas
+from . import cublas, plain
 from .emulated import values
 from .spec import (
     FakeQuantized,
@@ -31,6 +32,7 @@ from .spec import (
     GemmOperand,
     RowOperand,
     Unquantized,
+    data_of,
     finish,
     format_of,
     not_row_scaled,
@@ -190,20 +192,27 @@ def run(a: GemmOperand, b: GemmOperand, args: GemmArgs) -> Tensor:
 
 def refuses_grouped(spec: Spec, a: GemmOperand, b: GemmOperand, ends: Tensor, args: GemmArgs) -> str | None:
     if spec.device.type == "cuda":
-        if args.out_dtype is torch.float32:
-            return "torch._grouped_mm rounds to bfloat16, the result is float32"
-        if _has_global_scale(a, b):
-            return "torch._grouped_mm cannot apply a global scale to the accumulator"
-        if spec.shapes[1][2] % 8 or spec.shapes[1][1] % 8:
-            return f"torch._grouped_mm needs K and N in multiples of 8, got {spec.shapes[1][2]} and {spec.shapes[1][1]}"
-    elif spec.traced:
-        return "the ends of the groups are being traced and have no values"
-    elif isinstance(b, Unquantized) or _has_global_scale(a):
+        reason = _refuses_on_cuda(spec.shapes[1][1:], a, b, args)
+        if reason is not None:
+            return reason
+    elif spec.traced and plain.why_not_traced(args) is not None:
+        return plain.why_not_traced(args)
+    elif (isinstance(b, Unquantized) and b.format.global_scale) or _has_global_scale(a):
         return "multiplies one quantized matrix of the stack at a time, by rows without a global scale"
     if isinstance(b, RowOperand):
         return not_row_scaled(a, b)
     one = b if isinstance(b, Unquantized) else matrix(b, 0) if b.shape[0] else b
     return refuses(spec._replace(shapes=(spec.shapes[0], spec.shapes[1][1:])), a, one, args)
+
+
+def _refuses_on_cuda(multiples: tuple[int, ...], a: GemmOperand, b: GemmOperand, args: GemmArgs) -> str | None:
+    if args.out_dtype is torch.float32:
+        return "torch._grouped_mm rounds to bfloat16, the result is float32"
+    if _has_global_scale(a, b):
+        return "torch._grouped_mm cannot apply a global scale to the accumulator"
+    if any(n % 8 for n in multiples):
+        return f"torch._grouped_mm needs K and N in multiples of 8, got {multiples[1]} and {multiples[0]}"
+    return None
 
 
 def matrix(stack: Operand | FakeQuantized | Tensor, i: int) -> Operand | FakeQuantized | Tensor:
@@ -221,7 +230,11 @@ def run_grouped(a: GemmOperand, b: GemmOperand, ends: Tensor, args: GemmArgs) ->
     if left.device.type == "cuda":
         right, _ = _values(b)
         return zero_after(torch._grouped_mm(left, right.transpose(-1, -2), offs=ends), ends)
-    assert not isinstance(b, (Unquantized, RowOperand))
+    if is_traced(left, data_of(b), ends):
+        return plain.rows(left, _values(b)[0], ends, args)
+    if isinstance(b, Unquantized):
+        b = FakeQuantized(_values(b)[0], None, b.format)
+    assert not isinstance(b, RowOperand)
     out = left.new_zeros(left.shape[0], b.shape[1])
     for i, (start, end) in enumerate(pairwise([0, *ends.tolist()])):
         if start < end:
@@ -229,5 +242,23 @@ def run_grouped(a: GemmOperand, b: GemmOperand, ends: Tensor, args: GemmArgs) ->
     return out
 
 
+def refuses_wgrad(spec: Spec, a: GemmOperand, b: GemmOperand, groups: Groups, args: GemmArgs) -> str | None:
+    if spec.device.type == "cuda":
+        reason = _refuses_on_cuda((spec.shapes[0][0], spec.shapes[1][0]), a, b, args)
+        if reason is not None:
+            return reason
+    elif _has_global_scale(a, b):
+        return "multiplies groups of columns without a global scale"
+    return refuses(spec, a, b, args)
+
+
+def run_wgrad(a: GemmOperand, b: GemmOperand, groups: Groups, args: GemmArgs) -> Tensor:
+    left, right = _values(a)[0], _values(b)[0]
+    if left.device.type == "cuda":  # the padding of a group is zeros, and every group has some rows
+        return torch._grouped_mm(left, right.transpose(-1, -2), offs=groups.padded_ends)
+    return plain.columns(left, right, groups.padded_ends, args)
+
+
 KERNEL = Kernel("dequant", refuses, run)
 GROUPED = Kernel("dequant", refuses_grouped, run_grouped)
+GROUPED_WGRAD = Kernel("dequant", refuses_wgrad, run_wgrad)

@@ -1,0 +1,138 @@
+"""Rows in groups, each with a weight of its own: what a cast of such a matrix is. The definition, in plain torch.
+
+``ends`` (G,) int32 are the ends of the groups, never decreasing; they stay on the device. A group may have no rows.
+
+A group is cast as if it were a matrix of its own:
+
+- Blocks along the columns lie in one row, so that one cast of all rows gives what a cast of each group gives.
+- Blocks along the rows begin anew with each group. Each group is padded with zeros to whole blocks, and a cast of the
+  padded matrix gives what a cast of each group gives, since absent values of a block count as zeros. A group without
+  rows has one block of zeros, so that no product is a sum of nothing.
+- A scale of a whole tensor (NVFP4, float8 per tensor) is the scale of one group.
+
+How many rows the padded groups take depends on values. Their matrix has the largest number that G groups of so many
+rows can take, which the host knows; what follows the last group is zeros.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .cast import Cast
+from .formats import FULL
+from .reference import decode_local, encode
+
+
+class Groups(NamedTuple):
+    """The groups of the rows of a matrix (M, ...), and their places in the padded matrix (P, ...)."""
+
+    ends: Tensor
+    """int32 (G,): the end of each group in the matrix"""
+    padded_ends: Tensor
+    """int32 (G,): the end of each group in the padded matrix, a multiple of the block"""
+    of_row: Tensor
+    """int64 (M,): the group of each row; G for rows after the last group"""
+    source: Tensor
+    """int64 (P,): the row that each padded row is a copy of"""
+    filled: Tensor
+    """bool (P, 1): whether a padded row is a copy of one"""
+
+    @property
+    def count(self) -> int:
+        return self.ends.shape[0]
+
+    @property
+    def of_padded_row(self) -> Tensor:
+        """int64 (P,): the group of each padded row; G after the last group."""
+        return _group_of(self.padded_ends, self.source.shape[0])
+
+    def padded(self, x: Tensor) -> Tensor:
+        """The rows of x (M, cols) with each group padded: (P, cols)."""
+        if x.shape[0] == 0:
+            return x.new_zeros(self.source.shape[0], x.shape[1])
+        return torch.where(self.filled, x.index_select(0, self.source), 0)
+
+    def unpadded(self, x: Tensor) -> Tensor:
+        """The rows of a padded matrix (P, cols) at their places in the matrix: (M, cols)."""
+        return x.index_select(0, self.places)
+
+    @property
+    def places(self) -> Tensor:
+        """int64 (M,): the padded row that each row is copied to; for rows after the last group any."""
+        rows = self.of_row.shape[0]
+        moved = F.pad(self.padded_ends, (1, 0)) - F.pad(self.ends, (1, 0))
+        place = torch.arange(rows, device=self.ends.device) + moved.index_select(0, self.of_row)
+        return place.clamp(max=max(self.source.shape[0] - 1, 0))
+
+
+def block_of(*casts: Cast | None) -> int:
+    """The rows to which groups are padded for these casts of columns: whole blocks, at least 16.
+
+    16 values are what rotations work on, and 16 bytes the alignment that grouped products need.
+    """
+    blocks = [cast.format.block[1] for cast in casts if cast is not None]
+    return math.lcm(16, *(n for n in blocks if n != FULL))
+
+
+def padded_length(rows: int, groups: int, block: int) -> int:
+    """The rows that ``groups`` groups of ``rows`` rows together take at most, each at least one block."""
+    return (rows // block + groups) * block
+
+
+def groups_of_rows(ends: Tensor, rows: int, block: int) -> Groups:
+    """The groups of a matrix of so many rows, padded to multiples of ``block``."""
+    starts = F.pad(ends, (1, 0)).narrow(0, 0, ends.shape[0])
+    sizes = ((ends - starts + (block - 1)) // block).clamp(min=1) * block
+    padded_ends = sizes.cumsum(0).to(torch.int32)
+    length = padded_length(rows, ends.shape[0], block)
+    group = _group_of(padded_ends, length).clamp(max=ends.shape[0] - 1)
+    source = torch.arange(length, device=ends.device) - (padded_ends - sizes - starts).index_select(0, group)
+    filled = source < ends.index_select(0, group)
+    of_row = _group_of(ends, rows)
+    return Groups(ends, padded_ends, of_row, source.clamp(0, max(rows - 1, 0)), filled.unsqueeze(1))
+
+
+def _group_of(ends: Tensor, rows: int) -> Tensor:
+    return torch.searchsorted(ends, torch.arange(rows, device=ends.device, dtype=ends.dtype), right=True)
+
+
+# ---------------------------------------------------------------------------------------------- scales of a group
+
+
+def amax_of_groups(x: Tensor, group: Tensor, count: int, dim: int) -> Tensor:
+    """The amax of each group in float32, at each of its rows (dim 0: (M, 1)) or of its columns (dim 1: (1, M)).
+
+    ``group``: the group of each row or column; ``count`` for those in no group, which have an amax of their own. NaN
+    and infinity count as the largest.
+    """
+    along = x.detach().abs().amax(1 - dim).to(torch.float32) if x.shape[1 - dim] else x.new_zeros(group.shape)
+    along = torch.where(along.isnan(), float("inf"), along.to(torch.float32))
+    largest = along.new_zeros(count + 1).scatter_reduce(0, group, along, "amax")
+    return largest.index_select(0, group).unsqueeze(1 - dim)
+
+
+def values_of_groups(x: Tensor, cast: Cast, amax: Tensor) -> Tensor:
+    """The float32 values of x in a format with a scale of the whole tensor, here of a part of x that has this ``amax``.
+
+    ``amax``: float32, broadcasts to x (..., rows, cols) and is the same in all values of a block. Blocks run along the
+    last dimension.
+    """
+    rows, cols = cast.format.block
+    if rows == FULL:
+        operand = encode(x, cast, amax)
+        return decode_local(operand)
+    of_blocks = amax if amax.shape[-1] == 1 else amax[..., ::cols]
+    of_blocks = of_blocks if rows == 1 or of_blocks.shape[-2] == 1 else of_blocks[..., ::rows, :]
+    operand = encode(x, cast, of_blocks)
+    values = decode_local(operand)
+    scale = operand.global_scale
+    if scale is None or 0 in x.shape:
+        return values
+    if scale.shape[-1] > 1:
+        scale = scale.repeat_interleave(cols, -1)[..., : x.shape[-1]]
+    return values * scale
