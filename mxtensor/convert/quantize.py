@@ -164,7 +164,7 @@ def _parameter(
 ) -> nn.Parameter:  # fmt: skip
     """The parameter that replaces ``weight`` of ``modules``, with its attributes."""
     if recipe.trains:
-        if orientation is Orientation.COLUMNWISE:  # FSDP2 shards the dimension that products contract
+        if orientation is Orientation.COLUMNWISE or weight.dim() > 2:  # FSDP2 gathers codes of matrices (out, in) only
             recipe = replace(recipe, quantized_gather=False)
         parameter = _training("training").training_parameter(weight, recipe)
     else:

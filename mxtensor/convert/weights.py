@@ -100,9 +100,9 @@ KINDS = (
     Kind(_is(nn.MultiheadAttention), ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")),
     Kind(_is(nn.Embedding), ("weight",), trains=False, multiplies=False),
     Kind(_is_conv1d, ("weight",), Orientation.COLUMNWISE),
-    *(Kind(_are_experts(names, transposed=False), names, trains=False) for names in EXPERTS),
-    *(Kind(_are_experts(names, transposed=True), names, Orientation.COLUMNWISE, trains=False) for names in EXPERTS),
-    Kind(_are_parallel_experts, ("weight",), trains=False),
+    *(Kind(_are_experts(names, transposed=False), names) for names in EXPERTS),
+    *(Kind(_are_experts(names, transposed=True), names, Orientation.COLUMNWISE) for names in EXPERTS),
+    Kind(_are_parallel_experts, ("weight",)),
 )
 """Every kind of module that ``quantize_`` knows; the first match counts."""
 
