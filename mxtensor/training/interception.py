@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..core.compat import disable_subclass_torch_function, disable_torch_function
-from ..core.compat_hooks import attention_over
+from ..core.compat_hooks import attention_over, let_dynamo_intercept
 from ..core.torch_autocast import autocast_dtype
 from ..core.when_imported import after_import
 from ..recipe.linear_recipe import HIGH_PRECISION, LinearRecipe
@@ -232,3 +232,4 @@ def _read_fallbacks() -> None:
 
 
 after_import("transformers.integrations.moe", _read_fallbacks)
+after_import("torch._dynamo.variables.torch", lambda: let_dynamo_intercept(torch._grouped_mm))

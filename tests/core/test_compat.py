@@ -512,7 +512,7 @@ def test_an_exchange_by_a_module_is_known():
 
         @__dict__.setter
         def __dict__(self, new):
-            seen.append(compat_hooks.is_swapped_by_module())
+            seen.append(compat.is_swapped_by_module())
             vars(torch.Tensor)["__dict__"].__set__(self, new)
 
     def tensor():
