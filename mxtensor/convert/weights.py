@@ -89,7 +89,7 @@ def _are_experts(names: tuple[str, ...], transposed: bool) -> Callable[[nn.Modul
 
 
 def _are_parallel_experts(module: nn.Module) -> bool:
-    """transformers' ParallelExperts (JetMoe's), by name: one linear layer for each expert, (experts, out, in)."""
+    """transformers' ParallelExperts (JetMoe, Granite), by name: a linear layer for each expert, (experts, out, in)."""
     weight = module._parameters.get("weight")
     named = any(kind.__name__.endswith("ParallelExperts") for kind in type(module).__mro__)
     return named and weight is not None and weight.dim() == 3
@@ -100,19 +100,21 @@ KINDS = (
     Kind(_is(nn.MultiheadAttention), ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")),
     Kind(_is(nn.Embedding), ("weight",), trains=False, multiplies=False),
     Kind(_is_conv1d, ("weight",), Orientation.COLUMNWISE),
-    *(Kind(_are_experts(names, transposed=False), names, trains=False) for names in EXPERTS),
-    *(Kind(_are_experts(names, transposed=True), names, Orientation.COLUMNWISE, trains=False) for names in EXPERTS),
-    Kind(_are_parallel_experts, ("weight",), trains=False),
+    *(Kind(_are_experts(names, transposed=False), names) for names in EXPERTS),
+    *(Kind(_are_experts(names, transposed=True), names, Orientation.COLUMNWISE) for names in EXPERTS),
+    Kind(_are_parallel_experts, ("weight",)),
 )
 """Every kind of module that ``quantize_`` knows; the first match counts."""
 
 SKIPPED_NAMES = ("router", "gate")
-"""Last parts of module names that the default filter leaves in high precision, beside heads: expert routers."""
+"""Last parts of module names that the default filter leaves in high precision, beside heads: expert routers. What is
+inside a module named ``router`` (JetMoe's ``router.layer``) stays too."""
 
 
 def default_filter(module: nn.Module, fqn: str) -> bool:
     """Linear layers and attention; not heads, routers and embeddings, where rounding costs most and saves least."""
-    skipped = is_head(fqn) or fqn.rpartition(".")[2] in SKIPPED_NAMES
+    *outer, last = fqn.split(".")
+    skipped = is_head(fqn) or last in SKIPPED_NAMES or "router" in outer
     return not isinstance(module, nn.Embedding) and not skipped
 
 

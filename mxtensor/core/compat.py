@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -191,6 +192,26 @@ def called_while_traced(function: Function) -> Function:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+# ---------------------------------------------------------------------------------------------- nn.Module
+
+
+def is_swapped_by_module() -> bool:
+    """Whether the caller's attribute is being set by ``torch.utils.swap_tensors`` for ``nn.Module._apply``.
+
+    torch converts a parameter of a wrapper subclass by exchanging it with a new one, and has no hook there. A user's
+    own exchange has to take all attributes along. Missing (another name): False, and attributes of users are lost.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return False
+    frame: FrameType | None = sys._getframe(2)
+    for _ in range(3):
+        if frame is None or frame.f_code.co_name == "swap_tensors":
+            break
+        frame = frame.f_back
+    caller = None if frame is None else frame.f_back
+    return caller is not None and caller.f_globals.get("__name__") == torch.nn.Module.__module__
 
 
 # ---------------------------------------------------------------------------------------------- devices

@@ -141,26 +141,6 @@ def distributed_caller(module: str) -> FrameType | None:
     return frame if frame is not None and frame.f_globals.get("__name__") == f"torch.distributed.{module}" else None
 
 
-# ---------------------------------------------------------------------------------------------- nn.Module
-
-
-def is_swapped_by_module() -> bool:
-    """Whether the caller's attribute is being set by ``torch.utils.swap_tensors`` for ``nn.Module._apply``.
-
-    torch converts a parameter of a wrapper subclass by exchanging it with a new one, and has no hook there. A user's
-    own exchange has to take all attributes along. Missing (another name): False, and attributes of users are lost.
-    """
-    if torch.compiler.is_dynamo_compiling():
-        return False
-    frame: FrameType | None = sys._getframe(2)
-    for _ in range(3):
-        if frame is None or frame.f_code.co_name == "swap_tensors":
-            break
-        frame = frame.f_back
-    caller = None if frame is None else frame.f_back
-    return caller is not None and caller.f_globals.get("__name__") == torch.nn.Module.__module__
-
-
 # ---------------------------------------------------------------------------------------------- torch.compile
 
 
@@ -176,6 +156,21 @@ def run_uncompiled(*functions: Any) -> None:
         return
     for function in functions:
         set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+
+
+def let_dynamo_intercept(function: Function) -> bool:
+    """Let modes and subclasses see calls of a private torch function in code that Dynamo traces, as in eager code. True
+    if this Dynamo has the place.
+
+    ``torch.overrides`` lists public functions only, and Dynamo writes a call of any other one to its graph without
+    asking. ``torch._grouped_mm`` is what ``F.grouped_mm`` calls. Missing: a grouped product that is compiled inside
+    ``autocast`` runs in high precision.
+    """
+    listed = getattr(sys.modules.get("torch._dynamo.variables.torch"), "get_overridable_functions", None)
+    if listed is None:
+        return False
+    listed().add(function)
+    return function in listed()
 
 
 def hook_kernel_lines(change: Callable[[list[Any], str], list[Any]], wanted: Callable[[Any, Any], bool]) -> bool:

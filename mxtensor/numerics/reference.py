@@ -204,7 +204,9 @@ def encode(x: Tensor, cast: Cast, whole_amax: Tensor | None = None) -> Operand:
     """Quantize ``x`` (float32, bfloat16, float16 or float64; 1-D or more; any strides) along its last dimension.
 
     ``whole_amax`` replaces the amax of ``x`` in scales that depend on the whole tensor (NVFP4, per-tensor float8), for
-    callers that pass only a part of it. Raises TypeError for other dtypes, ValueError for a 0-dimensional tensor.
+    callers that pass only a part of it. With dimensions, it is the amax of parts of ``x`` and broadcasts to its blocks
+    (to its values, if one block is the tensor); so do the scales then (``groups.py``). Raises TypeError for other
+    dtypes, ValueError for a 0-dimensional tensor.
     """
     check_source(x)
     format, element, shape = cast.format, cast.format.element, tuple(x.shape)
@@ -218,7 +220,7 @@ def encode(x: Tensor, cast: Cast, whole_amax: Tensor | None = None) -> Operand:
     if whole_amax is None:
         whole_amax = amax.amax()
     elif format.block[0] == FULL:
-        amax = whole_amax.expand_as(amax)
+        amax = whole_amax if whole_amax.dim() else whole_amax.expand_as(amax)
     scale, multiplier, global_scale = SCALE_RULES[format.scale](amax, cast, whole_amax)
     finite = amax.isfinite()
     multiplier = _stored(torch.where(finite, multiplier, float("nan")))

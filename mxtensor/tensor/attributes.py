@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..core.compat_hooks import is_swapped_by_module
+from ..core.compat import is_swapped_by_module
 
 INTERNAL = frozenset({
     "_rowwise", "_columnwise", "_link", "recipe", "_shard", "_rotated", "_quantizer", "_is_param", "_mx_stands_for",

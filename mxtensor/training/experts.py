@@ -1,8 +1,8 @@
-"""Products by a stack of weights, such as the experts of a mixture: they do not train quantized, and say so.
+"""Stacks of weights, such as the experts of a mixture: what is one, and the products by one that cannot be quantized.
 
-``autocast`` sees every torch function. A product is one of a stack if an operand is a parameter with three or more
-dimensions, a view of one, or gathered from one. It runs in high precision, ``explain()`` logs it and ``strict()``
-raises.
+A tensor is of a stack if it is a parameter with three or more dimensions, a view of one, or gathered from one.
+``interception.py`` runs the products by a stack that ``calls.py`` can read as linear layers. Others (``einsum``,
+``baddbmm``) run in high precision: ``explain()`` logs them and ``strict()`` raises.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from ..core.explain import LOGS, record, record_traced
 from ..core.kernel import Spec
 from ..core.tracing import is_traced
 from ..tensor.mxtensor import MXTensor
+from .training_weight import TrainingWeight
 
-REASON = "products by stacked experts do not train quantized"
+REASON = "this product by stacked experts is not read as linear layers"
 GATHERED = "_mxtensor_gathered"
-"""The attribute of a tensor that is gathered from a stack of weights."""
+"""The attribute of a tensor that is gathered from a stack of weights: the stack; in a traced graph, only True."""
 GATHERS = frozenset({Tensor.__getitem__, torch.index_select, Tensor.index_select})
 COPIES = frozenset({
     Tensor.to, Tensor.float, Tensor.bfloat16, Tensor.half, Tensor.contiguous, Tensor.clone, Tensor.type, torch.clone,
@@ -34,7 +35,7 @@ PRODUCTS = frozenset({
     torch.bmm, Tensor.bmm, torch.baddbmm, Tensor.baddbmm, torch.einsum, torch._grouped_mm, torch.tensordot,
     torch.mm, Tensor.mm, torch.addmm, Tensor.addmm, torch.matmul, Tensor.matmul, Tensor.__matmul__,
 })  # fmt: skip
-"""torch functions that multiply; with ``F.linear`` a slice of a stack is a layer like any other."""
+"""torch functions that multiply."""
 MOVES = frozenset(
     f"{name}Backward0"
     for name in (
@@ -62,7 +63,7 @@ def note_experts(op: str, x: Tensor, weight: Tensor) -> None:
 def _refuse(op: str, shape: tuple[int, ...]) -> None:
     raise NotImplementedError(
         f"{op} would multiply by a stack of weights {shape} in high precision ({REASON}), which mx.strict() forbids; "
-        "use mx.nn.GroupedLinear, or a linear layer for each expert"
+        "use torch.bmm, torch._grouped_mm, F.linear of a slice, or mx.nn.GroupedLinear"
     )
 
 
@@ -85,11 +86,11 @@ def _noted_in_graph(op: str, shape: tuple[int, ...], dtype: str, device: str) ->
     return is_inside_strict()
 
 
-def note_if_experts(func: Any, args: Any, kwargs: Any) -> None:
-    """``note_experts`` if this product is one of a stack."""
+def note_if_experts(func: Any, args: Any, kwargs: Any, in_mode: bool = False) -> None:
+    """``note_experts`` if this product is one of a stack. ``in_mode``: not of a TrainingWeight, which will say so."""
     operands = [t for t in _tensors((args, kwargs)) if t.is_floating_point()]
     for stack in operands:
-        if _is_of_stack(stack):
+        if is_of_stack(stack) and not (in_mode and isinstance(stack, TrainingWeight)):
             x = [t for t in operands if t is not stack and t.dim() > 1]
             note_experts(getattr(func, "__name__", str(func)), x[0] if x else stack, stack)
             break
@@ -102,15 +103,16 @@ def watched(func: Any, args: Any, kwargs: Any) -> Any:
     not a view.
     """
     if func in PRODUCTS or (not torch.compiler.is_dynamo_compiling() and "grouped_mm" in getattr(func, "__name__", "")):
-        note_if_experts(func, args, kwargs)
+        note_if_experts(func, args, kwargs, in_mode=True)
         return func(*args, **kwargs)
     out = func(*args, **kwargs)
     first = args[0] if args else None
     if isinstance(first, Tensor) and isinstance(out, Tensor) and out.dim() > 2:
         gathered = func in GATHERS and _is_stack(first)
-        copied = func in COPIES and torch.compiler.is_dynamo_compiling() and _is_of_stack(first)
+        copied = func in COPIES and torch.compiler.is_dynamo_compiling() and is_of_stack(first)
         if gathered or copied:
-            setattr(out, GATHERED, True)
+            stack = getattr(first, GATHERED, first)
+            setattr(out, GATHERED, True if torch.compiler.is_dynamo_compiling() else stack)
     return out
 
 
@@ -123,12 +125,12 @@ def _tensors(arguments: Any) -> list[Tensor]:
 
 
 def _is_stack(t: Any) -> bool:
-    return isinstance(t, nn.Parameter) and t.dim() > 2 and not isinstance(t, MXTensor)
+    return isinstance(t, (nn.Parameter, TrainingWeight)) and t.dim() > 2 and not isinstance(t, MXTensor)
 
 
-def _is_of_stack(t: Tensor) -> bool:
+def is_of_stack(t: Tensor) -> bool:
     """Whether ``t`` is a stack of weights, a view of one, or gathered from one."""
-    if _is_stack(t) or _is_stack(t._base) or hasattr(t, GATHERED):
+    if _is_stack(t) or _is_stack(t._base) or hasattr(t, GATHERED) or hasattr(t._base, GATHERED):
         return True
     if torch.compiler.is_dynamo_compiling():
         return False

@@ -51,6 +51,8 @@ def _rounds_to_nearest(recipe: LinearRecipe) -> bool:
 def takes(x: Tensor, weight: Tensor, bias: Tensor | None, options: Options, scales: Scales | None) -> bool:
     """Whether these passes are two ops of the graph that is being traced."""
     w = values_of(weight)
+    if weight.dim() > 2:
+        return False
     if x.device.type not in DEVICES or not is_traced(x, w, bias) or scales is not None or options.on_wgrad is not None:
         return False
     if is_exporting() or functorch_interpreter() is not None or forced_kernel() is not None:
@@ -137,7 +139,7 @@ def backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """``passes.backward`` of such a layer."""
     passes.backward(grad, tensors, operands, inputs, options, None)
-    needs, x_shape, (x_dtype, w_dtype, bias_dtype, dtype) = inputs
+    needs, x_shape, (x_dtype, w_dtype, bias_dtype, dtype), _ = inputs
     found = iter(
         linear_backward(
             grad, [values_of(t) for t in tensors], options.linear_recipe.key, dtype, options.save_input, list(needs),

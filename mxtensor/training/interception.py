@@ -1,4 +1,4 @@
-"""The torch functions that multiply by a weight, each read as one linear layer.
+"""Torch functions that multiply by a weight run as linear layers: the rules, and the recipe and state of a layer.
 
 Three callers use the rules of this file: ``TrainingWeight.__torch_function__``, the mode of ``autocast``, and torch's
 own attention, whose body calls our ``linear`` instead of torch's. ``training/__init__.py`` shows the whole way.
@@ -7,20 +7,22 @@ own attention, whose body calls our ``linear`` instead of torch's. ``training/__
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..core.compat import disable_subclass_torch_function, disable_torch_function
-from ..core.compat_hooks import attention_over
+from ..core.compat_hooks import attention_over, let_dynamo_intercept
 from ..core.torch_autocast import autocast_dtype
+from ..core.when_imported import after_import
 from ..recipe.linear_recipe import HIGH_PRECISION, LinearRecipe
 from ..tensor.mxtensor import MXTensor
 from ..training import recompute
+from .calls import CALLS, FALLBACKS, STACK_CALLS, Call, IsWeight
 from .delayed_scaling import DelayedState
-from .experts import note_if_experts
+from .experts import GATHERED, PRODUCTS, is_of_stack, note_if_experts
 from .linear import linear
 from .operands import Scales
 from .passes import Options
@@ -29,56 +31,38 @@ from .training_weight import LOADED, STATE, WEIGHT_FUNCTIONS, TrainingWeight, va
 # ---------------------------------------------------------------------------------------------- calls
 
 
-class Call(NamedTuple):
-    """The arguments of a call, read as a linear layer."""
-
-    input: Any
-    weight: Any
-    bias: Any = None
-    transposed: bool = False
-    """The weight is (K, N). Such a call is a layer only if the weight is a parameter."""
-
-
-def _linear(input: Any, weight: Any, bias: Any = None) -> Call:
-    return Call(input, weight, bias)
-
-
-def _mm(input: Any, mat2: Any, **rest: Any) -> Call | None:
-    return None if rest else Call(input, mat2, transposed=True)
-
-
-def _matmul(input: Any, other: Any, **rest: Any) -> Call | None:
-    return None if rest else Call(input, other, transposed=True)
-
-
-def _addmm(input: Any, mat1: Any, mat2: Any, *, beta: float = 1, alpha: float = 1, **rest: Any) -> Call | None:
-    return Call(mat1, mat2, input, transposed=True) if alpha == beta == 1 and not rest else None
-
-
-CALLS: dict[Any, Callable[..., Call | None]] = {
-    F.linear: _linear,
-    torch.addmm: _addmm,
-    Tensor.addmm: _addmm,
-    torch.mm: _mm,
-    Tensor.mm: _mm,
-    torch.matmul: _matmul,
-    Tensor.matmul: _matmul,
-    Tensor.__matmul__: _matmul,
-}
-"""torch function -> its arguments as a layer; None if its options make it something else."""
-
-
-def _call(func: Any, args: Any, kwargs: Any, kind: type[Tensor], transposed: type[Tensor]) -> Call | None:
-    """The call as a layer; None unless its weight is of type ``kind``, or of type ``transposed`` if it is (K, N)."""
-    call = CALLS[func](*args, **kwargs)
-    if call is None or not isinstance(call.weight, transposed if call.transposed else kind):
+def _call(func: Any, args: Any, kwargs: Any, is_weight: IsWeight, is_transposed_weight: IsWeight) -> Call | None:
+    """The call as a layer of one weight; None if the tensor in its place is none, or if (K, N) is not a weight."""
+    reader = CALLS.get(func)
+    call = None if reader is None else reader(*args, **kwargs)
+    if call is None or not isinstance(call.weight, Tensor):
         return None
-    x, weight, bias, _ = call
+    x, weight, bias = call[:3]
+    if not (is_transposed_weight if call.transposed else is_weight)(weight):
+        return None
     if call.transposed and not (
         x.dim() >= 2 and weight.dim() == 2 and (bias is None or tuple(bias.shape) == (weight.shape[1],))
     ):
         return None
     return call
+
+
+def _stack_call(func: Any, args: Any, kwargs: Any, is_weight: IsWeight) -> Call | None:
+    """The call as a layer of a stack of weights; None if it is something else."""
+    reader = STACK_CALLS.get(func)
+    return None if reader is None else reader(is_weight, *args, **kwargs)
+
+
+def _is_training_weight(t: Tensor) -> bool:
+    return isinstance(t, TrainingWeight)
+
+
+def _is_tensor(t: Tensor) -> bool:
+    return True
+
+
+def _is_parameter_or_slice(t: Tensor) -> bool:
+    return isinstance(t, torch.nn.Parameter) or is_of_stack(t)
 
 
 # ---------------------------------------------------------------------------------------------- one layer
@@ -87,8 +71,12 @@ def _call(func: Any, args: Any, kwargs: Any, kind: type[Tensor], transposed: typ
 def _state_owner(weight: Tensor) -> tuple[Any, str]:
     """The parameter that ``weight`` is or is a view of, and the name of its attribute for the state of this layer."""
     base = None if torch.compiler.is_dynamo_compiling() else weight._base
+    whole = weight if base is None else base
+    stack = getattr(whole, GATHERED, None)
+    if isinstance(stack, Tensor):  # some matrices of a stack, which share its state
+        return stack, STATE
     if base is None or base.numel() == weight.numel():
-        return (weight if base is None else base), STATE
+        return whole, STATE
     return base, f"{STATE}_{weight.storage_offset()}_{weight.numel()}"
 
 
@@ -130,9 +118,10 @@ def _scales(weight: Tensor, linear_recipe: LinearRecipe, group: Any) -> Scales |
     return None if linear_recipe.delayed is None else delayed_state(weight, linear_recipe).step(group)
 
 
-def _dtype(x: Tensor, weight: Tensor) -> torch.dtype | None:
-    """The dtype of torch.autocast for a linear layer; None outside it. Raises ValueError for two dtypes outside it."""
-    dtype = autocast_dtype(x)
+def _dtype(x: Tensor, weight: Tensor, groups: bool) -> torch.dtype | None:
+    """The dtype of torch.autocast for a linear layer; None outside it, and for groups of rows, which it leaves alone.
+    Raises ValueError for two dtypes outside it."""
+    dtype = None if groups else autocast_dtype(x)
     if dtype is None and x.dtype != weight.dtype and x.dtype.is_floating_point:
         raise ValueError(
             f"linear: input and weight must have one dtype, got {x.dtype} and {weight.dtype}; convert one with .to(), "
@@ -168,12 +157,13 @@ def _named(name: str, weight: Tensor) -> str:
 
 def run(layer: Call, linear_recipe: LinearRecipe, group: Any = None) -> Tensor:
     """The result of a layer whose products run by ``linear_recipe``."""
-    x, given, bias, transposed = layer
-    weight = given.t() if transposed else given
+    x, given, bias, transposed, ends, flipped = layer
+    weight = given.transpose(-1, -2) if transposed else given
     with disable_subclass_torch_function():  # with it, reading an attribute of the weight costs as much as an op
         check_recipe(weight, linear_recipe)
-        options = Options(linear_recipe, _dtype(x, weight))
-    return linear(x, weight, bias, options, _scales(given, linear_recipe, group))
+        options = Options(linear_recipe, _dtype(x, weight, ends is not None))
+    y = linear(x, weight, bias, options, _scales(given, linear_recipe, group), None, ends)
+    return y.transpose(-1, -2) if flipped else y
 
 
 # ---------------------------------------------------------------------------------------------- rules
@@ -186,8 +176,11 @@ def _plain(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _for_weight(func: Any, args: Any, kwargs: Any) -> Any:
     """The rule of WEIGHT_FUNCTIONS: the recipe is that of the weight."""
-    layer = _call(func, args, kwargs, TrainingWeight, TrainingWeight)
+    layer = _call(func, args, kwargs, _is_training_weight, _is_training_weight)
+    if layer is None:
+        layer = _stack_call(func, args, kwargs, _is_training_weight)
     if layer is None or isinstance(layer.input, TrainingWeight):  # two weights, as when an adapter is merged
+        note_if_experts(func, args, kwargs)
         return _plain(func, args, kwargs)
     return run(layer, layer.weight.linear_recipe)
 
@@ -195,16 +188,20 @@ def _for_weight(func: Any, args: Any, kwargs: Any) -> Any:
 def _for_mode(linear_recipe: LinearRecipe | None, group: Any, func: Any, args: Any, kwargs: Any) -> Any:
     """The rule of MODE_FUNCTIONS: the recipe is that of ``autocast``."""
     if linear_recipe is None:  # neither an outer mode nor the recipe of a weight applies here
-        dynamo = torch.compiler.is_dynamo_compiling()
-        layer = _call(func, args, kwargs, TrainingWeight, TrainingWeight) if dynamo else None
-        if layer is not None:  # AOTAutograd, which sees no mode, would use the recipe of the weight
+        layer = None
+        if torch.compiler.is_dynamo_compiling():  # AOTAutograd, which sees no mode, would use the recipe of the weight
+            layer = _call(func, args, kwargs, _is_training_weight, _is_training_weight)
+            layer = _stack_call(func, args, kwargs, _is_training_weight) if layer is None else layer
+        if layer is not None:
             return run(layer, HIGH_PRECISION)
         with disable_torch_function():
             return func(*args, **kwargs)
-    layer = _call(func, args, kwargs, Tensor, torch.nn.Parameter)
+    layer = _call(func, args, kwargs, _is_tensor, _is_parameter_or_slice)
+    if layer is None:
+        layer = _stack_call(func, args, kwargs, is_of_stack)
     if layer is not None:
         return run(layer, linear_recipe, group)
-    note_if_experts(func, args, kwargs)
+    note_if_experts(func, args, kwargs, in_mode=True)
     return func(*args, **kwargs)
 
 
@@ -219,9 +216,21 @@ def _attention_for_weight(func: Any, args: Any, kwargs: Any) -> Any:
     return _attention(*args, **kwargs)
 
 
-WEIGHT_FUNCTIONS.update(dict.fromkeys(CALLS, _for_weight))
+WEIGHT_FUNCTIONS.update(dict.fromkeys([*CALLS, *STACK_CALLS, *PRODUCTS], _for_weight))
 WEIGHT_FUNCTIONS[F.multi_head_attention_forward] = _attention_for_weight
-MODE_FUNCTIONS: dict[Any, Callable[..., Any]] = dict.fromkeys(CALLS, _for_mode)
+MODE_FUNCTIONS: dict[Any, Callable[..., Any]] = dict.fromkeys([*CALLS, *STACK_CALLS], _for_mode)
 """torch function -> rule(linear_recipe, group, func, args, kwargs) for ``autocast``; recipe None: do not quantize."""
 MODE_BODIES = {F.multi_head_attention_forward: _attention}
 """torch function -> the same function with linear layers that ``autocast`` intercepts."""
+
+
+def _read_fallbacks() -> None:
+    """Read transformers' own grouped product too, which stands in for torch's in compiled models."""
+    for name, reader in FALLBACKS.items():
+        func = getattr(torch.ops.transformers, name, None)
+        if func is not None:
+            STACK_CALLS[func], WEIGHT_FUNCTIONS[func], MODE_FUNCTIONS[func] = reader, _for_weight, _for_mode
+
+
+after_import("transformers.integrations.moe", _read_fallbacks)
+after_import("torch._dynamo.variables.torch", lambda: let_dynamo_intercept(torch._grouped_mm))

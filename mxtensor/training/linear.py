@@ -17,11 +17,13 @@ from ..core.compat import disable_torch_function, nonstrict_trace
 from ..core.select import dispatch_context, restore_context
 from ..core.torch_autocast import without_autocast
 from ..core.tracing import is_recorded
+from ..numerics.groups import Groups
 from ..numerics.operand import Operand
 from ..recipe.linear_recipe import recipe_by_key
 from . import graph_ops, prepared
 from .operands import Scales, cached_operands
-from .passes import Inputs, Options, forward
+from .passes import Inputs, Options, backward, forward
+from .stack_operands import layout_of
 
 
 def linear(
@@ -31,35 +33,51 @@ def linear(
     options: Options,
     scales: Scales | None = None,
     cached: tuple[Operand | None, Operand | None] | None = None,
+    ends: Tensor | None = None,
 ) -> Tensor:
     """``x @ weight^T + bias`` with its gradients, cast as ``options.linear_recipe`` says.
 
     x (..., K), weight (N, K), bias (N,); result (..., N). An MXTensor weight is used as it is; so is ``cached``,
-    the (rowwise, columnwise) operands of ``weight`` from an earlier call. Raises TypeError for dtypes that have no
-    gradient, ValueError where shapes or devices do not fit.
+    the (rowwise, columnwise) operands of ``weight`` from an earlier call.
+
+    A stack of weights (G, N, K) has no bias. Without ``ends``, x (G, M, K) has a matrix for each weight. With ``ends``,
+    int32 (G,), rows ``ends[g - 1]`` to ``ends[g]`` of x (M, K) are multiplied by ``weight[g]``; rows after the last end
+    give zeros. Each matrix and each group is cast as if it were alone (``stack_operands.py``).
+
+    Raises TypeError for dtypes that have no gradient, ValueError where shapes or devices do not fit.
     """
     if torch.compiler.is_dynamo_compiling():
         assert options.on_wgrad is None and cached is None, "these options are for eager code"
-        tensors = [t for t in (bias, *(scales or ())) if t is not None]
+        given = (bias, ends)
+        tensors = [t for t in (*given, *(scales or ())) if t is not None]
         dtype = str(options.dtype or x.dtype).removeprefix("torch.")
-        return _traced(options.linear_recipe.key, dtype, options.save_input, bias is not None, x, weight, *tensors)
-    return _linear(x, weight, bias, options, scales, cached)
+        has = "".join("x" if t is not None else "-" for t in given)
+        return _traced(options.linear_recipe.key, dtype, options.save_input, has, x, weight, *tensors)
+    return _linear(x, weight, bias, options, scales, cached, ends)
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, options: Options, scales: Any, cached: Any) -> Tensor:
+def _linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, options: Options, scales: Any, cached: Any, ends: Tensor | None
+) -> Tensor:
     with disable_torch_function():  # an enclosing autocast has seen the call already
         _check(x, weight, bias)
-        cached = cached_operands(weight, options.linear_recipe) if cached is None else cached
-        return _Linear.apply(x, weight, bias, options, scales, cached)  # type: ignore[no-any-return]
+        if weight.dim() == 2:
+            _check_matrix(x, weight, bias)
+            cached = cached_operands(weight, options.linear_recipe) if cached is None else cached
+        else:
+            _check_stack(x, weight, ends)
+        return _Linear.apply(x, weight, bias, options, scales, cached, ends)  # type: ignore[no-any-return]
 
 
 @nonstrict_trace
-def _traced(key: str, dtype: str, save_input: bool, has_bias: bool, x: Tensor, weight: Tensor, *rest: Tensor) -> Tensor:
+def _traced(key: str, dtype: str, save_input: bool, has: str, x: Tensor, weight: Tensor, *rest: Tensor) -> Tensor:
     """``linear`` for Dynamo, which leaves it to AOTAutograd: kernels are chosen and logged as in eager code. Arguments
-    are tensors and plain constants only."""
-    bias, scales = (rest[0], rest[1:]) if has_bias else (None, rest)
+    are tensors and plain constants only. ``has``: an x for a bias and for ends, a - for none."""
+    tensors = iter(rest)
+    bias, ends = (next(tensors) if mark == "x" else None for mark in has)
+    scales = list(tensors)
     options = Options(recipe_by_key(key), getattr(torch, dtype), save_input)
-    return _linear(x, weight, bias, options, Scales(*scales) if scales else None, None)
+    return _linear(x, weight, bias, options, Scales(*scales) if scales else None, None, ends)
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -73,13 +91,36 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
             raise TypeError(f"linear: the {name} is {str(t.dtype).removeprefix('torch.')}; convert it to a float dtype")
         if t is not None and t.device != x.device:
             raise ValueError(f"linear: the input is on {x.device}, the {name} on {t.device}; move one with .to()")
-    if x.dim() == 0 or weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
+
+
+def _check_matrix(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    if x.dim() == 0 or x.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"linear: input {tuple(x.shape)} and weight {tuple(weight.shape)} do not fit: a weight is (out_features, "
             "in_features), and the input's last dimension is in_features"
         )
     if bias is not None and tuple(bias.shape) != (weight.shape[0],):
         raise ValueError(f"linear: bias {tuple(bias.shape)} does not fit weight {tuple(weight.shape)}")
+
+
+def _check_stack(x: Tensor, weight: Tensor, ends: Tensor | None) -> None:
+    groups, _, inner = weight.shape
+    if ends is None:
+        if x.dim() != 3 or x.shape[0] != groups or x.shape[2] != inner:
+            raise ValueError(
+                f"linear: input {tuple(x.shape)} and stack of weights {tuple(weight.shape)} do not fit: a stack is "
+                "(weights, out_features, in_features), and the input (weights, rows, in_features)"
+            )
+        return
+    if x.dim() != 2 or x.shape[1] != inner or tuple(ends.shape) != (groups,) or not groups:
+        raise ValueError(
+            f"linear: input {tuple(x.shape)}, stack of weights {tuple(weight.shape)} and ends {tuple(ends.shape)} do "
+            "not fit: a stack is (groups, out_features, in_features), the input (rows, in_features), and there is one "
+            "end for each group"
+        )
+    if ends.dtype is not torch.int32 or ends.device != x.device:
+        kind = str(ends.dtype).removeprefix("torch.")
+        raise ValueError(f"linear: the ends of groups must be int32 on {x.device}, got {kind} on {ends.device}")
 
 
 # ---------------------------------------------------------------------------------------------- the function
@@ -89,22 +130,27 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, options: Options, scales: Scales | None,
-        cached: tuple[Operand | None, Operand | None] | None,
+        cached: tuple[Operand | None, Operand | None] | None, ends: Tensor | None,
     ) -> Tensor:  # fmt: skip
         needs = ctx.needs_input_grad[:3]
         layer: Any = None
         tensors: Sequence[Tensor]
+        groups: Groups | None = None
         with without_autocast(x.device):
-            if cached is None and graph_ops.takes(x, weight, bias, options, scales):
+            if weight.dim() > 2:
+                groups = None if ends is None else layout_of(ends, x.shape[0], options.linear_recipe)
+                y, tensors, operands = forward(x, weight, bias, options, scales, cached, needs, groups)
+            elif cached is None and graph_ops.takes(x, weight, bias, options, scales):
                 y, tensors, operands = graph_ops.forward(x, weight, bias, options, needs)
                 layer = tuple(weight.shape)
             elif cached is None:
                 y, tensors, operands, layer = prepared.forward(x, weight, bias, options, scales, needs)
             else:
                 y, tensors, operands = forward(x, weight, bias, options, scales, cached, needs)
-        ctx.save_for_backward(*tensors)
+        ctx.save_for_backward(*tensors, *(groups or ()))
         dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype, options.dtype or x.dtype
-        ctx.call = operands, Inputs(needs, tuple(x.shape), dtypes), options, scales, layer
+        inputs = Inputs(needs, tuple(x.shape), dtypes, weight.dim() > 2)
+        ctx.call = operands, inputs, options, scales, layer, len(groups or ())
         ctx.dispatch_context = dispatch_context()
         return y
 
@@ -113,9 +159,12 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         tensors = ctx.saved_tensors  # a checkpoint recomputes the layer here
         with disable_torch_function(), without_autocast(grad.device), restore_context(*ctx.dispatch_context):
-            operands, inputs, options, scales, layer = ctx.call
-            if isinstance(layer, tuple):
+            operands, inputs, options, scales, layer, of_groups = ctx.call
+            if inputs.stacked:
+                groups = Groups(*tensors[len(tensors) - of_groups :]) if of_groups else None
+                found = backward(grad, tensors, operands, inputs, options, scales, groups)
+            elif isinstance(layer, tuple):
                 found = graph_ops.backward(grad, tensors, operands, inputs, options, layer)
             else:
                 found = prepared.backward(grad, tensors, operands, inputs, options, scales, layer)
-            return *found, None, None, None
+            return *found, None, None, None, None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -39,7 +39,7 @@ INPUT, WEIGHT, GRAD = range(3)
 
 def scales_of(scales: Scales | None, index: int) -> tuple[Tensor, ...]:
     """The amax and the record of delayed scaling for the casts of one tensor; empty without delayed scaling."""
-    return () if scales is None else (scales.amax[index], scales.record[index])
+    return () if scales is None else (scales.amax.select(0, index), scales.record.select(0, index))
 
 
 # ---------------------------------------------------------------------------------------------- one matrix
@@ -62,9 +62,9 @@ def _copy(x: Tensor, cast: Cast, want: Want, side: int, scales: tuple[Tensor, ..
 def copies(
     x: Tensor, casts: TensorCasts, wants: tuple[Want, Want], scales: tuple[Tensor, ...]
 ) -> list[GemmOperand | None]:
-    """The operands of a matrix for its two products, from one pass over it if the casts allow."""
+    """The operands of a matrix (or of a stack of them) for its two products, from one pass if the casts allow."""
     row, column = casts.rowwise, casts.columnwise
-    twice = _rounds_twice(casts)
+    twice = rounds_twice(casts)
     if None not in wants and row is not None and row == column and casts.signs is None and not twice:
         dtypes = {want for want in wants if isinstance(want, torch.dtype)}
         first, second = map(_form, wants)
@@ -75,9 +75,9 @@ def copies(
         out[0] = x if row is None else _copy(x, row, wants[0], 0, scales)
     if wants[1] is not None:
         if column is None:
-            out[1] = x.transpose(0, 1)
+            out[1] = x.transpose(-1, -2)
         elif casts.signs is not None:
-            out[1] = _copy(rotated(x.transpose(0, 1), casts.signs), column, wants[1], 0, scales)
+            out[1] = _copy(rotated(x.transpose(-1, -2), casts.signs), column, wants[1], 0, scales)
         elif twice and row is not None:
             first_copy = out[0] if isinstance(out[0], Operand) else quantize_operand(x, row)
             out[1] = _copy(_exact(first_copy), column, wants[1], 1, scales)
@@ -91,15 +91,15 @@ def standing_for(x: Tensor, cast: Cast | None) -> GemmOperand:
     return x if cast is None else Unquantized(x, cast)
 
 
-def of_shape(rows: int, cols: int, dtype: torch.dtype, like: Tensor) -> Tensor:
-    """A plain matrix of this shape with the memory of one value, for the question which kernel will run."""
-    return like.new_empty((1, 1), dtype=dtype).expand(rows, cols)
+def of_shape(shape: Sequence[int], dtype: torch.dtype, like: Tensor) -> Tensor:
+    """A plain tensor of this shape with the memory of one value, for the question which kernel will run."""
+    return like.new_empty((1,) * len(shape), dtype=dtype).expand(shape)
 
 
 # ---------------------------------------------------------------------------------------------- weights
 
 
-def _rounds_twice(casts: TensorCasts) -> bool:
+def rounds_twice(casts: TensorCasts) -> bool:
     """Whether the columnwise copy is cast from the rowwise one, a second rounding; square tiles need none."""
     row, column = casts.rowwise, casts.columnwise
     return casts.from_rowwise and row is not None and column is not None and not (row == column and row.format.square)
@@ -124,7 +124,7 @@ def cached_operands(weight: Tensor, linear_recipe: LinearRecipe) -> tuple[Operan
             f"linear: the quantized weight {tuple(weight.shape)} has no copy blocked along in_features; quantize "
             "it with orientation='both'"
         )
-    if is_gathered(weight) and _rounds_twice(linear_recipe.weight):
+    if is_gathered(weight) and rounds_twice(linear_recipe.weight):
         return values.rowwise, None
     return values.rowwise, values.columnwise
 
@@ -140,7 +140,7 @@ def dgrad_weight(weight: Tensor, linear_recipe: LinearRecipe, x: Tensor, columnw
     device."""
     if columnwise is not None:
         return columnwise
-    values = of_shape(weight.shape[1], weight.shape[0], weight.dtype, x)
+    values = of_shape((weight.shape[1], weight.shape[0]), weight.dtype, x)
     return standing_for(values, linear_recipe.weight.columnwise if is_gathered(weight) else None)
 
 
@@ -186,11 +186,10 @@ class SavedOperand(NamedTuple):
         if self.format is None:
             return mine[0] if mine else None
         if self.row_scaled:
-            rows, cols = self.shape
             if len(mine) == 1:
-                return RowOperand.inside(mine[0], self.format, (rows, cols))
+                return RowOperand.inside(mine[0], self.format, self.shape)
             codes, row_scale, beyond, scale = mine
-            return RowOperand(codes, row_scale, beyond, scale, self.format, (rows, cols))
+            return RowOperand(codes, row_scale, beyond, scale, self.format, self.shape)
         return Operand.from_tensors(mine, self.format, self.shape)
 
 

@@ -4,6 +4,9 @@
     dgrad  dx = g.rowwise     @ w.columnwise^T    (M, N) by (K, N)
     wgrad  dw = g.columnwise  @ x.columnwise^T    (N, M) by (K, M)
 
+A stack of weights (G, N, K) has the same passes, with x (G, M, K), or x (M, K) with groups of rows (``Groups``), whose
+columnwise copies are those of padded groups, (K, P): wgrad (N, P) by (K, P) gives (G, N, K).
+
 A bias wider than the result is rounded to the dtype of the result first, as under torch.autocast.
 
 Each tensor is cast once for both of its products, from its high-precision values. A copy that its kernel multiplies as
@@ -25,8 +28,9 @@ from ..core.kernel import Spec
 from ..core.shapes import as_matrix
 from ..core.tracing import is_traced
 from ..kernels.gemm import emulated
-from ..kernels.gemm.select import gemm, plan_of, wanted_form
+from ..kernels.gemm.select import gemm, grouped_gemm, grouped_wanted_form, grouped_wgrad, plan_of, wanted_form
 from ..kernels.gemm.spec import Form, GemmArgs, GemmOperand, data_of
+from ..numerics.groups import Groups
 from ..numerics.operand import Operand
 from ..recipe.kernel_preference import KernelPreference
 from ..recipe.linear_recipe import LinearRecipe
@@ -38,7 +42,6 @@ from .operands import (
     SavedOperand,
     Scales,
     Want,
-    copies,
     dgrad_weight,
     is_gathered,
     of_shape,
@@ -47,6 +50,7 @@ from .operands import (
     standing_for,
     transposed,
 )
+from .stack_operands import copies_of, has_own_scales
 from .training_weight import values_of
 
 WgradHook = Callable[[Callable[[torch.dtype], Tensor]], Tensor | None]
@@ -74,26 +78,44 @@ class Options:
 # ---------------------------------------------------------------------------------------------- casts and products
 
 
-def _want(op: str, a: GemmOperand, b: GemmOperand, dtype: torch.dtype, prefer: str | None) -> Want:
+def _want(
+    op: str, a: GemmOperand, b: GemmOperand, dtype: torch.dtype, prefer: str | None, groups: Groups | None,
+    own_scales: bool = False,
+) -> Want:  # fmt: skip
     """The form in which the kernel that will run this product wants operands that are cast for it."""
+    if own_scales:
+        return torch.float32
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return dtype
+    if groups is not None:
+        return grouped_wanted_form(op, a, b, groups, GemmArgs(dtype), prefer)
     return wanted_form(op, a, b, GemmArgs(dtype), prefer)
 
 
 def product(
-    op: str, a: GemmOperand | None, b: GemmOperand | None, dtype: torch.dtype, bias: Tensor | None, prefer: str | None
-) -> Tensor:
+    op: str, a: GemmOperand | None, b: GemmOperand | None, dtype: torch.dtype, bias: Tensor | None, prefer: str | None,
+    groups: Groups | None = None,
+) -> Tensor:  # fmt: skip
     """``a @ b^T + bias`` in ``dtype``: by a product kernel, or by torch if both operands are plain."""
     assert a is not None and b is not None
     bias = None if bias is None else bias.to(dtype)
-    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
-        a, b = (f.to(dtype) if isinstance(f, Tensor) else f for f in (a, b))
+    if isinstance(a, Tensor) and isinstance(b, Tensor) and groups is None:
+        return _high_precision(op, a, b, dtype, bias)
+    a, b = (f.to(dtype) if isinstance(f, Tensor) else f for f in (a, b))
+    if groups is None:
         return gemm(op, a, b, GemmArgs(dtype, bias), prefer=prefer)
+    if op == "wgrad":
+        return grouped_wgrad(op, a, b, groups, GemmArgs(dtype), prefer=prefer)
+    return grouped_gemm(op, a, b, groups.ends, GemmArgs(dtype), prefer=prefer)
+
+
+def _high_precision(op: str, a: Tensor, b: Tensor, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
     reason = {"quantized": "the recipe leaves this product in high precision"}
     shapes = tuple(a.shape), tuple(b.shape)
     spec = Spec(op, shapes, (a.dtype, b.dtype), dtype, a.device, is_traced(a, b))
     with measure(record(spec, "high precision", reason)):
+        if b.dim() > 2:
+            return torch.matmul(a.to(dtype), b.to(dtype).mT)
         return torch.nn.functional.linear(a.to(dtype), b.to(dtype), bias)
 
 
@@ -129,35 +151,41 @@ class Inputs(NamedTuple):
     """Of x."""
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None, torch.dtype]
     """Of x, weight, bias and the result."""
+    stacked: bool = False
+    """Whether the weight is a stack."""
 
 
 def forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, options: Options, scales: Scales | None,
-    cached: tuple[Operand | None, Operand | None] | None, needs: tuple[bool, ...],
+    cached: tuple[Operand | None, Operand | None] | None, needs: tuple[bool, ...], groups: Groups | None = None,
 ) -> tuple[Tensor, list[Tensor], SavedOperands]:  # fmt: skip
     """The result, the tensors to save for the backward pass, and how to read them. ``needs``: whether x, weight and
     bias need a gradient."""
-    linear_recipe, prefer, rows = options.linear_recipe, options.prefer, as_matrix(x)
+    linear_recipe, prefer, rows = options.linear_recipe, options.prefer, as_matrix(x) if weight.dim() == 2 else x
     dtype = options.dtype or x.dtype
     need_dx, need_dw, _ = needs
+    own_scales = weight.dim() > 2 and has_own_scales(linear_recipe)
     w = values_of(weight)  # a quantized weight has ``cached`` operands instead
-    grad_like = of_shape(rows.shape[0], weight.shape[0], dtype, rows)
+    grad_like = of_shape((*rows.shape[:-1], weight.shape[-2]), dtype, rows)
     b_row: Any = cached[0] if cached is not None else standing_for(w, linear_recipe.weight.rowwise)
-    want = _want("fprop", standing_for(rows, linear_recipe.input.rowwise), b_row, dtype, prefer)
+    a_row = standing_for(rows, linear_recipe.input.rowwise)
+    want = _want("fprop", a_row, b_row, dtype, prefer, groups, own_scales)
     dgrad_want: Want = None
     if need_dx:
         if cached is not None:
             b_col = dgrad_weight(weight, linear_recipe, rows, cached[1])
         else:
-            b_col = standing_for(w.t(), linear_recipe.weight.columnwise)
-        dgrad_want = _want("dgrad", standing_for(grad_like, linear_recipe.grad.rowwise), b_col, dtype, prefer)
+            b_col = standing_for(w.mT, linear_recipe.weight.columnwise)
+        g_row = standing_for(grad_like, linear_recipe.grad.rowwise)
+        dgrad_want = _want("dgrad", g_row, b_col, dtype, prefer, groups, own_scales)
 
     later: Want = None
-    if need_dw and linear_recipe.input.columnwise is not None and not options.save_input:
-        g_col = standing_for(grad_like.t(), linear_recipe.grad.columnwise)
-        later = _want("wgrad", g_col, standing_for(rows.t(), linear_recipe.input.columnwise), dtype, prefer)
+    if need_dw and linear_recipe.input.columnwise is not None and not (options.save_input or own_scales):
+        g_col = standing_for(_columns_like(grad_like, groups), linear_recipe.grad.columnwise)
+        x_like = standing_for(_columns_like(rows, groups), linear_recipe.input.columnwise)
+        later = _want("wgrad", g_col, x_like, dtype, prefer, groups)
         later = later if later is Form.ROWS else Form.CODES
-    x_row, x_col = copies(rows, linear_recipe.input, (want, later), scales_of(scales, INPUT))
+    x_row, x_col = copies_of(rows, linear_recipe.input, (want, later), scales_of(scales, INPUT), groups, own_scales)
     w_row: GemmOperand | None
     w_col: GemmOperand | None
     if cached is not None:
@@ -165,19 +193,24 @@ def forward(
     else:
         # Codes are saved for dgrad. Values are twice as large: they are cast again from the weight.
         saves = dgrad_want in SAVED and linear_recipe.weight.columnwise is not None
-        now = dgrad_want if saves else None
-        w_row, w_col = copies(w, linear_recipe.weight, (want, now), scales_of(scales, WEIGHT))
-    y = product("fprop", x_row, w_row, dtype, bias, prefer)
+        wants = want, dgrad_want if saves else None
+        w_row, w_col = copies_of(w, linear_recipe.weight, wants, scales_of(scales, WEIGHT), None, own_scales)
+    y = product("fprop", x_row, w_row, dtype, bias, prefer, groups)
     x_saved, x_tensors = saved(x_col if x_col is not None else x if need_dw else None)
     w_saved, w_tensors = saved(weight if w_col is None or is_gathered(weight) else w_col)
     # As in torch's own linear layer: FSDP2 warns of modules whose result is a view.
-    y = torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], weight.shape[0]))
+    y = torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], weight.shape[-2]))
     return y, [*x_tensors, *w_tensors], SavedOperands(x_saved, w_saved, dgrad_want)
+
+
+def _columns_like(rows: Tensor, groups: Groups | None) -> Tensor:
+    """A tensor with the shape of the columnwise copy of ``rows``, for the question which kernel will run."""
+    return rows.mT if groups is None else of_shape((rows.shape[-1], groups.length), rows.dtype, rows)
 
 
 def backward(
     grad: Tensor, tensors: Iterable[Tensor], operands: SavedOperands, inputs: Inputs, options: Options,
-    scales: Scales | None,
+    scales: Scales | None, groups: Groups | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """The gradients of x, weight and bias; ``tensors`` are those that ``forward`` gave to save."""
     x_saved, w_saved, dgrad_want = operands
@@ -186,28 +219,34 @@ def backward(
     x_dtype, w_dtype, bias_dtype, dtype = inputs.dtypes
     dx = dw = db = None
     x_col, weight = x_saved.gemm_operand(tensors), w_saved.gemm_operand(tensors)
-    g = as_matrix(grad)
+    own_scales = inputs.stacked and has_own_scales(linear_recipe)
+    g = grad if inputs.stacked else as_matrix(grad)
     wgrad_want: Want = None
     if need_dw:
         if x_saved.format is None:
-            rows = as_matrix(x_col)
-            x_col = standing_for(rows.t(), linear_recipe.input.columnwise)
-        wgrad_want = _want("wgrad", standing_for(g.t(), linear_recipe.grad.columnwise), x_col, dtype, prefer)
-    g_row, g_col = copies(g, linear_recipe.grad, (dgrad_want, wgrad_want), scales_of(scales, GRAD))
+            rows = x_col if inputs.stacked else as_matrix(x_col)
+            x_col = standing_for(_columns_like(rows, groups), linear_recipe.input.columnwise)
+        g_like = standing_for(_columns_like(g, groups), linear_recipe.grad.columnwise)
+        wgrad_want = _want("wgrad", g_like, x_col, dtype, prefer, groups, own_scales)
+    wants = dgrad_want, wgrad_want
+    g_row, g_col = copies_of(g, linear_recipe.grad, wants, scales_of(scales, GRAD), groups, own_scales)
     if need_dx:
         w_col = weight
-        if w_saved.format is None:
+        if w_saved.format is None and inputs.stacked:
+            given = values_of(weight), linear_recipe.weight, (None, dgrad_want), scales_of(scales, WEIGHT)
+            w_col = copies_of(*given, None, own_scales)[1]
+        elif w_saved.format is None:
             w_col = transposed(weight, linear_recipe, dgrad_want, scales_of(scales, WEIGHT))
-        dx = product("dgrad", g_row, w_col, dtype, None, prefer).to(x_dtype).view(inputs.shape)
+        dx = product("dgrad", g_row, w_col, dtype, None, prefer, groups).to(x_dtype).view(inputs.shape)
         del g_row, w_col
     if need_dw:
         if x_saved.format is None:
             wants = (None, wgrad_want)
-            x_col = copies(rows, linear_recipe.input, wants, scales_of(scales, INPUT))[1]
+            x_col = copies_of(rows, linear_recipe.input, wants, scales_of(scales, INPUT), groups, own_scales)[1]
 
         def wgrad(result: torch.dtype) -> Tensor:
             as_asked = result is dtype or _runs_fast(g_col, x_col, result, prefer)
-            return product("wgrad", g_col, x_col, result if as_asked else dtype, None, prefer).to(result)
+            return product("wgrad", g_col, x_col, result if as_asked else dtype, None, prefer, groups).to(result)
 
         dw = wgrad(dtype).to(w_dtype) if options.on_wgrad is None else options.on_wgrad(wgrad)
     if need_db:

@@ -63,6 +63,8 @@ WEIGHT_RESULTS = {
 }  # fmt: skip
 """Ops whose results are TrainingWeights, as are those of all views: modules, FSDP2 and hooks call them on a parameter
 without computing with it."""
+GATHERS = {aten.index.Tensor, aten.index_select.default}
+"""Ops whose results are stacks of some of the matrices of a stack, in any order, and TrainingWeights too."""
 COPIES = {aten.clone.default, aten._to_copy.default}
 SHARDS = {aten.new_zeros.default}
 """Ops whose results get the amax history of delayed scaling: a copy of it, or, as all views do, the same one. FSDP2
@@ -155,7 +157,8 @@ class TrainingWeight(KeepsAttributes):
             return _with_state(out, weights[0], func)  # type: ignore[no-any-return]
 
         plain_args, plain_kwargs = tree_map_only(TrainingWeight, inside, (args, kwargs or {}))
-        gives_weights = func in WEIGHT_RESULTS or func.is_view
+        gathers = func in GATHERS and isinstance(args[0], TrainingWeight) and _gives_matrices(args)
+        gives_weights = gathers or func in WEIGHT_RESULTS or func.is_view
         if not gives_weights and func not in SHAPES:
             for weight in weights:
                 if isinstance(weight.high_precision, MXTensor):
@@ -294,7 +297,9 @@ def _rebuild(
 
 def _with_state(out: Tensor, weight: TrainingWeight, func: Any) -> Any:
     """``out``, the result of ``func``, with the amax history of ``weight`` if it stands for the same weight."""
-    if weight.linear_recipe.delayed is not None and (func in COPIES or func in SHARDS or func.is_view):
+    if weight.linear_recipe.delayed is not None and (
+        func in COPIES or func in SHARDS or func in GATHERS or func.is_view
+    ):
         for name, state in delayed_states(weight).items():
             setattr(out, name, state.to(out.device) if func in COPIES else state)
     return out
@@ -318,6 +323,12 @@ def _write(func: Any, args: Any, kwargs: Any) -> None:
         return t.high_precision
 
     func(*map(inside, args), **{key: inside(value) for key, value in kwargs.items()})
+
+
+def _gives_matrices(args: Any) -> bool:
+    """Whether ``index`` or ``index_select`` gives whole matrices of a stack."""
+    stack, where = args[:2]
+    return stack.dim() > 2 and (len(where) == 1 if isinstance(where, (list, tuple)) else where == 0)
 
 
 def _refuse_values(func: Any, weight: TrainingWeight) -> NoReturn:

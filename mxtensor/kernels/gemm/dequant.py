@@ -19,18 +19,21 @@ from ...core.compat import cpu_multiplies_bfloat16
 from ...core.kernel import Kernel, Spec
 from ...core.tracing import is_traced
 from ...numerics.formats import Format, get_format
+from ...numerics.groups import Groups
 from ...numerics.operand import Operand
 from ..quantize import sliced
 from ..quantize.select import dequantize_operand, fake_quantize, rows_decoder
 from ..runtime.check import check_argument, check_codes, check_scalars
-from . import cublas
+from . import cublas, plain
 from .emulated import values
 from .row_operand import RowOperand
+from .scaled_mm_contract import MAX_GROUPS
 from .spec import (
     FakeQuantized,
     GemmArgs,
     GemmOperand,
     Unquantized,
+    data_of,
     finish,
     format_of,
     not_row_scaled,
@@ -190,15 +193,12 @@ def run(a: GemmOperand, b: GemmOperand, args: GemmArgs) -> Tensor:
 
 def refuses_grouped(spec: Spec, a: GemmOperand, b: GemmOperand, ends: Tensor, args: GemmArgs) -> str | None:
     if spec.device.type == "cuda":
-        if args.out_dtype is torch.float32:
-            return "torch._grouped_mm rounds to bfloat16, the result is float32"
-        if _has_global_scale(a, b):
-            return "torch._grouped_mm cannot apply a global scale to the accumulator"
-        if spec.shapes[1][2] % 8 or spec.shapes[1][1] % 8:
-            return f"torch._grouped_mm needs K and N in multiples of 8, got {spec.shapes[1][2]} and {spec.shapes[1][1]}"
-    elif spec.traced:
-        return "the ends of the groups are being traced and have no values"
-    elif isinstance(b, Unquantized) or _has_global_scale(a):
+        reason = _refuses_on_cuda(spec.shapes[1][1:], spec.shapes[1][0], a, b, args)
+        if reason is not None:
+            return reason
+    elif spec.traced and plain.why_not_traced(args) is not None:
+        return plain.why_not_traced(args)
+    elif (isinstance(b, Unquantized) and b.format.global_scale) or _has_global_scale(a):
         return "multiplies one quantized matrix of the stack at a time, by rows without a global scale"
     if isinstance(b, RowOperand):
         return not_row_scaled(a, b)
@@ -206,14 +206,28 @@ def refuses_grouped(spec: Spec, a: GemmOperand, b: GemmOperand, ends: Tensor, ar
     return refuses(spec._replace(shapes=(spec.shapes[0], spec.shapes[1][1:])), a, one, args)
 
 
+def _refuses_on_cuda(
+    multiples: tuple[int, ...], groups: int, a: GemmOperand, b: GemmOperand, args: GemmArgs
+) -> str | None:
+    if groups > MAX_GROUPS:
+        return f"torch._grouped_mm takes at most {MAX_GROUPS} groups, got {groups}"
+    if args.out_dtype is torch.float32:
+        return "torch._grouped_mm rounds to bfloat16, the result is float32"
+    if _has_global_scale(a, b):
+        return "torch._grouped_mm cannot apply a global scale to the accumulator"
+    if any(n % 8 for n in multiples):
+        return f"torch._grouped_mm needs K and N in multiples of 8, got {multiples[1]} and {multiples[0]}"
+    return None
+
+
 def matrix(stack: Operand | FakeQuantized | Tensor, i: int) -> Operand | FakeQuantized | Tensor:
     """Matrix ``i`` of a stack (G, N, K), with the scale that all matrices share if there is only one."""
     if isinstance(stack, Tensor):
-        return stack[i]
+        return stack.select(0, i)
     if isinstance(stack, FakeQuantized):
-        return replace(stack, values=stack.values[i])
-    scale = stack.scale[i if stack.scale.shape[0] > 1 else 0]
-    return Operand(stack.data[i], scale, stack.global_scale, stack.format, stack.shape[1:])
+        return replace(stack, values=stack.values.select(0, i))
+    scale = stack.scale.select(0, i if stack.scale.shape[0] > 1 else 0)
+    return Operand(stack.data.select(0, i), scale, stack.global_scale, stack.format, stack.shape[1:])
 
 
 def run_grouped(a: GemmOperand, b: GemmOperand, ends: Tensor, args: GemmArgs) -> Tensor:
@@ -221,7 +235,11 @@ def run_grouped(a: GemmOperand, b: GemmOperand, ends: Tensor, args: GemmArgs) ->
     if left.device.type == "cuda":
         right, _ = _values(b)
         return zero_after(torch._grouped_mm(left, right.transpose(-1, -2), offs=ends), ends)
-    assert not isinstance(b, (Unquantized, RowOperand))
+    if is_traced(left, data_of(b), ends):
+        return plain.rows(left, _values(b)[0], ends, args)
+    if isinstance(b, Unquantized):
+        b = FakeQuantized(_values(b)[0], None, b.format)
+    assert not isinstance(b, RowOperand)
     out = left.new_zeros(left.shape[0], b.shape[1])
     for i, (start, end) in enumerate(pairwise([0, *ends.tolist()])):
         if start < end:
@@ -229,5 +247,23 @@ def run_grouped(a: GemmOperand, b: GemmOperand, ends: Tensor, args: GemmArgs) ->
     return out
 
 
+def refuses_wgrad(spec: Spec, a: GemmOperand, b: GemmOperand, groups: Groups, args: GemmArgs) -> str | None:
+    if spec.device.type == "cuda":
+        reason = _refuses_on_cuda((spec.shapes[0][0], spec.shapes[1][0]), groups.number, a, b, args)
+        if reason is not None:
+            return reason
+    elif _has_global_scale(a, b):
+        return "multiplies groups of columns without a global scale"
+    return refuses(spec, a, b, args)
+
+
+def run_wgrad(a: GemmOperand, b: GemmOperand, groups: Groups, args: GemmArgs) -> Tensor:
+    left, right = _values(a)[0], _values(b)[0]
+    if left.device.type == "cuda":  # the padding of a group is zeros, and every group has some rows
+        return torch._grouped_mm(left, right.transpose(-1, -2), offs=groups.padded_ends)
+    return plain.columns(left, right, groups.padded_ends, args)
+
+
 KERNEL = Kernel("dequant", refuses, run)
 GROUPED = Kernel("dequant", refuses_grouped, run_grouped)
+GROUPED_WGRAD = Kernel("dequant", refuses_wgrad, run_wgrad)

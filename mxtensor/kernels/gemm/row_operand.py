@@ -32,26 +32,27 @@ class RowOperand(NamedTuple):
     scale: Tensor
     """scales of the blocks, 2-D, as in ``Operand``; where it was made by a cast, in rows beyond the bound only"""
     format: Format
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
+    """(rows, cols), or of a stack (weights, rows, cols), whose rows come one after the other"""
     memory: Tensor | None = None
     """uint8 (bytes,): what holds all four, in the order of ``sections``; None if they are apart"""
 
     @classmethod
-    def inside(cls, memory: Tensor, format: Format, shape: tuple[int, int]) -> RowOperand:
+    def inside(cls, memory: Tensor, format: Format, shape: tuple[int, ...]) -> RowOperand:
         """The operand in memory of ``sections(format, shape)`` bytes, whose rows are not padded."""
-        rows = shape[0]
+        rows, matrix = math.prod(shape[:-1]), (math.prod(shape[:-1]), shape[-1])
         codes, row_scale, beyond, scale = (memory.narrow(0, start, size) for start, size in sections(format, shape)[0])
-        scale = scale.view(format.scale.dtype).view(format.scale_shape(shape))
+        scale = scale.view(format.scale.dtype).view(format.scale_shape(matrix))
         parts = codes.view(rows, -1), row_scale.view(torch.float32).view(rows, 1), beyond, scale
         return cls(*parts, format, shape, memory)
 
 
 @cache
-def sections(format: Format, shape: tuple[int, int]) -> tuple[list[tuple[int, int]], int]:
+def sections(format: Format, shape: tuple[int, ...]) -> tuple[list[tuple[int, int]], int]:
     """(first byte, bytes) of codes, row scales, marks and scales of blocks in the memory of a row-scaled operand, and
     the bytes of all."""
-    rows, cols = shape
-    scales = format.scale_shape(shape)
+    rows, cols = math.prod(shape[:-1]), shape[-1]
+    scales = format.scale_shape((rows, cols))
     sizes = rows * round_up(cols, INNER), 4 * rows, rows, format.scale.dtype.itemsize * math.prod(scales)
     places, start = [], 0
     for size in sizes:
@@ -62,7 +63,8 @@ def sections(format: Format, shape: tuple[int, int]) -> tuple[list[tuple[int, in
 
 def values_of_rows(operand: RowOperand) -> Tensor:
     """The float32 values of a row-scaled operand of 8-bit elements."""
-    rows, cols = operand.shape
+    rows, cols = math.prod(operand.shape[:-1]), operand.shape[-1]
     codes, format = operand.codes[:rows, :cols].view(torch.uint8), operand.format
-    own = Operand(codes.view(format.element.dtype), operand.scale, None, format, operand.shape)
-    return row_values(RowScaled(codes, operand.row_scale[:rows], operand.beyond[:rows]), own)
+    own = Operand(codes.view(format.element.dtype), operand.scale, None, format, (rows, cols))
+    values = row_values(RowScaled(codes, operand.row_scale[:rows], operand.beyond[:rows]), own)
+    return values.view(operand.shape)

@@ -11,7 +11,8 @@ from ...core.kernel import Kernel, Spec
 from ...core.plan import Plan
 from ...core.select import KERNEL_NAMES, perform, plan_for
 from ...core.tracing import is_traced
-from ..gemm import cpu_codes, dequant, dot_scaled, emulated, fp8_rows, scaled_grouped_mm, scaled_mm
+from ...numerics.groups import Groups
+from ..gemm import cpu_codes, dequant, dot_scaled, emulated, fp8_rows, fp8_rows_groups, scaled_grouped_mm, scaled_mm
 from ..small_m import kernel as small_m
 from .fp8_rows_both import wants_rows
 from .spec import Form, GemmArgs, GemmOperand, data_of, facts_of, format_of, without_lazy_signs
@@ -21,9 +22,12 @@ GEMM: tuple[Kernel, ...] = (
     emulated.KERNEL,
 )  # fmt: skip
 GROUPED: tuple[Kernel, ...] = (
-    scaled_grouped_mm.KERNEL, dot_scaled.GROUPED, small_m.GROUPED, dequant.GROUPED, emulated.GROUPED,
+    scaled_grouped_mm.KERNEL, dot_scaled.GROUPED, fp8_rows_groups.GROUPED, small_m.GROUPED, dequant.GROUPED,
+    emulated.GROUPED,
 )  # fmt: skip
 """The same kernels for a stack of weights, each multiplied by rows of its own."""
+GROUPED_WGRAD: tuple[Kernel, ...] = (fp8_rows_groups.GROUPED_WGRAD, dequant.GROUPED_WGRAD, emulated.GROUPED_WGRAD)
+"""And for products over the columns of each group, which give a stack."""
 VALUES = {dequant.KERNEL.name: dequant.values_dtype, emulated.KERNEL.name: emulated.values_dtype}
 """Kernels that multiply values and not codes -> the dtype that they want them in, given the product's arguments."""
 KERNEL_NAMES.update(kernel.name for kernel in GEMM)
@@ -105,3 +109,36 @@ def grouped_gemm(
     spec = _spec(op, a, b, args)
     _check_devices(op, spec.device, data_of(a), args.bias, ends)
     return perform(GROUPED, spec, a, b, ends, args, prefer=prefer)  # type: ignore[no-any-return]
+
+
+def grouped_wgrad(
+    op: str, a: GemmOperand, b: GemmOperand, groups: Groups, args: GemmArgs, prefer: str | None = None
+) -> Tensor:
+    """The products over the columns of each group of a padded matrix: a (N, P) by b (K, P), result (G, N, K).
+
+    Both are blocked along P, and the padding between groups is zeros. ``args`` without alpha and bias. Raises
+    ValueError for shapes that do not fit and for tensors on two devices.
+    """
+    padded = groups.length
+    if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[1] != padded or b.shape[1] != padded:
+        raise ValueError(
+            f"{op}: needs (N, P) and (K, P) with P = {padded} columns in groups, got {tuple(a.shape)} and "
+            f"{tuple(b.shape)}"
+        )
+    a, b, args = without_lazy_signs(a, b, args)
+    spec = _spec(op, a, b, args)
+    _check_devices(op, spec.device, data_of(a), None, groups.ends)
+    return perform(GROUPED_WGRAD, spec, a, b, groups, args, prefer=prefer)  # type: ignore[no-any-return]
+
+
+def grouped_wanted_form(
+    op: str, a: GemmOperand, b: GemmOperand, groups: Groups, args: GemmArgs, prefer: str | None = None
+) -> Form | torch.dtype:
+    """``wanted_form`` of the product that ``grouped_gemm`` or, for two matrices, ``grouped_wgrad`` would run."""
+    kernels, given = (GROUPED, groups.ends) if len(b.shape) == 3 else (GROUPED_WGRAD, groups)
+    facts = *facts_of(a, b, args), groups.number  # type: ignore[misc]
+    kernel = plan_for(kernels, _spec(op, a, b, args), a, b, given, args, prefer=prefer, facts=facts).kernel
+    if kernel in (fp8_rows_groups.GROUPED, fp8_rows_groups.GROUPED_WGRAD):
+        return Form.ROWS
+    wanted = None if kernel is None else VALUES.get(kernel.name)
+    return Form.CODES if wanted is None else wanted(args)

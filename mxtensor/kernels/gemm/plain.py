@@ -1,0 +1,116 @@
+"""Products of plain values: of matrices, and group by group.
+
+The host reads the ends of the groups. A traced graph has no values to read, so that it holds these products as ops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from ...core import custom_ops
+from ...core.tracing import is_traced
+from ..runtime.check import check_argument
+from .spec import GemmArgs, finish
+
+PLAIN = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def multiply(left: Tensor, right: Tensor, args: GemmArgs) -> Tensor:
+    """``alpha * left @ right^T + beta * bias`` of plain tensors, rounded once."""
+    if left.dim() == 2 and args.alpha == 1 and (args.bias is None or (args.bias.dim() == 1 and args.beta == 1)):
+        bias = None if args.bias is None else args.bias.to(left.dtype)
+        product: Tensor = torch.ops.aten.linear.default(left, right, bias)
+        return product.to(args.out_dtype)
+    return finish(torch.matmul(left, right.transpose(-1, -2)), args)
+
+
+# ---------------------------------------------------------------------------------------------- group by group
+
+
+def _pieces(ends: Tensor) -> Iterator[tuple[int, int, int]]:
+    """(group, start, end) of each group."""
+    for i, (start, end) in enumerate(pairwise([0, *ends.tolist()])):
+        yield i, start, end
+
+
+def rows_loop(left: Tensor, right: Tensor, ends: Tensor, args: GemmArgs) -> Tensor:
+    """left (M, K) by right (G, N, K): each group of rows times its matrix; zeros after the last group."""
+    out = left.new_zeros(left.shape[0], right.shape[1], dtype=args.out_dtype)
+    for i, start, end in _pieces(ends):
+        if start < end:
+            out[start:end] = multiply(left[start:end], right[i], args)
+    return out
+
+
+def columns_loop(left: Tensor, right: Tensor, padded_ends: Tensor, args: GemmArgs) -> Tensor:
+    """left (N, P) by right (K, P): (G, N, K), the product over the columns of each group.
+
+    Padding takes part: it is zeros, unless groups of 16 values were rotated.
+    """
+    out = left.new_empty(padded_ends.shape[0], left.shape[0], right.shape[0], dtype=args.out_dtype)
+    for i, start, end in _pieces(padded_ends):
+        out[i] = multiply(left[:, start:end], right[:, start:end], args)
+    return out
+
+
+def why_not_traced(args: GemmArgs) -> str | None:
+    """Why a traced product of groups is refused: the ops take no bias."""
+    plain = args.alpha == 1 and (args.bias is None or args.beta == 0)
+    return None if plain else "a traced product of groups takes no alpha and no bias"
+
+
+def rows(left: Tensor, right: Tensor, ends: Tensor, args: GemmArgs) -> Tensor:
+    """``rows_loop``, as one op if it is traced."""
+    if is_traced(left, right, ends) and 0 not in (*left.shape, *right.shape):
+        out: Tensor = grouped_rows(left, right, ends, args.out_dtype)
+        return out
+    return rows_loop(left, right, ends, args)
+
+
+def columns(left: Tensor, right: Tensor, padded_ends: Tensor, args: GemmArgs) -> Tensor:
+    """``columns_loop``, as one op if it is traced."""
+    if is_traced(left, right, padded_ends) and 0 not in (*left.shape, *right.shape):
+        out: Tensor = grouped_columns(left, right, padded_ends, args.out_dtype)
+        return out
+    return columns_loop(left, right, padded_ends, args)
+
+
+# ---------------------------------------------------------------------------------------------- ops
+
+
+def _check(op: str, left: Tensor, right: Tensor, ends: Tensor, groups: int) -> None:
+    check_argument(op, "left", left, PLAIN, (None, None), left.device)
+    check_argument(op, "right", right, (left.dtype,), (None,) * right.dim(), left.device)
+    if left.shape[1] != right.shape[-1]:
+        raise ValueError(
+            f"{op}: left and right must have rows of one length, got {tuple(left.shape)} and {tuple(right.shape)}"
+        )
+    check_argument(op, "ends", ends, (torch.int32,), (groups,), left.device)
+
+
+@custom_ops.define("mxtensor::grouped_rows")
+def grouped_rows(left: Tensor, right: Tensor, ends: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """``rows_loop`` of checked arguments."""
+    _check("mxtensor::grouped_rows", left, right, ends, right.shape[0])
+    return rows_loop(left, right, ends, GemmArgs(out_dtype))
+
+
+@custom_ops.fake_of(grouped_rows)
+def _(left, right, ends, out_dtype):  # type: ignore[no-untyped-def]
+    return left.new_empty(left.shape[0], right.shape[1], dtype=out_dtype)
+
+
+@custom_ops.define("mxtensor::grouped_columns")
+def grouped_columns(left: Tensor, right: Tensor, padded_ends: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """``columns_loop`` of checked arguments."""
+    _check("mxtensor::grouped_columns", left, right, padded_ends, padded_ends.shape[0])
+    return columns_loop(left, right, padded_ends, GemmArgs(out_dtype))
+
+
+@custom_ops.fake_of(grouped_columns)
+def _(left, right, padded_ends, out_dtype):  # type: ignore[no-untyped-def]
+    return left.new_empty(padded_ends.shape[0], left.shape[0], right.shape[0], dtype=out_dtype)

@@ -1,0 +1,145 @@
+"""Rows in groups, each with a weight of its own: what a cast of such a matrix is. The definition, in plain torch.
+
+``ends`` (G,) int32 are the ends of the groups, never decreasing; they stay on the device. A group may have no rows.
+
+A group is cast as if it were a matrix of its own:
+
+- A block along the columns belongs to one row, so that one cast of all rows gives what a cast of each group gives.
+- Blocks along the rows begin anew with each group. Each group is padded with zeros to whole blocks, and a cast of the
+  padded matrix gives what a cast of each group gives, since absent values of a block count as zeros. A group without
+  rows has one block of zeros, so that no product is a sum of nothing.
+- A scale of a whole tensor (NVFP4, float8 per tensor) is the scale of one group.
+
+How many rows the padded groups take depends on values. Their matrix has the largest number that G groups of so many
+rows can take, which the host knows; what follows the last group is zeros.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .cast import Cast
+from .formats import FULL
+from .reference import decode_local, encode
+
+
+class Groups(NamedTuple):
+    """The groups of the rows of a matrix (M, ...), and their places in the padded matrix (P, ...)."""
+
+    ends: Tensor
+    """int32 (G,): the end of each group in the matrix"""
+    padded_ends: Tensor
+    """int32 (G,): the end of each group in the padded matrix, a multiple of the block"""
+    of_row: Tensor
+    """int64 (M,): the group of each row; G for rows after the last group"""
+    of_padded_row: Tensor
+    """int64 (P,): the group of each padded row; G after the last group"""
+    places: Tensor
+    """int64 (M,): the padded row that is a copy of each row; P for rows after the last group"""
+
+    @property
+    def number(self) -> int:
+        """G"""
+        return self.ends.shape[0]
+
+    @property
+    def length(self) -> int:
+        """P"""
+        return self.of_padded_row.shape[0]
+
+    def padded(self, x: Tensor) -> Tensor:
+        """The rows of x (M, cols) with each group padded: (P, cols)."""
+        out = x.new_zeros(self.length + 1, x.shape[1])  # what follows the last group goes to the last row
+        return out.index_copy_(0, self.places, x).narrow(0, 0, self.length)
+
+    def unpadded(self, x: Tensor) -> Tensor:
+        """The rows of a padded matrix (P, cols) at their places in the matrix: (M, cols); others for rows in no
+        group."""
+        return x.index_select(0, self.places.clamp(max=self.length - 1))
+
+
+def block_of(*casts: Cast | None) -> int:
+    """The rows to which groups are padded for these casts of columns: whole blocks, at least 16.
+
+    16 values are what rotations work on, and 16 bytes the alignment that grouped products need.
+    """
+    blocks = [cast.format.block[1] for cast in casts if cast is not None]
+    return math.lcm(16, *(n for n in blocks if n != FULL))
+
+
+def padded_length(rows: int, groups: int, block: int) -> int:
+    """The rows that ``groups`` groups of ``rows`` rows together take at most, each at least one block."""
+    return (rows // block + groups) * block
+
+
+def groups_of_rows(ends: Tensor, rows: int, block: int) -> Groups:
+    """The groups of a matrix of so many rows, padded to multiples of ``block``.
+
+    Ends that are no ends of groups (beyond the rows, decreasing) give groups of other rows of the matrix, or none.
+    """
+    ends = ends.clamp(0, rows)
+    starts = F.pad(ends, (1, 0)).narrow(0, 0, ends.shape[0])
+    sizes = ((ends - starts + (block - 1)) // block).clamp(min=1) * block
+    length = padded_length(rows, ends.shape[0], block)
+    padded_ends = sizes.cumsum(0).clamp(max=length).to(torch.int32)
+    of_row = _group_of(ends, rows)
+    moved = F.pad(padded_ends - sizes - starts, (0, 1)).index_select(0, of_row)
+    row = torch.arange(rows, device=ends.device)
+    places = torch.where(of_row < ends.shape[0], (row + moved).clamp(0, length), length)
+    return Groups(ends, padded_ends, of_row, _group_of(padded_ends, length), places)
+
+
+def _group_of(ends: Tensor, rows: int) -> Tensor:
+    return torch.searchsorted(ends, torch.arange(rows, device=ends.device, dtype=ends.dtype), right=True)
+
+
+# ---------------------------------------------------------------------------------------------- scales of a group
+
+
+def amax_of_groups(x: Tensor, group: Tensor, count: int, dim: int) -> Tensor:
+    """The amax of each group in float32, at each of its rows (dim 0: (M, 1)) or of its columns (dim 1: (1, M)).
+
+    ``group``: the group of each row or column; ``count`` for those in no group, which have an amax of their own. NaN
+    and infinity count as the largest.
+    """
+    along = x.detach().abs().amax(1 - dim).to(torch.float32) if x.shape[1 - dim] else x.new_zeros(group.shape)
+    along = torch.where(along.isnan(), float("inf"), along.to(torch.float32))
+    largest = along.new_zeros(count + 1).scatter_reduce(0, group, along, "amax")
+    return largest.index_select(0, group).unsqueeze(1 - dim)
+
+
+def values_of_groups(x: Tensor, cast: Cast, amax: Tensor) -> Tensor:
+    """The float32 values of x in a format with a scale of the whole tensor; here each part of x has its own ``amax``.
+
+    ``amax``: float32, broadcasts to x (..., rows, cols) and is the same in all values of a block. Where it differs
+    along a dimension, x has whole blocks there. Blocks run along the last dimension.
+    """
+    rows, cols = cast.format.block
+    if rows == FULL:
+        operand = encode(x, cast, amax)
+        return decode_local(operand)
+    of_blocks = amax if amax.shape[-1] == 1 else _firsts(amax, -1, cols)
+    if rows > 1 and of_blocks.shape[-2] > 1:
+        of_blocks = _firsts(of_blocks, -2, rows)
+    operand = encode(x, cast, of_blocks)
+    values = decode_local(operand)
+    scale = operand.global_scale
+    if scale is None or 0 in x.shape:
+        return values
+    if scale.shape[-1] > 1:
+        scale = scale.repeat_interleave(cols, -1)
+    if scale.shape[-2] > 1:
+        scale = scale.repeat_interleave(rows, -2)
+    scaled: Tensor = values * scale
+    return scaled
+
+
+def _firsts(x: Tensor, dim: int, block: int) -> Tensor:
+    """The first of each block of values along a dimension of whole blocks."""
+    first: Tensor = x.unflatten(dim, (-1, block)).select(dim, 0)
+    return first

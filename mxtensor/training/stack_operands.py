@@ -1,0 +1,132 @@
+"""The operands of products by a stack of weights: each matrix, and each group of rows, is cast as if it were alone.
+
+x is rows in groups (M, K) with ``Groups``, or one matrix for each weight (G, M, K); the stack itself is (G, N, K).
+``numerics/groups.py`` says what the cast of a group is.
+
+Formats whose scales belong to blocks of a few values use the casts of a layer: blocks along a row know no groups, and
+blocks along the rows are those of the padded matrix. Where a scale belongs to a whole tensor (NVFP4, float8 with
+current scaling), each matrix and each group has its own, and operands are float32 values. With delayed scaling the
+scale comes from earlier steps; one history serves the whole stack, and so does its scale.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..kernels.gemm.fp8_rows_groups import rows_of_stack
+from ..kernels.gemm.spec import FakeQuantized, Form, GemmOperand, Unquantized
+from ..kernels.quantize.hadamard import rotated
+from ..numerics.cast import Cast
+from ..numerics.formats import FULL
+from ..numerics.groups import Groups, amax_of_groups, block_of, groups_of_rows, values_of_groups
+from ..recipe.linear_recipe import LinearRecipe, TensorCasts
+from .operands import Want, copies, rounds_twice
+
+
+def layout_of(ends: Tensor, rows: int, linear_recipe: LinearRecipe) -> Groups:
+    """The groups of so many rows, padded as the columnwise copies of input and gradient need it."""
+    return groups_of_rows(ends, rows, block_of(linear_recipe.input.columnwise, linear_recipe.grad.columnwise))
+
+
+def has_own_scales(linear_recipe: LinearRecipe) -> bool:
+    """Whether each matrix and each group gets a scale of its own, from its amax in this step."""
+    if linear_recipe.delayed is not None:
+        return False
+    tensors = linear_recipe.input, linear_recipe.weight, linear_recipe.grad
+    casts = [cast for casts in tensors for cast in (casts.rowwise, casts.columnwise) if cast is not None]
+    return any(cast.format.has_tensor_scale for cast in casts)
+
+
+def copies_of(
+    x: Tensor, casts: TensorCasts, wants: tuple[Want, Want], scales: tuple[Tensor, ...], groups: Groups | None,
+    own_scales: bool = False,
+) -> list[GemmOperand | None]:  # fmt: skip
+    """``copies`` of a matrix, of a stack of matrices, or, with ``groups``, of rows in groups: then the columnwise copy
+    (cols, P) is that of the padded matrix. ``own_scales``: ``has_own_scales`` of the recipe."""
+    if own_scales and (x.dim() > 2 or groups is not None):
+        return _with_own_scales(x, casts, wants, groups)
+    if groups is None:
+        return _of_stack(x, casts, wants) if x.dim() > 2 and Form.ROWS in wants else copies(x, casts, wants, scales)
+    if scales:  # what follows the last group has no part in the amax
+        x = torch.where((groups.of_row < groups.number).unsqueeze(1), x, 0)
+    out: list[GemmOperand | None] = [None, None]
+    if wants[0] is not None:
+        out[0] = _rows(x, casts, wants[0], scales, groups)
+    if wants[1] is not None:
+        out[1] = copies(groups.padded(x), casts, (None, wants[1]), scales)[1]
+    return out
+
+
+def _of_stack(x: Tensor, casts: TensorCasts, wants: tuple[Want, Want]) -> list[GemmOperand | None]:
+    """Copies of a stack of which some are row-scaled: those of a matrix of all its rows."""
+    out: list[GemmOperand | None] = []
+    for source, cast, want in ((x, casts.rowwise, wants[0]), (x.mT, casts.columnwise, wants[1])):
+        if want is Form.ROWS and cast is not None:
+            out.append(rows_of_stack(Unquantized(source, cast)))
+        else:
+            out.append(None if want is None else copies(source, TensorCasts(cast), (want, None), ())[0])
+    return out
+
+
+def _rows(x: Tensor, casts: TensorCasts, want: Want, scales: tuple[Tensor, ...], groups: Groups) -> GemmOperand | None:
+    """The rowwise copy of rows in groups; tiles that cover several rows begin anew with each group."""
+    row = casts.rowwise
+    if row is None or not row.format.rows_are_blocked or scales:
+        return copies(x, casts, (want, None), scales)[0]
+    exact = torch.bfloat16 if row.format.exact_in_bfloat16 else torch.float32
+    dtype = want if isinstance(want, torch.dtype) else exact
+    padded = copies(groups.padded(x), casts, (dtype, None), scales)[0]
+    assert isinstance(padded, FakeQuantized)
+    return replace(padded, values=groups.unpadded(padded.values))
+
+
+# ---------------------------------------------------------------------------------------------- scales of their own
+
+
+def _with_own_scales(
+    x: Tensor, casts: TensorCasts, wants: tuple[Want, Want], groups: Groups | None
+) -> list[GemmOperand | None]:
+    row, column = casts.rowwise, casts.columnwise
+    out: list[GemmOperand | None] = [None, None]
+    twice = rounds_twice(casts)
+    if row is None:
+        out[0] = x
+    elif groups is not None and row.format.rows_are_blocked and row.format.block[0] != FULL:
+        padded = groups.padded(x)
+        amax = amax_of_groups(padded, groups.of_padded_row, groups.number, 0)
+        out[0] = FakeQuantized(groups.unpadded(_fake_quantized(padded, row, amax).values), None, row.format)
+    elif wants[0] is not None or twice:
+        out[0] = _fake_quantized(x, row, _amax(x, groups, 0))
+    if wants[1] is None:
+        return out if wants[0] is not None else [None, None]
+    source = out[0].values if twice and isinstance(out[0], FakeQuantized) else x
+    columns = (source if groups is None else groups.padded(source)).transpose(-1, -2)
+    if column is None:
+        out[1] = columns
+    else:
+        if casts.signs is not None:
+            columns = rotated(columns, casts.signs)
+        own = column if column.seed is None else replace(column, seed=column.seed + 1)  # as in kernels/quantize
+        out[1] = _fake_quantized(columns, own, _amax(columns, groups, 1))
+    return [out[0] if wants[0] is not None else None, out[1]]
+
+
+def _amax(x: Tensor, groups: Groups | None, dim: int) -> Tensor:
+    """The amax of each group along ``dim``, or of each matrix of a stack, broadcasting to x."""
+    if groups is not None:
+        return amax_of_groups(x, groups.of_row if dim == 0 else groups.of_padded_row, groups.number, dim)
+    if 0 in x.shape:
+        return x.new_zeros((*x.shape[:-2], 1, 1), dtype=torch.float32)
+    return x.detach().abs().amax((-2, -1), keepdim=True).to(torch.float32)
+
+
+def _fake_quantized(x: Tensor, cast: Cast, amax: Tensor) -> FakeQuantized:
+    if cast.format.has_tensor_scale:
+        return FakeQuantized(values_of_groups(x, cast, amax), None, cast.format)
+    plain = TensorCasts(cast)
+    values = copies(x, plain, (torch.float32, None), ())[0]
+    assert isinstance(values, FakeQuantized) and values.global_scale is None
+    return values
