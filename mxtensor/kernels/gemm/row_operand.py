@@ -42,8 +42,8 @@ class RowOperand(NamedTuple):
         rows = shape[0]
         codes, row_scale, beyond, scale = (memory.narrow(0, start, size) for start, size in sections(format, shape)[0])
         scale = scale.view(format.scale.dtype).view(format.scale_shape(shape))
-        parts = codes.view(rows, -1), row_scale.view(torch.float32).view(rows, 1), beyond, scale
-        return cls(*parts, format, shape, memory)
+        four = codes.view(rows, -1), row_scale.view(torch.float32).view(rows, 1), beyond, scale
+        return cls(*four, format, shape, memory)
 
 
 @cache
