@@ -1,4 +1,4 @@
-"""Where temporary memory lies in one allocation: what is not needed at the same time may share a place."""
+"""Places of temporary memory in one allocation: what is not needed at the same time may share a place."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Need(NamedTuple):
 def places(needs: Sequence[Need]) -> tuple[list[int], int]:
     """(bytes from the start of the allocation for each need, size of the allocation).
 
-    Each goes to the lowest place where nothing that is needed at the same time lies; larger ones first.
+    Each goes to the lowest place that is free of what is needed at the same time; larger ones first.
     """
     found: dict[int, int] = {}
     for i in sorted(range(len(needs)), key=lambda i: (-needs[i].size, i)):

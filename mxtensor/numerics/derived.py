@@ -1,4 +1,4 @@
-"""What is computed from a tensor, such as swizzled scales, and kept until the tensor is written to or ends."""
+"""What is computed from a tensor, such as swizzled scales: cached until the tensor is written to or ends."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..core.arguments import check, described, instance
 from ..core.autograd import dequantize_with_gradient
-from ..core.compat import disable_subclass_torch_function, make_wrapper_subclass, no_torch_function
+from ..core.compat import disable_subclass_torch_function, make_wrapper_subclass
 from ..core.compat_hooks import hook_guards, hook_unwrapping
 from ..core.dispatch import FALLBACK, FUNCTION_TABLE, OP_TABLE
 from ..core.fingerprint import COMPILATION, fingerprint
@@ -308,10 +308,8 @@ class MXTensor(Makers, Pickled, KeepsAttributes, GatheredByFSDP2, TransformerEng
         rule = FUNCTION_TABLE.get(func)
         if func is not torch.nn.functional.linear:  # whose rule checks it where that takes no time
             refuse_recording("an MXTensor")
-        if rule is None:
-            return no_torch_function(func, types, args, kwargs or {})
         with disable_subclass_torch_function():
-            return rule(*args, **(kwargs or {}))
+            return (rule or func)(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

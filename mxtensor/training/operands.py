@@ -200,8 +200,8 @@ def saved(gemm_operand: GemmOperand | None) -> tuple[SavedOperand, list[Tensor]]
     if isinstance(gemm_operand, Tensor):
         return SavedOperand(1), [gemm_operand]
     if isinstance(gemm_operand, RowOperand):
-        parts = [*gemm_operand[:4]] if gemm_operand.memory is None else [gemm_operand.memory]
-        return SavedOperand(len(parts), gemm_operand.format, gemm_operand.shape, True), parts
+        memory = [*gemm_operand[:4]] if gemm_operand.memory is None else [gemm_operand.memory]
+        return SavedOperand(len(memory), gemm_operand.format, gemm_operand.shape, True), memory
     assert isinstance(gemm_operand, Operand)
     tensors = gemm_operand.tensors
     return SavedOperand(len(tensors), gemm_operand.format, gemm_operand.shape), [*tensors]

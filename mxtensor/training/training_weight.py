@@ -134,7 +134,10 @@ class TrainingWeight(KeepsAttributes):
             return rule(func, args, kwargs or {})
         if func in INSIDE and isinstance(args[0], TrainingWeight):
             return func(args[0].high_precision, *args[1:], **(kwargs or {}))
-        return no_torch_function(func, types, args, kwargs or {})
+        if not torch.compiler.is_dynamo_compiling():  # an optimizer reads many attributes of each weight
+            return no_torch_function(func, types, args, kwargs or {})
+        with disable_subclass_torch_function():
+            return func(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

@@ -1,4 +1,4 @@
-"""What is computed from a tensor is kept until the tensor is written to or ends, and never where it could be wrong."""
+"""What is computed from a tensor is cached until the tensor is written to or ends, and never where that is wrong."""
 
 import gc
 import weakref

@@ -43,8 +43,8 @@ class RowOperand(NamedTuple):
         rows, matrix = math.prod(shape[:-1]), (math.prod(shape[:-1]), shape[-1])
         codes, row_scale, beyond, scale = (memory.narrow(0, start, size) for start, size in sections(format, shape)[0])
         scale = scale.view(format.scale.dtype).view(format.scale_shape(matrix))
-        parts = codes.view(rows, -1), row_scale.view(torch.float32).view(rows, 1), beyond, scale
-        return cls(*parts, format, shape, memory)
+        four = codes.view(rows, -1), row_scale.view(torch.float32).view(rows, 1), beyond, scale
+        return cls(*four, format, shape, memory)
 
 
 @cache

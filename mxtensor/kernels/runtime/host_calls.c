@@ -65,7 +65,7 @@ typedef struct {
     PyObject_HEAD vectorcallfunc vectorcall;
     int (*launch)(const Settings *, void *, void **, void **);
     int (*current)(void **);
-    PyObject *use_context, *on_error, *kept;
+    PyObject *use_context, *on_error, *owners;
     Py_ssize_t addresses, count;
     Step *steps;
 } Launches;
@@ -154,13 +154,13 @@ static int read_step(Step *step, PyObject *tuple, Py_ssize_t addresses) {
     return 0;
 }
 
-// Launches(launch, current, use_context, on_error, addresses, steps, kept)
+// Launches(launch, current, use_context, on_error, addresses, steps, owners)
 static PyObject *launches_new(PyTypeObject *type, PyObject *args, PyObject *names) {
     unsigned long long launch, current;
-    PyObject *use_context, *on_error, *steps, *kept;
+    PyObject *use_context, *on_error, *steps, *owners;
     Py_ssize_t addresses;
     if (!PyArg_ParseTuple(
-            args, "KKOOnO!O", &launch, &current, &use_context, &on_error, &addresses, &PyTuple_Type, &steps, &kept))
+            args, "KKOOnO!O", &launch, &current, &use_context, &on_error, &addresses, &PyTuple_Type, &steps, &owners))
         return NULL;
     if (addresses < 0 || addresses > MOST_ADDRESSES)
         return PyErr_Format(PyExc_ValueError, "from 0 to %d addresses, not %zd", MOST_ADDRESSES, addresses);
@@ -171,7 +171,7 @@ static PyObject *launches_new(PyTypeObject *type, PyObject *args, PyObject *name
     self->current = (int (*)(void **))(uintptr_t)current;
     self->use_context = Py_NewRef(use_context);
     self->on_error = Py_NewRef(on_error);
-    self->kept = Py_NewRef(kept);
+    self->owners = Py_NewRef(owners);
     self->addresses = addresses;
     Py_ssize_t count = PyTuple_GET_SIZE(steps);
     self->steps = PyMem_Calloc(count + 1, sizeof(Step));
@@ -197,7 +197,7 @@ static void launches_free(PyObject *object) {
     PyMem_Free(self->steps);
     Py_XDECREF(self->use_context);
     Py_XDECREF(self->on_error);
-    Py_XDECREF(self->kept);
+    Py_XDECREF(self->owners);
     Py_TYPE(object)->tp_free(object);
 }
 
@@ -218,7 +218,7 @@ typedef struct {
     int attributes[3];
     int pointers;
     pthread_mutex_t lock;  // of the description, which holds the addresses of scales and bias
-    PyObject *on_error, *kept;
+    PyObject *on_error, *owners;
 } Product;
 
 // (stream, left, right, out, workspace, scales of the left, scales of the right[, bias])
@@ -243,15 +243,15 @@ static PyObject *product_call(PyObject *object, PyObject *const *args, size_t co
     return done(status, self->on_error);
 }
 
-// Product(matmul, set, handle, description, a, b, c, d, algorithm, workspace, attributes, on_error, kept)
+// Product(matmul, set, handle, description, a, b, c, d, algorithm, workspace, attributes, on_error, owners)
 static PyObject *product_new(PyTypeObject *type, PyObject *args, PyObject *names) {
     unsigned long long matmul, set, handle, description, a, b, c, d;
     const char *algorithm;
     Py_ssize_t size, workspace;
-    PyObject *attributes, *on_error, *kept;
+    PyObject *attributes, *on_error, *owners;
     if (!PyArg_ParseTuple(
             args, "KKKKKKKKy#nO!OO", &matmul, &set, &handle, &description, &a, &b, &c, &d, &algorithm, &size, &workspace,
-            &PyTuple_Type, &attributes, &on_error, &kept))
+            &PyTuple_Type, &attributes, &on_error, &owners))
         return NULL;
     Py_ssize_t pointers = PyTuple_GET_SIZE(attributes);
     if (size != 64 || workspace < 0 || pointers > 3)
@@ -269,7 +269,7 @@ static PyObject *product_new(PyTypeObject *type, PyObject *args, PyObject *names
     self->pointers = (int)pointers;
     pthread_mutex_init(&self->lock, NULL);
     self->on_error = Py_NewRef(on_error);
-    self->kept = Py_NewRef(kept);
+    self->owners = Py_NewRef(owners);
     for (int i = 0; i < self->pointers; i++) self->attributes[i] = (int)PyLong_AsLong(PyTuple_GET_ITEM(attributes, i));
     if (PyErr_Occurred()) {
         Py_DECREF(self);
@@ -282,7 +282,7 @@ static void product_free(PyObject *object) {
     Product *self = (Product *)object;
     pthread_mutex_destroy(&self->lock);
     Py_XDECREF(self->on_error);
-    Py_XDECREF(self->kept);
+    Py_XDECREF(self->owners);
     Py_TYPE(object)->tp_free(object);
 }
 

@@ -82,10 +82,10 @@ def address_of(function: Any) -> int:
     return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
-def launches(addresses: int, steps: Sequence[Step], kept: Any = None) -> Run | None:
+def launches(addresses: int, steps: Sequence[Step], owners: Any = None) -> Run | None:
     """``run(stream, *addresses)``: all launches, one after the other, with these addresses in their arguments.
 
-    ``kept``: what attributes and kernels need alive. None if a launch has more arguments than ``MOST_ARGUMENTS`` or
+    ``owners``: what must live as long as the launches. None if a launch has more arguments than ``MOST_ARGUMENTS`` or
     ``MOST_BYTES``, or there are more addresses than ``MOST_ADDRESSES``. An error of the driver is a RuntimeError.
     """
     sizes = [(len(step.offsets), len(step.block)) for step in steps]
@@ -95,8 +95,8 @@ def launches(addresses: int, steps: Sequence[Step], kept: Any = None) -> Run | N
     given = address_of(lib.cuLaunchKernelEx), address_of(lib.cuCtxGetCurrent)
     if isinstance(compiled, str):
         say_once(f"{compiled}: launches take the host longer")
-        return PythonLaunches(*given, use_context, check_error, addresses, tuple(steps), kept)
-    run: Run = compiled.Launches(*given, use_context, check_error, addresses, tuple(map(tuple, steps)), kept)
+        return PythonLaunches(*given, use_context, check_error, addresses, tuple(steps), owners)
+    run: Run = compiled.Launches(*given, use_context, check_error, addresses, tuple(map(tuple, steps)), owners)
     return run
 
 
@@ -122,13 +122,13 @@ class PythonLaunches:
 
     def __init__(
         self, launch: int, current: int, use_context: Callable[[], None], on_error: Callable[[int], None],
-        addresses: int, steps: Sequence[Step], kept: Any,
+        addresses: int, steps: Sequence[Step], owners: Any,
     ) -> None:  # fmt: skip
         pointer = ctypes.c_void_p
         self._launch = ctypes.CFUNCTYPE(ctypes.c_int, pointer, pointer, pointer, pointer)(launch)
         self._current = ctypes.CFUNCTYPE(ctypes.c_int, pointer)(current) if current else None
         self._use_context, self._on_error, self._addresses = use_context, on_error, addresses
-        self._lock, self._kept = threading.Lock(), kept
+        self._lock, self._owners = threading.Lock(), owners
         self._steps = [self._prepared(step) for step in steps]
 
     def _prepared(self, step: Step) -> tuple[Any, ...]:

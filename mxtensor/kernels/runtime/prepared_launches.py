@@ -39,12 +39,12 @@ class PreparedLaunches:
         moved: list[list[tuple[int, int, int]]] = [[] for _ in steps]
         for step, at, base, above in moved_arguments(steps, bases):
             moved[step].append((steps[step][0].offset_of(at), base, above))
-        prepared, kept = [], []
+        prepared, owners = [], []
         for (kernel, grid, memory, arguments), places in zip(steps, moved, strict=True):
-            launch, owners = kernel.prepared(*grid, memory, arguments)
+            launch, attributes = kernel.prepared(*grid, memory, arguments)
             prepared.append(launch._replace(moved=tuple(places)))
-            kept.append((kernel, owners))
-        run = host_calls.launches(len(bases), prepared, kept)
+            owners.append((kernel, attributes))
+        run = host_calls.launches(len(bases), prepared, owners)
         assert run is not None, "more addresses than host_calls.py allows"
         self._run = run
 

@@ -116,15 +116,15 @@ def test_a_traced_cast_has_the_shapes_of_the_eager_one(pretend):
 
 
 @pytest.mark.parametrize("shape", [(32, 64), (48, 80), (16, 16)])
-def test_an_operand_lies_in_one_memory(pretend, shape):
+def test_an_operand_is_one_memory(pretend, shape):
     pretend((9, 0))
     _, column = rows_of_both(torch.randn(shape).to(BF16), mx.Cast.of("mxfp8"))
-    memory, again = column.memory, RowOperand.inside(column.memory, column.format, column.shape)
+    memory, rebuilt = column.memory, RowOperand.inside(column.memory, column.format, column.shape)
     places, size = sections(column.format, column.shape)
     ends = [start + size for start, size in places]
     assert all(start % 16 == 0 for start, _ in places) and memory.numel() == size >= ends[-1]
     assert all(end <= start for end, (start, _) in zip(ends, places[1:], strict=False))
-    for part, same, (start, length) in zip(column[:4], again[:4], places, strict=True):
+    for part, same, (start, length) in zip(column[:4], rebuilt[:4], places, strict=True):
         assert part.data_ptr() == memory.data_ptr() + start and part.nbytes == length
         assert (same.shape, same.dtype, same.data_ptr()) == (part.shape, part.dtype, part.data_ptr())
 

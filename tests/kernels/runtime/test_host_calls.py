@@ -164,10 +164,10 @@ class Blas:
     def _matmul(
         self, handle, description, alpha, a, a_layout, b, b_layout, beta, c, c_layout, d, d_layout, algo, *rest
     ):
-        factors = [ctypes.c_float.from_address(p).value for p in (alpha, beta)]
+        multipliers = [ctypes.c_float.from_address(p).value for p in (alpha, beta)]
         layouts = a_layout, b_layout, c_layout, d_layout
         self.products.append(
-            (handle, description, factors, (a, b, c, d), layouts, ctypes.string_at(algo, 64), tuple(rest))
+            (handle, description, multipliers, (a, b, c, d), layouts, ctypes.string_at(algo, 64), tuple(rest))
         )
         return self.status
 
