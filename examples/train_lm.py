@@ -33,7 +33,8 @@ from torch import Tensor, nn
 
 import mxtensor as mx
 from mxtensor.training.interception import delayed_state
-from mxtensor.training.training_weight import TrainingWeight, local_of
+from mxtensor.training.local import local_of
+from mxtensor.training.training_weight import TrainingWeight
 
 from . import saving
 from .curves import Curve, plot

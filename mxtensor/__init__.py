@@ -71,6 +71,7 @@ if TYPE_CHECKING:
         NVFP4Quantizer,
     )
     from .training import optim
+    from .training.accumulate import accumulate
     from .training.autocast import autocast
     from .training.grad_scaler import MXFP8GradientScaler
     from .training.model_init import quantized_model_init
@@ -120,6 +121,7 @@ __all__ = [
     "ScaleCalculationMode",
     "SmoothQuant",
     "TransformersConfig",
+    "accumulate",
     "autocast",
     "calibrate",
     "checkpoint",
@@ -166,6 +168,7 @@ _LAZY = {
         "NVFP4Quantizer",
     ),
     "training.autocast": ("autocast",),
+    "training.accumulate": ("accumulate",),
     "training.grad_scaler": ("MXFP8GradientScaler",),
     "training.model_init": ("quantized_model_init",),
     "training.optim": ("optim",),

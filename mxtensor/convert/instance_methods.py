@@ -12,7 +12,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..tensor.mxtensor import MXTensor
-from ..training.training_weight import TrainingWeight, local_of
+from ..training.local import local_of
+from ..training.training_weight import TrainingWeight
 
 
 class InstanceMethod:

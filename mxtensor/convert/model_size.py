@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..core.arguments import MODULE, check
 from ..tensor.mxtensor import MXTensor
-from ..training.training_weight import local_of
+from ..training.local import local_of
 from .heads import heads
 from .weights import KINDS
 

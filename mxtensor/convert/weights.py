@@ -15,7 +15,7 @@ from torch import nn
 from ..core.arguments import FLAG, FUNCTION, check, described, optional
 from ..numerics.formats import Orientation
 from ..tensor.mxtensor import MXTensor
-from ..training.training_weight import is_sharded
+from ..training.local import is_sharded
 from .heads import heads, is_head, lookups
 
 FilterFn = Callable[[nn.Module, str], bool]

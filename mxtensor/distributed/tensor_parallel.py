@@ -26,7 +26,8 @@ from ..core.torch_autocast import autocast_dtype
 from ..numerics.formats import Format, Orientation
 from ..recipe.linear_recipe import LinearRecipe
 from ..tensor.mxtensor import MXTensor
-from ..training.training_weight import TrainingWeight, local_of
+from ..training.local import local_of
+from ..training.training_weight import TrainingWeight
 from .all_gather_linear import gathered_linear, refuses
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..training.training_weight import is_sharded, local_of
+from ..training.local import is_sharded, local_of
 
 STANDS_FOR = "_mx_stands_for"
 

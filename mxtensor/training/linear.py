@@ -14,16 +14,20 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..core.compat import disable_torch_function, nonstrict_trace
-from ..core.select import dispatch_context, restore_context
+from ..core.select import dispatch_context, forced_kernel, restore_context
+from ..core.shapes import as_matrix
 from ..core.torch_autocast import without_autocast
 from ..core.tracing import is_recorded
 from ..numerics.groups import Groups
 from ..numerics.operand import Operand
 from ..recipe.linear_recipe import recipe_by_key
+from ..tensor.mxtensor import MXTensor
 from . import graph_ops, prepared
+from .accumulate import Cast, cast_of
 from .operands import Scales, cached_operands
-from .passes import Inputs, Options, backward, forward
+from .passes import Inputs, Options, backward, cast_weight, forward
 from .stack_operands import layout_of
+from .training_weight import values_of
 
 
 def linear(
@@ -126,6 +130,15 @@ def _check_stack(x: Tensor, weight: Tensor, ends: Tensor | None) -> None:
 # ---------------------------------------------------------------------------------------------- the function
 
 
+def _cast_of(x: Tensor, weight: Tensor, bias: Tensor | None, options: Options, need_dx: bool) -> Cast | None:
+    """The operands of the weight in the ``accumulate`` block that is open; None if the layer casts it."""
+
+    kind = as_matrix(x).shape[0], x.dtype, options.dtype, need_dx, forced_kernel()
+    return cast_of(
+        weight, options.linear_recipe, kind, (x, bias), lambda: Cast.of(*cast_weight(x, weight, options, need_dx))
+    )
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -143,8 +156,9 @@ class _Linear(torch.autograd.Function):
             elif cached is None and graph_ops.takes(x, weight, bias, options, scales):
                 y, tensors, operands = graph_ops.forward(x, weight, bias, options, needs)
                 layer = tuple(weight.shape)
-            elif cached is None:
-                y, tensors, operands, layer = prepared.forward(x, weight, bias, options, scales, needs)
+            elif cached is None or not isinstance(values_of(weight), MXTensor):
+                cast = _cast_of(x, weight, bias, options, needs[0]) if cached is None else Cast.of(*cached)
+                y, tensors, operands, layer = prepared.forward(x, weight, bias, options, scales, needs, cast)
             else:
                 y, tensors, operands = forward(x, weight, bias, options, scales, cached, needs)
         ctx.save_for_backward(*tensors, *(groups or ()))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.gemm.row_operand import RowOperand
-from ..kernels.gemm.spec import Form, GemmOperand, Unquantized
+from ..kernels.gemm.spec import FakeQuantized, Form, GemmOperand, Unquantized
 from ..kernels.quantize.hadamard import rotated
 from ..kernels.quantize.select import dequantize_operand, quantize_operand
 from ..kernels.quantize.select_pair import cast_pair
@@ -179,12 +179,16 @@ class SavedOperand(NamedTuple):
     format: Any = None
     shape: tuple[int, ...] = ()
     row_scaled: bool = False
+    values: bool = False
+    """of a FakeQuantized: the values, and their global scale if there is one"""
 
     def gemm_operand(self, saved: Iterator[Tensor]) -> Any:
         """The operand, from the tensors that were saved."""
         mine = [next(saved) for _ in range(self.tensors)]
         if self.format is None:
             return mine[0] if mine else None
+        if self.values:
+            return FakeQuantized(mine[0], mine[1] if len(mine) > 1 else None, self.format)
         if self.row_scaled:
             if len(mine) == 1:
                 return RowOperand.inside(mine[0], self.format, self.shape)
@@ -202,6 +206,9 @@ def saved(gemm_operand: GemmOperand | None) -> tuple[SavedOperand, list[Tensor]]
     if isinstance(gemm_operand, RowOperand):
         memory = [*gemm_operand[:4]] if gemm_operand.memory is None else [gemm_operand.memory]
         return SavedOperand(len(memory), gemm_operand.format, gemm_operand.shape, True), memory
+    if isinstance(gemm_operand, FakeQuantized):
+        both = [t for t in (gemm_operand.values, gemm_operand.global_scale) if t is not None]
+        return SavedOperand(len(both), gemm_operand.format, values=True), both
     assert isinstance(gemm_operand, Operand)
     tensors = gemm_operand.tensors
     return SavedOperand(len(tensors), gemm_operand.format, gemm_operand.shape), [*tensors]

@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 
 from ..core.arguments import FUNCTION, NUMBER, Kind, check, described, instance, optional
 from ..tensor.mxtensor import MXTensor
-from .training_weight import local_of, sharded_like, values_of
+from .local import local_of, sharded_like
+from .training_weight import values_of
 
 MASTER = "master_weight"
 """The name of the master weight in ``state`` and ``state_dict``, beside the moments of its parameter."""

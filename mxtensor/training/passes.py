@@ -42,6 +42,7 @@ from .operands import (
     SavedOperand,
     Scales,
     Want,
+    copies,
     dgrad_weight,
     is_gathered,
     of_shape,
@@ -201,6 +202,19 @@ def forward(
     # As in torch's own linear layer: FSDP2 warns of modules whose result is a view.
     y = torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], weight.shape[-2]))
     return y, [*x_tensors, *w_tensors], SavedOperands(x_saved, w_saved, dgrad_want)
+
+
+def cast_weight(x: Tensor, weight: Tensor, options: Options, need_dx: bool) -> list[GemmOperand | None]:
+    """Both operands of a weight for a layer with this input, in the forms that its products take."""
+    linear_recipe, prefer, rows = options.linear_recipe, options.prefer, as_matrix(x)
+    dtype, w = options.dtype or x.dtype, values_of(weight)
+    a_row, b_row = (standing_for(t, c.rowwise) for t, c in ((rows, linear_recipe.input), (w, linear_recipe.weight)))
+    wants: list[Want] = [_want("fprop", a_row, b_row, dtype, prefer, None), None]
+    if need_dx:
+        grad_like = of_shape((rows.shape[0], weight.shape[0]), dtype, rows)
+        g_row = standing_for(grad_like, linear_recipe.grad.rowwise)
+        wants[1] = _want("dgrad", g_row, standing_for(w.mT, linear_recipe.weight.columnwise), dtype, prefer, None)
+    return copies(w, linear_recipe.weight, (wants[0], wants[1]), ())
 
 
 def _columns_like(rows: Tensor, groups: Groups | None) -> Tensor:

@@ -24,6 +24,7 @@ from ..core.select import is_observed
 from ..core.tracing import is_traced
 from ..kernels.runtime.triton_launch import is_watched
 from . import passes
+from .accumulate import Cast
 from .operands import Scales
 from .passes import Inputs, Options, SavedOperands
 from .training_weight import values_of
@@ -56,12 +57,14 @@ def _is_general(*tensors: Tensor | None) -> bool:
 
 
 def forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, options: Options, scales: Scales | None, needs: tuple[bool, ...]
-) -> tuple[Tensor, Sequence[Tensor], SavedOperands, Layer | None]:
-    """``passes.forward`` of a high-precision weight, and the layer for ``backward``; None if there is none."""
+    x: Tensor, weight: Tensor, bias: Tensor | None, options: Options, scales: Scales | None, needs: tuple[bool, ...],
+    cast: Cast | None = None,
+) -> tuple[Tensor, Sequence[Tensor], SavedOperands, Layer | None]:  # fmt: skip
+    """``passes.forward`` of a high-precision weight, and the layer for ``backward``; None if there is none. ``cast``:
+    the operands of the weight, from an earlier call."""
 
     def work() -> tuple[Tensor, list[Tensor], SavedOperands]:
-        return passes.forward(x, weight, bias, options, scales, None, needs)
+        return passes.forward(x, weight, bias, options, scales, None if cast is None else cast.operands(), needs)
 
     w = values_of(weight)
     if x.device.type not in DEVICES or _is_general(x, w, bias):
@@ -70,7 +73,7 @@ def forward(
     recipe = options.linear_recipe
     key = (
         "layer", id(recipe), needs, options.dtype, options.save_input, kind_of(x), kind_of(w), kind_of(bias),
-        kind_of(amax), kind_of(record),
+        kind_of(amax), kind_of(record), *(() if cast is None else (cast.row, cast.column, *map(kind_of, cast.tensors))),
     )  # fmt: skip
     plan = PLANS.get(key)
     if plan is None:
@@ -78,7 +81,7 @@ def forward(
         plan = Plan(spec, None, {}, Layer(), (recipe,))  # type: ignore[arg-type]
         PLANS.put(key, plan)
     layer: Layer = plan.launch  # type: ignore[assignment]
-    inputs = x, w, bias, amax, record
+    inputs = x, w, bias, amax, record, *(() if cast is None else cast.tensors)
     program = layer.forward
     if program is None:
         captured = is_captured(x)

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from ..tensor.mxtensor import MXTensor
 from ..tensor.quantize_as import quantize_as
 from .delayed_scaling import DELAYED, DelayedState
+from .local import local_of, sharded_like
 from .packed_states import packed, unpacked
-from .training_weight import LOADED, STATE, TrainingWeight, delayed_states, local_of, sharded_like
+from .training_weight import LOADED, STATE, TrainingWeight, delayed_states
 
 SLICES = ("query, key and value", "query", "key and value", "query", "key", "value")
 """The layers that torch's attention makes of its one input weight: one, two or three of them."""

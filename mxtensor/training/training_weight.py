@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import sys
 from collections.abc import Callable
 from functools import cached_property
 from importlib import import_module
@@ -91,6 +90,8 @@ class TrainingWeight(KeepsAttributes):
     shard: Shard | None
     scattered = False
     """Whether tensor parallelism has scattered this part of a weight to its rank."""
+    refilled = False
+    """Whether FSDP2 frees the values and fills them anew, which torch counts as no write."""
 
     @staticmethod
     def __new__(cls, high_precision: Tensor, linear_recipe: LinearRecipe, shard: Shard | None = None) -> TrainingWeight:
@@ -157,6 +158,8 @@ class TrainingWeight(KeepsAttributes):
             out = TrainingWeight(values, weights[0].linear_recipe, _shard_of(values, weights[0], func))
             if weights[0].scattered:
                 out.scattered = True
+            if weights[0].refilled:
+                out.refilled = True
             return _with_state(out, weights[0], func)  # type: ignore[no-any-return]
 
         plain_args, plain_kwargs = tree_map_only(TrainingWeight, inside, (args, kwargs or {}))
@@ -223,6 +226,7 @@ class TrainingWeight(KeepsAttributes):
             return None
         if not gathered.quantized:
             out_values = TrainingWeight(gathered_values(outputs, gathered, dtype), self.linear_recipe)
+            out_values.refilled = True
             return _with_state(out_values, self, aten.detach.default), outputs
         cast = self.linear_recipe.weight.rowwise
         assert cast is not None
@@ -245,30 +249,6 @@ let_optimizers_take(TrainingWeight)
 def values_of(weight: Tensor) -> Tensor:
     """The high-precision values of a TrainingWeight; any other tensor itself."""
     return weight.high_precision if isinstance(weight, TrainingWeight) else weight
-
-
-def local_of(t: Any) -> Any:
-    """The local tensor of a DTensor; anything else itself."""
-    module = sys.modules.get("torch.distributed.tensor")  # a DTensor exists only after this import
-    if module is None or not isinstance(t, module.DTensor):
-        return t
-    with torch.no_grad():  # the tensor itself, not a view of it
-        return t.to_local()
-
-
-def is_sharded(t: Any) -> bool:
-    """Whether this is a DTensor."""
-    return local_of(t) is not t
-
-
-def sharded_like(t: Any, local: Tensor) -> Tensor:
-    """A DTensor like ``t`` whose local tensor is ``local``; ``local`` itself if ``t`` is not a DTensor."""
-    if not is_sharded(t):
-        return local
-    kind, size, stride = sys.modules["torch.distributed.tensor"].DTensor, t.shape, t.stride()
-    with torch.no_grad():
-        out: Tensor = kind.from_local(local, t.device_mesh, t.placements, run_check=False, shape=size, stride=stride)
-    return out
 
 
 def is_parameter(t: Tensor) -> bool:

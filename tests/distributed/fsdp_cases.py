@@ -22,7 +22,7 @@ from mxtensor.recipe import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
 )
-from mxtensor.training.training_weight import local_of, sharded_like
+from mxtensor.training.local import local_of, sharded_like
 from tests.helpers.ranks import DEVICE, case, long_case
 
 RECIPES = {

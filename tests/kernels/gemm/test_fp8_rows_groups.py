@@ -12,8 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import mxtensor as mx
 from mxtensor.kernels.gemm import fp8_rows_groups, scaled_mm_contract
 from mxtensor.kernels.gemm.fp8_rows_groups import prepare_wgrad
+from mxtensor.kernels.gemm.row_operand import RowOperand, values_of_rows
 from mxtensor.kernels.gemm.select import GROUPED, GROUPED_WGRAD, grouped_wgrad
-from mxtensor.kernels.gemm.spec import GemmArgs, RowOperand, Unquantized, values_of_rows
+from mxtensor.kernels.gemm.spec import GemmArgs, Unquantized
 from mxtensor.numerics.groups import groups_of_rows
 from mxtensor.numerics.reference import encode
 from mxtensor.numerics.row_scaled import row_scaled

@@ -1,0 +1,114 @@
+"""``accumulate``: several forward and backward passes before one write of the weights, which are cast once for all.
+
+    with mx.accumulate():
+        for batch in batches:
+            loss_of(model(batch)).backward()
+    optimizer.step()
+
+What a cast writes stays until the block ends: for each of the two orientations about one byte a value where products
+take codes, and two where they take values. Nothing is cached outside of a block: torch does not count every write of a
+weight, such as one by a replayed CUDA graph.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable
+from contextlib import ContextDecorator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..core.tracing import is_traced
+from ..numerics.formats import Rounding
+from ..recipe.linear_recipe import LinearRecipe
+from ..tensor.mxtensor import MXTensor
+from .operands import SavedOperand, saved
+from .training_weight import values_of
+
+
+class Cast(NamedTuple):
+    """The rowwise and the columnwise operand of a weight, as tensors and how to read them."""
+
+    row: SavedOperand
+    column: SavedOperand
+    tensors: tuple[Tensor, ...]
+
+    def operands(self) -> tuple[Any, Any]:
+        """Both operands; None for one that was not made."""
+        tensors = iter(self.tensors)
+        return self.row.gemm_operand(tensors), self.column.gemm_operand(tensors)
+
+    @classmethod
+    def of(cls, row: Any, column: Any) -> Cast:
+        """The tensors of two operands."""
+        (row, first), (column, second) = saved(row), saved(column)
+        return cls(row, column, (*first, *second))
+
+
+class _Store:
+    """The casts of one block, by weight and kind of product. Threads of autograd share it with the one of the block."""
+
+    def __init__(self) -> None:
+        self._casts: dict[Hashable, tuple[weakref.ref[Tensor], int, Cast]] = {}
+
+    def get(self, weight: Tensor, kind: Hashable, make: Callable[[], Cast]) -> Cast:
+        """The cast of a weight, made by ``make`` unless there is one of the same version. Writes count at the weight:
+        torch counts none of those that reach the tensor inside."""
+        key = id(weight), kind
+        found = self._casts.get(key)
+        if found is None or found[0]() is not weight or found[1] != weight._version:
+            found = self._casts[key] = weakref.ref(weight), weight._version, make()
+        return found[2]
+
+
+_open: list[_Store] = []
+"""The store of the blocks that are open, and how many they are: one entry for each."""
+
+
+class accumulate(ContextDecorator):  # noqa: N801
+    """Inside the block, layers that train by a recipe cast each weight once for all forward passes.
+
+    For gradient accumulation: the weights must not be written in the block. A write that torch counts is seen. Also for
+    a function, as a decorator. Weights of delayed scaling, with stochastic rounding or random signs, stacks
+    of weights, weights that FSDP2 has gathered, and those of compiled graphs are cast as outside of the block.
+    Blocks may be nested: the outermost one ends the cache.
+    """
+
+    def __enter__(self) -> None:
+        _open.append(_open[0] if _open else _Store())
+
+    def __exit__(self, *error: object) -> None:
+        _open.pop()
+
+
+def cast_of(
+    weight: Tensor,
+    recipe: LinearRecipe,
+    kind: Hashable,
+    tensors: tuple[Tensor | None, ...],
+    make: Callable[[], Cast],
+) -> Cast | None:
+    """The cast of a weight in the block that is open; None: the layer casts it. ``kind`` and the recipe are all that
+    ``make`` depends on beside the weight; ``tensors`` are the other inputs of the layer."""
+    if not _open:
+        return None
+    values = values_of(weight)
+    if values is weight or isinstance(values, MXTensor) or weight.refilled or not _is_fixed(recipe):  # type: ignore[attr-defined]
+        return None
+    if is_traced(values, *tensors) or weight.is_inference() or _is_captured(values):
+        return None
+    with torch.no_grad():
+        return _open[0].get(weight, (recipe.key, kind), make)
+
+
+def _is_fixed(recipe: LinearRecipe) -> bool:
+    """Whether the casts of a weight depend on its values alone."""
+    casts = recipe.weight
+    nearest = all(c is not None and c.rounding is Rounding.NEAREST for c in (casts.rowwise, casts.columnwise))
+    return nearest and casts.signs is None and recipe.delayed is None
+
+
+def _is_captured(t: Tensor) -> bool:
+    return t.is_cuda and torch.cuda.is_current_stream_capturing()
