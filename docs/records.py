@@ -233,6 +233,11 @@ def _weight_only(decoded: dict[str, Any], column: int, name: str) -> float:
     return float(decoded[f"{name}-weight-only"][column])
 
 
+def _short(machine: dict[str, Any]) -> str:
+    """The GPU of a record without its maker and its memory: H200."""
+    return machine["gpu"].removeprefix("NVIDIA ").split()[0]  # type: ignore[no-any-return]
+
+
 def figures() -> str:
     """The table of figures in README.md: what the formats save, and what they cost."""
     from benchmarks import decode_model, fsdp, train_linear
@@ -259,15 +264,21 @@ def figures() -> str:
     memory = json.loads((RESULTS / "train_linear.json").read_text())["chain_memory"]
     saved = {line[1]: float(line[2]) for line in memory if line[0] == "8192"}
     add("Activations saved for backward, 8 linear layers of 8192x8192", "MiB", saved["bfloat16"], saved.get)
-    _, steps = read_json(RESULTS / "train_linear.json", train_linear.TrainRow)
+    trained_on, steps = read_json(RESULTS / "train_linear.json", train_linear.TrainRow)
     lines = [train_linear.cells(row) for row in steps]
     trained = {line[1]: line for line in lines if line[0] == "8192x8192x8192"}
     base = float(trained["mxfp8"][2])
-    add("Forward and backward of a linear layer, 8192x8192x8192", "ms", base, lambda name: float(trained[name][3]))
+    other = "" if trained_on["gpu"] == machine["gpu"] else f", on one {_short(trained_on)}"
+    add(
+        f"Forward and backward of a linear layer, 8192x8192x8192{other}",
+        "ms",
+        base,
+        lambda name: float(trained[name][3]),
+    )
     _, ranks = read_json(RESULTS / "fsdp.json", fsdp.FsdpRow)
     gathered = {line[0]: float(line[5]) for line in fsdp.lines(ranks)}
     codes = {"mxfp8": gathered["mxfp8, codes gathered"]}
     add("All-gathers of FSDP2 in one step, 1B parameters, 2 GPUs", "MB", gathered["bfloat16"], codes.get)
 
-    header = f"{machine['gpu'].removeprefix('NVIDIA ')}, bfloat16, " + ", ".join(FIGURES.values())
+    header = f"{_short(machine)}, bfloat16, " + ", ".join(FIGURES.values())
     return table(header, rows)
