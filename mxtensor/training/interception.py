@@ -71,11 +71,12 @@ def _is_parameter_or_slice(t: Tensor) -> bool:
 def _state_owner(weight: Tensor) -> tuple[Any, str]:
     """The parameter that ``weight`` is or is a view of, and the name of its attribute for the state of this layer."""
     base = None if torch.compiler.is_dynamo_compiling() else weight._base
-    stack = getattr(weight, GATHERED, None)
+    whole = weight if base is None else base
+    stack = getattr(whole, GATHERED, None)
     if isinstance(stack, Tensor):  # some matrices of a stack, which share its state
         return stack, STATE
     if base is None or base.numel() == weight.numel():
-        return (weight if base is None else base), STATE
+        return whole, STATE
     return base, f"{STATE}_{weight.storage_offset()}_{weight.numel()}"
 
 
