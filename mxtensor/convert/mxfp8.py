@@ -16,7 +16,8 @@ from ..recipe.base import BackwardOptions
 from ..recipe.linear_recipe import LinearRecipe, TensorCasts
 from ..tensor.mxtensor import MXTensor
 from ..tensor.quantize import quantize
-from ..training.interception import Call, run
+from ..training.calls import Call
+from ..training.interception import run
 
 
 def to_mxfp8(x: Tensor, block_size: int = 32) -> MXTensor:

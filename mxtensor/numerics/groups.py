@@ -4,7 +4,7 @@
 
 A group is cast as if it were a matrix of its own:
 
-- Blocks along the columns lie in one row, so that one cast of all rows gives what a cast of each group gives.
+- A block along the columns belongs to one row, so that one cast of all rows gives what a cast of each group gives.
 - Blocks along the rows begin anew with each group. Each group is padded with zeros to whole blocks, and a cast of the
   padded matrix gives what a cast of each group gives, since absent values of a block count as zeros. A group without
   rows has one block of zeros, so that no product is a sum of nothing.
@@ -43,7 +43,7 @@ class Groups(NamedTuple):
     """bool (P, 1): whether a padded row is a copy of one"""
 
     @property
-    def count(self) -> int:
+    def number(self) -> int:
         return self.ends.shape[0]
 
     @property
@@ -117,22 +117,32 @@ def amax_of_groups(x: Tensor, group: Tensor, count: int, dim: int) -> Tensor:
 
 
 def values_of_groups(x: Tensor, cast: Cast, amax: Tensor) -> Tensor:
-    """The float32 values of x in a format with a scale of the whole tensor, here of a part of x that has this ``amax``.
+    """The float32 values of x in a format with a scale of the whole tensor; here each part of x has its own ``amax``.
 
-    ``amax``: float32, broadcasts to x (..., rows, cols) and is the same in all values of a block. Blocks run along the
-    last dimension.
+    ``amax``: float32, broadcasts to x (..., rows, cols) and is the same in all values of a block. Where it differs
+    along a dimension, x has whole blocks there. Blocks run along the last dimension.
     """
     rows, cols = cast.format.block
     if rows == FULL:
         operand = encode(x, cast, amax)
         return decode_local(operand)
-    of_blocks = amax if amax.shape[-1] == 1 else amax[..., ::cols]
-    of_blocks = of_blocks if rows == 1 or of_blocks.shape[-2] == 1 else of_blocks[..., ::rows, :]
+    of_blocks = amax if amax.shape[-1] == 1 else _firsts(amax, -1, cols)
+    if rows > 1 and of_blocks.shape[-2] > 1:
+        of_blocks = _firsts(of_blocks, -2, rows)
     operand = encode(x, cast, of_blocks)
     values = decode_local(operand)
     scale = operand.global_scale
     if scale is None or 0 in x.shape:
         return values
     if scale.shape[-1] > 1:
-        scale = scale.repeat_interleave(cols, -1)[..., : x.shape[-1]]
-    return values * scale
+        scale = scale.repeat_interleave(cols, -1)
+    if scale.shape[-2] > 1:
+        scale = scale.repeat_interleave(rows, -2)
+    scaled: Tensor = values * scale
+    return scaled
+
+
+def _firsts(x: Tensor, dim: int, block: int) -> Tensor:
+    """The first of each block of values along a dimension of whole blocks."""
+    first: Tensor = x.unflatten(dim, (-1, block)).select(dim, 0)
+    return first

@@ -205,7 +205,8 @@ def encode(x: Tensor, cast: Cast, whole_amax: Tensor | None = None) -> Operand:
 
     ``whole_amax`` replaces the amax of ``x`` in scales that depend on the whole tensor (NVFP4, per-tensor float8), for
     callers that pass only a part of it. With dimensions, it is the amax of parts of ``x`` and broadcasts to its blocks
-    (to its values, if one block is the tensor); so do the scales then (``groups.py``). Raises TypeError for other dtypes, ValueError for a 0-dimensional tensor.
+    (to its values, if one block is the tensor); so do the scales then (``groups.py``). Raises TypeError for other
+    dtypes, ValueError for a 0-dimensional tensor.
     """
     check_source(x)
     format, element, shape = cast.format, cast.format.element, tuple(x.shape)

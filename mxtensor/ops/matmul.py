@@ -12,7 +12,6 @@ from ..core.dispatch import implements, refuse_if_strict
 from ..core.explain import record
 from ..core.kernel import Spec
 from ..core.shapes import as_matrix
-from ..core.tracing import is_traced
 from ..kernels.gemm.select import gemm, grouped_gemm
 from ..kernels.gemm.spec import GemmArgs, GemmOperand, Unquantized
 from ..numerics.operand import Operand
@@ -155,9 +154,8 @@ def grouped_mm(func: Any, args: Any, kwargs: Any) -> Tensor:
     given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
     a, b, offs = given["self"], given["mat2"], given.get("offs")
     plain_call = given.get("bias") is None and given.get("out_dtype") in (None, a.dtype)
-    known = offs is not None and (offs.device.type == "cuda" or not is_traced(offs))
-    if not plain_call or not known or a.dim() != 2 or not isinstance(b, MXTensor) or b.dim() != 3:
-        return read(func, args, kwargs, "not rows for a stack of weights, with ends known")  # type: ignore[no-any-return]
+    if not plain_call or offs is None or a.dim() != 2 or not isinstance(b, MXTensor) or b.dim() != 3:
+        return read(func, args, kwargs, "not rows for a stack of weights, in groups")  # type: ignore[no-any-return]
     sides = gemm_operands("_grouped_mm", Side(a, False), Side(b, True))
     return grouped_gemm("_grouped_mm", *sides, offs, GemmArgs(a.dtype), prefer=preference(b))
 

@@ -17,7 +17,7 @@ class Call(NamedTuple):
     weight: Any
     bias: Any = None
     transposed: bool = False
-    """The weight is (K, N), or each of a stack is. With one weight, such a call is a layer only if it is a parameter."""
+    """The weight, or each one of a stack, is (K, N). Such a call is a layer only if (K, N) is a parameter."""
     ends: Any = None
     """Rows of the input in groups, one for each weight of a stack, end here."""
     flipped: bool = False

@@ -38,7 +38,7 @@ INPUT, WEIGHT, GRAD = range(3)
 
 def scales_of(scales: Scales | None, index: int) -> tuple[Tensor, ...]:
     """The amax and the record of delayed scaling for the casts of one tensor; empty without delayed scaling."""
-    return () if scales is None else (scales.amax[index], scales.record[index])
+    return () if scales is None else (scales.amax.select(0, index), scales.record.select(0, index))
 
 
 # ---------------------------------------------------------------------------------------------- one matrix
@@ -185,8 +185,7 @@ class SavedOperand(NamedTuple):
         if self.format is None:
             return mine[0] if mine else None
         if self.row_scaled:
-            rows, cols = self.shape
-            return row_operand_of(mine, self.format, (rows, cols))
+            return row_operand_of(mine, self.format, self.shape)
         return Operand.from_tensors(mine, self.format, self.shape)
 
 

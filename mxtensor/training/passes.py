@@ -99,14 +99,17 @@ def product(
     """``a @ b^T + bias`` in ``dtype``: by a product kernel, or by torch if both operands are plain."""
     assert a is not None and b is not None
     bias = None if bias is None else bias.to(dtype)
-    quantized = not isinstance(a, Tensor) or not isinstance(b, Tensor)
-    if quantized or groups is not None:
-        a, b = (f.to(dtype) if isinstance(f, Tensor) else f for f in (a, b))
-    if groups is not None:
-        multiply = grouped_wgrad if op == "wgrad" else grouped_gemm
-        return multiply(op, a, b, groups if op == "wgrad" else groups.ends, GemmArgs(dtype), prefer=prefer)  # type: ignore[arg-type]
-    if quantized:
+    if isinstance(a, Tensor) and isinstance(b, Tensor) and groups is None:
+        return _high_precision(op, a, b, dtype, bias)
+    a, b = (f.to(dtype) if isinstance(f, Tensor) else f for f in (a, b))
+    if groups is None:
         return gemm(op, a, b, GemmArgs(dtype, bias), prefer=prefer)
+    if op == "wgrad":
+        return grouped_wgrad(op, a, b, groups, GemmArgs(dtype), prefer=prefer)
+    return grouped_gemm(op, a, b, groups.ends, GemmArgs(dtype), prefer=prefer)
+
+
+def _high_precision(op: str, a: Tensor, b: Tensor, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
     reason = {"quantized": "the recipe leaves this product in high precision"}
     shapes = tuple(a.shape), tuple(b.shape)
     spec = Spec(op, shapes, (a.dtype, b.dtype), dtype, a.device, is_traced(a, b))

@@ -16,9 +16,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..kernels.gemm.spec import FakeQuantized, GemmOperand
+from ..kernels.gemm.fp8_rows_groups import rows_of_stack
+from ..kernels.gemm.spec import FakeQuantized, Form, GemmOperand, Unquantized
 from ..kernels.quantize.hadamard import rotated
 from ..numerics.cast import Cast
+from ..numerics.formats import FULL
 from ..numerics.groups import Groups, amax_of_groups, block_of, groups_of_rows, values_of_groups
 from ..recipe.linear_recipe import LinearRecipe, TensorCasts
 from .operands import Want, copies, rounds_twice
@@ -47,14 +49,25 @@ def copies_of(
     if own_scales and (x.dim() > 2 or groups is not None):
         return _with_own_scales(x, casts, wants, groups)
     if groups is None:
-        return copies(x, casts, wants, scales)
+        return _of_stack(x, casts, wants) if x.dim() > 2 and Form.ROWS in wants else copies(x, casts, wants, scales)
     if scales:  # what follows the last group has no part in the amax
-        x = torch.where((groups.of_row < groups.count).unsqueeze(1), x, 0)
+        x = torch.where((groups.of_row < groups.number).unsqueeze(1), x, 0)
     out: list[GemmOperand | None] = [None, None]
     if wants[0] is not None:
         out[0] = _rows(x, casts, wants[0], scales, groups)
     if wants[1] is not None:
         out[1] = copies(groups.padded(x), casts, (None, wants[1]), scales)[1]
+    return out
+
+
+def _of_stack(x: Tensor, casts: TensorCasts, wants: tuple[Want, Want]) -> list[GemmOperand | None]:
+    """Copies of a stack of which some are row-scaled: those of a matrix of all its rows."""
+    out: list[GemmOperand | None] = []
+    for source, cast, want in ((x, casts.rowwise, wants[0]), (x.mT, casts.columnwise, wants[1])):
+        if want is Form.ROWS and cast is not None:
+            out.append(rows_of_stack(Unquantized(source, cast)))
+        else:
+            out.append(None if want is None else copies(source, TensorCasts(cast), (want, None), ())[0])
     return out
 
 
@@ -81,6 +94,10 @@ def _with_own_scales(
     twice = rounds_twice(casts)
     if row is None:
         out[0] = x
+    elif groups is not None and row.format.rows_are_blocked and row.format.block[0] != FULL:
+        padded = groups.padded(x)
+        amax = amax_of_groups(padded, groups.of_padded_row, groups.number, 0)
+        out[0] = FakeQuantized(groups.unpadded(_fake_quantized(padded, row, amax).values), None, row.format)
     elif wants[0] is not None or twice:
         out[0] = _fake_quantized(x, row, _amax(x, groups, 0))
     if wants[1] is None:
@@ -100,7 +117,7 @@ def _with_own_scales(
 def _amax(x: Tensor, groups: Groups | None, dim: int) -> Tensor:
     """The amax of each group along ``dim``, or of each matrix of a stack, broadcasting to x."""
     if groups is not None:
-        return amax_of_groups(x, groups.of_row if dim == 0 else groups.of_padded_row, groups.count, dim)
+        return amax_of_groups(x, groups.of_row if dim == 0 else groups.of_padded_row, groups.number, dim)
     if 0 in x.shape:
         return x.new_zeros((*x.shape[:-2], 1, 1), dtype=torch.float32)
     return x.detach().abs().amax((-2, -1), keepdim=True).to(torch.float32)

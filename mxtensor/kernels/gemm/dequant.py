@@ -26,6 +26,7 @@ from ..quantize.select import dequantize_operand, fake_quantize, rows_decoder
 from ..runtime.check import check_argument, check_codes, check_scalars
 from . import cublas, plain
 from .emulated import values
+from .scaled_mm_contract import MAX_GROUPS
 from .spec import (
     FakeQuantized,
     GemmArgs,
@@ -192,7 +193,7 @@ def run(a: GemmOperand, b: GemmOperand, args: GemmArgs) -> Tensor:
 
 def refuses_grouped(spec: Spec, a: GemmOperand, b: GemmOperand, ends: Tensor, args: GemmArgs) -> str | None:
     if spec.device.type == "cuda":
-        reason = _refuses_on_cuda(spec.shapes[1][1:], a, b, args)
+        reason = _refuses_on_cuda(spec.shapes[1][1:], spec.shapes[1][0], a, b, args)
         if reason is not None:
             return reason
     elif spec.traced and plain.why_not_traced(args) is not None:
@@ -205,7 +206,11 @@ def refuses_grouped(spec: Spec, a: GemmOperand, b: GemmOperand, ends: Tensor, ar
     return refuses(spec._replace(shapes=(spec.shapes[0], spec.shapes[1][1:])), a, one, args)
 
 
-def _refuses_on_cuda(multiples: tuple[int, ...], a: GemmOperand, b: GemmOperand, args: GemmArgs) -> str | None:
+def _refuses_on_cuda(
+    multiples: tuple[int, ...], groups: int, a: GemmOperand, b: GemmOperand, args: GemmArgs
+) -> str | None:
+    if groups > MAX_GROUPS:
+        return f"torch._grouped_mm takes at most {MAX_GROUPS} groups, got {groups}"
     if args.out_dtype is torch.float32:
         return "torch._grouped_mm rounds to bfloat16, the result is float32"
     if _has_global_scale(a, b):
@@ -218,11 +223,11 @@ def _refuses_on_cuda(multiples: tuple[int, ...], a: GemmOperand, b: GemmOperand,
 def matrix(stack: Operand | FakeQuantized | Tensor, i: int) -> Operand | FakeQuantized | Tensor:
     """Matrix ``i`` of a stack (G, N, K), with the scale that all matrices share if there is only one."""
     if isinstance(stack, Tensor):
-        return stack[i]
+        return stack.select(0, i)
     if isinstance(stack, FakeQuantized):
-        return replace(stack, values=stack.values[i])
-    scale = stack.scale[i if stack.scale.shape[0] > 1 else 0]
-    return Operand(stack.data[i], scale, stack.global_scale, stack.format, stack.shape[1:])
+        return replace(stack, values=stack.values.select(0, i))
+    scale = stack.scale.select(0, i if stack.scale.shape[0] > 1 else 0)
+    return Operand(stack.data.select(0, i), scale, stack.global_scale, stack.format, stack.shape[1:])
 
 
 def run_grouped(a: GemmOperand, b: GemmOperand, ends: Tensor, args: GemmArgs) -> Tensor:
@@ -244,7 +249,7 @@ def run_grouped(a: GemmOperand, b: GemmOperand, ends: Tensor, args: GemmArgs) ->
 
 def refuses_wgrad(spec: Spec, a: GemmOperand, b: GemmOperand, groups: Groups, args: GemmArgs) -> str | None:
     if spec.device.type == "cuda":
-        reason = _refuses_on_cuda((spec.shapes[0][0], spec.shapes[1][0]), a, b, args)
+        reason = _refuses_on_cuda((spec.shapes[0][0], spec.shapes[1][0]), groups.number, a, b, args)
         if reason is not None:
             return reason
     elif _has_global_scale(a, b):

@@ -184,7 +184,8 @@ def plan_here(table: tuple[Scaling, ...], left: Format, right: Format, device: t
 class Product:
     """The arguments of one product, each tensor row-major and padded: a (M, K'), b (N, K'), K' the bytes of a row.
 
-    Grouped: b (G, N, K') and ``ends`` (G,). Packed codes and byte scales are uint8.
+    Grouped: b (G, N, K') and ``ends`` (G,), the ends of groups of rows; or b (N, K') and ``ends`` of groups of columns,
+    for a result (G, M, N). Packed codes and byte scales are uint8.
     """
 
     scaling: Scaling
@@ -198,8 +199,13 @@ class Product:
     ends: Tensor | None = None
 
     @property
-    def shape(self) -> tuple[int, int]:
-        return self.a.shape[0], self.b.shape[-2]
+    def shape(self) -> tuple[int, ...]:
+        groups = (self.ends.shape[0],) if self.ends is not None and self.has_groups_of_columns else ()
+        return (*groups, self.a.shape[0], self.b.shape[-2])
+
+    @property
+    def has_groups_of_columns(self) -> bool:
+        return self.ends is not None and self.b.dim() == 2
 
 
 def scale_shape(scaling: Scaling, side: int, data_shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -246,7 +252,7 @@ def _check_codes(p: Product) -> None:
     s = p.scaling
     for name, t, dtypes, dims in (
         ("a", p.a, s.dtypes[0], 2),
-        ("b", p.b, s.dtypes[1], 2 if p.ends is None else 3),
+        ("b", p.b, s.dtypes[1], 2 if p.ends is None or p.has_groups_of_columns else 3),
     ):
         if t.dtype not in dtypes:
             names = " or ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
@@ -279,7 +285,9 @@ def _check_scales(p: Product) -> None:
         if scale.dtype is not s.scale.dtype:
             raise TypeError(f"{name} must be {s.scale.dtype} ({s.scale.name}) for {s.name} scaling, got {scale.dtype}")
         expected = scale_shape(s, side, data.shape)
-        if p.ends is not None and s.swizzled and side == 0:
+        if p.ends is not None and p.has_groups_of_columns:  # the scales of all rows for each group
+            expected = (p.ends.shape[0] * data.shape[0],)
+        elif p.ends is not None and s.swizzled and side == 0:
             blocks = round_up(-(-data.shape[-1] * s.packing // s.blocks[0][1]), 4)
             expected = (round_up(data.shape[0] + 127 * p.ends.shape[0], 128), blocks)
         if tuple(scale.shape) != tuple(expected):
@@ -315,9 +323,12 @@ def _check_result(p: Product) -> None:
             )
         _dense("bias", p.bias)
     if p.ends is not None:
-        if p.ends.dtype is not torch.int32 or tuple(p.ends.shape) != (p.b.shape[0],):
+        if p.has_groups_of_columns and s.blocks != (ROW_BLOCK, ROW_BLOCK):
+            raise ValueError(f"groups of columns need scales of rows, {s.name} scaling has others")
+        groups = p.ends.shape[0] if p.has_groups_of_columns and p.ends.dim() == 1 else p.b.shape[0]
+        if p.ends.dtype is not torch.int32 or tuple(p.ends.shape) != (groups,):
             raise ValueError(
-                f"ends must be int32 of shape ({p.b.shape[0]},), one for each matrix of b, got {p.ends.dtype} of shape "
+                f"ends must be int32 of shape ({groups},), one for each matrix of b, got {p.ends.dtype} of shape "
                 f"{tuple(p.ends.shape)}"
             )
         if p.ends.shape[0] > MAX_GROUPS:

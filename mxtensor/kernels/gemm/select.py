@@ -12,7 +12,7 @@ from ...core.plan import Plan
 from ...core.select import KERNEL_NAMES, perform, plan_for
 from ...core.tracing import is_traced
 from ...numerics.groups import Groups
-from ..gemm import cpu_codes, dequant, dot_scaled, emulated, fp8_rows, scaled_grouped_mm, scaled_mm
+from ..gemm import cpu_codes, dequant, dot_scaled, emulated, fp8_rows, fp8_rows_groups, scaled_grouped_mm, scaled_mm
 from ..small_m import kernel as small_m
 from .fp8_rows_both import wants_rows
 from .spec import Form, GemmArgs, GemmOperand, data_of, facts_of, format_of, without_lazy_signs
@@ -22,10 +22,11 @@ GEMM: tuple[Kernel, ...] = (
     emulated.KERNEL,
 )  # fmt: skip
 GROUPED: tuple[Kernel, ...] = (
-    scaled_grouped_mm.KERNEL, dot_scaled.GROUPED, small_m.GROUPED, dequant.GROUPED, emulated.GROUPED,
+    scaled_grouped_mm.KERNEL, dot_scaled.GROUPED, fp8_rows_groups.GROUPED, small_m.GROUPED, dequant.GROUPED,
+    emulated.GROUPED,
 )  # fmt: skip
 """The same kernels for a stack of weights, each multiplied by rows of its own."""
-GROUPED_WGRAD: tuple[Kernel, ...] = (dequant.GROUPED_WGRAD, emulated.GROUPED_WGRAD)
+GROUPED_WGRAD: tuple[Kernel, ...] = (fp8_rows_groups.GROUPED_WGRAD, dequant.GROUPED_WGRAD, emulated.GROUPED_WGRAD)
 """And for products over the columns of each group, which give a stack."""
 VALUES = {dequant.KERNEL.name: dequant.values_dtype, emulated.KERNEL.name: emulated.values_dtype}
 """Kernels that multiply values and not codes -> the dtype that they want them in, given the product's arguments."""
@@ -135,7 +136,9 @@ def grouped_wanted_form(
 ) -> Form | torch.dtype:
     """``wanted_form`` of the product that ``grouped_gemm`` or, for two matrices, ``grouped_wgrad`` would run."""
     kernels, given = (GROUPED, groups.ends) if len(b.shape) == 3 else (GROUPED_WGRAD, groups)
-    facts = *facts_of(a, b, args), groups.count  # type: ignore[misc]
+    facts = *facts_of(a, b, args), groups.number  # type: ignore[misc]
     kernel = plan_for(kernels, _spec(op, a, b, args), a, b, given, args, prefer=prefer, facts=facts).kernel
+    if kernel in (fp8_rows_groups.GROUPED, fp8_rows_groups.GROUPED_WGRAD):
+        return Form.ROWS
     wanted = None if kernel is None else VALUES.get(kernel.name)
     return Form.CODES if wanted is None else wanted(args)

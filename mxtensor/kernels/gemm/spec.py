@@ -76,7 +76,8 @@ class RowOperand(NamedTuple):
     scale: Tensor
     """scales of the blocks, 2-D, as in ``Operand``; where it was made by a cast, in rows beyond the bound only"""
     format: Format
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
+    """(rows, cols), or of a stack (weights, rows, cols), whose rows come one after the other"""
 
 
 GemmOperand: TypeAlias = Operand | Unquantized | FakeQuantized | RowOperand | Tensor
@@ -94,7 +95,7 @@ class GemmArgs(NamedTuple):
     beta: float = 1
 
 
-def row_operand_of(tensors: Sequence[Tensor], format: Format, shape: tuple[int, int]) -> RowOperand:
+def row_operand_of(tensors: Sequence[Tensor], format: Format, shape: tuple[int, ...]) -> RowOperand:
     """The operand of its four tensors."""
     codes, row_scale, beyond, scale = tensors
     return RowOperand(codes, row_scale, beyond, scale, format, shape)
@@ -102,10 +103,11 @@ def row_operand_of(tensors: Sequence[Tensor], format: Format, shape: tuple[int, 
 
 def values_of_rows(operand: RowOperand) -> Tensor:
     """The float32 values of a row-scaled operand of 8-bit elements."""
-    rows, cols = operand.shape
+    rows, cols = math.prod(operand.shape[:-1]), operand.shape[-1]
     codes, format = operand.codes[:rows, :cols].view(torch.uint8), operand.format
-    own = Operand(codes.view(format.element.dtype), operand.scale, None, format, operand.shape)
-    return row_values(RowScaled(codes, operand.row_scale[:rows], operand.beyond[:rows]), own)
+    own = Operand(codes.view(format.element.dtype), operand.scale, None, format, (rows, cols))
+    values = row_values(RowScaled(codes, operand.row_scale[:rows], operand.beyond[:rows]), own)
+    return values.view(operand.shape)
 
 
 def format_of(operand: GemmOperand) -> Format | torch.dtype:

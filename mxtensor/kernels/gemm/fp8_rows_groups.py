@@ -1,0 +1,129 @@
+"""``fp8_rows`` for groups: row-scaled E4M3 through ``torch._scaled_grouped_mm``, one launch for a stack of weights.
+
+For operands that are cast for training, in 8-bit elements. Their blocks may be any distance apart
+(``numerics/row_scaled.py``), so that only rows with values of about 2^63 or more are beyond the bound. There is no
+exact product of groups that would be written over them: such a row gives NaN. Codes that were stored may have such
+rows for other reasons, and are left to other kernels.
+
+A row of the columnwise copies runs through all groups; its scale is that of the largest of them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...core.kernel import Kernel, Spec
+from ...numerics.formats import Format, get_format
+from ...numerics.groups import Groups
+from ...numerics.row_scaled import why_not
+from ..quantize.select_pair import cast_pair
+from ..runtime import triton_launch
+from ..runtime.availability import exported
+from .fp8_rows import MIN_ROWS
+from .fp8_rows_both import why_not_both
+from .fp8_rows_operand import INNER
+from .scaled_mm_call import multiply
+from .scaled_mm_contract import GROUPED_SCALINGS, MAX_GROUPS, Product, Scaling, plan_here
+from .spec import Form, GemmArgs, GemmOperand, RowOperand, Unquantized, zero_after
+
+
+def _scaling(device: torch.device) -> Scaling | str:
+    row = get_format("float8_e4m3_row")
+    return plan_here(GROUPED_SCALINGS, row, row, device)
+
+
+def _refuses(spec: Spec, a: GemmOperand, b: GemmOperand, count: int, args: GemmArgs) -> str | None:
+    """The refusals that both products share."""
+    reason = triton_launch.missing(spec) or exported(spec)
+    if reason is not None:
+        return reason
+    for side, format in zip((a, b), spec.formats, strict=True):
+        if isinstance(side, RowOperand):
+            continue
+        if not isinstance(format, Format) or not isinstance(side, Unquantized):
+            return "multiplies operands that are cast for it in training"
+        one = side.x if side.x.dim() == 2 else side.x.select(0, 0)
+        reason = why_not(format) or why_not_both(one, side.cast)
+        if reason is not None:
+            return reason
+    scaling = _scaling(spec.device)
+    if isinstance(scaling, str):
+        return scaling
+    if args.out_dtype not in scaling.outputs:
+        return f"returns bfloat16, the result is {str(args.out_dtype).removeprefix('torch.')}"
+    if args.alpha != 1 or (args.bias is not None and args.beta != 0):
+        return "torch._scaled_grouped_mm rounds the product before an alpha or a bias could be applied"
+    if count > MAX_GROUPS:
+        return f"torch._scaled_grouped_mm takes at most {MAX_GROUPS} groups, got {count}"
+    return None
+
+
+def refuses(spec: Spec, a: GemmOperand, b: GemmOperand, ends: Tensor, args: GemmArgs) -> str | None:
+    (rows, inner), (count, width, _) = spec.shapes
+    if width % INNER or inner % INNER:
+        return f"needs K and N in multiples of {INNER}, got {inner} and {width}"
+    if rows < MIN_ROWS * count:
+        return f"is slower than others for {rows} rows in {count} groups"
+    return _refuses(spec, a, b, count, args)
+
+
+def refuses_wgrad(spec: Spec, a: GemmOperand, b: GemmOperand, groups: Groups, args: GemmArgs) -> str | None:
+    (height, padded), (width, _) = spec.shapes
+    if height % INNER or width % INNER:
+        return f"needs K and N in multiples of {INNER}, got {width} and {height}"
+    if padded < MIN_ROWS * groups.number:
+        return f"is slower than others for {padded} rows in {groups.number} groups"
+    return _refuses(spec, a, b, groups.number, args)
+
+
+# ---------------------------------------------------------------------------------------------- operands
+
+
+def rows_of_stack(side: GemmOperand) -> RowOperand:
+    """The row-scaled operand of a matrix, or of a stack (G, N, K) with its rows one after the other."""
+    if isinstance(side, RowOperand):
+        return side
+    assert isinstance(side, Unquantized)
+    matrix = side.x if side.x.dim() == 2 else side.x.reshape(-1, side.x.shape[-1])
+    made = cast_pair(matrix, side.cast, Form.ROWS, None, torch.bfloat16)[0]
+    assert isinstance(made, RowOperand)
+    return made._replace(shape=side.shape)
+
+
+# ---------------------------------------------------------------------------------------------- products
+
+
+def prepare(a: RowOperand, b: RowOperand, ends: Tensor, scaling: Scaling) -> Product:
+    """The arguments for rows a (M, K) in groups and a stack b (G, N, K)."""
+    e4m3 = torch.float8_e4m3fn
+    codes = b.codes.view(e4m3).view(*b.shape[:2], b.codes.shape[1])
+    scales = b.row_scale.view(b.shape[:2])
+    left = a.codes.view(e4m3)
+    return Product(scaling, left, codes, a.row_scale, scales, [], None, torch.bfloat16, ends.contiguous())
+
+
+def prepare_wgrad(a: RowOperand, b: RowOperand, groups: Groups, scaling: Scaling) -> Product:
+    """The arguments for a (N, P) and b (K, P), the columns in groups: each group gets all scales of rows."""
+    e4m3 = torch.float8_e4m3fn
+    scale_a, scale_b = (side.row_scale.flatten().repeat(groups.number) for side in (a, b))
+    left, right = a.codes.view(e4m3), b.codes.view(e4m3)
+    return Product(scaling, left, right, scale_a, scale_b, [], None, torch.bfloat16, groups.padded_ends)
+
+
+def run(a: GemmOperand, b: GemmOperand, ends: Tensor, args: GemmArgs) -> Tensor:
+    left, right = rows_of_stack(a), rows_of_stack(b)
+    scaling = _scaling(left.codes.device)
+    assert isinstance(scaling, Scaling)
+    return zero_after(multiply(prepare(left, right, ends, scaling)), ends)
+
+
+def run_wgrad(a: GemmOperand, b: GemmOperand, groups: Groups, args: GemmArgs) -> Tensor:
+    left, right = rows_of_stack(a), rows_of_stack(b)
+    scaling = _scaling(left.codes.device)
+    assert isinstance(scaling, Scaling)
+    return multiply(prepare_wgrad(left, right, groups, scaling))
+
+
+GROUPED = Kernel("fp8_rows", refuses, run, "cuda")
+GROUPED_WGRAD = Kernel("fp8_rows", refuses_wgrad, run_wgrad, "cuda")
