@@ -86,11 +86,11 @@ def _noted_in_graph(op: str, shape: tuple[int, ...], dtype: str, device: str) ->
     return is_inside_strict()
 
 
-def note_if_experts(func: Any, args: Any, kwargs: Any) -> None:
-    """``note_experts`` if this product is one of a stack."""
+def note_if_experts(func: Any, args: Any, kwargs: Any, in_mode: bool = False) -> None:
+    """``note_experts`` if this product is one of a stack. ``in_mode``: not of a TrainingWeight, which will say so."""
     operands = [t for t in _tensors((args, kwargs)) if t.is_floating_point()]
     for stack in operands:
-        if is_of_stack(stack):
+        if is_of_stack(stack) and not (in_mode and isinstance(stack, TrainingWeight)):
             x = [t for t in operands if t is not stack and t.dim() > 1]
             note_experts(getattr(func, "__name__", str(func)), x[0] if x else stack, stack)
             break
@@ -103,7 +103,7 @@ def watched(func: Any, args: Any, kwargs: Any) -> Any:
     not a view.
     """
     if func in PRODUCTS or (not torch.compiler.is_dynamo_compiling() and "grouped_mm" in getattr(func, "__name__", "")):
-        note_if_experts(func, args, kwargs)
+        note_if_experts(func, args, kwargs, in_mode=True)
         return func(*args, **kwargs)
     out = func(*args, **kwargs)
     first = args[0] if args else None
@@ -130,7 +130,7 @@ def _is_stack(t: Any) -> bool:
 
 def is_of_stack(t: Tensor) -> bool:
     """Whether ``t`` is a stack of weights, a view of one, or gathered from one."""
-    if _is_stack(t) or _is_stack(t._base) or hasattr(t, GATHERED):
+    if _is_stack(t) or _is_stack(t._base) or hasattr(t, GATHERED) or hasattr(t._base, GATHERED):
         return True
     if torch.compiler.is_dynamo_compiling():
         return False

@@ -201,7 +201,7 @@ def _for_mode(linear_recipe: LinearRecipe | None, group: Any, func: Any, args: A
         layer = _stack_call(func, args, kwargs, is_of_stack)
     if layer is not None:
         return run(layer, linear_recipe, group)
-    note_if_experts(func, args, kwargs)
+    note_if_experts(func, args, kwargs, in_mode=True)
     return func(*args, **kwargs)
 
 
