@@ -107,12 +107,14 @@ KINDS = (
 """Every kind of module that ``quantize_`` knows; the first match counts."""
 
 SKIPPED_NAMES = ("router", "gate")
-"""Last parts of module names that the default filter leaves in high precision, beside heads: expert routers."""
+"""Last parts of module names that the default filter leaves in high precision, beside heads: expert routers. What is
+inside a module named ``router`` (JetMoe's ``router.layer``) stays too."""
 
 
 def default_filter(module: nn.Module, fqn: str) -> bool:
     """Linear layers and attention; not heads, routers and embeddings, where rounding costs most and saves least."""
-    skipped = is_head(fqn) or fqn.rpartition(".")[2] in SKIPPED_NAMES
+    *outer, last = fqn.split(".")
+    skipped = is_head(fqn) or last in SKIPPED_NAMES or "router" in outer
     return not isinstance(module, nn.Embedding) and not skipped
 
 
