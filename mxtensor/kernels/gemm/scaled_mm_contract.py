@@ -250,6 +250,8 @@ def _dense(name: str, t: Tensor) -> None:
 
 def _check_codes(p: Product) -> None:
     s = p.scaling
+    if p.has_groups_of_columns and s.blocks != (ROW_BLOCK, ROW_BLOCK):
+        raise ValueError(f"groups of columns need scales of rows, {s.name} scaling has others")
     for name, t, dtypes, dims in (
         ("a", p.a, s.dtypes[0], 2),
         ("b", p.b, s.dtypes[1], 2 if p.ends is None or p.has_groups_of_columns else 3),
@@ -323,8 +325,6 @@ def _check_result(p: Product) -> None:
             )
         _dense("bias", p.bias)
     if p.ends is not None:
-        if p.has_groups_of_columns and s.blocks != (ROW_BLOCK, ROW_BLOCK):
-            raise ValueError(f"groups of columns need scales of rows, {s.name} scaling has others")
         groups = p.ends.shape[0] if p.has_groups_of_columns and p.ends.dim() == 1 else p.b.shape[0]
         if p.ends.dtype is not torch.int32 or tuple(p.ends.shape) != (groups,):
             raise ValueError(
