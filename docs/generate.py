@@ -152,9 +152,9 @@ def kernels() -> str:
     from mxtensor.kernels.quantize import select_pair, two_casts
 
     works = (
-        ("product", gemm.GEMM), ("grouped product", gemm.GROUPED), ("quantize", quantize.QUANTIZE),
-        ("quantize both ways", select_pair.QUANTIZE_BOTH), ("fake quantize", quantize.FAKE_QUANTIZE),
-        ("dequantize", quantize.DEQUANTIZE), ("attention", attention.ATTENTION),
+        ("product", gemm.GEMM), ("grouped product", gemm.GROUPED), ("wgrad of groups", gemm.GROUPED_WGRAD),
+        ("quantize", quantize.QUANTIZE), ("quantize both ways", select_pair.QUANTIZE_BOTH),
+        ("fake quantize", quantize.FAKE_QUANTIZE), ("dequantize", quantize.DEQUANTIZE), ("attention", attention.ATTENTION),
     )  # fmt: skip
     order = [(work, ", ".join(f"`{kernel.name}`" for kernel in row)) for work, row in works]
     files: dict[tuple[str, str], None] = {}
