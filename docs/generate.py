@@ -154,7 +154,8 @@ def kernels() -> str:
     works = (
         ("product", gemm.GEMM), ("grouped product", gemm.GROUPED), ("wgrad of groups", gemm.GROUPED_WGRAD),
         ("quantize", quantize.QUANTIZE), ("quantize both ways", select_pair.QUANTIZE_BOTH),
-        ("fake quantize", quantize.FAKE_QUANTIZE), ("dequantize", quantize.DEQUANTIZE), ("attention", attention.ATTENTION),
+        ("fake quantize", quantize.FAKE_QUANTIZE), ("dequantize", quantize.DEQUANTIZE),
+        ("attention", attention.ATTENTION),
     )  # fmt: skip
     order = [(work, ", ".join(f"`{kernel.name}`" for kernel in row)) for work, row in works]
     files: dict[tuple[str, str], None] = {}
