@@ -277,6 +277,36 @@ def attention(rank, folder):
     return told
 
 
+class Experts(nn.Module):
+    """Three experts: one grouped product, and one of matrices that are gathered for each row."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(3, 2 * WIDTH, WIDTH))
+        self.down_proj = nn.Parameter(torch.randn(3, WIDTH, WIDTH))
+
+    def forward(self, x):
+        ends = torch.tensor([5, 5, ROWS], dtype=torch.int32, device=x.device)
+        up = nn.functional.grouped_mm(x, self.gate_up_proj.transpose(1, 2), offs=ends)[:, :WIDTH]
+        index = torch.arange(ROWS, device=x.device) % 3
+        return torch.bmm(self.down_proj[index], up.unsqueeze(-1)).squeeze(-1).clone()
+
+
+@case
+def stacked_experts(rank, folder):
+    torch.manual_seed(0)
+    model = mx.quantize_(Experts(), MXFP8BlockScaling())
+    reference = copy.deepcopy(model)
+    fully_shard(model)
+    x = torch.randn(2, ROWS, WIDTH)
+    with mx.explain() as log, mx.strict():
+        model(x[rank]).square().mean().backward()
+    for batch in x:
+        (reference(batch).square().mean() / 2).backward()
+    pairs = zip(model.parameters(), reference.parameters(), strict=True)
+    return all(same_as(whole(a.grad), b.grad) for a, b in pairs), gathers(log)
+
+
 @case
 def delayed_scaling(rank, folder):
     """The same data on each rank, because each rank has its own amax histories; shards have them too."""

@@ -137,6 +137,12 @@ def test_attention_and_its_split_projection(ranks):
             assert same and what(gathered) == {(3 * WIDTH, WIDTH): CODES, (WIDTH, WIDTH): CODES}
 
 
+def test_stacked_experts_are_gathered_in_high_precision_and_train_quantized(ranks):
+    for same, gathered in ranks("stacked_experts"):
+        assert same and set(what(gathered)) == {(3, 2 * WIDTH, WIDTH), (3, WIDTH, WIDTH)}
+        assert set(what(gathered).values()) == {"high precision"}
+
+
 def test_delayed_scaling_is_gathered_in_high_precision(ranks):
     assert ranks("delayed_scaling") == [[True] * 3] * 2
 
