@@ -1,8 +1,8 @@
-"""Stacked experts, whose products a recipe for training leaves in high precision: ``quantize_`` names them,
+"""Experts of an unknown kind, whose products a recipe for training leaves in high precision: ``quantize_`` names them,
 ``explain()`` logs them, and ``strict()`` raises.
 
-Their products are those of transformers' experts: loops over slices of a three-dimensional parameter, batched products
-of gathered weights, and grouped products. What they have in common is the module.
+They are experts by the name of their class, and their parameters have names that ``weights.py`` does not know. What
+their forward pass does with a parameter is not known either, so that all that is noted is a call of the module.
 """
 
 from __future__ import annotations

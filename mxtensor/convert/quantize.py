@@ -45,8 +45,9 @@ def quantize_(
     transformers' Conv1D and modules of stacked experts. The default skips embeddings, layers that share a weight with
     one, ``lm_head`` and routers. ``include_head=True`` adds ``lm_head`` and linear layers that share a weight with an
     embedding; that weight is quantized once, for the product and for the lookup. If modules share a weight and the
-    filter accepts one of them, the weight is quantized for all of them. Embeddings and experts are not trained
-    quantized; a warning names the experts that a recipe for training leaves in high precision. Returns ``model``.
+    filter accepts one of them, the weight is quantized for all of them. Embeddings are not trained quantized, and
+    neither are modules that are experts by the name of their class and of no kind that is known: a warning names them.
+    Returns ``model``.
 
     If heads and embeddings that the default filter skips are more than a tenth of the values, a warning of the logger
     ``mxtensor`` names them and the bits a value over the whole model. ``mx.model_size(model)`` has all of it.

@@ -37,37 +37,30 @@ class Groups(NamedTuple):
     """int32 (G,): the end of each group in the padded matrix, a multiple of the block"""
     of_row: Tensor
     """int64 (M,): the group of each row; G for rows after the last group"""
-    source: Tensor
-    """int64 (P,): the row that each padded row is a copy of"""
-    filled: Tensor
-    """bool (P, 1): whether a padded row is a copy of one"""
+    of_padded_row: Tensor
+    """int64 (P,): the group of each padded row; G after the last group"""
+    places: Tensor
+    """int64 (M,): the padded row that is a copy of each row; P for rows after the last group"""
 
     @property
     def number(self) -> int:
+        """G"""
         return self.ends.shape[0]
 
     @property
-    def of_padded_row(self) -> Tensor:
-        """int64 (P,): the group of each padded row; G after the last group."""
-        return _group_of(self.padded_ends, self.source.shape[0])
+    def length(self) -> int:
+        """P"""
+        return self.of_padded_row.shape[0]
 
     def padded(self, x: Tensor) -> Tensor:
         """The rows of x (M, cols) with each group padded: (P, cols)."""
-        if x.shape[0] == 0:
-            return x.new_zeros(self.source.shape[0], x.shape[1])
-        return torch.where(self.filled, x.index_select(0, self.source), 0)
+        out = x.new_zeros(self.length + 1, x.shape[1])  # what follows the last group goes to the last row
+        return out.index_copy_(0, self.places, x).narrow(0, 0, self.length)
 
     def unpadded(self, x: Tensor) -> Tensor:
-        """The rows of a padded matrix (P, cols) at their places in the matrix: (M, cols)."""
-        return x.index_select(0, self.places)
-
-    @property
-    def places(self) -> Tensor:
-        """int64 (M,): the padded row that each row is copied to; for rows after the last group any."""
-        rows = self.of_row.shape[0]
-        moved = F.pad(self.padded_ends, (1, 0)) - F.pad(self.ends, (1, 0))
-        place = torch.arange(rows, device=self.ends.device) + moved.index_select(0, self.of_row)
-        return place.clamp(max=max(self.source.shape[0] - 1, 0))
+        """The rows of a padded matrix (P, cols) at their places in the matrix: (M, cols); others for rows in no
+        group."""
+        return x.index_select(0, self.places.clamp(max=self.length - 1))
 
 
 def block_of(*casts: Cast | None) -> int:
@@ -85,16 +78,20 @@ def padded_length(rows: int, groups: int, block: int) -> int:
 
 
 def groups_of_rows(ends: Tensor, rows: int, block: int) -> Groups:
-    """The groups of a matrix of so many rows, padded to multiples of ``block``."""
+    """The groups of a matrix of so many rows, padded to multiples of ``block``.
+
+    Ends that are no ends of groups (beyond the rows, decreasing) give groups of other rows of the matrix, or none.
+    """
+    ends = ends.clamp(0, rows)
     starts = F.pad(ends, (1, 0)).narrow(0, 0, ends.shape[0])
     sizes = ((ends - starts + (block - 1)) // block).clamp(min=1) * block
-    padded_ends = sizes.cumsum(0).to(torch.int32)
     length = padded_length(rows, ends.shape[0], block)
-    group = _group_of(padded_ends, length).clamp(max=ends.shape[0] - 1)
-    source = torch.arange(length, device=ends.device) - (padded_ends - sizes - starts).index_select(0, group)
-    filled = source < ends.index_select(0, group)
+    padded_ends = sizes.cumsum(0).clamp(max=length).to(torch.int32)
     of_row = _group_of(ends, rows)
-    return Groups(ends, padded_ends, of_row, source.clamp(0, max(rows - 1, 0)), filled.unsqueeze(1))
+    moved = F.pad(padded_ends - sizes - starts, (0, 1)).index_select(0, of_row)
+    row = torch.arange(rows, device=ends.device)
+    places = torch.where(of_row < ends.shape[0], (row + moved).clamp(0, length), length)
+    return Groups(ends, padded_ends, of_row, _group_of(padded_ends, length), places)
 
 
 def _group_of(ends: Tensor, rows: int) -> Tensor:

@@ -2,9 +2,9 @@
 
 Each group runs like a layer of its own. Its copies are cast from its rows only, so neither a block along the rows nor
 the amax of a tensor spans two groups, and its products use the kernels of single products. The result and every
-gradient are therefore bitwise identical to those of separate layers. ``kernels.gemm.grouped_gemm``, one product over a
-stack of weights, is not used: on CPU its kernels loop as this file does, over a copy of all weights; on CUDA torch's
-grouped products are other kernels than the single ones, with another order of sums.
+gradient are therefore bitwise identical to those of separate layers. Products of a stack of weights in one parameter
+(``linear`` with ``ends``) are not used: they need a copy of all weights as one tensor, and add in another order on
+CUDA.
 """
 
 from __future__ import annotations

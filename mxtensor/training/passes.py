@@ -205,7 +205,7 @@ def forward(
 
 def _columns_like(rows: Tensor, groups: Groups | None) -> Tensor:
     """A tensor with the shape of the columnwise copy of ``rows``, for the question which kernel will run."""
-    return rows.mT if groups is None else of_shape((rows.shape[-1], groups.source.shape[0]), rows.dtype, rows)
+    return rows.mT if groups is None else of_shape((rows.shape[-1], groups.length), rows.dtype, rows)
 
 
 def backward(

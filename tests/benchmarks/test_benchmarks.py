@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import mxtensor as mx
-from benchmarks import cast, cuda, harness, host, linear, plots
+from benchmarks import cast, cuda, harness, host, linear, plots, train_grouped
 from docs import generate
 from docs import records as records_of_docs
 from mxtensor.core.select import KERNEL_NAMES
@@ -116,6 +116,17 @@ def test_peers_are_skipped_after_the_deadline():
     assert cuda.Deadline(60).guard(lambda: "work")() == "work"
 
 
+def test_a_step_of_ragged_experts_is_timed(monkeypatch):
+    """On a CPU, with another clock."""
+    sizes = train_grouped.ends_of(96, 4, "cpu").diff(prepend=torch.zeros(1, dtype=torch.int32)).tolist()
+    assert sizes[1:3] == [0, 0] and sum(sizes) == 96
+    monkeypatch.setattr(train_grouped, "event_clock", lambda ms, max_calls: harness.wall_clock)
+    row = train_grouped.measured("mxfp8", train_grouped.Shape(96, 4, 32, 32), "cpu", quick=True, repeats=3)
+    assert row.over_base(train_grouped.EAGER) > 0 and row.kernels["mxfp8"].count(",") == 2
+    assert len(train_grouped.cells(row)) == len(train_grouped.HEADER)
+    assert [work for work, _ in train_grouped.TARGETS[0].figures([row])] == [row.work]
+
+
 def test_inputs_are_rotated():
     seen = []
     run = cuda.rotate_inputs([1, 2, 3], seen.append)()
@@ -124,7 +135,7 @@ def test_inputs_are_rotated():
     assert seen == [1, 2, 3, 1, 2]
 
 
-@pytest.mark.parametrize("module", [cast, linear])
+@pytest.mark.parametrize("module", [cast, linear, train_grouped])
 def test_without_a_gpu_the_command_exits_with_a_message(module, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr("sys.argv", ["benchmark"])

@@ -100,6 +100,21 @@ def test_copies_train_and_experts_are_quantized_for_inference_later():
         model(IDS)
 
 
+@pytest.mark.parametrize("way", ["eager", "grouped_mm"])
+def test_histories_of_stacks_and_of_slices_are_in_the_state_dict(way):
+    recipe = mx.recipe.DelayedScaling(amax_history_len=4)
+    model = quietly(built("Mixtral", way), recipe)
+    for _ in range(2):
+        model(IDS).logits.square().sum().backward()
+    loaded = quietly(built("Mixtral", way), recipe)
+    loaded.load_state_dict(model.state_dict())
+    for each in (model, loaded):
+        each.zero_grad()
+        each(IDS).logits.square().sum().backward()
+    for one, other in zip(stacks(model).values(), stacks(loaded).values(), strict=True):
+        assert torch.equal(one.grad, other.grad) and one.grad.any()
+
+
 # ---------------------------------------------------------------------------------------------- products
 
 

@@ -45,6 +45,16 @@ def test_what_follows_the_last_group_is_not_read():
     assert padded.isfinite().all() and padded.sum() == 20
 
 
+@pytest.mark.parametrize("ends", [[40, 100], [40, 0, 40], [-5, 40], [40, 40, 3]])
+def test_wrong_ends_reach_no_other_memory(ends):
+    groups = groups_of_rows(torch.tensor(ends, dtype=torch.int32), 40, 16)
+    assert groups.ends.min() >= 0 and groups.ends.max() <= 40
+    assert (
+        groups.padded_ends.max() <= groups.length and 0 <= groups.places.min() <= groups.places.max() <= groups.length
+    )
+    groups.padded(torch.randn(40, 2))
+
+
 def test_groups_are_padded_to_the_blocks_of_all_casts():
     cast = mx.Cast.of
     assert block_of(cast("mxfp8"), cast("nvfp4")) == 32 and block_of(cast("float8_1x128"), cast("mxfp8")) == 128

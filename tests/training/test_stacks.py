@@ -102,7 +102,7 @@ def test_operands_of_a_group_are_those_of_a_layer_bit_for_bit(name):
     for casts in (recipe.input, recipe.grad):
         want = torch.float32
         row, column = copies_of(x, casts, (want, want), (), groups, own)
-        assert column.shape == (48, len(groups.source))
+        assert column.shape == (48, groups.length)
         start = 0
         for n, place in zip(SIZES, [0, *groups.padded_ends.tolist()], strict=False):
             part = x[start : start + n]

@@ -119,7 +119,7 @@ def grouped_wgrad(
     Both are blocked along P, and the padding between groups is zeros. ``args`` without alpha and bias. Raises
     ValueError for shapes that do not fit and for tensors on two devices.
     """
-    padded = groups.source.shape[0]
+    padded = groups.length
     if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[1] != padded or b.shape[1] != padded:
         raise ValueError(
             f"{op}: needs (N, P) and (K, P) with P = {padded} columns in groups, got {tuple(a.shape)} and "
