@@ -89,7 +89,7 @@ def _are_experts(names: tuple[str, ...], transposed: bool) -> Callable[[nn.Modul
 
 
 def _are_parallel_experts(module: nn.Module) -> bool:
-    """transformers' ParallelExperts (JetMoe, Granite), by name: one linear layer for each expert, (experts, out, in)."""
+    """transformers' ParallelExperts (JetMoe, Granite), by name: a linear layer for each expert, (experts, out, in)."""
     weight = module._parameters.get("weight")
     named = any(kind.__name__.endswith("ParallelExperts") for kind in type(module).__mro__)
     return named and weight is not None and weight.dim() == 3
