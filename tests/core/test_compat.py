@@ -468,6 +468,31 @@ def test_a_function_that_is_run_uncompiled_is_no_graph():
     assert torch.equal(compiled(torch.ones(2)), torch.full((2,), 2.0)) and graphs == []
 
 
+def test_dynamo_shows_a_private_function_to_modes(monkeypatch):
+    class Doubles(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            return args[0] * 2 if func is torch._grouped_mm else func(*args, **(kwargs or {}))
+
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append(graph.code)
+        return graph
+
+    x, ends = torch.ones(4, 8, dtype=torch.bfloat16), torch.tensor([1, 4], dtype=torch.int32)
+    functions = importlib.import_module("torch._dynamo.variables.torch").get_overridable_functions()
+    for listed in (False, True):
+        functions.discard(torch._grouped_mm)
+        torch._dynamo.reset()
+        assert not listed or compat_hooks.let_dynamo_intercept(torch._grouped_mm)
+        with Doubles():
+            torch.compile(lambda x, w: F.grouped_mm(x, w, offs=ends), backend=keep)(x, torch.ones(2, 8, 8).bfloat16())
+    assert "_grouped_mm" in graphs[0] and "_grouped_mm" not in graphs[1]
+    monkeypatch.delattr(sys.modules["torch._dynamo.variables.torch"], "get_overridable_functions")
+    assert not compat_hooks.let_dynamo_intercept(torch._grouped_mm)
+    torch._dynamo.reset()
+
+
 def test_kernels_of_inductor_are_written_with_the_lines_that_the_hook_gives(monkeypatch):
     from torch._inductor.codegen.triton import TritonKernel
     from torch._inductor.virtualized import V
