@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import mxtensor as mx
 from mxtensor.convert.training import training_parameter
@@ -140,6 +141,34 @@ def test_groups_may_be_empty_or_all_there_is(name, sizes):
         part = slice(start, start + n)
         check_step((y[part], dx[part], dw[i], None), x[part], w[i], None, g[part], recipe)
         start += n
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
+def test_a_step_computes_the_gradients_that_are_needed(name):
+    recipe, ends = RECIPES[name].linear_recipe(), ends_of(SIZES)
+    x, w, g = values(78, 48), values(5, 64, 48), values(78, 64)
+    y, dx, dw = step(x, w, g, recipe, ends)
+    for needs_dx, needs_dw in ((True, False), (False, True)):
+        one, other = x.clone().requires_grad_(needs_dx), w.clone().requires_grad_(needs_dw)
+        out = linear(one, other, None, Options(recipe), None, None, ends)
+        out.backward(g)
+        assert torch.equal(out, y)
+        assert torch.equal(one.grad, dx) if needs_dx else one.grad is None
+        assert torch.equal(other.grad, dw) if needs_dw else other.grad is None
+
+
+def test_a_checkpoint_recomputes_products_of_a_stack():
+    w = training_parameter(nn.Parameter(values(4, 32, 16)), MXFP8.linear_recipe())
+
+    def products(x):
+        return torch.bmm(x, w).sum() + F.grouped_mm(x.reshape(12, 32), w, offs=GROUPS).square().sum()
+
+    grads = []
+    for run in (products, lambda x: checkpoint(products, x, use_reentrant=False)):
+        w.grad = None
+        run(X.clone().requires_grad_()).backward()
+        grads.append(w.grad)
+    assert torch.equal(*grads) and grads[0].any()
 
 
 @pytest.mark.parametrize("recipe", [MXFP4BlockScaling(), NVFP4BlockScaling()], ids=["mxfp4", "nvfp4"])
