@@ -62,7 +62,7 @@ def _is_tensor(t: Tensor) -> bool:
 
 
 def _is_parameter_or_slice(t: Tensor) -> bool:
-    return isinstance(t, torch.nn.Parameter) or is_of_stack(t)
+    return isinstance(t, torch.nn.Parameter) or (t.dim() == 2 and is_of_stack(t))
 
 
 # ---------------------------------------------------------------------------------------------- one layer

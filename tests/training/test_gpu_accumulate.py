@@ -59,7 +59,7 @@ def test_first_microbatches_of_modules_have_the_same_bits(rows):
     alone, cached = (mx.nn.Linear(512, 768, bias=True, params_dtype=torch.bfloat16, device="cuda") for _ in range(2))
     cached.load_state_dict(alone.state_dict())
     for _ in range(2):
-        with mx.autocast(MXFP8BlockScaling()):
+        with mx.autocast(recipe=MXFP8BlockScaling()):
             for i in range(4):
                 x = batch(rows)
                 alone(x).float().square().mean().backward()
