@@ -47,6 +47,7 @@ from docs.records import (
     llm,
     llm_cpu,
     sharding,
+    train_grouped,
     train_linear,
 )
 from docs.records_users import users_first, users_generate, users_layers
@@ -228,7 +229,7 @@ def models() -> str:
 
 
 RECORDS = (
-    figures, llm, llm_cpu, cpu, host, cast, linear, decode, decode_model, train_linear, fsdp, sharding, users_layers,
+    figures, llm, llm_cpu, cpu, host, cast, linear, decode, decode_model, train_linear, train_grouped, fsdp, sharding, users_layers,
     users_generate, users_first, calibration,
 )  # fmt: skip
 GENERATORS = (layouts, commands, formats, ops, functions, kernels, devices, api, torchao, models, recipes, *RECORDS)

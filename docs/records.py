@@ -166,6 +166,20 @@ def train_linear() -> str:
     return on_gpu("train_linear", bench.TrainRow, sections)
 
 
+def train_grouped() -> str:
+    """What benchmarks/train_grouped.py recorded."""
+    from benchmarks import train_grouped as bench
+    from benchmarks.cuda import VERDICT_HEADER
+
+    def sections(rows: list[bench.GroupedRow]) -> list[str]:
+        return [
+            table(", ".join(VERDICT_HEADER), [t.verdict(rows) for t in bench.TARGETS]),
+            table(", ".join(bench.HEADER), [[cell.replace(", ", "; ") for cell in bench.cells(row)] for row in rows]),
+        ]
+
+    return on_gpu("train_grouped", bench.GroupedRow, sections)
+
+
 def decode() -> str:
     """What benchmarks/decode.py recorded."""
     from benchmarks import decode as bench

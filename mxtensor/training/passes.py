@@ -10,8 +10,8 @@ columnwise copies are those of padded groups, (K, P): wgrad (N, P) by (K, P) giv
 A bias wider than the result is rounded to the dtype of the result first, as under torch.autocast.
 
 Each tensor is cast once for both of its products, from its high-precision values. A copy that its kernel multiplies as
-values (``select.wanted_form``) is written as values. A copy that is saved for the backward pass is saved as codes:
-about half the bytes of the bfloat16 input that torch would save.
+values (``select.wanted_form``) is written as values. An input is saved for the backward pass as codes: about half the
+bytes of the bfloat16 input that torch would save.
 """
 
 from __future__ import annotations
@@ -192,8 +192,10 @@ def forward(
     if cached is not None:
         w_row, w_col = cached
     else:
-        # Codes are saved for dgrad. Values are twice as large: they are cast again from the weight.
-        saves = dgrad_want in SAVED and linear_recipe.weight.columnwise is not None
+        # The weight is cast again for dgrad, whose operand would take half of its memory until then: a third of a cast
+        # more, which is little beside the products. A scale of the whole tensor would need its amax again.
+        column = linear_recipe.weight.columnwise
+        saves = dgrad_want in SAVED and column is not None and column.format.has_tensor_scale
         wants = want, dgrad_want if saves else None
         w_row, w_col = copies_of(w, linear_recipe.weight, wants, scales_of(scales, WEIGHT), None, own_scales)
     y = product("fprop", x_row, w_row, dtype, bias, prefer, groups)
