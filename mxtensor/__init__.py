@@ -17,6 +17,7 @@ from .convert.configs import (
 )
 from .convert.float8_configs import Float8DynamicActivationFloat8WeightConfig, Float8WeightOnlyConfig
 from .convert.float8_linear_config import CastConfig, Float8LinearConfig
+from .convert.format_plan import Plan
 from .convert.fqn_config import FqnToConfig
 from .convert.model_size import model_size
 from .convert.quantize import quantize_
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from . import checkpoints, nn
     from .calibration.calibrate import calibrate
     from .calibration.methods import GPTQ, BestScales
+    from .calibration.planner import plan
     from .calibration.sampling import sampled_data
     from .calibration.smoothing import SmoothQuant
     from .compile.inference_options import inference_options
@@ -115,6 +117,7 @@ __all__ = [
     "NVFP4WeightOnlyConfig",
     "Operand",
     "Orientation",
+    "Plan",
     "Quantizer",
     "Rounding",
     "ScaleCalculationMode",
@@ -135,6 +138,7 @@ __all__ = [
     "nn",
     "optim",
     "parallel",
+    "plan",
     "quantize",
     "quantize_",
     "quantized_model_init",
@@ -149,6 +153,7 @@ __all__ = [
 _LAZY = {
     "calibration.calibrate": ("calibrate",),
     "calibration.methods": ("BestScales", "GPTQ"),
+    "calibration.planner": ("plan",),
     "calibration.sampling": ("sampled_data",),
     "calibration.smoothing": ("SmoothQuant",),
     "checkpoints": ("checkpoints",),

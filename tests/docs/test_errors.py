@@ -23,6 +23,14 @@ NEVER_SEEN = {
     # need a folder that exists, and an error of a layer: tests/calibration/test_calibrate.py
     "calibrate: {value} has the state of a calibration with other {value}; pass another folder, or remove it",
     "calibrate: {value}: {value}",
+    # need a file, a checkpoint, a model that returns no tensor: tests/convert/test_plan.py, tests/checkpoints,
+    # tests/calibration/test_planner.py
+    "{value} is no plan that mx.Plan.save wrote: {value}",
+    "version {value}, measure {value}",
+    "a weight has a number of bytes and an error for each format",
+    "convert: no tensor of the checkpoint has the name {value}{value} of the FqnToConfig",
+    "plan: the model returns {value}, which has no gradient; pass measure='layer'",
+    "plan: {value} trains, and stores no codes; pass a format such as 'mxfp8-weight-only'",
     # needs a block of transformers: tests/calibration/test_smoothing.py
     "SmoothQuant: block {value} ({value}) computes something else when channels of its norms are scaled and the layers "
     "after them scale back (its output changes by {value}); leave 'smooth' out of method",
