@@ -20,6 +20,7 @@ from .convert.float8_linear_config import CastConfig, Float8LinearConfig
 from .convert.format_plan import Plan
 from .convert.fqn_config import FqnToConfig
 from .convert.model_size import model_size
+from .convert.qat import MXFakeQuantizeConfig, NVFP4FakeQuantizeConfig, QATConfig, QATStep
 from .convert.quantize import quantize_
 from .convert.training_configs import (
     Float8TrainingOpConfig,
@@ -48,6 +49,7 @@ from .recipe.linear_recipe import LinearRecipe
 from .tensor.mxtensor import MXTensor
 from .tensor.pickles import rebuild, rebuild_with_attributes
 from .tensor.quantize import quantize
+from .training.fake_quantized_linear import FakeQuantizedLinear, FakeQuantizer
 
 if TYPE_CHECKING:
     from . import checkpoints, nn
@@ -89,6 +91,8 @@ __all__ = [
     "Cast",
     "CastConfig",
     "DType",
+    "FakeQuantizedLinear",
+    "FakeQuantizer",
     "Float8BlockQuantizer",
     "Float8CurrentScalingQuantizer",
     "Float8DynamicActivationFloat8WeightConfig",
@@ -108,16 +112,20 @@ __all__ = [
     "MXFP8Quantizer",
     "MXFP8TrainingOpConfig",
     "MXFP8TrainingRecipe",
+    "MXFakeQuantizeConfig",
     "MXLinearConfig",
     "MXQuantizer",
     "MXTensor",
     "NVFP4DynamicActivationNVFP4WeightConfig",
+    "NVFP4FakeQuantizeConfig",
     "NVFP4Quantizer",
     "NVFP4TrainingConfig",
     "NVFP4WeightOnlyConfig",
     "Operand",
     "Orientation",
     "Plan",
+    "QATConfig",
+    "QATStep",
     "Quantizer",
     "Rounding",
     "ScaleCalculationMode",
