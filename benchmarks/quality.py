@@ -56,6 +56,8 @@ class Row:
     """Stored bits a value over the whole model."""
     seconds: float
     """CPU time to quantize it."""
+    sequences: int
+    """That calibrated it, or that the plan was measured on; 0: none."""
     quality: dict[str, Quality]
     """By text."""
 
@@ -155,7 +157,7 @@ def read(path: Path) -> list[Row]:
 
 TEXTS = tuple(calibration.WINDOWS)
 HEADER = [
-    "library", "format", "method", "bits/value", "CPU seconds",
+    "library", "format", "method", "sequences", "bits/value", "CPU seconds",
     *(f"{name}: {figure}" for name in TEXTS for figure in ("perplexity", "KL")),
 ]  # fmt: skip
 
@@ -164,7 +166,7 @@ def cells(rows: Sequence[Row]) -> list[list[str]]:
     """A line for each row, the most bits first."""
     lines = []
     for row in sorted(rows, key=lambda row: (-row.bits, row.key)):
-        line = [row.library, row.format, row.method, f"{row.bits:.2f}", f"{row.seconds:.0f}"]
+        line = [row.library, row.format, row.method, f"{row.sequences or ''}", f"{row.bits:.2f}", f"{row.seconds:.0f}"]
         for name in TEXTS:
             q = row.quality[name]
             line += [f"{q.perplexity:.2f}", f"{q.kl:.4f} +- {q.kl_error:.4f}"]
@@ -197,10 +199,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             begin = time.process_time()
             small, bits = make()
             seconds = time.process_time() - begin
-            rows.append(Row(*key, bits, seconds, measure.quality(small)))
+            used = 0 if key[2] == NEAREST else args.sequences
+            rows.append(Row(*key, bits, seconds, used, measure.quality(small)))
             print(columns(HEADER, cells(rows[-1:])), flush=True)
-            more = {"sequences": args.sequences, "window": WINDOW, "perplexity": perplexities}
-            harness.write_json(args.json, rows, **more)
+            harness.write_json(args.json, rows, window=WINDOW, perplexity=perplexities)
     print(f"\n{columns(HEADER, cells(rows))}")
 
 

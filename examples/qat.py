@@ -27,6 +27,7 @@ import mxtensor as mx
 from benchmarks import calibration
 from examples import smollm2
 from examples.minilm import columns
+from mxtensor.numerics.formats import E8M0
 from mxtensor.report import quality
 
 MODULES = (
@@ -144,9 +145,9 @@ def endless(rows: Tensor, batch: int, seed: int = 0) -> Iterator[Tensor]:
 
 
 def start(model: Any, data: Sequence[Tensor], format: str, method: Any) -> Any:
-    """A copy whose weights round to those that a calibration chose, and are else as near to the model's as can be.
+    """A copy whose weights round to those that a calibration chose, at places spread over what rounds to them.
 
-    A weight in the middle between two values would need many steps to reach another one.
+    The rounded weights themselves would all need many steps to reach another code.
     """
     student = copy.deepcopy(model)
     if method is None:
@@ -161,18 +162,36 @@ def start(model: Any, data: Sequence[Tensor], format: str, method: Any) -> Any:
     return student
 
 
-def nearest_that_rounds(original: Tensor, rounded: Tensor, cast: mx.Cast, halvings: int = 6) -> Tensor:
-    """Values between ``original`` and ``rounded`` that the cast rounds to ``rounded``, found by bisection.
+def nearest_that_rounds(original: Tensor, rounded: Tensor, cast: mx.Cast, halvings: int = 6, seed: int = 0) -> Tensor:
+    """``original`` where the cast rounds it to ``rounded``; elsewhere random values that it rounds to ``rounded``.
 
-    A block that no values but ``rounded`` are rounded to gets these.
+    Between ``rounded`` and ``original`` bisection finds the last such value, and a random one before it is taken: if
+    all were the last ones, a small step of training would move them across the edge all at once. For the same reason
+    the largest values of a block are made smaller by 2 to 12 %: a block whose amax is exactly that of its scale would
+    get the next scale with any growth. A block that this changes is 0.99 times ``rounded``. Other scales than powers
+    of two follow the amax: ``rounded`` is returned.
     """
-    found, width, rounds = original.clone(), cast.format.block[1], mx.FakeQuantizer(cast)
-    for left in range(halvings, -1, -1):
-        wrong = rounds(found) != rounded
-        if not left and width > 1 and wrong.shape[1] % width == 0:  # another amax would give the block another scale
-            wrong = wrong.unflatten(1, (-1, width)).any(2, keepdim=True).expand(-1, -1, width).flatten(1)
-        found = torch.where(wrong, (found + rounded) / 2 if left else rounded, found)
-    return found
+    if cast.format.scale is not E8M0:
+        return rounded
+    rounds, width, found = mx.FakeQuantizer(cast), cast.format.block[1], original.clone()
+    width = width if width > 1 and original.shape[1] % width == 0 else original.shape[1]
+    random = torch.rand(found.shape, generator=torch.Generator().manual_seed(seed)).to(found.device)
+
+    def same(values: Tensor) -> Tensor:
+        return torch.eq(rounds(values), rounded)
+
+    def of_block(values: Tensor, largest: bool) -> Tensor:
+        blocks = values.unflatten(1, (-1, width))
+        of_each: Tensor = blocks.amax(2, keepdim=True) if largest else blocks.all(2, keepdim=True)
+        return of_each.expand_as(blocks).flatten(1)
+
+    for _ in range(halvings):
+        found = torch.where(same(found), found, (found + rounded) / 2)
+    found = torch.where(found != original, rounded + random * (found - rounded), found)
+    size = rounded.abs()
+    is_top = (size >= 0.999 * of_block(size, largest=True)) & (found.abs() > 0.98 * size)
+    found = torch.where(is_top, (0.98 - 0.1 * random) * rounded, found)
+    return torch.where(of_block(same(found), largest=False), found, 0.99 * rounded)
 
 
 def train(student: Any, teacher: Any, rows: Tensor, seconds: float, batch: int, rate: float, every: int = 5) -> int:
@@ -198,7 +217,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--minutes", type=float, default=20.0, help="of training, on --threads cores (20)")
     add("--threads", type=int, default=2)
     add("--batch", type=int, default=4, help=f"rows of {quality.WINDOW} tokens in a step (4)")
-    add("--rate", type=float, default=1e-4, help="of learning (1e-4)")
+    add("--rate", type=float, default=2e-5, help="of learning (2e-5)")
     add("--sampled", type=int, default=128, help="rows that the model writes (128)")
     add("--calibration", type=int, default=32, help="rows that calibrate (32); 0: start from the unquantized weights")
     add("--cache", type=Path, help="a file for the rows and the calibrated weights, which take minutes to make")

@@ -94,7 +94,7 @@ def test_torchaos_values_are_put_into_the_model(tmp_path, monkeypatch):
 def rows():
     def row(library, format, method, bits, kl):
         found = {text: Quality(20.0, kl, 0.01, 0.9, 100) for text in quality.TEXTS}
-        return quality.Row(library, format, method, bits, 3.0, found)
+        return quality.Row(library, format, method, bits, 3.0, 32, found)
 
     return [row("mxtensor", "mxfp4", "nearest", 5.1, 0.5), row("mxtensor", "mxfp4", "gptq", 5.1, 0.2),
             row("llama.cpp", "Q8_0", "nearest", 8.5, 0.001)]  # fmt: skip
@@ -102,7 +102,7 @@ def rows():
 
 def test_the_record_is_read_and_continued(tmp_path, monkeypatch, capsys):
     file = tmp_path / "quality.json"
-    quality.harness.write_json(file, rows(), sequences=16, window=16, perplexity={"novel": 20.0})
+    quality.harness.write_json(file, rows(), window=16, perplexity={"novel": 20.0})
     assert quality.read(file) == rows()
     assert [line[1] for line in quality.cells(rows())] == ["Q8_0", "mxfp4", "mxfp4"]
     assert all(len(line) == len(quality.HEADER) for line in quality.cells(rows()))

@@ -38,11 +38,13 @@ def test_training_starts_from_the_codes_of_the_calibration(format):
     calibrated = mx.calibrate(torch.nn.Sequential(copy.deepcopy(layer)), data, format)[0].weight
     near = qat.nearest_that_rounds(layer.weight, calibrated.dequantize(), calibrated.recipe.stored)
     rounded = mx.quantize(near, format.removesuffix("-weight-only")).dequantize()
-    same, moved = (rounded == calibrated.dequantize()).float().mean(), (near - layer.weight).norm()
-    if format.startswith("mx"):
-        assert same > 0.99 and moved < 0.8 * (calibrated.dequantize() - layer.weight).norm()
-    else:  # scales that were searched are not those of a cast: training starts from the rounded values
-        assert same > 0.5 and near.equal(calibrated.dequantize())
+    if not format.startswith("mx"):
+        assert near.equal(calibrated.dequantize())
+        return
+    assert (rounded == calibrated.dequantize()).float().mean() > 0.99
+    assert (near - layer.weight).norm() < 0.9 * (calibrated.dequantize() - layer.weight).norm()
+    grown = mx.quantize(near * (1 + 1e-5), "mxfp4").dequantize()  # no amax is at the edge of its scale
+    assert (grown == calibrated.dequantize()).float().mean() > 0.99
 
 
 def test_the_student_learns_in_the_format():
