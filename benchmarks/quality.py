@@ -15,7 +15,6 @@ import copy
 import json
 import logging
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,8 +53,6 @@ class Row:
     method: str
     bits: float
     """Stored bits a value over the whole model."""
-    seconds: float
-    """CPU time to quantize it."""
     sequences: int
     """That calibrated it, or that the plan was measured on; 0: none."""
     quality: dict[str, Quality]
@@ -157,7 +154,7 @@ def read(path: Path) -> list[Row]:
 
 TEXTS = tuple(calibration.WINDOWS)
 HEADER = [
-    "library", "format", "method", "sequences", "bits/value", "CPU seconds",
+    "library", "format", "method", "sequences", "bits/value",
     *(f"{name}: {figure}" for name in TEXTS for figure in ("perplexity", "KL")),
 ]  # fmt: skip
 
@@ -166,7 +163,7 @@ def cells(rows: Sequence[Row]) -> list[list[str]]:
     """A line for each row, the most bits first."""
     lines = []
     for row in sorted(rows, key=lambda row: (-row.bits, row.key)):
-        line = [row.library, row.format, row.method, f"{row.sequences or ''}", f"{row.bits:.2f}", f"{row.seconds:.0f}"]
+        line = [row.library, row.format, row.method, f"{row.sequences or ''}", f"{row.bits:.2f}"]
         for name in TEXTS:
             q = row.quality[name]
             line += [f"{q.perplexity:.2f}", f"{q.kl:.4f} +- {q.kl_error:.4f}"]
@@ -196,11 +193,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         for key, make in contenders.rows.items():
             if any(row.key == key for row in rows) or args.only not in " ".join(key):
                 continue
-            begin = time.process_time()
             small, bits = make()
-            seconds = time.process_time() - begin
             used = 0 if key[2] == NEAREST else args.sequences
-            rows.append(Row(*key, bits, seconds, used, measure.quality(small)))
+            rows.append(Row(*key, bits, used, measure.quality(small)))
             print(columns(HEADER, cells(rows[-1:])), flush=True)
             harness.write_json(args.json, rows, window=WINDOW, perplexity=perplexities)
     print(f"\n{columns(HEADER, cells(rows))}")

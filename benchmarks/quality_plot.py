@@ -16,6 +16,12 @@ STYLES = {
 }  # fmt: skip
 """(library, method) -> marker, color, color of its inside."""
 
+PLACES = {
+    "llama.cpp": (6, 6, "left"), "torchao": (-6, 0, "right"), NEAREST: (6, -4, "left"), CALIBRATED: (-6, 0, "right"),
+    PLANNED: (-7, 0, "right"), BOTH: (-7, -4, "right"),
+}  # fmt: skip
+"""Library, or method of ours -> where a name is: points to the right, points up, alignment."""
+
 
 def fill(figure: Any, rows: Sequence[Row]) -> None:
     """A panel for each text, a marker for each row, with its format beside it."""
@@ -25,10 +31,10 @@ def fill(figure: Any, rows: Sequence[Row]) -> None:
             marker, color, inside = STYLES[row.library, row.method]
             kl = row.quality[text].kl
             axes.plot(row.bits, kl, marker, color=color, markerfacecolor=inside, markersize=6.5, markeredgewidth=1.4)
-            left = row.library != OURS
+            x, y, to = PLACES.get(row.library, PLACES[row.method])
             axes.annotate(
-                row.format, (row.bits, kl), xytext=(-6 if left else 6, 0), textcoords="offset points", fontsize=7.5,
-                color=color, ha="right" if left else "left", va="center",
+                row.format, (row.bits, kl), xytext=(x, y), textcoords="offset points", fontsize=7.5, color=color, ha=to,
+                va="center",
             )  # fmt: skip
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter("{x:g}")

@@ -94,7 +94,7 @@ def test_torchaos_values_are_put_into_the_model(tmp_path, monkeypatch):
 def rows():
     def row(library, format, method, bits, kl):
         found = {text: Quality(20.0, kl, 0.01, 0.9, 100) for text in quality.TEXTS}
-        return quality.Row(library, format, method, bits, 3.0, 32, found)
+        return quality.Row(library, format, method, bits, 32, found)
 
     return [row("mxtensor", "mxfp4", "nearest", 5.1, 0.5), row("mxtensor", "mxfp4", "gptq", 5.1, 0.2),
             row("llama.cpp", "Q8_0", "nearest", 8.5, 0.001)]  # fmt: skip
