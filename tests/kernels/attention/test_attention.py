@@ -262,3 +262,23 @@ def test_threads_share_heads_and_ranges(pool):
         assert torch.allclose(cpu.run(q, k, v, AttentionArgs(0.2)), one, rtol=1e-5, atol=1e-6)
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("format", "size"), [("mxfp8", 128), ("nvfp4", 128), ("mxfp4", 64), ("mxfp6", 80)])
+@pytest.mark.parametrize(("queries", "count"), [(1, 5000), (7, 333)])
+def test_a_gpu_gives_what_the_definition_gives(format, size, queries, count, dtype):
+    """bfloat16 rounds each probability once before it multiplies values, and the result once."""
+    q = torch.randn(2, 8, queries, size).to(dtype)
+    (k, k_values), (v, v_values) = (tokens((2, 2, count, size), format, first=5) for _ in range(2))
+    args = AttentionArgs(size**-0.5, masks("added", q, count).cuda())
+    k, v = (on_device(side, "cuda") for side in (k, v))
+    assert (
+        triton_ranges.KERNEL.refuses(Spec("attention", (), (), dtype, torch.device("cuda")), q.cuda(), k, v, args)
+        is None
+    )
+    out = triton_ranges.run(q.cuda(), k, v, args).cpu()
+    expected = wanted(q, k_values, v_values, AttentionArgs(args.scale, args.mask.cpu()))
+    bound = 4e-6 if dtype is torch.float32 else 3 * torch.finfo(dtype).eps
+    assert out.dtype is dtype and (out - expected).abs().max() <= bound * expected.abs().max()
