@@ -71,7 +71,7 @@ class LlamaCpp:
         import llama_cpp as lib
 
         self.lib, self.batch, self.position = lib, batch, prompt
-        _quiet(lib)
+        quiet(lib)
         lib.llama_backend_init()
         self.model = lib.llama_model_load_from_file(str(path).encode(), lib.llama_model_default_params())
         if not self.model:
@@ -119,7 +119,7 @@ class LlamaCpp:
 _CALLBACKS: list[Any] = []
 
 
-def _quiet(lib: Any) -> None:
+def quiet(lib: Any) -> None:
     """No log on stderr."""
     if not _CALLBACKS:
         silent: Callable[..., None] = lambda level, text, data: None  # noqa: E731

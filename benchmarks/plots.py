@@ -1,4 +1,4 @@
-"""Draw the pictures of the GPU records for the documentation: ``python -m benchmarks.plots`` (extra ``plot``).
+"""Draw the pictures of records for the documentation: ``python -m benchmarks.plots`` (extra ``plot``).
 
 The picture docs/assets/NAME.png shows the record benchmarks/results/NAME.json. Its metadata contains the checksum of
 the record, so that a test can tell whether it is current.
@@ -15,8 +15,7 @@ from typing import Any
 
 from mxtensor.report.model_report import COLORS
 
-from . import cast, decode, linear, train_linear
-from .cuda import GpuRow
+from . import cast, decode, linear, quality, quality_plot, train_linear
 from .harness import read_json
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -287,13 +286,26 @@ def draw_train_linear(machine: dict[str, Any], rows: Sequence[train_linear.Train
     return figure
 
 
+# ---------------------------------------------------------------------------------------------- quality
+
+
+def draw_quality(machine: dict[str, Any], rows: Sequence[quality.Row]) -> Any:
+    """KL over bits a value."""
+    figure = _figure(11.0, 5.6)
+    quality_plot.fill(figure, rows)
+    _title(figure, "Bits against KL divergence (lower left is better)", machine)
+    _legend(figure, quality_plot.keys(rows), 3)
+    return figure
+
+
 # ---------------------------------------------------------------------------------------------- the command
 
-DRAWN: dict[str, tuple[type[GpuRow], Callable[[dict[str, Any], Any], Any]]] = {
+DRAWN: dict[str, tuple[type[Any], Callable[[dict[str, Any], Any], Any]]] = {
     "cast": (cast.CastRow, draw_cast),
     "linear": (linear.LinearRow, draw_linear),
     "decode": (decode.DecodeRow, draw_decode),
     "train_linear": (train_linear.TrainRow, draw_train_linear),
+    "quality": (quality.Row, draw_quality),
 }
 """Name of the record -> (class of its rows, drawing function)."""
 
@@ -304,7 +316,8 @@ def draw(name: str, results: Path, pictures: Path) -> Path | None:
     if not record.exists():
         return None
     kind, drawing = DRAWN[name]
-    figure = drawing(*read_json(record, kind))
+    machine, rows = read_json(record, kind)
+    figure = drawing(machine, quality.read(record) if name == "quality" else rows)
     path = pictures / f"{name}.png"
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130, metadata={"Source": checksum(record)})

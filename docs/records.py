@@ -48,6 +48,7 @@ PICTURES = {
     "cast": "Share of the copy bandwidth that each cast reaches, by format and size",
     "decode": "Time of a linear layer over the number of rows, bfloat16 and weight-only MXFP8 and MXFP4",
     "linear": "Time of a linear layer over that of bfloat16, by format and shape",
+    "quality": "KL divergence over bits a value, by library, format and method",
     "train_linear": "Time of forward and backward of a linear layer over that of bfloat16, by recipe and shape",
 }
 """What benchmarks/plots.py draws of a record, in words."""
@@ -100,6 +101,19 @@ def calibration() -> str:
     machine = record["machine"]
     where = _where(f"{record['sequences']} sequences of {record['window']} tokens; {machine['cpu']}, 1 thread", machine)
     return f"{table(', '.join(HEADER), cells(rows))}\n\n{where}"
+
+
+def quality() -> str:
+    """What benchmarks/quality.py recorded, with its picture."""
+    from benchmarks.quality import HEADER, cells, read
+
+    path = RESULTS / "quality.json"
+    record, rows = json.loads(path.read_text()), read(path)
+    machine = record["machine"]
+    before = ", ".join(f"{value:.2f} ({name})" for name, value in record["perplexity"].items())
+    where = f"SmolLM2-135M-Instruct; perplexity before: {before}. " + _where(machine["cpu"], machine)
+    picture = f"![{PICTURES['quality']}](../assets/quality.png)"
+    return f"{picture}\n\n{where}\n\n{table(', '.join(HEADER), cells(rows))}"
 
 
 def host() -> str:

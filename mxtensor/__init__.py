@@ -17,8 +17,10 @@ from .convert.configs import (
 )
 from .convert.float8_configs import Float8DynamicActivationFloat8WeightConfig, Float8WeightOnlyConfig
 from .convert.float8_linear_config import CastConfig, Float8LinearConfig
+from .convert.format_plan import Plan
 from .convert.fqn_config import FqnToConfig
 from .convert.model_size import model_size
+from .convert.qat import MXFakeQuantizeConfig, NVFP4FakeQuantizeConfig, QATConfig, QATStep
 from .convert.quantize import quantize_
 from .convert.training_configs import (
     Float8TrainingOpConfig,
@@ -47,11 +49,13 @@ from .recipe.linear_recipe import LinearRecipe
 from .tensor.mxtensor import MXTensor
 from .tensor.pickles import rebuild, rebuild_with_attributes
 from .tensor.quantize import quantize
+from .training.fake_quantized_linear import FakeQuantizedLinear, FakeQuantizer
 
 if TYPE_CHECKING:
     from . import checkpoints, nn
     from .calibration.calibrate import calibrate
     from .calibration.methods import GPTQ, BestScales
+    from .calibration.planner import plan
     from .calibration.sampling import sampled_data
     from .calibration.smoothing import SmoothQuant
     from .compile.inference_options import inference_options
@@ -88,6 +92,8 @@ __all__ = [
     "Cast",
     "CastConfig",
     "DType",
+    "FakeQuantizedLinear",
+    "FakeQuantizer",
     "Float8BlockQuantizer",
     "Float8CurrentScalingQuantizer",
     "Float8DynamicActivationFloat8WeightConfig",
@@ -107,15 +113,20 @@ __all__ = [
     "MXFP8Quantizer",
     "MXFP8TrainingOpConfig",
     "MXFP8TrainingRecipe",
+    "MXFakeQuantizeConfig",
     "MXLinearConfig",
     "MXQuantizer",
     "MXTensor",
     "NVFP4DynamicActivationNVFP4WeightConfig",
+    "NVFP4FakeQuantizeConfig",
     "NVFP4Quantizer",
     "NVFP4TrainingConfig",
     "NVFP4WeightOnlyConfig",
     "Operand",
     "Orientation",
+    "Plan",
+    "QATConfig",
+    "QATStep",
     "Quantizer",
     "Rounding",
     "ScaleCalculationMode",
@@ -137,6 +148,7 @@ __all__ = [
     "nn",
     "optim",
     "parallel",
+    "plan",
     "quantize",
     "quantize_",
     "quantized_model_init",
@@ -151,6 +163,7 @@ __all__ = [
 _LAZY = {
     "calibration.calibrate": ("calibrate",),
     "calibration.methods": ("BestScales", "GPTQ"),
+    "calibration.planner": ("plan",),
     "calibration.sampling": ("sampled_data",),
     "calibration.smoothing": ("SmoothQuant",),
     "checkpoints": ("checkpoints",),

@@ -32,7 +32,7 @@ ROOMS = {
     "compile": (6, "what torch.compile is told: passes, launches"),
     "nn": (7, "TransformerEngine's modules"),
     "convert": (7, "quantize_ and the configs that torchao users know"),
-    "calibration": (8, "calibrate: weights rounded for the inputs that layers get, block by block"),
+    "calibration": (8, "calibrate: weights rounded for the inputs that layers get; plan: a format for each"),
     "report": (8, "error reports with plots, tuning"),
     "checkpoints": (8, "one file for each on-disk layout: name, detect, read, write"),
     "integrations": (9, "transformers: a quantizer in its registry, a cache; peft"),

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 class Call(NamedTuple):
@@ -40,7 +40,7 @@ class Stream:
         calls = [call_of(batch) for batch in batches]
         if not calls:
             raise ValueError("calibrate: data is empty; pass batches, such as [input_ids, ...] or [{'input_ids': ids}]")
-        self._model, self._blocks = model, _blocks(model, set(layers))
+        self._model, self._blocks, self._batches = model, _blocks(model, set(layers)), calls
         with _as_in_use(model):
             recorded = self._record(model, calls)
         if recorded is None:  # the blocks do not follow each other
@@ -64,13 +64,26 @@ class Stream:
         blocks = [id(p) for block in self._blocks for p in block.parameters() if id(p) in wanted]
         return len(places) > len(wanted) or len(blocks) > len(wanted)
 
-    def run(self, index: int, batch: int, state: Any) -> Any:
-        """The output of a block for this input from a batch: the input of the next block."""
+    def run(self, index: int, batch: int, state: Any, gradient: bool = False) -> Any:
+        """The output of a block for this input from a batch: the input of the next block.
+
+        ``gradient``: with a graph for autograd.
+        """
         block = self._blocks[index]
         call = _with_state(self._calls[index][batch], state)
-        with torch.no_grad(), _as_in_use(block):
+        with torch.set_grad_enabled(gradient), _as_in_use(block):
             out = block(*call.args, **call.kwargs)
         return out[0] if isinstance(out, tuple) else out
+
+    def finish(self, batch: int, state: Tensor) -> Any:
+        """The output of the model for this output of the last of several blocks, with a graph from ``state`` on."""
+
+        def replaced(module: nn.Module, args: Any, out: Any) -> Any:
+            return (state, *out[1:]) if isinstance(out, tuple) else state
+
+        call = self._batches[batch]
+        with torch.enable_grad(), _as_in_use(self._model), self._blocks[-1].register_forward_hook(replaced):
+            return self._model(*call.args, **call.kwargs)
 
     def _record(self, model: nn.Module, calls: list[Call]) -> list[list[Call]] | None:
         """The calls of each block. None if they do not run once each, in their order, on each other's outputs."""

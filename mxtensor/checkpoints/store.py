@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from ..convert.configs import Config, recipe_of
+from ..convert.configs import Config
 from ..convert.heads import HEAD_NAMES
 from ..convert.weights import SKIPPED_NAMES
 from ..core.arguments import described
@@ -29,6 +29,7 @@ from ..tensor.quantize_as import quantize_as
 from ..training.training_weight import values_of
 from .layout import Layout, Written
 from .matrices import matrix_orientation
+from .recipes import Recipes, is_skipped
 from .registry import get_layout, layout_of, opened
 from .sink import Sink, merged
 from .source import Checkpoint
@@ -145,17 +146,16 @@ def convert(
     """Convert a checkpoint to another layout, tensor by tensor: memory holds a few tensors, not the model or a shard.
 
     ``format``: what ``quantize_`` takes for inference, such as ``"mxfp4-weight-only"``: matrices in high precision are
-    quantized, and those in another format are quantized again; None only changes the layout, which is exact. Stacked
-    experts are quantized for the layouts that hold them (``Layout.dims``).
-    Embeddings, heads, routers and modules whose name ends in one of ``skip`` stay as they are. Other files of the
+    quantized, and those in another format are quantized again; None only changes the layout, which is exact. A ``Plan``
+    or an ``FqnToConfig`` names tensors of the checkpoint. Stacked experts are quantized for the layouts that hold them
+    (``Layout.dims``). Embeddings, heads, routers and modules whose name ends in one of ``skip`` stay as they are,
+    except those that a plan names and ``skip`` does not. Other files of the
     folder, such as the tokenizer, are copied. The destination is whole or absent, and what ``overwrite`` replaces stays
     until then. Matrices are cast by torch's number of threads, one each. Raises as ``load`` and ``save``.
     """
     chosen = _writable(layout, destination)
-    recipe = None if format is None else recipe_of(format)
-    if recipe is not None and recipe.trains:
-        raise ValueError(f"convert: {recipe} trains, and stores no codes; pass a format such as 'mxfp8-weight-only'")
-    written, names = Written(), (*SKIPPED, *skip)
+    recipes = Recipes(format, (*SKIPPED, *skip), skip)
+    written = Written()
     with opened(source) as checkpoint:
         if Path(destination).resolve() == checkpoint.path.resolve():
             raise ValueError(f"convert: {destination} is the source; choose another destination")
@@ -171,7 +171,8 @@ def convert(
             def work(name: str) -> tuple[Tensor, float | None]:
                 value = checkpoint.load(name, rest[name])
                 side = matrix_orientation(name, value.shape, checkpoint.config)
-                if side is None or is_skipped(name.removesuffix(".weight"), names):
+                recipe, left_out = recipes.of(name)
+                if side is None or left_out:
                     return value, None
                 if value.dim() not in chosen.dims:
                     if recipe is not None and value.dim() == 3 and not isinstance(value, MXTensor):
@@ -180,7 +181,8 @@ def convert(
                 new = _quantized(value, recipe, side)
                 return new, None if new is value else _relative_error(value, new)
 
-            workers = 1 if recipe is not None and recipe.stored.rounding is Rounding.STOCHASTIC else None
+            recipes.warn_of_unmatched(rest)
+            workers = 1 if any(recipe.stored.rounding is Rounding.STOCHASTIC for recipe in recipes.every) else None
             with closing(in_order(work, list(rest), workers)) as results:
                 for name, (new, error) in _progress(results, "converting", len(rest), progress):
                     if error is None:
@@ -259,11 +261,6 @@ def _quantized(value: Tensor, recipe: LinearRecipe | None, side: Orientation) ->
             return value
         value = value.dequantize()
     return quantize_as(value, recipe, side)
-
-
-def is_skipped(module: str, skip: Iterable[str]) -> bool:
-    """Whether the name of a module ends in one of ``skip``, as whole components."""
-    return any(module == name or module.endswith(f".{name}") for name in skip)
 
 
 def _relative_error(before: Tensor, after: Tensor) -> float:

@@ -19,10 +19,12 @@ from ..report.model_report import sqnr_db
 from ..tensor.mxtensor import MXTensor
 from .models import is_gguf, without_gguf
 from .output import columns, progress, show
+from .plan import read_plan
 
 
 def convert(arguments: argparse.Namespace) -> int:
     """``quantize`` and ``convert``."""
+    plan = read_plan(arguments.plan) if getattr(arguments, "plan", None) is not None else None
     with ExitStack() as stack:
         source: str | Path = arguments.source
         if arguments.layout != GGUF.name:  # a GGUF file has llama.cpp's names, whatever it is made from
@@ -31,7 +33,7 @@ def convert(arguments: argparse.Namespace) -> int:
             source,
             arguments.output,
             layout=arguments.layout,
-            format=arguments.format,
+            format=arguments.format if plan is None else plan,
             skip=arguments.skip,
             max_shard_bytes=arguments.max_shard_bytes,
             overwrite=arguments.overwrite,

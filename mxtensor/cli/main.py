@@ -14,12 +14,13 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
+from ..calibration.planner import FORMATS
 from ..checkpoints import store
 from ..checkpoints.registry import LAYOUTS, get_layout
 from ..convert.configs import recipe_of
 from ..report.quality import WINDOW
 from ..report.tune_model import TUNED_ROWS
-from . import doctor, files, measure, tune
+from . import doctor, files, measure, plan, tune
 from .output import FAILED, INTERRUPTED, WRONG, note
 
 _WRITABLE = tuple(name for name, layout in LAYOUTS.items() if layout.write is not None)
@@ -86,11 +87,28 @@ ARGUMENTS: dict[str, Argument] = {
          "help": f"one of {', '.join(_WRITABLE)} (%(default)s)"},
     ),
     "format": (("--format",), {"type": _format, "metavar": "FORMAT", "help": FORMAT}),
-    "required_format": (("--format",), {"type": _format, "required": True, "metavar": "FORMAT", "help": FORMAT}),
+    "plan": (
+        ("--plan",),
+        {"metavar": "FILE", "help": "in place of --format: what the command plan wrote, a format for each weight"},
+    ),
     "formats": (
         ("--format",),
         {"type": _format, "nargs": "+", "default": [], "dest": "formats", "metavar": "FORMAT",
          "help": "quantize MODEL to each of these, in memory"},
+    ),
+    "choices": (
+        ("--format",),
+        {"type": _format, "nargs": "+", "default": [], "dest": "formats", "metavar": "FORMAT",
+         "help": f"what to choose from ({' '.join(FORMATS)})"},
+    ),
+    "bits": (
+        ("--bits",),
+        {"type": float, "default": 5.0, "metavar": "N", "help": "the budget: bits a value, scales included (5.0)"},
+    ),
+    "head": (("--include-head",), {"action": "store_true", "help": "plan the head too, and the embedding tied to it"}),
+    "plan_file": (
+        ("-o", "--output"),
+        {"type": Path, "default": Path("plan.json"), "metavar": "FILE", "help": "the plan to write (%(default)s)"},
     ),
     "skip": (
         ("--skip",),
@@ -151,8 +169,18 @@ COMMANDS = {
             "mxtensor quantize ./SmolLM2 -o ./SmolLM2-mxfp8 --format mxfp8-weight-only",
             "mxtensor quantize ./model -o ./model-nvfp4 --format nvfp4-weight-only --layout compressed-tensors",
             "mxtensor quantize ./model.gguf -o ./model-mxfp4 --format mxfp4-weight-only",
+            "mxtensor quantize ./SmolLM2 -o ./SmolLM2-5-bits --plan plan.json",
         ),
-        (*_WRITING, "required_format"),
+        (*_WRITING, "format", "plan"),
+    ),
+    "plan": Command(
+        plan.make_plan,
+        "choose a format for each weight of a language model under a budget of bits, by errors on a text",
+        (
+            "mxtensor plan ./SmolLM2 --text book.txt --tokens 8192 --bits 5.0 -o plan.json",
+            "mxtensor plan ./SmolLM2 --text book.txt --format mxfp4-weight-only mxfp8-weight-only --bits 6",
+        ),
+        ("model", "required_text", "bits", "choices", "head", "plan_file", *_READING),
     ),
     "convert": Command(
         files.convert,
@@ -247,6 +275,8 @@ def _usage_of(chosen: argparse.Namespace) -> str | None:
     """What is wrong with arguments that are right one by one."""
     if chosen.command == "report" and (chosen.reference is None) == (not chosen.formats):
         return "pass either --reference with the model before, or --format with what to try"
+    if chosen.command == "quantize" and (chosen.format is None) == (chosen.plan is None):
+        return "pass either --format, or --plan with the file of a plan"
     if chosen.command == "report" and chosen.text is not None and chosen.inputs is not None:
         return "pass --text or --inputs, not both"
     return None

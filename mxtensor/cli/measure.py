@@ -22,12 +22,14 @@ from .models import load_model, load_tokenizer, read_text, text_rows
 from .output import columns, progress, show
 
 
-def _check_device(device: str) -> None:
+def check_device(device: str) -> None:
+    """Raise ValueError for a CUDA device where torch finds none."""
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"--device {device}: torch finds no CUDA device here")
 
 
-def _rows(arguments: argparse.Namespace, text: str, tokenizer: Any) -> Tensor:
+def rows_of(arguments: argparse.Namespace, text: str, tokenizer: Any) -> Tensor:
+    """The tokens of a text in windows, on the device, by the tokenizer of the model or that of ``--tokenizer``."""
     if arguments.tokenizer is not None:
         tokenizer = load_tokenizer(arguments.tokenizer)
     path = arguments.path if arguments.tokenizer is None else arguments.tokenizer
@@ -40,10 +42,10 @@ def _rows(arguments: argparse.Namespace, text: str, tokenizer: Any) -> Tensor:
 
 def eval_model(arguments: argparse.Namespace) -> int:
     """``eval``."""
-    _check_device(arguments.device)
+    check_device(arguments.device)
     text = read_text(arguments.text)  # before the model, which takes longer
     model, tokenizer = load_model(arguments.path, arguments.device, arguments.format, arguments.skip)
-    rows = _rows(arguments, text, tokenizer)
+    rows = rows_of(arguments, text, tokenizer)
     reference = None if arguments.reference is None else load_model(arguments.reference, arguments.device)[0]
     with progress(len(rows), "evaluating", "window") as step:
         found = evaluate(model, rows, reference, step)
@@ -89,12 +91,12 @@ def _inputs(arguments: argparse.Namespace, rows: Tensor | None) -> list[dict[str
 
 def report(arguments: argparse.Namespace) -> int:
     """``report``: of a quantized checkpoint beside its reference, or of a model in some formats."""
-    _check_device(arguments.device)
+    check_device(arguments.device)
     text = None if arguments.text is None else read_text(arguments.text)
     before = arguments.path if arguments.reference is None else arguments.reference
     reference, tokenizer = load_model(before, arguments.device)
     labels = arguments.formats or [arguments.path]
-    rows = None if text is None else _rows(arguments, text, tokenizer)
+    rows = None if text is None else rows_of(arguments, text, tokenizer)
     inputs, models = _inputs(arguments, rows), []
     steps = 1 + len(inputs) + (0 if rows is None else len(rows))
     with progress(len(labels) * steps, "measuring", "step") as step:

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ..checkpoints.recipes import is_skipped
 from ..checkpoints.registry import layout_of, opened
-from ..checkpoints.store import SKIPPED, is_skipped
+from ..checkpoints.store import SKIPPED
 from ..convert.configs import recipe_of
 from ..recipe.linear_recipe import LinearRecipe
 from ..report.tune_model import tune as tune_model

@@ -25,13 +25,14 @@ from .heads import heads
 from .instance_methods import count_codes, show_format
 from .model_size import say_what_is_left
 from .plan import Change, planned
+from .qat import QATConfig, QATStep, prepare, prepared_changes, qat_config_of, restore
 from .weights import FilterFn, Weight, unknown_experts
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 def quantize_(
-    model: ModuleT, config: Config, filter_fn: FilterFn | None = None, *, include_head: bool = False
+    model: ModuleT, config: Config | QATConfig, filter_fn: FilterFn | None = None, *, include_head: bool = False
 ) -> ModuleT:
     """Quantize the linear and attention layers of ``model``, in place, for inference or for training.
 
@@ -39,7 +40,8 @@ def quantize_(
     format (weights, and activations on the fly in the same format), ``"NAME-weight-only"``, a LinearRecipe or one of
     torchao's configs; weights become frozen MXTensor parameters. For training: MXLinearConfig or a recipe; weights stay
     high-precision parameters, unchanged for optimizers and state dicts, and their three products run quantized. An
-    ``FqnToConfig`` has a config for each name; it takes the place of the filter.
+    ``FqnToConfig`` or a ``Plan`` has a config for each name; it takes the place of the filter. A ``QATConfig`` prepares
+    linear layers for quantization-aware training, or converts them after it.
 
     ``filter_fn(module, fqn) -> bool`` is called for every nn.Linear, nn.MultiheadAttention and nn.Embedding, and for
     transformers' Conv1D and modules of stacked experts. The default skips embeddings, layers that share a weight with
@@ -64,6 +66,9 @@ def quantize_(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"quantize_ takes a module, not {described(model)}; for a tensor use mx.quantize(x, format)")
+    qat = qat_config_of(config)
+    if qat is not None:
+        return _qat(model, qat, filter_fn, include_head)
     chosen, general = choose(model, config, filter_fn, include_head)
     weights = [(weight, recipe) for weight, recipe in chosen if weight.kind.trains or not recipe.trains]
     left_out = [
@@ -82,6 +87,22 @@ def quantize_(
         _training("left_out").watch(weight.module, weight.name)
     if any(not change.recipe.trains for change in changes) and not include_head and filter_fn is None:
         say_what_is_left(model)
+    return model
+
+
+def _qat(model: ModuleT, config: QATConfig, filter_fn: FilterFn | None, include_head: bool) -> ModuleT:
+    if include_head:
+        raise ValueError("quantize_: a QATConfig leaves heads out; in place of include_head pass a filter_fn")
+    if config.checked_step() is QATStep.PREPARE:
+        prepare(model, config, filter_fn)
+        return model
+    convert(model, prepared_changes(model, config, filter_fn))
+    if not restore(model, filter_fn):
+        warnings.warn(
+            "quantize_ changed nothing: no layer is prepared; call it with step='prepare' before training",
+            UserWarning,
+            stacklevel=3,
+        )
     return model
 
 

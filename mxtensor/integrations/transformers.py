@@ -18,8 +18,8 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..checkpoints import native
+from ..checkpoints.recipes import is_skipped
 from ..checkpoints.source import open_safetensors
-from ..checkpoints.store import is_skipped
 from ..convert.configs import recipe_of
 from ..convert.instance_methods import show_format
 from ..convert.quantize import inference_recipe

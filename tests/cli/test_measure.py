@@ -53,6 +53,34 @@ def test_eval_is_the_loss_of_the_model(folder, capsys):
     assert table[1].split()[-3:] == ["0.0000", "0.0000", "100.0%"]
 
 
+def test_a_plan_is_made_and_quantizes_the_checkpoint(folder, tmp_path, capsys):
+    plan, text = tmp_path / "plan.json", ("--text", folder / "text.txt", "--tokens", 256, "--window", 64)
+    formats = ("--format", "mxfp4-weight-only", "mxfp8-weight-only")
+    code, out, _ = run(capsys, "plan", folder / "plain", *text, "--bits", 5, *formats, "-o", plan, "--json")
+    fields = json.loads(out)
+    assert code == 0 and 4.25 < fields["bits"] <= 5 and set(fields["weights"].values()) == set(formats[1:])
+    code, out, err = run(capsys, "quantize", folder / "plain", "-o", tmp_path / "q", "--plan", plan)
+    assert code == 0 and f"{plan}: {fields['bits']:.3g} bits a value over {len(fields['weights'])} weights" in err
+    state = mx.checkpoints.load(tmp_path / "q")
+    stored = {name: f"{t.format.name.split('_')[0]}-weight-only" for name, t in state.items() if hasattr(t, "format")}
+    assert stored == fields["weights"]
+    measured = json.loads(run(capsys, "eval", tmp_path / "q", "--reference", folder / "plain", *text, "--json")[1])
+    assert 0.4 < fields["kl"] / measured["kl"] < 2.5
+
+
+def test_a_plan_of_another_checkpoint_is_noticed(folder, tmp_path):
+    plan = mx.FqnToConfig({"model.layers.0.mlp.up_proj": "mxfp8", "other.weight": "mxfp4", "lm_head": "mxfp8"})
+    with pytest.warns(UserWarning, match=r"no tensor of the checkpoint has the name 'other.weight'"):
+        mx.checkpoints.convert(folder / "plain", tmp_path / "q", format=plan, skip=["lm_head"])
+    state = mx.checkpoints.load(tmp_path / "q")
+    assert [name for name, t in state.items() if isinstance(t, mx.MXTensor)] == ["model.layers.0.mlp.up_proj.weight"]
+    general = mx.FqnToConfig({"_default": "mxfp8", "re:.*up_proj": None})
+    mx.checkpoints.convert(folder / "plain", tmp_path / "d", format=general)
+    state = mx.checkpoints.load(tmp_path / "d")
+    quantized = {name for name, t in state.items() if isinstance(t, mx.MXTensor)}
+    assert quantized and not any("up_proj" in name or "embed" in name for name in quantized)
+
+
 def test_a_layout_that_transformers_does_not_load_is_converted(folder, tmp_path, capsys):
     mx.checkpoints.convert(folder / "mxfp4", tmp_path / "c", layout="modelopt", format="nvfp4-weight-only")
     code, out, err = run(capsys, "eval", tmp_path / "c", "--text", folder / "text.txt", "--tokens", 256, "--json")

@@ -26,6 +26,22 @@ NEVER_SEEN = {
     # need a folder that exists, and an error of a layer: tests/calibration/test_calibrate.py
     "calibrate: {value} has the state of a calibration with other {value}; pass another folder, or remove it",
     "calibrate: {value}: {value}",
+    # need a file, a checkpoint, a model that returns no tensor: tests/convert/test_plan.py, tests/checkpoints,
+    # tests/calibration/test_planner.py
+    "{value} is no plan that mx.Plan.save wrote: {value}",
+    "version {value}, measure {value}",
+    "a weight has a number of bytes and an error for each format",
+    "convert: no tensor of the checkpoint has the name {value}{value} of the FqnToConfig",
+    "plan: the model returns {value}, which has no gradient; pass measure='layer'",
+    "plan: {value} trains, and stores no codes; pass a format such as 'mxfp8-weight-only'",
+    # need a recipe that trains, layers that share a weight, experts: tests/convert/test_qat.py
+    "quantize_: QATConfig simulates a format for inference, and {value} trains ({value}); pass a format such as "
+    "'mxfp4'",
+    "quantize_: {value} is also the weight of {value}, which would not be trained with rounded values; leave it out by "
+    "filter_fn",
+    "quantize_: {value}{value} stay in high precision: QATConfig prepares nn.Linear only",
+    "quantize_ changed nothing: no nn.Linear passed the filter of QATConfig",
+    "quantize_ changed nothing: no layer is prepared; call it with step='prepare' before training",
     # needs a block of transformers: tests/calibration/test_smoothing.py
     "SmoothQuant: block {value} ({value}) computes something else when channels of its norms are scaled and the layers "
     "after them scale back (its output changes by {value}); leave 'smooth' out of method",

@@ -1,0 +1,148 @@
+"""``plan``: measure what each format of each weight costs the model, and choose under a budget of bits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..convert.choose import choose
+from ..convert.configs import recipe_of
+from ..convert.format_plan import MEASURES, Plan, PlannedWeight, planned_for
+from ..convert.plan import Change, planned
+from ..convert.quantize import inference_recipe
+from ..convert.weights import FilterFn
+from ..core.arguments import INTEGER, MODULE, POSITIVE, TEXT, check, described
+from ..numerics.formats import Orientation
+from ..tensor.mxtensor import MXTensor
+from ..tensor.quantize_as import quantize_as
+from ..training.training_weight import values_of
+from .blocks import Stream
+from .one_block import weight_of
+from .sensitivity import Candidate, Sensitivity, frozen
+
+FORMATS = ("mxfp4-weight-only", "nvfp4-weight-only", "mxfp6_e2m3-weight-only", "mxfp8-weight-only")
+"""The formats that ``plan`` chooses from by default: 4.25, 4.5, 6.25 and 8.25 bits a value."""
+
+
+def plan(
+    model: nn.Module,
+    data: Iterable[Any],
+    bits: float = 5.0,
+    formats: Sequence[str] = FORMATS,
+    measure: str = "kl",
+    filter_fn: FilterFn | None = None,
+    *,
+    include_head: bool = False,
+    seed: int = 0,
+) -> Plan:
+    """A format for each weight, so that the model changes least with at most ``bits`` bits a value.
+
+    ``bits`` counts codes and scales over all weights that ``quantize_`` would convert with this ``filter_fn`` and
+    ``include_head``. ``data``: as in ``calibrate``; ten thousand tokens are enough. ``formats``: names that
+    ``quantize_`` takes, with or without activations. ``measure``: ``"kl"``, the KL divergence of the predictions, for a
+    model that returns logits (a tensor, or an object with ``logits``); ``"squared"``, the squared error of what the
+    model returns, relative to it; ``"layer"``, that of each layer's own output, which needs no gradients. The first two
+    are measured by gradients, for labels or directions that are drawn from ``seed``: errors of layers then add up to
+    about the error of the model. Weights are rounded to nearest.
+
+    The model runs block by block. Memory holds the inputs of all blocks for all data (only of one for ``"layer"``), and
+    one block's weights in every format. Errors of weights that are no linear layer, or see no input after the first
+    block begins, are estimated from the errors of their values. The model is not changed.
+
+    Source of the measure: Fisher information, as in Kim et al., "SqueezeLLM", 2023. Raises what ``quantize_`` raises;
+    ValueError for a budget below that of the smallest format, for formats that train, for empty data, and for weights
+    or inputs that are not finite.
+    """
+    check("plan", "model", model, MODULE)
+    check("plan", "bits", bits, POSITIVE)
+    check("plan", "measure", measure, TEXT)
+    check("plan", "seed", seed, INTEGER)
+    if measure not in MEASURES:
+        raise ValueError(f"plan: measure is {measure!r}; choose one of {', '.join(map(repr, MEASURES))}")
+    by_format = _changes(model, formats, filter_fn, include_head)
+    changes = next(iter(by_format.values()))
+    if not changes:
+        raise ValueError(f"plan: no weight of {type(model).__name__} passed the filter; see filter_fn of quantize_")
+    batches = list(data)
+    layers = {layer: fqn for fqn, change in changes.items() if (layer := _linear(change)) is not None}
+    own: dict[str, dict[str, float]] = {}
+    sizes: dict[str, dict[str, int]] = {}
+
+    def candidates_of(change: Change) -> dict[str, Candidate]:
+        """The weight in all formats. Its own error and its bytes are noted."""
+        weight, found = values_of(weight_of(change)).detach().float(), {}
+        own[change.fqn], sizes[change.fqn] = {}, {}
+        norm = float(weight.square().sum()) or 1.0
+        for format, of_format in by_format.items():
+            stored = _quantized(of_format[change.fqn])
+            found[format] = Candidate(stored.dequantize(torch.float32), stored.recipe.activation)
+            own[change.fqn][format] = float((found[format].weight - weight).square().sum()) / norm
+            sizes[change.fqn][format] = stored.nbytes
+        return found
+
+    with frozen(model):
+        stream = Stream(model, batches, layers)
+        sensitivity = Sensitivity(stream, list(layers), lambda layer: candidates_of(changes[layers[layer]]))
+        device = weight_of(next(iter(changes.values()))).device
+        generator = torch.Generator(device).manual_seed(seed)
+        found = sensitivity.of_layers() if measure == "layer" else sensitivity.of_model(measure, generator)
+    errors = {fqn: dict(found[layer]) for layer, fqn in layers.items() if layer in found}
+    for fqn, change in changes.items():
+        if fqn not in own:
+            candidates_of(change)
+    weights = _weights(changes, sizes, errors, own, measure)
+    return planned_for(weights, bits, measure)
+
+
+def _changes(
+    model: nn.Module, formats: Sequence[str], filter_fn: FilterFn | None, include_head: bool
+) -> dict[str, dict[str, Change]]:
+    """Format -> name of the weight -> what ``quantize_`` would do to it."""
+    if isinstance(formats, str) or not all(isinstance(format, str) for format in formats) or not formats:
+        raise TypeError(f"plan: formats is {described(formats)}; pass a list of names, such as {list(FORMATS)}")
+    found = {}
+    for format in formats:
+        recipe = recipe_of(format)
+        if recipe.trains:
+            raise ValueError(f"plan: {format} trains, and stores no codes; pass a format such as 'mxfp8-weight-only'")
+        chosen, _ = choose(model, recipe, filter_fn, include_head)
+        found[format] = {change.fqn: change for change in planned(model, chosen)}
+    return found
+
+
+def _linear(change: Change) -> nn.Linear | None:
+    """The linear layer whose weight this is; None if there is none. A tied weight is that of the head."""
+    if change.orientation is not Orientation.ROWWISE:
+        return None
+    return next((m for m, name in change.places if isinstance(m, nn.Linear) and name == "weight"), None)
+
+
+def _quantized(change: Change) -> MXTensor:
+    recipe = inference_recipe([module for module, _ in change.places], change.recipe)
+    return quantize_as(values_of(weight_of(change)).detach(), recipe, change.orientation)
+
+
+def _weights(
+    changes: Mapping[str, Change], sizes: Mapping[str, Mapping[str, int]], errors: Mapping[str, Mapping[str, float]],
+    own: Mapping[str, Mapping[str, float]], measure: str,
+) -> dict[str, PlannedWeight]:  # fmt: skip
+    """The rows of the plan. A weight without errors gets its ``own`` relative ones, times what those of others cost."""
+    of_model = measure != "layer"  # errors of a model grow with the number of weights, those of a layer do not
+    counts = {fqn: change.values if of_model else 1 for fqn, change in changes.items()}
+    measured = sum(sum(row.values()) for row in errors.values())
+    relative = sum(counts[fqn] * sum(own[fqn].values()) for fqn in errors)
+    cost = measured / relative if relative else 1.0
+    rows = {}
+    for fqn, change in changes.items():
+        of_weight = errors.get(fqn) or {format: error * cost * counts[fqn] for format, error in own[fqn].items()}
+        if not all(map(math.isfinite, of_weight.values())):
+            raise ValueError(
+                f"plan: the errors of {fqn} are not finite; its values or its inputs are not: leave it out by "
+                "filter_fn, or pass data that the model can read"
+            )
+        rows[fqn] = PlannedWeight(change.values, sizes[fqn], of_weight, fqn not in errors)
+    return rows

@@ -1,0 +1,43 @@
+"""plan: measures what formats cost a language model on a text, and writes which weight gets which format."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from ..calibration.planner import FORMATS, plan
+from ..convert.format_plan import Plan
+from .measure import check_device, rows_of
+from .models import load_model, read_text
+from .output import note, show
+
+BATCH = 4
+"""Windows of text that the model reads at once."""
+
+
+def make_plan(arguments: argparse.Namespace) -> int:
+    """``plan``."""
+    check_device(arguments.device)
+    text = read_text(arguments.text)  # before the model, which takes longer
+    model, tokenizer = load_model(arguments.path, arguments.device)
+    rows = rows_of(arguments, text, tokenizer)
+    found = plan(
+        model,
+        list(rows.split(BATCH)),
+        arguments.bits,
+        arguments.formats or FORMATS,
+        include_head=arguments.include_head,
+    )
+    found.save(arguments.output)
+    fields: dict[str, Any] = {
+        "plan": str(arguments.output), "bits": found.bits, "kl": found.error, "values": found.values,
+        "tokens": rows.numel(), "weights": dict(found.table()),
+    }  # fmt: skip
+    return show(arguments, f"{found}\nwrote {arguments.output}", fields)
+
+
+def read_plan(path: str) -> Plan:
+    """The plan in a file; a note of what it plans."""
+    found = Plan.load(path)
+    note(f"{path}: {found.bits:.3g} bits a value over {len(found.weights)} weights")
+    return found

@@ -1,0 +1,92 @@
+"""A linear layer that computes with rounded values and trains the high-precision ones (quantization-aware training).
+
+The gradient passes rounding as if it were the identity (straight-through estimator): with ``Q`` the rounding,
+``y = Q(x) Q(w)^T``, ``dx = g Q(w)`` and ``dw = g^T Q(x)``.
+
+Source: Bengio et al., "Estimating or Propagating Gradients Through Stochastic Neurons", 2013.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..kernels.quantize.select import dequantize_operand, quantize_operand
+from ..numerics.cast import Cast
+from ..recipe.linear_recipe import LinearRecipe
+from ..tensor.mxtensor import MXTensor
+
+
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cast: Cast, dtype: torch.dtype) -> Tensor:
+        ctx.dtype = x.dtype
+        return dequantize_operand(quantize_operand(x, cast), dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad.to(ctx.dtype), None, None
+
+
+class FakeQuantizer(nn.Module):
+    """Rounds a tensor (..., columns) to the values that a cast stores. Gradients pass unchanged.
+
+    The values have the dtype of the tensor; inside ``torch.autocast`` they have its dtype, as products would cast them.
+    """
+
+    def __init__(self, cast: Cast) -> None:
+        super().__init__()
+        self.cast = cast
+        self.enabled = True
+        """Set it to False to compute in high precision for a while."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The rounded values, of the shape of ``x``."""
+        if not self.enabled:
+            return x
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        out: Tensor = _StraightThrough.apply(x, self.cast, dtype)
+        return out
+
+    def extra_repr(self) -> str:
+        """The format."""
+        return str(self.cast.format)
+
+
+class FakeQuantizedLinear(nn.Linear):
+    """An nn.Linear between ``prepare`` and ``convert`` of quantization-aware training.
+
+    It is the same module object as before, with the same parameters: references, hooks and optimizers stay valid.
+    """
+
+    activation_fake_quantizer: FakeQuantizer | None
+    weight_fake_quantizer: FakeQuantizer
+
+    @staticmethod
+    def from_linear(layer: nn.Linear, recipe: LinearRecipe) -> FakeQuantizedLinear:
+        """Make ``layer`` compute as ``recipe``, one for inference, says."""
+        layer.__class__ = FakeQuantizedLinear
+        assert isinstance(layer, FakeQuantizedLinear)
+        layer.weight_fake_quantizer = FakeQuantizer(recipe.stored)
+        layer.activation_fake_quantizer = None if recipe.activation is None else FakeQuantizer(recipe.activation)
+        return layer
+
+    def to_linear(self) -> nn.Linear:
+        """Make it an nn.Linear again, with the parameters that it has."""
+        for name in ("weight_fake_quantizer", "activation_fake_quantizer"):
+            self._modules.pop(name, None)
+            self.__dict__.pop(name, None)
+        self.__class__ = nn.Linear  # type: ignore[assignment]
+        return self
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(..., in) -> (..., out)."""
+        if isinstance(self.weight, MXTensor):  # a conversion was interrupted after this layer
+            return F.linear(input, self.weight, self.bias)
+        if self.activation_fake_quantizer is not None:
+            input = self.activation_fake_quantizer(input)
+        return F.linear(input, self.weight_fake_quantizer(self.weight), self.bias)

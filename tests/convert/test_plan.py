@@ -1,0 +1,117 @@
+"""mx.Plan: choices under a budget equal a search of all choices; a plan is a file that quantize_ takes."""
+
+import itertools
+import random
+
+import pytest
+import torch
+from torch import nn
+
+import mxtensor as mx
+from mxtensor.convert.budget import Choice, hull, within
+from mxtensor.convert.format_plan import PlannedWeight, planned_for
+
+FORMATS = ("mxfp4-weight-only", "mxfp6_e2m3-weight-only", "mxfp8-weight-only")
+
+
+def made_up(seed, weights=4, choices=4):
+    rng = random.Random(seed)
+    return {
+        f"w{i}": {f"c{j}": Choice(rng.randint(1, 40), rng.randint(0, 1000) / 8) for j in range(choices)}
+        for i in range(weights)
+    }
+
+
+def best(budget, weights):
+    """The least sum of errors by trying all choices."""
+    fits = (
+        sum(weights[w][c].error for w, c in zip(weights, names, strict=True))
+        for names in itertools.product(*(weights[w] for w in weights))
+        if sum(weights[w][c].nbytes for w, c in zip(weights, names, strict=True)) <= budget
+    )
+    return min(fits)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_choice_is_nearly_the_best_of_all(seed):
+    weights = made_up(seed)
+    least = sum(min(c.nbytes for c in choices.values()) for choices in weights.values())
+    most = sum(max(c.nbytes for c in choices.values()) for choices in weights.values())
+    for budget in range(least, most + 1, 5):
+        chosen = within(budget, weights)
+        size = sum(weights[w][c].nbytes for w, c in chosen.items())
+        error = sum(weights[w][c].error for w, c in chosen.items())
+        widest = (
+            max(
+                weights[w][a].error - weights[w][b].error
+                for w in weights
+                for a, b in itertools.pairwise(hull(weights[w]))
+            )
+            if any(len(hull(weights[w])) > 1 for w in weights)
+            else 0.0
+        )
+        assert size <= budget and best(budget, weights) <= error <= best(budget, weights) + widest
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_hull_has_the_best_choice_for_every_price_of_a_byte(seed):
+    choices = made_up(seed, 1, 7)["w0"]
+    names = hull(choices)
+    assert [choices[n].nbytes for n in names] == sorted({choices[n].nbytes for n in names})
+    for price in [0.0, *(2.0**i for i in range(-8, 12)), 1e9]:
+        cost = {name: choice.error + price * choice.nbytes for name, choice in choices.items()}
+        assert min(cost[name] for name in names) == pytest.approx(min(cost.values()))
+
+
+def two_layers():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32))
+
+
+def weights():
+    def row(values, errors):
+        nbytes = {f: values * bits // 32 for f, bits in zip(FORMATS, (17, 25, 33), strict=True)}
+        return PlannedWeight(values, nbytes, dict(zip(FORMATS, errors, strict=True)))
+
+    return {"0.weight": row(2048, (0.4, 0.2, 0.1)), "1.weight": row(2048, (3.0, 0.3, 0.01))}
+
+
+def test_a_plan_spends_the_budget_where_it_takes_away_most():
+    plan = planned_for(weights(), 5.25, "kl")
+    assert plan.fqn_to_config == {"0.weight": FORMATS[0], "1.weight": FORMATS[1]}
+    assert plan.bits == 5.25 and plan.error == pytest.approx(0.7) and plan.values == 4096
+    assert plan.with_bits(4.25).error == pytest.approx(3.4) and plan.with_bits(100).bits == 8.25
+    m = mx.quantize_(two_layers(), plan)
+    assert [str(layer.weight.format) for layer in m] == ["mxfp4_e2m1", "mxfp6_e2m3"]
+    assert 8 * sum(layer.weight.nbytes for layer in m) / 4096 == plan.bits
+    assert str(plan).splitlines()[-1].split() == ["all", "4,096", "5.25", "0.7000"]
+    with pytest.raises(ValueError, match=r"bits is 4, and the smallest formats take 4.25 bits a value"):
+        plan.with_bits(4)
+
+
+def test_a_plan_is_saved_loaded_and_edited(tmp_path):
+    plan = planned_for(weights(), 5.25, "squared")
+    plan.save(tmp_path / "plan.json")
+    loaded = mx.Plan.load(str(tmp_path / "plan.json"))
+    assert loaded.fqn_to_config == plan.fqn_to_config and loaded.weights == plan.weights and loaded.measure == "squared"
+    assert [file.name for file in tmp_path.iterdir()] == ["plan.json"]
+    loaded.fqn_to_config["0.weight"] = FORMATS[2]
+    assert loaded.bits == 7.25 and plan.bits == 5.25
+    assert str(mx.quantize_(two_layers(), loaded)[0].weight.format) == "mxfp8_e4m3"
+    loaded.fqn_to_config["0.weight"] = "mxint8"
+    with pytest.raises(ValueError, match=r"0.weight has 'mxint8', which was not measured; choose one of mxfp4-weight"):
+        _ = loaded.bits
+    assert "2 weights" not in repr(plan) and "0.weight" in repr(plan)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"version": 2, "measure": "kl", "weights": {}}', '{"version": 1}'])
+def test_a_file_that_is_no_plan_is_refused(text, tmp_path):
+    (tmp_path / "plan.json").write_text(text)
+    with pytest.raises(ValueError, match=r"plan.json is no plan that mx.Plan.save wrote: "):
+        mx.Plan.load(tmp_path / "plan.json")
+
+
+def test_layers_of_blocks_are_one_line():
+    rows = {f"layers.{i}.mlp.weight": weights()["0.weight"] for i in range(3)}
+    text = str(planned_for(rows, 5, "kl"))
+    assert "layers.*.mlp.weight  2 mxfp4-weight-only, 1 mxfp6_e2m3-weight-only" in text

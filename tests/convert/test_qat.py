@@ -1,0 +1,238 @@
+"""Quantization-aware training: gradients are straight-through, prepare and convert are whole or undone."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import mxtensor as mx
+from mxtensor.convert import qat as steps
+
+CONFIGS = ["mxfp4", "mxfp4-weight-only", "nvfp4", "mxint8-weight-only"]
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8, bias=False))
+
+
+def rounded(x, format):
+    return mx.quantize(x, format).dequantize()
+
+
+def reference(m, x, config):
+    """The output by rounding with plain ops; the gradient of x + (Q(x) - x).detach() is that of x."""
+    format, weight_only = config.removesuffix("-weight-only"), config.endswith("-weight-only")
+
+    def through(t):
+        return t + (rounded(t.detach(), format) - t).detach()
+
+    for layer in m:
+        if isinstance(layer, nn.Linear):
+            x = F.linear(x if weight_only else through(x), through(layer.weight), layer.bias)
+        else:
+            x = layer(x)
+    return x
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_values_and_gradients_equal_a_reference(config):
+    m, x = model(), torch.randn(5, 3, 64)
+    prepared = mx.quantize_(copy.deepcopy(m), mx.QATConfig(config, step="prepare"))
+    inputs = [x.clone().requires_grad_() for _ in range(2)]
+    outs = [prepared(inputs[0]), reference(m, inputs[1], config)]
+    torch.testing.assert_close(outs[0], outs[1], rtol=1e-5, atol=1e-5)
+    for out in outs:
+        out.square().sum().backward()
+    torch.testing.assert_close(inputs[0].grad, inputs[1].grad, rtol=1e-4, atol=1e-5)
+    for p, q in zip(prepared.parameters(), m.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_convert_gives_the_model_that_was_simulated(config):
+    m, x = model(), torch.randn(5, 64)
+    before = dict(m.named_parameters())
+    mx.quantize_(m, mx.QATConfig(config, step="prepare"))
+    assert all(p is before[name] and p.requires_grad for name, p in m.named_parameters())
+    assert list(m.state_dict()) == list(before) and type(m[0]) is mx.FakeQuantizedLinear
+    expected = m(x)
+    direct = mx.quantize_(copy.deepcopy(model()), config)
+    mx.quantize_(m, mx.QATConfig(config, step="convert"))
+    assert type(m[0]) is nn.Linear and not list(m[0].children()) and isinstance(m[2].weight, mx.MXTensor)
+    assert (
+        m[0].weight.rowwise.data.equal(direct[0].weight.rowwise.data) and m[0].weight.recipe == direct[0].weight.recipe
+    )
+    torch.testing.assert_close(m(x), expected, rtol=1e-2, atol=1e-3)
+    assert str(m[0]).endswith(str(direct[0])[-20:])
+
+
+def test_training_lowers_the_loss_of_rounded_weights():
+    teacher, x = model(), torch.randn(256, 8) @ torch.randn(8, 64)  # correlated, as inputs of layers are
+    m = mx.quantize_(copy.deepcopy(teacher), mx.QATConfig("mxfp4-weight-only"))
+    optimizer = torch.optim.Adam(m.parameters(), 1e-3)
+    target = teacher(x).detach()
+    losses = []
+    for step in range(60):
+        optimizer.param_groups[0]["lr"] = 1e-3 * (1 - step / 60)
+        loss = F.mse_loss(m(x), target)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    mx.quantize_(m, mx.QATConfig("mxfp4-weight-only", step="convert"))
+    assert F.mse_loss(m(x), target).item() < 0.5 * losses[0]
+
+
+def test_layers_can_have_different_formats():
+    table = mx.FqnToConfig({"0": "mxfp8-weight-only", "2": "mxfp4"})
+    m = mx.quantize_(model(), mx.QATConfig(table, step="prepare"))
+    assert m[0].activation_fake_quantizer is None and str(m[2].activation_fake_quantizer) == "FakeQuantizer(mxfp4_e2m1)"
+    m[2].weight_fake_quantizer.enabled = m[2].activation_fake_quantizer.enabled = False
+    x = torch.randn(3, 32)
+    assert m[2](x).equal(F.linear(x, m[2].weight))
+    mx.quantize_(m, mx.QATConfig(table, step="convert"))
+    assert [str(m[i].weight.format) for i in (0, 2)] == ["mxfp8_e4m3", "mxfp4_e2m1"]
+
+
+def test_configs_of_both_tensors_and_plain_layers_back():
+    config = mx.QATConfig(
+        activation_config=mx.NVFP4FakeQuantizeConfig(), weight_config=mx.MXFakeQuantizeConfig("mxfp6_e2m3")
+    )
+    m = mx.quantize_(model(), config, lambda module, fqn: fqn == "0")
+    assert type(m[2]) is nn.Linear and m[0].weight_fake_quantizer.cast.format.name == "mxfp6_e2m3"
+    assert m[0].activation_fake_quantizer.cast.format.name == "nvfp4"
+    weight = m[0].weight
+    mx.quantize_(m, mx.QATConfig(step="convert"))
+    assert type(m[0]) is nn.Linear and m[0].weight is weight
+
+
+def test_torchaos_own_configs_are_read():
+    qat = pytest.importorskip("torchao.quantization.qat")
+    prototype = pytest.importorskip("torchao.prototype.qat")
+    formats = pytest.importorskip("torchao.prototype.mx_formats")
+    base = formats.MXDynamicActivationMXWeightConfig(
+        activation_dtype=torch.float4_e2m1fn_x2, weight_dtype=torch.float4_e2m1fn_x2
+    )
+    m = mx.quantize_(model(), qat.QATConfig(base, step="prepare"))
+    assert str(m[0].weight_fake_quantizer.cast.format) == "mxfp4_e2m1"
+    mx.quantize_(m, qat.QATConfig(base, step="convert"))
+    assert isinstance(m[0].weight, mx.MXTensor) and m[0].weight.recipe.activation.format.name == "mxfp4_e2m1"
+    pair = {"activation_config": prototype.NVFP4FakeQuantizeConfig(False),
+            "weight_config": prototype.MXFakeQuantizeConfig(torch.float8_e4m3fn)}  # fmt: skip
+    m = mx.quantize_(model(), qat.QATConfig(**pair, step="prepare"))
+    assert m[0].activation_fake_quantizer.cast.format.name == "nvfp4_single_level"
+    assert m[0].weight_fake_quantizer.cast.format.name == "mxfp8_e4m3"
+
+
+class Stopped(BaseException):
+    pass
+
+
+def test_an_interrupted_prepare_changes_nothing(monkeypatch):
+    m, calls = model(), []
+    original = mx.FakeQuantizedLinear.from_linear
+
+    def stops(layer, recipe):
+        calls.append(layer)
+        if len(calls) == 2:
+            layer.__class__ = mx.FakeQuantizedLinear  # in the middle of it
+            raise Stopped
+        return original(layer, recipe)
+
+    monkeypatch.setattr(steps.FakeQuantizedLinear, "from_linear", stops)
+    with pytest.raises(Stopped):
+        mx.quantize_(m, mx.QATConfig("mxfp4"))
+    assert all(type(layer) is nn.Linear and not list(layer.children()) for layer in (m[0], m[2]))
+
+
+def test_an_interrupted_convert_leaves_a_usable_model_and_continues(monkeypatch):
+    from mxtensor.convert import quantize
+
+    m, x = model(), torch.randn(4, 64)
+    mx.quantize_(m, mx.QATConfig("mxfp4-weight-only"))
+    expected, calls, original = m(x), [], quantize.quantize_as
+
+    def stops(*args):
+        calls.append(args)
+        if len(calls) == 2:
+            raise Stopped
+        return original(*args)
+
+    monkeypatch.setattr(quantize, "quantize_as", stops)
+    with pytest.raises(Stopped):
+        mx.quantize_(m, mx.QATConfig("mxfp4-weight-only", step="convert"))
+    monkeypatch.undo()
+    assert isinstance(m[0].weight, mx.MXTensor) and type(m[2]) is mx.FakeQuantizedLinear
+    torch.testing.assert_close(m(x), expected, rtol=1e-3, atol=1e-4)
+    mx.quantize_(m, mx.QATConfig("mxfp4-weight-only", step="convert"))
+    assert all(type(m[i]) is nn.Linear and isinstance(m[i].weight, mx.MXTensor) for i in (0, 2))
+    torch.testing.assert_close(m(x), expected, rtol=1e-3, atol=1e-4)
+
+
+def test_values_have_the_dtype_of_autocast():
+    m = mx.quantize_(model(), mx.QATConfig("mxfp4"))
+    x = torch.randn(4, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = m(x)
+    out.sum().backward()
+    assert out.dtype is torch.bfloat16 and m[0].weight.grad.dtype is torch.float32
+    torch.testing.assert_close(out.float(), m(x), rtol=0.05, atol=0.05)
+
+
+def tied():
+    m = nn.ModuleDict({"embed": nn.Embedding(64, 32), "out": nn.Linear(32, 64, bias=False)})
+    m["out"].weight = m["embed"].weight
+    return m
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (
+            lambda: mx.QATConfig("mxfp4", step="train"),
+            ValueError,
+            "step is 'train'; choose one of 'prepare', 'convert'",
+        ),
+        (lambda: mx.QATConfig(), ValueError, "'prepare' needs base_config or weight_config"),
+        (lambda: mx.QATConfig("mxfp4", mx.MXFakeQuantizeConfig()), ValueError, "leave the other configs out"),
+        (
+            lambda: mx.QATConfig(weight_config=mx.MXFakeQuantizeConfig(), step="convert"),
+            ValueError,
+            "'convert' takes base_config only",
+        ),
+        (
+            lambda: mx.quantize_(model(), mx.QATConfig(weight_config="mxfp4")),
+            TypeError,
+            "cannot round by 'mxfp4'; pass an MXFakeQuantizeConfig",
+        ),
+        (
+            lambda: mx.quantize_(model(), mx.QATConfig(mx.recipe.MXFP8BlockScaling())),
+            ValueError,
+            "simulates a format for inference, and MXFP8BlockScaling",
+        ),
+        (lambda: mx.quantize_(model(), mx.QATConfig("mxfp4"), include_head=True), ValueError, "leaves heads out"),
+        (
+            lambda: mx.quantize_(tied(), mx.QATConfig("mxfp4"), lambda module, fqn: fqn == "out"),
+            ValueError,
+            "out.weight is also the weight of Embedding",
+        ),
+    ],
+)
+def test_wrong_calls(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_what_is_left_out_is_said():
+    m = nn.ModuleList([nn.MultiheadAttention(32, 2), nn.Linear(32, 32)])
+    with pytest.warns(
+        UserWarning, match=r"0.in_proj_weight.* stay in high precision: QATConfig prepares nn.Linear only"
+    ):
+        mx.quantize_(m, mx.QATConfig("mxfp4"))
+    with pytest.warns(UserWarning, match="changed nothing: no nn.Linear passed the filter of QATConfig"):
+        mx.quantize_(nn.ReLU(), mx.QATConfig("mxfp4"))
+    with pytest.warns(UserWarning, match="no layer is prepared; call it with step='prepare'"):
+        mx.quantize_(model(), mx.QATConfig("mxfp4", step="convert"))
