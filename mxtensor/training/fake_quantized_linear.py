@@ -78,8 +78,8 @@ class FakeQuantizedLinear(nn.Linear):
     def to_linear(self) -> nn.Linear:
         """Make it an nn.Linear again, with the parameters that it has."""
         for name in ("weight_fake_quantizer", "activation_fake_quantizer"):
-            self._modules.pop(name, None)
-            self.__dict__.pop(name, None)
+            if hasattr(self, name):
+                delattr(self, name)
         self.__class__ = nn.Linear  # type: ignore[assignment]
         return self
 

@@ -7,6 +7,7 @@ import torch
 
 import mxtensor as mx
 from mxtensor.checkpoints import LAYOUTS
+from mxtensor.convert.configs import recipe_of
 from tests.helpers.compare import components_of
 
 CASES = [
@@ -23,7 +24,7 @@ CASES = [
 
 def state(format, dtype=torch.bfloat16):
     """Two quantized matrices, and what stays in high precision."""
-    recipe = mx.checkpoints.store.recipe_of(format)
+    recipe = recipe_of(format)
     shapes = {"a.weight": (160, 256), "layers.0.b.weight": (96, 128)}
     quantized = {
         name: mx.checkpoints.store.quantize_as(torch.randn(shape, dtype=dtype), recipe)

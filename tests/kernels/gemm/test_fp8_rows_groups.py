@@ -126,7 +126,8 @@ def test_hopper_multiplies_all_three_products_in_one_launch_each(pretend, format
     pretend(HOPPER)
     kernels, saved = step(MXFP8BlockScaling(fp8_format=format))
     assert kernels == ["fp8_rows"] * 3
-    assert sum(t.numel() * t.dtype.itemsize for t in saved) < 1.1 * (2048 + 4 * 32 + 4 * 128) * 256  # a byte a value
+    made = [t for t in saved if t.dtype is not BF16]  # the weights are saved without a copy, and cast again
+    assert sum(t.nbytes for t in made) < 1.1 * (2048 + 4 * 32) * 256 and len(saved) == len(made) + 1  # a byte a value
 
 
 @pytest.mark.parametrize(
