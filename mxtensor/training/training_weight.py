@@ -21,7 +21,6 @@ from ..core.autograd import mode_of_views
 from ..core.compat import (
     disable_subclass_torch_function,
     make_wrapper_subclass,
-    no_torch_function,
     return_and_correct_aliasing,
     tree_map_only,
 )
@@ -135,8 +134,6 @@ class TrainingWeight(KeepsAttributes):
             return rule(func, args, kwargs or {})
         if func in INSIDE and isinstance(args[0], TrainingWeight):
             return func(args[0].high_precision, *args[1:], **(kwargs or {}))
-        if not torch.compiler.is_dynamo_compiling():  # an optimizer reads many attributes of each weight
-            return no_torch_function(func, types, args, kwargs or {})
         with disable_subclass_torch_function():
             return func(*args, **(kwargs or {}))
 

@@ -109,10 +109,10 @@ def test_a_folder_where_a_file_is_to_be(name, tmp_path, capsys):
 @pytest.mark.exhaustive
 @pytest.mark.skipif(sys.platform == "win32", reason="sends a signal of Unix")
 def test_an_interrupt_while_files_are_written(tmp_path):
-    path = checkpoint(tmp_path / "a", {f"m{i}.weight": torch.randn(2048, 2048) for i in range(24)})
+    path = checkpoint(tmp_path / "a", {f"m{i}.weight": torch.randn(2048, 2048) for i in range(40)})
     command = [sys.executable, "-m", "mxtensor", "quantize", path, "-o", tmp_path / "out", "--format", "mxfp8",
                "--max-shard-bytes", "5000000"]  # fmt: skip
-    for _ in range(3):  # on a busy machine the command may end before the signal comes
+    for _ in range(8):  # on a busy machine the command may end before the signal comes
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         while process.poll() is None and not list(tmp_path.glob(".out*/2.safetensors")):
             time.sleep(0.005)

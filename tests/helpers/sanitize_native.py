@@ -1,9 +1,9 @@
 """Run the native code of the package under AddressSanitizer and UBSan: ``python -m tests.helpers.sanitize_native``.
 
-The C++ casts and products, and the CUDA sources as ``cuda_on_cpu`` runs them, are compiled with both sanitizers;
-Python gets their runtime by LD_PRELOAD. Then come every format, dtype and layout with tails, hostile values and made-up
-codes, the tests of casts and products, and some of those of the CUDA sources. A report ends the process with its text
-and the status 99.
+The C++ casts and products, the calls of the CUDA driver, and the CUDA sources as ``cuda_on_cpu`` runs them, are
+compiled with both sanitizers; Python gets their runtime by LD_PRELOAD. Then come every format, dtype and layout with
+tails, hostile values and made-up codes, the tests of casts and products, and some of those of the CUDA sources. A
+report ends the process with its text and the status 99.
 ``--casts`` stops after the casts. ``--check`` reads one value too many, to show that this is reported.
 """
 
@@ -32,6 +32,7 @@ TESTS = {
     "casts": ("tests/kernels/quantize/test_cpu.py", "-k", "not without_a_compiler"),
     "products": ("tests/kernels/gemm/test_cpu_codes.py", "-k", "not without_a_compiler and not compiled"),
     "attention": ("tests/kernels/attention/test_attention.py", "-k", "not triton and not device"),
+    "calls of the driver": ("tests/kernels/runtime/test_host_calls.py", "-k", "not without_the_module"),
     "CUDA sources": ("tests/kernels/small_m/test_small_m.py", "-k", SOME),
 }
 SIZES = (
@@ -84,13 +85,15 @@ def arm():
     from mxtensor.kernels.attention import cpu as attention
     from mxtensor.kernels.gemm import cpu_library
     from mxtensor.kernels.quantize import cpu
+    from mxtensor.kernels.runtime import host_calls
     from tests.helpers import cuda_on_cpu
 
+    host_calls.FLAGS = (*host_calls.FLAGS, *SANITIZERS)
     for module in (cpu, cpu_library, attention):
         module.FLAGS = (*(flag for flag in module.FLAGS if flag != "-O3"), "-O1", *SANITIZERS)
     cpu_library.TORCH_FLAGS = (*cpu_library.TORCH_FLAGS, *SANITIZERS[:1], "-fno-sanitize=undefined")
     cuda_on_cpu.FLAGS = (*cuda_on_cpu.FLAGS, *SANITIZERS)
-    for found in (cpu.library(), cpu_library.library(), attention.library()):
+    for found in (cpu.library(), cpu_library.library(), attention.library(), host_calls.module()):
         assert not isinstance(found, str), found
     return cpu
 

@@ -26,6 +26,7 @@ from .native_build import load
 
 SOURCE = Path(__file__).parent / "host_calls.c"
 NAME = "mxtensor_host_calls"
+FLAGS: tuple[str, ...] = ("-xc", "-O2", "-shared", "-fPIC", "-pthread")
 MOST_ARGUMENTS, MOST_BYTES, MOST_ADDRESSES = 64, 4096, 32
 """Of a launch: arguments, bytes of them, and addresses of a call; as in ``host_calls.c``."""
 
@@ -64,9 +65,7 @@ def module() -> Any:
     if not (Path(include) / "Python.h").exists():
         return f"there are no headers of Python in {include}; install python3-dev"
     tag = f"-DMXTENSOR_PYTHON_{sys.implementation.cache_tag.replace('-', '_')}"  # a build for each version of Python
-    library = load(
-        SOURCE, ("-xc", "-O2", "-shared", "-fPIC", "-pthread", f"-I{include}", tag), symbols=(f"PyInit_{NAME}",)
-    )
+    library = load(SOURCE, (*FLAGS, f"-I{include}", tag), symbols=(f"PyInit_{NAME}",))
     if isinstance(library, str):
         return library
     loader = ExtensionFileLoader(NAME, library._name)
