@@ -91,6 +91,7 @@ def test_every_way_to_make_one(name):
     _check_equal(torch.compile(components, fullgraph=True, backend="aot_eager")(x), components(x))
 
 
+@pytest.mark.exhaustive
 def test_attributes_with_dynamic_shapes_and_inductor():
     def codes(x):
         w = mx.quantize(x, "mxfp8", orientation="both")
@@ -152,6 +153,7 @@ def test_a_second_format_is_no_argument_of_the_graph():
         _check_equal(compiled(x, format), scale(x, format))
 
 
+@pytest.mark.exhaustive
 def test_amax_epsilon_is_a_constant():
     quantizer = mx.Float8CurrentScalingQuantizer(amax_epsilon=1e-3)
     compiled = torch.compile(quantizer, backend="aot_eager", fullgraph=True, dynamic=True)

@@ -290,6 +290,7 @@ def test_products_without_a_stack_are_left_alone(product):
     assert log.entries == []
 
 
+@pytest.mark.exhaustive
 def test_a_compiled_model_runs_as_before():
     model, x = nn.Sequential(nn.Linear(32, 32), OddExperts()), torch.randn(3, 32)
     with pytest.warns(UserWarning):

@@ -490,6 +490,7 @@ def test_linear_recipes_survive_copies_and_pickle(recipe):
         assert copied.key == linear_recipe.key and recipe_by_key(copied.key) == linear_recipe
 
 
+@pytest.mark.exhaustive
 def test_a_process_that_unpickles_a_linear_recipe_finds_it_by_its_key():
     """A traced graph stores the key."""
     data = pickle.dumps(MXFP8BlockScaling(fp8_format=Format.HYBRID, grad_scaling="even").linear_recipe())

@@ -806,6 +806,7 @@ def test_compiled_products_with_parameters():
     check_compiled(fn, torch.compile(fn, **EAGER), x, [w, b], g)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # from inductor
 def test_compiled_by_inductor():
     layer, x, g = nn.Linear(64, 48), leaf(20, 64), torch.randn(20, 48)

@@ -92,6 +92,7 @@ def test_recipes_with_random_numbers_stay_casts_and_products(recipe):
     assert not any("linear_" in name for name in ops_of(graphs))
 
 
+@pytest.mark.exhaustive
 def test_symbolic_shapes_and_a_forced_kernel_stay_casts_and_products():
     net = mx.quantize_(Net().bfloat16(), MXFP8BlockScaling())
     x, grad = torch.randn(16, 64).bfloat16().requires_grad_(), torch.randn(16, 32).bfloat16()

@@ -272,6 +272,7 @@ with torch.no_grad():
 """
 
 
+@pytest.mark.exhaustive
 def test_the_first_use_may_be_a_compiled_graph():
     """Neither the build nor its tables are traced. The second process finds the graph in torch's cache."""
     for _ in range(2):

@@ -325,6 +325,7 @@ os.waitpid(child, 0)
 """
 
 
+@pytest.mark.exhaustive
 def test_casts_run_while_the_interpreter_shuts_down():
     """The pool takes no work then: the thread that casts does all of it."""
     done = subprocess.run(
