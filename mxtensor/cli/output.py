@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from ..core.text_table import text_table
+
 DONE, FAILED, WRONG, INTERRUPTED = 0, 1, 2, 130
 """Exit codes: all is done; a file, a tensor or a device is refused; a wrong call; an interrupt."""
 
@@ -36,14 +38,7 @@ def note(text: str) -> None:
 
 def columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table of text; the first column is aligned to the left, the others to the right."""
-    lines = [header, *rows]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-
-    def line(cells: Sequence[str]) -> str:
-        first, *others = zip(cells, widths, strict=True)
-        return "  ".join([first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)])
-
-    return "\n".join(line(cells).rstrip() for cells in lines)
+    return text_table(header, rows, rule=False)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..core.arguments import POSITIVE, check
+from ..core.text_table import text_table
 from .budget import Choice, within
 from .fqn_config import FqnToConfig
 
@@ -110,7 +111,7 @@ class Plan(FqnToConfig):
         for fqn in self.weights:
             names.setdefault(re.sub(r"\.\d+\.", ".*.", fqn), []).append(fqn)
         table, errors = self.table(), dict(zip(self.weights, self._of("errors"), strict=True))
-        lines = [("weights", "formats", "values", "bits", MEASURES[self.measure])]
+        lines = []
         for pattern, fqns in names.items():
             counts: dict[str, int] = {}
             for fqn in fqns:
@@ -118,14 +119,8 @@ class Plan(FqnToConfig):
             formats = ", ".join(f"{n} {format}" for format, n in sorted(counts.items(), key=lambda item: -item[1]))
             lines.append(self._line(pattern, formats, fqns, errors))
         lines.append(self._line("all", "", list(self.weights), errors))
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        lines.insert(1, ("-" * widths[0], "-" * widths[1], "-" * widths[2], "-" * widths[3], "-" * widths[4]))
-
-        def aligned(line: tuple[str, ...]) -> str:
-            cells = zip(line, widths, strict=True)
-            return "  ".join(c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(cells))
-
-        return "\n".join(map(aligned, lines))
+        header = ("weights", "formats", "values", "bits", MEASURES[self.measure])
+        return text_table(header, lines, left=(0, 1))
 
     __repr__ = __str__
 

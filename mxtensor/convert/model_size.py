@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from ..core.arguments import MODULE, check
+from ..core.text_table import text_table
 from ..tensor.mxtensor import MXTensor
 from ..training.local import local_of
 from .heads import heads
@@ -72,14 +73,7 @@ class ModelSize:
             (p.use, p.stored, f"{p.values:,}", f"{p.bits:.2f}", f"{p.nbytes / 1e6:.1f}", _named(p)) for p in self.groups
         ]
         rows.append(("whole model", "", f"{self.values:,}", f"{self.bits:.2f}", f"{self.nbytes / 1e6:.1f}", ""))
-        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-        left = (0, 1, 5)
-
-        def line(cells: tuple[str, ...]) -> str:
-            pairs = enumerate(zip(cells, widths, strict=True))
-            return "  ".join(c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in pairs).rstrip()
-
-        return "\n".join([line(header), "  ".join("-" * width for width in widths), *map(line, rows)])
+        return text_table(header, rows, left=(0, 1, 5))
 
 
 def _named(group: Group) -> str:

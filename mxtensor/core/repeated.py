@@ -14,6 +14,7 @@ from torch import Tensor
 
 from . import recording
 from .program import Program
+from .tracing import is_captured
 
 Result = TypeVar("Result")
 DEVICES = {"cuda"}
@@ -23,11 +24,6 @@ DEVICES = {"cuda"}
 def kind_of(t: Tensor | None) -> Hashable:
     """All of a tensor that kernels and ops decide on."""
     return None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() & 15)
-
-
-def is_captured(t: Tensor) -> bool:
-    """Whether a CUDA graph is captured, whose memory belongs to the graph: then nothing is recorded."""
-    return t.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def recorded(

@@ -82,3 +82,8 @@ def make_constant(instance: Any, *names: str) -> bool:
 
 
 _SYMBOLS: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+
+
+def is_captured(t: torch.Tensor) -> bool:
+    """Whether a CUDA graph is captured, which runs again later and to which the memory belongs."""
+    return t.is_cuda and torch.cuda.is_current_stream_capturing()

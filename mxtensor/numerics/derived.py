@@ -6,10 +6,9 @@ import weakref
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, TypeVar
 
-import torch
 from torch import Tensor
 
-from ..core.tracing import is_traced
+from ..core.tracing import is_captured, is_traced
 
 Made = TypeVar("Made")
 
@@ -23,12 +22,6 @@ class _Entry(NamedTuple):
 
 _cache: dict[int, _Entry] = {}
 """By the id of the tensor; an entry ends with its tensor."""
-
-
-def _is_captured(t: Tensor) -> bool:
-    """Whether a CUDA graph is captured: a replay must read the tensor as it is then, and the graph's memory has no
-    content before a replay."""
-    return t.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _entry_of(t: Tensor) -> _Entry | None:
@@ -53,7 +46,7 @@ def known_value(t: Tensor, layout: Hashable) -> Any:
     """What ``cached_value`` would find for a tensor that is known to be no traced one and no inference tensor, or
     None."""
     entry = _entry_of(t)
-    return None if entry is None or _is_captured(t) else entry.made.get(layout)
+    return None if entry is None or is_captured(t) else entry.made.get(layout)
 
 
 def cached_value(
@@ -61,10 +54,11 @@ def cached_value(
 ) -> Made:
     """``make(t)``, or the cached result for the same ``layout`` if ``t`` has not been written to since.
 
-    ``may_add``: asked whether a new result may be cached. Nothing is while tracing, where there is no value yet, in a
-    CUDA graph, and for inference tensors, which have no version.
+    ``may_add``: asked whether a new result may be cached. Nothing is while tracing, where there is no value yet, for
+    inference tensors, which have no version, and in a CUDA graph: a replay must read the tensor as it is then, and the
+    graph's memory has no content before a replay.
     """
-    if is_traced(t) or t.is_inference() or _is_captured(t):
+    if is_traced(t) or t.is_inference() or is_captured(t):
         return make(t)
     entry = _entry_of(t)
     if entry is not None and layout in entry.made:

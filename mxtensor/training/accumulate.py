@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..core.tracing import is_traced
+from ..core.tracing import is_captured, is_traced
 from ..numerics.formats import Rounding
 from ..recipe.linear_recipe import LinearRecipe
 from ..tensor.mxtensor import MXTensor
@@ -97,7 +97,7 @@ def cast_of(
     values = values_of(weight)
     if values is weight or isinstance(values, MXTensor) or weight.refilled or not _is_fixed(recipe):  # type: ignore[attr-defined]
         return None
-    if is_traced(values, *tensors) or weight.is_inference() or _is_captured(values):
+    if is_traced(values, *tensors) or weight.is_inference() or is_captured(values):
         return None
     with torch.no_grad():
         return _open[0].get(weight, (recipe.key, kind), make)
@@ -108,7 +108,3 @@ def _is_fixed(recipe: LinearRecipe) -> bool:
     casts = recipe.weight
     nearest = all(c is not None and c.rounding is Rounding.NEAREST for c in (casts.rowwise, casts.columnwise))
     return nearest and casts.signs is None and recipe.delayed is None
-
-
-def _is_captured(t: Tensor) -> bool:
-    return t.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -65,6 +65,15 @@ def _is_parameter_or_slice(t: Tensor) -> bool:
     return isinstance(t, torch.nn.Parameter) or (t.dim() == 2 and is_of_stack(t))
 
 
+def _read(
+    func: Any, args: Any, kwargs: Any, is_weight: IsWeight = _is_training_weight,
+    is_transposed_weight: IsWeight = _is_training_weight, is_stack: IsWeight = _is_training_weight,
+) -> Call | None:  # fmt: skip
+    """The call as a layer of one weight, or of a stack; None if it is something else."""
+    layer = _call(func, args, kwargs, is_weight, is_transposed_weight)
+    return _stack_call(func, args, kwargs, is_stack) if layer is None else layer
+
+
 # ---------------------------------------------------------------------------------------------- one layer
 
 
@@ -176,9 +185,7 @@ def _plain(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _for_weight(func: Any, args: Any, kwargs: Any) -> Any:
     """The rule of WEIGHT_FUNCTIONS: the recipe is that of the weight."""
-    layer = _call(func, args, kwargs, _is_training_weight, _is_training_weight)
-    if layer is None:
-        layer = _stack_call(func, args, kwargs, _is_training_weight)
+    layer = _read(func, args, kwargs)
     if layer is None or isinstance(layer.input, TrainingWeight):  # two weights, as when an adapter is merged
         note_if_experts(func, args, kwargs)
         return _plain(func, args, kwargs)
@@ -190,15 +197,12 @@ def _for_mode(linear_recipe: LinearRecipe | None, group: Any, func: Any, args: A
     if linear_recipe is None:  # neither an outer mode nor the recipe of a weight applies here
         layer = None
         if torch.compiler.is_dynamo_compiling():  # AOTAutograd, which sees no mode, would use the recipe of the weight
-            layer = _call(func, args, kwargs, _is_training_weight, _is_training_weight)
-            layer = _stack_call(func, args, kwargs, _is_training_weight) if layer is None else layer
+            layer = _read(func, args, kwargs)
         if layer is not None:
             return run(layer, HIGH_PRECISION)
         with disable_torch_function():
             return func(*args, **kwargs)
-    layer = _call(func, args, kwargs, _is_tensor, _is_parameter_or_slice)
-    if layer is None:
-        layer = _stack_call(func, args, kwargs, is_of_stack)
+    layer = _read(func, args, kwargs, _is_tensor, _is_parameter_or_slice, is_of_stack)
     if layer is not None:
         return run(layer, linear_recipe, group)
     note_if_experts(func, args, kwargs, in_mode=True)

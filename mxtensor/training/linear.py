@@ -132,7 +132,6 @@ def _check_stack(x: Tensor, weight: Tensor, ends: Tensor | None) -> None:
 
 def _cast_of(x: Tensor, weight: Tensor, bias: Tensor | None, options: Options, need_dx: bool) -> Cast | None:
     """The operands of the weight in the ``accumulate`` block that is open; None if the layer casts it."""
-
     kind = as_matrix(x).shape[0], x.dtype, options.dtype, need_dx, forced_kernel()
     return cast_of(
         weight, options.linear_recipe, kind, (x, bias), lambda: Cast.of(*cast_weight(x, weight, options, need_dx))

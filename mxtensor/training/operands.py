@@ -178,18 +178,16 @@ class SavedOperand(NamedTuple):
     tensors: int
     format: Any = None
     shape: tuple[int, ...] = ()
-    row_scaled: bool = False
-    values: bool = False
-    """of a FakeQuantized: the values, and their global scale if there is one"""
+    form: Form = Form.CODES
 
     def gemm_operand(self, saved: Iterator[Tensor]) -> Any:
         """The operand, from the tensors that were saved."""
         mine = [next(saved) for _ in range(self.tensors)]
         if self.format is None:
             return mine[0] if mine else None
-        if self.values:
+        if self.form is Form.VALUES:
             return FakeQuantized(mine[0], mine[1] if len(mine) > 1 else None, self.format)
-        if self.row_scaled:
+        if self.form is Form.ROWS:
             if len(mine) == 1:
                 return RowOperand.inside(mine[0], self.format, self.shape)
             codes, row_scale, beyond, scale = mine
@@ -205,10 +203,10 @@ def saved(gemm_operand: GemmOperand | None) -> tuple[SavedOperand, list[Tensor]]
         return SavedOperand(1), [gemm_operand]
     if isinstance(gemm_operand, RowOperand):
         memory = [*gemm_operand[:4]] if gemm_operand.memory is None else [gemm_operand.memory]
-        return SavedOperand(len(memory), gemm_operand.format, gemm_operand.shape, True), memory
+        return SavedOperand(len(memory), gemm_operand.format, gemm_operand.shape, Form.ROWS), memory
     if isinstance(gemm_operand, FakeQuantized):
         both = [t for t in (gemm_operand.values, gemm_operand.global_scale) if t is not None]
-        return SavedOperand(len(both), gemm_operand.format, values=True), both
+        return SavedOperand(len(both), gemm_operand.format, form=Form.VALUES), both
     assert isinstance(gemm_operand, Operand)
     tensors = gemm_operand.tensors
     return SavedOperand(len(tensors), gemm_operand.format, gemm_operand.shape), [*tensors]

@@ -168,17 +168,12 @@ def forward(
     own_scales = weight.dim() > 2 and has_own_scales(linear_recipe)
     w = values_of(weight)  # a quantized weight has ``cached`` operands instead
     grad_like = of_shape((*rows.shape[:-1], weight.shape[-2]), dtype, rows)
-    b_row: Any = cached[0] if cached is not None else standing_for(w, linear_recipe.weight.rowwise)
-    a_row = standing_for(rows, linear_recipe.input.rowwise)
-    want = _want("fprop", a_row, b_row, dtype, prefer, groups, own_scales)
-    dgrad_want: Want = None
-    if need_dx:
-        if cached is not None:
-            b_col = dgrad_weight(weight, linear_recipe, rows, cached[1])
-        else:
-            b_col = standing_for(w.mT, linear_recipe.weight.columnwise)
-        g_row = standing_for(grad_like, linear_recipe.grad.rowwise)
-        dgrad_want = _want("dgrad", g_row, b_col, dtype, prefer, groups, own_scales)
+    if cached is None:
+        b_row, b_col = _standing_for_both(w, linear_recipe, need_dx)
+    else:
+        b_row = cached[0]  # type: ignore[assignment]
+        b_col = dgrad_weight(weight, linear_recipe, rows, cached[1]) if need_dx else None
+    want, dgrad_want = _weight_wants(rows, grad_like, b_row, b_col, options, dtype, groups, own_scales)
 
     later: Want = None
     if need_dw and linear_recipe.input.columnwise is not None and not (options.save_input or own_scales):
@@ -208,15 +203,28 @@ def forward(
 
 def cast_weight(x: Tensor, weight: Tensor, options: Options, need_dx: bool) -> list[GemmOperand | None]:
     """Both operands of a weight for a layer with this input, in the forms that its products take."""
-    linear_recipe, prefer, rows = options.linear_recipe, options.prefer, as_matrix(x)
-    dtype, w = options.dtype or x.dtype, values_of(weight)
-    a_row, b_row = (standing_for(t, c.rowwise) for t, c in ((rows, linear_recipe.input), (w, linear_recipe.weight)))
-    wants: list[Want] = [_want("fprop", a_row, b_row, dtype, prefer, None), None]
-    if need_dx:
-        grad_like = of_shape((rows.shape[0], weight.shape[0]), dtype, rows)
-        g_row = standing_for(grad_like, linear_recipe.grad.rowwise)
-        wants[1] = _want("dgrad", g_row, standing_for(w.mT, linear_recipe.weight.columnwise), dtype, prefer, None)
-    return copies(w, linear_recipe.weight, (wants[0], wants[1]), ())
+    rows, w, dtype = as_matrix(x), values_of(weight), options.dtype or x.dtype
+    grad_like = of_shape((rows.shape[0], weight.shape[0]), dtype, rows)
+    sides = _standing_for_both(w, options.linear_recipe, need_dx)
+    return copies(w, options.linear_recipe.weight, _weight_wants(rows, grad_like, *sides, options, dtype), ())
+
+
+def _standing_for_both(w: Tensor, linear_recipe: LinearRecipe, need_dx: bool) -> tuple[GemmOperand, GemmOperand | None]:
+    """The operands of a weight in fprop and, if needed, in dgrad, before their casts."""
+    casts = linear_recipe.weight
+    return standing_for(w, casts.rowwise), standing_for(w.mT, casts.columnwise) if need_dx else None
+
+
+def _weight_wants(
+    rows: Tensor, grad_like: Tensor, b_row: GemmOperand, b_col: GemmOperand | None, options: Options,
+    dtype: torch.dtype, groups: Groups | None = None, own_scales: bool = False,
+) -> tuple[Want, Want]:  # fmt: skip
+    """The forms in which fprop and dgrad want their operands; None for dgrad without ``b_col``."""
+    linear_recipe, rest = options.linear_recipe, (dtype, options.prefer, groups, own_scales)
+    want = _want("fprop", standing_for(rows, linear_recipe.input.rowwise), b_row, *rest)
+    if b_col is None:
+        return want, None
+    return want, _want("dgrad", standing_for(grad_like, linear_recipe.grad.rowwise), b_col, *rest)
 
 
 def _columns_like(rows: Tensor, groups: Groups | None) -> Tensor:

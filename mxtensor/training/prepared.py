@@ -19,9 +19,9 @@ from torch import Tensor
 from ..core.kernel import Spec
 from ..core.plan import PLANS, Plan
 from ..core.program import Program
-from ..core.repeated import DEVICES, is_captured, kind_of, recorded, run
+from ..core.repeated import DEVICES, kind_of, recorded, run
 from ..core.select import is_observed
-from ..core.tracing import is_traced
+from ..core.tracing import is_captured, is_traced
 from ..kernels.runtime.triton_launch import is_watched
 from . import passes
 from .accumulate import Cast

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from ...core import custom_ops, recording
-from ...core.devices import cached
 from ...core.kernel import Spec
 from ...core.tracing import is_traced
 from ..runtime.check import check_argument, check_scalars
+from ..runtime.cuda_driver import library_of_torch
 from .spec import GemmArgs
 
 _TRANSPOSE, _PLAIN = 1, 0
@@ -25,21 +25,9 @@ _OUT = {torch.bfloat16: _BFLOAT16, torch.float32: 0}
 _HOST_POINTERS, _DEVICE_POINTERS = 0, 1
 
 
-@cached
-def _library() -> ctypes.CDLL | str:
-    """The cuBLAS that torch has loaded, or the reason why it cannot be called."""
-    if torch.version.cuda is None:
-        return "this build of torch has no cuBLAS"
-    name = f"libcublas.so.{torch.version.cuda.split('.')[0]}"
-    try:
-        return ctypes.CDLL(name)
-    except OSError as error:
-        return f"{name} cannot be called: {error}"
-
-
 def refuses(spec: Spec, args: GemmArgs) -> str | None:
     """Why a product with an ``alpha`` on the device cannot run here; None if it can."""
-    library = _library()
+    library = library_of_torch("cublas")
     if isinstance(library, str):
         return library
     if len(spec.shapes[0]) != 2:
@@ -104,7 +92,7 @@ def eager_device_scaled_mm(
 
 def _gemm(out: Tensor, a: Tensor, b: Tensor, multiplier: Tensor, start: Tensor, layout: tuple[int, ...]) -> None:
     """``out = multiplier * a @ b^T + start * out`` in cuBLAS's terms: column-major, so that out^T = b a^T."""
-    library = _library()
+    library = library_of_torch("cublas")
     assert isinstance(library, ctypes.CDLL)
     cols, rows, inner, b_stride, a_stride, b_plain, a_plain = layout
     with torch.cuda.device(a.device):
@@ -130,7 +118,7 @@ def device_scaled_mm(
     a: Tensor, b: Tensor, scales: list[Tensor], bias: Tensor | None, alpha: float, beta: float, out_dtype: torch.dtype
 ) -> Tensor:
     """``eager_device_scaled_mm`` of checked arguments: one op for torch.compile."""
-    op, library = "mxtensor::device_scaled_mm", _library()
+    op, library = "mxtensor::device_scaled_mm", library_of_torch("cublas")
     if a.device.type != "cuda" or isinstance(library, str):
         raise ValueError(f"{op} needs cuBLAS and tensors on a CUDA device; a is on {a.device}")
     check_argument(op, "a", a, (torch.bfloat16,), a.shape[:2] if a.dim() == 2 else (None, None), a.device)

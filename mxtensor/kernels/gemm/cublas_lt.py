@@ -19,6 +19,7 @@ from torch import Tensor
 from ...core import recording
 from ...core.devices import cached, device_capability
 from ..runtime import host_calls
+from ..runtime.cuda_driver import library_of_torch
 from ..runtime.triton_launch import on
 
 TYPES = {torch.float8_e4m3fn: 28, torch.float8_e5m2: 29, torch.bfloat16: 14, torch.float16: 2, torch.float32: 0}
@@ -76,13 +77,9 @@ def _checked(status: int) -> None:
 @cached
 def library() -> ctypes.CDLL | str:
     """The cuBLASLt that torch has loaded, or a sentence that says why it cannot be called."""
-    if torch.version.cuda is None:
-        return "this build of torch has no cuBLAS"
-    name = f"libcublasLt.so.{torch.version.cuda.split('.')[0]}"
-    try:
-        lib = ctypes.CDLL(name)
-    except OSError as error:
-        return f"{name} cannot be called: {error}"
+    lib = library_of_torch("cublasLt")
+    if isinstance(lib, str):
+        return lib
     lib.cublasLtGetVersion.restype = ctypes.c_size_t
     version = lib.cublasLtGetVersion()
     return lib if version >= OLDEST else f"cuBLASLt {version} has no scales for rows, {OLDEST} has"

@@ -23,8 +23,9 @@ from ..runtime.availability import exported
 from .fp8_rows import MIN_ROWS
 from .fp8_rows_both import why_not_both
 from .row_operand import INNER, RowOperand
+from .scaled_grouped_mm import why_not_groups
 from .scaled_mm_call import multiply
-from .scaled_mm_contract import GROUPED_SCALINGS, MAX_GROUPS, Product, Scaling, plan_here
+from .scaled_mm_contract import GROUPED_SCALINGS, Product, Scaling, plan_here
 from .spec import Form, GemmArgs, GemmOperand, Unquantized, zero_after
 
 
@@ -48,15 +49,7 @@ def _refuses(spec: Spec, a: GemmOperand, b: GemmOperand, count: int, args: GemmA
         if reason is not None:
             return reason
     scaling = _scaling(spec.device)
-    if isinstance(scaling, str):
-        return scaling
-    if args.out_dtype not in scaling.outputs:
-        return f"returns bfloat16, the result is {str(args.out_dtype).removeprefix('torch.')}"
-    if args.alpha != 1 or (args.bias is not None and args.beta != 0):
-        return "torch._scaled_grouped_mm rounds the product before an alpha or a bias could be applied"
-    if count > MAX_GROUPS:
-        return f"torch._scaled_grouped_mm takes at most {MAX_GROUPS} groups, got {count}"
-    return None
+    return scaling if isinstance(scaling, str) else why_not_groups(scaling, count, args)
 
 
 def refuses(spec: Spec, a: GemmOperand, b: GemmOperand, ends: Tensor, args: GemmArgs) -> str | None:

@@ -25,12 +25,17 @@ def refuses(spec: Spec, a: GemmOperand, b: GemmOperand, ends: Tensor, args: Gemm
     scaling = chosen(GROUPED_SCALINGS, spec, a, b)
     if isinstance(scaling, str):
         return scaling
+    return why_not_groups(scaling, spec.shapes[1][0], args)
+
+
+def why_not_groups(scaling: Scaling, groups: int, args: GemmArgs) -> str | None:
+    """Why ``torch._scaled_grouped_mm`` cannot give this result of so many groups; None if it can."""
     if args.out_dtype not in scaling.outputs:
         return f"returns bfloat16, the result is {str(args.out_dtype).removeprefix('torch.')}"
     if args.alpha != 1 or (args.bias is not None and args.beta != 0):
         return "torch._scaled_grouped_mm rounds the product before an alpha or a bias could be applied"
-    if spec.shapes[1][0] > MAX_GROUPS:
-        return f"torch._scaled_grouped_mm takes at most {MAX_GROUPS} groups, got {spec.shapes[1][0]}"
+    if groups > MAX_GROUPS:
+        return f"torch._scaled_grouped_mm takes at most {MAX_GROUPS} groups, got {groups}"
     return None
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import ctypes
 from functools import cache
 
+import torch
 from torch.cuda import check_error
 
 from ...core import compat
+from ...core.devices import cached
 
 
 class LaunchAttribute(ctypes.Structure):
@@ -34,6 +36,18 @@ def driver() -> ctypes.CDLL:
     pointer = ctypes.c_void_p
     lib.cuLaunchKernelEx.argtypes = [ctypes.POINTER(LaunchSettings), pointer, ctypes.POINTER(pointer), pointer]
     return lib
+
+
+@cached
+def library_of_torch(name: str) -> ctypes.CDLL | str:
+    """The library "cublas" or "cublasLt" that torch has loaded, or a sentence that says why it cannot be called."""
+    if torch.version.cuda is None:
+        return "this build of torch has no cuBLAS"
+    file = f"lib{name}.so.{torch.version.cuda.split('.')[0]}"
+    try:
+        return ctypes.CDLL(file)
+    except OSError as error:
+        return f"{file} cannot be called: {error}"
 
 
 def use_context() -> None:
