@@ -17,7 +17,7 @@ import warnings
 import torch
 import torch.distributed as dist
 
-MODULES = tuple(f"tests.distributed.{name}_cases" for name in ("fsdp", "dcp", "train", "parallel", "bench"))
+MODULES = tuple(f"tests.distributed.{name}_cases" for name in ("fsdp", "dcp", "train", "parallel", "expert", "bench"))
 WORLD = 2
 DEVICE = "cuda" if torch.cuda.device_count() >= WORLD else "cpu"
 BACKEND = "cpu:gloo,cuda:nccl" if DEVICE == "cuda" else "gloo"
