@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 import mxtensor as mx
 from mxtensor.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
+from mxtensor.training.training_weight import delayed_states
 from tests.distributed.fsdp_cases import message
 from tests.helpers.ranks import DEVICE, case, long_case
 
@@ -183,6 +184,24 @@ def options_of_a_split_module(rank, folder):
     experts = mx.nn.GroupedLinear(2, IN, OUT, bias=False, parallel_mode="row", tp_group=group, device=DEVICE)
     found["experts"] = tuple(experts.weight1.shape)
     return found
+
+
+@case
+def amax_of_all_ranks(rank, folder):
+    """Delayed scaling: the records of two layers, converted and of ``mx.nn``, before and after they are shared, and
+    whether a second call changes them."""
+    torch.manual_seed(rank)
+    recipe = DelayedScaling()
+    model = torch.nn.Sequential(mx.quantize_(torch.nn.Linear(IN, OUT), recipe), mx.nn.Linear(OUT, IN))
+    with mx.autocast(recipe=recipe):
+        model(torch.randn(4, IN) * (rank + 1)).sum().backward()
+    states = [*delayed_states(model[0].weight).values(), model[1]._products[0].delayed]
+    before = torch.stack([state.record for state in states])
+    mx.parallel.share_amax(model)
+    after = torch.stack([state.record for state in states])
+    mx.parallel.share_amax(model)
+    mx.parallel.share_amax(torch.nn.Linear(2, 2))  # no histories
+    return before.cpu(), after.cpu(), torch.equal(after, torch.stack([state.record for state in states]))
 
 
 @long_case

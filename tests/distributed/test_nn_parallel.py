@@ -61,6 +61,12 @@ def test_modules_compile_into_one_graph(ranks):
         assert len(found) == 4 and max(max(errors) for errors in found.values()) < TOLERANCE
 
 
+def test_ranks_share_the_largest_amax_of_a_step(ranks):
+    (mine, shared, same), (other, shared_there, same_there) = ranks("amax_of_all_ranks")
+    assert not torch.equal(mine, other) and same and same_there
+    assert torch.equal(shared, torch.maximum(mine, other)) and torch.equal(shared, shared_there)
+
+
 def test_a_part_is_initialized_as_the_part_of_the_whole():
     torch.manual_seed(1)
     whole = mx.nn.LayerNormMLP(32, 64, activation="swiglu")
