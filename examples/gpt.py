@@ -29,14 +29,19 @@ class Size:
     """Steps until the peak; after it the rate falls with the square root of the step, whatever the run's length."""
     every: int
     """Steps between two evaluations on the held-out text."""
+    evaluated: int = 4
+    """Batches of an evaluation."""
 
 
 SIZES = {
     "tiny": Size(layers=1, width=32, heads=2, context=32, batch=8, steps=60, rate=1e-2, warm_up=10, every=20),
     "small": Size(layers=4, width=128, heads=4, context=64, batch=16, steps=1000, rate=3e-3, warm_up=100, every=100),
     "base": Size(layers=12, width=768, heads=12, context=1024, batch=16, steps=2000, rate=1e-3, warm_up=200, every=100),
+    "medium": Size(2, 1024, 8, context=512, batch=32, steps=2000, rate=1e-3, warm_up=200, every=100, evaluated=16),
+    "large": Size(10, 1024, 16, context=1024, batch=32, steps=9200, rate=8e-4, warm_up=300, every=200, evaluated=8),
 }
-"""``small`` takes two minutes on a CPU; ``base`` (86 million parameters) is for a GPU."""
+"""``small`` takes two minutes on a CPU. For GPUs: ``base`` (86 million parameters), and those of ``benchmarks.parity``,
+``medium`` (26) and ``large`` (127)."""
 
 
 class Block(nn.Module):
