@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks import corpus, parity
+from benchmarks import corpus, parity, parity_plot, parity_targets
 from benchmarks import parity_record as record
 from benchmarks.parity_arms import ARMS, BASE
+from docs import records_parity
 from examples.gpt import GPT, SIZES
 
 
@@ -201,3 +202,69 @@ def test_a_record_is_a_line_for_each_point(tmp_path):
     first, *rest = map(json.loads, path.read_text().splitlines())
     assert first["arm"] == BASE and [point["step"] for point in rest] == [0, 1, 2]
     assert not record.read(path).finished and record.read_all(tmp_path, "tiny") == []
+
+
+# ---------------------------------------------------------------------------------------------- targets, picture, page
+
+
+def test_targets_hold_or_do_not():
+    runs = [result(BASE, 0, 2.0), result(BASE, 1, 2.2), result("mxfp8", 0, 2.02, 1500.0), result("nvfp4", 1, 2.2)]
+    said = {target.what: target.verdict(runs)[2:] for target in parity_targets.TARGETS}
+    assert said["MXFP8, distance from bf16 [%]"] == ["1", "mxfp8", "no"]
+    assert said["MXFP8, distance from bf16 [spread of seeds]"] == ["0.1", "mxfp8 and bf16", "yes"]
+    assert said["NVFP4, distance from bf16 [%]"] == ["0", "nvfp4", "yes"]
+    assert said["FP8 tensor cores, distance from dequantized values [spread of seeds]"][-1] == "not measured"
+    assert said["MXFP8, tokens/s over bf16"] == ["1.5", "mxfp8", "yes"]
+
+
+@pytest.fixture
+def recorded(tmp_path, monkeypatch):
+    """Records of three arms, and a folder of pictures."""
+    for one in (result(BASE, 0, 2.0), result(BASE, 1, 2.2), result("mxfp8", 0, 2.02), result("nvfp4", 1, 2.22)):
+        machine = {
+            "gpu": "a GPU",
+            "cpu": "a CPU",
+            "python": "3.12",
+            "versions": {"torch": "2.11"},
+            "date": "2026-01-02",
+        }
+        header = replace(one.header, size="large", machine=machine, products={"fprop by fp8_rows": 4})
+        record.start(record.path_of(tmp_path / "parity", "large", header.arm, header.seed), header, one.points)
+    monkeypatch.setattr(records_parity, "RESULTS", tmp_path)
+    monkeypatch.setattr(records_parity, "ASSETS", tmp_path)
+    return tmp_path
+
+
+def test_the_picture_shows_each_seed_and_the_distance(recorded):
+    pytest.importorskip("matplotlib")
+    left, right = parity_plot.figure_of(record.read_all(recorded / "parity", "large")).axes
+    assert len(left.lines) == 4 and len(right.lines) == 4
+    assert [tuple(line.get_ydata()) for line in right.lines[:2]] == [(0.0,) * 3] * 2
+    assert right.lines[2].get_ydata()[-1] == pytest.approx(1.0)
+    path = parity_plot.draw("large", recorded / "parity", recorded)
+    assert parity_plot.checksum(recorded / "parity", "large").encode() in path.read_bytes()
+    assert parity_plot.draw("medium", recorded / "parity", recorded) is None
+
+
+def test_the_page_has_the_tables_or_says_that_there_are_none(recorded):
+    text = records_parity.parity_large()
+    assert "a GPU, Python 3.12, torch 2.11; 2026-01-02." in text and "| nvfp4 | fprop by fp8_rows |" not in text
+    assert "| mxfp8 | fprop by fp8_rows |" in text and "| NVFP4, distance from bf16 [%] | <= 1.00 |" in text
+    assert "](../assets/parity_large.png)" not in text
+    (recorded / "parity_large.png").write_bytes(b"")
+    assert "](../assets/parity_large.png)" in records_parity.parity_large()
+    assert records_parity.parity_medium().startswith("Not recorded yet: `python -m benchmarks.parity --size medium")
+
+
+@pytest.mark.parametrize("command", records_parity.COMMANDS.values())
+def test_the_commands_of_the_page_are_commands(command):
+    assert parity.parsed(command.split()[3:]).tasks
+
+
+@pytest.mark.parametrize("size", parity_plot.SIZES)
+def test_the_picture_of_the_documentation_is_current(size):
+    picture = records_parity.ASSETS / f"parity_{size}.png"
+    found = record.read_all(record.RESULTS, size)
+    assert bool(found) == picture.exists(), "draw the records: python -m benchmarks.plots"
+    if found:
+        assert parity_plot.checksum(record.RESULTS, size).encode() in picture.read_bytes()

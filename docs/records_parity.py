@@ -1,0 +1,57 @@
+"""What ``benchmarks.parity`` recorded, as text and tables of the documentation."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from docs.markdown import table
+from docs.records import ASSETS, RESULTS, where_measured
+
+COMMANDS = {
+    "large": "python -m benchmarks.parity --size large --tokens 80M --arms bf16:2,mxfp8:2,nvfp4",
+    "medium": "python -m benchmarks.parity --size medium --arms bf16:2,mxfp8:2,mxfp8-dequant:2,nvfp4,mxfp4",
+}
+
+
+def _study(size: str) -> str:
+    from benchmarks.cuda import VERDICT_HEADER
+    from benchmarks.parity_record import HEADER, lines, read_all
+    from benchmarks.parity_targets import TARGETS
+
+    results = read_all(RESULTS / "parity", size)
+    if not results:
+        return f"Not recorded yet: `{COMMANDS[size]}` writes the records."
+    first = results[0].header
+    gpus = Counter(result.header.machine["gpu"] or result.header.machine["cpu"] for result in results)
+    shape = (
+        f"{first.parameters / 1e6:.0f} million parameters, {max(r.header.quantized for r in results) / 1e6:.0f} million "
+        f"of them quantized; {first.steps * first.batch_tokens / 1e6:.1f} million tokens an arm in {first.steps} steps "
+        f"of {first.batch_tokens:,}; {first.training_bytes / 1e6:.0f} MB of text for training, "
+        f"{first.held_out_bytes / 1e6:.1f} MB held out. "
+    )
+    paragraphs = [shape + where_measured(" and ".join(gpus), first.machine)]
+    if (ASSETS / f"parity_{size}.png").exists():
+        paragraphs.append(f"![Held-out loss and its distance from bfloat16 over tokens](../assets/parity_{size}.png)")
+    products = [
+        (r.header.arm, ", ".join(sorted(r.header.products)))
+        for r in results
+        if r.header.seed == 0 and r.header.products
+    ]
+    verdicts = [verdict for verdict in (t.verdict(results) for t in TARGETS) if verdict[2]]
+    paragraphs += [
+        table(", ".join(HEADER), lines(results)),
+        table(", ".join(VERDICT_HEADER), verdicts),
+        "The products of a block, by the kernel that ran:",
+        table("arm, products", products),
+    ]
+    return "\n\n".join(paragraphs)
+
+
+def parity_large() -> str:
+    """The study of the large size."""
+    return _study("large")
+
+
+def parity_medium() -> str:
+    """The study of the medium size."""
+    return _study("medium")
