@@ -24,25 +24,21 @@ def _study(size: str) -> str:
     first = results[0].header
     gpus = Counter(result.header.machine["gpu"] or result.header.machine["cpu"] for result in results)
     shape = (
-        f"{first.parameters / 1e6:.0f} million parameters, {max(r.header.quantized for r in results) / 1e6:.0f} million "
-        f"of them quantized; {first.steps * first.batch_tokens / 1e6:.1f} million tokens an arm in {first.steps} steps "
+        f"{first.parameters / 1e6:.0f} million parameters, {max(r.header.quantized for r in results) / 1e6:.0f} "
+        f"million of them quantized; {first.steps * first.batch_tokens / 1e6:.1f} million tokens an arm in {first.steps} steps "
         f"of {first.batch_tokens:,}; {first.training_bytes / 1e6:.0f} MB of text for training, "
         f"{first.held_out_bytes / 1e6:.1f} MB held out. "
     )
     paragraphs = [shape + where_measured(" and ".join(gpus), first.machine)]
     if (ASSETS / f"parity_{size}.png").exists():
         paragraphs.append(f"![Held-out loss and its distance from bfloat16 over tokens](../assets/parity_{size}.png)")
-    products = [
-        (r.header.arm, ", ".join(sorted(r.header.products)))
-        for r in results
-        if r.header.seed == 0 and r.header.products
-    ]
+    products = [(r.header.arm, ", ".join(sorted(r.header.products))) for r in results if not r.header.seed]
     verdicts = [verdict for verdict in (t.verdict(results) for t in TARGETS) if verdict[2]]
     paragraphs += [
         table(", ".join(HEADER), lines(results)),
         table(", ".join(VERDICT_HEADER), verdicts),
         "The products of a block, by the kernel that ran:",
-        table("arm, products", products),
+        table("arm, products", [row for row in products if row[1]]),
     ]
     return "\n\n".join(paragraphs)
 
