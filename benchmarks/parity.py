@@ -97,8 +97,8 @@ class Task:
 # ---------------------------------------------------------------------------------------------- one run
 
 
-def train(task: Task, study: Study, text: corpus.Corpus, digest: str) -> bool:
-    """Train one arm to the end or until ``study.end``; whether it is finished.
+def train(task: Task, study: Study, text: corpus.Corpus, digest: str) -> None:
+    """Train one arm to the end or until ``study.end``.
 
     Raises ValueError if there is a record, or a checkpoint, of a run with other settings.
     """
@@ -108,7 +108,7 @@ def train(task: Task, study: Study, text: corpus.Corpus, digest: str) -> bool:
         raise ValueError(f"{path} is of {before.header.steps} steps on another text or length; name another --results")
     if before is not None and before.finished:
         say(task, f"has its {study.steps} steps already")
-        return True
+        return
     arm = ARMS[task.arm]
     settings = Settings(task.arm, False, study.size, task.seed, study.device, digest, study.steps)
     run = ArmRun.with_recipe(settings, None if arm.recipe is None else arm.recipe())
@@ -134,7 +134,7 @@ def train(task: Task, study: Study, text: corpus.Corpus, digest: str) -> bool:
             if checkpoint is not None:
                 run.save(checkpoint)
             say(task, f"stops at step {run.done}")
-            return False
+            return
         first, began = points[-1].step, time.perf_counter()
         while run.done < min(first - first % study.every + study.every, study.steps):
             run.update(text.training)
@@ -145,7 +145,6 @@ def train(task: Task, study: Study, text: corpus.Corpus, digest: str) -> bool:
         points.append(Point(run.done, tokens, math.fsum(losses) / len(losses), run.held_out[-1][1], seconds))
         append(path, points[-1])
         say(task, progress(points, study))
-    return True
 
 
 def first_step(run: Run, training: Tensor) -> dict[str, int]:
@@ -184,20 +183,17 @@ def say(task: Task, what: str) -> None:
 # ---------------------------------------------------------------------------------------------- all runs
 
 
-def work(index: int, study: Study, text: corpus.Corpus, tasks: Any, unfinished: Any) -> None:
-    """Take tasks until None comes; put those that are not finished. One process for each device."""
+def work(index: int, study: Study, text: corpus.Corpus, tasks: Any) -> None:
+    """Take tasks until None comes. One process for each device."""
     if study.device == "cuda":
         torch.cuda.set_device(index)
     digest = text.digest
     for task in iter(tasks.get, None):
-        finished = False
         if time.monotonic() < study.end:
             try:
-                finished = train(task, study, text, digest)
+                train(task, study, text, digest)
             except Exception:  # one arm that fails leaves the others their time
                 traceback.print_exc()
-        if not finished:
-            unfinished.put(task)
         gc.collect()
         if study.device == "cuda":
             torch._dynamo.reset()  # the graphs of an arm do not count towards the next one's limit
@@ -205,24 +201,30 @@ def work(index: int, study: Study, text: corpus.Corpus, tasks: Any, unfinished: 
 
 
 def run_all(study: Study, tasks: Sequence[Task], text: corpus.Corpus, devices: int) -> list[Task]:
-    """Run the tasks, ``devices`` side by side, and return those that are not finished."""
+    """Run the tasks, ``devices`` side by side, and return those that have no finished record of this study."""
     from torch.multiprocessing import get_context
 
     context: Any = get_context("spawn")
-    queue, unfinished = context.Queue(), context.Queue()
+    queue, digest = context.Queue(), text.digest
     for task in [*tasks, *[None] * devices]:
         queue.put(task)
     if devices == 1:
-        work(0, study, text, queue, unfinished)
+        work(0, study, text, queue)
     else:
         text.text.share_memory_()
-        workers = [context.Process(target=work, args=(i, study, text, queue, unfinished)) for i in range(devices)]
+        workers = [context.Process(target=work, args=(i, study, text, queue)) for i in range(devices)]
         for worker in workers:
             worker.start()
         for worker in workers:
             worker.join()
-    unfinished.put(None)
-    return list(iter(unfinished.get, None))
+    return [task for task in tasks if not is_finished(task, study, digest)]
+
+
+def is_finished(task: Task, study: Study, digest: str) -> bool:
+    """Whether the run has a finished record of this study."""
+    path = path_of(study.results, study.size, task.arm, task.seed)
+    found = read(path) if path.exists() else None
+    return found is not None and found.finished and (found.header.steps, found.header.text) == (study.steps, digest)
 
 
 def number(text: str) -> int:

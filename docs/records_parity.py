@@ -25,8 +25,8 @@ def _study(size: str) -> str:
     gpus = Counter(result.header.machine["gpu"] or result.header.machine["cpu"] for result in results)
     shape = (
         f"{first.parameters / 1e6:.0f} million parameters, {max(r.header.quantized for r in results) / 1e6:.0f} "
-        f"million of them quantized; {first.steps * first.batch_tokens / 1e6:.1f} million tokens an arm in {first.steps} steps "
-        f"of {first.batch_tokens:,}; {first.training_bytes / 1e6:.0f} MB of text for training, "
+        f"million of them quantized; {first.steps * first.batch_tokens / 1e6:.1f} million tokens an arm in "
+        f"{first.steps} steps of {first.batch_tokens:,}; {first.training_bytes / 1e6:.0f} MB of text for training, "
         f"{first.held_out_bytes / 1e6:.1f} MB held out. "
     )
     paragraphs = [shape + where_measured(" and ".join(gpus), first.machine)]
