@@ -10,7 +10,7 @@ import torch
 from benchmarks import corpus, parity, parity_plot, parity_targets
 from benchmarks import parity_record as record
 from benchmarks.parity_arms import ARMS, BASE
-from docs import records_parity
+from docs import records_studies
 from examples.gpt import GPT, SIZES
 
 
@@ -230,8 +230,8 @@ def recorded(tmp_path, monkeypatch):
         }
         header = replace(one.header, size="large", machine=machine, products={"fprop by fp8_rows": 4})
         record.start(record.path_of(tmp_path / "parity", "large", header.arm, header.seed), header, one.points)
-    monkeypatch.setattr(records_parity, "RESULTS", tmp_path)
-    monkeypatch.setattr(records_parity, "ASSETS", tmp_path)
+    monkeypatch.setattr(records_studies, "RESULTS", tmp_path)
+    monkeypatch.setattr(records_studies, "ASSETS", tmp_path)
     return tmp_path
 
 
@@ -247,23 +247,23 @@ def test_the_picture_shows_each_seed_and_the_distance(recorded):
 
 
 def test_the_page_has_the_tables_or_says_that_there_are_none(recorded):
-    text = records_parity.parity_large()
+    text = records_studies.parity_large()
     assert "a GPU, Python 3.12, torch 2.11; 2026-01-02." in text and "| nvfp4 | fprop by fp8_rows |" not in text
     assert "| mxfp8 | fprop by fp8_rows |" in text and "| NVFP4, distance from bf16 [%] | <= 1.00 |" in text
     assert "](../assets/parity_large.png)" not in text
     (recorded / "parity_large.png").write_bytes(b"")
-    assert "](../assets/parity_large.png)" in records_parity.parity_large()
-    assert records_parity.parity_medium().startswith("Not recorded yet: `python -m benchmarks.parity --size medium")
+    assert "](../assets/parity_large.png)" in records_studies.parity_large()
+    assert records_studies.parity_medium().startswith("Not recorded yet: `python -m benchmarks.parity --size medium")
 
 
-@pytest.mark.parametrize("command", records_parity.COMMANDS.values())
+@pytest.mark.parametrize("command", records_studies.COMMANDS.values())
 def test_the_commands_of_the_page_are_commands(command):
     assert parity.parsed(command.split()[3:]).tasks
 
 
 @pytest.mark.parametrize("size", parity_plot.SIZES)
 def test_the_picture_of_the_documentation_is_current(size):
-    picture = records_parity.ASSETS / f"parity_{size}.png"
+    picture = records_studies.ASSETS / f"parity_{size}.png"
     found = record.read_all(record.RESULTS, size)
     assert bool(found) == picture.exists(), "draw the records: python -m benchmarks.plots"
     if found:

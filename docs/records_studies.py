@@ -1,4 +1,4 @@
-"""What ``benchmarks.parity`` recorded, as text and tables of the documentation."""
+"""What ``benchmarks.parity`` recorded and ``benchmarks.scale`` calculates, as text and tables of the documentation."""
 
 from __future__ import annotations
 
@@ -51,3 +51,33 @@ def parity_large() -> str:
 def parity_medium() -> str:
     """The study of the medium size."""
     return _study("medium")
+
+
+def _scale(header: list[str], lines: list[list[str]]) -> str:
+    names = ", ".join(name.replace(",", ";") for name in header)
+    return table(names, lines)
+
+
+def scale_check() -> str:
+    """The formulas of ``benchmarks.scale`` beside a measurement."""
+    from benchmarks import scale
+
+    return _scale(scale.CHECK_HEADER, scale.check_lines())
+
+
+def scale_layouts() -> str:
+    """Its table of models and layouts."""
+    from benchmarks import scale
+
+    return _scale(scale.HEADER, scale.lines())
+
+
+def scale_formats() -> str:
+    """Its table of formats."""
+    from benchmarks import scale
+
+    return _scale(scale.FORMAT_HEADER, scale.format_lines())
+
+
+STUDIES = (parity_large, parity_medium, scale_check, scale_layouts, scale_formats)
+"""The tables of these pages."""
