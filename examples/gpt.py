@@ -44,6 +44,12 @@ SIZES = {
 ``medium`` (26) and ``large`` (127)."""
 
 
+def narrow(x: Tensor) -> Tensor:
+    """``x`` in the dtype of torch.autocast, in which a norm gives float32: half the bytes for the cast that follows."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+
+
 class Block(nn.Module):
     """A transformer layer with pre-norm."""
 
@@ -60,10 +66,10 @@ class Block(nn.Module):
         """(batch, time, width) to the same shape."""
         batch, time, width = x.shape
         each = (batch, time, -1, 3, width // self.heads)  # all heads, or those of this rank
-        q, k, v = self.qkv(self.norm1(x)).view(each).permute(3, 0, 2, 1, 4)
+        q, k, v = self.qkv(narrow(self.norm1(x))).view(each).permute(3, 0, 2, 1, 4)
         heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.projection(heads.transpose(1, 2).flatten(2))
-        out: Tensor = x + self.down(F.gelu(self.up(self.norm2(x))))
+        out: Tensor = x + self.down(F.gelu(self.up(narrow(self.norm2(x)))))
         return out
 
 
