@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from .distributed import checkpoint
     from .distributed import tensor_parallel as parallel
     from .integrations.kv_cache import KVCache
+    from .report.monitor import monitor
     from .report.tune_model import tune
     from .te.general_gemm import general_gemm, get_workspace
     from .te.quantizer_base import DType, Quantizer
@@ -148,6 +149,7 @@ __all__ = [
     "inference_options",
     "kernels",
     "model_size",
+    "monitor",
     "nn",
     "optim",
     "parallel",
@@ -177,6 +179,7 @@ _LAZY = {
     "distributed.tensor_parallel": ("parallel",),
     "integrations.kv_cache": ("KVCache",),
     "nn": ("nn",),
+    "report.monitor": ("monitor",),
     "report.tune_model": ("tune",),
     "te.general_gemm": ("general_gemm", "get_workspace"),
     "te.quantizer_base": ("DType", "Quantizer"),
