@@ -61,8 +61,7 @@ if TYPE_CHECKING:
     from .calibration.smoothing import AWQ, SmoothQuant
     from .compile.inference_options import inference_options
     from .convert.mxfp8 import MXFP8Config, MXFP8Linear, to_mxfp8
-    from .distributed import checkpoint
-    from .distributed import tensor_parallel as parallel
+    from .distributed import checkpoint, parallel
     from .integrations.kv_cache import KVCache
     from .report.monitor import monitor
     from .report.tune_model import tune
@@ -176,7 +175,7 @@ _LAZY = {
     "compile.inference_options": ("inference_options",),
     "convert.mxfp8": ("MXFP8Config", "MXFP8Linear", "to_mxfp8"),
     "distributed.checkpoint": ("checkpoint",),
-    "distributed.tensor_parallel": ("parallel",),
+    "distributed.parallel": ("parallel",),
     "integrations.kv_cache": ("KVCache",),
     "nn": ("nn",),
     "report.monitor": ("monitor",),
