@@ -90,8 +90,8 @@ class LaunchConfig(NamedTuple):
     """whether the blocks of a wgmma cluster send their sums through distributed shared memory by the copy engine;
     otherwise each block reads the sums of the others"""
     float8: bool = False
-    """wgmma: whether weights and activations are multiplied as E4M3 under one power of two for each row (``wgmma_fp8``);
-    the activations are cast"""
+    """wgmma: whether weights and activations, which are cast, are multiplied as E4M3 under the scales of their rows
+    (``wgmma_fp8``)"""
 
     @property
     def kind(self) -> str:

@@ -1,4 +1,4 @@
-"""Products of E4M3 codes under the scales of rows, on a CUDA device: the bound of ``fp8_rows``, and a captured graph."""
+"""Products of E4M3 codes under the scales of rows, on a CUDA device: the bound of ``fp8_rows``, a captured graph."""
 
 import pytest
 import torch

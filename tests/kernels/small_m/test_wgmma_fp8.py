@@ -1,4 +1,4 @@
-"""Products of E4M3 codes under the scales of rows: the CUDA sources, run on the CPU, within the bound of ``fp8_rows``."""
+"""Products of E4M3 codes under the scales of rows: the CUDA sources on the CPU, within the bound of ``fp8_rows``."""
 
 import pytest
 import torch
