@@ -50,8 +50,8 @@ def scratch_of(config: LaunchConfig, rows: int, k: int, cast: Cast | None, block
     counted = blocks[0] * blocks[1] if config.reduce_global else 0
     sums = 4 * counted * config.split * config.rows * config.cols
     starts = [0]
-    blocks = rows * width // 32 if config.float8 else 4 * maxima
-    for size in ((2 - config.float8) * stored_rows * width, 4 * rows + blocks, 4 * counted, sums):
+    of_blocks = rows * width // 32 if config.float8 else 4 * maxima
+    for size in ((2 - config.float8) * stored_rows * width, 4 * rows + of_blocks, 4 * counted, sums):
         starts.append(starts[-1] + -(-size // ALIGNMENT) * ALIGNMENT)
     _, scale, counters, partial_sums, end = starts
     return Scratch(end, scale, counters, partial_sums, width, maxima, counted)
