@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._functorch.config
 from torch import Tensor
 
 import mxtensor as mx
@@ -187,6 +188,7 @@ def work(index: int, study: Study, text: corpus.Corpus, tasks: Any) -> None:
     """Take tasks until None comes. One process for each device."""
     if study.device == "cuda":
         torch.cuda.set_device(index)
+    torch._functorch.config.enable_autograd_cache = False  # explain() sees no product of a graph from that cache
     digest = text.digest
     for task in iter(tasks.get, None):
         if time.monotonic() < study.end:
