@@ -42,11 +42,17 @@ WINDOWS = {"documentation": 6, "novel": 4}
 """Windows of each text that are predicted."""
 FORMATS = ("nvfp4-weight-only", "mxfp4-weight-only", "mxfp4")
 METHODS: dict[str, Any] = {
-    "nearest": None, "mse": "mse", "smooth": "smooth", "gptq": "gptq", "gptq cast": mx.GPTQ(correct="cast"),
-    "smooth+gptq": ["smooth", "gptq"], "smooth+gptq cast": ["smooth", mx.GPTQ(correct="cast")],
+    "nearest": None, "mse": "mse", "bias": "bias", "smooth": "smooth", "awq": "awq", "awq+mse": ["awq", "mse"],
+    "gptq": "gptq", "gptq+bias": ["gptq", "bias"], "gptq cast": mx.GPTQ(correct="cast"),
+    "smooth+gptq": ["smooth", "gptq"], "awq+gptq": ["awq", "gptq"],
+    "smooth+gptq cast": ["smooth", mx.GPTQ(correct="cast")],
+    "smooth+gptq cast+bias": ["smooth", mx.GPTQ(correct="cast"), "bias"],
     "smooth+gptq cast 0.2": ["smooth", mx.GPTQ(damping=0.2, correct="cast")],
+    "nearest, head": None, "gptq, head": "gptq",
 }  # fmt: skip
 """What ``mx.calibrate`` takes; None is ``mx.quantize_``."""
+HEAD = ", head"
+"""The end of the names of methods that quantize the head, and the embedding that shares its weight, too."""
 BATCH = 8
 """Sequences of a batch of calibration."""
 
@@ -101,12 +107,12 @@ class Measure:
 
     def row(self, format: str, method: str, data: Sequence[Tensor]) -> Row:
         """Quantize a copy of the model, and measure it."""
-        small = copy.deepcopy(self.model)
+        small, head = copy.deepcopy(self.model), method.endswith(HEAD)
         begin = time.perf_counter()
         if METHODS[method] is None:
-            mx.quantize_(small, format)
+            mx.quantize_(small, format, include_head=head)
         else:
-            mx.calibrate(small, data, format, METHODS[method])
+            mx.calibrate(small, data, format, METHODS[method], include_head=head)
         seconds = time.perf_counter() - begin
         return Row(format, method, mx.model_size(small).bits, seconds, self.quality(small))
 
@@ -125,13 +131,14 @@ HEADER = [
 
 def cells(rows: Sequence[Row]) -> list[list[str]]:
     """A line for each row, with the share of the KL of rounding to nearest that is gone."""
-    nearest = {(row.format, name): q.kl for row in rows if row.method == "nearest" for name, q in row.quality.items()}
+    found = {(row.format, row.method): row.quality for row in rows}
     lines = []
     for row in rows:
         line = [row.format, row.method, f"{row.bits:.2f}", f"{row.seconds:.0f}"]
+        base = f"nearest{HEAD}" if row.method.endswith(HEAD) else "nearest"
         for name, q in row.quality.items():
-            base = nearest.get((row.format, name))
-            gone = "" if base is None or row.method == "nearest" else f"{1 - q.kl / base:.0%}"
+            nearest = found.get((row.format, base))
+            gone = "" if nearest is None or row.method == base else f"{1 - q.kl / nearest[name].kl:.0%}"
             line += [f"{q.perplexity:.2f}", f"{q.kl:.4f} +- {q.kl_error:.4f}", gone]
         lines.append(line)
     return lines

@@ -1,11 +1,12 @@
 """Quantization-aware training: SmolLM2 with rounded weights learns to predict what it predicted before.
 
     python -m examples.qat --format mxfp4-weight-only --minutes 20
+    python -m examples.qat --device cuda --minutes 5 --batch 64 --sampled 8192 --text-tokens 16000000
 
-Needs the weights of SmolLM2 (see ``examples.smollm2``). The student starts from weights that GPTQ has rounded, and
-trains in the format (``QATConfig``, step "prepare"); the teacher is the same model, unquantized. Both read
-documentation of Python's modules, and text that the teacher has written. The student is measured on other modules'
-documentation and on a novel.
+Needs the weights of SmolLM2 (see ``examples.smollm2``), or another model as ``--model``. The student starts from
+weights that GPTQ has rounded, and trains in the format (``QATConfig``, step "prepare"); the teacher is the same model,
+unquantized. Both read documentation of Python's modules and other text of installed packages, and text that the teacher
+has written (``examples.qat_text``). The student is measured on other modules' documentation and on a novel.
 """
 
 from __future__ import annotations
@@ -13,135 +14,33 @@ from __future__ import annotations
 import argparse
 import copy
 import logging
-import math
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mxtensor as mx
-from benchmarks import calibration
-from examples import smollm2
+from benchmarks import calibration, harness
+from examples import distill, qat_text, smollm2
 from examples.minilm import columns
 from mxtensor.numerics.formats import E8M0
 from mxtensor.report import quality
 
-MODULES = (
-    *calibration.CALIBRATION, "ast", "calendar", "configparser", "csv", "ctypes", "datetime", "difflib", "doctest",
-    "enum", "fractions", "ftplib", "functools", "gettext", "gzip", "heapq", "html.parser", "imaplib", "inspect",
-    "ipaddress", "itertools", "locale", "mailbox", "multiprocessing", "optparse", "os", "pathlib", "pdb", "pickle",
-    "platform", "pprint", "queue", "re", "sched", "selectors", "shelve", "shlex", "shutil", "smtplib", "socket",
-    "sqlite3", "ssl", "string", "tarfile", "tempfile", "textwrap", "threading", "timeit", "tkinter", "trace",
-    "traceback", "turtle", "types", "urllib.request", "uuid", "warnings", "wave", "weakref", "xml.dom.minidom",
-    "zipfile",
-)  # fmt: skip
-"""Modules whose documentation trains; none that is measured."""
-TOKENS = 128
-"""Tokens whose logits are in memory at once."""
 
+@dataclass
+class Row:
+    """The model after one stage."""
 
-def training_rows(model: Any, tokenizer: Any, sampled: int, seed: int = 0) -> Tensor:
-    """Rows of token ids, (rows, quality.WINDOW), in random order: documentation, and ``sampled`` rows of the model."""
-    rows = [quality.windows(tokenizer, _documentation())]
-    if sampled:
-        rows += mx.sampled_data(model, sampled, quality.WINDOW, seed=seed)
-    every = torch.cat(rows)
-    return every[torch.randperm(len(every), generator=torch.Generator().manual_seed(seed))]
-
-
-def _documentation() -> str:
-    pages = []
-    for name in MODULES:
-        try:
-            pages.append(calibration.documentation((name,)))
-        except ImportError:  # a Python without tkinter or sqlite3
-            continue
-    return "\n".join(pages)
-
-
-class _Divergence(torch.autograd.Function):
-    """The KL divergence of the predictions of two hidden states, a part of the tokens at a time.
-
-    Logits are as large as the whole model here. They are made, used for the loss and for its gradient
-    (softmax - teacher's softmax), and forgotten.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, teacher: Tensor, head: Tensor) -> Tensor:
-        total, gradient = hidden.new_zeros((), dtype=torch.float32), torch.empty_like(hidden)
-        for begin in range(0, len(hidden), TOKENS):
-            rows = slice(begin, begin + TOKENS)
-            q, p = (F.linear(h[rows], head).float().log_softmax(-1) for h in (hidden, teacher))
-            p_exp = p.exp()
-            total += (p_exp * p.sub_(q)).sum()
-            gradient[rows] = (q.exp_().sub_(p_exp)).to(head.dtype) @ head
-        ctx.save_for_backward(gradient.div_(len(hidden)))
-        return total / len(hidden)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (gradient,) = ctx.saved_tensors
-        return gradient * grad, None, None
-
-
-def divergence(hidden: Tensor, teacher: Tensor, head: Tensor) -> Tensor:
-    """The mean KL divergence, in nats, of softmax(hidden head^T) from softmax(teacher head^T).
-
-    ``hidden``, ``teacher``: (tokens, columns); ``head``: (classes, columns), which is not trained.
-    """
-    out: Tensor = _Divergence.apply(hidden, teacher, head)
-    return out
-
-
-def hidden_states(model: Any, rows: Tensor) -> Tensor:
-    """What the head of a language model reads for rows of token ids, (rows * window, columns)."""
-    out: Tensor = model.model(input_ids=rows, use_cache=False).last_hidden_state.flatten(0, 1)
-    return out
-
-
-class Distiller:
-    """Trains the linear layers of a student to predict as the teacher does, with products in bfloat16."""
-
-    def __init__(self, student: Any, teacher: Any, rate: float) -> None:
-        self.student, self.teacher, self.rate = student, teacher, rate
-        self.head = teacher.lm_head.weight.detach().bfloat16()
-        self.weights = [layer.weight for layer in mx_layers(student)]
-        for weight in self.weights:
-            weight.requires_grad_()
-        self.optimizer = torch.optim.AdamW(self.weights, lr=rate, betas=(0.9, 0.99), weight_decay=0.0, fused=True)
-
-    def step(self, rows: Tensor, done: float) -> float:
-        """One step on rows of token ids; returns the divergence before it. ``done``: the share of training, 0 to 1.
-
-        The rate of learning rises for a tenth of training, and falls like a cosine.
-        """
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.rate * min(10 * done + 0.02, 0.5 + 0.5 * math.cos(math.pi * done))
-        with torch.autocast(rows.device.type, torch.bfloat16):
-            with torch.no_grad():
-                expected = hidden_states(self.teacher, rows).bfloat16()
-            found = hidden_states(self.student, rows).bfloat16()
-        loss = divergence(found, expected, self.head)
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss.item()
-
-
-def mx_layers(model: nn.Module) -> list[mx.FakeQuantizedLinear]:
-    """The prepared layers of a model."""
-    return [module for module in model.modules() if isinstance(module, mx.FakeQuantizedLinear)]
-
-
-def endless(rows: Tensor, batch: int, seed: int = 0) -> Iterator[Tensor]:
-    """Batches of rows, each epoch in another order."""
-    generator = torch.Generator().manual_seed(seed)
-    while True:
-        yield from (rows[index] for index in torch.randperm(len(rows), generator=generator).split(batch))
+    weights: str
+    seconds: float
+    """Of the stage: wall time, on a CPU the time of all threads for training."""
+    quality: dict[str, quality.Quality]
+    """By text."""
 
 
 def start(model: Any, data: Sequence[Tensor], format: str, method: Any) -> Any:
@@ -194,68 +93,133 @@ def nearest_that_rounds(original: Tensor, rounded: Tensor, cast: mx.Cast, halvin
     return torch.where(of_block(same(found), largest=False), found, 0.99 * rounded)
 
 
-def train(student: Any, teacher: Any, rows: Tensor, seconds: float, batch: int, rate: float, every: int = 5) -> int:
-    """Train until ``seconds`` of CPU time of the process have passed, or until Ctrl-C; returns the number of steps."""
-    batches, distiller, losses = endless(rows, batch), Distiller(student, teacher, rate), []
-    begin = time.process_time()
-    try:
-        while (passed := time.process_time() - begin) < seconds:
-            losses.append(distiller.step(next(batches), passed / seconds))
-            if len(losses) % every == 0:
-                recent = sum(losses[-every:]) / every
-                print(f"step {len(losses)}, {passed / seconds:.0%} of the time: KL {recent:.4f}", flush=True)
-    except KeyboardInterrupt:
-        print(f"stopped after {len(losses)} steps")
-    return len(losses)
+def mixed(texts: Tensor, written: Tensor, batch: int, seed: int = 0) -> Iterator[Tensor]:
+    """Endless batches of ``batch`` rows: half of texts, half written by the model; if one is empty, of the other."""
+    if not len(written) or not len(texts):
+        yield from distill.endless(texts if len(texts) else written, batch, seed)
+    both = (distill.endless(rows, batch // 2, seed) for rows in (texts, written))
+    for pair in zip(*both, strict=True):
+        yield torch.cat(pair)
+
+
+def data_of(args: argparse.Namespace, teacher: Any, tokenizer: Any) -> tuple[Tensor, Tensor]:
+    """(rows of texts, rows that the model wrote), in random order."""
+    texts = chain(qat_text.documentation(), qat_text.files())
+    rows = qat_text.rows_of(tokenizer, texts, args.window, args.text_tokens)
+    rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))]
+    if not args.sampled:
+        return rows, rows[:0]
+    writer = copy.deepcopy(teacher).bfloat16() if args.device != "cpu" else teacher
+    at_once = qat_text.AT_ONCE if args.device == "cpu" else 2048
+    return rows, qat_text.sampled(writer, args.sampled, args.window, rows[:, 0], at_once)
+
+
+def evaluation_rows(args: argparse.Namespace, tokenizer: Any) -> dict[str, Tensor]:
+    """The tokens that are measured, of ``--texts`` if that file exists; else it is written."""
+    if args.texts is not None and args.texts.exists():
+        rows: dict[str, Tensor] = torch.load(args.texts)
+        return rows
+    rows = calibration.evaluation_rows(tokenizer)
+    if args.texts is not None:
+        torch.save(
+            {name: tokens.clone() for name, tokens in rows.items()}, args.texts
+        )  # a view saves its whole storage
+    return rows
+
+
+def parser() -> argparse.ArgumentParser:
+    """The arguments."""
+    made = argparse.ArgumentParser(prog="python -m examples.qat", description=(__doc__ or "").partition("\n")[0])
+    add = made.add_argument
+    add("--model", type=Path, help="a GGUF file, or a folder of transformers (SmolLM2)")
+    add("--format", default="mxfp4-weight-only", help="what quantize_ takes (%(default)s)")
+    add("--minutes", type=float, default=20.0, help="of training, on --threads cores (20)")
+    add("--device", default="cpu", help="cpu or cuda (cpu)")
+    add("--threads", type=int, default=2, help="of the CPU (2)")
+    add("--batch", type=int, default=4, help="rows in a step (4)")
+    add("--window", type=int, default=quality.WINDOW, help=f"tokens in a row ({quality.WINDOW})")
+    add("--rate", type=float, default=1e-4, help="of learning, at its largest (1e-4)")
+    add("--compile", action="store_true", help="compile the blocks of both models")
+    add("--text-tokens", type=int, default=500_000, help="of documentation and other text (500000)")
+    add("--sampled", type=int, default=128, help="rows that the model writes (128)")
+    add("--calibration", type=int, default=32, help="rows that calibrate (32); 0: start from the unquantized weights")
+    add("--cache", type=Path, help="a file for the rows and the calibrated weights, which take minutes to make")
+    add("--texts", type=Path, help="a file of the tokens that are measured; made if it does not exist")
+    add("--every", type=int, default=5, help="steps between two lines of progress (5)")
+    add("--json", type=Path, help="the record")
+    return made
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Round, calibrate, train; print the quality of each."""
-    parser = argparse.ArgumentParser(prog="python -m examples.qat", description=(__doc__ or "").partition("\n")[0])
-    add = parser.add_argument
-    add("--format", default="mxfp4-weight-only", help="what quantize_ takes (%(default)s)")
-    add("--minutes", type=float, default=20.0, help="of training, on --threads cores (20)")
-    add("--threads", type=int, default=2)
-    add("--batch", type=int, default=4, help=f"rows of {quality.WINDOW} tokens in a step (4)")
-    add("--rate", type=float, default=2e-5, help="of learning (2e-5)")
-    add("--sampled", type=int, default=128, help="rows that the model writes (128)")
-    add("--calibration", type=int, default=32, help="rows that calibrate (32); 0: start from the unquantized weights")
-    add("--cache", type=Path, help="a file for the rows and the calibrated weights, which take minutes to make")
-    args = parser.parse_args(argv)
+    args = parser().parse_args(argv)
     torch.set_num_threads(args.threads)
     logging.getLogger("mxtensor").setLevel(logging.ERROR)
-    teacher, tokenizer = smollm2.load_model(torch.float32)
-    measure = calibration.Measure(teacher, calibration.evaluation_rows(tokenizer))
-    method = ["smooth", mx.GPTQ(correct="cast")] if not args.format.endswith("weight-only") else "gptq"
+    teacher, tokenizer = smollm2.load_model(torch.float32, args.model)
+    teacher.to(args.device)
+    measured = {name: rows.to(args.device) for name, rows in evaluation_rows(args, tokenizer).items()}
+    measure = calibration.Measure(teacher, measured)
+    begin = time.perf_counter()
     student: Any = copy.deepcopy(teacher)
     if args.cache is not None and args.cache.exists():
-        rows, state = torch.load(args.cache)
+        texts, written, state = torch.load(args.cache, map_location="cpu")
         student.load_state_dict(state)
+        made = middle = begin
     else:
-        rows = training_rows(teacher, tokenizer, args.sampled)
-        student = start(
-            teacher, list(rows[: args.calibration].split(8)), args.format, method if args.calibration else None
-        )
+        texts, written = data_of(args, teacher, tokenizer)
+        made = time.perf_counter()
+        print(f"{texts.numel():,} tokens of text, {written.numel():,} written: {made - begin:.0f} s", flush=True)
+        if args.calibration:
+            data = [rows.to(args.device) for rows in torch.cat(calibrating(args, texts, written)).split(8)]
+            student = start(teacher, data, args.format, method_of(args.format))
+        middle = time.perf_counter()
         if args.cache is not None:
-            torch.save((rows, student.state_dict()), args.cache)
-    found = {"nearest": measure.quality(mx.quantize_(copy.deepcopy(teacher), args.format))}
-    found["calibrated"] = measure.quality(mx.quantize_(copy.deepcopy(student), args.format))
-    show(found)
+            torch.save((texts, written, student.state_dict()), args.cache)
+    rows = [Row("nearest", 0.0, measure.quality(mx.quantize_(copy.deepcopy(teacher), args.format)))]
+    if args.calibration:
+        calibrated = mx.quantize_(copy.deepcopy(student), args.format)
+        rows.append(Row("calibrated", middle - made, measure.quality(calibrated)))
+    show(rows)
     mx.quantize_(student, mx.QATConfig(args.format, step="prepare"))
-    steps = train(student, teacher, rows, 60 * args.minutes * args.threads, args.batch, args.rate)
+    distiller, batches = distill.Distiller(student, teacher, args.rate, args.compile), mixed(texts, written, args.batch)
+    middle = time.perf_counter()
+    distiller.warm_up(next(batches).to(args.device))
+    compiled = time.perf_counter() - middle
+    print(f"the first pass took {compiled:.0f} s", flush=True)
+    done = distill.train(
+        distiller, batches, 60 * args.minutes * (args.threads if args.device == "cpu" else 1), args.every
+    )
+    student = copy.deepcopy(student)  # a copy is not compiled
     mx.quantize_(student, mx.QATConfig(args.format, step="convert"))
-    found[f"trained, {steps} steps"] = measure.quality(student)
-    show(found)
+    rows.append(Row("trained", done.seconds, measure.quality(student)))
+    show(rows)
+    print(f"{done.steps} steps, {done.tokens:,} tokens in {done.seconds:.0f} s")
+    named = {name: f"{value}" for name, value in vars(args).items()}
+    more = {"text": texts.numel(), "written": written.numel(), "data_seconds": made - begin, "first_pass": compiled}
+    harness.write_json(args.json, rows, arguments=named, training=asdict(done), **more)
 
 
-def show(found: dict[str, dict[str, quality.Quality]]) -> None:
+def calibrating(args: argparse.Namespace, texts: Tensor, written: Tensor) -> list[Tensor]:
+    """The rows that calibrate: half of texts, half written, as far as there are as many."""
+    half = min(args.calibration // 2, len(written))
+    return [texts[: args.calibration - half], written[:half]]
+
+
+def method_of(format: str) -> Any:
+    """The best method of calibration for a format (docs/guide/calibration.md)."""
+    return "gptq" if format.endswith("weight-only") else ["smooth", mx.GPTQ(correct="cast")]
+
+
+def show(rows: Sequence[Row]) -> None:
     """Print perplexity and KL by text."""
-    texts = list(next(iter(found.values())))
+    texts = list(rows[0].quality)
     lines = [
-        [name, *(cell for text in texts for cell in (f"{q[text].perplexity:.2f}", f"{q[text].kl:.4f}"))]
-        for name, q in found.items()
-    ]
-    print(columns(["weights", *(f"{text}: {figure}" for text in texts for figure in ("perplexity", "KL"))], lines))
+        [row.weights, f"{row.seconds:.0f}",
+         *(cell for text in texts for cell in (f"{row.quality[text].perplexity:.2f}", f"{row.quality[text].kl:.4f}"))]
+        for row in rows
+    ]  # fmt: skip
+    figures = (f"{text}: {figure}" for text in texts for figure in ("perplexity", "KL"))
+    print(columns(["weights", "seconds", *figures], lines), flush=True)
 
 
 if __name__ == "__main__":

@@ -39,10 +39,18 @@ def gguf_path() -> Path:
     raise ImportError(f"the demo needs the weights of SmolLM2: {INSTALL}")
 
 
-def load_model(dtype: torch.dtype = torch.bfloat16) -> tuple[Any, Any]:
-    """(model, tokenizer) of transformers, dequantized to ``dtype`` on the CPU."""
-    path = gguf_path()
+def load_model(dtype: torch.dtype = torch.bfloat16, path: Path | None = None) -> tuple[Any, Any]:
+    """(model, tokenizer) of transformers, dequantized to ``dtype`` on the CPU.
+
+    ``path``: another GGUF file, or a folder that transformers reads.
+    """
+    path = gguf_path() if path is None else path
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the package contains all that is read
+    if path.is_dir():
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+        return model.requires_grad_(False), AutoTokenizer.from_pretrained(path)
     try:
         import gguf  # noqa: F401
         import transformers

@@ -53,15 +53,15 @@ from .training.fake_quantized_linear import FakeQuantizedLinear, FakeQuantizer
 
 if TYPE_CHECKING:
     from . import checkpoints, nn
+    from .calibration.bias import BiasCorrection
     from .calibration.calibrate import calibrate
     from .calibration.methods import GPTQ, BestScales
     from .calibration.planner import plan
     from .calibration.sampling import sampled_data
-    from .calibration.smoothing import SmoothQuant
+    from .calibration.smoothing import AWQ, SmoothQuant
     from .compile.inference_options import inference_options
     from .convert.mxfp8 import MXFP8Config, MXFP8Linear, to_mxfp8
-    from .distributed import checkpoint
-    from .distributed import tensor_parallel as parallel
+    from .distributed import checkpoint, parallel
     from .integrations.kv_cache import KVCache
     from .report.monitor import monitor
     from .report.tune_model import tune
@@ -85,11 +85,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AWQ",
     "DTYPE_FP6_E2M3",
     "DTYPE_FP6_E3M2",
     "FORMATS",
     "GPTQ",
     "BestScales",
+    "BiasCorrection",
     "Cast",
     "CastConfig",
     "DType",
@@ -164,15 +166,16 @@ __all__ = [
 
 _LAZY = {
     "calibration.calibrate": ("calibrate",),
+    "calibration.bias": ("BiasCorrection",),
     "calibration.methods": ("BestScales", "GPTQ"),
     "calibration.planner": ("plan",),
     "calibration.sampling": ("sampled_data",),
-    "calibration.smoothing": ("SmoothQuant",),
+    "calibration.smoothing": ("AWQ", "SmoothQuant"),
     "checkpoints": ("checkpoints",),
     "compile.inference_options": ("inference_options",),
     "convert.mxfp8": ("MXFP8Config", "MXFP8Linear", "to_mxfp8"),
     "distributed.checkpoint": ("checkpoint",),
-    "distributed.tensor_parallel": ("parallel",),
+    "distributed.parallel": ("parallel",),
     "integrations.kv_cache": ("KVCache",),
     "nn": ("nn",),
     "report.monitor": ("monitor",),

@@ -75,14 +75,18 @@ class Stream:
             out = block(*call.args, **call.kwargs)
         return out[0] if isinstance(out, tuple) else out
 
-    def finish(self, batch: int, state: Tensor) -> Any:
-        """The output of the model for this output of the last of several blocks, with a graph from ``state`` on."""
+    def finish(self, batch: int, state: Tensor, gradient: bool = True) -> Any:
+        """The output of the model for this output of the last of several blocks.
+
+        ``gradient``: with a graph for autograd, from ``state`` on.
+        """
 
         def replaced(module: nn.Module, args: Any, out: Any) -> Any:
             return (state, *out[1:]) if isinstance(out, tuple) else state
 
         call = self._batches[batch]
-        with torch.enable_grad(), _as_in_use(self._model), self._blocks[-1].register_forward_hook(replaced):
+        hook = self._blocks[-1].register_forward_hook(replaced)
+        with torch.set_grad_enabled(gradient), _as_in_use(self._model), hook:
             return self._model(*call.args, **call.kwargs)
 
     def _record(self, model: nn.Module, calls: list[Call]) -> list[list[Call]] | None:

@@ -23,7 +23,7 @@ from ..tensor.mxtensor import MXTensor
 from ..training.training_weight import values_of
 from .blocks import Stream
 from .edits import Edit, in_place, restore
-from .methods import Step, Steps, correction, steps_of
+from .methods import Step, Steps, steps_of
 from .one_block import placed, quantized_block, weight_of
 from .state import State
 
@@ -45,14 +45,16 @@ def calibrate(
 
     ``data``: batches, each the argument of the model (such as ``input_ids``, (sequences, tokens)), a tuple of
     arguments, or a dict of them by name. A hundred sequences of a few hundred tokens of the kind that the model will
-    read are enough for most. ``format``, ``filter_fn`` and ``include_head``: as in ``quantize_``. ``method``: "smooth",
-    "gptq", "mse", an object ``SmoothQuant``, ``GPTQ`` or ``BestScales`` with other settings, or a list of them with at
-    most one that rounds, the last; without one, weights are rounded to nearest.
+    read are enough for most. ``format``, ``filter_fn`` and ``include_head``: as in ``quantize_``. ``method``: the name
+    of one, an object with other settings, or a list of them: first those that scale channels, "smooth" and "awq"
+    (``SmoothQuant``, ``AWQ``), then at most one that rounds, "gptq" or "mse" (``GPTQ``, ``BestScales``; without one,
+    weights are rounded to nearest), then "bias" (``BiasCorrection``).
 
     The model runs block by block: memory holds the inputs of one block for all data, and the moments of one block's
-    layers. Layers outside of the blocks, embeddings and stacked experts are rounded to nearest, as ``quantize_`` does.
-    All weights are replaced at the end; if this raises or is interrupted, the model is as it was. With ``state``, a
-    folder, each finished block is saved there, and the same call continues after the last one.
+    layers. Layers outside of the blocks, such as a head, are calibrated after the blocks, without scaling of channels.
+    Embeddings and stacked experts are rounded to nearest, as ``quantize_`` does; an embedding that shares the weight of
+    a head gets its codes. All weights are replaced at the end; if this raises or is interrupted, the model is as it
+    was. With ``state``, a folder, each finished block is saved there, and the same call continues after the last one.
 
     Raises what ``quantize_`` raises; ValueError for a recipe that trains, an unknown method, empty data, weights or
     inputs that are not finite, or a state of another calibration. Returns ``model``.
@@ -64,7 +66,9 @@ def calibrate(
         if recipe.trains:
             raise ValueError(f"calibrate quantizes for inference, and {recipe} trains ({weight.fqn}); use quantize_")
     changes = planned(model, chosen)
-    layers = {change.places[0][0]: change for change in changes if _is_calibrated(change)}
+    layers: dict[nn.Module, Change] = {
+        layer: change for change in changes if (layer := _calibrated(change)) is not None
+    }
     for change in layers.values():
         if not values_of(weight_of(change)).isfinite().all():
             raise ValueError(f"calibrate: {change.fqn} has values that are not finite; quantize_ can store them")
@@ -78,8 +82,9 @@ def calibrate(
     originals = [Edit(module, name, getattr(module, name)) for change in changes for module, name in change.places]
     try:
         for module, name, value in _edits(model, done):
-            originals.append(Edit(module, name, getattr(module, name)))
-            setattr(module, name, set_attributes(value, user_attributes(originals[-1].value)))
+            original = getattr(module, name)
+            originals.append(Edit(module, name, original))
+            setattr(module, name, value if original is None else set_attributes(value, user_attributes(original)))
         return convert(model, changes, made)
     except BaseException:
         restore(originals)
@@ -89,28 +94,34 @@ def calibrate(
 def _all_blocks(
     model: nn.Module, stream: Stream, layers: dict[nn.Module, Change], steps: Steps, saved: State | None
 ) -> dict[str, Tensor]:
-    """The new parameters of all blocks by name: MXTensors, and tensors in high precision that a transform made."""
+    """The new parameters of all blocks by name: MXTensors, and tensors in high precision: transformed ones, biases.
+
+    After the blocks come the layers that are in none of them, such as a head, as one more block.
+    """
     names = {module: name for name, module in model.named_modules()}
     every: dict[str, Tensor] = {}
     states, before = list(stream.states), list(stream.states)
-    for index in with_progress(range(len(stream)), "calibrating", "block"):
-        inside = {m: layers[m] for m in stream.block(index).modules() if m in layers}
+    inside = [{m: layers[m] for m in stream.block(i).modules() if m in layers} for i in range(len(stream))]
+    outside = {m: change for m, change in layers.items() if not any(m in block for block in inside)}
+    if outside and len(stream) > 1:
+        inside.append(outside)
+    for index in with_progress(range(len(inside)), "calibrating", "block"):
         done = None if saved is None else saved.load(index)
         if done is None:
             done = {}
             with ExitStack() as edited:
-                for transform in steps.transforms:
-                    edits = transform.edits(stream, index, states, inside)
+                for transform in steps.transforms if index < len(stream) else ():
+                    edits = transform.edits(stream, index, states, inside[index])
                     edited.enter_context(in_place(edits))
                     done |= {f"{names[module]}.{name}": value.detach() for module, name, value in edits}
-                done |= quantized_block(stream, index, states, before, inside, steps.rounding)
+                done |= quantized_block(stream, index, states, before, inside[index], steps)
             if saved is not None:
                 saved.save(index, done)
         every |= done
-        if index + 1 < len(stream):
-            if any(correction(steps.rounding.correct, c.recipe.activation) == "model" for c in layers.values()):
+        if index + 1 < len(inside):
+            if any(steps.before(change.recipe.activation) for change in layers.values()):
                 before = [stream.run(index, batch, x) for batch, x in enumerate(before)]
-            with in_place([*placed(inside.values(), done), *_edits(model, done)]):
+            with in_place([*placed(inside[index].values(), done), *_edits(model, done)]):
                 states = [stream.run(index, batch, x) for batch, x in enumerate(states)]
     return every
 
@@ -125,6 +136,7 @@ def _edits(model: nn.Module, done: Mapping[str, Tensor]) -> list[Edit]:
     return edits
 
 
-def _is_calibrated(change: Change) -> bool:
-    module, name = change.places[0]
-    return isinstance(module, nn.Linear) and name == "weight" and change.orientation is Orientation.ROWWISE
+def _calibrated(change: Change) -> nn.Linear | None:
+    """The layer that multiplies by the rows of the weight; None for an embedding alone and others."""
+    linear = [module for module, name in change.places if isinstance(module, nn.Linear) and name == "weight"]
+    return linear[0] if linear and change.orientation is Orientation.ROWWISE else None

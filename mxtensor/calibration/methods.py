@@ -11,10 +11,11 @@ from ..core.arguments import FLAG, SHARE, TEXT, check, described
 from ..kernels.quantize.select import quantize_operand
 from ..numerics.cast import Cast
 from ..numerics.operand import Operand
+from .bias import BiasCorrection
 from .gptq import corrected, gptq, nearest
 from .moments import Moments
 from .scales import multiples_of
-from .smoothing import SmoothQuant
+from .smoothing import AWQ, Scaling, SmoothQuant
 
 CORRECT = ("auto", "model", "cast", "none")
 """What a weight makes up for: that its input is not that of the model before, that it is rounded, or neither."""
@@ -112,39 +113,47 @@ class GPTQ:
         return gptq(w, upper, cast, multiples)
 
 
-Step = BestScales | GPTQ | SmoothQuant
+Step = BestScales | GPTQ | Scaling | BiasCorrection
 """What a method consists of."""
-METHODS: dict[str, Step] = {"mse": BestScales(), "gptq": GPTQ(), "smooth": SmoothQuant()}
+METHODS: dict[str, Step] = {
+    "mse": BestScales(), "gptq": GPTQ(), "smooth": SmoothQuant(), "awq": AWQ(), "bias": BiasCorrection(),
+}  # fmt: skip
+ORDER: tuple[tuple[type, ...], ...] = ((Scaling,), (BestScales, GPTQ), (BiasCorrection,))
 
 
 class Steps(NamedTuple):
     """What happens to each block."""
 
-    transforms: tuple[SmoothQuant, ...]
+    transforms: tuple[Scaling, ...]
     rounding: Method
+    bias: BiasCorrection | None
+
+    def before(self, activation: Cast | None) -> bool:
+        """Whether a layer that casts its input so is compared with the model before."""
+        return self.bias is not None or correction(self.rounding.correct, activation) == "model"
 
 
 def steps_of(method: Any) -> Steps:
     """The steps with these names, or the objects themselves, one or a list. Raises ValueError or TypeError."""
     steps = [_step(one) for one in (method if isinstance(method, (list, tuple)) else (method,))]
-    rounding = [step for step in steps if not isinstance(step, SmoothQuant)]
-    if len(rounding) > 1 or rounding != steps[len(steps) - len(rounding) :]:
+    places = [next(place for place, kinds in enumerate(ORDER) if isinstance(step, kinds)) for step in steps]
+    if places != sorted(places) or places.count(1) > 1 or places.count(2) > 1:
         raise ValueError(
-            f"calibrate: method is {described(method)}; at most one of its steps rounds (GPTQ, BestScales), and it is "
-            "the last"
+            f"calibrate: method is {described(method)}; steps that scale channels come first, then at most one that "
+            "rounds (GPTQ, BestScales), then 'bias'"
         )
-    transforms = tuple(step for step in steps if isinstance(step, SmoothQuant))
-    return Steps(transforms, rounding[0] if rounding else Nearest())
+    rounding: Any = steps[places.index(1)] if 1 in places else Nearest()
+    bias: Any = steps[-1] if 2 in places else None
+    return Steps(tuple(step for step in steps if isinstance(step, Scaling)), rounding, bias)
 
 
 def _step(method: Any) -> Step:
-    if isinstance(method, (BestScales, GPTQ, SmoothQuant)):
+    if isinstance(method, (BestScales, GPTQ, Scaling, BiasCorrection)):
         return method
     names = ", ".join(map(repr, METHODS))
     if not isinstance(method, str):
         raise TypeError(
-            f"calibrate: method is {described(method)}; pass {names}, an mx.GPTQ, mx.BestScales or mx.SmoothQuant "
-            "object, or a list of them"
+            f"calibrate: method is {described(method)}; pass {names}, an object such as mx.GPTQ(), or a list of them"
         )
     if method not in METHODS:
         raise ValueError(f"calibrate: there is no method {method!r}; choose one of {names}")

@@ -68,6 +68,14 @@ def groups_of(layers: Collection[nn.Module], run: Callable[[], Any]) -> list[Gro
     return [Group(group, len(found[group[0]]) == 1) for group in groups.values()]
 
 
+def as_the_layer_sees(x: Tensor, activation: Cast | None) -> Tensor:
+    """An input (..., cols) as float32 rows, rounded by the cast of a quantized layer."""
+    x = x.detach().reshape(-1, x.shape[-1])
+    if activation is not None and x.numel():
+        x = dequantize_operand(quantize_operand(x, activation), torch.float32)
+    return x.to(torch.float32)
+
+
 class Moments:
     """Sums over the inputs of one layer, in float32, (cols, cols)."""
 
@@ -81,11 +89,9 @@ class Moments:
 
     def add(self, x: Tensor, before: Tensor | None = None) -> None:
         """``x``: (..., cols), an input in the quantized model; ``before``: the same input in the model before."""
-        x = x.detach().reshape(-1, x.shape[-1])
-        before = before.detach().reshape(x.shape) if before is not None and before.numel() == x.numel() else x
-        if self._activation is not None and x.numel():
-            x = dequantize_operand(quantize_operand(x, self._activation), torch.float32)
-        x = x.to(torch.float32)
+        plain = x.detach().reshape(-1, x.shape[-1])
+        before = before.detach().reshape(plain.shape) if before is not None and before.numel() == x.numel() else plain
+        x = as_the_layer_sees(plain, self._activation)
         self._rows += len(x)
         self._second.addmm_(x.T, x)
         if self._cross is not None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,10 @@ from ..convert.quantize import inference_recipe
 from ..numerics.cast import Cast
 from ..tensor.mxtensor import MXTensor
 from ..training.training_weight import values_of
+from .bias import Means
 from .blocks import Stream
 from .edits import Edit, in_place
-from .methods import Method, correction
+from .methods import Steps, correction
 from .moments import Group, Inputs, Moments, groups_of, inputs_of
 
 
@@ -42,61 +43,100 @@ def placed(changes: Iterable[Change], weights: Mapping[str, Tensor]) -> list[Edi
 
 def quantized_block(
     stream: Stream, index: int, states: Sequence[Any], before: Sequence[Any], layers: dict[nn.Module, Change],
-    how: Method,
-) -> dict[str, MXTensor]:  # fmt: skip
-    """The quantized weights of ``layers`` of a block, by name.
+    how: Steps,
+) -> dict[str, Tensor]:  # fmt: skip
+    """The quantized weights of ``layers`` of a block and their new biases, by name.
 
     ``states``: the inputs of the block after the quantized blocks, one for each batch; ``before``: those in the model
-    before quantization.
+    before quantization. The block with the index ``len(stream)`` is what is outside of the blocks.
     """
-    made: dict[str, MXTensor] = {}
-    originals = {change.fqn: weight_of(change) for change in layers.values()}
+    made: dict[str, Tensor] = {}
+    originals = _originals(layers)
 
-    def moments_of(group: Group) -> dict[nn.Module, Moments]:
-        moments, firsts = _moments({layer: layers[layer] for layer in group.layers}, how)
+    def run(batch: int, state: Any) -> Any:
+        return stream.run(index, batch, state) if index < len(stream) else stream.finish(batch, state, gradient=False)
 
-        from_model = {layer for layer in firsts if correction(how.correct, layers[layer].recipe.activation) == "model"}
+    def measured(group: Group) -> dict[nn.Module, _Measured]:
+        found, firsts = _measures({layer: layers[layer] for layer in group.layers}, how)
+        looks = how.rounding.looks or how.bias is not None
+        from_model = {layer for layer in firsts if how.before(layers[layer].recipe.activation)}
 
         def inputs(batch: int, state: Any) -> Inputs:
-            return inputs_of(firsts, lambda: stream.run(index, batch, state), group.once)[0]
+            return inputs_of(firsts, lambda: run(batch, state), group.once)[0]
 
-        for batch, state in enumerate(states if how.looks else ()):
+        for batch, state in enumerate(states if looks else ()):
             now = before_now = inputs(batch, state)
             if from_model and (index or made):
-                with in_place(placed(layers.values(), originals)):
+                with in_place(originals):
                     before_now = inputs(batch, before[batch])
             for layer in firsts:
-                moments[layer].add_calls(now[layer], (before_now if layer in from_model else now)[layer])
-        return moments
+                correct = correction(how.rounding.correct, layers[layer].recipe.activation)
+                earlier = before_now[layer] if correct == "model" else now[layer]
+                found[layer].moments.add_calls(now[layer], earlier)
+                if how.bias is not None:
+                    found[layer].means.add_calls(now[layer], before_now[layer])
+        return found
 
     with ExitStack() as quantized:
-        for group in groups_of(layers, lambda: stream.run(index, 0, states[0])):
-            moments = moments_of(group)
-            done = {layers[layer].fqn: _rounded(layers[layer], how, moments[layer]) for layer in group.layers}
-            made |= done
-            quantized.enter_context(in_place(placed(layers.values(), done)))
+        for group in groups_of(layers, lambda: run(0, states[0])):
+            found = measured(group)
+            for layer in group.layers:
+                done = _quantized(layers[layer], how, found[layer])
+                made |= done
+                quantized.enter_context(in_place([*placed([layers[layer]], done), *_bias_edits(layers[layer], done)]))
     return made
 
 
-def _moments(group: dict[nn.Module, Change], how: Method) -> tuple[dict[nn.Module, Moments], list[nn.Module]]:
-    """The moments of each layer of a group, shared by those with the same cast of the input, and the first of each."""
-    shared: dict[Cast | None, Moments] = {}
+def _originals(layers: Mapping[nn.Module, Change]) -> list[Edit]:
+    """The weights and biases that the layers have now."""
+    found = placed(layers.values(), {change.fqn: weight_of(change) for change in layers.values()})
+    return found + [Edit(m, "bias", m.bias) for m in layers if isinstance(m, nn.Linear)]
+
+
+class _Measured(NamedTuple):
+    """What is known of the inputs of a layer."""
+
+    moments: Moments
+    means: Means
+
+
+def _measures(group: dict[nn.Module, Change], how: Steps) -> tuple[dict[nn.Module, _Measured], list[nn.Module]]:
+    """The measures of each layer of a group, shared by those with the same cast of the input; the first of each."""
+    shared: dict[Cast | None, _Measured] = {}
     firsts = []
     for layer, change in group.items():
         cast = change.recipe.activation
         if cast not in shared:
             w = weight_of(change)
-            shared[cast] = Moments(w.shape[1], w.device, cast, correction(how.correct, cast) != "none")
+            correct = correction(how.rounding.correct, cast) != "none"
+            moments = Moments(w.shape[1], w.device, cast, correct)
+            shared[cast] = _Measured(moments, Means(w.shape[1], w.device, cast))
             firsts.append(layer)
     return {layer: shared[change.recipe.activation] for layer, change in group.items()}, firsts
 
 
-def _rounded(change: Change, how: Method, moments: Moments) -> MXTensor:
-    """The quantized weight, with the recipe that ``quantize_`` would give it."""
+def _quantized(change: Change, how: Steps, found: _Measured) -> dict[str, Tensor]:
+    """The quantized weight, with the recipe that ``quantize_`` would give it, and the corrected bias, by name."""
     weight = values_of(weight_of(change)).detach()
     recipe = inference_recipe([module for module, _ in change.places], change.recipe)
     try:
-        operand = how.operand(weight.to(torch.float32), recipe.stored, moments)
+        operand = how.rounding.operand(weight.to(torch.float32), recipe.stored, found.moments)
     except ValueError as error:
         raise ValueError(f"calibrate: {change.fqn}: {error}") from error
-    return MXTensor(operand, None, recipe, weight.dtype)
+    made = MXTensor(operand, None, recipe, weight.dtype)
+    bias = _bias_name(change, how)
+    if bias is None:
+        return {change.fqn: made}
+    return {change.fqn: made, bias: found.means.corrected(change.places[0][0].bias, weight, made)}  # type: ignore[arg-type]
+
+
+def _bias_name(change: Change, how: Steps) -> str | None:
+    """The name of the bias to correct; None without one. A weight in several places would need several biases."""
+    if how.bias is None or len(change.places) > 1 or (change.places[0][0].bias is None and not how.bias.make):
+        return None
+    return f"{change.fqn.removesuffix('weight')}bias"
+
+
+def _bias_edits(change: Change, done: Mapping[str, Tensor]) -> list[Edit]:
+    value = done.get(f"{change.fqn.removesuffix('weight')}bias")
+    return [] if value is None else [Edit(change.places[0][0], "bias", nn.Parameter(value, requires_grad=False))]

@@ -2,7 +2,7 @@
 
 The output stays: ``(x / s) (w s)^T = x w^T``. What a block of a format has to hold together, in the input and in the
 weight, gets closer to one size. ``s`` is folded into the module before (see :mod:`.pairs`), so that the model has the
-same layers as before and costs no more.
+same layers as before and costs no more. Methods differ in the scales that they try.
 
 Sources: Xiao et al., "SmoothQuant: Accurate and Efficient Post-Training Quantization for Large Language Models", 2022:
 ``s = amax_x^alpha / amax_w^(1 - alpha)``. Lin et al., "AWQ: Activation-aware Weight Quantization", 2023: each ``s`` is
@@ -11,6 +11,7 @@ the one of several with the least error of the quantized output.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..convert.plan import Change
-from ..core.arguments import SHARE, check
+from ..core.arguments import COUNT, SHARE, check
 from ..kernels.quantize.select import dequantize_operand, quantize_operand
 from ..numerics.cast import Cast
 from .blocks import Stream
@@ -35,19 +36,12 @@ TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3, torch.float16: 1e-2, torc
 """The largest relative change of a block's output that rounding of edited weights explains."""
 
 
-@dataclass(frozen=True)
-class SmoothQuant:
-    """``"smooth"``: scales of channels are moved from inputs to weights, before weights are rounded by another method.
+class Scaling(ABC):
+    """A method that moves scales of channels from inputs to weights; each pair takes the best of some scales."""
 
-    ``alpha``: how much of a channel's scale moves, 0 to 1. None: of several, and of no move, each pair of a module and
-    the layers that read it has the one with the least error of its outputs.
-    """
-
-    alpha: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.alpha is not None:
-            check("SmoothQuant", "alpha", self.alpha, SHARE)
+    @abstractmethod
+    def scales(self, pair: Pair, x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+        """The scales to try, one number a channel of the producer each. ``x``: (rows, columns) of input; float32."""
 
     def edits(self, stream: Stream, index: int, states: Sequence[Any], layers: dict[nn.Module, Change]) -> list[Edit]:
         """The parameters of a block after smoothing. Raises ValueError if the block then computes something else."""
@@ -62,7 +56,7 @@ class SmoothQuant:
                 self._smooth(pair, x, layers, edited)
         found = [Edit(m, name, nn.Parameter(value, requires_grad=False)) for (m, name), value in edited.items()]
         if found:
-            _check(stream, index, states[0], found)
+            self._check(stream, index, states[0], found)
         return found
 
     def _smooth(
@@ -70,12 +64,7 @@ class SmoothQuant:
     ) -> None:
         """Add the edits of a pair. ``x``: (rows, columns) of its consumers' input."""
         weights = [_current(layer, "weight", edited) for layer in pair.consumers]
-        amax_x = pair.as_made(x.abs().amax(0)).clamp(min=1e-5)
-        amax_w = pair.as_made(torch.stack([w.float().abs().amax(0) for w in weights]).amax(0)).clamp(min=1e-5)
-        tries = [torch.ones_like(amax_x)] if self.alpha is None else []
-        for alpha in ALPHAS if self.alpha is None else (self.alpha,):
-            s = amax_x**alpha / amax_w ** (1 - alpha)
-            tries.append((s / s.log().mean().exp()).clamp(1e-3, 1e3))
+        tries = [(s / s.log().mean().exp()).clamp(1e-3, 1e3) for s in self.scales(pair, x, weights)]
         casts = [layers[layer].recipe for layer in pair.consumers]
         best = tries[0]
         if len(tries) > 1:
@@ -97,6 +86,60 @@ class SmoothQuant:
                 value = _current(pair.producer, name, edited)
                 divisor = best.view(-1, *[1] * (value.dim() - 1))
                 edited[pair.producer, name] = (value.float() / divisor).to(value.dtype)
+
+    def _check(self, stream: Stream, index: int, state: Any, edits: Sequence[Edit]) -> None:
+        before = stream.run(index, 0, state)
+        with in_place(edits):
+            after = stream.run(index, 0, state)
+        changed = float((after.float() - before.float()).norm() / before.float().norm().clamp(min=1e-30))
+        if not changed <= TOLERANCE.get(before.dtype, 5e-2):
+            block = type(stream.block(index)).__name__
+            raise ValueError(
+                f"{type(self).__name__}: block {index} ({block}) computes something else when channels of its norms "
+                f"are scaled and the layers after them scale back (its output changes by {changed:.1%}); leave it out "
+                "of method"
+            )
+
+
+@dataclass(frozen=True)
+class SmoothQuant(Scaling):
+    """``"smooth"``: scales of channels are moved from inputs to weights, before weights are rounded by another method.
+
+    ``alpha``: how much of a channel's scale moves, 0 to 1. None: of several, and of no move, each pair of a module and
+    the layers that read it has the one with the least error of its outputs.
+    """
+
+    alpha: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.alpha is not None:
+            check("SmoothQuant", "alpha", self.alpha, SHARE)
+
+    def scales(self, pair: Pair, x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+        """See :class:`Scaling`."""
+        amax_x = pair.as_made(x.abs().amax(0)).clamp(min=1e-5)
+        amax_w = pair.as_made(torch.stack([w.float().abs().amax(0) for w in weights]).amax(0)).clamp(min=1e-5)
+        none = [torch.ones_like(amax_x)] if self.alpha is None else []
+        return none + [amax_x**a / amax_w ** (1 - a) for a in (ALPHAS if self.alpha is None else (self.alpha,))]
+
+
+@dataclass(frozen=True)
+class AWQ(Scaling):
+    """``"awq"``: as SmoothQuant, with scales of the mean magnitude of inputs alone: ``s = mean(|x|)^alpha``.
+
+    ``grid``: how many alpha from 0 to 1 are tried; 0 moves nothing. Of them each pair of a module and the layers that
+    read it has the one with the least error of its outputs. ``"mse"`` after it clips weights, as in the paper.
+    """
+
+    grid: int = 20
+
+    def __post_init__(self) -> None:
+        check("AWQ", "grid", self.grid, COUNT)
+
+    def scales(self, pair: Pair, x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+        """See :class:`Scaling`."""
+        mean = pair.as_made(x.abs().mean(0)).clamp(min=1e-5)
+        return [mean ** (step / self.grid) for step in range(self.grid)]
 
 
 def _current(module: nn.Module, name: str, edited: dict[tuple[nn.Module, str], Tensor]) -> Tensor:
@@ -124,16 +167,3 @@ def _rows(stream: Stream, index: int, states: Sequence[Any], layers: Sequence[nn
         if rows >= ROWS:
             break
     return {layer: torch.cat(calls)[:ROWS].float() if calls else torch.empty(0) for layer, calls in found.items()}
-
-
-def _check(stream: Stream, index: int, state: Any, edits: Sequence[Edit]) -> None:
-    before = stream.run(index, 0, state)
-    with in_place(edits):
-        after = stream.run(index, 0, state)
-    changed = float((after.float() - before.float()).norm() / before.float().norm().clamp(min=1e-30))
-    if not changed <= TOLERANCE.get(before.dtype, 5e-2):
-        block = type(stream.block(index)).__name__
-        raise ValueError(
-            f"SmoothQuant: block {index} ({block}) computes something else when channels of its norms are scaled and "
-            f"the layers after them scale back (its output changes by {changed:.1%}); leave 'smooth' out of method"
-        )

@@ -194,6 +194,19 @@ def called_while_traced(function: Function) -> Function:
     return function
 
 
+def keep_address(t: torch.Tensor) -> None:
+    """Tell Dynamo that a tensor stays where it is: a CUDA graph that changes it needs no copy of it.
+
+    transformers does the same for its static cache; torch exports it from ``torch._dynamo`` only. Missing: nothing is
+    told, and "reduce-overhead" leaves CUDA graphs out for a graph that changes the tensor.
+    """
+    import torch._dynamo
+
+    mark = getattr(torch._dynamo, "mark_static_address", None)
+    if mark is not None:
+        mark(t)
+
+
 # ---------------------------------------------------------------------------------------------- nn.Module
 
 

@@ -17,10 +17,11 @@ try:
 except ImportError as error:
     raise ImportError(f"mx.KVCache needs transformers 5: pip install 'transformers>=5' ({error})") from error
 
-from ..core.arguments import COUNT, check, described, optional
+from ..core.arguments import COUNT, FLAG, check, described, optional
 from ..numerics.cast import Cast
 from ..numerics.formats import Format
-from .kv_storage import KVStorage, check_format
+from .kv_static import StaticKVLayer
+from .kv_storage import KVStorage, check_format, check_same_tokens
 from .kv_tensor import CachedTokens
 
 READ_CODES = ("sdpa", "eager")
@@ -52,11 +53,7 @@ class KVCacheLayer(CacheLayerMixin):
             return _update_between_graphs(self, key_states, value_states)  # type: ignore[no-any-return]
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        if key_states.shape[:3] != value_states.shape[:3]:
-            raise ValueError(
-                f"KVCache: keys {tuple(key_states.shape)} and values {tuple(value_states.shape)} are of different "
-                "tokens; pass one of each for every token and head"
-            )
+        check_same_tokens(key_states, value_states)
         self._keys.append(key_states.detach())
         self._values.append(value_states.detach())
         return self._shown(self._keys), self._shown(self._values)
@@ -154,21 +151,28 @@ class KVCache(Cache):
     ``format``: one with blocks along the head, such as ``"mxfp8"`` (8.25 bits a value), ``"mxfp4"`` (4.25) or
     ``"nvfp4"`` (4.5), or a Cast. ``config``: the model's, for models whose layers differ: layers with a sliding window
     or a state keep transformers' own caches in high precision. ``max_cache_len``: memory for so many tokens is
-    allocated at the first one; None: it grows.
+    allocated at the first one; None: it grows. ``static``: attention reads all ``max_cache_len`` places at each step,
+    so that a model compiles without graph breaks (``torch.compile(model, fullgraph=True)``).
 
     The first 16 tokens stay in high precision, and keys lose a mean that softmax does not see. Attention reads what the
     cache holds, also at the first pass over a prompt. Set ``attn_implementation="sdpa"``, which
-    is transformers' default: it reads codes. Raises ValueError for an unknown format, NotImplementedError for one whose
+    is transformers' default: it reads codes. Raises ValueError for an unknown format and for ``static`` without
+    ``max_cache_len``, NotImplementedError for one whose
     scales belong to several tokens, and for a ``config`` with another implementation of attention than sdpa or eager.
     """
 
     def __init__(
-        self, format: Format | str | torch.dtype | Cast = "mxfp8", config: Any = None, max_cache_len: int | None = None
-    ) -> None:
+        self, format: Format | str | torch.dtype | Cast = "mxfp8", config: Any = None,
+        max_cache_len: int | None = None, *, static: bool = False,
+    ) -> None:  # fmt: skip
         check("KVCache", "max_cache_len", max_cache_len, optional(COUNT))
+        check("KVCache", "static", static, FLAG)
+        if static and max_cache_len is None:
+            raise ValueError("KVCache: static=True needs max_cache_len, the most tokens of prompt and answer")
         cast = Cast.of(format)
         check_format(cast.format)
-        make: Any = partial(KVCacheLayer, cast, max_cache_len)
+        kind: Any = StaticKVLayer if static else KVCacheLayer
+        make: Any = partial(kind, cast, max_cache_len)
         if config is None:
             super().__init__(layer_class_to_replicate=make)
         else:
@@ -176,12 +180,12 @@ class KVCache(Cache):
         self.format = cast.format
 
     def __repr__(self) -> str:
-        return f"KVCache(format={self.format}, tokens={self.get_seq_length()}, layers={len(self.layers)})"
+        return f"KVCache(format={self.format}, tokens={int(self.get_seq_length())}, layers={len(self.layers)})"
 
     @property
     def nbytes(self) -> int:
         """Bytes of all layers in codes, including the room for tokens to come."""
-        return sum(layer.nbytes for layer in self.layers if isinstance(layer, KVCacheLayer))
+        return sum(layer.nbytes for layer in self.layers if isinstance(layer, (KVCacheLayer, StaticKVLayer)))
 
 
 def _layers(config: Any, max_cache_len: int | None) -> list[tuple[Any, bool]]:

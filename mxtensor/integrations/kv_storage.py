@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..kernels.attention.spec import Tokens
+from ..kernels.attention.spec import Tokens, codes_format
 from ..kernels.quantize.select import quantize_operand
 from ..numerics.cast import Cast
 from ..numerics.formats import Format
@@ -34,6 +34,45 @@ def check_format(format: Format) -> None:
         raise NotImplementedError(
             f"KVCache: a scale of {format} belongs to several tokens, which come one by one; pass a format with blocks "
             "along the head, such as mxfp8, nvfp4 or float8_row"
+        )
+
+
+def check_same_tokens(keys: Tensor, values: Tensor) -> None:
+    """Raise ValueError unless there is a key and a value for every token and head."""
+    if keys.shape[:3] != values.shape[:3]:
+        raise ValueError(
+            f"KVCache: keys {tuple(keys.shape)} and values {tuple(values.shape)} are of different "
+            "tokens; pass one of each for every token and head"
+        )
+
+
+def check_sizes(x: Tensor, first: Tensor) -> None:
+    """Raise ValueError unless ``x`` has the batch, heads and head size of ``first``, the tokens before it."""
+    sizes, before = ((*t.shape[:2], t.shape[3]) for t in (x, first))
+    if sizes != before:
+        raise ValueError(
+            f"KVCache: the tokens have (batch, heads, head size) {sizes}, those before them {before}; call reset() "
+            "before another prompt"
+        )
+
+
+def check_length(total: int, limit: int | None) -> None:
+    """Raise ValueError if ``total`` tokens are more than the limit."""
+    if limit is not None and total > limit:
+        raise ValueError(f"KVCache: {total} tokens do not fit max_cache_len={limit}; pass a larger one, or none")
+
+
+def check_states(x: Tensor, format: Format) -> None:
+    """Raise TypeError or ValueError for keys or values that a cache cannot hold."""
+    check_source(x)
+    if x.dim() != 4:
+        raise ValueError(
+            f"KVCache: tokens are (batch, heads, tokens, head size), got {tuple(x.shape)}; use x[None] or unflatten"
+        )
+    if x.shape[-1] % 8:
+        raise ValueError(
+            f"KVCache: heads of {x.shape[-1]} values are no multiple of 8, and codes of {format} are "
+            "read 8 at a time; use transformers' DynamicCache for this model"
         )
 
 
@@ -58,10 +97,7 @@ class KVStorage:
     def __init__(self, cast: Cast, limit: int | None = None, centered: bool = False) -> None:
         check_format(cast.format)
         self.cast, self.limit, self.centered = cast, limit, centered
-        self._codes = cast
-        if cast.format.global_scale:  # it is chosen here, once, and not by the cast of each token
-            name = f"{cast.format.name}_codes"
-            self._codes = replace(cast, format=replace(cast.format, name=name, global_scale=False))
+        self._codes = replace(cast, format=codes_format(cast.format))
         self.first: Tensor | None = None
         """The first tokens, float32, without ``center``."""
         self.memory: Operand | None = None
@@ -90,18 +126,9 @@ class KVStorage:
         Raises TypeError for another dtype than those that casts take, ValueError for other dimensions and for heads
         whose codes are no whole bytes.
         """
-        check_source(x)
-        if x.dim() != 4:
-            raise ValueError(
-                f"KVCache: tokens are (batch, heads, tokens, head size), got {tuple(x.shape)}; use x[None] or unflatten"
-            )
+        check_states(x, self.cast.format)
         if self.first is not None:
             return
-        if x.shape[-1] % 8:
-            raise ValueError(
-                f"KVCache: heads of {x.shape[-1]} values are no multiple of 8, and codes of {self.cast.format} are "
-                "read 8 at a time; use transformers' DynamicCache for this model"
-            )
         batch, heads, _, size = x.shape
         self.first = x.new_empty((batch, heads, 0, size), dtype=torch.float32)
         room = 0 if self.limit is None else max(0, self.limit - FIRST)
@@ -114,17 +141,8 @@ class KVStorage:
         """
         self.prepare(x)
         assert self.first is not None
-        sizes, before = (*x.shape[:2], x.shape[3]), (*self.first.shape[:2], self.first.shape[3])
-        if sizes != before:
-            raise ValueError(
-                f"KVCache: the tokens have (batch, heads, head size) {sizes}, those before them {before}; call reset() "
-                "before another prompt"
-            )
-        total = self.length + x.shape[2]
-        if self.limit is not None and total > self.limit:
-            raise ValueError(
-                f"KVCache: {total} tokens do not fit max_cache_len={self.limit}; pass a larger one, or none"
-            )
+        check_sizes(x, self.first)
+        check_length(self.length + x.shape[2], self.limit)
         exact = 0 if self.coded else min(FIRST - self.first.shape[2], x.shape[2])
         if exact:
             some = x[:, :, :exact].float()
@@ -140,7 +158,7 @@ class KVStorage:
                 self.center = whole[:, :, 1:].mean(2, keepdim=True).nan_to_num(0.0, 0.0, 0.0)  # not of the sink
                 self.first = self.first - self.center
             x = (x - self.center).to(x.dtype)
-        if self._codes is not self.cast:
+        if self.cast.format.global_scale:
             if self._inverse is None:
                 self.global_scale = global_scale_of(torch.cat((self.first, x.float()), 2), self.cast.format)
                 self._inverse = (1.0 / self.global_scale).to(x.dtype)

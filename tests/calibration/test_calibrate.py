@@ -208,7 +208,7 @@ def spoiled(value):
     [
         (lambda: mx.calibrate(None, batches()), TypeError, "calibrate: model is None; pass a torch.nn.Module"),
         (lambda: mx.calibrate(model(), []), ValueError, "data is empty; pass batches"),
-        (lambda: mx.calibrate(model(), batches(), method="awq"), ValueError, "no method 'awq'; choose one of 'mse'"),
+        (lambda: mx.calibrate(model(), batches(), method="omni"), ValueError, "no method 'omni'; choose one of 'mse'"),
         (lambda: mx.calibrate(model(), batches(), method=3), TypeError, "method is 3; pass 'mse', 'gptq'"),
         (lambda: mx.calibrate(model(), batches(), "mxfp9"), ValueError, "unknown format"),
         (lambda: mx.calibrate(model(), batches(), mx.recipe.MXFP8BlockScaling()), ValueError, "trains .*use quantize_"),
@@ -345,3 +345,37 @@ def test_layers_with_and_without_a_cast_of_one_input_have_their_own_moments():
     a, b = got.layers[0], whole.layers[0]
     assert torch.equal(a.up.weight.rowwise.data, b.up.weight.rowwise.data)
     assert not torch.equal(a.down.weight.rowwise.data, b.down.weight.rowwise.data)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_head_is_calibrated_after_the_blocks(tied):
+    m, method = model(), GPTQ(correct="none")
+    if tied:
+        m.lm_head.weight = m.embed.weight
+    got = mx.calibrate(copy.deepcopy(m), batches(), "mxfp4-weight-only", method, include_head=True)
+    without = mx.calibrate(copy.deepcopy(m), batches(), "mxfp4-weight-only", method)
+    for name, w in weights(without).items():
+        assert torch.equal(w.dequantize(), got.get_parameter(name).dequantize())
+    w = got.lm_head.weight
+    assert isinstance(w, mx.MXTensor) and (got.embed.weight is w) == tied
+    moments = Moments(32, w.device, None, correct=False)
+    for ids in batches():  # the embedding of the blocks is the one before: the head is the last to be quantized
+        inputs, _ = inputs_of([without.lm_head], lambda ids=ids: without(ids))
+        moments.add(*inputs[without.lm_head])
+    expected = method.operand(m.lm_head.weight, w.recipe.stored, moments)
+    assert all(torch.equal(a, b) for a, b in zip(w.rowwise.tensors, expected.tensors, strict=True))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_calibrated_head_loses_less(form):
+    m = model(form)
+    alone = mx.calibrate(copy.deepcopy(m), batches(), "mxfp4-weight-only", "gptq")
+    errors = []
+    for method in ("gptq", "nearest"):
+        got = copy.deepcopy(alone)
+        if method == "gptq":
+            got = mx.calibrate(copy.deepcopy(m), batches(), "mxfp4-weight-only", method, include_head=True)
+        else:
+            mx.quantize_(got, "mxfp4-weight-only", lambda module, name: name == "lm_head")
+        errors.append(error(got, m))
+    assert errors[0] < errors[1]

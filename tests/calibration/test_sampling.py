@@ -29,6 +29,9 @@ def test_batches_have_the_shape_that_was_asked_for_and_a_seed_repeats_them():
     assert torch.equal(ids, torch.cat(mx.sampled_data(m, 37, 12)))
     assert not torch.equal(ids, torch.cat(mx.sampled_data(m, 37, 12, seed=1)))
     assert (mx.sampled_data(m, 2, 3, start=7)[0][:, 0] == 7).all()
+    starts = torch.arange(10) + 2
+    data = mx.sampled_data(m, 10, 3, start=starts, at_once=4)
+    assert torch.cat(data)[:, 0].equal(starts) and data[0].shape == (8, 3)
 
 
 def test_tokens_are_drawn_by_the_probabilities_of_the_model():
@@ -51,6 +54,7 @@ def test_tokens_are_drawn_by_the_probabilities_of_the_model():
         (lambda: mx.sampled_data(3), TypeError, "sampled_data: model is 3"),
         (lambda: mx.sampled_data(llama(), 0), ValueError, "sampled_data: sequences is 0"),
         (lambda: mx.sampled_data(llama(), 1, 2, start="a"), TypeError, "start"),
+        (lambda: mx.sampled_data(llama(), 2, 2, start=torch.ones(3)), ValueError, r"has the shape \(3,\); pass one"),
     ],
 )
 def test_wrong_calls(call, error, message):

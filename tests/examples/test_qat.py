@@ -1,6 +1,7 @@
 """The example of quantization-aware training: its loss, where it starts, and that it learns, on a made-up model."""
 
 import copy
+import json
 
 import pytest
 import torch
@@ -10,19 +11,22 @@ pytest.importorskip("transformers")
 
 import mxtensor as mx
 from benchmarks import calibration
-from examples import qat
-from tests.examples.small_llm import small_llm
+from examples import distill, qat, qat_text, smollm2
+from examples.minilm import SENTENCES, load_sentences
+from tests.examples.small_llm import Bytes, small_llm
 
 
 def test_no_text_both_trains_and_is_measured():
-    assert not set(qat.MODULES) & set(calibration.EVALUATION) and len(set(qat.MODULES)) == len(qat.MODULES)
+    assert not set(qat_text.MODULES) & set(calibration.EVALUATION) and len(set(qat_text.MODULES)) == len(
+        qat_text.MODULES
+    )
 
 
 def test_the_divergence_and_its_gradient_equal_a_reference(monkeypatch):
-    monkeypatch.setattr(qat, "TOKENS", 5)
+    monkeypatch.setattr(distill, "TOKENS", {"cpu": 5})
     head, teacher = torch.randn(30, 8), torch.randn(13, 8)
     hidden = torch.randn(13, 8, requires_grad=True)
-    got = qat.divergence(hidden, teacher, head)
+    got = distill.divergence(hidden, teacher, head)
     (gradient,) = torch.autograd.grad(got, hidden)
     q, p = (F.linear(h, head).log_softmax(-1) for h in (hidden, teacher))
     expected = F.kl_div(q, p, reduction="batchmean", log_target=True)
@@ -47,23 +51,27 @@ def test_training_starts_from_the_codes_of_the_calibration(format):
     assert (grown == calibrated.dequantize()).float().mean() > 0.99
 
 
-def test_the_student_learns_in_the_format():
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, when it compiles
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+def test_the_student_learns_in_the_format(compiled):
     teacher, _ = small_llm()
     teacher = teacher.float()
+    before = {name: parameter.clone() for name, parameter in teacher.named_parameters()}
     rows = torch.randint(1, 256, (16, 24))
     student = qat.start(teacher, list(rows.split(8)), "mxfp4-weight-only", "gptq")
     mx.quantize_(student, mx.QATConfig("mxfp4-weight-only", step="prepare"))
-    weights = [layer.weight for layer in qat.mx_layers(student)]
-    distiller = qat.Distiller(student, teacher, 2e-3)
-    assert len(weights) == 7 and all(weight.requires_grad for weight in weights)
-    losses = [distiller.step(rows, step / 30) for step in range(30)]
-    assert losses[-1] < 0.7 * losses[0] and not teacher.lm_head.weight.requires_grad
-    mx.quantize_(student, mx.QATConfig("mxfp4-weight-only", step="convert"))
+    distiller = distill.Distiller(student, teacher, 1e-3, compiled)
+    assert len(distiller.parameters) == 7 + 3 and all(p.requires_grad for p in distiller.parameters)
+    distiller.warm_up(rows)
+    losses = [distiller.step(rows, step / 30).item() for step in range(30)]
+    assert losses[-1] < 0.7 * losses[0]
+    student = mx.quantize_(copy.deepcopy(student), mx.QATConfig("mxfp4-weight-only", step="convert"))
     with torch.no_grad():
-        found = qat.divergence(
-            qat.hidden_states(student, rows), qat.hidden_states(teacher, rows), distiller.head.float()
+        found = distill.divergence(
+            distill.hidden_states(student, rows), distill.hidden_states(teacher, rows), distiller.head.float()
         )
     assert found.item() == pytest.approx(losses[-1], rel=0.3)
+    assert all(parameter.equal(before[name]) for name, parameter in teacher.named_parameters())
 
 
 def test_progress_is_printed_and_ctrl_c_ends_the_training(monkeypatch, capsys):
@@ -75,17 +83,83 @@ def test_progress_is_printed_and_ctrl_c_ends_the_training(monkeypatch, capsys):
         if len(steps) == 4:
             raise KeyboardInterrupt
         steps.append(done)
-        return 0.5
+        return torch.tensor(0.25 * len(steps))
 
-    monkeypatch.setattr(qat.Distiller, "step", step)
-    assert qat.train(student, teacher.float(), rows, 3600.0, 2, 1e-4, every=2) == 4
+    monkeypatch.setattr(distill.Distiller, "step", step)
+    distiller = distill.Distiller(student, teacher.float(), 1e-4)
+    done = distill.train(distiller, distill.endless(rows, 2), 3600.0, every=2)
+    assert (done.steps, done.tokens, done.curve) == (4, 4 * 2 * 16, [(2, 0.375), (4, 0.875)])
     out = capsys.readouterr().out
-    assert "step 4, 0% of the time: KL 0.5000" in out and "stopped after 4 steps" in out
+    assert "step 4, 0% of the time: KL 0.8750" in out and "stopped after 4 steps" in out
     assert steps == sorted(steps) and all(0 <= done < 1 for done in steps)
 
 
-def test_batches_are_endless_and_have_every_row_once_in_an_epoch():
+def test_batches_are_endless_full_and_have_every_row_once_in_an_epoch():
     rows = torch.arange(10).view(5, 2)
-    batches = qat.endless(rows, 2)
-    epochs = [torch.cat([next(batches) for _ in range(3)]) for _ in range(2)]
-    assert all(sorted(epoch[:, 0].tolist()) == [0, 2, 4, 6, 8] for epoch in epochs) and not epochs[0].equal(epochs[1])
+    batches = distill.endless(rows, 2)
+    order = torch.cat([next(batches) for _ in range(5)])[:, 0].split(5)
+    assert all(sorted(epoch.tolist()) == [0, 2, 4, 6, 8] for epoch in order) and not order[0].equal(order[1])
+
+
+def test_a_batch_is_half_text_and_half_written():
+    texts, written = torch.arange(12).view(6, 2), -torch.arange(1, 9).view(4, 2)
+    batch = next(qat.mixed(texts, written, 4))
+    assert batch.shape == (4, 2) and ((batch < 0).all(1).sum(), (batch >= 0).all(1).sum()) == (2, 2)
+    assert (next(qat.mixed(texts, written[:0], 4)) >= 0).all() and (next(qat.mixed(texts[:0], written, 4)) < 0).all()
+
+
+class Tokenizer(Bytes):
+    """Also of several texts at once, as tokenizers of transformers."""
+
+    def __call__(self, text, return_tensors=None):
+        if isinstance(text, str):
+            return super().__call__(text, return_tensors)
+        return {"input_ids": [list(one.encode()) for one in text]}
+
+
+def test_files_are_read_once_without_the_text_that_is_measured(tmp_path):
+    docstring, novel = "It adds. " * 79 + "It adds.", load_sentences(SENTENCES)
+    code = f'"""{docstring}"""\n\ndef add(x, y=2):\n    """{docstring}"""\n    return x + y\n'
+    (tmp_path / "json").mkdir()
+    for name in ("a.py", "logging.py", "json/encoder.py"):
+        (tmp_path / name).write_text(code)
+    (tmp_path / "b.md").write_text("A page. " * 100)
+    (tmp_path / "same.txt").write_text("A page. " * 100)
+    (tmp_path / "novel.txt").write_text(" ".join(novel))
+    (tmp_path / "short.md").write_text("A page.")
+    (tmp_path / "other.md").write_text("Страница. " * 100)
+    texts = sorted(qat_text.files([tmp_path]), key=lambda text: not text.startswith("A page"))
+    assert texts[0] == "A page. " * 100 and len(texts) == 2
+    assert texts[1] in (code, qat_text.docstrings(code))
+    assert qat_text.docstrings(code) == f"{docstring}\n\nadd(x, y=2)\n{docstring}"
+    assert qat_text.docstrings("def") == ""
+    rows = qat_text.rows_of(Tokenizer(), iter(texts), 100, 1450)
+    assert rows.shape == (14, 100) and bytes(rows[0].tolist()).decode() == texts[0][:100]
+    assert qat_text.rows_of(Tokenizer(), iter(texts[:1]), 100, 10**6).shape == (8, 100)
+
+
+def test_half_of_the_written_rows_begin_with_the_first_token():
+    model, _ = small_llm()
+    rows = qat_text.sampled(model, 8, 6, torch.tensor([5, 6, 7]), at_once=2)
+    assert rows.shape == (8, 6) and (rows[:, 0] == 1).sum() == 4 and set(rows[:, 0].tolist()) <= {1, 5, 6, 7}
+
+
+@pytest.mark.exhaustive
+def test_the_example_runs_from_the_start_to_the_record(tmp_path, monkeypatch, capsys):
+    model, _ = small_llm()
+    monkeypatch.setattr(smollm2, "load_model", lambda dtype, path: (model.to(dtype), Tokenizer()))
+    monkeypatch.setattr(qat_text, "MODULES", ("random", "no_such_module"))
+    monkeypatch.setattr(calibration, "EVALUATION", ("json",))
+    files = {name: tmp_path / name for name in ("cache", "texts", "record.json")}
+    options = ["--minutes", "0.02", "--threads", "1", "--batch", "2", "--window", "64", "--sampled", "4"]
+    options += ["--text-tokens", "4000", "--calibration", "8", "--cache", str(files["cache"])]
+    options += ["--texts", str(files["texts"]), "--json", str(files["record.json"])]
+    for _ in range(2):  # the second run reads the two files
+        qat.main(options)
+        record = json.loads(files["record.json"].read_text())
+        assert [row["weights"] for row in record["rows"]] == ["nearest", "calibrated", "trained"]
+        kl = {row["weights"]: row["quality"]["novel"]["kl"] for row in record["rows"]}
+        assert kl["calibrated"] < kl["nearest"] and kl["trained"] > 0
+        assert record["training"]["tokens"] == record["training"]["steps"] * 2 * 64 > 0
+        assert (record["text"], record["written"]) == (62 * 64, 4 * 64)
+    assert "steps," in capsys.readouterr().out

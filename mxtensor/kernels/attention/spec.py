@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from ...numerics.formats import Format
 from ...numerics.operand import Operand
 
 
@@ -37,6 +38,11 @@ class AttentionArgs:
     """Broadcasts to (batch, query heads, queries, keys): bool, where False hides a key, or added to the scores."""
     causal: bool = False
     """Whether query i reads keys 0 to i only, as ``is_causal`` of torch's function."""
+
+
+def codes_format(format: Format) -> Format:
+    """``format`` for casts of tokens, without a global scale: it is chosen once, and not by the cast of each token."""
+    return replace(format, name=f"{format.name}_codes", global_scale=False) if format.global_scale else format
 
 
 def group_of(q: Tensor, k: Tokens) -> int:
