@@ -180,7 +180,36 @@ def test_transformer_engines_names_of_options():
     assert override == MXFP8BlockScaling(high_precision_backward=True).linear_recipe()
     assert MXFP8BlockScaling(backward_override=None).linear_recipe() == MXFP8.linear_recipe()
     with pytest.raises(ValueError, match="backward_override is 'dequantized'; choose one of None, high_precision"):
-        MXFP8BlockScaling(backward_override="dequantized").linear_recipe()
+        recipe.DelayedScaling(backward_override="dequantized").linear_recipe()
+    with pytest.raises(ValueError, match="is 'exact'; choose one of None, high_precision, dequantized"):
+        MXFP8BlockScaling(backward_override="exact").linear_recipe()
     tiles = MXFP8BlockScaling(enable_2d_quantization=True).linear_recipe()
     assert tiles == MXFP8BlockScaling(two_dimensional_weights=True).linear_recipe()
     assert recipe.QuantizerRole is QuantizerRole
+
+
+@pytest.mark.parametrize("kind", [MXFP8BlockScaling, NVFP4BlockScaling, recipe.Float8CurrentScaling])
+@pytest.mark.parametrize("stacked", [False, True])
+def test_dequantized_gradients_are_products_with_the_values_of_fprop(kind, stacked):
+    """One layer, or a stack of two with a matrix of rows for each."""
+    made = kind(backward_override="dequantized")
+    casts = made.linear_recipe()
+    x, w = torch.randn(2, 24, 64).requires_grad_(), torch.nn.Parameter(torch.randn(2, 32, 64))
+    if not stacked:
+        x, w = x.detach()[0].requires_grad_(), torch.nn.Parameter(w.detach()[0])
+    with mx.autocast(recipe=made), mx.explain() as log:
+        y = torch.bmm(x, w.mT) if stacked else F.linear(x, w)
+        grad = torch.randn_like(y)
+        y.backward(grad)
+    assert [e.kernel for e in log.entries if e.spec.op in ("dgrad", "wgrad")] == ["high precision"] * 2
+
+    def values(t, cast):
+        given = t.detach() if stacked else t.detach().unsqueeze(0)
+        return torch.stack([mx.quantize(each, cast.format).dequantize() for each in given])
+
+    a, b = values(x, casts.input.rowwise), values(w, casts.weight.rowwise)
+    g = grad if stacked else grad.unsqueeze(0)
+    torch.testing.assert_close(x.grad.view_as(a), g @ b, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(w.grad.view_as(b), g.mT @ a, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(y.detach().view_as(g), a @ b.mT, rtol=1e-5, atol=1e-4)
+    assert casts != kind(backward_override="high_precision").linear_recipe()
