@@ -35,6 +35,13 @@ RECIPES = {
 }
 
 
+MOE = dict(
+    vocab_size=64, hidden_size=64, intermediate_size=64, moe_intermediate_size=64, num_hidden_layers=2,
+    num_attention_heads=2, num_key_value_heads=1, head_dim=32, num_experts_per_tok=2,
+)  # fmt: skip
+"""The sizes of a mixture of transformers."""
+
+
 class Experts(nn.Module):
     """Experts whose forward pass is torchtitan's: rows sorted by expert, and the number of rows of each."""
 
@@ -220,13 +227,9 @@ def experts_of_transformers(rank, folder):
     a mixture whose experts are split, and gpt-oss, whose experts are transposed and have biases."""
     from transformers import GptOssConfig, GptOssForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    sizes = dict(
-        vocab_size=64, hidden_size=64, intermediate_size=64, moe_intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=32, num_experts_per_tok=2,
-    )  # fmt: skip
     configs = {
-        Qwen3MoeForCausalLM: Qwen3MoeConfig(num_experts=4, decoder_sparse_step=1, **sizes),
-        GptOssForCausalLM: GptOssConfig(num_local_experts=4, layer_types=["full_attention"] * 2, **sizes),
+        Qwen3MoeForCausalLM: Qwen3MoeConfig(num_experts=4, decoder_sparse_step=1, **MOE),
+        GptOssForCausalLM: GptOssConfig(num_local_experts=4, layer_types=["full_attention"] * 2, **MOE),
     }
     found = {}
     for kind, config in configs.items():
@@ -253,6 +256,30 @@ def experts_of_transformers(rank, folder):
             codes = [kernel for kernel, _ in exchanges(log)]
             sent = codes.count("codes"), len(codes)
             found[kind.__name__, way] = error.item(), of_stacks, of_biases, *sent, set(products(log))
+    return found
+
+
+@long_case
+def frozen_experts(rank, folder):
+    """(format, implementation) -> of a mixture quantized for inference the error of the logits against one process,
+    what was sent, and the type of a local stack."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config, found = Qwen3MoeConfig(num_experts=4, decoder_sparse_step=1, **MOE), {}
+    for format in ("mxfp8", "nvfp4-weight-only"):
+        for way in ("eager", "grouped_mm"):
+            models = []
+            for _ in range(2):
+                torch.manual_seed(2)
+                models.append(mx.quantize_(Qwen3MoeForCausalLM(config), format))
+                models[-1].set_experts_implementation(way)
+            many, one = models
+            parallelize_module(many, mesh(), {"model.layers.*.mlp.experts": mx.parallel.ExpertParallel()})
+            ids = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(4 + rank)).to(DEVICE)
+            with torch.no_grad(), mx.explain() as log:
+                error = relative(many(ids).logits, one(ids).logits)
+            stack = many.model.layers[0].mlp.experts.gate_up_proj.to_local()
+            found[format, way] = error, [kernel for kernel, _ in exchanges(log)], type(stack).__name__
     return found
 
 

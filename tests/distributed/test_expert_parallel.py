@@ -124,6 +124,15 @@ def test_mixtures_of_transformers_on_two_ranks(ranks):
 
 
 @pytest.mark.exhaustive
+def test_experts_for_inference_are_split_in_their_codes(ranks):
+    for found in ranks("frozen_experts"):
+        for (format, _), (error, sent, kind) in found.items():
+            assert error < 1e-6 and kind == "MXTensor"
+            assert sent == ["codes" if format == "mxfp8" else "high precision", "high precision"] * 2  # two layers
+        assert len(found) == 4
+
+
+@pytest.mark.exhaustive
 def test_fsdp_over_the_other_dimension_of_a_mesh(ranks):
     for found in ranks("experts_and_fsdp"):
         for errors, shapes in found.values():
