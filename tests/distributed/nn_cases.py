@@ -61,6 +61,11 @@ def gradients(many, one, rank, halves=()):
     return found
 
 
+def active(recipe, group=None):
+    on = mx.autocast(recipe=recipe, amax_reduction_group=group)
+    return contextlib.nullcontext() if recipe is None else on
+
+
 def compared(many, one, rank, recipe, inputs=None, outputs=None, sequence=False, halves=(), tokens=TOKENS):
     """The errors of result, gradient of the input, and gradients of the parameters, in one step under ``recipe``;
     the gathers. ``inputs`` and ``outputs``: the dimension along which a rank has a part of x and y."""
@@ -69,11 +74,18 @@ def compared(many, one, rank, recipe, inputs=None, outputs=None, sequence=False,
     torch.manual_seed(5)
     whole = torch.randn(tokens, BATCH, IN)
     a, b = cut(whole, inputs, rank).clone().requires_grad_(), whole.clone().requires_grad_()
-    with contextlib.nullcontext() if recipe is None else mx.autocast(recipe=recipe), mx.explain() as log:
-        y, z = many(a), one(b)
-        grad = torch.randn(z.shape, generator=torch.Generator(DEVICE).manual_seed(6))
-        y.backward(cut(grad, outputs, rank))
-        z.backward(grad)
+    group = dist.group.WORLD if isinstance(recipe, DelayedScaling) else None
+    for _ in range(1 if group is None else 3):  # the first scales of delayed scaling are fixed
+        a.grad = b.grad = None
+        many.zero_grad(), one.zero_grad()
+        with mx.explain() as log:
+            with active(recipe, group):
+                y = many(a)
+            with active(recipe):
+                z = one(b)
+            grad = torch.randn(z.shape, generator=torch.Generator(DEVICE).manual_seed(6))
+            y.backward(cut(grad, outputs, rank))
+            z.backward(grad)
     errors = {name: relative(p, q) for name, (p, q) in gradients(many, one, rank, halves).items()}
     errors |= {"y": relative(y, cut(z, outputs, rank)), "x": relative(a.grad, cut(b.grad, inputs, rank))}
     kernels = {e.kernel for e in log.entries if e.spec.op in ("fprop", "dgrad", "wgrad")}
