@@ -13,7 +13,9 @@
 | ``cpu`` | how long do casts and linear layers take on a CPU, beside torchao? | no |
 | ``llm_cpu`` | how many tokens a second do language models decode on a CPU, beside torchao and llama.cpp? | no |
 | ``models`` | what works in transformers' models after ``quantize_``? | no |
+| ``parity`` | does quantized training reach the loss of bfloat16, and which ingredients does it need? | yes |
 | ``estimate`` | when does computation hide the communication of FSDP2? Calculated, not measured | no |
+| ``scale`` | how many bytes does a GPU of 8 to 10,000 receive and store? Calculated, not measured | no |
 | ``one_product`` | one product at few rows, for a profiler such as ``ncu`` | yes |
 | ``compare`` | did our times get worse between two folders of records? Exit status 1 if so | no |
 | ``plots`` | draws the records as the pictures of the documentation | no |

@@ -15,7 +15,7 @@ from typing import Any
 
 from mxtensor.report.model_report import COLORS
 
-from . import cast, decode, linear, quality, quality_plot, train_linear
+from . import cast, decode, linear, parity_plot, quality, quality_plot, scale, train_linear
 from .harness import read_json
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -333,6 +333,10 @@ def main() -> None:
     for name in DRAWN:
         path = draw(name, args.results, args.pictures)
         print(path or f"{name}: no record in {args.results}; python -m benchmarks.{name} --json writes one")
+    print(scale.draw(args.pictures / "scale.png"))
+    for size in parity_plot.SIZES:
+        path = parity_plot.draw(size, args.results / "parity", args.pictures)
+        print(path or f"parity of size {size}: no record in {args.results}; python -m benchmarks.parity writes them")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 ASSETS = ROOT / "docs" / "assets"
 
 
-def _where(device: str, machine: dict[str, Any]) -> str:
+def where_measured(device: str, machine: dict[str, Any]) -> str:
     """What the figures of a record were measured on."""
     versions = ", ".join(f"{package} {version}" for package, version in machine["versions"].items())
     return f"{device}, Python {machine['python']}, {versions}; {machine['date']}."
@@ -24,7 +24,7 @@ def _where(device: str, machine: dict[str, Any]) -> str:
 
 def _recorded(name: str, header: list[str], cells: Callable[[Row], list[list[str]]]) -> str:
     machine, rows = read_json(RESULTS / f"{name}.json", Row)
-    where = _where(f"{machine['cpu']}, {machine['threads']} threads", machine)
+    where = where_measured(f"{machine['cpu']}, {machine['threads']} threads", machine)
     return f"{where}\n\n" + table(", ".join(header), [line for row in rows for line in cells(row)])
 
 
@@ -38,7 +38,7 @@ def on_gpu(name: str, kind: type[RowT], sections: Callable[[list[RowT]], list[st
         line = f"python -m benchmarks.{command or name} --json benchmarks/results/{name}.json"
         return f"Not recorded yet: `{line}` writes the record."
     machine, rows = read_json(path, kind)
-    paragraphs = [_where(f"{machine['gpu']}, CUDA {machine['cuda']}", machine), *sections(rows)]
+    paragraphs = [where_measured(f"{machine['gpu']}, CUDA {machine['cuda']}", machine), *sections(rows)]
     if (ASSETS / f"{name}.png").exists():
         paragraphs.insert(1, f"![{PICTURES[name]}](../assets/{name}.png)")
     return "\n\n".join(paragraphs)
@@ -67,7 +67,7 @@ def llm() -> str:
 
     record, results = read_record(RESULTS / "llm.json")
     machine = record["machine"]
-    where = _where(f"{machine['cpu']}, {machine['threads']} threads, {record['bandwidth']:.1f} GB/s", machine)
+    where = where_measured(f"{machine['cpu']}, {machine['threads']} threads, {record['bandwidth']:.1f} GB/s", machine)
     return f"{table(', '.join(HEADER), map(cells, results))}\n\n{where}"
 
 
@@ -85,7 +85,7 @@ def llm_cpu() -> str:
     verdicts = [target.verdict(rows) for target in sorted(TARGETS, key=lambda target: target.margin(rows))]
     loads = f"the system's load was {min(row.load for row in rows):.1f} to {max(row.load for row in rows):.1f}"
     paragraphs = [
-        _where(f"{machine['cpu']}, memory is read at {bandwidths(rows)}, {loads}", machine),
+        where_measured(f"{machine['cpu']}, memory is read at {bandwidths(rows)}, {loads}", machine),
         table(", ".join(VERDICT_HEADER), verdicts),
         table(", ".join(HEADER), lines(rows)),
     ]
@@ -99,7 +99,9 @@ def calibration() -> str:
     path = RESULTS / "calibration.json"
     record, rows = json.loads(path.read_text()), read(path)
     machine = record["machine"]
-    where = _where(f"{record['sequences']} sequences of {record['window']} tokens; {machine['cpu']}, 1 thread", machine)
+    where = where_measured(
+        f"{record['sequences']} sequences of {record['window']} tokens; {machine['cpu']}, 1 thread", machine
+    )
     return f"{table(', '.join(HEADER), cells(rows))}\n\n{where}"
 
 
@@ -111,7 +113,7 @@ def quality() -> str:
     record, rows = json.loads(path.read_text()), read(path)
     machine = record["machine"]
     before = ", ".join(f"{value:.2f} ({name})" for name, value in record["perplexity"].items())
-    where = f"SmolLM2-135M-Instruct; perplexity before: {before}. " + _where(machine["cpu"], machine)
+    where = f"SmolLM2-135M-Instruct; perplexity before: {before}. " + where_measured(machine["cpu"], machine)
     picture = f"![{PICTURES['quality']}](../assets/quality.png)"
     return f"{picture}\n\n{where}\n\n{table(', '.join(HEADER), cells(rows))}"
 

@@ -29,14 +29,25 @@ class Size:
     """Steps until the peak; after it the rate falls with the square root of the step, whatever the run's length."""
     every: int
     """Steps between two evaluations on the held-out text."""
+    evaluated: int = 4
+    """Batches of an evaluation."""
 
 
 SIZES = {
     "tiny": Size(layers=1, width=32, heads=2, context=32, batch=8, steps=60, rate=1e-2, warm_up=10, every=20),
     "small": Size(layers=4, width=128, heads=4, context=64, batch=16, steps=1000, rate=3e-3, warm_up=100, every=100),
     "base": Size(layers=12, width=768, heads=12, context=1024, batch=16, steps=2000, rate=1e-3, warm_up=200, every=100),
+    "medium": Size(2, 1024, 8, context=512, batch=32, steps=2000, rate=1e-3, warm_up=200, every=100, evaluated=16),
+    "large": Size(10, 1024, 16, context=1024, batch=32, steps=9200, rate=8e-4, warm_up=300, every=200, evaluated=8),
 }
-"""``small`` takes two minutes on a CPU; ``base`` (86 million parameters) is for a GPU."""
+"""``small`` takes two minutes on a CPU. For GPUs: ``base`` (86 million parameters), and those of ``benchmarks.parity``,
+``medium`` (26) and ``large`` (127)."""
+
+
+def narrow(x: Tensor) -> Tensor:
+    """``x`` in the dtype of torch.autocast, in which a norm gives float32: half the bytes for the cast that follows."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
 class Block(nn.Module):
@@ -55,10 +66,10 @@ class Block(nn.Module):
         """(batch, time, width) to the same shape."""
         batch, time, width = x.shape
         each = (batch, time, -1, 3, width // self.heads)  # all heads, or those of this rank
-        q, k, v = self.qkv(self.norm1(x)).view(each).permute(3, 0, 2, 1, 4)
+        q, k, v = self.qkv(narrow(self.norm1(x))).view(each).permute(3, 0, 2, 1, 4)
         heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.projection(heads.transpose(1, 2).flatten(2))
-        out: Tensor = x + self.down(F.gelu(self.up(self.norm2(x))))
+        out: Tensor = x + self.down(F.gelu(self.up(narrow(self.norm2(x)))))
         return out
 
 

@@ -54,12 +54,12 @@ class Ranks:
         """This rank's rows of a batch that all ranks draw identically; ranks that share layers get the same rows."""
         return batch.chunk(self.world // self.split)[self.rank // self.split]
 
-    def mean(self, value: Tensor) -> float:
-        """The mean of ``value`` over all ranks."""
+    def means(self, values: Tensor) -> list[float]:
+        """The mean of each of ``values``, (N,), over all ranks."""
         if self.world > 1:
-            value = value.detach().clone()
-            dist.all_reduce(value)
-        return value.item() / self.world
+            values = values.clone()
+            dist.all_reduce(values)
+        return [value / self.world for value in values.tolist()]
 
     def any(self, here: bool) -> bool:
         """Whether ``here`` is true on any rank: a loop must end on all ranks at once."""

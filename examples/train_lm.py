@@ -21,163 +21,19 @@ import hashlib
 import math
 import statistics
 import time
-from collections import Counter
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import mxtensor as mx
-from mxtensor.training.interception import delayed_state
-from mxtensor.training.local import local_of
-from mxtensor.training.training_weight import TrainingWeight
 
-from . import saving
 from .curves import Curve, plot
-from .gpt import GPT, SIZES, Size, is_linear, load_text, paper_layers, split, windows
-from .ranks import ALONE, Ranks, by_mesh, check_ranks, clip, joined
-from .recipes import RECIPES, recipe_name, recipe_of
-
-
-def quantized_weights(model: nn.Module) -> dict[str, TrainingWeight]:
-    """The parameters that carry a recipe, by name; for sharded parameters the local shard."""
-    weights = {name: local_of(p) for name, p in model.named_parameters()}
-    return {name: p for name, p in weights.items() if isinstance(p, TrainingWeight)}
-
-
-# ---------------------------------------------------------------------------------------------- training
-
-
-@dataclass(frozen=True)
-class Settings:
-    """A run can continue from a checkpoint of another run only if these are equal."""
-
-    recipe: str
-    quantize_all: bool
-    size: str
-    seed: int
-    device: str
-    text: str
-    """A digest of the text."""
-
-
-@dataclass
-class Run:
-    """A model in training: the state that the next step depends on, and the losses so far."""
-
-    settings: Settings
-    model: GPT
-    optimizer: torch.optim.Optimizer
-    sampler: torch.Generator
-    """Chooses the windows."""
-    ranks: Ranks = ALONE
-    losses: list[float] = field(default_factory=list)
-    """The loss of each step, before its update."""
-    held_out: list[tuple[int, float]] = field(default_factory=list)
-    """(step, loss)."""
-    seconds: list[float] = field(default_factory=list)
-    """The time of each step of this process."""
-
-    @classmethod
-    def of(cls, settings: Settings, ranks: Ranks = ALONE) -> Run:
-        """Start a run. Sets torch's seed, so that runs with different recipes start with the same weights and text."""
-        torch.manual_seed(settings.seed)
-        size = SIZES[settings.size]
-        model = GPT(size).to(settings.device)
-        recipe = recipe_of(settings.recipe)
-        if recipe is not None:
-            mx.quantize_(model, recipe, is_linear if settings.quantize_all else paper_layers)
-        ranks.shard(model, model.blocks, settings.device)
-        groups = [{"params": group} for group in by_mesh(model.parameters())]
-        optimizer = torch.optim.AdamW(groups, size.rate, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-        return cls(settings, model, optimizer, torch.Generator().manual_seed(settings.seed), ranks)
-
-    @property
-    def size(self) -> Size:
-        return SIZES[self.settings.size]
-
-    @property
-    def tokens_per_second(self) -> float:
-        """From the median step of this process; nan if there was none."""
-        size = self.size
-        return size.batch * size.context / statistics.median(self.seconds) if self.seconds else math.nan
-
-    def precision(self) -> AbstractContextManager[Any]:
-        """torch.autocast for the unquantized operations, if they run in bfloat16."""
-        device, name = self.settings.device, self.settings.recipe
-        half = name == "bf16" or (name != "none" and device != "cpu")
-        return torch.autocast(device, torch.bfloat16) if half else nullcontext()
-
-    def gradients(self, text: Tensor) -> float:
-        """One forward and backward pass over random windows; returns the loss."""
-        size = self.size
-        starts = self.ranks.part(torch.randint(len(text) - size.context, (size.batch,), generator=self.sampler))
-        with self.precision():
-            loss = self.model.loss(windows(text, starts, size.context + 1).to(self.settings.device))
-        loss.backward()
-        return self.ranks.mean(loss)
-
-    def step(self, text: Tensor) -> None:
-        """Run one training step."""
-        began = time.perf_counter()
-        size, done = self.size, len(self.losses) + 1
-        rate = size.rate * min(done / size.warm_up, (size.warm_up / done) ** 0.5)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        loss = self.gradients(text)
-        clip([group["params"] for group in self.optimizer.param_groups], 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.losses.append(loss)
-        self.seconds.append(time.perf_counter() - began)
-
-    @torch.no_grad()
-    def evaluate(self, text: Tensor) -> None:
-        """Record the loss over windows at even distances in ``text``; uses no random numbers."""
-        size = self.size
-        starts = torch.linspace(0, len(text) - size.context - 1, 4 * size.batch).long()
-        with self.precision():
-            batches = windows(text, starts, size.context + 1).to(self.settings.device).split(size.batch)
-            loss = statistics.fmean(self.model.loss(batch).item() for batch in batches)
-        self.held_out.append((len(self.losses), loss))
-
-    def rest(self) -> dict[str, Any]:
-        """The state beside model and optimizer that the next step depends on, and the losses so far."""
-        delayed = {n: w for n, w in quantized_weights(self.model).items() if w.linear_recipe.delayed is not None}
-        random = {"cpu": torch.get_rng_state(), "sampler": self.sampler.get_state()}
-        if self.settings.device == "cuda":
-            random["cuda"] = torch.cuda.get_rng_state()
-        return {
-            "settings": asdict(self.settings),
-            "delayed": {name: delayed_state(w, w.linear_recipe).state_dict() for name, w in delayed.items()},
-            "random": random,
-            "losses": self.losses,
-            "held_out": self.held_out,
-        }
-
-    def save(self, folder: Path) -> None:
-        """Write a checkpoint on every rank. The one before it is deleted only after the new one is complete."""
-        saving.save(folder, len(self.losses), self.model, self.optimizer, self.rest())
-
-    def load(self, folder: Path) -> None:
-        """Continue from a checkpoint as if the run had never stopped.
-
-        Bitwise identical on a CPU with the same number of threads and ranks; on a GPU as far as torch's own kernels are
-        deterministic. Raises ValueError if the settings differ or the checkpoint is damaged.
-        """
-        rest = saving.load(folder, self.model, self.optimizer, self.rest())
-        weights = quantized_weights(self.model)
-        for name, amaxes in rest["delayed"].items():
-            delayed_state(weights[name], weights[name].linear_recipe).load_state_dict(amaxes)
-        torch.set_rng_state(rest["random"]["cpu"])
-        self.sampler.set_state(rest["random"]["sampler"])
-        if self.settings.device == "cuda":
-            torch.cuda.set_rng_state(rest["random"]["cuda"].cpu())
-        self.losses, self.held_out = list(rest["losses"]), list(rest["held_out"])
+from .gpt import SIZES, load_text, split
+from .ranks import Ranks, check_ranks, joined
+from .recipes import RECIPES, recipe_name
+from .run import Run, Settings, products_of, quantized_weights
 
 
 def train(run: Run, text: Tensor, steps: int | None, minutes: float | None, checkpoint: Path | None) -> None:
@@ -227,11 +83,7 @@ def evidence(run: Run, text: Tensor) -> str:
     """The quantized products that ``mx.explain()`` records in one more forward and backward pass."""
     with mx.explain() as log:
         run.gradients(split(text)[0])
-    counts = Counter(
-        f"{entry.spec.op} by {entry.kernel}"
-        for entry in log.entries
-        if entry.spec.op in ("fprop", "dgrad", "wgrad") and all(isinstance(f, mx.Format) for f in entry.spec.formats)
-    )
+    counts = products_of(log)
     layers, found = len(quantized_weights(run.model)), ", ".join(f"{n} {what}" for what, n in counts.items())
     return f"mx.explain() of one step in {run.settings.recipe}, {layers} quantized layers: {found or 'no product'}"
 
@@ -255,6 +107,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--device", choices=("cuda", "cpu") if cuda else ("cpu",), default="cuda" if cuda else "cpu")
     add("--steps", type=int, metavar="N", help="total number of steps (that of the size, unless --minutes is given)")
     add("--minutes", type=float, metavar="N", help="stop each model after N minutes")
+    add("--compile", action="store_true", help="compile each block with torch.compile")
     add("--seed", type=int, default=0, metavar="N", help="of weights and batches (0)")
     add("--checkpoint", type=Path, metavar="FOLDER", help="where to save at intervals and at the end")
     add("--resume", action="store_true", help="continue from --checkpoint")
@@ -278,6 +131,8 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     if args.checkpoint is not None and args.checkpoint.exists() and not args.resume:
         parser.error(f"--checkpoint: {args.checkpoint} exists already; add --resume, or name another folder")
     check_ranks(args, parser, size.heads, size.batch)
+    if args.compile and (args.fsdp or args.tp > 1):
+        parser.error("--compile: sharded blocks run eager here; leave out --compile, or --fsdp and --tp")
     args.error = parser.error
     return args
 
@@ -318,6 +173,8 @@ def trained(args: argparse.Namespace, ranks: Ranks) -> list[Run]:
     runs: list[Run] = []
     for name in dict.fromkeys(names):
         run = Run.of(Settings(name, args.quantize_all, args.size, args.seed, args.device, digest(args.bytes)), ranks)
+        if args.compile:
+            run.compile()
         checkpoint = args.checkpoint
         if checkpoint is not None and runs:
             checkpoint = checkpoint.with_name(f"{checkpoint.stem}-{name}{checkpoint.suffix}")

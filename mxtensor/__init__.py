@@ -61,9 +61,9 @@ if TYPE_CHECKING:
     from .calibration.smoothing import AWQ, SmoothQuant
     from .compile.inference_options import inference_options
     from .convert.mxfp8 import MXFP8Config, MXFP8Linear, to_mxfp8
-    from .distributed import checkpoint
-    from .distributed import tensor_parallel as parallel
+    from .distributed import checkpoint, parallel
     from .integrations.kv_cache import KVCache
+    from .report.monitor import monitor
     from .report.tune_model import tune
     from .te.general_gemm import general_gemm, get_workspace
     from .te.quantizer_base import DType, Quantizer
@@ -148,6 +148,7 @@ __all__ = [
     "inference_options",
     "kernels",
     "model_size",
+    "monitor",
     "nn",
     "optim",
     "parallel",
@@ -174,9 +175,10 @@ _LAZY = {
     "compile.inference_options": ("inference_options",),
     "convert.mxfp8": ("MXFP8Config", "MXFP8Linear", "to_mxfp8"),
     "distributed.checkpoint": ("checkpoint",),
-    "distributed.tensor_parallel": ("parallel",),
+    "distributed.parallel": ("parallel",),
     "integrations.kv_cache": ("KVCache",),
     "nn": ("nn",),
+    "report.monitor": ("monitor",),
     "report.tune_model": ("tune",),
     "te.general_gemm": ("general_gemm", "get_workspace"),
     "te.quantizer_base": ("DType", "Quantizer"),

@@ -66,8 +66,12 @@ def _is_conv1d(module: nn.Module) -> bool:
     return weight is not None and weight.dim() == 2 and any(kind.__name__ == "Conv1D" for kind in type(module).__mro__)
 
 
-EXPERTS = (("gate_up_proj", "down_proj"), ("gate_proj", "up_proj", "down_proj"), ("up_proj", "down_proj"))
-"""Parameters that stack all experts of a module, from the first product to the last; one row for each naming."""
+EXPERTS = (
+    ("gate_up_proj", "down_proj"), ("gate_proj", "up_proj", "down_proj"), ("up_proj", "down_proj"),
+    ("w1", "w3", "w2"), ("w1_EFD", "w3_EFD", "w2_EDF"),
+)  # fmt: skip
+"""Parameters that stack all experts of a module, from the first product to the last; one row for each naming:
+transformers', then torchtitan's."""
 
 
 def _are_experts(names: tuple[str, ...], transposed: bool) -> Callable[[nn.Module], bool]:

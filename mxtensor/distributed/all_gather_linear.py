@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..core.compat import disable_torch_function
+from ..core.explain import record
+from ..core.kernel import Spec
 from ..core.select import dispatch_context, restore_context
 from ..core.torch_autocast import without_autocast
 from ..kernels.gemm.spec import Form
@@ -57,6 +59,16 @@ def refuses(linear_recipe: LinearRecipe, rows: int, cols: int) -> str | None:
     assert casts.columnwise is not None
     reason = casts.columnwise.format.why_not_split(-1, rows)
     return None if reason is None else f"{rows} rows a rank: {reason}"
+
+
+def reason_for_values(
+    x: Tensor, linear_recipe: LinearRecipe, dtype: torch.dtype, why: str | None = None
+) -> str | None:  # fmt: skip
+    """``refuses`` for the rows of this rank (M, K), or ``why``, with the decision in ``explain()``."""
+    why = why or refuses(linear_recipe, *x.shape)
+    spec = Spec("gather", (tuple(x.shape),), (x.dtype,), dtype, x.device)
+    record(spec, "high precision" if why else "quantized", {"quantized": why} if why else {})
+    return why
 
 
 def _gathered_rows(t: Tensor, world: int, group: Group) -> Tensor:

@@ -20,15 +20,14 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor import parallel as torch_parallel
 
 from ..core.arguments import FLAG, check, instance, optional
-from ..core.explain import record
-from ..core.kernel import Spec
 from ..core.torch_autocast import autocast_dtype
 from ..numerics.formats import Format, Orientation
 from ..recipe.linear_recipe import LinearRecipe
 from ..tensor.mxtensor import MXTensor
 from ..training.local import local_of
 from ..training.training_weight import TrainingWeight
-from .all_gather_linear import gathered_linear, refuses
+from .all_gather_linear import gathered_linear, reason_for_values
+from .shared_scale import shares_scales, split_linear
 
 
 def _linear_recipe(weight: Any) -> LinearRecipe | None:
@@ -61,7 +60,7 @@ def _check_split(module: nn.Linear, mesh: DeviceMesh, dim: int) -> None:
     """Check that the weight can be split along dimension ``dim``, 0 (out_features) or 1 (in_features).
 
     Raises ValueError if ranks would get parts of different sizes or parts of blocks, NotImplementedError if a scale
-    depends on values of two ranks.
+    depends on values of two ranks that they do not share (delayed scaling, float8 with one scale a row).
     """
     weight, world = module.weight, mesh.size()
     extent, name = weight.shape[dim], ("out_features", "in_features")[dim]
@@ -69,8 +68,11 @@ def _check_split(module: nn.Linear, mesh: DeviceMesh, dim: int) -> None:
         raise ValueError(
             f"{name}={extent} does not divide into {world} equal parts; use a mesh of fewer ranks, or pad the layer"
         )
-    operands = _split_operands(weight, dim)
+    operands, recipe = _split_operands(weight, dim), _linear_recipe(weight)
+    shared = recipe is not None and shares_scales(recipe)
     for format, place, scales_differ in operands:
+        if shared and format.has_tensor_scale:
+            continue
         reason = format.why_not_split(place, scales_differ=scales_differ)
         if reason is not None:
             raise NotImplementedError(
@@ -86,6 +88,15 @@ def _check_split(module: nn.Linear, mesh: DeviceMesh, dim: int) -> None:
             )
 
 
+def _product(x: Tensor, weight: DTensor, bias: Tensor | None, mesh: DeviceMesh, rows: bool) -> Tensor:
+    """The product of this rank; scales of whole tensors are shared with the other ranks."""
+    local, linear_recipe = cast(Tensor, _local(weight)), _linear_recipe(weight)
+    if linear_recipe is not None and shares_scales(linear_recipe):
+        dtype = autocast_dtype(x) or x.dtype
+        return split_linear(x, local, bias, linear_recipe, mesh.get_group(), rows, dtype)
+    return F.linear(x, local, bias)
+
+
 # ---------------------------------------------------------------------------------------------- column-wise
 
 
@@ -99,7 +110,7 @@ def _columns(self: nn.Linear, x: DTensor) -> DTensor:
         if y is not None:
             return DTensor.from_local(y, mesh, [Shard(last)], run_check=False)
     x = x.redistribute(placements=[Replicate()])
-    y = F.linear(x.to_local(grad_placements=[Partial()]), cast(Tensor, _local(weight)), _local(bias))
+    y = _product(x.to_local(grad_placements=[Partial()]), weight, _local(bias), mesh, rows=False)
     return DTensor.from_local(y, mesh, [Shard(last)], run_check=False)
 
 
@@ -109,18 +120,14 @@ def _columns_of_sharded_rows(
     """The same for input rows that are sharded over the ranks, gathered as codes; None if that is refused."""
     mesh, part = x.device_mesh, x.to_local(grad_placements=x.placements)
     world, rows = mesh.size(), part.numel() // part.shape[-1]
-    why = refuses(linear_recipe, rows, part.shape[-1])
-    if why is None and x.shape[dim] % world:
+    why = None
+    if x.shape[dim] % world:
         why = f"{x.shape[dim]} positions do not divide into {world} equal parts"
-    given = autocast_dtype(part) or part.dtype
-    spec = Spec("gather", ((rows, part.shape[-1]),), (part.dtype,), given, part.device)
-    record(spec, "high precision" if why else "quantized", {"quantized": why} if why else {})
-    if why is not None:
+    given, mine = autocast_dtype(part) or part.dtype, part.reshape(rows, part.shape[-1])
+    if reason_for_values(mine, linear_recipe, given, why) is not None:
         return None
     local_weight = cast(Tensor, _local(weight))
-    y = gathered_linear(
-        part.reshape(rows, part.shape[-1]), local_weight, _local(bias), linear_recipe, mesh.get_group(), given
-    )
+    y = gathered_linear(mine, local_weight, _local(bias), linear_recipe, mesh.get_group(), given)
     before, within = part.shape[:dim], part.shape[dim:-1]
     y = y.view(world, *before, *within, y.shape[-1]).movedim(0, dim)
     return y.reshape(*before, world * within[0], *within[1:], y.shape[-1])
@@ -142,7 +149,7 @@ class ColwiseParallel(torch_parallel.ColwiseParallel):
     ``input_layouts``: Replicate() (default), or Shard(dim) of a dimension of tokens, which is gathered: as codes and
     scales if ``explain()`` names the gather "quantized". Takes training weights (``quantize_`` with a recipe), frozen
     MXTensors and plain weights; embeddings are torch's. ``parallelize_module`` raises ValueError for a layer whose
-    parts are not whole blocks, and NotImplementedError for a recipe whose scales depend on values of two ranks.
+    parts are not whole blocks, and NotImplementedError for delayed scaling and float8 with one scale a row.
     """
 
     def __init__(
@@ -172,7 +179,7 @@ def _rows(self: nn.Linear, x: DTensor) -> DTensor:
     """The sum over the ranks of the products with each rank's columns of the weight; then the bias."""
     last = x.dim() - 1
     part = x.to_local(grad_placements=[Shard(last)])
-    y = F.linear(part, cast(Tensor, _local(cast(DTensor, self.weight))))
+    y = _product(part, cast(DTensor, self.weight), None, x.device_mesh, rows=True)
     summed = DTensor.from_local(y, x.device_mesh, [Partial()], run_check=False)
     wanted: tuple[Placement, ...] = self._mx_output_layouts  # type: ignore[assignment]
     summed = summed.redistribute(placements=wanted)
@@ -183,8 +190,8 @@ class RowwiseParallel(torch_parallel.RowwiseParallel):
     """Each rank contracts ``in_features / world`` values of a linear layer; arguments are those of torch's style.
 
     The partial results are summed in their dtype, as in torch's style, and the bias is added once after that.
-    ``parallelize_module`` raises ValueError for a layer whose parts are not whole blocks, and NotImplementedError for a
-    recipe whose scales depend on values of two ranks.
+    ``parallelize_module`` raises ValueError for a layer whose parts are not whole blocks, and NotImplementedError for
+    delayed scaling and float8 with one scale a row.
     """
 
     def __init__(

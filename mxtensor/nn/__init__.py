@@ -1,4 +1,6 @@
-"""TransformerEngine's modules, by their names and arguments. They run quantized inside ``mxtensor.autocast``."""
+"""TransformerEngine's modules, by their names and arguments. They run quantized inside ``mxtensor.autocast``.
+
+Functions that sort tokens by expert have its names too (``permutation.py``)."""
 
 from .attention import MultiheadAttention
 from .dot_product import DotProductAttention
@@ -7,6 +9,14 @@ from .layernorm_linear import LayerNormLinear
 from .layernorm_mlp import LayerNormMLP
 from .linear import Linear
 from .padding import Fp8Padding, Fp8Unpadding
+from .permutation import (
+    moe_permute,
+    moe_permute_and_pad_with_probs,
+    moe_permute_with_probs,
+    moe_sort_chunks_by_index,
+    moe_sort_chunks_by_index_with_probs,
+    moe_unpermute,
+)
 from .rope import RotaryPositionEmbedding, apply_rotary_pos_emb
 from .transformer import TransformerLayer
 
@@ -22,4 +32,10 @@ __all__ = [
     "RotaryPositionEmbedding",
     "TransformerLayer",
     "apply_rotary_pos_emb",
+    "moe_permute",
+    "moe_permute_and_pad_with_probs",
+    "moe_permute_with_probs",
+    "moe_sort_chunks_by_index",
+    "moe_sort_chunks_by_index_with_probs",
+    "moe_unpermute",
 ]

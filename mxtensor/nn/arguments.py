@@ -3,30 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
-from ..core.arguments import described, is_one_of
-
-NO_PARALLELISM: dict[str, tuple[Any, ...]] = {
-    "sequence_parallel": (False,),
-    "tp_group": (None,),
-    "tp_size": (1,),
-    "get_rng_state_tracker": (None,),
-    "rng_tracker_name": (None,),
-    "parallel_mode": (None, "row", "column"),
-    "set_parallel_mode": (False, True),
-}
-"""Argument -> the values that ask for no parallelism; the last two have no effect on one rank."""
-
-
-def check_parallelism(owner: str, **given: Any) -> None:
-    """Raise NotImplementedError for an argument that asks for tensor parallelism. ``owner`` names the module."""
-    for name, value in given.items():
-        if not is_one_of(value, NO_PARALLELISM[name]):
-            raise NotImplementedError(
-                f"{owner}: {name}={described(value)} is not available: modules hold whole weights; shard them with "
-                "torch.distributed (FSDP2's fully_shard, or DTensor's parallelize_module)"
-            )
+from ..core.arguments import described
 
 
 def one_of(what: str, value: str, choices: Iterable[str]) -> str:

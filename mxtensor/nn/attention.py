@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..core.arguments import COUNT, POSITIVE, SHARE, Kind, check, checked, described, instance, is_dense_float, optional
-from .arguments import check_heads, check_parallelism, one_of
+from .arguments import check_heads, one_of
 from .dot_product import ATTENTION_TYPES, DotProductAttention, PaddingMask, Window
 from .layernorm_linear import LayerNormLinear
 from .linear import Linear
 from .parameters import Init
 from .rope import apply_rotary_pos_emb
+from .tensor_parallel import Parallel, set_group_of_modules
 
 SEQUENCE = Kind(
     "a dense floating-point torch.Tensor of 3 dimensions",
@@ -36,9 +37,10 @@ class MultiheadAttention(nn.Module):
     ``query_layer`` (``layernorm_query``) and ``key_value``; then ``proj``. Each has ``query_weight``, ``key_weight``,
     ``value_weight`` and biases. With ``fuse_qkv_params`` it has one ``weight`` and ``bias``, whose rows are the query
     heads, the key and the value of each group in turn; with ``qkv_weight_interleaved=False`` all queries, all keys, all
-    values. A state dict of nn.MultiheadAttention loads too.
+    values. A state dict of nn.MultiheadAttention loads too. With ``set_parallel_mode`` each rank of ``tp_group`` has
+    some of the heads; the numbers of heads are those of all ranks.
 
-    Raises ValueError for sizes that do not divide and for unknown names, NotImplementedError for parallelism.
+    Raises ValueError for sizes that do not divide and for unknown names.
     """
 
     @checked(
@@ -62,7 +64,7 @@ class MultiheadAttention(nn.Module):
         tp_size: int = 1,
         num_gqa_groups: int | None = None,
         fuse_wgrad_accumulation: bool = False,
-        get_rng_state_tracker: Any = None,
+        get_rng_state_tracker: Callable[..., Any] | None = None,
         sequence_parallel: bool = False,
         params_dtype: torch.dtype | None = None,
         return_bias: bool = False,
@@ -82,17 +84,15 @@ class MultiheadAttention(nn.Module):
     ) -> None:
         super().__init__()
         title = name or type(self).__name__
-        check_parallelism(
-            title, sequence_parallel=sequence_parallel, tp_group=tp_group, tp_size=tp_size,
-            get_rng_state_tracker=get_rng_state_tracker, set_parallel_mode=set_parallel_mode,
-        )  # fmt: skip
-        self.num_gqa_groups = check_heads(title, num_attention_heads, num_gqa_groups)
+        groups = check_heads(title, num_attention_heads, num_gqa_groups)
+        split = Parallel(title, tp_group, tp_size, "column" if set_parallel_mode else None, sequence_parallel)
+        self.num_gqa_groups = split.part("num_gqa_groups", groups, "column")
         if kv_channels is None and hidden_size % num_attention_heads:
             raise ValueError(
                 f"{title}: hidden_size={hidden_size} does not divide into num_attention_heads={num_attention_heads}; "
                 "pass kv_channels"
             )
-        self.num_attention_heads = num_attention_heads
+        self.num_attention_heads = split.part("num_attention_heads", num_attention_heads, "column")
         self.kv_channels = kv_channels or hidden_size // num_attention_heads
         self.attention_type = one_of(f"{title}: attention_type", attention_type, ATTENTION_TYPES)
         self.input_layernorm, self.return_bias = input_layernorm, return_bias
@@ -106,6 +106,10 @@ class MultiheadAttention(nn.Module):
             "params_dtype": params_dtype,
             "device": device,
             "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+            "tp_group": tp_group,
+            "tp_size": tp_size,
+            "sequence_parallel": sequence_parallel,
+            "get_rng_state_tracker": get_rng_state_tracker,
         }
         norm: dict[str, Any] = {
             "eps": layernorm_epsilon,
@@ -114,36 +118,43 @@ class MultiheadAttention(nn.Module):
             "return_layernorm_output": self.return_layernorm_output,
         }
 
-        n, g, d = num_attention_heads, self.num_gqa_groups, self.kv_channels
+        n, g, d = num_attention_heads, groups, self.kv_channels
         rows = {"query": n * d, "key": g * d, "value": g * d}
         self.projections = SELF[input_layernorm] if attention_type == "self" else CROSS[input_layernorm]
         for attribute, names in self.projections.items():
-            split = {name: rows[name] for name in names}
+            each = {name: rows[name] for name in names}
             normed = attribute.startswith("layernorm_")
             layer: type[nn.Module] = LayerNormLinear if normed else Linear
             module = layer(
                 hidden_size,
-                sum(split.values()),
+                sum(each.values()),
                 init_method=init_method,
-                parameters_split=None if self._is_fused(attribute) else split,
+                parameters_split=None if self._is_fused(attribute) else each,
+                parallel_mode=split.mode,
                 name=f"{title}.{attribute}",
                 **common,
                 **(norm if normed else {}),
             )
             self.add_module(attribute, module)
         self.core_attention = DotProductAttention(
-            n, d, g, attention_dropout, qkv_format, attn_mask_type, window_size,
-            layer_number=layer_number, attention_type=attention_type,
+            n, d, g, attention_dropout, qkv_format, attn_mask_type, window_size, layer_number=layer_number,
+            attention_type=attention_type, tp_size=split.size if split.mode else 1,
+            get_rng_state_tracker=get_rng_state_tracker if split.mode else None,
         )  # fmt: skip
         self.proj = Linear(
             n * d,
             hidden_size,
             init_method=output_layer_init_method,
             return_bias=return_bias,
+            parallel_mode="row" if split.mode else None,
             name=f"{title}.proj",
             **common,
         )
         self.register_load_state_dict_pre_hook(_from_torch_names)
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """The process group of modules that were made with ``tp_size`` and without ``tp_group``."""
+        set_group_of_modules(self, tp_group)
 
     def _is_fused(self, projection: str) -> bool:
         """Whether a projection has one weight parameter; TransformerEngine's ``query_layer`` always does."""

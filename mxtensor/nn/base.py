@@ -16,6 +16,7 @@ from torch import Tensor
 from ..core.arguments import DENSE, FLAG, check, optional
 from ..core.torch_autocast import autocast_dtype, torch_autocasts
 from ..recipe.linear_recipe import HIGH_PRECISION, LinearRecipe
+from ..tensor.mxtensor import MXTensor
 from ..training.autocast import autocast_state
 from ..training.interception import check_recipe
 from ..training.linear import linear
@@ -23,6 +24,7 @@ from ..training.operands import Scales
 from ..training.passes import Options
 from .module_state import StatefulModule
 from .product_state import CachedOperands, WeightShards
+from .tensor_parallel import Parallel, set_group_of_modules
 from .weight_shards import misfit, owner
 
 
@@ -115,6 +117,62 @@ class QuantizedModule(StatefulModule):
         assert active is not None
         options = Options(active.linear_recipe, result_dtype(x), self.save_original_input)
         return linear(x, joined(shards), bias, options)
+
+    def parallel_product(
+        self, index: int, x: Tensor, shards: WeightShards, bias: Tensor | None, active: Active | None,
+        first: bool | None, parallel: Parallel,
+    ) -> Tensor:  # fmt: skip
+        """``product`` of a weight of which this rank has a part (``tensor_parallel.py``): with the sums and gathers
+        around it. An input that is gathered is sent as codes and scales if the recipe allows it."""
+        if parallel.sequence and parallel.mode == "column" and active is not None:
+            y = self._gathered(x, shards, bias, active, first, parallel)
+            if y is not None:
+                return y
+        by_rows = parallel.mode == "row"
+        before, after = (None, bias) if by_rows else (bias, None)
+        x = parallel.into(x)
+        if parallel.mode is not None and active is not None and self._shares_scales(shards, active, first):
+            from ..distributed.shared_scale import split_linear
+
+            group = parallel.mesh_of(x.device).get_group()
+            y = split_linear(x, joined(shards), before, active.linear_recipe, group, by_rows, result_dtype(x))
+        else:
+            y = self.product(index, x, shards, before, active, first)
+        return parallel.out_of(y, after)
+
+    def _shares_scales(self, shards: WeightShards, active: Active, first: bool | None) -> bool:
+        """Whether the ranks cast their parts with the scales of the whole tensors."""
+        from ..distributed.shared_scale import shares_scales
+
+        plain = not any(isinstance(shard, MXTensor) for shard in shards)
+        alone = self.fuse_wgrad_accumulation or self.delay_wgrad_compute or first is not None
+        return plain and not alone and shares_scales(active.linear_recipe)
+
+    def _gathered(
+        self, x: Tensor, shards: WeightShards, bias: Tensor | None, active: Active, first: bool | None,
+        parallel: Parallel,
+    ) -> Tensor | None:  # fmt: skip
+        """The columns of this rank for the rows of all ranks, gathered as codes; None if values are gathered."""
+        from ..distributed.all_gather_linear import gathered_linear, reason_for_values
+
+        dtype, rows = result_dtype(x), x.reshape(-1, x.shape[-1])
+        why = None
+        if self.fuse_wgrad_accumulation or self.delay_wgrad_compute or self.save_original_input:
+            why = f"{self.label} accumulates wgrad itself, or saves its input"
+        elif first is not None:
+            why = "is_first_microbatch caches the weight"
+        if reason_for_values(rows, active.linear_recipe, dtype, why) is not None:
+            return None
+        group = parallel.mesh_of(x.device).get_group()
+        y = gathered_linear(rows, joined(shards), bias, active.linear_recipe, group, dtype)
+        return y.view(parallel.size * x.shape[0], *x.shape[1:-1], y.shape[-1])
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """The process group of a module that was made with ``tp_size`` and without ``tp_group``.
+
+        Raises TypeError for another object, ValueError for a group of another size.
+        """
+        set_group_of_modules(self, tp_group)
 
     def _quantized(
         self, index: int, x: Tensor, shards: WeightShards, bias: Tensor | None, active: Active | None,

@@ -7,7 +7,8 @@ scaled_dot_product_attention computes both products.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from ..core.arguments import (
     COUNT,
     FLAG,
+    FUNCTION,
     LARGEST,
     SHARE,
     Kind,
@@ -30,7 +32,8 @@ from ..core.arguments import (
     optional,
 )
 from ..core.compat import disable_torch_function
-from .arguments import check_heads, check_parallelism, one_of
+from .arguments import check_heads, one_of
+from .tensor_parallel import Parallel, tracker_of
 
 PaddingMask = Tensor | tuple[Tensor, Tensor]
 Window = tuple[int, int]
@@ -102,13 +105,17 @@ class DotProductAttention(nn.Module):
     - ``attn_mask_type``: one of ``MASKS``. The diagonal of ``causal`` and ``padding_causal`` starts at the top left,
       that of the other types ends at the bottom right.
     - ``window_size`` (left, right): the number of keys that a query sees on each side of the diagonal, -1 for all.
-    - ``attention_dropout`` is active in training only.
+    - ``attention_dropout`` is active in training only; ``get_rng_state_tracker`` gives each rank its own.
+    - ``tp_group`` or ``tp_size``: this rank has its part of the heads, whose numbers are those of all ranks.
 
     Each call may override ``qkv_format``, ``attn_mask_type`` and ``window_size``. Raises ValueError for numbers of
     heads that do not divide, and for unknown names.
     """
 
-    @checked(num_attention_heads=COUNT, num_gqa_groups=optional(COUNT), attention_dropout=SHARE)
+    @checked(
+        num_attention_heads=COUNT, num_gqa_groups=optional(COUNT), attention_dropout=SHARE,
+        get_rng_state_tracker=optional(FUNCTION),
+    )  # fmt: skip
     def __init__(
         self,
         num_attention_heads: int,
@@ -121,7 +128,7 @@ class DotProductAttention(nn.Module):
         *,
         sequence_parallel: bool = False,
         tp_size: int = 1,
-        get_rng_state_tracker: Any = None,
+        get_rng_state_tracker: Callable[..., Any] | None = None,
         tp_group: Any = None,
         layer_number: int | None = None,
         attention_type: str = "self",
@@ -129,14 +136,13 @@ class DotProductAttention(nn.Module):
     ) -> None:
         super().__init__()
         name = type(self).__name__
-        check_parallelism(
-            name, sequence_parallel=sequence_parallel, tp_group=tp_group, tp_size=tp_size,
-            get_rng_state_tracker=get_rng_state_tracker,
-        )  # fmt: skip
+        split = Parallel(name, tp_group, tp_size, "column", sequence_parallel)
+        groups = check_heads(name, num_attention_heads, num_gqa_groups)
         check(name, "kv_channels", kv_channels, CHANNELS)
         check(name, "window_size", window_size, WINDOW)
-        self.num_attention_heads = num_attention_heads
-        self.num_gqa_groups = check_heads(name, num_attention_heads, num_gqa_groups)
+        self.num_attention_heads = split.part("num_attention_heads", num_attention_heads, "column")
+        self.num_gqa_groups = split.part("num_gqa_groups", groups, "column")
+        self.tracker = tracker_of(get_rng_state_tracker)
         self.channels = (kv_channels, kv_channels) if isinstance(kv_channels, int) else tuple(kv_channels)
         self.attention_dropout = attention_dropout
         self.qkv_format = one_of(f"{name}: qkv_format", qkv_format, FORMATS)
@@ -213,6 +219,12 @@ class DotProductAttention(nn.Module):
     def _core(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, causal: bool) -> Tensor:
         groups = self.num_attention_heads // self.num_gqa_groups
         dropout = self.attention_dropout if self.training else 0.0
+        with self.tracker() if self.tracker is not None and dropout > 0 else nullcontext():
+            return self._attend(q, k, v, seen, causal, groups, dropout)
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, causal: bool, groups: int, dropout: float
+    ) -> Tensor:
         if seen is None:
             return F.scaled_dot_product_attention(
                 q, k, v, dropout_p=dropout, is_causal=causal, scale=self.softmax_scale, enable_gqa=groups > 1

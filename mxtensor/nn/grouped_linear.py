@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ..core.arguments import COUNT, DEVICE, SIZE, checked, optional
 from ..training.grouped import Splits, groups_of, row_counts, stacked
-from .arguments import check_parallelism
 from .base import QuantizedModule, cast_bias
-from .parameters import Init, kaiming
+from .parameters import Init
+from .tensor_parallel import Parallel, tracker_of
 
 
 class GroupedLinear(QuantizedModule):
@@ -24,9 +24,11 @@ class GroupedLinear(QuantizedModule):
     identical to those of ``num_gemms`` ``Linear`` modules over ``torch.split(inp, m_splits)``. Every group has its own
     quantizers and, with delayed scaling, its own histories.
 
-    The other options are those of ``Linear``; with ``return_bias`` the result is ``(y, [bias0, ...])``.
+    The other options are those of ``Linear``; with ``return_bias`` the result is ``(y, [bias0, ...])``. As in
+    TransformerEngine, tensor parallelism gives each rank its part of each weight and sends nothing: the exchange of
+    tokens gathers and sums.
 
-    Raises NotImplementedError for arguments that ask for tensor parallelism, ValueError for ``num_gemms`` below 1.
+    Raises ValueError for ``num_gemms`` below 1, for parts that are not equal and for parts with biases.
     """
 
     @checked(num_gemms=COUNT, in_features=SIZE, out_features=SIZE, device=optional(DEVICE))
@@ -51,22 +53,25 @@ class GroupedLinear(QuantizedModule):
         save_original_input: bool = False,
         name: str | None = None,
     ) -> None:
-        check_parallelism(
-            "GroupedLinear", sequence_parallel=sequence_parallel, tp_group=tp_group, tp_size=tp_size,
-            get_rng_state_tracker=get_rng_state_tracker, rng_tracker_name=rng_tracker_name, parallel_mode=parallel_mode,
-        )  # fmt: skip
         super().__init__(
             name,
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
             delay_wgrad_compute=delay_wgrad_compute,
             save_original_input=save_original_input,
         )
-        self.num_gemms, self.in_features, self.out_features = num_gemms, in_features, out_features
-        self.return_bias = return_bias
+        self.parallel = parallel = Parallel(self.label, tp_group, tp_size, parallel_mode, sequence_parallel)
+        if bias and parallel.mode is not None:
+            raise ValueError(
+                f"{self.label}: parallel_mode={parallel_mode!r} of {parallel.size} ranks and bias=True: what ranks add "
+                "up is added outside of this module, and so must be the bias; pass bias=False"
+            )
+        self.num_gemms, self.return_bias = num_gemms, return_bias
+        self.in_features = parallel.part("in_features", in_features, "row")
+        self.out_features = parallel.part("out_features", out_features, "column")
+        tracker = tracker_of(get_rng_state_tracker, rng_tracker_name)
         shape = (out_features, in_features)
         for i in range(num_gemms):
-            self.add_parameter(f"weight{i}", shape, init_method or kaiming, device, params_dtype)
-            self.add_bias(f"bias{i}", shape, init_method, bias, device, params_dtype)
+            self.add_linear("", shape, init_method, bias, device, params_dtype, self.parallel, (), tracker, f"{i}")
 
     def forward(
         self, inp: Tensor, m_splits: Splits, is_first_microbatch: bool | None = None

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ..core.arguments import DEVICE, POSITIVE, SIZE, checked, optional
-from .arguments import check_parallelism
 from .linear import LinearBase, Split
 from .norm import NormBase, check_normalization
 from .parameters import Init
+from .tensor_parallel import Parallel, tracker_of
 
 
 class LayerNormLinear(NormBase, LinearBase):
@@ -50,15 +50,16 @@ class LayerNormLinear(NormBase, LinearBase):
         delay_wgrad_compute: bool = False,
         name: str | None = None,
     ) -> None:
-        check_parallelism(
-            "LayerNormLinear", sequence_parallel=sequence_parallel, tp_group=tp_group, tp_size=tp_size,
-            get_rng_state_tracker=get_rng_state_tracker, parallel_mode=parallel_mode,
-        )  # fmt: skip
         check_normalization("LayerNormLinear", normalization)
         super().__init__(name, fuse_wgrad_accumulation=fuse_wgrad_accumulation, delay_wgrad_compute=delay_wgrad_compute)
         self.return_bias, self.return_layernorm_output = return_bias, return_layernorm_output
-        self.add_norm(in_features, eps, normalization, zero_centered_gamma, device, params_dtype)
-        self.add_split_linear(in_features, out_features, parameters_split, init_method, bias, device, params_dtype)
+        self.return_layernorm_output_gathered = return_layernorm_output_gathered
+        parallel = Parallel(self.label, tp_group, tp_size, parallel_mode, sequence_parallel)
+        self.add_norm(in_features, eps, normalization, zero_centered_gamma, device, params_dtype, parallel)
+        self.add_split_linear(
+            in_features, out_features, parameters_split, init_method, bias, device, params_dtype, parallel,
+            tracker_of(get_rng_state_tracker),
+        )  # fmt: skip
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
         """inp (..., in_features) -> y (..., out_features).
@@ -69,4 +70,5 @@ class LayerNormLinear(NormBase, LinearBase):
         weights = self.weights()
         active = self.prepare(inp, weights)
         normed = self.norm(inp)
-        return self.returned(self.by_weight(normed, weights, active, is_first_microbatch), self.full_bias(), normed)
+        y = self.by_weight(normed, weights, active, is_first_microbatch)
+        return self.returned(y, self.full_bias(), normed, self.parallel)

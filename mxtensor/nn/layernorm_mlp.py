@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..core.arguments import DEVICE, POSITIVE, SIZE, checked, optional
-from .arguments import check_parallelism, one_of
+from .arguments import one_of
 from .norm import NormBase, check_normalization
 from .parameters import Init
 from .product_state import WeightShards
+from .tensor_parallel import Parallel, tracker_of
 
 
 def _gelu(x: Tensor) -> Tensor:
@@ -58,10 +59,11 @@ class LayerNormMLP(NormBase):
       start as in torch.nn.Linear.
     - ``return_bias``: return fc2_bias instead of adding it.
     - ``seq_length`` and ``micro_batch_size`` have no effect: nothing is compiled ahead of time.
+    - ``set_parallel_mode``: split fc1 by columns and fc2 by rows over the ranks of ``tp_group``; with a gated
+      activation each rank has its part of both halves of fc1.
     - The other arguments: see :class:`LayerNormLinear`.
 
-    Raises NotImplementedError for arguments that ask for tensor parallelism, ValueError for an unknown norm or
-    activation.
+    Raises what Linear raises, and ValueError for an unknown norm or activation.
     """
 
     fc1_weight: Tensor
@@ -97,20 +99,22 @@ class LayerNormMLP(NormBase):
         delay_wgrad_compute: bool = False,
         name: str | None = None,
     ) -> None:
-        check_parallelism(
-            "LayerNormMLP", sequence_parallel=sequence_parallel, tp_group=tp_group, tp_size=tp_size,
-            get_rng_state_tracker=get_rng_state_tracker,
-        )  # fmt: skip
         check_normalization("LayerNormMLP", normalization)
         one_of("LayerNormMLP: activation", activation, ACTIVATIONS)
         super().__init__(name, fuse_wgrad_accumulation=fuse_wgrad_accumulation, delay_wgrad_compute=delay_wgrad_compute)
         self.hidden_size, self.ffn_hidden_size, self.activation = hidden_size, ffn_hidden_size, activation
         self.return_bias, self.return_layernorm_output = return_bias, return_layernorm_output
+        self.return_layernorm_output_gathered = return_layernorm_output_gathered
         self._function, self._gated = ACTIVATIONS[activation]
-        self.add_norm(hidden_size, eps, normalization, zero_centered_gamma, device, params_dtype)
-        rows = 2 * ffn_hidden_size if self._gated else ffn_hidden_size
-        self.add_linear("fc1_", (rows, hidden_size), init_method, bias, device, params_dtype)
-        self.add_linear("fc2_", (hidden_size, ffn_hidden_size), output_layer_init_method, bias, device, params_dtype)
+        modes = ("column", "row") if set_parallel_mode else (None, None)
+        self.fc1, self.fc2 = (Parallel(self.label, tp_group, tp_size, mode, sequence_parallel) for mode in modes)
+        self.fc1.part("ffn_hidden_size", ffn_hidden_size, "column")
+        self.add_norm(hidden_size, eps, normalization, zero_centered_gamma, device, params_dtype, self.fc1)
+        pieces, tracker = (ffn_hidden_size,) * (2 if self._gated else 1), tracker_of(get_rng_state_tracker)
+        common = bias, device, params_dtype
+        self.add_linear("fc1_", (sum(pieces), hidden_size), init_method, *common, self.fc1, pieces, tracker)
+        shape = hidden_size, ffn_hidden_size
+        self.add_linear("fc2_", shape, output_layer_init_method, *common, self.fc2, (), tracker)
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
         """inp (..., hidden_size) -> y of the same shape.
@@ -121,15 +125,15 @@ class LayerNormMLP(NormBase):
         weights: list[WeightShards] = [[self.fc1_weight], [self.fc2_weight]]
         active = self.prepare(inp, weights)
         normed = self.norm(inp)
-        inner = self.product(0, normed, weights[0], self.fc1_bias, active, is_first_microbatch)
+        inner = self.parallel_product(0, normed, weights[0], self.fc1_bias, active, is_first_microbatch, self.fc1)
         if self._gated:
             first, second = inner.chunk(2, -1)
             inner = self._function(first) * second
         else:
             inner = self._function(inner)
         added = None if self.return_bias else self.fc2_bias
-        out = self.product(1, inner, weights[1], added, active, is_first_microbatch)
-        return self.returned(out, self.fc2_bias, normed)
+        out = self.parallel_product(1, inner, weights[1], added, active, is_first_microbatch, self.fc2)
+        return self.returned(out, self.fc2_bias, normed, self.fc1)
 
     def extra_repr(self) -> str:
         sizes = f"hidden_size={self.hidden_size}, ffn_hidden_size={self.ffn_hidden_size}"

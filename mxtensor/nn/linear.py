@@ -10,10 +10,10 @@ from torch import Tensor
 
 from ..core.arguments import DEVICE, SIZE, Kind, check, checked, described, optional
 from ..tensor.mxtensor import MXTensor
-from .arguments import check_parallelism
 from .base import Active, QuantizedModule, cast_bias
 from .parameters import Init
 from .product_state import WeightShards
+from .tensor_parallel import WHOLE, Parallel, Tracker, tracker_of
 
 Split = dict[str, int] | Sequence[str] | None
 """Names of parameters with the number of rows of each; a sequence of names divides the rows equally."""
@@ -49,18 +49,25 @@ class LinearBase(QuantizedModule):
     in_features: int
     out_features: int
     return_bias: bool
+    parallel: Parallel = WHOLE
 
     def add_split_linear(
         self, in_features: int, out_features: int, split: Split, init: Init | None, bias: bool, device: Any,
-        dtype: torch.dtype | None,
+        dtype: torch.dtype | None, parallel: Parallel = WHOLE, tracker: Tracker | None = None,
+        pieces: Sequence[int] = (),
     ) -> None:  # fmt: skip
-        """Register ``weight`` and ``bias``, or ``NAME_weight`` and ``NAME_bias`` for each name of ``split``."""
+        """Register ``weight`` and ``bias``, or ``NAME_weight`` and ``NAME_bias`` for each name of ``split``; all sizes
+        are those of the whole weight, of which ``parallel`` gives this rank a part."""
         sizes = split_sizes(self.label, out_features, split)
-        self.in_features, self.out_features = in_features, out_features
+        self.parallel = parallel
+        self.in_features = parallel.part("in_features", in_features, "row")
+        for rows in sizes.values():
+            parallel.part("out_features", rows, "column")
+        self.out_features = parallel.part("out_features", out_features, "column")
         self.weight_names = [f"{prefix}weight" for prefix in sizes]
         self.bias_names = [f"{prefix}bias" for prefix in sizes]
         for prefix, rows in sizes.items():
-            self.add_linear(prefix, (rows, in_features), init, bias, device, dtype)
+            self.add_linear(prefix, (rows, in_features), init, bias, device, dtype, parallel, pieces, tracker)
 
     def weights(self) -> list[WeightShards]:
         """The parameters of each product: one product of all, or one of each if they are quantized.
@@ -79,11 +86,14 @@ class LinearBase(QuantizedModule):
 
     def by_weight(self, x: Tensor, weights: list[WeightShards], active: Active | None, first: bool | None) -> Tensor:
         """The result (..., out_features), with the bias added unless ``return_bias`` is set."""
+        full = None if self.return_bias else self.full_bias()
         if len(weights) == 1:
-            return self.product(0, x, weights[0], None if self.return_bias else self.full_bias(), active, first)
-        biases = [None if self.return_bias else getattr(self, name) for name in self.bias_names]
-        each = enumerate(zip(weights, biases, strict=True))
-        return torch.cat([self.product(i, x, weight, bias, active, first) for i, (weight, bias) in each], -1)
+            return self.parallel_product(0, x, weights[0], full, active, first, self.parallel)
+        after = self.return_bias or self.parallel.mode == "row"
+        biases = [None if after else getattr(self, name) for name in self.bias_names]
+        each, x = enumerate(zip(weights, biases, strict=True)), self.parallel.into(x)
+        y = torch.cat([self.product(i, x, weight, bias, active, first) for i, (weight, bias) in each], -1)
+        return self.parallel.out_of(y, full)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}"
@@ -106,8 +116,10 @@ class Linear(LinearBase):
       backward passes since its last call.
     - ``save_original_input``: save the input, not its quantized copy, for wgrad.
     - ``name``: the name of the layer in messages.
+    - ``tp_group``, ``tp_size``, ``parallel_mode``, ``sequence_parallel``: tensor parallelism (``tensor_parallel.py``);
+      the sizes are those of the whole layer. ``get_rng_state_tracker`` gives each rank random numbers of its own.
 
-    Raises NotImplementedError for arguments that ask for tensor parallelism, ValueError for a split that does not fit.
+    Raises ValueError for a split that does not fit and for parts that are not equal, TypeError for another group.
     """
 
     @checked(in_features=SIZE, out_features=SIZE, device=optional(DEVICE))
@@ -131,10 +143,6 @@ class Linear(LinearBase):
         save_original_input: bool = False,
         name: str | None = None,
     ) -> None:
-        check_parallelism(
-            "Linear", sequence_parallel=sequence_parallel, tp_group=tp_group, tp_size=tp_size,
-            get_rng_state_tracker=get_rng_state_tracker, parallel_mode=parallel_mode,
-        )  # fmt: skip
         super().__init__(
             name,
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
@@ -142,7 +150,11 @@ class Linear(LinearBase):
             save_original_input=save_original_input,
         )
         self.return_bias = return_bias
-        self.add_split_linear(in_features, out_features, parameters_split, init_method, bias, device, params_dtype)
+        parallel = Parallel(self.label, tp_group, tp_size, parallel_mode, sequence_parallel)
+        self.add_split_linear(
+            in_features, out_features, parameters_split, init_method, bias, device, params_dtype, parallel,
+            tracker_of(get_rng_state_tracker),
+        )  # fmt: skip
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Tensor | tuple[Tensor, Tensor | None]:
         """inp (..., in_features) -> y (..., out_features); with ``return_bias`` (y, bias).

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from .arguments import one_of
 from .base import QuantizedModule, cast_bias
+from .tensor_parallel import WHOLE, Parallel
 
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 
@@ -26,10 +27,11 @@ class NormBase(QuantizedModule):
     layer_norm_bias: Tensor | None
     return_bias: bool
     return_layernorm_output: bool
+    return_layernorm_output_gathered = False
 
     def add_norm(
         self, size: int, eps: float, normalization: str, zero_centered_gamma: bool, device: Any,
-        dtype: torch.dtype | None,
+        dtype: torch.dtype | None, parallel: Parallel = WHOLE,
     ) -> None:  # fmt: skip
         """Register the parameters of the norm. ``zero_centered_gamma``: the norm multiplies by 1 + weight."""
         self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, zero_centered_gamma
@@ -39,15 +41,18 @@ class NormBase(QuantizedModule):
             self.add_parameter("layer_norm_bias", (size,), nn.init.zeros_, device, dtype)
         else:
             self.register_parameter("layer_norm_bias", None)
+        parallel.mark_whole(self.layer_norm_weight, self.layer_norm_bias)
 
     def norm(self, x: Tensor) -> Tensor:
         """x (..., H) normalized, in its dtype."""
         weight, bias = self.layer_norm_weight, self.layer_norm_bias
         return normalized(x, weight, bias, self.eps, self.normalization, self.zero_centered_gamma)
 
-    def returned(self, out: Tensor, bias: Tensor | None, normed: Tensor) -> Any:
+    def returned(self, out: Tensor, bias: Tensor | None, normed: Tensor, parallel: Parallel = WHOLE) -> Any:
         """``out`` alone, or a tuple with the bias and the result of the norm if the options ask for them."""
         more = [cast_bias(bias, out)] if self.return_bias else []
+        if self.return_layernorm_output_gathered and parallel.sequence:
+            normed = parallel.into(normed)
         more += [normed] if self.return_layernorm_output else []
         return (out, *more) if more else out
 

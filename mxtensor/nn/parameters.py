@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -51,27 +51,29 @@ class ParameterModule(nn.Module):
 
     def add_linear(
         self, prefix: str, shape: tuple[int, int], init: Init | None, bias: bool, device: Any,
-        dtype: torch.dtype | None,
+        dtype: torch.dtype | None, parallel: Any = None, pieces: Sequence[int] = (), tracker: Any = None,
+        suffix: str = "",
     ) -> None:  # fmt: skip
-        """Register a weight (N, K) and its bias (N,) or None.
+        """Register a weight (N, K) and its bias (N,) or None; with ``parallel`` (``tensor_parallel.Parallel``) the
+        parts of this rank, where ``pieces`` are rows that are split one by one.
 
         ``init`` fills the weight and the bias starts at zero. Without ``init`` both start as in torch.nn.Linear.
         """
-        self.add_parameter(f"{prefix}weight", shape, init or kaiming, device, dtype)
-        self.add_bias(f"{prefix}bias", shape, init, bias, device, dtype)
-
-    def add_bias(
-        self, name: str, shape: tuple[int, int], init: Init | None, bias: bool, device: Any,
-        dtype: torch.dtype | None,
-    ) -> None:  # fmt: skip
-        """Register the bias (N,) of a weight (N, K), or None. It starts at zero if the weight has an ``init`` of its
-        own, else as in torch.nn.Linear."""
-        if not bias:
-            self.register_parameter(name, None)
-            return
         bound = 1 / math.sqrt(shape[1]) if shape[1] > 0 else 0.0
         start: Init = partial(nn.init.uniform_, a=-bound, b=bound) if init is None else nn.init.zeros_
-        self.add_parameter(name, shape[:1], start, device, dtype)
+        fill, bias_shape = init or kaiming, shape[:1]
+        if parallel is not None:
+            pieces = pieces or shape[:1]
+            fill, start = parallel.initialize(fill, pieces, tracker), parallel.initialize(start, pieces, None)
+            shape, bias_shape = parallel.shape(shape), parallel.shape(bias_shape)
+        weight_name, bias_name = f"{prefix}weight{suffix}", f"{prefix}bias{suffix}"
+        self.add_parameter(weight_name, shape, fill, device, dtype)
+        if bias:
+            self.add_parameter(bias_name, bias_shape, start, device, dtype)
+        else:
+            self.register_parameter(bias_name, None)
+        if parallel is not None:
+            parallel.mark(getattr(self, weight_name), getattr(self, bias_name))
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,12 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..core.arguments import COUNT, POSITIVE, SHARE, TEXT, check, checked, described, instance, optional
-from .arguments import check_parallelism, one_of
+from .arguments import one_of
 from .attention import SEQUENCE, MultiheadAttention
 from .dot_product import MASK, WINDOW, PaddingMask, Window
 from .layernorm_mlp import LayerNormMLP
 from .norm import Norm
 from .parameters import Init
+from .tensor_parallel import set_group_of_modules
 
 LAYER_TYPES = ("encoder", "decoder")
 LAYER = instance(
@@ -34,10 +36,12 @@ class TransformerLayer(nn.Module):
     - ``parallel_attention_mlp`` gives both blocks the same input.
     - ``drop_path_rate`` skips self-attention and the feed-forward network for that share of samples.
     - ``seq_length`` and ``micro_batch_size`` have no effect: nothing is compiled ahead of time.
+    - ``set_parallel_mode`` splits heads and ``ffn_hidden_size`` over the ranks of ``tp_group``; with
+      ``sequence_parallel`` each rank passes and gets a part of the first dimension.
 
     A state dict of nn.TransformerEncoderLayer (of nn.TransformerDecoderLayer, for ``decoder``) with
     ``norm_first=True`` loads too. Raises ValueError for sizes that do not divide, unknown names and options that
-    exclude each other, NotImplementedError for parallelism.
+    exclude each other.
     """
 
     @checked(
@@ -66,7 +70,7 @@ class TransformerLayer(nn.Module):
         tp_group: Any = None,
         tp_size: int = 1,
         params_dtype: torch.dtype | None = None,
-        get_rng_state_tracker: Any = None,
+        get_rng_state_tracker: Callable[..., Any] | None = None,
         fuse_wgrad_accumulation: bool = False,
         seq_length: int | None = None,
         micro_batch_size: int | None = None,
@@ -90,10 +94,6 @@ class TransformerLayer(nn.Module):
     ) -> None:
         super().__init__()
         title = name or type(self).__name__
-        check_parallelism(
-            title, sequence_parallel=sequence_parallel, tp_group=tp_group, tp_size=tp_size,
-            get_rng_state_tracker=get_rng_state_tracker, set_parallel_mode=set_parallel_mode,
-        )  # fmt: skip
         check(title, "enc_dec_window_size", enc_dec_window_size, WINDOW)
         one_of(f"{title}: layer_type", layer_type, LAYER_TYPES)
         post_norm = apply_residual_connection_post_layernorm
@@ -115,6 +115,11 @@ class TransformerLayer(nn.Module):
             "normalization": normalization,
             "device": device,
             "return_layernorm_output": post_norm,
+            "tp_group": tp_group,
+            "tp_size": tp_size,
+            "sequence_parallel": sequence_parallel,
+            "get_rng_state_tracker": get_rng_state_tracker,
+            "set_parallel_mode": set_parallel_mode,
         }
 
         def attention(kind: str, attribute: str, mask_type: str, window: Window | None, normed: bool) -> nn.Module:
@@ -209,6 +214,10 @@ class TransformerLayer(nn.Module):
         y = self.layernorm_mlp(x, is_first_microbatch=is_first_microbatch)
         x = self._residual(y, x, self.drop_path_rate, self.residual_after_norm)
         return self.layernorm(x) if self.output_layernorm else x
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """The process group of a layer that was made with ``tp_size`` and without ``tp_group``."""
+        set_group_of_modules(self, tp_group)
 
     def _residual(self, block: Any, x: Tensor, drop_path_rate: float, after_norm: bool) -> Tensor:
         """The output of a block added to its input, or to the result of its norm that it returned too."""

@@ -24,6 +24,7 @@ from ..recipe.linear_recipe import recipe_by_key
 from ..tensor.mxtensor import MXTensor
 from . import graph_ops, prepared
 from .accumulate import Cast, cast_of
+from .observe import OBSERVERS, LayerCall, tell
 from .operands import Scales, cached_operands
 from .passes import Inputs, Options, backward, cast_weight, forward
 from .stack_operands import layout_of
@@ -70,7 +71,10 @@ def _linear(
             cached = cached_operands(weight, options.linear_recipe) if cached is None else cached
         else:
             _check_stack(x, weight, ends)
-        return _Linear.apply(x, weight, bias, options, scales, cached, ends)  # type: ignore[no-any-return]
+        y: Tensor = _Linear.apply(x, weight, bias, options, scales, cached, ends)
+        if OBSERVERS:
+            tell(y, LayerCall(x, weight, options.linear_recipe, scales, ends))
+        return y
 
 
 @nonstrict_trace

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 import mxtensor as mx
 from mxtensor.distributed import all_gather_linear as gathered
 from mxtensor.ops import collectives
-from mxtensor.recipe import CustomRecipe, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
+from mxtensor.recipe import CustomRecipe, DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from tests.distributed.fsdp_cases import message, same_as
 from tests.helpers.ranks import DEVICE, case
 
@@ -27,6 +27,9 @@ CONFIGS = {
     "mxfp4": mx.MXLinearConfig(elem_dtype="mxfp4"),
     "mxint8": CustomRecipe(weight="mxint8"),
     "tiles": CustomRecipe(weight="mxint8[32x32]"),
+    "nvfp4": NVFP4BlockScaling(disable_stochastic_rounding=True),  # random numbers differ between ranks
+    "float8": Float8CurrentScaling(),
+    "nvfp4, one copy": NVFP4BlockScaling(disable_stochastic_rounding=True, disable_2d_quantization=True),
 }
 
 
@@ -124,17 +127,22 @@ def columns_and_rows(rank, folder):
 
 @case
 def columns_alone(rank, folder):
-    """A layer split by columns: result and gradients of weight and bias are bitwise those of one rank."""
-    one = mx.quantize_(nn.Sequential(nn.Linear(IN, HIDDEN)), CONFIGS["mxfp8"])
-    for p in one.parameters():
-        dist.broadcast(p.detach(), 0)
-    two = parallelize_module(copy.deepcopy(one), mesh(), {"0": mx.parallel.ColwiseParallel(output_layouts=Replicate())})
-    x = torch.randn(TOKENS, IN)
-    dist.broadcast(x, 0)
-    a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
-    y, z = two(a), one(b)
-    y.square().sum().backward(), z.square().sum().backward()
-    return [torch.equal(y, z), *same_gradients(two, one)], error(a.grad, b.grad)
+    """Config -> of a layer split by columns whether result and gradients of weight and bias are bitwise those of one
+    rank, and the error of the gradient of x."""
+    found = {}
+    for name in ("mxfp8", "nvfp4", "nvfp4, one copy", "float8"):
+        one = mx.quantize_(nn.Sequential(nn.Linear(IN, HIDDEN)), CONFIGS[name])
+        for p in one.parameters():
+            dist.broadcast(p.detach(), 0)
+        style = mx.parallel.ColwiseParallel(output_layouts=Replicate())
+        two = parallelize_module(copy.deepcopy(one), mesh(), {"0": style})
+        x = torch.randn(TOKENS, IN)
+        dist.broadcast(x, 0)
+        a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+        y, z = two(a), one(b)
+        y.square().sum().backward(), z.square().sum().backward()
+        found[name] = [torch.equal(y, z), *same_gradients(two, one)], error(a.grad, b.grad)
+    return found
 
 
 @case
@@ -263,7 +271,7 @@ def what_does_not_divide(rank, folder):
             found.append("")
         except ValueError as e:
             found.append(str(e))
-    for recipe in (Float8CurrentScaling(), NVFP4BlockScaling()):
+    for recipe in (DelayedScaling(), CustomRecipe(weight="float8_e4m3_row")):
         layer = mx.quantize_(nn.Sequential(nn.Linear(IN, IN)), recipe)
         found.append(
             message(lambda layer=layer: parallelize_module(layer, mesh(), {"0": mx.parallel.ColwiseParallel()}))
@@ -303,7 +311,7 @@ def compiled(rank, folder):
     """{(config, sequence parallel): (largest error of y, of gradients)} of compiled layers against eager ones."""
     found = {}
     configs = CONFIGS | {"frozen": "mxfp8", "no backward": MXFP8BlockScaling(high_precision_backward=True)}
-    for name in ("mxfp8", "tiles", "no backward", "frozen"):
+    for name in ("mxfp8", "tiles", "no backward", "frozen", "nvfp4"):
         for sequence in (False, True):
             torch._dynamo.reset()
             layouts = {"input_layouts": Shard(0)} if sequence else {}

@@ -6,6 +6,7 @@ import torch
 from mxtensor.distributed.all_gather_linear import gathered_linear, refuses
 from mxtensor.numerics.cast import Cast
 from mxtensor.recipe.linear_recipe import LinearRecipe, TensorCasts
+from tests.distributed.parallel_cases import CONFIGS
 
 TOLERANCE = 1e-6
 """Of float32 sums in another order, by norm."""
@@ -16,7 +17,7 @@ def linear_recipe(input="mxfp8", columnwise="same", **fields):
     return LinearRecipe(casts, TensorCasts.of(Cast.of("mxfp8")), TensorCasts.of(Cast.of("mxfp8")), **fields)
 
 
-@pytest.mark.parametrize("config", ["mxfp8", "mxfp4", "mxint8", "tiles"])
+@pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("bias", [True, False])
 def test_layers_split_by_columns_and_rows_train_like_those_of_one_rank(config, bias, ranks):
     for found in ranks("columns_and_rows"):
@@ -28,8 +29,10 @@ def test_layers_split_by_columns_and_rows_train_like_those_of_one_rank(config, b
 
 
 def test_the_columns_of_a_layer_are_those_of_one_rank_bit_for_bit(ranks):
-    for same, error_of_x in ranks("columns_alone"):
-        assert same == [True, True, True] and error_of_x < TOLERANCE
+    for found in ranks("columns_alone"):
+        assert len(found) == 4
+        for same, error_of_x in found.values():
+            assert same == [True, True, True] and error_of_x < TOLERANCE
 
 
 def test_rows_sharded_over_the_ranks_are_gathered_as_codes(ranks):
@@ -91,11 +94,9 @@ def test_a_layer_that_does_not_divide_is_refused_with_its_numbers(ranks):
         assert found[1].startswith("in_features=96 over 2 ranks are 48 each: mxfp8_e4m3 has blocks of 32 values")
         assert found[2].startswith("out_features=33 does not divide into 2 equal parts")
         assert found[3].startswith("in_features=33 does not divide into 2 equal parts")
-        for kind, text in found[4:]:
-            assert (
-                kind == "NotImplementedError"
-                and "has one scale for the whole tensor, and tensor parallelism gives each rank a part" in text
-            )
+        for (kind, text), scale in zip(found[4:], ("the whole tensor", "all values of this dimension"), strict=True):
+            assert kind == "NotImplementedError"
+            assert f"has one scale for {scale}, and tensor parallelism gives each rank a part" in text
 
 
 def test_fsdp_over_the_other_dimension_of_a_mesh(ranks):
@@ -138,7 +139,7 @@ def test_the_error_of_a_refused_gather_names_the_way_out():
 
 def test_compiled_layers_compute_what_eager_layers_do(ranks):
     for found in ranks("compiled"):
-        assert len(found) == 8
+        assert len(found) == 10
         for (name, _), (error_of_y, errors) in found.items():
             assert error_of_y < TOLERANCE and max(errors, default=0) < TOLERANCE
             assert len(errors) == (0 if name == "frozen" else 4)

@@ -18,7 +18,8 @@ pytest.importorskip("tqdm")
 pytest.importorskip("matplotlib")
 
 from examples.gpt import SIZES, load_text, split
-from examples.train_lm import Run, digest, main
+from examples.run import Run
+from examples.train_lm import digest, main
 
 ROOT = Path(__file__).resolve().parents[2]
 

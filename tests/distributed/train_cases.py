@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from examples.gpt import load_text, split
 from examples.ranks import Ranks
-from examples.train_lm import Run, Settings
+from examples.run import Run, Settings
 from tests.distributed.fsdp_cases import RECIPES, ROWS, STEPS, WIDTH, adamw, net, operands, same_as
 from tests.helpers.ranks import DEVICE, WORLD, case
 

@@ -445,6 +445,7 @@ ROWS = [
     Row("checkpoint.latest", lambda: (mx.checkpoint.latest, {"folder": "."}), also=(FileNotFoundError,)),
     Row("parallel.ColwiseParallel", plain(mx.parallel.ColwiseParallel, **LAYOUTS)),
     Row("parallel.RowwiseParallel", plain(mx.parallel.RowwiseParallel, **LAYOUTS)),
+    Row("parallel.ExpertParallel", plain(mx.parallel.ExpertParallel, quantize_combined=False)),
     Row("report.sqnr_db", plain(model_report.sqnr_db, reference=x(), approximation=x())),
     Row(
         "report.layer_errors",
@@ -457,6 +458,9 @@ ROWS = [
         ),
     ),
     Row("report.short_names", plain(model_report.short_names, fqns=["a.b.weight", "a.c.weight"])),
+    Row("monitor", lambda: (mx.monitor, {"model": nn.Linear(64, 64), "every": 10})),
+    Row("Monitor.plot", lambda: (_monitored().plot, {"path": "monitor.png", "figure": "saturated", "title": "title"})),
+    Row("Monitor.to_tensorboard", lambda: (_monitored().to_tensorboard, {"writer": _Writer(), "step": 3})),
     Row("report.plot_layer_errors", lambda: (_plotted, {"rows_by_format": {"mxfp8": report()}, "title": "title"})),
 ]
 """Every public callable."""
@@ -466,6 +470,18 @@ def _log():
     with mx.explain() as log:
         nn.functional.linear(x(4, 128), mxtensor())
     return log
+
+
+class _Writer:
+    def add_scalar(self, tag, value, step):
+        """What a SummaryWriter does with a figure."""
+
+
+def _monitored():
+    net = mx.quantize_(nn.Linear(64, 64), mx.recipe.MXFP8BlockScaling())
+    with mx.monitor(net) as monitor:
+        net(x(4, 64)).sum().backward()
+    return monitor
 
 
 def _loading(state_dict):

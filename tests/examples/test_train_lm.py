@@ -1,6 +1,7 @@
 """The training example learns, stops, continues bit for bit, and reports what ran."""
 
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ pytest.importorskip("matplotlib")
 
 from examples import train_lm
 from examples.curves import smooth
-from examples.gpt import SIZES, load_text, split
-from examples.train_lm import RECIPES, Run, Settings, quantized_weights
+from examples.gpt import GPT, SIZES, load_text, split
+from examples.run import Run, Settings, quantized_weights
+from examples.train_lm import RECIPES
 
 PAPER = ["qkv", "projection", "up", "down"]
 
@@ -192,9 +194,9 @@ def test_smoothing_by_hand():
     assert smooth([1.0, 4.0], keep=0.5) == pytest.approx([1, (0.5 * 1 + 4) / 1.5])
 
 
-def test_parameters_of_the_largest_size():
+def test_parameters_of_a_size():
     with torch.device("meta"):
-        model = train_lm.GPT(SIZES["base"])
+        model = GPT(SIZES["base"])
     assert 85e6 < sum(p.numel() for p in model.parameters()) < 87e6
 
 
@@ -217,6 +219,31 @@ def test_mistakes_are_named(arguments, message, main, tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(*(argument.format(short=short) for argument in arguments))
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_sharded_blocks_are_not_compiled(main, monkeypatch, capsys):
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit):
+        main("--fsdp", "--compile")
+    assert "sharded blocks run eager here; leave out --compile" in capsys.readouterr().err
+
+
+@pytest.mark.exhaustive
+def test_compiled_blocks_train_as_eager_ones(main, capsys):
+    found = []
+    for options in ((), ("--compile",)):
+        main("--steps", 5, *options)
+        found.append(float(row(capsys.readouterr().out, "mxfp8")[2]))
+    assert found[0] == pytest.approx(found[1], abs=0.01)
+
+
+@pytest.mark.parametrize(("whole", "last"), [(0, 1e-2 * (10 / 60) ** 0.5), (60, 1e-3)])
+def test_the_learning_rate_rises_and_falls(whole, last):
+    run = Run.of(replace(settings("none"), steps=whole))
+    rates = [run.rate(step) for step in range(1, 61)]
+    assert rates[9] == max(rates) == 1e-2 and rates[0] == pytest.approx(1e-3)
+    assert rates[9:] == sorted(rates[9:], reverse=True) and rates[-1] == pytest.approx(last)
 
 
 @pytest.mark.parametrize(

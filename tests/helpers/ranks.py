@@ -17,7 +17,8 @@ import warnings
 import torch
 import torch.distributed as dist
 
-MODULES = tuple(f"tests.distributed.{name}_cases" for name in ("fsdp", "dcp", "train", "parallel", "bench"))
+NAMES = ("fsdp", "dcp", "train", "parallel", "expert", "nn", "bench")
+MODULES = tuple(f"tests.distributed.{name}_cases" for name in NAMES)
 WORLD = 2
 DEVICE = "cuda" if torch.cuda.device_count() >= WORLD else "cpu"
 BACKEND = "cpu:gloo,cuda:nccl" if DEVICE == "cuda" else "gloo"

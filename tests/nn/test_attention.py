@@ -173,7 +173,7 @@ def padded(n):
         ({"qkv_format": "thd"}, None, ValueError, "qkv_format is 'thd'; choose one of sbhd, bshd"),
         ({"attn_mask_type": "diagonal"}, None, ValueError, "attn_mask_type is 'diagonal'; choose one of no_mask, "),
         ({"attention_type": "both"}, None, ValueError, "attention_type is 'both'; choose one of self, cross"),
-        ({"tp_size": 2}, None, NotImplementedError, "tp_size=2 is not available"),
+        ({"tp_size": 3}, None, ValueError, "num_attention_heads=4 does not divide into 3 equal parts"),
         ({}, {"k": (6, 2, 3, 8)}, ValueError, r"\(6, 2, 4, 8\), \(6, 2, 3, 8\), \(6, 2, 4, 8\) do not fit"),
         ({}, {"k": (6, 3, 4, 8), "v": (6, 3, 4, 8)}, ValueError, "do not fit: sbhd needs one batch size"),
         ({"attn_mask_type": "padding"}, {}, ValueError, r"needs an attention_mask \(2, 1, 1, 6\), True for padding"),
@@ -457,8 +457,10 @@ def test_quantized_parameters_load_torchs_and_train():
         (lambda: MultiheadAttention(32, 4, num_gqa_groups=3), ValueError, "must be a multiple of num_gqa_groups=3"),
         (lambda: MultiheadAttention(32, 4, attention_type="none"), ValueError, "attention_type is 'none'"),
         (lambda: MultiheadAttention(32, 4, qkv_format="thd"), ValueError, "qkv_format is 'thd'"),
-        (lambda: MultiheadAttention(32, 4, tp_size=2), NotImplementedError, "tp_size=2 is not available"),
-        (lambda: MultiheadAttention(32, 4, sequence_parallel=True), NotImplementedError, "sequence_parallel=True"),
+        (
+            lambda: MultiheadAttention(32, 4, num_gqa_groups=2, tp_size=4, set_parallel_mode=True),
+            ValueError, "num_gqa_groups=2 does not divide into 4 equal parts",
+        ),
         (
             lambda: MultiheadAttention(32, 4)(torch.ones(3, 1, 32), encoder_output=torch.ones(3, 1, 32)),
             ValueError, "attention_type='self' takes no encoder_output",

@@ -567,9 +567,9 @@ def test_m_splits_that_do_not_fit_are_named_and_leave_the_state_as_it_was():
 def test_unsupported_arguments_are_refused():
     with pytest.raises(ValueError, match="GroupedLinear: num_gemms is 0; it must be an integer from 1"):
         GroupedLinear(0, K, N)
-    for argument in ({"tp_size": 2}, {"sequence_parallel": True}, {"rng_tracker_name": "model"}):
-        with pytest.raises(NotImplementedError, match=rf"GroupedLinear: {next(iter(argument))}="):
-            GroupedLinear(2, K, N, **argument)
+    with pytest.raises(ValueError, match="GroupedLinear: parallel_mode='row' of 2 ranks and bias=True"):
+        GroupedLinear(2, K, N, tp_size=2, parallel_mode="row")
+    assert GroupedLinear(2, K, N, tp_size=2, parallel_mode="row", bias=False).weight1.shape == (N, K // 2)
 
 
 def test_initialization_is_torchs_and_repr_shows_the_sizes():

@@ -379,8 +379,8 @@ def test_errors_name_the_argument_and_change_nothing(kind):
     run(module, leaf(20, 64), torch.randn(20, 64))
     with pytest.raises(ValueError, match="normalization is 'BatchNorm'; choose one of LayerNorm, RMSNorm"):
         kind(normalization="BatchNorm")
-    with pytest.raises(NotImplementedError, match="tp_size=4"):
-        kind(tp_size=4)
+    with pytest.raises(TypeError, match="tp_group is 'a group'; pass a process group"):
+        kind(tp_group="a group")
 
 
 def test_an_unknown_activation_is_named():

@@ -426,7 +426,7 @@ def test_torch_autocast_in_bfloat16_with_a_recipe():
         (lambda: small(attn_input_format="thd"), ValueError, "qkv_format is 'thd'; choose one of sbhd, bshd"),
         (lambda: small(self_attn_mask_type="none"), ValueError, "attn_mask_type is 'none'; choose one of no_mask"),
         (lambda: small(normalization="BatchNorm"), ValueError, "normalization is 'BatchNorm'"),
-        (lambda: small(tp_size=2), NotImplementedError, "tp_size=2 is not available"),
+        (lambda: small(tp_size=3, set_parallel_mode=True), ValueError, "does not divide into 3 equal parts"),
         (lambda: small()(torch.ones(3, 1, 64), encoder_output=torch.ones(3, 1, 64)), ValueError, "takes no encoder"),
         (lambda: small(layer_type="decoder")(torch.ones(3, 1, 64)), ValueError, "needs encoder_output"),
         (

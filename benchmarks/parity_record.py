@@ -1,0 +1,166 @@
+"""The records of ``benchmarks.parity``: a JSONL file for each arm and seed, and what they say together.
+
+The first line of a file describes the run (``Header``), each line after it a point (``Point``).
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from .parity_arms import ARMS, BASE
+
+RESULTS = Path(__file__).resolve().parent / "results" / "parity"
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a run was. Two runs compare only if all fields but ``arm``, ``seed``, ``products`` and ``machine`` agree."""
+
+    arm: str
+    seed: int
+    size: str
+    """A name of ``examples.gpt.SIZES``."""
+    parameters: int
+    quantized: int
+    """Parameters that carry the recipe."""
+    steps: int
+    batch_tokens: int
+    """Tokens of a step. A token is a byte."""
+    text: str
+    """The digest of the text."""
+    training_bytes: int
+    held_out_bytes: int
+    compiled: bool
+    products: dict[str, int]
+    """How often ``mx.explain()`` saw each product and kernel in the first step; compiled blocks share one graph."""
+    machine: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Point:
+    """The state of a run after a step."""
+
+    step: int
+    tokens: int
+    training: float | None
+    """The mean loss of the steps since the point before, in nats a byte; None at step 0."""
+    held_out: float
+    seconds: float
+    """Of training so far: the first steps' compilation is in it, evaluations and checkpoints are not."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """One file."""
+
+    header: Header
+    points: Sequence[Point]
+
+    @property
+    def finished(self) -> bool:
+        return bool(self.points) and self.points[-1].step == self.header.steps
+
+    @property
+    def loss(self) -> float:
+        """The last held-out loss."""
+        return self.points[-1].held_out
+
+    @property
+    def tokens_per_second(self) -> float:
+        """The median over the points but the first, whose steps compile; nan with fewer points."""
+        pairs = list(zip(self.points[1:], self.points[2:], strict=False))
+        speeds = [(b.tokens - a.tokens) / (b.seconds - a.seconds) for a, b in pairs if b.seconds > a.seconds]
+        return statistics.median(speeds) if speeds else float("nan")
+
+
+def path_of(results: Path, size: str, arm: str, seed: int) -> Path:
+    """The file of a run."""
+    return results / size / f"{arm}-seed{seed}.jsonl"
+
+
+def read(path: Path) -> Result:
+    """One file. A last line that was cut off is left out."""
+    first, *rest = path.read_text().splitlines(keepends=True)
+    points = [Point(**json.loads(line)) for line in rest if line.endswith("\n")]
+    return Result(Header(**json.loads(first)), points)
+
+
+def start(path: Path, header: Header, points: Sequence[Point]) -> None:
+    """Write a file anew, with these points."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [asdict(header), *map(asdict, points)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def append(path: Path, point: Point) -> None:
+    """Add a point to a file."""
+    with path.open("a") as file:
+        file.write(json.dumps(asdict(point)) + "\n")
+
+
+def read_all(results: Path, size: str) -> list[Result]:
+    """The finished runs of one size, in the order of ARMS and seeds.
+
+    Raises ValueError if two of them had other texts, lengths or models.
+    """
+    found = [read(path) for path in sorted((results / size).glob("*-seed*.jsonl"))]
+    found = [result for result in found if result.finished]
+    for result in found[1:]:
+        for name in ("parameters", "steps", "batch_tokens", "text"):
+            ours, first = getattr(result.header, name), getattr(found[0].header, name)
+            if ours != first:
+                raise ValueError(
+                    f"{results / size}: {result.header.arm} has {name} {ours}, {found[0].header.arm} {first}; keep the "
+                    "records of one study in a folder"
+                )
+    order = list(ARMS)
+    return sorted(found, key=lambda result: (order.index(result.header.arm), result.header.seed))
+
+
+# ---------------------------------------------------------------------------------------------- the table
+
+HEADER = [
+    "arm", "what", "seeds", "held-out loss", "over bf16 of the same seed", "spread of seeds", "tokens/s", "over bf16"
+]  # fmt: skip
+
+
+def by_arm(results: Sequence[Result]) -> dict[str, list[Result]]:
+    """Arm -> its runs."""
+    arms: dict[str, list[Result]] = {}
+    for result in results:
+        arms.setdefault(result.header.arm, []).append(result)
+    return arms
+
+
+def spread(runs: Sequence[Result]) -> float:
+    """The largest less the smallest held-out loss of runs that differ in their seed."""
+    losses = [run.loss for run in runs]
+    return max(losses) - min(losses)
+
+
+def over_base(runs: Sequence[Result], base: Sequence[Result]) -> float | None:
+    """The mean of loss / loss of bf16 - 1 over the seeds that both have; None if there is none."""
+    losses = {run.header.seed: run.loss for run in base}
+    ratios = [run.loss / losses[run.header.seed] - 1 for run in runs if run.header.seed in losses]
+    return statistics.fmean(ratios) if ratios else None
+
+
+def lines(results: Sequence[Result]) -> list[list[str]]:
+    """A line for each arm."""
+    arms = by_arm(results)
+    base = arms.get(BASE, [])
+    base_speed = statistics.fmean(run.tokens_per_second for run in base) if base else float("nan")
+    found = []
+    for name, runs in arms.items():
+        speed, ratio = statistics.fmean(run.tokens_per_second for run in runs), over_base(runs, base)
+        found.append([
+            name, ARMS[name].what, str(len(runs)), f"{statistics.fmean(r.loss for r in runs):.4f}",
+            "" if ratio is None or name == BASE else f"{ratio:+.2%}",
+            f"{spread(runs):.4f}" if len(runs) > 1 else "", f"{speed:,.0f}", f"{speed / base_speed:.2f}",
+        ])  # fmt: skip
+    return found

@@ -1,0 +1,50 @@
+"""What the runs of ``benchmarks.parity`` should show. A distance is to the run of the other arm with the same seed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from .cuda import Target
+from .parity_arms import BASE
+from .parity_record import Result, by_arm, over_base, spread
+
+Figures = Iterable[tuple[str, float]]
+MXFP8, EXACT, NVFP4 = "mxfp8", "mxfp8-dequant", "nvfp4"
+
+
+def _percent(arm: str, results: Sequence[Result]) -> Figures:
+    """The distance of the arm's held-out loss from that of bf16, in percent."""
+    runs = by_arm(results)
+    ratio = over_base(runs.get(arm, []), runs.get(BASE, []))
+    return [] if ratio is None else [(arm, abs(100 * ratio))]
+
+
+def _spreads(arm: str, other: str, results: Sequence[Result]) -> Figures:
+    """The distance of the mean losses of two arms, in units of the larger spread of their seeds."""
+    runs = by_arm(results)
+    pairs = {run.header.seed: run.loss for run in runs.get(other, [])}
+    apart = [run.loss - pairs[run.header.seed] for run in runs.get(arm, []) if run.header.seed in pairs]
+    unit = max((spread(runs[name]) for name in (arm, other) if len(runs.get(name, [])) > 1), default=0.0)
+    return [(f"{arm} and {other}", abs(sum(apart) / len(apart)) / unit)] if apart and unit else []
+
+
+def _speed(arm: str, results: Sequence[Result]) -> Figures:
+    """Tokens a second of the arm over those of bf16, the means over their seeds."""
+    runs = by_arm(results)
+    if arm not in runs or BASE not in runs:
+        return []
+    ours, base = ([run.tokens_per_second for run in runs[name]] for name in (arm, BASE))
+    return [(arm, sum(ours) / len(ours) * len(base) / sum(base))]
+
+
+QUALITY = (
+    Target("MXFP8, distance from bf16 [%]", "<=", 0.3, lambda rows: _percent(MXFP8, rows)),
+    Target("MXFP8, distance from bf16 [spread of seeds]", "<=", 2.0, lambda rows: _spreads(MXFP8, BASE, rows)),
+    Target("NVFP4, distance from bf16 [%]", "<=", 1.0, lambda rows: _percent(NVFP4, rows)),
+    Target(
+        "FP8 tensor cores, distance from dequantized values [spread of seeds]", "<=", 1.0,
+        lambda rows: _spreads(MXFP8, EXACT, rows),
+    ),
+)  # fmt: skip
+SPEED = Target("MXFP8, tokens/s over bf16", ">=", 1.0, lambda rows: _speed(MXFP8, rows))
+TARGETS = (*QUALITY, SPEED)

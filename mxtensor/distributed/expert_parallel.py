@@ -1,0 +1,171 @@
+"""ExpertParallel: each rank has some of the experts of a mixture, and tokens travel to them as codes and scales.
+
+    parallelize_module(model, mesh, {"model.layers.*.mlp.experts": mx.parallel.ExpertParallel()})
+
+The module of the experts has its weights in stacks (experts, ., .). A parameter becomes a DTensor that is sharded along
+its first dimension, and its local tensor still carries the recipe. The module's own ``forward`` runs on each rank, with
+the local stacks and the rows that ``dispatch_tokens`` has received.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from ..core.arguments import FLAG, check
+from ..recipe.linear_recipe import LinearRecipe
+from ..tensor.mxtensor import MXTensor
+from ..training.experts import GATHERED
+from ..training.local import local_of
+from ..training.training_weight import TrainingWeight
+from .all_to_all import combine_tokens, dispatch_tokens
+
+Forward = Callable[..., Any]
+
+
+def _recipe_of(module: nn.Module) -> LinearRecipe | None:
+    """The recipe of the stacks; None for plain ones, which ``autocast`` may quantize."""
+    for parameter in module.parameters(recurse=False):
+        local = local_of(parameter)
+        if isinstance(local, TrainingWeight):
+            return local.linear_recipe
+        if isinstance(local, MXTensor):
+            return local.recipe
+    return None
+
+
+def _number_of_experts(module: nn.Module) -> int:
+    """The first dimension of all parameters. Raises NotImplementedError for a module that is no stack of experts."""
+    parameters = dict(module.named_parameters())
+    own = dict(module.named_parameters(recurse=False))
+    stacks = [p.shape[0] for p in own.values() if p.dim() == 3]
+    others = [
+        f"{name} {tuple(p.shape)}"
+        for name, p in parameters.items()
+        if not stacks or name not in own or p.dim() == 0 or p.shape[0] != stacks[0]
+    ]
+    if not stacks or others:
+        found = ", ".join(others) or "no parameter"
+        raise NotImplementedError(
+            f"ExpertParallel splits modules whose parameters are stacks (experts, ., .); {type(module).__name__} has "
+            f"{found}; use dispatch_tokens and combine_tokens"
+        )
+    return stacks[0]
+
+
+@contextmanager
+def _local_parameters(module: nn.Module) -> Iterator[None]:
+    """Inside, the parameters of the module are the local tensors of the DTensors that they are."""
+    sharded = dict(module._parameters)
+    local: dict[str, Any] = {}
+    for name, parameter in sharded.items():
+        local[name] = parameter
+        if isinstance(parameter, DTensor):
+            local[name] = part = parameter.to_local()
+            if part.dim() > 2:  # so that autocast knows it, and views of it, as a stack of weights
+                for t in (part, part._base):
+                    if t is not None:
+                        setattr(t, GATHERED, True)
+    module._parameters.update(local)
+    try:
+        yield
+    finally:
+        module._parameters.update(sharded)
+
+
+class _Experts:
+    """The forward pass of a module of experts of which each rank has some."""
+
+    def __init__(self, module: nn.Module, mesh: DeviceMesh, experts: int, quantize_combined: bool) -> None:
+        self.module, self.mesh, self.experts = module, mesh, experts
+        self.quantize_combined = quantize_combined
+        self.forward: Forward = module.forward
+        self.inputs = len([p for p in inspect.signature(self.forward).parameters.values() if p.kind in POSITIONAL])
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        given = inspect.signature(self.forward).bind(*args, **kwargs).args
+        return self._of_counts(*given) if self.inputs == 2 else self._of_tokens(*given)
+
+    def _dispatch(self, rows: Tensor, counts: Tensor) -> Any:
+        recipe = _recipe_of(self.module)
+        return dispatch_tokens(rows, counts, self.mesh, recipe, quantize_combined=self.quantize_combined)
+
+    def _of_counts(self, x: Tensor, counts: Tensor) -> Tensor:
+        """As in torchtitan: rows sorted by expert, and their number for each expert."""
+        dispatched = self._dispatch(x, counts)
+        with _local_parameters(self.module):
+            y = self.forward(dispatched.tokens, dispatched.counts)
+        out: Tensor = combine_tokens(y, dispatched)
+        return out
+
+    def _of_tokens(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """As in transformers: x (T, K), and for each token its experts (T, top_k) and their weights (T, top_k)."""
+        tokens, top_k = index.shape
+        expert = index.reshape(-1)
+        order = expert.argsort(stable=True)
+        back = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=order.device))
+        counts = expert.new_zeros(self.experts, dtype=torch.int64)
+        counts.scatter_add_(0, expert.to(torch.int64), torch.ones_like(expert, dtype=torch.int64))
+        rows = x.unsqueeze(1).expand(tokens, top_k, x.shape[-1]).reshape(tokens * top_k, x.shape[-1])
+        dispatched = self._dispatch(rows[order], counts)
+        received = dispatched.tokens.shape[0]
+        here = torch.arange(len(dispatched.counts), device=x.device)
+        here = here.repeat_interleave(dispatched.counts, output_size=received).unsqueeze(1)
+        with _local_parameters(self.module):
+            y = self.forward(dispatched.tokens, here.to(index.dtype), weights.new_ones(received, 1))
+        y = combine_tokens(y, dispatched)[back].view(tokens, top_k, -1)
+        out: Tensor = (y * weights.unsqueeze(-1)).sum(1)
+        return out.to(x.dtype)
+
+
+POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+class ExpertParallel(ParallelStyle):
+    """Each rank of a mesh has ``experts / ranks`` of the experts of a module; tokens travel between ranks.
+
+    For modules whose parameters are stacks (experts, ., .) or (experts, .), and whose forward pass takes either
+    (tokens, indices of experts, weights), as the experts of transformers' models do, or (rows sorted by expert, number
+    of rows for each expert), as torchtitan's do. Each rank calls it with its own tokens. The gradient of a stack is the
+    sum over the tokens of all ranks of the mesh.
+
+    Tokens are sent as codes and scales of the recipe that the stacks carry, or of ``autocast``; the gradients of the
+    results too. ``quantize_combined=True`` also casts what the experts return, and the gradient of the tokens.
+
+    ``parallelize_module`` raises ValueError if the experts do not divide into equal parts, NotImplementedError for
+    other modules.
+    """
+
+    def __init__(self, *, quantize_combined: bool = False) -> None:
+        super().__init__()
+        check("ExpertParallel", "quantize_combined", quantize_combined, FLAG)
+        self.quantize_combined = bool(quantize_combined)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        experts, world = _number_of_experts(module), device_mesh.size()
+        if experts % world:
+            raise ValueError(
+                f"ExpertParallel: {experts} experts do not divide into {world} equal parts; use a mesh of fewer ranks"
+            )
+        run = _Experts(module, device_mesh, experts, self.quantize_combined)
+        if run.inputs not in (2, 3):
+            raise NotImplementedError(
+                f"ExpertParallel: the forward pass of {type(module).__name__} takes {run.inputs} arguments; it must "
+                "take (tokens, indices of experts, weights) or (rows, number of rows for each expert); use "
+                "dispatch_tokens and combine_tokens"
+            )
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            part = distribute_tensor(parameter, device_mesh, [Shard(0)], src_data_rank=self.src_data_rank)
+            module.register_parameter(name, nn.Parameter(part, requires_grad=parameter.requires_grad))
+        if getattr(module, "num_experts", None) == experts:
+            module.num_experts = experts // world  # type: ignore[assignment]  # what the module's own forward pass counts
+        module.forward = run
+        return module

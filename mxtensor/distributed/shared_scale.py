@@ -1,0 +1,142 @@
+"""A linear layer that is split over ranks, by a recipe with scales of whole tensors (NVFP4, float8 per tensor).
+
+Such a scale depends on the amax of the whole tensor. Each rank computes the amax of its part, the largest of all ranks
+decides, and then each rank casts its part: its codes and scales are those of one rank that casts the whole, to the bit.
+
+    split by columns   the weight (N, K) along N, so that its parts and those of the gradient (M, N) share a scale
+    split by rows      the weight along K, and the input (M, K)
+
+A pass sends one all-reduce of at most four numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..core.compat import disable_torch_function
+from ..core.select import dispatch_context, restore_context
+from ..core.shapes import as_matrix
+from ..core.torch_autocast import without_autocast
+from ..kernels.gemm.spec import GemmOperand
+from ..kernels.quantize.hadamard import rotated
+from ..kernels.quantize.select import dequantize_operand, quantize_operand
+from ..numerics.cast import Cast
+from ..numerics.operand import Operand
+from ..numerics.reference import encode, tensor_amax
+from ..recipe.linear_recipe import LinearRecipe, TensorCasts
+from ..training.operands import rounds_twice, saved
+from ..training.passes import Options, product
+from ..training.training_weight import values_of
+
+Group = Any
+"""A process group."""
+
+
+def shares_scales(linear_recipe: LinearRecipe) -> bool:
+    """Whether a cast of this recipe has a scale of the whole tensor, from its amax in this step."""
+    if linear_recipe.delayed is not None:
+        return False
+    tensors = linear_recipe.input, linear_recipe.weight, linear_recipe.grad
+    casts = [cast for casts in tensors for cast in (casts.rowwise, casts.columnwise) if cast is not None]
+    return any(cast.format.has_tensor_scale for cast in casts)
+
+
+def _sources(x: Tensor, casts: TensorCasts) -> list[tuple[Tensor, Cast | None]]:
+    """What the rowwise and the columnwise copy of a matrix are cast from, and their casts."""
+    column = casts.columnwise
+    if column is not None and column.seed is not None:
+        column = replace(column, seed=column.seed + 1)  # as in kernels/quantize
+    columns = x.mT if casts.signs is None or column is None else rotated(x.mT, casts.signs)
+    return [(x, casts.rowwise), (columns, column)]
+
+
+def _largest(sources: list[tuple[Tensor, Cast | None]], split: list[bool], group: Group) -> list[Tensor]:
+    """The amax of each source; of all ranks where ranks have parts of it. NaN counts as infinity."""
+    amax = torch.stack([tensor_amax(x) for x, _ in sources])
+    amax = torch.where(amax.isnan(), float("inf"), amax)
+    if any(split):
+        shared = amax.clone()
+        dist.all_reduce(shared, dist.ReduceOp.MAX, group=group)
+        amax = torch.where(torch.tensor(split, device=amax.device), shared, amax)
+    return list(amax.unbind())
+
+
+def _cast(x: Tensor, cast: Cast | None, amax: Tensor) -> GemmOperand:
+    if cast is None:
+        return x
+    if not cast.format.has_tensor_scale:
+        return quantize_operand(x.contiguous(), cast)
+    return encode(x.contiguous(), cast, amax)
+
+
+def _copies(tensors: list[tuple[Tensor, TensorCasts, bool]], group: Group) -> list[GemmOperand]:
+    """(rowwise, columnwise) of each matrix in turn; the last of each entry: whether ranks have parts of it."""
+    sources = [source for x, casts, _ in tensors for source in _sources(x, casts)]
+    amax = _largest(sources, [split for *_, split in tensors for _ in range(2)], group)
+    out = [_cast(x, cast, each) for (x, cast), each in zip(sources, amax, strict=True)]
+    for i, (_, casts, _) in enumerate(tensors):
+        first = out[2 * i]
+        if rounds_twice(casts) and isinstance(first, Operand):
+            exact = dequantize_operand(first, torch.float32).mT
+            out[2 * i + 1] = _cast(exact, casts.columnwise, amax[2 * i])
+    return out
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, linear_recipe: LinearRecipe, group: Group, rows: bool,
+        dtype: torch.dtype,
+    ) -> Tensor:  # fmt: skip
+        prefer = Options(linear_recipe).prefer
+        with disable_torch_function(), without_autocast(x.device):
+            given = [(as_matrix(x), linear_recipe.input, rows), (values_of(weight), linear_recipe.weight, True)]
+            x_row, x_col, w_row, w_col = _copies(given, group)
+            y = product("fprop", x_row, w_row, dtype, bias, prefer)
+        x_saved, x_tensors = saved(x_col if ctx.needs_input_grad[1] else None)
+        w_saved, w_tensors = saved(w_col if ctx.needs_input_grad[0] else None)
+        ctx.save_for_backward(*x_tensors, *w_tensors)
+        ctx.saved, ctx.call = (x_saved, w_saved), (linear_recipe, group, rows, dtype, prefer, tuple(x.shape))
+        ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
+        ctx.dispatch_context = dispatch_context()
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        tensors, (x_saved, w_saved) = iter(ctx.saved_tensors), ctx.saved
+        linear_recipe, group, rows, dtype, prefer, shape = ctx.call
+        x_dtype, w_dtype, bias_dtype = ctx.dtypes
+        dx = dw = db = None
+        with disable_torch_function(), without_autocast(grad.device), restore_context(*ctx.dispatch_context):
+            g = as_matrix(grad)
+            x_col, w_col = x_saved.gemm_operand(tensors), w_saved.gemm_operand(tensors)
+            g_row, g_col = _copies([(g, linear_recipe.grad, not rows)], group)
+            if ctx.needs_input_grad[0]:
+                dx = product("dgrad", g_row, w_col, dtype, None, prefer).to(x_dtype).view(shape)
+            if ctx.needs_input_grad[1]:
+                dw = product("wgrad", g_col, x_col, dtype, None, prefer).to(w_dtype)
+            if ctx.needs_input_grad[2]:
+                assert bias_dtype is not None
+                db = g.sum(0, dtype=torch.float32).to(bias_dtype)
+        return dx, dw, db, None, None, None, None
+
+
+def split_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, linear_recipe: LinearRecipe, group: Group, rows: bool,
+    dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """``x @ weight^T + bias`` by the parts of this rank, with scales that the ranks of ``group`` share.
+
+    x (..., K), ``weight`` (N, K) in high precision, ``bias`` (N,); result (..., N). ``rows``: the weight is split along
+    K, and x with it; the results of the ranks have to be added up. Otherwise it is split along N: x is the whole input,
+    and its gradients have to be added up.
+    """
+    with disable_torch_function():
+        return _Split.apply(x, weight, bias, linear_recipe, group, rows, dtype)  # type: ignore[no-any-return]

@@ -1,0 +1,183 @@
+"""Tensor parallelism of TransformerEngine's modules: how the ranks of ``tp_group`` split a weight.
+
+As in TransformerEngine, a module has the part of its rank as plain parameters, each rank quantizes its part on its own,
+and what the ranks add up is summed in the dtype of the layer.
+
+- ``column``: the weight is (out / ranks, in), the bias (out / ranks,). The input is the whole; with sequence
+  parallelism it is a part along dim 0, which is gathered. The result are the columns of this rank.
+- ``row``: the weight is (out, in / ranks), the bias (out,). The input are the columns of this rank. The result is
+  summed over the ranks; with sequence parallelism each rank gets a part of it along dim 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..core.arguments import COUNT, FLAG, check, described
+from .arguments import one_of
+from .parameters import Init
+
+MODES = ("column", "row")
+Tracker = Callable[[], AbstractContextManager[Any]]
+"""Makes a context in which a rank draws random numbers of its own."""
+
+
+def tracker_of(get_rng_state_tracker: Callable[..., Any] | None, name: str | None = None) -> Tracker | None:
+    """TransformerEngine's argument as a Tracker."""
+    if get_rng_state_tracker is None:
+        return None
+    return lambda: get_rng_state_tracker().fork(*(() if name is None else (name,)))
+
+
+class Parallel:
+    """How the ranks of a group split one weight; without a mode, or on one rank, not at all."""
+
+    def __init__(self, owner: str, group: Any, size: int, mode: str | None, sequence: bool) -> None:
+        check(owner, "tp_size", size, COUNT)
+        check(owner, "sequence_parallel", sequence, FLAG)
+        if mode is not None:
+            one_of(f"{owner}: parallel_mode", mode, MODES)
+        self.owner, self.size = owner, size
+        self.group: Any = None
+        self.meshes: dict[str, Any] = {}
+        """Type of device -> the group as a DeviceMesh: made with the group, since a compiled graph cannot make one."""
+        if group is not None:
+            self.size = 0
+            self.set_group(group)
+        self.mode = mode if self.size > 1 else None
+        self.sequence = bool(sequence) and self.mode is not None
+
+    def set_group(self, group: Any) -> None:
+        """The process group; raises TypeError for another object, ValueError for a group of another size."""
+        if not dist.is_available() or not isinstance(group, dist.ProcessGroup):
+            raise TypeError(f"{self.owner}: tp_group is {described(group)}; pass a process group of torch.distributed")
+        size = dist.get_world_size(group)
+        if self.size not in (0, size):
+            raise ValueError(
+                f"{self.owner}: the tensor-parallel group has {size} ranks, and the parameters were made for "
+                f"tp_size={self.size}; use a group of that size"
+            )
+        self.group, self.size = group, size
+        here = torch.accelerator.current_accelerator(check_available=True)
+        kinds = {"cpu"} if here is None else {"cpu", here.type}
+        self.meshes = {kind: DeviceMesh.from_group(group, kind) for kind in kinds}
+
+    def __deepcopy__(self, memo: object) -> Parallel:
+        return self  # a copy of a module is of the same group
+
+    @property
+    def rank(self) -> int:
+        """The rank in the group. Before the group is known: as if its ranks were consecutive."""
+        if self.group is not None:
+            return dist.get_rank(self.group)
+        known = self.size > 1 and dist.is_available() and dist.is_initialized()
+        return dist.get_rank() % self.size if known else 0
+
+    def part(self, what: str, extent: int, mode: str) -> int:
+        """The part of ``extent`` that a rank has if ``mode`` splits it. Raises ValueError if parts are not equal."""
+        if self.mode != mode:
+            return extent
+        if extent % self.size:
+            raise ValueError(
+                f"{self.owner}: {what}={extent} does not divide into {self.size} equal parts; use fewer ranks"
+            )
+        return extent // self.size
+
+    # ---------------------------------------------------------------------------------------- values
+
+    def mesh_of(self, device: torch.device) -> Any:
+        """The group as a DeviceMesh. Raises RuntimeError if there is no group yet."""
+        if self.group is None:
+            raise RuntimeError(
+                f"{self.owner}: tp_size is {self.size} and there is no tp_group; call set_tensor_parallel_group first"
+            )
+        return self.meshes[device.type]
+
+    def into(self, x: Tensor) -> Tensor:
+        """The input of a product: for ``column`` the whole input, whose gradient is summed over the ranks."""
+        if self.mode != "column":
+            return x
+        from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+        placement = Shard(0) if self.sequence else Replicate()
+        whole = DTensor.from_local(x, self.mesh_of(x.device), [placement], run_check=False)
+        if self.sequence:
+            whole = whole.redistribute(placements=[Replicate()])
+        return whole.to_local(grad_placements=[Partial()])
+
+    def out_of(self, y: Tensor, bias: Tensor | None) -> Tensor:
+        """The result of a product without its bias: for ``row`` the sum over the ranks, then the bias."""
+        if self.mode != "row":
+            return y
+        from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+        summed = DTensor.from_local(y, self.mesh_of(y.device), [Partial()], run_check=False)
+        y = summed.redistribute(placements=[Shard(0) if self.sequence else Replicate()]).to_local()
+        return y if bias is None else y + bias.to(y.dtype)
+
+    # ---------------------------------------------------------------------------------------- parameters
+
+    def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the part of a weight (N, K) or of a bias (N,)."""
+        dim = {"column": 0, "row": 1}.get(self.mode or "")
+        return tuple(n // self.size if i == dim else n for i, n in enumerate(whole))
+
+    def initialize(self, init: Init, pieces: Sequence[int], tracker: Tracker | None) -> Init:
+        """``init`` for the part of a parameter.
+
+        The whole parameter is initialized and cut, so that ranks with one seed have the parts of one layer. ``pieces``:
+        the rows that ``column`` splits one by one, such as those of gate and up. With ``tracker``, which gives each
+        rank other random numbers, the part itself is initialized, as in TransformerEngine.
+        """
+        if tracker is None and self.mode is None:
+            return init
+
+        def fill(values: Tensor) -> None:
+            with nullcontext() if tracker is None else tracker():
+                if tracker is not None or (self.mode == "row" and values.dim() == 1):
+                    init(values)
+                    return
+                dim = 0 if self.mode == "column" else 1
+                whole = values.new_empty([n * self.size if i == dim else n for i, n in enumerate(values.shape)])
+                init(whole)
+                each = whole.split(list(pieces)) if dim == 0 else (whole,)
+                values.copy_(torch.cat([piece.chunk(self.size, dim)[self.rank] for piece in each], dim))
+
+        return fill
+
+    def mark(self, weight: Any, bias: Any) -> None:
+        """Set the attributes by which Megatron knows the parts of a weight, and of its bias."""
+        if self.mode is None:
+            return
+        split = [(weight, 0 if self.mode == "column" else 1), (bias if self.mode == "column" else None, 0)]
+        for parameter, dim in split:
+            if parameter is not None:
+                parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = True, dim, 1
+        if self.mode == "row" and bias is not None:
+            self.mark_whole(bias)
+
+    def mark_whole(self, *parameters: Any) -> None:
+        """The same for parameters that each rank has whole: whether their gradient is that of a part of the sequence,
+        and has to be summed over the ranks."""
+        for parameter in parameters:
+            if parameter is not None and self.mode is not None:
+                parameter.sequence_parallel = self.sequence
+
+
+WHOLE = Parallel("", None, 1, None, False)
+"""A weight that is not split."""
+
+
+def set_group_of_modules(module: nn.Module, group: Any) -> None:
+    """Give all modules inside that were made for several ranks their process group."""
+    for inner in module.modules():
+        for value in vars(inner).values():
+            if isinstance(value, Parallel) and value.mode is not None:
+                value.set_group(group)

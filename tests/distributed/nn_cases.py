@@ -1,0 +1,211 @@
+"""The cases of two ranks for ``test_nn_parallel.py``: modules of ``mx.nn`` split over a group, and on one rank."""
+
+import contextlib
+import copy
+import warnings
+
+import torch
+import torch.distributed as dist
+
+import mxtensor as mx
+from mxtensor.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
+from tests.distributed.fsdp_cases import message
+from tests.helpers.ranks import DEVICE, case, long_case
+
+TOKENS, BATCH, IN, OUT = 64, 2, 128, 256
+MXFP8 = MXFP8BlockScaling()
+
+
+class Tracker:
+    """Gives each rank random numbers of its own, as Megatron's tracker does."""
+
+    def __init__(self, rank):
+        self.rank = rank
+
+    @contextlib.contextmanager
+    def fork(self, name="model-parallel-rng"):
+        with torch.random.fork_rng():
+            torch.manual_seed(100 + self.rank)
+            yield
+
+
+def made(kind, *args, parallel=True, **options):
+    """A module of one rank, or this rank's part of it; both draw from one seed."""
+    torch.manual_seed(3)
+    group = {"tp_group": dist.group.WORLD, "tp_size": 2} if parallel else {}
+    return kind(*args, **options, **group).to(DEVICE)
+
+
+def relative(a, b):
+    return ((a.double() - b.double()).norm() / b.double().norm()).item()
+
+
+def cut(t, dim, rank):
+    return t if dim is None else t.chunk(2, dim)[rank]
+
+
+def gradients(many, one, rank, halves=()):
+    """Name -> (gradient of this rank's part, the part of the gradient of one rank). A parameter that each rank has
+    whole has, with sequence parallelism, the gradient of a part of the sequence: those are summed, as Megatron does."""
+    found = {}
+    for (name, p), (_, q) in zip(many.named_parameters(), one.named_parameters(), strict=True):
+        grad, wanted = p.grad, q.grad
+        if getattr(p, "sequence_parallel", False):
+            grad = grad.clone()
+            dist.all_reduce(grad)
+        if getattr(p, "tensor_model_parallel", False):
+            pieces = wanted.chunk(2, 0) if name in halves else (wanted,)
+            wanted = torch.cat([cut(piece, p.partition_dim, rank) for piece in pieces])
+        found[name] = grad, wanted
+    return found
+
+
+def compared(many, one, rank, recipe, inputs=None, outputs=None, sequence=False, halves=(), tokens=TOKENS):
+    """The errors of result, gradient of the input, and gradients of the parameters, in one step under ``recipe``;
+    the gathers. ``inputs`` and ``outputs``: the dimension along which a rank has a part of x and y."""
+    inputs = 0 if sequence and inputs is None else inputs
+    outputs = 0 if sequence and outputs is None else outputs
+    torch.manual_seed(5)
+    whole = torch.randn(tokens, BATCH, IN)
+    a, b = cut(whole, inputs, rank).clone().requires_grad_(), whole.clone().requires_grad_()
+    with contextlib.nullcontext() if recipe is None else mx.autocast(recipe=recipe), mx.explain() as log:
+        y, z = many(a), one(b)
+        grad = torch.randn(z.shape, generator=torch.Generator(DEVICE).manual_seed(6))
+        y.backward(cut(grad, outputs, rank))
+        z.backward(grad)
+    errors = {name: relative(p, q) for name, (p, q) in gradients(many, one, rank, halves).items()}
+    errors |= {"y": relative(y, cut(z, outputs, rank)), "x": relative(a.grad, cut(b.grad, inputs, rank))}
+    kernels = {e.kernel for e in log.entries if e.spec.op in ("fprop", "dgrad", "wgrad")}
+    return errors, [e.kernel for e in log.entries if e.spec.op == "gather"], kernels
+
+
+@case
+def linear_of_two_ranks(rank, folder):
+    """(mode, sequence parallel) -> what ``compared`` found of a Linear under MXFP8."""
+    found = {}
+    for mode in ("column", "row"):
+        for sequence in (False, True):
+            many, one = (
+                made(mx.nn.Linear, IN, OUT, parallel=parallel, parallel_mode=mode, sequence_parallel=sequence)
+                for parallel in (True, False)
+            )
+            inputs, outputs = (None, -1) if mode == "column" else (-1, None)
+            found[mode, sequence] = compared(many, one, rank, MXFP8, inputs, outputs, sequence)
+    return found
+
+
+@long_case
+def modules_of_two_ranks(rank, folder):
+    """(module, recipe, sequence parallel) -> what ``compared`` found."""
+    found = {}
+    recipes = {
+        "none": None, "mxfp8": MXFP8, "nvfp4": NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True),
+        "float8": Float8CurrentScaling(), "delayed": DelayedScaling(),
+    }  # fmt: skip
+    kinds = {
+        "norm": (mx.nn.LayerNormLinear, (IN, OUT), {"parallel_mode": "column"}, -1, ()),
+        "mlp": (mx.nn.LayerNormMLP, (IN, OUT), {"set_parallel_mode": True}, None, ()),
+        "gated": (
+            mx.nn.LayerNormMLP, (IN, OUT), {"set_parallel_mode": True, "activation": "swiglu", "bias": False}, None,
+            ("fc1_weight",),
+        ),
+        "attention": (
+            mx.nn.MultiheadAttention, (IN, 4),
+            {"set_parallel_mode": True, "num_gqa_groups": 2, "attention_dropout": 0.0, "fuse_qkv_params": True},
+            None, (),
+        ),
+        "layer": (
+            mx.nn.TransformerLayer, (IN, OUT, 4),
+            {"set_parallel_mode": True, "attention_dropout": 0.0, "hidden_dropout": 0.0}, None, (),
+        ),
+    }  # fmt: skip
+    for name, (kind, args, options, outputs, halves) in kinds.items():
+        for recipe in recipes if name in ("norm", "mlp") else ("none", "mxfp8"):
+            for sequence in (False, True):
+                many, one = (
+                    made(kind, *args, parallel=parallel, sequence_parallel=sequence, **options)
+                    for parallel in (True, False)
+                )
+                told = compared(many, one, rank, recipes[recipe], None, outputs, sequence, halves)
+                found[name, recipe, sequence] = told
+    return found
+
+
+@long_case
+def options_of_a_split_module(rank, folder):
+    """What else a module can do when it is split: errors against one rank, or whether something holds."""
+    found, group = {}, dist.group.WORLD
+    row = dict(parallel_mode="row")
+    # wgrad added to main_grad, and later; the weight quantized once for two microbatches
+    many, one = (
+        made(mx.nn.Linear, IN, OUT, parallel=p, parallel_mode="column", sequence_parallel=True, bias=False,
+             fuse_wgrad_accumulation=True, delay_wgrad_compute=True) for p in (True, False)
+    )  # fmt: skip
+    x = torch.randn(TOKENS, IN, generator=torch.Generator(DEVICE).manual_seed(1))
+    for layer, given in ((many, cut(x, 0, rank)), (one, x)):
+        layer.weight.main_grad = torch.zeros_like(layer.weight)
+        for first in (True, False):
+            with mx.autocast(recipe=MXFP8):
+                layer(given.clone().requires_grad_(), is_first_microbatch=first).sum().backward()
+        layer.backward_dw()
+    found["main_grad"] = relative(many.weight.main_grad, cut(one.weight.main_grad, 0, rank))
+    # the bias is returned, whole
+    layer = made(mx.nn.Linear, IN, OUT, return_bias=True, **row)
+    y, bias = layer(cut(x, -1, rank))
+    plain = made(mx.nn.Linear, IN, OUT, parallel=False)
+    found["return_bias"] = relative(y + bias, plain(x))
+    # quantized weights in several parameters
+    with mx.quantized_model_init(recipe=MXFP8):
+        layer = made(mx.nn.Linear, IN, OUT, parallel_mode="column", parameters_split=("q", "k"))
+        whole = made(mx.nn.Linear, IN, OUT, parallel=False, parameters_split=("q", "k"))
+    with mx.autocast(recipe=MXFP8):
+        y, z = layer(x), whole(x)
+    found["quantized"] = relative(y, torch.cat([cut(half, -1, rank) for half in z.chunk(2, -1)], -1))
+    # the group comes later; a copy has it too
+    late = mx.nn.LayerNormMLP(IN, OUT, tp_size=2, set_parallel_mode=True, device=DEVICE)
+    found["no group"] = message(lambda: late(x))
+    late.set_tensor_parallel_group(group)
+    found["late"] = torch.equal(late(x), copy.deepcopy(late)(x))
+    # the norm's result, gathered; parts of the sequence in the same order
+    layer = made(mx.nn.LayerNormLinear, IN, OUT, parallel_mode="column", sequence_parallel=True,
+                 return_layernorm_output=True, return_layernorm_output_gathered=True)  # fmt: skip
+    found["gathered norm"] = relative(layer(cut(x, 0, rank))[1], torch.nn.functional.layer_norm(x, (IN,)))
+
+    # random numbers of each rank's own
+    def tracker():
+        return Tracker(rank)
+
+    drawn = mx.nn.Linear(IN, OUT, parallel_mode="column", tp_group=group, get_rng_state_tracker=tracker, device=DEVICE)
+    first, second = torch.empty_like(drawn.weight), torch.empty_like(drawn.weight)
+    dist.all_gather([first, second], drawn.weight.detach())
+    found["own numbers"] = torch.equal(first, second)
+    # a group of experts: shapes only, the sum is outside
+    experts = mx.nn.GroupedLinear(2, IN, OUT, bias=False, parallel_mode="row", tp_group=group, device=DEVICE)
+    found["experts"] = tuple(experts.weight1.shape)
+    return found
+
+
+@long_case
+def compiled_modules(rank, folder):
+    """(module, sequence parallel) -> the errors of a compiled module, in one graph, against the eager one."""
+    found = {}
+    for sequence in (False, True):
+        for kind, args, options in (
+            (mx.nn.LayerNormMLP, (IN, OUT), {"set_parallel_mode": True}),
+            (mx.nn.Linear, (IN, OUT), {"parallel_mode": "row"}),
+        ):
+            torch._dynamo.reset()
+            eager = made(kind, *args, sequence_parallel=sequence, **options)
+            other = made(kind, *args, sequence_parallel=sequence, **options)
+            traced = torch.compile(other, fullgraph=True, backend="aot_eager")
+            last = -1 if kind is mx.nn.Linear else (0 if sequence else None)
+            x = cut(torch.randn(TOKENS, BATCH, IN, generator=torch.Generator(DEVICE).manual_seed(1)), last, rank)
+            ys = []
+            for model in (eager, traced):
+                with warnings.catch_warnings(), mx.autocast(recipe=MXFP8):
+                    warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)
+                    ys.append(model(x))
+                ys[-1].square().sum().backward()
+            errors = [relative(q.grad, p.grad) for p, q in zip(eager.parameters(), other.parameters(), strict=True)]
+            found[kind.__name__, sequence] = relative(ys[1], ys[0]), max(errors)
+    return found

@@ -1,0 +1,154 @@
+"""Experts on two and four ranks compared with one rank: the results of ``expert_cases.py``, and what a second cast of
+rows that were sent as codes does."""
+
+import datetime
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import mxtensor as mx
+from mxtensor.distributed.all_to_all import refuses
+from mxtensor.kernels.quantize.select import dequantize_operand, quantize_operand
+from mxtensor.numerics.cast import Cast
+from mxtensor.numerics.formats import FORMATS, Rounding, ScaleCalculationMode
+from mxtensor.recipe import DelayedScaling, MXFP8BlockScaling
+from mxtensor.recipe.linear_recipe import HIGH_PRECISION
+from tests.distributed import expert_cases
+from tests.helpers.ranks import BACKEND, DEVICE
+
+MXFP8 = MXFP8BlockScaling().linear_recipe()
+SENT_AS_CODES = sorted(name for name in FORMATS if refuses(Cast.of(name), MXFP8) is None)
+VALUES = ("high precision", "quantize_combined is False")
+BITS = {"mxfp8": 8, "mxfp6": 6, "mxfp4": 4, "mxint8": 8}
+
+
+# ---------------------------------------------------------------------------------------------- what is sent as codes
+
+
+def test_which_formats_are_sent_as_codes():
+    assert {"mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4_e2m1", "mxint8"} <= set(SENT_AS_CODES)
+    for name, reason in (
+        ("nvfp4", "one scale for the whole tensor"), ("float8_e4m3_tensor", "one scale for the whole tensor"),
+        ("nvfp4_single_level", "no powers of two"), ("float8_e4m3_row", "no powers of two"),
+        ("mxfp8[32x32]", "blocks of 32 rows"),
+    ):  # fmt: skip
+        assert reason in refuses(Cast.of(name), MXFP8)
+    assert "high precision" in refuses(None, HIGH_PRECISION)
+    assert "delayed scaling" in refuses(Cast.of("mxfp8"), DelayedScaling().linear_recipe())
+
+
+@pytest.mark.parametrize("mode", list(ScaleCalculationMode))
+@pytest.mark.parametrize("rounding", list(Rounding))
+@pytest.mark.parametrize("name", SENT_AS_CODES)
+def test_a_second_cast_of_values_that_were_sent_gives_the_same_values(name, rounding, mode):
+    format = mx.get_format(name)
+    cast = Cast(format, mode, rounding) if format.scale.name == "e8m0" else Cast.of(format)
+    if format.scale.name == "e8m0" and (rounding, mode) == (Rounding.STOCHASTIC, ScaleCalculationMode.EVEN):
+        assert "EVEN" in refuses(cast, MXFP8)
+        return
+    assert refuses(cast, MXFP8) is None
+    x = torch.randn(64, 96) * 2.0 ** torch.randint(-20, 20, (64, 1))
+    x[:, 0] = 448 * 2.0 ** torch.randint(-3, 4, (64,))  # at the edge of a power of two
+    x[3], x[4, :32], x[5, 1] = 0, -1e-30, float("nan")
+    once = dequantize_operand(quantize_operand(x, cast), torch.float32)
+    twice = dequantize_operand(quantize_operand(once, cast), torch.float32)
+    torch.testing.assert_close(twice, once, rtol=0, atol=0, equal_nan=True)
+
+
+# ---------------------------------------------------------------------------------------------- several ranks
+
+
+def check(name, told):
+    """The result of ``against_one_rank`` on one rank: bitwise equality, and codes in both directions to experts."""
+    same, exchanges, sent, products = told
+    random = name in ("mxfp4", "nvfp4")  # their gradients are rounded by random numbers that ranks draw for their rows
+    assert same == dict.fromkeys(same, True) | ({"dx": False, "up": False, "down": False} if random else {}), name
+    assert len(exchanges) == 4 and sent["y over dx"] == 1 and "high precision" not in products
+    return exchanges, sent
+
+
+def test_experts_on_two_ranks_compute_what_those_of_one_rank_do_bit_for_bit(ranks):
+    for told in ranks("experts_of_two_ranks"):
+        exchanges, sent = check("mxfp8", told)
+        assert exchanges == [("codes", ""), VALUES] * 2
+        assert sent["x"] == sent["dy"] == (8 + 8 / 32) / 16  # of the bytes of bfloat16
+
+
+def check_every_recipe(found):
+    for (name, dtype), told in found.items():
+        exchanges, sent = check(name, told)
+        bits = BITS.get({"autocast": "mxfp8", "both ways": "mxfp8"}.get(name, name))
+        if bits is None:
+            assert {kernel for kernel, _ in exchanges} == {"high precision"}
+            assert sent["x"] == sent["dy"] == dtype.itemsize / 2
+        else:
+            assert exchanges == [("codes", ""), ("codes", "") if name == "both ways" else VALUES] * 2
+            assert sent["x"] == sent["dy"] == (bits + 8 / 32) / 16
+    assert len(found) == 15
+
+
+@pytest.mark.exhaustive
+def test_every_recipe_on_two_ranks(ranks):
+    for found in ranks("experts_of_every_recipe"):
+        check_every_recipe(found)
+
+
+def test_an_exchange_changes_no_bit_of_the_result_and_of_the_gradient_of_the_tokens(ranks):
+    for found in ranks("without_an_exchange"):
+        for same_y, same_dx, errors in found.values():
+            assert same_y and same_dx and max(errors) < 1e-3  # columnwise operands are cast twice
+
+
+def test_wrong_calls_raise_on_every_rank(ranks):
+    first, second = ranks("wrong_dispatches")
+    for rank, told in enumerate((first, second)):
+        assert [kind for kind, _ in told] == ["ValueError"] * 2 + ["RuntimeError", "NotImplementedError", "ValueError"]
+        assert "the counts sum to 3, and there are 4 rows" in told[0][1]
+        assert "3 experts do not divide into 2 equal parts" in told[1][1] and "3 experts" in told[4][1]
+        assert f"ranks [{1 - rank}] of the group send rows in another form" in told[2][1]
+        assert "Linear has weight (64, 64), bias (64,)" in told[3][1]
+
+
+@pytest.mark.exhaustive
+def test_mixtures_of_transformers_on_two_ranks(ranks):
+    for found in ranks("experts_of_transformers"):
+        for (kind, _), (error, of_stacks, of_biases, codes, exchanges, products) in found.items():
+            assert error < 1e-5 and of_stacks < 1e-3 and (codes, exchanges) == (4, 8)
+            assert "high precision" not in products
+            # a bias of an expert sums gradients that were sent as codes
+            assert (0.001 < of_biases < 0.05) if kind.startswith("GptOss") else of_biases == 0
+        assert len(found) == 4
+
+
+@pytest.mark.exhaustive
+def test_fsdp_over_the_other_dimension_of_a_mesh(ranks):
+    for found in ranks("experts_and_fsdp"):
+        for errors, shapes in found.values():
+            assert max(errors) < 1e-5 and shapes == [(8, 96, 64), (8, 64, 96)]
+        assert len(found) == 2
+
+
+def of_four(rank, folder):
+    """What each of four processes runs."""
+    torch.set_num_threads(1)
+    limit = datetime.timedelta(seconds=120)
+    dist.init_process_group(BACKEND, init_method=f"file://{folder}/store", rank=rank, world_size=4, timeout=limit)
+    told = expert_cases.experts_of_every_recipe(rank, folder), expert_cases.experts_and_fsdp(rank, folder)
+    with open(f"{folder}/{rank}", "wb") as file:
+        pickle.dump(told, file)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(DEVICE == "cuda" and torch.cuda.device_count() < 4, reason="needs four GPUs, or none")
+def test_every_recipe_on_four_ranks(tmp_path):
+    mp.spawn(of_four, args=(str(tmp_path),), nprocs=4)
+    for rank in range(4):
+        recipes, sharded = pickle.loads((tmp_path / str(rank)).read_bytes())
+        check_every_recipe(recipes)
+        assert {max(errors) < 1e-5 for errors, _ in sharded.values()} == {True}
+        assert set(sharded) == {(2, 2)}

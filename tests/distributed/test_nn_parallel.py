@@ -1,0 +1,88 @@
+"""Modules of ``mx.nn`` split over two ranks compared with one rank: the results of ``nn_cases.py``."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+import mxtensor as mx
+from mxtensor.nn.tensor_parallel import WHOLE, Parallel
+
+TOLERANCE = 1e-6
+"""Of float32 sums in another order, by norm."""
+
+
+def check(errors, gathers, kernels, sequence, recipe="mxfp8"):
+    """Everything is that of one rank; an input that is sharded is gathered as codes if the recipe allows it."""
+    noise = {name: error for name, error in errors.items() if "key_bias" in name}  # a gradient of zeros, and rounding
+    assert max(error for name, error in errors.items() if name not in noise) < TOLERANCE, errors
+    assert "high precision" not in kernels
+    if recipe != "none" and sequence:
+        assert set(gathers) <= {"quantized" if recipe == "mxfp8" else "high precision"}
+    else:
+        assert gathers == []
+
+
+def test_a_linear_layer_of_two_ranks_computes_what_one_rank_does(ranks):
+    for found in ranks("linear_of_two_ranks"):
+        for (mode, sequence), told in found.items():
+            check(*told, sequence and mode == "column")
+            errors = told[0]
+            if mode == "column":  # nothing is added up in another order but the gradient of x
+                assert errors["y"] == errors["weight"] == errors["bias"] == 0
+                assert told[1] == (["quantized"] if sequence else [])
+            else:
+                assert errors["x"] == errors["weight"] == 0
+        assert len(found) == 4
+
+
+@pytest.mark.exhaustive
+def test_all_modules_and_recipes_on_two_ranks(ranks):
+    for found in ranks("modules_of_two_ranks"):
+        for (_, recipe, sequence), told in found.items():
+            check(*told, sequence, recipe)
+        assert len(found) == 2 * (2 * 5 + 3 * 2)
+
+
+@pytest.mark.exhaustive
+def test_options_of_a_split_module(ranks):
+    for found in ranks("options_of_a_split_module"):
+        assert found.pop("main_grad") < TOLERANCE and found.pop("return_bias") < TOLERANCE
+        assert found.pop("quantized") == 0 and found.pop("gathered norm") < TOLERANCE
+        kind, text = found.pop("no group")
+        assert kind == "RuntimeError" and "call set_tensor_parallel_group first" in text
+        assert found == {"late": True, "own numbers": False, "experts": (256, 64)}
+
+
+@pytest.mark.exhaustive
+def test_modules_compile_into_one_graph(ranks):
+    for found in ranks("compiled_modules"):
+        assert len(found) == 4 and max(max(errors) for errors in found.values()) < TOLERANCE
+
+
+def test_a_part_is_initialized_as_the_part_of_the_whole():
+    torch.manual_seed(1)
+    whole = mx.nn.LayerNormMLP(32, 64, activation="swiglu")
+    torch.manual_seed(1)
+    part = mx.nn.LayerNormMLP(32, 64, activation="swiglu", set_parallel_mode=True, tp_size=4)
+    halves = whole.fc1_weight.chunk(2)
+    assert torch.equal(part.fc1_weight, torch.cat([half[:16] for half in halves]))
+    assert torch.equal(part.fc2_weight, whole.fc2_weight[:, :16])
+    assert part.fc1_bias.shape == (32,) and torch.equal(part.fc2_bias, whole.fc2_bias)
+    assert (part.fc1_weight.tensor_model_parallel, part.fc1_weight.partition_dim) == (True, 0)
+    assert part.fc2_weight.partition_dim == 1 and part.fc2_bias.sequence_parallel is False
+    torch.manual_seed(1)
+    part.reset_parameters()
+    torch.manual_seed(1)
+    whole.reset_parameters()
+    assert torch.equal(part.fc2_weight, whole.fc2_weight[:, :16])
+
+
+def test_one_rank_is_not_split_whatever_the_arguments():
+    layer = mx.nn.Linear(32, 64, parallel_mode="row", sequence_parallel=True)
+    assert layer.weight.shape == (64, 32) and layer.parallel.mode is None and not layer.parallel.sequence
+    x = torch.randn(4, 32)
+    assert torch.equal(pickle.loads(pickle.dumps(layer))(x), layer(x))
+    assert copy.deepcopy(layer).parallel is layer.parallel and WHOLE.into(x) is x
+    assert Parallel("layer", None, 2, "column", True).rank == 0
