@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,6 +22,19 @@ GRADIENT = 1.0
 """The largest norm of a gradient."""
 
 
+def _part(hidden: Tensor, teacher: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
+    """The sum of the divergences of some tokens, and its gradient for ``hidden``: (softmax - teacher's) head."""
+    q, p = (F.linear(h, head).float().log_softmax(-1) for h in (hidden, teacher))
+    p_exp = p.exp()
+    return (p_exp * (p - q)).sum(), (q.exp() - p_exp).to(head.dtype) @ head
+
+
+@cache
+def _compiled_part() -> Any:
+    """``_part`` whose passes over the logits are joined: without, they take a fifth of a step on an H100."""
+    return torch.compile(_part, dynamic=False)
+
+
 class _Divergence(torch.autograd.Function):
     """The KL divergence of the predictions of two hidden states, a part of the tokens at a time.
 
@@ -29,30 +43,29 @@ class _Divergence(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, teacher: Tensor, head: Tensor) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, teacher: Tensor, head: Tensor, compiled: bool) -> Tensor:
+        part = _compiled_part() if compiled else _part
         total, gradient = hidden.new_zeros((), dtype=torch.float32), torch.empty_like(hidden)
         tokens = TOKENS.get(hidden.device.type, 128)
         for begin in range(0, len(hidden), tokens):
             rows = slice(begin, begin + tokens)
-            q, p = (F.linear(h[rows], head).float().log_softmax(-1) for h in (hidden, teacher))
-            p_exp = p.exp()
-            total += (p_exp * p.sub_(q)).sum()
-            gradient[rows] = (q.exp_().sub_(p_exp)).to(head.dtype) @ head
+            some, gradient[rows] = part(hidden[rows], teacher[rows], head)
+            total += some
         ctx.save_for_backward(gradient.div_(len(hidden)))
         return total / len(hidden)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         (gradient,) = ctx.saved_tensors
-        return gradient * grad, None, None
+        return gradient * grad, None, None, None
 
 
-def divergence(hidden: Tensor, teacher: Tensor, head: Tensor) -> Tensor:
+def divergence(hidden: Tensor, teacher: Tensor, head: Tensor, compiled: bool = False) -> Tensor:
     """The mean KL divergence, in nats, of softmax(hidden head^T) from softmax(teacher head^T).
 
     ``hidden``, ``teacher``: (tokens, columns); ``head``: (classes, columns), which is not trained.
     """
-    out: Tensor = _Divergence.apply(hidden, teacher, head)
+    out: Tensor = _Divergence.apply(hidden, teacher, head, compiled)
     return out
 
 
@@ -80,7 +93,7 @@ def in_bfloat16(teacher: Any) -> Any:
 class Distiller:
     """Trains the prepared layers and the norms of a student, with products in bfloat16 and parameters in float32.
 
-    ``compiled``: each block of the student and of the teacher is one compiled graph.
+    ``compiled``: each block of the student and of the teacher is one compiled graph, and so is the divergence.
     """
 
     student: Any
@@ -112,7 +125,7 @@ class Distiller:
             with torch.no_grad():
                 expected = hidden_states(self.teacher, rows).bfloat16()
             found = hidden_states(self.student, rows).bfloat16()
-        loss = divergence(found, expected, self.head)
+        loss = divergence(found, expected, self.head, self.compiled)
         loss.backward()
         return loss.detach()
 

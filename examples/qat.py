@@ -93,13 +93,12 @@ def nearest_that_rounds(original: Tensor, rounded: Tensor, cast: mx.Cast, halvin
     return torch.where(of_block(same(found), largest=False), found, 0.99 * rounded)
 
 
-def mixed(texts: Tensor, written: Tensor, batch: int, seed: int = 0) -> Iterator[Tensor]:
-    """Endless batches of ``batch`` rows: half of texts, half written by the model; if one is empty, of the other."""
-    if not len(written) or not len(texts):
-        yield from distill.endless(texts if len(texts) else written, batch, seed)
-    both = (distill.endless(rows, batch // 2, seed) for rows in (texts, written))
-    for pair in zip(*both, strict=True):
-        yield torch.cat(pair)
+def mixed(texts: Tensor, written: Tensor, batch: int, share: float = 0.5, seed: int = 0) -> Iterator[Tensor]:
+    """Endless batches of ``batch`` rows: a ``share`` written by the model, else texts; if one is empty, the other."""
+    own = batch if not len(texts) else round(batch * share) if len(written) else 0
+    streams = [distill.endless(rows, count, seed) for rows, count in ((texts, batch - own), (written, own)) if count]
+    for rows in zip(*streams, strict=True):
+        yield torch.cat(rows)
 
 
 def data_of(args: argparse.Namespace, teacher: Any, tokenizer: Any) -> tuple[Tensor, Tensor]:
@@ -142,6 +141,7 @@ def parser() -> argparse.ArgumentParser:
     add("--compile", action="store_true", help="compile the blocks of both models")
     add("--text-tokens", type=int, default=500_000, help="of documentation and other text (500000)")
     add("--sampled", type=int, default=128, help="rows that the model writes (128)")
+    add("--share", type=float, default=0.5, help="of a batch that the model has written (0.5)")
     add("--calibration", type=int, default=32, help="rows that calibrate (32); 0: start from the unquantized weights")
     add("--cache", type=Path, help="a file for the rows and the calibrated weights, which take minutes to make")
     add("--texts", type=Path, help="a file of the tokens that are measured; made if it does not exist")
@@ -181,7 +181,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows.append(Row("calibrated", middle - made, measure.quality(calibrated)))
     show(rows)
     mx.quantize_(student, mx.QATConfig(args.format, step="prepare"))
-    distiller, batches = distill.Distiller(student, teacher, args.rate, args.compile), mixed(texts, written, args.batch)
+    distiller, batches = (
+        distill.Distiller(student, teacher, args.rate, args.compile),
+        mixed(texts, written, args.batch, args.share),
+    )
     middle = time.perf_counter()
     distiller.warm_up(next(batches).to(args.device))
     compiled = time.perf_counter() - middle

@@ -22,11 +22,13 @@ def test_no_text_both_trains_and_is_measured():
     )
 
 
-def test_the_divergence_and_its_gradient_equal_a_reference(monkeypatch):
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+def test_the_divergence_and_its_gradient_equal_a_reference(monkeypatch, compiled):
     monkeypatch.setattr(distill, "TOKENS", {"cpu": 5})
     head, teacher = torch.randn(30, 8), torch.randn(13, 8)
     hidden = torch.randn(13, 8, requires_grad=True)
-    got = distill.divergence(hidden, teacher, head)
+    got = distill.divergence(hidden, teacher, head, compiled)
     (gradient,) = torch.autograd.grad(got, hidden)
     q, p = (F.linear(h, head).log_softmax(-1) for h in (hidden, teacher))
     expected = F.kl_div(q, p, reduction="batchmean", log_target=True)
@@ -101,10 +103,11 @@ def test_batches_are_endless_full_and_have_every_row_once_in_an_epoch():
     assert all(sorted(epoch.tolist()) == [0, 2, 4, 6, 8] for epoch in order) and not order[0].equal(order[1])
 
 
-def test_a_batch_is_half_text_and_half_written():
+def test_a_batch_has_a_share_of_written_rows():
     texts, written = torch.arange(12).view(6, 2), -torch.arange(1, 9).view(4, 2)
     batch = next(qat.mixed(texts, written, 4))
     assert batch.shape == (4, 2) and ((batch < 0).all(1).sum(), (batch >= 0).all(1).sum()) == (2, 2)
+    assert (next(qat.mixed(texts, written, 4, 0.75)) < 0).all(1).sum() == 3
     assert (next(qat.mixed(texts, written[:0], 4)) >= 0).all() and (next(qat.mixed(texts[:0], written, 4)) < 0).all()
 
 
@@ -138,10 +141,10 @@ def test_files_are_read_once_without_the_text_that_is_measured(tmp_path):
     assert qat_text.rows_of(Tokenizer(), iter(texts[:1]), 100, 10**6).shape == (8, 100)
 
 
-def test_half_of_the_written_rows_begin_with_the_first_token():
+def test_one_in_four_written_rows_begins_with_the_first_token():
     model, _ = small_llm()
     rows = qat_text.sampled(model, 8, 6, torch.tensor([5, 6, 7]), at_once=2)
-    assert rows.shape == (8, 6) and (rows[:, 0] == 1).sum() == 4 and set(rows[:, 0].tolist()) <= {1, 5, 6, 7}
+    assert rows.shape == (8, 6) and (rows[:, 0] == 1).sum() == 2 and set(rows[:, 0].tolist()) <= {1, 5, 6, 7}
 
 
 @pytest.mark.exhaustive
