@@ -44,7 +44,7 @@ class _Divergence(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, teacher: Tensor, head: Tensor, compiled: bool) -> Tensor:
-        part = _compiled_part() if compiled else _part
+        part, hidden = _compiled_part() if compiled else _part, hidden.detach()
         total, gradient = hidden.new_zeros((), dtype=torch.float32), torch.empty_like(hidden)
         tokens = TOKENS.get(hidden.device.type, 128)
         for begin in range(0, len(hidden), tokens):
