@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._functorch.config
 from torch import Tensor
 
 import mxtensor as mx
@@ -73,6 +74,10 @@ class Study:
     compiled: bool
     results: Path
     folder: Path | None
+    roots: tuple[Path, ...]
+    """Folders of the text."""
+    cache: Path
+    """Of the text: each process reads it."""
     end: float
     """``time.monotonic()`` at which runs stop."""
 
@@ -183,10 +188,12 @@ def say(task: Task, what: str) -> None:
 # ---------------------------------------------------------------------------------------------- all runs
 
 
-def work(index: int, study: Study, text: corpus.Corpus, tasks: Any) -> None:
+def work(index: int, study: Study, tasks: Any) -> None:
     """Take tasks until None comes. One process for each device."""
     if study.device == "cuda":
         torch.cuda.set_device(index)
+    torch._functorch.config.enable_autograd_cache = False  # explain() sees no product of a graph from that cache
+    text = corpus.load(study.roots, study.cache)
     digest = text.digest
     for task in iter(tasks.get, None):
         if time.monotonic() < study.end:
@@ -200,19 +207,18 @@ def work(index: int, study: Study, text: corpus.Corpus, tasks: Any) -> None:
             torch.cuda.empty_cache()
 
 
-def run_all(study: Study, tasks: Sequence[Task], text: corpus.Corpus, devices: int) -> list[Task]:
+def run_all(study: Study, tasks: Sequence[Task], digest: str, devices: int) -> list[Task]:
     """Run the tasks, ``devices`` side by side, and return those that have no finished record of this study."""
     from torch.multiprocessing import get_context
 
     context: Any = get_context("spawn")
-    queue, digest = context.Queue(), text.digest
+    queue = context.Queue()
     for task in [*tasks, *[None] * devices]:
         queue.put(task)
     if devices == 1:
-        work(0, study, text, queue)
+        work(0, study, queue)
     else:
-        text.text.share_memory_()
-        workers = [context.Process(target=work, args=(i, study, text, queue)) for i in range(devices)]
+        workers = [context.Process(target=work, args=(i, study, queue)) for i in range(devices)]
         for worker in workers:
             worker.start()
         for worker in workers:
@@ -275,11 +281,12 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run every arm, and print the table. Exit with 1 if a run is not finished."""
     began, args = time.monotonic(), parsed(argv)
-    text = corpus.load(args.text or corpus.default_roots(), args.cache)
+    roots = tuple(args.text or corpus.default_roots())
+    text = corpus.load(roots, args.cache)
     size = SIZES[args.size]
     study = Study(
         args.size, max(1, round(args.tokens / (size.batch * size.context))), args.device, not args.eager, args.results,
-        args.folder, began + 60 * args.minutes,
+        args.folder, roots, args.cache, began + 60 * args.minutes,
     )  # fmt: skip
     print(
         f"{text.cut:,} bytes of {text.files[0]:,} files for training, {len(text.held_out):,} of {text.files[1]:,} for "
@@ -287,7 +294,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         f"{sum(p.numel() for p in GPT(size).parameters()) / 1e6:.1f}M parameters",
         flush=True,
     )
-    unfinished = run_all(study, args.tasks, text, args.devices)
+    unfinished = run_all(study, args.tasks, text.digest, args.devices)
     if (study.results / study.size).is_dir():
         print_table(HEADER, lines(read_all(study.results, study.size)))
     for task in unfinished:

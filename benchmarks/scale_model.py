@@ -102,7 +102,7 @@ TILE, BLOCK = 1 / 1024, 1 / 32
 BF16 = Wire("bf16")
 MXFP8 = Wire("mxfp8", 1 + TILE, 1 + BLOCK, 1 + BLOCK, 1 + BLOCK)
 NVFP4 = Wire("nvfp4", saved=0.5 + 1 / 16)  # its scales depend on the whole tensor: values are sent
-MXFP4 = Wire("mxfp4", 0.5 + TILE, 0.5 + BLOCK, saved=0.5 + BLOCK)  # stochastic rounding: gradients are sent as values
+MXFP4 = Wire("mxfp4", 0.5 + TILE, 0.5 + BLOCK, 0.5 + BLOCK, 0.5 + BLOCK)
 WIRES = (BF16, MXFP8, NVFP4, MXFP4)
 
 
@@ -166,8 +166,8 @@ class Part:
         return cls(model.layers / layout.pipeline, matrices / layout.tensor, experts, model.unquantized, rest)
 
     def bytes_of_layer(self, wire: Wire) -> tuple[float, float]:
-        """Gathered bytes of a layer: all but the experts, and the experts."""
-        return self.matrices * wire.weight + self.unquantized * VALUE, self.experts * wire.weight
+        """Gathered bytes of a layer: all but the experts, and the experts, whose stacks are gathered as values."""
+        return self.matrices * wire.weight + self.unquantized * VALUE, self.experts * VALUE
 
     def sharded(self, layout: Layout) -> float:
         """Parameters that the GPU stores."""

@@ -21,7 +21,7 @@ import hashlib
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -36,8 +36,14 @@ from .recipes import RECIPES, recipe_name
 from .run import Run, Settings, products_of, quantized_weights
 
 
-def train(run: Run, text: Tensor, steps: int | None, minutes: float | None, checkpoint: Path | None) -> None:
-    """Train until ``steps`` steps or ``minutes`` are over, with a progress bar; evaluate and save at intervals."""
+def train(
+    run: Run, text: Tensor, steps: int | None, minutes: float | None, checkpoint: Path | None,
+    after: Callable[[], object] = lambda: None,
+) -> None:  # fmt: skip
+    """Train until ``steps`` steps or ``minutes`` are over, with a progress bar; evaluate and save at intervals.
+
+    ``after`` is called after each step.
+    """
     from tqdm import tqdm
 
     learned, held_out = split(text)
@@ -48,6 +54,7 @@ def train(run: Run, text: Tensor, steps: int | None, minutes: float | None, chec
     with tqdm(desc=run.settings.recipe, total=steps, initial=len(run.losses), unit="step", disable=quiet) as bar:
         while steps is None or len(run.losses) < steps:
             run.step(learned)
+            after()
             if len(run.losses) % run.size.every == 0:
                 run.evaluate(held_out)
                 if checkpoint is not None:
@@ -108,6 +115,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--steps", type=int, metavar="N", help="total number of steps (that of the size, unless --minutes is given)")
     add("--minutes", type=float, metavar="N", help="stop each model after N minutes")
     add("--compile", action="store_true", help="compile each block with torch.compile")
+    add("--monitor", type=int, metavar="N", help="measure what casts lose in one of N steps, and draw it")
     add("--seed", type=int, default=0, metavar="N", help="of weights and batches (0)")
     add("--checkpoint", type=Path, metavar="FOLDER", help="where to save at intervals and at the end")
     add("--resume", action="store_true", help="continue from --checkpoint")
@@ -133,6 +141,8 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     check_ranks(args, parser, size.heads, size.batch)
     if args.compile and (args.fsdp or args.tp > 1):
         parser.error("--compile: sharded blocks run eager here; leave out --compile, or --fsdp and --tp")
+    if args.monitor is not None and (args.monitor < 1 or args.compile):
+        parser.error("--monitor: it measures one of N steps, 1 or more, of layers that are not compiled")
     args.error = parser.error
     return args
 
@@ -183,7 +193,14 @@ def trained(args: argparse.Namespace, ranks: Ranks) -> list[Run]:
                 run.load(checkpoint)
             except (ValueError, FileNotFoundError) as error:
                 args.error(f"--resume: {error}")
-        train(run, args.bytes, steps, minutes, checkpoint)
+        if args.monitor is None:
+            train(run, args.bytes, steps, minutes, checkpoint)
+        else:
+            with mx.monitor(run.model, args.monitor) as monitor:
+                train(run, args.bytes, steps, minutes, checkpoint, monitor.step)
+            if monitor.rows() and ranks.first:
+                picture = args.plot.with_stem(f"{args.plot.stem}-casts-{name}")
+                print(f"\n{monitor}\n\nAll measurements as a picture: {monitor.plot(picture, title=name)}")
         runs.append(run)
         steps, minutes = len(run.losses), None  # the twin runs the same number of steps
     return runs

@@ -86,4 +86,4 @@ _SYMBOLS: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.Sy
 
 def is_captured(t: torch.Tensor) -> bool:
     """Whether a CUDA graph is captured, which runs again later and to which the memory belongs."""
-    return t.is_cuda and torch.cuda.is_current_stream_capturing()
+    return t.is_cuda and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

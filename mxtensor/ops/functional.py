@@ -17,7 +17,7 @@ from ..core.repeated import DEVICES
 from ..core.select import is_observed
 from ..core.shapes import as_matrix
 from ..core.torch_autocast import torch_autocasts
-from ..core.tracing import is_traced, refuse_recording
+from ..core.tracing import is_captured, is_traced, refuse_recording
 from ..kernels.gemm import select
 from ..kernels.gemm.spec import GemmArgs
 from ..numerics.operand import Operand
@@ -27,6 +27,8 @@ from .matmul import linear as linear_rule
 from .repeated import RepeatedProduct, repeated
 
 aten = torch.ops.aten
+FEW_ROWS = 64
+"""Rows up to which no kernel wants a cached form of a weight, so that a CUDA graph decides as eager code does."""
 
 
 def _runs_whole(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -55,6 +57,7 @@ def _launch_key(x: Tensor, weight: MXTensor, bias: Tensor | None, operand: Opera
         operand.data.data_ptr(), operand.scale.data_ptr(), 0 if global_scale is None else global_scale.data_ptr(),
         operand.is_contiguous, operand.shape, weight.dtype, id(weight.recipe),  # pinned by the plan; it has the format
         None if bias is None else (bias.data_ptr(), bias.dtype, bias.shape, bias.is_contiguous()),
+        x.numel() > FEW_ROWS * x.shape[-1] and is_captured(x),
     )  # fmt: skip
 
 

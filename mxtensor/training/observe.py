@@ -15,7 +15,6 @@ from torch import Tensor
 from ..core.tracing import is_captured, is_traced
 from ..recipe.linear_recipe import LinearRecipe
 from .operands import Scales
-from .training_weight import values_of
 
 
 class LayerCall(NamedTuple):
@@ -50,7 +49,7 @@ def remove(reference: weakref.ref[Observer]) -> None:
 
 def tell(y: Tensor, call: LayerCall) -> None:
     """Tell all observers of a call with the result ``y``."""
-    if not y.requires_grad or is_traced(call.x, values_of(call.weight)) or is_captured(call.x):
+    if not y.requires_grad or is_traced(call.x) or is_captured(call.x):
         return
     for reference in tuple(OBSERVERS):
         observer = reference()

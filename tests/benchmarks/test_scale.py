@@ -65,11 +65,12 @@ def test_the_numbers_of_gpus_are_those_of_the_page():
 
 
 @pytest.mark.parametrize(("study", "layout"), LAYOUTS, ids=lambda value: str(getattr(value, "gpus", "")))
-def test_codes_never_take_more_memory_and_halve_the_gather(study, layout):
+def test_codes_never_take_more_memory_and_halve_the_gather_of_matrices(study, layout):
     sent = {wire.name: m.wire_bytes(study.model, wire, layout, study.tokens) for wire in m.WIRES}
     for kind in ("FSDP reduce", "DP reduce", "PP"):
         assert len({bytes_of[kind] for bytes_of in sent.values()}) == 1
-    assert 0.5 < sent["mxfp8"]["FSDP gather"] / sent["bf16"]["FSDP gather"] < 0.6
+    gather = sent["mxfp8"]["FSDP gather"] / sent["bf16"]["FSDP gather"]
+    assert 0.5 < gather < (0.6 if study.model.experts == 1 else 0.95)  # stacks are gathered as values
     if layout.expert > 1:
         assert sent["mxfp8"]["EP"] / sent["bf16"]["EP"] == pytest.approx((2 + 1 + 1 / 32) / 4)
     base, codes = (m.memory(study.model, wire, layout, study.tokens, study.recompute) for wire in (m.BF16, m.MXFP8))

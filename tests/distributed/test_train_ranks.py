@@ -31,6 +31,16 @@ def test_every_case_of_two_ranks_has_a_test():
     ] == []
 
 
+def test_a_monitor_sees_sharded_layers(ranks):
+    """A weight that is gathered in codes has no values to compare with."""
+    sides = ("rowwise", "columnwise")
+    for told in ranks("monitored"):
+        for name, operands in (("two copies", ("input", "weight", "grad")), ("tiles", ("input", "grad"))):
+            assert told[name] == (
+                True, [(fqn, o, side) for fqn in ("0.weight", "2.weight") for o in operands for side in sides]
+            )  # fmt: skip
+
+
 @pytest.mark.parametrize("case", ["example_continued", "example_split"])
 def test_the_example_resumes_on_two_ranks_bit_for_bit(case, ranks):
     first, second = ranks(case)

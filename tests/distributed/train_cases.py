@@ -7,10 +7,11 @@ from pathlib import Path
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+import mxtensor as mx
 from examples.gpt import load_text, split
 from examples.ranks import Ranks
 from examples.run import Run, Settings
-from tests.distributed.fsdp_cases import RECIPES, ROWS, STEPS, WIDTH, adamw, net, operands, same_as
+from tests.distributed.fsdp_cases import RECIPES, ROWS, STEPS, WIDTH, adamw, net, operands, same_as, shard
 from tests.helpers.ranks import DEVICE, WORLD, case
 
 SETTINGS = Settings("mxfp8", False, size="tiny", seed=0, device=DEVICE, text="")
@@ -93,4 +94,22 @@ def compared(model, reference, rank):
 def data_parallel(rank, folder):
     told = {name: compared(net(100, recipe), net(100, recipe), rank) for name, recipe in RECIPES.items()}
     told["mxtensors"] = compared(operands(100, "mxfp8", "both", True), operands(100, "mxfp8", "both", True), rank)
+    return told
+
+
+@case
+def monitored(rank, folder):
+    """What a monitor sees of a model that FSDP2 shards, and whether its gradients are those without one."""
+    told = {}
+    for name in ("two copies", "tiles"):  # weights are gathered as values, and as codes
+        watched, alone = (shard(net(128, RECIPES[name])) for _ in range(2))
+        torch.manual_seed(rank)
+        x = torch.randn(ROWS, WIDTH)
+        with mx.monitor(watched, every=1) as monitor:
+            watched(x).square().mean().backward()
+            monitor.step()
+        alone(x).square().mean().backward()
+        pairs = zip(watched.parameters(), alone.parameters(), strict=True)
+        same = all(torch.equal(a.grad.to_local(), b.grad.to_local()) for a, b in pairs)
+        told[name] = same, [(row.fqn, row.operand, row.side) for row in monitor.rows()]
     return told

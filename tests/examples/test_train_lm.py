@@ -208,6 +208,8 @@ def test_parameters_of_a_size():
         (["--text", "nowhere.txt"], "there is no file nowhere.txt"),
         (["--text", "{short}"], "has 14 bytes; windows of 32 need 330 or more"),
         (["--steps", "0"], "--steps: 0 is not positive"),
+        (["--monitor", "0"], "--monitor: it measures one of N steps, 1 or more"),
+        (["--monitor", "5", "--compile"], "of layers that are not compiled"),
         (["--resume"], "name the folder with --checkpoint"),
         (["--resume", "--checkpoint", "nowhere"], "there is no folder nowhere"),
         (["--checkpoint", "{short}"], "exists already; add --resume, or name another folder"),
@@ -219,6 +221,15 @@ def test_mistakes_are_named(arguments, message, main, tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(*(argument.format(short=short) for argument in arguments))
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_monitor_draws_what_casts_lose(main, capsys):
+    picture = main("--recipe", "nvfp4", "--steps", 5, "--monitor", 2, "--compare")
+    out = capsys.readouterr().out
+    assert "step 4\n\nlayer       operand  format" in out and "nvfp4[16x16]" in out
+    drawn = {p.name for p in picture.parent.glob("*.png")}
+    assert drawn == {"picture.png", "picture-casts-nvfp4.png"}  # the twin casts nothing
+    assert str(picture.with_name("picture-casts-nvfp4.png")) in out
 
 
 def test_sharded_blocks_are_not_compiled(main, monkeypatch, capsys):

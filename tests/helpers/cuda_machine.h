@@ -153,11 +153,6 @@ DEVICE u32 from_lane_xor(u32 value, u32 mask) {
     return other;
 }
 
-DEVICE bool any_of_warp(bool mine) {
-    u32 value = mine;
-    for (u32 mask = 1; mask < 32; mask *= 2) value |= from_lane_xor(value, mask);
-    return value;
-}
 DEVICE u32 largest_of_warp(u32 value) {
     for (u32 mask = 1; mask < 32; mask *= 2) {
         u32 other = from_lane_xor(value, mask);
@@ -240,25 +235,8 @@ DEVICE u32 nearest_e4m3(float low, float high) {
 DEVICE u32 nearest_e5m2(float low, float high) {
     return pair_of_halves(nearest_float(low, 2, -14, 57344), nearest_float(high, 2, -14, 57344));
 }
-DEVICE u32 code_of_e4m3(float value) {  // a value that e4m3 has
-    u32 sign = bits_of_float(value) >> 31 << 7;
-    if (value != value) return 0x7F;
-    value = fabsf(value);
-    if (value < ldexpf(1, -6)) return sign | u32(ldexpf(value, 9));
-    int e = ilogbf(value);
-    return sign | u32(e + 7) << 3 | (u32(ldexpf(value, 3 - e)) & 7);
-}
-DEVICE u32 e4m3_of_floats(float a, float b, float c, float d) {
-    float values[4] = {a, b, c, d};
-    u32 word = 0;
-    for (int i = 0; i < 4; i++) word |= code_of_e4m3(nearest_float(values[i], 3, -6, 448)) << 8 * i;
-    return word;
-}
 DEVICE float half(u32 word, int i) { return float_of_half(word >> (16 * i) & 0xFFFF); }
 DEVICE void floats_of_halves(float& low, float& high, u32 word) { low = half(word, 0), high = half(word, 1); }
-DEVICE u32 e4m3_of_halves(u32 low, u32 high) {
-    return e4m3_of_floats(half(low, 0), half(low, 1), half(high, 0), half(high, 1));
-}
 DEVICE u32 multiply_half(u32 a, u32 b) {
     return half_of(half(a, 0) * half(b, 0)) | u32(half_of(half(a, 1) * half(b, 1))) << 16;
 }
@@ -291,33 +269,7 @@ DEVICE void multiply(float (&d)[4], const u32* a, u32 b0, u32 b1) { multiply_add
 
 DEVICE u64 matrix_descriptor(const u8* x) { return reinterpret_cast<u64>(x); }
 DEVICE constexpr u64 descriptor_step(u32 bytes) { return bytes; }
-// The e4m3 form: 32 columns, four bytes in a word.
-template <int N> DEVICE void multiply_codes(float (&d)[N][4], const u32* a, u64 x) {
-    u32 lane = thread() % 32, g = lane / 4, t = lane % 4;
-    Warp& w = warp();
-    memcpy(w.words[lane], a, 16);
-    arrive_and_wait(w.barrier);
-    const u8* tile = reinterpret_cast<const u8*>(x / 1024 * 1024);
-    for (int j = 0; j < N; j++)
-        for (int e = 0; e < 4; e++) {
-            u32 row = g + e / 2 * 8, col = 8 * j + 2 * t + e % 2;
-            double sum = d[j][e];
-            for (u32 k = 0; k < 32; k++) {
-                u32 at = x % 1024 + k;
-                const u8* piece = tile + col * 128 + ((at / 16) ^ (col % 8)) * 16 + at % 16;
-                u32 a_word = w.words[row % 8 * 4 + k % 16 / 4][row / 8 + k / 16 * 2];
-                sum += double(value_of_e4m3(a_word >> 8 * (k % 4) & 255)) * value_of_e4m3(*piece);
-            }
-            d[j][e] = sum;
-        }
-    arrive_and_wait(w.barrier);
-}
-template <int N> DEVICE void multiply_warpgroup_first(float (&d)[N][4], const u32* a, u64 x) {
-    for (int j = 0; j < N; j++)
-        for (int e = 0; e < 4; e++) d[j][e] = 0;
-    multiply_codes(d, a, x);
-}
-template <int N> DEVICE void multiply_warpgroup_halves(float (&d)[N][4], const u32* a, u64 x) {
+template <int N> DEVICE void multiply_warpgroup(float (&d)[N][4], const u32* a, u64 x) {
     u32 lane = thread() % 32, g = lane / 4, t = lane % 4;
     Warp& w = warp();
     memcpy(w.words[lane], a, 16);
@@ -337,7 +289,6 @@ template <int N> DEVICE void multiply_warpgroup_halves(float (&d)[N][4], const u
         }
     arrive_and_wait(w.barrier);
 }
-#define multiply_warpgroup(d, a, x) (FLOAT8 ? multiply_codes(d, a, x) : multiply_warpgroup_halves(d, a, x))
 DEVICE void begin_wgmma(u32 (&)[16]) {}
 DEVICE void commit_wgmma() {}
 template <int COUNT> DEVICE void take_registers() {}
@@ -405,7 +356,6 @@ DEVICE bool is_final_block(u32* counter, u32 blocks) {
     sync_block();
     return any_of_block(thread() == 0 && (*counter)++ == blocks - 1);
 }
-DEVICE void prefetch(const u8* at) { volatile u8 seen = *at; }  // a sanitizer would see memory that does not exist
 template <int BYTES, int AT> DEVICE void load_once(u32* to, const u8* from) {
     from += AT;
     if (reinterpret_cast<u64>(from) % BYTES) fprintf(stderr, "a load of %d bytes is not aligned\n", BYTES), abort();

@@ -32,9 +32,7 @@ STRUCTS = {
     "pipelined": "Arguments",
     "persistent": "Arguments",
     "wgmma": "Arguments",
-    "wgmma_fp8": "Arguments",
     "activations": "ActivationArguments",
-    "activations_fp8": "ActivationArguments",
     "maxima": "ActivationArguments",
 }
 

@@ -169,6 +169,14 @@ def test_autocast_and_modules_of_transformer_engine():
     assert [(row.operand, row.side) for row in monitor.rows() if row.fqn == "1.weight"] == SIX
 
 
+def test_a_quantized_weight_has_no_rows_of_its_own():
+    with mx.quantized_model_init(recipe=MXFP8BlockScaling()):
+        net = nn.Sequential(mx.nn.Linear(64, 96))
+    with mx.monitor(net) as monitor:
+        train(net, context=lambda: mx.autocast(recipe=MXFP8BlockScaling()))
+    assert [(row.operand, row.side) for row in monitor.rows()] == SIX[:2] + SIX[4:]
+
+
 def test_stacks_and_slices_have_names():
     class Experts(nn.Module):
         def __init__(self):

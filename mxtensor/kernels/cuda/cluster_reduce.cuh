@@ -4,7 +4,7 @@
 // the sums of the others, or with REDUCE_DSMEM they are sent to it by the copy engine. With REDUCE_GLOBAL there is no
 // cluster: the blocks store their sums in global memory and the last one adds them.
 
-constexpr int TILE = COLS * 128;  // bytes of a tile: 64 columns of x in float16, 128 in E4M3
+constexpr int TILE = COLS * 128;  // bytes of a tile: x for half a chunk
 constexpr int SUM_PITCH = ROWS + 4;  // float32 between rows of x; no bank conflicts
 constexpr int GROUP_THREADS = 32 * WR;  // threads of one of the WK groups of warps along K
 constexpr int SUM_BYTES = 4 * COLS * SUM_PITCH,
@@ -63,9 +63,6 @@ DEVICE bool reduce_through_global(const Arguments& a, Total& sums) {
     return true;
 }
 
-// FLOAT8: the scale of a marked row of x is -1.
-DEVICE float scale_of_sums(float x_scale) { return FLOAT8 ? larger(x_scale, -x_scale) : x_scale; }
-
 // Stores the sums of this block, times the scales of its rows of x, in shared memory.
 DEVICE void store_sums(const Total& sums, const float* x_scale, float* shared) {
     if (!has_sums()) return;
@@ -75,7 +72,7 @@ DEVICE void store_sums(const Total& sums, const float* x_scale, float* shared) {
 #pragma unroll
         for (int e = 0; e < 4; e++) {
             u32 col = 8 * j + 2 * (lane % 4) + e % 2;
-            shared[col * SUM_PITCH + first + e / 2 * 8] = sums[j][e] * scale_of_sums(x_scale[col]);
+            shared[col * SUM_PITCH + first + e / 2 * 8] = sums[j][e] * x_scale[col];
         }
 }
 
@@ -92,7 +89,7 @@ DEVICE void write_result(const Arguments& a, const Weight& w, const Total& sums,
     biases_at(common, w, 0, mine);
     if constexpr (blocks > 1) sync_cluster();
     else sync_block();
-    float tensor_scale = tensor_scale_of<FLOAT8 ? -UP : ELEMENT_EXPONENT>(a, x_scale[COLS]);
+    float tensor_scale = tensor_scale_of<ELEMENT_EXPONENT>(a, x_scale[COLS]);
     for (u32 i = begin + thread(); i < end; i += batch * THREADS) {  // four rows of w at a time
         float sum[batch][4] = {}, bias[batch][4];
 #pragma unroll
@@ -134,7 +131,7 @@ DEVICE void write_result_through_dsmem(
                           arrived, to);
         }
     }
-    float tensor_scale = tensor_scale_of<FLOAT8 ? -UP : ELEMENT_EXPONENT>(a, x_scale[COLS]);
+    float tensor_scale = tensor_scale_of<ELEMENT_EXPONENT>(a, x_scale[COLS]);
     float common[4];
     biases_at(common, w, 0, mine);
     wait_at(arrived, 0);

@@ -12,9 +12,6 @@ constexpr int BITS = ELEMENT == E2M1 ? 4 : ELEMENT == E3M2 || ELEMENT == E2M3 ? 
 constexpr int ELEMENT_EXPONENT =
     ELEMENT == INT8 ? -6 : ELEMENT == E2M1 ? 14 : ELEMENT == E3M2 ? 12 : ELEMENT == E2M3 ? 14 : 0;
 
-// With FLOAT8 elements become E4M3 codes, times 2^UP (moved_words.cuh).
-constexpr int UP = ELEMENT == E2M1 ? 6 : ELEMENT == E2M3 ? 5 : ELEMENT == E3M2 ? 4 : 0;
-
 // ---------------------------------------------------------------------------------------------- elements
 
 // Four 8-bit codes as two words of two float16.
@@ -72,7 +69,7 @@ DEVICE void decode(u32 (&out)[4], const u8* row, u32 slab, u32 t, u32 swizzle) {
 
 // Puts eight activations, two of which will share a word, in the order of ``decode``.
 DEVICE void in_order(float (&x)[8]) {
-    constexpr u32 order = BITS == 4 && !FLOAT8 ? 0x75316420 : BITS == 6 ? 0x73625140 : 0x76543210;
+    constexpr u32 order = BITS == 4 ? 0x75316420 : BITS == 6 ? 0x73625140 : 0x76543210;
     float values[8];
 #pragma unroll
     for (int i = 0; i < 8; i++) values[i] = x[i];

@@ -36,7 +36,6 @@ DEVICE void sync_some(u32 which, u32 count) {  // ``count`` threads of a block; 
 DEVICE void sync_warp() { __syncwarp(); }
 DEVICE u32 from_lane_xor(u32 value, u32 mask) { return __shfl_xor_sync(0xFFFFFFFF, value, mask); }
 
-DEVICE bool any_of_warp(bool mine) { return __any_sync(0xFFFFFFFF, mine); }
 DEVICE u32 largest_of_warp(u32 value) { return __reduce_max_sync(0xFFFFFFFF, value); }
 
 DEVICE u32 shared_address(const void* at) { return static_cast<u32>(__cvta_generic_to_shared(at)); }
@@ -189,21 +188,6 @@ constexpr bool CONVERTS = false;
 DEVICE u32 nearest_e4m3(float, float) { return 0; }
 DEVICE u32 nearest_e5m2(float, float) { return 0; }
 #endif
-// Four values rounded to the nearest finite e4m3; two as float16 in each word.
-#if __CUDA_ARCH__ >= 890
-DEVICE u32 e4m3_of_halves(u32 low, u32 high) {
-    u32 word;
-    asm("{ .reg .b16 l, h; cvt.rn.satfinite.e4m3x2.f16x2 l, %1; cvt.rn.satfinite.e4m3x2.f16x2 h, %2; mov.b32 %0, {l, h}; }"
-        : "=r"(word) : "r"(low), "r"(high));
-    return word;
-}
-DEVICE u32 e4m3_of_floats(float a, float b, float c, float d) {
-    u32 word;
-    asm("{ .reg .b16 l, h; cvt.rn.satfinite.e4m3x2.f32 l, %2, %1; cvt.rn.satfinite.e4m3x2.f32 h, %4, %3;\n"
-        "mov.b32 %0, {l, h}; }" : "=r"(word) : "f"(a), "f"(b), "f"(c), "f"(d));
-    return word;
-}
-#endif
 DEVICE u32 multiply_half(u32 a, u32 b) {
     u32 product;
     asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
@@ -242,11 +226,6 @@ DEVICE constexpr u64 descriptor_step(u32 bytes) { return bytes >> 4; }  // from 
 DEVICE void multiply_warpgroup(float (&d)[NT][4], const u32* a, u64 x) {
     asm volatile(WGMMA_TEXT : WGMMA_SUMS(d) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x));
 }
-#if FLOAT8  // the same for E4M3: a (64x32) b (32 x COLS), rows of 128 columns of x; or without the sums before
-DEVICE void multiply_warpgroup_first(float (&d)[NT][4], const u32* a, u64 x) {
-    asm volatile(WGMMA_FIRST_TEXT : WGMMA_SUMS(d) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x));
-}
-#endif
 DEVICE void begin_wgmma(u32 (&a)[16]) {  // fence: the words of ``a`` are complete before the instruction reads them
 #pragma unroll
     for (int i = 0; i < 16; i++) asm volatile("" : "+r"(a[i])::"memory");
@@ -332,9 +311,6 @@ DEVICE bool is_final_block(u32* counter, u32 blocks) {
     return is_final;
 }
 DEVICE bool any_of_block(bool mine) { return __syncthreads_or(mine); }
-
-// Asks for the line of memory in the L2 cache.
-DEVICE void prefetch(const u8* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at) : "memory"); }
 
 // Loads of codes, which are read once: 16 bytes without a place in L1, or 8 bytes that share a sector with a neighbour;
 // from byte AT on.

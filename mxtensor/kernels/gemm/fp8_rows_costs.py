@@ -14,12 +14,13 @@ from __future__ import annotations
 import math
 
 from ...core.kernel import Spec
+from ...core.tracing import is_captured
 from ...numerics.formats import Format
 from ..small_m import kernel as small_m
 from ..small_m.heuristics import expected_time, most_rows
 from .fp8_rows_both import wants_rows
 from .fp8_rows_cache import ON_THE_FLY
-from .spec import GemmArgs, GemmOperand, Unquantized
+from .spec import GemmArgs, GemmOperand, Unquantized, data_of
 
 MEASURED = (9, 0)
 """The compute capability of the figures."""
@@ -83,7 +84,7 @@ def slower(spec: Spec, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> str | 
     if spec.op in FRESH and wants_rows(a, b):
         ours, theirs = fp8_rows_in_training(rows, width, cols), dequant_in_training(rows, width, cols)
         return None if ours <= theirs else _slower_than("dequant", theirs, ours)
-    cached = spec.op not in FRESH and not spec.traced and rows < ON_THE_FLY
+    cached = spec.op not in FRESH and not spec.traced and rows < ON_THE_FLY and not is_captured(data_of(b))
     ours = fp8_rows(rows, width, cols, left, right, isinstance(a, Unquantized), cached)
     name, theirs = "dequant", dequant(rows, width, cols, right)
     if rows <= most_rows(spec.capability) and small_m.KERNEL.refuses(spec, a, b, args) is None:

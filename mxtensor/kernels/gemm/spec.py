@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...core.kernel import Spec
+from ...core.tracing import is_captured
 from ...numerics.cast import Cast
 from ...numerics.formats import Format
 from ...numerics.operand import Operand
@@ -121,9 +122,10 @@ def facts_of(a: GemmOperand, b: GemmOperand, args: GemmArgs) -> Hashable:
     """All that refusals of product kernels look at beside the spec, for ``plan_for``."""
     bias, data = args.bias, data_of(b)
     added = None if bias is None else (bias.dtype, tuple(bias.shape))
-    # Kernels on a CPU decode a weight a few rows at a time only if it is contiguous.
+    # Kernels on a CPU decode a weight a few rows at a time only if it is contiguous. In a CUDA graph no form of it is
+    # cached.
     layout = data.device.type == "cpu" and isinstance(b, Operand) and data.is_contiguous() and b.scale.is_contiguous()
-    return type(a), data_of(a).dtype, type(b), data.dtype, added, args.alpha, args.beta, layout
+    return type(a), data_of(a).dtype, type(b), data.dtype, added, args.alpha, args.beta, layout, is_captured(data)
 
 
 def needs_codes(a: GemmOperand, b: GemmOperand, or_rows: bool = False) -> str | None:

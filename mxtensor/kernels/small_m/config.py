@@ -37,8 +37,6 @@ ELEMENTS: dict[ElementFormat, str] = {
 SCALES = {(E8M0, 32): "E8M0", (UE4M3, 16): "UE4M3", (FP32, 128): "FLOAT32", (FP32_POW2, 128): "FLOAT32",
           (FP32, FULL): "AT_THE_END", (FP32_POW2, FULL): "AT_THE_END"}  # fmt: skip
 """(scale, columns that share one) -> how the kernel applies it."""
-FLOAT8_ELEMENTS = (E4M3, E2M1, E2M3, E3M2)
-"""Elements that are moved into E4M3 in registers."""
 TYPES = {torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16", torch.float32: "FLOAT"}
 """Dtypes of activations, bias and result -> their names in the sources."""
 MOST_WEIGHTS = 4
@@ -89,19 +87,11 @@ class LaunchConfig(NamedTuple):
     reduce_dsmem: bool = False
     """whether the blocks of a wgmma cluster send their sums through distributed shared memory by the copy engine;
     otherwise each block reads the sums of the others"""
-    float8: bool = False
-    """wgmma: whether weights and activations, which are cast, are multiplied as E4M3 under the scales of their rows
-    (``wgmma_fp8``)"""
 
     @property
     def kind(self) -> str:
         """One of ``KINDS``."""
         return "persistent" if self.persistent else "wgmma" if self.wgmma else "pipelined"
-
-    @property
-    def kernel(self) -> str:
-        """The name of the kernel, and of its source file."""
-        return "wgmma_fp8" if self.float8 else self.kind
 
     @property
     def threads(self) -> int:
@@ -124,7 +114,7 @@ class LaunchConfig(NamedTuple):
         return 32 * self.slabs * (1 if self.persistent else self.wk)
 
 
-FLAGS = frozenset({"whole_x", "wgmma", "reduce_global", "reduce_dsmem", "float8"})
+FLAGS = frozenset({"whole_x", "wgmma", "reduce_global", "reduce_dsmem"})
 """Fields of a config that are True or False."""
 
 
@@ -216,20 +206,10 @@ def classes_of(format: Format, config: LaunchConfig, x_rows: int) -> int:
     return min(8 // next(r for r in (1, 2, 4) if r >= x_rows), config.depth // format.block[1])
 
 
-def can_use_float8(format: Format, cast: Cast | None, k: int) -> bool:
-    """Whether a product can be one of E4M3 codes under the scales of rows: weights of MX formats that E4M3 represents
-    (``row_scaled.why_not``), and activations that are cast to one, in whole blocks."""
-
-    def fits(f: Format) -> bool:
-        return f.scale is E8M0 and f.block[1] == 32 and f.element in FLOAT8_ELEMENTS
-
-    return cast is not None and fits(format) and fits(cast.format) and cast.format.block[0] == 1 and k % 32 == 0
-
-
-def has_whole_chunks(format: Format, k: int, alignment: Sequence[int], float8: bool = False) -> bool:
+def has_whole_chunks(format: Format, k: int, alignment: Sequence[int]) -> bool:
     """Whether each row is whole chunks of 128 columns, with scales that a thread of a wgmma kernel loads at once."""
     kind = SCALES[format.scale, format.block[1]]
-    size = {"UE4M3": 2, "E8M0": 4 if format.element.bits == 8 or float8 else 1}.get(kind, 1)
+    size = {"UE4M3": 2, "E8M0": 4 if format.element.bits == 8 else 1}.get(kind, 1)
     return k % 128 == 0 and alignment[1] % size == 0
 
 
@@ -303,11 +283,9 @@ def wgmma_constants(config: LaunchConfig) -> Constants:
     sums = ", ".join(f"%{i}" for i in range(cols // 2))
     left = ", ".join(f"%{cols // 2 + i}" for i in range(4))
     right = f"%{cols // 2 + 4}"
-    instruction, rest = ("k32.f32.e4m3.e4m3", "1, 1") if config.float8 else ("k16.f32.f16.f16", "1, 1, 0")
-    text = f"wgmma.mma_async.sync.aligned.m64n{cols}{instruction} {{{sums}}}, {{{left}}}, {right}"
+    text = f"wgmma.mma_async.sync.aligned.m64n{cols}k16.f32.f16.f16 {{{sums}}}, {{{left}}}, {right}, 1, 1, 1, 0;"
     return (
-        ("WGMMA_TEXT", f'"{text}, 1, {rest};"'),
-        ("WGMMA_FIRST_TEXT", f'"{text}, 0, {rest};"'),
+        ("WGMMA_TEXT", f'"{text}"'),
         ("WGMMA_SUMS(d)", ", ".join(f'"+f"(d[{i // 4}][{i % 4}])' for i in range(cols // 2))),
         ("REGISTERS_AT_START", per_thread.at_start),
         ("REGISTERS_COMPUTE", per_thread.compute),

@@ -48,6 +48,9 @@ TUNED = "tuned"
 """The kind of the files of ``mx.tune`` in the disk cache."""
 BY_WARPS = 128
 """Rows up to which the kernels without wgmma pay off on a GPU that has wgmma."""
+TRUSTED = 0.9
+"""A config whose expected time is less than this share of the measured one of another config is taken instead: the
+table has the fastest of the configs that were tried for its shapes, and the cost model knows more of them."""
 FALLBACK = LaunchConfig(1, 1, 1, 4, 4, 2, 1, 1, False)
 """A config that fits any GPU."""
 
@@ -208,7 +211,8 @@ def choose_config(
     allowed: Callable[[LaunchConfig], bool] = lambda config: True, casts: bool = False,
 ) -> LaunchConfig:  # fmt: skip
     """The fastest config for m rows (of one group; ``x_rows`` of all groups), n and k: what ``mx.tune`` measured, else
-    for a shape of the table what that measured, else by the cost model, else of the nearest measured shape.
+    for a shape of the table what that measured, unless the cost model expects another config to be clearly faster, else
+    by the cost model, else of the nearest measured shape.
 
     It is ``allowed``, runs on ``device`` and fits its shared memory; ``FALLBACK`` if no measured one does. ``casts``:
     whether the kernel casts the activations.
@@ -225,24 +229,34 @@ def choose_config(
         return config if layout_of(format, config, x_rows, n, k, gpu) else None
 
     product = gpu, format, m, n, k, casts
-    measured = any((line.n, line.k) == (n, k) and line.format == stand_in(format) for line in table(gpu.capability))
-    found = _tuned_here(*product, runnable) or (None if measured else _by_costs(*product, runnable))
-    return found or _nearest(*product, possible, runnable)
+    tuned_here = _tuned_here(*product, runnable)
+    if tuned_here is not None:
+        return tuned_here
+    found, measured = _by_costs(*product, runnable), _in_table(gpu, stand_in(format), m, n, k)
+    if found is not None and (measured is None or found[0] < TRUSTED * measured):
+        return found[1]
+    return _nearest(*product, possible, runnable)
 
 
 def expected_time(format: Format, m: int, n: int, k: int) -> float | None:
-    """Microseconds of a product without a cast on an H100: measured for this shape, else by the cost model; None if
-    neither knows the format."""
+    """Microseconds of a product without a cast on an H100, by the config that ``choose_config`` takes; None if neither
+    table nor cost model knows the format."""
     gpu, name = gpu_of(torch.device("cpu")), stand_in(format)
-    measured = [line.us for line in table(gpu.capability) if line[:5] == (name, False, m, n, k)]
-    if measured:
-        return min(measured)
-    model, rows = costs_of(gpu.capability), rows_key(min(m, most_rows(gpu.capability)))
-    for key in ((name, False, rows), (STAND_INS[8], False, rows)):
-        times = [predict(cost, m, n, k, format, gpu) for cost in model.get(key, ())]
-        if times:
-            return min(times)
-    return None
+    measured = min((line.us for line in table(gpu.capability) if line[:5] == (name, False, m, n, k)), default=None)
+    found = _by_costs(gpu, format, m, n, k, False, lambda config: config)
+    if found is None or (measured is not None and found[0] >= TRUSTED * measured):
+        return measured
+    return found[0]
+
+
+def _in_table(gpu: Gpu, name: str, m: int, n: int, k: int) -> float | None:
+    """The least time of this shape in the table, at m rows or the next larger number that was measured; infinity where
+    it has fewer rows only, None for other shapes."""
+    known: dict[int, float] = {}
+    for line in table(gpu.capability):
+        if (line.format, line.casts, line.n, line.k) == (name, False, n, k):
+            known[line.m] = min(line.us, known.get(line.m, math.inf))
+    return known.get(min((rows for rows in known if rows >= m), default=0), math.inf) if known else None
 
 
 Runnable = Callable[[LaunchConfig], LaunchConfig | None]
@@ -257,15 +271,18 @@ def _tuned_here(
     return next(filter(None, (runnable(line.config) for line in tuned(gpu.name) if line[:5] == case)), None)
 
 
-def _by_costs(gpu: Gpu, format: Format, m: int, n: int, k: int, casts: bool, runnable: Runnable) -> LaunchConfig | None:
-    """The config that the cost model expects to be fastest; None without a model of this GPU."""
+def _by_costs(
+    gpu: Gpu, format: Format, m: int, n: int, k: int, casts: bool, runnable: Runnable
+) -> tuple[float, LaunchConfig] | None:
+    """The config that the cost model expects to be fastest, and its microseconds; None without a model of this GPU."""
     model, rows = costs_of(gpu.capability), rows_key(min(m, most_rows(gpu.capability)))
     for name in dict.fromkeys((stand_in(format), STAND_INS[format.element.bits], STAND_INS[8])):
         for key in ((name, casts, rows), (name, False, rows)):
             expected = sorted((predict(cost, m, n, k, format, gpu), cost.config) for cost in model.get(key, ()))
-            found = next(filter(None, (runnable(config) for _, config in expected)), None)
-            if found is not None:
-                return found
+            for us, config in expected:
+                found = runnable(fitted(config, m) if config.wgmma and m > 64 else config)
+                if found is not None:
+                    return us, found
     return None
 
 

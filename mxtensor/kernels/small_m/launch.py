@@ -20,7 +20,6 @@ from torch import Tensor
 from ...numerics.cast import Cast
 from ...numerics.element_format import ElementFormat
 from ...numerics.formats import Format
-from ...numerics.row_scaled import shift_of
 from ..runtime import nvrtc, triton_launch
 from ..runtime.prepared_launches import Step
 from .config import (
@@ -29,7 +28,6 @@ from .config import (
     TYPES,
     Facts,
     LaunchConfig,
-    can_use_float8,
     can_use_wgmma,
     cast_constants,
     classes_of,
@@ -46,20 +44,15 @@ WEIGHT, OTHERS = "5Q3I0Q", "8Q9I2f0Q"
 """``struct`` formats of a product's arguments (``cuda/stages.cuh``): those of each weight, and the others."""
 ACTIVATIONS = struct.Struct("5Q7I0Q")
 HEADERS = ("machine.cuh", "elements.cuh", "casts.cuh", "activations.cuh")
-WGMMA_HEADERS = (*HEADERS, "stages.cuh", "result.cuh", "dequant_words.cuh", "cluster_reduce.cuh", "wgmma_tiles.cuh")
-ACTIVATION_SOURCES = {
-    "maxima": "activations.cu", "activations": "activations.cu", "activations_fp8": "activations_fp8.cu",
-}  # fmt: skip
-"""Name of a kernel that prepares activations -> its source beside HEADERS."""
+ACTIVATION_SOURCES = (*HEADERS, "activations.cu")
 KERNEL_SOURCES = {
     "pipelined": (*HEADERS, "stages.cuh", "sums.cuh", "result.cuh", "pipelined.cu"),
     "persistent": (
         *HEADERS, "stages.cuh", "sums.cuh", "result.cuh", "small_m_mma.cuh", "warp_activations.cuh", "persistent.cu",
     ),
-    "wgmma": (*WGMMA_HEADERS, "wgmma.cu"),
-    "wgmma_fp8": (*WGMMA_HEADERS, "moved_words.cuh", "wgmma_fp8.cu"),
+    "wgmma": (*HEADERS, "stages.cuh", "result.cuh", "dequant_words.cuh", "cluster_reduce.cuh", "wgmma.cu"),
 }  # fmt: skip
-"""Name of a kernel -> its sources, in order."""
+"""Kind of kernel -> its sources, in order."""
 
 
 # ---------------------------------------------------------------------------------------------- resolve
@@ -109,7 +102,6 @@ def choose(
     (rows, cols, groups), width, weights = sizes, sum(widths), 1 if len(widths) == 1 else MOST_WEIGHTS
     copies = copy_size(alignment[0]), copy_size(alignment[1]), copy_size(alignment[2], 2 * cols)
     gpu, wgmma = gpu_of(device), can_use_wgmma(format, cols, groups, alignment)
-    float8 = can_use_float8(format, cast, cols)
 
     def possible(config: LaunchConfig) -> bool:
         if config.reduce_dsmem and (
@@ -124,7 +116,7 @@ def choose(
                 or (config.persistent and groups)
                 or (needs_all_rows and (groups or rows > config.cols))
             )
-        return wgmma and not config.whole_x and (float8 or not config.float8)
+        return wgmma and not config.whole_x
 
     config = given or choose_config(
         device, format, -(-rows // (groups or 1)), width, cols, rows, possible, cast is not None
@@ -137,7 +129,7 @@ def choose(
             f"({gpu.memory} bytes a block)"
         )
     whole = cols % config.depth == 0 and not any(n % config.rows for n in widths)
-    even = has_whole_chunks(format, cols, alignment, config.float8) if config.wgmma else whole
+    even = has_whole_chunks(format, cols, alignment) if config.wgmma else whole
     if not possible(config):
         raise RuntimeError(
             f"{config} cannot run {width}x{cols} in {format}, {groups} groups, aligned to {copies} bytes; "
@@ -157,7 +149,7 @@ def resolve(
     """The launch of what ``choose`` chooses. Raises what it raises."""
     config, layout, row, tiles = choose(device, format, types, sizes, widths, alignment, cast, given)
     (rows, _, groups), packed, grid = sizes, argument_struct(len(tiles)), (config.split, not config.reduce_global)
-    kernel = nvrtc.function(device, KERNEL_SOURCES[config.kernel], row, config.kernel, packed, config.threads, *grid)
+    kernel = nvrtc.function(device, KERNEL_SOURCES[config.kind], row, config.kind, packed, config.threads, *grid)
     blocks = min(sum(tiles), clusters(config, gpu_of(device))), 1
     if not config.persistent:
         blocks = sum(tiles), groups or -(-rows // config.cols)
@@ -172,19 +164,14 @@ def _activations_kernel(
     device: torch.device, name: str, element: ElementFormat, dtype: torch.dtype, copy: int, cast: Cast | None,
     tile_rows: int,
 ) -> Any:  # fmt: skip
-    row: nvrtc.Constants = (
+    row = (
         ("ELEMENT", ELEMENTS[element]),
         ("X", TYPES[dtype]),
         ("X_COPY", copy),
         ("TILE_ROWS", tile_rows),
-        ("FLOAT8", int(name == "activations_fp8")),
         *cast_constants(cast),
     )
-    if name == "activations_fp8":
-        assert cast is not None
-        row += tuple(zip(("CAST_UP", "CAST_OCTAVES"), shift_of(cast.format.element), strict=True))
-    sources = (*HEADERS, ACTIVATION_SOURCES[name])
-    return nvrtc.function(device, sources, row, name, ACTIVATIONS, ACTIVATION_THREADS[name])
+    return nvrtc.function(device, ACTIVATION_SOURCES, row, name, ACTIVATIONS, ACTIVATION_THREADS[name])
 
 
 def activation_steps(
@@ -194,18 +181,16 @@ def activation_steps(
     ``base``: cast, in float16, in the order in which codes of ``format`` are decoded, with the float32 scale of each
     row. They also set the counters to zero.
 
-    The activations are rows (M, K rounded up), or for wgmma tiles of 64 columns, or for ``float8`` tiles of 128 columns
-    of E4M3 codes. Padding rows are not initialized.
+    The activations are rows (M, K rounded up), or for wgmma tiles of 64 columns. Padding rows are not initialized.
     """
     (rows, k), address, stride, width = x.shape, x.data_ptr(), x.stride(0), scratch.width
     kind = format.element, x.dtype, copy_size(address, 2 * stride, 2 * k), cast, config.cols if config.wgmma else 0
     scale = base + scratch.scale
     pointers = address, base, scale, base + scratch.counters if scratch.counted else 0, scale + 4 * rows
-    last = "activations_fp8" if config.float8 else "activations"
-    blocks_per_row = -(-width // (8 * ACTIVATION_THREADS[last]))
+    blocks_per_row = -(-width // (8 * ACTIVATION_THREADS["activations"]))
     arguments = (*pointers, k, width, stride, rows, scratch.counted, scratch.maxima_blocks, blocks_per_row)
-    grids = {"maxima": (scratch.maxima_blocks, 1), last: (rows, blocks_per_row)}
-    names = ("maxima", last) if scratch.maxima_blocks else (last,)
+    grids = {"maxima": (scratch.maxima_blocks, 1), "activations": (rows, blocks_per_row)}
+    names = ("maxima", "activations") if scratch.maxima_blocks else ("activations",)
     return [(_activations_kernel(x.device, name, *kind), grids[name], 4, arguments) for name in names]
 
 

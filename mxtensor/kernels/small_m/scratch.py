@@ -1,6 +1,6 @@
 """The scratch memory of a product: one allocation for the activations that another kernel prepares and for split sums.
 
-    activations, float16 or E4M3 | float32 scale of each row | maxima or scales of blocks | counters | partial sums
+    float16 activations | float32 scale of each row | maxima of blocks | counters | partial sums
 
 Each part starts at a multiple of ``ALIGNMENT`` bytes. A config with ``whole_x`` needs none.
 """
@@ -18,8 +18,8 @@ ALONE = 16384
 """Activations up to which every block finds the largest magnitude of all of them by itself."""
 MAXIMA = 128
 """Most blocks of the kernel ``maxima``."""
-ACTIVATION_THREADS = {"maxima": 256, "activations": 512, "activations_fp8": 512}
-"""Kernels that prepare activations -> threads of a block."""
+ACTIVATION_THREADS = {"maxima": 256, "activations": 512}
+"""Kernels in ``cuda/activations.cu`` -> threads of a block."""
 
 
 class Scratch(NamedTuple):
@@ -50,8 +50,7 @@ def scratch_of(config: LaunchConfig, rows: int, k: int, cast: Cast | None, block
     counted = blocks[0] * blocks[1] if config.reduce_global else 0
     sums = 4 * counted * config.split * config.rows * config.cols
     starts = [0]
-    of_blocks = rows * width // 32 if config.float8 else 4 * maxima
-    for size in ((2 - config.float8) * stored_rows * width, 4 * rows + of_blocks, 4 * counted, sums):
+    for size in (2 * stored_rows * width, 4 * (rows + maxima), 4 * counted, sums):
         starts.append(starts[-1] + -(-size // ALIGNMENT) * ALIGNMENT)
     _, scale, counters, partial_sums, end = starts
     return Scratch(end, scale, counters, partial_sums, width, maxima, counted)
