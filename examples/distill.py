@@ -119,24 +119,29 @@ class Distiller:
                 for block in blocks_of(model):
                     block.compile()
 
-    def backward(self, rows: Tensor) -> Tensor:
-        """Add the gradients for rows of token ids; returns the divergence."""
+    @torch.no_grad()
+    def expected(self, rows: Tensor) -> Tensor:
+        """The teacher's hidden states for rows of token ids, (rows * window, columns), in bfloat16."""
         with torch.autocast(rows.device.type, torch.bfloat16):
-            with torch.no_grad():
-                expected = hidden_states(self.teacher, rows).bfloat16()
+            return hidden_states(self.teacher, rows).bfloat16()
+
+    def backward(self, rows: Tensor, expected: Tensor | None = None) -> Tensor:
+        """Add the gradients for rows of token ids; returns the divergence. ``expected``: the teacher's states."""
+        expected = self.expected(rows) if expected is None else expected.flatten(0, -2)
+        with torch.autocast(rows.device.type, torch.bfloat16):
             found = hidden_states(self.student, rows).bfloat16()
         loss = divergence(found, expected, self.head, self.compiled)
         loss.backward()
         return loss.detach()
 
-    def step(self, rows: Tensor, done: float) -> Tensor:
+    def step(self, rows: Tensor, done: float, expected: Tensor | None = None) -> Tensor:
         """One step on rows of token ids; returns the divergence before it. ``done``: the share of training, 0 to 1.
 
         The rate of learning rises for a twentieth of training, and falls like a cosine.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate * min(20 * done + 0.02, 0.5 + 0.5 * math.cos(math.pi * done))
-        loss = self.backward(rows)
+        loss = self.backward(rows, expected)
         nn.utils.clip_grad_norm_(self.parameters, self.clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -169,6 +174,26 @@ def endless(rows: Tensor, batch: int, seed: int = 0) -> Iterator[Tensor]:
         order = order[batch:]
 
 
+class Batches:
+    """Endless batches of some of ``rows``, (rows, window), and the teacher's states of them, if they are known."""
+
+    def __init__(self, rows: Tensor, indices: Iterator[Tensor]) -> None:
+        self._rows, self._indices = rows, indices
+        self._states: Tensor | None = None
+
+    def remember(self, distiller: Distiller, batch: int) -> None:
+        """Compute the teacher's hidden states of all rows once: 2 bytes a value on the device of the teacher."""
+        device, parts = next(distiller.teacher.parameters()).device, []
+        for new in self._rows.split(batch):
+            rows = new if len(new) == batch else self._rows[-batch:]  # of one size, for compiled blocks
+            parts.append(distiller.expected(rows.to(device)).unflatten(0, rows.shape)[-len(new) :])
+        self._states = torch.cat(parts)
+
+    def __next__(self) -> tuple[Tensor, Tensor | None]:
+        index = next(self._indices)
+        return self._rows[index], None if self._states is None else self._states[index.to(self._states.device)]
+
+
 @dataclass
 class Training:
     """What a run of ``train`` did."""
@@ -180,7 +205,7 @@ class Training:
     """(step, the mean divergence since the entry before)."""
 
 
-def train(distiller: Distiller, batches: Iterator[Tensor], seconds: float, every: int = 5) -> Training:
+def train(distiller: Distiller, batches: Batches, seconds: float, every: int = 5) -> Training:
     """Train until ``seconds`` have passed, or until Ctrl-C.
 
     On a CPU, seconds are those of the process, of all threads together; on a GPU they are wall time. Every ``every``
@@ -191,8 +216,8 @@ def train(distiller: Distiller, batches: Iterator[Tensor], seconds: float, every
     done, losses, begin = Training(), [], clock()
     try:
         while (passed := clock() - begin) < seconds:
-            rows = next(batches)
-            losses.append(distiller.step(rows.to(device, non_blocking=True), passed / seconds))
+            rows, expected = next(batches)
+            losses.append(distiller.step(rows.to(device, non_blocking=True), passed / seconds, expected))
             done.steps, done.tokens = done.steps + 1, done.tokens + rows.numel()
             if done.steps % every == 0:
                 done.curve.append((done.steps, float(torch.stack(losses).mean())))

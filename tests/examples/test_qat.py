@@ -81,7 +81,7 @@ def test_progress_is_printed_and_ctrl_c_ends_the_training(monkeypatch, capsys):
     student = mx.quantize_(copy.deepcopy(teacher).float(), mx.QATConfig("mxfp4-weight-only"))
     rows, steps = torch.randint(1, 256, (4, 16)), []
 
-    def step(self, batch, done):
+    def step(self, batch, done, expected):
         if len(steps) == 4:
             raise KeyboardInterrupt
         steps.append(done)
@@ -89,7 +89,7 @@ def test_progress_is_printed_and_ctrl_c_ends_the_training(monkeypatch, capsys):
 
     monkeypatch.setattr(distill.Distiller, "step", step)
     distiller = distill.Distiller(student, teacher.float(), 1e-4)
-    done = distill.train(distiller, distill.endless(rows, 2), 3600.0, every=2)
+    done = distill.train(distiller, distill.Batches(rows, distill.endless(torch.arange(4), 2)), 3600.0, every=2)
     assert (done.steps, done.tokens, done.curve) == (4, 4 * 2 * 16, [(2, 0.375), (4, 0.875)])
     out = capsys.readouterr().out
     assert "step 4, 0% of the time: KL 0.8750" in out and "stopped after 4 steps" in out
@@ -104,11 +104,23 @@ def test_batches_are_endless_full_and_have_every_row_once_in_an_epoch():
 
 
 def test_a_batch_has_a_share_of_written_rows():
-    texts, written = torch.arange(12).view(6, 2), -torch.arange(1, 9).view(4, 2)
-    batch = next(qat.mixed(texts, written, 4))
-    assert batch.shape == (4, 2) and ((batch < 0).all(1).sum(), (batch >= 0).all(1).sum()) == (2, 2)
-    assert (next(qat.mixed(texts, written, 4, 0.75)) < 0).all(1).sum() == 3
-    assert (next(qat.mixed(texts, written[:0], 4)) >= 0).all() and (next(qat.mixed(texts[:0], written, 4)) < 0).all()
+    index = next(qat.mixed(6, 4, 4))
+    assert index.shape == (4,) and (index >= 6).sum() == 2 and len(index.unique()) == 4 and index.max() < 10
+    assert (next(qat.mixed(6, 4, 4, 0.75)) >= 6).sum() == 3
+    assert (next(qat.mixed(6, 0, 4)) < 6).all() and next(qat.mixed(0, 4, 4)).sort().values.tolist() == [0, 1, 2, 3]
+
+
+def test_the_teachers_states_are_computed_once_and_are_those_of_a_step():
+    teacher, _ = small_llm()
+    student = mx.quantize_(copy.deepcopy(teacher).float(), mx.QATConfig("mxfp4-weight-only"))
+    rows = torch.randint(1, 256, (5, 16))
+    distiller = distill.Distiller(student, teacher.float(), 1e-4)
+    batches = distill.Batches(rows, distill.endless(torch.arange(5), 2))
+    batches.remember(distiller, 3)
+    some, states = next(batches)
+    assert states.shape == (2, 16, 64) and torch.allclose(states.flatten(0, 1), distiller.expected(some), atol=0.05)
+    losses = [distiller.backward(some, known).item() for known in (None, states)]
+    assert losses[0] == pytest.approx(losses[1], rel=0.05)
 
 
 class Tokenizer(Bytes):
@@ -157,8 +169,8 @@ def test_the_example_runs_from_the_start_to_the_record(tmp_path, monkeypatch, ca
     options = ["--minutes", "0.02", "--threads", "1", "--batch", "2", "--window", "64", "--sampled", "4"]
     options += ["--text-tokens", "4000", "--calibration", "8", "--cache", str(files["cache"])]
     options += ["--texts", str(files["texts"]), "--json", str(files["record.json"])]
-    for _ in range(2):  # the second run reads the two files
-        qat.main(options)
+    for more in ([], ["--remember"]):  # the second run reads the two files
+        qat.main(options + more)
         record = json.loads(files["record.json"].read_text())
         assert [row["weights"] for row in record["rows"]] == ["nearest", "calibrated", "trained"]
         kl = {row["weights"]: row["quality"]["novel"]["kl"] for row in record["rows"]}
