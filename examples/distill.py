@@ -183,11 +183,11 @@ class Batches:
 
     def remember(self, distiller: Distiller, batch: int) -> None:
         """Compute the teacher's hidden states of all rows once: 2 bytes a value on the device of the teacher."""
-        device, parts = next(distiller.teacher.parameters()).device, []
+        device, pieces = next(distiller.teacher.parameters()).device, []
         for new in self._rows.split(batch):
             rows = new if len(new) == batch else self._rows[-batch:]  # of one size, for compiled blocks
-            parts.append(distiller.expected(rows.to(device)).unflatten(0, rows.shape)[-len(new) :])
-        self._states = torch.cat(parts)
+            pieces.append(distiller.expected(rows.to(device)).unflatten(0, rows.shape)[-len(new) :])
+        self._states = torch.cat(pieces)
 
     def __next__(self) -> tuple[Tensor, Tensor | None]:
         index = next(self._indices)
