@@ -55,10 +55,12 @@ def test_operands_are_the_definition_bit_for_bit(name, cols):
 
 @pytest.mark.parametrize("shape", [(512, 4096), (2048, 96), (48, 2880), (1040, 1040)])
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp8_e5m2", "float8_e4m3_1x128_pow2"])
-def test_operands_of_both_are_those_of_two_casts(name, shape):
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+def test_operands_of_both_are_those_of_two_casts(dtype, name, shape):
     cast, (rows, cols) = mx.Cast.of(name), shape
     x = values(rows, cols)
     x[:, cols // 2 :] = values(cols - cols // 2, rows).t()
+    x = x.to(dtype)
     for made, source in zip(rows_of_both(x, cast), (x, x.t().contiguous()), strict=True):
         operand = encode(source, cast)
         expected = row_scaled(operand, any_distance=True)

@@ -1,7 +1,8 @@
 """Row-scaled operands of a matrix and of its transpose, for training: two reads of the values, and no codes between.
 
 Host side of ``triton_device/row_scaled_both.py``. The first pass finds the largest scale of each row and column; the
-second one casts and re-expresses at once. Blocks may be any distance apart: see ``numerics/row_scaled.py``.
+second one casts and re-expresses at once. Blocks may be any distance apart: see ``numerics/row_scaled.py``. The kernels
+read words of two bfloat16; values of other dtypes, such as float32 weights under torch.autocast, take a cast each way.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from ...numerics.row_scaled import why_not
 from ..quantize import triton_tiles as tiles
 from ..quantize.triton_common import ceil_div, code_of, in_pairs, rows_of
 from ..runtime.triton_launch import device_code, launch, on, zeros
-from .fp8_rows_operand import constants_of, why_not_in_one
+from .fp8_rows_operand import constants_of, rows_of_values, why_not_in_one
 from .row_operand import INNER, RowOperand, sections
 from .spec import GemmOperand, Unquantized
 
@@ -29,8 +30,6 @@ def why_not_both(x: Tensor, cast: Cast) -> str | None:
         return reason
     if format.element.bits != 8 or format.block[1] < 32:
         return f"casts 8-bit elements in blocks of 32 or more, not {format}"
-    if x.dtype is not torch.bfloat16:
-        return f"not for {str(x.dtype).removeprefix('torch.')}"
     if x.dim() != 2 or x.shape[0] % INNER or x.shape[1] % INNER or 0 in x.shape:
         return f"needs a matrix of multiples of {INNER} rows and columns, not {tuple(x.shape)}"
     return None
@@ -45,6 +44,8 @@ def empty_operand(rows: int, cols: int, cast: Cast, device: torch.device) -> Row
 def rows_of_both(x: Tensor, cast: Cast, rowwise: bool = True) -> Pair:
     """The operand of a matrix that ``why_not_both`` accepts, if asked for, and that of its transpose."""
     x = rows_of(x)
+    if x.dtype is not torch.bfloat16:
+        return _alone(x, cast) if rowwise else None, _alone(x.t().contiguous(), cast)
     x = x if in_pairs(x) else x.contiguous()
     (rows, cols), device, words = x.shape, x.device, x.shape[1] // 2
     code, constants, block = code_of(cast, device), constants_of(cast.format.element, device), cast.format.block[1]
@@ -77,6 +78,13 @@ def rows_of_both(x: Tensor, cast: Cast, rowwise: bool = True) -> Pair:
             warps,
         )  # fmt: skip
     return row, column
+
+
+def _alone(x: Tensor, cast: Cast) -> RowOperand:
+    """The row-scaled operand of a matrix, by a cast of its own."""
+    out = empty_operand(x.shape[0], x.shape[1], cast, x.device)
+    rows_of_values(x, cast, any_distance=True, into=out[:4])
+    return out
 
 
 def wants_rows(a: GemmOperand, b: GemmOperand) -> bool:

@@ -143,15 +143,21 @@ def why_not_in_one(x: Tensor, cast: Cast) -> str | None:
     return None
 
 
-def rows_of_values(x: Tensor, cast: Cast, any_distance: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(codes, row scales, marks, scales of blocks) of a matrix: ``rows_of_operand`` of its cast, in one kernel.
+Components = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Codes, row scales, marks, scales of blocks."""
 
-    ``any_distance``: see ``row_scaled``.
+
+def rows_of_values(x: Tensor, cast: Cast, any_distance: bool = False, into: Components | None = None) -> Components:
+    """The components of a matrix: ``rows_of_operand`` of its cast, in one kernel.
+
+    ``any_distance``: see ``row_scaled``. ``into``: memory for them.
     """
     x = rows_of(x)
     (rows, cols), format = x.shape, cast.format
-    codes, row_scale, beyond = empty_rows(rows, cols, x.device)
-    scale = torch.empty(format.scale_shape((rows, cols)), dtype=format.scale.dtype, device=x.device)
+    if into is None:
+        scale = torch.empty(format.scale_shape((rows, cols)), dtype=format.scale.dtype, device=x.device)
+        into = *empty_rows(rows, cols, x.device), scale
+    codes, row_scale, beyond, scale = into
     width = codes.shape[1]
     columns, one, warps = _tile(CAST, width)
     even = cols == width and cols % columns == 0

@@ -10,7 +10,7 @@ from ...core.kernel import Kernel, Spec
 from ...numerics.cast import Cast
 from ...numerics.formats import get_format
 from ...numerics.row_scaled import why_not
-from ..quantize.triton_common import refuses
+from ..quantize.triton_common import SOURCES, refuses
 from ..quantize.triton_ops import cast_arguments
 from ..runtime.check import check_argument, check_codes, check_device
 from ..runtime.recorded_op import recorded
@@ -74,7 +74,7 @@ def cast_both_to_rows(
 ) -> list[Tensor]:
     """``rows_of_both``: the memory of the operand of the matrix, if asked for, then of that of its transpose."""
     op, cast = "mxtensor::cast_both_to_rows", Cast.of(format, scaling, rounding, seed, amax_epsilon)
-    check_argument(op, "x", x, (torch.bfloat16,), (None, None), x.device)
+    check_argument(op, "x", x, SOURCES, (None, None), x.device)
     check_device(op, x)
     reason = why_not_both(x, cast)
     if reason is not None:

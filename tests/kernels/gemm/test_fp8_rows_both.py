@@ -62,6 +62,15 @@ def test_both_operands_are_those_of_two_casts(name, shape):
         assert torch.equal(one.nan_to_num(7.0), two.nan_to_num(7.0))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_values_of_other_dtypes_take_a_cast_each_way(dtype):
+    x, cast = values(48, 96, dtype), mx.Cast.of("mxfp8")
+    row, column = rows_of_both(x, cast)
+    check(row, x, cast), check(column, x.t().contiguous(), cast)
+    assert row.memory is not None and column.memory is not None
+    assert rows_of_both(x, cast, rowwise=False)[0] is None
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("mode", ["floor", "even"])
 def test_other_scale_rules_and_strided_values(mode):
@@ -91,7 +100,7 @@ def test_the_values_of_an_operand_are_those_of_its_codes_within_the_bound():
         ("mxfp4", (32, 64), BF16, "casts 8-bit elements"),
         ("mxfp8", (32, 72), BF16, "multiples of 16 rows and columns, not (32, 72)"),
         ("mxfp8", (2, 32, 64), BF16, "needs a matrix"),
-        ("mxfp8", (32, 64), torch.float32, "not for float32"),
+        ("mxfp8", (32, 64), torch.float64, "not for float64"),
         ("nvfp4", (32, 64), BF16, "powers of two"),
         ("mxfp8[32x32]", (32, 64), BF16, "blocks along rows"),
     ],
