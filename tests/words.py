@@ -93,6 +93,7 @@ PROSE = [
 """Words of comments, docstrings, messages and pages."""
 
 ALLOWED = [
+    (r"QuantizerRole", "a class of TransformerEngine"),
     (r"held[-_ ]out", "held-out data is the field's word"),
     (r"['\"]role['\"]", "a key of transformers' chat messages"),
     (r"scal(e|ing)[-_ ]factors?", "a scale factor is the field's word"),

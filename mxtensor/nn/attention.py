@@ -13,6 +13,7 @@ from .arguments import check_heads, one_of
 from .dot_product import ATTENTION_TYPES, DotProductAttention, PaddingMask, Window
 from .layernorm_linear import LayerNormLinear
 from .linear import Linear
+from .norm import normalized_heads
 from .parameters import Init
 from .rope import apply_rotary_pos_emb
 from .tensor_parallel import Parallel, set_group_of_modules
@@ -40,12 +41,15 @@ class MultiheadAttention(nn.Module):
     values. A state dict of nn.MultiheadAttention loads too. With ``set_parallel_mode`` each rank of ``tp_group`` has
     some of the heads; the numbers of heads are those of all ranks.
 
+    ``qk_norm_type``: normalize each head of queries and keys, by ``RMSNorm`` or ``LayerNorm`` with weights (``q_norm``,
+    ``k_norm``), or by ``L2Normalization``; after the rotation, or with ``qk_norm_before_rope`` before it.
+
     Raises ValueError for sizes that do not divide and for unknown names.
     """
 
     @checked(
         hidden_size=COUNT, num_attention_heads=COUNT, num_gqa_groups=optional(COUNT), kv_channels=optional(COUNT),
-        attention_dropout=SHARE, layernorm_epsilon=POSITIVE,
+        attention_dropout=SHARE, layernorm_epsilon=POSITIVE, qk_norm_eps=POSITIVE,
     )  # fmt: skip
     def __init__(
         self,
@@ -81,6 +85,9 @@ class MultiheadAttention(nn.Module):
         device: torch.device | str | None = None,
         qkv_format: str = "sbhd",
         name: str | None = None,
+        qk_norm_type: str | None = None,
+        qk_norm_eps: float = 1e-6,
+        qk_norm_before_rope: bool = False,
     ) -> None:
         super().__init__()
         title = name or type(self).__name__
@@ -136,6 +143,10 @@ class MultiheadAttention(nn.Module):
                 **(norm if normed else {}),
             )
             self.add_module(attribute, module)
+        norms = (normalized_heads(f"{title}: qk_norm_type", qk_norm_type, d, qk_norm_eps, device, params_dtype)
+                 for _ in range(2))  # fmt: skip
+        self.q_norm, self.k_norm = norms
+        self.qk_norm_before_rope = qk_norm_before_rope
         self.core_attention = DotProductAttention(
             n, d, g, attention_dropout, qkv_format, attn_mask_type, window_size, layer_number=layer_number,
             attention_type=attention_type, tp_size=split.size if split.mode else 1,
@@ -195,12 +206,16 @@ class MultiheadAttention(nn.Module):
                 y, normed = y
             heads |= zip(names, self._heads(y, names), strict=True)
         q, k, v = heads["query"], heads["key"], heads["value"]
+        if self.q_norm is not None and self.k_norm is not None and self.qk_norm_before_rope:
+            q, k = self.q_norm(q), self.k_norm(k)
         if rotary_pos_emb is not None:
             check("MultiheadAttention", "rotary_pos_emb", rotary_pos_emb, ANGLES)
             angles = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
             form, interleaved = self.core_attention.qkv_format, self.rotary_pos_interleaved
             q = apply_rotary_pos_emb(q, angles[0], form, interleaved=interleaved)
             k = apply_rotary_pos_emb(k, angles[1], form, interleaved=interleaved)
+        if self.q_norm is not None and self.k_norm is not None and not self.qk_norm_before_rope:
+            q, k = self.q_norm(q), self.k_norm(k)
         context = self.core_attention(
             q, k, v, attention_mask, attn_mask_type=attn_mask_type, window_size=window_size,
             checkpoint_core_attention=checkpoint_core_attention,

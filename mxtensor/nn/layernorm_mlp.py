@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint as recomputed
 
 from ..core.arguments import DEVICE, POSITIVE, SIZE, checked, optional
 from .arguments import one_of
@@ -61,6 +62,7 @@ class LayerNormMLP(NormBase):
     - ``seq_length`` and ``micro_batch_size`` have no effect: nothing is compiled ahead of time.
     - ``set_parallel_mode``: split fc1 by columns and fc2 by rows over the ranks of ``tp_group``; with a gated
       activation each rank has its part of both halves of fc1.
+    - ``checkpoint``: save the input only, and compute the layer again in the backward pass.
     - The other arguments: see :class:`LayerNormLinear`.
 
     Raises what Linear raises, and ValueError for an unknown norm or activation.
@@ -98,6 +100,8 @@ class LayerNormMLP(NormBase):
         device: Any = None,
         delay_wgrad_compute: bool = False,
         name: str | None = None,
+        *,
+        checkpoint: bool = False,
     ) -> None:
         check_normalization("LayerNormMLP", normalization)
         one_of("LayerNormMLP: activation", activation, ACTIVATIONS)
@@ -105,6 +109,7 @@ class LayerNormMLP(NormBase):
         self.hidden_size, self.ffn_hidden_size, self.activation = hidden_size, ffn_hidden_size, activation
         self.return_bias, self.return_layernorm_output = return_bias, return_layernorm_output
         self.return_layernorm_output_gathered = return_layernorm_output_gathered
+        self.checkpoint = checkpoint
         self._function, self._gated = ACTIVATIONS[activation]
         modes = ("column", "row") if set_parallel_mode else (None, None)
         self.fc1, self.fc2 = (Parallel(self.label, tp_group, tp_size, mode, sequence_parallel) for mode in modes)
@@ -122,6 +127,11 @@ class LayerNormMLP(NormBase):
         With ``return_bias`` or ``return_layernorm_output`` a tuple: y, the bias, the result of the norm.
         ``is_first_microbatch``: see :class:`Linear`.
         """
+        if self.checkpoint and torch.is_grad_enabled():
+            return recomputed(self._forward, inp, is_first_microbatch, use_reentrant=False)
+        return self._forward(inp, is_first_microbatch)
+
+    def _forward(self, inp: Tensor, is_first_microbatch: bool | None) -> Any:
         weights: list[WeightShards] = [[self.fc1_weight], [self.fc2_weight]]
         active = self.prepare(inp, weights)
         normed = self.norm(inp)

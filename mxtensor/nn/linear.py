@@ -142,6 +142,8 @@ class Linear(LinearBase):
         delay_wgrad_compute: bool = False,
         save_original_input: bool = False,
         name: str | None = None,
+        *,
+        rng_tracker_name: str | None = None,
     ) -> None:
         super().__init__(
             name,
@@ -153,7 +155,7 @@ class Linear(LinearBase):
         parallel = Parallel(self.label, tp_group, tp_size, parallel_mode, sequence_parallel)
         self.add_split_linear(
             in_features, out_features, parameters_split, init_method, bias, device, params_dtype, parallel,
-            tracker_of(get_rng_state_tracker),
+            tracker_of(get_rng_state_tracker, rng_tracker_name),
         )  # fmt: skip
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Tensor | tuple[Tensor, Tensor | None]:

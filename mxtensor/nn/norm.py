@@ -77,6 +77,32 @@ class Norm(nn.Module):
         return normalized(x, self.weight, self.bias, self.eps, self.normalization, self.zero_centered_gamma)
 
 
+class L2Norm(nn.Module):
+    """x (..., H) divided by ``sqrt(sum of x^2 + eps)`` over its last dimension, computed in float32."""
+
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x normalized, in its dtype."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        out: Tensor = wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + self.eps)
+        return out.to(x.dtype)
+
+
+def normalized_heads(
+    what: str, kind: str | None, size: int, eps: float, device: Any, dtype: torch.dtype | None
+) -> nn.Module | None:
+    """The norm of queries or keys, over the channels of a head; ``what`` names the argument. Raises ValueError for an
+    unknown kind."""
+    if kind is None:
+        return None
+    if one_of(what, kind, ("L2Normalization", *NORMALIZATIONS)) == "L2Normalization":
+        return L2Norm(eps)
+    return Norm(size, eps, kind, False, device, dtype)
+
+
 def normalized(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, normalization: str, zero_centered_gamma: bool
 ) -> Tensor:

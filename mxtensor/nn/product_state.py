@@ -20,7 +20,7 @@ from ..tensor.mxtensor import MXTensor
 from ..training.delayed_scaling import DelayedState
 from ..training.operands import Scales, weight_copies
 from ..training.passes import WgradHook
-from .weight_shards import add_gradient, owner, version
+from .weight_shards import add_gradient, owner, stand_in, version
 
 WeightShards = Sequence[Tensor]
 """The parameters whose rows, one below the other, are the weight of one product."""
@@ -119,9 +119,10 @@ class ProductState:
         def add(wgrad: Wgrad) -> None:
             accumulate(shards, wgrad(torch.float32 if fused else dtype), fused)
 
-        def hook(wgrad: Wgrad) -> None:
+        def hook(wgrad: Wgrad) -> Tensor | None:
             if not delayed:
-                return add(wgrad)
+                add(wgrad)
+                return stand_in(shards) if fused else None
             context, device = dispatch_context(), shards[0].device
 
             def run() -> None:
@@ -129,6 +130,7 @@ class ProductState:
                     add(wgrad)
 
             self._pending.append(run)
+            return None
 
         return hook
 

@@ -91,6 +91,9 @@ class TransformerLayer(nn.Module):
         device: torch.device | str | None = None,
         attn_input_format: str = "sbhd",
         name: str | None = None,
+        qk_norm_type: str | None = None,
+        qk_norm_eps: float = 1e-6,
+        qk_norm_before_rope: bool = False,
     ) -> None:
         super().__init__()
         title = name or type(self).__name__
@@ -139,6 +142,9 @@ class TransformerLayer(nn.Module):
                 qkv_weight_interleaved=qkv_weight_interleaved,
                 rotary_pos_interleaved=rotary_pos_interleaved,
                 qkv_format=attn_input_format,
+                qk_norm_type=qk_norm_type,
+                qk_norm_eps=qk_norm_eps,
+                qk_norm_before_rope=qk_norm_before_rope,
                 name=f"{title}.{attribute}",
                 **common,
             )

@@ -7,6 +7,7 @@ weight stores the parameter it stands for, and such a gradient is averaged over 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from torch import Tensor
 from ..training.local import is_sharded, local_of
 
 STANDS_FOR = "_mx_stands_for"
+ADDED = "grad_added_to_main_grad"
+"""Megatron's attribute of a parameter: set to True when its gradient has been added to ``main_grad``."""
 
 
 def remember(name: str, value: Any, sharded: dict[str, Any]) -> None:
@@ -65,9 +68,12 @@ def add_gradient(parameter: Any, dw: Tensor, to_main_grad: bool, copy: bool) -> 
     For a sharded parameter, this rank's shard of the mean over all ranks is added, computed in float32; every rank must
     call this. ``copy``: ``dw`` itself must not become ``grad``.
     """
+    if to_main_grad and hasattr(parameter, ADDED):
+        setattr(parameter, ADDED, True)
+    overwrites = to_main_grad and getattr(parameter, "overwrite_main_grad", False)
     if not is_sharded(parameter):
         if to_main_grad:
-            parameter.main_grad.add_(dw)
+            (parameter.main_grad.copy_ if overwrites else parameter.main_grad.add_)(dw)
         elif parameter.grad is None:
             parameter.grad = dw.to(parameter.dtype, copy=copy)
         else:
@@ -81,4 +87,17 @@ def add_gradient(parameter: Any, dw: Tensor, to_main_grad: bool, copy: bool) -> 
     if not to_main_grad and parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     target = local_of(parameter.main_grad if to_main_grad else parameter.grad)
-    target.add_(shard.to(target.device, target.dtype))  # the gradient may be offloaded to another device
+    shard = shard.to(target.device, target.dtype)  # the gradient may be offloaded to another device
+    (target.copy_ if overwrites else target.add_)(shard)
+
+
+def stand_in(shards: Sequence[Tensor]) -> Tensor | None:
+    """The gradient (N, K), all zeros, that autograd gets for a weight whose gradient is in ``main_grad``; None without.
+
+    Megatron's hooks wait for ``weight.grad``, and skip it where ``grad_added_to_main_grad`` is set. As in
+    TransformerEngine, a parameter that has this attribute gets one.
+    """
+    if not all(hasattr(owner(shard), ADDED) for shard in shards):
+        return None
+    first, rows = shards[0], sum(shard.shape[0] for shard in shards)
+    return torch.zeros(rows, first.shape[1], dtype=first.dtype, device=first.device)

@@ -8,6 +8,7 @@ from . import block_scaling, custom, float8
 from .base import BackwardOptions, Format, Recipe
 from .block_scaling import *  # noqa: F403
 from .custom import *  # noqa: F403
+from .custom import QuantizerRole
 from .float8 import *  # noqa: F403
 from .float8 import QParams
 
@@ -15,5 +16,5 @@ _FILES = (block_scaling, float8, custom)
 RECIPES: tuple[type[BackwardOptions], ...] = tuple(getattr(file, name) for file in _FILES for name in file.__all__)
 """Every recipe class."""
 
-__all__ = ["RECIPES", "Format", "QParams", "Recipe"]
+__all__ = ["RECIPES", "Format", "QParams", "QuantizerRole", "Recipe"]
 __all__ += [kind.__name__ for kind in RECIPES]

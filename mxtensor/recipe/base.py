@@ -143,6 +143,9 @@ class BackwardOptions(Recipe):
 
     high_precision_backward: bool = False
     """Compute dgrad and wgrad in the input's own dtype."""
+    backward_override: str | None = None
+    """TransformerEngine's option: ``"high_precision"`` is ``high_precision_backward=True``; with ``"dequantized"``
+    dgrad and wgrad run in the input's own dtype too, and multiply the gradient by the values of fprop."""
     high_precision_wgrad: bool = False
     """Compute wgrad in the input's own dtype."""
     kernel_preference: KernelPreference | str = KernelPreference.AUTO
@@ -156,10 +159,16 @@ class BackwardOptions(Recipe):
         self, input: TensorCasts, weight: TensorCasts, grad: TensorCasts, delayed: Delayed | None = None
     ) -> LinearRecipe:
         """The LinearRecipe with these casts, without the casts of products that the options keep in high precision."""
-        if self.high_precision_backward or self.high_precision_wgrad:
+        check_choice(
+            self, "backward_override", (None, "high_precision", *(("dequantized",) if delayed is None else ()))
+        )
+        plain = self.high_precision_backward or self.backward_override is not None
+        if plain or self.high_precision_wgrad:
             input, grad = TensorCasts(input.rowwise), TensorCasts(grad.rowwise)
-        if self.high_precision_backward:
+        if plain:
             weight, grad = TensorCasts(weight.rowwise), TensorCasts()
+        if self.backward_override == "dequantized":
+            input, weight = (TensorCasts(casts.rowwise, from_rowwise=True) for casts in (input, weight))
         weight = one_weight_copy(weight) if self.single_weight_copy else weight
         preference = parse_field(self, "kernel_preference", KernelPreference.of)
         return LinearRecipe(input, weight, grad, delayed, preference, type(self).__name__, self.quantized_gather)

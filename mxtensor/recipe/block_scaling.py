@@ -35,7 +35,8 @@ class _MXOptions(BackwardOptions):
 
     def _mx_recipe(self, forward: str, backward: str) -> LinearRecipe:
         """The recipe with the format ``forward`` for inputs and weights, ``backward`` for gradients (names)."""
-        weight = FORMATS[forward].with_block((32, 32)) if self.two_dimensional_weights else FORMATS[forward]
+        tiles = self.two_dimensional_weights or getattr(self, "enable_2d_quantization", False)
+        weight = FORMATS[forward].with_block((32, 32)) if tiles else FORMATS[forward]
 
         def casts(format: FormatRow, name: str) -> TensorCasts:
             return TensorCasts.of(Cast(format, parse_field(self, name, ScaleCalculationMode.of)))
@@ -59,6 +60,8 @@ class MXFP8BlockScaling(_MXOptions):
     fp8_format: Format = Format.E4M3
     fp8_dpa: bool = False
     fp8_mha: bool = False
+    enable_2d_quantization: bool = False
+    """TransformerEngine's name of ``two_dimensional_weights``."""
     _kinds = frozenset({"mxfp8", "block_scaling"})
     _shown = (("margin", "margin"), ("fp8_format", "format"))
 

@@ -54,7 +54,8 @@ class TensorCasts:
     diag(signs) * H16 / 4, where bit i of ``signs`` is the sign of row i. Both operands of wgrad are rotated alike."""
     from_rowwise: bool = False
     """For a weight: the columnwise copy is cast from the dequantized rowwise copy, not from high precision. A layer
-    then needs the rowwise copy only."""
+    then needs the rowwise copy only. Without a cast of the columnwise copy, which an input may have too, dgrad or wgrad
+    multiplies by the dequantized rowwise copy."""
 
     def __post_init__(self) -> None:
         check("TensorCasts", "rowwise", self.rowwise, CAST)
@@ -126,7 +127,7 @@ class LinearRecipe:
                 "LinearRecipe: only the two operands of wgrad can be rotated, and both by the same signs; got input "
                 f"{x}, grad {g}, weight {self.weight.signs}"
             )
-        if self.input.from_rowwise or self.grad.from_rowwise:
+        if (self.input.from_rowwise and self.input.columnwise is not None) or self.grad.from_rowwise:
             raise ValueError(
                 "LinearRecipe: only the columnwise copy of a weight can be cast from the rowwise copy; got "
                 f"from_rowwise of input {self.input.from_rowwise}, of grad {self.grad.from_rowwise}"

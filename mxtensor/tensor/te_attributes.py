@@ -58,6 +58,36 @@ class TransformerEngineAttributes(Tensor):
         operand: Operand | None = self.columnwise if self._rotated is None else self._rotated.operand
         return operand
 
+    def get_usages(self: Any) -> dict[str, bool]:
+        """Which copies are stored, under the keys ``rowwise`` and ``columnwise``."""
+        return {"rowwise": self.rowwise is not None, "columnwise": self._columnwise_operand is not None}
+
+    def update_usage(self: Any, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
+        """Drop a copy (False) or require one (True); None leaves it as it is.
+
+        Formats with square blocks or one scale a tensor store one copy for both orientations, which stays. Raises
+        RuntimeError for a copy that is required and missing, ValueError if no copy would be left.
+        """
+        has, wanted = self.get_usages(), {"rowwise": rowwise_usage, "columnwise": columnwise_usage}
+        for side, usage in wanted.items():
+            if usage and not has[side]:
+                raise RuntimeError(
+                    f"{side}_usage=True: {self!r} has no {side} copy; quantize its values again with {side}=True"
+                )
+        drops = {side for side, usage in wanted.items() if usage is not None and not usage and has[side]}
+        if self.format.square and len(drops) < 2:
+            return
+        if not {side for side, stored in has.items() if stored} - drops or (
+            "rowwise" in drops and self._rotated is not None
+        ):
+            raise ValueError(
+                f"update_usage: {self!r} would have no copy left that torch's ops can read; keep one of the two"
+            )
+        for side in drops:
+            vars(self)[f"_{side}"] = None
+        if "columnwise" in drops:
+            self._rotated = None
+
     def transpose(self, dim0: int = -2, dim1: int = -1) -> Tensor:
         """``torch.Tensor.transpose``; without arguments it swaps the last two dimensions."""
         return Tensor.transpose(self, dim0, dim1)

@@ -74,13 +74,14 @@ def copies(
     if wants[0] is not None:
         out[0] = x if row is None else _copy(x, row, wants[0], 0, scales)
     if wants[1] is not None:
-        if column is None:
+        if twice and row is not None:
+            first_copy = out[0] if isinstance(out[0], Operand) else quantize_operand(x, row)
+            exact = _exact(first_copy)
+            out[1] = exact.transpose(-1, -2) if column is None else _copy(exact, column, wants[1], 1, scales)
+        elif column is None:
             out[1] = x.transpose(-1, -2)
         elif casts.signs is not None:
             out[1] = _copy(rotated(x.transpose(-1, -2), casts.signs), column, wants[1], 0, scales)
-        elif twice and row is not None:
-            first_copy = out[0] if isinstance(out[0], Operand) else quantize_operand(x, row)
-            out[1] = _copy(_exact(first_copy), column, wants[1], 1, scales)
         else:
             out[1] = _copy(x, column, wants[1], 1, scales)
     return out
@@ -100,9 +101,10 @@ def of_shape(shape: Sequence[int], dtype: torch.dtype, like: Tensor) -> Tensor:
 
 
 def rounds_twice(casts: TensorCasts) -> bool:
-    """Whether the columnwise copy is cast from the rowwise one, a second rounding; square tiles need none."""
+    """Whether the columnwise copy is made of the rowwise one: cast from its values, a second rounding, or (without a
+    cast) those values themselves. Square tiles need neither."""
     row, column = casts.rowwise, casts.columnwise
-    return casts.from_rowwise and row is not None and column is not None and not (row == column and row.format.square)
+    return casts.from_rowwise and row is not None and not (row == column and row.format.square)
 
 
 def _exact(operand: Operand) -> Tensor:

@@ -35,6 +35,13 @@ RECIPES = {
 }
 
 
+MOE = dict(
+    vocab_size=64, hidden_size=64, intermediate_size=64, moe_intermediate_size=64, num_hidden_layers=2,
+    num_attention_heads=2, num_key_value_heads=1, head_dim=32, num_experts_per_tok=2,
+)  # fmt: skip
+"""The sizes of a mixture of transformers."""
+
+
 class Experts(nn.Module):
     """Experts whose forward pass is torchtitan's: rows sorted by expert, and the number of rows of each."""
 
@@ -70,11 +77,11 @@ def experts(recipe=None, kind=Experts, seed=1, dtype=torch.float32):
 
 def batch(rank, dtype=torch.float32):
     """The tokens of a rank, their experts and the weights; the last expert gets no token of any rank."""
-    generator = torch.Generator().manual_seed(10 + rank)
+    generator = torch.Generator(DEVICE).manual_seed(10 + rank)
     x = torch.randn(TOKENS, IN, generator=generator) * 2.0 ** torch.randint(-3, 4, (TOKENS, 1), generator=generator)
     index = torch.rand(TOKENS, EXPERTS - 1, generator=generator).topk(TOP).indices
     weights = torch.rand(TOKENS, TOP, generator=generator)
-    return x.to(DEVICE, dtype), index.to(DEVICE), weights.to(DEVICE, dtype)
+    return x.to(dtype), index, weights.to(dtype)
 
 
 def whole(t):
@@ -127,8 +134,8 @@ def products(log):
 
 
 def against_one_rank(name, dtype=torch.float32, active=None, **options):
-    """Of experts on all ranks, and of all experts on one rank with the tokens of all: whether results and gradients
-    are bitwise the same; what ``explain()`` says of the exchanges; the bytes sent to experts over those of bfloat16."""
+    """Of experts on all ranks, and of all experts on one rank with the tokens of all: the errors of results and
+    gradients; what ``explain()`` says of the exchanges; the bytes sent to experts over those of bfloat16."""
     rank, world = dist.get_rank(), dist.get_world_size()
     style = mx.parallel.ExpertParallel(**options)
     x, index, weights = batch(rank, dtype)
@@ -144,16 +151,16 @@ def against_one_rank(name, dtype=torch.float32, active=None, **options):
         all_x.requires_grad_(), all_weights.requires_grad_()
         z = trained(one, all_x, all_index, all_weights)
     mine = slice(rank * TOKENS, (rank + 1) * TOKENS)
-    same = {
-        "y": torch.equal(y, z[mine]),
-        "dx": torch.equal(x.grad, all_x.grad[mine]),
-        "dweights": torch.equal(weights.grad, all_weights.grad[mine]),
-        "up": torch.equal(whole(many.up_proj.grad), whole(one.up_proj.grad)),
-        "down": torch.equal(whole(many.down_proj.grad), whole(one.down_proj.grad)),
+    errors = {
+        "y": relative(y, z[mine]),
+        "dx": relative(x.grad, all_x.grad[mine]),
+        "dweights": relative(weights.grad, all_weights.grad[mine]),
+        "up": relative(many.up_proj.grad, one.up_proj.grad),
+        "down": relative(many.down_proj.grad, one.down_proj.grad),
     }
     forward, combined, backward, returned = (size / (2 * TOKENS * TOP * IN) for size in sizes)
     sent = {"x": forward, "dy": backward, "y over dx": combined / returned}
-    return same, exchanges(log), sent, set(products(log))
+    return errors, exchanges(log), sent, set(products(log))
 
 
 @case
@@ -220,13 +227,9 @@ def experts_of_transformers(rank, folder):
     a mixture whose experts are split, and gpt-oss, whose experts are transposed and have biases."""
     from transformers import GptOssConfig, GptOssForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    sizes = dict(
-        vocab_size=64, hidden_size=64, intermediate_size=64, moe_intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=32, num_experts_per_tok=2,
-    )  # fmt: skip
     configs = {
-        Qwen3MoeForCausalLM: Qwen3MoeConfig(num_experts=4, decoder_sparse_step=1, **sizes),
-        GptOssForCausalLM: GptOssConfig(num_local_experts=4, layer_types=["full_attention"] * 2, **sizes),
+        Qwen3MoeForCausalLM: Qwen3MoeConfig(num_experts=4, decoder_sparse_step=1, **MOE),
+        GptOssForCausalLM: GptOssConfig(num_local_experts=4, layer_types=["full_attention"] * 2, **MOE),
     }
     found = {}
     for kind, config in configs.items():
@@ -238,8 +241,7 @@ def experts_of_transformers(rank, folder):
                 models[-1].set_experts_implementation(way)
             many, one = models
             parallelize_module(many, mesh(), {"model.layers.*.mlp.experts": mx.parallel.ExpertParallel()})
-            ids = torch.randint(64, (dist.get_world_size(), 2, 16), generator=torch.Generator().manual_seed(4))
-            ids = ids.to(DEVICE)
+            ids = torch.randint(64, (dist.get_world_size(), 2, 16), generator=torch.Generator(DEVICE).manual_seed(4))
             with mx.explain() as log:
                 mine = many(ids[rank]).logits
                 mine.square().mean().backward()
@@ -253,6 +255,30 @@ def experts_of_transformers(rank, folder):
             codes = [kernel for kernel, _ in exchanges(log)]
             sent = codes.count("codes"), len(codes)
             found[kind.__name__, way] = error.item(), of_stacks, of_biases, *sent, set(products(log))
+    return found
+
+
+@long_case
+def frozen_experts(rank, folder):
+    """(format, implementation) -> of a mixture quantized for inference the error of the logits against one process,
+    what was sent, and the type of a local stack."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config, found = Qwen3MoeConfig(num_experts=4, decoder_sparse_step=1, **MOE), {}
+    for format in ("mxfp8", "nvfp4-weight-only"):
+        for way in ("eager", "grouped_mm"):
+            models = []
+            for _ in range(2):
+                torch.manual_seed(2)
+                models.append(mx.quantize_(Qwen3MoeForCausalLM(config), format))
+                models[-1].set_experts_implementation(way)
+            many, one = models
+            parallelize_module(many, mesh(), {"model.layers.*.mlp.experts": mx.parallel.ExpertParallel()})
+            ids = torch.randint(64, (2, 16), generator=torch.Generator(DEVICE).manual_seed(4 + rank))
+            with torch.no_grad(), mx.explain() as log:
+                error = relative(many(ids).logits, one(ids).logits)
+            stack = many.model.layers[0].mlp.experts.gate_up_proj.to_local()
+            found[format, way] = error, [kernel for kernel, _ in exchanges(log)], type(stack).__name__
     return found
 
 

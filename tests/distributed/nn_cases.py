@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 import mxtensor as mx
 from mxtensor.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
+from mxtensor.training.training_weight import delayed_states
 from tests.distributed.fsdp_cases import message
 from tests.helpers.ranks import DEVICE, case, long_case
 
@@ -60,6 +61,11 @@ def gradients(many, one, rank, halves=()):
     return found
 
 
+def active(recipe, group=None):
+    on = mx.autocast(recipe=recipe, amax_reduction_group=group)
+    return contextlib.nullcontext() if recipe is None else on
+
+
 def compared(many, one, rank, recipe, inputs=None, outputs=None, sequence=False, halves=(), tokens=TOKENS):
     """The errors of result, gradient of the input, and gradients of the parameters, in one step under ``recipe``;
     the gathers. ``inputs`` and ``outputs``: the dimension along which a rank has a part of x and y."""
@@ -68,11 +74,18 @@ def compared(many, one, rank, recipe, inputs=None, outputs=None, sequence=False,
     torch.manual_seed(5)
     whole = torch.randn(tokens, BATCH, IN)
     a, b = cut(whole, inputs, rank).clone().requires_grad_(), whole.clone().requires_grad_()
-    with contextlib.nullcontext() if recipe is None else mx.autocast(recipe=recipe), mx.explain() as log:
-        y, z = many(a), one(b)
-        grad = torch.randn(z.shape, generator=torch.Generator(DEVICE).manual_seed(6))
-        y.backward(cut(grad, outputs, rank))
-        z.backward(grad)
+    group = dist.group.WORLD if isinstance(recipe, DelayedScaling) else None
+    for _ in range(1 if group is None else 3):  # the first scales of delayed scaling are fixed
+        a.grad = b.grad = None
+        many.zero_grad(), one.zero_grad()
+        with mx.explain() as log:
+            with active(recipe, group):
+                y = many(a)
+            with active(recipe):
+                z = one(b)
+            grad = torch.randn(z.shape, generator=torch.Generator(DEVICE).manual_seed(6))
+            y.backward(cut(grad, outputs, rank))
+            z.backward(grad)
     errors = {name: relative(p, q) for name, (p, q) in gradients(many, one, rank, halves).items()}
     errors |= {"y": relative(y, cut(z, outputs, rank)), "x": relative(a.grad, cut(b.grad, inputs, rank))}
     kernels = {e.kernel for e in log.entries if e.spec.op in ("fprop", "dgrad", "wgrad")}
@@ -183,6 +196,24 @@ def options_of_a_split_module(rank, folder):
     experts = mx.nn.GroupedLinear(2, IN, OUT, bias=False, parallel_mode="row", tp_group=group, device=DEVICE)
     found["experts"] = tuple(experts.weight1.shape)
     return found
+
+
+@case
+def amax_of_all_ranks(rank, folder):
+    """Delayed scaling: the records of two layers, converted and of ``mx.nn``, before and after they are shared, and
+    whether a second call changes them."""
+    torch.manual_seed(rank)
+    recipe = DelayedScaling()
+    model = torch.nn.Sequential(mx.quantize_(torch.nn.Linear(IN, OUT), recipe), mx.nn.Linear(OUT, IN))
+    with mx.autocast(recipe=recipe):
+        model(torch.randn(4, IN) * (rank + 1)).sum().backward()
+    states = [*delayed_states(model[0].weight).values(), model[1]._products[0].delayed]
+    before = torch.stack([state.record for state in states])
+    mx.parallel.share_amax(model)
+    after = torch.stack([state.record for state in states])
+    mx.parallel.share_amax(model)
+    mx.parallel.share_amax(torch.nn.Linear(2, 2))  # no histories
+    return before.cpu(), after.cpu(), torch.equal(after, torch.stack([state.record for state in states]))
 
 
 @long_case

@@ -22,6 +22,8 @@ from tests.helpers.ranks import BACKEND, DEVICE
 MXFP8 = MXFP8BlockScaling().linear_recipe()
 SENT_AS_CODES = sorted(name for name in FORMATS if refuses(Cast.of(name), MXFP8) is None)
 VALUES = ("high precision", "quantize_combined is False")
+TOLERANCE = 0 if DEVICE == "cpu" else 1e-2
+"""A GPU may multiply groups of other sizes by other kernels, which add in another order."""
 BITS = {"mxfp8": 8, "mxfp6": 6, "mxfp4": 4, "mxint8": 8}
 
 
@@ -63,9 +65,10 @@ def test_a_second_cast_of_values_that_were_sent_gives_the_same_values(name, roun
 
 def check(name, told):
     """The result of ``against_one_rank`` on one rank: bitwise equality, and codes in both directions to experts."""
-    same, exchanges, sent, products = told
-    random = name in ("mxfp4", "nvfp4")  # their gradients are rounded by random numbers that ranks draw for their rows
-    assert same == dict.fromkeys(same, True) | ({"dx": False, "up": False, "down": False} if random else {}), name
+    errors, exchanges, sent, products = told
+    if name in ("mxfp4", "nvfp4"):  # gradients are rounded by random numbers that ranks draw for their rows
+        assert min(errors.pop(key) for key in ("dx", "up", "down")) > 0
+    assert max(errors.values()) <= TOLERANCE, (name, errors)
     assert len(exchanges) == 4 and sent["y over dx"] == 1 and "high precision" not in products
     return exchanges, sent
 
@@ -124,6 +127,15 @@ def test_mixtures_of_transformers_on_two_ranks(ranks):
 
 
 @pytest.mark.exhaustive
+def test_experts_for_inference_are_split_in_their_codes(ranks):
+    for found in ranks("frozen_experts"):
+        for (format, _), (error, sent, kind) in found.items():
+            assert error < 1e-6 and kind == "MXTensor"
+            assert sent == ["codes" if format == "mxfp8" else "high precision", "high precision"] * 2  # two layers
+        assert len(found) == 4
+
+
+@pytest.mark.exhaustive
 def test_fsdp_over_the_other_dimension_of_a_mesh(ranks):
     for found in ranks("experts_and_fsdp"):
         for errors, shapes in found.values():
@@ -135,6 +147,9 @@ def of_four(rank, folder):
     """What each of four processes runs."""
     torch.set_num_threads(1)
     limit = datetime.timedelta(seconds=120)
+    if DEVICE == "cuda":
+        torch.cuda.set_device(rank)
+        torch.set_default_device(f"cuda:{rank}")
     dist.init_process_group(BACKEND, init_method=f"file://{folder}/store", rank=rank, world_size=4, timeout=limit)
     told = expert_cases.experts_of_every_recipe(rank, folder), expert_cases.experts_and_fsdp(rank, folder)
     with open(f"{folder}/{rank}", "wb") as file:

@@ -8,9 +8,12 @@ import torch
 
 import mxtensor as mx
 from mxtensor.nn.tensor_parallel import WHOLE, Parallel
+from tests.helpers.ranks import DEVICE
 
 TOLERANCE = 1e-6
 """Of float32 sums in another order, by norm."""
+EXACT = 0 if DEVICE == "cpu" else TOLERANCE
+"""A GPU may multiply a part by another kernel than the whole."""
 
 
 def check(errors, gathers, kernels, sequence, recipe="mxfp8"):
@@ -30,10 +33,10 @@ def test_a_linear_layer_of_two_ranks_computes_what_one_rank_does(ranks):
             check(*told, sequence and mode == "column")
             errors = told[0]
             if mode == "column":  # nothing is added up in another order but the gradient of x
-                assert errors["y"] == errors["weight"] == errors["bias"] == 0
+                assert max(errors[name] for name in ("y", "weight", "bias")) <= EXACT
                 assert told[1] == (["quantized"] if sequence else [])
             else:
-                assert errors["x"] == errors["weight"] == 0
+                assert max(errors[name] for name in ("x", "weight")) <= EXACT
         assert len(found) == 4
 
 
@@ -59,6 +62,12 @@ def test_options_of_a_split_module(ranks):
 def test_modules_compile_into_one_graph(ranks):
     for found in ranks("compiled_modules"):
         assert len(found) == 4 and max(max(errors) for errors in found.values()) < TOLERANCE
+
+
+def test_ranks_share_the_largest_amax_of_a_step(ranks):
+    (mine, shared, same), (other, shared_there, same_there) = ranks("amax_of_all_ranks")
+    assert not torch.equal(mine, other) and same and same_there
+    assert torch.equal(shared, torch.maximum(mine, other)) and torch.equal(shared, shared_there)
 
 
 def test_a_part_is_initialized_as_the_part_of_the_whole():

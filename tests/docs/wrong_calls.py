@@ -445,6 +445,7 @@ ROWS = [
     Row("checkpoint.latest", lambda: (mx.checkpoint.latest, {"folder": "."}), also=(FileNotFoundError,)),
     Row("parallel.ColwiseParallel", plain(mx.parallel.ColwiseParallel, **LAYOUTS)),
     Row("parallel.RowwiseParallel", plain(mx.parallel.RowwiseParallel, **LAYOUTS)),
+    Row("parallel.share_amax", plain(mx.parallel.share_amax, model=nn.Linear(2, 2))),
     Row("parallel.ExpertParallel", plain(mx.parallel.ExpertParallel, quantize_combined=False)),
     Row("report.sqnr_db", plain(model_report.sqnr_db, reference=x(), approximation=x())),
     Row(

@@ -41,7 +41,9 @@ def test_the_messages():
     recipe = NVFP4BlockScaling()
     with pytest.raises(AttributeError) as error:
         recipe.fp4_quant_fwd_inp = None
-    assert str(error.value).startswith("NVFP4BlockScaling has no field 'fp4_quant_fwd_inp'; its fields are disable_2d")
+    assert str(error.value).startswith(
+        "NVFP4BlockScaling has no field 'fp4_quant_fwd_inp'; its fields are backward_override"
+    )
     with pytest.raises(AttributeError) as error:
         recipe.disable_rth = True
     assert str(error.value) == "NVFP4BlockScaling has no field 'disable_rth'; did you mean 'disable_rht'?"

@@ -5,12 +5,33 @@
 #include "linear.h"
 
 #if defined(__AVX512VBMI__) && defined(__AVX512BW__)
+#ifdef __AVX512VNNI__
+#include "linear_avx512_integers.h"
+#else
 #include "linear_avx512_dots.h"
+#include "linear_no_integers.h"
+#endif
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #include "linear_avx2.h"
 #else
 #include "linear_plain.h"
 #endif
+
+namespace {
+
+// Packs rows first to end - 1 of x as integers. False if one cannot be.
+template <typename D> bool pack_as_integers(const Problem& p, int64_t first, int64_t end) {
+  if constexpr (takes_integers<D>()) {
+    const bool blocks = p.scale_kind == E8M0 && p.block_cols == 32 && p.x_codes != nullptr;
+    if (!blocks || p.x_element != INT8_ID) return false;
+    for (int64_t m = first; m < end; m++)
+      if (!pack_integers(p, m, static_cast<char*>(p.packed) + m * integer_row(p))) return false;
+    return true;
+  }
+  return false;
+}
+
+}  // namespace
 
 extern "C" {
 
@@ -32,6 +53,10 @@ void mx_linear_pack(Problem* p, int exactly, int64_t first, int64_t end) {
     const auto* x = static_cast<const decltype(kind)*>(p->x);
     with_decoder(p->element, [&](auto* decoder) {
       using D = std::remove_pointer_t<decltype(decoder)>;
+      if (!exactly && pack_as_integers<D>(*p, first, end)) {
+        p->mode = IN_INTEGERS;
+        return;
+      }
       const int64_t bytes = packed_row<D>(*p) * (p->mode == IN_BFLOAT16 ? 2 : 4);
       for (int64_t m = first; m < end && p->mode != CAREFULLY; m++) {
         if (!exactly && !is_tame(x + m * p->x_stride, p->k)) p->mode = CAREFULLY;

@@ -4,7 +4,7 @@
 #pragma once
 #include <type_traits>
 
-#include "linear_tiles.h"
+#include "linear_no_integers.h"
 
 namespace {
 

@@ -18,6 +18,11 @@ int64_t dots_by_fours(const Problem& p, const D& decode, int64_t x_bytes, int64_
 template <typename D>
 void decode_row(const Problem& p, const D& decode, const uint8_t* w, const float* scales, int per_step, void* out);
 
+template <typename D> constexpr bool takes_integers();
+int64_t integers_by_fours(const Problem& p, int64_t first, int64_t end, float* sums, int64_t step);
+void integer_dots_of_rows(const Problem& p, int outs, const uint8_t* w, int64_t w_step, const float* scales,
+                          int64_t scales_step, float* sums, int64_t step);
+
 // Floats of this thread, which the next call may reuse.
 inline float* buffer(int64_t size) {
   struct Memory {
@@ -58,9 +63,11 @@ template <typename D> void linear_rows(const Problem& p, int64_t first, int64_t 
   for (int64_t top = first; top < end; top += TILE) {
     const int64_t bottom = smaller(top + TILE, end);
     int64_t left = top;
+    if constexpr (takes_integers<D>())
+      if (p.mode == IN_INTEGERS) left = integers_by_fours(p, top, bottom, sums, PITCH);
     if (p.m < 4 && bfloat16)
       left = dots_by_fours<D::TAKES_BFLOAT16>(p, decode, x_bytes, top, bottom, sums, PITCH);
-    else if (p.m < 4)
+    else if (p.m < 4 && p.mode == IN_FLOAT32)
       left = dots_by_fours<false>(p, decode, x_bytes, top, bottom, sums, PITCH);
     for (int64_t n = left; n < bottom; n += group) {
       const int64_t stop = smaller(n + group, bottom);
@@ -79,6 +86,12 @@ template <typename D> void linear_rows(const Problem& p, int64_t first, int64_t 
         const bool more = outs > 1;  // else this one twice
         const uint8_t* w = p.data + r * p.row_bytes;
         const float* s = scales + (r - n) * scales_row;
+        if constexpr (takes_integers<D>())
+          if (p.mode == IN_INTEGERS) {
+            integer_dots_of_rows(p, outs, w, p.row_bytes, s, scales_row, sums + (r - top), PITCH);
+            r += outs;
+            continue;
+          }
         const auto work = [&](auto is_bfloat16) {
           dots_of_rows<decltype(is_bfloat16)::value>(p, outs, decode, x_bytes, w, more ? p.row_bytes : 0, s,
                                                      more ? scales_row : 0, per_step, sums + (r - top), PITCH);

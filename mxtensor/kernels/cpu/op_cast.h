@@ -13,7 +13,7 @@ namespace {
 struct Cast {
   Format format;
   bool global_scale, exact;
-  int32_t scaling;
+  int32_t scaling, element, scale_kind;
   float amax_epsilon;
 };
 
@@ -24,6 +24,7 @@ Cast cast_of(IntArrayRef cast, double amax_epsilon) {
   c.format.rows = int32_t(cast[2]), c.format.cols = int32_t(cast[3]);
   c.global_scale = cast[4] != 0, c.format.signed_zero = cast[5] != 0, c.scaling = int32_t(cast[6]);
   c.exact = exact_in_bfloat16(int(cast[0]), int(cast[1])), c.amax_epsilon = float(amax_epsilon);
+  c.element = int32_t(cast[0]), c.scale_kind = int32_t(cast[1]);
   return c;
 }
 
@@ -59,6 +60,9 @@ Tensor fake_quantize(Problem& p, const Cast& c, const at::TensorOptions& options
     functions.decode_values(&f, codes, to + at_scales, nullptr, p.m, p.k, first, end, to + first * size, kind);
   });
   p.x = to, p.x_kind = kind, p.x_stride = p.k, p.x_global = global_scale;
+  if (c.scale_kind == E8M0 && f.rows == 1 && f.cols == 32) {
+    p.x_codes = codes, p.x_scales = reinterpret_cast<const uint8_t*>(to + at_scales), p.x_element = c.element;
+  }
   return memory;
 }
 

@@ -5,7 +5,7 @@
 enum ElementId { E4M3_ID, E5M2_ID, E3M2_ID, E2M3_ID, E2M1_ID, INT8_ID };  // ELEMENTS in gemm/cpu_library.py
 enum ScaleId { E8M0, UE4M3, FP32, FP32_POW2 };                            // SCALES in quantize/cpu.py
 enum Kind { FLOAT32, BFLOAT16, FLOAT16 };
-enum Mode { IN_FLOAT32, IN_BFLOAT16, CAREFULLY };  // how rows of x are packed; CAREFULLY: they are not
+enum Mode { IN_FLOAT32, IN_BFLOAT16, CAREFULLY, IN_INTEGERS };  // how rows of x are packed; CAREFULLY: they are not
 
 // Strides are counted in values. A block extent of -1 is the whole dimension.
 struct Problem {
@@ -16,6 +16,8 @@ struct Problem {
   int64_t m, n, k, row_bytes, scale_stride, x_stride, out_stride, bias_stride;
   double alpha, beta;
   int32_t element, scale_kind, block_rows, block_cols, x_kind, out_kind, bias_kind, mode;
+  const uint8_t *x_codes, *x_scales;  // of the cast that x comes from, if its scales are E8M0 bytes of 32 values; or null
+  int32_t x_element;
 };
 
 // Whether element times block scale fits the 8 significant bits of bfloat16, as Format.exact_in_bfloat16 says.

@@ -29,7 +29,8 @@ HEADERS = tuple(
     HERE / name
     for name in (
         "format.h", "problem.h", "elements.h", "linear_tiles.h", "linear_narrow.h", "linear.h", "linear_plain.h",
-        "linear_avx2.h", "linear_avx512.h", "linear_avx512_dots.h",
+        "linear_avx2.h", "linear_avx512.h", "linear_avx512_dots.h", "linear_avx512_integers.h",
+        "linear_no_integers.h",
     )
 )  # fmt: skip
 OP_HEADERS = tuple(HERE / name for name in ("format.h", "problem.h", "op_functions.h", "op_cast.h"))
@@ -72,6 +73,8 @@ def instructions() -> tuple[str, tuple[str, ...]]:
     flags = X86[wanted][1] if wanted in X86 else ()
     if wanted == "avx512" and "avx512_bf16" in has:
         flags = (*flags, "-mavx512bf16")
+    if wanted == "avx512" and "avx512_vnni" in has:
+        flags = (*flags, "-mavx512vnni")
     return wanted, flags
 
 

@@ -336,3 +336,46 @@ def test_a_weight_changed_in_place_is_seen():
         F.linear(x, w), F.linear(x, w)
         w.copy_(torch.randn(8, 32))
         assert_product(F.linear(x, w), x.double(), exact(w.rowwise))
+
+
+# ---------------------------------------------------------------------------------------------- integers
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 5, 32), (2, 37, 576), (3, 70, 70), (4, 9, 200), (9, 31, 513), (31, 65, 96)])
+def test_int8_codes_times_activations_cast_to_int8(shape, dtype):
+    m, n, k = shape
+    cast, x, bias = Cast.of("mxint8"), torch.randn(m, k).to(dtype), torch.randn(n)
+    for name in ("mxint8", "mxint8[1x128]"):
+        w = mx.quantize(torch.randn(n, k) * torch.exp(2 * torch.randn(n, k)), name).rowwise
+        w.data.view(torch.int8)[-1, ::3] = -128
+        a = exact(encode(x, cast))
+        assert_product(product(Unquantized(x, cast), w, dtype, bias), a, exact(w), bias)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4])
+def test_the_sum_of_a_block_of_integers_is_exact(rows):
+    cast, x = Cast.of("mxint8"), torch.randint(-127, 128, (rows, 32)).float()
+    w = mx.quantize(torch.randint(-127, 128, (40, 32)).float(), "mxint8").rowwise
+    w.data.view(torch.int8)[3] = -128
+    out = product(Unquantized(x, cast), w, x.dtype)
+    assert torch.equal(out.double(), exact(encode(x, cast)) @ exact(w).t())
+
+
+@pytest.mark.parametrize("power", [-140, -120, -60, 50, 70, 120])
+def test_integers_with_scales_of_any_size(power):
+    cast, x = Cast.of("mxint8"), torch.randn(3, 160) * 2.0 ** (power / 2) * 2.0 ** (power - power // 2 - power / 2)
+    x[1], x[2, :32] = torch.randn(160), torch.randn(32)
+    w = mx.quantize(torch.randn(11, 160), "mxint8").rowwise
+    w.scale[2, 1], w.scale[5, 0], w.scale[7] = 250 if power < 0 else 140, 255, 0
+    assert_product(product(Unquantized(x, cast), w, x.dtype), exact(encode(x, cast)), exact(w))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_row_that_is_not_finite_changes_no_other_row_of_integers(value):
+    cast, x = Cast.of("mxint8"), torch.randn(4, 96)
+    w = mx.quantize(torch.randn(9, 96), "mxint8").rowwise
+    expected = product(Unquantized(x, cast), w, x.dtype)
+    x[1, 5] = value
+    out = product(Unquantized(x, cast), w, x.dtype)
+    assert out[1].isnan().all() and torch.allclose(out[[0, 2, 3]], expected[[0, 2, 3]], rtol=1e-5, atol=1e-6)

@@ -1,0 +1,45 @@
+"""``share_amax``: all ranks get the same amax histories of delayed scaling, by one collective a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..core.arguments import MODULE, check
+from ..training.delayed_scaling import DelayedState
+from ..training.local import local_of
+from ..training.training_weight import delayed_states
+
+
+def _states(model: nn.Module) -> list[DelayedState]:
+    """Every history of the model once, in an order that is the same on all ranks."""
+    found: dict[int, DelayedState] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                found |= {id(state): state for _, state in sorted(delayed_states(local_of(parameter)).items())}
+        for product in getattr(module, "_products", ()):  # modules of mx.nn
+            if product.delayed is not None:
+                found[id(product.delayed)] = product.delayed
+    return list(found.values())
+
+
+@torch.no_grad()
+def share_amax(model: nn.Module, group: Any = None) -> None:
+    """Give all ranks of ``group`` (all ranks by default) the largest amax that any of them has recorded in this step.
+
+    Call it on every rank after the backward pass. With delayed scaling each rank otherwise scales by what it has seen
+    itself, and a checkpoint, which stores a history once, would not continue all ranks exactly. One all-reduce of three
+    numbers a layer; nothing for a model without delayed scaling. Raises TypeError for another object.
+    """
+    check("share_amax", "model", model, MODULE)
+    states = _states(model)
+    if not states:
+        return
+    records = torch.stack([state.record for state in states])
+    dist.all_reduce(records, dist.ReduceOp.MAX, group=group)
+    for state, record in zip(states, records, strict=True):
+        state.record.copy_(record)

@@ -1,0 +1,14 @@
+// What linear_avx512_integers.h defines, where the instructions for products of bytes are missing: nothing is multiplied
+// as integers.
+#pragma once
+#include "linear_tiles.h"
+
+namespace {
+
+template <typename D> constexpr bool takes_integers() { return false; }
+inline int64_t integer_row(const Problem&) { return 0; }
+inline bool pack_integers(const Problem&, int64_t, char*) { return false; }
+inline int64_t integers_by_fours(const Problem&, int64_t first, int64_t, float*, int64_t) { return first; }
+inline void integer_dots_of_rows(const Problem&, int, const uint8_t*, int64_t, const float*, int64_t, float*, int64_t) {}
+
+}  // namespace
