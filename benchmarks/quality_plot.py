@@ -18,7 +18,7 @@ STYLES = {
 
 PLACES = {
     "llama.cpp": (6, 6, "left"), "torchao": (-6, 0, "right"), NEAREST: (6, -4, "left"), CALIBRATED: (-6, 0, "right"),
-    PLANNED: (-7, 0, "right"), BOTH: (-7, -4, "right"),
+    PLANNED: (-7, 0, "right"), BOTH: (-5, -13, "right"),
 }  # fmt: skip
 """Library, or method of ours -> where a name is: points to the right, points up, alignment."""
 

@@ -51,6 +51,7 @@ from docs.records import (
     train_grouped,
     train_linear,
 )
+from docs.records_qat import qat
 from docs.records_studies import STUDIES
 from docs.records_users import users_first, users_generate, users_layers
 
@@ -232,7 +233,7 @@ def models() -> str:
 
 RECORDS = (
     figures, llm, llm_cpu, cpu, host, cast, linear, decode, decode_model, train_linear, train_grouped, fsdp, sharding,
-    users_layers, users_generate, users_first, calibration, quality, *STUDIES,
+    users_layers, users_generate, users_first, calibration, quality, qat, *STUDIES,
 )  # fmt: skip
 GENERATORS = (layouts, commands, formats, ops, functions, kernels, devices, api, torchao, models, recipes, *RECORDS)
 TABLES: dict[str, Callable[[], str]] = {generator.__name__: generator for generator in GENERATORS}

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,6 +22,19 @@ GRADIENT = 1.0
 """The largest norm of a gradient."""
 
 
+def _part(hidden: Tensor, teacher: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
+    """The sum of the divergences of some tokens, and its gradient for ``hidden``: (softmax - teacher's) head."""
+    q, p = (F.linear(h, head).float().log_softmax(-1) for h in (hidden, teacher))
+    p_exp = p.exp()
+    return (p_exp * (p - q)).sum(), (q.exp() - p_exp).to(head.dtype) @ head
+
+
+@cache
+def _compiled_part() -> Any:
+    """``_part`` whose passes over the logits are joined: without, they take a fifth of a step on an H100."""
+    return torch.compile(_part, dynamic=False)
+
+
 class _Divergence(torch.autograd.Function):
     """The KL divergence of the predictions of two hidden states, a part of the tokens at a time.
 
@@ -29,30 +43,29 @@ class _Divergence(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, teacher: Tensor, head: Tensor) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, teacher: Tensor, head: Tensor, compiled: bool) -> Tensor:
+        part, hidden = _compiled_part() if compiled else _part, hidden.detach()
         total, gradient = hidden.new_zeros((), dtype=torch.float32), torch.empty_like(hidden)
         tokens = TOKENS.get(hidden.device.type, 128)
         for begin in range(0, len(hidden), tokens):
             rows = slice(begin, begin + tokens)
-            q, p = (F.linear(h[rows], head).float().log_softmax(-1) for h in (hidden, teacher))
-            p_exp = p.exp()
-            total += (p_exp * p.sub_(q)).sum()
-            gradient[rows] = (q.exp_().sub_(p_exp)).to(head.dtype) @ head
+            some, gradient[rows] = part(hidden[rows], teacher[rows], head)
+            total += some
         ctx.save_for_backward(gradient.div_(len(hidden)))
         return total / len(hidden)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         (gradient,) = ctx.saved_tensors
-        return gradient * grad, None, None
+        return gradient * grad, None, None, None
 
 
-def divergence(hidden: Tensor, teacher: Tensor, head: Tensor) -> Tensor:
+def divergence(hidden: Tensor, teacher: Tensor, head: Tensor, compiled: bool = False) -> Tensor:
     """The mean KL divergence, in nats, of softmax(hidden head^T) from softmax(teacher head^T).
 
     ``hidden``, ``teacher``: (tokens, columns); ``head``: (classes, columns), which is not trained.
     """
-    out: Tensor = _Divergence.apply(hidden, teacher, head)
+    out: Tensor = _Divergence.apply(hidden, teacher, head, compiled)
     return out
 
 
@@ -80,7 +93,7 @@ def in_bfloat16(teacher: Any) -> Any:
 class Distiller:
     """Trains the prepared layers and the norms of a student, with products in bfloat16 and parameters in float32.
 
-    ``compiled``: each block of the student and of the teacher is one compiled graph.
+    ``compiled``: each block of the student and of the teacher is one compiled graph, and so is the divergence.
     """
 
     student: Any
@@ -106,24 +119,29 @@ class Distiller:
                 for block in blocks_of(model):
                     block.compile()
 
-    def backward(self, rows: Tensor) -> Tensor:
-        """Add the gradients for rows of token ids; returns the divergence."""
+    @torch.no_grad()
+    def expected(self, rows: Tensor) -> Tensor:
+        """The teacher's hidden states for rows of token ids, (rows * window, columns), in bfloat16."""
         with torch.autocast(rows.device.type, torch.bfloat16):
-            with torch.no_grad():
-                expected = hidden_states(self.teacher, rows).bfloat16()
+            return hidden_states(self.teacher, rows).bfloat16()
+
+    def backward(self, rows: Tensor, expected: Tensor | None = None) -> Tensor:
+        """Add the gradients for rows of token ids; returns the divergence. ``expected``: the teacher's states."""
+        expected = self.expected(rows) if expected is None else expected.flatten(0, -2)
+        with torch.autocast(rows.device.type, torch.bfloat16):
             found = hidden_states(self.student, rows).bfloat16()
-        loss = divergence(found, expected, self.head)
+        loss = divergence(found, expected, self.head, self.compiled)
         loss.backward()
         return loss.detach()
 
-    def step(self, rows: Tensor, done: float) -> Tensor:
+    def step(self, rows: Tensor, done: float, expected: Tensor | None = None) -> Tensor:
         """One step on rows of token ids; returns the divergence before it. ``done``: the share of training, 0 to 1.
 
         The rate of learning rises for a twentieth of training, and falls like a cosine.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate * min(20 * done + 0.02, 0.5 + 0.5 * math.cos(math.pi * done))
-        loss = self.backward(rows)
+        loss = self.backward(rows, expected)
         nn.utils.clip_grad_norm_(self.parameters, self.clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -156,6 +174,26 @@ def endless(rows: Tensor, batch: int, seed: int = 0) -> Iterator[Tensor]:
         order = order[batch:]
 
 
+class Batches:
+    """Endless batches of some of ``rows``, (rows, window), and the teacher's states of them, if they are known."""
+
+    def __init__(self, rows: Tensor, indices: Iterator[Tensor]) -> None:
+        self._rows, self._indices = rows, indices
+        self._states: Tensor | None = None
+
+    def remember(self, distiller: Distiller, batch: int) -> None:
+        """Compute the teacher's hidden states of all rows once: 2 bytes a value on the device of the teacher."""
+        device, pieces = next(distiller.teacher.parameters()).device, []
+        for new in self._rows.split(batch):
+            rows = new if len(new) == batch else self._rows[-batch:]  # of one size, for compiled blocks
+            pieces.append(distiller.expected(rows.to(device)).unflatten(0, rows.shape)[-len(new) :])
+        self._states = torch.cat(pieces)
+
+    def __next__(self) -> tuple[Tensor, Tensor | None]:
+        index = next(self._indices)
+        return self._rows[index], None if self._states is None else self._states[index.to(self._states.device)]
+
+
 @dataclass
 class Training:
     """What a run of ``train`` did."""
@@ -167,7 +205,7 @@ class Training:
     """(step, the mean divergence since the entry before)."""
 
 
-def train(distiller: Distiller, batches: Iterator[Tensor], seconds: float, every: int = 5) -> Training:
+def train(distiller: Distiller, batches: Batches, seconds: float, every: int = 5) -> Training:
     """Train until ``seconds`` have passed, or until Ctrl-C.
 
     On a CPU, seconds are those of the process, of all threads together; on a GPU they are wall time. Every ``every``
@@ -178,8 +216,8 @@ def train(distiller: Distiller, batches: Iterator[Tensor], seconds: float, every
     done, losses, begin = Training(), [], clock()
     try:
         while (passed := clock() - begin) < seconds:
-            rows = next(batches)
-            losses.append(distiller.step(rows.to(device, non_blocking=True), passed / seconds))
+            rows, expected = next(batches)
+            losses.append(distiller.step(rows.to(device, non_blocking=True), passed / seconds, expected))
             done.steps, done.tokens = done.steps + 1, done.tokens + rows.numel()
             if done.steps % every == 0:
                 done.curve.append((done.steps, float(torch.stack(losses).mean())))

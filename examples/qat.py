@@ -93,13 +93,15 @@ def nearest_that_rounds(original: Tensor, rounded: Tensor, cast: mx.Cast, halvin
     return torch.where(of_block(same(found), largest=False), found, 0.99 * rounded)
 
 
-def mixed(texts: Tensor, written: Tensor, batch: int, seed: int = 0) -> Iterator[Tensor]:
-    """Endless batches of ``batch`` rows: half of texts, half written by the model; if one is empty, of the other."""
-    if not len(written) or not len(texts):
-        yield from distill.endless(texts if len(texts) else written, batch, seed)
-    both = (distill.endless(rows, batch // 2, seed) for rows in (texts, written))
-    for pair in zip(*both, strict=True):
-        yield torch.cat(pair)
+def mixed(texts: int, written: int, batch: int, share: float = 0.5, seed: int = 0) -> Iterator[Tensor]:
+    """Endless batches of ``batch`` indices of rows, of which ``texts`` come first and ``written`` ones after them.
+
+    A ``share`` of a batch is written by the model; if there are rows of one kind only, all of it is of that kind.
+    """
+    own = batch if not texts else round(batch * share) if written else 0
+    kinds = ((torch.arange(texts), batch - own), (torch.arange(texts, texts + written), own))
+    for indices in zip(*(distill.endless(rows, count, seed) for rows, count in kinds if count), strict=True):
+        yield torch.cat(indices)
 
 
 def data_of(args: argparse.Namespace, teacher: Any, tokenizer: Any) -> tuple[Tensor, Tensor]:
@@ -140,8 +142,10 @@ def parser() -> argparse.ArgumentParser:
     add("--window", type=int, default=quality.WINDOW, help=f"tokens in a row ({quality.WINDOW})")
     add("--rate", type=float, default=1e-4, help="of learning, at its largest (1e-4)")
     add("--compile", action="store_true", help="compile the blocks of both models")
+    add("--remember", action="store_true", help="run the teacher once over all rows, and keep its hidden states")
     add("--text-tokens", type=int, default=500_000, help="of documentation and other text (500000)")
     add("--sampled", type=int, default=128, help="rows that the model writes (128)")
+    add("--share", type=float, default=0.5, help="of a batch that the model has written (0.5)")
     add("--calibration", type=int, default=32, help="rows that calibrate (32); 0: start from the unquantized weights")
     add("--cache", type=Path, help="a file for the rows and the calibrated weights, which take minutes to make")
     add("--texts", type=Path, help="a file of the tokens that are measured; made if it does not exist")
@@ -181,17 +185,22 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows.append(Row("calibrated", middle - made, measure.quality(calibrated)))
     show(rows)
     mx.quantize_(student, mx.QATConfig(args.format, step="prepare"))
-    distiller, batches = distill.Distiller(student, teacher, args.rate, args.compile), mixed(texts, written, args.batch)
+    distiller = distill.Distiller(student, teacher, args.rate, args.compile)
+    batches = distill.Batches(torch.cat([texts, written]), mixed(len(texts), len(written), args.batch, args.share))
     middle = time.perf_counter()
-    distiller.warm_up(next(batches).to(args.device))
+    distiller.warm_up(next(batches)[0].to(args.device))
     compiled = time.perf_counter() - middle
     print(f"the first pass took {compiled:.0f} s", flush=True)
-    done = distill.train(
-        distiller, batches, 60 * args.minutes * (args.threads if args.device == "cpu" else 1), args.every
-    )
+    seconds, reading = 60 * args.minutes * (args.threads if args.device == "cpu" else 1), 0.0
+    middle = time.perf_counter()
+    if args.remember:
+        batches.remember(distiller, args.batch)
+        reading = time.perf_counter() - middle
+        print(f"the teacher has read all rows: {reading:.0f} s of the time", flush=True)
+    done = distill.train(distiller, batches, seconds - reading, args.every)
     student = copy.deepcopy(student)  # a copy is not compiled
     mx.quantize_(student, mx.QATConfig(args.format, step="convert"))
-    rows.append(Row("trained", done.seconds, measure.quality(student)))
+    rows.append(Row("trained", done.seconds + reading, measure.quality(student)))
     show(rows)
     print(f"{done.steps} steps, {done.tokens:,} tokens in {done.seconds:.0f} s")
     named = {name: f"{value}" for name, value in vars(args).items()}

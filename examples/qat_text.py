@@ -106,10 +106,10 @@ def rows_of(tokenizer: Any, texts: Iterator[str], window: int, tokens: int) -> T
 
 
 def sampled(model: Any, rows: int, window: int, starts: Tensor, at_once: int, seed: int = 0) -> Tensor:
-    """Rows that the model writes, (rows, window): half of them begin with its first token, half with one of ``starts``.
+    """Rows that the model writes, (rows, window): one in four begins with its first token, the others with ``starts``.
 
     The first token of SmolLM2 begins a chat; other tokens begin any text that the model was trained on.
     """
     index = torch.randint(len(starts), (rows,), generator=torch.Generator().manual_seed(seed))
-    firsts = torch.where(torch.arange(rows) % 2 == 0, model.config.bos_token_id, starts[index])
+    firsts = torch.where(torch.arange(rows) % 4 == 0, model.config.bos_token_id, starts[index])
     return torch.cat(mx.sampled_data(model, rows, window, start=firsts, seed=seed, at_once=at_once)).cpu()

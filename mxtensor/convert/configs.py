@@ -58,11 +58,18 @@ class NVFP4DynamicActivationNVFP4WeightConfig(KnownFields):
     use_triton_kernel: bool = True
     """Accepted for compatibility with torchao; the device decides which kernels can run."""
     use_dynamic_per_tensor_scale: bool = True
+    step: Any = None
+    """For ``quantize_``: ``"prepare"`` lets layers watch the amax of their inputs, and ``"convert"`` quantizes weights
+    and gives each layer a static scale of its inputs for that amax, so that inference takes no amax over a tensor."""
     kernel_preference: KernelPreference | str = KernelPreference.AUTO
 
     def linear_recipe(self) -> LinearRecipe:
         """The casts of weight and activation as a recipe. Raises ValueError for an unknown format, block or mode."""
         check_fields(self)
+        if self.step is not None:
+            raise ValueError(
+                f"NVFP4DynamicActivationNVFP4WeightConfig: step={self.step!r} is for quantize_ alone; leave it out"
+            )
         cast = _nvfp4(self.use_dynamic_per_tensor_scale)
         return LinearRecipe.inference(cast, cast, KernelPreference.of(self.kernel_preference))
 

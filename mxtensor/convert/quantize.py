@@ -19,13 +19,15 @@ from ..tensor.mxtensor import MXTensor
 from ..tensor.quantize_as import quantize_as
 from ..training.state_dict import register_state_dict_hooks
 from ..training.training_weight import values_of
+from . import static_inputs
 from .choose import choose
-from .configs import Config
+from .configs import Config, NVFP4DynamicActivationNVFP4WeightConfig
 from .heads import heads
 from .instance_methods import count_codes, show_format
 from .model_size import say_what_is_left
 from .plan import Change, planned
 from .qat import QATConfig, QATStep, prepare, prepared_changes, qat_config_of, restore
+from .static_inputs import static_config_of
 from .weights import FilterFn, Weight, unknown_experts
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -41,7 +43,8 @@ def quantize_(
     torchao's configs; weights become frozen MXTensor parameters. For training: MXLinearConfig or a recipe; weights stay
     high-precision parameters, unchanged for optimizers and state dicts, and their three products run quantized. An
     ``FqnToConfig`` or a ``Plan`` has a config for each name; it takes the place of the filter. A ``QATConfig`` prepares
-    linear layers for quantization-aware training, or converts them after it.
+    linear layers for quantization-aware training, or converts them after it; an
+    ``NVFP4DynamicActivationNVFP4WeightConfig`` with a ``step`` does the same for static scales of inputs.
 
     ``filter_fn(module, fqn) -> bool`` is called for every nn.Linear, nn.MultiheadAttention and nn.Embedding, and for
     transformers' Conv1D and modules of stacked experts. The default skips embeddings, layers that share a weight with
@@ -69,6 +72,9 @@ def quantize_(
     qat = qat_config_of(config)
     if qat is not None:
         return _qat(model, qat, filter_fn, include_head)
+    static = static_config_of(config)
+    if static is not None:
+        return _static(model, static, filter_fn, include_head)
     chosen, general = choose(model, config, filter_fn, include_head)
     weights = [(weight, recipe) for weight, recipe in chosen if weight.kind.trains or not recipe.trains]
     left_out = [
@@ -103,6 +109,20 @@ def _qat(model: ModuleT, config: QATConfig, filter_fn: FilterFn | None, include_
             UserWarning,
             stacklevel=3,
         )
+    return model
+
+
+def _static(
+    model: ModuleT, config: NVFP4DynamicActivationNVFP4WeightConfig, filter_fn: FilterFn | None, include_head: bool
+) -> ModuleT:
+    if config.step == "prepare":
+        count = static_inputs.prepare(model, config, filter_fn, include_head)
+    else:
+        convert(model, static_inputs.changes_of(model, config, filter_fn))
+        count = static_inputs.finish(model, filter_fn)
+    if not count:
+        why = "no nn.Linear passed the filter" if config.step == "prepare" else "no layer is prepared"
+        warnings.warn(f"quantize_ changed nothing: {why} (step={config.step!r})", UserWarning, stacklevel=3)
     return model
 
 

@@ -157,7 +157,7 @@ class KVCache(Cache):
     The first 16 tokens stay in high precision, and keys lose a mean that softmax does not see. Attention reads what the
     cache holds, also at the first pass over a prompt. Set ``attn_implementation="sdpa"``, which
     is transformers' default: it reads codes. Raises ValueError for an unknown format and for ``static`` without
-    ``max_cache_len``, NotImplementedError for one whose
+    ``config`` and ``max_cache_len``, NotImplementedError for one whose
     scales belong to several tokens, and for a ``config`` with another implementation of attention than sdpa or eager.
     """
 
@@ -167,8 +167,10 @@ class KVCache(Cache):
     ) -> None:  # fmt: skip
         check("KVCache", "max_cache_len", max_cache_len, optional(COUNT))
         check("KVCache", "static", static, FLAG)
-        if static and max_cache_len is None:
-            raise ValueError("KVCache: static=True needs max_cache_len, the most tokens of prompt and answer")
+        if static and (max_cache_len is None or config is None):
+            raise ValueError(
+                "KVCache: static=True needs config=model.config and max_cache_len, the most tokens of prompt and answer"
+            )
         cast = Cast.of(format)
         check_format(cast.format)
         kind: Any = StaticKVLayer if static else KVCacheLayer

@@ -122,18 +122,18 @@ def test_recipes_of_training():
 
 
 @dataclass
-class WithStep:
+class WithField:
     use_dynamic_per_tensor_scale: bool = True
-    step: str | None = None
+    rotate: bool = False
 
 
-WithStep.__name__ = "NVFP4DynamicActivationNVFP4WeightConfig"
+WithField.__name__ = "NVFP4DynamicActivationNVFP4WeightConfig"
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (WithStep(step="prepare"), "step='prepare' is not available; leave it at its default, None"),
+        (WithField(rotate=True), "rotate=True is not available; leave it at its default, False"),
         (mx.Float8WeightOnlyConfig(granularity="PerColumn"), "granularity 'PerColumn' is not available"),
         (mx.Float8WeightOnlyConfig(weight_dtype=torch.int8), "torch.int8 is not available"),
         (torchaos("Float8WeightOnlyConfig", granularity=PerGroup(64)), "is not available; choose PerTensor"),

@@ -46,8 +46,13 @@ NEVER_SEEN = {
     "quantize_ changed nothing: no nn.Linear passed the filter of QATConfig",
     "quantize_ changed nothing: no layer is prepared; call it with step='prepare' before training",
     # needs a block of transformers: tests/calibration/test_smoothing.py
-    "SmoothQuant: block {value} ({value}) computes something else when channels of its norms are scaled and the layers "
-    "after them scale back (its output changes by {value}); leave 'smooth' out of method",
+    "{value}: block {value} ({value}) computes something else when channels of its norms are scaled and the layers "
+    "after them scale back (its output changes by {value}); leave it out of method",
+    # need layers that are prepared: tests/convert/test_static_inputs.py
+    "quantize_: {value} has seen inputs with the amax {value}; run data through the model between the steps 'prepare' "
+    "and 'convert'",
+    "quantize_: {value} is float16, in which outputs over a static scale may be too large; use bfloat16",
+    "quantize_ changed nothing: {value} (step={value})",
     # where transformers is not installed, and what transformers catches: tests/integrations/test_kv_cache.py
     "mx.KVCache needs transformers 5: pip install 'transformers>=5' ({value})",
     "batch_size: the cache has no tokens yet",

@@ -172,8 +172,9 @@ def test_attention_of_traced_tokens_is_that_of_their_values():
 
 
 def test_wrong_arguments(model):
-    with pytest.raises(ValueError, match="static=True needs max_cache_len"):
-        mx.KVCache(static=True)
+    for arguments in ({}, {"max_cache_len": 8}, {"config": model.config}):
+        with pytest.raises(ValueError, match=r"static=True needs config=model\.config and max_cache_len"):
+            mx.KVCache(static=True, **arguments)
     cache = static(model)
     with pytest.raises(ValueError, match="50 tokens do not fit max_cache_len=48"):
         model(prompt(1, 50), past_key_values=cache)

@@ -1,0 +1,167 @@
+"""Static scales of NVFP4 inputs: prepare, run data, convert; the result is the definition with the scale seen."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import mxtensor as mx
+from mxtensor.training.static_input_linear import LARGEST, ObservedLinear, StaticInputLinear
+
+
+def config(step):
+    return mx.NVFP4DynamicActivationNVFP4WeightConfig(step=step)
+
+
+def model(dtype=torch.float32):
+    torch.manual_seed(0)
+    m = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 16, bias=False))
+    return m.to(dtype).requires_grad_(False)
+
+
+def static(m, *inputs):
+    mx.quantize_(m, config("prepare"))
+    for x in inputs:
+        m(x)
+    return mx.quantize_(m, config("convert"))
+
+
+def rounded(x, scale):
+    """Elements of E2M1 times scales of blocks in E4M3 times ``scale``, by plain ops in float64."""
+    blocks = (x.double() / scale).unflatten(-1, (-1, 16))
+    wanted = blocks.abs().amax(-1, keepdim=True) / 6
+    sizes = wanted.clamp(2.0**-9, 448).to(torch.float32).to(torch.float8_e4m3fn).double()
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+    y = (blocks / sizes).clamp(-6, 6)
+    odd = torch.arange(8) % 2 * 1e-9  # of two as near, the even code
+    nearest = ((y.abs()[..., None] - values).abs() + odd).argmin(-1)
+    return (values[nearest] * y.sign() * sizes).flatten(-2) * scale
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_outputs_are_those_of_the_definition(dtype):
+    m = model(dtype)
+    data = [torch.randn(40, 64, dtype=dtype) * size for size in (1, 3, 2)]
+    got = static(copy.deepcopy(m), *data)
+    amax = max(float(x.abs().max()) for x in data)
+    scale = float(got[0].input_scale)
+    assert scale == 2.0 ** torch.tensor(amax / LARGEST).log2().ceil().item() and type(got[0]) is StaticInputLinear
+    x = torch.randn(8, 64, dtype=dtype)
+    values = rounded(x, scale)
+    w = got[0].weight.dequantize().double()
+    assert torch.equal(w, mx.quantize(m[0].weight, "nvfp4").dequantize().double())
+    expected = values @ w.T + m[0].bias.double()
+    tolerance = 1e-5 if dtype is torch.float32 else 5e-3
+    assert (got[0](x).double() - expected).norm() < tolerance * expected.norm()
+
+
+def test_the_error_is_as_with_a_scale_for_each_input():
+    m, x = model(), torch.randn(200, 64)
+    expected = m(x)
+    dynamic, got = mx.quantize_(copy.deepcopy(m), "nvfp4"), static(copy.deepcopy(m), x)
+    errors = [(q(x) - expected).norm() for q in (got, dynamic)]
+    assert errors[0] < 1.1 * errors[1]
+    saturated = got[0](1000 * x)
+    assert saturated.isfinite().all() and (saturated - m[0](1000 * x)).norm() > 0.5 * saturated.norm()
+    with mx.explain() as log:
+        got(x)
+    casts = [spec for entry in log.entries for spec in entry.spec.formats if "nvfp4_single_level" in str(spec)]
+    assert casts  # no scale of the whole tensor
+
+
+def test_no_input_is_read_for_its_amax(monkeypatch):
+    got, x = static(model(), torch.randn(20, 64)), torch.randn(5, 64)
+    before = got(x)
+    one = got(torch.cat([x, 100 * x]))[:5]  # a row does not depend on the others
+    assert torch.equal(before, one)
+
+
+def test_calibrated_weights_keep_their_codes():
+    m = model()
+    data = [torch.randn(300, 64) @ torch.randn(64, 64) for _ in range(2)]
+    calibrated = mx.calibrate(copy.deepcopy(m), data, "nvfp4")
+    got = static(copy.deepcopy(calibrated), *data)
+    for one, other in ((got[0], calibrated[0]), (got[2], calibrated[2])):
+        assert all(torch.equal(a, b) for a, b in zip(one.weight.components, other.weight.components, strict=True))
+    errors = [(q(data[0]) - m(data[0])).norm() for q in (got, calibrated)]
+    assert errors[0] < 1.1 * errors[1]
+
+
+def test_the_model_keeps_its_modules_and_a_state_dict_its_scales():
+    m = model()
+    layers = list(m)
+    mx.quantize_(m, config("prepare"))
+    assert (
+        list(m) == layers and type(m[0]) is ObservedLinear and set(m.state_dict()) == {"0.weight", "0.bias", "2.weight"}
+    )
+    x = torch.randn(6, 64)
+    m(x)
+    copied = copy.deepcopy(m)
+    got = mx.quantize_(m, config("convert"))
+    assert list(got) == layers and set(got.state_dict()) == {
+        "0.weight", "0.bias", "0.input_scale", "2.weight", "2.input_scale"
+    }  # fmt: skip
+    copied(4 * x)
+    other = mx.quantize_(copied, config("convert"))
+    assert not torch.equal(other[0].input_scale, got[0].input_scale)
+    other.load_state_dict(got.state_dict())
+    assert torch.equal(other(x), got(x)) and torch.equal(copy.deepcopy(got)(x), got(x))
+
+
+def test_an_interrupted_convert_continues(monkeypatch):
+    m, x = model(), torch.randn(6, 64)
+    expected = static(copy.deepcopy(m), x)(x)
+    mx.quantize_(m, config("prepare"))
+    m(x)
+    with monkeypatch.context() as patch:
+        patch.setattr("mxtensor.convert.static_inputs.finish", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            mx.quantize_(m, config("convert"))
+    assert m(x).isfinite().all()
+    mx.quantize_(m, config("convert"))
+    assert torch.equal(m(x), expected)
+
+
+@pytest.mark.exhaustive
+def test_it_compiles_into_one_graph():
+    got, x = static(model(), torch.randn(20, 64)), torch.randn(5, 64)
+    torch.compiler.reset()
+    compiled = torch.compile(got, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), got(x))
+
+
+def test_a_config_of_torchao():
+    formats = pytest.importorskip("torchao.prototype.mx_formats")
+    m, x = model(torch.bfloat16), torch.randn(32, 64, dtype=torch.bfloat16)
+    theirs = copy.deepcopy(m)
+    mx.quantize_(theirs, formats.NVFP4DynamicActivationNVFP4WeightConfig(step="prepare"))
+    theirs(x)
+    mx.quantize_(theirs, formats.NVFP4DynamicActivationNVFP4WeightConfig(step="convert"))
+    assert torch.equal(theirs(x), static(m, x)(x))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: mx.quantize_(model(), config("observe")), "step is 'observe'; choose one of 'prepare', 'convert'"),
+        (lambda: mx.quantize_(mx.quantize_(model(), config("prepare")), config("convert")), "0 has seen inputs"),
+        (lambda: static(model(torch.float16), torch.ones(2, 64, dtype=torch.float16)), "float16, in which outputs"),
+        (lambda: config("prepare").linear_recipe(), "step='prepare' is for quantize_ alone"),
+    ],
+)
+def test_wrong_calls(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_a_failed_convert_changes_nothing():
+    m = mx.quantize_(model(), config("prepare"))
+    with pytest.raises(ValueError, match="has seen inputs with the amax 0"):
+        mx.quantize_(m, config("convert"))
+    assert type(m[0]) is ObservedLinear and type(m[0].weight) is nn.Parameter
+    with pytest.warns(UserWarning, match="no layer is prepared"):
+        mx.quantize_(model(), config("convert"))
+    y = F.linear(torch.ones(2, 64), m[0].weight, m[0].bias)
+    assert torch.equal(m[0](torch.ones(2, 64)), y)
