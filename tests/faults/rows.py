@@ -269,7 +269,7 @@ FAULTS = (
           "errors[: end - begin], alpha=-1)", "errors[: end - begin], alpha=0)",
           "calibration/test_rounding.py calibration"),
     Fault("blocks run on the outputs before quantization", "calibration/calibrate.py",
-          "with in_place([*placed(inside.values(), done), *_edits(model, done)]):",
+          "with in_place([*placed(inside[index].values(), done), *_edits(model, done)]):",
           "with in_place(_edits(model, done)):",
           "calibration/test_calibrate.py calibration"),
     Fault("an error leaves the quantized weights of a block in the model", "calibration/edits.py",
