@@ -19,7 +19,7 @@ from mxtensor.distributed import all_gather_linear as gathered
 from mxtensor.ops import collectives
 from mxtensor.recipe import CustomRecipe, DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from tests.distributed.fsdp_cases import message, same_as
-from tests.helpers.ranks import DEVICE, case
+from tests.helpers.ranks import DEVICE, case, long_case
 
 TOKENS, IN, HIDDEN = 128, 128, 256
 CONFIGS = {
@@ -308,10 +308,21 @@ def two_dimensions(rank, folder):
 
 @case
 def compiled(rank, folder):
+    """``compiled_as`` of MXFP8."""
+    return compiled_as(("mxfp8",), rank)
+
+
+@long_case
+def compiled_others(rank, folder):
+    """``compiled_as`` of other recipes."""
+    return compiled_as(("tiles", "no backward", "frozen", "nvfp4"), rank)
+
+
+def compiled_as(names, rank):
     """{(config, sequence parallel): (largest error of y, of gradients)} of compiled layers against eager ones."""
     found = {}
     configs = CONFIGS | {"frozen": "mxfp8", "no backward": MXFP8BlockScaling(high_precision_backward=True)}
-    for name in ("mxfp8", "tiles", "no backward", "frozen", "nvfp4"):
+    for name in names:
         for sequence in (False, True):
             torch._dynamo.reset()
             layouts = {"input_layouts": Shard(0)} if sequence else {}

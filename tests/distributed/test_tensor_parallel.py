@@ -137,9 +137,18 @@ def test_the_error_of_a_refused_gather_names_the_way_out():
         gathered_linear(torch.randn(3, 64), torch.randn(64, 64), None, linear_recipe(), None, torch.float32)
 
 
-def test_compiled_layers_compute_what_eager_layers_do(ranks):
-    for found in ranks("compiled"):
-        assert len(found) == 10
+def test_a_compiled_layer_computes_what_an_eager_one_does(ranks):
+    check_compiled(ranks("compiled"), 2)
+
+
+@pytest.mark.exhaustive
+def test_compiled_layers_of_every_kind_compute_what_eager_ones_do(ranks):
+    check_compiled(ranks("compiled_others"), 8)
+
+
+def check_compiled(told, number):
+    for found in told:
+        assert len(found) == number
         for (name, _), (error_of_y, errors) in found.items():
             assert error_of_y < TOLERANCE and max(errors, default=0) < TOLERANCE
             assert len(errors) == (0 if name == "frozen" else 4)
