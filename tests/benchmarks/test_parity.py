@@ -100,7 +100,7 @@ def test_arms_of_a_seed_start_alike_and_write_records(command, tmp_path):
     assert mxfp8.header.products == {"fprop by emulated": 4, "dgrad by emulated": 4, "wgrad by emulated": 4}
 
 
-@pytest.mark.exhaustive(quick=1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("arm", ["nvfp4-last-bf16", "float8-current"])
 def test_a_run_that_stops_continues_bit_for_bit(arm, command, tmp_path, monkeypatch):
     assert command("--arms", arm)[0] == 0

@@ -140,6 +140,7 @@ def text():
     return load_text(None)
 
 
+@pytest.mark.exhaustive(quick=6)
 @pytest.mark.parametrize("recipe", [*RECIPES, "mxint8", "float8_e4m3_1x128"])
 def test_every_recipe_trains_its_layers_in_three_products(recipe, text):
     run = Run.of(settings(recipe))

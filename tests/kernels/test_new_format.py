@@ -57,11 +57,11 @@ def test_the_definition_and_the_cpu_casts_agree_with_exact_arithmetic(format, dt
                 assert oracle.same_floats(kernel.run(encode(x, cast), torch.float32).numpy(), wanted)
 
 
-@pytest.mark.exhaustive(quick=2)
+@pytest.mark.exhaustive(quick=1)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="only Triton's interpreter runs on the CPU")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")  # numpy's about a scale of zero
 @pytest.mark.usefixtures("one_rounding", "whole_reductions")
-@pytest.mark.exhaustive(quick=2)
+@pytest.mark.exhaustive(quick=1)
 @each_dtype
 @each_format
 def test_the_triton_casts_agree_with_the_definition(format, dtype):

@@ -199,7 +199,7 @@ def test_a_gradient_passes_through():
     assert torch.equal(x.grad, torch.ones(32, 32))
 
 
-@pytest.mark.exhaustive(quick=1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", QUANTIZERS)
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled(kind, backend):

@@ -72,7 +72,7 @@ def on_device(tokens, device):
     return Tokens(tokens.first.to(device), tokens.codes.map(lambda t: t.to(device)))
 
 
-@pytest.mark.exhaustive(quick=24)
+@pytest.mark.exhaustive(quick=6)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 @pytest.mark.parametrize(("call", "mask"), MASKED)
 @pytest.mark.parametrize(("format", "size"), STORED)

@@ -47,6 +47,7 @@ def small(monkeypatch, one_rounding):
     monkeypatch.setattr(fp8_rows, "PART", 8)
 
 
+@pytest.mark.exhaustive(quick=3)
 @pytest.mark.parametrize("left, right", PAIRS)
 def test_every_product_is_within_the_bound(pretend, stand_in, small, left, right):
     pretend((9, 0))

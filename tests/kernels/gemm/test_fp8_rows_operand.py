@@ -29,6 +29,7 @@ def tiles(request, monkeypatch):
             monkeypatch.setattr(fp8_rows_operand, name, Tile(128, 128, 1024, 16))
 
 
+@pytest.mark.exhaustive(quick=4)
 @pytest.mark.parametrize("cols", [256, 300])
 @pytest.mark.parametrize("name", STORED)
 def test_a_stored_operand_is_re_expressed_bit_for_bit(tiles, name, cols):
@@ -36,6 +37,7 @@ def test_a_stored_operand_is_re_expressed_bit_for_bit(tiles, name, cols):
     check_rows(rows_of_operand(matrix_of(operand), 16), row_scaled(operand), cols)
 
 
+@pytest.mark.exhaustive(quick=3)
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 @pytest.mark.parametrize("cols", [256, 300])
 @pytest.mark.parametrize("name", IN_ONE)
@@ -65,6 +67,7 @@ def test_strided_values_and_codes():
     check_rows(rows_of_operand(matrix_of(other), 1), row_scaled(operand), 128)
 
 
+@pytest.mark.exhaustive(quick=3)
 @pytest.mark.parametrize("name", STORED)
 def test_stored_operands_with_float8_instructions(float8_instructions, name):
     operand = stored(name, 18, 256)
@@ -76,6 +79,7 @@ def test_stored_operands_with_float8_instructions(float8_instructions, name):
     assert (expected.codes[~expected.beyond.bool()][values_of_nan] == 0x7F).all()
 
 
+@pytest.mark.exhaustive(quick=2)
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 @pytest.mark.parametrize("name", IN_ONE)
 def test_casts_with_float8_instructions(float8_instructions, tiles, name, dtype):

@@ -243,7 +243,7 @@ def test_the_op_passes_torchs_opcheck():
     )  # fmt: skip
 
 
-@pytest.mark.exhaustive(quick=5)
+@pytest.mark.exhaustive(quick=2)
 @pytest.mark.parametrize("capability, left, right", CASES)
 def test_a_tracer_sees_one_op_for_any_number_of_rows(pretend, monkeypatch, capability, left, right):
     pretend(capability)

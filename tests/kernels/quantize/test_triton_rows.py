@@ -310,6 +310,7 @@ def stochastic(name, seed):
     return Cast.of(name, rounding="stochastic", seed=seed)
 
 
+@pytest.mark.exhaustive(quick=14)
 @each_format
 def test_a_seed_decides_every_bit_as_in_the_reference(name, small_tiles):
     for seed, dtype in ((12345, torch.float32), (2**40 + 7, torch.bfloat16)):

@@ -339,6 +339,7 @@ def test_warps_without_columns_add_nothing_whatever_is_in_shared_memory(format, 
         assert error(product(x, w, config), x.double() @ values(w).t()) < TOLERANCE
 
 
+@pytest.mark.exhaustive(quick=4)
 @pytest.mark.parametrize("config", PERSISTENTS)
 @pytest.mark.parametrize(
     ("rows", "k"), [(1, 1300), (1, 1302), (1, 640), (2, 640), (4, 1304), (7, 640), (1, 4400), (5, 4400)]
@@ -414,6 +415,7 @@ def test_a_product_that_does_not_fit_is_refused_with_its_sizes():
         product(torch.randn(9, 64).bfloat16(), weight("mxfp8", 16, 64), PERSISTENT)
 
 
+@pytest.mark.exhaustive(quick=3)
 @pytest.mark.parametrize("name", [*ELEMENTS.values()])
 def test_every_code_of_every_element(name):
     """A weight with all codes times an identity: the result is the elements, bit for bit."""
@@ -574,6 +576,7 @@ def test_results_are_rounded_once_and_biases_added_before(out, bias):
     assert y.dtype is out and error(y, exact) < 2 * torch.finfo(out).eps
 
 
+@pytest.mark.exhaustive(quick=4)
 @pytest.mark.parametrize("config", [PIPELINED, WIDE, PERSISTENT_WIDE, *WGMMAS])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("n", [132, 135])
