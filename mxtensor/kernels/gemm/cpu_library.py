@@ -79,11 +79,16 @@ def instructions() -> tuple[str, tuple[str, ...]]:
 
 
 def torch_flags() -> tuple[str, ...]:
-    """How a library is compiled against this torch: its headers, and its libraries, which are loaded already."""
+    """How a library is compiled against this torch: its headers, and its libraries, which are loaded already.
+
+    ``at::parallel_for`` uses torch's threads only where it is compiled with OpenMP, as torch was; the OpenMP that torch
+    has loaded serves both.
+    """
     root = Path(torch.__file__).parent
+    threads = ("-fopenmp",) if sys.platform == "linux" and torch.backends.openmp.is_available() else ()
     linker = ("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ("-Wl,--no-as-needed",)
     return (
-        *TORCH_FLAGS, f"-I{root / 'include'}", f"-L{root / 'lib'}", *linker, "-ltorch_cpu",
+        *TORCH_FLAGS, *threads, f"-I{root / 'include'}", f"-L{root / 'lib'}", *linker, "-ltorch_cpu",
         "-lc10", f'-DMX_TORCH="{torch.__version__}"',
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
     )  # fmt: skip

@@ -379,3 +379,24 @@ def test_a_row_that_is_not_finite_changes_no_other_row_of_integers(value):
     x[1, 5] = value
     out = product(Unquantized(x, cast), w, x.dtype)
     assert out[1].isnan().all() and torch.allclose(out[[0, 2, 3]], expected[[0, 2, 3]], rtol=1e-5, atol=1e-6)
+
+
+# ---------------------------------------------------------------------------------------------- threads
+
+THREADS = """
+import os, torch, mxtensor as mx
+from mxtensor.kernels.gemm.cpu_library import library
+w, x = mx.quantize(torch.randn(2048, 256), "mxfp8"), torch.randn(2, 256)
+library()
+torch.set_num_threads(2)
+before = len(os.listdir("/proc/self/task"))
+torch.nn.functional.linear(x, w)
+print(len(os.listdir("/proc/self/task")) - before, len({l.split()[-1] for l in open("/proc/self/maps") if "gomp" in l}))
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.skipif(not torch.backends.openmp.is_available(), reason="torch has other threads")
+def test_the_op_runs_on_torchs_own_threads():
+    done = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True)
+    assert done.stdout.split() == ["1", "1"], done.stderr  # one thread more, and one OpenMP
