@@ -31,7 +31,7 @@ for name in ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4", "m
 """
 
 
-@pytest.mark.exhaustive(quick=1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", usable()[1:])
 def test_other_instruction_sets(name):
     environment = {**os.environ, cpu_library.VARIABLE: name, "OMP_NUM_THREADS": "1"}
