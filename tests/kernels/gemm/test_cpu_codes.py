@@ -384,11 +384,12 @@ def test_a_row_that_is_not_finite_changes_no_other_row_of_integers(value):
 # ---------------------------------------------------------------------------------------------- threads
 
 THREADS = """
-import os, torch, mxtensor as mx
+import os, time, torch, mxtensor as mx
 from mxtensor.kernels.gemm.cpu_library import library
 w, x = mx.quantize(torch.randn(2048, 256), "mxfp8"), torch.randn(2, 256)
 library()
 torch.set_num_threads(2)
+time.sleep(0.3)  # the threads that built the library end
 before = len(os.listdir("/proc/self/task"))
 torch.nn.functional.linear(x, w)
 print(len(os.listdir("/proc/self/task")) - before, len({l.split()[-1] for l in open("/proc/self/maps") if "gomp" in l}))
