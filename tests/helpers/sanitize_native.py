@@ -30,7 +30,11 @@ OPTIONS = {
 SOME = "tails or each_group or several_weights or biases or cast_to_nvfp4"
 TESTS = {
     "casts": ("tests/kernels/quantize/test_cpu.py", "-k", "not without_a_compiler"),
-    "products": ("tests/kernels/gemm/test_cpu_codes.py", "-k", "not without_a_compiler and not compiled and not threads"),
+    "products": (
+        "tests/kernels/gemm/test_cpu_codes.py",
+        "-k",
+        "not without_a_compiler and not compiled and not torchs_own",
+    ),
     "attention": ("tests/kernels/attention/test_attention.py", "-k", "not triton and not device"),
     "calls of the driver": ("tests/kernels/runtime/test_host_calls.py", "-k", "not without_the_module"),
     "CUDA sources": ("tests/kernels/small_m/test_small_m.py", "-k", SOME),
