@@ -123,9 +123,8 @@ def evaluation_rows(args: argparse.Namespace, tokenizer: Any) -> dict[str, Tenso
         return rows
     rows = calibration.evaluation_rows(tokenizer)
     if args.texts is not None:
-        torch.save(
-            {name: tokens.clone() for name, tokens in rows.items()}, args.texts
-        )  # a view saves its whole storage
+        copies = {name: tokens.clone() for name, tokens in rows.items()}  # of a view, the whole storage would be saved
+        torch.save(copies, args.texts)
     return rows
 
 

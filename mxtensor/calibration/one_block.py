@@ -70,9 +70,10 @@ def quantized_block(
                 with in_place(originals):
                     before_now = inputs(batch, before[batch])
             for layer in firsts:
-                correct = correction(how.rounding.correct, layers[layer].recipe.activation)
-                earlier = before_now[layer] if correct == "model" else now[layer]
-                found[layer].moments.add_calls(now[layer], earlier)
+                if how.rounding.looks:
+                    correct = correction(how.rounding.correct, layers[layer].recipe.activation)
+                    earlier = before_now[layer] if correct == "model" else now[layer]
+                    found[layer].moments.add_calls(now[layer], earlier)
                 if how.bias is not None:
                     found[layer].means.add_calls(now[layer], before_now[layer])
         return found
@@ -124,19 +125,21 @@ def _quantized(change: Change, how: Steps, found: _Measured) -> dict[str, Tensor
     except ValueError as error:
         raise ValueError(f"calibrate: {change.fqn}: {error}") from error
     made = MXTensor(operand, None, recipe, weight.dtype)
-    bias = _bias_name(change, how)
-    if bias is None:
+    if not _corrects_bias(change, how):
         return {change.fqn: made}
-    return {change.fqn: made, bias: found.means.corrected(change.places[0][0].bias, weight, made)}  # type: ignore[arg-type]
+    bias: Any = change.places[0][0].bias
+    return {change.fqn: made, _bias_name(change): found.means.corrected(bias, weight, made)}
 
 
-def _bias_name(change: Change, how: Steps) -> str | None:
-    """The name of the bias to correct; None without one. A weight in several places would need several biases."""
-    if how.bias is None or len(change.places) > 1 or (change.places[0][0].bias is None and not how.bias.make):
-        return None
+def _bias_name(change: Change) -> str:
     return f"{change.fqn.removesuffix('weight')}bias"
 
 
+def _corrects_bias(change: Change, how: Steps) -> bool:
+    """Whether there is a bias to correct. A weight in several places would need several biases."""
+    return how.bias is not None and len(change.places) == 1 and (change.places[0][0].bias is not None or how.bias.make)
+
+
 def _bias_edits(change: Change, done: Mapping[str, Tensor]) -> list[Edit]:
-    value = done.get(f"{change.fqn.removesuffix('weight')}bias")
+    value = done.get(_bias_name(change))
     return [] if value is None else [Edit(change.places[0][0], "bias", nn.Parameter(value, requires_grad=False))]

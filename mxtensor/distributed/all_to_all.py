@@ -33,7 +33,7 @@ from ..kernels.quantize.select import dequantize_operand, quantize_operand
 from ..numerics.cast import Cast
 from ..numerics.formats import Rounding, ScaleCalculationMode
 from ..numerics.operand import Operand
-from ..recipe.linear_recipe import HIGH_PRECISION, LinearRecipe
+from ..recipe.linear_recipe import HIGH_PRECISION, LinearRecipe, TensorCasts
 from ..training.autocast import get_recipe
 
 Group = Any
@@ -76,19 +76,17 @@ class Routes:
     linear_recipe: LinearRecipe
     quantize_combined: bool
 
-    def cast(self, casts: Any, result: bool) -> Cast | None:
-        """The cast by which rows are sent; None for values. ``result``: of what experts return."""
-        if result and not self.quantize_combined:
-            return None
-        return None if refuses(casts.rowwise, self.linear_recipe) else casts.rowwise
-
-    def log(self, x: Tensor, casts: Any, result: bool) -> None:
-        """The decision, for ``explain()``."""
-        why = "quantize_combined is False" if result and not self.quantize_combined else None
-        why = why or refuses(casts.rowwise, self.linear_recipe)
-        format: Any = x.dtype if why else (x.dtype, casts.rowwise.format)
+    def cast(self, x: Tensor, casts: TensorCasts, result: bool) -> Cast | None:
+        """The cast by which rows are sent; None for values. ``result``: of what experts return. ``explain()`` shows
+        the decision."""
+        cast = casts.rowwise
+        values = result and not self.quantize_combined
+        why = "quantize_combined is False" if values else refuses(cast, self.linear_recipe)
+        sent = None if why else cast
+        format: Any = x.dtype if sent is None else (x.dtype, sent.format)
         spec = Spec("all-to-all", (tuple(x.shape),), (format,), x.dtype, x.device)
         record(spec, "high precision" if why else "codes", {"codes": why} if why else {})
+        return sent
 
 
 def _as_bytes(x: Tensor, cast: Cast | None) -> Tensor:
@@ -116,18 +114,16 @@ def _moved(rows: Tensor, sent: list[int], received: list[int], group: Any) -> Te
     return out
 
 
-def _to_experts(x: Tensor, routes: Routes, casts: Any, result: bool) -> Tensor:
+def _to_experts(x: Tensor, routes: Routes, casts: TensorCasts, result: bool) -> Tensor:
     """Rows in the order of this rank -> the rows that this rank's experts take, sorted by expert."""
-    routes.log(x, casts, result)
-    cast = routes.cast(casts, result)
+    cast = routes.cast(x, casts, result)
     rows = _moved(_as_bytes(x, cast), routes.sent, routes.received, routes.group)
     return _as_values(rows.index_select(0, routes.order), cast, x.shape[1], x.dtype)
 
 
-def _from_experts(x: Tensor, routes: Routes, casts: Any, result: bool) -> Tensor:
+def _from_experts(x: Tensor, routes: Routes, casts: TensorCasts, result: bool) -> Tensor:
     """The inverse of ``_to_experts``."""
-    routes.log(x, casts, result)
-    cast = routes.cast(casts, result)
+    cast = routes.cast(x, casts, result)
     rows = _as_bytes(x, cast)
     arrived = torch.empty_like(rows).index_copy_(0, routes.order, rows)
     return _as_values(_moved(arrived, routes.received, routes.sent, routes.group), cast, x.shape[1], x.dtype)

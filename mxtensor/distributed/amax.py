@@ -8,10 +8,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..core.arguments import MODULE, check
+from ..core.arguments import MODULE, Kind, check
 from ..training.delayed_scaling import DelayedState
 from ..training.local import local_of
 from ..training.training_weight import delayed_states
+
+_GROUP = Kind(
+    "a process group of torch.distributed, or None",
+    lambda value: value is None or (dist.is_available() and isinstance(value, dist.ProcessGroup)),
+)
 
 
 def _states(model: nn.Module) -> list[DelayedState]:
@@ -36,6 +41,7 @@ def share_amax(model: nn.Module, group: Any = None) -> None:
     numbers a layer; nothing for a model without delayed scaling. Raises TypeError for another object.
     """
     check("share_amax", "model", model, MODULE)
+    check("share_amax", "group", group, _GROUP)
     states = _states(model)
     if not states:
         return

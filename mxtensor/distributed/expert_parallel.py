@@ -114,6 +114,7 @@ class _Experts:
         back = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=order.device))
         counts = expert.new_zeros(self.experts, dtype=torch.int64)
         counts.scatter_add_(0, expert.to(torch.int64), torch.ones_like(expert, dtype=torch.int64))
+        # One row for each choice, so that backward sums the choices of a token in order and not by atomics.
         rows = x.unsqueeze(1).expand(tokens, top_k, x.shape[-1]).reshape(tokens * top_k, x.shape[-1])
         dispatched = self._dispatch(rows[order], counts)
         received = dispatched.tokens.shape[0]

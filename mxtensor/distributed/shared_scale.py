@@ -11,7 +11,6 @@ A pass sends one all-reduce of at most four numbers.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from ..core.torch_autocast import without_autocast
 from ..kernels.gemm.spec import GemmOperand
 from ..kernels.quantize.hadamard import rotated
 from ..kernels.quantize.select import dequantize_operand, quantize_operand
+from ..kernels.quantize.two_casts import columnwise_cast
 from ..numerics.cast import Cast
 from ..numerics.operand import Operand
 from ..numerics.reference import encode, tensor_amax
@@ -49,9 +49,7 @@ def shares_scales(linear_recipe: LinearRecipe) -> bool:
 
 def _sources(x: Tensor, casts: TensorCasts) -> list[tuple[Tensor, Cast | None]]:
     """What the rowwise and the columnwise copy of a matrix are cast from, and their casts."""
-    column = casts.columnwise
-    if column is not None and column.seed is not None:
-        column = replace(column, seed=column.seed + 1)  # as in kernels/quantize
+    column = None if casts.columnwise is None else columnwise_cast(casts.columnwise)
     columns = x.mT if casts.signs is None or column is None else rotated(x.mT, casts.signs)
     return [(x, casts.rowwise), (columns, column)]
 

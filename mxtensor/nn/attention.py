@@ -14,9 +14,8 @@ from .dot_product import ATTENTION_TYPES, DotProductAttention, PaddingMask, Wind
 from .layernorm_linear import LayerNormLinear
 from .linear import Linear
 from .norm import normalized_heads
-from .parameters import Init
 from .rope import apply_rotary_pos_emb
-from .tensor_parallel import Parallel, set_group_of_modules
+from .tensor_parallel import Init, Parallel, set_group_of_modules
 
 SEQUENCE = Kind(
     "a dense floating-point torch.Tensor of 3 dimensions",

@@ -11,8 +11,7 @@ from torch import Tensor
 from ..core.arguments import COUNT, DEVICE, SIZE, checked, optional
 from ..training.grouped import Splits, groups_of, row_counts, stacked
 from .base import QuantizedModule, cast_bias
-from .parameters import Init
-from .tensor_parallel import Parallel, tracker_of
+from .tensor_parallel import Init, Parallel, tracker_of
 
 
 class GroupedLinear(QuantizedModule):

@@ -11,8 +11,7 @@ from torch import Tensor
 from ..core.arguments import DEVICE, POSITIVE, SIZE, checked, optional
 from .linear import LinearBase, Split
 from .norm import NormBase, check_normalization
-from .parameters import Init
-from .tensor_parallel import Parallel, tracker_of
+from .tensor_parallel import Init, Parallel, tracker_of
 
 
 class LayerNormLinear(NormBase, LinearBase):

@@ -13,9 +13,8 @@ from torch.utils.checkpoint import checkpoint as recomputed
 from ..core.arguments import DEVICE, POSITIVE, SIZE, checked, optional
 from .arguments import one_of
 from .norm import NormBase, check_normalization
-from .parameters import Init
 from .product_state import WeightShards
-from .tensor_parallel import Parallel, tracker_of
+from .tensor_parallel import Init, Parallel, tracker_of
 
 
 def _gelu(x: Tensor) -> Tensor:

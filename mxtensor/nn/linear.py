@@ -11,9 +11,8 @@ from torch import Tensor
 from ..core.arguments import DEVICE, SIZE, Kind, check, checked, described, optional
 from ..tensor.mxtensor import MXTensor
 from .base import Active, QuantizedModule, cast_bias
-from .parameters import Init
 from .product_state import WeightShards
-from .tensor_parallel import WHOLE, Parallel, Tracker, tracker_of
+from .tensor_parallel import WHOLE, Init, Parallel, Tracker, tracker_of
 
 Split = dict[str, int] | Sequence[str] | None
 """Names of parameters with the number of rows of each; a sequence of names divides the rows equally."""
@@ -54,7 +53,6 @@ class LinearBase(QuantizedModule):
     def add_split_linear(
         self, in_features: int, out_features: int, split: Split, init: Init | None, bias: bool, device: Any,
         dtype: torch.dtype | None, parallel: Parallel = WHOLE, tracker: Tracker | None = None,
-        pieces: Sequence[int] = (),
     ) -> None:  # fmt: skip
         """Register ``weight`` and ``bias``, or ``NAME_weight`` and ``NAME_bias`` for each name of ``split``; all sizes
         are those of the whole weight, of which ``parallel`` gives this rank a part."""
@@ -67,7 +65,7 @@ class LinearBase(QuantizedModule):
         self.weight_names = [f"{prefix}weight" for prefix in sizes]
         self.bias_names = [f"{prefix}bias" for prefix in sizes]
         for prefix, rows in sizes.items():
-            self.add_linear(prefix, (rows, in_features), init, bias, device, dtype, parallel, pieces, tracker)
+            self.add_linear(prefix, (rows, in_features), init, bias, device, dtype, parallel, (), tracker)
 
     def weights(self) -> list[WeightShards]:
         """The parameters of each product: one product of all, or one of each if they are quantized.
@@ -86,11 +84,11 @@ class LinearBase(QuantizedModule):
 
     def by_weight(self, x: Tensor, weights: list[WeightShards], active: Active | None, first: bool | None) -> Tensor:
         """The result (..., out_features), with the bias added unless ``return_bias`` is set."""
-        full = None if self.return_bias else self.full_bias()
+        by_rows = self.parallel.mode == "row"
+        full = self.full_bias() if (len(weights) == 1 or by_rows) and not self.return_bias else None
         if len(weights) == 1:
             return self.parallel_product(0, x, weights[0], full, active, first, self.parallel)
-        after = self.return_bias or self.parallel.mode == "row"
-        biases = [None if after else getattr(self, name) for name in self.bias_names]
+        biases = [None if self.return_bias or by_rows else getattr(self, name) for name in self.bias_names]
         each, x = enumerate(zip(weights, biases, strict=True)), self.parallel.into(x)
         y = torch.cat([self.product(i, x, weight, bias, active, first) for i, (weight, bias) in each], -1)
         return self.parallel.out_of(y, full)

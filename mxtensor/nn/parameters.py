@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -12,10 +12,8 @@ from torch import Tensor, nn
 
 from ..training.model_init import init_recipe, preserve, preserves, weight_parameter
 from ..training.state_dict import register_state_dict_hooks
+from .tensor_parallel import Init, Parallel, Tracker
 from .weight_shards import remember, spread
-
-Init = Callable[[Tensor], Any]
-"""Fills a tensor in place."""
 
 
 def kaiming(weight: Tensor) -> None:
@@ -51,29 +49,26 @@ class ParameterModule(nn.Module):
 
     def add_linear(
         self, prefix: str, shape: tuple[int, int], init: Init | None, bias: bool, device: Any,
-        dtype: torch.dtype | None, parallel: Any = None, pieces: Sequence[int] = (), tracker: Any = None,
+        dtype: torch.dtype | None, parallel: Parallel, pieces: Sequence[int], tracker: Tracker | None,
         suffix: str = "",
     ) -> None:  # fmt: skip
-        """Register a weight (N, K) and its bias (N,) or None; with ``parallel`` (``tensor_parallel.Parallel``) the
-        parts of this rank, where ``pieces`` are rows that are split one by one.
+        """Register the parts of this rank of a weight (N, K) and of its bias (N,), or None. ``pieces``: rows that are
+        split one by one; () for all at once.
 
         ``init`` fills the weight and the bias starts at zero. Without ``init`` both start as in torch.nn.Linear.
         """
         bound = 1 / math.sqrt(shape[1]) if shape[1] > 0 else 0.0
         start: Init = partial(nn.init.uniform_, a=-bound, b=bound) if init is None else nn.init.zeros_
-        fill, bias_shape = init or kaiming, shape[:1]
-        if parallel is not None:
-            pieces = pieces or shape[:1]
-            fill, start = parallel.initialize(fill, pieces, tracker), parallel.initialize(start, pieces, None)
-            shape, bias_shape = parallel.shape(shape), parallel.shape(bias_shape)
+        pieces = pieces or shape[:1]
+        fill = parallel.initialize(init or kaiming, pieces, tracker)
         weight_name, bias_name = f"{prefix}weight{suffix}", f"{prefix}bias{suffix}"
-        self.add_parameter(weight_name, shape, fill, device, dtype)
+        self.add_parameter(weight_name, parallel.shape(shape), fill, device, dtype)
         if bias:
-            self.add_parameter(bias_name, bias_shape, start, device, dtype)
+            fill = parallel.initialize(start, pieces, None)
+            self.add_parameter(bias_name, parallel.shape(shape[:1]), fill, device, dtype)
         else:
             self.register_parameter(bias_name, None)
-        if parallel is not None:
-            parallel.mark(getattr(self, weight_name), getattr(self, bias_name))
+        parallel.mark(getattr(self, weight_name), getattr(self, bias_name))
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

@@ -46,9 +46,14 @@ def _rows_of(row_id_map: Tensor, rows: int) -> Tensor:
     """int64 (rows,): the place in the flattened, transposed ``row_id_map`` of each row; its size for a row of none."""
     places = row_id_map.t().reshape(-1).to(torch.int64)
     out = torch.full((rows + 1,), len(places), device=places.device)
-    return out.scatter_(0, torch.where(places < 0, rows, places), torch.arange(len(places), device=places.device))[
-        :rows
-    ]
+    out.scatter_(0, torch.where(places < 0, rows, places), torch.arange(len(places), device=places.device))
+    return out[:rows]
+
+
+def _tokens_of(where: Tensor, row_id_map: Tensor) -> Tensor:
+    """int64 (rows,): the token of each row, from ``_rows_of``; the number of tokens for a row of none."""
+    tokens = row_id_map.shape[0]
+    return torch.where(where < row_id_map.numel(), where % max(tokens, 1), tokens)
 
 
 def _map_of_mask(routing_map: Tensor) -> Tensor:
@@ -76,21 +81,23 @@ def _picked(source: Tensor, where: Tensor) -> Tensor:
     return torch.where(inside.view(-1, *[1] * (source.dim() - 1)), out, 0)
 
 
-def _permuted(inp: Tensor, row_id_map: Tensor, rows: int) -> Tensor:
-    tokens = row_id_map.shape[0]
-    where = _rows_of(row_id_map, rows)
-    return _picked(inp, torch.where(where < row_id_map.numel(), where % max(tokens, 1), tokens))
+def _permuted(inp: Tensor, where: Tensor, row_id_map: Tensor) -> Tensor:
+    return _picked(inp, _tokens_of(where, row_id_map))
 
 
-def _number_of_rows(name: str, row_id_map: Tensor, given: int) -> int:
-    if given <= 0:
-        return int((row_id_map >= 0).sum())
+def _weights_of_rows(probs: Tensor, where: Tensor) -> Tensor:
+    return _picked(probs.t().reshape(-1), where)
+
+
+def _cut(name: str, row_id_map: Tensor, given: int) -> tuple[Tensor, int]:
+    """The map without rows from ``given`` on, and the number of rows; 0 or less: all are counted and stay."""
     if given > row_id_map.numel():
         raise ValueError(
             f"{name}: num_out_tokens={given} is more than the {row_id_map.numel()} entries of routing_map; leave it "
             "at -1 to count them"
         )
-    return given
+    rows = given if given > 0 else int((row_id_map >= 0).sum())
+    return torch.where(row_id_map < rows, row_id_map, -1), rows
 
 
 def moe_permute(
@@ -108,9 +115,8 @@ def moe_permute(
     check("moe_permute", "num_out_tokens", num_out_tokens, INTEGER)
     _check_tokens("moe_permute", inp, routing_map)
     row_id_map = _map_of_mask(routing_map) if map_type == "mask" else _map_of_index(routing_map)
-    rows = _number_of_rows("moe_permute", row_id_map, num_out_tokens)
-    row_id_map = torch.where(row_id_map < rows, row_id_map, -1)
-    return _permuted(inp, row_id_map, rows), row_id_map
+    row_id_map, rows = _cut("moe_permute", row_id_map, num_out_tokens)
+    return _permuted(inp, _rows_of(row_id_map, rows), row_id_map), row_id_map
 
 
 def moe_permute_with_probs(
@@ -119,11 +125,9 @@ def moe_permute_with_probs(
     """``moe_permute`` of a mask, and the weight of each row from ``probs`` (T, experts): rows, weights, row_id_map."""
     check("moe_permute_with_probs", "num_out_tokens", num_out_tokens, INTEGER)
     _check_tokens("moe_permute_with_probs", inp, routing_map, probs)
-    row_id_map = _map_of_mask(routing_map)
-    rows = _number_of_rows("moe_permute_with_probs", row_id_map, num_out_tokens)
-    row_id_map = torch.where(row_id_map < rows, row_id_map, -1)
-    permuted = _picked(probs.t().reshape(-1), _rows_of(row_id_map, rows))
-    return _permuted(inp, row_id_map, rows), permuted, row_id_map
+    row_id_map, rows = _cut("moe_permute_with_probs", _map_of_mask(routing_map), num_out_tokens)
+    where = _rows_of(row_id_map, rows)
+    return _permuted(inp, where, row_id_map), _weights_of_rows(probs, where), row_id_map
 
 
 def moe_permute_and_pad_with_probs(
@@ -147,10 +151,9 @@ def moe_permute_and_pad_with_probs(
     padded = (counts + align_size - 1) // align_size * align_size
     row_id_map, offsets = _map_of_mask(routing_map), (padded - counts).cumsum(0) - (padded - counts)
     moved = torch.where(row_id_map < 0, -1, row_id_map + offsets).to(torch.int32)
-    rows = int(padded.sum())
-    permuted = _picked(probs.t().reshape(-1), _rows_of(moved, rows))
+    where = _rows_of(moved, int(padded.sum()))
     pad_offsets = None if torch.equal(counts, padded) else offsets
-    return _permuted(inp, moved, rows), permuted, row_id_map, pad_offsets, padded
+    return _permuted(inp, where, moved), _weights_of_rows(probs, where), row_id_map, pad_offsets, padded
 
 
 def moe_unpermute(
@@ -181,9 +184,8 @@ def moe_unpermute(
     tokens, where = row_id_map.shape[0], _rows_of(row_id_map, inp.shape[0])
     rows = inp.to(torch.float32)
     if merging_probs is not None:
-        rows = rows * _picked(merging_probs.t().reshape(-1).to(torch.float32), where).unsqueeze(1)
-    to = torch.where(where < row_id_map.numel(), where % max(tokens, 1), tokens)
-    out = rows.new_zeros(tokens + 1, inp.shape[1]).index_add(0, to, rows)
+        rows = rows * _weights_of_rows(merging_probs.to(torch.float32), where).unsqueeze(1)
+    out = rows.new_zeros(tokens + 1, inp.shape[1]).index_add(0, _tokens_of(where, row_id_map), rows)
     return out[:tokens].to(inp.dtype)
 
 

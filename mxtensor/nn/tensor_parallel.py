@@ -22,9 +22,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..core.arguments import COUNT, FLAG, check, described
 from .arguments import one_of
-from .parameters import Init
 
 MODES = ("column", "row")
+Init = Callable[[Tensor], Any]
+"""Fills a tensor in place."""
 Tracker = Callable[[], AbstractContextManager[Any]]
 """Makes a context in which a rank draws random numbers of its own."""
 

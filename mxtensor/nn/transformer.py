@@ -15,8 +15,7 @@ from .attention import SEQUENCE, MultiheadAttention
 from .dot_product import MASK, WINDOW, PaddingMask, Window
 from .layernorm_mlp import LayerNormMLP
 from .norm import Norm
-from .parameters import Init
-from .tensor_parallel import set_group_of_modules
+from .tensor_parallel import Init, set_group_of_modules
 
 LAYER_TYPES = ("encoder", "decoder")
 LAYER = instance(

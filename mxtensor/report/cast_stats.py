@@ -12,7 +12,6 @@ from torch import Tensor
 from ..core.explain import LOGS
 from ..core.torch_autocast import without_autocast
 from ..kernels.gemm.spec import Form
-from ..kernels.quantize.hadamard import rotated
 from ..kernels.quantize.select import dequantize_operand
 from ..kernels.quantize.select_pair import cast_pair
 from ..numerics.cast import Cast
@@ -20,7 +19,7 @@ from ..numerics.formats import Rounding
 from ..numerics.operand import Operand
 from ..numerics.reference import crop, join_blocks, scale_to_float, split_blocks, spread
 from ..recipe.linear_recipe import TensorCasts
-from ..training.operands import rounds_twice
+from ..training.operands import columnwise_source
 from .model_report import decibels
 
 SIDES = ("rowwise", "columnwise")
@@ -97,12 +96,6 @@ def measured(
                 yield "rowwise", row.format.name, sums_of(x, operand)
         if column is None or "columnwise" not in sides:
             return
-        source = x.transpose(-1, -2)
-        if casts.signs is not None:
-            source = rotated(source, casts.signs)
-            found = _one(source, column, 0, amax)
-        elif rounds_twice(casts) and operand is not None:
-            found = _one(dequantize_operand(operand, torch.float32), column, 1, amax)
-        else:
-            found = _one(x, column, 1, amax)
-        yield "columnwise", column.format.name, sums_of(source, found)
+        source, side = columnwise_source(x, casts, operand)
+        wanted = x.transpose(-1, -2) if side == 1 else source
+        yield "columnwise", column.format.name, sums_of(wanted, _one(source, column, side, amax))

@@ -74,17 +74,22 @@ def copies(
     if wants[0] is not None:
         out[0] = x if row is None else _copy(x, row, wants[0], 0, scales)
     if wants[1] is not None:
-        if twice and row is not None:
-            first_copy = out[0] if isinstance(out[0], Operand) else quantize_operand(x, row)
-            exact = _exact(first_copy)
-            out[1] = exact.transpose(-1, -2) if column is None else _copy(exact, column, wants[1], 1, scales)
-        elif column is None:
-            out[1] = x.transpose(-1, -2)
-        elif casts.signs is not None:
-            out[1] = _copy(rotated(x.transpose(-1, -2), casts.signs), column, wants[1], 0, scales)
-        else:
-            out[1] = _copy(x, column, wants[1], 1, scales)
+        source, side = columnwise_source(x, casts, out[0])
+        out[1] = source.transpose(-1, -2) if column is None else _copy(source, column, wants[1], side, scales)
     return out
+
+
+def columnwise_source(x: Tensor, casts: TensorCasts, rowwise: GemmOperand | None) -> tuple[Tensor, int]:
+    """What the columnwise copy of x is cast from, and how: by columns (1), or by rows (0) as it is transposed already.
+
+    ``rowwise``: that copy of x, if it has been made.
+    """
+    if rounds_twice(casts):
+        assert casts.rowwise is not None
+        return _exact(rowwise if isinstance(rowwise, Operand) else quantize_operand(x, casts.rowwise)), 1
+    if casts.signs is not None and casts.columnwise is not None:
+        return rotated(x.transpose(-1, -2), casts.signs), 0
+    return x, 1
 
 
 def standing_for(x: Tensor, cast: Cast | None) -> GemmOperand:

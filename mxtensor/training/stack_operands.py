@@ -19,6 +19,7 @@ from torch import Tensor
 from ..kernels.gemm.fp8_rows_groups import rows_of_stack
 from ..kernels.gemm.spec import FakeQuantized, Form, GemmOperand, Unquantized
 from ..kernels.quantize.hadamard import rotated
+from ..kernels.quantize.two_casts import columnwise_cast
 from ..numerics.cast import Cast
 from ..numerics.formats import FULL
 from ..numerics.groups import Groups, amax_of_groups, block_of, groups_of_rows, values_of_groups
@@ -109,8 +110,7 @@ def _with_own_scales(
     else:
         if casts.signs is not None:
             columns = rotated(columns, casts.signs)
-        own = column if column.seed is None else replace(column, seed=column.seed + 1)  # as in kernels/quantize
-        out[1] = _fake_quantized(columns, own, _amax(columns, groups, 1))
+        out[1] = _fake_quantized(columns, columnwise_cast(column), _amax(columns, groups, 1))
     return [out[0] if wants[0] is not None else None, out[1]]
 
 

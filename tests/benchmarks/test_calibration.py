@@ -41,7 +41,14 @@ def test_a_method_is_measured_beside_rounding_to_nearest(tmp_path):
     data = [torch.randint(0, 50, (4, 16)) for _ in range(4)]
     found = [measure.row("mxfp4-weight-only", method, data) for method in calibration.METHODS]
     assert [row.method for row in found] == list(calibration.METHODS)
-    assert len({row.bits for row in found}) == 1 and all(row.seconds > 0 for row in found)
+    assert all(row.seconds > 0 for row in found)
+    bits = {row.method: row.bits for row in found}
+    assert bits["nearest, head"] == bits["gptq, head"] < bits["nearest"]
+    makes_biases = {method for method, value in bits.items() if value > bits["nearest"]}
+    assert makes_biases == {method for method in bits if "bias" in method}
+    assert all(
+        value == bits["nearest"] for method, value in bits.items() if "bias" not in method and "head" not in method
+    )
     assert all(q.kl > 0 and q.tokens == 30 for row in found for q in row.quality.values())
     file = tmp_path / "record.json"
     calibration.harness.write_json(file, found)

@@ -242,6 +242,7 @@ def test_sharded_blocks_are_not_compiled(main, monkeypatch, capsys):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch looks at each block's input
 def test_compiled_blocks_train_as_eager_ones(main, capsys):
     found = []
     for options in ((), ("--compile",)):

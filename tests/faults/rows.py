@@ -178,7 +178,7 @@ FAULTS = (
           "return values.rowwise, values.columnwise", "return values.rowwise, values.rowwise",
           "training/test_linear.py training"),
     Fault("wgrad's operand not transposed", "training/operands.py",
-          "out[1] = x.transpose(-1, -2)", "out[1] = x",
+          "out[1] = source.transpose(-1, -2) if", "out[1] = source if",
           "training/test_linear.py training"),
     Fault("the gradient of the bias in the gradient's dtype", "training/passes.py",
           "g.sum(0, dtype=torch.float32)", "g.sum(0, dtype=torch.bfloat16)",

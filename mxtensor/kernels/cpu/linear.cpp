@@ -22,8 +22,7 @@ namespace {
 // Packs rows first to end - 1 of x as integers. False if one cannot be.
 template <typename D> bool pack_as_integers(const Problem& p, int64_t first, int64_t end) {
   if constexpr (takes_integers<D>()) {
-    const bool blocks = p.scale_kind == E8M0 && p.block_cols == 32 && p.x_codes != nullptr;
-    if (!blocks || p.x_element != INT8_ID) return false;
+    if (p.scale_kind != E8M0 || p.block_cols != 32 || p.x_codes == nullptr) return false;
     for (int64_t m = first; m < end; m++)
       if (!pack_integers(p, m, static_cast<char*>(p.packed) + m * integer_row(p))) return false;
     return true;

@@ -12,8 +12,8 @@ namespace {
 // The cast of activations: to the numbers of a format, whether it has a global scale and signed zeros, and the scale rule.
 struct Cast {
   Format format;
-  bool global_scale, exact;
-  int32_t scaling, element, scale_kind;
+  bool global_scale, exact, integers;  // integers: int8 codes in blocks of 32 with E8M0 scales
+  int32_t scaling;
   float amax_epsilon;
 };
 
@@ -24,7 +24,7 @@ Cast cast_of(IntArrayRef cast, double amax_epsilon) {
   c.format.rows = int32_t(cast[2]), c.format.cols = int32_t(cast[3]);
   c.global_scale = cast[4] != 0, c.format.signed_zero = cast[5] != 0, c.scaling = int32_t(cast[6]);
   c.exact = exact_in_bfloat16(int(cast[0]), int(cast[1])), c.amax_epsilon = float(amax_epsilon);
-  c.element = int32_t(cast[0]), c.scale_kind = int32_t(cast[1]);
+  c.integers = cast[0] == INT8_ID && cast[1] == E8M0 && cast[2] == 1 && cast[3] == 32;
   return c;
 }
 
@@ -60,9 +60,7 @@ Tensor fake_quantize(Problem& p, const Cast& c, const at::TensorOptions& options
     functions.decode_values(&f, codes, to + at_scales, nullptr, p.m, p.k, first, end, to + first * size, kind);
   });
   p.x = to, p.x_kind = kind, p.x_stride = p.k, p.x_global = global_scale;
-  if (c.scale_kind == E8M0 && f.rows == 1 && f.cols == 32) {
-    p.x_codes = codes, p.x_scales = reinterpret_cast<const uint8_t*>(to + at_scales), p.x_element = c.element;
-  }
+  if (c.integers) p.x_codes = codes, p.x_scales = reinterpret_cast<const uint8_t*>(to + at_scales);
   return memory;
 }
 

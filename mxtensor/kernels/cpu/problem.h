@@ -16,8 +16,7 @@ struct Problem {
   int64_t m, n, k, row_bytes, scale_stride, x_stride, out_stride, bias_stride;
   double alpha, beta;
   int32_t element, scale_kind, block_rows, block_cols, x_kind, out_kind, bias_kind, mode;
-  const uint8_t *x_codes, *x_scales;  // of the cast that x comes from, if its scales are E8M0 bytes of 32 values; or null
-  int32_t x_element;
+  const uint8_t *x_codes, *x_scales;  // of the cast that x comes from: int8 codes, E8M0 scales of 32; null for others
 };
 
 // Whether element times block scale fits the 8 significant bits of bfloat16, as Format.exact_in_bfloat16 says.

@@ -16,13 +16,13 @@ from . import reference
 from .select import fake_quantize, fake_quantized, quantize_operand
 
 
-def _columnwise_cast(cast: Cast) -> Cast:
+def columnwise_cast(cast: Cast) -> Cast:
     """The same cast with random numbers of its own for the columnwise copy."""
     return cast if cast.seed is None else replace(cast, seed=cast.seed + 1)
 
 
 def _quantize_both(x: Tensor, cast: Cast) -> tuple[Operand, Operand]:
-    return quantize_operand(x, cast), quantize_operand(x.transpose(-1, -2), _columnwise_cast(cast))
+    return quantize_operand(x, cast), quantize_operand(x.transpose(-1, -2), columnwise_cast(cast))
 
 
 def _refuses_pair(spec: Spec, x: Tensor, cast: Cast, *forms: object) -> str | None:
@@ -52,7 +52,7 @@ def _pair(
 ) -> tuple[GemmOperand | None, GemmOperand | None]:  # fmt: skip
     if not cast.format.square:
         transpose = x.transpose(-1, -2)
-        return _in_form(x, cast, rowwise, dtype), _in_form(transpose, _columnwise_cast(cast), columnwise, dtype)
+        return _in_form(x, cast, rowwise, dtype), _in_form(transpose, columnwise_cast(cast), columnwise, dtype)
     forms = (rowwise, columnwise)
     results: dict[Form | None, GemmOperand | None] = {None: None}
     if amax is not None or Form.CODES in forms:
