@@ -17,7 +17,7 @@ from ..numerics.cast import Cast
 from ..numerics.element_format import ScaleFormat
 from ..numerics.elements import decode_elements, encode_elements
 from ..numerics.formats import E8M0, FP32_POW2, FULL, Format
-from ..numerics.reference import SCALE_RULES, join_blocks, scale_to_float, split_blocks, spread
+from ..numerics.reference import SCALE_RULES, join_blocks, least_error, scale_to_float, split_blocks, spread
 from .nearest import nearest_of
 
 OF_POWERS = (1.0, 0.5, 2.0)
@@ -67,23 +67,19 @@ def best_scales(
     amax = magnitudes.amax(dims, keepdim=True) if format.block[0] == FULL else magnitudes.amax(dims)
     weights = None if importance is None else split_blocks(importance.expand_as(w), format)[0]
     element = nearest_of(format.element, w.device)
-    best: tuple[Tensor, ...] | None = None
     global_scale = None
-    for multiple in multiples:
+
+    def candidate(multiple: float) -> tuple[Tensor, ...]:
+        nonlocal global_scale
         stored, multiplier, global_scale = SCALE_RULES[format.scale](amax * multiple, cast, whole_amax)
         value = scale_to_float(stored, format.scale)
         value = value if global_scale is None else value * global_scale
         difference = element.values[element.index(blocks * spread(multiplier, dims))].mul_(spread(value, dims))
         error = difference.sub_(blocks).square_()
         error = (error if weights is None else error.mul_(weights)).sum(dims).reshape(amax.shape)
-        if best is None:
-            best = error, stored, multiplier, value
-            continue
-        better = error < best[0]
-        new = (error, stored, multiplier, value)
-        best = tuple(torch.where(better, a, b) for a, b in zip(new, best, strict=True))
-    assert best is not None
-    _, stored, multiplier, value = best
+        return error, stored, multiplier, value
+
+    _, stored, multiplier, value = least_error(map(candidate, multiples))
     rows, cols = w.shape
 
     def of_values(scale: Tensor) -> Tensor:

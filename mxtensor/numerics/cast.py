@@ -8,12 +8,14 @@ import torch
 
 from ..core.arguments import INTEGER, NUMBER, Kind, check, instance, optional
 from ..core.tracing import make_constant
-from .formats import Format, Rounding, ScaleCalculationMode, get_format
+from .choices import FourOverSix, Rounding, ScaleCalculationMode
+from .formats import UE4M3, Format, get_format
 
 FLT_MAX = torch.finfo(torch.float32).max
 
 FORMAT = instance(Format, "a Format, or use Cast.of, which takes names")
 SCALING = instance(ScaleCalculationMode, "a ScaleCalculationMode, or use Cast.of, which takes names")
+FOUR_OVER_SIX = optional(instance(FourOverSix, "a FourOverSix, or use Cast.of, which takes names"))
 ROUNDING = instance(Rounding, "a Rounding, or use Cast.of, which takes names")
 SEED = optional(INTEGER)
 EPSILON = Kind("a number from 0 to the largest float32", NUMBER.accepts, lambda value: 0 <= value <= FLT_MAX)
@@ -32,6 +34,8 @@ class Cast:
     """With a seed, stochastic rounding gives the same bits in every kernel, on every device and at every call."""
     amax_epsilon: float = 0.0
     """A smaller amax counts as this number, in float32 scales (TransformerEngine); other scales have no such floor."""
+    four_over_six: FourOverSix | None = None
+    """How NVFP4 chooses the scale of each block from that for 6 and that for 4; None: that for 6."""
 
     def __post_init__(self) -> None:
         if not make_constant(self, "seed", "amax_epsilon"):
@@ -46,6 +50,32 @@ class Cast:
                 f"Cast: amax_epsilon={self.amax_epsilon} is for float32 scales, and {self.format} has "
                 f"{self.format.scale.name} scales; use a float8 format, or amax_epsilon=0"
             )
+        check("Cast", "four_over_six", self.four_over_six, FOUR_OVER_SIX)
+        if self.four_over_six is None:
+            return
+        if self.format.scale is not UE4M3 or not self.format.global_scale:
+            raise ValueError(
+                f"Cast: four_over_six={self.four_over_six.value!r} is for NVFP4 with a global scale, not for "
+                f"{self.format}; use nvfp4, or four_over_six=None"
+            )
+        if self.rounding is not Rounding.NEAREST:
+            raise ValueError(
+                f"Cast: four_over_six={self.four_over_six.value!r} compares errors of rounding to nearest; use "
+                "rounding='nearest', or four_over_six=None"
+            )
+
+    @property
+    def label(self) -> str:
+        """The format, and how its block scales are chosen: ``nvfp4 four over six (mae)``."""
+        four = self.four_over_six
+        return str(self.format) if four is None else f"{self.format} four over six ({four.value})"
+
+    @property
+    def by_reference(self) -> str | None:
+        """Why only the reference does this cast: what no kernel knows; None if kernels may do it."""
+        if self.four_over_six is not None:
+            return "four over six is for the reference"
+        return "a global scale for each row is for the reference" if self.format.row_scaled else None
 
     @classmethod
     def of(
@@ -55,6 +85,7 @@ class Cast:
         rounding: Rounding | str = Rounding.NEAREST,
         seed: int | None = None,
         amax_epsilon: float = 0.0,
+        four_over_six: FourOverSix | str | None = None,
     ) -> Cast:
         """A cast by names; a Cast itself is returned unchanged.
 
@@ -62,4 +93,6 @@ class Cast:
         """
         if isinstance(format, Cast):
             return format
-        return cls(get_format(format), ScaleCalculationMode.of(scaling), Rounding.of(rounding), seed, amax_epsilon)
+        four = None if four_over_six is None else FourOverSix.of(four_over_six)
+        names = get_format(format), ScaleCalculationMode.of(scaling), Rounding.of(rounding)
+        return cls(*names, seed, amax_epsilon, four)

@@ -11,95 +11,19 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from enum import Enum, Flag
-from typing import TypeVar
 
 import torch
 
 from ..core import names
 from ..core.arguments import Kind, check, described
 from ..core.tracing import make_constant
+from .choices import Orientation as Orientation
+from .choices import Rounding as Rounding
+from .choices import ScaleCalculationMode as ScaleCalculationMode
 from .element_format import ElementFormat, ScaleFormat
 
 FULL = -1
 """A block extent that covers the whole dimension (FULL rows: every leading dimension too)."""
-
-
-class Orientation(Flag):
-    """Which operands a tensor stores: blocks along the last dimension, along the one before it, or both."""
-
-    ROWWISE = 1
-    COLUMNWISE = 2
-    BOTH = 3
-
-    @classmethod
-    def of(cls, value: Orientation | str) -> Orientation:
-        """The member named by ``value`` ("rowwise", "columnwise" or "both")."""
-        if isinstance(value, Orientation) and value:
-            return value
-        try:
-            return cls[names.key(value).upper() if isinstance(value, str) else ""]
-        except KeyError:
-            raise ValueError(
-                f"unknown orientation {described(value)}; choose 'rowwise' (blocks along the last dimension), "
-                "'columnwise' (along the one before it) or 'both'"
-            ) from None
-
-    @property
-    def label(self) -> str:
-        return {1: "rowwise", 2: "columnwise", 3: "both"}[self.value]
-
-
-Choice = TypeVar("Choice", bound=Enum)
-
-
-def member(kind: type[Choice], what: str, value: object) -> Choice:
-    """The member of ``kind`` with this value; for an enum member of another package, with its value.
-
-    Raises ValueError that names the choices.
-    """
-    text = getattr(value, "value", value)
-    try:
-        return kind(text)  # first, because Dynamo of torch 2.11 cannot trace what follows
-    except ValueError:
-        found = names.find(text, [m.value for m in kind]) if isinstance(text, str) else None
-    if found is None:
-        choices = ", ".join(m.value for m in kind)
-        raise ValueError(f"unknown {what} {described(value)}; choose one of {choices}")
-    return kind(found)
-
-
-class ScaleCalculationMode(Enum):
-    """How the largest magnitude of a block becomes a power-of-two scale (names and values are torchao's)."""
-
-    FLOOR = "floor"
-    """floor(log2 amax) - emax: the OCP rule; the largest elements of a block may saturate."""
-    RCEIL = "rceil"
-    """the smallest power of two with amax <= max * scale: nothing saturates; NVIDIA's pre-training paper, cuBLAS."""
-    CEIL = "ceil"
-    """ceil(log2 amax) - emax: nothing saturates, up to one bit of range unused."""
-    EVEN = "even"
-    """amax rounded half up to the element's mantissa width, then FLOOR."""
-
-    @classmethod
-    def of(cls, value: ScaleCalculationMode | str) -> ScaleCalculationMode:
-        """The member named by ``value``; torchao's own enum members are accepted by their value."""
-        return member(cls, "scaling", value)
-
-
-class Rounding(Enum):
-    """How a value is rounded to one of its two neighbouring elements."""
-
-    NEAREST = "nearest"
-    """to the nearer one, ties to even"""
-    STOCHASTIC = "stochastic"
-    """to either one, with probabilities that make the mean right: small updates of a parameter need this"""
-
-    @classmethod
-    def of(cls, value: Rounding | str) -> Rounding:
-        """The member named by ``value``."""
-        return member(cls, "rounding", value)
-
 
 E4M3 = ElementFormat("e4m3", 4, 3, bias=7, max=448.0, dtype=torch.float8_e4m3fn, nan_code=0x7F)
 E5M2 = ElementFormat("e5m2", 5, 2, bias=15, max=57344.0, dtype=torch.float8_e5m2, nan_code=0x7F)
@@ -137,9 +61,11 @@ class Format:
     signed_zero: bool = True
     """Whether a scaled value of -0.0 keeps its sign. False: it gets code 0, as in TransformerEngine's NVFP4 reference;
     a negative value that rounds to zero keeps its sign in both."""
+    row_scaled: bool = False
+    """Whether each row has a global scale of its own, from its own amax (TransformerEngine's row-scaled NVFP4)."""
 
     def __post_init__(self) -> None:
-        if not make_constant(self, "block", "global_scale", "signed_zero"):
+        if not make_constant(self, "block", "global_scale", "signed_zero", "row_scaled"):
             return
         extents = self.block if isinstance(self.block, tuple) else ()
         if len(extents) != 2 or not all(isinstance(n, int) and (n == FULL or n > 0) for n in extents):
@@ -186,9 +112,13 @@ class Format:
             return (*shape[:-1], scales_per_row)
         return (*shape[:-2], _ceil_div(shape[-2], rows), scales_per_row)
 
+    def global_scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the global scale for values of ``shape``: (..., rows, 1) if each row has one, else ()."""
+        return (*shape[:-1], 1) if self.row_scaled else ()
+
     @property
     def has_tensor_scale(self) -> bool:
-        """Whether a scale depends on every value of the tensor: a global scale, or one block of the whole tensor."""
+        """Whether a scale depends on values of many blocks: a global scale, or one block of the whole tensor."""
         return self.global_scale or self.block[0] == FULL
 
     def why_not_split(self, dim: int, *cuts: int, scales_differ: bool = False) -> str | None:
@@ -217,6 +147,11 @@ class Format:
         """
         check(f"{self}.with_block", "block", block, BLOCK)
         rows, cols = (1, block) if isinstance(block, int) else tuple(block)
+        if self.row_scaled:
+            raise ValueError(
+                f"{self}: only blocks of one row can have a global scale for each row; call with_block({block!r}) on "
+                f"the format {self.name.split('[')[0]}"
+            )
         if cols not in BLOCK_SIZES or rows not in (1, cols):
             raise ValueError(
                 f"block {block!r} is not available; choose one of {', '.join(map(str, BLOCK_SIZES))} along the "
@@ -227,6 +162,21 @@ class Format:
         if home is not None and home.block == (rows, cols):
             return home
         return replace(self, name=f"{base}[{rows}x{cols}]", block=(rows, cols))
+
+    def with_row_scales(self) -> Format:
+        """The same elements and blocks with a global scale for each row: ``"nvfp4[row_scaled]"``.
+
+        Such a format is for activations: a stored tensor has one global scale. Raises ValueError for a format without
+        a global scale or with another block.
+        """
+        if not self.global_scale or FORMATS.get(self.name) is not self:
+            raise ValueError(f"{self} has no global scale for each row; choose nvfp4")
+        return replace(self, name=f"{self.name}{_ROW_SCALED}", row_scaled=True)
+
+    def without_global_scale(self) -> Format:
+        """The row of FORMATS with the same elements, block scales and blocks, and no global scale."""
+        same = self.element, self.scale, self.block
+        return next(f for f in FORMATS.values() if (f.element, f.scale, f.block) == same and not f.global_scale)
 
     def __hash__(self) -> int:
         return hash(self.name)
@@ -318,6 +268,7 @@ def get_mx_format(name: Format | str | torch.dtype, block_size: int) -> Format:
     return format.with_block(block_size) if format.scale is E8M0 else format
 
 
+_ROW_SCALED = "[row_scaled]"
 _BLOCK_SUFFIX = re.compile(r"(.+)\[(\d+)x(\d+)\]")
 
 
@@ -340,6 +291,8 @@ def get_format(name: Format | str | torch.dtype) -> Format:
     match = _BLOCK_SUFFIX.fullmatch(text.strip().lower())
     if match and match[1] in FORMATS:
         return _with_block(FORMATS[match[1]], match)
+    if text.endswith(_ROW_SCALED):
+        return get_format(text.removesuffix(_ROW_SCALED)).with_row_scales()
     # Dynamo of torch 2.11 traces what is above, and not what follows: another spelling, and an unknown name.
     known = [*FORMATS, *(a for a in FORMATS.aliases if "." not in a)]
     row = names.find(match[1] if match else text, known)

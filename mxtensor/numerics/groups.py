@@ -101,6 +101,17 @@ def _group_of(ends: Tensor, rows: int) -> Tensor:
 # ---------------------------------------------------------------------------------------------- scales of a group
 
 
+def amax_of_rows(x: Tensor, group: Tensor, count: int, dim: int) -> Tensor:
+    """The amax of each row of each group, at each of its values: (M, 1) for groups of rows (dim 0), which are cast row
+    by row, and (rows, P) for groups of columns (dim 1). Arguments and NaN as in ``amax_of_groups``."""
+    magnitudes = x.detach().abs().to(torch.float32)
+    magnitudes = torch.where(magnitudes.isnan(), float("inf"), magnitudes)
+    if dim == 0:
+        return magnitudes.amax(1, keepdim=True) if x.shape[1] else x.new_zeros((len(x), 1), dtype=torch.float32)
+    index = group.expand_as(magnitudes)
+    return magnitudes.new_zeros(len(x), count + 1).scatter_reduce(1, index, magnitudes, "amax").gather(1, index)
+
+
 def amax_of_groups(x: Tensor, group: Tensor, count: int, dim: int) -> Tensor:
     """The amax of each group in float32, at each of its rows (dim 0: (M, 1)) or of its columns (dim 1: (1, M)).
 

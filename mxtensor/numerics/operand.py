@@ -20,8 +20,9 @@ class Operand:
     """Values blocked along their last dimension: one operand of a product.
 
     ``data``: codes, shape ``format.data_shape(shape)``, dtype ``format.element.dtype``; ``scale``: shape
-    ``format.scale_shape(shape)``, uint8 or float32; ``global_scale``: a float32 scalar, or None; ``shape``: the logical
-    shape, without padding. Nothing is checked here: ``validate.check_components`` checks tensors from outside.
+    ``format.scale_shape(shape)``, uint8 or float32; ``global_scale``: float32 of ``format.global_scale_shape(shape)``,
+    a scalar unless the format is row-scaled, or None; ``shape``: the logical shape, without padding. Nothing is checked
+    here: ``validate.check_components`` checks tensors from outside.
     """
 
     data: Tensor
@@ -42,7 +43,8 @@ class Operand:
         shape = tuple(shape)
         data = torch.empty(format.data_shape(shape), dtype=format.element.dtype, device=device)
         scale = torch.empty(format.scale_shape(shape), dtype=format.scale.dtype, device=device)
-        global_scale = torch.empty((), dtype=torch.float32, device=device) if format.global_scale else None
+        whole = format.global_scale_shape(shape)
+        global_scale = torch.empty(whole, dtype=torch.float32, device=device) if format.global_scale else None
         return cls(data, scale, global_scale, format, shape)
 
     @cached_property
@@ -85,6 +87,12 @@ class Operand:
     def scale_view(self) -> Tensor:
         """A view of ``scale`` in the dtype of its values: float8_e8m0fnu (MX), float8_e4m3fn (NVFP4) or float32."""
         return self.scale.view(self.format.scale.view_dtype)
+
+    @property
+    def by_reference(self) -> str | None:
+        """Why only the reference decodes this operand; None if kernels may do it."""
+        one = self.global_scale is None or self.global_scale.dim() == 0
+        return None if one else "a global scale for each row is for the reference"
 
     @property
     def offset(self) -> int:

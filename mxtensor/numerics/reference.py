@@ -5,10 +5,12 @@ exponent arithmetic is on the bits of float32 values, never through log2. The co
 into one loop on CPU), and it allocates little when it runs eagerly on a slice of rows.
 
 Sources: OCP Microscaling Formats (MX) v1.0, sections 5 and 6.3; "Recipes for Pre-training LLMs with MXFP8" (RCEIL);
-the NVFP4 two-level scale of Blackwell.
+the NVFP4 two-level scale of Blackwell; TransformerEngine's reference for four over six and row-scaled NVFP4.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
@@ -137,16 +139,24 @@ def _scale_e8m0(amax: Tensor, cast: Cast, tensor_amax: Tensor) -> tuple[Tensor, 
     return torch.where(finite, byte, 255).to(torch.uint8), _power_of_two(254 - byte), None
 
 
-def _scale_nvfp4(amax: Tensor, cast: Cast, tensor_amax: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+def _scale_nvfp4(
+    amax: Tensor, cast: Cast, tensor_amax: Tensor, multiple: float = 1.0
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """``multiple``: of the scale that maps the amax of a block to the largest element, for four over six."""
+    four = cast.four_over_six
     # A tensor, because float / tensor is rounded twice (reciprocal, product), and on CUDA tensor / float is too.
-    largest = torch.full_like(tensor_amax, 448.0 * cast.format.element.max)
+    largest = torch.full_like(tensor_amax, (448.0 if four is None else four.largest_scale) * cast.format.element.max)
     encode = torch.ones_like(tensor_amax)
     if cast.format.global_scale:
         wanted = (largest / tensor_amax).clamp(max=FLT_MAX)
         usable = (tensor_amax > 0) & (wanted > 0)
         encode = torch.where(usable, wanted, encode)
         global_scale = torch.where(usable, tensor_amax / largest, 1.0)
-    scaled = (amax * (encode * (1.0 / cast.format.element.max))).clamp(-448.0, 448.0)
+    if four is None:
+        scaled = amax * (encode * (1.0 / cast.format.element.max))
+    else:  # TransformerEngine divides here
+        scaled = amax / torch.full_like(amax, cast.format.element.max) * encode * multiple
+    scaled = scaled.clamp(-448.0, 448.0)
     scale = torch.where(amax.isfinite(), scaled, float("nan")).to(torch.float8_e4m3fn)
     multiplier = (1.0 / (scale.to(torch.float32) * (1.0 / encode))).clamp(max=FLT_MAX)
     return scale.view(torch.uint8), multiplier, global_scale if cast.format.global_scale else None
@@ -178,6 +188,60 @@ SCALE_RULES = {E8M0: _scale_e8m0, UE4M3: _scale_nvfp4, FP32: _scale_float32, FP3
 """Scale format -> (amax of blocks, cast, amax of the tensor) -> (stored scale, float32 multiplier, global scale)."""
 
 
+# ---------------------------------------------------------------------------------------------- four over six
+
+LARGEST_OVER_NEXT = 1.5
+"""6 / 4: the two largest elements of E2M1."""
+
+
+def least_error(candidates: Iterable[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """Of each block the tensors of the candidate with the least error, which comes first; of equals the first one's.
+
+    The tensors of a candidate broadcast with the errors of the blocks.
+    """
+    best: tuple[Tensor, ...] | None = None
+    for new in candidates:
+        if best is not None:
+            better = new[0] < best[0]
+            new = tuple(torch.where(better, a, b) for a, b in zip(new, best, strict=True))
+        best = new
+    assert best is not None
+    return best
+
+
+def _error(
+    blocks: Tensor, dims: tuple[int, ...], scales: tuple[Tensor, Tensor], cast: Cast, tensor_amax: Tensor
+) -> Tensor:
+    """The float32 error of each block under one candidate, with TransformerEngine's roundings and order of sums: the
+    columns of a row one after the other, then the rows in halves."""
+    four, element = cast.four_over_six, cast.format.element
+    assert four is not None
+    scale, multiplier = scales
+    codes = encode_elements(blocks * spread(multiplier, dims), element)
+    amax = spread(tensor_amax, dims) if tensor_amax.dim() else tensor_amax
+    values = decode_elements(codes, element) * spread(scale_to_float(scale, cast.format.scale), dims) * amax
+    difference = values / torch.full_like(values, element.max * four.largest_scale) - blocks
+    errors = difference * difference if four.squares else difference.abs()
+    first, *others = errors.unbind(-1)
+    for error in others:
+        first = first + error
+    while dims == (-3, -1) and first.shape[-2] > 1:
+        upper, lower = first.chunk(2, -2)
+        first = upper + lower
+    return first.squeeze(-2) if dims == (-3, -1) else first
+
+
+def _four_or_six(
+    blocks: Tensor, dims: tuple[int, ...], amax: Tensor, cast: Cast, tensor_amax: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The stored scale and the multiplier of each block: those of 6, or those of 4 if their error is smaller.
+
+    Source: TransformerEngine, ``common/cast/nvfp4/quantize_4over6_nvfp4.cuh``.
+    """
+    candidates = (_scale_nvfp4(amax, cast, tensor_amax, multiple)[:2] for multiple in (1.0, LARGEST_OVER_NEXT))
+    return least_error((_error(blocks, dims, each, cast, tensor_amax), *each) for each in candidates)[1:]  # type: ignore[return-value]
+
+
 # ---------------------------------------------------------------------------------------------- encode and decode
 
 
@@ -203,6 +267,7 @@ def tensor_amax(x: Tensor) -> Tensor:
 def encode(x: Tensor, cast: Cast, whole_amax: Tensor | None = None) -> Operand:
     """Quantize ``x`` (float32, bfloat16, float16 or float64; 1-D or more; any strides) along its last dimension.
 
+    In a row-scaled format each row is cast as if it were a tensor of its own: the global scale is (..., rows, 1).
     ``whole_amax`` replaces the amax of ``x`` in scales that depend on the whole tensor (NVFP4, per-tensor float8), for
     callers that pass only a part of it. With dimensions, it is the amax of parts of ``x`` and broadcasts to its blocks
     (to its values, if one block is the tensor); so do the scales then (``groups.py``). Raises TypeError for other
@@ -213,15 +278,18 @@ def encode(x: Tensor, cast: Cast, whole_amax: Tensor | None = None) -> Operand:
     if x.numel() == 0:
         data = x.new_zeros(format.data_shape(shape), dtype=element.dtype)
         scale = x.new_zeros(format.scale_shape(shape), dtype=format.scale.dtype)
-        return Operand(data, scale, x.new_ones((), dtype=torch.float32) if format.global_scale else None, format, shape)
+        ones = x.new_ones(format.global_scale_shape(shape), dtype=torch.float32) if format.global_scale else None
+        return Operand(data, scale, ones, format, shape)
     blocks, dims = split_blocks(x.detach().to(torch.float32), format)
     magnitudes = blocks.abs()
     amax = magnitudes.amax(dims, keepdim=True) if format.block[0] == FULL else magnitudes.amax(dims)
     if whole_amax is None:
-        whole_amax = amax.amax()
+        whole_amax = amax.amax(-1, keepdim=True) if format.row_scaled else amax.amax()
     elif format.block[0] == FULL:
         amax = whole_amax if whole_amax.dim() else whole_amax.expand_as(amax)
     scale, multiplier, global_scale = SCALE_RULES[format.scale](amax, cast, whole_amax)
+    if cast.four_over_six is not None:
+        scale, multiplier = _four_or_six(blocks, dims, amax, cast, whole_amax)
     finite = amax.isfinite()
     multiplier = _stored(torch.where(finite, multiplier, float("nan")))
     y = blocks * spread(multiplier, dims)

@@ -9,7 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+from ..core.arguments import FLAG, check
 from ..numerics.cast import Cast
+from ..numerics.choices import FourOverSix
 from ..numerics.formats import E8M0, FORMATS, Rounding, ScaleCalculationMode
 from ..numerics.formats import Format as FormatRow
 from .base import BackwardOptions, Format, check_choice, check_no_attention, parse_field, spelt_choice
@@ -114,6 +116,9 @@ class NVFP4BlockScaling(BackwardOptions):
 
     16x16 tiles of weights share a scale. A random Hadamard transform rotates the columnwise copies of inputs and
     gradients, the operands of wgrad. Gradients round stochastically. Each of the three can be disabled.
+
+    Two options of TransformerEngine, with its names and values; those for inputs need ``disable_rht=True``:
+    ``nvfp4_4over6`` and ``row_scaled_activation``. Gradients have neither.
     """
 
     disable_rht: bool = False
@@ -122,6 +127,15 @@ class NVFP4BlockScaling(BackwardOptions):
     fp4_format: Format = Format.E2M1
     fp8_format: Format = Format.E4M3
     """The format of the block scales."""
+    row_scaled_activation: bool = False
+    """Each row of an input has a global scale of its own, from its own amax; so has each row of its transpose."""
+    nvfp4_4over6: str = "none"
+    """``weights``, ``activations`` or ``all``: the amax of each of their blocks becomes 6 or 4, whichever errs less."""
+    nvfp4_4over6_e4m3_use_256: str = "all"
+    """Of the tensors that ``nvfp4_4over6`` names, those whose largest block scale for 6 is 256 and not 448. With 448
+    the blocks with the largest values have no scale for 4."""
+    nvfp4_4over6_err_mode: str = "MAE"
+    """The error: ``MAE``, the sum of absolute differences, or ``MSE``, of squared ones."""
     fp8_dpa: bool = False
     fp8_mha: bool = False
     _kinds = frozenset({"nvfp4", "block_scaling"})
@@ -135,6 +149,29 @@ class NVFP4BlockScaling(BackwardOptions):
         nearest = Cast(FORMATS["nvfp4"])
         grad = nearest if self.disable_stochastic_rounding else replace(nearest, rounding=Rounding.STOCHASTIC)
         weight = nearest if self.disable_2d_quantization else Cast(FORMATS["nvfp4"].with_block((16, 16)))
+        input, weight = self._input(nearest), replace(weight, four_over_six=self._four_over_six("weights"))
         return self.with_options(
-            TensorCasts(nearest, nearest, signs), TensorCasts.of(weight), TensorCasts(grad, grad, signs)
+            TensorCasts(input, input, signs), TensorCasts.of(weight), TensorCasts(grad, grad, signs)
         )
+
+    def _input(self, nearest: Cast) -> Cast:
+        """The cast of inputs."""
+        check(type(self).__name__, "row_scaled_activation", self.row_scaled_activation, FLAG)
+        four = self._four_over_six("activations")
+        for name, given in (("row_scaled_activation", self.row_scaled_activation), ("nvfp4_4over6", four is not None)):
+            if given and not self.disable_rht:
+                raise ValueError(
+                    f"{type(self).__name__}: {name}={getattr(self, name)!r} is for inputs that are not rotated, and "
+                    "disable_rht=False rotates them for wgrad; set disable_rht=True"
+                )
+        format = nearest.format.with_row_scales() if self.row_scaled_activation else nearest.format
+        return replace(nearest, format=format, four_over_six=four)
+
+    def _four_over_six(self, scope: str) -> FourOverSix | None:
+        """How the tensors of ``scope``, weights or activations, choose the scales of their blocks."""
+        wanted, bounded = (
+            spelt_choice(self, name, ("none", "weights", "activations", "all")) in (scope, "all")
+            for name in ("nvfp4_4over6", "nvfp4_4over6_e4m3_use_256")
+        )
+        error = spelt_choice(self, "nvfp4_4over6_err_mode", ("MAE", "MSE")).lower()
+        return FourOverSix.of(error if bounded else f"{error}_448") if wanted else None

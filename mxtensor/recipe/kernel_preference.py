@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from ..numerics.formats import member
+from ..numerics.choices import member
 
 
 class KernelPreference(Enum):

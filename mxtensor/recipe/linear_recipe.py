@@ -97,8 +97,8 @@ class LinearRecipe:
     | dgrad   | dx = g w   | grad.rowwise    | weight.columnwise |
     | wgrad   | dw = g^T x | grad.columnwise | input.columnwise  |
 
-    Raises ValueError if only one operand of a product is rotated, and for ``from_rowwise`` of an input or a gradient;
-    TypeError for fields of other types.
+    Raises ValueError if only one operand of a product is rotated, for ``from_rowwise`` of an input or a gradient, and
+    for a weight in a row-scaled format; TypeError for fields of other types.
     """
 
     input: TensorCasts
@@ -121,6 +121,12 @@ class LinearRecipe:
     def __post_init__(self) -> None:
         for name, kind in FIELDS:
             check("LinearRecipe", name, getattr(self, name), kind)
+        for cast in (self.weight.rowwise, self.weight.columnwise):
+            if cast is not None and cast.format.row_scaled:
+                raise ValueError(
+                    f"LinearRecipe: the weight is {cast.format}, and a weight has one global scale; use "
+                    f"{cast.format.name.split('[')[0]} for the weight, and this format for inputs or gradients"
+                )
         x, g = (casts.signs if casts.columnwise is not None else None for casts in (self.input, self.grad))
         if x != g or self.weight.signs is not None:
             raise ValueError(
@@ -174,7 +180,7 @@ class LinearRecipe:
     def __str__(self) -> str:
         """``MXFP8BlockScaling (mxfp8_e4m3)``; if the formats differ, ``NAME (weight/input/grad)``."""
         casts = (self.weight.rowwise, self.input.rowwise, self.grad.rowwise)[: 3 if self.trains else 2]
-        names = ["high precision" if c is None else c.format.name for c in casts]
+        names = ["high precision" if c is None else c.label for c in casts]
         return f"{self.name} ({names[0] if len(set(names)) == 1 else '/'.join(names)})"
 
 

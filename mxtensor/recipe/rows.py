@@ -24,6 +24,8 @@ def recipe_to_row(recipe: LinearRecipe) -> dict[str, str | None]:
             row[f"{name}_seed"] = str(cast.seed)
         if cast and cast.amax_epsilon:
             row[f"{name}_amax_epsilon"] = repr(float(cast.amax_epsilon))
+        if cast and cast.four_over_six is not None:
+            row[f"{name}_four_over_six"] = cast.four_over_six.value
     return row
 
 
@@ -46,7 +48,8 @@ def recipe_from_row(row: dict[str, str | None]) -> LinearRecipe:
         epsilon = row.get(f"{name}_amax_epsilon") or "0"
         if not _EPSILON.fullmatch(epsilon):
             raise ValueError(f"the amax_epsilon of a stored recipe must be a number, got {epsilon!r:.80}")
-        return Cast.of(format, scaling, rounding, None if seed is None else int(seed), float(epsilon))
+        four = row.get(f"{name}_four_over_six")
+        return Cast.of(format, scaling, rounding, None if seed is None else int(seed), float(epsilon), four)
 
     weight = cast("weight")
     if weight is None:

@@ -22,7 +22,7 @@ from ..kernels.quantize.hadamard import rotated
 from ..kernels.quantize.two_casts import columnwise_cast
 from ..numerics.cast import Cast
 from ..numerics.formats import FULL
-from ..numerics.groups import Groups, amax_of_groups, block_of, groups_of_rows, values_of_groups
+from ..numerics.groups import Groups, amax_of_groups, amax_of_rows, block_of, groups_of_rows, values_of_groups
 from ..recipe.linear_recipe import LinearRecipe, TensorCasts
 from .operands import Want, copies, rounds_twice
 
@@ -100,7 +100,7 @@ def _with_own_scales(
         amax = amax_of_groups(padded, groups.of_padded_row, groups.number, 0)
         out[0] = FakeQuantized(groups.unpadded(_fake_quantized(padded, row, amax).values), None, row.format)
     elif wants[0] is not None or twice:
-        out[0] = _fake_quantized(x, row, _amax(x, groups, 0))
+        out[0] = _fake_quantized(x, row, _amax(x, row, groups, 0))
     if wants[1] is None:
         return out if wants[0] is not None else [None, None]
     source = out[0].values if twice and isinstance(out[0], FakeQuantized) else x
@@ -110,17 +110,19 @@ def _with_own_scales(
     else:
         if casts.signs is not None:
             columns = rotated(columns, casts.signs)
-        out[1] = _fake_quantized(columns, columnwise_cast(column), _amax(columns, groups, 1))
+        out[1] = _fake_quantized(columns, columnwise_cast(column), _amax(columns, column, groups, 1))
     return [out[0] if wants[0] is not None else None, out[1]]
 
 
-def _amax(x: Tensor, groups: Groups | None, dim: int) -> Tensor:
-    """The amax of each group along ``dim``, or of each matrix of a stack, broadcasting to x."""
+def _amax(x: Tensor, cast: Cast, groups: Groups | None, dim: int) -> Tensor:
+    """The amax of each group along ``dim``, or of each matrix of a stack, or of their rows, broadcasting to x."""
+    rows = cast.format.row_scaled
     if groups is not None:
-        return amax_of_groups(x, groups.of_row if dim == 0 else groups.of_padded_row, groups.number, dim)
+        of_groups = amax_of_rows if rows else amax_of_groups
+        return of_groups(x, groups.of_row if dim == 0 else groups.of_padded_row, groups.number, dim)
     if 0 in x.shape:
-        return x.new_zeros((*x.shape[:-2], 1, 1), dtype=torch.float32)
-    return x.detach().abs().amax((-2, -1), keepdim=True).to(torch.float32)
+        return x.new_zeros((*x.shape[:-2], x.shape[-2] if rows else 1, 1), dtype=torch.float32)
+    return x.detach().abs().amax(-1 if rows else (-2, -1), keepdim=True).to(torch.float32)
 
 
 def _fake_quantized(x: Tensor, cast: Cast, amax: Tensor) -> FakeQuantized:

@@ -159,7 +159,8 @@ recipe_type=CustomRecipe,
   scaling=<ScaleCalculationMode.RCEIL: 'rceil'>,
   rounding=<Rounding.STOCHASTIC: 'stochastic'>,
   seed=None,
-  amax_epsilon=0.0),
+  amax_epsilon=0.0,
+  four_over_six=None),
   high_precision_wgrad=True""",
     )
 

@@ -15,6 +15,7 @@ from ...numerics.groups import Groups
 from ..gemm import cpu_codes, dequant, dot_scaled, emulated, fp8_rows, fp8_rows_groups, scaled_grouped_mm, scaled_mm
 from ..small_m import kernel as small_m
 from .fp8_rows_both import wants_rows
+from .scaled_rows import is_row_scaled, with_row_scales, without_row_scales
 from .spec import Form, GemmArgs, GemmOperand, data_of, facts_of, format_of, without_lazy_signs
 
 GEMM: tuple[Kernel, ...] = (
@@ -68,11 +69,16 @@ def gemm(op: str, a: GemmOperand, b: GemmOperand, args: GemmArgs, prefer: str | 
         raise ValueError(
             f"{op}: the contracted dimensions differ: {left} has {left[-1]} columns, the other operand {right[-1]} rows"
         )
+    if is_row_scaled(a) or is_row_scaled(b):
+        apart = without_row_scales(a, b, args)
+        return with_row_scales(gemm(op, apart.a, apart.b, apart.args, prefer), apart.scales, args)
     return perform(GEMM, spec, a, b, args, prefer=prefer, facts=facts_of(a, b, args))  # type: ignore[no-any-return]
 
 
 def plan_of(op: str, a: GemmOperand, b: GemmOperand, args: GemmArgs, prefer: str | None = None) -> Plan:
     """The plan by which ``gemm`` would run; nothing is logged."""
+    if is_row_scaled(a) or is_row_scaled(b):
+        a, b, args, _ = without_row_scales(a, b, args, casts=False)
     return plan_for(GEMM, _spec(op, a, b, args), a, b, args, prefer=prefer, facts=facts_of(a, b, args))
 
 
@@ -81,6 +87,8 @@ def wanted_form(
 ) -> Form | torch.dtype:
     """The form in which the kernel for this product wants operands that are cast for it: the dtype of their values,
     codes, or codes under the scales of rows."""
+    if is_row_scaled(a) or is_row_scaled(b):
+        a, b, args, _ = without_row_scales(a, b, args, casts=False)
     kernel = plan_of(op, a, b, args, prefer).kernel
     if kernel is fp8_rows.KERNEL and wants_rows(a, b):
         return Form.ROWS
@@ -108,6 +116,9 @@ def grouped_gemm(
     a, b, args = without_lazy_signs(a, b, args)
     spec = _spec(op, a, b, args)
     _check_devices(op, spec.device, data_of(a), args.bias, ends)
+    if is_row_scaled(a):
+        apart = without_row_scales(a, b, args)
+        return with_row_scales(grouped_gemm(op, apart.a, apart.b, ends, apart.args, prefer), apart.scales, args)
     return perform(GROUPED, spec, a, b, ends, args, prefer=prefer)  # type: ignore[no-any-return]
 
 

@@ -31,18 +31,18 @@ def _eager(x: Tensor, cast: Cast) -> Operand:
 
 @custom_ops.define("mxtensor::encode")
 def encode_op(
-    x: Tensor, format: str, scaling: str, rounding: str, amax_epsilon: float
+    x: Tensor, format: str, scaling: str, rounding: str, amax_epsilon: float, four_over_six: str | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``reference.encode`` of x: (data, scale, global scale or an empty tensor)."""
     check_source(x)
     check_tensor("mxtensor::encode: x", x, *SOURCE_DTYPES)
-    operand = _eager(x.contiguous(), Cast.of(format, scaling, rounding, None, amax_epsilon))
+    operand = _eager(x.contiguous(), Cast.of(format, scaling, rounding, None, amax_epsilon, four_over_six))
     global_scale = x.new_empty(0, dtype=torch.float32) if operand.global_scale is None else operand.global_scale
     return operand.data, operand.scale, global_scale
 
 
 @custom_ops.fake_of(encode_op)
-def _(x, format, scaling, rounding, amax_epsilon):  # type: ignore[no-untyped-def]
+def _(x, format, scaling, rounding, amax_epsilon, four_over_six=None):  # type: ignore[no-untyped-def]
     out = Operand.empty(get_format(format), x.shape, x.device)
     return out.data, out.scale, x.new_empty(0, dtype=torch.float32) if out.global_scale is None else out.global_scale
 
@@ -62,7 +62,7 @@ def _wants_opaque(x: Tensor, cast: Cast) -> bool:
     power_of_two = cast.format.scale.significant_bits == 1
     if x.device.type == "cpu":
         rows = power_of_two and cast.format.block[0] == 1 and cast.rounding is Rounding.NEAREST
-        return rows and not is_exporting()
+        return (rows or cast.four_over_six is not None) and not is_exporting()
     return not power_of_two
 
 
@@ -70,7 +70,8 @@ def _quantize(x: Tensor, cast: Cast) -> Operand:
     if not _wants_opaque(x, cast):
         return encode(x, cast)
     words = cast.format.name, cast.scaling.value, cast.rounding.value
-    data, scale, global_scale = encode_op(x, *words, float(cast.amax_epsilon))
+    four = None if cast.four_over_six is None else cast.four_over_six.value
+    data, scale, global_scale = encode_op(x, *words, float(cast.amax_epsilon), four)
     return Operand(data, scale, global_scale if cast.format.global_scale else None, cast.format, tuple(x.shape))
 
 

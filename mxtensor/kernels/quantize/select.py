@@ -23,7 +23,8 @@ from . import cpu, reference, sliced, triton_ops
 
 def cast_spec(op: str, x: Tensor, cast: Cast, *more: Tensor | None) -> Spec:
     """The spec of a cast of ``x``; ``more`` are the other tensors that can be traced."""
-    return Spec(op, (tuple(x.shape),), ((x.dtype, cast.format),), x.dtype, x.device, is_traced(x, *more))
+    name = cast.format if cast.four_over_six is None else cast.label
+    return Spec(op, (tuple(x.shape),), ((x.dtype, name),), x.dtype, x.device, is_traced(x, *more))
 
 
 def quantize_operand(x: Tensor, cast: Cast) -> Operand:

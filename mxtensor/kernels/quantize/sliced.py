@@ -67,7 +67,7 @@ def _slice_amax(x: Tensor) -> Tensor:
 def _quantize(x: Tensor, cast: Cast) -> Operand:
     format, shape = cast.format, tuple(x.shape)
     x = x.detach().reshape(-1, shape[-1])
-    amax = _slice_amax(x) if format.has_tensor_scale else None
+    amax = _slice_amax(x) if format.has_tensor_scale and not format.row_scaled else None
     block_rows = 1 if format.block[0] == FULL else format.block[0]
     out = Operand.empty(format, tuple(x.shape), x.device)
     data, scale, global_scale = out.data, out.scale, out.global_scale
@@ -78,7 +78,13 @@ def _quantize(x: Tensor, cast: Cast) -> Operand:
             scale.copy_(part.scale)
         else:
             scale.narrow(0, start // block_rows, part.scale.shape[0]).copy_(part.scale)
-        global_scale = part.global_scale
+        if format.row_scaled:
+            assert global_scale is not None and part.global_scale is not None
+            global_scale.narrow(0, start, length).copy_(part.global_scale)
+        else:
+            global_scale = part.global_scale
+    if global_scale is not None:
+        global_scale = global_scale.view(format.global_scale_shape(shape))
     return Operand(
         data.view(format.data_shape(shape)), scale.view(format.scale_shape(shape)), global_scale, format, shape
     )
@@ -89,6 +95,8 @@ def _quantize(x: Tensor, cast: Cast) -> Operand:
 
 def _refuses_dequantize(spec: Spec, operand: Operand, dtype: torch.dtype) -> str | None:
     rows, cols = operand.format.block
+    if operand.by_reference is not None:
+        return operand.by_reference
     if cols != FULL and operand.shape[-1] % cols:
         return f"the last block of a row of {operand.shape[-1]} values is shorter than {cols}"
     if rows not in (1, FULL) and len(operand.shape) > 1 and operand.shape[-2] % rows:

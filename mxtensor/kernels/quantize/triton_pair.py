@@ -50,7 +50,7 @@ def refuses_pair(
         return "two casts are faster"
     if Form.VALUES in (rowwise, columnwise) and dtype not in SOURCES:
         return f"not for {str(dtype).removeprefix('torch.')}"
-    return refuses(spec)
+    return cast.by_reference or refuses(spec)
 
 
 def pair(

@@ -1,0 +1,66 @@
+"""Products of operands with a global scale for each row: a product without global scales, whose float32 result they
+multiply.
+
+A row of the left operand is a row of the result, a row of the right one a column. So any product kernel serves, and
+what it adds up is what it adds up for one global scale. TransformerEngine computes row-scaled NVFP4 in the same way
+(``general_gemm`` of ``pytorch/cpp_extensions/gemm.py``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..quantize.select import quantize_operand
+from .row_operand import RowOperand
+from .spec import GemmArgs, GemmOperand, Unquantized, finish
+
+
+def is_row_scaled(side: GemmOperand) -> bool:
+    """Whether each row of an operand has a global scale, or will have one after its cast."""
+    if isinstance(side, (Tensor, RowOperand)):
+        return False
+    return side.format.row_scaled and (isinstance(side, Unquantized) or side.global_scale is not None)
+
+
+class Apart(NamedTuple):
+    """A product without the global scales of rows."""
+
+    a: GemmOperand
+    b: GemmOperand
+    args: GemmArgs
+    """float32, without alpha and bias"""
+    scales: list[Tensor]
+    """What the result is multiplied by: (..., M, 1) for the left operand, (..., 1, N) for the right one."""
+
+
+def without_row_scales(a: GemmOperand, b: GemmOperand, args: GemmArgs, casts: bool = True) -> Apart:
+    """The product that a kernel computes. ``casts``: False leaves operands unquantized, for the question which kernel
+    that will be, and gives no scales."""
+    left, of_rows = _apart(a, casts)
+    right, of_columns = _apart(b, casts)
+    scales = [*of_rows, *(scale.transpose(-1, -2) for scale in of_columns)]
+    return Apart(left, right, GemmArgs(torch.float64 if args.out_dtype is torch.float64 else torch.float32), scales)
+
+
+def _apart(side: GemmOperand, casts: bool) -> tuple[GemmOperand, list[Tensor]]:
+    """An operand without the global scales of its rows, and those."""
+    if isinstance(side, (Tensor, RowOperand)) or not is_row_scaled(side):
+        return side, []
+    format = side.format.without_global_scale()
+    if isinstance(side, Unquantized):
+        if not casts:
+            return replace(side, cast=replace(side.cast, format=format, four_over_six=None)), []
+        side = quantize_operand(side.x, side.cast)
+    assert side.global_scale is not None
+    return replace(side, global_scale=None, format=format), [side.global_scale]
+
+
+def with_row_scales(product: Tensor, scales: list[Tensor], args: GemmArgs) -> Tensor:
+    """The result of the whole product: times the scales, then alpha and bias, rounded once."""
+    for scale in scales:
+        product = product * scale
+    return finish(product, args)
