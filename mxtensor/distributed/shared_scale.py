@@ -68,13 +68,19 @@ def _largest(sources: list[tuple[Tensor, Cast | None]], split: list[bool], group
 def _cast(x: Tensor, cast: Cast | None, amax: Tensor) -> GemmOperand:
     if cast is None:
         return x
-    if not cast.format.has_tensor_scale:
+    if not cast.format.has_tensor_scale or cast.format.row_scaled:
         return quantize_operand(x.contiguous(), cast)
     return encode(x.contiguous(), cast, amax)
 
 
 def _copies(tensors: list[tuple[Tensor, TensorCasts, bool]], group: Group) -> list[GemmOperand]:
     """(rowwise, columnwise) of each matrix in turn; the last of each entry: whether ranks have parts of it."""
+    for _, casts, split in tensors:
+        if split and casts.rowwise is not None and casts.rowwise.format.row_scaled:
+            raise NotImplementedError(
+                f"ranks have parts of the rows of a tensor in {casts.rowwise.format}, whose global scales belong to "
+                "whole rows; split the layer by columns, or use row_scaled_activation=False"
+            )
     sources = [source for x, casts, _ in tensors for source in _sources(x, casts)]
     amax = _largest(sources, [split for *_, split in tensors for _ in range(2)], group)
     out = [_cast(x, cast, each) for (x, cast), each in zip(sources, amax, strict=True)]

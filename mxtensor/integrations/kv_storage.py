@@ -29,12 +29,14 @@ ROOM, LEAST = 8.0, 168.0
 
 
 def check_format(format: Format) -> None:
-    """Raise NotImplementedError for a format whose scales belong to several tokens."""
+    """Raise NotImplementedError for a format whose scales belong to several tokens, or to rows of one head."""
     if format.block[0] != 1:
         raise NotImplementedError(
             f"KVCache: a scale of {format} belongs to several tokens, which come one by one; pass a format with blocks "
             "along the head, such as mxfp8, nvfp4 or float8_row"
         )
+    if format.row_scaled:
+        raise NotImplementedError(f"KVCache: {format} has a global scale for each row; pass nvfp4, which has one")
 
 
 def check_same_tokens(keys: Tensor, values: Tensor) -> None:

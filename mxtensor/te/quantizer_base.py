@@ -30,7 +30,7 @@ from ..numerics.cast import Cast
 from ..numerics.formats import Format, Orientation
 from ..numerics.operand import Operand, Rotated
 from ..numerics.reference import SOURCE_DTYPES, check_source
-from ..recipe.linear_recipe import LinearRecipe
+from ..recipe.linear_recipe import HIGH_PRECISION, LinearRecipe
 from ..tensor.mxtensor import MXTensor
 from ..tensor.rotated import RotatedTensor
 from ..tensor.stored import rotated_shape
@@ -90,7 +90,8 @@ class Quantizer:
         name = type(self).__name__
         check(name, "cast", cast, CAST)
         check(name, "signs", signs, optional(INTEGER))
-        self.cast, self.signs, self.recipe = cast, signs, LinearRecipe.inference(cast)
+        self.cast, self.signs = cast, signs
+        self.recipe = HIGH_PRECISION if cast.format.row_scaled else LinearRecipe.inference(cast)  # makes no tensors
         self.rowwise = self.columnwise = True
         self.set_usage(rowwise=rowwise, columnwise=columnwise)
 
@@ -179,6 +180,11 @@ class Quantizer:
 
     def _wanted(self, x: Tensor) -> Orientation:
         """The copies to make of ``x``."""
+        if self.cast.format.row_scaled:
+            raise NotImplementedError(
+                f"{type(self).__name__}: a tensor has one global scale, and {self.cast.format} has one for each row; "
+                "use NVFP4BlockScaling(row_scaled_activation=True, disable_rht=True), whose inputs are cast so"
+            )
         check_source(x)
         if x.dim() == 1 and not self.rowwise:
             raise ValueError("a columnwise copy needs two dimensions, this tensor has 1; use set_usage(rowwise=True)")
@@ -241,7 +247,7 @@ class Quantizer:
     def __repr__(self) -> str:
         shown = self._arguments() | {"rowwise": self.rowwise, "columnwise": self.columnwise}
         plain = Cast(self.cast.format)
-        for name in ("scaling", "rounding", "seed", "amax_epsilon"):
+        for name in ("scaling", "rounding", "seed", "amax_epsilon", "four_over_six"):
             if getattr(self.cast, name) != getattr(plain, name) and f"stochastic_{name}" not in shown:
                 shown[name] = getattr(self.cast, name)
         text = (f"{name}={value.name if isinstance(value, DType) else _word(value)}" for name, value in shown.items())

@@ -17,6 +17,7 @@ from ..core.arguments import checked, described
 from ..kernels.gemm.spec import Form
 from ..kernels.quantize.select_pair import cast_pair
 from ..numerics.cast import EPSILON, Cast
+from ..numerics.choices import FourOverSix
 from ..numerics.formats import FORMATS, Format, Orientation, Rounding, ScaleCalculationMode
 from ..numerics.operand import Operand
 from ..numerics.reference import tensor_amax
@@ -77,9 +78,15 @@ class NVFP4Quantizer(Quantizer):
     rotated copies, ``general_gemm(..., layout="NT")``, use it, and results of torch ops do not have it.
     ``with_random_sign_mask=False``: the transform without signs, the same as ``signs=0``.
     ``with_2d_quantization``: a 16x16 tile shares a scale. ``stochastic_rounding``: for gradients.
+    ``nvfp4_use_4over6``: the amax of each block becomes 6 or 4, by the smaller error, ``nvfp4_4over6_err_mode`` MAE or
+    MSE; ``nvfp4_e4m3_max``, 448 or 256, is then the largest block scale for 6. ``row_scaled_nvfp4``: each row has a
+    global scale, for a ``CustomRecipe(qfactory=...)``; such a quantizer makes no tensors.
     """
 
-    formats = tuple(FORMATS["nvfp4"].with_block(block) for block in (16, (16, 16)))
+    formats = (
+        *(FORMATS["nvfp4"].with_block(block) for block in (16, (16, 16))),
+        FORMATS["nvfp4"].with_row_scales(),
+    )
     fp4_dtype = Quantizer.dtype
 
     @checked()
@@ -92,6 +99,10 @@ class NVFP4Quantizer(Quantizer):
         with_rht: bool = False,
         with_2d_quantization: bool = False,
         stochastic_rounding: bool = False,
+        row_scaled_nvfp4: bool = False,
+        nvfp4_use_4over6: bool = False,
+        nvfp4_e4m3_max: int = 448,
+        nvfp4_4over6_err_mode: str = "MAE",
         with_random_sign_mask: bool = True,
         signs: int = RANDOM_SIGNS,
     ) -> None:
@@ -106,14 +117,31 @@ class NVFP4Quantizer(Quantizer):
                 f"NVFP4Quantizer: with_random_sign_mask=False is signs=0, and signs is {signs}; give one of the two"
             )
         signs = signs if with_random_sign_mask else 0
+        for name, given in (("row_scaled_nvfp4", row_scaled_nvfp4), ("nvfp4_use_4over6", nvfp4_use_4over6)):
+            others = {"with_rht": with_rht, "stochastic_rounding": stochastic_rounding}
+            if name == "row_scaled_nvfp4":
+                others["with_2d_quantization"] = with_2d_quantization
+            for other, wanted in others.items():
+                if given and wanted:
+                    raise ValueError(f"NVFP4Quantizer: {name} and {other} do not go together; use only one of them")
         row = FORMATS["nvfp4"].with_block((16, 16) if with_2d_quantization else 16)
+        row = row.with_row_scales() if row_scaled_nvfp4 else row
         rounding = Rounding.STOCHASTIC if stochastic_rounding else Rounding.NEAREST
-        super().__init__(Cast(row, rounding=rounding), rowwise, columnwise, signs if with_rht else None)
+        if nvfp4_e4m3_max not in (448, 256):
+            raise ValueError(f"NVFP4Quantizer: nvfp4_e4m3_max is {nvfp4_e4m3_max}; choose 448 or 256")
+        if nvfp4_4over6_err_mode.upper() not in ("MAE", "MSE"):
+            raise ValueError(f"NVFP4Quantizer: nvfp4_4over6_err_mode is {nvfp4_4over6_err_mode!r}; choose MAE or MSE")
+        word = nvfp4_4over6_err_mode.lower() + ("_448" if nvfp4_e4m3_max == 448 else "")
+        four = FourOverSix.of(word) if nvfp4_use_4over6 else None
+        cast = Cast(row, rounding=rounding, four_over_six=four)
+        super().__init__(cast, rowwise, columnwise, signs if with_rht else None)
 
     def _arguments(self) -> dict[str, Any]:
         stochastic = self.cast.rounding is Rounding.STOCHASTIC
         options = {"with_rht": self.signs is not None, "with_2d_quantization": self.cast.format.square}
-        signs = {} if self.signs in (None, RANDOM_SIGNS) else {"signs": self.signs}
+        signs: dict[str, Any] = {} if self.signs in (None, RANDOM_SIGNS) else {"signs": self.signs}
+        if self.cast.format.row_scaled:
+            signs["row_scaled_nvfp4"] = True
         return {"fp4_dtype": self.dtype} | options | {"stochastic_rounding": stochastic} | signs
 
 

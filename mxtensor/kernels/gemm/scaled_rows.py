@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...numerics.formats import Format
+from ...numerics.operand import Operand
 from ..quantize.select import quantize_operand
 from .row_operand import RowOperand
 from .spec import GemmArgs, GemmOperand, Unquantized, finish
@@ -38,8 +40,8 @@ class Apart(NamedTuple):
 
 
 def without_row_scales(a: GemmOperand, b: GemmOperand, args: GemmArgs, casts: bool = True) -> Apart:
-    """The product that a kernel computes. ``casts``: False leaves operands unquantized, for the question which kernel
-    that will be, and gives no scales."""
+    """The product that a kernel computes. ``casts``: False casts nothing, for the question which kernel that will be:
+    the codes of an unquantized operand have the memory of one value, and there are no scales."""
     left, of_rows = _apart(a, casts)
     right, of_columns = _apart(b, casts)
     scales = [*of_rows, *(scale.transpose(-1, -2) for scale in of_columns)]
@@ -53,10 +55,18 @@ def _apart(side: GemmOperand, casts: bool) -> tuple[GemmOperand, list[Tensor]]:
     format = side.format.without_global_scale()
     if isinstance(side, Unquantized):
         if not casts:
-            return replace(side, cast=replace(side.cast, format=format, four_over_six=None)), []
+            return _of_shape(side.x, format), []
         side = quantize_operand(side.x, side.cast)
     assert side.global_scale is not None
     return replace(side, global_scale=None, format=format), [side.global_scale]
+
+
+def _of_shape(x: Tensor, format: Format) -> Operand:
+    """An operand of these values that nobody reads."""
+    shape = tuple(x.shape)
+    sizes = ((format.data_shape(shape), format.element.dtype), (format.scale_shape(shape), format.scale.dtype))
+    data, scale = (x.new_empty((1,) * len(size), dtype=dtype).expand(size) for size, dtype in sizes)
+    return Operand(data, scale, None, format, shape)
 
 
 def with_row_scales(product: Tensor, scales: list[Tensor], args: GemmArgs) -> Tensor:
