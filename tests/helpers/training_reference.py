@@ -4,12 +4,14 @@ It shares no code with the package except the rows of formats. It rounds to near
 own tests.
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from tests.helpers import oracle
+from mxtensor.numerics.formats import FORMATS
+from tests.helpers import four_over_six, oracle
 from tests.helpers.compare import relative_error
 
 
@@ -41,6 +43,11 @@ def rounded(x, cast):
     if cast is None or 0 in x.shape:
         return x
     x = x.astype(np.float32)
+    if cast.format.row_scaled:
+        one = replace(cast, format=FORMATS["nvfp4"])
+        return np.concatenate([rounded(row[None], one) for row in x])
+    if cast.four_over_six is not None:
+        return four_over_six.rounded(x, cast.format.block[0], cast.four_over_six).astype(np.float64)
     return oracle.decode(oracle.encode(x, cast.format, cast.scaling.value), cast.format, x.shape).astype(np.float64)
 
 

@@ -34,6 +34,21 @@ NEAREST = {
     "mxfp6": MXFP6BlockScaling(),
     "mxfp4": MXFP4BlockScaling(stochastic_rounding=False),
     "nvfp4": NVFP4BlockScaling(disable_stochastic_rounding=True),
+    "nvfp4 four over six, weights": NVFP4BlockScaling(disable_stochastic_rounding=True, nvfp4_4over6="weights"),
+    "nvfp4 four over six": NVFP4BlockScaling(
+        disable_rht=True, disable_stochastic_rounding=True, nvfp4_4over6="all", nvfp4_4over6_err_mode="MSE"
+    ),
+    "nvfp4 row-scaled": NVFP4BlockScaling(
+        disable_rht=True, disable_stochastic_rounding=True, row_scaled_activation=True
+    ),
+    "nvfp4 row-scaled four over six": NVFP4BlockScaling(
+        disable_rht=True,
+        disable_stochastic_rounding=True,
+        disable_2d_quantization=True,
+        row_scaled_activation=True,
+        nvfp4_4over6="activations",
+        nvfp4_4over6_e4m3_use_256="none",
+    ),
     "float8 current": Float8CurrentScaling(),
     "float8 current, powers of two": Float8CurrentScaling(use_power_2_scales=True),
     "float8 block": Float8BlockScaling(),

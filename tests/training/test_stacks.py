@@ -36,6 +36,21 @@ RECIPES = {
     "mxfp6": MXFP6BlockScaling(),
     "mxfp4": MXFP4BlockScaling(stochastic_rounding=False),
     "nvfp4": NVFP4BlockScaling(disable_stochastic_rounding=True),
+    "nvfp4 four over six, weights": NVFP4BlockScaling(disable_stochastic_rounding=True, nvfp4_4over6="weights"),
+    "nvfp4 four over six": NVFP4BlockScaling(
+        disable_rht=True, disable_stochastic_rounding=True, nvfp4_4over6="all", nvfp4_4over6_err_mode="MSE"
+    ),
+    "nvfp4 row-scaled": NVFP4BlockScaling(
+        disable_rht=True, disable_stochastic_rounding=True, row_scaled_activation=True
+    ),
+    "nvfp4 row-scaled four over six": NVFP4BlockScaling(
+        disable_rht=True,
+        disable_stochastic_rounding=True,
+        disable_2d_quantization=True,
+        row_scaled_activation=True,
+        nvfp4_4over6="activations",
+        nvfp4_4over6_e4m3_use_256="none",
+    ),
     "float8 current": Float8CurrentScaling(),
     "float8 block": Float8BlockScaling(),
     "square": CustomRecipe("mxfp8[32x32]", "mxfp8[32x32]", "mxfp8[32x32]"),
@@ -95,7 +110,8 @@ def same_values(a, b):
     return torch.equal(*(t.values if isinstance(t, FakeQuantized) else t for t in (a, b)))
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if name != "nvfp4"])  # rotations sum in float32
+# Rotations sum in float32.
+@pytest.mark.parametrize("name", [name for name, one in RECIPES.items() if one.linear_recipe().input.signs is None])
 def test_operands_of_a_group_are_those_of_a_layer_bit_for_bit(name):
     recipe = RECIPES[name].linear_recipe()
     groups = layout_of(ends_of(SIZES), sum(SIZES), recipe)
@@ -109,8 +125,10 @@ def test_operands_of_a_group_are_those_of_a_layer_bit_for_bit(name):
             part = x[start : start + n]
             alone = copies(part, casts, (want, want), ())
             if n:
-                assert torch.equal(row.values[start : start + n], alone[0].values)
-                assert torch.equal(column.values[:, place : place + n], alone[1].values)
+                scales = (1 if side.global_scale is None else side.global_scale for side in alone)
+                wanted = [side.values * scale for side, scale in zip(alone, scales, strict=True)]
+                assert torch.equal(row.values[start : start + n], wanted[0])
+                assert torch.equal(column.values[:, place : place + n], wanted[1])
             start += n
 
 
