@@ -83,10 +83,7 @@ class NVFP4Quantizer(Quantizer):
     global scale, for a ``CustomRecipe(qfactory=...)``; such a quantizer makes no tensors.
     """
 
-    formats = (
-        *(FORMATS["nvfp4"].with_block(block) for block in (16, (16, 16))),
-        FORMATS["nvfp4"].with_row_scales(),
-    )
+    formats = tuple(FORMATS["nvfp4"].with_block(block) for block in (16, (16, 16)))
     fp4_dtype = Quantizer.dtype
 
     @checked()
@@ -323,7 +320,7 @@ def _of_casts(casts: TensorCasts, index: int, state: DelayedState | None, device
         return None
     if state is not None:
         return _LayerQuantizer(cast, state, index, rowwise, columnwise)
-    kind = QUANTIZER_OF.get(cast.format, MXQuantizer)
+    kind = NVFP4Quantizer if cast.format.row_scaled else QUANTIZER_OF.get(cast.format, MXQuantizer)
     made = kind.of(cast, rowwise, columnwise, casts.signs)
     made.device = device
     return made
