@@ -109,10 +109,10 @@ def test_quantizers_take_the_options_of_transformer_engine():
 
 
 def test_a_factory_of_row_scaled_quantizers_makes_a_recipe():
-    def factory(role):
-        if role.tensor_type == "input":
+    def factory(slot):
+        if slot.tensor_type == "input":
             return mx.NVFP4Quantizer(row_scaled_nvfp4=True, nvfp4_use_4over6=True, nvfp4_e4m3_max=256)
-        return mx.NVFP4Quantizer(with_2d_quantization=role.tensor_type == "weight")
+        return mx.NVFP4Quantizer(with_2d_quantization=slot.tensor_type == "weight")
 
     made = CustomRecipe(qfactory=factory).linear_recipe()
     assert made.input.rowwise == Cast.of("nvfp4[row_scaled]", four_over_six="mae")

@@ -147,10 +147,10 @@ def test_a_model_resumes_from_its_state_dict_and_a_pickle_of_the_recipe():
     layer = steps(mx.nn.Linear(64, 48, device="cpu"), recipe, 1)
     other = mx.nn.Linear(64, 48, device="cpu")
     other.load_state_dict(pickle.loads(pickle.dumps(layer.state_dict())))
-    again = pickle.loads(pickle.dumps(recipe))
-    assert again.linear_recipe() == recipe.linear_recipe() and repr(again) == repr(recipe)
+    unpickled = pickle.loads(pickle.dumps(recipe))
+    assert unpickled.linear_recipe() == recipe.linear_recipe() and repr(unpickled) == repr(recipe)
     assert copy.deepcopy(recipe).linear_recipe() is recipe.linear_recipe()
-    assert torch.equal(steps(layer, recipe, 2).weight, steps(other, again, 2).weight)
+    assert torch.equal(steps(layer, recipe, 2).weight, steps(other, unpickled, 2).weight)
 
 
 def test_a_weight_that_is_stored_keeps_the_choice(tmp_path):
