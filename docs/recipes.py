@@ -28,8 +28,10 @@ def _casts(casts: Any, delayed: bool) -> str:
 
 
 def _value(value: Any) -> str:
-    value = getattr(value, "name", value) if type(value).__name__ == "Format" else getattr(value, "value", value)
-    return f'"{value}"' if isinstance(value, str) and value != value.upper() else str(value)
+    if type(value).__name__ == "Format":
+        return str(value.name)
+    value = getattr(value, "value", value)
+    return f'"{value}"' if isinstance(value, str) else str(value)
 
 
 def recipes() -> str:

@@ -33,6 +33,7 @@ from .core.explain import explain
 from .core.select import kernels
 from .integrations import TransformersConfig
 from .numerics.cast import Cast
+from .numerics.choices import FourOverSix
 from .numerics.formats import (
     DTYPE_FP6_E2M3,
     DTYPE_FP6_E3M2,
@@ -105,6 +106,7 @@ __all__ = [
     "Float8TrainingOpConfig",
     "Float8WeightOnlyConfig",
     "Format",
+    "FourOverSix",
     "FqnToConfig",
     "KVCache",
     "KernelPreference",

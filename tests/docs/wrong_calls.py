@@ -283,6 +283,7 @@ ROWS = [
     Row("Format.with_block", plain(mx.FORMATS["mxfp8"].with_block, block=16)),
     Row("Orientation.of", plain(mx.Orientation.of, value="both")),
     Row("Rounding.of", plain(mx.Rounding.of, value="nearest")),
+    Row("FourOverSix.of", plain(mx.FourOverSix.of, value="mae")),
     Row("ScaleCalculationMode.of", plain(mx.ScaleCalculationMode.of, value="rceil")),
     Row("KernelPreference.of", plain(mx.KernelPreference.of, value="auto")),
     Row("DType.of", plain(mx.DType.of, value="e4m3")),
