@@ -71,11 +71,11 @@ class Cast:
         return str(self.format) if four is None else f"{self.format} four over six ({four.value})"
 
     @property
-    def by_reference(self) -> str | None:
-        """Why only the reference does this cast: what no kernel knows; None if kernels may do it."""
+    def why_not_plain(self) -> str | None:
+        """Why a kernel refuses that has one scale for a block and one for the tensor; None if that is all it takes."""
         if self.four_over_six is not None:
-            return "four over six is for the reference"
-        return "a global scale for each row is for the reference" if self.format.row_scaled else None
+            return "computes one scale for a block, and four over six compares two"
+        return "has one global scale, not one for each row" if self.format.row_scaled else None
 
     @classmethod
     def of(

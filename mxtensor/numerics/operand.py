@@ -89,10 +89,10 @@ class Operand:
         return self.scale.view(self.format.scale.view_dtype)
 
     @property
-    def by_reference(self) -> str | None:
-        """Why only the reference decodes this operand; None if kernels may do it."""
+    def why_not_plain(self) -> str | None:
+        """Why a kernel refuses that has one global scale; None if that is all that decoding takes."""
         one = self.global_scale is None or self.global_scale.dim() == 0
-        return None if one else "a global scale for each row is for the reference"
+        return None if one else "has one global scale, not one for each row"
 
     @property
     def offset(self) -> int:

@@ -139,27 +139,34 @@ def _scale_e8m0(amax: Tensor, cast: Cast, tensor_amax: Tensor) -> tuple[Tensor, 
     return torch.where(finite, byte, 255).to(torch.uint8), _power_of_two(254 - byte), None
 
 
+def global_scales(tensor_amax: Tensor, cast: Cast) -> tuple[Tensor, Tensor]:
+    """(S, global scale) of NVFP4 from the amax of a tensor, or of each row: values are multiplied by S before their
+    block scales, and the global scale is 1 / S but for rounding."""
+    four = cast.four_over_six
+    # A tensor, because float / tensor is rounded twice (reciprocal, product), and on CUDA tensor / float is too.
+    largest = torch.full_like(tensor_amax, (448.0 if four is None else four.largest_scale) * cast.format.element.max)
+    wanted = (largest / tensor_amax).clamp(max=FLT_MAX)
+    usable = (tensor_amax > 0) & (wanted > 0)
+    encode = torch.where(usable, wanted, torch.ones_like(tensor_amax))
+    global_scale = torch.where(usable, tensor_amax / largest, 1.0)
+    return encode, global_scale
+
+
 def _scale_nvfp4(
     amax: Tensor, cast: Cast, tensor_amax: Tensor, multiple: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """``multiple``: of the scale that maps the amax of a block to the largest element, for four over six."""
-    four = cast.four_over_six
-    # A tensor, because float / tensor is rounded twice (reciprocal, product), and on CUDA tensor / float is too.
-    largest = torch.full_like(tensor_amax, (448.0 if four is None else four.largest_scale) * cast.format.element.max)
-    encode = torch.ones_like(tensor_amax)
+    encode, global_scale = torch.ones_like(tensor_amax), None
     if cast.format.global_scale:
-        wanted = (largest / tensor_amax).clamp(max=FLT_MAX)
-        usable = (tensor_amax > 0) & (wanted > 0)
-        encode = torch.where(usable, wanted, encode)
-        global_scale = torch.where(usable, tensor_amax / largest, 1.0)
-    if four is None:
+        encode, global_scale = global_scales(tensor_amax, cast)
+    if cast.four_over_six is None:
         scaled = amax * (encode * (1.0 / cast.format.element.max))
     else:  # TransformerEngine divides here
         scaled = amax / torch.full_like(amax, cast.format.element.max) * encode * multiple
     scaled = scaled.clamp(-448.0, 448.0)
     scale = torch.where(amax.isfinite(), scaled, float("nan")).to(torch.float8_e4m3fn)
     multiplier = (1.0 / (scale.to(torch.float32) * (1.0 / encode))).clamp(max=FLT_MAX)
-    return scale.view(torch.uint8), multiplier, global_scale if cast.format.global_scale else None
+    return scale.view(torch.uint8), multiplier, global_scale
 
 
 def _floored(amax: Tensor, cast: Cast) -> Tensor:

@@ -88,16 +88,16 @@ def arm():
     """Compile what comes with the sanitizers."""
     from mxtensor.kernels.attention import cpu as attention
     from mxtensor.kernels.gemm import cpu_library
-    from mxtensor.kernels.quantize import cpu
+    from mxtensor.kernels.quantize import cpu, cpu_nvfp4
     from mxtensor.kernels.runtime import host_calls
     from tests.helpers import cuda_on_cpu
 
     host_calls.FLAGS = (*host_calls.FLAGS, *SANITIZERS)
-    for module in (cpu, cpu_library, attention):
+    for module in (cpu, cpu_nvfp4, cpu_library, attention):
         module.FLAGS = (*(flag for flag in module.FLAGS if flag != "-O3"), "-O1", *SANITIZERS)
     cpu_library.TORCH_FLAGS = (*cpu_library.TORCH_FLAGS, *SANITIZERS[:1], "-fno-sanitize=undefined")
     cuda_on_cpu.FLAGS = (*cuda_on_cpu.FLAGS, *SANITIZERS)
-    for found in (cpu.library(), cpu_library.library(), attention.library(), host_calls.module()):
+    for found in (cpu.library(), cpu_nvfp4.library(), cpu_library.library(), attention.library(), host_calls.module()):
         assert not isinstance(found, str), found
     return cpu
 
@@ -108,6 +108,7 @@ def casts(cpu):
 
     import mxtensor as mx
     from mxtensor.core.kernel import Spec
+    from mxtensor.kernels.quantize import cpu_nvfp4
     from mxtensor.numerics.reference import decode, encode
     from tests.kernels.quantize.test_cpu import same_values
 
@@ -116,19 +117,25 @@ def casts(cpu):
 
     count = 0
     names = [*mx.FORMATS, "mxfp8[32x32]", "mxfp4[1x64]", "nvfp4[16x16]", "mxfp6_e3m2[1x16]", "mxint8[128x128]"]
-    for name, dtype, size in itertools.product(names, cpu.KINDS, SIZES):
-        cast = mx.Cast.of(name, ("floor", "rceil", "ceil", "even")[count % 4])
+    rounded_twice = [(name, "mse") for name in ("nvfp4", "nvfp4[16x16]", "nvfp4[row_scaled]")]
+    every = [*((name, None) for name in names), ("nvfp4[row_scaled]", None), *rounded_twice]
+    for (name, four), dtype, size in itertools.product(every, cpu.KINDS, SIZES):
+        cast = mx.Cast.of(name, ("floor", "rceil", "ceil", "even")[count % 4], four_over_six=four)
+        kernel = cpu.QUANTIZE if cast.why_not_plain is None else cpu_nvfp4.QUANTIZE
         x = torch.randn(size).to(dtype)
         for hostile in (False, True):
             if hostile and x.numel():
                 x.view(-1)[torch.randint(x.numel(), (len(VALUES),))] = torch.tensor(VALUES).to(dtype)
             for source in (x, x.mT.contiguous().mT) if x.dim() > 1 else (x,):
                 spec = Spec("sanitize", (tuple(source.shape),), (), dtype, source.device)
-                if cpu.QUANTIZE.refuses(spec, source, cast) is not None:
+                if kernel.refuses(spec, source, cast) is not None:
                     continue
-                operand, expected = cpu.QUANTIZE.run(source, cast), encode(source, cast)
+                operand, expected = kernel.run(source, cast), encode(source, cast)
                 for got, want in zip(operand.tensors, expected.tensors, strict=True):
                     assert torch.equal(as_bytes(got), as_bytes(want)), (name, dtype, size)
+                if cast.format.row_scaled:
+                    count += 1
+                    continue
                 if not hostile:  # any bytes are codes and scales
                     for t in operand.tensors:
                         as_bytes(t).random_(0, 256)

@@ -183,14 +183,14 @@ def test_kernels_that_cannot_choose_refuse():
     x = torch.randn(32, 32, dtype=torch.bfloat16)
     spec = Spec("quantize", ((32, 32),), (), x.dtype, torch.device("cuda"))
     for cast in (Cast.of("nvfp4", four_over_six="mse"), Cast.of("nvfp4[row_scaled]")):
-        assert cast.by_reference is not None
-        assert cpu._refuses_quantize(spec, x, cast) == cast.by_reference
-        assert triton_rows.refuses_quantize(spec, x, cast) == cast.by_reference
-        assert triton_rows.refuses_both(spec, x, cast) == cast.by_reference
-        assert triton_rows.refuses_fake_quantize(spec, x, cast, x.dtype) == cast.by_reference
+        assert cast.why_not_plain is not None
+        assert cpu._refuses_quantize(spec, x, cast) == cast.why_not_plain
+        assert triton_rows.refuses_quantize(spec, x, cast) == cast.why_not_plain
+        assert triton_rows.refuses_both(spec, x, cast) == cast.why_not_plain
+        assert triton_rows.refuses_fake_quantize(spec, x, cast, x.dtype) == cast.why_not_plain
         forms = Form.VALUES, Form.VALUES
-        assert triton_pair.refuses_pair(spec, x, cast, *forms, x.dtype, None, None) == cast.by_reference
-    assert Cast.of("nvfp4").by_reference is None
+        assert triton_pair.refuses_pair(spec, x, cast, *forms, x.dtype, None, None) == cast.why_not_plain
+    assert Cast.of("nvfp4").why_not_plain is None
 
 
 # ---------------------------------------------------------------------------------------------- the cast

@@ -64,7 +64,7 @@ def _is_cast_here(cast: Cast) -> bool:
     """Whether the op does this cast, in the library of the casts."""
     f = cast.format
     known = f.element in ELEMENTS and f.scale in SCALES and f.block in BLOCKS
-    return known and cast.rounding is Rounding.NEAREST and cast.by_reference is None
+    return known and cast.rounding is Rounding.NEAREST and cast.why_not_plain is None
 
 
 def _numbers_of_cast(cast: Cast | None) -> tuple[tuple[int, ...], float]:

@@ -175,7 +175,7 @@ def _refuses(spec: Spec, format: Format) -> str | None:
 def _refuses_quantize(spec: Spec, x: Tensor, cast: Cast) -> str | None:
     if cast.rounding is not Rounding.NEAREST:
         return "rounds to nearest only"
-    reason = cast.by_reference or _refuses(spec, cast.format)
+    reason = cast.why_not_plain or _refuses(spec, cast.format)
     if reason is None and not (x.is_contiguous() or (x.dim() > 1 and x.transpose(-1, -2).is_contiguous())):
         return "neither contiguous nor the transpose of a contiguous tensor"
     return reason
@@ -218,7 +218,7 @@ def _quantize(x: Tensor, cast: Cast) -> Operand:
 
 
 def _refuses_dequantize(spec: Spec, operand: Operand, dtype: torch.dtype) -> str | None:
-    reason = operand.by_reference or _refuses(spec, operand.format)
+    reason = operand.why_not_plain or _refuses(spec, operand.format)
     if reason is None and not (operand.data.is_contiguous() and operand.scale.is_contiguous()):
         return "not contiguous"
     return reason

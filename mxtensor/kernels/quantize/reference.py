@@ -21,12 +21,13 @@ from ...numerics.formats import Rounding, get_format
 from ...numerics.operand import Operand
 from ...numerics.reference import SOURCE_DTYPES, check_source, decode, encode
 from ...numerics.validate import check_tensor
-from . import cpu
+from . import cpu, cpu_nvfp4
 
 
 def _eager(x: Tensor, cast: Cast) -> Operand:
     spec = Spec("quantize", (tuple(x.shape),), (), x.dtype, x.device)
-    return (cpu.QUANTIZE if cpu.QUANTIZE.refuses(spec, x, cast) is None else QUANTIZE).run(x, cast)  # type: ignore[no-any-return]
+    kernels = (cpu.QUANTIZE, cpu_nvfp4.QUANTIZE, QUANTIZE)
+    return next(kernel for kernel in kernels if kernel.refuses(spec, x, cast) is None).run(x, cast)  # type: ignore[no-any-return]
 
 
 @custom_ops.define("mxtensor::encode")

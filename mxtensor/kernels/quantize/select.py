@@ -18,7 +18,7 @@ from ...numerics.cast import Cast
 from ...numerics.operand import Operand, transposed
 from ...numerics.reference import check_source
 from ..gemm.spec import FakeQuantized, Unquantized
-from . import cpu, reference, sliced, triton_ops
+from . import cpu, cpu_nvfp4, reference, sliced, triton_ops
 
 
 def cast_spec(op: str, x: Tensor, cast: Cast, *more: Tensor | None) -> Spec:
@@ -76,7 +76,9 @@ def _quantize_then_dequantize(x: Tensor, cast: Cast, dtype: torch.dtype) -> tupl
     return result.values, result.global_scale
 
 
-QUANTIZE: tuple[Kernel, ...] = (triton_ops.QUANTIZE, cpu.QUANTIZE, sliced.QUANTIZE, reference.QUANTIZE)
+QUANTIZE: tuple[Kernel, ...] = (
+    triton_ops.QUANTIZE, cpu.QUANTIZE, cpu_nvfp4.QUANTIZE, sliced.QUANTIZE, reference.QUANTIZE,
+)  # fmt: skip
 """``run(x, cast)``: the operand of x."""
 DEQUANTIZE: tuple[Kernel, ...] = (
     triton_ops.DEQUANTIZE, cpu.DEQUANTIZE, sliced.DEQUANTIZE, reference.DEQUANTIZE,

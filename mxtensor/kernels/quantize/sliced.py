@@ -95,8 +95,8 @@ def _quantize(x: Tensor, cast: Cast) -> Operand:
 
 def _refuses_dequantize(spec: Spec, operand: Operand, dtype: torch.dtype) -> str | None:
     rows, cols = operand.format.block
-    if operand.by_reference is not None:
-        return operand.by_reference
+    if operand.why_not_plain is not None:
+        return operand.why_not_plain
     if cols != FULL and operand.shape[-1] % cols:
         return f"the last block of a row of {operand.shape[-1]} values is shorter than {cols}"
     if rows not in (1, FULL) and len(operand.shape) > 1 and operand.shape[-2] % rows:

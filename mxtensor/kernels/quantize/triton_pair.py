@@ -50,7 +50,7 @@ def refuses_pair(
         return "two casts are faster"
     if Form.VALUES in (rowwise, columnwise) and dtype not in SOURCES:
         return f"not for {str(dtype).removeprefix('torch.')}"
-    return cast.by_reference or refuses(spec)
+    return cast.why_not_plain or refuses(spec)
 
 
 def pair(

@@ -211,7 +211,7 @@ def dequantize(operand: Operand, dtype: torch.dtype) -> Tensor:
 
 
 def refuses_quantize(spec: Spec, x: Tensor, cast: Cast) -> str | None:
-    return cast.by_reference or refuses(spec)
+    return cast.why_not_plain or refuses(spec)
 
 
 def refuses_both(spec: Spec, x: Tensor, cast: Cast) -> str | None:
@@ -222,14 +222,14 @@ def refuses_both(spec: Spec, x: Tensor, cast: Cast) -> str | None:
         return "matrices only"
     if slow_in_one_pass(cast):
         return "two casts are faster"
-    return cast.by_reference or refuses(spec)
+    return cast.why_not_plain or refuses(spec)
 
 
 def refuses_fake_quantize(spec: Spec, x: Tensor, cast: Cast, dtype: torch.dtype) -> str | None:
     if dtype not in SOURCES:
         return f"not for {str(dtype).removeprefix('torch.')}"
-    return cast.by_reference or refuses(spec)
+    return cast.why_not_plain or refuses(spec)
 
 
 def refuses_dequantize(spec: Spec, operand: Operand, dtype: torch.dtype) -> str | None:
-    return operand.by_reference or refuses(spec)
+    return operand.why_not_plain or refuses(spec)

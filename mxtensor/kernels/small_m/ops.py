@@ -31,7 +31,7 @@ def is_cast_here(cast: Cast, x: Tensor) -> bool:
     f = cast.format
     if cast.rounding is not Rounding.NEAREST or x.dtype not in HALVES or f.element not in ELEMENTS:
         return False
-    if cast.by_reference is not None:
+    if cast.why_not_plain is not None:
         return False
     if f.scale is E8M0:
         return f.block == (1, 32)
