@@ -85,12 +85,17 @@ def test_the_plan_is_that_of_the_product_without_the_scales():
     assert wanted_form("mm", a, b, args) in (torch.float32, Form.CODES)
 
 
-def test_inference_with_row_scaled_activations():
-    x, w = sides(24, 64)
-    weight = mx.quantize(w, "nvfp4")
-    recipe = mx.recipe.CustomRecipe(input="nvfp4[row_scaled]", weight="nvfp4", grad=None).linear_recipe()
-    assert recipe.activation == ROWS
-    with mx.explain() as log:
-        y = gemm("linear", Unquantized(x, ROWS), weight.rowwise, GemmArgs(torch.bfloat16))
-    assert "bfloat16->nvfp4[row_scaled]" in str(log)
-    assert close(y, exact(x, ROWS) @ decode(weight.rowwise, torch.float64).T, torch.bfloat16)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("four", [None, "mse"])
+@pytest.mark.parametrize("format", ["nvfp4", "nvfp4[row_scaled]"])
+def test_inference_casts_activations_so(format, four, dtype):
+    weight, activation = Cast.of("nvfp4[16x16]", four_over_six="mae"), Cast.of(format, four_over_six=four)
+    layer = mx.quantize_(torch.nn.Linear(64, 40, dtype=dtype), mx.LinearRecipe.inference(weight, activation))
+    assert layer.weight.recipe.stored == weight and layer.weight.recipe.activation == activation
+    for shape in ((3, 64), (2, 24, 64), (64,)):
+        x = torch.randn(shape, dtype=dtype)
+        with torch.no_grad(), mx.explain() as log:
+            y = layer(x)
+        product = exact(x, activation) @ decode(layer.weight.rowwise, torch.float64).T + layer.bias.double()
+        assert close(y, product, dtype)
+        assert any("row_scaled" in str(e.spec.formats) for e in log.entries) == activation.format.row_scaled
