@@ -3,9 +3,13 @@
 import pytest
 import torch
 
+from mxtensor.core import recording
 from mxtensor.core.kernel import Spec
+from mxtensor.kernels.gemm.scaled_rows import with_row_scales
+from mxtensor.kernels.gemm.spec import GemmArgs
 from mxtensor.kernels.quantize import cpu_nvfp4
 from mxtensor.kernels.quantize.select import quantize_operand
+from mxtensor.numerics import reference
 from mxtensor.numerics.cast import Cast
 from mxtensor.numerics.reference import encode
 
@@ -80,3 +84,22 @@ def test_other_casts_are_refused_and_run_elsewhere(monkeypatch):
     for y, each in ((x, cast), (stack, tiles), (x, wide), (x.double(), cast)):
         made, wanted = quantize_operand(y, each), encode(y, each)
         assert all(map(torch.equal, made.tensors, wanted.tensors))
+
+
+@pytest.mark.parametrize("cast", CASTS, ids=lambda cast: cast.label)
+def test_the_definition_can_be_recorded_as_on_a_gpu(cast, monkeypatch):
+    monkeypatch.setattr(reference, "is_traced", lambda *tensors: True)  # nothing is read, as if x were on a GPU
+
+    def work(x):
+        operand = encode(x, cast)
+        args = GemmArgs(torch.float32)
+        return [
+            *operand.tensors,
+            *((with_row_scales(x @ x.t(), [operand.global_scale], args),) * cast.format.row_scaled),
+        ]
+
+    x, y = torch.randn(2, 33, 48).unbind()
+    out, program = recording.record(lambda: work(x), (x,), lambda out: out)
+    assert program is not None
+    for found, given in ((out, x), (program(y), y), (program(x), x)):
+        assert all(map(torch.equal, found, work(given)))
