@@ -189,6 +189,26 @@ def test_functions_of_modules_give_what_a_cpu_gives_with_one_launch_each(request
 
 
 @interpreter
+@pytest.mark.exhaustive
+def test_a_compiled_graph_calls_the_ops(launches):
+    x, probs, mask = torch.randn(4, 20), torch.rand(4, 3), torch.tensor([[1, 0, 1], [1, 0, 1], [0, 1, 1], [1, 1, 0]])
+
+    def run(x, probs):
+        rows, weights, row_id_map = mx.nn.moe_permute_with_probs(x, probs, mask, 8)
+        rows = mx.nn.moe_sort_chunks_by_index(rows * weights.unsqueeze(1), mask.sum(1), torch.tensor([0, 1, 2, 3]))
+        return mx.nn.moe_unpermute(rows, row_id_map, probs)
+
+    results = []
+    for function in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
+        launches.clear()
+        given = x.clone().requires_grad_(), probs.clone().requires_grad_()
+        out = function(*given)
+        out.backward(torch.ones_like(out))
+        results.append((out, given[0].grad, given[1].grad, sorted(launches)))
+    assert all(map(same, results[0][:3], results[1][:3])) and results[0][3] == results[1][3] != []
+
+
+@interpreter
 def test_padding_of_groups_is_one_copy(launches, monkeypatch):
     splits, x = [5, 0, 3, 8], torch.randn(2, 8, 6)
     pad, unpad = mx.nn.Fp8Padding(4, 4), mx.nn.Fp8Unpadding(4, 4)
