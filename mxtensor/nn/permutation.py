@@ -48,14 +48,16 @@ def _check_tokens(name: str, inp: Tensor, routing_map: Tensor, probs: Tensor | N
         raise ValueError(f"{name}: probs is {described(probs)}; it must have the shape {tuple(routing_map.shape)}")
 
 
-def _number_of_rows(name: str, chosen: Tensor, given: int) -> int:
-    """``given``, or the number of choices if it is 0 or less."""
-    if given > chosen.numel():
+def _number_of_rows(name: str, routing_map: Tensor, given: int, is_mask: bool = True) -> int:
+    """``given``; if it is 0 or less, the number of choices, for which the host waits."""
+    if given > routing_map.numel():
         raise ValueError(
-            f"{name}: num_out_tokens={given} is more than the {chosen.numel()} entries of routing_map; leave it "
+            f"{name}: num_out_tokens={given} is more than the {routing_map.numel()} entries of routing_map; leave it "
             "at -1 to count them"
         )
-    return given if given > 0 else int(chosen.sum())
+    if given > 0:
+        return given
+    return int(routing_map.count_nonzero() if is_mask else (routing_map >= 0).sum())
 
 
 def moe_permute(
@@ -73,10 +75,10 @@ def moe_permute(
     check("moe_permute", "num_out_tokens", num_out_tokens, INTEGER)
     _check_tokens("moe_permute", inp, routing_map)
     if map_type == "mask":
-        rows = _number_of_rows("moe_permute", routing_map != 0, num_out_tokens)
+        rows = _number_of_rows("moe_permute", routing_map, num_out_tokens)
         row_id_map, choices = rows_of_mask(routing_map, rows)
     else:
-        rows = _number_of_rows("moe_permute", routing_map >= 0, num_out_tokens)
+        rows = _number_of_rows("moe_permute", routing_map, num_out_tokens, is_mask=False)
         row_id_map = rows_of_index(routing_map)
         row_id_map = torch.where(row_id_map < rows, row_id_map, -1)
         choices = choices_of_rows(row_id_map, rows)
@@ -89,7 +91,7 @@ def moe_permute_with_probs(
     """``moe_permute`` of a mask, and the weight of each row from ``probs`` (T, experts): rows, weights, row_id_map."""
     check("moe_permute_with_probs", "num_out_tokens", num_out_tokens, INTEGER)
     _check_tokens("moe_permute_with_probs", inp, routing_map, probs)
-    rows = _number_of_rows("moe_permute_with_probs", routing_map != 0, num_out_tokens)
+    rows = _number_of_rows("moe_permute_with_probs", routing_map, num_out_tokens)
     row_id_map, choices = rows_of_mask(routing_map, rows)
     out, weights = permuted(inp, probs, row_id_map, choices)
     assert weights is not None

@@ -12,12 +12,17 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..core.arguments import FUNCTION, check, described, optional
+from ..core.arguments import FUNCTION, check, described, instance, optional
 from ..tensor.mxtensor import MXTensor
 from .local import local_of, sharded_like
 from .optimizer_states import decode_state, encode_state, join_master, scale_of, split_master, values_of_parameter
 from .training_weight import values_of
 
+STATE = instance(
+    dict,
+    "a result of state_dict(), with 'state' and 'param_groups'",
+    lambda state: {"state", "param_groups"} <= state.keys(),
+)
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "master_param"
 SCALES = "scales"
@@ -196,35 +201,50 @@ class FusedAdam(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a result of ``state_dict``, also of TransformerEngine's and of other dtypes of states.
 
-        Raises ValueError for groups that do not fit, and for remainders without ``store_param_remainders=True``.
+        Master weights that the state dict does not have start as the values of the parameters. Raises ValueError for
+        groups and states that do not fit, and for remainders without ``store_param_remainders=True``.
         """
+        check("load_state_dict", "state_dict", state_dict, STATE)
+        self._check_states(state_dict)
         states, scales = state_dict["state"], state_dict.get(SCALES, {})
-        for key, state in states.items():
-            rest = state.get(MASTER)
-            if rest is not None and local_of(rest).dtype is torch.int16 and not self.store_param_remainders:
-                raise ValueError(
-                    f"load_state_dict: the {MASTER} of parameter {key} is the lower half of a float32 number; create "
-                    "the FusedAdam with master_weights=True, store_param_remainders=True"
-                )
         super().load_state_dict({**state_dict, "state": {}})
         self._scales.clear()
         for key, p in self._numbered(state_dict["param_groups"]):
-            for name, value in states.get(key, {}).items():
-                self._load(p, name, local_of(value).to(local_of(p).device), scales.get(key, {}).get(name))
+            if key not in states:
+                continue
+            self._init(p)
+            for name, value in states[key].items():
+                if name in self.state[p]:  # TransformerEngine has masters of float32 parameters, and does not use them
+                    self._load(p, name, local_of(value).to(local_of(p).device), scales.get(key, {}).get(name))
+
+    def _check_states(self, state_dict: dict[str, Any]) -> None:
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        params = [p for group in self.param_groups for p in group["params"]]
+        for key, p in zip(keys, params, strict=False):  # torch reports other numbers of parameters
+            for name, value in state_dict["state"].get(key, {}).items():
+                if name not in self.dtypes or getattr(value, "shape", None) != p.shape:
+                    raise ValueError(
+                        f"load_state_dict: the state {name} of parameter {key}, {described(value)}, does not fit "
+                        f"FusedAdam's {', '.join(self.dtypes)} of shape {tuple(p.shape)}; load the state of a "
+                        "FusedAdam of the same model"
+                    )
+                if local_of(value).dtype is torch.int16 and not self._has_remainder(p):
+                    raise ValueError(
+                        f"load_state_dict: the {name} of parameter {key} is the lower half of a float32 number; create "
+                        "the FusedAdam with master_weights=True, store_param_remainders=True for a bfloat16 parameter"
+                    )
 
     def _load(self, p: Tensor, name: str, value: Tensor, scale: Tensor | None) -> None:
-        value = value.clone()
-        if name != MASTER or not self._has_remainder(p):
-            value = value.to(torch.float32)
-            new = scale_of(value, self.dtypes[name])
-            if new is not None and scale is not None:
-                scale = scale.to(new.device)
-                new = torch.where((new / scale - 1).abs() < 1e-3, scale, new)  # that of another dtype does not fit
-            self._set(p, name, value, new)
+        if name == MASTER and self._has_remainder(p):
+            rest = value.clone() if value.dtype is torch.int16 else split_master(value.to(torch.float32))[1]
+            self.state[p][name] = sharded_like(p, rest)
             return
-        if value.dtype is not torch.int16:
-            value = split_master(value.to(torch.float32))[1]
-        self.state[p][name] = sharded_like(p, value)
+        value = value.to(torch.float32, copy=True)
+        new = scale_of(value, self.dtypes[name])
+        if new is not None and scale is not None:
+            scale = scale.to(new.device)
+            new = torch.where((new / scale - 1).abs() < 1e-3, scale, new)  # that of another dtype does not fit
+        self._set(p, name, value, new)
 
     def __getstate__(self) -> dict[str, Any]:
         names = ("dtypes", "master_weights", "adam_w_mode", "use_decoupled_grad", "store_param_remainders", "_scales")

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from ..core.arguments import FUNCTION, NUMBER, Kind, check, described, instance, optional
 from ..tensor.mxtensor import MXTensor
-from .fused_adam import FusedAdam
+from .fused_adam import STATE, FusedAdam
 from .local import local_of
 from .optimizer_states import values_of_parameter
 
@@ -39,11 +39,6 @@ PARAMS = Kind(
     lambda params: isinstance(params, Iterable) and not isinstance(params, (Tensor, str, bytes)),
 )
 GROUP = instance(dict, "a dictionary with the key 'params'", lambda group: "params" in group)
-STATE = instance(
-    dict,
-    "a result of state_dict(), with 'state' and 'param_groups'",
-    lambda state: {"state", "param_groups"} <= state.keys(),
-)
 
 
 class MasterWeights(Optimizer):

@@ -206,6 +206,23 @@ def test_states_of_transformer_engine_and_of_other_dtypes_load():
             torch.testing.assert_close(other._get(q, "exp_avg"), made._get(p, "exp_avg"), rtol=0.07, atol=1e-3)
 
 
+def test_masters_start_as_parameters_that_were_loaded_without_them():
+    params = parameters(torch.bfloat16)
+    made = FusedAdam(params)
+    train(made, params, 2)
+    loaded = copies(params)
+    other = FusedAdam(loaded, master_weights=True)
+    other.load_state_dict(made.state_dict())
+    assert all(torch.equal(other.state[p]["master_param"], p.float()) for p in loaded)
+    (wide,) = copies(loaded[:1], torch.float32)
+    other = FusedAdam([wide], master_weights=True)
+    state = {**made.state_dict()["state"][0], "master_param": torch.zeros(7, 5)}  # TransformerEngine writes one
+    other.load_state_dict(
+        {"state": {0: state}, "param_groups": [{**made.state_dict()["param_groups"][0], "params": [0]}]}
+    )
+    assert other.state[wide].keys() == {"exp_avg", "exp_avg_sq"} and other._master(wide).any()
+
+
 def test_what_is_refused():
     (p, _), (q, _) = parameters(torch.bfloat16), parameters()
     with pytest.raises(ValueError, match=r"exp_avg_dtype is torch\.float64; choose torch\.float32"):
@@ -224,4 +241,9 @@ def test_what_is_refused():
     train(made, [p], 1)
     with pytest.raises(ValueError, match="store_param_remainders=True"):
         other.load_state_dict(made.state_dict())
+    for state in (torch.optim.AdamW([q]), FusedAdam([nn.Parameter(torch.ones(3))])):
+        state.param_groups[0]["params"][0].grad = torch.ones_like(state.param_groups[0]["params"][0])
+        state.step()
+        with pytest.raises(ValueError, match="does not fit FusedAdam's exp_avg, exp_avg_sq, master_param"):
+            other.load_state_dict(state.state_dict())
     assert not other.state
