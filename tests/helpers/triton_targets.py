@@ -243,8 +243,8 @@ def chunks(count: int, padded: bool) -> None:
 
 def gather(dtype: torch.dtype, cols: int, probs: torch.dtype | None) -> None:
     """8192 rows of 4096 tokens."""
-    weights = None if probs is None else of((4096, 64), probs)
-    permute.gather(values(4096, cols, dtype), of((8192,), torch.int32), 64, weights)
+    weights, per = (None, 1) if probs is None else (of((4096, 64), probs), 64)
+    permute.gather(values(4096, cols, dtype), of((8192,), torch.int32), per, weights)
 
 
 def merge(dtype: torch.dtype, cols: int, per: int, weights: torch.dtype | None, padded: bool = False) -> None:
@@ -333,9 +333,11 @@ CASTS: dict[str, tuple[Callable[[], Any], bool]] = {
     "chunks padded": (lambda: chunks(1024, True), False),
     "gather bf16": (lambda: gather(BF16, 4096, FP32), False),
     "gather bytes": (lambda: gather(torch.uint8, 4224, None), False),
+    "gather short rows": (lambda: gather(BF16, 1000, None), False),
     "merge bf16": (lambda: merge(BF16, 4096, 64, FP32), False),
     "merge bf16 probs": (lambda: merge(BF16, 4096, 8, None), False),
     "merge fp32 padded": (lambda: merge(FP32, 1000, 1024, BF16, True), False),
+    "merge short rows of one": (lambda: merge(BF16, 512, 1, BF16), False),
     "merge fp16 tail": (lambda: merge(torch.float16, 2047, 8, torch.float16), False),
     "exact mxfp8 by mxfp8": (lambda: exact("mxfp8", "mxfp8", False), False),
     "exact mxfp8_e5m2 by mxfp4": (lambda: exact("mxfp8_e5m2", "mxfp4", True), False),

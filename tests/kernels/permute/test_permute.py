@@ -302,3 +302,7 @@ def test_on_a_device():
         found = through(x.cuda(), probs.cuda(), index.cuda())
     assert all(same(f.cpu(), e) for f, e in zip(found[:-1], expected[:-1], strict=True))
     torch.testing.assert_close(found[-1].cpu(), expected[-1])
+    pad, unpad = mx.nn.Fp8Padding(3, 16), mx.nn.Fp8Unpadding(3, 16)
+    padded, _ = pad(x.cuda(), [100, 0, 200])
+    assert torch.equal(padded.cpu(), pad(x, [100, 0, 200])[0])
+    assert torch.equal(unpad(padded, [100, 0, 200]).cpu(), x)
