@@ -53,7 +53,8 @@ TORCHAO = "torchao int8"
 FORMATS = ("mxfp8-weight-only", "mxfp4-weight-only", "nvfp4-weight-only")
 EQUAL_BITS = {"mxfp8-weight-only": "llama.cpp Q8_0", "mxfp4-weight-only": "llama.cpp MXFP4"}
 """Our format -> the type of llama.cpp at about the same bits a weight (8.25 and 8.5; 4.25 and 4.25)."""
-MODELS, MODES = ("smollm2", "llama-1b"), ("eager", "compiled")
+MODELS, MODES = ("smollm2", "llama-1b"), ("eager", "attention", "compiled")
+"""``attention``: eager, our formats with ``attn_implementation="mxtensor"``. ``compiled``: the model as one graph."""
 PROMPT, CONTEXT = 16, 256
 """Tokens of the prompt, and of the cache."""
 LLAMA_1B = dict(
@@ -160,24 +161,24 @@ def _inner(parameter: Any) -> list[torch.Tensor]:
 class Steps:
     """Decoding with a static cache; each step writes the same place, so that all steps do the same work."""
 
-    def __init__(self, model: Any, batch: int, compiles: bool) -> None:
+    def __init__(self, model: Any, batch: int, mode: str) -> None:
         from transformers import StaticCache
 
         self.model, self.cache = model, StaticCache(config=model.config, max_cache_len=CONTEXT)
         generator = torch.Generator().manual_seed(0)
         self.prompt = torch.randint(5, model.config.vocab_size - 1, (batch, PROMPT), generator=generator)
-        self.token, self.layers = self.prompt[:, :1], model.model.layers
+        self.token, self.forward = self.prompt[:, :1], _forward
         self._run(self.prompt, torch.arange(PROMPT)[None])
         self.position = torch.full((1, 1), PROMPT)
-        if compiles:
-            self._compile()
+        if mode == "attention":
+            model.set_attn_implementation("mxtensor")
+        if mode == "compiled":  # the code is a copy: contenders do not share torch's cache of graphs
+            own = types.FunctionType(_forward.__code__.replace(), globals())
+            self.forward = torch.compile(own, fullgraph=True, dynamic=False)
 
     @torch.no_grad()
     def _run(self, ids: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        out = self.model(
-            input_ids=ids, position_ids=position, past_key_values=self.cache, use_cache=True, logits_to_keep=1
-        )
-        return out.logits  # type: ignore[no-any-return]
+        return self.forward(self.model, ids, position, self.cache)
 
     def step(self) -> torch.Tensor:
         """One token of each sequence; the logits."""
@@ -186,28 +187,14 @@ class Steps:
                 _set(layer, "cumulative_length", PROMPT)
         return self._run(self.token, self.position)
 
-    def _compile(self) -> None:
-        """One compiled function for all layers. Its code is a copy: contenders do not share torch's cache of graphs."""
-        from .decode_model import OneLayerCache, _forward
-
-        original = type(self.layers[0]).forward
-        while hasattr(original, "__wrapped__"):
-            original = original.__wrapped__
-        own = types.FunctionType(
-            original.__code__.replace(), original.__globals__, original.__name__, original.__defaults__,
-            original.__closure__,
-        )  # fmt: skip
-        own.__kwdefaults__ = original.__kwdefaults__
-        run = torch.compile(own, fullgraph=True, dynamic=False)
-        for layer, layer_cache in zip(self.layers, self.cache.layers, strict=True):
-            layer.self_attn.layer_idx = 0
-            layer.forward = partial(_forward, run, layer, OneLayerCache(layer_cache))
-
     def restore(self) -> None:
-        """Give the layers their own forward again."""
-        for index, layer in enumerate(self.layers):
-            layer.__dict__.pop("forward", None)
-            layer.self_attn.layer_idx = index
+        """Give the model torch's attention again."""
+        self.model.set_attn_implementation("sdpa")
+
+
+def _forward(model: Any, ids: torch.Tensor, position: torch.Tensor, cache: Any) -> torch.Tensor:
+    out = model(input_ids=ids, position_ids=position, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    return out.logits  # type: ignore[no-any-return]
 
 
 def _set(layer: Any, name: str, value: int) -> None:
@@ -218,11 +205,11 @@ def _set(layer: Any, name: str, value: int) -> None:
         setattr(layer, name, value)
 
 
-def torch_contender(model: Any, batch: int, compiles: bool, ready: list[Steps]) -> Prepare:
+def torch_contender(model: Any, batch: int, mode: str, ready: list[Steps]) -> Prepare:
     """The work of one step; ``ready`` gets what has to be restored after the row."""
 
     def prepare() -> Work:
-        ready.append(steps := Steps(model, batch, compiles))
+        ready.append(steps := Steps(model, batch, mode))
         return steps.step
 
     return prepare
@@ -283,7 +270,11 @@ class Bench:
         row.failed = dict(self.failed)
         steps: list[Steps] = []
         peers: list[LlamaCpp] = []
-        contenders = {n: torch_contender(m, batch, mode == "compiled", steps) for n, m in self.variants.items()}
+        others = "eager" if mode == "attention" else mode
+        contenders = {
+            name: torch_contender(model, batch, others if name in (*PLAIN, TORCHAO) else mode, steps)
+            for name, model in self.variants.items()
+        }
         contenders |= {n: llama_cpp_contender(p, batch, threads, peers) for n, p in self.files.items()}
         megabytes = 8 if self.name == "tiny" else 256
         contenders |= {name: reading(name, megabytes) for name in READING}
@@ -363,7 +354,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--models", nargs="+", default=MODELS, choices=(*MODELS, "tiny"), help="(both)")
     add("--threads", nargs="+", type=int, default=(1, 2), help="numbers of threads (1 2)")
     add("--batches", nargs="+", type=int, default=(1, 4, 16), help="sequences that are decoded together (1 4 16)")
-    add("--modes", nargs="+", default=MODES, choices=MODES, help="(both); llama.cpp has one")
+    add("--modes", nargs="+", default=MODES, choices=MODES, help="(all); llama.cpp has one")
     add("--formats", nargs="+", default=FORMATS, metavar="NAME", help="what quantize_ takes")
     add("--seconds", type=float, default=20, help="for the rounds of one row (%(default)s)")
     add("--fastest", action="store_true", help="the fastest step counts, not the median: for a machine in use")

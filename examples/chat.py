@@ -100,6 +100,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     model, tokenizer = smollm2.load_model()
     if args.format != UNQUANTIZED:
         mx.quantize_(model, args.format, include_head=args.include_head)
+        model.set_attn_implementation("mxtensor")
     size = mx.model_size(model)
     about = f"SmolLM2-135M-Instruct in {args.format}: {size.nbytes / 1e6:.0f} MB, {size.bits:.2f} bits a weight"
     print(about, file=sys.stderr, flush=True)

@@ -50,7 +50,9 @@ EXTRAS = {"tqdm", "matplotlib", "triton", "safetensors", "gguf", "transformers"}
 """Optional dependencies, imported inside the functions that need them."""
 TRITON_CODE = "kernels.triton_device"
 """The only package that imports triton at import time; other packages import it inside functions."""
-TRANSFORMERS_CODE = ("integrations.transformers", "integrations.kv_cache", "integrations.kv_static")
+TRANSFORMERS_CODE = (
+    "integrations.transformers", "integrations.attention", "integrations.kv_cache", "integrations.kv_static",
+)  # fmt: skip
 """The only modules that import transformers at import time: imported when transformers is, and by ``mx.KVCache``."""
 NOT_ROOMS = {"helpers", "faults", "benchmarks", "docs", "examples"}
 """Folders of ``tests/`` that are about something else than a room."""

@@ -12,6 +12,12 @@ from typing import Any
 from ..core.compat_hooks import hook_inductor_settings
 from ..core.fingerprint import COMPILATION
 from ..core.when_imported import when_imported
+from ..kernels.attention import values_cpu  # noqa: F401  (registers the op: a graph from torch's cache may come first)
+
+REGISTER_PRODUCTS = "mxtensor.kernels.small_m.kernel", "mxtensor.kernels.gemm.cpu_library"
+CHECKS = "size_asserts", "alignment_asserts"
+"""Python calls of a compiled graph for each of its tensors, which check again what Dynamo's guards and the ops check. A
+decoded token of a small model spends a tenth of its time on a CPU in them."""
 
 
 def compile_passes(enabled: bool) -> None:
@@ -33,20 +39,19 @@ def _settings(gm: Any) -> dict[str, Any]:
     Early launches (``triton.enable_pdl``) and combined kernels stay with ``inference_options``: on an H100 they made
     the compiled decoding of transformers slower, by 0.4 ms a token of 2.7, although the GPU was busy for less.
     """
-    if not are_passes_enabled() or "mxtensor.kernels.small_m.kernel" not in sys.modules:
+    if not are_passes_enabled() or not any(name in sys.modules for name in REGISTER_PRODUCTS):
         return {}
-    from .graph import ONE
+    from .graph import CPU_ONE, MERGED
     from .inference_options import Products, config
 
-    has_products = any(
-        node.target is ONE
-        for module in gm.modules()
-        if hasattr(module, "graph")
-        for node in module.graph.find_nodes(op="call_function", target=ONE)
-    )
-    if not has_products or config.post_grad_custom_pre_pass is not None:
+    graphs = [module.graph for module in gm.modules() if hasattr(module, "graph")]
+    products = {one for one in MERGED for graph in graphs if graph.find_nodes(op="call_function", target=one)}
+    if not products or config.post_grad_custom_pre_pass is not None:
         return {}
-    return {"post_grad_custom_pre_pass": Products()}
+    settings: dict[str, Any] = {"post_grad_custom_pre_pass": Products()}
+    if CPU_ONE in products:
+        settings |= {name: False for name in CHECKS if hasattr(config, name)}
+    return settings
 
 
 when_imported("torch._inductor.compile_fx", lambda: hook_inductor_settings(_settings))

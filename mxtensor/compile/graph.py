@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.fx import Node
 
+from ..kernels.gemm import cpu_library
 from ..kernels.small_m import kernel  # noqa: F401  (registers the ops)
 
 ONE, SHARED = torch.ops.mxtensor.small_m.default, torch.ops.mxtensor.small_m_shared.default
-NAMES = tuple(argument.name for argument in ONE._schema.arguments)
+CPU_ONE, CPU_SHARED = cpu_library.linear, cpu_library.linear_shared
+MERGED = {ONE: SHARED, CPU_ONE: CPU_SHARED}
+"""A product with one weight -> products of one input with several weights."""
+NAMES = {op: tuple(argument.name for argument in op._schema.arguments) for one in MERGED.items() for op in one}
 OF_A_WEIGHT = ("data", "scale", "global_scale", "bias")
 """Arguments that belong to the weight of a product; products that are merged agree in all others."""
 aten = torch.ops.aten
@@ -25,7 +29,12 @@ VIEWS = (
 
 def arguments(node: Node) -> dict[str, Any]:
     """The arguments of a product, by name."""
-    return dict(zip(NAMES, node.args, strict=False)) | dict(node.kwargs)
+    return named(node.target, node.args) | dict(node.kwargs)
+
+
+def named(op: Any, args: Sequence[Any]) -> dict[str, Any]:
+    """Positional arguments of a product by name."""
+    return dict(zip(NAMES[op], args, strict=False))
 
 
 def is_view(value: Any) -> bool:

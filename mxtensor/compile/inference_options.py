@@ -15,8 +15,9 @@ from torch._inductor import config as config
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, Node
 
-from . import graph, launches
-from .graph import NAMES, OF_A_WEIGHT, ONE, SHARED, arguments, is_view, needs
+from . import attention, graph, launches
+from .attention import read_values_once
+from .graph import MERGED, OF_A_WEIGHT, arguments, is_view, named, needs
 from .launches import launch_products_early, wait_for_weights
 
 
@@ -40,11 +41,12 @@ def _groups(graph: Graph) -> list[list[Node]]:
     """Groups of products of one input that can all be computed at the place of the first one, in graph order."""
     index = {node: i for i, node in enumerate(graph.nodes)}
     found: dict[Any, list[list[Node]]] = {}
-    for node in graph.find_nodes(op="call_function", target=ONE):
+    for node in (node for one in MERGED for node in graph.find_nodes(op="call_function", target=one)):
         given = arguments(node)
-        if given["ends"] is not None:
+        if given.get("ends") is not None:
             continue
-        same = found.setdefault(tuple(_key(v) for name, v in given.items() if name not in OF_A_WEIGHT), [])
+        key = node.target, *(_key(v) for name, v in given.items() if name not in OF_A_WEIGHT)
+        same = found.setdefault(key, [])
         ready = max((index[v] for name in OF_A_WEIGHT for v in needs(given[name])), default=-1)
         group = next((group for group in same if ready < index[group[0]]), None)
         if group is None:
@@ -60,11 +62,11 @@ def _merge(graph: Graph, group: list[Node]) -> None:
     shared = {name: v for name, v in all_of[0].items() if name not in (*OF_A_WEIGHT, "ends")}
     with graph.inserting_before(group[0]):
         of_each = {name: [_repeated(graph, given[name]) for given in all_of] for name in OF_A_WEIGHT}
-        call = graph.call_function(SHARED, kwargs=shared | of_each)
+        call = graph.call_function(MERGED[group[0].target], kwargs=shared | of_each)
         call.meta["val"] = [node.meta.get("val") for node in group]
         seen: list[Any] = [node.meta.get("eager_input_vals") for node in group]
         if all(seen):  # from these the compiler keeps the strides of the inputs
-            own = [dict(zip(NAMES, args, strict=False)) | kwargs for args, kwargs in seen]
+            own = [named(group[0].target, args) | kwargs for args, kwargs in seen]
             values = {name: own[0][name] for name in shared}
             call.meta["eager_input_vals"] = (), values | {name: [v[name] for v in own] for name in OF_A_WEIGHT}
         for i, node in enumerate(group):
@@ -76,7 +78,7 @@ def _merge(graph: Graph, group: list[Node]) -> None:
 
 
 class Products(CustomGraphPass):
-    """The pass that merges products of one input by several weights into one call of ``mxtensor::small_m_shared``."""
+    """The pass that merges products of one input by several weights into one call, and reads caches on a CPU once."""
 
     launches_early = True
     """Tells ``launch_products_early`` that this graph wants it."""
@@ -87,10 +89,11 @@ class Products(CustomGraphPass):
         for group in _groups(graph):
             _merge(graph, group)
         wait_for_weights(graph)
+        read_values_once(graph)
 
     def uuid(self) -> bytes:
         """A hash of these files, for torch's cache of compiled graphs."""
-        return get_hash_for_files((__file__, graph.__file__, launches.__file__))
+        return get_hash_for_files((__file__, attention.__file__, graph.__file__, launches.__file__))
 
 
 def inference_options() -> dict[str, Any]:

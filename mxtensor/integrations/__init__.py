@@ -1,4 +1,5 @@
-"""Other libraries that are told about this package: transformers' registry of quantizers, and merges of peft."""
+"""Other libraries that are told about this package: transformers' registries of quantizers and of attention, and merges
+of peft."""
 
 from __future__ import annotations
 
@@ -34,9 +35,15 @@ def _register() -> None:
         import_module(".transformers", __name__)
 
 
+def _register_attention() -> None:
+    with suppress(ImportError):
+        import_module(".attention", __name__).install()
+
+
 def _watch_merges() -> None:
     import_module(".peft", __name__).install(import_module("peft.tuners.tuners_utils"))
 
 
 after_import("transformers.quantizers.auto", _register)
+after_import("transformers.modeling_utils", _register_attention)
 after_import("peft.tuners.tuners_utils", _watch_merges)

@@ -24,8 +24,8 @@ from .kv_static import StaticKVLayer
 from .kv_storage import KVStorage, check_format, check_same_tokens
 from .kv_tensor import CachedTokens
 
-READ_CODES = ("sdpa", "eager")
-"""Implementations of attention that take CachedTokens: ``sdpa`` reads codes, ``eager`` copies values."""
+READ_CODES = ("sdpa", "eager", "mxtensor")
+"""Implementations of attention that take CachedTokens: ``eager`` copies values, the others read codes."""
 
 
 class KVCacheLayer(CacheLayerMixin):

@@ -189,5 +189,6 @@ def view_(func: Any, args: Any, kwargs: Any) -> Any:
             f"{w.orientation.label}; use the op without the underscore, whose result is dequantized"
         )
     w._rowwise, w._columnwise, w._link, w._rotated = out._rowwise, out._columnwise, out._link, out._rotated
+    w._dtype = out._dtype
     forget_graphs()
     return return_and_correct_aliasing(func, args, kwargs, out)

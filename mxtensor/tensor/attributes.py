@@ -16,8 +16,8 @@ from torch import Tensor
 from ..core.compat import is_swapped_by_module
 
 INTERNAL = frozenset({
-    "_rowwise", "_columnwise", "_link", "recipe", "_shard", "_rotated", "_quantizer", "_is_param", "_mx_stands_for",
-    "high_precision", "linear_recipe", "shard", "scattered", "fsdp_pre_all_gather",
+    "_rowwise", "_columnwise", "_dtype", "_link", "recipe", "_shard", "_rotated", "_quantizer", "_is_param",
+    "_mx_stands_for", "high_precision", "linear_recipe", "shard", "scattered", "fsdp_pre_all_gather",
 })  # fmt: skip
 """Attributes of the tensor itself: another tensor has its own, and no file can set them."""
 PRESERVED = frozenset({

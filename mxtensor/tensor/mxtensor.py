@@ -74,6 +74,8 @@ class MXTensor(Makers, Pickled, KeepsAttributes, GatheredByFSDP2, TransformerEng
     _rowwise: Operand | None
     _columnwise: Operand | None
     recipe: LinearRecipe
+    _dtype: torch.dtype
+    """``dtype``, which torch takes 1.5 us to read from a subclass: compiled graphs ask each weight in every call."""
     _link: Link | None = None
     """Set on a view that has only some of the copies of its base, or only some of the values that share a scale."""
     _inner_rowwise_data = _inner("_rowwise", "data")
@@ -139,6 +141,7 @@ class MXTensor(Makers, Pickled, KeepsAttributes, GatheredByFSDP2, TransformerEng
             requires_grad=requires_grad,
         )
         self._rowwise, self._columnwise, self.recipe = rowwise, columnwise, recipe  # type: ignore[assignment]
+        self._dtype = dtype
         if rotated is not None:
             self._rotated = Rotated(rotated.operand, constants_of(rotated.signs))  # type: ignore[arg-type]
         return self
@@ -268,7 +271,7 @@ class MXTensor(Makers, Pickled, KeepsAttributes, GatheredByFSDP2, TransformerEng
             install_pending()
         row, column = self._rowwise, self._columnwise
         key = row is not None, column is not None, (row or column).global_scale is not None  # type: ignore[union-attr]
-        names, context = [*_NAMES[key]], (self.recipe, self.dtype, self._link is not None)
+        names, context = [*_NAMES[key]], (self.recipe, self._dtype, self._link is not None)
         if self._rotated is None:
             return names, context
         return [*names, *ROTATED[: 2 + key[2]]], (*context, self._rotated.signs)

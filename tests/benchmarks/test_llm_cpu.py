@@ -65,7 +65,7 @@ def test_the_bytes_of_a_step():
 
 def test_steps_repeat_the_same_work():
     model = llm_cpu.load("tiny")
-    steps = llm_cpu.Steps(model, batch=2, compiles=False)
+    steps = llm_cpu.Steps(model, batch=2, mode="eager")
     first, second = steps.step(), steps.step()
     assert torch.equal(first, second) and first.shape[:2] == (2, 1)
     ids = torch.cat((steps.prompt, steps.token), 1)
@@ -74,14 +74,15 @@ def test_steps_repeat_the_same_work():
 
 
 @pytest.mark.exhaustive
-def test_compiled_steps_are_those_of_eager_and_are_taken_back():
+@pytest.mark.parametrize("mode", ["attention", "compiled"])
+def test_steps_of_other_modes_are_those_of_eager_and_are_taken_back(mode):
     model = llm_cpu.variant(llm_cpu.load("tiny"), "mxfp8-weight-only", include_head=True)
-    wanted = llm_cpu.Steps(model, batch=1, compiles=False).step()
-    steps = llm_cpu.Steps(model, batch=1, compiles=True)
+    wanted = llm_cpu.Steps(model, batch=1, mode="eager").step()
+    steps = llm_cpu.Steps(model, batch=1, mode=mode)
     assert torch.allclose(steps.step().float(), wanted.float(), atol=0.05)
+    assert model.config._attn_implementation == ("mxtensor" if mode == "attention" else "sdpa")
     steps.restore()
-    assert all("forward" not in vars(layer) for layer in model.model.layers)
-    assert [layer.self_attn.layer_idx for layer in model.model.layers] == [0, 1]
+    assert model.config._attn_implementation == "sdpa"
 
 
 def test_main_writes_a_record_and_prints_the_targets(tmp_path, capsys):

@@ -12,7 +12,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import mxtensor as mx
 from mxtensor.compile import defaults
-from mxtensor.compile.inference_options import ONE, SHARED, Products
+from mxtensor.compile.graph import ONE, SHARED
+from mxtensor.compile.inference_options import Products
 from mxtensor.kernels.runtime import nvrtc
 from mxtensor.kernels.small_m import launch
 from tests.helpers import cuda_on_cpu

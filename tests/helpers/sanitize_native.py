@@ -36,6 +36,7 @@ TESTS = {
         "not without_a_compiler and not compiled and not torchs_own",
     ),
     "attention": ("tests/kernels/attention/test_attention.py", "-k", "not triton and not device"),
+    "attention of values": ("tests/kernels/attention/test_values_cpu.py",),
     "calls of the driver": ("tests/kernels/runtime/test_host_calls.py", "-k", "not without_the_module"),
     "CUDA sources": ("tests/kernels/small_m/test_small_m.py", "-k", SOME),
 }

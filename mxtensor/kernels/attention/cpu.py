@@ -23,7 +23,7 @@ from ..runtime.native_build import load
 from .spec import AttentionArgs, Tokens, additive, group_of
 
 HERE = SOURCE.parent
-HEADERS = (HERE / "attention.h", HERE / "attention_lanes.h", *CAST_HEADERS)
+HEADERS = (HERE / "attention_call.h", HERE / "attention.h", HERE / "attention_lanes.h", *CAST_HEADERS)
 FLAGS = tuple(flag for flag in CAST_FLAGS if flag != "-ffp-contract=off")
 SYMBOLS = ("mx_attention", "mx_attention_finish", "mx_attention_part")
 MOST_ROWS, MOST_VALUES = 64, 512
@@ -37,7 +37,7 @@ class _Side(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("first", "data", "scale", "format")),
         *((name, ctypes.c_int64 * 3) for name in ("data_strides", "scale_strides")),
         *((name, ctypes.c_int64) for name in ("size", "heads", "first_count")),
-        ("float_scales", ctypes.c_int32), ("unused", ctypes.c_int32),
+        ("float_scales", ctypes.c_int32), ("values", ctypes.c_int32),
     )  # fmt: skip
 
 

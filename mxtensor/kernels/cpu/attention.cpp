@@ -1,6 +1,7 @@
 // Attention of a few queries over keys and values in codes: each tile of keys is decoded once, into the first cache, for
 // all queries that read it, with a running softmax. Keys are split into ranges, so that threads share one head.
-// attention/cpu.py compiles this file and calls mx_attention for spans of (batch, head, range), then mx_attention_finish.
+// attention/cpu.py compiles this file; it and attention_op.cpp call mx_attention for spans of (batch, head, range), then
+// mx_attention_finish.
 #include "attention.h"
 
 namespace {
@@ -69,6 +70,18 @@ inline void soften(float* w, int64_t n, int64_t step, float* part) {
     for (int64_t i = LANES; i < LANES + step; i += LANES) put(part + i, get(part + i) * before);
 }
 
+// Whether every row leaves these keys out, as places of a cache that no token has yet.
+inline bool is_masked(const Attention& p, int64_t b, int64_t h, int64_t first, int64_t n) {
+  const int64_t* s = p.mask_strides;
+  for (int64_t g = 0; g < (s[2] ? p.group : 1); g++)
+    for (int64_t i = 0; i < (s[3] ? p.queries : 1); i++) {
+      const float* m = p.mask + b * s[0] + h * s[1] + g * s[2] + i * s[3] + first * s[4];
+      for (int64_t t = 0; t < n; t++)
+        if (m[t * s[4]] != LOWEST) return false;
+    }
+  return true;
+}
+
 // One range of keys of one head.
 void attend(const Attention& p, int64_t b, int64_t h, int64_t begin, int64_t end, int64_t rows, const float* q, float* partials) {
   alignas(64) static thread_local float tile[TILE_VALUES + LANES * MOST_VALUES], weights[MOST_ROWS * MOST_KEYS];
@@ -80,6 +93,7 @@ void attend(const Attention& p, int64_t b, int64_t h, int64_t begin, int64_t end
   }
   for (int64_t first = begin; first < end; first += most) {
     const int64_t n = smaller(most, end - first);
+    if (p.mask && is_masked(p, b, h, first, n)) continue;
     decode_tile(p.keys, b, h, first, n, tile);
     for (int64_t r = 0; r < rows; r++) {
       float* w = weights + r * MOST_KEYS;

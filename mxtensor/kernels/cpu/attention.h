@@ -1,38 +1,9 @@
-// One call of attention over cached keys and values, as attention/cpu.py hands it to attention.cpp; and codes to values.
+// Tiles of cached keys and values as floats, from codes or from values.
 #pragma once
+#include "attention_call.h"
 #include "attention_lanes.h"
 
 namespace {
-
-// Fields of _Side in attention/cpu.py: (batch, heads, keys, size), the first ones as values, those after them as codes
-// and scales. Strides are of batch, head, key.
-struct Side {
-  const float* first;  // (batch, heads, first_count, size), contiguous
-  const uint8_t* data;
-  const void* scale;
-  const Format* format;
-  int64_t data_strides[3], scale_strides[3];  // of bytes, and of scales
-  int64_t size, heads, first_count;           // values of a key
-  int32_t float_scales, unused;
-};
-
-// Fields of _Attention in attention/cpu.py. ``group`` heads of queries read one head of keys.
-struct Attention {
-  Side keys, values;
-  const void* q;            // (batch, heads, group, queries, keys.size), contiguous
-  const float* mask;        // added to scores; or null
-  void* out;                // (batch, heads, group, queries, values.size), contiguous
-  float* partials;             // (batch, heads, splits, group * queries, part_size(values))
-  int64_t mask_strides[5];  // of batch, head, row of the group, query, key
-  int64_t batch, heads, group, queries, count, splits;
-  float scale, value_scale;  // scores are multiplied by the first, results by the second
-  int32_t kind, unused;
-};
-
-constexpr int64_t MOST_VALUES = 512;      // of a key
-constexpr int64_t TILE_VALUES = 1 << 13;  // decoded at a time: 32 KiB
-constexpr int64_t MOST_KEYS = 64;         // of a tile
-constexpr int64_t MOST_ROWS = 64;         // group * queries
 
 // Decoded keys have a multiple of LANES values; those after the last are 0.
 inline int64_t padded(const Side& side) { return ceil_div(side.size, LANES) * LANES; }
@@ -41,7 +12,7 @@ inline int64_t part_size(const Side& side) { return LANES + padded(side); }
 
 // Where the value i of a key stands after ``decode_key``: of 4-bit codes, all low nibbles come first.
 inline int64_t place(const Side& side, int64_t i) {
-  return side.format->element.bits != 4 ? i : i % 2 ? side.size / 2 + i / 2 : i / 2;
+  return side.values || side.format->element.bits != 4 ? i : i % 2 ? side.size / 2 + i / 2 : i / 2;
 }
 
 // LANES values of codes of one byte each, from their scales; ``n``: how many are stored.
@@ -91,8 +62,21 @@ inline Decode decoder_of(const Element& e) {
   return e.mantissa_bits == 3 ? decode_key<8, 3> : decode_key<8, 2>;
 }
 
+template <typename T>
+void load_tile(const Side& side, int64_t b, int64_t h, int64_t first, int64_t n, float* out) {
+  const uint8_t* data = side.data + b * side.data_strides[0] + h * side.data_strides[1] + first * side.data_strides[2];
+  for (int64_t t = 0; t < n; t++, data += side.data_strides[2], out += padded(side)) {
+    const T* from = reinterpret_cast<const T*>(data);
+    for (int64_t i = 0; i < side.size; i++) out[i] = load(from[i]);
+    for (int64_t i = side.size; i < padded(side); i++) out[i] = 0.0f;
+  }
+}
+
 // Keys first to first + n - 1 of one head: their values, one key after the other.
 inline void decode_tile(const Side& side, int64_t b, int64_t h, int64_t first, int64_t n, float* out) {
+  if (side.values == 1) return load_tile<float>(side, b, h, first, n, out);
+  if (side.values == 2) return load_tile<BFloat16>(side, b, h, first, n, out);
+  if (side.values == 3) return load_tile<Half>(side, b, h, first, n, out);
   const Format& f = *side.format;
   const Decode decode = decoder_of(f.element);
   const int64_t blocks = f.cols < 0 ? 1 : ceil_div(side.size, f.cols), step = padded(side);

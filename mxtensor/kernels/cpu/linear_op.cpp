@@ -16,10 +16,9 @@
 
 #include "op_cast.h"
 #include "op_functions.h"
+#include "op_problem.h"
 
 namespace {
-
-using OptionalTensor = std::optional<Tensor>;
 
 constexpr int64_t LEAST = 1 << 15;  // values of w that are worth a thread
 constexpr int64_t SLAB = 1 << 18;   // values of w that a thread decodes at a time
@@ -39,12 +38,21 @@ char* scratch(int64_t bytes) {
   return memory.get();
 }
 
-// Few rows: each code is decoded in a register, for all rows of x.
-void by_codes(Problem& p) {
+// Few rows: each code is decoded in a register, for all rows of x. Several weights: x is packed once, and the threads
+// share the rows of all weights.
+void by_codes(Problem* all, size_t count) {
+  Problem& p = all[0];
   p.packed = scratch(functions.packed_row(&p) * p.m * 4);
   functions.pack(&p, false, 0, p.m);
+  int64_t total = p.n;
+  for (size_t i = 1; i < count; i++) all[i].packed = p.packed, all[i].mode = p.mode, total += all[i].n;
   const int64_t grain = std::max<int64_t>(32, LEAST / p.k);
-  at::parallel_for(0, p.n, grain, [&](int64_t first, int64_t end) { functions.rows(&p, first, end); });
+  at::parallel_for(0, total, grain, [&](int64_t first, int64_t end) {
+    for (size_t i = 0; i < count && end > 0; first -= all[i].n, end -= all[i].n, i++) {
+      const int64_t from = std::max<int64_t>(first, 0), to = std::min(end, all[i].n);
+      if (from < to) functions.rows(&all[i], from, to);
+    }
+  });
 }
 
 // Whether products take bfloat16; ``exactly``: those of many rows.
@@ -132,72 +140,46 @@ void by_values(Problem& p, const Tensor& out) {
   }
 }
 
-void compute(Problem& p, const Tensor& x, const OptionalTensor& bias, const Tensor& out) {
-  if (!p.m || !p.n || !p.k) {
-    out.zero_();
-    return;
-  }
-  const int64_t few = few_rows(p);
+// Many rows.
+void by_blas(Problem& p, int64_t few, const Tensor& x, const OptionalTensor& bias, const Tensor& out) {
   const bool tiny = p.n * p.k < TINY, many = few < FEW_ROWS || 2 * p.m > 3 * FEW_ROWS;
-  if (p.m <= few) by_codes(p);
-  else if (decodes_blocks(p) && (tiny || (many && !in_bfloat16(p, true)))) by_values(p, out);
+  if (decodes_blocks(p) && (tiny || (many && !in_bfloat16(p, true)))) by_values(p, out);
   else by_slabs(p, x, bias, out);
 }
 
-void check_codes(const Problem& p, const Tensor& data, const Tensor& scale) {
-  const int bits = BITS[p.element], group = bits == 8 ? 1 : bits == 4 ? 2 : 4;
-  const int64_t bytes = ceil_div(p.k, group) * group * bits / 8;
-  const int64_t rows = p.block_rows < 0 ? 1 : ceil_div(p.n, p.block_rows), cols = p.block_cols < 0 ? 1 : ceil_div(p.k, p.block_cols);
-  TORCH_CHECK_VALUE(data.is_contiguous() && data.size(1) == bytes && data.element_size() == 1,
-                    "mxtensor::cpu_linear: ", p.k, " values are ", bytes, " contiguous bytes of codes, got ", data.sizes());
-  TORCH_CHECK_VALUE(scale.is_contiguous() && scale.numel() == rows * cols &&
-                        scale.element_size() == (p.scale_kind < 2 ? 1 : 4),
-                    "mxtensor::cpu_linear: needs ", rows, " x ", cols, " contiguous scales, got ", scale.sizes());
-}
-
-Problem problem_of(const Tensor& x, const Tensor& data, const Tensor& scale, const OptionalTensor& global_scale,
-                   const OptionalTensor& x_global, const OptionalTensor& bias, IntArrayRef format, double alpha,
-                   double beta) {
-  TORCH_CHECK_VALUE(x.dim() == 2 && data.dim() == 2 && format.size() == 4, "mxtensor::cpu_linear multiplies matrices, "
-                    "not ", x.sizes(), " and ", data.sizes());
-  TORCH_CHECK_VALUE(is_format(format), "mxtensor::cpu_linear: there is no format ", format);
-  Problem p = {};
-  p.element = int32_t(format[0]), p.scale_kind = int32_t(format[1]);
-  p.block_rows = int32_t(format[2]), p.block_cols = int32_t(format[3]);
-  p.m = x.size(0), p.k = x.size(1), p.n = data.size(0), p.row_bytes = data.size(1);
-  check_codes(p, data, scale);
-  for (const auto* t : {&global_scale, &x_global})
-    TORCH_CHECK_VALUE(!t->has_value() || ((*t)->numel() == 1 && (*t)->scalar_type() == at::kFloat),
-                      "mxtensor::cpu_linear: a global scale is one float32");
-  TORCH_CHECK_VALUE(x.size(1) < 2 || x.stride(1) == 1, "mxtensor::cpu_linear: rows of x must be contiguous");
-  p.scale_stride = p.block_cols < 0 ? 1 : ceil_div(p.k, p.block_cols);
-  p.data = static_cast<const uint8_t*>(data.const_data_ptr()), p.scale = scale.const_data_ptr();
-  p.global_scale = global_scale ? global_scale->const_data_ptr<float>() : nullptr;
-  p.x_global = x_global ? x_global->const_data_ptr<float>() : nullptr;
-  p.x = x.const_data_ptr(), p.x_kind = kind_of(x.scalar_type()), p.x_stride = x.stride(0);
-  p.alpha = alpha, p.beta = beta, p.out_stride = p.n;
-  if (bias && beta != 0) {
-    const bool one = bias->dim() == 1;
-    TORCH_CHECK_VALUE(bias->is_contiguous() && bias->sizes().back() == p.n && (one || (bias->dim() == 2 && bias->size(0) == p.m)),
-                      "mxtensor::cpu_linear: a bias is (N,) or (M, N) and contiguous, got ", bias->sizes());
-    p.bias = bias->const_data_ptr(), p.bias_kind = kind_of(bias->scalar_type()), p.bias_stride = one ? 0 : p.n;
+std::vector<Tensor> cpu_linear_shared(const Tensor& x, at::TensorList data, at::TensorList scale,
+                                      const c10::List<OptionalTensor>& global_scale, const OptionalTensor& x_global,
+                                      const c10::List<OptionalTensor>& bias, IntArrayRef format, double alpha, double beta,
+                                      at::ScalarType out_dtype, IntArrayRef cast, double amax_epsilon) {
+  const size_t count = data.size();
+  TORCH_CHECK_VALUE(count && scale.size() == count && global_scale.size() == count && bias.size() == count,
+                    "mxtensor::cpu_linear_shared: ", count, " weights need as many scales, global scales and biases");
+  std::vector<Problem> all;
+  std::vector<Tensor> outs;
+  for (size_t i = 0; i < count; i++) {
+    all.push_back(problem_of(x, data[i], scale[i], global_scale[i], x_global, bias[i], format, alpha, beta));
+    outs.push_back(at::empty({all[i].m, all[i].n}, x.options().dtype(out_dtype)));
+    all[i].out = outs[i].mutable_data_ptr(), all[i].out_kind = kind_of(out_dtype);
   }
-  return p;
+  Problem& p = all[0];
+  Tensor memory;
+  if (!cast.empty() && p.m && p.k) {
+    TORCH_CHECK_VALUE(x.is_contiguous() && !x_global, "mxtensor::cpu_linear: values that are cast must be contiguous and have no scale");
+    memory = fake_quantize(p, cast_of(cast, amax_epsilon), x.options());
+    for (Problem& q : all) take_x(q, p);
+  }
+  const int64_t few = p.m && p.k ? few_rows(p) : 0;
+  if (!p.m || !p.k) for (const Tensor& out : outs) out.zero_();
+  else if (p.m <= few) by_codes(all.data(), count);
+  else for (size_t i = 0; i < count; i++) by_blas(all[i], few, x, bias[i], outs[i]);
+  return outs;
 }
 
 Tensor cpu_linear(const Tensor& x, const Tensor& data, const Tensor& scale, const OptionalTensor& global_scale,
                   const OptionalTensor& x_global, const OptionalTensor& bias, IntArrayRef format, double alpha,
                   double beta, at::ScalarType out_dtype, IntArrayRef cast, double amax_epsilon) {
-  Problem p = problem_of(x, data, scale, global_scale, x_global, bias, format, alpha, beta);
-  Tensor memory;
-  if (!cast.empty() && p.m && p.k) {
-    TORCH_CHECK_VALUE(x.is_contiguous() && !x_global, "mxtensor::cpu_linear: values that are cast must be contiguous and have no scale");
-    memory = fake_quantize(p, cast_of(cast, amax_epsilon), x.options());
-  }
-  Tensor out = at::empty({p.m, p.n}, x.options().dtype(out_dtype));
-  p.out = out.mutable_data_ptr(), p.out_kind = kind_of(out_dtype);
-  compute(p, x, bias, out);
-  return out;
+  const c10::List<OptionalTensor> global_scales({global_scale}), biases({bias});
+  return cpu_linear_shared(x, data, scale, global_scales, x_global, biases, format, alpha, beta, out_dtype, cast, amax_epsilon)[0];
 }
 
 // Products with one weight whose addresses were prepared once, by number. The caller answers for the memory.
@@ -245,13 +227,14 @@ Tensor cpu_linear_prepared(const Tensor& x, int64_t number) {
   p.x = x.const_data_ptr(), p.out = out.mutable_data_ptr();
   Tensor memory;
   if (cast) memory = fake_quantize(p, *cast, x.options());
-  if (p.m <= few_rows(p) || !decodes_blocks(p)) by_codes(p);
+  if (p.m <= few_rows(p) || !decodes_blocks(p)) by_codes(&p, 1);
   else by_values(p, out.view({p.m, p.n}));
   return out;
 }
 
 TORCH_LIBRARY_IMPL(mxtensor, CPU, m) {
   m.impl("cpu_linear", cpu_linear);
+  m.impl("cpu_linear_shared", cpu_linear_shared);
   m.impl("cpu_linear_prepare", cpu_linear_prepare);
   m.impl("cpu_linear_prepared", cpu_linear_prepared);
 }

@@ -64,4 +64,10 @@ Tensor fake_quantize(Problem& p, const Cast& c, const at::TensorOptions& options
   return memory;
 }
 
+// The same x for another weight.
+void take_x(Problem& to, const Problem& from) {
+  to.x = from.x, to.x_kind = from.x_kind, to.x_stride = from.x_stride, to.x_global = from.x_global;
+  to.x_codes = from.x_codes, to.x_scales = from.x_scales;
+}
+
 }  // namespace

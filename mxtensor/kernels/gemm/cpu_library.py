@@ -33,7 +33,7 @@ HEADERS = tuple(
         "linear_no_integers.h",
     )
 )  # fmt: skip
-OP_HEADERS = tuple(HERE / name for name in ("format.h", "problem.h", "op_functions.h", "op_cast.h"))
+OP_HEADERS = tuple(HERE / name for name in ("format.h", "problem.h", "op_functions.h", "op_cast.h", "op_problem.h"))
 FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC")
 TORCH_FLAGS = ("-O2", "-std=c++20", "-shared", "-fPIC")
 SYMBOLS = tuple(f"mx_linear_{name}" for name in ("packed_row", "pack", "rows", "decode", "finish", "instructions"))
@@ -147,26 +147,48 @@ _OPS.define(
     "int[] format, float alpha, float beta, ScalarType out_dtype, int[] cast, float amax_epsilon) -> Tensor"
 )
 _OPS.define(
+    "cpu_linear_shared(Tensor x, Tensor[] data, Tensor[] scale, Tensor?[] global_scale, Tensor? x_global, "
+    "Tensor?[] bias, int[] format, float alpha, float beta, ScalarType out_dtype, int[] cast, float amax_epsilon) "
+    "-> Tensor[]"
+)
+_OPS.define(
     "cpu_linear_prepare(Tensor x, Tensor data, Tensor scale, Tensor? global_scale, Tensor? bias, int[] format, "
     "int[] cast, float amax_epsilon, int[] shape) -> int"
 )
 _OPS.define("cpu_linear_prepared(Tensor x, int number) -> Tensor")
 linear: Any = torch.ops.mxtensor.cpu_linear.default
+linear_shared: Any = torch.ops.mxtensor.cpu_linear_shared.default
+"""Products of one x with several weights of one format: what a compiled graph makes of them."""
 prepare: Any = torch.ops.mxtensor.cpu_linear_prepare.default
 prepared: Any = torch.ops.mxtensor.cpu_linear_prepared.default
 
 
-@torch.library.impl(_OPS, "cpu_linear", "CompositeExplicitAutograd")
-def _first_call(x: Tensor, *others: Any) -> Tensor:
-    """Load the library and call the op that it registers: a compiled graph from torch's cache may come first."""
+def _load_for(x: Tensor) -> None:
+    """Load the library, which registers the ops: a compiled graph from torch's cache may come first."""
     if x.device.type != "cpu":
         raise ValueError(f"mxtensor::cpu_linear needs tensors on the CPU, not on {x.device}; use .cpu()")
     found = library()
     if isinstance(found, str):
         raise RuntimeError(f"mxtensor::cpu_linear is in a graph that was compiled elsewhere, and {found}")
+
+
+@torch.library.impl(_OPS, "cpu_linear", "CompositeExplicitAutograd")
+def _first_call(x: Tensor, *others: Any) -> Tensor:
+    _load_for(x)
     return linear(x, *others)  # type: ignore[no-any-return]
+
+
+@torch.library.impl(_OPS, "cpu_linear_shared", "CompositeExplicitAutograd")
+def _first_shared_call(x: Tensor, *others: Any) -> list[Tensor]:
+    _load_for(x)
+    return linear_shared(x, *others)  # type: ignore[no-any-return]
 
 
 @torch.library.register_fake("mxtensor::cpu_linear", lib=_OPS)
 def _(x, data, scale, global_scale, x_global, bias, format, alpha, beta, out_dtype, cast, amax_epsilon):  # type: ignore[no-untyped-def]
     return x.new_empty(x.shape[0], data.shape[0], dtype=out_dtype)
+
+
+@torch.library.register_fake("mxtensor::cpu_linear_shared", lib=_OPS)
+def _(x, data, scale, global_scale, x_global, bias, format, alpha, beta, out_dtype, cast, amax_epsilon):  # type: ignore[no-untyped-def]
+    return [x.new_empty(x.shape[0], each.shape[0], dtype=out_dtype) for each in data]

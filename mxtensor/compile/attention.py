@@ -1,0 +1,81 @@
+"""Attention of a few queries on a CPU, in graphs with quantized products: one op that reads a cache of keys once.
+
+Models repeat each head of keys for the heads of queries that read it, and torch's attention packs the copies for every
+call. The op ``mxtensor::cpu_attention`` reads the cache itself, and only the places that the mask does not hide.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from ..kernels.attention.values_cpu import attention_of_values, library, takes
+
+aten = torch.ops.aten
+USUAL = getattr(aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+RESHAPES = aten.view.default, aten.reshape.default, aten._unsafe_view.default
+
+
+def _value(node: Any) -> Tensor:
+    return node.meta["val"]  # type: ignore[no-any-return]
+
+
+def _before_repeat(node: Node) -> Node:
+    """The keys (batch, heads of keys, keys, size) of which ``node`` has each head several times; otherwise ``node``."""
+    steps = [node]
+    for wanted in (RESHAPES, (aten.clone.default,), (aten.expand.default,), (aten.unsqueeze.default,)):
+        last = steps[-1]
+        if last.target not in wanted or not isinstance(last.args[0], Node):
+            return node
+        steps.append(last.args[0])
+    base, repeated = _value(steps[-1]), _value(steps[2])
+    if base.dim() != 4 or steps[-2].args[1] not in (2, -3) or repeated.dim() != 5:
+        return node
+    batch, heads, times, count, size = repeated.shape
+    same = base.shape == (batch, heads, count, size) and _value(node).shape == (batch, heads * times, count, size)
+    return steps[-1] if same else node
+
+
+def _named(node: Node) -> dict[str, Any]:
+    names = (argument.name for argument in node.target._schema.arguments)  # type: ignore[union-attr]
+    return dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+
+
+def _is_taken(given: dict[str, Any], key: Node, value: Node) -> bool:
+    query = _value(given["query"])
+    if given.get("dropout_p", 0) or (given.get("is_causal", False) and query.shape[2] != 1):
+        return False
+    return takes(query, _value(key), _value(value))
+
+
+def _replace(graph: Graph, node: Node) -> None:
+    given = _named(node)
+    key, value = _before_repeat(given["key"]), _before_repeat(given["value"])
+    has_others = any(result.args[1] != 0 and result.users for result in node.users)
+    if has_others or not _is_taken(given, key, value) or library() is not None:
+        return
+    query, scale = given["query"], given.get("scale")
+    scale = 1 / math.sqrt(_value(query).shape[-1]) if scale is None else scale
+    with graph.inserting_before(node):
+        out = graph.call_function(attention_of_values, (query, key, value, given.get("attn_mask"), scale))
+    for result in list(node.users):
+        if result.args[1] == 0:
+            out.meta.update(result.meta)
+            result.replace_all_uses_with(out)
+        graph.erase_node(result)
+    graph.erase_node(node)
+
+
+def read_values_once(graph: Graph) -> None:
+    """Change the graph in place."""
+    if USUAL is None:
+        return
+    found = graph.find_nodes(op="call_function", target=USUAL.default)
+    for node in found:
+        _replace(graph, node)
+    if found:
+        graph.eliminate_dead_code()

@@ -1,0 +1,58 @@
+"""``attn_implementation="mxtensor"`` of transformers: on a CPU, decoding reads each key and value of the cache once.
+
+    model.set_attn_implementation("mxtensor")
+
+transformers' own ``sdpa`` runs where the op is not made for the call: many queries, a GPU, gradients, a bias of
+positions. The masks are those of ``sdpa``.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ..kernels.attention.values_cpu import attention_of_values, library, takes
+
+NAME = "mxtensor"
+UNUSUAL = "position_bias", "cache", "softcap", "output_attentions"
+"""Arguments that only transformers' own function knows."""
+
+
+def attention_forward(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None, **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """The function that transformers calls: query (batch, heads, queries, size), key and value (batch, heads of keys,
+    keys, size) -> (batch, queries, heads, size)."""
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if _is_taken(query, key, value, attention_mask, dropout, causal, kwargs):
+        scale = 1 / math.sqrt(query.shape[-1]) if scaling is None else scaling
+        return attention_of_values(query, key, value, attention_mask, scale).transpose(1, 2).contiguous(), None
+    rest = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal} | kwargs
+    return sdpa_attention_forward(module, query, key, value, attention_mask, **rest)
+
+
+def _is_taken(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool, others: dict[str, Any]
+) -> bool:
+    tensors = query, key, value
+    if not all(type(t) is Tensor for t in tensors):  # tokens of mx.KVCache
+        return False
+    if dropout or any(others.get(name) for name in UNUSUAL[1:]) or others.get(UNUSUAL[0]) is not None:
+        return False
+    if causal and mask is None and query.shape[2] != 1:
+        return False
+    learns = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    return not learns and takes(*tensors) and library() is None
+
+
+def install() -> None:
+    """Register it under its name."""
+    ALL_ATTENTION_FUNCTIONS.register(NAME, attention_forward)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, sdpa_mask)

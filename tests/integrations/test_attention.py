@@ -1,0 +1,88 @@
+"""``attn_implementation="mxtensor"``: decoding on a CPU by the package's op, everything else by transformers' sdpa."""
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import mxtensor as mx
+from mxtensor.integrations import attention
+from mxtensor.kernels.runtime import native_build
+
+pytestmark = pytest.mark.skipif(native_build.compiler() is None, reason="needs a C++ compiler")
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=96, intermediate_size=64, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2,
+        vocab_size=200, attn_implementation="mxtensor", pad_token_id=0, eos_token_id=None, bos_token_id=None,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The sizes of the queries that the op got."""
+    found, op = [], attention.attention_of_values
+
+    def run(q, *others):
+        found.append(tuple(q.shape))
+        return op(q, *others)
+
+    monkeypatch.setattr(attention, "attention_of_values", run)
+    return found
+
+
+PROMPT = torch.tensor([[0, 0, 5, 6, 7, 8, 9, 10, 11, 12, 13], list(range(20, 31))])
+
+
+@torch.no_grad()
+def generated(model, **options):
+    return model.generate(
+        PROMPT, attention_mask=(PROMPT != 0).long(), max_new_tokens=9, do_sample=False, return_dict_in_generate=True,
+        output_scores=True, **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_generated_tokens_are_those_of_sdpa(model, calls, cache):
+    """The prompt goes through sdpa; the first sequence is padded."""
+    found = generated(model, cache_implementation=cache)
+    assert calls == [(2, 6, 1, 16)] * 2 * 8
+    model.set_attn_implementation("sdpa")
+    want = generated(model, cache_implementation=cache)
+    assert torch.equal(found.sequences, want.sequences) and len(calls) == 16
+    for a, b in zip(found.scores, want.scores, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_a_cache_of_codes_is_read_by_its_own_attention(model, calls):
+    found = generated(model, past_key_values=mx.KVCache("mxfp8", config=model.config))
+    model.set_attn_implementation("sdpa")
+    want = generated(model, past_key_values=mx.KVCache("mxfp8", config=model.config))
+    assert torch.equal(found.sequences, want.sequences) and not calls
+
+
+def test_training_and_prompts_take_sdpa(model, calls):
+    model(PROMPT[:, :1]).logits.square().mean().backward()
+    assert not calls and all(p.grad is not None for p in model.parameters() if p.requires_grad)
+    with torch.no_grad():
+        model(PROMPT[:, :5])  # causal without a mask
+        assert not calls
+        model(PROMPT[:, :1])
+    assert len(calls) == 2
+
+
+def test_arguments_of_sdpa_only_take_sdpa(model, calls):
+    layer, (q, k, v) = model.model.layers[0].self_attn, (torch.randn(1, n, 1, 16) for n in (6, 2, 2))
+    with torch.no_grad():
+        want = attention.sdpa_attention_forward(layer, q, k, v, None)[0]
+        torch.testing.assert_close(attention.attention_forward(layer, q, k, v, None)[0], want)
+        bias = torch.zeros(1, 6, 1, 1)
+        torch.testing.assert_close(attention.attention_forward(layer, q, k, v, None, position_bias=bias)[0], want)
+        attention.attention_forward(layer, q, k, v, None, dropout=0.5)
+    assert len(calls) == 1
