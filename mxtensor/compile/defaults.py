@@ -1,6 +1,7 @@
-"""What every compiled graph with quantized products gets, under any mode: products of one input become one launch.
+"""What every compiled graph with quantized products gets, under any mode: products of one input become one launch; on
+a CPU attention of few queries becomes one op, and generated code checks no tensor twice.
 
-torch.compile(model)            # merged products
+torch.compile(model)
 mx.compile_passes(False)        # graphs that are compiled from now on are left as they are
 """
 
