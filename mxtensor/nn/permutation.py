@@ -4,9 +4,9 @@
 choice) the row of the permuted tensor, or -1. Its layout is not TransformerEngine's.
 
 Sums over the rows of a token are computed in float32, in the order of experts, and rounded once, in forward and
-backward passes. On a CUDA device each function copies or sums in one launch of Triton (``kernels/permute``), without
-atomics: results and gradients are those of a CPU, but for gradients of ``merging_probs``, which are sums of another
-order.
+backward passes. On a CUDA device each function copies or sums in one launch of Triton (``kernels/permute``), after the
+launches that number rows, and without atomics: results and gradients are those of a CPU, but for gradients of
+``merging_probs``, which are sums of another order.
 """
 
 from __future__ import annotations

@@ -249,6 +249,19 @@ def test_traced_code_calls_ops_with_the_shapes_of_the_results(padded, cuda):
     assert [g.shape for g in grads] == [rows.shape, probs.shape] and len(source) == (30 if padded else 20)
 
 
+@pytest.mark.parametrize("map_type", ["mask", "index"])
+def test_the_host_reads_nothing_from_the_device(map_type, cuda):
+    x, routing_map = torch.empty(8, 64, device=cuda), torch.empty(8, 4, dtype=torch.int32, device=cuda)
+    probs = torch.empty(8, 4, device=cuda)
+    y, row_id_map = mx.nn.moe_permute(x, routing_map, 16, map_type=map_type)
+    assert mx.nn.moe_unpermute(y, row_id_map, probs, map_type=map_type).shape == x.shape
+    rows, weights, row_id_map = mx.nn.moe_permute_with_probs(x, probs, routing_map, 16)
+    rows, weights = mx.nn.moe_sort_chunks_by_index_with_probs(rows, weights, row_id_map.view(-1), row_id_map.view(-1))
+    assert mx.nn.moe_unpermute(rows, row_id_map, pad_offsets=torch.empty(4, device=cuda).long()).shape == x.shape
+    with pytest.raises(RuntimeError):  # the number of rows is read, which these tensors do not have
+        mx.nn.moe_permute(x, routing_map, map_type=map_type)
+
+
 def refusal(name, monkeypatch, *operands, op="gather rows"):
     monkeypatch.setattr(triton_launch, "missing", lambda spec: None)
     tensors = [t for t in operands if isinstance(t, torch.Tensor)]
