@@ -16,8 +16,6 @@ from .training_weight import values_of
 
 RANGES = {torch.float16: torch.finfo(torch.float16).max / 2, torch.uint8: 448.0}
 """Dtype of a state -> the magnitude to which its amax is scaled. Other dtypes have no scale."""
-STORED = {torch.uint8: torch.float8_e4m3fn}
-"""Dtype of a state -> the dtype of its codes, where it is another."""
 
 
 def values_of_parameter(p: Tensor) -> Tensor:
@@ -45,14 +43,15 @@ def encode_state(values: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Te
     if scale is None:
         return values.to(dtype)
     scaled = values * scale.reciprocal()
-    if dtype in STORED:  # torch before 2.13 does not saturate
-        scaled = scaled.clamp(-RANGES[dtype], RANGES[dtype])
-    return scaled.to(STORED.get(dtype, dtype))
+    if dtype is not torch.uint8:
+        return scaled.to(dtype)
+    largest = RANGES[dtype]  # torch before 2.13 does not saturate
+    return scaled.clamp(-largest, largest).to(torch.float8_e4m3fn).view(torch.uint8)
 
 
 def decode_state(state: Tensor, scale: Tensor | None) -> Tensor:
     """The float32 values of a state; a float32 state itself."""
-    values = state.to(torch.float32)
+    values = (state.view(torch.float8_e4m3fn) if state.dtype is torch.uint8 else state).to(torch.float32)
     return values if scale is None else values * scale
 
 
