@@ -152,6 +152,7 @@ def kernels() -> str:
     """The kernels of each kind of work in the order in which they are asked, and what each of them is."""
     from mxtensor.kernels.attention import select as attention
     from mxtensor.kernels.gemm import select as gemm
+    from mxtensor.kernels.permute import select as permute
     from mxtensor.kernels.quantize import select as quantize
     from mxtensor.kernels.quantize import select_pair, two_casts
 
@@ -159,7 +160,7 @@ def kernels() -> str:
         ("product", gemm.GEMM), ("grouped product", gemm.GROUPED), ("wgrad of groups", gemm.GROUPED_WGRAD),
         ("quantize", quantize.QUANTIZE), ("quantize both ways", select_pair.QUANTIZE_BOTH),
         ("fake quantize", quantize.FAKE_QUANTIZE), ("dequantize", quantize.DEQUANTIZE),
-        ("attention", attention.ATTENTION),
+        ("attention", attention.ATTENTION), ("permutation", permute.MERGE),
     )  # fmt: skip
     order = [(work, ", ".join(f"`{kernel.name}`" for kernel in row)) for work, row in works]
     files: dict[tuple[str, str], None] = {}

@@ -23,7 +23,7 @@ ROOMS = {
     "core": (0, "the dispatch table, the log behind explain(), shapes, tracing, what private torch is needed for"),
     "numerics": (1, "elements, formats, how one tensor is cast, the reference, Operand"),
     "recipe": (2, "which tensor is cast to what, for inference and training"),
-    "kernels": (2, "casts, products and attention: Operand in, Operand or Tensor out; never an MXTensor"),
+    "kernels": (2, "casts, products, attention and permutations: Operand in, Operand or Tensor out; never an MXTensor"),
     "tensor": (3, "MXTensor, and how FSDP2 shards and gathers one"),
     "ops": (4, "one rule per aten op"),
     "training": (5, "the autograd function of linear, TrainingWeight, autocast, delayed scaling, optim"),

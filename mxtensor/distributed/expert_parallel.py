@@ -21,10 +21,13 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from ..core.arguments import FLAG, check
+from ..kernels.permute.reference import rows_of_index
+from ..kernels.permute.select import choices_of_rows
 from ..recipe.linear_recipe import LinearRecipe
 from ..tensor.mxtensor import MXTensor
 from ..training.experts import GATHERED
 from ..training.local import local_of
+from ..training.permutation import merged, permuted
 from ..training.training_weight import TrainingWeight
 from .all_to_all import combine_tokens, dispatch_tokens
 
@@ -108,23 +111,18 @@ class _Experts:
 
     def _of_tokens(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """As in transformers: x (T, K), and for each token its experts (T, top_k) and their weights (T, top_k)."""
-        tokens, top_k = index.shape
         expert = index.reshape(-1)
-        order = expert.argsort(stable=True)
-        back = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=order.device))
+        row_id_map = rows_of_index(index)
         counts = expert.new_zeros(self.experts, dtype=torch.int64)
         counts.scatter_add_(0, expert.to(torch.int64), torch.ones_like(expert, dtype=torch.int64))
-        # One row for each choice, so that backward sums the choices of a token in order and not by atomics.
-        rows = x.unsqueeze(1).expand(tokens, top_k, x.shape[-1]).reshape(tokens * top_k, x.shape[-1])
-        dispatched = self._dispatch(rows[order], counts)
+        rows, _ = permuted(x, None, row_id_map, choices_of_rows(row_id_map, len(expert)))
+        dispatched = self._dispatch(rows, counts)
         received = dispatched.tokens.shape[0]
         here = torch.arange(len(dispatched.counts), device=x.device)
         here = here.repeat_interleave(dispatched.counts, output_size=received).unsqueeze(1)
         with _local_parameters(self.module):
             y = self.forward(dispatched.tokens, here.to(index.dtype), weights.new_ones(received, 1))
-        y = combine_tokens(y, dispatched)[back].view(tokens, top_k, -1)
-        out: Tensor = (y * weights.unsqueeze(-1)).sum(1)
-        return out.to(x.dtype)
+        return merged(combine_tokens(y, dispatched), weights, row_id_map).to(x.dtype)
 
 
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

@@ -1,1 +1,1 @@
-"""Cast and product kernels. They take and return operands and plain tensors, never an MXTensor."""
+"""Kernels of casts, products, attention and permutations. They take operands and plain tensors, never an MXTensor."""

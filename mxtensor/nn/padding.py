@@ -12,10 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from ..core.arguments import COUNT, check, optional
+from ..core.tracing import is_captured, is_traced
+from ..kernels.permute.select import chunk_rows
 from ..numerics.formats import FULL
 from ..recipe.linear_recipe import LinearRecipe
 from ..training.autocast import get_recipe
 from ..training.grouped import Splits, groups_of, row_counts
+from ..training.permutation import moved
 
 WITHOUT_BLOCKS = 16
 """The multiple that float8 kernels need of a contraction, with or without blocks."""
@@ -37,6 +40,24 @@ def align_size_of(linear_recipe: LinearRecipe | None) -> int:
             if cast is not None and cast.format.scale.bits == 8 and cast.format.block[1] != FULL:
                 size = max(size, MX_BLOCK, cast.format.block[1])
     return size
+
+
+def _has_kernels(inp: Tensor) -> bool:
+    """Whether rows are copied in one launch by the kernels of permutations. A CUDA graph would read the row counts of
+    its capture from memory of the host."""
+    return inp.is_cuda and not is_traced(inp) and not is_captured(inp)
+
+
+def _rows(inp: Tensor) -> Tensor:
+    return inp.reshape(-1, inp.shape[-1])
+
+
+def _maps(sizes: list[int], padded: list[int], device: torch.device) -> tuple[Tensor, Tensor]:
+    """The row before padding of each padded row, -1 for padding; and the padded row of each row."""
+    counts = torch.tensor([sizes, padded], dtype=torch.int32, device="cpu")
+    if device.type == "cuda":
+        counts = counts.pin_memory().to(device, non_blocking=True)  # nothing waits
+    return chunk_rows(counts[0], None, counts[1], sum(sizes), sum(padded))
 
 
 class _Aligned(nn.Module):
@@ -76,6 +97,8 @@ class Fp8Padding(_Aligned):
         groups, padded = groups_of(inp, sizes, name), self.padded(sizes)
         if padded == sizes:
             return inp, padded
+        if _has_kernels(inp):
+            return moved(_rows(inp), None, *_maps(sizes, padded, inp.device))[0], padded
         pieces = []
         for rows, size in zip(groups, padded, strict=True):
             pieces += [rows, rows.new_zeros(size - rows.shape[0], rows.shape[1])]
@@ -97,4 +120,7 @@ class Fp8Unpadding(_Aligned):
         groups = groups_of(inp, padded, name)
         if padded == sizes:
             return inp
+        if _has_kernels(inp):
+            source, target = _maps(sizes, padded, inp.device)
+            return moved(_rows(inp), None, target, source)[0]
         return torch.cat([rows[:size] for rows, size in zip(groups, sizes, strict=True)])

@@ -1,9 +1,12 @@
-"""TransformerEngine's functions that sort tokens by expert and put them back, in plain torch and differentiable.
+"""TransformerEngine's functions that sort tokens by expert and put them back, differentiable, on any device.
 
 ``row_id_map`` is what ``moe_permute`` returns for ``moe_unpermute``: for each token and each expert (``index``: each
 choice) the row of the permuted tensor, or -1. Its layout is not TransformerEngine's.
 
-Sums over the rows of a token are computed in float32, in the order of experts, and rounded once.
+Sums over the rows of a token are computed in float32, in the order of experts, and rounded once, in forward and
+backward passes. On a CUDA device each function copies or sums in one launch of Triton (``kernels/permute``), after the
+launches that number rows, and without atomics: results and gradients are those of a CPU, but for gradients of
+``merging_probs``, which are sums of another order.
 """
 
 from __future__ import annotations
@@ -15,6 +18,9 @@ import torch
 from torch import Tensor
 
 from ..core.arguments import COUNT, DENSE, INTEGER, check, described
+from ..kernels.permute.reference import rows_of_index
+from ..kernels.permute.select import choices_of_rows, chunk_rows, rows_of_mask
+from ..training.permutation import merged, moved, permuted
 from .arguments import one_of
 
 MAPS = ("mask", "index")
@@ -42,62 +48,16 @@ def _check_tokens(name: str, inp: Tensor, routing_map: Tensor, probs: Tensor | N
         raise ValueError(f"{name}: probs is {described(probs)}; it must have the shape {tuple(routing_map.shape)}")
 
 
-def _rows_of(row_id_map: Tensor, rows: int) -> Tensor:
-    """int64 (rows,): the place in the flattened, transposed ``row_id_map`` of each row; its size for a row of none."""
-    places = row_id_map.t().reshape(-1).to(torch.int64)
-    out = torch.full((rows + 1,), len(places), device=places.device)
-    out.scatter_(0, torch.where(places < 0, rows, places), torch.arange(len(places), device=places.device))
-    return out[:rows]
-
-
-def _tokens_of(where: Tensor, row_id_map: Tensor) -> Tensor:
-    """int64 (rows,): the token of each row, from ``_rows_of``; the number of tokens for a row of none."""
-    tokens = row_id_map.shape[0]
-    return torch.where(where < row_id_map.numel(), where % max(tokens, 1), tokens)
-
-
-def _map_of_mask(routing_map: Tensor) -> Tensor:
-    """int32 (tokens, experts): the row of each token for each of its experts, -1 for others."""
-    mask = routing_map.t() != 0
-    row = mask.reshape(-1).cumsum(0).view(mask.shape) - 1
-    return torch.where(mask, row, -1).t().to(torch.int32)
-
-
-def _map_of_index(routing_map: Tensor) -> Tensor:
-    """int32 (tokens, choices): the row of each choice; a stable sort by expert. Choices of expert -1 have none."""
-    expert = routing_map.reshape(-1).to(torch.int64)
-    expert = torch.where(expert < 0, expert.max() + 1 if len(expert) else 0, expert)  # after all others
-    order = expert.argsort(stable=True)
-    row = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    return torch.where(routing_map < 0, -1, row.view(routing_map.shape)).to(torch.int32)
-
-
-def _picked(source: Tensor, where: Tensor) -> Tensor:
-    """Rows of ``source``; zeros where the index is beyond its end."""
-    inside = where < source.shape[0]
-    if source.shape[0] == 0:
-        return source.new_zeros((len(where), *source.shape[1:]))
-    out = source.index_select(0, where.clamp(max=source.shape[0] - 1))
-    return torch.where(inside.view(-1, *[1] * (source.dim() - 1)), out, 0)
-
-
-def _permuted(inp: Tensor, where: Tensor, row_id_map: Tensor) -> Tensor:
-    return _picked(inp, _tokens_of(where, row_id_map))
-
-
-def _weights_of_rows(probs: Tensor, where: Tensor) -> Tensor:
-    return _picked(probs.t().reshape(-1), where)
-
-
-def _cut(name: str, row_id_map: Tensor, given: int) -> tuple[Tensor, int]:
-    """The map without rows from ``given`` on, and the number of rows; 0 or less: all are counted and stay."""
-    if given > row_id_map.numel():
+def _number_of_rows(name: str, routing_map: Tensor, given: int, is_mask: bool = True) -> int:
+    """``given``; if it is 0 or less, the number of choices, for which the host waits."""
+    if given > routing_map.numel():
         raise ValueError(
-            f"{name}: num_out_tokens={given} is more than the {row_id_map.numel()} entries of routing_map; leave it "
+            f"{name}: num_out_tokens={given} is more than the {routing_map.numel()} entries of routing_map; leave it "
             "at -1 to count them"
         )
-    rows = given if given > 0 else int((row_id_map >= 0).sum())
-    return torch.where(row_id_map < rows, row_id_map, -1), rows
+    if given > 0:
+        return given
+    return int(routing_map.count_nonzero() if is_mask else (routing_map >= 0).sum())
 
 
 def moe_permute(
@@ -114,9 +74,15 @@ def moe_permute(
     one_of("moe_permute: map_type", map_type, MAPS)
     check("moe_permute", "num_out_tokens", num_out_tokens, INTEGER)
     _check_tokens("moe_permute", inp, routing_map)
-    row_id_map = _map_of_mask(routing_map) if map_type == "mask" else _map_of_index(routing_map)
-    row_id_map, rows = _cut("moe_permute", row_id_map, num_out_tokens)
-    return _permuted(inp, _rows_of(row_id_map, rows), row_id_map), row_id_map
+    if map_type == "mask":
+        rows = _number_of_rows("moe_permute", routing_map, num_out_tokens)
+        row_id_map, choices = rows_of_mask(routing_map, rows)
+    else:
+        rows = _number_of_rows("moe_permute", routing_map, num_out_tokens, is_mask=False)
+        row_id_map = rows_of_index(routing_map)
+        row_id_map = torch.where(row_id_map < rows, row_id_map, -1)
+        choices = choices_of_rows(row_id_map, rows)
+    return permuted(inp, None, row_id_map, choices)[0], row_id_map
 
 
 def moe_permute_with_probs(
@@ -125,9 +91,11 @@ def moe_permute_with_probs(
     """``moe_permute`` of a mask, and the weight of each row from ``probs`` (T, experts): rows, weights, row_id_map."""
     check("moe_permute_with_probs", "num_out_tokens", num_out_tokens, INTEGER)
     _check_tokens("moe_permute_with_probs", inp, routing_map, probs)
-    row_id_map, rows = _cut("moe_permute_with_probs", _map_of_mask(routing_map), num_out_tokens)
-    where = _rows_of(row_id_map, rows)
-    return _permuted(inp, where, row_id_map), _weights_of_rows(probs, where), row_id_map
+    rows = _number_of_rows("moe_permute_with_probs", routing_map, num_out_tokens)
+    row_id_map, choices = rows_of_mask(routing_map, rows)
+    out, weights = permuted(inp, probs, row_id_map, choices)
+    assert weights is not None
+    return out, weights, row_id_map
 
 
 def moe_permute_and_pad_with_probs(
@@ -149,11 +117,13 @@ def moe_permute_and_pad_with_probs(
         )
     counts = tokens_per_expert.to(inp.device, torch.int64)
     padded = (counts + align_size - 1) // align_size * align_size
-    row_id_map, offsets = _map_of_mask(routing_map), (padded - counts).cumsum(0) - (padded - counts)
-    moved = torch.where(row_id_map < 0, -1, row_id_map + offsets).to(torch.int32)
-    where = _rows_of(moved, int(padded.sum()))
-    pad_offsets = None if torch.equal(counts, padded) else offsets
-    return _permuted(inp, where, moved), _weights_of_rows(probs, where), row_id_map, pad_offsets, padded
+    added = padded - counts
+    rows, padding = torch.stack([padded.sum(), added.sum()]).tolist()  # waits once
+    offsets = added.cumsum(0) - added if padding else None
+    row_id_map, choices = rows_of_mask(routing_map, rows, offsets)
+    out, weights = permuted(inp, probs, row_id_map, choices, offsets)
+    assert weights is not None
+    return out, weights, row_id_map, offsets, padded
 
 
 def moe_unpermute(
@@ -180,36 +150,28 @@ def moe_unpermute(
         if found is not None and found != expected:
             raise ValueError(f"moe_unpermute: {what} has the shape {found}; it must be {expected}")
     if pad_offsets is not None:
-        row_id_map = torch.where(row_id_map < 0, -1, row_id_map + pad_offsets.to(row_id_map.device))
-    tokens, where = row_id_map.shape[0], _rows_of(row_id_map, inp.shape[0])
-    rows = inp.to(torch.float32)
-    if merging_probs is not None:
-        rows = rows * _weights_of_rows(merging_probs.to(torch.float32), where).unsqueeze(1)
-    out = rows.new_zeros(tokens + 1, inp.shape[1]).index_add(0, _tokens_of(where, row_id_map), rows)
-    return out[:tokens].to(inp.dtype)
+        pad_offsets = pad_offsets.to(row_id_map.device)
+    return merged(inp, merging_probs, row_id_map, pad_offsets)
 
 
-def _chunks(name: str, inp: Tensor, split_sizes: Tensor, sorted_index: Tensor) -> Tensor:
-    """int64 (rows,): the row of ``inp`` at each place of the result."""
+def _chunks(name: str, inp: Tensor, split_sizes: Tensor, sorted_index: Tensor) -> tuple[Tensor, Tensor]:
+    """int32 (rows,) twice: the row of ``inp`` at each place of the result, and the place of each row."""
     _check_rows(name, inp)
     _integers(name, "split_sizes", split_sizes, 1)
     _integers(name, "sorted_index", sorted_index, 1)
     if split_sizes.shape != sorted_index.shape:
         raise ValueError(f"{name}: {len(split_sizes)} split_sizes and {len(sorted_index)} indices; pass one for each")
-    sizes, index = split_sizes.to(inp.device, torch.int64), sorted_index.to(inp.device, torch.int64)
-    starts, moved = sizes.cumsum(0) - sizes, sizes.index_select(0, index)
-    shift = starts.index_select(0, index) - (moved.cumsum(0) - moved)
     rows = inp.shape[0]
-    return torch.arange(rows, device=inp.device) + shift.repeat_interleave(moved, output_size=rows)
+    return chunk_rows(split_sizes.to(inp.device), sorted_index.to(inp.device), None, rows, rows)
 
 
 def moe_sort_chunks_by_index(inp: Tensor, split_sizes: Tensor, sorted_index: Tensor) -> Tensor:
     """The chunks of rows of ``inp``, of ``split_sizes`` rows each, in the order ``sorted_index``.
 
-    ``split_sizes`` must sum to the rows of ``inp``; nothing waits for a GPU. Raises TypeError and ValueError for other
-    tensors.
+    ``sorted_index`` names each chunk once. Rows after all chunks stay where they are. Nothing waits for a GPU. Raises
+    TypeError and ValueError for other tensors.
     """
-    return inp.index_select(0, _chunks("moe_sort_chunks_by_index", inp, split_sizes, sorted_index))
+    return moved(inp, None, *_chunks("moe_sort_chunks_by_index", inp, split_sizes, sorted_index))[0]
 
 
 def moe_sort_chunks_by_index_with_probs(
@@ -217,7 +179,9 @@ def moe_sort_chunks_by_index_with_probs(
 ) -> tuple[Tensor, Tensor]:
     """``moe_sort_chunks_by_index`` of rows and of their weights ``probs`` (rows,)."""
     name = "moe_sort_chunks_by_index_with_probs"
-    where = _chunks(name, inp, split_sizes, sorted_index)
+    maps = _chunks(name, inp, split_sizes, sorted_index)
     if not isinstance(probs, Tensor) or probs.shape != inp.shape[:1]:
         raise ValueError(f"{name}: probs is {described(probs)}; pass a weight for each of the {len(inp)} rows")
-    return inp.index_select(0, where), probs.index_select(0, where)
+    out, weights = moved(inp, probs, *maps)
+    assert weights is not None
+    return out, weights

@@ -16,8 +16,9 @@ from torch.optim import Optimizer
 
 from ..core.arguments import FUNCTION, NUMBER, Kind, check, described, instance, optional
 from ..tensor.mxtensor import MXTensor
-from .local import local_of, sharded_like
-from .training_weight import values_of
+from .fused_adam import STATE, FusedAdam
+from .local import local_of
+from .optimizer_states import values_of_parameter
 
 MASTER = "master_weight"
 """The name of the master weight in ``state`` and ``state_dict``, beside the moments of its parameter."""
@@ -38,11 +39,6 @@ PARAMS = Kind(
     lambda params: isinstance(params, Iterable) and not isinstance(params, (Tensor, str, bytes)),
 )
 GROUP = instance(dict, "a dictionary with the key 'params'", lambda group: "params" in group)
-STATE = instance(
-    dict,
-    "a result of state_dict(), with 'state' and 'param_groups'",
-    lambda state: {"state", "param_groups"} <= state.keys(),
-)
 
 
 class MasterWeights(Optimizer):
@@ -114,7 +110,7 @@ class MasterWeights(Optimizer):
         if not _HAS_MASTER[self._for](p):
             return p
         if p not in self._masters:
-            values = _values(p)
+            values = values_of_parameter(p)
             preserved = getattr(p, "get_high_precision_init_val", lambda: None)()
             if preserved is not None:
                 values = _refined(p, values, preserved.to(values.device, values.dtype))
@@ -133,7 +129,7 @@ class MasterWeights(Optimizer):
         self._copy_in()
         for p, master in self._masters.items():
             if p._version != self._written[p]:
-                master.copy_(_refined(p, _values(p), master))
+                master.copy_(_refined(p, values_of_parameter(p), master))
                 self._written[p] = p._version
         self._take_gradients()
         loss = self.optimizer.step() if closure is None else self.optimizer.step(self._evaluating(closure))
@@ -238,7 +234,7 @@ class MasterWeights(Optimizer):
         self.optimizer.load_state_dict({**state_dict, "state": entries})
         for key, p in zip(keys, params, strict=True):
             if p in self._masters:
-                self._masters[p].copy_(saved[key] if key in saved else _values(p))
+                self._masters[p].copy_(saved[key] if key in saved else values_of_parameter(p))
                 self._written[p] = p._version
         self._copy_out()
         for done in self._optimizer_load_state_dict_post_hooks.values():
@@ -249,17 +245,9 @@ class MasterWeights(Optimizer):
         return {**super().__getstate__(), **mine, "_written": dict.fromkeys(self._masters, -1)}
 
 
-def _values(p: Tensor) -> Tensor:
-    """The dequantized values of a parameter, in the dtype of a master weight."""
-    dtype = torch.promote_types(p.dtype, torch.float32)
-    local = local_of(p.detach())
-    values = local.dequantize(dtype) if isinstance(local, MXTensor) else values_of(local).to(dtype)
-    return sharded_like(p, values)
-
-
 def _refined(p: Tensor, values: Tensor, candidate: Tensor) -> Tensor:
     """``candidate`` for each element that rounds to the present value of ``p``; ``values`` of ``p`` for the others."""
-    rounded = _values(p.detach().clone().copy_(candidate.detach()))
+    rounded = values_of_parameter(p.detach().clone().copy_(candidate.detach()))
     return torch.where(rounded == values, candidate, values)
 
 
@@ -282,12 +270,12 @@ def __getattr__(name: str) -> type[MasterWeights]:
     """``mxtensor.optim.AdamW`` and every other class of torch.optim, created on first use."""
     if name not in _names():
         raise AttributeError(
-            f"mxtensor.optim has no {name!r}; it has MasterWeights, which takes any optimizer class, and "
-            f"{', '.join(_names())}"
+            f"mxtensor.optim has no {name!r}; it has MasterWeights, which takes any optimizer class, "
+            f"FusedAdam, {', '.join(_names())}"
         )
     made = globals()[name] = _over_masters(getattr(torch.optim, name))
     return made
 
 
 def __dir__() -> list[str]:
-    return ["MasterWeights", *_names()]
+    return ["MasterWeights", FusedAdam.__name__, *_names()]

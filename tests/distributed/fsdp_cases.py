@@ -472,9 +472,15 @@ def quantized_parameters(rank, folder):
 @case
 def master_weights(rank, folder):
     """mx.optim with shards of MXTensors, and with whole ones."""
+    fused = partial(mx.optim.FusedAdam, master_weights=True, exp_avg_dtype=torch.bfloat16)
+    return [masters(rank, mx.optim.AdamW, "master_weight"), masters(rank, fused, "master_param")]
+
+
+def masters(rank, kind, name):
+    """Whether gradients, and the master weights after three steps, are the same with shards and without."""
     model, reference = (operands(100, "mxfp8", "rowwise", True) for _ in range(2))
     shard(model)
-    optimizers = [mx.optim.AdamW(m.parameters(), lr=1e-3) for m in (model, reference)]
+    optimizers = [kind(m.parameters(), lr=1e-3) for m in (model, reference)]
     same = []
     for _ in range(3):
         x = torch.randn(2, ROWS, WIDTH)
@@ -487,7 +493,7 @@ def master_weights(rank, folder):
             optimizer.step()
             optimizer.zero_grad()
     states = zip(optimizers, (model, reference), strict=True)
-    mine, its = (optimizer.state[m[0].weight]["master_weight"].detach() for optimizer, m in states)
+    mine, its = (optimizer.state[m[0].weight][name].detach() for optimizer, m in states)
     return same, same_as(whole(mine), its)
 
 

@@ -181,7 +181,7 @@ def test_parameters_that_are_mxtensors(ranks):
 
 
 def test_master_weights_of_shards(ranks):
-    assert ranks("master_weights") == [([True] * 3, True)] * 2
+    assert ranks("master_weights") == [[([True] * 3, True)] * 2] * 2
 
 
 def test_modules_of_transformer_engine(ranks):

@@ -30,6 +30,7 @@ from mxtensor.kernels.attention.spec import AttentionArgs, Tokens
 from mxtensor.kernels.gemm import dot_scaled, fp8_rows, fp8_rows_both, fp8_rows_operand
 from mxtensor.kernels.gemm.row_operand import RowOperand
 from mxtensor.kernels.gemm.spec import Form
+from mxtensor.kernels.permute import triton_rows as permute
 from mxtensor.kernels.quantize import triton_columns, triton_common, triton_pair, triton_rows
 from mxtensor.kernels.runtime import triton_launch
 from mxtensor.numerics.cast import Cast
@@ -39,8 +40,9 @@ from mxtensor.numerics.operand import Operand
 TARGETS = (80, 89, 90, 100, 120)
 HOSTS = (
     triton_common, triton_columns, triton_rows, triton_pair, fp8_rows, fp8_rows_both, fp8_rows_operand, triton_ranges,
+    permute,
 )  # fmt: skip
-"""The modules that launch casts, products of row-scaled operands, and attention."""
+"""The modules that launch casts, products of row-scaled operands, attention, and permutations."""
 
 
 class Variant(NamedTuple):
@@ -140,7 +142,9 @@ def products(capability: int) -> list[Variant]:
 POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float32: "*fp32",
+    torch.float16: "*fp16",
     torch.uint8: "*u8",
+    torch.int16: "*i16",
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
@@ -221,6 +225,40 @@ def attention(name: str, size: int, group: int, dtype: torch.dtype, has_mask: bo
     triton_ranges.run(q, tokens, tokens, AttentionArgs(size**-0.5, mask))
 
 
+def of(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor without values."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def mask(experts: int, dtype: torch.dtype, padded: bool) -> None:
+    """The map of 8192 tokens, of which some go to each expert."""
+    permute.rows_of_mask(of((8192, experts), dtype), 16384, of((experts,), torch.int64) if padded else None)
+
+
+def chunks(count: int, padded: bool) -> None:
+    """4096 rows in chunks that are sorted or padded."""
+    sizes = of((count,), torch.int64)
+    permute.chunk_rows(sizes, None if padded else sizes, sizes if padded else None, 4096, 8192 if padded else 4096)
+
+
+def gather(dtype: torch.dtype, cols: int, probs: torch.dtype | None) -> None:
+    """8192 rows of 4096 tokens."""
+    weights, per = (None, 1) if probs is None else (of((4096, 64), probs), 64)
+    permute.gather(values(4096, cols, dtype), of((8192,), torch.int32), per, weights)
+
+
+def merge(dtype: torch.dtype, cols: int, per: int, weights: torch.dtype | None, padded: bool = False) -> None:
+    """8192 rows to 4096 tokens: their sums, or with weights also the backward pass."""
+    rows, row_id_map = values(8192, cols, dtype), of((4096, per), torch.int32)
+    offsets = of((per,), torch.int64) if padded else None
+    if weights is None:
+        permute.merge(rows, row_id_map, offsets, None, of((8192,), dtype))
+        return
+    given = of((4096, per), weights)
+    permute.merge(rows, row_id_map, offsets, given, None)
+    permute.spread(values(4096, cols, dtype), rows, row_id_map, offsets, given, (True, True))
+
+
 CASTS: dict[str, tuple[Callable[[], Any], bool]] = {
     "mxfp8 bf16": (lambda: quantize("mxfp8", BF16), True),
     "mxfp8 fp32": (lambda: quantize("mxfp8", FP32), True),
@@ -289,10 +327,22 @@ CASTS: dict[str, tuple[Callable[[], Any], bool]] = {
     "attention mxfp4 small": (lambda: attention("mxfp4", 64, 1, BF16), False),
     "attention mxfp6 fp32": (lambda: attention("mxfp6", 80, 4, FP32), False),
     "attention float8_row": (lambda: attention("float8_row", 128, 2, BF16), False),
+    "mask of 64": (lambda: mask(64, torch.int32, False), False),
+    "mask of 1024 padded": (lambda: mask(1024, torch.bool, True), False),
+    "chunks sorted": (lambda: chunks(64, False), False),
+    "chunks padded": (lambda: chunks(1024, True), False),
+    "gather bf16": (lambda: gather(BF16, 4096, FP32), False),
+    "gather bytes": (lambda: gather(torch.uint8, 4224, None), False),
+    "gather short rows": (lambda: gather(BF16, 1000, None), False),
+    "merge bf16": (lambda: merge(BF16, 4096, 64, FP32), False),
+    "merge bf16 probs": (lambda: merge(BF16, 4096, 8, None), False),
+    "merge fp32 padded": (lambda: merge(FP32, 1000, 1024, BF16, True), False),
+    "merge short rows of one": (lambda: merge(BF16, 512, 1, BF16), False),
+    "merge fp16 tail": (lambda: merge(torch.float16, 2047, 8, torch.float16), False),
     "exact mxfp8 by mxfp8": (lambda: exact("mxfp8", "mxfp8", False), False),
     "exact mxfp8_e5m2 by mxfp4": (lambda: exact("mxfp8_e5m2", "mxfp4", True), False),
 }
-"""Name of a cast, or attention -> (the call, whether its kernel rounds with float8 instructions, where they exist)."""
+"""Name of a cast, attention or permutation -> (the call, whether its kernel rounds with float8 instructions)."""
 
 
 def argument(value: Any) -> str | None:

@@ -71,6 +71,31 @@ def test_bfloat16_sums_are_rounded_once():
     assert out.dtype is torch.bfloat16 and torch.equal(out, wanted.bfloat16())
 
 
+def test_bfloat16_gradients_are_sums_in_float32_rounded_once():
+    x, mask, _, _ = routed()
+    y, row_id_map = mx.nn.moe_permute(x.detach().bfloat16().requires_grad_(), mask | (torch.arange(EXPERTS) < 3).int())
+    grad = torch.randn_like(y)
+    (found,) = torch.autograd.grad(y, y.grad_fn.next_functions[0][0].variable, grad)
+    assert torch.equal(found, mx.nn.moe_unpermute(grad.float(), row_id_map).bfloat16())
+
+
+def test_gradients_of_gradients_and_transforms():
+    x, mask, _, probs = routed()
+    x, probs = x.detach().double().requires_grad_(), probs.double().requires_grad_()
+    sizes, order = torch.tensor([4, 0, TOKENS * TOP - 4]), torch.tensor([2, 1, 0])
+
+    def through(x, probs):
+        y, weights, row_id_map = mx.nn.moe_permute_with_probs(x, probs, mask, TOKENS * TOP)
+        y, weights = mx.nn.moe_sort_chunks_by_index_with_probs(y * weights.unsqueeze(1), weights, sizes, order)
+        y, _ = mx.nn.moe_sort_chunks_by_index_with_probs(y, weights, sizes[order], order)
+        return mx.nn.moe_unpermute(y**2, row_id_map, probs)
+
+    assert torch.autograd.gradcheck(through, (x, probs), fast_mode=True)
+    assert torch.autograd.gradgradcheck(through, (x, probs), fast_mode=True)
+    (wanted,) = torch.autograd.grad(through(x, probs).sum(), x)
+    torch.testing.assert_close(torch.func.grad(lambda x: through(x, probs).sum())(x), wanted)
+
+
 def test_rows_beyond_num_out_tokens_are_dropped_and_dropped_choices_have_none():
     x, mask, index, _ = routed()
     y, row_id_map = mx.nn.moe_permute(x, mask, 10)
@@ -114,6 +139,9 @@ def test_chunks_are_moved_whole():
     y.backward(grad)
     inverse = mx.nn.moe_sort_chunks_by_index(grad, sizes[order], order.argsort())
     assert torch.equal(x.grad, inverse)
+    longer = torch.cat([x, torch.ones(2, 3)])  # rows after all chunks stay where they are
+    assert torch.equal(mx.nn.moe_sort_chunks_by_index(longer, sizes, order), torch.cat([wanted, torch.ones(2, 3)]))
+    assert torch.equal(mx.nn.moe_sort_chunks_by_index(longer, sizes[:0], order[:0]), longer)
 
 
 def test_no_tokens_at_all():

@@ -1,0 +1,1 @@
+"""Rows of tokens sorted by expert and put back: maps, copies and sums."""
