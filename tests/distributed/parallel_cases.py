@@ -130,8 +130,12 @@ def columns_alone(rank, folder):
     """Config -> of a layer split by columns whether result and gradients of weight and bias are bitwise those of one
     rank, and the error of the gradient of x."""
     found = {}
-    for name in ("mxfp8", "nvfp4", "nvfp4, one copy", "float8"):
-        one = mx.quantize_(nn.Sequential(nn.Linear(IN, HIDDEN)), CONFIGS[name])
+    rows = NVFP4BlockScaling(
+        disable_rht=True, disable_stochastic_rounding=True, row_scaled_activation=True, nvfp4_4over6="all"
+    )
+    configs = {name: CONFIGS[name] for name in ("mxfp8", "nvfp4", "nvfp4, one copy", "float8")} | {"rows": rows}
+    for name, config in configs.items():
+        one = mx.quantize_(nn.Sequential(nn.Linear(IN, HIDDEN)), config)
         for p in one.parameters():
             dist.broadcast(p.detach(), 0)
         style = mx.parallel.ColwiseParallel(output_layouts=Replicate())

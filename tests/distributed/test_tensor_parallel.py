@@ -30,7 +30,7 @@ def test_layers_split_by_columns_and_rows_train_like_those_of_one_rank(config, b
 
 def test_the_columns_of_a_layer_are_those_of_one_rank_bit_for_bit(ranks):
     for found in ranks("columns_alone"):
-        assert len(found) == 4
+        assert len(found) == 5
         for same, error_of_x in found.values():
             assert same == [True, True, True] and error_of_x < TOLERANCE
 
