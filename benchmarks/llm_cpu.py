@@ -21,6 +21,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from .harness import (
     cpu_clock,
     machine,
     print_table,
+    read_json,
     timed,
     wall_clock,
     write_json,
@@ -361,13 +363,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--no-peers", action="store_true", help="without torchao and llama.cpp")
     add("--no-head", action="store_true", help="leave head and embedding in bfloat16")
     add("--cpu-time", action="store_true", help="the CPU time of this process, on one thread: for a machine in use")
+    add("--add", action="store_true", help="keep the rows of the record that are not measured again")
     args = parser.parse_args(argv)
+    if args.add and args.json is None:
+        parser.error("--add needs --json, the record to add to")
     if args.cpu_time and set(args.threads) != {1}:
         parser.error("--cpu-time needs --threads 1: threads that wait for each other use CPU time too")
     clock = cpu_clock if args.cpu_time else wall_clock
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
 
+    kept = kept_rows(args.json, args) if args.add else []
     total = len(args.models) * len(args.threads) * len(args.batches) * len(args.modes)
     rows, progress = [], Progress(total, "row")
     with tempfile.TemporaryDirectory() as folder:
@@ -379,13 +385,23 @@ def main(argv: Sequence[str] | None = None) -> None:
                         options = args.repeats, args.seconds, args.fastest, clock
                         rows.append(bench.row(threads, batch, mode, *options))
                         progress.step(rows[-1].work)
-                        write_json(args.json, rows)
+                        write_json(args.json, [*kept, *rows])
     progress.close()
+    rows = [*kept, *rows]
     info = machine()
     print(f"\n{command()}\n{info['cpu']}, memory is read at {bandwidths(rows)}\n")
     print_table(HEADER, lines(rows))
     print_failures(rows)
     print_verdicts(TARGETS, rows)
+
+
+def kept_rows(path: Path, args: argparse.Namespace) -> list[LlmRow]:
+    """The rows of a record that these arguments do not measure."""
+    if not path.exists():
+        return []
+    _, rows = read_json(path, LlmRow)
+    again = set(product(args.models, args.threads, args.batches, args.modes))
+    return [row for row in rows if (row.model, row.threads, row.batch, row.mode) not in again]
 
 
 def bandwidths(rows: Sequence[LlmRow]) -> str:

@@ -89,12 +89,17 @@ def test_main_writes_a_record_and_prints_the_targets(tmp_path, capsys):
     path = tmp_path / "llm_cpu.json"
     options = ["--models", "tiny", "--threads", "1", "--batches", "2", "--modes", "eager", "--no-peers"]
     options += ["--fastest", "--cpu-time"]
-    llm_cpu.main([*options, "--repeats", "2", "--formats", "mxfp8-weight-only", "--json", str(path)])
+    options += ["--repeats", "2", "--formats", "mxfp8-weight-only", "--json", str(path)]
+    llm_cpu.main(options)
     out = capsys.readouterr().out
     assert "mxfp8 over the faster of bf16 and f32, batch 1" in out and "tiny, 1 threads, batch 2, eager" in out
     (found,) = json.loads(path.read_text())["rows"]
     assert set(found["times"]) == {"bfloat16", "float32", "mxfp8-weight-only"} and not found["failed"]
     assert found["bandwidth"] > 0 and found["load"] >= 0 and found["read"]["float32"] == 2 * found["read"]["bfloat16"]
+    for _ in range(2):
+        llm_cpu.main([*options, "--modes", "attention", "--add"])
+        kept, added = json.loads(path.read_text())["rows"]
+        assert kept == found and added["mode"] == "attention"
 
 
 def test_cpu_time_is_for_one_thread(capsys):
