@@ -113,7 +113,10 @@ def test_an_interrupt_while_files_are_written(tmp_path):
     command = [sys.executable, "-m", "mxtensor", "quantize", path, "-o", tmp_path / "out", "--format", "mxfp8",
                "--max-shard-bytes", "5000000"]  # fmt: skip
     for _ in range(8):  # on a busy machine the command may end before the signal comes
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # a shell's job may ignore it
+        )  # fmt: skip
         while process.poll() is None and not list(tmp_path.glob(".out*/2.safetensors")):
             time.sleep(0.005)
         process.send_signal(signal.SIGINT)
