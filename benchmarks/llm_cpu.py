@@ -373,7 +373,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
 
-    kept = kept_rows(args.json, args) if args.add else []
+    saved = saved_rows(args.json, args) if args.add else []
     total = len(args.models) * len(args.threads) * len(args.batches) * len(args.modes)
     rows, progress = [], Progress(total, "row")
     with tempfile.TemporaryDirectory() as folder:
@@ -385,9 +385,9 @@ def main(argv: Sequence[str] | None = None) -> None:
                         options = args.repeats, args.seconds, args.fastest, clock
                         rows.append(bench.row(threads, batch, mode, *options))
                         progress.step(rows[-1].work)
-                        write_json(args.json, [*kept, *rows])
+                        write_json(args.json, [*saved, *rows])
     progress.close()
-    rows = [*kept, *rows]
+    rows = [*saved, *rows]
     info = machine()
     print(f"\n{command()}\n{info['cpu']}, memory is read at {bandwidths(rows)}\n")
     print_table(HEADER, lines(rows))
@@ -395,13 +395,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     print_verdicts(TARGETS, rows)
 
 
-def kept_rows(path: Path, args: argparse.Namespace) -> list[LlmRow]:
+def saved_rows(path: Path, args: argparse.Namespace) -> list[LlmRow]:
     """The rows of a record that these arguments do not measure."""
     if not path.exists():
         return []
     _, rows = read_json(path, LlmRow)
-    again = set(product(args.models, args.threads, args.batches, args.modes))
-    return [row for row in rows if (row.model, row.threads, row.batch, row.mode) not in again]
+    repeated = set(product(args.models, args.threads, args.batches, args.modes))
+    return [row for row in rows if (row.model, row.threads, row.batch, row.mode) not in repeated]
 
 
 def bandwidths(rows: Sequence[LlmRow]) -> str:

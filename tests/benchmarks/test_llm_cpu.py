@@ -98,8 +98,8 @@ def test_main_writes_a_record_and_prints_the_targets(tmp_path, capsys):
     assert found["bandwidth"] > 0 and found["load"] >= 0 and found["read"]["float32"] == 2 * found["read"]["bfloat16"]
     for _ in range(2):
         llm_cpu.main([*options, "--modes", "attention", "--add"])
-        kept, added = json.loads(path.read_text())["rows"]
-        assert kept == found and added["mode"] == "attention"
+        saved, added = json.loads(path.read_text())["rows"]
+        assert saved == found and added["mode"] == "attention"
 
 
 def test_cpu_time_is_for_one_thread(capsys):
