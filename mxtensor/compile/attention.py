@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from ..kernels.attention.values_cpu import attention_of_values, library, takes
+from .graph import arguments
 
 aten = torch.ops.aten
 USUAL = getattr(aten, "_scaled_dot_product_flash_attention_for_cpu", None)
@@ -40,11 +41,6 @@ def _before_repeat(node: Node) -> Node:
     return steps[-1] if same else node
 
 
-def _named(node: Node) -> dict[str, Any]:
-    names = (argument.name for argument in node.target._schema.arguments)  # type: ignore[union-attr]
-    return dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-
-
 def _is_taken(given: dict[str, Any], key: Node, value: Node) -> bool:
     query = _value(given["query"])
     if given.get("dropout_p", 0) or (given.get("is_causal", False) and query.shape[2] != 1):
@@ -53,7 +49,7 @@ def _is_taken(given: dict[str, Any], key: Node, value: Node) -> bool:
 
 
 def _replace(graph: Graph, node: Node) -> None:
-    given = _named(node)
+    given = arguments(node)
     key, value = _before_repeat(given["key"]), _before_repeat(given["value"])
     has_others = any(result.args[1] != 0 and result.users for result in node.users)
     if has_others or not _is_taken(given, key, value) or library() is not None:

@@ -7,7 +7,6 @@ mx.compile_passes(False)        # graphs that are compiled from now on are left 
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from ..core.compat_hooks import hook_inductor_settings
@@ -15,7 +14,6 @@ from ..core.fingerprint import COMPILATION
 from ..core.when_imported import when_imported
 from ..kernels.attention import values_cpu  # noqa: F401  (registers the op: a graph from torch's cache may come first)
 
-REGISTER_PRODUCTS = "mxtensor.kernels.small_m.kernel", "mxtensor.kernels.gemm.cpu_library"
 CHECKS = "size_asserts", "alignment_asserts"
 """Python calls of a compiled graph for each of its tensors, which check again what Dynamo's guards and the ops check. A
 decoded token of a small model spends a tenth of its time on a CPU in them."""
@@ -40,7 +38,7 @@ def _settings(gm: Any) -> dict[str, Any]:
     Early launches (``triton.enable_pdl``) and combined kernels stay with ``inference_options``: on an H100 they made
     the compiled decoding of transformers slower, by 0.4 ms a token of 2.7, although the GPU was busy for less.
     """
-    if not are_passes_enabled() or not any(name in sys.modules for name in REGISTER_PRODUCTS):
+    if not are_passes_enabled():
         return {}
     from .graph import CPU_ONE, MERGED
     from .inference_options import Products, config

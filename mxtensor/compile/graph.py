@@ -15,7 +15,6 @@ ONE, SHARED = torch.ops.mxtensor.small_m.default, torch.ops.mxtensor.small_m_sha
 CPU_ONE, CPU_SHARED = cpu_library.linear, cpu_library.linear_shared
 MERGED = {ONE: SHARED, CPU_ONE: CPU_SHARED}
 """A product with one weight -> products of one input with several weights."""
-NAMES = {op: tuple(argument.name for argument in op._schema.arguments) for one in MERGED.items() for op in one}
 OF_A_WEIGHT = ("data", "scale", "global_scale", "bias")
 """Arguments that belong to the weight of a product; products that are merged agree in all others."""
 aten = torch.ops.aten
@@ -28,13 +27,13 @@ VIEWS = (
 
 
 def arguments(node: Node) -> dict[str, Any]:
-    """The arguments of a product, by name."""
+    """The arguments of an op, by name."""
     return named(node.target, node.args) | dict(node.kwargs)
 
 
 def named(op: Any, args: Sequence[Any]) -> dict[str, Any]:
-    """Positional arguments of a product by name."""
-    return dict(zip(NAMES[op], args, strict=False))
+    """Positional arguments of an op by name."""
+    return dict(zip((argument.name for argument in op._schema.arguments), args, strict=False))
 
 
 def is_view(value: Any) -> bool:

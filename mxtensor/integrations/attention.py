@@ -20,8 +20,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..kernels.attention.values_cpu import attention_of_values, library, takes
 
 NAME = "mxtensor"
-UNUSUAL = "position_bias", "cache", "softcap", "output_attentions"
-"""Arguments that only transformers' own function knows."""
+UNUSUAL = "cache", "softcap", "output_attentions"
+"""Arguments that only transformers' own function knows, beside ``position_bias``, a tensor."""
 
 
 def attention_forward(
@@ -44,7 +44,7 @@ def _is_taken(
     tensors = query, key, value
     if not all(type(t) is Tensor for t in tensors):  # tokens of mx.KVCache
         return False
-    if dropout or any(others.get(name) for name in UNUSUAL[1:]) or others.get(UNUSUAL[0]) is not None:
+    if dropout or others.get("position_bias") is not None or any(others.get(name) for name in UNUSUAL):
         return False
     if causal and mask is None and query.shape[2] != 1:
         return False

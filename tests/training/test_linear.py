@@ -20,6 +20,7 @@ from mxtensor.recipe import (
 from mxtensor.training.linear import Options, linear
 from mxtensor.training.operands import Scales
 from tests.helpers.compare import relative_error
+from tests.helpers.nvfp4_options import NVFP4_OPTIONS
 from tests.helpers.training_reference import check_step
 
 NEAREST = {
@@ -34,21 +35,7 @@ NEAREST = {
     "mxfp6": MXFP6BlockScaling(),
     "mxfp4": MXFP4BlockScaling(stochastic_rounding=False),
     "nvfp4": NVFP4BlockScaling(disable_stochastic_rounding=True),
-    "nvfp4 four over six, weights": NVFP4BlockScaling(disable_stochastic_rounding=True, nvfp4_4over6="weights"),
-    "nvfp4 four over six": NVFP4BlockScaling(
-        disable_rht=True, disable_stochastic_rounding=True, nvfp4_4over6="all", nvfp4_4over6_err_mode="MSE"
-    ),
-    "nvfp4 row-scaled": NVFP4BlockScaling(
-        disable_rht=True, disable_stochastic_rounding=True, row_scaled_activation=True
-    ),
-    "nvfp4 row-scaled four over six": NVFP4BlockScaling(
-        disable_rht=True,
-        disable_stochastic_rounding=True,
-        disable_2d_quantization=True,
-        row_scaled_activation=True,
-        nvfp4_4over6="activations",
-        nvfp4_4over6_e4m3_use_256="none",
-    ),
+    **NVFP4_OPTIONS,
     "float8 current": Float8CurrentScaling(),
     "float8 current, powers of two": Float8CurrentScaling(use_power_2_scales=True),
     "float8 block": Float8BlockScaling(),

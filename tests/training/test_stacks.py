@@ -29,6 +29,7 @@ from mxtensor.training.operands import copies
 from mxtensor.training.passes import Options
 from mxtensor.training.stack_operands import copies_of, has_own_scales, layout_of
 from mxtensor.training.training_weight import TrainingWeight
+from tests.helpers.nvfp4_options import NVFP4_OPTIONS
 from tests.helpers.training_reference import check_step
 
 RECIPES = {
@@ -36,21 +37,7 @@ RECIPES = {
     "mxfp6": MXFP6BlockScaling(),
     "mxfp4": MXFP4BlockScaling(stochastic_rounding=False),
     "nvfp4": NVFP4BlockScaling(disable_stochastic_rounding=True),
-    "nvfp4 four over six, weights": NVFP4BlockScaling(disable_stochastic_rounding=True, nvfp4_4over6="weights"),
-    "nvfp4 four over six": NVFP4BlockScaling(
-        disable_rht=True, disable_stochastic_rounding=True, nvfp4_4over6="all", nvfp4_4over6_err_mode="MSE"
-    ),
-    "nvfp4 row-scaled": NVFP4BlockScaling(
-        disable_rht=True, disable_stochastic_rounding=True, row_scaled_activation=True
-    ),
-    "nvfp4 row-scaled four over six": NVFP4BlockScaling(
-        disable_rht=True,
-        disable_stochastic_rounding=True,
-        disable_2d_quantization=True,
-        row_scaled_activation=True,
-        nvfp4_4over6="activations",
-        nvfp4_4over6_e4m3_use_256="none",
-    ),
+    **NVFP4_OPTIONS,
     "float8 current": Float8CurrentScaling(),
     "float8 block": Float8BlockScaling(),
     "square": CustomRecipe("mxfp8[32x32]", "mxfp8[32x32]", "mxfp8[32x32]"),

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..gemm.cpu_library import torch_flags
+from ..gemm.cpu_library import refuse_first_call, torch_flags
 from ..quantize.cpu import KINDS
 from ..runtime.native_build import load
 from . import cpu
@@ -55,12 +55,7 @@ def library() -> str | None:
 
 @torch.library.impl(_OPS, "cpu_attention", "CompositeExplicitAutograd")
 def _first_call(q: Tensor, *others: Any) -> Tensor:
-    """Load the library and call the op that it registers: a compiled graph from torch's cache may come first."""
-    if q.device.type != "cpu":
-        raise ValueError(f"mxtensor::cpu_attention needs tensors on the CPU, not on {q.device}; use .cpu()")
-    why = library()
-    if why is not None:
-        raise RuntimeError(f"mxtensor::cpu_attention is in a graph that was compiled elsewhere, and {why}")
+    refuse_first_call("mxtensor::cpu_attention", q, library)
     return attention_of_values(q, *others)  # type: ignore[no-any-return]
 
 

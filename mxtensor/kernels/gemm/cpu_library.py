@@ -11,6 +11,7 @@ import ctypes
 import os
 import platform
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -163,24 +164,27 @@ prepare: Any = torch.ops.mxtensor.cpu_linear_prepare.default
 prepared: Any = torch.ops.mxtensor.cpu_linear_prepared.default
 
 
-def _load_for(x: Tensor) -> None:
-    """Load the library, which registers the ops: a compiled graph from torch's cache may come first."""
+def refuse_first_call(op: str, x: Tensor, missing: Callable[[], str | None]) -> None:
+    """Raise if an op cannot run here: on another device, or without its library, which ``missing`` loads.
+
+    The library registers the op; a compiled graph from torch's cache may come before anything has loaded it.
+    """
     if x.device.type != "cpu":
-        raise ValueError(f"mxtensor::cpu_linear needs tensors on the CPU, not on {x.device}; use .cpu()")
-    found = library()
-    if isinstance(found, str):
-        raise RuntimeError(f"mxtensor::cpu_linear is in a graph that was compiled elsewhere, and {found}")
+        raise ValueError(f"{op} needs tensors on the CPU, not on {x.device}; use .cpu()")
+    why = missing()
+    if why is not None:
+        raise RuntimeError(f"{op} is in a graph that was compiled elsewhere, and {why}")
 
 
 @torch.library.impl(_OPS, "cpu_linear", "CompositeExplicitAutograd")
 def _first_call(x: Tensor, *others: Any) -> Tensor:
-    _load_for(x)
+    refuse_first_call("mxtensor::cpu_linear", x, missing)
     return linear(x, *others)  # type: ignore[no-any-return]
 
 
 @torch.library.impl(_OPS, "cpu_linear_shared", "CompositeExplicitAutograd")
 def _first_shared_call(x: Tensor, *others: Any) -> list[Tensor]:
-    _load_for(x)
+    refuse_first_call("mxtensor::cpu_linear_shared", x, missing)
     return linear_shared(x, *others)  # type: ignore[no-any-return]
 
 
