@@ -1,4 +1,8 @@
-"""What is computed from a tensor, such as swizzled scales: cached until the tensor is written to or ends."""
+"""What is computed from a tensor, such as swizzled scales: cached until the tensor is written to or ends.
+
+A captured CUDA graph reads memory, whatever the cache says later. So a result that a graph reads (``captured_value``)
+stays, and a write to the tensor makes it again in the same memory.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +22,8 @@ class _Entry(NamedTuple):
     version: int
     made: dict[Hashable, Any]
     """layout -> the result"""
+    remake: dict[Hashable, Callable[[], None]]
+    """layout of a result that a graph reads -> makes it again in its memory"""
 
 
 _cache: dict[int, _Entry] = {}
@@ -38,8 +44,19 @@ def _new_entry(t: Tensor) -> _Entry:
         if entry is not None and entry.tensor is ref:  # not of a later tensor that got the same id
             del _cache[key]
 
-    entry = _cache[key] = _Entry(weakref.ref(t, end), t._version, {})
+    before = _cache.get(key)
+    entry = _cache[key] = _Entry(weakref.ref(t, end), t._version, {}, {})
+    if before is not None and before.tensor() is t:
+        _remake(before, entry)
     return entry
+
+
+def _remake(before: _Entry, after: _Entry) -> None:
+    """Make what graphs read again, and let ``after`` have it."""
+    for layout, remake in before.remake.items():
+        remake()
+        after.remake[layout] = remake
+        after.made[layout] = before.made[layout]
 
 
 def known_value(t: Tensor, layout: Hashable) -> Any:
@@ -61,6 +78,8 @@ def cached_value(
     if is_traced(t) or t.is_inference() or is_captured(t):
         return make(t)
     entry = _entry_of(t)
+    if entry is None and (before := _cache.get(id(t))) is not None and before.remake:
+        entry = _new_entry(t)  # with what graphs read, as ``t`` is now
     if entry is not None and layout in entry.made:
         return entry.made[layout]  # type: ignore[no-any-return]
     result = make(t)
@@ -71,10 +90,28 @@ def cached_value(
     return result
 
 
+def captured_value(t: Tensor, layout: Hashable, remake: Callable[[], None] | None) -> Any:
+    """What is cached for ``layout``, for a CUDA graph that is captured; None if nothing is.
+
+    With ``remake`` the graph may read it in each replay: ``remake`` makes it again in the same memory. It is called
+    after each write of a rule to ``t``, and after a write that torch itself makes at the next look-up outside a graph.
+    It must not hold ``t``.
+    """
+    entry = _entry_of(t)
+    if entry is None or layout not in entry.made:
+        return None
+    if remake is not None:
+        entry.remake[layout] = remake
+    return entry.made[layout]
+
+
 def forget(t: Tensor) -> None:
-    """Drop what was computed from the memory of ``t``: a rule has written to it, and torch counts no such write."""
+    """Drop what was computed from the memory of ``t``, and make again what graphs read: a rule has written to it, and
+    torch counts no such write."""
     memory = t.untyped_storage().data_ptr() if _cache else 0
     for key, entry in [*_cache.items()]:
         tensor = entry.tensor()
         if tensor is not None and tensor.untyped_storage().data_ptr() == memory:
             _cache.pop(key, None)
+            if entry.remake:
+                _remake(entry, _new_entry(tensor))

@@ -2,7 +2,8 @@
 
 A graph of casts and products calls six custom ops for a layer; each call goes through torch's dispatcher and Python.
 Here the graph holds two, whose repeated calls run programs (``kernels/runtime/recorded_op.py``). They compute what
-``passes.py`` computes in eager code, bit for bit. While a graph is traced the passes run too: they choose kernels, log
+``passes.py`` computes in eager code, bit for bit. The gradient of a bias is no part of them: the compiler adds it up
+with what makes the gradient of the result. While a graph is traced the passes run too: they choose kernels, log
 them and say what is saved; their own ops have no users and torch removes them.
 
 Layers of delayed scaling, with stochastic rounding, random signs or a product in high precision, with symbolic shapes,
@@ -102,9 +103,9 @@ def linear_backward(
     x_shape: list[int], x_dtype: torch.dtype, w_shape: list[int], w_dtype: torch.dtype,
     bias_dtype: torch.dtype | None,
 ) -> list[Tensor]:  # fmt: skip
-    """The gradients of x, weight and bias that are needed; ``tensors`` are those that the forward pass has saved."""
+    """The gradients of x and weight that are needed; ``tensors`` are those that the forward pass has saved."""
     kind = _kind(recipe, dtype, save_input, needs, x_shape, x_dtype, w_shape, w_dtype, bias_dtype)
-    inputs = Inputs(tuple(needs), tuple(x_shape), (x_dtype, w_dtype, bias_dtype, dtype))
+    inputs = Inputs((*needs[:2], False), tuple(x_shape), (x_dtype, w_dtype, bias_dtype, dtype))
     options = Options(recipe_by_key(recipe), dtype, save_input)
     with LOGS.block(None), without_autocast(grad.device):
         out = passes.backward(grad, tensors, _saved[kind], inputs, options, None)
@@ -113,8 +114,8 @@ def linear_backward(
 
 @custom_ops.fake_of(linear_backward)
 def _(grad, tensors, recipe, dtype, save_input, needs, x_shape, x_dtype, w_shape, w_dtype, bias_dtype):  # type: ignore[no-untyped-def]
-    results = ((x_shape, x_dtype), (w_shape, w_dtype), (w_shape[:1], bias_dtype))
-    return [grad.new_empty(shape, dtype=d) for need, (shape, d) in zip(needs, results, strict=True) if need]
+    results = ((x_shape, x_dtype), (w_shape, w_dtype))
+    return [grad.new_empty(shape, dtype=d) for need, (shape, d) in zip(needs[:2], results, strict=True) if need]
 
 
 # ---------------------------------------------------------------------------------------------- while it is traced
@@ -137,14 +138,16 @@ def backward(
     grad: Tensor, tensors: Sequence[Tensor], operands: SavedOperands, inputs: Inputs, options: Options,
     weight_shape: tuple[int, ...],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """``passes.backward`` of such a layer."""
-    passes.backward(grad, tensors, operands, inputs, options, None)
+    """``passes.backward`` of such a layer. The bias's gradient is a sum that the compiler fuses with its neighbours."""
+    db = passes.backward(grad, tensors, operands, inputs, options, None)[2]
     needs, x_shape, (x_dtype, w_dtype, bias_dtype, dtype), _ = inputs
+    if not any(needs[:2]):
+        return None, None, db
     found = iter(
         linear_backward(
             grad, [values_of(t) for t in tensors], options.linear_recipe.key, dtype, options.save_input, list(needs),
             list(x_shape), x_dtype, list(weight_shape), w_dtype, bias_dtype,
         )
     )  # fmt: skip
-    dx, dw, db = (next(found) if need else None for need in needs)
+    dx, dw = (next(found) if need else None for need in needs[:2])
     return dx, dw, db

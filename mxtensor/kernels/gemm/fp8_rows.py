@@ -27,7 +27,7 @@ from ..quantize.triton_constants import format_code
 from ..quantize.triton_ops import cast_arguments
 from ..runtime import triton_launch
 from ..runtime.availability import exported
-from ..runtime.check import check_argument, check_device
+from ..runtime.check import check_argument, check_codes, check_device
 from ..runtime.recorded_op import recorded
 from ..runtime.triton_launch import device_code, launch, on
 from . import fp8_rows_cache
@@ -174,6 +174,14 @@ def _check_side(op: str, tensors: list[Tensor], format: Format, cols: int) -> Ro
     return RowOperand(codes, row_scale, beyond, scale, format, (rows, cols))
 
 
+def _check_result(op: str, codes: Tensor, bias: Tensor | None, width: int, out_dtype: torch.dtype) -> None:
+    if bias is not None:
+        check_argument(op, "bias", bias, (out_dtype,), (width,), codes.device)
+    check_device(op, codes)
+    if out_dtype not in HALVES or width % ROWS:
+        raise ValueError(f"{op} writes bfloat16 or float16 rows of a multiple of {ROWS} values; not {out_dtype}")
+
+
 @custom_ops.define("mxtensor::fp8_rows_mm")
 @recorded
 def fp8_rows_mm(
@@ -183,18 +191,38 @@ def fp8_rows_mm(
     """``multiply`` of checked arguments. a, b: codes, row scales, marks, scales of blocks."""
     op = "mxtensor::fp8_rows_mm"
     left, right = _check_side(op, a, get_format(a_format), cols), _check_side(op, b, get_format(b_format), cols)
-    if bias is not None:
-        check_argument(op, "bias", bias, (out_dtype,), (right.shape[0],), left.codes.device)
-        bias = bias.contiguous()
-    check_device(op, left.codes)
-    if out_dtype not in HALVES or right.shape[0] % ROWS:
-        raise ValueError(f"{op} writes bfloat16 or float16 rows of a multiple of {ROWS} values; not {out_dtype}")
-    return multiply(left, right, bias, out_dtype)
+    _check_result(op, left.codes, bias, right.shape[0], out_dtype)
+    return multiply(left, right, None if bias is None else bias.contiguous(), out_dtype)
 
 
 @custom_ops.fake_of(fp8_rows_mm)
 def _(a, b, a_format, b_format, cols, bias, out_dtype):  # type: ignore[no-untyped-def]
     return a[0].new_empty(a[0].shape[0], b[0].shape[0], dtype=out_dtype)
+
+
+@custom_ops.define("mxtensor::fp8_rows_stored_mm")
+@recorded
+def fp8_rows_stored_mm(
+    a: list[Tensor], data: Tensor, scale: Tensor, a_format: str, b_format: str, shape: list[int], bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """``multiply`` by a stored weight of ``shape`` (..., K), whose row-scaled form is cached.
+
+    a: codes, row scales, marks, scales of blocks.
+    """
+    op, weight = "mxtensor::fp8_rows_stored_mm", get_format(b_format)
+    operand = check_codes(op, data, scale, None, weight, tuple(shape))
+    left = _check_side(op, a, get_format(a_format), shape[-1])
+    matrix = matrix_of(operand)
+    _check_result(op, left.codes, bias, matrix.shape[0], out_dtype)
+    codes, row_scale, beyond = fp8_rows_cache.weight_rows(operand, matrix, left.shape[0], in_graph=True)
+    right = RowOperand(codes, row_scale, beyond, matrix.scale, weight, (matrix.shape[0], matrix.shape[1]))
+    return multiply(left, right, None if bias is None else bias.contiguous(), out_dtype)
+
+
+@custom_ops.fake_of(fp8_rows_stored_mm)
+def _(a, data, scale, a_format, b_format, shape, bias, out_dtype):  # type: ignore[no-untyped-def]
+    return a[0].new_empty(a[0].shape[0], math.prod(shape[:-1]), dtype=out_dtype)
 
 
 # ---------------------------------------------------------------------------------------------- the kernel
@@ -245,8 +273,13 @@ def _run(a: GemmOperand, b: GemmOperand, args: GemmArgs, traced: bool) -> Tensor
     assert not isinstance(a, (Tensor, FakeQuantized)) and not isinstance(b, (Tensor, FakeQuantized))
     shape = (*a.shape[:-1], b.shape[-2])
     rows = math.prod(a.shape[:-1])
-    left, right = row_operand(a, traced, False, rows), row_operand(b, traced, True, rows)
+    left = row_operand(a, traced, False, rows)
     bias = None if args.bias is None or args.beta == 0 else args.bias
+    if traced and isinstance(a, Unquantized) and isinstance(b, Operand) and rows < fp8_rows_cache.ON_THE_FLY:
+        side, names = [left.codes, left.row_scale, left.beyond, left.scale], (left.format.name, b.format.name)
+        out = fp8_rows_stored_mm(side, b.data, b.scale, *names, list(b.shape), bias, args.out_dtype)
+        return out if len(shape) == 2 else out.view(shape)  # type: ignore[no-any-return]
+    right = row_operand(b, traced, True, rows)
     if traced:
         sides = [[side.codes, side.row_scale, side.beyond, side.scale] for side in (left, right)]
         names = left.format.name, right.format.name

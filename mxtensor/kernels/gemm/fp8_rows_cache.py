@@ -1,29 +1,39 @@
 """The row-scaled form of stored weights, cached while memory for it is left: one byte a value beside the codes.
 
-The cache is that of ``numerics/derived.py``: an entry ends with its weight, and when the weight is written to. Under a
-CUDA graph or a trace nothing is cached, because a replay has to read the weight as it is then.
+The cache is that of ``numerics/derived.py``: an entry ends with its weight, and when the weight is written to. A CUDA
+graph reads a form that was made before it was captured, and a write to the weight makes that form again in its memory,
+so that a replay multiplies the weight as it is then. Where there is none yet, the graph makes it in each replay.
+
+Not seen: a write to the codes themselves that bypasses the weight (``w.copy_`` and all else that torch does to the
+weight is seen), until the weight is used outside the graph.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from ...core import recording
 from ...core.devices import cached
-from ...numerics.derived import cached_value, known_value
+from ...core.tracing import is_captured
+from ...numerics.derived import cached_value, captured_value, known_value
 from ...numerics.formats import Format
 from ...numerics.operand import Operand
-from .fp8_rows_operand import ROWS, rows_of_operand
+from .fp8_rows_operand import ROWS, Rows, matrix_of, rows_of_operand
+
+Made = TypeVar("Made")
 
 ON_THE_FLY = 4096
 """Rows of activations from which the form is made for each product, unless it is cached: a tenth of its time."""
 SHARE = 8
 """The cache takes at most this part of the memory of a device."""
 
-Rows = tuple[Tensor, Tensor, Tensor]
 _bytes: dict[torch.device, int] = {}
 """Bytes of the forms that are cached now."""
 
@@ -38,38 +48,109 @@ def _release(device: torch.device, size: int) -> None:
     _bytes[device] -= size
 
 
-def _reserve(made: Rows) -> bool:
-    """Count the memory of a form until it is freed; False if there is too little for it."""
-    device, size = made[0].device, sum(t.nbytes for t in made)
-    used = _bytes.get(device, 0) + size
-    if used > _budget(device):
-        return False
-    _bytes[device] = used
-    weakref.finalize(made[0], _release, device, size).atexit = False
-    return True
+@dataclass
+class _Form:
+    """A cached form, and the version of the codes that it was made from."""
+
+    rows: Rows
+    version: int
+
+    def may_stay(self) -> bool:
+        """Count the memory of the form until it is freed; False if there is too little for it."""
+        device, size = self.rows[0].device, sum(t.nbytes for t in self.rows)
+        used = _bytes.get(device, 0) + size
+        if used > _budget(device):
+            return False
+        _bytes[device] = used
+        weakref.finalize(self.rows[0], _release, device, size).atexit = False
+        return True
+
+    def update(self, operand: Operand) -> None:
+        """Make the form again in its memory."""
+        rows_of_operand(operand, ROWS, self.rows)
+        self.version = operand.data._version
 
 
-def weight_rows(operand: Operand, matrix: Operand, rows: int) -> Rows:
-    """``rows_of_operand`` of a weight for a product with so many rows; ``matrix`` is the operand as a matrix."""
+def weight_rows(operand: Operand, matrix: Operand, rows: int, in_graph: bool = False) -> Rows:
+    """``rows_of_operand`` of a weight for a product with so many rows; ``matrix`` is the operand as a matrix.
+
+    ``in_graph``: for a compiled graph, which may be run for the first time with memory that is not to be held.
+    """
     tensors = operand.data, operand.scale, matrix.data, matrix.scale
-    return recording.call(_weight_rows, *tensors, operand.format, operand.shape, matrix.shape[0], rows)
+    return recording.call(_weight_rows, *tensors, operand.format, operand.shape, matrix.shape[0], rows, in_graph)
+
+
+def is_known(operand: Operand) -> bool:
+    """Whether a graph that is captured now finds the form of this weight."""
+    return not operand.scale.is_inference() and _captured(operand, False) is not None
+
+
+def _layout(data: Tensor, format: Format, shape: tuple[int, ...]) -> tuple[object, ...]:
+    return "row-scaled", data.data_ptr(), format.name, shape
+
+
+def _captured(operand: Operand, stays: bool) -> _Form | None:
+    """The cached form of a weight for a graph that is captured; ``stays``: the graph reads it in all its replays."""
+    data, format, shape, scale = operand.data, operand.format, operand.shape, weakref.ref(operand.scale)
+
+    def remake() -> None:
+        now = scale()
+        if form is not None and now is not None:
+            form.update(matrix_of(Operand(data, now, None, format, shape)))
+
+    form: _Form | None = captured_value(operand.scale, _layout(data, format, shape), remake if stays else None)
+    return form
 
 
 def _weight_rows(
     data: Tensor, scale: Tensor, flat: Tensor, flat_scale: Tensor, format: Format, shape: tuple[int, ...], high: int,
-    rows: int,
+    rows: int, in_graph: bool,
 ) -> Rows:  # fmt: skip
     """The form of a weight (data, scale) of ``shape``, whose matrix of ``high`` rows is (flat, flat_scale)."""
+    matrix = Operand(flat, flat_scale, None, format, (high, shape[-1]))
+    if data.is_inference() or scale.is_inference():
+        return rows_of_operand(matrix, ROWS)
+    if is_captured(scale):
+        found = _captured(Operand(data, scale, None, format, shape), True)
+        return rows_of_operand(matrix, ROWS) if found is None or found.version != data._version else found.rows
 
-    def make(scale: Tensor) -> Rows:
-        return rows_of_operand(Operand(flat, flat_scale, None, format, (high, shape[-1])), ROWS)
+    def make(_: Tensor) -> _Form:
+        made = _elsewhere(lambda: rows_of_operand(matrix, ROWS)) if in_graph else rows_of_operand(matrix, ROWS)
+        return _Form(made, data._version)
 
-    if data.is_inference():
-        return make(scale)
-    layout = "row-scaled", data._version, data.data_ptr(), format.name, shape
-    known = known_value(scale, layout)
-    return known if known is not None else cached_value(scale, layout, make, _reserve if rows < ON_THE_FLY else _never)
+    layout = _layout(data, format, shape)
+    form: _Form | None = known_value(scale, layout)
+    if form is None:
+        form = cached_value(scale, layout, make, _Form.may_stay if rows < ON_THE_FLY else _never)
+    elif form.version != data._version:
+        form.update(matrix)
+    return form.rows
 
 
-def _never(made: Rows) -> bool:
+def _elsewhere(make: Callable[[], Made]) -> Made:
+    """``make()`` in another thread, on the same stream.
+
+    A graph of ``mode="reduce-overhead"`` runs first with a pool of memory that belongs to the graph, and all that the
+    thread allocates comes from it. Such a form has to stay.
+    """
+    results: list[Made] = []
+    errors: list[BaseException] = []
+    stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+
+    def work() -> None:
+        try:
+            with torch.cuda.stream(stream):
+                results.append(make())
+        except BaseException as error:  # raised by the caller
+            errors.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+def _never(made: _Form) -> bool:
     return False

@@ -16,10 +16,11 @@ import math
 from ...core.kernel import Spec
 from ...core.tracing import is_captured
 from ...numerics.formats import Format
+from ...numerics.operand import Operand
 from ..small_m import kernel as small_m
 from ..small_m.heuristics import expected_time, most_rows
 from .fp8_rows_both import wants_rows
-from .fp8_rows_cache import ON_THE_FLY
+from .fp8_rows_cache import ON_THE_FLY, is_known
 from .spec import GemmArgs, GemmOperand, Unquantized, data_of
 
 MEASURED = (9, 0)
@@ -84,13 +85,17 @@ def slower(spec: Spec, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> str | 
     if spec.op in FRESH and wants_rows(a, b):
         ours, theirs = fp8_rows_in_training(rows, width, cols), dequant_in_training(rows, width, cols)
         return None if ours <= theirs else _slower_than("dequant", theirs, ours)
-    cached = spec.op not in FRESH and not spec.traced and rows < ON_THE_FLY and not is_captured(data_of(b))
+    cached = spec.op not in FRESH and rows < ON_THE_FLY and (spec.traced or _is_or_will_be_cached(b))
     ours = fp8_rows(rows, width, cols, left, right, isinstance(a, Unquantized), cached)
     name, theirs = "dequant", dequant(rows, width, cols, right)
     if rows <= most_rows(spec.capability) and small_m.KERNEL.refuses(spec, a, b, args) is None:
         known = expected_time(right, rows, width, cols)
         name, theirs = "small_m", math.inf if known is None else LAUNCH + 4 * rows * cols / 2.8e6 + known
     return _slower_than(name, theirs, ours) if theirs < ours else None
+
+
+def _is_or_will_be_cached(b: GemmOperand) -> bool:
+    return not is_captured(data_of(b)) or (isinstance(b, Operand) and is_known(b))
 
 
 def _slower_than(name: str, theirs: float, ours: float) -> str:

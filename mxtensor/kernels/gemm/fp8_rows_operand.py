@@ -38,7 +38,7 @@ class Tile(NamedTuple):
     most_warps: int
 
 
-CAST, OPERAND = Tile(16384, 1024, 1024, 16), Tile(16384, 2048, 1024, 16)
+CAST, OPERAND = Tile(16384, 1024, 1024, 16), Tile(32768, 2048, 1024, 16)
 WASTE = 1.4
 """A row is taken at once if its columns, rounded up to a power of two, are at most this many times as many."""
 
@@ -80,7 +80,11 @@ def _tile(tile: Tile, width: int) -> tuple[int, bool, int]:
     return columns, one, warps
 
 
-def empty_rows(rows: int, cols: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+Rows = tuple[Tensor, Tensor, Tensor]
+"""Codes, row scales, marks of rows beyond the bound."""
+
+
+def empty_rows(rows: int, cols: int, device: torch.device) -> Rows:
     """Memory for codes, row scales and marks."""
     codes = torch.empty(rows, round_up(cols, INNER), dtype=torch.uint8, device=device)
     scale = torch.empty(rows, 1, dtype=torch.float32, device=device)
@@ -102,12 +106,12 @@ def matrix_of(operand: Operand) -> Operand:
     return Operand(data, scale, None, operand.format, (data.shape[0], operand.shape[-1]))
 
 
-def rows_of_operand(operand: Operand, multiple: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(codes, row scales, marks) of a matrix, with rows padded to a multiple."""
+def rows_of_operand(operand: Operand, multiple: int, into: Rows | None = None) -> Rows:
+    """(codes, row scales, marks) of a matrix, with rows padded to a multiple. ``into``: memory for them."""
     format, (rows, cols) = operand.format, operand.shape
     data, scale, device = operand.data.view(torch.uint8), operand.scale, operand.data.device
     whole = round_up(rows, multiple)
-    codes, row_scale, beyond = empty_rows(whole, cols, device)
+    codes, row_scale, beyond = empty_rows(whole, cols, device) if into is None else into
     code = format_code(format, triton_launch.instructions_of(device), False)
     block_rows, block_cols = (0 if b == FULL else b for b in format.block)
     columns, one, warps = _tile(OPERAND, codes.shape[1])

@@ -3,6 +3,9 @@
 Without a GPU the Triton kernels run in the interpreter, and a strict stand-in takes the place of ``torch._scaled_mm``.
 """
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -15,6 +18,7 @@ from mxtensor.kernels.gemm import fp8_rows, fp8_rows_cache, scaled_mm, select
 from mxtensor.kernels.gemm.fp8_rows_operand import matrix_of, rows_of_operand
 from mxtensor.kernels.gemm.spec import GemmArgs, Unquantized, format_of
 from mxtensor.kernels.runtime import nvrtc, triton_launch
+from mxtensor.numerics import derived
 from mxtensor.numerics.formats import get_format
 from mxtensor.numerics.operand import Operand
 from mxtensor.numerics.reference import encode
@@ -86,8 +90,11 @@ def test_without_marks_the_exact_product_writes_nothing(pretend, stand_in, small
     assert torch.equal(out != 3, written)
 
 
-def test_a_trace_holds_three_ops_with_the_same_result(pretend, stand_in, small):
+@pytest.mark.parametrize("stored_form", [True, False])
+def test_a_trace_holds_few_ops_with_the_same_result(pretend, stand_in, small, monkeypatch, stored_form):
+    """The form of a weight is looked up in each call of the graph, or made in it from so many rows on."""
     pretend((9, 0))
+    monkeypatch.setattr(fp8_rows_cache, "ON_THE_FLY", 16 if stored_form else 15)
     cast, b = mx.Cast.of("mxfp8"), stored("mxfp8", 16, 96)
     x, bias = values(15, 96, BF16), torch.randn(16, dtype=BF16)
 
@@ -97,7 +104,10 @@ def test_a_trace_holds_three_ops_with_the_same_result(pretend, stand_in, small):
 
     graph = make_fx(product)(x, b.data, b.scale, bias)
     ops = [str(n.target) for n in graph.graph.nodes if "mxtensor" in str(n.target)]
-    assert ops == [f"mxtensor.{op}.default" for op in ("cast_to_rows", "operand_to_rows", "fp8_rows_mm")]
+    expected = (
+        ("cast_to_rows", "fp8_rows_stored_mm") if stored_form else ("cast_to_rows", "operand_to_rows", "fp8_rows_mm")
+    )
+    assert ops == [f"mxtensor.{op}.default" for op in expected]
     eager = fp8_rows.KERNEL.run(Unquantized(x, cast), b, GemmArgs(BF16, bias))
     assert same(graph(x, b.data, b.scale, bias), eager)
     with FakeTensorMode() as mode:
@@ -137,6 +147,43 @@ def test_a_weight_is_re_expressed_once_until_it_is_written_to(monkeypatch):
     other = mx.quantize(torch.randn(16, 64), "mxfp8")
     of_many = fp8_rows_cache.weight_rows(other.rowwise, matrix_of(other.rowwise), fp8_rows_cache.ON_THE_FLY)
     assert of_many[0] is not fp8_rows_cache.weight_rows(other.rowwise, matrix_of(other.rowwise), 256)[0]
+
+
+def test_a_captured_graph_reads_a_form_that_writes_make_again(monkeypatch):
+    weight = mx.quantize(torch.randn(16, 64), "mxfp8")
+    operand = weight.rowwise
+
+    def form():
+        return fp8_rows_cache.weight_rows(operand, matrix_of(operand), 256)
+
+    def is_current():
+        return torch.equal(found[0][:, :64], row_scaled(operand).codes)
+
+    with monkeypatch.context() as capture:
+        for module in (fp8_rows_cache, derived):
+            capture.setattr(module, "is_captured", lambda t: True)
+        assert not fp8_rows_cache.is_known(operand)
+        assert form()[0] is not form()[0]  # none was made before: each replay makes its own
+    found = form()
+    with monkeypatch.context() as capture:
+        for module in (fp8_rows_cache, derived):
+            capture.setattr(module, "is_captured", lambda t: True)
+        assert fp8_rows_cache.is_known(operand) and form()[0] is found[0]
+    for _ in range(2):
+        weight.copy_(torch.randn(16, 64))  # by a rule: at once
+        assert is_current()
+        with torch.no_grad():
+            weight[8:].copy_(torch.randn(8, 64))
+        assert is_current()
+    operand.data.view(torch.uint8).copy_(mx.quantize(torch.randn(16, 64), "mxfp8").rowwise.data.view(torch.uint8))
+    assert not is_current()
+    assert form()[0] is found[0] and is_current()  # around the rules: when it is used next
+    operand.scale.add_(1) if operand.scale.dtype is torch.uint8 else operand.scale.view(torch.uint8).add_(1)
+    assert form()[0] is found[0] and is_current()
+    ended = weakref.ref(found[0])
+    weight = operand = found = None
+    gc.collect()
+    assert ended() is None
 
 
 def test_the_cache_stops_at_its_share_of_the_memory_and_counts_what_was_freed(monkeypatch):
