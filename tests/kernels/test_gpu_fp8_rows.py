@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import mxtensor as mx
-from mxtensor.kernels.gemm import fp8_rows
+from mxtensor.kernels.gemm import fp8_rows, fp8_rows_cache
 from mxtensor.kernels.gemm.fp8_rows_both import rows_of_both
 from mxtensor.kernels.gemm.fp8_rows_operand import matrix_of, rows_of_operand, rows_of_values, why_not_in_one
 from mxtensor.kernels.gemm.select import gemm, plan_of
@@ -139,6 +139,23 @@ def test_compiled_and_captured_it_finds_the_rows_of_later_values():
         layer.weight.copy_(torch.randn(4096, 4096, device="cuda"))
         graph.replay()
         assert same(out, layer(narrow))
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_a_compiled_layer_looks_its_weight_up_and_follows_writes(mode):
+    layer = torch.nn.Linear(4096, 2048, bias=False, device="cuda", dtype=BF16)
+    mx.quantize_(layer, "mxfp8")
+    x, used = values(512, 4096, False), fp8_rows_cache._bytes.get(torch.device("cuda", 0), 0)
+    compiled = torch.compile(layer, mode=mode, fullgraph=True)
+    with torch.no_grad(), mx.kernels("fp8_rows"):
+        for _ in range(4):  # warm-up, record, replay
+            y = compiled(x).clone()
+        assert same(y, layer(x))
+        assert fp8_rows_cache._bytes[torch.device("cuda", 0)] - used == 2048 * 4096 + 2048 * 5  # one form
+        for _ in range(2):
+            layer.weight.copy_(torch.randn(2048, 4096, device="cuda"))
+            y = compiled(x).clone()
+            assert same(y, layer(x))
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature:UserWarning")
