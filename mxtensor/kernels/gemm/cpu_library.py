@@ -129,11 +129,11 @@ def torch_flags() -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def load_kernels() -> ctypes.CDLL | str:
-    """``linear.cpp`` for this processor, or the sentence that says why there is none."""
-    wanted, flags = instructions()
+def load_kernels(name: str | None = None) -> ctypes.CDLL | str:
+    """``linear.cpp`` for this processor, or for a named instruction set that it has; or a sentence why there is none."""
+    wanted, flags = instructions() if name is None else (name, flags_of(name))
     kernels = load(HERE / "linear.cpp", (*FLAGS, *flags), HEADERS, SYMBOLS)
-    if isinstance(kernels, str) and wanted == "amx" and not os.environ.get(VARIABLE):  # the compiler is too old for it
+    if isinstance(kernels, str) and wanted == "amx" and not (name or os.environ.get(VARIABLE)):  # an old compiler
         kernels = load(HERE / "linear.cpp", (*FLAGS, *flags_of("avx512")), HEADERS, SYMBOLS)
     if isinstance(kernels, ctypes.CDLL):
         kernels.mx_linear_instructions.restype = ctypes.c_char_p
@@ -144,15 +144,19 @@ class Library:
     """The loaded op."""
 
     def __init__(self, op: ctypes.CDLL, kernels: ctypes.CDLL, casts: ctypes.CDLL) -> None:
-        self.instructions = kernels.mx_linear_instructions().decode()
-        functions = [getattr(kernels, name) for name in SYMBOLS[:-1]] + [getattr(casts, name) for name in CASTS]
-        addresses = [ctypes.cast(function, ctypes.c_void_p).value for function in functions]
         self._formats = [cpu.c_format(Format("cpu_linear", e, s, (1, 32))) for e in ELEMENTS for s in cpu.SCALES]
+        self._op, self._casts, self.forget = op, casts, op.mx_linear_forget
+        self.forget.argtypes = [ctypes.c_int64]
+        self.use(kernels)
+
+    def use(self, kernels: ctypes.CDLL) -> None:
+        """Let all products run in these kernels from now on; benchmarks compare instruction sets so."""
+        self.kernels, self.instructions = kernels, kernels.mx_linear_instructions().decode()
+        functions = [getattr(kernels, name) for name in SYMBOLS[:-1]] + [getattr(self._casts, name) for name in CASTS]
+        addresses = [ctypes.cast(function, ctypes.c_void_p).value for function in functions]
         formats = (ctypes.c_void_p * len(self._formats))(*map(ctypes.addressof, self._formats))
         rows = FEW_ROWS, FEW_FLOAT_ROWS[self.instructions]
-        op.mx_linear_use((ctypes.c_void_p * len(addresses))(*addresses), formats, *map(ctypes.c_int64, rows))
-        self.kernels, self.forget = kernels, op.mx_linear_forget
-        self.forget.argtypes = [ctypes.c_int64]
+        self._op.mx_linear_use((ctypes.c_void_p * len(addresses))(*addresses), formats, *map(ctypes.c_int64, rows))
 
 
 @cache

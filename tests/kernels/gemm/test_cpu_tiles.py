@@ -50,7 +50,7 @@ def weight(name, n, k):
 
 
 def check_products(count=lambda: None):
-    """Every format with scales that bfloat16 holds; tiles that are not full, several pieces of a row, several blocks."""
+    """Every format with scales that bfloat16 holds; tiles that are not full, several pieces of a row and blocks of x."""
     for name in ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4", "mxint8", "nvfp4", "mxfp4[1x128]"):
         for m, n, k in ((1, 33, 576), (5, 16, 70), (17, 49, 130), (32, 7, 1100), (70, 150, 96), (130, 20, 64)):
             w, x, before = weight(name, n, k), torch.randn(m, k, dtype=torch.bfloat16), count()
@@ -62,7 +62,7 @@ def check_products(count=lambda: None):
 
 
 def check_corners():
-    """What the kernel of few rows is held to: every code with every scale, scales that need care, activations, casts."""
+    """Every code with every scale, scales that need care, extreme activations, casts: what few rows are held to."""
     for name in ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4", "mxint8", "nvfp4"):
         codes.test_every_code_with_every_scale(name, torch.bfloat16)
         for rows in (1, 5):
