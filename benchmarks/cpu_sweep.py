@@ -100,7 +100,7 @@ class ByInstructions:
 
 
 def by_instructions(name: str, layer: torch.nn.Linear, x: torch.Tensor) -> Prepare:
-    """The work of one call by an instruction set, which is chosen already for the calls before the first that counts."""
+    """The work of one call by an instruction set. It is chosen at once, for the calls before the timed ones."""
 
     def prepare() -> Work:
         work = ByInstructions(name, layer, x)
@@ -140,7 +140,7 @@ def lines(rows: Sequence[Row]) -> list[list[str]]:
 
 
 def lines_of_sets(rows: Sequence[Row], sets: Sequence[str]) -> list[list[str]]:
-    """The table of instruction sets, in the order of the rows: microseconds, and the speed of the first over the last."""
+    """The table of instruction sets: microseconds, and the speed of the first over the last."""
     return [
         [row.work, *(f"{row.times[name] * 1e3:.0f}" for name in sets), f"{row.ratio(sets[0], sets[-1]):.2f}"]
         for row in rows

@@ -159,7 +159,7 @@ def machine() -> dict[str, Any]:
 
 
 def instructions() -> list[str]:
-    """The instruction sets of this processor that products of small elements use, by the names that Linux gives them."""
+    """The instruction sets of this processor that kernels may use, by the names that Linux gives them."""
     names = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8", "asimddp", "bf16", "i8mm")
     return [name for name in names if name in instruction_sets()]
 

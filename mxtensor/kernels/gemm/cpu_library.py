@@ -48,8 +48,8 @@ FEW_ROWS, FEW_FLOAT_ROWS = 32, {"amx": 32, "avx512": 32, "avx512bf16": 32, "avx2
 torch's BLAS multiplies decoded slabs. ``python -m benchmarks.cpu_sweep`` shows that neither is slower than
 decoding the whole weight."""
 TILE_ROWS = 8, 1024
-"""The least and the most rows of bfloat16 that are multiplied in the tile registers of AMX, where the processor has them.
-With fewer, decoding into registers is as fast; with more, torch's BLAS multiplies decoded slabs, in tiles too."""
+"""The least and the most rows of bfloat16 that are multiplied in the tile registers of AMX, where the processor has
+them. With fewer, decoding into registers is as fast; with more, torch's BLAS multiplies decoded slabs, in tiles too."""
 _AVX512 = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd", "avx512vbmi"})
 _AVX512_FLAGS = ("-march=x86-64-v4", "-mavx512vbmi")
 X86: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
@@ -74,7 +74,8 @@ def permits_tiles() -> bool:
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return False
     arch_prctl, request, tile_data = 158, 0x1023, 18
-    return ctypes.CDLL(None).syscall(ctypes.c_long(arch_prctl), ctypes.c_ulong(request), ctypes.c_ulong(tile_data)) == 0
+    status = ctypes.CDLL(None).syscall(*map(ctypes.c_long, (arch_prctl, request, tile_data)))
+    return int(status) == 0
 
 
 def usable_instructions() -> list[str]:
@@ -130,7 +131,7 @@ def torch_flags() -> tuple[str, ...]:
 
 
 def load_kernels(name: str | None = None) -> ctypes.CDLL | str:
-    """``linear.cpp`` for this processor, or for a named instruction set that it has; or a sentence why there is none."""
+    """``linear.cpp`` for this processor, or for a named instruction set that it has; or why there is none."""
     wanted, flags = instructions() if name is None else (name, flags_of(name))
     kernels = load(HERE / "linear.cpp", (*FLAGS, *flags), HEADERS, SYMBOLS)
     if isinstance(kernels, str) and wanted == "amx" and not (name or os.environ.get(VARIABLE)):  # an old compiler

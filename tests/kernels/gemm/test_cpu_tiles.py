@@ -1,5 +1,5 @@
-"""Products in the tile registers of AMX: the same kernel with emulated registers everywhere, and with the real ones where
-the processor has them."""
+"""Products in the tile registers of AMX: the same kernel with emulated registers everywhere, and with the real ones
+where the processor has them."""
 
 import os
 import subprocess
@@ -50,7 +50,7 @@ def weight(name, n, k):
 
 
 def check_products(count=lambda: None):
-    """Every format with scales that bfloat16 holds; tiles that are not full, several pieces of a row and blocks of x."""
+    """Every format with scales that bfloat16 holds; tiles that are not full, pieces of a row, blocks of x."""
     for name in ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4", "mxint8", "nvfp4", "mxfp4[1x128]"):
         for m, n, k in ((1, 33, 576), (5, 16, 70), (17, 49, 130), (32, 7, 1100), (70, 150, 96), (130, 20, 64)):
             w, x, before = weight(name, n, k), torch.randn(m, k, dtype=torch.bfloat16), count()
