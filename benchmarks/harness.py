@@ -22,6 +22,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from mxtensor.kernels.runtime.native_build import instruction_sets
+
 Work = Callable[[], Any]
 Prepare = Callable[[], Work]
 """A function that does the untimed preparation and returns the work to time."""
@@ -148,11 +150,18 @@ def machine() -> dict[str, Any]:
         "date": date.today().isoformat(),
         "cpu": cpu,
         "threads": torch.get_num_threads(),
+        "instructions": instructions(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
         "versions": versions,
     }
+
+
+def instructions() -> list[str]:
+    """The instruction sets of this processor that kernels may use, by the names that Linux gives them."""
+    names = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8", "asimddp", "bf16", "i8mm")
+    return [name for name in names if name in instruction_sets()]
 
 
 WIDTH, MIN_WRAP = 100, 24

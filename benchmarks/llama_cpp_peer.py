@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ def write_gguf(model: Any, path: Path, weight_type: str) -> Path:
             values = _interleaved(values, heads if ".q_proj." in name else kv_heads)
         array, stored = values.numpy(), gguf.GGMLQuantizationType.F32
         if values.dim() == 2:
-            array, stored = gguf.quants.quantize(array, kind), kind
+            array, stored = _quantized(array, kind), kind
         named = names.get_name(name, (".weight", ".bias"))
         assert named is not None, f"gguf has no name for {name}"
         writer.add_tensor(named, array, raw_dtype=stored)
@@ -54,6 +55,16 @@ def write_gguf(model: Any, path: Path, weight_type: str) -> Path:
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _quantized(array: Any, kind: Any) -> Any:
+    """What gguf makes of a matrix, in as many threads as torch has: numpy works in one."""
+    import gguf
+    import numpy as np
+
+    parts = np.array_split(array, min(torch.get_num_threads(), len(array)))
+    with ThreadPoolExecutor(len(parts)) as pool:
+        return np.concatenate(list(pool.map(lambda part: gguf.quants.quantize(part, kind), parts)))
 
 
 def _interleaved(weight: Tensor, heads: int) -> Tensor:

@@ -357,6 +357,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--threads", nargs="+", type=int, default=(1, 2), help="numbers of threads (1 2)")
     add("--batches", nargs="+", type=int, default=(1, 4, 16), help="sequences that are decoded together (1 4 16)")
     add("--modes", nargs="+", default=MODES, choices=MODES, help="(all); llama.cpp has one")
+    add("--compiled-batches", nargs="+", type=int, help="batches of the mode compiled, which takes minutes (--batches)")
     add("--formats", nargs="+", default=FORMATS, metavar="NAME", help="what quantize_ takes")
     add("--seconds", type=float, default=20, help="for the rounds of one row (%(default)s)")
     add("--fastest", action="store_true", help="the fastest step counts, not the median: for a machine in use")
@@ -374,18 +375,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     logging.disable(logging.WARNING)
 
     saved = saved_rows(args.json, args) if args.add else []
-    total = len(args.models) * len(args.threads) * len(args.batches) * len(args.modes)
-    rows, progress = [], Progress(total, "row")
+    work = wanted(args)
+    rows, progress = [], Progress(len(work), "row")
     with tempfile.TemporaryDirectory() as folder:
         for name in args.models:
             bench = Bench(name, args.formats, not args.no_head, not args.no_peers, Path(folder))
-            for mode in args.modes:
-                for threads in args.threads:
-                    for batch in args.batches:
-                        options = args.repeats, args.seconds, args.fastest, clock
-                        rows.append(bench.row(threads, batch, mode, *options))
-                        progress.step(rows[-1].work)
-                        write_json(args.json, [*saved, *rows])
+            for _, threads, batch, mode in (found for found in work if found[0] == name):
+                rows.append(bench.row(threads, batch, mode, args.repeats, args.seconds, args.fastest, clock))
+                progress.step(rows[-1].work)
+                write_json(args.json, [*saved, *rows])
+            del bench
     progress.close()
     rows = [*saved, *rows]
     info = machine()
@@ -395,12 +394,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     print_verdicts(TARGETS, rows)
 
 
+def wanted(args: argparse.Namespace) -> list[tuple[str, int, int, str]]:
+    """What these arguments measure, in its order: (model, threads, batch, mode)."""
+    batches = {mode: args.batches for mode in args.modes}
+    if args.compiled_batches is not None and "compiled" in batches:
+        batches["compiled"] = args.compiled_batches
+    return [
+        (model, threads, batch, mode)
+        for model, mode, threads in product(args.models, args.modes, args.threads)
+        for batch in batches[mode]
+    ]
+
+
 def saved_rows(path: Path, args: argparse.Namespace) -> list[LlmRow]:
     """The rows of a record that these arguments do not measure."""
     if not path.exists():
         return []
     _, rows = read_json(path, LlmRow)
-    repeated = set(product(args.models, args.threads, args.batches, args.modes))
+    repeated = set(wanted(args))
     return [row for row in rows if (row.model, row.threads, row.batch, row.mode) not in repeated]
 
 

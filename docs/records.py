@@ -71,25 +71,30 @@ def llm() -> str:
     return f"{table(', '.join(HEADER), map(cells, results))}\n\n{where}"
 
 
-def llm_cpu() -> str:
-    """What benchmarks/llm_cpu.py recorded; a sentence where there is none yet."""
+def llm_cpu(name: str = "llm_cpu", options: str = "") -> str:
+    """What benchmarks/llm_cpu.py recorded; a sentence where there is none yet. ``options``: of its command."""
     from benchmarks.cuda import VERDICT_HEADER
     from benchmarks.llm_cpu import HEADER, TARGETS, LlmRow, bandwidths, lines
 
-    path = RESULTS / "llm_cpu.json"
+    path = RESULTS / f"{name}.json"
     if not path.exists():
-        return (
-            "Not recorded yet: `python -m benchmarks.llm_cpu --json benchmarks/results/llm_cpu.json` writes the record."
-        )
+        line = f"python -m benchmarks.llm_cpu{options} --json benchmarks/results/{name}.json"
+        return f"Not recorded yet: `{line}` writes the record."
     machine, rows = read_json(path, LlmRow)
     verdicts = [target.verdict(rows) for target in sorted(TARGETS, key=lambda target: target.margin(rows))]
     loads = f"the system's load was {min(row.load for row in rows):.1f} to {max(row.load for row in rows):.1f}"
+    sets = " ".join(["", *machine.get("instructions", ())])
     paragraphs = [
-        where_measured(f"{machine['cpu']}, memory is read at {bandwidths(rows)}, {loads}", machine),
+        where_measured(f"{machine['cpu']}{sets}, memory is read at {bandwidths(rows)}, {loads}", machine),
         table(", ".join(VERDICT_HEADER), verdicts),
         table(", ".join(HEADER), lines(rows)),
     ]
     return "\n\n".join(paragraphs)
+
+
+def llm_cpu_16_cores() -> str:
+    """What benchmarks/llm_cpu.py recorded on 16 cores."""
+    return llm_cpu("llm_cpu_16_cores", " --threads 1 16 --compiled-batches 1")
 
 
 def calibration() -> str:

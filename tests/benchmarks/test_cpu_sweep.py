@@ -3,8 +3,10 @@
 import json
 
 import pytest
+import torch
 
 from benchmarks import cpu_sweep, harness
+from mxtensor.kernels.gemm import cpu_library
 
 
 def row(work, chosen, whole):
@@ -36,6 +38,34 @@ def test_a_run_writes_its_record(tmp_path, capsys):
     assert found["work"] == "32x32 mxfp4, 1 rows of float32" and not found["failed"]
     assert found["times"].keys() == {cpu_sweep.CHOSEN, cpu_sweep.WHOLE}
     assert "1 products" in capsys.readouterr().out
+
+
+def test_instruction_sets_are_timed_beside_each_other(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(cpu_library, "TILE_ROWS", cpu_library.TILE_ROWS)
+    found = cpu_library.library()
+    sets, before, threads = cpu_library.usable_instructions()[-2:], found.kernels, torch.get_num_threads()
+    path, used, use = tmp_path / "sweep.json", [], cpu_library.Library.use
+    monkeypatch.setattr(
+        cpu_library.Library, "use", lambda self, kernels: (use(self, kernels), used.append(self.instructions))
+    )
+    arguments = ["--json", str(path), "--repeats", "2", "--formats", "mxint8", "--dtypes", "bfloat16", "--rows", "2"]
+    try:
+        cpu_sweep.main([*arguments, "--shapes", "32x64", "--casts", "--threads", "1", "--instructions", *sets])
+        assert [name[:4] for name in used] == [sets[i][:4] for i in (0, 1, 0, 1, 1, 0)] and torch.get_num_threads() == 1
+    finally:
+        found.use(before)
+        torch.set_num_threads(threads)
+    (row,) = json.loads(path.read_text())["rows"]
+    assert list(row["times"]) == sets and not row["failed"]
+    assert "32x64 mxint8, 2 rows of bfloat16" in capsys.readouterr().out
+    (line,) = cpu_sweep.lines_of_sets([harness.Row("a", {"amx": 1.0, "avx2": 3.0})], ("amx", "avx2"))
+    assert line == ["a", "1000", "3000", "3.00"]
+
+
+def test_an_instruction_set_that_is_not_there_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        cpu_sweep.main(["--instructions", "avx1024"])
+    assert "this processor does not run avx1024" in capsys.readouterr().err
 
 
 def test_an_unknown_dtype_is_refused(capsys):

@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("transformers")
 
 import mxtensor as mx
-from benchmarks import llm_cpu
+from benchmarks import llama_cpp_peer, llm_cpu
 from benchmarks.llama_cpp_peer import LlamaCpp, write_gguf
 
 
@@ -100,6 +100,45 @@ def test_main_writes_a_record_and_prints_the_targets(tmp_path, capsys):
         llm_cpu.main([*options, "--modes", "attention", "--add"])
         saved, added = json.loads(path.read_text())["rows"]
         assert saved == found and added["mode"] == "attention"
+
+
+def test_compiled_models_can_have_other_batches(tmp_path, monkeypatch):
+    measured = []
+
+    class Bench:
+        def __init__(self, name, *_):
+            self.name = name
+
+        def row(self, threads, batch, mode, *_):
+            measured.append((self.name, threads, batch, mode))
+            found = row(self.name, batch)
+            found.threads, found.mode = threads, mode
+            return found
+
+    monkeypatch.setattr(llm_cpu, "Bench", Bench)
+    options = ["--models", "smollm2", "llama-1b", "--threads", "16", "1", "--batches", "4", "1"]
+    options += ["--modes", "eager", "compiled", "--compiled-batches", "1", "--json", str(tmp_path / "llm_cpu.json")]
+    llm_cpu.main(options)
+    assert measured == [
+        (model, threads, batch, mode)
+        for model in ("smollm2", "llama-1b")
+        for mode, batches in (("eager", (4, 1)), ("compiled", (1,)))
+        for threads in (16, 1)
+        for batch in batches
+    ]
+    llm_cpu.main([*options, "--models", "smollm2", "--modes", "compiled", "--add"])
+    rows = json.loads((tmp_path / "llm_cpu.json").read_text())["rows"]
+    assert len(measured) == 14 and len(rows) == 12  # two were measured again
+
+
+@pytest.mark.skipif(find_spec("gguf") is None, reason="gguf is not installed")
+@pytest.mark.parametrize("kind", ["Q8_0", "MXFP4"])
+def test_matrices_are_quantized_in_threads_as_in_one(kind, monkeypatch):
+    import gguf
+
+    array, type_ = torch.randn(37, 64).numpy(), gguf.GGMLQuantizationType[kind]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
+    assert (llama_cpp_peer._quantized(array, type_) == gguf.quants.quantize(array, type_)).all()
 
 
 def test_cpu_time_is_for_one_thread(capsys):

@@ -17,6 +17,12 @@
 #include "linear_plain.h"
 #endif
 
+#if defined(__AMX_BF16__) || defined(MX_TILES)
+#include "linear_amx.h"
+#else
+#include "linear_no_tiles.h"
+#endif
+
 namespace {
 
 // Packs rows first to end - 1 of x as integers. False if one cannot be.
@@ -44,7 +50,7 @@ int64_t mx_linear_packed_row(const Problem* p) {
 }
 
 // Choose the mode and pack rows first to end - 1 of x in the order in which codes are decoded. ``exactly``: w will be
-// decoded before its product; then the mode does not depend on the rows.
+// decoded before its product; then the mode does not depend on the rows. In tiles, ``first`` is a multiple of 16.
 void mx_linear_pack(Problem* p, int exactly, int64_t first, int64_t end) {
   p->mode = HAS_BFLOAT16 && p->x_kind == BFLOAT16 ? IN_BFLOAT16 : IN_FLOAT32;
   if (exactly && (!exact_in_bfloat16(p->element, p->scale_kind) || p->out_kind != BFLOAT16 || (p->bias && p->bias_kind != BFLOAT16))) p->mode = IN_FLOAT32;
@@ -52,15 +58,18 @@ void mx_linear_pack(Problem* p, int exactly, int64_t first, int64_t end) {
     const auto* x = static_cast<const decltype(kind)*>(p->x);
     with_decoder(p->element, [&](auto* decoder) {
       using D = std::remove_pointer_t<decltype(decoder)>;
-      if (!exactly && pack_as_integers<D>(*p, first, end)) {
+      const bool tiles = !exactly && takes_tiles(*p);
+      if (tiles) p->mode = IN_TILES;
+      if (!exactly && !tiles && pack_as_integers<D>(*p, first, end)) {
         p->mode = IN_INTEGERS;
         return;
       }
       const int64_t bytes = packed_row<D>(*p) * (p->mode == IN_BFLOAT16 ? 2 : 4);
       for (int64_t m = first; m < end && p->mode != CAREFULLY; m++) {
         if (!exactly && !is_tame(x + m * p->x_stride, p->k)) p->mode = CAREFULLY;
-        else pack_row<D>(x + m * p->x_stride, p->k, p->mode == IN_BFLOAT16, static_cast<char*>(p->packed) + m * bytes);
+        else if (!tiles) pack_row<D>(x + m * p->x_stride, p->k, p->mode == IN_BFLOAT16, static_cast<char*>(p->packed) + m * bytes);
       }
+      if (p->mode == IN_TILES) pack_tiles<D>(*p, first, end);
     });
   });
 }
@@ -80,7 +89,11 @@ void mx_linear_finish(const Problem* p, int64_t first, int64_t end, const float*
 // Results of rows first to end - 1 of w.
 void mx_linear_rows(const Problem* p, int64_t first, int64_t end) {
   if (p->mode != CAREFULLY) {
-    with_decoder(p->element, [&](auto* decoder) { linear_rows<std::remove_pointer_t<decltype(decoder)>>(*p, first, end); });
+    with_decoder(p->element, [&](auto* decoder) {
+      using D = std::remove_pointer_t<decltype(decoder)>;
+      if (p->mode == IN_TILES) rows_by_tiles<D>(*p, first, end);
+      else linear_rows<D>(*p, first, end);
+    });
     return;
   }
   for (int64_t n = first; n < end; n++) {

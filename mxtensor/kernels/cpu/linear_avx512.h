@@ -16,7 +16,12 @@ constexpr bool HAS_BFLOAT16 = true;
 #else
 constexpr bool HAS_BFLOAT16 = false;
 #endif
+#ifdef __AMX_BF16__
+const char* const INSTRUCTIONS = "amx";
+#else
 const char* const INSTRUCTIONS = HAS_BFLOAT16 ? "avx512bf16" : "avx512";
+#endif
+constexpr bool DECODES_BFLOAT16 = true;
 
 // A table of bfloat16 values by code, split into low and high bytes.
 struct ByteTables {

@@ -8,7 +8,7 @@
 
 namespace {
 
-constexpr bool HAS_BFLOAT16 = false;
+constexpr bool HAS_BFLOAT16 = false, DECODES_BFLOAT16 = false;
 typedef float Floats __attribute__((vector_size(32), aligned(4)));
 
 template <int ELEMENT> struct Step {

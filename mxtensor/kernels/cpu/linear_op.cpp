@@ -8,6 +8,7 @@
 #include <ATen/ops/mm.h>
 #include <torch/library.h>
 
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
@@ -38,12 +39,27 @@ char* scratch(int64_t bytes) {
   return memory.get();
 }
 
-// Few rows: each code is decoded in a register, for all rows of x. Several weights: x is packed once, and the threads
-// share the rows of all weights.
-void by_codes(Problem* all, size_t count) {
+// Packs x for products with codes and chooses their mode: in tiles by all threads, 16 rows at a time.
+void pack_x(Problem& p) {
+  const int64_t tiles = ceil_div(p.m, 16);
+  p.packed = scratch(functions.packed_row(&p) * std::max(p.m * 4, tiles * 32));
+  functions.pack(&p, false, 0, 0);
+  if (p.mode != IN_TILES) return functions.pack(&p, false, 0, p.m);
+  std::atomic<bool> careful{false};
+  at::parallel_for(0, tiles, std::max<int64_t>(1, LEAST / (16 * p.k)), [&](int64_t first, int64_t end) {
+    Problem mine = p;
+    functions.pack(&mine, false, first * 16, std::min(end * 16, p.m));
+    if (mine.mode == CAREFULLY) careful = true;
+  });
+  if (careful) p.mode = CAREFULLY;
+}
+
+// Few rows: each code is decoded in a register or, for tiles, in the cache, for all rows of x. Several weights: x is packed
+// once, and the threads share the rows of all weights. False if more than FEW_ROWS rows need care: nothing is done.
+bool by_codes(Problem* all, size_t count) {
   Problem& p = all[0];
-  p.packed = scratch(functions.packed_row(&p) * p.m * 4);
-  functions.pack(&p, false, 0, p.m);
+  pack_x(p);
+  if (p.mode == CAREFULLY && p.m > FEW_ROWS) return false;
   int64_t total = p.n;
   for (size_t i = 1; i < count; i++) all[i].packed = p.packed, all[i].mode = p.mode, total += all[i].n;
   const int64_t grain = std::max<int64_t>(32, LEAST / p.k);
@@ -53,6 +69,7 @@ void by_codes(Problem* all, size_t count) {
       if (from < to) functions.rows(&all[i], from, to);
     }
   });
+  return true;
 }
 
 // Whether products take bfloat16; ``exactly``: those of many rows.
@@ -61,10 +78,11 @@ bool in_bfloat16(Problem& p, bool exactly) {
   return p.mode == IN_BFLOAT16;
 }
 
-// The most rows of x for which each code is decoded in registers: fewer where the last codes of a row fill a small part
+// The most rows of x for which each code is decoded once and not kept: fewer where the last codes of a row fill a small part
 // of a step.
 int64_t few_rows(Problem& p) {
   if (in_bfloat16(p, false)) return FEW_ROWS;
+  if (p.mode == IN_TILES) return std::max(p.m, FEW_ROWS);
   return functions.packed_row(&p) * 8 > p.k * 9 ? FEW_FLOAT_ROWS / 2 : FEW_FLOAT_ROWS;
 }
 
@@ -170,8 +188,7 @@ std::vector<Tensor> cpu_linear_shared(const Tensor& x, at::TensorList data, at::
   }
   const int64_t few = p.m && p.k ? few_rows(p) : 0;
   if (!p.m || !p.k) for (const Tensor& out : outs) out.zero_();
-  else if (p.m <= few) by_codes(all.data(), count);
-  else for (size_t i = 0; i < count; i++) by_blas(all[i], few, x, bias[i], outs[i]);
+  else if (p.m > few || !by_codes(all.data(), count)) for (size_t i = 0; i < count; i++) by_blas(all[i], few, x, bias[i], outs[i]);
   return outs;
 }
 

@@ -5,7 +5,7 @@
 enum ElementId { E4M3_ID, E5M2_ID, E3M2_ID, E2M3_ID, E2M1_ID, INT8_ID };  // ELEMENTS in gemm/cpu_library.py
 enum ScaleId { E8M0, UE4M3, FP32, FP32_POW2 };                            // SCALES in quantize/cpu.py
 enum Kind { FLOAT32, BFLOAT16, FLOAT16 };
-enum Mode { IN_FLOAT32, IN_BFLOAT16, CAREFULLY, IN_INTEGERS };  // how rows of x are packed; CAREFULLY: they are not
+enum Mode { IN_FLOAT32, IN_BFLOAT16, CAREFULLY, IN_INTEGERS, IN_TILES };  // how rows of x are packed; CAREFULLY: they are not
 
 // Strides are counted in values. A block extent of -1 is the whole dimension.
 struct Problem {

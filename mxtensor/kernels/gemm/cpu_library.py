@@ -31,7 +31,7 @@ HEADERS = tuple(
     for name in (
         "format.h", "problem.h", "elements.h", "linear_tiles.h", "linear_narrow.h", "linear.h", "linear_plain.h",
         "linear_avx2.h", "linear_avx512.h", "linear_avx512_dots.h", "linear_avx512_integers.h",
-        "linear_no_integers.h",
+        "linear_no_integers.h", "linear_amx.h", "tiles_amx.h", "linear_no_tiles.h",
     )
 )  # fmt: skip
 OP_HEADERS = tuple(HERE / name for name in ("format.h", "problem.h", "op_functions.h", "op_cast.h", "op_problem.h"))
@@ -43,20 +43,46 @@ CASTS = ("mx_amax", "mx_encode", "mx_decode")
 """Functions of ``quantize.cpp``, which cast activations."""
 ELEMENTS = (E4M3, E5M2, E3M2, E2M3, E2M1, INT8)
 """In the order of ``ElementId`` in cpu/problem.h; scales have that of ``quantize/cpu.py``."""
-FEW_ROWS, FEW_FLOAT_ROWS = 32, {"avx512": 32, "avx512bf16": 32, "avx2": 16, "plain": 4}
+FEW_ROWS, FEW_FLOAT_ROWS = 32, {"amx": 32, "avx512": 32, "avx512bf16": 32, "avx2": 16, "plain": 4}
 """Rows up to which every code is decoded in registers, in bfloat16 and in float32 on each instruction set; with more,
 torch's BLAS multiplies decoded slabs. ``python -m benchmarks.cpu_sweep`` shows that neither is slower than
 decoding the whole weight."""
-X86 = {
-    "avx512": (
-        {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd", "avx512vbmi"},
-        ("-march=x86-64-v4", "-mavx512vbmi"),
+TILE_ROWS = 8, 1024
+"""The least and the most rows of bfloat16 that are multiplied in the tile registers of AMX, where the processor has
+them. With fewer, decoding into registers is as fast; with more, torch's BLAS multiplies decoded slabs, in tiles too."""
+_AVX512 = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd", "avx512vbmi"})
+_AVX512_FLAGS = ("-march=x86-64-v4", "-mavx512vbmi")
+X86: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
+    "amx": (
+        _AVX512 | {"avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16"},
+        (*_AVX512_FLAGS, "-mavx512bf16", "-mavx512vnni", "-mamx-tile", "-mamx-bf16"),
     ),
-    "avx2": ({"avx2", "fma", "f16c"}, ("-mavx2", "-mfma", "-mf16c")),
+    "avx512": (_AVX512, _AVX512_FLAGS),
+    "avx2": (frozenset({"avx2", "fma", "f16c"}), ("-mavx2", "-mfma", "-mf16c")),
 }
 """Instruction sets, widest first -> the flags that Linux shows for them, and those of the compiler."""
 VARIABLE = "MXTENSOR_CPU_INSTRUCTIONS"
-"""The environment variable that names an instruction set: avx512, avx2 or plain."""
+"""The environment variable that names an instruction set: amx, avx512, avx2 or plain."""
+
+
+@cache
+def permits_tiles() -> bool:
+    """Whether Linux lets this process use the tile registers of AMX, whose state it saves only where it was asked to.
+
+    Asks for that, once: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA).
+    """
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return False
+    arch_prctl, request, tile_data = 158, 0x1023, 18
+    status = ctypes.CDLL(None).syscall(*map(ctypes.c_long, (arch_prctl, request, tile_data)))
+    return int(status) == 0
+
+
+def usable_instructions() -> list[str]:
+    """The instruction sets that can be compiled for and run here, widest first."""
+    has = instruction_sets() if platform.machine() in ("x86_64", "AMD64") else set()
+    found = [name for name, (needs, _) in X86.items() if needs <= has and (name != "amx" or permits_tiles())]
+    return [*found, "plain"]
 
 
 def instructions() -> tuple[str, tuple[str, ...]]:
@@ -64,19 +90,28 @@ def instructions() -> tuple[str, tuple[str, ...]]:
 
     Raises ValueError if the environment variable names one that is unknown or that this processor lacks.
     """
-    has = instruction_sets()
-    usable = (
-        [name for name, (needs, _) in X86.items() if needs <= has] if platform.machine() in ("x86_64", "AMD64") else []
-    )
-    wanted = os.environ.get(VARIABLE) or (usable or ["plain"])[0]
-    if wanted not in (*usable, "plain"):
-        raise ValueError(f"{VARIABLE} is {wanted!r}; this processor runs {', '.join((*usable, 'plain'))}")
-    flags = X86[wanted][1] if wanted in X86 else ()
+    usable = usable_instructions()
+    wanted = os.environ.get(VARIABLE) or usable[0]
+    if wanted not in usable:
+        raise ValueError(f"{VARIABLE} is {wanted!r}; this processor runs {', '.join(usable)}")
+    return wanted, flags_of(wanted)
+
+
+def flags_of(wanted: str) -> tuple[str, ...]:
+    """The compiler's flags for an instruction set, and for more of them that go with it."""
+    has, flags = instruction_sets(), X86[wanted][1] if wanted in X86 else ()
     if wanted == "avx512" and "avx512_bf16" in has:
         flags = (*flags, "-mavx512bf16")
     if wanted == "avx512" and "avx512_vnni" in has:
         flags = (*flags, "-mavx512vnni")
-    return wanted, flags
+    if wanted == "amx":
+        flags = (*flags, *tile_flags())
+    return flags
+
+
+def tile_flags() -> tuple[str, ...]:
+    """How linear_amx.h learns of ``TILE_ROWS``."""
+    return f"-DTILES_FROM={TILE_ROWS[0]}", f"-DTILES_UP_TO={TILE_ROWS[1]}"
 
 
 def torch_flags() -> tuple[str, ...]:
@@ -95,9 +130,12 @@ def torch_flags() -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def load_kernels() -> ctypes.CDLL | str:
-    """``linear.cpp`` for this processor, or the sentence that says why there is none."""
-    kernels = load(HERE / "linear.cpp", (*FLAGS, *instructions()[1]), HEADERS, SYMBOLS)
+def load_kernels(name: str | None = None) -> ctypes.CDLL | str:
+    """``linear.cpp`` for this processor, or for a named instruction set that it has; or why there is none."""
+    wanted, flags = instructions() if name is None else (name, flags_of(name))
+    kernels = load(HERE / "linear.cpp", (*FLAGS, *flags), HEADERS, SYMBOLS)
+    if isinstance(kernels, str) and wanted == "amx" and not (name or os.environ.get(VARIABLE)):  # an old compiler
+        kernels = load(HERE / "linear.cpp", (*FLAGS, *flags_of("avx512")), HEADERS, SYMBOLS)
     if isinstance(kernels, ctypes.CDLL):
         kernels.mx_linear_instructions.restype = ctypes.c_char_p
     return kernels
@@ -107,15 +145,19 @@ class Library:
     """The loaded op."""
 
     def __init__(self, op: ctypes.CDLL, kernels: ctypes.CDLL, casts: ctypes.CDLL) -> None:
-        self.instructions = kernels.mx_linear_instructions().decode()
-        functions = [getattr(kernels, name) for name in SYMBOLS[:-1]] + [getattr(casts, name) for name in CASTS]
-        addresses = [ctypes.cast(function, ctypes.c_void_p).value for function in functions]
         self._formats = [cpu.c_format(Format("cpu_linear", e, s, (1, 32))) for e in ELEMENTS for s in cpu.SCALES]
+        self._op, self._casts, self.forget = op, casts, op.mx_linear_forget
+        self.forget.argtypes = [ctypes.c_int64]
+        self.use(kernels)
+
+    def use(self, kernels: ctypes.CDLL) -> None:
+        """Let all products run in these kernels from now on; benchmarks compare instruction sets so."""
+        self.kernels, self.instructions = kernels, kernels.mx_linear_instructions().decode()
+        functions = [getattr(kernels, name) for name in SYMBOLS[:-1]] + [getattr(self._casts, name) for name in CASTS]
+        addresses = [ctypes.cast(function, ctypes.c_void_p).value for function in functions]
         formats = (ctypes.c_void_p * len(self._formats))(*map(ctypes.addressof, self._formats))
         rows = FEW_ROWS, FEW_FLOAT_ROWS[self.instructions]
-        op.mx_linear_use((ctypes.c_void_p * len(addresses))(*addresses), formats, *map(ctypes.c_int64, rows))
-        self.kernels, self.forget = kernels, op.mx_linear_forget
-        self.forget.argtypes = [ctypes.c_int64]
+        self._op.mx_linear_use((ctypes.c_void_p * len(addresses))(*addresses), formats, *map(ctypes.c_int64, rows))
 
 
 @cache
