@@ -15,7 +15,7 @@ from torch import Tensor
 from ...core.devices import device_capability
 from ...core.kernel import Spec
 from ...numerics.cast import Cast
-from ...numerics.formats import E8M0, UE4M3, Format, Rounding
+from ...numerics.formats import E8M0, UE4M3, Rounding
 from ...numerics.operand import Operand
 from ..runtime import nvrtc, triton_launch
 from ..runtime.availability import no_cuda_sources

@@ -13,18 +13,12 @@ from typing import Any, NamedTuple
 import torch
 
 from ...numerics.cast import Cast
-from ...numerics.element_format import ElementFormat
 from ...numerics.formats import (
-    E2M1,
-    E2M3,
-    E3M2,
-    E4M3,
     E5M2,
     E8M0,
     FP32,
     FP32_POW2,
     FULL,
-    INT8,
     UE4M3,
     Format,
 )
