@@ -1,6 +1,6 @@
 """Both copies of a matrix in one pass in CUDA C++: codes and scales of its rows, codes and scales of its columns.
 
-Device code: ``kernels/cuda/cast_both.cu``. ``cuda_both_ops.py`` has the kernels of the tuples and the op of traced code.
+Device code: ``kernels/cuda/cast_both.cu``. Kernels of the tuples and the op of traced code: ``cuda_both_ops.py``.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def refuses(spec: Spec, x: Tensor, cast: Cast) -> str | None:
 def constants(
     cast: Cast, dtype: torch.dtype, tile: Tile, even: bool, pieces: tuple[int, int, int, int, int], conversions: bool
 ) -> nvrtc.Constants:
-    """Macros of the sources. ``pieces``: bytes of a copy of x, and of a store of codes, scales, and those of columns."""
+    """Macros of the sources. ``pieces``: bytes of a copy of x, of a store of codes, of scales, and of both of columns."""
     names = ("X_COPY", "CODES_PIECE", "SCALES_PIECE", "COLUMN_CODES_PIECE", "COLUMN_SCALES_PIECE")
     return (
         ("ELEMENT", ELEMENTS[cast.format.element]),
@@ -88,12 +88,12 @@ def _kernel(
     return nvrtc.function(device, SOURCES, row, "cast_both", ARGUMENTS, tile.threads)
 
 
-def cast_both(
-    x: Tensor, cast: Cast, rowwise: tuple[Tensor, Tensor], columnwise: tuple[Tensor, Tensor], given: Tile | None = None
+def _cast_both(
+    x: Tensor, cast: Cast, rowwise: tuple[Tensor, Tensor], columnwise: tuple[Tensor, Tensor], given: Tile | None
 ) -> Tensor | None:
     """Write codes and scales of the rows of a matrix with unit stride along its rows, and of its columns, transposed.
 
-    Returns the global scale or None. ``given``: the tile, else that of ``cuda_tiles``.
+    Returns the global scale or None.
     """
     format, size, (rows, cols) = cast.format, x.element_size(), x.shape
     tile = given or tile_for(format, size, rows, cols)
@@ -121,11 +121,14 @@ def cast_both(
     return global_scale
 
 
-def quantize_both(x: Tensor, cast: Cast) -> tuple[Operand, Operand]:
-    """The operands of a matrix and of its transpose in one pass; for a global scale after a pass for the amax."""
+def quantize_both(x: Tensor, cast: Cast, given: Tile | None = None) -> tuple[Operand, Operand]:
+    """The operands of a matrix and of its transpose in one pass; for a global scale after a pass for the amax.
+
+    ``given``: the tile, else that of ``cuda_tiles``.
+    """
     format, shape = cast.format, (x.shape[0], x.shape[1])
     transposed = shape[::-1]
     rowwise, columnwise = empty(x, format, shape), empty(x, format, transposed)
     with triton_launch.on(x.device):
-        global_scale = cast_both(rows_of(x), cast, rowwise, columnwise)
+        global_scale = _cast_both(rows_of(x), cast, rowwise, columnwise, given)
     return operand_of(rowwise, global_scale, format, shape), operand_of(columnwise, global_scale, format, transposed)

@@ -1,4 +1,4 @@
-"""The CUDA cast of both copies as a kernel: a direct call in eager code, the op ``mxtensor::cast_both`` in traced code."""
+"""The CUDA cast of both copies as a kernel: a direct call in eager code, ``mxtensor::cast_both`` in traced code."""
 
 from __future__ import annotations
 
