@@ -63,7 +63,7 @@ def refuses(spec: Spec, x: Tensor, cast: Cast) -> str | None:
 def constants(
     cast: Cast, dtype: torch.dtype, tile: Tile, even: bool, pieces: tuple[int, int, int, int, int], conversions: bool
 ) -> nvrtc.Constants:
-    """Macros of the sources. ``pieces``: bytes of a copy of x, of a store of codes, of scales, and of both of columns."""
+    """Macros of the sources. ``pieces``: bytes of a copy of x, of a store of codes, of scales, of both of columns."""
     names = ("X_COPY", "CODES_PIECE", "SCALES_PIECE", "COLUMN_CODES_PIECE", "COLUMN_SCALES_PIECE")
     return (
         ("ELEMENT", ELEMENTS[cast.format.element]),
