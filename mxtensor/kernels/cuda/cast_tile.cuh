@@ -31,17 +31,27 @@ struct Source {
     u32 rows, cols;
 };
 
+// The place of chunk ``c`` of row ``row + down``, where ``first`` is that of ``row``, and ``down`` is a multiple of a power
+// of two above ``row``: all sizes are powers of two, so that a place is the exclusive or of two places.
+DEVICE u32 place_below(u32 first, u32 down) {
+    u32 more = place_of(down, 0);
+    return (first ^ (more & 7)) + (more & ~7u);
+}
+
 // Begins to copy the tile at ``row`` and ``col``; values outside the matrix are zeros.
 DEVICE void load_tile(u8* tile, const Source& s, u32 row, u32 col) {
-#pragma unroll 8
-    for (u32 i = thread(); i < TILE_ROWS * ROW_CHUNKS; i += THREADS) {
-        u32 r = i / ROW_CHUNKS, c = i % ROW_CHUNKS;
-        u8* to = tile + place_of(r, c) * CHUNK;
-        const u8* from = s.x + (row + r) * s.stride + (u64(col) * VALUE_BYTES + c * CHUNK);
+    constexpr u32 step = THREADS / ROW_CHUNKS;  // rows that the threads copy at a time
+    static_assert(THREADS % ROW_CHUNKS == 0, "whole rows at a time");
+    u32 r = thread() / ROW_CHUNKS, c = thread() % ROW_CHUNKS, first = place_of(r, c);
+    const u8* from = s.x + (row + r) * s.stride + (u64(col) * VALUE_BYTES + c * CHUNK);
+    u64 further = step * s.stride;
+#pragma unroll
+    for (u32 down = 0; down < TILE_ROWS; down += step, from += further) {
+        u8* to = tile + place_below(first, down) * CHUNK;
         if constexpr (WHOLE_TILES) {
             copy<CHUNK>(to, from, true);
         } else {
-            u32 left = row + r < s.rows ? (s.cols - col) * VALUE_BYTES : 0;
+            u32 left = row + r + down < s.rows ? (s.cols - col) * VALUE_BYTES : 0;
 #pragma unroll
             for (u32 at = 0; at < CHUNK; at += X_COPY) {
                 bool there = c * CHUNK + at < left;
@@ -66,8 +76,7 @@ DEVICE void load_column_unit(u32 (&words)[16], const u8* tile, u32 row, u32 word
     u32 first = place_of(row, word / 4);
 #pragma unroll
     for (u32 r = 0; r < 16; r++) {
-        u32 at = (first ^ (r * ROW_CHUNKS >> 3 & (UNIT_CHUNKS - 1))) + r * ROW_CHUNKS;
-        words[r] = *reinterpret_cast<const u32*>(tile + at * CHUNK + word % 4 * 4);
+        words[r] = *reinterpret_cast<const u32*>(tile + place_below(first, r) * CHUNK + word % 4 * 4);
     }
 }
 
