@@ -29,6 +29,7 @@ DEVICE void cast_rows(const CastBothArguments& a, const u8* tile, u8* scales, u3
         if (unit % LANES == 0) scales[r * STRIP_SCALES + unit / LANES] = scale.stored;
         if constexpr (IN_PAIRS) {
             PairScale pairs = pair_scale(scale.multiplier, scale.multiplier);
+            zero_unless_finite(words, scale.finite, scale.finite);
 #pragma unroll
             for (u32 j = 0; j < 2; j++) {  // values 0 and 4, 1 and 5, 2 and 6, 3 and 7 in one word
                 const u32* w = words + 4 * j;
@@ -64,6 +65,7 @@ DEVICE void cast_columns(const CastBothArguments& a, const u8* tile, u8* scales,
         }
         if constexpr (IN_PAIRS) {
             PairScale pairs = pair_scale(scale[0].multiplier, scale[1].multiplier);
+            zero_unless_finite(words, scale[0].finite, scale[1].finite);
 #pragma unroll
             for (u32 j = 0; j < 2; j++) {
                 const u32* w = words + 8 * j;

@@ -120,6 +120,14 @@ DEVICE u32 shifted_pair(u32 word, const PairScale& scale) {
     return EXCEEDS ? smaller_bfloat16s(code, SHIFT_OF_PAIRS + 0x00070007) : code;
 }
 
+// Values of blocks that are not finite would spoil those of the other half of a word: their codes are zero.
+template <u32 N> DEVICE void zero_unless_finite(u32 (&words)[N], bool low, bool high) {
+    if (low && high) return;
+    u32 mask = (low ? 0xFFFF : 0) | (high ? 0xFFFF0000 : 0);
+#pragma unroll
+    for (u32 i = 0; i < N; i++) words[i] &= mask;
+}
+
 // Codes of four words: those of the low values in the low half, those of the high values in the high half.
 DEVICE u32 four_pairs(u32 a, u32 b, u32 c, u32 d, const PairScale& scale) {
     u32 codes = ((shifted_pair(d, scale) * 16 + shifted_pair(c, scale)) * 16 + shifted_pair(b, scale)) * 16 +
@@ -158,7 +166,7 @@ DEVICE void encode(u32 (&codes)[CODE_WORDS], float (&x)[16], const BlockScale& s
 
 // Codes of a block that is not finite: NaN where the element has one, else zero.
 DEVICE void finish(u32 (&codes)[CODE_WORDS], bool finite) {
-    if constexpr (!(AS_FLOAT8 && HAS_NAN)) {
+    if constexpr (!IN_PAIRS && !(AS_FLOAT8 && HAS_NAN)) {
 #pragma unroll
         for (int i = 0; i < CODE_WORDS; i++) codes[i] = finite ? codes[i] : HAS_NAN ? 0x7F7F7F7F : 0;
     }
