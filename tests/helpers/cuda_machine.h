@@ -212,11 +212,13 @@ DEVICE u32 larger_halves(u32 a, u32 b) {
     u32 high = a >> 16 > b >> 16 ? a >> 16 : b >> 16, low = (a & 0xFFFF) > (b & 0xFFFF) ? a & 0xFFFF : b & 0xFFFF;
     return high << 16 | low;
 }
+DEVICE u32 smaller_halves(u32 a, u32 b) { return ~larger_halves(~a, ~b); }
 DEVICE float larger(float a, float b) { return fmaxf(a, b); }
 DEVICE u32 larger(u32 a, u32 b) { return b > a ? b : a; }
 DEVICE float smaller(float a, float b) { return fminf(a, b); }
 DEVICE u32 smaller(u32 a, u32 b) { return b < a ? b : a; }
 DEVICE float rounded_product(float a, float b) { return a * b; }
+DEVICE float magnitude(float value) { return fabsf(value); }
 DEVICE float fused(float a, float b, float c) { return fmaf(a, b, c); }
 DEVICE float value_of_e4m3(u32 code) {
     u32 e = code >> 3 & 15, m = code & 7;

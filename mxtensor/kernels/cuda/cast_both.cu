@@ -19,32 +19,46 @@ constexpr u32 STAGED_ROWS = STAGES * TILE_BYTES, STAGED_COLUMNS = STAGED_ROWS + 
 
 // The rows of a tile at ``row`` and ``col``; ``scales``: where the scales of row 0 of the tile go in shared memory.
 DEVICE void cast_rows(const CastBothArguments& a, const u8* tile, u8* scales, u32 row, u32 col, const Level& level) {
+    constexpr u32 step = THREADS / ROW_UNITS;  // rows that the threads cast at a time
+    u32 r = thread() / ROW_UNITS, unit = thread() % ROW_UNITS, first = place_of(r, unit * UNIT_CHUNKS);
+    scales += r * STRIP_SCALES + unit / LANES;
+    u8* to = a.codes + u64(row + r) * a.code_bytes;
+    u64 further = u64(step) * a.code_bytes;
 #pragma unroll 1
-    for (u32 i = thread(); i < TILE_ROWS * ROW_UNITS; i += THREADS) {
-        u32 r = i / ROW_UNITS, unit = i % ROW_UNITS, words[16 / VALUES], codes[CODE_WORDS];
-        load_row_unit(words, tile, r, unit);
+    for (u32 down = 0; down < TILE_ROWS; down += step, to += further, scales += step * STRIP_SCALES) {
+        u32 words[16 / VALUES], codes[CODE_WORDS];
+        load_row_unit(words, tile, place_below(first, down));
         u32 amax = largest_magnitudes(words);
         if (VALUES == 2) amax = larger_magnitudes(amax, bytes_of(amax, 0, 0x1032));
         BlockScale scale = scale_of(wide_magnitude(largest_of_block(amax), 0), level);
-        if (unit % LANES == 0) scales[r * STRIP_SCALES + unit / LANES] = scale.stored;
+        if (unit % LANES == 0) *scales = scale.stored;
         if constexpr (IN_PAIRS) {
             PairScale pairs = pair_scale(scale.multiplier, scale.multiplier);
             zero_unless_finite(words, scale.finite, scale.finite);
-#pragma unroll
-            for (u32 j = 0; j < 2; j++) {  // values 0 and 4, 1 and 5, 2 and 6, 3 and 7 in one word
-                const u32* w = words + 4 * j;
-                codes[j] = four_pairs(bytes_of(w[0], w[2], 0x5410), bytes_of(w[0], w[2], 0x7632),
-                                      bytes_of(w[1], w[3], 0x5410), bytes_of(w[1], w[3], 0x7632), pairs);
-            }
+            encode_pairs(codes, words, pairs);
         } else {
             float x[16];
+            if constexpr (BITS == 4) {
+                u32 signs[2], least = least_magnitudes(words);
+                if (VALUES == 2) least = smaller_magnitudes(least, bytes_of(least, 0, 0x1032));
 #pragma unroll
-            for (u32 j = 0; j < 16; j++) x[j] = value_of(words[j / VALUES], j % VALUES);
-            encode(codes, x, scale);
+                for (u32 j = 0; j < 16; j++) x[j] = magnitude(value_of(words[j / VALUES], j % VALUES));
+#pragma unroll
+                for (u32 j = 0; j < 2; j++) {
+                    const u32* w = words + 8 / VALUES * j;
+                    signs[j] = VALUES == 1 ? eight_signs(w)
+                                           : four_signs(bytes_of(w[0], w[2], 0x5410), bytes_of(w[0], w[2], 0x7632),
+                                                        bytes_of(w[1], w[3], 0x5410), bytes_of(w[1], w[3], 0x7632));
+                }
+                encode_e2m1(codes, x, value_of(least, 0), signs, scale);
+            } else {
+#pragma unroll
+                for (u32 j = 0; j < 16; j++) x[j] = value_of(words[j / VALUES], j % VALUES);
+                encode(codes, x, scale);
+            }
         }
         finish(codes, scale.finite);
-        u8* to = a.codes + u64(row + r) * a.code_bytes;
-        store_codes<CODES_PIECE>(to, codes, col + unit * 16, a.code_bytes, row + r < a.rows);
+        store_codes<CODES_PIECE>(to, codes, col + unit * 16, a.code_bytes, row + r + down < a.rows);
     }
 }
 
@@ -66,16 +80,30 @@ DEVICE void cast_columns(const CastBothArguments& a, const u8* tile, u8* scales,
         if constexpr (IN_PAIRS) {
             PairScale pairs = pair_scale(scale[0].multiplier, scale[1].multiplier);
             zero_unless_finite(words, scale[0].finite, scale[1].finite);
+            encode_columns(codes[0], codes[1], words, pairs);
+        }
+        u32 signs[VALUES][2], least = 0;
+        if constexpr (!IN_PAIRS && BITS == 4) {
+            least = least_magnitudes(words);
 #pragma unroll
             for (u32 j = 0; j < 2; j++) {
                 const u32* w = words + 8 * j;
-                u32 upper = four_pairs(w[0], w[1], w[2], w[3], pairs), lower = four_pairs(w[4], w[5], w[6], w[7], pairs);
-                codes[0][j] = bytes_of(upper, lower, 0x5410), codes[1][j] = bytes_of(upper, lower, 0x7632);
+                if constexpr (VALUES == 1) {
+                    signs[0][j] = eight_signs(w);
+                } else {
+                    u32 upper = four_signs(w[0], w[1], w[2], w[3]), lower = four_signs(w[4], w[5], w[6], w[7]);
+                    signs[0][j] = bytes_of(upper, lower, 0x5410), signs[1][j] = bytes_of(upper, lower, 0x7632);
+                }
             }
         }
 #pragma unroll
         for (u32 v = 0; v < VALUES; v++) {
-            if constexpr (!IN_PAIRS) {
+            if constexpr (!IN_PAIRS && BITS == 4) {
+                float x[16];
+#pragma unroll
+                for (u32 j = 0; j < 16; j++) x[j] = magnitude(value_of(words[j], v));
+                encode_e2m1(codes[v], x, value_of(least, v), signs[v], scale[v]);
+            } else if constexpr (!IN_PAIRS) {
                 float x[16];
 #pragma unroll
                 for (u32 j = 0; j < 16; j++) x[j] = value_of(words[j], v);

@@ -62,11 +62,11 @@ DEVICE void load_tile(u8* tile, const Source& s, u32 row, u32 col) {
     end_of_stage();
 }
 
-// The words of a unit of a row.
-DEVICE void load_row_unit(u32 (&words)[16 / VALUES], const u8* tile, u32 row, u32 unit) {
+// The words of a unit of a row, whose first chunk is at ``first``.
+DEVICE void load_row_unit(u32 (&words)[16 / VALUES], const u8* tile, u32 first) {
 #pragma unroll
     for (u32 i = 0; i < UNIT_CHUNKS; i++) {
-        uint4 chunk = *reinterpret_cast<const uint4*>(tile + place_of(row, unit * UNIT_CHUNKS + i) * CHUNK);
+        uint4 chunk = *reinterpret_cast<const uint4*>(tile + (first ^ i) * CHUNK);
         words[4 * i] = chunk.x, words[4 * i + 1] = chunk.y, words[4 * i + 2] = chunk.z, words[4 * i + 3] = chunk.w;
     }
 }
@@ -94,6 +94,13 @@ DEVICE u32 magnitudes(u32 word) { return word & (X == FLOAT ? 0x7FFFFFFF : 0x7FF
 // The bits of a magnitude as a float32.
 DEVICE u32 wide_magnitude(u32 word, u32 i) { return bits_of_float(value_of(word, i)); }
 
+DEVICE u32 smaller_magnitudes(u32 a, u32 b) { return X == FLOAT ? smaller(a, b) : smaller_halves(a, b); }
+template <u32 N> DEVICE u32 least_magnitudes(const u32 (&words)[N]) {
+    u32 least = magnitudes(words[0]);
+#pragma unroll
+    for (u32 i = 1; i < N; i++) least = smaller_magnitudes(least, magnitudes(words[i]));
+    return least;
+}
 template <u32 N> DEVICE u32 largest_magnitudes(const u32 (&words)[N]) {
     u32 most = magnitudes(words[0]);
 #pragma unroll

@@ -148,11 +148,13 @@ DEVICE u32 pair_of_halves(float low, float high) {
     return word;
 }
 DEVICE u32 larger_halves(u32 a, u32 b) { return __vmaxu2(a, b); }  // as unsigned 16-bit numbers
+DEVICE u32 smaller_halves(u32 a, u32 b) { return __vminu2(a, b); }
 DEVICE float larger(float a, float b) { return fmaxf(a, b); }
 DEVICE u32 larger(u32 a, u32 b) { return b > a ? b : a; }
 DEVICE float smaller(float a, float b) { return fminf(a, b); }
 DEVICE u32 smaller(u32 a, u32 b) { return b < a ? b : a; }
 DEVICE float rounded_product(float a, float b) { return __fmul_rn(a, b); }  // never part of a fused operation
+DEVICE float magnitude(float value) { return fabsf(value); }
 DEVICE float fused(float a, float b, float c) { return fmaf(a, b, c); }  // a * b + c, rounded once
 // Two bfloat16: a * b + c, rounded once; and the smaller of a and b.
 DEVICE u32 fused_bfloat16s(u32 a, u32 b, u32 c) {
