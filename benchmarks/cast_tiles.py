@@ -94,10 +94,10 @@ def milliseconds(call: Callable[[Tensor], Any], inputs: Sequence[Tensor], repeat
     """Milliseconds of one call: the median of replays of a graph that calls it on every input."""
     call(inputs[0])
     torch.cuda.synchronize()
-    graph, kept = torch.cuda.CUDAGraph(), []
+    graph, results = torch.cuda.CUDAGraph(), []
     with torch.cuda.graph(graph):
         for x in inputs:
-            kept.append(call(x))
+            results.append(call(x))
     samples = []
     for _ in range(repeats + 2):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

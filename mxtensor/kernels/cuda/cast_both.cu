@@ -15,7 +15,7 @@ struct CastBothArguments {
 
 constexpr u32 TILE_SCALES = TILE_COLS / BLOCK, COLUMN_SCALES = TILE_ROWS / BLOCK;  // of a row and of a column of a tile
 constexpr u32 STRIP_SCALES = STRIP * TILE_SCALES;
-constexpr u32 STAGED_ROWS = STAGES * TILE_BYTES, STAGED_COLUMNS = STAGED_ROWS + TILE_ROWS * STRIP_SCALES;
+constexpr u32 ROW_SCALES_AT = STAGES * TILE_BYTES, COLUMN_SCALES_AT = ROW_SCALES_AT + TILE_ROWS * STRIP_SCALES;
 
 // The rows of a tile at ``row`` and ``col``; ``scales``: where the scales of row 0 of the tile go in shared memory.
 DEVICE void cast_rows(const CastBothArguments& a, const u8* tile, u8* scales, u32 row, u32 col, const Level& level) {
@@ -118,7 +118,7 @@ DEVICE void cast_columns(const CastBothArguments& a, const u8* tile, u8* scales,
 }
 
 KERNEL void BOUNDS(THREADS, BLOCKS) cast_both(const CastBothArguments a) {
-    u8 *memory = shared_memory(), *row_scales = memory + STAGED_ROWS, *column_scales = memory + STAGED_COLUMNS;
+    u8 *memory = shared_memory(), *row_scales = memory + ROW_SCALES_AT, *column_scales = memory + COLUMN_SCALES_AT;
     // a pass for the amax left the last values in the cache
     u32 block = NEEDS_TENSOR_AMAX ? blocks_x() - 1 - block_x() : block_x();
     u32 row = block / a.strips * TILE_ROWS, first = block % a.strips * STRIP;

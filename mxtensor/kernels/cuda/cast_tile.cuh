@@ -19,7 +19,7 @@ static_assert(TILE_ROWS * ROW_UNITS % THREADS == 0 && TILE_COLS / VALUES * COLUM
 // ---------------------------------------------------------------------------------------------- the tile
 
 // Where chunk ``c`` of a row is, in chunks. Eight threads that read the first chunk of neighbouring units get eight of
-// eight positions, and so do GROUPS threads that read one column 16 rows apart from each other.
+// eight positions, and so do GROUPS threads that read one column, each 16 rows below the one before.
 DEVICE u32 place_of(u32 row, u32 c) {
     u32 at = row * ROW_CHUNKS + c;
     return at ^ (at >> 3 & (UNIT_CHUNKS - 1)) ^ (row >> 4 & (GROUPS - 1)) * (8 / GROUPS);
@@ -152,13 +152,13 @@ template <int PIECE> DEVICE void store_codes(u8* row, const u32 (&codes)[CODE_WO
 // Stores LINES lines of BYTES scales from shared memory: line i is row ``first + i`` of ``count`` rows of ``stride``
 // scales, from scale ``at`` on.
 template <u32 LINES, u32 BYTES, u32 PIECE>
-DEVICE void store_scales(u8* to, const u8* staged, u32 first, u32 count, u32 stride, u32 at) {
+DEVICE void store_scales(u8* to, const u8* from_shared, u32 first, u32 count, u32 stride, u32 at) {
     constexpr u32 pieces = BYTES / PIECE;
     for (u32 i = thread(); i < LINES * pieces; i += THREADS) {
         u32 line = i / pieces, byte = i % pieces * PIECE;
         if ((WHOLE_TILES || first + line < count) && at + byte < stride) {
             u8* there = to + u64(first + line) * stride + at + byte;
-            const u8* from = staged + line * BYTES + byte;
+            const u8* from = from_shared + line * BYTES + byte;
             if constexpr (PIECE == 16) *reinterpret_cast<uint4*>(there) = *reinterpret_cast<const uint4*>(from);
             else if constexpr (PIECE == 8) *reinterpret_cast<uint2*>(there) = *reinterpret_cast<const uint2*>(from);
             else if constexpr (PIECE == 4) *reinterpret_cast<u32*>(there) = *reinterpret_cast<const u32*>(from);

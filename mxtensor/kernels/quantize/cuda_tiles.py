@@ -1,4 +1,4 @@
-"""How the CUDA cast of both copies divides a matrix among blocks of threads, by format: measured on an H100."""
+"""How the CUDA cast of both copies divides a matrix among blocks of threads, by format."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from typing import NamedTuple
 
 from ...numerics.formats import UE4M3, Format
 
-SHARED_BYTES = 232448
-"""Shared memory of a multiprocessor of sm_90 that blocks can use."""
+SHARED_BYTES = 233472
+"""Shared memory of a multiprocessor of sm_90 for blocks."""
+RESERVED = 1024
+"""Bytes of it that the system takes for each block."""
 
 
 class Tile(NamedTuple):
@@ -54,7 +56,8 @@ def tile_for(format: Format, value_bytes: int, rows: int, cols: int) -> Tile:
     strip, high = tile.strip, -(-rows // tile.rows)
     while strip > 1 and high * -(-cols // (wide * strip)) < BLOCKS_WANTED:
         strip //= 2
-    return tile._replace(strip=strip)
+    tile = tile._replace(strip=strip)
+    return tile._replace(blocks=min(tile.blocks, SHARED_BYTES // (shared_bytes(tile, format, value_bytes) + RESERVED)))
 
 
 def shared_bytes(tile: Tile, format: Format, value_bytes: int) -> int:

@@ -9,7 +9,7 @@ import mxtensor as mx
 from mxtensor import FORMATS, Cast, get_format
 from mxtensor.kernels.gemm.spec import Form
 from mxtensor.kernels.quantize import cuda_both, cuda_both_ops, select_pair
-from mxtensor.kernels.quantize.cuda_tiles import SHARED_BYTES, TILES, Tile, kind_of, shared_bytes, tile_for
+from mxtensor.kernels.quantize.cuda_tiles import RESERVED, SHARED_BYTES, TILES, Tile, kind_of, shared_bytes, tile_for
 from mxtensor.kernels.runtime import nvrtc
 from mxtensor.numerics.formats import E8M0, FULL, UE4M3
 from mxtensor.numerics.reference import encode, tensor_amax
@@ -141,7 +141,7 @@ def test_the_chosen_tile_fits(name, size):
     format = get_format(name)
     for rows, cols in ((1, 1), (4096, 4096), (8192, 14336)):
         tile = tile_for(format, size, rows, cols)
-        assert tile.blocks * (shared_bytes(tile, format, size) + 1024) <= SHARED_BYTES
+        assert 1 <= tile.blocks <= SHARED_BYTES // (shared_bytes(tile, format, size) + RESERVED)
         assert tile.strip <= TILES[kind_of(format)].strip
 
 
