@@ -152,6 +152,7 @@ DEVICE u32 from_lane_xor(u32 value, u32 mask) {
     arrive_and_wait(warp().barrier);
     return other;
 }
+DEVICE u32 from_lane(u32 value, u32 lane) { return from_lane_xor(value, lane ^ thread() % 32); }
 
 DEVICE u32 largest_of_warp(u32 value) {
     for (u32 mask = 1; mask < 32; mask *= 2) {
@@ -211,9 +212,14 @@ DEVICE u32 larger_halves(u32 a, u32 b) {
     u32 high = a >> 16 > b >> 16 ? a >> 16 : b >> 16, low = (a & 0xFFFF) > (b & 0xFFFF) ? a & 0xFFFF : b & 0xFFFF;
     return high << 16 | low;
 }
+DEVICE u32 smaller_halves(u32 a, u32 b) { return ~larger_halves(~a, ~b); }
 DEVICE float larger(float a, float b) { return fmaxf(a, b); }
 DEVICE u32 larger(u32 a, u32 b) { return b > a ? b : a; }
 DEVICE float smaller(float a, float b) { return fminf(a, b); }
+DEVICE u32 smaller(u32 a, u32 b) { return b < a ? b : a; }
+DEVICE float rounded_product(float a, float b) { return a * b; }
+DEVICE float magnitude(float value) { return fabsf(value); }
+DEVICE float fused(float a, float b, float c) { return fmaf(a, b, c); }
 DEVICE float value_of_e4m3(u32 code) {
     u32 e = code >> 3 & 15, m = code & 7;
     float value = e == 15 && m == 7 ? NAN : e ? ldexpf(8 + m, int(e) - 10) : ldexpf(m, -9);
@@ -237,6 +243,30 @@ DEVICE u32 nearest_e5m2(float low, float high) {
 }
 DEVICE float half(u32 word, int i) { return float_of_half(word >> (16 * i) & 0xFFFF); }
 DEVICE void floats_of_halves(float& low, float& high, u32 word) { low = half(word, 0), high = half(word, 1); }
+DEVICE u32 code_of(float value, int mantissa, int emin, float most) {  // of an 8-bit element
+    if (value != value) return 0x7F;
+    float magnitude = fabsf(nearest_float(value, mantissa, emin, most));
+    return bits_of_float(ldexpf(magnitude, -126 - emin)) >> (23 - mantissa) | bits_of_float(value) >> 31 << 7;
+}
+DEVICE u32 codes_of_e4m3(float a, float b, float c, float d) {
+    return code_of(a, 3, -6, 448) | code_of(b, 3, -6, 448) << 8 | code_of(c, 3, -6, 448) << 16 | code_of(d, 3, -6, 448) << 24;
+}
+DEVICE u32 codes_of_e5m2(float a, float b, float c, float d) {
+    return code_of(a, 2, -14, 57344) | code_of(b, 2, -14, 57344) << 8 | code_of(c, 2, -14, 57344) << 16 |
+           code_of(d, 2, -14, 57344) << 24;
+}
+DEVICE float bfloat16(u32 word, int i) { return float_of_bits(i ? word & 0xFFFF0000 : word << 16); }
+DEVICE u32 fused_bfloat16s(u32 a, u32 b, u32 c) {  // the double is exact where its rounding to bfloat16 is close
+    u32 out = 0;
+    for (int i = 0; i < 2; i++)
+        out |= u32(bfloat16_of(double(bfloat16(a, i)) * bfloat16(b, i) + bfloat16(c, i))) << 16 * i;
+    return out;
+}
+DEVICE u32 smaller_bfloat16s(u32 a, u32 b) {
+    u32 out = 0;
+    for (int i = 0; i < 2; i++) out |= u32(bfloat16_of(fminf(bfloat16(a, i), bfloat16(b, i)))) << 16 * i;
+    return out;
+}
 DEVICE u32 multiply_half(u32 a, u32 b) {
     return half_of(half(a, 0) * half(b, 0)) | u32(half_of(half(a, 1) * half(b, 1))) << 16;
 }

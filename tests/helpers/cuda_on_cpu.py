@@ -34,6 +34,7 @@ STRUCTS = {
     "wgmma": "Arguments",
     "activations": "ActivationArguments",
     "maxima": "ActivationArguments",
+    "cast_both": "CastBothArguments",
 }
 
 FILL = 0xFFFFFFFF

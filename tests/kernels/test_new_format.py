@@ -13,8 +13,8 @@ from mxtensor.core.kernel import Spec
 from mxtensor.kernels.gemm import select as gemm
 from mxtensor.kernels.gemm.spec import GemmArgs, Unquantized
 from mxtensor.kernels.quantize import cpu, sliced, triton_rows
+from mxtensor.kernels.runtime.cuda_macros import ELEMENTS
 from mxtensor.kernels.small_m import ops as small_m
-from mxtensor.kernels.small_m.config import ELEMENTS
 from mxtensor.numerics.element_format import ElementFormat
 from mxtensor.numerics.formats import E2M3, E8M0, UE4M3, Format
 from mxtensor.numerics.reference import decode, decode_local, encode

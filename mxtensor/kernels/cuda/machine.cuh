@@ -35,6 +35,7 @@ DEVICE void sync_some(u32 which, u32 count) {  // ``count`` threads of a block; 
 }
 DEVICE void sync_warp() { __syncwarp(); }
 DEVICE u32 from_lane_xor(u32 value, u32 mask) { return __shfl_xor_sync(0xFFFFFFFF, value, mask); }
+DEVICE u32 from_lane(u32 value, u32 lane) { return __shfl_sync(0xFFFFFFFF, value, lane); }
 
 DEVICE u32 largest_of_warp(u32 value) { return __reduce_max_sync(0xFFFFFFFF, value); }
 
@@ -147,9 +148,25 @@ DEVICE u32 pair_of_halves(float low, float high) {
     return word;
 }
 DEVICE u32 larger_halves(u32 a, u32 b) { return __vmaxu2(a, b); }  // as unsigned 16-bit numbers
+DEVICE u32 smaller_halves(u32 a, u32 b) { return __vminu2(a, b); }
 DEVICE float larger(float a, float b) { return fmaxf(a, b); }
 DEVICE u32 larger(u32 a, u32 b) { return b > a ? b : a; }
 DEVICE float smaller(float a, float b) { return fminf(a, b); }
+DEVICE u32 smaller(u32 a, u32 b) { return b < a ? b : a; }
+DEVICE float rounded_product(float a, float b) { return __fmul_rn(a, b); }  // never part of a fused operation
+DEVICE float magnitude(float value) { return fabsf(value); }
+DEVICE float fused(float a, float b, float c) { return fmaf(a, b, c); }  // a * b + c, rounded once
+// Two bfloat16: a * b + c, rounded once; and the smaller of a and b.
+DEVICE u32 fused_bfloat16s(u32 a, u32 b, u32 c) {
+    u32 out;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(c));
+    return out;
+}
+DEVICE u32 smaller_bfloat16s(u32 a, u32 b) {
+    u32 out;
+    asm("min.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
+    return out;
+}
 // Four e4m3 bytes as two words of two float16.
 DEVICE void halves_of_e4m3(u32& low, u32& high, u32 bytes) {
 #if __CUDA_ARCH__ >= 890
@@ -183,10 +200,25 @@ DEVICE u32 nearest_e5m2(float low, float high) {
         : "=r"(word) : "f"(low), "f"(high));
     return word;
 }
+// The codes of four values in the bytes of a word; NaN is 0x7F.
+DEVICE u32 codes_of_e4m3(float a, float b, float c, float d) {
+    u32 word;
+    asm("{ .reg .b16 l, h; cvt.rn.satfinite.e4m3x2.f32 l, %2, %1; cvt.rn.satfinite.e4m3x2.f32 h, %4, %3; "
+        "mov.b32 %0, {l, h}; }" : "=r"(word) : "f"(a), "f"(b), "f"(c), "f"(d));
+    return word;
+}
+DEVICE u32 codes_of_e5m2(float a, float b, float c, float d) {
+    u32 word;
+    asm("{ .reg .b16 l, h; cvt.rn.satfinite.e5m2x2.f32 l, %2, %1; cvt.rn.satfinite.e5m2x2.f32 h, %4, %3; "
+        "mov.b32 %0, {l, h}; }" : "=r"(word) : "f"(a), "f"(b), "f"(c), "f"(d));
+    return word;
+}
 #else
 constexpr bool CONVERTS = false;
 DEVICE u32 nearest_e4m3(float, float) { return 0; }
 DEVICE u32 nearest_e5m2(float, float) { return 0; }
+DEVICE u32 codes_of_e4m3(float, float, float, float) { return 0; }
+DEVICE u32 codes_of_e5m2(float, float, float, float) { return 0; }
 #endif
 DEVICE u32 multiply_half(u32 a, u32 b) {
     u32 product;

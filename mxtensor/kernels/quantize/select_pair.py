@@ -13,12 +13,16 @@ from ...numerics.operand import Operand
 from ...numerics.reference import check_source
 from ..gemm import fp8_rows_ops
 from ..gemm.spec import Form, GemmOperand
-from . import triton_ops, two_casts
+from . import cuda_both_ops, triton_ops, two_casts
 from .select import cast_spec, quantize_operand
 
-QUANTIZE_BOTH: tuple[Kernel, ...] = (triton_ops.QUANTIZE_BOTH, two_casts.QUANTIZE_BOTH)
+QUANTIZE_BOTH: tuple[Kernel, ...] = (
+    cuda_both_ops.QUANTIZE_BOTH,
+    triton_ops.QUANTIZE_BOTH,
+    two_casts.QUANTIZE_BOTH,
+)
 """``run(x, cast)``: the operand of x and the operand of its transpose."""
-PAIR: tuple[Kernel, ...] = (fp8_rows_ops.PAIR, triton_ops.PAIR, two_casts.PAIR)
+PAIR: tuple[Kernel, ...] = (fp8_rows_ops.PAIR, cuda_both_ops.PAIR, triton_ops.PAIR, two_casts.PAIR)
 """``run(x, cast, rowwise, columnwise, dtype, amax, record)``: what ``cast_pair`` returns."""
 
 

@@ -29,15 +29,16 @@ def cast_arguments(cast: Cast) -> tuple[str, str, str, int | None, float]:
     return cast.format.name, cast.scaling.value, cast.rounding.value, cast.seed, float(cast.amax_epsilon)
 
 
-def _tensors(operands: tuple[Operand, ...]) -> list[Tensor]:
+def tensors_of(operands: tuple[Operand, ...]) -> list[Tensor]:
     """Codes and scales of each operand, then the global scale that they share, if there is one."""
     components = [t for o in operands for t in (o.data, o.scale)]
     global_scale = operands[0].global_scale
     return components if global_scale is None else [*components, global_scale]
 
 
-def _fake(x: Tensor, format: Format, shapes: list[tuple[int, ...]]) -> list[Tensor]:
-    return _tensors(tuple(Operand.empty(format, shape, x.device) for shape in shapes))
+def fake_operands(x: Tensor, format: Format, shapes: list[tuple[int, ...]]) -> list[Tensor]:
+    """The tensors of operands of these shapes, on the device of x, for fake tensors."""
+    return tensors_of(tuple(Operand.empty(format, shape, x.device) for shape in shapes))
 
 
 def _check_dtype(op: str, name: str, dtype: torch.dtype) -> None:
@@ -81,12 +82,12 @@ def quantize_both_op(
     cast = Cast.of(format, scaling, rounding, seed, amax_epsilon)
     _check_rows("mxtensor::quantize_both", cast.format)
     _check("mxtensor::quantize_both", x, 2)
-    return _tensors(triton_rows.quantize_both(x, cast))
+    return tensors_of(triton_rows.quantize_both(x, cast))
 
 
 @custom_ops.fake_of(quantize_both_op)
 def _(x, format, scaling, rounding, seed, amax_epsilon):  # type: ignore[no-untyped-def]
-    return _fake(x, get_format(format), [tuple(x.shape), (x.shape[1], x.shape[0])])
+    return fake_operands(x, get_format(format), [tuple(x.shape), (x.shape[1], x.shape[0])])
 
 
 @custom_ops.define("mxtensor::fake_quantize")
@@ -152,7 +153,7 @@ def _(x, format, scaling, rounding, seed, amax_epsilon, rowwise, columnwise, dty
         if form == Form.VALUES.value:
             components.append(x.new_empty(x.shape, dtype=dtype))
         elif form is not None:
-            components += _fake(x, replace(row, global_scale=False), [shape])
+            components += fake_operands(x, replace(row, global_scale=False), [shape])
     return [*components, *(x.new_empty((), dtype=torch.float32) for there in (row.global_scale, recorded) if there)]
 
 

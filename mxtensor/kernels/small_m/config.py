@@ -13,32 +13,21 @@ from typing import Any, NamedTuple
 import torch
 
 from ...numerics.cast import Cast
-from ...numerics.element_format import ElementFormat
 from ...numerics.formats import (
-    E2M1,
-    E2M3,
-    E3M2,
-    E4M3,
     E5M2,
     E8M0,
     FP32,
     FP32_POW2,
     FULL,
-    INT8,
     UE4M3,
     Format,
 )
+from ..runtime.cuda_macros import ELEMENTS, TYPES, cast_constants
 from ..runtime.nvrtc import Constants
 
-ELEMENTS: dict[ElementFormat, str] = {
-    E4M3: "E4M3", E5M2: "E5M2", E3M2: "E3M2", E2M3: "E2M3", E2M1: "E2M1", INT8: "INT8",
-}  # fmt: skip
-"""Elements that the sources decode -> their names there."""
 SCALES = {(E8M0, 32): "E8M0", (UE4M3, 16): "UE4M3", (FP32, 128): "FLOAT32", (FP32_POW2, 128): "FLOAT32",
           (FP32, FULL): "AT_THE_END", (FP32_POW2, FULL): "AT_THE_END"}  # fmt: skip
 """(scale, columns that share one) -> how the kernel applies it."""
-TYPES = {torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16", torch.float32: "FLOAT"}
-"""Dtypes of activations, bias and result -> their names in the sources."""
 MOST_WEIGHTS = 4
 """Weights that one launch takes at most. A kernel is compiled either for one weight or for this many, so that few
 kernels serve all layers of a model: code that has not run for a while must be read from memory again."""
@@ -180,14 +169,6 @@ def facts_for(facts: Facts, config: LaunchConfig) -> Facts:
     return facts if config.whole_x else facts._replace(x=torch.float16, x_copy=16, cast=None)
 
 
-def copy_size(address: int, *strides: int) -> int:
-    """The most bytes, at most 16, that one copy can move from rows of these strides (bytes) at this address."""
-    bits = 16 | address
-    for stride in strides:
-        bits |= stride
-    return bits & -bits
-
-
 def scale_bytes(format: Format, config: LaunchConfig) -> int:
     """Bytes of scales of one weight row in one stage."""
     kind = SCALES[format.scale, format.block[1]]
@@ -256,24 +237,6 @@ def swizzle_of_codes(format: Format, classes: int, depth: int) -> tuple[int, int
 
 
 # ---------------------------------------------------------------------------------------------- macros
-
-
-def cast_constants(cast: Cast | None) -> Constants:
-    """Macros of the cast of activations: to an element with power-of-two scales for 32 values, or to NVFP4."""
-    if cast is None:
-        return (("CAST", 0),)
-    e = cast.format.element
-    inverse = torch.tensor(1.0 / e.max, dtype=torch.float32, device="cpu")
-    return (
-        ("CAST", 1 if cast.format.scale is E8M0 else 2),
-        ("CAST_GLOBAL", int(cast.format.global_scale)),
-        ("CAST_RULE", cast.scaling.name),
-        ("CAST_INVERSE_MAX", f"{float(inverse).hex()}f"),
-        ("CAST_MAX", f"{e.max.hex()}f"),
-        ("CAST_EMAX", e.emax),
-        ("CAST_MANTISSA", e.mantissa_bits),
-        ("CAST_EMIN", f"({0 if e.is_integer else 1 - e.bias})"),
-    )
 
 
 def wgmma_constants(config: LaunchConfig) -> Constants:

@@ -33,9 +33,9 @@ from ..gemm.spec import (
     not_rows_by_matrix,
 )
 from ..quantize.select import dequantize_operand, fake_quantize
-from ..runtime import nvrtc
-from ..runtime.availability import exported, other_build
-from .config import ELEMENTS, SCALES, TYPES, can_use_wgmma
+from ..runtime.availability import no_cuda_sources
+from ..runtime.cuda_macros import ELEMENTS, TYPES
+from .config import SCALES, can_use_wgmma
 from .heuristics import most_rows
 from .launch import Weight, launch
 from .ops import HALVES, is_cast_here, small_m
@@ -45,15 +45,7 @@ from .prepared import Launch, prepare_launch
 
 
 def _refuses(spec: Spec, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> str | None:
-    reason = other_build()
-    if reason is not None:
-        return reason
-    if spec.capability < nvrtc.OLDEST:
-        return f"needs sm80, this device is sm{spec.capability[0]}{spec.capability[1]}"
-    library = nvrtc.library()
-    if isinstance(library, str):
-        return library
-    reason = nvrtc.unknown(spec.capability) or exported(spec)
+    reason = no_cuda_sources(spec)
     if reason is not None:
         return reason
     if isinstance(a, RowOperand) or not isinstance(b, Operand):

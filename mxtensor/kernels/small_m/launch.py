@@ -21,21 +21,9 @@ from ...numerics.cast import Cast
 from ...numerics.element_format import ElementFormat
 from ...numerics.formats import Format
 from ..runtime import nvrtc, triton_launch
+from ..runtime.cuda_macros import ELEMENTS, TYPES, cast_constants, copy_size
 from ..runtime.prepared_launches import Step
-from .config import (
-    ELEMENTS,
-    MOST_WEIGHTS,
-    TYPES,
-    Facts,
-    LaunchConfig,
-    can_use_wgmma,
-    cast_constants,
-    classes_of,
-    constants,
-    copy_size,
-    facts_for,
-    has_whole_chunks,
-)
+from .config import MOST_WEIGHTS, Facts, LaunchConfig, can_use_wgmma, classes_of, constants, facts_for, has_whole_chunks
 from .heuristics import BY_WARPS, choose_config, gpu_of
 from .scratch import ACTIVATION_THREADS, Scratch, scratch_of
 from .shared_memory import SharedMemoryLayout, clusters, layout_of

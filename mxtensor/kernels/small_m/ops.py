@@ -16,7 +16,8 @@ from ...core.kernel import Spec
 from ...numerics.cast import Cast
 from ...numerics.formats import E8M0, UE4M3, Format, Rounding, ScaleCalculationMode, get_format
 from ..runtime.check import check_argument, check_codes, check_scalars
-from .config import ELEMENTS, SCALES, TYPES
+from ..runtime.cuda_macros import ELEMENTS, TYPES
+from .config import SCALES
 from .launch import Weight, launch
 from .prepared import Launch, SharedLaunch, prepare_launch
 

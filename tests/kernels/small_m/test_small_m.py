@@ -14,9 +14,10 @@ import mxtensor as mx
 from mxtensor.core.kernel import Spec
 from mxtensor.kernels.gemm.spec import FakeQuantized, GemmArgs, Unquantized
 from mxtensor.kernels.runtime import nvrtc
+from mxtensor.kernels.runtime.cuda_macros import ELEMENTS, copy_size
 from mxtensor.kernels.small_m import kernel as small_m
 from mxtensor.kernels.small_m import launch
-from mxtensor.kernels.small_m.config import ELEMENTS, SCALES, LaunchConfig, classes_of, copy_size
+from mxtensor.kernels.small_m.config import SCALES, LaunchConfig, classes_of
 from mxtensor.kernels.small_m.heuristics import (
     COLUMNS,
     FALLBACK,

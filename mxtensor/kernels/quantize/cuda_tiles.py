@@ -1,0 +1,66 @@
+"""How the CUDA cast of both copies divides a matrix among blocks of threads, by format."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ...numerics.formats import UE4M3, Format
+
+SHARED_BYTES = 233472
+"""Shared memory of a multiprocessor of sm_90 for blocks."""
+RESERVED = 1024
+"""Bytes of it that the system takes for each block."""
+
+
+class Tile(NamedTuple):
+    """Each field is a macro of ``cuda/cast_both.cu``: ``tile_rows`` and so on."""
+
+    rows: int
+    cols: int
+    threads: int
+    blocks: int
+    """blocks that must fit on one multiprocessor; this limits the registers of a thread"""
+    stages: int
+    """tiles in shared memory"""
+    strip: int
+    """tiles that a block casts, one beside the other"""
+
+
+FLOAT8, SIX, FOUR, INTEGER, NVFP4 = "8 bits", "6 bits", "4 bits", "int8", "ue4m3 scales"
+TILES: dict[str, Tile] = {
+    FLOAT8: Tile(128, 128, 256, 4, 1, 8),
+    SIX: Tile(128, 128, 256, 4, 1, 8),
+    FOUR: Tile(128, 128, 256, 4, 1, 8),
+    INTEGER: Tile(128, 128, 256, 4, 1, 8),
+    NVFP4: Tile(128, 128, 256, 4, 1, 4),
+}
+"""Kind of format -> the tile from 16-bit values; not measured."""
+BLOCKS_WANTED = 512
+"""A matrix that has fewer blocks than this with whole strips gets shorter strips."""
+
+
+def kind_of(format: Format) -> str:
+    """The key of TILES."""
+    if format.scale is UE4M3:
+        return NVFP4
+    if format.element.is_integer:
+        return INTEGER
+    return {8: FLOAT8, 6: SIX, 4: FOUR}[format.element.bits]
+
+
+def tile_for(format: Format, value_bytes: int, rows: int, cols: int) -> Tile:
+    """The tile for a matrix; from float32 it has half the columns, so that it takes as much memory."""
+    tile = TILES[kind_of(format)]
+    wide = max(tile.cols * 2 // value_bytes, format.block[1])
+    tile = tile._replace(cols=wide, rows=max(tile.rows, format.block[1]))
+    strip, high = tile.strip, -(-rows // tile.rows)
+    while strip > 1 and high * -(-cols // (wide * strip)) < BLOCKS_WANTED:
+        strip //= 2
+    tile = tile._replace(strip=strip)
+    return tile._replace(blocks=min(tile.blocks, SHARED_BYTES // (shared_bytes(tile, format, value_bytes) + RESERVED)))
+
+
+def shared_bytes(tile: Tile, format: Format, value_bytes: int) -> int:
+    """Shared memory of a block: tiles, and the scales of its rows and of the columns of one tile."""
+    values = tile.rows * tile.cols
+    return tile.stages * values * value_bytes + (tile.strip + 1) * values // format.block[1]
