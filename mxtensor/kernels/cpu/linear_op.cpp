@@ -23,6 +23,7 @@ namespace {
 
 constexpr int64_t LEAST = 1 << 15;  // values of w that are worth a thread
 constexpr int64_t SLAB = 1 << 18;   // values of w that a thread decodes at a time
+constexpr int64_t KEPT = 1 << 22;   // bytes of packed x up to which a thread keeps the memory for the next call
 constexpr int64_t TINY = 1 << 14;   // values of w below which calling a bfloat16 product takes longer than the product
 int64_t FEW_ROWS = 16, FEW_FLOAT_ROWS = 16;  // FEW_ROWS in gemm/cpu_library.py
 
@@ -39,12 +40,19 @@ char* scratch(int64_t bytes) {
   return memory.get();
 }
 
-// Packs x for products with codes and chooses their mode: in tiles by all threads, 16 rows at a time.
-void pack_x(Problem& p) {
-  const int64_t tiles = ceil_div(p.m, 16);
-  p.packed = scratch(functions.packed_row(&p) * std::max(p.m * 4, tiles * 32));
+// Packs x for products with codes and chooses their mode: in tiles by all threads, 16 rows at a time. The memory, unless the
+// thread keeps it.
+Tensor pack_x(Problem& p, const at::TensorOptions& options) {
+  const int64_t row = functions.packed_row(&p), tiles = ceil_div(p.m, 16), bytes = row * tiles * 32;
   functions.pack(&p, false, 0, 0);
-  if (p.mode != IN_TILES) return functions.pack(&p, false, 0, p.m);
+  if (p.mode != IN_TILES) {
+    p.packed = scratch(row * p.m * 4);
+    functions.pack(&p, false, 0, p.m);
+    return Tensor();
+  }
+  Tensor memory;
+  if (bytes > KEPT) memory = at::empty({bytes}, options.dtype(at::kByte));
+  p.packed = bytes > KEPT ? memory.mutable_data_ptr() : scratch(bytes);
   std::atomic<bool> careful{false};
   at::parallel_for(0, tiles, std::max<int64_t>(1, LEAST / (16 * p.k)), [&](int64_t first, int64_t end) {
     Problem mine = p;
@@ -52,13 +60,14 @@ void pack_x(Problem& p) {
     if (mine.mode == CAREFULLY) careful = true;
   });
   if (careful) p.mode = CAREFULLY;
+  return memory;
 }
 
 // Few rows: each code is decoded in a register or, for tiles, in the cache, for all rows of x. Several weights: x is packed
 // once, and the threads share the rows of all weights. False if more than FEW_ROWS rows need care: nothing is done.
-bool by_codes(Problem* all, size_t count) {
+bool by_codes(Problem* all, size_t count, const at::TensorOptions& options) {
   Problem& p = all[0];
-  pack_x(p);
+  const Tensor memory = pack_x(p, options);
   if (p.mode == CAREFULLY && p.m > FEW_ROWS) return false;
   int64_t total = p.n;
   for (size_t i = 1; i < count; i++) all[i].packed = p.packed, all[i].mode = p.mode, total += all[i].n;
@@ -188,7 +197,7 @@ std::vector<Tensor> cpu_linear_shared(const Tensor& x, at::TensorList data, at::
   }
   const int64_t few = p.m && p.k ? few_rows(p) : 0;
   if (!p.m || !p.k) for (const Tensor& out : outs) out.zero_();
-  else if (p.m > few || !by_codes(all.data(), count)) for (size_t i = 0; i < count; i++) by_blas(all[i], few, x, bias[i], outs[i]);
+  else if (p.m > few || !by_codes(all.data(), count, x.options())) for (size_t i = 0; i < count; i++) by_blas(all[i], few, x, bias[i], outs[i]);
   return outs;
 }
 
@@ -244,7 +253,7 @@ Tensor cpu_linear_prepared(const Tensor& x, int64_t number) {
   p.x = x.const_data_ptr(), p.out = out.mutable_data_ptr();
   Tensor memory;
   if (cast) memory = fake_quantize(p, *cast, x.options());
-  if (p.m <= few_rows(p) || !decodes_blocks(p)) by_codes(&p, 1);
+  if (p.m <= few_rows(p) || !decodes_blocks(p)) by_codes(&p, 1, x.options());
   else by_values(p, out.view({p.m, p.n}));
   return out;
 }

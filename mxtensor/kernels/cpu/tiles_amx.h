@@ -11,12 +11,14 @@ namespace {
 // The compiler does not know that a tile is loaded from memory that was just written.
 inline void tiles_fence() { __asm__ volatile("" ::: "memory"); }
 
+// The shape of the registers, as the instruction reads it. A constant: compilers take it for shorter than it is, and may
+// leave out what is written to a variable after the first bytes.
+struct alignas(64) TileShapes { uint8_t palette, start_row, none[14]; uint16_t row_bytes[16]; uint8_t rows[16]; };
+constexpr TileShapes TILE_SHAPES = {1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
+static_assert(sizeof(TileShapes) == 64, "what ldtilecfg reads");
+
 // The registers of this thread, from here to tiles_end; other code may use them in another shape after that.
-inline void tiles_begin() {
-  alignas(64) uint8_t config[64] = {1};  // palette 1
-  for (int i = 0; i < 8; i++) config[16 + 2 * i] = 64, config[48 + i] = 16;
-  _tile_loadconfig(config);
-}
+inline void tiles_begin() { _tile_loadconfig(&TILE_SHAPES); }
 inline void tiles_end() { _tile_release(); }
 
 template <int NT, int MT> void tiles_zero() {
