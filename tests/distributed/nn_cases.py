@@ -92,7 +92,7 @@ def compared(many, one, rank, recipe, inputs=None, outputs=None, sequence=False,
     return errors, [e.kernel for e in log.entries if e.spec.op == "gather"], kernels
 
 
-@case
+@case(exact=True)
 def linear_of_two_ranks(rank, folder):
     """(mode, sequence parallel) -> what ``compared`` found of a Linear under MXFP8."""
     found = {}
@@ -107,7 +107,7 @@ def linear_of_two_ranks(rank, folder):
     return found
 
 
-@long_case
+@case(exact=True, long=True)
 def modules_of_two_ranks(rank, folder):
     """(module, recipe, sequence parallel) -> what ``compared`` found."""
     found = {}

@@ -125,7 +125,7 @@ def columns_and_rows(rank, folder):
     return found
 
 
-@case
+@case(exact=True)
 def columns_alone(rank, folder):
     """Config -> of a layer split by columns whether result and gradients of weight and bias are bitwise those of one
     rank, and the error of the gradient of x."""
@@ -145,11 +145,11 @@ def columns_alone(rank, folder):
         a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
         y, z = two(a), one(b)
         y.square().sum().backward(), z.square().sum().backward()
-        found[name] = [torch.equal(y, z), *same_gradients(two, one)], error(a.grad, b.grad)
+        found[name] = [same_as(y, z), *same_gradients(two, one)], error(a.grad, b.grad)
     return found
 
 
-@case
+@case(exact=True)
 def sequence_parallel(rank, folder):
     """Shape of x -> what is the same as on one rank, errors, the gather, its bytes relative to bfloat16 values."""
     found = {}
