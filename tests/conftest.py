@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from tests.helpers.ranks import DEVICE, WORLD, OutOfTime, key_of, run
+from tests.helpers.ranks import DEVICE, WORLD, OutOfTimeError, key_of, run
 from tests.helpers.selection import SUITES, choose
 
 ON_GPUS = {"ranks", "on_their_device"}
@@ -96,7 +96,7 @@ def ranks(all_ranks):
         key = key_of(name, sums)
         failed = [r for told in all_ranks.values() for r in told.values() if isinstance(r, Exception)]
         told = all_ranks.get(key, {})
-        if any(isinstance(r, OutOfTime) for r in told.values()):
+        if any(isinstance(r, OutOfTimeError) for r in told.values()):
             pytest.skip(str(told[0]))
         mine = [r for r in told.values() if isinstance(r, Exception)]
         if len(told) < WORLD or mine:

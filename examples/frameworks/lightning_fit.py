@@ -86,7 +86,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Train; the result is in ``--folder``."""
     args = parsed(__doc__ or "", argv)
     module = Module(args)
-    saver = lightning.callbacks.ModelCheckpoint(args.folder, "{step}", every_n_train_steps=args.save, save_top_k=-1, save_last=True)
+    saver = lightning.callbacks.ModelCheckpoint(
+        args.folder, "{step}", every_n_train_steps=args.save, save_top_k=-1, save_last=True
+    )
     trainer = lightning.Trainer(
         max_steps=args.steps, accelerator="gpu" if torch.cuda.is_available() else "cpu",
         devices=int(os.environ.get("WORLD_SIZE", 1)), callbacks=[saver, Kill()], logger=False,

@@ -39,7 +39,7 @@ ONE_CASE, ALL_CASES = (90, 300) if DEVICE == "cuda" else (600, float("inf"))
 """Seconds after which a case hangs, and after which no further case begins."""
 
 
-class OutOfTime(RuntimeError):
+class OutOfTimeError(RuntimeError):
     """A case that did not run because the cases before it took too long."""
 
 
@@ -212,5 +212,5 @@ def run(folder, long=True):
         told |= pair(folder, long, waiting, attempt, end)
         waiting, attempt = [key for key in waiting if key not in told], attempt + 1
     for key in waiting:
-        told[key] = dict.fromkeys(range(WORLD), OutOfTime(f"{key} did not run: the others took {ALL_CASES} s"))
+        told[key] = dict.fromkeys(range(WORLD), OutOfTimeError(f"{key} did not run: the others took {ALL_CASES} s"))
     return told
