@@ -15,7 +15,7 @@ from mxtensor.numerics.formats import FORMATS, Rounding, ScaleCalculationMode
 from mxtensor.recipe import DelayedScaling, MXFP8BlockScaling
 from mxtensor.recipe.linear_recipe import HIGH_PRECISION
 from tests.distributed import expert_cases
-from tests.helpers.ranks import BACKEND, DEVICE, SUMS, joined
+from tests.helpers.ranks import DEVICE, SUMS, joined
 
 MXFP8 = MXFP8BlockScaling().linear_recipe()
 SENT_AS_CODES = sorted(name for name in FORMATS if refuses(Cast.of(name), MXFP8) is None)

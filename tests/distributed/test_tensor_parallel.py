@@ -26,9 +26,7 @@ def test_layers_split_by_columns_and_rows_train_like_those_of_one_rank(config, b
     for found in ranks("columns_and_rows"):
         losses, alone, errors, products = found[config, bias]
         assert losses == pytest.approx(alone, rel=1e-5 if DEVICE == "cpu" else 1e-2) and losses[-1] < losses[0]
-        assert max(errors) < max(
-            1e-3, FLIPPED
-        )  # in three steps other sums round a code differently
+        assert max(errors) < max(1e-3, FLIPPED)  # in three steps other sums round a code differently
         assert [op for op, kernel in products[:5]] == ["fprop", "fprop", "dgrad", "wgrad", "wgrad"]
         assert "high precision" not in {kernel for _, kernel in products}
 
