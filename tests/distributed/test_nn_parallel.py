@@ -54,6 +54,41 @@ def test_all_modules_and_recipes_on_two_ranks(sums, ranks):
         assert len(found) == 2 * (2 * 5 + 3 * 2)
 
 
+def test_styles_split_modules_with_one_weight(ranks):
+    for found in ranks("styles_of_modules"):
+        assert len(found) == 12 + 9
+        for error, kinds in found.values():
+            assert error < TOLERANCE and kinds == {"DTensor"}
+
+
+@pytest.mark.exhaustive
+def test_modules_split_by_styles_compile_and_are_sharded_by_fsdp(ranks):
+    for found in ranks("styles_compiled_and_sharded"):
+        assert len(found) == 6 and max(map(max, found.values())) < FLIPPED["of the kernels"], found
+
+
+def test_styles_that_do_not_fit_a_module_say_what_does(ranks):
+    first, second = ranks("styles_that_do_not_fit")
+    assert first == second and len(first) == 16
+    for name in ("mlp", "layer", "attention", "part"):
+        assert first[name][0] == "NotImplementedError"
+        assert "with set_parallel_mode=True, tp_group=mesh.get_group()" in first[name][1]
+    for name, mode in (("experts", "row"), ("main_grad", "column"), ("bias", "column"), ("quantized", "column")):
+        assert first[name][0] == "NotImplementedError"
+        assert first[name][1].endswith(f"Linear with parallel_mode='{mode}', tp_group=mesh.get_group()")
+    for name, text in (
+        ("norm", "NotImplementedError: RowwiseParallel: LayerNormLinear begins with a norm of whole rows"),
+        ("group", "ValueError: RowwiseParallel: Linear is split already"),
+        ("again", "ValueError: ColwiseParallel: Linear is split already"),
+        ("uneven", "ValueError: ColwiseParallel of Linear: out_features=33 does not divide into 2 equal parts"),
+        ("pieces", "ValueError: ColwiseParallel: Linear has parameters_split"),
+        ("torch's", "NotImplementedError: ColwiseParallel currently only support nn.Linear"),
+        ("DTensor", "NotImplementedError: Linear: the input is a DTensor; split the module with mx.parallel."),
+        ("features", "ValueError: Shard(1) of an input (4, 64) is no dimension of tokens; use Shard(-1)"),
+    ):
+        assert ": ".join(first[name]).startswith(text)
+
+
 @pytest.mark.exhaustive
 def test_options_of_a_split_module(ranks):
     for found in ranks("options_of_a_split_module"):
