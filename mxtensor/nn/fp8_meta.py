@@ -9,15 +9,12 @@ amax 0.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..training.delayed_scaling import DelayedState
-
-if TYPE_CHECKING:
-    from .module_state import StatefulModule
 
 COLUMNS = {"scaling_fwd": (0, 1, None), "scaling_bwd": (2, None)}
 """The columns of a DelayedState (input, weight, gradient) for each product; None for a tensor that is not cast."""
@@ -31,16 +28,16 @@ class ScalingState:
 
     def _each(self, values: Sequence[Tensor], other: float) -> Tensor:
         """The columns of (..., 3) tensors, one after the other; ``other`` for those that are not cast."""
-        parts = [
+        columns = [
             torch.full_like(value[..., 0], other) if column is None else value[..., column]
             for value in values
             for column in self._columns
         ]
-        return torch.stack(parts, -1)
+        return torch.stack(columns, -1)
 
     @property
     def scale(self) -> Tensor:
-        """float32 (n,): the factors by which the last pass multiplied values before it rounded them."""
+        """float32 (n,): the numbers by which the last pass multiplied values before it rounded them."""
         return self._each([state.scale for state in self._states], 1.0)
 
     @property
@@ -58,9 +55,9 @@ class ScalingState:
 
 class Fp8Meta(Mapping[str, Any]):
     """What ``module.fp8_meta`` has: ``fp8_checkpoint`` and ``fp8_group`` at any time; ``recipe`` and ``num_gemms``
-    after the first forward pass under a recipe; ``scaling_fwd`` and ``scaling_bwd`` (ScalingState) with delayed scaling."""
+    after the first pass under a recipe; ``scaling_fwd`` and ``scaling_bwd`` (ScalingState) with delayed scaling."""
 
-    def __init__(self, module: StatefulModule) -> None:
+    def __init__(self, module: Any) -> None:
         self._module = module
 
     def _present(self) -> dict[str, Any]:

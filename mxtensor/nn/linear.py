@@ -96,7 +96,7 @@ class LinearBase(QuantizedModule):
 
     def split_by_style(self, style: Any, mode: str, mesh: Any) -> LinearBase:
         """Called by the styles of ``mx.parallel`` (``styles.py``)."""
-        return split_by_style(self, style, mode, mesh)
+        return split_by_style(self, style, mode, mesh)  # type: ignore[no-any-return]
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}"

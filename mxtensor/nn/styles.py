@@ -8,15 +8,12 @@ The parameters become DTensors, as those of torch's modules. A product takes the
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .tensor_parallel import Parallel
-
-if TYPE_CHECKING:
-    from .linear import LinearBase
 
 ARGUMENTS = {"column": "parallel_mode='column'", "row": "parallel_mode='row'"}
 
@@ -29,7 +26,7 @@ def refuse(style: Any, module: nn.Module, label: str, why: str, arguments: str =
     )
 
 
-def check_splittable(module: LinearBase, style: Any, mode: str, layouts: tuple[Any, Any]) -> None:
+def check_splittable(module: Any, style: Any, mode: str, layouts: tuple[Any, Any]) -> None:
     """Raise ValueError or NotImplementedError, with nothing changed, if ``style`` cannot split ``module``."""
     from torch.distributed.tensor import Shard
 
@@ -59,7 +56,7 @@ def check_splittable(module: LinearBase, style: Any, mode: str, layouts: tuple[A
         )
 
 
-def split_by_style(module: LinearBase, style: Any, mode: str, mesh: Any) -> LinearBase:
+def split_by_style(module: Any, style: Any, mode: str, mesh: Any) -> Any:
     """Split a module with one product over the ranks of ``mesh`` (one dimension), in place; returns it.
 
     ``style``: a style of ``mx.parallel``, whose layouts and ``use_local_output`` apply to input and result. ``mode``:
