@@ -54,11 +54,12 @@ def test_all_modules_and_recipes_on_two_ranks(sums, ranks):
         assert len(found) == 2 * (2 * 5 + 3 * 2)
 
 
-def test_styles_split_modules_with_one_weight(ranks):
-    for found in ranks("styles_of_modules"):
+@pytest.mark.parametrize("sums", SUMS)
+def test_styles_split_modules_with_one_weight(sums, ranks):
+    for found in ranks("styles_of_modules", sums):
         assert len(found) == 12 + 9
         for error, kinds in found.values():
-            assert error < TOLERANCE and kinds == {"DTensor"}
+            assert error < FLIPPED[sums] and kinds == {"DTensor"}
 
 
 @pytest.mark.exhaustive

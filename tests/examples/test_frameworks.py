@@ -86,11 +86,11 @@ def test_a_killed_run_resumes_bit_for_bit(program, device, tmp_path, request):
         tmp_path, told = request.getfixturevalue("on_gpus")[program]
     else:
         told = three_runs(program, tmp_path, device)
-    (code, said), (killed, its), left, (resumed, then) = told
+    (code, said), (killed, its), left, (third, then) = told
     assert code == 0, said[-4000:]
     assert killed != 0 and "SIGKILL" in its, its[-4000:]
     assert left == []
-    assert resumed == 0, then[-4000:]
+    assert third == 0, then[-4000:]
     for rank in range(2):
         one, two = (json.loads((tmp_path / of / f"result-{rank}.json").read_text()) for of in ("straight", "killed"))
         assert one.pop("first") <= 1 and two.pop("first") >= SAVE  # not all steps again
