@@ -133,6 +133,6 @@ def wait_for_sends() -> None:
     A thread that releases a tensor needs Python's lock. While Python shuts down, such a thread is ended and aborts the
     process ("terminate called without an active exception", pytorch issue 190489). torch offers no way to ask for it.
     """
-    dist.barrier()
+    dist.barrier(device_ids=[torch.cuda.current_device()] if dist.get_backend() == "nccl" else None)
     if dist.get_backend() == "gloo":
         time.sleep(0.5)

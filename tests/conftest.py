@@ -9,8 +9,11 @@ import sys
 import pytest
 import torch
 
-from tests.helpers.ranks import DEVICE, WORLD, run
+from tests.helpers.ranks import DEVICE, WORLD, OutOfTimeError, key_of, run
 from tests.helpers.selection import SUITES, choose
+
+ON_GPUS = {"ranks", "on_their_device"}
+"""Fixtures whose tests run on GPUs if there are two."""
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, which nothing has done yet
@@ -52,6 +55,10 @@ def pytest_collection_modifyitems(config, items):
     left_out = [item for item, mine in zip(items, chosen, strict=True) if not mine]
     items[:] = [item for item, mine in zip(items, chosen, strict=True) if mine]
     config.hook.pytest_deselected(items=left_out)
+    if DEVICE == "cuda":  # the tests of two ranks run on two GPUs
+        for item in items:
+            if not ON_GPUS.isdisjoint(getattr(item, "fixturenames", ())):
+                item.add_marker(pytest.mark.gpu)
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
@@ -85,11 +92,15 @@ def on_their_device():
 def ranks(all_ranks):
     """The results of a case on every rank."""
 
-    def results(name):
+    def results(name, sums="of the kernels"):
+        key = key_of(name, sums)
         failed = [r for told in all_ranks.values() for r in told.values() if isinstance(r, Exception)]
-        told = all_ranks.get(name, {})
-        if len(told) < WORLD or any(isinstance(r, Exception) for r in told.values()):
-            raise next(iter(failed), RuntimeError(f"{name} never ran: see what the ranks printed"))
+        told = all_ranks.get(key, {})
+        if any(isinstance(r, OutOfTimeError) for r in told.values()):
+            pytest.skip(str(told[0]))
+        mine = [r for r in told.values() if isinstance(r, Exception)]
+        if len(told) < WORLD or mine:
+            raise next(iter(mine or failed), RuntimeError(f"{key} never ran: see what the ranks printed"))
         return [told[rank] for rank in range(WORLD)]
 
     return results

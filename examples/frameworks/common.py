@@ -39,6 +39,7 @@ def parsed(doc: str, argv: Sequence[str] | None) -> argparse.Namespace:
     add("--steps", type=int, default=8, metavar="N", help="the number of steps (8)")
     add("--save", type=int, default=4, metavar="N", help="save every N steps (4)")
     add("--kill", type=int, metavar="N", help="kill this process after step N, as a machine that fails would")
+    add("--kill-rank", type=int, metavar="R", help="kill rank R only (all ranks)")
     add("--resume", action="store_true", help="continue from the last checkpoint in the folder")
     args = parser.parse_args(argv)
     args.folder.mkdir(parents=True, exist_ok=True)
@@ -86,9 +87,24 @@ def share_scales(model: nn.Module) -> None:
 def kill_at(step: int, args: argparse.Namespace) -> None:
     """Called once in each step. At ``--kill`` the process ends as if the machine had failed: no handler runs."""
     STEPS.add(step)
-    if step == args.kill:
+    if step == args.kill and args.kill_rank in (None, int(os.environ.get("RANK", 0))):
         sys.stdout.flush()
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def random_state() -> dict[str, Tensor]:
+    """The random numbers of this process, on the CPU and on its GPU, which stochastic rounding draws from."""
+    state = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_random_state(state: dict[str, Tensor]) -> None:
+    """Continue with the random numbers of ``random_state``."""
+    torch.set_rng_state(state["cpu"].cpu())
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"].cpu())
 
 
 def digest(model: nn.Module) -> str:

@@ -12,17 +12,19 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-import lightning
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
 import mxtensor as mx
 
+try:
+    import lightning.pytorch as lightning
+except ImportError:  # the package that has Lightning's trainer alone
+    import pytorch_lightning as lightning  # type: ignore[no-redef]
+
 from ..gpt import GPT, paper_layers
-from .common import SIZE, Windows, kill_at, made, parsed, share_scales, write_result
+from .common import SIZE, Windows, kill_at, made, parsed, random_state, set_random_state, share_scales, write_result
 
 
 class Module(lightning.LightningModule):
@@ -32,7 +34,7 @@ class Module(lightning.LightningModule):
         super().__init__()
         torch.manual_seed(0)
         self.args, self.losses = args, list[float]()
-        self.random: Tensor | None = None
+        self.random: dict[str, Tensor] | None = None
         self.model = mx.quantize_(GPT(SIZE), made(args.recipe), paper_layers)
 
     def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
@@ -53,13 +55,13 @@ class Module(lightning.LightningModule):
         seen = self.trainer.global_step * SIZE.batch * world
         return DataLoader(Subset(Windows(256), range(seen + rank, 256, world)), SIZE.batch)
 
-    def configure_optimizers(self) -> OptimizerLRScheduler:
+    def configure_optimizers(self) -> torch.optim.Optimizer:
         """AdamW, as for a model that is not quantized."""
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """The losses so far, and the random numbers, which stochastic rounding draws: Lightning saves none."""
-        checkpoint["losses"], checkpoint["random"] = self.losses, torch.get_rng_state()
+        checkpoint["losses"], checkpoint["random"] = self.losses, random_state()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """The same; loaders draw random numbers too, so that those of the checkpoint wait for the first batch."""
@@ -68,7 +70,7 @@ class Module(lightning.LightningModule):
     def on_train_batch_start(self, batch: Any, index: int) -> None:
         """Before a step."""
         if self.random is not None:
-            torch.set_rng_state(self.random)
+            set_random_state(self.random)
             self.random = None
 
 
@@ -84,7 +86,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Train; the result is in ``--folder``."""
     args = parsed(__doc__ or "", argv)
     module = Module(args)
-    saver = ModelCheckpoint(args.folder, "{step}", every_n_train_steps=args.save, save_top_k=-1, save_last=True)
+    saver = lightning.callbacks.ModelCheckpoint(
+        args.folder, "{step}", every_n_train_steps=args.save, save_top_k=-1, save_last=True
+    )
     trainer = lightning.Trainer(
         max_steps=args.steps, accelerator="gpu" if torch.cuda.is_available() else "cpu",
         devices=int(os.environ.get("WORLD_SIZE", 1)), callbacks=[saver, Kill()], logger=False,

@@ -34,7 +34,7 @@ import mxtensor as mx
 
 from ..gpt import GPT, paper_layers
 from ..ranks import by_mesh, clip, joined
-from .common import SIZE, Windows, kill_at, made, parsed, share_scales, write_result
+from .common import SIZE, Windows, kill_at, made, parsed, random_state, set_random_state, share_scales, write_result
 
 BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
 
@@ -93,12 +93,12 @@ class Trainer(Stateful):
 
     def state_dict(self) -> dict[str, Any]:
         """Called by DCP."""
-        return {"losses": self.losses, f"random of rank {dist.get_rank()}": torch.get_rng_state()}
+        return {"losses": self.losses, f"random of rank {dist.get_rank()}": random_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Called by DCP."""
         self.losses = list(state["losses"])
-        torch.set_rng_state(state[f"random of rank {dist.get_rank()}"])  # stochastic rounding draws from it
+        set_random_state(state[f"random of rank {dist.get_rank()}"])
 
     def step(self, data: Windows, device: str) -> None:
         """One training step; the batch depends on the number of steps alone."""

@@ -136,6 +136,12 @@ def _columns_of_sharded_rows(
 PLACEMENT = optional(instance(Placement, "a placement of torch.distributed.tensor, such as Replicate() or Shard(1)"))
 
 
+def _of_other_modules(style: Any, module: nn.Module, mode: str, mesh: DeviceMesh) -> nn.Module | None:
+    """``module`` split by its own method, as those of ``mx.nn`` have it; None for torch's modules."""
+    split = getattr(module, "split_by_style", None)
+    return None if split is None else split(style, mode, mesh)
+
+
 def _check_style(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a style of torch."""
     for argument, value in arguments.items():
@@ -150,6 +156,7 @@ class ColwiseParallel(torch_parallel.ColwiseParallel):
     scales if ``explain()`` names the gather "quantized". Takes training weights (``quantize_`` with a recipe), frozen
     MXTensors and plain weights; embeddings are torch's. ``parallelize_module`` raises ValueError for a layer whose
     parts are not whole blocks, and NotImplementedError for delayed scaling and float8 with one scale a row.
+    Also takes ``mx.nn.Linear`` and ``mx.nn.LayerNormLinear``, whose recipe ``autocast`` gives.
     """
 
     def __init__(
@@ -161,7 +168,7 @@ class ColwiseParallel(torch_parallel.ColwiseParallel):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, nn.Linear):
-            return super()._apply(module, device_mesh)
+            return _of_other_modules(self, module, "column", device_mesh) or super()._apply(module, device_mesh)
         _check_split(module, device_mesh, 0)
         quantized = _linear_recipe(module.weight) is not None or isinstance(module.weight, MXTensor)
         if quantized and isinstance(self.input_layouts[0], Shard):
@@ -191,7 +198,7 @@ class RowwiseParallel(torch_parallel.RowwiseParallel):
 
     The partial results are summed in their dtype, as in torch's style, and the bias is added once after that.
     ``parallelize_module`` raises ValueError for a layer whose parts are not whole blocks, and NotImplementedError for
-    delayed scaling and float8 with one scale a row.
+    delayed scaling and float8 with one scale a row. Also takes ``mx.nn.Linear``, whose recipe ``autocast`` gives.
     """
 
     def __init__(
@@ -203,7 +210,7 @@ class RowwiseParallel(torch_parallel.RowwiseParallel):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, nn.Linear):
-            return super()._apply(module, device_mesh)
+            return _of_other_modules(self, module, "row", device_mesh) or super()._apply(module, device_mesh)
         _check_split(module, device_mesh, 1)
         quantized = _linear_recipe(module.weight) is not None or isinstance(module.weight, MXTensor)
         module = super()._apply(module, device_mesh)

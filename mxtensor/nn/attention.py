@@ -15,6 +15,7 @@ from .layernorm_linear import LayerNormLinear
 from .linear import Linear
 from .norm import normalized_heads
 from .rope import apply_rotary_pos_emb
+from .styles import refuse
 from .tensor_parallel import Init, Parallel, set_group_of_modules
 
 SEQUENCE = Kind(
@@ -130,7 +131,7 @@ class MultiheadAttention(nn.Module):
         for attribute, names in self.projections.items():
             each = {name: rows[name] for name in names}
             normed = attribute.startswith("layernorm_")
-            layer: type[nn.Module] = LayerNormLinear if normed else Linear
+            layer: type[Any] = LayerNormLinear if normed else Linear
             module = layer(
                 hidden_size,
                 sum(each.values()),
@@ -141,6 +142,7 @@ class MultiheadAttention(nn.Module):
                 **common,
                 **(norm if normed else {}),
             )
+            module.part_of = title
             self.add_module(attribute, module)
         norms = (normalized_heads(f"{title}: qk_norm_type", qk_norm_type, d, qk_norm_eps, device, params_dtype)
                  for _ in range(2))  # fmt: skip
@@ -160,7 +162,12 @@ class MultiheadAttention(nn.Module):
             name=f"{title}.proj",
             **common,
         )
+        self.proj.part_of = title
         self.register_load_state_dict_pre_hook(_from_torch_names)
+
+    def split_by_style(self, style: Any, mode: str, mesh: Any) -> Any:
+        """Called by the styles of ``mx.parallel``: raises NotImplementedError."""
+        refuse(style, self, type(self).__name__, "it has several weights, and a style is for one")
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """The process group of modules that were made with ``tp_size`` and without ``tp_group``."""

@@ -20,10 +20,12 @@ from ..tensor.mxtensor import MXTensor
 from ..training.autocast import autocast_state
 from ..training.interception import check_recipe
 from ..training.linear import linear
+from ..training.local import is_sharded
 from ..training.operands import Scales
 from ..training.passes import Options
 from .module_state import StatefulModule
 from .product_state import CachedOperands, WeightShards
+from .styles import refuse
 from .tensor_parallel import Parallel, set_group_of_modules
 from .weight_shards import misfit, owner
 
@@ -71,14 +73,19 @@ class QuantizedModule(StatefulModule):
             for weight in shards:
                 check_recipe(weight, linear_recipe, self.label, self._init_recipe)
         if not torch.compiler.is_dynamo_compiling():
-            self._update(state.recipe, linear_recipe, len(weights), x.device)
+            self._update(state.recipe, linear_recipe, len(weights), x.device, state.group)
         elif linear_recipe.delayed is not None:
-            _update_eagerly(self, state.recipe, linear_recipe, len(weights), x.device)
+            _update_eagerly(self, state.recipe, linear_recipe, len(weights), x.device, state.group)
         return Active(linear_recipe, state.group)
 
     def _check(self, x: Tensor, weights: Sequence[WeightShards]) -> None:
         label, weight = self.label, weights[0][0]
         check(label, "the input", x, DENSE)
+        if is_sharded(x):
+            raise NotImplementedError(
+                f"{label}: the input is a DTensor; split the module with mx.parallel.ColwiseParallel or "
+                "RowwiseParallel, or make it with tp_group and pass the part of this rank, x.to_local()"
+            )
         if not x.dtype.is_floating_point:
             raise TypeError(f"{label}: the input is {str(x.dtype).removeprefix('torch.')}; convert it to a float dtype")
         if x.device != weight.device:
@@ -173,6 +180,11 @@ class QuantizedModule(StatefulModule):
         Raises TypeError for another object, ValueError for a group of another size.
         """
         set_group_of_modules(self, tp_group)
+
+    def split_by_style(self, style: Any, mode: str, mesh: Any) -> Any:
+        """Called by the styles of ``mx.parallel``: raises NotImplementedError for a module of several products."""
+        arguments = f"parallel_mode='{mode}'" if hasattr(self, "parallel") else "set_parallel_mode=True"
+        refuse(style, self, self.label, "it has several weights, and a style is for one", arguments)
 
     def _quantized(
         self, index: int, x: Tensor, shards: WeightShards, bias: Tensor | None, active: Active | None,

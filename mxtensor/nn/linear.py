@@ -12,6 +12,7 @@ from ..core.arguments import DEVICE, SIZE, Kind, check, checked, described, opti
 from ..tensor.mxtensor import MXTensor
 from .base import Active, QuantizedModule, cast_bias
 from .product_state import WeightShards
+from .styles import split_by_style
 from .tensor_parallel import WHOLE, Init, Parallel, Tracker, tracker_of
 
 Split = dict[str, int] | Sequence[str] | None
@@ -72,12 +73,12 @@ class LinearBase(QuantizedModule):
 
         Quantized parameters have their own scales: concatenating them would round their values again.
         """
-        shards = [getattr(self, name) for name in self.weight_names]
+        shards = [self.local(name) for name in self.weight_names]
         return [[shard] for shard in shards] if any(isinstance(shard, MXTensor) for shard in shards) else [shards]
 
     def full_bias(self) -> Tensor | None:
         """(out_features,), or None."""
-        shards = [getattr(self, name) for name in self.bias_names]
+        shards = [self.local(name) for name in self.bias_names]
         if shards[0] is None:
             return None
         return shards[0] if len(shards) == 1 else torch.cat(shards)
@@ -88,10 +89,14 @@ class LinearBase(QuantizedModule):
         full = self.full_bias() if (len(weights) == 1 or by_rows) and not self.return_bias else None
         if len(weights) == 1:
             return self.parallel_product(0, x, weights[0], full, active, first, self.parallel)
-        biases = [None if self.return_bias or by_rows else getattr(self, name) for name in self.bias_names]
+        biases = [None if self.return_bias or by_rows else self.local(name) for name in self.bias_names]
         each, x = enumerate(zip(weights, biases, strict=True)), self.parallel.into(x)
         y = torch.cat([self.product(i, x, weight, bias, active, first) for i, (weight, bias) in each], -1)
         return self.parallel.out_of(y, full)
+
+    def split_by_style(self, style: Any, mode: str, mesh: Any) -> LinearBase:
+        """Called by the styles of ``mx.parallel`` (``styles.py``)."""
+        return split_by_style(self, style, mode, mesh)  # type: ignore[no-any-return]
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}"

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..recipe import Recipe
 from ..recipe.linear_recipe import LinearRecipe
 from ..te.quantizers import quantizers_of
+from .fp8_meta import Fp8Meta
 from .parameters import ParameterModule
 from .product_state import ProductState
 
@@ -35,11 +36,18 @@ class StatefulModule(ParameterModule):
         self._made_for: tuple[str, LinearRecipe, torch.device, list[Any]] | None = None
         """Recipe class, casts, device and delayed states that the quantizers were made for."""
         self._products: list[ProductState] = []
+        self._last_pass: tuple[Recipe, Any, int] | None = None
+        """Recipe, group of autocast and number of products of the last forward pass under a recipe, in eager code."""
 
     @property
     def label(self) -> str:
         """The name of this module in messages."""
         return self.name or type(self).__name__
+
+    @property
+    def fp8_meta(self) -> Fp8Meta:
+        """TransformerEngine's dictionary of recipe and scaling state, to read (:class:`Fp8Meta`)."""
+        return Fp8Meta(self)
 
     def _state(self, index: int) -> ProductState:
         """The state of product ``index``."""
@@ -47,8 +55,11 @@ class StatefulModule(ParameterModule):
             self._products.append(ProductState())
         return self._products[index]
 
-    def _update(self, recipe: Recipe, linear_recipe: LinearRecipe, products: int, device: torch.device) -> None:
+    def _update(
+        self, recipe: Recipe, linear_recipe: LinearRecipe, products: int, device: torch.device, group: Any
+    ) -> None:
         """Make the quantizers and delayed states that the recipe needs, if they are not the present ones."""
+        self._last_pass = recipe, group, products
         states = [self._state(index) for index in range(products)]
         for state in states:
             state.init_state(linear_recipe, device)
@@ -73,6 +84,10 @@ class StatefulModule(ParameterModule):
             if state.delayed is not None and state.delayed.amax.device != device:
                 state.move(device)
         return out
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has no last pass: its process group cannot be copied."""
+        return self.__dict__ | {"_last_pass": None}
 
     # ---------------------------------------------------------------------------------------- state dict
 

@@ -45,7 +45,7 @@ class NormBase(QuantizedModule):
 
     def norm(self, x: Tensor) -> Tensor:
         """x (..., H) normalized, in its dtype."""
-        weight, bias = self.layer_norm_weight, self.layer_norm_bias
+        weight, bias = self.local("layer_norm_weight"), self.local("layer_norm_bias")
         return normalized(x, weight, bias, self.eps, self.normalization, self.zero_centered_gamma)
 
     def returned(self, out: Tensor, bias: Tensor | None, normed: Tensor, parallel: Parallel = WHOLE) -> Any:

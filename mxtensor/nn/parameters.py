@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from ..training.model_init import init_recipe, preserve, preserves, weight_parameter
 from ..training.state_dict import register_state_dict_hooks
+from .styles import local_part
 from .tensor_parallel import Init, Parallel, Tracker
-from .weight_shards import remember, spread
+from .weight_shards import STANDS_FOR, remember, spread
 
 
 def kaiming(weight: Tensor) -> None:
@@ -30,12 +31,24 @@ class ParameterModule(nn.Module):
         """Name -> the parameter that FSDP2 has sharded."""
         self._init_recipe = init_recipe()
         self._inits: dict[str, Init] = {}
+        self._grad_placements: dict[str, Any] = {}
+        """Name -> the placements of the gradient of its local part, for parameters that a style has split."""
+        self.part_of: str | None = None
+        """The module that this one is a part of, which a style must not split alone."""
         register_state_dict_hooks(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, nn.Parameter):
             remember(name, value, self._sharded)
         super().__setattr__(name, value)
+
+    def local(self, name: str) -> Any:
+        """Parameter ``name`` as a product takes it: of one that a style has split, the part of this rank."""
+        parameter = getattr(self, name)
+        placements = self._grad_placements.get(name)
+        if placements is None or parameter is None:
+            return parameter
+        return local_part(parameter, placements, STANDS_FOR)
 
     def add_parameter(
         self, name: str, shape: tuple[int, ...], init: Init, device: Any, dtype: torch.dtype | None

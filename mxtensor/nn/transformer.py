@@ -15,6 +15,7 @@ from .attention import SEQUENCE, MultiheadAttention
 from .dot_product import MASK, WINDOW, PaddingMask, Window
 from .layernorm_mlp import LayerNormMLP
 from .norm import Norm
+from .styles import refuse
 from .tensor_parallel import Init, set_group_of_modules
 
 LAYER_TYPES = ("encoder", "decoder")
@@ -219,6 +220,10 @@ class TransformerLayer(nn.Module):
         y = self.layernorm_mlp(x, is_first_microbatch=is_first_microbatch)
         x = self._residual(y, x, self.drop_path_rate, self.residual_after_norm)
         return self.layernorm(x) if self.output_layernorm else x
+
+    def split_by_style(self, style: Any, mode: str, mesh: Any) -> Any:
+        """Called by the styles of ``mx.parallel``: raises NotImplementedError."""
+        refuse(style, self, type(self).__name__, "it has several weights, and a style is for one")
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """The process group of a layer that was made with ``tp_size`` and without ``tp_group``."""

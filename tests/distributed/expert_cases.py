@@ -163,13 +163,13 @@ def against_one_rank(name, dtype=torch.float32, active=None, **options):
     return errors, exchanges(log), sent, set(products(log))
 
 
-@case
+@case(exact=True)
 def experts_of_two_ranks(rank, folder):
     """MXFP8 experts on two ranks against one rank."""
     return against_one_rank("mxfp8")
 
 
-@long_case
+@case(exact=True, long=True)
 def experts_of_every_recipe(rank, folder):
     """(recipe, dtype) -> the same; the experts carry the recipe, or ``autocast`` has it."""
     found = {
@@ -181,7 +181,7 @@ def experts_of_every_recipe(rank, folder):
     return found
 
 
-@case
+@case(exact=True)
 def without_an_exchange(rank, folder):
     """The two functions on one rank against the experts alone: whether y and dx are bitwise the same, and the relative
     error of the gradients of the stacks, whose columnwise operands are cast from rows that were cast before."""

@@ -3,9 +3,15 @@
 import contextlib
 import copy
 import warnings
+from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel as TorchColwise
+from torch.distributed.tensor.parallel import parallelize_module
 
 import mxtensor as mx
 from mxtensor.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
@@ -92,7 +98,7 @@ def compared(many, one, rank, recipe, inputs=None, outputs=None, sequence=False,
     return errors, [e.kernel for e in log.entries if e.spec.op == "gather"], kernels
 
 
-@case
+@case(exact=True)
 def linear_of_two_ranks(rank, folder):
     """(mode, sequence parallel) -> what ``compared`` found of a Linear under MXFP8."""
     found = {}
@@ -107,7 +113,7 @@ def linear_of_two_ranks(rank, folder):
     return found
 
 
-@long_case
+@case(exact=True, long=True)
 def modules_of_two_ranks(rank, folder):
     """(module, recipe, sequence parallel) -> what ``compared`` found."""
     found = {}
@@ -196,6 +202,141 @@ def options_of_a_split_module(rank, folder):
     experts = mx.nn.GroupedLinear(2, IN, OUT, bias=False, parallel_mode="row", tp_group=group, device=DEVICE)
     found["experts"] = tuple(experts.weight1.shape)
     return found
+
+
+def styled(rank, kind, style, recipe, shape, inputs, outputs):
+    """The errors of a module that a style splits, in result and gradients, against one rank; twice, with a step of SGD
+    between, and with the weights cached for microbatches. ``inputs``, ``outputs``: the dimension along which a rank has
+    a part; None: the whole."""
+    torch.manual_seed(3)
+    one, mesh = kind(), init_device_mesh(DEVICE, (2,))
+    many = parallelize_module(torch.nn.Sequential(copy.deepcopy(one)), mesh, {"0": style})
+    errors, optimizers = [], [torch.optim.SGD(m.parameters(), lr=0.1) for m in (many, one)]
+    # with is_first_microbatch each rank caches its part of an NVFP4 weight with a scale of its own
+    for first in (None, True, False, False) if recipe is MXFP8 else (None, None):
+        whole = torch.randn(shape, generator=torch.Generator(DEVICE).manual_seed(5))
+        a, b = cut(whole, inputs, rank).clone().requires_grad_(), whole.clone().requires_grad_()
+        with mx.autocast(recipe=recipe):
+            y, z = many[0](a, is_first_microbatch=first), one(b, is_first_microbatch=first)
+        grad = torch.randn(z.shape, generator=torch.Generator(DEVICE).manual_seed(6))
+        y.backward(cut(grad, outputs, rank))
+        z.backward(grad)
+        pairs = zip(many.parameters(), one.parameters(), strict=True)
+        grads = [relative(p.grad.full_tensor(), q.grad) for p, q in pairs]
+        errors.append(max(relative(y, cut(z, outputs, rank)), relative(a.grad, cut(b.grad, inputs, rank)), *grads))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return max(errors), {type(p).__name__ for p in many.parameters()}
+
+
+@case(exact=True)
+def styles_of_modules(rank, folder):
+    """(module, style, recipe) -> what ``styled`` found; and the error of each module that a style cannot split."""
+    found = {}
+    recipes = {"mxfp8": MXFP8, "nvfp4": NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True)}
+    linear, normed = (
+        partial(mx.nn.Linear, IN, OUT, device=DEVICE),
+        partial(mx.nn.LayerNormLinear, IN, OUT, device=DEVICE),
+    )
+    split = partial(linear, parameters_split=("q", "k"))
+    columns, rows = mx.parallel.ColwiseParallel, mx.parallel.RowwiseParallel
+    short, long = (TOKENS, IN), (BATCH, TOKENS, IN)
+    for name, recipe in recipes.items():
+        for what, *arguments in (
+            ("columns", linear, columns(), short, None, -1),
+            ("columns, whole", linear, columns(output_layouts=Replicate()), short, None, None),
+            ("columns of a sequence", linear, columns(input_layouts=Shard(1)), long, 1, -1),
+            ("columns of rows", linear, columns(input_layouts=Shard(-1)), long, -1, -1),
+            ("norm", normed, columns(), long, None, -1),
+            ("norm of a sequence", normed, columns(input_layouts=Shard(0)), short, 0, -1),
+            ("norm of the second dimension", normed, columns(input_layouts=Shard(1)), long, 1, -1),
+            ("rows", linear, rows(), short, -1, None),
+            ("rows of the whole", linear, rows(input_layouts=Replicate()), short, None, None),
+            ("rows, split weight", split, rows(), short, -1, None),
+            ("rows to a sequence", linear, rows(output_layouts=Shard(1)), long, -1, 1),
+            ("rows to columns", linear, rows(output_layouts=Shard(-1)), long, -1, -1),
+        ):  # fmt: skip
+            kind, style, shape, inputs, outputs = arguments
+            if name == "nvfp4" and 1 in (inputs, outputs):
+                continue  # modules take (sequence, batch), and blocks of tokens in that order have other scales
+            found[what, name] = styled(rank, kind, style, recipe, shape, inputs, outputs)
+    return found
+
+
+@long_case
+def styles_compiled_and_sharded(rank, folder):
+    """(style) -> the errors, against the same modules in eager code, of two compiled into one graph; and of the two
+    with FSDP2 over the other dimension of a mesh, against one rank."""
+    warnings.filterwarnings("ignore", ".* returned a view tensor", UserWarning)  # to_local, as of torch's styles
+    warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)  # Dynamo
+    found = {}
+    for layout in (None, Shard(1)):
+        plan = {
+            "0": mx.parallel.ColwiseParallel(input_layouts=layout),
+            "1": mx.parallel.RowwiseParallel(output_layouts=layout),
+        }
+        torch.manual_seed(3)
+        one = torch.nn.Sequential(mx.nn.LayerNormLinear(IN, OUT, device=DEVICE), mx.nn.Linear(OUT, IN, device=DEVICE))
+        x = torch.randn(BATCH, TOKENS, IN, generator=torch.Generator(DEVICE).manual_seed(5))
+        part = cut(x, None if layout is None else 1, rank)
+        torch._dynamo.reset()
+        eager, other = (parallelize_module(copy.deepcopy(one), init_device_mesh(DEVICE, (2,)), plan) for _ in range(2))
+        with mx.autocast(recipe=MXFP8):
+            y, z = torch.compile(other, fullgraph=True, backend="aot_eager")(part), eager(part)
+        for each in (y, z):
+            each.square().sum().backward()
+        pairs = zip(other.parameters(), eager.parameters(), strict=True)
+        errors = [relative(p.grad.full_tensor(), q.grad.full_tensor()) for p, q in pairs]
+        found["compiled", layout] = relative(y, z), *errors
+        for shape in ((1, 2), (2, 1)):
+            grid = init_device_mesh(DEVICE, shape, mesh_dim_names=("shard", "parallel"))
+            many = parallelize_module(copy.deepcopy(one), grid["parallel"], plan)
+            for module in (*many, many):
+                fully_shard(module, mesh=grid["shard"])
+            one.zero_grad()
+            with mx.autocast(recipe=MXFP8):
+                y, z = many(part if shape == (1, 2) else x), one(x)
+            y.square().sum().backward(), z.square().sum().backward()
+            pairs = zip(many.parameters(), one.parameters(), strict=True)
+            errors = [relative(p.grad.full_tensor(), q.grad) for p, q in pairs]
+            z = cut(z, None if layout is None or shape == (2, 1) else 1, rank)
+            found["sharded", layout, shape] = relative(y, z), *errors
+    return found
+
+
+@case
+def styles_that_do_not_fit(rank, folder):
+    """The error of each module of mx.nn that a style cannot split, and of calls that do not fit."""
+    mesh, group = init_device_mesh(DEVICE, (2,)), dist.group.WORLD
+    columns, rows = mx.parallel.ColwiseParallel, mx.parallel.RowwiseParallel
+    layer = partial(mx.nn.TransformerLayer, IN, OUT, 4)
+    whole = mx.nn.Linear(IN, OUT)
+
+    def split(module, style, path="0"):
+        return message(lambda: parallelize_module(torch.nn.Sequential(module), mesh, {path: style}))
+
+    told = {
+        "mlp": split(mx.nn.LayerNormMLP(IN, OUT), columns()),
+        "experts": split(mx.nn.GroupedLinear(2, IN, OUT), rows()),
+        "layer": split(layer(), columns()),
+        "attention": split(mx.nn.MultiheadAttention(IN, 4), rows()),
+        "part": split(layer(), columns(), "0.self_attention.proj"),
+        "norm": split(mx.nn.LayerNormLinear(IN, OUT), rows()),
+        "main_grad": split(mx.nn.Linear(IN, OUT, fuse_wgrad_accumulation=True), columns()),
+        "bias": split(mx.nn.Linear(IN, OUT, return_bias=True), columns()),
+        "group": split(mx.nn.Linear(IN, OUT, tp_group=group, parallel_mode="row"), rows()),
+        "uneven": split(mx.nn.Linear(IN, 33), columns()),
+        "pieces": split(mx.nn.Linear(IN, OUT, parameters_split=("q", "k")), columns(output_layouts=Replicate())),
+        "torch's": split(mx.nn.Linear(IN, OUT), TorchColwise()),
+        "DTensor": message(lambda: whole(DTensor.from_local(torch.randn(4, IN), mesh, [Replicate()]))),
+    }
+    with mx.quantized_model_init(recipe=MXFP8):
+        told["quantized"] = split(mx.nn.Linear(IN, OUT), columns())
+    twice = parallelize_module(torch.nn.Sequential(mx.nn.Linear(IN, OUT)), mesh, {"0": columns(input_layouts=Shard(1))})
+    told["again"] = message(lambda: parallelize_module(twice, mesh, {"0": columns()}))
+    told["features"] = message(lambda: twice(torch.randn(4, IN // 2)))
+    return told
 
 
 @case

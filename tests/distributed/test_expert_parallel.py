@@ -1,12 +1,10 @@
 """Experts on two and four ranks compared with one rank: the results of ``expert_cases.py``, and what a second cast of
 rows that were sent as codes does."""
 
-import datetime
 import pickle
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import mxtensor as mx
@@ -17,13 +15,15 @@ from mxtensor.numerics.formats import FORMATS, Rounding, ScaleCalculationMode
 from mxtensor.recipe import DelayedScaling, MXFP8BlockScaling
 from mxtensor.recipe.linear_recipe import HIGH_PRECISION
 from tests.distributed import expert_cases
-from tests.helpers.ranks import BACKEND, DEVICE
+from tests.helpers.ranks import DEVICE, SUMS, joined
 
 MXFP8 = MXFP8BlockScaling().linear_recipe()
 SENT_AS_CODES = sorted(name for name in FORMATS if refuses(Cast.of(name), MXFP8) is None)
 VALUES = ("high precision", "quantize_combined is False")
-TOLERANCE = 0 if DEVICE == "cpu" else 1e-2
-"""A GPU may multiply groups of other sizes by other kernels, which add in another order."""
+TOLERANCE = {"of the kernels": 0 if DEVICE == "cpu" else 1e-2, "exact": 0}
+"""By how results add up: a GPU may multiply groups of other sizes by other kernels, which add in another order."""
+CLOSE = 1e-5 if DEVICE == "cpu" else 0.05
+"""Of several layers: on a GPU other sums between them may give other codes."""
 BITS = {"mxfp8": 8, "mxfp6": 6, "mxfp4": 4, "mxint8": 8}
 
 
@@ -63,26 +63,27 @@ def test_a_second_cast_of_values_that_were_sent_gives_the_same_values(name, roun
 # ---------------------------------------------------------------------------------------------- several ranks
 
 
-def check(name, told):
+def check(name, told, sums):
     """The result of ``against_one_rank`` on one rank: bitwise equality, and codes in both directions to experts."""
     errors, exchanges, sent, products = told
     if name in ("mxfp4", "nvfp4"):  # gradients are rounded by random numbers that ranks draw for their rows
         assert min(errors.pop(key) for key in ("dx", "up", "down")) > 0
-    assert max(errors.values()) <= TOLERANCE, (name, errors)
+    assert max(errors.values()) <= TOLERANCE[sums], (name, errors)
     assert len(exchanges) == 4 and sent["y over dx"] == 1 and "high precision" not in products
     return exchanges, sent
 
 
-def test_experts_on_two_ranks_compute_what_those_of_one_rank_do_bit_for_bit(ranks):
-    for told in ranks("experts_of_two_ranks"):
-        exchanges, sent = check("mxfp8", told)
+@pytest.mark.parametrize("sums", SUMS)
+def test_experts_on_two_ranks_compute_what_those_of_one_rank_do_bit_for_bit(sums, ranks):
+    for told in ranks("experts_of_two_ranks", sums):
+        exchanges, sent = check("mxfp8", told, sums)
         assert exchanges == [("codes", ""), VALUES] * 2
         assert sent["x"] == sent["dy"] == (8 + 8 / 32) / 16  # of the bytes of bfloat16
 
 
-def check_every_recipe(found):
+def check_every_recipe(found, sums="of the kernels"):
     for (name, dtype), told in found.items():
-        exchanges, sent = check(name, told)
+        exchanges, sent = check(name, told, sums)
         bits = BITS.get({"autocast": "mxfp8", "both ways": "mxfp8"}.get(name, name))
         if bits is None:
             assert {kernel for kernel, _ in exchanges} == {"high precision"}
@@ -94,13 +95,15 @@ def check_every_recipe(found):
 
 
 @pytest.mark.exhaustive
-def test_every_recipe_on_two_ranks(ranks):
-    for found in ranks("experts_of_every_recipe"):
-        check_every_recipe(found)
+@pytest.mark.parametrize("sums", SUMS)
+def test_every_recipe_on_two_ranks(sums, ranks):
+    for found in ranks("experts_of_every_recipe", sums):
+        check_every_recipe(found, sums)
 
 
-def test_an_exchange_changes_no_bit_of_the_result_and_of_the_gradient_of_the_tokens(ranks):
-    for found in ranks("without_an_exchange"):
+@pytest.mark.parametrize("sums", SUMS)
+def test_an_exchange_changes_no_bit_of_the_result_and_of_the_gradient_of_the_tokens(sums, ranks):
+    for found in ranks("without_an_exchange", sums):
         for same_y, same_dx, errors in found.values():
             assert same_y and same_dx and max(errors) < 1e-3  # columnwise operands are cast twice
 
@@ -119,7 +122,7 @@ def test_wrong_calls_raise_on_every_rank(ranks):
 def test_mixtures_of_transformers_on_two_ranks(ranks):
     for found in ranks("experts_of_transformers"):
         for (kind, _), (error, of_stacks, of_biases, codes, exchanges, products) in found.items():
-            assert error < 1e-5 and of_stacks < 1e-3 and (codes, exchanges) == (4, 8)
+            assert error < CLOSE and of_stacks < max(1e-3, CLOSE) and (codes, exchanges) == (4, 8)
             assert "high precision" not in products
             # a bias of an expert sums gradients that were sent as codes
             assert (0.001 < of_biases < 0.05) if kind.startswith("GptOss") else of_biases == 0
@@ -139,23 +142,16 @@ def test_experts_for_inference_are_split_in_their_codes(ranks):
 def test_fsdp_over_the_other_dimension_of_a_mesh(ranks):
     for found in ranks("experts_and_fsdp"):
         for errors, shapes in found.values():
-            assert max(errors) < 1e-5 and shapes == [(8, 96, 64), (8, 64, 96)]
+            assert max(errors) < CLOSE and shapes == [(8, 96, 64), (8, 64, 96)]
         assert len(found) == 2
 
 
 def of_four(rank, folder):
     """What each of four processes runs."""
-    torch.set_num_threads(1)
-    limit = datetime.timedelta(seconds=120)
-    if DEVICE == "cuda":
-        torch.cuda.set_device(rank)
-        torch.set_default_device(f"cuda:{rank}")
-    dist.init_process_group(BACKEND, init_method=f"file://{folder}/store", rank=rank, world_size=4, timeout=limit)
-    told = expert_cases.experts_of_every_recipe(rank, folder), expert_cases.experts_and_fsdp(rank, folder)
-    with open(f"{folder}/{rank}", "wb") as file:
-        pickle.dump(told, file)
-    dist.barrier()
-    dist.destroy_process_group()
+    with joined(rank, folder, 120, world=4):
+        told = expert_cases.experts_of_every_recipe(rank, folder), expert_cases.experts_and_fsdp(rank, folder)
+        with open(f"{folder}/{rank}", "wb") as file:
+            pickle.dump(told, file)
 
 
 @pytest.mark.exhaustive
@@ -165,5 +161,5 @@ def test_every_recipe_on_four_ranks(tmp_path):
     for rank in range(4):
         recipes, sharded = pickle.loads((tmp_path / str(rank)).read_bytes())
         check_every_recipe(recipes)
-        assert {max(errors) < 1e-5 for errors, _ in sharded.values()} == {True}
+        assert {max(errors) < CLOSE for errors, _ in sharded.values()} == {True}
         assert set(sharded) == {(2, 2)}

@@ -32,7 +32,7 @@ from tests.distributed.fsdp_cases import (
     operands,
     shard,
 )
-from tests.helpers.ranks import BACKEND, cases
+from tests.helpers.ranks import BACKEND, SUMS, cases
 
 CODES = "codes"
 
@@ -40,7 +40,7 @@ CODES = "codes"
 def test_every_case_of_two_ranks_has_a_test():
     text = Path(__file__).read_text()
     assert [
-        n for n, f in cases().items() if f.__module__ == "tests.distributed.fsdp_cases" and f'ranks("{n}")' not in text
+        n for n, f in cases().items() if f.__module__ == "tests.distributed.fsdp_cases" and f'ranks("{n}"' not in text
     ] == []
 
 
@@ -74,6 +74,13 @@ def test_five_steps_are_those_of_one_process(name, features, ranks):
             assert why(gathered) == {f"shards of {rows} rows of {features}: {cut}"}
 
 
+@pytest.mark.parametrize("sums", SUMS[1:])
+def test_five_steps_of_exact_sums_are_those_of_one_process_bit_for_bit(sums, ranks):
+    for results in ranks("five_steps", sums):
+        assert len(results) == len(RECIPES | DISTINCT) * len(DIMENSIONS)
+        assert [case for case, (same, _) in results.items() if not all(same)] == []
+
+
 def test_the_recipes_round_differently():
     """Otherwise the steps of one recipe would be those of another."""
     found = []
@@ -86,8 +93,9 @@ def test_the_recipes_round_differently():
     assert not torch.equal(two[0], tiles[0]) and not torch.equal(one[1], tiles[1])
 
 
-def test_weights_may_stay_gathered(ranks):
-    for results in ranks("weights_stay_gathered"):
+@pytest.mark.parametrize("sums", SUMS)
+def test_weights_may_stay_gathered(sums, ranks):
+    for results in ranks("weights_stay_gathered", sums):
         assert all(all(same) for same, _ in results.values())
         assert {name for name, (_, g) in results.items() if set(what(g).values()) == {CODES}} == {"one copy", "tiles"}
 
@@ -100,8 +108,9 @@ def test_bytes_of_the_gathers(ranks):
         assert sent["tiles"] / in_bfloat16 == 1025 / 2048 <= 0.505
 
 
-def test_hybrid_meshes_and_a_world_of_one(ranks):
-    for results in ranks("hybrid_meshes"):
+@pytest.mark.parametrize("sums", SUMS)
+def test_hybrid_meshes_and_a_world_of_one(sums, ranks):
+    for results in ranks("hybrid_meshes", sums):
         assert len(results) == 8 and all(all(same) for same, _ in results.values())
         assert what(results[(2, 1), "tiles"][1]) == {(96, WIDTH): CODES, (WIDTH, 96): CODES}
         assert what(results[(1, 2), "tiles"][1]) == {(96, WIDTH): "high precision", (WIDTH, 96): CODES}
@@ -117,8 +126,9 @@ def test_offload_checkpoints_and_accumulation(ranks):
         assert len(results) == 7 and all(map(all, results.values()))
 
 
-def test_other_formats_and_what_cannot_be_gathered(ranks):
-    for results in ranks("other_formats"):
+@pytest.mark.parametrize("sums", SUMS)
+def test_other_formats_and_what_cannot_be_gathered(sums, ranks):
+    for results in ranks("other_formats", sums):
         assert all(all(same) for same, _ in results.values())
         for name in ("mxfp4 tiles", "mxfp4 one copy", "torchao"):
             assert set(what(results[name][1]).values()) == {CODES}, name
@@ -143,8 +153,9 @@ def test_stacked_experts_are_gathered_in_high_precision_and_train_quantized(rank
         assert set(what(gathered).values()) == {"high precision"}
 
 
-def test_delayed_scaling_is_gathered_in_high_precision(ranks):
-    assert ranks("delayed_scaling") == [[True] * 3] * 2
+@pytest.mark.parametrize("sums", SUMS)
+def test_delayed_scaling_is_gathered_in_high_precision(sums, ranks):
+    assert ranks("delayed_scaling", sums) == [[True] * 3] * 2
 
 
 def test_delayed_scaling_is_restored_from_the_state_dict_of_a_sharded_model(ranks):
@@ -174,8 +185,9 @@ def test_compiled_layers(ranks):
         assert len(results) == len(RECIPES) + 1 and all(map(all, results.values()))
 
 
-def test_parameters_that_are_mxtensors(ranks):
-    for results in ranks("quantized_parameters"):
+@pytest.mark.parametrize("sums", SUMS)
+def test_parameters_that_are_mxtensors(sums, ranks):
+    for results in ranks("quantized_parameters", sums):
         assert len(results) == len(OPERANDS)
         assert all(all(same) and kinds == {"MXTensor"} for same, kinds in results.values())
 
@@ -184,8 +196,9 @@ def test_master_weights_of_shards(ranks):
     assert ranks("master_weights") == [[([True] * 3, True)] * 2] * 2
 
 
-def test_modules_of_transformer_engine(ranks):
-    for results in ranks("modules_of_transformer_engine"):
+@pytest.mark.parametrize("sums", SUMS)
+def test_modules_of_transformer_engine(sums, ranks):
+    for results in ranks("modules_of_transformer_engine", sums):
         assert len(results) == 4
         for name, same in results.items():
             assert len(same) > 30 and all(same), name

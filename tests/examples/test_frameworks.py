@@ -1,47 +1,96 @@
 """The programs of ``examples/frameworks`` on two ranks: one that is killed and continued ends as one that was not."""
 
+import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from tests.helpers.ranks import TWO_GPUS
+
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, SAVE, KILL = 4, 2, 3
+PROGRAMS = (
+    ("hf_trainer", ("accelerate",), "float8-delayed", ()),
+    ("accelerate_fsdp", ("accelerate",), "float8-delayed", ()),
+    ("accelerate_fsdp", ("accelerate",), "mxfp8", ()),
+    ("lightning_fit", ("lightning", "pytorch_lightning"), "float8-delayed", ()),
+    ("titan_style", ("torch",), "float8-delayed", ()),
+    ("titan_style", ("torch",), "nvfp4", ()),  # tensor parallelism, and stochastic rounding
+    ("titan_style", ("torch",), "mxfp8", ("--kill-rank", 1)),  # torchrun ends the other rank
+)
+"""(program, packages of which it needs one, recipe, options of the run that is killed)."""
 
 
-def run(name, folder, recipe, *options):
-    """One program under torchrun."""
+def run(name, folder, recipe, device, *options):
+    """One program under torchrun; its exit code and what it printed."""
     arguments = ["--folder", folder, "--recipe", recipe, "--steps", STEPS, "--save", SAVE, *options]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["-m", f"examples.frameworks.{name}", *map(str, arguments)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-    environment["CUDA_VISIBLE_DEVICES"] = ""
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    if device == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        said = process.communicate(timeout=300 if device == "cpu" else 90)[1]
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGTERM)  # torchrun ends its ranks, which have sessions of their own
+        try:
+            said = process.communicate(timeout=40)[1]
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            said = process.communicate()[1]
+        said += "\nthe program took too long"
+    return process.returncode, said
+
+
+def three_runs(program, folder, device):
+    """What a run without a stop, one that is killed, and its continuation end with, and the results of the last two."""
+    name, _, recipe, options = program
+    straight = run(name, folder / "straight", recipe, device)
+    killed = run(name, folder / "killed", recipe, device, "--kill", KILL, *options)
+    left = [path.name for path in (folder / "killed").glob("result-*")]
+    continued = run(name, folder / "killed", recipe, device, "--resume")
+    return straight, killed, left, continued
+
+
+@pytest.fixture(scope="module")
+def on_gpus(tmp_path_factory):
+    """Program -> its three runs on two GPUs; all programs at once, because most of the time they start."""
+    programs = [program for program in PROGRAMS if installed(program)]
+    folders = [tmp_path_factory.mktemp("program") for _ in programs]
+    with ThreadPoolExecutor(len(programs)) as pool:
+        told = list(pool.map(lambda each: (each[1], three_runs(*each, "cuda")), zip(programs, folders, strict=True)))
+    return dict(zip(programs, told, strict=True))
+
+
+def installed(program):
+    return any(importlib.util.find_spec(package) for package in program[1])
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("name", "package", "recipe"),
-    [
-        ("hf_trainer", "accelerate", "float8-delayed"),
-        ("accelerate_fsdp", "accelerate", "float8-delayed"),
-        ("lightning_fit", "lightning", "float8-delayed"),
-        ("titan_style", "torch", "float8-delayed"),
-        ("titan_style", "torch", "nvfp4"),  # tensor parallelism, and stochastic rounding
-    ],
-)
-def test_a_killed_run_resumes_bit_for_bit(name, package, recipe, tmp_path):
-    pytest.importorskip(package)
-    straight = run(name, tmp_path / "straight", recipe)
-    assert straight.returncode == 0, straight.stderr[-4000:]
-    killed = run(name, tmp_path / "killed", recipe, "--kill", KILL)
-    assert killed.returncode != 0 and "SIGKILL" in killed.stderr, killed.stderr[-4000:]
-    assert not list((tmp_path / "killed").glob("result-*"))
-    continued = run(name, tmp_path / "killed", recipe, "--resume")
-    assert continued.returncode == 0, continued.stderr[-4000:]
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=TWO_GPUS)])
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: f"{program[0]}-{program[2]}")
+def test_a_killed_run_resumes_bit_for_bit(program, device, tmp_path, request):
+    if not installed(program):
+        pytest.skip(f"needs {program[1][0]}")
+    if device == "cuda":
+        tmp_path, told = request.getfixturevalue("on_gpus")[program]
+    else:
+        told = three_runs(program, tmp_path, device)
+    (code, said), (killed, its), left, (third, then) = told
+    assert code == 0, said[-4000:]
+    assert killed != 0 and "SIGKILL" in its, its[-4000:]
+    assert left == []
+    assert third == 0, then[-4000:]
     for rank in range(2):
         one, two = (json.loads((tmp_path / of / f"result-{rank}.json").read_text()) for of in ("straight", "killed"))
         assert one.pop("first") <= 1 and two.pop("first") >= SAVE  # not all steps again

@@ -1,39 +1,59 @@
-"""Cases that need two ranks: one spawn of two processes runs them all, because torch takes seconds to start.
+"""Cases that need two ranks: one pair of processes runs them all, because torch takes seconds to start.
 
 They use two GPUs and NCCL if there are two, otherwise the CPU and gloo.
 
 A case is a function of ``*_cases.py`` that both ranks call with their rank and a shared folder. The ``ranks`` fixture
-passes its results, or its failure, to the tests.
+passes its results, or its failure, to the tests. A case that fails or hangs ends its pair of processes, and a new pair
+runs the cases after it.
+
+On GPUs a case marked ``exact`` runs twice: with the kernels that a user gets, and with products added up in float64.
+One process and two then compute the same bits, whatever the order of the sums.
 """
 
+import contextlib
 import datetime
 import importlib
+import multiprocessing
 import os
 import pickle
-import sys
+import time
 import traceback
 import warnings
+from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
-NAMES = ("fsdp", "dcp", "train", "parallel", "expert", "nn", "bench")
+NAMES = ("expert", "nn", "parallel", "dcp", "train", "fsdp", "bench")
 MODULES = tuple(f"tests.distributed.{name}_cases" for name in NAMES)
 WORLD = 2
 DEVICE = "cuda" if torch.cuda.device_count() >= WORLD else "cpu"
 BACKEND = "cpu:gloo,cuda:nccl" if DEVICE == "cuda" else "gloo"
+TWO_GPUS = (pytest.mark.gpu, pytest.mark.skipif(DEVICE == "cpu", reason="needs two GPUs"))
+"""The marks of a case for NCCL, for ``pytest.param``."""
+ON_CPU = pytest.mark.skipif(DEVICE != "cpu", reason="FSDP2 takes the GPUs, which gloo does not serve")
+SUMS = ("of the kernels", pytest.param("exact", marks=TWO_GPUS))
+"""The two ways to add up, for ``parametrize``: a test passes one to ``ranks(name, sums)``."""
+ONE_CASE, ALL_CASES = (90, 300) if DEVICE == "cuda" else (600, float("inf"))
+"""Seconds after which a case hangs, and after which no further case begins."""
 
 
-def case(function):
-    """Mark a function of a module of cases."""
-    function.is_case = True
+class OutOfTimeError(RuntimeError):
+    """A case that did not run because the cases before it took too long."""
+
+
+def case(function=None, *, exact=False, long=False):
+    """Mark a function of a module of cases. ``exact``: run it on GPUs a second time, see above."""
+    if function is None:
+        return lambda given: case(given, exact=exact, long=long)
+    function.is_case, function.is_exact, function.is_long = True, exact, long
     return function
 
 
 def long_case(function):
     """Mark a case that runs for tests marked ``exhaustive`` only."""
-    function.is_long = True
-    return case(function)
+    return case(function, long=True)
 
 
 def cases(long=True):
@@ -41,54 +61,156 @@ def cases(long=True):
     found = {}
     for module in map(importlib.import_module, MODULES):
         found |= {name: f for name, f in vars(module).items() if getattr(f, "is_case", False)}
-    return {name: f for name, f in found.items() if long or not getattr(f, "is_long", False)}
+    return {name: f for name, f in found.items() if long or not f.is_long}
 
 
-def work(rank, folder, long):
-    """What each process runs. The first failure ends both, because the other rank would wait."""
+def key_of(name, sums):
+    """What a run of a case is called."""
+    return name if sums != "exact" else f"{name}, exact"
+
+
+def runs(long):
+    """Key -> function, for every run of every case."""
+    found = {}
+    for name, function in cases(long).items():
+        found[name] = function
+        if DEVICE == "cuda" and function.is_exact:
+            found[key_of(name, "exact")] = with_exact_sums(function)
+    return found
+
+
+def with_exact_sums(function):
+    """The case with products that are added up in float64, in which the order of a sum changes no bit in float32."""
+
+    def call(rank, folder):
+        from mxtensor import kernels
+        from mxtensor.kernels.gemm import emulated
+
+        with kernels("emulated"), mock.patch.object(emulated, "values_dtype", lambda args: torch.float64):
+            return function(rank, folder)
+
+    return call
+
+
+# ---------------------------------------------------------------------------------------------- one process
+
+
+@contextlib.contextmanager
+def joined(rank, folder, seconds=60, backend=BACKEND, world=WORLD):
+    """A rank, on its GPU if the backend has one; tensors are made there."""
+    torch.set_num_threads(1)
+    if "nccl" in backend:
+        torch.cuda.set_device(rank)  # before NCCL starts
+        torch.set_default_device(f"cuda:{rank}")
+    limit = datetime.timedelta(seconds=seconds)
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=limit)
+    yield
     from examples.ranks import wait_for_sends
 
-    warnings.simplefilter("error")
-    warnings.filterwarnings("ignore", ".*isinstance.treespec, LeafSpec.*", FutureWarning)
-    warnings.filterwarnings("ignore", "`torch.jit.script", DeprecationWarning)  # of importing inductor
-    torch.set_num_threads(1)
-    store, limit = f"file://{folder}/store", datetime.timedelta(seconds=60)
-    if DEVICE == "cuda":
-        torch.cuda.set_device(rank)
-        torch.set_default_device(f"cuda:{rank}")
-    dist.init_process_group(BACKEND, init_method=store, rank=rank, world_size=WORLD, timeout=limit)
-    results = {}
-    for name, function in cases(long).items():
-        torch.manual_seed(0)
-        try:
-            results[name] = function(rank, folder)
-        except BaseException:
-            results[name] = RuntimeError(f"{name} failed on rank {rank}:\n{traceback.format_exc()}")
-            save(folder, rank, results)
-            os._exit(1)
-    save(folder, rank, results)
     wait_for_sends()
     dist.destroy_process_group()
 
 
-def save(folder, rank, results):
-    with open(f"{folder}/results-{rank}", "wb") as file:
-        pickle.dump(results, file)
+def work(rank, folder, store, long, keys):
+    """What each process runs. The first failure ends it, because the other rank may wait for it."""
+    warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", ".*isinstance.treespec, LeafSpec.*", FutureWarning)
+    warnings.filterwarnings("ignore", "`torch.jit.script", DeprecationWarning)  # of importing inductor
+    if DEVICE == "cuda":  # torch has other warnings there
+        warnings.simplefilter("default")
+        warnings.filterwarnings("error", module="mxtensor")
+    functions = runs(long)
+    with joined(rank, store):
+        for key in keys:
+            torch.manual_seed(0)
+            start = time.monotonic()
+            try:
+                result = functions[key](rank, folder)
+                if DEVICE == "cuda":
+                    torch.cuda.synchronize()  # so that a fault of a kernel belongs to its case
+            except BaseException:
+                save(folder, rank, key, RuntimeError(f"{key} failed on rank {rank}:\n{traceback.format_exc()}"))
+                os._exit(1)
+            save(folder, rank, key, result)
+            if rank == 0:
+                print(f"{key}: {time.monotonic() - start:.1f} s", flush=True)
+
+
+def save(folder, rank, key, result):
+    """Write a result; the file appears when it is complete."""
+    path = f"{folder}/{key}-{rank}"
+    with open(f"{path}.part", "wb") as file:
+        pickle.dump(result, file)
+    os.replace(f"{path}.part", path)
+
+
+# ---------------------------------------------------------------------------------------------- pairs of processes
+
+
+def results(folder, key):
+    """Rank -> the result of a run, for those that have written one."""
+    found = {}
+    for rank in range(WORLD):
+        path = f"{folder}/{key}-{rank}"
+        if os.path.exists(path):
+            with open(path, "rb") as file:
+                found[rank] = pickle.load(file)
+    return found
+
+
+def failed(found):
+    return any(isinstance(result, Exception) for result in found.values())
+
+
+def pair(folder, long, keys, attempt, end):
+    """Run ``keys`` in two new processes until one fails or hangs, or the time is over; key -> rank -> result."""
+    store = os.path.join(folder, f"pair-{attempt}")
+    os.makedirs(store)
+    spawn = multiprocessing.get_context("spawn")
+    processes = [spawn.Process(target=work, args=(rank, folder, store, long, keys)) for rank in range(WORLD)]
+    for process in processes:
+        process.start()
+    told, last, why = {}, time.monotonic(), "the process of a rank ended"
+    try:
+        while len(told) < len(keys):
+            codes = [process.exitcode for process in processes]
+            ended = None not in codes or any(codes)
+            if any(codes):
+                time.sleep(5)  # the other rank may have an error of its own
+            while len(told) < len(keys) and len(found := results(folder, keys[len(told)])) == WORLD:
+                told[keys[len(told)]], last = found, time.monotonic()
+                if failed(found):
+                    return told
+            if ended:
+                break
+            if time.monotonic() - last > ONE_CASE:
+                why = f"no result within {ONE_CASE} s"
+                break
+            if time.monotonic() > end:
+                return told
+            time.sleep(0.02)
+        if len(told) < len(keys):
+            key = keys[len(told)]
+            error = RuntimeError(f"{key}: {why}; exit codes {codes}: see what the ranks printed")
+            told[key] = dict.fromkeys(range(WORLD), error) | results(folder, key)
+        else:
+            for process in processes:
+                process.join(60)
+        return told
+    finally:
+        for process in processes:
+            if process.exitcode is None:
+                process.kill()
+            process.join()
 
 
 def run(folder, long=True):
-    """Run the cases in new processes; name -> the results of the ranks."""
-    import torch.multiprocessing as mp
-
-    try:
-        mp.spawn(work, args=(str(folder), long), nprocs=WORLD)
-    except (mp.ProcessExitedException, mp.ProcessRaisedException) as error:
-        print(error, file=sys.stderr)
-    told = {}
-    for rank in range(WORLD):
-        path = f"{folder}/results-{rank}"
-        if os.path.exists(path):
-            with open(path, "rb") as file:
-                for name, result in pickle.load(file).items():
-                    told.setdefault(name, {})[rank] = result
+    """Run the cases in new processes; key -> the results of the ranks."""
+    folder, told, end = str(folder), {}, time.monotonic() + ALL_CASES
+    waiting, attempt = list(runs(long)), 0
+    while waiting and time.monotonic() < end:
+        told |= pair(folder, long, waiting, attempt, end)
+        waiting, attempt = [key for key in waiting if key not in told], attempt + 1
+    for key in waiting:
+        told[key] = dict.fromkeys(range(WORLD), OutOfTimeError(f"{key} did not run: the others took {ALL_CASES} s"))
     return told
