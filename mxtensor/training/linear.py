@@ -164,10 +164,10 @@ class _Linear(torch.autograd.Function):
                 y, tensors, operands, layer = prepared.forward(x, weight, bias, options, scales, needs, cast)
             else:
                 y, tensors, operands = forward(x, weight, bias, options, scales, cached, needs)
-        ctx.save_for_backward(*tensors, *(groups or ()))
+        ctx.save_for_backward(*tensors, *(() if groups is None else (groups.given,)))
         dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype, options.dtype or x.dtype
         inputs = Inputs(needs, tuple(x.shape), dtypes, weight.dim() > 2)
-        ctx.call = operands, inputs, options, scales, layer, len(groups or ())
+        ctx.call = operands, inputs, options, scales, layer, None if groups is None else (groups.rows, groups.block)
         ctx.dispatch_context = dispatch_context()
         return y
 
@@ -178,7 +178,7 @@ class _Linear(torch.autograd.Function):
         with disable_torch_function(), without_autocast(grad.device), restore_context(*ctx.dispatch_context):
             operands, inputs, options, scales, layer, of_groups = ctx.call
             if inputs.stacked:
-                groups = Groups(*tensors[len(tensors) - of_groups :]) if of_groups else None
+                groups = None if of_groups is None else Groups(tensors[-1], *of_groups)
                 found = backward(grad, tensors, operands, inputs, options, scales, groups)
             elif isinstance(layer, tuple):
                 found = graph_ops.backward(grad, tensors, operands, inputs, options, layer)
