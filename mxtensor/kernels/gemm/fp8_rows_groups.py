@@ -73,15 +73,14 @@ def refuses_wgrad(spec: Spec, a: GemmOperand, b: GemmOperand, groups: Groups, ar
 # ---------------------------------------------------------------------------------------------- operands
 
 
-def rows_of_stack(side: GemmOperand) -> RowOperand:
+def row_scaled_side(side: GemmOperand) -> RowOperand:
     """The row-scaled operand of a matrix, or of a stack (G, N, K) with its rows one after the other."""
     if isinstance(side, RowOperand):
         return side
     assert isinstance(side, Unquantized)
-    matrix = side.x if side.x.dim() == 2 else side.x.reshape(-1, side.x.shape[-1])
-    made = cast_pair(matrix, side.cast, Form.ROWS, None, torch.bfloat16)[0]
+    made = cast_pair(side.x, side.cast, Form.ROWS, None, torch.bfloat16)[0]
     assert isinstance(made, RowOperand)
-    return made._replace(shape=side.shape)
+    return made
 
 
 # ---------------------------------------------------------------------------------------------- products
@@ -96,23 +95,29 @@ def prepare(a: RowOperand, b: RowOperand, ends: Tensor, scaling: Scaling) -> Pro
     return Product(scaling, left, codes, a.row_scale, scales, [], None, torch.bfloat16, ends.contiguous())
 
 
+def scales_of_groups(side: RowOperand, count: int) -> Tensor:
+    """float32 (count * rows,): the scales of all rows, group by group."""
+    scales = side.row_scale.flatten()
+    return scales if side.groups == count else scales.repeat(count)
+
+
 def prepare_wgrad(a: RowOperand, b: RowOperand, groups: Groups, scaling: Scaling) -> Product:
-    """The arguments for a (N, P) and b (K, P), the columns in groups: each group gets all scales of rows."""
+    """The arguments for a (N, P) and b (K, P), the columns in groups: scales of rows for each group."""
     e4m3 = torch.float8_e4m3fn
-    scale_a, scale_b = (side.row_scale.flatten().repeat(groups.number) for side in (a, b))
+    scale_a, scale_b = (scales_of_groups(side, groups.number) for side in (a, b))
     left, right = a.codes.view(e4m3), b.codes.view(e4m3)
     return Product(scaling, left, right, scale_a, scale_b, [], None, torch.bfloat16, groups.padded_ends)
 
 
 def run(a: GemmOperand, b: GemmOperand, ends: Tensor, args: GemmArgs) -> Tensor:
-    left, right = rows_of_stack(a), rows_of_stack(b)
+    left, right = row_scaled_side(a), row_scaled_side(b)
     scaling = _scaling(left.codes.device)
     assert isinstance(scaling, Scaling)
     return zero_after(multiply(prepare(left, right, ends, scaling)), ends)
 
 
 def run_wgrad(a: GemmOperand, b: GemmOperand, groups: Groups, args: GemmArgs) -> Tensor:
-    left, right = rows_of_stack(a), rows_of_stack(b)
+    left, right = row_scaled_side(a), row_scaled_side(b)
     scaling = _scaling(left.codes.device)
     assert isinstance(scaling, Scaling)
     return multiply(prepare_wgrad(left, right, groups, scaling))
