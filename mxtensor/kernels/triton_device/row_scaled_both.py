@@ -282,9 +282,8 @@ def cast_both_to_rows(
     pointer = transposed_ptr + (across_four * fours + four_row)
     store_tile(pointer, four, in_tile(four_row, room // 16 * 4, across_four, cols - 2 * first, WIDE), EVEN)
     if inner == 0:
-        column = 2 * first + tl.arange(0, 2 * BK)
-        inside = (column < cols) & live
-        store_facts(column_extremes_ptr, trow_scale_ptr, tbeyond_ptr, part * cols + column, inside, R)
+        each = 2 * first + tl.arange(0, 2 * BK)
+        store_facts(column_extremes_ptr, trow_scale_ptr, tbeyond_ptr, part * cols + each, (each < cols) & live, R)
     if ROWS:
         row_ptr = codes_ptr.to(tl.pointer_type(tl.int16), bitcast=True) + (tile_row.to(tl.int64) * width + first)
         s0 = cast_rows(w0, row, col, row_ptr, there, across, width, row_extremes_ptr, tile_row, C, R, NB, EVEN, WIDE)

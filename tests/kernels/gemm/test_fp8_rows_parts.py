@@ -21,14 +21,14 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.i
 __all__ = ["pretend"]
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the same runs on the device")
 FORMATS = ["mxfp8", "mxfp8_e5m2", "mxfp8[1x64]", "float8_e4m3_1x128_pow2"]
-SIZES = [5, 0, 70, 33, 0, 1]
+SIZES = [5, 0, 40, 33]
 
 
 @pytest.fixture(autouse=True)
 def several_tiles(monkeypatch):
     if not torch.cuda.is_available():
-        monkeypatch.setattr(triton_tiles, "EXTREMES", (32, 16, 4))
-        monkeypatch.setitem(triton_tiles.WORDS, "codes", (1, 16, 4))
+        monkeypatch.setattr(triton_tiles, "EXTREMES", (32, 32, 4))
+        monkeypatch.setitem(triton_tiles.WORDS, "codes", (1, 32, 4))
 
 
 @pytest.fixture(autouse=True)
@@ -132,7 +132,7 @@ def groups_case(device, name, sizes, after, cols, block):
 
 @interpreted
 @pytest.mark.exhaustive(quick=1)
-@pytest.mark.parametrize("shape", [(3, 32, 64), (2, 48, 80), (2, 64, 32)])
+@pytest.mark.parametrize("shape", [(2, 32, 64), (2, 48, 80), (3, 64, 32)])
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_operands_of_a_stack_are_those_of_its_matrices(name, shape):
     stack_case("cpu", name, shape)
@@ -148,7 +148,7 @@ def test_the_operands_of_groups_are_those_of_each_group(name, block, sizes, afte
 
 @interpreted
 def test_a_transposed_stack_is_read_as_it_lies_in_memory():
-    x, cast = wide(2, 32, 48).mT, mx.Cast.of("mxfp8")
+    x, cast = wide(2, 16, 32).mT, mx.Cast.of("mxfp8")
     row, column = fp8_rows_ops.PAIR.run(x, cast, Form.ROWS, Form.ROWS)
     check_stack(row, x.contiguous(), cast), check_stack(column, x.mT.contiguous(), cast)
     row, column = fp8_rows_ops.PAIR.run(x, cast, Form.ROWS, None)
@@ -159,7 +159,7 @@ def test_a_transposed_stack_is_read_as_it_lies_in_memory():
 
 @interpreted
 def test_a_stack_in_float32_takes_a_cast_each_way():
-    x, cast = wide(2, 32, 48).float(), mx.Cast.of("mxfp8")
+    x, cast = wide(2, 16, 32).float(), mx.Cast.of("mxfp8")
     row, column = rows_of_both(x, cast)
     check_stack(row, x, cast), check_stack(column, x.mT.contiguous(), cast)
 
@@ -200,8 +200,9 @@ def test_what_is_not_cast_by_groups():
     assert cast_groups(x, cast, groups, True) is None  # on a CPU
 
 
-def test_traced_casts_have_the_shapes_of_the_eager_ones(pretend):
+def test_traced_casts_have_the_shapes_of_the_eager_ones(pretend, monkeypatch):
     pretend((9, 0))
+    monkeypatch.setattr(fp8_rows_both, "launch", lambda *_: None)
     cast, x = mx.Cast.of("mxfp8"), torch.randn(48, 64).to(BF16)
     groups = Groups(torch.tensor([30, 40], dtype=torch.int32), 48, 32)
     stack = torch.randn(2, 32, 64).to(BF16)
