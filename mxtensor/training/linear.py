@@ -134,12 +134,17 @@ def _check_stack(x: Tensor, weight: Tensor, ends: Tensor | None) -> None:
 # ---------------------------------------------------------------------------------------------- the function
 
 
-def _cast_of(x: Tensor, weight: Tensor, bias: Tensor | None, options: Options, need_dx: bool) -> Cast | None:
+def _cast_of(
+    x: Tensor, weight: Tensor, bias: Tensor | None, options: Options, need_dx: bool, groups: Groups | None = None
+) -> Cast | None:
     """The operands of the weight in the ``accumulate`` block that is open; None if the layer casts it."""
-    kind = as_matrix(x).shape[0], x.dtype, options.dtype, need_dx, forced_kernel()
-    return cast_of(
-        weight, options.linear_recipe, kind, (x, bias), lambda: Cast.of(*cast_weight(x, weight, options, need_dx))
-    )
+    rows = tuple(x.shape[:-1]) if weight.dim() > 2 else as_matrix(x).shape[0]
+    kind = rows, groups is not None, x.dtype, options.dtype, need_dx, forced_kernel()
+
+    def make() -> Cast:
+        return Cast.of(*cast_weight(x, weight, options, need_dx, groups))
+
+    return cast_of(weight, options.linear_recipe, kind, (x, bias), make)
 
 
 class _Linear(torch.autograd.Function):
@@ -155,7 +160,9 @@ class _Linear(torch.autograd.Function):
         with without_autocast(x.device):
             if weight.dim() > 2:
                 groups = None if ends is None else layout_of(ends, x.shape[0], options.linear_recipe)
-                y, tensors, operands = forward(x, weight, bias, options, scales, cached, needs, groups)
+                cast = _cast_of(x, weight, bias, options, needs[0], groups) if scales is None else None
+                both = None if cast is None else cast.operands()
+                y, tensors, operands = forward(x, weight, bias, options, scales, both, needs, groups)
             elif cached is None and graph_ops.takes(x, weight, bias, options, scales):
                 y, tensors, operands = graph_ops.forward(x, weight, bias, options, needs)
                 layer = tuple(weight.shape)
