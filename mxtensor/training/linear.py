@@ -26,7 +26,7 @@ from . import graph_ops, prepared
 from .accumulate import Cast, cast_of
 from .observe import OBSERVERS, LayerCall, tell
 from .operands import Scales, cached_operands
-from .passes import Inputs, Options, backward, cast_weight, forward
+from .passes import Inputs, Options, cast_weight, forward
 from .stack_operands import layout_of
 from .training_weight import values_of
 
@@ -156,25 +156,23 @@ class _Linear(torch.autograd.Function):
         needs = ctx.needs_input_grad[:3]
         layer: Any = None
         tensors: Sequence[Tensor]
-        groups: Groups | None = None
+        stacked, quantized = weight.dim() > 2, isinstance(values_of(weight), MXTensor)
+        groups = None if ends is None else layout_of(ends, x.shape[0], options.linear_recipe)
         with without_autocast(x.device):
-            if weight.dim() > 2:
-                groups = None if ends is None else layout_of(ends, x.shape[0], options.linear_recipe)
-                cast = _cast_of(x, weight, bias, options, needs[0], groups) if scales is None else None
-                both = None if cast is None else cast.operands()
-                y, tensors, operands = forward(x, weight, bias, options, scales, both, needs, groups)
-            elif cached is None and graph_ops.takes(x, weight, bias, options, scales):
+            if cached is None and graph_ops.takes(x, weight, bias, options, scales):
                 y, tensors, operands = graph_ops.forward(x, weight, bias, options, needs)
                 layer = tuple(weight.shape)
-            elif cached is None or not isinstance(values_of(weight), MXTensor):
-                cast = _cast_of(x, weight, bias, options, needs[0]) if cached is None else Cast.of(*cached)
-                y, tensors, operands, layer = prepared.forward(x, weight, bias, options, scales, needs, cast)
+            elif quantized and (stacked or cached is not None):
+                y, tensors, operands = forward(x, weight, bias, options, scales, cached, needs, groups)
             else:
-                y, tensors, operands = forward(x, weight, bias, options, scales, cached, needs)
-        ctx.save_for_backward(*tensors, *(() if groups is None else (groups.given,)))
+                cast = None if cached is None else Cast.of(*cached)
+                if cast is None and (scales is None or not stacked):
+                    cast = _cast_of(x, weight, bias, options, needs[0], groups)
+                y, tensors, operands, layer = prepared.forward(x, weight, bias, options, scales, needs, cast, ends)
+        ctx.save_for_backward(*tensors, *(() if ends is None else (ends,)))
         dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype, options.dtype or x.dtype
-        inputs = Inputs(needs, tuple(x.shape), dtypes, weight.dim() > 2)
-        ctx.call = operands, inputs, options, scales, layer, None if groups is None else (groups.rows, groups.block)
+        inputs = Inputs(needs, tuple(x.shape), dtypes, stacked)
+        ctx.call = operands, inputs, options, scales, layer, ends is not None
         ctx.dispatch_context = dispatch_context()
         return y
 
@@ -183,12 +181,10 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         tensors = ctx.saved_tensors  # a checkpoint recomputes the layer here
         with disable_torch_function(), without_autocast(grad.device), restore_context(*ctx.dispatch_context):
-            operands, inputs, options, scales, layer, of_groups = ctx.call
-            if inputs.stacked:
-                groups = None if of_groups is None else Groups(tensors[-1], *of_groups)
-                found = backward(grad, tensors, operands, inputs, options, scales, groups)
-            elif isinstance(layer, tuple):
+            operands, inputs, options, scales, layer, has_ends = ctx.call
+            if isinstance(layer, tuple):
                 found = graph_ops.backward(grad, tensors, operands, inputs, options, layer)
             else:
-                found = prepared.backward(grad, tensors, operands, inputs, options, scales, layer)
+                ends, tensors = (tensors[-1], tensors[:-1]) if has_ends else (None, tensors)
+                found = prepared.backward(grad, tensors, operands, inputs, options, scales, layer, ends)
             return *found, None, None, None, None
