@@ -17,7 +17,8 @@ rows can take, which the host knows; what follows the last group is zeros.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -28,29 +29,64 @@ from .formats import FULL
 from .reference import decode_local, encode
 
 
-class Groups(NamedTuple):
-    """The groups of the rows of a matrix (M, ...), and their places in the padded matrix (P, ...)."""
+@dataclass(frozen=True, eq=False)
+class Groups:
+    """The groups of the rows of a matrix (M, ...), and their places in the padded matrix (P, ...).
 
-    ends: Tensor
-    """int32 (G,): the end of each group in the matrix"""
-    padded_ends: Tensor
-    """int32 (G,): the end of each group in the padded matrix, a multiple of the block"""
-    of_row: Tensor
-    """int64 (M,): the group of each row; G for rows after the last group"""
-    of_padded_row: Tensor
-    """int64 (P,): the group of each padded row; G after the last group"""
-    places: Tensor
-    """int64 (M,): the padded row that is a copy of each row; P for rows after the last group"""
+    Kernels that know groups read ``given``; all else is computed when it is asked for.
+    """
+
+    given: Tensor
+    """int32 (G,): the end of each group, as the caller gave it"""
+    rows: int
+    """M"""
+    block: int
+    """the rows to whose multiples groups are padded"""
 
     @property
     def number(self) -> int:
         """G"""
-        return self.ends.shape[0]
+        return self.given.shape[0]
 
     @property
     def length(self) -> int:
         """P"""
-        return self.of_padded_row.shape[0]
+        return padded_length(self.rows, self.number, self.block)
+
+    @cached_property
+    def ends(self) -> Tensor:
+        """int32 (G,): the end of each group in the matrix"""
+        return self.given.clamp(0, self.rows)
+
+    @cached_property
+    def _sizes(self) -> tuple[Tensor, Tensor]:
+        """int32 (G,): the starts of the groups, and the rows of the padded groups."""
+        starts = F.pad(self.ends, (1, 0)).narrow(0, 0, self.number)
+        sizes = ((self.ends - starts + (self.block - 1)) // self.block).clamp(min=1) * self.block
+        return starts, sizes
+
+    @cached_property
+    def padded_ends(self) -> Tensor:
+        """int32 (G,): the end of each group in the padded matrix, a multiple of the block"""
+        return self._sizes[1].cumsum(0).clamp(max=self.length).to(torch.int32)
+
+    @cached_property
+    def of_row(self) -> Tensor:
+        """int64 (M,): the group of each row; G for rows after the last group"""
+        return _group_of(self.ends, self.rows)
+
+    @cached_property
+    def of_padded_row(self) -> Tensor:
+        """int64 (P,): the group of each padded row; G after the last group"""
+        return _group_of(self.padded_ends, self.length)
+
+    @cached_property
+    def places(self) -> Tensor:
+        """int64 (M,): the padded row that is a copy of each row; P for rows after the last group"""
+        starts, sizes = self._sizes
+        moved = F.pad(self.padded_ends - sizes - starts, (0, 1)).index_select(0, self.of_row)
+        row = torch.arange(self.rows, device=self.given.device)
+        return torch.where(self.of_row < self.number, (row + moved).clamp(0, self.length), self.length)
 
     def padded(self, x: Tensor) -> Tensor:
         """The rows of x (M, cols) with each group padded: (P, cols)."""
@@ -82,16 +118,7 @@ def groups_of_rows(ends: Tensor, rows: int, block: int) -> Groups:
 
     Ends that are no ends of groups (beyond the rows, decreasing) give groups of other rows of the matrix, or none.
     """
-    ends = ends.clamp(0, rows)
-    starts = F.pad(ends, (1, 0)).narrow(0, 0, ends.shape[0])
-    sizes = ((ends - starts + (block - 1)) // block).clamp(min=1) * block
-    length = padded_length(rows, ends.shape[0], block)
-    padded_ends = sizes.cumsum(0).clamp(max=length).to(torch.int32)
-    of_row = _group_of(ends, rows)
-    moved = F.pad(padded_ends - sizes - starts, (0, 1)).index_select(0, of_row)
-    row = torch.arange(rows, device=ends.device)
-    places = torch.where(of_row < ends.shape[0], (row + moved).clamp(0, length), length)
-    return Groups(ends, padded_ends, of_row, _group_of(padded_ends, length), places)
+    return Groups(ends, rows, block)
 
 
 def _group_of(ends: Tensor, rows: int) -> Tensor:

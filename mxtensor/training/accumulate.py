@@ -25,6 +25,7 @@ from ..numerics.formats import Rounding
 from ..recipe.linear_recipe import LinearRecipe
 from ..tensor.mxtensor import MXTensor
 from .operands import SavedOperand, saved
+from .stack_operands import has_own_scales
 from .training_weight import values_of
 
 
@@ -55,11 +56,14 @@ class _Store:
 
     def get(self, weight: Tensor, kind: Hashable, make: Callable[[], Cast]) -> Cast:
         """The cast of a weight, made by ``make`` unless there is one of the same version. Writes count at the weight:
-        torch counts none of those that reach the tensor inside."""
-        key = id(weight), kind
+        torch counts none of those that reach the tensor inside. A view, such as the transpose of a stack, is a new
+        tensor in each call: it is known by the parameter that it views, and counts its writes."""
+        base = weight._base
+        whole = weight if base is None else base
+        key = id(whole), weight.shape, weight.stride(), weight.storage_offset(), kind
         found = self._casts.get(key)
-        if found is None or found[0]() is not weight or found[1] != weight._version:
-            found = self._casts[key] = weakref.ref(weight), weight._version, make()
+        if found is None or found[0]() is not whole or found[1] != weight._version:
+            found = self._casts[key] = weakref.ref(whole), weight._version, make()
         return found[2]
 
 
@@ -71,8 +75,9 @@ class accumulate(ContextDecorator):  # noqa: N801
     """Inside the block, layers that train by a recipe cast each weight once for all forward passes.
 
     For gradient accumulation: the weights must not be written in the block. A write that torch counts is seen. Also for
-    a function, as a decorator. Weights of delayed scaling, with stochastic rounding or random signs, stacks
-    of weights, weights that FSDP2 has gathered, and those of compiled graphs are cast as outside of the block.
+    a function, as a decorator. Weights of delayed scaling, with stochastic rounding or random signs, stacks of weights
+    with a scale for each weight (NVFP4, float8 with current scaling), weights that FSDP2 has gathered, and those of
+    compiled graphs are cast as outside of the block.
     Blocks may be nested: the outermost one ends the cache.
     """
 
@@ -96,6 +101,8 @@ def cast_of(
         return None
     values = values_of(weight)
     if values is weight or isinstance(values, MXTensor) or weight.refilled or not _is_fixed(recipe):  # type: ignore[attr-defined]
+        return None
+    if weight.dim() > 2 and has_own_scales(recipe):  # its operands are float32 values
         return None
     if is_traced(values, *tensors) or weight.is_inference() or is_captured(values):
         return None

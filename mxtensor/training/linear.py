@@ -26,7 +26,7 @@ from . import graph_ops, prepared
 from .accumulate import Cast, cast_of
 from .observe import OBSERVERS, LayerCall, tell
 from .operands import Scales, cached_operands
-from .passes import Inputs, Options, backward, cast_weight, forward
+from .passes import Inputs, Options, cast_weight, forward
 from .stack_operands import layout_of
 from .training_weight import values_of
 
@@ -134,12 +134,17 @@ def _check_stack(x: Tensor, weight: Tensor, ends: Tensor | None) -> None:
 # ---------------------------------------------------------------------------------------------- the function
 
 
-def _cast_of(x: Tensor, weight: Tensor, bias: Tensor | None, options: Options, need_dx: bool) -> Cast | None:
+def _cast_of(
+    x: Tensor, weight: Tensor, bias: Tensor | None, options: Options, need_dx: bool, groups: Groups | None = None
+) -> Cast | None:
     """The operands of the weight in the ``accumulate`` block that is open; None if the layer casts it."""
-    kind = as_matrix(x).shape[0], x.dtype, options.dtype, need_dx, forced_kernel()
-    return cast_of(
-        weight, options.linear_recipe, kind, (x, bias), lambda: Cast.of(*cast_weight(x, weight, options, need_dx))
-    )
+    rows = tuple(x.shape[:-1]) if weight.dim() > 2 else as_matrix(x).shape[0]
+    kind = rows, groups is not None, x.dtype, options.dtype, need_dx, forced_kernel()
+
+    def make() -> Cast:
+        return Cast.of(*cast_weight(x, weight, options, need_dx, groups))
+
+    return cast_of(weight, options.linear_recipe, kind, (x, bias), make)
 
 
 class _Linear(torch.autograd.Function):
@@ -151,23 +156,23 @@ class _Linear(torch.autograd.Function):
         needs = ctx.needs_input_grad[:3]
         layer: Any = None
         tensors: Sequence[Tensor]
-        groups: Groups | None = None
+        stacked, quantized = weight.dim() > 2, isinstance(values_of(weight), MXTensor)
+        groups = None if ends is None else layout_of(ends, x.shape[0], options.linear_recipe)
         with without_autocast(x.device):
-            if weight.dim() > 2:
-                groups = None if ends is None else layout_of(ends, x.shape[0], options.linear_recipe)
-                y, tensors, operands = forward(x, weight, bias, options, scales, cached, needs, groups)
-            elif cached is None and graph_ops.takes(x, weight, bias, options, scales):
+            if cached is None and graph_ops.takes(x, weight, bias, options, scales):
                 y, tensors, operands = graph_ops.forward(x, weight, bias, options, needs)
                 layer = tuple(weight.shape)
-            elif cached is None or not isinstance(values_of(weight), MXTensor):
-                cast = _cast_of(x, weight, bias, options, needs[0]) if cached is None else Cast.of(*cached)
-                y, tensors, operands, layer = prepared.forward(x, weight, bias, options, scales, needs, cast)
+            elif quantized and (stacked or cached is not None):
+                y, tensors, operands = forward(x, weight, bias, options, scales, cached, needs, groups)
             else:
-                y, tensors, operands = forward(x, weight, bias, options, scales, cached, needs)
-        ctx.save_for_backward(*tensors, *(groups or ()))
+                cast = None if cached is None else Cast.of(*cached)
+                if cast is None and (scales is None or not stacked):
+                    cast = _cast_of(x, weight, bias, options, needs[0], groups)
+                y, tensors, operands, layer = prepared.forward(x, weight, bias, options, scales, needs, cast, ends)
+        ctx.save_for_backward(*tensors, *(() if ends is None else (ends,)))
         dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype, options.dtype or x.dtype
-        inputs = Inputs(needs, tuple(x.shape), dtypes, weight.dim() > 2)
-        ctx.call = operands, inputs, options, scales, layer, len(groups or ())
+        inputs = Inputs(needs, tuple(x.shape), dtypes, stacked)
+        ctx.call = operands, inputs, options, scales, layer, ends is not None
         ctx.dispatch_context = dispatch_context()
         return y
 
@@ -176,12 +181,10 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         tensors = ctx.saved_tensors  # a checkpoint recomputes the layer here
         with disable_torch_function(), without_autocast(grad.device), restore_context(*ctx.dispatch_context):
-            operands, inputs, options, scales, layer, of_groups = ctx.call
-            if inputs.stacked:
-                groups = Groups(*tensors[len(tensors) - of_groups :]) if of_groups else None
-                found = backward(grad, tensors, operands, inputs, options, scales, groups)
-            elif isinstance(layer, tuple):
+            operands, inputs, options, scales, layer, has_ends = ctx.call
+            if isinstance(layer, tuple):
                 found = graph_ops.backward(grad, tensors, operands, inputs, options, layer)
             else:
-                found = prepared.backward(grad, tensors, operands, inputs, options, scales, layer)
+                ends, tensors = (tensors[-1], tensors[:-1]) if has_ends else (None, tensors)
+                found = prepared.backward(grad, tensors, operands, inputs, options, scales, layer, ends)
             return *found, None, None, None, None

@@ -186,6 +186,7 @@ class SavedOperand(NamedTuple):
     format: Any = None
     shape: tuple[int, ...] = ()
     form: Form = Form.CODES
+    groups: int = 1
 
     def gemm_operand(self, saved: Iterator[Tensor]) -> Any:
         """The operand, from the tensors that were saved."""
@@ -196,9 +197,9 @@ class SavedOperand(NamedTuple):
             return FakeQuantized(mine[0], mine[1] if len(mine) > 1 else None, self.format)
         if self.form is Form.ROWS:
             if len(mine) == 1:
-                return RowOperand.inside(mine[0], self.format, self.shape)
+                return RowOperand.inside(mine[0], self.format, self.shape, self.groups)
             codes, row_scale, beyond, scale = mine
-            return RowOperand(codes, row_scale, beyond, scale, self.format, self.shape)
+            return RowOperand(codes, row_scale, beyond, scale, self.format, self.shape, groups=self.groups)
         return Operand.from_tensors(mine, self.format, self.shape)
 
 
@@ -210,7 +211,8 @@ def saved(gemm_operand: GemmOperand | None) -> tuple[SavedOperand, list[Tensor]]
         return SavedOperand(1), [gemm_operand]
     if isinstance(gemm_operand, RowOperand):
         memory = [*gemm_operand[:4]] if gemm_operand.memory is None else [gemm_operand.memory]
-        return SavedOperand(len(memory), gemm_operand.format, gemm_operand.shape, Form.ROWS), memory
+        how = gemm_operand.format, gemm_operand.shape, Form.ROWS, gemm_operand.groups
+        return SavedOperand(len(memory), *how), memory
     if isinstance(gemm_operand, FakeQuantized):
         both = [t for t in (gemm_operand.values, gemm_operand.global_scale) if t is not None]
         return SavedOperand(len(both), gemm_operand.format, form=Form.VALUES), both

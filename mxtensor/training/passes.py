@@ -201,12 +201,14 @@ def forward(
     return y, [*x_tensors, *w_tensors], SavedOperands(x_saved, w_saved, dgrad_want)
 
 
-def cast_weight(x: Tensor, weight: Tensor, options: Options, need_dx: bool) -> list[GemmOperand | None]:
+def cast_weight(
+    x: Tensor, weight: Tensor, options: Options, need_dx: bool, groups: Groups | None = None
+) -> list[GemmOperand | None]:
     """Both operands of a weight for a layer with this input, in the forms that its products take."""
-    rows, w, dtype = as_matrix(x), values_of(weight), options.dtype or x.dtype
-    grad_like = of_shape((rows.shape[0], weight.shape[0]), dtype, rows)
+    rows, w, dtype = as_matrix(x) if weight.dim() == 2 else x, values_of(weight), options.dtype or x.dtype
+    grad_like = of_shape((*rows.shape[:-1], weight.shape[-2]), dtype, rows)
     sides = _standing_for_both(w, options.linear_recipe, need_dx)
-    return copies(w, options.linear_recipe.weight, _weight_wants(rows, grad_like, *sides, options, dtype), ())
+    return copies(w, options.linear_recipe.weight, _weight_wants(rows, grad_like, *sides, options, dtype, groups), ())
 
 
 def _standing_for_both(w: Tensor, linear_recipe: LinearRecipe, need_dx: bool) -> tuple[GemmOperand, GemmOperand | None]:

@@ -27,6 +27,7 @@ from . import passes
 from .accumulate import Cast
 from .operands import Scales
 from .passes import Inputs, Options, SavedOperands
+from .stack_operands import layout_of
 from .training_weight import values_of
 
 Result = TypeVar("Result")
@@ -58,22 +59,24 @@ def _is_general(*tensors: Tensor | None) -> bool:
 
 def forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, options: Options, scales: Scales | None, needs: tuple[bool, ...],
-    cast: Cast | None = None,
+    cast: Cast | None = None, ends: Tensor | None = None,
 ) -> tuple[Tensor, Sequence[Tensor], SavedOperands, Layer | None]:  # fmt: skip
     """``passes.forward`` of a high-precision weight, and the layer for ``backward``; None if there is none. ``cast``:
-    the operands of the weight, from an earlier call."""
+    the operands of the weight, from an earlier call. ``ends``: of the groups of rows that a stack multiplies."""
 
     def work() -> tuple[Tensor, list[Tensor], SavedOperands]:
-        return passes.forward(x, weight, bias, options, scales, None if cast is None else cast.operands(), needs)
+        groups = None if ends is None else layout_of(ends, x.shape[0], options.linear_recipe)
+        cached = None if cast is None else cast.operands()
+        return passes.forward(x, weight, bias, options, scales, cached, needs, groups)
 
     w = values_of(weight)
-    if x.device.type not in DEVICES or _is_general(x, w, bias):
+    if x.device.type not in DEVICES or _is_general(x, w, bias, ends):
         return *work(), None
     amax, record = (None, None) if scales is None else scales
     recipe = options.linear_recipe
     key = (
         "layer", id(recipe), needs, options.dtype, options.save_input, kind_of(x), kind_of(w), kind_of(bias),
-        kind_of(amax), kind_of(record), *(() if cast is None else (cast.row, cast.column, *map(kind_of, cast.tensors))),
+        kind_of(amax), kind_of(record), kind_of(ends), *(() if cast is None else (cast.row, cast.column, *map(kind_of, cast.tensors))),
     )  # fmt: skip
     plan = PLANS.get(key)
     if plan is None:
@@ -81,7 +84,7 @@ def forward(
         plan = Plan(spec, None, {}, Layer(), (recipe,))  # type: ignore[arg-type]
         PLANS.put(key, plan)
     layer: Layer = plan.launch  # type: ignore[assignment]
-    inputs = x, w, bias, amax, record, *(() if cast is None else cast.tensors)
+    inputs = x, w, bias, amax, record, ends, *(() if cast is None else cast.tensors)
     program = layer.forward
     if program is None:
         captured = is_captured(x)
@@ -106,19 +109,20 @@ def _flat(out: tuple[Tensor, list[Tensor], SavedOperands], weight: Tensor) -> li
 
 def backward(
     grad: Tensor, tensors: Sequence[Tensor], operands: SavedOperands, inputs: Inputs, options: Options,
-    scales: Scales | None, layer: Layer | None,
+    scales: Scales | None, layer: Layer | None, ends: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """``passes.backward``."""
 
     def work() -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        return passes.backward(grad, tensors, operands, inputs, options, scales)
+        groups = None if ends is None else layout_of(ends, inputs.shape[0], options.linear_recipe)
+        return passes.backward(grad, tensors, operands, inputs, options, scales, groups)
 
     if layer is None or options.on_wgrad is not None:
         return work()
     given = [values_of(t) for t in tensors] if layer.whole else tensors
-    if _is_general(grad, *given):
+    if _is_general(grad, *given, ends):
         return work()
-    every = (grad, *given) if scales is None else (grad, *given, *scales)
+    every = (grad, *given, ends) if scales is None else (grad, *given, ends, *scales)
     key = tuple(map(kind_of, every))
     if key in layer.backward:
         program = layer.backward[key]

@@ -16,9 +16,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..kernels.gemm.fp8_rows_groups import rows_of_stack
-from ..kernels.gemm.spec import FakeQuantized, Form, GemmOperand, Unquantized
+from ..kernels.gemm.spec import FakeQuantized, Form, GemmOperand
 from ..kernels.quantize.hadamard import rotated
+from ..kernels.quantize.select_pair import cast_groups
 from ..kernels.quantize.two_casts import columnwise_cast
 from ..numerics.cast import Cast
 from ..numerics.formats import FULL
@@ -50,9 +50,11 @@ def copies_of(
     if own_scales and (x.dim() > 2 or groups is not None):
         return _with_own_scales(x, casts, wants, groups)
     if groups is None:
-        return _of_stack(x, casts, wants) if x.dim() > 2 and Form.ROWS in wants else copies(x, casts, wants, scales)
+        return copies(x, casts, wants, scales)
     if scales:  # what follows the last group has no part in the amax
         x = torch.where((groups.of_row < groups.number).unsqueeze(1), x, 0)
+    elif Form.ROWS in wants:
+        return _row_scaled(x, casts, wants, groups)
     out: list[GemmOperand | None] = [None, None]
     if wants[0] is not None:
         out[0] = _rows(x, casts, wants[0], scales, groups)
@@ -61,14 +63,21 @@ def copies_of(
     return out
 
 
-def _of_stack(x: Tensor, casts: TensorCasts, wants: tuple[Want, Want]) -> list[GemmOperand | None]:
-    """Copies of a stack of which some are row-scaled: those of a matrix of all its rows."""
-    out: list[GemmOperand | None] = []
-    for source, cast, want in ((x, casts.rowwise, wants[0]), (x.mT, casts.columnwise, wants[1])):
-        if want is Form.ROWS and cast is not None:
-            out.append(rows_of_stack(Unquantized(source, cast)))
-        else:
-            out.append(None if want is None else copies(source, TensorCasts(cast), (want, None), ())[0])
+def _row_scaled(
+    x: Tensor, casts: TensorCasts, wants: tuple[Want, Want], groups: Groups
+) -> list[GemmOperand | None]:  # fmt: skip
+    """Copies of rows in groups of which some are row-scaled: those from one cast that knows the groups, if they can."""
+    row, column = casts.rowwise, casts.columnwise
+    out: list[GemmOperand | None] = [None, None]
+    made = None
+    if wants[1] is Form.ROWS and column is not None and casts.signs is None and not rounds_twice(casts):
+        made = cast_groups(x, column, groups, wants[0] is Form.ROWS and row == column)
+    if made is not None:
+        out = [*made]
+    elif wants[1] is not None:
+        out[1] = copies(groups.padded(x), casts, (None, wants[1]), ())[1]
+    if wants[0] is not None and out[0] is None:
+        out[0] = _rows(x, casts, wants[0], (), groups)
     return out
 
 

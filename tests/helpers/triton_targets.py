@@ -27,7 +27,14 @@ import torch
 
 from mxtensor.kernels.attention import triton_ranges
 from mxtensor.kernels.attention.spec import AttentionArgs, Tokens
-from mxtensor.kernels.gemm import dot_scaled, fp8_rows, fp8_rows_both, fp8_rows_operand
+from mxtensor.kernels.gemm import (
+    dot_scaled,
+    fp8_rows,
+    fp8_rows_both,
+    fp8_rows_groups_costs,
+    fp8_rows_groups_mm,
+    fp8_rows_operand,
+)
 from mxtensor.kernels.gemm.row_operand import RowOperand
 from mxtensor.kernels.gemm.spec import Form
 from mxtensor.kernels.permute import triton_rows as permute
@@ -35,12 +42,13 @@ from mxtensor.kernels.quantize import triton_columns, triton_common, triton_pair
 from mxtensor.kernels.runtime import triton_launch
 from mxtensor.numerics.cast import Cast
 from mxtensor.numerics.formats import get_format
+from mxtensor.numerics.groups import Groups, padded_length
 from mxtensor.numerics.operand import Operand
 
 TARGETS = (80, 89, 90, 100, 120)
 HOSTS = (
-    triton_common, triton_columns, triton_rows, triton_pair, fp8_rows, fp8_rows_both, fp8_rows_operand, triton_ranges,
-    permute,
+    triton_common, triton_columns, triton_rows, triton_pair, fp8_rows, fp8_rows_both, fp8_rows_groups_mm,
+    fp8_rows_operand, triton_ranges, permute,
 )  # fmt: skip
 """The modules that launch casts, products of row-scaled operands, attention, and permutations."""
 
@@ -144,12 +152,14 @@ POINTERS = {
     torch.float32: "*fp32",
     torch.float16: "*fp16",
     torch.uint8: "*u8",
+    torch.float8_e4m3fn: "*fp8e4nv",
     torch.int16: "*i16",
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
 BF16, FP32 = torch.bfloat16, torch.float32
 E4M3_PAIR = "cvt.rn.satfinite.e4m3x2.f32"
+WGMMA = "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3"
 WITHOUT_CASTS = ("amax_of_tensor", "extremes_of_both")
 """Kernels that read values and write none."""
 
@@ -208,6 +218,27 @@ def row_cast(name: str, dtype: torch.dtype, cols: int) -> None:
 def both_rows(name: str, rows: int, cols: int, rowwise: bool = True) -> None:
     """``rows_of_both`` of a matrix of this size."""
     fp8_rows_both.rows_of_both(values(rows, cols, BF16), Cast.of(name), rowwise)
+
+
+def both_of_parts(name: str, rows: int, cols: int, groups: int, rowwise: bool = True) -> None:
+    """``rows_of_both`` of a stack of four matrices, or ``rows_of_groups``."""
+    if groups:
+        layout = Groups(of((groups,), torch.int32), rows, 32)
+        fp8_rows_both.rows_of_groups(values(rows, cols, BF16), Cast.of(name), layout, rowwise)
+    else:
+        fp8_rows_both.rows_of_both(of((4, rows, cols), BF16), Cast.of(name), rowwise)
+
+
+def product_of_groups(tile: fp8_rows_groups_costs.Tile, columns: bool, inner: int, groups: int) -> None:
+    """Triton's product of groups of row-scaled E4M3 by 2048 columns."""
+    e4m3, ends = torch.float8_e4m3fn, of((groups,), torch.int32)
+    if columns:
+        length = padded_length(4096, groups, 32)
+        sides = [t for n in (1536, inner) for t in (of((n, length), e4m3), of((groups * n,), FP32))]
+        fp8_rows_groups_mm.triton_columns(*sides, ends, 4096, 32, tile)
+    else:
+        stack, scales = of((groups, 2048, inner), e4m3), of((groups * 2048,), FP32)
+        fp8_rows_groups_mm.triton_rows(of((4096, inner), e4m3), of((4096,), FP32), stack, scales, ends, tile)
 
 
 def exact(left: str, right: str, bias: bool) -> None:
@@ -315,6 +346,10 @@ CASTS: dict[str, tuple[Callable[[], Any], bool]] = {
     "mxfp8 bf16 rows of both": (lambda: both_rows("mxfp8", 4096, 4096), True),
     "mxfp8 bf16 rows of both tail": (lambda: both_rows("mxfp8", 4112, 4080), True),
     "mxfp8_e5m2 bf16 rows of the transpose": (lambda: both_rows("mxfp8_e5m2", 4096, 4096, False), False),
+    "mxfp8 bf16 rows of a stack": (lambda: both_of_parts("mxfp8", 2048, 4096, 0), True),
+    "mxfp8 bf16 rows of a stack tail": (lambda: both_of_parts("mxfp8", 1040, 4080, 0, False), True),
+    "mxfp8 bf16 rows of groups": (lambda: both_of_parts("mxfp8", 4096, 4096, 64), True),
+    "mxfp8_e5m2 bf16 rows of groups tail": (lambda: both_of_parts("mxfp8_e5m2", 4096, 4080, 8, False), False),
     "mxfp8 to rows": (lambda: fp8_rows_operand.rows_of_operand(operand("mxfp8"), 16), True),
     "mxfp6 to rows": (lambda: fp8_rows_operand.rows_of_operand(operand("mxfp6"), 16), True),
     "mxfp4 to rows": (lambda: fp8_rows_operand.rows_of_operand(operand("mxfp4"), 16), True),
@@ -339,6 +374,10 @@ CASTS: dict[str, tuple[Callable[[], Any], bool]] = {
     "merge fp32 padded": (lambda: merge(FP32, 1000, 1024, BF16, True), False),
     "merge short rows of one": (lambda: merge(BF16, 512, 1, BF16), False),
     "merge fp16 tail": (lambda: merge(torch.float16, 2047, 8, torch.float16), False),
+    "groups of rows": (lambda: product_of_groups(fp8_rows_groups_costs.SQUARE, False, 4096, 64), False),
+    "groups of rows wide tail": (lambda: product_of_groups(fp8_rows_groups_costs.WIDE, False, 2064, 8), False),
+    "groups of columns": (lambda: product_of_groups(fp8_rows_groups_costs.SQUARE, True, 4096, 64), False),
+    "groups of columns wide": (lambda: product_of_groups(fp8_rows_groups_costs.WIDE, True, 4096, 8), False),
     "exact mxfp8 by mxfp8": (lambda: exact("mxfp8", "mxfp8", False), False),
     "exact mxfp8_e5m2 by mxfp4": (lambda: exact("mxfp8_e5m2", "mxfp4", True), False),
 }
@@ -354,12 +393,14 @@ def argument(value: Any) -> str | None:
     return POINTERS[value.dtype]
 
 
-def launches(call: Callable[[], Any], target: int) -> list[tuple[Any, tuple[Any, ...], tuple[Any, ...], int]]:
-    """(kernel, arguments, constants, warps) of every launch of a host function on a device of this kind."""
-    made: list[tuple[Any, tuple[Any, ...], tuple[Any, ...], int]] = []
+def launches(call: Callable[[], Any], target: int) -> list[tuple[Any, tuple[Any, ...], tuple[Any, ...], int, int]]:
+    """(kernel, arguments, constants, warps, stages) of every launch of a host function on a device of this kind."""
+    made: list[tuple[Any, tuple[Any, ...], tuple[Any, ...], int, int]] = []
 
-    def launch(kernel: Any, programs: int, arguments: Any, constants: Any, warps: int) -> None:
-        made.append((kernel, arguments, constants, warps))
+    def launch(
+        kernel: Any, programs: int, arguments: Any, constants: Any, warps: int, stages: int = triton_launch.STAGES
+    ) -> None:
+        made.append((kernel, arguments, constants, warps, stages))
 
     with ExitStack() as stack:
         for host in HOSTS:
@@ -375,7 +416,9 @@ def casts(target: int) -> list[Variant]:
     for label, (call, converts) in CASTS.items():
         if target < 89 and label.startswith("exact"):
             continue  # only GPUs with FP8 tensor cores multiply rows
-        for kernel, arguments, constants, warps in launches(call, target):
+        if target != 90 and label.startswith("groups of"):
+            continue  # only Hopper multiplies groups of rows
+        for kernel, arguments, constants, warps, stages in launches(call, target):
             names = kernel.arg_names
             given = dict(zip(names, arguments, strict=False))
             kinds = {name: argument(value) for name, value in given.items()}
@@ -384,17 +427,18 @@ def casts(target: int) -> list[Variant]:
             signature = {name: kind for name, kind in kinds.items() if kind is not None}
             module = kernel.fn.__module__.rpartition(".")[2]
             function = kernel.fn.__name__
-            needs = (E4M3_PAIR,) if converts and target >= 89 and function not in WITHOUT_CASTS else ()
+            product = function in ("rows_by_stack", "columns_of_groups")
+            needs = (WGMMA,) if product else (E4M3_PAIR,) if converts and target >= 89 and function not in WITHOUT_CASTS else ()
             variant = Variant(
                 f"cast {function} {label} sm_{target}",
                 f"{module}.{function}",
                 signature,
                 fixed,
-                {"num_warps": warps, "enable_fp_fusion": False},
+                {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": False},
                 {target: needs},
                 tuple(n for n, v in given.items() if n in signature and type(v) is int and v % 16 == 0),
             )
-            key = (variant.kernel, *signature.items(), *fixed.items(), warps, variant.aligned)
+            key = (variant.kernel, *signature.items(), *fixed.items(), warps, stages, variant.aligned)
             rows.setdefault(key, variant)
     return list(rows.values())
 

@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import mxtensor as mx
+from mxtensor.convert.training import training_parameter
 from mxtensor.recipe import Format, MXFP4BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from mxtensor.training import accumulate, passes
 from mxtensor.training.training_weight import TrainingWeight
@@ -175,3 +176,75 @@ def test_weights_that_are_filled_anew_are_not_stored(casts):
         step(net, 0)
         step(net, 1)
     assert len(of_weights(casts)) == 4
+
+
+# ---------------------------------------------------------------------------------------------- stacks of weights
+
+STACK = (3, 32, 48)
+
+
+class Experts(nn.Module):
+    """A stack (experts, out, in), or (experts, in, out) as ``F.grouped_mm`` takes it."""
+
+    def __init__(self, recipe, transposed, dtype=torch.bfloat16):
+        super().__init__()
+        torch.manual_seed(0)
+        weight = torch.randn(STACK).to(dtype)
+        self.weight = training_parameter(
+            nn.Parameter(weight.mT.contiguous() if transposed else weight), recipe.linear_recipe()
+        )
+        self.transposed = transposed
+
+    def forward(self, x, ends=None):
+        weight = self.weight if self.transposed else self.weight.mT
+        return torch.bmm(x, weight) if ends is None else torch._grouped_mm(x, weight, offs=ends)
+
+
+def step_of_experts(net, i, grouped, rows=40):
+    torch.manual_seed(i)
+    if grouped:
+        ends = torch.tensor([10 + i, 10 + i, rows - 2 - i], dtype=torch.int32)
+        y = net(torch.randn(rows, 48).to(torch.bfloat16).requires_grad_(), ends)
+    else:
+        y = net(torch.randn(3, rows, 48).to(torch.bfloat16).requires_grad_())
+    (y.float() ** 2).mean().backward()
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "e5m2 gradients"])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_stack_is_cast_once_in_a_block_with_the_same_bits(casts, grouped, transposed, name):
+    alone, together = (Experts(RECIPES[name], transposed) for _ in range(2))
+    for i in range(3):
+        step_of_experts(alone, i, grouped)
+    assert casts.count(STACK) == 6  # for fprop and for dgrad of each step
+    casts.clear()
+    with mx.accumulate():
+        for i in range(3):
+            step_of_experts(together, i, grouped)
+    assert casts.count(STACK) == 1
+    assert all(map(torch.equal, gradients(alone), gradients(together)))
+
+
+def test_a_write_to_a_stack_is_seen_and_other_rows_are_another_cast(casts):
+    net, other = (Experts(RECIPES["mxfp8"], False) for _ in range(2))
+    with mx.accumulate():
+        step_of_experts(net, 0, True)
+        step_of_experts(net, 0, True, rows=64)
+        assert casts.count(STACK) == 2
+        with torch.no_grad():
+            net.weight[1].mul_(0.5)
+        net.zero_grad()
+        step_of_experts(net, 1, True)
+    with torch.no_grad():
+        other.weight[1].mul_(0.5)
+    step_of_experts(other, 1, True)
+    assert all(map(torch.equal, gradients(net), gradients(other)))
+
+
+def test_a_stack_with_a_scale_for_each_weight_is_cast_each_time(casts):
+    net = Experts(NVFP4BlockScaling(disable_stochastic_rounding=True), False)
+    with mx.accumulate():
+        step_of_experts(net, 0, True)
+        step_of_experts(net, 1, True)
+    assert casts.count(STACK) == 4

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...core import custom_ops
+from ...core import custom_ops, recording
 from ...core.devices import cached, device_capability
 from ...core.kernel import Kernel, Spec
 from ...core.tracing import is_traced
@@ -214,6 +214,7 @@ def eager_dot_scaled(
         kind.block, unit, even, bias is not None and bias.dim() == 2, tile.m, tile.n, tile_k, tile.band,
     )  # fmt: skip
     row_tiles, col_tiles = -(-rows // tile.m), -(-width // tile.n)
+    recording.refuse("Triton launches by itself")
     kernel, groups = device.matrix, []
     if ends is not None:
         count = ends.shape[0]

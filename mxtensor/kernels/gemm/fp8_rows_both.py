@@ -3,22 +3,32 @@
 Host side of ``triton_device/row_scaled_both.py``. The first pass finds the largest scale of each row and column; the
 second one casts and re-expresses at once. Blocks may be any distance apart: see ``numerics/row_scaled.py``. The kernels
 read words of two bfloat16; values of other dtypes, such as float32 weights under torch.autocast, take a cast each way.
+
+A stack of matrices is cast as its matrices are, and rows in groups as each group is: a column has scales of its own in
+each matrix and each group. The ends of the groups stay on the device.
 """
 
 from __future__ import annotations
+
+import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...numerics.cast import Cast
+from ...numerics.groups import Groups
 from ...numerics.row_scaled import why_not
 from ..quantize import triton_tiles as tiles
 from ..quantize.triton_common import ceil_div, code_of, in_pairs, rows_of
 from ..runtime.triton_launch import device_code, launch, on, zeros
 from .fp8_rows_operand import constants_of, rows_of_values, why_not_in_one
 from .row_operand import INNER, RowOperand, sections
+from .scaled_mm_contract import MAX_GROUPS
 from .spec import GemmOperand, Unquantized
 
+PADS = (32, 64, 128)
+"""Rows to which groups may be padded: a tile of rows is a multiple."""
 Pair = tuple[RowOperand | None, RowOperand | None]
 
 
@@ -30,59 +40,115 @@ def why_not_both(x: Tensor, cast: Cast) -> str | None:
         return reason
     if format.element.bits != 8 or format.block[1] < 32:
         return f"casts 8-bit elements in blocks of 32 or more, not {format}"
-    if x.dim() != 2 or x.shape[0] % INNER or x.shape[1] % INNER or 0 in x.shape:
-        return f"needs a matrix of multiples of {INNER} rows and columns, not {tuple(x.shape)}"
+    if x.dim() not in (2, 3) or x.shape[-2] % INNER or x.shape[-1] % INNER or 0 in x.shape:
+        return f"needs a matrix of multiples of {INNER} rows and columns or a stack of them, not {tuple(x.shape)}"
     return None
 
 
-def empty_operand(rows: int, cols: int, cast: Cast, device: torch.device) -> RowOperand:
+def why_not_groups(x: Tensor, cast: Cast, groups: Groups) -> str | None:
+    """The same of the rows of a matrix in groups, and of the transpose of the padded matrix."""
+    reason = why_not_both(x, cast)
+    if reason is not None:
+        return reason
+    if x.dim() != 2 or x.dtype is not torch.bfloat16:
+        return f"casts groups of rows of bfloat16, not {str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}"
+    if groups.block not in PADS or groups.block % cast.format.block[1]:
+        return f"pads groups to {', '.join(map(str, PADS))} rows and whole blocks, not to {groups.block}"
+    if groups.number > MAX_GROUPS:
+        return f"casts at most {MAX_GROUPS} groups, got {groups.number}"
+    return None
+
+
+def empty_operand(shape: tuple[int, ...], cast: Cast, device: torch.device, groups: int = 1) -> RowOperand:
     """Memory for an operand with the scales of its blocks: one tensor, which is saved for the backward pass."""
-    size = sections(cast.format, (rows, cols))[1]
-    return RowOperand.inside(torch.empty(size, dtype=torch.uint8, device=device), cast.format, (rows, cols))
+    size = sections(cast.format, shape, groups)[1]
+    return RowOperand.inside(torch.empty(size, dtype=torch.uint8, device=device), cast.format, shape, groups)
 
 
 def rows_of_both(x: Tensor, cast: Cast, rowwise: bool = True) -> Pair:
-    """The operand of a matrix that ``why_not_both`` accepts, if asked for, and that of its transpose."""
-    x = rows_of(x)
+    """The operand of a matrix or stack that ``why_not_both`` accepts, if asked for, and that of its transpose."""
+    shape = tuple(x.shape)
     if x.dtype is not torch.bfloat16:
-        return _alone(x, cast) if rowwise else None, _alone(x.t().contiguous(), cast)
-    x = x if in_pairs(x) else x.contiguous()
-    (rows, cols), device, words = x.shape, x.device, x.shape[1] // 2
-    code, constants, block = code_of(cast, device), constants_of(cast.format.element, device), cast.format.block[1]
-    row = empty_operand(rows, cols, cast, device) if rowwise else None
-    column = empty_operand(cols, rows, cast, device)
-    extremes = zeros(rows + cols, device)
-    of_columns, of_rows = extremes[:cols], extremes[cols:]
-    high, wide, warps = tiles.EXTREMES
-    high, wide = max(high, block), max(wide, block // 2)
-    with on(device):
-        launch(
-            device_code("row_scaled_both.extremes_of_both"),
-            ceil_div(rows, high) * ceil_div(words, wide),
-            (x, of_rows, of_columns, rows, words, x.stride(0) // 2),
-            (code, constants, high, wide, rowwise, rows % high == 0 and words % wide == 0),
-            warps,
-        )
-        groups, wide, warps = tiles.WORDS["codes"]
-        groups, wide = max(groups, block // 32), max(wide, block // 2)
-        high = groups * 32
-        components = (None,) * 4 if row is None else row[:4]
-        launch(
-            device_code("row_scaled_both.cast_both_to_rows"),
-            ceil_div(rows, high) * ceil_div(words, wide),
-            (
-                x, of_rows, of_columns, *components, *column[:4], rows, words, x.stride(0) // 2, words,
-                ceil_div(cols, block), ceil_div(rows, block), rows // 4,
-            ),
-            (code, constants, groups, wide, rowwise, rows % high == 0 and words % wide == 0),
-            warps,
-        )  # fmt: skip
+        return _alone(x, cast) if rowwise else None, _alone(x.mT.contiguous(), cast)
+    row = empty_operand(shape, cast, x.device) if rowwise else None
+    column = empty_operand((*shape[:-2], shape[-1], shape[-2]), cast, x.device)
+    parts = math.prod(shape[:-2])
+    _cast_both(rows_of(x), cast, row, column, _Parts(None, parts, shape[-2], 0, 0, 0))
     return row, column
 
 
+def rows_of_groups(x: Tensor, cast: Cast, groups: Groups, rowwise: bool = True) -> Pair:
+    """The operand of rows in groups that ``why_not_groups`` accepts, if asked for, and that of the transpose of the
+    padded matrix (cols, P), in which each group of columns has scales of its own."""
+    (rows, cols), count = x.shape, groups.number
+    row = empty_operand((rows, cols), cast, x.device) if rowwise else None
+    column = empty_operand((cols, groups.length), cast, x.device, count)
+    blocks, power = groups.length // groups.block, 1 << count.bit_length()
+    _cast_both(rows_of(x), cast, row, column, _Parts(groups.given.contiguous(), count, rows, blocks, groups.block, power))
+    return row, column
+
+
+class _Parts(NamedTuple):
+    """The arguments of ``row_scaled_places.place``."""
+
+    ends: Tensor | None
+    count: int
+    rows: int
+    """of each matrix of a stack; of all groups"""
+    blocks: int
+    pad: int
+    power: int
+
+    def programs(self, high: int) -> int:
+        """The most tiles of so many rows."""
+        if self.ends is None:
+            return self.count * ceil_div(self.rows, high)
+        return self.blocks * self.pad // high + self.count + 2
+
+
+def _cast_both(x: Tensor, cast: Cast, row: RowOperand | None, column: RowOperand, parts: _Parts) -> None:
+    """Fill both operands from the matrix of all rows."""
+    x = x if in_pairs(x) else x.contiguous()
+    (rows, cols), device, words = x.shape, x.device, x.shape[1] // 2
+    code, constants, block = code_of(cast, device), constants_of(cast.format.element, device), cast.format.block[1]
+    extremes = zeros(rows + parts.count * cols, device)
+    of_columns, of_rows = extremes[: parts.count * cols], extremes[parts.count * cols :]
+    high, wide, warps = tiles.EXTREMES
+    high, wide = max(high, block, parts.pad), max(wide, block // 2)
+    given = (parts.ends, parts.count, parts.rows)
+
+    def even(high: int, wide: int) -> tuple[bool, bool]:
+        whole = words % wide == 0
+        return whole and parts.ends is None and parts.rows % high == 0, whole
+
+    with on(device):
+        launch(
+            device_code("row_scaled_both.extremes_of_both"),
+            parts.programs(high) * ceil_div(words, wide),
+            (x, of_rows, of_columns, *given, words, x.stride(0) // 2, parts.blocks),
+            (code, constants, high, wide, row is not None, *even(high, wide), parts.pad, parts.power),
+            warps,
+        )
+        spans, wide, warps = tiles.WORDS["codes"]
+        spans, wide = max(spans, block // 32, parts.pad // 32), max(wide, block // 2)
+        high = spans * 32
+        components = (None,) * 4 if row is None else row[:4]
+        length = column.shape[-1]
+        launch(
+            device_code("row_scaled_both.cast_both_to_rows"),
+            parts.programs(high) * ceil_div(words, wide),
+            (
+                x, of_rows, of_columns, *components, *column[:4], *given, words, x.stride(0) // 2, words,
+                ceil_div(cols, block), ceil_div(length, block), length // INNER, parts.blocks,
+            ),
+            (code, constants, spans, wide, row is not None, *even(high, wide), parts.pad, parts.power),
+            warps,
+        )  # fmt: skip
+
+
 def _alone(x: Tensor, cast: Cast) -> RowOperand:
-    """The row-scaled operand of a matrix, by a cast of its own."""
-    out = empty_operand(x.shape[0], x.shape[1], cast, x.device)
+    """The row-scaled operand of a matrix or a stack, by a cast of its own."""
+    out = empty_operand(tuple(x.shape), cast, x.device)
     rows_of_values(x, cast, any_distance=True, into=out[:4])
     return out
 
@@ -92,7 +158,7 @@ def wants_rows(a: GemmOperand, b: GemmOperand) -> bool:
 
     def fits(side: GemmOperand) -> bool:
         if isinstance(side, Unquantized):
-            return why_not_both(side.x, side.cast) is None
+            return side.x.dim() == 2 and why_not_both(side.x, side.cast) is None
         return isinstance(side, RowOperand)
 
     return fits(a) and fits(b)

@@ -1,11 +1,11 @@
-"""``fp8_rows`` for groups: row-scaled E4M3 through ``torch._scaled_grouped_mm``, one launch for a stack of weights.
+"""``fp8_rows`` for groups: row-scaled E4M3 through torch's or Triton's grouped product, one for a stack of weights.
 
 For operands that are cast for training, in 8-bit elements. Their blocks may be any distance apart
 (``numerics/row_scaled.py``), so that only rows with values of about 2^63 or more are beyond the bound. There is no
 exact product of groups that would be written over them: such a row gives NaN. Codes that were stored may have such
 rows for other reasons, and are left to other kernels.
 
-A row of the columnwise copies runs through all groups; its scale is that of the largest of them.
+A row of the columnwise copies has a scale for each group.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...core.kernel import Kernel, Spec
-from ...numerics.formats import Format, get_format
+from ...numerics.formats import Format
 from ...numerics.groups import Groups
 from ...numerics.row_scaled import why_not
 from ..quantize.select_pair import cast_pair
@@ -22,16 +22,10 @@ from ..runtime import triton_launch
 from ..runtime.availability import exported
 from .fp8_rows import MIN_ROWS
 from .fp8_rows_both import why_not_both
+from .fp8_rows_groups_mm import multiply, scaling_of
 from .row_operand import INNER, RowOperand
 from .scaled_grouped_mm import why_not_groups
-from .scaled_mm_call import multiply
-from .scaled_mm_contract import GROUPED_SCALINGS, Product, Scaling, plan_here
-from .spec import Form, GemmArgs, GemmOperand, Unquantized, zero_after
-
-
-def _scaling(device: torch.device) -> Scaling | str:
-    row = get_format("float8_e4m3_row")
-    return plan_here(GROUPED_SCALINGS, row, row, device)
+from .spec import Form, GemmArgs, GemmOperand, Unquantized
 
 
 def _refuses(spec: Spec, a: GemmOperand, b: GemmOperand, count: int, args: GemmArgs) -> str | None:
@@ -48,7 +42,7 @@ def _refuses(spec: Spec, a: GemmOperand, b: GemmOperand, count: int, args: GemmA
         reason = why_not(format) or why_not_both(one, side.cast)
         if reason is not None:
             return reason
-    scaling = _scaling(spec.device)
+    scaling = scaling_of(spec.device)
     return scaling if isinstance(scaling, str) else why_not_groups(scaling, count, args)
 
 
@@ -73,49 +67,39 @@ def refuses_wgrad(spec: Spec, a: GemmOperand, b: GemmOperand, groups: Groups, ar
 # ---------------------------------------------------------------------------------------------- operands
 
 
-def rows_of_stack(side: GemmOperand) -> RowOperand:
+def row_scaled_side(side: GemmOperand) -> RowOperand:
     """The row-scaled operand of a matrix, or of a stack (G, N, K) with its rows one after the other."""
     if isinstance(side, RowOperand):
         return side
     assert isinstance(side, Unquantized)
-    matrix = side.x if side.x.dim() == 2 else side.x.reshape(-1, side.x.shape[-1])
-    made = cast_pair(matrix, side.cast, Form.ROWS, None, torch.bfloat16)[0]
+    made = cast_pair(side.x, side.cast, Form.ROWS, None, torch.bfloat16)[0]
     assert isinstance(made, RowOperand)
-    return made._replace(shape=side.shape)
+    return made
 
 
 # ---------------------------------------------------------------------------------------------- products
 
 
-def prepare(a: RowOperand, b: RowOperand, ends: Tensor, scaling: Scaling) -> Product:
-    """The arguments for rows a (M, K) in groups and a stack b (G, N, K)."""
-    e4m3 = torch.float8_e4m3fn
-    codes = b.codes.view(e4m3).view(*b.shape[:2], b.codes.shape[1])
-    scales = b.row_scale.view(b.shape[:2])
-    left = a.codes.view(e4m3)
-    return Product(scaling, left, codes, a.row_scale, scales, [], None, torch.bfloat16, ends.contiguous())
-
-
-def prepare_wgrad(a: RowOperand, b: RowOperand, groups: Groups, scaling: Scaling) -> Product:
-    """The arguments for a (N, P) and b (K, P), the columns in groups: each group gets all scales of rows."""
-    e4m3 = torch.float8_e4m3fn
-    scale_a, scale_b = (side.row_scale.flatten().repeat(groups.number) for side in (a, b))
-    left, right = a.codes.view(e4m3), b.codes.view(e4m3)
-    return Product(scaling, left, right, scale_a, scale_b, [], None, torch.bfloat16, groups.padded_ends)
+def scales_of_groups(side: RowOperand, count: int) -> Tensor:
+    """float32 (count * rows,): the scales of all rows, group by group."""
+    scales = side.row_scale.flatten()
+    return scales if side.groups == count else scales.repeat(count)
 
 
 def run(a: GemmOperand, b: GemmOperand, ends: Tensor, args: GemmArgs) -> Tensor:
-    left, right = rows_of_stack(a), rows_of_stack(b)
-    scaling = _scaling(left.codes.device)
-    assert isinstance(scaling, Scaling)
-    return zero_after(multiply(prepare(left, right, ends, scaling)), ends)
+    left, right = row_scaled_side(a), row_scaled_side(b)
+    e4m3 = torch.float8_e4m3fn
+    codes = right.codes.view(e4m3).view(*right.shape[:2], right.codes.shape[1])
+    return multiply(
+        left.codes.view(e4m3), left.row_scale.flatten(), codes, right.row_scale.flatten(), ends, left.shape[0]
+    )
 
 
 def run_wgrad(a: GemmOperand, b: GemmOperand, groups: Groups, args: GemmArgs) -> Tensor:
-    left, right = rows_of_stack(a), rows_of_stack(b)
-    scaling = _scaling(left.codes.device)
-    assert isinstance(scaling, Scaling)
-    return multiply(prepare_wgrad(left, right, groups, scaling))
+    sides = [row_scaled_side(side) for side in (a, b)]
+    left, right = (side.codes.view(torch.float8_e4m3fn) for side in sides)
+    scale_a, scale_b = (scales_of_groups(side, groups.number) for side in sides)
+    return multiply(left, scale_a, right, scale_b, groups.given, groups.rows, groups.block)
 
 
 GROUPED = Kernel("fp8_rows", refuses, run, "cuda")

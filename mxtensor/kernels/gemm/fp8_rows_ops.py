@@ -9,12 +9,13 @@ from ...core import custom_ops
 from ...core.kernel import Kernel, Spec
 from ...numerics.cast import Cast
 from ...numerics.formats import get_format
+from ...numerics.groups import Groups
 from ...numerics.row_scaled import why_not
 from ..quantize.triton_common import SOURCES, refuses
 from ..quantize.triton_ops import cast_arguments
 from ..runtime.check import check_argument, check_codes, check_device
 from ..runtime.recorded_op import recorded
-from .fp8_rows_both import Pair, rows_of_both, why_not_both
+from .fp8_rows_both import Pair, rows_of_both, rows_of_groups, why_not_both, why_not_groups
 from .fp8_rows_operand import matrix_of, rows_of_operand, rows_of_values, why_not_in_one
 from .row_operand import INNER, RowOperand, sections
 from .spec import Form
@@ -84,9 +85,34 @@ def cast_both_to_rows(
 
 @custom_ops.fake_of(cast_both_to_rows)
 def _(x, format, scaling, rounding, seed, amax_epsilon, rowwise):  # type: ignore[no-untyped-def]
-    rows, cols = x.shape
-    shapes = [(rows, cols), (cols, rows)] if rowwise else [(cols, rows)]
+    shapes = [tuple(x.shape), tuple(x.mT.shape)] if rowwise else [tuple(x.mT.shape)]
     return [x.new_empty(sections(get_format(format), shape)[1], dtype=torch.uint8) for shape in shapes]
+
+
+@custom_ops.define("mxtensor::cast_groups_to_rows")
+@recorded
+def cast_groups_to_rows(
+    x: Tensor, ends: Tensor, block: int, format: str, scaling: str, rounding: str, seed: int | None,
+    amax_epsilon: float, rowwise: bool,
+) -> list[Tensor]:  # fmt: skip
+    """``rows_of_groups`` of groups that are padded to ``block`` rows: memory as of ``cast_both_to_rows``."""
+    op, cast = "mxtensor::cast_groups_to_rows", Cast.of(format, scaling, rounding, seed, amax_epsilon)
+    check_argument(op, "x", x, (torch.bfloat16,), (None, None), x.device)
+    check_argument(op, "ends", ends, (torch.int32,), (None,), x.device)
+    check_device(op, x)
+    groups = Groups(ends, x.shape[0], block)
+    reason = why_not_groups(x, cast, groups)
+    if reason is not None:
+        raise ValueError(f"{op} {reason}")
+    return [side.memory for side in rows_of_groups(x, cast, groups, rowwise) if side is not None]  # type: ignore[misc]
+
+
+@custom_ops.fake_of(cast_groups_to_rows)
+def _(x, ends, block, format, scaling, rounding, seed, amax_epsilon, rowwise):  # type: ignore[no-untyped-def]
+    (rows, cols), groups, row = x.shape, Groups(ends, x.shape[0], block), get_format(format)
+    sizes = [sections(row, (rows, cols))[1]] if rowwise else []
+    sizes.append(sections(row, (cols, groups.length), groups.number)[1])
+    return [x.new_empty(size, dtype=torch.uint8) for size in sizes]
 
 
 # ---------------------------------------------------------------------------------------------- the kernel
@@ -101,22 +127,47 @@ def _refuses(
     return refuses(spec) or why_not_both(x, cast)
 
 
+def _is_transposed(x: Tensor) -> bool:
+    """Whether x is a transposed view, whose rows are the columns of what its memory holds."""
+    return x.dtype is torch.bfloat16 and x.stride(-1) != 1 and x.stride(-2) == 1
+
+
 def _run(x: Tensor, cast: Cast, rowwise: Form | None, columnwise: Form | None, *_: object) -> Pair:
+    if _is_transposed(x):
+        column, row = rows_of_both(x.mT, cast, columnwise is not None)
+        return row if rowwise is not None else None, column
     if columnwise is not None:
         return rows_of_both(x, cast, rowwise is not None)
     codes, row_scale, beyond, scale = rows_of_values(x, cast, any_distance=True)
-    return RowOperand(codes, row_scale, beyond, scale, cast.format, (x.shape[0], x.shape[1])), None
+    return RowOperand(codes, row_scale, beyond, scale, cast.format, tuple(x.shape)), None
 
 
 def _run_traced(x: Tensor, cast: Cast, rowwise: Form | None, columnwise: Form | None, *_: object) -> Pair:
-    rows, cols = x.shape
     x, arguments, format = x.detach(), cast_arguments(cast), cast.format
+    if _is_transposed(x):
+        column, row = _run_traced(x.mT, cast, columnwise, Form.ROWS)
+        return row if rowwise is not None else None, column
+    shape = tuple(x.shape)
     if columnwise is None:
-        codes, row_scale, beyond, scale = cast_to_rows(x, *arguments, True)
-        return RowOperand(codes, row_scale, beyond, scale, format, (rows, cols)), None
+        codes, row_scale, beyond, scale = cast_to_rows(x.reshape(-1, shape[-1]), *arguments, True)
+        return RowOperand(codes, row_scale, beyond, scale, format, shape), None
     memory = cast_both_to_rows(x, *arguments, rowwise is not None)
-    row = None if rowwise is None else RowOperand.inside(memory[0], format, (rows, cols))
-    return row, RowOperand.inside(memory[-1], format, (cols, rows))
+    row = None if rowwise is None else RowOperand.inside(memory[0], format, shape)
+    return row, RowOperand.inside(memory[-1], format, (*shape[:-2], shape[-1], shape[-2]))
 
 
 PAIR = Kernel("triton rows", _refuses, _run, "cuda", _run_traced)
+
+
+def _no_refusal(*_: object) -> None:
+    """``cast_groups`` asks before."""
+
+
+def _run_groups_traced(x: Tensor, cast: Cast, groups: Groups, rowwise: bool) -> Pair:
+    memory = cast_groups_to_rows(x.detach(), groups.given, groups.block, *cast_arguments(cast), rowwise)
+    (rows, cols), format = x.shape, cast.format
+    row = RowOperand.inside(memory[0], format, (rows, cols)) if rowwise else None
+    return row, RowOperand.inside(memory[-1], format, (cols, groups.length), groups.number)
+
+
+GROUPS = Kernel("triton rows", _no_refusal, rows_of_groups, "cuda", _run_groups_traced)

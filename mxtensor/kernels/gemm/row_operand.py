@@ -26,9 +26,9 @@ class RowOperand(NamedTuple):
     codes: Tensor
     """float8_e4m3fn (rows padded, cols padded)"""
     row_scale: Tensor
-    """float32 (rows padded, 1)"""
+    """float32 (groups * rows padded, 1)"""
     beyond: Tensor
-    """uint8 (rows padded,)"""
+    """uint8 (groups * rows padded,)"""
     scale: Tensor
     """scales of the blocks, 2-D, as in ``Operand``; where it was made by a cast, in rows beyond the bound only"""
     format: Format
@@ -36,24 +36,27 @@ class RowOperand(NamedTuple):
     """(rows, cols), or of a stack (weights, rows, cols), whose rows come one after the other"""
     memory: Tensor | None = None
     """uint8 (bytes,): what holds all four, in the order of ``sections``; None if they are apart"""
+    groups: int = 1
+    """groups of columns in which each row has a scale and a mark of its own: those of all rows, group by group"""
 
     @classmethod
-    def inside(cls, memory: Tensor, format: Format, shape: tuple[int, ...]) -> RowOperand:
-        """The operand in memory of ``sections(format, shape)`` bytes, whose rows are not padded."""
+    def inside(cls, memory: Tensor, format: Format, shape: tuple[int, ...], groups: int = 1) -> RowOperand:
+        """The operand in memory of ``sections(format, shape, groups)`` bytes, whose rows are not padded."""
         rows, matrix = math.prod(shape[:-1]), (math.prod(shape[:-1]), shape[-1])
-        codes, row_scale, beyond, scale = (memory.narrow(0, start, size) for start, size in sections(format, shape)[0])
+        places = sections(format, shape, groups)[0]
+        codes, row_scale, beyond, scale = (memory.narrow(0, start, size) for start, size in places)
         scale = scale.view(format.scale.dtype).view(format.scale_shape(matrix))
-        four = codes.view(rows, -1), row_scale.view(torch.float32).view(rows, 1), beyond, scale
-        return cls(*four, format, shape, memory)
+        four = codes.view(rows, -1), row_scale.view(torch.float32).view(-1, 1), beyond, scale
+        return cls(*four, format, shape, memory, groups)
 
 
 @cache
-def sections(format: Format, shape: tuple[int, ...]) -> tuple[list[tuple[int, int]], int]:
+def sections(format: Format, shape: tuple[int, ...], groups: int = 1) -> tuple[list[tuple[int, int]], int]:
     """(first byte, bytes) of codes, row scales, marks and scales of blocks in the memory of a row-scaled operand, and
     the bytes of all."""
     rows, cols = math.prod(shape[:-1]), shape[-1]
-    scales = format.scale_shape((rows, cols))
-    sizes = rows * round_up(cols, INNER), 4 * rows, rows, format.scale.dtype.itemsize * math.prod(scales)
+    scales, each = format.scale_shape((rows, cols)), rows * groups
+    sizes = rows * round_up(cols, INNER), 4 * each, each, format.scale.dtype.itemsize * math.prod(scales)
     places, start = [], 0
     for size in sizes:
         places.append((start, size))
@@ -62,7 +65,8 @@ def sections(format: Format, shape: tuple[int, ...]) -> tuple[list[tuple[int, in
 
 
 def values_of_rows(operand: RowOperand) -> Tensor:
-    """The float32 values of a row-scaled operand of 8-bit elements."""
+    """The float32 values of a row-scaled operand of 8-bit elements, without groups of columns."""
+    assert operand.groups == 1
     rows, cols = math.prod(operand.shape[:-1]), operand.shape[-1]
     codes, format = operand.codes[:rows, :cols].view(torch.uint8), operand.format
     own = Operand(codes.view(format.element.dtype), operand.scale, None, format, (rows, cols))

@@ -9,12 +9,15 @@ from ...core.kernel import Kernel
 from ...core.select import perform
 from ...numerics.cast import Cast
 from ...numerics.formats import FULL, Orientation
+from ...numerics.groups import Groups
 from ...numerics.operand import Operand
 from ...numerics.reference import check_source
-from ..gemm import fp8_rows_ops
+from ..gemm import fp8_rows_both, fp8_rows_ops
+from ..gemm.row_operand import RowOperand
 from ..gemm.spec import Form, GemmOperand
 from . import cuda_both_ops, triton_ops, two_casts
 from .select import cast_spec, quantize_operand
+from .triton_common import refuses as triton_refuses
 
 QUANTIZE_BOTH: tuple[Kernel, ...] = (
     cuda_both_ops.QUANTIZE_BOTH,
@@ -76,3 +79,16 @@ def cast_pair(
     x = x.resolve_neg()
     operands = (x, cast, rowwise, columnwise, dtype, amax, record)
     return perform(PAIR, cast_spec("cast pair", x, cast, amax, record), *operands)  # type: ignore[no-any-return]
+
+
+def cast_groups(
+    x: Tensor, cast: Cast, groups: Groups, rowwise: bool
+) -> tuple[RowOperand | None, RowOperand | None] | None:
+    """The row-scaled operand of rows in groups (M, K), if asked for, and that of the transpose of the padded matrix
+    (K, P), from one cast; None if no kernel casts them so."""
+    check_source(x)
+    x = x.resolve_neg()
+    spec = cast_spec("cast groups", x, cast)
+    if triton_refuses(spec) is not None or fp8_rows_both.why_not_groups(x, cast, groups) is not None:
+        return None
+    return perform((fp8_rows_ops.GROUPS,), spec, x, cast, groups, rowwise)  # type: ignore[no-any-return]

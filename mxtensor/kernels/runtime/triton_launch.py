@@ -71,7 +71,13 @@ def device_code(name: str) -> Any:
 _compiled: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
 
-def launch(kernel: Any, programs: int, arguments: tuple[Any, ...], constants: tuple[Any, ...], warps: int) -> None:
+STAGES = 3
+"""Steps of a loop whose loads are under way at once, unless a kernel says otherwise: Triton's own number."""
+
+
+def launch(
+    kernel: Any, programs: int, arguments: tuple[Any, ...], constants: tuple[Any, ...], warps: int, stages: int = STAGES
+) -> None:
     """Run a Triton kernel whose signature is ``arguments`` (tensors, ints, None) followed by ``constants``.
 
     Triton's own call binds and hashes every argument each time, which takes longer than a small cast. A compiled kernel
@@ -79,12 +85,12 @@ def launch(kernel: Any, programs: int, arguments: tuple[Any, ...], constants: tu
     """
     recorder = recording.active()
     if recorder is None:
-        _launch(kernel, programs, arguments, constants, warps)
+        _launch(kernel, programs, arguments, constants, warps, stages)
     elif interpreted():
-        recorder.call(_launch, (kernel, programs, arguments, constants, warps))
+        recorder.call(_launch, (kernel, programs, arguments, constants, warps, stages))
     else:
         with recorder.paused():
-            compiled = _launch(kernel, programs, arguments, constants, warps)
+            compiled = _launch(kernel, programs, arguments, constants, warps, stages)
         native = native_launch.prepared(compiled, programs, arguments)
         if native is not None:
             recorder.launch(recording.Launch(native[0], (), (), native[1]))
@@ -105,10 +111,13 @@ def zeros(count: int, device: torch.device) -> torch.Tensor:
     return out
 
 
-def _launch(kernel: Any, programs: int, arguments: tuple[Any, ...], constants: tuple[Any, ...], warps: int) -> Any:
+def _launch(
+    kernel: Any, programs: int, arguments: tuple[Any, ...], constants: tuple[Any, ...], warps: int, stages: int
+) -> Any:
     """``launch``; returns what Triton compiled."""
+    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": False}
     if interpreted():
-        kernel[(programs,)](*arguments, *constants, num_warps=warps, enable_fp_fusion=False)
+        kernel[(programs,)](*arguments, *constants, **options)
         return None
     facts = [
         a and (a % 16 == 0, a == 1, a > 0x7FFFFFFF)
@@ -117,10 +126,10 @@ def _launch(kernel: Any, programs: int, arguments: tuple[Any, ...], constants: t
         for a in arguments
     ]  # fmt: skip
     device = compat.current_cuda_device()
-    key = (id(kernel), device, warps, id(constants[0]), *constants[1:], *facts)
+    key = (id(kernel), device, warps, stages, id(constants[0]), *constants[1:], *facts)
     found = _compiled.get(key)
     if found is None:
-        compiled = kernel[(programs,)](*arguments, *constants, num_warps=warps, enable_fp_fusion=False)
+        compiled = kernel[(programs,)](*arguments, *constants, **options)
         _compiled[key] = compiled, kernel, constants[0]  # stored with the result, so that their ids are not reused
         return compiled
     compiled = found[0]

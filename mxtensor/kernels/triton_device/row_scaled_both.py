@@ -3,6 +3,9 @@
 The result is bitwise that of ``row_scaled.cast_to_rows`` of the matrix and of its transpose. Both kernels work on words
 of two columns, as ``quantize_columns_words``. The elements are E4M3 or E5M2 in blocks of 32 or more values.
 
+The matrix is a stack of matrices, each with its own transpose, or one whose rows are in groups: then the transpose has
+each group padded, and each group has scales of its own. ``row_scaled_places`` says which rows a program takes.
+
 Extremes are int32 and start as zero: of a row or column the largest of e + 1 over the scales 2^(e - 127) of its blocks
 that are not zero; HUGE if a block is not finite. Blocks may be any distance apart (``row_scaled(any_distance)``).
 """
@@ -11,10 +14,10 @@ import triton
 import triton.language as tl
 
 from .elements import float_of, from_codes
-from .quantize import block_scales, store_tile
+from .quantize import block_scales, load_tile, store_tile
 from .quantize_columns import as_matrix, in_row_order, over_columns, over_spans
-from .quantize_columns_words import load_words
 from .row_scaled import decide, exponent_of, to_e4m3
+from .row_scaled_places import place
 from .words import MAGNITUDES, column_codes, larger, largest, row_codes
 
 HUGE = tl.constexpr(1 << 20)
@@ -60,29 +63,44 @@ def extreme_words(bits, C: tl.constexpr, R: tl.constexpr):
 
 
 @triton.jit
+def in_tile(row, rows, col, cols, WIDE: tl.constexpr):
+    """Whether a value exists: one of ``rows`` rows and, unless all columns do (WIDE), of ``cols`` columns."""
+    if WIDE:
+        return row < rows
+    else:
+        return (row < rows) & (col < cols)
+
+
+@triton.jit
 def extremes_of_both(
-    x_ptr, row_ptr, column_ptr, rows, words, stride,
+    x_ptr, row_ptr, column_ptr, ends_ptr, parts, rows, words, stride, all_blocks,
     C: tl.constexpr, R: tl.constexpr, HIGH: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr,
+    WIDE: tl.constexpr, PAD: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """x (rows, words) int32; a program takes HIGH rows and BK words. row_ptr (rows,), column_ptr (2 * words,)."""
+    """x (all rows, words) int32; a program takes HIGH rows and BK words. row_ptr (all rows,), column_ptr (parts,
+    2 * words). ``parts`` to GROUPS: see ``place``. EVEN: all tiles are whole; WIDE: all have whole rows."""
     tiles = tl.cdiv(words, BK)
     down, right = tl.program_id(0) // tiles, tl.program_id(0) % tiles
-    row, col = down * HIGH + tl.arange(0, HIGH)[:, None], right * BK + tl.arange(0, BK)[None, :]
-    tile_ptr = x_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + row.to(tl.int64) * stride + col
-    word = tl.load(tile_ptr) if EVEN else tl.load(tile_ptr, mask=(row < rows) & (col < words), other=0)
+    part, _inner, first, there, _to, _room = place(down, ends_ptr, parts, rows, all_blocks, HIGH, PAD, GROUPS)
+    if there <= 0:
+        return
+    row, col = tl.arange(0, HIGH)[:, None], right * BK + tl.arange(0, BK)[None, :]
+    tile_ptr = x_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + first.to(tl.int64) * stride + (row * stride + col)
+    word = tl.load(tile_ptr) if EVEN else tl.load(tile_ptr, mask=in_tile(row, there, col, words, WIDE), other=0)
     word = word & MAGNITUDES
     if ROWS:
         NB: tl.constexpr = 2 * BK // C.block
         pair = largest(tl.reshape(word, (HIGH, NB, C.block // 2)), 2, C)
         top = extreme_words(tl.maximum(pair << 16, pair & 0x7FFF0000), C, R)
-        at = down * HIGH + tl.arange(0, HIGH)
-        tl.atomic_max(row_ptr + at, tl.max(top, axis=1), mask=at < rows, sem="relaxed")
+        at = tl.arange(0, HIGH)
+        tl.atomic_max(row_ptr + first + at, tl.max(top, axis=1), mask=at < there, sem="relaxed")
     pair = largest(tl.reshape(word, (HIGH // C.block, C.block, BK)), 1, C)
     low_top, high_top = extreme_words(pair << 16, C, R), extreme_words(pair & 0x7FFF0000, C, R)
     at = 2 * (right * BK + tl.arange(0, BK))
-    inside = right * BK + tl.arange(0, BK) < words
-    tl.atomic_max(column_ptr + at, tl.max(low_top, axis=0), mask=inside, sem="relaxed")
-    tl.atomic_max(column_ptr + at + 1, tl.max(high_top, axis=0), mask=inside, sem="relaxed")
+    inside = (right * BK + tl.arange(0, BK) < words) & (part < parts)
+    to = column_ptr + part * (2 * words) + at
+    tl.atomic_max(to, tl.max(low_top, axis=0), mask=inside, sem="relaxed")
+    tl.atomic_max(to + 1, tl.max(high_top, axis=0), mask=inside, sem="relaxed")
 
 
 @triton.jit
@@ -146,7 +164,7 @@ def moved_two(code, shift, C: tl.constexpr, R: tl.constexpr):
 @triton.jit
 def cast_rows(
     word, row, col, to_ptr, rows, words, width, row_extremes_ptr, first_row, C: tl.constexpr, R: tl.constexpr,
-    NB: tl.constexpr, EVEN: tl.constexpr,
+    NB: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Store the codes of one group of rows of words (Q, W, J, V); returns the scales of its blocks (NB, W, J)."""
     Q: tl.constexpr = word.shape[0]
@@ -166,26 +184,31 @@ def cast_rows(
     out = moved_two(code, tl.broadcast_to(over_columns(shift, Q), shape), C, R)
     if C.mantissa_bits == 2:
         out = tl.where(tl.reshape(beyond, (1, W, J, 1)), code, out)
-    store_tile(to_ptr + (row * width + col), out, (row < rows) & (col < words), EVEN)
+    store_tile(to_ptr + (row * width + col), out, in_tile(row, rows, col, words, WIDE), EVEN)
     return stored
 
 
 @triton.jit
-def store_facts(extremes_ptr, scale_ptr, beyond_ptr, at, size, R: tl.constexpr):
+def store_facts(extremes_ptr, scale_ptr, beyond_ptr, at, inside, R: tl.constexpr):
     """Store the row scales and marks of rows ``at``."""
-    _top, beyond, scale = decided(extremes_ptr, at, at < size, R)
-    tl.store(scale_ptr + at, scale, mask=at < size)
-    tl.store(beyond_ptr + at, beyond.to(tl.uint8), mask=at < size)
+    _top, beyond, scale = decided(extremes_ptr, at, inside, R)
+    tl.store(scale_ptr + at, scale, mask=inside)
+    tl.store(beyond_ptr + at, beyond.to(tl.uint8), mask=inside)
 
 
 @triton.jit
 def cast_both_to_rows(
     x_ptr, row_extremes_ptr, column_extremes_ptr, codes_ptr, row_scale_ptr, beyond_ptr, scale_ptr, tcodes_ptr,
-    trow_scale_ptr, tbeyond_ptr, tscale_ptr, rows, words, stride, width, scale_cols, tscale_cols, fours,
+    trow_scale_ptr, tbeyond_ptr, tscale_ptr, ends_ptr, parts, rows, words, stride, width, scale_cols, tscale_cols,
+    sixteens, all_blocks,
     C: tl.constexpr, R: tl.constexpr, W: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr,
+    WIDE: tl.constexpr, PAD: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """x (rows, words) int32, BK words and W spans of 32 rows to a program; ``stride`` and ``width`` are in words and in
-    pairs of codes. ``fours``: the length of a row of transposed codes in words. ROWS: the rows are cast, too."""
+    """x (all rows, words) int32, BK words and W spans of 32 rows to a program; ``stride`` and ``width`` are in words
+    and in pairs of codes. ``sixteens``: the length of a row of transposed codes over 16. ROWS: the rows are cast, too.
+
+    ``parts`` to GROUPS: see ``place``. Of a stack, codes, scales and marks of the transposes come one after the other;
+    of groups, codes and scales of blocks are those of one padded matrix, row scales and marks come group by group."""
     V: tl.constexpr = 2
     SPAN: tl.constexpr = 32
     J: tl.constexpr = SPAN // 4
@@ -194,17 +217,22 @@ def cast_both_to_rows(
     Q: tl.constexpr = BK // V
     tiles = tl.cdiv(words, BK)
     down, right = tl.program_id(0) // tiles, tl.program_id(0) % tiles
-    tile_row, first = down * (W * SPAN), right * BK
-    there, across = rows - tile_row, words - first
+    part, inner, tile_row, there, to_col, room = place(down, ends_ptr, parts, rows, all_blocks, W * SPAN, PAD, GROUPS)
+    if part > parts:
+        return
+    first, fours, cols = right * BK, sixteens * 4, 2 * words
+    across, live = words - first, part < parts
+    before = part * cols if GROUPS == 0 else 0  # rows of transposed codes
     j = tl.arange(0, J)[None, None, :, None]
     w = tl.arange(0, W)[None, :, None, None]
     col = tl.arange(0, Q)[:, None, None, None] * V + tl.arange(0, V)[None, None, None, :]
     row = w * SPAN + j * 4
     tile_ptr = x_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + (tile_row.to(tl.int64) * stride + first)
-    w0 = load_words(tile_ptr, row, col, there, across, stride, EVEN)
-    w1 = load_words(tile_ptr, row + 1, col, there, across, stride, EVEN)
-    w2 = load_words(tile_ptr, row + 2, col, there, across, stride, EVEN)
-    w3 = load_words(tile_ptr, row + 3, col, there, across, stride, EVEN)
+    at = tile_ptr + (row * stride + col)
+    w0 = load_tile(at, in_tile(row, there, col, across, WIDE), EVEN)
+    w1 = load_tile(at + stride, in_tile(row + 1, there, col, across, WIDE), EVEN)
+    w2 = load_tile(at + 2 * stride, in_tile(row + 2, there, col, across, WIDE), EVEN)
+    w3 = load_tile(at + 3 * stride, in_tile(row + 3, there, col, across, WIDE), EVEN)
 
     upper, lower = larger(w0 & MAGNITUDES, w1 & MAGNITUDES, C), larger(w2 & MAGNITUDES, w3 & MAGNITUDES, C)
     pair = largest(larger(upper, lower, C), 2, C)
@@ -214,16 +242,16 @@ def cast_both_to_rows(
     low_stored, low, _, low_finite = block_scales(pair << 16, one, C)
     high_stored, high, _, high_finite = block_scales(pair & 0x7FFF0000, one, C)
     column = 2 * (first + tl.arange(0, Q)[:, None, None] * V + tl.arange(0, V)[None, None, :])
-    cols = 2 * words
-    low_top, low_beyond, _s0 = decided(column_extremes_ptr, column, column < cols, R)
-    high_top, high_beyond, _s1 = decided(column_extremes_ptr, column + 1, column < cols, R)
+    of_part, known = part * cols + column, (column < cols) & live
+    low_top, low_beyond, _s0 = decided(column_extremes_ptr, of_part, known, R)
+    high_top, high_beyond, _s1 = decided(column_extremes_ptr, of_part + 1, known, R)
     low_shift, high_shift = (
         shift_word(low_stored, low_top, C, R, low_beyond),
         shift_word(high_stored, high_top, C, R, high_beyond),
     )
-    block = down * (W // G) + tl.arange(0, W // G)[None, :, None]
-    inside = (column < cols) & (block < tscale_cols)
-    to = tscale_ptr + column.to(tl.int64) * tscale_cols + block
+    block = tl.arange(0, W // G)[None, :, None]
+    inside = known & (block * C.block < room)
+    to = tscale_ptr + (before + column).to(tl.int64) * tscale_cols + (to_col // C.block + block)
     tl.store(to, low_stored, mask=inside & low_beyond)
     tl.store(to + tscale_cols, high_stored, mask=inside & high_beyond)
     if G > 1:
@@ -244,25 +272,29 @@ def cast_both_to_rows(
     if C.mantissa_bits == 2:
         low_four = tl.where(low_beyond[:, :, None, :], low_code, low_four)
         high_four = tl.where(high_beyond[:, :, None, :], high_code, high_four)
-    four = tl.reshape(tl.join(low_four, high_four), (Q, W, J, 2 * V))
-    four_row = down * (W * J) + tl.arange(0, W * J)[:, None]
+    four = as_matrix(tl.reshape(tl.join(low_four, high_four), (Q, W, J, 2 * V)))
+    if GROUPS > 0:
+        four = tl.where(live, four, 0)
+    four_row = tl.arange(0, W * J)[:, None]
     transposed_ptr = tcodes_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
-    transposed_ptr += (2 * first).to(tl.int64) * fours + down * (W * J)
+    transposed_ptr += (before + 2 * first).to(tl.int64) * fours + to_col // 16 * 4
     across_four = tl.arange(0, 2 * BK)[None, :]
-    pointer = transposed_ptr + (across_four * fours + tl.arange(0, W * J)[:, None])
-    store_tile(pointer, as_matrix(four), (four_row < fours) & (2 * first + across_four < cols), EVEN)
-    if down == 0:
-        store_facts(column_extremes_ptr, trow_scale_ptr, tbeyond_ptr, 2 * first + tl.arange(0, 2 * BK), cols, R)
+    pointer = transposed_ptr + (across_four * fours + four_row)
+    store_tile(pointer, four, in_tile(four_row, room // 16 * 4, across_four, cols - 2 * first, WIDE), EVEN)
+    if inner == 0:
+        each = 2 * first + tl.arange(0, 2 * BK)
+        store_facts(column_extremes_ptr, trow_scale_ptr, tbeyond_ptr, part * cols + each, (each < cols) & live, R)
     if ROWS:
         row_ptr = codes_ptr.to(tl.pointer_type(tl.int16), bitcast=True) + (tile_row.to(tl.int64) * width + first)
-        s0 = cast_rows(w0, row, col, row_ptr, there, across, width, row_extremes_ptr, tile_row, C, R, NB, EVEN)
-        s1 = cast_rows(w1, row + 1, col, row_ptr, there, across, width, row_extremes_ptr, tile_row, C, R, NB, EVEN)
-        s2 = cast_rows(w2, row + 2, col, row_ptr, there, across, width, row_extremes_ptr, tile_row, C, R, NB, EVEN)
-        s3 = cast_rows(w3, row + 3, col, row_ptr, there, across, width, row_extremes_ptr, tile_row, C, R, NB, EVEN)
-        tile = tile_row + tl.arange(0, W * SPAN)[:, None]
+        s0 = cast_rows(w0, row, col, row_ptr, there, across, width, row_extremes_ptr, tile_row, C, R, NB, EVEN, WIDE)
+        s1 = cast_rows(w1, row + 1, col, row_ptr, there, across, width, row_extremes_ptr, tile_row, C, R, NB, EVEN, WIDE)
+        s2 = cast_rows(w2, row + 2, col, row_ptr, there, across, width, row_extremes_ptr, tile_row, C, R, NB, EVEN, WIDE)
+        s3 = cast_rows(w3, row + 3, col, row_ptr, there, across, width, row_extremes_ptr, tile_row, C, R, NB, EVEN, WIDE)
+        line = tl.arange(0, W * SPAN)
+        tile, inside = tile_row + line[:, None], line[:, None] < there
         block = right * NB + tl.arange(0, NB)[None, :]
-        _top, beyond, _scale = decided(row_extremes_ptr, tile, tile < rows, R)
+        _top, beyond, _scale = decided(row_extremes_ptr, tile, inside, R)
         to = scale_ptr + tile.to(tl.int64) * scale_cols + block
-        tl.store(to, in_row_order(s0, s1, s2, s3), mask=(tile < rows) & beyond & (block < scale_cols))
+        tl.store(to, in_row_order(s0, s1, s2, s3), mask=inside & beyond & (block < scale_cols))
         if right == 0:
-            store_facts(row_extremes_ptr, row_scale_ptr, beyond_ptr, tile_row + tl.arange(0, W * SPAN), rows, R)
+            store_facts(row_extremes_ptr, row_scale_ptr, beyond_ptr, tile_row + line, line < there, R)

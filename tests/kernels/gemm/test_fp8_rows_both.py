@@ -99,8 +99,9 @@ def test_the_values_of_an_operand_are_those_of_its_codes_within_the_bound():
     ("name", "shape", "dtype", "reason"),
     [
         ("mxfp4", (32, 64), BF16, "casts 8-bit elements"),
-        ("mxfp8", (32, 72), BF16, "multiples of 16 rows and columns, not (32, 72)"),
-        ("mxfp8", (2, 32, 64), BF16, "needs a matrix"),
+        ("mxfp8", (32, 72), BF16, "multiples of 16 rows and columns or a stack of them, not (32, 72)"),
+        ("mxfp8", (2, 2, 32, 64), BF16, "needs a matrix of multiples of 16 rows and columns or a stack of them"),
+        ("mxfp8", (2, 40, 64), BF16, "not (2, 40, 64)"),
         ("mxfp8", (32, 64), torch.float64, "not for float64"),
         ("nvfp4", (32, 64), BF16, "powers of two"),
         ("mxfp8[32x32]", (32, 64), BF16, "blocks along rows"),
@@ -127,7 +128,7 @@ def test_a_traced_cast_has_the_shapes_of_the_eager_one(pretend):
 
 @pytest.mark.parametrize("shape", [(32, 64), (48, 80), (16, 16)])
 def test_an_operand_is_one_memory(shape):
-    column = empty_operand(*shape, mx.Cast.of("mxfp8"), torch.device("cpu"))
+    column = empty_operand(shape, mx.Cast.of("mxfp8"), torch.device("cpu"))
     memory, rebuilt = column.memory, RowOperand.inside(column.memory, column.format, column.shape)
     places, size = sections(column.format, column.shape)
     ends = [start + size for start, size in places]

@@ -4,6 +4,7 @@ Without a GPU a strict stand-in takes the place of ``torch._scaled_grouped_mm``;
 """
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mxtensor as mx
 from mxtensor.kernels.gemm import fp8_rows_groups, scaled_mm_contract
-from mxtensor.kernels.gemm.fp8_rows_groups import prepare_wgrad
+from mxtensor.kernels.gemm.fp8_rows_groups import scales_of_groups
 from mxtensor.kernels.gemm.row_operand import RowOperand, values_of_rows
+from mxtensor.kernels.gemm.scaled_mm_contract import Product
 from mxtensor.kernels.gemm.select import GROUPED, GROUPED_WGRAD, grouped_wgrad
 from mxtensor.kernels.gemm.spec import GemmArgs, Unquantized
 from mxtensor.numerics.groups import groups_of_rows
@@ -92,6 +94,29 @@ def test_each_group_of_columns_gives_a_matrix(pretend, monkeypatch):
             assert_same_product(y[i], lambda p, q: p @ q.t(), left, right)
 
 
+def test_columns_may_have_scales_of_their_own_in_each_group(pretend, monkeypatch):
+    """Bitwise the product of operands of which each group was cast alone."""
+    pretend(HOPPER)
+    monkeypatch.setattr(torch, "_scaled_grouped_mm", columns_of_groups)
+    groups = groups_of_rows(ends_of([40, 24]), 64, 32)
+    x = [values(64, cols) * torch.tensor([1.0, 2.0**20]).repeat_interleave(torch.tensor([40, 24]))[:, None]
+         for cols in (48, 64)]  # fmt: skip
+    ends = [0, *groups.padded_ends.tolist()]
+    sides = []
+    for t in x:
+        padded = groups.padded(t).t()
+        parts = [rows(padded[:, start:end]) for start, end in pairwise(ends)]
+        whole = rows(padded)
+        codes = torch.cat([part.codes for part in parts] + [whole.codes[:, ends[-1] :]], 1)
+        scale, beyond = (torch.cat([part[i] for part in parts]) for i in (1, 2))
+        sides.append(whole._replace(codes=codes, row_scale=scale, beyond=beyond, groups=2))
+    y = fp8_rows_groups.run_wgrad(*sides, groups, GemmArgs(BF16))
+    for i, (start, end) in enumerate(pairwise(ends)):
+        alone = [rows(groups.padded(t).t()[:, start:end]) for t in x]
+        left, right = map(values_of_rows, alone)
+        assert_same_product(y[i], lambda p, q: p @ q.t(), left, right)
+
+
 def test_a_row_too_large_for_a_scale_is_nan_and_never_a_number(pretend, monkeypatch):
     pretend(HOPPER)
     monkeypatch.setattr(torch, "_scaled_grouped_mm", product_of_groups)
@@ -121,7 +146,7 @@ def step(recipe, m=2048, shape=(4, 128, 256)):
 
 @pytest.mark.parametrize("format", [Format.E4M3, Format.HYBRID])
 def test_hopper_multiplies_all_three_products_in_one_launch_each(pretend, format):
-    """torch's own checks accept the arguments, and nothing waits for the ends of the groups."""
+    """Nothing waits for the ends of the groups."""
     pytest.importorskip("triton")
     pretend(HOPPER)
     kernels, saved = step(MXFP8BlockScaling(fp8_format=format))
@@ -183,7 +208,9 @@ def test_the_contract_of_groups_of_columns_is_checked(pretend):
     pretend(HOPPER)
     groups = groups_of_rows(ends_of([20, 20]), 40, 32)
     a, b = (rows(groups.padded(values(40, cols)).t()) for cols in (16, 32))
-    product = prepare_wgrad(a, b, groups, scaled_mm_contract.GROUPED_SCALINGS[0])
+    codes = (side.codes.view(torch.float8_e4m3fn) for side in (a, b))
+    scales = (scales_of_groups(side, 2) for side in (a, b))
+    product = Product(scaled_mm_contract.GROUPED_SCALINGS[0], *codes, *scales, [], None, BF16, groups.padded_ends)
     scaled_mm_contract.check(product)
     assert product.shape == (2, 16, 32)
     for change, words in (

@@ -1,0 +1,45 @@
+"""Which product of groups of row-scaled E4M3 is expected to be fastest: torch's, or this package's with some tile.
+
+``torch._scaled_grouped_mm`` takes one of three tiles by the sizes of an average group (ScaledGroupMM.cu of torch 2.11).
+The one for groups of which fewer than two of M, N and K are 2048 or more keeps two accumulators of 128x256 values, which
+spill registers when sums go to float32: 237 TFLOP/s were measured on an H100, where the others reach 1000.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Tile(NamedTuple):
+    """The part of the result that one program computes, and how it is launched."""
+
+    m: int
+    n: int
+    """columns of one part"""
+    parts: int
+    k: int
+    band: int
+    """row tiles that are taken before the next column of tiles"""
+    warps: int
+    stages: int
+
+
+SQUARE, WIDE = Tile(128, 128, 1, 128, 16, 8, 4), Tile(128, 128, 2, 128, 16, 8, 3)
+TORCH_RATES = {"64x128": 600, "128x128": 1000, "128x256": 237}
+"""Tile of torch's product -> TFLOP/s on an H100; 64x128 is not measured."""
+TRITON_RATES = {SQUARE: 600, WIDE: 550}
+"""Tile of this package's product -> the same; not measured."""
+LARGE, FEW = 2048, 128
+
+
+def torch_tile(m: int, n: int, k: int) -> str:
+    """The tile that torch takes for products of (m, k) by (n, k) of an average group."""
+    if m <= FEW or n <= FEW:
+        return "64x128"
+    return "128x128" if sum(size >= LARGE for size in (m, n, k)) >= 2 else "128x256"
+
+
+def fastest(m: int, n: int, k: int) -> Tile | None:
+    """The tile of this package's product; None if torch's is expected to be faster."""
+    tile = max(TRITON_RATES, key=lambda tile: TRITON_RATES[tile])
+    return tile if TRITON_RATES[tile] > TORCH_RATES[torch_tile(m, n, k)] else None

@@ -1,0 +1,190 @@
+"""Products of row-scaled E4M3 in groups: torch's or Triton's, whichever is faster, as one op. bfloat16 results.
+
+Device code of the second: ``triton_device/row_scaled_groups.py``. Both add up 128 columns in the tensor cores and the
+rest in float32. The host never reads the ends of the groups.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...core import custom_ops
+from ...core.devices import cached
+from ...core.tracing import is_traced
+from ...numerics.formats import get_format
+from ...numerics.groups import padded_length
+from ..quantize.triton_common import ceil_div
+from ..runtime import triton_launch
+from ..runtime.check import check_argument, check_device
+from ..runtime.recorded_op import recorded
+from ..runtime.triton_launch import device_code, launch, on
+from .fp8_rows_groups_costs import Tile, fastest
+from .row_operand import INNER
+from .scaled_mm_call import launch as launch_torch
+from .scaled_mm_contract import GROUPED_SCALINGS, MAX_GROUPS, Product, Scaling, plan_here
+
+ZEROS = (16, 512, 4)
+"""(rows, columns, warps) of a program that writes zeros."""
+
+
+def scaling_of(device: torch.device) -> Scaling | str:
+    """How torch multiplies groups of E4M3 rows on this device, or why it does not."""
+    row = get_format("float8_e4m3_row")
+    return plan_here(GROUPED_SCALINGS, row, row, device)
+
+
+@cached
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+def _power(groups: int) -> int:
+    """A power of two above the number of groups."""
+    return 1 << groups.bit_length()
+
+
+# ---------------------------------------------------------------------------------------------- Triton's product
+
+
+def triton_rows(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, ends: Tensor, tile: Tile) -> Tensor:
+    """Rows of a (M, K) times the matrix of their group, b (G, N, K): (M, N), zeros after the last end. Codes are
+    float8_e4m3fn, scales float32 (M,) and (G * N,)."""
+    (rows, inner), (groups, width, _) = a.shape, b.shape
+    out = torch.empty(rows, width, dtype=torch.bfloat16, device=a.device)
+    with on(a.device):
+        launch(
+            device_code("row_scaled_groups.rows_by_stack"),
+            (rows // tile.m + groups + 1) * ceil_div(width, tile.n * tile.parts),
+            (a, scale_a, b, scale_b, ends, out, groups, rows, width, inner),
+            (tile.m, tile.n, tile.k, tile.parts, tile.band, inner % tile.k == 0, _power(groups)),
+            tile.warps,
+            tile.stages,
+        )
+    return out
+
+
+def triton_columns(
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, ends: Tensor, rows: int, block: int, tile: Tile
+) -> Tensor:
+    """The products over the columns of each group: a (N, P) by b (K, P), (G, N, K). ``ends``: of groups of ``rows``
+    rows, padded to ``block``; scales float32 (G * N,) and (G * K,)."""
+    (height, length), width, groups = a.shape, b.shape[0], ends.shape[0]
+    out = torch.empty(groups, height, width, dtype=torch.bfloat16, device=a.device)
+    with on(a.device):
+        launch(
+            device_code("row_scaled_groups.columns_of_groups"),
+            groups * ceil_div(height, tile.m) * ceil_div(width, tile.n * tile.parts),
+            (a, scale_a, b, scale_b, ends, out, groups, rows, height, width, length),
+            (tile.m, tile.n, tile.k, tile.parts, tile.band, block, _power(groups)),
+            tile.warps,
+            tile.stages,
+        )
+    return out
+
+
+# ---------------------------------------------------------------------------------------------- torch's product
+
+
+def zero_after(out: Tensor, ends: Tensor) -> Tensor:
+    """``out`` (M, N), with zeros written to the rows after the last end: torch leaves them as they are."""
+    (rows, width), (high, wide, warps) = out.shape, ZEROS
+    with on(out.device):
+        launch(
+            device_code("row_scaled_groups.zero_after"),
+            2 * _multiprocessors(out.device),
+            (out, ends, ends.shape[0], rows, width),
+            (high, wide),
+            warps,
+        )
+    return out
+
+
+def padded_ends(ends: Tensor, rows: int, block: int) -> Tensor:
+    """``Groups.padded_ends`` in one launch."""
+    groups = ends.shape[0]
+    out = torch.empty_like(ends)
+    blocks = padded_length(rows, groups, block) // block
+    with on(ends.device):
+        launch(
+            device_code("row_scaled_groups.padded_ends"), 1, (ends, out, groups, rows, blocks), (block, _power(groups)),
+            4,
+        )  # fmt: skip
+    return out
+
+
+def torch_rows(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, ends: Tensor) -> Tensor:
+    """``triton_rows`` by torch."""
+    scaling = scaling_of(a.device)
+    assert isinstance(scaling, Scaling)
+    scales = scale_a.unsqueeze(1), scale_b.view(b.shape[:2])
+    inside = ends.clamp(0, a.shape[0])
+    return zero_after(launch_torch(Product(scaling, a, b, *scales, [], None, torch.bfloat16, inside)), ends)
+
+
+def torch_columns(
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, ends: Tensor, rows: int, block: int
+) -> Tensor:
+    """``triton_columns`` by torch."""
+    scaling = scaling_of(a.device)
+    assert isinstance(scaling, Scaling)
+    padded = padded_ends(ends, rows, block)
+    return launch_torch(Product(scaling, a, b, scale_a, scale_b, [], None, torch.bfloat16, padded))
+
+
+# ---------------------------------------------------------------------------------------------- one op
+
+
+def _multiply(
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, ends: Tensor, rows: int, block: int
+) -> Tensor:
+    groups = ends.shape[0]
+    if block == 0:
+        tile = fastest(rows // groups, b.shape[1], a.shape[1])
+        given = a, scale_a, b, scale_b, ends
+        return torch_rows(*given) if tile is None else triton_rows(*given, tile)
+    tile = fastest(a.shape[0], b.shape[0], a.shape[1] // groups)
+    columns = a, scale_a, b, scale_b, ends, rows, block
+    return torch_columns(*columns) if tile is None else triton_columns(*columns, tile)
+
+
+@custom_ops.define("mxtensor::fp8_rows_grouped_mm")
+@recorded
+def fp8_rows_grouped_mm(
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, ends: Tensor, rows: int, block: int
+) -> Tensor:
+    """Products of codes (float8_e4m3fn) in groups of ``rows`` rows, of which ``ends`` are the ends.
+
+    ``block`` 0: a (rows, K) by b (G, N, K). Otherwise a (N, P) by b (K, P), groups of columns padded to ``block``.
+    """
+    op, device, e4m3 = "mxtensor::fp8_rows_grouped_mm", a.device, (torch.float8_e4m3fn,)
+    check_argument(op, "ends", ends, (torch.int32,), (None,), device)
+    groups = ends.shape[0]
+    if not 0 < groups <= MAX_GROUPS or block % INNER or rows < 0:
+        raise ValueError(f"{op} needs 1 to {MAX_GROUPS} groups and a block of multiples of {INNER}; got {groups}, {block}")
+    inner = padded_length(rows, groups, block) if block else a.shape[-1]
+    check_argument(op, "a", a, e4m3, (None, inner) if block else (rows, inner), device)
+    check_argument(op, "b", b, e4m3, (None, inner) if block else (groups, None, inner), device)
+    sizes = (groups * a.shape[0], groups * b.shape[0]) if block else (rows, groups * b.shape[1])
+    for name, scale, size in zip(("scales of a", "scales of b"), (scale_a, scale_b), sizes, strict=True):
+        check_argument(op, name, scale, (torch.float32,), (size,), device)
+    check_device(op, a)
+    widths = (inner, b.shape[0] if block else b.shape[1])
+    if any(n % INNER or not n for n in widths) or not all(t.is_contiguous() for t in (a, b, scale_a, scale_b)):
+        raise ValueError(f"{op} needs contiguous tensors, K and N in multiples of {INNER}; got {widths}")
+    return _multiply(a, scale_a, b, scale_b, ends.contiguous(), rows, block)
+
+
+@custom_ops.fake_of(fp8_rows_grouped_mm)
+def _(a, scale_a, b, scale_b, ends, rows, block):  # type: ignore[no-untyped-def]
+    shape = (ends.shape[0], a.shape[0], b.shape[0]) if block else (rows, b.shape[1])
+    return a.new_empty(shape, dtype=torch.bfloat16)
+
+
+def multiply(
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, ends: Tensor, rows: int, block: int = 0
+) -> Tensor:
+    """``fp8_rows_grouped_mm`` of arguments that fit; one op while being traced."""
+    if is_traced(a, b, ends):
+        return fp8_rows_grouped_mm(a, scale_a, b, scale_b, ends, rows, block)  # type: ignore[no-any-return]
+    return _multiply(a, scale_a, b, scale_b, ends.contiguous(), rows, block)

@@ -1,0 +1,232 @@
+"""Products of row-scaled E4M3 in groups: Triton's and torch's against exact sums, and which of them runs."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import mxtensor  # noqa: F401
+from mxtensor.kernels.gemm import fp8_rows_groups_costs as costs
+from mxtensor.kernels.gemm import fp8_rows_groups_mm as groups_mm
+from mxtensor.kernels.gemm.fp8_rows_groups_costs import SQUARE, WIDE, Tile
+from mxtensor.numerics.groups import Groups
+from mxtensor.numerics.row_scaled_bound import FLOAT32_SUMS
+from tests.helpers.stand_in import BF16
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the same runs on the device")
+E4M3 = torch.float8_e4m3fn
+SMALL, HALVES = Tile(32, 32, 1, 32, 2, 4, 2), Tile(32, 16, 2, 64, 1, 4, 2)
+SIZES = [5, 0, 70, 33, 0, 1]
+HOPPER_PART = 2.0**-10
+"""Of sum |a||b|: what the tensor cores of Hopper lose of random values, at most."""
+
+
+def ends_of(sizes, device="cpu"):
+    return torch.tensor(sizes, device=device).cumsum(0).to(torch.int32)
+
+
+def codes(*shape, device="cpu"):
+    return torch.randn(shape, device=device).to(E4M3)
+
+
+def scales(count, device="cpu"):
+    return 2.0 ** torch.randint(-3, 4, (count,), device=device).float()
+
+
+def poisoned(monkeypatch):
+    """Memory starts with values."""
+    whole = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: whole(*a, **k).fill_(77))
+
+
+def assert_close(y, a, b, sums):
+    """y is a @ b^T, float64, but for sums and one rounding, which is a truncation in Triton's interpreter."""
+    exact, magnitude = a @ b.t(), a.abs() @ b.abs().t()
+    rounding = 2.0**-8 if y.is_cuda else 2.0**-7
+    assert ((y.double() - exact).abs() <= rounding * exact.abs() + sums * magnitude + 1e-30).all()
+
+
+def check_rows(y, a, scale_a, b, scale_b, sizes, sums):
+    start, (count, width, _) = 0, b.shape
+    assert y.dtype is BF16 and y.shape == (a.shape[0], width)
+    left = a.double() * scale_a.double()[:, None]
+    for i, n in enumerate(sizes):
+        right = b[i].double() * scale_b.view(count, width)[i].double()[:, None]
+        assert_close(y[start : start + n], left[start : start + n], right, sums)
+        start += n
+    assert not y[start:].any()
+
+
+def check_columns(y, a, scale_a, b, scale_b, groups, sums):
+    count = groups.number
+    assert y.dtype is BF16 and y.shape == (count, a.shape[0], b.shape[0])
+    start = 0
+    for i, end in enumerate(groups.padded_ends.tolist()):
+        left, right = (
+            t[:, start:end].double() * s.view(count, -1)[i].double()[:, None] for t, s in ((a, scale_a), (b, scale_b))
+        )
+        assert_close(y[i], left, right, sums)
+        start = end
+
+
+def rows_case(device, tile, sizes, after, width, inner, sums):
+    rows, count = sum(sizes) + after, len(sizes)
+    a, b = codes(rows, inner, device=device), codes(count, width, inner, device=device)
+    scale_a, scale_b = scales(rows, device), scales(count * width, device)
+    ends = ends_of(sizes, device)
+    run = groups_mm.torch_rows if tile is None else lambda *given: groups_mm.triton_rows(*given, tile)
+    check_rows(run(a, scale_a, b, scale_b, ends), a, scale_a, b, scale_b, sizes, sums)
+
+
+def columns_case(device, tile, sizes, after, height, width, block, sums):
+    rows, count = sum(sizes) + after, len(sizes)
+    groups = Groups(ends_of(sizes, device), rows, block)
+    a, b = codes(height, groups.length, device=device), codes(width, groups.length, device=device)
+    tail = int(groups.padded_ends[-1])
+    for t in (a, b):  # NaN, which no sum may touch
+        t.view(torch.uint8)[:, tail:] = 0x7F
+    scale_a, scale_b = scales(count * height, device), scales(count * width, device)
+    run = groups_mm.torch_columns if tile is None else lambda *given: groups_mm.triton_columns(*given, tile)
+    check_columns(
+        run(a, scale_a, b, scale_b, groups.given, rows, block), a, scale_a, b, scale_b, groups, sums
+    )
+
+
+# ---------------------------------------------------------------------------------------------- in the interpreter
+
+
+@interpreted
+@pytest.mark.exhaustive(quick=2)
+@pytest.mark.parametrize("sizes, after", [(SIZES, 20), ([0, 0, 64], 0), ([0, 0], 32), ([90], 0)])
+@pytest.mark.parametrize("width, inner", [(48, 64), (80, 48)])
+@pytest.mark.parametrize("tile", [SMALL, HALVES], ids=["one", "halves"])
+def test_rows_meet_the_matrix_of_their_group(monkeypatch, tile, width, inner, sizes, after):
+    poisoned(monkeypatch)
+    rows_case("cpu", tile, sizes, after, width, inner, FLOAT32_SUMS)
+
+
+@interpreted
+@pytest.mark.exhaustive(quick=2)
+@pytest.mark.parametrize("sizes, after", [(SIZES, 20), ([0, 0, 64], 0), ([90], 0)])
+@pytest.mark.parametrize("height, width, block", [(48, 64, 32), (64, 16, 64), (16, 80, 128)])
+@pytest.mark.parametrize("tile", [SMALL, HALVES], ids=["one", "halves"])
+def test_the_columns_of_each_group_give_a_matrix(monkeypatch, tile, height, width, block, sizes, after):
+    poisoned(monkeypatch)
+    columns_case("cpu", tile, sizes, after, height, width, block, FLOAT32_SUMS)
+
+
+@interpreted
+def test_a_scale_that_is_nan_gives_nan_in_its_row_alone():
+    a, b = codes(32, 32), codes(2, 16, 32)
+    scale_a, scale_b = scales(32), scales(32)
+    scale_a[3] = float("nan")
+    y = groups_mm.triton_rows(a, scale_a, b, scale_b, ends_of([16, 16]), SMALL)
+    assert y[3].isnan().all() and y.isnan().sum() == 16
+
+
+@interpreted
+@pytest.mark.parametrize("sizes, after", [([5, 0, 70], 53), ([0, 0], 40), ([30, 34], 0)])
+def test_rows_after_the_last_end_are_zeros_and_the_others_stay(sizes, after):
+    y = torch.randn(sum(sizes) + after, 600).to(BF16)
+    expected = y.clone()
+    expected[sum(sizes) :] = 0
+    assert torch.equal(groups_mm.zero_after(y, ends_of(sizes)), expected)
+
+
+@interpreted
+@pytest.mark.parametrize("ends", [[5, 5, 75], [0, 0, 0], [90, 10, 200], [-4, 300, 100]])
+@pytest.mark.parametrize("block", [32, 128])
+def test_padded_ends_are_those_of_the_definition(ends, block):
+    given = torch.tensor(ends, dtype=torch.int32)
+    made = groups_mm.padded_ends(given, 96, block)
+    assert torch.equal(made, Groups(given, 96, block).padded_ends) and made.dtype is torch.int32
+
+
+@interpreted
+@pytest.mark.parametrize("ends", [[60, 10], [100, 300], [-5, 32]])
+def test_ends_that_are_no_ends_write_nothing_outside(monkeypatch, ends):
+    guard = torch.full((3, 64, 32), 5.0, dtype=BF16)
+    whole = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, **k: guard[1] if size == (64, 32) else whole(*size, **k))
+    given = torch.tensor(ends, dtype=torch.int32)
+    groups_mm.triton_rows(codes(64, 32), scales(64), codes(2, 32, 32), scales(64), given, SMALL)
+    assert (guard[0] == 5).all() and (guard[2] == 5).all()
+
+
+# ---------------------------------------------------------------------------------------------- which one runs
+
+
+def test_the_tiles_of_torch_are_known():
+    """The three shapes of benchmarks/train_grouped.py: rows of a group, N, K."""
+    assert [costs.torch_tile(*s) for s in ((2048, 14336, 4096), (512, 2048, 2048), (512, 1536, 4096))] == [
+        "128x128", "128x128", "128x256",
+    ]  # fmt: skip
+    assert costs.torch_tile(128, 4096, 4096) == costs.torch_tile(4096, 64, 4096) == "64x128"
+
+
+def test_the_faster_product_runs(monkeypatch):
+    monkeypatch.setattr(costs, "TRITON_RATES", {SQUARE: 500, WIDE: 700})
+    assert costs.fastest(512, 1536, 4096) == WIDE
+    assert costs.fastest(2048, 14336, 4096) is None
+    monkeypatch.setattr(costs, "TORCH_RATES", dict.fromkeys(costs.TORCH_RATES, 600))
+    assert costs.fastest(2048, 14336, 4096) == WIDE
+
+
+@interpreted
+def test_the_op_is_the_product_and_checks_its_arguments(monkeypatch):
+    monkeypatch.setattr(groups_mm, "fastest", lambda m, n, k: SMALL)
+    op = torch.ops.mxtensor.fp8_rows_grouped_mm
+    ends = ends_of([20, 20])
+    a, b, scale_a, scale_b = codes(48, 64), codes(2, 32, 64), scales(48), scales(64)
+    y = op(a, scale_a, b, scale_b, ends, 48, 0)
+    assert torch.equal(y, groups_mm.triton_rows(a, scale_a, b, scale_b, ends, SMALL))
+    p, q, scale_p, scale_q = codes(16, 96), codes(32, 96), scales(32), scales(64)
+    dw = op(p, scale_p, q, scale_q, ends, 48, 32)
+    assert torch.equal(dw, groups_mm.triton_columns(p, scale_p, q, scale_q, ends, 48, 32, SMALL))
+    for words, *given in (
+        (r"a must have shape \(40, 64\)", a, scale_a, b, scale_b, ends, 40, 0),
+        (r"b must have shape \(2, 'any', 64\)", a, scale_a, b[:1], scale_b, ends, 48, 0),
+        (r"scales of b must have shape \(64,\)", a, scale_a, b, scale_b[:32], ends, 48, 0),
+        (r"scales of a must have shape \(32,\)", p, scale_p[:16], q, scale_q, ends, 48, 32),
+        ("a block of multiples of 16", p, scale_p, q, scale_q, ends, 48, 24),
+        ("contiguous tensors", a.view(torch.uint8).t().contiguous().t().view(E4M3), scale_a, b, scale_b, ends, 48, 0),
+    ):
+        with pytest.raises(ValueError, match=words):
+            op(*given)
+    with pytest.raises(TypeError, match="ends"):
+        op(a, scale_a, b, scale_b, ends.long(), 48, 0)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = [mode.from_tensor(t) for t in (a, scale_a, b, scale_b, ends)]
+        out = op(*fake, 48, 0)
+        assert (out.shape, out.dtype) == (y.shape, y.dtype)
+        fake = [mode.from_tensor(t) for t in (p, scale_p, q, scale_q, ends)]
+        assert op(*fake, 48, 32).shape == dw.shape
+
+
+# ---------------------------------------------------------------------------------------------- on a GPU
+
+
+@pytest.fixture
+def hopper():
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("for sm90")
+
+
+TILES = [None, SQUARE, WIDE, Tile(64, 128, 1, 128, 16, 4, 3)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes, after", [([700, 0, 513, 1024, 3], 32), ([0, 0, 2048], 0), ([300] * 70, 1000)])
+@pytest.mark.parametrize("width, inner", [(512, 4096), (1040, 272), (2048, 1536)])
+@pytest.mark.parametrize("tile", TILES, ids=["torch", "square", "wide", "low"])
+def test_rows_on_the_gpu(hopper, tile, width, inner, sizes, after):
+    rows_case("cuda", tile, sizes, after, width, inner, HOPPER_PART)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes, after", [([700, 0, 513, 1024, 3], 32), ([0, 0, 2048], 0), ([300] * 70, 1000)])
+@pytest.mark.parametrize("height, width, block", [(512, 1024, 32), (1040, 272, 32), (256, 2048, 128)])
+@pytest.mark.parametrize("tile", TILES, ids=["torch", "square", "wide", "low"])
+def test_columns_on_the_gpu(hopper, tile, height, width, block, sizes, after):
+    columns_case("cuda", tile, sizes, after, height, width, block, HOPPER_PART)

@@ -1,0 +1,241 @@
+"""Row-scaled operands of stacks of matrices and of rows in groups: bitwise those of each matrix and of each group."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import mxtensor as mx
+from mxtensor.kernels.gemm import fp8_rows_both, fp8_rows_ops
+from mxtensor.kernels.gemm.fp8_rows_both import rows_of_both, rows_of_groups, why_not_groups
+from mxtensor.kernels.gemm.spec import Form
+from mxtensor.kernels.quantize import triton_tiles
+from mxtensor.kernels.quantize.select_pair import cast_groups
+from mxtensor.numerics.groups import Groups
+from mxtensor.numerics.reference import encode
+from mxtensor.numerics.row_scaled import row_scaled
+from tests.helpers.row_scaled import check_rows, values
+from tests.helpers.stand_in import BF16, pretend
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
+__all__ = ["pretend"]
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the same runs on the device")
+FORMATS = ["mxfp8", "mxfp8_e5m2", "mxfp8[1x64]", "float8_e4m3_1x128_pow2"]
+SIZES = [5, 0, 40, 33]
+
+
+@pytest.fixture(autouse=True)
+def several_tiles(monkeypatch):
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(triton_tiles, "EXTREMES", (32, 32, 4))
+        monkeypatch.setitem(triton_tiles.WORDS, "codes", (1, 32, 4))
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    """Memory of operands starts with codes of values."""
+    whole = fp8_rows_both.empty_operand
+
+    def empty(*args):
+        made = whole(*args)
+        made.memory.fill_(0x35)
+        return made
+
+    monkeypatch.setattr(fp8_rows_both, "empty_operand", empty)
+
+
+def wide(parts, rows, cols, device="cpu"):
+    """Matrices with special rows and special columns, other ones in each."""
+    made = []
+    for i in range(parts):
+        x = values(rows, cols).float()
+        half = cols // 2
+        x[:, half:] = values(cols - half, rows).t().float() * 2.0**i
+        made.append(x.roll(3 * i, 0))
+    return torch.stack(made).to(device, BF16)
+
+
+def check_operand(codes, row_scale, beyond, scale, x, cast):
+    """Against the definition of one matrix; whether a row of it is beyond the bound."""
+    operand = encode(x.cpu(), cast)
+    expected = row_scaled(operand, any_distance=True)
+    check_rows((codes.cpu(), row_scale.cpu(), beyond.cpu()), expected, x.shape[1])
+    marked = expected.beyond.bool()
+    assert torch.equal(scale.cpu()[marked], operand.scale[marked])
+    return bool(marked.any())
+
+
+def check_stack(made, x, cast):
+    """Each matrix of a stack (E, N, K)."""
+    assert made.shape == tuple(x.shape) and made.format is cast.format and made.groups == 1
+    count, high, _ = x.shape
+    found = False
+    for i in range(count):
+        part = slice(i * high, (i + 1) * high)
+        found |= check_operand(*(t[part] for t in made[:4]), x[i], cast)
+    return found
+
+
+def check_groups(row, column, x, cast, ends, block):
+    """The rows, and the columns of each group and of what follows the last one."""
+    if row is not None:
+        check_operand(*row[:4], x, cast)
+    count, (rows, cols) = len(ends), x.shape
+    length = Groups(torch.tensor(ends, dtype=torch.int32), rows, block).length
+    assert column.shape == (cols, length) and column.groups == count
+    start = place = 0
+    found = False
+    for i, end in enumerate(ends):
+        padded = max(-(-(end - start) // block), 1) * block
+        part = torch.zeros(padded, cols, dtype=x.dtype)
+        part[: end - start] = x[start:end].cpu()
+        own, here = slice(i * cols, (i + 1) * cols), slice(place, place + padded)
+        blocks = slice(place // cast.format.block[1], (place + padded) // cast.format.block[1])
+        four = column.codes[:, here], column.row_scale[own], column.beyond[own], column.scale[:, blocks]
+        found |= check_operand(*four, part.t().contiguous(), cast)
+        start, place = end, place + padded
+    assert not column.codes[:, place:].any()
+    return found
+
+
+def ends_of(sizes):
+    return torch.tensor(sizes).cumsum(0).tolist()
+
+
+def stack_case(device, name, shape):
+    x, cast = wide(*shape, device), mx.Cast.of(name)
+    row, column = rows_of_both(x, cast)
+    found = check_stack(row, x, cast)
+    assert found | check_stack(column, x.mT.contiguous(), cast)
+    alone, other = rows_of_both(x, cast, rowwise=False)
+    assert alone is None
+    check_stack(other, x.mT.contiguous(), cast)
+
+
+def groups_case(device, name, sizes, after, cols, block):
+    rows = sum(sizes) + after
+    rows += -rows % 16
+    x, cast = wide(1, rows, cols, device)[0], mx.Cast.of(name)
+    ends = ends_of(sizes)
+    groups = Groups(torch.tensor(ends, dtype=torch.int32, device=device), rows, block)
+    assert why_not_groups(x, cast, groups) is None
+    row, column = rows_of_groups(x, cast, groups)
+    found = check_groups(row, column, x, cast, ends, block)
+    alone, other = rows_of_groups(x, cast, groups, rowwise=False)
+    assert alone is None
+    check_groups(None, other, x, cast, ends, block)
+    return found
+
+
+# ---------------------------------------------------------------------------------------------- in the interpreter
+
+
+@interpreted
+@pytest.mark.exhaustive(quick=1)
+@pytest.mark.parametrize("shape", [(2, 32, 64), (2, 48, 80), (3, 64, 32)])
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_operands_of_a_stack_are_those_of_its_matrices(name, shape):
+    stack_case("cpu", name, shape)
+
+
+@interpreted
+@pytest.mark.exhaustive(quick=2)
+@pytest.mark.parametrize("sizes, after", [(SIZES, 20), ([0, 0, 64], 0), ([40, 40], 0), ([0, 0], 32)])
+@pytest.mark.parametrize("name, block", [*zip(FORMATS, (32, 32, 64, 128), strict=True), ("mxfp8", 64)])
+def test_the_operands_of_groups_are_those_of_each_group(name, block, sizes, after):
+    groups_case("cpu", name, sizes, after, 48, block)
+
+
+@interpreted
+def test_a_transposed_stack_is_read_as_it_lies_in_memory():
+    x, cast = wide(2, 16, 32).mT, mx.Cast.of("mxfp8")
+    row, column = fp8_rows_ops.PAIR.run(x, cast, Form.ROWS, Form.ROWS)
+    check_stack(row, x.contiguous(), cast), check_stack(column, x.mT.contiguous(), cast)
+    row, column = fp8_rows_ops.PAIR.run(x, cast, Form.ROWS, None)
+    assert column is None and check_stack(row, x.contiguous(), cast)
+    row, column = fp8_rows_ops.PAIR.run(x, cast, None, Form.ROWS)
+    assert row is None and check_stack(column, x.mT.contiguous(), cast)
+
+
+@interpreted
+def test_a_stack_in_float32_takes_a_cast_each_way():
+    x, cast = wide(2, 16, 32).float(), mx.Cast.of("mxfp8")
+    row, column = rows_of_both(x, cast)
+    check_stack(row, x, cast), check_stack(column, x.mT.contiguous(), cast)
+
+
+@interpreted
+@pytest.mark.parametrize("ends", [[90, 10], [200, 300], [-5, 64], [64, 64]])
+def test_ends_that_are_no_ends_write_nothing_outside(ends, monkeypatch):
+    """The kernels check addresses of nothing: what surrounds the operand stays."""
+    cast, x = mx.Cast.of("mxfp8"), torch.randn(64, 48).to(BF16)
+    groups = Groups(torch.tensor(ends, dtype=torch.int32), 64, 32)
+    guards = []
+
+    def guarded(shape, cast, device, groups=1):
+        size = fp8_rows_both.sections(cast.format, shape, groups)[1]
+        memory = torch.full((size + 1024,), 0x5A, dtype=torch.uint8)
+        guards.append((memory[:512], memory[512 + size :]))
+        return fp8_rows_both.RowOperand.inside(memory.narrow(0, 512, size), cast.format, shape, groups)
+
+    monkeypatch.setattr(fp8_rows_both, "empty_operand", guarded)
+    row, _ = rows_of_groups(x, cast, groups)
+    assert len(guards) == 2 and all((t == 0x5A).all() for pair in guards for t in pair)
+    if ends == [64, 64]:
+        check_operand(*row[:4], x, cast)
+
+
+def test_what_is_not_cast_by_groups():
+    groups = Groups(torch.zeros(2, dtype=torch.int32), 32, 32)
+    x, cast = torch.randn(32, 64).to(BF16), mx.Cast.of("mxfp8")
+    assert why_not_groups(x, cast, groups) is None
+    for words, *case in (
+        ("casts groups of rows of bfloat16, not float32 (32, 64)", x.float(), cast, groups),
+        ("powers of two", x, mx.Cast.of("nvfp4"), groups),
+        ("pads groups to 32, 64, 128 rows and whole blocks, not to 96", x, cast, Groups(groups.given, 32, 96)),
+        ("not to 32", x, mx.Cast.of("mxfp8[1x64]"), groups),
+        ("at most 1023 groups, got 1024", x, cast, Groups(torch.zeros(1024, dtype=torch.int32), 32, 32)),
+    ):
+        assert words in why_not_groups(*case)
+    assert cast_groups(x, cast, groups, True) is None  # on a CPU
+
+
+def test_traced_casts_have_the_shapes_of_the_eager_ones(pretend, monkeypatch):
+    pretend((9, 0))
+    monkeypatch.setattr(fp8_rows_both, "launch", lambda *_: None)
+    cast, x = mx.Cast.of("mxfp8"), torch.randn(48, 64).to(BF16)
+    groups = Groups(torch.tensor([30, 40], dtype=torch.int32), 48, 32)
+    stack = torch.randn(2, 32, 64).to(BF16)
+    arguments = ("mxfp8_e4m3", "rceil", "nearest", None, 0.0)
+    eager = [[side.memory for side in pair] for pair in (rows_of_groups(x, cast, groups), rows_of_both(stack, cast))]
+    ops = torch.ops.mxtensor
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fake_x, fake_stack = torch.empty(48, 64, dtype=BF16), torch.empty(2, 32, 64, dtype=BF16)
+        ends = torch.empty(2, dtype=torch.int32)
+        fake = [
+            ops.cast_groups_to_rows(fake_x, ends, 32, *arguments, True),
+            ops.cast_both_to_rows(fake_stack, *arguments, True),
+        ]
+        assert len(ops.cast_groups_to_rows(fake_x, ends, 32, *arguments, False)) == 1
+    for made, other in zip(eager, fake, strict=True):
+        assert [(t.shape, t.dtype) for t in made] == [(t.shape, t.dtype) for t in other]
+    with pytest.raises(ValueError, match="pads groups to"):
+        ops.cast_groups_to_rows(x, groups.given, 96, *arguments, True)
+
+
+# ---------------------------------------------------------------------------------------------- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(3, 512, 1024), (5, 1040, 96), (2, 48, 2880), (1, 256, 4096)])
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_operands_of_a_stack_on_the_gpu(name, shape):
+    stack_case("cuda", name, shape)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes, after", [([300, 0, 513, 1024, 3], 16), ([0, 0, 2048], 0), ([1] * 70, 100)])
+@pytest.mark.parametrize("cols", [96, 1040, 2048])
+@pytest.mark.parametrize("name, block", [*zip(FORMATS, (32, 32, 64, 128), strict=True), ("mxfp8", 64)])
+def test_the_operands_of_groups_on_the_gpu(name, block, cols, sizes, after):
+    groups_case("cuda", name, sizes, after, cols, block)
