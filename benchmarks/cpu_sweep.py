@@ -61,7 +61,7 @@ def contender(layer: torch.nn.Linear, x: torch.Tensor, kernel: str | None) -> Pr
 
 @lru_cache(maxsize=1)
 def layer_of(n: int, k: int, config: str, dtype: str) -> torch.nn.Linear:
-    """A quantized layer; the last one is kept."""
+    """A quantized layer; the last one is cached."""
     layer = torch.nn.Linear(k, n, bias=False, dtype=DTYPES[dtype]).requires_grad_(False)
     mx.quantize_(layer, config)
     return layer

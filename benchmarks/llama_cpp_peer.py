@@ -62,9 +62,9 @@ def _quantized(array: Any, kind: Any) -> Any:
     import gguf
     import numpy as np
 
-    parts = np.array_split(array, min(torch.get_num_threads(), len(array)))
-    with ThreadPoolExecutor(len(parts)) as pool:
-        return np.concatenate(list(pool.map(lambda part: gguf.quants.quantize(part, kind), parts)))
+    slices = np.array_split(array, min(torch.get_num_threads(), len(array)))
+    with ThreadPoolExecutor(len(slices)) as pool:
+        return np.concatenate(list(pool.map(lambda piece: gguf.quants.quantize(piece, kind), slices)))
 
 
 def _interleaved(weight: Tensor, heads: int) -> Tensor:

@@ -23,7 +23,7 @@ namespace {
 
 constexpr int64_t LEAST = 1 << 15;  // values of w that are worth a thread
 constexpr int64_t SLAB = 1 << 18;   // values of w that a thread decodes at a time
-constexpr int64_t KEPT = 1 << 22;   // bytes of packed x up to which a thread keeps the memory for the next call
+constexpr int64_t SAVED = 1 << 22;   // bytes of packed x up to which a thread saves the memory for the next call
 constexpr int64_t TINY = 1 << 14;   // values of w below which calling a bfloat16 product takes longer than the product
 int64_t FEW_ROWS = 16, FEW_FLOAT_ROWS = 16;  // FEW_ROWS in gemm/cpu_library.py
 
@@ -41,7 +41,7 @@ char* scratch(int64_t bytes) {
 }
 
 // Packs x for products with codes and chooses their mode: in tiles by all threads, 16 rows at a time. The memory, unless the
-// thread keeps it.
+// thread saves it.
 Tensor pack_x(Problem& p, const at::TensorOptions& options) {
   const int64_t row = functions.packed_row(&p), tiles = ceil_div(p.m, 16), bytes = row * tiles * 32;
   functions.pack(&p, false, 0, 0);
@@ -51,8 +51,8 @@ Tensor pack_x(Problem& p, const at::TensorOptions& options) {
     return Tensor();
   }
   Tensor memory;
-  if (bytes > KEPT) memory = at::empty({bytes}, options.dtype(at::kByte));
-  p.packed = bytes > KEPT ? memory.mutable_data_ptr() : scratch(bytes);
+  if (bytes > SAVED) memory = at::empty({bytes}, options.dtype(at::kByte));
+  p.packed = bytes > SAVED ? memory.mutable_data_ptr() : scratch(bytes);
   std::atomic<bool> careful{false};
   at::parallel_for(0, tiles, std::max<int64_t>(1, LEAST / (16 * p.k)), [&](int64_t first, int64_t end) {
     Problem mine = p;
@@ -87,7 +87,7 @@ bool in_bfloat16(Problem& p, bool exactly) {
   return p.mode == IN_BFLOAT16;
 }
 
-// The most rows of x for which each code is decoded once and not kept: fewer where the last codes of a row fill a small part
+// The most rows of x for which each code is decoded once for each call: fewer where the last codes of a row fill a small part
 // of a step.
 int64_t few_rows(Problem& p) {
   if (in_bfloat16(p, false)) return FEW_ROWS;

@@ -62,7 +62,7 @@ def check_products(count=lambda: None):
 
 
 def check_corners():
-    """Every code with every scale, scales that need care, extreme activations, casts: what few rows are held to."""
+    """Every code with every scale, scales that need care, extreme activations, casts: as for few rows."""
     for name in ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4", "mxint8", "nvfp4"):
         codes.test_every_code_with_every_scale(name, torch.bfloat16)
         for rows in (1, 5):
