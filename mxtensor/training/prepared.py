@@ -76,7 +76,8 @@ def forward(
     recipe = options.linear_recipe
     key = (
         "layer", id(recipe), needs, options.dtype, options.save_input, kind_of(x), kind_of(w), kind_of(bias),
-        kind_of(amax), kind_of(record), kind_of(ends), *(() if cast is None else (cast.row, cast.column, *map(kind_of, cast.tensors))),
+        kind_of(amax), kind_of(record), kind_of(ends),
+        *(() if cast is None else (cast.row, cast.column, *map(kind_of, cast.tensors))),
     )  # fmt: skip
     plan = PLANS.get(key)
     if plan is None:

@@ -220,7 +220,7 @@ def both_rows(name: str, rows: int, cols: int, rowwise: bool = True) -> None:
     fp8_rows_both.rows_of_both(values(rows, cols, BF16), Cast.of(name), rowwise)
 
 
-def both_of_parts(name: str, rows: int, cols: int, groups: int, rowwise: bool = True) -> None:
+def both_of_matrices(name: str, rows: int, cols: int, groups: int, rowwise: bool = True) -> None:
     """``rows_of_both`` of a stack of four matrices, or ``rows_of_groups``."""
     if groups:
         layout = Groups(of((groups,), torch.int32), rows, 32)
@@ -346,10 +346,10 @@ CASTS: dict[str, tuple[Callable[[], Any], bool]] = {
     "mxfp8 bf16 rows of both": (lambda: both_rows("mxfp8", 4096, 4096), True),
     "mxfp8 bf16 rows of both tail": (lambda: both_rows("mxfp8", 4112, 4080), True),
     "mxfp8_e5m2 bf16 rows of the transpose": (lambda: both_rows("mxfp8_e5m2", 4096, 4096, False), False),
-    "mxfp8 bf16 rows of a stack": (lambda: both_of_parts("mxfp8", 2048, 4096, 0), True),
-    "mxfp8 bf16 rows of a stack tail": (lambda: both_of_parts("mxfp8", 1040, 4080, 0, False), True),
-    "mxfp8 bf16 rows of groups": (lambda: both_of_parts("mxfp8", 4096, 4096, 64), True),
-    "mxfp8_e5m2 bf16 rows of groups tail": (lambda: both_of_parts("mxfp8_e5m2", 4096, 4080, 8, False), False),
+    "mxfp8 bf16 rows of a stack": (lambda: both_of_matrices("mxfp8", 2048, 4096, 0), True),
+    "mxfp8 bf16 rows of a stack tail": (lambda: both_of_matrices("mxfp8", 1040, 4080, 0, False), True),
+    "mxfp8 bf16 rows of groups": (lambda: both_of_matrices("mxfp8", 4096, 4096, 64), True),
+    "mxfp8_e5m2 bf16 rows of groups tail": (lambda: both_of_matrices("mxfp8_e5m2", 4096, 4080, 8, False), False),
     "mxfp8 to rows": (lambda: fp8_rows_operand.rows_of_operand(operand("mxfp8"), 16), True),
     "mxfp6 to rows": (lambda: fp8_rows_operand.rows_of_operand(operand("mxfp6"), 16), True),
     "mxfp4 to rows": (lambda: fp8_rows_operand.rows_of_operand(operand("mxfp4"), 16), True),
@@ -427,8 +427,9 @@ def casts(target: int) -> list[Variant]:
             signature = {name: kind for name, kind in kinds.items() if kind is not None}
             module = kernel.fn.__module__.rpartition(".")[2]
             function = kernel.fn.__name__
-            product = function in ("rows_by_stack", "columns_of_groups")
-            needs = (WGMMA,) if product else (E4M3_PAIR,) if converts and target >= 89 and function not in WITHOUT_CASTS else ()
+            needs = (E4M3_PAIR,) if converts and target >= 89 and function not in WITHOUT_CASTS else ()
+            if function in ("rows_by_stack", "columns_of_groups"):
+                needs = (WGMMA,)
             variant = Variant(
                 f"cast {function} {label} sm_{target}",
                 f"{module}.{function}",

@@ -72,8 +72,8 @@ def rows_of_both(x: Tensor, cast: Cast, rowwise: bool = True) -> Pair:
         return _alone(x, cast) if rowwise else None, _alone(x.mT.contiguous(), cast)
     row = empty_operand(shape, cast, x.device) if rowwise else None
     column = empty_operand((*shape[:-2], shape[-1], shape[-2]), cast, x.device)
-    parts = math.prod(shape[:-2])
-    _cast_both(rows_of(x), cast, row, column, _Parts(None, parts, shape[-2], 0, 0, 0))
+    matrices = math.prod(shape[:-2])
+    _cast_both(rows_of(x), cast, row, column, _Matrices(None, matrices, shape[-2], 0, 0, 0))
     return row, column
 
 
@@ -84,15 +84,17 @@ def rows_of_groups(x: Tensor, cast: Cast, groups: Groups, rowwise: bool = True) 
     row = empty_operand((rows, cols), cast, x.device) if rowwise else None
     column = empty_operand((cols, groups.length), cast, x.device, count)
     blocks, power = groups.length // groups.block, 1 << count.bit_length()
-    _cast_both(rows_of(x), cast, row, column, _Parts(groups.given.contiguous(), count, rows, blocks, groups.block, power))
+    _cast_both(
+        rows_of(x), cast, row, column, _Matrices(groups.given.contiguous(), count, rows, blocks, groups.block, power)
+    )
     return row, column
 
 
-class _Parts(NamedTuple):
+class _Matrices(NamedTuple):
     """The arguments of ``row_scaled_places.place``."""
 
     ends: Tensor | None
-    count: int
+    number: int
     rows: int
     """of each matrix of a stack; of all groups"""
     blocks: int
@@ -102,46 +104,46 @@ class _Parts(NamedTuple):
     def programs(self, high: int) -> int:
         """The most tiles of so many rows."""
         if self.ends is None:
-            return self.count * ceil_div(self.rows, high)
-        return self.blocks * self.pad // high + self.count + 2
+            return self.number * ceil_div(self.rows, high)
+        return self.blocks * self.pad // high + self.number + 2
 
 
-def _cast_both(x: Tensor, cast: Cast, row: RowOperand | None, column: RowOperand, parts: _Parts) -> None:
+def _cast_both(x: Tensor, cast: Cast, row: RowOperand | None, column: RowOperand, matrices: _Matrices) -> None:
     """Fill both operands from the matrix of all rows."""
     x = x if in_pairs(x) else x.contiguous()
     (rows, cols), device, words = x.shape, x.device, x.shape[1] // 2
     code, constants, block = code_of(cast, device), constants_of(cast.format.element, device), cast.format.block[1]
-    extremes = zeros(rows + parts.count * cols, device)
-    of_columns, of_rows = extremes[: parts.count * cols], extremes[parts.count * cols :]
+    extremes = zeros(rows + matrices.number * cols, device)
+    of_columns, of_rows = extremes[: matrices.number * cols], extremes[matrices.number * cols :]
     high, wide, warps = tiles.EXTREMES
-    high, wide = max(high, block, parts.pad), max(wide, block // 2)
-    given = (parts.ends, parts.count, parts.rows)
+    high, wide = max(high, block, matrices.pad), max(wide, block // 2)
+    given = (matrices.ends, matrices.number, matrices.rows)
 
     def even(high: int, wide: int) -> tuple[bool, bool]:
         whole = words % wide == 0
-        return whole and parts.ends is None and parts.rows % high == 0, whole
+        return whole and matrices.ends is None and matrices.rows % high == 0, whole
 
     with on(device):
         launch(
             device_code("row_scaled_both.extremes_of_both"),
-            parts.programs(high) * ceil_div(words, wide),
-            (x, of_rows, of_columns, *given, words, x.stride(0) // 2, parts.blocks),
-            (code, constants, high, wide, row is not None, *even(high, wide), parts.pad, parts.power),
+            matrices.programs(high) * ceil_div(words, wide),
+            (x, of_rows, of_columns, *given, words, x.stride(0) // 2, matrices.blocks),
+            (code, constants, high, wide, row is not None, *even(high, wide), matrices.pad, matrices.power),
             warps,
         )
         spans, wide, warps = tiles.WORDS["codes"]
-        spans, wide = max(spans, block // 32, parts.pad // 32), max(wide, block // 2)
+        spans, wide = max(spans, block // 32, matrices.pad // 32), max(wide, block // 2)
         high = spans * 32
         components = (None,) * 4 if row is None else row[:4]
         length = column.shape[-1]
         launch(
             device_code("row_scaled_both.cast_both_to_rows"),
-            parts.programs(high) * ceil_div(words, wide),
+            matrices.programs(high) * ceil_div(words, wide),
             (
                 x, of_rows, of_columns, *components, *column[:4], *given, words, x.stride(0) // 2, words,
-                ceil_div(cols, block), ceil_div(length, block), length // INNER, parts.blocks,
+                ceil_div(cols, block), ceil_div(length, block), length // INNER, matrices.blocks,
             ),
-            (code, constants, spans, wide, row is not None, *even(high, wide), parts.pad, parts.power),
+            (code, constants, spans, wide, row is not None, *even(high, wide), matrices.pad, matrices.power),
             warps,
         )  # fmt: skip
 

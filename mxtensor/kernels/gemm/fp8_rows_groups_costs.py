@@ -1,7 +1,7 @@
 """Which product of groups of row-scaled E4M3 is expected to be fastest: torch's, or this package's with some tile.
 
-``torch._scaled_grouped_mm`` takes one of three tiles by the sizes of an average group (ScaledGroupMM.cu of torch 2.11).
-The one for groups of which fewer than two of M, N and K are 2048 or more keeps two accumulators of 128x256 values, which
+``torch._scaled_grouped_mm`` takes one of three tiles by the sizes of an average group (torch 2.11, ScaledGroupMM.cu).
+The one for groups of which fewer than two of M, N and K are 2048 or more keeps two accumulators of 128x256 values. They
 spill registers when sums go to float32: 237 TFLOP/s were measured on an H100, where the others reach 1000.
 """
 
@@ -15,8 +15,8 @@ class Tile(NamedTuple):
 
     m: int
     n: int
-    """columns of one part"""
-    parts: int
+    """columns of one piece"""
+    split: int
     k: int
     band: int
     """row tiles that are taken before the next column of tiles"""

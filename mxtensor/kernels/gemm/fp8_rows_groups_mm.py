@@ -15,7 +15,6 @@ from ...core.tracing import is_traced
 from ...numerics.formats import get_format
 from ...numerics.groups import padded_length
 from ..quantize.triton_common import ceil_div
-from ..runtime import triton_launch
 from ..runtime.check import check_argument, check_device
 from ..runtime.recorded_op import recorded
 from ..runtime.triton_launch import device_code, launch, on
@@ -55,9 +54,9 @@ def triton_rows(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, ends: Te
     with on(a.device):
         launch(
             device_code("row_scaled_groups.rows_by_stack"),
-            (rows // tile.m + groups + 1) * ceil_div(width, tile.n * tile.parts),
+            (rows // tile.m + groups + 1) * ceil_div(width, tile.n * tile.split),
             (a, scale_a, b, scale_b, ends, out, groups, rows, width, inner),
-            (tile.m, tile.n, tile.k, tile.parts, tile.band, inner % tile.k == 0, _power(groups)),
+            (tile.m, tile.n, tile.k, tile.split, tile.band, inner % tile.k == 0, _power(groups)),
             tile.warps,
             tile.stages,
         )
@@ -74,9 +73,9 @@ def triton_columns(
     with on(a.device):
         launch(
             device_code("row_scaled_groups.columns_of_groups"),
-            groups * ceil_div(height, tile.m) * ceil_div(width, tile.n * tile.parts),
+            groups * ceil_div(height, tile.m) * ceil_div(width, tile.n * tile.split),
             (a, scale_a, b, scale_b, ends, out, groups, rows, height, width, length),
-            (tile.m, tile.n, tile.k, tile.parts, tile.band, block, _power(groups)),
+            (tile.m, tile.n, tile.k, tile.split, tile.band, block, _power(groups)),
             tile.warps,
             tile.stages,
         )
@@ -135,9 +134,7 @@ def torch_columns(
 # ---------------------------------------------------------------------------------------------- one op
 
 
-def _multiply(
-    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, ends: Tensor, rows: int, block: int
-) -> Tensor:
+def _multiply(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, ends: Tensor, rows: int, block: int) -> Tensor:
     groups = ends.shape[0]
     if block == 0:
         tile = fastest(rows // groups, b.shape[1], a.shape[1])
@@ -161,7 +158,9 @@ def fp8_rows_grouped_mm(
     check_argument(op, "ends", ends, (torch.int32,), (None,), device)
     groups = ends.shape[0]
     if not 0 < groups <= MAX_GROUPS or block % INNER or rows < 0:
-        raise ValueError(f"{op} needs 1 to {MAX_GROUPS} groups and a block of multiples of {INNER}; got {groups}, {block}")
+        raise ValueError(
+            f"{op} needs 1 to {MAX_GROUPS} groups and a block of multiples of {INNER}; got {groups}, {block}"
+        )
     inner = padded_length(rows, groups, block) if block else a.shape[-1]
     check_argument(op, "a", a, e4m3, (None, inner) if block else (rows, inner), device)
     check_argument(op, "b", b, e4m3, (None, inner) if block else (groups, None, inner), device)
@@ -181,9 +180,7 @@ def _(a, scale_a, b, scale_b, ends, rows, block):  # type: ignore[no-untyped-def
     return a.new_empty(shape, dtype=torch.bfloat16)
 
 
-def multiply(
-    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, ends: Tensor, rows: int, block: int = 0
-) -> Tensor:
+def multiply(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, ends: Tensor, rows: int, block: int = 0) -> Tensor:
     """``fp8_rows_grouped_mm`` of arguments that fit; one op while being traced."""
     if is_traced(a, b, ends):
         return fp8_rows_grouped_mm(a, scale_a, b, scale_b, ends, rows, block)  # type: ignore[no-any-return]

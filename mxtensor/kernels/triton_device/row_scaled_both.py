@@ -73,15 +73,15 @@ def in_tile(row, rows, col, cols, WIDE: tl.constexpr):
 
 @triton.jit
 def extremes_of_both(
-    x_ptr, row_ptr, column_ptr, ends_ptr, parts, rows, words, stride, all_blocks,
+    x_ptr, row_ptr, column_ptr, ends_ptr, count, rows, words, stride, all_blocks,
     C: tl.constexpr, R: tl.constexpr, HIGH: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr,
     WIDE: tl.constexpr, PAD: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """x (all rows, words) int32; a program takes HIGH rows and BK words. row_ptr (all rows,), column_ptr (parts,
-    2 * words). ``parts`` to GROUPS: see ``place``. EVEN: all tiles are whole; WIDE: all have whole rows."""
+    """x (all rows, words) int32; a program takes HIGH rows and BK words. row_ptr (all rows,), column_ptr (count,
+    2 * words). ``count`` to GROUPS: see ``place``. EVEN: all tiles are whole; WIDE: all have whole rows."""
     tiles = tl.cdiv(words, BK)
     down, right = tl.program_id(0) // tiles, tl.program_id(0) % tiles
-    part, _inner, first, there, _to, _room = place(down, ends_ptr, parts, rows, all_blocks, HIGH, PAD, GROUPS)
+    matrix, _inner, first, there, _to, _left = place(down, ends_ptr, count, rows, all_blocks, HIGH, PAD, GROUPS)
     if there <= 0:
         return
     row, col = tl.arange(0, HIGH)[:, None], right * BK + tl.arange(0, BK)[None, :]
@@ -97,8 +97,8 @@ def extremes_of_both(
     pair = largest(tl.reshape(word, (HIGH // C.block, C.block, BK)), 1, C)
     low_top, high_top = extreme_words(pair << 16, C, R), extreme_words(pair & 0x7FFF0000, C, R)
     at = 2 * (right * BK + tl.arange(0, BK))
-    inside = (right * BK + tl.arange(0, BK) < words) & (part < parts)
-    to = column_ptr + part * (2 * words) + at
+    inside = (right * BK + tl.arange(0, BK) < words) & (matrix < count)
+    to = column_ptr + matrix * (2 * words) + at
     tl.atomic_max(to, tl.max(low_top, axis=0), mask=inside, sem="relaxed")
     tl.atomic_max(to + 1, tl.max(high_top, axis=0), mask=inside, sem="relaxed")
 
@@ -199,7 +199,7 @@ def store_facts(extremes_ptr, scale_ptr, beyond_ptr, at, inside, R: tl.constexpr
 @triton.jit
 def cast_both_to_rows(
     x_ptr, row_extremes_ptr, column_extremes_ptr, codes_ptr, row_scale_ptr, beyond_ptr, scale_ptr, tcodes_ptr,
-    trow_scale_ptr, tbeyond_ptr, tscale_ptr, ends_ptr, parts, rows, words, stride, width, scale_cols, tscale_cols,
+    trow_scale_ptr, tbeyond_ptr, tscale_ptr, ends_ptr, count, rows, words, stride, width, scale_cols, tscale_cols,
     sixteens, all_blocks,
     C: tl.constexpr, R: tl.constexpr, W: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr,
     WIDE: tl.constexpr, PAD: tl.constexpr, GROUPS: tl.constexpr,
@@ -207,7 +207,7 @@ def cast_both_to_rows(
     """x (all rows, words) int32, BK words and W spans of 32 rows to a program; ``stride`` and ``width`` are in words
     and in pairs of codes. ``sixteens``: the length of a row of transposed codes over 16. ROWS: the rows are cast, too.
 
-    ``parts`` to GROUPS: see ``place``. Of a stack, codes, scales and marks of the transposes come one after the other;
+    ``count`` to GROUPS: see ``place``. Of a stack, codes, scales and marks of the transposes come one after the other;
     of groups, codes and scales of blocks are those of one padded matrix, row scales and marks come group by group."""
     V: tl.constexpr = 2
     SPAN: tl.constexpr = 32
@@ -217,12 +217,12 @@ def cast_both_to_rows(
     Q: tl.constexpr = BK // V
     tiles = tl.cdiv(words, BK)
     down, right = tl.program_id(0) // tiles, tl.program_id(0) % tiles
-    part, inner, tile_row, there, to_col, room = place(down, ends_ptr, parts, rows, all_blocks, W * SPAN, PAD, GROUPS)
-    if part > parts:
+    matrix, inner, tile_row, there, to_col, left = place(down, ends_ptr, count, rows, all_blocks, W * SPAN, PAD, GROUPS)
+    if matrix > count:
         return
     first, fours, cols = right * BK, sixteens * 4, 2 * words
-    across, live = words - first, part < parts
-    before = part * cols if GROUPS == 0 else 0  # rows of transposed codes
+    across, live = words - first, matrix < count
+    before = matrix * cols if GROUPS == 0 else 0  # rows of transposed codes
     j = tl.arange(0, J)[None, None, :, None]
     w = tl.arange(0, W)[None, :, None, None]
     col = tl.arange(0, Q)[:, None, None, None] * V + tl.arange(0, V)[None, None, None, :]
@@ -242,15 +242,15 @@ def cast_both_to_rows(
     low_stored, low, _, low_finite = block_scales(pair << 16, one, C)
     high_stored, high, _, high_finite = block_scales(pair & 0x7FFF0000, one, C)
     column = 2 * (first + tl.arange(0, Q)[:, None, None] * V + tl.arange(0, V)[None, None, :])
-    of_part, known = part * cols + column, (column < cols) & live
-    low_top, low_beyond, _s0 = decided(column_extremes_ptr, of_part, known, R)
-    high_top, high_beyond, _s1 = decided(column_extremes_ptr, of_part + 1, known, R)
+    of_matrix, known = matrix * cols + column, (column < cols) & live
+    low_top, low_beyond, _s0 = decided(column_extremes_ptr, of_matrix, known, R)
+    high_top, high_beyond, _s1 = decided(column_extremes_ptr, of_matrix + 1, known, R)
     low_shift, high_shift = (
         shift_word(low_stored, low_top, C, R, low_beyond),
         shift_word(high_stored, high_top, C, R, high_beyond),
     )
     block = tl.arange(0, W // G)[None, :, None]
-    inside = known & (block * C.block < room)
+    inside = known & (block * C.block < left)
     to = tscale_ptr + (before + column).to(tl.int64) * tscale_cols + (to_col // C.block + block)
     tl.store(to, low_stored, mask=inside & low_beyond)
     tl.store(to + tscale_cols, high_stored, mask=inside & high_beyond)
@@ -280,16 +280,23 @@ def cast_both_to_rows(
     transposed_ptr += (before + 2 * first).to(tl.int64) * fours + to_col // 16 * 4
     across_four = tl.arange(0, 2 * BK)[None, :]
     pointer = transposed_ptr + (across_four * fours + four_row)
-    store_tile(pointer, four, in_tile(four_row, room // 16 * 4, across_four, cols - 2 * first, WIDE), EVEN)
+    store_tile(pointer, four, in_tile(four_row, left // 16 * 4, across_four, cols - 2 * first, WIDE), EVEN)
     if inner == 0:
         each = 2 * first + tl.arange(0, 2 * BK)
-        store_facts(column_extremes_ptr, trow_scale_ptr, tbeyond_ptr, part * cols + each, (each < cols) & live, R)
+        store_facts(column_extremes_ptr, trow_scale_ptr, tbeyond_ptr, matrix * cols + each, (each < cols) & live, R)
     if ROWS:
+        of_rows = row_extremes_ptr
         row_ptr = codes_ptr.to(tl.pointer_type(tl.int16), bitcast=True) + (tile_row.to(tl.int64) * width + first)
-        s0 = cast_rows(w0, row, col, row_ptr, there, across, width, row_extremes_ptr, tile_row, C, R, NB, EVEN, WIDE)
-        s1 = cast_rows(w1, row + 1, col, row_ptr, there, across, width, row_extremes_ptr, tile_row, C, R, NB, EVEN, WIDE)
-        s2 = cast_rows(w2, row + 2, col, row_ptr, there, across, width, row_extremes_ptr, tile_row, C, R, NB, EVEN, WIDE)
-        s3 = cast_rows(w3, row + 3, col, row_ptr, there, across, width, row_extremes_ptr, tile_row, C, R, NB, EVEN, WIDE)
+        s0 = cast_rows(w0, row, col, row_ptr, there, across, width, of_rows, tile_row, C, R, NB, EVEN, WIDE)
+        s1 = cast_rows(
+            w1, row + 1, col, row_ptr, there, across, width, row_extremes_ptr, tile_row, C, R, NB, EVEN, WIDE
+        )
+        s2 = cast_rows(
+            w2, row + 2, col, row_ptr, there, across, width, row_extremes_ptr, tile_row, C, R, NB, EVEN, WIDE
+        )
+        s3 = cast_rows(
+            w3, row + 3, col, row_ptr, there, across, width, row_extremes_ptr, tile_row, C, R, NB, EVEN, WIDE
+        )
         line = tl.arange(0, W * SPAN)
         tile, inside = tile_row + line[:, None], line[:, None] < there
         block = right * NB + tl.arange(0, NB)[None, :]

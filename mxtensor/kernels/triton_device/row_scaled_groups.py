@@ -2,8 +2,8 @@
 
 A program computes one tile of one group. It finds the group from the ends, which stay on the device; programs without a
 tile return. The tensor cores add up 128 columns, then the sum goes to a float32 in registers: that is as precise as
-CUTLASS without fast accumulation (docs/reference/numerics.md). A tile of PARTS * BN columns adds its parts one after
-the other, so that one sum of BN columns is in flight.
+CUTLASS without fast accumulation (docs/reference/numerics.md). A tile of SPLIT * BN columns adds its pieces of BN
+columns one after the other, so that the sum of one is in flight.
 """
 
 import triton
@@ -37,7 +37,7 @@ def load_codes(pointer, k, K, EVEN: tl.constexpr):
 
 
 @triton.jit
-def store_part(total, out, row, rows_in, row_scale, col, cols, scale_ptr, width):
+def store_piece(total, out, row, rows_in, row_scale, col, cols, scale_ptr, width):
     """Multiply by both scales, round once and store."""
     inside = col < cols
     scale = tl.load(scale_ptr + col, mask=inside, other=0.0)
@@ -48,21 +48,21 @@ def store_part(total, out, row, rows_in, row_scale, col, cols, scale_ptr, width)
 
 @triton.jit
 def accumulate(
-    a, a_row, a_stride, b, b_row, b_last, b_stride, K,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr,
+    a, a_row, a_stride, b, b_row, b_end, b_stride, K,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """The sums of one tile over K columns, (BM, BN) each: rows ``a_row`` of a; rows ``b_row`` (BN,), and BN further on
-    for the second part, of b, none above ``b_last``. With one part both are the same."""
+    for the second piece, of b, none above ``b_end``. With one piece both are the same."""
     k = tl.arange(0, BK)[None, :]
     left = a + a_row.to(tl.int64)[:, None] * a_stride + k
-    right = b + tl.minimum(b_row, b_last).to(tl.int64)[:, None] * b_stride + k
+    right = b + tl.minimum(b_row, b_end).to(tl.int64)[:, None] * b_stride + k
     first = tl.zeros((BM, BN), tl.float32)
-    if PARTS == 1:
+    if SPLIT == 1:
         for at in range(0, K, BK):
             first += product(load_codes(left + at, k, K - at, EVEN), load_codes(right + at, k, K - at, EVEN))
         return first, first
     else:
-        more = b + tl.minimum(b_row + BN, b_last).to(tl.int64)[:, None] * b_stride + k
+        more = b + tl.minimum(b_row + BN, b_end).to(tl.int64)[:, None] * b_stride + k
         second = tl.zeros((BM, BN), tl.float32)
         for at in range(0, K, BK):
             one = load_codes(left + at, k, K - at, EVEN)
@@ -74,14 +74,14 @@ def accumulate(
 @triton.jit
 def rows_by_stack(
     a, a_scale, b, b_scale, ends, out, groups, M, N, K,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr, BAND: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, BAND: tl.constexpr,
     EVEN: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Rows of a (M, K) times the matrix of their group, b (G, N, K); out (M, N). Rows after the last end are zeros.
 
     M // BM + G + 1 row tiles are always enough. EVEN: K is a multiple of BK. GROUPS: a power of two above G.
     """
-    wide: tl.constexpr = PARTS * BN
+    wide: tl.constexpr = SPLIT * BN
     number, start, size, _blocks = group_rows(ends, groups, M, BM, GROUPS)
     tiles = (size + (BM - 1)) // BM
     until = tl.cumsum(tiles, 0)
@@ -95,26 +95,26 @@ def rows_by_stack(
         tl.program_id(0) - first_tile * col_tiles, of_one(tiles, number, group), col_tiles, BAND
     )
     first = of_one(start, number, group)
-    last = first + of_one(size, number, group) - 1
+    end = first + of_one(size, number, group) - 1
     row = first + row_tile * BM + tl.arange(0, BM)
     col = col_tile * wide + tl.arange(0, BN)
     live = group < groups
-    there = tl.minimum(row, last)
+    there = tl.minimum(row, end)
     weight = tl.where(live, group, 0).to(tl.int64)
     total, more = accumulate(
-        a, there, K, b + weight * N * K, col, N - 1, K, tl.where(live, K, 0), BM, BN, BK, PARTS, EVEN
+        a, there, K, b + weight * N * K, col, N - 1, K, tl.where(live, K, 0), BM, BN, BK, SPLIT, EVEN
     )
     row_scale = tl.where(live, tl.load(a_scale + there), 0.0)
     b_scale += weight * N
-    rows_in = row <= last
+    rows_in = row <= end
     if live:
-        store_part(total, out, row, rows_in, row_scale, col, N, b_scale, N)
-        if PARTS == 2:
-            store_part(more, out, row, rows_in, row_scale, col + BN, N, b_scale, N)
+        store_piece(total, out, row, rows_in, row_scale, col, N, b_scale, N)
+        if SPLIT == 2:
+            store_piece(more, out, row, rows_in, row_scale, col + BN, N, b_scale, N)
     else:
         nothing = tl.zeros((BM, BN), out.dtype.element_ty)
-        for part in tl.static_range(PARTS):
-            at = col + part * BN
+        for piece in tl.static_range(SPLIT):
+            at = col + piece * BN
             to = out + row.to(tl.int64)[:, None] * N + at[None, :]
             tl.store(to, nothing, mask=rows_in[:, None] & (at < N)[None, :])
 
@@ -122,19 +122,17 @@ def rows_by_stack(
 @triton.jit
 def columns_of_groups(
     a, a_scale, b, b_scale, ends, out, groups, rows, M, N, P,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr, BAND: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, BAND: tl.constexpr,
     PAD: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """The products over the columns of each group: a (M, P) by b (N, P), out (G, M, N); scales (G, M) and (G, N).
 
     ``ends`` are those of groups of ``rows`` rows, padded to PAD. A program for each tile.
     """
-    wide: tl.constexpr = PARTS * BN
+    wide: tl.constexpr = SPLIT * BN
     row_tiles, col_tiles = tl.cdiv(M, BM), tl.cdiv(N, wide)
     group = tl.program_id(0) // (row_tiles * col_tiles)
-    row_tile, col_tile = in_bands(
-        tl.program_id(0) - group * (row_tiles * col_tiles), row_tiles, col_tiles, BAND
-    )
+    row_tile, col_tile = in_bands(tl.program_id(0) - group * (row_tiles * col_tiles), row_tiles, col_tiles, BAND)
     number, _start, _size, blocks = group_rows(ends, groups, rows, PAD, GROUPS)
     most = P // PAD
     before = tl.minimum(tl.sum(tl.where(number < group, blocks, 0), axis=0), most)
@@ -143,25 +141,23 @@ def columns_of_groups(
     col = col_tile * wide + tl.arange(0, BN)
     there = tl.minimum(row, M - 1)
     start = before.to(tl.int64) * PAD
-    total, more = accumulate(
-        a + start, there, P, b + start, col, N - 1, P, depth, BM, BN, BK, PARTS, PAD % BK == 0
-    )
+    total, more = accumulate(a + start, there, P, b + start, col, N - 1, P, depth, BM, BN, BK, SPLIT, PAD % BK == 0)
     row_scale = tl.load(a_scale + group * M + there)
     b_scale += group * N
     out += group.to(tl.int64) * M * N
-    store_part(total, out, row, row < M, row_scale, col, N, b_scale, N)
-    if PARTS == 2:
-        store_part(more, out, row, row < M, row_scale, col + BN, N, b_scale, N)
+    store_piece(total, out, row, row < M, row_scale, col, N, b_scale, N)
+    if SPLIT == 2:
+        store_piece(more, out, row, row < M, row_scale, col + BN, N, b_scale, N)
 
 
 @triton.jit
 def zero_after(out, ends, groups, M, N, BM: tl.constexpr, BN: tl.constexpr):
     """Write zeros to the rows of out (M, N) after the last end; the programs share the tiles."""
-    last = tl.maximum(tl.minimum(tl.load(ends + groups - 1), M), 0)
+    end = tl.maximum(tl.minimum(tl.load(ends + groups - 1), M), 0)
     col_tiles = tl.cdiv(N, BN)
     nothing = tl.zeros((BM, BN), out.dtype.element_ty)
-    for tile in range(tl.program_id(0), tl.cdiv(M - last, BM) * col_tiles, tl.num_programs(0)):
-        row = last + (tile // col_tiles) * BM + tl.arange(0, BM)[:, None]
+    for tile in range(tl.program_id(0), tl.cdiv(M - end, BM) * col_tiles, tl.num_programs(0)):
+        row = end + (tile // col_tiles) * BM + tl.arange(0, BM)[:, None]
         col = (tile % col_tiles) * BN + tl.arange(0, BN)[None, :]
         tl.store(out + row.to(tl.int64) * N + col, nothing, mask=(row < M) & (col < N))
 

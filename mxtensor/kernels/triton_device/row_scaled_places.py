@@ -1,4 +1,4 @@
-"""Where a tile of rows lies: in a stack of matrices, or in groups of rows whose ends are on the device.
+"""The place of a tile of rows: in a stack of matrices, or in groups of rows whose ends are on the device.
 
 Groups are padded with zeros to whole blocks of PAD rows, each to at least one (``numerics/groups.py``). What follows
 the last group counts as one more: its rows belong to no group, and its padded rows are zeros.
@@ -32,14 +32,15 @@ def of_one(values, number, one):
 def tile_of_group(
     tile, ends_ptr, groups, rows, all_blocks, HIGH: tl.constexpr, PAD: tl.constexpr, GROUPS: tl.constexpr
 ):
-    """(group, rows of it before the tile, first row, rows from there, first padded row, padded rows from there) of tile ``tile`` of HIGH rows.
+    """(group, rows of it before the tile, first row, rows from there, first padded row, padded rows from there) of a
+    tile of HIGH rows.
 
     ``all_blocks``: P / PAD. There are P / HIGH + ``groups`` + 2 tiles at most; a group above ``groups`` has none.
     """
     number, start, size, blocks = group_rows(ends_ptr, groups, rows, PAD, GROUPS)
     before = tl.cumsum(blocks, 0) - blocks
-    left = tl.maximum(all_blocks - tl.sum(blocks, axis=0), 0)
-    blocks = tl.where(number == groups, left, blocks)
+    beyond = tl.maximum(all_blocks - tl.sum(blocks, axis=0), 0)
+    blocks = tl.where(number == groups, beyond, blocks)
     most = tl.maximum(size, blocks * PAD)
     tiles = (most + (HIGH - 1)) // HIGH
     until = tl.cumsum(tiles, 0)
@@ -48,24 +49,23 @@ def tile_of_group(
     first = of_one(start, number, group) + inner
     there = of_one(size, number, group) - inner
     to = tl.minimum(of_one(before, number, group), all_blocks)
-    room = tl.minimum(of_one(blocks, number, group), all_blocks - to) * PAD - inner
-    return group, inner, first, there, to * PAD + inner, room
+    left = tl.minimum(of_one(blocks, number, group), all_blocks - to) * PAD - inner
+    return group, inner, first, there, to * PAD + inner, left
 
 
 @triton.jit
-def place(
-    tile, ends_ptr, parts, rows, all_blocks, HIGH: tl.constexpr, PAD: tl.constexpr, GROUPS: tl.constexpr
-):
-    """(part, rows of it before the tile, first row, rows from there, first column of the transpose, columns from there)
-    of a tile of HIGH rows.
+def place(tile, ends_ptr, count, rows, all_blocks, HIGH: tl.constexpr, PAD: tl.constexpr, GROUPS: tl.constexpr):
+    """(matrix, rows of it before the tile, first row, rows from there, first column of the transpose, columns from
+    there) of a tile of HIGH rows.
 
-    GROUPS = 0: the parts are matrices of ``rows`` rows, one after the other, and the column is one of their transposes.
-    Otherwise they are groups of ``rows`` rows in all, and the column is one of the transpose of the padded matrix.
+    GROUPS = 0: a stack of ``count`` matrices of ``rows`` rows; the column is one of their transposes. Otherwise a
+    matrix stands for a group: ``count`` groups of ``rows`` rows in all, and the column is one of the transpose of the
+    padded matrix.
     """
     if GROUPS == 0:
         tiles = tl.cdiv(rows, HIGH)
-        part = tile // tiles
-        inner = (tile - part * tiles) * HIGH
-        return part, inner, part * rows + inner, rows - inner, inner, rows - inner
+        matrix = tile // tiles
+        inner = (tile - matrix * tiles) * HIGH
+        return matrix, inner, matrix * rows + inner, rows - inner, inner, rows - inner
     else:
-        return tile_of_group(tile, ends_ptr, parts, rows, all_blocks, HIGH, PAD, GROUPS)
+        return tile_of_group(tile, ends_ptr, count, rows, all_blocks, HIGH, PAD, GROUPS)

@@ -105,10 +105,10 @@ def test_columns_may_have_scales_of_their_own_in_each_group(pretend, monkeypatch
     sides = []
     for t in x:
         padded = groups.padded(t).t()
-        parts = [rows(padded[:, start:end]) for start, end in pairwise(ends)]
+        alone = [rows(padded[:, start:end]) for start, end in pairwise(ends)]
         whole = rows(padded)
-        codes = torch.cat([part.codes for part in parts] + [whole.codes[:, ends[-1] :]], 1)
-        scale, beyond = (torch.cat([part[i] for part in parts]) for i in (1, 2))
+        codes = torch.cat([one.codes for one in alone] + [whole.codes[:, ends[-1] :]], 1)
+        scale, beyond = (torch.cat([one[i] for one in alone]) for i in (1, 2))
         sides.append(whole._replace(codes=codes, row_scale=scale, beyond=beyond, groups=2))
     y = fp8_rows_groups.run_wgrad(*sides, groups, GemmArgs(BF16))
     for i, (start, end) in enumerate(pairwise(ends)):

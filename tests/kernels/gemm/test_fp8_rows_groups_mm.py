@@ -88,9 +88,7 @@ def columns_case(device, tile, sizes, after, height, width, block, sums):
         t.view(torch.uint8)[:, tail:] = 0x7F
     scale_a, scale_b = scales(count * height, device), scales(count * width, device)
     run = groups_mm.torch_columns if tile is None else lambda *given: groups_mm.triton_columns(*given, tile)
-    check_columns(
-        run(a, scale_a, b, scale_b, groups.given, rows, block), a, scale_a, b, scale_b, groups, sums
-    )
+    check_columns(run(a, scale_a, b, scale_b, groups.given, rows, block), a, scale_a, b, scale_b, groups, sums)
 
 
 # ---------------------------------------------------------------------------------------------- in the interpreter

@@ -44,10 +44,10 @@ def poisoned(monkeypatch):
     monkeypatch.setattr(fp8_rows_both, "empty_operand", empty)
 
 
-def wide(parts, rows, cols, device="cpu"):
+def wide(count, rows, cols, device="cpu"):
     """Matrices with special rows and special columns, other ones in each."""
     made = []
-    for i in range(parts):
+    for i in range(count):
         x = values(rows, cols).float()
         half = cols // 2
         x[:, half:] = values(cols - half, rows).t().float() * 2.0**i
@@ -147,7 +147,7 @@ def test_the_operands_of_groups_are_those_of_each_group(name, block, sizes, afte
 
 
 @interpreted
-def test_a_transposed_stack_is_read_as_it_lies_in_memory():
+def test_a_transposed_stack_is_read_in_the_order_of_memory():
     x, cast = wide(2, 16, 32).mT, mx.Cast.of("mxfp8")
     row, column = fp8_rows_ops.PAIR.run(x, cast, Form.ROWS, Form.ROWS)
     check_stack(row, x.contiguous(), cast), check_stack(column, x.mT.contiguous(), cast)

@@ -1,0 +1,123 @@
+"""Stacks of weights on a CUDA device: repeated steps, blocks of ``mx.accumulate``, layouts, and compiled graphs."""
+
+import pytest
+import torch
+from torch import nn
+
+import mxtensor as mx
+from mxtensor.convert.training import training_parameter
+from mxtensor.core.plan import PLANS
+from mxtensor.recipe import Float8BlockScaling, Format, MXFP4BlockScaling, MXFP8BlockScaling
+from mxtensor.training.prepared import Layer
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")]
+BF16 = torch.bfloat16
+RECIPES = {
+    "mxfp8": MXFP8BlockScaling(),
+    "e5m2 gradients": MXFP8BlockScaling(fp8_format=Format.HYBRID),
+    "float8 block": Float8BlockScaling(),
+    "mxfp4": MXFP4BlockScaling(stochastic_rounding=False),
+}
+ENDS = ([1000, 1000, 1300, 2040], [0, 2048, 2048, 2048], [512, 1024, 1536, 2048], [7, 9, 9, 2000])
+
+
+class Experts(nn.Module):
+    """A stack (experts, out, in), or (experts, in, out) as ``F.grouped_mm`` takes it."""
+
+    def __init__(self, recipe, weight, transposed=False):
+        super().__init__()
+        weight = weight.mT.contiguous() if transposed else weight.clone()
+        self.weight = training_parameter(nn.Parameter(weight), recipe.linear_recipe())
+        self.transposed = transposed
+
+    def forward(self, x, ends):
+        weight = self.weight if self.transposed else self.weight.mT
+        return torch._grouped_mm(x, weight, offs=ends)
+
+
+def tensors():
+    x, w = torch.randn(2048, 512, device="cuda", dtype=BF16), torch.randn(4, 256, 512, device="cuda", dtype=BF16)
+    return x, w, torch.randn(2048, 256, device="cuda", dtype=BF16)
+
+
+def ends_of(values):
+    return torch.tensor(values, device="cuda", dtype=torch.int32)
+
+
+def step(net, x, g, ends):
+    x, net.weight.grad = x.clone().requires_grad_(), None
+    y = net(x, ends)
+    y.backward(g)
+    return y.detach(), x.grad, net.weight.grad.clone()
+
+
+def in_general(*args):
+    with mx.explain():
+        return step(*args)
+
+
+def assert_same(one, other):
+    for mine, theirs in zip(one, other, strict=True):
+        assert torch.equal(mine, theirs) and mine.dtype is theirs.dtype
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_repeated_steps_are_programs_with_the_bits_of_the_general_way(name):
+    PLANS.clear()
+    x, w, g = tensors()
+    net = Experts(RECIPES[name], w)
+    for ends in map(ends_of, ENDS * 2):
+        x, _, g = tensors()
+        assert_same(step(net, x, g, ends), in_general(net, x, g, ends))
+    layers = [plan.launch for plan in PLANS._plans.values() if isinstance(plan.launch, Layer)]
+    assert any(layer.forward is not None and any(layer.backward.values()) for layer in layers)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_layout_of_a_stack_changes_no_bit(name):
+    x, w, g = tensors()
+    alone, other = Experts(RECIPES[name], w), Experts(RECIPES[name], w, transposed=True)
+    for values in ENDS:
+        y, dx, dw = step(other, x, g, ends_of(values))
+        assert_same(step(alone, x, g, ends_of(values)), (y, dx, dw.mT))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("name", RECIPES)
+def test_steps_in_a_block_have_the_bits_of_those_outside(name, transposed):
+    x, w, g = tensors()
+    alone, together = (Experts(RECIPES[name], w, transposed) for _ in range(2))
+    for _ in range(2):
+        expected = [step(alone, x, g, ends_of(values)) for values in ENDS]
+        with mx.accumulate():
+            for values, one in zip(ENDS, expected, strict=True):
+                assert_same(step(together, x, g, ends_of(values)), one)
+        with torch.no_grad():
+            alone.weight.mul_(0.5)
+            together.weight.mul_(0.5)
+
+
+def test_a_compiled_step_has_the_bits_of_the_eager_one():
+    torch._dynamo.reset()
+    x, w, g = tensors()
+    net = Experts(RECIPES["mxfp8"], w)
+    compiled = torch.compile(net, fullgraph=True, dynamic=False)
+    for values in ENDS:
+        ends = ends_of(values)
+        expected = step(net, x, g, ends)
+        x.grad = net.weight.grad = None
+        given = x.clone().requires_grad_()
+        y = compiled(given, ends)
+        y.backward(g)
+        assert_same((y.detach(), given.grad, net.weight.grad), expected)
+
+
+def test_each_group_has_the_gradients_of_a_layer_of_its_own():
+    """Its columns are cast alone: what other groups hold changes no bit of wgrad."""
+    x, w, g = tensors()
+    net, ends = Experts(RECIPES["mxfp8"], w), ends_of([512, 1024, 1536, 2048])
+    _, _, expected = step(net, x, g, ends)
+    x[512:], g[:512] = x[512:] * 2.0**40, g[:512] * 1.0
+    x[1536:] *= 2.0**-60
+    _, _, dw = step(net, x, g, ends)
+    assert torch.equal(dw[0], expected[0]) and not torch.equal(dw[1], expected[1])
