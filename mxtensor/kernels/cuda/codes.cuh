@@ -179,7 +179,7 @@ DEVICE void encode_pairs(u32 (&codes)[CODE_WORDS], const u32* w, const PairScale
 #pragma unroll
         for (u32 j = 0; j < 4; j++) {
             u32 a = w[2 * j], b = w[2 * j + 1];
-            codes[j] = with_signs(bytes_of(shifted_pair(a, scale), shifted_pair(b, scale), 0x6420), bytes_of(a, b, 0xFDB9));
+            codes[j] = with_signs(bytes_of(shifted_pair(a, scale), shifted_pair(b, scale), 0x6420), signs_of_bytes(a, b, 0xFDB9));
         }
     } else {
 #pragma unroll
@@ -199,7 +199,7 @@ DEVICE void encode_columns(u32 (&low)[CODE_WORDS], u32 (&high)[CODE_WORDS], cons
             const u32* v = w + 4 * j;
             u32 upper = bytes_of(shifted_pair(v[0], scale), shifted_pair(v[1], scale), 0x6240);
             u32 lower = bytes_of(shifted_pair(v[2], scale), shifted_pair(v[3], scale), 0x6240);
-            u32 upper_signs = bytes_of(v[0], v[1], 0xFBD9), lower_signs = bytes_of(v[2], v[3], 0xFBD9);
+            u32 upper_signs = signs_of_bytes(v[0], v[1], 0xFBD9), lower_signs = signs_of_bytes(v[2], v[3], 0xFBD9);
             low[j] = with_signs(bytes_of(upper, lower, 0x5410), bytes_of(upper_signs, lower_signs, 0x5410));
             high[j] = with_signs(bytes_of(upper, lower, 0x7632), bytes_of(upper_signs, lower_signs, 0x7632));
         }

@@ -116,6 +116,12 @@ template <class T> DEVICE T load_fresh(const T* from) { return __ldcg(from); }
 // ---------------------------------------------------------------------------------------------- words
 
 DEVICE u32 bytes_of(u32 low, u32 high, u32 selector) { return __byte_perm(low, high, selector); }
+// The same, but a selector of 8 and more gives eight copies of the sign bit of its byte; __byte_perm ignores that bit.
+DEVICE u32 signs_of_bytes(u32 low, u32 high, u32 selector) {
+    u32 out;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(out) : "r"(low), "r"(high), "r"(selector));
+    return out;
+}
 DEVICE u32 select_bits(u32 mask, u32 a, u32 b) {  // bits of ``a`` where the mask is 1, else of ``b``; one instruction
     u32 out;
     asm("lop3.b32 %0, %1, %2, %3, 0xCA;" : "=r"(out) : "r"(mask), "r"(a), "r"(b));
@@ -178,7 +184,7 @@ DEVICE void halves_of_e4m3(u32& low, u32& high, u32 bytes) {
     even = (even & 0x80008000) | ((even >> 1) & 0x3F803F80), odd = (odd & 0x80008000) | ((odd >> 1) & 0x3F803F80);
     asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(low) : "r"(even), "r"(0x5C005C00));
     asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(high) : "r"(odd), "r"(0x5C005C00));
-    low |= __byte_perm(nans, 0, 0x9988), high |= __byte_perm(nans, 0, 0xBBAA);
+    low |= signs_of_bytes(nans, 0, 0x9988), high |= signs_of_bytes(nans, 0, 0xBBAA);
 #endif
 }
 DEVICE void floats_of_halves(float& low, float& high, u32 word) {

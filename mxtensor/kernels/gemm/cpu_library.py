@@ -47,7 +47,7 @@ FEW_ROWS, FEW_FLOAT_ROWS = 32, {"amx": 32, "avx512": 32, "avx512bf16": 32, "avx2
 """Rows up to which every code is decoded in registers, in bfloat16 and in float32 on each instruction set; with more,
 torch's BLAS multiplies decoded slabs. ``python -m benchmarks.cpu_sweep`` shows that neither is slower than
 decoding the whole weight."""
-TILE_ROWS = 8, 1024
+TILE_ROWS = 8, 512
 """The least and the most rows of bfloat16 that are multiplied in the tile registers of AMX, where the processor has
 them. With fewer, decoding into registers is as fast; with more, torch's BLAS multiplies decoded slabs, in tiles too."""
 _AVX512 = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd", "avx512vbmi"})

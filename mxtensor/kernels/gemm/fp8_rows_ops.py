@@ -73,9 +73,12 @@ def _(x, format, scaling, rounding, seed, amax_epsilon, any_distance):  # type: 
 def cast_both_to_rows(
     x: Tensor, format: str, scaling: str, rounding: str, seed: int | None, amax_epsilon: float, rowwise: bool
 ) -> list[Tensor]:
-    """``rows_of_both``: the memory of the operand of the matrix, if asked for, then of that of its transpose."""
+    """``rows_of_both``: the memory of the operand of the matrix, if asked for, then of that of its transpose.
+
+    x: a matrix, or a stack of matrices.
+    """
     op, cast = "mxtensor::cast_both_to_rows", Cast.of(format, scaling, rounding, seed, amax_epsilon)
-    check_argument(op, "x", x, SOURCES, (None, None), x.device)
+    check_argument(op, "x", x, SOURCES, (None,) * max(2, min(x.dim(), 3)), x.device)
     check_device(op, x)
     reason = why_not_both(x, cast)
     if reason is not None:

@@ -26,5 +26,4 @@ def no_cuda_sources(spec: Spec) -> str | None:
         return reason
     if spec.capability < nvrtc.OLDEST:
         return f"needs sm80, this device is sm{spec.capability[0]}{spec.capability[1]}"
-    library = nvrtc.library()
-    return library if isinstance(library, str) else nvrtc.unknown(spec.capability) or exported(spec)
+    return nvrtc.missing() or nvrtc.unknown(spec.capability) or exported(spec)

@@ -56,6 +56,13 @@ def _wheel() -> list[str]:
     return found
 
 
+@compat.called_while_traced
+def missing() -> str | None:
+    """The sentence that says why NVRTC is missing; None if it is there."""
+    found = library()
+    return found if isinstance(found, str) else None
+
+
 @cache
 def library() -> ctypes.CDLL | str:
     """NVRTC, or the sentence that says why it is missing."""
@@ -93,6 +100,7 @@ def _target(capability: tuple[int, int]) -> tuple[int, int] | None:
     return max((arch for arch in found if arch[0] == capability[0] and arch <= capability), default=None)
 
 
+@compat.called_while_traced
 def unknown(capability: tuple[int, int]) -> str | None:
     """Why NVRTC cannot compile for devices of this compute capability; None if it can."""
     if _target(capability) is not None:

@@ -183,7 +183,8 @@ def cast_rows(
         code = tl.where(over_columns(finite.to(tl.int32), Q) != 0, code, C.nan_code * 0x101).to(tl.int16)
     out = moved_two(code, tl.broadcast_to(over_columns(shift, Q), shape), C, R)
     if C.mantissa_bits == 2:
-        out = tl.where(tl.reshape(beyond, (1, W, J, 1)), code, out)
+        own = tl.reshape(beyond.to(tl.int32), (1, W, J, 1))  # int32: Triton 3.6 spreads single bits wrongly here
+        out = tl.where(tl.broadcast_to(own, shape) != 0, code, out)
     store_tile(to_ptr + (row * width + col), out, in_tile(row, rows, col, words, WIDE), EVEN)
     return stored
 
@@ -270,8 +271,10 @@ def cast_both_to_rows(
         high_code = tl.where(high_whole[:, :, None, :] != 0, high_code, C.nan_code * 0x1010101)
     low_four, high_four = moved_four(low_code, low_shift, C, R), moved_four(high_code, high_shift, C, R)
     if C.mantissa_bits == 2:
-        low_four = tl.where(low_beyond[:, :, None, :], low_code, low_four)
-        high_four = tl.where(high_beyond[:, :, None, :], high_code, high_four)
+        low_own = tl.broadcast_to(low_beyond.to(tl.int32)[:, :, None, :], shape)
+        high_own = tl.broadcast_to(high_beyond.to(tl.int32)[:, :, None, :], shape)
+        low_four = tl.where(low_own != 0, low_code, low_four)
+        high_four = tl.where(high_own != 0, high_code, high_four)
     four = as_matrix(tl.reshape(tl.join(low_four, high_four), (Q, W, J, 2 * V)))
     if GROUPS > 0:
         four = tl.where(live, four, 0)
