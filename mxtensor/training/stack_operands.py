@@ -59,7 +59,7 @@ def copies_of(
     if wants[0] is not None:
         out[0] = _rows(x, casts, wants[0], scales, groups)
     if wants[1] is not None:
-        out[1] = copies(groups.padded(x), casts, (None, wants[1]), scales)[1]
+        out[1] = _padded_columns(x, casts, wants[1], scales, groups)
     return out
 
 
@@ -75,10 +75,17 @@ def _row_scaled(
     if made is not None:
         out = [*made]
     elif wants[1] is not None:
-        out[1] = copies(groups.padded(x), casts, (None, wants[1]), ())[1]
+        out[1] = _padded_columns(x, casts, wants[1], (), groups)
     if wants[0] is not None and out[0] is None:
         out[0] = _rows(x, casts, wants[0], (), groups)
     return out
+
+
+def _padded_columns(
+    x: Tensor, casts: TensorCasts, want: Want, scales: tuple[Tensor, ...], groups: Groups
+) -> GemmOperand | None:
+    """The columnwise copy of rows in groups, from a copy of the rows in which each group is padded."""
+    return copies(groups.padded(x), casts, (None, want), scales)[1]
 
 
 def _rows(x: Tensor, casts: TensorCasts, want: Want, scales: tuple[Tensor, ...], groups: Groups) -> GemmOperand | None:

@@ -85,8 +85,10 @@ def test_the_first_call_compiles_and_the_next_ones_run_what_was_compiled(device)
     kernel = Kernel()
     for programs in (3, 5):
         triton_launch.launch(kernel, programs, FIRST, (CODE, 64), 4)
-    assert kernel.made == [((3,), (*FIRST, CODE, 64), {"num_warps": 4, "enable_fp_fusion": False})]
+    assert kernel.made == [((3,), (*FIRST, CODE, 64), {"num_warps": 4, "num_stages": 3, "enable_fp_fusion": False})]
     assert kernel.ran == [("stream 0", (5, 1, 1), (*FIRST, CODE, 64))]
+    triton_launch.launch(kernel, 3, FIRST, (CODE, 64), 4, 2)
+    assert kernel.made[1:] == [((3,), (*FIRST, CODE, 64), {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": False})]
 
 
 def test_a_profiler_is_told_of_a_launch(device):
