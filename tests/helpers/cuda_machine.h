@@ -177,7 +177,7 @@ template <class T> DEVICE T load_fresh(const T* from) { return *from; }
 
 // ---------------------------------------------------------------------------------------------- words
 
-DEVICE u32 bytes_of(u32 low, u32 high, u32 selector) {
+DEVICE u32 signs_of_bytes(u32 low, u32 high, u32 selector) {
     u64 both = u64(high) << 32 | low;
     u32 out = 0;
     for (int i = 0; i < 4; i++) {
@@ -186,6 +186,9 @@ DEVICE u32 bytes_of(u32 low, u32 high, u32 selector) {
         out |= byte << (8 * i);
     }
     return out;
+}
+DEVICE u32 bytes_of(u32 low, u32 high, u32 selector) {  // __byte_perm reads three bits of each selector
+    return signs_of_bytes(low, high, selector & 0x7777);
 }
 DEVICE u32 select_bits(u32 mask, u32 a, u32 b) { return (a & mask) | (b & ~mask); }
 DEVICE u32 opaque(u32 value) { return value; }
