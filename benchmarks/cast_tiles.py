@@ -10,6 +10,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -106,7 +107,7 @@ def milliseconds(call: Callable[[Tensor], Any], inputs: Sequence[Tensor], repeat
         end.record()
         end.synchronize()
         samples.append(start.elapsed_time(end) / len(inputs))
-    return median(samples[2:])
+    return float(median(samples[2:]))
 
 
 def old_way(x: Tensor, cast: Cast) -> Any:
@@ -166,7 +167,7 @@ def main() -> None:
             nbytes = moved_bytes(cast.format, "both", rows, cols)
             nbytes += 2 * rows * cols if cast.format.global_scale else 0
             expected = old_way(inputs[0], cast)
-            calls: dict[str, Callable[[Tensor], Any]] = {"before": lambda x, cast=cast: old_way(x, cast)}
+            calls: dict[str, Callable[[Tensor], Any]] = {"before": partial(old_way, cast=cast)}
             calls |= {",".join(map(str, tile)): by(tile, cast) for tile in tiles_of(cast.format)}
             chosen = ",".join(map(str, tile_for(cast.format, 2, rows, cols)))
             for label, call in calls.items():
