@@ -188,6 +188,7 @@ DEVICE u32 bytes_of(u32 low, u32 high, u32 selector) {
 }
 DEVICE u32 select_bits(u32 mask, u32 a, u32 b) { return (a & mask) | (b & ~mask); }
 DEVICE u32 opaque(u32 value) { return value; }
+DEVICE u32 volatile_copy(u32 value) { return value; }
 DEVICE float float_of_bits(u32 bits) { float value; memcpy(&value, &bits, 4); return value; }
 DEVICE u32 bits_of_float(float value) { u32 bits; memcpy(&bits, &value, 4); return bits; }
 DEVICE float float_of_half(u32 word) {

@@ -11,11 +11,12 @@
 constexpr int UNITS = COLS / 4;  // of a tile
 constexpr int LOADERS = WK > 2 ? 1 : WK == 2 || UNITS % 4 ? 2 : 4;  // loading warps of each group
 constexpr int UNITS_PER_WARP = UNITS / LOADERS;
-constexpr int IN_FLIGHT = (11 + UNITS_PER_WARP) / UNITS_PER_WARP;  // tiles that a loading warp has in its registers
+// tiles that a loading warp has in its registers
+constexpr int IN_FLIGHT = UNITS_PER_WARP > 8 ? 1 : (11 + UNITS_PER_WARP) / UNITS_PER_WARP;
 
 struct RowsOfX {  // what this thread loads
     const u8* x;  // row 0, from this thread's piece of the first tile on
-    u64 stride;  // bytes
+    u32 stride;  // values
     u32 last;  // row of x; rows after it repeat it, and their results are not written
     int left;  // TAIL: columns from there to the end of the row
 };
@@ -26,7 +27,7 @@ DEVICE u32 columns_before(u32 tile) { return BITS == 8 ? 64 * tile : tile / 2 * 
 // The rows of x that thread ``lane`` of a warp loads, from chunk ``first`` on.
 DEVICE RowsOfX rows_of_x(const Arguments& a, u32 first, u32 lane) {
     u32 piece = lane / 4, at = first * 128 + (BITS == 8 ? 8 * piece : piece / 2 * 32 + piece % 2 * 8);
-    return {reinterpret_cast<const u8*>(a.x + at), u64(a.x_stride) * 2, a.m - 1, int(a.k) - int(at)};
+    return {reinterpret_cast<const u8*>(a.x + at), a.x_stride, a.m - 1, int(a.k) - int(at)};
 }
 
 // The row of a tile, ``which`` of four, of a unit.
@@ -44,7 +45,7 @@ DEVICE void load_piece(u32 (&words)[4], const RowsOfX& mine, u32 row, u32 tile) 
     uint4 loaded = {0, 0, 0, 0};
     row = row < mine.last ? row : mine.last;
     if (WHOLE_TILES || int(column) < mine.left)
-        loaded = load_fresh(reinterpret_cast<const uint4*>(mine.x + row * mine.stride + 2 * column));
+        loaded = load_fresh(reinterpret_cast<const uint4*>(mine.x + 2 * column + u64(row) * mine.stride * 2));
     words[0] = loaded.x, words[1] = loaded.y, words[2] = loaded.z, words[3] = loaded.w;
 }
 
@@ -78,6 +79,7 @@ DEVICE void load_tiles(const RowsOfX& mine, u8* ring, u64* full, u64* empty, u32
         for (int d = 0; d < IN_FLIGHT; d++) {
             if (i + d >= count) return;
             if (round > 0) wait_at(empty + slot, round - 1);
+            row = volatile_copy(row);  // else the compiler would keep an address of each unit in registers
 #pragma unroll
             for (int u = 0; u < UNITS_PER_WARP; u++) {
                 store_transposed(place_of(u) + slot * TILE, words[d][u]);

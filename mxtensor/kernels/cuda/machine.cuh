@@ -122,6 +122,12 @@ DEVICE u32 select_bits(u32 mask, u32 a, u32 b) {  // bits of ``a`` where the mas
 }
 // the same value (blockDim.y is 1), hidden from the compiler's optimizer
 DEVICE u32 opaque(u32 value) { return value * blockDim.y; }
+// The same value, which the compiler does not know to be the same each time.
+DEVICE u32 volatile_copy(u32 value) {
+    u32 copy;
+    asm volatile("mov.u32 %0, %1;" : "=r"(copy) : "r"(value));
+    return copy;
+}
 DEVICE float float_of_bits(u32 bits) { return __uint_as_float(bits); }
 DEVICE u32 bits_of_float(float value) { return __float_as_uint(value); }
 

@@ -139,7 +139,7 @@ REGISTER_FILE = 65536
 """32-bit registers of a multiprocessor."""
 LEAST_REGISTERS = 24
 """The fewest registers that a thread can have."""
-LOADING = 40
+LOADING = 32
 """Registers of a thread of a direct kernel that loads activations, beside those of the tiles on their way."""
 
 
@@ -167,7 +167,7 @@ def loading_registers(config: LaunchConfig) -> int:
     units = 2 * config.nt
     loaders = 1 if config.wk > 2 else 2 if config.wk == 2 or units % 4 else 4
     each = units // loaders
-    return -(-(4 * each * -(-12 // each) + LOADING) // 8) * 8
+    return 4 * each * (1 if each > 8 else -(-12 // each)) // 8 * 8 + LOADING
 
 
 # ---------------------------------------------------------------------------------------------- facts
