@@ -215,13 +215,6 @@ def scale_bytes(format: Format, config: LaunchConfig) -> int:
     return {"AT_THE_END": 0, "UE4M3": config.depth // 16}.get(kind, config.depth // 32)
 
 
-def can_be_direct(format: Format, x: torch.dtype, x_copy: int, cast: Cast | None) -> bool:
-    """Whether a wgmma kernel can read these activations as they are: bfloat16 without a cast, rows in whole pieces of 16
-    bytes at multiples of 16 bytes. NaNs among codes need a scale that is applied to sums, which NVFP4's are not."""
-    special = format.element in (E4M3, E5M2) and format.scale is UE4M3
-    return x is torch.bfloat16 and x_copy == 16 and cast is None and not special
-
-
 def classes_of(format: Format, config: LaunchConfig, x_rows: int) -> int:
     """Weight blocks that one matrix instruction sums in separate columns (``cuda/small_m_mma.cuh``).
 

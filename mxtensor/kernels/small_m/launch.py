@@ -29,7 +29,6 @@ from .config import (
     TYPES,
     Facts,
     LaunchConfig,
-    can_be_direct,
     can_use_wgmma,
     cast_constants,
     classes_of,
@@ -38,6 +37,7 @@ from .config import (
     facts_for,
     has_whole_chunks,
 )
+from .direct import can_be_direct
 from .heuristics import BY_WARPS, choose_config, gpu_of
 from .scratch import ACTIVATION_THREADS, Scratch, scratch_of
 from .shared_memory import SharedMemoryLayout, clusters, layout_of
