@@ -196,7 +196,8 @@ def kinds(rows: int) -> tuple[str, ...]:
 
 
 def fastest(format: Format, m: int, n: int, k: int, kind: str, copies: Sequence[Operand]) -> Iterator[Measured]:
-    """The fastest config of a kind, for each cast, and the fastest direct one. A config that the device refuses is printed and left out."""
+    """The fastest config of a kind, for each cast, and the fastest direct one. A config that the device refuses is
+    printed and left out."""
     x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
     for cast in casts_of(format, m, kind):
         timed, name = [], f"{format} {m}x{n}x{k}{' cast' if cast else ''}"

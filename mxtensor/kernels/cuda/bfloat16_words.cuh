@@ -3,8 +3,8 @@
 // which ``store_transposed`` leaves x (direct_tiles.cuh).
 //
 // Sign and magnitude of a code are moved to their positions in bfloat16, so that a word is 2^-PLACED times its values.
-// One multiplication by a power of two makes it 2^-LOWERED times the values and their scale, exactly. LOWERED leaves
-// room for scales above 1; the result is multiplied by 2^LOWERED at the end.
+// One multiplication by a power of two makes it 2^-LOWERED times the values and their scale, exactly. LOWERED
+// moves the window of scales up, to scales above 1; the result is multiplied by 2^LOWERED at the end.
 
 constexpr int PLACED = ELEMENT == E4M3 ? 120 : ELEMENT == E5M2 ? 112 : ELEMENT == E3M2 ? 124 : ELEMENT == INT8 ? -6 : 126;
 constexpr int LOWERED = 8;

@@ -5,8 +5,8 @@
 // consecutive codes. So the 8x8 values of each row of a tile, eight pieces of eight columns, are transposed on their
 // way: piece g of the tile has column g of each piece of x, and word t of it the columns of two neighbouring pieces,
 // which are codes g and g + 8 of the sixteen of thread t (bfloat16_words.cuh). A warp moves four rows at a time, a unit:
-// one load of 16 bytes by each thread, and one instruction that stores transposed. The four rows are two apart, so that
-// the stores have no bank conflicts.
+// one load of 16 bytes by each thread, and one instruction that stores transposed. The four rows are every second one of
+// eight, so that the stores have no bank conflicts.
 
 constexpr int UNITS = COLS / 4;  // of a tile
 constexpr int LOADERS = WK > 2 ? 1 : WK == 2 || UNITS % 4 ? 2 : 4;  // loading warps of each group
@@ -17,7 +17,7 @@ constexpr int IN_FLIGHT = UNITS_PER_WARP > 8 ? 1 : (11 + UNITS_PER_WARP) / UNITS
 struct RowsOfX {  // what this thread loads
     const u8* x;  // row 0, from this thread's piece of the first tile on
     u32 stride;  // values
-    u32 last;  // row of x; rows after it repeat it, and their results are not written
+    u32 end_row;  // the final row of x; rows after it repeat it, and their results are not written
     int left;  // TAIL: columns from there to the end of the row
 };
 
@@ -43,7 +43,7 @@ DEVICE u32 place_of_unit(u32 unit, u32 lane) {
 DEVICE void load_piece(u32 (&words)[4], const RowsOfX& mine, u32 row, u32 tile) {
     u32 column = columns_before(tile);
     uint4 loaded = {0, 0, 0, 0};
-    row = row < mine.last ? row : mine.last;
+    row = row < mine.end_row ? row : mine.end_row;
     if (WHOLE_TILES || int(column) < mine.left)
         loaded = load_fresh(reinterpret_cast<const uint4*>(mine.x + 2 * column + u64(row) * mine.stride * 2));
     words[0] = loaded.x, words[1] = loaded.y, words[2] = loaded.z, words[3] = loaded.w;

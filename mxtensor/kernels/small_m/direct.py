@@ -29,8 +29,8 @@ OTHER_REGISTERS = 72
 
 
 def can_be_direct(format: Format, x: torch.dtype, x_copy: int, cast: Cast | None) -> bool:
-    """Whether a wgmma kernel can read these activations as they are: bfloat16 without a cast, rows of whole pieces of 16
-    bytes at multiples of 16 bytes (``x_copy``: the most bytes that one copy can move).
+    """Whether a wgmma kernel can read these activations as they are: bfloat16 without a cast, rows of whole pieces of
+    16 bytes at multiples of 16 bytes (``x_copy``: the most bytes that one copy can move).
 
     NaNs among codes are looked for only where scales can be applied to sums, which NVFP4's are not.
     """
