@@ -58,9 +58,8 @@ DEVICE void copy_tile(const RowsOfX& mine, u32 tile, u8* to, u32 warp, u32 warps
     }
 }
 
-// A loading warp, number ``warp`` of LOADERS: all its units of all ``count`` tiles of the group, IN_FLIGHT tiles at a
-// time. It stores all of them before it requests the next ones: the compiler waits for all loads in flight at once, and
-// a fence may do so too.
+// A loading warp, number ``warp`` of LOADERS: all its units of all ``count`` tiles of the group, IN_FLIGHT tiles ahead.
+// Each unit is requested again as soon as it has been stored.
 DEVICE void load_tiles(const RowsOfX& mine, u8* ring, u64* full, u64* empty, u32 count, u32 warp, u32 lane) {
     u32 words[IN_FLIGHT][UNITS_PER_WARP][4], slot = 0, round = 0;
     u32 row = block_y() * COLS + row_of_unit(warp, lane % 4);
@@ -70,23 +69,25 @@ DEVICE void load_tiles(const RowsOfX& mine, u8* ring, u64* full, u64* empty, u32
     auto place_of = [&](int u) {
         return LOADERS > 1 ? even + 512 * LOADERS * u : (u % 2 ? odd : even) + u / 2 * 1024;
     };
-    for (u32 first = 0; first < count; first += IN_FLIGHT) {
-        row = volatile_copy(row);  // else the compiler would keep an address of each unit in registers
 #pragma unroll
-        for (int d = 0; d < IN_FLIGHT; d++)
+    for (int d = 0; d < IN_FLIGHT; d++)
 #pragma unroll
-            for (int u = 0; u < UNITS_PER_WARP; u++)
-                if (first + d < count) load_piece(words[d][u], mine, row_of(u), first + d);
+        for (int u = 0; u < UNITS_PER_WARP; u++)
+            if (d < count) load_piece(words[d][u], mine, row_of(u), d);
+    for (u32 i = 0; i < count; i += IN_FLIGHT)
 #pragma unroll
         for (int d = 0; d < IN_FLIGHT; d++) {
-            if (first + d >= count) return;
+            if (i + d >= count) return;
             if (round > 0) wait_at(empty + slot, round - 1);
+            row = volatile_copy(row);  // else the compiler would keep an address of each unit in registers
 #pragma unroll
-            for (int u = 0; u < UNITS_PER_WARP; u++) store_transposed(place_of(u) + slot * TILE, words[d][u]);
+            for (int u = 0; u < UNITS_PER_WARP; u++) {
+                store_transposed(place_of(u) + slot * TILE, words[d][u]);
+                if (i + d + IN_FLIGHT < count) load_piece(words[d][u], mine, row_of(u), i + d + IN_FLIGHT);
+            }
             fence_for_copy_engine();  // the matrix instruction reads as the copy engine does
             sync_warp();
             arrive_at<0>(barrier_address(full + slot));
             if (++slot == STAGES) slot = 0, round++;
         }
-    }
 }

@@ -244,12 +244,11 @@ def choose_config(
 
 
 def expected_time(format: Format, m: int, n: int, k: int) -> float | None:
-    """Microseconds of a product without a cast on an H100, by the config that ``choose_config`` takes for activations
-    that another kernel prepares; None if neither table nor cost model knows the format."""
+    """Microseconds of a product without a cast on an H100, by the config that ``choose_config`` takes; None if neither
+    table nor cost model knows the format."""
     gpu, name = gpu_of(torch.device("cpu")), stand_in(format)
-    lines = (line for line in table(gpu.capability) if line[:5] == (name, False, m, n, k) and not line.config.direct)
-    measured = min((line.us for line in lines), default=None)
-    found = _by_costs(gpu, format, m, n, k, False, lambda config: None if config.direct else config)
+    measured = min((line.us for line in table(gpu.capability) if line[:5] == (name, False, m, n, k)), default=None)
+    found = _by_costs(gpu, format, m, n, k, False, lambda config: config)
     if found is None or (measured is not None and found[0] >= TRUSTED * measured):
         return measured
     return found[0]
