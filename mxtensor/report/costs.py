@@ -23,7 +23,6 @@ import torch
 from ..kernels.small_m.compile_ahead import compile_all
 from ..kernels.small_m.config import LaunchConfig
 from ..kernels.small_m.costs import ROWS, Cost, features, path_of, predict, write
-from ..kernels.small_m.direct import direct_twin
 from ..kernels.small_m.heuristics import fitted, gpu_of, table
 from ..kernels.small_m.shared_memory import Gpu, layout_of
 from ..numerics.cast import Cast
@@ -54,8 +53,7 @@ def candidates(format: Format, m: int, casts: bool) -> list[LaunchConfig]:
         near = line.m / 2 <= m <= line.m or (config.wgmma and min(line.m, m) >= 64) or max(line.m, m) <= FEW
         if near:
             found[fitted(config, m) if config.wgmma and m > 64 else config] = None
-    twins = () if casts else filter(None, (direct_twin(format, config) for config in found))
-    return [*found, *(twin for twin in twins if twin not in found)]
+    return list(found)
 
 
 def measure(format: Format, shapes: Sequence[tuple[int, int]]) -> Iterator[tuple[Case, tuple[int, int, float]]]:

@@ -24,7 +24,6 @@ from ..kernels.quantize.select import quantize_operand
 from ..kernels.runtime import nvrtc
 from ..kernels.small_m.compile_ahead import compile_all
 from ..kernels.small_m.config import KINDS, LaunchConfig, registers
-from ..kernels.small_m.direct import OTHER_REGISTERS
 from ..kernels.small_m.heuristics import ROWS, WGMMA_CAPABILITY, Measured, gpu_of, path_of, read, write
 from ..kernels.small_m.launch import Weight, launch
 from ..kernels.small_m.shared_memory import RESERVED, Gpu, layout_of
@@ -73,18 +72,16 @@ def wgmma(bits: int, rows: int, n: int, k: int, gpu: Gpu) -> Iterator[LaunchConf
     warps = tuple((wr, wk) for wr in (4, 8, 12, 16) for wk in (1, 2, 3, 4) if wr * wk <= 16 and (wk == 1 or rows <= 64))
     numbers = ((least, 32) if rows > 128 else (least,), warps, (1, 2, 3), in_flight, (1, 2, 3, 4, 6, 8))
     reductions = (False, False), (True, False), (False, True)  # reduce_global, reduce_dsmem
-    choices = itertools.product(*numbers, reductions, (False, True))
-    for nt, (wr, wk), blocks, (stages, ahead), split, (reduce_global, reduce_dsmem), direct in choices:
+    for nt, (wr, wk), blocks, (stages, ahead), split, (reduce_global, reduce_dsmem) in itertools.product(
+        *numbers, reductions
+    ):
         config = LaunchConfig(
-            1, nt, wr, wk, 4, stages, blocks, split, False, True, ahead, 0, reduce_global, reduce_dsmem, direct
+            1, nt, wr, wk, 4, stages, blocks, split, False, True, ahead, 0, reduce_global, reduce_dsmem
         )
         used = 4 * nt + ahead * 2 * bits  # registers for sums and for loads in flight
         if (nt == 32) != (stages < 8) or not 8 <= wr * wk * blocks <= 16 or (blocks == 3 and wr * wk != 4):
             continue
-        others = OTHER_REGISTERS if direct else 60
-        if direct and reduce_global:
-            continue
-        if used + others > registers(config).compute or (ahead > 2 and used < 32):
+        if used + 60 > registers(config).compute or (ahead > 2 and used < 32):
             continue
         if split == 1 and (reduce_global or reduce_dsmem):
             continue
@@ -196,8 +193,7 @@ def kinds(rows: int) -> tuple[str, ...]:
 
 
 def fastest(format: Format, m: int, n: int, k: int, kind: str, copies: Sequence[Operand]) -> Iterator[Measured]:
-    """The fastest config of a kind, for each cast, and the fastest direct one. A config that the device refuses is
-    printed and left out."""
+    """The fastest config of a kind, for each cast. A config that the device refuses is printed and left out."""
     x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
     for cast in casts_of(format, m, kind):
         timed, name = [], f"{format} {m}x{n}x{k}{' cast' if cast else ''}"
@@ -206,18 +202,15 @@ def fastest(format: Format, m: int, n: int, k: int, kind: str, copies: Sequence[
                 timed.append((graph_time([partial(call, x, w, config, cast) for w in copies], 3), config))
             except RuntimeError as error:
                 print(f"{name} {tuple(config)}: {error}", flush=True)
-        for direct in (False, True):
-            some = [(us, config) for us, config in timed if config.direct is direct]
-            if some:
-                us, config = min(some)
-                print(f"{name}: {us:.2f} us by {tuple(map(int, config))}, of {len(some)}", flush=True)
-                yield Measured(format.name, cast is not None, m, n, k, us, config)
+        if timed:
+            us, config = min(timed)
+            print(f"{name}: {us:.2f} us by {tuple(map(int, config))}, of {len(timed)}", flush=True)
+            yield Measured(format.name, cast is not None, m, n, k, us, config)
 
 
 def _case(line: Measured) -> tuple[Any, ...]:
-    """What a measurement is about: format, shape, rows, kind of kernel, and whether activations were cast or read as
-    they are."""
-    return line.format, line.n, line.k, line.m, line.config.kind, line.casts, line.config.direct
+    """What a measurement is about: format, shape, rows, kind of kernel, and whether activations were cast."""
+    return line.format, line.n, line.k, line.m, line.config.kind, line.casts
 
 
 def merged(old: Iterable[Measured], new: Iterable[Measured]) -> list[Measured]:

@@ -19,8 +19,7 @@ from ..core.select import forget_decisions
 from ..kernels.small_m import launch
 from ..kernels.small_m.compile_ahead import compile_all
 from ..kernels.small_m.config import LaunchConfig, can_use_wgmma
-from ..kernels.small_m.costs import costs_of, rows_key
-from ..kernels.small_m.direct import expected_times
+from ..kernels.small_m.costs import costs_of, predict, rows_key
 from ..kernels.small_m.heuristics import Measured, gpu_of, keep_tuned, stand_in
 from ..kernels.small_m.shared_memory import layout_of
 from ..numerics.cast import Cast
@@ -49,10 +48,8 @@ def _contenders(format: Format, casts: bool, m: int, n: int, k: int, gpu: Any) -
     model, rows = costs_of(gpu.capability), rows_key(m)
     costs = model.get((format.name, casts, rows)) or model.get((format.name, False, rows), ())
     wgmma = can_use_wgmma(format, k, 0, (0, 0))
-    expected = sorted(expected_times(costs, format, m, n, k, gpu))
-    configs = [config for _, config in expected if not (casts and config.direct)]
-    possible = [c for c in configs if (wgmma or not c.wgmma) and layout_of(format, c, m, n, k, gpu)]
-    return possible[:CONTENDERS]
+    possible = [c for c in costs if (wgmma or not c.config.wgmma) and layout_of(format, c.config, m, n, k, gpu)]
+    return [c.config for c in sorted(possible, key=lambda c: predict(c, m, n, k, format, gpu))[:CONTENDERS]]
 
 
 def tune(model: nn.Module, rows: Sequence[int] = TUNED_ROWS, seconds: float = 60.0) -> dict[tuple[int, int, int], str]:

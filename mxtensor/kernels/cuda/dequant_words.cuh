@@ -3,8 +3,7 @@
 //
 // A power-of-two scale is taken relative to the window of its row: a range of octaves around the row's first scales in
 // which float16 holds every product exactly. If any scale of a block of rows is outside its window, the block computes
-// its sums again with ``multiply_any_scales``, which scales sums instead of words. NVFP4 scales always fit. DIRECT words
-// are bfloat16 instead (bfloat16_words.cuh), with one window for all rows.
+// its sums again with ``multiply_any_scales``, which scales sums instead of words. NVFP4 scales always fit.
 
 // bytes of a thread's scales in 128 columns
 constexpr int SCALE_BYTES = SCALE == E8M0 ? (BITS == 8 ? 4 : 1) : SCALE == UE4M3 ? 2 : 0;
@@ -17,15 +16,11 @@ DEVICE constexpr u32 place_of_scales(u32 t) { return BITS == 8 ? 0 : SCALE == UE
 // ---------------------------------------------------------------------------------------------- windows
 
 // octaves of a window, and how many of them are above the row's first scales
-constexpr u32 OCTAVES = DIRECT ? 64 : ELEMENT == E5M2 ? 8 : 16, ABOVE = OCTAVES / 4;
+constexpr u32 OCTAVES = ELEMENT == E5M2 ? 8 : 16, ABOVE = OCTAVES / 4;
 // The biased float16 exponent of the largest scale in a window: 2^(TOP - 15).
 constexpr u32 TOP = ELEMENT == E4M3 ? 22 : ELEMENT == E5M2 ? 15 : ELEMENT == INT8 ? 23 : 30;
-constexpr u32 NAN_SCALE = 255, EACH = BITS == 8 ? 0x01010101 : 1;
-// DIRECT: bfloat16 has the same window for all rows, from this scale on. It ends at bfloat16's largest power of two.
-constexpr u32 WINDOW = 191 - (ELEMENT == INT8 ? 112 : PLACED - LOWERED);
-// the biased exponent of the smallest scale in a window; one octave in both halves of a word
-constexpr u32 LEAST = DIRECT ? WINDOW + PLACED - LOWERED : TOP - OCTAVES + 1;
-constexpr u32 BOTH = DIRECT ? ONE_OCTAVE : 0x00010001 << 10;
+constexpr u32 LEAST = TOP - OCTAVES + 1, NAN_SCALE = 255, EACH = BITS == 8 ? 0x01010101 : 1;
+constexpr u32 BOTH = 0x00010001 << 10;  // one octave in both halves of a word
 
 DEVICE u32 largest_byte(u32 word) {
     u32 most = 0;
@@ -37,7 +32,6 @@ DEVICE u32 largest_byte(u32 word) {
 // The least scale of a row's window, repeated in each byte. The window is around the largest scale of the row's first
 // 128 columns. All threads of a warp call it.
 DEVICE u32 window_around(u32 scales) {
-    if constexpr (DIRECT) return WINDOW * EACH;
     u32 most = largest_byte(scales);
     if constexpr (SCALE_BYTES == 1) most = largest(most, 4);
     u32 least = most + ABOVE < OCTAVES ? 0 : most + ABOVE + 1 - OCTAVES;
@@ -55,11 +49,7 @@ DEVICE float power_of(u32 window) { return power(int((window & 255) + 15 - LEAST
 
 // What the words of pieces 0 and 1 are multiplied by; ``scales`` minus the least of their window.
 DEVICE void word_scales(u32 (&out)[2], u32 scales, u32 t) {
-    if constexpr (!(SCALE_BYTES > 0)) {
-        out[0] = out[1] = UNSCALED;  // DIRECT only
-    } else if constexpr (DIRECT && SCALE == UE4M3) {
-        multipliers_of_e4m3(out, scales);
-    } else if constexpr (SCALE == UE4M3) {
+    if constexpr (SCALE == UE4M3) {
         halves_of_e4m3(out[0], out[1], bytes_of(scales, 0, 0x1100));
     } else if constexpr (BITS == 8) {
 #pragma unroll
@@ -71,7 +61,6 @@ DEVICE void word_scales(u32 (&out)[2], u32 scales, u32 t) {
 
 // The value of an e8m0 scale.
 DEVICE float power_of_scale(u32 scale) {
-    if constexpr (SCALE != E8M0) return 1;
     return scale == NAN_SCALE ? float_of_bits(0x7FFFFFFF) : power(int(scale) - 127);
 }
 

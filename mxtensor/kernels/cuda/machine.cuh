@@ -129,12 +129,6 @@ DEVICE u32 select_bits(u32 mask, u32 a, u32 b) {  // bits of ``a`` where the mas
 }
 // the same value (blockDim.y is 1), hidden from the compiler's optimizer
 DEVICE u32 opaque(u32 value) { return value * blockDim.y; }
-// The same value, which the compiler does not know to be the same each time.
-DEVICE u32 volatile_copy(u32 value) {
-    u32 copy;
-    asm volatile("mov.u32 %0, %1;" : "=r"(copy) : "r"(value));
-    return copy;
-}
 DEVICE float float_of_bits(u32 bits) { return __uint_as_float(bits); }
 DEVICE u32 bits_of_float(float value) { return __float_as_uint(value); }
 
@@ -256,7 +250,7 @@ DEVICE void multiply(float (&d)[4], const u32* a, u32 b0, u32 b1) { multiply_add
 
 // ---------------------------------------------------------------------------------------------- products of four warps
 
-// The asynchronous warpgroup instruction of sm_90 (wgmma): d (64 x COLS) += a (64x16) b (16 x COLS) in 16 bits. a is in
+// The asynchronous warpgroup instruction of sm_90 (wgmma): d (64 x COLS) += a (64x16) b (16 x COLS) in float16. a is in
 // the registers of four warps, 16 rows each, as above. b is in shared memory: rows of 64 columns of x (128 bytes),
 // whose eight pieces of 16 bytes are swizzled to index piece ^ (row % 8). ``x`` is the matrix descriptor; 16 columns
 // are 32 bytes.
@@ -267,8 +261,7 @@ DEVICE u64 matrix_descriptor(const u8* x) {
     return (address & 0x3FFFF) >> 4 | 1ull << 16 | 64ull << 32 | 1ull << 62;
 }
 DEVICE constexpr u64 descriptor_step(u32 bytes) { return bytes >> 4; }  // from one descriptor to another
-// BFLOAT16S: the text has bfloat16 operands instead of float16.
-template <bool BFLOAT16S> DEVICE void multiply_warpgroup(float (&d)[NT][4], const u32* a, u64 x) {
+DEVICE void multiply_warpgroup(float (&d)[NT][4], const u32* a, u64 x) {
     asm volatile(WGMMA_TEXT : WGMMA_SUMS(d) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x));
 }
 DEVICE void begin_wgmma(u32 (&a)[16]) {  // fence: the words of ``a`` are complete before the instruction reads them
@@ -287,32 +280,6 @@ template <int N> DEVICE void fence_sums(float (&d)[N][4]) {  // keeps reads of t
 #pragma unroll
     for (int i = 0; i < N; i++)
         asm volatile("" : "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])::"memory");
-}
-
-// The same as ``multiply_add`` in bfloat16, and arithmetic of two bfloat16 in a word, which keeps subnormal numbers.
-DEVICE void multiply_add_bfloat16(float (&d)[4], const u32* a, u32 b0, u32 b1, const float (&c)[4]) {
-    asm(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
-        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
-}
-DEVICE u32 multiply_bfloat16(u32 a, u32 b) {
-    u32 product;
-    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
-    return product;
-}
-DEVICE u32 subtract_bfloat16(u32 a, u32 b) {
-    u32 difference;
-    asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(difference) : "r"(a), "r"(b));
-    return difference;
-}
-// An address in shared memory, to which bytes can be added.
-using SharedAddress = u32;
-// Stores four matrices of 8x8 16-bit values, transposed; all lanes of a warp call it. Lane 8 i + r gives the address of
-// row r of matrix i. Value c of that row is half r % 2 of word i of lane 4 c + r / 2.
-DEVICE void store_transposed(SharedAddress row, const u32 (&words)[4]) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(words[0]),
-                 "r"(words[1]), "r"(words[2]), "r"(words[3]) : "memory");
 }
 
 // mbarriers in shared memory count arrivals and bytes; their phases are numbered from 0.

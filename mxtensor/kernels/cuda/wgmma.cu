@@ -7,19 +7,15 @@
 // left operand. x is in tiles with the layout that the instruction reads; for each group one thread of four additional
 // warps has the copy engine load them, STAGES tiles at a time.
 //
-// With DIRECT no kernel prepares x: it is bfloat16, the four warps make the tiles from its rows (direct_tiles.cuh), and
-// codes are decoded to bfloat16 (bfloat16_words.cuh).
-//
 // If K is no multiple of 128 (TAIL), codes after the last column are zeros and no memory is read for them, x is zero
 // there too, and a missing scale repeats the first one of its chunk.
 
 constexpr int CHUNK = 128, CODES_PER_CHUNK = 16 * BITS;  // columns of w at a time; bytes of a row's codes in them
 constexpr int ROUND = STAGES / 2;  // chunks until the ring of tiles repeats
 constexpr int ALL_THREADS = THREADS + 128;  // with the four loading warps
-constexpr bool SCALED = DIRECT || SCALE_BYTES > 0;  // whether words are multiplied, by scales at least
-constexpr bool CHECKED = SCALE == E8M0 || DIRECT && HAS_SPECIALS;  // whether multiply_any_scales may be needed
+constexpr bool SCALED = SCALE_BYTES > 0;  // whether words are multiplied by scales
 constexpr bool TAIL = !WHOLE_TILES;  // whether the last chunk may be short, or scales are not aligned
-constexpr int SCALE_COLUMNS = SCALE_BYTES > 0 ? CHUNK / SCALES_PER_CHUNK : CHUNK;  // columns that share a scale
+constexpr int SCALE_COLUMNS = SCALED ? CHUNK / SCALES_PER_CHUNK : CHUNK;  // columns that share a scale
 static_assert(STAGES % 2 == 0 && ROUND % AHEAD == 0, "the ring index of tiles and chunks is a constant in the loop");
 static_assert(WK <= 4, "four loading warps, one per group");
 static_assert(MT == 1 && WR % 4 == 0 && SLABS == 4, "four warps have 64 rows of w and one chunk");
@@ -82,7 +78,7 @@ template <int INDEX> DEVICE u32 scale_of_block(const u8* scales, const ThreadRow
     return *(scales - place_of_scales(mine.t) + INDEX * SCALES_PER_CHUNK + (TAIL && !inside ? 0 : block));
 }
 template <int INDEX> DEVICE void load_scales(Chunk& chunk, const ThreadRows& mine) {
-    if constexpr (TAIL && SCALE_BYTES > 0) {
+    if constexpr (TAIL && SCALED) {
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             chunk.scales[r] = 0;
@@ -99,14 +95,9 @@ template <int INDEX> DEVICE void load_scales(Chunk& chunk, const ThreadRows& min
 }
 
 // Decodes piece H of both rows to four fragments.
-template <int H>
-DEVICE void decode_both(u32 (&a)[16], const Chunk& chunk, const u32 (&word_scale)[2][2], u32& largest) {
+template <int H> DEVICE void decode_both(u32 (&a)[16], const Chunk& chunk, const u32 (&word_scale)[2][2]) {
 #pragma unroll
-    for (int r = 0; r < 2; r++) {
-        const u32* codes = chunk.codes[r] + H * (BITS / 2);
-        if constexpr (DIRECT) decode_bfloat16(a, r, codes, word_scale[r][H], largest);
-        else decode_piece<SCALED>(a, r, codes, word_scale[r][H]);
-    }
+    for (int r = 0; r < 2; r++) decode_piece<SCALED>(a, r, chunk.codes[r] + H * (BITS / 2), word_scale[r][H]);
 }
 
 DEVICE void fetch(u8* to, const u8* from, u32 bytes, u64* barrier) {
@@ -126,7 +117,6 @@ DEVICE void fetch_tiles(const Tiles& tiles) {
 struct Work {  // the state of a warp that multiplies
     Chunk ring[AHEAD];
     u32 a[2][16], windows[2], seen, round;
-    u32 largest;  // DIRECT: of the magnitudes of codes, if some are special
     u64 descriptor;
     BarrierAddress barriers;
 };
@@ -144,7 +134,7 @@ template <int SLOT> DEVICE void multiply_tile(Total& sums, Work& work, const Til
     begin_wgmma(work.a[SLOT % 2]);
 #pragma unroll
     for (int j = 0; j < 4; j++)
-        multiply_warpgroup<DIRECT>(sums, work.a[SLOT % 2] + 4 * j, work.descriptor + descriptor_step(SLOT * TILE + 32 * j));
+        multiply_warpgroup(sums, work.a[SLOT % 2] + 4 * j, work.descriptor + descriptor_step(SLOT * TILE + 32 * j));
     commit_wgmma();
     wait_for_wgmma<1>();
     if (SLOT > 0 || work.round > 0) arrive_at<STAGES + (SLOT + STAGES - 1) % STAGES>(work.barriers);
@@ -163,10 +153,10 @@ template <int INDEX> DEVICE void multiply_round(Total& sums, Work& work, const T
         if (SCALE == E8M0) scales -= work.windows[r], work.seen |= scales;
         word_scales(word_scale[r], scales, mine.t);
     }
-    decode_both<0>(work.a[0], chunk, word_scale, work.largest);
+    decode_both<0>(work.a[0], chunk, word_scale);
     if (more) load_codes<INDEX + AHEAD, 0>(chunk, mine), load_scales<INDEX + AHEAD>(chunk, mine);
     multiply_tile<2 * INDEX>(sums, work, tiles);
-    decode_both<1>(work.a[1], chunk, word_scale, work.largest);
+    decode_both<1>(work.a[1], chunk, word_scale);
     if (more) load_codes<INDEX + AHEAD, 1>(chunk, mine);
     multiply_tile<2 * INDEX + 1>(sums, work, tiles);
     if constexpr (INDEX + 1 < ROUND) multiply_round<INDEX + 1>(sums, work, mine, tiles);
@@ -179,10 +169,9 @@ template <int INDEX> DEVICE void load_first(Work& work, const ThreadRows& mine, 
     if constexpr (INDEX + 1 < AHEAD) load_first<INDEX + 1>(work, mine, tiles);
 }
 
-// Sums all chunks, the first of which are being loaded. Returns whether all scales were inside their windows and no
-// code was special.
+// Sums all chunks, the first of which are being loaded. Returns whether all scales were inside their windows.
 DEVICE bool multiply_all(Total& sums, Work& work, ThreadRows mine, const Tiles& tiles) {
-    work.seen = work.largest = 0, work.descriptor = matrix_descriptor(tiles.ring), work.barriers = barrier_address(tiles.full);
+    work.seen = 0, work.descriptor = matrix_descriptor(tiles.ring), work.barriers = barrier_address(tiles.full);
     clear(sums);
 #pragma unroll
     for (int r = 0; r < 2; r++)
@@ -197,12 +186,12 @@ DEVICE bool multiply_all(Total& sums, Work& work, ThreadRows mine, const Tiles& 
     } while (++work.round * ROUND < tiles.count);
     wait_for_wgmma<0>();
     fence_sums(sums);
-    if constexpr (SCALE == E8M0 && !DIRECT)
+    if constexpr (SCALE != E8M0) return true;
 #pragma unroll
-        for (int j = 0; j < NT; j++)
+    for (int j = 0; j < NT; j++)
 #pragma unroll
-            for (int e = 0; e < 4; e++) sums[j][e] *= power_of(work.windows[e / 2]);
-    return (SCALE != E8M0 || (work.seen & OUTSIDE) == 0) && !(DIRECT && has_special(work.largest));
+        for (int e = 0; e < 4; e++) sums[j][e] *= power_of(work.windows[e / 2]);
+    return (work.seen & OUTSIDE) == 0;
 }
 
 // ---------------------------------------------------------------------------------------------- any scales
@@ -216,19 +205,13 @@ template <int H> DEVICE void multiply_blocks(Total& sums, const Chunk& chunk, co
 #pragma unroll
     for (u32 i = 0; i < 8; i++) lines[i] = tile + g * 128 + (i ^ g) * 16 + 4 * m.t;
 #pragma unroll
-    for (int r = 0; r < 2; r++) {
-        if constexpr (DIRECT) decode_any_bfloat16(words, r, chunk.codes[r] + H * (BITS / 2));
-        else decode_piece<false>(words, r, chunk.codes[r] + H * (BITS / 2), 0);
-    }
+    for (int r = 0; r < 2; r++) decode_piece<false>(words, r, chunk.codes[r] + H * (BITS / 2), 0);
 #pragma unroll 1
     for (u32 block = 0; block < blocks; block++) {
         float scale[2];
 #pragma unroll
-        for (int r = 0; r < 2; r++) {
-            scale[r] = 1;
-            if constexpr (SCALE == E8M0)
-                scale[r] = power_of_scale(scale_of_block<0>(m.scales[r], m, (BITS == 8 ? 2 * H : 0) + int(block)));
-        }
+        for (int r = 0; r < 2; r++)
+            scale[r] = power_of_scale(scale_of_block<0>(m.scales[r], m, (BITS == 8 ? 2 * H : 0) + int(block)));
 #pragma unroll
         for (int i = 0; i < 16; i++) a[i] = block == mine ? words[i] : 0;
 #pragma unroll
@@ -238,9 +221,7 @@ template <int H> DEVICE void multiply_blocks(Total& sums, const Chunk& chunk, co
             for (int i = 0; i < 4; i++) {  // x is zero elsewhere too, because it may be infinite
                 u32 low = *reinterpret_cast<const u32*>(lines[2 * i] + 1024 * j);
                 u32 high = *reinterpret_cast<const u32*>(lines[2 * i + 1] + 1024 * j);
-                low = block == mine ? low : 0, high = block == mine ? high : 0;
-                if constexpr (DIRECT) multiply_add_bfloat16(partial, a + 4 * i, low, high, partial);
-                else multiply_add(partial, a + 4 * i, low, high, partial);
+                multiply_add(partial, a + 4 * i, block == mine ? low : 0, block == mine ? high : 0, partial);
             }
 #pragma unroll
             for (int e = 0; e < 4; e++) sums[j][e] += scale[e / 2] * partial[e];
@@ -248,25 +229,15 @@ template <int H> DEVICE void multiply_blocks(Total& sums, const Chunk& chunk, co
     }
 }
 
-// The same sums for scales of any size and all codes; ``arrived``: a barrier for the two tiles of a chunk, ``first``:
-// the group's first chunk.
-DEVICE void multiply_any_scales(
-    const Arguments& a, Total& sums, ThreadRows mine, const Tiles& tiles, u64* arrived, u32 group, u32 first) {
+// The same sums for scales of any size; ``arrived``: a barrier for the two tiles of a chunk.
+DEVICE void multiply_any_scales(Total& sums, ThreadRows mine, const Tiles& tiles, u64* arrived, u32 group) {
     clear(sums);
     for (u32 i = 0; i < tiles.count; i++) {
         Chunk chunk;
         load_codes<0, 0>(chunk, mine), load_codes<0, 1>(chunk, mine);
         sync_some(group, GROUP_THREADS);  // the tiles are not read any more
-        if constexpr (DIRECT) {
-            RowsOfX rows = rows_of_x(a, first, thread() % 32);
-#pragma unroll 1
-            for (u32 h = 0; h < 2; h++)
-                copy_tile(rows, 2 * i + h, tiles.ring + h * TILE, thread() / 32 % WR, WR, thread() % 32);
-            sync_some(group, GROUP_THREADS);
-        } else {
-            if (thread() % GROUP_THREADS == 0) fetch(tiles.ring, tiles.x + u64(2 * i) * TILE, 2 * TILE, arrived);
-            wait_at(arrived, i);
-        }
+        if (thread() % GROUP_THREADS == 0) fetch(tiles.ring, tiles.x + u64(2 * i) * TILE, 2 * TILE, arrived);
+        wait_at(arrived, i);
         multiply_blocks<0>(sums, chunk, mine, tiles.ring);
         multiply_blocks<1>(sums, chunk, mine, tiles.ring + TILE);
 #pragma unroll
@@ -286,10 +257,7 @@ DEVICE void sync_all() {  // and announce to the blocks of the cluster that the 
 // The barriers of tiles, one more per group for multiply_any_scales, and one for sums.
 DEVICE void begin_barriers(u64* barriers) {
     if (thread() == 0)
-        for (int i = 0; i < BARRIERS; i++) {
-            bool of_tiles = i < TILE_BARRIERS, empty = i / STAGES % 2;
-            begin_barrier(barriers + i, of_tiles && empty ? WR : of_tiles && DIRECT ? LOADERS : 1);
-        }
+        for (int i = 0; i < BARRIERS; i++) begin_barrier(barriers + i, i < TILE_BARRIERS && i / STAGES % 2 ? WR : 1);
     publish_barriers();
 }
 
@@ -305,16 +273,10 @@ KERNEL void BOUNDS(ALL_THREADS, BLOCKS) wgmma(const Arguments a) {
     u64* of_tiles = barriers + group * (2 * STAGES);
     Tiles tiles = {x, end - first, shared + group * (STAGES * TILE), of_tiles, of_tiles + STAGES};
     if (warp >= WR * WK) {
-        if constexpr (REGISTERS_COMPUTE > REGISTERS_AT_START) give_registers<REGISTERS_LOAD>();
+        if constexpr (REGISTERS_COMPUTE > REGISTERS_AT_START) give_registers<LEAST_REGISTERS>();
         sync_all();
         wait_for_previous();
-        if constexpr (DIRECT) {
-            u32 loader = (warp - WR * WK) / WK, lane = lane_of_warp();
-            if (loader < LOADERS)
-                load_tiles(rows_of_x(a, first, lane), tiles.ring, tiles.full, tiles.empty, 2 * tiles.count, loader, lane);
-        } else {
-            if (warp < WR * WK + WK && thread() % 32 == 0) fetch_tiles(tiles);
-        }
+        if (warp < WR * WK + WK && thread() % 32 == 0) fetch_tiles(tiles);
         sync_warp();
         if constexpr (REDUCE_DSMEM) wait_for_cluster();
         return;
@@ -329,14 +291,13 @@ KERNEL void BOUNDS(ALL_THREADS, BLOCKS) wgmma(const Arguments a) {
     begin_barriers(barriers);
     sync_all();
     wait_for_previous();
-    for (u32 i = thread(), row = block_y() * COLS; i < COLS && !DIRECT; i += THREADS)
+    for (u32 i = thread(), row = block_y() * COLS; i < COLS; i += THREADS)
         x_scale[i] = row + i < a.m ? load_fresh(a.x_scale + row + i) : 0;
     if (thread() == 0) x_scale[COLS] = global_scale;
     Total sums;
     bool right = multiply_all(sums, work, mine, tiles);
-    if constexpr (!CHECKED) sync_block();
-    else if (any_of_block(!right))
-        multiply_any_scales(a, sums, mine, tiles, barriers + TILE_BARRIERS + group, group, first);
+    if constexpr (SCALE != E8M0) sync_block();
+    else if (any_of_block(!right)) multiply_any_scales(sums, mine, tiles, barriers + TILE_BARRIERS + group, group);
     if constexpr (WK > 1) add_groups(sums, reinterpret_cast<float*>(shared + SUM_BYTES), group);
     if (REDUCE_GLOBAL && !reduce_through_global(a, sums)) return;
     float* sums_at = reinterpret_cast<float*>(shared);

@@ -23,8 +23,7 @@ from ...numerics.formats import Format
 from ..runtime.disk_cache import find, forget, store
 from ..runtime.nvrtc import CLUSTERS, function, library
 from .config import KINDS, LaunchConfig, config_of
-from .costs import costs_of, rows_key
-from .direct import direct_time, direct_twin, expected_times
+from .costs import costs_of, predict, rows_key
 from .shared_memory import Gpu, layout_of
 
 FOLDER = Path(__file__).parent
@@ -233,14 +232,10 @@ def choose_config(
     tuned_here = _tuned_here(*product, runnable)
     if tuned_here is not None:
         return tuned_here
-    found, measured = _by_costs(*product, runnable), _in_table(gpu, stand_in(format), m, n, k, possible)
+    found, measured = _by_costs(*product, runnable), _in_table(gpu, stand_in(format), m, n, k)
     if found is not None and (measured is None or found[0] < TRUSTED * measured):
         return found[1]
-    nearest = _nearest(*product, possible, runnable)
-    twin = direct_twin(format, nearest)
-    if casts or twin is None or measured is None or direct_time(measured, m, k) >= measured:
-        return nearest
-    return runnable(twin) or nearest
+    return _nearest(*product, possible, runnable)
 
 
 def expected_time(format: Format, m: int, n: int, k: int) -> float | None:
@@ -254,14 +249,12 @@ def expected_time(format: Format, m: int, n: int, k: int) -> float | None:
     return found[0]
 
 
-def _in_table(
-    gpu: Gpu, name: str, m: int, n: int, k: int, possible: Callable[[LaunchConfig], bool]
-) -> float | None:  # fmt: skip
+def _in_table(gpu: Gpu, name: str, m: int, n: int, k: int) -> float | None:
     """The least time of this shape in the table, at m rows or the next larger number that was measured; infinity where
     it has fewer rows only, None for other shapes."""
     known: dict[int, float] = {}
     for line in table(gpu.capability):
-        if (line.format, line.casts, line.n, line.k) == (name, False, n, k) and possible(line.config):
+        if (line.format, line.casts, line.n, line.k) == (name, False, n, k):
             known[line.m] = min(line.us, known.get(line.m, math.inf))
     return known.get(min((rows for rows in known if rows >= m), default=0), math.inf) if known else None
 
@@ -285,7 +278,8 @@ def _by_costs(
     model, rows = costs_of(gpu.capability), rows_key(min(m, most_rows(gpu.capability)))
     for name in dict.fromkeys((stand_in(format), STAND_INS[format.element.bits], STAND_INS[8])):
         for key in ((name, casts, rows), (name, False, rows)):
-            for us, config in sorted(expected_times(model.get(key, ()), format, m, n, k, gpu)):
+            expected = sorted((predict(cost, m, n, k, format, gpu), cost.config) for cost in model.get(key, ()))
+            for us, config in expected:
                 found = runnable(fitted(config, m) if config.wgmma and m > 64 else config)
                 if found is not None:
                     return us, found

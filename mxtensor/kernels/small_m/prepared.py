@@ -86,8 +86,7 @@ def prepare_launch(
     dtype = out_dtype or x.dtype
     with triton_launch.on(x.device):
         resolved = resolved_for(rows, weights, format, cols, 0, dtype, cast, None)
-        config, blocks = resolved.config, resolved.blocks
-        scratch = scratch_of(config, *rows.shape, cast, blocks) if config.prepares else None
+        scratch = None if resolved.config.whole_x else scratch_of(resolved.config, *rows.shape, cast, resolved.blocks)
         given: Any = _At(rows, X | rows.data_ptr() & 15)
         results: list[Any] = [_At(rows, RESULTS + i * WINDOW) for i in range(len(weights))]
         steps = steps_of(given, weights, results, format, cast, resolved, scratch, SCRATCH, alpha, beta)

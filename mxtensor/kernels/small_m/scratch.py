@@ -2,8 +2,7 @@
 
     float16 activations | float32 scale of each row | maxima of blocks | counters | partial sums
 
-Each part starts at a multiple of ``ALIGNMENT`` bytes. A config with ``whole_x`` or ``direct``
-needs none.
+Each part starts at a multiple of ``ALIGNMENT`` bytes. A config with ``whole_x`` needs none.
 """
 
 from __future__ import annotations

@@ -692,8 +692,7 @@ def test_rows_with_a_cast_take_the_config_measured_with_it_of_the_kind_that_is_f
     monkeypatch.setattr(sys.modules[choose_config.__module__], "table", lambda capability: lines)
 
     def of(m, casts):
-        cpu, mxfp8 = torch.device("cpu"), mx.FORMATS["mxfp8"]
-        return choose_config(cpu, mxfp8, m, 4096, 4096, m, lambda config: not config.direct, casts)
+        return choose_config(torch.device("cpu"), mx.FORMATS["mxfp8"], m, 4096, 4096, m, casts=casts)
 
     assert (of(4, False), of(4, True)) == (fast, of_casts)
     lines.append(Measured("mxfp8_e4m3", False, 4, 4096, 4096, 1.9, WGMMA))
