@@ -24,11 +24,14 @@ class Tile(NamedTuple):
     stages: int
 
 
-SQUARE, WIDE = Tile(128, 128, 1, 128, 16, 8, 4), Tile(128, 128, 2, 128, 16, 8, 3)
-TORCH_RATES = {"64x128": 600, "128x128": 1000, "128x256": 237}
-"""Tile of torch's product -> TFLOP/s on an H100; 64x128 is not measured."""
-TRITON_RATES = {SQUARE: 600, WIDE: 550}
-"""Tile of this package's product -> the same; not measured."""
+WIDE, NARROW = Tile(128, 128, 2, 128, 16, 8, 4), Tile(64, 128, 1, 128, 16, 4, 3)
+TORCH_RATES = {"64x128": (340, 340, 340, 230), "128x128": (1020, 680, 680, 490), "128x256": (270, 270, 270, 200)}
+"""Tile of torch's product -> TFLOP/s on an H100 for each of ``KINDS``; measured where torch takes the tile."""
+TRITON_RATES = {WIDE: (920, 770, 390, 450), NARROW: (780, 600, 410, 495)}
+"""Tile of this package's product -> the same."""
+KINDS = ("long groups", "short groups", "very short groups", "few columns")
+"""Of an average group: SHORT rows and columns of K or more; fewer rows; at most VERY_SHORT rows; fewer columns."""
+SHORT, VERY_SHORT = 1024, 192
 LARGE, FEW = 2048, 128
 
 
@@ -39,7 +42,15 @@ def torch_tile(m: int, n: int, k: int) -> str:
     return "128x128" if sum(size >= LARGE for size in (m, n, k)) >= 2 else "128x256"
 
 
+def kind_of(m: int, k: int) -> int:
+    """The place in ``KINDS`` of products with m rows and k columns."""
+    if m <= VERY_SHORT:
+        return 2
+    return 3 if k < SHORT else 0 if m >= SHORT else 1
+
+
 def fastest(m: int, n: int, k: int) -> Tile | None:
-    """The tile of this package's product; None if torch's is expected to be faster."""
-    tile = max(TRITON_RATES, key=lambda tile: TRITON_RATES[tile])
-    return tile if TRITON_RATES[tile] > TORCH_RATES[torch_tile(m, n, k)] else None
+    """The tile of this package's product for an average group; None if torch's is expected to be faster."""
+    kind = kind_of(m, k)
+    tile = max(TRITON_RATES, key=lambda tile: TRITON_RATES[tile][kind])
+    return tile if TRITON_RATES[tile][kind] > TORCH_RATES[torch_tile(m, n, k)][kind] else None

@@ -7,7 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import mxtensor  # noqa: F401
 from mxtensor.kernels.gemm import fp8_rows_groups_costs as costs
 from mxtensor.kernels.gemm import fp8_rows_groups_mm as groups_mm
-from mxtensor.kernels.gemm.fp8_rows_groups_costs import SQUARE, WIDE, Tile
+from mxtensor.kernels.gemm.fp8_rows_groups_costs import NARROW, WIDE, Tile
 from mxtensor.numerics.groups import Groups
 from mxtensor.numerics.row_scaled_bound import FLOAT32_SUMS
 from tests.helpers.stand_in import BF16
@@ -164,11 +164,11 @@ def test_the_tiles_of_torch_are_known():
 
 
 def test_the_faster_product_runs(monkeypatch):
-    monkeypatch.setattr(costs, "TRITON_RATES", {SQUARE: 500, WIDE: 700})
-    assert costs.fastest(512, 1536, 4096) == WIDE
-    assert costs.fastest(2048, 14336, 4096) is None
-    monkeypatch.setattr(costs, "TORCH_RATES", dict.fromkeys(costs.TORCH_RATES, 600))
-    assert costs.fastest(2048, 14336, 4096) == WIDE
+    assert costs.fastest(2048, 14336, 4096) is None  # torch's tile is the best there
+    assert costs.fastest(512, 1536, 4096) == costs.fastest(512, 2048, 2048) == WIDE
+    assert costs.fastest(1536, 4096, 512) == costs.fastest(128, 768, 2048) == NARROW
+    monkeypatch.setattr(costs, "TORCH_RATES", dict.fromkeys(costs.TORCH_RATES, (600,) * 4))
+    assert costs.fastest(2048, 14336, 4096) == WIDE and costs.fastest(1536, 4096, 512) is None
 
 
 @interpreted
@@ -211,7 +211,7 @@ def hopper():
         pytest.skip("for sm90")
 
 
-TILES = [None, SQUARE, WIDE, Tile(64, 128, 1, 128, 16, 4, 3)]
+TILES = [None, NARROW, WIDE, Tile(128, 128, 1, 128, 16, 8, 4)]
 
 
 @pytest.mark.gpu
