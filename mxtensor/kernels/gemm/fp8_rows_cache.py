@@ -74,7 +74,7 @@ class _Form:
 def weight_rows(operand: Operand, matrix: Operand, rows: int, in_graph: bool = False) -> Rows:
     """``rows_of_operand`` of a weight for a product with so many rows; ``matrix`` is the operand as a matrix.
 
-    ``in_graph``: for a compiled graph, which may be run for the first time with memory that is not to be held.
+    ``in_graph``: for a compiled graph, whose first call may allocate from memory that is not to stay in use.
     """
     tensors = operand.data, operand.scale, matrix.data, matrix.scale
     return recording.call(_weight_rows, *tensors, operand.format, operand.shape, matrix.shape[0], rows, in_graph)
