@@ -69,11 +69,16 @@ def made(recipe: str) -> Recipe:
 
 
 def llama(recipe: str) -> Any:
-    """A tiny Llama of transformers over bytes, which trains by a recipe."""
+    """A tiny Llama of transformers over bytes, which trains by a recipe.
+
+    Its attention is plain products: on a GPU torch's fused one adds float32 gradients up in any order, so that no two
+    runs are equal.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     sizes: dict[str, Any] = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2)
+    sizes["attn_implementation"] = "eager"
     model = LlamaForCausalLM(LlamaConfig(vocab_size=256, max_position_embeddings=SIZE.context, **sizes))
     return mx.quantize_(model, made(recipe))
 

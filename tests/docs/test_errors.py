@@ -127,6 +127,9 @@ NEVER_SEEN = {
     "a graph cannot return a view {value} that cuts the blocks of an MXTensor and was made before a write in the "
     "graph; make the view after the write, or return a clone() of it",
     # of arguments of an op on a CUDA device, which the package makes itself: tests/kernels/gemm/test_fp8_rows.py
+    "{value} needs 1 to {value} groups and a block of multiples of {value}; got {value}, {value}",
+    "{value} needs contiguous tensors, K and N in multiples of {value}; got {value}",
+    "{value} cannot cast to {value}: {value}",
     "{value}: codes, row scales, marks and rows of scales must be contiguous; use contiguous()",
     "{value} writes bfloat16 or float16 rows of a multiple of {value} values; not {value}",
     # of a disk that is full: tests/checkpoints/test_files.py
