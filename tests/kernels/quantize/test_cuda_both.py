@@ -56,7 +56,7 @@ def check(x, cast, tile=None):
 # ---------------------------------------------------------------------------------------------- values
 
 
-@pytest.mark.exhaustive(quick=6)
+@pytest.mark.exhaustive(quick=3)
 @pytest.mark.parametrize("capability", [SM90, SM80], ids=["conversions", "integers"])
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 @pytest.mark.parametrize("name", NAMES)
@@ -67,7 +67,7 @@ def test_every_format_from_every_dtype(name, dtype, capability, monkeypatch):
         check(values(133, 260, dtype, specials), Cast.of(name))
 
 
-@pytest.mark.exhaustive(quick=4)
+@pytest.mark.exhaustive(quick=2)
 @pytest.mark.parametrize("capability", [SM90, SM80], ids=["conversions", "integers"])
 @pytest.mark.parametrize("mode", ["rceil", "floor", "ceil", "even"])
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp8_e5m2", "mxfp6", "mxfp6_e3m2", "mxfp4", "mxint8"])
@@ -90,6 +90,7 @@ def test_every_bfloat16_below_a_larger_one(name, mode):
     check(blocks_of(v, -w, v.neg().roll(1) * 0), Cast.of(name, mode))
 
 
+@pytest.mark.exhaustive(quick=1)
 @pytest.mark.parametrize("amax", [3e38, 2.0**-120, 1e-44, 0.0])
 def test_global_scales_at_the_ends_of_float32(amax):
     """Products that underflow to zero lose their sign; a scale of zero has the largest multiplier."""
@@ -111,7 +112,7 @@ TILES_TO_TRY = [
 ]
 
 
-@pytest.mark.exhaustive(quick=5)
+@pytest.mark.exhaustive(quick=2)
 @pytest.mark.parametrize("tile", TILES_TO_TRY, ids=lambda tile: ",".join(map(str, tile)))
 @each_kind
 def test_tiles(name, tile):
@@ -120,7 +121,7 @@ def test_tiles(name, tile):
         check(values(rows, cols, BF16, specials=False), Cast.of(name), tile)
 
 
-@pytest.mark.exhaustive(quick=4)
+@pytest.mark.exhaustive(quick=2)
 @pytest.mark.parametrize("shape", [(1, 1), (3, 140), (132, 2), (67, 131), (64, 130), (66, 128), (65, 192), (128, 64)])
 @each_kind
 def test_shapes(name, shape):
@@ -129,6 +130,7 @@ def test_shapes(name, shape):
         check(x.to(dtype), Cast.of(name), SMALL)
 
 
+@pytest.mark.exhaustive(quick=2)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
 def test_strides_and_offsets(name, place):
@@ -205,6 +207,7 @@ def chosen(monkeypatch):
         monkeypatch.setattr(select_pair, name, kernels)
 
 
+@pytest.mark.exhaustive(quick=2)
 @each_kind
 def test_both_copies_are_those_of_the_kernel(name, chosen):
     x, cast = values(36, 132, BF16, specials=False), Cast.of(name)
@@ -264,7 +267,7 @@ def test_what_traced_code_sees_has_the_shapes_and_dtypes_of_the_reference(name, 
 
 
 @pytest.mark.skipif(isinstance(nvrtc.library(), str), reason="needs NVRTC")
-@pytest.mark.exhaustive(quick=2)
+@pytest.mark.exhaustive(quick=1)
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
 @each_kind
 def test_the_sources_compile(name, capability):
