@@ -54,7 +54,7 @@ def tiles_of(format: Format) -> Iterator[Tile]:
 # ---------------------------------------------------------------------------------------------- the same bits
 
 
-def values(rows: int, cols: int, dtype: torch.dtype) -> Tensor:
+def values(rows: int, cols: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """Rows of every magnitude, with zeros of both signs, the largest value, NaN and infinities."""
     x = torch.randn(rows, cols) * 2.0 ** torch.randint(-140, 120, (rows, 1)).float()
     x[rows // 2 :] = torch.randn(rows - rows // 2, cols) * 2.0 ** torch.randint(-4, 5, (1, cols)).float()

@@ -27,3 +27,9 @@ def device_capability(device: torch.device) -> tuple[int, int]:
     """CUDA compute capability of ``device``; (0, 0) for a device that is not CUDA, or not present."""
     present = device.type == "cuda" and torch.cuda.is_available()
     return torch.cuda.get_device_capability(device) if present else (0, 0)
+
+
+@cached
+def multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a CUDA device; 4 for others, where Triton's interpreter runs the programs."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 4

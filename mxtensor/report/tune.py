@@ -22,11 +22,12 @@ from torch import Tensor
 
 from ..kernels.quantize.select import quantize_operand
 from ..kernels.runtime import nvrtc
+from ..kernels.runtime.cuda_macros import RESERVED
 from ..kernels.small_m.compile_ahead import compile_all
 from ..kernels.small_m.config import KINDS, LaunchConfig, registers
 from ..kernels.small_m.heuristics import ROWS, WGMMA_CAPABILITY, Measured, gpu_of, path_of, read, write
 from ..kernels.small_m.launch import Weight, launch
-from ..kernels.small_m.shared_memory import RESERVED, Gpu, layout_of
+from ..kernels.small_m.shared_memory import Gpu, layout_of
 from ..numerics.cast import Cast
 from ..numerics.formats import Format, get_format
 from ..numerics.operand import Operand

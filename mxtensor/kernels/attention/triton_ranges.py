@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...core.devices import cached
+from ...core.devices import multiprocessors
 from ...core.kernel import Kernel, Spec
 from ...numerics.formats import FULL, Format
 from ..quantize.triton_common import ceil_div
@@ -106,15 +106,8 @@ def _code(
     )  # fmt: skip
 
 
-@cached
-def _multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 4  # Triton's interpreter
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
 def _ranges(heads: int, count: int, device: torch.device) -> int:
-    wanted = ceil_div(PROGRAMS * _multiprocessors(device), heads)
+    wanted = ceil_div(PROGRAMS * multiprocessors(device), heads)
     return max(1, min(wanted, ceil_div(count, LEAST_KEYS), MOST_RANGES))
 
 

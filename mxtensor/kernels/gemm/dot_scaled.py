@@ -22,6 +22,7 @@ from ...numerics.formats import E2M1, E4M3, E5M2, E8M0, UE4M3, Format, get_forma
 from ...numerics.operand import Operand
 from ...numerics.validate import check_sizes
 from ..quantize.select import operand_of
+from ..quantize.triton_common import power_above
 from ..runtime import triton_launch
 from ..runtime.check import check_argument, check_codes, check_device
 from .spec import (
@@ -218,7 +219,7 @@ def eager_dot_scaled(
     kernel, groups = device.matrix, []
     if ends is not None:
         count = ends.shape[0]
-        constants = constants._replace(groups=1 << count.bit_length())
+        constants = constants._replace(groups=power_above(count))
         row_tiles = rows // tile.m + count + 1
         kernel, groups = device.grouped, [ends.contiguous(), count]
     with triton_launch.on(a.device):

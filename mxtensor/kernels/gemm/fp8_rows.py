@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...core import custom_ops
-from ...core.devices import cached
+from ...core.devices import multiprocessors
 from ...core.explain import LOGS, record
 from ...core.kernel import Kernel, Spec
 from ...numerics.formats import FULL, Format, get_format
@@ -129,7 +129,7 @@ def exact_rows(a: RowOperand, b: RowOperand, bias: Tensor | None, out: Tensor) -
     with on(device):
         launch(
             device_code("row_scaled_exact.exact_rows"),
-            min(tiles, _programs(device)),
+            min(tiles, multiprocessors(device)),
             (
                 a.codes.view(torch.uint8), a.row_scale, a.beyond, a.scale, b.codes.view(torch.uint8), b.row_scale,
                 b.beyond, b.scale, bias, out, rows, width, cols, a.codes.shape[1], a.scale.stride(0),
@@ -138,12 +138,6 @@ def exact_rows(a: RowOperand, b: RowOperand, bias: Tensor | None, out: Tensor) -
             (*sides, *blocks, high, wide, deep, MARKS, PART, not triton_launch.interpreted()),
             warps,
         )  # fmt: skip
-
-
-@cached
-def _programs(device: torch.device) -> int:
-    """One program for each multiprocessor."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 def multiply(a: RowOperand, b: RowOperand, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:

@@ -20,7 +20,7 @@ from ...numerics.cast import Cast
 from ...numerics.groups import Groups
 from ...numerics.row_scaled import why_not
 from ..quantize import triton_tiles as tiles
-from ..quantize.triton_common import ceil_div, code_of, in_pairs, rows_of
+from ..quantize.triton_common import ceil_div, code_of, in_pairs, power_above, rows_of
 from ..runtime.triton_launch import device_code, launch, on, zeros
 from .fp8_rows_operand import constants_of, rows_of_values, why_not_in_one
 from .row_operand import INNER, RowOperand, sections
@@ -83,7 +83,7 @@ def rows_of_groups(x: Tensor, cast: Cast, groups: Groups, rowwise: bool = True) 
     (rows, cols), count = x.shape, groups.number
     row = empty_operand((rows, cols), cast, x.device) if rowwise else None
     column = empty_operand((cols, groups.length), cast, x.device, count)
-    blocks, power = groups.length // groups.block, 1 << count.bit_length()
+    blocks, power = groups.length // groups.block, power_above(count)
     _cast_both(
         rows_of(x), cast, row, column, _Matrices(groups.given.contiguous(), count, rows, blocks, groups.block, power)
     )

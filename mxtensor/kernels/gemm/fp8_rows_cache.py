@@ -10,9 +10,9 @@ weight is seen), until the weight is used outside the graph.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -133,23 +133,14 @@ def _elsewhere(make: Callable[[], Made]) -> Made:
     A graph of ``mode="reduce-overhead"`` runs first with a pool of memory that belongs to the graph, and all that the
     thread allocates comes from it. Such a form has to stay.
     """
-    results: list[Made] = []
-    errors: list[BaseException] = []
     stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
-    def work() -> None:
-        try:
-            with torch.cuda.stream(stream):
-                results.append(make())
-        except BaseException as error:  # raised by the caller
-            errors.append(error)
+    def work() -> Made:
+        with torch.cuda.stream(stream):
+            return make()
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return results[0]
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(work).result()
 
 
 def _never(made: _Form) -> bool:

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from ...core import custom_ops
-from ...core.devices import cached
+from ...core.devices import multiprocessors
 from ...core.tracing import is_traced
 from ...numerics.formats import get_format
 from ...numerics.groups import padded_length
-from ..quantize.triton_common import ceil_div
+from ..quantize.triton_common import ceil_div, power_above
 from ..runtime.check import check_argument, check_device
 from ..runtime.recorded_op import recorded
 from ..runtime.triton_launch import device_code, launch, on
@@ -33,16 +33,6 @@ def scaling_of(device: torch.device) -> Scaling | str:
     return plan_here(GROUPED_SCALINGS, row, row, device)
 
 
-@cached
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
-
-
-def _power(groups: int) -> int:
-    """A power of two above the number of groups."""
-    return 1 << groups.bit_length()
-
-
 # ---------------------------------------------------------------------------------------------- Triton's product
 
 
@@ -56,7 +46,7 @@ def triton_rows(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, ends: Te
             device_code("row_scaled_groups.rows_by_stack"),
             (rows // tile.m + groups + 1) * ceil_div(width, tile.n * tile.split),
             (a, scale_a, b, scale_b, ends, out, groups, rows, width, inner),
-            (tile.m, tile.n, tile.k, tile.split, tile.band, inner % tile.k == 0, _power(groups)),
+            (tile.m, tile.n, tile.k, tile.split, tile.band, inner % tile.k == 0, power_above(groups)),
             tile.warps,
             tile.stages,
         )
@@ -75,7 +65,7 @@ def triton_columns(
             device_code("row_scaled_groups.columns_of_groups"),
             groups * ceil_div(height, tile.m) * ceil_div(width, tile.n * tile.split),
             (a, scale_a, b, scale_b, ends, out, groups, rows, height, width, length),
-            (tile.m, tile.n, tile.k, tile.split, tile.band, block, _power(groups)),
+            (tile.m, tile.n, tile.k, tile.split, tile.band, block, power_above(groups)),
             tile.warps,
             tile.stages,
         )
@@ -91,7 +81,7 @@ def zero_after(out: Tensor, ends: Tensor) -> Tensor:
     with on(out.device):
         launch(
             device_code("row_scaled_groups.zero_after"),
-            2 * _multiprocessors(out.device),
+            2 * multiprocessors(out.device),
             (out, ends, ends.shape[0], rows, width),
             (high, wide),
             warps,
@@ -106,9 +96,12 @@ def padded_ends(ends: Tensor, rows: int, block: int) -> Tensor:
     blocks = padded_length(rows, groups, block) // block
     with on(ends.device):
         launch(
-            device_code("row_scaled_groups.padded_ends"), 1, (ends, out, groups, rows, blocks), (block, _power(groups)),
+            device_code("row_scaled_groups.padded_ends"),
+            1,
+            (ends, out, groups, rows, blocks),
+            (block, power_above(groups)),
             4,
-        )  # fmt: skip
+        )
     return out
 
 

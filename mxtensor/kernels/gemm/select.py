@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from functools import cache
 
 import torch
@@ -11,16 +10,14 @@ from torch import Tensor
 from ...core.kernel import Kernel, Spec
 from ...core.plan import Plan
 from ...core.select import KERNEL_NAMES, perform, plan_for
-from ...core.tracing import is_captured, is_traced
+from ...core.tracing import is_traced
 from ...numerics.groups import Groups
-from ...numerics.operand import Operand
 from ..gemm import (
     cpu_codes,
     dequant,
     dot_scaled,
     emulated,
     fp8_rows,
-    fp8_rows_cache,
     fp8_rows_groups,
     scaled_grouped_mm,
     scaled_mm,
@@ -58,12 +55,6 @@ def _spec(op: str, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> Spec:
     return Spec(op, shapes, formats, args.out_dtype, right.device, is_traced(left, right))
 
 
-def _facts(a: GemmOperand, b: GemmOperand, args: GemmArgs) -> Hashable:
-    """What a plan depends on beside the spec: in a CUDA graph, also whether the form of this weight is there."""
-    known = isinstance(b, Operand) and is_captured(b.data) and fp8_rows_cache.is_known(b)
-    return facts_of(a, b, args), known
-
-
 def _check_devices(
     op: str, device: torch.device, left: Tensor, bias: Tensor | None, ends: Tensor | None = None
 ) -> None:
@@ -90,14 +81,14 @@ def gemm(op: str, a: GemmOperand, b: GemmOperand, args: GemmArgs, prefer: str | 
     if is_row_scaled(a) or is_row_scaled(b):
         apart = without_row_scales(a, b, args)
         return with_row_scales(gemm(op, apart.a, apart.b, apart.args, prefer), apart.scales, args)
-    return perform(GEMM, spec, a, b, args, prefer=prefer, facts=_facts(a, b, args))  # type: ignore[no-any-return]
+    return perform(GEMM, spec, a, b, args, prefer=prefer, facts=facts_of(a, b, args))  # type: ignore[no-any-return]
 
 
 def plan_of(op: str, a: GemmOperand, b: GemmOperand, args: GemmArgs, prefer: str | None = None) -> Plan:
     """The plan by which ``gemm`` would run; nothing is logged."""
     if is_row_scaled(a) or is_row_scaled(b):
         a, b, args, _ = without_row_scales(a, b, args, casts=False)
-    return plan_for(GEMM, _spec(op, a, b, args), a, b, args, prefer=prefer, facts=_facts(a, b, args))
+    return plan_for(GEMM, _spec(op, a, b, args), a, b, args, prefer=prefer, facts=facts_of(a, b, args))
 
 
 def wanted_form(

@@ -16,6 +16,7 @@ from ...core.tracing import is_captured
 from ...numerics.cast import Cast
 from ...numerics.formats import Format
 from ...numerics.operand import Operand
+from .fp8_rows_cache import is_known
 from .row_operand import RowOperand
 
 
@@ -122,10 +123,12 @@ def facts_of(a: GemmOperand, b: GemmOperand, args: GemmArgs) -> Hashable:
     """All that refusals of product kernels look at beside the spec, for ``plan_for``."""
     bias, data = args.bias, data_of(b)
     added = None if bias is None else (bias.dtype, tuple(bias.shape))
-    # Kernels on a CPU decode a weight a few rows at a time only if it is contiguous. In a CUDA graph no form of it is
-    # cached.
+    # Kernels on a CPU decode a weight a few rows at a time only if it is contiguous. A CUDA graph reads a form of it
+    # that was there before.
     layout = data.device.type == "cpu" and isinstance(b, Operand) and data.is_contiguous() and b.scale.is_contiguous()
-    return type(a), data_of(a).dtype, type(b), data.dtype, added, args.alpha, args.beta, layout, is_captured(data)
+    captured = is_captured(data)
+    known = captured and isinstance(b, Operand) and is_known(b)
+    return type(a), data_of(a).dtype, type(b), data.dtype, added, args.alpha, args.beta, layout, captured, known
 
 
 def needs_codes(a: GemmOperand, b: GemmOperand, or_rows: bool = False) -> str | None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ...numerics.formats import UE4M3, Format
+from ..runtime.cuda_macros import RESERVED
 
 SHARED_BYTES = 233472
 """Shared memory of a multiprocessor of sm_90 for blocks."""
-RESERVED = 1024
-"""Bytes of it that the system takes for each block."""
 
 
 class Tile(NamedTuple):

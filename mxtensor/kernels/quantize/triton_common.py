@@ -23,6 +23,11 @@ def ceil_div(n: int, size: int) -> int:
     return -(-n // size)
 
 
+def power_above(n: int) -> int:
+    """The least power of two above n: the size of a block of Triton that takes more than n."""
+    return 1 << n.bit_length()
+
+
 def rows_of(x: Tensor) -> Tensor:
     """x as a matrix with unit stride along its rows; a copy only if no view exists."""
     if x.dim() != 2:

@@ -15,6 +15,8 @@ ELEMENTS: dict[ElementFormat, str] = {
 """Elements that the sources encode and decode -> their names there."""
 TYPES = {torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16", torch.float32: "FLOAT"}
 """Dtypes of values -> their names in the sources."""
+RESERVED = 1024
+"""Bytes of shared memory of each block that the system takes."""
 
 
 def copy_size(address: int, *strides: int) -> int:

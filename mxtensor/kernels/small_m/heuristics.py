@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...core.devices import device_capability
+from ...core.devices import device_capability, multiprocessors
 from ...numerics.formats import Format
 from ..runtime.disk_cache import find, forget, store
 from ..runtime.nvrtc import CLUSTERS, function, library
@@ -152,7 +152,7 @@ def keep_tuned(gpu: str, lines: Sequence[Measured]) -> Path:
 def gpu_of(device: torch.device) -> Gpu:
     """The limits of a CUDA device; for other devices, those of an H100."""
     capability = device_capability(device) if device.type == "cuda" else (9, 0)
-    count = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+    count = multiprocessors(device) if device.type == "cuda" else 132
     memory, clusters = SHARED_BYTES.get(capability, SHARED_BYTES[8, 9]), {}
     if device.type == "cuda" and capability >= CLUSTERS and not isinstance(library(), str):
         for size in (2, 4, 8):

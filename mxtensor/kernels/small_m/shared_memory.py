@@ -10,10 +10,8 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from ...numerics.formats import Format
+from ..runtime.cuda_macros import RESERVED
 from .config import LaunchConfig, classes_of, scale_bytes
-
-RESERVED = 1024
-"""Bytes of shared memory of each block that the system takes."""
 
 
 class Gpu(NamedTuple):

@@ -9,8 +9,9 @@ import mxtensor as mx
 from mxtensor import FORMATS, Cast, get_format
 from mxtensor.kernels.gemm.spec import Form
 from mxtensor.kernels.quantize import cuda_both, cuda_both_ops, select_pair
-from mxtensor.kernels.quantize.cuda_tiles import RESERVED, SHARED_BYTES, TILES, Tile, kind_of, shared_bytes, tile_for
+from mxtensor.kernels.quantize.cuda_tiles import SHARED_BYTES, TILES, Tile, kind_of, shared_bytes, tile_for
 from mxtensor.kernels.runtime import nvrtc
+from mxtensor.kernels.runtime.cuda_macros import RESERVED
 from mxtensor.numerics.formats import E8M0, FULL, UE4M3
 from mxtensor.numerics.reference import encode, tensor_amax
 from tests.helpers import cuda_on_cpu
@@ -147,9 +148,10 @@ def test_the_chosen_tile_fits(name, size):
         assert tile.strip <= TILES[kind_of(format)].strip
 
 
-def test_a_small_matrix_has_more_blocks_with_shorter_strips():
+def test_a_small_matrix_has_more_blocks_with_shorter_strips(monkeypatch):
+    monkeypatch.setitem(TILES, kind_of(FORMATS["mxfp8"]), Tile(128, 128, 256, 4, 1, 8))
     strips = [tile_for(FORMATS["mxfp8"], 2, n, n).strip for n in (256, 2048, 4096, 16384)]
-    assert strips == sorted(strips) and strips[0] == 1
+    assert strips == sorted(strips) and strips[0] == 1 and strips[-1] == 8
 
 
 # ---------------------------------------------------------------------------------------------- the kernel

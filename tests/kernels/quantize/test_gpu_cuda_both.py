@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import mxtensor as mx
+from benchmarks.cast_tiles import values
 from mxtensor import Cast
 from mxtensor.kernels.gemm.spec import Form
 from mxtensor.kernels.quantize import cuda_both, cuda_both_ops
@@ -21,17 +22,6 @@ BF16 = torch.bfloat16
 
 each_format = pytest.mark.parametrize("format", FORMATS)
 each_kind = pytest.mark.parametrize("format", KINDS)
-
-
-def values(rows, cols, dtype=BF16):
-    """Rows of every magnitude, with zeros of both signs, NaN, infinities and the largest value."""
-    x = torch.randn(rows, cols) * 2.0 ** torch.randint(-140, 120, (rows, 1)).float()
-    x[rows // 2 :] = torch.randn(rows - rows // 2, cols) * 2.0 ** torch.randint(-4, 5, (1, cols)).float()
-    top = torch.finfo(dtype).max
-    x = x.clamp(-top, top)
-    x[0, : cols // 2], x[1, ::40] = -0.0, -top
-    x[2, cols // 3], x[3, cols // 2], x[4, -1] = float("nan"), float("inf"), float("-inf")
-    return x.to(dtype)
 
 
 def same(got, expected):
