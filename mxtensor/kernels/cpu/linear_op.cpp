@@ -35,7 +35,7 @@ char* scratch(int64_t bytes) {
   if (bytes > size) {
     memory.reset(static_cast<char*>(std::aligned_alloc(64, size_t(ceil_div(bytes, 64) * 64))));
     size = memory ? bytes : 0;
-    TORCH_CHECK(memory, "mxtensor::cpu_linear: no memory for ", bytes, " bytes of activations");
+    TORCH_CHECK(memory, joined("mxtensor::cpu_linear: no memory for ", bytes, " bytes of activations"));
   }
   return memory.get();
 }
@@ -179,7 +179,7 @@ std::vector<Tensor> cpu_linear_shared(const Tensor& x, at::TensorList data, at::
                                       const c10::List<OptionalTensor>& bias, IntArrayRef format, double alpha, double beta,
                                       at::ScalarType out_dtype, IntArrayRef cast, double amax_epsilon) {
   const size_t count = data.size();
-  TORCH_CHECK_VALUE(count && scale.size() == count && global_scale.size() == count && bias.size() == count,
+  MX_CHECK_VALUE(count && scale.size() == count && global_scale.size() == count && bias.size() == count,
                     "mxtensor::cpu_linear_shared: ", count, " weights need as many scales, global scales and biases");
   std::vector<Problem> all;
   std::vector<Tensor> outs;
@@ -191,7 +191,7 @@ std::vector<Tensor> cpu_linear_shared(const Tensor& x, at::TensorList data, at::
   Problem& p = all[0];
   Tensor memory;
   if (!cast.empty() && p.m && p.k) {
-    TORCH_CHECK_VALUE(x.is_contiguous() && !x_global, "mxtensor::cpu_linear: values that are cast must be contiguous and have no scale");
+    MX_CHECK_VALUE(x.is_contiguous() && !x_global, "mxtensor::cpu_linear: values that are cast must be contiguous and have no scale");
     memory = fake_quantize(p, cast_of(cast, amax_epsilon), x.options());
     for (Problem& q : all) take_x(q, p);
   }
@@ -244,7 +244,7 @@ Tensor cpu_linear_prepared(const Tensor& x, int64_t number) {
   {
     const std::lock_guard<std::mutex> guard(lock);
     const auto known = number >= 0 && size_t(number) < all_prepared.size() ? all_prepared[size_t(number)].get() : nullptr;
-    TORCH_CHECK_VALUE(known && x.is_contiguous() && x.numel() == known->problem.m * known->problem.k &&
+    MX_CHECK_VALUE(known && x.is_contiguous() && x.numel() == known->problem.m * known->problem.k &&
                           kind_of(x.scalar_type()) == known->problem.x_kind,
                       "mxtensor::cpu_linear_prepared: product ", number, " was not prepared for ", x.sizes());
     p = known->problem, shape = known->shape, cast = known->cast;

@@ -18,7 +18,7 @@ struct Cast {
 };
 
 Cast cast_of(IntArrayRef cast, double amax_epsilon) {
-  TORCH_CHECK_VALUE(cast.size() == 7 && is_format(cast), "mxtensor::cpu_linear: there is no cast ", cast);
+  MX_CHECK_VALUE(cast.size() == 7 && is_format(cast), "mxtensor::cpu_linear: there is no cast ", cast);
   Cast c;
   c.format = *formats[cast[0]][cast[1]];
   c.format.rows = int32_t(cast[2]), c.format.cols = int32_t(cast[3]);

@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "format.h"
+#include "op_check.h"
 #include "problem.h"
 
 namespace {
@@ -29,7 +30,7 @@ constexpr int BITS[] = {8, 8, 6, 6, 4, 8};
 int32_t kind_of(at::ScalarType type) {
   if (type == at::kFloat) return FLOAT32;
   if (type == at::kBFloat16) return BFLOAT16;
-  TORCH_CHECK_VALUE(type == at::kHalf, "mxtensor::cpu_linear takes float32, bfloat16 and float16, not ", type);
+  MX_CHECK_VALUE(type == at::kHalf, "mxtensor::cpu_linear takes float32, bfloat16 and float16, not ", type);
   return FLOAT16;
 }
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }

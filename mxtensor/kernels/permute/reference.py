@@ -120,7 +120,8 @@ def merge(
     if weights is not None:
         rows = rows * _picked(weights.to(rows.dtype).reshape(-1), where).unsqueeze(1)
     token = torch.where(where < 0, tokens, where // max(per, 1))
-    out = rows.new_zeros(tokens + 1, y.shape[1]).index_add(0, token, rows)[:tokens].to(y.dtype)
+    sums = rows.new_zeros(tokens + 1, y.shape[1]).index_add(0, token, rows)
+    out = sums[:tokens].to(y.dtype, copy=True)  # no view: a module under FSDP2 must not return one
     return out, None if probs is None else _of_choices(probs, row_id_map, offsets)
 
 

@@ -222,7 +222,8 @@ def cast_both_to_rows(
     if matrix > count:
         return
     first, fours, cols = right * BK, sixteens * 4, 2 * words
-    across, live = words - first, matrix < count
+    across = words - first
+    live = matrix < count if GROUPS > 0 else True  # of a stack every tile belongs to a matrix
     before = matrix * cols if GROUPS == 0 else 0  # rows of transposed codes
     j = tl.arange(0, J)[None, None, :, None]
     w = tl.arange(0, W)[None, :, None, None]

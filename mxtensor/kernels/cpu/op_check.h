@@ -1,0 +1,27 @@
+// Checks of arguments. Messages are put together without C++ streams: where the compiler's libstdc++ is not the one that
+// torch was built with, a stream that is given a number may crash the process instead of raising the error.
+#pragma once
+#include <ATen/core/Tensor.h>
+
+#include <string>
+
+namespace {
+
+std::string text(const char* words) { return words; }
+std::string text(int64_t number) { return std::to_string(number); }
+std::string text(at::ScalarType type) { return c10::toString(type); }
+std::string text(at::IntArrayRef numbers) {
+  std::string out = "[";
+  for (size_t i = 0; i < numbers.size(); i++) out += (i ? ", " : "") + std::to_string(numbers[i]);
+  return out + "]";
+}
+
+template <class... Parts>
+std::string joined(const Parts&... parts) {
+  return (std::string() + ... + text(parts));
+}
+
+}  // namespace
+
+// Raises ValueError with the joined parts if the condition does not hold; they may be words, integers, sizes and types.
+#define MX_CHECK_VALUE(condition, ...) TORCH_CHECK_VALUE(condition, joined(__VA_ARGS__))
