@@ -1,6 +1,7 @@
 """Every test starts from one seed on one thread; helpers that say when two results are the same product."""
 
 import fcntl
+import importlib.util
 import logging
 import os
 import pickle
@@ -9,6 +10,7 @@ import sys
 import pytest
 import torch
 
+from tests.helpers.interpreter import hurry
 from tests.helpers.ranks import DEVICE, WORLD, OutOfTimeError, key_of, run
 from tests.helpers.selection import SUITES, choose
 
@@ -17,6 +19,8 @@ ON_GPUS = {"ranks", "on_their_device"}
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, which nothing has done yet
+    if importlib.util.find_spec("triton"):
+        hurry()
 torch.set_num_threads(1)
 
 
