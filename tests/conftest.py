@@ -19,8 +19,6 @@ ON_GPUS = {"ranks", "on_their_device"}
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, which nothing has done yet
-    if importlib.util.find_spec("triton"):
-        hurry()
 torch.set_num_threads(1)
 
 
@@ -50,6 +48,11 @@ def pytest_addoption(parser):
     parser.addoption(
         "--suite", choices=SUITES, default="quick", help="quick (make test), rest (what quick leaves out), or all"
     )
+
+
+def pytest_configure(config):
+    if "TRITON_INTERPRET" in os.environ and importlib.util.find_spec("triton"):
+        hurry(check_overflow=config.getoption("suite") != "quick")
 
 
 @pytest.hookimpl(tryfirst=True)  # before -k and -m: a sample does not depend on them

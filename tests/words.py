@@ -164,12 +164,20 @@ def offences(path: Path, text: str) -> list[str]:
     names, prose = (tuple(row for row in table if re.search(row.files, place)) for table in (NAMES, PROSE))
     found = {}
     for line, piece, is_name in pieces(path, text):
-        rest, rows = ALLOWED_NOW.sub(" ", piece), names if is_name else prose
-        for match in searched(rows).finditer(words_of(rest) if is_name else rest):
-            say = next(row.say for i, row in enumerate(rows) if match.group(f"_{i}") is not None)
-            context = piece if is_name else piece[max(0, match.start() - 30) : match.end() + 30].strip()
-            found[f"{place}:{line}: {match[0]!r} in {context!r}: say {say}"] = None
+        for what in found_in(piece, is_name, names if is_name else prose):
+            found[f"{place}:{line}: {what}"] = None
     return list(found)
+
+
+@cache
+def found_in(piece: str, is_name: bool, rows: tuple[Row, ...]) -> list[str]:
+    """The old words of one piece, each with its context and what to say. Most names occur many times."""
+    rest, found = ALLOWED_NOW.sub(" ", piece), []
+    for match in searched(rows).finditer(words_of(rest) if is_name else rest):
+        say = next(row.say for i, row in enumerate(rows) if match.group(f"_{i}") is not None)
+        context = piece if is_name else piece[max(0, match.start() - 30) : match.end() + 30].strip()
+        found.append(f"{match[0]!r} in {context!r}: say {say}")
+    return found
 
 
 def left() -> list[str]:

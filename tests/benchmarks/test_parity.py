@@ -82,6 +82,7 @@ def points(tmp_path, arm, seed=0, folder="results"):
     return [replace(point, seconds=0.0) for point in result.points]
 
 
+@pytest.mark.exhaustive
 def test_arms_of_a_seed_start_alike_and_write_records(command, tmp_path):
     status, out = command("--arms", "bf16:2,mxfp8,mxfp4-rotation", "--seeds", 1)
     assert status == 0 and "10 steps of 256 tokens" in out

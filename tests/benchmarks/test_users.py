@@ -125,7 +125,7 @@ TOY = {
 }
 
 
-@pytest.mark.exhaustive(quick=2)
+@pytest.mark.exhaustive(quick=1)
 @pytest.mark.parametrize("command", users.COMMANDS)
 def test_a_command_runs_at_a_toy_size(command, tmp_path, capsys, monkeypatch):
     if command == "first-token":  # without the processes, which take seconds

@@ -189,6 +189,7 @@ def test_help_has_examples_that_parse(command, capsys):
         mx.cli.main.parser().parse_args(arguments)
 
 
+@pytest.mark.exhaustive
 def test_the_module_runs(source):
     done = subprocess.run(
         [sys.executable, "-m", "mxtensor", "inspect", source], capture_output=True, text=True, check=False

@@ -129,6 +129,7 @@ def test_the_tie_survives_copies_and_files(config):
     assert same_bytes(other.words.weight, mx.quantize(plain.words.weight, config.removesuffix("-weight-only")))
 
 
+@pytest.mark.exhaustive(quick=2)
 @pytest.mark.parametrize("config", FORMATS)
 def test_both_uses_compile(config):
     model = mx.quantize_(Words(), config, include_head=True)

@@ -315,7 +315,7 @@ def two_dimensions(rank, folder):
     return told
 
 
-@case
+@long_case
 def compiled(rank, folder):
     """``compiled_as`` of MXFP8."""
     return compiled_as(("mxfp8",), rank)

@@ -142,6 +142,7 @@ def test_the_error_of_a_refused_gather_names_the_way_out():
         gathered_linear(torch.randn(3, 64), torch.randn(64, 64), None, linear_recipe(), None, torch.float32)
 
 
+@pytest.mark.exhaustive
 def test_a_compiled_layer_computes_what_an_eager_one_does(ranks):
     check_compiled(ranks("compiled"), 2)
 

@@ -41,7 +41,7 @@ def test_a_monitor_sees_sharded_layers(ranks):
             )  # fmt: skip
 
 
-@pytest.mark.parametrize("case", ["example_continued", "example_split"])
+@pytest.mark.parametrize("case", ["example_continued", pytest.param("example_split", marks=pytest.mark.exhaustive)])
 def test_the_example_resumes_on_two_ranks_bit_for_bit(case, ranks):
     first, second = ranks(case)
     assert first[0] == first[1] == second[0] == second[1] and len(first[0]) == 6
@@ -49,7 +49,11 @@ def test_the_example_resumes_on_two_ranks_bit_for_bit(case, ranks):
 
 
 @pytest.mark.parametrize(
-    ("case", "settings", "close"), [("example_continued", SETTINGS, 1e-5), ("example_split", SPLIT, 1e-3)]
+    ("case", "settings", "close"),
+    [
+        ("example_continued", SETTINGS, 1e-5),
+        pytest.param("example_split", SPLIT, 1e-3, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_the_example_continues_in_one_process(case, settings, close, ranks):
     """One process loads the checkpoint of two ranks. If layers are split, its sums are in another order, and codes may

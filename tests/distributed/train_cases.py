@@ -12,7 +12,7 @@ from examples.gpt import load_text, split
 from examples.ranks import Ranks
 from examples.run import Run, Settings
 from tests.distributed.fsdp_cases import RECIPES, ROWS, STEPS, WIDTH, adamw, net, operands, same_as, shard
-from tests.helpers.ranks import DEVICE, WORLD, case
+from tests.helpers.ranks import DEVICE, WORLD, case, long_case
 
 SETTINGS = Settings("mxfp8", False, size="tiny", seed=0, device=DEVICE, text="")
 SPLIT = replace(SETTINGS, size="small")  # its layers are whole blocks on each of two ranks
@@ -51,7 +51,7 @@ def example_continued(rank, folder):
     return run.losses, continued.losses, run.held_out == continued.held_out, str(path)
 
 
-@case
+@long_case
 @on_cpu
 def example_split(rank, folder):
     """Each layer over two ranks: three steps, and three more from the checkpoint."""

@@ -4,13 +4,15 @@ For each call of a function by another, the interpreter looks through all of ``t
 replace, and finds it replaced: by the kernel, or by the first call of this launch. Types are made anew for each value.
 """
 
+import dataclasses
 import functools
 import inspect
 from contextlib import nullcontext
 
 
-def hurry():
-    """Let the interpreter of this process patch ``triton.language`` once a launch for each module that it is seen by."""
+def hurry(check_overflow):
+    """Let the interpreter of this process patch ``triton.language`` once a launch for each module that it is seen by,
+    and make each type once. ``check_overflow``: compute sums and products of int32 in int64 too, and compare."""
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -34,6 +36,9 @@ def hurry():
     interpreter._patch_lang = patch_once
     interpreter.GridExecutor.__call__ = launch_alone
     interpreter._get_np_dtype = _of_elements(interpreter._get_np_dtype, tl.block_type, tl.pointer_type)
+    interpreter.interpreter_builder.options = dataclasses.replace(
+        interpreter.interpreter_builder.options, sanitize_overflow=check_overflow
+    )
     _make_types_once(tl.core)
 
 

@@ -111,7 +111,7 @@ def test_wrong_arguments(arguments, kind, message):
         mx.TransformersConfig(*arguments)
 
 
-@pytest.mark.exhaustive(quick=1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "order", ["import mxtensor, transformers.quantizers.auto", "import transformers.quantizers.auto, mxtensor"]
 )

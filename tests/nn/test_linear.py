@@ -660,6 +660,7 @@ def test_split_parameters_compile_under_torch_autocast(fresh_dynamo):
     assert y.dtype is bias.dtype is torch.bfloat16 and relative_error(y, expected) < 1e-3
 
 
+@pytest.mark.exhaustive(quick=1)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # from each graph break
 @pytest.mark.parametrize("options", [{"fuse_wgrad_accumulation": True}, {"delay_wgrad_compute": True}, {}], ids=str)
 def test_options_that_need_eager_code_break_the_graph_and_work(fresh_dynamo, options):

@@ -302,6 +302,7 @@ def test_compiled_it_is_one_graph_and_bitwise_identical(options):
         assert torch.equal(results[1][name], eager), name
 
 
+@pytest.mark.exhaustive(quick=1)
 @pytest.mark.parametrize("mask_type", ["padding_causal", "arbitrary", "causal"])
 def test_masks_compile(mask_type):
     layer, x = small(self_attn_mask_type=mask_type, window_size=(3, 0)), draw(32, 2, 64, dtype=torch.float32)

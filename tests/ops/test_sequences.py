@@ -165,7 +165,7 @@ def steps_of(pair):
     return [pair.view, pair.view, pair.view, pair.copy, pair.read, pair.product, pair.write, pair.assign]
 
 
-@pytest.mark.exhaustive(quick=2)
+@pytest.mark.exhaustive(quick=1)
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_random_program_is_the_program_on_dense_values(format):
     for number in range(PROGRAMS):

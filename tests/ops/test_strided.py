@@ -113,6 +113,7 @@ def test_a_view_is_found_by_where_its_codes_begin(format, orientation, begin):
     assert seen >= 5
 
 
+@pytest.mark.exhaustive(quick=1)
 @pytest.mark.parametrize("format", ["mxfp8", "nvfp4", "mxfp6", "mxfp8[32x32]"])
 @pytest.mark.parametrize("view", ["one matrix", "last matrix, transposed", "a dimension more", "rows in another shape"])
 def test_a_compiled_function_returns_the_matrix_that_was_asked_for(format, view):

@@ -237,6 +237,7 @@ def fill_rows(w):
     return w[:, 1] + 0
 
 
+@pytest.mark.exhaustive(quick=1)
 @pytest.mark.parametrize("function", [fill_whole, fill_column, fill_rows])
 @pytest.mark.parametrize(("format", "orientation"), [("mxfp8", "rowwise"), ("nvfp4", "both"), ("mxfp4", "columnwise")])
 def test_a_compiled_write_is_the_eager_one(function, format, orientation):

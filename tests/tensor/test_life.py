@@ -260,6 +260,7 @@ def fresh_dynamo():
     torch._dynamo.reset()
 
 
+@pytest.mark.exhaustive(quick=1)
 @pytest.mark.filterwarnings(JIT)
 @pytest.mark.parametrize("config", ["mxfp8", "mxfp4-weight-only", "nvfp4"])
 def test_an_exported_model_runs_with_any_batch(config, fresh_dynamo):

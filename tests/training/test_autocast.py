@@ -777,6 +777,7 @@ def test_compiled_checkpointing_is_refused(where):
     check_compiled(fn, torch.compile(fn, backend="aot_eager"), x, list(net.parameters()), g, recipe=recipe)
 
 
+@pytest.mark.exhaustive(quick=1)
 @pytest.mark.parametrize("kind", ["self", "cross"])
 @pytest.mark.parametrize("way", ["autocast", "quantize_"])
 def test_compiled_attention(kind, way):

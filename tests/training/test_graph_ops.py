@@ -83,7 +83,7 @@ def test_under_autocast_and_with_frozen_weights():
     assert set(ops_of(graphs)) == {"linear_forward.default", "linear_backward.default"}
 
 
-@pytest.mark.exhaustive(quick=1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("recipe", [NVFP4BlockScaling(), MXFP4BlockScaling()], ids=lambda r: type(r).__name__)
 def test_recipes_with_random_numbers_stay_casts_and_products(recipe):
     net = mx.quantize_(Net().bfloat16(), recipe)

@@ -16,12 +16,12 @@ std::string text(at::IntArrayRef numbers) {
   return out + "]";
 }
 
-template <class... Parts>
-std::string joined(const Parts&... parts) {
-  return (std::string() + ... + text(parts));
+template <class... Pieces>
+std::string joined(const Pieces&... pieces) {
+  return (std::string() + ... + text(pieces));
 }
 
 }  // namespace
 
-// Raises ValueError with the joined parts if the condition does not hold; they may be words, integers, sizes and types.
+// Raises ValueError with the joined pieces if the condition does not hold; they may be words, integers, sizes and types.
 #define MX_CHECK_VALUE(condition, ...) TORCH_CHECK_VALUE(condition, joined(__VA_ARGS__))

@@ -315,6 +315,7 @@ def test_the_op_checks_what_it_gets(change, reason):
         cpu_library.linear(*(given | change).values())
 
 
+@pytest.mark.exhaustive
 def test_without_a_compiler_the_plain_path_runs(tmp_path):
     script = (
         "import torch, mxtensor as mx\n"
@@ -396,6 +397,7 @@ print(len(os.listdir("/proc/self/task")) - before, len({l.split()[-1] for l in o
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.skipif(not torch.backends.openmp.is_available(), reason="torch has other threads")
 def test_the_op_runs_on_torchs_own_threads():

@@ -99,6 +99,7 @@ def in_process(script, *arguments):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.exhaustive
 @needs_x86
 def test_products_in_emulated_tiles():
     in_process("emulate(); check_products(steps)")

@@ -62,7 +62,7 @@ def test_both_operands_are_those_of_two_casts(name, shape):
         assert torch.equal(one.nan_to_num(7.0), two.nan_to_num(7.0))
 
 
-@pytest.mark.exhaustive(quick=1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_values_of_other_dtypes_take_a_cast_each_way(dtype):
     x, cast = values(32, 64, dtype), mx.Cast.of("mxfp8")

@@ -139,13 +139,14 @@ def test_the_operands_of_a_stack_are_those_of_its_matrices(name, shape):
 
 
 @interpreted
-@pytest.mark.exhaustive(quick=2)
+@pytest.mark.exhaustive(quick=1)
 @pytest.mark.parametrize("sizes, after", [(SIZES, 20), ([0, 0, 64], 0), ([40, 40], 0), ([0, 0], 32)])
 @pytest.mark.parametrize("name, block", [*zip(FORMATS, (32, 32, 64, 128), strict=True), ("mxfp8", 64)])
 def test_the_operands_of_groups_are_those_of_each_group(name, block, sizes, after):
     groups_case("cpu", name, sizes, after, 48, block)
 
 
+@pytest.mark.exhaustive
 @interpreted
 def test_a_transposed_stack_is_read_in_the_order_of_memory():
     x, cast = wide(2, 16, 32).mT, mx.Cast.of("mxfp8")
@@ -157,6 +158,7 @@ def test_a_transposed_stack_is_read_in_the_order_of_memory():
     assert row is None and check_stack(column, x.mT.contiguous(), cast)
 
 
+@pytest.mark.exhaustive
 @interpreted
 def test_a_stack_in_float32_takes_a_cast_each_way():
     x, cast = wide(2, 16, 32).float(), mx.Cast.of("mxfp8")
@@ -165,6 +167,7 @@ def test_a_stack_in_float32_takes_a_cast_each_way():
 
 
 @interpreted
+@pytest.mark.exhaustive(quick=1)
 @pytest.mark.parametrize("ends", [[90, 10], [200, 300], [-5, 64], [64, 64]])
 def test_ends_that_are_no_ends_write_nothing_outside(ends, monkeypatch):
     """The kernels check addresses of nothing: what surrounds the operand stays."""

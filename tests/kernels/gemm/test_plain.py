@@ -37,6 +37,7 @@ def test_a_bias_of_a_traced_product_is_refused():
         assert plain.why_not_traced(args) == "a traced product of groups takes no alpha and no bias"
 
 
+@pytest.mark.exhaustive(quick=1)
 @pytest.mark.parametrize("config", ["mxfp8", "mxfp8-weight-only", "nvfp4"])
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_a_compiled_product_by_quantized_experts_is_that_of_eager_code(config, dtype):

@@ -70,7 +70,7 @@ def small(rows=132, cols=260):
     return x.bfloat16()
 
 
-@pytest.mark.exhaustive(quick=1)
+@pytest.mark.exhaustive
 @no_device
 @pytest.mark.parametrize("name", NAMES)
 def test_the_passes_over_columns_values_and_pairs(name):

@@ -222,7 +222,7 @@ def one_pass(name, forms):
     return forms == (CODES, CODES) if block == (FULL, FULL) else block[0] == 1 and block[1] != FULL
 
 
-@pytest.mark.exhaustive(quick=1)
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("interpreted")
 @warns
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp6", "nvfp4", "float8_tensor"])

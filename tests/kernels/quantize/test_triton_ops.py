@@ -120,7 +120,7 @@ def test_float64_and_empty_tensors_go_on_to_the_reference(cuda):
 # ---------------------------------------------------------------------------------------------- what is given
 
 
-@pytest.mark.exhaustive(quick=2)
+@pytest.mark.exhaustive(quick=1)
 @interpreter
 @warns
 @each_kind

@@ -64,7 +64,7 @@ def product(format, config, capability, even=True, rows=8, weights=1):
 CASES = [(name, SM90) for name in FORMATS] + [(name, c) for name in ELSEWHERE for c in TARGETS if c != SM90]
 
 
-@pytest.mark.exhaustive(quick=1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("name", "capability"), CASES)
 def test_products_compile_and_those_of_few_rows_do_not_spill(name, capability, tmp_path):
     format = mx.get_format(name)
@@ -143,6 +143,7 @@ def test_a_home_that_cannot_be_written_is_no_obstacle(monkeypatch, tmp_path):
     assert nvrtc.compiled(ACTIVATION_SOURCES, row, SM90)
 
 
+@pytest.mark.exhaustive(quick=1)
 @pytest.mark.parametrize("damage", ["cut", "other bytes", "others can write it", "a folder"])
 def test_cached_code_that_cannot_be_trusted_is_compiled_again(damage, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

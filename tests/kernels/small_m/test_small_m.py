@@ -237,6 +237,7 @@ def test_any_number_of_rows_and_chunks_by_wgmma(m, n, chunks, format):
         assert error(product(x, w, config), x.double() @ values(w).t()) < TOLERANCE
 
 
+@pytest.mark.exhaustive
 def test_many_rows_by_an_unaligned_weight_use_an_aligned_copy():
     w, x = weight("mxfp8", 16, 128), torch.randn(130, 128).bfloat16()
     shifted = torch.empty(16 * 128 + 3, dtype=torch.uint8)[3:].view(16, 128).view(w.data.dtype).copy_(w.data)
