@@ -223,6 +223,7 @@ def test_host_time_is_the_time_of_one_call(no_gpu_needed):
     assert set(row.times) == {cast.OURS} and 0.001 < row.times[cast.OURS] < 1000
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_host_time_of_a_linear_layer_is_compared_with_plain_torch(device):
     row = host.row(torch.bfloat16, 2, device)

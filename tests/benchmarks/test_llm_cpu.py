@@ -85,6 +85,7 @@ def test_steps_of_other_modes_are_those_of_eager_and_are_taken_back(mode):
     assert model.config._attn_implementation == "sdpa"
 
 
+@pytest.mark.exhaustive
 def test_main_writes_a_record_and_prints_the_targets(tmp_path, capsys):
     path = tmp_path / "llm_cpu.json"
     options = ["--models", "tiny", "--threads", "1", "--batches", "2", "--modes", "eager", "--no-peers"]

@@ -24,6 +24,7 @@ def kl(m, reference, data):
     return torch.stack([F.kl_div(q, p, reduction="none", log_target=True).sum(-1).mean() for p, q in pairs]).mean()
 
 
+@pytest.mark.exhaustive(quick=1)
 @pytest.mark.parametrize("form", FORMS)
 def test_errors_are_those_of_the_model_with_one_layer_quantized(form):
     m = model(form)

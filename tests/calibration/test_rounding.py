@@ -38,6 +38,7 @@ def test_without_a_search_the_scales_and_codes_are_those_of_a_cast(name, shape):
         assert a.dtype is b.dtype and a.shape == b.shape and torch.equal(bits(a), bits(b))
 
 
+@pytest.mark.exhaustive(quick=1)
 @pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "mxfp6_e3m2", "float8_e4m3_1x128"])
 def test_each_block_has_the_best_of_the_candidates(name):
     w, cast, importance = torch.randn(6, 256), Cast.of(name), torch.rand(256)

@@ -145,6 +145,7 @@ def test_less_is_lost_with_awq(rounding):
     assert lost(mx.calibrate(copy.deepcopy(m), data(), format, ["awq", *rounding]), m) < 0.95 * lost(alone, m)
 
 
+@pytest.mark.exhaustive(quick=2)
 @pytest.mark.parametrize(
     ("format", "rounding"),
     [("mxfp4", "nearest"), ("mxfp4-weight-only", "nearest"), ("nvfp4", "nearest"),

@@ -84,6 +84,7 @@ def test_attention_and_encoder_layer(mode):
             assert_close(got, expected)
 
 
+@pytest.mark.exhaustive
 def test_quantizing_and_dequantizing_inside_a_graph():
     def model(x, w):
         return [mx.quantize(x, format) for format in FORMATS], [w.dequantize(), w.t()[:32].dequantize(torch.bfloat16)]

@@ -161,7 +161,7 @@ def test_experts_of_other_layouts_multiply_quantized(made, way):
         assert relative_error(got, dequantized(experts)(*inputs)) < 1e-5
 
 
-@pytest.mark.exhaustive(quick=1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("made, way", [(nemotron, "eager"), (nemotron, "batched_mm"), (inkling, None), (jetmoe, None)])
 def test_compiled_experts_give_the_same(made, way):
     """With eager experts, each expert is a view of the weight that crosses from graph to graph."""

@@ -326,7 +326,7 @@ SEVERAL_LAUNCHES = {
 """Launch config, rows and columns of the activations."""
 
 
-@pytest.mark.exhaustive(quick=2)
+@pytest.mark.exhaustive(quick=1)
 @needs_compiler
 @pytest.mark.parametrize("kind", SEVERAL_LAUNCHES)
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp8-weight-only", "nvfp4"])

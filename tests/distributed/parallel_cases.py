@@ -214,7 +214,7 @@ def torchs_own_styles(rank, folder):
     return messages
 
 
-@case
+@long_case
 def frozen_weights(rank, folder):
     """The errors of layers with MXTensor weights, split by our styles and by torch's own, and the types of the local
     weights. All ranks get the weights of rank 0."""

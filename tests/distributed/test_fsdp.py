@@ -108,6 +108,7 @@ def test_bytes_of_the_gathers(ranks):
         assert sent["tiles"] / in_bfloat16 == 1025 / 2048 <= 0.505
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("sums", SUMS)
 def test_hybrid_meshes_and_a_world_of_one(sums, ranks):
     for results in ranks("hybrid_meshes", sums):
@@ -126,6 +127,7 @@ def test_offload_checkpoints_and_accumulation(ranks):
         assert len(results) == 7 and all(map(all, results.values()))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("sums", SUMS)
 def test_other_formats_and_what_cannot_be_gathered(sums, ranks):
     for results in ranks("other_formats", sums):

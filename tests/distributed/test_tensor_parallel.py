@@ -71,6 +71,7 @@ def test_torchs_own_styles_raise_instead_of_running_a_recipe_in_high_precision(r
         assert all("mx.parallel.ColwiseParallel" in message for message in messages)
 
 
+@pytest.mark.exhaustive
 def test_frozen_weights_are_split_with_their_codes_by_our_styles_and_by_torchs_own(ranks):
     for errors, kinds in ranks("frozen_weights"):
         assert len(errors) == 20 and max(errors.values()) < FLIPPED and kinds == {"MXTensor"}

@@ -34,6 +34,7 @@ def test_right_calls_succeed(row):
         function(**right)
 
 
+@pytest.mark.exhaustive(quick=2)
 @pytest.mark.parametrize("part", range(4))
 def test_some_wrong_calls_say_what_was_given(part):
     found = {row.name: faults(row, EVERY) for row in ROWS[part::4]}

@@ -46,7 +46,7 @@ def test_text_is_as_described(sentences):
     assert all(60 <= len(sentence) <= 250 for sentence in sentences)
 
 
-@pytest.mark.exhaustive(quick=1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("config", CLAIMS)
 def test_claims(config, model, sentences, reference):
     cosine, shared, size = CLAIMS[config]

@@ -140,7 +140,7 @@ def text():
     return load_text(None)
 
 
-@pytest.mark.exhaustive(quick=6)
+@pytest.mark.exhaustive(quick=3)
 @pytest.mark.parametrize("recipe", [*RECIPES, "mxint8", "float8_e4m3_1x128"])
 def test_every_recipe_trains_its_layers_in_three_products(recipe, text):
     run = Run.of(settings(recipe))
@@ -281,6 +281,7 @@ def contents(folder):
     return {str(p): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
+@pytest.mark.exhaustive(quick=1)
 @pytest.mark.parametrize(
     ("damage", "message"),
     [

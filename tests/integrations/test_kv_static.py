@@ -72,7 +72,7 @@ def test_generate_is_that_of_the_growing_cache(model, format):
     assert torch.equal(model.generate(ids, past_key_values=static(model, format, Dequantizing), **options), wanted)
 
 
-@pytest.mark.exhaustive(quick=1)
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:.*TF32:UserWarning")
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("format", ["mxfp8", "nvfp4"])

@@ -248,7 +248,7 @@ def test_tensors_without_gradients_need_no_product():
     assert [e.spec.op for e in log.entries if e.spec.op in ("fprop", "dgrad", "wgrad")] == ["fprop", "fprop", "wgrad"]
 
 
-@pytest.mark.exhaustive(quick=1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("active", RECIPES[:2], ids=lambda r: type(r).__name__)
 def test_compiles_whole_forward_and_backward(active):
     splits = SPLITS["odd"]

@@ -343,6 +343,7 @@ def test_quantized_weights_train(kind, recipe):
         run(module, x, g, NVFP4BlockScaling())
 
 
+@pytest.mark.exhaustive(quick=1)
 @kinds
 @pytest.mark.parametrize("operands", [False, True], ids=["plain weights", "quantized weights"])
 def test_forward_and_backward_compile_to_one_graph(kind, operands):

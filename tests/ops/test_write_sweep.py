@@ -49,6 +49,7 @@ def test_every_write_reaches_the_base_of_a_view(source, part, record_property):
     assert tally.counts["written"] > 0.85 * tally.counts["calls"]
 
 
+@pytest.mark.exhaustive(quick=1)
 @pytest.mark.parametrize(
     ("source", "part", "slices", "layouts"),
     [

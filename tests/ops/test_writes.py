@@ -256,6 +256,7 @@ TRAINING = [
 ]
 
 
+@pytest.mark.exhaustive(quick=4)
 @pytest.mark.parametrize(
     ("name", "options", "learning_rate"), TRAINING, ids=[f"{n}-{sorted(o)}" for n, o, _ in TRAINING]
 )
@@ -271,6 +272,7 @@ def test_training_in_bfloat16_and_in_four_bits():
     assert last < first / 2
 
 
+@pytest.mark.exhaustive
 def test_a_small_step_is_lost_to_nearest_rounding_and_survives_stochastic():
     """A step of 1e-4 is far less than the gap between two codes: rounded to the nearest it never happened."""
     _, nearest = train(OPTIM.AdamW, steps=200, lr=1e-4)
@@ -294,6 +296,7 @@ def test_an_average_of_models():
 # ---------------------------------------------------------------------------------------------- stochastic rounding
 
 
+@pytest.mark.exhaustive(quick=2)
 @pytest.mark.parametrize("format", ["mxfp8", "mxfp4", "mxfp6_e3m2", "mxint8", "nvfp4", "float8_row"])
 def test_stochastic_rounding_draws_a_neighbour_and_is_right_on_average(format):
     """With n draws of a two-valued variable of spread gap, the mean errs by at most gap / (2 sqrt n) per deviation."""

@@ -229,6 +229,7 @@ def test_a_step_of_several_passes_adds_them_up():
     assert row.sqnr_db == pytest.approx(10 * math.log10(signal / noise), abs=1e-4)
 
 
+@pytest.mark.exhaustive
 def test_it_ends_when_nobody_references_it_and_holds_no_activation():
     net = model(MXFP8BlockScaling())
     gc.collect()

@@ -709,6 +709,7 @@ def test_compiled_inside_the_block():
     check_compiled(net, torch.compile(net, **EAGER), x, list(net.parameters()), g)
 
 
+@pytest.mark.exhaustive
 def test_compiled_with_the_block_inside():
     net, x, g, recipe = model(), leaf(8, 64), torch.randn(8, 32), MXFP8BlockScaling(fp8_format=Format.HYBRID)
 
@@ -723,7 +724,7 @@ def test_compiled_with_the_block_inside():
     assert ops(lambda: fn(x)) == ["fprop"] * 2
 
 
-@pytest.mark.exhaustive(quick=1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("way", ["autocast", "quantize_"])
 def test_a_compiled_model_follows_changes_of_the_recipe(way):
     net, x, g = model(), leaf(8, 64), torch.randn(8, 32)
@@ -797,6 +798,7 @@ def test_compiled_attention(kind, way):
         assert "fprop" in ops(lambda: call(x))
 
 
+@pytest.mark.exhaustive
 def test_compiled_products_with_parameters():
     w, b = weight_and_bias()
     x, g = leaf(20, 64), torch.randn(20, 48)

@@ -284,6 +284,7 @@ def trainer(folder, steps, resume=None):
     return model, [entry["loss"] for entry in run.state.log_history if "loss" in entry]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 def test_a_trainer_resumes_bitwise(tmp_path):
     straight, losses = trainer(tmp_path, 6)

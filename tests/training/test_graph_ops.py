@@ -60,6 +60,7 @@ def same(one, other):
     return all((a is None and b is None) or torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
+@pytest.mark.exhaustive(quick=1)
 @pytest.mark.parametrize("needs_dx", [True, False])
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_layer_is_one_op_each_way_with_the_bits_of_eager_code(bias, needs_dx):

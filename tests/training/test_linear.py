@@ -287,6 +287,7 @@ def test_compiled_as_one_graph_is_eager(name, dtype):
     assert all(torch.equal(a.grad, c.grad) for a, c in zip(leaves, eager, strict=True))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # inductor's own
 def test_compiled_by_inductor():
     x, w, b, g = problem(48, 64, n=32, dtype=torch.bfloat16)

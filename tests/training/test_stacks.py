@@ -383,6 +383,7 @@ def check_compiled(name, way, recipe, backend):
     torch._dynamo.reset()
 
 
+@pytest.mark.exhaustive(quick=1)
 @pytest.mark.parametrize("way", ["quantize_", "autocast"])
 def test_a_compiled_grouped_product_is_that_of_eager_code(way):
     check_compiled("grouped", way, MXFP8, "aot_eager")

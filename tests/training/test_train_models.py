@@ -174,6 +174,7 @@ RECIPES = [
 ]
 
 
+@pytest.mark.exhaustive(quick=4)
 @pytest.mark.parametrize("config", RECIPES, ids=lambda config: type(config).__name__)
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_every_recipe_trains(name, config):

@@ -90,6 +90,7 @@ def test_without_marks_the_exact_product_writes_nothing(pretend, stand_in, small
     assert torch.equal(out != 3, written)
 
 
+@pytest.mark.exhaustive(quick=1)
 @pytest.mark.parametrize("stored_form", [True, False])
 def test_a_trace_holds_few_ops_with_the_same_result(pretend, stand_in, small, monkeypatch, stored_form):
     """The form of a weight is looked up in each call of the graph, or made in it from so many rows on."""

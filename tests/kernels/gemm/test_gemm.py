@@ -344,7 +344,7 @@ def test_on_a_device_a_float32_result_is_the_accumulator_of_a_bfloat16_product(m
     assert (y.shape, y.dtype, y.device.type) == ((3, 5, 40), torch.float32, "cuda")
 
 
-@pytest.mark.exhaustive(quick=2)
+@pytest.mark.exhaustive(quick=1)
 @pytest.mark.parametrize("capability", [(9, 0), (10, 0), (8, 0), (7, 5), (12, 0)], ids=str)
 def test_what_is_decided_once_is_what_the_kernels_say_when_asked_again(capability, monkeypatch):
     """``facts_of`` has everything that refusals read: different products never share a decision."""

@@ -179,6 +179,7 @@ def test_every_bfloat16_value_as_a_block_of_its_own(name, large_tiles):
     assert_same(triton_rows.quantize(x, Cast.of(name)), encode(x, Cast.of(name)))
 
 
+@pytest.mark.exhaustive(quick=4)
 @pytest.mark.parametrize("name", DOMAIN)
 def test_every_bfloat16_value_below_a_larger_one(name, large_tiles):
     """Each value v next to a value up to 2^8 times as large, which decides its scale; both signs of each."""

@@ -309,6 +309,7 @@ def test_float16_activations_by_wgmma():
     assert error(product(x, w, WGMMA, cast), values(encode(x, cast)) @ values(w).t()) < TOLERANCE
 
 
+@pytest.mark.exhaustive(quick=5)
 @pytest.mark.parametrize("format", ["mxfp8", "mxfp4", "nvfp4"])
 @pytest.mark.parametrize(
     "config",
@@ -341,7 +342,7 @@ def test_warps_without_columns_add_nothing_whatever_is_in_shared_memory(format, 
         assert error(product(x, w, config), x.double() @ values(w).t()) < TOLERANCE
 
 
-@pytest.mark.exhaustive(quick=4)
+@pytest.mark.exhaustive(quick=2)
 @pytest.mark.parametrize("config", PERSISTENTS)
 @pytest.mark.parametrize(
     ("rows", "k"), [(1, 1300), (1, 1302), (1, 640), (2, 640), (4, 1304), (7, 640), (1, 4400), (5, 4400)]
@@ -473,6 +474,7 @@ def test_nvfp4_scales_with_a_sign_or_a_nan_give_what_the_reference_gives(scale):
     assert error(y[finite], exact[finite]) < TOLERANCE and torch.equal(y.isnan(), exact.isnan())
 
 
+@pytest.mark.exhaustive(quick=3)
 @pytest.mark.parametrize("element", ["mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp4", "mxint8"])
 @pytest.mark.parametrize("config", WGMMAS)
 def test_scales_out_of_range_change_nothing_but_their_row(element, config):
