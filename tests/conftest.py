@@ -1,6 +1,7 @@
 """Every test starts from one seed on one thread; helpers that say when two results are the same product."""
 
 import fcntl
+import gc
 import importlib.util
 import logging
 import os
@@ -20,6 +21,7 @@ ON_GPUS = {"ranks", "on_their_device"}
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, which nothing has done yet
 torch.set_num_threads(1)
+gc.set_threshold(20_000, 10, 50)  # thousands of test items live as long as the process: look through them rarely
 
 
 @pytest.fixture(autouse=True)
@@ -70,6 +72,10 @@ def pytest_collection_modifyitems(config, items):
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def pytest_collection_finish():
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
