@@ -143,6 +143,10 @@ template <typename F> void with_few(int64_t rows, F work) {
   if (rows == 1) work(Int<1>());
 }
 
+inline int most_outs(int64_t m, int outs) {  // four for up to three rows of x, else two
+  return outs >= 4 && m < 4 ? 4 : outs >= 2 ? 2 : 1;
+}
+
 template <bool BFLOAT16_X, typename D>
 void dots_of_rows(const Problem& p, int outs, const D& decode, int64_t x_bytes, const uint8_t* w, int64_t w_step,
                   const float* values, int64_t values_step, int per_step, float* sums, int64_t step) {

@@ -1,12 +1,14 @@
 // Dot products of codes in steps of 32 values, for instruction sets without AVX-512. A step decodes codes into float32,
-// multiplies them by their scales and adds their products with x, which stays in its order. Vectors are GCC's: a
-// compiler maps them to the registers that there are. The instruction set defines Decoder<ELEMENT>.
+// multiplies them by their scales and adds their products with x, which is packed in the order in which a step is decoded.
+// Vectors are GCC's: a compiler maps them to the registers that there are. The instruction set defines Decoder<ELEMENT>.
 #pragma once
 #include <type_traits>
 
 #include "linear_no_integers.h"
 
 namespace {
+
+#define ALWAYS_INLINE __attribute__((always_inline))  // a step is some thirty instructions, which wait in a call
 
 constexpr bool HAS_BFLOAT16 = false, DECODES_BFLOAT16 = false;
 typedef float Floats __attribute__((vector_size(32), aligned(4)));
@@ -15,6 +17,8 @@ template <int ELEMENT> struct Step {
   static constexpr bool TAKES_BFLOAT16 = false;
   static constexpr int STEP = 32, BYTES = 4 * BITS[ELEMENT];
   static constexpr float UNIT = 1;  // what decoded values have to be multiplied by
+  static constexpr int source(int i) { return i; }  // the value of a step that is decoded as the i-th
+  static constexpr bool BY_HALVES = false;  // whether the upper half of each vector has the values from 16 on
 };
 
 bool scales_of(const Problem& p, int64_t n, int step, int per_step, int64_t steps, float* out) {
@@ -33,9 +37,14 @@ bool scales_of(const Problem& p, int64_t n, int step, int per_step, int64_t step
   bool plain = true;
   if (p.scale_kind == UE4M3 && block * per_step == step) {
     const uint8_t* bytes = static_cast<const uint8_t*>(p.scale) + start;
-    for (int64_t i = 0; i < blocks; i++) out[i] = tables().value[E4M3_ID][bytes[i]], plain &= (bytes[i] & 0x7F) != 0x7F;
+    int32_t magnitudes = 0;
+    for (int64_t i = 0; i < blocks; i++) {
+      const int32_t magnitude = bytes[i] & 0x7F, sign = bytes[i] & 0x80;
+      out[i] = as_float(magnitude << 20 | sign << 24) * as_float((127 + 120) << 23);
+      magnitudes = larger(magnitudes, magnitude);
+    }
     for (int64_t i = blocks; i < wanted; i++) out[i] = 0;
-    return plain;
+    return plain && magnitudes < 0x7F;
   }
   for (int64_t i = 0; i < wanted; i++) {
     const int64_t b = block * per_step == step ? i : i * (step / per_step) / block;
@@ -47,61 +56,92 @@ bool scales_of(const Problem& p, int64_t n, int step, int per_step, int64_t step
 
 template <typename D, typename T> void pack_row(const T* x, int64_t k, bool, void* out) {
   float* to = static_cast<float*>(out);
-  for (int64_t i = 0; i < k; i++) to[i] = load(x[i]);
-  for (int64_t i = k; i < ceil_div(k, D::STEP) * D::STEP; i++) to[i] = 0.0f;
+  for (int64_t start = 0; start < k; start += D::STEP, to += D::STEP)
+    for (int i = 0; i < D::STEP; i++) to[i] = start + D::source(i) < k ? load(x[start + D::source(i)]) : 0.0f;
 }
+
+template <int N> using One = std::integral_constant<int, N>;
 
 inline Floats eight(float x) { return Floats{x, x, x, x, x, x, x, x}; }
 
-template <int ROWS, typename D>
-void dots(const Problem& p, const D& decode, const float* x, int64_t x_step, const uint8_t* w, const float* scales,
-          int per_step, float* sums, int64_t step) {
-  Floats total[ROWS][2] = {};
-  const auto add = [&](const uint8_t* codes, int64_t at) {
-    Floats values[4];
-    decode(codes, values);
-    const Floats low = eight(scales[at * per_step] * D::UNIT), high = eight(scales[at * per_step + per_step / 2] * D::UNIT);
-    if (ROWS > 1) values[0] *= low, values[1] *= low, values[2] *= high, values[3] *= high;
+// What the four vectors of a step, each times UNIT, are multiplied by: one or two scales.
+template <int PER_STEP, typename D> ALWAYS_INLINE inline void scales_of_values(const float* scales, Floats* out) {
+  const Floats first = eight(scales[0] * D::UNIT), second = PER_STEP == 1 ? first : eight(scales[PER_STEP - 1] * D::UNIT);
+  const Floats both = {first[0], first[0], first[0], first[0], second[0], second[0], second[0], second[0]};
+  const bool halves = PER_STEP == 2 && D::BY_HALVES;
+  out[0] = out[1] = halves ? both : first, out[2] = out[3] = halves ? both : second;
+}
+
+// Sums of OUTS rows of w with ROWS rows of x over steps first to end - 1, added to those of the steps before. The sum of a
+// block is multiplied by its scale: these are fewer products than scaling values, and no sum waits for another one.
+template <int ROWS, int OUTS, int PER_STEP, typename D>
+void dots(const Problem& p, const D& decode, const float* x, int64_t x_step, const uint8_t* w, int64_t w_step,
+          const float* scales, int64_t scales_step, int64_t first, int64_t end, float* sums, int64_t step) {
+  Floats total[ROWS][OUTS][PER_STEP] = {};
+  const auto add = [&](const uint8_t* codes, int64_t codes_step, int64_t at) ALWAYS_INLINE {
+#pragma GCC unroll 2
+    for (int o = 0; o < OUTS; o++) {
+      Floats w[4], scale[4];
+      decode(codes + o * codes_step, w);
+      __builtin_prefetch(codes + o * codes_step + AHEAD, 0, 2);
+      scales_of_values<PER_STEP, D>(scales + o * scales_step + at * PER_STEP, scale);
 #pragma GCC unroll 4
-    for (int m = 0; m < ROWS; m++) {
-      const Floats* xs = reinterpret_cast<const Floats*>(x + m * x_step + at * D::STEP);
-      if (ROWS == 1) {  // scaling sums takes fewer products than scaling values
-        total[m][0] += (values[0] * xs[0] + values[1] * xs[1]) * low;
-        total[m][1] += (values[2] * xs[2] + values[3] * xs[3]) * high;
-        continue;
+      for (int m = 0; m < ROWS; m++) {
+        const Floats* xs = reinterpret_cast<const Floats*>(x + m * x_step + at * D::STEP);
+        if constexpr (PER_STEP == 1 || D::BY_HALVES) {
+          total[m][o][0] += (w[0] * xs[0] + w[1] * xs[1] + w[2] * xs[2] + w[3] * xs[3]) * scale[0];
+        } else {
+          total[m][o][0] += (w[0] * xs[0] + w[1] * xs[1]) * scale[0];
+          total[m][o][1] += (w[2] * xs[2] + w[3] * xs[3]) * scale[2];
+        }
       }
-      total[m][0] += values[0] * xs[0], total[m][1] += values[1] * xs[1];
-      total[m][0] += values[2] * xs[2], total[m][1] += values[3] * xs[3];
     }
   };
-  const int64_t whole = p.k / D::STEP, bytes = p.row_bytes - whole * D::BYTES;
-  for (int64_t at = 0; at < whole; at++) add(w + at * D::BYTES, at);
-  if (bytes) {
-    uint8_t tail[D::BYTES] = {};
-    std::memcpy(tail, w + whole * D::BYTES, size_t(bytes));
-    add(tail, whole);
+  const int64_t whole = smaller(end, p.k / D::STEP);
+  for (int64_t at = first; at < whole; at++) add(w + at * D::BYTES, w_step, at);
+  if (whole < end) {
+    uint8_t tail[OUTS][D::BYTES] = {};
+    for (int o = 0; o < OUTS; o++) std::memcpy(tail[o], w + o * w_step + whole * D::BYTES, size_t(p.row_bytes - whole * D::BYTES));
+    add(tail[0], D::BYTES, whole);
   }
-  for (int m = 0; m < ROWS; m++) {
-    const Floats sum = total[m][0] + total[m][1];
-    sums[m * step] = ((sum[0] + sum[1]) + (sum[2] + sum[3])) + ((sum[4] + sum[5]) + (sum[6] + sum[7]));
-  }
+  for (int m = 0; m < ROWS; m++)
+    for (int o = 0; o < OUTS; o++) {
+      const Floats sum = PER_STEP == 1 ? total[m][o][0] : total[m][o][0] + total[m][o][PER_STEP - 1];
+      const float all = ((sum[0] + sum[1]) + (sum[2] + sum[3])) + ((sum[4] + sum[5]) + (sum[6] + sum[7]));
+      sums[m * step + o] = first ? sums[m * step + o] + all : all;
+    }
 }
+
+inline int most_outs(int64_t, int outs) { return outs; }
+
+constexpr int64_t NEAR = 4096;  // values of x that stay in the L1 cache while rows of w are multiplied by them
 
 template <bool, typename D>
 void dots_of_rows(const Problem& p, int outs, const D& decode, int64_t x_bytes, const uint8_t* w, int64_t w_step,
                   const float* scales, int64_t scales_step, int per_step, float* sums, int64_t step) {
-  for (int o = 0; o < outs; o++) {
-    const auto some = [&](auto rows, int64_t m) {
-      const float* x = static_cast<const float*>(p.packed) + m * (x_bytes / 4);
-      dots<decltype(rows)::value>(p, decode, x, x_bytes / 4, w + o * w_step, scales + o * scales_step, per_step,
-                                  sums + m * step + o, step);
-    };
-    int64_t m = 0;
-    for (; p.m - m >= 4; m += 4) some(std::integral_constant<int, 4>(), m);
-    if (p.m - m == 3) some(std::integral_constant<int, 3>(), m);
-    if (p.m - m == 2) some(std::integral_constant<int, 2>(), m);
-    if (p.m - m == 1) some(std::integral_constant<int, 1>(), m);
-  }
+  const int64_t steps = ceil_div(p.k, D::STEP), chunk = NEAR / D::STEP / smaller<int64_t>(p.m, 4);
+  const auto some = [&](auto rows, auto pair, auto halves, int o, int64_t m, int64_t first) {
+    constexpr int ROWS = decltype(rows)::value, OUTS = decltype(pair)::value, PER_STEP = decltype(halves)::value;
+    dots<ROWS, OUTS, PER_STEP>(p, decode, static_cast<const float*>(p.packed) + m * (x_bytes / 4), x_bytes / 4,
+                               w + o * w_step, w_step, scales + o * scales_step, scales_step, first,
+                               smaller(first + chunk, steps), sums + m * step + o, step);
+  };
+  const auto each = [&](auto rows, int64_t m, int64_t first) {
+    for (int o = 0; o < outs; o += 2) {
+      const bool two = o + 1 < outs;
+      if (per_step == 1 && two) some(rows, One<2>(), One<1>(), o, m, first);
+      else if (per_step == 1) some(rows, One<1>(), One<1>(), o, m, first);
+      else if (two) some(rows, One<2>(), One<2>(), o, m, first);
+      else some(rows, One<1>(), One<2>(), o, m, first);
+    }
+  };
+  for (int64_t m = 0; m < p.m; m += 4)
+    for (int64_t first = 0; first < steps; first += chunk) {
+      if (p.m - m >= 4) each(One<4>(), m, first);
+      else if (p.m - m == 3) each(One<3>(), m, first);
+      else if (p.m - m == 2) each(One<2>(), m, first);
+      else each(One<1>(), m, first);
+    }
 }
 
 template <bool, typename D>
@@ -116,11 +156,11 @@ void decode_row(const Problem& p, const D& decode, const uint8_t* w, const float
   for (int64_t at = 0; at < ceil_div(p.k, D::STEP); at++, to += 4) {
     uint8_t codes[D::BYTES] = {};
     std::memcpy(codes, w + at * D::BYTES, size_t(smaller<int64_t>(D::BYTES, p.row_bytes - at * D::BYTES)));
-    Floats values[4];
+    Floats values[4], scale[4];
     decode(codes, values);
-    for (Floats& value : values) value *= eight(D::UNIT);
-    const Floats low = eight(scales[at * per_step]), high = eight(scales[at * per_step + per_step / 2]);
-    to[0] = values[0] * low, to[1] = values[1] * low, to[2] = values[2] * high, to[3] = values[3] * high;
+    if (per_step == 1) scales_of_values<1, D>(scales + at, scale);
+    else scales_of_values<2, D>(scales + 2 * at, scale);
+    for (int i = 0; i < 4; i++) to[i] = values[i] * scale[i];
   }
 }
 

@@ -6,7 +6,7 @@ namespace {
 
 template <int ELEMENT> struct Decoder : Step<ELEMENT> {
   const float* table = tables().value[ELEMENT];
-  void operator()(const uint8_t* codes, Floats* w) const {
+  ALWAYS_INLINE void operator()(const uint8_t* codes, Floats* w) const {
     float* to = reinterpret_cast<float*>(w);
     for (int i = 0; i < 32; i++) {
       if constexpr (BITS[ELEMENT] == 8) {

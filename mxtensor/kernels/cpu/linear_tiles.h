@@ -1,5 +1,5 @@
 // The order of the work: scales of some rows of w, then their sums with x, then the results of a tile of rows. The
-// instruction set defines Decoder<ELEMENT>, scales_of, dots_of_rows and dots_by_fours, and includes this file first.
+// instruction set defines Decoder<ELEMENT>, scales_of, most_outs, dots_of_rows and dots_by_fours, and includes this file first.
 #pragma once
 #include "linear.h"
 
@@ -7,6 +7,8 @@ namespace {
 
 template <int ELEMENT> struct Decoder;
 bool scales_of(const Problem& p, int64_t n, int step, int per_step, int64_t steps, float* out);
+
+int most_outs(int64_t m, int outs);  // how many of ``outs`` rows of w dots_of_rows takes with m rows of x
 
 template <bool BFLOAT16_X, typename D>
 void dots_of_rows(const Problem& p, int outs, const D& decode, int64_t x_bytes, const uint8_t* w, int64_t w_step,
@@ -80,9 +82,9 @@ template <typename D> void linear_rows(const Problem& p, int64_t first, int64_t 
           r++;
           continue;
         }
-        int outs = 1;  // rows of w at a time: four for up to three rows of x, else two
-        while (outs < (p.m < 4 ? 4 : 2) && r + outs < stop && plain[r + outs - n]) outs++;
-        if (outs == 3) outs = 2;
+        int outs = 1;  // rows of w at a time
+        while (r + outs < stop && plain[r + outs - n]) outs++;
+        outs = most_outs(p.m, outs);
         const bool more = outs > 1;  // else this one twice
         const uint8_t* w = p.data + r * p.row_bytes;
         const float* s = scales + (r - n) * scales_row;
