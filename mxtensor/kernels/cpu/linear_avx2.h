@@ -17,10 +17,10 @@ ALWAYS_INLINE inline void widen(__m256i halves, Floats* w) {
 template <int ELEMENT> struct Decoder;
 
 // 32 bfloat16 values from their lower and upper bytes. In each half: bytes 0, 2, 4, 6; 1, 3, 5, 7; and so from 8 on. Bits
-// of lower bytes at odd places that are not in ``kept`` count as 0.
-ALWAYS_INLINE inline void widen_bytes(__m256i lower, __m256i upper, uint32_t kept, Floats* w) {
+// of lower bytes at odd places that are not in ``used`` count as 0.
+ALWAYS_INLINE inline void widen_bytes(__m256i lower, __m256i upper, uint32_t used, Floats* w) {
   const __m256i first = _mm256_unpacklo_epi8(lower, upper), second = _mm256_unpackhi_epi8(lower, upper);
-  const __m256i odd = _mm256_set1_epi32(int32_t(kept));
+  const __m256i odd = _mm256_set1_epi32(int32_t(used));
   w[0] = Floats(_mm256_slli_epi32(first, 16)), w[1] = Floats(_mm256_and_si256(first, odd));
   w[2] = Floats(_mm256_slli_epi32(second, 16)), w[3] = Floats(_mm256_and_si256(second, odd));
 }
@@ -90,11 +90,11 @@ template <int ELEMENT, int SHIFT> struct SixBits : Step<ELEMENT> {
     const __m256i place = _mm256_setr_epi8(0, 1, 0, 1, 1, 2, 2, 3, 3, 4, 3, 4, 4, 5, 5, 6,  //
                                            6, 7, 6, 7, 7, 8, 8, 9, 9, 10, 9, 10, 10, 11, 11, 12);
     const __m256i to_top = _mm256_setr_epi16(1024, 16, 64, 256, 1024, 16, 64, 256, 1024, 16, 64, 256, 1024, 16, 64, 256);
-    const __m256i kept = _mm256_set1_epi16(int16_t(0x8000 | 0x7C00 >> SHIFT)), later = _mm256_set1_epi8(4);
+    const __m256i used = _mm256_set1_epi16(int16_t(0x8000 | 0x7C00 >> SHIFT)), later = _mm256_set1_epi8(4);
     for (int i = 0; i < 2; i++) {  // the second 12 bytes are the last of 16 that start 8 bytes after the first
       const __m256i raw = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + 8 * i)));
       const __m256i pairs = _mm256_shuffle_epi8(raw, i ? _mm256_add_epi8(place, later) : place);
-      widen(_mm256_and_si256(_mm256_srai_epi16(_mm256_mullo_epi16(pairs, to_top), SHIFT), kept), w + 2 * i);
+      widen(_mm256_and_si256(_mm256_srai_epi16(_mm256_mullo_epi16(pairs, to_top), SHIFT), used), w + 2 * i);
     }
   }
 };
