@@ -15,6 +15,7 @@ import argparse
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from itertools import product
+from statistics import geometric_mean
 
 import torch
 
@@ -136,6 +137,19 @@ def lines(rows: Sequence[Row]) -> list[list[str]]:
     return [
         [row.work, *(f"{row.times[name] * 1e3:.0f}" for name in (CHOSEN, WHOLE)), f"{1 / row.ratio(CHOSEN, WHOLE):.2f}"]
         for row in worst
+    ]
+
+
+BY_ROWS = ["rows", "products", "geometric mean of time ratios", "worst"]
+
+
+def by_rows(rows: Sequence[Row]) -> list[list[str]]:
+    """For each number of rows of activations: how many products, and their ratios of times."""
+    found: dict[int, list[float]] = {}
+    for row in rows:
+        found.setdefault(int(row.work.split(", ")[1].split()[0]), []).append(row.times[CHOSEN] / row.times[WHOLE])
+    return [
+        [str(m), str(len(each)), f"{geometric_mean(each):.2f}", f"{max(each):.2f}"] for m, each in sorted(found.items())
     ]
 
 

@@ -38,6 +38,7 @@ from docs.records import (
     calibration,
     cast,
     cpu,
+    cpu_sweep,
     decode,
     decode_model,
     figures,
@@ -234,7 +235,7 @@ def models() -> str:
 
 
 RECORDS = (
-    figures, llm, llm_cpu, llm_cpu_16_cores, cpu, host, cast, linear, decode, decode_model, train_linear, train_grouped,
+    figures, llm, llm_cpu, llm_cpu_16_cores, cpu, cpu_sweep, host, cast, linear, decode, decode_model, train_linear, train_grouped,
     fsdp, sharding, users_layers, users_generate, users_first, calibration, quality, qat, *STUDIES,
 )  # fmt: skip
 GENERATORS = (layouts, commands, formats, ops, functions, kernels, devices, api, torchao, models, recipes, *RECORDS)

@@ -97,6 +97,24 @@ def llm_cpu_16_cores() -> str:
     return llm_cpu("llm_cpu_16_cores", " --threads 1 16 --compiled-batches 1")
 
 
+def cpu_sweep() -> str:
+    """What benchmarks/cpu_sweep.py recorded: for each number of rows the mean and the worst of all products."""
+    from benchmarks.cpu_sweep import BY_ROWS, by_rows, lines
+
+    path = RESULTS / "cpu_sweep.json"
+    if not path.exists():
+        return "Not recorded yet: `python -m benchmarks.cpu_sweep --json benchmarks/results/cpu_sweep.json` writes the record."
+    machine, rows = read_json(path, Row)
+    slower = [cells for cells in lines(rows) if float(cells[-1]) > 1.05]
+    sets = " ".join(["", *machine.get("instructions", ())])
+    return "\n\n".join([
+        where_measured(f"{machine['cpu']}{sets}, {machine['threads']} threads", machine),
+        table(", ".join(BY_ROWS), by_rows(rows)),
+        f"Of {len(rows):,} products {len(slower)} took more than 1.05 of the time: "
+        + "; ".join(f"{cells[0]} ({cells[-1]})" for cells in slower) + ".",
+    ])  # fmt: skip
+
+
 def calibration() -> str:
     """What benchmarks/calibration.py recorded."""
     from benchmarks.calibration import HEADER, cells, read

@@ -102,6 +102,16 @@ bool decodes_blocks(const Problem& p) {
   return cols < 0 ? p.block_rows < 0 || p.block_rows == 1 : known && (p.block_rows == 1 || p.block_rows == cols);
 }
 
+// Results of rows first to first + rows - 1 of w from their sums (M, rows) in float32, which may be changed.
+void finish_sums(const Problem& p, int64_t first, int64_t rows, const Tensor& sums, const Tensor& out) {
+  if (p.bias) return functions.finish(&p, first, first + rows, sums.const_data_ptr<float>(), sums.stride(0));
+  double whole = p.alpha;
+  if (p.global_scale) whole *= *p.global_scale;
+  if (p.x_global) whole *= *p.x_global;
+  if (whole != 1) sums.mul_(float(whole));
+  out.narrow(1, first, rows).copy_(sums);
+}
+
 // Many rows: some rows of w are decoded into the cache and multiplied by torch's BLAS, then the next.
 void by_slabs(Problem& p, const Tensor& x, const OptionalTensor& bias, const Tensor& out) {
   const int64_t cols = functions.packed_row(&p);
@@ -132,7 +142,7 @@ void by_slabs(Problem& p, const Tensor& x, const OptionalTensor& bias, const Ten
     if (!bfloat16) {
       Tensor part = sums.narrow(1, 0, rows);
       at::mm_out(part, packed, w);
-      functions.finish(&p, first, first + rows, sums.const_data_ptr<float>(), height);
+      finish_sums(p, first, rows, part, out);
       continue;
     }
     Tensor part = out.narrow(1, first, rows);
@@ -161,9 +171,7 @@ void by_values(Problem& p, const Tensor& out) {
     });
     Tensor part = sums.narrow(1, direct ? first : 0, rows);
     at::mm_out(part, x, slab.narrow(0, 0, rows).t());
-    if (direct) continue;
-    if (plain) out.narrow(1, first, rows).copy_(part);
-    else functions.finish(&p, first, first + rows, sums.const_data_ptr<float>(), height);
+    if (!direct) finish_sums(p, first, rows, part, out);
   }
 }
 

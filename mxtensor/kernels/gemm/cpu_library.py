@@ -45,7 +45,7 @@ CASTS = ("mx_amax", "mx_encode", "mx_decode")
 """Functions of ``quantize.cpp``, which cast activations."""
 ELEMENTS = (E4M3, E5M2, E3M2, E2M3, E2M1, INT8)
 """In the order of ``ElementId`` in cpu/problem.h; scales have that of ``quantize/cpu.py``."""
-FEW_ROWS, FEW_FLOAT_ROWS = 32, {"amx": 32, "avx512": 32, "avx512bf16": 32, "avx2": 16, "plain": 4}
+FEW_ROWS, FEW_FLOAT_ROWS = 32, {"amx": 32, "avx512": 32, "avx512bf16": 32, "avx2": 32, "plain": 4}
 """Rows up to which every code is decoded in registers, in bfloat16 and in float32 on each instruction set; with more,
 torch's BLAS multiplies decoded slabs. ``python -m benchmarks.cpu_sweep`` shows that neither is slower than
 decoding the whole weight."""
