@@ -21,6 +21,18 @@ def test_the_worst_row_comes_first_and_decides_the_target():
     assert target.worst(rows) == (1.5, "b") and target.worst(rows[:1]) == (0.5, "a")
 
 
+def test_products_are_summed_up_by_their_rows():
+    found = [
+        ("32x32 mxfp8, 4 rows of float32", 1, 4),
+        ("64x32 nvfp4, 4 rows of float16", 1, 1),
+        ("8x8 a, 33 rows of b", 3, 2),
+    ]
+    assert cpu_sweep.by_rows([row(*each) for each in found]) == [
+        ["4", "2", "0.50", "1.00"],
+        ["33", "1", "1.50", "1.50"],
+    ]
+
+
 def test_the_fastest_time_counts():
     times = iter((3.0, 1.0, 2.0, 5.0, 4.0))
     contenders = {"a": lambda: lambda: None}
