@@ -146,8 +146,8 @@ BY_ROWS = ["rows", "products", "geometric mean of time ratios", "worst"]
 def by_rows(rows: Sequence[Row]) -> list[list[str]]:
     """For each number of rows of activations: how many products, and their ratios of times."""
     found: dict[int, list[float]] = {}
-    for row in rows:
-        found.setdefault(int(row.work.split(", ")[1].split()[0]), []).append(row.times[CHOSEN] / row.times[WHOLE])
+    for work, ratio in ratios(rows):
+        found.setdefault(int(work.split(", ")[1].split()[0]), []).append(ratio)
     return [
         [str(m), str(len(each)), f"{geometric_mean(each):.2f}", f"{max(each):.2f}"] for m, each in sorted(found.items())
     ]

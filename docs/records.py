@@ -22,6 +22,11 @@ def where_measured(device: str, machine: dict[str, Any]) -> str:
     return f"{device}, Python {machine['python']}, {versions}; {machine['date']}."
 
 
+def processor(machine: dict[str, Any]) -> str:
+    """The processor of a record, with its instruction sets if the record has them."""
+    return " ".join([machine["cpu"], *machine.get("instructions", ())])
+
+
 def _recorded(name: str, header: list[str], cells: Callable[[Row], list[list[str]]]) -> str:
     machine, rows = read_json(RESULTS / f"{name}.json", Row)
     where = where_measured(f"{machine['cpu']}, {machine['threads']} threads", machine)
@@ -83,9 +88,8 @@ def llm_cpu(name: str = "llm_cpu", options: str = "") -> str:
     machine, rows = read_json(path, LlmRow)
     verdicts = [target.verdict(rows) for target in sorted(TARGETS, key=lambda target: target.margin(rows))]
     loads = f"the system's load was {min(row.load for row in rows):.1f} to {max(row.load for row in rows):.1f}"
-    sets = " ".join(["", *machine.get("instructions", ())])
     paragraphs = [
-        where_measured(f"{machine['cpu']}{sets}, memory is read at {bandwidths(rows)}, {loads}", machine),
+        where_measured(f"{processor(machine)}, memory is read at {bandwidths(rows)}, {loads}", machine),
         table(", ".join(VERDICT_HEADER), verdicts),
         table(", ".join(HEADER), lines(rows)),
     ]
@@ -99,20 +103,16 @@ def llm_cpu_16_cores() -> str:
 
 def cpu_sweep() -> str:
     """What benchmarks/cpu_sweep.py recorded: for each number of rows the mean and the worst of all products."""
-    from benchmarks.cpu_sweep import BY_ROWS, by_rows, lines
+    from benchmarks.cpu_sweep import BY_ROWS, TARGETS, by_rows, ratios
 
-    path = RESULTS / "cpu_sweep.json"
-    if not path.exists():
-        line = "python -m benchmarks.cpu_sweep --json benchmarks/results/cpu_sweep.json"
-        return f"Not recorded yet: `{line}` writes the record."
-    machine, rows = read_json(path, Row)
-    slower = [cells for cells in lines(rows) if float(cells[-1]) > 1.05]
-    sets = " ".join(["", *machine.get("instructions", ())])
+    machine, rows = read_json(RESULTS / "cpu_sweep.json", Row)
+    (target,) = TARGETS
+    slower = sorted(((ratio, work) for work, ratio in ratios(rows) if ratio > target.limit), reverse=True)
     return "\n\n".join([
-        where_measured(f"{machine['cpu']}{sets}, {machine['threads']} threads", machine),
+        where_measured(f"{processor(machine)}, {machine['threads']} threads", machine),
         table(", ".join(BY_ROWS), by_rows(rows)),
-        f"Of {len(rows):,} products {len(slower)} took more than 1.05 of the time: "
-        + "; ".join(f"{cells[0]} ({cells[-1]})" for cells in slower) + ".",
+        f"Of {len(rows):,} products {len(slower)} took more than {target.limit} of the time: "
+        + "; ".join(f"{work} ({ratio:.2f})" for ratio, work in slower) + ".",
     ])  # fmt: skip
 
 

@@ -38,7 +38,7 @@ DISTINCT = {
     "tiles, integers": CustomRecipe(weight="mxint8[32x32]"),
 }
 """Floating-point codes of a value hardly depend on the scale of its block; these do, and so does a second rounding."""
-DIMENSIONS = (128, 160, 33)
+DIMENSIONS, MORE_DIMENSIONS = (128, 160, 33), (100, 127)
 STEPS, WIDTH, ROWS = 5, 64, 24
 
 
@@ -148,10 +148,19 @@ def trained(recipe, features, rank, **options):
     return same, gathers(log)
 
 
+def of_sizes(sizes, rank):
+    recipes = RECIPES | DISTINCT
+    return {(name, n): trained(recipe, n, rank) for name, recipe in recipes.items() for n in sizes}
+
+
 @case(exact=True)
 def five_steps(rank, folder):
-    recipes = RECIPES | DISTINCT
-    return {(name, n): trained(recipe, n, rank) for name, recipe in recipes.items() for n in DIMENSIONS}
+    return of_sizes(DIMENSIONS, rank)
+
+
+@case(exact=True, long=True)
+def five_steps_of_more_sizes(rank, folder):
+    return of_sizes(MORE_DIMENSIONS, rank)
 
 
 @case(exact=True)

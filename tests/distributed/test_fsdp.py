@@ -22,6 +22,7 @@ from mxtensor.training.training_weight import TrainingWeight, values_of
 from tests.distributed.fsdp_cases import (
     DIMENSIONS,
     DISTINCT,
+    MORE_DIMENSIONS,
     OPERANDS,
     RECIPES,
     STEPS,
@@ -56,7 +57,18 @@ def why(gathered):
 @pytest.mark.parametrize("features", DIMENSIONS)
 @pytest.mark.parametrize("name", RECIPES | DISTINCT)
 def test_five_steps_are_those_of_one_process(name, features, ranks):
-    for results in ranks("five_steps"):
+    check_five_steps(ranks("five_steps"), name, features)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("features", MORE_DIMENSIONS)
+@pytest.mark.parametrize("name", RECIPES | DISTINCT)
+def test_five_steps_of_more_sizes_are_those_of_one_process(name, features, ranks):
+    check_five_steps(ranks("five_steps_of_more_sizes"), name, features)
+
+
+def check_five_steps(told, name, features):
+    for results in told:
         same, gathered = results[name, features]
         assert len(same) == STEPS + 3 and all(same)
         aligned = -(-features // 2) % 32 == 0
@@ -75,9 +87,16 @@ def test_five_steps_are_those_of_one_process(name, features, ranks):
 
 
 @pytest.mark.parametrize("sums", SUMS[1:])
-def test_five_steps_of_exact_sums_are_those_of_one_process_bit_for_bit(sums, ranks):
-    for results in ranks("five_steps", sums):
-        assert len(results) == len(RECIPES | DISTINCT) * len(DIMENSIONS)
+@pytest.mark.parametrize(
+    ("case", "sizes"),
+    [
+        ("five_steps", DIMENSIONS),
+        pytest.param("five_steps_of_more_sizes", MORE_DIMENSIONS, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_five_steps_of_exact_sums_are_those_of_one_process_bit_for_bit(case, sizes, sums, ranks):
+    for results in ranks(case, sums):
+        assert len(results) == len(RECIPES | DISTINCT) * len(sizes)
         assert [case for case, (same, _) in results.items() if not all(same)] == []
 
 

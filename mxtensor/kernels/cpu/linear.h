@@ -89,9 +89,7 @@ template <typename T> bool is_tame(const T* x, int64_t k) {
 
 // Sums of rows first to end - 1 of w, times the global scales, plus the bias, rounded once.
 inline void finish(const Problem& p, int64_t first, int64_t end, const float* sums, int64_t step) {
-  double whole = p.alpha;
-  if (p.global_scale) whole *= *p.global_scale;
-  if (p.x_global) whole *= *p.x_global;
+  const double whole = multiplier_of(p);
   const bool scaled = whole != 1.0;
   const float multiplier = float(whole), beta = float(p.beta);
   const int64_t width = end - first;

@@ -135,8 +135,6 @@ void dots(const Problem& p, const D& decode, const char* x, int64_t x_bytes, con
   }
 }
 
-template <int N> using Int = std::integral_constant<int, N>;
-
 template <typename F> void with_few(int64_t rows, F work) {
   if (rows == 3) work(Int<3>());
   if (rows == 2) work(Int<2>());

@@ -2,8 +2,6 @@
 // multiplies them by their scales and adds their products with x, which is packed in the order in which a step is decoded.
 // Vectors are GCC's: a compiler maps them to the registers that there are. The instruction set defines Decoder<ELEMENT>.
 #pragma once
-#include <type_traits>
-
 #include "linear_no_integers.h"
 
 namespace {
@@ -34,7 +32,6 @@ bool scales_of(const Problem& p, int64_t n, int step, int per_step, int64_t step
     for (int64_t i = blocks; i < wanted; i++) out[i] = 0;
     return is_plain(as_float(most));
   }
-  bool plain = true;
   if (p.scale_kind == UE4M3 && block * per_step == step) {
     const uint8_t* bytes = static_cast<const uint8_t*>(p.scale) + start;
     int32_t magnitudes = 0;
@@ -44,8 +41,9 @@ bool scales_of(const Problem& p, int64_t n, int step, int per_step, int64_t step
       magnitudes = larger(magnitudes, magnitude);
     }
     for (int64_t i = blocks; i < wanted; i++) out[i] = 0;
-    return plain && magnitudes < 0x7F;
+    return magnitudes < 0x7F;
   }
+  bool plain = true;
   for (int64_t i = 0; i < wanted; i++) {
     const int64_t b = block * per_step == step ? i : i * (step / per_step) / block;
     out[i] = b < blocks ? scale_at(p, start + b) : 0.0f;
@@ -59,8 +57,6 @@ template <typename D, typename T> void pack_row(const T* x, int64_t k, bool, voi
   for (int64_t start = 0; start < k; start += D::STEP, to += D::STEP)
     for (int i = 0; i < D::STEP; i++) to[i] = start + D::source(i) < k ? load(x[start + D::source(i)]) : 0.0f;
 }
-
-template <int N> using One = std::integral_constant<int, N>;
 
 inline Floats eight(float x) { return Floats{x, x, x, x, x, x, x, x}; }
 
@@ -81,18 +77,18 @@ void dots(const Problem& p, const D& decode, const float* x, int64_t x_step, con
   const auto add = [&](const uint8_t* codes, int64_t codes_step, int64_t at) ALWAYS_INLINE {
 #pragma GCC unroll 2
     for (int o = 0; o < OUTS; o++) {
-      Floats w[4], scale[4];
-      decode(codes + o * codes_step, w);
+      Floats values[4], scale[4];
+      decode(codes + o * codes_step, values);
       __builtin_prefetch(codes + o * codes_step + AHEAD, 0, 2);
       scales_of_values<PER_STEP, D>(scales + o * scales_step + at * PER_STEP, scale);
 #pragma GCC unroll 4
       for (int m = 0; m < ROWS; m++) {
         const Floats* xs = reinterpret_cast<const Floats*>(x + m * x_step + at * D::STEP);
         if constexpr (PER_STEP == 1 || D::BY_HALVES) {
-          total[m][o][0] += (w[0] * xs[0] + w[1] * xs[1] + w[2] * xs[2] + w[3] * xs[3]) * scale[0];
+          total[m][o][0] += (values[0] * xs[0] + values[1] * xs[1] + values[2] * xs[2] + values[3] * xs[3]) * scale[0];
         } else {
-          total[m][o][0] += (w[0] * xs[0] + w[1] * xs[1]) * scale[0];
-          total[m][o][1] += (w[2] * xs[2] + w[3] * xs[3]) * scale[2];
+          total[m][o][0] += (values[0] * xs[0] + values[1] * xs[1]) * scale[0];
+          total[m][o][1] += (values[2] * xs[2] + values[3] * xs[3]) * scale[2];
         }
       }
     }
@@ -129,18 +125,18 @@ void dots_of_rows(const Problem& p, int outs, const D& decode, int64_t x_bytes, 
   const auto each = [&](auto rows, int64_t m, int64_t first) {
     for (int o = 0; o < outs; o += 2) {
       const bool two = o + 1 < outs;
-      if (per_step == 1 && two) some(rows, One<2>(), One<1>(), o, m, first);
-      else if (per_step == 1) some(rows, One<1>(), One<1>(), o, m, first);
-      else if (two) some(rows, One<2>(), One<2>(), o, m, first);
-      else some(rows, One<1>(), One<2>(), o, m, first);
+      if (per_step == 1 && two) some(rows, Int<2>(), Int<1>(), o, m, first);
+      else if (per_step == 1) some(rows, Int<1>(), Int<1>(), o, m, first);
+      else if (two) some(rows, Int<2>(), Int<2>(), o, m, first);
+      else some(rows, Int<1>(), Int<2>(), o, m, first);
     }
   };
   for (int64_t m = 0; m < p.m; m += 4)
     for (int64_t first = 0; first < steps; first += chunk) {
-      if (p.m - m >= 4) each(One<4>(), m, first);
-      else if (p.m - m == 3) each(One<3>(), m, first);
-      else if (p.m - m == 2) each(One<2>(), m, first);
-      else each(One<1>(), m, first);
+      if (p.m - m >= 4) each(Int<4>(), m, first);
+      else if (p.m - m == 3) each(Int<3>(), m, first);
+      else if (p.m - m == 2) each(Int<2>(), m, first);
+      else each(Int<1>(), m, first);
     }
 }
 

@@ -105,10 +105,8 @@ bool decodes_blocks(const Problem& p) {
 // Results of rows first to first + rows - 1 of w from their sums (M, rows) in float32, which may be changed.
 void finish_sums(const Problem& p, int64_t first, int64_t rows, const Tensor& sums, const Tensor& out) {
   if (p.bias) return functions.finish(&p, first, first + rows, sums.const_data_ptr<float>(), sums.stride(0));
-  double whole = p.alpha;
-  if (p.global_scale) whole *= *p.global_scale;
-  if (p.x_global) whole *= *p.x_global;
-  if (whole != 1) sums.mul_(float(whole));
+  const double multiplier = multiplier_of(p);
+  if (multiplier != 1) sums.mul_(float(multiplier));
   out.narrow(1, first, rows).copy_(sums);
 }
 
@@ -128,9 +126,7 @@ void by_slabs(Problem& p, const Tensor& x, const OptionalTensor& bias, const Ten
   if (bfloat16) packed = at::from_blob(p.packed, {p.m, cols}, x.options().dtype(at::kBFloat16));
   const Tensor slab = at::empty({height, cols}, packed.options());
   const Tensor sums = bfloat16 ? Tensor() : at::empty({p.m, height}, packed.options());
-  double alpha = p.alpha;
-  if (p.global_scale) alpha *= *p.global_scale;
-  if (p.x_global) alpha *= *p.x_global;
+  const double alpha = multiplier_of(p);
   for (int64_t first = 0; first < p.n; first += height) {
     const int64_t rows = std::min(height, p.n - first);
     char* to = static_cast<char*>(slab.mutable_data_ptr());
@@ -161,7 +157,7 @@ void by_values(Problem& p, const Tensor& out) {
   format.rows = p.block_rows, format.cols = p.block_cols;
   const int64_t height = std::min(p.n, std::max<int64_t>(64, (SLAB << 4) / p.k / 16 * 16));
   const Tensor slab = at::empty({height, p.k}, options);
-  const bool plain = !p.global_scale && !p.x_global && !p.bias && p.alpha == 1, direct = plain && p.out_kind == FLOAT32;
+  const bool direct = multiplier_of(p) == 1 && !p.bias && p.out_kind == FLOAT32;
   const Tensor sums = direct ? out : at::empty({p.m, height}, options);
   for (int64_t first = 0; first < p.n; first += height) {
     const int64_t rows = std::min(height, p.n - first);
@@ -188,7 +184,7 @@ std::vector<Tensor> cpu_linear_shared(const Tensor& x, at::TensorList data, at::
                                       at::ScalarType out_dtype, IntArrayRef cast, double amax_epsilon) {
   const size_t count = data.size();
   MX_CHECK_VALUE(count && scale.size() == count && global_scale.size() == count && bias.size() == count,
-                    "mxtensor::cpu_linear_shared: ", count, " weights need as many scales, global scales and biases");
+                 "mxtensor::cpu_linear_shared: ", count, " weights need as many scales, global scales and biases");
   std::vector<Problem> all;
   std::vector<Tensor> outs;
   for (size_t i = 0; i < count; i++) {
@@ -253,8 +249,8 @@ Tensor cpu_linear_prepared(const Tensor& x, int64_t number) {
     const std::lock_guard<std::mutex> guard(lock);
     const auto known = number >= 0 && size_t(number) < all_prepared.size() ? all_prepared[size_t(number)].get() : nullptr;
     MX_CHECK_VALUE(known && x.is_contiguous() && x.numel() == known->problem.m * known->problem.k &&
-                          kind_of(x.scalar_type()) == known->problem.x_kind,
-                      "mxtensor::cpu_linear_prepared: product ", number, " was not prepared for ", x.sizes());
+                       kind_of(x.scalar_type()) == known->problem.x_kind,
+                   "mxtensor::cpu_linear_prepared: product ", number, " was not prepared for ", x.sizes());
     p = known->problem, shape = known->shape, cast = known->cast;
   }
   Tensor out = at::empty(shape, x.options());

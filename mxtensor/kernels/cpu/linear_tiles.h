@@ -1,9 +1,13 @@
 // The order of the work: scales of some rows of w, then their sums with x, then the results of a tile of rows. The
 // instruction set defines Decoder<ELEMENT>, scales_of, most_outs, dots_of_rows and dots_by_fours, and includes this file first.
 #pragma once
+#include <type_traits>
+
 #include "linear.h"
 
 namespace {
+
+template <int N> using Int = std::integral_constant<int, N>;
 
 template <int ELEMENT> struct Decoder;
 bool scales_of(const Problem& p, int64_t n, int step, int per_step, int64_t steps, float* out);

@@ -19,6 +19,11 @@ struct Problem {
   const uint8_t *x_codes, *x_scales;  // of the cast that x comes from: int8 codes, E8M0 scales of 32; null for others
 };
 
+// What sums are multiplied by: alpha and the global scales.
+inline double multiplier_of(const Problem& p) {
+  return p.alpha * (p.global_scale ? *p.global_scale : 1.0f) * (p.x_global ? *p.x_global : 1.0f);
+}
+
 // Whether element times block scale fits the 8 significant bits of bfloat16, as Format.exact_in_bfloat16 says.
 inline bool exact_in_bfloat16(int element, int scale) {
   constexpr int ELEMENT_BITS[] = {4, 3, 3, 4, 2, 7}, SCALE_BITS[] = {0, 4, 24, 0};

@@ -45,10 +45,10 @@ CASTS = ("mx_amax", "mx_encode", "mx_decode")
 """Functions of ``quantize.cpp``, which cast activations."""
 ELEMENTS = (E4M3, E5M2, E3M2, E2M3, E2M1, INT8)
 """In the order of ``ElementId`` in cpu/problem.h; scales have that of ``quantize/cpu.py``."""
-FEW_ROWS, FEW_FLOAT_ROWS = 32, {"amx": 32, "avx512": 32, "avx512bf16": 32, "avx2": 32, "plain": 4}
-"""Rows up to which every code is decoded in registers, in bfloat16 and in float32 on each instruction set; with more,
-torch's BLAS multiplies decoded slabs. ``python -m benchmarks.cpu_sweep`` shows that neither is slower than
-decoding the whole weight."""
+FEW_ROWS, FEW_PLAIN_ROWS = 32, 4
+"""Rows up to which every code is decoded in registers, and those in float32 in plain C++; with more, torch's BLAS
+multiplies decoded slabs. ``python -m benchmarks.cpu_sweep`` shows that neither is slower than decoding the whole
+weight."""
 TILE_ROWS = 8, 512
 """The least and the most rows of bfloat16 that are multiplied in the tile registers of AMX, where the processor has
 them. With fewer, decoding into registers is as fast; with more, torch's BLAS multiplies decoded slabs, in tiles too."""
@@ -158,7 +158,7 @@ class Library:
         functions = [getattr(kernels, name) for name in SYMBOLS[:-1]] + [getattr(self._casts, name) for name in CASTS]
         addresses = [ctypes.cast(function, ctypes.c_void_p).value for function in functions]
         formats = (ctypes.c_void_p * len(self._formats))(*map(ctypes.addressof, self._formats))
-        rows = FEW_ROWS, FEW_FLOAT_ROWS[self.instructions]
+        rows = FEW_ROWS, FEW_PLAIN_ROWS if self.instructions == "plain" else FEW_ROWS
         self._op.mx_linear_use((ctypes.c_void_p * len(addresses))(*addresses), formats, *map(ctypes.c_int64, rows))
 
 
