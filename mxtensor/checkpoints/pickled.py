@@ -7,6 +7,7 @@ may get its own classes, which have the same names and attributes.
 
 from __future__ import annotations
 
+import warnings
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -121,7 +122,8 @@ def _load(file: Path) -> Any:
 def _state_dict(file: Path) -> dict[str, Tensor]:
     """The tensors of a file by name. Raises ValueError for anything but a state dict."""
     try:
-        with torch.serialization.safe_globals(STAND_INS):
+        with torch.serialization.safe_globals(STAND_INS), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Validating sparse tensor", UserWarning)  # they are refused below
             found = _load(file)
     except Exception as error:  # a file that is not valid raises whatever its words lead to
         text = " ".join(str(error).split()).rpartition("WeightsUnpickler error: ")[2]

@@ -79,7 +79,7 @@ def _cast(x: Tensor, activation: Any) -> Tensor:
 def _versions() -> Iterator[tuple[str, str]]:
     for name in PACKAGES:
         try:
-            yield name, metadata.version(name)
+            yield name, torch.__version__ if name == "torch" else metadata.version(name)  # with the name of its build
         except metadata.PackageNotFoundError:
             yield name, "not installed"
 
