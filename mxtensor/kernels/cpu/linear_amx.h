@@ -157,7 +157,7 @@ template <typename D> void rows_by_tiles(const Problem& p, int64_t first, int64_
     bool usual[MOST_TILE_ROWS];
     for (int64_t n = top; n < bottom; n++) {
       float* of_row = scales + (n - top) * scales_row;
-      usual[n - top] = scales_of(p, n, D::STEP, per_step, steps, of_row) && is_usual<D>(p, n, steps, per_step, of_row);
+      usual[n - top] = scales_of_row(p, n, D::STEP, per_step, steps, of_row) && is_usual<D>(p, n, steps, per_step, of_row);
     }
     for (int64_t start = 0; start < values; start += PIECE) {
       decode_piece(p, decode, top, bottom, start, scales, scales_row, per_step, piece);

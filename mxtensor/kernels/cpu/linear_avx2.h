@@ -73,11 +73,12 @@ template <> struct Decoder<INT8_ID> : Step<INT8_ID> {
 
 template <> struct Decoder<E2M1_ID> : Step<E2M1_ID> {  // codes at even places in one half, those at odd places in the other
   static constexpr int source(int i) { return i / 16 * 16 + i % 4 * 4 + i / 8 % 2 * 2 + i / 4 % 2; }
+  __m256i uppers = table_of(0x40404040'3F3F3F00, int64_t(0xC0C0C0C0'BFBFBF80)), shifts = _mm256_setr_epi64x(0, 0, 4, 4);
+  __m256i lowers = table_of(int64_t(0xC0804000'C0800000), int64_t(0xC0804000'C0800000));
+  ALWAYS_INLINE void keep() { asm("" : "+x"(uppers), "+x"(lowers), "+x"(shifts)); }
   ALWAYS_INLINE void operator()(const uint8_t* codes, Floats* w) const {
-    const __m256i uppers = table_of(0x40404040'3F3F3F00, int64_t(0xC0C0C0C0'BFBFBF80));
-    const __m256i lowers = table_of(int64_t(0xC0804000'C0800000), int64_t(0xC0804000'C0800000));
     const __m256i raw = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
-    const __m256i place = _mm256_and_si256(_mm256_srlv_epi64(raw, _mm256_setr_epi64x(0, 0, 4, 4)), _mm256_set1_epi8(15));
+    const __m256i place = _mm256_and_si256(_mm256_srlv_epi64(raw, shifts), _mm256_set1_epi8(15));
     widen_bytes(_mm256_shuffle_epi8(lowers, place), _mm256_shuffle_epi8(uppers, place), 0xFFFF0000, w);
   }
 };

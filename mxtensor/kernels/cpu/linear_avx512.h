@@ -122,10 +122,8 @@ template <> struct Decoder<E2M1_ID> {  // 128 codes, four in each 16 bits: one p
 
 // ------------------------------------------------------------------------------------------ scales
 
-// The scales of a row as float32, ``per_step`` for each step, zeros after the end. False if the row needs care.
-inline bool scales_of(const Problem& p, int64_t n, int step, int per_step, int64_t steps, float* out) {
-  const int64_t start = scale_row(p, n) * p.scale_stride, block = block_cols(p), blocks = ceil_div(p.k, block);
-  const int64_t wanted = steps * per_step;
+inline bool scales_of(const Problem& p, int64_t start, int64_t blocks, int step, int per_step, int64_t wanted, float* out) {
+  const int64_t block = block_cols(p);
   if (p.scale_kind >= FP32 || block * per_step != step) {
     bool plain = true;
     for (int64_t i = 0; i < wanted; i++) {

@@ -17,11 +17,11 @@ template <int ELEMENT> struct Step {
   static constexpr float UNIT = 1;  // what decoded values have to be multiplied by
   static constexpr int source(int i) { return i; }  // the value of a step that is decoded as the i-th
   static constexpr bool BY_HALVES = false;  // whether the upper half of each vector has the values from 16 on
+  void keep() {}  // makes constants stay in registers, which is faster where x leaves some
 };
 
-bool scales_of(const Problem& p, int64_t n, int step, int per_step, int64_t steps, float* out) {
-  const int64_t start = scale_row(p, n) * p.scale_stride, block = block_cols(p), blocks = ceil_div(p.k, block);
-  const int64_t wanted = steps * per_step;
+bool scales_of(const Problem& p, int64_t start, int64_t blocks, int step, int per_step, int64_t wanted, float* out) {
+  const int64_t block = block_cols(p);
   int32_t most = 0;
   if (p.scale_kind == E8M0 && block * per_step == step) {
     const uint8_t* bytes = static_cast<const uint8_t*>(p.scale) + start;
@@ -71,9 +71,11 @@ template <int PER_STEP, typename D> ALWAYS_INLINE inline void scales_of_values(c
 // Sums of OUTS rows of w with ROWS rows of x over steps first to end - 1, added to those of the steps before. The sum of a
 // block is multiplied by its scale: these are fewer products than scaling values, and no sum waits for another one.
 template <int ROWS, int OUTS, int PER_STEP, typename D>
-void dots(const Problem& p, const D& decode, const float* x, int64_t x_step, const uint8_t* w, int64_t w_step,
+void dots(const Problem& p, const float* x, int64_t x_step, const uint8_t* w, int64_t w_step,
           const float* scales, int64_t scales_step, int64_t first, int64_t end, float* sums, int64_t step) {
   Floats total[ROWS][OUTS][PER_STEP] = {};
+  D decode;
+  if constexpr (ROWS == 1) decode.keep();
   const auto add = [&](const uint8_t* codes, int64_t codes_step, int64_t at) ALWAYS_INLINE {
 #pragma GCC unroll 2
     for (int o = 0; o < OUTS; o++) {
@@ -113,14 +115,14 @@ inline int most_outs(int64_t, int outs) { return outs; }
 constexpr int64_t NEAR = 4096;  // values of x that stay in the L1 cache while rows of w are multiplied by them
 
 template <bool, typename D>
-void dots_of_rows(const Problem& p, int outs, const D& decode, int64_t x_bytes, const uint8_t* w, int64_t w_step,
+void dots_of_rows(const Problem& p, int outs, const D&, int64_t x_bytes, const uint8_t* w, int64_t w_step,
                   const float* scales, int64_t scales_step, int per_step, float* sums, int64_t step) {
   const int64_t steps = ceil_div(p.k, D::STEP), chunk = NEAR / D::STEP / smaller<int64_t>(p.m, 4);
   const auto some = [&](auto rows, auto pair, auto halves, int o, int64_t m, int64_t first) {
     constexpr int ROWS = decltype(rows)::value, OUTS = decltype(pair)::value, PER_STEP = decltype(halves)::value;
-    dots<ROWS, OUTS, PER_STEP>(p, decode, static_cast<const float*>(p.packed) + m * (x_bytes / 4), x_bytes / 4,
-                               w + o * w_step, w_step, scales + o * scales_step, scales_step, first,
-                               smaller(first + chunk, steps), sums + m * step + o, step);
+    dots<ROWS, OUTS, PER_STEP, D>(p, static_cast<const float*>(p.packed) + m * (x_bytes / 4), x_bytes / 4, w + o * w_step,
+                                  w_step, scales + o * scales_step, scales_step, first, smaller(first + chunk, steps),
+                                  sums + m * step + o, step);
   };
   const auto each = [&](auto rows, int64_t m, int64_t first) {
     for (int o = 0; o < outs; o += 2) {

@@ -10,7 +10,10 @@ namespace {
 template <int N> using Int = std::integral_constant<int, N>;
 
 template <int ELEMENT> struct Decoder;
-bool scales_of(const Problem& p, int64_t n, int step, int per_step, int64_t steps, float* out);
+
+// ``wanted`` scales as float32, ``per_step`` for each step of values: those of ``blocks`` blocks, whose scales begin at
+// ``start``, and zeros. False if one needs care.
+bool scales_of(const Problem& p, int64_t start, int64_t blocks, int step, int per_step, int64_t wanted, float* out);
 
 int most_outs(int64_t m, int outs);  // how many of ``outs`` rows of w dots_of_rows takes with m rows of x
 
@@ -54,6 +57,22 @@ constexpr int SCALES = 1 << 12;  // of them that are made at a time
 // processor's own prefetching follows one row well, but not some short rows at a time.
 constexpr int64_t AHEAD = 12288;
 
+// The scales of row n of w, as ``scales_of`` says.
+inline bool scales_of_row(const Problem& p, int64_t n, int step, int per_step, int64_t steps, float* out) {
+  const int64_t start = scale_row(p, n) * p.scale_stride, blocks = ceil_div(p.k, block_cols(p));
+  return scales_of(p, start, blocks, step, per_step, steps * per_step, out);
+}
+
+// The scales of rows first to end - 1 of w, and which rows need no care. Scales without gaps between rows are made at once.
+inline void scales_of_rows(const Problem& p, int64_t first, int64_t end, int step, int per_step, int64_t steps, float* out,
+                           bool* plain) {
+  const int64_t row = steps * per_step, all = (end - first) * row;
+  const bool joined = p.block_rows == 1 && p.scale_stride == row && row * step == p.k * per_step && block_cols(p) * per_step == step;
+  const bool made = joined && scales_of(p, first * row, all, step, per_step, all, out);
+  for (int64_t n = first; n < end; n++)
+    plain[n - first] = made || scales_of_row(p, n, step, per_step, steps, out + (n - first) * row);
+}
+
 template <typename D> void linear_rows(const Problem& p, int64_t first, int64_t end) {
   const D decode{};
   const int64_t steps = ceil_div(p.k, D::STEP), block = block_cols(p);
@@ -78,8 +97,7 @@ template <typename D> void linear_rows(const Problem& p, int64_t first, int64_t 
     for (int64_t n = left; n < bottom; n += group) {
       const int64_t stop = smaller(n + group, bottom);
       bool plain[TILE];
-      for (int64_t r = n; r < stop; r++)
-        plain[r - n] = scales_of(p, r, D::STEP, per_step, steps, scales + (r - n) * scales_row);
+      scales_of_rows(p, n, stop, D::STEP, per_step, steps, scales, plain);
       for (int64_t r = n; r < stop;) {
         if (!plain[r - n]) {
           careful_row(p, r, sums + (r - top), PITCH);
@@ -118,7 +136,7 @@ template <typename D> void decode_rows(const Problem& p, int64_t first, int64_t 
   const int per_step = int(larger<int64_t>(1, D::STEP / block));
   float* scales = buffer(steps * per_step + 64);
   for (int64_t n = first; n < end; n++, out += packed_row<D>(p) * (p.mode == IN_BFLOAT16 ? 2 : 4)) {
-    if (!scales_of(p, n, D::STEP, per_step, steps, scales))
+    if (!scales_of_row(p, n, D::STEP, per_step, steps, scales))
       for (int64_t i = 0; i < steps * per_step; i++) {
         const int64_t b = i * D::STEP / per_step / block;
         scales[i] = b < blocks ? scale_at(p, scale_row(p, n) * p.scale_stride + b) : 0.0f;
