@@ -33,7 +33,8 @@ from .reference import decode_local, encode
 class Groups:
     """The groups of the rows of a matrix (M, ...), and their places in the padded matrix (P, ...).
 
-    Kernels that know groups read ``given``; all else is computed when it is asked for.
+    Kernels that know groups read ``given``; all else is computed when it is asked for. Ends that are no ends of groups
+    (beyond the rows, decreasing) give groups of other rows of the matrix, or none.
     """
 
     given: Tensor
@@ -111,14 +112,6 @@ def block_of(*casts: Cast | None) -> int:
 def padded_length(rows: int, groups: int, block: int) -> int:
     """The rows that ``groups`` groups of ``rows`` rows together take at most, each at least one block."""
     return (rows // block + groups) * block
-
-
-def groups_of_rows(ends: Tensor, rows: int, block: int) -> Groups:
-    """The groups of a matrix of so many rows, padded to multiples of ``block``.
-
-    Ends that are no ends of groups (beyond the rows, decreasing) give groups of other rows of the matrix, or none.
-    """
-    return Groups(ends, rows, block)
 
 
 def _group_of(ends: Tensor, rows: int) -> Tensor:

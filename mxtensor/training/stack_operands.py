@@ -22,14 +22,14 @@ from ..kernels.quantize.select_pair import cast_groups
 from ..kernels.quantize.two_casts import columnwise_cast
 from ..numerics.cast import Cast
 from ..numerics.formats import FULL
-from ..numerics.groups import Groups, amax_of_groups, amax_of_rows, block_of, groups_of_rows, values_of_groups
+from ..numerics.groups import Groups, amax_of_groups, amax_of_rows, block_of, values_of_groups
 from ..recipe.linear_recipe import LinearRecipe, TensorCasts
 from .operands import Want, copies, rounds_twice
 
 
 def layout_of(ends: Tensor, rows: int, linear_recipe: LinearRecipe) -> Groups:
     """The groups of so many rows, padded as the columnwise copies of input and gradient need it."""
-    return groups_of_rows(ends, rows, block_of(linear_recipe.input.columnwise, linear_recipe.grad.columnwise))
+    return Groups(ends, rows, block_of(linear_recipe.input.columnwise, linear_recipe.grad.columnwise))
 
 
 def has_own_scales(linear_recipe: LinearRecipe) -> bool:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import mxtensor as mx
-from mxtensor.numerics.groups import amax_of_groups, block_of, groups_of_rows, padded_length, values_of_groups
+from mxtensor.numerics.groups import Groups, amax_of_groups, block_of, padded_length, values_of_groups
 from mxtensor.numerics.reference import decode, encode
 
 SIZES = [[5, 0, 40, 32, 1], [0, 0, 64], [1], [0], [16, 16, 16, 16], [130, 3]]
@@ -24,7 +24,7 @@ def pieces(sizes, ends):
 @pytest.mark.parametrize("sizes", SIZES)
 def test_each_group_starts_at_a_whole_block_and_the_rest_is_zeros(sizes, after):
     rows = sum(sizes) + after
-    groups = groups_of_rows(ends_of(sizes), rows, 16)
+    groups = Groups(ends_of(sizes), rows, 16)
     x = torch.randn(rows, 3)
     padded = groups.padded(x)
     lengths = torch.diff(groups.padded_ends, prepend=torch.zeros(1, dtype=torch.int32)).tolist()
@@ -41,13 +41,13 @@ def test_each_group_starts_at_a_whole_block_and_the_rest_is_zeros(sizes, after):
 def test_what_follows_the_last_group_is_not_read():
     x = torch.full((40, 2), float("nan"))
     x[:10] = 1
-    padded = groups_of_rows(ends_of([4, 6]), 40, 16).padded(x)
+    padded = Groups(ends_of([4, 6]), 40, 16).padded(x)
     assert padded.isfinite().all() and padded.sum() == 20
 
 
 @pytest.mark.parametrize("ends", [[40, 100], [40, 0, 40], [-5, 40], [40, 40, 3]])
 def test_wrong_ends_reach_no_other_memory(ends):
-    groups = groups_of_rows(torch.tensor(ends, dtype=torch.int32), 40, 16)
+    groups = Groups(torch.tensor(ends, dtype=torch.int32), 40, 16)
     assert groups.ends.min() >= 0 and groups.ends.max() <= 40
     assert (
         groups.padded_ends.max() <= groups.length and 0 <= groups.places.min() <= groups.places.max() <= groups.length
@@ -81,7 +81,7 @@ def cast_in_groups(x, cast, groups, dim):
 def test_a_group_of_a_padded_matrix_is_cast_as_if_it_were_alone(sizes, name):
     """Bit for bit, in both orientations."""
     cast, x = mx.Cast.of(name), values(sum(sizes) + 3, 40)
-    groups = groups_of_rows(ends_of(sizes), len(x), block_of(cast))
+    groups = Groups(ends_of(sizes), len(x), block_of(cast))
     padded = groups.padded(x)
     rowwise = cast_in_groups(padded, cast, groups, 0)
     columnwise = cast_in_groups(padded.t(), cast, groups, 1)
@@ -97,7 +97,7 @@ def test_a_group_with_a_value_that_is_not_finite_spoils_itself_only(name):
     for bad in (float("nan"), float("inf")):
         x = torch.randn(8, 32)
         x[3, 5] = bad
-        groups = groups_of_rows(ends_of([4, 4]), 8, 16)
+        groups = Groups(ends_of([4, 4]), 8, 16)
         made = values_of_groups(x, cast, amax_of_groups(x, groups.of_row, 2, 0))
         assert torch.equal(made[4:], decode(encode(x[4:], cast), torch.float32))
         assert torch.equal(made[:4].isnan(), decode(encode(x[:4], cast), torch.float32).isnan())

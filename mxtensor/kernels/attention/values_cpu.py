@@ -21,7 +21,7 @@ from . import cpu
 
 MOST_QUERIES = 8
 """With more queries of a head, torch's packing of its keys pays."""
-HEADERS = tuple(cpu.HERE / name for name in ("attention_call.h", "format.h", "op_check.h"))
+HEADERS = tuple(cpu.HERE / name for name in ("attention_call.h", "format.h", "op_check.h", "problem.h"))
 _OPS = torch.library.Library("mxtensor", "FRAGMENT")
 _OPS.define("cpu_attention(Tensor q, Tensor k, Tensor v, Tensor? mask, float scale) -> Tensor")
 attention_of_values: Any = torch.ops.mxtensor.cpu_attention.default

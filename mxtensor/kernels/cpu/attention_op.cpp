@@ -24,12 +24,7 @@ struct Functions {
 constexpr int64_t KEYS_PER_RANGE = 256;  // as in attention/cpu.py
 constexpr int64_t LEAST = 1 << 14;       // values of keys that are worth a thread
 
-int32_t kind_of(const Tensor& t) {
-  const auto type = t.scalar_type();
-  MX_CHECK_VALUE(type == at::kFloat || type == at::kBFloat16 || type == at::kHalf,
-                 "mxtensor::cpu_attention takes float32, bfloat16 and float16, not ", type);
-  return type == at::kFloat ? 0 : type == at::kBFloat16 ? 1 : 2;
-}
+int32_t kind_of(const Tensor& t) { return kind_of(t.scalar_type(), "cpu_attention"); }
 
 Side side_of(const Tensor& t) {
   Side side = {};

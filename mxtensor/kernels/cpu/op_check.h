@@ -5,6 +5,8 @@
 
 #include <string>
 
+#include "problem.h"
+
 namespace {
 
 std::string text(const char* words) { return words; }
@@ -25,3 +27,14 @@ std::string joined(const Pieces&... pieces) {
 
 // Raises ValueError with the joined pieces if the condition does not hold; they may be words, integers, sizes and types.
 #define MX_CHECK_VALUE(condition, ...) TORCH_CHECK_VALUE(condition, joined(__VA_ARGS__))
+
+namespace {
+
+// The Kind (problem.h) of the values that an op of this name takes.
+int32_t kind_of(at::ScalarType type, const char* op) {
+  MX_CHECK_VALUE(type == at::kFloat || type == at::kBFloat16 || type == at::kHalf, "mxtensor::", op,
+                 " takes float32, bfloat16 and float16, not ", type);
+  return type == at::kFloat ? FLOAT32 : type == at::kBFloat16 ? BFLOAT16 : FLOAT16;
+}
+
+}  // namespace

@@ -27,12 +27,7 @@ const Format* formats[6][4];  // by element and scale, with blocks to be filled 
 
 constexpr int BITS[] = {8, 8, 6, 6, 4, 8};
 
-int32_t kind_of(at::ScalarType type) {
-  if (type == at::kFloat) return FLOAT32;
-  if (type == at::kBFloat16) return BFLOAT16;
-  MX_CHECK_VALUE(type == at::kHalf, "mxtensor::cpu_linear takes float32, bfloat16 and float16, not ", type);
-  return FLOAT16;
-}
+int32_t kind_of(at::ScalarType type) { return kind_of(type, "cpu_linear"); }
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 bool is_format(IntArrayRef f) {

@@ -1,10 +1,10 @@
-"""How the CUDA cast of both copies divides a matrix among blocks of threads, by format."""
+"""How the CUDA cast of both copies divides a matrix among blocks of threads."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from ...numerics.formats import UE4M3, Format
+from ...numerics.formats import Format
 from ..runtime.cuda_macros import RESERVED
 
 SHARED_BYTES = 233472
@@ -25,33 +25,16 @@ class Tile(NamedTuple):
     """tiles that a block casts, one beside the other"""
 
 
-FLOAT8, SIX, FOUR, INTEGER, NVFP4 = "8 bits", "6 bits", "4 bits", "int8", "ue4m3 scales"
-TILES: dict[str, Tile] = {
-    FLOAT8: Tile(128, 128, 256, 4, 1, 1),
-    SIX: Tile(128, 128, 256, 4, 1, 1),
-    FOUR: Tile(128, 128, 256, 4, 1, 1),
-    INTEGER: Tile(128, 128, 256, 4, 1, 1),
-    NVFP4: Tile(128, 128, 256, 4, 1, 1),
-}
-"""Kind of format -> the tile from 16-bit values: the fastest of 13 on an H100 (``benchmarks.cast_tiles``)."""
+TILE = Tile(128, 128, 256, 4, 1, 1)
+"""The tile from 16-bit values: the fastest of 13 on an H100, with every format (``benchmarks.cast_tiles``)."""
 BLOCKS_WANTED = 512
 """A matrix that has fewer blocks than this with whole strips gets shorter strips."""
 
 
-def kind_of(format: Format) -> str:
-    """The key of TILES."""
-    if format.scale is UE4M3:
-        return NVFP4
-    if format.element.is_integer:
-        return INTEGER
-    return {8: FLOAT8, 6: SIX, 4: FOUR}[format.element.bits]
-
-
 def tile_for(format: Format, value_bytes: int, rows: int, cols: int) -> Tile:
     """The tile for a matrix; from float32 it has half the columns, so that it takes as much memory."""
-    tile = TILES[kind_of(format)]
-    wide = max(tile.cols * 2 // value_bytes, format.block[1])
-    tile = tile._replace(cols=wide, rows=max(tile.rows, format.block[1]))
+    wide = max(TILE.cols * 2 // value_bytes, format.block[1])
+    tile = TILE._replace(cols=wide, rows=max(TILE.rows, format.block[1]))
     strip, high = tile.strip, -(-rows // tile.rows)
     while strip > 1 and high * -(-cols // (wide * strip)) < BLOCKS_WANTED:
         strip //= 2

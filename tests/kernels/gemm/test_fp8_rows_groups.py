@@ -17,7 +17,7 @@ from mxtensor.kernels.gemm.row_operand import RowOperand, values_of_rows
 from mxtensor.kernels.gemm.scaled_mm_contract import Product
 from mxtensor.kernels.gemm.select import GROUPED, GROUPED_WGRAD, grouped_wgrad
 from mxtensor.kernels.gemm.spec import GemmArgs, Unquantized
-from mxtensor.numerics.groups import groups_of_rows
+from mxtensor.numerics.groups import Groups
 from mxtensor.numerics.reference import encode
 from mxtensor.numerics.row_scaled import row_scaled
 from mxtensor.recipe import Format, MXFP4BlockScaling, MXFP8BlockScaling
@@ -88,7 +88,7 @@ def test_each_group_of_rows_meets_its_own_weight(pretend, monkeypatch):
 def test_each_group_of_columns_gives_a_matrix(pretend, monkeypatch):
     pretend(HOPPER)
     monkeypatch.setattr(torch, "_scaled_grouped_mm", columns_of_groups)
-    groups = groups_of_rows(ends_of(SIZES), sum(SIZES) + 2, 32)
+    groups = Groups(ends_of(SIZES), sum(SIZES) + 2, 32)
     a, b = (rows(groups.padded(values(80, cols)).t()) for cols in (48, 64))
     y = fp8_rows_groups.run_wgrad(a, b, groups, GemmArgs(BF16))
     assert y.shape == (5, 48, 64) and y.dtype is BF16 and not y[1].any()
@@ -103,7 +103,7 @@ def test_columns_may_have_scales_of_their_own_in_each_group(pretend, monkeypatch
     """Bitwise the product of operands of which each group was cast alone."""
     pretend(HOPPER)
     monkeypatch.setattr(torch, "_scaled_grouped_mm", columns_of_groups)
-    groups = groups_of_rows(ends_of([40, 24]), 64, 32)
+    groups = Groups(ends_of([40, 24]), 64, 32)
     x = [values(64, cols) * torch.tensor([1.0, 2.0**20]).repeat_interleave(torch.tensor([40, 24]))[:, None]
          for cols in (48, 64)]  # fmt: skip
     ends = [0, *groups.padded_ends.tolist()]
@@ -211,7 +211,7 @@ def test_each_refusal_says_why(pretend):
 
 def test_the_contract_of_groups_of_columns_is_checked(pretend):
     pretend(HOPPER)
-    groups = groups_of_rows(ends_of([20, 20]), 40, 32)
+    groups = Groups(ends_of([20, 20]), 40, 32)
     a, b = (rows(groups.padded(values(40, cols)).t()) for cols in (16, 32))
     codes = (side.codes.view(torch.float8_e4m3fn) for side in (a, b))
     scales = (scales_of_groups(side, 2) for side in (a, b))
@@ -236,7 +236,7 @@ def test_the_kernels_are_asked_in_this_order():
 
 
 def test_a_wgrad_of_other_shapes_is_refused():
-    groups = groups_of_rows(ends_of([20, 20]), 40, 32)
+    groups = Groups(ends_of([20, 20]), 40, 32)
     a = Unquantized(torch.randn(16, 96), CAST)
     with pytest.raises(
         ValueError, match=r"needs \(N, P\) and \(K, P\) with P = 96 columns in groups, got \(16, 96\) and"

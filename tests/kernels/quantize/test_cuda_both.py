@@ -8,8 +8,8 @@ import torch
 import mxtensor as mx
 from mxtensor import FORMATS, Cast, get_format
 from mxtensor.kernels.gemm.spec import Form
-from mxtensor.kernels.quantize import cuda_both, cuda_both_ops, select_pair
-from mxtensor.kernels.quantize.cuda_tiles import SHARED_BYTES, TILES, Tile, kind_of, shared_bytes, tile_for
+from mxtensor.kernels.quantize import cuda_both, cuda_both_ops, cuda_tiles, select_pair
+from mxtensor.kernels.quantize.cuda_tiles import SHARED_BYTES, TILE, Tile, shared_bytes, tile_for
 from mxtensor.kernels.runtime import nvrtc
 from mxtensor.kernels.runtime.cuda_macros import RESERVED
 from mxtensor.numerics.formats import E8M0, FULL, UE4M3
@@ -145,11 +145,11 @@ def test_the_chosen_tile_fits(name, size):
     for rows, cols in ((1, 1), (4096, 4096), (8192, 14336)):
         tile = tile_for(format, size, rows, cols)
         assert 1 <= tile.blocks <= SHARED_BYTES // (shared_bytes(tile, format, size) + RESERVED)
-        assert tile.strip <= TILES[kind_of(format)].strip
+        assert tile.strip <= TILE.strip
 
 
 def test_a_small_matrix_has_more_blocks_with_shorter_strips(monkeypatch):
-    monkeypatch.setitem(TILES, kind_of(FORMATS["mxfp8"]), Tile(128, 128, 256, 4, 1, 8))
+    monkeypatch.setattr(cuda_tiles, "TILE", Tile(128, 128, 256, 4, 1, 8))
     strips = [tile_for(FORMATS["mxfp8"], 2, n, n).strip for n in (256, 2048, 4096, 16384)]
     assert strips == sorted(strips) and strips[0] == 1 and strips[-1] == 8
 
