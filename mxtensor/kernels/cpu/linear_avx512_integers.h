@@ -9,7 +9,7 @@
 
 namespace {
 
-template <typename D> constexpr bool takes_integers() { return std::is_same_v<D, Decoder<INT8_ID>>; }
+template <typename D> constexpr bool takes_integers(int64_t) { return std::is_same_v<D, Decoder<INT8_ID>>; }
 
 // Bytes of a row of packed x: a byte for each value, then a scale for each block; a load may read 15 scales too many.
 inline int64_t integer_row(const Problem& p) {
@@ -61,7 +61,7 @@ void integer_dots(const Problem& p, const char* x, int64_t x_bytes, const uint8_
 #pragma GCC unroll 4
       for (int o = 0; o < OUTS; o++) {
         const __m512 sum = _mm512_cvtepi32_ps(_mm512_dpbusd_epi32(less[o], values, codes[o]));
-        total[m][o] = _mm512_fmadd_ps(sum, _mm512_mul_ps(scale[o], of_x), total[m][o]);
+        total[m][o] = _mm512_fmadd_ps(_mm512_mul_ps(sum, of_x), scale[o], total[m][o]);
       }
     }
   };

@@ -1,6 +1,7 @@
 // Codes to float32 without instructions of one processor: every code is looked up.
 #pragma once
 #include "linear_narrow.h"
+#include "linear_no_integers.h"
 
 namespace {
 

@@ -347,9 +347,10 @@ def test_a_weight_changed_in_place_is_seen():
 def test_int8_codes_times_activations_cast_to_int8(shape, dtype):
     m, n, k = shape
     cast, x, bias = Cast.of("mxint8"), torch.randn(m, k).to(dtype), torch.randn(n)
-    for name in ("mxint8", "mxint8[1x128]"):
+    for name in ("mxint8", "mxint8[1x128]", "mxfp4", "mxfp4[1x16]", "nvfp4", "mxfp6_e2m3"):
         w = mx.quantize(torch.randn(n, k) * torch.exp(2 * torch.randn(n, k)), name).rowwise
-        w.data.view(torch.int8)[-1, ::3] = -128
+        if w.format.element.is_integer:
+            w.data.view(torch.int8)[-1, ::3] = -128
         a = exact(encode(x, cast))
         assert_product(product(Unquantized(x, cast), w, dtype, bias), a, exact(w), bias)
 
@@ -361,6 +362,27 @@ def test_the_sum_of_a_block_of_integers_is_exact(rows):
     w.data.view(torch.int8)[3] = -128
     out = product(Unquantized(x, cast), w, x.dtype)
     assert torch.equal(out.double(), exact(encode(x, cast)) @ exact(w).t())
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_every_code_of_4_bits_times_every_integer_is_exact(rows):
+    cast, x = Cast.of("mxint8"), torch.arange(-127, 129).clamp(max=127).float().view(8, 32)
+    w = mx.quantize(torch.randn(16, 32), "mxfp4").rowwise
+    for shift in range(16):
+        codes = (torch.arange(32)[None] + torch.arange(16)[:, None] + shift) % 16
+        w.data.copy_((codes[:, ::2] | codes[:, 1::2] << 4).to(w.data.dtype))
+        for first in range(0, 8, rows):
+            some = x[first : first + rows]
+            out = product(Unquantized(some, cast), w, x.dtype)
+            assert torch.equal(out.double(), exact(encode(some, cast)) @ exact(w).t())
+
+
+@pytest.mark.parametrize("name", ["mxint8", "mxfp4"])
+def test_blocks_of_zeros_stay_zero_with_the_largest_scales(name):
+    cast, x = Cast.of("mxint8"), torch.full((2, 64), 2.0**59)
+    w = mx.quantize(torch.zeros(9, 64), name).rowwise
+    w.scale.fill_(127 + 99)
+    assert torch.equal(product(Unquantized(x, cast), w, x.dtype), torch.zeros(2, 9))
 
 
 @pytest.mark.parametrize("power", [-140, -120, -60, 50, 70, 120])
