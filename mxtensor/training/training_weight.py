@@ -30,20 +30,10 @@ from ..core.select import forced_kernel
 from ..core.when_imported import PENDING, install_pending
 from ..recipe.linear_recipe import LinearRecipe
 from ..tensor.attributes import KeepsAttributes, set_attributes, user_attributes
-from ..tensor.fsdp import (
-    Gathered,
-    Shard,
-    gathered_operands,
-    gathered_values,
-    high_precision_inputs,
-    hook,
-    quantized_inputs,
-    refilled,
-    refusal,
-    shard_of,
-)
+from ..tensor.fsdp import Gathered, Shard, gathered_operands, hook, refilled, shard_of
 from ..tensor.graph_attributes import hook_graph_attributes_of
 from ..tensor.mxtensor import MXTensor
+from .gathered_weight import gathered_values, high_precision_inputs, quantized_inputs, refusal
 
 aten = torch.ops.aten
 

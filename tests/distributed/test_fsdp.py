@@ -17,7 +17,8 @@ import mxtensor as mx
 from mxtensor.numerics import derived
 from mxtensor.numerics.cast import Cast
 from mxtensor.recipe import CustomRecipe, MXFP4BlockScaling, MXFP8BlockScaling
-from mxtensor.tensor.fsdp import Shard, refusal
+from mxtensor.tensor.fsdp import Shard
+from mxtensor.training.gathered_weight import refusal
 from mxtensor.training.training_weight import TrainingWeight, values_of
 from tests.distributed.fsdp_cases import (
     DIMENSIONS,

@@ -155,10 +155,9 @@ template <typename D> void rows_by_tiles(const Problem& p, int64_t first, int64_
   for (int64_t top = first; top < end; top += height) {
     const int64_t bottom = smaller(top + height, end), rows = bottom - top;
     bool usual[MOST_TILE_ROWS];
-    for (int64_t n = top; n < bottom; n++) {
-      float* of_row = scales + (n - top) * scales_row;
-      usual[n - top] = scales_of_row(p, n, D::STEP, per_step, steps, of_row) && is_usual<D>(p, n, steps, per_step, of_row);
-    }
+    scales_of_rows(p, top, bottom, D::STEP, per_step, steps, scales, usual);
+    for (int64_t n = top; n < bottom; n++)
+      usual[n - top] = usual[n - top] && is_usual<D>(p, n, steps, per_step, scales + (n - top) * scales_row);
     for (int64_t start = 0; start < values; start += PIECE) {
       decode_piece(p, decode, top, bottom, start, scales, scales_row, per_step, piece);
       const char* x = static_cast<const char*>(p.packed) + start * 32;

@@ -71,14 +71,21 @@ template <> struct Decoder<INT8_ID> : Step<INT8_ID> {
   }
 };
 
-template <> struct Decoder<E2M1_ID> : Step<E2M1_ID> {  // codes at even places in one half, those at odd places in the other
+ALWAYS_INLINE inline __m256i nibble_shifts() { return _mm256_setr_epi64x(0, 0, 4, 4); }
+
+// 32 codes of 4 bits in a byte each: those at even places in one half, those at odd places in the other.
+ALWAYS_INLINE inline __m256i nibbles(const uint8_t* codes, __m256i shifts) {
+  const __m256i raw = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
+  return _mm256_and_si256(_mm256_srlv_epi64(raw, shifts), _mm256_set1_epi8(15));
+}
+
+template <> struct Decoder<E2M1_ID> : Step<E2M1_ID> {
   static constexpr int source(int i) { return i / 16 * 16 + i % 4 * 4 + i / 8 % 2 * 2 + i / 4 % 2; }
-  __m256i uppers = table_of(0x40404040'3F3F3F00, int64_t(0xC0C0C0C0'BFBFBF80)), shifts = _mm256_setr_epi64x(0, 0, 4, 4);
+  __m256i uppers = table_of(0x40404040'3F3F3F00, int64_t(0xC0C0C0C0'BFBFBF80)), shifts = nibble_shifts();
   __m256i lowers = table_of(int64_t(0xC0804000'C0800000), int64_t(0xC0804000'C0800000));
   ALWAYS_INLINE void keep() { asm("" : "+x"(uppers), "+x"(lowers), "+x"(shifts)); }
   ALWAYS_INLINE void operator()(const uint8_t* codes, Floats* w) const {
-    const __m256i raw = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
-    const __m256i place = _mm256_and_si256(_mm256_srlv_epi64(raw, shifts), _mm256_set1_epi8(15));
+    const __m256i place = nibbles(codes, shifts);
     widen_bytes(_mm256_shuffle_epi8(lowers, place), _mm256_shuffle_epi8(uppers, place), 0xFFFF0000, w);
   }
 };

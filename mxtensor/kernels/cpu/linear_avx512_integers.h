@@ -9,7 +9,8 @@
 
 namespace {
 
-template <typename D> constexpr bool takes_integers(int64_t) { return std::is_same_v<D, Decoder<INT8_ID>>; }
+constexpr int64_t MOST_INTEGER_ROWS = INT64_MAX;
+template <typename D> constexpr bool takes_integers() { return std::is_same_v<D, Decoder<INT8_ID>>; }
 
 // Bytes of a row of packed x: a byte for each value, then a scale for each block; a load may read 15 scales too many.
 inline int64_t integer_row(const Problem& p) {

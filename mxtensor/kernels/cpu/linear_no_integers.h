@@ -5,7 +5,8 @@
 
 namespace {
 
-template <typename D> constexpr bool takes_integers(int64_t) { return false; }
+constexpr int64_t MOST_INTEGER_ROWS = 0;
+template <typename D> constexpr bool takes_integers() { return false; }
 inline int64_t integer_row(const Problem&) { return 0; }
 inline bool pack_integers(const Problem&, int64_t, char*) { return false; }
 inline int64_t integers_by_fours(const Problem&, int64_t first, int64_t, float*, int64_t) { return first; }

@@ -27,7 +27,7 @@ int64_t dots_by_fours(const Problem& p, const D& decode, int64_t x_bytes, int64_
 template <typename D>
 void decode_row(const Problem& p, const D& decode, const uint8_t* w, const float* scales, int per_step, void* out);
 
-template <typename D> constexpr bool takes_integers(int64_t m);  // whether m rows of x, if they are integers, are multiplied as such
+template <typename D> constexpr bool takes_integers();  // of at most MOST_INTEGER_ROWS rows of x
 int64_t integers_by_fours(const Problem& p, int64_t first, int64_t end, float* sums, int64_t step);
 void integer_dots_of_rows(const Problem& p, int outs, const uint8_t* w, int64_t w_step, const float* scales,
                           int64_t scales_step, float* sums, int64_t step);
@@ -88,7 +88,7 @@ template <typename D> void linear_rows(const Problem& p, int64_t first, int64_t 
   for (int64_t top = first; top < end; top += TILE) {
     const int64_t bottom = smaller(top + TILE, end);
     int64_t left = top;
-    if constexpr (takes_integers<D>(1))
+    if constexpr (takes_integers<D>())
       if (p.mode == IN_INTEGERS) left = integers_by_fours(p, top, bottom, sums, PITCH);
     if (p.m < 4 && bfloat16)
       left = dots_by_fours<D::TAKES_BFLOAT16>(p, decode, x_bytes, top, bottom, sums, PITCH);
@@ -110,7 +110,7 @@ template <typename D> void linear_rows(const Problem& p, int64_t first, int64_t 
         const bool more = outs > 1;  // else this one twice
         const uint8_t* w = p.data + r * p.row_bytes;
         const float* s = scales + (r - n) * scales_row;
-        if constexpr (takes_integers<D>(1))
+        if constexpr (takes_integers<D>())
           if (p.mode == IN_INTEGERS) {
             integer_dots_of_rows(p, outs, w, p.row_bytes, s, scales_row, sums + (r - top), PITCH);
             r += outs;
