@@ -2,6 +2,7 @@
 
     host         host time of one eager F.linear, and of forward and backward of one layer
     layers       GPU time of every linear shape of eight public models, at 1 to 512 rows
+    experts      GPU time of the experts of four public models while they decode
     generate     tokens per second of transformers' ``generate``, eager and with a static cache
     train        a whole training step of a GPT, eager and compiled
     first-token  the time until the first token, with an empty cache of compiled kernels and with a full one
@@ -24,7 +25,7 @@ from torch import nn
 
 import mxtensor as mx
 
-from . import users_first, users_generate, users_layers, users_train
+from . import users_experts, users_first, users_generate, users_layers, users_train
 from .cuda import exit_without_cuda, host_clock, print_failures, print_header
 from .harness import Prepare, Progress, Row, Work, add_options, print_table, timed, write_json
 from .train_linear import RECIPES
@@ -140,6 +141,7 @@ Command = tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Na
 COMMANDS: dict[str, Command] = {
     "host": (add_host_options, run_host, 25),
     "layers": (users_layers.add_options, users_layers.run, 7),
+    "experts": (users_experts.add_options, users_experts.run, 7),
     "generate": (users_generate.add_options, users_generate.run, 3),
     "train": (users_train.add_options, users_train.run, 7),
     "first-token": (users_first.add_options, users_first.run, 1),

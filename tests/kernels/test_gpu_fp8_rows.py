@@ -12,6 +12,7 @@ from mxtensor.kernels.gemm.spec import GemmArgs, Unquantized
 from mxtensor.numerics.reference import encode
 from mxtensor.numerics.row_scaled import row_scaled
 from mxtensor.recipe import MXFP8BlockScaling
+from tests.helpers.no_sync import no_host_sync
 from tests.helpers.row_scaled import STORED, assert_within_the_bound, same
 
 pytestmark = pytest.mark.gpu
@@ -69,6 +70,15 @@ def test_operands_of_both_are_those_of_two_casts(dtype, name, shape):
         assert same(made.row_scale, expected.scale) and torch.equal(made.beyond, expected.beyond)
         beyond = expected.beyond.bool()
         assert torch.equal(made.scale[beyond], operand.scale[beyond]) and beyond.any()
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp8_e5m2"])
+def test_blocks_of_both_at_every_distance_below_the_top(name):
+    cast, step = mx.Cast.of(name), torch.arange(2048, device="cuda") // 32
+    x = (torch.randn(2048, 2048, device="cuda").clamp(-4, 4) * 2.0 ** -(step[:, None] + step).float()).to(BF16)
+    for made, source in zip(rows_of_both(x, cast), (x, x.t().contiguous()), strict=True):
+        expected = row_scaled(encode(source, cast), any_distance=True)
+        assert torch.equal(made.codes, expected.codes) and not made.beyond.any()
 
 
 def test_rows_far_apart_are_multiplied_exactly():
@@ -158,18 +168,14 @@ def test_a_compiled_layer_looks_its_weight_up_and_follows_writes(mode):
             assert same(y, layer(x))
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature:UserWarning")
 def test_no_host_sync():
     layer = torch.nn.Linear(4096, 4096, device="cuda", dtype=BF16)
     mx.quantize_(layer, "mxfp8")
     x = values(512, 4096)
     with torch.no_grad():
         layer(x)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_host_sync():
             layer(x)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 def test_the_products_of_a_training_step():

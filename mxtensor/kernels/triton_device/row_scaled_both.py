@@ -46,8 +46,20 @@ cvt.rn.satfinite.e4m3x2.f16x2 p, a;
 cvt.rn.satfinite.e4m3x2.f16x2 q, b;
 mov.b32 $0, {p, q};
 }""")
-E5M2_MOVED_FOUR = tl.constexpr(E4M3_MOVED_FOUR.value.replace("f16x2.e4m3x2", "f16x2.e5m2x2"))
-E5M2_MOVED_TWO = tl.constexpr(E4M3_MOVED_TWO.value.replace("f16x2.e4m3x2", "f16x2.e5m2x2"))
+E5M2_AS_FLOAT16 = """cvt.rn.f16x2.e5m2x2 a, p;
+cvt.rn.f16x2.e5m2x2 b, q;
+mov.b32 c, 0x1C001C00;
+mul.rn.f16x2 a, a, c;
+mul.rn.f16x2 b, b, c;"""
+E4M3_AS_FLOAT16 = """cvt.rn.f16x2.e4m3x2 a, p;
+cvt.rn.f16x2.e4m3x2 b, q;"""
+E5M2_MOVED_FOUR, E5M2_MOVED_TWO = (
+    tl.constexpr(of_e4m3.value.replace(E4M3_AS_FLOAT16, E5M2_AS_FLOAT16).replace(".b32 a, b;", ".b32 a, b, c;"))
+    for of_e4m3 in (E4M3_MOVED_FOUR, E4M3_MOVED_TWO)
+)
+E5M2_DOWN = tl.constexpr(8)
+"""E5M2 codes are multiplied by 2^-8 (0x1C00 in float16) first, which is exact. Those that a shift of -25 moves to the
+least E4M3 number are 2^15 and more, and float16 has no 2^-25."""
 
 
 # ---------------------------------------------------------------------------------------------- extremes
@@ -78,9 +90,13 @@ def extremes_of_both(
     WIDE: tl.constexpr, PAD: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """x (all rows, words) int32; a program takes HIGH rows and BK words. row_ptr (all rows,), column_ptr (count,
-    2 * words). ``count`` to GROUPS: see ``place``. EVEN: all tiles are whole; WIDE: all have whole rows."""
+    2 * words). ``count`` to GROUPS: see ``place``. EVEN: all tiles are whole; WIDE: all have whole rows.
+
+    Tiles come from the end of the matrix to its start: what wrote the matrix left its end in the L2 cache, and the cast,
+    which begins at the start, finds that there."""
     tiles = tl.cdiv(words, BK)
-    down, right = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    down, right = program // tiles, program % tiles
     matrix, _inner, first, there, _to, _left = place(down, ends_ptr, count, rows, all_blocks, HIGH, PAD, GROUPS)
     if there <= 0:
         return
@@ -125,6 +141,8 @@ def shift_word(stored, top, C: tl.constexpr, R: tl.constexpr, beyond):
     if C.float8 == "":
         return up
     else:
+        if C.float8 == "e5m2":
+            up += E5M2_DOWN
         small = tl.where(up >= -24, 1 << tl.maximum(up + 24, 0), 0)  # what is smaller gives zeros
         half = tl.where(up >= -14, (up + 15) << 10, small)
         return half | (half << 16)
