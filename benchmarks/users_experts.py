@@ -21,7 +21,7 @@ from torch import Tensor
 
 import mxtensor as mx
 
-from .cuda import Graph, GpuRow, graph_clock, print_failures, print_header
+from .cuda import GpuRow, Graph, graph_clock, print_failures, print_header
 from .decode import BASE, WEIGHT_ONLY
 from .harness import Prepare, Progress, Work, print_table, timed, wall_clock, write_json
 

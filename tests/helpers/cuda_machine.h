@@ -32,7 +32,7 @@ struct Warp {
     u32 words[32][6];
 };
 struct Block {
-    u32 x, y, z, size, across;
+    u32 x, y, z, size, across, down;
     Barrier barrier, of_some[8];
     std::vector<Warp> warps;
     std::vector<u8> memory;
@@ -87,7 +87,7 @@ static void launch(std::function<void()> kernel, u32 x, u32 y, u32 depth, bool c
             std::vector<u8> memory(bytes + 1024);
             for (u32 i = 0; i < memory.size(); i++) memory[i] = fill >> i % 4 * 8;
             u32 at_z = clustered ? b : depth - 1 - i / (x * y), at = i % (x * y);
-            blocks[b] = {at % x, at / x, at_z, threads, x, {threads}, {}, std::vector<Warp>(threads / 32), memory};
+            blocks[b] = {at % x, at / x, at_z, threads, x, y, {threads}, {}, std::vector<Warp>(threads / 32), memory};
             for (Warp& warp : blocks[b].warps) warp.barrier = {32};
         }
         for (u32 f = 0; f < fibers.size(); f++) {
@@ -118,6 +118,7 @@ DEVICE u32 block_x() { return fiber->block->x; }
 DEVICE u32 block_y() { return fiber->block->y; }
 DEVICE u32 block_z() { return fiber->block->z; }
 DEVICE u32 blocks_x() { return fiber->block->across; }
+DEVICE u32 blocks_y() { return fiber->block->down; }
 DEVICE u8* memory_of(Block& block) {
     return reinterpret_cast<u8*>((reinterpret_cast<u64>(block.memory.data()) + 1023) / 1024 * 1024);
 }
@@ -153,6 +154,13 @@ DEVICE u32 from_lane_xor(u32 value, u32 mask) {
     return other;
 }
 DEVICE u32 from_lane(u32 value, u32 lane) { return from_lane_xor(value, lane ^ thread() % 32); }
+DEVICE u32 votes_of_warp(bool mine) {
+    u32 votes = u32(mine) << thread() % 32;
+    for (u32 mask = 1; mask < 32; mask *= 2) votes |= from_lane_xor(votes, mask);
+    return votes;
+}
+DEVICE u32 bits_set(u32 word) { return __builtin_popcount(word); }
+DEVICE u32 lowest_bit(u32 word) { return __builtin_ctz(word); }
 
 DEVICE u32 largest_of_warp(u32 value) {
     for (u32 mask = 1; mask < 32; mask *= 2) {

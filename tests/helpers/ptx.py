@@ -39,7 +39,7 @@ def run(text, *inputs):
     registers = {f"${i}": np.asarray(x, np.uint32) for i, x in enumerate(inputs, 1)}
 
     def value(name):
-        return registers[name] if name in registers else np.uint32(int(name, 16))
+        return registers[name] if name in registers else np.uint32(int(name, 0) & 0xFFFFFFFF)
 
     for line in re.findall(r"([a-z][^;{}]*(?:\{[^}]*\}[^;]*)?);", text):
         name, rest = line.split(maxsplit=1)
@@ -57,6 +57,10 @@ def run(text, *inputs):
         elif kind := re.fullmatch(r"cvt\.rn\.satfinite\.(e\dm\dx2)\.f16x2", name):
             codes = (rounded(torch.from_numpy(n), KINDS[kind[1]]) for n in two_float16(value(parts[0])))
             registers[to] = joined(*(c.numpy().astype(np.uint32) for c in codes), 16)
+        elif name == "setp.eq.s32":
+            registers[to] = value(parts[0]) == value(parts[1])
+        elif name in ("selp.b32", "selp.b16"):
+            registers[to] = np.where(registers[parts[2]], value(parts[0]), value(parts[1]))
         elif name == "mul.rn.f16x2":
             pairs = zip(*(two_float16(value(part)) for part in parts), strict=True)
             with np.errstate(over="ignore", invalid="ignore"):

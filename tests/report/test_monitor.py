@@ -266,11 +266,10 @@ def test_nothing_waits_for_the_device():
     net = mx.quantize_(model().cuda(), NVFP4BlockScaling())
     x = torch.randn(48, 64, device="cuda")
     net(x).sum().backward()
-    with mx.monitor(net, every=1) as monitor:
-        with no_host_sync():
-            for _ in range(3):
-                net(x).sum().backward()
-                monitor.step()
+    with mx.monitor(net, every=1) as monitor, no_host_sync():
+        for _ in range(3):
+            net(x).sum().backward()
+            monitor.step()
     assert len(monitor.history()) == 36
 
 

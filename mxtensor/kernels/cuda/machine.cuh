@@ -25,6 +25,7 @@ DEVICE u32 lane_of_warp() {  // volatile: stays in a register; threadIdx would b
 DEVICE u32 block_x() { return blockIdx.x; }
 DEVICE u32 block_y() { return blockIdx.y; }
 DEVICE u32 block_z() { return blockIdx.z; }
+DEVICE u32 blocks_y() { return gridDim.y; }
 DEVICE u32 blocks_x() { return gridDim.x; }
 DEVICE u8* shared_memory() {
     extern __shared__ __align__(1024) u8 memory[];
@@ -37,6 +38,9 @@ DEVICE void sync_some(u32 which, u32 count) {  // ``count`` threads of a block; 
 DEVICE void sync_warp() { __syncwarp(); }
 DEVICE u32 from_lane_xor(u32 value, u32 mask) { return __shfl_xor_sync(0xFFFFFFFF, value, mask); }
 DEVICE u32 from_lane(u32 value, u32 lane) { return __shfl_sync(0xFFFFFFFF, value, lane); }
+DEVICE u32 votes_of_warp(bool mine) { return __ballot_sync(0xFFFFFFFF, mine); }  // a bit for each lane
+DEVICE u32 bits_set(u32 word) { return __popc(word); }
+DEVICE u32 lowest_bit(u32 word) { return __ffs(word) - 1; }
 
 DEVICE u32 largest_of_warp(u32 value) { return __reduce_max_sync(0xFFFFFFFF, value); }
 

@@ -118,21 +118,22 @@ DEVICE void multiply_rows(const Arguments& a, const Weight& w, const BlockWork& 
 KERNEL void BOUNDS(THREADS, BLOCKS) pipelined(const Arguments a) {
     // with WHOLE_X later: the next kernel's weights would be loaded before this kernel's x
     if (!WHOLE_X) let_next_start();
-    u32 group = a.ends ? block_y() : 0, stages = (a.k + BK - 1) / BK;
+    u32 group = 0, stages = (a.k + BK - 1) / BK, x_row = block_y() * COLS, x_end = a.m;
     BlockWork p;
     const Weight& w = a.weights[weight_of(a, block_x())];
-    p.codes = w.codes + group * a.codes_group;
-    p.scales = w.scales + group * a.scales_group;
     p.row = (block_x() - w.first) * ROWS;
     p.rows = w.n - p.row < ROWS ? w.n - p.row : ROWS;
     p.begin = block_z() * stages / SPLIT;
     p.end = (block_z() + 1) * stages / SPLIT;
-    u32 x_row = block_y() * COLS, x_end = a.m;
     if (a.ends) {
         wait_for_previous();
-        x_row = group ? load_fresh(a.ends + group - 1) : 0, x_end = load_fresh(a.ends + group);
-        x_end = x_end < a.m ? x_end : a.m;  // the ends are data: no row after the last may be read or written
+        if (block_y() == 0 && block_z() == 0) zeros_after_groups(a, w, p.row, p.rows);
+        group = blocks_y() < a.groups ? group_with_rows(a, block_y()) : block_y();  // fewer blocks: one for each row
+        if (group == a.groups) return;
+        x_row = start_of_group(a, group), x_end = end_of_group(a, group);
     }
+    p.codes = w.codes + group * a.codes_group;
+    p.scales = w.scales + group * a.scales_group;
     for (; x_row < x_end; x_row += COLS) {
         p.x = a.x + u64(x_row) * a.x_stride;
         p.x_rows = x_end - x_row < COLS ? x_end - x_row : COLS;

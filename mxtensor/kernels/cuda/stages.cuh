@@ -39,6 +39,7 @@ struct Arguments {
     u32* counters;  // how many blocks of each tile have stored theirs
     u32 codes_stride, scales_stride, x_stride;  // row strides: bytes, bytes, values
     u32 m, k;
+    u32 groups;  // of rows of x, if there are ends
     u32 x_width, round;  // persistent: columns of x in a block, and tiles of w whose sums fit;
     u32 tiles, more;  // tiles of each block; the first ``more`` blocks have one more
     float alpha, beta;

@@ -175,6 +175,16 @@ def most_rows(capability: tuple[int, int], wgmma: bool = True) -> int:
 # ---------------------------------------------------------------------------------------------- the choice
 
 
+def groups_with_rows(rows: int, groups: int) -> tuple[int, int]:
+    """(groups that have some of the rows, rows to expect in a large one) if each row is in a random group.
+
+    To a kernel of groups the stack is a matrix as high as its matrices that have rows.
+    """
+    busy = max(1, round(groups * (1 - (1 - 1 / groups) ** rows)))
+    mean = rows / busy
+    return busy, min(rows, math.ceil(mean + math.sqrt(mean - 1))) if mean > 1 else 1
+
+
 def stand_in(format: Format) -> str:
     """The format that was measured in place of this one."""
     return format.name if format.global_scale else STAND_INS[format.element.bits]

@@ -24,17 +24,17 @@ from ..runtime import nvrtc, triton_launch
 from ..runtime.cuda_macros import ELEMENTS, TYPES, cast_constants, copy_size
 from ..runtime.prepared_launches import Step
 from .config import MOST_WEIGHTS, Facts, LaunchConfig, can_use_wgmma, classes_of, constants, facts_for, has_whole_chunks
-from .heuristics import BY_WARPS, choose_config, gpu_of
+from .heuristics import BY_WARPS, choose_config, gpu_of, groups_with_rows
 from .scratch import ACTIVATION_THREADS, Scratch, scratch_of
 from .shared_memory import SharedMemoryLayout, clusters, layout_of
 
-WEIGHT, OTHERS = "5Q3I0Q", "8Q9I2f0Q"
+WEIGHT, OTHERS = "5Q3I0Q", "8Q10I2f0Q"
 """``struct`` formats of a product's arguments (``cuda/stages.cuh``): those of each weight, and the others."""
 ACTIVATIONS = struct.Struct("5Q7I0Q")
 HEADERS = ("machine.cuh", "elements.cuh", "casts.cuh", "activations.cuh")
 ACTIVATION_SOURCES = (*HEADERS, "activations.cu")
 KERNEL_SOURCES = {
-    "pipelined": (*HEADERS, "stages.cuh", "sums.cuh", "result.cuh", "pipelined.cu"),
+    "pipelined": (*HEADERS, "stages.cuh", "sums.cuh", "result.cuh", "groups.cuh", "pipelined.cu"),
     "persistent": (
         *HEADERS, "stages.cuh", "sums.cuh", "result.cuh", "small_m_mma.cuh", "warp_activations.cuh", "persistent.cu",
     ),
@@ -53,7 +53,7 @@ class ResolvedLaunch(NamedTuple):
     layout: SharedMemoryLayout
     kernel: Any
     blocks: tuple[int, int]
-    """along N; along M, or groups"""
+    """along N; along M, or groups that can have rows"""
     first_tiles: tuple[int, ...]
     """for each weight, the tiles of the weights before it"""
     share: tuple[int, int]
@@ -106,9 +106,8 @@ def choose(
             )
         return wgmma and not config.whole_x
 
-    config = given or choose_config(
-        device, format, -(-rows // (groups or 1)), width, cols, rows, possible, cast is not None
-    )
+    busy, each = (1, rows) if groups == 0 else groups_with_rows(rows, groups)
+    config = given or choose_config(device, format, each, busy * width, cols, rows, possible, cast is not None)
     tiles = [-(-n // config.rows) for n in widths] + [0] * (weights - len(widths))
     layout = layout_of(format, config, rows, sum(tiles) * config.rows, cols, gpu)
     if layout is None:
@@ -140,7 +139,7 @@ def resolve(
     kernel = nvrtc.function(device, KERNEL_SOURCES[config.kind], row, config.kind, packed, config.threads, *grid)
     blocks = min(sum(tiles), clusters(config, gpu_of(device))), 1
     if not config.persistent:
-        blocks = sum(tiles), groups or -(-rows // config.cols)
+        blocks = sum(tiles), min(groups, rows) or -(-rows // config.cols)
     return ResolvedLaunch(config, layout, kernel, blocks, (0, *accumulate(tiles[:-1])), divmod(sum(tiles), blocks[0]))
 
 
@@ -219,8 +218,7 @@ def _launch_once(
     """The products with at most ``MOST_WEIGHTS`` weights, whose biases have one dtype, by one product kernel."""
     rows, groups = x.shape[0], 0 if ends is None else weights[0].data.shape[0]
     resolved = resolved_for(x, weights, format, cols, groups, out_dtype, cast, given)
-    new = x.new_empty if ends is None else x.new_zeros
-    results = [new(rows, w.data.shape[-2], dtype=out_dtype) for w in weights]
+    results = [x.new_empty(rows, w.data.shape[-2], dtype=out_dtype) for w in weights]
     scratch, memory = None, None
     if not resolved.config.whole_x:
         scratch = scratch_of(resolved.config, rows, x.shape[1], cast, resolved.blocks)
@@ -270,8 +268,8 @@ def _arguments(
     address, x_scale, partial_sums, counters, stride = values
     out += (
         _address(ends), width * row_bytes, scale_rows * scale_bytes, address, x_scale, _address(x_global),
-        partial_sums, counters, row_bytes, scale_bytes, stride, *x.shape, layout.x_width, layout.round,
-        *resolved.share, alpha, beta,
+        partial_sums, counters, row_bytes, scale_bytes, stride, *x.shape, 0 if ends is None else data.shape[0],
+        layout.x_width, layout.round, *resolved.share, alpha, beta,
     )  # fmt: skip
     return out
 

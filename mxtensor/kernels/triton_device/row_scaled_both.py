@@ -13,54 +13,15 @@ that are not zero; HUGE if a block is not finite. Blocks may be any distance apa
 import triton
 import triton.language as tl
 
-from .elements import float_of, from_codes
+from .elements import float_of
 from .quantize import block_scales, load_tile, store_tile
 from .quantize_columns import as_matrix, in_row_order, over_columns, over_spans
-from .row_scaled import decide, exponent_of, to_e4m3
+from .row_scaled import decide, exponent_of
+from .row_scaled_moved import OWN_TOP, moved_four, moved_two, shift_word
 from .row_scaled_places import place
 from .words import MAGNITUDES, column_codes, larger, largest, row_codes
 
 HUGE = tl.constexpr(1 << 20)
-
-E4M3_MOVED_FOUR = tl.constexpr("""{
-.reg .b16 p, q;
-.reg .b32 a, b;
-mov.b32 {p, q}, $1;
-cvt.rn.f16x2.e4m3x2 a, p;
-cvt.rn.f16x2.e4m3x2 b, q;
-mul.rn.f16x2 a, a, $2;
-mul.rn.f16x2 b, b, $2;
-cvt.rn.satfinite.e4m3x2.f16x2 p, a;
-cvt.rn.satfinite.e4m3x2.f16x2 q, b;
-mov.b32 $0, {p, q};
-}""")
-E4M3_MOVED_TWO = tl.constexpr("""{
-.reg .b16 p, q;
-.reg .b32 a, b;
-mov.b32 {p, q}, $1;
-cvt.rn.f16x2.e4m3x2 a, p;
-cvt.rn.f16x2.e4m3x2 b, q;
-mul.rn.f16x2 a, a, $2;
-mul.rn.f16x2 b, b, $3;
-cvt.rn.satfinite.e4m3x2.f16x2 p, a;
-cvt.rn.satfinite.e4m3x2.f16x2 q, b;
-mov.b32 $0, {p, q};
-}""")
-E5M2_AS_FLOAT16 = """cvt.rn.f16x2.e5m2x2 a, p;
-cvt.rn.f16x2.e5m2x2 b, q;
-mov.b32 c, 0x1C001C00;
-mul.rn.f16x2 a, a, c;
-mul.rn.f16x2 b, b, c;"""
-E4M3_AS_FLOAT16 = """cvt.rn.f16x2.e4m3x2 a, p;
-cvt.rn.f16x2.e4m3x2 b, q;"""
-E5M2_MOVED_FOUR, E5M2_MOVED_TWO = (
-    tl.constexpr(of_e4m3.value.replace(E4M3_AS_FLOAT16, E5M2_AS_FLOAT16).replace(".b32 a, b;", ".b32 a, b, c;"))
-    for of_e4m3 in (E4M3_MOVED_FOUR, E4M3_MOVED_TWO)
-)
-E5M2_DOWN = tl.constexpr(8)
-"""E5M2 codes are multiplied by 2^-8 (0x1C00 in float16) first, which is exact. Those that a shift of -25 moves to the
-least E4M3 number are 2^15 and more, and float16 has no 2^-25."""
-
 
 # ---------------------------------------------------------------------------------------------- extremes
 
@@ -92,8 +53,8 @@ def extremes_of_both(
     """x (all rows, words) int32; a program takes HIGH rows and BK words. row_ptr (all rows,), column_ptr (count,
     2 * words). ``count`` to GROUPS: see ``place``. EVEN: all tiles are whole; WIDE: all have whole rows.
 
-    Tiles come from the end of the matrix to its start: what wrote the matrix left its end in the L2 cache, and the cast,
-    which begins at the start, finds that there."""
+    Tiles come from the end of the matrix to its start: what wrote the matrix left its end in the L2 cache, and this
+    pass leaves the start there for the cast, which begins with it."""
     tiles = tl.cdiv(words, BK)
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     down, right = program // tiles, program % tiles
@@ -128,55 +89,14 @@ def decided(extremes_ptr, at, inside, R: tl.constexpr):
     return decide(top, top, bad, R)
 
 
+@triton.jit
+def own_or_top(extremes_ptr, at, inside, R: tl.constexpr):
+    """The exponent of rows ``at``, or OWN_TOP for rows beyond the bound."""
+    top, beyond, _scale = decided(extremes_ptr, at, inside, R)
+    return tl.where(beyond, OWN_TOP, top)
+
+
 # ---------------------------------------------------------------------------------------------- the cast
-
-
-@triton.jit
-def shift_word(stored, top, C: tl.constexpr, R: tl.constexpr, beyond):
-    """What codes of blocks with these stored scales are multiplied by: a power of two, in both halves of a word as
-    float16; without float8 instructions its exponent."""
-    e, _kind = exponent_of(stored, C)
-    up = tl.minimum(tl.maximum(e - top + R.up, -126), 15)
-    up = tl.where(beyond, 0, up)
-    if C.float8 == "":
-        return up
-    else:
-        if C.float8 == "e5m2":
-            up += E5M2_DOWN
-        small = tl.where(up >= -24, 1 << tl.maximum(up + 24, 0), 0)  # what is smaller gives zeros
-        half = tl.where(up >= -14, (up + 15) << 10, small)
-        return half | (half << 16)
-
-
-@triton.jit
-def one_moved(code, up, C: tl.constexpr, R: tl.constexpr):
-    """A code in the low byte of an int32, moved by 2^up."""
-    value = from_codes((code & 0xFF).to(tl.uint8), C) * float_of((up + 127) << 23)
-    return to_e4m3(value, R).to(tl.int32)
-
-
-@triton.jit
-def moved_four(word, shift, C: tl.constexpr, R: tl.constexpr):
-    """Four codes in an int32, moved."""
-    if C.float8 == "e4m3":
-        return tl.inline_asm_elementwise(E4M3_MOVED_FOUR, "=r,r,r", [word, shift], tl.int32, is_pure=True, pack=1)
-    elif C.float8 == "e5m2":
-        return tl.inline_asm_elementwise(E5M2_MOVED_FOUR, "=r,r,r", [word, shift], tl.int32, is_pure=True, pack=1)
-    else:
-        low = one_moved(word, shift, C, R) | (one_moved(word >> 8, shift, C, R) << 8)
-        return low | (one_moved(word >> 16, shift, C, R) << 16) | (one_moved(word >> 24, shift, C, R) << 24)
-
-
-@triton.jit
-def moved_two(code, shift, C: tl.constexpr, R: tl.constexpr):
-    """Two codes in an int16, moved."""
-    if C.float8 == "e4m3":
-        return tl.inline_asm_elementwise(E4M3_MOVED_TWO, "=r,r,r,r", [code, shift], tl.int16, is_pure=True, pack=2)
-    elif C.float8 == "e5m2":
-        return tl.inline_asm_elementwise(E5M2_MOVED_TWO, "=r,r,r,r", [code, shift], tl.int16, is_pure=True, pack=2)
-    else:
-        wide = code.to(tl.int32)
-        return (one_moved(wide, shift, C, R) | (one_moved(wide >> 8, shift, C, R) << 8)).to(tl.int16)
 
 
 @triton.jit
@@ -193,16 +113,13 @@ def cast_rows(
     one = tl.full((), 1.0, tl.float32)
     stored, multiplier, _, finite = block_scales(tl.maximum(pair << 16, pair & 0x7FFF0000), one, C)
     line = tl.reshape(row, (1, W, J))
-    top, beyond, _scale = decided(row_extremes_ptr, first_row + line, line < rows, R)
-    shift = shift_word(stored, top, C, R, beyond)
+    top = own_or_top(row_extremes_ptr, first_row + line, line < rows, R)
+    shift = shift_word(stored, top, C, R)
     shape: tl.constexpr = (Q, W, J, V)
     code = row_codes(word, tl.broadcast_to(over_columns(multiplier, Q), shape), C)
     if C.float8 == "":
         code = tl.where(over_columns(finite.to(tl.int32), Q) != 0, code, C.nan_code * 0x101).to(tl.int16)
     out = moved_two(code, tl.broadcast_to(over_columns(shift, Q), shape), C, R)
-    if C.mantissa_bits == 2:
-        own = tl.reshape(beyond.to(tl.int32), (1, W, J, 1))  # int32: Triton 3.6 spreads single bits wrongly here
-        out = tl.where(tl.broadcast_to(own, shape) != 0, code, out)
     store_tile(to_ptr + (row * width + col), out, in_tile(row, rows, col, words, WIDE), EVEN)
     return stored
 
@@ -265,10 +182,8 @@ def cast_both_to_rows(
     of_matrix, known = matrix * cols + column, (column < cols) & live
     low_top, low_beyond, _s0 = decided(column_extremes_ptr, of_matrix, known, R)
     high_top, high_beyond, _s1 = decided(column_extremes_ptr, of_matrix + 1, known, R)
-    low_shift, high_shift = (
-        shift_word(low_stored, low_top, C, R, low_beyond),
-        shift_word(high_stored, high_top, C, R, high_beyond),
-    )
+    low_shift = shift_word(low_stored, tl.where(low_beyond, OWN_TOP, low_top), C, R)
+    high_shift = shift_word(high_stored, tl.where(high_beyond, OWN_TOP, high_top), C, R)
     block = tl.arange(0, W // G)[None, :, None]
     inside = known & (block * C.block < left)
     to = tscale_ptr + (before + column).to(tl.int64) * tscale_cols + (to_col // C.block + block)
@@ -289,11 +204,6 @@ def cast_both_to_rows(
         low_code = tl.where(low_whole[:, :, None, :] != 0, low_code, C.nan_code * 0x1010101)
         high_code = tl.where(high_whole[:, :, None, :] != 0, high_code, C.nan_code * 0x1010101)
     low_four, high_four = moved_four(low_code, low_shift, C, R), moved_four(high_code, high_shift, C, R)
-    if C.mantissa_bits == 2:
-        low_own = tl.broadcast_to(low_beyond.to(tl.int32)[:, :, None, :], shape)
-        high_own = tl.broadcast_to(high_beyond.to(tl.int32)[:, :, None, :], shape)
-        low_four = tl.where(low_own != 0, low_code, low_four)
-        high_four = tl.where(high_own != 0, high_code, high_four)
     four = as_matrix(tl.reshape(tl.join(low_four, high_four), (Q, W, J, 2 * V)))
     if GROUPS > 0:
         four = tl.where(live, four, 0)

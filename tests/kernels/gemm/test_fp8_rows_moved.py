@@ -15,7 +15,7 @@ from tests.helpers.float8_instructions import rounded
 
 triton = pytest.importorskip("triton")
 tl = triton.language
-kernels = importlib.import_module("mxtensor.kernels.triton_device.row_scaled_both")
+kernels = importlib.import_module("mxtensor.kernels.triton_device.row_scaled_moved")
 shift_word = kernels.shift_word
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="test_gpu_fp8_rows compares the operands"),
@@ -26,21 +26,23 @@ TOP = 200
 
 
 @triton.jit
-def shift_words(stored_ptr, out_ptr, top, C: tl.constexpr, R: tl.constexpr):
+def shift_words(stored_ptr, out_ptr, top_ptr, code: tl.constexpr, constants: tl.constexpr):
     at = tl.arange(0, 64)
-    tl.store(out_ptr + at, shift_word(tl.load(stored_ptr + at), top, C, R, at < 0))
+    tl.store(out_ptr + at, shift_word(tl.load(stored_ptr + at), tl.load(top_ptr + at), code, constants))
 
 
 def shifts_of(name, monkeypatch):
-    """(up, the word of the shift) of blocks at every distance below the top of their row, on sm_90."""
+    """(up, the word of the shift) of blocks at every distance below the top of their row, on sm_90; the last one is of
+    a row beyond the bound."""
     monkeypatch.setattr(triton_launch, "instructions_of", lambda device: (9, 0))
     cast, device = mx.Cast.of(name), torch.device("cpu")
     code, constants = code_of(cast, device), constants_of(cast.format.element, device)
     assert code.float8
 
-    stored = torch.arange(TOP - 63, TOP + 1, dtype=torch.uint8)
-    out = torch.full((64,), -1, dtype=torch.int32)
-    shift_words[(1,)](stored, out, TOP, code, constants)
+    stored, top = torch.arange(TOP - 62, TOP + 2, dtype=torch.uint8), torch.full((64,), TOP, dtype=torch.int32)
+    top[-1] = kernels.OWN_TOP.value
+    out = torch.full((64,), -7, dtype=torch.int32)
+    shift_words[(1,)](stored, out, top, code, constants)
     return (stored.int() - TOP + constants.up).numpy(), out.numpy().view(np.uint32)
 
 
@@ -52,8 +54,13 @@ def test_every_code_by_every_distance_is_rounded_once(name, element, monkeypatch
     four = np.repeat(codes.numpy().astype(np.uint32), 4).reshape(256, 4) + np.array([0, 1, 2, 3], np.uint32)
     four &= 0xFF  # four different codes to a word
     word = four[:, 0] | four[:, 1] << 8 | four[:, 2] << 16 | four[:, 3] << 24
-    for up, shift in zip(*shifts_of(name, monkeypatch), strict=True):
-        expected = rounded(codes.view(element).double() * 2.0**up, torch.float8_e4m3fn)
+    ups, shifts = shifts_of(name, monkeypatch)
+    assert (shifts[-1] == 0xFFFFFFFF) == (which == "E5M2")  # the row beyond the bound; E4M3 is multiplied by one
+    ups[-1] = 0
+    for up, shift in zip(ups, shifts, strict=True):
+        expected = (
+            codes if shift == 0xFFFFFFFF else rounded(codes.view(element).double() * 2.0**up, torch.float8_e4m3fn)
+        )
         got = ptx.run(getattr(kernels, f"{which}_MOVED_FOUR").value, word, np.full(256, shift))
         each = torch.from_numpy(np.stack([got >> 8 * i & 0xFF for i in range(4)], 1).astype(np.uint8))
         places = torch.from_numpy(four.astype(np.int64))

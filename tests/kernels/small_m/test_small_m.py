@@ -26,6 +26,7 @@ from mxtensor.kernels.small_m.heuristics import (
     Measured,
     choose_config,
     gpu_of,
+    groups_with_rows,
     measured_of,
     most_rows,
     row_of,
@@ -545,16 +546,33 @@ def test_each_group_of_rows_is_multiplied_by_its_weight(format):
     assert error(y, reference) < TOLERANCE and (y[20:] == 0).all()
 
 
+@pytest.mark.parametrize("config", [PIPELINED, WHOLE])
+@pytest.mark.parametrize("groups, rows, tail", [(40, 9, 2), (300, 5, 0), (129, 1, 0), (33, 40, 3), (5, 3, 3)])
+def test_groups_without_rows_take_no_block(groups, rows, tail, config, monkeypatch):
+    """There are as many blocks as rows, if these are fewer than groups. The memory of results is poisoned."""
+    chosen = torch.randint(groups, (rows - tail,)).sort().values
+    ends = torch.bincount(chosen, minlength=groups).cumsum(0).to(torch.int32)
+    w, x = mx.quantize(torch.randn(groups, 24, 64), "mxfp8").rowwise, torch.randn(rows, 64).bfloat16()
+    empty = torch.Tensor.new_empty
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda t, *size, **options: empty(t, *size, **options).fill_(7))
+    y = product(x, w, config, ends=ends)
+    expected = torch.zeros(rows, 24, dtype=torch.float64)
+    if rows > tail:
+        expected[: rows - tail] = torch.einsum("mk,mnk->mn", x[: rows - tail].double(), values(w)[chosen])
+    assert error(y, expected) < TOLERANCE if rows > tail else not y.any()
+    assert not y[rows - tail :].any()
+
+
 @pytest.mark.parametrize("ends", [[2, 99], [-7, 23], [30, 2], [2**31 - 1, -(2**31)]])
 def test_ends_of_groups_never_reach_outside(ends, monkeypatch):
     """The ends are data that the host does not read: no row after the last one of x is read or written."""
     w, x = mx.quantize(torch.randn(2, 40, 96), "mxfp8").rowwise, torch.randn(123, 96).bfloat16()
-    whole, new_zeros = torch.full((323, 40), 7.0), torch.Tensor.new_zeros
+    whole, new_empty = torch.full((323, 40), 7.0), torch.Tensor.new_empty
 
     def inside(t, *size, **options):
-        return whole[100:123] if size == (23, 40) else new_zeros(t, *size, **options)
+        return whole[100:123] if size == (23, 40) else new_empty(t, *size, **options)
 
-    monkeypatch.setattr(torch.Tensor, "new_zeros", inside)
+    monkeypatch.setattr(torch.Tensor, "new_empty", inside)
     y = product(x[:23], w, PIPELINED, ends=torch.tensor(ends, dtype=torch.int32))
     assert y.data_ptr() == whole[100:].data_ptr() and (whole[:100] == 7).all() and (whole[123:] == 7).all()
 
@@ -732,6 +750,22 @@ def test_configs_have_only_the_columns_that_the_activation_rows_need():
     assert [of(m).cols for m in (65, 96, 97, 128, 160, 192)] == [96, 96, 128, 128, 160, 192]
     assert [of(m).cols * -(-m // of(m).cols) for m in (257, 384, 500, 512)] == [320, 384, 512, 512]
     assert not of(512, allowed=lambda config: not config.wgmma).wgmma  # a config of fewer rows, used several times
+
+
+@pytest.mark.parametrize(
+    "rows, groups, found", [(8, 128, (8, 1)), (8, 64, (8, 1)), (4, 32, (4, 1)), (2, 8, (2, 1)), (512, 64, (64, 11)),
+                            (128, 8, (8, 20)), (0, 8, (1, 1)), (5, 1, (1, 5))]
+)  # fmt: skip
+def test_rows_of_a_token_are_in_groups_of_their_own(rows, groups, found):
+    assert groups_with_rows(rows, groups) == found
+
+
+def test_the_config_of_groups_is_that_of_a_matrix_as_high_as_the_busy_ones():
+    """Small matrices alone would divide K over blocks; 64 of them together fill the GPU."""
+    device, kind = torch.device("cpu"), (torch.bfloat16,) * 3
+    each = [launch.choose(device, mx.FORMATS["mxfp4"], kind, (rows, 2048, groups), (2048,), (0, 0, 0), None, None)
+            for rows, groups in ((512, 64), (8, 0))]  # fmt: skip
+    assert each[0].config.split == 1 < each[1].config.split * each[1].config.wk
 
 
 def test_groups_never_take_a_persistent_config(monkeypatch):
