@@ -6,7 +6,7 @@ Drawn by ``python -m benchmarks.plots``, one for each size: docs/assets/parity_S
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,11 @@ SIZES = ("large", "medium")
 FAMILIES = ("bf16", "mxfp8", "float8", "mxfp6", "nvfp4", "mxfp4")
 """A family has one color; its arms differ in dashes."""
 DASHES = ("-", (0, (4, 2)), (0, (1, 1.5)), (0, (5, 1.5, 1, 1.5)), (0, (2, 1)), (0, (6, 2, 1, 2, 1, 2)))
+MANY = 8
+"""With more arms the right panel has the distance at the end only, a line for each arm."""
+TICKS = (-0.5, 0, 0.5, 1, 2, 3, 5, 10, 20, 50)
+LINEAR = 1.0
+"""Percent up to which that axis is linear; it is logarithmic from there on."""
 FIRST = 0.1
 """The distance is drawn from this share of the tokens on: losses that fall fast differ much."""
 
@@ -53,8 +58,36 @@ def differences(run: Result, base: Sequence[Result]) -> list[tuple[float, float]
     ]
 
 
+def draw_differences(axes: Any, arms: Mapping[str, Sequence[Result]], looks: Mapping[str, dict[str, Any]]) -> None:
+    """The distance over tokens, a line for each seed."""
+    for name, runs in arms.items():
+        for apart in filter(None, (differences(run, arms.get(BASE, [])) for run in runs)):
+            axes.plot(*zip(*apart, strict=True), **looks[name])
+    axes.set_ylabel("over bf16 of the same seed [%]")
+    axes.set_xlabel("million tokens (bytes)")
+
+
+def draw_ends(axes: Any, arms: Mapping[str, Sequence[Result]], looks: Mapping[str, dict[str, Any]]) -> None:
+    """The distance at the end, a dot for each seed."""
+    found = {
+        name: [apart[-1][1] for apart in (differences(run, arms.get(BASE, [])) for run in runs) if apart]
+        for name, runs in arms.items()
+        if name != BASE
+    }
+    found = {name: ends for name, ends in found.items() if ends}
+    for row, (name, ends) in enumerate(found.items()):
+        axes.plot(ends, [row] * len(ends), "o", markersize=6, color=looks[name]["color"], alpha=0.8)
+    axes.axvline(0, color="#000000", linewidth=1.2)
+    axes.set_yticks(range(len(found)), list(found), fontsize=9)
+    axes.set_ylim(len(found) - 0.5, -0.5)
+    axes.set_xscale("symlog", linthresh=LINEAR)
+    ticks = [tick for tick in TICKS if tick <= 1.1 * max(map(max, found.values()), default=0)]
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.set_xlabel("over bf16 of the same seed, at the end [%]")
+
+
 def figure_of(results: Sequence[Result]) -> Any:
-    """Both panels; each seed is a line."""
+    """Both panels; each seed is a line, or a dot if there are MANY arms."""
     from matplotlib.figure import Figure  # not pyplot: no global state, no display
     from matplotlib.lines import Line2D
 
@@ -66,30 +99,29 @@ def figure_of(results: Sequence[Result]) -> Any:
         for run in runs:
             points = [(p.tokens / 1e6, p.held_out) for p in run.points if p.step]
             left.plot(*zip(*points, strict=True), **looks[name])
-            apart = differences(run, base)
-            if apart:
-                right.plot(*zip(*apart, strict=True), **looks[name])
+    many = len(arms) > MANY
+    (draw_ends if many else draw_differences)(right, arms, looks)
     if len(base) > 1:
         percent = 100 * spread(base) / base[0].loss
-        right.axhspan(-percent, percent, color="#eeeeee", zorder=0)
+        (right.axvspan if many else right.axhspan)(-percent, percent, color="#e4e4e4", zorder=0)
+        place, where = ((0, 1), ("data", "axes fraction")) if many else ((0.99, percent), ("axes fraction", "data"))
         right.annotate(
-            "spread of bf16's seeds", (0.99, percent), xycoords=("axes fraction", "data"), ha="right", va="bottom",
-            fontsize=8, color="#777777",
+            "spread of bf16's seeds", place, xycoords=where, ha="center" if many else "right", va="bottom", fontsize=8,
+            color="#777777",
         )  # fmt: skip
     left.set_yscale("log")
     left.yaxis.set_major_formatter("{x:.2f}")
     left.yaxis.set_minor_formatter("{x:.2f}")
     left.set_ylabel("held-out loss [nats a byte]")
-    right.set_ylabel("over bf16 of the same seed [%]")
+    left.set_xlabel("million tokens (bytes)")
     for axes in (left, right):
-        axes.set_xlabel("million tokens (bytes)")
         axes.grid(color="#dddddd", linewidth=0.6)
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
     handles = [Line2D([], [], label=name, **looks[name]) for name in arms]
     figure.legend(handles=handles, loc="outside lower center", ncols=6, frameon=False, fontsize=9)
     parameters = results[0].header.parameters / 1e6
-    figure.suptitle(f"A GPT of {parameters:.0f} million parameters, one line for each seed")
+    figure.suptitle(f"A GPT of {parameters:.0f} million parameters, one {'dot' if many else 'line'} for each seed")
     return figure
 
 

@@ -242,6 +242,7 @@ def run(args: argparse.Namespace) -> None:
                 for batch in args.batches:
                     rows.append(measured(model, config, mode, batch, args))
                     progress.step(f"{rows[-1].work}: {rows[-1].tokens_a_second:.1f} tokens/s")
+                    write_json(args.json, rows)  # a row takes a minute: those of a run that is stopped are there
             del model
             gc.collect()
             torch.cuda.empty_cache()
@@ -256,4 +257,3 @@ def run(args: argparse.Namespace) -> None:
                 print(f"{us:9.1f}  {name}")
         for error in row.failed.values():
             print(f"{row.work}: {error}")
-    write_json(args.json, rows)

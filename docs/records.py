@@ -294,7 +294,8 @@ def _short(machine: dict[str, Any]) -> str:
 
 def figures() -> str:
     """The table of figures in README.md: what the formats save, and what they cost."""
-    from benchmarks import decode_model, fsdp, train_linear
+    from benchmarks import decode_model, fsdp
+    from docs.records_users import figures_of_users
 
     machine, models = read_json(RESULTS / "decode_model.json", decode_model.ModelRow)
     rows: list[tuple[str, ...]] = []
@@ -310,29 +311,14 @@ def figures() -> str:
     for what, unit, column, faster in (
         ("Weights of a model with the shape of Llama 3 8B", "GB", 4, False),
         ("Decoding of that model, batch 1", "tokens/s", 1, True),
-        ("Prefill of 4096 tokens", "ms", 6, False),
     ):
         base = float(decoded["bfloat16"][column])
         add(what, unit, base, partial(_weight_only, decoded, column), faster)
 
-    memory = json.loads((RESULTS / "train_linear.json").read_text())["chain_memory"]
-    saved = {line[1]: float(line[2]) for line in memory if line[0] == "8192"}
-    add("Activations saved for backward, 8 linear layers of 8192x8192", "MiB", saved["bfloat16"], saved.get)
-    trained_on, steps = read_json(RESULTS / "train_linear.json", train_linear.TrainRow)
-    lines = [train_linear.cells(row) for row in steps]
-    trained = {line[1]: line for line in lines if line[0] == "8192x8192x8192"}
-    base = float(trained["mxfp8"][2])
-    other = "" if trained_on["gpu"] == machine["gpu"] else f", on one {_short(trained_on)}"
-    add(
-        f"Forward and backward of a linear layer, 8192x8192x8192{other}",
-        "ms",
-        base,
-        lambda name: float(trained[name][3]),
-    )
     _, ranks = read_json(RESULTS / "fsdp.json", fsdp.FsdpRow)
     gathered = {line[0]: float(line[5]) for line in fsdp.lines(ranks)}
     codes = {"mxfp8": gathered["mxfp8, codes gathered"]}
     add("All-gathers of FSDP2 in one step, 1B parameters, 2 GPUs", "MB", gathered["bfloat16"], codes.get)
 
     header = f"{_short(machine)}, bfloat16, " + ", ".join(FIGURES.values())
-    return table(header, rows)
+    return table(header, [*figures_of_users(_short), *rows])

@@ -2,8 +2,37 @@
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.harness import read_json
 from docs.markdown import table
-from docs.records import on_gpu
+from docs.records import RESULTS, on_gpu
+
+
+def figures_of_users(short: Callable[[dict[str, Any]], str]) -> list[tuple[str, ...]]:
+    """The lines of README's table that ``benchmarks.users`` measured: layers, experts, training steps."""
+    from benchmarks import users_experts, users_layers, users_train
+    from benchmarks.decode import DecodeRow
+
+    machine, layers = read_json(RESULTS / "users_layers.json", DecodeRow)
+    gpu, found = short(machine), users_layers.figures(layers)
+    few = {line[1]: line for line in users_layers.summary(found, users_layers.band_of) if line[0] == "1 to 64"}
+    few_rows = (f"{few[name][2]}x, at worst {few[name][3]}x" for name in ("mxfp8-weight-only", "mxfp4-weight-only"))
+    _, experts = read_json(RESULTS / "users_experts.json", users_experts.ExpertsRow)
+    speeds = ([row.speedup(name) for row in experts] for name in users_experts.FORMATS)
+    decoding = (f"{statistics.geometric_mean(each):.2f}x, at worst {min(each):.2f}x" for each in speeds)
+    lines = [
+        (f"Linear layers of public models, 1 to 64 rows, one {gpu}", "", *few_rows, ""),
+        (f"Experts of public models, 1 to 64 sequences that decode, one {gpu}", "", *decoding, ""),
+    ]
+    _, steps = read_json(RESULTS / "users_train.json", users_train.StepRow)
+    for row in steps:
+        base, ours = row.times[users_train.BASE], row.times["mxfp8"]
+        what = f"Compiled training step of a GPT, {row.size.replace('x', ' layers of width ')}, one {gpu}"
+        lines.append((what, f"{base:.1f} ms", f"{ours:.1f} ms ({base / ours:.2f}x)", "", ""))
+    return lines
 
 
 def users_layers() -> str:
@@ -20,6 +49,27 @@ def users_layers() -> str:
         ]
 
     return on_gpu("users_layers", DecodeRow, sections, "users layers")
+
+
+def users_experts() -> str:
+    """What ``benchmarks.users experts`` recorded."""
+    from benchmarks import users_experts as bench
+
+    def sections(rows: list[bench.ExpertsRow]) -> list[str]:
+        header, lines = bench.table(rows, bench.FORMATS)
+        return [table(", ".join(header), lines), table(", ".join(bench.MEANS_HEADER), bench.means(rows, bench.FORMATS))]
+
+    return on_gpu("users_experts", bench.ExpertsRow, sections, "users experts")
+
+
+def users_train() -> str:
+    """What ``benchmarks.users train`` recorded."""
+    from benchmarks import users_train as bench
+
+    def sections(rows: list[bench.StepRow]) -> list[str]:
+        return [table(", ".join(bench.HEADER), bench.lines(rows))]
+
+    return on_gpu("users_train", bench.StepRow, sections, "users train")
 
 
 def users_generate() -> str:

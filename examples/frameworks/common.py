@@ -42,6 +42,8 @@ def parsed(doc: str, argv: Sequence[str] | None) -> argparse.Namespace:
     add("--kill-rank", type=int, metavar="R", help="kill rank R only (all ranks)")
     add("--resume", action="store_true", help="continue from the last checkpoint in the folder")
     args = parser.parse_args(argv)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)  # runs are compared bit for bit
     args.folder.mkdir(parents=True, exist_ok=True)
     return args
 

@@ -209,11 +209,16 @@ def test_a_record_is_a_line_for_each_point(tmp_path):
 
 
 def test_targets_hold_or_do_not():
-    runs = [result(BASE, 0, 2.0), result(BASE, 1, 2.2), result("mxfp8", 0, 2.02, 1500.0), result("nvfp4", 1, 2.2)]
+    runs = [
+        result(BASE, 0, 2.0),
+        result(BASE, 1, 2.2),
+        result("mxfp8", 0, 2.02, 1500.0),
+        result("nvfp4-last-bf16", 1, 2.2),
+    ]
     said = {target.what: target.verdict(runs)[2:] for target in parity_targets.TARGETS}
     assert said["MXFP8, distance from bf16 [%]"] == ["1", "mxfp8", "no"]
     assert said["MXFP8, distance from bf16 [spread of seeds]"] == ["0.1", "mxfp8 and bf16", "yes"]
-    assert said["NVFP4, distance from bf16 [%]"] == ["0", "nvfp4", "yes"]
+    assert said["NVFP4 with all ingredients, distance from bf16 [%]"] == ["0", "nvfp4-last-bf16", "yes"]
     assert said["FP8 tensor cores, distance from dequantized values [spread of seeds]"][-1] == "not measured"
     assert said["MXFP8, tokens/s over bf16"] == ["1.5", "mxfp8", "yes"]
 
@@ -221,7 +226,12 @@ def test_targets_hold_or_do_not():
 @pytest.fixture
 def recorded(tmp_path, monkeypatch):
     """Records of three arms, and a folder of pictures."""
-    for one in (result(BASE, 0, 2.0), result(BASE, 1, 2.2), result("mxfp8", 0, 2.02), result("nvfp4", 1, 2.22)):
+    for one in (
+        result(BASE, 0, 2.0),
+        result(BASE, 1, 2.2),
+        result("mxfp8", 0, 2.02),
+        result("nvfp4-last-bf16", 1, 2.22),
+    ):
         machine = {
             "gpu": "a GPU",
             "cpu": "a CPU",
@@ -247,10 +257,25 @@ def test_the_picture_shows_each_seed_and_the_distance(recorded):
     assert parity_plot.draw("medium", recorded / "parity", recorded) is None
 
 
+def test_many_arms_are_dots_where_they_end(recorded, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(parity_plot, "MANY", 1)
+    _, right = parity_plot.figure_of(record.read_all(recorded / "parity", "large")).axes
+    *dots, zero = right.lines
+    assert [list(line.get_xdata()) for line in dots] == [pytest.approx([1.0]), pytest.approx([100 * 0.02 / 2.2])]
+    assert [label.get_text() for label in right.get_yticklabels()] == ["mxfp8", "nvfp4-last-bf16"]
+    assert list(zero.get_xdata()) == [0, 0]
+
+
 def test_the_page_has_the_tables_or_says_that_there_are_none(recorded):
     text = records_studies.parity_large()
-    assert "a GPU, Python 3.12, torch 2.11; 2026-01-02." in text and "| nvfp4 | fprop by fp8_rows |" not in text
-    assert "| mxfp8 | fprop by fp8_rows |" in text and "| NVFP4, distance from bf16 [%] | <= 1.00 |" in text
+    assert (
+        "a GPU, Python 3.12, torch 2.11; 2026-01-02." in text and "| nvfp4-last-bf16 | fprop by fp8_rows |" not in text
+    )
+    assert (
+        "| mxfp8 | fprop by fp8_rows |" in text
+        and "| NVFP4 with all ingredients, distance from bf16 [%] | <= 1.00 |" in text
+    )
     assert "](../assets/parity_large.png)" not in text
     (recorded / "parity_large.png").write_bytes(b"")
     assert "](../assets/parity_large.png)" in records_studies.parity_large()

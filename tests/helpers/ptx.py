@@ -43,26 +43,26 @@ def run(text, *inputs):
 
     for line in re.findall(r"([a-z][^;{}]*(?:\{[^}]*\}[^;]*)?);", text):
         name, rest = line.split(maxsplit=1)
-        to, *parts = re.findall(r"\{[^}]*\}|[^,\s]+", rest)
+        to, *sources = re.findall(r"\{[^}]*\}|[^,\s]+", rest)
         if name == "mov.b32" and to.startswith("{"):
-            for register, half in zip(re.findall(r"\w+", to), halves(value(parts[0]), 32), strict=True):
+            for register, half in zip(re.findall(r"\w+", to), halves(value(sources[0]), 32), strict=True):
                 registers[register] = half
-        elif name == "mov.b32" and parts[0].startswith("{"):
-            registers[to] = joined(*(registers[r] for r in re.findall(r"\w+", parts[0])), 32)
+        elif name == "mov.b32" and sources[0].startswith("{"):
+            registers[to] = joined(*(registers[r] for r in re.findall(r"\w+", sources[0])), 32)
         elif name == "mov.b32":
-            registers[to] = value(parts[0])
+            registers[to] = value(sources[0])
         elif kind := re.fullmatch(r"cvt\.rn\.f16x2\.(e\dm\dx2)", name):
-            codes = (torch.from_numpy(half.astype(np.uint8)) for half in halves(value(parts[0]), 16))
+            codes = (torch.from_numpy(half.astype(np.uint8)) for half in halves(value(sources[0]), 16))
             registers[to] = word_of(*(c.view(KINDS[kind[1]]).double().numpy() for c in codes))
         elif kind := re.fullmatch(r"cvt\.rn\.satfinite\.(e\dm\dx2)\.f16x2", name):
-            codes = (rounded(torch.from_numpy(n), KINDS[kind[1]]) for n in two_float16(value(parts[0])))
+            codes = (rounded(torch.from_numpy(n), KINDS[kind[1]]) for n in two_float16(value(sources[0])))
             registers[to] = joined(*(c.numpy().astype(np.uint32) for c in codes), 16)
         elif name == "setp.eq.s32":
-            registers[to] = value(parts[0]) == value(parts[1])
+            registers[to] = value(sources[0]) == value(sources[1])
         elif name in ("selp.b32", "selp.b16"):
-            registers[to] = np.where(registers[parts[2]], value(parts[0]), value(parts[1]))
+            registers[to] = np.where(registers[sources[2]], value(sources[0]), value(sources[1]))
         elif name == "mul.rn.f16x2":
-            pairs = zip(*(two_float16(value(part)) for part in parts), strict=True)
+            pairs = zip(*(two_float16(value(part)) for part in sources), strict=True)
             with np.errstate(over="ignore", invalid="ignore"):
                 registers[to] = word_of(*(a * b for a, b in pairs))
         elif name != "reg":
