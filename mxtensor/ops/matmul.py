@@ -12,12 +12,11 @@ from ..core.dispatch import implements, refuse_if_strict
 from ..core.explain import record
 from ..core.kernel import Spec
 from ..core.shapes import as_matrix
-from ..kernels.gemm.select import gemm, grouped_gemm
+from ..kernels.gemm.select import gemm
 from ..kernels.gemm.spec import GemmArgs, GemmOperand, Unquantized
 from ..numerics.operand import Operand
 from ..recipe.kernel_preference import KernelPreference
 from ..tensor.mxtensor import MXTensor
-from .fallback import read
 from .product_checks import check_dims, check_product
 
 aten = torch.ops.aten
@@ -146,18 +145,6 @@ def baddbmm(func: Any, args: Any, kwargs: Any) -> Tensor:
     bias, a, b = args
     check_dims("baddbmm", (a, 3), (b, 3))
     return product("baddbmm", Side(a, False), Side(b, True), bias, kwargs.get("alpha", 1), kwargs.get("beta", 1))
-
-
-@implements(aten._grouped_mm.default)
-def grouped_mm(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """(M, K) @ (G, K, N) with ``offs``, the end of each group's rows."""
-    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
-    a, b, offs = given["self"], given["mat2"], given.get("offs")
-    plain_call = given.get("bias") is None and given.get("out_dtype") in (None, a.dtype)
-    if not plain_call or offs is None or a.dim() != 2 or not isinstance(b, MXTensor) or b.dim() != 3:
-        return read(func, args, kwargs, "not rows for a stack of weights, in groups")  # type: ignore[no-any-return]
-    sides = gemm_operands("_grouped_mm", Side(a, False), Side(b, True))
-    return grouped_gemm("_grouped_mm", *sides, offs, GemmArgs(a.dtype), prefer=preference(b))
 
 
 @implements(aten.mv.default)

@@ -134,6 +134,8 @@ def launches(monkeypatch):
     launch.resolve.cache_clear()
     anywhere = replace(small_m.KERNEL, device=None)
     monkeypatch.setattr(select, "GEMM", tuple(anywhere if k is small_m.KERNEL else k for k in select.GEMM))
+    stacks = replace(small_m.GROUPED, device=None)
+    monkeypatch.setattr(select, "GROUPED", tuple(stacks if k is small_m.GROUPED else k for k in select.GROUPED))
     monkeypatch.setattr(select, "has_launches", lambda device: True)
     calls, lock = [], threading.Lock()
     whole = prepared.Launch.run
@@ -167,6 +169,62 @@ def test_the_second_call_has_the_bits_of_the_first(config, bias, mode, launches)
     for one, two, other in zip(first, second, others, strict=True):
         assert one.shape == two.shape and one.dtype == two.dtype and torch.equal(one, two)
         assert not torch.equal(one, other)
+
+
+def ends_of(*counts):
+    return torch.tensor(counts).cumsum(0).to(torch.int32)
+
+
+OF_GROUPS = ONE_LAUNCH._replace(persistent=0)
+
+
+def stack_of(name, activation=None):
+    operand = mx.quantize(torch.randn(3, 48, 320).bfloat16(), name).rowwise
+    return MXTensor(operand, None, mx.LinearRecipe.inference(name, activation), torch.bfloat16)
+
+
+@needs_compiler
+@pytest.mark.parametrize("formats", [("mxfp8", "mxfp8"), ("mxfp4",), ("nvfp4",)])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_the_second_call_with_groups_takes_the_ends_of_that_call(formats, mode, launches, monkeypatch):
+    monkeypatch.setattr(launch, "choose_config", lambda *args: OF_GROUPS)
+    stack = stack_of(*formats)
+    x, choices = torch.randn(5, 320).bfloat16(), [ends_of(2, 0, 3), ends_of(0, 4, 0), ends_of(5, 0, 0)]
+    with mode():
+        first = [F.grouped_mm(x, stack.mT, offs=ends) for ends in choices]
+        assert len(launches) == 2  # one kind of call
+        second = [F.grouped_mm(x, stack.mT, offs=ends) for ends in choices]
+        assert len(launches) == 5
+        alone = [F.linear(x[:2], stack[0]), F.linear(x[2:], stack[2])]
+    assert all(torch.equal(one, two) for one, two in zip(first, second, strict=True))
+    assert torch.equal(first[0], torch.cat(alone)) and not first[1][4:].any()
+
+
+@needs_compiler
+def test_other_groups_rows_or_stacks_are_other_plans(launches, monkeypatch):
+    monkeypatch.setattr(launch, "choose_config", lambda *args: OF_GROUPS)
+
+    def taken(x, stack, ends):
+        before = len(launches)
+        with torch.no_grad():
+            F.grouped_mm(x, stack.mT, offs=ends)
+        return len(launches) - before
+
+    stacks = [stack_of("mxfp8") for _ in range(2)]
+    x, ends = torch.randn(5, 320).bfloat16(), ends_of(2, 0, 3)
+    strided = torch.stack([ends, ends], 1)[:, 0]
+    for given in ((x, stacks[0], ends), (x, stacks[1], ends), (x[:4], stacks[0], ends_of(1, 1, 2))):
+        assert [taken(*given) for _ in range(2)] == [0, 1]
+    assert [taken(x, stacks[0], strided) for _ in range(2)] == [0, 0]
+    with mx.explain() as log:
+        assert taken(x, stacks[0], ends) == 0
+    assert [entry.kernel for entry in log.entries] == ["small_m"]
+    with pytest.raises(TypeError, match="must be int32"):
+        taken(x, stacks[0], ends.long())
+    gone = [weakref.ref(t) for t in (stacks[0].rowwise.data, ends)]
+    del stacks, ends, given, strided, log
+    gc.collect()
+    assert [ref() for ref in gone] == [None, None]
 
 
 @pytest.fixture

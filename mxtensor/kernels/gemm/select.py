@@ -131,6 +131,15 @@ def grouped_gemm(
     return perform(GROUPED, spec, a, b, ends, args, prefer=prefer)  # type: ignore[no-any-return]
 
 
+def grouped_plan_of(
+    op: str, a: GemmOperand, b: GemmOperand, ends: Tensor, args: GemmArgs, prefer: str | None = None
+) -> Plan:
+    """The plan by which ``grouped_gemm`` would run; nothing is logged."""
+    if is_row_scaled(a):
+        a, b, args, _ = without_row_scales(a, b, args, casts=False)
+    return plan_for(GROUPED, _spec(op, a, b, args), a, b, ends, args, prefer=prefer)
+
+
 def grouped_wgrad(
     op: str, a: GemmOperand, b: GemmOperand, groups: Groups, args: GemmArgs, prefer: str | None = None
 ) -> Tensor:

@@ -39,7 +39,7 @@ from .config import SCALES, can_use_wgmma
 from .heuristics import most_rows
 from .launch import Weight, launch
 from .ops import HALVES, is_cast_here, small_m
-from .prepared import Launch, prepare_launch
+from .prepared import GroupedLaunch, Launch, prepare_launch
 
 # ---------------------------------------------------------------------------------------------- refusals
 
@@ -154,8 +154,10 @@ def run_traced(a: GemmOperand, b: GemmOperand, args: GemmArgs) -> Tensor:
     return _call(a, b, None, args, _op)
 
 
-def prepare(x: Tensor, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> Launch | None:
-    """The launch of ``run(a, b, args)`` for any x with this layout; None if the product takes more than one kernel.
+def _prepare(
+    x: Tensor, a: GemmOperand, b: GemmOperand, args: GemmArgs, ends: Tensor | None, kind: type[Launch]
+) -> Launch | None:
+    """A launch of this kind for any x with this layout; None if the product takes more than one kernel.
 
     a is x (..., K) as rows, unquantized or plain.
     """
@@ -167,9 +169,21 @@ def prepare(x: Tensor, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> Launch
     simple = bias is None or (bias.dim() == 1 and bias.is_contiguous() and bias.dtype in TYPES)
     if not simple or args.alpha != 1 or args.beta != 1 or args.out_dtype is not x.dtype:
         return None
-    if not (x.is_contiguous() and b.data.is_contiguous() and b.scale.is_contiguous()):
+    given = (x, b.data, b.scale) if ends is None else (x, b.data, b.scale, ends)
+    if not all(t.is_contiguous() for t in given):
         return None
-    return prepare_launch(x, [Weight(b.data, b.scale, b.global_scale, bias)], b.format, b.shape[-1], cast)
+    weight = Weight(b.data, b.scale, b.global_scale, bias)
+    return prepare_launch(x, [weight], b.format, b.shape[-1], cast, ends=ends, kind=kind)
+
+
+def prepare(x: Tensor, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> Launch | None:
+    """The launch of ``run(a, b, args)``."""
+    return _prepare(x, a, b, args, None, Launch)
+
+
+def prepare_grouped(x: Tensor, a: GemmOperand, b: GemmOperand, ends: Tensor, args: GemmArgs) -> Launch | None:
+    """The launch of ``run_grouped(a, b, ends, args)``."""
+    return _prepare(x, a, b, args, ends, GroupedLaunch)
 
 
 def run_grouped(a: GemmOperand, b: GemmOperand, ends: Tensor, args: GemmArgs) -> Tensor:
@@ -181,4 +195,4 @@ def run_grouped_traced(a: GemmOperand, b: GemmOperand, ends: Tensor, args: GemmA
 
 
 KERNEL = Kernel("small_m", refuses, run, "cuda", run_traced, prepare)
-GROUPED = Kernel("small_m", refuses_grouped, run_grouped, "cuda", run_grouped_traced)
+GROUPED = Kernel("small_m", refuses_grouped, run_grouped, "cuda", run_grouped_traced, prepare_grouped)

@@ -19,7 +19,7 @@ from ..runtime.check import check_argument, check_codes, check_scalars
 from ..runtime.cuda_macros import ELEMENTS, TYPES
 from .config import SCALES
 from .launch import Weight, launch
-from .prepared import Launch, SharedLaunch, prepare_launch
+from .prepared import GroupedLaunch, Launch, SharedLaunch, prepare_launch
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -95,19 +95,20 @@ def _repeated(
     are right.
     """
     key: Hashable = None
-    if ends is None and x_global is None and has_launches(x):
+    if x_global is None and has_launches(x):
         place = x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15  # kernels read 16 bytes at a time
         tensors = tuple(_facts(t) for weight in weights for t in weight)
-        key = op, place, tensors, format, cols, alpha, beta, out_dtype, cast, scaling
+        groups = None if ends is None else (ends.shape, ends.dtype, ends.device, ends.is_contiguous())
+        key = op, place, tensors, groups, format, cols, alpha, beta, out_dtype, cast, scaling
         seen, prepared = custom_ops.launch_of(key)
         if prepared is not None:
-            return prepared(x)
+            return prepared(x) if ends is None else prepared(x, ends)
         key = None if seen else key
     f, to = get_format(format), _cast_of(cast, scaling)
     check_arguments(op, x, weights, f, cols, x_global, ends, out_dtype, to)
     results = launch(x, weights, f, cols, x_global, ends, alpha, beta, out_dtype, to)
     if key is not None:
-        prepared = prepare_launch(x, weights, f, cols, to, alpha, beta, out_dtype, kind)
+        prepared = prepare_launch(x, weights, f, cols, to, alpha, beta, out_dtype, ends, kind)
         spec = Spec(op, (tuple(x.shape), *(tuple(w.data.shape) for w in weights)), (x.dtype, f), out_dtype, x.device)
         custom_ops.cache_launch(key, spec, prepared)
     return results if kind is SharedLaunch else results[0]
@@ -130,7 +131,8 @@ def small_m(
     rows after the last end are zeros.
     """
     weights, rest = [Weight(data, scale, global_scale, bias)], (alpha, beta, out_dtype, cast, scaling)
-    return _repeated("mxtensor::small_m", x, weights, format, cols, x_global, ends, *rest, Launch)  # type: ignore[no-any-return]
+    kind = Launch if ends is None else GroupedLaunch
+    return _repeated("mxtensor::small_m", x, weights, format, cols, x_global, ends, *rest, kind)  # type: ignore[no-any-return]
 
 
 @custom_ops.fake_of(small_m)

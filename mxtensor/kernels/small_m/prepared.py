@@ -20,8 +20,9 @@ from .heuristics import BY_WARPS
 from .launch import Weight, resolved_for, steps_of
 from .scratch import scratch_of
 
-RESULTS, X, SCRATCH = 1 << 60, 1 << 61, 1 << 62
-"""Addresses that no memory has, for results, activations and scratch memory while the arguments are made."""
+ENDS, RESULTS, X, SCRATCH = 1 << 59, 1 << 60, 1 << 61, 1 << 62
+"""Addresses that no memory has, for ends of groups, results, activations and scratch memory while the arguments are
+made."""
 
 
 class _At:
@@ -70,26 +71,39 @@ class SharedLaunch(Launch):
         return results
 
 
+class GroupedLaunch(Launch):
+    """The same with a stack of weights and the ends of groups."""
+
+    def __call__(self, x: Tensor, ends: Tensor) -> Tensor:  # type: ignore[override]
+        out = x.new_empty(self.shape, dtype=self.dtype)
+        self.run(x, out.data_ptr(), ends.data_ptr())
+        return out
+
+
 def prepare_launch(
     x: Tensor, weights: Sequence[Weight], format: Format, cols: int, cast: Cast | None, alpha: float = 1.0,
-    beta: float = 1.0, out_dtype: torch.dtype | None = None, kind: type[Launch] = Launch,
+    beta: float = 1.0, out_dtype: torch.dtype | None = None, ends: Tensor | None = None, kind: type[Launch] = Launch,
 ) -> Launch | None:  # fmt: skip
     """The launches of x (..., K) by these weights; None if they take more than one product kernel, or a copy first.
 
-    Results have the dtype of x unless ``out_dtype`` is given.
+    Results have the dtype of x unless ``out_dtype`` is given. ``ends``: of groups of rows, for a stack of weights.
     """
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    if rows.shape[0] > BY_WARPS and any((w.data.data_ptr() | w.scale.data_ptr()) % 16 for w in weights):
-        return None  # the weight is copied first
+    copied = ends is None and rows.shape[0] > BY_WARPS  # if not aligned
+    if copied and any((w.data.data_ptr() | w.scale.data_ptr()) % 16 for w in weights):
+        return None
     if len(weights) > MOST_WEIGHTS or len({w.bias.dtype for w in weights if w.bias is not None}) > 1:
         return None
     dtype = out_dtype or x.dtype
     with triton_launch.on(x.device):
-        resolved = resolved_for(rows, weights, format, cols, 0, dtype, cast, None)
+        groups = 0 if ends is None else weights[0].data.shape[0]
+        resolved = resolved_for(rows, weights, format, cols, groups, dtype, cast, None)
         scratch = None if resolved.config.whole_x else scratch_of(resolved.config, *rows.shape, cast, resolved.blocks)
         given: Any = _At(rows, X | rows.data_ptr() & 15)
         results: list[Any] = [_At(rows, RESULTS + i * WINDOW) for i in range(len(weights))]
-        steps = steps_of(given, weights, results, format, cast, resolved, scratch, SCRATCH, alpha, beta)
-        launches = PreparedLaunches(x.device, steps, (given.address, SCRATCH, *(y.address for y in results)))
+        at_ends: Any = None if ends is None else _At(ends, ENDS)
+        steps = steps_of(given, weights, results, format, cast, resolved, scratch, SCRATCH, alpha, beta, at_ends)
+        bases = (given.address, SCRATCH, *(y.address for y in results), *(() if ends is None else (ENDS,)))
+        launches = PreparedLaunches(x.device, steps, bases)
     shapes = [(*x.shape[:-1], w.data.shape[-2]) for w in weights]
     return kind(shapes, dtype, 0 if scratch is None else scratch.bytes, launches)
