@@ -7,7 +7,7 @@
     train        a whole training step of a GPT, eager and compiled
     first-token  the time until the first token, with an empty cache of compiled kernels and with a full one
 
-Each command has ``--help``. All need a GPU.
+Each command has ``--help``. All need a GPU; ``experts`` has ``--device cpu`` too.
 """
 
 from __future__ import annotations
@@ -155,7 +155,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name, (add, run, repeats) in COMMANDS.items():
         one = commands.add_parser(name, help=(run.__doc__ or "").partition("\n")[0])
         add_options(one, repeats)
-        one.add_argument("--device", default="cuda", help=argparse.SUPPRESS)
+        devices = "cuda (the default) or cpu" if name == "experts" else argparse.SUPPRESS
+        one.add_argument("--device", default="cuda", help=devices)
         one.add_argument("--tiny", action="store_true", help=argparse.SUPPRESS)  # a toy size, for tests on a CPU
         add(one)
     args = options.parse_args(argv)

@@ -32,6 +32,7 @@ TESTS = {
     "casts": ("tests/kernels/quantize/test_cpu.py", "-k", "not without_a_compiler"),
     "products": (
         "tests/kernels/gemm/test_cpu_codes.py",
+        "tests/kernels/gemm/test_cpu_groups.py",
         "-k",
         "not without_a_compiler and not compiled and not torchs_own",
     ),

@@ -212,6 +212,47 @@ Tensor cpu_linear(const Tensor& x, const Tensor& data, const Tensor& scale, cons
   return cpu_linear_shared(x, data, scale, global_scales, x_global, biases, format, alpha, beta, out_dtype, cast, amax_epsilon)[0];
 }
 
+// A stack of weights (G, N, bytes), each multiplied by the rows of its group, which end at ends[g]. A cast sees all rows at
+// once; the rows after the last group are zeros.
+Tensor cpu_linear_groups(const Tensor& x, const Tensor& data, const Tensor& scale, const OptionalTensor& global_scale,
+                         const OptionalTensor& x_global, const Tensor& ends, IntArrayRef format, double alpha,
+                         at::ScalarType out_dtype, IntArrayRef cast, double amax_epsilon) {
+  const int64_t groups = data.size(0);
+  MX_CHECK_VALUE(data.dim() == 3 && groups && scale.dim() > 1 && scale.size(0) == groups && data.is_contiguous() && scale.is_contiguous(),
+                 "mxtensor::cpu_linear_groups multiplies a contiguous stack of weights and their scales, not ", data.sizes(),
+                 " and ", scale.sizes());
+  MX_CHECK_VALUE(ends.dim() == 1 && ends.size(0) == groups && ends.scalar_type() == at::kInt && ends.is_contiguous() && ends.is_cpu(),
+                 "mxtensor::cpu_linear_groups: ", groups, " weights need as many ends of groups in int32, got ", ends.scalar_type(),
+                 " ", ends.sizes());
+  Problem all = problem_of(x, data.select(0, 0), scale.select(0, 0), global_scale, x_global, std::nullopt, format, alpha, 0);
+  const Tensor out = at::empty({all.m, all.n}, x.options().dtype(out_dtype));
+  all.out_kind = kind_of(out_dtype);
+  Tensor memory;
+  if (!cast.empty() && all.m && all.k) {
+    MX_CHECK_VALUE(x.is_contiguous() && !x_global, "mxtensor::cpu_linear: values that are cast must be contiguous and have no scale");
+    memory = fake_quantize(all, cast_of(cast, amax_epsilon), x.options());
+  }
+  const int64_t codes = all.n * all.row_bytes, scales = scale.stride(0) * scale.element_size();
+  const int64_t row = all.x_stride * (all.x_kind == FLOAT32 ? 4 : 2);
+  const int* until = ends.const_data_ptr<int>();
+  int64_t done = 0;
+  for (int64_t g = 0; g < groups && all.k; g++) {
+    const int64_t first = g ? std::max(until[g - 1], 0) : 0, end = std::min<int64_t>(until[g], all.m);
+    if (first >= end) continue;
+    Problem p = all;
+    p.m = end - first, p.data += g * codes, p.scale = static_cast<const char*>(p.scale) + g * scales;
+    p.x = static_cast<const char*>(p.x) + first * row;
+    if (p.x_codes) p.x_codes += first * p.k, p.x_scales += first * ceil_div(p.k, 32);
+    const Tensor results = out.narrow(0, first, p.m);
+    p.out = results.mutable_data_ptr();
+    const int64_t few = few_rows(p);
+    if (p.m > few || !by_codes(&p, 1, x.options())) by_blas(p, few, x, std::nullopt, results);
+    done = std::max(done, end);
+  }
+  out.narrow(0, done, all.m - done).zero_();
+  return out;
+}
+
 // Products with one weight whose addresses were prepared once, by number. The caller answers for the memory.
 struct Prepared {
   Problem problem;
@@ -265,6 +306,7 @@ Tensor cpu_linear_prepared(const Tensor& x, int64_t number) {
 TORCH_LIBRARY_IMPL(mxtensor, CPU, m) {
   m.impl("cpu_linear", cpu_linear);
   m.impl("cpu_linear_shared", cpu_linear_shared);
+  m.impl("cpu_linear_groups", cpu_linear_groups);
   m.impl("cpu_linear_prepare", cpu_linear_prepare);
   m.impl("cpu_linear_prepared", cpu_linear_prepared);
 }

@@ -18,19 +18,24 @@ from ...numerics.validate import check_sizes
 from ..quantize.cpu import BLOCKS, KINDS, MODES, SCALES
 from ..quantize.select import fake_quantize
 from ..runtime.availability import exported
-from .cpu_library import ELEMENTS, FEW_ROWS, library, linear, missing, prepared
+from .cpu_library import ELEMENTS, FEW_ROWS, library, linear, linear_groups, missing, prepared
 from .cpu_library import prepare as prepare_op
-from .spec import FakeQuantized, GemmArgs, GemmOperand, Unquantized, flat_bias, not_rows_by_matrix
+from .spec import (
+    FakeQuantized,
+    GemmArgs,
+    GemmOperand,
+    Unquantized,
+    flat_bias,
+    not_a_bias_of_groups,
+    not_rows_by_matrix,
+)
 
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def refuses(spec: Spec, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> str | None:
-    reason = not_rows_by_matrix(spec, a)
-    if reason is not None:
-        return reason
+def _refuses(spec: Spec, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> str | None:
     if spec.op.partition(" ")[0] in TRAINING:
         return "training multiplies values in the same way whether codes were saved or not"
     if not isinstance(b, Operand):
@@ -47,6 +52,17 @@ def refuses(spec: Spec, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> str |
     if 0 in (*spec.shapes[0], *spec.shapes[1]):
         return "no values"
     return exported(spec) or missing()
+
+
+def refuses(spec: Spec, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> str | None:
+    return not_rows_by_matrix(spec, a) or _refuses(spec, a, b, args)
+
+
+def refuses_grouped(spec: Spec, a: GemmOperand, b: GemmOperand, ends: Tensor, args: GemmArgs) -> str | None:
+    reason = not_a_bias_of_groups(args) or _refuses(spec, a, b, args)
+    if reason is None and isinstance(b, Operand) and b.scale.shape[0] != b.shape[0]:
+        return f"{b.format} has one scale for all groups"
+    return reason
 
 
 TRAINING = frozenset({"fprop", "dgrad", "wgrad", "general_gemm"})
@@ -110,6 +126,17 @@ def run(a: GemmOperand, b: GemmOperand, args: GemmArgs) -> Tensor:
     return out if len(shape) == 2 else out.view(shape)
 
 
+def run_grouped(a: GemmOperand, b: GemmOperand, ends: Tensor, args: GemmArgs) -> Tensor:
+    assert isinstance(b, Operand)
+    if not is_traced(b.data):
+        check_sizes(b)
+    x, x_global, cast = _activations(a)
+    return linear_groups(  # type: ignore[no-any-return]
+        x.contiguous(), b.data.contiguous(), b.scale.contiguous(), b.global_scale, x_global, ends.contiguous(),
+        numbers_of(b.format), float(args.alpha), args.out_dtype, *_numbers_of_cast(cast),
+    )  # fmt: skip
+
+
 class Launch:
     """A product with one weight whose addresses the op stores under a number. Stores no tensor."""
 
@@ -150,3 +177,4 @@ def prepare(x: Tensor, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> Launch
 
 
 KERNEL = Kernel("cpu_codes", refuses, run, "cpu", prepare=prepare)
+GROUPED = Kernel("cpu_codes", refuses_grouped, run_grouped, "cpu")

@@ -197,6 +197,10 @@ _OPS.define(
     "-> Tensor[]"
 )
 _OPS.define(
+    "cpu_linear_groups(Tensor x, Tensor data, Tensor scale, Tensor? global_scale, Tensor? x_global, Tensor ends, "
+    "int[] format, float alpha, ScalarType out_dtype, int[] cast, float amax_epsilon) -> Tensor"
+)
+_OPS.define(
     "cpu_linear_prepare(Tensor x, Tensor data, Tensor scale, Tensor? global_scale, Tensor? bias, int[] format, "
     "int[] cast, float amax_epsilon, int[] shape) -> int"
 )
@@ -204,6 +208,8 @@ _OPS.define("cpu_linear_prepared(Tensor x, int number) -> Tensor")
 linear: Any = torch.ops.mxtensor.cpu_linear.default
 linear_shared: Any = torch.ops.mxtensor.cpu_linear_shared.default
 """Products of one x with several weights of one format: what a compiled graph makes of them."""
+linear_groups: Any = torch.ops.mxtensor.cpu_linear_groups.default
+"""Products of rows in groups with a stack of weights, a matrix for each group."""
 prepare: Any = torch.ops.mxtensor.cpu_linear_prepare.default
 prepared: Any = torch.ops.mxtensor.cpu_linear_prepared.default
 
@@ -232,9 +238,20 @@ def _first_shared_call(x: Tensor, *others: Any) -> list[Tensor]:
     return linear_shared(x, *others)  # type: ignore[no-any-return]
 
 
+@torch.library.impl(_OPS, "cpu_linear_groups", "CompositeExplicitAutograd")
+def _first_call_with_groups(x: Tensor, *others: Any) -> Tensor:
+    refuse_first_call("mxtensor::cpu_linear_groups", x, missing)
+    return linear_groups(x, *others)  # type: ignore[no-any-return]
+
+
 @torch.library.register_fake("mxtensor::cpu_linear", lib=_OPS)
 def _(x, data, scale, global_scale, x_global, bias, format, alpha, beta, out_dtype, cast, amax_epsilon):  # type: ignore[no-untyped-def]
     return x.new_empty(x.shape[0], data.shape[0], dtype=out_dtype)
+
+
+@torch.library.register_fake("mxtensor::cpu_linear_groups", lib=_OPS)
+def _(x, data, scale, global_scale, x_global, ends, format, alpha, out_dtype, cast, amax_epsilon):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape[0], data.shape[1], dtype=out_dtype)
 
 
 @torch.library.register_fake("mxtensor::cpu_linear_shared", lib=_OPS)

@@ -32,8 +32,8 @@ GEMM: tuple[Kernel, ...] = (
     emulated.KERNEL,
 )  # fmt: skip
 GROUPED: tuple[Kernel, ...] = (
-    scaled_grouped_mm.KERNEL, dot_scaled.GROUPED, fp8_rows_groups.GROUPED, small_m.GROUPED, dequant.GROUPED,
-    emulated.GROUPED,
+    scaled_grouped_mm.KERNEL, dot_scaled.GROUPED, fp8_rows_groups.GROUPED, small_m.GROUPED,
+    cpu_codes.GROUPED, dequant.GROUPED, emulated.GROUPED,
 )  # fmt: skip
 """The same kernels for a stack of weights, each multiplied by rows of its own."""
 GROUPED_WGRAD: tuple[Kernel, ...] = (fp8_rows_groups.GROUPED_WGRAD, dequant.GROUPED_WGRAD, emulated.GROUPED_WGRAD)
