@@ -1,8 +1,11 @@
 """The command ``experts`` of ``benchmarks.users``: the experts of mixture-of-experts models while they decode.
 
 A call is ``F.grouped_mm`` of the tokens' rows and one stack of weights, as transformers' ``grouped_mm`` experts make it
-twice a layer. Tokens choose their experts at random. A contender is a CUDA graph of calls with choices of their own in
-turn, which together read more than the L2 cache holds. A figure is a speed over that of bfloat16: higher is better.
+twice a layer. ``--batched``: it picks a matrix for each row out of the stack and multiplies them by ``bmm``, as the
+``batched_mm`` experts do, which ``generate`` takes on a GPU.
+
+Tokens choose their experts at random. A contender is a CUDA graph of calls with choices of their own in turn, which
+together read more than the L2 cache holds. A figure is a speed over that of bfloat16: higher is better.
 """
 
 from __future__ import annotations
@@ -71,24 +74,33 @@ class ExpertsRow(GpuRow):
         return 1 / self.relative[contender] if contender in self.relative else float("nan")
 
 
-def choices_of(stack: Stack, batch: int, device: str) -> list[Tensor]:
-    """The ends of each expert's rows, int32 (experts,), of CHOICES random choices."""
+def choices_of(stack: Stack, batch: int, device: str, batched: bool) -> list[Tensor]:
+    """CHOICES random choices: the ends of each expert's rows, int32 (experts,), or the expert of each row."""
     draw, found = torch.Generator().manual_seed(0), []
     for _ in range(CHOICES):
         chosen = torch.stack([torch.randperm(stack.experts, generator=draw)[: stack.chosen] for _ in range(batch)])
         counts = torch.bincount(chosen.flatten(), minlength=stack.experts)
-        found.append(counts.cumsum(0).to(device, torch.int32))
+        found.append(chosen.flatten().to(device) if batched else counts.cumsum(0).to(device, torch.int32))
     return found
 
 
-def calls_of(row: ExpertsRow, config: str, weight: Tensor, choices: Sequence[Tensor], x: Tensor) -> Prepare:
+def product(x: Tensor, weight: Tensor, choice: Tensor, batched: bool) -> Tensor:
+    """The results of the rows x (M, K), in the order of tokens or of experts."""
+    if batched:
+        return torch.bmm(weight[choice], x.unsqueeze(-1)).squeeze(-1)
+    return F.grouped_mm(x, weight.mT, offs=choice)
+
+
+def calls_of(
+    row: ExpertsRow, config: str, weight: Tensor, choices: Sequence[Tensor], x: Tensor, batched: bool
+) -> Prepare:
     """The calls with these choices in turn: one CUDA graph, or on a CPU one after the other."""
 
     def prepare() -> Work:
         with mx.explain() as log:
-            F.grouped_mm(x, weight.mT, offs=choices[0])
+            product(x, weight, choices[0], batched)
         row.kernels[config] = ", ".join(dict.fromkeys(entry.kernel for entry in log.entries))
-        calls = [lambda ends=ends: F.grouped_mm(x, weight.mT, offs=ends) for ends in choices]
+        calls = [lambda choice=choice: product(x, weight, choice, batched) for choice in choices]
         return Graph(calls) if x.is_cuda else lambda: [call() for call in calls]
 
     return prepare
@@ -103,8 +115,8 @@ def stack_rows(name: str, stack: Stack, args: Any) -> list[ExpertsRow]:
     for batch in args.batches:
         x = torch.randn(batch * stack.chosen, stack.cols, dtype=torch.bfloat16, device=args.device)
         row = ExpertsRow(f"{name}, {batch} tokens", {}, math.prod(size), stack=str(stack), batch=batch)
-        choices = choices_of(stack, batch, args.device)
-        contenders = {config: calls_of(row, config, weight, choices, x) for config, weight in weights.items()}
+        choices = choices_of(stack, batch, args.device, args.batched)
+        contenders = {c: calls_of(row, c, weight, choices, x, args.batched) for c, weight in weights.items()}
         clock = graph_clock if args.device == "cuda" else wall_clock
         found.append(timed(row, contenders, args.repeats, warmup=2, clock=clock))
     return found
@@ -145,6 +157,7 @@ def add_options(options: argparse.ArgumentParser) -> None:
     """The options of this command."""
     options.add_argument("--formats", nargs="+", default=FORMATS, help=f"default: {' '.join(FORMATS)}")
     options.add_argument("--batches", nargs="+", type=int, default=BATCHES, help="tokens of a step")
+    options.add_argument("--batched", action="store_true", help="pick a matrix for each row, and call bmm")
     options.add_argument("--seconds", type=float, default=240, help="begin no stack after this time (default: 240)")
 
 

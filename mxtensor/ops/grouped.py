@@ -1,13 +1,15 @@
-"""Grouped products of a stack of weights without gradients: the second call of a kind goes straight to its launches.
+"""Products with a stack of weights whose codes are read once: ``F.grouped_mm``, and ``bmm`` of few rows.
 
 Experts that decode call ``F.grouped_mm`` twice a layer, with groups that differ in each call. Their ends stay on the
-device; a launch takes their address.
+device; the second call of a kind goes straight to its launches, which take their address. transformers' ``generate``
+picks the matrix of each token out of the stack instead (``batched_mm``) and calls ``bmm``: groups of equal sizes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,15 +18,19 @@ from torch import Tensor
 from ..core.dispatch import implements
 from ..core.plan import PLANS
 from ..core.select import is_observed
-from ..core.tracing import is_traced
-from ..kernels.gemm import select
+from ..core.tracing import is_captured, is_traced
+from ..kernels.gemm import cpu_codes, select
 from ..kernels.gemm.spec import GemmArgs
+from ..kernels.small_m import kernel as small_m
 from ..numerics.operand import Operand
 from ..tensor.mxtensor import MXTensor
 from .fallback import read
-from .matmul import Side, gemm_operands, preference
+from .matmul import Side, first_of_repeats, gemm_operands, preference, product
+from .product_checks import check_dims
 
 aten = torch.ops.aten
+READ_CODES = small_m.GROUPED.name, cpu_codes.GROUPED.name
+"""Kernels of groups that decode in registers."""
 
 
 @implements(aten._grouped_mm.default)
@@ -69,3 +75,50 @@ def _prepare(key: Hashable, x: Tensor, weight: MXTensor, ends: Tensor) -> None:
     prepare = None if plan.kernel is None else plan.kernel.prepare
     launch = prepare(x, a, b, ends, args) if prepare is not None and isinstance(b, Operand) else None
     PLANS.put(key, replace(plan, launch=launch, pinned=(weight.recipe,)))
+
+
+# ---------------------------------------------------------------------------------------------- groups of equal sizes
+
+
+@implements(aten.bmm.default)
+def bmm(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """(B, M, K) @ (B, K, N); a weight that the batch repeats is multiplied once, with all rows."""
+    a, b = args
+    check_dims("bmm", (a, 3), (b, 3))
+    one = first_of_repeats(b)
+    if one is not None and not isinstance(a, MXTensor) and a.shape[0] == b.shape[0]:
+        rows = a.reshape(-1, a.shape[-1])
+        return product("bmm", Side(rows, False), Side(one, True)).view(*a.shape[:-1], b.shape[-1])
+    out = _as_groups(a, b)
+    return product("bmm", Side(a, False), Side(b, True)) if out is None else out
+
+
+def _as_groups(a: Tensor, b: Tensor) -> Tensor | None:
+    """The product of a stack of codes with the other side's rows, those of each matrix a group; None if no kernel reads
+    the codes of such groups once."""
+    left = isinstance(a, MXTensor)
+    if left == isinstance(b, MXTensor) or a.dtype != b.dtype or (a.shape[0], a.shape[2]) != (b.shape[0], b.shape[1]):
+        return None
+    stack, x = (Side(a, False), b.transpose(1, 2)) if left else (Side(b, True), a)
+    batch, each, inner = x.shape
+    repeated = batch > 1 and stack.tensor.stride(0) == 0
+    if stack.operand is None or repeated or 0 in x.shape:
+        return None
+    assert stack.mx is not None
+    rows = x.reshape(batch * each, inner)
+    traced = is_traced(rows, stack.operand.data) or is_captured(rows)
+    ends = (_ends_of if traced else _cached_ends)(batch, each, x.device)
+    sides, given = gemm_operands("bmm", Side(rows, False), stack), (ends, GemmArgs(a.dtype))
+    plan = select.grouped_plan_of("bmm", *sides, *given, preference(stack.mx))
+    if plan.kernel is None or plan.kernel.name not in READ_CODES:
+        return None
+    out = select.grouped_gemm("bmm", *sides, *given, prefer=preference(stack.mx)).view(batch, each, -1)
+    return out.transpose(1, 2).contiguous() if left else out
+
+
+def _ends_of(batch: int, each: int, device: torch.device) -> Tensor:
+    """The ends of ``batch`` groups of ``each`` rows."""
+    return torch.arange(each, batch * each + 1, each, dtype=torch.int32, device=device)
+
+
+_cached_ends = lru_cache(maxsize=64)(_ends_of)

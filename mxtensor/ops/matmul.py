@@ -93,7 +93,7 @@ def product(op: str, left: Side, right: Side, bias: Tensor | None = None, alpha:
     return gemm(op, *gemm_operands(op, left, right), args, prefer=preference(weight))
 
 
-def _first_of_repeats(t: Tensor) -> Tensor | None:
+def first_of_repeats(t: Tensor) -> Tensor | None:
     """The one matrix that a batch repeats with stride 0, as torch expands a weight for ``bmm``, or None."""
     if isinstance(t, MXTensor) and t.shape[0] > 1 and t.stride(0) == 0:
         return aten.select.int(t, 0, 0)  # type: ignore[no-any-return]
@@ -125,18 +125,6 @@ def addmm(func: Any, args: Any, kwargs: Any) -> Tensor:
     bias, a, b = args
     check_dims("addmm", (a, 2), (b, 2))
     return product("addmm", Side(a, False), Side(b, True), bias, kwargs.get("alpha", 1), kwargs.get("beta", 1))
-
-
-@implements(aten.bmm.default)
-def bmm(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """(B, M, K) @ (B, K, N); a weight that the batch repeats is multiplied once, with all rows."""
-    a, b = args
-    check_dims("bmm", (a, 3), (b, 3))
-    one = _first_of_repeats(b)
-    if one is not None and not isinstance(a, MXTensor) and a.shape[0] == b.shape[0]:
-        rows = a.reshape(-1, a.shape[-1])
-        return product("bmm", Side(rows, False), Side(one, True)).view(*a.shape[:-1], b.shape[-1])
-    return product("bmm", Side(a, False), Side(b, True))
 
 
 @implements(aten.baddbmm.default)

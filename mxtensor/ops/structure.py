@@ -151,12 +151,24 @@ def repeat(func: Any, args: Any, kwargs: Any) -> Tensor:
     return read(func, args, kwargs, CUTS) if result is None else result
 
 
+def _matrices(t: Tensor, index: Tensor) -> Tensor:
+    """``t[index]``, eight bytes at a time where a matrix has a multiple of them."""
+    flat = t.flatten(1)
+    wide = t.is_contiguous() and flat.shape[1] % 8 == 0 and (is_traced(t) or t.data_ptr() % 8 == 0)
+    found: Tensor = aten.index.Tensor(flat.view(torch.int64) if wide else flat, [index])
+    return found.view(t.dtype).view(index.shape[0], *t.shape[1:])
+
+
 @implements(aten.index.Tensor)
 def index(func: Any, args: Any, kwargs: Any) -> Tensor:
     """Advanced indices into leading dimensions pick whole rows of blocks."""
     w, indices = args
     if not isinstance(w, MXTensor):
         return read(func, args, kwargs)  # type: ignore[no-any-return]
+    first = indices[0] if len(indices) == 1 else None
+    if w.dim() == 3 and first is not None and first.dim() == 1 and first.dtype in (torch.int64, torch.int32):
+        # matrices of a stack, such as those of the experts of each token
+        return _move(aten.index_select.default, (w, 0, first), {}, [0], lambda t, _: _matrices(t, first))
     operand = w._rowwise
     used = sum(i.dim() if i is not None and i.dtype in (torch.bool, torch.uint8) else 1 for i in indices)
     trailing = 1 if w.format.block[0] == 1 else 2

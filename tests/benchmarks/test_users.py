@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from benchmarks import users, users_first, users_generate, users_layers, users_train
+from benchmarks import users, users_experts, users_first, users_generate, users_layers, users_train
 from benchmarks.decode import DecodeRow
 
 
@@ -97,6 +97,16 @@ def test_tokens_are_compared_with_bfloat16_at_the_same_batch():
     assert {len(line) for line in [*lines, users_generate.line(failed, rows)]} == {len(users_generate.HEADER)}
     assert users_generate.profile_cells(rows[-1]) == ["12.00", "19.00", "300", "host"]
     assert math.isnan(failed.tokens_a_second)
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_experts_multiply_the_rows_of_their_tokens(batched):
+    stack = users_experts.Stack(4, 2, 16, 32)
+    weight, x = torch.randn(4, 16, 32), torch.randn(2 * 3, 32)
+    choice = users_experts.choices_of(stack, 3, "cpu", batched)[0]
+    rows = choice if batched else torch.repeat_interleave(torch.arange(4), choice.diff(prepend=choice.new_zeros(1)))
+    expected = torch.einsum("mk,mnk->mn", x, weight[rows])
+    torch.testing.assert_close(users_experts.product(x, weight, choice, batched), expected)
 
 
 def test_a_compiled_step_is_compared_with_both_modes():

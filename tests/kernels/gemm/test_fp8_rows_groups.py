@@ -232,7 +232,15 @@ def test_the_contract_of_groups_of_columns_is_checked(pretend):
 
 
 def test_the_kernels_are_asked_in_this_order():
-    assert [k.name for k in GROUPED] == ["scaled_mm", "dot_scaled", "fp8_rows", "small_m", "dequant", "emulated"]
+    assert [k.name for k in GROUPED] == [
+        "scaled_mm",
+        "dot_scaled",
+        "fp8_rows",
+        "small_m",
+        "cpu_codes",
+        "dequant",
+        "emulated",
+    ]
     assert [k.name for k in GROUPED_WGRAD] == ["fp8_rows", "dequant", "emulated"]
 
 
