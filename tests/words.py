@@ -184,6 +184,7 @@ def left() -> list[str]:
     return [line for path in files() for line in offences(path, path.read_text())]
 
 
+@pytest.mark.exhaustive
 def test_no_old_word_is_left():
     found = left()
     assert found == [], f"{len(found)} old words, see python -m tests.words"

@@ -106,8 +106,8 @@ def _as_groups(a: Tensor, b: Tensor) -> Tensor | None:
         return None
     assert stack.mx is not None
     rows = x.reshape(batch * each, inner)
-    traced = is_traced(rows, stack.operand.data) or is_captured(rows)
-    ends = (_ends_of if traced else _cached_ends)(batch, each, x.device)
+    fresh = is_traced(rows) or is_captured(rows)
+    ends = (_ends_of if fresh else _cached_ends)(batch, each, x.device)
     sides, given = gemm_operands("bmm", Side(rows, False), stack), (ends, GemmArgs(a.dtype))
     plan = select.grouped_plan_of("bmm", *sides, *given, preference(stack.mx))
     if plan.kernel is None or plan.kernel.name not in READ_CODES:

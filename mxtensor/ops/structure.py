@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..core.dispatch import implements
+from ..core.shapes import contiguous_stride
 from ..core.tracing import is_traced
 from ..numerics.formats import FULL
 from ..numerics.operand import Operand
@@ -159,6 +160,17 @@ def _matrices(t: Tensor, index: Tensor) -> Tensor:
     return found.view(t.dtype).view(index.shape[0], *t.shape[1:])
 
 
+def _picked(w: MXTensor, index: Tensor) -> MXTensor | None:
+    """Matrices of a stack, such as those of the experts of each token; None if all share one scale."""
+    size, found = (index.shape[0], *w.shape[1:]), dict[bool, Operand]()
+    for operand, dims in sides(w):
+        if operand.format.block[0] != FULL:
+            found[dims != sorted(dims)] = operand.map_blocks(
+                lambda t: on_bytes(t, lambda raw: _matrices(raw, index)), tuple(size[d] for d in dims)
+            )
+    return assemble(w, found.get(False), found.get(True), size, contiguous_stride(size))
+
+
 @implements(aten.index.Tensor)
 def index(func: Any, args: Any, kwargs: Any) -> Tensor:
     """Advanced indices into leading dimensions pick whole rows of blocks."""
@@ -167,8 +179,8 @@ def index(func: Any, args: Any, kwargs: Any) -> Tensor:
         return read(func, args, kwargs)  # type: ignore[no-any-return]
     first = indices[0] if len(indices) == 1 else None
     if w.dim() == 3 and first is not None and first.dim() == 1 and first.dtype in (torch.int64, torch.int32):
-        # matrices of a stack, such as those of the experts of each token
-        return _move(aten.index_select.default, (w, 0, first), {}, [0], lambda t, _: _matrices(t, first))
+        matrices = _picked(w, first)
+        return read(func, args, kwargs, CUTS) if matrices is None else matrices
     operand = w._rowwise
     used = sum(i.dim() if i is not None and i.dtype in (torch.bool, torch.uint8) else 1 for i in indices)
     trailing = 1 if w.format.block[0] == 1 else 2

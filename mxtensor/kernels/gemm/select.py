@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from functools import cache
 
 import torch
@@ -12,6 +13,7 @@ from ...core.plan import Plan
 from ...core.select import KERNEL_NAMES, perform, plan_for
 from ...core.tracing import is_traced
 from ...numerics.groups import Groups
+from ...numerics.operand import Operand
 from ..gemm import (
     cpu_codes,
     dequant,
@@ -128,7 +130,13 @@ def grouped_gemm(
     if is_row_scaled(a):
         apart = without_row_scales(a, b, args)
         return with_row_scales(grouped_gemm(op, apart.a, apart.b, ends, apart.args, prefer), apart.scales, args)
-    return perform(GROUPED, spec, a, b, ends, args, prefer=prefer)  # type: ignore[no-any-return]
+    return perform(GROUPED, spec, a, b, ends, args, prefer=prefer, facts=_group_facts(a, b, args))  # type: ignore[no-any-return]
+
+
+def _group_facts(a: GemmOperand, b: GemmOperand, args: GemmArgs) -> Hashable:
+    """``facts_of``, and how many scales there are for the matrices of the stack."""
+    scales = b.scale.shape[0] if isinstance(b, Operand) else 0
+    return facts_of(a, b, args), scales
 
 
 def grouped_plan_of(
@@ -137,7 +145,7 @@ def grouped_plan_of(
     """The plan by which ``grouped_gemm`` would run; nothing is logged."""
     if is_row_scaled(a):
         a, b, args, _ = without_row_scales(a, b, args, casts=False)
-    return plan_for(GROUPED, _spec(op, a, b, args), a, b, ends, args, prefer=prefer)
+    return plan_for(GROUPED, _spec(op, a, b, args), a, b, ends, args, prefer=prefer, facts=_group_facts(a, b, args))
 
 
 def grouped_wgrad(
@@ -165,7 +173,7 @@ def grouped_wanted_form(
 ) -> Form | torch.dtype:
     """``wanted_form`` of the product that ``grouped_gemm`` or, for two matrices, ``grouped_wgrad`` would run."""
     kernels, given = (GROUPED, groups.ends) if len(b.shape) == 3 else (GROUPED_WGRAD, groups)
-    facts = *facts_of(a, b, args), groups.number  # type: ignore[misc]
+    facts = _group_facts(a, b, args), groups.number
     kernel = plan_for(kernels, _spec(op, a, b, args), a, b, given, args, prefer=prefer, facts=facts).kernel
     if kernel in (fp8_rows_groups.GROUPED, fp8_rows_groups.GROUPED_WGRAD):
         return Form.ROWS
