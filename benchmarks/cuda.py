@@ -30,6 +30,10 @@ class GpuRow(Row):
     kernels: dict[str, str] = field(default_factory=dict)
     """Contender -> the kernels that ``mx.explain`` logged, the outermost first."""
 
+    def speedup(self, contender: str) -> float:
+        """The base's time over this contender's."""
+        return 1 / self.relative[contender] if contender in self.relative else float("nan")
+
     def tbps(self, contender: str) -> float:
         """Effective bandwidth in TB/s; NaN if the contender did not run."""
         return self.gbps(contender) / 1e3

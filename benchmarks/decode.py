@@ -57,10 +57,6 @@ class DecodeRow(GpuRow):
     n: int = 0
     k: int = 0
 
-    def speedup(self, contender: str) -> float:
-        """bfloat16's time over this contender's."""
-        return 1 / self.relative[contender] if contender in self.relative else float("nan")
-
 
 def dense(n: int, k: int) -> list[Tensor]:
     """bfloat16 weights, as many as keep each other out of the cache."""

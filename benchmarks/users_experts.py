@@ -69,10 +69,6 @@ class ExpertsRow(GpuRow):
     stack: str = ""
     batch: int = 0
 
-    def speedup(self, contender: str) -> float:
-        """bfloat16's time over this contender's."""
-        return 1 / self.relative[contender] if contender in self.relative else float("nan")
-
 
 def choices_of(stack: Stack, batch: int, device: str, batched: bool) -> list[Tensor]:
     """CHOICES random choices: the ends of each expert's rows, int32 (experts,), or the expert of each row."""

@@ -236,8 +236,8 @@ def models() -> str:
 
 RECORDS = (
     figures, llm, llm_cpu, llm_cpu_16_cores, cpu, cpu_sweep, host, cast, linear, decode, decode_model, train_linear,
-    train_grouped, fsdp, sharding, users_layers, users_experts,
-    users_generate, users_train, users_first, calibration, quality, qat, *STUDIES,
+    train_grouped, fsdp, sharding, users_layers, users_experts, users_generate, users_train, users_first,
+    calibration, quality, qat, *STUDIES,
 )  # fmt: skip
 GENERATORS = (layouts, commands, formats, ops, functions, kernels, devices, api, torchao, models, recipes, *RECORDS)
 TABLES: dict[str, Callable[[], str]] = {generator.__name__: generator for generator in GENERATORS}

@@ -46,8 +46,8 @@ def _runs_whole(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     )
 
 
-def _launch_key(x: Tensor, weight: MXTensor, bias: Tensor | None, operand: Operand) -> Hashable:
-    """All that a launch of ``F.linear`` holds of its tensors, their addresses included.
+def launch_key(x: Tensor, weight: MXTensor, operand: Operand, *more: Hashable) -> Hashable:
+    """All that a launch holds of its tensors, their addresses included; ``more``: of others than these.
 
     A tensor that got the memory of another one finds that one's plan only if all of this is equal: then it is right.
     """
@@ -56,8 +56,7 @@ def _launch_key(x: Tensor, weight: MXTensor, bias: Tensor | None, operand: Opera
         x.shape, x.is_contiguous(), x.dtype, x.device, x.data_ptr() & 15,  # kernels read 16 bytes at a time
         operand.data.data_ptr(), operand.scale.data_ptr(), 0 if global_scale is None else global_scale.data_ptr(),
         operand.is_contiguous, operand.shape, weight.dtype, id(weight.recipe),  # pinned by the plan; it has the format
-        None if bias is None else (bias.data_ptr(), bias.dtype, bias.shape, bias.is_contiguous()),
-        x.numel() > FEW_ROWS * x.shape[-1] and is_captured(x),
+        more,
     )  # fmt: skip
 
 
@@ -74,7 +73,9 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, **out: Ten
     assert isinstance(weight, MXTensor)
     operand, key = weight._rowwise, None
     if operand is not None and select.has_launches(input.device) and not is_observed():
-        key = _launch_key(input, weight, bias, operand)
+        added = None if bias is None else (bias.data_ptr(), bias.dtype, bias.shape, bias.is_contiguous())
+        captured = input.numel() > FEW_ROWS * input.shape[-1] and is_captured(input)
+        key = launch_key(input, weight, operand, added, captured)
         plan = PLANS.get(key)
         if plan is not None and plan.launch is not None:
             launch = plan.launch

@@ -25,6 +25,7 @@ from ..kernels.small_m import kernel as small_m
 from ..numerics.operand import Operand
 from ..tensor.mxtensor import MXTensor
 from .fallback import read
+from .functional import launch_key
 from .matmul import Side, first_of_repeats, gemm_operands, preference, product
 from .product_checks import check_dims
 
@@ -53,18 +54,13 @@ def grouped_mm(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 
 def _launch_key(x: Tensor, weight: MXTensor, ends: Tensor) -> Hashable:
-    """All that a launch holds of its tensors, as that of ``F.linear``; None for a call that takes the general way."""
+    """``launch_key`` of the stack and the layout of the ends; None for a call that takes the general way."""
     operand = weight._columnwise  # of the transposed stack: that of the stack itself, blocked along the contraction
-    if operand is None or not select.has_launches(x.device) or is_observed():
+    if operand is None or not select.has_launches(x.device, select.GROUPED) or is_observed():
         return None
     if is_traced(x, ends) or x.is_neg() or x.device != ends.device or ends.dtype is not torch.int32:
         return None
-    global_scale = operand.global_scale
-    return (
-        "groups", x.shape, x.is_contiguous(), x.dtype, x.device, x.data_ptr() & 15, ends.shape, ends.is_contiguous(),
-        operand.data.data_ptr(), operand.scale.data_ptr(), 0 if global_scale is None else global_scale.data_ptr(),
-        operand.is_contiguous, operand.shape, weight.dtype, id(weight.recipe),  # pinned by the plan
-    )  # fmt: skip
+    return launch_key(x, weight, operand, "groups", ends.shape, ends.is_contiguous())
 
 
 def _prepare(key: Hashable, x: Tensor, weight: MXTensor, ends: Tensor) -> None:

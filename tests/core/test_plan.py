@@ -136,7 +136,7 @@ def launches(monkeypatch):
     monkeypatch.setattr(select, "GEMM", tuple(anywhere if k is small_m.KERNEL else k for k in select.GEMM))
     stacks = replace(small_m.GROUPED, device=None)
     monkeypatch.setattr(select, "GROUPED", tuple(stacks if k is small_m.GROUPED else k for k in select.GROUPED))
-    monkeypatch.setattr(select, "has_launches", lambda device: True)
+    monkeypatch.setattr(select, "has_launches", lambda *given: True)
     calls, lock = [], threading.Lock()
     whole = prepared.Launch.run
 
@@ -464,9 +464,10 @@ def test_biases_of_rows_have_no_launch(launched):
 def test_where_no_kernel_prepares_a_launch_no_key_is_made(monkeypatch):
     from mxtensor.ops import functional
 
-    monkeypatch.setattr(functional, "_launch_key", lambda *args: pytest.fail("a key was made"))
+    monkeypatch.setattr(functional, "launch_key", lambda *args: pytest.fail("a key was made"))
     devices = [torch.device(name) for name in ("cuda:0", "cpu", "xpu")]
     assert [select.has_launches(device) for device in devices] == [True, True, False]
+    assert [select.has_launches(device, select.GROUPED) for device in devices] == [True, False, False]
     monkeypatch.setattr(select, "has_launches", lambda device: False)
     linear = layer("mxfp8")
     with torch.no_grad():

@@ -169,8 +169,7 @@ def _prepare(
     simple = bias is None or (bias.dim() == 1 and bias.is_contiguous() and bias.dtype in TYPES)
     if not simple or args.alpha != 1 or args.beta != 1 or args.out_dtype is not x.dtype:
         return None
-    given = (x, b.data, b.scale) if ends is None else (x, b.data, b.scale, ends)
-    if not all(t.is_contiguous() for t in given):
+    if not all(t is None or t.is_contiguous() for t in (x, b.data, b.scale, ends)):
         return None
     weight = Weight(b.data, b.scale, b.global_scale, bias)
     return prepare_launch(x, [weight], b.format, b.shape[-1], cast, ends=ends, kind=kind)

@@ -6,18 +6,6 @@ import triton.language as tl
 from .elements import float_of, from_codes
 from .row_scaled import exponent_of, to_e4m3
 
-E4M3_MOVED_FOUR = tl.constexpr("""{
-.reg .b16 p, q;
-.reg .b32 a, b;
-mov.b32 {p, q}, $1;
-cvt.rn.f16x2.e4m3x2 a, p;
-cvt.rn.f16x2.e4m3x2 b, q;
-mul.rn.f16x2 a, a, $2;
-mul.rn.f16x2 b, b, $2;
-cvt.rn.satfinite.e4m3x2.f16x2 p, a;
-cvt.rn.satfinite.e4m3x2.f16x2 q, b;
-mov.b32 $0, {p, q};
-}""")
 E4M3_MOVED_TWO = tl.constexpr("""{
 .reg .b16 p, q;
 .reg .b32 a, b;
@@ -30,6 +18,8 @@ cvt.rn.satfinite.e4m3x2.f16x2 p, a;
 cvt.rn.satfinite.e4m3x2.f16x2 q, b;
 mov.b32 $0, {p, q};
 }""")
+E4M3_MOVED_FOUR = tl.constexpr(E4M3_MOVED_TWO.value.replace("$3", "$2"))
+"""Two words of two codes have a shift each; four codes of one word share one."""
 E5M2_MOVED_FOUR = tl.constexpr("""{
 .reg .pred own;
 .reg .b16 p, q;
