@@ -129,10 +129,15 @@ def test_the_first_token_waits_for_quantize_and_two_passes():
 TOY = {
     "host": ["--repeats", "1"],
     "layers": [],
+    "experts": [],
     "generate": ["--eager", "--batches", "2", "--formats", "bfloat16", "mxfp8", "--tokens", "4", "--profile"],
     "train": ["--eager", "--recipes", "bfloat16", "mxfp8"],
     "first-token": ["--formats", "bfloat16"],
 }
+
+
+def test_every_command_has_a_toy_size():
+    assert TOY.keys() == users.COMMANDS.keys()
 
 
 @pytest.mark.exhaustive(quick=1)
