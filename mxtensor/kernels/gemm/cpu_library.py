@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...core.compat import called_while_traced
 from ...numerics.formats import E2M1, E2M3, E3M2, E4M3, E5M2, INT8, Format
 from ..quantize import cpu
 from ..runtime.disk_cache import say_once
@@ -177,7 +178,7 @@ def library() -> Library | str:
         return pool.submit(Library, *found).result()  # type: ignore[arg-type]
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # Dynamo would trace the build
+@called_while_traced  # Dynamo would trace the build
 def missing() -> str | None:
     """Why there is no op; None if there is one."""
     found = library()

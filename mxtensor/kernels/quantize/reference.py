@@ -58,7 +58,7 @@ def encode_with_amax(x: Tensor, cast: Cast, amax: Tensor) -> Operand:
 
 
 def _wants_opaque(x: Tensor, cast: Cast) -> bool:
-    if not is_traced(x) or x.is_meta:
+    if not is_traced(x):
         return False
     power_of_two = cast.format.scale.significant_bits == 1
     if x.device.type == "cpu":
@@ -68,6 +68,9 @@ def _wants_opaque(x: Tensor, cast: Cast) -> bool:
 
 
 def _quantize(x: Tensor, cast: Cast) -> Operand:
+    if x.is_meta:  # torch's shape functions would import Dynamo, which takes two seconds
+        check_source(x)
+        return Operand.empty(cast.format, x.shape, x.device)
     if not _wants_opaque(x, cast):
         return encode(x, cast)
     words = cast.format.name, cast.scaling.value, cast.rounding.value
