@@ -52,6 +52,7 @@ def test_a_run_writes_its_record(tmp_path, capsys):
     assert "1 products" in capsys.readouterr().out
 
 
+@pytest.mark.exhaustive
 def test_instruction_sets_are_timed_beside_each_other(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(cpu_library, "TILE_ROWS", cpu_library.TILE_ROWS)
     found = cpu_library.library()

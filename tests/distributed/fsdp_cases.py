@@ -38,7 +38,7 @@ DISTINCT = {
     "tiles, integers": CustomRecipe(weight="mxint8[32x32]"),
 }
 """Floating-point codes of a value hardly depend on the scale of its block; these do, and so does a second rounding."""
-DIMENSIONS, MORE_DIMENSIONS = (128, 160, 33), (100, 127)
+DIMENSIONS, MORE_DIMENSIONS = (128, 33), (160, 100, 127)
 STEPS, WIDTH, ROWS = 5, 64, 24
 
 

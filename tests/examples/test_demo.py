@@ -58,6 +58,7 @@ def test_claims(config, model, sentences, reference):
     assert result.mb_after / result.mb_before == pytest.approx(result.bits_per_value / 32)
 
 
+@pytest.mark.exhaustive
 def test_main_prints_and_plots(model, sentences, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(minilm, "load_model", lambda: model)
     text = tmp_path / "short.txt"

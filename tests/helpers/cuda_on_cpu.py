@@ -19,7 +19,7 @@ from mxtensor.kernels.runtime import nvrtc
 from mxtensor.kernels.runtime.prepared_launches import moved_arguments
 
 MACHINE = Path(__file__).with_name("cuda_machine.h")
-FLAGS = ("-O1", "-std=c++17", "-shared", "-fPIC", "-w", "-ffp-contract=off", "-fno-strict-aliasing")
+FLAGS = ("-Og", "-std=c++17", "-shared", "-fPIC", "-w", "-ffp-contract=off", "-fno-strict-aliasing")
 ENTRY = """
 extern "C" void fill_with(u32 value) {{ fill = value; }}
 extern "C" void run(const void* arguments, u32 x, u32 y, u32 z, u32 clustered, u32 threads, u32 bytes) {{

@@ -139,7 +139,7 @@ def test_the_operands_of_a_stack_are_those_of_its_matrices(name, shape):
 
 
 @interpreted
-@pytest.mark.exhaustive(quick=1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("sizes, after", [([5, 0, 33], 10), (SIZES, 20), ([0, 0, 64], 0), ([40, 40], 0), ([0, 0], 32)])
 @pytest.mark.parametrize("name, block", [*zip(FORMATS, (32, 32, 64, 128), strict=True), ("mxfp8", 64)])
 def test_the_operands_of_groups_are_those_of_each_group(name, block, sizes, after):

@@ -218,6 +218,7 @@ def test_every_code_times_every_scale(name, dtype, large_tiles):
 # ---------------------------------------------------------------------------------------------- both copies
 
 
+@pytest.mark.exhaustive(quick=10)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @each_with_two_copies
 def test_both_copies_of_one_pass_are_the_two_casts(name, dtype, small_tiles):

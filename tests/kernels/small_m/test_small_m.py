@@ -117,6 +117,7 @@ def error(y, reference):
     return ((y.double() - reference).norm() / reference.norm()).item()
 
 
+@pytest.mark.exhaustive(quick=8)
 @pytest.mark.parametrize("format", KINDS)
 @pytest.mark.parametrize(
     ("config", "dtype"),
@@ -142,7 +143,7 @@ def test_a_format_that_is_not_listed_is_multiplied_and_cast():
         assert error(product(x, w, config, cast), rounded @ values(w).t()) < TOLERANCE
 
 
-@pytest.mark.exhaustive(quick=10)
+@pytest.mark.exhaustive(quick=6)
 @pytest.mark.parametrize("format", [name for name in KINDS if FORMATS[name].block[1] != 128])
 @pytest.mark.parametrize("config", WGMMAS)
 def test_every_format_by_wgmma_equals_the_decoded_operands(format, config):
@@ -151,7 +152,7 @@ def test_every_format_by_wgmma_equals_the_decoded_operands(format, config):
     assert error(y, 0.5 * x.double() @ values(w).t() + 2 * bias.double()) < TOLERANCE
 
 
-@pytest.mark.exhaustive(quick=10)
+@pytest.mark.exhaustive(quick=6)
 @pytest.mark.parametrize("config", [PIPELINED, WHOLE, WIDE, PERSISTENT_WIDE, PERSISTENT_CAST, *WGMMAS])
 @pytest.mark.parametrize("activation", ["mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "mxint8"])
 def test_activations_are_cast_as_the_reference_casts_them(activation, config):
@@ -175,6 +176,7 @@ def test_every_value_is_rounded_as_the_reference_rounds_it(activation, rule):
         assert y.double().equal(values(encode(row[None], cast)) * gemm_operand)
 
 
+@pytest.mark.exhaustive(quick=3)
 @pytest.mark.parametrize("activation", ["nvfp4", "nvfp4_single_level"])
 @pytest.mark.parametrize("split", [1, 2])
 @pytest.mark.parametrize("config", [PIPELINED, WHOLE, PERSISTENT_CAST, WGMMA])
@@ -271,7 +273,7 @@ def guarded(w):
     return replace(w, data=at_the_end(w.data), scale=at_the_end(w.scale))
 
 
-@pytest.mark.exhaustive(quick=2)
+@pytest.mark.exhaustive(quick=1)
 @pytest.mark.parametrize("k", [32, 160, 320, 352, 736, 1376])
 @pytest.mark.parametrize("format", ["mxfp8", "mxfp6", "mxfp4", "mxint8", "nvfp4", "float8_row"])
 def test_wgmma_takes_columns_that_are_no_whole_chunks(format, k):
@@ -310,7 +312,7 @@ def test_float16_activations_by_wgmma():
     assert error(product(x, w, WGMMA, cast), values(encode(x, cast)) @ values(w).t()) < TOLERANCE
 
 
-@pytest.mark.exhaustive(quick=5)
+@pytest.mark.exhaustive(quick=3)
 @pytest.mark.parametrize("format", ["mxfp8", "mxfp4", "nvfp4"])
 @pytest.mark.parametrize(
     "config",
@@ -334,6 +336,7 @@ PERSISTENTS = (
 )  # fmt: skip
 
 
+@pytest.mark.exhaustive(quick=2)
 @pytest.mark.parametrize("format", ["mxfp8_e5m2", "float8_e4m3_row", "mxfp4"])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_warps_without_columns_add_nothing_whatever_is_in_shared_memory(format, rows, monkeypatch):
@@ -356,6 +359,7 @@ def test_persistent_configs_of_many_shapes(config, rows, k):
         assert error(product(x, w, config, cast), expected) < TOLERANCE
 
 
+@pytest.mark.exhaustive(quick=2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows", [1, 2, 4, 8])
 @pytest.mark.parametrize(
@@ -380,6 +384,7 @@ def test_blocks_take_their_share_of_the_rows(config, few, memory, monkeypatch):
     assert error(product(x, w, config), x.double() @ values(w).t()) < TOLERANCE
 
 
+@pytest.mark.exhaustive(quick=3)
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4", "mxint8", "nvfp4", "mxfp8[32x32]"])
 @pytest.mark.parametrize(("rows", "most"), [(1, 8), (2, 4), (3, 2), (4, 2), (5, 1)])
 def test_few_rows_leave_columns_of_the_instruction_to_other_blocks(name, rows, most):
@@ -475,7 +480,7 @@ def test_nvfp4_scales_with_a_sign_or_a_nan_give_what_the_reference_gives(scale):
     assert error(y[finite], exact[finite]) < TOLERANCE and torch.equal(y.isnan(), exact.isnan())
 
 
-@pytest.mark.exhaustive(quick=3)
+@pytest.mark.exhaustive(quick=2)
 @pytest.mark.parametrize("element", ["mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp4", "mxint8"])
 @pytest.mark.parametrize("config", WGMMAS)
 def test_scales_out_of_range_change_nothing_but_their_row(element, config):
