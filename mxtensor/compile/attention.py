@@ -48,6 +48,15 @@ def _is_taken(given: dict[str, Any], key: Node, value: Node) -> bool:
     return takes(query, _value(key), _value(value))
 
 
+def _in_float32(graph: Graph, mask: Any) -> Any:
+    """The summands in the dtype of the op, which would convert them in each layer; the compiler fuses it into the mask."""
+    if not isinstance(mask, Node) or _value(mask).dtype not in (torch.bfloat16, torch.float16):
+        return mask
+    converted = graph.call_function(torch.ops.prims.convert_element_type.default, (mask, torch.float32))
+    converted.meta["val"] = _value(mask).to(torch.float32)
+    return converted
+
+
 def _replace(graph: Graph, node: Node) -> None:
     given = arguments(node)
     key, value = _before_repeat(given["key"]), _before_repeat(given["value"])
@@ -57,7 +66,8 @@ def _replace(graph: Graph, node: Node) -> None:
     query, scale = given["query"], given.get("scale")
     scale = 1 / math.sqrt(_value(query).shape[-1]) if scale is None else scale
     with graph.inserting_before(node):
-        out = graph.call_function(attention_of_values, (query, key, value, given.get("attn_mask"), scale))
+        mask = _in_float32(graph, given.get("attn_mask"))
+        out = graph.call_function(attention_of_values, (query, key, value, mask, scale))
     for result in list(node.users):
         if result.args[1] == 0:
             out.meta.update(result.meta)

@@ -102,6 +102,20 @@ def test_repeated_keys_are_read_once(queries):
     torch.testing.assert_close(traced(*inputs), f(*inputs))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_compiler_and_not_each_call_converts_a_mask(dtype):
+    def f(q, k, v, mask):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask * 2)
+
+    inputs = *(t.to(dtype) for t in cache(groups=6)), torch.randn(2, 1, 1, 80, dtype=dtype)
+    traced = passed(f, *inputs)
+    (call,) = calls(traced, attention_of_values)
+    assert call.args[3].meta["val"].dtype is torch.float32
+    assert len(calls(traced, torch.ops.prims.convert_element_type.default)) == (dtype is torch.bfloat16)
+    expected = attention_of_values(*inputs[:3], inputs[3] * 2, 32**-0.5)
+    assert torch.equal(traced(*inputs), expected)
+
+
 def test_keys_with_a_head_for_each_query_head_stay_as_they_are():
     def f(q, k, v):
         return F.scaled_dot_product_attention(q, k * 2, v)

@@ -33,8 +33,10 @@ template <int ROWS, int VECTORS>
 void add_columns(const float* weights, const float* values, int64_t n, int64_t step, int64_t at, float* sums, int64_t part) {
   Lanes total[ROWS][VECTORS] = {};
   for (int64_t t = 0; t < n; t++)
+#pragma GCC unroll 16
     for (int i = 0; i < VECTORS; i++) {
       const Lanes v = get(values + t * step + at + i * LANES);
+#pragma GCC unroll 4
       for (int r = 0; r < ROWS; r++) total[r][i] += v * weights[r * MOST_KEYS + t];
     }
   for (int r = 0; r < ROWS; r++)
@@ -46,8 +48,10 @@ void add_columns(const float* weights, const float* values, int64_t n, int64_t s
 
 template <int ROWS>
 void add_weighted(const float* weights, const float* values, int64_t n, int64_t step, float* sums, int64_t part) {
+  constexpr int VECTORS = (LANES == 16 ? 16 : 8) / ROWS;  // sums that there are registers for
   int64_t at = 0;
-  for (; at + 4 * LANES <= step; at += 4 * LANES) add_columns<ROWS, 4>(weights, values, n, step, at, sums, part);
+  for (; at + VECTORS * LANES <= step; at += VECTORS * LANES)
+    add_columns<ROWS, VECTORS>(weights, values, n, step, at, sums, part);
   for (; at < step; at += LANES) add_columns<ROWS, 1>(weights, values, n, step, at, sums, part);
 }
 
@@ -70,16 +74,18 @@ inline void soften(float* w, int64_t n, int64_t step, float* part) {
     for (int64_t i = LANES; i < LANES + step; i += LANES) put(part + i, get(part + i) * before);
 }
 
-// Whether every row leaves these keys out, as places of a cache that no token has yet.
-inline bool is_masked(const Attention& p, int64_t b, int64_t h, int64_t first, int64_t n) {
+// The keys up to the last one that a row takes: places of a cache that no token has yet come after it.
+inline int64_t taken_keys(const Attention& p, int64_t b, int64_t h, int64_t first, int64_t n) {
   const int64_t* s = p.mask_strides;
+  int64_t taken = 0;
   for (int64_t g = 0; g < (s[2] ? p.group : 1); g++)
     for (int64_t i = 0; i < (s[3] ? p.queries : 1); i++) {
       const float* m = p.mask + b * s[0] + h * s[1] + g * s[2] + i * s[3] + first * s[4];
-      for (int64_t t = 0; t < n; t++)
-        if (m[t * s[4]] != LOWEST) return false;
+      int64_t end = n;
+      while (end > taken && m[(end - 1) * s[4]] == LOWEST) end--;
+      taken = end;
     }
-  return true;
+  return taken;
 }
 
 // One range of keys of one head.
@@ -92,8 +98,8 @@ void attend(const Attention& p, int64_t b, int64_t h, int64_t begin, int64_t end
     partials[r * part] = LOWEST;
   }
   for (int64_t first = begin; first < end; first += most) {
-    const int64_t n = smaller(most, end - first);
-    if (p.mask && is_masked(p, b, h, first, n)) continue;
+    const int64_t all = smaller(most, end - first), n = p.mask ? taken_keys(p, b, h, first, all) : all;
+    if (n == 0) continue;
     decode_tile(p.keys, b, h, first, n, tile);
     for (int64_t r = 0; r < rows; r++) {
       float* w = weights + r * MOST_KEYS;
@@ -108,7 +114,8 @@ void attend(const Attention& p, int64_t b, int64_t h, int64_t begin, int64_t end
     decode_tile(p.values, b, h, first, n, tile);
     int64_t r = 0;
     for (; r + 4 <= rows; r += 4) add_weighted<4>(weights + r * MOST_KEYS, tile, n, vstep, partials + r * part + LANES, part);
-    for (; r < rows; r++) add_weighted<1>(weights + r * MOST_KEYS, tile, n, vstep, partials + r * part + LANES, part);
+    const auto last = rows - r == 3 ? add_weighted<3> : rows - r == 2 ? add_weighted<2> : add_weighted<1>;
+    if (r < rows) last(weights + r * MOST_KEYS, tile, n, vstep, partials + r * part + LANES, part);
   }
 }
 

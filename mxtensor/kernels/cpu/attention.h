@@ -26,9 +26,13 @@ inline void decode_lanes(const Bytes& codes, const Lanes& scale, const Element& 
 // The scales of LANES values from the value ``first`` on, where 2^shift >= 8 values share one.
 inline Lanes scales_at(const float* scale, int64_t first, int shift) {
   const float* from = scale + (first >> shift);
-  if (shift != 3) return all_lanes(from[0]);
-  const float a = from[0], b = from[1];
-  return Lanes{a, a, a, a, a, a, a, a, b, b, b, b, b, b, b, b};
+#if defined(__AVX512F__)
+  if (shift == 3) {
+    const float a = from[0], b = from[1];
+    return Lanes{a, a, a, a, a, a, a, a, b, b, b, b, b, b, b, b};
+  }
+#endif
+  return all_lanes(from[0]);
 }
 
 template <int BITS, int MANTISSA>

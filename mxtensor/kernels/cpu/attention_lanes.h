@@ -1,5 +1,6 @@
-// Vectors of 16 floats for attention, in the extensions of GCC and Clang: both make the instructions of the processor of
-// them. Codes become floats through float16, which has conversions that are fast for subnormal numbers, too.
+// Vectors of floats for attention, as wide as a register, in the extensions of GCC and Clang: both make the instructions of
+// the processor of them. GCC keeps wider vectors in memory, which takes thirty times as long. Codes become floats through
+// float16, which has conversions that are fast for subnormal numbers, too.
 #pragma once
 #if defined(__AVX512F__) || defined(__F16C__)
 #include <immintrin.h>
@@ -11,32 +12,35 @@
 
 namespace {
 
+#if defined(__AVX512F__)
 constexpr int64_t LANES = 16;
-typedef float Lanes __attribute__((vector_size(64)));
-typedef int32_t Words __attribute__((vector_size(64)));
-typedef uint16_t Halves __attribute__((vector_size(32)));
-typedef uint8_t Bytes __attribute__((vector_size(16)));
+#elif defined(__AVX2__)
+constexpr int64_t LANES = 8;
+#else
+constexpr int64_t LANES = 4;
+#endif
+typedef float Lanes __attribute__((vector_size(4 * LANES)));
+typedef int32_t Words __attribute__((vector_size(4 * LANES)));
+typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
+typedef uint8_t Bytes __attribute__((vector_size(LANES)));
 
-inline Lanes get(const float* from) { Lanes x; std::memcpy(&x, from, 64); return x; }
-inline void put(float* to, const Lanes& x) { std::memcpy(to, &x, 64); }
+inline Lanes get(const float* from) { Lanes x; std::memcpy(&x, from, sizeof x); return x; }
+inline void put(float* to, const Lanes& x) { std::memcpy(to, &x, sizeof x); }
 inline Bytes load_bytes(const uint8_t* from, int64_t n) {
   Bytes x = {};
-  if (n >= LANES) std::memcpy(&x, from, 16);
+  if (n >= LANES) std::memcpy(&x, from, sizeof x);
   else std::memcpy(&x, from, size_t(n));
   return x;
 }
-inline Lanes all_lanes(float x) { return Lanes{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
-inline Words words_of(const Lanes& x) { Words w; std::memcpy(&w, &x, 64); return w; }
-inline Lanes lanes_of(const Words& x) { Lanes f; std::memcpy(&f, &x, 64); return f; }
+inline Lanes all_lanes(float x) { return x - Lanes{}; }
+inline Words words_of(const Lanes& x) { Words w; std::memcpy(&w, &x, sizeof w); return w; }
+inline Lanes lanes_of(const Words& x) { Lanes f; std::memcpy(&f, &x, sizeof f); return f; }
 
 inline Lanes from_halves(const Halves& x) {
 #if defined(__AVX512F__)
   return (Lanes)_mm512_cvtph_ps((__m256i)x);
-#elif defined(__F16C__)
-  __m128i both[2];
-  std::memcpy(both, &x, 32);
-  const __m256 values[2] = {_mm256_cvtph_ps(both[0]), _mm256_cvtph_ps(both[1])};
-  return get(reinterpret_cast<const float*>(values));
+#elif defined(__AVX2__) && defined(__F16C__)
+  return (Lanes)_mm256_cvtph_ps((__m128i)x);
 #else
   float out[LANES];
   for (int64_t i = 0; i < LANES; i++) out[i] = load(Half{x[i]});
@@ -48,7 +52,7 @@ inline Lanes from_halves(const Halves& x) {
 template <int BITS, int MANTISSA>
 inline Lanes float_of_codes(const Bytes& codes, const Element& e) {
   if constexpr (MANTISSA < 0) {
-    typedef int8_t Signed __attribute__((vector_size(16)));
+    typedef int8_t Signed __attribute__((vector_size(LANES)));
     return __builtin_convertvector((Signed)codes, Lanes) * all_lanes(1.0f / float(1 << e.mantissa_bits));
   } else {
     const Halves wide = __builtin_convertvector(codes, Halves);
@@ -78,8 +82,8 @@ inline Lanes sums_of(Lanes* x) {
 #define MX_SHUFFLES
 #endif
 #endif
-#ifdef MX_SHUFFLES
   // Each step adds the halves of two vectors, so that one vector has both.
+#if defined(MX_SHUFFLES) && defined(__AVX512F__)
   for (int i = 0; i < 8; i++)
     x[i] = __builtin_shufflevector(x[i], x[i + 8], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
            __builtin_shufflevector(x[i], x[i + 8], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
@@ -91,6 +95,15 @@ inline Lanes sums_of(Lanes* x) {
            __builtin_shufflevector(x[i], x[i + 2], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
   return __builtin_shufflevector(x[0], x[1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
          __builtin_shufflevector(x[0], x[1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+#elif defined(MX_SHUFFLES) && defined(__AVX2__)
+  for (int i = 0; i < 4; i++)
+    x[i] = __builtin_shufflevector(x[i], x[i + 4], 0, 1, 2, 3, 8, 9, 10, 11) +
+           __builtin_shufflevector(x[i], x[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
+  for (int i = 0; i < 2; i++)
+    x[i] = __builtin_shufflevector(x[i], x[i + 2], 0, 1, 8, 9, 4, 5, 12, 13) +
+           __builtin_shufflevector(x[i], x[i + 2], 2, 3, 10, 11, 6, 7, 14, 15);
+  return __builtin_shufflevector(x[0], x[1], 0, 8, 2, 10, 4, 12, 6, 14) +
+         __builtin_shufflevector(x[0], x[1], 1, 9, 3, 11, 5, 13, 7, 15);
 #else
   Lanes out = {};
   for (int64_t t = 0; t < LANES; t++)
