@@ -114,8 +114,8 @@ void attend(const Attention& p, int64_t b, int64_t h, int64_t begin, int64_t end
     decode_tile(p.values, b, h, first, n, tile);
     int64_t r = 0;
     for (; r + 4 <= rows; r += 4) add_weighted<4>(weights + r * MOST_KEYS, tile, n, vstep, partials + r * part + LANES, part);
-    const auto last = rows - r == 3 ? add_weighted<3> : rows - r == 2 ? add_weighted<2> : add_weighted<1>;
-    if (r < rows) last(weights + r * MOST_KEYS, tile, n, vstep, partials + r * part + LANES, part);
+    const auto some = rows - r == 3 ? add_weighted<3> : rows - r == 2 ? add_weighted<2> : add_weighted<1>;
+    if (r < rows) some(weights + r * MOST_KEYS, tile, n, vstep, partials + r * part + LANES, part);
   }
 }
 
