@@ -49,7 +49,7 @@ def _is_taken(given: dict[str, Any], key: Node, value: Node) -> bool:
 
 
 def _in_float32(graph: Graph, mask: Any) -> Any:
-    """The summands in the dtype of the op, which would convert them in each call; the compiler fuses it into the mask."""
+    """The mask in the dtype of the op, which would convert it in each call; the compiler fuses this into the mask."""
     if not isinstance(mask, Node) or _value(mask).dtype not in (torch.bfloat16, torch.float16):
         return mask
     converted = graph.call_function(torch.ops.prims.convert_element_type.default, (mask, torch.float32))

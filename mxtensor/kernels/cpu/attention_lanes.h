@@ -4,6 +4,8 @@
 #pragma once
 #if defined(__AVX512F__) || defined(__F16C__)
 #include <immintrin.h>
+#elif defined(__aarch64__) && defined(__ARM_NEON)
+#include <arm_neon.h>
 #endif
 
 #include <limits>
@@ -41,6 +43,8 @@ inline Lanes from_halves(const Halves& x) {
   return (Lanes)_mm512_cvtph_ps((__m256i)x);
 #elif defined(__AVX2__) && defined(__F16C__)
   return (Lanes)_mm256_cvtph_ps((__m128i)x);
+#elif defined(__aarch64__) && defined(__ARM_NEON)
+  return (Lanes)vcvt_f32_f16((float16x4_t)x);
 #else
   float out[LANES];
   for (int64_t i = 0; i < LANES; i++) out[i] = load(Half{x[i]});

@@ -13,6 +13,8 @@
 #endif
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #include "linear_avx2_integers.h"
+#elif defined(MX_NEON) || (defined(__aarch64__) && defined(__ARM_NEON) && !defined(MX_PLAIN))
+#include "linear_neon.h"
 #else
 #include "linear_plain.h"
 #endif

@@ -70,13 +70,13 @@ void integer_dots(const Problem& p, const char* x, int64_t x_bytes, const uint8_
     for (int o = 0; o < OUTS; o++) {
       __m256i values, magnitudes;
       D()(codes + o * codes_step, values, magnitudes);
-      const Floats scale = eight(scales[o * scales_step + at]);
+      const Floats scale = all_of(scales[o * scales_step + at]);
 #pragma GCC unroll 4
       for (int m = 0; m < ROWS; m++) {
         const __m256i of_x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x + m * x_bytes + at * 32));
         const __m256i pairs = _mm256_maddubs_epi16(magnitudes, _mm256_sign_epi8(of_x, values));
         const Floats sum = Floats(_mm256_cvtepi32_ps(_mm256_madd_epi16(pairs, _mm256_set1_epi16(1))));
-        total[m][o] += sum * eight(x_scales[m * (x_bytes / 4) + at]) * scale;
+        total[m][o] += sum * all_of(x_scales[m * (x_bytes / 4) + at]) * scale;
       }
     }
   };

@@ -1,6 +1,6 @@
 // Dot products of codes in steps of 32 values, for instruction sets without AVX-512. A step decodes codes into float32,
 // multiplies them by their scales and adds their products with x, which is packed in the order in which a step is decoded.
-// Vectors are GCC's: a compiler maps them to the registers that there are. The instruction set defines Decoder<ELEMENT>.
+// Vectors are GCC's, as wide as a register: GCC keeps wider ones in memory. The instruction set defines Decoder<ELEMENT>.
 #pragma once
 #include "linear_tiles.h"
 
@@ -10,7 +10,13 @@ namespace {
 #define ALWAYS_INLINE __attribute__((always_inline))
 
 constexpr bool HAS_BFLOAT16 = false, DECODES_BFLOAT16 = false;
-typedef float Floats __attribute__((vector_size(32), aligned(4)));
+#ifdef __AVX2__
+constexpr int WIDTH = 8;
+#else
+constexpr int WIDTH = 4;
+#endif
+constexpr int VECTORS = 32 / WIDTH;  // of a step
+typedef float Floats __attribute__((vector_size(4 * WIDTH), aligned(4)));
 
 template <int ELEMENT> struct Step {
   static constexpr bool TAKES_BFLOAT16 = false;
@@ -59,14 +65,25 @@ template <typename D, typename T> void pack_row(const T* x, int64_t k, bool, voi
     for (int i = 0; i < D::STEP; i++) to[i] = start + D::source(i) < k ? load(x[start + D::source(i)]) : 0.0f;
 }
 
-inline Floats eight(float x) { return Floats{x, x, x, x, x, x, x, x}; }
+inline Floats all_of(float x) { return x - Floats{}; }
 
-// What the four vectors of a step, each times UNIT, are multiplied by: one or two scales.
+// What the vectors of a step, each times UNIT, are multiplied by: one or two scales.
 template <int PER_STEP, typename D> ALWAYS_INLINE inline void scales_of_values(const float* scales, Floats* out) {
-  const Floats first = eight(scales[0] * D::UNIT), second = PER_STEP == 1 ? first : eight(scales[PER_STEP - 1] * D::UNIT);
+  const Floats first = all_of(scales[0] * D::UNIT), second = PER_STEP == 1 ? first : all_of(scales[PER_STEP - 1] * D::UNIT);
+#ifdef __AVX2__
   const Floats both = {first[0], first[0], first[0], first[0], second[0], second[0], second[0], second[0]};
-  const bool halves = PER_STEP == 2 && D::BY_HALVES;
-  out[0] = out[1] = halves ? both : first, out[2] = out[3] = halves ? both : second;
+#else
+  const Floats both = first;  // no half of a vector has values of its own
+#endif
+  for (int i = 0; i < VECTORS; i++) out[i] = PER_STEP == 2 && D::BY_HALVES ? both : i < VECTORS / 2 ? first : second;
+}
+
+// The sum of products of vectors ``first`` to end - 1 of a step.
+template <int FIRST, int END> ALWAYS_INLINE inline Floats products_of(const Floats* values, const Floats* x) {
+  Floats sum = values[FIRST] * x[FIRST];
+#pragma GCC unroll 8
+  for (int i = FIRST + 1; i < END; i++) sum += values[i] * x[i];
+  return sum;
 }
 
 // add(codes, codes_step, at) for steps ``first`` to end - 1 of OUTS rows of w; the last one may be made whole by zeros. Rows
@@ -89,7 +106,8 @@ ALWAYS_INLINE inline void each_step(const Problem& p, const uint8_t* w, int64_t 
 
 inline void add_to(float& sum, Floats of_steps, bool is_first) {
   const Floats& s = of_steps;
-  const float all = ((s[0] + s[1]) + (s[2] + s[3])) + ((s[4] + s[5]) + (s[6] + s[7]));
+  float all = (s[0] + s[1]) + (s[2] + s[3]);
+  if (WIDTH == 8) all += (s[WIDTH - 4] + s[WIDTH - 3]) + (s[WIDTH - 2] + s[WIDTH - 1]);
   sum = is_first ? all : sum + all;
 }
 
@@ -104,17 +122,17 @@ void dots(const Problem& p, const float* x, int64_t x_step, const uint8_t* w, in
   each_step<OUTS, D>(p, w, w_step, first, end, [&](const uint8_t* codes, int64_t codes_step, int64_t at) ALWAYS_INLINE {
 #pragma GCC unroll 2
     for (int o = 0; o < OUTS; o++) {
-      Floats values[4], scale[4];
+      Floats values[VECTORS], scale[VECTORS];
       decode(codes + o * codes_step, values);
       scales_of_values<PER_STEP, D>(scales + o * scales_step + at * PER_STEP, scale);
 #pragma GCC unroll 4
       for (int m = 0; m < ROWS; m++) {
         const Floats* xs = reinterpret_cast<const Floats*>(x + m * x_step + at * D::STEP);
         if constexpr (PER_STEP == 1 || D::BY_HALVES) {
-          total[m][o][0] += (values[0] * xs[0] + values[1] * xs[1] + values[2] * xs[2] + values[3] * xs[3]) * scale[0];
+          total[m][o][0] += products_of<0, VECTORS>(values, xs) * scale[0];
         } else {
-          total[m][o][0] += (values[0] * xs[0] + values[1] * xs[1]) * scale[0];
-          total[m][o][1] += (values[2] * xs[2] + values[3] * xs[3]) * scale[2];
+          total[m][o][0] += products_of<0, VECTORS / 2>(values, xs) * scale[0];
+          total[m][o][1] += products_of<VECTORS / 2, VECTORS>(values, xs) * scale[VECTORS - 1];
         }
       }
     }
@@ -172,14 +190,14 @@ int64_t dots_by_fours(const Problem&, const D&, int64_t, int64_t first, int64_t,
 template <typename D>
 void decode_row(const Problem& p, const D& decode, const uint8_t* w, const float* scales, int per_step, void* out) {
   Floats* to = static_cast<Floats*>(out);
-  for (int64_t at = 0; at < ceil_div(p.k, D::STEP); at++, to += 4) {
+  for (int64_t at = 0; at < ceil_div(p.k, D::STEP); at++, to += VECTORS) {
     uint8_t codes[D::BYTES] = {};
     std::memcpy(codes, w + at * D::BYTES, size_t(smaller<int64_t>(D::BYTES, p.row_bytes - at * D::BYTES)));
-    Floats values[4], scale[4];
+    Floats values[VECTORS], scale[VECTORS];
     decode(codes, values);
     if (per_step == 1) scales_of_values<1, D>(scales + at, scale);
     else scales_of_values<2, D>(scales + 2 * at, scale);
-    for (int i = 0; i < 4; i++) to[i] = values[i] * scale[i];
+    for (int i = 0; i < VECTORS; i++) to[i] = values[i] * scale[i];
   }
 }
 

@@ -31,7 +31,7 @@ HEADERS = tuple(
     HERE / name
     for name in (
         "format.h", "problem.h", "elements.h", "linear_tiles.h", "linear_narrow.h", "linear.h", "linear_plain.h",
-        "linear_avx2.h", "linear_avx2_integers.h", "linear_avx512.h", "linear_avx512_dots.h",
+        "linear_neon.h", "linear_avx2.h", "linear_avx2_integers.h", "linear_avx512.h", "linear_avx512_dots.h",
         "linear_avx512_integers.h", "linear_no_integers.h", "linear_amx.h", "tiles_amx.h", "linear_no_tiles.h",
     )
 )  # fmt: skip
@@ -46,10 +46,10 @@ CASTS = ("mx_amax", "mx_encode", "mx_decode")
 """Functions of ``quantize.cpp``, which cast activations."""
 ELEMENTS = (E4M3, E5M2, E3M2, E2M3, E2M1, INT8)
 """In the order of ``ElementId`` in cpu/problem.h; scales have that of ``quantize/cpu.py``."""
-FEW_ROWS, FEW_PLAIN_ROWS = 32, 4
-"""Rows up to which every code is decoded in registers, and those in float32 in plain C++; with more, torch's BLAS
-multiplies decoded slabs. ``python -m benchmarks.cpu_sweep`` shows that neither is slower than decoding the whole
-weight."""
+FEW_ROWS, FEW_ROWS_OF = 32, {"plain": 4, "neon": 8}
+"""Rows up to which every code is decoded in registers, and those in float32 for some instruction sets; with more,
+torch's BLAS multiplies decoded slabs. ``python -m benchmarks.cpu_sweep`` shows that neither is slower than decoding the
+whole weight. That of 64-bit ARM is not measured."""
 TILE_ROWS = 8, 512
 """The least and the most rows of bfloat16 that are multiplied in the tile registers of AMX, where the processor has
 them. With fewer, decoding into registers is as fast; with more, torch's BLAS multiplies decoded slabs, in tiles too."""
@@ -63,9 +63,11 @@ X86: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
     "avx512": (_AVX512, _AVX512_FLAGS),
     "avx2": (frozenset({"avx2", "fma", "f16c"}), ("-mavx2", "-mfma", "-mf16c")),
 }
-"""Instruction sets, widest first -> the flags that Linux shows for them, and those of the compiler."""
+"""Instruction sets of x86, widest first -> the flags that Linux shows for them, and those of the compiler."""
+ARM = ("neon",)
+"""Those of 64-bit ARM, all of which such a processor has."""
 VARIABLE = "MXTENSOR_CPU_INSTRUCTIONS"
-"""The environment variable that names an instruction set: amx, avx512, avx2 or plain."""
+"""The environment variable that names an instruction set: amx, avx512, avx2, neon or plain."""
 
 
 @cache
@@ -83,6 +85,8 @@ def permits_tiles() -> bool:
 
 def usable_instructions() -> list[str]:
     """The instruction sets that can be compiled for and run here, widest first."""
+    if platform.machine() in ("aarch64", "arm64"):
+        return [*ARM, "plain"]
     has = instruction_sets() if platform.machine() in ("x86_64", "AMD64") else set()
     found = [name for name, (needs, _) in X86.items() if needs <= has and (name != "amx" or permits_tiles())]
     return [*found, "plain"]
@@ -102,7 +106,9 @@ def instructions() -> tuple[str, tuple[str, ...]]:
 
 def flags_of(wanted: str) -> tuple[str, ...]:
     """The compiler's flags for an instruction set, and for more of them that go with it."""
-    has, flags = instruction_sets(), X86[wanted][1] if wanted in X86 else ()
+    if wanted not in X86:
+        return ("-DMX_PLAIN",) if wanted == "plain" else ()
+    has, flags = instruction_sets(), X86[wanted][1]
     if wanted == "avx512" and "avx512_bf16" in has:
         flags = (*flags, "-mavx512bf16")
     if wanted == "avx512" and "avx512_vnni" in has:
@@ -159,7 +165,7 @@ class Library:
         functions = [getattr(kernels, name) for name in SYMBOLS[:-1]] + [getattr(self._casts, name) for name in CASTS]
         addresses = [ctypes.cast(function, ctypes.c_void_p).value for function in functions]
         formats = (ctypes.c_void_p * len(self._formats))(*map(ctypes.addressof, self._formats))
-        rows = FEW_ROWS, FEW_PLAIN_ROWS if self.instructions == "plain" else FEW_ROWS
+        rows = FEW_ROWS, FEW_ROWS_OF.get(self.instructions, FEW_ROWS)
         self._op.mx_linear_use((ctypes.c_void_p * len(addresses))(*addresses), formats, *map(ctypes.c_int64, rows))
 
 

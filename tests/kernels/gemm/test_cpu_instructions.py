@@ -3,10 +3,15 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from mxtensor.kernels.gemm import cpu_library
+
+
+ROOT = Path(__file__).parents[3]
+NEON = ROOT / "tests" / "helpers" / "neon" / "arm_neon.h"
 
 
 def usable():
@@ -31,12 +36,41 @@ for name in ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4", "m
 """
 
 
+def check(script, name, variable):
+    environment = {**os.environ, cpu_library.VARIABLE: variable, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", script, name]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", usable()[1:])
 def test_other_instruction_sets(name):
-    environment = {**os.environ, cpu_library.VARIABLE: name, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", CHECK, name], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    check(CHECK, name, name)
+
+
+def emulate():
+    """Build the products of this process with the instructions of ARM, element by element; for a process of its own."""
+    cpu_library.FLAGS = (*cpu_library.FLAGS, "-DMX_NEON", f"-I{NEON.parent}", f"-I{cpu_library.HERE}")
+    cpu_library.HEADERS = (*cpu_library.HEADERS, NEON)
+
+
+@pytest.mark.exhaustive
+def test_the_instructions_of_arm_emulated():
+    """On a processor of ARM these are its own, which ``test_cpu_codes.py`` runs."""
+    check("from tests.kernels.gemm.test_cpu_instructions import emulate; emulate()\n" + CHECK, "neon", "plain")
+
+
+@pytest.mark.parametrize("machine", ["aarch64", "arm64"])
+def test_a_processor_of_arm_has_its_instructions(machine, monkeypatch):
+    monkeypatch.setattr(cpu_library.platform, "machine", lambda: machine)
+    monkeypatch.delenv(cpu_library.VARIABLE, raising=False)
+    assert cpu_library.instructions() == ("neon", ())
+    monkeypatch.setenv(cpu_library.VARIABLE, "plain")
+    assert cpu_library.instructions() == ("plain", ("-DMX_PLAIN",))
+    monkeypatch.setenv(cpu_library.VARIABLE, "avx2")
+    with pytest.raises(ValueError, match="this processor runs neon, plain"):
+        cpu_library.instructions()
 
 
 def test_an_unknown_instruction_set_is_refused(monkeypatch):
