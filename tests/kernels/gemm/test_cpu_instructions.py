@@ -9,7 +9,6 @@ import pytest
 
 from mxtensor.kernels.gemm import cpu_library
 
-
 ROOT = Path(__file__).parents[3]
 NEON = ROOT / "tests" / "helpers" / "neon" / "arm_neon.h"
 
