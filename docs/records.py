@@ -310,7 +310,7 @@ def figures() -> str:
     decoded = {line[0]: line for line in decode_model.lines(models)}
     for what, unit, column, faster in (
         ("Weights of a model with the shape of Llama 3 8B", "GB", 4, False),
-        ("Decoding of that model, batch 1", "tokens/s", 1, True),
+        ("Its layers as one graph, batch 1", "tokens/s", 1, True),
     ):
         base = float(decoded["bfloat16"][column])
         add(what, unit, base, partial(_weight_only, decoded, column), faster)

@@ -25,7 +25,7 @@ def figures_of_users(short: Callable[[dict[str, Any]], str]) -> list[tuple[str, 
     decoding = (f"{statistics.geometric_mean(each):.2f}x, at worst {min(each):.2f}x" for each in speeds)
     lines = [
         (f"Linear layers of public models, 1 to 64 rows, one {gpu}", "", *few_rows, ""),
-        (f"Experts of public models, 1 to 64 sequences that decode, one {gpu}", "", *decoding, ""),
+        (f"Experts of public models, a token of 1 to 64 sequences, one {gpu}", "", *decoding, ""),
     ]
     _, steps = read_json(RESULTS / "users_train.json", users_train.StepRow)
     for row in steps:
