@@ -43,7 +43,7 @@ def _before_repeat(node: Node) -> Node:
 
 def _is_taken(given: dict[str, Any], key: Node, value: Node) -> bool:
     query = _value(given["query"])
-    if given.get("dropout_p", 0) or (given.get("is_causal", False) and query.shape[2] != 1):
+    if given.get("dropout_p", 0) or given.get("is_causal", False):  # query i reads keys 0 to i, not all
         return False
     return takes(query, _value(key), _value(value))
 

@@ -30,6 +30,11 @@ def attention_forward(
 ) -> tuple[Tensor, None]:  # fmt: skip
     """The function that transformers calls: query (batch, heads, queries, size), key and value (batch, heads of keys,
     keys, size) -> (batch, queries, heads, size)."""
+    if kwargs.get("s_aux") is not None:
+        raise NotImplementedError(
+            f"attention of {type(module).__name__} has sinks (s_aux of {len(kwargs['s_aux'])} heads), which neither "
+            f'"{NAME}" nor "sdpa" of transformers adds; use model.set_attn_implementation("eager")'
+        )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if _is_taken(query, key, value, attention_mask, dropout, causal, kwargs):
         scale = 1 / math.sqrt(query.shape[-1]) if scaling is None else scaling

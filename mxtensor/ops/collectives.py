@@ -15,6 +15,8 @@ from torch import Tensor
 from ..core.compat import finished_work
 from ..core.compat_hooks import distributed_caller
 from ..core.dispatch import implements, implements_function
+from ..core.writes import note_write
+from ..numerics.derived import forget
 from ..tensor.mxtensor import MXTensor
 
 
@@ -74,6 +76,8 @@ def sent(func: Any, args: Any, kwargs: Any) -> Any:
         if work is not None:
             work.wait()
         work = Work.unbox(func(*_component(args, i), **kwargs)[1])
+        note_write(component)
+        forget(component)
     return written, (finished_work() if work is None else work).boxed()
 
 

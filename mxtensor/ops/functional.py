@@ -9,6 +9,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 from ..core.compat import any_autocast_is_active, functorch_interpreter
 from ..core.dispatch import implements_function
@@ -40,6 +41,7 @@ def _runs_whole(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     return not (
         is_traced(input, bias)  # torch.compile, dispatch modes, functorch, other subclasses
         or functorch_interpreter() is not None
+        or unpack_dual(input).tangent is not None  # forward-mode differentiation
         or input.is_neg()  # a lazy minus sign, which aten carries out and a launch does not
         or (bias is not None and bias.is_neg())
         or (any_autocast_is_active() and torch_autocasts(input.device))

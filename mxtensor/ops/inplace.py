@@ -16,6 +16,7 @@ from ..kernels.quantize.select import quantize_operand
 from ..numerics.derived import forget
 from ..numerics.formats import FULL
 from ..numerics.operand import Operand
+from ..numerics.reference import SOURCE_DTYPES
 from ..tensor.mxtensor import MXTensor
 from ..tensor.quantize_as import quantize_as
 from ..tensor.rotated import RotatedTensor
@@ -56,7 +57,8 @@ def write_back(w: MXTensor, values: Tensor) -> MXTensor:
 
     Raises NotImplementedError for a view that has only a part of its base, which torch.compile does not pass on.
     """
-    values = values.to(w.device).expand(w.shape)
+    dtype = values.dtype if values.dtype in SOURCE_DTYPES else w.dtype
+    values = values.to(w.device, dtype).expand(w.shape)
     if w._link is not None and not _writes_all(w):
         base, view = w._link
         if base is None:

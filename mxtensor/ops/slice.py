@@ -81,9 +81,10 @@ def slice_(func: Any, args: Any, kwargs: Any) -> Any:
 def select(func: Any, args: Any, kwargs: Any) -> Any:
     """One index of a dimension that is not blocked."""
     w, dim, index = args
-    dim, index = dim % w.dim(), guard_int(index)
-    args = (w, dim, index)
+    args = w, dim, index = w, dim, guard_int(index)
     out = outer(func, w, args, kwargs)
+    dim = dim % w.dim()
+    args = w, dim, index
     index = index + w.shape[dim] if index < 0 else index
     one = sliced(w, dim, index, index + 1, 1, w.stride())
     result = None
@@ -106,6 +107,7 @@ def _pieces(func: Any, args: Any, kwargs: Any, w: MXTensor, dim: int, lengths: l
 def split(func: Any, args: Any, kwargs: Any) -> Any:
     """Slices of equal length, the last one shorter."""
     w, length, dim = (*args, 0)[:3] if "dim" not in kwargs else (*args[:2], kwargs["dim"])
+    outer(func, w, args, kwargs)  # torch's errors
     total = w.shape[dim]
     lengths = [min(length, total - i) for i in range(0, total, length)] or [0]
     return _pieces(func, args, kwargs, w, dim, lengths)
@@ -115,6 +117,7 @@ def split(func: Any, args: Any, kwargs: Any) -> Any:
 def split_with_sizes(func: Any, args: Any, kwargs: Any) -> Any:
     """Slices of the lengths given."""
     w, lengths, dim = (*args, 0)[:3] if "dim" not in kwargs else (*args[:2], kwargs["dim"])
+    outer(func, w, args, kwargs)  # torch's errors
     return _pieces(func, args, kwargs, w, dim, list(lengths))
 
 

@@ -65,8 +65,8 @@ def cat(func: Any, args: Any, kwargs: Any) -> Tensor:
     tensors = [t for t in tensors if t.dim() != 1 or t.shape[0]]  # torch skips the legacy empty tensor
     if len(tensors) == 0 or not _alike(tensors):
         return read(func, args, kwargs, "not one format throughout")  # type: ignore[no-any-return]
-    dim = dim % tensors[0].dim()
     out = torch.cat([torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in tensors], dim)
+    dim = dim % tensors[0].dim()
     found: dict[bool, Operand] = {}
     for i, (_, dims) in enumerate(sides(tensors[0])):
         operand = _joined([sides(t)[i][0] for t in tensors], _place(dims, dim), tuple(out.shape[d] for d in dims))

@@ -86,3 +86,9 @@ def test_arguments_of_sdpa_only_take_sdpa(model, calls):
         torch.testing.assert_close(attention.attention_forward(layer, q, k, v, None, position_bias=bias)[0], want)
         attention.attention_forward(layer, q, k, v, None, dropout=0.5)
     assert len(calls) == 1
+
+
+def test_sinks_are_refused_and_not_left_out(model):
+    layer, (q, k, v) = model.model.layers[0].self_attn, (torch.randn(1, n, 1, 16) for n in (6, 2, 2))
+    with pytest.raises(NotImplementedError, match=r'LlamaAttention has sinks \(s_aux of 6 heads\).*"eager"'):
+        attention.attention_forward(layer, q, k, v, None, s_aux=torch.ones(6))

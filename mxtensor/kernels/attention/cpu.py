@@ -16,9 +16,9 @@ from torch import Tensor
 from ...core import recording
 from ...core.kernel import Kernel, Spec
 from ...numerics.formats import FULL
+from ..quantize.cpu import BLOCKS, KINDS, SCALES, SOURCE, c_format, in_spans
 from ..quantize.cpu import FLAGS as CAST_FLAGS
 from ..quantize.cpu import HEADERS as CAST_HEADERS
-from ..quantize.cpu import KINDS, SCALES, SOURCE, c_format, in_spans
 from ..runtime.native_build import load
 from .spec import AttentionArgs, Tokens, additive, group_of
 
@@ -71,11 +71,11 @@ def refuses(spec: Spec, q: Tensor, k: Tokens, v: Tokens, args: AttentionArgs) ->
     rows = group_of(q, k) * q.shape[2]
     if rows > MOST_ROWS:
         return f"is for {MOST_ROWS} rows that read a head of keys, not {rows}"
-    if args.causal and q.shape[2] > 1:
+    if args.causal:
         return "takes a mask, not is_causal"
     for side in (k, v):
         f, size = side.codes.format, side.shape[-1]
-        if f.block[0] != 1 or f.scale not in SCALES:
+        if f.block not in BLOCKS or f.block[0] != 1 or f.scale not in SCALES:
             return f"has no decoder for blocks of {f.block[0]}x{f.block[1]} with {f.scale.name} scales"
         if size % 8 or size > MOST_VALUES:
             return f"is for heads of a multiple of 8 up to {MOST_VALUES} values, not {size}"

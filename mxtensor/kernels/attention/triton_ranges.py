@@ -65,7 +65,7 @@ def refuses(spec: Spec, q: Tensor, k: Tokens, v: Tokens, args: AttentionArgs) ->
     rows = group_of(q, k) * q.shape[2]
     if rows > MOST_ROWS:
         return f"is for {MOST_ROWS} rows that read a head of keys, not {rows}"
-    if args.causal and q.shape[2] > 1:
+    if args.causal:
         return "takes a mask, not is_causal"
     most = MOST_VALUES[_in_bfloat16(k.codes.format, v.codes.format, q.dtype)]
     for side in (k, v):

@@ -145,7 +145,7 @@ inline void multiply_piece(const uint16_t* w, int64_t rows, const char* x, int64
 template <typename D> void rows_by_tiles(const Problem& p, int64_t first, int64_t end) {
   const D decode{};
   const int64_t steps = ceil_div(p.k, D::STEP), values = packed_row<D>(p), blocks = ceil_div(p.m, 16), pitch = blocks * 16;
-  const int per_step = int(larger<int64_t>(1, D::STEP / block_cols(p)));
+  const int per_step = scales_per_step(p, D::STEP);
   const int64_t scales_row = steps * per_step, height = p.m <= 64 ? 32 : MOST_TILE_ROWS;
   float* memory = buffer(height * (scales_row + pitch + PIECE_PITCH / 2) + 96);
   float* sums = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(memory) + 63) / 64 * 64);

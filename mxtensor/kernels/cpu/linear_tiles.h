@@ -76,7 +76,7 @@ inline void scales_of_rows(const Problem& p, int64_t first, int64_t end, int ste
 template <typename D> void linear_rows(const Problem& p, int64_t first, int64_t end) {
   const D decode{};
   const int64_t steps = ceil_div(p.k, D::STEP), block = block_cols(p);
-  const int per_step = int(larger<int64_t>(1, D::STEP / block));
+  const int per_step = scales_per_step(p, D::STEP);
   const int64_t scales_row = steps * per_step;
   const bool bfloat16 = p.mode == IN_BFLOAT16;
   const int64_t x_bytes = packed_row<D>(p) * (bfloat16 ? 2 : 4);
@@ -133,7 +133,7 @@ template <typename D> void linear_rows(const Problem& p, int64_t first, int64_t 
 template <typename D> void decode_rows(const Problem& p, int64_t first, int64_t end, char* out) {
   const D decode{};
   const int64_t steps = ceil_div(p.k, D::STEP), block = block_cols(p), blocks = ceil_div(p.k, block);
-  const int per_step = int(larger<int64_t>(1, D::STEP / block));
+  const int per_step = scales_per_step(p, D::STEP);
   float* scales = buffer(steps * per_step + 64);
   for (int64_t n = first; n < end; n++, out += packed_row<D>(p) * (p.mode == IN_BFLOAT16 ? 2 : 4)) {
     if (!scales_of_row(p, n, D::STEP, per_step, steps, scales))

@@ -45,7 +45,10 @@ Problem problem_of(const Tensor& x, const Tensor& data, const Tensor& scale, con
     MX_CHECK_VALUE(bias->is_contiguous() && bias->sizes().back() == p.n && (one || (bias->dim() == 2 && bias->size(0) == p.m)),
                    "mxtensor::cpu_linear: a bias is (N,) or (M, N) and contiguous, got ", bias->sizes());
     p.bias = bias->const_data_ptr(), p.bias_kind = kind_of(bias->scalar_type()), p.bias_stride = one ? 0 : p.n;
+    MX_CHECK_VALUE(p.bias || !bias->numel(), "mxtensor::cpu_linear: the memory of the bias ", bias->sizes(), " was freed");
   }
+  MX_CHECK_VALUE(p.x || !x.numel(), "mxtensor::cpu_linear: the memory of x ", x.sizes(), " was freed");
+  MX_CHECK_VALUE((p.data && p.scale) || !data.numel(), "mxtensor::cpu_linear: the memory of the codes or scales was freed");
   return p;
 }
 

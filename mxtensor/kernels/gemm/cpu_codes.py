@@ -43,6 +43,8 @@ def _refuses(spec: Spec, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> str 
     f = b.format
     if f.element not in ELEMENTS or f.scale not in SCALES:
         return f"has no decoder for {f.element.name} with {f.scale.name} scales"
+    if f.block not in BLOCKS:
+        return f"has no decoder for blocks of {f.block[0]}x{f.block[1]}"
     if isinstance(a, (Operand, FakeQuantized)):
         return "its left operand is cast already: the kernels of other forms of this operand give the same bits"
     x = a.x if isinstance(a, Unquantized) else a

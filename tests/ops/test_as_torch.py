@@ -1,0 +1,90 @@
+"""What a user who knows torch expects of calls that few tests name: errors of torch, writes of any dtype, formats and
+layouts of other widths, and what a fast path must leave to torch."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.autograd.forward_ad as forward_ad
+import torch.nn.functional as F
+
+import mxtensor as mx
+from mxtensor.kernels.runtime import native_build
+
+needs_compiler = pytest.mark.skipif(native_build.compiler() is None, reason="needs a C++ compiler")
+
+
+@pytest.mark.parametrize("block", [(1, 8), (1, 24), (1, 48), (1, 256), (2, 2), (8, 8), (1, 32)])
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp4", "mxint8"])
+@pytest.mark.parametrize("rows", [1, 5, 70])
+def test_products_with_blocks_of_any_width(name, block, rows):
+    format = replace(mx.get_format(name), name=f"{name}_of_{block[0]}x{block[1]}", block=block)
+    w, x = mx.quantize(torch.randn(40, 192), format), torch.randn(rows, 192)
+    with torch.no_grad():
+        y = F.linear(x, w)
+    torch.testing.assert_close(y, x @ w.dequantize().t(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("k", [1, 3, 4, 8, 10, 16, 21, 33, 40])
+@pytest.mark.parametrize("name", ["float8_e4m3_row", "float8_e4m3_tensor", "float8_e5m2_row_pow2"])
+def test_one_scale_for_rows_shorter_than_a_step(name, k):
+    w, x = mx.quantize(torch.randn(9, k), name), torch.randn(2, k)
+    with torch.no_grad():
+        torch.testing.assert_close(F.linear(x, w), x @ w.dequantize().t(), rtol=1e-5, atol=1e-5)
+
+
+def test_forward_mode_differentiates_a_product():
+    w, x = mx.quantize(torch.randn(32, 64), "mxfp8"), torch.randn(5, 64)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, torch.ones_like(x))
+        tangent = forward_ad.unpack_dual(F.linear(dual, w)).tangent
+    torch.testing.assert_close(tangent, torch.ones(5, 64) @ w.dequantize().t())
+
+
+@needs_compiler
+def test_one_causal_query_of_a_graph_reads_the_first_key():
+    layer = mx.quantize_(torch.nn.Linear(32, 32), "mxfp8")
+
+    def attend(q, k, v):
+        return F.scaled_dot_product_attention(layer(q), k, v, is_causal=True)
+
+    q, k, v = torch.randn(1, 2, 1, 32), torch.randn(1, 2, 10, 32), torch.randn(1, 2, 10, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(attend)(q, k, v), v[:, :, :1])
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda t: t.split([32, 32]), lambda t: t.split(-1), lambda t: t.split(0), lambda t: t.split(32, 2),
+        lambda t: torch.cat([t, t], 2), lambda t: t.select(2, 0), lambda t: t.select(0, 96),
+    ],
+)  # fmt: skip
+def test_wrong_sizes_and_dimensions_raise_the_errors_of_torch(call):
+    plain = torch.randn(96, 64)
+    with pytest.raises((RuntimeError, IndexError)) as of_torch:
+        call(plain)
+    with pytest.raises(type(of_torch.value)):
+        call(mx.quantize(plain, "mxfp8"))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.uint8])
+def test_values_of_any_dtype_are_written(dtype):
+    w, values = mx.quantize(torch.randn(64, 64), "mxfp8"), torch.randint(0, 2, (64, 64)).to(dtype)
+    w.copy_(values)
+    assert torch.equal(w.dequantize(), values.float())
+    w[0] = torch.arange(64)
+    w[:, 0] = torch.ones(64, dtype=dtype)
+    assert torch.equal(w.dequantize()[0, :16], torch.cat([torch.ones(1), torch.arange(1.0, 16)]))
+
+
+@needs_compiler
+@pytest.mark.parametrize("freed", ["x", "bias"])
+def test_freed_memory_is_an_error_and_not_read(freed):
+    w, x, bias = mx.quantize(torch.randn(32, 64), "mxfp8"), torch.randn(3, 64), torch.randn(32)
+    with torch.no_grad():
+        for _ in range(3):
+            F.linear(x, w, bias)
+        {"x": x, "bias": bias}[freed].untyped_storage().resize_(0)
+        with pytest.raises((RuntimeError, ValueError)):
+            F.linear(x, w, bias)
