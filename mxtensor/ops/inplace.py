@@ -57,7 +57,7 @@ def write_back(w: MXTensor, values: Tensor) -> MXTensor:
 
     Raises NotImplementedError for a view that has only a part of its base, which torch.compile does not pass on.
     """
-    dtype = values.dtype if values.dtype in SOURCE_DTYPES else w.dtype
+    dtype = values.dtype if values.dtype in SOURCE_DTYPES or values.is_complex() else w.dtype
     values = values.to(w.device, dtype).expand(w.shape)
     if w._link is not None and not _writes_all(w):
         base, view = w._link

@@ -78,6 +78,9 @@ NEVER_SEEN = {
     "{value}: {value} weights are in {value}, and their sums with the adapters were rounded: the rounding has "
     "{value} of the norm of what the adapters change, {value} in {value}. To lose less, keep the adapters, or merge "
     "them into the model in high precision and quantize that",
+    # of a model of transformers with attention sinks: tests/integrations/test_attention.py
+    'attention of {value} has sinks (s_aux of {value} heads), which neither "{value}" nor "sdpa" of transformers adds; '
+    'use model.set_attn_implementation("eager")',
     # mx.tune needs a GPU
     "tune needs a model with quantized layers on a CUDA device: mx.quantize_(model.cuda(), 'mxfp8')",
     "there is no cost model of {value}; write one with python -m mxtensor.report.costs",

@@ -13,7 +13,7 @@ namespace {
 constexpr int BITS[] = {8, 8, 6, 6, 4, 8};
 
 inline int64_t block_cols(const Problem& p) { return p.block_cols < 0 ? p.k : p.block_cols; }
-// Scales that a step of so many values has: one where it lies in a block.
+// Scales that a step of so many values has: one where a block has it whole.
 inline int scales_per_step(const Problem& p, int step) {
   return p.block_cols < 0 || p.block_cols >= step ? 1 : step / p.block_cols;
 }
