@@ -295,8 +295,7 @@ Tensor cpu_linear_prepared(const Tensor& x, int64_t number) {
     p = known->problem, shape = known->shape, cast = known->cast;
   }
   Tensor out = at::empty(shape, x.options());
-  p.x = x.const_data_ptr(), p.out = out.mutable_data_ptr();
-  MX_CHECK_VALUE(p.x || !x.numel(), "mxtensor::cpu_linear: the memory of x ", x.sizes(), " was freed");
+  p.x = memory_of(x, "x"), p.out = out.mutable_data_ptr();
   Tensor memory;
   if (cast) memory = fake_quantize(p, *cast, x.options());
   if (p.m <= few_rows(p) || !decodes_blocks(p)) by_codes(&p, 1, x.options());

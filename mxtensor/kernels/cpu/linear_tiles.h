@@ -75,7 +75,7 @@ inline void scales_of_rows(const Problem& p, int64_t first, int64_t end, int ste
 
 template <typename D> void linear_rows(const Problem& p, int64_t first, int64_t end) {
   const D decode{};
-  const int64_t steps = ceil_div(p.k, D::STEP), block = block_cols(p);
+  const int64_t steps = ceil_div(p.k, D::STEP);
   const int per_step = scales_per_step(p, D::STEP);
   const int64_t scales_row = steps * per_step;
   const bool bfloat16 = p.mode == IN_BFLOAT16;

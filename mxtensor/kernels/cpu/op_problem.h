@@ -8,6 +8,13 @@ namespace {
 
 using OptionalTensor = std::optional<Tensor>;
 
+// The address of a tensor whose memory was not freed.
+const void* memory_of(const Tensor& t, const char* what) {
+  const void* address = t.const_data_ptr();
+  MX_CHECK_VALUE(address || !t.numel(), "mxtensor::cpu_linear: the memory of ", what, " ", t.sizes(), " was freed");
+  return address;
+}
+
 void check_codes(const Problem& p, const Tensor& data, const Tensor& scale) {
   const int bits = BITS[p.element], group = bits == 8 ? 1 : bits == 4 ? 2 : 4;
   const int64_t bytes = ceil_div(p.k, group) * group * bits / 8;
@@ -35,20 +42,17 @@ Problem problem_of(const Tensor& x, const Tensor& data, const Tensor& scale, con
                    "mxtensor::cpu_linear: a global scale is one float32");
   MX_CHECK_VALUE(x.size(1) < 2 || x.stride(1) == 1, "mxtensor::cpu_linear: rows of x must be contiguous");
   p.scale_stride = p.block_cols < 0 ? 1 : ceil_div(p.k, p.block_cols);
-  p.data = static_cast<const uint8_t*>(data.const_data_ptr()), p.scale = scale.const_data_ptr();
+  p.data = static_cast<const uint8_t*>(memory_of(data, "the codes")), p.scale = memory_of(scale, "the scales");
   p.global_scale = global_scale ? global_scale->const_data_ptr<float>() : nullptr;
   p.x_global = x_global ? x_global->const_data_ptr<float>() : nullptr;
-  p.x = x.const_data_ptr(), p.x_kind = kind_of(x.scalar_type()), p.x_stride = x.stride(0);
+  p.x = memory_of(x, "x"), p.x_kind = kind_of(x.scalar_type()), p.x_stride = x.stride(0);
   p.alpha = alpha, p.beta = beta, p.out_stride = p.n;
   if (bias && beta != 0) {
     const bool one = bias->dim() == 1;
     MX_CHECK_VALUE(bias->is_contiguous() && bias->sizes().back() == p.n && (one || (bias->dim() == 2 && bias->size(0) == p.m)),
                    "mxtensor::cpu_linear: a bias is (N,) or (M, N) and contiguous, got ", bias->sizes());
-    p.bias = bias->const_data_ptr(), p.bias_kind = kind_of(bias->scalar_type()), p.bias_stride = one ? 0 : p.n;
-    MX_CHECK_VALUE(p.bias || !bias->numel(), "mxtensor::cpu_linear: the memory of the bias ", bias->sizes(), " was freed");
+    p.bias = memory_of(*bias, "the bias"), p.bias_kind = kind_of(bias->scalar_type()), p.bias_stride = one ? 0 : p.n;
   }
-  MX_CHECK_VALUE(p.x || !x.numel(), "mxtensor::cpu_linear: the memory of x ", x.sizes(), " was freed");
-  MX_CHECK_VALUE((p.data && p.scale) || !data.numel(), "mxtensor::cpu_linear: the memory of the codes or scales was freed");
   return p;
 }
 

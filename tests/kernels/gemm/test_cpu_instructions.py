@@ -13,13 +13,6 @@ ROOT = Path(__file__).parents[3]
 NEON = ROOT / "tests" / "helpers" / "neon" / "arm_neon.h"
 
 
-def usable():
-    """The instruction sets that this processor has, with the name that the library reports."""
-    first = cpu_library.instructions()[0]
-    names = [*cpu_library.X86, "plain"]
-    return names[names.index(first) :]
-
-
 CHECK = """
 import sys, torch
 from tests.kernels.gemm import test_cpu_codes as t
@@ -43,7 +36,7 @@ def check(script, name, variable):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", usable()[1:])
+@pytest.mark.parametrize("name", cpu_library.usable_instructions()[1:])
 def test_other_instruction_sets(name):
     check(CHECK, name, name)
 
