@@ -1,8 +1,9 @@
 """The command ``generate`` of ``benchmarks.users``: transformers' ``generate`` as a user calls it.
 
 The model is a Llama with random weights in the shape of Llama 3 8B. Each format is a new model with the same weights
-after ``mx.quantize_``. ``static`` is ``cache_implementation="static"``, with which transformers compiles the model. The
-time of a token is the time of a long call minus that of a short call, divided by the tokens between them.
+after ``mx.quantize_``, in a process of its own; they are compiled side by side and timed in turn (``contenders``).
+``static`` is ``cache_implementation="static"``, with which transformers compiles the model. The time of a token is the
+time of a long call minus that of a short call, divided by the tokens between them.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 import mxtensor as mx
 
+from .contenders import Contenders
 from .cuda import print_header
 from .decode_model import build
 from .harness import Progress, Row, print_table, write_json
@@ -42,13 +44,16 @@ TOP = 8
 
 @dataclass
 class GenerateRow(Row):
-    """``times["token"]`` is the time of a decoding step, ``times["first"]`` that of the short call, in milliseconds."""
+    """``times["token"]`` is the time of a decoding step, ``times["first"]`` that of the short call, in milliseconds.
+
+    ``relative["token"]`` is the time of a step over that of bfloat16 in the same round, the median of all rounds.
+    """
 
     config: str = ""
     mode: str = ""
     batch: int = 0
     compile_s: float = 0.0
-    """Seconds of the first call, which compiles."""
+    """Seconds of the first call, which compiles, while those of the other formats do."""
     gpu_ms: float = float("nan")
     """The sum of the times of a step's kernels. Kernels that overlap count twice."""
     host_ms: float = float("nan")
@@ -97,6 +102,7 @@ class Generate:
         )  # fmt: skip
         return ids
 
+    @torch.no_grad()
     def milliseconds(self, tokens: int) -> float:
         """Wall time of a call."""
         synchronize(self.device)
@@ -154,32 +160,61 @@ def profiled(row: GenerateRow, generate: Generate, tokens: int) -> None:
     row.kernels = {f"{n / steps:g} x {name[:90]}": us / steps for name, (us, n) in slowest}
 
 
-def measured(model: nn.Module, config: str, mode: str, batch: int, args: argparse.Namespace) -> GenerateRow:
-    """One row. An error is recorded in ``failed``."""
-    row = GenerateRow(f"{config} {mode}, batch {batch}", {}, config=config, mode=mode, batch=batch)
-    torch._dynamo.reset()  # graphs of earlier rows count towards Dynamo's limit of recompilations
-    for name in ("_compiled_call", "_last_compile_config", "_previous_max_cache_length", "_cache"):
-        model.__dict__.pop(name, None)  # what transformers caches of earlier rows
-    try:
-        generate, tokens = Generate(model, mode, batch, args.device), args.tokens
-        row.compile_s = generate.milliseconds(SHORT + tokens) / 1e3  # the long call first: it sets the cache's length
+class Contender:
+    """The model of one format, in its process."""
+
+    def __init__(self, config: str, args: argparse.Namespace) -> None:
+        self.args, self.model = args, make_model(config, args)
+        if args.device == "cuda":
+            torch.cuda.empty_cache()  # other contenders share the GPU
+        self.generate: Generate | None = None
+
+    def prepare(self, mode: str, batch: int) -> float:
+        """Compile for this mode and batch. Seconds of the first call."""
+        torch._dynamo.reset()  # graphs of earlier rows count towards Dynamo's limit of recompilations
+        for name in ("_compiled_call", "_last_compile_config", "_previous_max_cache_length", "_cache"):
+            self.model.__dict__.pop(name, None)  # what transformers caches of earlier rows
+        gc.collect()
+        generate = self.generate = Generate(self.model, mode, batch, self.args.device)
+        seconds = generate.milliseconds(SHORT + self.args.tokens) / 1e3  # the long call first: it sets the cache's size
         generate.milliseconds(SHORT)
-        pairs = [(generate.milliseconds(SHORT), generate.milliseconds(SHORT + tokens)) for _ in range(args.repeats)]
-        row.times["first"] = statistics.median(short for short, _ in pairs)
-        row.times["token"] = statistics.median((long - short) / tokens for short, long in pairs)
-        if args.profile:
-            profiled(row, generate, tokens)
-    except Exception as error:
-        row.failed["generate"] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-    return row
+        return seconds
+
+    def time(self) -> tuple[float, float]:
+        """Milliseconds of a short and of a long call."""
+        assert self.generate is not None
+        return self.generate.milliseconds(SHORT), self.generate.milliseconds(SHORT + self.args.tokens)
+
+    def profile(self, row: GenerateRow) -> GenerateRow:
+        """The row with the times of the profiler."""
+        assert self.generate is not None
+        profiled(row, self.generate, self.args.tokens)
+        return row
+
+
+def measured(contenders: Contenders, mode: str, batch: int, args: argparse.Namespace) -> list[GenerateRow]:
+    """The rows of all formats. An error is recorded in ``failed``."""
+    compile_s = contenders.together("prepare", mode, batch)
+    rounds = [contenders.one_by_one("time") for _ in range(args.repeats)]
+    rows = []
+    for config in args.formats:
+        row = GenerateRow(f"{config} {mode}, batch {batch}", {}, config=config, mode=mode, batch=batch)
+        rows.append(row)
+        if config in contenders.failed:
+            row.failed["generate"] = contenders.failed[config]
+            continue
+        tokens = [{name: (long - short) / args.tokens for name, (short, long) in found.items()} for found in rounds]
+        row.compile_s = compile_s[config]
+        row.times["first"] = statistics.median(found[config][0] for found in rounds)
+        row.times["token"] = statistics.median(found[config] for found in tokens)
+        if BASE in tokens[-1]:
+            row.relative["token"] = statistics.median(found[config] / found[BASE] for found in tokens)
+    if args.profile:
+        rows = [row if row.failed else contenders.one(row.config, "profile", row) or row for row in rows]
+    return rows
 
 
 # ---------------------------------------------------------------------------------------------- the command
-
-
-def base_of(row: GenerateRow, rows: Sequence[GenerateRow]) -> GenerateRow | None:
-    """The row of bfloat16 in the same mode with the same batch."""
-    return next((r for r in rows if (r.config, r.mode, r.batch) == (BASE, row.mode, row.batch)), None)
 
 
 HEADER = [
@@ -195,12 +230,11 @@ HEADER = [
 PROFILE_HEADER = ["GPU ms", "host ms", "kernels", "bound by"]
 
 
-def line(row: GenerateRow, rows: Sequence[GenerateRow]) -> list[str]:
-    """The line of a row under HEADER and, if it was profiled, PROFILE_HEADER."""
-    base = base_of(row, rows)
+def line(row: GenerateRow) -> list[str]:
+    """The line of a row under HEADER."""
     if row.failed:
         return [row.mode, str(row.batch), row.config, "fails", *[""] * (len(HEADER) - 4)]
-    over = row.tokens_a_second / base.tokens_a_second if base else float("nan")
+    over = 1 / row.relative.get("token", float("nan"))
     return [
         row.mode, str(row.batch), row.config, f"{row.tokens_a_second:.1f}", f"{over:.2f}",
         f"{row.times['token']:.2f}", f"{row.times['first']:.1f}", f"{row.compile_s:.1f}",
@@ -234,22 +268,19 @@ def add_options(options: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Tokens per second of transformers' generate, eager and with a static cache."""
     modes = [mode for mode, flag in ((EAGER, args.eager), (STATIC, args.static)) if flag] or [EAGER, STATIC]
-    progress, rows = Progress(len(args.formats) * len(modes) * len(args.batches), "rows"), list[GenerateRow]()
-    with torch.no_grad():
-        for config in args.formats:
-            model = make_model(config, args)
-            for mode in modes:
-                for batch in args.batches:
-                    rows.append(measured(model, config, mode, batch, args))
-                    progress.step(f"{rows[-1].work}: {rows[-1].tokens_a_second:.1f} tokens/s")
-                    write_json(args.json, rows)  # a row takes a minute: those of a run that is stopped are there
-            del model
-            gc.collect()
-            torch.cuda.empty_cache()
+    rows = list[GenerateRow]()
+    progress = Progress(len(modes) * len(args.batches), "batches")
+    with Contenders(args.formats, Contender, args) as contenders:
+        for mode in modes:
+            for batch in args.batches:
+                rows += measured(contenders, mode, batch, args)
+                speeds = ", ".join(f"{row.config} {row.tokens_a_second:.0f}" for row in rows[-len(args.formats) :])
+                progress.step(f"{mode}, batch {batch}: {speeds} tokens/s")
+                write_json(args.json, rows)  # a batch takes minutes: those of a run that is stopped are there
     progress.close()
     print_header()
     header = [*HEADER, *PROFILE_HEADER] if args.profile else HEADER
-    print_table(header, [line(r, rows) + (profile_cells(r) if args.profile else []) for r in ordered(rows)])
+    print_table(header, [line(r) + (profile_cells(r) if args.profile else []) for r in ordered(rows)])
     for row in ordered(rows):
         if row.kernels:
             print(f"\n{row.work}, microseconds of a step:")

@@ -77,7 +77,7 @@ def users_generate() -> str:
     from benchmarks import users_generate as bench
 
     def sections(rows: list[bench.GenerateRow]) -> list[str]:
-        lines = [bench.line(row, rows) + bench.profile_cells(row) for row in bench.ordered(rows)]
+        lines = [bench.line(row) + bench.profile_cells(row) for row in bench.ordered(rows)]
         return [table(", ".join([*bench.HEADER, *bench.PROFILE_HEADER]), lines)]
 
     return on_gpu("users_generate", bench.GenerateRow, sections, "users generate")

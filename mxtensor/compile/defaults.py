@@ -1,5 +1,6 @@
 """What every compiled graph with quantized products gets, under any mode: products of one input become one launch; on
-a CPU attention of few queries becomes one op, and generated code checks no tensor twice.
+a GPU kernels may start early; on a CPU attention of few queries becomes one op, and generated code checks no tensor
+twice.
 
 torch.compile(model)
 mx.compile_passes(False)        # graphs that are compiled from now on are left as they are
@@ -33,21 +34,19 @@ def are_passes_enabled() -> bool:
 
 
 def _settings(gm: Any) -> dict[str, Any]:
-    """The options for a graph: none without products, or where the user has a pass of their own.
-
-    Early launches (``triton.enable_pdl``) and combined kernels stay with ``inference_options``: on an H100 they made
-    the compiled decoding of transformers slower, by 0.4 ms a token of 2.7, although the GPU was busy for less.
-    """
+    """The options for a graph: none without products, or where the user has a pass of their own."""
     if not are_passes_enabled():
         return {}
-    from .graph import CPU_ONE, MERGED
-    from .inference_options import Products, config
+    from .graph import CPU_ONE, MERGED, ONE
+    from .inference_options import Products, config, early_starts
 
     graphs = [module.graph for module in gm.modules() if hasattr(module, "graph")]
     products = {one for one in MERGED for graph in graphs if graph.find_nodes(op="call_function", target=one)}
     if not products or config.post_grad_custom_pre_pass is not None:
         return {}
     settings: dict[str, Any] = {"post_grad_custom_pre_pass": Products()}
+    if ONE in products:
+        settings |= early_starts()
     if CPU_ONE in products:
         settings |= {name: False for name in CHECKS if hasattr(config, name)}
     return settings

@@ -96,11 +96,16 @@ class Products(CustomGraphPass):
         return get_hash_for_files((__file__, attention.__file__, graph.__file__, launches.__file__))
 
 
+def early_starts() -> dict[str, Any]:
+    """The options for early starts and combined kernels, of those that this torch has."""
+    known = config.get_config_copy()
+    return {name: True for name in ("triton.enable_pdl", "combo_kernels") if name in known}
+
+
 def inference_options() -> dict[str, Any]:
     """Options of ``torch.compile`` for decoding with a model of quantized layers.
 
-    Use them with the default backend and without ``mode``. Options that this torch does not have are left out.
+    Use them with the default backend and without ``mode``. Options that this torch does not have are left out. Graphs
+    with products of few rows get them by default (``mx.compile_passes``).
     """
-    options = {"post_grad_custom_pre_pass": Products(), "triton.enable_pdl": True, "combo_kernels": True}
-    known = config.get_config_copy()
-    return {name: value for name, value in options.items() if name in known}
+    return {"post_grad_custom_pre_pass": Products()} | early_starts()

@@ -1,8 +1,8 @@
-"""When products of a compiled graph start: as soon as the previous kernel starts, but after their weights are written.
+"""When kernels of a compiled graph start: products when the kernel before starts, but after their weights are written.
 
-A kernel of torch's compiler may allow the next kernel to start before it ends (programmatic dependent launch). A
-product loads its weights at once. Before it reads anything else it waits for the previous kernel, and so for all
-kernels before that.
+A kernel may allow the next one to start before it ends (programmatic dependent launch). A product loads its weights at
+once. Before it reads anything else it waits for the previous kernel. Every kernel of torch's compiler waits first of
+all, so that whoever waits for the previous kernel has waited for all before it.
 """
 
 from __future__ import annotations
@@ -80,10 +80,32 @@ def _product_is_next(scheduler: Any) -> bool:
     return getattr(following, "op_overload", None) in PRODUCTS
 
 
-def _launch_first(lines: Sequence[Any], launch: str) -> list[Any]:
-    """The lines of a kernel with its launch call first, if it had one."""
-    others = [line for line in lines if not (isinstance(line, str) and launch in line)]
-    return [launch, *others] if len(others) < len(lines) else others
+def _is_read_later(graph: Any) -> bool:
+    """Whether the kernel being generated writes what is there after the graph: a result, or one of its inputs.
+
+    The product after it may belong to another graph, which does not know that its weight was written just now.
+    """
+    scheduler = graph.scheduler
+    node = getattr(scheduler, "current_node", None)
+    if node is None:
+        return True
+    written = {scheduler.mutation_real_name.get(name, name) for name in node.get_buffer_names()}
+    return not written.isdisjoint((*graph.get_output_names(), *graph.graph_input_names))
+
+
+def _ordered(lines: Sequence[Any], wait: str, launch: str, graph: Any) -> list[Any]:
+    """The lines of a kernel, which waits for the kernel before first of all.
+
+    It lets the next one start where it did, but first of all if that is a product, and never if what it writes is read
+    after the graph.
+    """
+    marks = [mark for mark in (wait, launch) for line in lines if isinstance(line, str) and mark in line]
+    plain = [line for line in lines if not (isinstance(line, str) and (wait in line or launch in line))]
+    if launch not in marks or _is_read_later(graph):
+        return [wait, *plain]
+    if _product_is_next(graph.scheduler):
+        return [launch, wait, *plain]
+    return [wait, *(line for line in lines if not (isinstance(line, str) and wait in line))]
 
 
 @cache
@@ -91,12 +113,7 @@ def launch_products_early() -> None:
     """Have torch's compiler generate kernels that allow a following product to start when they start themselves.
 
     This holds in graphs whose pass has ``launches_early``. Elsewhere a kernel allows the next one to start after it has
-    read its inputs, because a kernel of the compiler may read without waiting what the kernel before the previous one
-    wrote. Nothing changes with a torch that generates such kernels in another way.
+    read its inputs, and waits only for what it reads itself: one that follows may then read what the kernel before the
+    previous one has not written yet. Nothing changes with a torch that generates such kernels in another way.
     """
-
-    def wanted(config: Any, scheduler: Any) -> bool:
-        early = getattr(config.post_grad_custom_pre_pass, "launches_early", False)
-        return early and _product_is_next(scheduler)
-
-    hook_kernel_lines(_launch_first, wanted)
+    hook_kernel_lines(_ordered, lambda config: getattr(config.post_grad_custom_pre_pass, "launches_early", False))

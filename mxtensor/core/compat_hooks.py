@@ -173,26 +173,28 @@ def let_dynamo_intercept(function: Function) -> bool:
     return function in listed()
 
 
-def hook_kernel_lines(change: Callable[[list[Any], str], list[Any]], wanted: Callable[[Any, Any], bool]) -> bool:
-    """Let ``change(lines, launch)`` give the lines of each Triton kernel that Inductor writes where ``wanted(config,
-    scheduler)``; ``launch`` is the line that lets the next kernel start. True if this Inductor has the place.
+def hook_kernel_lines(change: Callable[[list[Any], str, str, Any], list[Any]], wanted: Callable[[Any], bool]) -> bool:
+    """Let ``change(lines, wait, launch, graph)`` give the lines of each Triton kernel that Inductor writes with early
+    starts, where ``wanted(config)``. True if this Inductor has the place.
 
-    Inductor decides by itself where a kernel lets the next one start (programmatic dependent launch), and has no
-    setting for it. Missing: nothing is changed, and products start when the kernel before them has read its inputs.
+    ``wait`` is the line that waits for the kernel before, ``launch`` the one that lets the next kernel start, ``graph``
+    what Inductor generates code for. Inductor decides by itself where these lines are, and has no setting for it.
+    Missing: nothing is changed, and products start when the kernel before them has read its inputs.
     """
     from torch._inductor import config
     from torch._inductor.codegen.triton import TritonKernel
     from torch._inductor.virtualized import V
 
-    usual, launch = getattr(TritonKernel, "_filter_pdl", None), getattr(TritonKernel, "GDC_LAUNCH", None)
-    if usual is None or launch is None:
+    usual = getattr(TritonKernel, "_filter_pdl", None)
+    wait, launch = (getattr(TritonKernel, name, None) for name in ("GDC_WAIT", "GDC_LAUNCH"))
+    if usual is None or wait is None or launch is None:
         return False
 
     @wraps(usual)
     def filter_pdl(self: Any, code: Any) -> None:
         usual(self, code)
-        if wanted(config, V.graph.scheduler):
-            code._lines = change(code._lines, launch)
+        if self._enable_pdl_codegen() and wanted(config):
+            code._lines = change(code._lines, wait, launch, V.graph)
 
     TritonKernel._filter_pdl = filter_pdl  # type: ignore[method-assign]
     return True
@@ -267,18 +269,20 @@ def hook_unwrapping(kind: type) -> bool:
     if usual is None:
         return False
 
+    plain = frozenset((torch.Tensor, torch.nn.Parameter, int))
+
     @wraps(usual)
     def unwrap(wrapped_args: Any, *, append_symints: bool, subclass_metas: Any = None) -> Any:
         out: list[Any] = []
         x: Any
         for i, x in enumerate(wrapped_args):
-            if type(x) is torch.Tensor or type(x) is torch.nn.Parameter or type(x) is int:
+            cls = type(x)
+            if cls in plain:
                 out.append(x)
                 continue
             meta = None if subclass_metas is None else subclass_metas[i]
-            static = not append_symints or (meta is not None and _is_static(meta))
-            if type(x) is kind and static:
-                out += x.components  # type: ignore[attr-defined]
+            if cls is kind and (not append_symints or _is_static(meta)):
+                out += x.components
             else:
                 metas = None if subclass_metas is None else [meta]
                 out += usual([x], append_symints=append_symints, subclass_metas=metas)
@@ -289,9 +293,18 @@ def hook_unwrapping(kind: type) -> bool:
 
 
 def _is_static(meta: Any) -> bool:
-    """Whether no outer size or stride of a subclass is a symbol, which would be an argument of the graph too."""
-    sizes = *getattr(meta, "outer_size", (None,)), *getattr(meta, "outer_stride", (None,))
-    return all(type(size) is int for size in sizes)
+    """Whether no outer size or stride of a subclass is a symbol, which would be an argument of the graph too.
+
+    The answer is stored with the description, which the graph asks for in each call and never changes.
+    """
+    try:
+        return meta.mxtensor_is_static  # type: ignore[no-any-return]
+    except AttributeError:
+        sizes = *getattr(meta, "outer_size", (None,)), *getattr(meta, "outer_stride", (None,))
+        static = all(type(size) is int for size in sizes)
+        if meta is not None:
+            meta.mxtensor_is_static = static
+        return static
 
 
 def hook_guards(kind: type) -> bool:

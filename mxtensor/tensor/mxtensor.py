@@ -216,9 +216,10 @@ class MXTensor(Makers, Pickled, KeepsAttributes, GatheredByFSDP2, TransformerEng
         row, column, rotated = self._rowwise, self._columnwise, self._rotated
         if rotated is not None:
             return tuple(t for o in (row, column, rotated.operand) if o is not None for t in o.tensors)
-        if row is None or column is None:
-            return (row or column).tensors  # type: ignore[union-attr]
-        return row.tensors + column.tensors
+        if column is not None:
+            return column.tensors if row is None else row.tensors + column.tensors
+        assert row is not None
+        return (row.data, row.scale) if row.global_scale is None else row.tensors
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]

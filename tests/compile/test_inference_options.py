@@ -142,28 +142,53 @@ class NopKernelSchedulerNode(SimpleNamespace):
     """A node of torch's scheduler that generates no kernel; the pass knows it by this name."""
 
 
-def kernel_before(following, lines, the_pass):
-    """The lines of a kernel that torch's compiler generates before the nodes ``following``, with this pass."""
+def kernel_before(following, lines, the_pass, writes=("buf1",), enabled=True):
+    """The lines of a kernel that torch's compiler generates before the nodes ``following``, with this pass.
+
+    The graph returns ``buf7`` and has the input ``arg0``, which ``buf8`` writes.
+    """
     Products()(make_fx(torch.neg)(torch.ones(2)).graph)
-    current, code = SimpleNamespace(node=None), SimpleNamespace(_lines=list(lines))
-    scheduler = SimpleNamespace(nodes=[SimpleNamespace(node=None), current, *following], current_node=current)
-    with V.set_graph_handler(SimpleNamespace(scheduler=scheduler)), config.patch(post_grad_custom_pre_pass=the_pass):
-        TritonKernel._filter_pdl(SimpleNamespace(GDC_WAIT=WAIT, GDC_LAUNCH=LAUNCH), code)
+    current = SimpleNamespace(node=None, get_buffer_names=lambda: set(writes))
+    code = SimpleNamespace(_lines=list(lines))
+    scheduler = SimpleNamespace(
+        nodes=[SimpleNamespace(node=None), current, *following], current_node=current,
+        mutation_real_name={"buf8": "arg0"},
+    )  # fmt: skip
+    graph = SimpleNamespace(scheduler=scheduler, get_output_names=lambda: ["buf7"], graph_input_names=["arg0"])
+    kernel = SimpleNamespace(GDC_WAIT=WAIT, GDC_LAUNCH=LAUNCH, _enable_pdl_codegen=lambda: enabled)
+    with V.set_graph_handler(graph), config.patch(post_grad_custom_pre_pass=the_pass):
+        TritonKernel._filter_pdl(kernel, code)
     return code._lines
+
+
+LINES = ["a", WAIT, "load", WAIT, LAUNCH, "load", WAIT, LAUNCH, 7, "store"]
+USUAL = ["a", WAIT, "load", "load", LAUNCH, 7, "store"]
+LATE = [WAIT, "a", "load", "load", LAUNCH, 7, "store"]
+PRODUCT, OTHER = (SimpleNamespace(node=SimpleNamespace(op_overload=o)) for o in (ONE, torch.ops.aten.mm.default))
 
 
 @pytest.mark.parametrize("op", [ONE, SHARED])
 def test_a_product_may_start_as_soon_as_the_kernel_before_it(op):
-    product, other = (SimpleNamespace(node=SimpleNamespace(op_overload=o)) for o in (op, torch.ops.aten.mm.default))
+    product = SimpleNamespace(node=SimpleNamespace(op_overload=op))
     nothing, unknown = NopKernelSchedulerNode(node=None), SimpleNamespace(node=None)
-    lines = ["a", WAIT, "load", WAIT, LAUNCH, "load", WAIT, LAUNCH, 7, "store"]
-    early, late = [LAUNCH, "a", WAIT, "load", "load", 7, "store"], ["a", WAIT, "load", "load", LAUNCH, 7, "store"]
-    for following in ([product], [nothing, product, other]):
-        assert kernel_before(following, lines, Products()) == early
-    for following in ([], [other, product], [unknown, product]):
-        assert kernel_before(following, lines, Products()) == late
-    assert kernel_before([product], lines, None) == late  # a graph compiled without these options
-    assert kernel_before([product], ["a", "load", "store"], Products()) == ["a", "load", "store"]  # no launch call
+    for following in ([product], [nothing, product, OTHER]):
+        assert kernel_before(following, LINES, Products()) == [LAUNCH, WAIT, "a", "load", "load", 7, "store"]
+    for following in ([], [OTHER, product], [unknown, product]):
+        assert kernel_before(following, LINES, Products()) == LATE
+
+
+def test_every_kernel_waits_for_the_one_before_it():
+    for following in ([PRODUCT], [OTHER]):
+        assert kernel_before(following, ["a", "store"], Products()) == [WAIT, "a", "store"]  # and has no launch call
+    assert kernel_before([PRODUCT], LINES, None) == USUAL  # a graph compiled without these options
+    assert kernel_before([PRODUCT], ["a", "store"], Products(), enabled=False) == ["a", "store"]
+
+
+@pytest.mark.parametrize("written", ["buf7", "buf8"], ids=["a result", "an input"])
+def test_nothing_starts_before_what_is_read_after_the_graph_is_written(written):
+    for following in ([PRODUCT], [OTHER], []):
+        lines = kernel_before(following, LINES, Products(), writes=("buf1", written))
+        assert lines == [WAIT, "a", "load", "load", 7, "store"]
 
 
 def copies(f, *inputs):
@@ -227,7 +252,8 @@ def test_products_are_merged_by_default_unless_that_is_turned_off_or_the_user_ha
     with_products = make_fx(lambda x, *w: one(x, w), tracing_mode="fake")(torch.randn(2, 512).bfloat16(), *weight)
     without = make_fx(torch.sin)(torch.randn(2))
     settings = defaults._settings(with_products)
-    assert list(settings) == ["post_grad_custom_pre_pass"] and isinstance(*settings.values(), Products)
+    assert list(settings) == ["post_grad_custom_pre_pass", "triton.enable_pdl", "combo_kernels"]
+    assert isinstance(settings["post_grad_custom_pre_pass"], Products)
     assert defaults._settings(without) == {}
     with config.patch(post_grad_custom_pre_pass=Products()):
         assert defaults._settings(with_products) == {}
