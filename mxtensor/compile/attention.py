@@ -1,23 +1,29 @@
-"""Attention of a few queries on a CPU, in graphs with quantized products: one op that reads a cache of keys once.
+"""Attention of a few queries in graphs with quantized products: one op that reads a cache of keys once.
 
-Models repeat each head of keys for the heads of queries that read it, and torch's attention packs the copies for every
-call. The op ``mxtensor::cpu_attention`` reads the cache itself, and only the places that the mask does not hide.
+Models repeat each head of keys for the heads of queries that read it, and torch's attention takes the copies. The ops
+``mxtensor::cpu_attention`` and ``cuda_attention`` read the cache itself, and only places that the mask does not hide.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from ..kernels.attention.values_cpu import attention_of_values, library, takes
+from ..kernels.attention import values_cpu, values_cuda
 from .graph import arguments
 
 aten = torch.ops.aten
-USUAL = getattr(aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+USUAL = tuple(
+    getattr(aten, f"_scaled_dot_product_{name}").default
+    for name in ("flash_attention_for_cpu", "cudnn_attention", "efficient_attention", "flash_attention")
+    if hasattr(aten, f"_scaled_dot_product_{name}")
+)
+"""What torch's attention is in a graph."""
 RESHAPES = aten.view.default, aten.reshape.default, aten._unsafe_view.default
 
 
@@ -41,15 +47,8 @@ def _before_repeat(node: Node) -> Node:
     return steps[-1] if same else node
 
 
-def _is_taken(given: dict[str, Any], key: Node, value: Node) -> bool:
-    query = _value(given["query"])
-    if given.get("dropout_p", 0) or given.get("is_causal", False):  # query i reads keys 0 to i, not all
-        return False
-    return takes(query, _value(key), _value(value))
-
-
 def _in_float32(graph: Graph, mask: Any) -> Any:
-    """The mask in the dtype of the op, which would convert it in each call; the compiler fuses this into the mask."""
+    """The mask in the dtype of the CPU's op, which would convert it in each call; the compiler fuses this."""
     if not isinstance(mask, Node) or _value(mask).dtype not in (torch.bfloat16, torch.float16):
         return mask
     converted = graph.call_function(torch.ops.prims.convert_element_type.default, (mask, torch.float32))
@@ -57,17 +56,31 @@ def _in_float32(graph: Graph, mask: Any) -> Any:
     return converted
 
 
+def _instead(graph: Graph, query: Node, key: Node, value: Node, mask: Node | None, scale: float) -> Node | None:
+    """The call of an op at the graph's insertion point; None where torch's attention stays."""
+    given = _value(query), _value(key), _value(value)
+    if values_cpu.takes(*given) and values_cpu.library() is None:
+        arguments = query, key, value, _in_float32(graph, mask), scale
+        return graph.call_function(values_cpu.attention_of_values, arguments)
+    if values_cuda.takes(*given, None if mask is None else _value(mask)):
+        return graph.call_function(values_cuda.attention_of_values, (query, key, value, mask, scale))
+    return None
+
+
 def _replace(graph: Graph, node: Node) -> None:
     given = arguments(node)
     key, value = _before_repeat(given["key"]), _before_repeat(given["value"])
     has_others = any(result.args[1] != 0 and result.users for result in node.users)
-    if has_others or not _is_taken(given, key, value) or library() is not None:
+    if has_others or given.get("dropout_p", 0):
+        return
+    if given.get("is_causal", False):  # query i reads keys 0 to i, not all
         return
     query, scale = given["query"], given.get("scale")
     scale = 1 / math.sqrt(_value(query).shape[-1]) if scale is None else scale
     with graph.inserting_before(node):
-        mask = _in_float32(graph, given.get("attn_mask"))
-        out = graph.call_function(attention_of_values, (query, key, value, mask, scale))
+        out = _instead(graph, query, key, value, given.get("attn_mask", given.get("attn_bias")), scale)
+    if out is None:
+        return
     for result in list(node.users):
         if result.args[1] == 0:
             out.meta.update(result.meta)
@@ -76,11 +89,14 @@ def _replace(graph: Graph, node: Node) -> None:
     graph.erase_node(node)
 
 
+def _calls(graph: Graph) -> Iterator[Node]:
+    for op in USUAL:
+        yield from graph.find_nodes(op="call_function", target=op)
+
+
 def read_values_once(graph: Graph) -> None:
     """Change the graph in place."""
-    if USUAL is None:
-        return
-    found = graph.find_nodes(op="call_function", target=USUAL.default)
+    found = list(_calls(graph))
     for node in found:
         _replace(graph, node)
     if found:

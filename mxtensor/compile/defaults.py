@@ -1,6 +1,5 @@
 """What every compiled graph with quantized products gets, under any mode: products of one input become one launch; on
-a GPU kernels may start early; on a CPU attention of few queries becomes one op, and generated code checks no tensor
-twice.
+a GPU kernels may start early; attention of few queries becomes one op; on a CPU generated code checks no tensor twice.
 
 torch.compile(model)
 mx.compile_passes(False)        # graphs that are compiled from now on are left as they are
@@ -13,7 +12,7 @@ from typing import Any
 from ..core.compat_hooks import hook_inductor_settings
 from ..core.fingerprint import COMPILATION
 from ..core.when_imported import when_imported
-from ..kernels.attention import values_cpu  # noqa: F401  (registers the op: a graph from torch's cache may come first)
+from ..kernels.attention import values_cpu, values_cuda  # noqa: F401  (a graph from torch's cache may need the ops)
 
 CHECKS = "size_asserts", "alignment_asserts"
 """Python calls of a compiled graph for each of its tensors, which check again what Dynamo's guards and the ops check. A

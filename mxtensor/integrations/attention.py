@@ -1,9 +1,9 @@
-"""``attn_implementation="mxtensor"`` of transformers: on a CPU, decoding reads each key and value of the cache once.
+"""``attn_implementation="mxtensor"`` of transformers: decoding reads each key and value of the cache once.
 
     model.set_attn_implementation("mxtensor")
 
-transformers' own ``sdpa`` runs where the op is not made for the call: many queries, a GPU, gradients, a bias of
-positions. The masks are those of ``sdpa``.
+transformers' own ``sdpa`` runs where no op is made for the call: many queries, gradients, a bias of positions. In a
+compiled graph on a GPU that is ``sdpa`` too, which becomes the op there. The masks are those of ``sdpa``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..kernels.attention.values_cpu import attention_of_values, library, takes
+from ..kernels.attention import values_cpu, values_cuda
 
 NAME = "mxtensor"
 UNUSUAL = "cache", "softcap", "output_attentions"
@@ -36,25 +36,32 @@ def attention_forward(
             f'"{NAME}" nor "sdpa" of transformers adds; use model.set_attn_implementation("eager")'
         )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if _is_taken(query, key, value, attention_mask, dropout, causal, kwargs):
+    op = _op(query, key, value, attention_mask, dropout, causal, kwargs)
+    if op is not None:
         scale = 1 / math.sqrt(query.shape[-1]) if scaling is None else scaling
-        return attention_of_values(query, key, value, attention_mask, scale).transpose(1, 2).contiguous(), None
+        return op(query, key, value, attention_mask, scale).transpose(1, 2).contiguous(), None
     rest = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal} | kwargs
     return sdpa_attention_forward(module, query, key, value, attention_mask, **rest)
 
 
-def _is_taken(
+def _op(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool, others: dict[str, Any]
-) -> bool:
+) -> Any:
+    """The op that computes this attention, or None."""
     tensors = query, key, value
     if not all(type(t) is Tensor for t in tensors):  # tokens of mx.KVCache
-        return False
+        return None
     if dropout or others.get("position_bias") is not None or any(others.get(name) for name in UNUSUAL):
-        return False
+        return None
     if causal and mask is None and query.shape[2] != 1:
-        return False
-    learns = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    return not learns and takes(*tensors) and library() is None
+        return None
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        return None
+    if values_cpu.takes(*tensors) and values_cpu.library() is None:
+        return values_cpu.attention_of_values
+    if not torch.compiler.is_compiling() and values_cuda.takes(*tensors, mask):
+        return values_cuda.attention_of_values
+    return None
 
 
 def install() -> None:

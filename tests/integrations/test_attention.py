@@ -1,4 +1,4 @@
-"""``attn_implementation="mxtensor"``: decoding on a CPU by the package's op, everything else by transformers' sdpa."""
+"""``attn_implementation="mxtensor"``: decoding by an op of the package, everything else by transformers' sdpa."""
 
 import pytest
 import torch
@@ -27,13 +27,13 @@ def model():
 @pytest.fixture
 def calls(monkeypatch):
     """The sizes of the queries that the op got."""
-    found, op = [], attention.attention_of_values
+    found, op = [], attention.values_cpu.attention_of_values
 
     def run(q, *others):
         found.append(tuple(q.shape))
         return op(q, *others)
 
-    monkeypatch.setattr(attention, "attention_of_values", run)
+    monkeypatch.setattr(attention.values_cpu, "attention_of_values", run)
     return found
 
 
@@ -92,3 +92,19 @@ def test_sinks_are_refused_and_not_left_out(model):
     layer, (q, k, v) = model.model.layers[0].self_attn, (torch.randn(1, n, 1, 16) for n in (6, 2, 2))
     with pytest.raises(NotImplementedError, match=r'LlamaAttention has sinks \(s_aux of 6 heads\).*"eager"'):
         attention.attention_forward(layer, q, k, v, None, s_aux=torch.ones(6))
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_a_gpu_has_an_op_too(model, monkeypatch, cache):
+    found, op = [], attention.values_cuda.attention_of_values
+    run = lambda q, *others: found.append(tuple(q.shape)) or op(q, *others)  # noqa: E731
+    monkeypatch.setattr(attention.values_cuda, "attention_of_values", run)
+    model.cuda()
+    given = {"attention_mask": (PROMPT != 0).long().cuda(), "max_new_tokens": 9, "do_sample": False}
+    tokens = model.generate(PROMPT.cuda(), cache_implementation=cache, disable_compile=True, **given)
+    assert found[-1] == (2, 6, 1, 16) and len(found) >= 16
+    model.set_attn_implementation("sdpa")
+    want = model.generate(PROMPT.cuda(), cache_implementation=cache, disable_compile=True, **given)
+    assert torch.equal(tokens, want)

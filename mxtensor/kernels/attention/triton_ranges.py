@@ -83,7 +83,8 @@ def _in_bfloat16(k: Format, v: Format, dtype: torch.dtype) -> bool:
     return dtype is torch.bfloat16 and exact and not triton_launch.interpreted()
 
 
-def _power(n: int, least: int = 16) -> int:
+def power(n: int, least: int = 16) -> int:
+    """The next power of two, at least ``least``."""
     return max(least, 1 << (n - 1).bit_length())
 
 
@@ -97,16 +98,17 @@ def _code(
     k: Format, v: Format, sizes: tuple[int, int], rows: int, scale: float, dtype: torch.dtype,
     capability: tuple[int, int],
 ) -> AttentionCode:  # fmt: skip
-    columns = _power(sizes[0]), _power(sizes[1])
+    columns = power(sizes[0]), power(sizes[1])
     exact = _in_bfloat16(k, v, dtype)
     return AttentionCode(
         format_code(k, capability, False), format_code(v, capability, False), _shared(k, sizes[0]),
-        _shared(v, sizes[1]), *columns, _power(rows), KEYS[exact] if max(columns) <= 64 else KEYS[exact] // 2, scale,
+        _shared(v, sizes[1]), *columns, power(rows), KEYS[exact] if max(columns) <= 64 else KEYS[exact] // 2, scale,
         exact,
     )  # fmt: skip
 
 
-def _ranges(heads: int, count: int, device: torch.device) -> int:
+def ranges(heads: int, count: int, device: torch.device) -> int:
+    """How many ranges of ``count`` keys fill the device, for so many heads of keys."""
     wanted = ceil_div(PROGRAMS * multiprocessors(device), heads)
     return max(1, min(wanted, ceil_div(count, LEAST_KEYS), MOST_RANGES))
 
@@ -121,14 +123,29 @@ def _arguments(tokens: Tokens) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[int
     return (first, data, scale), (*data.stride()[:3], *scale.stride()[:3])
 
 
+def parts(programs: int, rows: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Memory for the sums of each range, and for its largest scores and sums of weights."""
+    sums = torch.empty((programs, rows, size), dtype=torch.float32, device=device)
+    return sums, torch.empty((programs, rows, 2), dtype=torch.float32, device=device)
+
+
+def join(sums: Tensor, stats: Tensor, v_global: Tensor | None, out: Tensor, heads: int, rows: int, splits: int) -> None:
+    """Write the sums of ``splits`` ranges to ``out`` (batch, heads of queries, queries, values)."""
+    batch, _, queries, size = out.shape
+    launch(
+        device_code("attention.join"), batch * heads * rows,
+        (sums, stats, v_global, out, heads, rows, queries, splits, size, *out.stride()[:3]),
+        (power(splits, 1), power(size)), 1,
+    )  # fmt: skip
+
+
 def run(q: Tensor, k: Tokens, v: Tokens, args: AttentionArgs) -> Tensor:
     batch, all_heads, queries, k_size = q.shape
     heads, count, v_size, rows = k.shape[1], k.shape[2], v.shape[-1], group_of(q, k) * queries
     device, q = q.device, q.contiguous()
-    splits = _ranges(batch * heads, count, device)
+    splits = ranges(batch * heads, count, device)
     mask = additive(args, q, k, torch.float32)
-    sums = torch.empty((batch * heads * splits, rows, v_size), dtype=torch.float32, device=device)
-    stats = torch.empty((batch * heads * splits, rows, 2), dtype=torch.float32, device=device)
+    sums, stats = parts(batch * heads * splits, rows, v_size, device)
     out = torch.empty((batch, all_heads, queries, v_size), dtype=q.dtype, device=device)
     capability = triton_launch.instructions_of(device)
     code = _code(k.codes.format, v.codes.format, (k_size, v_size), rows, float(args.scale), q.dtype, capability)
@@ -141,11 +158,7 @@ def run(q: Tensor, k: Tokens, v: Tokens, args: AttentionArgs) -> Tensor:
              k.first.shape[2], v.first.shape[2], splits, k_size, v_size, *k_strides, *v_strides, *mask_strides),
             tuple(code), WARPS[code.in_bfloat16],
         )  # fmt: skip
-        launch(
-            device_code("attention.join"), batch * heads * rows,
-            (sums, stats, v.codes.global_scale, out, rows, splits, v_size),
-            (_power(splits, 1), code.v_columns), 1,
-        )  # fmt: skip
+        join(sums, stats, v.codes.global_scale, out, heads, rows, splits)
     return out
 
 

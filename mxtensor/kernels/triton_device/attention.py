@@ -40,6 +40,21 @@ def values_of(
 
 
 @triton.jit
+def softmax_step(x, k, v, bias, inside, multiplier, top, total, added):
+    """``top``, ``total`` and ``added`` of a running softmax after the keys ``k`` (BN, BK) with values ``v`` (BN, BV).
+
+    x (ROWS, BK) has the dtype of both; ``bias`` (ROWS, BN) is added to the scores; keys outside ``inside`` count not.
+    """
+    scores = tl.dot(x, tl.trans(k), input_precision="ieee") * multiplier + bias
+    scores = tl.where(inside[None, :], scores, float("-inf"))
+    higher = tl.maximum(top, tl.max(scores, 1))
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    weights, before = tl.exp(scores - base[:, None]), tl.exp(top - base)
+    product = tl.dot(weights.to(x.dtype), v, input_precision="ieee")
+    return higher, total * before + tl.sum(weights, 1), added * before[:, None] + product
+
+
+@triton.jit
 def attend(
     q, k_first, k_data, k_scale, k_global, v_first, v_data, v_scale, mask, sums, stats,
     heads, rows, queries, count, k_count, v_count, splits, k_size, v_size,
@@ -89,22 +104,15 @@ def attend(
             k_first, k_data, k_scale, key[:, None], start, inside[:, None], k_count, k_data_s, k_scale_s, k_size,
             K, K_COLS, K_COLUMNS,
         )  # fmt: skip
-        scores = tl.dot(x, tl.trans(k.to(x.dtype)), input_precision="ieee") * multiplier
+        bias = tl.zeros((ROWS, KEYS), tl.float32)
         if mask is not None:
             both = row_in[:, None] & inside[None, :]
-            scores += tl.load(mask + mask_row[:, None] + key.to(tl.int64)[None, :] * mask_s, mask=both, other=0.0)
-        scores = tl.where(inside[None, :], scores, float("-inf"))
-        higher = tl.maximum(top, tl.max(scores, 1))
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        weights, before = tl.exp(scores - base[:, None]), tl.exp(top - base)
+            bias = tl.load(mask + mask_row[:, None] + key.to(tl.int64)[None, :] * mask_s, mask=both, other=0.0)
         v = values_of(
             v_first, v_data, v_scale, key[:, None], start, inside[:, None], v_count, v_data_s, v_scale_s, v_size,
             V, V_COLS, V_COLUMNS,
         )  # fmt: skip
-        product = tl.dot(weights.to(x.dtype), v.to(x.dtype), input_precision="ieee")
-        added = added * before[:, None] + product
-        total = total * before + tl.sum(weights, 1)
-        top = higher
+        top, total, added = softmax_step(x, k.to(x.dtype), v.to(x.dtype), bias, inside, multiplier, top, total, added)
     to = program.to(tl.int64) * rows + row
     tl.store(sums + to[:, None] * v_size + out_column[None, :], added,
              mask=row_in[:, None] & (out_column < v_size)[None, :])  # fmt: skip
@@ -113,8 +121,12 @@ def attend(
 
 
 @triton.jit
-def join(sums, stats, v_global, out, rows, splits, size, MOST: tl.constexpr, COLUMNS: tl.constexpr):
-    """Program (batch, head, row): the result of a row from its ranges. MOST: a power of two, at least ``splits``."""
+def join(
+    sums, stats, v_global, out, heads, rows, queries, splits, size, out_b, out_h, out_q,
+    MOST: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Program (batch, head of keys, row): the result of a row from its ranges. MOST: a power of two, at least
+    ``splits``."""
     program = tl.program_id(0)
     head, row = program // rows, program % rows
     each, column = tl.arange(0, MOST), tl.arange(0, COLUMNS)
@@ -129,5 +141,6 @@ def join(sums, stats, v_global, out, rows, splits, size, MOST: tl.constexpr, COL
     result = tl.sum(weight[:, None] * part, 0) / tl.where(denominator == 0.0, 1.0, denominator)
     if v_global is not None:
         result = result * tl.load(v_global)
-    to = program.to(tl.int64) * size + column
-    tl.store(out + to, result.to(out.dtype.element_ty), mask=column < size)
+    query_head = (head % heads) * (rows // queries) + row // queries
+    out += (head // heads).to(tl.int64) * out_b + query_head.to(tl.int64) * out_h + (row % queries) * out_q
+    tl.store(out + column, result.to(out.dtype.element_ty), mask=column < size)

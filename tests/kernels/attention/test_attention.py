@@ -218,7 +218,7 @@ def test_ranges_on_a_device_are_joined_and_masked_rows_are_zero():
     mask = torch.randn(1, 1, 2, 700)
     mask[..., :300], mask[:, :, 1] = -math.inf, -math.inf  # a whole range, and a whole row
     args = AttentionArgs(0.2, mask.to(device))
-    assert triton_ranges._ranges(1, 700, torch.device("cpu")) > 2
+    assert triton_ranges.ranges(1, 700, torch.device("cpu")) > 2
     out = triton_ranges.run(q.to(device), on_device(k, device), on_device(v, device), args).cpu()
     expected = wanted(q, k_values, v_values, AttentionArgs(0.2, mask))
     assert (out[:, :, 1] == 0).all() and (out - expected)[:, :, 0].abs().max() <= 4e-6 * expected[:, :, 0].abs().max()
