@@ -55,7 +55,14 @@ from docs.records import (
 )
 from docs.records_qat import qat
 from docs.records_studies import STUDIES
-from docs.records_users import users_experts, users_first, users_generate, users_layers, users_train
+from docs.records_users import (
+    users_experts,
+    users_experts_batched,
+    users_first,
+    users_generate,
+    users_layers,
+    users_train,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 GENERATED = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -236,8 +243,8 @@ def models() -> str:
 
 RECORDS = (
     figures, llm, llm_cpu, llm_cpu_16_cores, cpu, cpu_sweep, host, cast, linear, decode, decode_model, train_linear,
-    train_grouped, fsdp, sharding, users_layers, users_experts, users_generate, users_train, users_first,
-    calibration, quality, qat, *STUDIES,
+    train_grouped, fsdp, sharding, users_layers, users_experts, users_experts_batched, users_generate, users_train,
+    users_first, calibration, quality, qat, *STUDIES,
 )  # fmt: skip
 GENERATORS = (layouts, commands, formats, ops, functions, kernels, devices, api, torchao, models, recipes, *RECORDS)
 TABLES: dict[str, Callable[[], str]] = {generator.__name__: generator for generator in GENERATORS}

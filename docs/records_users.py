@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from benchmarks.harness import read_json
 from docs.markdown import table
 from docs.records import RESULTS, on_gpu
 
+BASE = "bfloat16"
+
 
 def figures_of_users(short: Callable[[dict[str, Any]], str]) -> list[tuple[str, ...]]:
-    """The lines of README's table that ``benchmarks.users`` measured: layers, experts, training steps."""
-    from benchmarks import users_experts, users_layers, users_train
+    """The lines of README's table that ``benchmarks.users`` measured: layers, experts, generate, training steps."""
+    from benchmarks import users_experts, users_generate, users_layers, users_train
     from benchmarks.decode import DecodeRow
 
     machine, layers = read_json(RESULTS / "users_layers.json", DecodeRow)
@@ -27,12 +29,26 @@ def figures_of_users(short: Callable[[dict[str, Any]], str]) -> list[tuple[str, 
         (f"Linear layers of public models, 1 to 64 rows, one {gpu}", "", *few_rows, ""),
         (f"Experts of public models, a token of 1 to 64 sequences, one {gpu}", "", *decoding, ""),
     ]
+    _, rows = read_json(RESULTS / "users_generate.json", users_generate.GenerateRow)
+    batches = sorted({row.batch for row in rows})
+    many = {name: {row.batch: row for row in rows if row.config == name} for name in (BASE, *users_experts.FORMATS)}
+    what = f"transformers' `generate`, static cache, shape of Llama 3 8B, batch {_listed(batches)}, one {gpu}"
+    usual = f"{_listed(f'{many[BASE][batch].tokens_a_second:,.0f}' for batch in batches)} tokens/s"
+    faster = (
+        _listed(f"{1 / many[name][batch].relative['token']:.2f}x" for batch in batches)
+        for name in users_experts.FORMATS
+    )
+    lines.append((what, usual, *faster, ""))
     _, steps = read_json(RESULTS / "users_train.json", users_train.StepRow)
     for row in steps:
         base, ours = row.times[users_train.BASE], row.times["mxfp8"]
         what = f"Compiled training step of a GPT, {row.size.replace('x', ' layers of width ')}, one {gpu}"
         lines.append((what, f"{base:.1f} ms", f"{ours:.1f} ms ({base / ours:.2f}x)", "", ""))
     return lines
+
+
+def _listed(values: Iterable[Any]) -> str:
+    return " / ".join(map(str, values))
 
 
 def users_layers() -> str:
@@ -62,6 +78,16 @@ def users_experts() -> str:
     return on_gpu("users_experts", bench.ExpertsRow, sections, "users experts")
 
 
+def users_experts_batched() -> str:
+    """What ``benchmarks.users experts --batched`` recorded."""
+    from benchmarks import users_experts as bench
+
+    def sections(rows: list[bench.ExpertsRow]) -> list[str]:
+        return [table(", ".join(bench.MEANS_HEADER), bench.means(rows, bench.FORMATS))]
+
+    return on_gpu("users_experts_batched", bench.ExpertsRow, sections, "users experts --batched")
+
+
 def users_train() -> str:
     """What ``benchmarks.users train`` recorded."""
     from benchmarks import users_train as bench
@@ -77,8 +103,7 @@ def users_generate() -> str:
     from benchmarks import users_generate as bench
 
     def sections(rows: list[bench.GenerateRow]) -> list[str]:
-        lines = [bench.line(row) + bench.profile_cells(row) for row in bench.ordered(rows)]
-        return [table(", ".join([*bench.HEADER, *bench.PROFILE_HEADER]), lines)]
+        return [table(", ".join(bench.HEADER), [bench.line(row) for row in bench.ordered(rows)])]
 
     return on_gpu("users_generate", bench.GenerateRow, sections, "users generate")
 

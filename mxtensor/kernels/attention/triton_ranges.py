@@ -123,7 +123,7 @@ def _arguments(tokens: Tokens) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[int
     return (first, data, scale), (*data.stride()[:3], *scale.stride()[:3])
 
 
-def parts(programs: int, rows: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def partial_sums(programs: int, rows: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Memory for the sums of each range, and for its largest scores and sums of weights."""
     sums = torch.empty((programs, rows, size), dtype=torch.float32, device=device)
     return sums, torch.empty((programs, rows, 2), dtype=torch.float32, device=device)
@@ -145,7 +145,7 @@ def run(q: Tensor, k: Tokens, v: Tokens, args: AttentionArgs) -> Tensor:
     device, q = q.device, q.contiguous()
     splits = ranges(batch * heads, count, device)
     mask = additive(args, q, k, torch.float32)
-    sums, stats = parts(batch * heads * splits, rows, v_size, device)
+    sums, stats = partial_sums(batch * heads * splits, rows, v_size, device)
     out = torch.empty((batch, all_heads, queries, v_size), dtype=q.dtype, device=device)
     capability = triton_launch.instructions_of(device)
     code = _code(k.codes.format, v.codes.format, (k_size, v_size), rows, float(args.scale), q.dtype, capability)

@@ -15,7 +15,7 @@ from ...core.kernel import Spec
 from ..runtime import triton_launch
 from ..runtime.recorded_op import recorded
 from ..runtime.triton_launch import device_code, launch
-from .triton_ranges import DTYPES, MOST_ROWS, MOST_VALUES, join, parts, power, ranges
+from .triton_ranges import DTYPES, MOST_ROWS, MOST_VALUES, join, partial_sums, power, ranges
 
 KEYS, WARPS = 64, 4
 """Keys that are read at a time, of up to 128 values (half as many of more), and warps of a program."""
@@ -50,7 +50,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -
     splits = ranges(batch * heads, count, device)
     size, stride = (batch, all_heads, queries, v_size), (queries * all_heads * v_size, v_size, all_heads * v_size, 1)
     out = torch.empty_strided(size, stride, dtype=q.dtype, device=device)
-    sums, stats = (None, None) if splits == 1 else parts(batch * heads * splits, rows, v_size, device)
+    sums, stats = (None, None) if splits == 1 else partial_sums(batch * heads * splits, rows, v_size, device)
     own = q.dtype is not torch.float32 and not triton_launch.interpreted()  # the interpreter has no bfloat16
     columns = power(k_size), power(v_size)
     with triton_launch.on(device):
@@ -82,17 +82,16 @@ def attention_of_values(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sc
 
     Raises ValueError for an attention that it does not take.
     """
+    wanted = (*q.shape[:-1], k.shape[-2])
+    sizes = wanted if mask is None else tuple(mask.shape)
+    if len(sizes) != len(wanted) or any(n not in (1, m) for n, m in zip(sizes, wanted, strict=True)):
+        raise ValueError(f"mxtensor::cuda_attention: a mask of {sizes} does not broadcast to {wanted}")
     if not takes(q, k, v, mask):
-        given = [(tuple(t.shape), t.stride(), t.dtype, str(t.device)) for t in (q, k, v, mask) if t is not None]
-        raise ValueError(f"mxtensor::cuda_attention does not take queries, keys, values and mask of {given}")
-    _check_mask(mask, q, k)
+        raise ValueError(
+            f"mxtensor::cuda_attention does not take {q.dtype} queries {tuple(q.shape)} and keys {tuple(k.shape)} on "
+            f"{q.device}; use F.scaled_dot_product_attention"
+        )
     return attend(q, k, v, mask, scale)
-
-
-def _check_mask(mask: Tensor | None, q: Tensor, k: Tensor) -> None:
-    wanted = (*q.shape[:3], k.shape[2])
-    if mask is not None and any(n not in (1, size) for n, size in zip(mask.shape, wanted, strict=True)):
-        raise ValueError(f"mxtensor::cuda_attention: a mask of {tuple(mask.shape)} does not broadcast to {wanted}")
 
 
 @custom_ops.fake_of(attention_of_values)
