@@ -25,7 +25,7 @@ from unittest.mock import patch
 
 import torch
 
-from mxtensor.kernels.attention import triton_ranges
+from mxtensor.kernels.attention import triton_ranges, values_cuda
 from mxtensor.kernels.attention.spec import AttentionArgs, Tokens
 from mxtensor.kernels.gemm import (
     dot_scaled,
@@ -48,7 +48,7 @@ from mxtensor.numerics.operand import Operand
 TARGETS = (80, 89, 90, 100, 120)
 HOSTS = (
     triton_common, triton_columns, triton_rows, triton_pair, fp8_rows, fp8_rows_both, fp8_rows_groups_mm,
-    fp8_rows_operand, triton_ranges, permute,
+    fp8_rows_operand, triton_ranges, values_cuda, permute,
 )  # fmt: skip
 """The modules that launch casts, products of row-scaled operands, attention, and permutations."""
 
@@ -149,6 +149,7 @@ def products(capability: int) -> list[Variant]:
 
 POINTERS = {
     torch.bfloat16: "*bf16",
+    torch.bool: "*i1",
     torch.float32: "*fp32",
     torch.float16: "*fp16",
     torch.uint8: "*u8",
@@ -254,6 +255,12 @@ def attention(name: str, size: int, group: int, dtype: torch.dtype, has_mask: bo
     tokens = Tokens(torch.empty(2, 8, 16, size, device="meta"), codes)
     mask = torch.empty(2, 1, 1, 4096, device="meta") if has_mask else None
     triton_ranges.run(q, tokens, tokens, AttentionArgs(size**-0.5, mask))
+
+
+def attention_of_values(size: int, group: int, dtype: torch.dtype, mask: torch.dtype | None, count: int = 4096) -> None:
+    """The same over keys and values of ``dtype``, with a mask of this dtype."""
+    q, cache = of((2, 8 * group, 1, size), dtype), of((2, 8, count, size), dtype)
+    values_cuda.attend(q, cache, cache, None if mask is None else of((2, 1, 1, count), mask), size**-0.5)
 
 
 def of(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -362,6 +369,10 @@ CASTS: dict[str, tuple[Callable[[], Any], bool]] = {
     "attention mxfp4 small": (lambda: attention("mxfp4", 64, 1, BF16), False),
     "attention mxfp6 fp32": (lambda: attention("mxfp6", 80, 4, FP32), False),
     "attention float8_row": (lambda: attention("float8_row", 128, 2, BF16), False),
+    "attention of values masked": (lambda: attention_of_values(128, 4, BF16, torch.bool), False),
+    "attention of values summands": (lambda: attention_of_values(128, 16, torch.float16, FP32), False),
+    "attention of values one range": (lambda: attention_of_values(256, 1, BF16, BF16, 80), False),
+    "attention of values fp32": (lambda: attention_of_values(128, 4, FP32, None), False),
     "mask of 64": (lambda: mask(64, torch.int32, False), False),
     "mask of 1024 padded": (lambda: mask(1024, torch.bool, True), False),
     "chunks sorted": (lambda: chunks(64, False), False),

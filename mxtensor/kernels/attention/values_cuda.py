@@ -17,8 +17,9 @@ from ..runtime.recorded_op import recorded
 from ..runtime.triton_launch import device_code, launch
 from .triton_ranges import DTYPES, MOST_ROWS, MOST_VALUES, join, partial_sums, power, ranges
 
-KEYS, WARPS = 64, 4
-"""Keys that are read at a time, of up to 128 values (half as many of more), and warps of a program."""
+KEYS = {True: (64, 128), False: (32, 64)}
+"""Whether products are in 16 bits -> keys that are read at a time, of up to so many values; half as many of more."""
+WARPS = {True: 4, False: 8}
 
 
 def takes(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
@@ -52,13 +53,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -
     out = torch.empty_strided(size, stride, dtype=q.dtype, device=device)
     sums, stats = (None, None) if splits == 1 else partial_sums(batch * heads * splits, rows, v_size, device)
     own = q.dtype is not torch.float32 and not triton_launch.interpreted()  # the interpreter has no bfloat16
-    columns = power(k_size), power(v_size)
+    columns, (keys, most) = (power(k_size), power(v_size)), KEYS[own]
     with triton_launch.on(device):
         launch(
             device_code("attention_values.attend_values"), batch * heads * splits,
             (q, k, v, mask, sums, stats, out, heads, rows, queries, count, splits, k_size, v_size, *q.stride()[:3],
              *k.stride()[:3], *v.stride()[:3], *_steps(mask), *stride[:3]),
-            (*columns, power(rows), KEYS if max(columns) <= 128 else KEYS // 2, scale, own, splits == 1), WARPS,
+            (*columns, power(rows), keys if max(columns) <= most else keys // 2, scale, own, splits == 1), WARPS[own],
         )  # fmt: skip
         if sums is not None and stats is not None:
             join(sums, stats, None, out, heads, rows, splits)
