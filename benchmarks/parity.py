@@ -37,7 +37,7 @@ from examples.run import Run, Settings, products_of, quantized_weights
 from . import corpus
 from .harness import machine, print_table
 from .parity_arms import ARMS, Arm
-from .parity_record import HEADER, RESULTS, Header, Point, append, lines, path_of, read, read_all, start
+from .parity_record import RESULTS, Header, Point, append, path_of, read, read_all, start, table_of
 
 TOKENS = {"tiny": 0.02e6, "small": 1e6, "medium": 32.768e6, "base": 100e6, "large": 300e6}
 """The default length of an arm by size."""
@@ -62,6 +62,13 @@ class ArmRun(Run):
             if self.arm.last and self.done >= whole - round(self.arm.last * whole):
                 stack.enter_context(mx.autocast(enabled=False))
             yield
+
+    def unquantized(self, text: Tensor) -> float | None:
+        """``loss_on`` of the same weights without quantization; None for an arm without a recipe."""
+        if self.arm.recipe is None:
+            return None
+        with mx.autocast(enabled=False):
+            return self.loss_on(text)
 
 
 @dataclass(frozen=True)
@@ -129,7 +136,7 @@ def train(task: Task, study: Study, text: corpus.Corpus, digest: str) -> None:
         say(task, f"continues at step {run.done}")
     else:
         run.evaluate(text.held_out)
-        points = [Point(0, 0, None, run.held_out[0][1], 0.0)]
+        points = [Point(0, 0, None, run.held_out[0][1], 0.0, run.unquantized(text.held_out))]
         began = time.perf_counter()
         products = first_step(run, text.training)
         seconds = time.perf_counter() - began
@@ -147,7 +154,8 @@ def train(task: Task, study: Study, text: corpus.Corpus, digest: str) -> None:
         seconds += time.perf_counter() - began
         run.evaluate(text.held_out)
         losses, tokens = run.losses[first:], run.done * study.batch_tokens
-        points.append(Point(run.done, tokens, math.fsum(losses) / len(losses), run.held_out[-1][1], seconds))
+        training, unquantized = math.fsum(losses) / len(losses), run.unquantized(text.held_out)
+        points.append(Point(run.done, tokens, training, run.held_out[-1][1], seconds, unquantized))
         append(path, points[-1])
         say(task, progress(points, study))
 
@@ -296,7 +304,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     unfinished = run_all(study, args.tasks, text.digest, args.devices)
     if (study.results / study.size).is_dir():
-        print_table(HEADER, lines(read_all(study.results, study.size)))
+        print_table(*table_of(read_all(study.results, study.size)))
     for task in unfinished:
         print(f"not finished: {task.arm} seed {task.seed}")
     sys.exit(1 if unfinished else 0)

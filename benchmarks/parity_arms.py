@@ -39,6 +39,12 @@ def _mxfp8_floor() -> MXFP8BlockScaling:
     return MXFP8BlockScaling(input_scaling="floor", weight_scaling="floor", grad_scaling="floor")
 
 
+def _mxfp8_backward() -> LinearRecipe:
+    recipe = MXFP8BlockScaling().linear_recipe()
+    x, weight = (replace(casts, rowwise=None) for casts in (recipe.input, recipe.weight))
+    return replace(recipe, input=x, weight=weight, name="MXFP8, dgrad and wgrad")
+
+
 def _mxfp4_rotated() -> LinearRecipe:
     recipe = MXFP4BlockScaling().linear_recipe()
     x, grad = (replace(casts, signs=RANDOM_SIGNS) for casts in (recipe.input, recipe.grad))
@@ -53,6 +59,10 @@ ARMS: dict[str, Arm] = {
     "mxfp8-e5m2": Arm("E5M2 gradients", partial(MXFP8BlockScaling, fp8_format=Format.HYBRID)),
     "mxfp8-32x32": Arm("32x32 tiles of weights", partial(MXFP8BlockScaling, two_dimensional_weights=True)),
     "mxfp8-dequant": Arm("products of dequantized values in bfloat16", MXFP8BlockScaling, kernel="dequant"),
+    "mxfp8-fprop": Arm(
+        "fprop quantized, not dgrad and wgrad", partial(MXFP8BlockScaling, backward_override="high_precision")
+    ),
+    "mxfp8-backward": Arm("dgrad and wgrad quantized, not fprop", _mxfp8_backward),
     "float8-current": Arm("float8, one scale a tensor, E5M2 gradients", Float8CurrentScaling),
     "mxfp6": Arm("E2M3", MXFP6BlockScaling),
     "nvfp4": Arm("rotation, stochastic rounding, 16x16 tiles of weights", NVFP4BlockScaling),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,8 @@ class Point:
     held_out: float
     seconds: float
     """Of training so far: the first steps' compilation is in it, evaluations and checkpoints are not."""
+    unquantized: float | None = None
+    """The held-out loss of the same weights without quantization; None: not measured, or an arm without a recipe."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,8 @@ def read_all(results: Path, size: str) -> list[Result]:
 # ---------------------------------------------------------------------------------------------- the table
 
 HEADER = [
-    "arm", "what", "seeds", "held-out loss", "over bf16 of the same seed", "spread of seeds", "tokens/s", "over bf16"
+    "arm", "what", "seeds", "held-out loss", "over bf16 of the same seed", "spread of seeds", "tokens/s", "over bf16",
+    "weights evaluated in bf16, over bf16",
 ]  # fmt: skip
 
 
@@ -143,24 +146,39 @@ def spread(runs: Sequence[Result]) -> float:
     return max(losses) - min(losses)
 
 
-def over_base(runs: Sequence[Result], base: Sequence[Result]) -> float | None:
-    """The mean of loss / loss of bf16 - 1 over the seeds that both have; None if there is none."""
+def over_base(
+    runs: Sequence[Result], base: Sequence[Result], loss: Callable[[Result], float | None] = lambda run: run.loss
+) -> float | None:
+    """The mean of ``loss`` / loss of bf16 - 1 over the seeds that both have; None if there is none."""
     losses = {run.header.seed: run.loss for run in base}
-    ratios = [run.loss / losses[run.header.seed] - 1 for run in runs if run.header.seed in losses]
+    found = [(loss(run), losses[run.header.seed]) for run in runs if run.header.seed in losses]
+    ratios = [ours / theirs - 1 for ours, theirs in found if ours is not None]
     return statistics.fmean(ratios) if ratios else None
 
 
+def _percent(ratio: float | None) -> str:
+    return "" if ratio is None else f"{ratio:+.2%}"
+
+
+def table_of(results: Sequence[Result]) -> tuple[list[str], list[list[str]]]:
+    """The header and a line for each arm. The last column is left out if no run measured it."""
+    found = lines(results)
+    whole = len(HEADER) if any(line[-1] for line in found) else len(HEADER) - 1
+    return HEADER[:whole], [line[:whole] for line in found]
+
+
 def lines(results: Sequence[Result]) -> list[list[str]]:
-    """A line for each arm."""
+    """A line for each arm, under HEADER."""
     arms = by_arm(results)
     base = arms.get(BASE, [])
     base_speed = statistics.fmean(run.tokens_per_second for run in base) if base else float("nan")
     found = []
     for name, runs in arms.items():
-        speed, ratio = statistics.fmean(run.tokens_per_second for run in runs), over_base(runs, base)
+        speed = statistics.fmean(run.tokens_per_second for run in runs)
+        ratio = None if name == BASE else over_base(runs, base)
         found.append([
             name, ARMS[name].what, str(len(runs)), f"{statistics.fmean(r.loss for r in runs):.4f}",
-            "" if ratio is None or name == BASE else f"{ratio:+.2%}",
-            f"{spread(runs):.4f}" if len(runs) > 1 else "", f"{speed:,.0f}", f"{speed / base_speed:.2f}",
+            _percent(ratio), f"{spread(runs):.4f}" if len(runs) > 1 else "", f"{speed:,.0f}",
+            f"{speed / base_speed:.2f}", _percent(over_base(runs, base, lambda run: run.points[-1].unquantized)),
         ])  # fmt: skip
     return found

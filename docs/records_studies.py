@@ -15,7 +15,7 @@ COMMANDS = {
 
 def _study(size: str) -> str:
     from benchmarks.cuda import VERDICT_HEADER
-    from benchmarks.parity_record import HEADER, lines, read_all
+    from benchmarks.parity_record import read_all, table_of
     from benchmarks.parity_targets import TARGETS
 
     results = read_all(RESULTS / "parity", size)
@@ -35,7 +35,7 @@ def _study(size: str) -> str:
     products = [(r.header.arm, ", ".join(sorted(r.header.products))) for r in results if not r.header.seed]
     verdicts = [verdict for verdict in (t.verdict(results) for t in TARGETS) if verdict[2]]
     paragraphs += [
-        table(", ".join(HEADER), lines(results)),
+        table(", ".join(table_of(results)[0]), table_of(results)[1]),
         table(", ".join(VERDICT_HEADER), verdicts),
         "The products of a block, by the kernel that ran:",
         table("arm, products", [row for row in products if row[1]]),

@@ -166,14 +166,18 @@ class Run:
         self.seconds.append(time.perf_counter() - began)
 
     @torch.no_grad()
-    def evaluate(self, text: Tensor) -> None:
-        """Record the loss over windows at even distances in ``text``; uses no random numbers."""
+    def loss_on(self, text: Tensor) -> float:
+        """The loss over windows at even distances in ``text``; uses no random numbers."""
         size = self.size
         starts = torch.linspace(0, len(text) - size.context - 1, size.evaluated * size.batch, dtype=torch.float64)
         with self.precision():
             batches = self.on_device(windows(text, starts.long(), size.context + 1)).split(size.batch)
             losses = torch.stack([self.model.loss(batch) for batch in batches])
-        self.held_out.append((self.done, statistics.fmean(losses.tolist())))
+        return statistics.fmean(losses.tolist())
+
+    def evaluate(self, text: Tensor) -> None:
+        """Record ``loss_on(text)``."""
+        self.held_out.append((self.done, self.loss_on(text)))
 
     def rest(self) -> dict[str, Any]:
         """The state beside model and optimizer that the next step depends on, and the losses so far."""
