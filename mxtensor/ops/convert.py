@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.compat_hooks import distributed_caller
 from ..core.dispatch import implements
 from ..kernels.quantize.select import dequantize_operand
 from ..numerics.formats import FULL
@@ -17,6 +18,8 @@ from ..tensor.mxtensor import MXTensor
 from .layout import outer
 
 aten = torch.ops.aten
+MAKE_SHARDS = ("fsdp._fully_shard._fsdp_param", "tensor._collective_utils")
+"""The modules of ``torch.distributed`` that make a shard, or an empty one, by ``new_zeros`` and fill it by ``copy_``."""
 
 
 @implements(aten.dequantize.self)
@@ -92,10 +95,10 @@ def fresh_like(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 @implements(aten.new_zeros.default)
 def new_zeros(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """For other rows of the same columns an MXTensor, which FSDP2 needs for a shard. Otherwise a plain tensor."""
+    """A plain tensor. For ``torch.distributed``, which makes shards so, an MXTensor of rows with the same columns."""
     w, size = args
     rows_of_it = w.dim() == len(size) > 1 and tuple(size[1:]) == tuple(w.shape[1:]) and w.is_contiguous()
-    if not rows_of_it or any(kwargs.get(k) is not None for k in ("dtype", "device", "layout")):
+    if not rows_of_it or distributed_caller(*MAKE_SHARDS) is None:
         return fresh_like(func, args, kwargs)  # type: ignore[no-any-return]
     return w.zeros_of_rows(size[0])  # type: ignore[no-any-return]
 

@@ -171,8 +171,8 @@ def refilled(operands: Copies, outputs: tuple[Tensor, ...], gathered: Gathered) 
 class GatheredByFSDP2(Tensor):
     """The part of MXTensor that FSDP2 calls: shards of whole rows store codes and scales, and gathers move them.
 
-    FSDP2 shards a parameter by ``split``, ``new_zeros`` in the padded shape and ``copy_``. ``new_zeros`` with another
-    number of rows (``zeros_of_rows``) gives an MXTensor with a Shard, and each of its views and copies has it too.
+    FSDP2 shards a parameter by ``split``, ``new_zeros`` in the padded shape and ``copy_``. Its ``new_zeros`` is
+    ``zeros_of_rows``, an MXTensor with a Shard, and each of its views and copies has the Shard too.
     """
 
     _rowwise: Operand | None

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 import torch.nn.functional as F
+from torch.distributed.fsdp import fully_shard
 
 import mxtensor as mx
 from mxtensor.kernels.runtime import native_build
@@ -88,3 +89,32 @@ def test_freed_memory_is_an_error_and_not_read(freed):
         {"x": x, "bias": bias}[freed].untyped_storage().resize_(0)
         with pytest.raises((RuntimeError, ValueError)):
             F.linear(x, w, bias)
+
+
+@pytest.mark.parametrize("rows", [32, 64, 96])
+@pytest.mark.parametrize("format", ["mxfp8", "mxfp4", "nvfp4", "float8_tensor"])
+def test_new_tensors_are_plain(format, rows):
+    w = mx.quantize(torch.randn(64, 96).bfloat16(), format)
+    for new in (w.new_zeros((rows, 96)), w.new_ones(rows, 96), w.new_full((rows, 96), 0.3), w.new_empty((rows, 96))):
+        assert type(new) is torch.Tensor and new.shape == (rows, 96) and new.dtype is torch.bfloat16
+    sums = w.new_zeros((rows, 96)).add_(0.3).sub_(0.3001)
+    assert torch.equal(sums, torch.zeros(rows, 96, dtype=torch.bfloat16).add_(0.3).sub_(0.3001))
+
+
+def test_fsdp2_alone_gets_a_quantized_shard_from_new_zeros():
+    """What FSDP2 calls: the rank of a single process stores codes, also where another tensor is made inside."""
+    layer = mx.quantize_(torch.nn.Linear(96, 64), "mxfp8-weight-only")
+    before, x = layer.weight.dequantize(), torch.randn(3, 96)
+    with torch.no_grad():
+        expected = layer(x)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        with torch.device("cpu"):  # a mode that intercepts every call first
+            fully_shard(layer)
+        shard = layer.weight.to_local()
+        assert type(shard) is mx.MXTensor and torch.equal(shard.dequantize(), before)
+        assert type(shard.new_zeros(64, 96)) is type(layer.weight.detach().to_local().new_zeros(64, 96)) is torch.Tensor
+        with torch.no_grad():
+            assert torch.equal(layer(x), expected)
+    finally:
+        torch.distributed.destroy_process_group()
