@@ -15,6 +15,7 @@ from ..numerics.formats import FULL
 from ..numerics.operand import Operand
 from ..numerics.reference import SOURCE_DTYPES
 from ..tensor.mxtensor import MXTensor
+from .fallback import read
 from .layout import outer
 
 aten = torch.ops.aten
@@ -116,7 +117,8 @@ def embedding(func: Any, args: Any, kwargs: Any) -> Tensor:
     w, indices = args[:2]
     rowwise = w.rowwise
     if rowwise is None:
-        return aten.embedding.default(w.dequantize(), *args[1:], **kwargs)  # type: ignore[no-any-return]
+        reason = f"is stored {w.orientation.label}, where rows are no blocks"
+        return read(func, args, kwargs, reason)  # type: ignore[no-any-return]
     flat = indices.reshape(-1)
     block_rows, block_cols = rowwise.format.block
     # rows of a tile are apart in the result, where each gets the scales of its tile

@@ -41,11 +41,8 @@ class Side:
         return values.transpose(-1, -2) if self.transposed else values
 
 
-def _note_dequantized(op: str, side: Side) -> None:
-    w = side.tensor
-    assert isinstance(w, MXTensor)
+def _note_dequantized(op: str, w: MXTensor, reason: str) -> None:
     spec = Spec(op, (tuple(w.shape),), (w.format,), w.dtype, w.device)
-    reason = f"is stored {w.orientation.label}, not blocked along the contraction"
     refuse_if_strict(op, reason, "matmul.py")
     record(spec, "high precision", {"quantized": reason})
 
@@ -64,7 +61,8 @@ def gemm_operands(op: str, left: Side, right: Side) -> tuple[GemmOperand, GemmOp
         return a, _cast(right, left)
     for side in (left, right):
         if side.mx is not None and side.operand is None:
-            _note_dequantized(op, side)
+            reason = f"is stored {side.mx.orientation.label}, not blocked along the contraction"
+            _note_dequantized(op, side.mx, reason)
     return a if a is not None else left.plain(), b if b is not None else right.plain()
 
 
@@ -86,6 +84,7 @@ def product(op: str, left: Side, right: Side, bias: Tensor | None = None, alpha:
     """``alpha * left @ right^T + beta * bias``, each side (..., rows, contracted); plain, in the outer dtype."""
     a, b = left.tensor, right.tensor
     if isinstance(bias, MXTensor):
+        _note_dequantized(op, bias, "is the bias, which is added in high precision")
         bias = bias.dequantize()
     check_product(op, a, b, right.transposed, bias)
     weight = right.mx if right.mx is not None else left.mx

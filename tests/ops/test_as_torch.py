@@ -2,6 +2,7 @@
 layouts of other widths, and what a fast path must leave to torch."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -118,3 +119,54 @@ def test_fsdp2_alone_gets_a_quantized_shard_from_new_zeros():
             assert torch.equal(layer(x), expected)
     finally:
         torch.distributed.destroy_process_group()
+
+
+def logged(log, *kernels):
+    return [(e.spec.op, e.spec.shapes[0], e.kernel) for e in log.entries if e.kernel in kernels]
+
+
+@pytest.mark.parametrize(
+    ("op", "reason", "call"),
+    [
+        ("aten.embedding.default", "is stored columnwise", lambda c: F.embedding(c.tokens, c.columns)),
+        ("addmm", "is the bias", lambda c: F.linear(c.x, c.rows, c.bias)),
+        ("addmm", "is the bias", lambda c: torch.addmm(c.bias, c.x, c.rows.t())),
+        ("Tensor.__setitem__", "at indices that are no view", lambda c: c.rows.__setitem__([0], 1.5)),
+        ("Tensor.__setitem__", "at indices that are no view", lambda c: c.rows.__setitem__(c.tokens, c.x[0])),
+        ("Tensor.__setitem__", "at indices that are no view", lambda c: c.rows.__setitem__(c.mask, c.rows[:2])),
+        ("aten.copy_.default", "shares scales or copies", lambda c: c.both.__setitem__(3, c.x[0])),
+        ("aten.copy_.default", "shares scales or copies", lambda c: c.one_scale[3].copy_(c.x[0])),
+    ],
+)
+def test_strict_refuses_what_decodes_a_whole_tensor_on_the_way(op, reason, call):
+    """Without ``strict`` the log says it, once."""
+    values = torch.randn(64, 96)
+    case = SimpleNamespace(
+        tokens=torch.tensor([5, 0, 5]), mask=torch.arange(64) % 32 == 3, x=torch.randn(3, 96),
+        rows=mx.quantize(values, "mxfp8"), columns=mx.quantize(values, "mxfp8", orientation="columnwise"),
+        both=mx.quantize(values, "mxfp8", orientation="both"), one_scale=mx.quantize(values, "nvfp4"),
+        bias=mx.quantize(torch.randn(64), "mxfp8"),
+    )  # fmt: skip
+    before = {name: t.dequantize() for name, t in vars(case).items() if isinstance(t, mx.MXTensor)}
+    with mx.strict(), pytest.raises(NotImplementedError) as refused, torch.no_grad():
+        call(case)
+    assert str(refused.value).startswith(f"{op} would dequantize (") and reason in str(refused.value)
+    assert all(torch.equal(getattr(case, name).dequantize(), t) for name, t in before.items())
+    with mx.explain() as log, torch.no_grad():
+        call(case)
+    shape = (64,) if "bias" in reason else (64, 96)
+    assert logged(log, "dequantized", "requantized", "high precision") == [
+        (op, shape, {"aten.embedding.default": "dequantized", "addmm": "high precision"}.get(op, "requantized"))
+    ]
+
+
+def test_strict_allows_writes_that_read_nothing():
+    w, both = mx.quantize(torch.randn(64, 96), "mxfp8"), mx.quantize(torch.randn(64, 96), "mxfp8", orientation="both")
+    values = torch.randn(64, 96)
+    with mx.strict():
+        w[3] = values[3]
+        w[:, 32:64] = values[:, 32:64]
+        both.copy_(values)
+        both.t().copy_(values.t())
+    assert torch.equal(w[3].dequantize(), mx.quantize(values, "mxfp8")[3].dequantize())
+    assert torch.equal(both.dequantize(), mx.quantize(values, "mxfp8").dequantize())
