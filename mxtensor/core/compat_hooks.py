@@ -127,8 +127,9 @@ def distributed_caller(*modules: str) -> FrameType | None:
     """The frame that called a torch function, if it is of ``torch.distributed.<module>``, one of ``modules``.
 
     ``torch.distributed`` hands lists of tensors to C++ without asking a subclass, and fills a buffer that it makes by
-    ``torch.empty_like`` or ``new_zeros``: a rule learns what the buffer is for from the caller alone. Modes, such as the one of a
-    default device, may have taken the call on its way. Missing (the module has another name): None, as for others.
+    ``torch.empty_like`` or ``new_zeros``: a rule learns what the buffer is for from the caller alone. Modes, such as
+    the one of a default device, may have taken the call on its way. Missing (the module has another name): None, as for
+    others.
     """
     if torch.compiler.is_dynamo_compiling():
         return None

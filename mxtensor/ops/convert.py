@@ -20,7 +20,7 @@ from .layout import outer
 
 aten = torch.ops.aten
 MAKE_SHARDS = ("fsdp._fully_shard._fsdp_param", "tensor._collective_utils")
-"""The modules of ``torch.distributed`` that make a shard, or an empty one, by ``new_zeros`` and fill it by ``copy_``."""
+"""The modules of ``torch.distributed`` that make a shard, which may be empty, by ``new_zeros``."""
 
 
 @implements(aten.dequantize.self)

@@ -17,7 +17,7 @@ from ..core.dispatch import implements
 from ..core.shapes import contiguous_stride
 from ..core.tracing import is_traced
 from ..numerics.formats import FULL
-from ..numerics.operand import Operand
+from ..numerics.operand import Operand, clear_padding
 from ..tensor.mxtensor import MXTensor
 from .fallback import read
 from .layout import assemble, on_bytes, outer, sides
@@ -215,7 +215,8 @@ def constant_pad_nd(func: Any, args: Any, kwargs: Any) -> Tensor:
             spans = [n for i in reversed(range(t.dim())) for n in (before[i], target[i] - t.shape[i] - before[i])]
             return on_bytes(t, lambda raw: F.pad(raw, spans, value=fill))
 
-        data = grow(operand.data, operand.format.data_shape(shape), 0)
+        data = operand.data if shape[-1] == operand.shape[-1] else clear_padding(operand)
+        data = grow(data, operand.format.data_shape(shape), 0)
         scale = grow(operand.scale, operand.format.scale_shape(shape), zero_scale)
         found[dims != sorted(dims)] = operand.with_blocks(data, scale, shape)
     result = assemble(w, found.get(False), found.get(True), tuple(out.shape), out.stride())

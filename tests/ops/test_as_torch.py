@@ -170,3 +170,23 @@ def test_strict_allows_writes_that_read_nothing():
         both.t().copy_(values.t())
     assert torch.equal(w[3].dequantize(), mx.quantize(values, "mxfp8")[3].dequantize())
     assert torch.equal(both.dequantize(), mx.quantize(values, "mxfp8").dequantize())
+
+
+@pytest.mark.parametrize("orientation", ["rowwise", "columnwise"])
+@pytest.mark.parametrize(("format", "length"), [("mxfp4", 33), ("nvfp4", 47), ("mxfp6_e2m3", 33), ("mxfp6_e3m2", 62),
+                                                ("mxfp6_e2m3", 67), ("mxfp4", 1)])  # fmt: skip
+def test_pad_of_foreign_codes_shows_zeros_and_not_the_bits_after_the_last_value(format, length, orientation):
+    shape, spans = ((8, length), (0, 3, 1, 0)) if orientation == "rowwise" else ((length, 8), (1, 0, 0, 3))
+    w = mx.quantize(torch.randn(shape), format, orientation=orientation)
+    operand, element = w.operands[0], w.format.element
+    values, size = element.packing
+    foreign = torch.full((8, size), 255, dtype=torch.uint8)
+    for byte in range(size):
+        used = max(0, min(8, length % values * element.bits - 8 * byte))  # bits of values in this byte
+        foreign[:, byte] = 255 << used & 255
+    before = w.dequantize()
+    operand.data[:, -size:] |= foreign
+    assert torch.equal(w.dequantize(), before)
+    padded = F.pad(w, spans)
+    assert isinstance(padded, mx.MXTensor) and torch.equal(padded.dequantize(), F.pad(before, spans))
+    assert torch.equal(operand.data[:, -size:] & foreign, foreign)  # the tensor itself is not written
