@@ -198,12 +198,17 @@ def index(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 @implements(aten.constant_pad_nd.default)
 def constant_pad_nd(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Zero codes for zeros after the end of any dimension, or on both sides of one that is not blocked."""
+    """Zero codes for zeros after the end of any dimension, or on both sides of one that is not blocked.
+
+    Without any values to add, a copy, as in torch.
+    """
     w, pad, value = (*args, kwargs.get("value", 0))[:3]
+    out = outer(func, w, args, kwargs)
+    if not any(pad):
+        return w.clone()  # type: ignore[no-any-return]
     zero_scale = 1.0 if w.format.scale.dtype is torch.float32 else 0
     ends = {w.dim() - 1 - i // 2: (pad[i], pad[i + 1]) for i in range(0, len(pad), 2)}
     found: dict[bool, Operand] = {}
-    out = outer(func, w, args, kwargs)
     for operand, dims in sides(w) if value == 0 and min(pad) >= 0 else ():
         blocks = {len(dims) - 1: operand.format.block[1], len(dims) - 2: operand.format.block[0]}
         before = [ends.get(d, (0, 0))[0] for d in dims]

@@ -190,3 +190,30 @@ def test_pad_of_foreign_codes_shows_zeros_and_not_the_bits_after_the_last_value(
     padded = F.pad(w, spans)
     assert isinstance(padded, mx.MXTensor) and torch.equal(padded.dequantize(), F.pad(before, spans))
     assert torch.equal(operand.data[:, -size:] & foreign, foreign)  # the tensor itself is not written
+
+
+@pytest.mark.parametrize("spec", [".2f", "", ">12", ".3e", "+"])
+def test_one_value_is_formatted_as_a_number(spec):
+    w = mx.quantize(torch.randn(64, 96), "mxfp8")
+    plain = w.dequantize()
+    assert format(w[3, 5], spec) == format(plain[3, 5], spec) == format(w[3][5], spec)
+    w[3, 5] = 2 * plain[3, 5]
+    assert float(format(w[3, 5], spec)) == pytest.approx(2 * plain[3, 5].item(), rel=0.1)
+    for many in (w, w[:, 3], plain):
+        with pytest.raises(TypeError, match="unsupported format string"):
+            format(many, ".2f")
+
+
+@pytest.mark.parametrize("pad", [(), (0, 0), (0, 0, 0, 0)])
+@pytest.mark.parametrize("format", ["mxfp8", "nvfp4", "float8_row", "float8_tensor", "mxfp8[32x32]"])
+def test_pad_by_nothing_is_a_copy(format, pad):
+    w = mx.quantize(torch.randn(64, 96), format)
+    copy = F.pad(w, pad)
+    assert isinstance(copy, mx.MXTensor) and torch.equal(copy.dequantize(), w.dequantize())
+    assert all(a.data_ptr() != b.data_ptr() for a, b in zip(copy.components, w.components, strict=True))
+    for wrong in ((1,), (0, 0) * 3):
+        with pytest.raises(RuntimeError) as of_torch:
+            F.pad(w.dequantize(), wrong)
+        with pytest.raises(RuntimeError) as error:
+            F.pad(w, wrong)
+        assert str(error.value) == str(of_torch.value)
