@@ -191,7 +191,7 @@ class GatheredByFSDP2(Tensor):
             reason = None if operand is None else operand.format.why_not_split(dim, *cuts, scales_differ=True)
             if reason is not None:
                 return f"{'columnwise' if dim == -1 else 'rowwise'} {reason}"
-            if operand is not None and FULL in operand.format.block and self.shape[0] % rows:
+            if operand is not None and FULL in operand.format.block and rows and self.shape[0] % rows:
                 return f"{self.shape[0]} rows of {operand.format} do not divide into shards of {rows}"
         return None
 

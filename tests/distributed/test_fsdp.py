@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor._collective_utils import fill_empty_tensor_to_shards
 
 import mxtensor as mx
 from mxtensor.numerics import derived
@@ -392,6 +393,14 @@ def test_views_and_copies_of_a_shard_have_its_shard():
 def test_the_buffer_of_a_shard_is_zero(format):
     zeros = mx.quantize(torch.randn(128, 100), format).zeros_of_rows(128)
     assert isinstance(zeros, mx.MXTensor) and torch.equal(zeros.dequantize(), torch.zeros(128, 100))
+
+
+@pytest.mark.parametrize("format", ["mxfp8", "float8_row", "mxfp6[32x32]"])
+def test_a_rank_without_rows_gets_an_empty_shard(format):
+    """torch makes it by ``new_zeros`` where a weight has fewer rows than there are ranks."""
+    w = mx.quantize(torch.randn(1, 96), format)
+    first, empty = fill_empty_tensor_to_shards([w], 0, 1)
+    assert first is w and isinstance(empty, mx.MXTensor) and empty.shape == empty.dequantize().shape == (0, 96)
 
 
 def test_different_recipes_raise_on_every_rank_before_anything_is_gathered(ranks):
