@@ -123,12 +123,13 @@ def attention_over(linear: Function) -> Function:
 PACKAGE = __name__.partition(".")[0] + "."
 
 
-def distributed_caller(module: str) -> FrameType | None:
-    """The frame that called a torch function, if it is of ``torch.distributed.<module>``.
+def distributed_caller(*modules: str) -> FrameType | None:
+    """The frame that called a torch function, if it is of ``torch.distributed.<module>``, one of ``modules``.
 
     ``torch.distributed`` hands lists of tensors to C++ without asking a subclass, and fills a buffer that it makes by
-    ``torch.empty_like``: a rule learns what the buffer is for from the caller alone. Modes, such as the one of a
-    default device, may have taken the call on its way. Missing (the module has another name): None, as for others.
+    ``torch.empty_like`` or ``new_zeros``: a rule learns what the buffer is for from the caller alone. Modes, such as
+    the one of a default device, may have taken the call on its way. Missing (the module has another name): None, as for
+    others.
     """
     if torch.compiler.is_dynamo_compiling():
         return None
@@ -138,7 +139,8 @@ def distributed_caller(module: str) -> FrameType | None:
         or frame.f_globals.get("__name__", "").startswith(PACKAGE)
     ):
         frame = frame.f_back
-    return frame if frame is not None and frame.f_globals.get("__name__") == f"torch.distributed.{module}" else None
+    names = [f"torch.distributed.{module}" for module in modules]
+    return frame if frame is not None and frame.f_globals.get("__name__") in names else None
 
 
 # ---------------------------------------------------------------------------------------------- torch.compile

@@ -124,3 +124,18 @@ def transposed(operand: Operand) -> Operand:
         group = element.packing[0]
         data = pack(F.pad(codes, (0, -shape[-2] % group)), element)
     return Operand(data, operand.scale.transpose(-1, -2), operand.global_scale, operand.format, size)
+
+
+def clear_padding(operand: Operand) -> Tensor:
+    """The codes, with zeros after the last value of each row that is no whole group of packed codes.
+
+    Codes from elsewhere may have any bits there.
+    """
+    element, data = operand.format.element, operand.data
+    values, size = element.packing
+    rest = operand.shape[-1] % values
+    if rest == 0:
+        return data
+    used = ((1 << rest * element.bits) - 1).to_bytes(size, "little")
+    bits = [255] * (data.shape[-1] - size) + [*used]
+    return (data.view(torch.uint8) & torch.tensor(bits, dtype=torch.uint8, device=data.device)).view(data.dtype)

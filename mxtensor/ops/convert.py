@@ -8,15 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.compat_hooks import distributed_caller
 from ..core.dispatch import implements
 from ..kernels.quantize.select import dequantize_operand
 from ..numerics.formats import FULL
 from ..numerics.operand import Operand
 from ..numerics.reference import SOURCE_DTYPES
 from ..tensor.mxtensor import MXTensor
+from .fallback import read
 from .layout import outer
 
 aten = torch.ops.aten
+MAKE_SHARDS = ("fsdp._fully_shard._fsdp_param", "tensor._collective_utils")
+"""The modules of ``torch.distributed`` that make a shard, which may be empty, by ``new_zeros``."""
 
 
 @implements(aten.dequantize.self)
@@ -27,21 +31,28 @@ def dequantize(func: Any, args: Any, kwargs: Any) -> Tensor:
         out = dequantize_operand(w._rowwise, w.dtype)
     else:
         out = dequantize_operand(w._columnwise, w.dtype).transpose(-1, -2)
-    stride = _copied_stride(w)
+    stride = _copied(w, {})[0]
     if out.stride() == stride:
         return out
     return torch.empty_strided(tuple(w.shape), stride, dtype=out.dtype, device=out.device).copy_(out)
 
 
-def _copied_stride(w: MXTensor, **memory_format: Any) -> tuple[int, ...]:
-    """The strides of a copy: those of ``w`` if it is dense; an expanded or sliced tensor becomes dense."""
-    return outer(aten.clone.default, w, (w,), memory_format).stride()
+def _copied(w: MXTensor, options: dict[str, Any]) -> tuple[tuple[int, ...], dict[str, torch.memory_format]]:
+    """The strides of a copy of ``w`` with the ``memory_format`` of ``options``, and what its codes are copied with.
+
+    A dense tensor keeps its strides; an expanded or sliced tensor becomes dense. Codes of a contiguous copy are
+    contiguous, so that its views are views of them.
+    """
+    given = {"memory_format": options["memory_format"]} if options.get("memory_format") is not None else {}
+    copy = outer(aten.clone.default, w, (w,), given)
+    return copy.stride(), {"memory_format": torch.contiguous_format} if copy.is_contiguous() else {}
 
 
 @implements(aten.clone.default)
 def clone(func: Any, args: Any, kwargs: Any) -> MXTensor:
     """Copies of codes and scales; ``memory_format`` decides the outer strides, as it does for a dense tensor."""
-    return args[0].map_components(torch.clone, stride=_copied_stride(args[0], **kwargs))  # type: ignore[no-any-return]
+    w, (stride, layout) = args[0], _copied(args[0], kwargs)
+    return w.map_components(lambda t: torch.clone(t, **layout), stride=stride)  # type: ignore[no-any-return]
 
 
 @implements(aten._to_copy.default)
@@ -51,8 +62,8 @@ def to_copy(func: Any, args: Any, kwargs: Any) -> Tensor:
     if dtype not in SOURCE_DTYPES:
         return aten._to_copy.default(w.dequantize(torch.float32), **kwargs)  # type: ignore[no-any-return]
     where = {k: kwargs[k] for k in ("device", "non_blocking", "pin_memory") if kwargs.get(k) is not None}
-    stride = _copied_stride(w, **{k: kwargs[k] for k in ("memory_format",) if kwargs.get(k) is not None})
-    return w.map_components(lambda t: aten._to_copy.default(t, **where), dtype=dtype, stride=stride)  # type: ignore
+    stride, layout = _copied(w, kwargs)
+    return w.map_components(lambda t: aten._to_copy.default(t, **where, **layout), dtype=dtype, stride=stride)  # type: ignore
 
 
 @implements(aten.empty_like.default)
@@ -66,8 +77,8 @@ def empty_like(func: Any, args: Any, kwargs: Any) -> Tensor:
         return fresh_like(func, args, kwargs)  # type: ignore[no-any-return]
     where = {k: kwargs[k] for k in ("device", "pin_memory") if kwargs.get(k) is not None}
     dtype = kwargs.get("dtype") or w.dtype
-    stride = _copied_stride(w, **{k: kwargs[k] for k in ("memory_format",) if kwargs.get(k) is not None})
-    return w.map_components(lambda t: torch.empty_like(t, **where), dtype=dtype, stride=stride)  # type: ignore[no-any-return]
+    stride, layout = _copied(w, kwargs)
+    return w.map_components(lambda t: torch.empty_like(t, **where, **layout), dtype=dtype, stride=stride)  # type: ignore
 
 
 @implements(
@@ -85,10 +96,10 @@ def fresh_like(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 @implements(aten.new_zeros.default)
 def new_zeros(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """For other rows of the same columns an MXTensor, which FSDP2 needs for a shard. Otherwise a plain tensor."""
+    """A plain tensor. For ``torch.distributed``, which makes shards so, an MXTensor of rows with the same columns."""
     w, size = args
     rows_of_it = w.dim() == len(size) > 1 and tuple(size[1:]) == tuple(w.shape[1:]) and w.is_contiguous()
-    if not rows_of_it or any(kwargs.get(k) is not None for k in ("dtype", "device", "layout")):
+    if not rows_of_it or distributed_caller(*MAKE_SHARDS) is None:
         return fresh_like(func, args, kwargs)  # type: ignore[no-any-return]
     return w.zeros_of_rows(size[0])  # type: ignore[no-any-return]
 
@@ -106,7 +117,8 @@ def embedding(func: Any, args: Any, kwargs: Any) -> Tensor:
     w, indices = args[:2]
     rowwise = w.rowwise
     if rowwise is None:
-        return aten.embedding.default(w.dequantize(), *args[1:], **kwargs)  # type: ignore[no-any-return]
+        reason = f"is stored {w.orientation.label}, where rows are no blocks"
+        return read(func, args, kwargs, reason)  # type: ignore[no-any-return]
     flat = indices.reshape(-1)
     block_rows, block_cols = rowwise.format.block
     # rows of a tile are apart in the result, where each gets the scales of its tile

@@ -23,8 +23,10 @@ from ..kernels.gemm import select
 from ..kernels.gemm.spec import GemmArgs
 from ..numerics.operand import Operand
 from ..tensor.mxtensor import MXTensor
-from .matmul import Side, gemm_operands, preference
+from .fallback import read
+from .matmul import OTHER_LAYOUT, Side, gemm_operands, preference
 from .matmul import linear as linear_rule
+from .product_checks import has_other_layout
 from .repeated import RepeatedProduct, repeated
 
 aten = torch.ops.aten
@@ -40,6 +42,7 @@ def _runs_whole(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         return False
     return not (
         is_traced(input, bias)  # torch.compile, dispatch modes, functorch, other subclasses
+        or has_other_layout(input)
         or functorch_interpreter() is not None
         or unpack_dual(input).tangent is not None  # forward-mode differentiation
         or input.is_neg()  # a lazy minus sign, which aten carries out and a launch does not
@@ -71,6 +74,8 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, **out: Ten
     matrix = type(weight) is MXTensor and weight.dim() == 2 and input.dim() > 0 and not out
     if not matrix or not _runs_whole(input, weight, bias):
         refuse_recording("an MXTensor")
+        if not out and (has_other_layout(input) or has_other_layout(weight)):
+            return read(aten.linear.default, (input, weight, bias), {}, OTHER_LAYOUT)  # type: ignore[no-any-return]
         return F.linear(input, weight, bias, **out)
     assert isinstance(weight, MXTensor)
     operand, key = weight._rowwise, None
@@ -104,3 +109,11 @@ def _prepare(key: Hashable, x: Tensor, weight: MXTensor, bias: Tensor | None) ->
         assert weight._rowwise is not None
         launch = repeated(plan, x, weight._rowwise, bias, weight.recipe)
     PLANS.put(key, replace(plan, launch=launch, pinned=(weight.recipe,)))
+
+
+@implements_function(torch.matmul, Tensor.matmul, Tensor.__matmul__)
+def matmul(a: Tensor, b: Tensor, **out: Tensor) -> Tensor:
+    """torch's own. Nested tensors get the dequantized values, because torch asks for their sizes before any rule."""
+    if not out and any(has_other_layout(t) and t.is_nested for t in (a, b)):
+        return read(aten.matmul.default, (a, b), {}, OTHER_LAYOUT)  # type: ignore[no-any-return]
+    return torch.matmul(a, b, **out)

@@ -26,7 +26,7 @@ from ..numerics.operand import Operand
 from ..tensor.mxtensor import MXTensor
 from .fallback import read
 from .functional import launch_key
-from .matmul import Side, first_of_repeats, gemm_operands, preference, product
+from .matmul import Side, first_of_repeats, gemm_operands, implements_product, preference, product
 from .product_checks import check_dims
 
 aten = torch.ops.aten
@@ -76,7 +76,7 @@ def _prepare(key: Hashable, x: Tensor, weight: MXTensor, ends: Tensor) -> None:
 # ---------------------------------------------------------------------------------------------- groups of equal sizes
 
 
-@implements(aten.bmm.default)
+@implements_product(aten.bmm.default)
 def bmm(func: Any, args: Any, kwargs: Any) -> Tensor:
     """(B, M, K) @ (B, K, N); a weight that the batch repeats is multiplied once, with all rows."""
     a, b = args

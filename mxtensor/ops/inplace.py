@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from ..core.compat import forget_graphs
-from ..core.dispatch import implements, implements_function
+from ..core.dispatch import implements, implements_function, refuse_if_strict
+from ..core.explain import Entry, measure, record
+from ..core.kernel import Spec
 from ..core.tracing import is_traced
 from ..core.writes import has_no_memory, note_write
 from ..kernels.quantize.hadamard import quantize_rotated
@@ -81,6 +83,13 @@ def write_back(w: MXTensor, values: Tensor) -> MXTensor:
     return w
 
 
+def _note_requantized(op: str, w: MXTensor, reason: str) -> Entry | None:
+    """Log that a write decodes all of ``w``, for ``measure``; raise NotImplementedError inside ``mx.strict()``."""
+    refuse_if_strict(op, reason, "inplace.py")
+    spec = Spec(op, (tuple(w.shape),), (str(w.format),), w.dtype, w.device, is_traced(*w.components))
+    return record(spec, "requantized", {"quantized": reason})
+
+
 def _same_operands(a: MXTensor, b: MXTensor) -> bool:
     """Whether the bytes of ``b`` can be copied to ``a``: equal casts and the same copies."""
     pairs = ((a._rowwise, b._rowwise), (a._columnwise, b._columnwise))
@@ -105,7 +114,12 @@ def copy_(func: Any, args: Any, kwargs: Any) -> Tensor:
                 _write(mine, theirs)
             return target
         source = source.dequantize(torch.float32)
-    return write_back(target, source)
+    if _writes_all(target):
+        return write_back(target, source)
+    assert target._link is not None
+    whole = target if target._link.base is None else target._link.base
+    with measure(_note_requantized(str(func), whole, "writes a view that shares scales or copies with the whole")):
+        return write_back(target, source)
 
 
 @implements(aten._foreach_copy_.default)
@@ -126,9 +140,10 @@ def setitem(target: Tensor, index: Any, value: Any) -> None:
     if isinstance(view, MXTensor) and view._is_view():
         view.copy_(value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=target.dtype))
         return
-    values = target.values_to_write()
-    values[index] = value.dequantize() if isinstance(value, MXTensor) else value
-    target.copy_(values)
+    with measure(_note_requantized("Tensor.__setitem__", target, "writes values at indices that are no view")):
+        values = target.values_to_write()
+        values[index] = value.dequantize() if isinstance(value, MXTensor) else value
+        target.copy_(values)
 
 
 @implements_function(Tensor.data.__set__)  # type: ignore[attr-defined]

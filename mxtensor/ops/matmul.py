@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..core.arguments import described
-from ..core.dispatch import implements, refuse_if_strict
+from ..core.dispatch import Rule, implements, refuse_if_strict
 from ..core.explain import record
 from ..core.kernel import Spec
 from ..core.shapes import as_matrix
@@ -17,7 +19,8 @@ from ..kernels.gemm.spec import GemmArgs, GemmOperand, Unquantized
 from ..numerics.operand import Operand
 from ..recipe.kernel_preference import KernelPreference
 from ..tensor.mxtensor import MXTensor
-from .product_checks import check_dims, check_product
+from .fallback import read
+from .product_checks import check_dims, check_product, has_other_layout
 
 aten = torch.ops.aten
 
@@ -41,11 +44,8 @@ class Side:
         return values.transpose(-1, -2) if self.transposed else values
 
 
-def _note_dequantized(op: str, side: Side) -> None:
-    w = side.tensor
-    assert isinstance(w, MXTensor)
+def _note_dequantized(op: str, w: MXTensor, reason: str) -> None:
     spec = Spec(op, (tuple(w.shape),), (w.format,), w.dtype, w.device)
-    reason = f"is stored {w.orientation.label}, not blocked along the contraction"
     refuse_if_strict(op, reason, "matmul.py")
     record(spec, "high precision", {"quantized": reason})
 
@@ -64,7 +64,8 @@ def gemm_operands(op: str, left: Side, right: Side) -> tuple[GemmOperand, GemmOp
         return a, _cast(right, left)
     for side in (left, right):
         if side.mx is not None and side.operand is None:
-            _note_dequantized(op, side)
+            reason = f"is stored {side.mx.orientation.label}, not blocked along the contraction"
+            _note_dequantized(op, side.mx, reason)
     return a if a is not None else left.plain(), b if b is not None else right.plain()
 
 
@@ -86,6 +87,7 @@ def product(op: str, left: Side, right: Side, bias: Tensor | None = None, alpha:
     """``alpha * left @ right^T + beta * bias``, each side (..., rows, contracted); plain, in the outer dtype."""
     a, b = left.tensor, right.tensor
     if isinstance(bias, MXTensor):
+        _note_dequantized(op, bias, "is the bias, which is added in high precision")
         bias = bias.dequantize()
     check_product(op, a, b, right.transposed, bias)
     weight = right.mx if right.mx is not None else left.mx
@@ -102,8 +104,25 @@ def first_of_repeats(t: Tensor) -> Tensor | None:
 
 # ---------------------------------------------------------------------------------------------- rules
 
+OTHER_LAYOUT = "the other operand is sparse or nested"
 
-@implements(aten.mm.default)
+
+def implements_product(*ops: Any) -> Callable[[Rule], Rule]:
+    """``implements`` for products: with a sparse or nested operand, torch multiplies the dequantized values."""
+
+    def register(rule: Rule) -> Rule:
+        @wraps(rule)
+        def checked(func: Any, args: Any, kwargs: Any) -> Any:
+            if any(map(has_other_layout, args)):
+                return read(func, args, kwargs, OTHER_LAYOUT)
+            return rule(func, args, kwargs)
+
+        return implements(*ops)(checked)
+
+    return register
+
+
+@implements_product(aten.mm.default)
 def mm(func: Any, args: Any, kwargs: Any) -> Tensor:
     """(M, K) @ (K, N)."""
     check_dims("mm", (args[0], 2), (args[1], 2))
@@ -119,7 +138,7 @@ def matmul(func: Any, args: Any, kwargs: Any) -> Tensor:
     return func.decompose(*args, **kwargs)  # type: ignore[no-any-return]
 
 
-@implements(aten.addmm.default)
+@implements_product(aten.addmm.default)
 def addmm(func: Any, args: Any, kwargs: Any) -> Tensor:
     """beta * input + alpha * (M, K) @ (K, N)."""
     bias, a, b = args
@@ -127,7 +146,7 @@ def addmm(func: Any, args: Any, kwargs: Any) -> Tensor:
     return product("addmm", Side(a, False), Side(b, True), bias, kwargs.get("alpha", 1), kwargs.get("beta", 1))
 
 
-@implements(aten.baddbmm.default)
+@implements_product(aten.baddbmm.default)
 def baddbmm(func: Any, args: Any, kwargs: Any) -> Tensor:
     """beta * input + alpha * (B, M, K) @ (B, K, N)."""
     bias, a, b = args
@@ -135,7 +154,7 @@ def baddbmm(func: Any, args: Any, kwargs: Any) -> Tensor:
     return product("baddbmm", Side(a, False), Side(b, True), bias, kwargs.get("alpha", 1), kwargs.get("beta", 1))
 
 
-@implements(aten.mv.default)
+@implements_product(aten.mv.default)
 def mv(func: Any, args: Any, kwargs: Any) -> Tensor:
     """(M, K) @ (K,)."""
     a, vector = args
@@ -143,7 +162,7 @@ def mv(func: Any, args: Any, kwargs: Any) -> Tensor:
     return product("mv", Side(a, False), Side(vector.unsqueeze(0), False)).squeeze(-1)
 
 
-@implements(aten.dot.default)
+@implements_product(aten.dot.default)
 def dot(func: Any, args: Any, kwargs: Any) -> Tensor:
     """(K,) @ (K,)."""
     check_dims("dot", (args[0], 1), (args[1], 1))
@@ -151,7 +170,7 @@ def dot(func: Any, args: Any, kwargs: Any) -> Tensor:
     return product("dot", Side(a, False), Side(b, False)).reshape(())
 
 
-@implements(aten.addmv.default)
+@implements_product(aten.addmv.default)
 def addmv(func: Any, args: Any, kwargs: Any) -> Tensor:
     """beta * input + alpha * (M, K) @ (K,)."""
     bias, a, vector = args
@@ -160,7 +179,7 @@ def addmv(func: Any, args: Any, kwargs: Any) -> Tensor:
     return product("addmv", Side(a, False), Side(vector.unsqueeze(0), False), bias.unsqueeze(-1), *scales).squeeze(-1)
 
 
-@implements(aten.linear.default)
+@implements_product(aten.linear.default)
 def linear(func: Any, args: Any, kwargs: Any) -> Tensor:
     """(..., K) @ (N, K)^T + bias, as inference mode hands it over whole."""
     x, weight, bias = (*args, None)[:3] if len(args) > 1 else (args[0], kwargs["weight"], kwargs.get("bias"))

@@ -8,9 +8,21 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..core.arguments import described
+
+
+def has_other_layout(t: Any) -> bool:
+    """Whether ``t`` is a tensor whose values are not at the strides of one memory: sparse, nested, of oneDNN.
+
+    Jagged nested tensors are a subclass, which calls products of their values.
+    """
+    return isinstance(t, Tensor) and (t.layout not in STRIDED or (t.is_nested and t.layout is torch.strided))
+
+
+STRIDED = torch.strided, torch.jagged
 
 
 def check_dims(op: str, *wanted: tuple[Tensor, int]) -> None:

@@ -17,7 +17,7 @@ from ..core.dispatch import implements
 from ..core.shapes import contiguous_stride
 from ..core.tracing import is_traced
 from ..numerics.formats import FULL
-from ..numerics.operand import Operand
+from ..numerics.operand import Operand, clear_padding
 from ..tensor.mxtensor import MXTensor
 from .fallback import read
 from .layout import assemble, on_bytes, outer, sides
@@ -155,7 +155,8 @@ def repeat(func: Any, args: Any, kwargs: Any) -> Tensor:
 def _matrices(t: Tensor, index: Tensor) -> Tensor:
     """``t[index]``, eight bytes at a time where a matrix has a multiple of them."""
     flat = t.flatten(1)
-    wide = t.is_contiguous() and flat.shape[1] % 8 == 0 and (is_traced(t) or t.data_ptr() % 8 == 0)
+    aligned = t.storage_offset() % 8 == 0 and (is_traced(t) or t.data_ptr() % 8 == 0)
+    wide = t.is_contiguous() and flat.shape[1] % 8 == 0 and aligned
     found: Tensor = aten.index.Tensor(flat.view(torch.int64) if wide else flat, [index])
     return found.view(t.dtype).view(index.shape[0], *t.shape[1:])
 
@@ -198,12 +199,17 @@ def index(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 @implements(aten.constant_pad_nd.default)
 def constant_pad_nd(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Zero codes for zeros after the end of any dimension, or on both sides of one that is not blocked."""
+    """Zero codes for zeros after the end of any dimension, or on both sides of one that is not blocked.
+
+    Without any values to add, a copy, as in torch.
+    """
     w, pad, value = (*args, kwargs.get("value", 0))[:3]
+    out = outer(func, w, args, kwargs)
+    if not any(pad):
+        return w.clone()  # type: ignore[no-any-return]
     zero_scale = 1.0 if w.format.scale.dtype is torch.float32 else 0
     ends = {w.dim() - 1 - i // 2: (pad[i], pad[i + 1]) for i in range(0, len(pad), 2)}
     found: dict[bool, Operand] = {}
-    out = outer(func, w, args, kwargs)
     for operand, dims in sides(w) if value == 0 and min(pad) >= 0 else ():
         blocks = {len(dims) - 1: operand.format.block[1], len(dims) - 2: operand.format.block[0]}
         before = [ends.get(d, (0, 0))[0] for d in dims]
@@ -215,7 +221,8 @@ def constant_pad_nd(func: Any, args: Any, kwargs: Any) -> Tensor:
             spans = [n for i in reversed(range(t.dim())) for n in (before[i], target[i] - t.shape[i] - before[i])]
             return on_bytes(t, lambda raw: F.pad(raw, spans, value=fill))
 
-        data = grow(operand.data, operand.format.data_shape(shape), 0)
+        data = operand.data if shape[-1] == operand.shape[-1] else clear_padding(operand)
+        data = grow(data, operand.format.data_shape(shape), 0)
         scale = grow(operand.scale, operand.format.scale_shape(shape), zero_scale)
         found[dims != sorted(dims)] = operand.with_blocks(data, scale, shape)
     result = assemble(w, found.get(False), found.get(True), tuple(out.shape), out.stride())

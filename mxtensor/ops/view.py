@@ -121,7 +121,7 @@ def _reshape_rowwise(operand: Operand, size: tuple[int, ...]) -> Operand | None:
         before, after = (s[-2] if len(s) > 1 else 1 for s in (old, shape))
         if before != after and (before % rows or after % rows):
             return None
-    return _reshape_components(operand, shape)
+    return _view_components(operand, shape)
 
 
 def _reshape_columnwise(operand: Operand, size: tuple[int, ...]) -> Operand | None:
@@ -129,17 +129,21 @@ def _reshape_columnwise(operand: Operand, size: tuple[int, ...]) -> Operand | No
     shape = (*size[:-2], *reversed(size[-2:]))
     if len(size) < 2 or shape[-2:] != operand.shape[-2:]:
         return None
-    return _reshape_components(operand, shape)
+    return _view_components(operand, shape)
 
 
-def _reshape_components(operand: Operand, shape: tuple[int, ...]) -> Operand:
-    data = operand.data.reshape(operand.format.data_shape(shape))
-    scale = operand.scale.reshape(operand.format.scale_shape(shape))
+def _view_components(operand: Operand, shape: tuple[int, ...]) -> Operand | None:
+    """Views of codes and scales; None if torch would have to copy them, because a write to a copy is lost."""
+    try:
+        data = operand.data.view(operand.format.data_shape(shape))
+        scale = operand.scale.view(operand.format.scale_shape(shape))
+    except RuntimeError:
+        return None
     return operand.with_blocks(data, scale, shape)
 
 
 def reshaped(w: MXTensor, size: tuple[int, ...], stride: tuple[int, ...]) -> MXTensor | None:
-    """``w`` as ``size``; None if that would cut a block."""
+    """``w`` as ``size``; None if that would cut a block or copy codes."""
     rowwise = None if w._rowwise is None else _reshape_rowwise(w._rowwise, size)
     columnwise = None if w._columnwise is None else _reshape_columnwise(w._columnwise, size)
     return assemble(w, rowwise, columnwise, size, stride)

@@ -154,6 +154,12 @@ class DequantizedView(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return copy.deepcopy(self).__reduce_ex__(protocol)
 
+    def __format__(self, spec: str) -> str:
+        """As torch formats a plain tensor: a single value is formatted as a number."""
+        if self.dim() or self.is_meta or has_no_memory(self._plain):
+            return object.__format__(self, spec)
+        return format(self.item(), spec)
+
     def numpy(self, *, force: bool = False) -> Any:
         """A copy of the values as an array."""
         return self.clone().numpy(force=force)

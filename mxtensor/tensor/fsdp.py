@@ -171,8 +171,8 @@ def refilled(operands: Copies, outputs: tuple[Tensor, ...], gathered: Gathered) 
 class GatheredByFSDP2(Tensor):
     """The part of MXTensor that FSDP2 calls: shards of whole rows store codes and scales, and gathers move them.
 
-    FSDP2 shards a parameter by ``split``, ``new_zeros`` in the padded shape and ``copy_``. ``new_zeros`` with another
-    number of rows (``zeros_of_rows``) gives an MXTensor with a Shard, and each of its views and copies has it too.
+    FSDP2 shards a parameter by ``split``, ``new_zeros`` in the padded shape and ``copy_``. Its ``new_zeros`` is
+    ``zeros_of_rows``, an MXTensor with a Shard, and each of its views and copies has the Shard too.
     """
 
     _rowwise: Operand | None
@@ -191,7 +191,7 @@ class GatheredByFSDP2(Tensor):
             reason = None if operand is None else operand.format.why_not_split(dim, *cuts, scales_differ=True)
             if reason is not None:
                 return f"{'columnwise' if dim == -1 else 'rowwise'} {reason}"
-            if operand is not None and FULL in operand.format.block and self.shape[0] % rows:
+            if operand is not None and FULL in operand.format.block and rows and self.shape[0] % rows:
                 return f"{self.shape[0]} rows of {operand.format} do not divide into shards of {rows}"
         return None
 

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import mxtensor
 from mxtensor.core import compat, compat_hooks
 from mxtensor.core.when_imported import install_pending
+from mxtensor.ops import convert
 
 PACKAGE = Path(mxtensor.__file__).parent
 COMPAT = ("core/compat.py", "core/compat_hooks.py")
@@ -451,6 +452,8 @@ def test_the_caller_inside_torch_distributed_is_found(monkeypatch):
 
     frames = inspect.getsource(placement_types)  # a buffer is made by empty_like where scatter_list is at hand
     assert "torch.empty_like(" in frames and "scatter_list" in frames
+    for module in convert.MAKE_SHARDS:
+        assert ".new_zeros(" in inspect.getsource(importlib.import_module(f"torch.distributed.{module}"))
 
 
 def test_a_function_that_is_run_uncompiled_is_no_graph():

@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import warnings
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -17,7 +16,6 @@ from torch.distributed.tensor.parallel import parallelize_module
 import mxtensor as mx
 from mxtensor.core.select import forced_kernel
 from mxtensor.distributed import all_gather_linear as gathered
-from mxtensor.ops import collectives
 from mxtensor.recipe import CustomRecipe, DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from tests.distributed.fsdp_cases import message, same_as
 from tests.helpers.ranks import DEVICE, case, long_case
@@ -249,21 +247,6 @@ def frozen_weights_of_uneven_shards(rank, folder):
             text = message(lambda two=two, style=style: parallelize_module(two, mesh(), {"0": style}))
         found[out, into] = text or (error(two(x), one(x)), type(two[0].weight.to_local()).__name__)
     return found
-
-
-@case
-def other_collectives(rank, folder):
-    told = []
-    q = mx.quantize(torch.randn(4, 64), "mxfp8")
-    told += [message(lambda: dist.all_reduce(q)), message(lambda: dist.all_gather([q, q], torch.randn(4, 64)))]
-    same = torch.full((2, 32), 1.0 + rank)
-    sent = mx.quantize(same, "mxfp8")
-    dist.broadcast(sent, 1)
-    with mock.patch.object(collectives, "Work", mock.Mock(unbox=lambda boxed: None)):  # like NCCL, which returns none
-        dist.broadcast(sent, 1)
-    work = dist.broadcast(received := mx.quantize(same, "mxfp8"), 0, async_op=True)
-    work.wait()
-    return told, [sent.dequantize().unique().tolist(), received.dequantize().unique().tolist()]
 
 
 @case

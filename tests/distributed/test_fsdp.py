@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor._collective_utils import fill_empty_tensor_to_shards
 
 import mxtensor as mx
 from mxtensor.numerics import derived
@@ -338,7 +339,7 @@ def test_the_hook_takes_both_protocols_by_position_and_by_name(name):
     if name in RECIPES:
         weight = TrainingWeight(values, RECIPES[name].linear_recipe(), Shard((32, 64), (32, 64)))
     else:
-        weight = mx.quantize(values, "nvfp4_single_level" if "nvfp4" in name else "mxfp8").new_zeros(32, 64)
+        weight = mx.quantize(values, "nvfp4_single_level" if "nvfp4" in name else "mxfp8").zeros_of_rows(32)
         weight._shard = Shard((32, 64), (32, 64))
         weight.copy_(values)
     hook, rest = weight.fsdp_pre_all_gather, (torch.Size([32, 64]), (64, 1), nn.Linear(64, 32), policy)
@@ -383,16 +384,23 @@ def test_views_and_copies_of_a_shard_have_its_shard():
         assert isinstance(each, TrainingWeight) and each.shard == buffer.shard
     assert part.new_zeros(34, 64).shard == buffer.shard  # FSDP2 pads it again
     q = mx.quantize(torch.randn(100, 64), "mxfp8")
-    padded = q.new_zeros(34, 64)
-    for each in (padded, padded.narrow(0, 0, 32), padded.clone(), padded.bfloat16(), padded.new_zeros(34, 64)):
+    padded = q.zeros_of_rows(34)
+    for each in (padded, padded.narrow(0, 0, 32), padded.clone(), padded.bfloat16(), padded.zeros_of_rows(34)):
         assert isinstance(each, mx.MXTensor) and each._shard == Shard((100, 64), (34, 64))
-    assert type(q.new_zeros(34, 32)) is type(q.new_zeros(34, 64, dtype=torch.half)) is torch.Tensor
 
 
 @pytest.mark.parametrize("format", ["mxfp8", "mxfp4", "mxint8", "float8_1x128", "float8_128x128", "mxfp6[32x32]"])
 def test_the_buffer_of_a_shard_is_zero(format):
-    zeros = mx.quantize(torch.randn(128, 100), format).new_zeros(128, 100)
+    zeros = mx.quantize(torch.randn(128, 100), format).zeros_of_rows(128)
     assert isinstance(zeros, mx.MXTensor) and torch.equal(zeros.dequantize(), torch.zeros(128, 100))
+
+
+@pytest.mark.parametrize("format", ["mxfp8", "float8_row", "mxfp6[32x32]"])
+def test_a_rank_without_rows_gets_an_empty_shard(format):
+    """torch makes it by ``new_zeros`` where a weight has fewer rows than there are ranks."""
+    w = mx.quantize(torch.randn(1, 96), format)
+    first, empty = fill_empty_tensor_to_shards([w], 0, 1)
+    assert first is w and isinstance(empty, mx.MXTensor) and empty.shape == empty.dequantize().shape == (0, 96)
 
 
 def test_different_recipes_raise_on_every_rank_before_anything_is_gathered(ranks):

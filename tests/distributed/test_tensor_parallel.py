@@ -85,15 +85,6 @@ def test_torchs_own_styles_pad_uneven_shards_and_dequantize_if_blocks_would_be_c
     assert kinds == {(33, 64): ("MXTensor",) * 2, (64, 96): ("Tensor",) * 2, (64, 127): ("MXTensor", "Tensor")}
 
 
-def test_collectives_move_codes_and_raise_if_they_would_add_or_mix_them(ranks):
-    first, second = ranks("other_collectives")
-    assert first == second
-    told, broadcasts = first
-    for kind, text in told:
-        assert kind == "NotImplementedError" and ".components" in text
-    assert len(told) == 2 and broadcasts == [[2.0], [1.0]]
-
-
 def test_a_layer_that_does_not_divide_is_refused_with_its_numbers(ranks):
     for found in ranks("what_does_not_divide"):
         assert found[0].startswith("out_features=96 over 2 ranks are 48 each: mxfp8_e4m3 has blocks of 32 values")

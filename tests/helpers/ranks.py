@@ -25,7 +25,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-NAMES = ("expert", "nn", "parallel", "dcp", "train", "fsdp", "bench")
+NAMES = ("expert", "nn", "parallel", "collective", "dcp", "train", "fsdp", "bench")
 MODULES = tuple(f"tests.distributed.{name}_cases" for name in NAMES)
 WORLD = 2
 DEVICE = "cuda" if torch.cuda.device_count() >= WORLD else "cpu"

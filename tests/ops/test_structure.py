@@ -289,3 +289,22 @@ def test_the_log_names_the_blocks_that_would_be_cut():
     with mx.explain() as log:
         w.abs()
     assert [e.refusals for e in log.entries if e.kernel == "dequantized"] == [{"quantized": "no rule of its own"}]
+
+
+@pytest.mark.parametrize("offset", [0, 1, 4, 8])
+@pytest.mark.parametrize("start", [0, 3, 4])
+def test_matrices_are_picked_from_memory_of_any_alignment(start, offset):
+    """``start``: of the memory, as in a file that is mapped; ``offset``: of the codes in it. Only their sum is seen in
+    the address."""
+    w = mx.quantize(torch.randn(4, 32, 64), "mxfp8")
+
+    def placed(t):
+        memory = torch.frombuffer(bytearray(t.numel() + 64), dtype=torch.uint8, offset=start)
+        place = memory[offset : offset + t.numel()].view(t.shape)
+        place.copy_(t.view(torch.uint8))
+        return place.view(t.dtype)
+
+    moved = mx.MXTensor.from_components(*map(placed, w.components), "mxfp8", dtype=torch.float32)
+    assert moved.rowwise.data.storage_offset() == offset
+    picked = moved[torch.tensor([2, 0, 2])]
+    assert isinstance(picked, mx.MXTensor) and torch.equal(picked.dequantize(), w.dequantize()[[2, 0, 2]])

@@ -115,7 +115,7 @@ def run(q: Tensor, k: Tokens, v: Tokens, args: AttentionArgs) -> Tensor:
     batch, heads, queries, _ = q.shape
     groups, count, size = k.shape[1], k.shape[2], v.shape[-1]
     q = q.contiguous()
-    out = torch.empty((batch, heads, queries, size), dtype=q.dtype)
+    out = torch.empty((batch, heads, queries, size), dtype=q.dtype, device=q.device)
     mask = additive(args, q, k, torch.float32)
     splits = max(1, min(-(-2 * torch.get_num_threads() // (batch * groups)), count // KEYS_PER_RANGE))
     splits = splits if torch.get_num_threads() > 1 else 1
@@ -125,7 +125,8 @@ def run(q: Tensor, k: Tokens, v: Tokens, args: AttentionArgs) -> Tensor:
         (ctypes.c_int64 * 5)(*(mask.stride() if mask is not None else ())), batch, groups, heads // groups, queries,
         count, splits, args.scale * _global(k), _global(v), KINDS[q.dtype],
     )  # fmt: skip
-    partials = torch.empty(batch * heads * queries * splits * lib.mx_attention_part(ctypes.byref(problem)))
+    part = lib.mx_attention_part(ctypes.byref(problem))
+    partials = torch.empty(batch * heads * queries * splits * part, dtype=torch.float32, device=q.device)
     problem.partials = partials.data_ptr()
     address, units = ctypes.addressof(problem), batch * groups * splits
 

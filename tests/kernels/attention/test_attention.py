@@ -137,6 +137,24 @@ def test_ranges_of_keys_are_joined(monkeypatch, pool):
 
 
 @needs_compiler
+@pytest.mark.parametrize("setting", ["device", "dtype"])
+def test_the_defaults_of_torch_do_not_matter(setting):
+    q, mask = torch.randn(1, 4, 2, 64), torch.randn(1, 1, 2, 300)
+    (k, _), (v, _) = (tokens((1, 2, 300, 64), "mxfp8", 5) for _ in range(2))
+    expected = cpu.run(q, k, v, args := AttentionArgs(0.125, mask))
+    change, usual, other = {
+        "device": (torch.set_default_device, None, "meta"),
+        "dtype": (torch.set_default_dtype, torch.float32, torch.bfloat16),
+    }[setting]
+    change(other)
+    try:
+        out = cpu.run(q, k, v, args)
+    finally:
+        change(usual)
+    assert out.device.type == "cpu" and torch.equal(out, expected)
+
+
+@needs_compiler
 def test_a_row_without_keys_is_zero_and_a_nan_stays_one():
     q = torch.randn(1, 1, 2, 32)
     (k, _), (v, _) = (tokens((1, 1, 20, 32), "mxfp8") for _ in range(2))
