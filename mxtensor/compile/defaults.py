@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..core.compat_hooks import hook_inductor_settings
+from ..core.compat_compile import hook_inductor_settings
 from ..core.fingerprint import COMPILATION
 from ..core.when_imported import when_imported
 from ..kernels.attention import values_cpu, values_cuda  # noqa: F401  (a graph from torch's cache may need the ops)

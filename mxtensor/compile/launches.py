@@ -16,7 +16,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ..core.compat import tree_leaves
-from ..core.compat_hooks import hook_kernel_lines
+from ..core.compat_compile import hook_kernel_lines
 from .graph import ONE, SHARED, arguments, needs
 
 PRODUCTS = ONE, SHARED

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..core.compat import called_while_traced
-from ..core.compat_hooks import run_uncompiled
+from ..core.compat_compile import run_uncompiled
 from ..tensor.mxtensor import MXTensor
 from ..training.autocast import autocast_state
 from ..training.experts import note_experts

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..core.compat import is_fake, make_wrapper_subclass, no_torch_function
-from ..core.compat_hooks import run_uncompiled
+from ..core.compat_compile import run_uncompiled
 from ..core.dispatch import VIEW_FALLBACK
 from ..core.writes import has_no_memory, state_of
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..core.compat_hooks import hook_graph_attributes
+from ..core.compat_compile import hook_graph_attributes
 from ..core.shapes import swapped
 from ..core.when_imported import when_imported
 from ..kernels.quantize.hadamard import GROUP

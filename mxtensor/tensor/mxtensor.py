@@ -20,7 +20,7 @@ from torch import Tensor
 from ..core.arguments import check, described, instance
 from ..core.autograd import dequantize_with_gradient
 from ..core.compat import disable_subclass_torch_function, make_wrapper_subclass
-from ..core.compat_hooks import hook_guards, hook_unwrapping
+from ..core.compat_compile import hook_guards, hook_unwrapping
 from ..core.dispatch import FALLBACK, FUNCTION_TABLE, OP_TABLE
 from ..core.fingerprint import COMPILATION, fingerprint
 from ..core.select import forced_kernel

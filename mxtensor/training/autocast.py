@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from ..core.compat import function_mode_stack, remove_function_mode
-from ..core.compat_hooks import run_uncompiled
+from ..core.compat_compile import run_uncompiled
 from ..core.scopes import Scope, Scopes
 from ..recipe import MXFP8BlockScaling, Recipe
 from ..recipe.default import recipe_or_default

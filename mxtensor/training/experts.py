@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.compat import called_while_traced
-from ..core.compat_hooks import run_uncompiled
+from ..core.compat_compile import run_uncompiled
 from ..core.dispatch import OPEN, is_inside_strict, is_strict
 from ..core.explain import LOGS, record, record_traced
 from ..core.kernel import Spec

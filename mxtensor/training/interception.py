@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..core.compat import disable_subclass_torch_function, disable_torch_function
-from ..core.compat_hooks import attention_over, let_dynamo_intercept
+from ..core.compat_compile import let_dynamo_intercept
+from ..core.compat_hooks import attention_over
 from ..core.torch_autocast import autocast_dtype
 from ..core.when_imported import after_import
 from ..recipe.linear_recipe import HIGH_PRECISION, LinearRecipe

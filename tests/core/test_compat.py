@@ -20,12 +20,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mxtensor
-from mxtensor.core import compat, compat_hooks
+from mxtensor.core import compat, compat_compile, compat_hooks
 from mxtensor.core.when_imported import install_pending
 from mxtensor.ops import convert
 
 PACKAGE = Path(mxtensor.__file__).parent
-COMPAT = ("core/compat.py", "core/compat_hooks.py")
+COMPAT = ("core/compat.py", "core/compat_hooks.py", "core/compat_compile.py")
 SOURCES = {str(path.relative_to(PACKAGE)): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
 OUTSIDE = {name: tree for name, tree in SOURCES.items() if name not in COMPAT}
 PRODUCTS = {"torch._scaled_mm", "torch._grouped_mm", "torch._scaled_grouped_mm"}
@@ -466,7 +466,7 @@ def test_a_function_that_is_run_uncompiled_is_no_graph():
     def skipped(x):
         return x + 1
 
-    compat_hooks.run_uncompiled(skipped)
+    compat_compile.run_uncompiled(skipped)
     compiled = torch.compile(skipped, backend=count)
     assert torch.equal(compiled(torch.ones(2)), torch.full((2,), 2.0)) and graphs == []
 
@@ -487,31 +487,40 @@ def test_dynamo_shows_a_private_function_to_modes(monkeypatch):
     for listed in (False, True):
         functions.discard(torch._grouped_mm)
         torch._dynamo.reset()
-        assert not listed or compat_hooks.let_dynamo_intercept(torch._grouped_mm)
+        assert not listed or compat_compile.let_dynamo_intercept(torch._grouped_mm)
         with Doubles():
             torch.compile(lambda x, w: F.grouped_mm(x, w, offs=ends), backend=keep)(x, torch.ones(2, 8, 8).bfloat16())
     assert "_grouped_mm" in graphs[0] and "_grouped_mm" not in graphs[1]
     monkeypatch.delattr(sys.modules["torch._dynamo.variables.torch"], "get_overridable_functions")
-    assert not compat_hooks.let_dynamo_intercept(torch._grouped_mm)
+    assert not compat_compile.let_dynamo_intercept(torch._grouped_mm)
     torch._dynamo.reset()
 
 
 def test_kernels_of_inductor_are_written_with_the_lines_that_the_hook_gives(monkeypatch):
+    from torch._inductor import config
     from torch._inductor.codegen.triton import TritonKernel
     from torch._inductor.virtualized import V
 
     said = []
     monkeypatch.setattr(TritonKernel, "_filter_pdl", lambda self, code: said.append("torch's own"))
     monkeypatch.setattr(TritonKernel, "GDC_LAUNCH", "launch", raising=False)
-    assert compat_hooks.hook_kernel_lines(lambda lines, launch: [launch, *lines], lambda config, scheduler: scheduler)
-    for scheduler, lines in ((True, ["launch", "load"]), (False, ["load"])):
-        code = SimpleNamespace(_lines=["load"])
-        with V.set_graph_handler(SimpleNamespace(scheduler=scheduler)):
-            TritonKernel._filter_pdl(None, code)
+    monkeypatch.setattr(TritonKernel, "GDC_WAIT", "wait", raising=False)
+
+    def change(lines, wait, launch, graph):
+        return [launch, wait, *lines, graph]
+
+    assert compat_compile.hook_kernel_lines(change, lambda config: config.max_autotune)
+    for enabled, wanted, lines in ((True, True, ["launch", "wait", "load", "graph"]), (True, False, ["load"]),
+                                   (False, True, ["load"])):  # fmt: skip
+        code, kernel = SimpleNamespace(_lines=["load"]), SimpleNamespace(_enable_pdl_codegen=lambda on=enabled: on)
+        with V.set_graph_handler("graph"), config.patch(max_autotune=wanted):
+            TritonKernel._filter_pdl(kernel, code)
         assert code._lines == lines
-    assert said == ["torch's own"] * 2
-    monkeypatch.delattr(TritonKernel, "GDC_LAUNCH")
-    assert not compat_hooks.hook_kernel_lines(lambda lines, launch: lines, lambda config, scheduler: True)
+    assert said == ["torch's own"] * 3
+    for name in ("GDC_LAUNCH", "GDC_WAIT", "_filter_pdl"):
+        with monkeypatch.context() as without:
+            without.delattr(TritonKernel, name)
+            assert not compat_compile.hook_kernel_lines(change, lambda config: True)
 
 
 def test_a_mode_is_taken_from_below_another_one():
@@ -569,12 +578,12 @@ def test_dynamo_reads_attributes_of_tensors_that_a_graph_computes(monkeypatch):
     install_pending()  # before the change that the test undoes: each hook is installed once in a process
     monkeypatch.setattr(TensorVariable, "dynamic_getattr", TensorVariable.dynamic_getattr)
     monkeypatch.setattr(mxtensor.MXTensor, "values", 0, raising=False)
-    assert compat_hooks.hook_graph_attributes(mxtensor.MXTensor, {"values": lambda w: w.numel()}, ())
+    assert compat_compile.hook_graph_attributes(mxtensor.MXTensor, {"values": lambda w: w.numel()}, ())
     x = torch.randn(32, 32)
     scaled = torch.compile(lambda x: x * mxtensor.quantize(x, "mxfp8").values, fullgraph=True, backend="eager")
     assert torch.equal(scaled(x), x * 1024)
     monkeypatch.delattr(TensorVariable, "dynamic_getattr")
-    assert not compat_hooks.hook_graph_attributes(mxtensor.MXTensor, {}, ())
+    assert not compat_compile.hook_graph_attributes(mxtensor.MXTensor, {}, ())
 
 
 def test_inductor_compiles_a_graph_under_settings_of_ours(monkeypatch):
@@ -582,12 +591,12 @@ def test_inductor_compiles_a_graph_under_settings_of_ours(monkeypatch):
 
     seen = []
     monkeypatch.setattr(compile_fx, "_compile_fx_inner", lambda gm, *args: seen.append(config.max_autotune))
-    assert compat_hooks.hook_inductor_settings(lambda gm: {"max_autotune": gm == "with products"})
+    assert compat_compile.hook_inductor_settings(lambda gm: {"max_autotune": gm == "with products"})
     compile_fx._compile_fx_inner("with products", "an input")
     compile_fx._compile_fx_inner("without", "an input")
     assert seen == [True, False]
     monkeypatch.delattr(compile_fx, "_compile_fx_inner")
-    assert not compat_hooks.hook_inductor_settings(lambda gm: {})
+    assert not compat_compile.hook_inductor_settings(lambda gm: {})
 
 
 def test_a_compiled_graph_takes_a_tensor_apart_at_once(monkeypatch):
@@ -597,7 +606,7 @@ def test_a_compiled_graph_takes_a_tensor_apart_at_once(monkeypatch):
     monkeypatch.setattr(
         runtime_wrappers, name, lambda args, *, append_symints, subclass_metas: usual_got.append(args) or args
     )
-    assert compat_hooks.hook_unwrapping(mxtensor.MXTensor)
+    assert compat_compile.hook_unwrapping(mxtensor.MXTensor)
     unwrap = getattr(runtime_wrappers, name)
     w, x = mxtensor.quantize(torch.randn(4, 64), "nvfp4"), torch.randn(4)
     static, symbolic = SimpleNamespace(outer_size=(4, 64), outer_stride=(64, 1)), SimpleNamespace(outer_size=(None, 64))
@@ -606,7 +615,7 @@ def test_a_compiled_graph_takes_a_tensor_apart_at_once(monkeypatch):
     unwrap([w], append_symints=True, subclass_metas=[symbolic])
     assert len(usual_got) == 1 and usual_got[0][0] is w
     monkeypatch.delattr(runtime_wrappers, name)
-    assert not compat_hooks.hook_unwrapping(mxtensor.MXTensor)
+    assert not compat_compile.hook_unwrapping(mxtensor.MXTensor)
 
 
 def test_guards_of_a_weight_are_skipped_where_dynamo_skips_those_of_a_plain_one(monkeypatch):
@@ -629,4 +638,4 @@ def test_guards_of_a_weight_are_skipped_where_dynamo_skips_those_of_a_plain_one(
         layer.weight.data = mxtensor.quantize(torch.randn(64, 64), "mxfp4")
         assert torch.equal(compiled(x), layer(x))
     monkeypatch.delattr(guards.GuardManagerWrapper, "find_tag_safe_roots")
-    assert not compat_hooks.hook_guards(mxtensor.MXTensor)
+    assert not compat_compile.hook_guards(mxtensor.MXTensor)

@@ -1,0 +1,215 @@
+"""Changes to what torch.compile does: places of Dynamo, AOTAutograd and Inductor that no public hook reaches.
+
+As in ``compat_hooks``: nothing is changed when this file is imported. Each function says why no public API does it, and
+what happens where this torch has no such place. All were seen in torch 2.11, 2.13 and 2.15 unless it says otherwise.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+
+Function = Callable[..., Any]
+
+
+def run_uncompiled(*functions: Any) -> None:
+    """Dynamo does not compile these functions, nor what they call, when eager code calls them after a graph break.
+
+    ``torch.compiler.disable`` would also break each graph that calls them. Missing: nothing happens, and an
+    ``autocast`` that is entered between two graphs may not quantize.
+    """
+    try:
+        from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+    except ImportError:
+        return
+    for function in functions:
+        set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+
+
+def let_dynamo_intercept(function: Function) -> bool:
+    """Let modes and subclasses see calls of a private torch function in code that Dynamo traces, as in eager code. True
+    if this Dynamo has the place.
+
+    ``torch.overrides`` lists public functions only, and Dynamo writes a call of any other one to its graph without
+    asking. ``torch._grouped_mm`` is what ``F.grouped_mm`` calls. Missing: a grouped product that is compiled inside
+    ``autocast`` runs in high precision.
+    """
+    listed = getattr(sys.modules.get("torch._dynamo.variables.torch"), "get_overridable_functions", None)
+    if listed is None:
+        return False
+    listed().add(function)
+    return function in listed()
+
+
+def hook_kernel_lines(change: Callable[[list[Any], str, str, Any], list[Any]], wanted: Callable[[Any], bool]) -> bool:
+    """Let ``change(lines, wait, launch, graph)`` give the lines of each Triton kernel that Inductor writes with early
+    starts, where ``wanted(config)``. True if this Inductor has the place.
+
+    ``wait`` is the line that waits for the kernel before, ``launch`` the one that lets the next kernel start, ``graph``
+    what Inductor generates code for. Inductor decides by itself where these lines are, and has no setting for it.
+    Missing: nothing is changed, and products start when the kernel before them has read its inputs.
+    """
+    from torch._inductor import config
+    from torch._inductor.codegen.triton import TritonKernel
+    from torch._inductor.virtualized import V
+
+    usual = getattr(TritonKernel, "_filter_pdl", None)
+    wait, launch = (getattr(TritonKernel, name, None) for name in ("GDC_WAIT", "GDC_LAUNCH"))
+    if usual is None or wait is None or launch is None:
+        return False
+
+    @wraps(usual)
+    def filter_pdl(self: Any, code: Any) -> None:
+        usual(self, code)
+        if self._enable_pdl_codegen() and wanted(config):
+            code._lines = change(code._lines, wait, launch, V.graph)
+
+    TritonKernel._filter_pdl = filter_pdl  # type: ignore[method-assign]
+    return True
+
+
+def hook_graph_attributes(kind: type, readers: dict[str, Function], constants: tuple[str, ...]) -> bool:
+    """Let Dynamo read attributes of a tensor of class ``kind`` that a graph computes. True if Dynamo has the place.
+
+    ``readers[name](tensor)`` is traced in the place of the attribute ``name``; ``constants`` are attributes whose value
+    Dynamo holds as an object of the program. An attribute that is None stays with Dynamo.
+
+    Dynamo takes an attribute of such a tensor to be one that ``__tensor_flatten__`` names, or a number: it has no
+    public way to say what any other object is made of. Inputs of a graph need no hook. Missing: nothing is changed, and
+    Dynamo raises "Unexpected type in sourceless builder".
+    """
+    from torch._dynamo.source import GlobalSource
+    from torch._dynamo.variables.base import VariableTracker
+    from torch._dynamo.variables.tensor import TensorVariable
+
+    usual = getattr(TensorVariable, "dynamic_getattr", None)
+    if usual is None:
+        return False
+
+    @wraps(usual)
+    def dynamic_getattr(self: Any, tx: Any, name: str) -> Any:
+        if self.source or (name not in readers and name not in constants):
+            return usual(self, tx, name)
+        tensor = self.proxy.node.meta["example_value"]
+        if not isinstance(tensor, kind) or (value := getattr(tensor, name)) is None:
+            return usual(self, tx, name)
+        if name in constants:
+            return VariableTracker.build(tx, value, GlobalSource(tx.output.install_global_by_id(name, value)))
+        return VariableTracker.build(tx, readers[name]).call_function(tx, [self], {})
+
+    TensorVariable.dynamic_getattr = dynamic_getattr  # type: ignore[method-assign]
+    return True
+
+
+def hook_inductor_settings(settings: Callable[[Any], dict[str, Any]]) -> bool:
+    """Let Inductor compile each graph under ``settings(graph_module)``, options of its config, beside the user's own.
+    True if this Inductor has the place.
+
+    ``torch.compile(options=...)`` is an argument of each call, which belongs to the user or to the library that calls
+    it, such as ``generate()`` of transformers. Missing: nothing is changed, and graphs are compiled as for any op.
+    """
+    from torch._inductor import compile_fx, config
+
+    usual = getattr(compile_fx, "_compile_fx_inner", None)
+    if usual is None:
+        return False
+
+    @wraps(usual)
+    def compile_inner(gm: Any, *args: Any, **kwargs: Any) -> Any:
+        with config.patch(settings(gm)):
+            return usual(gm, *args, **kwargs)
+
+    compile_fx._compile_fx_inner = compile_inner
+    return True
+
+
+def hook_unwrapping(kind: type) -> bool:
+    """Let compiled graphs take the tensors of a ``kind`` apart at once: ``x.components`` are all its tensors, in order.
+    True if this torch has the place.
+
+    Every call of a graph asks each wrapper subclass for its tensors through several Python calls, which takes longer
+    than the layer. Missing (torch 2.13 generates such code itself): nothing is changed.
+    """
+    from torch._functorch._aot_autograd import runtime_wrappers
+
+    name = "runtime_unwrap_tensor_subclasses"
+    usual = getattr(runtime_wrappers, name, None)
+    if usual is None:
+        return False
+
+    plain = frozenset((torch.Tensor, torch.nn.Parameter, int))
+
+    @wraps(usual)
+    def unwrap(wrapped_args: Any, *, append_symints: bool, subclass_metas: Any = None) -> Any:
+        out: list[Any] = []
+        x: Any
+        for i, x in enumerate(wrapped_args):
+            cls = type(x)
+            if cls in plain:
+                out.append(x)
+                continue
+            meta = None if subclass_metas is None else subclass_metas[i]
+            if cls is kind and (not append_symints or _is_static(meta)):
+                out += x.components
+            else:
+                metas = None if subclass_metas is None else [meta]
+                out += usual([x], append_symints=append_symints, subclass_metas=metas)
+        return out
+
+    setattr(runtime_wrappers, name, unwrap)
+    return True
+
+
+def _is_static(meta: Any) -> bool:
+    """Whether no outer size or stride of a subclass is a symbol, which would be an argument of the graph too.
+
+    The answer is stored with the description, which the graph asks for in each call and never changes.
+    """
+    try:
+        return meta.mxtensor_is_static  # type: ignore[no-any-return]
+    except AttributeError:
+        sizes = *getattr(meta, "outer_size", (None,)), *getattr(meta, "outer_stride", (None,))
+        static = all(type(size) is int for size in sizes)
+        if meta is not None:
+            meta.mxtensor_is_static = static
+        return static
+
+
+def hook_guards(kind: type) -> bool:
+    """Let Dynamo skip the guards of a weight of class ``kind`` as it skips those of a plain one: while no dict between
+    the module and the weight was written to. True if this Dynamo has the place.
+
+    Dynamo takes a tensor to be unchanged until it is replaced, but looks at each wrapper subclass in every call, in
+    Python: milliseconds a token for a model of hundreds of weights. Whoever changes what the guards compare of a living
+    tensor calls ``compat.forget_graphs``. Missing: nothing is changed, and calls take longer.
+    """
+    from torch._dynamo import guards
+
+    usual = getattr(guards.GuardManagerWrapper, "find_tag_safe_roots", None)
+    managers: Any = getattr(guards, "DictGuardManager", None)
+    if usual is None or not hasattr(managers, "mark_tag_safe"):
+        return False
+
+    def mark(node: Any) -> None:
+        if isinstance(node, managers):
+            for pair in node.get_key_value_managers().values():
+                for manager in pair:
+                    if manager is not None:
+                        mark(manager)
+        if issubclass(node.get_type_of_guarded_value(), kind):
+            node.mark_tag_safe()
+            return
+        for child in node.get_child_managers():
+            mark(child)
+
+    @wraps(usual)
+    def find_tag_safe_roots(self: Any) -> None:
+        mark(self.root)
+        usual(self)
+
+    guards.GuardManagerWrapper.find_tag_safe_roots = find_tag_safe_roots  # type: ignore[method-assign]
+    return True
