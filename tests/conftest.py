@@ -46,6 +46,31 @@ def messages():
     logging.disable(disabled)
 
 
+class Logged(logging.Handler):
+    """The records of a logger."""
+
+    def __init__(self):
+        super().__init__(0)
+        self.records = []
+
+    def emit(self, record):
+        self.records.append(record)
+
+    @property
+    def text(self):
+        return "\n".join(record.getMessage() for record in self.records)
+
+
+@pytest.fixture
+def logged():
+    """What the package logs from INFO on: ``records`` and ``text``. The level is set back by ``messages``."""
+    handler, logger = Logged(), logging.getLogger("mxtensor")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield handler
+    logger.removeHandler(handler)
+
+
 def pytest_addoption(parser):
     parser.addoption(
         "--suite", choices=SUITES, default="quick", help="quick (make test), rest (what quick leaves out), or all"

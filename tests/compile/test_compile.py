@@ -66,7 +66,7 @@ def test_the_gradient_of_a_compiled_linear():
     assert_close(grads[1], grads[0])
 
 
-@pytest.mark.exhaustive(quick=1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
 def test_attention_and_encoder_layer(mode):
     """In eval mode torch.compile uses the fused ops, which eager MXTensors avoid."""

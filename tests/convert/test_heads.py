@@ -2,7 +2,6 @@
 
 import copy
 import io
-import logging
 
 import pytest
 import torch
@@ -162,11 +161,10 @@ def test_an_index_that_is_no_row_raises():
 # ---------------------------------------------------------------------------------------------- what stays is said
 
 
-def test_what_stays_is_named_with_the_bits_of_the_whole_model(caplog):
+def test_what_stays_is_named_with_the_bits_of_the_whole_model(logged):
     model = Words(dtype=torch.bfloat16)
-    with caplog.at_level(logging.WARNING, "mxtensor"):
-        mx.quantize_(model, "mxfp4-weight-only")
-    (record,) = caplog.records
+    mx.quantize_(model, "mxfp4-weight-only")
+    (record,) = logged.records
     size = mx.model_size(model)
     assert record.getMessage() == (
         "quantize_: 4,096 of 23,360 values have 4.25 bits now; 19,200 of words.weight = lm_head.weight (head and "
@@ -183,10 +181,9 @@ def test_what_stays_is_named_with_the_bits_of_the_whole_model(caplog):
         (lambda: nn.Sequential(nn.Embedding(300, 64), nn.Linear(64, 5)), {}),  # a classifier
     ],
 )
-def test_nothing_is_said_of_other_models(caplog, make, options):
-    with caplog.at_level(logging.INFO, "mxtensor"):
-        mx.quantize_(make(), "mxfp4-weight-only", **options)
-    assert not caplog.records
+def test_nothing_is_said_of_other_models(logged, make, options):
+    mx.quantize_(make(), "mxfp4-weight-only", **options)
+    assert not logged.records
 
 
 def test_the_size_of_a_model_counts_each_parameter_once():

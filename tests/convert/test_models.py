@@ -37,7 +37,7 @@ def fresh_dynamo():
 
 
 # peft uses a name that transformers has deprecated
-@pytest.mark.exhaustive(quick=1)
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize("name", CASES)
 def test_a_model_runs_compiles_and_learns_as_the_record_says(name):

@@ -228,7 +228,7 @@ def mixed_precision(rank, folder):
     return told
 
 
-@case
+@long_case
 def offloaded_checkpointed_accumulated(rank, folder):
     recipe, told = RECIPES["one copy"], {}
     offload = shard(net(100, recipe), offload_policy=CPUOffloadPolicy(pin_memory=False))

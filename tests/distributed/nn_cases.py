@@ -230,7 +230,7 @@ def styled(rank, kind, style, recipe, shape, inputs, outputs):
     return max(errors), {type(p).__name__ for p in many.parameters()}
 
 
-@case(exact=True)
+@case(exact=True, long=True)
 def styles_of_modules(rank, folder):
     """(module, style, recipe) -> what ``styled`` found; and the error of each module that a style cannot split."""
     found = {}

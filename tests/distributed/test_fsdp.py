@@ -143,6 +143,7 @@ def test_mixed_precision(ranks):
         assert results.keys() == RECIPES.keys() and all(map(all, results.values()))
 
 
+@pytest.mark.exhaustive
 def test_offload_checkpoints_and_accumulation(ranks):
     for results in ranks("offloaded_checkpointed_accumulated"):
         assert len(results) == 7 and all(map(all, results.values()))

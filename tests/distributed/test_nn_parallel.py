@@ -54,6 +54,7 @@ def test_all_modules_and_recipes_on_two_ranks(sums, ranks):
         assert len(found) == 2 * (2 * 5 + 3 * 2)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("sums", SUMS)
 def test_styles_split_modules_with_one_weight(sums, ranks):
     for found in ranks("styles_of_modules", sums):

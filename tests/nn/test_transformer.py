@@ -287,7 +287,7 @@ def test_every_recipe_trains_the_layer_and_its_state_is_in_the_state_dict(make):
         assert torch.equal(loaded(x), expected)
 
 
-@pytest.mark.exhaustive(quick=1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("options", [{}, {"layer_type": "decoder"}, {"fuse_qkv_params": True}], ids=str)
 def test_compiled_it_is_one_graph_and_bitwise_identical(options):
     layer, x = small(**options), draw(32, 2, 64, dtype=torch.float32)

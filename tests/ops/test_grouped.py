@@ -85,6 +85,7 @@ def test_a_matrix_that_is_no_multiple_of_eight_bytes_is_picked():
     assert torch.equal(picked._rowwise.data.view(torch.uint8), codes[[2, 0]])
 
 
+@pytest.mark.exhaustive
 def test_experts_of_each_token_are_one_graph_with_the_bits_of_eager_code():
     from torch._inductor.utils import run_and_get_code
 

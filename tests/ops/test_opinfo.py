@@ -36,11 +36,11 @@ def test_an_op_gives_the_dense_result_or_says_why_not(chunk, record_property):
     assert tally.counts["samples"] > 700 and tally.counts["dequantized"] > 1000 and tally.counts["quantized"] > 120
 
 
-def test_one_sample_of_every_sixteenth_op_gives_the_dense_result_or_says_why_not():
-    tally = run(0, 16, {("mxfp8", "rowwise"): 1})
+def test_one_sample_of_every_thirtieth_op_gives_the_dense_result_or_says_why_not():
+    tally = run(0, 30, {("mxfp8", "rowwise"): 1})
     assert tally.mismatched == {}
     assert set(tally.refused) <= set(REFUSED)
-    assert len(tally.tried) > 30
+    assert len(tally.tried) > 15
 
 
 def test_few_ops_are_refused():

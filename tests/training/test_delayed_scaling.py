@@ -378,7 +378,7 @@ def test_a_group_of_one_process_changes_nothing(group):
 # ---------------------------------------------------------------------------------------------- compiled
 
 
-@pytest.mark.exhaustive(quick=1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("length, algo", list(itertools.product([1, 3], ["max", "most_recent"])))
 def test_compiled_steps_equal_eager_steps(length, algo):
     """The first step is eager and creates the states."""

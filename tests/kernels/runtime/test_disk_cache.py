@@ -73,28 +73,28 @@ def test_only_this_user_can_read_and_write_what_is_created(home, umask):
 
 
 @pytest.mark.parametrize("bits", [0o770, 0o707, 0o777, 0o1777, 0o720])
-def test_a_folder_that_others_can_write_is_not_used(home, bits, caplog):
+def test_a_folder_that_others_can_write_is_not_used(home, bits, logged):
     path = stored()
     path.parent.chmod(bits)
     assert found() is None
     other = stored(b"new")
     assert not in_folder_of_the_user(other, home) and mode(other.parent) == 0o700 and found() == b"new"
     assert path.read_bytes() == b"code"
-    assert f"not cached in {path.parent}: other users can write it (mode {bits:04o})" in caplog.text
+    assert f"not cached in {path.parent}: other users can write it (mode {bits:04o})" in logged.text
 
 
 @pytest.mark.parametrize("bits", [0o620, 0o602, 0o666])
-def test_a_file_that_others_can_write_is_not_loaded(home, bits, caplog):
+def test_a_file_that_others_can_write_is_not_loaded(home, bits, logged):
     path = stored()
     path.chmod(bits)
-    assert found() is None and f"{path} is not loaded: other users can write it" in caplog.text
+    assert found() is None and f"{path} is not loaded: other users can write it" in logged.text
     assert stored() == path and found() == b"code" and mode(path) == 0o600
 
 
-def test_a_folder_or_a_file_of_another_user_is_not_used(home, monkeypatch, caplog):
+def test_a_folder_or_a_file_of_another_user_is_not_used(home, monkeypatch, logged):
     path = stored()
     monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
-    assert disk_cache._content(path) is None and "it belongs to user" in caplog.text
+    assert disk_cache._content(path) is None and "it belongs to user" in logged.text
     assert "it belongs to user" in disk_cache._why_not_folder(path.parent)
 
 
@@ -167,26 +167,26 @@ def test_a_machine_without_a_folder_gets_a_sentence(source, home, monkeypatch):
     assert found() is None
 
 
-def test_a_warning_is_logged_once(caplog):
+def test_a_warning_is_logged_once(logged):
     for _ in range(3):
         disk_cache.say_once("a sentence of this test")
-    assert len(caplog.records) == 1 and caplog.records[0].levelno == logging.WARNING
+    assert len(logged.records) == 1 and logged.records[0].levelno == logging.WARNING
 
 
 # ---------------------------------------------------------------------------------------------- damaged files
 
 
 @pytest.mark.parametrize("size", [0, 1, 3, 5])
-def test_a_file_that_was_cut_short_or_changed_is_removed(home, size, caplog):
+def test_a_file_that_was_cut_short_or_changed_is_removed(home, size, logged):
     path = stored()
     path.write_bytes(b"codes"[:size])
-    assert found() is None and not path.exists() and f"{path} is damaged ({size} bytes)" in caplog.text
+    assert found() is None and not path.exists() and f"{path} is damaged ({size} bytes)" in logged.text
     assert stored() == path and found() == b"code"
 
 
 @needs_compiler
 @pytest.mark.parametrize("left", [0, 64, 4096, -8])
-def test_a_library_that_was_cut_short_is_built_again(source, left, caplog, home):
+def test_a_library_that_was_cut_short_is_built_again(source, left, logged, home):
     assert native_build.load(source, FLAGS, symbols=("number",)).number() == 7
     (path,) = home.rglob("*.so")
     content = path.read_bytes()
@@ -194,11 +194,11 @@ def test_a_library_that_was_cut_short_is_built_again(source, left, caplog, home)
     path.write_bytes(content[:left])
     path.chmod(0o600)
     assert native_build.load(source, FLAGS, symbols=("number",)).number() == 7
-    assert "is damaged" in caplog.text and path.read_bytes() == content
+    assert "is damaged" in logged.text and path.read_bytes() == content
 
 
 @needs_compiler
-def test_a_library_without_the_functions_is_built_again_or_a_sentence(source, home, tmp_path, monkeypatch, caplog):
+def test_a_library_without_the_functions_is_built_again_or_a_sentence(source, home, tmp_path, monkeypatch, logged):
     empty = tmp_path / "empty.cpp"
     empty.write_text("")
     native_build.load(empty, FLAGS)
@@ -209,13 +209,13 @@ def test_a_library_without_the_functions_is_built_again_or_a_sentence(source, ho
     path.unlink()
     other.rename(wrong)  # whole, private, and without the function
     assert native_build.load(source, FLAGS, symbols=("number",)).number() == 7
-    assert f"{wrong} lacks number: it is built again" in caplog.text and not wrong.exists()
+    assert f"{wrong} lacks number: it is built again" in logged.text and not wrong.exists()
     sentence = native_build.load(source, FLAGS, symbols=("number", "letter"))
     assert sentence.startswith("number.cpp did not build: ") and sentence.endswith("lacks letter")
 
 
 @needs_compiler
-def test_a_planted_library_is_not_loaded(source, home, monkeypatch, caplog):
+def test_a_planted_library_is_not_loaded(source, home, monkeypatch, logged):
     """The library of another user, in a folder that is everybody's, for the same source and flags."""
     planted = source.with_name("planted.cpp")
     planted.write_text('extern "C" int number() { return 666; }\n')
@@ -225,7 +225,7 @@ def test_a_planted_library_is_not_loaded(source, home, monkeypatch, caplog):
     assert native_build.load(source, FLAGS).number() == 666  # the name is all that says what a file is
     (home / "mxtensor").chmod(0o1777)
     assert native_build.load(source, FLAGS).number() == 7
-    assert "other users can write it (mode 1777)" in caplog.text and key_of("a", "b") != key_of("a", "c")
+    assert "other users can write it (mode 1777)" in logged.text and key_of("a", "b") != key_of("a", "c")
 
 
 # ---------------------------------------------------------------------------------------------- builds

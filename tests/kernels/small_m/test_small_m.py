@@ -117,7 +117,7 @@ def error(y, reference):
     return ((y.double() - reference).norm() / reference.norm()).item()
 
 
-@pytest.mark.exhaustive(quick=8)
+@pytest.mark.exhaustive(quick=5)
 @pytest.mark.parametrize("format", KINDS)
 @pytest.mark.parametrize(
     ("config", "dtype"),
@@ -143,7 +143,7 @@ def test_a_format_that_is_not_listed_is_multiplied_and_cast():
         assert error(product(x, w, config, cast), rounded @ values(w).t()) < TOLERANCE
 
 
-@pytest.mark.exhaustive(quick=6)
+@pytest.mark.exhaustive(quick=4)
 @pytest.mark.parametrize("format", [name for name in KINDS if FORMATS[name].block[1] != 128])
 @pytest.mark.parametrize("config", WGMMAS)
 def test_every_format_by_wgmma_equals_the_decoded_operands(format, config):
@@ -152,7 +152,7 @@ def test_every_format_by_wgmma_equals_the_decoded_operands(format, config):
     assert error(y, 0.5 * x.double() @ values(w).t() + 2 * bias.double()) < TOLERANCE
 
 
-@pytest.mark.exhaustive(quick=6)
+@pytest.mark.exhaustive(quick=4)
 @pytest.mark.parametrize("config", [PIPELINED, WHOLE, WIDE, PERSISTENT_WIDE, PERSISTENT_CAST, *WGMMAS])
 @pytest.mark.parametrize("activation", ["mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "mxint8"])
 def test_activations_are_cast_as_the_reference_casts_them(activation, config):
@@ -176,7 +176,7 @@ def test_every_value_is_rounded_as_the_reference_rounds_it(activation, rule):
         assert y.double().equal(values(encode(row[None], cast)) * gemm_operand)
 
 
-@pytest.mark.exhaustive(quick=3)
+@pytest.mark.exhaustive(quick=2)
 @pytest.mark.parametrize("activation", ["nvfp4", "nvfp4_single_level"])
 @pytest.mark.parametrize("split", [1, 2])
 @pytest.mark.parametrize("config", [PIPELINED, WHOLE, PERSISTENT_CAST, WGMMA])
@@ -312,7 +312,7 @@ def test_float16_activations_by_wgmma():
     assert error(product(x, w, WGMMA, cast), values(encode(x, cast)) @ values(w).t()) < TOLERANCE
 
 
-@pytest.mark.exhaustive(quick=3)
+@pytest.mark.exhaustive(quick=2)
 @pytest.mark.parametrize("format", ["mxfp8", "mxfp4", "nvfp4"])
 @pytest.mark.parametrize(
     "config",
@@ -384,7 +384,7 @@ def test_blocks_take_their_share_of_the_rows(config, few, memory, monkeypatch):
     assert error(product(x, w, config), x.double() @ values(w).t()) < TOLERANCE
 
 
-@pytest.mark.exhaustive(quick=3)
+@pytest.mark.exhaustive(quick=2)
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4", "mxint8", "nvfp4", "mxfp8[32x32]"])
 @pytest.mark.parametrize(("rows", "most"), [(1, 8), (2, 4), (3, 2), (4, 2), (5, 1)])
 def test_few_rows_leave_columns_of_the_instruction_to_other_blocks(name, rows, most):
@@ -424,7 +424,7 @@ def test_a_product_that_does_not_fit_is_refused_with_its_sizes():
         product(torch.randn(9, 64).bfloat16(), weight("mxfp8", 16, 64), PERSISTENT)
 
 
-@pytest.mark.exhaustive(quick=3)
+@pytest.mark.exhaustive(quick=2)
 @pytest.mark.parametrize("name", [*ELEMENTS.values()])
 def test_every_code_of_every_element(name):
     """A weight with all codes times an identity: the result is the elements, bit for bit."""
@@ -551,7 +551,7 @@ def test_each_group_of_rows_is_multiplied_by_its_weight(format):
     assert error(y, reference) < TOLERANCE and (y[20:] == 0).all()
 
 
-@pytest.mark.exhaustive(quick=3)
+@pytest.mark.exhaustive(quick=2)
 @pytest.mark.parametrize("config", [PIPELINED, WHOLE])
 @pytest.mark.parametrize("groups, rows, tail", [(40, 9, 2), (300, 30, 1), (129, 1, 0), (33, 40, 3), (5, 3, 3)])
 def test_groups_without_rows_take_no_block(groups, rows, tail, config, monkeypatch):
@@ -604,7 +604,7 @@ def test_results_are_rounded_once_and_biases_added_before(out, bias):
     assert y.dtype is out and error(y, exact) < 2 * torch.finfo(out).eps
 
 
-@pytest.mark.exhaustive(quick=4)
+@pytest.mark.exhaustive(quick=2)
 @pytest.mark.parametrize("config", [PIPELINED, WIDE, PERSISTENT_WIDE, *WGMMAS])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("n", [132, 135])
