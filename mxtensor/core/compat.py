@@ -1,4 +1,4 @@
-"""Every reach into private torch: names that the package reads or calls. ``compat_hooks`` and ``compat_compile`` change it.
+"""Every reach into private torch: names that the package reads or calls. ``compat_hooks`` changes torch.
 
 Each entry says why no public API does it and what happens when it is missing. All were seen in torch 2.11, 2.13 and
 2.15 unless the entry says otherwise. ``tests/core/test_compat.py`` fails when torch changes one of them, and when any
