@@ -154,7 +154,7 @@ def layer(config, bias=True, out=48):
     return mx.quantize_(torch.nn.Linear(320, out, bias=bias, dtype=torch.bfloat16), config)
 
 
-@pytest.mark.exhaustive(quick=3)
+@pytest.mark.exhaustive(quick=2)
 @needs_compiler
 @pytest.mark.parametrize("config", ["mxfp8", "mxfp4-weight-only", "nvfp4", "nvfp4-weight-only", "mxfp6"])
 @pytest.mark.parametrize("bias", [False, True])

@@ -163,7 +163,7 @@ def five_steps_of_more_sizes(rank, folder):
     return of_sizes(MORE_DIMENSIONS, rank)
 
 
-@case(exact=True)
+@case(exact=True, long=True)
 def weights_stay_gathered(rank, folder):
     return {name: trained(recipe, 127, rank, reshard_after_forward=False) for name, recipe in RECIPES.items()}
 
@@ -449,7 +449,7 @@ OPERANDS = [
 ]  # fmt: skip
 
 
-@case(exact=True)
+@case(exact=True, long=True)
 def quantized_parameters(rank, folder):
     """MXTensor parameters that are frozen, or stepped in place by AdamW."""
     told = {}
@@ -528,7 +528,7 @@ def through(model, x, first):
     return x
 
 
-@case(exact=True)
+@case(exact=True, long=True)
 def modules_of_transformer_engine(rank, folder):
     """mx.nn under autocast, two microbatches a step: gradients in ``grad``, in ``main_grad``, and delayed."""
     told = {}

@@ -114,6 +114,7 @@ def test_the_recipes_round_differently():
     assert not torch.equal(two[0], tiles[0]) and not torch.equal(one[1], tiles[1])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("sums", SUMS)
 def test_weights_may_stay_gathered(sums, ranks):
     for results in ranks("weights_stay_gathered", sums):
@@ -209,6 +210,7 @@ def test_compiled_layers(ranks):
         assert len(results) == len(RECIPES) + 1 and all(map(all, results.values()))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("sums", SUMS)
 def test_parameters_that_are_mxtensors(sums, ranks):
     for results in ranks("quantized_parameters", sums):
@@ -220,6 +222,7 @@ def test_master_weights_of_shards(ranks):
     assert ranks("master_weights") == [[([True] * 3, True)] * 2] * 2
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("sums", SUMS)
 def test_modules_of_transformer_engine(sums, ranks):
     for results in ranks("modules_of_transformer_engine", sums):
