@@ -32,7 +32,8 @@ def _work(pipe: Any, make: Callable[..., Any], args: tuple[Any, ...]) -> None:
 
 
 class Contenders:
-    """``make(name, *args)`` in one process for each name; ``failed[name]`` is the first error of a contender.
+    """``make(name, *args)`` in one process for each name; ``failed[name]`` is the last error of a contender, which gets
+    no calls until ``forgive``.
 
     ``make`` and ``args`` go to other processes, so ``make`` is a class or a function of a module. Contenders are made
     one after the other: a model that is quantized needs memory for both.
@@ -52,6 +53,7 @@ class Contenders:
             other.close()
             self._processes.append(process)
         self.one_by_one(STARTED)
+        self._unmade = set(self.failed)
 
     def _answers(self, names: Iterable[str]) -> dict[str, Any]:
         found = {}
@@ -65,6 +67,11 @@ class Contenders:
             else:
                 self.failed[name] = error
         return found
+
+    def forgive(self) -> None:
+        """Go on with all contenders that were made and whose process lives."""
+        alive = {name for name, process in zip(self._pipes, self._processes, strict=True) if process.is_alive()}
+        self.failed = {name: error for name, error in self.failed.items() if name in self._unmade or name not in alive}
 
     @property
     def running(self) -> list[str]:

@@ -174,15 +174,19 @@ class Contender:
         torch._dynamo.reset()  # graphs of earlier rows count towards Dynamo's limit of recompilations
         for name in ("_compiled_call", "_last_compile_config", "_previous_max_cache_length", "_cache"):
             self.model.__dict__.pop(name, None)  # what transformers caches of earlier rows
+        self.generate = None
         gc.collect()
+        if self.args.device == "cuda":
+            torch.cuda.empty_cache()
         generate = self.generate = Generate(self.model, mode, batch, self.args.device)
         seconds = generate.milliseconds(SHORT + self.args.tokens) / 1e3  # the long call first: it sets the cache's size
         generate.milliseconds(SHORT)
         return seconds
 
     def time(self) -> tuple[float, float]:
-        """Milliseconds of a short and of a long call."""
+        """Milliseconds of a short and of a long call, after one that wakes the process up."""
         assert self.generate is not None
+        self.generate.milliseconds(SHORT)
         return self.generate.milliseconds(SHORT), self.generate.milliseconds(SHORT + self.args.tokens)
 
     def profile(self, row: GenerateRow) -> GenerateRow:
@@ -194,6 +198,7 @@ class Contender:
 
 def measured(contenders: Contenders, mode: str, batch: int, args: argparse.Namespace) -> list[GenerateRow]:
     """The rows of all formats. An error is recorded in ``failed``."""
+    contenders.forgive()
     compile_s = contenders.together("prepare", mode, batch)
     rounds = [contenders.one_by_one("time") for _ in range(args.repeats)]
     rows = []

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from ..kernels.attention import values_cpu, values_cuda
-from .graph import arguments
+from .graph import arguments, is_view
 
 aten = torch.ops.aten
 USUAL = tuple(
@@ -63,15 +63,29 @@ def _instead(graph: Graph, query: Node, key: Node, value: Node, mask: Node | Non
         arguments = query, key, value, _in_float32(graph, mask), scale
         return graph.call_function(values_cpu.attention_of_values, arguments)
     if values_cuda.takes(*given, None if mask is None else _value(mask)):
-        return graph.call_function(values_cuda.attention_of_values, (query, key, value, mask, scale))
+        call = graph.call_function(values_cuda.attention_of_values, (query, key, value, mask, scale))
+        call.meta["eager_input_vals"] = (*given, None, scale), {}  # the compiler keeps these strides
+        return call
     return None
+
+
+def _is_strided_again(node: Node) -> bool:
+    """Whether a view of the result takes the strides of torch's attention for granted."""
+    users = [user for result in node.users for user in result.users]
+    while users:
+        user = users.pop()
+        if user.target is aten.as_strided.default:
+            return True
+        if is_view(user):
+            users += user.users
+    return False
 
 
 def _replace(graph: Graph, node: Node) -> None:
     given = arguments(node)
     key, value = _before_repeat(given["key"]), _before_repeat(given["value"])
     has_others = any(result.args[1] != 0 and result.users for result in node.users)
-    if has_others or given.get("dropout_p", 0):
+    if has_others or given.get("dropout_p", 0) or _is_strided_again(node):
         return
     if given.get("is_causal", False):  # query i reads keys 0 to i, not all
         return

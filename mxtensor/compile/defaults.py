@@ -33,11 +33,15 @@ def are_passes_enabled() -> bool:
 
 
 def _settings(gm: Any) -> dict[str, Any]:
-    """The options for a graph: none without products, or where the user has a pass of their own."""
+    """The options for a graph: none without products, or where the user has a pass of their own.
+
+    Kernels that start early take Triton's own launcher, which is slower than that of torch's compiler: only graphs that
+    CUDA graphs replay have them.
+    """
     if not are_passes_enabled():
         return {}
     from .graph import CPU_ONE, MERGED, ONE
-    from .inference_options import Products, config, early_starts
+    from .inference_options import Products, config, decoding
 
     graphs = [module.graph for module in gm.modules() if hasattr(module, "graph")]
     products = {one for one in MERGED for graph in graphs if graph.find_nodes(op="call_function", target=one)}
@@ -45,7 +49,7 @@ def _settings(gm: Any) -> dict[str, Any]:
         return {}
     settings: dict[str, Any] = {"post_grad_custom_pre_pass": Products()}
     if ONE in products:
-        settings |= early_starts()
+        settings |= decoding(early=config.triton.cudagraphs)
     if CPU_ONE in products:
         settings |= {name: False for name in CHECKS if hasattr(config, name)}
     return settings

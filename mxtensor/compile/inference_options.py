@@ -12,10 +12,10 @@ from operator import getitem
 from typing import Any
 
 from torch._inductor import config as config
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, Node
 
-from . import attention, graph, launches
+from ..core.fingerprint import fingerprint
 from .attention import read_values_once
 from .graph import MERGED, OF_A_WEIGHT, arguments, is_view, named, needs
 from .launches import launch_products_early, wait_for_weights
@@ -92,14 +92,15 @@ class Products(CustomGraphPass):
         read_values_once(graph)
 
     def uuid(self) -> bytes:
-        """A hash of these files, for torch's cache of compiled graphs."""
-        return get_hash_for_files((__file__, attention.__file__, graph.__file__, launches.__file__))
+        """A hash of the package, for torch's cache of compiled graphs."""
+        return fingerprint().encode()
 
 
-def early_starts() -> dict[str, Any]:
-    """The options for early starts and combined kernels, of those that this torch has."""
+def decoding(early: bool = True) -> dict[str, Any]:
+    """The options for combined kernels and ``early`` starts, of those that this torch has."""
     known = config.get_config_copy()
-    return {name: True for name in ("triton.enable_pdl", "combo_kernels") if name in known}
+    names = ["combo_kernels", *["triton.enable_pdl"] * early]
+    return {name: True for name in names if name in known}
 
 
 def inference_options() -> dict[str, Any]:
@@ -108,4 +109,4 @@ def inference_options() -> dict[str, Any]:
     Use them with the default backend and without ``mode``. Options that this torch does not have are left out. Graphs
     with products of few rows get them by default (``mx.compile_passes``).
     """
-    return {"post_grad_custom_pre_pass": Products()} | early_starts()
+    return {"post_grad_custom_pre_pass": Products()} | decoding()

@@ -89,8 +89,16 @@ def _is_read_later(graph: Any) -> bool:
     node = getattr(scheduler, "current_node", None)
     if node is None:
         return True
-    written = {scheduler.mutation_real_name.get(name, name) for name in node.get_buffer_names()}
+    names = node.get_buffer_names()
+    if any(_is_in_another(scheduler.name_to_buf.get(name)) for name in names):
+        return True
+    written = {scheduler.mutation_real_name.get(name, name) for name in names}
     return not written.isdisjoint((*graph.get_output_names(), *graph.graph_input_names))
+
+
+def _is_in_another(buffer: Any) -> bool:
+    """Whether a buffer is a place in a larger one, such as a result of ``torch.cat``, under another name."""
+    return type(getattr(getattr(buffer, "node", None), "layout", None)).__name__ == "NonOwningLayout"
 
 
 def _ordered(lines: Sequence[Any], wait: str, launch: str, graph: Any) -> list[Any]:

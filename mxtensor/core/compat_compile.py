@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextvars import ContextVar
 from functools import wraps
 from typing import Any
 
@@ -106,24 +107,34 @@ def hook_graph_attributes(kind: type, readers: dict[str, Function], constants: t
 
 
 def hook_inductor_settings(settings: Callable[[Any], dict[str, Any]]) -> bool:
-    """Let Inductor compile each graph under ``settings(graph_module)``, options of its config, beside the user's own.
-    True if this Inductor has the place.
+    """Let Inductor compile each graph under ``settings(graph_module)``, options of its config, but for those that the
+    call of ``torch.compile`` names. True if this Inductor has both places.
 
     ``torch.compile(options=...)`` is an argument of each call, which belongs to the user or to the library that calls
     it, such as ``generate()`` of transformers. Missing: nothing is changed, and graphs are compiled as for any op.
     """
     from torch._inductor import compile_fx, config
 
-    usual = getattr(compile_fx, "_compile_fx_inner", None)
-    if usual is None:
+    usual, outer = (getattr(compile_fx, name, None) for name in ("_compile_fx_inner", "compile_fx"))
+    if usual is None or outer is None:
         return False
+    named: ContextVar[frozenset[str]] = ContextVar("named", default=frozenset())
+
+    @wraps(outer)
+    def compile_all(*args: Any, **kwargs: Any) -> Any:
+        token = named.set(named.get() | frozenset(kwargs.get("config_patches") or ()))
+        try:
+            return outer(*args, **kwargs)
+        finally:
+            named.reset(token)
 
     @wraps(usual)
     def compile_inner(gm: Any, *args: Any, **kwargs: Any) -> Any:
-        with config.patch(settings(gm)):
+        ours = {name: value for name, value in settings(gm).items() if name not in named.get()}
+        with config.patch(ours):
             return usual(gm, *args, **kwargs)
 
-    compile_fx._compile_fx_inner = compile_inner
+    compile_fx.compile_fx, compile_fx._compile_fx_inner = compile_all, compile_inner
     return True
 
 

@@ -135,13 +135,18 @@ def distributed_caller(*modules: str) -> FrameType | None:
     if torch.compiler.is_dynamo_compiling():
         return None
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and (
-        frame.f_code.co_name in ("__torch_function__", "<listcomp>")
-        or frame.f_globals.get("__name__", "").startswith(PACKAGE)
-    ):
+    while frame is not None and _is_between(frame):
         frame = frame.f_back
     names = [f"torch.distributed.{module}" for module in modules]
     return frame if frame is not None and frame.f_globals.get("__name__") in names else None
+
+
+def _is_between(frame: FrameType) -> bool:
+    """Whether a frame belongs to the package, to a mode, or to torch beside ``torch.distributed``."""
+    module = frame.f_globals.get("__name__", "")
+    torchs = module.startswith("torch.") and not module.startswith("torch.distributed.")
+    modes = frame.f_code.co_name in ("__torch_function__", "__torch_dispatch__", "<listcomp>")
+    return torchs or modes or module.startswith(PACKAGE)
 
 
 # ---------------------------------------------------------------------------------------------- other libraries

@@ -49,9 +49,11 @@ def run(program: Program, work: Callable[[], Any], inputs: Sequence[Tensor | Non
 class Repeated:
     """Calls of one kind, whose results are some tensors. Holds no tensor."""
 
-    __slots__ = ("calls", "program")
+    __slots__ = ("after", "calls", "program")
 
-    def __init__(self) -> None:
+    def __init__(self, after: int = 2) -> None:
+        self.after = after
+        """The call that is recorded."""
         self.calls = 1
         """So many have run; the first one before this was made."""
         self.program: Program | None = None
@@ -65,7 +67,7 @@ class Repeated:
         if is_captured(first):
             return work()
         self.calls += 1
-        if self.calls != 2:
+        if self.calls != self.after:
             return work()
         out, self.program = recorded(work, inputs, lambda tensors: tensors)
         return out

@@ -112,8 +112,8 @@ def _prepare(key: Hashable, x: Tensor, weight: MXTensor, bias: Tensor | None) ->
 
 
 @implements_function(torch.matmul, Tensor.matmul, Tensor.__matmul__)
-def matmul(a: Tensor, b: Tensor, **out: Tensor) -> Tensor:
+def matmul(input: Tensor, other: Tensor, **out: Tensor) -> Tensor:
     """torch's own. Nested tensors get the dequantized values, because torch asks for their sizes before any rule."""
-    if not out and any(has_other_layout(t) and t.is_nested for t in (a, b)):
-        return read(aten.matmul.default, (a, b), {}, OTHER_LAYOUT)  # type: ignore[no-any-return]
-    return torch.matmul(a, b, **out)
+    if not out and any(has_other_layout(t) and t.is_nested for t in (input, other)):
+        return read(aten.matmul.default, (input, other), {}, OTHER_LAYOUT)  # type: ignore[no-any-return]
+    return torch.matmul(input, other, **out)

@@ -17,12 +17,11 @@ from ..core.arguments import described
 def has_other_layout(t: Any) -> bool:
     """Whether ``t`` is a tensor whose values are not at the strides of one memory: sparse, nested, of oneDNN.
 
-    Jagged nested tensors are a subclass, which calls products of their values.
+    Not a subclass, which says itself what its products are; an MXTensor would take microseconds to tell its layout.
     """
-    return isinstance(t, Tensor) and (t.layout not in STRIDED or (t.is_nested and t.layout is torch.strided))
-
-
-STRIDED = torch.strided, torch.jagged
+    if not isinstance(t, Tensor) or type(t).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return False
+    return t.layout is not torch.strided or t.is_nested
 
 
 def check_dims(op: str, *wanted: tuple[Tensor, int]) -> None:

@@ -39,5 +39,7 @@ def test_each_contender_has_a_process_of_its_own():
         assert a_end <= b_start and a_start < a_end and b_start < b_end
         assert len({a_process, b_process, os.getpid()}) == 3
         assert contenders.one_by_one("fail") == {"b": "b"} and contenders.failed["a"] == "RuntimeError: no more"
+        contenders.forgive()
+        assert contenders.running == ["a", "b"] and contenders.one("a", "count", 1) == ("a", "x", 3)
         assert contenders.together("leave") == {} and contenders.failed["b"] == "its process has ended"
         assert contenders.running == []

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch._inductor import config
 from torch._inductor.codegen.triton import TritonKernel
+from torch._inductor.ir import NonOwningLayout
 from torch._inductor.virtualized import V
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -145,14 +146,15 @@ class NopKernelSchedulerNode(SimpleNamespace):
 def kernel_before(following, lines, the_pass, writes=("buf1",), enabled=True):
     """The lines of a kernel that torch's compiler generates before the nodes ``following``, with this pass.
 
-    The graph returns ``buf7`` and has the input ``arg0``, which ``buf8`` writes.
+    The graph returns ``buf7`` and has the input ``arg0``, which ``buf8`` writes; ``buf9`` is a place in another buffer.
     """
     Products()(make_fx(torch.neg)(torch.ones(2)).graph)
     current = SimpleNamespace(node=None, get_buffer_names=lambda: set(writes))
     code = SimpleNamespace(_lines=list(lines))
+    places = {"buf9": SimpleNamespace(node=SimpleNamespace(layout=NonOwningLayout.__new__(NonOwningLayout)))}
     scheduler = SimpleNamespace(
         nodes=[SimpleNamespace(node=None), current, *following], current_node=current,
-        mutation_real_name={"buf8": "arg0"},
+        mutation_real_name={"buf8": "arg0"}, name_to_buf=places,
     )  # fmt: skip
     graph = SimpleNamespace(scheduler=scheduler, get_output_names=lambda: ["buf7"], graph_input_names=["arg0"])
     kernel = SimpleNamespace(GDC_WAIT=WAIT, GDC_LAUNCH=LAUNCH, _enable_pdl_codegen=lambda: enabled)
@@ -184,7 +186,7 @@ def test_every_kernel_waits_for_the_one_before_it():
     assert kernel_before([PRODUCT], ["a", "store"], Products(), enabled=False) == ["a", "store"]
 
 
-@pytest.mark.parametrize("written", ["buf7", "buf8"], ids=["a result", "an input"])
+@pytest.mark.parametrize("written", ["buf7", "buf8", "buf9"], ids=["a result", "an input", "a part of a result"])
 def test_nothing_starts_before_what_is_read_after_the_graph_is_written(written):
     for following in ([PRODUCT], [OTHER], []):
         lines = kernel_before(following, LINES, Products(), writes=("buf1", written))
@@ -252,8 +254,10 @@ def test_products_are_merged_by_default_unless_that_is_turned_off_or_the_user_ha
     with_products = make_fx(lambda x, *w: one(x, w), tracing_mode="fake")(torch.randn(2, 512).bfloat16(), *weight)
     without = make_fx(torch.sin)(torch.randn(2))
     settings = defaults._settings(with_products)
-    assert list(settings) == ["post_grad_custom_pre_pass", "triton.enable_pdl", "combo_kernels"]
+    assert list(settings) == ["post_grad_custom_pre_pass", "combo_kernels"]
     assert isinstance(settings["post_grad_custom_pre_pass"], Products)
+    with config.patch({"triton.cudagraphs": True}):
+        assert list(defaults._settings(with_products)) == [*settings, "triton.enable_pdl"]
     assert defaults._settings(without) == {}
     with config.patch(post_grad_custom_pre_pass=Products()):
         assert defaults._settings(with_products) == {}

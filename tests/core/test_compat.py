@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import mxtensor
 from mxtensor.core import compat, compat_compile, compat_hooks
@@ -445,6 +446,18 @@ def test_the_caller_inside_torch_distributed_is_found(monkeypatch):
     called = {"distributed_caller": compat_hooks.distributed_caller, "__name__": "torch.distributed.distributed_c10d"}
     exec("def broadcast(tensor):\n    return distributed_caller('distributed_c10d')", called)
     assert called["broadcast"](7).f_locals == {"tensor": 7}
+
+    class Asks(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            found.append(compat_hooks.distributed_caller("distributed_c10d"))
+            return func(*args, **kwargs or {})
+
+    found, x = [], torch.ones(2)
+    asks = {"torch": torch, "__name__": "torch.distributed.distributed_c10d"}
+    exec("def broadcast(tensor):\n    return torch.neg(tensor)", asks)
+    with Asks(), FlopCounterMode(display=False):  # modes between the call and the rule that asks
+        asks["broadcast"](x)
+    assert [frame.f_code.co_name for frame in found] == ["broadcast"]
     for module, function in (("distributed_c10d", "scatter"), ("distributed_c10d", "broadcast")):
         assert hasattr(sys.modules[f"torch.distributed.{module}"], function)
     assert "tensor" in inspect.signature(torch.distributed.broadcast).parameters
@@ -591,12 +604,18 @@ def test_inductor_compiles_a_graph_under_settings_of_ours(monkeypatch):
 
     seen = []
     monkeypatch.setattr(compile_fx, "_compile_fx_inner", lambda gm, *args: seen.append(config.max_autotune))
+    monkeypatch.setattr(compile_fx, "compile_fx", lambda gm, config_patches: compile_fx._compile_fx_inner(gm))
     assert compat_compile.hook_inductor_settings(lambda gm: {"max_autotune": gm == "with products"})
     compile_fx._compile_fx_inner("with products", "an input")
     compile_fx._compile_fx_inner("without", "an input")
     assert seen == [True, False]
-    monkeypatch.delattr(compile_fx, "_compile_fx_inner")
-    assert not compat_compile.hook_inductor_settings(lambda gm: {})
+    for patches, expected in ((None, True), ({"max_autotune": False}, False), ({"size_asserts": True}, True)):
+        compile_fx.compile_fx("with products", config_patches=patches)  # what a call of torch.compile names wins
+        assert seen.pop() is expected
+    for name in ("_compile_fx_inner", "compile_fx"):
+        with monkeypatch.context() as without:
+            without.delattr(compile_fx, name)
+            assert not compat_compile.hook_inductor_settings(lambda gm: {})
 
 
 def test_a_compiled_graph_takes_a_tensor_apart_at_once(monkeypatch):

@@ -217,3 +217,12 @@ def test_pad_by_nothing_is_a_copy(format, pad):
         with pytest.raises(RuntimeError) as error:
             F.pad(w, wrong)
         assert str(error.value) == str(of_torch.value)
+
+
+@pytest.mark.parametrize("call", [
+    lambda x, w: torch.matmul(x, other=w.t()), lambda x, w: torch.matmul(input=x, other=w.t()),
+    lambda x, w: x.matmul(other=w.t()), lambda x, w: torch.mm(input=x, mat2=w.t()), lambda x, w: x @ w.t(),
+])  # fmt: skip
+def test_products_take_their_arguments_by_name(call):
+    x, w = torch.randn(3, 64), mx.quantize(torch.randn(32, 64), "mxfp8")
+    assert torch.equal(call(x, w), F.linear(x, w))

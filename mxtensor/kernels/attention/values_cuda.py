@@ -20,6 +20,8 @@ from .triton_ranges import DTYPES, MOST_ROWS, MOST_VALUES, join, partial_sums, p
 KEYS = {True: (64, 128), False: (32, 64)}
 """Whether products are in 16 bits -> keys that are read at a time, of up to so many values; half as many of more."""
 WARPS = {True: 4, False: 8}
+LAYERS = 200
+"""More than a model has layers: a cache that grows makes each number of keys a kind that comes once for each layer."""
 
 
 def takes(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
@@ -74,7 +76,7 @@ def _steps(mask: Tensor | None) -> tuple[int, ...]:
 
 
 @custom_ops.define("mxtensor::cuda_attention")
-@recorded
+@recorded(after=LAYERS)
 def attention_of_values(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """softmax(q k^T * scale + mask) v of q (batch, heads, queries, size), k and v (batch, heads of keys, keys, size).
 

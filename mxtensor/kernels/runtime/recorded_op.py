@@ -7,8 +7,8 @@ same, so that the second call of a kind is recorded (``core/repeated.py``).
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from functools import wraps
-from typing import Any
+from functools import partial, wraps
+from typing import Any, TypeVar, overload
 
 from torch import Tensor
 
@@ -37,11 +37,21 @@ def _taken_apart(args: Sequence[Any]) -> tuple[list[Tensor], tuple[Hashable, ...
     return tensors, tuple(rest)
 
 
-def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+@overload
+def recorded(function: Function) -> Function: ...
+@overload
+def recorded(*, after: int) -> Callable[[Function], Function]: ...
+def recorded(function: Callable[..., Any] | None = None, *, after: int = 2) -> Any:
     """Make the decorated function of tensors, lists of tensors and plain values one whose repeated calls are a program.
 
-    It returns a tensor or a list of tensors that it has made, and what it computes depends on its arguments alone.
+    It returns a tensor or a list of tensors that it has made, and what it computes depends on its arguments alone. The
+    call number ``after`` of a kind is recorded: more than 2 where most kinds come a few times only.
     """
+    if function is None:
+        return partial(recorded, after=after)
     name = f"{function.__module__}.{function.__qualname__}"
 
     @wraps(function)
@@ -56,7 +66,7 @@ def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
             x = tensors[0]
             shapes, dtypes = tuple(tuple(t.shape) for t in tensors), tuple(t.dtype for t in tensors)
             spec = Spec(name, shapes, dtypes, x.dtype, x.device)
-            PLANS.put(key, Plan(spec, None, {}, (RepeatedOne if isinstance(out, Tensor) else Repeated)()))
+            PLANS.put(key, Plan(spec, None, {}, (RepeatedOne if isinstance(out, Tensor) else Repeated)(after)))
             return out
         kind = plan.launch
         if type(kind) is RepeatedOne:

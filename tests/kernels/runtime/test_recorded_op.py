@@ -45,6 +45,17 @@ def test_later_calls_compute_from_their_own_arguments():
     assert ran == [2.0, 2.0, 3.0, 5.0] and [p is not None for p in programs()] == [True, False, False]
 
 
+def test_a_kind_that_comes_a_few_times_only_is_not_recorded():
+    @recorded(after=4)
+    def work(x):
+        return x + 1
+
+    for step in range(6):
+        x = torch.randn(3)
+        assert torch.equal(work(x), x + 1)
+        assert [p is not None for p in programs()] == [step >= 3]
+
+
 def test_one_tensor_stays_one_tensor_and_other_shapes_are_other_kinds():
     @recorded
     def work(x):
