@@ -69,7 +69,7 @@ def _instead(graph: Graph, query: Node, key: Node, value: Node, mask: Node | Non
     return None
 
 
-def _is_strided_again(node: Node) -> bool:
+def _has_fixed_strides(node: Node) -> bool:
     """Whether a view of the result takes the strides of torch's attention for granted."""
     users = [user for result in node.users for user in result.users]
     while users:
@@ -85,7 +85,7 @@ def _replace(graph: Graph, node: Node) -> None:
     given = arguments(node)
     key, value = _before_repeat(given["key"]), _before_repeat(given["value"])
     has_others = any(result.args[1] != 0 and result.users for result in node.users)
-    if has_others or given.get("dropout_p", 0) or _is_strided_again(node):
+    if has_others or given.get("dropout_p", 0) or _has_fixed_strides(node):
         return
     if given.get("is_causal", False):  # query i reads keys 0 to i, not all
         return
