@@ -63,9 +63,7 @@ def _instead(graph: Graph, query: Node, key: Node, value: Node, mask: Node | Non
         arguments = query, key, value, _in_float32(graph, mask), scale
         return graph.call_function(values_cpu.attention_of_values, arguments)
     if values_cuda.takes(*given, None if mask is None else _value(mask)):
-        call = graph.call_function(values_cuda.attention_of_values, (query, key, value, mask, scale))
-        call.meta["eager_input_vals"] = (*given, None, scale), {}  # the compiler keeps these strides
-        return call
+        return graph.call_function(values_cuda.attention_of_values, (query, key, value, mask, scale))
     return None
 
 

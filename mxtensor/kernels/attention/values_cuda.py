@@ -89,6 +89,7 @@ def attention_of_values(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sc
     sizes = wanted if mask is None else tuple(mask.shape)
     if len(sizes) != len(wanted) or any(n not in (1, m) for n, m in zip(sizes, wanted, strict=True)):
         raise ValueError(f"mxtensor::cuda_attention: a mask of {sizes} does not broadcast to {wanted}")
+    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))  # a compiler may choose other strides
     if not takes(q, k, v, mask):
         raise ValueError(
             f"mxtensor::cuda_attention does not take {q.dtype} queries {tuple(q.shape)} and keys {tuple(k.shape)} on "

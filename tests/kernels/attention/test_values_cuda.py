@@ -136,6 +136,15 @@ def test_which_calls_it_takes(change, taken, monkeypatch):
     assert values_cuda.takes(**given | {"mask": None}) is (taken or "mask" in change)
 
 
+def test_other_strides_of_a_compiler_are_taken(monkeypatch):
+    pytest.importorskip("triton")
+    q, k, v = tensors("one query", (32, 32))
+    monkeypatch.setattr(values_cuda, "takes", lambda *given: all(t.stride(-1) == 1 for t in given[:3]))
+    odd = [t.transpose(2, 3).contiguous().transpose(2, 3) for t in (q, k, v)]
+    assert all(t.stride(-1) != 1 for t in odd[1:])
+    assert torch.equal(values_cuda.attention_of_values(*odd, None, 0.2), values_cuda.attend(q, k, v, None, 0.2))
+
+
 def test_the_op_says_what_it_does_not_take():
     q, k, v = torch.randn(1, 4, 1, 32), *torch.randn(2, 1, 2, 9, 32)
     with pytest.raises(ValueError, match=r"does not take torch.float32 queries \(1, 4, 1, 32\) and keys .* on cpu"):
