@@ -34,8 +34,9 @@ def _study(size: str) -> str:
         paragraphs.append(f"![Held-out loss and its distance from bfloat16 over tokens](../assets/parity_{size}.png)")
     products = [(r.header.arm, ", ".join(sorted(r.header.products))) for r in results if not r.header.seed]
     verdicts = [verdict for verdict in (t.verdict(results) for t in TARGETS) if verdict[2]]
+    header, lines = table_of(results)
     paragraphs += [
-        table(", ".join(table_of(results)[0]), table_of(results)[1]),
+        table(", ".join(header), lines),
         table(", ".join(VERDICT_HEADER), verdicts),
         "The products of a block, by the kernel that ran:",
         table("arm, products", [row for row in products if row[1]]),

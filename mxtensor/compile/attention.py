@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from ..kernels.attention import values_cpu, values_cuda
+from ..kernels.attention import values_cpu
+from ..kernels.attention.select import op_of_values
 from .graph import arguments, is_view
 
 aten = torch.ops.aten
@@ -56,17 +57,6 @@ def _in_float32(graph: Graph, mask: Any) -> Any:
     return converted
 
 
-def _instead(graph: Graph, query: Node, key: Node, value: Node, mask: Node | None, scale: float) -> Node | None:
-    """The call of an op at the graph's insertion point; None where torch's attention stays."""
-    given = _value(query), _value(key), _value(value)
-    if values_cpu.takes(*given) and values_cpu.library() is None:
-        arguments = query, key, value, _in_float32(graph, mask), scale
-        return graph.call_function(values_cpu.attention_of_values, arguments)
-    if values_cuda.takes(*given, None if mask is None else _value(mask)):
-        return graph.call_function(values_cuda.attention_of_values, (query, key, value, mask, scale))
-    return None
-
-
 def _has_fixed_strides(node: Node) -> bool:
     """Whether a view of the result takes the strides of torch's attention for granted."""
     users = [user for result in node.users for user in result.users]
@@ -89,10 +79,13 @@ def _replace(graph: Graph, node: Node) -> None:
         return
     query, scale = given["query"], given.get("scale")
     scale = 1 / math.sqrt(_value(query).shape[-1]) if scale is None else scale
-    with graph.inserting_before(node):
-        out = _instead(graph, query, key, value, given.get("attn_mask", given.get("attn_bias")), scale)
-    if out is None:
+    mask = given.get("attn_mask", given.get("attn_bias"))
+    op = op_of_values(_value(query), _value(key), _value(value), None if mask is None else _value(mask))
+    if op is None:
         return
+    with graph.inserting_before(node):
+        mask = _in_float32(graph, mask) if op is values_cpu.attention_of_values else mask
+        out = graph.call_function(op, (query, key, value, mask, scale))
     for result in list(node.users):
         if result.args[1] == 0:
             out.meta.update(result.meta)

@@ -99,7 +99,7 @@ class Products(CustomGraphPass):
 def decoding(early: bool = True) -> dict[str, Any]:
     """The options for combined kernels and ``early`` starts, of those that this torch has."""
     known = config.get_config_copy()
-    names = ["combo_kernels", *["triton.enable_pdl"] * early]
+    names = ("combo_kernels", "triton.enable_pdl") if early else ("combo_kernels",)
     return {name: True for name in names if name in known}
 
 

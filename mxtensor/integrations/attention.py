@@ -17,7 +17,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..kernels.attention import values_cpu, values_cuda
+from ..kernels.attention.select import op_of_values
 
 NAME = "mxtensor"
 UNUSUAL = "cache", "softcap", "output_attentions"
@@ -57,11 +57,9 @@ def _op(
         return None
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         return None
-    if values_cpu.takes(*tensors) and values_cpu.library() is None:
-        return values_cpu.attention_of_values
-    if not torch.compiler.is_compiling() and values_cuda.takes(*tensors, mask):
-        return values_cuda.attention_of_values
-    return None
+    if torch.compiler.is_compiling() and query.is_cuda:  # a pass of the compiler puts the op there
+        return None
+    return op_of_values(query, key, value, mask)
 
 
 def install() -> None:

@@ -23,7 +23,10 @@ CAST = (*numbers_of(mx.quantize(torch.randn(1, 32), "mxfp8").rowwise.format), 0,
 
 def passed(f, *inputs):
     """The traced function after the pass."""
-    traced = make_fx(f, tracing_mode="fake")(*inputs)
+    return after_pass(make_fx(f, tracing_mode="fake")(*inputs))
+
+
+def after_pass(traced):
     Products()(traced.graph)
     traced.graph.lint()
     traced.recompile()
@@ -82,7 +85,7 @@ def test_lists_of_unequal_length_are_refused():
 
 def repeat(x, times):
     batch, heads, count, size = x.shape
-    return x[:, :, None].expand(batch, heads, times, count, size).reshape(batch, heads * times, count, size)
+    return x.unsqueeze(2).expand(batch, heads, times, count, size).reshape(batch, heads * times, count, size)
 
 
 def cache(queries=1, heads=6, groups=2):

@@ -7,10 +7,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import mxtensor as mx
-from mxtensor.compile.inference_options import Products
 from mxtensor.kernels.attention import values_cuda
 from mxtensor.kernels.attention.values_cuda import attention_of_values
 from mxtensor.kernels.runtime import triton_launch
+
+from .test_cpu_decoding import Layer, after_pass, calls, repeat
 
 aten = torch.ops.aten
 CUDNN, EFFICIENT, FLASH = (
@@ -23,11 +24,6 @@ USUAL = {
 }  # fmt: skip
 
 
-def repeat(x, times):
-    batch, heads, count, size = x.shape
-    return x.unsqueeze(2).expand(batch, heads, times, count, size).reshape(batch, heads * times, count, size)
-
-
 def passed(f, *inputs):
     """The function as a graph for a GPU, after the pass."""
     with FakeTensorMode():
@@ -35,15 +31,7 @@ def passed(f, *inputs):
             None if t is None else torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda")
             for t in inputs
         ]
-        traced = make_fx(f)(*fakes)
-        Products()(traced.graph)
-    traced.graph.lint()
-    traced.recompile()
-    return traced
-
-
-def calls(traced, op):
-    return traced.graph.find_nodes(op="call_function", target=op)
+        return after_pass(make_fx(f)(*fakes))
 
 
 def cache(dtype=torch.float32, batch=2, heads=6, groups=2, count=80, size=32, out=24, queries=1):
@@ -114,8 +102,6 @@ def test_other_attention_is_left_to_torch(what):
 @pytest.mark.parametrize("count", [20, 85, 1100, 5000])
 @pytest.mark.parametrize("batch", [1, 9])
 def test_a_compiled_layer_is_that_of_eager_code(batch, count, mode):
-    from .test_cpu_decoding import Layer
-
     torch.manual_seed(count)
     torch._dynamo.reset()
     layer = mx.quantize_(Layer().to("cuda", torch.bfloat16), "mxfp4-weight-only")

@@ -9,6 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import mxtensor as mx
 from mxtensor.integrations import attention
+from mxtensor.kernels.attention import values_cpu, values_cuda
 from mxtensor.kernels.runtime import native_build
 
 pytestmark = pytest.mark.skipif(native_build.compiler() is None, reason="needs a C++ compiler")
@@ -27,13 +28,13 @@ def model():
 @pytest.fixture
 def calls(monkeypatch):
     """The sizes of the queries that the op got."""
-    found, op = [], attention.values_cpu.attention_of_values
+    found, op = [], values_cpu.attention_of_values
 
     def run(q, *others):
         found.append(tuple(q.shape))
         return op(q, *others)
 
-    monkeypatch.setattr(attention.values_cpu, "attention_of_values", run)
+    monkeypatch.setattr(values_cpu, "attention_of_values", run)
     return found
 
 
@@ -98,9 +99,9 @@ def test_sinks_are_refused_and_not_left_out(model):
 @torch.no_grad()
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_a_gpu_has_an_op_too(model, monkeypatch, cache):
-    found, op = [], attention.values_cuda.attention_of_values
+    found, op = [], values_cuda.attention_of_values
     run = lambda q, *others: found.append(tuple(q.shape)) or op(q, *others)  # noqa: E731
-    monkeypatch.setattr(attention.values_cuda, "attention_of_values", run)
+    monkeypatch.setattr(values_cuda, "attention_of_values", run)
     model.cuda()
     given = {"attention_mask": (PROMPT != 0).long().cuda(), "max_new_tokens": 9, "do_sample": False}
     tokens = model.generate(PROMPT.cuda(), cache_implementation=cache, disable_compile=True, **given)

@@ -40,6 +40,26 @@ def values_of(
 
 
 @triton.jit
+def range_of(program, heads, splits, count, KEYS: tl.constexpr):
+    """Batch and head of keys, and the first key of a range and the one after its last, of a program (batch, head,
+    range)."""
+    head = program // splits
+    length = tl.cdiv(tl.cdiv(count, splits), KEYS) * KEYS
+    begin = (program % splits) * length
+    return (head // heads).to(tl.int64), (head % heads).to(tl.int64), begin, tl.minimum(begin + length, count)
+
+
+@triton.jit
+def store_sums(sums, stats, program, rows, size, row, column, added, top, total):
+    """Write what a program has found: ``sums`` (programs, rows, size) and ``stats`` (programs, rows, 2)."""
+    row_in = row < rows
+    to = program.to(tl.int64) * rows + row
+    tl.store(sums + to[:, None] * size + column[None, :], added, mask=row_in[:, None] & (column < size)[None, :])
+    tl.store(stats + to * 2, top, mask=row_in)
+    tl.store(stats + to * 2 + 1, total, mask=row_in)
+
+
+@triton.jit
 def softmax_step(x, k, v, bias, inside, multiplier, top, total, added):
     """``top``, ``total`` and ``added`` of a running softmax after the keys ``k`` (BN, BK) with values ``v`` (BN, BV).
 
@@ -70,10 +90,7 @@ def attend(
     """
     program = tl.program_id(0)
     head = program // splits
-    b, h = (head // heads).to(tl.int64), (head % heads).to(tl.int64)
-    length = tl.cdiv(tl.cdiv(count, splits), KEYS) * KEYS
-    begin = (program % splits) * length
-    end = tl.minimum(begin + length, count)
+    b, h, begin, end = range_of(program, heads, splits, count, KEYS)
     row = tl.arange(0, ROWS)
     column, out_column = tl.arange(0, K_COLUMNS), tl.arange(0, V_COLUMNS)
     row_in = row < rows
@@ -113,11 +130,7 @@ def attend(
             V, V_COLS, V_COLUMNS,
         )  # fmt: skip
         top, total, added = softmax_step(x, k.to(x.dtype), v.to(x.dtype), bias, inside, multiplier, top, total, added)
-    to = program.to(tl.int64) * rows + row
-    tl.store(sums + to[:, None] * v_size + out_column[None, :], added,
-             mask=row_in[:, None] & (out_column < v_size)[None, :])  # fmt: skip
-    tl.store(stats + to * 2, top, mask=row_in)
-    tl.store(stats + to * 2 + 1, total, mask=row_in)
+    store_sums(sums, stats, program, rows, v_size, row, out_column, added, top, total)
 
 
 @triton.jit

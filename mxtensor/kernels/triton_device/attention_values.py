@@ -7,7 +7,7 @@ of a step, neither keys nor values are read: a static cache has places that no t
 import triton
 import triton.language as tl
 
-from .attention import softmax_step
+from .attention import range_of, softmax_step, store_sums
 
 
 @triton.jit
@@ -24,11 +24,7 @@ def attend_values(
     key, or None. OWN_DTYPE: products are in the dtype of q, which keys and values have too, else in float32.
     """
     program = tl.program_id(0)
-    head = program // splits
-    b, h = (head // heads).to(tl.int64), (head % heads).to(tl.int64)
-    length = tl.cdiv(tl.cdiv(count, splits), KEYS) * KEYS
-    begin = (program % splits) * length
-    end = tl.minimum(begin + length, count)
+    b, h, begin, end = range_of(program, heads, splits, count, KEYS)
     row = tl.arange(0, ROWS)
     column, out_column = tl.arange(0, K_COLUMNS), tl.arange(0, V_COLUMNS)
     row_in, in_keys, in_values = row < rows, (column < k_size)[None, :], (out_column < v_size)[None, :]
@@ -66,7 +62,4 @@ def attend_values(
         tl.store(out + to[:, None] + out_column[None, :], result.to(out.dtype.element_ty),
                  mask=row_in[:, None] & in_values)  # fmt: skip
     else:
-        to = program.to(tl.int64) * rows + row
-        tl.store(sums + to[:, None] * v_size + out_column[None, :], added, mask=row_in[:, None] & in_values)
-        tl.store(stats + to * 2, top, mask=row_in)
-        tl.store(stats + to * 2 + 1, total, mask=row_in)
+        store_sums(sums, stats, program, rows, v_size, row, out_column, added, top, total)
