@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node 2 -m examples.frameworks.accelerate_fsdp --folder out/accelerate --recipe mxfp8
 
+``--replicate`` trains the same without sharding: every rank has the whole model, and the losses are equal to the bit.
 With recipes that allow it (``two_dimensional_weights``, ``single_weight_copy``) FSDP2 gathers codes. ``save_state``
 writes the shards by ``torch.distributed.checkpoint``.
 """
@@ -13,29 +14,34 @@ from collections.abc import Sequence
 
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from torch.utils.data import DataLoader
 
 from .common import SIZE, Windows, kill_at, llama, parsed, share_scales, write_result
 
 
-def accelerator() -> Accelerator:
-    """An Accelerator with FSDP2. accelerate turns it on for accelerators only; on a CPU the same two fields are set."""
+def accelerator(replicate: bool) -> Accelerator:
+    """An Accelerator with FSDP2, or one that replicates the model. accelerate turns FSDP2 on for accelerators only; on
+    a CPU the same fields are set."""
+    if replicate:
+        return Accelerator(cpu=not torch.cuda.is_available())
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
         state_dict_type="SHARDED_STATE_DICT", cpu_ram_efficient_loading=False,
     )  # fmt: skip
     made = Accelerator(cpu=not torch.cuda.is_available(), fsdp_plugin=plugin)
     if made.device.type == "cpu":
-        AcceleratorState().distributed_type, AcceleratorState().fsdp_plugin = DistributedType.FSDP, plugin
+        for state in (PartialState(), AcceleratorState()):  # the second copies the first whenever it is asked for
+            state.distributed_type = DistributedType.FSDP
+        made.state.fsdp_plugin = plugin
     return made
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train; the result is in ``--folder``."""
-    args = parsed(__doc__ or "", argv)
-    engine, model = accelerator(), llama(args.recipe)
+    args = parsed(__doc__ or "", argv, ("--replicate", "replicate the model instead of sharding it"))
+    engine, model = accelerator(args.replicate), llama(args.recipe)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     data = DataLoader(Windows(256), SIZE.batch, shuffle=True, generator=torch.Generator().manual_seed(0))
     model, optimizer, data = engine.prepare(model, optimizer, data)

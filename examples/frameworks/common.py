@@ -30,8 +30,8 @@ STEPS: set[int] = set()
 SIZE = replace(SIZES["tiny"], width=64)  # parts of two ranks are whole blocks
 
 
-def parsed(doc: str, argv: Sequence[str] | None) -> argparse.Namespace:
-    """The arguments of every program."""
+def parsed(doc: str, argv: Sequence[str] | None, *switches: tuple[str, str]) -> argparse.Namespace:
+    """The arguments of every program, and the switches of this one, each with its help."""
     parser = argparse.ArgumentParser(description=doc.partition("\n")[0])
     add = parser.add_argument
     add("--folder", type=Path, required=True, help="where checkpoints and the result go")
@@ -41,6 +41,8 @@ def parsed(doc: str, argv: Sequence[str] | None) -> argparse.Namespace:
     add("--kill", type=int, metavar="N", help="kill this process after step N, as a machine that fails would")
     add("--kill-rank", type=int, metavar="R", help="kill rank R only (all ranks)")
     add("--resume", action="store_true", help="continue from the last checkpoint in the folder")
+    for name, what in switches:
+        add(name, action="store_true", help=what)
     args = parser.parse_args(argv)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)  # runs are compared bit for bit

@@ -162,3 +162,28 @@ def hook_method(kind: type, name: str, wrap: Callable[[Function], Function]) -> 
         return False
     setattr(kind, name, wraps(method)(wrap(method)))
     return True
+
+
+def hook_staging(*kinds: type[torch.Tensor]) -> bool:
+    """Let ``torch.distributed.checkpoint.async_save`` copy tensors of these wrapper classes to the CPU, tensor by
+    tensor inside. True if this torch has the place.
+
+    Its stager copies the storage of a tensor, which a wrapper lacks. Missing: ``async_save`` of such tensors fails.
+    """
+    stager = import_module("torch.distributed.checkpoint._state_dict_stager")
+    usual = getattr(getattr(stager, "StateDictStager", None), "_offload_tensor", None)
+    if usual is None:
+        return False
+
+    @wraps(usual)
+    def offload(self: Any, x: Any, memo: dict[int, Any], *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(x, kinds):
+            return usual(self, x, memo, *args, **kwargs)
+        names, context = x.__tensor_flatten__()  # type: ignore[attr-defined]
+        inner = {name: self._offload_tensor(getattr(x, name), memo, *args, **kwargs) for name in names}
+        copied = type(x).__tensor_unflatten__(inner, context, x.size(), x.stride())  # type: ignore[attr-defined]
+        memo[id(x)] = copied
+        return copied
+
+    stager.StateDictStager._offload_tensor = offload
+    return True

@@ -183,6 +183,13 @@ for _function in (Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.__dlpack
     implements_function(_function)(_in_python(_function))
 
 
+@implements_function(Tensor.data_ptr)
+def data_ptr(self: MXTensor) -> int:
+    """The address of the first component. A wrapper has none, and torch would say 0 for each: but libraries such as
+    accelerate tell parameters apart by it."""
+    return self.components[0].data_ptr()
+
+
 @implements_function(Tensor.storage)
 def storage(self: Tensor) -> Any:
     """A TypeError, which safetensors shows: it asks here after the memory of ``untyped_storage()`` was refused."""

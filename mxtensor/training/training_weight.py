@@ -24,10 +24,10 @@ from ..core.compat import (
     return_and_correct_aliasing,
     tree_map_only,
 )
-from ..core.compat_hooks import let_optimizers_take
+from ..core.compat_hooks import hook_staging, let_optimizers_take
 from ..core.fingerprint import fingerprint
 from ..core.select import forced_kernel
-from ..core.when_imported import PENDING, install_pending
+from ..core.when_imported import PENDING, after_import, install_pending
 from ..recipe.linear_recipe import LinearRecipe
 from ..tensor.attributes import KeepsAttributes, set_attributes, user_attributes
 from ..tensor.fsdp import Gathered, Shard, gathered_operands, hook, refilled, shard_of
@@ -320,7 +320,16 @@ def _set_data(func: Any, args: Any, kwargs: Any) -> None:
     weight.__dict__.pop("fsdp_pre_all_gather", None)  # it is bound to the old values
 
 
+def _address(func: Any, args: Any, kwargs: Any) -> int:
+    """``weight.data_ptr()``: the address of the tensor inside. A wrapper has none, and torch would say 0 for each: but
+    libraries such as accelerate tell parameters apart by it."""
+    address: int = args[0].high_precision.data_ptr()
+    return address
+
+
 WEIGHT_FUNCTIONS[Tensor.data.__set__] = _set_data  # type: ignore[attr-defined]
+WEIGHT_FUNCTIONS[Tensor.data_ptr] = _address
 
 
 hook_graph_attributes_of(TrainingWeight, "linear_recipe")
+after_import("torch.distributed.checkpoint._state_dict_stager", lambda: hook_staging(MXTensor, TrainingWeight))

@@ -421,6 +421,12 @@ def test_optimizers_take_a_kind_of_parameter_many_at_a_time(monkeypatch):
     assert not compat_hooks.let_optimizers_take(Kind)
 
 
+def test_a_stager_of_another_torch_is_left_alone(monkeypatch):
+    stager = importlib.import_module("torch.distributed.checkpoint._state_dict_stager")
+    monkeypatch.delattr(stager.StateDictStager, "_offload_tensor")
+    assert not compat_hooks.hook_staging(torch.nn.Parameter)
+
+
 def test_attention_runs_over_another_linear_and_torchs_stays():
     called = []
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 import mxtensor as mx
@@ -82,6 +83,23 @@ def test_into_high_precision_and_back(ranks, tmp_path):
 def test_async_save_saves_the_state_at_its_call(ranks):
     for without_stop, continued in ranks("saved_while_training_goes_on"):
         assert without_stop == continued and len(without_stop) == STEPS
+
+
+@pytest.mark.parametrize("kind", ["mxfp8", "nvfp4-weight-only", mx.recipe.MXFP8BlockScaling()], ids=str)
+def test_async_save_copies_wrappers_as_they_are_at_its_call(kind):
+    """By torch's stager: what is written to the weights after the call is not saved."""
+    model = mx.quantize_(nn.Sequential(nn.Linear(64, 48), nn.Linear(48, 64)), kind)
+    model[1].weight = nn.Parameter(model[0].weight.t(), requires_grad=False)  # the same memory
+    state = dict(model.named_parameters())
+    before = [p.detach().clone() for p in model.parameters()]
+    copied = StateDictStager(pin_memory=False, share_memory=False).stage(state)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape))
+    assert [type(copied[name]) for name in state] == [type(p.detach()) for p in model.parameters()]
+    for one, other in zip(before, copied.values(), strict=True):
+        assert one.shape == other.shape and one.stride() == other.stride() and torch.equal(values(one), values(other))
+    assert not torch.equal(values(before[0]), values(model[0].weight))
 
 
 def test_whole_state_dicts(ranks):

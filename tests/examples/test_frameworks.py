@@ -95,3 +95,20 @@ def test_a_killed_run_resumes_bit_for_bit(program, device, tmp_path, request):
         one, two = (json.loads((tmp_path / of / f"result-{rank}.json").read_text()) for of in ("straight", "killed"))
         assert one.pop("first") <= 1 and two.pop("first") >= SAVE  # not all steps again
         assert one == two and len(one["losses"]) == STEPS and one["losses"][-1] < one["losses"][0]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=TWO_GPUS)])
+@pytest.mark.parametrize("recipe", ["float8-delayed", "mxfp8"])
+def test_fsdp2_of_accelerate_trains_as_replicas_do(recipe, device, tmp_path):
+    """accelerate exchanges the parameters of an optimizer by their addresses; every one must be trained."""
+    pytest.importorskip("accelerate")
+    losses = []
+    for folder, options in ((tmp_path / "shards", ()), (tmp_path / "replicas", ("--replicate",))):
+        code, said = run("accelerate_fsdp", folder, recipe, device, *options)
+        assert code == 0, said[-4000:]
+        losses.append(json.loads((folder / "result-0.json").read_text())["losses"])
+    shards, replicas = losses
+    assert len(shards) == STEPS and shards == replicas
+    assert bool(list((tmp_path / "shards").glob("step-*/pytorch_model_fsdp_0/*.distcp")))  # it was sharded
+    assert not list((tmp_path / "replicas").glob("step-*/pytorch_model_fsdp_0"))
