@@ -87,10 +87,16 @@ class Study:
     """Of the text: each process reads it."""
     end: float
     """``time.monotonic()`` at which runs stop."""
+    repeat: int = 0
+    """Of the runs: see ``parity_record``."""
 
     @property
     def batch_tokens(self) -> int:
         return SIZES[self.size].batch * SIZES[self.size].context
+
+    def record_of(self, task: Task) -> Path:
+        """The file of a run."""
+        return path_of(self.results, self.size, task.arm, task.seed, self.repeat)
 
     @property
     def every(self) -> int:
@@ -114,7 +120,7 @@ def train(task: Task, study: Study, text: corpus.Corpus, digest: str) -> None:
 
     Raises ValueError if there is a record, or a checkpoint, of a run with other settings.
     """
-    path = path_of(study.results, study.size, task.arm, task.seed)
+    path = study.record_of(task)
     before = read(path) if path.exists() else None
     if before is not None and (before.header.steps, before.header.text) != (study.steps, digest):
         raise ValueError(f"{path} is of {before.header.steps} steps on another text or length; name another --results")
@@ -127,7 +133,7 @@ def train(task: Task, study: Study, text: corpus.Corpus, digest: str) -> None:
     run.arm = arm
     if study.compiled:
         run.compile()
-    checkpoint = None if study.folder is None else study.folder / study.size / f"{task.arm}-seed{task.seed}"
+    checkpoint = None if study.folder is None else study.folder / study.size / study.record_of(task).stem
     if before is not None and checkpoint is not None and checkpoint.is_dir():
         run.load(checkpoint)
         points = [point for point in before.points if point.step <= run.done]
@@ -174,7 +180,7 @@ def described(run: Run, task: Task, study: Study, text: corpus.Corpus, digest: s
     quantized = sum(w.numel() for w in quantized_weights(run.model).values())
     return Header(
         task.arm, task.seed, study.size, parameters, quantized, study.steps, study.batch_tokens, digest, text.cut,
-        len(text.held_out), study.compiled, products, machine(),
+        len(text.held_out), study.compiled, products, machine(), study.repeat,
     )  # fmt: skip
 
 
@@ -236,7 +242,7 @@ def run_all(study: Study, tasks: Sequence[Task], digest: str, devices: int) -> l
 
 def is_finished(task: Task, study: Study, digest: str) -> bool:
     """Whether the run has a finished record of this study."""
-    path = path_of(study.results, study.size, task.arm, task.seed)
+    path = study.record_of(task)
     found = read(path) if path.exists() else None
     return found is not None and found.finished and (found.header.steps, found.header.text) == (study.steps, digest)
 
@@ -267,6 +273,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--tokens", type=number, metavar="N", help="of an arm, such as 300M (that of the size)")
     add("--arms", default="bf16:2,mxfp8:2", metavar="A:N,B", help="arms, each with its number of seeds (%(default)s)")
     add("--seeds", type=int, default=1, metavar="N", help="of an arm without a number (%(default)s)")
+    add("--repeat", type=int, default=0, metavar="N", help="of these runs, where there are records of the same seeds")
     add("--devices", type=int, default=1, metavar="N", help="runs side by side, one for each GPU (%(default)s)")
     add("--minutes", type=float, default=math.inf, metavar="N", help="stop all runs after N minutes")
     add("--folder", type=Path, help="where runs that stop leave a checkpoint")
@@ -294,7 +301,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     size = SIZES[args.size]
     study = Study(
         args.size, max(1, round(args.tokens / (size.batch * size.context))), args.device, not args.eager, args.results,
-        args.folder, roots, args.cache, began + 60 * args.minutes,
+        args.folder, roots, args.cache, began + 60 * args.minutes, args.repeat,
     )  # fmt: skip
     print(
         f"{text.cut:,} bytes of {text.files[0]:,} files for training, {len(text.held_out):,} of {text.files[1]:,} for "

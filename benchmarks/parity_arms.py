@@ -64,7 +64,7 @@ ARMS: dict[str, Arm] = {
     ),
     "mxfp8-backward": Arm("dgrad and wgrad quantized, not fprop", _mxfp8_backward),
     "mxfp8-same": Arm(
-        "dgrad and wgrad with the values that fprop multiplied", partial(MXFP8BlockScaling, backward_override="dequantized")
+        "dgrad and wgrad with the values of fprop", partial(MXFP8BlockScaling, backward_override="dequantized")
     ),
     "float8-current": Arm("float8, one scale a tensor, E5M2 gradients", Float8CurrentScaling),
     "float8-e4m3": Arm("float8, one scale a tensor, E4M3 gradients", partial(Float8CurrentScaling, Format.E4M3)),

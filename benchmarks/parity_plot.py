@@ -6,6 +6,7 @@ Drawn by ``python -m benchmarks.plots``, one for each size: docs/assets/parity_S
 from __future__ import annotations
 
 import hashlib
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,9 +48,11 @@ def styles(arms: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 
 def differences(run: Result, base: Sequence[Result]) -> list[tuple[float, float]]:
-    """(million tokens, percent over bf16 of the same seed) at the points that both have, from FIRST on."""
-    same = next((other for other in base if other.header.seed == run.header.seed), None)
-    losses = {} if same is None else {point.step: point.held_out for point in same.points}
+    """(million tokens, percent over the mean of bf16's runs of the same seed) at the points that all have, from FIRST
+    on."""
+    same = [other for other in base if other.header.seed == run.header.seed]
+    points = zip(*(other.points for other in same), strict=True)
+    losses = {every[0].step: statistics.fmean(point.held_out for point in every) for every in points}
     least = FIRST * run.header.steps
     return [
         (point.tokens / 1e6, 100 * (point.held_out / losses[point.step] - 1))
@@ -59,7 +62,7 @@ def differences(run: Result, base: Sequence[Result]) -> list[tuple[float, float]
 
 
 def draw_differences(axes: Any, arms: Mapping[str, Sequence[Result]], looks: Mapping[str, dict[str, Any]]) -> None:
-    """The distance over tokens, a line for each seed."""
+    """The distance over tokens, a line for each run."""
     for name, runs in arms.items():
         for apart in filter(None, (differences(run, arms.get(BASE, [])) for run in runs)):
             axes.plot(*zip(*apart, strict=True), **looks[name])
@@ -68,7 +71,7 @@ def draw_differences(axes: Any, arms: Mapping[str, Sequence[Result]], looks: Map
 
 
 def draw_ends(axes: Any, arms: Mapping[str, Sequence[Result]], looks: Mapping[str, dict[str, Any]]) -> None:
-    """The distance at the end, a dot for each seed."""
+    """The distance at the end, a dot for each run and a bar for the mean of all."""
     found = {
         name: [apart[-1][1] for apart in (differences(run, arms.get(BASE, [])) for run in runs) if apart]
         for name, runs in arms.items()
@@ -76,7 +79,8 @@ def draw_ends(axes: Any, arms: Mapping[str, Sequence[Result]], looks: Mapping[st
     }
     found = {name: ends for name, ends in found.items() if ends}
     for row, (name, ends) in enumerate(found.items()):
-        axes.plot(ends, [row] * len(ends), "o", markersize=6, color=looks[name]["color"], alpha=0.8)
+        axes.plot(ends, [row] * len(ends), "o", markersize=6, color=looks[name]["color"], alpha=0.6)
+        axes.plot(statistics.fmean(ends), row, "|", markersize=15, markeredgewidth=2, color="#000000")
     axes.axvline(0, color="#000000", linewidth=1.2)
     axes.set_yticks(range(len(found)), list(found), fontsize=9)
     axes.set_ylim(len(found) - 0.5, -0.5)
@@ -87,7 +91,7 @@ def draw_ends(axes: Any, arms: Mapping[str, Sequence[Result]], looks: Mapping[st
 
 
 def figure_of(results: Sequence[Result]) -> Any:
-    """Both panels; each seed is a line, or a dot if there are MANY arms."""
+    """Both panels; each run is a line, or a dot if there are MANY arms."""
     from matplotlib.figure import Figure  # not pyplot: no global state, no display
     from matplotlib.lines import Line2D
 
@@ -121,7 +125,7 @@ def figure_of(results: Sequence[Result]) -> Any:
     handles = [Line2D([], [], label=name, **looks[name]) for name in arms]
     figure.legend(handles=handles, loc="outside lower center", ncols=6, frameon=False, fontsize=9)
     parameters = results[0].header.parameters / 1e6
-    figure.suptitle(f"A GPT of {parameters:.0f} million parameters, one {'dot' if many else 'line'} for each seed")
+    figure.suptitle(f"A GPT of {parameters:.0f} million parameters, one {'dot' if many else 'line'} for each run")
     return figure
 
 

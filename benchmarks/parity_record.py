@@ -1,6 +1,7 @@
-"""The records of ``benchmarks.parity``: a JSONL file for each arm and seed, and what they say together.
+"""The records of ``benchmarks.parity``: a JSONL file for each run, and what they say together.
 
-The first line of a file describes the run (``Header``), each line after it a point (``Point``).
+The first line of a file describes the run (``Header``), each line after it a point (``Point``). Kernels of a GPU add
+in any order, so that a run that is repeated ends at another loss: a seed may have several runs.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ RESULTS = Path(__file__).resolve().parent / "results" / "parity"
 
 @dataclass(frozen=True)
 class Header:
-    """What a run was. Two runs compare only if all fields but ``arm``, ``seed``, ``products`` and ``machine`` agree."""
+    """What a run was. Two runs compare if all fields agree but ``arm``, ``seed``, ``repeat``, ``products`` and
+    ``machine``."""
 
     arm: str
     seed: int
@@ -39,6 +41,8 @@ class Header:
     products: dict[str, int]
     """How often ``mx.explain()`` saw each product and kernel in the first step; compiled blocks share one graph."""
     machine: dict[str, Any]
+    repeat: int = 0
+    """Which run of this arm and seed it is."""
 
 
 @dataclass(frozen=True)
@@ -80,9 +84,9 @@ class Result:
         return statistics.median(speeds) if speeds else float("nan")
 
 
-def path_of(results: Path, size: str, arm: str, seed: int) -> Path:
+def path_of(results: Path, size: str, arm: str, seed: int, repeat: int = 0) -> Path:
     """The file of a run."""
-    return results / size / f"{arm}-seed{seed}.jsonl"
+    return results / size / f"{arm}-seed{seed}{f'-repeat{repeat}' * bool(repeat)}.jsonl"
 
 
 def read(path: Path) -> Result:
@@ -106,7 +110,7 @@ def append(path: Path, point: Point) -> None:
 
 
 def read_all(results: Path, size: str) -> list[Result]:
-    """The finished runs of one size, in the order of ARMS and seeds.
+    """The finished runs of one size, in the order of ARMS, seeds and repeats.
 
     Raises ValueError if two of them had other texts, lengths or models.
     """
@@ -121,15 +125,20 @@ def read_all(results: Path, size: str) -> list[Result]:
                     "records of one study in a folder"
                 )
     order = list(ARMS)
-    return sorted(found, key=lambda result: (order.index(result.header.arm), result.header.seed))
+    return sorted(found, key=lambda result: (order.index(result.header.arm), *_place(result.header)))
+
+
+def _place(header: Header) -> tuple[int, int]:
+    return header.seed, header.repeat
 
 
 # ---------------------------------------------------------------------------------------------- the table
 
 HEADER = [
-    "arm", "what", "seeds", "held-out loss", "over bf16 of the same seed", "spread of seeds", "tokens/s", "over bf16",
+    "arm", "what", "runs", "held-out loss", "over bf16 of the same seed", "spread of seeds", "tokens/s", "over bf16",
     "weights evaluated in bf16, over bf16",
 ]  # fmt: skip
+Loss = Callable[[Result], float | None]
 
 
 def by_arm(results: Sequence[Result]) -> dict[str, list[Result]]:
@@ -140,24 +149,39 @@ def by_arm(results: Sequence[Result]) -> dict[str, list[Result]]:
     return arms
 
 
+def by_seed(runs: Sequence[Result], loss: Loss = lambda run: run.loss) -> dict[int, float]:
+    """Seed -> the mean of ``loss`` over its runs, of those that have it."""
+    found: dict[int, list[float]] = {}
+    for run in runs:
+        value = loss(run)
+        if value is not None:
+            found.setdefault(run.header.seed, []).append(value)
+    return {seed: statistics.fmean(losses) for seed, losses in found.items()}
+
+
 def spread(runs: Sequence[Result]) -> float:
-    """The largest less the smallest held-out loss of runs that differ in their seed."""
-    losses = [run.loss for run in runs]
+    """The largest less the smallest held-out loss of the seeds."""
+    losses = by_seed(runs).values()
     return max(losses) - min(losses)
 
 
-def over_base(
-    runs: Sequence[Result], base: Sequence[Result], loss: Callable[[Result], float | None] = lambda run: run.loss
-) -> float | None:
-    """The mean of ``loss`` / loss of bf16 - 1 over the seeds that both have; None if there is none."""
-    losses = {run.header.seed: run.loss for run in base}
-    found = [(loss(run), losses[run.header.seed]) for run in runs if run.header.seed in losses]
-    ratios = [ours / theirs - 1 for ours, theirs in found if ours is not None]
-    return statistics.fmean(ratios) if ratios else None
+def distances(runs: Sequence[Result], base: Sequence[Result], loss: Loss = lambda run: run.loss) -> list[float]:
+    """``loss`` / loss of bf16 - 1 for each seed that both have."""
+    ours, theirs = by_seed(runs, loss), by_seed(base)
+    return [ours[seed] / theirs[seed] - 1 for seed in ours if seed in theirs]
 
 
-def _percent(ratio: float | None) -> str:
-    return "" if ratio is None else f"{ratio:+.2%}"
+def standard_error(values: Sequence[float]) -> float | None:
+    """Of the mean of ``values``; None for fewer than three, of which it says little."""
+    return statistics.stdev(values) / len(values) ** 0.5 if len(values) > 2 else None
+
+
+def _percent(values: Sequence[float]) -> str:
+    """Their mean, and its standard error if it is known."""
+    if not values:
+        return ""
+    error = standard_error(values)
+    return f"{statistics.fmean(values):+.2%}" + ("" if error is None else f" ± {error:.2%}")
 
 
 def table_of(results: Sequence[Result]) -> tuple[list[str], list[list[str]]]:
@@ -175,10 +199,11 @@ def lines(results: Sequence[Result]) -> list[list[str]]:
     found = []
     for name, runs in arms.items():
         speed = statistics.fmean(run.tokens_per_second for run in runs)
-        ratio = None if name == BASE else over_base(runs, base)
+        losses = by_seed(runs)
         found.append([
-            name, ARMS[name].what, str(len(runs)), f"{statistics.fmean(r.loss for r in runs):.4f}",
-            _percent(ratio), f"{spread(runs):.4f}" if len(runs) > 1 else "", f"{speed:,.0f}",
-            f"{speed / base_speed:.2f}", _percent(over_base(runs, base, lambda run: run.points[-1].unquantized)),
+            name, ARMS[name].what, str(len(runs)), f"{statistics.fmean(losses.values()):.4f}",
+            _percent([] if name == BASE else distances(runs, base)), f"{spread(runs):.4f}" if len(losses) > 1 else "",
+            f"{speed:,.0f}", f"{speed / base_speed:.2f}",
+            _percent(distances(runs, base, lambda run: run.points[-1].unquantized)),
         ])  # fmt: skip
     return found

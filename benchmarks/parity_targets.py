@@ -1,12 +1,14 @@
-"""What the runs of ``benchmarks.parity`` should show. A distance is to the run of the other arm with the same seed."""
+"""What the runs of ``benchmarks.parity`` should show. A distance is to the runs of the other arm with the same
+seed."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Sequence
 
 from .cuda import Target
 from .parity_arms import BASE
-from .parity_record import Result, by_arm, over_base, spread
+from .parity_record import Result, by_arm, by_seed, distances, spread
 
 Figures = Iterable[tuple[str, float]]
 MXFP8, EXACT = "mxfp8", "mxfp8-dequant"
@@ -17,16 +19,16 @@ NVFP4 = "nvfp4-last-bf16"
 def _percent(arm: str, results: Sequence[Result]) -> Figures:
     """The distance of the arm's held-out loss from that of bf16, in percent."""
     runs = by_arm(results)
-    ratio = over_base(runs.get(arm, []), runs.get(BASE, []))
-    return [] if ratio is None else [(arm, abs(100 * ratio))]
+    found = distances(runs.get(arm, []), runs.get(BASE, []))
+    return [(arm, abs(100 * statistics.fmean(found)))] if found else []
 
 
 def _spreads(arm: str, other: str, results: Sequence[Result]) -> Figures:
     """The distance of the mean losses of two arms, in units of the larger spread of their seeds."""
     runs = by_arm(results)
-    pairs = {run.header.seed: run.loss for run in runs.get(other, [])}
-    apart = [run.loss - pairs[run.header.seed] for run in runs.get(arm, []) if run.header.seed in pairs]
-    unit = max((spread(runs[name]) for name in (arm, other) if len(runs.get(name, [])) > 1), default=0.0)
+    ours, theirs = (by_seed(runs.get(name, [])) for name in (arm, other))
+    apart = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
+    unit = max((spread(runs[name]) for name, seeds in ((arm, ours), (other, theirs)) if len(seeds) > 1), default=0.0)
     return [(f"{arm} and {other}", abs(sum(apart) / len(apart)) / unit)] if apart and unit else []
 
 

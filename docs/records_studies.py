@@ -15,7 +15,7 @@ COMMANDS = {
 
 def _study(size: str) -> str:
     from benchmarks.cuda import VERDICT_HEADER
-    from benchmarks.parity_record import read_all, table_of
+    from benchmarks.parity_record import by_arm, read_all, table_of
     from benchmarks.parity_targets import TARGETS
 
     results = read_all(RESULTS / "parity", size)
@@ -32,14 +32,14 @@ def _study(size: str) -> str:
     paragraphs = [shape + where_measured(" and ".join(gpus), first.machine)]
     if (ASSETS / f"parity_{size}.png").exists():
         paragraphs.append(f"![Held-out loss and its distance from bfloat16 over tokens](../assets/parity_{size}.png)")
-    products = [(r.header.arm, ", ".join(sorted(r.header.products))) for r in results if not r.header.seed]
+    products = {arm: ", ".join(sorted(runs[0].header.products)) for arm, runs in by_arm(results).items()}
     verdicts = [verdict for verdict in (t.verdict(results) for t in TARGETS) if verdict[2]]
     header, lines = table_of(results)
     paragraphs += [
         table(", ".join(header), lines),
         table(", ".join(VERDICT_HEADER), verdicts),
         "The products of a block, by the kernel that ran:",
-        table("arm, products", [row for row in products if row[1]]),
+        table("arm, products", [row for row in products.items() if row[1]]),
     ]
     return "\n\n".join(paragraphs)
 

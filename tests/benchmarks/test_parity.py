@@ -175,8 +175,8 @@ def key_of(recipe):
 # ---------------------------------------------------------------------------------------------- the table
 
 
-def result(arm, seed, loss, rate=1000.0):
-    header = record.Header(arm, seed, "tiny", 1, 0, 3, 100, "text", 1, 1, False, {}, {})
+def result(arm, seed, loss, rate=1000.0, repeat=0):
+    header = record.Header(arm, seed, "tiny", 1, 0, 3, 100, "text", 1, 1, False, {}, {}, repeat)
     made = [record.Point(i, 100 * i, loss, loss + 3 - i, 5.0 * (i > 0) + 100 * i / rate) for i in range(4)]
     return record.Result(header, made)
 
@@ -192,6 +192,26 @@ def test_lines_compare_with_bfloat16_of_the_same_seed():
     assert header == record.HEADER and [line[-1] for line in found] == ["", "-0.50%", ""]
     assert nvfp4[4] == "+0.91%" and all(len(line) == len(record.HEADER) for line in (base, mxfp8, nvfp4))
     assert math.isnan(record.Result(runs[0].header, runs[0].points[:1]).tokens_per_second)
+
+
+def test_runs_of_one_seed_count_as_their_mean_and_three_seeds_have_an_error():
+    base = [result(BASE, seed, 2.0) for seed in range(4)] + [result(BASE, 0, 2.2, repeat=1)]
+    ours = [result("mxfp8", 0, 2.142, repeat=repeat) for repeat in range(3)] + [result("mxfp8", 1, 2.02)]
+    assert record.distances(ours, base) == pytest.approx([0.02, 0.01]) and record.standard_error([0.02, 0.01]) is None
+    assert record.lines([*base, *ours])[1][2:6] == ["4", "2.0810", "+1.50%", "0.1220"]
+    ours += [result("mxfp8", 2, 2.0), result("mxfp8", 3, 1.98)]
+    error = (sum((x - 0.5) ** 2 for x in (2, 1, 0, -1)) / 3 / 4) ** 0.5
+    assert record.lines([*base, *ours])[1][4] == f"+0.50% ± {error:.2f}%"
+    apart = [target.verdict([*base, *ours])[2] for target in parity_targets.TARGETS[:2]]
+    assert apart == ["0.5", f"{(0.042 + 0.02 - 0.02) / 4 / 0.162:.3g}"]
+
+
+def test_a_repeated_run_has_a_file_of_its_own(tmp_path):
+    for repeat in (1, 0):
+        one = result(BASE, 0, 2.0, repeat=repeat)
+        record.start(record.path_of(tmp_path, "tiny", BASE, 0, repeat), one.header, one.points)
+    assert [run.header.repeat for run in record.read_all(tmp_path, "tiny")] == [0, 1]
+    assert record.path_of(tmp_path, "tiny", BASE, 0, 1).name == "bf16-seed0-repeat1.jsonl"
 
 
 def test_runs_of_two_studies_are_not_compared(tmp_path):
@@ -269,6 +289,8 @@ def test_many_arms_are_dots_where_they_end(recorded, monkeypatch):
     monkeypatch.setattr(parity_plot, "MANY", 1)
     _, right = parity_plot.figure_of(record.read_all(recorded / "parity", "large")).axes
     *dots, zero = right.lines
+    dots, means = dots[::2], dots[1::2]
+    assert [line.get_marker() for line in means] == ["|", "|"]
     assert [list(line.get_xdata()) for line in dots] == [pytest.approx([1.0]), pytest.approx([100 * 0.02 / 2.2])]
     assert [label.get_text() for label in right.get_yticklabels()] == ["mxfp8", "nvfp4-last-bf16"]
     assert list(zero.get_xdata()) == [0, 0]
@@ -277,7 +299,8 @@ def test_many_arms_are_dots_where_they_end(recorded, monkeypatch):
 def test_the_page_has_the_tables_or_says_that_there_are_none(recorded):
     text = records_studies.parity_large()
     assert (
-        "a GPU, Python 3.12, torch 2.11; 2026-01-02." in text and "| nvfp4-last-bf16 | fprop by fp8_rows |" not in text
+        "a GPU, Python 3.12, torch 2.11; 2026-01-02." in text
+        and text.count("| nvfp4-last-bf16 | fprop by fp8_rows |") == 1
     )
     assert (
         "| mxfp8 | fprop by fp8_rows |" in text
