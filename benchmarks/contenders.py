@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any
 
 STARTED = "started"
+ENDED = "its process has ended"
 
 
 def _work(pipe: Any, make: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -55,13 +56,24 @@ class Contenders:
         self.one_by_one(STARTED)
         self._unmade = set(self.failed)
 
+    def _ask(self, names: Iterable[str], method: str, args: tuple[Any, ...]) -> list[str]:
+        """Call the method of some contenders; the names of those whose process lives."""
+        asked = []
+        for name in names:
+            try:
+                self._pipes[name].send((method, args))
+                asked.append(name)
+            except OSError:
+                self.failed[name] = ENDED
+        return asked
+
     def _answers(self, names: Iterable[str]) -> dict[str, Any]:
         found = {}
         for name in names:
             try:
                 answer, error = self._pipes[name].recv()
-            except EOFError:
-                answer, error = None, "its process has ended"
+            except (EOFError, OSError):
+                answer, error = None, ENDED
             if error is None:
                 found[name] = answer
             else:
@@ -80,15 +92,11 @@ class Contenders:
 
     def together(self, method: str, *args: Any) -> dict[str, Any]:
         """Call the method of all contenders at once; name -> what it returned, of those that did not fail."""
-        names = self.running
-        for name in names:
-            self._pipes[name].send((method, args))
-        return self._answers(names)
+        return self._answers(self._ask(self.running, method, args))
 
     def one(self, name: str, method: str, *args: Any) -> Any:
         """Call the method of one contender that has not failed. None if it fails now."""
-        self._pipes[name].send((method, args))
-        return self._answers([name]).get(name)
+        return self._answers(self._ask([name], method, args)).get(name)
 
     def one_by_one(self, method: str, *args: Any) -> dict[str, Any]:
         """Call the method of one contender after the other; name -> what it returned, of those that did not fail."""

@@ -1,6 +1,7 @@
 """Contenders in processes of their own: they start together, take contenders, and an error of one leaves the others."""
 
 import os
+import signal
 import time
 
 from benchmarks.contenders import Contenders
@@ -26,6 +27,9 @@ class Contender:
             raise RuntimeError("no more")
         return self.name
 
+    def process(self):
+        return os.getpid()
+
     def leave(self):
         os._exit(3)
 
@@ -43,3 +47,14 @@ def test_each_contender_has_a_process_of_its_own():
         assert contenders.running == ["a", "b"] and contenders.one("a", "count", 1) == ("a", "x", 3)
         assert contenders.together("leave") == {} and contenders.failed["b"] == "its process has ended"
         assert contenders.running == []
+
+
+def test_a_process_that_ends_between_two_calls_leaves_the_others():
+    """As the system ends one that takes too much memory."""
+    with Contenders(("a", "b"), Contender, "x") as contenders:
+        os.kill(contenders.one("a", "process"), signal.SIGKILL)
+        contenders._processes[0].join(20)
+        assert contenders.together("count", 2) == {"b": ("b", "x", 2)}
+        assert contenders.failed == {"a": "its process has ended"} and contenders.one("a", "count", 1) is None
+        contenders.forgive()
+        assert contenders.running == ["b"]
