@@ -8,7 +8,7 @@ torch has no such place. All were seen in torch 2.11, 2.13 and 2.15 unless the f
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import wraps
 from importlib import import_module
@@ -95,6 +95,53 @@ def hook_torchscript(check: Callable[[torch.nn.Module], None]) -> bool:
         return usual(nn_module, *args, **kwargs)
 
     recursive.infer_concrete_type_builder = infer
+    return True
+
+
+# ---------------------------------------------------------------------------------------------- copies of parameters
+
+
+def hook_flat_parameters(check: Callable[[Iterable[torch.Tensor]], None]) -> bool:
+    """Let ``check(parameters)`` raise for parameters that ``FullyShardedDataParallel`` (FSDP1) is about to copy into a
+    flat one. True if this torch has the place.
+
+    It replaces them by plain views of the flat one, and asks no subclass. Missing: nothing is changed, and models train
+    without their recipes.
+    """
+    flat = getattr(import_module("torch.distributed.fsdp._flat_param"), "FlatParamHandle", None)
+    if flat is None:
+        return False
+    make = flat.__init__
+
+    @wraps(make)
+    def make_checked(self: Any, params: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> None:
+        check(params)
+        make(self, params, *args, **kwargs)
+
+    flat.__init__ = make_checked
+    return True
+
+
+def hook_replicas(check: Callable[[Iterable[torch.Tensor]], None]) -> bool:
+    """Let ``check(parameters)`` raise for the parameters of a module that ``nn.DataParallel`` is about to copy to each
+    GPU. True if this torch has the place.
+
+    The copies are plain tensors, made in C++. Missing: nothing is changed, and replicas run without formats and
+    recipes.
+    """
+    modules = [import_module(f"torch.nn.parallel{name}") for name in ("", ".replicate", ".data_parallel")]
+    usual = getattr(modules[0], "replicate", None)
+    if not callable(usual):
+        return False
+
+    @wraps(usual)
+    def replicate(network: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        check(network.parameters())
+        return usual(network, *args, **kwargs)
+
+    for module in modules:
+        if getattr(module, "replicate", None) is usual:
+            module.replicate = replicate  # type: ignore[attr-defined]
     return True
 
 

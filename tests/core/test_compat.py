@@ -421,6 +421,34 @@ def test_optimizers_take_a_kind_of_parameter_many_at_a_time(monkeypatch):
     assert not compat_hooks.let_optimizers_take(Kind)
 
 
+def test_parameters_are_checked_before_they_are_flattened(monkeypatch):
+    flat = importlib.import_module("torch.distributed.fsdp._flat_param").FlatParamHandle
+    seen = []
+    monkeypatch.setattr(flat, "__init__", lambda self, params, *rest: None)
+    assert compat_hooks.hook_flat_parameters(seen.append)
+    flat(["p"], nn.Linear(2, 2))
+    monkeypatch.delattr(importlib.import_module("torch.distributed.fsdp._flat_param"), "FlatParamHandle")
+    assert not compat_hooks.hook_flat_parameters(seen.append) and seen == [["p"]]
+
+
+def test_parameters_are_checked_before_they_are_copied_to_gpus(monkeypatch):
+    modules = [importlib.import_module(f"torch.nn.parallel{name}") for name in ("", ".replicate", ".data_parallel")]
+    for module in modules:
+        monkeypatch.setattr(module, "replicate", usual := modules[0].replicate)
+
+    def check(parameters):
+        if [*parameters]:
+            raise ValueError("has parameters")
+
+    assert compat_hooks.hook_replicas(check)
+    assert len({module.replicate for module in modules}) == 1 and modules[0].replicate is not usual
+    assert len(modules[2].replicate(nn.Identity(), [None])) == 1
+    with pytest.raises(ValueError, match="has parameters"):
+        modules[1].replicate(nn.Linear(2, 2), [None])
+    monkeypatch.delattr(modules[0], "replicate")
+    assert not compat_hooks.hook_replicas(check)
+
+
 def test_a_stager_of_another_torch_is_left_alone(monkeypatch):
     stager = importlib.import_module("torch.distributed.checkpoint._state_dict_stager")
     monkeypatch.delattr(stager.StateDictStager, "_offload_tensor")
