@@ -1,12 +1,15 @@
-"""peft: a warning of what is rounded when an adapter is merged into a quantized weight. Imported when peft is.
+"""peft: a warning of what is rounded when an adapter is merged into a quantized weight, and high-precision copies of
+the modules that an adapter saves whole. Imported when peft is.
 
 peft adds the change of an adapter to the values of the weight, and the sum is quantized: a small change can be lost.
+Modules of ``modules_to_save`` are copied and trained whole: steps of an optimizer would be lost in the same way.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -89,7 +92,26 @@ def _warning(call: str, position: int) -> Callable[[Callable[..., Any]], Callabl
     return wrap
 
 
+def _decoding(update: Callable[..., Any]) -> Callable[..., Any]:
+    """A wrapper of ``ModulesToSaveWrapper.update``, which copies the module that it wraps for an adapter."""
+
+    def update_decoded(self: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
+        known = adapter_name in self.modules_to_save
+        out = update(self, adapter_name, *args, **kwargs)
+        if not known and adapter_name in self.modules_to_save:
+            for module in self.modules_to_save[adapter_name].modules():
+                for name, p in [*module.named_parameters(recurse=False)]:
+                    if isinstance(p, MXTensor):
+                        setattr(module, name, torch.nn.Parameter(p.dequantize().detach(), p.requires_grad))
+        return out
+
+    return update_decoded
+
+
 def install(module: Any) -> None:
-    """Let the merges of ``peft.tuners.tuners_utils.BaseTuner`` warn."""
+    """Let the merges of ``peft.tuners.tuners_utils.BaseTuner`` warn, and copies of ``modules_to_save`` be plain."""
     for name, position in (("merge_and_unload", 2), ("merge_adapter", 0)):
         hook_method(module.BaseTuner, name, _warning(name, position))
+    wrapper = getattr(import_module("peft.utils.other"), "ModulesToSaveWrapper", None)
+    if wrapper is not None:
+        hook_method(wrapper, "update", _decoding)

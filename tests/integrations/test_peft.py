@@ -69,3 +69,31 @@ def test_what_changes_nothing_and_what_is_not_quantized_does_not_warn(tmp_path):
         plain = peft.get_peft_model(MODELS["Llama"](), peft.LoraConfig(target_modules=["q_proj"], r=2,
                                                                       init_lora_weights=False))  # fmt: skip
         plain.merge_and_unload()
+
+
+@pytest.mark.parametrize("modules", [["up_proj"], ["embed_tokens", "lm_head"]], ids=" ".join)
+def test_modules_that_an_adapter_saves_train_in_high_precision(modules, tmp_path):
+    """Rounded to codes after each step, small updates would be lost."""
+
+    def made():
+        torch.manual_seed(0)
+        model = mx.quantize_(MODELS["Llama"](), "mxfp8-weight-only", include_head=True)
+        return model
+
+    base = made()
+    config = peft.LoraConfig(target_modules=["q_proj"], r=2, modules_to_save=modules)
+    model = peft.get_peft_model(base, config)
+    copies = {n: p for n, p in model.named_parameters() if "modules_to_save" in n}
+    before = {n: p.detach().clone() for n, p in copies.items()}
+    codes = {n: p.dequantize() for n, p in model.named_parameters() if isinstance(p, mx.MXTensor)}
+    assert copies and all(type(p) is torch.nn.Parameter and p.requires_grad for p in copies.values())
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-5, weight_decay=0.0)
+    for _ in range(2):
+        model(IDS, labels=IDS).loss.backward()
+        optimizer.step()
+    moved = [(p.detach() - before[n]).abs().mean() for n, p in copies.items() if "embed" not in n]
+    assert all(1e-5 < float(mean) < 3e-5 for mean in moved)
+    assert all(torch.equal(p.dequantize(), codes[n]) for n, p in model.named_parameters() if n in codes)
+    model.save_pretrained(tmp_path)
+    loaded = peft.PeftModel.from_pretrained(made(), tmp_path)
+    assert torch.equal(loaded.eval()(IDS).logits, model.eval()(IDS).logits)
