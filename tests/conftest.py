@@ -24,9 +24,21 @@ torch.set_num_threads(1)
 gc.set_threshold(20_000, 10, 50)  # thousands of test items live as long as the process: look through them rarely
 
 
+STATE = 1, torch.float32, True
+"""Threads, default dtype, and whether gradients are on."""
+
+
 @pytest.fixture(autouse=True)
-def seed():
+def state():
+    """A seed before each test; a test that leaves another state of torch behind is an error, and the next has STATE."""
     torch.manual_seed(20240613)
+    yield
+    left = torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled()
+    if left != STATE:
+        torch.set_num_threads(1)
+        torch.set_default_dtype(torch.float32)
+        torch.set_grad_enabled(True)
+        pytest.fail(f"the test left {left} behind, not {STATE}")
 
 
 @pytest.fixture(autouse=True)
