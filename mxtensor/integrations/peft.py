@@ -1,14 +1,16 @@
 """peft: a warning of what is rounded when an adapter is merged into a quantized weight, and high-precision copies of
-the modules that an adapter saves whole. Imported when peft is.
+what an adapter trains whole. Imported when peft is.
 
 peft adds the change of an adapter to the values of the weight, and the sum is quantized: a small change can be lost.
-Modules of ``modules_to_save`` are copied and trained whole: steps of an optimizer would be lost in the same way.
+Modules of ``modules_to_save`` and rows of ``trainable_token_indices`` are copied and trained whole: steps of an
+optimizer would be lost in the same way.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -16,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..core.compat_hooks import hook_method
+from ..core.when_imported import after_import
 from ..tensor.mxtensor import MXTensor
 
 ROWS = 64
@@ -92,7 +95,15 @@ def _warning(call: str, position: int) -> Callable[[Callable[..., Any]], Callabl
     return wrap
 
 
-def _decoding(update: Callable[..., Any]) -> Callable[..., Any]:
+def _in_high_precision(p: Any) -> Any:
+    """A parameter or buffer whose values are those of an MXTensor; any other thing itself."""
+    if not isinstance(p, MXTensor):
+        return p
+    values = p.detach().dequantize()
+    return torch.nn.Parameter(values, p.requires_grad) if isinstance(p, torch.nn.Parameter) else values
+
+
+def _decoding_modules(update: Callable[..., Any]) -> Callable[..., Any]:
     """A wrapper of ``ModulesToSaveWrapper.update``, which copies the module that it wraps for an adapter."""
 
     def update_decoded(self: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
@@ -101,17 +112,41 @@ def _decoding(update: Callable[..., Any]) -> Callable[..., Any]:
         if not known and adapter_name in self.modules_to_save:
             for module in self.modules_to_save[adapter_name].modules():
                 for name, p in [*module.named_parameters(recurse=False)]:
-                    if isinstance(p, MXTensor):
-                        setattr(module, name, torch.nn.Parameter(p.dequantize().detach(), p.requires_grad))
+                    setattr(module, name, _in_high_precision(p))
         return out
 
     return update_decoded
+
+
+def _decoding_tokens(update: Callable[..., Any]) -> Callable[..., Any]:
+    """A wrapper of ``TrainableTokensLayer.update_layer``, which copies some rows of an embedding for an adapter."""
+
+    def update_decoded(self: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
+        out = update(self, adapter_name, *args, **kwargs)
+        for rows in (self.trainable_tokens_delta, self.trainable_tokens_original):
+            if adapter_name in rows:
+                rows[adapter_name] = _in_high_precision(rows[adapter_name])
+        return out
+
+    return update_decoded
+
+
+COPIES = (
+    ("peft.utils.other", "ModulesToSaveWrapper", "update", _decoding_modules),
+    ("peft.tuners.trainable_tokens.layer", "TrainableTokensLayer", "update_layer", _decoding_tokens),
+)
+"""Methods that copy parameters which an adapter trains."""
 
 
 def install(module: Any) -> None:
     """Let the merges of ``peft.tuners.tuners_utils.BaseTuner`` warn, and copies of ``modules_to_save`` be plain."""
     for name, position in (("merge_and_unload", 2), ("merge_adapter", 0)):
         hook_method(module.BaseTuner, name, _warning(name, position))
-    wrapper = getattr(import_module("peft.utils.other"), "ModulesToSaveWrapper", None)
-    if wrapper is not None:
-        hook_method(wrapper, "update", _decoding)
+    for name, kind, method, wrap in COPIES:
+        after_import(name, partial(_hook_copies, name, kind, method, wrap))
+
+
+def _hook_copies(name: str, kind: str, method: str, wrap: Callable[..., Any]) -> None:
+    found = getattr(import_module(name), kind, None)
+    if found is not None:
+        hook_method(found, method, wrap)

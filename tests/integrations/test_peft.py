@@ -97,3 +97,28 @@ def test_modules_that_an_adapter_saves_train_in_high_precision(modules, tmp_path
     model.save_pretrained(tmp_path)
     loaded = peft.PeftModel.from_pretrained(made(), tmp_path)
     assert torch.equal(loaded.eval()(IDS).logits, model.eval()(IDS).logits)
+
+
+def test_rows_of_an_embedding_that_an_adapter_trains_are_in_high_precision(tmp_path):
+    def made():
+        torch.manual_seed(0)
+        net = MODELS["Llama"]()
+        net.config.tie_word_embeddings = True
+        net.tie_weights()
+        return mx.quantize_(net, "mxfp8-weight-only", include_head=True)
+
+    base = made()
+    assert isinstance(base.get_input_embeddings().weight, mx.MXTensor)
+    model = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj"], trainable_token_indices=[1, 2, 3]))
+    (rows,) = (p for n, p in model.named_parameters() if "trainable_tokens_delta" in n)
+    before = rows.detach().clone()
+    assert type(rows) is torch.nn.Parameter and torch.equal(before, base.get_input_embeddings().weight[[1, 2, 3]])
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-5, weight_decay=0.0)
+    ids = torch.arange(1, 9)[None]
+    for _ in range(2):
+        model(ids, labels=ids).loss.backward()
+        optimizer.step()
+    assert 1e-5 < float((rows.detach() - before).abs().mean()) < 3e-5
+    model.save_pretrained(tmp_path)
+    loaded = peft.PeftModel.from_pretrained(made(), tmp_path)
+    assert torch.equal(loaded.eval()(ids).logits, model.eval()(ids).logits)
