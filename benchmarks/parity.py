@@ -133,7 +133,7 @@ def train(task: Task, study: Study, text: corpus.Corpus, digest: str) -> None:
     run.arm = arm
     if study.compiled:
         run.compile()
-    checkpoint = None if study.folder is None else study.folder / study.size / study.record_of(task).stem
+    checkpoint = None if study.folder is None else study.folder / study.size / path.stem
     if before is not None and checkpoint is not None and checkpoint.is_dir():
         run.load(checkpoint)
         points = [point for point in before.points if point.step <= run.done]

@@ -125,11 +125,7 @@ def read_all(results: Path, size: str) -> list[Result]:
                     "records of one study in a folder"
                 )
     order = list(ARMS)
-    return sorted(found, key=lambda result: (order.index(result.header.arm), *_place(result.header)))
-
-
-def _place(header: Header) -> tuple[int, int]:
-    return header.seed, header.repeat
+    return sorted(found, key=lambda run: (order.index(run.header.arm), run.header.seed, run.header.repeat))
 
 
 # ---------------------------------------------------------------------------------------------- the table

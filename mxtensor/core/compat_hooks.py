@@ -109,17 +109,15 @@ def hook_flat_parameters(check: Callable[[Iterable[torch.Tensor]], None]) -> boo
     without their recipes.
     """
     flat = getattr(import_module("torch.distributed.fsdp._flat_param"), "FlatParamHandle", None)
-    if flat is None:
-        return False
-    make = flat.__init__
 
-    @wraps(make)
-    def make_checked(self: Any, params: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> None:
-        check(params)
-        make(self, params, *args, **kwargs)
+    def wrap(make: Function) -> Function:
+        def make_checked(self: Any, params: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> None:
+            check(params)
+            make(self, params, *args, **kwargs)
 
-    flat.__init__ = make_checked
-    return True
+        return make_checked
+
+    return flat is not None and hook_method(flat, "__init__", wrap)
 
 
 def hook_replicas(check: Callable[[Iterable[torch.Tensor]], None]) -> bool:
@@ -143,6 +141,29 @@ def hook_replicas(check: Callable[[Iterable[torch.Tensor]], None]) -> bool:
         if getattr(module, "replicate", None) is usual:
             module.replicate = replicate  # type: ignore[attr-defined]
     return True
+
+
+def hook_staging(*kinds: type[torch.Tensor]) -> bool:
+    """Let ``torch.distributed.checkpoint.async_save`` copy tensors of these wrapper classes to the CPU, tensor by
+    tensor inside. True if this torch has the place.
+
+    Its stager copies the storage of a tensor, which a wrapper lacks. Missing: ``async_save`` of such tensors fails.
+    """
+    stager = getattr(import_module("torch.distributed.checkpoint._state_dict_stager"), "StateDictStager", None)
+
+    def wrap(usual: Function) -> Function:
+        def offload(self: Any, x: Any, memo: dict[int, Any], *args: Any, **kwargs: Any) -> Any:
+            if not isinstance(x, kinds):
+                return usual(self, x, memo, *args, **kwargs)
+            names, context = x.__tensor_flatten__()  # type: ignore[attr-defined]
+            inner = {name: self._offload_tensor(getattr(x, name), memo, *args, **kwargs) for name in names}
+            copied = type(x).__tensor_unflatten__(inner, context, x.size(), x.stride())  # type: ignore[attr-defined]
+            memo[id(x)] = copied
+            return copied
+
+        return offload
+
+    return stager is not None and hook_method(stager, "_offload_tensor", wrap)
 
 
 # ---------------------------------------------------------------------------------------------- torch's attention
@@ -200,7 +221,7 @@ def _is_between(frame: FrameType) -> bool:
 
 
 def hook_method(kind: type, name: str, wrap: Callable[[Function], Function]) -> bool:
-    """Replace a method of another library's class by ``wrap(method)``. True if the class has it.
+    """Replace a method of a class of torch or of another library by ``wrap(method)``. True if the class has it.
 
     peft 0.21 has no event of a merge, and ``merge_and_unload`` is its public method. Missing: nothing is changed.
     """
@@ -208,29 +229,4 @@ def hook_method(kind: type, name: str, wrap: Callable[[Function], Function]) -> 
     if method is None:
         return False
     setattr(kind, name, wraps(method)(wrap(method)))
-    return True
-
-
-def hook_staging(*kinds: type[torch.Tensor]) -> bool:
-    """Let ``torch.distributed.checkpoint.async_save`` copy tensors of these wrapper classes to the CPU, tensor by
-    tensor inside. True if this torch has the place.
-
-    Its stager copies the storage of a tensor, which a wrapper lacks. Missing: ``async_save`` of such tensors fails.
-    """
-    stager = import_module("torch.distributed.checkpoint._state_dict_stager")
-    usual = getattr(getattr(stager, "StateDictStager", None), "_offload_tensor", None)
-    if usual is None:
-        return False
-
-    @wraps(usual)
-    def offload(self: Any, x: Any, memo: dict[int, Any], *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(x, kinds):
-            return usual(self, x, memo, *args, **kwargs)
-        names, context = x.__tensor_flatten__()  # type: ignore[attr-defined]
-        inner = {name: self._offload_tensor(getattr(x, name), memo, *args, **kwargs) for name in names}
-        copied = type(x).__tensor_unflatten__(inner, context, x.size(), x.stride())  # type: ignore[attr-defined]
-        memo[id(x)] = copied
-        return copied
-
-    stager.StateDictStager._offload_tensor = offload
     return True

@@ -107,12 +107,10 @@ def _decoding_modules(update: Callable[..., Any]) -> Callable[..., Any]:
     """A wrapper of ``ModulesToSaveWrapper.update``, which copies the module that it wraps for an adapter."""
 
     def update_decoded(self: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
-        known = adapter_name in self.modules_to_save
         out = update(self, adapter_name, *args, **kwargs)
-        if not known and adapter_name in self.modules_to_save:
-            for module in self.modules_to_save[adapter_name].modules():
-                for name, p in [*module.named_parameters(recurse=False)]:
-                    setattr(module, name, _in_high_precision(p))
+        for module in self.modules_to_save[adapter_name].modules():
+            for name, p in [*module.named_parameters(recurse=False)]:
+                setattr(module, name, _in_high_precision(p))
         return out
 
     return update_decoded
@@ -139,7 +137,7 @@ COPIES = (
 
 
 def install(module: Any) -> None:
-    """Let the merges of ``peft.tuners.tuners_utils.BaseTuner`` warn, and copies of ``modules_to_save`` be plain."""
+    """Let the merges of ``peft.tuners.tuners_utils.BaseTuner`` warn, and what adapters copy and train be plain."""
     for name, position in (("merge_and_unload", 2), ("merge_adapter", 0)):
         hook_method(module.BaseTuner, name, _warning(name, position))
     for name, kind, method, wrap in COPIES:

@@ -234,7 +234,7 @@ def test_workers_keep_the_order_and_leave_no_thread(workers):
 def test_a_conversion_by_threads_is_the_conversion_by_one(tmp_path):
     state = {f"m{i}.weight": torch.randn(300, 1024).bfloat16() for i in range(12)}
     path = checkpoint(tmp_path / "a", state)
-    for name, threads in (("one", 1), ("four", 4), ("end", 1)):
+    for name, threads in (("four", 4), ("one", 1)):
         torch.set_num_threads(threads)
         mx.checkpoints.convert(path, tmp_path / name, format="mxfp8", max_shard_bytes=700_000)
         assert torch.get_num_threads() == threads

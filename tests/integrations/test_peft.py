@@ -77,12 +77,10 @@ def test_modules_that_an_adapter_saves_train_in_high_precision(modules, tmp_path
 
     def made():
         torch.manual_seed(0)
-        model = mx.quantize_(MODELS["Llama"](), "mxfp8-weight-only", include_head=True)
-        return model
+        return mx.quantize_(MODELS["Llama"](), "mxfp8-weight-only", include_head=True)
 
-    base = made()
     config = peft.LoraConfig(target_modules=["q_proj"], r=2, modules_to_save=modules)
-    model = peft.get_peft_model(base, config)
+    model = peft.get_peft_model(made(), config)
     copies = {n: p for n, p in model.named_parameters() if "modules_to_save" in n}
     before = {n: p.detach().clone() for n, p in copies.items()}
     codes = {n: p.dequantize() for n, p in model.named_parameters() if isinstance(p, mx.MXTensor)}
