@@ -63,12 +63,17 @@ class ArmRun(Run):
                 stack.enter_context(mx.autocast(enabled=False))
             yield
 
-    def unquantized(self, text: Tensor) -> float | None:
+    def unquantized(self, text: Tensor, batches: int | None = None) -> float | None:
         """``loss_on`` of the same weights without quantization; None for an arm without a recipe."""
         if self.arm.recipe is None:
             return None
         with mx.autocast(enabled=False):
-            return self.loss_on(text)
+            return self.loss_on(text, batches)
+
+    def on_whole(self, text: Tensor) -> dict[str, float | None]:
+        """The losses of a last ``Point``: over all of ``text`` but what is left of its last batch."""
+        batches = max(len(text) // (self.size.context * self.size.batch), 1)
+        return {"whole": self.loss_on(text, batches), "whole_unquantized": self.unquantized(text, batches)}
 
 
 @dataclass(frozen=True)
@@ -161,7 +166,8 @@ def train(task: Task, study: Study, text: corpus.Corpus, digest: str) -> None:
         run.evaluate(text.held_out)
         losses, tokens = run.losses[first:], run.done * study.batch_tokens
         training, unquantized = math.fsum(losses) / len(losses), run.unquantized(text.held_out)
-        points.append(Point(run.done, tokens, training, run.held_out[-1][1], seconds, unquantized))
+        whole = run.on_whole(text.held_out) if run.done == study.steps else {}
+        points.append(Point(run.done, tokens, training, run.held_out[-1][1], seconds, unquantized, **whole))
         append(path, points[-1])
         say(task, progress(points, study))
 

@@ -58,6 +58,10 @@ class Point:
     """Of training so far: the first steps' compilation is in it, evaluations and checkpoints are not."""
     unquantized: float | None = None
     """The held-out loss of the same weights without quantization; None: not measured, or an arm without a recipe."""
+    whole: float | None = None
+    """At the end: the loss over the whole held-out text, of which ``held_out`` has a sample; None: not measured."""
+    whole_unquantized: float | None = None
+    """The same without quantization."""
 
 
 @dataclass(frozen=True)

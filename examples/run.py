@@ -166,13 +166,15 @@ class Run:
         self.seconds.append(time.perf_counter() - began)
 
     @torch.no_grad()
-    def loss_on(self, text: Tensor) -> float:
-        """The loss over windows at even distances in ``text``; uses no random numbers."""
+    def loss_on(self, text: Tensor, batches: int | None = None) -> float:
+        """The loss over windows at even distances in ``text``: ``batches`` of them, or as the size says. Uses no random
+        numbers."""
         size = self.size
-        starts = torch.linspace(0, len(text) - size.context - 1, size.evaluated * size.batch, dtype=torch.float64)
+        count = (batches or size.evaluated) * size.batch
+        starts = torch.linspace(0, len(text) - size.context - 1, count, dtype=torch.float64)
         with self.precision():
-            batches = self.on_device(windows(text, starts.long(), size.context + 1)).split(size.batch)
-            losses = torch.stack([self.model.loss(batch) for batch in batches])
+            each = self.on_device(windows(text, starts.long(), size.context + 1)).split(size.batch)
+            losses = torch.stack([self.model.loss(batch) for batch in each])
         return statistics.fmean(losses.tolist())
 
     def evaluate(self, text: Tensor) -> None:

@@ -184,6 +184,14 @@ def nonstrict_trace(function: Function) -> Function:
     return function if mark is None else mark(function)
 
 
+functional_collectives = torch.ops._c10d_functional
+"""Collectives as ops of a graph, with new tensors as results.
+
+torch's public ones write into a tensor that is given; Dynamo replaces them by these, AOTAutograd does not. Missing: a
+layer that is split over ranks raises AttributeError.
+"""
+
+
 def called_while_traced(function: Function) -> Function:
     """Dynamo calls the function with constants instead of tracing it, and takes the result for a constant.
 

@@ -127,20 +127,17 @@ def hook_replicas(check: Callable[[Iterable[torch.Tensor]], None]) -> bool:
     The copies are plain tensors, made in C++. Missing: nothing is changed, and replicas run without formats and
     recipes.
     """
-    modules = [import_module(f"torch.nn.parallel{name}") for name in ("", ".replicate", ".data_parallel")]
-    usual = getattr(modules[0], "replicate", None)
-    if not callable(usual):
-        return False
 
-    @wraps(usual)
-    def replicate(network: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        check(network.parameters())
-        return usual(network, *args, **kwargs)
+    def wrap(usual: Function) -> Function:
+        def replicate(network: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            check(network.parameters())
+            return usual(network, *args, **kwargs)
 
-    for module in modules:
-        if getattr(module, "replicate", None) is usual:
-            module.replicate = replicate  # type: ignore[attr-defined]
-    return True
+        return replicate
+
+    return hook_function(
+        [f"torch.nn.parallel{name}" for name in ("", ".replicate", ".data_parallel")], "replicate", wrap
+    )
 
 
 def hook_staging(*kinds: type[torch.Tensor]) -> bool:
@@ -229,4 +226,22 @@ def hook_method(kind: type, name: str, wrap: Callable[[Function], Function]) -> 
     if method is None:
         return False
     setattr(kind, name, wraps(method)(wrap(method)))
+    return True
+
+
+def hook_function(modules: Sequence[str], name: str, wrap: Callable[[Function], Function]) -> bool:
+    """Replace a function of torch or of another library by ``wrap(function)``, in the module that defines it, the first
+    of ``modules``, and in the others, which import it by name. True if the first has it.
+
+    accelerate 1.15 has no event of a tensor that it puts into a module, and ``set_module_tensor_to_device`` is its
+    public function for that. Missing: nothing is changed.
+    """
+    found = [import_module(module) for module in modules]
+    usual = getattr(found[0], name, None)
+    if not callable(usual):
+        return False
+    wrapped = wraps(usual)(wrap(usual))
+    for module in found:
+        if getattr(module, name, None) is usual:
+            setattr(module, name, wrapped)
     return True

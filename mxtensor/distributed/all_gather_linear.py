@@ -14,11 +14,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..core.compat import disable_torch_function
+from ..core.compat import disable_torch_function, nonstrict_trace
 from ..core.explain import record
 from ..core.kernel import Spec
 from ..core.select import dispatch_context, restore_context
@@ -26,16 +25,11 @@ from ..core.torch_autocast import without_autocast
 from ..kernels.gemm.spec import Form
 from ..numerics.formats import Rounding
 from ..numerics.operand import Operand
-from ..recipe.linear_recipe import LinearRecipe
+from ..recipe.linear_recipe import LinearRecipe, recipe_by_key
 from ..training.operands import cached_operands, copies, saved, transposed
 from ..training.passes import Options, product
 from ..training.training_weight import values_of
-
-Group = Any
-"""A process group."""
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-"""torch 2.13 has the first names, earlier versions the second."""
+from .collectives import Ranks, gathered, sum_scattered
 
 
 def refuses(linear_recipe: LinearRecipe, rows: int, cols: int) -> str | None:
@@ -71,36 +65,33 @@ def reason_for_values(
     return why
 
 
-def _gathered_rows(t: Tensor, world: int, group: Group) -> Tensor:
-    """(n, ...) of each rank as (world * n, ...); gathered as bytes, whatever the dtype."""
-    mine = t.contiguous().view(torch.uint8)
-    out = mine.new_empty((world * mine.shape[0], *mine.shape[1:]))
-    all_gather(out, mine, group=group)
-    return out.view(t.dtype)
+def _gathered_rows(t: Tensor, ranks: Ranks) -> Tensor:
+    """(n, ...) of each rank as (ranks * n, ...); gathered as bytes, whatever the dtype."""
+    return gathered(t.contiguous().view(torch.uint8), ranks).view(t.dtype)
 
 
-def _gathered_columns(t: Tensor, world: int, group: Group) -> Tensor:
-    """(n, m) of each rank as (n, world * m)."""
+def _gathered_columns(t: Tensor, ranks: Ranks) -> Tensor:
+    """(n, m) of each rank as (n, ranks * m)."""
     n, m = t.shape
-    return _gathered_rows(t, world, group).view(world, n, m).transpose(0, 1).reshape(n, world * m)
+    return _gathered_rows(t, ranks).view(ranks.size, n, m).transpose(0, 1).reshape(n, ranks.size * m)
 
 
-def _of_all_rows(mine: Operand, world: int, group: Group) -> Operand:
+def _of_all_rows(mine: Operand, ranks: Ranks) -> Operand:
     rows, cols = mine.shape
-    return mine.map_blocks(lambda t: _gathered_rows(t, world, group), (world * rows, cols))
+    return mine.map_blocks(lambda t: _gathered_rows(t, ranks), (ranks.size * rows, cols))
 
 
-def _of_all_columns(mine: Operand, world: int, group: Group) -> Operand:
+def _of_all_columns(mine: Operand, ranks: Ranks) -> Operand:
     rows, cols = mine.shape
-    return mine.map_blocks(lambda t: _gathered_columns(t, world, group), (rows, world * cols))
+    return mine.map_blocks(lambda t: _gathered_columns(t, ranks), (rows, ranks.size * cols))
 
 
 class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, options: Options, group: Group, dtype: torch.dtype
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, options: Options, ranks: Ranks, dtype: torch.dtype
     ) -> Tensor:
-        linear_recipe, world = options.linear_recipe, dist.get_world_size(group)
+        linear_recipe = options.linear_recipe
         with disable_torch_function(), without_autocast(x.device):
             later = Form.CODES if ctx.needs_input_grad[1] else None
             mine, x_col = copies(x, linear_recipe.input, (Form.CODES, later), ())
@@ -111,11 +102,11 @@ class _Gathered(torch.autograd.Function):
                 if cached is not None
                 else copies(values_of(weight), linear_recipe.weight, (Form.CODES, None), ())[0]
             )
-            y = product("fprop", _of_all_rows(mine, world, group), w_row, dtype, bias, options.prefer)
+            y = product("fprop", _of_all_rows(mine, ranks), w_row, dtype, bias, options.prefer)
         x_saved, x_tensors = saved(x_col)
         ctx.save_for_backward(*x_tensors, weight)
-        ctx.saved, ctx.options, ctx.group, ctx.world = x_saved, options, group, world
-        ctx.shape, ctx.dtypes = tuple(x.shape), (x.dtype, weight.dtype, None if bias is None else bias.dtype, dtype)
+        ctx.saved, ctx.options, ctx.ranks = x_saved, options, ranks
+        ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype, dtype
         ctx.dispatch_context = dispatch_context()
         return y
 
@@ -123,7 +114,7 @@ class _Gathered(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         *x_tensors, weight = ctx.saved_tensors
-        options, group, world = ctx.options, ctx.group, ctx.world
+        options, ranks = ctx.options, ctx.ranks
         linear_recipe, prefer = options.linear_recipe, options.prefer
         need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
         x_dtype, w_dtype, bias_dtype, dtype = ctx.dtypes
@@ -133,11 +124,9 @@ class _Gathered(torch.autograd.Function):
             g_row, g_col = copies(grad, linear_recipe.grad, wants, ())
             if need_dx:
                 of_all = product("dgrad", g_row, transposed(weight, linear_recipe, Form.CODES, ()), dtype, None, prefer)
-                dx = of_all.new_empty(ctx.shape)
-                reduce_scatter(dx, of_all.contiguous(), group=group)
-                dx = dx.to(x_dtype)
+                dx = sum_scattered(of_all, ranks).to(x_dtype)
             if need_dw:
-                x_col = _of_all_columns(ctx.saved.gemm_operand(iter(x_tensors)), world, group)
+                x_col = _of_all_columns(ctx.saved.gemm_operand(iter(x_tensors)), ranks)
                 dw = product("wgrad", g_col, x_col, dtype, None, prefer).to(w_dtype)
             if need_db:
                 db = grad.sum(0, dtype=torch.float32).to(bias_dtype)
@@ -145,15 +134,30 @@ class _Gathered(torch.autograd.Function):
 
 
 def gathered_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, linear_recipe: LinearRecipe, group: Group, dtype: torch.dtype
+    x: Tensor, weight: Tensor, bias: Tensor | None, linear_recipe: LinearRecipe, group: Any, dtype: torch.dtype
 ) -> Tensor:
-    """``x_all @ weight^T + bias``, (world * M, N): ``x`` (M, K) are the rows of this rank, ``weight`` (N, K) and
-    ``bias`` (N,) its columns, in high precision; ``x_all`` the rows of all ranks of ``group`` in the order of ranks.
+    """``x_all @ weight^T + bias``, (ranks * M, N): ``x`` (M, K) are the rows of this rank, ``weight`` (N, K) and
+    ``bias`` (N,) its columns, in high precision; ``x_all`` the rows of all ranks of the process group in the order of
+    ranks.
 
     The gradient of ``x`` is summed over the ranks. Raises ValueError if ``refuses`` gives a reason.
     """
     why = refuses(linear_recipe, *x.shape)
     if why is not None:
         raise ValueError(f"gathered_linear: {why}; gather x in high precision")
+    name = str(dtype).removeprefix("torch.")
+    given = [] if bias is None else [bias]
+    run = _traced if torch.compiler.is_dynamo_compiling() else _run
+    return run(linear_recipe.key, name, *Ranks.of(group), x, weight, *given)
+
+
+def _run(key: str, dtype: str, group: str, size: int, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     with disable_torch_function():
-        return _Gathered.apply(x, weight, bias, Options(linear_recipe), group, dtype)  # type: ignore[no-any-return]
+        y: Tensor = _Gathered.apply(
+            x, weight, bias, Options(recipe_by_key(key)), Ranks(group, size), getattr(torch, dtype)
+        )
+    return y
+
+
+_traced = nonstrict_trace(_run)
+"""For Dynamo, which leaves it to AOTAutograd: kernels are chosen as in eager code. It takes tensors and constants."""

@@ -14,11 +14,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..core.compat import disable_torch_function
+from ..core.compat import disable_torch_function, nonstrict_trace
 from ..core.select import dispatch_context, restore_context
 from ..core.shapes import as_matrix
 from ..core.torch_autocast import without_autocast
@@ -29,13 +28,11 @@ from ..kernels.quantize.two_casts import columnwise_cast
 from ..numerics.cast import Cast
 from ..numerics.operand import Operand
 from ..numerics.reference import encode, tensor_amax
-from ..recipe.linear_recipe import LinearRecipe, TensorCasts
+from ..recipe.linear_recipe import LinearRecipe, TensorCasts, recipe_by_key
 from ..training.operands import rounds_twice, saved
 from ..training.passes import Options, product
 from ..training.training_weight import values_of
-
-Group = Any
-"""A process group."""
+from .collectives import Ranks, largest
 
 
 def shares_scales(linear_recipe: LinearRecipe) -> bool:
@@ -54,15 +51,13 @@ def _sources(x: Tensor, casts: TensorCasts) -> list[tuple[Tensor, Cast | None]]:
     return [(x, casts.rowwise), (columns, column)]
 
 
-def _largest(sources: list[tuple[Tensor, Cast | None]], split: list[bool], group: Group) -> list[Tensor]:
+def _largest(sources: list[tuple[Tensor, Cast | None]], split: list[bool], ranks: Ranks) -> list[Tensor]:
     """The amax of each source; of all ranks where ranks have parts of it. NaN counts as infinity."""
     amax = torch.stack([tensor_amax(x) for x, _ in sources])
     amax = torch.where(amax.isnan(), float("inf"), amax)
-    if any(split):
-        shared = amax.clone()
-        dist.all_reduce(shared, dist.ReduceOp.MAX, group=group)
-        amax = torch.where(torch.tensor(split, device=amax.device), shared, amax)
-    return list(amax.unbind())
+    of_all = largest(amax, ranks) if any(split) else amax
+    pairs = zip(amax.unbind(), of_all.unbind(), split, strict=True)
+    return [whole if is_part else own for own, whole, is_part in pairs]
 
 
 def _cast(x: Tensor, cast: Cast | None, amax: Tensor) -> GemmOperand:
@@ -73,7 +68,7 @@ def _cast(x: Tensor, cast: Cast | None, amax: Tensor) -> GemmOperand:
     return encode(x.contiguous(), cast, amax)
 
 
-def _copies(tensors: list[tuple[Tensor, TensorCasts, bool]], group: Group) -> list[GemmOperand]:
+def _copies(tensors: list[tuple[Tensor, TensorCasts, bool]], ranks: Ranks) -> list[GemmOperand]:
     """(rowwise, columnwise) of each matrix in turn; the last of each entry: whether ranks have parts of it."""
     for _, casts, split in tensors:
         if split and casts.rowwise is not None and casts.rowwise.format.row_scaled:
@@ -82,7 +77,7 @@ def _copies(tensors: list[tuple[Tensor, TensorCasts, bool]], group: Group) -> li
                 "whole rows; split the layer by columns, or use row_scaled_activation=False"
             )
     sources = [source for x, casts, _ in tensors for source in _sources(x, casts)]
-    amax = _largest(sources, [split for *_, split in tensors for _ in range(2)], group)
+    amax = _largest(sources, [split for *_, split in tensors for _ in range(2)], ranks)
     out = [_cast(x, cast, each) for (x, cast), each in zip(sources, amax, strict=True)]
     for i, (_, casts, _) in enumerate(tensors):
         first = out[2 * i]
@@ -95,18 +90,18 @@ def _copies(tensors: list[tuple[Tensor, TensorCasts, bool]], group: Group) -> li
 class _Split(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, linear_recipe: LinearRecipe, group: Group, rows: bool,
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, linear_recipe: LinearRecipe, ranks: Ranks, rows: bool,
         dtype: torch.dtype,
     ) -> Tensor:  # fmt: skip
         prefer = Options(linear_recipe).prefer
         with disable_torch_function(), without_autocast(x.device):
             given = [(as_matrix(x), linear_recipe.input, rows), (values_of(weight), linear_recipe.weight, True)]
-            x_row, x_col, w_row, w_col = _copies(given, group)
+            x_row, x_col, w_row, w_col = _copies(given, ranks)
             y = product("fprop", x_row, w_row, dtype, bias, prefer)
         x_saved, x_tensors = saved(x_col if ctx.needs_input_grad[1] else None)
         w_saved, w_tensors = saved(w_col if ctx.needs_input_grad[0] else None)
         ctx.save_for_backward(*x_tensors, *w_tensors)
-        ctx.saved, ctx.call = (x_saved, w_saved), (linear_recipe, group, rows, dtype, prefer, tuple(x.shape))
+        ctx.saved, ctx.call = (x_saved, w_saved), (linear_recipe, ranks, rows, dtype, prefer, tuple(x.shape))
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         ctx.dispatch_context = dispatch_context()
         return y.view(*x.shape[:-1], y.shape[-1])
@@ -115,13 +110,13 @@ class _Split(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         tensors, (x_saved, w_saved) = iter(ctx.saved_tensors), ctx.saved
-        linear_recipe, group, rows, dtype, prefer, shape = ctx.call
+        linear_recipe, ranks, rows, dtype, prefer, shape = ctx.call
         x_dtype, w_dtype, bias_dtype = ctx.dtypes
         dx = dw = db = None
         with disable_torch_function(), without_autocast(grad.device), restore_context(*ctx.dispatch_context):
             g = as_matrix(grad)
             x_col, w_col = x_saved.gemm_operand(tensors), w_saved.gemm_operand(tensors)
-            g_row, g_col = _copies([(g, linear_recipe.grad, not rows)], group)
+            g_row, g_col = _copies([(g, linear_recipe.grad, not rows)], ranks)
             if ctx.needs_input_grad[0]:
                 dx = product("dgrad", g_row, w_col, dtype, None, prefer).to(x_dtype).view(shape)
             if ctx.needs_input_grad[1]:
@@ -133,14 +128,30 @@ class _Split(torch.autograd.Function):
 
 
 def split_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, linear_recipe: LinearRecipe, group: Group, rows: bool,
+    x: Tensor, weight: Tensor, bias: Tensor | None, linear_recipe: LinearRecipe, group: Any, rows: bool,
     dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """``x @ weight^T + bias`` by the parts of this rank, with scales that the ranks of ``group`` share.
+    """``x @ weight^T + bias`` by the parts of this rank, with scales that the ranks of a process group share.
 
     x (..., K), ``weight`` (N, K) in high precision, ``bias`` (N,); result (..., N). ``rows``: the weight is split along
     K, and x with it; the results of the ranks have to be added up. Otherwise it is split along N: x is the whole input,
     and its gradients have to be added up.
     """
+    name = str(dtype).removeprefix("torch.")
+    given = [] if bias is None else [bias]
+    run = _traced if torch.compiler.is_dynamo_compiling() else _run
+    return run(linear_recipe.key, name, *Ranks.of(group), rows, x, weight, *given)
+
+
+def _run(
+    key: str, dtype: str, group: str, size: int, rows: bool, x: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> Tensor:  # fmt: skip
     with disable_torch_function():
-        return _Split.apply(x, weight, bias, linear_recipe, group, rows, dtype)  # type: ignore[no-any-return]
+        y: Tensor = _Split.apply(
+            x, weight, bias, recipe_by_key(key), Ranks(group, size), rows, getattr(torch, dtype)
+        )  # fmt: skip
+    return y
+
+
+_traced = nonstrict_trace(_run)
+"""As that of ``all_gather_linear``."""

@@ -1,5 +1,5 @@
-"""Other libraries that are told about this package: transformers' registries of quantizers and of attention, and merges
-of peft."""
+"""Other libraries that are told about this package: transformers' registries of quantizers and of attention, merges of
+peft, and accelerate's function that puts a tensor into a module."""
 
 from __future__ import annotations
 
@@ -44,6 +44,11 @@ def _watch_merges() -> None:
     import_module(".peft", __name__).install(import_module("peft.tuners.tuners_utils"))
 
 
+def _keep_recipes() -> None:
+    import_module(".accelerate", __name__).install()
+
+
 after_import("transformers.quantizers.auto", _register)
 after_import("transformers.modeling_utils", _register_attention)
 after_import("peft.tuners.tuners_utils", _watch_merges)
+after_import("accelerate.hooks", _keep_recipes)

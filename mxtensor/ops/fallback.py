@@ -29,7 +29,8 @@ REFUSED: dict[Any, str] = {}
 
 aten = torch.ops.aten
 REFUSED |= {
-    aten.view.dtype: "its bytes are codes and scales, not values of another dtype; use .rowwise.data for the codes",
+    aten.view.dtype: "its bytes are codes and scales, not values of another dtype; use .rowwise.data for the codes "
+    "(accelerate stores plain values on the disk: use its cpu_offload)",
     aten.resize_.default: "its blocks cannot store more values; use torch.nn.functional.pad and quantize again",
     aten.resize_as_.default: "its blocks cannot store more values; use torch.nn.functional.pad and quantize again",
 }

@@ -4,13 +4,15 @@ parameter, a quantized one keeps them too.
     module.to(), .half(), .cpu() ...    stay: the parameter is the same object
     pickle, torch.save                  saved
     copy.deepcopy                       copied for a tensor, dropped for a parameter
+    MXTensor(parameter, requires_grad)  set, where a library passes them
     detach, clone, results of ops       dropped
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from ..core.compat import is_swapped_by_module
@@ -27,6 +29,7 @@ PRESERVED = frozenset({
 OURS = "_mxtensor_"
 """The beginning of the names of other attributes that the package sets, such as the histories of delayed scaling."""
 
+T = TypeVar("T", bound=Tensor)
 _dict: Any = vars(Tensor)["__dict__"]
 
 
@@ -43,6 +46,21 @@ def set_attributes(t: Any, attributes: dict[str, Any]) -> Any:
     """Set attributes of ``user_attributes`` on ``t``, and return it; others, which a made-up file may have, are not."""
     _dict.__get__(t).update((name, value) for name, value in attributes.items() if _is_users(name))
     return t
+
+
+def parameter_of(t: T, requires_grad: bool, attributes: dict[str, Any]) -> T:
+    """What the class of a quantized parameter gives if it is called as ``nn.Parameter(t, requires_grad)`` is.
+
+    Libraries make a parameter of the class of the one that it replaces: accelerate does so for one that it has moved.
+    Under its ``init_empty_weights``, it also passes everything in the ``__dict__`` of the old one.
+    """
+    return set_attributes(torch.nn.Parameter(t.detach(), requires_grad), attributes)  # type: ignore[no-any-return]
+
+
+def refuse_attributes(kind: str, attributes: dict[str, Any]) -> None:
+    """Raise TypeError for arguments that are not those of a class, where its value is no parameter."""
+    if attributes:
+        raise TypeError(f"{kind}() got an unexpected keyword argument {next(iter(attributes))!r}")
 
 
 def _is_users(name: str) -> bool:

@@ -32,7 +32,7 @@ from ..numerics.operand import Operand, Rotated, transposed
 from ..numerics.validate import check_outer, known_size
 from ..recipe.linear_recipe import LinearRecipe
 from ..recipe.rows import recipe_to_row
-from .attributes import KeepsAttributes
+from .attributes import KeepsAttributes, parameter_of, refuse_attributes
 from .dequantized_view import Link
 from .fsdp import GatheredByFSDP2
 from .graph_attributes import hook_graph_attributes_of
@@ -101,6 +101,7 @@ class MXTensor(Makers, Pickled, KeepsAttributes, GatheredByFSDP2, TransformerEng
         offset: int = 0,
         checked: bool = False,
         rotated: Rotated | None = None,
+        **attributes: Any,
     ) -> MXTensor:
         """``checked``: for callers in the package, whose operands fit each other; others are checked and aliased.
 
@@ -108,15 +109,18 @@ class MXTensor(Makers, Pickled, KeepsAttributes, GatheredByFSDP2, TransformerEng
 
         Raises TypeError or ValueError that says which argument does not fit.
         """
-        if isinstance(rowwise, MXTensor):  # accelerate calls the class of a parameter that it has moved
-            return torch.nn.Parameter(rowwise.detach(), requires_grad)  # type: ignore[return-value]
+        if isinstance(rowwise, MXTensor):
+            return parameter_of(rowwise, requires_grad, attributes)
+        if attributes:
+            refuse_attributes("MXTensor", attributes)
         refuse_recording("an MXTensor")
         if not checked:
             if rowwise is not None and not isinstance(rowwise, Operand):
                 raise TypeError(
                     f"an MXTensor is made of operands, and {described(rowwise)} has no format: make one with "
                     "mx.quantize(x, format), or from codes and scales with mx.MXTensor.from_components "
-                    "(accelerate's disk_offload stores plain values only: use its cpu_offload)"
+                    "(accelerate has plain values on the disk and of a checkpoint: use its cpu_offload, and call "
+                    "quantize_ after load_checkpoint_in_model)"
                 )
             if not isinstance(recipe, LinearRecipe):
                 raise TypeError(

@@ -110,7 +110,7 @@ def load_as_parameters(
                 new = quantize_as(value, parameter.recipe, parameter.copies)
                 state_dict[key] = nn.Parameter(new, requires_grad=parameter.requires_grad)
         elif assign and isinstance(local_of(parameter), TrainingWeight):
-            state_dict[key] = _with_recipe(value, parameter)
+            state_dict[key] = with_recipe(value, parameter)
     if histories is not None:
         _load_states(module, state_dict, prefix, assign, histories, error_msgs)
 
@@ -160,8 +160,9 @@ def _load_weight(weight: Tensor, name: str, tensors: dict[str, Tensor]) -> None:
         setattr(weight, attribute, state)
 
 
-def _with_recipe(value: Any, parameter: nn.Parameter) -> Any:
-    """``value`` as a parameter with the recipe of ``parameter``; ``value`` itself if it has a recipe already."""
+def with_recipe(value: Any, parameter: nn.Parameter) -> Any:
+    """``value`` as a parameter with the recipe and the histories of ``parameter``; ``value`` itself if it has a recipe
+    already."""
     weight, values = local_of(parameter), local_of(value)
     if not isinstance(values, Tensor) or isinstance(values, TrainingWeight):
         return value
@@ -172,7 +173,5 @@ def _with_recipe(value: Any, parameter: nn.Parameter) -> Any:
         value = value.dequantize()
     out = nn.Parameter(TrainingWeight(value.detach(), weight.linear_recipe), weight.requires_grad)
     for name, state in delayed_states(weight).items():
-        # A history on another device, meta for one, has no values to go on with.
-        same = state.history.device == value.device
-        setattr(out, name, state if same else DelayedState(state.linear_recipe, value.device))
+        setattr(out, name, state if state.history.device == value.device else state.to(value.device))
     return out

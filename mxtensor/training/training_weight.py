@@ -29,7 +29,7 @@ from ..core.fingerprint import fingerprint
 from ..core.select import forced_kernel
 from ..core.when_imported import PENDING, after_import, install_pending
 from ..recipe.linear_recipe import LinearRecipe
-from ..tensor.attributes import KeepsAttributes, set_attributes, user_attributes
+from ..tensor.attributes import KeepsAttributes, parameter_of, refuse_attributes, set_attributes, user_attributes
 from ..tensor.fsdp import Gathered, Shard, gathered_operands, hook, refilled, shard_of
 from ..tensor.graph_attributes import hook_graph_attributes_of
 from ..tensor.mxtensor import MXTensor
@@ -83,12 +83,20 @@ class TrainingWeight(KeepsAttributes):
     """Whether FSDP2 frees the values and fills them anew, which torch counts as no write."""
 
     @staticmethod
-    def __new__(cls, high_precision: Tensor, linear_recipe: LinearRecipe, shard: Shard | None = None) -> TrainingWeight:
+    def __new__(
+        cls, high_precision: Tensor, /, linear_recipe: LinearRecipe | None = None, shard: Shard | None = None,
+        **attributes: Any,
+    ) -> TrainingWeight:  # fmt: skip
+        if isinstance(high_precision, TrainingWeight):
+            return parameter_of(high_precision, attributes.pop("requires_grad", False), attributes)
         if not isinstance(high_precision, Tensor) or not isinstance(linear_recipe, LinearRecipe):
             raise TypeError(
                 "TrainingWeight takes a tensor and a LinearRecipe, not "
-                f"{type(high_precision).__name__} and {type(linear_recipe).__name__}"
+                f"{type(high_precision).__name__} and {type(linear_recipe).__name__}; mx.quantize_(module, recipe) "
+                "makes one of each weight, after its values are loaded"
             )
+        if attributes:
+            refuse_attributes("TrainingWeight", attributes)
         self: TrainingWeight = make_wrapper_subclass(
             cls,
             high_precision.size(),

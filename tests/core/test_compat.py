@@ -449,6 +449,23 @@ def test_parameters_are_checked_before_they_are_copied_to_gpus(monkeypatch):
     assert not compat_hooks.hook_replicas(check)
 
 
+def test_a_function_is_replaced_in_the_modules_that_import_it_by_name(monkeypatch):
+    def usual():
+        """What it does."""
+        return 1
+
+    def other():
+        return 2
+
+    modules = [SimpleNamespace(f=usual), SimpleNamespace(f=usual), SimpleNamespace(f=other), SimpleNamespace()]
+    for i, module in enumerate(modules):
+        monkeypatch.setitem(sys.modules, f"module_{i}", module)
+    names = [f"module_{i}" for i in range(4)]
+    assert compat_hooks.hook_function(names, "f", lambda f: lambda: f() + 10)
+    assert [module.f() for module in modules[:3]] == [11, 11, 2] and modules[0].f.__doc__ == usual.__doc__
+    assert not compat_hooks.hook_function(names[::-1], "f", lambda f: f) and not hasattr(modules[3], "f")
+
+
 def test_a_stager_of_another_torch_is_left_alone(monkeypatch):
     stager = importlib.import_module("torch.distributed.checkpoint._state_dict_stager")
     monkeypatch.delattr(stager.StateDictStager, "_offload_tensor")

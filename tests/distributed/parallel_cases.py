@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import mxtensor as mx
 from mxtensor.core.select import forced_kernel
-from mxtensor.distributed import all_gather_linear as gathered
+from mxtensor.distributed import all_gather_linear
 from mxtensor.recipe import CustomRecipe, DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from tests.distributed.fsdp_cases import message, same_as
 from tests.helpers.ranks import DEVICE, case, long_case
@@ -83,25 +83,26 @@ def products(log):
 
 
 @contextlib.contextmanager
-def counted(names=("all_gather", "reduce_scatter")):
-    """The bytes of the output of each collective."""
-    bytes = dict.fromkeys(names, 0)
-    old = {name: getattr(gathered, name) for name in names}
+def counted():
+    """The bytes that gathers give and that scattered sums take."""
+    bytes, old = {"gathered": 0, "sum_scattered": 0}, {}
 
     def wrap(name):
-        def call(out, given, *args, **kwargs):
-            bytes[name] += (out if name.startswith("all_gather") else given).nbytes
-            return old[name](out, given, *args, **kwargs)
+        def call(given, ranks):
+            out = old[name](given, ranks)
+            bytes[name] += (out if name == "gathered" else given).nbytes
+            return out
 
         return call
 
-    for name in names:
-        setattr(gathered, name, wrap(name))
+    for name in bytes:
+        old[name] = getattr(all_gather_linear, name)
+        setattr(all_gather_linear, name, wrap(name))
     try:
         yield bytes
     finally:
-        for name in names:
-            setattr(gathered, name, old[name])
+        for name, function in old.items():
+            setattr(all_gather_linear, name, function)
 
 
 @case
@@ -167,7 +168,7 @@ def sequence_parallel(rank, folder):
         a, b = x.chunk(2, dim)[rank].clone().requires_grad_(), x.clone().requires_grad_()
         with mx.explain() as log, counted() as bytes:
             y = two(a)
-            forward = bytes["all_gather"]
+            forward = bytes["gathered"]
             y.square().sum().backward()
         z = one(b)
         z.square().sum().backward()

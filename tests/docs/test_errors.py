@@ -78,6 +78,10 @@ NEVER_SEEN = {
     "{value}: {value} weights are in {value}, and their sums with the adapters were rounded: the rounding has "
     "{value} of the norm of what the adapters change, {value} in {value}. To lose less, keep the adapters, or merge "
     "them into the model in high precision and quantize that",
+    # needs accelerate: tests/integrations/test_accelerate.py
+    "{value} of this checkpoint has the amax histories of delayed scaling, and accelerate puts only parameters and "
+    "buffers on the devices of a device_map: call load_checkpoint_in_model(model, checkpoint) without one, and then "
+    "dispatch_model(model, device_map)",
     # of a model of transformers with attention sinks: tests/integrations/test_attention.py
     'attention of {value} has sinks (s_aux of {value} heads), which neither "{value}" nor "sdpa" of transformers adds; '
     'use model.set_attn_implementation("eager")',

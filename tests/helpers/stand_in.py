@@ -9,6 +9,7 @@ from mxtensor.core import devices
 from mxtensor.core.kernel import Spec
 from mxtensor.kernels.gemm import scaled_mm_contract
 from mxtensor.kernels.gemm.spec import Unquantized
+from mxtensor.kernels.runtime import nvrtc, triton_launch
 from mxtensor.numerics.reference import encode
 from tests.numerics.test_swizzle import slowly_back
 
@@ -43,6 +44,15 @@ def pretend(monkeypatch):
         monkeypatch.setattr(scaled_mm_contract, "toolkit_version", lambda: toolkit)
         monkeypatch.setattr(torch.version, "hip", None)
 
+    return pretend
+
+
+@pytest.fixture
+def device(pretend, monkeypatch):
+    """``device(capability)``: fake CUDA tensors on such a GPU with Triton and NVRTC."""
+    monkeypatch.setattr(triton_launch, "_installed", lambda: True)
+    monkeypatch.setattr(nvrtc, "library", lambda: None)
+    monkeypatch.setattr(nvrtc, "unknown", lambda capability: None)
     return pretend
 
 

@@ -10,6 +10,7 @@ from torch import nn
 
 import mxtensor as mx
 from mxtensor.tensor.attributes import INTERNAL, user_attributes
+from mxtensor.training.training_weight import TrainingWeight
 
 RECIPES = {"mxfp8": mx.recipe.MXFP8BlockScaling(), "delayed": mx.recipe.DelayedScaling()}
 
@@ -124,6 +125,28 @@ def test_a_method_of_the_old_parameter_does_not_keep_it():
     old.loader = old.add_  # as vLLM has it
     mx.quantize_(layer, "mxfp8")
     assert not hasattr(layer.weight, "loader")
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_the_class_of_a_parameter_makes_one_as_that_of_plain_parameters_does(layer):
+    """accelerate calls the class of a parameter, under ``init_empty_weights`` with everything in its ``__dict__``."""
+    weight = with_attributes(LAYERS[layer]().weight)
+    for requires_grad in (False, True):
+        made = type(weight)(weight, requires_grad=requires_grad)
+        assert type(made) is type(weight) and isinstance(made, nn.Parameter) and made.data_ptr() == weight.data_ptr()
+        assert made.requires_grad is requires_grad and made.is_leaf and user_attributes(made) == {}
+    made = type(weight)(weight.to("meta"), **vars(weight) | {"requires_grad": False})
+    assert type(made) is type(weight) and made.is_meta and user_attributes(made) == user_attributes(weight)
+
+
+def test_other_arguments_of_the_classes_are_refused():
+    weight = LAYERS["inference"]().weight
+    with pytest.raises(TypeError, match=r"MXTensor\(\) got an unexpected keyword argument 'shape'"):
+        mx.MXTensor(weight.rowwise, None, weight.recipe, weight.dtype, shape=(32, 64))
+    with pytest.raises(TypeError, match=r"TrainingWeight\(\) got an unexpected keyword argument 'requires_grad'"):
+        TrainingWeight(torch.ones(2, 2), RECIPES["mxfp8"].linear_recipe(), requires_grad=True)
+    with pytest.raises(TypeError, match=r"not Tensor and NoneType; mx\.quantize_"):
+        TrainingWeight(torch.ones(2, 2), requires_grad=True)
 
 
 def test_weights_only_loads_attributes_that_it_allows():

@@ -395,11 +395,3 @@ def test_accelerate_offloads_a_model_and_runs_it():
     for _ in range(2):
         assert {(type(p), p.device.type) for p in (quantized[0].weight, quantized[2].weight)} == {(mx.MXTensor, "meta")}
         assert torch.equal(quantized(x), y)
-
-
-def test_accelerate_says_that_the_disk_stores_values_only(tmp_path):
-    accelerate = pytest.importorskip("accelerate")
-    quantized = model("mxfp8")
-    accelerate.disk_offload(quantized, str(tmp_path), execution_device=torch.device("cpu"))
-    with pytest.raises(TypeError, match="disk_offload stores plain values only: use its cpu_offload"):
-        quantized(torch.randn(5, 64))

@@ -17,14 +17,13 @@ from mxtensor.core.select import decide
 from mxtensor.kernels.gemm import fp8_rows, fp8_rows_cache, scaled_mm, select
 from mxtensor.kernels.gemm.fp8_rows_operand import matrix_of, rows_of_operand
 from mxtensor.kernels.gemm.spec import GemmArgs, Unquantized, format_of
-from mxtensor.kernels.runtime import nvrtc, triton_launch
 from mxtensor.numerics import derived
 from mxtensor.numerics.formats import get_format
 from mxtensor.numerics.operand import Operand
 from mxtensor.numerics.reference import encode
 from mxtensor.numerics.row_scaled import row_scaled
 from tests.helpers.row_scaled import assert_within_the_bound, same, stored, values
-from tests.helpers.stand_in import BF16, FP16, FP32, pretend, stand_in
+from tests.helpers.stand_in import BF16, FP16, FP32, device, pretend, stand_in
 from tests.kernels.quantize.conftest import one_rounding
 
 pytest.importorskip("triton")
@@ -32,7 +31,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="test_gpu_fp8_rows.py runs the kernels on the device"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
 ]
-__all__ = ["one_rounding", "pretend", "stand_in"]
+__all__ = ["device", "one_rounding", "pretend", "stand_in"]
 
 PAIRS = [
     ("mxfp8", "mxfp8"), ("mxfp8", "mxfp4"), ("mxfp6", "mxfp6"), ("mxfp4", "mxfp6_e3m2"), ("mxfp8_e5m2", "mxfp8[32x32]"),
@@ -201,15 +200,6 @@ def test_the_cache_stops_at_its_share_of_the_memory_and_counts_what_was_freed(mo
 
 
 # ---------------------------------------------------------------------------------------------- the choice
-
-
-@pytest.fixture
-def device(pretend, monkeypatch):
-    """``device(capability)``: fake CUDA tensors on such a GPU with Triton and NVRTC."""
-    monkeypatch.setattr(triton_launch, "_installed", lambda: True)
-    monkeypatch.setattr(nvrtc, "library", lambda: None)
-    monkeypatch.setattr(nvrtc, "unknown", lambda capability: None)
-    return pretend
 
 
 def chosen(left, right, m, n, k, args=None, prefer=None, op="mm"):
