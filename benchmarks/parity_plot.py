@@ -108,7 +108,7 @@ def figure_of(results: Sequence[Result]) -> Any:
     if len(base) > 1:
         percent = 100 * spread(base) / base[0].loss
         (right.axvspan if many else right.axhspan)(-percent, percent, color="#e4e4e4", zorder=0)
-        place, where = ((0, 1), ("data", "axes fraction")) if many else ((0.99, percent), ("axes fraction", "data"))
+        place, where = ((0, 1), ("data", "axes fraction")) if many else ((0.99, -percent), ("axes fraction", "data"))
         right.annotate(
             "spread of bf16's seeds", place, xycoords=where, ha="center" if many else "right", va="bottom", fontsize=8,
             color="#777777",

@@ -136,9 +136,12 @@ def read_all(results: Path, size: str) -> list[Result]:
 
 HEADER = [
     "arm", "what", "runs", "held-out loss", "over bf16 of the same seed", "spread of seeds", "tokens/s", "over bf16",
-    "weights evaluated in bf16, over bf16",
+    "over bf16 if evaluated unquantized", "over bf16 on the whole text", "the same if evaluated unquantized",
 ]  # fmt: skip
+OPTIONAL = 3
+"""Columns at the end that are left out if no run measured them."""
 Loss = Callable[[Result], float | None]
+WHOLE: Loss = lambda run: run.points[-1].whole  # noqa: E731
 
 
 def by_arm(results: Sequence[Result]) -> dict[str, list[Result]]:
@@ -165,9 +168,11 @@ def spread(runs: Sequence[Result]) -> float:
     return max(losses) - min(losses)
 
 
-def distances(runs: Sequence[Result], base: Sequence[Result], loss: Loss = lambda run: run.loss) -> list[float]:
+def distances(
+    runs: Sequence[Result], base: Sequence[Result], loss: Loss = lambda run: run.loss, of_base: Loss = lambda r: r.loss
+) -> list[float]:
     """``loss`` / loss of bf16 - 1 for each seed that both have."""
-    ours, theirs = by_seed(runs, loss), by_seed(base)
+    ours, theirs = by_seed(runs, loss), by_seed(base, of_base)
     return [ours[seed] / theirs[seed] - 1 for seed in ours if seed in theirs]
 
 
@@ -185,10 +190,10 @@ def _percent(values: Sequence[float]) -> str:
 
 
 def table_of(results: Sequence[Result]) -> tuple[list[str], list[list[str]]]:
-    """The header and a line for each arm. The last column is left out if no run measured it."""
-    found = lines(results)
-    whole = len(HEADER) if any(line[-1] for line in found) else len(HEADER) - 1
-    return HEADER[:whole], [line[:whole] for line in found]
+    """The header and a line for each arm, without the OPTIONAL columns that are empty."""
+    found, always = lines(results), len(HEADER) - OPTIONAL
+    columns = [i for i in range(len(HEADER)) if i < always or any(line[i] for line in found)]
+    return [HEADER[i] for i in columns], [[line[i] for i in columns] for line in found]
 
 
 def lines(results: Sequence[Result]) -> list[list[str]]:
@@ -197,13 +202,17 @@ def lines(results: Sequence[Result]) -> list[list[str]]:
     base = arms.get(BASE, [])
     base_speed = statistics.fmean(run.tokens_per_second for run in base) if base else float("nan")
     found = []
+
+    def apart(name: str, loss: Loss, of_base: Loss = lambda run: run.loss) -> str:
+        return _percent([] if name == BASE else distances(arms[name], base, loss, of_base))
+
     for name, runs in arms.items():
         speed = statistics.fmean(run.tokens_per_second for run in runs)
         losses = by_seed(runs)
         found.append([
             name, ARMS[name].what, str(len(runs)), f"{statistics.fmean(losses.values()):.4f}",
-            _percent([] if name == BASE else distances(runs, base)), f"{spread(runs):.4f}" if len(losses) > 1 else "",
-            f"{speed:,.0f}", f"{speed / base_speed:.2f}",
-            _percent(distances(runs, base, lambda run: run.points[-1].unquantized)),
+            apart(name, lambda run: run.loss), f"{spread(runs):.4f}" if len(losses) > 1 else "",
+            f"{speed:,.0f}", f"{speed / base_speed:.2f}", apart(name, lambda run: run.points[-1].unquantized),
+            apart(name, WHOLE, WHOLE), apart(name, lambda run: run.points[-1].whole_unquantized, WHOLE),
         ])  # fmt: skip
     return found

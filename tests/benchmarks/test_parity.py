@@ -97,6 +97,10 @@ def test_arms_of_a_seed_start_alike_and_write_records(command, tmp_path):
     assert [point.step for point in base.points] == list(range(11)) and base.points[-1].tokens == 2560
     assert base.points[0].held_out - base.loss > 0.5
     assert base.header.quantized == 0 and not base.header.products and base.points[-1].unquantized is None
+    assert all(point.whole is None for run in results for point in run.points[:-1])
+    assert base.points[-1].whole_unquantized is None and base.points[-1].whole != base.loss
+    whole, same = mxfp8.points[-1].whole, mxfp8.points[-1].whole_unquantized
+    assert whole != same == pytest.approx(whole, rel=1e-2) and whole == pytest.approx(base.points[-1].whole, rel=1e-2)
     losses = [(point.held_out, point.unquantized) for point in mxfp8.points]
     assert losses[0][1] == pytest.approx(base.points[0].held_out, rel=1e-5)  # the same weights, here in float32
     assert all(quantized != plain == pytest.approx(quantized, rel=1e-2) for quantized, plain in losses)
@@ -184,12 +188,17 @@ def result(arm, seed, loss, rate=1000.0, repeat=0):
 def test_lines_compare_with_bfloat16_of_the_same_seed():
     runs = [result(BASE, 0, 2.0), result(BASE, 1, 2.2), result("mxfp8", 0, 2.02, 1500.0), result("nvfp4", 1, 2.22)]
     base, mxfp8, nvfp4 = record.lines(runs)
-    assert base[2:] == ["2", "2.1000", "", "0.2000", "1,000", "1.00", ""]
-    assert mxfp8[2:] == ["1", "2.0200", "+1.00%", "", "1,500", "1.50", ""]
-    assert record.table_of(runs) == (record.HEADER[:-1], [line[:-1] for line in (base, mxfp8, nvfp4)])
-    runs[2] = record.Result(runs[2].header, [replace(point, unquantized=1.99) for point in runs[2].points])
+    assert base[2:] == ["2", "2.1000", "", "0.2000", "1,000", "1.00", "", "", ""]
+    assert mxfp8[2:] == ["1", "2.0200", "+1.00%", "", "1,500", "1.50", "", "", ""]
+    assert record.table_of(runs) == (record.HEADER[:-3], [line[:-3] for line in (base, mxfp8, nvfp4)])
+    measured = {0: {"whole": 2.4}, 2: {"unquantized": 1.99, "whole": 2.412, "whole_unquantized": 2.394}}
+    for i, fields in measured.items():
+        runs[i] = record.Result(runs[i].header, [replace(point, **fields) for point in runs[i].points])
     header, found = record.table_of(runs)
-    assert header == record.HEADER and [line[-1] for line in found] == ["", "-0.50%", ""]
+    assert header == record.HEADER and not any("," in name for name in header)  # they stand in one row of a page
+    assert [line[-3:] for line in found] == [["", "", ""], ["-0.50%", "+0.50%", "-0.25%"], ["", "", ""]]
+    del runs[0]
+    assert record.lines(runs)[1][-2:] == ["", ""]  # the runs of bf16 that are left did not measure it
     assert nvfp4[4] == "+0.91%" and all(len(line) == len(record.HEADER) for line in (base, mxfp8, nvfp4))
     assert math.isnan(record.Result(runs[0].header, runs[0].points[:1]).tokens_per_second)
 
