@@ -17,18 +17,20 @@ import torch
 Function = Callable[..., Any]
 
 
-def run_uncompiled(*functions: Any) -> None:
-    """Dynamo does not compile these functions, nor what they call, when eager code calls them after a graph break.
+def run_uncompiled(*functions: Any, callees: bool = True) -> None:
+    """Dynamo does not compile these functions, nor what they call (``callees``), when eager code calls them after a
+    graph break.
 
     ``torch.compiler.disable`` would also break each graph that calls them. Missing: nothing happens, and an
-    ``autocast`` that is entered between two graphs may not quantize.
+    ``autocast`` or a ``strict`` that is open between two graphs may have no effect there.
     """
     try:
         from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
     except ImportError:
         return
+    inside = _FrameAction.SKIP if callees else _FrameAction.DEFAULT
     for function in functions:
-        set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+        set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, inside))
 
 
 def let_dynamo_intercept(function: Function) -> bool:

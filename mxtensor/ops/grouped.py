@@ -19,6 +19,7 @@ from ..core.dispatch import implements
 from ..core.plan import PLANS
 from ..core.select import is_observed
 from ..core.tracing import is_captured, is_traced
+from ..core.when_imported import after_import
 from ..kernels.gemm import cpu_codes, select
 from ..kernels.gemm.spec import GemmArgs
 from ..kernels.small_m import kernel as small_m
@@ -32,6 +33,7 @@ from .product_checks import check_dims
 aten = torch.ops.aten
 READ_CODES = small_m.GROUPED.name, cpu_codes.GROUPED.name
 """Kernels of groups that decode in registers."""
+NO_GROUPS = "not rows for a stack of weights, in groups"
 
 
 @implements(aten._grouped_mm.default)
@@ -40,14 +42,40 @@ def grouped_mm(func: Any, args: Any, kwargs: Any) -> Tensor:
     given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
     a, b, offs = given["self"], given["mat2"], given.get("offs")
     plain_call = given.get("bias") is None and given.get("out_dtype") in (None, a.dtype)
-    if not plain_call or offs is None or a.dim() != 2 or not isinstance(b, MXTensor) or b.dim() != 3:
-        return read(func, args, kwargs, "not rows for a stack of weights, in groups")  # type: ignore[no-any-return]
+    if not plain_call or offs is None or not _are_groups(a, b):
+        return read(func, args, kwargs, NO_GROUPS)  # type: ignore[no-any-return]
+    return _grouped_mm(a, b, offs)
+
+
+def _fallback(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """The same by transformers' op, which its compiled models call in other dtypes than bfloat16; ends may be int64."""
+    names = (argument.name for argument in func._schema.arguments)
+    a, b, offs = (dict(zip(names, args, strict=False)) | kwargs).values()
+    if not _are_groups(a, b):
+        return read(func, args, kwargs, NO_GROUPS)  # type: ignore[no-any-return]
+    return _grouped_mm(a, b, offs.to(torch.int32))
+
+
+def _enter_fallback() -> None:
+    op = getattr(torch.ops.transformers, "grouped_mm_fallback", None)
+    if op is not None:
+        implements(op.default)(_fallback)
+
+
+after_import("transformers.integrations.moe", _enter_fallback)
+
+
+def _are_groups(a: Any, b: Any) -> bool:
+    return isinstance(b, MXTensor) and b.dim() == 3 and a.dim() == 2
+
+
+def _grouped_mm(a: Tensor, b: MXTensor, offs: Tensor) -> Tensor:
     key = _launch_key(a, b, offs)
     plan = None if key is None else PLANS.get(key)
     if plan is not None and plan.launch is not None:
         return plan.launch(a, offs)  # type: ignore[no-any-return]
     sides = gemm_operands("_grouped_mm", Side(a, False), Side(b, True))
-    product = select.grouped_gemm("_grouped_mm", *sides, offs, GemmArgs(a.dtype), prefer=preference(b))
+    product: Tensor = select.grouped_gemm("_grouped_mm", *sides, offs, GemmArgs(a.dtype), prefer=preference(b))
     if key is not None and plan is None:
         _prepare(key, a, b, offs)
     return product

@@ -1,4 +1,5 @@
-"""What Dynamo traces when a function reads an attribute, such as ``w.rowwise.data``, of an MXTensor made in its graph.
+"""What Dynamo knows of the classes of this package: what it traces when a function reads an attribute, such as
+``w.rowwise.data``, of an MXTensor made in its graph, and what it does not compile.
 
 A graph knows the tensors that ``__tensor_flatten__`` names. The readers build everything else from them.
 """
@@ -10,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..core.compat_compile import hook_graph_attributes
+from ..core.compat_compile import hook_graph_attributes, run_uncompiled
 from ..core.shapes import swapped
 from ..core.when_imported import when_imported
 from ..kernels.quantize.hadamard import GROUP
@@ -49,10 +50,15 @@ def _readers(kind: type[Tensor]) -> dict[str, Callable[[Any], Any]]:
     }  # fmt: skip
 
 
-def hook_graph_attributes_of(kind: type[Tensor], recipe: str = "recipe") -> None:
-    """Let Dynamo trace the attributes of ``kind`` (``recipe``: that of its LinearRecipe) once the compiler is imported.
+def tell_dynamo(kind: type[Tensor], recipe: str = "recipe") -> None:
+    """Let Dynamo trace the attributes of ``kind`` (``recipe``: that of its LinearRecipe) once the compiler is imported,
+    and let it leave alone the rules of ``kind``, which eager code runs between two graphs.
 
-    ``__tensor_flatten__`` installs it: Dynamo asks it about each tensor of a graph, before anybody reads an attribute.
+    ``__tensor_flatten__`` installs the first: Dynamo asks it about each tensor of a graph, before anybody reads an
+    attribute. Without the second, Dynamo compiles a rule as if it were a function of the user: it sees no
+    ``mx.strict()`` there, and asks without end for attributes such as ``mT``.
     """
     readers, constants = (_readers(kind), (recipe, "_signs")) if recipe == "recipe" else ({}, (recipe,))
     when_imported("torch._dynamo.variables.tensor", lambda: hook_graph_attributes(kind, readers, constants))
+    run_uncompiled(kind.__torch_dispatch__)
+    run_uncompiled(kind.__torch_function__, callees=False)

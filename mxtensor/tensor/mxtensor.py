@@ -35,7 +35,7 @@ from ..recipe.rows import recipe_to_row
 from .attributes import KeepsAttributes, parameter_of, refuse_attributes
 from .dequantized_view import Link
 from .fsdp import GatheredByFSDP2
-from .graph_attributes import hook_graph_attributes_of
+from .graph_attributes import tell_dynamo
 from .makers import Makers
 from .pickles import KINDS, Pickled
 from .stored import check_rotated, operand_of, rotated_shape
@@ -345,6 +345,6 @@ def _transposed(operand: Operand | None) -> Operand | None:
 
 
 KINDS["MXTensor"] = MXTensor
-hook_graph_attributes_of(MXTensor)
+tell_dynamo(MXTensor)
 when_imported("torch._functorch._aot_autograd.runtime_wrappers", lambda: hook_unwrapping(MXTensor))
 when_imported("torch._dynamo.guards", lambda: hook_guards(MXTensor))

@@ -22,7 +22,7 @@ from ..numerics.formats import Orientation
 from ..numerics.operand import Operand, Rotated
 from ..recipe.linear_recipe import LinearRecipe
 from .dequantized_view import DequantizedView
-from .graph_attributes import hook_graph_attributes_of
+from .graph_attributes import tell_dynamo
 from .mxtensor import ROTATED, MXTensor
 from .pickles import KINDS
 from .stored import check_rotated, operand_of, rotated_shape
@@ -137,4 +137,4 @@ class RotatedTensor(MXTensor):
 
 
 KINDS["RotatedTensor"] = RotatedTensor
-hook_graph_attributes_of(RotatedTensor)
+tell_dynamo(RotatedTensor)

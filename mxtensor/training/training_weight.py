@@ -31,7 +31,7 @@ from ..core.when_imported import PENDING, after_import, install_pending
 from ..recipe.linear_recipe import LinearRecipe
 from ..tensor.attributes import KeepsAttributes, parameter_of, refuse_attributes, set_attributes, user_attributes
 from ..tensor.fsdp import Gathered, Shard, gathered_operands, hook, refilled, shard_of
-from ..tensor.graph_attributes import hook_graph_attributes_of
+from ..tensor.graph_attributes import tell_dynamo
 from ..tensor.mxtensor import MXTensor
 from .gathered_weight import gathered_values, high_precision_inputs, quantized_inputs, refusal
 
@@ -339,5 +339,5 @@ WEIGHT_FUNCTIONS[Tensor.data.__set__] = _set_data  # type: ignore[attr-defined]
 WEIGHT_FUNCTIONS[Tensor.data_ptr] = _address
 
 
-hook_graph_attributes_of(TrainingWeight, "linear_recipe")
+tell_dynamo(TrainingWeight, "linear_recipe")
 after_import("torch.distributed.checkpoint._state_dict_stager", lambda: hook_staging(MXTensor, TrainingWeight))

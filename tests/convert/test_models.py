@@ -142,8 +142,12 @@ def jetmoe():
     return JetMoeParallelExperts(3, 64, 96), (torch.randn(6, 64), [2, 0, 4])
 
 
-def quantized(made, way, config):
+def quantized(made, way, config, dtype=torch.float32):
     experts, inputs = made()
+    experts, inputs = (
+        experts.to(dtype),
+        [x.to(dtype) if torch.is_tensor(x) and x.is_floating_point() else x for x in inputs],
+    )
     for weight in experts.parameters():
         nn.init.normal_(weight)
     if way is not None:
@@ -162,10 +166,13 @@ def test_experts_of_other_layouts_multiply_quantized(made, way):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("made, way", [(nemotron, "eager"), (nemotron, "batched_mm"), (inkling, None), (jetmoe, None)])
-def test_compiled_experts_give_the_same(made, way):
-    """With eager experts, each expert is a view of the weight that crosses from graph to graph."""
-    experts, inputs = quantized(made, way, "mxfp8")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("made, way", [*((nemotron, way) for way in WAYS), (inkling, None), (jetmoe, None)])
+def test_compiled_experts_give_the_same(made, way, dtype):
+    """With eager experts, each expert is a view of the weight that crosses from graph to graph. In these dtypes
+    transformers compiles its own grouped product in place of torch's."""
+    torch._dynamo.reset()
+    experts, inputs = quantized(made, way, "mxfp8", dtype)
     with torch.no_grad():
         assert relative_error(torch.compile(experts, backend="aot_eager")(*inputs), experts(*inputs)) < 1e-6
 

@@ -527,12 +527,20 @@ def test_a_function_that_is_run_uncompiled_is_no_graph():
         graphs.append(graph)
         return graph
 
-    def skipped(x):
+    def inner(x):
         return x + 1
 
+    def skipped(x):
+        return inner(x)
+
+    def alone(x):
+        return inner(x)
+
     compat_compile.run_uncompiled(skipped)
-    compiled = torch.compile(skipped, backend=count)
-    assert torch.equal(compiled(torch.ones(2)), torch.full((2,), 2.0)) and graphs == []
+    compat_compile.run_uncompiled(alone, callees=False)
+    for function, count_of in ((skipped, 0), (alone, 1)):
+        assert torch.equal(torch.compile(function, backend=count)(torch.ones(2)), torch.full((2,), 2.0))
+        assert len(graphs) == count_of, function
 
 
 def test_dynamo_shows_a_private_function_to_modes(monkeypatch):

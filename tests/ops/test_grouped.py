@@ -98,3 +98,31 @@ def test_experts_of_each_token_are_one_graph_with_the_bits_of_eager_code():
     with torch.no_grad():
         got, code = run_and_get_code(torch.compile(experts, fullgraph=True), x, index)
         assert torch.equal(got, experts(x, index)) and "mxtensor.cpu_linear_groups.default" in "".join(code)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("ends", [torch.int32, torch.int64])
+@pytest.mark.parametrize("casts", [("mxfp8", "mxfp8"), ("nvfp4", "nvfp4"), ("mxfp4",)])
+def test_the_op_that_transformers_compiles_in_place_of_grouped_mm_is_the_same_product(casts, ends, dtype):
+    pytest.importorskip("transformers.integrations.moe")
+    torch._dynamo.reset()
+    w = MXTensor(stack_of(casts[0], 3, 40, 64).rowwise, None, mx.LinearRecipe.inference(*casts), dtype)
+    x, offs = torch.randn(9, 64, dtype=dtype), torch.tensor([4, 4, 9])
+    fallback = torch.ops.transformers.grouped_mm_fallback
+
+    def run(x, w, offs):
+        return fallback(x, w.mT, offs)
+
+    with torch.no_grad(), mx.strict(), mx.explain() as log:
+        expected = torch._grouped_mm(x, w.mT, offs=offs.to(torch.int32))
+        assert torch.equal(run(x, w, offs.to(ends)), expected)
+        assert torch.equal(torch.compile(run, fullgraph=True, backend="aot_eager")(x, w, offs.to(ends)), expected)
+    assert {entry.spec.op for entry in log.entries if len(entry.spec.shapes) == 2} == {"_grouped_mm"}
+
+
+def test_the_op_of_transformers_has_the_values_of_a_stack_that_it_cannot_multiply():
+    pytest.importorskip("transformers.integrations.moe")
+    x, w, offs = mx.quantize(torch.randn(9, 64), "mxfp8"), torch.randn(3, 64, 40), torch.tensor([4, 4, 9])
+    fallback = torch.ops.transformers.grouped_mm_fallback
+    with torch.no_grad():
+        assert torch.equal(fallback(x, w, offs), fallback(x.dequantize(), w, offs))
