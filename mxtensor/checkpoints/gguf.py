@@ -235,6 +235,7 @@ GGUF = Layout(
     metadata=_type_of,
     sink=GGUFSink,
     dims=(2, 3),
+    embeddings=True,
     one_file=True,
     formats=f"{', '.join(WRITTEN)}; all others are read as float32",
     exact="MXFP4 and NVFP4 bit for bit, mxint8 as Q8_0 where float16 has its scales; others as gguf dequantizes them",

@@ -64,6 +64,8 @@ class Layout:
     """What writes the file, as ``Sink`` does; None: safetensors."""
     dims: tuple[int, ...] = (2,)
     """Dimensions of the tensors that ``convert`` quantizes: 2 for matrices, 3 for stacked experts."""
+    embeddings: bool = False
+    """Whether readers decode embeddings: the table of one that is shared with a quantized head."""
     one_file: bool = False
     """Whether a file says all without a configuration beside it."""
     formats: str = ""

@@ -94,5 +94,6 @@ MLX = Layout(
     config=_config,
     metadata=lambda name, t: {"format": "mlx"},
     dims=(2, 3),
+    embeddings=True,
     formats=", ".join(MODES),
 )

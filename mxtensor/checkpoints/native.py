@@ -133,6 +133,7 @@ NATIVE = Layout(
     config=_config,
     metadata=lambda name, t: header(name, t) if isinstance(t, MXTensor) else {},
     dims=(2, 3),
+    embeddings=True,
     one_file=True,
     formats="all, in every orientation",
 )

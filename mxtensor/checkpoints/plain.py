@@ -30,6 +30,7 @@ PLAIN = Layout(
     read=_read,
     write=_write,
     one_file=True,
+    embeddings=True,
     formats="none: values are dequantized",
     exact="the decoded values, rounded to the dtype of the tensor",
 )

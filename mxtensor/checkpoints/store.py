@@ -33,11 +33,10 @@ from .recipes import Recipes, is_skipped
 from .registry import get_layout, layout_of, opened
 from .sink import Sink, merged
 from .source import Checkpoint
+from .tied import LOOKUPS, lookups_of, model_of, tied_keys, tied_layers, usual_heads
 
 Item = TypeVar("Item")
 SHARD_BYTES = 1 << 29
-LOOKUPS = ("embed_tokens", "wte", "word_embeddings", "tok_embeddings", "token_embd")
-"""Last components of module names of embeddings that a head may share its weight with."""
 SKIPPED = (
     *HEAD_NAMES, *SKIPPED_NAMES, *LOOKUPS, "embed_positions", "wpe", "position_embeddings", "token_type_embeddings",
     "embeddings", "output", "norm",
@@ -118,19 +117,19 @@ def save(
     if isinstance(model, nn.Module):
         of_model: Any = getattr(model, "config", None)
         config = of_model.to_diff_dict() if hasattr(of_model, "to_diff_dict") else {}
-        tied = getattr(model, "all_tied_weights_keys", None) or {}
-        state: Mapping[str, Any] = {k: v for k, v in model.state_dict().items() if k not in tied}
+        state: Mapping[str, Any] = {k: v for k, v in model.state_dict().items() if k not in tied_keys(model)}
     elif isinstance(model, Mapping):
         state = model
     else:
         raise TypeError(f"save takes a module or a state dict, not {described(model)}")
-    written = Written()
+    written, known = Written(), model if isinstance(model, nn.Module) else None
+    lookups = lookups_of(known)
     with _sink(chosen, path, max_shard_bytes, overwrite, None) as sink:
         for name, value in state.items():
             if not isinstance(name, str) or not isinstance(value, Tensor):
                 raise TypeError(f"save: a state dict holds tensors by name, got {described(value)} for {name!r:.80}")
-            _store(sink, chosen, written, name, values_of(value))
-        sink.finish(merged(config, _config(chosen, written), None))
+            _store(sink, chosen, written, name, values_of(value), lookups)
+        sink.finish(merged(config, _config(chosen, written, known, config), None))
 
 
 def convert(
@@ -154,12 +153,14 @@ def convert(
     until then. Matrices are cast by torch's number of threads, one each. Raises as ``load`` and ``save``.
     """
     chosen = _writable(layout, destination)
-    recipes = Recipes(format, (*SKIPPED, *skip), skip)
     written = Written()
     with opened(source) as checkpoint:
         if Path(destination).resolve() == checkpoint.path.resolve():
             raise ValueError(f"convert: {destination} is the source; choose another destination")
         before, checkpoint.maps = layout_of(checkpoint), True
+        known = model_of(checkpoint.config)
+        lookups = lookups_of(known)
+        recipes = Recipes(format, (*SKIPPED, *lookups, *skip), skip)
         report = Conversion(before.name, chosen.name)
         moves = (before is not chosen or not chosen.static_scales) and before.config is not None
         with _sink(chosen, destination, max_shard_bytes, overwrite, checkpoint) as sink:
@@ -189,9 +190,9 @@ def convert(
                         report.exact.append(name)
                     else:
                         report.errors[name] = error
-                    _store(sink, chosen, written, name, new)
+                    _store(sink, chosen, written, name, new, lookups)
             report.stacks.sort()
-            files = merged(checkpoint.config, _config(chosen, written), checkpoint.path)
+            files = merged(checkpoint.config, _config(chosen, written, known, checkpoint.config), checkpoint.path)
             sink.finish(files, checkpoint.path)
     return report
 
@@ -227,10 +228,15 @@ def _writable(layout: str, path: str | Path) -> Layout:
     return chosen
 
 
-def _store(sink: Any, layout: Layout, written: Written, name: str, value: Tensor) -> None:
-    """Add a tensor to a checkpoint as the layout stores it."""
+def _store(sink: Any, layout: Layout, written: Written, name: str, value: Tensor, lookups: Sequence[str]) -> None:
+    """Add a tensor to a checkpoint as the layout stores it. ``lookups``: embeddings beside LOOKUPS."""
     write: Callable[[str, MXTensor], dict[str, Tensor]] = layout.write  # type: ignore[assignment]
     if isinstance(value, MXTensor):
+        if not layout.embeddings and is_skipped(name.removesuffix(".weight"), (*LOOKUPS, *lookups)):
+            raise NotImplementedError(
+                f"{name} is a quantized embedding, which no reader of the layout {layout.name} decodes; use the layout "
+                "native, or leave embeddings in high precision (quantize_ without include_head)"
+            )
         stored, written.weights[name] = write(name, value), value.recipe
     else:
         stored = {name: value.detach()}
@@ -239,17 +245,15 @@ def _store(sink: Any, layout: Layout, written: Written, name: str, value: Tensor
     sink.add(stored, layout.metadata(name, value) if layout.metadata else {})
 
 
-def _config(layout: Layout, written: Written) -> dict[str, Any]:
-    """The JSON files of the layout.
-
-    A head that shares its weight with an embedding is stored nowhere by its own name. It is listed with the layers in
-    high precision nevertheless: readers would take it for a quantized layer otherwise.
-    """
-    modules = [name.removesuffix(".weight") for name in (*written.weights, *written.others)]
-    is_tied = any(is_skipped(m, LOOKUPS) for m in modules) and not any(is_skipped(m, HEAD_NAMES) for m in modules)
-    if is_tied:
-        written.others.append(f"{HEAD_NAMES[0]}.weight")
-    return layout.config(written) if layout.config else {}
+def _config(layout: Layout, written: Written, model: nn.Module | None, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The JSON files of the layout. ``model``: if it is known; ``config``: its ``config.json``."""
+    if layout.config is None:
+        return {}
+    if model is not None:
+        written.others += tied_layers(model, written.weights)
+    else:
+        written.others += usual_heads(config, written.weights, written.others)
+    return layout.config(written)
 
 
 def _quantized(value: Tensor, recipe: LinearRecipe | None, side: Orientation) -> Tensor:
