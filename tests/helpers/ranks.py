@@ -1,6 +1,6 @@
 """Cases that need two ranks: one pair of processes runs them all, because torch takes seconds to start.
 
-They use two GPUs and NCCL if there are two, otherwise the CPU and gloo.
+They use two GPUs and NCCL if there are two, otherwise the CPU and gloo. Four GPUs are two pairs, which share the cases.
 
 A case is a function of ``*_cases.py`` that both ranks call with their rank and a shared folder. The ``ranks`` fixture
 passes its results, or its failure, to the tests. A case that fails or hangs ends its pair of processes, and a new pair
@@ -19,6 +19,7 @@ import pickle
 import time
 import traceback
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import pytest
@@ -28,6 +29,7 @@ import torch.distributed as dist
 NAMES = ("expert", "nn", "parallel", "collective", "dcp", "train", "fsdp", "bench")
 MODULES = tuple(f"tests.distributed.{name}_cases" for name in NAMES)
 WORLD = 2
+PAIRS = max(torch.cuda.device_count() // WORLD, 1)
 DEVICE = "cuda" if torch.cuda.device_count() >= WORLD else "cpu"
 BACKEND = "cpu:gloo,cuda:nccl" if DEVICE == "cuda" else "gloo"
 TWO_GPUS = (pytest.mark.gpu, pytest.mark.skipif(DEVICE == "cpu", reason="needs two GPUs"))
@@ -35,7 +37,7 @@ TWO_GPUS = (pytest.mark.gpu, pytest.mark.skipif(DEVICE == "cpu", reason="needs t
 ON_CPU = pytest.mark.skipif(DEVICE != "cpu", reason="FSDP2 takes the GPUs, which gloo does not serve")
 SUMS = ("of the kernels", pytest.param("exact", marks=TWO_GPUS))
 """The two ways to add up, for ``parametrize``: a test passes one to ``ranks(name, sums)``."""
-ONE_CASE, ALL_CASES = (90, 300) if DEVICE == "cuda" else (600, float("inf"))
+ONE_CASE, ALL_CASES = (90, 480) if DEVICE == "cuda" else (600, float("inf"))
 """Seconds after which a case hangs, and after which no further case begins."""
 
 
@@ -111,8 +113,11 @@ def joined(rank, folder, seconds=60, backend=BACKEND, world=WORLD):
     dist.destroy_process_group()
 
 
-def work(rank, folder, store, long, keys):
-    """What each process runs. The first failure ends it, because the other rank may wait for it."""
+def work(rank, folder, store, long, keys, place):
+    """What each process runs. The first failure ends it, because the other rank may wait for it. ``place``: of the pair
+    among PAIRS."""
+    if DEVICE == "cuda":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str(WORLD * place + i) for i in range(WORLD))
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", ".*isinstance.treespec, LeafSpec.*", FutureWarning)
     warnings.filterwarnings("ignore", "`torch.jit.script", DeprecationWarning)  # of importing inductor
@@ -162,12 +167,12 @@ def failed(found):
     return any(isinstance(result, Exception) for result in found.values())
 
 
-def pair(folder, long, keys, attempt, end):
+def pair(folder, long, keys, attempt, end, place):
     """Run ``keys`` in two new processes until one fails or hangs, or the time is over; key -> rank -> result."""
     store = os.path.join(folder, f"pair-{attempt}")
     os.makedirs(store)
     spawn = multiprocessing.get_context("spawn")
-    processes = [spawn.Process(target=work, args=(rank, folder, store, long, keys)) for rank in range(WORLD)]
+    processes = [spawn.Process(target=work, args=(rank, folder, store, long, keys, place)) for rank in range(WORLD)]
     for process in processes:
         process.start()
     told, last, why = {}, time.monotonic(), "the process of a rank ended"
@@ -204,13 +209,21 @@ def pair(folder, long, keys, attempt, end):
             process.join()
 
 
-def run(folder, long=True):
-    """Run the cases in new processes; key -> the results of the ranks."""
-    folder, told, end = str(folder), {}, time.monotonic() + ALL_CASES
-    waiting, attempt = list(runs(long)), 0
-    while waiting and time.monotonic() < end:
-        told |= pair(folder, long, waiting, attempt, end)
-        waiting, attempt = [key for key in waiting if key not in told], attempt + 1
-    for key in waiting:
-        told[key] = dict.fromkeys(range(WORLD), OutOfTimeError(f"{key} did not run: the others took {ALL_CASES} s"))
+def run(folder, long=True, pairs=PAIRS):
+    """Run the cases in new processes, ``pairs`` at a time; key -> the results of the ranks."""
+    every, end = list(runs(long)), time.monotonic() + ALL_CASES
+
+    def part(place):
+        told, waiting, attempt, mine = {}, every[place::pairs], 0, os.path.join(folder, str(place))
+        os.makedirs(mine)
+        while waiting and time.monotonic() < end:
+            told |= pair(mine, long, waiting, attempt, end, place)
+            waiting, attempt = [key for key in waiting if key not in told], attempt + 1
+        return told
+
+    with ThreadPoolExecutor(pairs) as pool:
+        told = {key: found for part_of in pool.map(part, range(pairs)) for key, found in part_of.items()}
+    for key in every:
+        if key not in told:
+            told[key] = dict.fromkeys(range(WORLD), OutOfTimeError(f"{key} did not run: the others took {ALL_CASES} s"))
     return told
