@@ -7,12 +7,18 @@ from collections.abc import Collection, Iterable, Sequence
 
 from ..convert.configs import Config, by_name, recipe_of
 from ..convert.fqn_config import DEFAULT
+from ..convert.weights import is_left_out
 from ..recipe.linear_recipe import LinearRecipe
 
 
 def is_skipped(module: str, skip: Iterable[str]) -> bool:
     """Whether the name of a module ends in one of ``skip``, as whole components."""
     return any(module == name or module.endswith(f".{name}") for name in skip)
+
+
+def stays(module: str, skip: Iterable[str]) -> bool:
+    """Whether a module stays in high precision: as ``quantize_`` decides by its name, or because ``skip`` names it."""
+    return is_left_out(module) or is_skipped(module, skip)
 
 
 class Recipes:
@@ -43,7 +49,7 @@ class Recipes:
         key = None if self._table is None else self._table.key_of(module, name)
         if key is not None and not is_skipped(module, self._always):
             return self._recipes[key], self._recipes[key] is None
-        return self._recipes.get(DEFAULT), is_skipped(module, self._usually)
+        return self._recipes.get(DEFAULT), stays(module, self._usually)
 
     def warn_of_unmatched(self, names: Collection[str]) -> None:
         """Warn of keys of a table that match no tensor: the names of a plan may be those of another checkpoint."""

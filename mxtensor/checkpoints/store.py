@@ -17,8 +17,6 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from ..convert.configs import Config
-from ..convert.heads import HEAD_NAMES
-from ..convert.weights import SKIPPED_NAMES
 from ..core.arguments import described
 from ..core.progress import with_progress
 from ..core.workers import in_order
@@ -38,10 +36,10 @@ from .tied import LOOKUPS, lookups_of, model_of, tied_keys, tied_layers, usual_h
 Item = TypeVar("Item")
 SHARD_BYTES = 1 << 29
 SKIPPED = (
-    *HEAD_NAMES, *SKIPPED_NAMES, *LOOKUPS, "embed_positions", "wpe", "position_embeddings", "token_type_embeddings",
-    "embeddings", "output", "norm",
+    *LOOKUPS, "embed_positions", "wpe", "position_embeddings", "token_type_embeddings", "output", "norm",
 )  # fmt: skip
-"""Last components of module names whose matrices stay in high precision: heads, routers and embeddings."""
+"""Last components of module names whose matrices stay in high precision, beside heads and routers: embeddings, and
+heads of other libraries."""
 TILES, TILE = 4, (128, 512)
 """Parts of a large matrix whose error is measured: enough for two digits, and fast. They begin at whole blocks."""
 SAMPLE = TILES * TILE[0] * TILE[1]

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..checkpoints.recipes import is_skipped
+from ..checkpoints.recipes import stays
 from ..checkpoints.registry import layout_of, opened
 from ..checkpoints.store import SKIPPED
 from ..convert.configs import recipe_of
@@ -56,7 +56,7 @@ def _recipe(name: str, value: Any, recipe: LinearRecipe | None) -> tuple[LinearR
     if isinstance(value, MXTensor):
         return value.recipe, tuple(value.shape)
     module, _, leaf = name.rpartition(".")
-    if recipe is None or leaf != "weight" or not value.is_floating_point() or is_skipped(module, SKIPPED):
+    if recipe is None or leaf != "weight" or not value.is_floating_point() or stays(module, SKIPPED):
         return None
     return recipe, tuple(value.shape)
 

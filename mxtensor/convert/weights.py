@@ -117,9 +117,13 @@ inside a module named ``router`` (JetMoe's ``router.layer``) stays too."""
 
 def default_filter(module: nn.Module, fqn: str) -> bool:
     """Linear layers and attention; not heads, routers and embeddings, where rounding costs most and saves least."""
+    return not isinstance(module, nn.Embedding) and not is_left_out(fqn)
+
+
+def is_left_out(fqn: str) -> bool:
+    """Whether a module is a head or a router by its name."""
     *outer, last = fqn.split(".")
-    skipped = is_head(fqn) or last in SKIPPED_NAMES or "router" in outer
-    return not isinstance(module, nn.Embedding) and not skipped
+    return is_head(fqn) or last in SKIPPED_NAMES or "router" in outer
 
 
 def _with_heads(model: nn.Module) -> FilterFn:

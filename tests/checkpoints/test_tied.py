@@ -54,11 +54,14 @@ def test_a_head_that_is_not_stored_is_listed(name, tmp_path):
     model.save_pretrained(tmp_path / "plain")
     mx.checkpoints.convert(tmp_path / "plain", tmp_path / "converted", layout=LAYOUT, format=FORMAT, progress=False)
     mx.checkpoints.save(mx.quantize_(model, FORMAT), tmp_path / "saved", layout=LAYOUT)
+    layers = []
     for folder in (tmp_path / "saved", tmp_path / "converted"):
         stored = mx.checkpoints.load(folder)
         assert f"{head}.weight" not in stored and listed(folder).count(head) == 1
         quantized = {key.removesuffix(".weight") for key, value in stored.items() if isinstance(value, mx.MXTensor)}
         assert quantized and not quantized & set(listed(folder))
+        layers.append(quantized)
+    assert layers[0] == layers[1]  # convert quantizes what quantize_ does
 
 
 @pytest.mark.exhaustive

@@ -118,6 +118,7 @@ def test_a_conversion_quantizes_matrices_and_copies_other_files(tmp_path):
         "model.embed_tokens.weight": torch.randn(64, 64), "model.layers.0.q_proj.weight": torch.randn(64, 64),
         "model.layers.0.mlp.gate.weight": torch.randn(8, 64), "model.norm.weight": torch.randn(64),
         "lm_head.weight": torch.randn(64, 64), "model.layers.1.up_proj.weight": torch.randn(64, 64),
+        "model.layers.0.moe.router.layer.weight": torch.randn(8, 64),
     }  # fmt: skip
     path = checkpoint(tmp_path / "a", state, architectures=["Some"])
     (path / "tokenizer.json").write_text("{}")
@@ -125,7 +126,7 @@ def test_a_conversion_quantizes_matrices_and_copies_other_files(tmp_path):
         path, tmp_path / "out", layout="compressed-tensors", format="mxfp8-wo", skip=["up_proj"], max_shard_bytes=9000
     )
     assert list(report.errors) == ["model.layers.0.q_proj.weight"] and 0.02 < next(iter(report.errors.values())) < 0.03
-    assert "1 rounded" in str(report) and len(report.exact) == 5
+    assert "1 rounded" in str(report) and len(report.exact) == 6
     after = mx.checkpoints.load(tmp_path / "out")
     direct = mx.quantize(state["model.layers.0.q_proj.weight"], "mxfp8")
     assert torch.equal(after["model.layers.0.q_proj.weight"].dequantize(torch.float32), direct.dequantize())
