@@ -66,6 +66,8 @@ class Layout:
     """Dimensions of the tensors that ``convert`` quantizes: 2 for matrices, 3 for stacked experts."""
     embeddings: bool = False
     """Whether readers decode embeddings: the table of one that is shared with a quantized head."""
+    experts: bool = True
+    """Whether readers take matrices of experts that are stored one by one, although their models stack them."""
     one_file: bool = False
     """Whether a file says all without a configuration beside it."""
     formats: str = ""

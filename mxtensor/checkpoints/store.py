@@ -8,6 +8,7 @@ mx.checkpoints.convert("model", "out", layout="modelopt", format="nvfp4")
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -43,6 +44,8 @@ heads of other libraries."""
 TILES, TILE = 4, (128, 512)
 """Parts of a large matrix whose error is measured: enough for two digits, and fast. They begin at whole blocks."""
 SAMPLE = TILES * TILE[0] * TILE[1]
+EXPERT = re.compile(r"\.experts\.\d+\.")
+"""In the name of a matrix of one expert."""
 STATIC = ("input_scale", "input_global_scale", "k_scale", "v_scale", "k_proj.output_scale", "v_proj.output_scale")
 """Scales of static activations, which another layout names and defines in another way."""
 
@@ -66,7 +69,7 @@ class Conversion:
     dropped: list[str] = field(default_factory=list)
     """Scales of static activations of another layout, which are not stored."""
     stacks: list[str] = field(default_factory=list)
-    """Stacked experts that would have been quantized, and stay as they were: the layout holds matrices only."""
+    """Experts that would have been quantized, and stay as they were: readers of the layout would not take them."""
 
     def __str__(self) -> str:
         worst = max(self.errors, key=lambda name: self.errors[name], default=None)
@@ -78,8 +81,8 @@ class Conversion:
             lines.append(f"{len(self.dropped)} scales of static activations were left out, such as {self.dropped[0]}")
         if self.stacks:
             lines.append(
-                f"{len(self.stacks)} stacks of experts stay as they were, such as {self.stacks[0]}: the layout "
-                f"{self.layout} holds matrices only (native holds stacks)"
+                f"{len(self.stacks)} tensors of experts stay as they were, such as {self.stacks[0]}: readers of the "
+                f"layout {self.layout} take none that are quantized (the layout native holds stacks)"
             )
         return "\n".join(lines)
 
@@ -173,8 +176,9 @@ def convert(
                 recipe, left_out = recipes.of(name)
                 if side is None or left_out:
                     return value, None
-                if value.dim() not in chosen.dims:
-                    if recipe is not None and value.dim() == 3 and not isinstance(value, MXTensor):
+                alone = not chosen.experts and EXPERT.search(name)
+                if value.dim() not in chosen.dims or alone:
+                    if recipe is not None and (value.dim() == 3 or alone) and not isinstance(value, MXTensor):
                         report.stacks.append(name)
                     return value, None
                 new = _quantized(value, recipe, side)
@@ -234,6 +238,11 @@ def _store(sink: Any, layout: Layout, written: Written, name: str, value: Tensor
             raise NotImplementedError(
                 f"{name} is a quantized embedding, which no reader of the layout {layout.name} decodes; use the layout "
                 "native, or leave embeddings in high precision (quantize_ without include_head)"
+            )
+        if not layout.experts and EXPERT.search(name):
+            raise NotImplementedError(
+                f"{name} is one expert of many, which readers of the layout {layout.name} stack before they decode; "
+                "use the layout compressed-tensors or native"
             )
         stored, written.weights[name] = write(name, value), value.recipe
     else:

@@ -262,6 +262,7 @@ TORCHAO = Layout(
     read=_read,
     write=_write,
     config=_config,
+    experts=False,
     metadata=_metadata,
     header=_header,
     static_scales=False,

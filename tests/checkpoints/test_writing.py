@@ -113,6 +113,20 @@ def test_a_destination_is_not_overwritten_unasked(tmp_path):
 # ---------------------------------------------------------------------------------------------- converting
 
 
+@pytest.mark.parametrize(("layout", "quantized"), [("torchao", False), ("compressed-tensors", True)])
+def test_experts_stored_one_by_one_are_quantized_where_readers_take_them(layout, quantized, tmp_path):
+    """transformers stacks them, and looks for no codes of torchao meanwhile."""
+    name = "model.layers.0.mlp.experts.1.up_proj.weight"
+    path = checkpoint(tmp_path / "a", {name: torch.randn(64, 64), "model.layers.0.q_proj.weight": torch.randn(64, 64)})
+    report = mx.checkpoints.convert(path, tmp_path / "out", layout=layout, format="float8_row", progress=False)
+    after = mx.checkpoints.load(tmp_path / "out")
+    assert isinstance(after[name], mx.MXTensor) == quantized == (name in report.errors)
+    assert report.stacks == ([] if quantized else [name]) and isinstance(
+        after["model.layers.0.q_proj.weight"], mx.MXTensor
+    )
+    assert quantized or "1 tensors of experts stay as they were" in str(report)
+
+
 def test_a_conversion_quantizes_matrices_and_copies_other_files(tmp_path):
     state = {
         "model.embed_tokens.weight": torch.randn(64, 64), "model.layers.0.q_proj.weight": torch.randn(64, 64),
