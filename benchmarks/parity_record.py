@@ -141,7 +141,14 @@ HEADER = [
 OPTIONAL = 3
 """Columns at the end that are left out if no run measured them."""
 Loss = Callable[[Result], float | None]
-WHOLE: Loss = lambda run: run.points[-1].whole  # noqa: E731
+
+
+def at_end(name: str) -> Loss:
+    """A field of the last point of a run."""
+    return lambda run: getattr(run.points[-1], name)
+
+
+HELD_OUT, WHOLE = at_end("held_out"), at_end("whole")
 
 
 def by_arm(results: Sequence[Result]) -> dict[str, list[Result]]:
@@ -152,7 +159,7 @@ def by_arm(results: Sequence[Result]) -> dict[str, list[Result]]:
     return arms
 
 
-def by_seed(runs: Sequence[Result], loss: Loss = lambda run: run.loss) -> dict[int, float]:
+def by_seed(runs: Sequence[Result], loss: Loss = HELD_OUT) -> dict[int, float]:
     """Seed -> the mean of ``loss`` over its runs, of those that have it."""
     found: dict[int, list[float]] = {}
     for run in runs:
@@ -169,7 +176,7 @@ def spread(runs: Sequence[Result]) -> float:
 
 
 def distances(
-    runs: Sequence[Result], base: Sequence[Result], loss: Loss = lambda run: run.loss, of_base: Loss = lambda r: r.loss
+    runs: Sequence[Result], base: Sequence[Result], loss: Loss = HELD_OUT, of_base: Loss = HELD_OUT
 ) -> list[float]:
     """``loss`` / loss of bf16 - 1 for each seed that both have."""
     ours, theirs = by_seed(runs, loss), by_seed(base, of_base)
@@ -203,7 +210,7 @@ def lines(results: Sequence[Result]) -> list[list[str]]:
     base_speed = statistics.fmean(run.tokens_per_second for run in base) if base else float("nan")
     found = []
 
-    def apart(name: str, loss: Loss, of_base: Loss = lambda run: run.loss) -> str:
+    def apart(name: str, loss: Loss, of_base: Loss = HELD_OUT) -> str:
         return _percent([] if name == BASE else distances(arms[name], base, loss, of_base))
 
     for name, runs in arms.items():
@@ -211,8 +218,8 @@ def lines(results: Sequence[Result]) -> list[list[str]]:
         losses = by_seed(runs)
         found.append([
             name, ARMS[name].what, str(len(runs)), f"{statistics.fmean(losses.values()):.4f}",
-            apart(name, lambda run: run.loss), f"{spread(runs):.4f}" if len(losses) > 1 else "",
-            f"{speed:,.0f}", f"{speed / base_speed:.2f}", apart(name, lambda run: run.points[-1].unquantized),
-            apart(name, WHOLE, WHOLE), apart(name, lambda run: run.points[-1].whole_unquantized, WHOLE),
+            apart(name, HELD_OUT), f"{spread(runs):.4f}" if len(losses) > 1 else "",
+            f"{speed:,.0f}", f"{speed / base_speed:.2f}", apart(name, at_end("unquantized")),
+            apart(name, WHOLE, WHOLE), apart(name, at_end("whole_unquantized"), WHOLE),
         ])  # fmt: skip
     return found

@@ -36,9 +36,7 @@ from .tied import LOOKUPS, lookups_of, model_of, tied_keys, tied_layers, usual_h
 
 Item = TypeVar("Item")
 SHARD_BYTES = 1 << 29
-SKIPPED = (
-    *LOOKUPS, "embed_positions", "wpe", "position_embeddings", "token_type_embeddings", "output", "norm",
-)  # fmt: skip
+SKIPPED = (*LOOKUPS, "embed_positions", "wpe", "position_embeddings", "token_type_embeddings", "output", "norm")
 """Last components of module names whose matrices stay in high precision, beside heads and routers: embeddings, and
 heads of other libraries."""
 TILES, TILE = 4, (128, 512)

@@ -33,6 +33,13 @@ def run_uncompiled(*functions: Any, callees: bool = True) -> None:
         set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, inside))
 
 
+def run_rules_uncompiled(kind: type[torch.Tensor]) -> None:
+    """``run_uncompiled`` for the rules of a class of tensors. It would see no ``strict`` in them, and ask without end
+    for attributes such as ``mT``, whose rule reads the attribute."""
+    run_uncompiled(kind.__torch_dispatch__)
+    run_uncompiled(kind.__torch_function__, callees=False)
+
+
 def let_dynamo_intercept(function: Function) -> bool:
     """Let modes and subclasses see calls of a private torch function in code that Dynamo traces, as in eager code. True
     if this Dynamo has the place.

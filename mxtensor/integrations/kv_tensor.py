@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..core.compat import disable_subclass_torch_function, make_wrapper_subclass, tree_map_only
-from ..core.compat_compile import run_uncompiled
+from ..core.compat_compile import run_rules_uncompiled
 from ..core.shapes import contiguous_stride
 from ..kernels.attention.select import attention
 from ..kernels.attention.spec import AttentionArgs, Tokens
@@ -138,5 +138,4 @@ _RULES: dict[Any, Any] = {
     Tensor.reshape: _reshape,
 }
 """torch function -> rule, which returns None where it has nothing to say."""
-run_uncompiled(CachedTokens.__torch_dispatch__)
-run_uncompiled(CachedTokens.__torch_function__, callees=False)
+run_rules_uncompiled(CachedTokens)

@@ -58,9 +58,8 @@ def parameter_of(t: T, requires_grad: bool, attributes: dict[str, Any]) -> T:
 
 
 def refuse_attributes(kind: str, attributes: dict[str, Any]) -> None:
-    """Raise TypeError for arguments that are not those of a class, where its value is no parameter."""
-    if attributes:
-        raise TypeError(f"{kind}() got an unexpected keyword argument {next(iter(attributes))!r}")
+    """Raise TypeError for the first of these arguments: the class has none of them where its value is no parameter."""
+    raise TypeError(f"{kind}() got an unexpected keyword argument {next(iter(attributes))!r}")
 
 
 def _is_users(name: str) -> bool:

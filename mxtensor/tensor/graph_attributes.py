@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..core.compat_compile import hook_graph_attributes, run_uncompiled
+from ..core.compat_compile import hook_graph_attributes, run_rules_uncompiled
 from ..core.shapes import swapped
 from ..core.when_imported import when_imported
 from ..kernels.quantize.hadamard import GROUP
@@ -55,10 +55,8 @@ def tell_dynamo(kind: type[Tensor], recipe: str = "recipe") -> None:
     and let it leave alone the rules of ``kind``, which eager code runs between two graphs.
 
     ``__tensor_flatten__`` installs the first: Dynamo asks it about each tensor of a graph, before anybody reads an
-    attribute. Without the second, Dynamo compiles a rule as if it were a function of the user: it sees no
-    ``mx.strict()`` there, and asks without end for attributes such as ``mT``.
+    attribute. Without the second, Dynamo compiles a rule as if it were a function of the user.
     """
     readers, constants = (_readers(kind), (recipe, "_signs")) if recipe == "recipe" else ({}, (recipe,))
     when_imported("torch._dynamo.variables.tensor", lambda: hook_graph_attributes(kind, readers, constants))
-    run_uncompiled(kind.__torch_dispatch__)
-    run_uncompiled(kind.__torch_function__, callees=False)
+    run_rules_uncompiled(kind)

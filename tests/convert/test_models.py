@@ -144,10 +144,8 @@ def jetmoe():
 
 def quantized(made, way, config, dtype=torch.float32):
     experts, inputs = made()
-    experts, inputs = (
-        experts.to(dtype),
-        [x.to(dtype) if torch.is_tensor(x) and x.is_floating_point() else x for x in inputs],
-    )
+    experts.to(dtype)
+    inputs = [x.to(dtype) if torch.is_tensor(x) and x.is_floating_point() else x for x in inputs]
     for weight in experts.parameters():
         nn.init.normal_(weight)
     if way is not None:

@@ -242,7 +242,7 @@ FAULTS = (
     Fault("compiled experts of transformers take values for activations", "ops/grouped.py",
           "implements(op.default)(_fallback)", "pass",
           "ops/test_grouped.py"),
-    Fault("rules are compiled between two graphs", "tensor/graph_attributes.py",
+    Fault("rules are compiled between two graphs", "core/compat_compile.py",
           "run_uncompiled(kind.__torch_dispatch__)", "pass",
           "compile/test_between_graphs.py"),
     Fault("gathered columns in the wrong order", "distributed/all_gather_linear.py",

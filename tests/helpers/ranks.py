@@ -117,7 +117,9 @@ def work(rank, folder, store, long, keys, place):
     """What each process runs. The first failure ends it, because the other rank may wait for it. ``place``: of the pair
     among PAIRS."""
     if DEVICE == "cuda":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str(WORLD * place + i) for i in range(WORLD))
+        given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        visible = given.split(",") if given else [str(i) for i in range(torch.cuda.device_count())]
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible[WORLD * place :][:WORLD])
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", ".*isinstance.treespec, LeafSpec.*", FutureWarning)
     warnings.filterwarnings("ignore", "`torch.jit.script", DeprecationWarning)  # of importing inductor
