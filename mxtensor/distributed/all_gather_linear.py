@@ -59,9 +59,13 @@ def reason_for_values(
     x: Tensor, linear_recipe: LinearRecipe, dtype: torch.dtype, why: str | None = None
 ) -> str | None:  # fmt: skip
     """``refuses`` for the rows of this rank (M, K), or ``why``, with the decision in ``explain()``."""
-    why = why or refuses(linear_recipe, *x.shape)
+    if why is None:
+        why = refuses(linear_recipe, *x.shape)
     spec = Spec("gather", (tuple(x.shape),), (x.dtype,), dtype, x.device)
-    record(spec, "high precision" if why else "quantized", {"quantized": why} if why else {})
+    if why is None:  # not by truth: Dynamo of torch 2.11 does not branch on a formatted string
+        record(spec, "quantized", {})
+    else:
+        record(spec, "high precision", {"quantized": why})
     return why
 
 

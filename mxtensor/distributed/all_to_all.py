@@ -82,10 +82,10 @@ class Routes:
         cast = casts.rowwise
         values = result and not self.quantize_combined
         why = "quantize_combined is False" if values else refuses(cast, self.linear_recipe)
-        sent = None if why else cast
+        sent = cast if why is None else None
         format: Any = x.dtype if sent is None else (x.dtype, sent.format)
         spec = Spec("all-to-all", (tuple(x.shape),), (format,), x.dtype, x.device)
-        record(spec, "high precision" if why else "codes", {"codes": why} if why else {})
+        record(spec, *(("codes", {}) if why is None else ("high precision", {"codes": why})))
         return sent
 
 
