@@ -211,8 +211,15 @@ def test_runs_of_one_seed_count_as_their_mean_and_three_seeds_have_an_error():
     ours += [result("mxfp8", 2, 2.0), result("mxfp8", 3, 1.98)]
     error = (sum((x - 0.5) ** 2 for x in (2, 1, 0, -1)) / 3 / 4) ** 0.5
     assert record.lines([*base, *ours])[1][4] == f"+0.50% ± {error:.2f}%"
-    apart = [target.verdict([*base, *ours])[2] for target in parity_targets.TARGETS[:2]]
-    assert apart == ["0.5", f"{(0.042 + 0.02 - 0.02) / 4 / 0.162:.3g}"]
+    apart = [target.verdict([*base, *ours])[2] for target in parity_targets.TARGETS[:3]]
+    assert apart == ["0.5", f"{(0.042 + 0.02 - 0.02) / 4 / 0.162:.3g}", ""]
+
+
+def test_the_distance_on_the_whole_text_is_that_of_the_runs_that_measured_it():
+    base, ours = ([result(arm, seed, 2.0) for seed in range(3)] for arm in (BASE, "mxfp8"))
+    for run, whole in ((base[0], 4.0), (ours[0], 4.01), (base[1], 5.0), (ours[2], 6.0)):
+        run.points[-1] = replace(run.points[-1], whole=whole)
+    assert parity_targets.TARGETS[2].verdict([*base, *ours])[2] == "0.25"
 
 
 def test_a_repeated_run_has_a_file_of_its_own(tmp_path):

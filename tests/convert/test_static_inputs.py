@@ -29,12 +29,13 @@ def static(m, *inputs):
 
 
 def rounded(x, scale):
-    """Elements of E2M1 times scales of blocks in E4M3 times ``scale``, by plain ops in float64."""
+    """Elements of E2M1 times scales of blocks in E4M3 times ``scale``, by plain ops in float64 but for the product with
+    the reciprocal of a scale, which decides ties and is defined in float32."""
     blocks = (x.double() / scale).unflatten(-1, (-1, 16))
     wanted = blocks.abs().amax(-1, keepdim=True) / 6
     sizes = wanted.clamp(2.0**-9, 448).to(torch.float32).to(torch.float8_e4m3fn).double()
     values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
-    y = (blocks / sizes).clamp(-6, 6)
+    y = (blocks.float() * (1 / sizes.float())).double().clamp(-6, 6)
     odd = torch.arange(8) % 2 * 1e-9  # of two as near, the even code
     nearest = ((y.abs()[..., None] - values).abs() + odd).argmin(-1)
     return (values[nearest] * y.sign() * sizes).flatten(-2) * scale
