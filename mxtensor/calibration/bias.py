@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..core.arguments import FLAG, check
 from ..numerics.cast import Cast
-from ..tensor.mxtensor import MXTensor
+from .gptq import check_inputs
 from .moments import as_the_layer_sees
 
 
@@ -54,8 +54,17 @@ class Means:
             self._now += as_the_layer_sees(x, self._activation).sum(0)
             self._rows[1] += x.shape[:-1].numel()
 
-    def corrected(self, bias: Tensor | None, weight: Tensor, quantized: MXTensor) -> Tensor:
-        """The bias (rows,) in the dtype of ``weight`` (rows, cols), the weight before it was quantized."""
-        before, now = (total / max(rows, 1) for total, rows in zip((self._before, self._now), self._rows, strict=True))
-        error = weight.float() @ before - quantized.dequantize().float() @ now
+    @property
+    def known(self) -> bool:
+        """Whether the layer had inputs, in the model before and in the quantized one."""
+        return all(self._rows)
+
+    def corrected(self, bias: Tensor | None, weight: Tensor, rounded: Tensor) -> Tensor:
+        """The bias (rows,) in the dtype of ``weight`` (rows, cols), the weight before it was ``rounded`` (float32).
+
+        Raises ValueError for inputs that are not finite.
+        """
+        before, now = (total / rows for total, rows in zip((self._before, self._now), self._rows, strict=True))
+        check_inputs(before, now)
+        error = weight.float() @ before - rounded @ now
         return (error if bias is None else bias.detach().float() + error).to(weight.dtype)

@@ -7,33 +7,25 @@ From then on a block runs on the outputs of the one before. A model without such
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import logging
+import re
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .in_use import Call, Copies, as_in_use, call_of, copied, first_of, fresh, with_first, with_fresh_caches
 
-class Call(NamedTuple):
-    """The arguments of one call of a module."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
-def call_of(batch: Any) -> Call:
-    """A batch of ``data`` as the arguments of the model: a dict by name, a tuple or a list one by one, else the one."""
-    if isinstance(batch, Mapping):
-        return Call((), dict(batch))
-    return Call(tuple(batch) if isinstance(batch, (tuple, list)) else (batch,), {})
+_log = logging.getLogger("mxtensor")
 
 
 class Stream:
     """The blocks of a model, and the inputs of the next one to run.
 
-    ``states`` are the inputs of the block that runs next, one for each batch. Raises ValueError if ``batches`` is
-    empty.
+    ``states`` are the inputs of the block that runs next, one for each batch; ``without_input`` are the ``layers`` that
+    get no row of input from any batch. Raises ValueError if ``batches`` is empty.
     """
 
     def __init__(self, model: nn.Module, batches: Iterable[Any], layers: Collection[nn.Module]) -> None:
@@ -41,12 +33,13 @@ class Stream:
         if not calls:
             raise ValueError("calibrate: data is empty; pass batches, such as [input_ids, ...] or [{'input_ids': ids}]")
         self._model, self._blocks, self._batches = model, _blocks(model, set(layers)), calls
-        with _as_in_use(model):
+        self.without_input = list(layers)
+        with as_in_use(model), self._noting_inputs(layers):
             recorded = self._record(model, calls)
         if recorded is None:  # the blocks do not follow each other
             self._blocks, recorded = [model], [calls]
         self._calls = recorded
-        self.states = [_state(call) for call in recorded[0]]
+        self.states = [first_of(*call) for call in recorded[0]]
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -67,13 +60,13 @@ class Stream:
     def run(self, index: int, batch: int, state: Any, gradient: bool = False) -> Any:
         """The output of a block for this input from a batch: the input of the next block.
 
-        ``gradient``: with a graph for autograd.
+        If the model is the only block: all that it returns. ``gradient``: with a graph for autograd.
         """
         block = self._blocks[index]
-        call = _with_state(self._calls[index][batch], state)
-        with torch.set_grad_enabled(gradient), _as_in_use(block):
+        call = fresh(with_first(self._calls[index][batch], state))
+        with torch.set_grad_enabled(gradient), as_in_use(block):
             out = block(*call.args, **call.kwargs)
-        return out[0] if isinstance(out, tuple) else out
+        return out[0] if isinstance(out, tuple) and len(self) > 1 else out
 
     def finish(self, batch: int, state: Tensor, gradient: bool = True) -> Any:
         """The output of the model for this output of the last of several blocks.
@@ -82,41 +75,77 @@ class Stream:
         """
 
         def replaced(module: nn.Module, args: Any, out: Any) -> Any:
-            return (state, *out[1:]) if isinstance(out, tuple) else state
+            return (end, *out[1:]) if isinstance(out, tuple) else end
 
-        call = self._batches[batch]
+        end, call = state.clone(), fresh(self._batches[batch])
         hook = self._blocks[-1].register_forward_hook(replaced)
-        with torch.set_grad_enabled(gradient), _as_in_use(self._model), hook:
+        with torch.set_grad_enabled(gradient), as_in_use(self._model), hook:
             return self._model(*call.args, **call.kwargs)
+
+    @contextmanager
+    def _noting_inputs(self, layers: Collection[nn.Module]) -> Iterator[None]:
+        """Take the layers that get an input from ``without_input``."""
+        hooks: dict[nn.Module, Any] = {}
+
+        def note(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            x = first_of(args, kwargs)
+            if isinstance(x, Tensor) and x.numel():
+                self.without_input.remove(layer)
+                hooks[layer].remove()
+
+        with ExitStack() as stack:
+            for layer in layers:
+                hooks[layer] = layer.register_forward_pre_hook(note, with_kwargs=True)
+                stack.callback(hooks[layer].remove)
+            yield
 
     def _record(self, model: nn.Module, calls: list[Call]) -> list[list[Call]] | None:
         """The calls of each block. None if they do not run once each, in their order, on each other's outputs."""
         recorded: list[list[Call]] = [[] for _ in self._blocks]
         order: list[int] = []
         outputs: list[Any] = []
+        caches: Copies = {}
 
         def before(index: int) -> Any:
             def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
                 call = Call(args, kwargs)
-                order.append(index if not index or _state(call) is outputs[-1] else -1)
-                recorded[index].append(call if not index else _with_state(call, None))
+                order.append(index if not index or first_of(*call) is outputs[-1] else -1)
+                # caches as the first block finds them: each block adds to a part of its own
+                call = with_fresh_caches(call, caches)
+                recorded[index].append(with_first(call, None if index else copied(first_of(*call))))
 
             return hook
 
         def after(module: nn.Module, args: Any, out: Any) -> None:
             outputs[:] = [out[0] if isinstance(out, tuple) else out]
 
+        follow = True
         with ExitStack() as hooks:
             for index, block in enumerate(self._blocks):
                 hooks.enter_context(block.register_forward_pre_hook(before(index), with_kwargs=True))
                 hooks.enter_context(block.register_forward_hook(after))
             for call in calls:
                 order.clear()
+                outputs[:] = [None]
+                caches.clear()
+                call = fresh(call)
                 with torch.no_grad():
                     model(*call.args, **call.kwargs)
-                if order != list(range(len(self._blocks))):
-                    return None
-        return recorded
+                if follow and order != list(range(len(self._blocks))):
+                    follow = False
+                    hooks.close()  # the other batches run for the inputs of the layers alone
+        return recorded if follow else None
+
+
+def say_what_saw_nothing(caller: str, fqns: Collection[str], of: int, so: str) -> None:
+    """Log a warning that names the weights of layers without an input, if there are any, and what they ``so`` get."""
+    if fqns:
+        names = ", ".join(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", fqn) for fqn in fqns))
+        _log.warning(
+            f"{caller}: {len(fqns)} of {of} layers saw no input, and {so}: {names}; pass data that reaches them "
+            "(images for a vision tower, more tokens for experts), or leave them out by filter_fn. A layer whose "
+            "weight the model reads without calling the layer, such as out_proj of nn.MultiheadAttention, sees none"
+        )
 
 
 def _blocks(model: nn.Module, layers: set[nn.Module]) -> list[nn.Module]:
@@ -127,31 +156,3 @@ def _blocks(model: nn.Module, layers: set[nn.Module]) -> list[nn.Module]:
             if count > most:
                 best, most = list(module), count
     return best
-
-
-def _state(call: Call) -> Any:
-    return call.args[0] if call.args else next(iter(call.kwargs.values()), None)
-
-
-def _with_state(call: Call, state: Any) -> Call:
-    if call.args:
-        return Call((state, *call.args[1:]), call.kwargs)
-    return Call((), call.kwargs | dict.fromkeys(list(call.kwargs)[:1], state))
-
-
-@contextmanager
-def _as_in_use(module: nn.Module) -> Iterator[None]:
-    """In evaluation mode, and without a cache of keys and values, which a block would fill at each call."""
-    training = {m: m.training for m in module.modules()}
-    config = getattr(module, "config", None)
-    cached = getattr(config, "use_cache", None)
-    try:
-        module.eval()
-        if cached:
-            config.use_cache = False  # type: ignore[union-attr]
-        yield
-    finally:
-        for m, was in training.items():
-            m.training = was
-        if cached:
-            config.use_cache = cached  # type: ignore[union-attr]

@@ -17,12 +17,12 @@ from ..convert.quantize import convert
 from ..convert.weights import FilterFn
 from ..core.arguments import MODULE, check
 from ..core.progress import with_progress
-from ..numerics.formats import Orientation
 from ..tensor.attributes import set_attributes, user_attributes
 from ..tensor.mxtensor import MXTensor
 from ..training.training_weight import values_of
-from .blocks import Stream
+from .blocks import Stream, say_what_saw_nothing
 from .edits import Edit, in_place, restore
+from .layers import calibrated
 from .methods import Step, Steps, steps_of
 from .one_block import placed, quantized_block, weight_of
 from .state import State
@@ -53,8 +53,9 @@ def calibrate(
     The model runs block by block: memory holds the inputs of one block for all data, and the moments of one block's
     layers. Layers outside of the blocks, such as a head, are calibrated after the blocks, without scaling of channels.
     Embeddings and stacked experts are rounded to nearest, as ``quantize_`` does; an embedding that shares the weight of
-    a head gets its codes. All weights are replaced at the end; if this raises or is interrupted, the model is as it
-    was. With ``state``, a folder, each finished block is saved there, and the same call continues after the last one.
+    a head gets its codes. Compiled modules run eagerly meanwhile. A warning of the logger ``mxtensor`` names the layers
+    that saw no input. All weights are replaced at the end; if this raises or is interrupted, the model is as it was.
+    With ``state``, a folder, each finished block is saved there, and the same call continues after the last one.
 
     Raises what ``quantize_`` raises; ValueError for a recipe that trains, an unknown method, empty data, weights or
     inputs that are not finite, or a state of another calibration. Returns ``model``.
@@ -66,14 +67,14 @@ def calibrate(
         if recipe.trains:
             raise ValueError(f"calibrate quantizes for inference, and {recipe} trains ({weight.fqn}); use quantize_")
     changes = planned(model, chosen)
-    layers: dict[nn.Module, Change] = {
-        layer: change for change in changes if (layer := _calibrated(change)) is not None
-    }
+    layers: dict[nn.Module, Change] = {layer: change for change in changes if (layer := calibrated(change)) is not None}
     for change in layers.values():
         if not values_of(weight_of(change)).isfinite().all():
             raise ValueError(f"calibrate: {change.fqn} has values that are not finite; quantize_ can store them")
     batches = list(data)
     stream = Stream(model, batches, layers)
+    fqns = [layers[layer].fqn for layer in stream.without_input]
+    say_what_saw_nothing("calibrate", fqns, len(layers), "are rounded by their values alone")
     saved = None if state is None else State(Path(state), model, batches, changes, steps)
     done = _all_blocks(model, stream, layers, steps, saved)
     made = {name: weight for name, weight in done.items() if isinstance(weight, MXTensor)}
@@ -134,9 +135,3 @@ def _edits(model: nn.Module, done: Mapping[str, Tensor]) -> list[Edit]:
             module, _, name = fqn.rpartition(".")
             edits.append(Edit(model.get_submodule(module), name, nn.Parameter(value, requires_grad=False)))
     return edits
-
-
-def _calibrated(change: Change) -> nn.Linear | None:
-    """The layer that multiplies by the rows of the weight; None for an embedding alone and others."""
-    linear = [module for module, name in change.places if isinstance(module, nn.Linear) and name == "weight"]
-    return linear[0] if linear and change.orientation is Orientation.ROWWISE else None

@@ -34,6 +34,12 @@ TRIES = 5
 """How often the damping is multiplied by 10 if the second moment is not positive definite."""
 
 
+def check_inputs(*sums: Tensor) -> None:
+    """Raise ValueError if sums over the inputs of a layer are not finite."""
+    if not all(total.isfinite().all() for total in sums):
+        raise ValueError("the inputs of the layer are not all finite; calibrate with data that the model can read")
+
+
 def damped(second_moment: Tensor, damping: float) -> Tensor:
     """``second_moment`` (cols, cols) in float64, with ``damping`` times its mean diagonal added to the diagonal."""
     h = second_moment.to(torch.float64)
@@ -46,8 +52,7 @@ def inverse_cholesky(second_moment: Tensor, damping: float) -> Tensor:
 
     Raises ValueError for a second moment that is not finite.
     """
-    if not second_moment.isfinite().all():
-        raise ValueError("the inputs of the layer are not all finite; calibrate with data that the model can read")
+    check_inputs(second_moment)
     for _ in range(TRIES):
         lower, failed = torch.linalg.cholesky_ex(damped(second_moment, damping))
         if not failed:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..kernels.quantize.select import dequantize_operand, quantize_operand
 from ..numerics.cast import Cast
 from .gptq import inverse_cholesky
+from .in_use import first_of
 
 Inputs = dict[nn.Module, list[Tensor]]
 """Layer -> its inputs, one for each call."""
@@ -25,22 +26,58 @@ class _Enough(BaseException):
 def inputs_of(layers: Collection[nn.Module], run: Callable[[], Any], stop: bool = False) -> tuple[Inputs, Any]:
     """The inputs that ``layers`` get while ``run`` runs, and its result.
 
-    ``stop``: ``run`` ends when each layer has had one input; the result is None then.
+    ``stop``: ``run`` ends when each layer has had one input; the result is None then. If something writes into an input
+    after its layer, all runs once more, with copies.
     """
+    found, out, written = _inputs_of(layers, run, stop, Saved())
+    if written:
+        found, out, _ = _inputs_of(layers, run, stop, Saved(copies=True))
+    return found, out
+
+
+class Saved:
+    """Tensors as they are now: one object for each state of a tensor."""
+
+    def __init__(self, copies: bool = False) -> None:
+        self._copies = copies
+        self._tensors: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+
+    def of(self, x: Tensor) -> Tensor:
+        """``x``, or a copy of it."""
+        key = id(x), version_of(x)
+        if key not in self._tensors:
+            self._tensors[key] = x, x.clone() if self._copies else x
+        return self._tensors[key][1]
+
+    @property
+    def written(self) -> bool:
+        """Whether something wrote into one of them since."""
+        return any(version_of(x) != version for (_, version), (x, _) in self._tensors.items())
+
+
+def version_of(x: Tensor) -> int:
+    """The number of writes into a tensor. Tensors of ``torch.inference_mode`` do not count them."""
+    return 0 if x.is_inference() else x._version
+
+
+def _inputs_of(
+    layers: Collection[nn.Module], run: Callable[[], Any], stop: bool, saved: Saved
+) -> tuple[Inputs, Any, bool]:
     found: Inputs = {layer: [] for layer in layers}
 
-    def keep(layer: nn.Module, args: tuple[Any, ...]) -> None:
-        found[layer].append(args[0])
+    def keep(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        found[layer].append(saved.of(first_of(args, kwargs)))
         if stop and all(found.values()):
             raise _Enough
 
     with ExitStack() as hooks:
         for layer in layers:
-            hooks.enter_context(layer.register_forward_pre_hook(keep))
+            hooks.enter_context(layer.register_forward_pre_hook(keep, with_kwargs=True))
         try:
-            return found, run()
+            out = run()
         except _Enough:
-            return found, None
+            out = None
+    return found, out, saved.written
 
 
 class Group(NamedTuple):

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 
 from ..convert.plan import Change
 from ..convert.quantize import inference_recipe
+from ..kernels.quantize.select import dequantize_operand
 from ..numerics.cast import Cast
-from ..tensor.mxtensor import MXTensor
 from ..training.training_weight import values_of
 from .bias import Means
 from .blocks import Stream
 from .edits import Edit, in_place
+from .layers import oriented, stored_as
 from .methods import Steps, correction
 from .moments import Group, Inputs, Moments, groups_of, inputs_of
 
@@ -91,7 +92,7 @@ def quantized_block(
 def _originals(layers: Mapping[nn.Module, Change]) -> list[Edit]:
     """The weights and biases that the layers have now."""
     found = placed(layers.values(), {change.fqn: weight_of(change) for change in layers.values()})
-    return found + [Edit(m, "bias", m.bias) for m in layers if isinstance(m, nn.Linear)]
+    return found + [Edit(m, "bias", m.bias) for m in layers]  # type: ignore[arg-type]
 
 
 class _Measured(NamedTuple):
@@ -108,7 +109,7 @@ def _measures(group: dict[nn.Module, Change], how: Steps) -> tuple[dict[nn.Modul
     for layer, change in group.items():
         cast = change.recipe.activation
         if cast not in shared:
-            w = weight_of(change)
+            w = oriented(weight_of(change), change.orientation)
             correct = correction(how.rounding.correct, cast) != "none"
             moments = Moments(w.shape[1], w.device, cast, correct)
             shared[cast] = _Measured(moments, Means(w.shape[1], w.device, cast))
@@ -118,17 +119,18 @@ def _measures(group: dict[nn.Module, Change], how: Steps) -> tuple[dict[nn.Modul
 
 def _quantized(change: Change, how: Steps, found: _Measured) -> dict[str, Tensor]:
     """The quantized weight, with the recipe that ``quantize_`` would give it, and the corrected bias, by name."""
-    weight = values_of(weight_of(change)).detach()
+    weight = oriented(values_of(weight_of(change)).detach(), change.orientation).contiguous()
     recipe = inference_recipe([module for module, _ in change.places], change.recipe)
     try:
         operand = how.rounding.operand(weight.to(torch.float32), recipe.stored, found.moments)
+        done: dict[str, Tensor] = {change.fqn: stored_as(operand, change.orientation, recipe, weight.dtype)}
+        if _corrects_bias(change, how) and found.means.known:
+            bias: Any = change.places[0][0].bias
+            rounded = dequantize_operand(operand, torch.float32)
+            done[_bias_name(change)] = found.means.corrected(bias, weight, rounded)
     except ValueError as error:
         raise ValueError(f"calibrate: {change.fqn}: {error}") from error
-    made = MXTensor(operand, None, recipe, weight.dtype)
-    if not _corrects_bias(change, how):
-        return {change.fqn: made}
-    bias: Any = change.places[0][0].bias
-    return {change.fqn: made, _bias_name(change): found.means.corrected(bias, weight, made)}
+    return done
 
 
 def _bias_name(change: Change) -> str:

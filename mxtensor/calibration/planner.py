@@ -16,11 +16,11 @@ from ..convert.plan import Change, planned
 from ..convert.quantize import inference_recipe
 from ..convert.weights import FilterFn
 from ..core.arguments import INTEGER, MODULE, POSITIVE, TEXT, check, described
-from ..numerics.formats import Orientation
 from ..tensor.mxtensor import MXTensor
 from ..tensor.quantize_as import quantize_as
 from ..training.training_weight import values_of
-from .blocks import Stream
+from .blocks import Stream, say_what_saw_nothing
+from .layers import calibrated, oriented
 from .one_block import weight_of
 from .sensitivity import Candidate, Sensitivity, frozen
 
@@ -68,7 +68,7 @@ def plan(
     if not changes:
         raise ValueError(f"plan: no weight of {type(model).__name__} passed the filter; see filter_fn of quantize_")
     batches = list(data)
-    layers = {layer: fqn for fqn, change in changes.items() if (layer := _linear(change)) is not None}
+    layers = {layer: fqn for fqn, change in changes.items() if (layer := calibrated(change)) is not None}
     own: dict[str, dict[str, float]] = {}
     sizes: dict[str, dict[str, int]] = {}
 
@@ -79,13 +79,16 @@ def plan(
         norm = float(weight.square().sum()) or 1.0
         for format, of_format in by_format.items():
             stored = _quantized(of_format[change.fqn])
-            found[format] = Candidate(stored.dequantize(torch.float32), stored.recipe.activation)
-            own[change.fqn][format] = float((found[format].weight - weight).square().sum()) / norm
+            values = stored.dequantize(torch.float32)
+            found[format] = Candidate(oriented(values, change.orientation), stored.recipe.activation)
+            own[change.fqn][format] = float((values - weight).square().sum()) / norm
             sizes[change.fqn][format] = stored.nbytes
         return found
 
     with frozen(model):
         stream = Stream(model, batches, layers)
+        unseen = [layers[layer] for layer in stream.without_input]
+        say_what_saw_nothing("plan", unseen, len(layers), "have errors that are estimated from their values")
         sensitivity = Sensitivity(stream, list(layers), lambda layer: candidates_of(changes[layers[layer]]))
         device = weight_of(next(iter(changes.values()))).device
         generator = torch.Generator(device).manual_seed(seed)
@@ -112,13 +115,6 @@ def _changes(
         chosen, _ = choose(model, recipe, filter_fn, include_head)
         found[format] = {change.fqn: change for change in planned(model, chosen)}
     return found
-
-
-def _linear(change: Change) -> nn.Linear | None:
-    """The linear layer whose weight this is; None if there is none. A tied weight is that of the head."""
-    if change.orientation is not Orientation.ROWWISE:
-        return None
-    return next((m for m, name in change.places if isinstance(m, nn.Linear) and name == "weight"), None)
 
 
 def _quantized(change: Change) -> MXTensor:

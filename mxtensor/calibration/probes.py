@@ -10,13 +10,14 @@ Source: Amari, "Natural Gradient Works Efficiently in Learning", 1998.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..core.arguments import described
+from .outputs import tensors_of
 
 
 class Probe(NamedTuple):
@@ -27,14 +28,18 @@ class Probe(NamedTuple):
 
 
 def output_of(out: Any) -> Tensor:
-    """The floating-point tensor that a model returns: its ``logits``, its ``last_hidden_state``, or itself.
+    """The floating-point tensor that a model returns: its ``logits``, its ``last_hidden_state``, or the first in it.
 
-    Raises ValueError if there is none.
+    A loss, which has no dimension, is passed over. Raises ValueError if there is none.
     """
-    for one in (getattr(out, "logits", None), getattr(out, "last_hidden_state", None), out):
-        first = one[0] if isinstance(one, (tuple, list)) and one else one
-        if isinstance(first, Tensor) and first.is_floating_point():
-            return first
+
+    def named(name: str) -> Any:
+        return out.get(name) if isinstance(out, Mapping) else getattr(out, name, None)
+
+    for one in (named("logits"), named("last_hidden_state"), out):
+        for tensor in tensors_of(one):
+            if tensor.dim():
+                return tensor
     raise ValueError(f"plan: the model returns {described(out)}, which has no gradient; pass measure='layer'")
 
 

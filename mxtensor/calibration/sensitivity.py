@@ -18,7 +18,9 @@ from ..core.progress import with_progress
 from ..kernels.quantize.select import dequantize_operand, quantize_operand
 from ..numerics.cast import Cast
 from .blocks import Stream
-from .moments import inputs_of
+from .in_use import first_of
+from .layers import matrix_of
+from .moments import Saved, inputs_of
 from .probes import PROBES
 
 ROWS = 1024
@@ -50,15 +52,15 @@ class Sums:
         self._norms: dict[nn.Module, float] = {}
 
     def add(
-        self, layer: nn.Linear, x: Tensor, gradient: Tensor | None, candidates: Mapping[str, Candidate],
+        self, layer: nn.Module, x: Tensor, gradient: Tensor | None, candidates: Mapping[str, Candidate],
         share: float = 1.0,
     ) -> None:  # fmt: skip
         """An input (..., in) of a layer, and a probe with respect to its output (..., out).
 
         Without a probe, the squared change of the output counts, relative to the output without bias.
         """
-        x, weight = x.detach().flatten(0, -2).float(), layer.weight.detach().float()
-        g = None if gradient is None else gradient.flatten(0, -2).float()
+        x, weight = x.detach().reshape(-1, x.shape[-1]).float(), matrix_of(layer).float()
+        g = None if gradient is None else gradient.reshape(-1, gradient.shape[-1]).float()
         sums = self.errors.setdefault(layer, dict.fromkeys(candidates, 0.0))
         for begin in range(0, len(x), ROWS):
             rows = slice(begin, begin + ROWS)
@@ -78,24 +80,25 @@ class Sums:
         }
 
 
-Call = tuple[nn.Linear, Tensor, Tensor]
+Call = tuple[nn.Module, Tensor, Tensor]
 """A layer, its input, its output."""
 
 
 @contextmanager
-def _watched(layers: Collection[nn.Linear]) -> Iterator[list[Call]]:
+def _watched(layers: Collection[nn.Module]) -> Iterator[list[Call]]:
     """The calls of layers. Their outputs require gradients."""
     calls: list[Call] = []
+    inputs = Saved(copies=True)  # what follows may write into inputs and outputs
 
-    def keep(layer: Any, args: tuple[Any, ...], out: Tensor) -> Tensor:
+    def keep(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Tensor:
         if not out.requires_grad:
             out = out.detach().requires_grad_()
-        calls.append((layer, args[0].detach(), out))
-        return out.clone()  # what follows may write into it
+        calls.append((layer, inputs.of(first_of(args, kwargs)).detach(), out))
+        return out.clone()
 
     with ExitStack() as hooks:
         for layer in layers:
-            hooks.enter_context(layer.register_forward_hook(keep))
+            hooks.enter_context(layer.register_forward_hook(keep, with_kwargs=True))
         yield calls
 
 
@@ -116,8 +119,8 @@ class Sensitivity:
     """The errors of layers of a model; ``candidates_of(layer)`` makes the weights that are tried, by format."""
 
     def __init__(
-        self, stream: Stream, layers: Collection[nn.Linear],
-        candidates_of: Callable[[nn.Linear], Mapping[str, Candidate]],
+        self, stream: Stream, layers: Collection[nn.Module],
+        candidates_of: Callable[[nn.Module], Mapping[str, Candidate]],
     ) -> None:  # fmt: skip
         self._stream, self._candidates_of, self._sums = stream, candidates_of, Sums()
         every = [set(stream.block(index).modules()) for index in range(len(stream))]
@@ -168,12 +171,12 @@ class Sensitivity:
                 gradients[batch] = self._add(out, gradients[batch], leaf, calls, tried, shares[batch])
         return self._sums.result(len(shares))
 
-    def _tried(self, layers: Sequence[nn.Linear]) -> dict[nn.Linear, Mapping[str, Candidate]]:
+    def _tried(self, layers: Sequence[nn.Module]) -> dict[nn.Module, Mapping[str, Candidate]]:
         return {layer: self._candidates_of(layer) for layer in layers}
 
     def _add(
         self, out: Tensor, gradient: Tensor | None, leaf: Tensor | None, calls: list[Call],
-        tried: Mapping[nn.Linear, Mapping[str, Candidate]], share: float,
+        tried: Mapping[nn.Module, Mapping[str, Candidate]], share: float,
     ) -> Tensor | None:  # fmt: skip
         """Add all calls of layers by the gradients of ``out``; returns the gradient of ``leaf``."""
         wanted = [y for _, _, y in calls]

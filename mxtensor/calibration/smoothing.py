@@ -20,12 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from ..convert.plan import Change
-from ..core.arguments import COUNT, SHARE, check
+from ..core.arguments import COUNT, SHARE, check, described
 from ..kernels.quantize.select import dequantize_operand, quantize_operand
 from ..numerics.cast import Cast
 from .blocks import Stream
 from .edits import Edit, in_place
+from .layers import orientation_of, oriented
 from .moments import inputs_of
+from .outputs import tensors_of
 from .pairs import Pair, pairs_of
 
 ALPHAS = (0.25, 0.5, 0.75, 1.0)
@@ -63,7 +65,11 @@ class Scaling(ABC):
         self, pair: Pair, x: Tensor, layers: dict[nn.Module, Change], edited: dict[tuple[nn.Module, str], Tensor]
     ) -> None:
         """Add the edits of a pair. ``x``: (rows, columns) of its consumers' input."""
-        weights = [_current(layer, "weight", edited) for layer in pair.consumers]
+        layouts = [orientation_of(layer) for layer in pair.consumers]
+        weights = [
+            oriented(_current(layer, "weight", edited), layout)
+            for layer, layout in zip(pair.consumers, layouts, strict=True)
+        ]
         tries = [(s / s.log().mean().exp()).clamp(1e-3, 1e3) for s in self.scales(pair, x, weights)]
         casts = [layers[layer].recipe for layer in pair.consumers]
         best = tries[0]
@@ -79,8 +85,9 @@ class Scaling(ABC):
             best = tries[min(range(len(tries)), key=errors.__getitem__)]
         if (best == 1).all():
             return
-        for layer, w in zip(pair.consumers, weights, strict=True):
-            edited[layer, "weight"] = (w.float() * pair.as_read(best)).to(w.dtype)
+        for layer, layout, w in zip(pair.consumers, layouts, weights, strict=True):
+            scaled = (w.float() * pair.as_read(best)).to(w.dtype)
+            edited[layer, "weight"] = oriented(scaled, layout).contiguous()
         for name in ("weight", "bias"):
             if getattr(pair.producer, name, None) is not None:
                 value = _current(pair.producer, name, edited)
@@ -88,17 +95,24 @@ class Scaling(ABC):
                 edited[pair.producer, name] = (value.float() / divisor).to(value.dtype)
 
     def _check(self, stream: Stream, index: int, state: Any, edits: Sequence[Edit]) -> None:
-        before = stream.run(index, 0, state)
-        with in_place(edits):
-            after = stream.run(index, 0, state)
-        changed = float((after.float() - before.float()).norm() / before.float().norm().clamp(min=1e-30))
-        if not changed <= TOLERANCE.get(before.dtype, 5e-2):
-            block = type(stream.block(index)).__name__
+        name, block = type(self).__name__, type(stream.block(index)).__name__
+        out = stream.run(index, 0, state)
+        before = tensors_of(out)
+        if not before:
             raise ValueError(
-                f"{type(self).__name__}: block {index} ({block}) computes something else when channels of its norms "
-                f"are scaled and the layers after them scale back (its output changes by {changed:.1%}); leave it out "
-                "of method"
+                f"{name}: block {index} ({block}) returns {described(out)}, which has no floating-point tensor to "
+                "compare; leave it out of method"
             )
+        with in_place(edits):
+            after = tensors_of(stream.run(index, 0, state))
+        for old, new in zip(before, after, strict=True):
+            changed = _change(old.float(), new.float())
+            if not changed <= TOLERANCE.get(old.dtype, 5e-2):
+                raise ValueError(
+                    f"{name}: block {index} ({block}) computes something else when channels of its norms are scaled "
+                    f"and the layers after them scale back (its output changes by {changed:.1%}); leave it out of "
+                    "method"
+                )
 
 
 @dataclass(frozen=True)
@@ -145,6 +159,12 @@ class AWQ(Scaling):
 def _current(module: nn.Module, name: str, edited: dict[tuple[nn.Module, str], Tensor]) -> Tensor:
     value: Tensor = edited.get((module, name), getattr(module, name))
     return value.detach()
+
+
+def _change(before: Tensor, after: Tensor) -> float:
+    """The change of an output, relative to it. Infinite values, such as those of a mask, change if they move."""
+    difference = torch.where(after == before, 0.0, after - before)
+    return float(difference.norm() / before[before.isfinite()].norm().clamp(min=1e-30))
 
 
 def _error(x: Tensor, w: Tensor, out: Tensor, activation: Cast | None, stored: Cast) -> float:

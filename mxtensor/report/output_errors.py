@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.arguments import MODULE, check
+from ..core.called_layers import layers_are_called
 from ..tensor.mxtensor import MXTensor
 from .model_report import decibels
 
@@ -118,7 +119,7 @@ def output_errors(
     pairs = _Pairs({fqn: (modules[fqn.rpartition(".")[0]], layer) for fqn, layer in small.items()})
     for given in inputs:
         pairs.outputs, pairs.calls = {}, {}
-        with torch.no_grad():
+        with torch.no_grad(), layers_are_called():
             with _hooked({fqn: layers[0] for fqn, layers in pairs.layers.items()}, pairs.before):
                 reference(**given)
             with _hooked({fqn: layers[1] for fqn, layers in pairs.layers.items()}, pairs.after):

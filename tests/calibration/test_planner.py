@@ -153,6 +153,18 @@ def test_attention_and_experts_are_estimated():
     assert isinstance(m[0].self_attn.in_proj_weight, mx.MXTensor)
 
 
+def test_a_loss_before_the_logits_is_passed_over():
+    class WithLoss(nn.Sequential):
+        def forward(self, x):
+            y = super().forward(x)
+            return y.sum(), y
+
+    torch.manual_seed(0)
+    layers, x = [nn.Linear(32, 32), nn.Linear(32, 9)], torch.randn(64, 32)
+    a, b = (mx.plan(kind(*layers).requires_grad_(False), [x], 6) for kind in (WithLoss, nn.Sequential))
+    assert a.weights == b.weights
+
+
 class Odd(nn.Module):
     def __init__(self):
         super().__init__()

@@ -1,6 +1,7 @@
 """SmoothQuant: the model computes the same before its weights are rounded, and less of it is lost afterwards."""
 
 import copy
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -8,8 +9,8 @@ from torch import nn
 
 import mxtensor as mx
 from mxtensor.calibration.blocks import Stream
-from mxtensor.calibration.calibrate import _calibrated
 from mxtensor.calibration.edits import in_place
+from mxtensor.calibration.layers import calibrated
 from mxtensor.calibration.pairs import pairs_of
 from mxtensor.calibration.smoothing import AWQ, SmoothQuant
 from mxtensor.convert.choose import choose
@@ -43,7 +44,7 @@ def data():
 
 def layers_of(m, format):
     changes = planned(m, choose(m, format, None)[0])
-    return {layer: change for change in changes if (layer := _calibrated(change)) is not None}
+    return {layer: change for change in changes if (layer := calibrated(change)) is not None}
 
 
 def lost(q, m):
@@ -203,6 +204,101 @@ def test_a_norm_that_scales_otherwise_is_refused():
     with pytest.raises(ValueError, match=r"SmoothQuant: block 0 \(GemmaDecoderLayer\) computes something else"):
         mx.calibrate(m, data(), "mxfp4", ["smooth", "gptq"])
     assert all(p is before[name] for name, p in m.named_parameters())
+
+
+class Odd:
+    """An output of a kind that nobody knows."""
+
+
+@dataclass
+class Output:
+    values: torch.Tensor
+    loss: torch.Tensor | None = None
+
+
+class Normed(nn.Module):
+    """``form``: what it returns, and what else reads the output of its norm or its layer ``up_proj``."""
+
+    def __init__(self, form="plain"):
+        super().__init__()
+        self.form = form
+        self.norm, self.first, self.second = nn.LayerNorm(32), nn.Linear(32, 32), nn.Linear(32, 32)
+        self.norm.weight.data = torch.randn(32).exp()
+        self.up_proj, self.down_proj = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x):
+        y = self.norm(x)
+        x = self.first(y)
+        if self.form == "residual":
+            x = x + y
+        if self.form == "in place":
+            self.second(y.mul_(y))
+        if self.form == "twice":
+            self.second(self.norm(x))
+        z = self.up_proj(x)
+        z = torch.nn.functional.gelu(z) if self.form == "gelu" else z * torch.sigmoid(x.repeat(1, 2))
+        x = self.down_proj(z)
+        if self.form == "mask":
+            x = torch.cat([x, torch.full_like(x, -torch.inf)])
+        return {
+            "dict": {"a": [x], "b": None}, "tuple": (x.long(), (x,)), "norm returned": (x, {"y": y}), "odd": Odd(),
+            "dataclass": Output(x),
+        }.get(self.form, x)  # fmt: skip
+
+
+def normed(form):
+    torch.manual_seed(0)
+    return Normed(form).requires_grad_(False)
+
+
+def pairs_in(m):
+    layers = [module for module in m.modules() if isinstance(module, nn.Linear)]
+    stream = Stream(m, [torch.randn(64, 32)], layers)
+    pairs = pairs_of(m, layers, lambda: stream.run(0, 0, stream.states[0]))
+    return {(pair.producer, *pair.consumers) for pair in pairs}
+
+
+@pytest.mark.parametrize("form", ["plain", "dict", "tuple", "dataclass", "mask"])
+@pytest.mark.parametrize("method", ["smooth", "awq"])
+def test_a_model_of_one_block_returns_anything(form, method):
+    m = normed(form)
+    got = mx.calibrate(copy.deepcopy(m), [torch.randn(64, 32)], "mxfp4-weight-only", [method, "gptq"])
+    assert pairs_in(m) == {(m.norm, m.first), (m.up_proj, m.down_proj)}
+    assert not torch.equal(got.norm.weight, m.norm.weight)
+
+
+def test_an_output_without_a_tensor_cannot_be_compared():
+    with pytest.raises(ValueError, match=r"SmoothQuant: block 0 \(Normed\) returns .*Odd.*, which has no floating-p"):
+        mx.calibrate(normed("odd"), [torch.randn(64, 32)], "mxfp4-weight-only", "smooth")
+
+
+@pytest.mark.parametrize("form", ["residual", "in place", "twice", "norm returned"])
+def test_a_norm_that_something_else_reads_is_in_no_pair(form):
+    m = normed(form)
+    assert pairs_in(m) == {(m.up_proj, m.down_proj)}
+    got = mx.calibrate(copy.deepcopy(m), [torch.randn(64, 32)], "mxfp4-weight-only", SmoothQuant(0.5))
+    assert torch.equal(got.norm.weight, m.norm.weight)
+
+
+def test_layers_with_an_activation_between_them_are_no_pair():
+    m = normed("gelu")
+    assert pairs_in(m) == {(m.norm, m.first)}
+    mx.calibrate(m, [torch.randn(64, 32)], "mxfp4-weight-only", SmoothQuant(0.5))
+
+
+def test_a_bert_and_a_model_of_one_block_of_transformers():
+    config = transformers.BertConfig(
+        vocab_size=50, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
+    )
+    torch.manual_seed(0)
+    m = transformers.BertForMaskedLM(config).eval().requires_grad_(False)
+    mx.calibrate(m, data(), "mxfp4-weight-only", ["smooth", "gptq"])
+    single = llama()
+    single.model.layers = single.model.layers[:1]
+    single.config.num_hidden_layers = 1
+    before = single.model.layers[0].input_layernorm.weight
+    mx.calibrate(single, data(), "mxfp4-weight-only", ["smooth", "gptq"])
+    assert not torch.equal(single.model.layers[0].input_layernorm.weight, before)
 
 
 def test_shared_parameters_are_left_as_they_are():

@@ -1,0 +1,106 @@
+"""How a model or a block of it runs for a calibration: as in use, and each time from the same state."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from ..core.called_layers import layers_are_called
+from ..core.compat import tree_map_only
+
+
+class Call(NamedTuple):
+    """The arguments of one call of a module."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def call_of(batch: Any) -> Call:
+    """A batch of ``data`` as the arguments of the model: a dict by name, a tuple or a list one by one, else the one."""
+    if isinstance(batch, Mapping):
+        return Call((), dict(batch))
+    return Call(tuple(batch) if isinstance(batch, (tuple, list)) else (batch,), {})
+
+
+def first_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The first argument of a call, by position or by name; None if there is none."""
+    return args[0] if args else next(iter(kwargs.values()), None)
+
+
+def with_first(call: Call, value: Any) -> Call:
+    """A call with another first argument."""
+    if call.args:
+        return Call((value, *call.args[1:]), call.kwargs)
+    return Call((), call.kwargs | dict.fromkeys(list(call.kwargs)[:1], value))
+
+
+Copies = dict[int, tuple[Any, Any]]
+"""The id of a cache -> the cache, and a copy of it."""
+
+
+def with_fresh_caches(call: Call, copies: Copies) -> Call:
+    """A call with a copy of each cache, as of the keys and values of attention, in its arguments.
+
+    ``copies`` has those of caches that were seen before.
+    """
+
+    def fresh(value: Any) -> Any:
+        if not _is_cache(value):
+            return value
+        if id(value) not in copies:
+            copies[id(value)] = value, copy.deepcopy(value)
+        return copies[id(value)][1]
+
+    return Call(tuple(map(fresh, call.args)), {name: fresh(value) for name, value in call.kwargs.items()})
+
+
+def fresh(call: Call) -> Call:
+    """A call that may write into its first argument and its caches, and each other run still gets them as they were."""
+    return with_fresh_caches(with_first(call, copied(first_of(*call))), {})
+
+
+def copied(value: Any) -> Any:
+    """A tensor, or any nest of tuples, lists and dicts, with a copy of each tensor."""
+    return tree_map_only(Tensor, Tensor.clone, value)
+
+
+def _is_cache(value: Any) -> bool:
+    """transformers' caches of keys and values, by their method, and those of states and of padding, by name."""
+    if isinstance(value, nn.Module):
+        return False
+    return hasattr(value, "get_seq_length") or type(value).__name__.endswith("Cache")
+
+
+@contextmanager
+def as_in_use(module: nn.Module) -> Iterator[None]:
+    """In evaluation mode, with calls of all layers, and without a cache that a block would fill at each call."""
+    training = {m: m.training for m in module.modules()}
+    caching = [config for config in _configs(module) if config.use_cache]
+    try:
+        module.eval()
+        for config in caching:
+            config.use_cache = False
+        with layers_are_called():
+            yield
+    finally:
+        for m, was in training.items():
+            m.training = was
+        for config in caching:
+            config.use_cache = True
+
+
+def _configs(module: nn.Module) -> list[Any]:
+    """The configs with a ``use_cache``, those of parts of a model (``text_config``) and those of its modules."""
+    found: dict[int, Any] = {}
+    left = [config for m in module.modules() if (config := getattr(m, "config", None)) is not None]
+    while left:
+        config = left.pop()
+        if id(config) not in found and hasattr(config, "use_cache"):
+            found[id(config)] = config
+            left += getattr(config, "__dict__", {}).values()
+    return list(found.values())
