@@ -1,7 +1,7 @@
 """State: the finished blocks of a calibration in a folder, so that an interrupted one continues.
 
-``calibration.json`` says what was calibrated: the method, the weights with their recipes and digests, the data. A block
-is one file, written under another name first.
+``calibration.json`` says what was calibrated: the method, the weights with their recipes, digests of them and of all
+other parameters and buffers, the data. A block is one file, written under another name first.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from torch import Tensor, nn
 
 from ..convert.plan import Change
 from ..core.compat import tree_leaves
+from ..tensor.mxtensor import MXTensor
 from ..training.training_weight import values_of
+from .in_use import call_of
 from .methods import Steps
 
 SAMPLE = 4096
@@ -33,8 +35,8 @@ class State:
     ) -> None:
         self._folder = folder
         wanted = {
-            "model": type(model).__name__, "method": repr(method), "data": _digest(tree_leaves(list(batches))),
-            "weights": {c.fqn: f"{c.recipe} {_digest([_values(c)])}" for c in changes},
+            "model": type(model).__name__, "method": repr(method), "data": _data(batches),
+            "weights": _weights(model, changes),
         }  # fmt: skip
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / "calibration.json"
@@ -65,10 +67,30 @@ class State:
         os.replace(new, self._file(index))
 
 
-def _values(change: Change) -> Tensor:
-    module, name = change.places[0]
-    flat = values_of(getattr(module, name)).detach().flatten()
-    return flat[:: max(len(flat) // SAMPLE, 1)]
+def _data(batches: Sequence[Any]) -> str:
+    """A digest of the arguments of all calls and their names."""
+    calls = [call_of(batch) for batch in batches]
+    return _digest([part for call in calls for part in (*call.kwargs, *tree_leaves(list(call)))])
+
+
+def _weights(model: nn.Module, changes: Sequence[Change]) -> dict[str, str]:
+    """A digest of each parameter and each buffer that is saved: inputs of layers depend on all of them. And recipes."""
+    saved = model.state_dict().keys()
+    found: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    found |= {name: buffer for name, buffer in model.named_buffers(remove_duplicate=False) if name in saved}
+    digests = {name: _digest(_sample(values_of(value))) for name, value in found.items()}
+    return digests | {change.fqn: f"{change.recipe} {digests[change.fqn]}" for change in changes}
+
+
+def _sample(value: Tensor) -> list[Any]:
+    """The shape of a tensor, some of its values, and the sum of all of its bytes."""
+    found: list[Any] = [tuple(value.shape)]
+    for t in value.components if isinstance(value, MXTensor) else () if value.is_meta else (value,):
+        flat = t.detach().contiguous().flatten()
+        octets = flat.view(torch.uint8)
+        some = octets if isinstance(value, MXTensor) else flat
+        found += [some[:: max(len(some) // SAMPLE, 1)], int(octets.sum(dtype=torch.int64))]
+    return found
 
 
 def _digest(values: Sequence[Any]) -> str:

@@ -1,0 +1,70 @@
+"""The state of a calibration is that of its model and its data, and of no other."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import mxtensor as mx
+from tests.calibration.test_calibrate import Model, batches, model
+
+
+class Loaded(nn.Module):
+    """A model with a persistent buffer and one that is not, a tied weight and a layer that is quantized already."""
+
+    def __init__(self):
+        super().__init__()
+        self.m, self.extra = model(), mx.quantize_(nn.Linear(32, 32), "mxfp8-weight-only")
+        self.m.lm_head.weight = self.m.embed.weight
+        self.register_buffer("shift", torch.zeros(32))
+        self.register_buffer("calls", torch.zeros(()), persistent=False)
+
+    def forward(self, ids):
+        self.calls += 1
+        return self.m(ids)
+
+
+def embedding(m):
+    m.m.embed.weight.data[49] += 1e-4
+
+
+def norm(m):
+    m.m.layers[2].norm.bias.data[0] = 1e-3
+
+
+def buffer(m):
+    m.shift[3] = 1
+
+
+def quantized(m):
+    m.extra.weight = mx.quantize_(nn.Linear(32, 32), "mxfp8-weight-only").weight
+
+
+@pytest.mark.parametrize("change", [embedding, norm, buffer, quantized])
+def test_a_state_is_that_of_all_parameters_and_buffers(change, tmp_path):
+    torch.manual_seed(0)
+    m = Loaded()
+    mx.calibrate(copy.deepcopy(m), batches(), "mxfp4-weight-only", "mse", state=tmp_path)
+    mx.calibrate(copy.deepcopy(m), batches(), "mxfp4-weight-only", "mse", state=tmp_path)
+    change(m)
+    with pytest.raises(ValueError, match=r"with other weights; pass another folder"):
+        mx.calibrate(m, batches(), "mxfp4-weight-only", "mse", state=tmp_path)
+
+
+def test_a_state_sees_values_between_those_of_its_sample(tmp_path):
+    m = model()
+    m.embed = nn.Embedding(5000, 32).requires_grad_(False)
+    mx.calibrate(copy.deepcopy(m), batches(), "mxfp4-weight-only", "mse", state=tmp_path)
+    m.embed.weight[4321, 7] += 1e-3
+    with pytest.raises(ValueError, match=r"with other weights"):
+        mx.calibrate(m, batches(), "mxfp4-weight-only", "mse", state=tmp_path)
+
+
+def test_a_state_is_that_of_the_names_of_arguments(tmp_path):
+    m, given = model(), {"ids": batches()[0]}
+    mx.calibrate(copy.deepcopy(m), [given], "mxfp4-weight-only", "mse", state=tmp_path)
+    m.forward = lambda x=None, ids=None: Model.forward(m, ids if x is None else x)
+    mx.calibrate(copy.deepcopy(m), [given], "mxfp4-weight-only", "mse", state=tmp_path)
+    with pytest.raises(ValueError, match=r"with other data"):
+        mx.calibrate(m, [{"x": given["ids"]}], "mxfp4-weight-only", "mse", state=tmp_path)
