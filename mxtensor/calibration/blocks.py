@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .in_use import Call, Copies, as_in_use, call_of, copied, first_of, fresh, with_first, with_fresh_caches
+from ..core.caches import Copies
+from .in_use import Call, as_in_use, call_of, copied, first_of, fresh, with_first, with_fresh_caches
 
 _log = logging.getLogger("mxtensor")
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from ..core.caches import Copies, with_fresh_cache
 from ..core.called_layers import layers_are_called
 from ..core.compat import tree_map_only
 
@@ -39,24 +39,10 @@ def with_first(call: Call, value: Any) -> Call:
     return Call((), call.kwargs | dict.fromkeys(list(call.kwargs)[:1], value))
 
 
-Copies = dict[int, tuple[Any, Any]]
-"""The id of a cache -> the cache, and a copy of it."""
-
-
 def with_fresh_caches(call: Call, copies: Copies) -> Call:
-    """A call with a copy of each cache, as of the keys and values of attention, in its arguments.
-
-    ``copies`` has those of caches that were seen before.
-    """
-
-    def fresh(value: Any) -> Any:
-        if not _is_cache(value):
-            return value
-        if id(value) not in copies:
-            copies[id(value)] = value, copy.deepcopy(value)
-        return copies[id(value)][1]
-
-    return Call(tuple(map(fresh, call.args)), {name: fresh(value) for name, value in call.kwargs.items()})
+    """A call with a copy of each cache in its arguments; ``copies`` has those of caches that were seen before."""
+    args = tuple(with_fresh_cache(value, copies) for value in call.args)
+    return Call(args, {name: with_fresh_cache(value, copies) for name, value in call.kwargs.items()})
 
 
 def fresh(call: Call) -> Call:
@@ -67,13 +53,6 @@ def fresh(call: Call) -> Call:
 def copied(value: Any) -> Any:
     """A tensor, or any nest of tuples, lists and dicts, with a copy of each tensor."""
     return tree_map_only(Tensor, Tensor.clone, value)
-
-
-def _is_cache(value: Any) -> bool:
-    """transformers' caches of keys and values, by their method, and those of states and of padding, by name."""
-    if isinstance(value, nn.Module):
-        return False
-    return hasattr(value, "get_seq_length") or type(value).__name__.endswith("Cache")
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.arguments import MODULE, check
+from ..core.caches import Copies, with_fresh_cache
 from ..core.called_layers import layers_are_called
 from ..tensor.mxtensor import MXTensor
 from .model_report import decibels
@@ -55,7 +56,7 @@ class _Pairs:
             sums = self.sums.setdefault(fqn, _Sums())
             sums.signal += _squares(out)
             sums.alone += _squares(small(*args, **kwargs) - out)
-            self.outputs.setdefault(fqn, []).append(out)
+            self.outputs.setdefault(fqn, []).append(out.clone())  # what follows may write into it
 
         return hook
 
@@ -116,14 +117,19 @@ def output_errors(
             raise ValueError(
                 f"the reference has no layer {path!r} of its own; pass a copy.deepcopy of the model before"
             )
+
+    def fresh(given: Mapping[str, Any]) -> dict[str, Any]:
+        copies: Copies = {}
+        return {name: with_fresh_cache(value, copies) for name, value in given.items()}
+
     pairs = _Pairs({fqn: (modules[fqn.rpartition(".")[0]], layer) for fqn, layer in small.items()})
     for given in inputs:
         pairs.outputs, pairs.calls = {}, {}
         with torch.no_grad(), layers_are_called():
             with _hooked({fqn: layers[0] for fqn, layers in pairs.layers.items()}, pairs.before):
-                reference(**given)
+                reference(**fresh(given))
             with _hooked({fqn: layers[1] for fqn, layers in pairs.layers.items()}, pairs.after):
-                model(**given)
+                model(**fresh(given))
         done()
     return [OutputError(fqn, decibels(sums.signal, sums.alone), decibels(sums.signal, sums.total))
             for fqn, sums in ((fqn, pairs.sums[fqn]) for fqn in small if fqn in pairs.sums)]  # fmt: skip

@@ -47,6 +47,43 @@ def test_the_reference_is_another_model():
         output_errors(small, model[:1], [])
 
 
+def test_outputs_are_those_before_something_writes_into_them():
+    def model(inplace):
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(64, 64), nn.ReLU(inplace=inplace), nn.Linear(64, 32)).requires_grad_(False)
+
+    x = [{"input": torch.randn(8, 64)}]
+    plain, writing = (output_errors(mx.quantize_(model(kind), "mxfp4"), model(kind), x) for kind in (False, True))
+    assert plain == writing
+
+
+class HasCache(nn.Module):
+    """Adds the output of its layer to a cache, and returns the sum."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.next = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x, cache):
+        cache.sum = cache.sum + self.layer(x)
+        return self.next(cache.sum)
+
+
+class SumCache:
+    def __init__(self, start):
+        self.sum = start
+
+
+def test_both_models_get_a_cache_as_it_was():
+    model, x = HasCache().requires_grad_(False), torch.randn(8, 64)
+    small, cache = mx.quantize_(copy.deepcopy(model), "mxfp8"), SumCache(torch.randn(8, 64))
+    start = cache.sum
+    rows = output_errors(small, model, [{"x": x, "cache": cache}])
+    assert cache.sum is start and rows[1].total_db == pytest.approx(
+        sqnr_db(model(x, SumCache(start)), small(x, SumCache(start)))
+    )
+
+
 class Routed(nn.Module):
     """Gives its layer another number of rows on each call."""
 
