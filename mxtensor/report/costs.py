@@ -13,7 +13,7 @@ import json
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -21,8 +21,8 @@ import numpy as np
 import torch
 
 from ..kernels.small_m.compile_ahead import compile_all
-from ..kernels.small_m.config import LaunchConfig
-from ..kernels.small_m.costs import ROWS, Cost, features, path_of, predict, write
+from ..kernels.small_m.config import LaunchConfig, config_of
+from ..kernels.small_m.costs import ROWS, Cost, Key, costs_of, features, path_of, predict, write
 from ..kernels.small_m.heuristics import fitted, gpu_of, table
 from ..kernels.small_m.shared_memory import Gpu, layout_of
 from ..numerics.cast import Cast
@@ -126,30 +126,55 @@ def check(times: Times, costs: dict[Case, Cost], gpu: Gpu, shapes: Sequence[tupl
     )
 
 
-def main() -> None:
-    """Measure, fit, print the errors and write the file."""
+def read_times(path: Path) -> tuple[str, Times]:
+    """Where the times of a file were measured, and the times."""
+    content, times = json.loads(path.read_text()), Times()
+    for name, casts, m, n, k, us, *config in content["rows"]:
+        times.setdefault((name, bool(casts), m, config_of(config)), []).append((n, k, us))
+    return content["note"], times
+
+
+def write_times(path: Path, note: str, times: Times) -> None:
+    """A time is a line: format, cast, rows, N, K, microseconds and the config."""
+    lines = [json.dumps([*case[:3], *one, *map(int, case[3])]) for case in times for one in times[case]]
+    rows = ",\n".join("  " + line for line in lines)
+    path.write_text(f'{{\n "note": {json.dumps(note)},\n "rows": [\n{rows}\n ]\n}}\n')
+
+
+def updated(known: Mapping[Key, Sequence[Cost]], fitted: Mapping[Case, Cost]) -> dict[Key, list[Cost]]:
+    """The costs of a file with those of the same configs replaced, and new ones added."""
+    found = {key: {cost.config: cost for cost in some} for key, some in known.items()}
+    for (name, casts, m, config), cost in fitted.items():
+        found.setdefault((name, casts, m), {})[config] = cost
+    return {key: list(some.values()) for key, some in found.items()}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure or read times, fit, print the errors and write the file."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--formats", nargs="+", type=format_name, default=FORMATS)
     parser.add_argument("--json", type=Path, help="the file to write (default: that of this GPU)")
     parser.add_argument("--times", type=Path, help="also write every measured time to this file")
-    args = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.exit(1, "This command times CUDA kernels, and torch finds no CUDA device here.\n")
-    gpu, times = gpu_of(torch.device("cuda", torch.cuda.current_device())), defaultdict(list)
-    for format in map(get_format, args.formats):
-        for case, measured in measure(format, FITTED + HELD_OUT):
-            times[case].append(measured)
+    parser.add_argument("--read", type=Path, metavar="TIMES", help="fit to the times of this file, which needs no GPU")
+    args = parser.parse_args(argv)
+    if args.read is None and not torch.cuda.is_available():
+        parser.exit(1, "This command times CUDA kernels, and torch finds no CUDA device here; pass --read TIMES.\n")
+    if args.read is None:
+        gpu, times = gpu_of(torch.device("cuda", torch.cuda.current_device())), Times()
+        note = f"{gpu.name}, torch {torch.__version__}"
+        for format in map(get_format, args.formats):
+            for case, measured in measure(format, FITTED + HELD_OUT):
+                times.setdefault(case, []).append(measured)
+    else:
+        gpu, (note, times) = gpu_of(torch.device("cpu")), read_times(args.read)
     if args.times:
-        lines = [[*case[:3], *one, *map(int, case[3])] for case in times for one in times[case]]
-        args.times.write_text(json.dumps(lines))
+        write_times(args.times, note, times)
     seen = fit(times, gpu, lambda n, k: (n, k) in FITTED)
     print("fitted to:", check(times, seen, gpu, FITTED))
     print("held out:", check(times, seen, gpu, HELD_OUT))
-    found: dict[tuple[str, bool, int], list[Cost]] = defaultdict(list)
-    for case, cost in fit(times, gpu, lambda n, k: True).items():  # what is written uses all measurements
-        found[case[:3]].append(cost)
     path = args.json or path_of(gpu.capability)
-    write(path, dict(found), f"{gpu.name}, torch {torch.__version__}")
+    every = fit(times, gpu, lambda n, k: True)  # what is written uses all measurements
+    write(path, updated(costs_of(gpu.capability), every), note)
     print(f"wrote {path}")
 
 

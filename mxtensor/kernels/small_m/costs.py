@@ -1,8 +1,9 @@
 """The cost model of small-M products: the time of a launch config on a shape that nobody has measured.
 
     microseconds = start + step * (steps of the slowest block) + byte * (MB of weight) + wave * (waves of blocks)
+                   + tail * (steps of a row that is no whole chunks of 128 columns)
 
-The four coefficients of each config are fitted to measurements over many shapes (``python -m mxtensor.report.costs``,
+The coefficients of each config are fitted to measurements over many shapes (``python -m mxtensor.report.costs``,
 which also prints the error on shapes that it was not fitted to) and stand in ``costs_sm90.json``, one file per compute
 capability: for each format, with and without a cast of the activations, and for each of ``ROWS`` the configs that were
 fastest for some shape.
@@ -33,10 +34,18 @@ class Cost(NamedTuple):
     step: float
     byte: float
     wave: float
+    tail: float = 0.0
 
 
 Key = tuple[str, bool, int]
 """(format, whether the activations are cast, rows)."""
+
+
+def tiles_at_a_time(config: LaunchConfig, gpu: Gpu) -> int:
+    """Tiles of weight rows that run at a time. Those that a cluster shares are fewer than multiprocessors suggest: its
+    blocks are close to each other, and some places between clusters stay empty."""
+    shares = gpu.multiprocessors // config.split
+    return config.blocks * (shares if config.reduce_global else gpu.clusters.get(config.split, shares))
 
 
 def features(config: LaunchConfig, m: int, n: int, k: int, format: Format, gpu: Gpu) -> tuple[float, ...]:
@@ -49,10 +58,9 @@ def features(config: LaunchConfig, m: int, n: int, k: int, format: Format, gpu: 
     if config.persistent:
         blocks = min(tiles, max(1, gpu.multiprocessors * config.persistent // config.split))
         most = -(-tiles // blocks)
-        return 1.0, -(-most // config.wr) * steps, megabytes, 0.0
-    at_a_time = max(1, gpu.multiprocessors * config.blocks // config.split)
-    waves = -(-tiles * -(-m // config.cols) // at_a_time)
-    return 1.0, waves * steps, megabytes, waves
+        return 1.0, -(-most // config.wr) * steps, megabytes, 0.0, 0.0
+    waves = -(-tiles * -(-m // config.cols) // max(1, tiles_at_a_time(config, gpu)))
+    return 1.0, waves * steps, megabytes, waves, waves * steps if config.wgmma and k % 128 else 0.0
 
 
 def predict(cost: Cost, m: int, n: int, k: int, format: Format, gpu: Gpu) -> float:
@@ -77,7 +85,7 @@ def costs_of(capability: tuple[int, int]) -> dict[Key, tuple[Cost, ...]]:
     path = path_of(capability)
     found: dict[Key, list[Cost]] = {}
     for format, casts, m, *values in json.loads(path.read_text())["rows"] if path.exists() else ():
-        found.setdefault((format, bool(casts), m), []).append(Cost(config_of(values[4:]), *values[:4]))
+        found.setdefault((format, bool(casts), m), []).append(Cost(config_of(values[5:]), *values[:5]))
     return {key: tuple(costs) for key, costs in found.items()}
 
 

@@ -44,6 +44,8 @@ SHARED_BYTES = {
 }
 """Compute capability -> bytes of shared memory of a block (CUDA C++ Programming Guide, compute capabilities); other
 capabilities count as the smallest."""
+CLUSTERS_OF_AN_H100 = {2: 66, 4: 30, 8: 15}
+"""Blocks of a cluster -> clusters that run at a time, of 132 multiprocessors; for devices that are no GPU."""
 TUNED = "tuned"
 """The kind of the files of ``mx.tune`` in the disk cache."""
 BY_WARPS = 128
@@ -153,7 +155,8 @@ def gpu_of(device: torch.device) -> Gpu:
     """The limits of a CUDA device; for other devices, those of an H100."""
     capability = device_capability(device) if device.type == "cuda" else (9, 0)
     count = multiprocessors(device) if device.type == "cuda" else 132
-    memory, clusters = SHARED_BYTES.get(capability, SHARED_BYTES[8, 9]), {}
+    memory = SHARED_BYTES.get(capability, SHARED_BYTES[8, 9])
+    clusters = {} if device.type == "cuda" else dict(CLUSTERS_OF_AN_H100)
     if device.type == "cuda" and capability >= CLUSTERS and not isinstance(library(), str):
         for size in (2, 4, 8):
             probe = function(device, ("machine.cuh", "probe.cu"), (), "probe", struct.Struct(""), 32, size)

@@ -1,12 +1,16 @@
 """The cost model of launch configs: its fit, its file, and the choices that it makes."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
 import mxtensor as mx
 from mxtensor.kernels.small_m import costs, heuristics
+from mxtensor.kernels.small_m.config import LaunchConfig
 from mxtensor.kernels.small_m.heuristics import Measured, choose_config, gpu_of, table
-from mxtensor.report.costs import FITTED, HELD_OUT, check, fit
+from mxtensor.report.costs import FITTED, HELD_OUT, check, fit, main, read_times, updated, write_times
 
 CPU = torch.device("cpu")
 GPU = gpu_of(CPU)
@@ -16,7 +20,7 @@ CONFIGS = [line.config for line in table((9, 0)) if line.format == MXFP8.name an
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.kind)
 def test_the_fit_finds_coefficients_that_explain_all_times(config):
-    true = costs.Cost(config, 2.0, 0.3, 0.25, 0.0)
+    true = costs.Cost(config, 2.0, 0.3, 0.25, 0.0, 0.1 * config.wgmma)
     times = {
         (MXFP8.name, False, 16, config): [
             (n, k, costs.predict(true, 16, n, k, MXFP8, GPU)) for n, k in FITTED + HELD_OUT
@@ -40,6 +44,38 @@ def test_a_file_of_costs_is_read_as_it_was_written(tmp_path, monkeypatch):
         assert costs.costs_of((8, 0)) == {}
     finally:
         costs.costs_of.cache_clear()
+
+
+TIMES = Path(__file__).parents[3] / "benchmarks" / "results" / "small_m_times.json"
+
+
+def test_the_costs_are_those_of_the_times_in_the_repository(tmp_path, capsys):
+    main(["--read", str(TIMES), "--json", str(tmp_path / "costs.json")])
+    assert (tmp_path / "costs.json").read_text() == costs.path_of((9, 0)).read_text()
+    error = float(re.search(r"held out: 8 shapes, \d+ times: error ([\d.]+)% median", capsys.readouterr().out)[1])
+    assert 0 < error < 5
+
+
+def test_times_are_read_as_they_were_written_and_their_costs_replace_those_of_the_same_config(tmp_path):
+    one, other = (costs.Cost(config, 1.0, 2.0, 3.0, 4.0, 5.0) for config in CONFIGS[:2])
+    times = {(MXFP8.name, False, 16, one.config): [(4096, 4096, 1.5), (512, 2880, 2.5)]}
+    write_times(tmp_path / "times", "a GPU", times)
+    assert read_times(tmp_path / "times") == ("a GPU", times)
+    key = MXFP8.name, False, 16
+    new = one._replace(start=9.0)
+    assert updated({key: (one, other)}, {(*key, one.config): new}) == {key: [new, other]}
+    assert updated({}, {(*key, one.config): new}) == {key: [new]}
+
+
+def test_clusters_that_do_not_run_at_a_time_and_rows_of_no_whole_chunks_take_longer():
+    config = LaunchConfig(1, 4, 12, 1, 4, 12, 1, 4, False, True, 3)
+    cost = costs.Cost(config, 1.0, 0.0, 0.0, 10.0, 0.5)
+    assert costs.predict(cost, 32, 30 * 192, 5120, MXFP8, GPU) == 11
+    assert costs.predict(cost, 32, 30 * 192 + 1, 5120, MXFP8, GPU) == 21
+    alone = cost._replace(config=config._replace(reduce_global=True))
+    assert costs.predict(alone, 32, 33 * 192, 5120, MXFP8, GPU) == 11
+    assert costs.predict(alone, 32, 33 * 192 + 1, 5120, MXFP8, GPU) == 21
+    assert costs.predict(cost, 32, 512, 2880, MXFP8, GPU) == 11 + 0.5 * 6
 
 
 def test_every_number_of_rows_has_costs_and_a_shape_that_was_not_measured_takes_the_cheapest_that_runs():

@@ -19,6 +19,7 @@ from mxtensor.kernels.small_m import kernel as small_m
 from mxtensor.kernels.small_m import launch
 from mxtensor.kernels.small_m.config import SCALES, LaunchConfig, classes_of
 from mxtensor.kernels.small_m.heuristics import (
+    CLUSTERS_OF_AN_H100,
     COLUMNS,
     FALLBACK,
     ROWS,
@@ -690,7 +691,7 @@ def test_the_table_of_sm90_has_every_number_of_rows_and_its_configs_fit():
 def test_an_unknown_gpu_takes_configs_that_fit_it():
     assert table((12, 0)) == table((10, 0)) == table((8, 0)) == table((9, 0))
     cpu = torch.device("cpu")
-    assert gpu_of(cpu) == Gpu((9, 0), SHARED_BYTES[9, 0], 132, {})
+    assert gpu_of(cpu) == Gpu((9, 0), SHARED_BYTES[9, 0], 132, CLUSTERS_OF_AN_H100)
     for m, k in ((1, 4096), (40, 14336), (64, 77)):
         config = choose_config(
             cpu, mx.FORMATS["mxfp8"], m, 4096, k, m, lambda config, k=k: not config.wgmma or k % 128 == 0
