@@ -141,7 +141,7 @@ def write_times(path: Path, note: str, times: Times) -> None:
     path.write_text(f'{{\n "note": {json.dumps(note)},\n "rows": [\n{rows}\n ]\n}}\n')
 
 
-def updated(known: Mapping[Key, Sequence[Cost]], fitted: Mapping[Case, Cost]) -> dict[Key, list[Cost]]:
+def updated(known: Mapping[Key, Sequence[Cost]], fitted: Mapping[Case, Cost]) -> dict[Key, Sequence[Cost]]:
     """The costs of a file with those of the same configs replaced, and new ones added."""
     found = {key: {cost.config: cost for cost in some} for key, some in known.items()}
     for (name, casts, m, config), cost in fitted.items():
