@@ -24,7 +24,7 @@ from ..core.arguments import described
 from ..numerics.formats import FORMATS, Format
 from ..tensor.mxtensor import MXTensor
 from .global_scale import decoded, divides, remember, stored_for
-from .layout import Layout, Written, companions, joined, rowwise, weight, with_others
+from .layout import MERGES, SPLITS, Layout, Written, companions, joined, rowwise, weight, with_others
 from .source import Checkpoint, Entry
 
 METHOD = "compressed-tensors"
@@ -257,18 +257,19 @@ def _config(written: Written) -> dict[str, Any]:
     kinds: dict[tuple[str, str | None], list[str]] = {}
     for name, recipe in written.weights.items():
         activation = recipe.activation.format.name if recipe.activation else None
-        kinds.setdefault((recipe.stored.format.name, activation), []).append(name.removesuffix(".weight"))
+        kinds.setdefault((recipe.stored.format.name, activation), []).append(name)
     if not kinds:
         return {}
     groups = {
-        f"group_{i}": _group(*kind, ["Linear"] if len(kinds) == 1 else modules)
-        for i, (kind, modules) in enumerate(kinds.items())
+        f"group_{i}": _group(*kind, ["Linear"] if len(kinds) == 1 else written.modules(names))
+        for i, (kind, names) in enumerate(kinds.items())
     }
     formats = {SCHEMES[format].format for format, _ in kinds}
     quantization = {
         "quant_method": METHOD, "format": formats.pop() if len(formats) == 1 else "mixed-precision",
         "quantization_status": "compressed", "global_compression_ratio": None, "kv_cache_scheme": None,
-        "config_groups": groups, "ignore": written.skipped,
+        "config_groups": groups,
+        "ignore": [*written.skipped, *(f"re:{re.escape(module)}\\..*" for module in written.skipped_stacks)],
     }  # fmt: skip
     return {"config.json": {"quantization_config": quantization}}
 
@@ -280,6 +281,8 @@ COMPRESSED_TENSORS = Layout(
     read=_read,
     write=_write,
     config=_config,
+    operations=MERGES,
+    row_operations=SPLITS,
     formats=", ".join(SCHEMES),
     exact="codes and scales; the global scale of NVFP4 is a reciprocal, exact if it was loaded from this layout, "
     "otherwise to one float32 step",

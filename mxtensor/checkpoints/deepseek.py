@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..tensor.mxtensor import MXTensor
 from .compressed_tensors import float8_weight, tile_size
-from .layout import Layout, Written, companions, joined, rowwise, weight, with_others
+from .layout import MERGES, Layout, Written, companions, joined, rowwise, weight, with_others
 from .source import Checkpoint, Entry
 
 NAME = "deepseek"
@@ -79,5 +79,6 @@ DEEPSEEK = Layout(
     read=_read,
     write=_write,
     config=_config,
+    operations=MERGES,
     formats=f"{', '.join(BLOCK)}; read also: mxfp8_e4m3, mxfp4_e2m1",
 )

@@ -7,6 +7,7 @@ through entries one by one, so that a model larger than the memory can be conver
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,25 +20,69 @@ from ..numerics.formats import FORMATS, Format
 from ..numerics.validate import check_components
 from ..recipe.linear_recipe import LinearRecipe
 from ..tensor.mxtensor import MXTensor
+from .known import Known
+from .matrices import matrix_orientation
 from .source import Checkpoint, Entry, plain
 
 LARGEST_WEIGHT = 65504.0
 """The largest float16. A decoded amax above it comes from a global scale that was read the wrong way round."""
 
 
+MERGES = (("MergeModulelist",), ("MergeModulelist", "Concatenate"))
+"""How transformers stacks experts that a checkpoint stores one by one."""
+SPLITS = (("Chunk",), ("Split",))
+"""How it splits a fused projection by rows."""
+EXPERT = re.compile(r"\.experts\.\d+\.")
+"""In the name of a matrix of one expert."""
+
+
 @dataclass
 class Written:
     """What a layout has written so far, for its configuration."""
 
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """``config.json`` of the model, if there is one."""
+    known: Known = field(default_factory=lambda: Known(None))
+    """The model, as far as it is known."""
     weights: dict[str, LinearRecipe] = field(default_factory=dict)
     """Name of a quantized tensor -> its recipe."""
     others: list[str] = field(default_factory=list)
     """Names of matrices that stay in high precision."""
+    stacks: list[str] = field(default_factory=list)
+    """Names of stacked experts that stay in high precision."""
+
+    def note_plain(self, name: str, value: Tensor) -> None:
+        """Note a tensor that is stored in high precision, if it is a matrix or a stack of matrices."""
+        if not value.is_floating_point():
+            return
+        if value.dim() == 2 and name.endswith(".weight"):
+            self.others.append(name)
+        elif value.dim() == 3 and matrix_orientation(name, value.shape, self.config) is not None:
+            self.stacks.append(name)
+
+    def is_expert(self, name: str) -> bool:
+        """Whether a matrix is one expert of many, which the model stacks."""
+        loaded = self.known.loaded(name)
+        return "MergeModulelist" in loaded.operations or (not loaded.parameters and EXPERT.search(name) is not None)
+
+    def modules(self, names: Iterable[str]) -> list[str]:
+        """The modules of tensors: their names in the files, and those in transformers, which its reader compares."""
+        names = list(names)
+        every = [name.removesuffix(".weight") for name in names]
+        return list(dict.fromkeys([*every, *(module for name in names for module in self.known.modules(name))]))
+
+    @property
+    def skipped_stacks(self) -> list[str]:
+        """The modules of ``stacks``."""
+        modules = [name.rpartition(".")[0] for name in self.stacks]
+        return list(dict.fromkeys([*modules, *(m for name in self.stacks for m in self.known.modules(name))]))
 
     @property
     def skipped(self) -> list[str]:
-        """The modules of ``others``."""
-        return [name.removesuffix(".weight") for name in self.others]
+        """The modules of ``others`` and ``stacks``, without those that have a quantized weight too."""
+        quantized = set(self.modules(self.weights))
+        every = dict.fromkeys([*self.modules(self.others), *self.skipped_stacks])
+        return [module for module in every if module not in quantized]
 
 
 @dataclass(frozen=True)
@@ -66,14 +111,32 @@ class Layout:
     """Dimensions of the tensors that ``convert`` quantizes: 2 for matrices, 3 for stacked experts."""
     embeddings: bool = False
     """Whether readers decode embeddings: the table of one that is shared with a quantized head."""
-    experts: bool = True
-    """Whether readers take matrices of experts that are stored one by one, although their models stack them."""
+    operations: tuple[tuple[str, ...], ...] | None = None
+    """The operations of transformers that its reader does on codes, or on what it has decoded, each as ``Loaded`` has
+    them; None: transformers does not read the layout."""
+    row_operations: tuple[tuple[str, ...], ...] = ()
+    """Those that it does on codes and on scales, one by one: right for scales that belong to rows."""
+    columnwise: bool = False
+    """Whether it holds matrices (in, out), with blocks along their first dimension."""
+    parameter_names: bool = False
+    """Whether the reader of transformers looks for entries of the header by the names of its parameters."""
     one_file: bool = False
     """Whether a file says all without a configuration beside it."""
     formats: str = ""
     """The formats it holds, for the table."""
     exact: str = "bit for bit"
     """What is exact, for the table."""
+
+    @property
+    def experts(self) -> bool:
+        """Whether readers take matrices of experts that are stored one by one, although their models stack them."""
+        return self.operations is None or set(MERGES) <= set(self.operations)
+
+    def takes(self, operations: tuple[str, ...], format: Format) -> bool:
+        """Whether readers take a tensor in ``format`` that transformers changes by ``operations`` while it loads it."""
+        rows = format.block[0] == 1 and not format.global_scale
+        every = self.operations if not rows or self.operations is None else (*self.operations, *self.row_operations)
+        return not operations or every is None or operations in every
 
     def entries(self, checkpoint: Checkpoint) -> dict[str, Entry]:
         """``read``. Raises ValueError or NotImplementedError that names the file or folder."""

@@ -17,12 +17,14 @@ from torch import Tensor
 from ..core.arguments import described
 from ..tensor.mxtensor import MXTensor
 from ..tensor.pickles import rebuild, rebuild_with_attributes
-from .layout import Layout, Written, with_others
+from .layout import MERGES, SPLITS, Layout, Written, with_others
 from .source import Checkpoint, Entry
+from .transformers_names import names_in_files
 
 PREFIX = "mxtensor."
 _TENSORS = ("data", "scale", "global_scale")
 _SIDES = ("_rowwise", "_columnwise")
+_ENDS = tuple(f"{side}_data" for side in _SIDES)
 
 
 def _pickled(t: MXTensor) -> Any:
@@ -75,20 +77,23 @@ def _builder(sides: dict[str, tuple[str, ...]], row: Any, outer: tuple[Any, ...]
 
 
 def _read(checkpoint: Checkpoint) -> dict[str, Entry]:
-    entries = {}
-    for key, text in checkpoint.metadata.items():
-        if key.startswith(PREFIX):
-            name = key.removeprefix(PREFIX)
-            entry = entry_of(name, text)
-            if entry.sources[0] not in checkpoint.tensors:  # transformers has renamed it after the metadata was made
-                end = entry.sources[0].removeprefix(name)
-                others = [other.removesuffix(end) for other in checkpoint.tensors if other.endswith(end)]
-                name, entry = _renamed(name, entry, closest(name, others) or name)
-            lacks = [source for source in entry.sources if source not in checkpoint.tensors]
-            if lacks:
-                raise ValueError(f"{checkpoint.path}, tensor {name}: the checkpoint lacks {', '.join(lacks)}")
-            entries[name] = entry
+    entries, texts = {}, checkpoint.metadata
+    found = {key.removeprefix(PREFIX): entry_of(key.removeprefix(PREFIX), texts[key]) for key in texts if _is_ours(key)}
+    rest = {name for name, entry in found.items() if entry.sources[0] not in checkpoint.tensors}
+    stored = [name.removesuffix(end) for name in checkpoint.tensors for end in _ENDS if name.endswith(end)]
+    renamed = names_in_files(checkpoint.config, rest, stored) if rest else {}  # after the metadata was made
+    for name, entry in found.items():
+        if name in rest:
+            name, entry = _renamed(name, entry, renamed.get(name) or closest(name, stored) or name)
+        lacks = [source for source in entry.sources if source not in checkpoint.tensors]
+        if lacks:
+            raise ValueError(f"{checkpoint.path}, tensor {name}: the checkpoint lacks {', '.join(lacks)}")
+        entries[name] = entry
     return with_others(checkpoint, entries)
+
+
+def _is_ours(key: str) -> bool:
+    return key.startswith(PREFIX)
 
 
 def _renamed(name: str, entry: Entry, new: str) -> tuple[str, Entry]:
@@ -127,7 +132,7 @@ def _config(written: Written) -> dict[str, Any]:
 NATIVE = Layout(
     "native",
     "this package",
-    detect=lambda checkpoint: any(key.startswith(PREFIX) for key in checkpoint.metadata),
+    detect=lambda checkpoint: any(map(_is_ours, checkpoint.metadata)),
     read=_read,
     write=stored_tensors,
     config=_config,
@@ -135,5 +140,7 @@ NATIVE = Layout(
     dims=(2, 3),
     embeddings=True,
     one_file=True,
+    operations=(*MERGES, *SPLITS),
+    columnwise=True,
     formats="all, in every orientation",
 )

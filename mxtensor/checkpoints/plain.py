@@ -31,6 +31,7 @@ PLAIN = Layout(
     write=_write,
     one_file=True,
     embeddings=True,
+    columnwise=True,
     formats="none: values are dequantized",
     exact="the decoded values, rounded to the dtype of the tensor",
 )

@@ -8,10 +8,9 @@ mx.checkpoints.convert("model", "out", layout="modelopt", format="nvfp4")
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,63 +25,33 @@ from ..recipe.linear_recipe import LinearRecipe
 from ..tensor.mxtensor import MXTensor
 from ..tensor.quantize_as import quantize_as
 from ..training.training_weight import values_of
+from .conversion import Conversion
+from .known import Known
 from .layout import Layout, Written
 from .matrices import matrix_orientation
 from .recipes import Recipes, is_skipped
 from .registry import get_layout, layout_of, opened
+from .relative_error import relative_error
 from .sink import Sink, merged
 from .source import Checkpoint
-from .tied import LOOKUPS, lookups_of, model_of, tied_keys, tied_layers, usual_heads
+from .tied import LOOKUPS, tied_layers, usual_heads
+from .transformers_names import tied_keys
 
 Item = TypeVar("Item")
 SHARD_BYTES = 1 << 29
-SKIPPED = (*LOOKUPS, "embed_positions", "wpe", "position_embeddings", "token_type_embeddings", "output", "norm")
-"""Last components of module names whose matrices stay in high precision, beside heads and routers: embeddings, and
-heads of other libraries."""
-TILES, TILE = 4, (128, 512)
-"""Parts of a large matrix whose error is measured: enough for two digits, and fast. They begin at whole blocks."""
-SAMPLE = TILES * TILE[0] * TILE[1]
-EXPERT = re.compile(r"\.experts\.\d+\.")
-"""In the name of a matrix of one expert."""
+SKIPPED = (
+    *LOOKUPS, "embed_positions", "wpe", "position_embedding", "position_embeddings", "token_type_embeddings",
+    "tile_embedding", "embedding", "input_embeds_layer", "position_embeds_layer", "relative_attention_bias",
+    "embed_out", "output", "norm",
+)  # fmt: skip
+"""Last components of module names whose matrices stay in high precision where no model is known, beside heads and
+routers: embeddings, and heads of other libraries."""
 STATIC = ("input_scale", "input_global_scale", "k_scale", "v_scale", "k_proj.output_scale", "v_proj.output_scale")
 """Scales of static activations, which another layout names and defines in another way."""
 
 
 INPUT_SCALE = ".pre_quant_scale"
 """What ModelOpt multiplies the inputs of a layer by, after AWQ or SmoothQuant."""
-
-
-@dataclass
-class Conversion:
-    """What ``convert`` did, tensor by tensor."""
-
-    source: str
-    """The layout that was read."""
-    layout: str
-    errors: dict[str, float] = field(default_factory=dict)
-    """Tensor -> relative error (Frobenius norm) of one that was quantized, measured on at most
-    262,144 values."""
-    exact: list[str] = field(default_factory=list)
-    """Tensors whose codes or values were stored as they were."""
-    dropped: list[str] = field(default_factory=list)
-    """Scales of static activations of another layout, which are not stored."""
-    stacks: list[str] = field(default_factory=list)
-    """Experts that would have been quantized, and stay as they were: readers of the layout would not take them."""
-
-    def __str__(self) -> str:
-        worst = max(self.errors, key=lambda name: self.errors[name], default=None)
-        lines = [f"{self.source} -> {self.layout}: {len(self.exact)} tensors exact, {len(self.errors)} rounded"]
-        if worst is not None:
-            mean = sum(self.errors.values()) / len(self.errors)
-            lines.append(f"relative error: mean {mean:.3g}, largest {self.errors[worst]:.3g} ({worst})")
-        if self.dropped:
-            lines.append(f"{len(self.dropped)} scales of static activations were left out, such as {self.dropped[0]}")
-        if self.stacks:
-            lines.append(
-                f"{len(self.stacks)} tensors of experts stay as they were, such as {self.stacks[0]}: readers of the "
-                f"layout {self.layout} take none that are quantized (the layout native holds stacks)"
-            )
-        return "\n".join(lines)
 
 
 def load(path: str | Path, layout: str | None = None) -> dict[str, Tensor]:
@@ -121,14 +90,13 @@ def save(
         state = model
     else:
         raise TypeError(f"save takes a module or a state dict, not {described(model)}")
-    written, known = Written(), model if isinstance(model, nn.Module) else None
-    lookups = lookups_of(known)
+    written = Written(config, Known(model if isinstance(model, nn.Module) else None))
     with _sink(chosen, path, max_shard_bytes, overwrite, None) as sink:
         for name, value in state.items():
             if not isinstance(name, str) or not isinstance(value, Tensor):
                 raise TypeError(f"save: a state dict holds tensors by name, got {described(value)} for {name!r:.80}")
-            _store(sink, chosen, written, name, values_of(value), lookups)
-        sink.finish(merged(config, _config(chosen, written, known, config), None))
+            _store(sink, chosen, written, name, values_of(value))
+        sink.finish(merged(config, _config(chosen, written), None))
 
 
 def convert(
@@ -145,25 +113,24 @@ def convert(
 
     ``format``: what ``quantize_`` takes for inference, such as ``"mxfp4-weight-only"``: matrices in high precision are
     quantized, and those in another format are quantized again; None only changes the layout, which is exact. A ``Plan``
-    or an ``FqnToConfig`` names tensors of the checkpoint. Stacked experts are quantized for the layouts that hold them
-    (``Layout.dims``). Embeddings, heads, routers and modules whose name ends in one of ``skip`` stay as they are,
-    except those that a plan names and ``skip`` does not. Other files of the
-    folder, such as the tokenizer, are copied. The destination is whole or absent, and what ``overwrite`` replaces stays
+    or an ``FqnToConfig`` names tensors of the checkpoint, or parameters of transformers' model. Stacked experts are
+    quantized for the layouts that hold them (``Layout.dims``). Embeddings, heads, routers and modules whose name ends
+    in one of ``skip`` stay as they are, except those that a plan names and ``skip`` does not. Other files of the folder,
+    such as the tokenizer, are copied. The destination is whole or absent, and what ``overwrite`` replaces stays
     until then. Matrices are cast by torch's number of threads, one each. Raises as ``load`` and ``save``.
     """
     chosen = _writable(layout, destination)
-    written = Written()
     with opened(source) as checkpoint:
         if Path(destination).resolve() == checkpoint.path.resolve():
             raise ValueError(f"convert: {destination} is the source; choose another destination")
         before, checkpoint.maps = layout_of(checkpoint), True
-        known = model_of(checkpoint.config)
-        lookups = lookups_of(known)
-        recipes = Recipes(format, (*SKIPPED, *lookups, *skip), skip)
         report = Conversion(before.name, chosen.name)
         moves = (before is not chosen or not chosen.static_scales) and before.config is not None
+        entries = before.entries(checkpoint)
+        needed = format is not None or chosen.config is not None  # building a model takes seconds
+        known = Known.of(checkpoint.config, entries) if needed else Known(None)
+        recipes, written = Recipes(format, (*SKIPPED, *skip), skip, known), Written(checkpoint.config, known)
         with _sink(chosen, destination, max_shard_bytes, overwrite, checkpoint) as sink:
-            entries = before.entries(checkpoint)
             _check_inputs(entries, before.name, chosen.name)
             report.dropped = [name for name in entries if moves and name.endswith(STATIC)]
             rest = {name: entry for name, entry in entries.items() if not (moves and name.endswith(STATIC))}
@@ -174,13 +141,17 @@ def convert(
                 recipe, left_out = recipes.of(name)
                 if side is None or left_out:
                     return value, None
-                alone = not chosen.experts and EXPERT.search(name)
-                if value.dim() not in chosen.dims or alone:
-                    if recipe is not None and (value.dim() == 3 or alone) and not isinstance(value, MXTensor):
+                side, operations = known.orientation(name) or side, known.loaded(name).operations
+                if recipe is not None and value.is_floating_point() and not isinstance(value, MXTensor):
+                    if (value.dim() == 3 and 3 not in chosen.dims) or (not chosen.experts and written.is_expert(name)):
                         report.stacks.append(name)
-                    return value, None
-                new = _quantized(value, recipe, side)
-                return new, None if new is value else _relative_error(value, new)
+                        return value, None
+                    transposed = value.dim() == 2 and side is Orientation.COLUMNWISE
+                    if (transposed and not chosen.columnwise) or not chosen.takes(operations, recipe.stored.format):
+                        report.left.append(name)
+                        return value, None
+                new = _quantized(value, recipe, side) if value.dim() in chosen.dims else value
+                return new, None if new is value else relative_error(value, new)
 
             recipes.warn_of_unmatched(rest)
             workers = 1 if any(recipe.stored.rounding is Rounding.STOCHASTIC for recipe in recipes.every) else None
@@ -190,9 +161,10 @@ def convert(
                         report.exact.append(name)
                     else:
                         report.errors[name] = error
-                    _store(sink, chosen, written, name, new, lookups)
+                    _store(sink, chosen, written, name, new)
             report.stacks.sort()
-            files = merged(checkpoint.config, _config(chosen, written, known, checkpoint.config), checkpoint.path)
+            report.left.sort()
+            files = merged(checkpoint.config, _config(chosen, written), checkpoint.path)
             sink.finish(files, checkpoint.path)
     return report
 
@@ -228,16 +200,17 @@ def _writable(layout: str, path: str | Path) -> Layout:
     return chosen
 
 
-def _store(sink: Any, layout: Layout, written: Written, name: str, value: Tensor, lookups: Sequence[str]) -> None:
-    """Add a tensor to a checkpoint as the layout stores it. ``lookups``: embeddings beside LOOKUPS."""
+def _store(sink: Any, layout: Layout, written: Written, name: str, value: Tensor) -> None:
+    """Add a tensor to a checkpoint as the layout stores it."""
     write: Callable[[str, MXTensor], dict[str, Tensor]] = layout.write  # type: ignore[assignment]
     if isinstance(value, MXTensor):
-        if not layout.embeddings and is_skipped(name.removesuffix(".weight"), (*LOOKUPS, *lookups)):
+        lookup = written.known.is_lookup(name) or is_skipped(name.removesuffix(".weight"), LOOKUPS)
+        if not layout.embeddings and lookup:
             raise NotImplementedError(
                 f"{name} is a quantized embedding, which no reader of the layout {layout.name} decodes; use the layout "
                 "native, or leave embeddings in high precision (quantize_ without include_head)"
             )
-        if not layout.experts and EXPERT.search(name):
+        if not layout.experts and written.is_expert(name):
             raise NotImplementedError(
                 f"{name} is one expert of many, which readers of the layout {layout.name} stack before they decode; "
                 "use the layout compressed-tensors or native"
@@ -245,19 +218,23 @@ def _store(sink: Any, layout: Layout, written: Written, name: str, value: Tensor
         stored, written.weights[name] = write(name, value), value.recipe
     else:
         stored = {name: value.detach()}
-        if value.dim() == 2 and value.is_floating_point() and name.endswith(".weight"):
-            written.others.append(name)
-    sink.add(stored, layout.metadata(name, value) if layout.metadata else {})
+        written.note_plain(name, value)
+    names = [name, *(written.known.loaded(name).parameters if layout.parameter_names else ())]
+    sink.add(
+        stored, {k: v for other in names for k, v in layout.metadata(other, value).items()} if layout.metadata else {}
+    )
 
 
-def _config(layout: Layout, written: Written, model: nn.Module | None, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The JSON files of the layout. ``model``: if it is known; ``config``: its ``config.json``."""
+def _config(layout: Layout, written: Written) -> dict[str, Any]:
+    """The JSON files of the layout."""
     if layout.config is None:
         return {}
+    model = written.known.model
     if model is not None:
-        written.others += tied_layers(model, written.weights)
+        parameters = (p for name in written.weights for p in (name, *written.known.loaded(name).parameters))
+        written.others += tied_layers(model, set(parameters))
     else:
-        written.others += usual_heads(config, written.weights, written.others)
+        written.others += usual_heads(written.config, written.weights, written.others)
     return layout.config(written)
 
 
@@ -270,33 +247,6 @@ def _quantized(value: Tensor, recipe: LinearRecipe | None, side: Orientation) ->
             return value
         value = value.dequantize()
     return quantize_as(value, recipe, side)
-
-
-def _relative_error(before: Tensor, after: Tensor) -> float:
-    """||after - before|| / ||before|| of the whole matrix, or of TILES along its diagonal if it is large.
-
-    Of a stack, the first matrix is measured.
-    """
-    if after.dim() > 2:
-        before, after = before[0], after[0]
-    places: list[tuple[int, int]] = [(0, 0)]
-    sizes = tuple(after.shape)
-    if after.numel() > SAMPLE:
-        sizes = tuple(min(n, most) for n, most in zip(sizes, TILE, strict=True))
-        rows, columns = after.shape[0] - sizes[0], after.shape[1] - sizes[1]
-        places = [(rows * i // (TILES - 1) // 128 * 128, columns * i // (TILES - 1) // 128 * 128) for i in range(TILES)]
-    noise, signal = [], []
-    for row, column in places:
-        tiles = (t.narrow(0, row, sizes[0]).narrow(1, column, sizes[1]) for t in (before, after))
-        true, rounded = map(_values, tiles)
-        noise.append(float((rounded - true).norm()))
-        signal.append(float(true.norm()))
-    error = math.hypot(*noise) / (math.hypot(*signal) or 1.0)
-    return error if math.isfinite(error) else math.inf
-
-
-def _values(t: Tensor) -> Tensor:
-    return (t.dequantize() if isinstance(t, MXTensor) else t).float()
 
 
 @dataclass(frozen=True)

@@ -7,15 +7,13 @@ that it has no codes of.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
-import torch
 from torch import nn
 
 from ..convert.heads import HEAD_NAMES
 from .recipes import is_skipped
+from .transformers_names import tied_keys
 
 LOOKUPS = (
     "embed_tokens", "wte", "word_embeddings", "tok_embeddings", "token_embd", "shared", "embeddings", "embed_in",
@@ -24,34 +22,6 @@ LOOKUPS = (
 """Last components of module names of embeddings that a head may share its weight with."""
 USUAL_HEADS = (*HEAD_NAMES, "proj_out", "cls.predictions.decoder", "lm_head.decoder")
 """What most of transformers' heads are called."""
-
-
-def model_of(config: Mapping[str, Any]) -> nn.Module | None:
-    """The model of a ``config.json``, without values; None if transformers is not there or does not know it."""
-    architecture = next(iter(config.get("architectures") or ()), None)
-    if architecture is None or "model_type" not in config or find_spec("transformers") is None:
-        return None
-    transformers = import_module("transformers")
-    kind = getattr(transformers, architecture, None)
-    rest = {name: value for name, value in config.items() if name not in ("model_type", "quantization_config")}
-    if kind is None:
-        return None
-    try:
-        with torch.device("meta"):
-            model: nn.Module = kind(transformers.AutoConfig.for_model(config["model_type"], **rest))
-    except Exception:  # a configuration of another version of transformers
-        return None
-    return model
-
-
-def lookups_of(model: nn.Module | None) -> list[str]:
-    """The modules of a model that are embeddings."""
-    return [] if model is None else [fqn for fqn, m in model.named_modules() if isinstance(m, nn.Embedding)]
-
-
-def tied_keys(model: nn.Module) -> Mapping[str, str]:
-    """Weight that is not stored -> the weight that it shares, as transformers' models know it."""
-    return getattr(model, "all_tied_weights_keys", None) or {}
 
 
 def tied_layers(model: nn.Module, quantized: Collection[str]) -> list[str]:

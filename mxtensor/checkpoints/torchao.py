@@ -23,9 +23,10 @@ from ..numerics.formats import FORMATS
 from ..recipe.linear_recipe import LinearRecipe
 from ..tensor.mxtensor import MXTensor
 from .global_scale import multiplies, stored_for
-from .layout import Layout, Written, with_others
+from .layout import Layout, Written, joined, with_others
 from .source import Checkpoint, Entry
 from .torchao_tensors import CLASSES, ELEMENTS, tensor_of
+from .transformers_names import names_in_files
 
 NAME = "torchao"
 _TYPES = ("Tensor", *CLASSES)
@@ -70,6 +71,15 @@ def _described(checkpoint: Checkpoint, name: str, text: str) -> Any:
     return fields
 
 
+def _stored(checkpoint: Checkpoint) -> list[str]:
+    """The names of quantized tensors in the files: ``M.weight`` of ``M._weight_qdata``."""
+    found = []
+    for module, _, leaf in (name.rpartition(".") for name in checkpoint.tensors):
+        if leaf.startswith("_") and leaf.endswith("_qdata"):
+            found.append(joined(module, leaf[1:].removesuffix("_qdata")))
+    return found
+
+
 def _builder(kind: str, components: tuple[str, ...], attributes: dict[str, Any]) -> Callable[..., Tensor]:
     def build(*tensors: Tensor) -> Tensor:
         return tensor_of(kind, dict(zip(components, tensors, strict=True)), attributes)
@@ -78,11 +88,14 @@ def _builder(kind: str, components: tuple[str, ...], attributes: dict[str, Any])
 
 
 def _read(checkpoint: Checkpoint) -> dict[str, Entry]:
-    entries = {}
-    for name, text in checkpoint.metadata.items():
-        fields = _described(checkpoint, name, text)
-        if fields is None:
+    entries: dict[str, Entry] = {}
+    every = {name: _described(checkpoint, name, text) for name, text in checkpoint.metadata.items()}
+    rest = {name for name in every if every[name] and _names(name)("qdata") not in checkpoint.tensors}
+    renamed = names_in_files(checkpoint.config, rest, _stored(checkpoint)) if rest else {}
+    for name, fields in every.items():
+        if fields is None or (name in rest and renamed.get(name) in every):  # a second name, of the parameter
             continue
+        name = renamed.get(name, name)
         stored, names = _names(name), fields["_tensor_data_names"]
         components = ("qdata", "scale", *(other for other in _OPTIONAL if other in names))
         sources = tuple(map(stored, components))
@@ -262,7 +275,8 @@ TORCHAO = Layout(
     read=_read,
     write=_write,
     config=_config,
-    experts=False,
+    operations=(),
+    parameter_names=True,
     metadata=_metadata,
     header=_header,
     static_scales=False,

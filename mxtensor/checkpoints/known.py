@@ -1,0 +1,76 @@
+"""What ``quantize_`` would do with each tensor of a checkpoint: decided by the model that transformers builds of its
+configuration, and by names for what no such model has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import nn
+
+from ..convert.weights import (
+    Kind,
+    default_filter,
+    names_of_weights,
+    unknown_experts,
+    weights_to_quantize,
+    without_tied,
+)
+from ..numerics.formats import Orientation
+from .transformers_names import Loaded, loaded_by, model_of, tied_keys
+
+
+def _accepts(module: nn.Module, fqn: str) -> bool:
+    """As ``quantize_`` without a filter, but for weights that are computed from others, which it refuses."""
+    weights = (getattr(module, name, None) for name in names_of_weights(module))
+    return default_filter(module, fqn) and all(isinstance(weight, nn.Parameter | None) for weight in weights)
+
+
+class Known:
+    """The model of a checkpoint, without values. ``stored``: the names of tensors in its files.
+
+    ``Known(None)`` knows nothing, and ``Known(model)`` no names in files.
+    """
+
+    def __init__(self, model: nn.Module | None, stored: Iterable[str] = ()) -> None:
+        self.model = model
+        self._loaded = {} if model is None else loaded_by(model, stored)
+        self._kinds: dict[str, Kind] = {}
+        self._experts: set[str] = set()
+        self._lookups: set[str] = set()
+        if model is not None:
+            self._lookups = {f"{name}.weight" for name, m in model.named_modules() if isinstance(m, nn.Embedding)}
+            tied = {name for pair in tied_keys(model).items() if self._lookups & set(pair) for name in pair}
+            found = without_tied(model, weights_to_quantize(model, _accepts))
+            self._kinds = {weight.fqn: weight.kind for weight in found if weight.fqn not in tied}
+            self._experts = {weight.fqn for weight in unknown_experts(model)}
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], stored: Iterable[str]) -> Known:
+        """What the ``config.json`` of a checkpoint tells."""
+        return cls(model_of(config), stored)
+
+    def loaded(self, name: str) -> Loaded:
+        """What transformers makes of a tensor; nothing for one that the model does not have."""
+        return self._loaded.get(name, Loaded())
+
+    def modules(self, name: str) -> tuple[str, ...]:
+        """The modules of the model that have a tensor of the files, or parts of it."""
+        return self.loaded(name).modules
+
+    def is_lookup(self, name: str) -> bool:
+        """Whether a tensor is the weight of an embedding."""
+        return not self._lookups.isdisjoint((name, *self.loaded(name).parameters))
+
+    def quantizes(self, name: str) -> bool | None:
+        """Whether ``quantize_`` converts the module of a tensor; None if the model does not tell."""
+        parameters = self.loaded(name).parameters
+        if not parameters or not self._experts.isdisjoint(parameters):
+            return None
+        return any(parameter in self._kinds for parameter in parameters)
+
+    def orientation(self, name: str) -> Orientation | None:
+        """Which dimension products contract, of a tensor that is a weight as it is stored; None if it is not known."""
+        loaded = self.loaded(name)
+        kind = self._kinds.get(loaded.parameters[0]) if len(loaded.parameters) == 1 and not loaded.operations else None
+        return None if kind is None else kind.orientation
