@@ -51,7 +51,8 @@ EXTRAS = {"tqdm", "matplotlib", "triton", "safetensors", "gguf", "transformers"}
 TRITON_CODE = "kernels.triton_device"
 """The only package that imports triton at import time; other packages import it inside functions."""
 TRANSFORMERS_CODE = (
-    "integrations.transformers", "integrations.attention", "integrations.kv_cache", "integrations.kv_static",
+    "integrations.transformers", "integrations.transformers_load", "integrations.attention", "integrations.kv_cache",
+    "integrations.kv_static",
 )  # fmt: skip
 """The only modules that import transformers at import time: imported when transformers is, and by ``mx.KVCache``."""
 NOT_ROOMS = {"helpers", "faults", "benchmarks", "docs", "examples"}

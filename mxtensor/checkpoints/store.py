@@ -115,8 +115,8 @@ def convert(
     quantized, and those in another format are quantized again; None only changes the layout, which is exact. A ``Plan``
     or an ``FqnToConfig`` names tensors of the checkpoint, or parameters of transformers' model. Stacked experts are
     quantized for the layouts that hold them (``Layout.dims``). Embeddings, heads, routers and modules whose name ends
-    in one of ``skip`` stay as they are, except those that a plan names and ``skip`` does not. Other files of the folder,
-    such as the tokenizer, are copied. The destination is whole or absent, and what ``overwrite`` replaces stays
+    in one of ``skip`` stay as they are, except those that a plan names and ``skip`` does not. Other files of the
+    folder, such as the tokenizer, are copied. The destination is whole or absent, and what ``overwrite`` replaces stays
     until then. Matrices are cast by torch's number of threads, one each. Raises as ``load`` and ``save``.
     """
     chosen = _writable(layout, destination)

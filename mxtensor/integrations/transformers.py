@@ -7,12 +7,12 @@ writes. Imported when transformers' registry is.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.core_model_loading import ConversionOps
+from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -20,18 +20,15 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ..checkpoints import native
 from ..checkpoints.recipes import is_skipped
 from ..checkpoints.source import open_safetensors
+from ..checkpoints.transformers_names import loaded_by
 from ..convert.configs import recipe_of
-from ..convert.instance_methods import show_format
-from ..convert.quantize import inference_recipe
 from ..convert.weights import KINDS, Kind, default_filter
 from ..core.arguments import described
 from ..recipe.linear_recipe import LinearRecipe
 from ..tensor.mxtensor import MXTensor
-from ..tensor.quantize_as import quantize_as
-from ..training.state_dict import register_state_dict_hooks
+from .transformers_load import SIDES, Deserialize, Freeze, Quantize, for_codes, has, keep_codes, place
 
 METHOD = "mxtensor"
-SIDES = tuple(f"_{side}_{name}" for side in ("rowwise", "columnwise") for name in ("data", "scale", "global_scale"))
 
 
 @register_quantization_config(METHOD)
@@ -56,86 +53,12 @@ class MXQuantizationConfig(QuantizationConfigMixin):
         return recipe_of(self.format)
 
 
-def _place(model: nn.Module, name: str) -> tuple[nn.Module, str, str]:
-    """The module of a parameter, the parameter's name in it, and the module's name."""
-    path, _, leaf = name.rpartition(".")
-    return (model.get_submodule(path) if path else model), leaf, path
-
-
 def mapped(device_map: dict[str, Any]) -> dict[str, Any]:
     """``device_map`` with the CPU for the disk: tensors of a file are its pages there, not memory.
 
     accelerate's own offload to disk would write values; the checkpoint already has the codes.
     """
     return {name: "cpu" if device == "disk" else device for name, device in device_map.items()}
-
-
-def _prepare(module: nn.Module) -> None:
-    register_state_dict_hooks(module)
-    show_format(module)
-
-
-class Quantize(ConversionOps):
-    """Quantizes one parameter of a checkpoint in high precision."""
-
-    def __init__(self, hf_quantizer: MXQuantizer) -> None:
-        self.hf_quantizer = hf_quantizer
-
-    def convert(self, input_dict: dict[str, Any], *patterns: Any, **kwargs: Any) -> dict[str, Any]:
-        name, model = kwargs["full_layer_name"], kwargs["model"]
-        value = next(iter(input_dict.values()))
-        value = value[0] if isinstance(value, list) else value
-        module, leaf, _ = _place(model, name)
-        kind = self.hf_quantizer.kind_of(model, name)
-        if kind is None:
-            return {name: value}
-        value = value.to(getattr(module, leaf).dtype)
-        quantized = quantize_as(
-            value, inference_recipe([module], self.hf_quantizer.quantization_config.recipe), kind.orientation
-        )
-        _prepare(module)
-        return {name: nn.Parameter(quantized, requires_grad=False)}
-
-    @property
-    def reverse_op(self) -> ConversionOps:
-        return self
-
-
-class Deserialize(ConversionOps):
-    """Builds one parameter from its codes and scales.
-
-    transformers casts no tensor for an operation that has the attribute ``hf_quantizer``: scales stay float32.
-    """
-
-    def __init__(self, hf_quantizer: MXQuantizer) -> None:
-        self.hf_quantizer = hf_quantizer
-
-    def __deepcopy__(self, memo: object) -> Deserialize:
-        """Itself: transformers copies the operations of a converter for each parameter, and there is one quantizer."""
-        return self
-
-    def convert(self, input_dict: dict[str, Any], *patterns: Any, **kwargs: Any) -> dict[str, Any]:
-        name, model = kwargs["full_layer_name"], kwargs["model"]
-        found = {key: value[0] if isinstance(value, list) else value for key, value in input_dict.items()}
-        stored = self.hf_quantizer.stored_name(name)
-        self.hf_quantizer.loaded.add(stored)
-        entry = native.entry_of(stored, self.hf_quantizer.metadata[native.PREFIX + stored])
-        tensors = [_ending(found, source.removeprefix(stored), name) for source in entry.sources]
-        module, leaf, _ = _place(model, name)
-        _prepare(module)
-        value = entry.build(*tensors).to(getattr(module, leaf).dtype)
-        return {name: nn.Parameter(value, requires_grad=False)}
-
-    @property
-    def reverse_op(self) -> ConversionOps:
-        return self
-
-
-def _ending(found: dict[str, Tensor], end: str, name: str) -> Tensor:
-    for key, value in found.items():
-        if key.endswith(end) and not key.removesuffix(end).endswith("_global"):
-            return value
-    raise ValueError(f"{name}: the checkpoint lacks {name}{end}")
 
 
 @register_quantizer(METHOD)
@@ -149,7 +72,10 @@ class MXQuantizer(HfQuantizer):
         super().__init__(quantization_config, **kwargs)
         self.metadata: dict[str, str] = {}
         self.loaded: set[str] = set()
+        self._in_files: set[str] = set()
+        self._stored: dict[str, str] = {}
         self._tied: set[str] = set()
+        self._transforms: list[Any] = []
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         device_map = kwargs.get("device_map")
@@ -171,6 +97,7 @@ class MXQuantizer(HfQuantizer):
             if str(file).endswith(".safetensors"):
                 with open_safetensors(file) as handle:
                     self.metadata |= handle.metadata() or {}
+                    self._in_files |= set(handle.keys())
         lookups = {f"{name}.weight" for name, m in model.named_modules() if isinstance(m, nn.Embedding)}
         tied = getattr(model, "all_tied_weights_keys", None) or {}
         self._tied = {key for pair in tied.items() if lookups & set(pair) for key in pair}
@@ -184,7 +111,37 @@ class MXQuantizer(HfQuantizer):
                 f"{type(model).__name__}, which stacks experts; quantize its high-precision checkpoint with "
                 "quantization_config=mx.TransformersConfig(format)"
             )
+        used = getattr(model, "_weight_conversions", None) or ()
+        model._weight_conversions = [one for one in used if one in self._transforms]  # codes are stored as they are
         return model
+
+    def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
+        """transformers' renamings and operations for this model, with those that read codes."""
+        self._transforms = list(weight_conversions)
+        if not self.pre_quantized:
+            return super().update_weight_conversions(weight_conversions, model)  # type: ignore[no-any-return]
+        self._stored = dict(self._stored_names(model))
+        renamings = [other for one in weight_conversions for other in (one, *for_codes(one))]
+        return [*self._splits(), *super().update_weight_conversions(renamings, model)]
+
+    def _stored_names(self, model: nn.Module) -> Iterator[tuple[str, str]]:
+        """Parameter -> its name in the metadata. That is the name in the files, or, of a saved model, its own."""
+        in_files = [name for name in self._names() if any(name + side in self._in_files for side in SIDES)]
+        loaded = loaded_by(model, in_files, self._transforms)
+        yield from ((name, name) for name in self._names() if name not in loaded)
+        yield from ((parameter, name) for name, one in loaded.items() for parameter in one.parameters)
+
+    def _splits(self) -> Iterator[WeightConverter]:
+        """transformers' operations that split one tensor, for codes."""
+        for one in self._transforms:
+            targets = one.target_patterns
+            if isinstance(one, WeightConverter) and len(one.source_patterns) == 1 and len(targets) > 1:
+                end = "" if targets[0].endswith("weight") else ".weight"  # it may be for the bias, too
+                yield one.copy(
+                    [f"{one._original_source_patterns[0]}{re.escape(end)}{side}" for side in SIDES],
+                    [f"{target}{end}" for target in one._original_target_patterns],
+                    operations=[Deserialize(self), *one.operations, Freeze()],
+                )
 
     def _names(self) -> list[str]:
         """The quantized tensors of the checkpoint, by its metadata."""
@@ -192,15 +149,24 @@ class MXQuantizer(HfQuantizer):
 
     def kind_of(self, model: nn.Module, name: str) -> Kind | None:
         """The kind of module whose parameter ``name`` is to be quantized; None leaves it in high precision."""
-        module, leaf, path = _place(model, name)
+        module, leaf, path = place(model, name)
         kind = next((kind for kind in KINDS if leaf in kind.names and kind.matches(module)), None)
         skipped = not default_filter(module, path) or is_skipped(path, self.quantization_config.skip)
         return None if kind is None or skipped or name in self._tied else kind
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
+        """Whether a parameter is quantized, or another one of those that one tensor is split into."""
         if self.pre_quantized:
-            return native.PREFIX + param_name in self.metadata
-        return self.kind_of(model, param_name) is not None
+            return param_name in self._stored
+        return any(self.kind_of(model, name) is not None for name in self._with_siblings(model, param_name))
+
+    def _with_siblings(self, model: nn.Module, name: str) -> Iterator[str]:
+        yield name
+        for one in self._transforms:
+            first, *others = one.target_patterns
+            if first in name:
+                names = (name.replace(first, other) for other in others)
+                yield from (other for other in names if has(model, other))
 
     @property
     def quantized_element_size(self) -> float | None:
@@ -212,7 +178,7 @@ class MXQuantizer(HfQuantizer):
 
         Raises ValueError if there is none.
         """
-        found = native.closest(name, self._names())
+        found = self._stored.get(name) or native.closest(name, self._names())
         if found is None:
             raise ValueError(f"{name}: the metadata of the checkpoint does not say its format")
         return found
@@ -223,7 +189,7 @@ class MXQuantizer(HfQuantizer):
     @property
     def serialized_names(self) -> dict[str, list[str]]:  # type: ignore[override]
         """Name of a parameter -> the names under which its codes and scales are stored."""
-        leaves = sorted({name.rpartition(".")[2] for name in self._names()})
+        leaves = sorted({name.rpartition(".")[2] for name in (*self._names(), *self._stored)})
         return {leaf: [re.escape(leaf) + end for end in SIDES] for leaf in leaves} if self.pre_quantized else {}
 
     def get_load_operations(self) -> dict[str, Any]:
@@ -239,6 +205,7 @@ class MXQuantizer(HfQuantizer):
             elif name not in tied:
                 state |= native.stored_tensors(name, value)
                 metadata |= native.header(name, value)
+        keep_codes(model, [name for name in state if name.endswith(SIDES)])
         return state, metadata
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:

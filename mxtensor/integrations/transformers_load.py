@@ -1,0 +1,144 @@
+"""What the quantizer for transformers does with tensors on their way from files to a model, and back.
+
+``hf_quantizer`` is the ``MXQuantizer`` of ``transformers.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import ConversionOps, PrefixChange, WeightConverter, WeightRenaming
+
+from ..checkpoints import native
+from ..convert.instance_methods import show_format
+from ..convert.quantize import inference_recipe
+from ..tensor.quantize_as import quantize_as
+from ..training.state_dict import register_state_dict_hooks
+
+SIDES = tuple(f"_{side}_{name}" for side in ("rowwise", "columnwise") for name in ("data", "scale", "global_scale"))
+
+
+def place(model: nn.Module, name: str) -> tuple[nn.Module, str, str]:
+    """The module of a parameter, the parameter's name in it, and the module's name."""
+    path, _, leaf = name.rpartition(".")
+    return (model.get_submodule(path) if path else model), leaf, path
+
+
+def has(model: nn.Module, name: str) -> bool:
+    """Whether a model has a parameter."""
+    try:
+        return isinstance(model.get_parameter(name), nn.Parameter)
+    except AttributeError:
+        return False
+
+
+def _prepare(module: nn.Module) -> None:
+    register_state_dict_hooks(module)
+    show_format(module)
+
+
+class Quantize(ConversionOps):
+    """Quantizes what transformers makes of one tensor in high precision: several parameters, if it splits it."""
+
+    def __init__(self, hf_quantizer: Any) -> None:
+        self.hf_quantizer = hf_quantizer
+
+    def convert(self, input_dict: dict[str, Any], *patterns: Any, **kwargs: Any) -> dict[str, Any]:
+        names = input_dict if len(input_dict) > 1 else (kwargs["full_layer_name"],)
+        values = (value[0] if isinstance(value, list) else value for value in input_dict.values())
+        return {name: self._quantized(kwargs["model"], name, v) for name, v in zip(names, values, strict=True)}
+
+    def _quantized(self, model: nn.Module, name: str, value: Tensor) -> Tensor:
+        module, leaf, _ = place(model, name)
+        kind, value = self.hf_quantizer.kind_of(model, name), value.to(getattr(module, leaf).dtype)
+        if kind is None:
+            return value
+        recipe = inference_recipe([module], self.hf_quantizer.quantization_config.recipe)
+        _prepare(module)
+        return nn.Parameter(quantize_as(value, recipe, kind.orientation), requires_grad=False)
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        return self
+
+
+class Deserialize(ConversionOps):
+    """Builds one parameter from its codes and scales.
+
+    transformers casts no tensor for an operation that has the attribute ``hf_quantizer``: scales stay float32.
+    """
+
+    supports_many_to_many = True  # codes and scales of one tensor, which transformers splits afterwards
+
+    def __init__(self, hf_quantizer: Any) -> None:
+        self.hf_quantizer = hf_quantizer
+
+    def __deepcopy__(self, memo: object) -> Deserialize:
+        """Itself: transformers copies the operations of a converter for each parameter, and there is one quantizer."""
+        return self
+
+    def convert(self, input_dict: dict[str, Any], *patterns: Any, **kwargs: Any) -> dict[str, Any]:
+        name, model = kwargs["full_layer_name"], kwargs["model"]
+        found = {key: value[0] if isinstance(value, list) else value for key, value in input_dict.items()}
+        stored = self.hf_quantizer.stored_name(name)
+        self.hf_quantizer.loaded.add(stored)
+        entry = native.entry_of(stored, self.hf_quantizer.metadata[native.PREFIX + stored])
+        tensors = [_ending(found, source.removeprefix(stored), name) for source in entry.sources]
+        module, leaf, _ = place(model, name)
+        _prepare(module)
+        value = entry.build(*tensors).to(getattr(module, leaf).dtype)
+        return {name: nn.Parameter(value, requires_grad=False)}
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        return self
+
+
+class Freeze(ConversionOps):
+    """Makes parameters of what transformers has split a quantized tensor into."""
+
+    def convert(self, input_dict: dict[str, Any], *patterns: Any, **kwargs: Any) -> dict[str, Any]:
+        for target in input_dict:
+            name = kwargs["full_layer_name"].replace(kwargs["target_patterns"][0], target)
+            _prepare(place(kwargs["model"], name)[0])
+        return {  # each with a scale of its own, where the whole had one: transformers stores no shared memory
+            target: nn.Parameter(value.clone(), requires_grad=False) for target, value in input_dict.items()
+        }
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        return self
+
+
+def _ending(found: dict[str, Tensor], end: str, name: str) -> Tensor:
+    for key, value in found.items():
+        if key.endswith(end) and not key.removesuffix(end).endswith("_global"):
+            return value
+    raise ValueError(f"{name}: the checkpoint lacks {name}{end}")
+
+
+def for_codes(one: Any) -> Iterator[Any]:
+    """A renaming of whole tensors, such as ``input_linear.weight``, for their codes and scales."""
+    if type(one) is WeightRenaming and one._original_source_patterns[0][-1:].isalnum():
+        source, target = one._original_source_patterns[0], one._original_target_patterns[0]
+        yield from (one.copy([source + side], [target + side]) for side in SIDES)
+
+
+def keep_codes(model: Any, names: Collection[str]) -> None:
+    """Tell transformers to store what it has split one by one if it is codes, and the biases with it.
+
+    Joined codes have no format.
+    """
+    transforms: Iterable[Any] | None = getattr(model, "_weight_conversions", None)
+    if transforms is None:  # as transformers' own, for a model that was not loaded
+        found = get_model_conversion_mapping(model, add_legacy=False)
+        transforms = [one for one in found if not isinstance(one, PrefixChange)]
+
+    def joins(one: Any) -> bool:
+        reverse = one.reverse_transform()
+        return any(reverse.rename_source_key(name)[1] is not None for name in names)
+
+    model._weight_conversions = [one for one in transforms if not (isinstance(one, WeightConverter) and joins(one))]
