@@ -208,7 +208,8 @@ class MXQuantizer(HfQuantizer):
         keep_codes(model, [name for name in state if name.endswith(SIDES)])
         return state, metadata
 
-    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+    def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype  # a word after save_pretrained
         done: dict[int, nn.Parameter] = {}
         for module in model.modules():
             for name, parameter in list(module._parameters.items()):

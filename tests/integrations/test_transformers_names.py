@@ -72,6 +72,20 @@ def test_fused_codes_are_split_by_rows(name, format, tmp_path):
     assert quantized(again) == quantized(found) and torch.equal(output(again), output(found))
 
 
+@pytest.mark.parametrize("name", ["llava", "nomic_bert", "phimoe", "granite_moe"])
+def test_a_model_that_was_saved_in_codes_is_dequantized_and_saved_in_high_precision(name, tmp_path):
+    model = built(name)
+    model.save_pretrained(tmp_path / "plain")
+    found = loaded(model, tmp_path / "plain")
+    expected = output(mx.quantize_(model, FORMAT))
+    found.save_pretrained(tmp_path / "codes")
+    found.dequantize()
+    found.save_pretrained(tmp_path / "values")
+    again, loading = type(model).from_pretrained(tmp_path / "values", output_loading_info=True)
+    assert not loading["missing_keys"] and not loading["unexpected_keys"] and quantized(again) == set()
+    torch.testing.assert_close(output(again.eval()), expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("name", ["llava", "vit", "granite_moe"])
 def test_a_model_that_was_quantized_after_loading_is_saved_under_names_of_parameters(name, tmp_path):
     model = mx.quantize_(built(name), FORMAT)
