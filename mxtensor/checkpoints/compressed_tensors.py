@@ -282,6 +282,7 @@ COMPRESSED_TENSORS = Layout(
     write=_write,
     config=_config,
     operations=MERGES,
+    shared=False,
     row_operations=SPLITS,
     formats=", ".join(SCHEMES),
     exact="codes and scales; the global scale of NVFP4 is a reciprocal, exact if it was loaded from this layout, "

@@ -24,7 +24,7 @@ class Conversion:
 
     left: list[str] = field(default_factory=list)
     """Other matrices that would have been quantized, and stay as they were: transformers splits or joins them without a
-    look at codes, or the layout does not hold matrices (in, out)."""
+    look at codes, two layers share them, or the layout does not hold matrices (in, out)."""
 
     def __str__(self) -> str:
         worst = max(self.errors, key=lambda name: self.errors[name], default=None)
@@ -42,6 +42,6 @@ class Conversion:
         if self.left:
             lines.append(
                 f"{len(self.left)} matrices stay as they were, such as {self.left[0]}: readers of the layout "
-                f"{self.layout} split, join or transpose them, and take no codes meanwhile"
+                f"{self.layout} split, join, transpose or share them, and take no codes meanwhile"
             )
         return "\n".join(lines)

@@ -80,5 +80,6 @@ DEEPSEEK = Layout(
     write=_write,
     config=_config,
     operations=MERGES,
+    shared=False,
     formats=f"{', '.join(BLOCK)}; read also: mxfp8_e4m3, mxfp4_e2m1",
 )

@@ -38,9 +38,11 @@ class Known:
         self._kinds: dict[str, Kind] = {}
         self._experts: set[str] = set()
         self._lookups: set[str] = set()
+        self._shared: set[str] = set()
         if model is not None:
             self._lookups = {f"{name}.weight" for name, m in model.named_modules() if isinstance(m, nn.Embedding)}
             tied = {name for pair in tied_keys(model).items() if self._lookups & set(pair) for name in pair}
+            self._shared = {name for pair in tied_keys(model).items() for name in pair} - tied
             found = without_tied(model, weights_to_quantize(model, _accepts))
             self._kinds = {weight.fqn: weight.kind for weight in found if weight.fqn not in tied}
             self._experts = {weight.fqn for weight in unknown_experts(model)}
@@ -61,6 +63,10 @@ class Known:
     def is_lookup(self, name: str) -> bool:
         """Whether a tensor is the weight of an embedding."""
         return not self._lookups.isdisjoint((name, *self.loaded(name).parameters))
+
+    def is_shared(self, name: str) -> bool:
+        """Whether a tensor is the weight of two modules or more that are no embeddings."""
+        return not self._shared.isdisjoint((name, *self.loaded(name).parameters))
 
     def quantizes(self, name: str) -> bool | None:
         """Whether ``quantize_`` converts the module of a tensor; None if the model does not tell."""

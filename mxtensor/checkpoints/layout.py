@@ -116,6 +116,8 @@ class Layout:
     them; None: transformers does not read the layout."""
     row_operations: tuple[tuple[str, ...], ...] = ()
     """Those that it does on codes and on scales, one by one: right for scales that belong to rows."""
+    shared: bool = True
+    """Whether readers take a quantized weight that two layers share, and that is stored by one name."""
     columnwise: bool = False
     """Whether it holds matrices (in, out), with blocks along their first dimension."""
     parameter_names: bool = False

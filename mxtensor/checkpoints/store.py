@@ -146,8 +146,9 @@ def convert(
                     if (value.dim() == 3 and 3 not in chosen.dims) or (not chosen.experts and written.is_expert(name)):
                         report.stacks.append(name)
                         return value, None
-                    transposed = value.dim() == 2 and side is Orientation.COLUMNWISE
-                    if (transposed and not chosen.columnwise) or not chosen.takes(operations, recipe.stored.format):
+                    transposed = value.dim() == 2 and side is Orientation.COLUMNWISE and not chosen.columnwise
+                    shared = not chosen.shared and known.is_shared(name)
+                    if transposed or shared or not chosen.takes(operations, recipe.stored.format):
                         report.left.append(name)
                         return value, None
                 new = _quantized(value, recipe, side) if value.dim() in chosen.dims else value
@@ -209,6 +210,11 @@ def _store(sink: Any, layout: Layout, written: Written, name: str, value: Tensor
             raise NotImplementedError(
                 f"{name} is a quantized embedding, which no reader of the layout {layout.name} decodes; use the layout "
                 "native, or leave embeddings in high precision (quantize_ without include_head)"
+            )
+        if not layout.shared and written.known.is_shared(name):
+            raise NotImplementedError(
+                f"{name} is the weight of two layers, and readers of the layout {layout.name} look for the scales of "
+                "each; use the layout native, or leave both in high precision (filter_fn)"
             )
         if not layout.experts and written.is_expert(name):
             raise NotImplementedError(

@@ -113,10 +113,17 @@ def _mamba2():
     return tf.Mamba2ForCausalLM(config)
 
 
+def _zamba2():
+    own = {"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "mamba_d_state": 16, "mamba_headdim": 16,
+           "n_mamba_heads": 8, "mamba_ngroups": 1, "num_mem_blocks": 1, "num_hidden_layers": 4}  # fmt: skip
+    return tf.Zamba2ForCausalLM(tf.Zamba2Config(**{**TEXT, **own}))
+
+
 MODELS = {
     "llava": _llava, "qwen2_vl": _qwen2_vl, "phimoe": _phimoe, "neox": _neox, "vit": _vit, "swin": _swin,
     "dinov2": _dinov2, "nomic_bert": _nomic_bert, "gte": _gte, "granite_moe": _granite_moe,
     "qwen3_vl_moe": _qwen3_vl_moe, "rwkv": _rwkv, "gpt2": _gpt2, "llama4": _llama4, "bark": _bark, "mamba2": _mamba2,
+    "zamba2": _zamba2,
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Models whose tensors transformers renames, splits or stacks: quantized while loaded, saved, and loaded again."""
+"""Models whose tensors transformers renames, splits or stacks: quantized while loaded, saved, and loaded reloaded."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def test_a_model_is_quantized_saved_and_loaded_again_and_again(name, tmp_path):
     for folder in (tmp_path / "saved", tmp_path / "again"):
         found.save_pretrained(folder)
         stored = [value for value in mx.checkpoints.load(folder).values() if isinstance(value, mx.MXTensor)]
-        assert len(stored) == len(values)
+        assert len(stored) == len(set(values) - set(model.all_tied_weights_keys or {}))
         found, loading = type(model).from_pretrained(folder, output_loading_info=True)
         assert not loading["missing_keys"] and not loading["unexpected_keys"]
         assert quantized(found) == set(values) and torch.equal(output(found.eval()), expected)
@@ -68,8 +68,8 @@ def test_fused_codes_are_split_by_rows(name, format, tmp_path):
     for key, value in found.state_dict().items():
         assert torch.equal(value.dequantize() if isinstance(value, mx.MXTensor) else value, wanted[key]), key
     found.save_pretrained(tmp_path / "saved")
-    again = type(model).from_pretrained(tmp_path / "saved").eval()
-    assert quantized(again) == quantized(found) and torch.equal(output(again), output(found))
+    reloaded = type(model).from_pretrained(tmp_path / "saved").eval()
+    assert quantized(reloaded) == quantized(found) and torch.equal(output(reloaded), output(found))
 
 
 @pytest.mark.parametrize("name", ["llava", "nomic_bert", "phimoe", "granite_moe"])
@@ -81,9 +81,9 @@ def test_a_model_that_was_saved_in_codes_is_dequantized_and_saved_in_high_precis
     found.save_pretrained(tmp_path / "codes")
     found.dequantize()
     found.save_pretrained(tmp_path / "values")
-    again, loading = type(model).from_pretrained(tmp_path / "values", output_loading_info=True)
-    assert not loading["missing_keys"] and not loading["unexpected_keys"] and quantized(again) == set()
-    torch.testing.assert_close(output(again.eval()), expected, rtol=1e-4, atol=1e-4)
+    reloaded, loading = type(model).from_pretrained(tmp_path / "values", output_loading_info=True)
+    assert not loading["missing_keys"] and not loading["unexpected_keys"] and quantized(reloaded) == set()
+    torch.testing.assert_close(output(reloaded.eval()), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["llava", "vit", "granite_moe"])
