@@ -28,20 +28,18 @@ from ..tensor.quantize_as import quantize_as
 from ..training.training_weight import values_of
 from .layout import Layout, Written
 from .matrices import matrix_orientation
-from .recipes import Recipes, is_skipped
+from .recipes import Recipes, is_skipped, raise_nothing_quantized
 from .registry import get_layout, layout_of, opened
+from .rounding_error import relative_error
 from .sink import Sink, merged
 from .source import Checkpoint
-from .tied import LOOKUPS, lookups_of, model_of, tied_keys, tied_layers, usual_heads
+from .tied import LOOKUPS, head_modules, lookups_of, model_of, tied_keys, tied_layers, usual_heads
 
 Item = TypeVar("Item")
 SHARD_BYTES = 1 << 29
 SKIPPED = (*LOOKUPS, "embed_positions", "wpe", "position_embeddings", "token_type_embeddings", "output", "norm")
 """Last components of module names whose matrices stay in high precision, beside heads and routers: embeddings, and
 heads of other libraries."""
-TILES, TILE = 4, (128, 512)
-"""Parts of a large matrix whose error is measured: enough for two digits, and fast. They begin at whole blocks."""
-SAMPLE = TILES * TILE[0] * TILE[1]
 EXPERT = re.compile(r"\.experts\.\d+\.")
 """In the name of a matrix of one expert."""
 STATIC = ("input_scale", "input_global_scale", "k_scale", "v_scale", "k_proj.output_scale", "v_proj.output_scale")
@@ -140,6 +138,7 @@ def convert(
     max_shard_bytes: int = SHARD_BYTES,
     overwrite: bool = False,
     progress: bool = True,
+    include_head: bool = False,
 ) -> Conversion:
     """Convert a checkpoint to another layout, tensor by tensor: memory holds a few tensors, not the model or a shard.
 
@@ -147,9 +146,11 @@ def convert(
     quantized, and those in another format are quantized again; None only changes the layout, which is exact. A ``Plan``
     or an ``FqnToConfig`` names tensors of the checkpoint. Stacked experts are quantized for the layouts that hold them
     (``Layout.dims``). Embeddings, heads, routers and modules whose name ends in one of ``skip`` stay as they are,
-    except those that a plan names and ``skip`` does not. Other files of the
-    folder, such as the tokenizer, are copied. The destination is whole or absent, and what ``overwrite`` replaces stays
-    until then. Matrices are cast by torch's number of threads, one each. Raises as ``load`` and ``save``.
+    except those that a plan names and ``skip`` does not. ``include_head`` quantizes heads too, and an embedding that
+    shares its weight with one. Other files of the folder, such as the tokenizer, are copied. The
+    destination is whole or absent, and what ``overwrite`` replaces stays until then. Matrices are cast by torch's
+    number of threads, one each. Raises as ``load`` and ``save``, and ValueError if no tensor is quantized, although
+    there is a ``format`` (and ``skip`` names no tensor) or the layout is one of quantized tensors.
     """
     chosen = _writable(layout, destination)
     written = Written()
@@ -160,8 +161,9 @@ def convert(
         known = model_of(checkpoint.config)
         lookups = lookups_of(known)
         recipes = Recipes(format, (*SKIPPED, *lookups, *skip), skip)
-        report = Conversion(before.name, chosen.name)
+        report, unfit = Conversion(before.name, chosen.name), list[str]()
         moves = (before is not chosen or not chosen.static_scales) and before.config is not None
+        quantized = False
         with _sink(chosen, destination, max_shard_bytes, overwrite, checkpoint) as sink:
             entries = before.entries(checkpoint)
             _check_inputs(entries, before.name, chosen.name)
@@ -176,13 +178,14 @@ def convert(
                     return value, None
                 alone = not chosen.experts and EXPERT.search(name)
                 if value.dim() not in chosen.dims or alone:
-                    if recipe is not None and (value.dim() == 3 or alone) and not isinstance(value, MXTensor):
-                        report.stacks.append(name)
+                    if recipe is not None and not isinstance(value, MXTensor):
+                        (report.stacks if value.dim() == 3 or alone else unfit).append(name)
                     return value, None
                 new = _quantized(value, recipe, side)
-                return new, None if new is value else _relative_error(value, new)
+                return new, None if new is value else relative_error(value, new)
 
-            recipes.warn_of_unmatched(rest)
+            recipes.warn_of_unmatched(rest, known)
+            recipes.heads = head_modules(known, rest, checkpoint.config) if include_head else set()
             workers = 1 if any(recipe.stored.rounding is Rounding.STOCHASTIC for recipe in recipes.every) else None
             with closing(in_order(work, list(rest), workers)) as results:
                 for name, (new, error) in _progress(results, "converting", len(rest), progress):
@@ -190,8 +193,14 @@ def convert(
                         report.exact.append(name)
                     else:
                         report.errors[name] = error
-                    _store(sink, chosen, written, name, new, lookups)
+                    if error is None and before is chosen and chosen.unchanged is not None:
+                        sink.add(*chosen.unchanged(checkpoint, name))
+                    else:
+                        _store(sink, chosen, written, name, new, lookups)
+                    quantized |= isinstance(new, MXTensor)
             report.stacks.sort()
+            if not quantized and (not chosen.one_file if format is None else not recipes.skips(rest)):
+                raise_nothing_quantized(checkpoint.path, chosen, format is None, report.stacks + sorted(unfit))
             files = merged(checkpoint.config, _config(chosen, written, known, checkpoint.config), checkpoint.path)
             sink.finish(files, checkpoint.path)
     return report
@@ -228,6 +237,12 @@ def _writable(layout: str, path: str | Path) -> Layout:
     return chosen
 
 
+def check_destination(path: str | Path, layout: str, overwrite: bool) -> None:
+    """Raise what ``convert`` would raise for a destination that cannot be written, before a source is loaded."""
+    with _sink(_writable(layout, path), path, SHARD_BYTES, overwrite, None):
+        pass
+
+
 def _store(sink: Any, layout: Layout, written: Written, name: str, value: Tensor, lookups: Sequence[str]) -> None:
     """Add a tensor to a checkpoint as the layout stores it. ``lookups``: embeddings beside LOOKUPS."""
     write: Callable[[str, MXTensor], dict[str, Tensor]] = layout.write  # type: ignore[assignment]
@@ -235,7 +250,7 @@ def _store(sink: Any, layout: Layout, written: Written, name: str, value: Tensor
         if not layout.embeddings and is_skipped(name.removesuffix(".weight"), (*LOOKUPS, *lookups)):
             raise NotImplementedError(
                 f"{name} is a quantized embedding, which no reader of the layout {layout.name} decodes; use the layout "
-                "native, or leave embeddings in high precision (quantize_ without include_head)"
+                "native, or leave embeddings in high precision (include_head=False)"
             )
         if not layout.experts and EXPERT.search(name):
             raise NotImplementedError(
@@ -270,33 +285,6 @@ def _quantized(value: Tensor, recipe: LinearRecipe | None, side: Orientation) ->
             return value
         value = value.dequantize()
     return quantize_as(value, recipe, side)
-
-
-def _relative_error(before: Tensor, after: Tensor) -> float:
-    """||after - before|| / ||before|| of the whole matrix, or of TILES along its diagonal if it is large.
-
-    Of a stack, the first matrix is measured.
-    """
-    if after.dim() > 2:
-        before, after = before[0], after[0]
-    places: list[tuple[int, int]] = [(0, 0)]
-    sizes = tuple(after.shape)
-    if after.numel() > SAMPLE:
-        sizes = tuple(min(n, most) for n, most in zip(sizes, TILE, strict=True))
-        rows, columns = after.shape[0] - sizes[0], after.shape[1] - sizes[1]
-        places = [(rows * i // (TILES - 1) // 128 * 128, columns * i // (TILES - 1) // 128 * 128) for i in range(TILES)]
-    noise, signal = [], []
-    for row, column in places:
-        tiles = (t.narrow(0, row, sizes[0]).narrow(1, column, sizes[1]) for t in (before, after))
-        true, rounded = map(_values, tiles)
-        noise.append(float((rounded - true).norm()))
-        signal.append(float(true.norm()))
-    error = math.hypot(*noise) / (math.hypot(*signal) or 1.0)
-    return error if math.isfinite(error) else math.inf
-
-
-def _values(t: Tensor) -> Tensor:
-    return (t.dequantize() if isinstance(t, MXTensor) else t).float()
 
 
 @dataclass(frozen=True)
@@ -337,6 +325,9 @@ def info(path: str | Path, progress: bool = False) -> Info:
 def _rows(checkpoint: Checkpoint, layout: Layout, progress: bool) -> Iterator[Row]:
     entries = layout.entries(checkpoint)
     for name, entry in _progress(entries.items(), "reading", len(entries), progress):
+        if entry.encoded is not None:
+            yield Row(name, entry.encoded.kind, entry.encoded.shape, entry.encoded.nbytes)
+            continue
         value = checkpoint.load(name, entry)
         kind = value.format.name if isinstance(value, MXTensor) else str(value.dtype).removeprefix("torch.")
         yield Row(name, kind, tuple(value.shape), value.nbytes)

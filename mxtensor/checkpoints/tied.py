@@ -25,6 +25,9 @@ LOOKUPS = (
 USUAL_HEADS = (*HEAD_NAMES, "proj_out", "cls.predictions.decoder", "lm_head.decoder")
 """What most of transformers' heads are called."""
 
+GGUF_HEAD = "output"
+"""What llama.cpp calls the head."""
+
 
 def model_of(config: Mapping[str, Any]) -> nn.Module | None:
     """The model of a ``config.json``, without values; None if transformers is not there or does not know it."""
@@ -67,3 +70,18 @@ def usual_heads(config: Mapping[str, Any], quantized: Iterable[str], others: Ite
     tied = config.get("tie_word_embeddings", True) and any(is_skipped(module, LOOKUPS) for module in rest)
     has_head = any(module.endswith(USUAL_HEADS) for module in (*modules, *rest))
     return [f"{head}.weight" for head in USUAL_HEADS] if tied and not has_head else []
+
+
+def head_modules(model: nn.Module | None, names: Collection[str], config: Mapping[str, Any]) -> set[str]:
+    """The modules among ``names`` that are heads, and embeddings that share their weight with a head.
+
+    ``model``: if it is known. Otherwise an embedding shares its weight if there is no head.
+    """
+    modules = {name.removesuffix(".weight") for name in names if name.endswith(".weight")}
+    found = {module for module in modules if module == GGUF_HEAD or is_skipped(module, USUAL_HEADS)}
+    if model is not None:
+        tied = {tied_keys(model)[name].removesuffix(".weight") for name in tied_layers(model, ())}
+        return found | (tied & modules)
+    if not found and config.get("tie_word_embeddings", True):
+        return {module for module in modules if is_skipped(module, LOOKUPS)}
+    return found

@@ -36,7 +36,8 @@ NEVER_SEEN = {
     "calibrate: {value}: {value}",
     # need a file, a checkpoint, a model that returns no tensor: tests/convert/test_plan.py, tests/checkpoints,
     # tests/calibration/test_planner.py
-    "{value} is no plan that mx.Plan.save wrote: {value}",
+    "{value} is no plan that mx.Plan.save wrote: {value}; make one by mx.plan or `mxtensor plan`",
+    "it has no {value}",
     "version {value}, measure {value}",
     "a weight has a number of bytes and an error for each format",
     "convert: no tensor of the checkpoint has the name {value}{value} of the FqnToConfig",
@@ -68,6 +69,7 @@ NEVER_SEEN = {
     "the bytes of {value} and {value} overlap",
     "the file ends before byte {value} of the header and {value} entries",
     "an array of the header has {value} entries; at most {value} are read",
+    "an array of the header has entries of the type {value}",
     "its record {value} is compressed, which torch.save does not do",
     # of a pickle that torchao did not write: tests/checkpoints/test_mutations.py
     "torchao's {value} needs the tensors qdata and scale, got {value}",
@@ -182,12 +184,22 @@ NEVER_SEEN = {
     "{value} has no config.json; pass the folder of a model as transformers saves it",
     "{value} is quantized already; leave --format out, or pass the model before",
     "{value} cannot be loaded by transformers: {value}",
+    "{value} is no device of this command; pass cpu or cuda",
+    "{value} is not a number above 0",
+    "--bits {value}: the smallest of the formats has {value} bits a value; pass more",
+    "--text: {value} {value}; pass a text file in UTF-8",
+    "the tokenizer in {value} cannot be loaded by transformers: {value}",
+    "{value} lacks {value} tensors of {value}, such as {value}: transformers would fill them with random values",
+    "{value} cannot be run: {value}; pass the model as a folder that transformers saved",
+    "{value} has no tensor in a format of this package, so that no layer is quantized once it is decoded; compare the "
+    "models by `mxtensor eval --reference`, or pass --format",
     "{value} has no quantized matrix; pass --format with what it is to be quantized to",
     # of reports, which the command prints as one line: tests/cli, tests/report/test_output_errors.py
     "the reference has no layer {value} of its own; pass a copy.deepcopy of the model before",
     "no layer is quantized, so there is nothing to report; pass --format",
     "a report needs matplotlib: pip install 'mxtensor[plot]'",
-    "the text has {value} tokens; {value} were asked for, and a window has {value}",
+    "the text has {value} tokens; {value} were asked for: pass a longer text, or count={value}",
+    "{value} tokens of the text are less than a window of {value}: pass more, or window={value}",
     "the model has a vocabulary of {value} tokens, the reference one of {value}; compare a model with its own "
     "high-precision version",
     # a table of configs that another version has written: tests/kernels/small_m/test_small_m.py
