@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from ..calibration.planner import FORMATS, plan
+from ..convert.configs import recipe_of
 from ..convert.format_plan import Plan
 from .measure import check_device, rows_of
 from .models import load_model, read_text
@@ -18,16 +19,23 @@ BATCH = 4
 def make_plan(arguments: argparse.Namespace) -> int:
     """``plan``."""
     check_device(arguments.device)
+    formats = arguments.formats or FORMATS
+    smallest = min(recipe_of(format).stored.format.bits_per_value for format in formats)
+    if arguments.bits < smallest:  # before the model is loaded and measured
+        raise ValueError(
+            f"--bits {arguments.bits:g}: the smallest of the formats has {smallest:g} bits a value; pass more"
+        )
     text = read_text(arguments.text)  # before the model, which takes longer
-    model, tokenizer = load_model(arguments.path, arguments.device)
+    model, tokenizer = load_model(arguments.path, arguments.device, keeps_codes=False)
     rows = rows_of(arguments, text, tokenizer)
     found = plan(
         model,
         list(rows.split(BATCH)),
         arguments.bits,
-        arguments.formats or FORMATS,
+        formats,
         include_head=arguments.include_head,
     )
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
     found.save(arguments.output)
     fields: dict[str, Any] = {
         "plan": str(arguments.output), "bits": found.bits, "kl": found.error, "values": found.values,

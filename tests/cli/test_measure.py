@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import mxtensor as mx
-from mxtensor.cli import models
+from mxtensor.cli import gguf_models
 from tests.checkpoints.test_peers import checkpoint
 from tests.cli.small_model import TEXT, save_small_model
 from tests.cli.test_main import run
@@ -184,7 +184,7 @@ def test_gguf_becomes_a_model_of_transformers_unless_it_has_codes(tmp_path, caps
         return tmp_path / name
 
     kinds = gguf.GGMLQuantizationType
-    with models.without_gguf(write("codes.gguf", kinds.MXFP4)) as path:
+    with gguf_models.without_gguf(write("codes.gguf", kinds.MXFP4)) as path:
         assert path == tmp_path / "codes.gguf"
     assert "keeps llama.cpp's names of tensors: it holds MXFP4 codes" in capsys.readouterr().err
     code, _, err = run(capsys, "convert", write("a.gguf", kinds.Q8_0), "-o", tmp_path / "out", "--layout", "plain")
