@@ -284,7 +284,7 @@ def _map(stored: Stored) -> Tensor:
 
 
 def _files(path: Path) -> list[Path]:
-    if path.is_file():
+    if not path.is_dir():
         if path.suffix != ".safetensors":
             raise ValueError(f"{path} is not a checkpoint; pass a folder, or a file that ends in {', '.join(ENDINGS)}")
         return [path]

@@ -239,8 +239,14 @@ def _writable(layout: str, path: str | Path) -> Layout:
 
 def check_destination(path: str | Path, layout: str, overwrite: bool) -> None:
     """Raise what ``convert`` would raise for a destination that cannot be written, before a source is loaded."""
-    with _sink(_writable(layout, path), path, SHARD_BYTES, overwrite, None):
-        pass
+    chosen = _writable(layout, path)
+    try:
+        with _sink(chosen, path, SHARD_BYTES, overwrite, None):
+            pass
+    except FileExistsError:
+        raise
+    except OSError as error:
+        raise OSError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
 def _store(sink: Any, layout: Layout, written: Written, name: str, value: Tensor, lookups: Sequence[str]) -> None:

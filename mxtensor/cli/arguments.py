@@ -47,9 +47,9 @@ def _device(name: str) -> str:
     try:
         found = torch.device(name)
     except RuntimeError as error:
-        raise argparse.ArgumentTypeError(f"{name!r} is no device; pass cpu or cuda") from error
+        raise argparse.ArgumentTypeError(f"{name!r} is not a device; pass cpu or cuda") from error
     if found.type not in DEVICES:
-        raise argparse.ArgumentTypeError(f"{name!r} is no device of this command; pass cpu or cuda")
+        raise argparse.ArgumentTypeError(f"{name!r} is not a device of this command; pass cpu or cuda")
     return str(found)
 
 
@@ -67,7 +67,7 @@ def _positive(text: str) -> float:
 def _at_least(least: int) -> Callable[[str], int]:
     def count(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least} on")
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
         return int(text)
 
     return count
@@ -92,7 +92,7 @@ ARGUMENTS: dict[str, Argument] = {
         {"type": _layout, "default": "native", "metavar": "LAYOUT",
          "help": f"one of {', '.join(_WRITABLE)} (%(default)s)"},
     ),
-    "format": (("--format",), {"type": _format, "metavar": "FORMAT", "help": FORMAT}),
+    "format": (("--format",), {"type": _format, "metavar": "FORMAT", "help": f"a format, {FORMAT}"}),
     "plan": (
         ("--plan",),
         {"metavar": "FILE", "help": "in place of --format: what the command plan wrote, a format for each weight"},
@@ -125,7 +125,7 @@ ARGUMENTS: dict[str, Argument] = {
     ),
     "shard": (
         ("--max-shard-bytes",),
-        {"type": _at_least(1), "default": store.SHARD_BYTES, "metavar": "N", "help": "the largest file (512 MiB)"},
+        {"type": _at_least(1), "default": store.SHARD_BYTES, "metavar": "N", "help": "the largest file (536870912)"},
     ),
     "overwrite": (("--overwrite",), {"action": "store_true", "help": "replace the destination if it exists"}),
     "tensors": (("--tensors",), {"action": "store_true", "help": "a line for each tensor"}),
@@ -142,7 +142,7 @@ ARGUMENTS: dict[str, Argument] = {
     "tokens": (("--tokens",), {"type": _at_least(1), "metavar": "N", "help": "the first N tokens of the text (all)"}),
     "window": (
         ("--window",),
-        {"type": _at_least(2), "default": WINDOW, "metavar": "N", "help": "tokens that are read at once (%(default)s)"},
+        {"type": _at_least(2), "default": WINDOW, "metavar": "N", "help": "tokens read at once (%(default)s)"},
     ),
     "tokenizer": (("--tokenizer",), {"metavar": "DIR", "help": "the folder of a tokenizer, if MODEL has none"}),
     "device": (("--device",), {"type": _device, "default": "cpu", "metavar": "NAME", "help": "cpu or cuda (cpu)"}),
@@ -152,7 +152,7 @@ ARGUMENTS: dict[str, Argument] = {
         {"type": _at_least(1), "nargs": "+", "default": list(TUNED_ROWS), "metavar": "N",
          "help": "numbers of activation rows to measure (1 to 128)"},
     ),
-    "seconds": (("--seconds",), {"type": _positive, "default": 60.0, "metavar": "S", "help": "how long, about (60)"}),
-    "dry": (("--dry-run",), {"action": "store_true", "help": "only say what would be measured"}),
+    "seconds": (("--seconds",), {"type": _positive, "default": 60.0, "metavar": "S", "help": "about how long (60)"}),
+    "dry": (("--dry-run",), {"action": "store_true", "help": "only show what would be measured"}),
     "json": (("--json",), {"action": "store_true", "help": "print JSON"}),
 }  # fmt: skip

@@ -1,6 +1,6 @@
 """The parser of ``mxtensor``: one subcommand is one row of COMMANDS.
 
-Exit codes: 0 when all is done, 1 when a file, a tensor or a device is refused, 2 for a wrong call, 130 for an
+Exit codes: 0 when all is done, 1 when a file, a tensor or a device is refused, 2 for wrong arguments, 130 for an
 interrupt. An error is one line on standard error.
 """
 

@@ -18,9 +18,10 @@ from ..report.model_report import layer_errors
 from ..report.output_errors import output_errors
 from ..report.page import Measured, page, summary
 from ..report.quality import Quality, evaluate
+from ..tensor.mxtensor import MXTensor
 from .gguf_models import gguf_file, stored_size
 from .models import load_model, load_tokenizer, read_text, text_rows
-from .output import columns, progress, show
+from .output import check_page, columns, one_line, progress, show
 
 
 def check_device(device: str) -> None:
@@ -112,9 +113,39 @@ def _inputs(arguments: argparse.Namespace, rows: Tensor | None) -> list[dict[str
         return [{name: file.tensor(name).to(arguments.device) for name in file.tensors}]
 
 
+def _check_quantized(arguments: argparse.Namespace, model: nn.Module) -> None:
+    """Raise ValueError for a model without a quantized layer, before it is measured."""
+    if any(isinstance(parameter, MXTensor) for parameter in model.parameters()):
+        return
+    if gguf_file(arguments.path) is not None and not arguments.formats:
+        raise ValueError(
+            f"{arguments.path} has no tensor in a format of this package, so that no layer is quantized once it is "
+            "decoded; compare the models by `mxtensor eval --reference`, or pass --format"
+        )
+    raise ValueError(
+        f"no layer is quantized in {arguments.path}; pass the quantized model, and the model before quantization as "
+        "--reference, or pass --format"
+    )
+
+
+def _outputs(arguments: argparse.Namespace, model: Any, reference: Any, inputs: Any, step: Any) -> Any:
+    """The errors of outputs. Raises ValueError that names the file of ``--inputs`` if the model does not take it."""
+    try:
+        return output_errors(model, reference, inputs, step)
+    except (ValueError, TypeError, RuntimeError, IndexError) as error:
+        if arguments.inputs is None:
+            raise
+        names = ", ".join(sorted(inputs[0])[:3])
+        raise ValueError(
+            f"--inputs {arguments.inputs}: the model cannot be called with its tensors, such as {names}: "
+            f"{one_line(error)}"
+        ) from error
+
+
 def report(arguments: argparse.Namespace) -> int:
     """``report``: of a quantized checkpoint beside its reference, or of a model in some formats."""
     check_device(arguments.device)
+    check_page(arguments.output)
     text = None if arguments.text is None else read_text(arguments.text)
     before = arguments.path if arguments.reference is None else arguments.reference
     reference, tokenizer = _reference(before, arguments.device)
@@ -128,23 +159,18 @@ def report(arguments: argparse.Namespace) -> int:
                 _quantized(reference, label) if arguments.formats else load_model(arguments.path, arguments.device)[0]
             )
             size = _size(arguments.path, small, label if arguments.formats else None)
-            outputs = output_errors(small, reference, inputs, step)
+            _check_quantized(arguments, small)
+            outputs = _outputs(arguments, small, reference, inputs, step)
             found = None if rows is None else evaluate(small, rows, reference, step)
             errors = layer_errors(small, reference)
             models.append(Measured(label, size.bits, size.nbytes, errors, outputs, found))
             step()
-    if not any(model.weights for model in models) and gguf_file(arguments.path) is not None and not arguments.formats:
-        raise ValueError(
-            f"{arguments.path} has no tensor in a format of this package, so that no layer is quantized once it is "
-            "decoded; compare the models by `mxtensor eval --reference`, or pass --format"
-        )
     size, found = _size(before, reference), models[0].quality
     if found is not None and found.reference_perplexity is not None:
         found = Quality(found.reference_perplexity, 0.0, 0.0, 1.0, found.tokens)
     models.insert(0, Measured(before, size.bits, size.nbytes, [], [], found))
     about = {"model before": before, "sample": _sample(arguments, rows)}
     html = page(f"Quantization report of {Path(arguments.path).resolve().name}", about, models)
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
     arguments.output.write_text(html, encoding="utf-8")
     fields = {"page": str(arguments.output), "models": [asdict(m) for m in models], **about}
     return show(arguments, f"{columns(*summary(models))}\nwrote {arguments.output}", fields)

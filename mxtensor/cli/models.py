@@ -69,7 +69,9 @@ def load_model(
     with loadable(path) as folder:
         with opened(folder) as checkpoint:
             if format is not None and layout_of(checkpoint).name == "native":
-                raise ValueError(f"{path} is quantized already; leave --format out, or pass the model before")
+                raise ValueError(
+                    f"{path} is quantized already; leave --format out, or pass the model before quantization"
+                )
         if folder == Path(path):
             status(f"loading {path}")
         with library_output():
@@ -97,6 +99,8 @@ def load_model(
 def load_tokenizer(folder: str | Path) -> Any:
     """The tokenizer in a folder; None if it has none. Raises ValueError for one that transformers does not load."""
     transformers = transformers_quietly()
+    if not Path(folder).is_dir():
+        raise FileNotFoundError(f"--tokenizer: {folder} does not exist; pass the folder of a tokenizer or of a model")
     if not any((Path(folder) / name).is_file() for name in TOKENIZERS):
         return None
     try:

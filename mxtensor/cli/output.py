@@ -6,16 +6,18 @@ import argparse
 import json
 import math
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from ..core.text_table import text_table
 from .spelling import spelled
 
 DONE, FAILED, WRONG, INTERRUPTED = 0, 1, 2, 130
-"""Exit codes: all is done; a file, a tensor or a device is refused; a wrong call; an interrupt."""
+"""Exit codes: all is done; a file, a tensor or a device is refused; wrong arguments; an interrupt."""
 
 
 def finite(value: Any) -> Any:
@@ -44,6 +46,18 @@ def status(text: str) -> None:
     """Print what is being done, if a person waits for it."""
     if is_terminal():
         note(text)
+
+
+def check_page(path: Path) -> None:
+    """Raise OSError that names the path if no file can be written there: before what is written is measured."""
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder; pass the name of a file")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise OSError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
 def one_line(error: BaseException) -> str:

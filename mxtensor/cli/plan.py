@@ -8,9 +8,10 @@ from typing import Any
 from ..calibration.planner import FORMATS, plan
 from ..convert.configs import recipe_of
 from ..convert.format_plan import Plan
+from ..tensor.mxtensor import MXTensor
 from .measure import check_device, rows_of
 from .models import load_model, read_text
-from .output import note, show
+from .output import check_page, note, show
 
 BATCH = 4
 """Windows of text that the model reads at once."""
@@ -25,8 +26,11 @@ def make_plan(arguments: argparse.Namespace) -> int:
         raise ValueError(
             f"--bits {arguments.bits:g}: the smallest of the formats has {smallest:g} bits a value; pass more"
         )
+    check_page(arguments.output)
     text = read_text(arguments.text)  # before the model, which takes longer
     model, tokenizer = load_model(arguments.path, arguments.device, keeps_codes=False)
+    if any(isinstance(parameter, MXTensor) for parameter in model.parameters()):
+        raise ValueError(f"{arguments.path} is quantized already; pass the model before quantization")
     rows = rows_of(arguments, text, tokenizer)
     found = plan(
         model,
@@ -35,7 +39,6 @@ def make_plan(arguments: argparse.Namespace) -> int:
         formats,
         include_head=arguments.include_head,
     )
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
     found.save(arguments.output)
     fields: dict[str, Any] = {
         "plan": str(arguments.output), "bits": found.bits, "kl": found.error, "values": found.values,

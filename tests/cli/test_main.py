@@ -133,10 +133,10 @@ WRONG = [
     (2, ("plan", "SRC", "--bits", "5"), "required: --text"),
     (2, ("convert", "SRC", "-o", "OUT", "--layout", "awq"), "unknown layout 'awq'"),
     (2, ("convert", "SRC", "-o", "OUT", "--layout", "READ"), "is only read; choose one of "),
-    (2, ("convert", "SRC", "-o", "OUT", "--max-shard-bytes", "0"), "'0' is no whole number from 1 on"),
+    (2, ("convert", "SRC", "-o", "OUT", "--max-shard-bytes", "0"), "'0' is not a whole number of at least 1"),
     (2, ("report", "SRC"), "pass either --reference"),
     (2, ("report", "SRC", "--format", "mxfp8", "--text", "a", "--inputs", "b"), "pass --text or --inputs, not both"),
-    (2, ("eval", "SRC", "--text", "x.txt", "--device", "tpu9"), "'tpu9' is no device"),
+    (2, ("eval", "SRC", "--text", "x.txt", "--device", "tpu9"), "'tpu9' is not a device"),
     (2, ("convert",), "required: SRC, -o/--output"),
     (1, ("convert", "SRC", "-o", "DIR"), "exists; choose another destination, or pass --overwrite"),
     (1, ("convert", "SRC", "-o", "OUT.gguf"), "has the ending of the layout gguf, not of native; pass --layout gguf"),
@@ -163,7 +163,7 @@ WRONG = [
     (1, ("plan", "SRC", "--text", "x", "--bits", "2"), "--bits 2: the smallest of the formats has 4.25 bits a value"),
     (2, ("plan", "SRC", "--text", "x", "--bits", "-1"), "'-1' is not a number above 0"),
     (2, ("tune", "SRC", "--seconds", "nan"), "'nan' is not a number above 0"),
-    (2, ("eval", "SRC", "--text", "x.txt", "--device", "meta"), "'meta' is no device of this command"),
+    (2, ("eval", "SRC", "--text", "x.txt", "--device", "meta"), "'meta' is not a device of this command"),
     (2, ("info", "SRC"), "invalid choice: 'info'"),
 ]
 
