@@ -62,7 +62,7 @@ def open_gguf(path: Path) -> GGUFCheckpoint:
         for t in out.reader.tensors:
             out.tensors[t.name] = Stored(path, t.tensor_type.name, tuple(int(n) for n in reversed(t.shape)))
     except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
+        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error
     except Exception as error:  # a file that is not valid raises what numpy and enum raise
         raise ValueError(f"{path} cannot be read as GGUF: {error!r:.200}") from error
     return out

@@ -184,9 +184,12 @@ def open_safetensors(file: Path) -> Any:
     """safetensors' handle of a file. Raises ValueError that names the file."""
     safetensors = needs("safetensors", "safetensors")
     try:
+        with Path(file).open("rb"):  # safetensors says that a file without permission does not exist
+            pass
         return safetensors.safe_open(str(file), framework="pt")
     except (safetensors.SafetensorError, OSError) as error:
-        raise ValueError(f"{file} cannot be read as safetensors: {error}") from error
+        why = getattr(error, "strerror", None) or error
+        raise ValueError(f"{file} cannot be read as safetensors: {why}") from error
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -14,7 +14,9 @@ import torch
 from torch import nn
 
 from ..checkpoints.gguf import CODES, GGUF, WRITTEN
+from ..checkpoints.gguf import NAMES as TYPES
 from ..checkpoints.gguf_reader import read_quickly
+from ..checkpoints.gguf_sink import GGUFSink
 from ..checkpoints.registry import layout_of, opened
 from ..convert.configs import recipe_of
 from ..convert.quantize import quantize_
@@ -85,24 +87,47 @@ def save_gguf(file: Path, folder: Path) -> str | None:
     except ImportError:
         return "transformers is not installed (pip install 'mxtensor[cli]')"
     status(f"loading {file.name}")
+    try:
+        why = _save_model(transformers, file, folder)
+    except Exception as error:  # a file that transformers does not expect raises anything
+        try:
+            with temporary(folder) as place:
+                why = _save_model(transformers, _decoded(file, place), folder)
+        except Exception:
+            why = f"transformers cannot read it ({_told(error)})"
+    if why is not None:
+        shutil.rmtree(folder)
+        folder.mkdir()
+        return why
+    if "tokenizer.ggml.model" in fields:
+        _save_tokenizer(transformers, file, folder)
+    return None
+
+
+def _save_model(transformers: Any, file: Path, folder: Path) -> str | None:
+    """Save the model of a GGUF file; why not if it lacks tensors. Raises anything for a file that is not expected."""
     options: dict[str, Any] = {"gguf_file": file.name, "dtype": torch.bfloat16}
     if hasattr(transformers, "GgufConfig"):  # older versions always dequantize
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     with library_output(), read_quickly():
-        try:
-            model, about = transformers.AutoModelForCausalLM.from_pretrained(
-                file.parent, output_loading_info=True, **options
-            )
-            if about["missing_keys"]:
-                return f"transformers cannot read it: it finds no {', '.join(sorted(about['missing_keys'])[:2])}"
-            model.save_pretrained(folder)
-        except Exception as error:  # a file that transformers does not expect raises anything
-            shutil.rmtree(folder)
-            folder.mkdir()
-            return f"transformers cannot read it ({_told(error)})"
-    if "tokenizer.ggml.model" in fields:
-        _save_tokenizer(transformers, file, folder)
+        load = transformers.AutoModelForCausalLM.from_pretrained
+        model, about = load(file.parent, output_loading_info=True, **options)
+        if about["missing_keys"]:
+            return f"transformers cannot read it: it finds no {', '.join(sorted(about['missing_keys'])[:2])}"
+        model.save_pretrained(folder)
     return None
+
+
+def _decoded(file: Path, folder: Path) -> Path:
+    """A copy whose tensors are values: transformers reads no MXFP4 of some architectures, such as Qwen 3.5 and LFM2."""
+    out = folder / file.name
+    with opened(file) as source, GGUFSink(out, 0, source=source) as sink:
+        for name, entry in GGUF.read(source).items():
+            t = source.load(name, entry)
+            t = t.dequantize() if isinstance(t, MXTensor) else t if entry.encoded is None else t.bfloat16()
+            sink.add({name: t}, {name: TYPES[t.dtype]})
+        sink.finish({})
+    return out
 
 
 def _save_tokenizer(transformers: Any, file: Path, folder: Path) -> None:

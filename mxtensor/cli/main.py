@@ -169,11 +169,14 @@ def _usage_of(chosen: argparse.Namespace) -> str | None:
     return None
 
 
-def _options(top: argparse.ArgumentParser, command: str) -> dict[str, str]:
-    """Name of an argument -> the option of this subcommand."""
-    subparsers = next(a for a in top._actions if isinstance(a, argparse._SubParsersAction))
-    options = [a for a in subparsers.choices[command]._actions if a.option_strings]
-    found = {action.dest: action.option_strings[-1] for action in options}
+def _options(command: str) -> dict[str, str]:
+    """Name of an argument of a function -> the option of this subcommand."""
+    rows = [ARGUMENTS[name] for name in COMMANDS[command].arguments]
+    found = {
+        options.get("dest", flags[-1].removeprefix("--").replace("-", "_")): flags[-1]
+        for flags, options in rows
+        if flags[-1].startswith("--")
+    }
     return found | {name: option for name, option in NAMES.items() if option in found.values()}
 
 
@@ -183,8 +186,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = top.parse_args(arguments)
     wrong = _usage_of(chosen)
     if wrong is not None:
-        top.error(wrong)
-    options = _options(top, chosen.command)
+        Parser(prog=f"{top.prog} {chosen.command}").error(wrong)
+    options = _options(chosen.command)
     quiet_imports()
     try:
         with headers_cached(), progress_bars(is_terminal()), warnings_as_notes(options):

@@ -72,6 +72,31 @@ def save_small_gguf(path, kind):
     return values
 
 
+def save_small_lfm2(path, kind):
+    """An LFM2 of attention layers only, which transformers loads by other code; returns one matrix."""
+    torch.manual_seed(0)
+    writer = gguf.GGUFWriter(path, "lfm2")
+    for add, value in (
+        (writer.add_block_count, 1), (writer.add_context_length, 64), (writer.add_embedding_length, 64),
+        (writer.add_feed_forward_length, 64), (writer.add_head_count, 4), (writer.add_head_count_kv, [4]),
+        (writer.add_layer_norm_rms_eps, 1e-6), (writer.add_rope_freq_base, 1e4), (writer.add_shortconv_l_cache, 3),
+        (writer.add_token_list, [f"t{i}" for i in range(64)]),
+    ):  # fmt: skip
+        add(value)
+    layer = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+    for name in ("token_embd", *(f"blk.0.{name}" for name in layer)):
+        data, values = encoded(torch.randn(64, 64).numpy(), kind)
+        writer.add_tensor(f"{name}.weight", data, raw_dtype=gguf.GGMLQuantizationType[kind])
+    norms = {"attn_norm": 64, "ffn_norm": 64, "attn_q_norm": 16, "attn_k_norm": 16}
+    for name, size in ({f"blk.0.{name}": size for name, size in norms.items()} | {"token_embd_norm": 64}).items():
+        writer.add_tensor(f"{name}.weight", np.ones(size, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return values
+
+
 def unpermuted(name, t):
     """The inverse of ``permuted``."""
     if not name.endswith(("q_proj.weight", "k_proj.weight")):

@@ -17,7 +17,7 @@ from mxtensor.checkpoints import gguf_reader
 from mxtensor.cli import gguf_models
 from mxtensor.cli.models import load_model
 from tests.checkpoints.test_gguf import by_gguf
-from tests.cli.small_gguf import KINDS, NAMES, gguf_name, save_small_gguf
+from tests.cli.small_gguf import KINDS, NAMES, gguf_name, save_small_gguf, save_small_lfm2
 from tests.cli.small_model import TEXT, save_small_model
 from tests.cli.test_main import run
 
@@ -46,6 +46,18 @@ def test_every_type_becomes_the_model_of_its_values(kind, tmp_path):
         assert isinstance(found, mx.MXTensor) == (kind == "MXFP4" and t.dim() == 2)
         found = found.dequantize() if isinstance(found, mx.MXTensor) else found
         assert torch.equal(found, t.bfloat16()), name
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "MXFP4"])
+def test_a_type_that_transformers_does_not_know_is_decoded_for_it(kind, tmp_path):
+    down = save_small_lfm2(tmp_path / "a.gguf", kind)
+    found = load_model(tmp_path / "a.gguf", "cpu")[0].model.layers[0].feed_forward.w2.weight
+    assert isinstance(found, mx.MXTensor) == (kind == "MXFP4")
+    if kind == "MXFP4":
+        assert torch.equal(found.dequantize(), down.bfloat16())
+    else:  # transformers rounds the scale of a block to bfloat16
+        torch.testing.assert_close(found, down.bfloat16(), rtol=0.01, atol=0.0)
+    assert [p.name for p in tmp_path.iterdir()] == ["a.gguf"]
 
 
 WRITTEN = {"mxfp4-weight-only": "mxfp4_e2m1", "nvfp4_single_level-weight-only": "nvfp4_single_level",
