@@ -29,6 +29,11 @@ def stays(module: str, skip: Iterable[str]) -> bool:
     return is_left_out(module) or is_skipped(module, skip)
 
 
+def with_parameters(model: nn.Module | None) -> list[str]:
+    """The names of modules that have parameters of their own."""
+    return [] if model is None else [name for name, module in model.named_modules() if module._parameters]
+
+
 def warn_of_unmatched_skip(function: str, skip: Iterable[str], modules: Collection[str]) -> None:
     """Warn of names in ``skip`` that match no module, except for those of heads and routers, which stay anyway."""
     for name in skip:
@@ -108,9 +113,8 @@ class Recipes:
         ``model``: if it is known; the checkpoint does not store weights that it shares. Raises ValueError if no name of
         a table matches, and nothing else is to be quantized.
         """
-        shared = [] if model is None else [name for name, _ in model.named_modules()]
         modules = [name.removesuffix(".weight") for name in names]
-        warn_of_unmatched_skip("convert", self._always, [*modules, *shared])
+        warn_of_unmatched_skip("convert", self._always, [*modules, *with_parameters(model)])
         if self._table is None:
             return
         every = {*names, *(name.removesuffix(".weight") for name in names)}

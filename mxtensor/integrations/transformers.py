@@ -18,7 +18,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..checkpoints import native
-from ..checkpoints.recipes import is_skipped, warn_of_unmatched_skip
+from ..checkpoints.recipes import is_skipped, warn_of_unmatched_skip, with_parameters
 from ..checkpoints.source import open_safetensors
 from ..convert.configs import recipe_of
 from ..convert.instance_methods import show_format
@@ -172,8 +172,7 @@ class MXQuantizer(HfQuantizer):
                 with open_safetensors(file) as handle:
                     self.metadata |= handle.metadata() or {}
         if not self.pre_quantized:
-            modules = [name for name, _ in model.named_modules()]
-            warn_of_unmatched_skip("TransformersConfig", self.quantization_config.skip, modules)
+            warn_of_unmatched_skip("TransformersConfig", self.quantization_config.skip, with_parameters(model))
         lookups = {f"{name}.weight" for name, m in model.named_modules() if isinstance(m, nn.Embedding)}
         tied = getattr(model, "all_tied_weights_keys", None) or {}
         self._tied = {key for pair in tied.items() if lookups & set(pair) for key in pair}

@@ -68,6 +68,17 @@ def test_a_plan_is_made_and_quantizes_the_checkpoint(folder, tmp_path, capsys):
     assert 0.4 < fields["kl"] / measured["kl"] < 2.5
 
 
+@pytest.mark.parametrize("name", ["up_prog", "model.layers.0.mlp"])
+def test_a_name_to_skip_that_matches_no_module_is_noticed(name, folder, tmp_path, capsys):
+    warning = f"warning: convert: --skip {name} matches no module"
+    out = ("-o", tmp_path / "q", "--format", "mxfp8", "--skip", name, "--skip", "lm_head", "--skip", "up_proj")
+    code, _, err = run(capsys, "quantize", folder / "plain", *out)
+    assert code == 0 and warning in err and err.count("\n") == 1
+    arguments = ("--format", "mxfp8", "--skip", name, "--text", folder / "text.txt", "--tokens", 256)
+    code, _, err = run(capsys, "eval", folder / "plain", *arguments)
+    assert code == 0 and warning.replace("convert", "TransformersConfig") in err and err.count("\n") == 1
+
+
 def test_a_plan_of_another_checkpoint_is_noticed(folder, tmp_path):
     plan = mx.FqnToConfig({"model.layers.0.mlp.up_proj": "mxfp8", "other.weight": "mxfp4", "lm_head": "mxfp8"})
     with pytest.warns(UserWarning, match=r"no tensor of the checkpoint has the name 'other.weight'"):
