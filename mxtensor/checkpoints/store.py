@@ -30,7 +30,7 @@ from .layout import Layout, Written
 from .matrices import matrix_orientation
 from .recipes import Recipes, is_skipped, raise_nothing_quantized
 from .registry import get_layout, layout_of, opened
-from .rounding_error import relative_error
+from .relative_error import relative_error
 from .sink import Sink, merged
 from .source import Checkpoint
 from .tied import LOOKUPS, head_modules, lookups_of, model_of, tied_keys, tied_layers, usual_heads

@@ -1,4 +1,4 @@
-"""The relative error of a tensor that ``convert`` has rounded."""
+"""How much a matrix of a checkpoint changes when it is quantized."""
 
 from __future__ import annotations
 
