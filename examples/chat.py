@@ -3,7 +3,7 @@
     python -m examples.chat --format mxfp8-weight-only
     python -m examples.chat --prompt "Name three colors." --max-new-tokens 40
 
-An empty line, or the end of input, ends the conversation.
+/exit, an empty line, Ctrl-D or Ctrl-C ends the conversation.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ from . import smollm2
 from .minilm import config_name
 from .smollm2 import UNQUANTIZED
 
+NAME = "SmolLM2-135M-Instruct"
+LEAVE = ("/exit", "/quit", "")
+"""What ends the conversation."""
 LONGEST = 4096
 """Tokens of a conversation; its first questions and answers are forgotten beyond it."""
 
@@ -37,12 +40,14 @@ def prompts(given: Sequence[str] | None) -> Iterator[str]:
     if given:
         yield from given
         return
+    print("Type a question and press Enter. /exit, an empty line or Ctrl-D ends the conversation.", file=sys.stderr)
     while True:
         try:
             text = input("> ").strip()
         except EOFError:
+            print(file=sys.stderr)
             return
-        if not text:
+        if text in LEAVE:
             return
         yield text
 
@@ -97,20 +102,27 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.temperature < 0:
         parser.error(f"--temperature: {args.temperature} is negative")
     logging.getLogger("mxtensor").setLevel(logging.ERROR)  # the line below says the bits
-    model, tokenizer = smollm2.load_model()
+    print(f"Loading {NAME} ...", file=sys.stderr, flush=True)
+    try:
+        model, tokenizer = smollm2.load_model()
+    except ImportError as error:
+        parser.exit(1, f"{parser.prog}: error: {error}\n")
     if args.format != UNQUANTIZED:
         mx.quantize_(model, args.format, include_head=args.include_head)
         model.set_attn_implementation("mxtensor")
     size = mx.model_size(model)
-    about = f"SmolLM2-135M-Instruct in {args.format}: {size.nbytes / 1e6:.0f} MB, {size.bits:.2f} bits a weight"
+    about = f"{NAME} in {args.format}: {size.nbytes / 1e6:.0f} MB, {size.bits:.2f} bits a weight"
     print(about, file=sys.stderr, flush=True)
     torch.manual_seed(args.seed)
     chat = Chat(model, tokenizer, args.system, args.temperature, args.max_new_tokens)
-    for text in prompts(args.prompt):
-        begin = time.perf_counter()
-        _, tokens = chat.answer(text)
-        rate = tokens / (time.perf_counter() - begin)
-        print(f"({tokens} tokens, {rate:.1f} a second)", file=sys.stderr, flush=True)
+    try:
+        for text in prompts(args.prompt):
+            begin = time.perf_counter()
+            _, tokens = chat.answer(text)
+            rate = tokens / (time.perf_counter() - begin)
+            print(f"({tokens} tokens, {rate:.1f} tokens a second)", file=sys.stderr, flush=True)
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
 
 
 if __name__ == "__main__":

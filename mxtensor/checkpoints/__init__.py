@@ -3,8 +3,8 @@
 A layout is one file of this folder: a row with its name, how it is detected, read and written.
 """
 
-from .conversion import Conversion
+from .conversion import Conversion, convert
 from .registry import LAYOUTS, get_layout
-from .store import Info, convert, info, load, save
+from .store import Info, info, load, save
 
 __all__ = ["LAYOUTS", "Conversion", "Info", "convert", "get_layout", "info", "load", "save"]

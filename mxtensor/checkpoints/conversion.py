@@ -1,8 +1,46 @@
-"""What ``convert`` reports."""
+"""``convert``: a checkpoint in another layout, tensor by tensor.
+
+mx.checkpoints.convert("model", "out", layout="modelopt", format="nvfp4")
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import Tensor
+
+from ..convert.configs import Config
+from ..core.workers import in_order
+from ..numerics.formats import Orientation, Rounding
+from ..recipe.linear_recipe import LinearRecipe
+from ..tensor.mxtensor import MXTensor
+from ..tensor.quantize_as import quantize_as
+from .known import Known
+from .layout import Layout, Written
+from .matrices import matrix_orientation
+from .recipes import Recipes, raise_nothing_quantized
+from .registry import layout_of, opened
+from .relative_error import relative_error
+from .sink import merged
+from .store import SHARD_BYTES, config_files, sink_of, store_tensor, with_bar, writable
+from .tied import LOOKUPS, head_modules
+
+SKIPPED = (
+    *LOOKUPS, "embed_positions", "wpe", "position_embedding", "position_embeddings", "token_type_embeddings",
+    "tile_embedding", "embedding", "input_embeds_layer", "position_embeds_layer", "relative_attention_bias",
+    "embed_out", "output", "norm",
+)  # fmt: skip
+"""Last components of module names whose matrices stay in high precision where no model is known, beside heads and
+routers: embeddings, and heads of other libraries."""
+STATIC = ("input_scale", "input_global_scale", "k_scale", "v_scale", "k_proj.output_scale", "v_proj.output_scale")
+"""Scales of static activations, which another layout names and defines in another way."""
+
+
+INPUT_SCALE = ".pre_quant_scale"
+"""What ModelOpt multiplies the inputs of a layer by, after AWQ or SmoothQuant."""
 
 
 @dataclass
@@ -45,3 +83,131 @@ class Conversion:
                 f"{self.layout} split, join, transpose or share them, and take no codes meanwhile"
             )
         return "\n".join(lines)
+
+
+@dataclass
+class _Casts:
+    """What happens to the values of a tensor, by the layout and the recipes."""
+
+    layout: Layout
+    recipes: Recipes
+    written: Written
+    report: Conversion
+    unfit: list[str] = field(default_factory=list)
+    """Tensors of other dimensions than the layout holds, that are no stacks of experts."""
+
+    def of(self, name: str, value: Tensor) -> Tensor:
+        """The tensor that is stored: ``value`` itself if it stays as it is."""
+        side = matrix_orientation(name, value.shape, self.written.config)
+        recipe, left_out = self.recipes.of(name)
+        if side is None or left_out or recipe is None or not value.is_floating_point():
+            return value
+        plain, fits = not isinstance(value, MXTensor), value.dim() in self.layout.dims
+        side = self.written.known.orientation(name) or side
+        others = self._why_left(name, value, side, recipe) if plain else None
+        if others is not None:
+            others.append(name)
+            return value
+        return _quantized(value, recipe, side) if fits else value
+
+    def _why_left(self, name: str, value: Tensor, side: Orientation, recipe: LinearRecipe) -> list[str] | None:
+        """The list to which the name of a tensor belongs that the layout, or its readers, do not take as codes."""
+        layout, known = self.layout, self.written.known
+        if (value.dim() == 3 and 3 not in layout.dims) or (not layout.experts and self.written.is_expert(name)):
+            return self.report.stacks
+        if value.dim() not in layout.dims:
+            return self.unfit
+        transposed = value.dim() == 2 and side is Orientation.COLUMNWISE and not layout.columnwise
+        shared = not layout.shared and known.is_shared(name)
+        if transposed or shared or not layout.takes(known.loaded(name).operations, recipe.stored.format):
+            return self.report.left
+        return None
+
+
+def convert(
+    source: str | Path,
+    destination: str | Path,
+    layout: str = "native",
+    format: Config | None = None,
+    skip: Sequence[str] = (),
+    max_shard_bytes: int = SHARD_BYTES,
+    overwrite: bool = False,
+    progress: bool = True,
+    include_head: bool = False,
+) -> Conversion:
+    """Convert a checkpoint to another layout, tensor by tensor: memory holds a few tensors, not the model or a shard.
+
+    ``format``: what ``quantize_`` takes for inference, such as ``"mxfp4-weight-only"``: matrices in high precision are
+    quantized, and those in another format are quantized again; None only changes the layout, which is exact. A ``Plan``
+    or an ``FqnToConfig`` names tensors of the checkpoint, or parameters of transformers' model. Stacked experts are
+    quantized for the layouts that hold them (``Layout.dims``). Embeddings, heads, routers and modules whose name ends
+    in one of ``skip`` stay as they are, except those that a plan names and ``skip`` does not. ``include_head``
+    quantizes heads too, and an embedding that shares its weight with one. Other files of the folder, such as the
+    tokenizer, are copied. The destination is whole or absent, and what ``overwrite`` replaces stays until then.
+    Matrices are cast by torch's number of threads, one each. Raises as ``load`` and ``save``, and ValueError if no
+    tensor is quantized, although there is a ``format`` (and ``skip`` names no tensor) or the layout is one of quantized
+    tensors.
+    """
+    chosen = writable(layout, destination)
+    with opened(source) as checkpoint:
+        if Path(destination).resolve() == checkpoint.path.resolve():
+            raise ValueError(f"convert: {destination} is the source; choose another destination")
+        before, checkpoint.maps = layout_of(checkpoint), True
+        report = Conversion(before.name, chosen.name)
+        entries = before.entries(checkpoint)
+        needed = format is not None or chosen.config is not None  # building a model takes seconds
+        known = Known.of(checkpoint.config, entries) if needed else Known(None)
+        recipes, written = Recipes(format, (*SKIPPED, *skip), skip, known), Written(checkpoint.config, known)
+        casts = _Casts(chosen, recipes, written, report)
+        with sink_of(chosen, destination, max_shard_bytes, overwrite, checkpoint) as sink:
+            _check_inputs(entries, before.name, chosen.name)
+            moves = (before is not chosen or not chosen.static_scales) and before.config is not None
+            report.dropped = [name for name in entries if moves and name.endswith(STATIC)]
+            rest = {name: entry for name, entry in entries.items() if not (moves and name.endswith(STATIC))}
+
+            def work(name: str) -> tuple[Tensor, float | None]:
+                value = checkpoint.load(name, rest[name])
+                new = casts.of(name, value)
+                return new, None if new is value else relative_error(value, new)
+
+            recipes.warn_of_unmatched(rest)
+            recipes.heads = head_modules(known, rest, checkpoint.config) if include_head else set()
+            workers = 1 if any(recipe.stored.rounding is Rounding.STOCHASTIC for recipe in recipes.every) else None
+            quantized = False
+            with closing(in_order(work, list(rest), workers)) as results:
+                for name, (new, error) in with_bar(results, "converting", len(rest), progress):
+                    if error is None:
+                        report.exact.append(name)
+                    else:
+                        report.errors[name] = error
+                    if error is None and before is chosen and chosen.unchanged is not None:
+                        sink.add(*chosen.unchanged(checkpoint, name))
+                    else:
+                        store_tensor(sink, chosen, written, name, new)
+                    quantized |= isinstance(new, MXTensor)
+            for names in (report.stacks, report.left, casts.unfit):
+                names.sort()
+            if not quantized and (not chosen.one_file if format is None else not recipes.skips(rest)):
+                unfit = report.stacks + casts.unfit
+                raise_nothing_quantized(checkpoint.path, chosen, format is None, unfit, report.left)
+            sink.finish(merged(checkpoint.config, config_files(chosen, written), checkpoint.path), checkpoint.path)
+    return report
+
+
+def _check_inputs(entries: Iterable[str], before: str, after: str) -> None:
+    """Raise NotImplementedError for inputs that are multiplied, which no other layout does."""
+    found = next((name for name in entries if name.endswith(INPUT_SCALE)), None)
+    if found is not None and after not in (before, "native"):
+        raise NotImplementedError(
+            f"{found}: the layout {before} multiplies the inputs of this layer, and {after} does not; use the layout "
+            "native, or that of the source"
+        )
+
+
+def _quantized(value: Tensor, recipe: LinearRecipe, side: Orientation) -> Tensor:
+    """``value`` in the format of ``recipe``, if it has another one."""
+    if isinstance(value, MXTensor):
+        if value.format == recipe.stored.format:
+            return value
+        value = value.dequantize()
+    return quantize_as(value, recipe, side)

@@ -1,4 +1,5 @@
 """GGUF, of llama.cpp: MXFP4 and NVFP4 as codes, and every other type that the package ``gguf`` dequantizes as float32.
+From GGUF to GGUF, a tensor that is not quantized anew keeps its type and its bytes.
 
 A block of MXFP4 has 17 bytes: E8M0 first, then 16 bytes whose low nibbles are the values 0-15 and whose high nibbles
 are 16-31. The scale is 2^(byte - 128) over doubled values, which is the E8M0 scale of this package over its values.
@@ -11,7 +12,6 @@ Source: gguf/quants.py of version 0.19.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,15 +21,15 @@ import torch
 from torch import Tensor
 
 from ..tensor.mxtensor import MXTensor
+from .gguf_reader import LARGEST_ARRAY as LARGEST_ARRAY
+from .gguf_reader import header_of
 from .gguf_sink import GGUFSink
 from .layout import Layout, weight
-from .source import Checkpoint, Entry, Stored, needs
+from .source import Checkpoint, Encoded, Entry, Stored, needs
 
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "F64": torch.float64, "BF16": torch.bfloat16}
 INTEGERS = {"I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64}
 NAMES = {dtype: name for name, dtype in (PLAIN | INTEGERS).items()}
-LARGEST_ARRAY = 1 << 22
-"""Entries of an array of the header; a tokenizer has up to half a million."""
 
 
 class GGUFCheckpoint(Checkpoint):
@@ -49,33 +49,12 @@ class GGUFCheckpoint(Checkpoint):
         return torch.from_numpy(data.reshape(found.data.shape))
 
 
-@cache
-def _reader(gguf: Any) -> Any:
-    """gguf's reader with two checks, without which a wrong length in the header is read for ever."""
-
-    class Reader(gguf.GGUFReader):
-        def _get(self, offset: Any, dtype: Any, count: Any = 1, *rest: Any, **more: Any) -> Any:
-            found = super()._get(offset, dtype, count, *rest, **more)
-            if len(found) != int(count):
-                raise ValueError(f"the file ends before byte {int(offset)} of the header and {int(count)} entries")
-            return found
-
-        def _get_field_parts(self, orig_offs: Any, raw_type: Any) -> Any:
-            if int(raw_type) == int(gguf.GGUFValueType.ARRAY):
-                kind, length = (int(self._get(orig_offs + at, kind)[0]) for at, kind in ((0, "<u4"), (4, "<u8")))
-                if length > LARGEST_ARRAY or kind == int(gguf.GGUFValueType.ARRAY):
-                    raise ValueError(f"an array of the header has {length} entries; at most {LARGEST_ARRAY} are read")
-            return super()._get_field_parts(orig_offs, raw_type)
-
-    return Reader
-
-
 def open_gguf(path: Path) -> GGUFCheckpoint:
     """Open a GGUF file. Raises ValueError for one that the package gguf cannot read."""
-    gguf = needs("gguf", "gguf")
+    needs("gguf", "gguf")
     out = GGUFCheckpoint(path)
     try:
-        out.reader = _reader(gguf)(str(path))
+        out.reader = header_of(path)
         out.stored = {t.name: t for t in out.reader.tensors}
         if len(out.stored) < len(out.reader.tensors):
             raise ValueError("two tensors have the same name")
@@ -83,7 +62,7 @@ def open_gguf(path: Path) -> GGUFCheckpoint:
         for t in out.reader.tensors:
             out.tensors[t.name] = Stored(path, t.tensor_type.name, tuple(int(n) for n in reversed(t.shape)))
     except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
+        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error
     except Exception as error:  # a file that is not valid raises what numpy and enum raise
         raise ValueError(f"{path} cannot be read as GGUF: {error!r:.200}") from error
     return out
@@ -146,14 +125,17 @@ def _dequantized(shape: tuple[int, ...], kind: str) -> Callable[..., Tensor]:
     return build
 
 
-def _read(checkpoint: Checkpoint) -> dict[str, Entry]:
+def _read(checkpoint: Any) -> dict[str, Entry]:
     entries = {}
     for name, stored in checkpoint.tensors.items():
         make, block = CODES.get(stored.dtype, (None, 1))
         if make is not None and stored.shape and stored.shape[-1] % block == 0:
             entries[name] = Entry((name,), make(stored.shape, checkpoint.dtype))
-        else:
-            entries[name] = Entry((name,), _dequantized(stored.shape, stored.dtype))
+            continue
+        encoded = None
+        if stored.dtype not in PLAIN | INTEGERS:
+            encoded = Encoded(stored.dtype, stored.shape, int(checkpoint.stored[name].n_bytes))
+        entries[name] = Entry((name,), _dequantized(stored.shape, stored.dtype), encoded)
     return entries
 
 
@@ -226,6 +208,11 @@ def _type_of(name: str, t: Tensor) -> dict[str, str]:
     return {name: NAMES[t.dtype]}
 
 
+def _unchanged(checkpoint: Checkpoint, name: str) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The bytes and the type of a tensor as the file has them, also of types that this package does not write."""
+    return {name: checkpoint.tensor(name)}, {name: checkpoint.tensors[name].dtype}
+
+
 GGUF = Layout(
     "gguf",
     "llama.cpp",
@@ -233,6 +220,7 @@ GGUF = Layout(
     read=_read,
     write=_write,
     metadata=_type_of,
+    unchanged=_unchanged,
     sink=GGUFSink,
     dims=(2, 3),
     embeddings=True,

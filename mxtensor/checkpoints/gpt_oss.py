@@ -70,6 +70,8 @@ def _write(name: str, t: MXTensor) -> dict[str, Tensor]:
 
 
 def _config(written: Written) -> dict[str, Any]:
+    if not written.weights:
+        return {}
     quantization = {"quant_method": "mxfp4", "modules_to_not_convert": written.skipped}
     return {"config.json": {"quantization_config": quantization}}
 

@@ -97,6 +97,9 @@ class Layout:
     write: Callable[[str, MXTensor], dict[str, Tensor]] | None = None
     """(name, tensor) -> stored tensors; None: this layout is only read. Raises NotImplementedError for a format that
     the layout cannot hold."""
+    unchanged: Callable[[Checkpoint, str], tuple[dict[str, Tensor], dict[str, str]]] | None = None
+    """(a checkpoint of this layout, name) -> the stored tensors and the entries of the header of a tensor that
+    ``convert`` leaves as it is; None: what ``write`` and ``metadata`` make of its values."""
     config: Callable[[Written], dict[str, Any]] | None = None
     """JSON files to write: file name -> what is merged into it."""
     metadata: Callable[[str, Tensor], dict[str, str]] | None = None

@@ -10,6 +10,7 @@ import json
 import math
 import mmap
 import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,9 +23,13 @@ from torch import Tensor
 from ..core.arguments import described
 from ..numerics.reference import SOURCE_DTYPES
 
+ENDINGS = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
+"""Of files that are read as checkpoints."""
 INDEX = "model.safetensors.index.json"
 LARGEST_JSON = 1 << 28
 """Bytes of a JSON file that is read; the index of a model with 100,000 tensors has 10 MB."""
+HUB = re.compile(r"[\w.-]+/[\w.-]+")
+"""The name of a model in the hub of Hugging Face."""
 READ_BYTES = 1 << 30
 """Linux reads at most 2 GiB in one call."""
 LEAST_MAPPED = 1 << 20
@@ -66,11 +71,23 @@ class Stored:
 
 
 @dataclass(frozen=True)
+class Encoded:
+    """How a tensor is stored that this package decodes when it reads it."""
+
+    kind: str
+    """What its library calls the type, such as Q4_1."""
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True)
 class Entry:
     """A tensor of the model: the stored tensors it is made of, and how."""
 
     sources: tuple[str, ...]
     build: Callable[..., Tensor]
+    encoded: Encoded | None = None
+    """None: ``build`` makes what is stored."""
 
 
 def _same(t: Tensor) -> Tensor:
@@ -167,9 +184,12 @@ def open_safetensors(file: Path) -> Any:
     """safetensors' handle of a file. Raises ValueError that names the file."""
     safetensors = needs("safetensors", "safetensors")
     try:
+        with Path(file).open("rb"):  # safetensors says that a file without permission does not exist
+            pass
         return safetensors.safe_open(str(file), framework="pt")
     except (safetensors.SafetensorError, OSError) as error:
-        raise ValueError(f"{file} cannot be read as safetensors: {error}") from error
+        why = getattr(error, "strerror", None) or error
+        raise ValueError(f"{file} cannot be read as safetensors: {why}") from error
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -189,7 +209,9 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     """Open a folder with safetensors, or one file. Raises FileNotFoundError or ValueError that says what is missing."""
     path = Path(path)
     if not path.exists():
-        raise FileNotFoundError(f"{path} does not exist; pass a folder or a file of a checkpoint on this machine")
+        hub = HUB.fullmatch(str(path)) is not None and not path.parent.exists()
+        more = f" (from the Hugging Face hub: hf download {path} --local-dir {path.name})" if hub else ""
+        raise FileNotFoundError(f"{path} does not exist; pass a folder or a file of a checkpoint on this machine{more}")
     files = _files(path)
     out = Checkpoint(path)
     out.config = out.json("config.json")
@@ -265,9 +287,9 @@ def _map(stored: Stored) -> Tensor:
 
 
 def _files(path: Path) -> list[Path]:
-    if path.is_file():
+    if not path.is_dir():
         if path.suffix != ".safetensors":
-            raise ValueError(f"{path} is no checkpoint that is known; pass a folder, a .safetensors or a .gguf file")
+            raise ValueError(f"{path} is not a checkpoint; pass a folder, or a file that ends in {', '.join(ENDINGS)}")
         return [path]
     if (path / INDEX).is_file():
         return sorted({path / name for name in _weight_map(path).values()})
@@ -275,7 +297,9 @@ def _files(path: Path) -> list[Path]:
     if (path / "model.safetensors").is_file():
         return [path / "model.safetensors"]
     if not files:
-        raise FileNotFoundError(f"{path} has no .safetensors file")
+        found = sorted(entry.name for entry in path.iterdir())  # raises OSError for a folder that cannot be read
+        holds = f"{len(found)} others, such as {found[0]}" if found else "nothing"
+        raise FileNotFoundError(f"{path} holds no checkpoint: no file ends in {', '.join(ENDINGS)}; it holds {holds}")
     return files
 
 

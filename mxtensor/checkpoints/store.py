@@ -1,37 +1,27 @@
-"""``load``, ``save`` and ``convert`` of checkpoints in every layout.
+"""``load``, ``save`` and ``info`` of checkpoints in every layout.
 
 state = mx.checkpoints.load("model-NVFP4")  # MXTensors, without a detour
 mx.checkpoints.save(model, "out", layout="compressed-tensors")
-mx.checkpoints.convert("model", "out", layout="modelopt", format="nvfp4")
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from ..convert.configs import Config
 from ..core.arguments import described
 from ..core.progress import with_progress
-from ..core.workers import in_order
-from ..numerics.formats import Orientation, Rounding
-from ..recipe.linear_recipe import LinearRecipe
 from ..tensor.mxtensor import MXTensor
-from ..tensor.quantize_as import quantize_as
 from ..training.training_weight import values_of
-from .conversion import Conversion
 from .known import Known
 from .layout import Layout, Written
-from .matrices import matrix_orientation
-from .recipes import Recipes, is_skipped
+from .recipes import is_skipped
 from .registry import get_layout, layout_of, opened
-from .relative_error import relative_error
 from .sink import Sink, merged
 from .source import Checkpoint
 from .tied import LOOKUPS, tied_layers, usual_heads
@@ -39,19 +29,6 @@ from .transformers_names import tied_keys
 
 Item = TypeVar("Item")
 SHARD_BYTES = 1 << 29
-SKIPPED = (
-    *LOOKUPS, "embed_positions", "wpe", "position_embedding", "position_embeddings", "token_type_embeddings",
-    "tile_embedding", "embedding", "input_embeds_layer", "position_embeds_layer", "relative_attention_bias",
-    "embed_out", "output", "norm",
-)  # fmt: skip
-"""Last components of module names whose matrices stay in high precision where no model is known, beside heads and
-routers: embeddings, and heads of other libraries."""
-STATIC = ("input_scale", "input_global_scale", "k_scale", "v_scale", "k_proj.output_scale", "v_proj.output_scale")
-"""Scales of static activations, which another layout names and defines in another way."""
-
-
-INPUT_SCALE = ".pre_quant_scale"
-"""What ModelOpt multiplies the inputs of a layer by, after AWQ or SmoothQuant."""
 
 
 def load(path: str | Path, layout: str | None = None) -> dict[str, Tensor]:
@@ -80,7 +57,7 @@ def save(
     tied, otherwise twice.
     Raises NotImplementedError for a tensor that the layout cannot hold, FileExistsError for a folder that is not empty.
     """
-    chosen = _writable(layout, path)
+    chosen = writable(layout, path)
     config: dict[str, Any] = {}
     if isinstance(model, nn.Module):
         of_model: Any = getattr(model, "config", None)
@@ -91,106 +68,25 @@ def save(
     else:
         raise TypeError(f"save takes a module or a state dict, not {described(model)}")
     written = Written(config, Known(model if isinstance(model, nn.Module) else None))
-    with _sink(chosen, path, max_shard_bytes, overwrite, None) as sink:
+    with sink_of(chosen, path, max_shard_bytes, overwrite, None) as sink:
         for name, value in state.items():
             if not isinstance(name, str) or not isinstance(value, Tensor):
                 raise TypeError(f"save: a state dict holds tensors by name, got {described(value)} for {name!r:.80}")
-            _store(sink, chosen, written, name, values_of(value))
-        sink.finish(merged(config, _config(chosen, written), None))
+            store_tensor(sink, chosen, written, name, values_of(value))
+        sink.finish(merged(config, config_files(chosen, written), None))
 
 
-def convert(
-    source: str | Path,
-    destination: str | Path,
-    layout: str = "native",
-    format: Config | None = None,
-    skip: Sequence[str] = (),
-    max_shard_bytes: int = SHARD_BYTES,
-    overwrite: bool = False,
-    progress: bool = True,
-) -> Conversion:
-    """Convert a checkpoint to another layout, tensor by tensor: memory holds a few tensors, not the model or a shard.
-
-    ``format``: what ``quantize_`` takes for inference, such as ``"mxfp4-weight-only"``: matrices in high precision are
-    quantized, and those in another format are quantized again; None only changes the layout, which is exact. A ``Plan``
-    or an ``FqnToConfig`` names tensors of the checkpoint, or parameters of transformers' model. Stacked experts are
-    quantized for the layouts that hold them (``Layout.dims``). Embeddings, heads, routers and modules whose name ends
-    in one of ``skip`` stay as they are, except those that a plan names and ``skip`` does not. Other files of the
-    folder, such as the tokenizer, are copied. The destination is whole or absent, and what ``overwrite`` replaces stays
-    until then. Matrices are cast by torch's number of threads, one each. Raises as ``load`` and ``save``.
-    """
-    chosen = _writable(layout, destination)
-    with opened(source) as checkpoint:
-        if Path(destination).resolve() == checkpoint.path.resolve():
-            raise ValueError(f"convert: {destination} is the source; choose another destination")
-        before, checkpoint.maps = layout_of(checkpoint), True
-        report = Conversion(before.name, chosen.name)
-        moves = (before is not chosen or not chosen.static_scales) and before.config is not None
-        entries = before.entries(checkpoint)
-        needed = format is not None or chosen.config is not None  # building a model takes seconds
-        known = Known.of(checkpoint.config, entries) if needed else Known(None)
-        recipes, written = Recipes(format, (*SKIPPED, *skip), skip, known), Written(checkpoint.config, known)
-        with _sink(chosen, destination, max_shard_bytes, overwrite, checkpoint) as sink:
-            _check_inputs(entries, before.name, chosen.name)
-            report.dropped = [name for name in entries if moves and name.endswith(STATIC)]
-            rest = {name: entry for name, entry in entries.items() if not (moves and name.endswith(STATIC))}
-
-            def work(name: str) -> tuple[Tensor, float | None]:
-                value = checkpoint.load(name, rest[name])
-                side = matrix_orientation(name, value.shape, checkpoint.config)
-                recipe, left_out = recipes.of(name)
-                if side is None or left_out:
-                    return value, None
-                side, operations = known.orientation(name) or side, known.loaded(name).operations
-                if recipe is not None and value.is_floating_point() and not isinstance(value, MXTensor):
-                    if (value.dim() == 3 and 3 not in chosen.dims) or (not chosen.experts and written.is_expert(name)):
-                        report.stacks.append(name)
-                        return value, None
-                    transposed = value.dim() == 2 and side is Orientation.COLUMNWISE and not chosen.columnwise
-                    shared = not chosen.shared and known.is_shared(name)
-                    if transposed or shared or not chosen.takes(operations, recipe.stored.format):
-                        report.left.append(name)
-                        return value, None
-                new = _quantized(value, recipe, side) if value.dim() in chosen.dims else value
-                return new, None if new is value else relative_error(value, new)
-
-            recipes.warn_of_unmatched(rest)
-            workers = 1 if any(recipe.stored.rounding is Rounding.STOCHASTIC for recipe in recipes.every) else None
-            with closing(in_order(work, list(rest), workers)) as results:
-                for name, (new, error) in _progress(results, "converting", len(rest), progress):
-                    if error is None:
-                        report.exact.append(name)
-                    else:
-                        report.errors[name] = error
-                    _store(sink, chosen, written, name, new)
-            report.stacks.sort()
-            report.left.sort()
-            files = merged(checkpoint.config, _config(chosen, written), checkpoint.path)
-            sink.finish(files, checkpoint.path)
-    return report
-
-
-def _check_inputs(entries: Iterable[str], before: str, after: str) -> None:
-    """Raise NotImplementedError for inputs that are multiplied, which no other layout does."""
-    found = next((name for name in entries if name.endswith(INPUT_SCALE)), None)
-    if found is not None and after not in (before, "native"):
-        raise NotImplementedError(
-            f"{found}: the layout {before} multiplies the inputs of this layer, and {after} does not; use the layout "
-            "native, or that of the source"
-        )
-
-
-def _progress(items: Iterable[Item], description: str, count: int, shown: bool) -> Iterable[Item]:
+def with_bar(items: Iterable[Item], description: str, count: int, shown: bool) -> Iterable[Item]:
     return with_progress(items, description, "tensor", count) if shown and count > 100 else items
 
 
-def _sink(layout: Layout, path: str | Path, shard_bytes: int, overwrite: bool, source: Checkpoint | None) -> Any:
+def sink_of(layout: Layout, path: str | Path, shard_bytes: int, overwrite: bool, source: Checkpoint | None) -> Any:
     if layout.sink is not None:
         return layout.sink(path, shard_bytes, overwrite, source)
     return Sink(path, shard_bytes, overwrite, source, layout.header)
 
 
-def _writable(layout: str, path: str | Path) -> Layout:
+def writable(layout: str, path: str | Path) -> Layout:
     chosen = get_layout(layout)
     if chosen.sink is None and str(path).endswith(".gguf"):
         raise ValueError(f"{path} has the ending of the layout gguf, not of {chosen.name}; pass layout='gguf'")
@@ -201,7 +97,19 @@ def _writable(layout: str, path: str | Path) -> Layout:
     return chosen
 
 
-def _store(sink: Any, layout: Layout, written: Written, name: str, value: Tensor) -> None:
+def check_destination(path: str | Path, layout: str, overwrite: bool) -> None:
+    """Raise what ``convert`` would raise for a destination that cannot be written, before a source is loaded."""
+    chosen = writable(layout, path)
+    try:
+        with sink_of(chosen, path, SHARD_BYTES, overwrite, None):
+            pass
+    except FileExistsError:
+        raise
+    except OSError as error:
+        raise OSError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def store_tensor(sink: Any, layout: Layout, written: Written, name: str, value: Tensor) -> None:
     """Add a tensor to a checkpoint as the layout stores it."""
     write: Callable[[str, MXTensor], dict[str, Tensor]] = layout.write  # type: ignore[assignment]
     if isinstance(value, MXTensor):
@@ -209,7 +117,7 @@ def _store(sink: Any, layout: Layout, written: Written, name: str, value: Tensor
         if not layout.embeddings and lookup:
             raise NotImplementedError(
                 f"{name} is a quantized embedding, which no reader of the layout {layout.name} decodes; use the layout "
-                "native, or leave embeddings in high precision (quantize_ without include_head)"
+                "native, or leave embeddings in high precision (include_head=False)"
             )
         if not layout.shared and written.known.is_shared(name):
             raise NotImplementedError(
@@ -231,7 +139,7 @@ def _store(sink: Any, layout: Layout, written: Written, name: str, value: Tensor
     )
 
 
-def _config(layout: Layout, written: Written) -> dict[str, Any]:
+def config_files(layout: Layout, written: Written) -> dict[str, Any]:
     """The JSON files of the layout."""
     if layout.config is None:
         return {}
@@ -242,17 +150,6 @@ def _config(layout: Layout, written: Written) -> dict[str, Any]:
     else:
         written.others += usual_heads(written.config, written.weights, written.others)
     return layout.config(written)
-
-
-def _quantized(value: Tensor, recipe: LinearRecipe | None, side: Orientation) -> Tensor:
-    """``value`` in the format of ``recipe``, if it has another one."""
-    if recipe is None or not value.is_floating_point():
-        return value
-    if isinstance(value, MXTensor):
-        if value.format == recipe.stored.format:
-            return value
-        value = value.dequantize()
-    return quantize_as(value, recipe, side)
 
 
 @dataclass(frozen=True)
@@ -292,7 +189,10 @@ def info(path: str | Path, progress: bool = False) -> Info:
 
 def _rows(checkpoint: Checkpoint, layout: Layout, progress: bool) -> Iterator[Row]:
     entries = layout.entries(checkpoint)
-    for name, entry in _progress(entries.items(), "reading", len(entries), progress):
+    for name, entry in with_bar(entries.items(), "reading", len(entries), progress):
+        if entry.encoded is not None:
+            yield Row(name, entry.encoded.kind, entry.encoded.shape, entry.encoded.nbytes)
+            continue
         value = checkpoint.load(name, entry)
         kind = value.format.name if isinstance(value, MXTensor) else str(value.dtype).removeprefix("torch.")
         yield Row(name, kind, tuple(value.shape), value.nbytes)

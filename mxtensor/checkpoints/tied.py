@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from ..convert.heads import HEAD_NAMES
+from .known import Known
 from .recipes import is_skipped
 from .transformers_names import tied_keys
 
@@ -22,6 +23,9 @@ LOOKUPS = (
 """Last components of module names of embeddings that a head may share its weight with."""
 USUAL_HEADS = (*HEAD_NAMES, "proj_out", "cls.predictions.decoder", "lm_head.decoder")
 """What most of transformers' heads are called."""
+
+GGUF_HEAD = "output"
+"""What llama.cpp calls the head."""
 
 
 def tied_layers(model: nn.Module, quantized: Collection[str]) -> list[str]:
@@ -37,3 +41,19 @@ def usual_heads(config: Mapping[str, Any], quantized: Iterable[str], others: Ite
     tied = config.get("tie_word_embeddings", True) and any(is_skipped(module, LOOKUPS) for module in rest)
     has_head = any(module.endswith(USUAL_HEADS) for module in (*modules, *rest))
     return [f"{head}.weight" for head in USUAL_HEADS] if tied and not has_head else []
+
+
+def head_modules(known: Known, names: Collection[str], config: Mapping[str, Any]) -> set[str]:
+    """The modules of tensors with these ``names`` in the files that are heads, or embeddings that share their weight
+    with a head.
+
+    Where no model is ``known``, an embedding shares its weight if there is no head.
+    """
+    modules = {name: name.removesuffix(".weight") for name in names if name.endswith(".weight")}
+    found = {module for module in modules.values() if module == GGUF_HEAD or is_skipped(module, USUAL_HEADS)}
+    if known.model is not None:
+        tied = {tied_keys(known.model)[name] for name in tied_layers(known.model, ())}
+        return found | {m for name, m in modules.items() if not tied.isdisjoint((name, *known.loaded(name).parameters))}
+    if not found and config.get("tie_word_embeddings", True):
+        return {module for module in modules.values() if is_skipped(module, LOOKUPS)}
+    return found

@@ -11,13 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..checkpoints import convert as convert_checkpoint
 from ..checkpoints import store
 from ..checkpoints.gguf import GGUF
 from ..checkpoints.registry import layout_of, opened
+from ..checkpoints.source import Encoded
 from ..core.shapes import readable_size
 from ..report.model_report import sqnr_db
 from ..tensor.mxtensor import MXTensor
-from .models import is_gguf, without_gguf
+from .gguf_models import gguf_file, stored_size, without_gguf
 from .output import columns, progress, show
 from .plan import read_plan
 
@@ -25,11 +27,14 @@ from .plan import read_plan
 def convert(arguments: argparse.Namespace) -> int:
     """``quantize`` and ``convert``."""
     plan = read_plan(arguments.plan) if getattr(arguments, "plan", None) is not None else None
+    file = opened(arguments.source).path
+    if Path(arguments.output).resolve() != file.resolve():
+        store.check_destination(arguments.output, arguments.layout, arguments.overwrite)  # loading takes longer
     with ExitStack() as stack:
         source: str | Path = arguments.source
         if arguments.layout != GGUF.name:  # a GGUF file has llama.cpp's names, whatever it is made from
-            source = stack.enter_context(without_gguf(source, beside=arguments.output))
-        report = store.convert(
+            source = stack.enter_context(without_gguf(source, arguments.output, plan is None))
+        report = convert_checkpoint(
             source,
             arguments.output,
             layout=arguments.layout,
@@ -37,6 +42,7 @@ def convert(arguments: argparse.Namespace) -> int:
             skip=arguments.skip,
             max_shard_bytes=arguments.max_shard_bytes,
             overwrite=arguments.overwrite,
+            include_head=getattr(arguments, "include_head", False),
         )
     before, after = _size(arguments.source), _size(arguments.output)
     fields = {
@@ -89,17 +95,24 @@ def _values(t: Tensor) -> Tensor:
     return t.dequantize(torch.float32) if isinstance(t, MXTensor) else t
 
 
-def compared(a: Tensor, b: Tensor) -> dict[str, Any]:
-    """SQNR in dB, largest difference, whether all values are equal, and the format and bits of a value of ``b``."""
+def compared(a: Tensor, b: Tensor, encoded: Encoded | None = None) -> dict[str, Any]:
+    """SQNR in dB, largest difference, whether all values are equal, and the format and bits of a value of ``b``.
+
+    ``encoded``: how ``b`` is stored, if it was decoded to be read.
+    """
     true, other = _values(a), _values(b)
     errors = (other.double() - true.double()).abs()
     return {
         "sqnr_db": sqnr_db(true, other),
         "equal": not bool((errors != 0).any()),
         "max_error": float(errors.max()) if errors.numel() else 0.0,
-        "bits": 8 * b.nbytes / max(b.numel(), 1),
-        "format": b.format.name if isinstance(b, MXTensor) else str(b.dtype).removeprefix("torch."),
+        "bits": 8 * (b.nbytes if encoded is None else encoded.nbytes) / max(b.numel(), 1),
+        "format": _format(b) if encoded is None else encoded.kind,
     }
+
+
+def _format(t: Tensor) -> str:
+    return t.format.name if isinstance(t, MXTensor) else str(t.dtype).removeprefix("torch.")
 
 
 def compare(arguments: argparse.Namespace) -> int:
@@ -107,8 +120,8 @@ def compare(arguments: argparse.Namespace) -> int:
     rows: dict[str, dict[str, Any]] = {}
     paths, values, size = [Path(arguments.a), Path(arguments.b)], 0, 0
     with ExitStack() as stack:
-        if is_gguf(paths[0]) != is_gguf(paths[1]):
-            paths = [stack.enter_context(without_gguf(path)) for path in paths]
+        if (gguf_file(paths[0]) is None) != (gguf_file(paths[1]) is None):
+            paths = [stack.enter_context(without_gguf(path, keeps_codes=False)) for path in paths]
         a, b = (stack.enter_context(opened(path)) for path in paths)
         mine, theirs = layout_of(a).read(a), layout_of(b).read(b)
         common, missing = [name for name in mine if name in theirs], sorted(mine.keys() ^ theirs.keys())
@@ -122,8 +135,8 @@ def compare(arguments: argparse.Namespace) -> int:
             x, y = a.load(name, mine[name]), b.load(name, theirs[name])
             if x.shape != y.shape:
                 raise ValueError(f"tensor {name} has the shape {tuple(x.shape)} in A and {tuple(y.shape)} in B")
-            rows[name] = compared(x, y)
-            values, size = values + y.numel(), size + y.nbytes
+            rows[name] = compared(x, y, theirs[name].encoded)
+            values, size = values + y.numel(), size + rows[name]["bits"] * y.numel() / 8
             step()
     lines = [
         (name, row["format"], _ratio(row), f"{row['max_error']:.3g}", f"{row['bits']:.4g}")
@@ -131,7 +144,8 @@ def compare(arguments: argparse.Namespace) -> int:
     ]
     changed = {name: row["sqnr_db"] for name, row in rows.items() if not row["equal"]}
     worst = min(changed, key=lambda name: changed[name], default=None)
-    bits = 8 * size / max(values, 1)
+    stored = stored_size(arguments.b) if paths[1] != Path(arguments.b) else None  # decoded to bfloat16 for this
+    bits = 8 * size / max(values, 1) if stored is None else stored[0]
     end = f"{len(rows) - len(changed)} of {len(rows)} tensors are equal; B has {bits:.4g} bits a value"
     if worst is not None:
         end += f"; lowest SQNR: {_ratio(rows[worst])} dB ({worst})"

@@ -1,6 +1,6 @@
-"""The parser of ``mxtensor``: one subcommand is one row of COMMANDS, one argument one row of ARGUMENTS.
+"""The parser of ``mxtensor``: one subcommand is one row of COMMANDS.
 
-Exit codes: 0 when all is done, 1 when a file, a tensor or a device is refused, 2 for a wrong call, 130 for an
+Exit codes: 0 when all is done, 1 when a file, a tensor or a device is refused, 2 for wrong arguments, 130 for an
 interrupt. An error is one line on standard error.
 """
 
@@ -9,144 +9,21 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from importlib import metadata
+from typing import NamedTuple, NoReturn
 
-import torch
-
-from ..calibration.planner import FORMATS
-from ..checkpoints import store
-from ..checkpoints.registry import LAYOUTS, get_layout
-from ..convert.configs import recipe_of
-from ..report.quality import WINDOW
-from ..report.tune_model import TUNED_ROWS
+from ..checkpoints.gguf_reader import headers_cached
+from ..core.progress import progress_bars
 from . import doctor, files, measure, plan, tune
-from .output import FAILED, INTERRUPTED, WRONG, note
+from .arguments import ARGUMENTS
+from .output import FAILED, INTERRUPTED, WRONG, is_terminal, note, told, warnings_as_notes
+from .quiet import quiet_imports
+from .spelling import spelled
 
-_WRITABLE = tuple(name for name, layout in LAYOUTS.items() if layout.write is not None)
+NAMES = {"count": "--tokens"}
+"""Arguments of functions that an option of the command has another name for."""
 EXPECTED = (ValueError, TypeError, NotImplementedError, OSError, ImportError, RuntimeError)
 """What a file, a disk or an argument can raise: shown as one line. Anything else is a defect, and has a traceback."""
-
-
-def _format(name: str) -> str:
-    """The name of a format for inference."""
-    try:
-        recipe = recipe_of(name)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{error}") from error
-    if recipe.trains:
-        raise argparse.ArgumentTypeError(f"{name} trains, and stores no codes; pass a format such as mxfp8-weight-only")
-    return name
-
-
-def _layout(name: str) -> str:
-    """The name of a layout that can be written."""
-    try:
-        layout = get_layout(name)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{error}") from error
-    if layout.write is None:
-        raise argparse.ArgumentTypeError(f"the layout {layout.name} is only read; choose one of {', '.join(_WRITABLE)}")
-    return layout.name
-
-
-def _device(name: str) -> str:
-    """The name of a device."""
-    try:
-        return str(torch.device(name))
-    except RuntimeError as error:
-        raise argparse.ArgumentTypeError(f"{name!r} is no device; pass cpu or cuda") from error
-
-
-def _at_least(least: int) -> Callable[[str], int]:
-    def count(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least} on")
-        return int(text)
-
-    return count
-
-
-Argument = tuple[tuple[str, ...], dict[str, Any]]
-CHECKPOINT = "a folder, a .safetensors or a .gguf file"
-FORMAT = "such as mxfp8, mxfp4-weight-only, nvfp4-weight-only"
-ARGUMENTS: dict[str, Argument] = {
-    "source": (("source",), {"metavar": "SRC", "help": CHECKPOINT}),
-    "path": (("path",), {"metavar": "PATH", "help": CHECKPOINT}),
-    "model": (("path",), {"metavar": "MODEL", "help": "the folder of a language model, or its .gguf file"}),
-    "a": (("a",), {"metavar": "A", "help": "the checkpoint with the true values"}),
-    "b": (("b",), {"metavar": "B", "help": "the checkpoint to compare with them"}),
-    "output": (("-o", "--output"), {"required": True, "metavar": "DST", "help": "a new folder"}),
-    "page": (
-        ("-o", "--output"),
-        {"type": Path, "default": Path("report.html"), "metavar": "FILE", "help": "the page to write (%(default)s)"},
-    ),
-    "layout": (
-        ("--layout",),
-        {"type": _layout, "default": "native", "metavar": "LAYOUT",
-         "help": f"one of {', '.join(_WRITABLE)} (%(default)s)"},
-    ),
-    "format": (("--format",), {"type": _format, "metavar": "FORMAT", "help": FORMAT}),
-    "plan": (
-        ("--plan",),
-        {"metavar": "FILE", "help": "in place of --format: what the command plan wrote, a format for each weight"},
-    ),
-    "formats": (
-        ("--format",),
-        {"type": _format, "nargs": "+", "default": [], "dest": "formats", "metavar": "FORMAT",
-         "help": "quantize MODEL to each of these, in memory"},
-    ),
-    "choices": (
-        ("--format",),
-        {"type": _format, "nargs": "+", "default": [], "dest": "formats", "metavar": "FORMAT",
-         "help": f"what to choose from ({' '.join(FORMATS)})"},
-    ),
-    "bits": (
-        ("--bits",),
-        {"type": float, "default": 5.0, "metavar": "N", "help": "the budget: bits a value, scales included (5.0)"},
-    ),
-    "head": (("--include-head",), {"action": "store_true", "help": "plan the head too, and the embedding tied to it"}),
-    "plan_file": (
-        ("-o", "--output"),
-        {"type": Path, "default": Path("plan.json"), "metavar": "FILE", "help": "the plan to write (%(default)s)"},
-    ),
-    "skip": (
-        ("--skip",),
-        {"action": "append", "default": [], "metavar": "NAME", "help": "a module that stays as it is; may be repeated"},
-    ),
-    "shard": (
-        ("--max-shard-bytes",),
-        {"type": _at_least(1), "default": store.SHARD_BYTES, "metavar": "N", "help": "the largest file (512 MiB)"},
-    ),
-    "overwrite": (("--overwrite",), {"action": "store_true", "help": "replace the destination if it exists"}),
-    "tensors": (("--tensors",), {"action": "store_true", "help": "a line for each tensor"}),
-    "reference": (
-        ("--reference",),
-        {"metavar": "MODEL", "help": "the model before quantization, to compare with"},
-    ),
-    "text": (("--text",), {"metavar": "FILE", "help": "a text in UTF-8 that both models read"}),
-    "inputs": (
-        ("--inputs",),
-        {"metavar": "FILE", "help": "a .safetensors file of what both models are called with, such as input_ids"},
-    ),
-    "required_text": (("--text",), {"required": True, "metavar": "FILE", "help": "a text in UTF-8; - reads the input"}),
-    "tokens": (("--tokens",), {"type": _at_least(1), "metavar": "N", "help": "the first N tokens of the text (all)"}),
-    "window": (
-        ("--window",),
-        {"type": _at_least(2), "default": WINDOW, "metavar": "N", "help": "tokens that are read at once (%(default)s)"},
-    ),
-    "tokenizer": (("--tokenizer",), {"metavar": "DIR", "help": "the folder of a tokenizer, if MODEL has none"}),
-    "device": (("--device",), {"type": _device, "default": "cpu", "metavar": "NAME", "help": "cpu or cuda (cpu)"}),
-    "cuda": (("--device",), {"type": _device, "default": "cuda", "metavar": "NAME", "help": "the GPU (%(default)s)"}),
-    "rows": (
-        ("--rows",),
-        {"type": _at_least(1), "nargs": "+", "default": list(TUNED_ROWS), "metavar": "N",
-         "help": "numbers of activation rows to measure (1 to 128)"},
-    ),
-    "seconds": (("--seconds",), {"type": float, "default": 60.0, "metavar": "S", "help": "how long, about (60)"}),
-    "dry": (("--dry-run",), {"action": "store_true", "help": "only say what would be measured"}),
-    "json": (("--json",), {"action": "store_true", "help": "print JSON"}),
-}  # fmt: skip
 
 
 class Command(NamedTuple):
@@ -171,7 +48,7 @@ COMMANDS = {
             "mxtensor quantize ./model.gguf -o ./model-mxfp4 --format mxfp4-weight-only",
             "mxtensor quantize ./SmolLM2 -o ./SmolLM2-5-bits --plan plan.json",
         ),
-        (*_WRITING, "format", "plan"),
+        (*_WRITING, "format", "plan", "head"),
     ),
     "plan": Command(
         plan.make_plan,
@@ -247,6 +124,13 @@ class Parser(argparse.ArgumentParser):
         self.exit(WRONG, f"{self.prog}: error: {' '.join(message.split())}; see {self.prog} --help\n")
 
 
+def _version() -> str:
+    try:
+        return metadata.version("mxtensor")
+    except metadata.PackageNotFoundError:  # run from a clone
+        return "that is not installed"
+
+
 def parser() -> argparse.ArgumentParser:
     """The parser of all subcommands."""
     top = Parser(
@@ -254,6 +138,7 @@ def parser() -> argparse.ArgumentParser:
         description="Checkpoints and language models in OCP MX, NVFP4 and float8.",
         epilog="mxtensor COMMAND --help shows the arguments of a command, and examples.",
     )
+    top.add_argument("--version", action="version", version=f"mxtensor {_version()}")
     subparsers = top.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
     for name, command in COMMANDS.items():
         examples = "\n".join(f"  {example}" for example in command.examples)
@@ -261,7 +146,7 @@ def parser() -> argparse.ArgumentParser:
             name,
             help=command.help,
             description=f"{command.help[0].upper()}{command.help[1:]}.",
-            epilog=f"examples:\n{examples}\n\nexit codes: 0 done, 1 refused, 2 wrong call",
+            epilog=f"examples:\n{examples}\n\nexit codes: 0 done, 1 an error, 2 wrong arguments",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         for argument in command.arguments:
@@ -277,9 +162,22 @@ def _usage_of(chosen: argparse.Namespace) -> str | None:
         return "pass either --reference with the model before, or --format with what to try"
     if chosen.command == "quantize" and (chosen.format is None) == (chosen.plan is None):
         return "pass either --format, or --plan with the file of a plan"
+    if chosen.command == "quantize" and chosen.plan is not None and chosen.include_head:
+        return "--include-head belongs to --format; a plan says itself what happens to the head"
     if chosen.command == "report" and chosen.text is not None and chosen.inputs is not None:
         return "pass --text or --inputs, not both"
     return None
+
+
+def _options(command: str) -> dict[str, str]:
+    """Name of an argument of a function -> the option of this subcommand."""
+    rows = [ARGUMENTS[name] for name in COMMANDS[command].arguments]
+    found = {
+        options.get("dest", flags[-1].removeprefix("--").replace("-", "_")): flags[-1]
+        for flags, options in rows
+        if flags[-1].startswith("--")
+    }
+    return found | {name: option for name, option in NAMES.items() if option in found.values()}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -288,14 +186,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = top.parse_args(arguments)
     wrong = _usage_of(chosen)
     if wrong is not None:
-        top.error(wrong)
+        Parser(prog=f"{top.prog} {chosen.command}").error(wrong)
+    options = _options(chosen.command)
+    quiet_imports()
     try:
-        return int(chosen.run(chosen))
+        with headers_cached(), progress_bars(is_terminal()), warnings_as_notes(options):
+            return int(chosen.run(chosen))
     except BrokenPipeError:  # what reads the output, such as head, has enough
         sys.stdout = None  # nothing to flush at the end
         return FAILED
     except EXPECTED as error:
-        note(f"error: {' '.join(str(error).split())}")
+        note(f"error: {spelled(told(error), options)}")
         return FAILED
     except KeyboardInterrupt:
         note("interrupted; the destination was not written" if hasattr(chosen, "output") else "interrupted")

@@ -6,20 +6,22 @@ import argparse
 import copy
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..checkpoints.registry import opened
-from ..convert.model_size import ModelSize, model_size
+from ..convert.model_size import model_size
 from ..convert.quantize import quantize_
 from ..report.model_report import layer_errors
 from ..report.output_errors import output_errors
 from ..report.page import Measured, page, summary
 from ..report.quality import Quality, evaluate
+from ..tensor.mxtensor import MXTensor
+from .gguf_models import gguf_file, stored_size
 from .models import load_model, load_tokenizer, read_text, text_rows
-from .output import columns, progress, show
+from .output import check_page, columns, one_line, progress, show
 
 
 def check_device(device: str) -> None:
@@ -40,16 +42,21 @@ def rows_of(arguments: argparse.Namespace, text: str, tokenizer: Any) -> Tensor:
 # ---------------------------------------------------------------------------------------------- eval
 
 
+def _reference(path: str, device: str) -> tuple[Any, Any]:
+    """The model to compare with, whose values are in high precision also where a GGUF file has codes."""
+    return load_model(path, device, keeps_codes=False)
+
+
 def eval_model(arguments: argparse.Namespace) -> int:
     """``eval``."""
     check_device(arguments.device)
     text = read_text(arguments.text)  # before the model, which takes longer
     model, tokenizer = load_model(arguments.path, arguments.device, arguments.format, arguments.skip)
     rows = rows_of(arguments, text, tokenizer)
-    reference = None if arguments.reference is None else load_model(arguments.reference, arguments.device)[0]
+    reference = None if arguments.reference is None else _reference(arguments.reference, arguments.device)[0]
     with progress(len(rows), "evaluating", "window") as step:
         found = evaluate(model, rows, reference, step)
-    size = model_size(model)
+    size = _size(arguments.path, model, arguments.format)
     fields: dict[str, Any] = {
         "model": arguments.path, "bits": size.bits, "bytes": size.nbytes, "tokens": found.tokens,
         "window": arguments.window, "perplexity": found.perplexity,
@@ -61,12 +68,29 @@ def eval_model(arguments: argparse.Namespace) -> int:
                    "kl": found.kl, "kl_error": found.kl_error, "same_token": found.same_token}  # fmt: skip
         header += ["KL", "+-", "same token"]
         lines[0] += [f"{found.kl:.4f}", f"{found.kl_error:.4f}", f"{found.same_token:.1%}"]
-        before = [*_stored(arguments.reference, model_size(reference)), f"{found.tokens}"]
+        before = [*_stored(arguments.reference, _size(arguments.reference, reference)), f"{found.tokens}"]
         lines.append([*before, f"{found.reference_perplexity:.2f}", "", "", ""])
     return show(arguments, columns(header, lines), fields)
 
 
-def _stored(path: str, size: ModelSize) -> list[str]:
+class Size(NamedTuple):
+    """Of the weights, scales included."""
+
+    bits: float
+    """A value."""
+    nbytes: int
+
+
+def _size(path: str, model: nn.Module, format: str | None = None) -> Size:
+    """The size of the model; that of the file for a GGUF file, whose values are decoded to run them."""
+    stored = None if format is not None else stored_size(path)
+    if stored is not None:
+        return Size(*stored)
+    size = model_size(model)
+    return Size(size.bits, size.nbytes)
+
+
+def _stored(path: str, size: Size) -> list[str]:
     return [path, f"{size.bits:.2f}", f"{size.nbytes / 1e6:.1f}"]
 
 
@@ -89,12 +113,42 @@ def _inputs(arguments: argparse.Namespace, rows: Tensor | None) -> list[dict[str
         return [{name: file.tensor(name).to(arguments.device) for name in file.tensors}]
 
 
+def _check_quantized(arguments: argparse.Namespace, model: nn.Module) -> None:
+    """Raise ValueError for a model without a quantized layer, before it is measured."""
+    if any(isinstance(parameter, MXTensor) for parameter in model.parameters()):
+        return
+    if gguf_file(arguments.path) is not None and not arguments.formats:
+        raise ValueError(
+            f"{arguments.path} has no tensor in a format of this package, so that no layer is quantized once it is "
+            "decoded; compare the models by `mxtensor eval --reference`, or pass --format"
+        )
+    raise ValueError(
+        f"no layer is quantized in {arguments.path}; pass the quantized model, and the model before quantization as "
+        "--reference, or pass --format"
+    )
+
+
+def _outputs(arguments: argparse.Namespace, model: Any, reference: Any, inputs: Any, step: Any) -> Any:
+    """The errors of outputs. Raises ValueError that names the file of ``--inputs`` if the model does not take it."""
+    try:
+        return output_errors(model, reference, inputs, step)
+    except (ValueError, TypeError, RuntimeError, IndexError) as error:
+        if arguments.inputs is None:
+            raise
+        names = ", ".join(sorted(inputs[0])[:3])
+        raise ValueError(
+            f"--inputs {arguments.inputs}: the model cannot be called with its tensors, such as {names}: "
+            f"{one_line(error)}"
+        ) from error
+
+
 def report(arguments: argparse.Namespace) -> int:
     """``report``: of a quantized checkpoint beside its reference, or of a model in some formats."""
     check_device(arguments.device)
+    check_page(arguments.output)
     text = None if arguments.text is None else read_text(arguments.text)
     before = arguments.path if arguments.reference is None else arguments.reference
-    reference, tokenizer = load_model(before, arguments.device)
+    reference, tokenizer = _reference(before, arguments.device)
     labels = arguments.formats or [arguments.path]
     rows = None if text is None else rows_of(arguments, text, tokenizer)
     inputs, models = _inputs(arguments, rows), []
@@ -104,18 +158,19 @@ def report(arguments: argparse.Namespace) -> int:
             small = (
                 _quantized(reference, label) if arguments.formats else load_model(arguments.path, arguments.device)[0]
             )
-            size, outputs = model_size(small), output_errors(small, reference, inputs, step)
+            size = _size(arguments.path, small, label if arguments.formats else None)
+            _check_quantized(arguments, small)
+            outputs = _outputs(arguments, small, reference, inputs, step)
             found = None if rows is None else evaluate(small, rows, reference, step)
             errors = layer_errors(small, reference)
             models.append(Measured(label, size.bits, size.nbytes, errors, outputs, found))
             step()
-    size, found = model_size(reference), models[0].quality
+    size, found = _size(before, reference), models[0].quality
     if found is not None and found.reference_perplexity is not None:
         found = Quality(found.reference_perplexity, 0.0, 0.0, 1.0, found.tokens)
     models.insert(0, Measured(before, size.bits, size.nbytes, [], [], found))
     about = {"model before": before, "sample": _sample(arguments, rows)}
     html = page(f"Quantization report of {Path(arguments.path).resolve().name}", about, models)
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
     arguments.output.write_text(html, encoding="utf-8")
     fields = {"page": str(arguments.output), "models": [asdict(m) for m in models], **about}
     return show(arguments, f"{columns(*summary(models))}\nwrote {arguments.output}", fields)

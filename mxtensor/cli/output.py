@@ -6,14 +6,18 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from ..core.text_table import text_table
+from .spelling import spelled
 
 DONE, FAILED, WRONG, INTERRUPTED = 0, 1, 2, 130
-"""Exit codes: all is done; a file, a tensor or a device is refused; a wrong call; an interrupt."""
+"""Exit codes: all is done; a file, a tensor or a device is refused; wrong arguments; an interrupt."""
 
 
 def finite(value: Any) -> Any:
@@ -32,8 +36,59 @@ def show(arguments: argparse.Namespace, text: str, fields: Any) -> int:
 
 
 def note(text: str) -> None:
-    """Print a line to standard error."""
+    """Print a line to standard error, after all that was printed before."""
+    if sys.stdout is not None:
+        sys.stdout.flush()
     print(f"mxtensor: {text}", file=sys.stderr, flush=True)
+
+
+def status(text: str) -> None:
+    """Print what is being done, if a person waits for it."""
+    if is_terminal():
+        note(text)
+
+
+def check_page(path: Path) -> None:
+    """Raise OSError that names the path if no file can be written there: before what is written is measured."""
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder; pass the name of a file")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise OSError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def one_line(error: BaseException) -> str:
+    """The message of an error without line breaks."""
+    return " ".join(str(error).split())
+
+
+def told(error: BaseException) -> str:
+    """The same; of an error of the system, its reason and the file, without its number."""
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        return f"{error.strerror}: {error.filename!r}"
+    return one_line(error)
+
+
+def is_terminal() -> bool:
+    """Whether a person reads standard error, and not a file or a pipe."""
+    return sys.stderr is not None and sys.stderr.isatty()
+
+
+@contextmanager
+def warnings_as_notes(options: Mapping[str, str]) -> Iterator[None]:
+    """Warnings for the user are one line each. ``options``: as in ``spelled``."""
+
+    def show(message: Warning | str, *rest: Any, **more: Any) -> None:
+        print(f"mxtensor: warning: {spelled(' '.join(str(message).split()), options)}", file=stream, flush=True)
+
+    stream = sys.stderr  # which a library does not redirect
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", UserWarning)
+        warnings.showwarning = show
+        yield
 
 
 def columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

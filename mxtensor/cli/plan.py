@@ -6,10 +6,12 @@ import argparse
 from typing import Any
 
 from ..calibration.planner import FORMATS, plan
+from ..convert.configs import recipe_of
 from ..convert.format_plan import Plan
+from ..tensor.mxtensor import MXTensor
 from .measure import check_device, rows_of
 from .models import load_model, read_text
-from .output import note, show
+from .output import check_page, note, show
 
 BATCH = 4
 """Windows of text that the model reads at once."""
@@ -18,14 +20,23 @@ BATCH = 4
 def make_plan(arguments: argparse.Namespace) -> int:
     """``plan``."""
     check_device(arguments.device)
+    formats = arguments.formats or FORMATS
+    smallest = min(recipe_of(format).stored.format.bits_per_value for format in formats)
+    if arguments.bits < smallest:  # before the model is loaded and measured
+        raise ValueError(
+            f"--bits {arguments.bits:g}: the smallest of the formats has {smallest:g} bits a value; pass more"
+        )
+    check_page(arguments.output)
     text = read_text(arguments.text)  # before the model, which takes longer
-    model, tokenizer = load_model(arguments.path, arguments.device)
+    model, tokenizer = load_model(arguments.path, arguments.device, keeps_codes=False)
+    if any(isinstance(parameter, MXTensor) for parameter in model.parameters()):
+        raise ValueError(f"{arguments.path} is quantized already; pass the model before quantization")
     rows = rows_of(arguments, text, tokenizer)
     found = plan(
         model,
         list(rows.split(BATCH)),
         arguments.bits,
-        arguments.formats or FORMATS,
+        formats,
         include_head=arguments.include_head,
     )
     found.save(arguments.output)

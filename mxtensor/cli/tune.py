@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ..checkpoints.conversion import SKIPPED
 from ..checkpoints.recipes import stays
 from ..checkpoints.registry import layout_of, opened
-from ..checkpoints.store import SKIPPED
 from ..convert.configs import recipe_of
 from ..recipe.linear_recipe import LinearRecipe
 from ..report.tune_model import tune as tune_model
@@ -45,7 +45,7 @@ def products_of(path: str, format: str | None) -> list[Weights]:
                 (n, k), (stored, casts) = used[1], (used[0].stored.format.name, used[0].activation is not None)
                 found.setdefault((stored, casts, n, k), []).append(name)
     if not found:
-        raise ValueError(f"{path} has no quantized matrix; pass --format with what it is to be quantized to")
+        raise ValueError(f"{path} has no quantized matrix; pass --format with the format to quantize it to")
     return [Weights(*key, names) for key, names in found.items()]
 
 

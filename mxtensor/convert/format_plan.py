@@ -21,6 +21,8 @@ from .budget import Choice, within
 from .fqn_config import FqnToConfig
 
 VERSION = 1
+KEYS = ("version", "measure", "weights")
+"""What the file of a plan has."""
 MEASURES = {"kl": "KL", "squared": "error", "layer": "error"}
 """How errors were measured, and the head of their column."""
 
@@ -93,9 +95,12 @@ class Plan(FqnToConfig):
     @classmethod
     def load(cls, path: str | Path) -> Plan:
         """Read a file of ``save``. Raises ValueError for a file that is none, OSError for one that cannot be read."""
-        text = Path(path).read_text(encoding="utf-8")
+        raw = Path(path).read_bytes()
         try:
-            fields = json.loads(text)
+            fields = json.loads(raw.decode("utf-8"))
+            lacks = [key for key in KEYS if key not in fields] if isinstance(fields, dict) else KEYS
+            if lacks:
+                raise ValueError(f"it has no {' and no '.join(lacks)}")
             if fields["version"] != VERSION or fields["measure"] not in MEASURES:
                 raise ValueError(f"version {fields['version']!r}, measure {fields['measure']!r}")
             rows = {fqn: dict(row) for fqn, row in fields["weights"].items()}
@@ -103,7 +108,9 @@ class Plan(FqnToConfig):
             plan = cls(formats, weights={fqn: _checked(row) for fqn, row in rows.items()}, measure=fields["measure"])
             plan._of("errors")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path} is no plan that mx.Plan.save wrote: {error}") from error
+            raise ValueError(
+                f"{path} is no plan that mx.Plan.save wrote: {error}; make one by mx.plan or `mxtensor plan`"
+            ) from error
         return plan
 
     def __str__(self) -> str:

@@ -18,7 +18,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..checkpoints import native
-from ..checkpoints.recipes import is_skipped
+from ..checkpoints.recipes import is_skipped, warn_of_unmatched_skip, with_parameters
 from ..checkpoints.source import open_safetensors
 from ..checkpoints.transformers_names import loaded_by
 from ..convert.configs import recipe_of
@@ -98,6 +98,8 @@ class MXQuantizer(HfQuantizer):
                 with open_safetensors(file) as handle:
                     self.metadata |= handle.metadata() or {}
                     self._in_files |= set(handle.keys())
+        if not self.pre_quantized:
+            warn_of_unmatched_skip("TransformersConfig", self.quantization_config.skip, with_parameters(model))
         lookups = {f"{name}.weight" for name, m in model.named_modules() if isinstance(m, nn.Embedding)}
         tied = getattr(model, "all_tied_weights_keys", None) or {}
         self._tied = {key for pair in tied.items() if lookups & set(pair) for key in pair}

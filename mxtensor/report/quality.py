@@ -37,9 +37,13 @@ def windows(tokenizer: Any, text: str, count: int | None = None, window: int = W
     ``tokenizer``: one of transformers. Raises ValueError if the text is shorter than that, or than one window.
     """
     ids: Tensor = tokenizer(text, return_tensors="pt").input_ids[0]
+    if count is not None and len(ids) < count:
+        raise ValueError(
+            f"the text has {len(ids)} tokens; {count} were asked for: pass a longer text, or count={len(ids)}"
+        )
     count = len(ids) if count is None else count
-    if count < window or len(ids) < count:
-        raise ValueError(f"the text has {len(ids)} tokens; {count} were asked for, and a window has {window}")
+    if count < window:
+        raise ValueError(f"{count} tokens of the text are less than a window of {window}: pass more, or window={count}")
     return ids[: count // window * window].view(-1, window)
 
 

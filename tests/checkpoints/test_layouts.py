@@ -8,6 +8,7 @@ import torch
 import mxtensor as mx
 from mxtensor.checkpoints import LAYOUTS
 from mxtensor.convert.configs import recipe_of
+from mxtensor.tensor.quantize_as import quantize_as
 from tests.helpers.compare import components_of
 
 CASES = [
@@ -26,10 +27,7 @@ def state(format, dtype=torch.bfloat16):
     """Two quantized matrices, and what stays in high precision."""
     recipe = recipe_of(format)
     shapes = {"a.weight": (160, 256), "layers.0.b.weight": (96, 128)}
-    quantized = {
-        name: mx.checkpoints.store.quantize_as(torch.randn(shape, dtype=dtype), recipe)
-        for name, shape in shapes.items()
-    }
+    quantized = {name: quantize_as(torch.randn(shape, dtype=dtype), recipe) for name, shape in shapes.items()}
     return quantized | {"bias": torch.randn(7), "lm_head.weight": torch.randn(8, 32), "count": torch.arange(3)}
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import mxtensor as mx
+from mxtensor.checkpoints.conversion import SKIPPED
 from mxtensor.checkpoints.recipes import stays
-from mxtensor.checkpoints.store import SKIPPED
 from mxtensor.checkpoints.transformers_names import Loaded, loaded_by, model_of
 from tests.helpers.compare import relative_error
 
@@ -169,7 +169,6 @@ def test_codes_for_a_transposed_matrix_belong_to_its_columns(tmp_path):
 @pytest.mark.parametrize(
     ("name", "layout", "format", "left"),
     [
-        ("gpt2", "compressed-tensors", ROW, 4),  # its readers know no matrices (in, out)
         ("nomic_bert", "torchao", ROW, 1),  # transformers' reader of torchao splits no codes
         ("nomic_bert", "compressed-tensors", "nvfp4-weight-only", 1),  # nor a global scale
         ("nomic_bert", "compressed-tensors", "float8_128x128-weight-only", 1),  # nor scales of 128 rows
@@ -182,6 +181,14 @@ def test_matrices_that_readers_would_take_apart_stay_and_are_reported(name, layo
     _, out, report = converted(name, tmp_path, layout, format)
     assert len(report.left) == left and not set(report.left) & quantized(mx.checkpoints.load(out))
     assert (f"{left} matrices stay as they were, such as" in str(report)) == bool(left)
+
+
+def test_a_model_that_is_all_such_matrices_is_refused(tmp_path):
+    match = (
+        "nothing was quantized: readers of the layout compressed-tensors split, join, transpose or share the 4 matrices"
+    )
+    with pytest.raises(ValueError, match=match):  # they know none (in, out)
+        converted("gpt2", tmp_path, "compressed-tensors", ROW)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 import mxtensor as mx
-from mxtensor.checkpoints import destination, shard_file, sink, store
+from mxtensor.checkpoints import conversion, destination, shard_file, sink
 from mxtensor.core.workers import in_order
 from tests.checkpoints.test_files import METHOD, NVFP4
 from tests.checkpoints.test_peers import checkpoint
@@ -27,7 +27,7 @@ PLACES = {
     "the first bytes": (shard_file.ShardFile, "_write_all", 1), "the third shard": (shard_file.ShardFile, "close", 3),
     "a tensor of a later shard": (shard_file.ShardFile, "add", 3), "other files": (sink.shutil, "copyfile", 1),
     "the configuration": (Path, "write_text", 1), "the index": (Path, "write_text", 2),
-    "the last step": (destination.Destination, "move", 1), "making a tensor": (store, "quantize_as", 2),
+    "the last step": (destination.Destination, "move", 1), "making a tensor": (conversion, "quantize_as", 2),
 }  # fmt: skip
 """Where -> (object, name of the function that fails, at which call)."""
 

@@ -11,7 +11,9 @@ import torch
 
 import mxtensor as mx
 from mxtensor.checkpoints import store
+from mxtensor.cli import files
 from mxtensor.cli.main import COMMANDS, main
+from mxtensor.cli.spelling import spelled
 from tests.checkpoints.test_peers import checkpoint
 
 STATE = {"model.layers.0.q_proj.weight": torch.randn(64, 64), "lm_head.weight": torch.randn(32, 64)}
@@ -70,6 +72,52 @@ def test_a_module_is_skipped(source, tmp_path, capsys):
     assert code == 0 and json.loads(out)["errors"] == {}
 
 
+def test_a_name_to_skip_that_matches_nothing_is_a_warning(source, tmp_path, capsys):
+    out = ("-o", tmp_path / "q", "--format", "mxfp8", "--skip", "q_prog", "--skip", "lm_head")
+    code, _, err = run(capsys, "quantize", source, *out)
+    assert code == 0 and err.count("\n") == 1
+    assert err.startswith("mxtensor: warning: convert: --skip q_prog matches no module; pass the whole name of one")
+    with pytest.warns(UserWarning, match=r"skip='q_prog' matches no module; .*: 'model.layers.0.q_proj' or 'q_proj'"):
+        mx.checkpoints.convert(source, tmp_path / "r", format="mxfp8", skip=["q_prog"])
+
+
+def test_the_head_is_quantized_on_request(source, tmp_path, capsys):
+    rows = (("q", (), 1), ("r", ("--include-head",), 2), ("s", ("--include-head", "--skip", "lm_head"), 1))
+    for out, more, count in rows:
+        code, _, _ = run(capsys, "quantize", source, "-o", tmp_path / out, "--format", "mxfp8", *more)
+        found = mx.checkpoints.load(tmp_path / out).values()
+        assert code == 0 and sum(isinstance(t, mx.MXTensor) for t in found) == count
+
+
+def test_a_destination_is_refused_before_the_source_is_loaded(source, tmp_path, capsys, monkeypatch):
+    def load(*arguments):
+        raise AssertionError("the source was loaded")
+
+    monkeypatch.setattr(files, "without_gguf", load)
+    monkeypatch.setattr(files, "convert_checkpoint", load)
+    for arguments in (("-o", source + "/.."), ("-o", tmp_path / "x.gguf"), ("-o", tmp_path / "x", "--layout", "gguf")):
+        assert run(capsys, "convert", source, *arguments)[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("pass overwrite=True", "pass --overwrite"),
+        ("pass format=, which quantizes again", "pass --format, which quantizes again"),
+        ("pass format='mxfp4-weight-only'", "pass --format mxfp4-weight-only"),
+        ("leave it (include_head=False)", "leave it (without --include-head)"),
+        ("pass max_shard_bytes=4096.", "pass --max-shard-bytes 4096."),
+        ("a/format=x/b.txt and measure='layer'", "a/format=x/b.txt and measure='layer'"),
+        ("reformat=True", "reformat=True"),
+    ],
+)
+def test_messages_name_options(text, wanted):
+    options = {
+        name: f"--{name.replace('_', '-')}" for name in ("overwrite", "format", "include_head", "max_shard_bytes")
+    }
+    assert spelled(text, options) == wanted
+
+
 WRONG = [
     (1, ("inspect", "/none"), "/none does not exist"),
     (1, ("compare", "SRC", "OTHER"), "have no tensor of the same name: "),
@@ -85,11 +133,37 @@ WRONG = [
     (2, ("plan", "SRC", "--bits", "5"), "required: --text"),
     (2, ("convert", "SRC", "-o", "OUT", "--layout", "awq"), "unknown layout 'awq'"),
     (2, ("convert", "SRC", "-o", "OUT", "--layout", "READ"), "is only read; choose one of "),
-    (2, ("convert", "SRC", "-o", "OUT", "--max-shard-bytes", "0"), "'0' is no whole number from 1 on"),
+    (2, ("convert", "SRC", "-o", "OUT", "--max-shard-bytes", "0"), "'0' is not a whole number of at least 1"),
     (2, ("report", "SRC"), "pass either --reference"),
     (2, ("report", "SRC", "--format", "mxfp8", "--text", "a", "--inputs", "b"), "pass --text or --inputs, not both"),
-    (2, ("eval", "SRC", "--text", "x.txt", "--device", "tpu9"), "'tpu9' is no device"),
+    (2, ("eval", "SRC", "--text", "x.txt", "--device", "tpu9"), "'tpu9' is not a device"),
     (2, ("convert",), "required: SRC, -o/--output"),
+    (1, ("convert", "SRC", "-o", "DIR"), "exists; choose another destination, or pass --overwrite"),
+    (1, ("convert", "SRC", "-o", "OUT.gguf"), "has the ending of the layout gguf, not of native; pass --layout gguf"),
+    (1, ("convert", "SRC", "-o", "OUT", "--layout", "gguf"), "pass a name that ends in .gguf"),
+    (
+        1,
+        ("quantize", "SRC", "-o", "OUT", "--format", "mxfp4", "--layout", "gpt-oss"),
+        "nothing was quantized: the layout gpt-oss holds stacked experts only, and <SRC> has 1 others, such as ",
+    ),
+    (1, ("convert", "SRC", "-o", "OUT", "--layout", "modelopt"), "pass --format, or the layout plain"),
+    (1, ("quantize", "NONE", "-o", "OUT", "--format", "mxfp4"), "has no matrix of a layer, except for embeddings"),
+    (1, ("quantize", "SRC", "-o", "OUT", "--plan", "EMPTY"), "<EMPTY> is no plan that mx.Plan.save wrote: it has no "),
+    (1, ("quantize", "SRC", "-o", "OUT", "--plan", "SRC/a"), "No such file or directory: '<SRC/a>'"),
+    (2, ("quantize", "SRC", "-o", "OUT", "--plan", "a", "--include-head"), "--include-head belongs to --format"),
+    (1, ("eval", "SRC", "--text", "/none.txt"), "--text: /none.txt does not exist; pass a text file"),
+    (1, ("eval", "SRC", "--text", "DIR"), "<DIR> is a folder; pass a text file"),
+    (
+        1,
+        ("inspect", "DIR"),
+        "holds no checkpoint: no file ends in .safetensors, .gguf, .bin, .pt, .pth; it holds 1 others",
+    ),
+    (1, ("inspect", "EMPTY"), "<EMPTY> is not a checkpoint; pass a folder, or a file that ends in .safetensors"),
+    (1, ("inspect", "some/model"), "(from the Hugging Face hub: hf download some/model --local-dir model)"),
+    (1, ("plan", "SRC", "--text", "x", "--bits", "2"), "--bits 2: the smallest of the formats has 4.25 bits a value"),
+    (2, ("plan", "SRC", "--text", "x", "--bits", "-1"), "'-1' is not a number above 0"),
+    (2, ("tune", "SRC", "--seconds", "nan"), "'nan' is not a number above 0"),
+    (2, ("eval", "SRC", "--text", "x.txt", "--device", "meta"), "'meta' is not a device of this command"),
     (2, ("info", "SRC"), "invalid choice: 'info'"),
 ]
 
@@ -99,6 +173,15 @@ def test_a_failure_is_one_line_and_leaves_nothing(code, arguments, message, sour
     if torch.cuda.is_available() and "cuda" in arguments:
         pytest.skip("there is a CUDA device")
     places = {"SRC": source, "OUT": str(tmp_path / "out")}
+    places |= {"DIR": str(tmp_path / "a" / "folder"), "EMPTY": str(tmp_path / "a" / "folder" / "empty.json")}
+    places |= {"OUT.gguf": str(tmp_path / "out.gguf"), "NONE": str(tmp_path / "a" / "none"), "SRC/a": f"{source}/a"}
+    if {"DIR", "EMPTY"} & {*arguments}:
+        Path(places["DIR"]).mkdir()
+        Path(places["EMPTY"]).write_text("{}")
+    if "NONE" in arguments:
+        checkpoint(tmp_path / "a" / "none", {"norm.weight": torch.ones(4), "lm_head.weight": torch.ones(4, 4)})
+    for name, path in places.items():
+        message = message.replace(f"<{name}>", path)
     places["READ"] = next(name for name, layout in mx.checkpoints.LAYOUTS.items() if layout.write is None)
     if "OTHER" in arguments:
         places["OTHER"] = str(checkpoint(tmp_path / "a" / "other", {"x.weight": torch.ones(2, 2)}))

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import mxtensor as mx
-from mxtensor.cli import models
+from mxtensor.cli import gguf_models
 from tests.checkpoints.test_peers import checkpoint
 from tests.cli.small_model import TEXT, save_small_model
 from tests.cli.test_main import run
@@ -66,6 +66,17 @@ def test_a_plan_is_made_and_quantizes_the_checkpoint(folder, tmp_path, capsys):
     assert stored == fields["weights"]
     measured = json.loads(run(capsys, "eval", tmp_path / "q", "--reference", folder / "plain", *text, "--json")[1])
     assert 0.4 < fields["kl"] / measured["kl"] < 2.5
+
+
+@pytest.mark.parametrize("name", ["up_prog", "model.layers.0.mlp"])
+def test_a_name_to_skip_that_matches_no_module_is_noticed(name, folder, tmp_path, capsys):
+    warning = f"warning: convert: --skip {name} matches no module"
+    out = ("-o", tmp_path / "q", "--format", "mxfp8", "--skip", name, "--skip", "lm_head", "--skip", "up_proj")
+    code, _, err = run(capsys, "quantize", folder / "plain", *out)
+    assert code == 0 and warning in err and err.count("\n") == 1
+    arguments = ("--format", "mxfp8", "--skip", name, "--text", folder / "text.txt", "--tokens", 256)
+    code, _, err = run(capsys, "eval", folder / "plain", *arguments)
+    assert code == 0 and warning.replace("convert", "TransformersConfig") in err and err.count("\n") == 1
 
 
 def test_a_plan_of_another_checkpoint_is_noticed(folder, tmp_path):
@@ -184,7 +195,7 @@ def test_gguf_becomes_a_model_of_transformers_unless_it_has_codes(tmp_path, caps
         return tmp_path / name
 
     kinds = gguf.GGMLQuantizationType
-    with models.without_gguf(write("codes.gguf", kinds.MXFP4)) as path:
+    with gguf_models.without_gguf(write("codes.gguf", kinds.MXFP4)) as path:
         assert path == tmp_path / "codes.gguf"
     assert "keeps llama.cpp's names of tensors: it holds MXFP4 codes" in capsys.readouterr().err
     code, _, err = run(capsys, "convert", write("a.gguf", kinds.Q8_0), "-o", tmp_path / "out", "--layout", "plain")

@@ -31,12 +31,16 @@ NEVER_SEEN = {
     # a library of NVIDIA fails, and a call of our own with too few addresses: tests/kernels/runtime/test_host_calls.py
     "cuBLASLt returned status {value}",
     "takes a stream and {value} addresses, got {value} values",
+    # needs a model of transformers: tests/checkpoints/test_transformers_names.py
+    "convert: nothing was quantized: readers of the layout {value} split, join, transpose or share the {value} matrices "
+    "of {value}, such as {value}, before they look for codes; choose another layout, such as native",
     # need a folder that exists, and an error of a layer: tests/calibration/test_calibrate.py
     "calibrate: {value} has the state of a calibration with other {value}; pass another folder, or remove it",
     "calibrate: {value}: {value}",
     # need a file, a checkpoint, a model that returns no tensor: tests/convert/test_plan.py, tests/checkpoints,
     # tests/calibration/test_planner.py
-    "{value} is no plan that mx.Plan.save wrote: {value}",
+    "{value} is no plan that mx.Plan.save wrote: {value}; make one by mx.plan or `mxtensor plan`",
+    "it has no {value}",
     "version {value}, measure {value}",
     "a weight has a number of bytes and an error for each format",
     "convert: no tensor of the checkpoint has the name {value}{value} of the FqnToConfig",
@@ -70,6 +74,7 @@ NEVER_SEEN = {
     "the bytes of {value} and {value} overlap",
     "the file ends before byte {value} of the header and {value} entries",
     "an array of the header has {value} entries; at most {value} are read",
+    "an array of the header has entries of the type {value}",
     "its record {value} is compressed, which torch.save does not do",
     # of a pickle that torchao did not write: tests/checkpoints/test_mutations.py
     "torchao's {value} needs the tensors qdata and scale, got {value}",
@@ -175,21 +180,36 @@ NEVER_SEEN = {
     "{value} and {value} have no tensor of the same name: {value} and {value}; compare two checkpoints of one model",
     "{value} trains, and stores no codes; pass a format such as mxfp8-weight-only",
     "the layout {value} is only read; choose one of {value}",
-    "{value} is no device; pass cpu or cuda",
-    "{value} is no whole number from {value} on",
+    "{value} is not a device; pass cpu or cuda",
+    "{value} is not a whole number of at least {value}",
     "--device {value}: torch finds no CUDA device here",
     "{value} has no tokenizer; pass --tokenizer with a folder that has one",
     "this command needs transformers: pip install 'mxtensor[cli]'",
     "{value} is not a text in UTF-8: {value}",
     "{value} has no config.json; pass the folder of a model as transformers saves it",
-    "{value} is quantized already; leave --format out, or pass the model before",
+    "{value} is quantized already; leave --format out, or pass the model before quantization",
     "{value} cannot be loaded by transformers: {value}",
-    "{value} has no quantized matrix; pass --format with what it is to be quantized to",
+    "{value} is not a device of this command; pass cpu or cuda",
+    "{value} is not a number above 0",
+    "{value} is quantized already; pass the model before quantization",
+    "no layer is quantized in {value}; pass the quantized model, and the model before quantization as --reference, or "
+    "pass --format",
+    "--inputs {value}: the model cannot be called with its tensors, such as {value}: {value}",
+    "--tokenizer: {value} does not exist; pass the folder of a tokenizer or of a model",
+    "--bits {value}: the smallest of the formats has {value} bits a value; pass more",
+    "--text: {value} {value}; pass a text file in UTF-8",
+    "the tokenizer in {value} cannot be loaded by transformers: {value}",
+    "{value} lacks {value} tensors of {value}, such as {value}: transformers would fill them with random values",
+    "{value} cannot be run: {value}; pass the model as a folder that transformers saved",
+    "{value} has no tensor in a format of this package, so that no layer is quantized once it is decoded; compare the "
+    "models by `mxtensor eval --reference`, or pass --format",
+    "{value} has no quantized matrix; pass --format with the format to quantize it to",
     # of reports, which the command prints as one line: tests/cli, tests/report/test_output_errors.py
     "the reference has no layer {value} of its own; pass a copy.deepcopy of the model before",
     "no layer is quantized, so there is nothing to report; pass --format",
     "a report needs matplotlib: pip install 'mxtensor[plot]'",
-    "the text has {value} tokens; {value} were asked for, and a window has {value}",
+    "the text has {value} tokens; {value} were asked for: pass a longer text, or count={value}",
+    "{value} tokens of the text are less than a window of {value}: pass more, or window={value}",
     "the model has a vocabulary of {value} tokens, the reference one of {value}; compare a model with its own "
     "high-precision version",
     # a table of configs that another version has written: tests/kernels/small_m/test_small_m.py
