@@ -26,6 +26,7 @@ from ..recipe.linear_recipe import LinearRecipe
 from ..tensor.mxtensor import MXTensor
 from ..tensor.quantize_as import quantize_as
 from ..training.training_weight import values_of
+from .destination import check_apart
 from .layout import Layout, Written
 from .matrices import matrix_orientation
 from .recipes import Recipes, is_skipped
@@ -108,7 +109,7 @@ def save(
 
     ``path``: a new folder, or a file that ends in ``.safetensors``, or in ``.gguf`` for that layout. transformers'
     models also write their ``config.json``. A weight that two modules share is stored once if the model knows it as
-    tied, otherwise twice.
+    tied, otherwise twice. ``overwrite``: replace the file or the folder of a checkpoint, with all files in it.
     Raises NotImplementedError for a tensor that the layout cannot hold, FileExistsError for a folder that is not empty.
     """
     chosen = _writable(layout, path)
@@ -149,13 +150,13 @@ def convert(
     (``Layout.dims``). Embeddings, heads, routers and modules whose name ends in one of ``skip`` stay as they are,
     except those that a plan names and ``skip`` does not. Other files of the
     folder, such as the tokenizer, are copied. The destination is whole or absent, and what ``overwrite`` replaces stays
-    until then. Matrices are cast by torch's number of threads, one each. Raises as ``load`` and ``save``.
+    until then. Matrices are cast by torch's number of threads, one each. Raises as ``load`` and ``save``, and
+    ValueError for a destination that is the source, is inside it or contains it.
     """
     chosen = _writable(layout, destination)
     written = Written()
     with opened(source) as checkpoint:
-        if Path(destination).resolve() == checkpoint.path.resolve():
-            raise ValueError(f"convert: {destination} is the source; choose another destination")
+        check_apart(destination, source, *{stored.file for stored in checkpoint.tensors.values()})
         before, checkpoint.maps = layout_of(checkpoint), True
         known = model_of(checkpoint.config)
         lookups = lookups_of(known)

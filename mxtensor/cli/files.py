@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoints import store
+from ..checkpoints.destination import check_apart
 from ..checkpoints.gguf import GGUF
 from ..checkpoints.registry import layout_of, opened
 from ..core.shapes import readable_size
@@ -25,6 +26,7 @@ from .plan import read_plan
 def convert(arguments: argparse.Namespace) -> int:
     """``quantize`` and ``convert``."""
     plan = read_plan(arguments.plan) if getattr(arguments, "plan", None) is not None else None
+    check_apart(arguments.output, arguments.source)  # of a GGUF file, store sees a temporary folder
     with ExitStack() as stack:
         source: str | Path = arguments.source
         if arguments.layout != GGUF.name:  # a GGUF file has llama.cpp's names, whatever it is made from
