@@ -10,7 +10,7 @@ import json
 import math
 import mmap
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -82,6 +82,16 @@ def plain(name: str) -> Entry:
     return Entry((name,), _same)
 
 
+def named_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
+    """The dtype that a ``config.json`` names, or that of its text model; None if it names none."""
+    nested = config.get("text_config")
+    for fields in (config, nested if isinstance(nested, dict) else {}):
+        name = fields.get("dtype") or fields.get("torch_dtype")
+        if isinstance(name, str) and name.removeprefix("torch.") in _DTYPES:
+            return _DTYPES[name.removeprefix("torch.")]
+    return None
+
+
 @dataclass
 class Checkpoint:
     """An opened folder or file of safetensors. A context manager."""
@@ -118,12 +128,7 @@ class Checkpoint:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the model's values by its configuration; bfloat16 if that names none."""
-        nested = self.config.get("text_config")
-        for config in (self.config, nested if isinstance(nested, dict) else {}):
-            name = config.get("dtype") or config.get("torch_dtype")
-            if isinstance(name, str) and name.removeprefix("torch.") in _DTYPES:
-                return _DTYPES[name.removeprefix("torch.")]
-        return torch.bfloat16
+        return named_dtype(self.config) or torch.bfloat16
 
     def place(self, name: str) -> str:
         """``file, tensor NAME``: the beginning of messages."""

@@ -117,6 +117,8 @@ def save(
     if isinstance(model, nn.Module):
         of_model: Any = getattr(model, "config", None)
         config = of_model.to_diff_dict() if hasattr(of_model, "to_diff_dict") else {}
+        if config and hasattr(model, "dtype"):  # as save_pretrained does
+            config["dtype"] = str(model.dtype).removeprefix("torch.")
         state: Mapping[str, Any] = {k: v for k, v in model.state_dict().items() if k not in tied_keys(model)}
     elif isinstance(model, Mapping):
         state = model
@@ -166,14 +168,14 @@ def convert(
         with _sink(chosen, destination, max_shard_bytes, overwrite, checkpoint) as sink:
             entries = before.entries(checkpoint)
             _check_inputs(entries, before.name, chosen.name)
-            report.dropped = [name for name in entries if moves and name.endswith(STATIC)]
-            rest = {name: entry for name, entry in entries.items() if not (moves and name.endswith(STATIC))}
+            report.dropped = [name for name in entries if moves and is_skipped(name, STATIC)]
+            rest = {name: entry for name, entry in entries.items() if name not in report.dropped}
 
             def work(name: str) -> tuple[Tensor, float | None]:
                 value = checkpoint.load(name, rest[name])
                 side = matrix_orientation(name, value.shape, checkpoint.config)
                 recipe, left_out = recipes.of(name)
-                if side is None or left_out:
+                if side is None or left_out or not value.numel():
                     return value, None
                 alone = not chosen.experts and EXPERT.search(name)
                 if value.dim() not in chosen.dims or alone:
@@ -232,6 +234,8 @@ def _writable(layout: str, path: str | Path) -> Layout:
 def _store(sink: Any, layout: Layout, written: Written, name: str, value: Tensor, lookups: Sequence[str]) -> None:
     """Add a tensor to a checkpoint as the layout stores it. ``lookups``: embeddings beside LOOKUPS."""
     write: Callable[[str, MXTensor], dict[str, Tensor]] = layout.write  # type: ignore[assignment]
+    if isinstance(value, MXTensor) and not value.numel() and not layout.empty:
+        value = value.dequantize()
     if isinstance(value, MXTensor):
         if not layout.embeddings and is_skipped(name.removesuffix(".weight"), (*LOOKUPS, *lookups)):
             raise NotImplementedError(
@@ -244,6 +248,7 @@ def _store(sink: Any, layout: Layout, written: Written, name: str, value: Tensor
                 "use the layout compressed-tensors or native"
             )
         stored, written.weights[name] = write(name, value), value.recipe
+        written.values[value.dtype] += value.numel()
     else:
         stored = {name: value.detach()}
         if value.dim() == 2 and value.is_floating_point() and name.endswith(".weight"):
@@ -253,13 +258,11 @@ def _store(sink: Any, layout: Layout, written: Written, name: str, value: Tensor
 
 def _config(layout: Layout, written: Written, model: nn.Module | None, config: Mapping[str, Any]) -> dict[str, Any]:
     """The JSON files of the layout. ``model``: if it is known; ``config``: its ``config.json``."""
-    if layout.config is None:
-        return {}
     if model is not None:
         written.others += tied_layers(model, written.weights)
     else:
         written.others += usual_heads(config, written.weights, written.others)
-    return layout.config(written)
+    return layout.files(written, config)
 
 
 def _quantized(value: Tensor, recipe: LinearRecipe | None, side: Orientation) -> Tensor:
