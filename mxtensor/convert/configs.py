@@ -236,7 +236,8 @@ def _recipe_called(text: str) -> LinearRecipe:
         named = find(text, CLASSES)
         if named is not None:
             raise ValueError(f"{text!r} names a class; pass an instance, {CLASSES[named]}()") from None
-        hint = suggestion(text, CLASSES) if len(text) > 5 else ""
+        short = [f"{format}-weight-only" for format in (*FORMATS, *FORMATS.aliases)]
+        hint = suggestion(text, [*CLASSES, *short]) if len(text) > 5 else ""
         if hint and not weight_only and not suggestion(name, FORMATS):
-            raise ValueError(f"unknown format or config {text!r}{hint}") from None
+            raise ValueError(f"unknown format or config {text!r}; {hint}") from None
         raise
