@@ -126,6 +126,9 @@ class LlamaCpp:
         self.lib.llama_model_free(self.model)
 
 
+_CALLBACKS: list[Any] = []
+
+
 @cache
 def library() -> Any:
     """llama.cpp, ready and without a log on stderr. Raises ImportError without llama-cpp-python."""
@@ -135,7 +138,7 @@ def library() -> Any:
     for file in (_utils.outnull_file, _utils.errnull_file):  # the package opens them and never closes them
         atexit.register(file.close)
     silent: Callable[..., None] = lambda level, text, data: None  # noqa: E731
-    lib.callback_of_log = lib.llama_log_callback(silent)  # a reference: C calls it later
-    lib.llama_log_set(lib.callback_of_log, ctypes.c_void_p(0))
+    _CALLBACKS.append(lib.llama_log_callback(silent))  # a reference: C calls it later
+    lib.llama_log_set(_CALLBACKS[0], ctypes.c_void_p(0))
     lib.llama_backend_init()
     return lib

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from ..convert.configs import Config
-from ..core.arguments import described
+from ..core.arguments import check_plain, described
 from ..core.progress import with_progress
 from ..core.workers import in_order
 from ..numerics.formats import Orientation, Rounding
@@ -250,6 +250,7 @@ def _store(sink: Any, layout: Layout, written: Written, name: str, value: Tensor
         stored, written.weights[name] = write(name, value), value.recipe
         written.values[value.dtype] += value.numel()
     else:
+        check_plain(f"save: {name}", value)
         stored = {name: value.detach()}
         if value.dim() == 2 and value.is_floating_point() and name.endswith(".weight"):
             written.others.append(name)

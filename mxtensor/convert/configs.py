@@ -13,6 +13,7 @@ import torch
 
 from ..core.arguments import check_fields, described
 from ..core.names import find, suggestion, without_weight_only
+from ..core.peer_names import instead_of
 from ..numerics.cast import Cast
 from ..numerics.formats import FORMATS, Format, ScaleCalculationMode, get_mx_format
 from ..recipe import RECIPES
@@ -209,6 +210,9 @@ def recipe_of(config: Any) -> LinearRecipe:
     ours = from_torchao(config, TORCHAO)
     if ours is not None:
         return ours.linear_recipe()  # type: ignore[no-any-return]
+    instead = instead_of(type(config).__name__)
+    if instead:
+        raise TypeError(f"cannot quantize by {described(config)}{instead}")
     raise TypeError(
         f"cannot quantize by {described(config)}; pass a format name like 'mxfp8' or 'mxfp8-weight-only', a "
         "LinearRecipe, or one of the configs MXDynamicActivationMXWeightConfig, "

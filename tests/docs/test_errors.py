@@ -34,6 +34,9 @@ NEVER_SEEN = {
     # need a folder that exists, and an error of a layer: tests/calibration/test_calibrate.py
     "calibrate: {value} has the state of a calibration with other {value}; pass another folder, or remove it",
     "calibrate: {value}: {value}",
+    # need torchao: tests/core/test_peer_names.py
+    "{value} is quantized already, by {value} ({value}); pass the original values, or those of its dequantize()",
+    "cannot quantize by {value}{value}",
     # need a working directory, and a folder that is filled meanwhile: tests/checkpoints/test_destination.py
     "{value} is the working directory or a mount point, which cannot be replaced; pass an empty folder or a new one",
     "{value} was empty, and holds {value} now; choose another destination",
