@@ -199,8 +199,8 @@ def rowwise(
         )
     if operand is None or t.dim() not in ((2, 3) if stacks else (2,)) or name.rpartition(".")[2] != "weight":
         raise NotImplementedError(
-            f"{name} is a {t.orientation.label} tensor of shape {tuple(t.shape)}, and the layout {layout} holds "
-            "rowwise matrices called weight; skip it, or use the layout native"
+            f"{name} has the orientation {t.orientation.label} and the shape {tuple(t.shape)}, and the layout {layout} "
+            "holds rowwise matrices called weight; skip it, or use the layout native"
         )
     if whole_blocks and block > 0 and t.shape[-1] % block:
         raise NotImplementedError(

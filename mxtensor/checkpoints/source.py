@@ -272,7 +272,7 @@ def _map(stored: Stored) -> Tensor:
 def _files(path: Path) -> list[Path]:
     if path.is_file():
         if path.suffix != ".safetensors":
-            raise ValueError(f"{path} is no checkpoint that is known; pass a folder, a .safetensors or a .gguf file")
+            raise ValueError(f"{path} is not a checkpoint; pass a folder, a .safetensors or a .gguf file")
         return [path]
     if (path / INDEX).is_file():
         return sorted({path / name for name in _weight_map(path).values()})
