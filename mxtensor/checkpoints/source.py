@@ -291,7 +291,9 @@ def _weight_map(path: Path) -> dict[str, str]:
         raise ValueError(f"{path / INDEX} needs a weight_map of tensors and files, got {described(found)}")
     for name, file in found.items():
         if not isinstance(file, str) or file in ("", "..") or Path(file).name != file or "\0" in file:
-            raise ValueError(f"{path / INDEX}: {name} is in {described(file)}, which is no file name in this folder")
+            raise ValueError(
+                f"{path / INDEX}: {name} is in {described(file)}, which is not the name of a file in this folder"
+            )
         if not (path / file).is_file():
             raise ValueError(f"{path / INDEX}: {name} is in {file}, which does not exist")
     return found

@@ -103,7 +103,7 @@ class Plan(FqnToConfig):
             plan = cls(formats, weights={fqn: _checked(row) for fqn, row in rows.items()}, measure=fields["measure"])
             plan._of("errors")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path} is no plan that mx.Plan.save wrote: {error}") from error
+            raise ValueError(f"{path} was not written by mx.Plan.save: {error}") from error
         return plan
 
     def __str__(self) -> str:

@@ -42,7 +42,7 @@ NEVER_SEEN = {
     "{value} was empty, and holds {value} now; choose another destination",
     # need a file, a checkpoint, a model that returns no tensor: tests/convert/test_plan.py, tests/checkpoints,
     # tests/calibration/test_planner.py
-    "{value} is no plan that mx.Plan.save wrote: {value}",
+    "{value} was not written by mx.Plan.save: {value}",
     "version {value}, measure {value}",
     "a weight has a number of bytes and an error for each format",
     "convert: no tensor of the checkpoint has the name {value}{value} of the FqnToConfig",
